@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Backend: the seam between the engine and whatever computes attention (docs/DESIGN.md, "Idea 3"):
+// one call answers one layer of a batch. Selection, the plan and its execution stay inside, so that
+// on a GPU a plan never leaves the device.
+#ifndef ATTND_ATTENTION_BACKEND_H_
+#define ATTND_ATTENTION_BACKEND_H_
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "attention/pages.h"
+#include "attention/policy.h"
+#include "attention/segment.h"
+#include "common/dtype.h"
+#include "common/model_shape.h"
+
+namespace attnd::attention {
+
+// What a sequence consists of at one moment. Immutable; whoever holds it pins every page in it, so
+// a backend that works asynchronously keeps a reference until the device is done with the step.
+struct SequenceView {
+  ModelShape shape;
+  std::vector<std::shared_ptr<const Segment>>
+      segments;  // in position order, without gaps, from position 0
+  // Block i holds positions [64 (b + i), 64 (b + i + 1)), b = tail_begin / 64.
+  std::vector<std::shared_ptr<const TailBlock>> tail;
+  uint64_t tail_begin = 0;  // first position that no segment covers
+};
+
+// Processor time that a row's work took, by stage, summed over threads.
+struct StageNanos {
+  uint64_t score = 0;
+  uint64_t select = 0;
+  uint64_t fetch = 0;
+  uint64_t attend = 0;
+  uint64_t merge = 0;
+};
+
+// What an answer was made of. Token counts are summed over query tokens and KV heads.
+struct RowStats {
+  uint64_t zone_tokens = 0;
+  uint64_t exact_tokens = 0;      // of the middle
+  uint64_t estimated_tokens = 0;  // of the middle
+  uint64_t dropped_tokens = 0;    // of the middle
+  // Shares of the softmax mass, dropped clusters by their centroids' estimate; absent if the middle
+  // was not looked at.
+  std::optional<float> covered_mass;
+  std::optional<float> exact_mass;
+  // Over query heads and tokens; absent for policies that predict none.
+  std::optional<float> predicted_error_mean;
+  std::optional<float> predicted_error_max;
+  uint64_t host_tokens = 0;  // tokens read exactly from host memory
+  StageNanos stages;
+};
+
+// One sequence's part of a step. Buffers belong to the caller and live until Step returns.
+struct StepRow {
+  std::shared_ptr<const SequenceView> view;
+  const Policy* policy = nullptr;
+  uint64_t past_tokens = 0;   // tokens of the layer before the first query token
+  uint32_t query_tokens = 0;  // at least 1
+  // True: every query token sees past_tokens. False: query token i is itself in the tail and sees
+  // past_tokens + i + 1.
+  bool query_only = false;
+  DType query_dtype = DType::kFp32;
+  const std::byte* queries = nullptr;  // [query_tokens, query_heads, head_dim]
+  float* out = nullptr;                // [query_tokens, query_heads, value_dim]
+  float* lse = nullptr;  // [query_tokens, query_heads]; -infinity (and out 0) without tokens
+  RowStats* stats = nullptr;
+};
+
+// What was decided for one (query token, KV head): exported for tests and audit only.
+struct ClusterRef {
+  uint32_t segment = 0;
+  uint32_t cluster = 0;
+  auto operator<=>(const ClusterRef&) const = default;
+};
+struct Plan {
+  uint32_t row = 0;
+  uint32_t query_token = 0;
+  uint32_t kv_head = 0;
+  std::vector<ClusterRef> exact;      // ascending
+  std::vector<ClusterRef> estimated;  // ascending
+};
+
+struct StepRequest {
+  uint32_t layer = 0;
+  std::span<const StepRow> rows;
+  // Checked before each piece of work; DeadlineExceeded past it.
+  std::optional<std::chrono::steady_clock::time_point> deadline;
+  // Checked before each piece of work; Cancelled when set. May be null.
+  const std::atomic<bool>* cancelled = nullptr;
+  // Receives the plans of cluster policies if not null, ordered by (row, query token, KV head).
+  std::vector<Plan>* plans = nullptr;
+};
+
+// Thread-safety: all methods may be called from any thread, several at once.
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual absl::string_view name() const = 0;
+  // Name of the instruction set that the kernels chose.
+  virtual absl::string_view target() const = 0;
+  // Unimplemented, naming the preset, if the backend cannot run `policy`.
+  virtual absl::Status Supports(const Policy& policy) const = 0;
+  // Fills out, lse and stats of every row. A row's answer does not depend on the other rows, bit
+  // for bit. On error the buffers' content is undefined.
+  virtual absl::Status Step(const StepRequest& request) = 0;
+};
+
+}  // namespace attnd::attention
+
+#endif  // ATTND_ATTENTION_BACKEND_H_

@@ -1,0 +1,361 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "attention/cluster_unit.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "attention/kernels.h"
+
+namespace attnd::attention {
+namespace {
+
+constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
+// An output may cancel to nearly nothing; errors are then relative to this share of the values'
+// root mean square.
+constexpr float kLeastNormShare = 1e-3f;
+
+uint32_t CountClusters(const SequenceView& view, uint32_t layer, uint32_t kv_head) {
+  uint32_t clusters = 0;
+  for (const auto& segment : view.segments) clusters += segment->index(layer, kv_head).clusters;
+  return clusters;
+}
+
+float Norm(const float* x, size_t n) {
+  float sum = 0;
+  for (size_t c = 0; c < n; ++c) sum += x[c] * x[c];
+  return std::sqrt(sum);
+}
+
+// value * factor, where nothing stays nothing even times infinity.
+float Scaled(float value, float factor) { return value == 0 ? 0 : value * factor; }
+
+}  // namespace
+
+size_t ClusterUnit::ArenaBytes(const SequenceView& view, uint32_t layer, uint32_t kv_head,
+                               size_t quads) {
+  constexpr size_t kQuadArrays = 5;
+  constexpr size_t kRounding = 16 * 64;  // of the separate allocations
+  const size_t n = CountClusters(view, layer, kv_head);
+  const size_t per_quad = kQuadArrays * n * kQuad * sizeof(float) + sizeof(QuadScores) +
+                          kQuad * (view.shape.head_dim + view.shape.value_dim) * sizeof(float) +
+                          kRounding;
+  return quads * per_quad + n * (sizeof(float) + sizeof(Fate) + sizeof(TokenRun)) +
+         view.segments.size() * sizeof(uint32_t) + kRounding;
+}
+
+ClusterUnit::ClusterUnit(const SequenceView& view, const Policy& policy, uint32_t layer,
+                         uint32_t kv_head, const float* queries, StepArena* arena)
+    : view_(view),
+      policy_(policy),
+      layer_(layer),
+      kv_head_(kv_head),
+      group_(view.shape.group()),
+      head_dim_(view.shape.head_dim),
+      value_dim_(view.shape.value_dim) {
+  first_cluster_ = arena->Allocate<uint32_t>(view.segments.size() + 1);
+  first_cluster_[0] = 0;
+  for (size_t s = 0; s < view.segments.size(); ++s) {
+    first_cluster_[s + 1] = first_cluster_[s] + view.segments[s]->index(layer, kv_head).clusters;
+  }
+  const size_t n = clusters();
+  group_score_ = arena->Allocate<float>(n);
+  fate_ = arena->Allocate<Fate>(n);
+  run_memory_ = arena->Allocate<TokenRun>(n);
+  quads_ = arena->Allocate<QuadScores>((group_ + kQuad - 1) / kQuad);
+  for (size_t quad = 0; quad < quads_.size(); ++quad) {
+    QuadScores& scores = quads_[quad];
+    scores = QuadScores{};
+    scores.queries = queries + quad * kQuad * head_dim_;
+    scores.log_mass = arena->Allocate<float>(n * kQuad).data();
+    scores.estimated_weight = arena->Allocate<float>(n * kQuad).data();
+    scores.estimate.values = arena->Allocate<float>(kQuad * value_dim_).data();
+    if (!second_order()) continue;
+    scores.d2 = arena->Allocate<float>(n * kQuad).data();
+    scores.optimistic = arena->Allocate<float>(n * kQuad).data();
+    scores.error2 = arena->Allocate<float>(n * kQuad).data();
+    scores.queries_squared = arena->Allocate<float>(kQuad * head_dim_).data();
+    for (size_t c = 0; c < kQuad * head_dim_; ++c) {
+      scores.queries_squared[c] = scores.queries[c] * scores.queries[c];
+    }
+  }
+}
+
+void ClusterUnit::Score(size_t segment) {
+  const ClusterIndex index = view_.segments[segment]->index(layer_, kv_head_);
+  const DType dtype = view_.shape.dtype;
+  const size_t offset = first_cluster_[segment] * kQuad;
+  for (QuadScores& scores : quads_) {
+    kernels::DotRows(dtype, index.centroids, head_dim_ * DTypeBytes(dtype), index.clusters,
+                     head_dim_, scores.queries, scores.log_mass + offset);
+    kernels::ClusterScoreArgs args;
+    args.dot = scores.log_mass + offset;
+    args.log_size = index.log_size;
+    args.log_mass = scores.log_mass + offset;
+    if (second_order()) {
+      kernels::DotDeviations(index.deviation_codes, index.variance_unit, index.clusters, head_dim_,
+                             scores.queries_squared, scores.d2 + offset);
+      args.d2 = scores.d2 + offset;
+      args.optimistic = scores.optimistic + offset;
+    }
+    kernels::ClusterScores(args, index.clusters);
+  }
+}
+
+void ClusterUnit::Select(std::span<const QuadState> zones, OrderScratch* order) {
+  if (clusters() == 0) {
+    Estimate();
+    ListRuns();
+    return;
+  }
+  Weigh();
+  if (policy_.cut == Cut::kErrorBudget) {
+    SelectByError(zones, order);
+  } else {
+    SelectByMass(order);
+    Estimate();
+    for (size_t quad = 0; quad < quads_.size() && second_order(); ++quad) {
+      MeasureErrors(quad, zones[quad], /*relative_to_output=*/false);
+    }
+  }
+  ListRuns();
+}
+
+// Turns log masses into weights relative to each head's greatest.
+void ClusterUnit::Weigh() {
+  const size_t n = clusters();
+  for (QuadScores& scores : quads_) {
+    std::fill_n(scores.max, kQuad, kNegativeInfinity);
+    std::fill_n(scores.sum, kQuad, 0.0f);
+    kernels::MaxQuads(scores.log_mass, n, scores.max);
+    kernels::ExpQuads(scores.log_mass, n, scores.max, scores.log_mass, scores.sum);
+  }
+}
+
+// group_score_ += values[.][lane] * lane_factor[lane] / group, over the quad's first `lanes` lanes.
+void ClusterUnit::AddToGroupScore(const float* values, const float* lane_factor, size_t lanes) {
+  float factor[kQuad] = {0, 0, 0, 0};
+  for (size_t lane = 0; lane < lanes; ++lane) {
+    factor[lane] = lane_factor[lane] / static_cast<float>(group_);
+  }
+  for (size_t i = 0; i < group_score_.size(); ++i) {
+    const float* v = values + i * kQuad;
+    float sum = 0;
+    for (size_t lane = 0; lane < lanes; ++lane) sum += v[lane] * factor[lane];
+    group_score_[i] += sum;
+  }
+}
+
+void ClusterUnit::SelectByMass(OrderScratch* order) {
+  std::fill(group_score_.begin(), group_score_.end(), 0.0f);
+  for (size_t quad = 0; quad < quads_.size(); ++quad) {
+    float inverse[kQuad];
+    for (size_t lane = 0; lane < kQuad; ++lane) inverse[lane] = 1.0f / quads_[quad].sum[lane];
+    AddToGroupScore(quads_[quad].log_mass, inverse, LanesOf(quad));
+  }
+  if (policy_.cut == Cut::kTopP) {
+    CutTopP(group_score_, policy_.p1, policy_.p2, order, fate_);
+    return;
+  }
+  const size_t exact = ShareOf(policy_.exact_share, clusters());
+  const size_t estimated = std::min(ShareOf(policy_.estimated_share, clusters()),
+                                    static_cast<size_t>(clusters()) - exact);
+  CutTopK(group_score_, exact, estimated, order, fate_);
+}
+
+void ClusterUnit::SelectByError(std::span<const QuadState> zones, OrderScratch* order) {
+  std::fill(fate_.begin(), fate_.end(), Fate::kEstimated);
+  MarkFloor(order);
+  Estimate();
+  const bool limited = std::isfinite(policy_.tolerance);
+  for (size_t quad = 0; quad < quads_.size(); ++quad) MeasureErrors(quad, zones[quad], limited);
+  if (!limited) return;
+  std::fill(group_score_.begin(), group_score_.end(), 0.0f);
+  constexpr float kOne[kQuad] = {1, 1, 1, 1};
+  for (size_t quad = 0; quad < quads_.size(); ++quad) {
+    AddToGroupScore(quads_[quad].error2, kOne, LanesOf(quad));
+  }
+  if (CutErrorBudget(group_score_, policy_.tolerance, order, fate_)) Estimate();
+}
+
+// The floor: the clusters that might hold the one token a retrieval head is looking for.
+void ClusterUnit::MarkFloor(OrderScratch* order) {
+  std::fill(group_score_.begin(), group_score_.end(), 0.0f);
+  for (size_t quad = 0; quad < quads_.size(); ++quad) {
+    QuadScores& scores = quads_[quad];
+    float max[kQuad];
+    float sum[kQuad] = {0, 0, 0, 0};
+    std::fill_n(max, kQuad, kNegativeInfinity);
+    kernels::MaxQuads(scores.optimistic, clusters(), max);
+    kernels::ExpQuads(scores.optimistic, clusters(), max, scores.optimistic, sum);
+    for (float& s : sum) s = 1.0f / s;
+    AddToGroupScore(scores.optimistic, sum, LanesOf(quad));
+  }
+  MarkTop(group_score_, ShareOf(policy_.floor, clusters()), order, fate_);
+}
+
+// Fills error2, error_unit and least_norm: the squared error of leaving a cluster to its estimate,
+// relative to the norm of the output that zones and estimates give together, or to nothing.
+void ClusterUnit::MeasureErrors(size_t quad, const QuadState& zone, bool relative_to_output) {
+  QuadScores& scores = quads_[quad];
+  float norms[kQuad] = {1, 1, 1, 1};
+  if (relative_to_output) OutputNorms(quad, zone, norms);
+  float second_moment[kQuad] = {0, 0, 0, 0};
+  for (size_t s = 0; s < segments(); ++s) {
+    const ClusterIndex index = view_.segments[s]->index(layer_, kv_head_);
+    const float* weight = scores.log_mass + first_cluster_[s] * kQuad;
+    for (size_t i = 0; i < index.clusters; ++i) {
+      for (size_t lane = 0; lane < kQuad; ++lane) {
+        second_moment[lane] += weight[i * kQuad + lane] * index.value_norm2[i];
+      }
+    }
+  }
+  for (size_t lane = 0; lane < kQuad; ++lane) {
+    const float max = std::max(zone.max[lane], scores.max[lane]);
+    const float zone_factor = std::exp(zone.max[lane] - max);
+    const float factor = std::exp(scores.max[lane] - max);
+    const float total = zone.sum[lane] * zone_factor + scores.sum[lane] * factor;
+    // The zone's values enter by their merged state: a lower bound of their second moment.
+    float moment = second_moment[lane] * factor;
+    if (zone.sum[lane] > 0) {
+      const float zone_norm = Norm(zone.values + lane * value_dim_, value_dim_);
+      moment += zone_norm * zone_norm / zone.sum[lane] * zone_factor;
+    }
+    scores.least_norm[lane] =
+        std::max(kLeastNormShare * std::sqrt(moment / total), std::numeric_limits<float>::min());
+    const float norm = relative_to_output ? std::max(norms[lane], scores.least_norm[lane]) : 1.0f;
+    scores.error_unit[lane] = factor / total / norm;
+  }
+  for (size_t s = 0; s < segments(); ++s) {
+    const ClusterIndex index = view_.segments[s]->index(layer_, kv_head_);
+    const size_t offset = first_cluster_[s] * kQuad;
+    kernels::ClusterErrors(scores.log_mass + offset, scores.d2 + offset, index.spread,
+                           scores.error_unit, index.clusters, scores.error2 + offset);
+  }
+}
+
+// |o~| of each lane: zones exact, every cluster by its estimate.
+void ClusterUnit::OutputNorms(size_t quad, const QuadState& zone, float* norms) const {
+  const QuadScores& scores = quads_[quad];
+  float sums[kQuad * kernels::kDimMax];
+  std::copy_n(scores.estimate.values, kQuad * value_dim_, sums);
+  AddExactValues(scores, sums);
+  for (size_t lane = 0; lane < kQuad; ++lane) {
+    const float max = std::max(zone.max[lane], scores.max[lane]);
+    const float zone_factor = std::exp(zone.max[lane] - max);
+    const float factor = std::exp(scores.max[lane] - max);
+    float* sum = sums + lane * value_dim_;
+    const float* zone_values = zone.values + lane * value_dim_;
+    for (size_t c = 0; c < value_dim_; ++c) sum[c] = sum[c] * factor + zone_values[c] * zone_factor;
+    norms[lane] =
+        Norm(sum, value_dim_) / (zone.sum[lane] * zone_factor + scores.sum[lane] * factor);
+  }
+}
+
+// values += weight * mean value of the clusters that are to be read exactly.
+void ClusterUnit::AddExactValues(const QuadScores& scores, float* values) const {
+  const size_t row_bytes = value_dim_ * DTypeBytes(view_.shape.dtype);
+  for (size_t s = 0; s < segments(); ++s) {
+    const ClusterIndex index = view_.segments[s]->index(layer_, kv_head_);
+    for (size_t i = 0; i < index.clusters; ++i) {
+      const size_t cluster = first_cluster_[s] + i;
+      if (fate_[cluster] != Fate::kExact) continue;
+      kernels::AddWeightedRows(view_.shape.dtype, index.mean_values + i * row_bytes, row_bytes, 1,
+                               value_dim_, scores.log_mass + cluster * kQuad, values);
+    }
+  }
+}
+
+// The state of the estimated clusters, from fate_.
+void ClusterUnit::Estimate() {
+  const size_t row_bytes = value_dim_ * DTypeBytes(view_.shape.dtype);
+  for (QuadScores& scores : quads_) {
+    QuadState& estimate = scores.estimate;
+    ClearState(value_dim_, &estimate);
+    std::fill_n(scores.dropped_sum, kQuad, 0.0f);
+    for (size_t i = 0; i < fate_.size(); ++i) {
+      const float estimated = fate_[i] == Fate::kEstimated ? 1.0f : 0.0f;
+      const float dropped = fate_[i] == Fate::kDropped ? 1.0f : 0.0f;
+      for (size_t lane = 0; lane < kQuad; ++lane) {
+        const float weight = scores.log_mass[i * kQuad + lane];
+        scores.estimated_weight[i * kQuad + lane] = weight * estimated;
+        estimate.sum[lane] += weight * estimated;
+        scores.dropped_sum[lane] += weight * dropped;
+      }
+    }
+    for (size_t lane = 0; lane < kQuad; ++lane) {
+      if (estimate.sum[lane] > 0) estimate.max[lane] = scores.max[lane];
+    }
+    for (size_t s = 0; s < segments(); ++s) {
+      const ClusterIndex index = view_.segments[s]->index(layer_, kv_head_);
+      kernels::AddWeightedRows(view_.shape.dtype, index.mean_values, row_bytes, index.clusters,
+                               value_dim_, scores.estimated_weight + first_cluster_[s] * kQuad,
+                               estimate.values);
+    }
+  }
+}
+
+void ClusterUnit::ListRuns() {
+  exact_tokens_ = estimated_tokens_ = dropped_tokens_ = 0;
+  size_t used = 0;
+  for (size_t s = 0; s < segments(); ++s) {
+    const ClusterIndex index = view_.segments[s]->index(layer_, kv_head_);
+    const std::byte* pages = view_.segments[s]->pages(layer_, kv_head_);
+    const size_t first = used;
+    for (uint32_t i = 0; i < index.clusters; ++i) {
+      const Fate fate = fate_[first_cluster_[s] + i];
+      if (fate == Fate::kEstimated) estimated_tokens_ += index.size(i);
+      if (fate == Fate::kDropped) dropped_tokens_ += index.size(i);
+      if (fate != Fate::kExact) continue;
+      exact_tokens_ += index.size(i);
+      const TokenRange range = index.range(i);
+      if (used > first && run_memory_[used - 1].range.end == range.begin) {
+        run_memory_[used - 1].range.end = range.end;
+      } else {
+        run_memory_[used++] = {pages, range};
+      }
+    }
+  }
+  runs_ = run_memory_.first(used);
+}
+
+void ClusterUnit::AddEstimate(std::span<QuadState> states) const {
+  for (size_t quad = 0; quad < quads_.size(); ++quad) {
+    MergeState(quads_[quad].estimate, value_dim_, &states[quad]);
+  }
+}
+
+bool ClusterUnit::predicts_error() const { return second_order() && dropped_tokens_ == 0; }
+
+LaneOutcome ClusterUnit::Outcome(size_t quad, size_t lane, const QuadState& all,
+                                 float output_norm) const {
+  const QuadScores& scores = quads_[quad];
+  LaneOutcome outcome;
+  if (clusters() == 0 || !(all.sum[lane] > 0)) return outcome;
+  const float factor = std::exp(scores.max[lane] - all.max[lane]);
+  const float estimated = scores.estimate.sum[lane] * factor;
+  const float total = all.sum[lane] + scores.dropped_sum[lane] * factor;
+  outcome.covered_mass = all.sum[lane] / total;
+  outcome.exact_mass = std::max(0.0f, all.sum[lane] - estimated) / total;
+  if (!predicts_error() || scores.error_unit[lane] == 0) return outcome;
+  double error2 = 0;
+  for (size_t i = 0; i < fate_.size(); ++i) {
+    if (fate_[i] == Fate::kEstimated) error2 += scores.error2[i * kQuad + lane];
+  }
+  const float absolute = static_cast<float>(std::sqrt(error2)) / scores.error_unit[lane];
+  const float norm = std::max(output_norm, scores.least_norm[lane]);
+  outcome.predicted_error = Scaled(absolute, factor / all.sum[lane] / norm);
+  return outcome;
+}
+
+void ClusterUnit::ExportPlan(Plan* plan) const {
+  for (uint32_t s = 0; s < segments(); ++s) {
+    for (uint32_t i = first_cluster_[s]; i < first_cluster_[s + 1]; ++i) {
+      const ClusterRef ref{s, i - first_cluster_[s]};
+      if (fate_[i] == Fate::kExact) plan->exact.push_back(ref);
+      if (fate_[i] == Fate::kEstimated) plan->estimated.push_back(ref);
+    }
+  }
+}
+
+}  // namespace attnd::attention

@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "attention/cpu_backend.h"
+
+#include <tbb/blocked_range.h>
+#include <tbb/parallel_for.h>
+#include <tbb/partitioner.h>
+#include <tbb/task_arena.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <new>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "attention/cpu_step.h"
+#include "common/mutex.h"
+#include "common/status.h"
+
+namespace attnd::attention {
+namespace {
+
+// Below so many multiply-adds, waking other threads costs more than it saves.
+constexpr uint64_t kParallelWork = 1 << 18;
+
+// Scratch of one step, lent to it and taken back.
+class WorkspacePool {
+ public:
+  explicit WorkspacePool(size_t retained_bytes) : retained_bytes_(retained_bytes) {}
+
+  std::unique_ptr<StepArena> Take() {
+    MutexLock lock(mutex_);
+    if (free_.empty()) return std::make_unique<StepArena>();
+    std::unique_ptr<StepArena> arena = std::move(free_.back());
+    free_.pop_back();
+    return arena;
+  }
+
+  void Return(std::unique_ptr<StepArena> arena) {
+    arena->Reset();
+    arena->Trim(retained_bytes_);
+    MutexLock lock(mutex_);
+    free_.push_back(std::move(arena));
+  }
+
+ private:
+  const size_t retained_bytes_;
+  Mutex mutex_;
+  std::vector<std::unique_ptr<StepArena>> free_ ABSL_GUARDED_BY(mutex_);
+};
+
+class CpuBackend : public Backend {
+ public:
+  explicit CpuBackend(const CpuBackendOptions& options)
+      : threads_(options.threads != 0 ? options.threads
+                                      : std::max(1u, std::thread::hardware_concurrency())),
+        scratch_bytes_(options.scratch_bytes),
+        arena_(static_cast<int>(threads_)),
+        workspaces_(options.scratch_bytes) {}
+
+  absl::string_view name() const override { return "cpu"; }
+  absl::string_view target() const override { return kernels::TargetName(); }
+  absl::Status Supports(const Policy&) const override { return absl::OkStatus(); }
+
+  absl::Status Step(const StepRequest& request) override {
+    std::unique_ptr<StepArena> arena = workspaces_.Take();
+    absl::Status status;
+    try {
+      status = RunWaves(request, arena.get());
+    } catch (const std::bad_alloc&) {
+      status = absl::ResourceExhaustedError("the system refused scratch memory for the step");
+    }
+    workspaces_.Return(std::move(arena));
+    return status;
+  }
+
+ private:
+  // Rows are taken in order, as many units at a time as the scratch memory holds.
+  absl::Status RunWaves(const StepRequest& request, StepArena* arena) {
+    for (const StepRow& row : request.rows) *row.stats = RowStats();
+    CpuStep step(request, arena);
+    while (step.NextWave(scratch_bytes_)) {
+      for (const CpuStep::Stage stage : CpuStep::kStages) {
+        const size_t items = step.Prepare(stage);
+        std::atomic<bool> stopped{false};
+        Run(items, step.StageWork(stage), [&](size_t item) {
+          if (stopped.load(std::memory_order_relaxed)) return;
+          if (CheckAlive(request).ok()) {
+            step.RunItem(stage, item);
+          } else {
+            stopped.store(true, std::memory_order_relaxed);
+          }
+        });
+        if (stopped.load(std::memory_order_relaxed)) return CheckAlive(request);
+      }
+      step.FinishWave();
+    }
+    step.FinishRows();
+    return absl::OkStatus();
+  }
+
+  static absl::Status CheckAlive(const StepRequest& request) {
+    if (request.cancelled != nullptr && request.cancelled->load(std::memory_order_relaxed)) {
+      return absl::CancelledError("the caller has gone");
+    }
+    if (request.deadline.has_value() && std::chrono::steady_clock::now() > *request.deadline) {
+      return absl::DeadlineExceededError("the step's deadline passed");
+    }
+    return absl::OkStatus();
+  }
+
+  template <typename F>
+  void Run(size_t items, uint64_t work, const F& run_item) {
+    if (items <= 1 || threads_ == 1 || work < kParallelWork) {
+      for (size_t item = 0; item < items; ++item) run_item(item);
+      return;
+    }
+    arena_.execute([&] {
+      tbb::parallel_for(
+          tbb::blocked_range<size_t>(0, items, 1),
+          [&](const tbb::blocked_range<size_t>& range) {
+            for (size_t item = range.begin(); item != range.end(); ++item) run_item(item);
+          },
+          tbb::simple_partitioner());
+    });
+  }
+
+  const uint32_t threads_;
+  const size_t scratch_bytes_;
+  tbb::task_arena arena_;
+  WorkspacePool workspaces_;
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> MakeCpuBackend(const CpuBackendOptions& options) {
+  return std::make_unique<CpuBackend>(options);
+}
+
+}  // namespace attnd::attention

@@ -1,0 +1,455 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "attention/cpu_step.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <limits>
+
+#include "attention/kernels.h"
+
+namespace attnd::attention {
+namespace {
+
+constexpr uint32_t kPieceTokens = 512;  // of one quad
+constexpr uint32_t kPieceTokensMax = 65536;
+constexpr uint32_t kUnitTokensMax =
+    64;  // query tokens of a unit: bounds its states, and how long an item runs
+constexpr size_t kCacheLineBytes = 64;
+
+// A longer piece for more quads keeps the states' memory a small share of what is read. It depends
+// on the row alone.
+uint32_t PieceTokens(size_t quads) {
+  return static_cast<uint32_t>(
+      std::clamp<uint64_t>(uint64_t{kPieceTokens} * quads, kPieceTokens, kPieceTokensMax));
+}
+
+size_t QuadsPerToken(const ModelShape& shape) { return (shape.group() + kQuad - 1) / kQuad; }
+
+size_t StateBytes(const ModelShape& shape) {
+  return sizeof(QuadState) + kQuad * shape.value_dim * sizeof(float) + 2 * kCacheLineBytes;
+}
+
+// Adds the time from construction to destruction to a counter.
+class StageTimer {
+ public:
+  explicit StageTimer(uint64_t* nanos) : nanos_(nanos), start_(Clock::now()) {}
+  ~StageTimer() {
+    *nanos_ += static_cast<uint64_t>(
+        std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start_).count());
+  }
+  StageTimer(const StageTimer&) = delete;
+  StageTimer& operator=(const StageTimer&) = delete;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  uint64_t* const nanos_;
+  const Clock::time_point start_;
+};
+
+void PrefetchRows(const std::byte* rows, size_t bytes) {
+  for (size_t offset = 0; offset < bytes; offset += kCacheLineBytes) {
+    __builtin_prefetch(rows + offset);
+  }
+}
+
+// The hardware follows a long run by itself; the short runs of chosen clusters it cannot foresee.
+void PrefetchRun(const PageGeometry& geometry, const TokenRun& run) {
+  constexpr uint32_t kShortRun = 4 * kPageTokens;
+  const uint32_t end = std::min(run.range.end, run.range.begin + kShortRun);
+  for (uint32_t token = run.range.begin; token < end;) {
+    const uint32_t rows = std::min(end - token, kPageTokens - token % kPageTokens);
+    PrefetchRows(run.pages + geometry.KeyOffset(token), rows * geometry.key_row_bytes);
+    PrefetchRows(run.pages + geometry.ValueOffset(token), rows * geometry.value_row_bytes);
+    token += rows;
+  }
+}
+
+}  // namespace
+
+CpuStep::CpuStep(const StepRequest& request, StepArena* arena)
+    : request_(request), arena_(arena), totals_(request.rows.size()) {
+  ListUnits();
+}
+
+void CpuStep::ListUnits() {
+  for (uint32_t r = 0; r < request_.rows.size(); ++r) {
+    const StepRow& row = request_.rows[r];
+    const Policy& policy = *row.policy;
+    UnitSpec spec;
+    spec.row = r;
+    spec.selector = policy.SelectorFor(request_.layer);
+    if (spec.selector == Selector::kClusters) {
+      if (row.view->segments.empty()) spec.selector = Selector::kNone;
+      // A tolerance of nothing is dense.
+      if (policy.cut == Cut::kErrorBudget && policy.tolerance == 0) spec.selector = Selector::kAll;
+    }
+    const bool per_token = spec.selector == Selector::kClusters;
+    const uint32_t tokens = per_token ? 1 : kUnitTokensMax;
+    for (uint32_t token = 0; token < row.query_tokens; token += tokens) {
+      spec.tokens = std::min(tokens, row.query_tokens - token);
+      for (uint32_t head = 0; head < row.view->shape.kv_heads; ++head) {
+        spec.first_token = token;
+        spec.kv_head = head;
+        specs_.push_back(spec);
+      }
+    }
+  }
+}
+
+size_t CpuStep::UnitBytes(const UnitSpec& spec) const {
+  const StepRow& row = request_.rows[spec.row];
+  const SequenceView& view = *row.view;
+  const ModelShape& shape = view.shape;
+  const size_t quads = spec.tokens * QuadsPerToken(shape);
+  const uint64_t tail = row.past_tokens + spec.first_token + spec.tokens - view.tail_begin;
+  uint64_t pieces = 2 + view.segments.size() + tail / PieceTokens(quads) + 1 + spec.tokens;
+  uint64_t tokens = tail;
+  if (spec.selector != Selector::kNone) tokens += view.tail_begin;
+  pieces += tokens / PieceTokens(quads);
+  size_t bytes = quads * kQuad * shape.head_dim * sizeof(float) +
+                 (pieces + 1) * quads * StateBytes(shape) +
+                 (tail / kTailBlockTokens + spec.tokens + pieces) * sizeof(TokenRun);
+  if (spec.selector == Selector::kClusters) {
+    bytes += ClusterUnit::ArenaBytes(view, request_.layer, spec.kv_head, quads);
+  }
+  return bytes;
+}
+
+bool CpuStep::NextWave(size_t scratch_bytes) {
+  units_.clear();
+  cluster_units_.clear();
+  cluster_order_.clear();
+  pieces_.clear();
+  score_items_.clear();
+  arena_->Reset();
+  size_t bytes = 0;
+  while (next_spec_ < specs_.size()) {
+    bytes += UnitBytes(specs_[next_spec_]);
+    if (bytes > scratch_bytes && !units_.empty()) break;
+    AddUnit(specs_[next_spec_++]);
+  }
+  return !units_.empty();
+}
+
+void CpuStep::AddUnit(const UnitSpec& spec) {
+  const size_t number = units_.size();
+  Unit& unit = units_.emplace_back();
+  unit.spec = spec;
+  const SequenceView& view = ViewOf(unit);
+  unit.quads = spec.tokens * QuadsPerToken(view.shape);
+  LoadQueries(&unit);
+  unit.states = NewStates(number, unit.quads);
+  unit.read_pieces[0] = pieces_.size();
+  AddZoneAndDensePieces(number);
+  unit.read_pieces[1] = pieces_.size();
+  if (spec.selector != Selector::kClusters) return;
+  unit.clusters = &cluster_units_.emplace_back(view, *RowOf(unit).policy, request_.layer,
+                                               spec.kv_head, unit.queries, arena_);
+  cluster_order_.push_back(number);
+  for (size_t s = 0; s < view.segments.size(); ++s) score_items_.push_back({number, s, 0});
+}
+
+// Queries as floats, scaled, in quads; the lanes that no head fills are zero.
+void CpuStep::LoadQueries(Unit* unit) {
+  const StepRow& row = RowOf(*unit);
+  const ModelShape& shape = row.view->shape;
+  const size_t group = shape.group();
+  const size_t dim = shape.head_dim;
+  const size_t element = DTypeBytes(row.query_dtype);
+  const std::span<float> queries = arena_->Allocate<float>(unit->quads * kQuad * dim);
+  std::fill(queries.begin(), queries.end(), 0.0f);
+  unit->queries = queries.data();
+  for (uint32_t t = 0; t < unit->spec.tokens; ++t) {
+    const size_t token = unit->spec.first_token + t;
+    const size_t first = (token * shape.query_heads + unit->spec.kv_head * group) * dim;
+    float* target = unit->queries + t * QuadsPerToken(shape) * kQuad * dim;
+    ToFloat(row.query_dtype, row.queries + first * element, group * dim, target);
+    for (size_t c = 0; c < group * dim; ++c) target[c] *= shape.softmax_scale;
+  }
+}
+
+void CpuStep::AddZoneAndDensePieces(size_t number) {
+  Unit& unit = units_[number];
+  const StepRow& row = RowOf(unit);
+  const SequenceView& view = *row.view;
+  const uint32_t tokens = unit.spec.tokens;
+  for (const auto& segment : view.segments) {
+    const bool all = unit.spec.selector == Selector::kAll;
+    AddRange(number, segment->pages(request_.layer, unit.spec.kv_head),
+             {0, all ? segment->tokens() : segment->unclustered()});
+    unit.zone_tokens += uint64_t{tokens} * segment->unclustered();
+    if (all) unit.middle_exact_tokens += uint64_t{tokens} * segment->clustered();
+    if (unit.spec.selector == Selector::kNone) {
+      unit.middle_dropped_tokens += uint64_t{tokens} * segment->clustered();
+    }
+  }
+  // What every query token of the unit sees, then what each sees of the new tokens.
+  const uint64_t first = row.past_tokens + unit.spec.first_token;
+  const uint64_t shared = row.query_only ? row.past_tokens : tokens == 1 ? first + 1 : first;
+  AddTail(number, view.tail_begin, shared, 0, unit.quads);
+  unit.zone_tokens += tokens * (shared - view.tail_begin);
+  if (row.query_only || tokens == 1) return;
+  const size_t quads = QuadsPerToken(view.shape);
+  for (uint32_t t = 0; t < tokens; ++t) {
+    AddTail(number, first, first + t + 1, t * quads, quads);
+    unit.zone_tokens += t + 1;
+  }
+}
+
+void CpuStep::AddRange(size_t number, const std::byte* pages, TokenRange range) {
+  const size_t quads = units_[number].quads;
+  const uint32_t step = PieceTokens(quads);
+  for (uint32_t begin = range.begin; begin < range.end; begin += step) {
+    const std::span<TokenRun> run = arena_->Allocate<TokenRun>(1);
+    run[0] = {pages, {begin, std::min(range.end, begin + step)}};
+    AddPiece(number, run, 0, quads);
+  }
+}
+
+// Positions [begin, end) of the tail: one run for each tail block, pieces of whole blocks.
+void CpuStep::AddTail(size_t number, uint64_t begin, uint64_t end, size_t first_quad,
+                      size_t quads) {
+  const Unit& unit = units_[number];
+  const SequenceView& view = ViewOf(unit);
+  const uint64_t first_block = view.tail_begin / kTailBlockTokens;
+  const uint64_t step = PieceTokens(quads);
+  while (begin < end) {
+    const uint64_t piece_end = std::min(end, (begin / step + 1) * step);
+    const size_t runs = (piece_end - 1) / kTailBlockTokens - begin / kTailBlockTokens + 1;
+    const std::span<TokenRun> list = arena_->Allocate<TokenRun>(runs);
+    for (TokenRun& run : list) {
+      const uint64_t block = begin / kTailBlockTokens;
+      const uint64_t run_end = std::min(piece_end, (block + 1) * kTailBlockTokens);
+      run.pages = view.tail[block - first_block]->pages(request_.layer, unit.spec.kv_head);
+      run.range = {static_cast<uint32_t>(begin % kTailBlockTokens),
+                   static_cast<uint32_t>(run_end - block * kTailBlockTokens)};
+      begin = run_end;
+    }
+    AddPiece(number, list, first_quad, quads);
+  }
+}
+
+void CpuStep::AddPiece(size_t number, std::span<const TokenRun> runs, size_t first_quad,
+                       size_t quads) {
+  Piece& piece = pieces_.emplace_back();
+  piece.unit = number;
+  piece.runs = runs;
+  piece.first_quad = first_quad;
+  piece.states = NewStates(number, quads);
+}
+
+std::span<QuadState> CpuStep::NewStates(size_t number, size_t quads) {
+  const size_t value_dim = ViewOf(units_[number]).shape.value_dim;
+  const std::span<QuadState> states = arena_->Allocate<QuadState>(quads);
+  for (QuadState& state : states) {
+    state.values = arena_->Allocate<float>(kQuad * value_dim).data();
+    ClearState(value_dim, &state);
+  }
+  return states;
+}
+
+// The chosen runs in pieces of about kPieceTokens.
+void CpuStep::AddExactPieces(size_t number) {
+  Unit& unit = units_[number];
+  unit.exact_pieces[0] = pieces_.size();
+  const std::span<const TokenRun> runs = unit.clusters->runs();
+  const uint32_t step = PieceTokens(unit.quads);
+  size_t first = 0;
+  uint32_t tokens = 0;
+  for (size_t i = 0; i < runs.size(); ++i) {
+    tokens += runs[i].range.size();
+    if (tokens < step && i + 1 < runs.size()) continue;
+    AddPiece(number, runs.subspan(first, i + 1 - first), 0, unit.quads);
+    first = i + 1;
+    tokens = 0;
+  }
+  unit.exact_pieces[1] = pieces_.size();
+}
+
+size_t CpuStep::Prepare(Stage stage) {
+  switch (stage) {
+    case Stage::kRead:
+      return pieces_.size() + score_items_.size();
+    case Stage::kSelect:
+      return cluster_order_.size();
+    case Stage::kAttend:
+      first_exact_piece_ = pieces_.size();
+      for (const size_t unit : cluster_order_) AddExactPieces(unit);
+      return pieces_.size() - first_exact_piece_;
+    case Stage::kMerge:
+      return units_.size();
+  }
+  return 0;
+}
+
+uint64_t CpuStep::StageWork(Stage stage) const {
+  uint64_t work = 0;
+  const auto per_token = [&](size_t number) {
+    const ModelShape& shape = ViewOf(units_[number]).shape;
+    return uint64_t{kQuad} * units_[number].quads * (shape.head_dim + shape.value_dim);
+  };
+  switch (stage) {
+    case Stage::kRead:
+    case Stage::kAttend:
+      for (size_t i = stage == Stage::kRead ? 0 : first_exact_piece_; i < pieces_.size(); ++i) {
+        for (const TokenRun& run : pieces_[i].runs) {
+          work += run.range.size() * per_token(pieces_[i].unit);
+        }
+      }
+      if (stage == Stage::kAttend) return work;
+      [[fallthrough]];
+    case Stage::kSelect:
+      for (const ScoreItem& item : score_items_) {
+        const SequenceView& view = ViewOf(units_[item.unit]);
+        work += view.segments[item.segment]->clustered() / kClusterTokens * per_token(item.unit);
+      }
+      return work;
+    case Stage::kMerge:
+      for (size_t i = 0; i < pieces_.size(); ++i) work += per_token(pieces_[i].unit);
+      return work;
+  }
+  return work;
+}
+
+void CpuStep::RunItem(Stage stage, size_t item) {
+  switch (stage) {
+    case Stage::kRead:
+      if (item < pieces_.size()) {
+        RunPiece(&pieces_[item]);
+      } else {
+        ScoreItem& score = score_items_[item - pieces_.size()];
+        const StageTimer timer(&score.nanos);
+        units_[score.unit].clusters->Score(score.segment);
+      }
+      return;
+    case Stage::kSelect:
+      return SelectUnit(&units_[cluster_order_[item]]);
+    case Stage::kAttend:
+      return RunPiece(&pieces_[first_exact_piece_ + item]);
+    case Stage::kMerge:
+      return MergeUnit(&units_[item]);
+  }
+}
+
+void CpuStep::RunPiece(Piece* piece) {
+  const StageTimer timer(&piece->nanos);
+  const Unit& unit = units_[piece->unit];
+  const PageGeometry geometry(ViewOf(unit).shape);
+  const float* queries = unit.queries + piece->first_quad * kQuad * geometry.head_dim;
+  for (size_t i = 0; i < piece->runs.size(); ++i) {
+    const TokenRun& run = piece->runs[i];
+    if (i + 1 < piece->runs.size()) PrefetchRun(geometry, piece->runs[i + 1]);
+    kernels::AttendRange(geometry, run.pages, run.range, queries, piece->states.size(),
+                         piece->states.data());
+  }
+}
+
+void CpuStep::SelectUnit(Unit* unit) {
+  const StageTimer timer(&unit->nanos.select);
+  const size_t value_dim = ViewOf(*unit).shape.value_dim;
+  for (size_t i = unit->read_pieces[0]; i < unit->read_pieces[1]; ++i) {
+    for (size_t quad = 0; quad < unit->quads; ++quad) {
+      MergeState(pieces_[i].states[quad], value_dim, &unit->states[quad]);
+    }
+  }
+  static thread_local OrderScratch order;
+  unit->clusters->Select(unit->states, &order);
+}
+
+void CpuStep::MergeUnit(Unit* unit) {
+  const StageTimer timer(&unit->nanos.merge);
+  const ModelShape& shape = ViewOf(*unit).shape;
+  const bool clusters = unit->clusters != nullptr;  // whose zones SelectUnit merged
+  const size_t* pieces = clusters ? unit->exact_pieces : unit->read_pieces;
+  for (size_t i = pieces[0]; i < pieces[1]; ++i) {
+    const Piece& piece = pieces_[i];
+    for (size_t quad = 0; quad < piece.states.size(); ++quad) {
+      MergeState(piece.states[quad], shape.value_dim, &unit->states[piece.first_quad + quad]);
+    }
+  }
+  if (clusters) unit->clusters->AddEstimate(unit->states);
+  for (size_t quad = 0; quad < unit->quads; ++quad) {
+    const size_t first_head = quad % QuadsPerToken(shape) * kQuad;
+    for (size_t lane = 0; lane < kQuad && first_head + lane < shape.group(); ++lane) {
+      FinishLane(unit, quad, lane);
+    }
+  }
+}
+
+void CpuStep::FinishLane(Unit* unit, size_t quad, size_t lane) {
+  const StepRow& row = RowOf(*unit);
+  const ModelShape& shape = row.view->shape;
+  const size_t quads_per_token = QuadsPerToken(shape);
+  const size_t token = unit->spec.first_token + quad / quads_per_token;
+  const size_t head = unit->spec.kv_head * shape.group() + quad % quads_per_token * kQuad + lane;
+  const size_t slot = token * shape.query_heads + head;
+  float* out = row.out + slot * shape.value_dim;
+  NormaliseState(unit->states[quad], lane, shape.value_dim, out, row.lse + slot);
+  LaneOutcome outcome{1, 1, 0};
+  if (unit->clusters != nullptr) {
+    float norm2 = 0;
+    for (size_t c = 0; c < shape.value_dim; ++c) norm2 += out[c] * out[c];
+    outcome = unit->clusters->Outcome(quad, lane, unit->states[quad], std::sqrt(norm2));
+  }
+  unit->covered_mass += outcome.covered_mass;
+  unit->exact_mass += outcome.exact_mass;
+  unit->error_sum += outcome.predicted_error;
+  unit->error_max = std::max(unit->error_max, double{outcome.predicted_error});
+}
+
+void CpuStep::FinishWave() {
+  for (const Piece& piece : pieces_) units_[piece.unit].nanos.attend += piece.nanos;
+  for (const ScoreItem& item : score_items_) units_[item.unit].nanos.score += item.nanos;
+  for (const Unit& unit : units_) {
+    RowStats& stats = *RowOf(unit).stats;
+    RowTotals& totals = totals_[unit.spec.row];
+    uint64_t exact = unit.middle_exact_tokens;
+    uint64_t dropped = unit.middle_dropped_tokens;
+    if (unit.clusters != nullptr) {
+      exact += unit.clusters->exact_tokens();
+      dropped += unit.clusters->dropped_tokens();
+      stats.estimated_tokens += unit.clusters->estimated_tokens();
+      if (!unit.clusters->predicts_error()) totals.error_known = false;
+      if (request_.plans != nullptr) {
+        Plan& plan = request_.plans->emplace_back();
+        plan.row = unit.spec.row;
+        plan.query_token = unit.spec.first_token;
+        plan.kv_head = unit.spec.kv_head;
+        unit.clusters->ExportPlan(&plan);
+      }
+    } else if (dropped > 0) {
+      totals.mass_known = totals.error_known = false;
+    }
+    stats.zone_tokens += unit.zone_tokens;
+    stats.exact_tokens += exact;
+    stats.dropped_tokens += dropped;
+    stats.host_tokens += unit.zone_tokens + exact;
+    stats.stages.score += unit.nanos.score;
+    stats.stages.select += unit.nanos.select;
+    stats.stages.attend += unit.nanos.attend;
+    stats.stages.merge += unit.nanos.merge;
+    totals.covered_mass += unit.covered_mass;
+    totals.exact_mass += unit.exact_mass;
+    totals.error_sum += unit.error_sum;
+    totals.error_max = std::max(totals.error_max, unit.error_max);
+  }
+}
+
+void CpuStep::FinishRows() {
+  for (size_t r = 0; r < request_.rows.size(); ++r) {
+    const StepRow& row = request_.rows[r];
+    const RowTotals& totals = totals_[r];
+    const double lanes = double{1} * row.query_tokens * row.view->shape.query_heads;
+    if (totals.mass_known) {
+      row.stats->covered_mass = static_cast<float>(totals.covered_mass / lanes);
+      row.stats->exact_mass = static_cast<float>(totals.exact_mass / lanes);
+    }
+    if (totals.error_known) {
+      row.stats->predicted_error_mean = static_cast<float>(totals.error_sum / lanes);
+      row.stats->predicted_error_max = static_cast<float>(totals.error_max);
+    }
+  }
+}
+
+}  // namespace attnd::attention

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Vector kernels of the CPU backend (Google Highway; the best instruction set of the machine is
+// chosen at run time).
+//
+// Query vectors are handled four at a time, a "quad", because four query heads that share a KV head
+// are the common case and because four dot products reduce together at the price of one. Per-quad
+// arrays interleave the four: [n][4]. A quad with fewer than four vectors is padded with zeros.
+//
+// All kernels are deterministic: the same arguments give the same bits, whatever the thread.
+#ifndef ATTND_ATTENTION_KERNELS_H_
+#define ATTND_ATTENTION_KERNELS_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "attention/pages.h"
+#include "common/dtype.h"
+
+namespace attnd::attention::kernels {
+
+inline constexpr size_t kQuad = 4;
+inline constexpr size_t kDimMax = 512;
+
+// Name of the instruction set in use, for example "AVX3".
+const char* TargetName();
+
+// out[i][j] = q[j] . row[i].   rows: [n, dim] of dtype, row_bytes apart; q: [4][dim]; out: [n][4].
+void DotRows(DType dtype, const std::byte* rows, size_t row_bytes, size_t n, size_t dim,
+             const float* q, float* out);
+
+// out[i][j] = unit[i] * sum_c q_squared[j][c] * code[i][c]^2, codes packed as in
+// ClusterIndex::deviation_codes. codes: [n, dim / 2]; q_squared: [4][dim]; out: [n][4]. dim is a
+// multiple of 16.
+void DotDeviations(const uint8_t* codes, const float* unit, size_t n, size_t dim,
+                   const float* q_squared, float* out);
+
+// sum[j] += sum_i weight[i][j] * row[i].   weight: [n][4]; sum: [4][dim].
+void AddWeightedRows(DType dtype, const std::byte* rows, size_t row_bytes, size_t n, size_t dim,
+                     const float* weight, float* sum);
+
+// max[j] = max(max[j], x[i][j] over i).
+void MaxQuads(const float* x, size_t n, float* max);
+
+// out[i][j] = exp(x[i][j] - max[j]);  sum[j] += their sum. out may be x. -infinity gives 0.
+void ExpQuads(const float* x, size_t n, const float* max, float* out, float* sum);
+
+// Inputs and outputs of ClusterScores, all [n][4] but for the per-cluster [n].
+struct ClusterScoreArgs {
+  const float* dot = nullptr;       // a q.C
+  const float* d2 = nullptr;        // variance of the members' logits; null: first order
+  const float* log_size = nullptr;  // [n]
+  float* log_mass = nullptr;        // out: dot + log_size + min(d2, 8) / 2; may be dot
+  float* optimistic = nullptr;      // out: dot + log_size + 2 sqrt(d2), null if not wanted
+};
+void ClusterScores(const ClusterScoreArgs& args, size_t n);
+
+// error2[i][j] = (weight[i][j] * unit[j] * spread[i])^2 * expm1(min(d2[i][j], 8)).
+void ClusterErrors(const float* weight, const float* d2, const float* spread, const float* unit,
+                   size_t n, float* error2);
+
+// Softmax states of a quad: state j is (max[j], sum[j], values[j][value_dim]).
+struct QuadState {
+  float max[kQuad];
+  float sum[kQuad];
+  float* values;  // [4][value_dim]
+};
+
+// Attends `quads` quads to tokens [range) of a run of pages and folds them into their states. q:
+// [quads][4][head_dim], scaled; states: [quads].
+void AttendRange(const PageGeometry& geometry, const std::byte* pages, TokenRange range,
+                 const float* q, size_t quads, QuadState* states);
+
+// k-means assignment. points: [n][dim] floats; centroids_t: [dim][stride], transposed, stride a
+// multiple of 16 and at least `clusters`; half_norms: [stride] |c|^2 / 2, +infinity in the padding.
+// assignment[i] = the cluster with the least |point - centroid|, the lower one of equals.
+void AssignClosest(const float* points, size_t n, size_t dim, const float* centroids_t,
+                   const float* half_norms, size_t stride, uint32_t* assignment);
+
+}  // namespace attnd::attention::kernels
+
+#endif  // ATTND_ATTENTION_KERNELS_H_

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Pages: how keys and values lie in memory (docs/DESIGN.md, "Words").
+//
+// A page holds kPageTokens tokens of one (layer, KV head): first their keys, [16, head_dim], then
+// their values, [16, value_dim], in the model's dtype. Pages of one (layer, KV head) follow one
+// another, so that token t's key is at page t / 16, row t % 16. The last page may be part filled.
+#ifndef ATTND_ATTENTION_PAGES_H_
+#define ATTND_ATTENTION_PAGES_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/aligned_buffer.h"
+#include "common/model_shape.h"
+
+namespace attnd::attention {
+
+inline constexpr uint32_t kPageTokens = 16;
+
+struct PageGeometry {
+  explicit PageGeometry(const ModelShape& shape)
+      : dtype(shape.dtype),
+        head_dim(shape.head_dim),
+        value_dim(shape.value_dim),
+        key_row_bytes(shape.head_dim * DTypeBytes(shape.dtype)),
+        value_row_bytes(shape.value_dim * DTypeBytes(shape.dtype)) {}
+
+  size_t page_bytes() const { return kPageTokens * (key_row_bytes + value_row_bytes); }
+  static uint64_t PagesFor(uint64_t tokens) { return (tokens + kPageTokens - 1) / kPageTokens; }
+  size_t KeyOffset(uint64_t token) const {
+    return token / kPageTokens * page_bytes() + token % kPageTokens * key_row_bytes;
+  }
+  size_t ValueOffset(uint64_t token) const {
+    return token / kPageTokens * page_bytes() + kPageTokens * key_row_bytes +
+           token % kPageTokens * value_row_bytes;
+  }
+
+  DType dtype;
+  uint32_t head_dim;
+  uint32_t value_dim;
+  size_t key_row_bytes;
+  size_t value_row_bytes;
+};
+
+// Tokens [begin, end) of a run of pages.
+struct TokenRange {
+  uint32_t begin = 0;
+  uint32_t end = 0;
+  uint32_t size() const { return end - begin; }
+  bool operator==(const TokenRange&) const = default;
+};
+
+// Tokens [range) of the run of pages that starts at `pages`.
+struct TokenRun {
+  const std::byte* pages = nullptr;
+  TokenRange range;
+};
+
+// TailBlock: kTailBlockTokens consecutive positions for every (layer, KV head); the unit in which a
+// tail grows and is shared between forks.
+//
+// Thread-safety: a position's bytes are written once, before the length that covers it is published
+// under the owning sequence's lock; readers read only positions below the length that they were
+// given.
+inline constexpr uint32_t kTailBlockTokens = 64;
+
+class TailBlock {
+ public:
+  explicit TailBlock(const ModelShape& shape)
+      : kv_heads_(shape.kv_heads),
+        run_bytes_(kTailBlockTokens / kPageTokens * PageGeometry(shape).page_bytes()),
+        buffer_(Bytes(shape)) {}
+
+  // Bytes of one block; fits 64 bits for every valid shape.
+  static uint64_t Bytes(const ModelShape& shape) {
+    return uint64_t{shape.layers} * shape.kv_heads * kTailBlockTokens * shape.token_bytes();
+  }
+
+  bool allocated() const { return buffer_.data() != nullptr; }
+  // Pages of (layer, KV head), kTailBlockTokens / kPageTokens of them.
+  std::byte* pages(uint32_t layer, uint32_t kv_head) const {
+    return buffer_.data() + (size_t{layer} * kv_heads_ + kv_head) * run_bytes_;
+  }
+  std::byte* data() const { return buffer_.data(); }
+  size_t size() const { return buffer_.size(); }
+
+ private:
+  const uint32_t kv_heads_;
+  const size_t run_bytes_;
+  const AlignedBuffer buffer_;
+};
+
+}  // namespace attnd::attention
+
+#endif  // ATTND_ATTENTION_PAGES_H_

@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "attention/segment_builder.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+
+#include "common/dtype.h"
+
+namespace attnd::attention {
+namespace {
+
+constexpr uint32_t kChunkTokens =
+    128;  // of loading and writing: a tenth of a millisecond at head_dim 128
+constexpr double kDeviationLevels = 15;  // 4 bits
+
+template <typename T>
+void StoreAt(std::byte* array, size_t index, T value) {
+  std::memcpy(array + index * sizeof(T), &value, sizeof(T));
+}
+
+// [0, value_dim) of `sums` divided by `count`, stored as a row of dtype.
+void StoreMean(DType dtype, const std::vector<double>& sums, double count, std::vector<float>* row,
+               std::byte* target) {
+  for (size_t c = 0; c < sums.size(); ++c) (*row)[c] = static_cast<float>(sums[c] / count);
+  FromFloat(dtype, row->data(), sums.size(), target);
+}
+
+}  // namespace
+
+SegmentBuilder::SegmentBuilder(std::shared_ptr<const SequenceView> view, uint64_t segment_id,
+                               uint32_t tokens, uint32_t unclustered)
+    : view_(std::move(view)),
+      segment_(std::make_shared<Segment>(segment_id, view_->shape, view_->tail_begin, tokens,
+                                         unclustered)) {}
+
+uint64_t HeadBuilder::ScratchBytes(const ModelShape& shape, uint32_t tokens) {
+  const uint64_t clusters = tokens / kClusterTokens + kClusterTokens;
+  return uint64_t{tokens} * (shape.head_dim * sizeof(float) + 2 * sizeof(uint32_t)) +
+         clusters * (shape.head_dim * (sizeof(float) + sizeof(double)) + 4 * sizeof(uint32_t));
+}
+
+void HeadBuilder::Start(SegmentBuilder* segment, uint32_t head) {
+  const ModelShape& shape = segment->view_->shape;
+  target_ = segment;
+  layer_ = head / shape.kv_heads;
+  kv_head_ = head % shape.kv_heads;
+  tokens_ = segment->segment_->tokens();
+  unclustered_ = segment->segment_->unclustered();
+  stage_ = Stage::kLoad;
+  next_ = 0;
+  keys_.resize(size_t{tokens_ - unclustered_} * shape.head_dim);
+  mean_.assign(shape.head_dim, 0.0);
+  centroid_.resize(shape.head_dim);
+  variance_.resize(shape.head_dim);
+  value_sum_.resize(shape.value_dim);
+  row_.resize(std::max(shape.head_dim, shape.value_dim));
+}
+
+bool HeadBuilder::Advance(std::chrono::microseconds time) {
+  const auto end = std::chrono::steady_clock::now() + time;
+  do {
+    RunChunk();
+  } while (stage_ != Stage::kDone && std::chrono::steady_clock::now() < end);
+  return stage_ == Stage::kDone;
+}
+
+void HeadBuilder::RunChunk() {
+  const ModelShape& shape = target_->view_->shape;
+  const uint32_t clustered = tokens_ - unclustered_;
+  switch (stage_) {
+    case Stage::kLoad:
+      LoadChunk();
+      if (next_ < clustered) return;
+      for (double& m : mean_) m /= clustered;
+      stage_ = Stage::kCentre;
+      next_ = 0;
+      return;
+    case Stage::kCentre:
+      CentreChunk();
+      if (next_ < clustered) return;
+      kmeans_.Start(keys_, clustered, shape.head_dim,
+                    (clustered + kClusterTokens - 1) / kClusterTokens);
+      stage_ = Stage::kCluster;
+      return;
+    case Stage::kCluster:
+      if (kmeans_.RunChunk()) return;
+      OrderTokens();
+      stage_ = Stage::kWrite;
+      next_ = 0;
+      return;
+    case Stage::kWrite:
+      WriteChunk();
+      if (next_ == tokens_) stage_ = Stage::kDone;
+      return;
+    case Stage::kDone:
+      return;
+  }
+}
+
+// The row of a token of the segment in the tail.
+const std::byte* HeadBuilder::TailRow(uint32_t token, bool value) const {
+  const SequenceView& view = *target_->view_;
+  const PageGeometry geometry(view.shape);
+  const uint64_t position = view.tail_begin + token;
+  const uint64_t block = position / kTailBlockTokens - view.tail_begin / kTailBlockTokens;
+  const uint64_t place = position % kTailBlockTokens;
+  return view.tail[block]->pages(layer_, kv_head_) +
+         (value ? geometry.ValueOffset(place) : geometry.KeyOffset(place));
+}
+
+void HeadBuilder::LoadChunk() {
+  const ModelShape& shape = target_->view_->shape;
+  const uint32_t end = std::min(tokens_ - unclustered_, next_ + kChunkTokens);
+  for (; next_ < end; ++next_) {
+    float* key = keys_.data() + size_t{next_} * shape.head_dim;
+    ToFloat(shape.dtype, TailRow(unclustered_ + next_, false), shape.head_dim, key);
+    for (size_t c = 0; c < shape.head_dim; ++c) mean_[c] += key[c];
+  }
+}
+
+void HeadBuilder::CentreChunk() {
+  const size_t dim = target_->view_->shape.head_dim;
+  const uint32_t end = std::min(tokens_ - unclustered_, next_ + kChunkTokens);
+  for (; next_ < end; ++next_) {
+    float* key = keys_.data() + size_t{next_} * dim;
+    for (size_t c = 0; c < dim; ++c) key[c] -= static_cast<float>(mean_[c]);
+  }
+}
+
+// Slots: the unclustered tokens in place, then the clusters that have members, each in token order.
+void HeadBuilder::OrderTokens() {
+  const std::span<const uint32_t> sizes = kmeans_.sizes();
+  Segment& segment = *target_->segment_;
+  std::byte* head = segment.IndexHead(layer_, kv_head_);
+  std::vector<uint32_t> next_slot(sizes.size());
+  kept_clusters_.clear();
+  uint32_t slot = unclustered_;
+  for (uint32_t c = 0; c < sizes.size(); ++c) {
+    next_slot[c] = slot;
+    if (sizes[c] == 0) continue;
+    StoreAt(head + segment.layout_.starts, kept_clusters_.size(), slot);
+    kept_clusters_.push_back(c);
+    slot += sizes[c];
+  }
+  const uint32_t clusters = static_cast<uint32_t>(kept_clusters_.size());
+  StoreAt(head + segment.layout_.starts, clusters, slot);
+  StoreAt(head, 0, clusters);
+
+  order_.resize(tokens_);
+  std::iota(order_.begin(), order_.begin() + unclustered_, 0u);
+  const std::span<const uint32_t> assignment = kmeans_.assignment();
+  for (uint32_t i = 0; i < assignment.size(); ++i) {
+    order_[next_slot[assignment[i]]++] = unclustered_ + i;
+  }
+  cluster_ = 0;
+}
+
+void HeadBuilder::WriteChunk() {
+  const uint32_t end = std::min(tokens_, next_ + kChunkTokens);
+  const ClusterIndex index = target_->segment_->index(layer_, kv_head_);
+  for (; next_ < end; ++next_) {
+    if (next_ >= unclustered_ && next_ == index.starts[cluster_]) BeginCluster();
+    WriteToken(next_);
+    if (next_ >= unclustered_ && next_ + 1 == index.starts[cluster_ + 1]) EndCluster();
+  }
+}
+
+void HeadBuilder::BeginCluster() {
+  const uint32_t kept = kept_clusters_[cluster_];
+  const std::span<const double> sums = kmeans_.sums(kept);
+  for (size_t c = 0; c < centroid_.size(); ++c) centroid_[c] = sums[c] / kmeans_.sizes()[kept];
+  std::fill(variance_.begin(), variance_.end(), 0.0);
+  std::fill(value_sum_.begin(), value_sum_.end(), 0.0);
+  value_norm2_sum_ = 0;
+}
+
+// Copies a token's rows to its slot and adds it to its cluster's sums.
+void HeadBuilder::WriteToken(uint32_t slot) {
+  Segment& segment = *target_->segment_;
+  const ModelShape& shape = segment.shape();
+  const PageGeometry geometry(shape);
+  const uint32_t token = order_[slot];
+  std::byte* pages =
+      segment.payload_.data() + segment.HeadNumber(layer_, kv_head_) * segment.run_bytes_;
+  std::memcpy(pages + geometry.KeyOffset(slot), TailRow(token, false), geometry.key_row_bytes);
+  std::memcpy(pages + geometry.ValueOffset(slot), TailRow(token, true), geometry.value_row_bytes);
+  StoreAt(segment.IndexHead(layer_, kv_head_) + segment.layout_.positions, slot,
+          static_cast<uint16_t>(token));
+  if (slot < unclustered_) return;
+  const float* key = keys_.data() + size_t{token - unclustered_} * shape.head_dim;
+  for (size_t c = 0; c < shape.head_dim; ++c) {
+    const double deviation = key[c] - centroid_[c];
+    variance_[c] += deviation * deviation;
+  }
+  ToFloat(shape.dtype, TailRow(token, true), shape.value_dim, row_.data());
+  for (size_t c = 0; c < shape.value_dim; ++c) {
+    value_sum_[c] += row_[c];
+    value_norm2_sum_ += double{row_[c]} * row_[c];
+  }
+}
+
+// Writes the cluster's row of every index part.
+void HeadBuilder::EndCluster() {
+  Segment& segment = *target_->segment_;
+  const ModelShape& shape = segment.shape();
+  const IndexLayout& layout = segment.layout_;
+  std::byte* head = segment.IndexHead(layer_, kv_head_);
+  const double size = kmeans_.sizes()[kept_clusters_[cluster_]];
+  const size_t key_bytes = shape.head_dim * DTypeBytes(shape.dtype);
+  const size_t value_bytes = shape.value_dim * DTypeBytes(shape.dtype);
+
+  for (size_t c = 0; c < shape.head_dim; ++c) centroid_[c] += mean_[c];
+  StoreMean(shape.dtype, centroid_, 1.0, &row_, head + layout.centroids + cluster_ * key_bytes);
+  StoreMean(shape.dtype, value_sum_, size, &row_,
+            head + layout.mean_values + cluster_ * value_bytes);
+
+  double greatest = 0;
+  for (double& v : variance_) greatest = std::max(greatest, v = std::sqrt(v / size));
+  uint8_t* codes = reinterpret_cast<uint8_t*>(head + layout.deviation_codes) +
+                   size_t{cluster_} * shape.head_dim / 2;
+  const auto code = [&](size_t c) {
+    return greatest == 0
+               ? uint8_t{0}
+               : static_cast<uint8_t>(std::lround(kDeviationLevels * variance_[c] / greatest));
+  };
+  const size_t half = shape.head_dim / 2;
+  for (size_t c = 0; c < half; ++c) {
+    codes[c] = static_cast<uint8_t>(code(c) | (code(c + half) << 4));
+  }
+  double norm2 = 0;
+  for (const double sum : value_sum_) norm2 += sum / size * (sum / size);
+  const double unit = greatest / kDeviationLevels;
+  StoreAt(head + layout.variance_unit, cluster_, static_cast<float>(unit * unit));
+  StoreAt(head + layout.log_size, cluster_, static_cast<float>(std::log(size)));
+  StoreAt(head + layout.spread, cluster_,
+          static_cast<float>(std::sqrt(std::max(0.0, value_norm2_sum_ / size - norm2))));
+  StoreAt(head + layout.value_norm2, cluster_, static_cast<float>(norm2));
+  ++cluster_;
+}
+
+}  // namespace attnd::attention

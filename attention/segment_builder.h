@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Building a segment from a part of a tail: clustering, the index, and the payload in cluster
+// order.
+#ifndef ATTND_ATTENTION_SEGMENT_BUILDER_H_
+#define ATTND_ATTENTION_SEGMENT_BUILDER_H_
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "attention/backend.h"
+#include "attention/kmeans.h"
+#include "attention/segment.h"
+
+namespace attnd::attention {
+
+// One segment under construction. Its heads, one for each (layer, KV head), are independent: build
+// each with a HeadBuilder, on any threads, then call Finish once.
+class SegmentBuilder {
+ public:
+  // Takes tokens [view->tail_begin, + tokens), which must be in every layer. The first
+  // `unclustered` of them stay out of clusters; 1 <= unclustered + 1 <= tokens <=
+  // kSegmentTokensMax.
+  SegmentBuilder(std::shared_ptr<const SequenceView> view, uint64_t segment_id, uint32_t tokens,
+                 uint32_t unclustered);
+
+  // False if the system refused the memory; nothing else may be called then.
+  bool allocated() const { return segment_->allocated(); }
+  uint32_t heads() const { return view_->shape.layers * view_->shape.kv_heads; }
+
+  // The finished segment.
+  std::shared_ptr<const Segment> Finish() { return std::move(segment_); }
+
+ private:
+  friend class HeadBuilder;
+  const std::shared_ptr<const SequenceView> view_;
+  std::shared_ptr<Segment> segment_;
+};
+
+// Builds heads one after another, in quanta; keeps its scratch memory between heads. One thread at
+// a time.
+class HeadBuilder {
+ public:
+  // Scratch memory of building one head.
+  static uint64_t ScratchBytes(const ModelShape& shape, uint32_t tokens);
+
+  // `segment` must outlive the building of this head; head < segment->heads().
+  void Start(SegmentBuilder* segment, uint32_t head);
+  // Works for about `time`, at least one chunk (at most about a fifth of a millisecond). True when
+  // the head is done.
+  bool Advance(std::chrono::microseconds time);
+
+ private:
+  enum class Stage { kLoad, kCentre, kCluster, kWrite, kDone };
+
+  void RunChunk();
+  void LoadChunk();
+  void CentreChunk();
+  void OrderTokens();
+  void WriteChunk();
+  void WriteToken(uint32_t slot);
+  void BeginCluster();
+  void EndCluster();
+  const std::byte* TailRow(uint32_t token, bool value) const;
+
+  SegmentBuilder* target_ = nullptr;
+  uint32_t layer_ = 0;
+  uint32_t kv_head_ = 0;
+  uint32_t tokens_ = 0;       // of the segment
+  uint32_t unclustered_ = 0;  // at its start
+  Stage stage_ = Stage::kDone;
+  uint32_t next_ = 0;  // token (or slot) of the stage's next chunk
+
+  std::vector<float> keys_;   // [tokens - unclustered][head_dim], centred after kCentre
+  std::vector<double> mean_;  // [head_dim]
+  KMeans kmeans_;
+  std::vector<uint32_t> order_;          // [tokens] token at each slot of the segment's order
+  std::vector<uint32_t> kept_clusters_;  // k-means number of each cluster that has members
+
+  // The cluster that WriteChunk is in.
+  uint32_t cluster_ = 0;
+  std::vector<double> centroid_;  // centred
+  std::vector<double> variance_;  // sum of squared deviations so far
+  std::vector<double> value_sum_;
+  double value_norm2_sum_ = 0;
+  std::vector<float> row_;
+};
+
+}  // namespace attnd::attention
+
+#endif  // ATTND_ATTENTION_SEGMENT_BUILDER_H_

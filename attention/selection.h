@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Cut rules: from the scores of a sequence's clusters, which are read exactly, which are estimated,
+// which are dropped (docs/POLICIES.md). Scores are those of one (query token, KV head), averaged
+// over its query heads, and not negative; clusters are numbered across segments in (segment,
+// cluster) order, and the lower number wins a tie.
+#ifndef ATTND_ATTENTION_SELECTION_H_
+#define ATTND_ATTENTION_SELECTION_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace attnd::attention {
+
+enum class Fate : uint8_t { kDropped, kEstimated, kExact };
+
+// ceil(share * n), at least one (if share and n are positive), at most n. A product that exceeds a
+// whole number only by rounding counts as that number.
+size_t ShareOf(double share, size_t n);
+
+// Caller-owned, so that running allocates nothing once it has grown.
+using OrderScratch = std::vector<uint32_t>;
+
+// fate = kExact for the `count` greatest scores; others are left as they are. 0 <= count <=
+// scores.size().
+void MarkTop(std::span<const float> scores, size_t count, OrderScratch* scratch,
+             std::span<Fate> fate);
+
+// RetroInfer: the `exact` greatest are exact, the next `estimated` are estimated, the rest dropped.
+void CutTopK(std::span<const float> mass, size_t exact, size_t estimated, OrderScratch* scratch,
+             std::span<Fate> fate);
+
+// Double-P, section 4: by descending mass, exact until the cumulative mass reaches p2, estimated
+// until it reaches p1, then dropped. Mass sums to 1. A p of 1 or more takes all.
+void CutTopP(std::span<const float> mass, double p1, double p2, OrderScratch* scratch,
+             std::span<Fate> fate);
+
+// error-target: marks exact the shortest prefix by descending squared error whose remainder sums to
+// at most tolerance^2, summed from the smallest upward; leaves the others' fates. Returns whether
+// it marked one that was not exact before.
+bool CutErrorBudget(std::span<const float> error2, double tolerance, OrderScratch* scratch,
+                    std::span<Fate> fate);
+
+}  // namespace attnd::attention
+
+#endif  // ATTND_ATTENTION_SELECTION_H_

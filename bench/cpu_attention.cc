@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The CPU backend against what memory allows. One process alternates between reading memory, dense
+// attention and each policy, so that ratios are of neighbours in time; it prints medians over
+// rounds with their spread.
+//
+//   cpu_attention --tokens=131072 --head_dim=128 --rounds=15
+//   --policies="error-target:tolerance=off,floor=0.02"
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/flags/flag.h"
+#include "absl/flags/parse.h"
+#include "absl/strings/str_split.h"
+#include "attention/cpu_backend.h"
+#include "bench/statistics.h"
+#include "bench/synthetic_sequence.h"
+#include "common/aligned_buffer.h"
+
+ABSL_FLAG(uint64_t, tokens, 131072, "tokens of the sequence");
+ABSL_FLAG(uint32_t, head_dim, 128, "elements of a head");
+ABSL_FLAG(uint32_t, query_heads, 32, "query heads");
+ABSL_FLAG(uint32_t, kv_heads, 8, "KV heads");
+ABSL_FLAG(uint32_t, threads, 0, "threads; 0: all cores");
+ABSL_FLAG(uint32_t, rounds, 15, "rounds");
+ABSL_FLAG(std::string, policies, "error-target:tolerance=off,floor=0.02",
+          "policies besides dense, separated by spaces: NAME[:key=value,...]");
+
+namespace attnd::bench {
+namespace {
+
+using attention::Policy;
+using Clock = std::chrono::steady_clock;
+
+Policy Parse(const std::string& text) {
+  const std::vector<std::string> halves = absl::StrSplit(text, absl::MaxSplits(':', 1));
+  std::map<std::string, std::string> parameters;
+  if (halves.size() == 2) {
+    for (const auto& item : absl::StrSplit(halves[1], ',')) {
+      const std::pair<std::string, std::string> pair =
+          absl::StrSplit(item, absl::MaxSplits('=', 1));
+      parameters.insert(pair);
+    }
+  }
+  auto policy = attention::ParsePolicy(halves[0], parameters);
+  if (!policy.ok()) {
+    std::fprintf(stderr, "%s\n", policy.status().ToString().c_str());
+    std::exit(2);
+  }
+  return *std::move(policy);
+}
+
+// Reads a buffer as large as the KV with every thread: the bandwidth that attention is measured
+// against.
+class MemoryReader {
+ public:
+  MemoryReader(size_t bytes, uint32_t threads) : buffer_(bytes), sums_(threads) {
+    std::fill_n(reinterpret_cast<uint64_t*>(buffer_.data()), bytes / sizeof(uint64_t), 1);
+  }
+
+  double Seconds() {
+    const auto start = Clock::now();
+    std::vector<std::thread> workers;
+    for (size_t i = 0; i < sums_.size(); ++i) workers.emplace_back([this, i] { Read(i); });
+    for (std::thread& worker : workers) worker.join();
+    return std::chrono::duration<double>(Clock::now() - start).count();
+  }
+
+  size_t bytes() const { return buffer_.size(); }
+  uint64_t checksum() const { return std::accumulate(sums_.begin(), sums_.end(), uint64_t{0}); }
+
+ private:
+  void Read(size_t part) {
+    const size_t words = buffer_.size() / sizeof(uint64_t) / sums_.size();
+    const auto* data = reinterpret_cast<const uint64_t*>(buffer_.data()) + part * words;
+    uint64_t sums[8] = {};
+    for (size_t i = 0; i + 8 <= words; i += 8) {
+      for (size_t j = 0; j < 8; ++j) sums[j] += data[i + j];
+    }
+    sums_[part] = std::accumulate(sums, sums + 8, uint64_t{0});
+  }
+
+  AlignedBuffer buffer_;
+  std::vector<uint64_t> sums_;
+};
+
+class StepRunner {
+ public:
+  StepRunner(attention::Backend* backend, const SyntheticSequence& sequence, uint64_t tokens)
+      : backend_(backend), queries_(MakeQueries(sequence.view->shape, 7)) {
+    const ModelShape& shape = sequence.view->shape;
+    out_.resize(size_t{shape.query_heads} * shape.value_dim);
+    lse_.resize(shape.query_heads);
+    row_.view = sequence.view;
+    row_.past_tokens = tokens;
+    row_.query_tokens = 1;
+    row_.query_only = true;
+    row_.queries = reinterpret_cast<const std::byte*>(queries_.data());
+    row_.out = out_.data();
+    row_.lse = lse_.data();
+    row_.stats = &stats_;
+  }
+
+  double Seconds(const Policy& policy) {
+    row_.policy = &policy;
+    attention::StepRequest request;
+    request.rows = {&row_, 1};
+    const auto start = Clock::now();
+    if (absl::Status status = backend_->Step(request); !status.ok()) {
+      std::fprintf(stderr, "%s\n", status.ToString().c_str());
+      std::exit(1);
+    }
+    return std::chrono::duration<double>(Clock::now() - start).count();
+  }
+
+  const attention::RowStats& stats() const { return stats_; }
+
+ private:
+  attention::Backend* const backend_;
+  std::vector<float> queries_, out_, lse_;
+  attention::StepRow row_;
+  attention::RowStats stats_;
+};
+
+void PrintRow(const std::string& name, const std::vector<double>& seconds,
+              const std::vector<double>& ratios, const char* ratio_name,
+              const attention::RowStats* stats) {
+  std::printf("%-46s %9.3f ms (best %.3f)  %s %6.3f (p10 %.3f, p90 %.3f)", name.c_str(),
+              1e3 * Median(seconds), 1e3 * Quantile(seconds, 0), ratio_name, Median(ratios),
+              Quantile(ratios, 0.1), Quantile(ratios, 0.9));
+  if (stats != nullptr) {
+    const double middle =
+        static_cast<double>(stats->exact_tokens + stats->estimated_tokens + stats->dropped_tokens);
+    std::printf("  read %.4f  us: score %.0f select %.0f attend %.0f merge %.0f",
+                static_cast<double>(stats->exact_tokens) / middle,
+                static_cast<double>(stats->stages.score) / 1e3,
+                static_cast<double>(stats->stages.select) / 1e3,
+                static_cast<double>(stats->stages.attend) / 1e3,
+                static_cast<double>(stats->stages.merge) / 1e3);
+  }
+  std::printf("\n");
+}
+
+int Main() {
+  ModelShape shape;
+  shape.layers = 1;
+  shape.query_heads = absl::GetFlag(FLAGS_query_heads);
+  shape.kv_heads = absl::GetFlag(FLAGS_kv_heads);
+  shape.head_dim = shape.value_dim = absl::GetFlag(FLAGS_head_dim);
+  shape.dtype = DType::kBf16;
+  shape.softmax_scale = 0.08f;
+  const uint64_t tokens = absl::GetFlag(FLAGS_tokens);
+  const uint32_t threads = absl::GetFlag(FLAGS_threads) != 0 ? absl::GetFlag(FLAGS_threads)
+                                                             : std::thread::hardware_concurrency();
+  const SyntheticSequence sequence = MakeSyntheticSequence(shape, tokens, 8192, threads, 1);
+  std::printf("%llu tokens, %u query heads, %u KV heads, head_dim %u, bf16, %u threads\n",
+              static_cast<unsigned long long>(tokens), shape.query_heads, shape.kv_heads,
+              shape.head_dim, threads);
+  std::printf(
+      "index building: %.0f tokens x KV heads a second (%.2f s)\n",
+      static_cast<double>(sequence.segmented_tokens * shape.kv_heads) / sequence.build_seconds,
+      sequence.build_seconds);
+
+  attention::CpuBackendOptions options;
+  options.threads = threads;
+  const auto backend = attention::MakeCpuBackend(options);
+  std::printf("SIMD target %s\n", std::string(backend->target()).c_str());
+  StepRunner runner(backend.get(), sequence, tokens);
+  const uint64_t kv_bytes = tokens * shape.kv_heads * shape.token_bytes();
+  MemoryReader reader(kv_bytes, threads);
+
+  const Policy dense = Parse("dense");
+  std::vector<std::string> names;
+  std::vector<Policy> policies;
+  for (const auto& text : absl::StrSplit(absl::GetFlag(FLAGS_policies), ' ', absl::SkipEmpty())) {
+    names.emplace_back(text);
+    policies.push_back(Parse(names.back()));
+  }
+  std::vector<double> read_s, dense_s, share;
+  std::vector<std::vector<double>> policy_s(policies.size()), speed(policies.size());
+  std::vector<attention::RowStats> stats(policies.size());
+  for (uint32_t round = 0; round <= absl::GetFlag(FLAGS_rounds); ++round) {
+    const double read = reader.Seconds();
+    const double full = runner.Seconds(dense);
+    for (size_t i = 0; i < policies.size(); ++i) {
+      const double seconds = runner.Seconds(policies[i]);
+      stats[i] = runner.stats();
+      if (round == 0) continue;  // warm-up
+      policy_s[i].push_back(seconds);
+      speed[i].push_back(full / seconds);
+    }
+    if (round == 0) continue;
+    read_s.push_back(read);
+    dense_s.push_back(full);
+    share.push_back(read / full);
+  }
+  std::printf("memory read: %.1f GB/s, best %.1f (checksum %llu)\n",
+              static_cast<double>(reader.bytes()) / Median(read_s) / 1e9,
+              static_cast<double>(reader.bytes()) / Quantile(read_s, 0) / 1e9,
+              static_cast<unsigned long long>(reader.checksum()));
+  PrintRow("dense", dense_s, share, "of read bandwidth", nullptr);
+  for (size_t i = 0; i < policies.size(); ++i) {
+    PrintRow(names[i], policy_s[i], speed[i], "times as fast as dense", &stats[i]);
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace attnd::bench
+
+int main(int argc, char** argv) {
+  absl::ParseCommandLine(argc, argv);
+  return attnd::bench::Main();
+}

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bench/synthetic_sequence.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <random>
+#include <thread>
+
+#include "attention/segment_builder.h"
+#include "common/dtype.h"
+
+namespace attnd::bench {
+namespace {
+
+using attention::HeadBuilder;
+using attention::kTailBlockTokens;
+using attention::PageGeometry;
+using attention::SegmentBuilder;
+using attention::SequenceView;
+using attention::TailBlock;
+
+constexpr uint32_t kWindow = 64;
+constexpr uint32_t kSink = 4;
+constexpr uint32_t kRunTokens = 16;
+
+// Keys that stay near a random centre for kRunTokens tokens at a time: clusters then have nearly
+// equal sizes, so that a share of the clusters is the same share of the tokens.
+void FillHead(const ModelShape& shape, std::byte* pages, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> normal;
+  const PageGeometry geometry(shape);
+  std::vector<float> row(std::max(shape.head_dim, shape.value_dim));
+  std::vector<float> centre(shape.head_dim);
+  for (uint32_t token = 0; token < kTailBlockTokens; ++token) {
+    if (token % kRunTokens == 0) {
+      for (float& x : centre) x = normal(random);
+    }
+    for (uint32_t c = 0; c < shape.head_dim; ++c) row[c] = centre[c] + 0.5f * normal(random);
+    FromFloat(shape.dtype, row.data(), shape.head_dim, pages + geometry.KeyOffset(token));
+    for (uint32_t c = 0; c < shape.value_dim; ++c) row[c] = normal(random);
+    FromFloat(shape.dtype, row.data(), shape.value_dim, pages + geometry.ValueOffset(token));
+  }
+}
+
+void FillBlock(const ModelShape& shape, const TailBlock& block, uint64_t seed) {
+  for (uint32_t layer = 0; layer < shape.layers; ++layer) {
+    for (uint32_t head = 0; head < shape.kv_heads; ++head) {
+      FillHead(shape, block.pages(layer, head), seed * 1000003 + layer * 1009 + head);
+    }
+  }
+}
+
+void BuildHeads(SegmentBuilder* builder, uint32_t threads) {
+  std::atomic<uint32_t> next{0};
+  const auto work = [&] {
+    HeadBuilder heads;
+    for (uint32_t head = next++; head < builder->heads(); head = next++) {
+      heads.Start(builder, head);
+      while (!heads.Advance(std::chrono::milliseconds(10))) {
+      }
+    }
+  };
+  std::vector<std::thread> workers;
+  for (uint32_t i = 1; i < threads; ++i) workers.emplace_back(work);
+  work();
+  for (std::thread& worker : workers) worker.join();
+}
+
+}  // namespace
+
+SyntheticSequence MakeSyntheticSequence(const ModelShape& shape, uint64_t tokens,
+                                        uint32_t segment_tokens, uint32_t threads, uint64_t seed) {
+  SyntheticSequence sequence;
+  auto view = std::make_shared<SequenceView>();
+  view->shape = shape;
+  uint64_t made = 0;  // tokens that exist, whole blocks
+  while (true) {
+    const uint64_t want = std::min<uint64_t>(tokens, view->tail_begin + segment_tokens + kWindow);
+    for (; made < want; made += kTailBlockTokens) {
+      auto block = std::make_shared<TailBlock>(shape);
+      FillBlock(shape, *block, seed + made);
+      view->tail.push_back(std::move(block));
+    }
+    const uint64_t left = tokens - view->tail_begin;
+    if (left < kWindow + 512) break;
+    const auto count = static_cast<uint32_t>(std::min<uint64_t>(segment_tokens, left - kWindow));
+    const auto start = std::chrono::steady_clock::now();
+    SegmentBuilder builder(view, sequence.view == nullptr ? 1 : 2, count,
+                           view->tail_begin == 0 ? kSink : 0);
+    BuildHeads(&builder, threads);
+    sequence.build_seconds +=
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    sequence.segmented_tokens += count;
+    auto next = std::make_shared<SequenceView>(*view);
+    next->segments.push_back(builder.Finish());
+    next->tail_begin += count;
+    next->tail.erase(
+        next->tail.begin(),
+        next->tail.begin() + static_cast<ptrdiff_t>(next->tail_begin / kTailBlockTokens -
+                                                    view->tail_begin / kTailBlockTokens));
+    view = std::move(next);
+  }
+  sequence.view = std::move(view);
+  return sequence;
+}
+
+std::vector<float> MakeQueries(const ModelShape& shape, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> queries(size_t{shape.query_heads} * shape.head_dim);
+  for (float& q : queries) q = normal(random);
+  return queries;
+}
+
+}  // namespace attnd::bench

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// SyntheticSequence: a long segmented sequence for benchmarks, without an engine.
+#ifndef ATTND_BENCH_SYNTHETIC_SEQUENCE_H_
+#define ATTND_BENCH_SYNTHETIC_SEQUENCE_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "attention/backend.h"
+
+namespace attnd::bench {
+
+struct SyntheticSequence {
+  std::shared_ptr<const attention::SequenceView> view;
+  double build_seconds = 0;  // clustering and writing all segments, on `threads` threads
+  uint64_t segmented_tokens = 0;
+};
+
+// `tokens` tokens of keys in short runs around random centres, and normal values; segments of
+// segment_tokens, the last 64 tokens in the tail.
+SyntheticSequence MakeSyntheticSequence(const ModelShape& shape, uint64_t tokens,
+                                        uint32_t segment_tokens, uint32_t threads, uint64_t seed);
+
+// [query_heads, head_dim] normal queries as floats.
+std::vector<float> MakeQueries(const ModelShape& shape, uint64_t seed);
+
+}  // namespace attnd::bench
+
+#endif  // ATTND_BENCH_SYNTHETIC_SEQUENCE_H_

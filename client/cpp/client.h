@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// C++ client of attnd: a thin, typed layer over attnd.v1 with a deadline on every call, retries
+// where they are safe, chunked upload of prefilled keys and values, and a streaming session for
+// decoding.
+//
+// Tensors are raw little-endian bytes in row-major order, in the dtype that the model's shape
+// names; shapes and limits stand at each function, and for single fields in
+// proto/attnd/v1/attnd.proto. Errors are absl::Status with the server's code and message; the codes
+// that each call may answer with are in the proto too. Two are the client's own: DeadlineExceeded
+// if the server did not answer in time, Unavailable if it cannot be reached.
+//
+//   auto client = attnd::Client::Connect({.target = "unix:/run/attnd/attnd.sock"});
+//   (*client)->OpenSequence(...), (*client)->AppendKv(...)
+//   auto session = (*client)->StartDecode();  session->Step(...)
+//
+// example.cc shows the whole path.
+#ifndef ATTND_CLIENT_CPP_CLIENT_H_
+#define ATTND_CLIENT_CPP_CLIENT_H_
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "attnd/v1/attnd.pb.h"
+
+namespace attnd {
+
+struct ClientOptions {
+  // unix:PATH or HOST:PORT, as the server's --listen.
+  std::string target{};
+  // Whose sequences these are; at most 256 bytes, printable ASCII.
+  std::string tenant{};
+  // Limit of each unary call.
+  std::chrono::milliseconds timeout{10'000};
+  // Largest reply that is accepted.
+  uint64_t max_message_bytes = uint64_t{64} << 20;
+  // Attempts of a call that may be repeated, 1 for none.
+  int attempts = 3;
+};
+
+// Keys and values of tokens [first_position, first_position + tokens) of one layer. The bytes
+// belong to the caller.
+struct KvBlock {
+  uint32_t layer = 0;
+  uint64_t first_position = 0;
+  uint64_t tokens = 0;
+  absl::string_view k;  // [tokens, kv_heads, head_dim]
+  absl::string_view v;  // [tokens, kv_heads, value_dim]
+};
+
+struct AppendOptions {
+  // Says that every layer is there: the server segments the prompt before it answers.
+  bool prefill_complete = true;
+  // A message holds about so many bytes of keys and values, at least one token; below the server's
+  // max_message_bytes.
+  uint64_t chunk_bytes = uint64_t{4} << 20;
+  // Limit of the whole upload, segmenting included.
+  std::chrono::milliseconds timeout{600'000};
+};
+
+// One Decode stream: send a message for one layer of a batch, wait for its reply. While it lives it
+// is the writer of the sequences that it appends to.
+//
+// Not thread-safe. Must not outlive its Client.
+class DecodeSession {
+ public:
+  // Ends the stream, without waiting for anything in flight.
+  virtual ~DecodeSession() = default;
+  DecodeSession(const DecodeSession&) = delete;
+  DecodeSession& operator=(const DecodeSession&) = delete;
+
+  // OK means that a reply came: its own status, and each row's, still say how the step went. A step
+  // is safe to repeat with the same content, on this stream or another (docs in the proto,
+  // DecodeRow.position). DeadlineExceeded if no reply came within `timeout`, otherwise the status
+  // with which the stream ended; after any error the session is of no further use.
+  virtual absl::Status Step(const v1::DecodeRequest& request, v1::DecodeResponse* reply,
+                            std::chrono::milliseconds timeout) = 0;
+
+  // Says that no message follows and waits for the server's status.
+  virtual absl::Status Finish(std::chrono::milliseconds timeout) = 0;
+
+ protected:
+  DecodeSession() = default;
+};
+
+// Thread-safety: all methods may be called from any thread, several at once.
+class Client {
+ public:
+  // Does not wait for the server: the first call, or WaitHealthy, does. InvalidArgument for options
+  // that cannot work.
+  static absl::StatusOr<std::unique_ptr<Client>> Connect(const ClientOptions& options);
+  virtual ~Client() = default;
+  Client(const Client&) = delete;
+  Client& operator=(const Client&) = delete;
+
+  // Waits until grpc.health.v1 answers SERVING for attnd.v1.Attnd. DeadlineExceeded otherwise.
+  virtual absl::Status WaitHealthy(std::chrono::milliseconds timeout) = 0;
+
+  // Repeated after Unavailable, as they change nothing; the timeout covers all attempts.
+  virtual absl::StatusOr<v1::GetServerInfoResponse> GetServerInfo() = 0;
+  // All of the tenant's sequences, page by page.
+  virtual absl::StatusOr<std::vector<v1::SequenceInfo>> ListSequences() = 0;
+
+  // Never repeated: an answer that was lost may have had its effect.
+  virtual absl::StatusOr<v1::OpenSequenceResponse> OpenSequence(
+      const v1::OpenSequenceRequest& request) = 0;
+  virtual absl::StatusOr<v1::TruncateSequenceResponse> TruncateSequence(
+      const v1::TruncateSequenceRequest& request) = 0;
+  virtual absl::StatusOr<v1::ForkSequenceResponse> ForkSequence(
+      const v1::ForkSequenceRequest& request) = 0;
+  virtual absl::Status CloseSequence(uint64_t sequence_id) = 0;
+
+  // Uploads `blocks` in their order, cut into messages of about chunk_bytes. `token_ids`: none, or
+  // the ids of the tokens of the first layer among the blocks, in the blocks' order.
+  // InvalidArgument before anything is sent if a block's bytes do not match `shape`. Never repeated
+  // by itself; the caller may, after an error, with the same content: what the server has is
+  // compared and accepted. Once the prefill is complete there is nothing to repeat:
+  // FailedPrecondition.
+  virtual absl::StatusOr<v1::AppendKvResponse> AppendKv(uint64_t sequence_id,
+                                                        const v1::ModelShape& shape,
+                                                        std::span<const KvBlock> blocks,
+                                                        std::span<const uint32_t> token_ids,
+                                                        const AppendOptions& options) = 0;
+
+  // Opens a Decode stream, without waiting.
+  virtual std::unique_ptr<DecodeSession> StartDecode() = 0;
+
+ protected:
+  Client() = default;
+};
+
+}  // namespace attnd
+
+#endif  // ATTND_CLIENT_CPP_CLIENT_H_

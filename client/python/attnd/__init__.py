@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Client of attnd, which answers attention from a clustered KV cache over gRPC.
+
+:class:`Client` is synchronous, :class:`attnd.aio.Client` for asyncio. Arrays are numpy's:
+``ml_dtypes.bfloat16``, ``float16`` or ``float32``.
+"""
+
+from attnd.client import Client, DecodeSession
+from attnd.errors import (
+    AbortedError,
+    AlreadyExistsError,
+    AttndError,
+    DataLossError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    RowError,
+    UnavailableError,
+    UnimplementedError,
+)
+from attnd.model import Model, ModelShape, Shard
+from attnd.policy import Policy
+from attnd.requests import KvChunk, Row, layer_chunks
+from attnd.results import (
+    AppendedKv,
+    Limits,
+    OpenedSequence,
+    RowResult,
+    RowStats,
+    SequenceInfo,
+    ServerInfo,
+    StepResult,
+)
+from attnd.tensors import BF16, FP16, FP32
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BF16",
+    "FP16",
+    "FP32",
+    "AbortedError",
+    "AlreadyExistsError",
+    "AppendedKv",
+    "AttndError",
+    "Client",
+    "DataLossError",
+    "DeadlineExceededError",
+    "DecodeSession",
+    "FailedPreconditionError",
+    "InvalidArgumentError",
+    "KvChunk",
+    "Limits",
+    "Model",
+    "ModelShape",
+    "NotFoundError",
+    "OpenedSequence",
+    "Policy",
+    "ResourceExhaustedError",
+    "Row",
+    "RowError",
+    "RowResult",
+    "RowStats",
+    "SequenceInfo",
+    "ServerInfo",
+    "Shard",
+    "StepResult",
+    "UnavailableError",
+    "UnimplementedError",
+    "layer_chunks",
+]

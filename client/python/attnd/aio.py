@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The asyncio client: the calls of :mod:`attnd.client` as coroutines; arguments and errors are the
+same."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Callable
+
+import grpc
+import grpc.aio
+import numpy.typing as npt
+
+from attnd import channel as channels
+from attnd import replies, requests
+from attnd.errors import (
+    DeadlineExceededError,
+    ResourceExhaustedError,
+    UnavailableError,
+    error_of,
+    from_rpc_error,
+)
+from attnd.model import Model
+from attnd.policy import Policy
+from attnd.requests import KvChunk, Row
+from attnd.results import AppendedKv, OpenedSequence, SequenceInfo, ServerInfo, StepResult
+from attnd.tensors import Array
+from attnd.v1 import attnd_pb2, attnd_pb2_grpc
+
+
+class Client:
+    """Calls of one attnd server for one tenant; belongs to one event loop. See
+    :class:`attnd.Client`."""
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        tenant: str = "",
+        timeout_s: float = channels.DEFAULT_TIMEOUT_S,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        """As :meth:`attnd.Client.__init__`; call it inside the event loop."""
+        options = channels.options()
+        address = channels.check_target(target)
+        self._channel = (
+            grpc.aio.secure_channel(address, credentials, options)
+            if credentials
+            else grpc.aio.insecure_channel(address, options)
+        )
+        self._stub: Any = attnd_pb2_grpc.AttndStub(self._channel)  # type: ignore[no-untyped-call]
+        self._metadata = channels.tenant_metadata(tenant)
+        self._timeout_s = timeout_s
+        self._max_message_bytes = 0  # not asked yet
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.shutdown()
+
+    async def shutdown(self) -> None:
+        """Closes the connection; calls in flight are cancelled. The server keeps the sequences."""
+        await self._channel.close()
+
+    async def _call(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
+        try:
+            return await method(
+                request,
+                timeout=self._timeout_s if timeout_s is None else timeout_s,
+                metadata=self._metadata,
+            )
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+
+    async def get_server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
+        """Version, backends, policies and limits. Repeated by itself while the server cannot be
+        reached."""
+        request = attnd_pb2.GetServerInfoRequest()
+        info = ServerInfo.from_proto(await self._call(self._stub.GetServerInfo, request, timeout_s))
+        self._max_message_bytes = info.limits.max_message_bytes
+        return info
+
+    async def _message_limit(self) -> int:
+        """Largest message that the server takes, in bytes; asked once."""
+        if not self._max_message_bytes:
+            await self.get_server_info()
+        return self._max_message_bytes
+
+    async def open_sequence(
+        self,
+        model: Model,
+        *,
+        policy: Policy | str | None = None,
+        token_ids: Sequence[int] = (),
+        timeout_s: float | None = None,
+    ) -> OpenedSequence:
+        """Opens an empty sequence; see :meth:`attnd.Client.open_sequence`."""
+        request = requests.open_request(model, policy, token_ids)
+        reply = await self._call(self._stub.OpenSequence, request, timeout_s)
+        return OpenedSequence(reply.sequence_id, reply.tokens_present)
+
+    async def append_kv(
+        self,
+        sequence_id: int,
+        chunks: Iterable[KvChunk],
+        *,
+        prefill_complete: bool = False,
+        timeout_s: float | None = None,
+    ) -> AppendedKv:
+        """Uploads prefilled keys and values; see :meth:`attnd.Client.append_kv`."""
+        messages = requests.append_requests(
+            sequence_id, chunks, prefill_complete, await self._message_limit()
+        )
+        call = self._stub.AppendKv(
+            metadata=self._metadata, timeout=self._timeout_s if timeout_s is None else timeout_s
+        )
+        try:
+            for message in messages:
+                await call.write(message)
+            await call.done_writing()
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            pass  # the server has ended the stream; awaiting the call says why
+        except BaseException:
+            call.cancel()
+            raise
+        try:
+            return replies.appended(await call)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+
+    async def truncate_sequence(
+        self, sequence_id: int, length: int, *, timeout_s: float | None = None
+    ) -> int:
+        """Shortens a sequence to its first `length` tokens; returns the tokens that segments still
+        cover."""
+        request = attnd_pb2.TruncateSequenceRequest(sequence_id=sequence_id, length=length)
+        return int(
+            (await self._call(self._stub.TruncateSequence, request, timeout_s)).segmented_tokens
+        )
+
+    async def fork_sequence(
+        self, sequence_id: int, *, length: int | None = None, timeout_s: float | None = None
+    ) -> int:
+        """A new sequence with the first `length` (None: all) committed tokens; returns its id."""
+        request = attnd_pb2.ForkSequenceRequest(sequence_id=sequence_id, length=length)
+        return int((await self._call(self._stub.ForkSequence, request, timeout_s)).sequence_id)
+
+    async def close_sequence(self, sequence_id: int, *, timeout_s: float | None = None) -> None:
+        """Forgets a sequence."""
+        request = attnd_pb2.CloseSequenceRequest(sequence_id=sequence_id)
+        await self._call(self._stub.CloseSequence, request, timeout_s)
+
+    async def list_sequences(
+        self, *, timeout_s: float | None = None
+    ) -> AsyncIterator[SequenceInfo]:
+        """The tenant's sequences by ascending id, read page by page. The timeout is for each
+        page."""
+        after = 0
+        while True:
+            request = attnd_pb2.ListSequencesRequest(after_sequence_id=after)
+            page = await self._call(self._stub.ListSequences, request, timeout_s)
+            for sequence in page.sequences:
+                yield SequenceInfo.from_proto(sequence)
+            after = page.next_after_sequence_id
+            if not after:
+                return
+
+    def decode_session(self) -> DecodeSession:
+        """A stream of decode steps; use it in an `async with` statement."""
+        return DecodeSession(
+            self._stub.Decode, self._metadata, self._timeout_s, self._message_limit
+        )
+
+
+class DecodeSession:
+    """A stream of decode steps, for one task; see :class:`attnd.DecodeSession`."""
+
+    def __init__(
+        self,
+        method: Callable[..., Any],
+        metadata: channels.Metadata,
+        timeout_s: float,
+        message_limit: Callable[[], Awaitable[int]],
+    ) -> None:
+        self._method = method
+        self._metadata = metadata
+        self._timeout_s = timeout_s
+        self._message_limit = message_limit
+        self._stream: Any = None
+        self._step_id = 0
+
+    async def __aenter__(self) -> DecodeSession:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends the stream; the sequences may then have another writer."""
+        if self._stream is None:
+            return
+        stream, self._stream = self._stream, None
+        try:
+            await asyncio.wait_for(self._finish(stream), self._timeout_s)
+        except (grpc.RpcError, asyncio.InvalidStateError, asyncio.TimeoutError):
+            stream.cancel()  # nothing was in flight: how the stream ended concerns nobody
+
+    @staticmethod
+    async def _finish(stream: Any) -> None:
+        await stream.done_writing()
+        while await stream.read() is not grpc.aio.EOF:
+            pass
+
+    async def step(
+        self,
+        layer: int,
+        rows: Sequence[Row],
+        q: Array,
+        k: Array | None = None,
+        v: Array | None = None,
+        *,
+        deadline_us: int = 0,
+        output_dtype: npt.DTypeLike | None = None,
+        timeout_s: float | None = None,
+        raise_on_row_error: bool = True,
+    ) -> StepResult:
+        """Answers attention for one layer of a batch; see :meth:`attnd.DecodeSession.step`."""
+        self._step_id += 1
+        step_id = self._step_id
+        request = requests.decode_request(step_id, layer, rows, q, k, v, deadline_us, output_dtype)
+        limit = await self._message_limit()
+        if request.ByteSize() > limit:
+            message = channels.too_large(request.ByteSize(), limit)
+            raise ResourceExhaustedError(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
+        reply = await self._exchange(request, self._timeout_s if timeout_s is None else timeout_s)
+        failed = replies.step_error(step_id, reply)
+        if failed is not None:
+            raise failed
+        result = StepResult.from_proto(reply)
+        failed_row = replies.row_error(rows, result) if raise_on_row_error else None
+        if failed_row is not None:
+            raise failed_row
+        return result
+
+    async def _exchange(
+        self, request: attnd_pb2.DecodeRequest, timeout_s: float
+    ) -> attnd_pb2.DecodeResponse:
+        """Sends a step until it is answered, again after each of STEP_BACKOFF_S."""
+        due = time.monotonic() + timeout_s
+        for attempt, backoff_s in enumerate((*channels.STEP_BACKOFF_S, None)):
+            try:
+                reply = await self._attempt(request, due - time.monotonic())
+                # The server may not have noticed yet that the stream before this one has ended.
+                if attempt == 0 or backoff_s is None or not replies.any_aborted(reply):
+                    return reply
+            except UnavailableError:
+                if backoff_s is None or time.monotonic() + backoff_s > due:
+                    raise
+            await asyncio.sleep(backoff_s)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _attempt(
+        self, request: attnd_pb2.DecodeRequest, timeout_s: float
+    ) -> attnd_pb2.DecodeResponse:
+        if self._stream is None:
+            self._stream = self._method(metadata=self._metadata)
+        stream = self._stream
+        try:
+            return await asyncio.wait_for(self._write_and_read(stream, request), timeout_s)
+        except BaseException as error:
+            self._stream = None
+            stream.cancel()
+            if isinstance(error, asyncio.TimeoutError):
+                message = f"no answer within {timeout_s:.3f} s; repeating the step is safe"
+                raise DeadlineExceededError(grpc.StatusCode.DEADLINE_EXCEEDED, message) from None
+            if isinstance(error, grpc.RpcError):
+                raise from_rpc_error(error) from None
+            raise
+
+    @staticmethod
+    async def _write_and_read(
+        stream: Any, request: attnd_pb2.DecodeRequest
+    ) -> attnd_pb2.DecodeResponse:
+        try:
+            await stream.write(request)
+            reply: Any = await stream.read()
+        except asyncio.InvalidStateError:  # the stream had ended before
+            reply = grpc.aio.EOF
+        if reply is grpc.aio.EOF:
+            code = await stream.code()
+            message = await stream.details() or "the server ended the stream"
+            if code is grpc.StatusCode.OK:
+                code = grpc.StatusCode.UNAVAILABLE
+            raise error_of(code, message)
+        answer: attnd_pb2.DecodeResponse = reply
+        return answer

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments of ``python -m attnd.eval`` and the JSON that it writes.
+
+A result, one for each --policy:
+
+    policy, length, dtype, batch    what was evaluated
+    tasks           {"niah": {"accuracy", "answers"}, ...}: answer tokens whose arg-max logit is
+                    right, through attnd
+    local_dense     the same with dense attention in local memory over KV rounded to --dtype, as
+                    attnd holds it: what differs between the two is attention, not rounding
+    agreement       share of answer tokens that are equal in both, right or wrong
+    answers         answer tokens in all
+    clear_answers   those whose two largest local logits differ by more than 1e-4
+    clear_disagreements   those of the clear answers that are not equal
+    relative_error  mean over layers, heads and question tokens of |o - o_dense| / |o_dense|; o is
+                    attnd's attention output, o_dense dense attention of the same query over the
+                    same KV
+    read_fraction   tokens of the middle read exactly / tokens of the middle
+    predicted_error mean of attnd's own prediction of the error; null if the policy makes none
+    decode_us       {"p50", "p99"}: round trip of a Decode message (one layer of one token of
+                    --batch sequences), seen by the client
+    local_decode_us {"p50", "p99"}: local dense attention for one layer of one token
+
+One --policy writes an object, several a list in their order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from attnd import AttndError, Client, Policy
+from attnd.eval.cache import DEFAULT_MAX_BYTES, Cache, default_folder
+from attnd.eval.evalset import TASKS, read_examples
+from attnd.eval.run import Settings, describe, evaluate
+from attnd.nano import Model
+from attnd.tensors import as_dtype
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit status: 0, or 1 with a line that says what was wrong."""
+    args = _parser().parse_args(arguments)
+    try:
+        return _run(args)
+    except (AttndError, OSError, ValueError) as error:
+        print(f"attnd.eval: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(args: argparse.Namespace) -> int:
+    settings = Settings(
+        args.length, args.policy or [Policy("dense")], as_dtype(args.dtype), args.batch
+    )
+    examples = read_examples(args.eval_set, args.length, args.tasks, args.limit)
+    model = Model.load(args.model)
+    cache = Cache(args.cache_dir or default_folder(), args.cache_bytes)
+    with Client(args.target, tenant=args.tenant) as client:
+        results = evaluate(client, model, examples, cache, settings)
+    for result in results:
+        print(describe(result))
+    if args.json:
+        written = results if len(results) > 1 else results[0]
+        args.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m attnd.eval",
+        description="Lets a model answer questions over long texts with attention answered by "
+        "attnd, and compares with local dense attention.",
+    )
+    add = parser.add_argument
+    add("--target", required=True, help="the server: unix:PATH or HOST:PORT")
+    add(
+        "--model",
+        required=True,
+        type=pathlib.Path,
+        help="Hugging Face folder, Llama or Qwen3 family",
+    )
+    add("--eval-set", required=True, type=pathlib.Path, help="the questions, .npz")
+    add("--length", required=True, type=int, help="tokens of a sequence; the set must have it")
+    add(
+        "--tasks",
+        type=_tasks,
+        default=list(TASKS),
+        help=f"some of {','.join(TASKS)} (default: all)",
+    )
+    add("--limit", type=_positive, default=4, help="sequences a task (default: %(default)s)")
+    add(
+        "--policy",
+        type=_policy,
+        action="append",
+        help="NAME[:key=value,...]; may be repeated (default: dense)",
+    )
+    add("--json", type=pathlib.Path, help="file for the results")
+    add(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        default="fp32",
+        help="of the KV sent (default: %(default)s)",
+    )
+    add(
+        "--batch",
+        type=_positive,
+        default=1,
+        help="sequences that decode together (default: %(default)s)",
+    )
+    add("--tenant", default="", help="whose sequences these are (default: none)")
+    add(
+        "--cache-dir",
+        type=pathlib.Path,
+        help="prefilled KV between runs (default: attnd in XDG_CACHE_HOME)",
+    )
+    add(
+        "--cache-bytes",
+        type=int,
+        default=DEFAULT_MAX_BYTES,
+        help="bound of that folder (default: 4 GiB)",
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return number
+
+
+def _tasks(text: str) -> list[str]:
+    tasks = list(dict.fromkeys(text.split(",")))
+    for task in tasks:
+        if task not in TASKS:
+            raise argparse.ArgumentTypeError(f"task {task!r} is none of {', '.join(TASKS)}")
+    return tasks
+
+
+def _policy(text: str) -> Policy:
+    try:
+        return Policy.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An evaluation: every example through attnd with every policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from attnd import Client, Policy, ServerInfo
+from attnd.eval.cache import Cache
+from attnd.eval.evalset import Example
+from attnd.eval.local import dense_run, prefill
+from attnd.eval.remote import run_policy, uploaded
+from attnd.eval.tally import Tally
+from attnd.nano import Model
+from attnd.nano.parallel import single_threaded_blas
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is evaluated.
+
+    Attributes:
+        length: tokens of each sequence, for the record.
+        policies: in the order of the results.
+        dtype: element type of the keys and values sent.
+        batch: examples that decode together in one message.
+    """
+
+    length: int
+    policies: Sequence[Policy]
+    dtype: np.dtype[Any]
+    batch: int
+
+
+class _Bar:
+    """One progress bar over everything; prefill, local dense and each policy count the same."""
+
+    def __init__(self, units: float) -> None:
+        layout = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+        self._bar = tqdm(total=units, bar_format=layout, mininterval=0.5, leave=False)
+
+    def begin(self, what: str) -> None:
+        self._bar.set_description_str(f"{what:<24.24}")
+
+    def advance(self, units: float) -> None:
+        self._bar.update(units)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def evaluate(
+    client: Client, model: Model, examples: Sequence[Example], cache: Cache, settings: Settings
+) -> list[dict[str, Any]]:
+    """The figures of each policy.
+
+    Raises:
+        AttndError: if the server fails.
+    """
+    tallies = [
+        Tally(str(policy), settings.length, settings.dtype, settings.batch)
+        for policy in settings.policies
+    ]
+    widest = widest_window(settings.policies, client.get_server_info())
+    bar = _Bar(len(examples) * (2 + len(tallies)))
+    try:
+        with single_threaded_blas():
+            for batch in _batches(examples, settings.batch):
+                _evaluate_batch(client, model, batch, cache, settings, widest, tallies, bar)
+    finally:
+        bar.close()
+    return [tally.figures() for tally in tallies]
+
+
+def _batches(examples: Sequence[Example], size: int) -> Iterator[Sequence[Example]]:
+    for start in range(0, len(examples), size):
+        yield examples[start : start + size]
+
+
+def _evaluate_batch(
+    client: Client,
+    model: Model,
+    batch: Sequence[Example],
+    cache: Cache,
+    settings: Settings,
+    widest: Policy,
+    tallies: Sequence[Tally],
+    bar: _Bar,
+) -> None:
+    haystacks, denses = [], []
+    for example in batch:
+        bar.begin(f"{example.task}: prefill")
+        haystacks.append(prefill(model, example, cache, bar.advance))
+        bar.begin(f"{example.task}: local dense")
+        denses.append(dense_run(model, example, haystacks[-1], settings.dtype, cache))
+        bar.advance(1)
+    bar.begin(f"{batch[0].task}: upload")
+    with uploaded(client, model, list(zip(batch, haystacks)), settings.dtype, widest) as sequences:
+        for policy, tally in zip(settings.policies, tallies):
+            bar.begin(f"{batch[0].task}: {policy.preset}")
+            advance = partial(_advance_all, bar, len(batch))
+            runs, decode_us = run_policy(
+                client, model, batch, sequences, settings.dtype, policy, advance
+            )
+            tally.add_times(decode_us)
+            for example, haystack, run, dense in zip(batch, haystacks, runs, denses):
+                tally.add(model, example, haystack, run, dense)
+
+
+def _advance_all(bar: _Bar, examples: int, share: float) -> None:
+    bar.advance(share * examples)
+
+
+def widest_window(policies: Sequence[Policy], info: ServerInfo) -> Policy:
+    """The policy with the largest window: a row's may not exceed its sequence's."""
+    defaults = {policy.preset: policy.parameters for policy in info.policies}
+
+    def window(policy: Policy) -> int:
+        text = policy.parameters.get("window") or defaults.get(policy.preset, {}).get("window", "0")
+        return int(text) if text.isdigit() else 0
+
+    return max(policies, key=window)
+
+
+def describe(result: dict[str, Any]) -> str:
+    """One line of a result."""
+    accuracy = " ".join(
+        f"{task} {figures['accuracy']:.3f}" for task, figures in result["tasks"].items()
+    )
+    predicted = result["predicted_error"]
+    return (
+        f"{result['policy']} ({result['dtype']}): {accuracy}, "
+        f"agreement {result['agreement']:.3f}, "
+        f"error {result['relative_error']:.3g}, read {result['read_fraction']:.3f}, "
+        f"predicted {'-' if predicted is None else format(predicted, '.3g')}, "
+        f"decode p50 {result['decode_us']['p50']:.0f} us"
+    )

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums over examples, and the figures made of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from attnd.eval.evalset import Example
+from attnd.eval.local import DenseRun, dense_outputs
+from attnd.eval.remote import RemoteRun
+from attnd.nano import LayerKv, Model
+from attnd.tensors import Array, dtype_name
+
+# Where the two largest logits are nearer than this, rounding may decide which one is the answer.
+CLEAR_GAP = 1e-4
+
+
+def relative_errors(out: Array, dense: Array) -> Array:
+    """|o - o_dense| / |o_dense| of the last dimension, in float64; 0 where both are 0."""
+    difference = np.linalg.norm(out.astype(np.float64) - dense, axis=-1)
+    norm = np.linalg.norm(dense.astype(np.float64), axis=-1)
+    unrelated = np.where(difference > 0, np.inf, 0.0)
+    errors: Array = np.divide(difference, norm, out=unrelated, where=norm > 0)
+    return errors
+
+
+class Accuracy:
+    """Right answers of each task."""
+
+    def __init__(self) -> None:
+        self._right: dict[str, int] = defaultdict(int)
+        self._answers: dict[str, int] = defaultdict(int)
+
+    def add(self, example: Example, best: Array) -> None:
+        """best: [QUESTION_TOKENS] arg-max token after each question token."""
+        right = best[example.answers - 1] == example.questions[example.answers]
+        self._right[example.task] += int(right.sum())
+        self._answers[example.task] += len(right)
+
+    def figures(self) -> dict[str, dict[str, Any]]:
+        return {
+            task: {"accuracy": self._right[task] / answers, "answers": answers}
+            for task, answers in self._answers.items()
+        }
+
+
+class Tally:
+    """Figures of one policy."""
+
+    def __init__(self, policy: str, length: int, dtype: np.dtype[Any], batch: int) -> None:
+        self._settings = {
+            "policy": policy,
+            "length": length,
+            "dtype": dtype_name(dtype),
+            "batch": batch,
+        }
+        self._dtype = dtype
+        self._remote = Accuracy()
+        self._local = Accuracy()
+        self._answers = self._different = self._clearly_different = self._clear = 0
+        self._errors: list[float] = []  # one mean for each example and layer, of equal weight
+        self._exact = self._middle = 0
+        self._predicted: list[float] = []
+        self._decode_us: list[float] = []
+        self._local_decode_us: list[float] = []
+
+    def add_times(self, decode_us: Iterable[float]) -> None:
+        """Round trips of Decode messages, in microseconds."""
+        self._decode_us.extend(decode_us)
+
+    def add(
+        self,
+        model: Model,
+        example: Example,
+        haystack: Sequence[LayerKv],
+        run: RemoteRun,
+        dense: DenseRun,
+    ) -> None:
+        """One example's run beside its local dense run."""
+        best = np.array(run.best)
+        self._remote.add(example, best)
+        self._local.add(example, dense.best)
+        self._local_decode_us.extend(dense.decode_us)
+        self._add_agreement(example, best, dense)
+        self._add_errors(model, haystack, run)
+        self._add_stats(run)
+
+    def _add_agreement(self, example: Example, best: Array, dense: DenseRun) -> None:
+        before = example.answers - 1
+        different = best[before] != dense.best[before]
+        clear = dense.gap[before] > CLEAR_GAP
+        self._answers += len(before)
+        self._different += int(different.sum())
+        self._clear += int(clear.sum())
+        self._clearly_different += int((different & clear).sum())
+
+    def _add_errors(self, model: Model, haystack: Sequence[LayerKv], run: RemoteRun) -> None:
+        for layer, kv in enumerate(haystack):
+            q, k, v, out = (run.layer(name, layer) for name in ("q", "k", "v", "out"))
+            dense = dense_outputs(kv, q, k, v, self._dtype, model.config.softmax_scale)
+            self._errors.append(float(relative_errors(out, dense).mean()))
+
+    def _add_stats(self, run: RemoteRun) -> None:
+        for stats in run.stats:
+            self._exact += stats.exact_tokens
+            self._middle += stats.exact_tokens + stats.estimated_tokens + stats.dropped_tokens
+            if stats.predicted_error_mean is not None:
+                self._predicted.append(stats.predicted_error_mean)
+
+    def figures(self) -> dict[str, Any]:
+        """What --json writes for this policy; see attnd.eval.cli."""
+        return {
+            **self._settings,
+            "tasks": self._remote.figures(),
+            "local_dense": self._local.figures(),
+            "agreement": 1 - self._different / self._answers,
+            "answers": self._answers,
+            "clear_answers": self._clear,
+            "clear_disagreements": self._clearly_different,
+            "relative_error": float(np.mean(self._errors)),
+            "read_fraction": self._exact / self._middle if self._middle else 1.0,
+            "predicted_error": float(np.mean(self._predicted)) if self._predicted else None,
+            "decode_us": _percentiles(self._decode_us),
+            "local_decode_us": _percentiles(self._local_decode_us),
+        }
+
+
+def _percentiles(times_us: Sequence[float]) -> dict[str, float]:
+    p50, p99 = np.percentile(times_us, [50, 99])
+    return {"p50": float(p50), "p99": float(p99)}

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replies made into results or errors; shared by both clients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+
+from attnd.errors import AttndError, RowError, error_of, status_code
+from attnd.requests import Row
+from attnd.results import AppendedKv, StepResult
+from attnd.v1 import attnd_pb2
+
+
+def appended(message: attnd_pb2.AppendKvResponse) -> AppendedKv:
+    return AppendedKv(message.committed_tokens, message.segmented_tokens, message.index_build_us)
+
+
+def step_error(step_id: int, message: attnd_pb2.DecodeResponse) -> AttndError | None:
+    """The error of a step that was refused as a whole or ran out of time; None if its rows were
+    answered."""
+    if message.step_id != step_id:
+        return AttndError(
+            grpc.StatusCode.INTERNAL,
+            f"reply to step {message.step_id} where {step_id} was expected",
+        )
+    if message.status.code:
+        return error_of(status_code(message.status.code), message.status.message)
+    return None
+
+
+def row_error(rows: Sequence[Row], result: StepResult) -> RowError | None:
+    """The error of the first row that failed; None if all are OK."""
+    for index, (row, outcome) in enumerate(zip(rows, result.rows)):
+        if not outcome.ok:
+            return RowError(outcome.code, outcome.message, index, row.sequence_id, result)
+    return None
+
+
+def any_aborted(message: attnd_pb2.DecodeResponse) -> bool:
+    """Whether a row was refused because another stream writes its sequence."""
+    aborted = grpc.StatusCode.ABORTED.value[0]
+    return any(row.status.code == aborted for row in message.rows)

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments of calls made into messages; shared by both clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy.typing as npt
+
+from attnd.model import Model
+from attnd.policy import Policy, as_policy
+from attnd.tensors import Array, to_tensor, to_wire_dtype
+from attnd.v1 import attnd_pb2, types_pb2
+
+# Room in a message for everything but tensors and token ids.
+_MESSAGE_OVERHEAD_BYTES = 4096
+# A token id as a varint is at most this long.
+_TOKEN_ID_BYTES = 5
+# Larger chunks gain nothing and hold up other streams.
+_CHUNK_BYTES_MAX = 4 << 20
+
+
+@dataclass(frozen=True)
+class KvChunk:
+    """Keys and values of consecutive tokens in one layer, of any size: the client splits it into
+    messages.
+
+    Attributes:
+        layer: layer, from 0.
+        first_position: position of the first token.
+        k: [tokens, kv_heads, head_dim] in the model's dtype, keys rotated already.
+        v: [tokens, kv_heads, value_dim] in the model's dtype.
+        token_ids: none, or one for each token; needed in one layer only.
+    """
+
+    layer: int
+    first_position: int
+    k: Array
+    v: Array
+    token_ids: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        if self.k.ndim != 3 or self.v.ndim != 3 or len(self.k) != len(self.v) or len(self.k) == 0:
+            raise ValueError(
+                f"k and v must be [tokens, kv_heads, dim] with the same tokens, 1 or more: "
+                f"they are {self.k.shape} and {self.v.shape}"
+            )
+        if len(self.token_ids) not in (0, len(self.k)):
+            raise ValueError(f"{len(self.token_ids)} token ids for {len(self.k)} tokens")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a Decode message: the next tokens of one sequence.
+
+    Attributes:
+        sequence_id: a sequence; each comes at most once in a message.
+        position: position of the first query token: the layer's length so far, or less to repeat a
+            step.
+        query_tokens: tokens of this row in q, and in k and v unless query_only.
+        token_ids: none, or one for each token.
+        policy: overrides the sequence's policy; a Policy or its text.
+        query_only: attend to what is there and append nothing.
+    """
+
+    sequence_id: int
+    position: int
+    query_tokens: int = 1
+    token_ids: Sequence[int] = ()
+    policy: Policy | str | None = None
+    query_only: bool = False
+
+    def to_proto(self) -> attnd_pb2.DecodeRow:
+        policy = as_policy(self.policy)
+        return attnd_pb2.DecodeRow(
+            sequence_id=self.sequence_id,
+            position=self.position,
+            query_tokens=self.query_tokens,
+            token_ids=self.token_ids,
+            policy=policy.to_proto() if policy else None,
+            query_only=self.query_only,
+        )
+
+
+def layer_chunks(
+    layers: Iterable[tuple[Array, Array]], *, first_position: int = 0, token_ids: Sequence[int] = ()
+) -> Iterator[KvChunk]:
+    """Chunks of a whole prompt.
+
+    Args:
+        layers: for each layer, from 0, keys [tokens, kv_heads, head_dim] and values [tokens,
+            kv_heads, value_dim].
+        first_position: position of their first token.
+        token_ids: none, or one for each token.
+    """
+    for layer, (k, v) in enumerate(layers):
+        yield KvChunk(layer, first_position, k, v, token_ids if layer == 0 else ())
+
+
+def open_request(
+    model: Model, policy: Policy | str | None, token_ids: Sequence[int]
+) -> attnd_pb2.OpenSequenceRequest:
+    chosen = as_policy(policy)
+    return attnd_pb2.OpenSequenceRequest(
+        model=model.to_proto(), policy=chosen.to_proto() if chosen else None, token_ids=token_ids
+    )
+
+
+def append_requests(
+    sequence_id: int, chunks: Iterable[KvChunk], prefill_complete: bool, max_message_bytes: int
+) -> Iterator[attnd_pb2.AppendKvRequest]:
+    """The messages of an upload, each below max_message_bytes.
+
+    Raises:
+        ValueError: if even one token does not fit.
+    """
+    for chunk in chunks:
+        for part in _split(chunk, max_message_bytes):
+            yield attnd_pb2.AppendKvRequest(
+                sequence_id=sequence_id,
+                layer=part.layer,
+                first_position=part.first_position,
+                k=to_tensor(part.k),
+                v=to_tensor(part.v),
+                token_ids=part.token_ids,
+            )
+    if prefill_complete:
+        yield attnd_pb2.AppendKvRequest(sequence_id=sequence_id, prefill_complete=True)
+
+
+def _split(chunk: KvChunk, max_message_bytes: int) -> Iterator[KvChunk]:
+    token_bytes = chunk.k[0].nbytes + chunk.v[0].nbytes + _TOKEN_ID_BYTES
+    room = min(max_message_bytes, _CHUNK_BYTES_MAX) - _MESSAGE_OVERHEAD_BYTES
+    if max_message_bytes - _MESSAGE_OVERHEAD_BYTES < token_bytes:
+        raise ValueError(
+            f"one token of {token_bytes} bytes exceeds messages of {max_message_bytes} bytes"
+        )
+    step = max(1, room // token_bytes)
+    for start in range(0, len(chunk.k), step):
+        part = slice(start, start + step)
+        yield replace(
+            chunk,
+            first_position=chunk.first_position + start,
+            k=chunk.k[part],
+            v=chunk.v[part],
+            token_ids=chunk.token_ids[part],
+        )
+
+
+def decode_request(
+    step_id: int,
+    layer: int,
+    rows: Sequence[Row],
+    q: Array,
+    k: Array | None,
+    v: Array | None,
+    deadline_us: int,
+    output_dtype: npt.DTypeLike | None,
+) -> attnd_pb2.DecodeRequest:
+    """The message of one step; shapes as in :meth:`attnd.DecodeSession.step`."""
+    return attnd_pb2.DecodeRequest(
+        step_id=step_id,
+        layer=layer,
+        deadline_us=deadline_us,
+        rows=[row.to_proto() for row in rows],
+        q=to_tensor(q),
+        k=None if k is None else to_tensor(k),
+        v=None if v is None else to_tensor(v),
+        output_dtype=types_pb2.DTYPE_UNSPECIFIED
+        if output_dtype is None
+        else to_wire_dtype(output_dtype),
+    )

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What calls answer, as plain objects with numpy arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc
+
+from attnd.errors import status_code
+from attnd.model import Model
+from attnd.policy import Policy
+from attnd.tensors import Array, from_tensor
+from attnd.v1 import attnd_pb2
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes that the server accepts; the names and units are those of
+    proto/attnd/v1/attnd.proto."""
+
+    max_message_bytes: int
+    max_rows: int
+    max_query_tokens: int
+    max_sequences: int
+    max_sequence_tokens: int
+    memory_budget_bytes: int
+    max_streams: int
+    max_queued_steps: int
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """What a server is and offers.
+
+    Attributes:
+        version: major.minor.patch.
+        backends: the one in use first.
+        policies: presets with their parameters' defaults.
+        default_policy: policy of a sequence that chooses none.
+        limits: sizes that it accepts.
+        simd_target: vector instructions of its CPU kernels.
+    """
+
+    version: str
+    backends: tuple[str, ...]
+    policies: tuple[Policy, ...]
+    default_policy: Policy
+    limits: Limits
+    simd_target: str
+
+    @staticmethod
+    def from_proto(message: attnd_pb2.GetServerInfoResponse) -> ServerInfo:
+        limits = {field.name: getattr(message.limits, field.name) for field in _LIMIT_FIELDS}
+        return ServerInfo(
+            version=message.version,
+            backends=tuple(message.backends),
+            policies=tuple(Policy.from_proto(policy) for policy in message.policies),
+            default_policy=Policy.from_proto(message.default_policy),
+            limits=Limits(**limits),
+            simd_target=message.simd_target,
+        )
+
+
+_LIMIT_FIELDS = attnd_pb2.Limits.DESCRIPTOR.fields
+
+
+@dataclass(frozen=True)
+class OpenedSequence:
+    """A new sequence; upload starts at position tokens_present."""
+
+    sequence_id: int
+    tokens_present: int
+
+
+@dataclass(frozen=True)
+class AppendedKv:
+    """What an upload left: tokens in every layer, those that segments cover, and time spent
+    building segments."""
+
+    committed_tokens: int
+    segmented_tokens: int
+    index_build_us: int
+
+
+@dataclass(frozen=True)
+class SequenceInfo:
+    """One sequence of a listing; layer_tokens differ only while a prompt or a step is being
+    sent."""
+
+    sequence_id: int
+    model: Model
+    policy: Policy
+    committed_tokens: int
+    segmented_tokens: int
+    segments: int
+    resident_bytes: int
+    layer_tokens: tuple[int, ...]
+
+    @staticmethod
+    def from_proto(message: attnd_pb2.SequenceInfo) -> SequenceInfo:
+        return SequenceInfo(
+            sequence_id=message.sequence_id,
+            model=Model.from_proto(message.model),
+            policy=Policy.from_proto(message.policy),
+            committed_tokens=message.committed_tokens,
+            segmented_tokens=message.segmented_tokens,
+            segments=message.segments,
+            resident_bytes=message.resident_bytes,
+            layer_tokens=tuple(message.layer_tokens),
+        )
+
+
+@dataclass(frozen=True)
+class RowStats:
+    """What a row's answer was made of; tokens are summed over the row's query tokens and the KV
+    heads.
+
+    Attributes:
+        zone_tokens: tokens that are always exact: sink, window, tail.
+        exact_tokens, estimated_tokens, dropped_tokens: tokens of the middle by what happened to
+            them.
+        covered_mass: share of the softmax mass read or estimated; None if the policy did not look.
+        exact_mass: share of it that was read exactly; None likewise.
+        predicted_error_mean, predicted_error_max: predicted |o - o_dense| / |o_dense|; None if not
+            predicted.
+        hbm_tokens, host_tokens, ssd_tokens: exactly read tokens, zones included, by where they were
+            found.
+        stage_us: processor time of score, select, fetch, attend and merge, summed over threads.
+    """
+
+    zone_tokens: int
+    exact_tokens: int
+    estimated_tokens: int
+    dropped_tokens: int
+    covered_mass: float | None
+    exact_mass: float | None
+    predicted_error_mean: float | None
+    predicted_error_max: float | None
+    hbm_tokens: int
+    host_tokens: int
+    ssd_tokens: int
+    stage_us: dict[str, float]
+
+    @staticmethod
+    def from_proto(message: attnd_pb2.RowStats) -> RowStats:
+        def optional(name: str) -> float | None:
+            return getattr(message, name) if message.HasField(name) else None
+
+        return RowStats(
+            zone_tokens=message.zone_tokens,
+            exact_tokens=message.exact_tokens,
+            estimated_tokens=message.estimated_tokens,
+            dropped_tokens=message.dropped_tokens,
+            covered_mass=optional("covered_mass"),
+            exact_mass=optional("exact_mass"),
+            predicted_error_mean=optional("predicted_error_mean"),
+            predicted_error_max=optional("predicted_error_max"),
+            hbm_tokens=message.tiers.hbm,
+            host_tokens=message.tiers.host,
+            ssd_tokens=message.tiers.ssd,
+            stage_us={
+                stage: getattr(message.stages, f"{stage}_us")
+                for stage in ("score", "select", "fetch", "attend", "merge")
+            },
+        )
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """Outcome of one row: OK with statistics, or a code and the reason."""
+
+    code: grpc.StatusCode
+    message: str
+    stats: RowStats
+
+    @property
+    def ok(self) -> bool:
+        return self.code is grpc.StatusCode.OK
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The answer to one Decode message.
+
+    Attributes:
+        out: [sum of query_tokens, query_heads, value_dim] in the output dtype; NaN for failed rows.
+            Read-only.
+        lse: [sum of query_tokens, query_heads] float32, natural log of the sum of exp(logits); -inf
+            where there was no token, NaN for failed rows. Read-only.
+        rows: one outcome for each row, in order.
+        queue_us: time from the message's arrival until its step began.
+        engine_us: time of the step.
+    """
+
+    out: Array
+    lse: Array
+    rows: tuple[RowResult, ...]
+    queue_us: int
+    engine_us: int
+
+    @staticmethod
+    def from_proto(message: attnd_pb2.DecodeResponse) -> StepResult:
+        rows = tuple(
+            RowResult(
+                status_code(row.status.code), row.status.message, RowStats.from_proto(row.stats)
+            )
+            for row in message.rows
+        )
+        return StepResult(
+            out=from_tensor(message.out),
+            lse=from_tensor(message.lse),
+            rows=rows,
+            queue_us=message.queue_us,
+            engine_us=message.engine_us,
+        )

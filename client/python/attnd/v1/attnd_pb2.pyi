@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+from attnd.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class AppendKvRequest(_message.Message):
+    __slots__ = ["first_position", "k", "layer", "prefill_complete", "sequence_id", "token_ids", "v"]
+    FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
+    K_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    V_FIELD_NUMBER: _ClassVar[int]
+    first_position: int
+    k: _types_pb2.Tensor
+    layer: int
+    prefill_complete: bool
+    sequence_id: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    v: _types_pb2.Tensor
+    def __init__(self, sequence_id: _Optional[int] = ..., layer: _Optional[int] = ..., first_position: _Optional[int] = ..., k: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prefill_complete: bool = ...) -> None: ...
+
+class AppendKvResponse(_message.Message):
+    __slots__ = ["committed_tokens", "index_build_us", "segmented_tokens"]
+    COMMITTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_BUILD_US_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    committed_tokens: int
+    index_build_us: int
+    segmented_tokens: int
+    def __init__(self, committed_tokens: _Optional[int] = ..., segmented_tokens: _Optional[int] = ..., index_build_us: _Optional[int] = ...) -> None: ...
+
+class CloseSequenceRequest(_message.Message):
+    __slots__ = ["sequence_id"]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    def __init__(self, sequence_id: _Optional[int] = ...) -> None: ...
+
+class CloseSequenceResponse(_message.Message):
+    __slots__ = []
+    def __init__(self) -> None: ...
+
+class DecodeRequest(_message.Message):
+    __slots__ = ["deadline_us", "k", "layer", "output_dtype", "q", "rows", "step_id", "v"]
+    DEADLINE_US_FIELD_NUMBER: _ClassVar[int]
+    K_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    Q_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    V_FIELD_NUMBER: _ClassVar[int]
+    deadline_us: int
+    k: _types_pb2.Tensor
+    layer: int
+    output_dtype: _types_pb2.DType
+    q: _types_pb2.Tensor
+    rows: _containers.RepeatedCompositeFieldContainer[DecodeRow]
+    step_id: int
+    v: _types_pb2.Tensor
+    def __init__(self, step_id: _Optional[int] = ..., layer: _Optional[int] = ..., deadline_us: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[DecodeRow, _Mapping]]] = ..., q: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., k: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., output_dtype: _Optional[_Union[_types_pb2.DType, str]] = ...) -> None: ...
+
+class DecodeResponse(_message.Message):
+    __slots__ = ["engine_us", "lse", "out", "queue_us", "rows", "status", "step_id"]
+    ENGINE_US_FIELD_NUMBER: _ClassVar[int]
+    LSE_FIELD_NUMBER: _ClassVar[int]
+    OUT_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_US_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    engine_us: int
+    lse: _types_pb2.Tensor
+    out: _types_pb2.Tensor
+    queue_us: int
+    rows: _containers.RepeatedCompositeFieldContainer[RowResult]
+    status: _types_pb2.Status
+    step_id: int
+    def __init__(self, step_id: _Optional[int] = ..., status: _Optional[_Union[_types_pb2.Status, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[RowResult, _Mapping]]] = ..., out: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., lse: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., queue_us: _Optional[int] = ..., engine_us: _Optional[int] = ...) -> None: ...
+
+class DecodeRow(_message.Message):
+    __slots__ = ["policy", "position", "query_only", "query_tokens", "sequence_id", "token_ids"]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    QUERY_ONLY_FIELD_NUMBER: _ClassVar[int]
+    QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    policy: _types_pb2.Policy
+    position: int
+    query_only: bool
+    query_tokens: int
+    sequence_id: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence_id: _Optional[int] = ..., position: _Optional[int] = ..., query_tokens: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., query_only: bool = ...) -> None: ...
+
+class ForkSequenceRequest(_message.Message):
+    __slots__ = ["length", "sequence_id"]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    length: int
+    sequence_id: int
+    def __init__(self, sequence_id: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
+
+class ForkSequenceResponse(_message.Message):
+    __slots__ = ["committed_tokens", "sequence_id"]
+    COMMITTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    committed_tokens: int
+    sequence_id: int
+    def __init__(self, sequence_id: _Optional[int] = ..., committed_tokens: _Optional[int] = ...) -> None: ...
+
+class GetServerInfoRequest(_message.Message):
+    __slots__ = []
+    def __init__(self) -> None: ...
+
+class GetServerInfoResponse(_message.Message):
+    __slots__ = ["backends", "default_policy", "limits", "policies", "simd_target", "version"]
+    BACKENDS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_POLICY_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    POLICIES_FIELD_NUMBER: _ClassVar[int]
+    SIMD_TARGET_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    backends: _containers.RepeatedScalarFieldContainer[str]
+    default_policy: _types_pb2.Policy
+    limits: Limits
+    policies: _containers.RepeatedCompositeFieldContainer[_types_pb2.Policy]
+    simd_target: str
+    version: str
+    def __init__(self, version: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., policies: _Optional[_Iterable[_Union[_types_pb2.Policy, _Mapping]]] = ..., default_policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., simd_target: _Optional[str] = ...) -> None: ...
+
+class Limits(_message.Message):
+    __slots__ = ["max_message_bytes", "max_query_tokens", "max_queued_steps", "max_rows", "max_sequence_tokens", "max_sequences", "max_streams", "memory_budget_bytes"]
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUED_STEPS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    max_message_bytes: int
+    max_query_tokens: int
+    max_queued_steps: int
+    max_rows: int
+    max_sequence_tokens: int
+    max_sequences: int
+    max_streams: int
+    memory_budget_bytes: int
+    def __init__(self, max_message_bytes: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_query_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., memory_budget_bytes: _Optional[int] = ..., max_streams: _Optional[int] = ..., max_queued_steps: _Optional[int] = ...) -> None: ...
+
+class ListSequencesRequest(_message.Message):
+    __slots__ = ["after_sequence_id", "page_size"]
+    AFTER_SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    after_sequence_id: int
+    page_size: int
+    def __init__(self, after_sequence_id: _Optional[int] = ..., page_size: _Optional[int] = ...) -> None: ...
+
+class ListSequencesResponse(_message.Message):
+    __slots__ = ["next_after_sequence_id", "sequences"]
+    NEXT_AFTER_SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    next_after_sequence_id: int
+    sequences: _containers.RepeatedCompositeFieldContainer[SequenceInfo]
+    def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceInfo, _Mapping]]] = ..., next_after_sequence_id: _Optional[int] = ...) -> None: ...
+
+class OpenSequenceRequest(_message.Message):
+    __slots__ = ["indexes", "layout", "model", "policy", "token_ids"]
+    class Index(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = []
+    class Layout(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = []
+    INDEXES_FIELD_NUMBER: _ClassVar[int]
+    INDEX_CLUSTERS: OpenSequenceRequest.Index
+    INDEX_UNSPECIFIED: OpenSequenceRequest.Index
+    LAYOUT_CLUSTER_ORDER: OpenSequenceRequest.Layout
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_TOKEN_ORDER: OpenSequenceRequest.Layout
+    LAYOUT_UNSPECIFIED: OpenSequenceRequest.Layout
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    indexes: _containers.RepeatedScalarFieldContainer[OpenSequenceRequest.Index]
+    layout: OpenSequenceRequest.Layout
+    model: _types_pb2.Model
+    policy: _types_pb2.Policy
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, model: _Optional[_Union[_types_pb2.Model, _Mapping]] = ..., layout: _Optional[_Union[OpenSequenceRequest.Layout, str]] = ..., indexes: _Optional[_Iterable[_Union[OpenSequenceRequest.Index, str]]] = ..., policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class OpenSequenceResponse(_message.Message):
+    __slots__ = ["sequence_id", "tokens_present"]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PRESENT_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    tokens_present: int
+    def __init__(self, sequence_id: _Optional[int] = ..., tokens_present: _Optional[int] = ...) -> None: ...
+
+class RowResult(_message.Message):
+    __slots__ = ["stats", "status"]
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    stats: RowStats
+    status: _types_pb2.Status
+    def __init__(self, status: _Optional[_Union[_types_pb2.Status, _Mapping]] = ..., stats: _Optional[_Union[RowStats, _Mapping]] = ...) -> None: ...
+
+class RowStats(_message.Message):
+    __slots__ = ["covered_mass", "dropped_tokens", "estimated_tokens", "exact_mass", "exact_tokens", "predicted_error_max", "predicted_error_mean", "stages", "tiers", "zone_tokens"]
+    COVERED_MASS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ESTIMATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXACT_MASS_FIELD_NUMBER: _ClassVar[int]
+    EXACT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_ERROR_MAX_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_ERROR_MEAN_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    ZONE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    covered_mass: float
+    dropped_tokens: int
+    estimated_tokens: int
+    exact_mass: float
+    exact_tokens: int
+    predicted_error_max: float
+    predicted_error_mean: float
+    stages: StageTimes
+    tiers: TierTokens
+    zone_tokens: int
+    def __init__(self, zone_tokens: _Optional[int] = ..., exact_tokens: _Optional[int] = ..., estimated_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ..., covered_mass: _Optional[float] = ..., exact_mass: _Optional[float] = ..., predicted_error_mean: _Optional[float] = ..., predicted_error_max: _Optional[float] = ..., tiers: _Optional[_Union[TierTokens, _Mapping]] = ..., stages: _Optional[_Union[StageTimes, _Mapping]] = ...) -> None: ...
+
+class SequenceInfo(_message.Message):
+    __slots__ = ["committed_tokens", "layer_tokens", "model", "policy", "resident_bytes", "segmented_tokens", "segments", "sequence_id"]
+    COMMITTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LAYER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    committed_tokens: int
+    layer_tokens: _containers.RepeatedScalarFieldContainer[int]
+    model: _types_pb2.Model
+    policy: _types_pb2.Policy
+    resident_bytes: int
+    segmented_tokens: int
+    segments: int
+    sequence_id: int
+    def __init__(self, sequence_id: _Optional[int] = ..., model: _Optional[_Union[_types_pb2.Model, _Mapping]] = ..., policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., committed_tokens: _Optional[int] = ..., segmented_tokens: _Optional[int] = ..., segments: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., layer_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StageTimes(_message.Message):
+    __slots__ = ["attend_us", "fetch_us", "merge_us", "score_us", "select_us"]
+    ATTEND_US_FIELD_NUMBER: _ClassVar[int]
+    FETCH_US_FIELD_NUMBER: _ClassVar[int]
+    MERGE_US_FIELD_NUMBER: _ClassVar[int]
+    SCORE_US_FIELD_NUMBER: _ClassVar[int]
+    SELECT_US_FIELD_NUMBER: _ClassVar[int]
+    attend_us: float
+    fetch_us: float
+    merge_us: float
+    score_us: float
+    select_us: float
+    def __init__(self, score_us: _Optional[float] = ..., select_us: _Optional[float] = ..., fetch_us: _Optional[float] = ..., attend_us: _Optional[float] = ..., merge_us: _Optional[float] = ...) -> None: ...
+
+class TierTokens(_message.Message):
+    __slots__ = ["hbm", "host", "ssd"]
+    HBM_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    SSD_FIELD_NUMBER: _ClassVar[int]
+    hbm: int
+    host: int
+    ssd: int
+    def __init__(self, hbm: _Optional[int] = ..., host: _Optional[int] = ..., ssd: _Optional[int] = ...) -> None: ...
+
+class TruncateSequenceRequest(_message.Message):
+    __slots__ = ["length", "sequence_id"]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    length: int
+    sequence_id: int
+    def __init__(self, sequence_id: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
+
+class TruncateSequenceResponse(_message.Message):
+    __slots__ = ["segmented_tokens"]
+    SEGMENTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    segmented_tokens: int
+    def __init__(self, segmented_tokens: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+from attnd.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ServerConfig(_message.Message):
+    __slots__ = ["allow_insecure_tcp", "data_dir", "default_policy", "index_threads", "listen", "max_message_bytes", "max_query_tokens", "max_queued_steps", "max_rows", "max_sequence_tokens", "max_sequences", "max_streams", "memory_budget_bytes", "metrics_listen", "reply_timeout_s", "segment_tokens", "step_threads", "step_workers"]
+    ALLOW_INSECURE_TCP_FIELD_NUMBER: _ClassVar[int]
+    DATA_DIR_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_POLICY_FIELD_NUMBER: _ClassVar[int]
+    INDEX_THREADS_FIELD_NUMBER: _ClassVar[int]
+    LISTEN_FIELD_NUMBER: _ClassVar[int]
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUED_STEPS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    METRICS_LISTEN_FIELD_NUMBER: _ClassVar[int]
+    REPLY_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_THREADS_FIELD_NUMBER: _ClassVar[int]
+    STEP_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    allow_insecure_tcp: bool
+    data_dir: str
+    default_policy: _types_pb2.Policy
+    index_threads: int
+    listen: _containers.RepeatedScalarFieldContainer[str]
+    max_message_bytes: int
+    max_query_tokens: int
+    max_queued_steps: int
+    max_rows: int
+    max_sequence_tokens: int
+    max_sequences: int
+    max_streams: int
+    memory_budget_bytes: int
+    metrics_listen: str
+    reply_timeout_s: int
+    segment_tokens: int
+    step_threads: int
+    step_workers: int
+    def __init__(self, listen: _Optional[_Iterable[str]] = ..., data_dir: _Optional[str] = ..., metrics_listen: _Optional[str] = ..., memory_budget_bytes: _Optional[int] = ..., step_threads: _Optional[int] = ..., step_workers: _Optional[int] = ..., max_queued_steps: _Optional[int] = ..., index_threads: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., max_streams: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_query_tokens: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., segment_tokens: _Optional[int] = ..., default_policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., reply_timeout_s: _Optional[int] = ..., allow_insecure_tcp: bool = ...) -> None: ...

@@ -1,0 +1,20 @@
+# Everything comes from the distribution's packages (scripts/lib/packages.sh lists them).
+find_package(Threads REQUIRED)
+find_package(absl REQUIRED)
+find_package(TBB REQUIRED)
+
+find_package(PkgConfig REQUIRED)
+pkg_check_modules(HWY REQUIRED IMPORTED_TARGET libhwy)
+
+if(ATTND_SERVICE)
+  find_package(Protobuf REQUIRED)
+  find_package(gRPC CONFIG REQUIRED)
+  find_package(glog REQUIRED)
+  find_package(prometheus-cpp CONFIG REQUIRED)
+endif()
+if(ATTND_TESTS)
+  find_package(GTest REQUIRED)
+endif()
+if(ATTND_BENCH)
+  find_package(benchmark REQUIRED)
+endif()

@@ -1,0 +1,13 @@
+# Compile options of the project's own code; generated code is exempt (target_link_libraries to attnd_options is what
+# turns them on).
+add_library(attnd_options INTERFACE)
+target_compile_options(attnd_options INTERFACE -Wall -Wextra -Wpedantic -Wshadow -Wnon-virtual-dtor -Werror)
+if(CMAKE_CXX_COMPILER_ID MATCHES "Clang")
+  target_compile_options(attnd_options INTERFACE -Wthread-safety)
+endif()
+target_include_directories(attnd_options INTERFACE ${PROJECT_SOURCE_DIR})
+
+if(ATTND_SANITIZE)
+  add_compile_options(-fsanitize=${ATTND_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=all)
+  add_link_options(-fsanitize=${ATTND_SANITIZE})
+endif()

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// DecodeBatch: one Decode step: checks each row, appends its tokens, hands the good ones to the
+// backend.
+#ifndef ATTND_ENGINE_DECODE_BATCH_H_
+#define ATTND_ENGINE_DECODE_BATCH_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "attention/backend.h"
+#include "engine/engine.h"
+#include "engine/sequence.h"
+
+namespace attnd::engine {
+
+// Used by one thread, once: Check, then for each row Prepare, then Run.
+class DecodeBatch {
+ public:
+  DecodeBatch(const DecodeArgs& args, DecodeResult* result) : args_(args), result_(result) {}
+
+  // Limits, and tensors whose sizes contradict the rows or one another: faults of the message.
+  absl::Status Check(const EngineOptions& options);
+
+  size_t rows() const { return args_.rows.size(); }
+  // Checks row `row`, which belongs to `sequence`, and appends its tokens; a fault becomes the
+  // row's status.
+  void Prepare(size_t row, WriterId writer, const attention::Backend& backend,
+               const std::shared_ptr<Sequence>& sequence);
+  void Refuse(size_t row, absl::Status status) { result_->rows[row].status = std::move(status); }
+
+  // Answers the rows that were accepted.
+  absl::Status Run(attention::Backend* backend);
+
+ private:
+  // Where a row's tokens start in the tensors.
+  struct Place {
+    uint64_t query_token = 0;
+    uint64_t new_token = 0;
+    float query_magnitude = 0;  // greatest absolute value, from CheckFinite
+    float key_magnitude = 0;
+  };
+
+  absl::Status CheckTensor(const char* name, const TensorView& tensor, uint64_t tokens,
+                           uint64_t heads, uint64_t dim) const;
+  absl::Status CheckRow(size_t row, const attention::Backend& backend, const Sequence& sequence);
+  absl::Status CheckShape(const DecodeRow& row, const ModelShape& shape) const;
+  absl::Status CheckFinite(size_t row);
+  // Appends the row's tokens, if it has any, and gives what its step reads.
+  absl::StatusOr<Snapshot> Take(size_t row, WriterId writer, Sequence* sequence) const;
+  void AddStepRow(size_t row, const Sequence& sequence, Snapshot snapshot);
+  void RefuseOverflow();
+
+  const DecodeArgs& args_;
+  DecodeResult* const result_;
+  std::vector<Place> places_;
+  uint64_t query_tokens_ = 0;
+  uint64_t new_tokens_ = 0;
+  std::vector<attention::StepRow> step_rows_;
+  std::vector<size_t> step_row_numbers_;  // row of each step row
+  std::vector<std::shared_ptr<Sequence>>
+      sequences_;  // of the accepted rows: their policies are read by the step
+};
+
+}  // namespace attnd::engine
+
+#endif  // ATTND_ENGINE_DECODE_BATCH_H_

@@ -1,0 +1,211 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Engine: sequences, their tails and segments, and the execution of steps, without any RPC.
+#ifndef ATTND_ENGINE_ENGINE_H_
+#define ATTND_ENGINE_ENGINE_H_
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "attention/backend.h"
+#include "attention/policy.h"
+#include "common/model_shape.h"
+
+namespace attnd::engine {
+
+struct EngineOptions {
+  uint64_t memory_budget_bytes = uint64_t{1} << 30;  // KV, indexes and their building
+  uint32_t max_sequences = 4096;
+  uint64_t max_sequence_tokens = uint64_t{4} << 20;
+  uint32_t max_rows = 1024;          // of one step
+  uint32_t max_query_tokens = 4096;  // of one step, all rows together
+  uint32_t segment_tokens =
+      8192;  // length of a run; generated tokens become a segment when so many left the window
+  uint32_t index_threads = 1;        // threads that segment a finished prefill
+  attention::Policy default_policy;  // of sequences that choose none
+
+  // InvalidArgument names the option and its range.
+  absl::Status Validate() const;
+};
+
+// What happened, for metrics. Called from engine threads and from callers' threads, possibly
+// several at once, never with an engine lock held; must not call back into the engine.
+class Observer {
+ public:
+  virtual ~Observer() = default;
+  enum class BuildTrigger { kPrefill, kBackground };
+  virtual void OnAppended(uint64_t /*tokens*/, bool /*prefill*/) {}
+  virtual void OnSegmentBuilt(BuildTrigger, uint64_t /*tokens*/,
+                              std::chrono::nanoseconds /*time*/) {}
+  virtual void OnSegmentBuildFailed(BuildTrigger, const absl::Status&) {}
+};
+
+// Names who appends. The first writer that appends to a sequence holds it until ReleaseWriter.
+using WriterId = uint64_t;
+
+// A tensor in the caller's memory, already checked: `data` holds exactly the elements that the
+// field's shape says.
+struct TensorView {
+  DType dtype = DType::kFp32;
+  const std::byte* data = nullptr;
+  uint64_t elements = 0;
+};
+
+struct Shard {
+  enum class Kind { kWhole, kHeads, kContext };
+  Kind kind = Kind::kWhole;
+  uint32_t index = 0;
+  uint32_t count = 1;
+};
+
+struct OpenArgs {
+  std::string fingerprint;
+  ModelShape shape;  // validated by Open
+  Shard shard;       // kept for listings
+  std::optional<attention::Policy> policy;
+};
+
+struct SequenceInfo {
+  uint64_t id = 0;
+  OpenArgs args;  // policy is always present
+  uint64_t committed_tokens = 0;
+  uint64_t segmented_tokens = 0;
+  uint32_t segments = 0;
+  uint64_t resident_bytes = 0;
+  std::vector<uint64_t> layer_tokens;
+};
+
+// One chunk of a prefill: tokens [first_position, + tokens) of one layer.
+struct AppendChunk {
+  uint32_t layer = 0;
+  uint64_t first_position = 0;
+  uint64_t tokens = 0;
+  TensorView k;                         // [tokens, kv_heads, head_dim]
+  TensorView v;                         // [tokens, kv_heads, value_dim]
+  std::span<const uint32_t> token_ids;  // none or [tokens]
+};
+
+struct PrefillResult {
+  uint64_t committed_tokens = 0;
+  uint64_t segmented_tokens = 0;
+  std::chrono::nanoseconds build_time{0};
+};
+
+struct DecodeRow {
+  uint64_t sequence_id = 0;
+  uint64_t position = 0;
+  uint32_t query_tokens = 0;
+  std::span<const uint32_t> token_ids;  // none or [query_tokens]
+  std::optional<attention::Policy> policy;
+  bool query_only = false;
+  // A row that was refused before it came here (for example its policy did not parse): reported,
+  // not run.
+  absl::Status precheck;
+};
+
+struct DecodeArgs {
+  uint32_t layer = 0;
+  std::span<const DecodeRow> rows;
+  // Shapes as the proto says; all rows' tokens one after the other. The engine checks dtype,
+  // element counts against each sequence's shape, and that every element is finite.
+  TensorView q;
+  uint64_t q_heads = 0,
+           q_head_dim = 0;  // the tensor's own last two extents; tokens = sum of query_tokens
+  TensorView k;
+  uint64_t k_heads = 0, k_head_dim = 0;
+  TensorView v;
+  uint64_t v_heads = 0, v_value_dim = 0;
+  std::optional<std::chrono::steady_clock::time_point> deadline;
+  const std::atomic<bool>* cancelled = nullptr;
+};
+
+struct DecodeRowResult {
+  absl::Status status;
+  attention::RowStats stats;
+};
+
+struct DecodeResult {
+  std::vector<DecodeRowResult> rows;
+  // [tokens, q_heads, value_dim] and [tokens, q_heads]; NaN for rows whose status is not OK.
+  std::vector<float> out;
+  std::vector<float> lse;
+  uint64_t value_dim = 0;                     // 0 if no row was accepted
+  std::chrono::nanoseconds validate_time{0};  // checks and appending
+};
+
+struct Usage {
+  uint64_t resident_bytes = 0;
+  uint64_t capacity_bytes = 0;
+  uint64_t sequences = 0;
+};
+
+// Thread-safety: all methods may be called from any thread, several at once. A sequence of another
+// tenant answers as an unknown one: NotFound.
+class Engine {
+ public:
+  // `observer` may be null and must outlive the engine.
+  static absl::StatusOr<std::unique_ptr<Engine>> Create(const EngineOptions& options,
+                                                        std::unique_ptr<attention::Backend> backend,
+                                                        Observer* observer);
+  // Calls Shutdown().
+  virtual ~Engine() = default;
+
+  virtual const EngineOptions& options() const = 0;
+  virtual const attention::Backend& backend() const = 0;
+
+  // ResourceExhausted at max_sequences, Unavailable after StopOpening or Shutdown, InvalidArgument
+  // for the shape, Unimplemented for the policy.
+  virtual absl::StatusOr<uint64_t> Open(absl::string_view tenant, const OpenArgs& args) = 0;
+
+  // InvalidArgument (shape, dtype, NaN), FailedPrecondition (gap), AlreadyExists (other content),
+  // Aborted (another writer), ResourceExhausted (budget); state is unchanged then.
+  virtual absl::Status Append(absl::string_view tenant, WriterId writer, uint64_t sequence_id,
+                              const AppendChunk& chunk) = 0;
+
+  // Segments what the prefill left uncovered, on index_threads threads. FailedPrecondition if
+  // layers differ in length.
+  virtual absl::StatusOr<PrefillResult> FinishPrefill(absl::string_view tenant, WriterId writer,
+                                                      uint64_t sequence_id,
+                                                      const std::atomic<bool>* cancelled) = 0;
+  virtual absl::StatusOr<SequenceInfo> Info(absl::string_view tenant, uint64_t sequence_id) = 0;
+
+  // Appends the rows' new tokens and answers attention. A status other than OK concerns the whole
+  // step (limits, tensors that no row could have, deadline); row faults are in the result.
+  virtual absl::Status Decode(absl::string_view tenant, WriterId writer, const DecodeArgs& args,
+                              DecodeResult* result) = 0;
+
+  virtual absl::StatusOr<uint64_t> Truncate(absl::string_view tenant, uint64_t sequence_id,
+                                            uint64_t length) = 0;  // -> segmented tokens
+  virtual absl::StatusOr<SequenceInfo> Fork(absl::string_view tenant, uint64_t sequence_id,
+                                            std::optional<uint64_t> length) = 0;
+  virtual absl::Status Close(absl::string_view tenant, uint64_t sequence_id) = 0;
+  // Ascending ids greater than `after`, at most `count`.
+  virtual std::vector<SequenceInfo> List(absl::string_view tenant, uint64_t after,
+                                         uint32_t count) = 0;
+
+  // Ends every lease of a writer (its stream has ended).
+  virtual void ReleaseWriter(WriterId writer) = 0;
+
+  virtual Usage usage() const = 0;
+  // Waits until no segment is being built and none is due; for tests and benchmarks.
+  virtual void WaitForBackground() = 0;
+
+  // Shutdown step: no new sequences from now on.
+  virtual void StopOpening() = 0;
+  // Stops the background thread. Steps in flight must have ended.
+  virtual void Shutdown() = 0;
+};
+
+}  // namespace attnd::engine
+
+#endif  // ATTND_ENGINE_ENGINE_H_

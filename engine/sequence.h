@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Sequence: the token history of one model shard: a chain of immutable segments and a tail
+// (docs/DESIGN.md, "Idea 2").
+#ifndef ATTND_ENGINE_SEQUENCE_H_
+#define ATTND_ENGINE_SEQUENCE_H_
+
+#include <atomic>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "attention/backend.h"
+#include "common/mutex.h"
+#include "engine/engine.h"
+#include "engine/memory_budget.h"
+
+namespace attnd::engine {
+
+// New tokens of one layer: keys [tokens, kv_heads, head_dim] and values [tokens, kv_heads,
+// value_dim] in the model's dtype, checked by the caller.
+struct NewTokens {
+  uint32_t layer = 0;
+  uint64_t first_position = 0;
+  uint64_t tokens = 0;
+  const std::byte* keys = nullptr;
+  const std::byte* values = nullptr;
+  std::span<const uint32_t> token_ids;  // none or [tokens]
+  float key_magnitude = 0;              // greatest absolute value of the keys
+};
+
+// What a step reads.
+struct Snapshot {
+  std::shared_ptr<const attention::SequenceView> view;
+  uint64_t layer_tokens = 0;
+};
+
+// Tokens [view->tail_begin, + tokens) that may become a segment.
+struct SegmentJob {
+  std::shared_ptr<const attention::SequenceView> view;
+  uint32_t tokens = 0;
+  uint32_t unclustered = 0;
+};
+
+// Thread-safety: all methods may be called from any thread. A tail block is written only by the
+// sequence that made it, each position once, under the lock, before the length that covers it is
+// published: a view may be read without it.
+//
+// Invariants: segments are contiguous from position 0 and end at tail_begin_; every layer has at
+// least tail_begin_ tokens; the last `window` committed tokens are in the tail, if there are so
+// many.
+class Sequence {
+ public:
+  Sequence(uint64_t id, std::string tenant, OpenArgs args, uint64_t max_tokens,
+           MemoryBudget* budget);
+
+  uint64_t id() const { return id_; }
+  const std::string& tenant() const { return tenant_; }
+  const ModelShape& shape() const { return args_.shape; }
+  const attention::Policy& policy() const { return *args_.policy; }
+
+  // Appends, or recognises a repeat; errors as Engine::Append says, state unchanged then.
+  absl::Status Append(WriterId writer, const NewTokens& tokens);
+  // Appends and gives what a step over these tokens reads, in one: no truncation and no new segment
+  // comes in between. OutOfRange, with nothing appended, if queries of that magnitude could have
+  // logits beyond kLogitMax.
+  absl::StatusOr<Snapshot> AppendAndRead(WriterId writer, const NewTokens& tokens,
+                                         float query_magnitude);
+  // What a step reads that only asks. FailedPrecondition unless `position` is the layer's length;
+  // OutOfRange as above.
+  absl::StatusOr<Snapshot> Read(uint32_t layer, uint64_t position, float query_magnitude);
+
+  absl::StatusOr<uint64_t> Truncate(uint64_t length);  // -> tokens that segments cover
+  // Fills `child`, a new sequence that nobody else knows yet, with the first `length` (absent: all
+  // committed) tokens.
+  absl::Status ForkInto(std::optional<uint64_t> length, Sequence* child);
+
+  // The next segment of at least min_tokens and at most max_tokens outside the window, or nothing.
+  std::optional<SegmentJob> NextSegment(uint32_t min_tokens, uint32_t max_tokens);
+  // Swaps a built segment in. False if the sequence changed meanwhile, so that it no longer fits.
+  bool Install(const SegmentJob& job, std::shared_ptr<const attention::Segment> segment);
+  // FailedPrecondition if layers differ in length.
+  absl::Status CheckAligned();
+
+  // Held while a segment of this sequence is being built, so that there is one at a time. Taken
+  // before mutex_.
+  Mutex& build_mutex() { return build_mutex_; }
+
+  // Tells builders that nobody wants the sequence any more.
+  void Close() { closed_.store(true, std::memory_order_relaxed); }
+  bool closed() const { return closed_.load(std::memory_order_relaxed); }
+
+  absl::Status CheckWriter(WriterId writer);
+  void ReleaseWriter(WriterId writer);
+
+  SequenceInfo Info();
+  uint64_t CommittedTokens();
+
+ private:
+  using Blocks = std::vector<std::shared_ptr<const attention::TailBlock>>;
+  static constexpr uint64_t kNoStep = std::numeric_limits<uint64_t>::max();
+
+  absl::Status CheckAppend(WriterId writer, const NewTokens& tokens)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status AppendChecked(WriterId writer, const NewTokens& tokens)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckLogits(uint32_t layer, float query_magnitude, float key_magnitude) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status TakeWriter(WriterId writer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckRepeat(const NewTokens& tokens, uint64_t repeated)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckTokenIds(const NewTokens& tokens) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void StoreTokenIds(const NewTokens& tokens) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status GrowTail(uint64_t end) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::byte* TailPages(uint32_t layer, uint32_t kv_head, uint64_t position)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Write(const NewTokens& tokens, uint64_t skip) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool SameBytes(const NewTokens& tokens, uint64_t count) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  uint64_t Committed() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::shared_ptr<const attention::SequenceView> View() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  size_t SegmentsKept(uint64_t length) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::StatusOr<Blocks> TailFor(uint64_t begin, uint64_t length)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void CopyFromSegments(uint64_t begin, uint64_t end, const Blocks& blocks)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void CopyFromTail(uint64_t begin, uint64_t end, const attention::TailBlock& target,
+                    uint64_t block) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  // Constant.
+  const uint64_t id_;
+  const std::string tenant_;
+  const OpenArgs args_;  // with a policy
+  const uint64_t max_tokens_;
+  MemoryBudget* const budget_;
+
+  std::atomic<bool> closed_{false};
+
+  Mutex build_mutex_ ABSL_ACQUIRED_BEFORE(mutex_);
+
+  Mutex mutex_;
+  std::vector<std::shared_ptr<const attention::Segment>> segments_ ABSL_GUARDED_BY(mutex_);
+  Blocks tail_ ABSL_GUARDED_BY(mutex_);  // block i holds positions from 64 (tail_begin_ / 64 + i)
+  uint64_t tail_begin_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::vector<uint64_t> layer_tokens_ ABSL_GUARDED_BY(mutex_);  // [layers]
+  // Where the newest step began; kept out of segments, however long it is, so that it can be
+  // repeated.
+  uint64_t newest_step_ ABSL_GUARDED_BY(mutex_) = kNoStep;
+  // [layers] bound of the absolute values of all keys that the layer has had since it was empty.
+  std::vector<float> key_magnitudes_ ABSL_GUARDED_BY(mutex_);
+  std::vector<uint32_t> token_ids_ ABSL_GUARDED_BY(mutex_);   // by position, where known
+  std::vector<bool> token_id_known_ ABSL_GUARDED_BY(mutex_);  // as long as token_ids_
+  std::optional<WriterId> writer_ ABSL_GUARDED_BY(mutex_);
+  // Made when asked for, dropped when segments or blocks change.
+  std::shared_ptr<const attention::SequenceView> view_ ABSL_GUARDED_BY(mutex_);
+};
+
+// A tail block, or a segment, with the bytes it holds of a budget.
+absl::StatusOr<std::shared_ptr<const attention::TailBlock>> MakeTailBlock(const ModelShape& shape,
+                                                                          MemoryBudget* budget);
+std::shared_ptr<const attention::Segment> HoldReservation(
+    std::shared_ptr<const attention::Segment> segment, Reservation reservation);
+
+}  // namespace attnd::engine
+
+#endif  // ATTND_ENGINE_SEQUENCE_H_

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+# shellcheck shell=bash
+#
+# Set-up shared by quickstart.sh and test.sh. Sourced from anywhere; every function may run twice and does nothing when
+# its work is already done. Callers have `set -euo pipefail`.
+
+ATTND_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+ATTND_BUILD="${ATTND_ROOT}/build"
+ATTND_VENV="${ATTND_BUILD}/venv"
+ATTND_TOOLS="${ATTND_BUILD}/tools"
+# shellcheck source=scripts/lib/packages.sh
+source "${ATTND_ROOT}/scripts/lib/packages.sh"
+
+# A progress line, with the seconds since the script began.
+say() { printf '\n[%4ds] %s\n' "${SECONDS}" "$*"; }
+
+# A reason to stop.
+die() {
+  printf 'error: %s\n' "$*" >&2
+  exit 1
+}
+
+# Runs a command as root.
+as_root() {
+  if [[ ${EUID} -eq 0 ]]; then
+    "$@"
+  elif command -v sudo >/dev/null; then
+    sudo "$@"
+  else
+    die "this needs root or sudo: $*"
+  fi
+}
+
+# Prints those of the packages named that are not installed.
+missing_packages() {
+  local package
+  for package in "$@"; do
+    if [[ "$(dpkg-query -W -f '${db:Status-Status}' "${package}" 2>/dev/null)" != installed ]]; then
+      echo "${package}"
+    fi
+  done
+}
+
+# apt-get as root, asking nothing and starting no service.
+apt_get() {
+  as_root env DEBIAN_FRONTEND=noninteractive NEEDRESTART_SUSPEND=1 apt-get -q -o Dpkg::Use-Pty=0 \
+    -o DPkg::Lock::Timeout=300 -o Acquire::Retries=3 "$@"
+}
+
+# Installs those of the packages named that are missing.
+setup_packages() {
+  command -v dpkg-query >/dev/null || die "this needs Debian 12 or Ubuntu 24.04 (dpkg is missing)"
+  local missing
+  mapfile -t missing < <(missing_packages "$@")
+  if [[ ${#missing[@]} -eq 0 ]]; then
+    echo "packages: all $# are installed"
+    return
+  fi
+  say "Installing ${#missing[@]} packages and what they need (log: build/apt.log): ${missing[*]}"
+  mkdir -p "${ATTND_BUILD}"
+  { apt_get update && apt_get install -y --no-install-recommends "${missing[@]}"; } >"${ATTND_BUILD}/apt.log" 2>&1 ||
+    { tail -20 "${ATTND_BUILD}/apt.log" >&2; die "apt failed"; }
+  mapfile -t missing < <(missing_packages "$@")
+  [[ ${#missing[@]} -eq 0 ]] || die "could not install: ${missing[*]}"
+}
+
+# Unpacks Prometheus (for promtool and the live scrape test) into build/tools, unless the machine has it.
+setup_prometheus() {
+  if command -v prometheus >/dev/null && command -v promtool >/dev/null; then
+    return
+  fi
+  if [[ ! -x "${ATTND_TOOLS}/usr/bin/promtool" ]]; then
+    say "Unpacking ${ATTND_PROMETHEUS_PACKAGE} into build/tools"
+    local scratch
+    scratch="$(mktemp -d)"
+    if ! (cd "${scratch}" && apt-get -q download "${ATTND_PROMETHEUS_PACKAGE}" >/dev/null 2>&1); then
+      apt_get update >/dev/null
+      (cd "${scratch}" && apt-get -q download "${ATTND_PROMETHEUS_PACKAGE}") ||
+        die "could not download ${ATTND_PROMETHEUS_PACKAGE}"
+    fi
+    mkdir -p "${ATTND_TOOLS}"
+    dpkg-deb -x "${scratch}"/*.deb "${ATTND_TOOLS}"
+    rm -rf "${scratch}"
+  fi
+  export PATH="${ATTND_TOOLS}/usr/bin:${PATH}"
+}
+
+# Makes build/venv with the Python client (editable), its extra "nano" and the test packages.
+setup_venv() {
+  local requirements="${ATTND_ROOT}/scripts/requirements.txt"
+  local stamp="${ATTND_VENV}/.attnd-stamp" want
+  want="$(cat "${requirements}" "${ATTND_ROOT}/client/python/pyproject.toml" | sha256sum) ${ATTND_ROOT}"
+  if [[ -f "${stamp}" && "$(cat "${stamp}")" == "${want}" ]] && "${ATTND_VENV}/bin/python" -c 'import attnd' 2>/dev/null; then
+    echo "venv: up to date"
+    return
+  fi
+  say "Making the Python environment in build/venv"
+  "${ATTND_VENV}/bin/python" -c 'import pip' 2>/dev/null || python3 -m venv --clear "${ATTND_VENV}"
+  PIP_DISABLE_PIP_VERSION_CHECK=1 "${ATTND_VENV}/bin/python" -m pip install --quiet --retries 5 \
+    -r "${requirements}" -e "${ATTND_ROOT}/client/python[nano]"
+  "${ATTND_VENV}/bin/python" -c 'import attnd' || die "the client cannot be imported from build/venv"
+  printf '%s' "${want}" >"${stamp}"
+}
+
+# Compilers at once: one for each core, but no more than memory allows at 1.5 GiB each.
+build_jobs() {
+  local cores memory_kib jobs
+  cores="$(nproc)"
+  memory_kib="$(awk '/^MemAvailable:/ {print $2}' /proc/meminfo)"
+  jobs=$((memory_kib / (1536 * 1024)))
+  ((jobs < 1)) && jobs=1
+  ((jobs > cores)) && jobs=${cores}
+  echo "${jobs}"
+}
+
+# build_preset PRESET [TARGET...]: configures and builds.
+build_preset() {
+  local preset="$1" target arguments=()
+  shift
+  for target in "$@"; do arguments+=(--target "${target}"); done
+  (cd "${ATTND_ROOT}" && cmake --preset "${preset}" -Wno-dev >"${ATTND_BUILD}/configure-${preset}.log" 2>&1) || {
+    cat "${ATTND_BUILD}/configure-${preset}.log" >&2
+    return 1
+  }
+  (cd "${ATTND_ROOT}" && cmake --build --preset "${preset}" -j "$(build_jobs)" "${arguments[@]}")
+}
+
+# Builds the optimised server, build/bin/attnd.
+build_release() {
+  say "Building attnd (the first build takes some minutes; later ones are cached)"
+  build_preset release attnd
+  [[ -x "${ATTND_BUILD}/bin/attnd" ]] || die "the build left no build/bin/attnd"
+}

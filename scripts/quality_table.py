@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prints the JSON files of attnd.eval as the Markdown tables of docs/QUALITY.md.
+
+    python scripts/quality_table.py RESULT.json...
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+from typing import Any
+
+TASKS = ("niah", "trace", "before", "top")
+
+
+def accuracies(tasks: dict[str, Any]) -> str:
+    return " ".join(f"{tasks[task]['accuracy']:.3f}".lstrip("0") for task in TASKS)
+
+
+def row(result: dict[str, Any]) -> str:
+    predicted = result["predicted_error"]
+    cells = [
+        f"`{result['policy']}`",
+        accuracies(result["tasks"]),
+        f"{result['agreement']:.3f}",
+        str(result["clear_disagreements"]),
+        f"{result['relative_error']:.2g}" if result["relative_error"] < 1e-3 else f"{result['relative_error']:.3f}",
+        "-" if predicted is None else f"{predicted:.3f}",
+        f"{result['read_fraction']:.4f}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def main(paths: list[str]) -> None:
+    for path in paths:
+        results = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        results = results if isinstance(results, list) else [results]
+        first = results[0]
+        print(f"\n{first['length']} tokens, {first['dtype']}, {first['answers']} answer tokens\n")
+        print("| policy | niah trace before top | agreement | clear disagreements | error | predicted | read |")
+        print("|---|---|---|---|---|---|---|")
+        print(f"| local dense | {accuracies(first['local_dense'])} | | | | | |")
+        for result in results:
+            print(row(result))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/append_reactor.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "common/status.h"
+#include "server/conversions.h"
+
+namespace attnd::server {
+namespace {
+
+absl::Status ClientGone() { return absl::CancelledError("the client is gone"); }
+absl::Status ShuttingDown() { return absl::UnavailableError("the server is shutting down"); }
+
+}  // namespace
+
+AppendReactor* AppendReactor::Start(HandlerContext* handlers, grpc::CallbackServerContext* context,
+                                    v1::AppendKvResponse* reply) {
+  const auto reactor = std::make_shared<AppendReactor>(handlers, context, reply);
+  reactor->self_ = reactor;
+  auto tenant = TenantOf(*context);
+  absl::Status status = tenant.status();
+  if (status.ok()) {
+    reactor->tenant_ = *std::move(tenant);
+    status = handlers->streams->Add(reactor);
+    if (absl::IsResourceExhausted(status)) handlers->metrics->OnRejected(Rejection::kStreams);
+    if (absl::IsUnavailable(status)) handlers->metrics->OnRejected(Rejection::kShutdown);
+  }
+  const MutexLock lock(reactor->mutex_);
+  if (!status.ok()) {
+    reactor->FinishLocked(status);
+  } else if (reactor->state_ == State::kReading) {  // not stopped meanwhile
+    MarkUnread(&reactor->request_);
+    reactor->StartRead(&reactor->request_);
+  }
+  return reactor.get();
+}
+
+AppendReactor::AppendReactor(HandlerContext* handlers, grpc::CallbackServerContext* context,
+                             v1::AppendKvResponse* reply)
+    : handlers_(handlers),
+      context_(context),
+      reply_(reply),
+      writer_(handlers->next_writer.fetch_add(1)) {}
+
+void AppendReactor::OnReadDone(bool ok) {
+  {
+    const MutexLock lock(mutex_);
+    if (state_ == State::kFinished) return;
+    if (!abort_status_.ok()) return FinishLocked(abort_status_);
+    if (!ok) {
+      if (cancelled_.load() || context_->IsCancelled()) return FinishLocked(ClientGone());
+      if (absl::Status status = EndOfMessages(request_); !status.ok()) return FinishLocked(status);
+    }
+    state_ = ok ? State::kAppending : State::kCompleting;
+  }
+  Submit(ok ? State::kAppending : State::kCompleting);
+}
+
+void AppendReactor::Submit(State state) {
+  // Segmenting takes long; an answer without it does not.
+  const bool segment = state == State::kCompleting && prefill_complete_;
+  if (segment ? handlers_->prefills->Enqueue(this) : handlers_->steps->Submit(this)) return;
+  handlers_->metrics->OnRejected(Rejection::kQueue);
+  const MutexLock lock(mutex_);
+  FinishLocked(absl::ResourceExhaustedError("max_queued_steps: too many chunks wait for a worker"));
+}
+
+void AppendReactor::Run() {
+  const std::shared_ptr<AppendReactor> self = self_;  // see DecodeReactor::Run
+  State state;
+  {
+    const MutexLock lock(mutex_);
+    state = state_;
+  }
+  if (state == State::kAppending) return Continue(TakeChunk());
+  const absl::Status status = Complete();
+  const MutexLock lock(mutex_);
+  FinishLocked(abort_status_.ok() ? status : abort_status_);
+}
+
+void AppendReactor::Continue(const absl::Status& status) {
+  const MutexLock lock(mutex_);
+  if (!abort_status_.ok()) return FinishLocked(abort_status_);
+  if (!status.ok()) return FinishLocked(status);
+  if (stop_requested_) return FinishLocked(ShuttingDown());
+  state_ = State::kReading;
+  // An upload that pauses keeps no chunk in memory.
+  if (request_.ByteSizeLong() > kKeptMessageBytesMax) request_ = v1::AppendKvRequest();
+  MarkUnread(&request_);
+  StartRead(&request_);
+}
+
+absl::Status AppendReactor::TakeChunk() {
+  const absl::Status status = Append();
+  if (absl::IsResourceExhausted(status)) handlers_->metrics->OnRejected(Rejection::kMemory);
+  ++messages_;
+  return status.ok() ? status : DescribeChunk(status);
+}
+
+absl::Status AppendReactor::Append() {
+  if (prefill_complete_) {
+    return absl::InvalidArgumentError("prefill_complete was not in the last message");
+  }
+  ATTND_RETURN_IF_ERROR(CheckSequenceId());
+  prefill_complete_ = request_.prefill_complete();
+  if (prefill_complete_ && !request_.has_k() && !request_.has_v()) return absl::OkStatus();
+  ATTND_ASSIGN_OR_RETURN(const engine::AppendChunk chunk, FromProto(request_));
+  return handlers_->engine->Append(tenant_, writer_, sequence_id_, chunk);
+}
+
+absl::Status AppendReactor::CheckSequenceId() {
+  const uint64_t id = request_.sequence_id();
+  if (messages_ == 0) sequence_id_ = id;
+  if (id == sequence_id_ || id == 0) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("sequence_id is ", id, "; the stream began with ", sequence_id_));
+}
+
+absl::Status AppendReactor::Complete() {
+  if (messages_ == 0) return absl::InvalidArgumentError("the stream carries no message");
+  engine::PrefillResult result;
+  if (prefill_complete_) {
+    ATTND_ASSIGN_OR_RETURN(
+        result, handlers_->engine->FinishPrefill(tenant_, writer_, sequence_id_, &cancelled_));
+  } else {
+    ATTND_ASSIGN_OR_RETURN(const engine::SequenceInfo info,
+                           handlers_->engine->Info(tenant_, sequence_id_));
+    result.committed_tokens = info.committed_tokens;
+    result.segmented_tokens = info.segmented_tokens;
+  }
+  reply_->set_committed_tokens(result.committed_tokens);
+  reply_->set_segmented_tokens(result.segmented_tokens);
+  reply_->set_index_build_us(static_cast<uint64_t>(
+      std::chrono::duration_cast<std::chrono::microseconds>(result.build_time).count()));
+  return absl::OkStatus();
+}
+
+absl::Status AppendReactor::DescribeChunk(const absl::Status& status) const {
+  return {status.code(),
+          absl::StrCat("chunk ", messages_ - 1, " (layer ", request_.layer(), ", first_position ",
+                       request_.first_position(), "): ", status.message())};
+}
+
+void AppendReactor::OnCancel() { cancelled_.store(true); }
+
+void AppendReactor::OnDone() {
+  const std::shared_ptr<AppendReactor> self = std::move(self_);  // may be the last reference
+  handlers_->streams->Remove(this);
+}
+
+void AppendReactor::Stop() {
+  const MutexLock lock(mutex_);
+  stop_requested_ = true;
+  if (state_ == State::kReading) FinishLocked(ShuttingDown());
+}
+
+// Nothing that is sent here can be stuck behind an unread reply, so Finish is enough; work in
+// flight sees cancelled_ and then finishes.
+void AppendReactor::Abort(const absl::Status& status) {
+  const MutexLock lock(mutex_);
+  if (state_ == State::kFinished || !abort_status_.ok()) return;
+  abort_status_ = status;
+  cancelled_.store(true);
+  if (state_ == State::kReading) FinishLocked(status);
+}
+
+// Leases end before the client can see that the stream has.
+void AppendReactor::FinishLocked(const absl::Status& status) {
+  state_ = State::kFinished;
+  handlers_->engine->ReleaseWriter(writer_);
+  handlers_->metrics->OnRpc("AppendKv", status.code());
+  Finish(ToGrpc(status));
+}
+
+}  // namespace attnd::server

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// AppendReactor: one AppendKv stream.
+#ifndef ATTND_SERVER_APPEND_REACTOR_H_
+#define ATTND_SERVER_APPEND_REACTOR_H_
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "attnd/v1/attnd.pb.h"
+#include "common/mutex.h"
+#include "grpcpp/server_context.h"
+#include "grpcpp/support/server_callback.h"
+#include "server/handler.h"
+
+namespace attnd::server {
+
+// Reads a chunk, has it appended, and only then reads the next, so that a client cannot send faster
+// than chunks are taken. After the last one a finished prefill is segmented, in a queue of its own.
+//
+//   kReading --chunk--> kAppending --taken--> kReading ...
+//   kReading --end of messages--> kCompleting --answer made--> kFinished
+//   any state --error--> kFinished
+//
+// Threads and lifetime as in DecodeReactor.
+class AppendReactor final : public grpc::ServerReadReactor<v1::AppendKvRequest>,
+                            public ManagedStream,
+                            private StepExecutor::Task {
+ public:
+  // Starts the stream, or ends it if the registry refuses it. The result belongs to itself.
+  static AppendReactor* Start(HandlerContext* handlers, grpc::CallbackServerContext* context,
+                              v1::AppendKvResponse* reply);
+
+  AppendReactor(HandlerContext* handlers, grpc::CallbackServerContext* context,
+                v1::AppendKvResponse* reply);
+
+  void OnReadDone(bool ok) override;
+  void OnCancel() override;
+  void OnDone() override;
+
+  void Stop() override;
+  void Abort(const absl::Status& status) override;
+  void CheckReply(std::chrono::steady_clock::time_point) override {}  // one reply, at the end
+
+ private:
+  enum class State : uint8_t { kReading, kAppending, kCompleting, kFinished };
+
+  void Run() override;
+  absl::Status TakeChunk();
+  absl::Status Append();
+  absl::Status CheckSequenceId();
+  absl::Status Complete();
+  absl::Status DescribeChunk(const absl::Status& status) const;
+  // Hands the work of `state` to its executor, or ends the stream if the queue is full.
+  void Submit(State state);
+  // The chunk was taken: reads the next, or ends.
+  void Continue(const absl::Status& status);
+  void FinishLocked(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  HandlerContext* const handlers_;
+  grpc::CallbackServerContext* const context_;
+  v1::AppendKvResponse* const reply_;  // belongs to gRPC; lives until OnDone
+  const engine::WriterId writer_;
+  std::string tenant_;  // constant after Start
+  std::shared_ptr<AppendReactor> self_;
+
+  std::atomic<bool> cancelled_{false};
+
+  // Belong to gRPC while reading, to the work otherwise.
+  v1::AppendKvRequest request_;
+  uint64_t messages_ = 0;
+  uint64_t sequence_id_ = 0;
+  bool prefill_complete_ = false;
+
+  Mutex mutex_;
+  State state_ ABSL_GUARDED_BY(mutex_) = State::kReading;
+  bool stop_requested_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Status abort_status_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace attnd::server
+
+#endif  // ATTND_SERVER_APPEND_REACTOR_H_

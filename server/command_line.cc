@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/command_line.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+
+#include "absl/flags/commandlineflag.h"
+#include "absl/flags/flag.h"
+#include "absl/flags/parse.h"
+#include "absl/flags/reflection.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "common/status.h"
+#include "google/protobuf/descriptor.h"
+#include "google/protobuf/message.h"
+
+using Defaults = attnd::server::ServerOptions;
+
+// Named as the fields of attnd.v1.ServerConfig, which documents them in full.
+ABSL_FLAG(std::string, listen, "",
+          "unix:PATH or HOST:PORT, comma separated or repeated; empty: unix:DATA_DIR/attnd.sock");
+ABSL_FLAG(std::string, data_dir, Defaults().data_dir, "directory of this server alone");
+ABSL_FLAG(std::string, metrics_listen, Defaults().metrics_listen,
+          "HOST:PORT of the Prometheus endpoint /metrics; port 0 chooses one; empty: off");
+ABSL_FLAG(uint64_t, memory_budget_bytes, Defaults().memory_budget_bytes,
+          "bytes for KV, indexes and their building; 0: half of the machine's memory");
+ABSL_FLAG(uint32_t, step_threads, Defaults().step_threads,
+          "threads that answer one step together; 0: all cores");
+ABSL_FLAG(uint32_t, step_workers, Defaults().step_workers, "steps answered at the same time");
+ABSL_FLAG(uint32_t, max_queued_steps, Defaults().max_queued_steps,
+          "steps that may wait for a worker");
+ABSL_FLAG(uint32_t, index_threads, Defaults().index_threads,
+          "threads that segment a finished prompt; 0: all cores");
+ABSL_FLAG(uint32_t, max_sequences, Defaults().max_sequences, "open sequences");
+ABSL_FLAG(uint64_t, max_sequence_tokens, Defaults().max_sequence_tokens, "tokens of a sequence");
+ABSL_FLAG(uint32_t, max_streams, Defaults().max_streams, "open Decode and AppendKv streams");
+ABSL_FLAG(uint32_t, max_rows, Defaults().max_rows, "rows of a Decode message");
+ABSL_FLAG(uint32_t, max_query_tokens, Defaults().max_query_tokens,
+          "query tokens of a Decode message, all rows together");
+ABSL_FLAG(uint64_t, max_message_bytes, Defaults().max_message_bytes,
+          "largest message in either direction");
+ABSL_FLAG(uint32_t, segment_tokens, Defaults().segment_tokens, "tokens of a segment");
+ABSL_FLAG(std::string, default_policy, "dense",
+          "policy of sequences that choose none: NAME or NAME:key=value,key=value");
+ABSL_FLAG(uint32_t, reply_timeout_s, Defaults().reply_timeout_s,
+          "seconds that a client may leave a reply unread");
+ABSL_FLAG(bool, allow_insecure_tcp, Defaults().allow_insecure_tcp,
+          "allow TCP beyond loopback without TLS");
+ABSL_FLAG(std::string, config, "", "file with these options in protobuf text format");
+ABSL_FLAG(std::string, probe, "",
+          "ask the server at this address for its health and exit: 0 if it serves");
+
+namespace attnd::server {
+namespace {
+
+using google::protobuf::FieldDescriptor;
+
+constexpr const char* kFlagNames[] = {
+    "listen",           "data_dir",          "metrics_listen",      "memory_budget_bytes",
+    "step_threads",     "step_workers",      "max_queued_steps",    "index_threads",
+    "max_sequences",    "max_streams",       "max_sequence_tokens", "max_rows",
+    "max_query_tokens", "segment_tokens",    "max_message_bytes",   "default_policy",
+    "reply_timeout_s",  "allow_insecure_tcp"};
+
+// Splits "--name=value"; the value is absent if there is no '='. Names come out with underscores.
+struct Argument {
+  std::string name;  // empty: not a flag
+  std::string value;
+  bool has_value = false;
+};
+Argument SplitArgument(const std::string& text) {
+  Argument argument;
+  if (text.size() < 2 || text[0] != '-') return argument;
+  const size_t start = text[1] == '-' ? 2 : 1;
+  const size_t equals = text.find('=');
+  argument.has_value = equals != std::string::npos;
+  argument.name = text.substr(start, argument.has_value ? equals - start : std::string::npos);
+  std::replace(argument.name.begin(), argument.name.end(), '-', '_');
+  if (argument.has_value) argument.value = text.substr(equals + 1);
+  return argument;
+}
+
+std::string FlagText(const char* name) {
+  const absl::CommandLineFlag* const flag = absl::FindCommandLineFlag(name);
+  return flag == nullptr ? std::string() : flag->CurrentValue();
+}
+
+// Sets the field of the flag's name. Types were checked when the flag was parsed.
+absl::Status SetField(const char* name, v1::ServerConfig* config) {
+  const FieldDescriptor* const field = config->GetDescriptor()->FindFieldByName(name);
+  const google::protobuf::Reflection* const reflection = config->GetReflection();
+  const std::string text = FlagText(name);
+  switch (field->cpp_type()) {
+    case FieldDescriptor::CPPTYPE_UINT32:
+      reflection->SetUInt32(config, field, static_cast<uint32_t>(std::stoul(text)));
+      return absl::OkStatus();
+    case FieldDescriptor::CPPTYPE_UINT64:
+      reflection->SetUInt64(config, field, std::stoull(text));
+      return absl::OkStatus();
+    case FieldDescriptor::CPPTYPE_BOOL:
+      reflection->SetBool(config, field, text == "true");
+      return absl::OkStatus();
+    case FieldDescriptor::CPPTYPE_STRING:
+      if (!field->is_repeated()) {
+        reflection->SetString(config, field, text);
+        return absl::OkStatus();
+      }
+      reflection->ClearField(config, field);
+      for (const auto part : absl::StrSplit(text, ',', absl::SkipEmpty())) {
+        reflection->AddString(config, field, std::string(part));
+      }
+      return absl::OkStatus();
+    default: {  // default_policy, the one message
+      ATTND_ASSIGN_OR_RETURN(*config->mutable_default_policy(), ParsePolicyText(text));
+      return absl::OkStatus();
+    }
+  }
+}
+
+absl::StatusOr<ServerOptions> LoadOptions(const std::set<std::string>& given) {
+  v1::ServerConfig config;
+  if (const std::string path = absl::GetFlag(FLAGS_config); !path.empty()) {
+    ATTND_ASSIGN_OR_RETURN(config, ReadConfigFile(path));
+  }
+  for (const char* const name : kFlagNames) {
+    if (given.count(name) != 0) ATTND_RETURN_IF_ERROR(SetField(name, &config));
+  }
+  ServerOptions options;
+  ATTND_RETURN_IF_ERROR(ApplyConfig(config, &options));
+  ATTND_RETURN_IF_ERROR(options.Validate());
+  return options;
+}
+
+}  // namespace
+
+NormalisedArguments NormaliseArguments(const std::vector<std::string>& arguments) {
+  NormalisedArguments result;
+  std::vector<std::string> listen;
+  bool flags_ended = false;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const Argument argument = i == 0 || flags_ended ? Argument() : SplitArgument(arguments[i]);
+    if (arguments[i] == "--") flags_ended = true;
+    if (argument.name.empty()) {
+      result.arguments.push_back(arguments[i]);
+      continue;
+    }
+    const bool negated = argument.name == "noallow_insecure_tcp";
+    result.given.insert(negated ? argument.name.substr(2) : argument.name);
+    if (argument.name == "listen") {
+      if (!argument.has_value && i + 1 < arguments.size()) ++i;
+      listen.push_back(argument.has_value ? argument.value : arguments[i]);
+      continue;
+    }
+    result.arguments.push_back(argument.has_value
+                                   ? absl::StrCat("--", argument.name, "=", argument.value)
+                                   : absl::StrCat("--", argument.name));
+  }
+  if (!listen.empty()) {
+    result.arguments.insert(result.arguments.begin() + 1,
+                            absl::StrCat("--listen=", absl::StrJoin(listen, ",")));
+  }
+  return result;
+}
+
+absl::StatusOr<CommandLine> ParseCommandLine(const std::vector<std::string>& arguments) {
+  NormalisedArguments normalised = NormaliseArguments(arguments);
+  CommandLine line;
+  if (normalised.given.count("help") != 0) {
+    line.command = Command::kHelp;
+    return line;
+  }
+  if (normalised.given.count("version") != 0) {
+    line.command = Command::kVersion;
+    return line;
+  }
+  std::vector<char*> pointers;
+  pointers.reserve(normalised.arguments.size());
+  for (std::string& argument : normalised.arguments) pointers.push_back(argument.data());
+  const std::vector<char*> rest =
+      absl::ParseCommandLine(static_cast<int>(pointers.size()), pointers.data());
+  if (rest.size() > 1) {
+    return absl::InvalidArgumentError(absl::StrCat("'", rest[1], "' is not a flag"));
+  }
+  line.probe_address = absl::GetFlag(FLAGS_probe);
+  if (!line.probe_address.empty()) {
+    line.command = Command::kProbe;
+    return line;
+  }
+  ATTND_ASSIGN_OR_RETURN(line.options, LoadOptions(normalised.given));
+  return line;
+}
+
+std::string HelpText() {
+  std::string text =
+      "attnd: answers attention from a clustered KV cache over gRPC.\n\n"
+      "  attnd --listen unix:PATH --data-dir DIR [flags]\n"
+      "  attnd --probe ADDRESS\n  attnd --version\n\n"
+      "Flags (dashes or underscores; fields of the same name in the file of --config):\n";
+  const auto append = [&text](const char* name) {
+    const absl::CommandLineFlag* const flag = absl::FindCommandLineFlag(name);
+    std::string dashed = name;
+    std::replace(dashed.begin(), dashed.end(), '_', '-');
+    absl::StrAppend(&text, "  --", dashed, "\n      ", flag->Help());
+    if (!flag->DefaultValue().empty()) absl::StrAppend(&text, " [", flag->DefaultValue(), "]");
+    absl::StrAppend(&text, "\n");
+  };
+  for (const char* const name : kFlagNames) append(name);
+  append("config");
+  append("probe");
+  return text;
+}
+
+}  // namespace attnd::server

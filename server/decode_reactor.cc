@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/decode_reactor.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "common/model_shape.h"
+#include "common/status.h"
+#include "grpc/grpc.h"
+
+namespace attnd::server {
+namespace {
+
+uint64_t Micros(std::chrono::steady_clock::duration time) {
+  return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(time).count());
+}
+
+absl::Status ClientGone() { return absl::CancelledError("the client is gone"); }
+absl::Status ShuttingDown() { return absl::UnavailableError("the server is shutting down"); }
+
+}  // namespace
+
+DecodeReactor* DecodeReactor::Start(HandlerContext* handlers,
+                                    grpc::CallbackServerContext* context) {
+  const auto reactor = std::make_shared<DecodeReactor>(handlers, context);
+  reactor->self_ = reactor;
+  auto tenant = TenantOf(*context);
+  absl::Status status = tenant.status();
+  if (status.ok()) {
+    reactor->tenant_ = *std::move(tenant);
+    status = handlers->streams->Add(reactor);
+    if (absl::IsResourceExhausted(status)) handlers->metrics->OnRejected(Rejection::kStreams);
+    if (absl::IsUnavailable(status)) handlers->metrics->OnRejected(Rejection::kShutdown);
+  }
+  const MutexLock lock(reactor->mutex_);
+  if (!status.ok()) {
+    reactor->FinishLocked(status);
+  } else if (reactor->state_ == State::kReading) {  // not stopped meanwhile
+    MarkUnread(&reactor->request_);
+    reactor->StartRead(&reactor->request_);
+  }
+  return reactor.get();
+}
+
+DecodeReactor::DecodeReactor(HandlerContext* handlers, grpc::CallbackServerContext* context)
+    : handlers_(handlers), context_(context), writer_(handlers->next_writer.fetch_add(1)) {}
+
+void DecodeReactor::OnReadDone(bool ok) {
+  arrival_ = Clock::now();
+  {
+    const MutexLock lock(mutex_);
+    if (state_ == State::kFinished) return;
+    if (!ok) return FinishLocked(EndOfMessages());
+    state_ = State::kStepping;
+  }
+  if (handlers_->steps->Submit(this)) return;
+  handlers_->metrics->OnRejected(Rejection::kQueue);
+  queue_time_ = engine_time_ = Clock::duration::zero();
+  Refuse(absl::ResourceExhaustedError(absl::StrCat(
+      "max_queued_steps: ", handlers_->options->max_queued_steps, " steps wait for a worker")));
+  WriteReply();
+}
+
+absl::Status DecodeReactor::EndOfMessages() {
+  if (!abort_status_.ok()) return abort_status_;
+  if (cancelled_.load() || context_->IsCancelled()) return ClientGone();
+  return server::EndOfMessages(request_);
+}
+
+void DecodeReactor::Run() {
+  // Once the reply is on its way the stream may end on another thread before this one has left.
+  const std::shared_ptr<DecodeReactor> self = self_;
+  const Clock::time_point start = Clock::now();
+  queue_time_ = start - arrival_;
+  engine_time_ = Clock::duration::zero();
+  if (const absl::Status status = Answer(); !status.ok()) Refuse(status);
+  reply_.set_queue_us(Micros(queue_time_));
+  reply_.set_engine_us(Micros(engine_time_));
+  WriteReply();
+}
+
+absl::Status DecodeReactor::Answer() {
+  const ServerOptions& options = *handlers_->options;
+  ATTND_RETURN_IF_ERROR(
+      FromProto(request_, {options.max_rows, options.max_query_tokens}, arrival_, &step_));
+  ATTND_RETURN_IF_ERROR(CheckReplySize());
+  step_.args.cancelled = &cancelled_;
+  const Clock::time_point start = Clock::now();
+  const absl::Status status = handlers_->engine->Decode(tenant_, writer_, step_.args, &result_);
+  engine_time_ = Clock::now() - start;
+  ATTND_RETURN_IF_ERROR(status);
+  step_code_ = absl::StatusCode::kOk;
+  reply_.set_step_id(request_.step_id());
+  reply_.clear_status();
+  ToProto(result_, step_, &reply_);
+  return absl::OkStatus();
+}
+
+// Before anything is computed or taken from memory: a small query may ask for wide values. The
+// width is in v; without v it is looked up, if the widest that there is would be too much.
+absl::Status DecodeReactor::CheckReplySize() const {
+  const engine::DecodeArgs& args = step_.args;
+  const uint64_t lanes = args.q.elements / args.q_head_dim;
+  const uint64_t max_bytes = handlers_->options->max_message_bytes;
+  const auto bytes = [&](uint64_t value_dim) {
+    return lanes * (value_dim * DTypeBytes(step_.output_dtype) + sizeof(float));
+  };
+  uint64_t value_dim = std::min<uint64_t>(args.v_value_dim, kHeadDimMax);
+  if (value_dim == 0 && bytes(kHeadDimMax) > max_bytes) {
+    for (const engine::DecodeRow& row : args.rows) {
+      const auto info = handlers_->engine->Info(tenant_, row.sequence_id);
+      if (info.ok()) value_dim = std::max<uint64_t>(value_dim, info->args.shape.value_dim);
+    }
+  }
+  if (bytes(value_dim) <= max_bytes) return absl::OkStatus();
+  return absl::ResourceExhaustedError(absl::StrCat("max_message_bytes: the reply would have ",
+                                                   bytes(value_dim), " bytes; allowed are ",
+                                                   max_bytes));
+}
+
+void DecodeReactor::Refuse(const absl::Status& status) {
+  step_code_ = status.code();
+  reply_.Clear();
+  reply_.set_step_id(request_.step_id());
+  ToProto(status, reply_.mutable_status());
+}
+
+void DecodeReactor::WriteReply() {
+  const MutexLock lock(mutex_);
+  if (!abort_status_.ok() || cancelled_.load()) {
+    RecordStep();
+    return FinishLocked(abort_status_.ok() ? ClientGone() : abort_status_);
+  }
+  state_ = State::kWriting;
+  write_start_ = Clock::now();
+  StartWrite(&reply_);
+}
+
+void DecodeReactor::OnWriteDone(bool ok) {
+  RecordStep();  // here, so that the client does not wait for it
+  const MutexLock lock(mutex_);
+  if (!abort_status_.ok()) return FinishLocked(abort_status_);
+  if (!ok) return FinishLocked(ClientGone());
+  if (stop_requested_) return FinishLocked(ShuttingDown());
+  ReleaseLargeMessages();
+  state_ = State::kReading;
+  MarkUnread(&request_);
+  StartRead(&request_);
+}
+
+void DecodeReactor::RecordStep() {
+  Metrics* const metrics = handlers_->metrics;
+  metrics->OnStep(step_code_, step_code_ == absl::StatusCode::kOk ? &result_ : nullptr);
+  metrics->OnStage(Stage::kQueue, queue_time_);
+  metrics->OnStage(Stage::kEngine, engine_time_);
+  metrics->OnStage(Stage::kRpc, Clock::now() - arrival_ - queue_time_ - engine_time_);
+}
+
+void DecodeReactor::ReleaseLargeMessages() {
+  if (request_.ByteSizeLong() > kKeptMessageBytesMax) request_ = v1::DecodeRequest();
+  if (reply_.ByteSizeLong() > kKeptMessageBytesMax) {
+    reply_ = v1::DecodeResponse();
+    result_ = engine::DecodeResult();
+  }
+}
+
+void DecodeReactor::OnCancel() { cancelled_.store(true); }
+
+void DecodeReactor::OnDone() {
+  const std::shared_ptr<DecodeReactor> self = std::move(self_);  // may be the last reference
+  handlers_->streams->Remove(this);
+}
+
+void DecodeReactor::Stop() {
+  const MutexLock lock(mutex_);
+  stop_requested_ = true;
+  if (state_ == State::kReading) FinishLocked(ShuttingDown());
+}
+
+void DecodeReactor::Abort(const absl::Status& status) {
+  const MutexLock lock(mutex_);
+  AbortLocked(status);
+}
+
+void DecodeReactor::CheckReply(Clock::time_point oldest) {
+  const MutexLock lock(mutex_);
+  if (state_ != State::kWriting || write_start_ > oldest || !abort_status_.ok()) return;
+  handlers_->metrics->OnRejected(Rejection::kReplyTimeout);
+  AbortLocked(absl::ResourceExhaustedError(absl::StrCat(
+      "reply_timeout_s: a reply was left unread for ", handlers_->options->reply_timeout_s, " s")));
+}
+
+// Finish alone would wait behind the reply that nobody reads; cancelling the call with a status
+// sends the status past it. The operation in flight then fails, and its callback finishes.
+void DecodeReactor::AbortLocked(const absl::Status& status) {
+  if (state_ == State::kFinished || !abort_status_.ok()) return;
+  abort_status_ = status;
+  cancelled_.store(true);
+  const grpc::Status converted = ToGrpc(status);
+  grpc_call_cancel_with_status(context_->c_call(),
+                               static_cast<grpc_status_code>(converted.error_code()),
+                               converted.error_message().c_str(), nullptr);
+}
+
+// Leases end before the client can see that the stream has.
+void DecodeReactor::FinishLocked(const absl::Status& status) {
+  state_ = State::kFinished;
+  handlers_->engine->ReleaseWriter(writer_);
+  handlers_->metrics->OnRpc("Decode", status.code());
+  Finish(ToGrpc(status));
+}
+
+}  // namespace attnd::server

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/handler.h"
+
+#include "absl/strings/str_cat.h"
+#include "server/conversions.h"
+
+namespace attnd::server {
+
+absl::StatusOr<std::string> TenantOf(const grpc::CallbackServerContext& context) {
+  const auto [first, last] = context.client_metadata().equal_range(kTenantKey);
+  if (first == last) return std::string();
+  if (std::next(first) != last) {
+    return absl::InvalidArgumentError(absl::StrCat("metadata ", kTenantKey, " is there twice"));
+  }
+  const grpc::string_ref tenant = first->second;
+  // The socket's permissions are what makes the name worth believing.
+  if (!tenant.empty() && context.peer().rfind("unix:", 0) != 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("metadata ", kTenantKey, " is accepted on a Unix socket only"));
+  }
+  if (tenant.size() > kTenantBytesMax) {
+    return absl::InvalidArgumentError(absl::StrCat("metadata ", kTenantKey, " has ", tenant.size(),
+                                                   " bytes; allowed are 0..", kTenantBytesMax));
+  }
+  return std::string(tenant.data(), tenant.size());
+}
+
+grpc::Status ToGrpc(const absl::Status& status) {
+  if (status.ok()) return grpc::Status::OK;
+  const absl::string_view message = CutMessage(status.message());
+  return {static_cast<grpc::StatusCode>(status.code()), std::string(message)};
+}
+
+}  // namespace attnd::server

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the handlers of all calls share.
+#ifndef ATTND_SERVER_HANDLER_H_
+#define ATTND_SERVER_HANDLER_H_
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "engine/engine.h"
+#include "grpcpp/server_context.h"
+#include "grpcpp/support/status.h"
+#include "server/metrics.h"
+#include "server/options.h"
+#include "server/step_executor.h"
+#include "server/stream_registry.h"
+
+namespace attnd::server {
+
+// No layer: see MarkUnread.
+inline constexpr uint32_t kUnreadLayer = 0xFFFFFFFFu;
+
+// A stream that waits for its next message keeps no more than this of the last one's memory.
+inline constexpr size_t kKeptMessageBytesMax = size_t{256} << 10;
+
+inline constexpr char kTenantKey[] = "attnd-tenant";
+inline constexpr size_t kTenantBytesMax = 256;
+
+// The parts of a server that handlers use. Owned by Server; outlives every call.
+struct HandlerContext {
+  const ServerOptions* options = nullptr;
+  engine::Engine* engine = nullptr;
+  Metrics* metrics = nullptr;
+  StreamRegistry* streams = nullptr;
+  // Steps and chunks: short.
+  StepExecutor* steps = nullptr;
+  // Finished prefills: seconds each, one after the other, so that they never hold a step's worker.
+  StepExecutor* prefills = nullptr;
+  std::atomic<engine::WriterId> next_writer{1};
+};
+
+// The tenant that a call's metadata names, "" if none. InvalidArgument if it is too long or named
+// twice.
+absl::StatusOr<std::string> TenantOf(const grpc::CallbackServerContext& context);
+
+// A read fails alike when the client has no more messages and when a message does not parse; only
+// parsing touches the message. So it is marked before each read, and a failed read whose mark is
+// gone was a message.
+template <typename Message>
+void MarkUnread(Message* message) {
+  message->Clear();
+  message->set_layer(kUnreadLayer);
+}
+template <typename Message>
+absl::Status EndOfMessages(const Message& message) {
+  if (message.layer() == kUnreadLayer) return absl::OkStatus();
+  return absl::InvalidArgumentError("a message of the stream is not a valid protobuf message");
+}
+
+// Same code; the message cut to what gRPC carries.
+grpc::Status ToGrpc(const absl::Status& status);
+
+}  // namespace attnd::server
+
+#endif  // ATTND_SERVER_HANDLER_H_

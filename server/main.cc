@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// attnd: load options, open, start, join.
+#include <pthread.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <exception>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "attention/cpu_backend.h"
+#include "common/status.h"
+#include "engine/engine.h"
+#include "glog/logging.h"
+#include "google/protobuf/stubs/logging.h"
+#include "prometheus/exposer.h"
+#include "server/command_line.h"
+#include "server/file_lock.h"
+#include "server/metrics.h"
+#include "server/options.h"
+#include "server/probe.h"
+#include "server/server.h"
+#include "server/unary_handlers.h"
+
+namespace attnd::server {
+namespace {
+
+constexpr auto kProbeTimeout = std::chrono::seconds(3);
+// A shutdown that has not ended by then never will.
+constexpr auto kShutdownMax = std::chrono::milliseconds(9500);
+
+// SIGTERM and SIGINT are blocked in every thread and taken by sigwait, so that no handler runs
+// inside anything.
+sigset_t BlockSignals() {
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  sigaddset(&signals, SIGINT);
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+  return signals;
+}
+
+int WaitForSignal(const sigset_t& signals) {
+  int signal = 0;
+  while (sigwait(&signals, &signal) != 0) continue;
+  return signal;
+}
+
+// Ends the process when a second signal comes, or when the shutdown takes too long.
+void WatchShutdown(const sigset_t& signals) {
+  std::thread([signals] {
+    const int signal = WaitForSignal(signals);
+    _exit(128 + signal);
+  }).detach();
+  std::thread([] {
+    std::this_thread::sleep_for(kShutdownMax);
+    // Not LOG: whoever hangs may hold its lock.
+    constexpr char kMessage[] = "attnd: the shutdown did not end in time\n";
+    static_cast<void>(!write(STDERR_FILENO, kMessage, sizeof(kMessage) - 1));
+    _exit(EXIT_FAILURE);
+  }).detach();
+}
+
+// The endpoint of `metrics`; null if it is off.
+absl::StatusOr<std::unique_ptr<prometheus::Exposer>> Expose(
+    const std::string& address, const std::shared_ptr<Metrics>& metrics) {
+  if (address.empty()) return nullptr;
+  try {
+    auto exposer = std::make_unique<prometheus::Exposer>(address, 1);
+    exposer->RegisterCollectable(metrics);
+    const std::string host = address.substr(0, address.rfind(':'));
+    for (const int port : exposer->GetListeningPorts()) {
+      LOG(INFO) << "metrics at http://" << host << ":" << port << "/metrics";
+    }
+    return exposer;
+  } catch (const std::exception& error) {  // the library's own way to fail
+    return absl::UnavailableError(
+        absl::StrCat("metrics_listen: cannot listen at ", address, ": ", error.what()));
+  }
+}
+
+absl::Status Serve(const ServerOptions& options) {
+  const sigset_t signals = BlockSignals();
+  const Machine machine = Machine::Detect();
+  ATTND_ASSIGN_OR_RETURN(const FileLock lock, LockDataDir(options.data_dir));
+
+  const auto metrics = std::make_shared<Metrics>();  // shared only because the exposer wants it
+  ATTND_ASSIGN_OR_RETURN(
+      const std::unique_ptr<engine::Engine> engine,
+      engine::Engine::Create(ToEngineOptions(options, machine),
+                             attention::MakeCpuBackend({.threads = options.step_threads}),
+                             metrics.get()));
+  metrics->SetBuildInfo(ServerVersion(), engine->backend().target());
+  ATTND_ASSIGN_OR_RETURN(const std::unique_ptr<Server> server,
+                         Server::Start(options, machine, engine.get(), metrics.get()));
+  ATTND_ASSIGN_OR_RETURN(const auto exposer, Expose(options.metrics_listen, metrics));
+  LOG(INFO) << "attnd " << ServerVersion() << " serves at "
+            << absl::StrJoin(server->addresses(), ", ") << ", backend "
+            << std::string(engine->backend().name()) << " ("
+            << std::string(engine->backend().target()) << "), budget "
+            << engine->options().memory_budget_bytes << " bytes";
+
+  const int signal = WaitForSignal(signals);
+  LOG(INFO) << "signal " << signal << ": shutting down";
+  WatchShutdown(signals);
+  server->Shutdown(ShutdownLimits());
+  engine->Shutdown();
+  LOG(INFO) << "shut down";
+  return absl::OkStatus();
+}
+
+int Report(const absl::Status& status) {
+  if (status.ok()) return EXIT_SUCCESS;
+  std::fprintf(stderr, "attnd: %s\n", std::string(status.message()).c_str());
+  return EXIT_FAILURE;
+}
+
+int Main(int argc, char** argv) {
+  const auto line = ParseCommandLine(std::vector<std::string>(argv, argv + argc));
+  if (!line.ok()) return Report(line.status());
+  switch (line->command) {
+    case Command::kHelp:
+      std::fputs(HelpText().c_str(), stdout);
+      return EXIT_SUCCESS;
+    case Command::kVersion:
+      std::printf("attnd %s\n", std::string(ServerVersion()).c_str());
+      return EXIT_SUCCESS;
+    case Command::kProbe:
+      return Report(Probe(line->probe_address, kProbeTimeout));
+    case Command::kServe:
+      return Report(Serve(line->options));
+  }
+  return EXIT_FAILURE;
+}
+
+}  // namespace
+}  // namespace attnd::server
+
+int main(int argc, char** argv) {
+  // What a client gets wrong is answered; it must not be able to fill the log.
+  google::protobuf::SetLogHandler(nullptr);
+  FLAGS_logtostderr = true;
+  google::InitGoogleLogging(argv[0]);
+  return attnd::server::Main(argc, argv);
+}

@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/metrics.h"
+
+#include <unistd.h>
+
+#include <fstream>
+#include <utility>
+
+namespace attnd::server {
+namespace {
+
+using Buckets = prometheus::Histogram::BucketBoundaries;
+
+const char* const kRejectionNames[kRejections] = {"queue",  "streams",       "sequences",
+                                                  "memory", "reply_timeout", "shutdown"};
+const char* const kStageNames[kStages] = {"queue",  "validate", "score",  "select",
+                                          "attend", "merge",    "engine", "rpc"};
+
+Buckets StageBuckets() {
+  return {1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3,
+          0.01, 0.02, 0.05, 0.1,  0.2,  0.5,  1,    2,    5};
+}
+Buckets MassBuckets() { return {0.1, 0.2, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.999, 1}; }
+Buckets ErrorBuckets() { return {0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2}; }
+Buckets BuildBuckets() { return {0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 50, 100}; }
+
+double Seconds(std::chrono::nanoseconds time) {
+  return std::chrono::duration<double>(time).count();
+}
+
+// Resident memory of this process, 0 where /proc does not say.
+double ProcessBytes() {
+  std::ifstream file("/proc/self/statm");
+  double total = 0, resident = 0;
+  file >> total >> resident;
+  return resident * static_cast<double>(sysconf(_SC_PAGESIZE));
+}
+
+}  // namespace
+
+Metrics::Metrics() : registry_(std::make_shared<prometheus::Registry>()) {
+  steps_ = AddCodes("attnd_steps_total", "Decode messages answered, by gRPC status code");
+  rows_ = AddCodes("attnd_rows_total", "Rows of Decode messages, by gRPC status code");
+  zone_tokens_ = AddCounter("attnd_zone_tokens_total",
+                            "Tokens read exactly because they are sink, window or tail");
+  exact_tokens_ = AddCounter("attnd_exact_tokens_total", "Tokens of the middle read exactly");
+  estimated_tokens_ = AddCounter("attnd_estimated_tokens_total",
+                                 "Tokens of the middle estimated from their clusters");
+  dropped_tokens_ = AddCounter("attnd_dropped_tokens_total", "Tokens of the middle left out");
+  host_lookup_tokens_ = AddCounter("attnd_tier_lookup_tokens_total", "Tokens looked up in a tier",
+                                   {{"tier", "host"}});
+  host_hit_tokens_ =
+      AddCounter("attnd_tier_hit_tokens_total", "Tokens found in a tier", {{"tier", "host"}});
+  for (size_t i = 0; i < kStages; ++i) {
+    stages_[i] = AddHistogram("attnd_stage_seconds",
+                              "Time of a step's stages; score, select, attend and merge are "
+                              "processor time summed over threads",
+                              {{"stage", kStageNames[i]}}, StageBuckets());
+  }
+  covered_mass_ =
+      AddHistogram("attnd_covered_mass", "Share of a row's softmax mass that was read or estimated",
+                   {}, MassBuckets());
+  predicted_error_ =
+      AddHistogram("attnd_predicted_error",
+                   "Predicted relative error of a row, mean over its heads", {}, ErrorBuckets());
+  resident_bytes_ = AddGauge("attnd_resident_bytes", "Bytes of KV, indexes and their building",
+                             {{"tier", "host"}});
+  capacity_bytes_ =
+      AddGauge("attnd_capacity_bytes", "Bytes that a tier may hold", {{"tier", "host"}});
+  sequences_ = AddGauge("attnd_sequences", "Open sequences");
+  streams_ = AddGauge("attnd_streams", "Open Decode and AppendKv streams");
+  queue_depth_ = AddGauge("attnd_queue_depth", "Steps that wait for a worker");
+  process_bytes_ =
+      AddGauge("attnd_process_resident_memory_bytes", "Resident memory of the process");
+  const std::string appended = "attnd_appended_tokens_total";
+  const std::string appended_help = "Tokens appended to a layer of a sequence";
+  appended_tokens_ = {AddCounter(appended, appended_help, {{"path", "decode"}}),
+                      AddCounter(appended, appended_help, {{"path", "prefill"}})};
+  const std::string built = "attnd_segments_built_total";
+  const std::string built_help = "Segments built";
+  segments_built_ = {AddCounter(built, built_help, {{"trigger", "prefill"}}),
+                     AddCounter(built, built_help, {{"trigger", "background"}})};
+  segment_build_seconds_ =
+      AddHistogram("attnd_segment_build_seconds", "Time to build one segment", {}, BuildBuckets());
+  segment_build_failures_ =
+      AddCounter("attnd_segment_build_failures_total", "Segments that could not be built");
+  for (size_t i = 0; i < kRejections; ++i) {
+    rejections_[i] = AddCounter("attnd_rejections_total", "Requests refused at a limit",
+                                {{"reason", kRejectionNames[i]}});
+  }
+  rpcs_ = &prometheus::BuildCounter()
+               .Name("attnd_rpcs_total")
+               .Help("Calls that ended, by method and gRPC status code")
+               .Register(*registry_);
+}
+
+void Metrics::SetBuildInfo(absl::string_view version, absl::string_view simd_target) {
+  AddGauge("attnd_build_info", "1; the labels say what runs",
+           {{"version", std::string(version)}, {"simd_target", std::string(simd_target)}})
+      ->Set(1);
+}
+
+void Metrics::OnStep(absl::StatusCode code, const engine::DecodeResult* result) {
+  steps_[static_cast<size_t>(code) % kCodes]->Increment();
+  if (result == nullptr) return;
+  attention::StageNanos total;
+  for (const engine::DecodeRowResult& row : result->rows) {
+    OnRow(row);
+    total.score += row.stats.stages.score;
+    total.select += row.stats.stages.select;
+    total.attend += row.stats.stages.attend;
+    total.merge += row.stats.stages.merge;
+  }
+  OnStage(Stage::kValidate, result->validate_time);
+  OnStage(Stage::kScore, std::chrono::nanoseconds(total.score));
+  OnStage(Stage::kSelect, std::chrono::nanoseconds(total.select));
+  OnStage(Stage::kAttend, std::chrono::nanoseconds(total.attend));
+  OnStage(Stage::kMerge, std::chrono::nanoseconds(total.merge));
+}
+
+void Metrics::OnRow(const engine::DecodeRowResult& row) {
+  rows_[static_cast<size_t>(row.status.code()) % kCodes]->Increment();
+  if (!row.status.ok()) {
+    if (absl::IsResourceExhausted(row.status)) OnRejected(Rejection::kMemory);
+    return;
+  }
+  const attention::RowStats& stats = row.stats;
+  zone_tokens_->Increment(static_cast<double>(stats.zone_tokens));
+  exact_tokens_->Increment(static_cast<double>(stats.exact_tokens));
+  estimated_tokens_->Increment(static_cast<double>(stats.estimated_tokens));
+  dropped_tokens_->Increment(static_cast<double>(stats.dropped_tokens));
+  host_lookup_tokens_->Increment(static_cast<double>(stats.zone_tokens + stats.exact_tokens));
+  host_hit_tokens_->Increment(static_cast<double>(stats.host_tokens));
+  if (stats.covered_mass) covered_mass_->Observe(*stats.covered_mass);
+  if (stats.predicted_error_mean) predicted_error_->Observe(*stats.predicted_error_mean);
+}
+
+void Metrics::OnStage(Stage stage, std::chrono::nanoseconds time) {
+  stages_[static_cast<size_t>(stage)]->Observe(Seconds(time));
+}
+
+void Metrics::OnRejected(Rejection reason) {
+  rejections_[static_cast<size_t>(reason)]->Increment();
+}
+
+void Metrics::OnRpc(absl::string_view method, absl::StatusCode code) {
+  rpcs_->Add({{"method", std::string(method)}, {"code", absl::StatusCodeToString(code)}})
+      .Increment();
+}
+
+void Metrics::OnAppended(uint64_t tokens, bool prefill) {
+  appended_tokens_[prefill ? 1 : 0]->Increment(static_cast<double>(tokens));
+}
+
+void Metrics::OnSegmentBuilt(BuildTrigger trigger, uint64_t, std::chrono::nanoseconds time) {
+  segments_built_[trigger == BuildTrigger::kBackground ? 1 : 0]->Increment();
+  segment_build_seconds_->Observe(Seconds(time));
+}
+
+void Metrics::OnSegmentBuildFailed(BuildTrigger, const absl::Status&) {
+  segment_build_failures_->Increment();
+}
+
+std::vector<prometheus::MetricFamily> Metrics::Collect() const {
+  if (sources_.usage) {
+    const engine::Usage usage = sources_.usage();
+    resident_bytes_->Set(static_cast<double>(usage.resident_bytes));
+    capacity_bytes_->Set(static_cast<double>(usage.capacity_bytes));
+    sequences_->Set(static_cast<double>(usage.sequences));
+  }
+  if (sources_.streams) streams_->Set(static_cast<double>(sources_.streams()));
+  if (sources_.queue_depth) queue_depth_->Set(static_cast<double>(sources_.queue_depth()));
+  process_bytes_->Set(ProcessBytes());
+  return registry_->Collect();
+}
+
+Metrics::CodeCounters Metrics::AddCodes(const std::string& name, const std::string& help) {
+  CodeCounters counters;
+  for (size_t code = 0; code < kCodes; ++code) {
+    counters[code] = AddCounter(
+        name, help, {{"code", absl::StatusCodeToString(static_cast<absl::StatusCode>(code))}});
+  }
+  return counters;
+}
+
+prometheus::Counter* Metrics::AddCounter(const std::string& name, const std::string& help,
+                                         const prometheus::Labels& labels) {
+  return &prometheus::BuildCounter().Name(name).Help(help).Register(*registry_).Add(labels);
+}
+
+prometheus::Gauge* Metrics::AddGauge(const std::string& name, const std::string& help,
+                                     const prometheus::Labels& labels) {
+  return &prometheus::BuildGauge().Name(name).Help(help).Register(*registry_).Add(labels);
+}
+
+prometheus::Histogram* Metrics::AddHistogram(const std::string& name, const std::string& help,
+                                             const prometheus::Labels& labels,
+                                             const Buckets& buckets) {
+  return &prometheus::BuildHistogram()
+              .Name(name)
+              .Help(help)
+              .Register(*registry_)
+              .Add(labels, buckets);
+}
+
+}  // namespace attnd::server

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Metrics: everything that attnd tells Prometheus. Names, units and labels stand in
+// docs/OPERATIONS.md.
+#ifndef ATTND_SERVER_METRICS_H_
+#define ATTND_SERVER_METRICS_H_
+
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "engine/engine.h"
+#include "prometheus/collectable.h"
+#include "prometheus/counter.h"
+#include "prometheus/gauge.h"
+#include "prometheus/histogram.h"
+#include "prometheus/registry.h"
+
+namespace attnd::server {
+
+// Why a request was refused at a limit; the label `reason`.
+enum class Rejection : uint8_t {
+  kQueue,         // max_queued_steps
+  kStreams,       // max_streams
+  kSequences,     // max_sequences
+  kMemory,        // memory_budget_bytes
+  kReplyTimeout,  // the client did not read
+  kShutdown,      // the server is ending
+};
+inline constexpr size_t kRejections = 6;
+
+// Where a step's time went; the label `stage`. Score to merge are processor time, summed over
+// threads and rows; the others are elapsed time. kRpc is the step's whole time on the server less
+// queue and engine: conversion and writing.
+enum class Stage : uint8_t { kQueue, kValidate, kScore, kSelect, kAttend, kMerge, kEngine, kRpc };
+inline constexpr size_t kStages = 8;
+
+// Values that are read when Prometheus asks. Called from the exposer's threads.
+struct GaugeSources {
+  std::function<engine::Usage()> usage;
+  std::function<size_t()> streams;
+  std::function<size_t()> queue_depth;
+};
+
+// Owns its registry: nothing global. Pointers to every metric of the hot path are kept, so that
+// recording costs no look-up.
+//
+// Thread-safety: all methods may be called from any thread. As prometheus::Collectable it first
+// refreshes the gauges.
+class Metrics final : public engine::Observer, public prometheus::Collectable {
+ public:
+  Metrics();
+  Metrics(const Metrics&) = delete;
+  Metrics& operator=(const Metrics&) = delete;
+
+  void SetBuildInfo(absl::string_view version, absl::string_view simd_target);
+  // Before serving; what the sources use must outlive the last Collect.
+  void SetSources(GaugeSources sources) { sources_ = std::move(sources); }
+
+  // A Decode message was answered with `code`; `result` is null unless it is OK.
+  void OnStep(absl::StatusCode code, const engine::DecodeResult* result);
+  void OnStage(Stage stage, std::chrono::nanoseconds time);
+  void OnRejected(Rejection reason);
+  // A call ended. `method` is the RPC's short name.
+  void OnRpc(absl::string_view method, absl::StatusCode code);
+
+  void OnAppended(uint64_t tokens, bool prefill) override;
+  void OnSegmentBuilt(BuildTrigger trigger, uint64_t tokens,
+                      std::chrono::nanoseconds time) override;
+  void OnSegmentBuildFailed(BuildTrigger trigger, const absl::Status& status) override;
+
+  std::vector<prometheus::MetricFamily> Collect() const override;
+
+ private:
+  static constexpr size_t kCodes = 17;  // gRPC status codes 0..16
+  using CodeCounters = std::array<prometheus::Counter*, kCodes>;
+
+  CodeCounters AddCodes(const std::string& name, const std::string& help);
+  prometheus::Counter* AddCounter(const std::string& name, const std::string& help,
+                                  const prometheus::Labels& labels = {});
+  prometheus::Gauge* AddGauge(const std::string& name, const std::string& help,
+                              const prometheus::Labels& labels = {});
+  prometheus::Histogram* AddHistogram(const std::string& name, const std::string& help,
+                                      const prometheus::Labels& labels,
+                                      const prometheus::Histogram::BucketBoundaries& buckets);
+  void OnRow(const engine::DecodeRowResult& row);
+
+  const std::shared_ptr<prometheus::Registry> registry_;
+  GaugeSources sources_;
+
+  // All constant after construction.
+  CodeCounters steps_;
+  CodeCounters rows_;
+  prometheus::Counter* zone_tokens_;
+  prometheus::Counter* exact_tokens_;
+  prometheus::Counter* estimated_tokens_;
+  prometheus::Counter* dropped_tokens_;
+  prometheus::Counter* host_lookup_tokens_;
+  prometheus::Counter* host_hit_tokens_;
+  std::array<prometheus::Histogram*, kStages> stages_;
+  prometheus::Histogram* covered_mass_;
+  prometheus::Histogram* predicted_error_;
+  prometheus::Gauge* resident_bytes_;
+  prometheus::Gauge* capacity_bytes_;
+  prometheus::Gauge* sequences_;
+  prometheus::Gauge* streams_;
+  prometheus::Gauge* queue_depth_;
+  prometheus::Gauge* process_bytes_;
+  std::array<prometheus::Counter*, 2> appended_tokens_;  // decode, prefill
+  std::array<prometheus::Counter*, 2> segments_built_;   // by BuildTrigger
+  prometheus::Histogram* segment_build_seconds_;
+  prometheus::Counter* segment_build_failures_;
+  std::array<prometheus::Counter*, kRejections> rejections_;
+  prometheus::Family<prometheus::Counter>* rpcs_;
+};
+
+}  // namespace attnd::server
+
+#endif  // ATTND_SERVER_METRICS_H_

@@ -1,0 +1,272 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/options.h"
+
+#include <fcntl.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "common/status.h"
+#include "google/protobuf/io/tokenizer.h"
+#include "google/protobuf/io/zero_copy_stream_impl.h"
+#include "google/protobuf/text_format.h"
+
+namespace attnd::server {
+namespace {
+
+constexpr uint32_t kThreadsMax = 1024;
+constexpr uint64_t kMemoryBudgetBytesMin = uint64_t{16} << 20;
+constexpr uint64_t kMessageBytesMin = uint64_t{64} << 10;
+constexpr uint64_t kMessageBytesMax = uint64_t{1} << 30;  // protobuf and gRPC count in int
+constexpr uint64_t kSequenceTokensMax = uint64_t{1} << 32;
+
+absl::Status CheckRange(const char* field, uint64_t value, uint64_t min, uint64_t max) {
+  if (value >= min && value <= max) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat(field, " is ", value, "; allowed are ", min, "..", max));
+}
+
+absl::Status CheckListen(const ServerOptions& options) {
+  if (options.listen.size() > kListenMax) {
+    return absl::InvalidArgumentError(absl::StrCat("listen has ", options.listen.size(),
+                                                   " addresses; allowed are 1..", kListenMax));
+  }
+  for (const std::string& text : options.listen) {
+    ATTND_ASSIGN_OR_RETURN(const ListenAddress address, ParseListenAddress("listen", text));
+    if (!address.is_loopback() && !options.allow_insecure_tcp) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("listen: ", text,
+                       " is beyond loopback and would be without encryption or authentication; "
+                       "use unix:PATH or loopback, or say --allow-insecure-tcp"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckPaths(const ServerOptions& options) {
+  if (options.data_dir.empty()) return absl::InvalidArgumentError("data_dir is empty");
+  if (options.listen.empty()) {
+    ATTND_RETURN_IF_ERROR(
+        ParseListenAddress("data_dir", absl::StrCat("unix:", options.data_dir, "/attnd.sock"))
+            .status());
+  }
+  if (!options.metrics_listen.empty()) {
+    ATTND_RETURN_IF_ERROR(ParseHostPort("metrics_listen", options.metrics_listen).status());
+  }
+  return absl::OkStatus();
+}
+
+class ErrorText : public google::protobuf::io::ErrorCollector {
+ public:
+  void AddError(int line, google::protobuf::io::ColumnNumber column,
+                const std::string& message) override {
+    if (!text.empty()) return;
+    text = absl::StrCat("line ", line + 1, ", column ", column + 1, ": ", message);
+  }
+  std::string text;
+};
+
+// The number in a control group's file; nothing for "max" or without the file.
+uint64_t ReadLimit(const char* path, uint64_t otherwise) {
+  std::ifstream file(path);
+  uint64_t value = 0;
+  return (file >> value) ? value : otherwise;
+}
+
+}  // namespace
+
+bool ListenAddress::is_loopback() const {
+  return is_unix() || host == "localhost" || host == "::1" ||
+         (absl::StartsWith(host, "127.") &&
+          host.find_first_not_of("0123456789.") == std::string::npos);
+}
+
+std::string ListenAddress::ToString() const {
+  if (is_unix()) return absl::StrCat("unix:", path);
+  const bool v6 = absl::StrContains(host, ":");
+  return absl::StrCat(v6 ? "[" : "", host, v6 ? "]:" : ":", port);
+}
+
+absl::StatusOr<ListenAddress> ParseHostPort(absl::string_view field, absl::string_view text) {
+  const size_t colon = text.rfind(':');
+  uint32_t port = 0;
+  ListenAddress address;
+  if (colon != absl::string_view::npos && colon > 0 &&
+      absl::SimpleAtoi(text.substr(colon + 1), &port) && port <= 65535) {
+    absl::string_view host = text.substr(0, colon);
+    const bool bracketed = host.size() > 2 && host.front() == '[' && host.back() == ']';
+    if (bracketed) host = host.substr(1, host.size() - 2);
+    if (bracketed || host.find(':') == absl::string_view::npos) {
+      address.host = std::string(host);
+      address.port = static_cast<uint16_t>(port);
+      return address;
+    }
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat(field, ": '", text, "' is not HOST:PORT with a port of 0..65535"));
+}
+
+absl::StatusOr<ListenAddress> ParseListenAddress(absl::string_view field, absl::string_view text) {
+  constexpr absl::string_view kUnix = "unix:";
+  if (!absl::StartsWith(text, kUnix)) return ParseHostPort(field, text);
+  ListenAddress address;
+  address.path = std::string(text.substr(kUnix.size()));
+  if (absl::StartsWith(address.path, "//")) address.path.erase(0, 2);  // unix:///absolute
+  if (address.path.empty() || address.path.size() > kSocketPathBytesMax ||
+      address.path.back() == '/') {
+    return absl::InvalidArgumentError(absl::StrCat(field, ": '", text,
+                                                   "' is not unix:PATH with a path of 1..",
+                                                   kSocketPathBytesMax, " bytes"));
+  }
+  return address;
+}
+
+ServerOptions::ServerOptions() {
+  // The preset of no parameters always parses.
+  if (auto dense = attention::ParsePolicy("dense"); dense.ok()) default_policy = *std::move(dense);
+}
+
+absl::Status ServerOptions::Validate() const {
+  ATTND_RETURN_IF_ERROR(CheckListen(*this));
+  ATTND_RETURN_IF_ERROR(CheckPaths(*this));
+  if (memory_budget_bytes != 0) {
+    ATTND_RETURN_IF_ERROR(CheckRange("memory_budget_bytes", memory_budget_bytes,
+                                     kMemoryBudgetBytesMin, uint64_t{1} << 50));
+  }
+  ATTND_RETURN_IF_ERROR(CheckRange("step_threads", step_threads, 0, kThreadsMax));
+  ATTND_RETURN_IF_ERROR(CheckRange("step_workers", step_workers, 1, 256));
+  ATTND_RETURN_IF_ERROR(CheckRange("max_queued_steps", max_queued_steps, 1, 65536));
+  ATTND_RETURN_IF_ERROR(CheckRange("index_threads", index_threads, 0, kThreadsMax));
+  ATTND_RETURN_IF_ERROR(CheckRange("max_sequences", max_sequences, 1, 1u << 20));
+  ATTND_RETURN_IF_ERROR(
+      CheckRange("max_sequence_tokens", max_sequence_tokens, 1, kSequenceTokensMax));
+  ATTND_RETURN_IF_ERROR(CheckRange("max_streams", max_streams, 1, 65536));
+  ATTND_RETURN_IF_ERROR(CheckRange("max_rows", max_rows, 1, 65536));
+  ATTND_RETURN_IF_ERROR(CheckRange("max_query_tokens", max_query_tokens, 1, 1u << 20));
+  ATTND_RETURN_IF_ERROR(
+      CheckRange("max_message_bytes", max_message_bytes, kMessageBytesMin, kMessageBytesMax));
+  ATTND_RETURN_IF_ERROR(CheckRange("segment_tokens", segment_tokens, 512, 65536));
+  return CheckRange("reply_timeout_s", reply_timeout_s, 1, 3600);
+}
+
+std::vector<ListenAddress> ServerOptions::ListenAddresses() const {
+  std::vector<ListenAddress> addresses;
+  for (const std::string& text : listen) {
+    if (auto address = ParseListenAddress("listen", text); address.ok()) {
+      addresses.push_back(*std::move(address));
+    }
+  }
+  if (addresses.empty()) {
+    ListenAddress address;
+    address.path = data_dir + "/attnd.sock";
+    addresses.push_back(address);
+  }
+  return addresses;
+}
+
+absl::Status ApplyConfig(const v1::ServerConfig& config, ServerOptions* options) {
+  if (config.listen_size() > 0) {
+    options->listen.assign(config.listen().begin(), config.listen().end());
+  }
+  if (config.has_default_policy()) {
+    const v1::Policy& policy = config.default_policy();
+    ATTND_ASSIGN_OR_RETURN(
+        options->default_policy,
+        attention::ParsePolicy(policy.preset(),
+                               std::map<std::string, std::string>(policy.parameters().begin(),
+                                                                  policy.parameters().end())));
+  }
+#define ATTND_APPLY(field) \
+  if (config.has_##field()) options->field = config.field()
+  ATTND_APPLY(data_dir);
+  ATTND_APPLY(metrics_listen);
+  ATTND_APPLY(memory_budget_bytes);
+  ATTND_APPLY(step_threads);
+  ATTND_APPLY(step_workers);
+  ATTND_APPLY(max_queued_steps);
+  ATTND_APPLY(index_threads);
+  ATTND_APPLY(max_sequences);
+  ATTND_APPLY(max_sequence_tokens);
+  ATTND_APPLY(max_streams);
+  ATTND_APPLY(max_rows);
+  ATTND_APPLY(max_query_tokens);
+  ATTND_APPLY(max_message_bytes);
+  ATTND_APPLY(segment_tokens);
+  ATTND_APPLY(reply_timeout_s);
+  ATTND_APPLY(allow_insecure_tcp);
+#undef ATTND_APPLY
+  return absl::OkStatus();
+}
+
+absl::StatusOr<v1::ServerConfig> ReadConfigFile(const std::string& path) {
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) {
+    return absl::InvalidArgumentError(absl::StrCat("config ", path, ": ", std::strerror(errno)));
+  }
+  google::protobuf::io::FileInputStream stream(fd);
+  stream.SetCloseOnDelete(true);
+  ErrorText errors;
+  google::protobuf::TextFormat::Parser parser;
+  parser.RecordErrorsTo(&errors);
+  v1::ServerConfig config;
+  if (!parser.Parse(&stream, &config)) {
+    return absl::InvalidArgumentError(absl::StrCat("config ", path, ": ", errors.text));
+  }
+  return config;
+}
+
+absl::StatusOr<v1::Policy> ParsePolicyText(absl::string_view text) {
+  const std::pair<std::string, std::string> parts = absl::StrSplit(text, absl::MaxSplits(':', 1));
+  v1::Policy policy;
+  policy.set_preset(parts.first);
+  for (const auto entry : absl::StrSplit(parts.second, ',', absl::SkipEmpty())) {
+    const std::pair<std::string, std::string> pair = absl::StrSplit(entry, absl::MaxSplits('=', 1));
+    if (pair.first.empty() || pair.second.empty()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("'", text, "' is not NAME or NAME:key=value,key=value"));
+    }
+    (*policy.mutable_parameters())[pair.first] = pair.second;
+  }
+  return policy;
+}
+
+Machine Machine::Detect() {
+  Machine machine;
+  cpu_set_t cpus;
+  if (sched_getaffinity(0, sizeof(cpus), &cpus) == 0) {
+    machine.cores = static_cast<uint32_t>(std::max(1, CPU_COUNT(&cpus)));
+  }
+  const uint64_t physical =
+      static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  machine.memory_bytes =
+      std::min({physical, ReadLimit("/sys/fs/cgroup/memory.max", physical),
+                ReadLimit("/sys/fs/cgroup/memory/memory.limit_in_bytes", physical)});
+  return machine;
+}
+
+engine::EngineOptions ToEngineOptions(const ServerOptions& options, const Machine& machine) {
+  engine::EngineOptions result;
+  result.memory_budget_bytes =
+      options.memory_budget_bytes != 0 ? options.memory_budget_bytes : machine.memory_bytes / 2;
+  result.max_sequences = options.max_sequences;
+  result.max_sequence_tokens = options.max_sequence_tokens;
+  result.max_rows = options.max_rows;
+  result.max_query_tokens = options.max_query_tokens;
+  result.segment_tokens = options.segment_tokens;
+  result.index_threads = options.index_threads != 0 ? options.index_threads : machine.cores;
+  result.default_policy = options.default_policy;
+  return result;
+}
+
+}  // namespace attnd::server

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/server.h"
+
+#include <sys/stat.h>
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "common/status.h"
+#include "glog/logging.h"
+#include "grpcpp/ext/proto_server_reflection_plugin.h"
+#include "grpcpp/health_check_service_interface.h"
+#include "grpcpp/server.h"
+#include "grpcpp/server_builder.h"
+#include "server/handler.h"
+#include "server/service.h"
+#include "server/unix_socket.h"
+
+namespace attnd::server {
+namespace {
+
+constexpr char kServiceName[] = "attnd.v1.Attnd";
+
+StepExecutor::Options StepOptions(const ServerOptions& options, const Machine& machine) {
+  return {.workers = options.step_workers,
+          .inline_slots = InlineSlots(machine.cores, options.step_workers),
+          .queue_max = options.max_queued_steps};
+}
+
+// One at a time, as each uses all index threads; every stream may wait.
+StepExecutor::Options PrefillOptions(const ServerOptions& options) {
+  return {.workers = 1, .inline_slots = 0, .queue_max = options.max_streams};
+}
+
+class ServerImpl final : public Server {
+ public:
+  ServerImpl(const ServerOptions& options, const Machine& machine, engine::Engine* engine,
+             Metrics* metrics)
+      : options_(options),
+        engine_(engine),
+        streams_(options.max_streams, options.reply_timeout()),
+        steps_(StepOptions(options, machine)),
+        prefills_(PrefillOptions(options)),
+        service_(&handlers_) {
+    handlers_.options = &options_;
+    handlers_.engine = engine;
+    handlers_.metrics = metrics;
+    handlers_.streams = &streams_;
+    handlers_.steps = &steps_;
+    handlers_.prefills = &prefills_;
+    metrics->SetSources({.usage = [engine] { return engine->usage(); },
+                         .streams = [this] { return streams_.size(); },
+                         .queue_depth = [this] { return steps_.queue_depth(); }});
+  }
+  ~ServerImpl() override {
+    Shutdown(ShutdownLimits());
+    handlers_.metrics->SetSources({});
+  }
+
+  absl::Status Listen();
+  const std::vector<std::string>& addresses() const override { return addresses_; }
+  void Shutdown(const ShutdownLimits& limits) override;
+
+ private:
+  absl::Status Build(const std::vector<ListenAddress>& addresses);
+  void SetServing();
+
+  const ServerOptions options_;
+  engine::Engine* const engine_;
+  HandlerContext handlers_;
+  StreamRegistry streams_;
+  StepExecutor steps_;
+  StepExecutor prefills_;
+  AttndService service_;
+  std::unique_ptr<grpc::Server> server_;
+  std::vector<std::string> addresses_;
+};
+
+absl::Status ServerImpl::Listen() {
+  const std::vector<ListenAddress> addresses = options_.ListenAddresses();
+  std::vector<FileLock> locks;  // until the sockets are bound
+  for (const ListenAddress& address : addresses) {
+    if (!address.is_unix()) continue;
+    ATTND_ASSIGN_OR_RETURN(FileLock lock, PrepareSocket(address.path));
+    locks.push_back(std::move(lock));
+  }
+  ATTND_RETURN_IF_ERROR(Build(addresses));
+  SetServing();
+  return absl::OkStatus();
+}
+
+absl::Status ServerImpl::Build(const std::vector<ListenAddress>& addresses) {
+  grpc::EnableDefaultHealthCheckService(true);
+  grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+  grpc::ServerBuilder builder;
+  builder.SetMaxReceiveMessageSize(static_cast<int>(options_.max_message_bytes));
+  builder.SetMaxSendMessageSize(static_cast<int>(options_.max_message_bytes));
+  // Two servers on one port would each get some of the clients.
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  builder.RegisterService(&service_);
+  std::vector<int> ports(addresses.size(), 0);
+  for (size_t i = 0; i < addresses.size(); ++i) {
+    builder.AddListeningPort(addresses[i].ToString(), grpc::InsecureServerCredentials(), &ports[i]);
+  }
+  {
+    const PrivateUmask mask;
+    server_ = builder.BuildAndStart();
+  }
+  for (size_t i = 0; i < addresses.size(); ++i) {
+    if (server_ == nullptr || ports[i] == 0) {
+      return absl::UnavailableError(absl::StrCat("listen: cannot listen at one of the addresses, ",
+                                                 addresses[i].ToString(), " perhaps"));
+    }
+    ListenAddress bound = addresses[i];
+    if (!bound.is_unix()) bound.port = static_cast<uint16_t>(ports[i]);
+    addresses_.push_back(bound.ToString());
+  }
+  return absl::OkStatus();
+}
+
+void ServerImpl::SetServing() {
+  grpc::HealthCheckServiceInterface* const health = server_->GetHealthCheckService();
+  health->SetServingStatus(kServiceName, true);
+}
+
+void ServerImpl::Shutdown(const ShutdownLimits& limits) {
+  if (server_ == nullptr) return;
+  // 1. Whoever asks is told to go elsewhere.
+  server_->GetHealthCheckService()->SetServingStatus(false);
+  // 2. No new sequences.
+  engine_->StopOpening();
+  // 3. No new streams; idle ones end, the others when their step has been answered.
+  streams_.StopAll();
+  if (!streams_.WaitUntilEmpty(limits.steps)) {
+    // 4. What is still there is cancelled.
+    LOG(WARNING) << "shutdown: cancelling " << streams_.size() << " streams";
+    streams_.AbortAll(absl::UnavailableError("the server is shutting down"));
+    if (!streams_.WaitUntilEmpty(limits.cancel)) {
+      LOG(ERROR) << "shutdown: " << streams_.size() << " streams do not end";
+    }
+  }
+  // 5. Connections close; calls that came since are refused.
+  server_->Shutdown(std::chrono::system_clock::now() + limits.server);
+  server_->Wait();
+  server_.reset();
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options,
+                                                      const Machine& machine,
+                                                      engine::Engine* engine, Metrics* metrics) {
+  auto server = std::make_unique<ServerImpl>(options, machine, engine, metrics);
+  ATTND_RETURN_IF_ERROR(server->Listen());
+  return std::unique_ptr<Server>(std::move(server));
+}
+
+}  // namespace attnd::server

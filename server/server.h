@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Server: the gRPC side of attnd, from listening to the end of the last stream.
+#ifndef ATTND_SERVER_SERVER_H_
+#define ATTND_SERVER_SERVER_H_
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "engine/engine.h"
+#include "server/metrics.h"
+#include "server/options.h"
+
+namespace attnd::server {
+
+// How long each part of a shutdown may take; together less than the 10 s that an orchestrator is
+// promised.
+struct ShutdownLimits {
+  std::chrono::milliseconds steps{5000};   // steps in flight are answered
+  std::chrono::milliseconds cancel{2000};  // cancelled ones end
+  std::chrono::milliseconds server{1000};  // gRPC closes its connections
+};
+
+// Thread-safety: Start and Shutdown belong to one thread; the server itself answers on threads of
+// its own.
+class Server {
+ public:
+  // Listens and answers, health SERVING, when it returns. `options` have passed Validate();
+  // `engine` and `metrics` must outlive the server. Fails if an address cannot be had.
+  static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options,
+                                                       const Machine& machine,
+                                                       engine::Engine* engine, Metrics* metrics);
+  virtual ~Server() = default;
+
+  // The addresses in use, in the order of the options, port 0 resolved.
+  virtual const std::vector<std::string>& addresses() const = 0;
+
+  // Ends everything, in numbered steps; idempotent, and called by the destructor. Steps in flight
+  // are answered, streams end with UNAVAILABLE. Logs what had to be cancelled.
+  virtual void Shutdown(const ShutdownLimits& limits) = 0;
+};
+
+}  // namespace attnd::server
+
+#endif  // ATTND_SERVER_SERVER_H_

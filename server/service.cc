@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/service.h"
+
+#include "server/append_reactor.h"
+#include "server/decode_reactor.h"
+#include "server/unary_handlers.h"
+
+namespace attnd::server {
+namespace {
+
+template <typename Request, typename Reply>
+grpc::ServerUnaryReactor* Answer(const char* method, HandlerContext* handlers,
+                                 grpc::CallbackServerContext* context, const Request& request,
+                                 Reply* reply) {
+  const auto tenant = TenantOf(*context);
+  absl::Status status = tenant.status();
+  if (status.ok()) {
+    status = Handle({*handlers->options, *handlers->engine, *handlers->metrics, *tenant}, request,
+                    reply);
+  }
+  handlers->metrics->OnRpc(method, status.code());
+  grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();
+  reactor->Finish(ToGrpc(status));
+  return reactor;
+}
+
+}  // namespace
+
+grpc::ServerUnaryReactor* AttndService::GetServerInfo(grpc::CallbackServerContext* context,
+                                                      const v1::GetServerInfoRequest* request,
+                                                      v1::GetServerInfoResponse* reply) {
+  return Answer("GetServerInfo", handlers_, context, *request, reply);
+}
+
+grpc::ServerUnaryReactor* AttndService::OpenSequence(grpc::CallbackServerContext* context,
+                                                     const v1::OpenSequenceRequest* request,
+                                                     v1::OpenSequenceResponse* reply) {
+  return Answer("OpenSequence", handlers_, context, *request, reply);
+}
+
+grpc::ServerUnaryReactor* AttndService::TruncateSequence(grpc::CallbackServerContext* context,
+                                                         const v1::TruncateSequenceRequest* request,
+                                                         v1::TruncateSequenceResponse* reply) {
+  return Answer("TruncateSequence", handlers_, context, *request, reply);
+}
+
+grpc::ServerUnaryReactor* AttndService::ForkSequence(grpc::CallbackServerContext* context,
+                                                     const v1::ForkSequenceRequest* request,
+                                                     v1::ForkSequenceResponse* reply) {
+  return Answer("ForkSequence", handlers_, context, *request, reply);
+}
+
+grpc::ServerUnaryReactor* AttndService::CloseSequence(grpc::CallbackServerContext* context,
+                                                      const v1::CloseSequenceRequest* request,
+                                                      v1::CloseSequenceResponse* reply) {
+  return Answer("CloseSequence", handlers_, context, *request, reply);
+}
+
+grpc::ServerUnaryReactor* AttndService::ListSequences(grpc::CallbackServerContext* context,
+                                                      const v1::ListSequencesRequest* request,
+                                                      v1::ListSequencesResponse* reply) {
+  return Answer("ListSequences", handlers_, context, *request, reply);
+}
+
+grpc::ServerReadReactor<v1::AppendKvRequest>* AttndService::AppendKv(
+    grpc::CallbackServerContext* context, v1::AppendKvResponse* reply) {
+  return AppendReactor::Start(handlers_, context, reply);
+}
+
+grpc::ServerBidiReactor<v1::DecodeRequest, v1::DecodeResponse>* AttndService::Decode(
+    grpc::CallbackServerContext* context) {
+  return DecodeReactor::Start(handlers_, context);
+}
+
+}  // namespace attnd::server

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/unary_handlers.h"
+
+#include <optional>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "common/status.h"
+#include "server/conversions.h"
+
+namespace attnd::server {
+namespace {
+
+void FillLimits(const UnaryContext& context, v1::Limits* limits) {
+  const engine::EngineOptions& engine = context.engine.options();
+  limits->set_max_message_bytes(context.options.max_message_bytes);
+  limits->set_max_rows(engine.max_rows);
+  limits->set_max_query_tokens(engine.max_query_tokens);
+  limits->set_max_sequences(engine.max_sequences);
+  limits->set_max_sequence_tokens(engine.max_sequence_tokens);
+  limits->set_memory_budget_bytes(engine.memory_budget_bytes);
+  limits->set_max_streams(context.options.max_streams);
+  limits->set_max_queued_steps(context.options.max_queued_steps);
+}
+
+void RecordRefusedSequence(const UnaryContext& context, const absl::Status& status) {
+  if (absl::IsUnavailable(status)) context.metrics.OnRejected(Rejection::kShutdown);
+  if (!absl::IsResourceExhausted(status)) return;
+  const bool full = context.engine.usage().sequences >= context.engine.options().max_sequences;
+  context.metrics.OnRejected(full ? Rejection::kSequences : Rejection::kMemory);
+}
+
+}  // namespace
+
+absl::string_view ServerVersion() { return ATTND_VERSION; }
+
+absl::Status Handle(const UnaryContext& context, const v1::GetServerInfoRequest&,
+                    v1::GetServerInfoResponse* reply) {
+  const attention::Backend& backend = context.engine.backend();
+  reply->set_version(std::string(ServerVersion()));
+  reply->add_backends(std::string(backend.name()));
+  reply->set_simd_target(std::string(backend.target()));
+  for (const attention::Policy& policy : attention::PresetPolicies()) {
+    if (backend.Supports(policy).ok()) ToProto(policy, reply->add_policies());
+  }
+  ToProto(context.engine.options().default_policy, reply->mutable_default_policy());
+  FillLimits(context, reply->mutable_limits());
+  return absl::OkStatus();
+}
+
+absl::Status Handle(const UnaryContext& context, const v1::OpenSequenceRequest& request,
+                    v1::OpenSequenceResponse* reply) {
+  ATTND_ASSIGN_OR_RETURN(const engine::OpenArgs args,
+                         FromProto(request, context.options.max_sequence_tokens));
+  auto id = context.engine.Open(context.tenant, args);
+  RecordRefusedSequence(context, id.status());
+  ATTND_RETURN_IF_ERROR(id.status());
+  reply->set_sequence_id(*id);
+  return absl::OkStatus();
+}
+
+absl::Status Handle(const UnaryContext& context, const v1::TruncateSequenceRequest& request,
+                    v1::TruncateSequenceResponse* reply) {
+  ATTND_ASSIGN_OR_RETURN(
+      const uint64_t segmented,
+      context.engine.Truncate(context.tenant, request.sequence_id(), request.length()));
+  reply->set_segmented_tokens(segmented);
+  return absl::OkStatus();
+}
+
+absl::Status Handle(const UnaryContext& context, const v1::ForkSequenceRequest& request,
+                    v1::ForkSequenceResponse* reply) {
+  const auto length =
+      request.has_length() ? std::optional<uint64_t>(request.length()) : std::optional<uint64_t>();
+  auto info = context.engine.Fork(context.tenant, request.sequence_id(), length);
+  RecordRefusedSequence(context, info.status());
+  ATTND_RETURN_IF_ERROR(info.status());
+  reply->set_sequence_id(info->id);
+  reply->set_committed_tokens(info->committed_tokens);
+  return absl::OkStatus();
+}
+
+absl::Status Handle(const UnaryContext& context, const v1::CloseSequenceRequest& request,
+                    v1::CloseSequenceResponse*) {
+  return context.engine.Close(context.tenant, request.sequence_id());
+}
+
+absl::Status Handle(const UnaryContext& context, const v1::ListSequencesRequest& request,
+                    v1::ListSequencesResponse* reply) {
+  const uint32_t page_size = request.page_size() != 0 ? request.page_size() : kListPageMax;
+  if (page_size > kListPageMax) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("page_size is ", page_size, "; allowed are 0..", kListPageMax));
+  }
+  // One more than the page, to know whether there is a next one.
+  const auto sequences =
+      context.engine.List(context.tenant, request.after_sequence_id(), page_size + 1);
+  for (const engine::SequenceInfo& info : sequences) {
+    if (static_cast<uint32_t>(reply->sequences_size()) == page_size) {
+      reply->set_next_after_sequence_id(
+          reply->sequences(reply->sequences_size() - 1).sequence_id());
+      break;
+    }
+    ToProto(info, reply->add_sequences());
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace attnd::server

@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the unary calls do, without gRPC: each checks, asks the engine and fills its reply.
+#ifndef ATTND_SERVER_UNARY_HANDLERS_H_
+#define ATTND_SERVER_UNARY_HANDLERS_H_
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "attnd/v1/attnd.pb.h"
+#include "engine/engine.h"
+#include "server/metrics.h"
+#include "server/options.h"
+
+namespace attnd::server {
+
+// "major.minor.patch" of this build.
+absl::string_view ServerVersion();
+
+// Thread-safety: all functions may be called from any thread.
+struct UnaryContext {
+  const ServerOptions& options;
+  engine::Engine& engine;
+  Metrics& metrics;
+  absl::string_view tenant;
+};
+
+absl::Status Handle(const UnaryContext& context, const v1::GetServerInfoRequest& request,
+                    v1::GetServerInfoResponse* reply);
+absl::Status Handle(const UnaryContext& context, const v1::OpenSequenceRequest& request,
+                    v1::OpenSequenceResponse* reply);
+absl::Status Handle(const UnaryContext& context, const v1::TruncateSequenceRequest& request,
+                    v1::TruncateSequenceResponse* reply);
+absl::Status Handle(const UnaryContext& context, const v1::ForkSequenceRequest& request,
+                    v1::ForkSequenceResponse* reply);
+absl::Status Handle(const UnaryContext& context, const v1::CloseSequenceRequest& request,
+                    v1::CloseSequenceResponse* reply);
+absl::Status Handle(const UnaryContext& context, const v1::ListSequencesRequest& request,
+                    v1::ListSequencesResponse* reply);
+
+}  // namespace attnd::server
+
+#endif  // ATTND_SERVER_UNARY_HANDLERS_H_

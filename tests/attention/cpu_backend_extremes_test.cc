@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Goal: keys, values and queries that are finite but absurd, or all alike, or nothing, never break
+// the backend. Method: every preset over such sequences. Where arithmetic overflows the answer
+// means nothing, but the step ends, its plan names each cluster at most once, and every token is
+// counted once; where it does not, the answer is exact. The sanitizers watch.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <set>
+
+#include "attention/cpu_backend.h"
+#include "tests/attention/support.h"
+#include "tests/oracle/policies.h"
+
+namespace attnd::attention::test {
+namespace {
+
+std::vector<Policy> Policies() {
+  std::vector<Policy> policies = PresetPolicies();
+  for (const auto& [preset, parameters] :
+       std::vector<std::pair<std::string, std::map<std::string, std::string>>>{
+           {"double-p", {{"p1", "1"}, {"estimator", "second-order"}}},
+           {"clusters-top-k", {{"exact", "0.5"}, {"estimator", "second-order"}}},
+           {"error-target", {{"tolerance", "off"}, {"floor", "0.3"}}}}) {
+    policies.push_back(*ParsePolicy(preset, parameters));
+  }
+  return policies;
+}
+
+class CpuBackendExtremes : public testing::TestWithParam<DType> {
+ protected:
+  TestSequence Make(double key_scale, double value_scale) {
+    SequenceSpec spec;
+    spec.shape = MakeShape(5, 1, 64, 32, GetParam());
+    spec.segment_tokens = {1500, 700};
+    spec.tail_tokens = 33;
+    spec.seed = TestSeed();
+    spec.key_scale = key_scale;
+    spec.value_scale = value_scale;
+    return MakeSequence(spec);
+  }
+
+  StepResult Run(TestSequence* sequence, double query_scale) {
+    std::vector<TestRow> rows;
+    for (const Policy& policy : Policies()) {
+      TestRow& row = rows.emplace_back(MakeRow(sequence, policy, sequence->spec.tokens() - 1, 1,
+                                               false, DType::kFp32, 0, TestSeed()));
+      row.queries = Random(TestSeed()).Normals(row.queries.size(), query_scale);
+    }
+    const std::unique_ptr<Backend> backend = MakeCpuBackend({.threads = 2});
+    return RunStep(backend.get(), 0, rows);
+  }
+
+  // Every token is somewhere, and no cluster twice.
+  static void ExpectWhole(const StepResult& step, const TestSequence& sequence) {
+    ASSERT_TRUE(step.status.ok()) << step.status;
+    for (const RowResult& row : step.rows) {
+      EXPECT_EQ(row.stats.zone_tokens, 4u + 33u);
+      EXPECT_EQ(row.stats.exact_tokens + row.stats.estimated_tokens + row.stats.dropped_tokens,
+                sequence.spec.tokens() - 4 - 33);
+    }
+    for (const Plan& plan : step.plans) {
+      std::set<ClusterRef> seen;
+      for (const auto* part : {&plan.exact, &plan.estimated}) {
+        for (const ClusterRef& ref : *part) EXPECT_TRUE(seen.insert(ref).second);
+      }
+    }
+  }
+};
+
+TEST_P(CpuBackendExtremes, HugeNumbersAreHarmless) {
+  for (const double key_scale : {1e4, 1e19, 3e38}) {
+    for (const double value_scale : {1.0, 1e30, 3e38}) {
+      TestSequence sequence = Make(key_scale, value_scale);
+      for (const double query_scale : {1.0, 1e15, 1e37}) {
+        SCOPED_TRACE(testing::Message() << sequence.spec << ", queries " << query_scale);
+        ExpectWhole(Run(&sequence, query_scale), sequence);
+      }
+    }
+  }
+}
+
+// Logits of nothing: every token counts alike, estimates are exact, and so is every policy that
+// drops none.
+TEST_P(CpuBackendExtremes, ZeroQueriesGiveTheMean) {
+  TestSequence sequence = Make(1, 1);
+  const StepResult step = Run(&sequence, 0);
+  ExpectWhole(step, sequence);
+  const std::vector<float>& values = sequence.head(0, 0).values;
+  oracle::Vector mean(32, 0.0);
+  for (size_t i = 0; i < values.size(); ++i) {
+    mean[i % 32] += values[i] / static_cast<double>(sequence.spec.tokens());
+  }
+  for (size_t r = 0; r < step.rows.size(); ++r) {
+    if (step.rows[r].stats.dropped_tokens > 0) continue;
+    SCOPED_TRACE(testing::Message() << "row " << r);
+    // Mean values are stored in the dtype.
+    const double tolerance = 4 * UnitRoundoff(GetParam()) + 1e-6;
+    for (size_t i = 0; i < step.rows[r].out.size(); ++i) {
+      EXPECT_NEAR(step.rows[r].out[i], mean[i % 32], tolerance);
+    }
+    for (const float lse : step.rows[r].lse) {
+      EXPECT_NEAR(lse, std::log(static_cast<double>(sequence.spec.tokens())), 1e-5);
+    }
+    if (step.rows[r].stats.predicted_error_mean.has_value()) {
+      EXPECT_EQ(step.rows[r].stats.predicted_error_mean, 0.0f);
+    }
+  }
+}
+
+// 0 / 0 is 0: values of nothing are estimated without error.
+TEST_P(CpuBackendExtremes, ZeroValues) {
+  TestSequence sequence = Make(1, 0);
+  const StepResult step = Run(&sequence, 1);
+  ExpectWhole(step, sequence);
+  for (const RowResult& row : step.rows) {
+    EXPECT_THAT(row.out, testing::Each(0.0f));
+    for (const float lse : row.lse) EXPECT_TRUE(std::isfinite(lse));
+    if (row.stats.predicted_error_max.has_value()) {
+      EXPECT_EQ(*row.stats.predicted_error_max, 0.0f);
+    }
+  }
+}
+
+TEST_P(CpuBackendExtremes, KeysAllAlike) {
+  TestSequence sequence = Make(0, 1);
+  const StepResult step = Run(&sequence, 100);
+  ExpectWhole(step, sequence);
+  for (const RowResult& row : step.rows) {
+    for (const float x : row.out) EXPECT_TRUE(std::isfinite(x));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(DTypes, CpuBackendExtremes,
+                         testing::Values(DType::kBf16, DType::kFp16, DType::kFp32),
+                         [](const auto& dtype) { return std::string(DTypeName(dtype.param)); });
+
+}  // namespace
+}  // namespace attnd::attention::test

@@ -1,0 +1,444 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Goal: under every policy, shape and dtype the CPU backend reads what the policy's definition
+// says, and answers what that plan must give, with true statistics. Method: random sequences with
+// segments. The oracle judges the backend's plan (CheckPlan: it may differ only within 1e-4 of a
+// cut) and then evaluates that same plan in double precision over what the index stores and the
+// payload holds. Both sides see keys, values, centroids and queries as rounded to their dtypes, so
+// what is left between them is float32 arithmetic, and one tolerance holds for all dtypes.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "attention/cpu_backend.h"
+#include "tests/attention/support.h"
+#include "tests/oracle/attention.h"
+
+namespace attnd::attention::test {
+namespace {
+
+// Logits reach a few tens; their float32 error, some 1e-6, is the relative error of a weight.
+constexpr double kOutTolerance = 2e-5;  // relative to the output's norm, or its values' size
+constexpr double kLseTolerance = 2e-5;
+constexpr double kMassTolerance = 2e-5;
+constexpr double kErrorTolerance = 1e-3;  // relative: sums of squares of differences
+
+struct Case {
+  uint32_t query_heads, kv_heads, head_dim, value_dim;
+  std::vector<uint32_t> segments;
+  uint64_t tail;
+};
+
+void PrintTo(const Case& c, std::ostream* out) {
+  *out << c.query_heads << "/" << c.kv_heads << " heads, " << c.head_dim << "/" << c.value_dim
+       << ", " << c.segments.size() << " segments";
+}
+
+// Groups 1, 2, 3, 4, 5, 8 and 9; dims that are odd multiples of 16; an MLA-like shape.
+const Case kCases[] = {
+    {1, 1, 16, 16, {700}, 70},     {2, 2, 64, 64, {1024, 640}, 90},
+    {2, 1, 32, 80, {900}, 64},     {6, 2, 48, 16, {800, 555, 613}, 1},
+    {4, 1, 112, 128, {1500}, 200}, {8, 2, 128, 128, {1024, 700}, 77},
+    {5, 1, 80, 64, {1111}, 130},   {16, 2, 64, 96, {650, 800}, 100},
+    {9, 1, 256, 32, {900}, 65},    {4, 1, 512, 512, {600}, 40},
+};
+
+Policy Parse(const std::string& preset, const std::map<std::string, std::string>& parameters = {}) {
+  const absl::StatusOr<Policy> policy = ParsePolicy(preset, parameters);
+  EXPECT_TRUE(policy.ok()) << policy.status();
+  return *policy;
+}
+
+std::vector<Policy> Policies() {
+  return {
+      Parse("dense"),
+      Parse("streaming"),
+      Parse("clusters-top-k"),
+      Parse("clusters-top-k", {{"exact", "0.1"}, {"estimated", "0"}}),
+      Parse("clusters-top-k",
+            {{"exact", "0.3"}, {"estimated", "1"}, {"estimator", "second-order"}}),
+      Parse("clusters-top-k", {{"exact", "1"}}),
+      Parse("double-p"),
+      Parse("double-p", {{"p1", "0.99"}, {"p2", "0.8"}, {"estimator", "second-order"}}),
+      Parse("double-p", {{"p1", "1"}, {"p2", "0.5"}, {"estimator", "second-order"}}),
+      Parse("double-p", {{"p1", "1"}, {"p2", "1"}}),
+      Parse("error-target"),
+      Parse("error-target", {{"tolerance", "0.05"}}),
+      Parse("error-target", {{"tolerance", "0.01"}, {"floor", "0"}}),
+      Parse("error-target", {{"tolerance", "1e-9"}}),
+      Parse("error-target", {{"tolerance", "0"}}),
+      Parse("error-target", {{"tolerance", "off"}, {"floor", "0.02"}}),
+      Parse("error-target", {{"tolerance", "off"}, {"floor", "0"}}),
+  };
+}
+
+std::string Describe(const Policy& policy) {
+  std::string text = policy.preset;
+  for (const auto& [name, value] : policy.Parameters()) text += " " + name + "=" + value;
+  return text;
+}
+
+// A tolerance of nothing is dense: no clusters are looked at, so there is no plan and no prediction
+// to compare.
+bool LooksAtClusters(const oracle::Policy& policy) {
+  return policy.preset != oracle::Preset::kDense && policy.preset != oracle::Preset::kStreaming &&
+         !(policy.preset == oracle::Preset::kErrorTarget && policy.tolerance == 0);
+}
+
+// What a row's statistics must be, gathered from the oracle's answers.
+struct ExpectedStats {
+  size_t zone = 0, exact = 0, estimated = 0, dropped = 0, lanes = 0;
+  double covered = 0, exact_mass = 0, error = 0, error_max = 0;
+
+  void Add(const oracle::PolicyInput& input, const oracle::Answer& answer) {
+    zone += input.zone_keys.size();
+    exact += answer.exact_tokens;
+    estimated += answer.estimated_tokens;
+    dropped += answer.dropped_tokens;
+    for (const oracle::HeadAnswer& head : answer.heads) {
+      ++lanes;
+      covered += head.covered_mass;
+      exact_mass += head.exact_mass;
+      error += head.predicted_error;
+      error_max = std::max(error_max, head.predicted_error);
+    }
+  }
+};
+
+// Distance relative to the expected norm, but not to less than what rounding of the values alone
+// explains.
+void ExpectClose(std::span<const float> actual, const oracle::Vector& expected, double value_size) {
+  ASSERT_EQ(actual.size(), expected.size());
+  double difference2 = 0;
+  for (size_t c = 0; c < expected.size(); ++c) {
+    difference2 += std::pow(actual[c] - expected[c], 2);
+  }
+  const double size = std::max(std::sqrt(oracle::SquaredNorm(expected)), value_size);
+  EXPECT_LE(std::sqrt(difference2), kOutTolerance * size);
+}
+
+void CheckHeads(const RowResult& result, const TestRow& row, uint32_t token, uint32_t kv_head,
+                const oracle::Answer& answer) {
+  const ModelShape& shape = row.sequence->spec.shape;
+  for (uint32_t h = 0; h < shape.group(); ++h) {
+    const size_t slot = size_t{token} * shape.query_heads + kv_head * shape.group() + h;
+    SCOPED_TRACE(testing::Message() << "query head " << kv_head * shape.group() + h);
+    ExpectClose(std::span(result.out).subspan(slot * shape.value_dim, shape.value_dim),
+                answer.heads[h].out,
+                std::sqrt(shape.value_dim) * 0.1 * row.sequence->spec.value_scale);
+    if (std::isinf(answer.heads[h].lse)) {  // nothing was read: streaming without zones
+      EXPECT_EQ(result.lse[slot], answer.heads[h].lse);
+    } else {
+      EXPECT_NEAR(result.lse[slot], answer.heads[h].lse, kLseTolerance);
+    }
+  }
+}
+
+void CheckStats(const RowStats& stats, const ExpectedStats& expected,
+                const oracle::Policy& policy) {
+  EXPECT_EQ(stats.zone_tokens, expected.zone);
+  EXPECT_EQ(stats.exact_tokens, expected.exact);
+  EXPECT_EQ(stats.estimated_tokens, expected.estimated);
+  EXPECT_EQ(stats.dropped_tokens, expected.dropped);
+  EXPECT_EQ(stats.host_tokens, expected.zone + expected.exact);
+  const auto lanes = static_cast<double>(expected.lanes);
+  const bool middle_seen = policy.preset != oracle::Preset::kStreaming;
+  ASSERT_EQ(stats.covered_mass.has_value(), middle_seen);
+  ASSERT_EQ(stats.exact_mass.has_value(), middle_seen);
+  if (middle_seen) {
+    EXPECT_NEAR(*stats.covered_mass, expected.covered / lanes, kMassTolerance);
+    EXPECT_NEAR(*stats.exact_mass, expected.exact_mass / lanes, kMassTolerance);
+  }
+  if (!LooksAtClusters(policy)) return;
+  const bool predicts = policy.mass == oracle::MassEstimate::kSecondOrder && expected.dropped == 0;
+  ASSERT_EQ(stats.predicted_error_mean.has_value(), predicts);
+  ASSERT_EQ(stats.predicted_error_max.has_value(), predicts);
+  if (!predicts) return;
+  const double mean = expected.error / lanes;
+  EXPECT_NEAR(*stats.predicted_error_mean, mean, kErrorTolerance * mean);
+  EXPECT_NEAR(*stats.predicted_error_max, expected.error_max, kErrorTolerance * expected.error_max);
+}
+
+// Checks one row of a step; `plan` is where its plans start, and is moved behind them.
+void CheckRow(const StepResult& step, size_t r, const TestRow& row, uint32_t layer,
+              std::vector<Plan>::const_iterator* plan) {
+  const oracle::Policy policy = OraclePolicy(row.policy, layer);
+  ExpectedStats expected;
+  for (uint32_t token = 0; token < row.query_tokens; ++token) {
+    for (uint32_t kv_head = 0; kv_head < row.sequence->spec.shape.kv_heads; ++kv_head) {
+      SCOPED_TRACE(testing::Message() << "query token " << token << ", KV head " << kv_head);
+      const oracle::PolicyInput input = MakeInput(row, layer, token, kv_head);
+      const oracle::Selection selection = oracle::Select(input, policy);
+      oracle::Plan numbered = selection.plan;
+      if (LooksAtClusters(policy) && !row.sequence->view->segments.empty()) {
+        ASSERT_NE(*plan, step.plans.end());
+        const Plan& given = *(*plan)++;
+        ASSERT_EQ(given.row, r);
+        ASSERT_EQ(given.query_token, token);
+        ASSERT_EQ(given.kv_head, kv_head);
+        EXPECT_TRUE(std::is_sorted(given.exact.begin(), given.exact.end()));
+        EXPECT_TRUE(std::is_sorted(given.estimated.begin(), given.estimated.end()));
+        numbered = NumberedPlan(given, input);
+        ASSERT_EQ(oracle::CheckPlan(selection, numbered), "");
+      }
+      const oracle::Answer answer = oracle::Evaluate(input, policy.mass, numbered);
+      CheckHeads(step.rows[r], row, token, kv_head, answer);
+      expected.Add(input, answer);
+    }
+  }
+  CheckStats(step.rows[r].stats, expected, policy);
+}
+
+class CpuBackendPolicies : public testing::TestWithParam<std::tuple<Case, DType>> {};
+
+TEST_P(CpuBackendPolicies, PlanAnswerAndStatisticsAreTheOracles) {
+  const auto& [shape, dtype] = GetParam();
+  SequenceSpec spec;
+  spec.shape = MakeShape(shape.query_heads, shape.kv_heads, shape.head_dim, shape.value_dim, dtype);
+  spec.segment_tokens = shape.segments;
+  spec.tail_tokens = shape.tail;
+  spec.seed = TestSeed() + shape.head_dim + shape.query_heads;
+  SCOPED_TRACE(testing::Message() << spec);
+  TestSequence sequence = MakeSequence(spec);
+  std::vector<TestRow> rows;
+  for (const DType query_dtype : {DType::kFp32, dtype}) {
+    for (const Policy& policy : Policies()) {
+      // The tail's last token is the query's own.
+      rows.push_back(MakeRow(&sequence, policy, spec.tokens() - 1, 1, false, query_dtype, 0,
+                             spec.seed + rows.size()));
+    }
+  }
+  const std::unique_ptr<Backend> backend = MakeCpuBackend({.threads = 2});
+  const StepResult step = RunStep(backend.get(), 0, rows);
+  ASSERT_TRUE(step.status.ok()) << step.status;
+  auto plan = step.plans.begin();
+  for (size_t r = 0; r < rows.size(); ++r) {
+    SCOPED_TRACE(testing::Message() << "row " << r << ": " << Describe(rows[r].policy));
+    CheckRow(step, r, rows[r], 0, &plan);
+    if (HasFatalFailure()) return;
+  }
+  EXPECT_EQ(plan, step.plans.end());
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, CpuBackendPolicies,
+                         testing::Combine(testing::ValuesIn(kCases),
+                                          testing::Values(DType::kBf16, DType::kFp16,
+                                                          DType::kFp32)));
+
+class CpuBackendRows : public testing::Test {
+ protected:
+  // Four query heads on two KV heads, two layers.
+  TestSequence Make(std::vector<uint32_t> segments, uint64_t tail, uint32_t sink = 4,
+                    DType dtype = DType::kBf16) {
+    SequenceSpec spec;
+    spec.shape = MakeShape(4, 2, 64, 48, dtype, 2);
+    spec.segment_tokens = std::move(segments);
+    spec.tail_tokens = tail;
+    spec.sink = sink;
+    spec.seed = TestSeed();
+    return MakeSequence(spec);
+  }
+
+  void RunAndCheck(uint32_t layer, const std::vector<TestRow>& rows) {
+    const StepResult step = RunStep(backend_.get(), layer, rows);
+    ASSERT_TRUE(step.status.ok()) << step.status;
+    auto plan = step.plans.begin();
+    for (size_t r = 0; r < rows.size(); ++r) {
+      SCOPED_TRACE(testing::Message() << "row " << r << ": " << Describe(rows[r].policy) << ", "
+                                      << rows[r].sequence->spec << ", past " << rows[r].past_tokens
+                                      << ", query tokens " << rows[r].query_tokens);
+      CheckRow(step, r, rows[r], layer, &plan);
+      if (HasFatalFailure()) return;
+    }
+    EXPECT_EQ(plan, step.plans.end());
+  }
+
+  std::unique_ptr<Backend> backend_ = MakeCpuBackend({.threads = 2});
+};
+
+// Errors are relative, so the values' size does not matter.
+TEST_F(CpuBackendRows, ValuesOfAnySize) {
+  for (const double scale : {1e-12, 1e12}) {
+    SequenceSpec spec;
+    spec.shape = MakeShape(4, 2, 64, 48, DType::kFp32);
+    spec.segment_tokens = {800, 600};
+    spec.tail_tokens = 70;
+    spec.seed = TestSeed();
+    spec.value_scale = scale;
+    TestSequence sequence = MakeSequence(spec);
+    std::vector<TestRow> rows;
+    for (const Policy& policy : Policies()) {
+      rows.push_back(MakeRow(&sequence, policy, spec.tokens() - 1, 1, false, DType::kFp32, 0,
+                             spec.seed + rows.size()));
+    }
+    RunAndCheck(0, rows);
+  }
+}
+
+// Two far apart halves with the same logits and opposite values: the output is nothing, and errors
+// are relative to the values' size instead. No zones, of whose values the backend takes a lower
+// bound.
+TEST_F(CpuBackendRows, OutputsThatCancelAreMeasuredAgainstTheValues) {
+  constexpr size_t kDim = 32, kHalf = 512;
+  SequenceSpec spec;
+  spec.shape = MakeShape(2, 1, kDim, kDim, DType::kFp32);
+  spec.segment_tokens = {2 * kHalf};
+  spec.sink = 0;
+  Random random(TestSeed());
+  HeadData data;
+  data.keys = random.Normals(kHalf * kDim);
+  data.values = random.Normals(kHalf * kDim);
+  for (size_t t = 0; t < kHalf; ++t) data.keys[t * kDim] = 64;
+  for (size_t i = 0; i < kHalf * kDim; ++i) {
+    data.keys.push_back(i % kDim == 0 ? -64 : data.keys[i]);
+    data.values.push_back(-data.values[i]);
+  }
+  TestSequence sequence = MakeSequenceOf(spec, {data});
+  const Policy off = Parse("error-target", {{"tolerance", "off"}, {"floor", "0"}});
+  const Policy wide = Parse("error-target", {{"tolerance", "20"}, {"floor", "0"}});
+  std::vector<TestRow> rows;
+  for (const Policy& policy : {off, wide}) {
+    TestRow& row = rows.emplace_back(
+        MakeRow(&sequence, policy, 2 * kHalf, 1, true, DType::kFp32, 0, TestSeed()));
+    for (size_t i = 0; i < row.queries.size(); i += kDim) row.queries[i] = 0;  // halves look alike
+  }
+  RunAndCheck(0, {rows[0]});
+  const StepResult step = RunStep(backend_.get(), 0, rows);
+  ASSERT_TRUE(step.status.ok()) << step.status;
+  for (const float x : step.rows[0].out) EXPECT_NEAR(x, 0, 1e-5);
+  EXPECT_GT(*step.rows[0].stats.predicted_error_mean, 20);
+  const oracle::PolicyInput input = MakeInput(rows[1], 0, 0, 0);
+  const oracle::Selection selection = oracle::Select(input, OraclePolicy(wide, 0));
+  EXPECT_FALSE(step.plans[1].exact.empty());
+  EXPECT_FALSE(step.plans[1].estimated.empty());
+  EXPECT_EQ(oracle::CheckPlan(selection, NumberedPlan(step.plans[1], input)), "");
+}
+
+TEST_F(CpuBackendRows, SeveralQueryTokensAreCausal) {
+  TestSequence sequence = Make({640, 520}, 137);
+  std::vector<TestRow> rows;
+  for (const Policy& policy : Policies()) {
+    for (const uint32_t tokens : {2u, 3u, 37u, 137u}) {
+      if (tokens > 3 && policy.selector == Selector::kClusters) continue;  // the oracle is slow
+      rows.push_back(MakeRow(&sequence, policy, sequence.spec.tokens() - tokens, tokens, false,
+                             DType::kBf16, 1, TestSeed() + rows.size()));
+    }
+  }
+  RunAndCheck(1, rows);
+}
+
+TEST_F(CpuBackendRows, QueryOnlySeesThePastAlike) {
+  TestSequence sequence = Make({640, 520}, 70);
+  TestSequence no_tail = Make({640, 520}, 0, 0);  // and no sink: clusters only
+  std::vector<TestRow> rows;
+  for (const Policy& policy : Policies()) {
+    for (const uint32_t tokens : {1u, 3u}) {
+      rows.push_back(MakeRow(&sequence, policy, sequence.spec.tokens(), tokens, true, DType::kFp16,
+                             1, TestSeed() + rows.size()));
+      rows.push_back(MakeRow(&no_tail, policy, no_tail.spec.tokens(), tokens, true, DType::kFp32, 1,
+                             TestSeed() + rows.size()));
+    }
+    // A length in the middle of the tail: later tokens are there but not seen.
+    rows.push_back(MakeRow(&sequence, policy, 640 + 520 + 3, 1, true, DType::kFp32, 1,
+                           TestSeed() + rows.size()));
+  }
+  RunAndCheck(1, rows);
+}
+
+TEST_F(CpuBackendRows, WithoutSegmentsEveryPolicyIsDense) {
+  TestSequence sequence = Make({}, 333);
+  std::vector<TestRow> rows;
+  for (const Policy& policy : Policies()) {
+    rows.push_back(MakeRow(&sequence, policy, 332, 1, false, DType::kBf16, 0, rows.size()));
+    rows.push_back(MakeRow(&sequence, policy, 0, 5, false, DType::kBf16, 0, rows.size()));
+  }
+  const StepResult step = RunStep(backend_.get(), 0, rows);
+  ASSERT_TRUE(step.status.ok()) << step.status;
+  EXPECT_TRUE(step.plans.empty());
+  for (size_t r = 0; r < rows.size(); ++r) {
+    SCOPED_TRACE(testing::Message() << "row " << r << ": " << Describe(rows[r].policy));
+    const RowStats& stats = step.rows[r].stats;
+    EXPECT_EQ(stats.zone_tokens, r % 2 == 0 ? 2 * 333u : 2 * (1 + 2 + 3 + 4 + 5u));
+    EXPECT_EQ(stats.exact_tokens + stats.estimated_tokens + stats.dropped_tokens, 0u);
+    EXPECT_EQ(stats.covered_mass, 1.0f);
+    EXPECT_EQ(stats.exact_mass, 1.0f);
+    for (uint32_t token = 0; token < rows[r].query_tokens; ++token) {
+      for (uint32_t kv_head = 0; kv_head < 2; ++kv_head) {
+        const oracle::PolicyInput input = MakeInput(rows[r], 0, token, kv_head);
+        CheckHeads(step.rows[r], rows[r], token, kv_head,
+                   oracle::Attend(input, oracle::DensePolicy()));
+      }
+    }
+  }
+}
+
+TEST_F(CpuBackendRows, DenseIsDenseAttentionOverTheOriginalTokens) {
+  TestSequence sequence = Make({777, 512}, 61, 4, DType::kFp32);
+  const ModelShape& shape = sequence.spec.shape;
+  const uint32_t query_tokens = 3;
+  const TestRow row = MakeRow(&sequence, Parse("dense"), sequence.spec.tokens() - query_tokens,
+                              query_tokens, false, DType::kFp32, 1, TestSeed());
+  oracle::DenseInput input;
+  input.query_tokens = query_tokens;
+  input.query_heads = shape.query_heads;
+  input.kv_heads = shape.kv_heads;
+  input.head_dim = shape.head_dim;
+  input.value_dim = shape.value_dim;
+  input.past = row.past_tokens;
+  input.scale = shape.softmax_scale;
+  input.q.assign(row.queries.begin(), row.queries.end());
+  for (size_t t = 0; t < sequence.spec.tokens(); ++t) {
+    for (uint32_t h = 0; h < shape.kv_heads; ++h) {
+      const HeadData& data = sequence.head(1, h);
+      const oracle::Vector key = Rows(data.keys, shape.head_dim, t, 1)[0];
+      const oracle::Vector value = Rows(data.values, shape.value_dim, t, 1)[0];
+      input.k.insert(input.k.end(), key.begin(), key.end());
+      input.v.insert(input.v.end(), value.begin(), value.end());
+    }
+  }
+  const oracle::DenseOutput expected = oracle::DenseAttention(input);
+  const StepResult step = RunStep(backend_.get(), 1, std::span(&row, 1));
+  ASSERT_TRUE(step.status.ok()) << step.status;
+  ExpectClose(step.rows[0].out, expected.out, 0);
+  for (size_t i = 0; i < expected.lse.size(); ++i) {
+    EXPECT_NEAR(step.rows[0].lse[i], expected.lse[i], kLseTolerance);
+  }
+}
+
+TEST_F(CpuBackendRows, DenseLayersAreDense) {
+  TestSequence sequence = Make({640}, 70);
+  for (const uint32_t dense_layers : {0u, 1u, 2u}) {
+    std::vector<TestRow> rows;
+    for (const char* preset : {"streaming", "clusters-top-k", "double-p", "error-target"}) {
+      const Policy policy = Parse(preset, {{"dense_layers", std::to_string(dense_layers)}});
+      rows.push_back(MakeRow(&sequence, policy, sequence.spec.tokens() - 1, 1, false, DType::kFp32,
+                             1, TestSeed()));
+    }
+    RunAndCheck(1, rows);
+    const StepResult step = RunStep(backend_.get(), 1, rows);
+    for (const RowResult& row : step.rows) {
+      EXPECT_EQ(row.stats.exact_tokens == 2 * 636, dense_layers == 2);
+    }
+  }
+}
+
+TEST_F(CpuBackendRows, AnEmptySequenceHasTheEmptyAnswer) {
+  TestSequence sequence = Make({}, 0);
+  std::vector<TestRow> rows;
+  for (const Policy& policy : Policies()) {
+    rows.push_back(MakeRow(&sequence, policy, 0, 2, true, DType::kFp32, 0, TestSeed()));
+  }
+  const StepResult step = RunStep(backend_.get(), 0, rows);
+  ASSERT_TRUE(step.status.ok()) << step.status;
+  for (const RowResult& row : step.rows) {
+    EXPECT_THAT(row.out, testing::Each(0.0f));
+    EXPECT_THAT(row.lse, testing::Each(-std::numeric_limits<float>::infinity()));
+    EXPECT_EQ(row.stats.zone_tokens, 0u);
+    EXPECT_EQ(row.stats.covered_mass, 1.0f);
+  }
+}
+
+}  // namespace
+}  // namespace attnd::attention::test

@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Goal: policies are parsed from text as docs/POLICIES.md allows, wrong text is refused with a
+// message that names the parameter and what is allowed, and Parameters() writes what ParsePolicy
+// reads. Method: tables of good and bad parameters; random round trips.
+#include "attention/policy.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "absl/strings/str_cat.h"
+#include "tests/attention/support.h"
+
+namespace attnd::attention {
+namespace {
+
+using test::TestSeed;
+using testing::HasSubstr;
+using testing::UnorderedElementsAre;
+using Parameters = std::map<std::string, std::string>;
+
+TEST(Policy, PresetsHaveTheDocumentedParts) {
+  std::vector<std::string> names;
+  for (const Policy& policy : PresetPolicies()) {
+    names.push_back(policy.preset);
+    EXPECT_EQ(policy.sink, 4u);
+    EXPECT_EQ(policy.window, 64u);
+    EXPECT_EQ(policy.dense_layers, 0u);
+  }
+  EXPECT_EQ(names, std::vector<std::string>(
+                       {"dense", "streaming", "clusters-top-k", "double-p", "error-target"}));
+  EXPECT_EQ(ParsePolicy("dense")->selector, Selector::kAll);
+  EXPECT_EQ(ParsePolicy("streaming")->selector, Selector::kNone);
+  const Policy top_k = *ParsePolicy("clusters-top-k");
+  EXPECT_EQ(std::tuple(top_k.selector, top_k.cut, top_k.estimator),
+            std::tuple(Selector::kClusters, Cut::kTopK, Estimator::kCentroid));
+  EXPECT_EQ(std::pair(top_k.exact_share, top_k.estimated_share), std::pair(0.018, 0.232));
+  const Policy double_p = *ParsePolicy("double-p");
+  EXPECT_EQ(std::tuple(double_p.selector, double_p.cut, double_p.estimator),
+            std::tuple(Selector::kClusters, Cut::kTopP, Estimator::kCentroid));
+  EXPECT_EQ(std::pair(double_p.p1, double_p.p2), std::pair(0.95, 0.7));
+  const Policy error_target = *ParsePolicy("error-target");
+  EXPECT_EQ(std::tuple(error_target.selector, error_target.cut, error_target.estimator),
+            std::tuple(Selector::kClusters, Cut::kErrorBudget, Estimator::kSecondOrder));
+  EXPECT_EQ(std::pair(error_target.tolerance, error_target.floor), std::pair(0.2, 0.01));
+}
+
+TEST(Policy, ParameterNamesOfEachPreset) {
+  const auto names = [](const char* preset) {
+    std::vector<std::string> result;
+    for (const auto& [name, value] : ParsePolicy(preset)->Parameters()) result.push_back(name);
+    return result;
+  };
+  EXPECT_THAT(names("dense"), UnorderedElementsAre("sink", "window"));
+  EXPECT_THAT(names("streaming"), UnorderedElementsAre("sink", "window", "dense_layers"));
+  EXPECT_THAT(names("clusters-top-k"), UnorderedElementsAre("sink", "window", "dense_layers",
+                                                            "exact", "estimated", "estimator"));
+  EXPECT_THAT(names("double-p"),
+              UnorderedElementsAre("sink", "window", "dense_layers", "p1", "p2", "estimator"));
+  EXPECT_THAT(names("error-target"),
+              UnorderedElementsAre("sink", "window", "dense_layers", "tolerance", "floor"));
+}
+
+TEST(Policy, GoodParameters) {
+  const struct {
+    const char* preset;
+    Parameters parameters;
+    std::function<bool(const Policy&)> holds;
+  } kCases[] = {
+      {"dense", {{"sink", "0"}}, [](const Policy& p) { return p.sink == 0; }},
+      {"dense", {{"sink", "64"}}, [](const Policy& p) { return p.sink == 64; }},
+      {"streaming", {{"window", "4096"}}, [](const Policy& p) { return p.window == 4096; }},
+      {"streaming", {{"dense_layers", "2"}}, [](const Policy& p) { return p.dense_layers == 2; }},
+      {"clusters-top-k", {{"exact", "1"}}, [](const Policy& p) { return p.exact_share == 1; }},
+      {"clusters-top-k",
+       {{"estimated", "0"}},
+       [](const Policy& p) { return p.estimated_share == 0; }},
+      {"double-p",
+       {{"p1", "0.99"}, {"p2", "0.8"}},
+       [](const Policy& p) { return p.p1 == 0.99 && p.p2 == 0.8; }},
+      {"double-p", {{"p1", "0.8"}, {"p2", "0.8"}}, [](const Policy& p) { return p.p2 == 0.8; }},
+      // Both together are right, whichever is read first.
+      {"double-p", {{"p1", "0.5"}, {"p2", "0.4"}}, [](const Policy& p) { return p.p1 == 0.5; }},
+      {"double-p",
+       {{"estimator", "second-order"}},
+       [](const Policy& p) { return p.estimator == Estimator::kSecondOrder; }},
+      {"error-target", {{"tolerance", "0"}}, [](const Policy& p) { return p.tolerance == 0; }},
+      {"error-target",
+       {{"tolerance", "off"}},
+       [](const Policy& p) { return std::isinf(p.tolerance); }},
+      {"error-target", {{"tolerance", "3.5"}}, [](const Policy& p) { return p.tolerance == 3.5; }},
+      {"error-target", {{"floor", "0"}}, [](const Policy& p) { return p.floor == 0; }},
+      {"error-target", {{"floor", "1e-3"}}, [](const Policy& p) { return p.floor == 1e-3; }},
+  };
+  for (const auto& c : kCases) {
+    SCOPED_TRACE(absl::StrCat(c.preset, " ", c.parameters.begin()->first, "=",
+                              c.parameters.begin()->second));
+    const absl::StatusOr<Policy> policy = ParsePolicy(c.preset, c.parameters);
+    ASSERT_TRUE(policy.ok()) << policy.status();
+    EXPECT_TRUE(c.holds(*policy));
+  }
+}
+
+TEST(Policy, BadParametersNameTheParameterAndWhatIsAllowed) {
+  const struct {
+    const char* preset;
+    Parameters parameters;
+    const char* allowed;
+  } kCases[] = {
+      {"dense", {{"sink", "65"}}, "0..64"},
+      {"dense", {{"sink", "-1"}}, "0..64"},
+      {"dense", {{"sink", "4.5"}}, "0..64"},
+      {"dense", {{"sink", ""}}, "0..64"},
+      {"dense", {{"sink", "4294967296"}}, "0..64"},
+      {"dense", {{"window", "4097"}}, "0..4096"},
+      {"streaming", {{"dense_layers", "1025"}}, "0..1024"},
+      {"clusters-top-k", {{"exact", "0"}}, "above 0, up to 1"},
+      {"clusters-top-k", {{"exact", "1.01"}}, "above 0, up to 1"},
+      {"clusters-top-k", {{"exact", "nan"}}, "above 0, up to 1"},
+      {"clusters-top-k", {{"exact", "inf"}}, "above 0, up to 1"},
+      {"clusters-top-k", {{"exact", "half"}}, "above 0, up to 1"},
+      {"clusters-top-k", {{"estimated", "-0.1"}}, "from 0 to 1"},
+      {"clusters-top-k", {{"estimator", "third-order"}}, "centroid, second-order"},
+      {"double-p", {{"p2", "0"}}, "above 0, up to 1"},
+      {"double-p", {{"p2", "0.96"}}, "up to p1"},
+      {"double-p", {{"p1", "0.6"}}, "up to p1"},
+      {"error-target", {{"tolerance", "-0.1"}}, "or off"},
+      {"error-target", {{"tolerance", "inf"}}, "or off"},
+      {"error-target", {{"tolerance", "nan"}}, "or off"},
+      {"error-target", {{"tolerance", "OFF"}}, "or off"},
+      {"error-target", {{"floor", "2"}}, "from 0 to 1"},
+  };
+  for (const auto& c : kCases) {
+    const auto& [name, value] = *c.parameters.begin();
+    SCOPED_TRACE(absl::StrCat(c.preset, " ", name, "=", value));
+    const absl::Status status = ParsePolicy(c.preset, c.parameters).status();
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(c.allowed));
+    if (name != "p1") {
+      EXPECT_THAT(std::string(status.message()), HasSubstr(name));
+    }
+  }
+}
+
+TEST(Policy, ParametersOfOtherPresetsAreRefused) {
+  const std::pair<const char*, const char*> kCases[] = {
+      {"dense", "p1"},          {"dense", "dense_layers"}, {"streaming", "exact"},
+      {"clusters-top-k", "p1"}, {"double-p", "tolerance"}, {"error-target", "estimator"},
+      {"double-p", ""},
+  };
+  for (const auto& [preset, name] : kCases) {
+    SCOPED_TRACE(absl::StrCat(preset, " ", name));
+    const absl::Status status = ParsePolicy(preset, {{name, "1"}}).status();
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("sink"));  // lists what there is
+  }
+}
+
+TEST(Policy, UnknownAndPlannedPresets) {
+  for (const char* planned : {"quest", "double-sparsity", "twilight", "asynctls", "snapkv",
+                              "ada-snapkv", "topk-completion"}) {
+    EXPECT_TRUE(absl::IsUnimplemented(ParsePolicy(planned).status())) << planned;
+  }
+  for (const char* unknown : {"", "Dense", "sparse", "dense "}) {
+    const absl::Status status = ParsePolicy(unknown).status();
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << unknown;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("error-target"));
+  }
+  // A message does not repeat megabytes of somebody's input.
+  EXPECT_LT(ParsePolicy(std::string(1 << 20, 'x')).status().message().size(), 1000u);
+  EXPECT_LT(ParsePolicy("dense", {{"sink", std::string(1 << 20, '1')}}).status().message().size(),
+            1000u);
+  EXPECT_LT(ParsePolicy("dense", {{std::string(1 << 20, 'x'), "1"}}).status().message().size(),
+            1000u);
+}
+
+void ExpectSamePolicy(const Policy& a, const Policy& b) {
+  EXPECT_EQ(std::tuple(a.preset, a.selector, a.cut, a.estimator, a.sink, a.window, a.dense_layers),
+            std::tuple(b.preset, b.selector, b.cut, b.estimator, b.sink, b.window, b.dense_layers));
+  EXPECT_EQ(std::tuple(a.exact_share, a.estimated_share, a.p1, a.p2, a.tolerance, a.floor),
+            std::tuple(b.exact_share, b.estimated_share, b.p1, b.p2, b.tolerance, b.floor));
+}
+
+TEST(Policy, ParametersRoundTrip) {
+  for (const Policy& policy : PresetPolicies()) {
+    const absl::StatusOr<Policy> again = ParsePolicy(policy.preset, policy.Parameters());
+    ASSERT_TRUE(again.ok()) << again.status();
+    ExpectSamePolicy(*again, policy);
+  }
+}
+
+// Numbers survive with all their digits: what a server reports is what it does.
+TEST(Policy, RandomNumbersRoundTrip) {
+  test::Random random(TestSeed());
+  for (int round = 0; round < 200; ++round) {
+    SCOPED_TRACE(testing::Message() << "seed " << TestSeed() << ", round " << round);
+    for (Policy policy : PresetPolicies()) {
+      policy.sink = static_cast<uint32_t>(random.Below(65));
+      policy.window = static_cast<uint32_t>(random.Below(4097));
+      if (policy.selector != Selector::kAll) {
+        policy.dense_layers = static_cast<uint32_t>(random.Below(100));
+      }
+      if (policy.selector == Selector::kClusters && policy.cut == Cut::kTopK) {
+        policy.exact_share = 1 - random.Uniform();
+        policy.estimated_share = random.Uniform();
+      } else if (policy.selector == Selector::kClusters && policy.cut == Cut::kTopP) {
+        policy.p1 = 1 - random.Uniform();
+        policy.p2 = policy.p1 * (1 - random.Uniform());
+      } else if (policy.selector == Selector::kClusters) {
+        policy.tolerance = round % 10 == 0 ? std::numeric_limits<double>::infinity()
+                                           : 1e-3 * std::exp(5 * random.Uniform());
+        policy.floor = random.Uniform();
+      }
+      const absl::StatusOr<Policy> again = ParsePolicy(policy.preset, policy.Parameters());
+      ASSERT_TRUE(again.ok()) << again.status();
+      ExpectSamePolicy(*again, policy);
+      if (HasFailure()) return;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace attnd::attention

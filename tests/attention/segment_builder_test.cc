@@ -1,0 +1,414 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Goal: a built segment holds every token once, its index says about each cluster exactly what the
+// definitions say, its clusters are as good as k-means can make them, and building in small quanta
+// changes nothing. Method: seeded random and degenerate keys. The assignment is read back from the
+// payload's positions, and the oracle summarises that assignment in double precision over the
+// original tokens. Whether the assignment is right is judged by the oracle's own k-means: equal
+// where no call was close, of equal inertia otherwise.
+#include "attention/segment_builder.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "tests/attention/support.h"
+#include "tests/oracle/kmeans.h"
+
+namespace attnd::attention::test {
+namespace {
+
+// Sums are in double, but centring rounds keys to float32.
+constexpr double kFloatError = 4e-7;  // of a key, relative to the keys' size
+constexpr double kRelative = 1e-5;    // of a scalar that is stored as float32
+
+struct Case {
+  uint32_t head_dim, value_dim;
+  uint32_t begin;  // tokens of the sequence before the segment
+  uint32_t tokens, unclustered;
+};
+
+void PrintTo(const Case& c, std::ostream* out) {
+  *out << "dims " << c.head_dim << "/" << c.value_dim << ", tokens " << c.begin << " + " << c.tokens
+       << ", unclustered " << c.unclustered;
+}
+
+// A view whose tail starts at position `begin`, which need not be a block's first.
+std::shared_ptr<const SequenceView> Skip(const std::shared_ptr<const SequenceView>& view,
+                                         uint64_t begin) {
+  auto result = std::make_shared<SequenceView>(*view);
+  const auto first = static_cast<ptrdiff_t>(begin / kTailBlockTokens);
+  result->tail.assign(view->tail.begin() + first, view->tail.end());
+  result->tail_begin = begin;
+  return result;
+}
+
+// Every token once, in the right place, with its own bytes; clusters cover the rest without gaps.
+void ExpectPayload(const Segment& segment, uint32_t layer, uint32_t kv_head, const HeadData& data) {
+  const ModelShape& shape = segment.shape();
+  const PageGeometry geometry(shape);
+  const std::span<const uint16_t> positions = segment.positions(layer, kv_head);
+  ASSERT_EQ(positions.size(), segment.tokens());
+  std::vector<bool> seen(segment.tokens(), false);
+  for (uint32_t slot = 0; slot < segment.tokens(); ++slot) {
+    const uint32_t place = positions[slot];
+    ASSERT_LT(place, segment.tokens());
+    ASSERT_FALSE(seen[place]) << "token " << place << " twice";
+    seen[place] = true;
+    if (slot < segment.unclustered()) {
+      ASSERT_EQ(place, slot);
+    }
+    const size_t token = segment.first_position() + place;
+    const auto key =
+        Stored(shape.dtype, std::span(data.keys).subspan(token * shape.head_dim, shape.head_dim));
+    const auto value = Stored(
+        shape.dtype, std::span(data.values).subspan(token * shape.value_dim, shape.value_dim));
+    const std::byte* pages = segment.pages(layer, kv_head);
+    ASSERT_EQ(std::memcmp(pages + geometry.KeyOffset(slot), key.data(), key.size()), 0);
+    ASSERT_EQ(std::memcmp(pages + geometry.ValueOffset(slot), value.data(), value.size()), 0);
+  }
+  const ClusterIndex index = segment.index(layer, kv_head);
+  ASSERT_GE(index.clusters, 1u);
+  ASSERT_LE(index.clusters, (segment.clustered() + kClusterTokens - 1) / kClusterTokens);
+  ASSERT_EQ(index.starts[0], segment.unclustered());
+  ASSERT_EQ(index.starts[index.clusters], segment.tokens());
+  for (uint32_t i = 0; i < index.clusters; ++i) {
+    ASSERT_LT(index.starts[i], index.starts[i + 1]) << "cluster " << i << " is empty";
+    EXPECT_TRUE(std::is_sorted(positions.begin() + index.starts[i],
+                               positions.begin() + index.starts[i + 1]));
+  }
+}
+
+// The cluster of each clustered token, in position order.
+std::vector<size_t> AssignmentOf(const Segment& segment, uint32_t layer, uint32_t kv_head) {
+  const ClusterIndex index = segment.index(layer, kv_head);
+  const std::span<const uint16_t> positions = segment.positions(layer, kv_head);
+  std::vector<size_t> assignment(segment.clustered());
+  for (uint32_t i = 0; i < index.clusters; ++i) {
+    for (uint32_t slot = index.starts[i]; slot < index.starts[i + 1]; ++slot) {
+      assignment[positions[slot] - segment.unclustered()] = i;
+    }
+  }
+  return assignment;
+}
+
+double LargestKey(const HeadData& data) {
+  double largest = 0;
+  for (const float key : data.keys) largest = std::max(largest, std::fabs(double{key}));
+  return largest;
+}
+
+void ExpectRow(const oracle::Vector& stored, const oracle::Vector& exact, double relative,
+               double absolute) {
+  ASSERT_EQ(stored.size(), exact.size());
+  for (size_t c = 0; c < exact.size(); ++c) {
+    EXPECT_NEAR(stored[c], exact[c], relative * std::fabs(exact[c]) + absolute) << "channel " << c;
+  }
+}
+
+// Codes are the oracle's, or a neighbour where 15 sigma / r lies near a half.
+void ExpectCodes(const ClusterIndex& index, uint32_t i, const oracle::ClusterSummary& summary) {
+  const size_t half = summary.variance.size() / 2;
+  for (size_t c = 0; c < summary.variance.size(); ++c) {
+    const uint8_t byte = index.deviation_codes[i * half + c % half];
+    const int code = c < half ? byte % 16 : byte / 16;
+    if (code == summary.code.codes[c]) continue;
+    const double level = 15 * std::sqrt(summary.variance[c]) / summary.code.r;
+    EXPECT_EQ(std::abs(code - summary.code.codes[c]), 1) << "channel " << c;
+    EXPECT_NEAR(level - std::floor(level), 0.5, 1e-3) << "channel " << c;
+  }
+}
+
+void ExpectIndex(const Segment& segment, uint32_t layer, uint32_t kv_head, const HeadData& data) {
+  const ModelShape& shape = segment.shape();
+  const size_t first = segment.first_position() + segment.unclustered();
+  const auto keys = Rows(data.keys, shape.head_dim, first, segment.clustered());
+  const auto values = Rows(data.values, shape.value_dim, first, segment.clustered());
+  const ClusterIndex index = segment.index(layer, kv_head);
+  const oracle::SegmentIndex expected = oracle::SummariseAssignment(
+      keys, values, AssignmentOf(segment, layer, kv_head), index.clusters);
+  const std::vector<oracle::Cluster> stored = StoredClusters(segment, layer, kv_head);
+  ASSERT_EQ(expected.clusters.size(), index.clusters);
+  // Rounding to the dtype, which below its normal numbers is absolute, and float32 centring.
+  const double roundoff = UnitRoundoff(shape.dtype) * (1 + 1e-6);
+  const double smallest = shape.dtype == DType::kFp16 ? 0x1p-25 : 0x1p-133;
+  const double key_error = kFloatError * LargestKey(data);
+  for (uint32_t i = 0; i < index.clusters; ++i) {
+    SCOPED_TRACE(testing::Message() << "cluster " << i << " of " << index.clusters);
+    const oracle::ClusterSummary& summary = expected.clusters[i];
+    ExpectRow(stored[i].centroid, summary.centroid, roundoff, key_error + smallest);
+    ExpectRow(stored[i].mean_value, summary.mean_value, roundoff, smallest);
+    ExpectCodes(index, i, summary);
+    const double unit = std::pow(summary.code.r / 15, 2);
+    EXPECT_NEAR(std::sqrt(index.variance_unit[i]), std::sqrt(unit),
+                kRelative * std::sqrt(unit) + key_error);
+    EXPECT_FLOAT_EQ(index.log_size[i],
+                    static_cast<float>(std::log(static_cast<double>(summary.members.size()))));
+    const double norm2 = oracle::SquaredNorm(summary.mean_value);
+    EXPECT_NEAR(index.value_norm2[i], norm2, kRelative * norm2);
+    const double spread = std::sqrt(summary.value_spread);
+    EXPECT_NEAR(index.spread[i], spread, kRelative * spread + 1e-7 * std::sqrt(norm2));
+    if (testing::Test::HasFailure()) return;
+  }
+}
+
+class SegmentBuilderTest : public testing::TestWithParam<std::tuple<Case, DType>> {};
+
+TEST_P(SegmentBuilderTest, PayloadAndIndex) {
+  const auto& [c, dtype] = GetParam();
+  const uint64_t seed = TestSeed() + c.tokens;
+  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  const ModelShape shape = MakeShape(4, 2, c.head_dim, c.value_dim, dtype, 2);
+  Random random(seed);
+  std::vector<HeadData> heads;
+  for (int h = 0; h < 4; ++h) heads.push_back(MakeHeadData(shape, c.begin + c.tokens + 5, &random));
+  const auto view = Skip(MakeTailView(shape, c.begin + c.tokens + 5, heads), c.begin);
+  const auto segment = BuildSegment(view, c.tokens, c.unclustered, 42);
+  EXPECT_EQ(segment->id(), 42u);
+  EXPECT_EQ(segment->first_position(), c.begin);
+  EXPECT_EQ(segment->end_position(), c.begin + c.tokens);
+  EXPECT_EQ(segment->bytes(), Segment::IndexBytes(shape, c.tokens, c.unclustered) +
+                                  Segment::PayloadBytes(shape, c.tokens));
+  for (uint32_t h = 0; h < heads.size(); ++h) {
+    SCOPED_TRACE(testing::Message() << "layer " << h / 2 << ", KV head " << h % 2);
+    ExpectPayload(*segment, h / 2, h % 2, heads[h]);
+    if (HasFatalFailure()) return;
+    ExpectIndex(*segment, h / 2, h % 2, heads[h]);
+    if (HasFailure()) return;
+  }
+}
+
+const Case kCases[] = {
+    {64, 64, 0, 1, 0},     {64, 64, 0, 5, 4},      {16, 32, 3, 15, 0},   {48, 16, 64, 16, 0},
+    {128, 64, 100, 17, 0}, {64, 128, 0, 512, 4},   {80, 80, 63, 513, 0}, {128, 128, 0, 1500, 64},
+    {16, 512, 65, 600, 1}, {512, 16, 128, 530, 0},
+};
+INSTANTIATE_TEST_SUITE_P(Shapes, SegmentBuilderTest,
+                         testing::Combine(testing::ValuesIn(kCases),
+                                          testing::Values(DType::kBf16, DType::kFp16,
+                                                          DType::kFp32)));
+
+// One KV head with the keys and values given.
+class OneHead : public testing::Test {
+ protected:
+  std::shared_ptr<const Segment> Build(uint32_t tokens, uint32_t unclustered = 0) {
+    return BuildSegment(MakeTailView(shape_, tokens, {data_}), tokens, unclustered);
+  }
+  void ExpectRight(const Segment& segment) {
+    ExpectPayload(segment, 0, 0, data_);
+    if (!HasFatalFailure()) ExpectIndex(segment, 0, 0, data_);
+  }
+
+  ModelShape shape_ = MakeShape(1, 1, 32, 16, DType::kFp32);
+  HeadData data_;
+};
+
+TEST_F(OneHead, PositionsPastFifteenBits) {
+  constexpr uint32_t kTokens = 33000;
+  shape_ = MakeShape(1, 1, 16, 16, DType::kBf16);
+  Random random(TestSeed());
+  data_ = MakeHeadData(shape_, kTokens, &random);
+  ExpectPayload(*Build(kTokens), 0, 0, data_);
+}
+
+TEST_F(OneHead, IdenticalKeysMakeOneCluster) {
+  for (const DType dtype : {DType::kBf16, DType::kFp16, DType::kFp32}) {
+    for (const uint32_t tokens : {1u, 15u, 16u, 17u, 512u, 1000u}) {
+      SCOPED_TRACE(testing::Message() << std::string(DTypeName(dtype)) << ", tokens " << tokens);
+      shape_.dtype = dtype;
+      Random random(TestSeed());
+      const std::vector<float> key = Rounded(dtype, random.Normals(32));
+      data_.keys.clear();
+      for (uint32_t t = 0; t < tokens; ++t) {
+        data_.keys.insert(data_.keys.end(), key.begin(), key.end());
+      }
+      data_.values = Rounded(dtype, random.Normals(tokens * 16));
+      const auto segment = Build(tokens);
+      ExpectRight(*segment);
+      const ClusterIndex index = segment->index(0, 0);
+      EXPECT_EQ(index.clusters, 1u);  // ties go to the first, and the empty ones are dropped
+      EXPECT_EQ(std::memcmp(index.centroids, Stored(dtype, key).data(), 32 * DTypeBytes(dtype)), 0);
+      EXPECT_EQ(index.variance_unit[0], 0.0f);
+    }
+  }
+}
+
+TEST_F(OneHead, ConstantChannelsAndConstantValues) {
+  Random random(TestSeed());
+  data_.keys = random.Normals(700 * 32);
+  for (size_t i = 0; i < data_.keys.size(); ++i) {
+    if (i % 32 % 3 == 0) data_.keys[i] = 100.0f + static_cast<float>(i % 32);
+  }
+  data_.values.assign(700 * 16, 3.3f);
+  const auto segment = Build(700, 4);
+  ExpectRight(*segment);
+  for (const oracle::Cluster& cluster : StoredClusters(*segment, 0, 0)) {
+    for (size_t c = 0; c < 32; c += 3) {
+      EXPECT_EQ(cluster.variance[c], 0.0);
+      EXPECT_EQ(cluster.centroid[c], 100.0 + static_cast<double>(c));
+    }
+    EXPECT_LE(cluster.value_spread, 1e-10);
+  }
+}
+
+TEST_F(OneHead, TwoKindsOfKeysGiveTwoPureClusters) {
+  Random random(TestSeed());
+  const std::vector<float> kinds = random.Normals(2 * 32);
+  for (uint32_t t = 0; t < 600; ++t) {
+    const float* kind = kinds.data() + (t % 2) * 32;
+    data_.keys.insert(data_.keys.end(), kind, kind + 32);
+  }
+  data_.values = random.Normals(600 * 16);
+  const auto segment = Build(600);
+  ExpectRight(*segment);
+  const ClusterIndex index = segment->index(0, 0);
+  EXPECT_EQ(index.clusters, 2u);
+  for (const uint32_t i : {0u, 1u}) EXPECT_EQ(index.variance_unit[i], 0.0f);
+}
+
+// The variance unit is a square in float32: deviations from 1e-18 to 1e19 fit it, far more than
+// logits can use.
+TEST_F(OneHead, LargeAndSmallMagnitudes) {
+  for (const double scale : {1e-15, 1e-6, 1e6, 1e15}) {
+    SCOPED_TRACE(testing::Message() << "scale " << scale);
+    Random random(TestSeed());
+    data_.keys = random.Normals(520 * 32, scale);
+    data_.values = random.Normals(520 * 16, 1);
+    ExpectRight(*Build(520));
+  }
+}
+
+// Inertia over the clusters as the oracle sums it.
+double InertiaOf(const Segment& segment, const std::vector<oracle::Vector>& keys,
+                 const std::vector<oracle::Vector>& values) {
+  const auto assignment = AssignmentOf(segment, 0, 0);
+  return oracle::Inertia(
+      keys, oracle::SummariseAssignment(keys, values, assignment, segment.index(0, 0).clusters));
+}
+
+TEST_F(OneHead, AsGoodAsTheOraclesClusters) {
+  for (uint64_t round = 0; round < 8; ++round) {
+    const uint64_t seed = TestSeed() + round;
+    const uint32_t tokens = 520 + 97 * static_cast<uint32_t>(round);
+    shape_ =
+        MakeShape(1, 1, round % 2 == 0 ? 64 : 48, 16, round % 3 == 0 ? DType::kFp32 : DType::kBf16);
+    SCOPED_TRACE(testing::Message() << "seed " << seed << ", tokens " << tokens);
+    Random random(seed);
+    data_ = MakeHeadData(shape_, tokens, &random);
+    const auto segment = Build(tokens, 4);
+    const auto keys = Rows(data_.keys, shape_.head_dim, 4, tokens - 4);
+    const auto values = Rows(data_.values, shape_.value_dim, 4, tokens - 4);
+    const oracle::SegmentIndex expected = oracle::BuildIndex(keys, values, {});
+    EXPECT_LE(InertiaOf(*segment, keys, values), 1.01 * oracle::Inertia(keys, expected));
+    if (expected.margin > 1e-4) {
+      EXPECT_EQ(AssignmentOf(*segment, 0, 0), expected.assignment);
+    }
+  }
+}
+
+// Keys far enough apart that no call is close, so that assignments must agree; the oracle's margin
+// proves it.
+TEST_F(OneHead, EqualAssignmentWhereNoCallIsClose) {
+  int compared = 0;
+  for (uint64_t round = 0; round < 20; ++round) {
+    const uint64_t seed = TestSeed() + round;
+    SCOPED_TRACE(testing::Message() << "seed " << seed);
+    const uint32_t tokens = 40 + 13 * static_cast<uint32_t>(round);
+    Random random(seed);
+    const std::vector<float> centres = random.Normals(5 * 32, 10);
+    data_.keys = random.Normals(tokens * 32);
+    for (uint32_t t = 0; t < tokens; ++t) {
+      const size_t centre = random.Below(5);
+      for (size_t c = 0; c < 32; ++c) data_.keys[t * 32 + c] += centres[centre * 32 + c];
+    }
+    data_.values = random.Normals(tokens * 16);
+    const auto keys = Rows(data_.keys, 32, 0, tokens);
+    const oracle::SegmentIndex expected =
+        oracle::BuildIndex(keys, Rows(data_.values, 16, 0, tokens), {});
+    if (expected.margin < 1e-4) continue;
+    ++compared;
+    EXPECT_EQ(AssignmentOf(*Build(tokens), 0, 0), expected.assignment);
+  }
+  EXPECT_GE(compared, 10);
+}
+
+// ---- quanta ----
+
+std::vector<std::byte> AllBytes(const Segment& segment) {
+  const ModelShape& shape = segment.shape();
+  std::vector<std::byte> bytes;
+  const auto append = [&](const void* data, size_t size) {
+    const auto* start = static_cast<const std::byte*>(data);
+    bytes.insert(bytes.end(), start, start + size);
+  };
+  for (uint32_t layer = 0; layer < shape.layers; ++layer) {
+    for (uint32_t head = 0; head < shape.kv_heads; ++head) {
+      const ClusterIndex index = segment.index(layer, head);
+      const size_t n = index.clusters;
+      append(index.centroids, n * shape.head_dim * DTypeBytes(shape.dtype));
+      append(index.mean_values, n * shape.value_dim * DTypeBytes(shape.dtype));
+      append(index.deviation_codes, n * shape.head_dim / 2);
+      append(index.variance_unit, n * sizeof(float));
+      append(index.log_size, n * sizeof(float));
+      append(index.spread, n * sizeof(float));
+      append(index.value_norm2, n * sizeof(float));
+      append(index.starts, (n + 1) * sizeof(uint32_t));
+      append(segment.positions(layer, head).data(), segment.tokens() * sizeof(uint16_t));
+      append(segment.pages(layer, head),
+             PageGeometry::PagesFor(segment.tokens()) * PageGeometry(shape).page_bytes());
+    }
+  }
+  return bytes;
+}
+
+TEST(HeadBuilderQuanta, TheSameBytesHoweverTheTimeIsCut) {
+  const ModelShape shape = MakeShape(2, 2, 64, 48, DType::kBf16, 2);
+  Random random(TestSeed());
+  std::vector<HeadData> heads;
+  for (int h = 0; h < 4; ++h) heads.push_back(MakeHeadData(shape, 1500, &random));
+  const auto view = MakeTailView(shape, 1500, heads);
+  const std::vector<std::byte> expected = AllBytes(*BuildSegment(view, 1500, 4));
+  for (const int64_t quantum_us : {0, 50, 1000}) {
+    EXPECT_EQ(AllBytes(*BuildSegment(view, 1500, 4, 1, quantum_us)), expected) << quantum_us;
+  }
+  // Heads in any order, two builders taking turns.
+  SegmentBuilder builder(view, 1, 1500, 4);
+  HeadBuilder one, other;
+  for (const auto& [first, second] : {std::pair(3u, 0u), std::pair(2u, 1u)}) {
+    one.Start(&builder, first);
+    other.Start(&builder, second);
+    bool one_done = false, other_done = false;
+    while (!one_done || !other_done) {
+      one_done = one_done || one.Advance(std::chrono::microseconds(0));
+      other_done = other_done || other.Advance(std::chrono::microseconds(0));
+    }
+  }
+  EXPECT_EQ(AllBytes(*builder.Finish()), expected);
+}
+
+// A chunk's work has a limit, so a head takes at least its work over that limit in chunks. No
+// clock: machines differ.
+TEST(HeadBuilderQuanta, AChunkIsASmallPartOfTheWork) {
+  constexpr uint64_t kChunkMultiplyAdds = uint64_t{4} << 20;
+  constexpr uint32_t kChunkTokens = 128;
+  for (const uint32_t head_dim : {64u, 128u, 256u}) {
+    constexpr uint32_t kTokens = 4096;
+    const ModelShape shape = MakeShape(1, 1, head_dim, 16, DType::kBf16);
+    Random random(TestSeed());
+    const auto view = MakeTailView(shape, kTokens, {MakeHeadData(shape, kTokens, &random)});
+    SegmentBuilder builder(view, 1, kTokens, 0);
+    HeadBuilder head;
+    head.Start(&builder, 0);
+    uint64_t chunks = 1;
+    while (!head.Advance(std::chrono::microseconds(0))) ++chunks;
+    const uint64_t work = uint64_t{kKMeansIterations} * kTokens * (kTokens / 16) * head_dim;
+    EXPECT_GE(chunks, work / kChunkMultiplyAdds + 3 * kTokens / kChunkTokens) << head_dim;
+  }
+}
+
+}  // namespace
+}  // namespace attnd::attention::test

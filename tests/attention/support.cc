@@ -1,0 +1,387 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/attention/support.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <numeric>
+
+#include "attention/segment_builder.h"
+#include "common/dtype.h"
+
+namespace attnd::attention::test {
+namespace {
+
+constexpr uint64_t kDefaultSeed = 20260117;
+
+// Turns the first half of each key's channels, in pairs, by angles that grow with the position.
+void Rotate(size_t head_dim, uint64_t position, float* key) {
+  const size_t pairs = head_dim / 4;
+  for (size_t c = 0; c < pairs; ++c) {
+    const double angle = static_cast<double>(position) *
+                         std::pow(1000.0, -static_cast<double>(c + 1) / static_cast<double>(pairs));
+    const double x = key[c];
+    const double y = key[c + pairs];
+    key[c] = static_cast<float>(x * std::cos(angle) - y * std::sin(angle));
+    key[c + pairs] = static_cast<float>(x * std::sin(angle) + y * std::cos(angle));
+  }
+}
+
+oracle::Vector LoadRow(DType dtype, const std::byte* row, size_t dim) {
+  std::vector<float> values(dim);
+  ToFloat(dtype, row, dim, values.data());
+  return {values.begin(), values.end()};
+}
+
+// Multiplies stored numbers, at most up to the largest finite ones.
+void Scale(DType dtype, double factor, std::vector<float>* values) {
+  if (factor == 1) return;
+  const double max = dtype == DType::kFp16 ? 65504 : 3.3e38;
+  for (float& x : *values) x = static_cast<float>(std::clamp(x * factor, -max, max));
+  *values = Rounded(dtype, *values);
+}
+
+}  // namespace
+
+uint64_t TestSeed() {
+  const char* text = std::getenv("ATTND_TEST_SEED");
+  return text != nullptr ? std::strtoull(text, nullptr, 10) : kDefaultSeed;
+}
+
+std::vector<float> Random::Normals(size_t count, double scale) {
+  std::vector<float> values(count);
+  for (float& value : values) value = static_cast<float>(scale * Normal());
+  return values;
+}
+
+std::vector<std::byte> Stored(DType dtype, std::span<const float> values) {
+  std::vector<std::byte> bytes(values.size() * DTypeBytes(dtype));
+  FromFloat(dtype, values.data(), values.size(), bytes.data());
+  return bytes;
+}
+
+std::vector<float> Rounded(DType dtype, std::span<const float> values) {
+  std::vector<float> rounded(values.size());
+  ToFloat(dtype, Stored(dtype, values).data(), values.size(), rounded.data());
+  return rounded;
+}
+
+double UnitRoundoff(DType dtype) {
+  switch (dtype) {
+    case DType::kBf16:
+      return 0x1p-8;
+    case DType::kFp16:
+      return 0x1p-11;
+    case DType::kFp32:
+      return 0x1p-24;
+  }
+  return 0;
+}
+
+ModelShape MakeShape(uint32_t query_heads, uint32_t kv_heads, uint32_t head_dim, uint32_t value_dim,
+                     DType dtype, uint32_t layers) {
+  ModelShape shape;
+  shape.layers = layers;
+  shape.query_heads = query_heads;
+  shape.kv_heads = kv_heads;
+  shape.head_dim = head_dim;
+  shape.value_dim = value_dim;
+  shape.dtype = dtype;
+  shape.softmax_scale = static_cast<float>(1 / std::sqrt(static_cast<double>(head_dim)));
+  return shape;
+}
+
+uint64_t SequenceSpec::tokens() const {
+  return std::accumulate(segment_tokens.begin(), segment_tokens.end(), tail_tokens);
+}
+
+std::ostream& operator<<(std::ostream& out, const SequenceSpec& spec) {
+  const ModelShape& s = spec.shape;
+  out << "seed " << spec.seed << ", layers " << s.layers << ", heads " << s.query_heads << "/"
+      << s.kv_heads << ", dims " << s.head_dim << "/" << s.value_dim << ", "
+      << std::string(DTypeName(s.dtype)) << ", sink " << spec.sink << ", segments";
+  for (const uint32_t tokens : spec.segment_tokens) out << " " << tokens;
+  return out << ", tail " << spec.tail_tokens << ", scales " << spec.key_scale << "/"
+             << spec.value_scale;
+}
+
+HeadData MakeHeadData(const ModelShape& shape, uint64_t tokens, Random* random) {
+  constexpr double kNoise = 0.6;
+  const size_t dim = shape.head_dim;
+  const size_t value_dim = shape.value_dim;
+  const size_t centres = tokens / 40 + 2;
+  const std::vector<float> centre_keys = random->Normals(centres * dim);
+  const std::vector<float> centre_values = random->Normals(centres * value_dim);
+  std::vector<double> channel_scale(dim);
+  for (double& scale : channel_scale) scale = std::exp(0.5 * random->Normal());
+  const std::vector<float> offset = random->Normals(dim);
+
+  HeadData data;
+  data.keys.resize(tokens * dim);
+  data.values.resize(tokens * value_dim);
+  for (uint64_t t = 0; t < tokens; ++t) {
+    // Squaring makes the first centres popular and the last rare.
+    const double place = random->Uniform();
+    const size_t centre = static_cast<size_t>(place * place * static_cast<double>(centres));
+    float* key = data.keys.data() + t * dim;
+    for (size_t c = 0; c < dim; ++c) {
+      key[c] = static_cast<float>(channel_scale[c] *
+                                  (centre_keys[centre * dim + c] + kNoise * random->Normal()));
+    }
+    Rotate(dim, t, key);
+    for (size_t c = 0; c < dim; ++c) key[c] += offset[c];
+    for (size_t c = 0; c < value_dim; ++c) {
+      data.values[t * value_dim + c] =
+          static_cast<float>(centre_values[centre * value_dim + c] + kNoise * random->Normal());
+    }
+  }
+  data.keys = Rounded(shape.dtype, data.keys);
+  data.values = Rounded(shape.dtype, data.values);
+  return data;
+}
+
+std::shared_ptr<const SequenceView> MakeTailView(const ModelShape& shape, uint64_t tokens,
+                                                 const std::vector<HeadData>& heads) {
+  const PageGeometry geometry(shape);
+  auto view = std::make_shared<SequenceView>();
+  view->shape = shape;
+  for (uint64_t begin = 0; begin < tokens; begin += kTailBlockTokens) {
+    auto block = std::make_shared<TailBlock>(shape);
+    for (uint32_t h = 0; h < heads.size(); ++h) {
+      std::byte* pages = block->pages(h / shape.kv_heads, h % shape.kv_heads);
+      for (uint64_t t = begin; t < std::min(tokens, begin + kTailBlockTokens); ++t) {
+        FromFloat(shape.dtype, heads[h].keys.data() + t * shape.head_dim, shape.head_dim,
+                  pages + geometry.KeyOffset(t - begin));
+        FromFloat(shape.dtype, heads[h].values.data() + t * shape.value_dim, shape.value_dim,
+                  pages + geometry.ValueOffset(t - begin));
+      }
+    }
+    view->tail.push_back(std::move(block));
+  }
+  return view;
+}
+
+std::shared_ptr<const Segment> BuildSegment(const std::shared_ptr<const SequenceView>& view,
+                                            uint32_t tokens, uint32_t unclustered, uint64_t id,
+                                            int64_t quantum_us) {
+  SegmentBuilder builder(view, id, tokens, unclustered);
+  EXPECT_TRUE(builder.allocated());
+  HeadBuilder head_builder;
+  for (uint32_t head = 0; head < builder.heads(); ++head) {
+    head_builder.Start(&builder, head);
+    while (!head_builder.Advance(std::chrono::microseconds(quantum_us))) {
+    }
+  }
+  return builder.Finish();
+}
+
+TestSequence MakeSequence(const SequenceSpec& spec) {
+  std::vector<HeadData> heads;
+  Random random(spec.seed);
+  for (uint32_t h = 0; h < spec.shape.layers * spec.shape.kv_heads; ++h) {
+    HeadData& data = heads.emplace_back(MakeHeadData(spec.shape, spec.tokens(), &random));
+    Scale(spec.shape.dtype, spec.key_scale, &data.keys);
+    Scale(spec.shape.dtype, spec.value_scale, &data.values);
+  }
+  return MakeSequenceOf(spec, std::move(heads));
+}
+
+TestSequence MakeSequenceOf(const SequenceSpec& spec, std::vector<HeadData> heads) {
+  TestSequence sequence;
+  sequence.spec = spec;
+  sequence.heads = std::move(heads);
+  std::shared_ptr<const SequenceView> view =
+      MakeTailView(spec.shape, spec.tokens(), sequence.heads);
+  const std::vector<std::shared_ptr<const TailBlock>> blocks = view->tail;
+  for (size_t s = 0; s < spec.segment_tokens.size(); ++s) {
+    auto next = std::make_shared<SequenceView>(*view);
+    const uint32_t unclustered = s == 0 ? spec.sink : 0;
+    next->segments.push_back(BuildSegment(view, spec.segment_tokens[s], unclustered, s + 1));
+    next->tail_begin = view->tail_begin + spec.segment_tokens[s];
+    const auto first = static_cast<ptrdiff_t>(next->tail_begin / kTailBlockTokens);
+    next->tail.clear();
+    if (first < static_cast<ptrdiff_t>(blocks.size())) {
+      next->tail.assign(blocks.begin() + first, blocks.end());
+    }
+    view = std::move(next);
+  }
+  sequence.view = std::move(view);
+  return sequence;
+}
+
+TestRow MakeRow(TestSequence* sequence, const Policy& policy, uint64_t past_tokens,
+                uint32_t query_tokens, bool query_only, DType query_dtype, uint32_t layer,
+                uint64_t seed) {
+  constexpr double kAim = 0.8;  // how much of a key there is in a query
+  const ModelShape& shape = sequence->spec.shape;
+  Random random(seed);
+  TestRow row;
+  row.sequence = sequence;
+  row.policy = policy;
+  row.past_tokens = past_tokens;
+  row.query_tokens = query_tokens;
+  row.query_only = query_only;
+  row.query_dtype = query_dtype;
+  row.queries = random.Normals(size_t{query_tokens} * shape.query_heads * shape.head_dim);
+  for (size_t i = 0; i < row.queries.size() && sequence->spec.tokens() > 0;) {
+    const size_t head = i / shape.head_dim % shape.query_heads;
+    const HeadData& data = sequence->head(layer, static_cast<uint32_t>(head / shape.group()));
+    const uint64_t token = random.Below(sequence->spec.tokens());
+    for (size_t c = 0; c < shape.head_dim; ++c, ++i) {
+      row.queries[i] += static_cast<float>(kAim * data.keys[token * shape.head_dim + c]);
+    }
+  }
+  // From flat to peaked softmax, so that both small and capped logit variances occur.
+  const double sharpness = 0.1 + 0.9 * random.Uniform();
+  for (float& x : row.queries) x = static_cast<float>(sharpness * x);
+  row.queries = Rounded(query_dtype, row.queries);
+  return row;
+}
+
+StepResult RunStep(Backend* backend, uint32_t layer, std::span<const TestRow> rows) {
+  StepResult result;
+  result.rows.resize(rows.size());
+  std::vector<std::vector<std::byte>> queries;
+  std::vector<StepRow> step_rows;
+  for (size_t r = 0; r < rows.size(); ++r) {
+    const TestRow& row = rows[r];
+    const ModelShape& shape = row.sequence->spec.shape;
+    const size_t lanes = size_t{row.query_tokens} * shape.query_heads;
+    RowResult& target = result.rows[r];
+    // What the backend forgets to write stays visible.
+    target.out.assign(lanes * shape.value_dim, std::nanf(""));
+    target.lse.assign(lanes, std::nanf(""));
+    target.stats.zone_tokens = 12345;
+    StepRow step_row;
+    step_row.view = row.sequence->view;
+    step_row.policy = &row.policy;
+    step_row.past_tokens = row.past_tokens;
+    step_row.query_tokens = row.query_tokens;
+    step_row.query_only = row.query_only;
+    step_row.query_dtype = row.query_dtype;
+    step_row.queries = queries.emplace_back(Stored(row.query_dtype, row.queries)).data();
+    step_row.out = target.out.data();
+    step_row.lse = target.lse.data();
+    step_row.stats = &target.stats;
+    step_rows.push_back(step_row);
+  }
+  StepRequest request;
+  request.layer = layer;
+  request.rows = step_rows;
+  request.plans = &result.plans;
+  result.status = backend->Step(request);
+  return result;
+}
+
+std::vector<oracle::Vector> Rows(std::span<const float> flat, size_t dim, size_t begin,
+                                 size_t count) {
+  std::vector<oracle::Vector> rows;
+  for (size_t i = begin; i < begin + count; ++i) {
+    const std::span<const float> row = flat.subspan(i * dim, dim);
+    rows.emplace_back(row.begin(), row.end());
+  }
+  return rows;
+}
+
+std::vector<oracle::Cluster> StoredClusters(const Segment& segment, uint32_t layer,
+                                            uint32_t kv_head) {
+  const ModelShape& shape = segment.shape();
+  const PageGeometry geometry(shape);
+  const ClusterIndex index = segment.index(layer, kv_head);
+  const std::byte* pages = segment.pages(layer, kv_head);
+  const size_t half = shape.head_dim / 2;
+  std::vector<oracle::Cluster> clusters;
+  for (uint32_t i = 0; i < index.clusters; ++i) {
+    oracle::Cluster cluster;
+    cluster.size = index.starts[i + 1] - index.starts[i];
+    cluster.centroid =
+        LoadRow(shape.dtype, index.centroids + i * geometry.key_row_bytes, shape.head_dim);
+    cluster.mean_value =
+        LoadRow(shape.dtype, index.mean_values + i * geometry.value_row_bytes, shape.value_dim);
+    for (size_t c = 0; c < shape.head_dim; ++c) {
+      const uint8_t byte = index.deviation_codes[i * half + c % half];
+      const int code = c < half ? byte % 16 : byte / 16;
+      cluster.variance.push_back(double{index.variance_unit[i]} * code * code);
+    }
+    cluster.value_spread = double{index.spread[i]} * index.spread[i];
+    for (uint32_t slot = index.starts[i]; slot < index.starts[i + 1]; ++slot) {
+      cluster.keys.push_back(
+          LoadRow(shape.dtype, pages + geometry.KeyOffset(slot), shape.head_dim));
+      cluster.values.push_back(
+          LoadRow(shape.dtype, pages + geometry.ValueOffset(slot), shape.value_dim));
+    }
+    clusters.push_back(std::move(cluster));
+  }
+  return clusters;
+}
+
+oracle::PolicyInput MakeInput(const TestRow& row, uint32_t layer, uint32_t query_token,
+                              uint32_t kv_head) {
+  const TestSequence& sequence = *row.sequence;
+  const ModelShape& shape = sequence.spec.shape;
+  const HeadData& data = sequence.head(layer, kv_head);
+  oracle::PolicyInput input;
+  input.queries =
+      Rows(row.queries, shape.head_dim,
+           size_t{query_token} * shape.query_heads + kv_head * shape.group(), shape.group());
+  const size_t sink = sequence.spec.segment_tokens.empty() ? 0 : sequence.spec.sink;
+  const size_t tail_begin = sequence.view->tail_begin;
+  const size_t tail = row.seen(query_token) - tail_begin;
+  input.zone_keys = Rows(data.keys, shape.head_dim, 0, sink);
+  input.zone_values = Rows(data.values, shape.value_dim, 0, sink);
+  for (const oracle::Vector& key : Rows(data.keys, shape.head_dim, tail_begin, tail)) {
+    input.zone_keys.push_back(key);
+  }
+  for (const oracle::Vector& value : Rows(data.values, shape.value_dim, tail_begin, tail)) {
+    input.zone_values.push_back(value);
+  }
+  for (const auto& segment : sequence.view->segments) {
+    input.segments.push_back(StoredClusters(*segment, layer, kv_head));
+  }
+  input.scale = shape.softmax_scale;
+  input.value_dim = shape.value_dim;
+  return input;
+}
+
+oracle::Plan NumberedPlan(const Plan& plan, const oracle::PolicyInput& input) {
+  std::vector<size_t> first = {0};
+  for (const auto& segment : input.segments) first.push_back(first.back() + segment.size());
+  oracle::Plan numbered;
+  for (const ClusterRef& ref : plan.exact) {
+    numbered.exact.push_back(first.at(ref.segment) + ref.cluster);
+  }
+  for (const ClusterRef& ref : plan.estimated) {
+    numbered.estimated.push_back(first.at(ref.segment) + ref.cluster);
+  }
+  return numbered;
+}
+
+oracle::Policy OraclePolicy(const Policy& policy, uint32_t layer) {
+  oracle::Policy result;
+  result.mass = policy.estimator == Estimator::kSecondOrder ? oracle::MassEstimate::kSecondOrder
+                                                            : oracle::MassEstimate::kFirstOrder;
+  result.exact_fraction = policy.exact_share;
+  result.estimated_fraction = policy.estimated_share;
+  result.p1 = policy.p1;
+  result.p2 = policy.p2;
+  result.tolerance = policy.tolerance;
+  result.floor = policy.floor;
+  if (policy.selector == Selector::kAll || layer < policy.dense_layers) {
+    result.preset = oracle::Preset::kDense;
+  } else if (policy.selector == Selector::kNone) {
+    result.preset = oracle::Preset::kStreaming;
+  } else if (policy.cut == Cut::kTopK) {
+    result.preset = oracle::Preset::kClustersTopK;
+  } else if (policy.cut == Cut::kTopP) {
+    result.preset = oracle::Preset::kDoubleP;
+  } else {
+    result.preset = oracle::Preset::kErrorTarget;
+  }
+  return result;
+}
+
+}  // namespace attnd::attention::test

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the tests of attention/ share: seeded sequences with their segments, the same data as the
+// oracles see it, and steps of a backend with their plans.
+#ifndef ATTND_TESTS_ATTENTION_SUPPORT_H_
+#define ATTND_TESTS_ATTENTION_SUPPORT_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <ostream>
+#include <random>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "attention/backend.h"
+#include "attention/policy.h"
+#include "attention/segment.h"
+#include "common/model_shape.h"
+#include "tests/oracle/policies.h"
+
+namespace attnd::attention::test {
+
+// The seed of this run: ATTND_TEST_SEED from the environment, or a fixed one.
+uint64_t TestSeed();
+
+class Random {
+ public:
+  explicit Random(uint64_t seed) : generator_(seed) {}
+  double Normal() { return normal_(generator_); }
+  double Uniform() { return std::uniform_real_distribution<double>(0, 1)(generator_); }
+  // 0 .. n - 1
+  uint64_t Below(uint64_t n) {
+    return std::uniform_int_distribution<uint64_t>(0, n - 1)(generator_);
+  }
+  std::vector<float> Normals(size_t count, double scale = 1);
+  std::mt19937_64& generator() { return generator_; }
+
+ private:
+  std::mt19937_64 generator_;
+  std::normal_distribution<double> normal_;
+};
+
+// Stored form of floats, and what is left of them after storing.
+std::vector<std::byte> Stored(DType dtype, std::span<const float> values);
+std::vector<float> Rounded(DType dtype, std::span<const float> values);
+
+// Relative rounding of a dtype: half the distance from 1 to the next number.
+double UnitRoundoff(DType dtype);
+
+ModelShape MakeShape(uint32_t query_heads, uint32_t kv_heads, uint32_t head_dim, uint32_t value_dim,
+                     DType dtype, uint32_t layers = 1);
+
+struct SequenceSpec {
+  ModelShape shape;
+  std::vector<uint32_t> segment_tokens;  // the segments' lengths, from position 0
+  uint64_t tail_tokens = 0;              // behind them
+  uint32_t sink = 4;                     // unclustered tokens of the first segment
+  uint64_t seed = 1;
+  double key_scale = 1, value_scale = 1;  // factors on keys and values of unit size
+
+  uint64_t tokens() const;
+};
+std::ostream& operator<<(std::ostream& out, const SequenceSpec& spec);
+
+// Keys and values of one (layer, KV head) as stored, position after position.
+struct HeadData {
+  std::vector<float> keys;    // [tokens][head_dim]
+  std::vector<float> values;  // [tokens][value_dim]
+};
+
+// Keys that cluster: a mixture of gaussians whose centres differ in weight, some channels larger
+// than others, a part of the channels turned by position as rotary embeddings do. Values follow
+// their key's centre.
+HeadData MakeHeadData(const ModelShape& shape, uint64_t tokens, Random* random);
+
+// A view without segments whose tail holds `heads`, [layers * kv_heads].
+std::shared_ptr<const SequenceView> MakeTailView(const ModelShape& shape, uint64_t tokens,
+                                                 const std::vector<HeadData>& heads);
+
+// Turns the first `tokens` of the view's tail into a segment; `quantum_us` at a time.
+std::shared_ptr<const Segment> BuildSegment(const std::shared_ptr<const SequenceView>& view,
+                                            uint32_t tokens, uint32_t unclustered, uint64_t id = 1,
+                                            int64_t quantum_us = 1000000);
+
+struct TestSequence {
+  SequenceSpec spec;
+  std::vector<HeadData> heads;  // [layers * kv_heads]
+  std::shared_ptr<const SequenceView> view;
+
+  const HeadData& head(uint32_t layer, uint32_t kv_head) const {
+    return heads[layer * spec.shape.kv_heads + kv_head];
+  }
+};
+TestSequence MakeSequence(const SequenceSpec& spec);
+// The same with given keys and values, which must be representable in the dtype.
+TestSequence MakeSequenceOf(const SequenceSpec& spec, std::vector<HeadData> heads);
+
+// A row of a step with its own buffers.
+struct TestRow {
+  TestSequence* sequence = nullptr;
+  Policy policy;
+  uint64_t past_tokens = 0;
+  uint32_t query_tokens = 1;
+  bool query_only = false;
+  DType query_dtype = DType::kFp32;
+  std::vector<float> queries;  // [query_tokens, query_heads, head_dim], as rounded to query_dtype
+  uint64_t seen(uint32_t query_token) const {
+    return query_only ? past_tokens : past_tokens + query_token + 1;
+  }
+};
+// A row with random queries that look for some of the sequence's keys.
+TestRow MakeRow(TestSequence* sequence, const Policy& policy, uint64_t past_tokens,
+                uint32_t query_tokens, bool query_only, DType query_dtype, uint32_t layer,
+                uint64_t seed);
+
+struct RowResult {
+  std::vector<float> out;  // [query_tokens, query_heads, value_dim]
+  std::vector<float> lse;  // [query_tokens, query_heads]
+  RowStats stats;
+};
+struct StepResult {
+  absl::Status status;
+  std::vector<RowResult> rows;
+  std::vector<Plan> plans;
+};
+StepResult RunStep(Backend* backend, uint32_t layer, std::span<const TestRow> rows);
+
+// The clusters of a segment as the oracle knows them: what the index stores, members from the
+// payload.
+std::vector<oracle::Cluster> StoredClusters(const Segment& segment, uint32_t layer,
+                                            uint32_t kv_head);
+
+// What one (query token, KV head) of a row sees.
+oracle::PolicyInput MakeInput(const TestRow& row, uint32_t layer, uint32_t query_token,
+                              uint32_t kv_head);
+
+// A backend's plan with clusters numbered through.
+oracle::Plan NumberedPlan(const Plan& plan, const oracle::PolicyInput& input);
+
+oracle::Policy OraclePolicy(const Policy& policy, uint32_t layer);
+
+// Rows [begin, begin + count) of a flat matrix as vectors of doubles.
+std::vector<oracle::Vector> Rows(std::span<const float> flat, size_t dim, size_t begin,
+                                 size_t count);
+
+}  // namespace attnd::attention::test
+
+#endif  // ATTND_TESTS_ATTENTION_SUPPORT_H_

@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Goal: calls from many threads at once give right answers, never wait for ever, and leave nothing
+// behind; run it under the thread sanitizer. Method: threads that decode, upload, truncate, fork,
+// close and list at the same time while segments are built. A thread that owns its sequence checks
+// its answers with the oracle; threads that share one check that each answer is either right in
+// form or refused with a code that the contract names.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "tests/engine/support.h"
+
+namespace attnd::engine::test {
+namespace {
+
+using absl::StatusCode;
+
+// Counts, and looks at what the engine says from all its threads.
+class CountingObserver : public Observer {
+ public:
+  void OnAppended(uint64_t tokens, bool prefill) override {
+    (prefill ? uploaded : generated) += tokens;
+  }
+  void OnSegmentBuilt(BuildTrigger, uint64_t tokens, std::chrono::nanoseconds time) override {
+    segmented += tokens;
+    EXPECT_GT(time.count(), 0);
+  }
+  void OnSegmentBuildFailed(BuildTrigger, const absl::Status& status) override {
+    ADD_FAILURE() << status;
+  }
+  std::atomic<uint64_t> uploaded{0}, generated{0}, segmented{0};
+};
+
+// A life of one sequence after another, each checked.
+void OwnLife(Engine* engine, uint64_t seed, const std::atomic<bool>* stop) {
+  Random random(seed);
+  for (WriterId writer = seed; !stop->load(); writer += 1000) {
+    TestSequence sequence =
+        OpenSequence(engine, MakeShape(2, 2, 1, 16, 16, DType::kBf16), PolicyOf("double-p"));
+    sequence.writer = writer;
+    Prefill(&sequence, 400 + random.Below(900), &random);
+    if (random.Below(2) == 0) FinishPrefill(&sequence);
+    Generate(&sequence, 100 + random.Below(300), &random);
+    EXPECT_TRUE(MatchesModel(&sequence, &random));
+    const auto fork = engine->Fork(kTenant, sequence.id, std::nullopt);
+    ASSERT_TRUE(fork.ok()) << fork.status();
+    TestSequence child(engine, fork->id, sequence.shape());
+    child.writer = writer;
+    child.history = sequence.history;
+    Generate(&sequence, 3, &random);
+    const uint64_t length = random.Below(child.history.committed());
+    ASSERT_TRUE(engine->Truncate(kTenant, child.id, length).ok());
+    child.history.Truncate(length);
+    Generate(&child, 70, &random);
+    EXPECT_TRUE(MatchesModel(&child, &random));
+    EXPECT_TRUE(MatchesModel(&sequence, &random));
+    ASSERT_TRUE(engine->Close(kTenant, child.id).ok());
+    ASSERT_TRUE(engine->Close(kTenant, sequence.id).ok());
+    engine->ReleaseWriter(writer);
+  }
+}
+
+void ListAll(Engine* engine, const std::atomic<bool>* stop) {
+  while (!stop->load()) {
+    for (const SequenceInfo& info : engine->List(kTenant, 0, 1000)) {
+      EXPECT_LE(info.segmented_tokens, info.committed_tokens);
+      EXPECT_TRUE(info.args.policy.has_value());
+    }
+    const Usage usage = engine->usage();
+    EXPECT_LE(usage.resident_bytes, usage.capacity_bytes);
+    std::this_thread::yield();
+  }
+}
+
+TEST(EngineConcurrencyTest, LivesSideBySide) {
+  SCOPED_TRACE(testing::Message() << "seed " << TestSeed());
+  CountingObserver observer;
+  const auto engine = MakeEngine(SmallOptions(), &observer);
+  std::atomic<bool> stop{false};
+  std::vector<std::thread> threads;
+  for (uint64_t i = 1; i <= 3; ++i) {
+    threads.emplace_back([&, i] { OwnLife(engine.get(), TestSeed() + i, &stop); });
+  }
+  threads.emplace_back([&] { ListAll(engine.get(), &stop); });
+  std::this_thread::sleep_for(std::chrono::seconds(3));
+  stop = true;
+  for (std::thread& thread : threads) thread.join();
+  engine->WaitForBackground();
+  EXPECT_EQ(engine->usage().resident_bytes, 0u);
+  EXPECT_EQ(engine->usage().sequences, 0u);
+  EXPECT_GT(observer.uploaded.load(), 0u);
+  EXPECT_GT(observer.generated.load(), 0u);
+  EXPECT_GT(observer.segmented.load(), 0u);
+}
+
+// One sequence, shortened and forked by others while it is written: a step answers or is refused,
+// and never reads what is not there.
+TEST(EngineConcurrencyTest, OneSequenceUnderMoreThanOneHand) {
+  SCOPED_TRACE(testing::Message() << "seed " << TestSeed());
+  const auto engine = MakeEngine(SmallOptions());
+  const TestSequence shared =
+      OpenSequence(engine.get(), MakeShape(1, 2, 1, 16, 16, DType::kFp32), PolicyOf("double-p"));
+  std::atomic<bool> stop{false};
+  std::atomic<uint64_t> answered{0};
+  std::vector<std::thread> threads;
+  const auto decode = [&](WriterId writer, uint32_t tokens, bool query_only) {
+    Random random(TestSeed() + writer);
+    while (!stop.load()) {
+      TestSequence mine(engine.get(), shared.id, shared.shape());
+      Row row =
+          query_only ? QueryOnlyRow(&mine, 0, tokens, &random) : NextRow(&mine, 0, tokens, &random);
+      row.position = mine.Info().layer_tokens[0];
+      const Message message(0, {row});
+      const Answer answer = Send(engine.get(), message, writer);
+      const absl::Status status = answer.row_status(0);
+      if (status.ok()) {
+        ++answered;
+        for (const float lse : AnswerOf(message, answer, 0).lse) {
+          EXPECT_TRUE(std::isfinite(lse) || (query_only && row.position == 0)) << lse;
+        }
+      } else {
+        EXPECT_THAT(status.code(),
+                    testing::AnyOf(StatusCode::kFailedPrecondition, StatusCode::kAlreadyExists))
+            << status;
+      }
+    }
+  };
+  threads.emplace_back([&] { decode(1, 200, false); });
+  threads.emplace_back([&] { decode(1, 3, false); });
+  threads.emplace_back([&] { decode(2, 2, true); });
+  threads.emplace_back([&] {
+    Random random(TestSeed());
+    while (!stop.load()) {
+      const auto info = engine->Info(kTenant, shared.id);
+      ASSERT_TRUE(info.ok());
+      if (info->committed_tokens > 3000 || random.Below(4) == 0) {
+        const uint64_t length = random.Below(info->committed_tokens + 1);
+        const absl::Status status = engine->Truncate(kTenant, shared.id, length).status();
+        EXPECT_TRUE(status.ok()) << status;
+      } else {
+        const auto fork = engine->Fork(kTenant, shared.id, std::nullopt);
+        ASSERT_TRUE(fork.ok()) << fork.status();
+        ASSERT_TRUE(engine->Close(kTenant, fork->id).ok());
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(random.Below(500)));
+    }
+  });
+  threads.emplace_back([&] {
+    while (!stop.load()) {
+      const auto finished = engine->FinishPrefill(kTenant, 1, shared.id, nullptr);
+      EXPECT_TRUE(finished.ok()) << finished.status();
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  });
+  std::this_thread::sleep_for(std::chrono::seconds(2));
+  stop = true;
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_GT(answered.load(), 0u);
+  ASSERT_TRUE(engine->Close(kTenant, shared.id).ok());
+  engine->WaitForBackground();
+  EXPECT_EQ(engine->usage().resident_bytes, 0u);
+}
+
+// A fork is seen complete or not at all.
+TEST(EngineConcurrencyTest, ForksAppearComplete) {
+  Random random(TestSeed());
+  const auto engine = MakeEngine(SmallOptions());
+  TestSequence parent = OpenSequence(engine.get(), MakeShape(8, 8, 8, 64, 64, DType::kFp32));
+  Prefill(&parent, 63, &random);
+  std::atomic<bool> stop{false};
+  std::thread list([&] {
+    while (!stop.load()) {
+      for (const SequenceInfo& info : engine->List(kTenant, parent.id, 1000)) {
+        EXPECT_EQ(info.committed_tokens, 63u);
+      }
+    }
+  });
+  for (int i = 0; i < 300; ++i) {
+    const auto fork = engine->Fork(kTenant, parent.id, std::nullopt);
+    ASSERT_TRUE(fork.ok()) << fork.status();
+    ASSERT_TRUE(engine->Close(kTenant, fork->id).ok());
+  }
+  stop = true;
+  list.join();
+}
+
+// A large segment: seconds to build on one thread.
+TestSequence SlowPrefill(Engine* engine, Random* random) {
+  TestSequence sequence = OpenSequence(engine, MakeShape(1, 4, 4, 128, 16, DType::kBf16));
+  Prefill(&sequence, 16384 + 64, random);
+  return sequence;
+}
+
+EngineOptions LargeSegments() {
+  EngineOptions options = SmallOptions();
+  options.segment_tokens = 16384;
+  return options;
+}
+
+// The time a call takes, and what it says.
+struct Timed {
+  absl::Status status;
+  std::chrono::steady_clock::duration time{};
+};
+template <typename F>
+Timed Measure(const F& call) {
+  const auto start = std::chrono::steady_clock::now();
+  Timed timed;
+  timed.status = call();
+  timed.time = std::chrono::steady_clock::now() - start;
+  return timed;
+}
+
+constexpr std::chrono::milliseconds kSoon{5000};  // with a sanitizer on a busy machine too
+constexpr std::chrono::milliseconds kBegun{50};
+
+TEST(EngineConcurrencyTest, AClosedSequenceIsNotBuiltToTheEnd) {
+  Random random(TestSeed());
+  const auto engine = MakeEngine(LargeSegments());
+  const TestSequence sequence = SlowPrefill(engine.get(), &random);
+  absl::Status status;
+  std::thread prefill(
+      [&] { status = engine->FinishPrefill(kTenant, kWriter, sequence.id, nullptr).status(); });
+  std::this_thread::sleep_for(kBegun);
+  ASSERT_TRUE(engine->Close(kTenant, sequence.id).ok());
+  EXPECT_LT(Measure([&] {
+              prefill.join();
+              return absl::OkStatus();
+            }).time,
+            kSoon);
+  EXPECT_EQ(status.code(), StatusCode::kCancelled);
+  EXPECT_EQ(engine->usage().resident_bytes, 0u);
+}
+
+TEST(EngineConcurrencyTest, CancelledPrefills) {
+  Random random(TestSeed());
+  const auto engine = MakeEngine(LargeSegments());
+  TestSequence first = SlowPrefill(engine.get(), &random);
+  TestSequence second = SlowPrefill(engine.get(), &random);
+  std::atomic<bool> cancel_first{false}, cancel_second{false};
+  absl::Status first_status, second_status;
+  std::thread building([&] {
+    first_status = engine->FinishPrefill(kTenant, kWriter, first.id, &cancel_first).status();
+  });
+  std::this_thread::sleep_for(kBegun);
+  std::thread waiting([&] {  // behind the first
+    second_status = engine->FinishPrefill(kTenant, kWriter, second.id, &cancel_second).status();
+  });
+  std::this_thread::sleep_for(kBegun);
+  cancel_second = true;
+  EXPECT_LT(Measure([&] {
+              waiting.join();
+              return absl::OkStatus();
+            }).time,
+            kSoon);
+  EXPECT_EQ(second_status.code(), StatusCode::kCancelled);
+  cancel_first = true;
+  EXPECT_LT(Measure([&] {
+              building.join();
+              return absl::OkStatus();
+            }).time,
+            kSoon);
+  EXPECT_EQ(first_status.code(), StatusCode::kCancelled);
+  EXPECT_EQ(first.Info().segments, 0u);
+  Generate(&first, 1, &random);  // steps go on
+}
+
+TEST(EngineConcurrencyTest, ShutdownDuringABackgroundBuild) {
+  Random random(TestSeed());
+  auto engine = MakeEngine(LargeSegments());
+  TestSequence sequence = SlowPrefill(engine.get(), &random);
+  Generate(&sequence, 1, &random);  // queues the build
+  std::this_thread::sleep_for(kBegun);
+  std::thread waiting([&] { engine->WaitForBackground(); });
+  EXPECT_LT(Measure([&] {
+              engine->Shutdown();
+              return absl::OkStatus();
+            }).time,
+            kSoon);
+  waiting.join();
+  engine->Shutdown();  // twice is once
+  EXPECT_EQ(sequence.Info().segments, 0u);
+  EXPECT_EQ(engine->Open(kTenant, ArgsOf(sequence.shape())).status().code(),
+            StatusCode::kUnavailable);
+  Generate(&sequence, 1, &random);  // what is open is answered until the end
+  EXPECT_EQ(engine->FinishPrefill(kTenant, kWriter, sequence.id, nullptr).status().code(),
+            StatusCode::kCancelled);
+  engine.reset();
+}
+
+// Steps go on at their pace while a large segment is built behind them, and it comes to its end
+// under their load.
+TEST(EngineConcurrencyTest, StepsGoOnDuringABuild) {
+  Random random(TestSeed());
+  EngineOptions options = SmallOptions();
+  options.segment_tokens = 4096;
+  const auto engine = MakeEngine(options);
+  TestSequence slow = OpenSequence(engine.get(), MakeShape(1, 2, 2, 64, 16, DType::kBf16));
+  TestSequence other = OpenSequence(engine.get(), MakeShape(1, 1, 1, 16, 16, DType::kBf16));
+  Prefill(&slow, 4096 + 64, &random);
+  std::atomic<bool> built{false};
+  std::thread prefill([&] {
+    FinishPrefill(&slow);
+    built = true;
+  });
+  uint64_t steps = 0;
+  for (; !built.load() && steps < 2000000; ++steps) Generate(&other, 1, &random);
+  prefill.join();
+  EXPECT_GT(steps, 10u);
+  EXPECT_EQ(slow.Info().segments, 1u);
+}
+
+}  // namespace
+}  // namespace attnd::engine::test

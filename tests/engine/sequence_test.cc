@@ -1,0 +1,281 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Goal: what the engine's own tests cannot reach from outside: swapping in a segment that no longer
+// fits, the window, the budget's arithmetic, the gate between steps and builders, and the memory
+// that tokens take. Method: Sequence, MemoryBudget and StepGate are driven directly; memory is what
+// Engine::usage() says after a prefill.
+#include "engine/sequence.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "attention/segment.h"
+#include "attention/segment_builder.h"
+#include "engine/magnitude.h"
+#include "engine/memory_budget.h"
+#include "engine/segmenter.h"
+#include "tests/engine/support.h"
+
+namespace attnd::engine::test {
+namespace {
+
+using attention::Segment;
+
+class SequenceTest : public testing::Test {
+ protected:
+  void Append(uint64_t tokens) {
+    const uint64_t first = sequence_.CommittedTokens();
+    const Kv kv = RandomKv(shape_, tokens, &random_);
+    NewTokens next;
+    next.first_position = first;
+    next.tokens = tokens;
+    next.keys = kv.k.bytes.data();
+    next.values = kv.v.bytes.data();
+    ASSERT_TRUE(sequence_.Append(kWriter, next).ok());
+  }
+  std::shared_ptr<const Segment> Build(const SegmentJob& job) {
+    attention::SegmentBuilder builder(job.view, 1, job.tokens, job.unclustered);
+    attention::HeadBuilder head;
+    head.Start(&builder, 0);
+    while (!head.Advance(std::chrono::microseconds(1000))) {
+    }
+    return builder.Finish();
+  }
+  bool BuildAndInstall(const SegmentJob& job) { return sequence_.Install(job, Build(job)); }
+
+  const ModelShape shape_ = MakeShape(1, 1, 1, 16, 16, DType::kBf16);
+  Random random_{TestSeed()};
+  MemoryBudget budget_{uint64_t{64} << 20};
+  Sequence sequence_{1, "", ArgsOf(shape_, PolicyOf("dense")), 1 << 20, &budget_};
+};
+
+TEST_F(SequenceTest, ASegmentLeavesTheWindowAlone) {
+  Append(512 + 63);
+  EXPECT_FALSE(sequence_.NextSegment(512, 512).has_value());
+  Append(1);
+  const std::optional<SegmentJob> job = sequence_.NextSegment(512, 512);
+  ASSERT_TRUE(job.has_value());
+  EXPECT_EQ(job->tokens, 512u);
+  EXPECT_EQ(job->unclustered, 4u);  // the sink, in the first segment only
+  EXPECT_TRUE(BuildAndInstall(*job));
+  EXPECT_EQ(sequence_.Info().segmented_tokens, 512u);
+  EXPECT_FALSE(BuildAndInstall(*job));  // a second time
+  Append(1000);
+  const std::optional<SegmentJob> next = sequence_.NextSegment(512, 900);
+  ASSERT_TRUE(next.has_value());
+  EXPECT_EQ(next->tokens, 900u);
+  EXPECT_EQ(next->unclustered, 0u);
+}
+
+// A segment made from tokens that a truncation has taken away since must not come in, whatever has
+// been appended.
+TEST_F(SequenceTest, ASegmentOfOtherTokensIsRefused) {
+  for (const uint64_t length : {0u, 1u, 64u, 511u, 512u, 560u}) {
+    ASSERT_TRUE(sequence_.Truncate(0).ok());
+    Append(640);
+    const std::optional<SegmentJob> job = sequence_.NextSegment(512, 512);
+    ASSERT_TRUE(job.has_value());
+    const auto segment = Build(*job);
+    ASSERT_TRUE(sequence_.Truncate(length).ok());
+    EXPECT_FALSE(sequence_.Install(*job, segment)) << length;  // too short now
+    Append(640 - length);
+    const bool unchanged = length >= 512;  // what the segment holds was not touched
+    const bool installed = sequence_.Install(*job, segment);
+    EXPECT_TRUE(!installed || unchanged) << length;
+  }
+}
+
+TEST_F(SequenceTest, GrowthDuringABuildDoesNotHinderIt) {
+  Append(600);
+  const std::optional<SegmentJob> job = sequence_.NextSegment(512, 512);
+  ASSERT_TRUE(job.has_value());
+  const auto segment = Build(*job);
+  Append(300);
+  EXPECT_TRUE(sequence_.Install(*job, segment));
+  EXPECT_EQ(sequence_.Info().segments, 1u);
+  EXPECT_EQ(sequence_.CommittedTokens(), 900u);
+}
+
+TEST_F(SequenceTest, TheWindowIsUncoveredAfterTruncation) {
+  Append(1300);
+  for (const uint64_t length : {1300u, 1152u, 1087u, 1086u, 600u, 575u, 3u}) {
+    while (const auto job = sequence_.NextSegment(512, 512)) ASSERT_TRUE(BuildAndInstall(*job));
+    const uint64_t before = sequence_.Info().segmented_tokens;
+    const auto segmented = sequence_.Truncate(length);
+    ASSERT_TRUE(segmented.ok());
+    EXPECT_TRUE(*segmented == 0 || *segmented + 64 <= length) << length;
+    EXPECT_LE(*segmented, before);
+    EXPECT_EQ(*segmented, length < 576 ? 0u : length < 1088 ? 512u : 1024u) << length;
+  }
+}
+
+// Segments end anywhere within a block and a page: what is left in the tail begins right there.
+TEST_F(SequenceTest, SegmentsEndAnywhere) {
+  for (uint32_t tokens = 512; tokens <= 577; ++tokens) {
+    ASSERT_TRUE(sequence_.Truncate(0).ok());
+    Append(1500);
+    for (int i = 0; i < 2; ++i) {
+      const std::optional<SegmentJob> job = sequence_.NextSegment(512, tokens);
+      ASSERT_TRUE(job.has_value());
+      ASSERT_TRUE(BuildAndInstall(*job));
+    }
+    const auto snapshot = sequence_.Read(0, 1500, 1.0f);
+    ASSERT_TRUE(snapshot.ok());
+    const attention::SequenceView& view = *snapshot->view;
+    EXPECT_EQ(view.tail_begin, 2u * tokens);
+    EXPECT_EQ(view.tail.size(), (1500u + 63) / 64 - view.tail_begin / 64) << tokens;
+  }
+}
+
+TEST(MagnitudeTest, FindsTheGreatestAndWhatIsNotFinite) {
+  for (const DType dtype : {DType::kBf16, DType::kFp16, DType::kFp32}) {
+    std::vector<float> values(100, 0.5f);
+    const auto magnitude = [&] {
+      const Numbers numbers = NumbersOf(dtype, values);
+      return Magnitude(dtype, numbers.bytes.data(), values.size());
+    };
+    EXPECT_EQ(magnitude(), 0.5f);
+    values[99] = -1024;
+    EXPECT_EQ(magnitude(), 1024.0f);
+    values[0] = -std::numeric_limits<float>::infinity();
+    EXPECT_FALSE(std::isfinite(magnitude()));
+    values[0] = std::numeric_limits<float>::quiet_NaN();
+    EXPECT_FALSE(std::isfinite(magnitude()));
+    EXPECT_EQ(Magnitude(dtype, nullptr, 0), 0.0f);
+  }
+}
+
+TEST(MemoryBudgetTest, NeverGivesMoreThanItHas) {
+  MemoryBudget budget(100);
+  auto most = budget.Reserve(99, "a");
+  ASSERT_TRUE(most.ok());
+  EXPECT_EQ(budget.Reserve(2, "a block").status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(budget.Reserve(2, "a block").status().message()),
+              testing::HasSubstr("a block needs 2 bytes"));
+  EXPECT_FALSE(budget.Reserve(std::numeric_limits<uint64_t>::max(), "a").ok());
+  EXPECT_TRUE(budget.Reserve(1, "a").ok());  // and given back at once
+  EXPECT_EQ(budget.used(), 99u);
+  Reservation moved = *std::move(most);
+  Reservation second;
+  second = std::move(moved);
+  EXPECT_EQ(budget.used(), 99u);
+  EXPECT_EQ(second.bytes(), 99u);
+  second = Reservation();
+  EXPECT_EQ(budget.used(), 0u);
+}
+
+TEST(MemoryBudgetTest, HoldsUnderContention) {
+  MemoryBudget budget(1000);
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([&budget] {
+      for (int n = 0; n < 5000; ++n) {
+        const auto held = budget.Reserve(300, "a thread");
+        EXPECT_LE(budget.used(), 1000u);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(budget.used(), 0u);
+}
+
+// A builder is held while a step runs, released when it ends, and in any case soon.
+TEST(StepGateTest, HoldsBuildersForStepsButNotForLong) {
+  using Clock = std::chrono::steady_clock;
+  StepGate gate;
+  gate.YieldToSteps();  // no step: at once
+  {
+    const StepGate::Step step(&gate);
+    const auto start = Clock::now();
+    gate.YieldToSteps();
+    EXPECT_GE(Clock::now() - start, std::chrono::milliseconds(3));
+  }
+  const auto start = Clock::now();
+  for (int i = 0; i < 1000; ++i) gate.YieldToSteps();
+  EXPECT_LT(Clock::now() - start, std::chrono::seconds(1));
+}
+
+// The end of a step wakes the builder; it does not sleep its time out.
+TEST(StepGateTest, TheEndOfAStepWakesABuilder) {
+  using Clock = std::chrono::steady_clock;
+  StepGate gate;
+  Clock::duration least = std::chrono::hours(1);
+  for (int round = 0; round < 50; ++round) {
+    std::optional<StepGate::Step> step(std::in_place, &gate);
+    std::thread ending([&step] {
+      std::this_thread::sleep_for(std::chrono::microseconds(300));
+      step.reset();
+    });
+    const auto start = Clock::now();
+    gate.YieldToSteps();
+    least = std::min(least, Clock::now() - start);
+    ending.join();
+  }
+  EXPECT_LT(least, std::chrono::milliseconds(3));
+}
+
+TEST(StepGateTest, NeverHangs) {
+  StepGate gate;
+  std::atomic<bool> stop{false};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 3; ++i) {
+    threads.emplace_back([&] {
+      while (!stop.load()) {
+        const StepGate::Step step(&gate);
+        std::this_thread::yield();
+      }
+    });
+  }
+  for (int i = 0; i < 2; ++i) {
+    threads.emplace_back([&] {
+      for (int n = 0; n < 200; ++n) gate.YieldToSteps();
+    });
+  }
+  for (size_t i = 3; i < threads.size(); ++i) threads[i].join();
+  stop = true;
+  for (size_t i = 0; i < 3; ++i) threads[i].join();
+}
+
+// Payload, index and at most a tenth more, whatever is left in the tail.
+TEST(MemoryTest, APrefillTakesAtMostATenthMore) {
+  for (const uint32_t dim : {64u, 128u}) {
+    for (const uint64_t tokens : {8192u, 8192u + 511u + 64u, 20001u}) {
+      EngineOptions options = SmallOptions();
+      options.segment_tokens = 8192;
+      const auto engine = MakeEngine(options);
+      Random random(TestSeed());
+      TestSequence sequence =
+          OpenSequence(engine.get(), MakeShape(1, 1, 1, dim, dim, DType::kBf16));
+      Prefill(&sequence, tokens, &random);
+      const PrefillResult prefill = FinishPrefill(&sequence);
+      const double payload = static_cast<double>(tokens) * sequence.shape().token_bytes();
+      uint64_t index = 0;
+      for (uint64_t at = 0; at < prefill.segmented_tokens;) {
+        const uint32_t run =
+            static_cast<uint32_t>(std::min<uint64_t>(8192, prefill.segmented_tokens - at));
+        index += Segment::IndexBytes(sequence.shape(), run, at == 0 ? 4 : 0);
+        at += run;
+      }
+      const double used = static_cast<double>(engine->usage().resident_bytes);
+      EXPECT_LE(used, 1.1 * (payload + static_cast<double>(index))) << dim << " " << tokens;
+      EXPECT_LE(static_cast<double>(index), 0.1 * payload) << dim << " " << tokens;
+      RecordProperty("share_" + std::to_string(dim) + "_" + std::to_string(tokens),
+                     std::to_string(used / payload));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace attnd::engine::test

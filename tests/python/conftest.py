@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers for the tests.
+
+`server` is a running server's target, once the reference in Python, once the real one;
+`attnd_target` is the real one alone, `reference` the reference with its servicer.
+ATTND_TEST_SERVERS=reference or =attnd leaves one of the two for `server`. ATTND_BIN names the real
+server's program (default build/bin/attnd). If it does not exist, its tests are skipped, unless
+ATTND_REQUIRE_SERVER=1 demands them.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+import attnd
+import reference_server
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 20.0
+SERVERS = os.environ.get("ATTND_TEST_SERVERS", "reference,attnd").split(",")
+
+
+@pytest.fixture(scope="session")
+def folder() -> Iterator[pathlib.Path]:
+    """A short temporary path: a Unix socket's path has at most 107 bytes."""
+    path = pathlib.Path(tempfile.mkdtemp(prefix="attnd-test-"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def attnd_target(folder: pathlib.Path) -> Iterator[str]:
+    """The real server, one for all tests; they close what they open."""
+    program = ROOT / os.environ.get("ATTND_BIN", "build/bin/attnd")
+    if not program.exists():
+        message = f"{program} does not exist: build it, or set ATTND_BIN"
+        if os.environ.get("ATTND_REQUIRE_SERVER") == "1":
+            pytest.fail(message)
+        pytest.skip(message)
+    target = f"unix:{folder}/run/attnd.sock"
+    log = folder / "attnd.log"
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            [
+                program,
+                "--listen",
+                target,
+                "--data-dir",
+                folder / "data",
+                "--metrics-listen",
+                "127.0.0.1:0",
+            ],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        wait_until_serving(target, process, log)
+        yield target
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            code = process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
+    assert code == 0, f"attnd ended with {code}:\n{log.read_text(errors='replace')[-4000:]}"
+
+
+def wait_until_serving(target: str, process: subprocess.Popen, log: pathlib.Path) -> None:
+    """Returns when grpc.health.v1 says SERVING."""
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    due = time.monotonic() + START_TIMEOUT_S
+    while True:
+        with grpc.insecure_channel(target) as channel:
+            try:
+                reply = health_pb2_grpc.HealthStub(channel).Check(
+                    health_pb2.HealthCheckRequest(), timeout=2
+                )
+                if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+            except grpc.RpcError as error:
+                reply = error
+        said = log.read_text(errors="replace")[-4000:]
+        assert process.poll() is None, (
+            f"attnd ended with {process.returncode} as it started:\n{said}"
+        )
+        assert time.monotonic() < due, (
+            f"attnd is not healthy after {START_TIMEOUT_S} s ({reply}):\n{said}"
+        )
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def reference(folder: pathlib.Path) -> Iterator[tuple[str, reference_server.Servicer]]:
+    """A fresh reference server: its target and its servicer."""
+    target = f"unix:{folder}/reference.sock"
+    server, servicer = reference_server.start(target)
+    yield target, servicer
+    server.stop(0).wait(10)
+
+
+@pytest.fixture(params=SERVERS)
+def server(request: pytest.FixtureRequest) -> str:
+    """The target of one of the two servers."""
+    if request.param == "reference":
+        target, _ = request.getfixturevalue("reference")
+        return target
+    return request.getfixturevalue("attnd_target")
+
+
+@pytest.fixture
+def client(server: str) -> Iterator[attnd.Client]:
+    """A client of the tenant "test" at one of the two servers."""
+    with attnd.Client(server, tenant="test", timeout_s=60) as client:
+        yield client
+        for sequence in client.list_sequences():
+            client.close_sequence(sequence.sequence_id)

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attnd.eval: its parts on a tiny random model and a made-up set, and a smoke run of nano-llama at
+2,048 tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+
+import numpy as np
+import pytest
+
+pytest.importorskip("attnd.nano", reason="attnd[nano] is not installed")
+import attnd  # noqa: E402
+from attnd.eval import cache as caches  # noqa: E402
+from attnd.eval import cli, evalset, run, tally  # noqa: E402
+from test_nano import FAMILIES, random_weights  # noqa: E402
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+NANO_LLAMA = ROOT / "models" / "nano-llama"
+LENGTH = 200
+KEYS = {
+    "policy",
+    "length",
+    "tasks",
+    "local_dense",
+    "agreement",
+    "relative_error",
+    "read_fraction",
+    "predicted_error",
+    "decode_us",
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A folder with a tiny random model and a set of one sequence for two tasks each."""
+    safetensors = pytest.importorskip("safetensors.numpy")
+    folder = tmp_path_factory.mktemp("tiny")
+    config = FAMILIES["qwen3, tied, theta in rope_parameters"]
+    (folder / "config.json").write_text(json.dumps(config))
+    safetensors.save_file(random_weights(config), folder / "model.safetensors")
+    rng = np.random.default_rng(8)
+    mask = np.zeros((3, LENGTH), bool)
+    mask[:, LENGTH - 100 :: 8] = True
+    tokens = rng.integers(0, config["vocab_size"], (3, LENGTH), dtype=np.int16)
+    np.savez(
+        folder / "set.npz",
+        **{
+            f"tokens_{LENGTH}": tokens,
+            f"answer_mask_{LENGTH}": mask,
+            f"task_{LENGTH}": np.array([0, 3, 0], np.int8),
+        },
+    )
+    return folder
+
+
+def evaluate(folder, target, out, *more, cache):
+    arguments = ["--target", target, "--model", str(folder), "--eval-set", str(folder / "set.npz")]
+    arguments += [
+        "--length",
+        str(LENGTH),
+        "--tasks",
+        "niah,top",
+        "--json",
+        str(out),
+        "--cache-dir",
+        str(cache),
+        *more,
+    ]
+    assert cli.main(arguments) == 0
+    return json.loads(out.read_text())
+
+
+def test_dense_agrees_with_local_dense(tiny, server, tmp_path):
+    result = evaluate(
+        tiny, server, tmp_path / "out.json", "--policy", "dense", "--limit", "2", cache=tmp_path
+    )
+    assert set(result) >= KEYS
+    assert result["policy"] == "dense" and result["length"] == LENGTH
+    assert result["agreement"] == 1 and result["clear_disagreements"] == 0
+    assert result["relative_error"] < 1e-5
+    assert result["read_fraction"] == 1 and result["predicted_error"] in (0, None)
+    assert result["tasks"] == result["local_dense"]
+    assert {task: figures["answers"] for task, figures in result["tasks"].items()} == {
+        "niah": 26,
+        "top": 13,
+    }
+    assert 0 < result["decode_us"]["p50"] <= result["decode_us"]["p99"]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_agreement_isolates_attention_from_the_dtype(tiny, server, tmp_path, dtype):
+    result = evaluate(tiny, server, tmp_path / "out.json", "--dtype", dtype, cache=tmp_path)
+    assert result["dtype"] == dtype
+    assert result["relative_error"] < 1e-3 and result["agreement"] >= 0.95
+
+
+def test_a_batch_and_several_policies(tiny, server, tmp_path):
+    more = ["--policy", "dense", "--policy", "error-target:tolerance=0.1", "--limit", "2"]
+    alone = evaluate(tiny, server, tmp_path / "alone.json", *more, cache=tmp_path)
+    together = evaluate(
+        tiny, server, tmp_path / "together.json", *more, "--batch", "3", cache=tmp_path
+    )
+    assert [result["policy"] for result in together] == ["dense", "error-target:tolerance=0.1"]
+    for a, b in zip(alone, together):
+        assert a["tasks"] == b["tasks"] and b["batch"] == 3
+        assert abs(a["relative_error"] - b["relative_error"]) < 1e-4
+    with attnd.Client(server) as client:
+        assert list(client.list_sequences()) == [], "the evaluation left sequences behind"
+
+
+def test_a_second_run_takes_prefill_from_the_cache(tiny, reference, tmp_path, monkeypatch):
+    target, _ = reference
+    first = evaluate(tiny, target, tmp_path / "1.json", cache=tmp_path)
+    monkeypatch.setattr("attnd.nano.Model.prefill", None)
+    second = evaluate(tiny, target, tmp_path / "2.json", cache=tmp_path)
+    assert (
+        first["tasks"] == second["tasks"] and first["local_decode_us"] == second["local_decode_us"]
+    )
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (["--length", "201"], "lengths 200"),
+        (["--model", "/nonexistent"], "No such file"),
+        (["--eval-set", "/nonexistent"], "No such file"),
+        (["--policy", "best"], "INVALID_ARGUMENT"),
+        (["--target", "nowhere"], "unix:PATH"),
+    ],
+)
+def test_faults_are_said_in_a_line(tiny, attnd_target, tmp_path, capsys, change, words):
+    arguments = [
+        "--target",
+        attnd_target,
+        "--model",
+        str(tiny),
+        "--eval-set",
+        str(tiny / "set.npz"),
+    ]
+    arguments += ["--length", str(LENGTH), "--cache-dir", str(tmp_path), *change]
+    assert cli.main(arguments) == 1
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "change", [["--policy", "a:b"], ["--tasks", "niah,what"], ["--limit", "0"], ["--dtype", "x"]]
+)
+def test_wrong_arguments(change):
+    required = ["--target", "unix:x", "--model", "x", "--eval-set", "x", "--length", "1"]
+    with pytest.raises(SystemExit):
+        cli.main([*required, *change])
+
+
+def test_nano_llama_smoke(attnd_target, tmp_path):
+    """One text of each task at 2,048 tokens through the real server."""
+    out = tmp_path / "out.json"
+    arguments = [
+        "--target",
+        attnd_target,
+        "--model",
+        str(NANO_LLAMA),
+        "--eval-set",
+        str(NANO_LLAMA / "nano_eval.npz"),
+    ]
+    arguments += [
+        "--length",
+        "2048",
+        "--limit",
+        "1",
+        "--json",
+        str(out),
+        "--cache-dir",
+        str(tmp_path),
+    ]
+    for policy in ("dense", "double-p", "error-target", "clusters-top-k", "streaming"):
+        arguments += ["--policy", policy]
+    assert cli.main(arguments) == 0
+    by_name = {result["policy"]: result for result in json.loads(out.read_text())}
+    dense = by_name["dense"]
+    assert dense["clear_disagreements"] == 0 and dense["relative_error"] < 1e-5
+    assert dense["tasks"]["niah"]["accuracy"] >= 0.9
+    assert by_name["error-target"]["relative_error"] < 0.25
+    assert 0 < by_name["error-target"]["read_fraction"] < by_name["double-p"]["read_fraction"] < 0.6
+    assert (
+        by_name["error-target"]["predicted_error"] > 0
+        and by_name["double-p"]["predicted_error"] is None
+    )
+    assert (
+        by_name["streaming"]["read_fraction"] == 0 and by_name["streaming"]["relative_error"] > 0.5
+    )
+
+
+# ---- Parts ----
+
+
+def test_examples(tiny):
+    path = tiny / "set.npz"
+    examples = evalset.read_examples(path, LENGTH, ["top", "niah"], 9)
+    assert [example.task for example in examples] == ["top", "niah", "niah"]
+    assert len(examples[0].haystack) == LENGTH - 128 and len(examples[0].questions) == 128
+    assert examples[0].answers[0] == 28
+    assert len(evalset.read_examples(path, LENGTH, ["niah"], 1)) == 1
+    for arguments in (
+        (path, LENGTH, ["what"], 1),
+        (path, LENGTH, ["niah"], 0),
+        (path, 7, ["niah"], 1),
+    ):
+        with pytest.raises(ValueError):
+            evalset.read_examples(*arguments)
+
+
+def test_relative_errors():
+    out = np.array([[3.0, 4.0], [0.0, 0.0], [1.0, 0.0]], np.float32)
+    dense = np.array([[3.0, 3.0], [0.0, 0.0], [0.0, 0.0]], np.float32)
+    np.testing.assert_allclose(tally.relative_errors(out, dense), [1 / np.sqrt(18), 0, np.inf])
+
+
+def test_the_widest_window_opens_the_sequences():
+    limits = attnd.Limits(*range(8))
+    presets = (attnd.Policy("dense"), attnd.Policy("streaming", {"window": "64"}))
+    info = attnd.ServerInfo("0.0.0", (), presets, presets[0], limits, "")
+    policies = [
+        attnd.Policy.parse(text)
+        for text in ("dense", "streaming", "streaming:window=128", "double-p")
+    ]
+    assert run.widest_window(policies, info) == policies[2]
+    assert run.widest_window(policies[:2], info) == policies[1]
+
+
+def test_cache_keeps_and_finds(tmp_path):
+    cache = caches.Cache(tmp_path / "new" / "folder")
+    made = []
+
+    def make():
+        made.append(1)
+        return {"x": np.arange(3), "y": np.ones((2, 2), np.float32)}
+
+    for _ in range(2):
+        found = cache.get("kind", "key", make)
+        assert np.array_equal(found["x"], [0, 1, 2]) and found["y"].dtype == np.float32
+    assert len(made) == 1
+    assert [path.name for path in (tmp_path / "new" / "folder").iterdir()] == ["kind-key.npz"]
+
+
+def test_cache_makes_a_damaged_entry_again(tmp_path):
+    cache = caches.Cache(tmp_path)
+    cache.get("kind", "key", lambda: {"x": np.arange(3)})
+    path = tmp_path / "kind-key.npz"
+    for damage in (b"", b"PK nothing", path.read_bytes()[:-30]):
+        path.write_bytes(damage)
+        assert np.array_equal(cache.get("kind", "key", lambda: {"x": np.arange(4)})["x"], range(4))
+
+
+def test_cache_is_bounded_and_forgets_the_least_recently_used(tmp_path):
+    cache = caches.Cache(tmp_path, max_bytes=10_000)
+    for number in range(3):
+        cache.get("kind", str(number), lambda: {"x": np.zeros(3000, np.uint8)})
+        os.utime(tmp_path / f"kind-{number}.npz", (number, number))
+    cache.get("kind", "0", lambda: {})  # used now
+    cache.get("kind", "3", lambda: {"x": np.zeros(3000, np.uint8)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"kind-{number}.npz" for number in (0, 2, 3)
+    ]
+    cache.get("kind", "huge", lambda: {"x": np.zeros(20_000, np.uint8)})
+    assert not (tmp_path / "kind-huge.npz").exists()
+
+
+def test_a_folder_that_cannot_be_written_costs_only_the_entry(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    cache = caches.Cache(tmp_path / "file")
+    assert len(cache.get("kind", "key", lambda: {"x": np.arange(3)})["x"]) == 3
+
+
+def test_cache_keys_depend_on_every_part():
+    parts = [("a", "b"), ("ab",), ("a", "b", ""), (b"a", np.array([98], np.uint8)), ("b", "a")]
+    assert (
+        len({caches.cache_key(*part) for part in parts}) == len(parts) - 1
+    )  # the fourth has the first one's bytes
+    assert caches.cache_key("a") == caches.cache_key("a")
+
+
+def test_the_default_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert caches.default_folder() == tmp_path / "attnd"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert caches.default_folder() == pathlib.Path.home() / ".cache" / "attnd"

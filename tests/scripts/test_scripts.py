@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scripts, without what takes minutes: syntax, the package list, the counting of results, the quickstart table.
+
+Whole runs of quickstart.sh and test.sh in a clean root are scripts/clean_root_test.sh's work (docs/OPERATIONS.md).
+"""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), *ROOT.glob("scripts/lib/*.sh"), ROOT / ".ci" / "run"])
+COMMANDS = [path for path in SCRIPTS if path.parent.name != "lib"] + [ROOT / "scripts/lib/runtime_packages.sh"]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "lib")]
+
+import count_results  # noqa: E402
+import quickstart_table  # noqa: E402
+
+
+def bash(code, **more):
+    return subprocess.run(["bash", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, **more)
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
+def test_script_parses_and_has_a_licence(path):
+    assert subprocess.run(["bash", "-n", path]).returncode == 0
+    assert "SPDX-License-Identifier: Apache-2.0" in "".join(path.read_text().splitlines()[:2])
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=name_of)
+def test_command_is_executable(path):
+    assert os.access(path, os.X_OK)
+
+
+def packages():
+    lists = bash("source scripts/lib/packages.sh; "
+                 'printf "%s\\n" "${ATTND_BUILD_PACKAGES[@]}" "${ATTND_PYTHON_PACKAGES[@]}" "${ATTND_CHECK_PACKAGES[@]}"')
+    return lists.stdout.split()
+
+
+def test_packages_are_named_once():
+    names = packages()
+    assert len(names) > 20
+    assert len(names) == len(set(names))
+    assert all(re.fullmatch(r"[a-z0-9][a-z0-9+.-]+", name) for name in names)
+
+
+def test_nothing_is_installed_when_nothing_is_missing():
+    # An apt-get that fails proves that it is not called.
+    done = bash("set -euo pipefail; source scripts/lib/setup.sh; apt_get() { exit 9; }; setup_packages dpkg bash")
+    assert done.returncode == 0, done.stderr
+    assert "packages: all 2 are installed" in done.stdout
+
+
+def test_only_missing_packages_are_asked_for():
+    done = bash("set -euo pipefail; source scripts/lib/setup.sh; missing_packages dpkg no-such-package-of-attnd bash")
+    assert done.stdout.split() == ["no-such-package-of-attnd"]
+
+
+def test_ordinary_user_goes_through_sudo(tmp_path):
+    (tmp_path / "sudo").write_text('#!/bin/sh\necho "sudo $*"\n')
+    (tmp_path / "sudo").chmod(0o755)
+    code = "source scripts/lib/setup.sh; as_root id -u"
+    if os.geteuid() == 0:
+        tmp_path.chmod(0o755)
+        for folder in tmp_path.parents:
+            if folder == pathlib.Path("/tmp"):
+                break
+            folder.chmod(folder.stat().st_mode | 0o011)
+        done = subprocess.run(["setpriv", "--reuid", "65534", "--clear-groups", "bash", "-c", code], cwd=ROOT, text=True,
+                              capture_output=True, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, timeout=60)
+    else:
+        done = subprocess.run(["bash", "-c", code], cwd=ROOT, text=True, capture_output=True,
+                              env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, timeout=60)
+    assert done.stdout == "sudo id -u\n", done.stderr
+
+
+def test_runtime_packages_of_a_binary():
+    done = bash("scripts/lib/runtime_packages.sh $(command -v bash)")
+    assert done.returncode == 0, done.stderr
+    assert "libc6" in done.stdout.split()
+
+
+def test_unknown_stage_is_refused_before_anything_runs():
+    done = bash("scripts/test.sh no-such-stage")
+    assert done.returncode != 0
+    assert "no stage no-such-stage" in done.stderr
+    assert "Set-up" not in done.stdout
+
+
+@pytest.mark.parametrize("text, expected", [
+    ('<testsuite><testcase name="a" status="run"/><testcase name="b" status="fail"><failure/></testcase>'
+     '<testcase name="c" status="disabled"/><testcase name="d" status="notrun"><skipped/></testcase></testsuite>',
+     (1, 1, 2)),
+    ('<testsuites><testsuite><testcase name="a"/><testcase name="b"><error/></testcase>'
+     '<testcase name="c"><skipped/></testcase></testsuite></testsuites>', (1, 1, 1)),
+    ("<testsuite/>", (0, 1, 0)),
+    ("<testsuite><testcase", (0, 1, 0)),
+    (None, (0, 1, 0)),
+], ids=["ctest", "pytest", "no tests", "cut off", "missing"])
+def test_counting(tmp_path, text, expected):
+    path = tmp_path / "report.xml"
+    if text is not None:
+        path.write_text(text)
+    assert count_results.count(str(path)) == expected
+
+
+def result(policy, clear_disagreements=0, agreement=1.0, dtype="fp32"):
+    tasks = {task: {"accuracy": 0.5, "answers": 8} for task in quickstart_table.TASKS}
+    return {"policy": policy, "length": 8192, "dtype": dtype, "tasks": tasks, "local_dense": tasks,
+            "agreement": agreement, "answers": 32, "clear_answers": 30, "clear_disagreements": clear_disagreements,
+            "relative_error": 0.1, "read_fraction": 0.02, "predicted_error": None,
+            "decode_us": {"p50": 100.0, "p99": 300.0}, "local_decode_us": {"p50": 900.0, "p99": 1100.0}}
+
+
+@pytest.mark.parametrize("results, status", [
+    ([result("dense"), result("error-target", 3, 0.9)], 0),
+    ([result("dense", 0, 0.97)], 0),
+    (result("dense"), 0),
+    ([result("dense", 0, 0.995, "bf16")], 0),
+    ([result("dense", 1), result("error-target")], 1),
+    ([result("dense", 0, 0.985, "bf16")], 1),
+    ([result("error-target")], 1),
+], ids=["agrees", "near ties only", "one object", "bf16 agrees", "disagrees", "bf16 disagrees", "no dense"])
+def test_quickstart_table(tmp_path, capsys, results, status):
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(results))
+    assert quickstart_table.main([str(path)]) == status
+    table = capsys.readouterr().out
+    assert "local dense" in table and "0.500" in table and "900" in table

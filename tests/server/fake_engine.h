@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// FakeEngine: an engine whose Decode and FinishPrefill wait until a test lets them go, so that
+// every state of a stream can be reached without timing. It computes nothing.
+#ifndef ATTND_TESTS_SERVER_FAKE_ENGINE_H_
+#define ATTND_TESTS_SERVER_FAKE_ENGINE_H_
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "attention/cpu_backend.h"
+#include "engine/engine.h"
+
+namespace attnd::testing {
+
+// Thread-safety: all methods may be called from any thread.
+class FakeEngine final : public engine::Engine {
+ public:
+  FakeEngine() : backend_(attention::MakeCpuBackend({.threads = 1})) {}
+
+  // Steps wait from now on, until Release or until their stream is cancelled.
+  void Hold() { held_ = true; }
+  void Release() { held_ = false; }
+  int waiting() const { return waiting_; }
+  int decoded() const { return decoded_; }
+  int cancelled() const { return cancelled_; }
+  int released_writers() const { return released_writers_; }
+  bool opening_stopped() const { return opening_stopped_; }
+  bool WaitForWaiting(int count) const {
+    return Within([&] { return waiting_ >= count; });
+  }
+  // Elements of `out` for each query token.
+  void set_value_dim(uint64_t value_dim) { value_dim_ = value_dim; }
+
+  // True if `condition` becomes true within 10 s.
+  template <typename Condition>
+  static bool Within(Condition condition) {
+    const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    while (!condition()) {
+      if (std::chrono::steady_clock::now() > limit) return false;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return true;
+  }
+
+  const engine::EngineOptions& options() const override { return options_; }
+  const attention::Backend& backend() const override { return *backend_; }
+  absl::StatusOr<uint64_t> Open(absl::string_view, const engine::OpenArgs&) override {
+    if (opening_stopped_) return absl::UnavailableError("the server is shutting down");
+    return next_id_.fetch_add(1);
+  }
+  absl::Status Append(absl::string_view, engine::WriterId, uint64_t,
+                      const engine::AppendChunk&) override {
+    return absl::OkStatus();
+  }
+  absl::StatusOr<engine::PrefillResult> FinishPrefill(absl::string_view, engine::WriterId, uint64_t,
+                                                      const std::atomic<bool>* cancel) override {
+    if (!WaitIfHeld(cancel)) return absl::CancelledError("cancelled");
+    return engine::PrefillResult();
+  }
+  absl::StatusOr<engine::SequenceInfo> Info(absl::string_view, uint64_t) override {
+    return engine::SequenceInfo();
+  }
+  absl::Status Decode(absl::string_view, engine::WriterId, const engine::DecodeArgs& args,
+                      engine::DecodeResult* result) override {
+    if (!WaitIfHeld(args.cancelled)) return absl::CancelledError("cancelled");
+    ++decoded_;
+    uint64_t tokens = 0;
+    for (const engine::DecodeRow& row : args.rows) tokens += row.query_tokens;
+    result->rows.assign(args.rows.size(), {});
+    result->value_dim = value_dim_;
+    result->out.assign(tokens * args.q_heads * value_dim_, 1.0f);
+    result->lse.assign(tokens * args.q_heads, 0.0f);
+    return absl::OkStatus();
+  }
+  absl::StatusOr<uint64_t> Truncate(absl::string_view, uint64_t, uint64_t) override { return 0; }
+  absl::StatusOr<engine::SequenceInfo> Fork(absl::string_view, uint64_t,
+                                            std::optional<uint64_t>) override {
+    return engine::SequenceInfo();
+  }
+  absl::Status Close(absl::string_view, uint64_t) override { return absl::OkStatus(); }
+  std::vector<engine::SequenceInfo> List(absl::string_view, uint64_t, uint32_t) override {
+    return {};
+  }
+  void ReleaseWriter(engine::WriterId) override { ++released_writers_; }
+  engine::Usage usage() const override { return {}; }
+  void WaitForBackground() override {}
+  void StopOpening() override { opening_stopped_ = true; }
+  void Shutdown() override {}
+
+ private:
+  // False if the work was cancelled.
+  bool WaitIfHeld(const std::atomic<bool>* cancel) {
+    ++waiting_;
+    while (held_ && (cancel == nullptr || !*cancel)) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    --waiting_;
+    if (cancel != nullptr && *cancel) ++cancelled_;
+    return cancel == nullptr || !*cancel;
+  }
+
+  const engine::EngineOptions options_;
+  const std::unique_ptr<attention::Backend> backend_;
+  std::atomic<bool> held_{false}, opening_stopped_{false};
+  std::atomic<int> waiting_{0}, decoded_{0}, cancelled_{0}, released_writers_{0};
+  std::atomic<uint64_t> value_dim_{16}, next_id_{1};
+};
+
+}  // namespace attnd::testing
+
+#endif  // ATTND_TESTS_SERVER_FAKE_ENGINE_H_

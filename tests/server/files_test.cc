@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Goal: nobody else gets at the socket and the data directory, and two servers never share either.
+// Method: real files in a temporary directory; modes are read back.
+#include <fcntl.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <string>
+
+#include "gtest/gtest.h"
+#include "server/file_lock.h"
+#include "server/unix_socket.h"
+
+namespace attnd::server {
+namespace {
+
+class FilesTest : public ::testing::Test {
+ protected:
+  FilesTest() {
+    std::string pattern = ::testing::TempDir() + "/attnd-files-XXXXXX";
+    root_ = mkdtemp(pattern.data());
+  }
+  ~FilesTest() override { std::filesystem::remove_all(root_); }
+
+  static mode_t Mode(const std::string& path) {
+    struct stat info {};
+    return stat(path.c_str(), &info) == 0 ? info.st_mode & 0777u : 0u;
+  }
+  // Binds a socket at `path`; returns it, listening or not.
+  static int Bind(const std::string& path, bool listening) {
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    std::memcpy(address.sun_path, path.data(), path.size());
+    const int fd = socket(AF_UNIX, SOCK_STREAM, 0);
+    EXPECT_EQ(bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+    if (listening) {
+      EXPECT_EQ(listen(fd, 1), 0);
+    }
+    return fd;
+  }
+  std::string root_;
+};
+
+TEST_F(FilesTest, DirectoriesArePrivate) {
+  ASSERT_TRUE(MakePrivateDirectory(root_ + "/a/b").ok());
+  EXPECT_EQ(Mode(root_ + "/a"), 0700u);
+  EXPECT_EQ(Mode(root_ + "/a/b"), 0700u);
+  EXPECT_TRUE(MakePrivateDirectory(root_ + "/a/b").ok());
+  std::ofstream(root_ + "/file") << "x";
+  EXPECT_TRUE(absl::IsFailedPrecondition(MakePrivateDirectory(root_ + "/file")));
+  EXPECT_TRUE(absl::IsFailedPrecondition(MakePrivateDirectory(root_ + "/file/below")));
+}
+
+TEST_F(FilesTest, ADataDirHasOneOwner) {
+  {
+    const auto first = LockDataDir(root_ + "/data");
+    ASSERT_TRUE(first.ok()) << first.status();
+    EXPECT_EQ(Mode(root_ + "/data"), 0700u);
+    EXPECT_EQ(Mode(root_ + "/data/LOCK"), 0600u);
+    const auto second = LockDataDir(root_ + "/data");
+    EXPECT_TRUE(absl::IsAlreadyExists(second.status())) << second.status();
+  }
+  EXPECT_TRUE(LockDataDir(root_ + "/data").ok());  // the first one's end released it
+}
+
+TEST_F(FilesTest, AStaleSocketIsRemoved) {
+  const std::string path = root_ + "/s/a.sock";
+  ASSERT_TRUE(PrepareSocket(path).ok());
+  close(Bind(path, true));  // nobody listens any more
+  EXPECT_FALSE(SomebodyListens(path));
+  EXPECT_TRUE(PrepareSocket(path).ok());
+  EXPECT_FALSE(std::filesystem::exists(path));
+}
+
+TEST_F(FilesTest, ASocketInUseIsLeftAlone) {
+  const std::string path = root_ + "/a.sock";
+  const int fd = Bind(path, true);
+  EXPECT_TRUE(absl::IsAlreadyExists(PrepareSocket(path).status()));
+  EXPECT_TRUE(std::filesystem::exists(path));
+  close(fd);
+}
+
+TEST_F(FilesTest, WhatIsNoSocketIsLeftAlone) {
+  const std::string path = root_ + "/precious";
+  std::ofstream(path) << "data";
+  EXPECT_TRUE(absl::IsFailedPrecondition(PrepareSocket(path).status()));
+  EXPECT_TRUE(std::filesystem::exists(path));
+}
+
+TEST_F(FilesTest, TwoThatStartAtOnceDoNotMeet) {
+  const std::string path = root_ + "/a.sock";
+  const auto first = PrepareSocket(path);
+  ASSERT_TRUE(first.ok());
+  EXPECT_TRUE(absl::IsAlreadyExists(PrepareSocket(path).status()));
+}
+
+TEST_F(FilesTest, SocketsAreBornPrivate) {
+  const std::string path = root_ + "/a.sock";
+  const mode_t before = umask(0);
+  {
+    const PrivateUmask mask;
+    close(Bind(path, false));
+  }
+  EXPECT_EQ(Mode(path), 0600u);
+  EXPECT_EQ(umask(before), 0u);
+}
+
+}  // namespace
+}  // namespace attnd::server

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Goal: the metrics say what happened, under the names that docs/OPERATIONS.md promises. Method:
+// record known events, look at the collected families.
+#include "server/metrics.h"
+
+#include <map>
+#include <set>
+#include <string>
+
+#include "gtest/gtest.h"
+
+namespace attnd::server {
+namespace {
+
+using prometheus::ClientMetric;
+using prometheus::MetricFamily;
+using std::chrono::milliseconds;
+
+// name{label="value"} -> value; a histogram by its count.
+std::map<std::string, double> Values(const Metrics& metrics) {
+  std::map<std::string, double> values;
+  for (const MetricFamily& family : metrics.Collect()) {
+    for (const ClientMetric& metric : family.metric) {
+      std::string key = family.name;
+      for (const auto& label : metric.label) key += "{" + label.name + "=" + label.value + "}";
+      values[key] = family.type == prometheus::MetricType::Counter ? metric.counter.value
+                    : family.type == prometheus::MetricType::Gauge
+                        ? metric.gauge.value
+                        : static_cast<double>(metric.histogram.sample_count);
+    }
+  }
+  return values;
+}
+
+TEST(Metrics, EveryPromisedNameIsThereFromTheStart) {
+  Metrics metrics;
+  metrics.SetBuildInfo("1.2.3", "AVX3");
+  metrics.OnRpc("Decode", absl::StatusCode::kOk);
+  std::set<std::string> names;
+  for (const MetricFamily& family : metrics.Collect()) names.insert(family.name);
+  for (const char* const name : {"build_info",
+                                 "steps_total",
+                                 "rows_total",
+                                 "zone_tokens_total",
+                                 "exact_tokens_total",
+                                 "estimated_tokens_total",
+                                 "dropped_tokens_total",
+                                 "tier_lookup_tokens_total",
+                                 "tier_hit_tokens_total",
+                                 "stage_seconds",
+                                 "covered_mass",
+                                 "predicted_error",
+                                 "resident_bytes",
+                                 "capacity_bytes",
+                                 "sequences",
+                                 "streams",
+                                 "appended_tokens_total",
+                                 "segments_built_total",
+                                 "segment_build_seconds",
+                                 "segment_build_failures_total",
+                                 "queue_depth",
+                                 "rejections_total",
+                                 "rpcs_total",
+                                 "process_resident_memory_bytes"}) {
+    EXPECT_EQ(names.count(std::string("attnd_") + name), 1u) << name;
+  }
+}
+
+TEST(Metrics, AStepIsCounted) {
+  Metrics metrics;
+  engine::DecodeResult result;
+  result.rows.resize(2);
+  attention::RowStats& stats = result.rows[0].stats;
+  stats.zone_tokens = 1;
+  stats.exact_tokens = 2;
+  stats.estimated_tokens = 3;
+  stats.dropped_tokens = 4;
+  stats.host_tokens = 3;
+  stats.covered_mass = 0.9f;
+  result.rows[1].status = absl::ResourceExhaustedError("memory_budget_bytes");
+  metrics.OnStep(absl::StatusCode::kOk, &result);
+  metrics.OnStep(absl::StatusCode::kDeadlineExceeded, nullptr);
+  auto values = Values(metrics);
+  EXPECT_EQ(values["attnd_steps_total{code=OK}"], 1);
+  EXPECT_EQ(values["attnd_steps_total{code=DEADLINE_EXCEEDED}"], 1);
+  EXPECT_EQ(values["attnd_rows_total{code=OK}"], 1);
+  EXPECT_EQ(values["attnd_rows_total{code=RESOURCE_EXHAUSTED}"], 1);
+  EXPECT_EQ(values["attnd_zone_tokens_total"], 1);
+  EXPECT_EQ(values["attnd_exact_tokens_total"], 2);
+  EXPECT_EQ(values["attnd_estimated_tokens_total"], 3);
+  EXPECT_EQ(values["attnd_dropped_tokens_total"], 4);
+  EXPECT_EQ(values["attnd_tier_lookup_tokens_total{tier=host}"], 3);
+  EXPECT_EQ(values["attnd_tier_hit_tokens_total{tier=host}"], 3);
+  EXPECT_EQ(values["attnd_covered_mass"], 1);
+  EXPECT_EQ(values["attnd_predicted_error"], 0);  // absent is not zero
+  EXPECT_EQ(values["attnd_stage_seconds{stage=score}"], 1);
+  EXPECT_EQ(values["attnd_rejections_total{reason=memory}"], 1);
+}
+
+TEST(Metrics, EventsOfTheEngine) {
+  Metrics metrics;
+  metrics.OnAppended(5, true);
+  metrics.OnAppended(2, false);
+  metrics.OnSegmentBuilt(engine::Observer::BuildTrigger::kBackground, 8192, milliseconds(3));
+  metrics.OnSegmentBuildFailed(engine::Observer::BuildTrigger::kPrefill,
+                               absl::ResourceExhaustedError("x"));
+  auto values = Values(metrics);
+  EXPECT_EQ(values["attnd_appended_tokens_total{path=prefill}"], 5);
+  EXPECT_EQ(values["attnd_appended_tokens_total{path=decode}"], 2);
+  EXPECT_EQ(values["attnd_segments_built_total{trigger=background}"], 1);
+  EXPECT_EQ(values["attnd_segments_built_total{trigger=prefill}"], 0);
+  EXPECT_EQ(values["attnd_segment_build_seconds"], 1);
+  EXPECT_EQ(values["attnd_segment_build_failures_total"], 1);
+}
+
+TEST(Metrics, GaugesAreReadWhenAsked) {
+  Metrics metrics;
+  size_t streams = 3;
+  metrics.SetSources({.usage =
+                          [] {
+                            return engine::Usage{10, 20, 30};
+                          },
+                      .streams = [&] { return streams; },
+                      .queue_depth = [] { return size_t{7}; }});
+  EXPECT_EQ(Values(metrics)["attnd_streams"], 3);
+  streams = 4;
+  auto values = Values(metrics);
+  EXPECT_EQ(values["attnd_streams"], 4);
+  EXPECT_EQ(values["attnd_resident_bytes{tier=host}"], 10);
+  EXPECT_EQ(values["attnd_capacity_bytes{tier=host}"], 20);
+  EXPECT_EQ(values["attnd_sequences"], 30);
+  EXPECT_EQ(values["attnd_queue_depth"], 7);
+  EXPECT_GT(values["attnd_process_resident_memory_bytes"], 1e6);
+}
+
+}  // namespace
+}  // namespace attnd::server

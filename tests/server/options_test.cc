@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Goal: an operator's mistake is named before anything starts. Method: tables of wrong options,
+// addresses, files and command lines, with the word that the message must contain.
+#include "server/options.h"
+
+#include <cstdio>
+#include <fstream>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "server/command_line.h"
+
+namespace attnd::server {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::UnorderedElementsAre;
+
+TEST(ServerOptions, DefaultsAreValid) {
+  const ServerOptions options;
+  EXPECT_TRUE(options.Validate().ok()) << options.Validate();
+  EXPECT_EQ(options.default_policy.preset, "dense");
+  ASSERT_EQ(options.ListenAddresses().size(), 1u);
+  EXPECT_EQ(options.ListenAddresses()[0].ToString(), "unix:attnd-data/attnd.sock");
+}
+
+TEST(ServerOptions, WrongOnesNameTheField) {
+  struct Case {
+    const char* named;
+    std::function<void(ServerOptions*)> spoil;
+  };
+  const std::vector<Case> cases = {
+      {"listen", [](auto* o) { o->listen = {"unix:"}; }},
+      {"listen", [](auto* o) { o->listen = {"unix:" + std::string(108, 'x')}; }},
+      {"listen", [](auto* o) { o->listen = {"unix:/tmp/"}; }},
+      {"listen", [](auto* o) { o->listen = {"localhost"}; }},
+      {"listen", [](auto* o) { o->listen = {"127.0.0.1:65536"}; }},
+      {"listen", [](auto* o) { o->listen = {"127.0.0.1:-1"}; }},
+      {"listen", [](auto* o) { o->listen = {"::1:80"}; }},
+      {"listen", [](auto* o) { o->listen.assign(9, "127.0.0.1:0"); }},
+      {"allow-insecure-tcp", [](auto* o) { o->listen = {"0.0.0.0:4000"}; }},
+      {"allow-insecure-tcp", [](auto* o) { o->listen = {"[::]:4000"}; }},
+      {"allow-insecure-tcp", [](auto* o) { o->listen = {"127.evil.example:4000"}; }},
+      {"data_dir", [](auto* o) { o->data_dir.clear(); }},
+      {"data_dir", [](auto* o) { o->data_dir = std::string(200, 'x'); }},
+      {"metrics_listen", [](auto* o) { o->metrics_listen = "9464"; }},
+      {"memory_budget_bytes", [](auto* o) { o->memory_budget_bytes = 1; }},
+      {"step_threads", [](auto* o) { o->step_threads = 1025; }},
+      {"step_workers", [](auto* o) { o->step_workers = 0; }},
+      {"step_workers", [](auto* o) { o->step_workers = 257; }},
+      {"max_queued_steps", [](auto* o) { o->max_queued_steps = 0; }},
+      {"max_queued_steps", [](auto* o) { o->max_queued_steps = 65537; }},
+      {"index_threads", [](auto* o) { o->index_threads = 1025; }},
+      {"max_sequences", [](auto* o) { o->max_sequences = 0; }},
+      {"max_sequence_tokens", [](auto* o) { o->max_sequence_tokens = 0; }},
+      {"max_streams", [](auto* o) { o->max_streams = 0; }},
+      {"max_rows", [](auto* o) { o->max_rows = 0; }},
+      {"max_query_tokens", [](auto* o) { o->max_query_tokens = 0; }},
+      {"max_message_bytes", [](auto* o) { o->max_message_bytes = 1; }},
+      {"max_message_bytes", [](auto* o) { o->max_message_bytes = uint64_t{1} << 31; }},
+      {"segment_tokens", [](auto* o) { o->segment_tokens = 511; }},
+      {"segment_tokens", [](auto* o) { o->segment_tokens = 65537; }},
+      {"reply_timeout_s", [](auto* o) { o->reply_timeout_s = 0; }},
+  };
+  for (size_t i = 0; i < cases.size(); ++i) {
+    ServerOptions options;
+    cases[i].spoil(&options);
+    const absl::Status status = options.Validate();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << "case " << i;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(cases[i].named)) << "case " << i;
+  }
+}
+
+TEST(ServerOptions, InsecureTcpMustBeAskedFor) {
+  ServerOptions options;
+  options.listen = {"0.0.0.0:4000"};
+  options.allow_insecure_tcp = true;
+  EXPECT_TRUE(options.Validate().ok());
+  options.allow_insecure_tcp = false;
+  options.listen = {"127.1.2.3:0", "localhost:1", "[::1]:2", "unix:/tmp/a.sock"};
+  EXPECT_TRUE(options.Validate().ok()) << options.Validate();
+}
+
+TEST(ListenAddress, KeepsWhatItParsed) {
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"unix:a.sock", "unix:a.sock"},
+      {"unix:/run/a.sock", "unix:/run/a.sock"},
+      {"unix:///run/a.sock", "unix:/run/a.sock"},
+      {"127.0.0.1:80", "127.0.0.1:80"},
+      {"[::1]:80", "[::1]:80"},
+  };
+  for (const auto& [text, expected] : cases) {
+    const auto address = ParseListenAddress("listen", text);
+    ASSERT_TRUE(address.ok()) << address.status();
+    EXPECT_EQ(address->ToString(), expected);
+  }
+}
+
+TEST(PolicyText, NameAndParameters) {
+  const auto policy = ParsePolicyText("error-target:tolerance=0.1,floor=0.02");
+  ASSERT_TRUE(policy.ok());
+  EXPECT_EQ(policy->preset(), "error-target");
+  EXPECT_EQ(policy->parameters().at("tolerance"), "0.1");
+  EXPECT_EQ(policy->parameters().at("floor"), "0.02");
+  EXPECT_FALSE(ParsePolicyText("dense:x").ok());
+  EXPECT_FALSE(ParsePolicyText("dense:=1").ok());
+}
+
+class ConfigFile : public ::testing::Test {
+ protected:
+  ConfigFile() : path_(::testing::TempDir() + "/attnd-config-" + std::to_string(getpid())) {}
+  ~ConfigFile() override { std::remove(path_.c_str()); }
+  absl::StatusOr<v1::ServerConfig> Read(const std::string& text) {
+    std::ofstream(path_) << text;
+    return ReadConfigFile(path_);
+  }
+  const std::string path_;
+};
+
+TEST_F(ConfigFile, SetsWhatItNames) {
+  const auto config = Read(
+      "listen: 'unix:/tmp/a' listen: '127.0.0.1:1' max_rows: 7 memory_budget_bytes: 0\n"
+      "default_policy { preset: 'streaming' parameters { key: 'sink' value: '8' } }\n"
+      "allow_insecure_tcp: true");
+  ASSERT_TRUE(config.ok()) << config.status();
+  ServerOptions options;
+  ASSERT_TRUE(ApplyConfig(*config, &options).ok());
+  EXPECT_THAT(options.listen, ElementsAre("unix:/tmp/a", "127.0.0.1:1"));
+  EXPECT_EQ(options.max_rows, 7u);
+  EXPECT_EQ(options.max_streams, ServerOptions().max_streams);
+  EXPECT_EQ(options.default_policy.preset, "streaming");
+  EXPECT_EQ(options.default_policy.sink, 8u);
+  EXPECT_TRUE(options.allow_insecure_tcp);
+}
+
+TEST_F(ConfigFile, MistakesNameLineAndColumn) {
+  const auto config = Read("max_rows: 7\nmax_rowz: 8\n");
+  ASSERT_FALSE(config.ok());
+  EXPECT_THAT(std::string(config.status().message()), HasSubstr("line 2"));
+  EXPECT_THAT(std::string(config.status().message()), HasSubstr("max_rowz"));
+  EXPECT_FALSE(ReadConfigFile("/nowhere/attnd.config").ok());
+}
+
+TEST_F(ConfigFile, APolicyThatDoesNotExistIsRefused) {
+  const auto config = Read("default_policy { preset: 'psychic' }");
+  ASSERT_TRUE(config.ok());
+  ServerOptions options;
+  EXPECT_FALSE(ApplyConfig(*config, &options).ok());
+}
+
+TEST(Arguments, DashesUnderscoresAndRepeatedListen) {
+  const auto result =
+      NormaliseArguments({"attnd", "--data-dir", "/d-x_y", "--listen", "unix:/a-b", "--max-rows=3",
+                          "--listen=127.0.0.1:0", "--noallow-insecure-tcp"});
+  EXPECT_THAT(result.arguments, ElementsAre("attnd", "--listen=unix:/a-b,127.0.0.1:0", "--data_dir",
+                                            "/d-x_y", "--max_rows=3", "--noallow_insecure_tcp"));
+  EXPECT_THAT(result.given,
+              UnorderedElementsAre("data_dir", "listen", "max_rows", "allow_insecure_tcp"));
+}
+
+TEST(Arguments, NothingAfterTheDoubleDashIsAFlag) {
+  const auto result = NormaliseArguments({"attnd", "--", "--data-dir"});
+  EXPECT_THAT(result.arguments, ElementsAre("attnd", "--", "--data-dir"));
+}
+
+TEST(EngineOptions, ZeroMeansTheMachine) {
+  Machine machine;
+  machine.cores = 6;
+  machine.memory_bytes = 1000;
+  ServerOptions options;
+  EXPECT_EQ(ToEngineOptions(options, machine).memory_budget_bytes, 500u);
+  EXPECT_EQ(ToEngineOptions(options, machine).index_threads, 6u);
+  options.memory_budget_bytes = 77;
+  options.index_threads = 2;
+  EXPECT_EQ(ToEngineOptions(options, machine).memory_budget_bytes, 77u);
+  EXPECT_EQ(ToEngineOptions(options, machine).index_threads, 2u);
+}
+
+}  // namespace
+}  // namespace attnd::server

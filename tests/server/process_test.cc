@@ -1,0 +1,336 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Goal: the program as an operator has it: options, files and their modes, metrics, signals, exit
+// statuses. Method: the built attnd as a child process, its log read from a file.
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "server/probe.h"
+#include "tests/server/test_server.h"
+
+namespace attnd::testing {
+namespace {
+
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+using ::testing::HasSubstr;
+
+// A running attnd. Ends it if it is still there.
+class Process {
+ public:
+  Process(const std::vector<std::string>& flags, const std::string& log) : log_(log) {
+    std::vector<std::string> arguments = {ATTND_BINARY};
+    arguments.insert(arguments.end(), flags.begin(), flags.end());
+    std::vector<char*> pointers;
+    pointers.reserve(arguments.size() + 1);
+    for (std::string& argument : arguments) pointers.push_back(argument.data());
+    pointers.push_back(nullptr);
+    pid_ = fork();
+    if (pid_ == 0) {
+      const int fd = open(log.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+      dup2(fd, STDOUT_FILENO);
+      dup2(fd, STDERR_FILENO);
+      execv(pointers[0], pointers.data());
+      _exit(127);
+    }
+  }
+  ~Process() {
+    if (pid_ <= 0) return;
+    kill(pid_, SIGKILL);
+    waitpid(pid_, nullptr, 0);
+  }
+  Process(const Process&) = delete;
+  Process& operator=(const Process&) = delete;
+
+  void Signal(int signal) const { kill(pid_, signal); }
+  // The exit status, 128 + signal if a signal ended it, -1 if it has not ended in time.
+  int Wait(std::chrono::milliseconds timeout) {
+    const auto limit = Clock::now() + timeout;
+    int status = 0;
+    while (waitpid(pid_, &status, WNOHANG) == 0) {
+      if (Clock::now() > limit) return -1;
+      std::this_thread::sleep_for(2ms);
+    }
+    pid_ = 0;
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+  }
+  std::string Log() const {
+    std::ifstream file(log_);
+    std::stringstream text;
+    text << file.rdbuf();
+    return text.str();
+  }
+
+ private:
+  const std::string log_;
+  pid_t pid_ = 0;
+};
+
+mode_t Mode(const std::string& path) {
+  struct stat info {};
+  return lstat(path.c_str(), &info) == 0 ? info.st_mode & 07777u : 0u;
+}
+
+std::string HttpGet(int port, const std::string& path) {
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>(port));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  std::string reply;
+  if (connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0) {
+    const std::string request = "GET " + path + " HTTP/1.0\r\n\r\n";
+    if (write(fd, request.data(), request.size()) > 0) {
+      char buffer[4096];
+      ssize_t count;
+      while ((count = read(fd, buffer, sizeof(buffer))) > 0) reply.append(buffer, count);
+    }
+  }
+  close(fd);
+  return reply;
+}
+
+class ProcessTest : public ::testing::Test {
+ protected:
+  std::vector<std::string> Flags(const std::vector<std::string>& more = {}) const {
+    std::vector<std::string> flags = {"--listen", address_, "--data-dir", data_dir_,
+                                      "--memory-budget-bytes=1073741824"};
+    flags.insert(flags.end(), more.begin(), more.end());
+    return flags;
+  }
+  std::unique_ptr<Process> Start(const std::vector<std::string>& flags) const {
+    auto process = std::make_unique<Process>(flags, directory_.path() + "/log");
+    const auto limit = Clock::now() + 20s;
+    while (!server::Probe(address_, 1s).ok() && Clock::now() < limit) {
+      std::this_thread::sleep_for(20ms);
+    }
+    EXPECT_TRUE(server::Probe(address_, 1s).ok()) << process->Log();
+    return process;
+  }
+  // Runs to the end: exit status and output.
+  std::pair<int, std::string> Run(const std::vector<std::string>& flags) const {
+    Process process(flags, directory_.path() + "/run-log");
+    const int status = process.Wait(20s);
+    return {status, process.Log()};
+  }
+  // A sequence whose replies are large: 128 KiB for a token.
+  uint64_t OpenLarge(v1::Attnd::Stub* stub) const {
+    v1::OpenSequenceRequest request = SmallModel();
+    request.mutable_model()->mutable_shape()->set_query_heads(64);
+    request.mutable_model()->mutable_shape()->set_value_dim(512);
+    v1::OpenSequenceResponse reply;
+    grpc::ClientContext context;
+    EXPECT_TRUE(stub->OpenSequence(&context, request, &reply).ok());
+    return reply.sequence_id();
+  }
+  static v1::DecodeRequest LargeStep(uint64_t sequence) {
+    v1::DecodeRequest request;
+    v1::DecodeRow* row = request.add_rows();
+    row->set_sequence_id(sequence);
+    row->set_query_tokens(8);
+    row->set_query_only(true);
+    FillTensor(8, 64, 16, 1.0f, request.mutable_q());
+    return request;
+  }
+
+  const TempDir directory_;
+  const std::string address_ = "unix:" + directory_.path() + "/run/attnd.sock";
+  const std::string data_dir_ = directory_.path() + "/data";
+};
+
+TEST_F(ProcessTest, FilesArePrivateAndTheSocketGoes) {
+  const auto process = Start(Flags());
+  EXPECT_EQ(Mode(directory_.path() + "/run"), 0700u);
+  EXPECT_EQ(Mode(address_.substr(5)), 0600u);
+  EXPECT_EQ(Mode(data_dir_), 0700u);
+  EXPECT_EQ(Mode(data_dir_ + "/LOCK"), 0600u);
+  process->Signal(SIGTERM);
+  EXPECT_EQ(process->Wait(10s), 0);
+  EXPECT_FALSE(std::filesystem::exists(address_.substr(5)));
+  EXPECT_THAT(process->Log(), HasSubstr("shut down"));
+}
+
+TEST_F(ProcessTest, ProbeHelpAndVersion) {
+  EXPECT_NE(Run({"--probe", address_}).first, 0);
+  const auto process = Start(Flags());
+  EXPECT_EQ(Run({"--probe", address_}).first, 0);
+  const auto version = Run({"--version"});
+  EXPECT_EQ(version.first, 0);
+  EXPECT_THAT(version.second, ::testing::MatchesRegex("attnd [0-9]+\\.[0-9]+\\.[0-9]+\n"));
+  const auto help = Run({"--help"});
+  EXPECT_EQ(help.first, 0);
+  EXPECT_THAT(help.second, HasSubstr("--max-message-bytes"));
+}
+
+TEST_F(ProcessTest, AMistakeIsNamedAndNothingStarts) {
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"--max-rows=0", "max_rows"},
+      {"--max-rows=many", "max_rows"},
+      {"--max-rowz=1", "max_rowz"},
+      {"--listen=0.0.0.0:0", "allow-insecure-tcp"},
+      {"--default-policy=psychic", "psychic"},
+      {"--config=/nowhere/file", "/nowhere/file"},
+      {"surplus", "surplus"},
+  };
+  for (const auto& [flag, named] : cases) {
+    const auto [status, output] = Run(Flags({flag}));
+    EXPECT_EQ(status, 1) << flag;
+    EXPECT_THAT(output, HasSubstr(named));
+  }
+  EXPECT_FALSE(std::filesystem::exists(data_dir_));
+}
+
+TEST_F(ProcessTest, ADataDirAndASocketHaveOneServer) {
+  const auto process = Start(Flags());
+  auto [status, output] = Run({"--listen=127.0.0.1:0", "--data-dir=" + data_dir_});
+  EXPECT_EQ(status, 1);
+  EXPECT_THAT(output, HasSubstr("LOCK"));
+  std::tie(status, output) = Run({"--listen=" + address_, "--data-dir=" + data_dir_ + "2"});
+  EXPECT_EQ(status, 1);
+  EXPECT_THAT(output, HasSubstr("already listens"));
+  EXPECT_TRUE(server::Probe(address_, 5s).ok());
+}
+
+TEST_F(ProcessTest, StartsAgainAfterBeingKilled) {
+  auto process = Start(Flags());
+  process->Signal(SIGKILL);
+  EXPECT_EQ(process->Wait(10s), 128 + SIGKILL);
+  EXPECT_TRUE(std::filesystem::exists(address_.substr(5)));  // stale
+  process = Start(Flags());
+  process->Signal(SIGINT);
+  EXPECT_EQ(process->Wait(10s), 0);
+}
+
+TEST_F(ProcessTest, AFlagOverridesTheFile) {
+  const std::string file = directory_.path() + "/config";
+  std::ofstream(file) << "listen: '" << address_ << "'\nmax_rows: 11\nmax_streams: 12\n"
+                      << "default_policy { preset: 'streaming' }\n";
+  const auto process = Start({"--config", file, "--data-dir", data_dir_, "--max-rows=13"});
+  const auto stub = v1::Attnd::NewStub(NewChannel(address_));
+  grpc::ClientContext context;
+  v1::GetServerInfoResponse info;
+  ASSERT_TRUE(stub->GetServerInfo(&context, {}, &info).ok());
+  EXPECT_EQ(info.limits().max_rows(), 13u);
+  EXPECT_EQ(info.limits().max_streams(), 12u);
+  EXPECT_EQ(info.default_policy().preset(), "streaming");
+}
+
+TEST_F(ProcessTest, MetricsAreServed) {
+  const auto process = Start(Flags({"--metrics-listen=127.0.0.1:0"}));
+  const std::string log = process->Log(), before = "http://127.0.0.1:";
+  const size_t found = log.find(before);
+  ASSERT_NE(found, std::string::npos) << log;
+  const int port = std::stoi(log.substr(found + before.size()));
+  const auto stub = v1::Attnd::NewStub(NewChannel(address_));
+  const uint64_t sequence = OpenLarge(stub.get());
+  grpc::ClientContext context;
+  const auto stream = stub->Decode(&context);
+  v1::DecodeResponse reply;
+  ASSERT_TRUE(stream->Write(LargeStep(sequence)));
+  ASSERT_TRUE(stream->Read(&reply));
+  ASSERT_EQ(reply.rows(0).status().code(), 0) << reply.rows(0).status().message();
+  stream->WritesDone();
+  ASSERT_TRUE(stream->Finish().ok());
+  const std::string text = HttpGet(port, "/metrics");
+  for (const char* const line :
+       {"attnd_build_info{", "attnd_steps_total{code=\"OK\"} 1\n", "attnd_sequences 1\n",
+        "attnd_capacity_bytes{tier=\"host\"} 1073741824", "attnd_rpcs_total{",
+        "attnd_stage_seconds_bucket{stage=\"engine\",le=\"+Inf\"} 1\n"}) {
+    EXPECT_THAT(text, HasSubstr(line));
+  }
+  // A port in use is said, not thrown.
+  const auto [status, output] =
+      Run({"--listen=unix:" + directory_.path() + "/b", "--data-dir", data_dir_ + "2",
+           "--metrics-listen=127.0.0.1:" + std::to_string(port)});
+  EXPECT_EQ(status, 1);
+  EXPECT_THAT(output, HasSubstr("metrics_listen"));
+}
+
+TEST_F(ProcessTest, SigtermEndsStreamsWithUnavailable) {
+  const auto process = Start(Flags());
+  const auto stub = v1::Attnd::NewStub(NewChannel(address_));
+  const uint64_t sequence = OpenLarge(stub.get());
+  grpc::ClientContext context;
+  const auto stream = stub->Decode(&context);
+  v1::DecodeResponse reply;
+  ASSERT_TRUE(stream->Write(LargeStep(sequence)));
+  ASSERT_TRUE(stream->Read(&reply));
+  process->Signal(SIGTERM);
+  EXPECT_FALSE(stream->Read(&reply));
+  EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
+  EXPECT_EQ(process->Wait(10s), 0) << process->Log();
+}
+
+// A client that never reads, which makes a shutdown wait.
+class UnreadReplies {
+ public:
+  UnreadReplies(const std::string& address, const v1::DecodeRequest& step)
+      : stub_(v1::Attnd::NewStub(NewChannel(address))), stream_(stub_->Decode(&context_)) {
+    writer_ = std::thread([this, step] {
+      while (stream_->Write(step)) ++written_;
+    });
+    int before = -1;
+    while (written_ == 0 || written_ != before) {  // until the window is full
+      before = written_;
+      std::this_thread::sleep_for(200ms);
+    }
+  }
+  ~UnreadReplies() {
+    context_.TryCancel();
+    writer_.join();
+  }
+
+ private:
+  const std::unique_ptr<v1::Attnd::Stub> stub_;
+  grpc::ClientContext context_;
+  const std::unique_ptr<grpc::ClientReaderWriter<v1::DecodeRequest, v1::DecodeResponse>> stream_;
+  std::atomic<int> written_{0};
+  std::thread writer_;
+};
+
+TEST_F(ProcessTest, SigtermWithAClientThatDoesNotReadEndsInTime) {
+  const auto process = Start(Flags());
+  const auto stub = v1::Attnd::NewStub(NewChannel(address_));
+  const uint64_t sequence = OpenLarge(stub.get());
+  const UnreadReplies unread(address_, LargeStep(sequence));
+  process->Signal(SIGTERM);
+  EXPECT_EQ(process->Wait(10s), 0) << process->Log();
+}
+
+TEST_F(ProcessTest, ASecondSignalLeavesAtOnce) {
+  const auto process = Start(Flags());
+  const auto stub = v1::Attnd::NewStub(NewChannel(address_));
+  const uint64_t sequence = OpenLarge(stub.get());
+  const UnreadReplies unread(address_, LargeStep(sequence));
+  process->Signal(SIGTERM);
+  while (process->Log().find("shutting down") == std::string::npos) {
+    std::this_thread::sleep_for(2ms);
+  }
+  std::this_thread::sleep_for(50ms);
+  const auto start = Clock::now();
+  process->Signal(SIGTERM);
+  EXPECT_EQ(process->Wait(10s), 128 + SIGTERM) << process->Log();
+  EXPECT_LT(Clock::now() - start, 1s);
+}
+
+}  // namespace
+}  // namespace attnd::testing
