@@ -35,7 +35,7 @@ float Scaled(float value, float factor) { return value == 0 ? 0 : value * factor
 size_t ClusterUnit::ArenaBytes(const SequenceView& view, uint32_t layer, uint32_t kv_head,
                                size_t quads) {
   constexpr size_t kQuadArrays = 5;
-  constexpr size_t kRounding = 16 * 64;  // of the separate allocations
+  constexpr size_t kRounding = size_t{16} * 64;  // of the separate allocations
   const size_t n = CountClusters(view, layer, kv_head);
   const size_t per_quad = kQuadArrays * n * kQuad * sizeof(float) + sizeof(QuadScores) +
                           kQuad * (view.shape.head_dim + view.shape.value_dim) * sizeof(float) +

@@ -1,11 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "attention/cpu_backend.h"
 
-#include <tbb/blocked_range.h>
-#include <tbb/parallel_for.h>
-#include <tbb/partitioner.h>
-#include <tbb/task_arena.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -15,6 +10,7 @@
 #include <vector>
 
 #include "attention/cpu_step.h"
+#include "attention/worker_pool.h"
 #include "common/mutex.h"
 #include "common/status.h"
 
@@ -53,10 +49,9 @@ class WorkspacePool {
 class CpuBackend : public Backend {
  public:
   explicit CpuBackend(const CpuBackendOptions& options)
-      : threads_(options.threads != 0 ? options.threads
+      : scratch_bytes_(options.scratch_bytes),
+        workers_(options.threads != 0 ? options.threads
                                       : std::max(1u, std::thread::hardware_concurrency())),
-        scratch_bytes_(options.scratch_bytes),
-        arena_(static_cast<int>(threads_)),
         workspaces_(options.scratch_bytes) {}
 
   absl::string_view name() const override { return "cpu"; }
@@ -112,23 +107,15 @@ class CpuBackend : public Backend {
 
   template <typename F>
   void Run(size_t items, uint64_t work, const F& run_item) {
-    if (items <= 1 || threads_ == 1 || work < kParallelWork) {
+    if (items <= 1 || workers_.threads() == 1 || work < kParallelWork) {
       for (size_t item = 0; item < items; ++item) run_item(item);
       return;
     }
-    arena_.execute([&] {
-      tbb::parallel_for(
-          tbb::blocked_range<size_t>(0, items, 1),
-          [&](const tbb::blocked_range<size_t>& range) {
-            for (size_t item = range.begin(); item != range.end(); ++item) run_item(item);
-          },
-          tbb::simple_partitioner());
-    });
+    workers_.ForEach(items, run_item);
   }
 
-  const uint32_t threads_;
   const size_t scratch_bytes_;
-  tbb::task_arena arena_;
+  WorkerPool workers_;
   WorkspacePool workspaces_;
 };
 

@@ -382,7 +382,8 @@ void CpuStep::FinishLane(Unit* unit, size_t quad, size_t lane) {
   const ModelShape& shape = row.view->shape;
   const size_t quads_per_token = QuadsPerToken(shape);
   const size_t token = unit->spec.first_token + quad / quads_per_token;
-  const size_t head = unit->spec.kv_head * shape.group() + quad % quads_per_token * kQuad + lane;
+  const size_t head =
+      size_t{unit->spec.kv_head} * shape.group() + quad % quads_per_token * kQuad + lane;
   const size_t slot = token * shape.query_heads + head;
   float* out = row.out + slot * shape.value_dim;
   NormaliseState(unit->states[quad], lane, shape.value_dim, out, row.lse + slot);

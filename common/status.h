@@ -24,9 +24,12 @@
 #define ATTND_ASSIGN_OR_RETURN(declaration, expression)                                      \
   ATTND_ASSIGN_OR_RETURN_INNER(ATTND_STATUS_CONCAT(attnd_status_or_, __LINE__), declaration, \
                                expression)
+// Its arguments are names, not expressions.
+// NOLINTBEGIN(bugprone-macro-parentheses)
 #define ATTND_ASSIGN_OR_RETURN_INNER(status_or, declaration, expression) \
   auto status_or = (expression);                                         \
   if (!status_or.ok()) return std::move(status_or).status();             \
   declaration = *std::move(status_or)
+// NOLINTEND(bugprone-macro-parentheses)
 
 #endif  // ATTND_COMMON_STATUS_H_

@@ -222,6 +222,7 @@ class EngineImpl : public Engine {
       }
     }
     std::vector<SequenceInfo> infos;
+    infos.reserve(page.size());
     for (const auto& sequence : page) infos.push_back(sequence->Info());
     return infos;
   }
