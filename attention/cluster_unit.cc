@@ -38,14 +38,15 @@ size_t ClusterUnit::ArenaBytes(const SequenceView& view, uint32_t layer, uint32_
   constexpr size_t kRounding = size_t{16} * 64;  // of the separate allocations
   const size_t n = CountClusters(view, layer, kv_head);
   const size_t per_quad = kQuadArrays * n * kQuad * sizeof(float) + sizeof(QuadScores) +
-                          kQuad * (view.shape.head_dim + view.shape.value_dim) * sizeof(float) +
-                          kRounding;
-  return quads * per_quad + n * (sizeof(float) + sizeof(Fate) + sizeof(TokenRun)) +
+                          kernels::SquaresFloats(view.shape.head_dim) * sizeof(float) +
+                          kQuad * view.shape.value_dim * sizeof(float) + kRounding;
+  return quads * per_quad + n * (2 * sizeof(float) + sizeof(Fate) + sizeof(TokenRun)) +
          view.segments.size() * sizeof(uint32_t) + kRounding;
 }
 
 ClusterUnit::ClusterUnit(const SequenceView& view, const Policy& policy, uint32_t layer,
-                         uint32_t kv_head, const float* queries, StepArena* arena)
+                         uint32_t kv_head, const float* queries,
+                         std::span<const kernels::Queries> prepared, StepArena* arena)
     : view_(view),
       policy_(policy),
       layer_(layer),
@@ -60,13 +61,14 @@ ClusterUnit::ClusterUnit(const SequenceView& view, const Policy& policy, uint32_
   }
   const size_t n = clusters();
   group_score_ = arena->Allocate<float>(n);
+  share_ = arena->Allocate<float>(n);
   fate_ = arena->Allocate<Fate>(n);
   run_memory_ = arena->Allocate<TokenRun>(n);
   quads_ = arena->Allocate<QuadScores>((group_ + kQuad - 1) / kQuad);
   for (size_t quad = 0; quad < quads_.size(); ++quad) {
     QuadScores& scores = quads_[quad];
     scores = QuadScores{};
-    scores.queries = queries + quad * kQuad * head_dim_;
+    scores.queries = prepared[quad];
     scores.log_mass = arena->Allocate<float>(n * kQuad).data();
     scores.estimated_weight = arena->Allocate<float>(n * kQuad).data();
     scores.estimate.values = arena->Allocate<float>(kQuad * value_dim_).data();
@@ -74,10 +76,9 @@ ClusterUnit::ClusterUnit(const SequenceView& view, const Policy& policy, uint32_
     scores.d2 = arena->Allocate<float>(n * kQuad).data();
     scores.optimistic = arena->Allocate<float>(n * kQuad).data();
     scores.error2 = arena->Allocate<float>(n * kQuad).data();
-    scores.queries_squared = arena->Allocate<float>(kQuad * head_dim_).data();
-    for (size_t c = 0; c < kQuad * head_dim_; ++c) {
-      scores.queries_squared[c] = scores.queries[c] * scores.queries[c];
-    }
+    scores.squares = kernels::PrepareSquares(
+        queries + quad * kQuad * head_dim_, view.shape.softmax_scale, head_dim_,
+        arena->Allocate<float>(kernels::SquaresFloats(head_dim_)).data());
   }
 }
 
@@ -94,7 +95,7 @@ void ClusterUnit::Score(size_t segment) {
     args.log_mass = scores.log_mass + offset;
     if (second_order()) {
       kernels::DotDeviations(index.deviation_codes, index.variance_unit, index.clusters, head_dim_,
-                             scores.queries_squared, scores.d2 + offset);
+                             scores.squares, scores.d2 + offset);
       args.d2 = scores.d2 + offset;
       args.optimistic = scores.optimistic + offset;
     }
@@ -118,6 +119,7 @@ void ClusterUnit::Select(std::span<const QuadState> zones, OrderScratch* order) 
       MeasureErrors(quad, zones[quad], /*relative_to_output=*/false);
     }
   }
+  SumErrors();
   ListRuns();
 }
 
@@ -138,12 +140,7 @@ void ClusterUnit::AddToGroupScore(const float* values, const float* lane_factor,
   for (size_t lane = 0; lane < lanes; ++lane) {
     factor[lane] = lane_factor[lane] / static_cast<float>(group_);
   }
-  for (size_t i = 0; i < group_score_.size(); ++i) {
-    const float* v = values + i * kQuad;
-    float sum = 0;
-    for (size_t lane = 0; lane < lanes; ++lane) sum += v[lane] * factor[lane];
-    group_score_[i] += sum;
-  }
+  kernels::AddAcrossQuads(values, factor, group_score_.size(), group_score_.data());
 }
 
 void ClusterUnit::SelectByMass(OrderScratch* order) {
@@ -203,12 +200,8 @@ void ClusterUnit::MeasureErrors(size_t quad, const QuadState& zone, bool relativ
   float second_moment[kQuad] = {0, 0, 0, 0};
   for (size_t s = 0; s < segments(); ++s) {
     const ClusterIndex index = view_.segments[s]->index(layer_, kv_head_);
-    const float* weight = scores.log_mass + first_cluster_[s] * kQuad;
-    for (size_t i = 0; i < index.clusters; ++i) {
-      for (size_t lane = 0; lane < kQuad; ++lane) {
-        second_moment[lane] += weight[i * kQuad + lane] * index.value_norm2[i];
-      }
-    }
+    kernels::ScaleQuads(scores.log_mass + first_cluster_[s] * kQuad, index.value_norm2,
+                        index.clusters, nullptr, second_moment);
   }
   for (size_t lane = 0; lane < kQuad; ++lane) {
     const float max = std::max(zone.max[lane], scores.max[lane]);
@@ -269,20 +262,19 @@ void ClusterUnit::AddExactValues(const QuadScores& scores, float* values) const 
 // The state of the estimated clusters, from fate_.
 void ClusterUnit::Estimate() {
   const size_t row_bytes = value_dim_ * DTypeBytes(view_.shape.dtype);
+  const bool dropping = ShareOfFate(Fate::kDropped);
+  for (QuadScores& scores : quads_) {
+    std::fill_n(scores.dropped_sum, kQuad, 0.0f);
+    if (dropping) {
+      kernels::ScaleQuads(scores.log_mass, share_.data(), clusters(), nullptr, scores.dropped_sum);
+    }
+  }
+  ShareOfFate(Fate::kEstimated);
   for (QuadScores& scores : quads_) {
     QuadState& estimate = scores.estimate;
     ClearState(value_dim_, &estimate);
-    std::fill_n(scores.dropped_sum, kQuad, 0.0f);
-    for (size_t i = 0; i < fate_.size(); ++i) {
-      const float estimated = fate_[i] == Fate::kEstimated ? 1.0f : 0.0f;
-      const float dropped = fate_[i] == Fate::kDropped ? 1.0f : 0.0f;
-      for (size_t lane = 0; lane < kQuad; ++lane) {
-        const float weight = scores.log_mass[i * kQuad + lane];
-        scores.estimated_weight[i * kQuad + lane] = weight * estimated;
-        estimate.sum[lane] += weight * estimated;
-        scores.dropped_sum[lane] += weight * dropped;
-      }
-    }
+    kernels::ScaleQuads(scores.log_mass, share_.data(), clusters(), scores.estimated_weight,
+                        estimate.sum);
     for (size_t lane = 0; lane < kQuad; ++lane) {
       if (estimate.sum[lane] > 0) estimate.max[lane] = scores.max[lane];
     }
@@ -295,8 +287,28 @@ void ClusterUnit::Estimate() {
   }
 }
 
+// share_ = 1 for the clusters of this fate, 0 for others; returns whether there is one.
+bool ClusterUnit::ShareOfFate(Fate fate) {
+  bool any = false;
+  for (size_t i = 0; i < fate_.size(); ++i) {
+    share_[i] = fate_[i] == fate ? 1.0f : 0.0f;
+    any |= fate_[i] == fate;
+  }
+  return any;
+}
+
+// Sums the squared errors of what is left to its estimate.
+void ClusterUnit::SumErrors() {
+  if (!second_order()) return;
+  ShareOfFate(Fate::kEstimated);
+  for (QuadScores& scores : quads_) {
+    std::fill_n(scores.error2_sum, kQuad, 0.0f);
+    kernels::ScaleQuads(scores.error2, share_.data(), clusters(), nullptr, scores.error2_sum);
+  }
+}
+
 void ClusterUnit::ListRuns() {
-  exact_tokens_ = estimated_tokens_ = dropped_tokens_ = 0;
+  uint64_t tokens[3] = {0, 0, 0};  // of each fate
   size_t used = 0;
   for (size_t s = 0; s < segments(); ++s) {
     const ClusterIndex index = view_.segments[s]->index(layer_, kv_head_);
@@ -304,10 +316,8 @@ void ClusterUnit::ListRuns() {
     const size_t first = used;
     for (uint32_t i = 0; i < index.clusters; ++i) {
       const Fate fate = fate_[first_cluster_[s] + i];
-      if (fate == Fate::kEstimated) estimated_tokens_ += index.size(i);
-      if (fate == Fate::kDropped) dropped_tokens_ += index.size(i);
+      tokens[static_cast<size_t>(fate)] += index.size(i);
       if (fate != Fate::kExact) continue;
-      exact_tokens_ += index.size(i);
       const TokenRange range = index.range(i);
       if (used > first && run_memory_[used - 1].range.end == range.begin) {
         run_memory_[used - 1].range.end = range.end;
@@ -317,6 +327,9 @@ void ClusterUnit::ListRuns() {
     }
   }
   runs_ = run_memory_.first(used);
+  exact_tokens_ = tokens[static_cast<size_t>(Fate::kExact)];
+  estimated_tokens_ = tokens[static_cast<size_t>(Fate::kEstimated)];
+  dropped_tokens_ = tokens[static_cast<size_t>(Fate::kDropped)];
 }
 
 void ClusterUnit::AddEstimate(std::span<QuadState> states) const {
@@ -338,11 +351,7 @@ LaneOutcome ClusterUnit::Outcome(size_t quad, size_t lane, const QuadState& all,
   outcome.covered_mass = all.sum[lane] / total;
   outcome.exact_mass = std::max(0.0f, all.sum[lane] - estimated) / total;
   if (!predicts_error() || scores.error_unit[lane] == 0) return outcome;
-  double error2 = 0;
-  for (size_t i = 0; i < fate_.size(); ++i) {
-    if (fate_[i] == Fate::kEstimated) error2 += scores.error2[i * kQuad + lane];
-  }
-  const float absolute = static_cast<float>(std::sqrt(error2)) / scores.error_unit[lane];
+  const float absolute = std::sqrt(scores.error2_sum[lane]) / scores.error_unit[lane];
   const float norm = std::max(output_norm, scores.least_norm[lane]);
   outcome.predicted_error = Scaled(absolute, factor / all.sum[lane] / norm);
   return outcome;

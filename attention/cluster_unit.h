@@ -11,6 +11,7 @@
 #include <span>
 
 #include "attention/backend.h"
+#include "attention/kernels.h"
 #include "attention/policy.h"
 #include "attention/selection.h"
 #include "attention/softmax_state.h"
@@ -32,9 +33,10 @@ class ClusterUnit {
   static size_t ArenaBytes(const SequenceView& view, uint32_t layer, uint32_t kv_head,
                            size_t quads);
 
-  // queries: [quads][4][head_dim], scaled by the softmax scale, zero where a quad has fewer heads.
+  // queries: [quads][4][head_dim], not scaled, zero where a quad has fewer heads; prepared: the
+  // same, [quads].
   ClusterUnit(const SequenceView& view, const Policy& policy, uint32_t layer, uint32_t kv_head,
-              const float* queries, StepArena* arena);
+              const float* queries, std::span<const kernels::Queries> prepared, StepArena* arena);
 
   size_t segments() const { return view_.segments.size(); }
   // Scores the clusters of one segment. Distinct segments may be scored at the same time.
@@ -63,17 +65,18 @@ class ClusterUnit {
  private:
   // Arrays of one quad are [clusters][4].
   struct QuadScores {
-    const float* queries;     // [4][head_dim]
-    float* queries_squared;   // [4][head_dim]; null for the first order
-    float* log_mass;          // and, after Weigh, the weights: exp(log_mass - max)
-    float* d2;                // variance of the members' logits; null for the first order
-    float* optimistic;        // mass at the members' best; null for the first order
-    float* error2;            // squared errors times error_unit^2; null for the first order
-    float* estimated_weight;  // the weights, 0 for clusters that are not estimated
-    float max[kQuad];         // scale of the weights
-    float sum[kQuad];         // of all weights
+    kernels::Queries queries;
+    kernels::SquaredQueries squares;  // unless of the first order
+    float* log_mass;                  // and, after Weigh, the weights: exp(log_mass - max)
+    float* d2;                        // variance of the members' logits; null for the first order
+    float* optimistic;                // mass at the members' best; null for the first order
+    float* error2;                    // squared errors times error_unit^2; null for the first order
+    float* estimated_weight;          // the weights, 0 for clusters that are not estimated
+    float max[kQuad];                 // scale of the weights
+    float sum[kQuad];                 // of all weights
     float dropped_sum[kQuad];
     float error_unit[kQuad];
+    float error2_sum[kQuad];  // of the estimated clusters
     float least_norm[kQuad];  // floor under |o| in relative errors
     QuadState estimate;
   };
@@ -90,6 +93,8 @@ class ClusterUnit {
   void MeasureErrors(size_t quad, const QuadState& zone, bool relative_to_output);
   void OutputNorms(size_t quad, const QuadState& zone, float* norms) const;
   void Estimate();
+  bool ShareOfFate(Fate fate);
+  void SumErrors();
   void AddExactValues(const QuadScores& scores, float* values) const;
   void ListRuns();
 
@@ -103,6 +108,7 @@ class ClusterUnit {
   std::span<QuadScores> quads_;
   std::span<uint32_t> first_cluster_;  // [segments + 1] number of each segment's first cluster
   std::span<float> group_score_;       // [clusters]
+  std::span<float> share_;             // [clusters] scratch of ShareOfFate
   std::span<Fate> fate_;               // [clusters]
   std::span<TokenRun> run_memory_;     // [clusters]
   std::span<const TokenRun> runs_;

@@ -47,24 +47,6 @@ class StageTimer {
   const Clock::time_point start_;
 };
 
-void PrefetchRows(const std::byte* rows, size_t bytes) {
-  for (size_t offset = 0; offset < bytes; offset += kCacheLineBytes) {
-    __builtin_prefetch(rows + offset);
-  }
-}
-
-// The hardware follows a long run by itself; the short runs of chosen clusters it cannot foresee.
-void PrefetchRun(const PageGeometry& geometry, const TokenRun& run) {
-  constexpr uint32_t kShortRun = 4 * kPageTokens;
-  const uint32_t end = std::min(run.range.end, run.range.begin + kShortRun);
-  for (uint32_t token = run.range.begin; token < end;) {
-    const uint32_t rows = std::min(end - token, kPageTokens - token % kPageTokens);
-    PrefetchRows(run.pages + geometry.KeyOffset(token), rows * geometry.key_row_bytes);
-    PrefetchRows(run.pages + geometry.ValueOffset(token), rows * geometry.value_row_bytes);
-    token += rows;
-  }
-}
-
 }  // namespace
 
 CpuStep::CpuStep(const StepRequest& request, StepArena* arena)
@@ -107,9 +89,11 @@ size_t CpuStep::UnitBytes(const UnitSpec& spec) const {
   uint64_t tokens = tail;
   if (spec.selector != Selector::kNone) tokens += view.tail_begin;
   pieces += tokens / PieceTokens(quads);
-  size_t bytes = quads * kQuad * shape.head_dim * sizeof(float) +
-                 (pieces + 1) * quads * StateBytes(shape) +
-                 (tail / kTailBlockTokens + spec.tokens + pieces) * sizeof(TokenRun);
+  const size_t query_floats = kQuad * shape.head_dim + kernels::QueriesFloats(shape.head_dim);
+  size_t bytes =
+      quads * (query_floats * sizeof(float) + sizeof(kernels::Queries) + kCacheLineBytes) +
+      (pieces + 1) * quads * StateBytes(shape) +
+      (tail / kTailBlockTokens + spec.tokens + pieces) * sizeof(TokenRun);
   if (spec.selector == Selector::kClusters) {
     bytes += ClusterUnit::ArenaBytes(view, request_.layer, spec.kv_head, quads);
   }
@@ -145,12 +129,12 @@ void CpuStep::AddUnit(const UnitSpec& spec) {
   unit.read_pieces[1] = pieces_.size();
   if (spec.selector != Selector::kClusters) return;
   unit.clusters = &cluster_units_.emplace_back(view, *RowOf(unit).policy, request_.layer,
-                                               spec.kv_head, unit.queries, arena_);
+                                               spec.kv_head, unit.queries, unit.prepared, arena_);
   cluster_order_.push_back(number);
   for (size_t s = 0; s < view.segments.size(); ++s) score_items_.push_back({number, s, 0});
 }
 
-// Queries as floats, scaled, in quads; the lanes that no head fills are zero.
+// Queries as floats, in quads; the lanes that no head fills are zero.
 void CpuStep::LoadQueries(Unit* unit) {
   const StepRow& row = RowOf(*unit);
   const ModelShape& shape = row.view->shape;
@@ -165,7 +149,12 @@ void CpuStep::LoadQueries(Unit* unit) {
     const size_t first = (token * shape.query_heads + unit->spec.kv_head * group) * dim;
     float* target = unit->queries + t * QuadsPerToken(shape) * kQuad * dim;
     ToFloat(row.query_dtype, row.queries + first * element, group * dim, target);
-    for (size_t c = 0; c < group * dim; ++c) target[c] *= shape.softmax_scale;
+  }
+  unit->prepared = arena_->Allocate<kernels::Queries>(unit->quads);
+  for (size_t quad = 0; quad < unit->quads; ++quad) {
+    unit->prepared[quad] = kernels::PrepareQueries(
+        shape.dtype, unit->queries + quad * kQuad * dim, shape.softmax_scale, dim,
+        arena_->Allocate<float>(kernels::QueriesFloats(dim)).data());
   }
 }
 
@@ -336,13 +325,8 @@ void CpuStep::RunPiece(Piece* piece) {
   const StageTimer timer(&piece->nanos);
   const Unit& unit = units_[piece->unit];
   const PageGeometry geometry(ViewOf(unit).shape);
-  const float* queries = unit.queries + piece->first_quad * kQuad * geometry.head_dim;
-  for (size_t i = 0; i < piece->runs.size(); ++i) {
-    const TokenRun& run = piece->runs[i];
-    if (i + 1 < piece->runs.size()) PrefetchRun(geometry, piece->runs[i + 1]);
-    kernels::AttendRange(geometry, run.pages, run.range, queries, piece->states.size(),
-                         piece->states.data());
-  }
+  kernels::AttendRuns(geometry, piece->runs, unit.prepared.data() + piece->first_quad,
+                      piece->states.size(), piece->states.data());
 }
 
 void CpuStep::SelectUnit(Unit* unit) {

@@ -56,9 +56,10 @@ class CpuStep {
 
   struct Unit {
     UnitSpec spec;
-    size_t quads = 0;                 // tokens * quads per token
-    float* queries = nullptr;         // [quads][4][head_dim], scaled
-    ClusterUnit* clusters = nullptr;  // null unless the selector is kClusters
+    size_t quads = 0;                      // tokens * quads per token
+    float* queries = nullptr;              // [quads][4][head_dim]
+    std::span<kernels::Queries> prepared;  // [quads]
+    ClusterUnit* clusters = nullptr;       // null unless the selector is kClusters
     // Pieces in merge order: zones and dense tokens, then the chosen ranges; both are ranges of
     // pieces_.
     size_t read_pieces[2] = {0, 0};

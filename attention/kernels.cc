@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 // Each target of this list is compiled from the code below; the rest of x86's would only lengthen
@@ -24,10 +25,11 @@ namespace hn = hwy::HWY_NAMESPACE;
 using F32 = hn::CappedTag<float, 16>;
 using VF = hn::Vec<F32>;
 
-constexpr size_t kLogitBlock = 16;  // tokens whose logits are held at once
-constexpr size_t kAheadPages = 4;   // how far ahead of the arithmetic memory is asked for
-constexpr float kD2Cap = 8.0f;      // docs/POLICIES.md: d2 is capped before it is exponentiated
-constexpr float kMinExp = -100.0f;  // exp below is 0 in float, and -infinity must not reach Exp
+constexpr size_t kRowBlock = 16;      // rows that pass one stage before the next stage
+constexpr size_t kAheadBlocks = 1;    // how far ahead of the arithmetic memory is asked for
+constexpr size_t kAheadBytes = 8192;  // the same along rows that lie side by side
+constexpr float kD2Cap = 8.0f;        // docs/POLICIES.md: d2 is capped before it is exponentiated
+constexpr float kMinExp = -100.0f;    // exp below is 0 in float, and -infinity must not reach Exp
 
 // Loaders of stored elements as floats. Load gives N neighbours. LoadTwo gives 2 N neighbours as
 // two vectors in the order that costs least: for bf16 the even ones, then the odd ones (a shift and
@@ -120,11 +122,11 @@ HWY_INLINE hn::Vec<hn::CappedTag<float, 4>> SumFour(F32 d, VF a, VF b, VF c, VF 
 // Asks for rows that will be wanted soon, a few lines at a time between the arithmetic, as a burst
 // would fill the queues of the cache; the hardware by itself stops following a stream at each 4 KiB
 // page.
-HWY_INLINE void PrefetchRows(const std::byte* rows, size_t bytes) {
+HWY_INLINE void PrefetchRow(const std::byte* row, size_t bytes) {
   constexpr size_t kCacheLineBytes = 64;
   constexpr int kRead = 0, kIntoSecondLevel = 2;
   for (size_t offset = 0; offset < bytes; offset += kCacheLineBytes) {
-    __builtin_prefetch(rows + offset, kRead, kIntoSecondLevel);
+    __builtin_prefetch(row + offset, kRead, kIntoSecondLevel);
   }
 }
 
@@ -163,10 +165,10 @@ HWY_INLINE void AddProducts(F32 d, const VF* x, const float* HWY_RESTRICT q, siz
   }
 }
 
-// The dot products of kRows rows, row_bytes apart, with an arranged quad.
+// The dot products of kRows rows with an arranged quad.
 template <class Loader, size_t kRows>
-HWY_INLINE void DotSomeRows(const std::byte* rows, size_t row_bytes, size_t dim,
-                            const float* HWY_RESTRICT q, float* HWY_RESTRICT out) {
+HWY_INLINE void DotSomeRows(const std::byte* const* rows, size_t dim, const float* HWY_RESTRICT q,
+                            float* HWY_RESTRICT out) {
   const F32 d;
   const size_t lanes = hn::Lanes(d);
   VF sums[kRows][kQuad];
@@ -177,14 +179,14 @@ HWY_INLINE void DotSomeRows(const std::byte* rows, size_t row_bytes, size_t dim,
   size_t c = 0;
   for (; c + 2 * lanes <= dim; c += 2 * lanes) {
     for (size_t r = 0; r < kRows; ++r) {
-      Loader::LoadTwo(d, rows + r * row_bytes + c * Loader::kBytes, &first[r], &second[r]);
+      Loader::LoadTwo(d, rows[r] + c * Loader::kBytes, &first[r], &second[r]);
     }
     AddProducts<kRows>(d, first, q + c, dim, sums);
     AddProducts<kRows>(d, second, q + c + lanes, dim, sums);
   }
   if (c < dim) {
     for (size_t r = 0; r < kRows; ++r) {
-      first[r] = Loader::Load(d, rows + r * row_bytes + c * Loader::kBytes);
+      first[r] = Loader::Load(d, rows[r] + c * Loader::kBytes);
     }
     AddProducts<kRows>(d, first, q + c, dim, sums);
   }
@@ -194,27 +196,70 @@ HWY_INLINE void DotSomeRows(const std::byte* rows, size_t row_bytes, size_t dim,
   }
 }
 
-// out[i][j] = q[j] . row[i] for an arranged quad. ahead: bytes from a row to the one to ask for, 0
-// for none.
-template <class Loader>
-HWY_INLINE void DotRowsT(const std::byte* rows, size_t row_bytes, size_t n, size_t dim,
-                         const float* q, float* out, size_t ahead = 0) {
-  size_t i = 0;
-  for (; i + kDotRows <= n; i += kDotRows) {
-    if (ahead != 0) PrefetchRows(rows + i * row_bytes + ahead, kDotRows * row_bytes);
-    DotSomeRows<Loader, kDotRows>(rows + i * row_bytes, row_bytes, dim, q, out + i * kQuad);
+// Up to kRowBlock rows, wherever they are, and those to ask memory for meanwhile.
+struct RowBlock {
+  const std::byte* rows[kRowBlock];
+  size_t count = 0;
+
+  // Rows [first, first + count) of those that lie side by side.
+  static HWY_INLINE RowBlock Of(const std::byte* all, size_t row_bytes, size_t first, size_t n) {
+    RowBlock block;
+    block.count = HWY_MIN(kRowBlock, n - first);
+    for (size_t i = 0; i < block.count; ++i) block.rows[i] = all + (first + i) * row_bytes;
+    return block;
   }
-  for (; i < n; ++i) {
-    DotSomeRows<Loader, 1>(rows + i * row_bytes, row_bytes, dim, q, out + i * kQuad);
+  // The same rows, kAheadBytes further.
+  HWY_INLINE RowBlock Ahead() const {
+    RowBlock block = *this;
+    for (size_t i = 0; i < count; ++i) block.rows[i] += kAheadBytes;
+    return block;
+  }
+};
+
+// out[i][j] = q[j] . row[i] of a block. ahead: rows that will be wanted soon, as many, or null.
+template <class Loader>
+HWY_INLINE void DotBlock(const RowBlock& block, const std::byte* const* ahead, size_t dim,
+                         const Queries& q, float* out) {
+  if (Loader::kEvenOdd && q.bf16 != nullptr) {
+    return DotBf16Rows(block.rows, ahead, block.count, dim, q.bf16, q.scale, out);
+  }
+  size_t i = 0;
+  for (; i + kDotRows <= block.count; i += kDotRows) {
+    for (size_t r = 0; ahead != nullptr && r < kDotRows; ++r) {
+      PrefetchRow(ahead[i + r], dim * Loader::kBytes);
+    }
+    DotSomeRows<Loader, kDotRows>(block.rows + i, dim, q.arranged, out + i * kQuad);
+  }
+  for (; i < block.count; ++i) {
+    DotSomeRows<Loader, 1>(block.rows + i, dim, q.arranged, out + i * kQuad);
   }
 }
 
+Queries PrepareQueries(DType dtype, const float* q, float scale, size_t dim, float* memory) {
+  HWY_ALIGN float scaled[kQuad * kDimMax];
+  for (size_t c = 0; c < kQuad * dim; ++c) scaled[c] = q[c] * scale;
+  WithLoader(dtype, [&](auto loader) { ArrangeQueries<decltype(loader)>(scaled, dim, memory); });
+  Queries queries{memory, nullptr, scale};
+  if (HWY_TARGET > HWY_AVX3 || dtype != DType::kBf16 || !HaveBf16Dot()) return queries;
+  auto* bf16 = reinterpret_cast<uint16_t*>(memory + kQuad * dim);
+  uint32_t lost = 0;
+  for (size_t c = 0; c < kQuad * dim; ++c) {
+    uint32_t bits;
+    std::memcpy(&bits, q + c, sizeof(bits));
+    lost |= bits & 0xFFFF;
+    bf16[c] = static_cast<uint16_t>(bits >> 16);
+  }
+  if (lost == 0) queries.bf16 = bf16;
+  return queries;
+}
+
 void DotRows(DType dtype, const std::byte* rows, size_t row_bytes, size_t n, size_t dim,
-             const float* q, float* out) {
+             const Queries& q, float* out) {
   WithLoader(dtype, [&](auto loader) {
-    HWY_ALIGN float arranged[kQuad * kDimMax];
-    ArrangeQueries<decltype(loader)>(q, dim, arranged);
-    DotRowsT<decltype(loader)>(rows, row_bytes, n, dim, arranged, out);
+    for (size_t i = 0; i < n; i += kRowBlock) {
+      const RowBlock block = RowBlock::Of(rows, row_bytes, i, n);
+      DotBlock<decltype(loader)>(block, block.Ahead().rows, dim, q, out + i * kQuad);
+    }
   });
 }
 
@@ -234,8 +279,20 @@ HWY_INLINE VF LoadHighSquares(F32 d, const uint8_t* p) {
   return hn::Mul(f, f);
 }
 
-void DotDeviations(const uint8_t* codes, const float* unit, size_t n, size_t dim, const float* q,
-                   float* out) {
+SquaredQueries PrepareSquares(const float* q, float scale, size_t dim, float* memory) {
+  for (size_t c = 0; c < kQuad * dim; ++c) memory[c] = q[c] * scale * (q[c] * scale);
+  const bool finite =
+      std::all_of(memory, memory + kQuad * dim, [](float square) { return std::isfinite(square); });
+  if (HWY_TARGET > HWY_AVX3 || !HaveInt16Dot() || !finite) return {memory, {}};
+  return {memory, MakeInt16Squares(memory, dim, reinterpret_cast<int16_t*>(memory + kQuad * dim))};
+}
+
+void DotDeviations(const uint8_t* codes, const float* unit, size_t n, size_t dim,
+                   const SquaredQueries& queries, float* out) {
+  if (queries.int16.values != nullptr) {
+    return DotInt16Deviations(codes, unit, n, dim, queries.int16, out, kAheadBytes);
+  }
+  const float* q = queries.squared;
   const F32 d16;
   const hn::CappedTag<float, 4> d4;
   const size_t half = dim / 2;
@@ -278,20 +335,22 @@ void DotDeviations(const uint8_t* codes, const float* unit, size_t n, size_t dim
 
 // ---- weighted sums ----
 
-// kColumns vectors of each of the four sums stay in registers while all rows pass.
+// kColumns vectors of each of the four sums stay in registers while all rows pass. sum is that of
+// column `column` onward.
 template <class Loader, size_t kColumns>
-HWY_INLINE void AddColumns(const std::byte* rows, size_t row_bytes, size_t n, size_t dim,
-                           const float* HWY_RESTRICT weight, float* HWY_RESTRICT sum,
-                           size_t ahead) {
+HWY_INLINE void AddColumns(const RowBlock& block, const std::byte* const* ahead, size_t column,
+                           size_t dim, const float* HWY_RESTRICT weight, float* HWY_RESTRICT sum) {
   const F32 d;
   const size_t lanes = hn::Lanes(d);
   VF s[kQuad][4];
   for (size_t j = 0; j < kQuad; ++j) {
     for (size_t k = 0; k < kColumns; ++k) s[j][k] = hn::LoadU(d, sum + j * dim + k * lanes);
   }
-  for (size_t i = 0; i < n; ++i) {
-    const std::byte* row = rows + i * row_bytes;
-    if (ahead != 0) PrefetchRows(row + ahead, kColumns * lanes * Loader::kBytes);
+  for (size_t i = 0; i < block.count; ++i) {
+    const std::byte* row = block.rows[i] + column * Loader::kBytes;
+    if (ahead != nullptr) {
+      PrefetchRow(ahead[i] + column * Loader::kBytes, kColumns * lanes * Loader::kBytes);
+    }
     const VF w0 = hn::Set(d, weight[i * kQuad]), w1 = hn::Set(d, weight[i * kQuad + 1]);
     const VF w2 = hn::Set(d, weight[i * kQuad + 2]), w3 = hn::Set(d, weight[i * kQuad + 3]);
     for (size_t k = 0; k < kColumns; ++k) {
@@ -307,25 +366,27 @@ HWY_INLINE void AddColumns(const std::byte* rows, size_t row_bytes, size_t n, si
   }
 }
 
+// sum[j] += sum_i weight[i][j] * row[i] of a block.
 template <class Loader>
-HWY_INLINE void AddWeightedRowsT(const std::byte* rows, size_t row_bytes, size_t n, size_t dim,
-                                 const float* weight, float* sum, size_t ahead = 0) {
+HWY_INLINE void AddWeightedBlock(const RowBlock& block, const std::byte* const* ahead, size_t dim,
+                                 const float* weight, float* sum) {
   const size_t lanes = hn::Lanes(F32());
   // 16 sums need the 32 registers of AVX-512; elsewhere 8.
   constexpr size_t kWide = HWY_TARGET <= HWY_AVX3 ? 4 : 2;
   size_t c = 0;
   for (; c + kWide * lanes <= dim; c += kWide * lanes) {
-    AddColumns<Loader, kWide>(rows + c * Loader::kBytes, row_bytes, n, dim, weight, sum + c, ahead);
+    AddColumns<Loader, kWide>(block, ahead, c, dim, weight, sum + c);
   }
-  for (; c < dim; c += lanes) {
-    AddColumns<Loader, 1>(rows + c * Loader::kBytes, row_bytes, n, dim, weight, sum + c, ahead);
-  }
+  for (; c < dim; c += lanes) AddColumns<Loader, 1>(block, ahead, c, dim, weight, sum + c);
 }
 
 void AddWeightedRows(DType dtype, const std::byte* rows, size_t row_bytes, size_t n, size_t dim,
                      const float* weight, float* sum) {
   WithLoader(dtype, [&](auto loader) {
-    AddWeightedRowsT<decltype(loader)>(rows, row_bytes, n, dim, weight, sum);
+    for (size_t i = 0; i < n; i += kRowBlock) {
+      const RowBlock block = RowBlock::Of(rows, row_bytes, i, n);
+      AddWeightedBlock<decltype(loader)>(block, block.Ahead().rows, dim, weight + i * kQuad, sum);
+    }
   });
 }
 
@@ -387,12 +448,52 @@ void ExpQuads(const float* x, size_t n, const float* max, float* out, float* sum
 // A per-cluster value spread over a vector of quads: lanes [4k, 4k + 4) hold value[k].
 template <class D>
 HWY_INLINE hn::Vec<D> SpreadOverQuads(D d, const float* value) {
-  alignas(64) float lanes[16];
-  for (size_t k = 0; k < hn::Lanes(d) / kQuad; ++k) {
-    hn::Store(hn::Set(hn::CappedTag<float, 4>(), value[k]), hn::CappedTag<float, 4>(),
-              lanes + k * kQuad);
+  if constexpr (hn::MaxLanes(D()) == 16) {
+    alignas(64) static constexpr int32_t kLane[16] = {0, 0, 0, 0, 1, 1, 1, 1,
+                                                      2, 2, 2, 2, 3, 3, 3, 3};
+    return hn::TableLookupLanes(hn::LoadDup128(d, value), hn::SetTableIndices(d, kLane));
+  } else if constexpr (hn::MaxLanes(D()) == 8) {
+    const hn::Half<D> half;
+    return hn::Combine(d, hn::Set(half, value[1]), hn::Set(half, value[0]));
+  } else {
+    return hn::Set(d, value[0]);
   }
-  return hn::Load(d, lanes);
+}
+
+template <class D>
+HWY_INLINE hn::Vec<D> ScaleQuadsAt(D d, const float* x, const float* factor, size_t i, float* out) {
+  const auto scaled = hn::Mul(hn::LoadU(d, x + i * kQuad), SpreadOverQuads(d, factor + i));
+  if (out != nullptr) hn::StoreU(scaled, d, out + i * kQuad);
+  return scaled;
+}
+
+void ScaleQuads(const float* x, const float* factor, size_t n, float* out, float* sum) {
+  const F32 d;
+  const hn::CappedTag<float, 4> d4;
+  const size_t step = hn::Lanes(d) / kQuad;
+  VF s = hn::Zero(d);
+  size_t i = 0;
+  for (; i + step <= n; i += step) s = hn::Add(s, ScaleQuadsAt(d, x, factor, i, out));
+  auto s4 = hn::Add(hn::LoadU(d4, sum), SumBlocks(d, s));
+  for (; i < n; ++i) s4 = hn::Add(s4, ScaleQuadsAt(d4, x, factor, i, out));
+  hn::StoreU(s4, d4, sum);
+}
+
+void AddAcrossQuads(const float* x, const float* factor, size_t n, float* total) {
+  const F32 d;
+  const size_t lanes = hn::Lanes(d);
+  size_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    VF x0, x1, x2, x3;
+    hn::LoadInterleaved4(d, x + i * kQuad, x0, x1, x2, x3);
+    VF sum = hn::MulAdd(x0, hn::Set(d, factor[0]), hn::LoadU(d, total + i));
+    sum = hn::MulAdd(x1, hn::Set(d, factor[1]), sum);
+    sum = hn::MulAdd(x2, hn::Set(d, factor[2]), sum);
+    hn::StoreU(hn::MulAdd(x3, hn::Set(d, factor[3]), sum), d, total + i);
+  }
+  for (; i < n; ++i) {
+    for (size_t j = 0; j < kQuad; ++j) total[i] = std::fma(x[i * kQuad + j], factor[j], total[i]);
+  }
 }
 
 template <class D>
@@ -437,31 +538,49 @@ void ClusterErrors(const float* weight, const float* d2, const float* spread, co
 
 // ---- exact attention ----
 
-// Logits of `count` tokens from `first`, which may start inside a page.
-template <class Loader>
-HWY_INLINE void PagedDots(const PageGeometry& g, const std::byte* pages, uint32_t first,
-                          uint32_t count, size_t ahead, const float* q, float* logits) {
-  for (uint32_t done = 0; done < count;) {
-    const uint32_t token = first + done;
-    const uint32_t run = HWY_MIN(count - done, kPageTokens - token % kPageTokens);
-    const std::byte* rows = pages + g.KeyOffset(token);
-    DotRowsT<Loader>(rows, g.key_row_bytes, run, g.head_dim, q, logits + done * kQuad, ahead);
-    done += run;
-  }
-}
+// The keys and values of up to kRowBlock tokens.
+struct TokenBlock {
+  RowBlock keys, values;
+};
 
-template <class Loader>
-HWY_INLINE void PagedValues(const PageGeometry& g, const std::byte* pages, uint32_t first,
-                            uint32_t count, size_t ahead, const float* weight, float* values) {
-  for (uint32_t done = 0; done < count;) {
-    const uint32_t token = first + done;
-    const uint32_t run = HWY_MIN(count - done, kPageTokens - token % kPageTokens);
-    const std::byte* rows = pages + g.ValueOffset(token);
-    AddWeightedRowsT<Loader>(rows, g.value_row_bytes, run, g.value_dim, weight + done * kQuad,
-                             values, ahead);
-    done += run;
+// Walks along the tokens of runs.
+class TokenCursor {
+ public:
+  TokenCursor(const PageGeometry& geometry, std::span<const TokenRun> runs)
+      : geometry_(geometry), run_(runs.begin()), end_(runs.end()) {
+    if (run_ != end_) token_ = run_->range.begin;
   }
-}
+
+  // The next tokens, as many as there are; the pointers beyond repeat the last one.
+  void Next(TokenBlock* block) {
+    size_t count = 0;
+    while (count < kRowBlock && run_ != end_) {
+      const uint32_t in_page =
+          HWY_MIN(kPageTokens - token_ % kPageTokens, run_->range.end - token_);
+      const size_t tokens = HWY_MIN(kRowBlock - count, size_t{in_page});
+      const std::byte* key = run_->pages + geometry_.KeyOffset(token_);
+      const std::byte* value = run_->pages + geometry_.ValueOffset(token_);
+      for (size_t i = 0; i < tokens; ++i) {
+        block->keys.rows[count + i] = key + i * geometry_.key_row_bytes;
+        block->values.rows[count + i] = value + i * geometry_.value_row_bytes;
+      }
+      count += tokens;
+      token_ += static_cast<uint32_t>(tokens);
+      if (token_ == run_->range.end && ++run_ != end_) token_ = run_->range.begin;
+    }
+    block->keys.count = block->values.count = count;
+    for (size_t i = count; count > 0 && i < kRowBlock; ++i) {
+      block->keys.rows[i] = block->keys.rows[count - 1];
+      block->values.rows[i] = block->values.rows[count - 1];
+    }
+  }
+
+ private:
+  const PageGeometry& geometry_;
+  std::span<const TokenRun>::iterator run_;
+  const std::span<const TokenRun>::iterator end_;
+  uint32_t token_ = 0;
+};
 
 // Raises the state's maxima to `max` and scales what it holds to them.
 HWY_INLINE void Rescale(const float* max, size_t value_dim, QuadState* state) {
@@ -479,31 +598,36 @@ HWY_INLINE void Rescale(const float* max, size_t value_dim, QuadState* state) {
 }
 
 template <class Loader>
-HWY_INLINE void AttendBlock(const PageGeometry& g, const std::byte* pages, TokenRange block,
-                            size_t ahead, const float* q, QuadState* state) {
-  HWY_ALIGN float logits[kLogitBlock * kQuad];
-  PagedDots<Loader>(g, pages, block.begin, block.size(), ahead, q, logits);
+HWY_INLINE void AttendBlock(const PageGeometry& g, const TokenBlock& block, const TokenBlock* ahead,
+                            const Queries& q, QuadState* state) {
+  const size_t count = block.keys.count;
+  HWY_ALIGN float logits[kRowBlock * kQuad];
+  DotBlock<Loader>(block.keys, ahead != nullptr ? ahead->keys.rows : nullptr, g.head_dim, q,
+                   logits);
   HWY_ALIGN float max[kQuad];
   std::copy(state->max, state->max + kQuad, max);
-  MaxQuadsImpl(logits, block.size(), max);
+  MaxQuadsImpl(logits, count, max);
   Rescale(max, g.value_dim, state);
-  ExpQuadsImpl(logits, block.size(), max, logits, state->sum);
-  PagedValues<Loader>(g, pages, block.begin, block.size(), ahead, logits, state->values);
+  ExpQuadsImpl(logits, count, max, logits, state->sum);
+  AddWeightedBlock<Loader>(block.values, ahead != nullptr ? ahead->values.rows : nullptr,
+                           g.value_dim, logits, state->values);
 }
 
-void AttendRange(const PageGeometry& g, const std::byte* pages, TokenRange range, const float* q,
-                 size_t quads, QuadState* states) {
+void AttendRuns(const PageGeometry& g, std::span<const TokenRun> runs, const Queries* q,
+                size_t quads, QuadState* states) {
+  constexpr size_t kBlocks = kAheadBlocks + 1;
   WithLoader(g.dtype, [&](auto loader) {
     using Loader = decltype(loader);
-    HWY_ALIGN float arranged[kQuad * kDimMax];
-    if (quads == 1) ArrangeQueries<Loader>(q, g.head_dim, arranged);
-    for (uint32_t begin = range.begin; begin < range.end; begin += kLogitBlock) {
-      const TokenRange block = {begin,
-                                HWY_MIN(range.end, begin + static_cast<uint32_t>(kLogitBlock))};
-      const size_t ahead = block.end < range.end ? kAheadPages * g.page_bytes() : 0;
+    TokenCursor cursor(g, runs);
+    TokenBlock blocks[kBlocks];
+    for (size_t b = 0; b < kAheadBlocks; ++b) cursor.Next(&blocks[b]);
+    for (size_t b = 0; blocks[b % kBlocks].keys.count > 0; ++b) {
+      TokenBlock* ahead = &blocks[(b + kAheadBlocks) % kBlocks];
+      cursor.Next(ahead);
+      if (ahead->keys.count == 0) ahead = nullptr;
       for (size_t quad = 0; quad < quads; ++quad) {  // all while the block is in cache
-        if (quads > 1) ArrangeQueries<Loader>(q + quad * kQuad * g.head_dim, g.head_dim, arranged);
-        AttendBlock<Loader>(g, pages, block, quad == 0 ? ahead : 0, arranged, &states[quad]);
+        AttendBlock<Loader>(g, blocks[b % kBlocks], quad == 0 ? ahead : nullptr, q[quad],
+                            &states[quad]);
       }
     }
   });
@@ -586,26 +710,42 @@ HWY_AFTER_NAMESPACE();
 namespace attnd::attention::kernels {
 
 HWY_EXPORT(TargetName);
+HWY_EXPORT(PrepareQueries);
 HWY_EXPORT(DotRows);
+HWY_EXPORT(PrepareSquares);
 HWY_EXPORT(DotDeviations);
 HWY_EXPORT(AddWeightedRows);
 HWY_EXPORT(MaxQuads);
 HWY_EXPORT(ExpQuads);
+HWY_EXPORT(ScaleQuads);
+HWY_EXPORT(AddAcrossQuads);
 HWY_EXPORT(ClusterScores);
 HWY_EXPORT(ClusterErrors);
-HWY_EXPORT(AttendRange);
+HWY_EXPORT(AttendRuns);
 HWY_EXPORT(AssignClosest);
 
 const char* TargetName() { return HWY_DYNAMIC_DISPATCH(TargetName)(); }
 
+Queries PrepareQueries(DType dtype, const float* q, float scale, size_t dim, float* memory) {
+  return HWY_DYNAMIC_DISPATCH(PrepareQueries)(dtype, q, scale, dim, memory);
+}
+
+size_t SquaresFloats(size_t dim) {
+  return kQuad * dim + Int16SquaresSize(dim) * sizeof(int16_t) / sizeof(float);
+}
+
+SquaredQueries PrepareSquares(const float* q, float scale, size_t dim, float* memory) {
+  return HWY_DYNAMIC_DISPATCH(PrepareSquares)(q, scale, dim, memory);
+}
+
 void DotRows(DType dtype, const std::byte* rows, size_t row_bytes, size_t n, size_t dim,
-             const float* q, float* out) {
+             const Queries& q, float* out) {
   HWY_DYNAMIC_DISPATCH(DotRows)(dtype, rows, row_bytes, n, dim, q, out);
 }
 
 void DotDeviations(const uint8_t* codes, const float* unit, size_t n, size_t dim,
-                   const float* q_squared, float* out) {
-  HWY_DYNAMIC_DISPATCH(DotDeviations)(codes, unit, n, dim, q_squared, out);
+                   const SquaredQueries& q, float* out) {
+  HWY_DYNAMIC_DISPATCH(DotDeviations)(codes, unit, n, dim, q, out);
 }
 
 void AddWeightedRows(DType dtype, const std::byte* rows, size_t row_bytes, size_t n, size_t dim,
@@ -619,6 +759,14 @@ void ExpQuads(const float* x, size_t n, const float* max, float* out, float* sum
   HWY_DYNAMIC_DISPATCH(ExpQuads)(x, n, max, out, sum);
 }
 
+void ScaleQuads(const float* x, const float* factor, size_t n, float* out, float* sum) {
+  HWY_DYNAMIC_DISPATCH(ScaleQuads)(x, factor, n, out, sum);
+}
+
+void AddAcrossQuads(const float* x, const float* factor, size_t n, float* total) {
+  HWY_DYNAMIC_DISPATCH(AddAcrossQuads)(x, factor, n, total);
+}
+
 void ClusterScores(const ClusterScoreArgs& args, size_t n) {
   HWY_DYNAMIC_DISPATCH(ClusterScores)(args, n);
 }
@@ -628,9 +776,9 @@ void ClusterErrors(const float* weight, const float* d2, const float* spread, co
   HWY_DYNAMIC_DISPATCH(ClusterErrors)(weight, d2, spread, unit, n, error2);
 }
 
-void AttendRange(const PageGeometry& geometry, const std::byte* pages, TokenRange range,
-                 const float* q, size_t quads, QuadState* states) {
-  HWY_DYNAMIC_DISPATCH(AttendRange)(geometry, pages, range, q, quads, states);
+void AttendRuns(const PageGeometry& geometry, std::span<const TokenRun> runs, const Queries* q,
+                size_t quads, QuadState* states) {
+  HWY_DYNAMIC_DISPATCH(AttendRuns)(geometry, runs, q, quads, states);
 }
 
 void AssignClosest(const float* points, size_t n, size_t dim, const float* centroids_t,

@@ -13,8 +13,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "attention/pages.h"
+#include "attention/x86_dot.h"
 #include "common/dtype.h"
 
 namespace attnd::attention::kernels {
@@ -25,15 +27,44 @@ inline constexpr size_t kDimMax = 512;
 // Name of the instruction set in use, for example "AVX3".
 const char* TargetName();
 
-// out[i][j] = q[j] . row[i].   rows: [n, dim] of dtype, row_bytes apart; q: [4][dim]; out: [n][4].
+// A quad's queries in the forms that dot products with rows of one dtype want; made once, used for
+// many rows. Memory is the maker's.
+struct Queries {
+  const float* arranged = nullptr;  // [4][dim], scaled, in the order of the kernels' loads
+  const uint16_t* bf16 = nullptr;   // [4][dim], not scaled; null unless it serves and is exact
+  float scale = 1;
+};
+
+// Floats of memory that PrepareQueries needs for one quad.
+constexpr size_t QueriesFloats(size_t dim) { return kQuad * (dim + dim / 2); }
+
+// Queries q ([4][dim]) times scale, for rows of dtype. `memory` holds QueriesFloats(dim), aligned
+// to 64 bytes. bf16 rows and queries that are bf16 numbers are multiplied as such where the
+// processor can: products are exact either way, and only the scale's place differs.
+Queries PrepareQueries(DType dtype, const float* q, float scale, size_t dim, float* memory);
+
+// out[i][j] = scale * (q[j] . row[i]).   rows: [n, dim] of dtype, row_bytes apart; out: [n][4].
 void DotRows(DType dtype, const std::byte* rows, size_t row_bytes, size_t n, size_t dim,
-             const float* q, float* out);
+             const Queries& q, float* out);
+
+// Squared queries in the forms that DotDeviations wants. Memory is the maker's.
+struct SquaredQueries {
+  const float* squared = nullptr;  // [4][dim]
+  Int16Squares int16;              // no values where they do not serve
+};
+
+// Floats of memory that PrepareSquares needs for one quad.
+size_t SquaresFloats(size_t dim);
+
+// (q scale)^2 of q ([4][dim]). `memory` holds SquaresFloats(dim), aligned to 64 bytes.
+SquaredQueries PrepareSquares(const float* q, float scale, size_t dim, float* memory);
 
 // out[i][j] = unit[i] * sum_c q_squared[j][c] * code[i][c]^2, codes packed as in
-// ClusterIndex::deviation_codes. codes: [n, dim / 2]; q_squared: [4][dim]; out: [n][4]. dim is a
-// multiple of 16.
+// ClusterIndex::deviation_codes. codes: [n, dim / 2]; out: [n][4]; dim is a multiple of 16. With
+// int16 squares, q_squared[j][c] counts rounded to 2^-16 of the greatest of j; the codes' own
+// rounding is a thousand times that.
 void DotDeviations(const uint8_t* codes, const float* unit, size_t n, size_t dim,
-                   const float* q_squared, float* out);
+                   const SquaredQueries& q, float* out);
 
 // sum[j] += sum_i weight[i][j] * row[i].   weight: [n][4]; sum: [4][dim].
 void AddWeightedRows(DType dtype, const std::byte* rows, size_t row_bytes, size_t n, size_t dim,
@@ -44,6 +75,13 @@ void MaxQuads(const float* x, size_t n, float* max);
 
 // out[i][j] = exp(x[i][j] - max[j]);  sum[j] += their sum. out may be x. -infinity gives 0.
 void ExpQuads(const float* x, size_t n, const float* max, float* out, float* sum);
+
+// sum[j] += sum_i x[i][j] * factor[i], and out[i][j] = x[i][j] * factor[i] unless out is null. out
+// may be x.   factor: [n].
+void ScaleQuads(const float* x, const float* factor, size_t n, float* out, float* sum);
+
+// total[i] += sum_j x[i][j] * factor[j].   factor: [4]; total: [n].
+void AddAcrossQuads(const float* x, const float* factor, size_t n, float* total);
 
 // Inputs and outputs of ClusterScores, all [n][4] but for the per-cluster [n].
 struct ClusterScoreArgs {
@@ -66,10 +104,10 @@ struct QuadState {
   float* values;  // [4][value_dim]
 };
 
-// Attends `quads` quads to tokens [range) of a run of pages and folds them into their states. q:
-// [quads][4][head_dim], scaled; states: [quads].
-void AttendRange(const PageGeometry& geometry, const std::byte* pages, TokenRange range,
-                 const float* q, size_t quads, QuadState* states);
+// Attends `quads` quads to the runs' tokens, in their order, and folds them into their states. q
+// and states: [quads]. The grouping of sums depends on the tokens' number in the order alone.
+void AttendRuns(const PageGeometry& geometry, std::span<const TokenRun> runs, const Queries* q,
+                size_t quads, QuadState* states);
 
 // k-means assignment. points: [n][dim] floats; centroids_t: [dim][stride], transposed, stride a
 // multiple of 16 and at least `clusters`; half_norms: [stride] |c|^2 / 2, +infinity in the padding.

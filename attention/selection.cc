@@ -2,6 +2,7 @@
 #include "attention/selection.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <numeric>
@@ -9,37 +10,63 @@
 namespace attnd::attention {
 namespace {
 
+// Scores are not negative, and the bits of such floats have their order. NaN, of scores that
+// overflowed, has a place too; compared as a float it would be equal to everything, and sorting by
+// that is undefined.
+uint32_t Rank(float score) {
+  constexpr uint32_t kSign = 1u << 31;
+  return std::bit_cast<uint32_t>(score) ^ kSign;
+}
+
 // Greater score first, lower number first among equals: a total order, so every algorithm gives the
 // same set.
 class Descending {
  public:
   explicit Descending(std::span<const float> scores) : scores_(scores) {}
   bool operator()(uint32_t a, uint32_t b) const {
-    const int32_t x = Rank(scores_[a]);
-    const int32_t y = Rank(scores_[b]);
+    const uint32_t x = Rank(scores_[a]);
+    const uint32_t y = Rank(scores_[b]);
     return x != y ? x > y : a < b;
   }
 
  private:
-  // Scores are not negative, and the bits of such floats rank as they do. NaN, of scores that
-  // overflowed, has a rank too; compared as a float it would be equal to everything, and sorting by
-  // that is undefined.
-  static int32_t Rank(float score) { return std::bit_cast<int32_t>(score); }
-
   const std::span<const float> scores_;
 };
 
-void FillOrder(size_t n, OrderScratch* order) {
-  order->resize(n);
-  std::iota(order->begin(), order->end(), 0u);
+// The rank of the `count`-th greatest score, 1 <= count <= ranks->size(), found digit by digit from
+// the highest: histograms cost a fixed time, where a comparison sort is bound by mispredictions.
+// *above: how many scores rank above it. Uses up *ranks.
+uint32_t NthRank(OrderScratch* ranks, size_t count, size_t* above) {
+  constexpr uint32_t kDigitBits = 11;
+  constexpr uint32_t kDigits = 1u << kDigitBits;
+  *above = 0;
+  for (int shift = 32 - int{kDigitBits};; shift = std::max(0, shift - int{kDigitBits})) {
+    std::array<uint32_t, kDigits> histogram{};
+    for (const uint32_t rank : *ranks) ++histogram[rank >> shift & (kDigits - 1)];
+    uint32_t digit = kDigits - 1;
+    while (*above + histogram[digit] < count) *above += histogram[digit--];
+    std::erase_if(*ranks, [&](uint32_t rank) { return (rank >> shift & (kDigits - 1)) != digit; });
+    if (shift == 0) return ranks->front();
+  }
 }
 
-// The `count` first of the order stand first, in any order among themselves.
-void PartitionTop(std::span<const float> scores, size_t count, OrderScratch* order) {
-  FillOrder(scores.size(), order);
-  if (count < order->size()) {
-    std::nth_element(order->begin(), order->begin() + static_cast<ptrdiff_t>(count), order->end(),
-                     Descending(scores));
+// fate = `mark` for the `count` greatest scores.
+void MarkGreatest(std::span<const float> scores, size_t count, Fate mark, OrderScratch* scratch,
+                  std::span<Fate> fate) {
+  if (count == 0) return;
+  scratch->resize(scores.size());
+  for (size_t i = 0; i < scores.size(); ++i) (*scratch)[i] = Rank(scores[i]);
+  size_t above = 0;
+  const uint32_t least = NthRank(scratch, count, &above);
+  size_t equals = count - above;
+  for (size_t i = 0; i < scores.size(); ++i) {
+    const uint32_t rank = Rank(scores[i]);
+    if (rank < least) continue;
+    if (rank == least) {
+      if (equals == 0) continue;
+      --equals;
+    }
+    fate[i] = mark;
   }
 }
 
@@ -53,21 +80,20 @@ size_t ShareOf(double share, size_t n) {
 
 void MarkTop(std::span<const float> scores, size_t count, OrderScratch* scratch,
              std::span<Fate> fate) {
-  PartitionTop(scores, count, scratch);
-  for (size_t i = 0; i < count; ++i) fate[(*scratch)[i]] = Fate::kExact;
+  MarkGreatest(scores, count, Fate::kExact, scratch, fate);
 }
 
 void CutTopK(std::span<const float> mass, size_t exact, size_t estimated, OrderScratch* scratch,
              std::span<Fate> fate) {
   std::fill(fate.begin(), fate.end(), Fate::kDropped);
-  PartitionTop(mass, exact + estimated, scratch);
-  for (size_t i = 0; i < exact + estimated; ++i) fate[(*scratch)[i]] = Fate::kEstimated;
-  MarkTop(mass, exact, scratch, fate);
+  MarkGreatest(mass, exact + estimated, Fate::kEstimated, scratch, fate);
+  MarkGreatest(mass, exact, Fate::kExact, scratch, fate);
 }
 
 void CutTopP(std::span<const float> mass, double p1, double p2, OrderScratch* scratch,
              std::span<Fate> fate) {
-  FillOrder(mass.size(), scratch);
+  scratch->resize(mass.size());
+  std::iota(scratch->begin(), scratch->end(), 0u);
   std::sort(scratch->begin(), scratch->end(), Descending(mass));
   double before = 0;  // mass of the clusters ahead in the order
   for (const uint32_t cluster : *scratch) {

@@ -24,6 +24,20 @@ ModelShape Shape(int64_t head_dim, DType dtype) {
   return shape;
 }
 
+// Queries of one quad, all 0.5: a bf16 number.
+class TestQueries {
+ public:
+  TestQueries(DType dtype, size_t dim)
+      : q_(kQuad * dim, 0.5f),
+        memory_(QueriesFloats(dim)),
+        queries_(PrepareQueries(dtype, q_.data(), 0.1f, dim, memory_.data())) {}
+  const Queries& get() const { return queries_; }
+
+ private:
+  std::vector<float> q_, memory_;
+  Queries queries_;
+};
+
 void CountRows(benchmark::State& state, size_t rows) {
   state.SetItemsProcessed(state.iterations() * static_cast<int64_t>(rows));
 }
@@ -31,10 +45,10 @@ void CountRows(benchmark::State& state, size_t rows) {
 void BM_DotRows(benchmark::State& state) {
   const auto dim = static_cast<size_t>(state.range(0));
   const std::vector<std::byte> rows(kRows * dim * 2);
-  const std::vector<float> q(kQuad * dim, 0.5f);
+  const TestQueries q(DType::kBf16, dim);
   std::vector<float> out(kRows * kQuad);
   for (auto _ : state) {
-    DotRows(DType::kBf16, rows.data(), dim * 2, kRows, dim, q.data(), out.data());
+    DotRows(DType::kBf16, rows.data(), dim * 2, kRows, dim, q.get(), out.data());
     benchmark::DoNotOptimize(out.data());
   }
   CountRows(state, kRows);
@@ -45,9 +59,10 @@ void BM_DotDeviations(benchmark::State& state) {
   const auto dim = static_cast<size_t>(state.range(0));
   const std::vector<uint8_t> codes(kRows * dim / 2, 0x5A);
   const std::vector<float> q(kQuad * dim, 0.5f), unit(kRows, 1.0f);
-  std::vector<float> out(kRows * kQuad);
+  std::vector<float> out(kRows * kQuad), memory(SquaresFloats(dim));
+  const SquaredQueries squares = PrepareSquares(q.data(), 1, dim, memory.data());
   for (auto _ : state) {
-    DotDeviations(codes.data(), unit.data(), kRows, dim, q.data(), out.data());
+    DotDeviations(codes.data(), unit.data(), kRows, dim, squares, out.data());
     benchmark::DoNotOptimize(out.data());
   }
   CountRows(state, kRows);
@@ -67,23 +82,27 @@ void BM_AddWeightedRows(benchmark::State& state) {
 }
 BENCHMARK(BM_AddWeightedRows)->Arg(64)->Arg(128);
 
-void BM_AttendRange(benchmark::State& state) {
+// Tokens that fit the first, the second and the third cache level, and memory.
+void BM_AttendRuns(benchmark::State& state) {
   const ModelShape shape = Shape(state.range(0), static_cast<DType>(state.range(1)));
+  const auto tokens = static_cast<uint32_t>(state.range(2));
   const PageGeometry geometry(shape);
-  const std::vector<std::byte> pages(kRows / kPageTokens * geometry.page_bytes());
-  const std::vector<float> q(kQuad * shape.head_dim, 0.5f);
+  const std::vector<std::byte> pages(tokens / kPageTokens * geometry.page_bytes());
+  const TestQueries q(shape.dtype, shape.head_dim);
   std::vector<float> values(kQuad * shape.value_dim);
+  const TokenRun run{pages.data(), {0, tokens}};
   QuadState quad{{0, 0, 0, 0}, {0, 0, 0, 0}, values.data()};
   for (auto _ : state) {
-    AttendRange(geometry, pages.data(), {0, kRows}, q.data(), 1, &quad);
+    AttendRuns(geometry, {&run, 1}, &q.get(), 1, &quad);
     benchmark::DoNotOptimize(values.data());
   }
-  CountRows(state, kRows);
+  CountRows(state, tokens);
 }
-BENCHMARK(BM_AttendRange)
+BENCHMARK(BM_AttendRuns)
     ->ArgsProduct({{64, 128, 256},
                    {static_cast<int>(DType::kBf16), static_cast<int>(DType::kFp16),
-                    static_cast<int>(DType::kFp32)}});
+                    static_cast<int>(DType::kFp32)},
+                   {64, 1024, 16384, 262144}});
 
 void BM_AssignClosest(benchmark::State& state) {
   const auto dim = static_cast<size_t>(state.range(0));

@@ -57,6 +57,25 @@ class KernelsTest : public EveryTarget {
   Random random_{TestSeed()};
 };
 
+// Queries made ready, with the memory they lie in.
+class PreparedQueries {
+ public:
+  PreparedQueries(DType dtype, const float* q, float scale, size_t dim)
+      : memory_(kernels::QueriesFloats(dim)),
+        queries_(kernels::PrepareQueries(dtype, q, scale, dim, memory_.data())) {}
+  const kernels::Queries& get() const { return queries_; }
+
+ private:
+  std::vector<float> memory_;
+  kernels::Queries queries_;
+};
+
+// Normal numbers, and the same rounded to bf16: some processors have a shorter way for those.
+std::vector<std::vector<float>> BothKindsOfQueries(size_t count, double size, Random* random) {
+  std::vector<float> q = random->Normals(count, size);
+  return {q, Rounded(DType::kBf16, q)};
+}
+
 std::vector<float> Guarded(size_t size, float fill = 0) {
   std::vector<float> values(size + 1, fill);
   values.back() = kGuard;
@@ -71,19 +90,23 @@ TEST_P(KernelsTest, DotRows) {
                      << "seed " << TestSeed() << ", " << std::string(DTypeName(dtype)) << ", n "
                      << n << ", dim " << dim);
         const Matrix matrix(dtype, n, dim, &random_);
-        const std::vector<float> q = random_.Normals(kQuad * dim);
-        std::vector<float> out = Guarded(n * kQuad, kGuard);
-        kernels::DotRows(dtype, matrix.rows(), matrix.row_bytes, n, dim, q.data(), out.data());
-        for (size_t i = 0; i < n * kQuad; ++i) {
-          double sum = 0, size = 0;
-          for (size_t c = 0; c < dim; ++c) {
-            const double term = double{q[i % kQuad * dim + c]} * matrix.values[i / kQuad * dim + c];
-            sum += term;
-            size += std::fabs(term);
+        for (const auto& q : BothKindsOfQueries(kQuad * dim, 1, &random_)) {
+          constexpr float kScale = 0.3f;
+          std::vector<float> out = Guarded(n * kQuad, kGuard);
+          kernels::DotRows(dtype, matrix.rows(), matrix.row_bytes, n, dim,
+                           PreparedQueries(dtype, q.data(), kScale, dim).get(), out.data());
+          for (size_t i = 0; i < n * kQuad; ++i) {
+            double sum = 0, size = 0;
+            for (size_t c = 0; c < dim; ++c) {
+              const double term =
+                  double{kScale} * q[i % kQuad * dim + c] * matrix.values[i / kQuad * dim + c];
+              sum += term;
+              size += std::fabs(term);
+            }
+            ASSERT_NEAR(out[i], sum, kRounding * size);
           }
-          ASSERT_NEAR(out[i], sum, kRounding * size);
+          ASSERT_EQ(out.back(), kGuard);
         }
-        ASSERT_EQ(out.back(), kGuard);
       }
     }
   }
@@ -148,20 +171,29 @@ TEST_P(KernelsTest, DotDeviations) {
       std::vector<float> unit = random_.Normals(n);
       std::vector<float> q = random_.Normals(kQuad * dim);
       for (float& u : unit) u *= u;
+      std::vector<float> memory = Guarded(kernels::SquaresFloats(dim));
+      const kernels::SquaredQueries squares =
+          kernels::PrepareSquares(q.data(), 1, dim, memory.data());
       for (float& x : q) x *= x;
       std::vector<float> out = Guarded(n * kQuad, kGuard);
-      kernels::DotDeviations(codes.data(), unit.data(), n, dim, q.data(), out.data());
+      kernels::DotDeviations(codes.data(), unit.data(), n, dim, squares, out.data());
       for (size_t i = 0; i < n * kQuad; ++i) {
-        double sum = 0;
+        double sum = 0, code2 = 0, greatest = 0;
         for (size_t c = 0; c < dim; ++c) {
           const uint8_t byte = codes[i / kQuad * dim / 2 + c % (dim / 2)];
           const int code = c < dim / 2 ? byte % 16 : byte / 16;
           sum += double{q[i % kQuad * dim + c]} * code * code;
+          code2 += double{1} * code * code;
+          greatest = std::max(greatest, double{q[i % kQuad * dim + c]});
         }
         sum *= unit[i / kQuad];
-        ASSERT_NEAR(out[i], sum, 2 * kRounding * sum);
+        // As kernels.h says: 2^-16 of the greatest, if the processor's integers are used.
+        const double rounded =
+            squares.int16.values != nullptr ? 0x1p-16 * greatest * code2 * unit[i / kQuad] : 0;
+        ASSERT_NEAR(out[i], sum, rounded + 2 * kRounding * sum);
       }
       ASSERT_EQ(out.back(), kGuard);
+      ASSERT_EQ(memory.back(), kGuard);
     }
   }
 }
@@ -222,7 +254,7 @@ struct Attended {
       : geometry(shape),
         keys(Rounded(shape.dtype, random->Normals(tokens * shape.head_dim))),
         values(Rounded(shape.dtype, random->Normals(tokens * shape.value_dim))),
-        q(random->Normals(kQuad * shape.head_dim, logit_size)),
+        q(BothKindsOfQueries(kQuad * shape.head_dim, logit_size, random)[random->Below(2)]),
         pages(PageGeometry::PagesFor(tokens) * geometry.page_bytes()) {
     for (uint32_t t = 0; t < tokens; ++t) {
       FromFloat(shape.dtype, keys.data() + t * shape.head_dim, shape.head_dim,
@@ -230,6 +262,14 @@ struct Attended {
       FromFloat(shape.dtype, values.data() + t * shape.value_dim, shape.value_dim,
                 pages.data() + geometry.ValueOffset(t));
     }
+  }
+
+  // Folds tokens [range) into the state.
+  void Attend(TokenRange range, QuadState* state) const {
+    const TokenRun run{pages.data(), range};
+    kernels::AttendRuns(geometry, {&run, 1},
+                        &PreparedQueries(geometry.dtype, q.data(), 1, geometry.head_dim).get(), 1,
+                        state);
   }
 
   // Adds tokens [range) to the oracle's states.
@@ -263,7 +303,7 @@ void ExpectState(const QuadState& state, const std::vector<oracle::SoftmaxState>
   }
 }
 
-TEST_P(KernelsTest, AttendRange) {
+TEST_P(KernelsTest, AttendRuns) {
   const std::pair<uint32_t, uint32_t> dims[] = {{16, 16},   {64, 64},  {48, 112}, {80, 32},
                                                 {128, 128}, {256, 16}, {16, 512}, {512, 512}};
   const TokenRange ranges[] = {{0, 1}, {5, 6}, {3, 17}, {15, 33}, {0, 64}, {7, 150}, {0, 203}};
@@ -278,8 +318,7 @@ TEST_P(KernelsTest, AttendRange) {
                      << range.end);
         std::vector<float> values = Guarded(kQuad * value_dim);
         QuadState state = {{-kInfinity, -kInfinity, -kInfinity, -kInfinity}, {}, values.data()};
-        kernels::AttendRange(attended.geometry, attended.pages.data(), range, attended.q.data(), 1,
-                             &state);
+        attended.Attend(range, &state);
         std::vector<oracle::SoftmaxState> expected(kQuad, oracle::SoftmaxState(value_dim));
         attended.AddTo(range, &expected);
         ExpectState(state, expected, value_dim, 1e-6);
@@ -291,7 +330,7 @@ TEST_P(KernelsTest, AttendRange) {
 
 // Ranges one after another fold into one state, with maxima that rise and fall, and logits up to
 // thousands.
-TEST_P(KernelsTest, AttendRangeFoldsIntoWhatIsThere) {
+TEST_P(KernelsTest, AttendRunsFoldsIntoWhatIsThere) {
   constexpr uint32_t kDim = 64;
   for (const double size : {1e-20, 0.1, 10.0, 300.0}) {
     SCOPED_TRACE(testing::Message() << "seed " << TestSeed() << ", logit size " << size * 8);
@@ -300,8 +339,7 @@ TEST_P(KernelsTest, AttendRangeFoldsIntoWhatIsThere) {
     QuadState state = {{-kInfinity, -kInfinity, -kInfinity, -kInfinity}, {}, values.data()};
     std::vector<oracle::SoftmaxState> expected(kQuad, oracle::SoftmaxState(kDim));
     for (const TokenRange range : {TokenRange{40, 90}, {0, 0}, {0, 17}, {100, 160}, {90, 91}}) {
-      kernels::AttendRange(attended.geometry, attended.pages.data(), range, attended.q.data(), 1,
-                           &state);
+      attended.Attend(range, &state);
       attended.AddTo(range, &expected);
     }
     // A logit's rounding error is relative to its terms, and becomes a weight's relative error.
@@ -309,14 +347,26 @@ TEST_P(KernelsTest, AttendRangeFoldsIntoWhatIsThere) {
   }
 }
 
-// Several quads at once are the same, bit for bit, as one after another.
-TEST_P(KernelsTest, AttendRangeOfSeveralQuads) {
+// Runs of any length, some empty, in any order of place, are one sequence of tokens: the answer is
+// the oracle's, and several quads at once are the same, bit for bit, as one after another.
+TEST_P(KernelsTest, AttendRunsOfSeveralQuads) {
   constexpr size_t kQuads = 3;
+  const TokenRange ranges[] = {{3, 70}, {70, 71}, {5, 5}, {71, 203}, {18, 19}, {0, 40}};
   for (const DType dtype : kDTypes) {
     for (const uint32_t head_dim : {16u, 48u, 128u}) {
       constexpr uint32_t kValueDim = 80;
-      const Attended attended(MakeShape(1, 1, head_dim, kValueDim, dtype), 203, 1, &random_);
+      SCOPED_TRACE(testing::Message() << "seed " << TestSeed() << ", "
+                                      << std::string(DTypeName(dtype)) << ", dim " << head_dim);
+      Attended attended(MakeShape(1, 1, head_dim, kValueDim, dtype), 203, 1, &random_);
+      std::vector<TokenRun> runs;
+      for (const TokenRange& range : ranges) runs.push_back({attended.pages.data(), range});
       const std::vector<float> q = random_.Normals(kQuads * kQuad * head_dim, 0.3);
+      std::vector<PreparedQueries> prepared;
+      std::vector<kernels::Queries> queries;
+      for (size_t quad = 0; quad < kQuads; ++quad) {
+        prepared.emplace_back(dtype, q.data() + quad * kQuad * head_dim, 1, head_dim);
+        queries.push_back(prepared.back().get());
+      }
       std::vector<float> values(2 * kQuads * kQuad * kValueDim, 0.0f);
       QuadState states[2][kQuads];
       for (size_t i = 0; i < 2 * kQuads; ++i) {
@@ -324,13 +374,9 @@ TEST_P(KernelsTest, AttendRangeOfSeveralQuads) {
                                           {},
                                           values.data() + i * kQuad * kValueDim};
       }
-      for (const TokenRange range : {TokenRange{3, 70}, {70, 71}, {71, 203}}) {
-        kernels::AttendRange(attended.geometry, attended.pages.data(), range, q.data(), kQuads,
-                             states[0]);
-        for (size_t quad = 0; quad < kQuads; ++quad) {
-          kernels::AttendRange(attended.geometry, attended.pages.data(), range,
-                               q.data() + quad * kQuad * head_dim, 1, &states[1][quad]);
-        }
+      kernels::AttendRuns(attended.geometry, runs, queries.data(), kQuads, states[0]);
+      for (size_t quad = 0; quad < kQuads; ++quad) {
+        kernels::AttendRuns(attended.geometry, runs, &queries[quad], 1, &states[1][quad]);
       }
       for (size_t quad = 0; quad < kQuads; ++quad) {
         ASSERT_EQ(std::memcmp(states[0][quad].max, states[1][quad].max, sizeof(float) * kQuad), 0);
@@ -338,6 +384,11 @@ TEST_P(KernelsTest, AttendRangeOfSeveralQuads) {
         ASSERT_EQ(std::memcmp(states[0][quad].values, states[1][quad].values,
                               sizeof(float) * kQuad * kValueDim),
                   0);
+        std::copy_n(q.begin() + static_cast<ptrdiff_t>(quad * kQuad * head_dim), kQuad * head_dim,
+                    attended.q.begin());
+        std::vector<oracle::SoftmaxState> expected(kQuad, oracle::SoftmaxState(kValueDim));
+        for (const TokenRange& range : ranges) attended.AddTo(range, &expected);
+        ExpectState(states[0][quad], expected, kValueDim, 1e-6);
       }
     }
   }

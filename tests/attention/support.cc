@@ -10,6 +10,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "attention/kernels.h"
 #include "attention/segment_builder.h"
 #include "common/dtype.h"
 
@@ -319,6 +320,15 @@ std::vector<oracle::Cluster> StoredClusters(const Segment& segment, uint32_t lay
   return clusters;
 }
 
+// Whether the kernels of this processor and target hold squared queries as 15-bit integers
+// (attention/kernels.h, DotDeviations).
+bool KernelsRoundSquares() {
+  constexpr size_t kDim = 16;
+  const std::vector<float> q(kernels::kQuad * kDim, 1.0f);
+  std::vector<float> memory(kernels::SquaresFloats(kDim));
+  return kernels::PrepareSquares(q.data(), 1, kDim, memory.data()).int16.values != nullptr;
+}
+
 oracle::PolicyInput MakeInput(const TestRow& row, uint32_t layer, uint32_t query_token,
                               uint32_t kv_head) {
   const TestSequence& sequence = *row.sequence;
@@ -344,6 +354,7 @@ oracle::PolicyInput MakeInput(const TestRow& row, uint32_t layer, uint32_t query
   }
   input.scale = shape.softmax_scale;
   input.value_dim = shape.value_dim;
+  if (KernelsRoundSquares()) input.square_steps = 32767;
   return input;
 }
 

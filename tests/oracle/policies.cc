@@ -278,11 +278,17 @@ std::size_t FractionCount(double fraction, std::size_t count) {
 }
 
 Vector LogitSpread(const PolicyInput& input, const Vector& query) {
+  Vector squares;
+  for (const double q : query) squares.push_back(q * q);
+  if (input.square_steps.has_value()) {
+    const double step = *std::max_element(squares.begin(), squares.end()) / *input.square_steps;
+    for (double& square : squares) square = step > 0 ? std::round(square / step) * step : 0;
+  }
   Vector result;
   for (const Cluster* cluster : AllClusters(input)) {
     double sum = 0.0;
     for (std::size_t c = 0; c < query.size(); ++c) {
-      sum += query[c] * query[c] * cluster->variance[c];
+      sum += squares[c] * cluster->variance[c];
     }
     result.push_back(input.scale * input.scale * sum);
   }

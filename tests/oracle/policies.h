@@ -33,6 +33,7 @@
 
 #include <cstddef>
 #include <limits>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -64,6 +65,9 @@ struct PolicyInput {
   std::vector<std::vector<Cluster>> segments;
   double scale = 1.0;
   std::size_t value_dim = 0;
+  // How a query's squared channels are stored for d2: exactly, or each rounded to this many steps
+  // of the greatest.
+  std::optional<double> square_steps;
 };
 
 enum class Preset { kDense, kStreaming, kClustersTopK, kDoubleP, kErrorTarget };
@@ -149,7 +153,7 @@ Answer Attend(const PolicyInput& input, const Policy& policy);
 
 // The parts, for tests of single ones. Vectors are [clusters].
 
-// d2_i = a^2 sum_c q_c^2 w_ic.
+// d2_i = a^2 sum_c q_c^2 w_ic, the squares as square_steps says.
 Vector LogitSpread(const PolicyInput& input, const Vector& query);
 // ln Z_i.
 Vector LogMass(const PolicyInput& input, const Vector& query, MassEstimate mass);
