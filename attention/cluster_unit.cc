@@ -40,7 +40,7 @@ size_t ClusterUnit::ArenaBytes(const SequenceView& view, uint32_t layer, uint32_
   const size_t per_quad = kQuadArrays * n * kQuad * sizeof(float) + sizeof(QuadScores) +
                           kernels::SquaresFloats(view.shape.head_dim) * sizeof(float) +
                           kQuad * view.shape.value_dim * sizeof(float) + kRounding;
-  return quads * per_quad + n * (2 * sizeof(float) + sizeof(Fate) + sizeof(TokenRun)) +
+  return quads * per_quad + n * (2 * sizeof(float) + sizeof(Fate) + 2 * sizeof(TokenRun)) +
          view.segments.size() * sizeof(uint32_t) + kRounding;
 }
 

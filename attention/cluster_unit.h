@@ -27,7 +27,8 @@ struct LaneOutcome {
 };
 
 // Life: construct, Score(every segment) from any threads, Select once, Outcome for each lane.
-// Memory is the arena's; ArenaBytes says how much at most.
+// Memory is the arena's; ArenaBytes says how much at most, with what cutting its runs into pieces
+// takes.
 class ClusterUnit {
  public:
   static size_t ArenaBytes(const SequenceView& view, uint32_t layer, uint32_t kv_head,

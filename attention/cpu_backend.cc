@@ -17,14 +17,16 @@
 namespace attnd::attention {
 namespace {
 
+// A workspace keeps so much for the next step; more is given back. A step over 128K tokens of eight
+// KV heads takes some 10 MiB.
+constexpr size_t kRetainedBytes = size_t{32} << 20;
+
 // Below so many multiply-adds, waking other threads costs more than it saves.
 constexpr uint64_t kParallelWork = 1 << 18;
 
 // Scratch of one step, lent to it and taken back.
 class WorkspacePool {
  public:
-  explicit WorkspacePool(size_t retained_bytes) : retained_bytes_(retained_bytes) {}
-
   std::unique_ptr<StepArena> Take() {
     MutexLock lock(mutex_);
     if (free_.empty()) return std::make_unique<StepArena>();
@@ -35,13 +37,12 @@ class WorkspacePool {
 
   void Return(std::unique_ptr<StepArena> arena) {
     arena->Reset();
-    arena->Trim(retained_bytes_);
+    arena->Trim(kRetainedBytes);
     MutexLock lock(mutex_);
     free_.push_back(std::move(arena));
   }
 
  private:
-  const size_t retained_bytes_;
   Mutex mutex_;
   std::vector<std::unique_ptr<StepArena>> free_ ABSL_GUARDED_BY(mutex_);
 };
@@ -51,8 +52,7 @@ class CpuBackend : public Backend {
   explicit CpuBackend(const CpuBackendOptions& options)
       : scratch_bytes_(options.scratch_bytes),
         workers_(options.threads != 0 ? options.threads
-                                      : std::max(1u, std::thread::hardware_concurrency())),
-        workspaces_(options.scratch_bytes) {}
+                                      : std::max(1u, std::thread::hardware_concurrency())) {}
 
   absl::string_view name() const override { return "cpu"; }
   absl::string_view target() const override { return kernels::TargetName(); }

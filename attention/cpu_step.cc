@@ -13,8 +13,8 @@ namespace {
 
 constexpr uint32_t kPieceTokens = 512;  // of one quad
 constexpr uint32_t kPieceTokensMax = 65536;
-constexpr uint32_t kUnitTokensMax =
-    64;  // query tokens of a unit: bounds its states, and how long an item runs
+// Quads of a unit of several query tokens: bounds its states, and how long an item runs.
+constexpr size_t kUnitQuadsMax = 64;
 constexpr size_t kCacheLineBytes = 64;
 
 // A longer piece for more quads keeps the states' memory a small share of what is read. It depends
@@ -67,7 +67,8 @@ void CpuStep::ListUnits() {
       if (policy.cut == Cut::kErrorBudget && policy.tolerance == 0) spec.selector = Selector::kAll;
     }
     const bool per_token = spec.selector == Selector::kClusters;
-    const uint32_t tokens = per_token ? 1 : kUnitTokensMax;
+    const size_t fitting = std::max<size_t>(1, kUnitQuadsMax / QuadsPerToken(row.view->shape));
+    const uint32_t tokens = per_token ? 1 : static_cast<uint32_t>(fitting);
     for (uint32_t token = 0; token < row.query_tokens; token += tokens) {
       spec.tokens = std::min(tokens, row.query_tokens - token);
       for (uint32_t head = 0; head < row.view->shape.kv_heads; ++head) {
@@ -85,10 +86,11 @@ size_t CpuStep::UnitBytes(const UnitSpec& spec) const {
   const ModelShape& shape = view.shape;
   const size_t quads = spec.tokens * QuadsPerToken(shape);
   const uint64_t tail = row.past_tokens + spec.first_token + spec.tokens - view.tail_begin;
-  uint64_t pieces = 2 + view.segments.size() + tail / PieceTokens(quads) + 1 + spec.tokens;
+  // Segments' pieces and the tail's, each with a last one not full, and one for each query token.
+  uint64_t pieces = tail / PieceTokens(quads) + 2 + spec.tokens;
   uint64_t tokens = tail;
   if (spec.selector != Selector::kNone) tokens += view.tail_begin;
-  pieces += tokens / PieceTokens(quads);
+  pieces += tokens / PieceTokens(quads) + 2;
   const size_t query_floats = kQuad * shape.head_dim + kernels::QueriesFloats(shape.head_dim);
   size_t bytes =
       quads * (query_floats * sizeof(float) + sizeof(kernels::Queries) + kCacheLineBytes) +
@@ -163,16 +165,19 @@ void CpuStep::AddZoneAndDensePieces(size_t number) {
   const StepRow& row = RowOf(unit);
   const SequenceView& view = *row.view;
   const uint32_t tokens = unit.spec.tokens;
+  const std::span<TokenRun> runs = arena_->Allocate<TokenRun>(view.segments.size());
+  size_t used = 0;
   for (const auto& segment : view.segments) {
     const bool all = unit.spec.selector == Selector::kAll;
-    AddRange(number, segment->pages(request_.layer, unit.spec.kv_head),
-             {0, all ? segment->tokens() : segment->unclustered()});
+    runs[used++] = {segment->pages(request_.layer, unit.spec.kv_head),
+                    {0, all ? segment->tokens() : segment->unclustered()}};
     unit.zone_tokens += uint64_t{tokens} * segment->unclustered();
     if (all) unit.middle_exact_tokens += uint64_t{tokens} * segment->clustered();
     if (unit.spec.selector == Selector::kNone) {
       unit.middle_dropped_tokens += uint64_t{tokens} * segment->clustered();
     }
   }
+  AddRuns(number, runs, 0, unit.quads);
   // What every query token of the unit sees, then what each sees of the new tokens.
   const uint64_t first = row.past_tokens + unit.spec.first_token;
   const uint64_t shared = row.query_only ? row.past_tokens : tokens == 1 ? first + 1 : first;
@@ -186,14 +191,28 @@ void CpuStep::AddZoneAndDensePieces(size_t number) {
   }
 }
 
-void CpuStep::AddRange(size_t number, const std::byte* pages, TokenRange range) {
-  const size_t quads = units_[number].quads;
+// Runs one after another, in pieces of PieceTokens.
+void CpuStep::AddRuns(size_t number, std::span<const TokenRun> runs, size_t first_quad,
+                      size_t quads) {
   const uint32_t step = PieceTokens(quads);
-  for (uint32_t begin = range.begin; begin < range.end; begin += step) {
-    const std::span<TokenRun> run = arena_->Allocate<TokenRun>(1);
-    run[0] = {pages, {begin, std::min(range.end, begin + step)}};
-    AddPiece(number, run, 0, quads);
+  uint64_t tokens = 0;
+  for (const TokenRun& run : runs) tokens += run.range.size();
+  const std::span<TokenRun> cut = arena_->Allocate<TokenRun>(runs.size() + tokens / step);
+  size_t used = 0, first = 0;
+  uint32_t room = step;
+  for (const TokenRun& run : runs) {
+    for (uint32_t begin = run.range.begin; begin < run.range.end;) {
+      const uint32_t end = std::min(run.range.end, begin + room);
+      cut[used++] = {run.pages, {begin, end}};
+      room -= end - begin;
+      begin = end;
+      if (room > 0) continue;
+      AddPiece(number, cut.subspan(first, used - first), first_quad, quads);
+      first = used;
+      room = step;
+    }
   }
+  if (used > first) AddPiece(number, cut.subspan(first, used - first), first_quad, quads);
 }
 
 // Positions [begin, end) of the tail: one run for each tail block, pieces of whole blocks.
@@ -238,21 +257,10 @@ std::span<QuadState> CpuStep::NewStates(size_t number, size_t quads) {
   return states;
 }
 
-// The chosen runs in pieces of about kPieceTokens.
 void CpuStep::AddExactPieces(size_t number) {
   Unit& unit = units_[number];
   unit.exact_pieces[0] = pieces_.size();
-  const std::span<const TokenRun> runs = unit.clusters->runs();
-  const uint32_t step = PieceTokens(unit.quads);
-  size_t first = 0;
-  uint32_t tokens = 0;
-  for (size_t i = 0; i < runs.size(); ++i) {
-    tokens += runs[i].range.size();
-    if (tokens < step && i + 1 < runs.size()) continue;
-    AddPiece(number, runs.subspan(first, i + 1 - first), 0, unit.quads);
-    first = i + 1;
-    tokens = 0;
-  }
+  AddRuns(number, unit.clusters->runs(), 0, unit.quads);
   unit.exact_pieces[1] = pieces_.size();
 }
 

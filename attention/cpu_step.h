@@ -96,7 +96,7 @@ class CpuStep {
   void AddUnit(const UnitSpec& spec);
   void LoadQueries(Unit* unit);
   void AddZoneAndDensePieces(size_t unit);
-  void AddRange(size_t unit, const std::byte* pages, TokenRange range);
+  void AddRuns(size_t unit, std::span<const TokenRun> runs, size_t first_quad, size_t quads);
   void AddTail(size_t unit, uint64_t begin, uint64_t end, size_t first_quad, size_t quads);
   void AddPiece(size_t unit, std::span<const TokenRun> runs, size_t first_quad, size_t quads);
   void AddExactPieces(size_t unit);
