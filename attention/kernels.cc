@@ -281,9 +281,10 @@ HWY_INLINE VF LoadHighSquares(F32 d, const uint8_t* p) {
 
 SquaredQueries PrepareSquares(const float* q, float scale, size_t dim, float* memory) {
   for (size_t c = 0; c < kQuad * dim; ++c) memory[c] = q[c] * scale * (q[c] * scale);
-  const bool finite =
-      std::all_of(memory, memory + kQuad * dim, [](float square) { return std::isfinite(square); });
-  if (HWY_TARGET > HWY_AVX3 || !HaveInt16Dot() || !finite) return {memory, {}};
+  if (HWY_TARGET > HWY_AVX3 || !HaveInt16Dot()) return {memory, {}};
+  if (!std::all_of(memory, memory + kQuad * dim, [](float x) { return std::isfinite(x); })) {
+    return {memory, {}};
+  }
   return {memory, MakeInt16Squares(memory, dim, reinterpret_cast<int16_t*>(memory + kQuad * dim))};
 }
 
