@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cmath>
+
+#include "attention/kernels.h"
+
+// The targets left out would only lengthen the build.
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_AVX3_DL)
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "attention/cluster_kernels.cc"
+#include "hwy/foreach_target.h"  // IWYU pragma: keep
+// Must follow foreach_target.h.
+#include "attention/kernels-inl.h"
+#include "hwy/contrib/math/math-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace attnd::attention::kernels {
+namespace HWY_NAMESPACE {
+
+constexpr size_t kAheadBytes = 8192;  // how far ahead of the arithmetic memory is asked for
+constexpr float kD2Cap = 8.0f;        // docs/POLICIES.md: d2 is capped before it is exponentiated
+
+// Squares of the 4-bit codes at p, one half of each byte, as floats.
+HWY_INLINE VF LoadLowSquares(F32 d, const uint8_t* p) {
+  const hn::Rebind<uint8_t, F32> bytes;
+  const hn::RebindToSigned<F32> ints;
+  const auto code = hn::And(hn::LoadU(bytes, p), hn::Set(bytes, uint8_t{15}));
+  const VF f = hn::ConvertTo(d, hn::PromoteTo(ints, code));
+  return hn::Mul(f, f);
+}
+HWY_INLINE VF LoadHighSquares(F32 d, const uint8_t* p) {
+  const hn::Rebind<uint8_t, F32> bytes;
+  const hn::RebindToSigned<F32> ints;
+  const auto wide = hn::PromoteTo(ints, hn::LoadU(bytes, p));
+  const VF f = hn::ConvertTo(d, hn::ShiftRight<4>(wide));
+  return hn::Mul(f, f);
+}
+
+SquaredQueries PrepareSquares(const float* q, float scale, size_t dim, float* memory) {
+  for (size_t c = 0; c < kQuad * dim; ++c) memory[c] = q[c] * scale * (q[c] * scale);
+  if (HWY_TARGET > HWY_AVX3 || !HaveInt16Dot()) return {memory, {}};
+  if (!std::all_of(memory, memory + kQuad * dim, [](float x) { return std::isfinite(x); })) {
+    return {memory, {}};
+  }
+  return {memory, MakeInt16Squares(memory, dim, reinterpret_cast<int16_t*>(memory + kQuad * dim))};
+}
+
+void DotDeviations(const uint8_t* codes, const float* unit, size_t n, size_t dim,
+                   const SquaredQueries& queries, float* out) {
+  if (queries.int16.values != nullptr) {
+    return DotInt16Deviations(codes, unit, n, dim, queries.int16, out, kAheadBytes);
+  }
+  const float* q = queries.squared;
+  const F32 d16;
+  const hn::CappedTag<float, 4> d4;
+  const size_t half = dim / 2;
+  const auto run = [&](size_t i) HWY_ATTR {
+    const uint8_t* row = codes + i * half;
+    VF s0 = hn::Zero(d16), s1 = s0, s2 = s0, s3 = s0;
+    const size_t lanes = hn::Lanes(d16);
+    size_t c = 0;
+    for (; c + lanes <= half; c += lanes) {
+      const VF low = LoadLowSquares(d16, row + c);
+      const VF high = LoadHighSquares(d16, row + c);
+      const float* qc = q + c;
+      s0 = hn::MulAdd(low, hn::LoadU(d16, qc), s0);
+      s1 = hn::MulAdd(low, hn::LoadU(d16, qc + dim), s1);
+      s2 = hn::MulAdd(low, hn::LoadU(d16, qc + 2 * dim), s2);
+      s3 = hn::MulAdd(low, hn::LoadU(d16, qc + 3 * dim), s3);
+      qc += half;
+      s0 = hn::MulAdd(high, hn::LoadU(d16, qc), s0);
+      s1 = hn::MulAdd(high, hn::LoadU(d16, qc + dim), s1);
+      s2 = hn::MulAdd(high, hn::LoadU(d16, qc + 2 * dim), s2);
+      s3 = hn::MulAdd(high, hn::LoadU(d16, qc + 3 * dim), s3);
+    }
+    auto sum = SumFour(d16, s0, s1, s2, s3);
+    if (c <
+        half) {  // eight channels are left in each half: only when dim is 16 times an odd number
+      float rest[kQuad] = {0, 0, 0, 0};
+      for (; c < half; ++c) {
+        const float low = static_cast<float>(row[c] & 15);
+        const float high = static_cast<float>(row[c] >> 4);
+        for (size_t j = 0; j < kQuad; ++j) {
+          rest[j] += q[j * dim + c] * low * low + q[j * dim + half + c] * high * high;
+        }
+      }
+      sum = hn::Add(sum, hn::LoadU(d4, rest));
+    }
+    hn::StoreU(hn::Mul(sum, hn::Set(d4, unit[i])), d4, out + i * kQuad);
+  };
+  for (size_t i = 0; i < n; ++i) run(i);
+}
+
+// A per-cluster value spread over a vector of quads: lanes [4k, 4k + 4) hold value[k].
+template <class D>
+HWY_INLINE hn::Vec<D> SpreadOverQuads(D d, const float* value) {
+  if constexpr (hn::MaxLanes(D()) == 16) {
+    alignas(64) static constexpr int32_t kLane[16] = {0, 0, 0, 0, 1, 1, 1, 1,
+                                                      2, 2, 2, 2, 3, 3, 3, 3};
+    return hn::TableLookupLanes(hn::LoadDup128(d, value), hn::SetTableIndices(d, kLane));
+  } else if constexpr (hn::MaxLanes(D()) == 8) {
+    const hn::Half<D> half;
+    return hn::Combine(d, hn::Set(half, value[1]), hn::Set(half, value[0]));
+  } else {
+    return hn::Set(d, value[0]);
+  }
+}
+
+template <class D>
+HWY_INLINE hn::Vec<D> ScaleQuadsAt(D d, const float* x, const float* factor, size_t i, float* out) {
+  const auto scaled = hn::Mul(hn::LoadU(d, x + i * kQuad), SpreadOverQuads(d, factor + i));
+  if (out != nullptr) hn::StoreU(scaled, d, out + i * kQuad);
+  return scaled;
+}
+
+void ScaleQuads(const float* x, const float* factor, size_t n, float* out, float* sum) {
+  const F32 d;
+  const hn::CappedTag<float, 4> d4;
+  const size_t step = hn::Lanes(d) / kQuad;
+  VF s = hn::Zero(d);
+  size_t i = 0;
+  for (; i + step <= n; i += step) s = hn::Add(s, ScaleQuadsAt(d, x, factor, i, out));
+  auto s4 = hn::Add(hn::LoadU(d4, sum), SumBlocks(d, s));
+  for (; i < n; ++i) s4 = hn::Add(s4, ScaleQuadsAt(d4, x, factor, i, out));
+  hn::StoreU(s4, d4, sum);
+}
+
+void AddAcrossQuads(const float* x, const float* factor, size_t n, float* total) {
+  const F32 d;
+  const size_t lanes = hn::Lanes(d);
+  size_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    VF x0, x1, x2, x3;
+    hn::LoadInterleaved4(d, x + i * kQuad, x0, x1, x2, x3);
+    VF sum = hn::MulAdd(x0, hn::Set(d, factor[0]), hn::LoadU(d, total + i));
+    sum = hn::MulAdd(x1, hn::Set(d, factor[1]), sum);
+    sum = hn::MulAdd(x2, hn::Set(d, factor[2]), sum);
+    hn::StoreU(hn::MulAdd(x3, hn::Set(d, factor[3]), sum), d, total + i);
+  }
+  for (; i < n; ++i) {
+    for (size_t j = 0; j < kQuad; ++j) total[i] = std::fma(x[i * kQuad + j], factor[j], total[i]);
+  }
+}
+
+template <class D>
+HWY_INLINE void ClusterScoresAt(D d, const ClusterScoreArgs& args, size_t i) {
+  const auto base =
+      hn::Add(hn::LoadU(d, args.dot + i * kQuad), SpreadOverQuads(d, args.log_size + i));
+  if (args.d2 == nullptr) return hn::StoreU(base, d, args.log_mass + i * kQuad);
+  const auto d2 = hn::LoadU(d, args.d2 + i * kQuad);
+  const auto capped = hn::Min(d2, hn::Set(d, kD2Cap));
+  hn::StoreU(hn::MulAdd(capped, hn::Set(d, 0.5f), base), d, args.log_mass + i * kQuad);
+  if (args.optimistic == nullptr) return;
+  hn::StoreU(hn::MulAdd(hn::Sqrt(d2), hn::Set(d, 2.0f), base), d, args.optimistic + i * kQuad);
+}
+
+void ClusterScores(const ClusterScoreArgs& args, size_t n) {
+  const F32 d;
+  const size_t step = hn::Lanes(d) / kQuad;
+  size_t i = 0;
+  for (; i + step <= n; i += step) ClusterScoresAt(d, args, i);
+  for (; i < n; ++i) ClusterScoresAt(hn::CappedTag<float, 4>(), args, i);
+}
+
+template <class D>
+HWY_INLINE void ClusterErrorsAt(D d, const float* weight, const float* d2, const float* spread,
+                                const float* unit, size_t i, float* error2) {
+  const auto growth = hn::Expm1(d, hn::Min(hn::LoadU(d, d2 + i * kQuad), hn::Set(d, kD2Cap)));
+  const auto value = hn::Mul(hn::Mul(hn::LoadU(d, weight + i * kQuad), hn::LoadDup128(d, unit)),
+                             SpreadOverQuads(d, spread + i));
+  hn::StoreU(hn::Mul(hn::Mul(value, value), growth), d, error2 + i * kQuad);
+}
+
+void ClusterErrors(const float* weight, const float* d2, const float* spread, const float* unit,
+                   size_t n, float* error2) {
+  const F32 d;
+  const size_t step = hn::Lanes(d) / kQuad;
+  size_t i = 0;
+  for (; i + step <= n; i += step) ClusterErrorsAt(d, weight, d2, spread, unit, i, error2);
+  for (; i < n; ++i) {
+    ClusterErrorsAt(hn::CappedTag<float, 4>(), weight, d2, spread, unit, i, error2);
+  }
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace attnd::attention::kernels
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace attnd::attention::kernels {
+
+HWY_EXPORT(PrepareSquares);
+HWY_EXPORT(DotDeviations);
+HWY_EXPORT(ScaleQuads);
+HWY_EXPORT(AddAcrossQuads);
+HWY_EXPORT(ClusterScores);
+HWY_EXPORT(ClusterErrors);
+
+size_t SquaresFloats(size_t dim) {
+  return kQuad * dim + Int16SquaresSize(dim) * sizeof(int16_t) / sizeof(float);
+}
+
+SquaredQueries PrepareSquares(const float* q, float scale, size_t dim, float* memory) {
+  return HWY_DYNAMIC_DISPATCH(PrepareSquares)(q, scale, dim, memory);
+}
+
+void DotDeviations(const uint8_t* codes, const float* unit, size_t n, size_t dim,
+                   const SquaredQueries& q, float* out) {
+  HWY_DYNAMIC_DISPATCH(DotDeviations)(codes, unit, n, dim, q, out);
+}
+
+void ScaleQuads(const float* x, const float* factor, size_t n, float* out, float* sum) {
+  HWY_DYNAMIC_DISPATCH(ScaleQuads)(x, factor, n, out, sum);
+}
+
+void AddAcrossQuads(const float* x, const float* factor, size_t n, float* total) {
+  HWY_DYNAMIC_DISPATCH(AddAcrossQuads)(x, factor, n, total);
+}
+
+void ClusterScores(const ClusterScoreArgs& args, size_t n) {
+  HWY_DYNAMIC_DISPATCH(ClusterScores)(args, n);
+}
+
+void ClusterErrors(const float* weight, const float* d2, const float* spread, const float* unit,
+                   size_t n, float* error2) {
+  HWY_DYNAMIC_DISPATCH(ClusterErrors)(weight, d2, spread, unit, n, error2);
+}
+
+}  // namespace attnd::attention::kernels
+#endif  // HWY_ONCE
