@@ -53,6 +53,16 @@ absl::Status CheckChunkTensor(const char* name, const TensorView& tensor, DType 
   return absl::OkStatus();
 }
 
+// What `call` gives, or ResourceExhausted if the system refuses it memory.
+template <typename F>
+auto WithinMemory(const F& call) -> decltype(call()) {
+  try {
+    return call();
+  } catch (const std::bad_alloc&) {
+    return absl::ResourceExhaustedError("the system refused memory");
+  }
+}
+
 class EngineImpl : public Engine {
  public:
   EngineImpl(const EngineOptions& options, std::unique_ptr<attention::Backend> backend,
@@ -65,71 +75,81 @@ class EngineImpl : public Engine {
         segmenter_({options.segment_tokens, options.index_threads}, &budget_, &gate_, observer) {}
   ~EngineImpl() override { segmenter_.Shutdown(); }
 
+  // Before anything else. ResourceExhausted if the system refuses the background thread.
+  absl::Status Start() { return segmenter_.Start(); }
+
   const EngineOptions& options() const override { return options_; }
   const attention::Backend& backend() const override { return *backend_; }
 
   absl::StatusOr<uint64_t> Open(absl::string_view tenant, const OpenArgs& args) override {
-    ATTND_RETURN_IF_ERROR(args.shape.Validate());
-    if (args.shard.count == 0 || args.shard.count > kShardsMax ||
-        args.shard.index >= args.shard.count) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "model.shard is ", args.shard.index, " of ", args.shard.count, "; allowed are up to ",
-          kShardsMax, " shards and an index below their number"));
-    }
-    OpenArgs complete = args;
-    if (!complete.policy.has_value()) complete.policy = options_.default_policy;
-    ATTND_RETURN_IF_ERROR(backend_->Supports(*complete.policy));
-    ATTND_ASSIGN_OR_RETURN(auto sequence, Make(tenant, std::move(complete)));
-    ATTND_RETURN_IF_ERROR(Publish(sequence));
-    return sequence->id();
+    return WithinMemory([&]() -> absl::StatusOr<uint64_t> {
+      ATTND_RETURN_IF_ERROR(args.shape.Validate());
+      if (args.shard.count == 0 || args.shard.count > kShardsMax ||
+          args.shard.index >= args.shard.count) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "model.shard is ", args.shard.index, " of ", args.shard.count, "; allowed are up to ",
+            kShardsMax, " shards and an index below their number"));
+      }
+      OpenArgs complete = args;
+      if (!complete.policy.has_value()) complete.policy = options_.default_policy;
+      ATTND_RETURN_IF_ERROR(backend_->Supports(*complete.policy));
+      ATTND_ASSIGN_OR_RETURN(auto sequence, Make(tenant, std::move(complete)));
+      ATTND_RETURN_IF_ERROR(Publish(sequence));
+      return sequence->id();
+    });
   }
 
   absl::Status Append(absl::string_view tenant, WriterId writer, uint64_t sequence_id,
                       const AppendChunk& chunk) override {
-    ATTND_ASSIGN_OR_RETURN(auto sequence, Find(tenant, sequence_id));
-    const ModelShape& shape = sequence->shape();
-    if (chunk.layer >= shape.layers) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "layer is ", chunk.layer, "; the sequence has layers 0..", shape.layers - 1));
-    }
-    if (chunk.tokens == 0)
-      return absl::InvalidArgumentError("k has no tokens; at least 1 is needed");
-    if (!chunk.token_ids.empty() && chunk.token_ids.size() != chunk.tokens) {
-      return absl::InvalidArgumentError(absl::StrCat("token_ids has ", chunk.token_ids.size(),
-                                                     " entries; allowed are none or ",
-                                                     chunk.tokens));
-    }
-    NewTokens tokens;
-    float value_magnitude = 0;
-    ATTND_RETURN_IF_ERROR(CheckChunkTensor("k", chunk.k, shape.dtype, chunk.tokens, shape.kv_heads,
-                                           shape.head_dim, &tokens.key_magnitude));
-    ATTND_RETURN_IF_ERROR(CheckChunkTensor("v", chunk.v, shape.dtype, chunk.tokens, shape.kv_heads,
-                                           shape.value_dim, &value_magnitude));
-    tokens.layer = chunk.layer;
-    tokens.first_position = chunk.first_position;
-    tokens.tokens = chunk.tokens;
-    tokens.keys = chunk.k.data;
-    tokens.values = chunk.v.data;
-    tokens.token_ids = chunk.token_ids;
-    ATTND_RETURN_IF_ERROR(sequence->Append(writer, tokens));
-    if (observer_ != nullptr && chunk.layer == 0) observer_->OnAppended(chunk.tokens, true);
-    return absl::OkStatus();
+    return WithinMemory([&]() -> absl::Status {
+      ATTND_ASSIGN_OR_RETURN(auto sequence, Find(tenant, sequence_id));
+      const ModelShape& shape = sequence->shape();
+      if (chunk.layer >= shape.layers) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "layer is ", chunk.layer, "; the sequence has layers 0..", shape.layers - 1));
+      }
+      if (chunk.tokens == 0)
+        return absl::InvalidArgumentError("k has no tokens; at least 1 is needed");
+      if (!chunk.token_ids.empty() && chunk.token_ids.size() != chunk.tokens) {
+        return absl::InvalidArgumentError(absl::StrCat("token_ids has ", chunk.token_ids.size(),
+                                                       " entries; allowed are none or ",
+                                                       chunk.tokens));
+      }
+      NewTokens tokens;
+      float value_magnitude = 0;
+      ATTND_RETURN_IF_ERROR(CheckChunkTensor("k", chunk.k, shape.dtype, chunk.tokens,
+                                             shape.kv_heads, shape.head_dim,
+                                             &tokens.key_magnitude));
+      ATTND_RETURN_IF_ERROR(CheckChunkTensor("v", chunk.v, shape.dtype, chunk.tokens,
+                                             shape.kv_heads, shape.value_dim, &value_magnitude));
+      tokens.layer = chunk.layer;
+      tokens.first_position = chunk.first_position;
+      tokens.tokens = chunk.tokens;
+      tokens.keys = chunk.k.data;
+      tokens.values = chunk.v.data;
+      tokens.token_ids = chunk.token_ids;
+      ATTND_RETURN_IF_ERROR(sequence->Append(writer, tokens));
+      if (observer_ != nullptr && chunk.layer == 0) observer_->OnAppended(chunk.tokens, true);
+      return absl::OkStatus();
+    });
   }
 
   absl::StatusOr<PrefillResult> FinishPrefill(absl::string_view tenant, WriterId writer,
                                               uint64_t sequence_id,
                                               const std::atomic<bool>* cancelled) override {
-    ATTND_ASSIGN_OR_RETURN(auto sequence, Find(tenant, sequence_id));
-    ATTND_RETURN_IF_ERROR(sequence->CheckWriter(writer));
-    ATTND_RETURN_IF_ERROR(sequence->CheckAligned());
-    const auto start = std::chrono::steady_clock::now();
-    ATTND_RETURN_IF_ERROR(segmenter_.SegmentPrefill(sequence.get(), cancelled));
-    PrefillResult result;
-    result.build_time = std::chrono::steady_clock::now() - start;
-    const SequenceInfo info = sequence->Info();
-    result.committed_tokens = info.committed_tokens;
-    result.segmented_tokens = info.segmented_tokens;
-    return result;
+    return WithinMemory([&]() -> absl::StatusOr<PrefillResult> {
+      ATTND_ASSIGN_OR_RETURN(auto sequence, Find(tenant, sequence_id));
+      ATTND_RETURN_IF_ERROR(sequence->CheckWriter(writer));
+      ATTND_RETURN_IF_ERROR(sequence->CheckAligned());
+      const auto start = std::chrono::steady_clock::now();
+      ATTND_RETURN_IF_ERROR(segmenter_.SegmentPrefill(sequence.get(), cancelled));
+      PrefillResult result;
+      result.build_time = std::chrono::steady_clock::now() - start;
+      const SequenceInfo info = sequence->Info();
+      result.committed_tokens = info.committed_tokens;
+      result.segmented_tokens = info.segmented_tokens;
+      return result;
+    });
   }
 
   absl::StatusOr<SequenceInfo> Info(absl::string_view tenant, uint64_t sequence_id) override {
@@ -144,58 +164,37 @@ class EngineImpl : public Engine {
     if (args.deadline.has_value() && start > *args.deadline) {
       return absl::DeadlineExceededError("the step's deadline passed before it began");
     }
-    DecodeBatch batch(args, result);
-    ATTND_RETURN_IF_ERROR(batch.Check(options_));
-    const StepGate::Step step(&gate_);
     std::vector<std::shared_ptr<Sequence>> grown;
-    std::unordered_set<uint64_t> seen;
-    for (size_t i = 0; i < batch.rows(); ++i) {
-      const DecodeRow& row = args.rows[i];
-      if (!row.precheck.ok()) {
-        batch.Refuse(i, row.precheck);
-        continue;
-      }
-      if (!seen.insert(row.sequence_id).second) {
-        batch.Refuse(i, absl::InvalidArgumentError(absl::StrCat("sequence_id ", row.sequence_id,
-                                                                " stands in an earlier row")));
-        continue;
-      }
-      auto sequence = Find(tenant, row.sequence_id);
-      if (!sequence.ok()) {
-        batch.Refuse(i, std::move(sequence).status());
-        continue;
-      }
-      batch.Prepare(i, writer, *backend_, *sequence);
-      if (!result->rows[i].status.ok() || row.query_only) continue;
-      // A position is committed with its last layer.
-      if (args.layer + 1 == (*sequence)->shape().layers) grown.push_back(*std::move(sequence));
-      if (observer_ != nullptr && args.layer == 0) observer_->OnAppended(row.query_tokens, false);
-    }
-    result->validate_time = std::chrono::steady_clock::now() - start;
-    absl::Status status;
-    try {
-      status = batch.Run(backend_.get());
-    } catch (const std::bad_alloc&) {
-      status = absl::ResourceExhaustedError("the system refused memory for the step's answer");
-    }
+    const absl::Status status = WithinMemory([&]() -> absl::Status {
+      DecodeBatch batch(args, result);
+      ATTND_RETURN_IF_ERROR(batch.Check(options_));
+      const StepGate::Step step(&gate_);
+      PrepareRows(tenant, writer, args, &batch, &grown, result);
+      result->validate_time = std::chrono::steady_clock::now() - start;
+      return batch.Run(backend_.get());
+    });
     for (const auto& sequence : grown) segmenter_.OnGrown(sequence);
     return status;
   }
 
   absl::StatusOr<uint64_t> Truncate(absl::string_view tenant, uint64_t sequence_id,
                                     uint64_t length) override {
-    ATTND_ASSIGN_OR_RETURN(auto sequence, Find(tenant, sequence_id));
-    return sequence->Truncate(length);
+    return WithinMemory([&]() -> absl::StatusOr<uint64_t> {
+      ATTND_ASSIGN_OR_RETURN(auto sequence, Find(tenant, sequence_id));
+      return sequence->Truncate(length);
+    });
   }
 
   absl::StatusOr<SequenceInfo> Fork(absl::string_view tenant, uint64_t sequence_id,
                                     std::optional<uint64_t> length) override {
-    ATTND_ASSIGN_OR_RETURN(auto parent, Find(tenant, sequence_id));
-    ATTND_ASSIGN_OR_RETURN(auto child, Make(tenant, parent->Info().args));
-    ATTND_RETURN_IF_ERROR(parent->ForkInto(length, child.get()));
-    const SequenceInfo info = child->Info();
-    ATTND_RETURN_IF_ERROR(Publish(std::move(child)));
-    return info;
+    return WithinMemory([&]() -> absl::StatusOr<SequenceInfo> {
+      ATTND_ASSIGN_OR_RETURN(auto parent, Find(tenant, sequence_id));
+      ATTND_ASSIGN_OR_RETURN(auto child, Make(tenant, parent->Info().args));
+      ATTND_RETURN_IF_ERROR(parent->ForkInto(length, child.get()));
+      const SequenceInfo info = child->Info();
+      ATTND_RETURN_IF_ERROR(Publish(std::move(child)));
+      return info;
+    });
   }
 
   absl::Status Close(absl::string_view tenant, uint64_t sequence_id) override {
@@ -270,6 +269,35 @@ class EngineImpl : public Engine {
         sequences_.size(), " sequences are open; allowed are ", options_.max_sequences));
   }
 
+  // Refuses or appends each row; adds to `grown` the sequences that have newly committed tokens.
+  void PrepareRows(absl::string_view tenant, WriterId writer, const DecodeArgs& args,
+                   DecodeBatch* batch, std::vector<std::shared_ptr<Sequence>>* grown,
+                   DecodeResult* result) {
+    std::unordered_set<uint64_t> seen;
+    for (size_t i = 0; i < batch->rows(); ++i) {
+      const DecodeRow& row = args.rows[i];
+      if (!row.precheck.ok()) {
+        batch->Refuse(i, row.precheck);
+        continue;
+      }
+      if (!seen.insert(row.sequence_id).second) {
+        batch->Refuse(i, absl::InvalidArgumentError(absl::StrCat("sequence_id ", row.sequence_id,
+                                                                 " stands in an earlier row")));
+        continue;
+      }
+      auto sequence = Find(tenant, row.sequence_id);
+      if (!sequence.ok()) {
+        batch->Refuse(i, std::move(sequence).status());
+        continue;
+      }
+      batch->Prepare(i, writer, *backend_, *sequence);
+      if (!result->rows[i].status.ok() || row.query_only) continue;
+      // A position is committed with its last layer.
+      if (args.layer + 1 == (*sequence)->shape().layers) grown->push_back(*std::move(sequence));
+      if (observer_ != nullptr && args.layer == 0) observer_->OnAppended(row.query_tokens, false);
+    }
+  }
+
   // A sequence that nobody can find yet.
   absl::StatusOr<std::shared_ptr<Sequence>> Make(absl::string_view tenant, OpenArgs args) {
     MutexLock lock(mutex_);
@@ -310,8 +338,11 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& opti
                                                        Observer* observer) {
   ATTND_RETURN_IF_ERROR(options.Validate());
   ATTND_RETURN_IF_ERROR(backend->Supports(options.default_policy));
-  return std::unique_ptr<Engine>(
-      std::make_unique<EngineImpl>(options, std::move(backend), observer));
+  return WithinMemory([&]() -> absl::StatusOr<std::unique_ptr<Engine>> {
+    auto engine = std::make_unique<EngineImpl>(options, std::move(backend), observer);
+    ATTND_RETURN_IF_ERROR(engine->Start());
+    return std::unique_ptr<Engine>(std::move(engine));
+  });
 }
 
 }  // namespace attnd::engine

@@ -153,7 +153,8 @@ struct Usage {
 // tenant answers as an unknown one: NotFound.
 class Engine {
  public:
-  // `observer` may be null and must outlive the engine.
+  // `observer` may be null and must outlive the engine. InvalidArgument names the option,
+  // Unimplemented the policy; ResourceExhausted if the system refuses a thread.
   static absl::StatusOr<std::unique_ptr<Engine>> Create(const EngineOptions& options,
                                                         std::unique_ptr<attention::Backend> backend,
                                                         Observer* observer);
@@ -172,8 +173,10 @@ class Engine {
   virtual absl::Status Append(absl::string_view tenant, WriterId writer, uint64_t sequence_id,
                               const AppendChunk& chunk) = 0;
 
-  // Segments what the prefill left uncovered, on index_threads threads. FailedPrecondition if
-  // layers differ in length.
+  // Segments what the prefill left uncovered, on index_threads threads; prefills that come at the
+  // same time take turns. FailedPrecondition if layers differ in length. ResourceExhausted,
+  // NotFound (closed meanwhile), Cancelled and Unavailable (shutting down) leave what was segmented
+  // before.
   virtual absl::StatusOr<PrefillResult> FinishPrefill(absl::string_view tenant, WriterId writer,
                                                       uint64_t sequence_id,
                                                       const std::atomic<bool>* cancelled) = 0;

@@ -317,11 +317,30 @@ SequenceInfo Sequence::Info() {
 
 // ---- segments ----
 
+uint64_t Sequence::SegmentsEnd() const {
+  const uint64_t committed = Committed();
+  return std::min(committed - std::min<uint64_t>(committed, policy().window), newest_step_);
+}
+
+bool Sequence::HasSegment(uint32_t min_tokens) {
+  MutexLock lock(mutex_);
+  return SegmentsEnd() >= tail_begin_ + min_tokens;
+}
+
+bool Sequence::BuildDue(uint32_t min_tokens) {
+  MutexLock lock(mutex_);
+  return SegmentsEnd() >= tail_begin_ + min_tokens && Committed() >= build_from_;
+}
+
+void Sequence::DelayBuild() {
+  MutexLock lock(mutex_);
+  build_delay_ = std::clamp(2 * build_delay_, kBuildDelayMin, kBuildDelayMax);
+  build_from_ = Committed() + build_delay_;
+}
+
 std::optional<SegmentJob> Sequence::NextSegment(uint32_t min_tokens, uint32_t max_tokens) {
   MutexLock lock(mutex_);
-  const uint64_t committed = Committed();
-  const uint64_t end =
-      std::min(committed - std::min<uint64_t>(committed, policy().window), newest_step_);
+  const uint64_t end = SegmentsEnd();
   if (end < tail_begin_ + min_tokens) return std::nullopt;
   SegmentJob job;
   job.tokens = static_cast<uint32_t>(std::min<uint64_t>(max_tokens, end - tail_begin_));
@@ -346,6 +365,7 @@ bool Sequence::Install(const SegmentJob& job, std::shared_ptr<const Segment> seg
   tail_.erase(tail_.begin(), tail_.begin() + static_cast<ptrdiff_t>(dropped));
   tail_begin_ = end;
   segments_.push_back(std::move(segment));
+  build_from_ = build_delay_ = 0;
   view_.reset();
   return true;
 }
@@ -375,6 +395,7 @@ absl::StatusOr<uint64_t> Sequence::Truncate(uint64_t length) {
   tail_begin_ = begin;
   std::fill(layer_tokens_.begin(), layer_tokens_.end(), length);
   newest_step_ = std::min(newest_step_, length);
+  build_from_ = build_delay_ = 0;
   if (length == 0) std::fill(key_magnitudes_.begin(), key_magnitudes_.end(), 0.0f);
   if (token_ids_.size() > length) {
     token_ids_.resize(length);

@@ -83,6 +83,16 @@ class Sequence {
 
   // The next segment of at least min_tokens and at most max_tokens outside the window, or nothing.
   std::optional<SegmentJob> NextSegment(uint32_t min_tokens, uint32_t max_tokens);
+  // Whether NextSegment would give one.
+  bool HasSegment(uint32_t min_tokens);
+  // The same, but not while DelayBuild holds the background back.
+  bool BuildDue(uint32_t min_tokens);
+  // A background build failed: the next one is due when more tokens have come, kBuildDelayMin at
+  // first and twice as many after each further failure, up to kBuildDelayMax. Forgotten with the
+  // next segment or truncation.
+  void DelayBuild();
+  static constexpr uint64_t kBuildDelayMin = 64;
+  static constexpr uint64_t kBuildDelayMax = 8192;
   // Swaps a built segment in. False if the sequence changed meanwhile, so that it no longer fits.
   bool Install(const SegmentJob& job, std::shared_ptr<const attention::Segment> segment);
   // FailedPrecondition if layers differ in length.
@@ -106,6 +116,8 @@ class Sequence {
   using Blocks = std::vector<std::shared_ptr<const attention::TailBlock>>;
   static constexpr uint64_t kNoStep = std::numeric_limits<uint64_t>::max();
 
+  // Where a segment may end: outside the window, before the newest step.
+  uint64_t SegmentsEnd() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckAppend(WriterId writer, const NewTokens& tokens)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status AppendChecked(WriterId writer, const NewTokens& tokens)
@@ -151,6 +163,9 @@ class Sequence {
   // Where the newest step began; kept out of segments, however long it is, so that it can be
   // repeated.
   uint64_t newest_step_ ABSL_GUARDED_BY(mutex_) = kNoStep;
+  // The background builds from this committed length on; grows by build_delay_ with each failure.
+  uint64_t build_from_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t build_delay_ ABSL_GUARDED_BY(mutex_) = 0;
   // [layers] bound of the absolute values of all keys that the layer has had since it was empty.
   std::vector<float> key_magnitudes_ ABSL_GUARDED_BY(mutex_);
   std::vector<uint32_t> token_ids_ ABSL_GUARDED_BY(mutex_);   // by position, where known
