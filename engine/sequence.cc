@@ -352,9 +352,13 @@ std::optional<SegmentJob> Sequence::NextSegment(uint32_t min_tokens, uint32_t ma
 bool Sequence::Install(const SegmentJob& job, std::shared_ptr<const Segment> segment) {
   MutexLock lock(mutex_);
   // A truncation may have taken the tokens away, and others may have come in their place: the
-  // blocks then differ.
+  // blocks then differ. A truncation keeps a block only if it keeps all of its positions, which are
+  // never written again; it copies or drops the others. The job's view holds the old blocks, so
+  // that no new one can have the address of an old one.
   const uint64_t end = tail_begin_ + job.tokens;
   if (tail_begin_ != job.view->tail_begin || Committed() < end + policy().window) return false;
+  // A step that is being repeated must stay in the tail until a newer one comes.
+  if (end > newest_step_) return false;
   const uint64_t blocks = (end - 1) / kTailBlockTokens + 1 - tail_begin_ / kTailBlockTokens;
   if (tail_.size() < blocks ||
       !std::equal(tail_.begin(), tail_.begin() + static_cast<ptrdiff_t>(blocks),
