@@ -25,7 +25,7 @@ absl::Status DecodeBatch::Check(const EngineOptions& options) {
           "rows[", i, "].query_tokens is ", row.query_tokens, "; allowed are at least 1, and ",
           options.max_query_tokens, " in all rows together"));
     }
-    places_.push_back({query_tokens_, new_tokens_, 0, 0});
+    places_.push_back({query_tokens_, new_tokens_, 0});
     query_tokens_ += row.query_tokens;
     if (!row.query_only) new_tokens_ += row.query_tokens;
   }
@@ -91,7 +91,7 @@ absl::Status DecodeBatch::CheckRow(size_t number, const attention::Backend& back
     return absl::InvalidArgumentError(absl::StrCat("the sequence's value_dim is ", shape.value_dim,
                                                    "; the message's is ", result_->value_dim));
   }
-  return CheckFinite(number);
+  return CheckNumbers(number);
 }
 
 absl::Status DecodeBatch::CheckShape(const DecodeRow& row, const ModelShape& shape) const {
@@ -119,24 +119,32 @@ absl::Status DecodeBatch::CheckShape(const DecodeRow& row, const ModelShape& sha
   return absl::OkStatus();
 }
 
-absl::Status DecodeBatch::CheckFinite(size_t number) {
+absl::Status DecodeBatch::CheckNumbers(size_t number) {
   const DecodeRow& row = args_.rows[number];
   Place& place = places_[number];
-  const auto magnitude = [&row](const TensorView& tensor, uint64_t first, uint64_t width) {
-    return Magnitude(tensor.dtype, tensor.data + first * width * DTypeBytes(tensor.dtype),
-                     row.query_tokens * width);
+  const auto data = [](const TensorView& tensor, uint64_t first, uint64_t width) {
+    return tensor.data + first * width * DTypeBytes(tensor.dtype);
   };
-  place.query_magnitude = magnitude(args_.q, place.query_token, args_.q_heads * args_.q_head_dim);
+  const uint64_t q_width = args_.q_heads * args_.q_head_dim;
+  place.query_magnitude = Magnitude(args_.q.dtype, data(args_.q, place.query_token, q_width),
+                                    row.query_tokens * q_width);
+  key_magnitudes_.clear();
   float value_magnitude = 0;
   if (!row.query_only) {
-    place.key_magnitude = magnitude(args_.k, place.new_token, args_.k_heads * args_.k_head_dim);
-    value_magnitude = magnitude(args_.v, place.new_token, args_.v_heads * args_.v_value_dim);
+    const uint64_t k_width = args_.k_heads * args_.k_head_dim;
+    const uint64_t v_width = args_.v_heads * args_.v_value_dim;
+    BlockMagnitudes(args_.k.dtype, data(args_.k, place.new_token, k_width), row.position,
+                    row.query_tokens, k_width, &key_magnitudes_);
+    value_magnitude = Magnitude(args_.v.dtype, data(args_.v, place.new_token, v_width),
+                                row.query_tokens * v_width);
   }
+  const bool keys_finite = std::all_of(key_magnitudes_.begin(), key_magnitudes_.end(),
+                                       [](float magnitude) { return std::isfinite(magnitude); });
   const char* bad = !std::isfinite(place.query_magnitude) ? "q"
-                    : !std::isfinite(place.key_magnitude) ? "k"
+                    : !keys_finite                        ? "k"
                     : !std::isfinite(value_magnitude)     ? "v"
                                                           : nullptr;
-  if (bad == nullptr) return absl::OkStatus();
+  if (bad == nullptr) return CheckValueMagnitude(value_magnitude);
   return absl::InvalidArgumentError(
       absl::StrCat(bad, " has a NaN or an infinity in this row; allowed are finite numbers"));
 }
@@ -155,7 +163,7 @@ absl::StatusOr<Snapshot> DecodeBatch::Take(size_t number, WriterId writer,
   tokens.keys = args_.k.data + first * shape.head_dim * DTypeBytes(shape.dtype);
   tokens.values = args_.v.data + first * shape.value_dim * DTypeBytes(shape.dtype);
   tokens.token_ids = row.token_ids;
-  tokens.key_magnitude = place.key_magnitude;
+  tokens.key_magnitudes = key_magnitudes_;
   return sequence->AppendAndRead(writer, tokens, place.query_magnitude);
 }
 
@@ -199,7 +207,8 @@ absl::Status DecodeBatch::Run(attention::Backend* backend) {
   return absl::OkStatus();
 }
 
-// Finite values may still have sums beyond float32: such a row has no answer.
+// Bounds of q, k and v keep every sum within float32 (CheckLogits, kValueMax). Should one not be,
+// the row has no answer rather than a wrong one.
 void DecodeBatch::RefuseOverflow() {
   for (size_t i = 0; i < step_rows_.size(); ++i) {
     const attention::StepRow& row = step_rows_[i];

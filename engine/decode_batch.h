@@ -39,15 +39,15 @@ class DecodeBatch {
   struct Place {
     uint64_t query_token = 0;
     uint64_t new_token = 0;
-    float query_magnitude = 0;  // greatest absolute value, from CheckFinite
-    float key_magnitude = 0;
+    float query_magnitude = 0;  // greatest absolute value, from CheckNumbers
   };
 
   absl::Status CheckTensor(const char* name, const TensorView& tensor, uint64_t tokens,
                            uint64_t heads, uint64_t dim) const;
   absl::Status CheckRow(size_t row, const attention::Backend& backend, const Sequence& sequence);
   absl::Status CheckShape(const DecodeRow& row, const ModelShape& shape) const;
-  absl::Status CheckFinite(size_t row);
+  // Finite, values within kValueMax; gives the magnitudes.
+  absl::Status CheckNumbers(size_t row);
   // Appends the row's tokens, if it has any, and gives what its step reads.
   absl::StatusOr<Snapshot> Take(size_t row, WriterId writer, Sequence* sequence) const;
   void AddStepRow(size_t row, const Sequence& sequence, Snapshot snapshot);
@@ -56,6 +56,7 @@ class DecodeBatch {
   const DecodeArgs& args_;
   DecodeResult* const result_;
   std::vector<Place> places_;
+  std::vector<float> key_magnitudes_;  // of the row at hand, by tail block
   uint64_t query_tokens_ = 0;
   uint64_t new_tokens_ = 0;
   std::vector<attention::StepRow> step_rows_;

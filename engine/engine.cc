@@ -32,25 +32,23 @@ absl::Status UnknownSequence(uint64_t id) {
   return absl::NotFoundError(absl::StrCat("sequence_id ", id, " is unknown"));
 }
 
-// Gives the greatest absolute value too.
 absl::Status CheckChunkTensor(const char* name, const TensorView& tensor, DType dtype,
-                              uint64_t tokens, uint64_t heads, uint64_t dim, float* magnitude) {
+                              uint64_t tokens, uint64_t heads, uint64_t dim) {
   if (tensor.dtype != dtype) {
     return absl::InvalidArgumentError(absl::StrCat(name, " has dtype ", DTypeName(tensor.dtype),
                                                    "; the sequence needs ", DTypeName(dtype)));
   }
   const auto expected = CheckedProduct({tokens, heads, dim});
-  if (!expected.has_value() || tensor.elements != *expected) {
-    return absl::InvalidArgumentError(absl::StrCat(name, " has ", tensor.elements,
-                                                   " elements; the sequence needs shape [", tokens,
-                                                   ", ", heads, ", ", dim, "]"));
-  }
-  *magnitude = Magnitude(tensor.dtype, tensor.data, tensor.elements);
-  if (!std::isfinite(*magnitude)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(name, " has a NaN or an infinity; allowed are finite numbers"));
-  }
-  return absl::OkStatus();
+  if (expected.has_value() && tensor.elements == *expected) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(name, " has ", tensor.elements,
+                                                 " elements; the sequence needs shape [", tokens,
+                                                 ", ", heads, ", ", dim, "]"));
+}
+
+absl::Status CheckFinite(const char* name, float magnitude) {
+  if (std::isfinite(magnitude)) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat(name, " has a NaN or an infinity; allowed are finite numbers"));
 }
 
 // What `call` gives, or ResourceExhausted if the system refuses it memory.
@@ -115,19 +113,27 @@ class EngineImpl : public Engine {
                                                        " entries; allowed are none or ",
                                                        chunk.tokens));
       }
-      NewTokens tokens;
-      float value_magnitude = 0;
       ATTND_RETURN_IF_ERROR(CheckChunkTensor("k", chunk.k, shape.dtype, chunk.tokens,
-                                             shape.kv_heads, shape.head_dim,
-                                             &tokens.key_magnitude));
+                                             shape.kv_heads, shape.head_dim));
       ATTND_RETURN_IF_ERROR(CheckChunkTensor("v", chunk.v, shape.dtype, chunk.tokens,
-                                             shape.kv_heads, shape.value_dim, &value_magnitude));
+                                             shape.kv_heads, shape.value_dim));
+      std::vector<float> key_magnitudes;
+      BlockMagnitudes(shape.dtype, chunk.k.data, chunk.first_position, chunk.tokens,
+                      uint64_t{shape.kv_heads} * shape.head_dim, &key_magnitudes);
+      for (const float magnitude : key_magnitudes) {
+        ATTND_RETURN_IF_ERROR(CheckFinite("k", magnitude));
+      }
+      const float value_magnitude = Magnitude(shape.dtype, chunk.v.data, chunk.v.elements);
+      ATTND_RETURN_IF_ERROR(CheckFinite("v", value_magnitude));
+      ATTND_RETURN_IF_ERROR(CheckValueMagnitude(value_magnitude));
+      NewTokens tokens;
       tokens.layer = chunk.layer;
       tokens.first_position = chunk.first_position;
       tokens.tokens = chunk.tokens;
       tokens.keys = chunk.k.data;
       tokens.values = chunk.v.data;
       tokens.token_ids = chunk.token_ids;
+      tokens.key_magnitudes = key_magnitudes;
       ATTND_RETURN_IF_ERROR(sequence->Append(writer, tokens));
       if (observer_ != nullptr && chunk.layer == 0) observer_->OnAppended(chunk.tokens, true);
       return absl::OkStatus();

@@ -168,8 +168,9 @@ class Engine {
   // for the shape, Unimplemented for the policy.
   virtual absl::StatusOr<uint64_t> Open(absl::string_view tenant, const OpenArgs& args) = 0;
 
-  // InvalidArgument (shape, dtype, NaN), FailedPrecondition (gap), AlreadyExists (other content),
-  // Aborted (another writer), ResourceExhausted (budget); state is unchanged then.
+  // InvalidArgument (shape, dtype, NaN, |v| beyond kValueMax), FailedPrecondition (gap),
+  // AlreadyExists (other content), Aborted (another writer), ResourceExhausted (budget); state is
+  // unchanged then.
   virtual absl::Status Append(absl::string_view tenant, WriterId writer, uint64_t sequence_id,
                               const AppendChunk& chunk) = 0;
 

@@ -32,7 +32,8 @@ struct NewTokens {
   const std::byte* keys = nullptr;
   const std::byte* values = nullptr;
   std::span<const uint32_t> token_ids;  // none or [tokens]
-  float key_magnitude = 0;              // greatest absolute value of the keys
+  // Greatest absolute value of the keys in each tail block that the tokens touch (BlockMagnitudes).
+  std::span<const float> key_magnitudes;
 };
 
 // What a step reads.
@@ -52,8 +53,8 @@ struct SegmentJob {
 // sequence that made it, each position once, under the lock, before the length that covers it is
 // published: a view may be read without it.
 //
-// Invariants: segments are contiguous from position 0 and end at tail_begin_; every layer has at
-// least tail_begin_ tokens; the last `window` committed tokens are in the tail, if there are so
+// Invariants: segments are contiguous from position 0 and end at tail_.begin; every layer has at
+// least tail_.begin tokens; the last `window` committed tokens are in the tail, if there are so
 // many.
 class Sequence {
  public:
@@ -113,9 +114,25 @@ class Sequence {
   uint64_t CommittedTokens();
 
  private:
-  using Blocks = std::vector<std::shared_ptr<const attention::TailBlock>>;
+  // Positions from `begin` on.
+  struct Tail {
+    uint64_t begin = 0;
+    // Block i holds positions from 64 (begin / 64 + i).
+    std::vector<std::shared_ptr<const attention::TailBlock>> blocks;
+    std::vector<float> key_bounds;  // [blocks][layers] greatest |k| of the block's positions
+
+    std::span<const float> BoundsOf(uint64_t block, uint32_t layers) const {
+      return std::span<const float>(key_bounds).subspan(block * layers, layers);
+    }
+    void DropBlocks(uint64_t count, uint32_t layers) {
+      blocks.erase(blocks.begin(), blocks.begin() + static_cast<ptrdiff_t>(count));
+      key_bounds.erase(key_bounds.begin(),
+                       key_bounds.begin() + static_cast<ptrdiff_t>(count * layers));
+    }
+  };
   static constexpr uint64_t kNoStep = std::numeric_limits<uint64_t>::max();
 
+  bool StillFits(const SegmentJob& job) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Where a segment may end: outside the window, before the newest step.
   uint64_t SegmentsEnd() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckAppend(WriterId writer, const NewTokens& tokens)
@@ -137,12 +154,14 @@ class Sequence {
   uint64_t Committed() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::shared_ptr<const attention::SequenceView> View() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   size_t SegmentsKept(uint64_t length) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::StatusOr<Blocks> TailFor(uint64_t begin, uint64_t length)
+  absl::StatusOr<Tail> TailFor(uint64_t begin, uint64_t length)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void CopyFromSegments(uint64_t begin, uint64_t end, const Blocks& blocks)
+  void CopyFromSegments(uint64_t end, Tail* target) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void CopyFromTail(uint64_t begin, uint64_t end, Tail* target)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void CopyFromTail(uint64_t begin, uint64_t end, const attention::TailBlock& target,
-                    uint64_t block) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void RaiseKeyBounds(const NewTokens& tokens, uint64_t repeated)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void SumUpKeyBounds() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // Constant.
   const uint64_t id_;
@@ -157,8 +176,7 @@ class Sequence {
 
   Mutex mutex_;
   std::vector<std::shared_ptr<const attention::Segment>> segments_ ABSL_GUARDED_BY(mutex_);
-  Blocks tail_ ABSL_GUARDED_BY(mutex_);  // block i holds positions from 64 (tail_begin_ / 64 + i)
-  uint64_t tail_begin_ ABSL_GUARDED_BY(mutex_) = 0;
+  Tail tail_ ABSL_GUARDED_BY(mutex_);
   std::vector<uint64_t> layer_tokens_ ABSL_GUARDED_BY(mutex_);  // [layers]
   // Where the newest step began; kept out of segments, however long it is, so that it can be
   // repeated.
@@ -166,8 +184,10 @@ class Sequence {
   // The background builds from this committed length on; grows by build_delay_ with each failure.
   uint64_t build_from_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t build_delay_ ABSL_GUARDED_BY(mutex_) = 0;
-  // [layers] bound of the absolute values of all keys that the layer has had since it was empty.
-  std::vector<float> key_magnitudes_ ABSL_GUARDED_BY(mutex_);
+  // Greatest |k| by segment, [segments][layers], and of all tokens, [layers]. Kept in parts so that
+  // what is dropped takes its bound with it.
+  std::vector<float> segment_key_bounds_ ABSL_GUARDED_BY(mutex_);
+  std::vector<float> key_bounds_ ABSL_GUARDED_BY(mutex_);
   std::vector<uint32_t> token_ids_ ABSL_GUARDED_BY(mutex_);   // by position, where known
   std::vector<bool> token_id_known_ ABSL_GUARDED_BY(mutex_);  // as long as token_ids_
   std::optional<WriterId> writer_ ABSL_GUARDED_BY(mutex_);

@@ -266,7 +266,7 @@ TEST(EngineLimitsTest, LargeNumbersThatAreAnswered) {
   Random random(TestSeed());
   const auto engine = MakeEngine(SmallOptions());
   for (const float key : {1.0f, 1e8f}) {
-    for (const float value : {1.0f, 1e15f, 1e30f}) {
+    for (const float value : {1.0f, 1e6f, 5e12f}) {
       TestSequence sequence = OpenSequence(engine.get(), MakeShape(1, 2, 1, 16, 16, DType::kFp32));
       Kv kv = RandomKv(sequence.shape(), 700, &random);
       for (size_t i = 0; i < kv.k.values.size(); ++i) {

@@ -36,8 +36,13 @@ using attention::Segment;
 
 class SequenceTest : public testing::Test {
  protected:
-  static NewTokens TokensOf(uint64_t first_position, const Kv& kv) {
+  // Valid until the next call.
+  NewTokens TokensOf(uint64_t first_position, const Kv& kv) {
+    key_magnitudes_.clear();
+    BlockMagnitudes(shape_.dtype, kv.k.bytes.data(), first_position, kv.tokens, shape_.head_dim,
+                    &key_magnitudes_);
     NewTokens next;
+    next.key_magnitudes = key_magnitudes_;
     next.first_position = first_position;
     next.tokens = kv.tokens;
     next.keys = kv.k.bytes.data();
@@ -97,6 +102,7 @@ class SequenceTest : public testing::Test {
 
   const ModelShape shape_ = MakeShape(1, 1, 1, 16, 16, DType::kBf16);
   Random random_{TestSeed()};
+  std::vector<float> key_magnitudes_;
   MemoryBudget budget_{uint64_t{64} << 20};
   Sequence sequence_{1, "", ArgsOf(shape_, PolicyOf("dense")), 1 << 20, &budget_};
 };
