@@ -42,6 +42,13 @@ struct NewRows {
   const std::byte* value(uint64_t token, uint32_t head) const {
     return values + (token * kv_heads + head) * geometry.value_row_bytes;
   }
+  // Whether the token is equal to the one at `place` of a run of pages.
+  bool Equal(uint64_t token, uint32_t head, const std::byte* pages, uint64_t place) const {
+    return std::memcmp(pages + geometry.KeyOffset(place), key(token, head),
+                       geometry.key_row_bytes) == 0 &&
+           std::memcmp(pages + geometry.ValueOffset(place), value(token, head),
+                       geometry.value_row_bytes) == 0;
+  }
   const PageGeometry geometry;
   const std::byte* const keys;
   const std::byte* const values;
@@ -115,14 +122,21 @@ Sequence::Sequence(uint64_t id, std::string tenant, OpenArgs args, uint64_t max_
 absl::Status Sequence::Append(WriterId writer, const NewTokens& tokens) {
   MutexLock lock(mutex_);
   ATTND_RETURN_IF_ERROR(CheckAppend(writer, tokens));
+  const bool repeats = tokens.first_position + tokens.tokens <= layer_tokens_[tokens.layer];
   ATTND_RETURN_IF_ERROR(AppendChecked(writer, tokens));
-  newest_step_ = kNoStep;  // an upload follows it: its reply has been seen
+  if (!repeats) newest_step_ = kNoStep;  // an upload follows it: its reply has been seen
   return absl::OkStatus();
 }
 
 absl::StatusOr<Snapshot> Sequence::AppendAndRead(WriterId writer, const NewTokens& tokens,
                                                  float query_magnitude) {
   MutexLock lock(mutex_);
+  // Its answer cannot be given again: a segment's tokens are not in order, and some are estimated.
+  if (tokens.first_position < tail_.begin) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "position ", tokens.first_position, " lies in a finished segment; steps from ", tail_.begin,
+        " on can be repeated, the position expected is ", layer_tokens_[tokens.layer]));
+  }
   ATTND_RETURN_IF_ERROR(CheckAppend(writer, tokens));
   ATTND_RETURN_IF_ERROR(
       CheckLogits(tokens.layer, query_magnitude, Greatest(tokens.key_magnitudes)));
@@ -205,34 +219,44 @@ void Sequence::ReleaseWriter(WriterId writer) {
   if (writer_ == writer) writer_.reset();
 }
 
-// The first `repeated` tokens are already here: they must be in the tail and equal.
+// The first `repeated` tokens are already here: they must be equal.
 absl::Status Sequence::CheckRepeat(const NewTokens& tokens, uint64_t repeated) {
-  if (repeated == 0) return absl::OkStatus();
-  if (tokens.first_position < tail_.begin) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "position ", tokens.first_position, " lies in a finished segment; positions from ",
-        tail_.begin, " can be repeated, the position expected is ", layer_tokens_[tokens.layer]));
-  }
-  if (!SameBytes(tokens, repeated)) {
-    return absl::AlreadyExistsError(
-        absl::StrCat("position ", tokens.first_position, " of layer ", tokens.layer,
-                     " exists with other keys or values; the position expected is ",
-                     layer_tokens_[tokens.layer]));
-  }
-  return absl::OkStatus();
+  const uint64_t end = tokens.first_position + repeated;
+  const uint64_t in_tail = std::clamp(tail_.begin, tokens.first_position, end);
+  if (SegmentsHold(tokens, in_tail) && TailHolds(tokens, in_tail, end)) return absl::OkStatus();
+  return absl::AlreadyExistsError(absl::StrCat(
+      "position ", tokens.first_position, " of layer ", tokens.layer,
+      " exists with other keys or values; the position expected is ", layer_tokens_[tokens.layer]));
 }
 
-bool Sequence::SameBytes(const NewTokens& tokens, uint64_t count) {
+// Whether positions [begin, end) of the tail are equal to the new tokens.
+bool Sequence::TailHolds(const NewTokens& tokens, uint64_t begin, uint64_t end) {
   const NewRows rows(tokens, args_.shape);
-  const PageGeometry& g = rows.geometry;
   for (uint32_t head = 0; head < args_.shape.kv_heads; ++head) {
-    for (uint64_t i = 0; i < count; ++i) {
-      const uint64_t position = tokens.first_position + i;
-      const std::byte* pages = TailPages(tokens.layer, head, position);
-      const uint64_t place = position % kTailBlockTokens;
-      if (std::memcmp(pages + g.KeyOffset(place), rows.key(i, head), g.key_row_bytes) != 0 ||
-          std::memcmp(pages + g.ValueOffset(place), rows.value(i, head), g.value_row_bytes) != 0) {
+    for (uint64_t position = begin; position < end; ++position) {
+      if (!rows.Equal(position - tokens.first_position, head,
+                      TailPages(tokens.layer, head, position), position % kTailBlockTokens)) {
         return false;
+      }
+    }
+  }
+  return true;
+}
+
+// Whether the new tokens up to position `end` are equal to those of segments, which hold them as
+// they came, in another order.
+bool Sequence::SegmentsHold(const NewTokens& tokens, uint64_t end) const {
+  const NewRows rows(tokens, args_.shape);
+  const uint64_t begin = tokens.first_position;
+  for (const auto& segment : segments_) {
+    if (segment->end_position() <= begin || segment->first_position() >= end) continue;
+    for (uint32_t head = 0; head < args_.shape.kv_heads; ++head) {
+      const std::byte* pages = segment->pages(tokens.layer, head);
+      const std::span<const uint16_t> positions = segment->positions(tokens.layer, head);
+      for (uint64_t slot = 0; slot < positions.size(); ++slot) {
+        const uint64_t position = segment->first_position() + positions[slot];
+        if (position < begin || position >= end) continue;
+        if (!rows.Equal(position - begin, head, pages, slot)) return false;
       }
     }
   }

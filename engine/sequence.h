@@ -69,8 +69,8 @@ class Sequence {
   // Appends, or recognises a repeat; errors as Engine::Append says, state unchanged then.
   absl::Status Append(WriterId writer, const NewTokens& tokens);
   // Appends and gives what a step over these tokens reads, in one: no truncation and no new segment
-  // comes in between. OutOfRange, with nothing appended, if queries of that magnitude could have
-  // logits beyond kLogitMax.
+  // comes in between. FailedPrecondition for a repeat of what a segment covers; OutOfRange, with
+  // nothing appended, if queries of that magnitude could have logits beyond kLogitMax.
   absl::StatusOr<Snapshot> AppendAndRead(WriterId writer, const NewTokens& tokens,
                                          float query_magnitude);
   // What a step reads that only asks. FailedPrecondition unless `position` is the layer's length;
@@ -150,7 +150,10 @@ class Sequence {
   std::byte* TailPages(uint32_t layer, uint32_t kv_head, uint64_t position)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Write(const NewTokens& tokens, uint64_t skip) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  bool SameBytes(const NewTokens& tokens, uint64_t count) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool TailHolds(const NewTokens& tokens, uint64_t begin, uint64_t end)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool SegmentsHold(const NewTokens& tokens, uint64_t end) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   uint64_t Committed() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::shared_ptr<const attention::SequenceView> View() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   size_t SegmentsKept(uint64_t length) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
