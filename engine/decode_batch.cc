@@ -18,6 +18,10 @@ absl::Status DecodeBatch::Check(const EngineOptions& options) {
     return absl::InvalidArgumentError(absl::StrCat("rows has ", args_.rows.size(),
                                                    " entries; allowed are 1..", options.max_rows));
   }
+  places_.reserve(rows());
+  step_rows_.reserve(rows());
+  step_row_numbers_.reserve(rows());
+  sequences_.reserve(rows());
   for (size_t i = 0; i < args_.rows.size(); ++i) {
     const DecodeRow& row = args_.rows[i];
     if (row.query_tokens == 0 || row.query_tokens > options.max_query_tokens - query_tokens_) {
@@ -52,6 +56,7 @@ void DecodeBatch::Prepare(size_t row, WriterId writer, const attention::Backend&
                           const std::shared_ptr<Sequence>& sequence) {
   absl::Status& status = result_->rows[row].status;
   status = CheckRow(row, backend, *sequence);
+  if (status.ok()) status = ReserveAnswer(sequence->shape());
   if (!status.ok()) return;
   absl::StatusOr<Snapshot> snapshot = Take(row, writer, sequence.get());
   if (!snapshot.ok()) {
@@ -147,6 +152,15 @@ absl::Status DecodeBatch::CheckNumbers(size_t number) {
   if (bad == nullptr) return CheckValueMagnitude(value_magnitude);
   return absl::InvalidArgumentError(
       absl::StrCat(bad, " has a NaN or an infinity in this row; allowed are finite numbers"));
+}
+
+absl::Status DecodeBatch::ReserveAnswer(const ModelShape& shape) {
+  const uint64_t row_bytes = sizeof(Place) + sizeof(attention::StepRow) + sizeof(DecodeRowResult) +
+                             sizeof(size_t) + sizeof(std::shared_ptr<Sequence>);
+  const uint64_t lane_bytes = (uint64_t{shape.value_dim} + 1) * sizeof(float);
+  const uint64_t bytes = rows() * row_bytes + query_tokens_ * shape.query_heads * lane_bytes;
+  if (bytes <= answer_.bytes()) return absl::OkStatus();
+  return budget_->Resize(&answer_, bytes, "the step's answer");
 }
 
 absl::StatusOr<Snapshot> DecodeBatch::Take(size_t number, WriterId writer,

@@ -172,7 +172,7 @@ class EngineImpl : public Engine {
     }
     std::vector<std::shared_ptr<Sequence>> grown;
     const absl::Status status = WithinMemory([&]() -> absl::Status {
-      DecodeBatch batch(args, result);
+      DecodeBatch batch(args, &budget_, result);
       ATTND_RETURN_IF_ERROR(batch.Check(options_));
       const StepGate::Step step(&gate_);
       PrepareRows(tenant, writer, args, &batch, &grown, result);
@@ -197,7 +197,7 @@ class EngineImpl : public Engine {
       ATTND_ASSIGN_OR_RETURN(auto parent, Find(tenant, sequence_id));
       ATTND_ASSIGN_OR_RETURN(auto child, Make(tenant, parent->Info().args));
       ATTND_RETURN_IF_ERROR(parent->ForkInto(length, child.get()));
-      const SequenceInfo info = child->Info();
+      absl::StatusOr<SequenceInfo> info = child->Info();  // nothing may fail once others know it
       ATTND_RETURN_IF_ERROR(Publish(std::move(child)));
       return info;
     });
@@ -308,8 +308,8 @@ class EngineImpl : public Engine {
   absl::StatusOr<std::shared_ptr<Sequence>> Make(absl::string_view tenant, OpenArgs args) {
     MutexLock lock(mutex_);
     ATTND_RETURN_IF_ERROR(CheckMayOpen());
-    return std::make_shared<Sequence>(next_id_++, std::string(tenant), std::move(args),
-                                      options_.max_sequence_tokens, &budget_);
+    return Sequence::Create(next_id_++, tenant, std::move(args), options_.max_sequence_tokens,
+                            &budget_);
   }
 
   absl::Status Publish(std::shared_ptr<Sequence> sequence) {

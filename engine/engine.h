@@ -24,7 +24,8 @@
 namespace attnd::engine {
 
 struct EngineOptions {
-  uint64_t memory_budget_bytes = uint64_t{1} << 30;  // KV, indexes and their building
+  // Sequences with their KV, indexes and token ids, the building of segments, answers under way.
+  uint64_t memory_budget_bytes = uint64_t{1} << 30;
   uint32_t max_sequences = 4096;
   uint64_t max_sequence_tokens = uint64_t{4} << 20;
   uint32_t max_rows = 1024;          // of one step
@@ -164,8 +165,8 @@ class Engine {
   virtual const EngineOptions& options() const = 0;
   virtual const attention::Backend& backend() const = 0;
 
-  // ResourceExhausted at max_sequences, Unavailable after StopOpening or Shutdown, InvalidArgument
-  // for the shape, Unimplemented for the policy.
+  // ResourceExhausted at max_sequences or at a full budget, Unavailable after StopOpening or
+  // Shutdown, InvalidArgument for the shape, Unimplemented for the policy.
   virtual absl::StatusOr<uint64_t> Open(absl::string_view tenant, const OpenArgs& args) = 0;
 
   // InvalidArgument (shape, dtype, NaN, |v| beyond kValueMax), FailedPrecondition (gap),
@@ -184,7 +185,8 @@ class Engine {
   virtual absl::StatusOr<SequenceInfo> Info(absl::string_view tenant, uint64_t sequence_id) = 0;
 
   // Appends the rows' new tokens and answers attention. A status other than OK concerns the whole
-  // step (limits, tensors that no row could have, deadline); row faults are in the result.
+  // step (limits, tensors that no row could have, deadline, memory that the system refused: tokens
+  // may have been appended, and repeating is safe); row faults are in the result.
   virtual absl::Status Decode(absl::string_view tenant, WriterId writer, const DecodeArgs& args,
                               DecodeResult* result) = 0;
 

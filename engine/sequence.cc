@@ -22,6 +22,13 @@ using attention::TailBlock;
 // terms, squares of queries times variances of keys) overflows.
 constexpr double kLogitMax = 1e18;
 
+// A sequence's place in the engine's table.
+constexpr uint64_t kTableEntryBytes = 256;
+
+// A segment's or block's places in the lists of its sequence and of views; lists may be twice as
+// long as needed.
+constexpr uint64_t kListEntryBytes = 4 * sizeof(std::shared_ptr<const Segment>);
+
 // An object with the bytes it holds of a budget.
 template <typename T>
 struct Held {
@@ -115,7 +122,21 @@ Sequence::Sequence(uint64_t id, std::string tenant, OpenArgs args, uint64_t max_
       max_tokens_(max_tokens),
       budget_(budget),
       layer_tokens_(args_.shape.layers, 0),
-      key_bounds_(args_.shape.layers, 0) {}
+      key_bounds_(args_.shape.layers, 0),
+      token_ids_(budget) {}
+
+absl::StatusOr<std::shared_ptr<Sequence>> Sequence::Create(uint64_t id, absl::string_view tenant,
+                                                           OpenArgs args, uint64_t max_tokens,
+                                                           MemoryBudget* budget) {
+  const uint64_t bytes = sizeof(Sequence) + kTableEntryBytes + tenant.size() +
+                         args.fingerprint.size() + args.policy->preset.size() +
+                         args.shape.layers * (sizeof(uint64_t) + sizeof(float));
+  ATTND_ASSIGN_OR_RETURN(Reservation object, budget->Reserve(bytes, "a sequence"));
+  auto sequence =
+      std::make_shared<Sequence>(id, std::string(tenant), std::move(args), max_tokens, budget);
+  sequence->object_ = std::move(object);
+  return sequence;
+}
 
 // ---- appending ----
 
@@ -123,7 +144,8 @@ absl::Status Sequence::Append(WriterId writer, const NewTokens& tokens) {
   MutexLock lock(mutex_);
   ATTND_RETURN_IF_ERROR(CheckAppend(writer, tokens));
   const bool repeats = tokens.first_position + tokens.tokens <= layer_tokens_[tokens.layer];
-  ATTND_RETURN_IF_ERROR(AppendChecked(writer, tokens));
+  ATTND_ASSIGN_OR_RETURN(TokenIds::Room room, MakeRoom(tokens));
+  Take(writer, tokens, std::move(room));
   if (!repeats) newest_step_ = kNoStep;  // an upload follows it: its reply has been seen
   return absl::OkStatus();
 }
@@ -140,9 +162,11 @@ absl::StatusOr<Snapshot> Sequence::AppendAndRead(WriterId writer, const NewToken
   ATTND_RETURN_IF_ERROR(CheckAppend(writer, tokens));
   ATTND_RETURN_IF_ERROR(
       CheckLogits(tokens.layer, query_magnitude, Greatest(tokens.key_magnitudes)));
-  ATTND_RETURN_IF_ERROR(AppendChecked(writer, tokens));
+  ATTND_ASSIGN_OR_RETURN(TokenIds::Room room, MakeRoom(tokens));
+  Snapshot snapshot{View(), layer_tokens_[tokens.layer]};
+  Take(writer, tokens, std::move(room));
   newest_step_ = tokens.first_position;
-  return Snapshot{View(), layer_tokens_[tokens.layer]};
+  return snapshot;
 }
 
 absl::Status Sequence::CheckAppend(WriterId writer, const NewTokens& tokens) {
@@ -161,20 +185,26 @@ absl::Status Sequence::CheckAppend(WriterId writer, const NewTokens& tokens) {
   const uint64_t repeated = std::min(end, length) - tokens.first_position;
   ATTND_RETURN_IF_ERROR(TakeWriter(writer));
   ATTND_RETURN_IF_ERROR(CheckRepeat(tokens, repeated));
-  return CheckTokenIds(tokens);
+  return token_ids_.Check(tokens.first_position, tokens.token_ids);
 }
 
-absl::Status Sequence::AppendChecked(WriterId writer, const NewTokens& tokens) {
+// All that appending may fail at.
+absl::StatusOr<TokenIds::Room> Sequence::MakeRoom(const NewTokens& tokens) {
+  ATTND_ASSIGN_OR_RETURN(TokenIds::Room room,
+                         token_ids_.MakeRoom(tokens.first_position, tokens.token_ids.size()));
+  ATTND_RETURN_IF_ERROR(GrowTail(tokens.first_position + tokens.tokens));
+  return room;
+}
+
+void Sequence::Take(WriterId writer, const NewTokens& tokens, TokenIds::Room room) noexcept {
   uint64_t& length = layer_tokens_[tokens.layer];
   const uint64_t end = tokens.first_position + tokens.tokens;
   const uint64_t repeated = std::min(end, length) - tokens.first_position;
-  ATTND_RETURN_IF_ERROR(GrowTail(end));
   writer_ = writer;
-  StoreTokenIds(tokens);
+  token_ids_.Store(tokens.first_position, tokens.token_ids, std::move(room));
   Write(tokens, repeated);
   RaiseKeyBounds(tokens, repeated);
   length = std::max(length, end);
-  return absl::OkStatus();
 }
 
 // By those of the blocks that got new tokens; what they repeat is in their bounds already.
@@ -263,31 +293,6 @@ bool Sequence::SegmentsHold(const NewTokens& tokens, uint64_t end) const {
   return true;
 }
 
-absl::Status Sequence::CheckTokenIds(const NewTokens& tokens) {
-  for (uint64_t i = 0; i < tokens.token_ids.size(); ++i) {
-    const uint64_t position = tokens.first_position + i;
-    if (position >= token_ids_.size()) break;
-    if (token_id_known_[position] && token_ids_[position] != tokens.token_ids[i]) {
-      return absl::AlreadyExistsError(absl::StrCat("token_ids[", i, "] is ", tokens.token_ids[i],
-                                                   "; position ", position, " has token id ",
-                                                   token_ids_[position]));
-    }
-  }
-  return absl::OkStatus();
-}
-
-void Sequence::StoreTokenIds(const NewTokens& tokens) {
-  const uint64_t end = tokens.first_position + tokens.token_ids.size();
-  if (!tokens.token_ids.empty() && end > token_ids_.size()) {
-    token_ids_.resize(end);
-    token_id_known_.resize(end, false);
-  }
-  for (uint64_t i = 0; i < tokens.token_ids.size(); ++i) {
-    token_ids_[tokens.first_position + i] = tokens.token_ids[i];
-    token_id_known_[tokens.first_position + i] = true;
-  }
-}
-
 // Makes the blocks for positions up to `end`; all of them or none.
 absl::Status Sequence::GrowTail(uint64_t end) {
   const uint64_t needed =
@@ -298,11 +303,20 @@ absl::Status Sequence::GrowTail(uint64_t end) {
     ATTND_ASSIGN_OR_RETURN(auto block, MakeTailBlock(args_.shape, budget_));
     blocks.push_back(std::move(block));
   }
-  tail_.blocks.reserve(needed);
-  tail_.key_bounds.resize(needed * args_.shape.layers, 0);
+  const size_t bounds = needed * args_.shape.layers;
+  if (needed > tail_.blocks.capacity()) tail_.blocks.reserve(2 * needed);
+  if (bounds > tail_.key_bounds.capacity()) tail_.key_bounds.reserve(2 * bounds);
+  ATTND_RETURN_IF_ERROR(HoldBooks(needed, segments_.size()));
+  tail_.key_bounds.resize(bounds, 0);
   tail_.blocks.insert(tail_.blocks.end(), blocks.begin(), blocks.end());
   view_.reset();
   return absl::OkStatus();
+}
+
+// Bytes of the lists for so many blocks and segments.
+absl::Status Sequence::HoldBooks(size_t blocks, size_t segments) {
+  const uint64_t entry = kListEntryBytes + 2 * args_.shape.layers * sizeof(float);
+  return budget_->Resize(&books_, (blocks + segments) * entry, "a sequence's lists");
 }
 
 std::byte* Sequence::TailPages(uint32_t layer, uint32_t kv_head, uint64_t position) {
@@ -434,10 +448,13 @@ bool Sequence::Install(const SegmentJob& job, std::shared_ptr<const Segment> seg
   for (uint64_t block = first_whole; block < end_whole; ++block) {
     RaiseAll(tail_.BoundsOf(block - first_block, layers), bounds.data());
   }
-  segments_.reserve(segments_.size() + 1);
+  if (segments_.size() == segments_.capacity()) segments_.reserve(2 * segments_.size() + 1);
   segment_key_bounds_.insert(segment_key_bounds_.end(), bounds.begin(), bounds.end());
+  const uint64_t dropped = end / kTailBlockTokens - first_block;
+  // A segment takes the place of several blocks: the lists shrink, which cannot fail.
+  HoldBooks(tail_.blocks.size() - dropped, segments_.size() + 1).IgnoreError();
   segments_.push_back(std::move(segment));
-  tail_.DropBlocks(end / kTailBlockTokens - first_block, layers);
+  tail_.DropBlocks(dropped, layers);
   tail_.begin = end;
   build_from_ = build_delay_ = 0;
   view_.reset();

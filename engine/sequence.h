@@ -16,10 +16,12 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "attention/backend.h"
 #include "common/mutex.h"
 #include "engine/engine.h"
 #include "engine/memory_budget.h"
+#include "engine/token_ids.h"
 
 namespace attnd::engine {
 
@@ -58,6 +60,10 @@ struct SegmentJob {
 // many.
 class Sequence {
  public:
+  // A sequence that holds the bytes of its own object. ResourceExhausted.
+  static absl::StatusOr<std::shared_ptr<Sequence>> Create(uint64_t id, absl::string_view tenant,
+                                                          OpenArgs args, uint64_t max_tokens,
+                                                          MemoryBudget* budget);
   Sequence(uint64_t id, std::string tenant, OpenArgs args, uint64_t max_tokens,
            MemoryBudget* budget);
 
@@ -137,15 +143,16 @@ class Sequence {
   uint64_t SegmentsEnd() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckAppend(WriterId writer, const NewTokens& tokens)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status AppendChecked(WriterId writer, const NewTokens& tokens)
+  absl::StatusOr<TokenIds::Room> MakeRoom(const NewTokens& tokens)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Take(WriterId writer, const NewTokens& tokens, TokenIds::Room room) noexcept
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status HoldBooks(size_t blocks, size_t segments) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckLogits(uint32_t layer, float query_magnitude, float key_magnitude) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status TakeWriter(WriterId writer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckRepeat(const NewTokens& tokens, uint64_t repeated)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status CheckTokenIds(const NewTokens& tokens) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void StoreTokenIds(const NewTokens& tokens) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status GrowTail(uint64_t end) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::byte* TailPages(uint32_t layer, uint32_t kv_head, uint64_t position)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -172,6 +179,7 @@ class Sequence {
   const OpenArgs args_;  // with a policy
   const uint64_t max_tokens_;
   MemoryBudget* const budget_;
+  Reservation object_;  // set by Create
 
   std::atomic<bool> closed_{false};
 
@@ -191,8 +199,8 @@ class Sequence {
   // what is dropped takes its bound with it.
   std::vector<float> segment_key_bounds_ ABSL_GUARDED_BY(mutex_);
   std::vector<float> key_bounds_ ABSL_GUARDED_BY(mutex_);
-  std::vector<uint32_t> token_ids_ ABSL_GUARDED_BY(mutex_);   // by position, where known
-  std::vector<bool> token_id_known_ ABSL_GUARDED_BY(mutex_);  // as long as token_ids_
+  TokenIds token_ids_ ABSL_GUARDED_BY(mutex_);
+  Reservation books_ ABSL_GUARDED_BY(mutex_);  // for the lists of segments and blocks
   std::optional<WriterId> writer_ ABSL_GUARDED_BY(mutex_);
   // Made when asked for, dropped when segments or blocks change.
   std::shared_ptr<const attention::SequenceView> view_ ABSL_GUARDED_BY(mutex_);

@@ -46,6 +46,7 @@ absl::StatusOr<uint64_t> Sequence::Truncate(uint64_t length) {
   const size_t kept = SegmentsKept(length);
   const uint64_t begin = kept == 0 ? 0 : segments_[kept - 1]->end_position();
   ATTND_ASSIGN_OR_RETURN(Tail tail, TailFor(begin, length));
+  ATTND_RETURN_IF_ERROR(HoldBooks(tail.blocks.size(), kept));
   segments_.resize(kept);
   segment_key_bounds_.resize(kept * args_.shape.layers);
   tail_ = std::move(tail);
@@ -53,10 +54,7 @@ absl::StatusOr<uint64_t> Sequence::Truncate(uint64_t length) {
   std::fill(layer_tokens_.begin(), layer_tokens_.end(), length);
   newest_step_ = std::min(newest_step_, length);
   build_from_ = build_delay_ = 0;
-  if (token_ids_.size() > length) {
-    token_ids_.resize(length);
-    token_id_known_.resize(length);
-  }
+  token_ids_.Truncate(length);
   view_.reset();
   return tail_.begin;
 }
@@ -71,7 +69,9 @@ absl::Status Sequence::ForkInto(std::optional<uint64_t> wanted, Sequence* child)
   const size_t kept = SegmentsKept(length);
   const uint64_t begin = kept == 0 ? 0 : segments_[kept - 1]->end_position();
   ATTND_ASSIGN_OR_RETURN(Tail tail, TailFor(begin, length));
+  ATTND_ASSIGN_OR_RETURN(TokenIds token_ids, token_ids_.Prefix(length));
   MutexLock child_lock(child->mutex_);
+  ATTND_RETURN_IF_ERROR(child->HoldBooks(tail.blocks.size(), kept));
   child->segments_.assign(segments_.begin(), segments_.begin() + static_cast<ptrdiff_t>(kept));
   child->segment_key_bounds_.assign(
       segment_key_bounds_.begin(),
@@ -79,10 +79,7 @@ absl::Status Sequence::ForkInto(std::optional<uint64_t> wanted, Sequence* child)
   child->tail_ = std::move(tail);
   child->SumUpKeyBounds();
   std::fill(child->layer_tokens_.begin(), child->layer_tokens_.end(), length);
-  const size_t ids = std::min<uint64_t>(length, token_ids_.size());
-  child->token_ids_.assign(token_ids_.begin(), token_ids_.begin() + static_cast<ptrdiff_t>(ids));
-  child->token_id_known_.assign(token_id_known_.begin(),
-                                token_id_known_.begin() + static_cast<ptrdiff_t>(ids));
+  child->token_ids_ = std::move(token_ids);
   return absl::OkStatus();
 }
 
