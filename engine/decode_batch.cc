@@ -52,19 +52,21 @@ absl::Status DecodeBatch::CheckTensor(const char* name, const TensorView& tensor
                                                  heads, ", ", dim, "]"));
 }
 
-void DecodeBatch::Prepare(size_t row, WriterId writer, const attention::Backend& backend,
-                          const std::shared_ptr<Sequence>& sequence) {
+uint64_t DecodeBatch::Prepare(size_t row, WriterId writer, const attention::Backend& backend,
+                              const std::shared_ptr<Sequence>& sequence) {
   absl::Status& status = result_->rows[row].status;
   status = CheckRow(row, backend, *sequence);
   if (status.ok()) status = ReserveAnswer(sequence->shape());
-  if (!status.ok()) return;
+  if (!status.ok()) return 0;
   absl::StatusOr<Snapshot> snapshot = Take(row, writer, sequence.get());
   if (!snapshot.ok()) {
     status = std::move(snapshot).status();
-    return;
+    return 0;
   }
+  const uint64_t new_tokens = snapshot->new_tokens;
   sequences_.push_back(sequence);
   AddStepRow(row, *sequence, *std::move(snapshot));
+  return new_tokens;
 }
 
 absl::Status DecodeBatch::CheckRow(size_t number, const attention::Backend& backend,

@@ -29,9 +29,10 @@ class DecodeBatch {
 
   size_t rows() const { return args_.rows.size(); }
   // Checks row `row`, which belongs to `sequence`, and appends its tokens; a fault becomes the
-  // row's status: ResourceExhausted too, if the budget has no room for the step's answer.
-  void Prepare(size_t row, WriterId writer, const attention::Backend& backend,
-               const std::shared_ptr<Sequence>& sequence);
+  // row's status: ResourceExhausted too, if the budget has no room for the step's answer. Gives how
+  // many tokens are new.
+  uint64_t Prepare(size_t row, WriterId writer, const attention::Backend& backend,
+                   const std::shared_ptr<Sequence>& sequence);
   void Refuse(size_t row, absl::Status status) { result_->rows[row].status = std::move(status); }
 
   // Answers the rows that were accepted.

@@ -3,34 +3,22 @@
 
 #include <algorithm>
 #include <cmath>
-#include <map>
 #include <new>
-#include <random>
 #include <unordered_set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "common/checked_math.h"
-#include "common/mutex.h"
 #include "common/status.h"
 #include "engine/decode_batch.h"
 #include "engine/magnitude.h"
 #include "engine/memory_budget.h"
 #include "engine/segmenter.h"
 #include "engine/sequence.h"
+#include "engine/sequence_table.h"
 
 namespace attnd::engine {
 namespace {
-
-// The upper half of sequence ids, so that an id from before a restart is unknown after it.
-uint64_t FirstSequenceId() {
-  std::random_device random;
-  return (uint64_t{random()} << 32 >> 1) + 1;
-}
-
-absl::Status UnknownSequence(uint64_t id) {
-  return absl::NotFoundError(absl::StrCat("sequence_id ", id, " is unknown"));
-}
 
 absl::Status CheckChunkTensor(const char* name, const TensorView& tensor, DType dtype,
                               uint64_t tokens, uint64_t heads, uint64_t dim) {
@@ -69,7 +57,7 @@ class EngineImpl : public Engine {
         backend_(std::move(backend)),
         observer_(observer),
         budget_(options.memory_budget_bytes),
-        next_id_(FirstSequenceId()),
+        sequences_(options.max_sequences),
         segmenter_({options.segment_tokens, options.index_threads}, &budget_, &gate_, observer) {}
   ~EngineImpl() override { segmenter_.Shutdown(); }
 
@@ -92,7 +80,7 @@ class EngineImpl : public Engine {
       if (!complete.policy.has_value()) complete.policy = options_.default_policy;
       ATTND_RETURN_IF_ERROR(backend_->Supports(*complete.policy));
       ATTND_ASSIGN_OR_RETURN(auto sequence, Make(tenant, std::move(complete)));
-      ATTND_RETURN_IF_ERROR(Publish(sequence));
+      ATTND_RETURN_IF_ERROR(sequences_.Publish(sequence));
       return sequence->id();
     });
   }
@@ -100,7 +88,7 @@ class EngineImpl : public Engine {
   absl::Status Append(absl::string_view tenant, WriterId writer, uint64_t sequence_id,
                       const AppendChunk& chunk) override {
     return WithinMemory([&]() -> absl::Status {
-      ATTND_ASSIGN_OR_RETURN(auto sequence, Find(tenant, sequence_id));
+      ATTND_ASSIGN_OR_RETURN(auto sequence, sequences_.FindToWrite(tenant, sequence_id, writer));
       const ModelShape& shape = sequence->shape();
       if (chunk.layer >= shape.layers) {
         return absl::InvalidArgumentError(absl::StrCat(
@@ -134,8 +122,8 @@ class EngineImpl : public Engine {
       tokens.values = chunk.v.data;
       tokens.token_ids = chunk.token_ids;
       tokens.key_magnitudes = key_magnitudes;
-      ATTND_RETURN_IF_ERROR(sequence->Append(writer, tokens));
-      if (observer_ != nullptr && chunk.layer == 0) observer_->OnAppended(chunk.tokens, true);
+      ATTND_ASSIGN_OR_RETURN(const uint64_t appended, sequence->Append(writer, tokens));
+      if (chunk.layer == 0) ReportAppended(appended, /*prefill=*/true);
       return absl::OkStatus();
     });
   }
@@ -144,7 +132,7 @@ class EngineImpl : public Engine {
                                               uint64_t sequence_id,
                                               const std::atomic<bool>* cancelled) override {
     return WithinMemory([&]() -> absl::StatusOr<PrefillResult> {
-      ATTND_ASSIGN_OR_RETURN(auto sequence, Find(tenant, sequence_id));
+      ATTND_ASSIGN_OR_RETURN(auto sequence, sequences_.Find(tenant, sequence_id));
       ATTND_RETURN_IF_ERROR(sequence->CheckWriter(writer));
       ATTND_RETURN_IF_ERROR(sequence->CheckAligned());
       const auto start = std::chrono::steady_clock::now();
@@ -159,7 +147,7 @@ class EngineImpl : public Engine {
   }
 
   absl::StatusOr<SequenceInfo> Info(absl::string_view tenant, uint64_t sequence_id) override {
-    ATTND_ASSIGN_OR_RETURN(auto sequence, Find(tenant, sequence_id));
+    ATTND_ASSIGN_OR_RETURN(auto sequence, sequences_.Find(tenant, sequence_id));
     return sequence->Info();
   }
 
@@ -186,7 +174,7 @@ class EngineImpl : public Engine {
   absl::StatusOr<uint64_t> Truncate(absl::string_view tenant, uint64_t sequence_id,
                                     uint64_t length) override {
     return WithinMemory([&]() -> absl::StatusOr<uint64_t> {
-      ATTND_ASSIGN_OR_RETURN(auto sequence, Find(tenant, sequence_id));
+      ATTND_ASSIGN_OR_RETURN(auto sequence, sequences_.Find(tenant, sequence_id));
       return sequence->Truncate(length);
     });
   }
@@ -194,64 +182,37 @@ class EngineImpl : public Engine {
   absl::StatusOr<SequenceInfo> Fork(absl::string_view tenant, uint64_t sequence_id,
                                     std::optional<uint64_t> length) override {
     return WithinMemory([&]() -> absl::StatusOr<SequenceInfo> {
-      ATTND_ASSIGN_OR_RETURN(auto parent, Find(tenant, sequence_id));
+      ATTND_ASSIGN_OR_RETURN(auto parent, sequences_.Find(tenant, sequence_id));
       ATTND_ASSIGN_OR_RETURN(auto child, Make(tenant, parent->Info().args));
       ATTND_RETURN_IF_ERROR(parent->ForkInto(length, child.get()));
       absl::StatusOr<SequenceInfo> info = child->Info();  // nothing may fail once others know it
-      ATTND_RETURN_IF_ERROR(Publish(std::move(child)));
+      ATTND_RETURN_IF_ERROR(sequences_.Publish(std::move(child)));
       return info;
     });
   }
 
   absl::Status Close(absl::string_view tenant, uint64_t sequence_id) override {
-    std::shared_ptr<Sequence> closed;  // its memory goes back after the lock
-    MutexLock lock(mutex_);
-    const auto found = sequences_.find(sequence_id);
-    if (found == sequences_.end() || found->second->tenant() != tenant) {
-      return UnknownSequence(sequence_id);
-    }
-    closed = std::move(found->second);
-    sequences_.erase(found);
+    ATTND_ASSIGN_OR_RETURN(const auto closed, sequences_.Remove(tenant, sequence_id));
     closed->Close();
     return absl::OkStatus();
   }
 
   std::vector<SequenceInfo> List(absl::string_view tenant, uint64_t after,
                                  uint32_t count) override {
-    std::vector<std::shared_ptr<Sequence>> page;
-    {
-      MutexLock lock(mutex_);
-      for (auto it = sequences_.upper_bound(after); it != sequences_.end() && page.size() < count;
-           ++it) {
-        if (it->second->tenant() == tenant) page.push_back(it->second);
-      }
-    }
     std::vector<SequenceInfo> infos;
-    infos.reserve(page.size());
-    for (const auto& sequence : page) infos.push_back(sequence->Info());
+    for (const auto& sequence : sequences_.List(tenant, after, count)) {
+      infos.push_back(sequence->Info());
+    }
     return infos;
   }
 
-  void ReleaseWriter(WriterId writer) override {
-    std::vector<std::shared_ptr<Sequence>> all;
-    {
-      MutexLock lock(mutex_);
-      for (const auto& entry : sequences_) all.push_back(entry.second);
-    }
-    for (const auto& sequence : all) sequence->ReleaseWriter(writer);
-  }
+  void ReleaseWriter(WriterId writer) override { sequences_.ReleaseWriter(writer); }
 
-  Usage usage() const override {
-    MutexLock lock(mutex_);
-    return {budget_.used(), budget_.capacity(), sequences_.size()};
-  }
+  Usage usage() const override { return {budget_.used(), budget_.capacity(), sequences_.size()}; }
 
   void WaitForBackground() override { segmenter_.WaitUntilIdle(); }
 
-  void StopOpening() override {
-    MutexLock lock(mutex_);
-    open_ = false;
-  }
+  void StopOpening() override { sequences_.StopOpening(); }
 
   void Shutdown() override {
     StopOpening();
@@ -260,20 +221,6 @@ class EngineImpl : public Engine {
 
  private:
   static constexpr uint32_t kShardsMax = 4096;
-
-  absl::StatusOr<std::shared_ptr<Sequence>> Find(absl::string_view tenant, uint64_t id) const {
-    MutexLock lock(mutex_);
-    const auto found = sequences_.find(id);
-    if (found == sequences_.end() || found->second->tenant() != tenant) return UnknownSequence(id);
-    return found->second;
-  }
-
-  absl::Status CheckMayOpen() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    if (!open_) return absl::UnavailableError("the server is shutting down");
-    if (sequences_.size() < options_.max_sequences) return absl::OkStatus();
-    return absl::ResourceExhaustedError(absl::StrCat(
-        sequences_.size(), " sequences are open; allowed are ", options_.max_sequences));
-  }
 
   // Refuses or appends each row; adds to `grown` the sequences that have newly committed tokens.
   void PrepareRows(absl::string_view tenant, WriterId writer, const DecodeArgs& args,
@@ -291,33 +238,28 @@ class EngineImpl : public Engine {
                                                                  " stands in an earlier row")));
         continue;
       }
-      auto sequence = Find(tenant, row.sequence_id);
+      auto sequence = row.query_only ? sequences_.Find(tenant, row.sequence_id)
+                                     : sequences_.FindToWrite(tenant, row.sequence_id, writer);
       if (!sequence.ok()) {
         batch->Refuse(i, std::move(sequence).status());
         continue;
       }
-      batch->Prepare(i, writer, *backend_, *sequence);
+      const uint64_t appended = batch->Prepare(i, writer, *backend_, *sequence);
       if (!result->rows[i].status.ok() || row.query_only) continue;
+      if (args.layer == 0) ReportAppended(appended, /*prefill=*/false);
       // A position is committed with its last layer.
       if (args.layer + 1 == (*sequence)->shape().layers) grown->push_back(*std::move(sequence));
-      if (observer_ != nullptr && args.layer == 0) observer_->OnAppended(row.query_tokens, false);
     }
   }
 
   // A sequence that nobody can find yet.
   absl::StatusOr<std::shared_ptr<Sequence>> Make(absl::string_view tenant, OpenArgs args) {
-    MutexLock lock(mutex_);
-    ATTND_RETURN_IF_ERROR(CheckMayOpen());
-    return Sequence::Create(next_id_++, tenant, std::move(args), options_.max_sequence_tokens,
-                            &budget_);
+    ATTND_ASSIGN_OR_RETURN(const uint64_t id, sequences_.NewId());
+    return Sequence::Create(id, tenant, std::move(args), options_.max_sequence_tokens, &budget_);
   }
 
-  absl::Status Publish(std::shared_ptr<Sequence> sequence) {
-    MutexLock lock(mutex_);
-    ATTND_RETURN_IF_ERROR(CheckMayOpen());
-    const uint64_t id = sequence->id();
-    sequences_.emplace(id, std::move(sequence));
-    return absl::OkStatus();
+  void ReportAppended(uint64_t tokens, bool prefill) {
+    if (observer_ != nullptr && tokens > 0) observer_->OnAppended(tokens, prefill);
   }
 
   // Constant.
@@ -328,11 +270,7 @@ class EngineImpl : public Engine {
   // Thread-safe by themselves.
   MemoryBudget budget_;
   StepGate gate_;
-
-  mutable Mutex mutex_;
-  std::map<uint64_t, std::shared_ptr<Sequence>> sequences_ ABSL_GUARDED_BY(mutex_);
-  uint64_t next_id_ ABSL_GUARDED_BY(mutex_);
-  bool open_ ABSL_GUARDED_BY(mutex_) = true;
+  SequenceTable sequences_;
 
   Segmenter segmenter_;  // last: its thread uses everything above
 };

@@ -45,6 +45,7 @@ class Observer {
  public:
   virtual ~Observer() = default;
   enum class BuildTrigger { kPrefill, kBackground };
+  // New tokens of a sequence's first layer; repeats are none.
   virtual void OnAppended(uint64_t /*tokens*/, bool /*prefill*/) {}
   virtual void OnSegmentBuilt(BuildTrigger, uint64_t /*tokens*/,
                               std::chrono::nanoseconds /*time*/) {}
@@ -199,7 +200,7 @@ class Engine {
   virtual std::vector<SequenceInfo> List(absl::string_view tenant, uint64_t after,
                                          uint32_t count) = 0;
 
-  // Ends every lease of a writer (its stream has ended).
+  // Ends every lease of a writer: its stream has ended, and no call of it is under way.
   virtual void ReleaseWriter(WriterId writer) = 0;
 
   virtual Usage usage() const = 0;

@@ -140,14 +140,13 @@ absl::StatusOr<std::shared_ptr<Sequence>> Sequence::Create(uint64_t id, absl::st
 
 // ---- appending ----
 
-absl::Status Sequence::Append(WriterId writer, const NewTokens& tokens) {
+absl::StatusOr<uint64_t> Sequence::Append(WriterId writer, const NewTokens& tokens) {
   MutexLock lock(mutex_);
   ATTND_RETURN_IF_ERROR(CheckAppend(writer, tokens));
-  const bool repeats = tokens.first_position + tokens.tokens <= layer_tokens_[tokens.layer];
   ATTND_ASSIGN_OR_RETURN(TokenIds::Room room, MakeRoom(tokens));
-  Take(writer, tokens, std::move(room));
-  if (!repeats) newest_step_ = kNoStep;  // an upload follows it: its reply has been seen
-  return absl::OkStatus();
+  const uint64_t appended = Take(writer, tokens, std::move(room));
+  if (appended > 0) newest_step_ = kNoStep;  // an upload follows it: its reply has been seen
+  return appended;
 }
 
 absl::StatusOr<Snapshot> Sequence::AppendAndRead(WriterId writer, const NewTokens& tokens,
@@ -163,8 +162,8 @@ absl::StatusOr<Snapshot> Sequence::AppendAndRead(WriterId writer, const NewToken
   ATTND_RETURN_IF_ERROR(
       CheckLogits(tokens.layer, query_magnitude, Greatest(tokens.key_magnitudes)));
   ATTND_ASSIGN_OR_RETURN(TokenIds::Room room, MakeRoom(tokens));
-  Snapshot snapshot{View(), layer_tokens_[tokens.layer]};
-  Take(writer, tokens, std::move(room));
+  Snapshot snapshot{View(), 0};
+  snapshot.new_tokens = Take(writer, tokens, std::move(room));
   newest_step_ = tokens.first_position;
   return snapshot;
 }
@@ -196,7 +195,8 @@ absl::StatusOr<TokenIds::Room> Sequence::MakeRoom(const NewTokens& tokens) {
   return room;
 }
 
-void Sequence::Take(WriterId writer, const NewTokens& tokens, TokenIds::Room room) noexcept {
+// Gives how many tokens are new.
+uint64_t Sequence::Take(WriterId writer, const NewTokens& tokens, TokenIds::Room room) noexcept {
   uint64_t& length = layer_tokens_[tokens.layer];
   const uint64_t end = tokens.first_position + tokens.tokens;
   const uint64_t repeated = std::min(end, length) - tokens.first_position;
@@ -205,6 +205,7 @@ void Sequence::Take(WriterId writer, const NewTokens& tokens, TokenIds::Room roo
   Write(tokens, repeated);
   RaiseKeyBounds(tokens, repeated);
   length = std::max(length, end);
+  return tokens.tokens - repeated;
 }
 
 // By those of the blocks that got new tokens; what they repeat is in their bounds already.
@@ -348,7 +349,7 @@ absl::StatusOr<Snapshot> Sequence::Read(uint32_t layer, uint64_t position, float
                      layer_tokens_[layer]));
   }
   ATTND_RETURN_IF_ERROR(CheckLogits(layer, query_magnitude, 0));
-  return Snapshot{View(), layer_tokens_[layer]};
+  return Snapshot{View(), 0};
 }
 
 std::shared_ptr<const SequenceView> Sequence::View() {
@@ -365,11 +366,6 @@ std::shared_ptr<const SequenceView> Sequence::View() {
 
 uint64_t Sequence::Committed() const {
   return *std::min_element(layer_tokens_.begin(), layer_tokens_.end());
-}
-
-uint64_t Sequence::CommittedTokens() {
-  MutexLock lock(mutex_);
-  return Committed();
 }
 
 absl::Status Sequence::CheckAligned() {

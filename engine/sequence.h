@@ -41,7 +41,7 @@ struct NewTokens {
 // What a step reads.
 struct Snapshot {
   std::shared_ptr<const attention::SequenceView> view;
-  uint64_t layer_tokens = 0;
+  uint64_t new_tokens = 0;  // that the call appended
 };
 
 // Tokens [view->tail_begin, + tokens) that may become a segment.
@@ -72,8 +72,9 @@ class Sequence {
   const ModelShape& shape() const { return args_.shape; }
   const attention::Policy& policy() const { return *args_.policy; }
 
-  // Appends, or recognises a repeat; errors as Engine::Append says, state unchanged then.
-  absl::Status Append(WriterId writer, const NewTokens& tokens);
+  // Appends, or recognises a repeat, and gives how many tokens are new; errors as Engine::Append
+  // says, state unchanged then.
+  absl::StatusOr<uint64_t> Append(WriterId writer, const NewTokens& tokens);
   // Appends and gives what a step over these tokens reads, in one: no truncation and no new segment
   // comes in between. FailedPrecondition for a repeat of what a segment covers; OutOfRange, with
   // nothing appended, if queries of that magnitude could have logits beyond kLogitMax.
@@ -117,7 +118,6 @@ class Sequence {
   void ReleaseWriter(WriterId writer);
 
   SequenceInfo Info();
-  uint64_t CommittedTokens();
 
  private:
   // Positions from `begin` on.
@@ -145,7 +145,7 @@ class Sequence {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<TokenIds::Room> MakeRoom(const NewTokens& tokens)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void Take(WriterId writer, const NewTokens& tokens, TokenIds::Room room) noexcept
+  uint64_t Take(WriterId writer, const NewTokens& tokens, TokenIds::Room room) noexcept
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status HoldBooks(size_t blocks, size_t segments) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckLogits(uint32_t layer, float query_magnitude, float key_magnitude) const
