@@ -56,7 +56,7 @@ TEST(EngineLimitsTest, OpenNamesTheFieldOfTheShape) {
   refused("query_heads", [](OpenArgs* a) { a->shape.query_heads = 5; });
   refused("kv_heads", [](OpenArgs* a) { a->shape.kv_heads = 0; });
   refused("head_dim", [](OpenArgs* a) { a->shape.head_dim = 20; });
-  refused("value_dim", [](OpenArgs* a) { a->shape.value_dim = 528; });
+  refused("value_dim", [](OpenArgs* a) { a->shape.value_dim = kHeadDimMax + 16; });
   refused("softmax_scale", [](OpenArgs* a) { a->shape.softmax_scale = NAN; });
   refused("shard", [](OpenArgs* a) { a->shard.count = 0; });
   refused("shard", [](OpenArgs* a) { a->shard.index = 1; });

@@ -151,7 +151,7 @@ TEST_F(SequenceTest, WhateverIsInstalledHoldsTheHistory) {
     Sequence sequence(2, "", ArgsOf(shape_, PolicyOf("dense", {{"window", window}})), 1 << 20,
                       &budget_);
     History history(shape_);
-    for (int round = 0; round < 400; ++round) {
+    for (int round = 0; round < 120; ++round) {
       SCOPED_TRACE(testing::Message() << "seed " << TestSeed() << " round " << round);
       AppendTo(&sequence, &history, 900 + random_.Below(200));
       const std::optional<SegmentJob> job =
@@ -176,8 +176,8 @@ TEST_F(SequenceTest, WhateverIsInstalledHoldsTheHistory) {
       history.Truncate(0);
     }
   }
-  EXPECT_GT(installed, 100);
-  EXPECT_GT(refused, 100);
+  EXPECT_GT(installed, 30);
+  EXPECT_GT(refused, 30);
 }
 
 // A step that was asked for again while a segment of its tokens was being built can be asked for
