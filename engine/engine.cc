@@ -159,7 +159,7 @@ class EngineImpl : public Engine {
       return absl::DeadlineExceededError("the step's deadline passed before it began");
     }
     std::vector<std::shared_ptr<Sequence>> grown;
-    const absl::Status status = WithinMemory([&]() -> absl::Status {
+    absl::Status status = WithinMemory([&]() -> absl::Status {
       DecodeBatch batch(args, &budget_, result);
       ATTND_RETURN_IF_ERROR(batch.Check(options_));
       const StepGate::Step step(&gate_);

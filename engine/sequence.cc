@@ -316,7 +316,7 @@ absl::Status Sequence::GrowTail(uint64_t end) {
 
 // Bytes of the lists for so many blocks and segments.
 absl::Status Sequence::HoldBooks(size_t blocks, size_t segments) {
-  const uint64_t entry = kListEntryBytes + 2 * args_.shape.layers * sizeof(float);
+  const uint64_t entry = kListEntryBytes + 2 * sizeof(float) * args_.shape.layers;
   return budget_->Resize(&books_, (blocks + segments) * entry, "a sequence's lists");
 }
 
