@@ -55,7 +55,8 @@ struct RowStats {
   // was not looked at.
   std::optional<float> covered_mass;
   std::optional<float> exact_mass;
-  // Over query heads and tokens; absent for policies that predict none.
+  // Over query heads and tokens. 0 if every token was read exactly; absent if any was dropped, or
+  // estimated without the second order.
   std::optional<float> predicted_error_mean;
   std::optional<float> predicted_error_max;
   uint64_t host_tokens = 0;  // tokens read exactly from host memory

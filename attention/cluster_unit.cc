@@ -338,7 +338,9 @@ void ClusterUnit::AddEstimate(std::span<QuadState> states) const {
   }
 }
 
-bool ClusterUnit::predicts_error() const { return second_order() && dropped_tokens_ == 0; }
+bool ClusterUnit::predicts_error() const {
+  return dropped_tokens_ == 0 && (estimated_tokens_ == 0 || second_order());
+}
 
 LaneOutcome ClusterUnit::Outcome(size_t quad, size_t lane, const QuadState& all,
                                  float output_norm) const {

@@ -18,11 +18,16 @@
 #include "attention/pages.h"
 #include "attention/x86_dot.h"
 #include "common/dtype.h"
+#include "common/model_shape.h"
 
 namespace attnd::attention::kernels {
 
 inline constexpr size_t kQuad = 4;
-inline constexpr size_t kDimMax = 512;
+inline constexpr size_t kDimMax = kHeadDimMax;  // of the buffers that kernels have on the stack
+static_assert(kDimMax % kHeadDimMultiple == 0 && kHeadDimMultiple % 16 == 0,
+              "a row is whole vectors of at most 16 floats");
+static_assert(sizeof(float) * kQuad * kDimMax <= size_t{16} << 10,
+              "a quad's vectors fit the stack");
 
 // Name of the instruction set in use, for example "AVX3".
 const char* TargetName();

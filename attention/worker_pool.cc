@@ -32,7 +32,9 @@ void Observe([[maybe_unused]] char* address) {
 }  // namespace
 
 struct WorkerPool::Arena {
-  explicit Arena(uint32_t threads) : tbb(static_cast<int>(threads)) {}
+  // Initialised here and not by the first use: an arena that finds no memory at its first use
+  // leaves every later one waiting for ever (oneTBB's atomic_do_once does not expect exceptions).
+  explicit Arena(uint32_t threads) : tbb(static_cast<int>(threads)) { tbb.initialize(); }
   tbb::task_arena tbb;
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Products and sums of sizes that came from outside.
+// Products of sizes that came from outside.
 #ifndef ATTND_COMMON_CHECKED_MATH_H_
 #define ATTND_COMMON_CHECKED_MATH_H_
 
@@ -17,12 +17,6 @@ constexpr std::optional<uint64_t> CheckedProduct(std::initializer_list<uint64_t>
     if (__builtin_mul_overflow(product, factor, &product)) return std::nullopt;
   }
   return product;
-}
-
-constexpr std::optional<uint64_t> CheckedSum(uint64_t a, uint64_t b) {
-  uint64_t sum = 0;
-  if (__builtin_add_overflow(a, b, &sum)) return std::nullopt;
-  return sum;
 }
 
 }  // namespace attnd

@@ -14,7 +14,8 @@ namespace attnd {
 inline constexpr uint32_t kLayersMax = 1024;
 inline constexpr uint32_t kHeadsMax = 1024;
 inline constexpr uint32_t kGroupMax = 128;  // query heads that share one KV head
-inline constexpr uint32_t kHeadDimMax = 512;
+// Of a key, query or value head: a latent head (MLA) has keys of 512 + 64 and values of 512.
+inline constexpr uint32_t kHeadDimMax = 576;
 inline constexpr uint32_t kHeadDimMultiple = 16;
 
 struct ModelShape {

@@ -18,6 +18,10 @@ absl::Status DecodeBatch::Check(const EngineOptions& options) {
     return absl::InvalidArgumentError(absl::StrCat("rows has ", args_.rows.size(),
                                                    " entries; allowed are 1..", options.max_rows));
   }
+  places_.reserve(rows());
+  step_rows_.reserve(rows());
+  step_row_numbers_.reserve(rows());
+  sequences_.reserve(rows());
   for (size_t i = 0; i < args_.rows.size(); ++i) {
     const DecodeRow& row = args_.rows[i];
     if (row.query_tokens == 0 || row.query_tokens > options.max_query_tokens - query_tokens_) {
@@ -25,7 +29,7 @@ absl::Status DecodeBatch::Check(const EngineOptions& options) {
           "rows[", i, "].query_tokens is ", row.query_tokens, "; allowed are at least 1, and ",
           options.max_query_tokens, " in all rows together"));
     }
-    places_.push_back({query_tokens_, new_tokens_, 0, 0});
+    places_.push_back({query_tokens_, new_tokens_, 0});
     query_tokens_ += row.query_tokens;
     if (!row.query_only) new_tokens_ += row.query_tokens;
   }
@@ -48,18 +52,21 @@ absl::Status DecodeBatch::CheckTensor(const char* name, const TensorView& tensor
                                                  heads, ", ", dim, "]"));
 }
 
-void DecodeBatch::Prepare(size_t row, WriterId writer, const attention::Backend& backend,
-                          const std::shared_ptr<Sequence>& sequence) {
+uint64_t DecodeBatch::Prepare(size_t row, WriterId writer, const attention::Backend& backend,
+                              const std::shared_ptr<Sequence>& sequence) {
   absl::Status& status = result_->rows[row].status;
   status = CheckRow(row, backend, *sequence);
-  if (!status.ok()) return;
+  if (status.ok()) status = ReserveAnswer(sequence->shape());
+  if (!status.ok()) return 0;
   absl::StatusOr<Snapshot> snapshot = Take(row, writer, sequence.get());
   if (!snapshot.ok()) {
     status = std::move(snapshot).status();
-    return;
+    return 0;
   }
+  const uint64_t new_tokens = snapshot->new_tokens;
   sequences_.push_back(sequence);
   AddStepRow(row, *sequence, *std::move(snapshot));
+  return new_tokens;
 }
 
 absl::Status DecodeBatch::CheckRow(size_t number, const attention::Backend& backend,
@@ -91,7 +98,7 @@ absl::Status DecodeBatch::CheckRow(size_t number, const attention::Backend& back
     return absl::InvalidArgumentError(absl::StrCat("the sequence's value_dim is ", shape.value_dim,
                                                    "; the message's is ", result_->value_dim));
   }
-  return CheckFinite(number);
+  return CheckNumbers(number);
 }
 
 absl::Status DecodeBatch::CheckShape(const DecodeRow& row, const ModelShape& shape) const {
@@ -119,26 +126,43 @@ absl::Status DecodeBatch::CheckShape(const DecodeRow& row, const ModelShape& sha
   return absl::OkStatus();
 }
 
-absl::Status DecodeBatch::CheckFinite(size_t number) {
+absl::Status DecodeBatch::CheckNumbers(size_t number) {
   const DecodeRow& row = args_.rows[number];
   Place& place = places_[number];
-  const auto magnitude = [&row](const TensorView& tensor, uint64_t first, uint64_t width) {
-    return Magnitude(tensor.dtype, tensor.data + first * width * DTypeBytes(tensor.dtype),
-                     row.query_tokens * width);
+  const auto data = [](const TensorView& tensor, uint64_t first, uint64_t width) {
+    return tensor.data + first * width * DTypeBytes(tensor.dtype);
   };
-  place.query_magnitude = magnitude(args_.q, place.query_token, args_.q_heads * args_.q_head_dim);
+  const uint64_t q_width = args_.q_heads * args_.q_head_dim;
+  place.query_magnitude = Magnitude(args_.q.dtype, data(args_.q, place.query_token, q_width),
+                                    row.query_tokens * q_width);
+  key_magnitudes_.clear();
   float value_magnitude = 0;
   if (!row.query_only) {
-    place.key_magnitude = magnitude(args_.k, place.new_token, args_.k_heads * args_.k_head_dim);
-    value_magnitude = magnitude(args_.v, place.new_token, args_.v_heads * args_.v_value_dim);
+    const uint64_t k_width = args_.k_heads * args_.k_head_dim;
+    const uint64_t v_width = args_.v_heads * args_.v_value_dim;
+    BlockMagnitudes(args_.k.dtype, data(args_.k, place.new_token, k_width), row.position,
+                    row.query_tokens, k_width, &key_magnitudes_);
+    value_magnitude = Magnitude(args_.v.dtype, data(args_.v, place.new_token, v_width),
+                                row.query_tokens * v_width);
   }
+  const bool keys_finite = std::all_of(key_magnitudes_.begin(), key_magnitudes_.end(),
+                                       [](float magnitude) { return std::isfinite(magnitude); });
   const char* bad = !std::isfinite(place.query_magnitude) ? "q"
-                    : !std::isfinite(place.key_magnitude) ? "k"
+                    : !keys_finite                        ? "k"
                     : !std::isfinite(value_magnitude)     ? "v"
                                                           : nullptr;
-  if (bad == nullptr) return absl::OkStatus();
+  if (bad == nullptr) return CheckValueMagnitude(value_magnitude);
   return absl::InvalidArgumentError(
       absl::StrCat(bad, " has a NaN or an infinity in this row; allowed are finite numbers"));
+}
+
+absl::Status DecodeBatch::ReserveAnswer(const ModelShape& shape) {
+  const uint64_t row_bytes = sizeof(Place) + sizeof(attention::StepRow) + sizeof(DecodeRowResult) +
+                             sizeof(size_t) + sizeof(std::shared_ptr<Sequence>);
+  const uint64_t lane_bytes = (uint64_t{shape.value_dim} + 1) * sizeof(float);
+  const uint64_t bytes = rows() * row_bytes + query_tokens_ * shape.query_heads * lane_bytes;
+  if (bytes <= answer_.bytes()) return absl::OkStatus();
+  return budget_->Resize(&answer_, bytes, "the step's answer");
 }
 
 absl::StatusOr<Snapshot> DecodeBatch::Take(size_t number, WriterId writer,
@@ -155,7 +179,7 @@ absl::StatusOr<Snapshot> DecodeBatch::Take(size_t number, WriterId writer,
   tokens.keys = args_.k.data + first * shape.head_dim * DTypeBytes(shape.dtype);
   tokens.values = args_.v.data + first * shape.value_dim * DTypeBytes(shape.dtype);
   tokens.token_ids = row.token_ids;
-  tokens.key_magnitude = place.key_magnitude;
+  tokens.key_magnitudes = key_magnitudes_;
   return sequence->AppendAndRead(writer, tokens, place.query_magnitude);
 }
 
@@ -199,7 +223,8 @@ absl::Status DecodeBatch::Run(attention::Backend* backend) {
   return absl::OkStatus();
 }
 
-// Finite values may still have sums beyond float32: such a row has no answer.
+// Bounds of q, k and v keep every sum within float32 (CheckLogits, kValueMax). Should one not be,
+// the row has no answer rather than a wrong one.
 void DecodeBatch::RefuseOverflow() {
   for (size_t i = 0; i < step_rows_.size(); ++i) {
     const attention::StepRow& row = step_rows_[i];

@@ -12,23 +12,27 @@
 #include "absl/status/status.h"
 #include "attention/backend.h"
 #include "engine/engine.h"
+#include "engine/memory_budget.h"
 #include "engine/sequence.h"
 
 namespace attnd::engine {
 
-// Used by one thread, once: Check, then for each row Prepare, then Run.
+// Used by one thread, once: Check, then for each row Prepare, then Run. Holds the bytes of the
+// answer and of its own lists until it ends; then they are the caller's, as the message is.
 class DecodeBatch {
  public:
-  DecodeBatch(const DecodeArgs& args, DecodeResult* result) : args_(args), result_(result) {}
+  DecodeBatch(const DecodeArgs& args, MemoryBudget* budget, DecodeResult* result)
+      : args_(args), budget_(budget), result_(result) {}
 
   // Limits, and tensors whose sizes contradict the rows or one another: faults of the message.
   absl::Status Check(const EngineOptions& options);
 
   size_t rows() const { return args_.rows.size(); }
   // Checks row `row`, which belongs to `sequence`, and appends its tokens; a fault becomes the
-  // row's status.
-  void Prepare(size_t row, WriterId writer, const attention::Backend& backend,
-               const std::shared_ptr<Sequence>& sequence);
+  // row's status: ResourceExhausted too, if the budget has no room for the step's answer. Gives how
+  // many tokens are new.
+  uint64_t Prepare(size_t row, WriterId writer, const attention::Backend& backend,
+                   const std::shared_ptr<Sequence>& sequence);
   void Refuse(size_t row, absl::Status status) { result_->rows[row].status = std::move(status); }
 
   // Answers the rows that were accepted.
@@ -39,23 +43,28 @@ class DecodeBatch {
   struct Place {
     uint64_t query_token = 0;
     uint64_t new_token = 0;
-    float query_magnitude = 0;  // greatest absolute value, from CheckFinite
-    float key_magnitude = 0;
+    float query_magnitude = 0;  // greatest absolute value, from CheckNumbers
   };
 
   absl::Status CheckTensor(const char* name, const TensorView& tensor, uint64_t tokens,
                            uint64_t heads, uint64_t dim) const;
   absl::Status CheckRow(size_t row, const attention::Backend& backend, const Sequence& sequence);
   absl::Status CheckShape(const DecodeRow& row, const ModelShape& shape) const;
-  absl::Status CheckFinite(size_t row);
+  // Finite, values within kValueMax; gives the magnitudes.
+  absl::Status CheckNumbers(size_t row);
+  // Reserves what the whole step's answer takes, its extents confirmed by a row's shape.
+  absl::Status ReserveAnswer(const ModelShape& shape);
   // Appends the row's tokens, if it has any, and gives what its step reads.
   absl::StatusOr<Snapshot> Take(size_t row, WriterId writer, Sequence* sequence) const;
   void AddStepRow(size_t row, const Sequence& sequence, Snapshot snapshot);
   void RefuseOverflow();
 
   const DecodeArgs& args_;
+  MemoryBudget* const budget_;
   DecodeResult* const result_;
+  Reservation answer_;
   std::vector<Place> places_;
+  std::vector<float> key_magnitudes_;  // of the row at hand, by tail block
   uint64_t query_tokens_ = 0;
   uint64_t new_tokens_ = 0;
   std::vector<attention::StepRow> step_rows_;

@@ -24,7 +24,8 @@
 namespace attnd::engine {
 
 struct EngineOptions {
-  uint64_t memory_budget_bytes = uint64_t{1} << 30;  // KV, indexes and their building
+  // Sequences with their KV, indexes and token ids, the building of segments, answers under way.
+  uint64_t memory_budget_bytes = uint64_t{1} << 30;
   uint32_t max_sequences = 4096;
   uint64_t max_sequence_tokens = uint64_t{4} << 20;
   uint32_t max_rows = 1024;          // of one step
@@ -44,6 +45,7 @@ class Observer {
  public:
   virtual ~Observer() = default;
   enum class BuildTrigger { kPrefill, kBackground };
+  // New tokens of a sequence's first layer; repeats are none.
   virtual void OnAppended(uint64_t /*tokens*/, bool /*prefill*/) {}
   virtual void OnSegmentBuilt(BuildTrigger, uint64_t /*tokens*/,
                               std::chrono::nanoseconds /*time*/) {}
@@ -153,7 +155,8 @@ struct Usage {
 // tenant answers as an unknown one: NotFound.
 class Engine {
  public:
-  // `observer` may be null and must outlive the engine.
+  // `observer` may be null and must outlive the engine. InvalidArgument names the option,
+  // Unimplemented the policy; ResourceExhausted if the system refuses a thread.
   static absl::StatusOr<std::unique_ptr<Engine>> Create(const EngineOptions& options,
                                                         std::unique_ptr<attention::Backend> backend,
                                                         Observer* observer);
@@ -163,24 +166,28 @@ class Engine {
   virtual const EngineOptions& options() const = 0;
   virtual const attention::Backend& backend() const = 0;
 
-  // ResourceExhausted at max_sequences, Unavailable after StopOpening or Shutdown, InvalidArgument
-  // for the shape, Unimplemented for the policy.
+  // ResourceExhausted at max_sequences or at a full budget, Unavailable after StopOpening or
+  // Shutdown, InvalidArgument for the shape, Unimplemented for the policy.
   virtual absl::StatusOr<uint64_t> Open(absl::string_view tenant, const OpenArgs& args) = 0;
 
-  // InvalidArgument (shape, dtype, NaN), FailedPrecondition (gap), AlreadyExists (other content),
-  // Aborted (another writer), ResourceExhausted (budget); state is unchanged then.
+  // InvalidArgument (shape, dtype, NaN, |v| beyond kValueMax), FailedPrecondition (gap),
+  // AlreadyExists (other content), Aborted (another writer), ResourceExhausted (budget); state is
+  // unchanged then.
   virtual absl::Status Append(absl::string_view tenant, WriterId writer, uint64_t sequence_id,
                               const AppendChunk& chunk) = 0;
 
-  // Segments what the prefill left uncovered, on index_threads threads. FailedPrecondition if
-  // layers differ in length.
+  // Segments what the prefill left uncovered, on index_threads threads; prefills that come at the
+  // same time take turns. FailedPrecondition if layers differ in length. ResourceExhausted,
+  // NotFound (closed meanwhile), Cancelled and Unavailable (shutting down) leave what was segmented
+  // before.
   virtual absl::StatusOr<PrefillResult> FinishPrefill(absl::string_view tenant, WriterId writer,
                                                       uint64_t sequence_id,
                                                       const std::atomic<bool>* cancelled) = 0;
   virtual absl::StatusOr<SequenceInfo> Info(absl::string_view tenant, uint64_t sequence_id) = 0;
 
   // Appends the rows' new tokens and answers attention. A status other than OK concerns the whole
-  // step (limits, tensors that no row could have, deadline); row faults are in the result.
+  // step (limits, tensors that no row could have, deadline, memory that the system refused: tokens
+  // may have been appended, and repeating is safe); row faults are in the result.
   virtual absl::Status Decode(absl::string_view tenant, WriterId writer, const DecodeArgs& args,
                               DecodeResult* result) = 0;
 
@@ -193,7 +200,7 @@ class Engine {
   virtual std::vector<SequenceInfo> List(absl::string_view tenant, uint64_t after,
                                          uint32_t count) = 0;
 
-  // Ends every lease of a writer (its stream has ended).
+  // Ends every lease of a writer: its stream has ended, and no call of it is under way.
   virtual void ReleaseWriter(WriterId writer) = 0;
 
   virtual Usage usage() const = 0;

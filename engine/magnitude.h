@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Magnitude: how large the numbers of a tensor are, in one pass that also finds NaN and infinities.
+// Magnitude: how large the numbers of a tensor are, in one pass that also finds NaN and infinities,
+// and how large they may be.
 #ifndef ATTND_ENGINE_MAGNITUDE_H_
 #define ATTND_ENGINE_MAGNITUDE_H_
 
@@ -10,8 +11,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
+#include <vector>
 
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "attention/pages.h"
 #include "common/dtype.h"
+#include "common/model_shape.h"
 
 namespace attnd::engine {
 
@@ -41,6 +48,47 @@ inline float Magnitude(DType dtype, const std::byte* source, size_t count) {
       return std::bit_cast<float>(GreatestPattern<uint32_t>(source, count));
   }
   return 0;
+}
+
+// Greatest |v| that is taken. The squares of all values that one KV head can have, 2^32 tokens of
+// kHeadDimMax channels, then add up to less than the greatest float. So do the norms of mean values
+// that segments keep, and all sums of values that softmax weighs, as no weight is above 1.
+inline constexpr float kValueMax = 1e13f;
+static_assert(double{kValueMax} * kValueMax * 4294967296.0 * kHeadDimMax <
+              std::numeric_limits<float>::max());
+
+// InvalidArgument if values of that magnitude, a finite one, are beyond kValueMax.
+inline absl::Status CheckValueMagnitude(float magnitude) {
+  if (magnitude <= kValueMax) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("v has numbers up to ", magnitude,
+                                                 "; allowed are magnitudes up to ", kValueMax));
+}
+
+// Appends to `magnitudes` that of the tokens in each tail block that [first_position, + tokens)
+// touches. source: [tokens][width], at least 1 token.
+inline void BlockMagnitudes(DType dtype, const std::byte* source, uint64_t first_position,
+                            uint64_t tokens, uint64_t width, std::vector<float>* magnitudes) {
+  const size_t token_bytes = width * DTypeBytes(dtype);
+  for (uint64_t done = 0; done < tokens;) {
+    const uint64_t place = (first_position + done) % attention::kTailBlockTokens;
+    const uint64_t count = std::min(tokens - done, attention::kTailBlockTokens - place);
+    magnitudes->push_back(Magnitude(dtype, source + done * token_bytes, count * width));
+    done += count;
+  }
+}
+
+// The magnitude of the keys of tokens [begin, end) of a run of pages.
+inline float KeyMagnitude(const attention::PageGeometry& geometry, const std::byte* pages,
+                          uint64_t begin, uint64_t end) {
+  float magnitude = 0;
+  while (begin < end) {
+    const uint64_t count =
+        std::min(end - begin, attention::kPageTokens - begin % attention::kPageTokens);
+    magnitude = std::max(magnitude, Magnitude(geometry.dtype, pages + geometry.KeyOffset(begin),
+                                              count * geometry.head_dim));
+    begin += count;
+  }
+  return magnitude;
 }
 
 }  // namespace attnd::engine

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// MemoryBudget: what KV, indexes and their building may use, asked for before anything is
-// allocated.
+// MemoryBudget: what sequences, their building and the answers under way may use, asked for before
+// anything is allocated.
 #ifndef ATTND_ENGINE_MEMORY_BUDGET_H_
 #define ATTND_ENGINE_MEMORY_BUDGET_H_
 
@@ -10,6 +10,7 @@
 #include <string>
 #include <utility>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 
@@ -54,6 +55,21 @@ class MemoryBudget {
       }
     } while (!used_.compare_exchange_weak(used, used + bytes, std::memory_order_relaxed));
     return Reservation(this, bytes);
+  }
+
+  // Makes `held`, which is empty or of this budget, hold `bytes`. ResourceExhausted as above,
+  // `held` unchanged then; never when it shrinks.
+  absl::Status Resize(Reservation* held, uint64_t bytes, const char* what) {
+    if (bytes > held->bytes_) {
+      absl::StatusOr<Reservation> more = Reserve(bytes - held->bytes_, what);
+      if (!more.ok()) return std::move(more).status();
+      more->budget_ = nullptr;  // its bytes are held's from here on
+      held->budget_ = this;
+    } else {
+      used_.fetch_sub(held->bytes_ - bytes, std::memory_order_relaxed);
+    }
+    held->bytes_ = bytes;
+    return absl::OkStatus();
   }
 
   uint64_t used() const { return used_.load(std::memory_order_relaxed); }

@@ -7,9 +7,14 @@
 
 #include <algorithm>
 #include <chrono>
+#include <exception>
+#include <new>
+#include <optional>
+#include <system_error>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "common/status.h"
 
 namespace attnd::engine {
@@ -31,6 +36,10 @@ constexpr int kBuilderNiceness = 10;
 void LowerPriority() {
   const auto thread = static_cast<id_t>(syscall(SYS_gettid));
   static_cast<void>(setpriority(PRIO_PROCESS, thread, kBuilderNiceness));
+}
+
+absl::Status NoMemory() {
+  return absl::ResourceExhaustedError("the system refused memory for building a segment");
 }
 
 }  // namespace
@@ -61,41 +70,85 @@ void StepGate::YieldToSteps() {
 
 Segmenter::Segmenter(const Options& options, MemoryBudget* budget, StepGate* gate,
                      Observer* observer)
-    : options_(options), budget_(budget), gate_(gate), observer_(observer) {
-  background_ = std::thread([this] { BackgroundLoop(); });
+    : options_(options), budget_(budget), gate_(gate), observer_(observer) {}
+
+absl::Status Segmenter::Start() {
+  try {
+    background_ = std::thread([this] { BackgroundLoop(); });
+  } catch (const std::system_error& error) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "the system refused the thread that builds segments in the background: ", error.what()));
+  }
+  return absl::OkStatus();
+}
+
+// ---- prefills ----
+
+Segmenter::Turn::Turn(Segmenter* segmenter) : segmenter_(segmenter) {
+  MutexLock lock(segmenter_->mutex_);
+  ticket_ = segmenter_->next_ticket_++;
+  segmenter_->turns_.push_back(ticket_);
+}
+
+Segmenter::Turn::~Turn() {
+  MutexLock lock(segmenter_->mutex_);
+  std::erase(segmenter_->turns_, ticket_);
+  segmenter_->changed_.NotifyAll();
+}
+
+absl::Status Segmenter::Turn::Wait(const Sequence& sequence, const std::atomic<bool>* cancelled) {
+  MutexLock lock(segmenter_->mutex_);
+  absl::Status wanted = segmenter_->Wanted(sequence, cancelled);
+  while (wanted.ok() && segmenter_->turns_.front() != ticket_) {
+    segmenter_->changed_.WaitFor(segmenter_->mutex_, kCancelPoll);
+    wanted = segmenter_->Wanted(sequence, cancelled);
+  }
+  return wanted;
 }
 
 absl::Status Segmenter::SegmentPrefill(Sequence* sequence, const std::atomic<bool>* cancelled) {
-  {
-    MutexLock lock(mutex_);
-    while (prefill_busy_ && !Unwanted(*sequence, cancelled)) changed_.WaitFor(mutex_, kCancelPoll);
-    if (prefill_busy_) return absl::CancelledError("waiting for another prefill was cancelled");
-    prefill_busy_ = true;
+  try {
+    return SegmentInTurns(sequence, cancelled);
+  } catch (const std::bad_alloc&) {
+    return NoMemory();
   }
-  absl::StatusOr<bool> built = true;
-  while (built.ok() && *built) {
-    built = BuildNext(sequence, kSegmentTokensMin, options_.threads,
-                      Observer::BuildTrigger::kPrefill, cancelled);
-  }
-  MutexLock lock(mutex_);
-  prefill_busy_ = false;
-  changed_.NotifyAll();
-  return built.status();
 }
 
-// Nobody waits for what is being built.
-bool Segmenter::Unwanted(const Sequence& sequence, const std::atomic<bool>* cancelled) const {
-  return stopping() || sequence.closed() ||
-         (cancelled != nullptr && cancelled->load(std::memory_order_relaxed));
+absl::Status Segmenter::SegmentInTurns(Sequence* sequence, const std::atomic<bool>* cancelled) {
+  while (sequence->HasSegment(kSegmentTokensMin)) {
+    Turn turn(this);
+    ATTND_RETURN_IF_ERROR(turn.Wait(*sequence, cancelled));
+    ATTND_RETURN_IF_ERROR(BuildNext(sequence, kSegmentTokensMin, options_.threads,
+                                    Observer::BuildTrigger::kPrefill, cancelled)
+                              .status());
+  }
+  return absl::OkStatus();
 }
+
+absl::Status Segmenter::Wanted(const Sequence& sequence, const std::atomic<bool>* cancelled) const {
+  if (stopping()) return absl::UnavailableError("the server is shutting down");
+  if (sequence.closed()) {
+    return absl::NotFoundError(absl::StrCat("sequence_id ", sequence.id(), " has been closed"));
+  }
+  if (cancelled != nullptr && cancelled->load(std::memory_order_relaxed)) {
+    return absl::CancelledError("segmenting was cancelled");
+  }
+  return absl::OkStatus();
+}
+
+// ---- background ----
 
 void Segmenter::OnGrown(const std::shared_ptr<Sequence>& sequence) {
-  if (!sequence->NextSegment(options_.segment_tokens, options_.segment_tokens).has_value()) return;
+  if (!sequence->BuildDue(options_.segment_tokens)) return;
   MutexLock lock(mutex_);
   for (const auto& queued : queue_) {
     if (!queued.owner_before(sequence) && !sequence.owner_before(queued)) return;
   }
-  queue_.push_back(sequence);
+  try {
+    queue_.push_back(sequence);
+  } catch (const std::bad_alloc&) {
+    return;  // the next token asks again
+  }
   changed_.NotifyAll();
 }
 
@@ -114,14 +167,18 @@ void Segmenter::BackgroundLoop() {
       busy_ = true;
     }
     if (sequence == nullptr) continue;
-    // A failure has been reported; the tokens stay in the tail, exact, until the next run is
-    // complete.
     const absl::StatusOr<bool> built =
         BuildNext(sequence.get(), options_.segment_tokens, 1, Observer::BuildTrigger::kBackground,
                   /*cancelled=*/nullptr);
-    if (built.ok() && *built) OnGrown(sequence);  // behind the others, if a further run has left
+    if (!built.ok()) {
+      sequence->DelayBuild();  // the tokens stay in the tail, exact
+    } else if (*built) {
+      OnGrown(sequence);  // behind the others, if a further run has left
+    }
   }
 }
+
+// ---- building ----
 
 absl::StatusOr<bool> Segmenter::BuildNext(Sequence* sequence, uint32_t min_tokens, uint32_t threads,
                                           Observer::BuildTrigger trigger,
@@ -132,10 +189,15 @@ absl::StatusOr<bool> Segmenter::BuildNext(Sequence* sequence, uint32_t min_token
   {
     MutexLock build_lock(sequence->build_mutex());
     start = std::chrono::steady_clock::now();
-    built = BuildLocked(sequence, min_tokens, threads, cancelled, &installed);
+    try {
+      built = BuildLocked(sequence, min_tokens, threads, cancelled, &installed);
+    } catch (const std::bad_alloc&) {
+      built = NoMemory();
+    }
   }
   if (observer_ == nullptr) return built;
-  if (!built.ok() && !absl::IsCancelled(built.status())) {
+  // What was given up because nobody wants it has not failed.
+  if (!built.ok() && Wanted(*sequence, cancelled).ok()) {
     observer_->OnSegmentBuildFailed(trigger, built.status());
   }
   if (installed > 0) {
@@ -174,8 +236,11 @@ absl::StatusOr<bool> Segmenter::BuildLocked(Sequence* sequence, uint32_t min_tok
 absl::Status Segmenter::BuildHeads(const Sequence& sequence, SegmentBuilder* builder,
                                    uint32_t threads, const std::atomic<bool>* cancelled) {
   std::atomic<uint32_t> next_head{0};
-  const auto stop = [&] { return Unwanted(sequence, cancelled); };
-  const auto work = [&] {
+  std::atomic<bool> no_memory{false};
+  const auto stop = [&] {
+    return no_memory.load(std::memory_order_relaxed) || !Wanted(sequence, cancelled).ok();
+  };
+  const auto build = [&] {
     HeadBuilder heads;
     for (uint32_t head = next_head++; head < builder->heads(); head = next_head++) {
       heads.Start(builder, head);
@@ -187,16 +252,30 @@ absl::Status Segmenter::BuildHeads(const Sequence& sequence, SegmentBuilder* bui
       if (!done) return;
     }
   };
-  std::vector<std::thread> helpers;
-  for (uint32_t i = 1; i < threads; ++i) {
-    helpers.emplace_back([&] {
-      LowerPriority();
-      work();
-    });
+  const auto work = [&] {  // on threads of its own: lets no exception out
+    try {
+      build();
+    } catch (const std::bad_alloc&) {
+      no_memory.store(true, std::memory_order_relaxed);
+    }
+  };
+  {
+    std::vector<std::jthread> helpers;
+    helpers.reserve(threads);
+    for (uint32_t i = 1; i < threads; ++i) {
+      try {
+        helpers.emplace_back([&] {
+          LowerPriority();
+          work();
+        });
+      } catch (const std::exception&) {  // no thread, or no memory for one
+        break;                           // those that there are take all heads
+      }
+    }
+    work();
   }
-  work();
-  for (std::thread& helper : helpers) helper.join();
-  return stop() ? absl::CancelledError("building a segment was cancelled") : absl::OkStatus();
+  ATTND_RETURN_IF_ERROR(Wanted(sequence, cancelled));
+  return no_memory.load(std::memory_order_relaxed) ? NoMemory() : absl::OkStatus();
 }
 
 void Segmenter::WaitUntilIdle() {

@@ -5,12 +5,13 @@
 #define ATTND_ENGINE_SEGMENTER_H_
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <memory>
 #include <thread>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "attention/segment_builder.h"
 #include "common/mutex.h"
@@ -50,23 +51,30 @@ class StepGate {
   CondVar idle_;
 };
 
-// Builds segments. Owns the background thread; one prefill is segmented at a time.
+// Builds segments. Owns the background thread. Prefills take turns: each builds one run and then
+// stands behind the others that wait. No exception leaves it.
 class Segmenter {
  public:
   struct Options {
     uint32_t segment_tokens = 8192;
-    uint32_t threads = 1;  // for a finished prefill
+    uint32_t threads = 1;  // for a finished prefill; fewer if the system refuses some
   };
 
   Segmenter(const Options& options, MemoryBudget* budget, StepGate* gate, Observer* observer);
   ~Segmenter() { Shutdown(); }
 
+  // Starts the background thread, before anything else is called. ResourceExhausted if the system
+  // refuses it.
+  absl::Status Start();
+
   // Segments what the prefill left outside the window, in runs of segment_tokens; a rest below
-  // kSegmentTokensMin stays in the tail. ResourceExhausted or Cancelled leave a shorter chain,
-  // which is as valid.
+  // kSegmentTokensMin stays in the tail. ResourceExhausted (budget or system), Unavailable
+  // (Shutdown), NotFound (the sequence was closed) and Cancelled (`cancelled` was set) leave a
+  // shorter chain, which is as valid.
   absl::Status SegmentPrefill(Sequence* sequence, const std::atomic<bool>* cancelled);
 
-  // Tells that `sequence` has grown; queues it when a full run has left its window.
+  // Tells that `sequence` has grown; queues it when a full run has left its window and no failed
+  // build holds it back (Sequence::DelayBuild).
   void OnGrown(const std::shared_ptr<Sequence>& sequence);
 
   void WaitUntilIdle();
@@ -75,7 +83,24 @@ class Segmenter {
   static constexpr uint32_t kSegmentTokensMin = 512;
 
  private:
+  // A place among the prefills that wait for their turn, from construction to destruction.
+  class Turn {
+   public:
+    explicit Turn(Segmenter* segmenter);
+    ~Turn();
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+    // Until it is this one's turn; or why nobody wants the sequence's segments any more.
+    absl::Status Wait(const Sequence& sequence, const std::atomic<bool>* cancelled);
+
+   private:
+    Segmenter* const segmenter_;
+    uint64_t ticket_ = 0;
+  };
+
   void BackgroundLoop();
+  absl::Status SegmentInTurns(Sequence* sequence, const std::atomic<bool>* cancelled);
   // One segment, its heads on `threads` threads. False if there was none to build.
   absl::StatusOr<bool> BuildNext(Sequence* sequence, uint32_t min_tokens, uint32_t threads,
                                  Observer::BuildTrigger trigger,
@@ -85,7 +110,8 @@ class Segmenter {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence->build_mutex());
   absl::Status BuildHeads(const Sequence& sequence, attention::SegmentBuilder* builder,
                           uint32_t threads, const std::atomic<bool>* cancelled);
-  bool Unwanted(const Sequence& sequence, const std::atomic<bool>* cancelled) const;
+  // OK while somebody waits for what is being built.
+  absl::Status Wanted(const Sequence& sequence, const std::atomic<bool>* cancelled) const;
   bool stopping() const { return stopping_.load(std::memory_order_relaxed); }
 
   const Options options_;
@@ -96,8 +122,10 @@ class Segmenter {
   Mutex mutex_;
   CondVar changed_;
   std::deque<std::weak_ptr<Sequence>> queue_ ABSL_GUARDED_BY(mutex_);
-  bool busy_ ABSL_GUARDED_BY(mutex_) = false;          // the background thread builds
-  bool prefill_busy_ ABSL_GUARDED_BY(mutex_) = false;  // a prefill is being segmented
+  bool busy_ ABSL_GUARDED_BY(mutex_) = false;  // the background thread builds
+  // Tickets of prefills in the order of their turns; the first one builds.
+  std::deque<uint64_t> turns_ ABSL_GUARDED_BY(mutex_);
+  uint64_t next_ticket_ ABSL_GUARDED_BY(mutex_) = 0;
 
   std::atomic<bool> stopping_{false};
   std::atomic<uint64_t> next_segment_id_{1};

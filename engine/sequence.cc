@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
+#include "engine/magnitude.h"
 
 namespace attnd::engine {
 namespace {
@@ -20,6 +21,13 @@ using attention::TailBlock;
 // Logits beyond it mean nothing in single precision, and below it no product of a step (q.k, its
 // terms, squares of queries times variances of keys) overflows.
 constexpr double kLogitMax = 1e18;
+
+// A sequence's place in the engine's table.
+constexpr uint64_t kTableEntryBytes = 256;
+
+// A segment's or block's places in the lists of its sequence and of views; lists may be twice as
+// long as needed.
+constexpr uint64_t kListEntryBytes = 4 * sizeof(std::shared_ptr<const Segment>);
 
 // An object with the bytes it holds of a budget.
 template <typename T>
@@ -41,19 +49,49 @@ struct NewRows {
   const std::byte* value(uint64_t token, uint32_t head) const {
     return values + (token * kv_heads + head) * geometry.value_row_bytes;
   }
+  // Whether the token is equal to the one at `place` of a run of pages.
+  bool Equal(uint64_t token, uint32_t head, const std::byte* pages, uint64_t place) const {
+    return std::memcmp(pages + geometry.KeyOffset(place), key(token, head),
+                       geometry.key_row_bytes) == 0 &&
+           std::memcmp(pages + geometry.ValueOffset(place), value(token, head),
+                       geometry.value_row_bytes) == 0;
+  }
   const PageGeometry geometry;
   const std::byte* const keys;
   const std::byte* const values;
   const uint32_t kv_heads;
 };
 
-// Copies token `from` of a run of pages to place `to` of another.
-void CopyToken(const PageGeometry& geometry, const std::byte* source, uint64_t from,
-               std::byte* target, uint64_t to) {
-  std::memcpy(target + geometry.KeyOffset(to), source + geometry.KeyOffset(from),
-              geometry.key_row_bytes);
-  std::memcpy(target + geometry.ValueOffset(to), source + geometry.ValueOffset(from),
-              geometry.value_row_bytes);
+float Greatest(std::span<const float> values) {
+  float greatest = 0;
+  for (const float value : values) greatest = std::max(greatest, value);
+  return greatest;
+}
+
+// Raises each of `bounds` to at least its counterpart.
+void RaiseAll(std::span<const float> others, float* bounds) {
+  for (size_t i = 0; i < others.size(); ++i) bounds[i] = std::max(bounds[i], others[i]);
+}
+
+// [layers] greatest |k| of positions [begin, end), which the view's tail holds.
+std::vector<float> KeyBoundsOf(const SequenceView& view, uint64_t begin, uint64_t end) {
+  const PageGeometry geometry(view.shape);
+  std::vector<float> bounds(view.shape.layers, 0);
+  for (uint64_t position = begin; position < end;) {
+    const uint64_t block = position / kTailBlockTokens;
+    const uint64_t block_end = std::min(end, (block + 1) * kTailBlockTokens);
+    const TailBlock& source = *view.tail[block - view.tail_begin / kTailBlockTokens];
+    for (uint32_t layer = 0; layer < view.shape.layers; ++layer) {
+      for (uint32_t head = 0; head < view.shape.kv_heads; ++head) {
+        const float magnitude =
+            KeyMagnitude(geometry, source.pages(layer, head), position % kTailBlockTokens,
+                         block_end - block * kTailBlockTokens);
+        bounds[layer] = std::max(bounds[layer], magnitude);
+      }
+    }
+    position = block_end;
+  }
+  return bounds;
 }
 
 }  // namespace
@@ -84,26 +122,50 @@ Sequence::Sequence(uint64_t id, std::string tenant, OpenArgs args, uint64_t max_
       max_tokens_(max_tokens),
       budget_(budget),
       layer_tokens_(args_.shape.layers, 0),
-      key_magnitudes_(args_.shape.layers, 0) {}
+      key_bounds_(args_.shape.layers, 0),
+      token_ids_(budget) {}
+
+absl::StatusOr<std::shared_ptr<Sequence>> Sequence::Create(uint64_t id, absl::string_view tenant,
+                                                           OpenArgs args, uint64_t max_tokens,
+                                                           MemoryBudget* budget) {
+  const uint64_t bytes = sizeof(Sequence) + kTableEntryBytes + tenant.size() +
+                         args.fingerprint.size() + args.policy->preset.size() +
+                         args.shape.layers * (sizeof(uint64_t) + sizeof(float));
+  ATTND_ASSIGN_OR_RETURN(Reservation object, budget->Reserve(bytes, "a sequence"));
+  auto sequence =
+      std::make_shared<Sequence>(id, std::string(tenant), std::move(args), max_tokens, budget);
+  sequence->object_ = std::move(object);
+  return sequence;
+}
 
 // ---- appending ----
 
-absl::Status Sequence::Append(WriterId writer, const NewTokens& tokens) {
+absl::StatusOr<uint64_t> Sequence::Append(WriterId writer, const NewTokens& tokens) {
   MutexLock lock(mutex_);
   ATTND_RETURN_IF_ERROR(CheckAppend(writer, tokens));
-  ATTND_RETURN_IF_ERROR(AppendChecked(writer, tokens));
-  newest_step_ = kNoStep;  // an upload follows it: its reply has been seen
-  return absl::OkStatus();
+  ATTND_ASSIGN_OR_RETURN(TokenIds::Room room, MakeRoom(tokens));
+  const uint64_t appended = Take(writer, tokens, std::move(room));
+  if (appended > 0) newest_step_ = kNoStep;  // an upload follows it: its reply has been seen
+  return appended;
 }
 
 absl::StatusOr<Snapshot> Sequence::AppendAndRead(WriterId writer, const NewTokens& tokens,
                                                  float query_magnitude) {
   MutexLock lock(mutex_);
+  // Its answer cannot be given again: a segment's tokens are not in order, and some are estimated.
+  if (tokens.first_position < tail_.begin) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "position ", tokens.first_position, " lies in a finished segment; steps from ", tail_.begin,
+        " on can be repeated, the position expected is ", layer_tokens_[tokens.layer]));
+  }
   ATTND_RETURN_IF_ERROR(CheckAppend(writer, tokens));
-  ATTND_RETURN_IF_ERROR(CheckLogits(tokens.layer, query_magnitude, tokens.key_magnitude));
-  ATTND_RETURN_IF_ERROR(AppendChecked(writer, tokens));
+  ATTND_RETURN_IF_ERROR(
+      CheckLogits(tokens.layer, query_magnitude, Greatest(tokens.key_magnitudes)));
+  ATTND_ASSIGN_OR_RETURN(TokenIds::Room room, MakeRoom(tokens));
+  Snapshot snapshot{View(), 0};
+  snapshot.new_tokens = Take(writer, tokens, std::move(room));
   newest_step_ = tokens.first_position;
-  return Snapshot{View(), layer_tokens_[tokens.layer]};
+  return snapshot;
 }
 
 absl::Status Sequence::CheckAppend(WriterId writer, const NewTokens& tokens) {
@@ -122,26 +184,48 @@ absl::Status Sequence::CheckAppend(WriterId writer, const NewTokens& tokens) {
   const uint64_t repeated = std::min(end, length) - tokens.first_position;
   ATTND_RETURN_IF_ERROR(TakeWriter(writer));
   ATTND_RETURN_IF_ERROR(CheckRepeat(tokens, repeated));
-  return CheckTokenIds(tokens);
+  return token_ids_.Check(tokens.first_position, tokens.token_ids);
 }
 
-absl::Status Sequence::AppendChecked(WriterId writer, const NewTokens& tokens) {
+// All that appending may fail at.
+absl::StatusOr<TokenIds::Room> Sequence::MakeRoom(const NewTokens& tokens) {
+  ATTND_ASSIGN_OR_RETURN(TokenIds::Room room,
+                         token_ids_.MakeRoom(tokens.first_position, tokens.token_ids.size()));
+  ATTND_RETURN_IF_ERROR(GrowTail(tokens.first_position + tokens.tokens));
+  return room;
+}
+
+// Gives how many tokens are new.
+uint64_t Sequence::Take(WriterId writer, const NewTokens& tokens, TokenIds::Room room) noexcept {
   uint64_t& length = layer_tokens_[tokens.layer];
   const uint64_t end = tokens.first_position + tokens.tokens;
-  ATTND_RETURN_IF_ERROR(GrowTail(end));
+  const uint64_t repeated = std::min(end, length) - tokens.first_position;
   writer_ = writer;
-  StoreTokenIds(tokens);
-  Write(tokens, std::min(end, length) - tokens.first_position);
+  token_ids_.Store(tokens.first_position, tokens.token_ids, std::move(room));
+  Write(tokens, repeated);
+  RaiseKeyBounds(tokens, repeated);
   length = std::max(length, end);
-  float& magnitude = key_magnitudes_[tokens.layer];
-  magnitude = std::max(magnitude, tokens.key_magnitude);
-  return absl::OkStatus();
+  return tokens.tokens - repeated;
+}
+
+// By those of the blocks that got new tokens; what they repeat is in their bounds already.
+void Sequence::RaiseKeyBounds(const NewTokens& tokens, uint64_t repeated) {
+  if (repeated == tokens.tokens) return;
+  const uint64_t first_new = (tokens.first_position + repeated) / kTailBlockTokens;
+  const uint64_t first_block = tokens.first_position / kTailBlockTokens;
+  for (uint64_t block = first_new; block - first_block < tokens.key_magnitudes.size(); ++block) {
+    const float magnitude = tokens.key_magnitudes[block - first_block];
+    float& bound = tail_.key_bounds[(block - tail_.begin / kTailBlockTokens) * args_.shape.layers +
+                                    tokens.layer];
+    bound = std::max(bound, magnitude);
+    key_bounds_[tokens.layer] = std::max(key_bounds_[tokens.layer], magnitude);
+  }
 }
 
 absl::Status Sequence::CheckLogits(uint32_t layer, float query_magnitude,
                                    float key_magnitude) const {
   const double query = double{query_magnitude} * args_.shape.softmax_scale;
-  const double key = std::max(key_magnitude, key_magnitudes_[layer]);
+  const double key = std::max(key_magnitude, key_bounds_[layer]);
   if (query <= kLogitMax && key <= kLogitMax && query * key * args_.shape.head_dim <= kLogitMax) {
     return absl::OkStatus();
   }
@@ -166,33 +250,23 @@ void Sequence::ReleaseWriter(WriterId writer) {
   if (writer_ == writer) writer_.reset();
 }
 
-// The first `repeated` tokens are already here: they must be in the tail and equal.
+// The first `repeated` tokens are already here: they must be equal.
 absl::Status Sequence::CheckRepeat(const NewTokens& tokens, uint64_t repeated) {
-  if (repeated == 0) return absl::OkStatus();
-  if (tokens.first_position < tail_begin_) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "position ", tokens.first_position, " lies in a finished segment; positions from ",
-        tail_begin_, " can be repeated, the position expected is ", layer_tokens_[tokens.layer]));
-  }
-  if (!SameBytes(tokens, repeated)) {
-    return absl::AlreadyExistsError(
-        absl::StrCat("position ", tokens.first_position, " of layer ", tokens.layer,
-                     " exists with other keys or values; the position expected is ",
-                     layer_tokens_[tokens.layer]));
-  }
-  return absl::OkStatus();
+  const uint64_t end = tokens.first_position + repeated;
+  const uint64_t in_tail = std::clamp(tail_.begin, tokens.first_position, end);
+  if (SegmentsHold(tokens, in_tail) && TailHolds(tokens, in_tail, end)) return absl::OkStatus();
+  return absl::AlreadyExistsError(absl::StrCat(
+      "position ", tokens.first_position, " of layer ", tokens.layer,
+      " exists with other keys or values; the position expected is ", layer_tokens_[tokens.layer]));
 }
 
-bool Sequence::SameBytes(const NewTokens& tokens, uint64_t count) {
+// Whether positions [begin, end) of the tail are equal to the new tokens.
+bool Sequence::TailHolds(const NewTokens& tokens, uint64_t begin, uint64_t end) {
   const NewRows rows(tokens, args_.shape);
-  const PageGeometry& g = rows.geometry;
   for (uint32_t head = 0; head < args_.shape.kv_heads; ++head) {
-    for (uint64_t i = 0; i < count; ++i) {
-      const uint64_t position = tokens.first_position + i;
-      const std::byte* pages = TailPages(tokens.layer, head, position);
-      const uint64_t place = position % kTailBlockTokens;
-      if (std::memcmp(pages + g.KeyOffset(place), rows.key(i, head), g.key_row_bytes) != 0 ||
-          std::memcmp(pages + g.ValueOffset(place), rows.value(i, head), g.value_row_bytes) != 0) {
+    for (uint64_t position = begin; position < end; ++position) {
+      if (!rows.Equal(position - tokens.first_position, head,
+                      TailPages(tokens.layer, head, position), position % kTailBlockTokens)) {
         return false;
       }
     }
@@ -200,48 +274,55 @@ bool Sequence::SameBytes(const NewTokens& tokens, uint64_t count) {
   return true;
 }
 
-absl::Status Sequence::CheckTokenIds(const NewTokens& tokens) {
-  for (uint64_t i = 0; i < tokens.token_ids.size(); ++i) {
-    const uint64_t position = tokens.first_position + i;
-    if (position >= token_ids_.size()) break;
-    if (token_id_known_[position] && token_ids_[position] != tokens.token_ids[i]) {
-      return absl::AlreadyExistsError(absl::StrCat("token_ids[", i, "] is ", tokens.token_ids[i],
-                                                   "; position ", position, " has token id ",
-                                                   token_ids_[position]));
+// Whether the new tokens up to position `end` are equal to those of segments, which hold them as
+// they came, in another order.
+bool Sequence::SegmentsHold(const NewTokens& tokens, uint64_t end) const {
+  const NewRows rows(tokens, args_.shape);
+  const uint64_t begin = tokens.first_position;
+  for (const auto& segment : segments_) {
+    if (segment->end_position() <= begin || segment->first_position() >= end) continue;
+    for (uint32_t head = 0; head < args_.shape.kv_heads; ++head) {
+      const std::byte* pages = segment->pages(tokens.layer, head);
+      const std::span<const uint16_t> positions = segment->positions(tokens.layer, head);
+      for (uint64_t slot = 0; slot < positions.size(); ++slot) {
+        const uint64_t position = segment->first_position() + positions[slot];
+        if (position < begin || position >= end) continue;
+        if (!rows.Equal(position - begin, head, pages, slot)) return false;
+      }
     }
   }
-  return absl::OkStatus();
-}
-
-void Sequence::StoreTokenIds(const NewTokens& tokens) {
-  const uint64_t end = tokens.first_position + tokens.token_ids.size();
-  if (!tokens.token_ids.empty() && end > token_ids_.size()) {
-    token_ids_.resize(end);
-    token_id_known_.resize(end, false);
-  }
-  for (uint64_t i = 0; i < tokens.token_ids.size(); ++i) {
-    token_ids_[tokens.first_position + i] = tokens.token_ids[i];
-    token_id_known_[tokens.first_position + i] = true;
-  }
+  return true;
 }
 
 // Makes the blocks for positions up to `end`; all of them or none.
 absl::Status Sequence::GrowTail(uint64_t end) {
   const uint64_t needed =
-      end == 0 ? 0 : (end - 1) / kTailBlockTokens + 1 - tail_begin_ / kTailBlockTokens;
-  if (end <= tail_begin_ || needed <= tail_.size()) return absl::OkStatus();
-  Blocks blocks;
-  while (tail_.size() + blocks.size() < needed) {
+      end == 0 ? 0 : (end - 1) / kTailBlockTokens + 1 - tail_.begin / kTailBlockTokens;
+  if (end <= tail_.begin || needed <= tail_.blocks.size()) return absl::OkStatus();
+  std::vector<std::shared_ptr<const TailBlock>> blocks;
+  while (tail_.blocks.size() + blocks.size() < needed) {
     ATTND_ASSIGN_OR_RETURN(auto block, MakeTailBlock(args_.shape, budget_));
     blocks.push_back(std::move(block));
   }
-  tail_.insert(tail_.end(), blocks.begin(), blocks.end());
+  const size_t bounds = needed * args_.shape.layers;
+  if (needed > tail_.blocks.capacity()) tail_.blocks.reserve(2 * needed);
+  if (bounds > tail_.key_bounds.capacity()) tail_.key_bounds.reserve(2 * bounds);
+  ATTND_RETURN_IF_ERROR(HoldBooks(needed, segments_.size()));
+  tail_.key_bounds.resize(bounds, 0);
+  tail_.blocks.insert(tail_.blocks.end(), blocks.begin(), blocks.end());
   view_.reset();
   return absl::OkStatus();
 }
 
+// Bytes of the lists for so many blocks and segments.
+absl::Status Sequence::HoldBooks(size_t blocks, size_t segments) {
+  const uint64_t entry = kListEntryBytes + 2 * sizeof(float) * args_.shape.layers;
+  return budget_->Resize(&books_, (blocks + segments) * entry, "a sequence's lists");
+}
+
 std::byte* Sequence::TailPages(uint32_t layer, uint32_t kv_head, uint64_t position) {
-  return tail_[position / kTailBlockTokens - tail_begin_ / kTailBlockTokens]->pages(layer, kv_head);
+  return tail_.blocks[position / kTailBlockTokens - tail_.begin / kTailBlockTokens]->pages(layer,
+                                                                                           kv_head);
 }
 
 void Sequence::Write(const NewTokens& tokens, uint64_t skip) {
@@ -268,7 +349,7 @@ absl::StatusOr<Snapshot> Sequence::Read(uint32_t layer, uint64_t position, float
                      layer_tokens_[layer]));
   }
   ATTND_RETURN_IF_ERROR(CheckLogits(layer, query_magnitude, 0));
-  return Snapshot{View(), layer_tokens_[layer]};
+  return Snapshot{View(), 0};
 }
 
 std::shared_ptr<const SequenceView> Sequence::View() {
@@ -276,8 +357,8 @@ std::shared_ptr<const SequenceView> Sequence::View() {
     auto view = std::make_shared<SequenceView>();
     view->shape = args_.shape;
     view->segments = segments_;
-    view->tail = tail_;
-    view->tail_begin = tail_begin_;
+    view->tail = tail_.blocks;
+    view->tail_begin = tail_.begin;
     view_ = std::move(view);
   }
   return view_;
@@ -285,11 +366,6 @@ std::shared_ptr<const SequenceView> Sequence::View() {
 
 uint64_t Sequence::Committed() const {
   return *std::min_element(layer_tokens_.begin(), layer_tokens_.end());
-}
-
-uint64_t Sequence::CommittedTokens() {
-  MutexLock lock(mutex_);
-  return Committed();
 }
 
 absl::Status Sequence::CheckAligned() {
@@ -307,158 +383,94 @@ SequenceInfo Sequence::Info() {
   info.id = id_;
   info.args = args_;
   info.committed_tokens = Committed();
-  info.segmented_tokens = tail_begin_;
+  info.segmented_tokens = tail_.begin;
   info.segments = static_cast<uint32_t>(segments_.size());
   for (const auto& segment : segments_) info.resident_bytes += segment->bytes();
-  info.resident_bytes += tail_.size() * TailBlock::Bytes(args_.shape);
+  info.resident_bytes += tail_.blocks.size() * TailBlock::Bytes(args_.shape);
   info.layer_tokens = layer_tokens_;
   return info;
 }
 
 // ---- segments ----
 
+uint64_t Sequence::SegmentsEnd() const {
+  const uint64_t committed = Committed();
+  return std::min(committed - std::min<uint64_t>(committed, policy().window), newest_step_);
+}
+
+bool Sequence::HasSegment(uint32_t min_tokens) {
+  MutexLock lock(mutex_);
+  return SegmentsEnd() >= tail_.begin + min_tokens;
+}
+
+bool Sequence::BuildDue(uint32_t min_tokens) {
+  MutexLock lock(mutex_);
+  return SegmentsEnd() >= tail_.begin + min_tokens && Committed() >= build_from_;
+}
+
+void Sequence::DelayBuild() {
+  MutexLock lock(mutex_);
+  build_delay_ = std::clamp(2 * build_delay_, kBuildDelayMin, kBuildDelayMax);
+  build_from_ = Committed() + build_delay_;
+}
+
 std::optional<SegmentJob> Sequence::NextSegment(uint32_t min_tokens, uint32_t max_tokens) {
   MutexLock lock(mutex_);
-  const uint64_t committed = Committed();
-  const uint64_t end =
-      std::min(committed - std::min<uint64_t>(committed, policy().window), newest_step_);
-  if (end < tail_begin_ + min_tokens) return std::nullopt;
+  const uint64_t end = SegmentsEnd();
+  if (end < tail_.begin + min_tokens) return std::nullopt;
   SegmentJob job;
-  job.tokens = static_cast<uint32_t>(std::min<uint64_t>(max_tokens, end - tail_begin_));
-  job.unclustered = tail_begin_ == 0 ? policy().sink : 0;
+  job.tokens = static_cast<uint32_t>(std::min<uint64_t>(max_tokens, end - tail_.begin));
+  job.unclustered = tail_.begin == 0 ? policy().sink : 0;
   job.view = View();
   return job;
 }
 
 bool Sequence::Install(const SegmentJob& job, std::shared_ptr<const Segment> segment) {
+  // The bounds of the job's whole blocks are known; those of the parts at its ends are looked up
+  // here, in positions that are never written again.
+  const uint64_t begin = job.view->tail_begin;
+  const uint64_t end = begin + job.tokens;
+  const uint64_t first_whole = (begin + kTailBlockTokens - 1) / kTailBlockTokens;
+  const uint64_t end_whole = std::max(first_whole, end / kTailBlockTokens);
+  std::vector<float> bounds =
+      KeyBoundsOf(*job.view, begin, std::min(end, first_whole * kTailBlockTokens));
+  RaiseAll(KeyBoundsOf(*job.view, std::max(begin, end_whole * kTailBlockTokens), end),
+           bounds.data());
+
   MutexLock lock(mutex_);
-  // A truncation may have taken the tokens away, and others may have come in their place: the
-  // blocks then differ.
-  const uint64_t end = tail_begin_ + job.tokens;
-  if (tail_begin_ != job.view->tail_begin || Committed() < end + policy().window) return false;
-  const uint64_t blocks = (end - 1) / kTailBlockTokens + 1 - tail_begin_ / kTailBlockTokens;
-  if (tail_.size() < blocks ||
-      !std::equal(tail_.begin(), tail_.begin() + static_cast<ptrdiff_t>(blocks),
-                  job.view->tail.begin())) {
-    return false;
+  if (!StillFits(job)) return false;
+  const uint32_t layers = args_.shape.layers;
+  const uint64_t first_block = begin / kTailBlockTokens;
+  for (uint64_t block = first_whole; block < end_whole; ++block) {
+    RaiseAll(tail_.BoundsOf(block - first_block, layers), bounds.data());
   }
-  const uint64_t dropped = end / kTailBlockTokens - tail_begin_ / kTailBlockTokens;
-  tail_.erase(tail_.begin(), tail_.begin() + static_cast<ptrdiff_t>(dropped));
-  tail_begin_ = end;
+  if (segments_.size() == segments_.capacity()) segments_.reserve(2 * segments_.size() + 1);
+  segment_key_bounds_.insert(segment_key_bounds_.end(), bounds.begin(), bounds.end());
+  const uint64_t dropped = end / kTailBlockTokens - first_block;
+  // A segment takes the place of several blocks: the lists shrink, which cannot fail.
+  HoldBooks(tail_.blocks.size() - dropped, segments_.size() + 1).IgnoreError();
   segments_.push_back(std::move(segment));
+  tail_.DropBlocks(dropped, layers);
+  tail_.begin = end;
+  build_from_ = build_delay_ = 0;
   view_.reset();
   return true;
 }
 
-// ---- shorter histories ----
-
-// Segments that a history of `length` tokens keeps: those outside its window.
-size_t Sequence::SegmentsKept(uint64_t length) const {
-  size_t kept = 0;
-  while (kept < segments_.size() && segments_[kept]->end_position() + policy().window <= length) {
-    ++kept;
-  }
-  return kept;
-}
-
-absl::StatusOr<uint64_t> Sequence::Truncate(uint64_t length) {
-  MutexLock lock(mutex_);
-  if (length > Committed()) {
-    return absl::FailedPreconditionError(absl::StrCat("length is ", length, "; the sequence has ",
-                                                      Committed(), " committed tokens"));
-  }
-  const size_t kept = SegmentsKept(length);
-  const uint64_t begin = kept == 0 ? 0 : segments_[kept - 1]->end_position();
-  ATTND_ASSIGN_OR_RETURN(Blocks blocks, TailFor(begin, length));
-  segments_.resize(kept);
-  tail_ = std::move(blocks);
-  tail_begin_ = begin;
-  std::fill(layer_tokens_.begin(), layer_tokens_.end(), length);
-  newest_step_ = std::min(newest_step_, length);
-  if (length == 0) std::fill(key_magnitudes_.begin(), key_magnitudes_.end(), 0.0f);
-  if (token_ids_.size() > length) {
-    token_ids_.resize(length);
-    token_id_known_.resize(length);
-  }
-  view_.reset();
-  return tail_begin_;
-}
-
-absl::Status Sequence::ForkInto(std::optional<uint64_t> wanted, Sequence* child) {
-  MutexLock lock(mutex_);
-  const uint64_t length = wanted.value_or(Committed());
-  if (length > Committed()) {
-    return absl::FailedPreconditionError(absl::StrCat("length is ", length, "; the sequence has ",
-                                                      Committed(), " committed tokens"));
-  }
-  const size_t kept = SegmentsKept(length);
-  const uint64_t begin = kept == 0 ? 0 : segments_[kept - 1]->end_position();
-  ATTND_ASSIGN_OR_RETURN(Blocks blocks, TailFor(begin, length));
-  MutexLock child_lock(child->mutex_);
-  child->segments_.assign(segments_.begin(), segments_.begin() + static_cast<ptrdiff_t>(kept));
-  child->tail_ = std::move(blocks);
-  child->tail_begin_ = begin;
-  std::fill(child->layer_tokens_.begin(), child->layer_tokens_.end(), length);
-  child->key_magnitudes_ = key_magnitudes_;
-  const size_t ids = std::min<uint64_t>(length, token_ids_.size());
-  child->token_ids_.assign(token_ids_.begin(), token_ids_.begin() + static_cast<ptrdiff_t>(ids));
-  child->token_id_known_.assign(token_id_known_.begin(),
-                                token_id_known_.begin() + static_cast<ptrdiff_t>(ids));
-  return absl::OkStatus();
-}
-
-// A tail with positions [begin, length): full blocks are shared; those that will be written again,
-// or that need tokens from a segment, are new.
-absl::StatusOr<Sequence::Blocks> Sequence::TailFor(uint64_t begin, uint64_t length) {
-  Blocks blocks;
-  for (uint64_t block = begin / kTailBlockTokens; block * kTailBlockTokens < length; ++block) {
-    const uint64_t first = std::max(begin, block * kTailBlockTokens);
-    const uint64_t end = (block + 1) * kTailBlockTokens;
-    if (first >= tail_begin_ && end <= length) {
-      blocks.push_back(tail_[block - tail_begin_ / kTailBlockTokens]);
-      continue;
-    }
-    ATTND_ASSIGN_OR_RETURN(auto copy, MakeTailBlock(args_.shape, budget_));
-    const uint64_t last = std::min(end, length);
-    if (last > tail_begin_) CopyFromTail(std::max(first, tail_begin_), last, *copy, block);
-    blocks.push_back(std::move(copy));
-  }
-  CopyFromSegments(begin, std::min(length, tail_begin_), blocks);
-  return blocks;
-}
-
-void Sequence::CopyFromTail(uint64_t begin, uint64_t end, const TailBlock& target, uint64_t block) {
-  const PageGeometry geometry(args_.shape);
-  const TailBlock& source = *tail_[block - tail_begin_ / kTailBlockTokens];
-  for (uint32_t layer = 0; layer < args_.shape.layers; ++layer) {
-    for (uint32_t head = 0; head < args_.shape.kv_heads; ++head) {
-      for (uint64_t position = begin; position < end; ++position) {
-        const uint64_t place = position % kTailBlockTokens;
-        CopyToken(geometry, source.pages(layer, head), place, target.pages(layer, head), place);
-      }
-    }
-  }
-}
-
-// Positions [begin, end) of the segments into blocks, the first of which holds `begin`.
-void Sequence::CopyFromSegments(uint64_t begin, uint64_t end, const Blocks& blocks) {
-  const PageGeometry geometry(args_.shape);
-  const uint64_t first_block = begin / kTailBlockTokens;
-  for (const auto& segment : segments_) {
-    if (segment->end_position() <= begin || segment->first_position() >= end) continue;
-    for (uint32_t layer = 0; layer < args_.shape.layers; ++layer) {
-      for (uint32_t head = 0; head < args_.shape.kv_heads; ++head) {
-        const std::span<const uint16_t> positions = segment->positions(layer, head);
-        for (uint64_t slot = 0; slot < positions.size(); ++slot) {
-          const uint64_t position = segment->first_position() + positions[slot];
-          if (position < begin || position >= end) continue;
-          const TailBlock& target = *blocks[position / kTailBlockTokens - first_block];
-          CopyToken(geometry, segment->pages(layer, head), slot, target.pages(layer, head),
-                    position % kTailBlockTokens);
-        }
-      }
-    }
-  }
+// Whether the tokens that a job was made from are still there, committed and outside the window.
+bool Sequence::StillFits(const SegmentJob& job) const {
+  // A truncation may have taken the tokens away, and others may have come in their place: the
+  // blocks then differ. A truncation keeps a block only if it keeps all of its positions, which are
+  // never written again; it copies or drops the others. The job's view holds the old blocks, so
+  // that no new one can have the address of an old one.
+  const uint64_t end = tail_.begin + job.tokens;
+  if (tail_.begin != job.view->tail_begin || Committed() < end + policy().window) return false;
+  // A step that is being repeated must stay in the tail until a newer one comes.
+  if (end > newest_step_) return false;
+  const uint64_t blocks = (end - 1) / kTailBlockTokens + 1 - tail_.begin / kTailBlockTokens;
+  return tail_.blocks.size() >= blocks &&
+         std::equal(tail_.blocks.begin(), tail_.blocks.begin() + static_cast<ptrdiff_t>(blocks),
+                    job.view->tail.begin());
 }
 
 }  // namespace attnd::engine

@@ -16,10 +16,12 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "attention/backend.h"
 #include "common/mutex.h"
 #include "engine/engine.h"
 #include "engine/memory_budget.h"
+#include "engine/token_ids.h"
 
 namespace attnd::engine {
 
@@ -32,13 +34,14 @@ struct NewTokens {
   const std::byte* keys = nullptr;
   const std::byte* values = nullptr;
   std::span<const uint32_t> token_ids;  // none or [tokens]
-  float key_magnitude = 0;              // greatest absolute value of the keys
+  // Greatest absolute value of the keys in each tail block that the tokens touch (BlockMagnitudes).
+  std::span<const float> key_magnitudes;
 };
 
 // What a step reads.
 struct Snapshot {
   std::shared_ptr<const attention::SequenceView> view;
-  uint64_t layer_tokens = 0;
+  uint64_t new_tokens = 0;  // that the call appended
 };
 
 // Tokens [view->tail_begin, + tokens) that may become a segment.
@@ -52,11 +55,15 @@ struct SegmentJob {
 // sequence that made it, each position once, under the lock, before the length that covers it is
 // published: a view may be read without it.
 //
-// Invariants: segments are contiguous from position 0 and end at tail_begin_; every layer has at
-// least tail_begin_ tokens; the last `window` committed tokens are in the tail, if there are so
+// Invariants: segments are contiguous from position 0 and end at tail_.begin; every layer has at
+// least tail_.begin tokens; the last `window` committed tokens are in the tail, if there are so
 // many.
 class Sequence {
  public:
+  // A sequence that holds the bytes of its own object. ResourceExhausted.
+  static absl::StatusOr<std::shared_ptr<Sequence>> Create(uint64_t id, absl::string_view tenant,
+                                                          OpenArgs args, uint64_t max_tokens,
+                                                          MemoryBudget* budget);
   Sequence(uint64_t id, std::string tenant, OpenArgs args, uint64_t max_tokens,
            MemoryBudget* budget);
 
@@ -65,11 +72,12 @@ class Sequence {
   const ModelShape& shape() const { return args_.shape; }
   const attention::Policy& policy() const { return *args_.policy; }
 
-  // Appends, or recognises a repeat; errors as Engine::Append says, state unchanged then.
-  absl::Status Append(WriterId writer, const NewTokens& tokens);
+  // Appends, or recognises a repeat, and gives how many tokens are new; errors as Engine::Append
+  // says, state unchanged then.
+  absl::StatusOr<uint64_t> Append(WriterId writer, const NewTokens& tokens);
   // Appends and gives what a step over these tokens reads, in one: no truncation and no new segment
-  // comes in between. OutOfRange, with nothing appended, if queries of that magnitude could have
-  // logits beyond kLogitMax.
+  // comes in between. FailedPrecondition for a repeat of what a segment covers; OutOfRange, with
+  // nothing appended, if queries of that magnitude could have logits beyond kLogitMax.
   absl::StatusOr<Snapshot> AppendAndRead(WriterId writer, const NewTokens& tokens,
                                          float query_magnitude);
   // What a step reads that only asks. FailedPrecondition unless `position` is the layer's length;
@@ -83,6 +91,16 @@ class Sequence {
 
   // The next segment of at least min_tokens and at most max_tokens outside the window, or nothing.
   std::optional<SegmentJob> NextSegment(uint32_t min_tokens, uint32_t max_tokens);
+  // Whether NextSegment would give one.
+  bool HasSegment(uint32_t min_tokens);
+  // The same, but not while DelayBuild holds the background back.
+  bool BuildDue(uint32_t min_tokens);
+  // A background build failed: the next one is due when more tokens have come, kBuildDelayMin at
+  // first and twice as many after each further failure, up to kBuildDelayMax. Forgotten with the
+  // next segment or truncation.
+  void DelayBuild();
+  static constexpr uint64_t kBuildDelayMin = 64;
+  static constexpr uint64_t kBuildDelayMax = 8192;
   // Swaps a built segment in. False if the sequence changed meanwhile, so that it no longer fits.
   bool Install(const SegmentJob& job, std::shared_ptr<const attention::Segment> segment);
   // FailedPrecondition if layers differ in length.
@@ -100,37 +118,60 @@ class Sequence {
   void ReleaseWriter(WriterId writer);
 
   SequenceInfo Info();
-  uint64_t CommittedTokens();
 
  private:
-  using Blocks = std::vector<std::shared_ptr<const attention::TailBlock>>;
+  // Positions from `begin` on.
+  struct Tail {
+    uint64_t begin = 0;
+    // Block i holds positions from 64 (begin / 64 + i).
+    std::vector<std::shared_ptr<const attention::TailBlock>> blocks;
+    std::vector<float> key_bounds;  // [blocks][layers] greatest |k| of the block's positions
+
+    std::span<const float> BoundsOf(uint64_t block, uint32_t layers) const {
+      return std::span<const float>(key_bounds).subspan(block * layers, layers);
+    }
+    void DropBlocks(uint64_t count, uint32_t layers) {
+      blocks.erase(blocks.begin(), blocks.begin() + static_cast<ptrdiff_t>(count));
+      key_bounds.erase(key_bounds.begin(),
+                       key_bounds.begin() + static_cast<ptrdiff_t>(count * layers));
+    }
+  };
   static constexpr uint64_t kNoStep = std::numeric_limits<uint64_t>::max();
 
+  bool StillFits(const SegmentJob& job) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Where a segment may end: outside the window, before the newest step.
+  uint64_t SegmentsEnd() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckAppend(WriterId writer, const NewTokens& tokens)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status AppendChecked(WriterId writer, const NewTokens& tokens)
+  absl::StatusOr<TokenIds::Room> MakeRoom(const NewTokens& tokens)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  uint64_t Take(WriterId writer, const NewTokens& tokens, TokenIds::Room room) noexcept
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status HoldBooks(size_t blocks, size_t segments) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckLogits(uint32_t layer, float query_magnitude, float key_magnitude) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status TakeWriter(WriterId writer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckRepeat(const NewTokens& tokens, uint64_t repeated)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status CheckTokenIds(const NewTokens& tokens) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void StoreTokenIds(const NewTokens& tokens) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status GrowTail(uint64_t end) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::byte* TailPages(uint32_t layer, uint32_t kv_head, uint64_t position)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Write(const NewTokens& tokens, uint64_t skip) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  bool SameBytes(const NewTokens& tokens, uint64_t count) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool TailHolds(const NewTokens& tokens, uint64_t begin, uint64_t end)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool SegmentsHold(const NewTokens& tokens, uint64_t end) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   uint64_t Committed() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::shared_ptr<const attention::SequenceView> View() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   size_t SegmentsKept(uint64_t length) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::StatusOr<Blocks> TailFor(uint64_t begin, uint64_t length)
+  absl::StatusOr<Tail> TailFor(uint64_t begin, uint64_t length)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void CopyFromSegments(uint64_t begin, uint64_t end, const Blocks& blocks)
+  void CopyFromSegments(uint64_t end, Tail* target) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void CopyFromTail(uint64_t begin, uint64_t end, Tail* target)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void CopyFromTail(uint64_t begin, uint64_t end, const attention::TailBlock& target,
-                    uint64_t block) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void RaiseKeyBounds(const NewTokens& tokens, uint64_t repeated)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void SumUpKeyBounds() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // Constant.
   const uint64_t id_;
@@ -138,6 +179,7 @@ class Sequence {
   const OpenArgs args_;  // with a policy
   const uint64_t max_tokens_;
   MemoryBudget* const budget_;
+  Reservation object_;  // set by Create
 
   std::atomic<bool> closed_{false};
 
@@ -145,16 +187,20 @@ class Sequence {
 
   Mutex mutex_;
   std::vector<std::shared_ptr<const attention::Segment>> segments_ ABSL_GUARDED_BY(mutex_);
-  Blocks tail_ ABSL_GUARDED_BY(mutex_);  // block i holds positions from 64 (tail_begin_ / 64 + i)
-  uint64_t tail_begin_ ABSL_GUARDED_BY(mutex_) = 0;
+  Tail tail_ ABSL_GUARDED_BY(mutex_);
   std::vector<uint64_t> layer_tokens_ ABSL_GUARDED_BY(mutex_);  // [layers]
   // Where the newest step began; kept out of segments, however long it is, so that it can be
   // repeated.
   uint64_t newest_step_ ABSL_GUARDED_BY(mutex_) = kNoStep;
-  // [layers] bound of the absolute values of all keys that the layer has had since it was empty.
-  std::vector<float> key_magnitudes_ ABSL_GUARDED_BY(mutex_);
-  std::vector<uint32_t> token_ids_ ABSL_GUARDED_BY(mutex_);   // by position, where known
-  std::vector<bool> token_id_known_ ABSL_GUARDED_BY(mutex_);  // as long as token_ids_
+  // The background builds from this committed length on; grows by build_delay_ with each failure.
+  uint64_t build_from_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t build_delay_ ABSL_GUARDED_BY(mutex_) = 0;
+  // Greatest |k| by segment, [segments][layers], and of all tokens, [layers]. Kept in parts so that
+  // what is dropped takes its bound with it.
+  std::vector<float> segment_key_bounds_ ABSL_GUARDED_BY(mutex_);
+  std::vector<float> key_bounds_ ABSL_GUARDED_BY(mutex_);
+  TokenIds token_ids_ ABSL_GUARDED_BY(mutex_);
+  Reservation books_ ABSL_GUARDED_BY(mutex_);  // for the lists of segments and blocks
   std::optional<WriterId> writer_ ABSL_GUARDED_BY(mutex_);
   // Made when asked for, dropped when segments or blocks change.
   std::shared_ptr<const attention::SequenceView> view_ ABSL_GUARDED_BY(mutex_);

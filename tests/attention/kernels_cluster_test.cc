@@ -89,7 +89,7 @@ TEST_P(ClusterKernelsTest, ClusterErrors) {
 
 // The cluster must be as near as the nearest, up to rounding; the lower one of true equals.
 TEST_P(ClusterKernelsTest, AssignClosest) {
-  for (const size_t dim : {16, 48, 64, 128, 512}) {
+  for (const size_t dim : {16, 48, 64, 128, 512, 576}) {
     for (const size_t clusters : {1, 2, 15, 16, 17, 33, 64, 90}) {
       for (const size_t n : {1, 3, 4, 9}) {
         SCOPED_TRACE(testing::Message() << "seed " << TestSeed() << ", dim " << dim << ", clusters "

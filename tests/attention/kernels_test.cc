@@ -84,7 +84,7 @@ std::vector<float> Guarded(size_t size, float fill = 0) {
 
 TEST_P(KernelsTest, DotRows) {
   for (const DType dtype : kDTypes) {
-    for (size_t dim = 16; dim <= 512; dim += 16) {
+    for (size_t dim = 16; dim <= kernels::kDimMax; dim += 16) {
       for (const size_t n : kCounts) {
         SCOPED_TRACE(testing::Message()
                      << "seed " << TestSeed() << ", " << std::string(DTypeName(dtype)) << ", n "
@@ -114,7 +114,7 @@ TEST_P(KernelsTest, DotRows) {
 
 TEST_P(KernelsTest, AddWeightedRows) {
   for (const DType dtype : kDTypes) {
-    for (size_t dim = 16; dim <= 512; dim += 16) {
+    for (size_t dim = 16; dim <= kernels::kDimMax; dim += 16) {
       for (const size_t n : kCounts) {
         SCOPED_TRACE(testing::Message()
                      << "seed " << TestSeed() << ", " << std::string(DTypeName(dtype)) << ", n "
@@ -163,7 +163,7 @@ TEST_P(KernelsTest, StoredTypesAreReadExactly) {
 }
 
 TEST_P(KernelsTest, DotDeviations) {
-  for (size_t dim = 16; dim <= 512; dim += 16) {
+  for (size_t dim = 16; dim <= kernels::kDimMax; dim += 16) {
     for (const size_t n : kCounts) {
       SCOPED_TRACE(testing::Message() << "seed " << TestSeed() << ", n " << n << ", dim " << dim);
       std::vector<uint8_t> codes(n * dim / 2);
@@ -305,7 +305,8 @@ void ExpectState(const QuadState& state, const std::vector<oracle::SoftmaxState>
 
 TEST_P(KernelsTest, AttendRuns) {
   const std::pair<uint32_t, uint32_t> dims[] = {{16, 16},   {64, 64},  {48, 112}, {80, 32},
-                                                {128, 128}, {256, 16}, {16, 512}, {512, 512}};
+                                                {128, 128}, {256, 16}, {16, 512}, {512, 512},
+                                                {576, 512}, {512, 576}};
   const TokenRange ranges[] = {{0, 1}, {5, 6}, {3, 17}, {15, 33}, {0, 64}, {7, 150}, {0, 203}};
   for (const DType dtype : kDTypes) {
     for (const auto& [head_dim, value_dim] : dims) {

@@ -131,14 +131,6 @@ TEST(CheckedMath, Products) {
   EXPECT_EQ(CheckedProduct({0, kMax, kMax}), 0u);
 }
 
-TEST(CheckedMath, Sums) {
-  static_assert(CheckedSum(1, 2) == 3u);
-  EXPECT_EQ(CheckedSum(kMax, 0), kMax);
-  EXPECT_EQ(CheckedSum(kMax - 1, 1), kMax);
-  EXPECT_EQ(CheckedSum(kMax, 1), std::nullopt);
-  EXPECT_EQ(CheckedSum(kMax, kMax), std::nullopt);
-}
-
 TEST(AlignedBuffer, FreshBytesAreZeroAndPageAligned) {
   for (const size_t bytes : {size_t{1}, size_t{4096}, size_t{4097}, (size_t{2} << 20) + 5}) {
     const AlignedBuffer buffer(bytes);

@@ -237,7 +237,7 @@ TEST(EngineConcurrencyTest, AClosedSequenceIsNotBuiltToTheEnd) {
               return absl::OkStatus();
             }).time,
             kSoon);
-  EXPECT_EQ(status.code(), StatusCode::kCancelled);
+  EXPECT_EQ(status.code(), StatusCode::kNotFound);
   EXPECT_EQ(engine->usage().resident_bytes, 0u);
 }
 
@@ -293,7 +293,7 @@ TEST(EngineConcurrencyTest, ShutdownDuringABackgroundBuild) {
             StatusCode::kUnavailable);
   Generate(&sequence, 1, &random);  // what is open is answered until the end
   EXPECT_EQ(engine->FinishPrefill(kTenant, kWriter, sequence.id, nullptr).status().code(),
-            StatusCode::kCancelled);
+            StatusCode::kUnavailable);
   engine.reset();
 }
 

@@ -93,11 +93,62 @@ TEST_F(EngineFaultsTest, AppendRepeatsInPart) {
   EXPECT_TRUE(MatchesModel(&sequence_, &random_));
 }
 
+// An upload that is sent again after its prefill was finished: the same tokens are accepted
+// wherever they are now, others are not.
 TEST_F(EngineFaultsTest, AppendRepeatsInsideASegment) {
-  ExpectRefused(Append(ChunkOf(0, 511, sequence_.history.Slice(0, 511, 10))),
-                StatusCode::kFailedPrecondition, "expected is 700");
-  ExpectRefused(Append(ChunkOf(0, 0, sequence_.history.Slice(0, 0, 700))),
-                StatusCode::kFailedPrecondition, "segment");
+  for (uint32_t layer = 0; layer < 2; ++layer) {
+    for (const auto& [first, tokens] : std::vector<std::pair<uint64_t, uint64_t>>{
+             {0, 700}, {0, 1}, {17, 300}, {511, 1}, {511, 2}, {500, 200}}) {
+      SCOPED_TRACE(testing::Message() << "layer " << layer << " first " << first);
+      const Kv same = sequence_.history.Slice(layer, first, tokens);
+      EXPECT_TRUE(Append(ChunkOf(layer, first, same)).ok());
+      EXPECT_TRUE(Unchanged(&sequence_, state_));
+      for (int i = 0; i < 20; ++i) {
+        Kv other = same;
+        Numbers& numbers = i % 2 == 0 ? other.k : other.v;
+        numbers.Set(random_.Below(numbers.values.size()), 9);
+        ExpectRefused(Append(ChunkOf(layer, first, other)), StatusCode::kAlreadyExists,
+                      "keys or values; the position expected is 700");
+      }
+    }
+  }
+  EXPECT_EQ(
+      engine_->Append(kTenant, 2, sequence_.id, ChunkOf(0, 3, sequence_.history.Slice(0, 3, 9)))
+          .code(),
+      StatusCode::kAborted);
+}
+
+// From a segment through the tail to new tokens.
+TEST_F(EngineFaultsTest, AppendRepeatsASegmentInPart) {
+  const Kv more = RandomKv(shape(), 70, &random_);
+  Kv chunk = sequence_.history.Slice(1, 300, 400);
+  chunk.k.Append(more.k);
+  chunk.v.Append(more.v);
+  chunk.tokens = 470;
+  ASSERT_TRUE(Append(ChunkOf(1, 300, chunk)).ok());
+  sequence_.history.Append(1, more);
+  EXPECT_TRUE(MatchesModel(&sequence_, &random_));
+}
+
+// A repeat of an upload does not end the repeating of the newest step.
+TEST_F(EngineFaultsTest, AppendRepeatsBehindAStep) {
+  TestSequence sequence =
+      OpenSequence(engine_.get(), shape(), PolicyOf("dense", {{"window", "0"}}));
+  Prefill(&sequence, 300, &random_);
+  std::vector<Row> rows;
+  for (uint32_t layer = 0; layer < 2; ++layer) {
+    rows.push_back(NextRow(&sequence, layer, 400, &random_));
+    ASSERT_TRUE(SendRow(rows.back(), layer).row_status(0).ok());
+  }
+  for (uint32_t layer = 0; layer < 2; ++layer) {
+    ASSERT_TRUE(engine_
+                    ->Append(kTenant, kWriter, sequence.id,
+                             ChunkOf(layer, 0, sequence.history.Slice(layer, 0, 300)))
+                    .ok());
+  }
+  FinishPrefill(&sequence);  // would take 512 tokens and more
+  EXPECT_EQ(sequence.Info().segmented_tokens, 0u);
+  EXPECT_TRUE(SendRow(rows[1], 1).row_status(0).ok());
 }
 
 TEST_F(EngineFaultsTest, AppendHasTheWrongForm) {

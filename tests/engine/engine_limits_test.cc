@@ -56,7 +56,7 @@ TEST(EngineLimitsTest, OpenNamesTheFieldOfTheShape) {
   refused("query_heads", [](OpenArgs* a) { a->shape.query_heads = 5; });
   refused("kv_heads", [](OpenArgs* a) { a->shape.kv_heads = 0; });
   refused("head_dim", [](OpenArgs* a) { a->shape.head_dim = 20; });
-  refused("value_dim", [](OpenArgs* a) { a->shape.value_dim = 528; });
+  refused("value_dim", [](OpenArgs* a) { a->shape.value_dim = kHeadDimMax + 16; });
   refused("softmax_scale", [](OpenArgs* a) { a->shape.softmax_scale = NAN; });
   refused("shard", [](OpenArgs* a) { a->shard.count = 0; });
   refused("shard", [](OpenArgs* a) { a->shard.index = 1; });
@@ -196,6 +196,49 @@ TEST_F(BudgetTest, ForkAndTruncate) {
   EXPECT_EQ(used(), 0u);
 }
 
+// Sequences and token ids are of the budget, and so is the answer of a step while it is made.
+TEST_F(BudgetTest, SequencesTokenIdsAndAnswers) {
+  TestSequence sequence = OpenSequence(engine_.get(), shape_);
+  const uint64_t opened = used();
+  EXPECT_GT(opened, 300u);
+  Prefill(&sequence, 64, &random_);
+  const uint64_t without_ids = used();
+  const std::vector<uint32_t> ids(64, 5);
+  AppendChunk chunk = ChunkOf(0, 0, sequence.history.layers[0]);
+  chunk.token_ids = ids;
+  const absl::Status with_ids = engine_->Append(kTenant, kWriter, sequence.id, chunk);
+  ASSERT_TRUE(with_ids.ok()) << with_ids;
+  EXPECT_GE(used(), without_ids + 64 * 4);
+
+  // 300 tokens of 2 heads of 16 and the log-sum-exp: 40 KiB.
+  const Row large = QueryOnlyRow(&sequence, 0, 300, &random_);
+  EXPECT_TRUE(SendRow(large, 0).row_status(0).ok());
+  TestSequence filler = OpenSequence(engine_.get(), shape_);
+  while (used() + 40000 < engine_->usage().capacity_bytes) {
+    ASSERT_TRUE(AppendNext(&filler, 0, RandomKv(shape_, 64, &random_)).ok());
+  }
+  const State state = StateOf(&sequence);
+  const uint64_t before = used();
+  const absl::Status status = SendRow(large, 0).row_status(0);
+  EXPECT_EQ(status.code(), StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("the step's answer needs"));
+  EXPECT_EQ(SendRow(NextRow(&sequence, 0, 300, &random_), 0).row_status(0).code(),
+            StatusCode::kResourceExhausted);
+  EXPECT_EQ(used(), before);
+  EXPECT_TRUE(Unchanged(&sequence, state));
+
+  std::vector<uint64_t> opened_ids;
+  absl::StatusOr<uint64_t> id = 0;
+  while ((id = engine_->Open(kTenant, ArgsOf(shape_))).ok()) opened_ids.push_back(*id);
+  EXPECT_EQ(id.status().code(), StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(id.status().message()), HasSubstr("a sequence needs"));
+  for (const uint64_t each : opened_ids) ASSERT_TRUE(engine_->Close(kTenant, each).ok());
+  EXPECT_EQ(used(), before);
+  ASSERT_TRUE(engine_->Close(kTenant, sequence.id).ok());
+  ASSERT_TRUE(engine_->Close(kTenant, filler.id).ok());
+  EXPECT_EQ(used(), 0u);
+}
+
 // Shared segments are held once and live as long as the last sequence that has them.
 TEST_F(BudgetTest, ForksShareSegments) {
   TestSequence parent = OpenSequence(engine_.get(), shape_);
@@ -266,7 +309,7 @@ TEST(EngineLimitsTest, LargeNumbersThatAreAnswered) {
   Random random(TestSeed());
   const auto engine = MakeEngine(SmallOptions());
   for (const float key : {1.0f, 1e8f}) {
-    for (const float value : {1.0f, 1e15f, 1e30f}) {
+    for (const float value : {1.0f, 1e6f, 5e12f}) {
       TestSequence sequence = OpenSequence(engine.get(), MakeShape(1, 2, 1, 16, 16, DType::kFp32));
       Kv kv = RandomKv(sequence.shape(), 700, &random);
       for (size_t i = 0; i < kv.k.values.size(); ++i) {

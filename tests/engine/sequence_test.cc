@@ -14,6 +14,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -35,15 +36,59 @@ using attention::Segment;
 
 class SequenceTest : public testing::Test {
  protected:
-  void Append(uint64_t tokens) {
-    const uint64_t first = sequence_.CommittedTokens();
-    const Kv kv = RandomKv(shape_, tokens, &random_);
+  // Valid until the next call.
+  NewTokens TokensOf(uint64_t first_position, const Kv& kv) {
+    key_magnitudes_.clear();
+    BlockMagnitudes(shape_.dtype, kv.k.bytes.data(), first_position, kv.tokens, shape_.head_dim,
+                    &key_magnitudes_);
     NewTokens next;
-    next.first_position = first;
-    next.tokens = tokens;
+    next.key_magnitudes = key_magnitudes_;
+    next.first_position = first_position;
+    next.tokens = kv.tokens;
     next.keys = kv.k.bytes.data();
     next.values = kv.v.bytes.data();
-    ASSERT_TRUE(sequence_.Append(kWriter, next).ok());
+    return next;
+  }
+  void Append(uint64_t tokens) {
+    const Kv kv = RandomKv(shape_, tokens, &random_);
+    ASSERT_TRUE(sequence_.Append(kWriter, TokensOf(sequence_.Info().committed_tokens, kv)).ok());
+  }
+  void AppendTo(Sequence* sequence, History* history, uint64_t tokens) {
+    if (tokens == 0) return;
+    const Kv kv = RandomKv(shape_, tokens, &random_);
+    ASSERT_TRUE(sequence->Append(kWriter, TokensOf(history->committed(), kv)).ok());
+    history->Append(0, kv);
+  }
+  // Whether the view's segments and tail hold the keys and values of the history.
+  testing::AssertionResult Holds(const attention::SequenceView& view, const History& history) {
+    const attention::PageGeometry geometry(shape_);
+    const auto same = [&](uint64_t position, const std::byte* pages, uint64_t place) {
+      const Kv& all = history.layers[0];
+      return std::memcmp(pages + geometry.KeyOffset(place),
+                         all.k.bytes.data() + position * geometry.key_row_bytes,
+                         geometry.key_row_bytes) == 0 &&
+             std::memcmp(pages + geometry.ValueOffset(place),
+                         all.v.bytes.data() + position * geometry.value_row_bytes,
+                         geometry.value_row_bytes) == 0;
+    };
+    uint64_t held = 0;
+    for (const auto& segment : view.segments) {
+      const auto positions = segment->positions(0, 0);
+      for (uint64_t slot = 0; slot < positions.size(); ++slot, ++held) {
+        const uint64_t position = segment->first_position() + positions[slot];
+        if (!same(position, segment->pages(0, 0), slot)) {
+          return testing::AssertionFailure() << "position " << position << " in a segment";
+        }
+      }
+    }
+    if (held != view.tail_begin) return testing::AssertionFailure() << held << " in segments";
+    for (uint64_t position = held; position < history.committed(); ++position) {
+      const auto& block = view.tail[position / 64 - held / 64];
+      if (!same(position, block->pages(0, 0), position % 64)) {
+        return testing::AssertionFailure() << "position " << position << " in the tail";
+      }
+    }
+    return testing::AssertionSuccess();
   }
   std::shared_ptr<const Segment> Build(const SegmentJob& job) {
     attention::SegmentBuilder builder(job.view, 1, job.tokens, job.unclustered);
@@ -57,6 +102,7 @@ class SequenceTest : public testing::Test {
 
   const ModelShape shape_ = MakeShape(1, 1, 1, 16, 16, DType::kBf16);
   Random random_{TestSeed()};
+  std::vector<float> key_magnitudes_;
   MemoryBudget budget_{uint64_t{64} << 20};
   Sequence sequence_{1, "", ArgsOf(shape_, PolicyOf("dense")), 1 << 20, &budget_};
 };
@@ -97,6 +143,63 @@ TEST_F(SequenceTest, ASegmentOfOtherTokensIsRefused) {
   }
 }
 
+// The same for any truncations and appends between a job and its installation: what comes in holds
+// the history's tokens, bit for bit, and the same again beside an older step that is repeated.
+TEST_F(SequenceTest, WhateverIsInstalledHoldsTheHistory) {
+  int installed = 0, refused = 0;
+  for (const char* window : {"0", "64"}) {
+    Sequence sequence(2, "", ArgsOf(shape_, PolicyOf("dense", {{"window", window}})), 1 << 20,
+                      &budget_);
+    History history(shape_);
+    for (int round = 0; round < 120; ++round) {
+      SCOPED_TRACE(testing::Message() << "seed " << TestSeed() << " round " << round);
+      AppendTo(&sequence, &history, 900 + random_.Below(200));
+      const std::optional<SegmentJob> job =
+          sequence.NextSegment(512, static_cast<uint32_t>(512 + random_.Below(300)));
+      ASSERT_TRUE(job.has_value());
+      const auto segment = Build(*job);
+      for (uint64_t change = random_.Below(4); change > 0; --change) {
+        const uint64_t committed = history.committed();
+        uint64_t length = job->view->tail_begin + random_.Below(1100);  // in or behind the job
+        if (random_.Below(2) == 0) length = length / 64 * 64;
+        if (length > committed) length = committed;
+        ASSERT_TRUE(sequence.Truncate(length).ok());
+        history.Truncate(length);
+        AppendTo(&sequence, &history, committed - length + random_.Below(3));
+      }
+      ++(sequence.Install(*job, segment) ? installed : refused);
+      const auto snapshot = sequence.Read(0, history.committed(), 1.0f);
+      ASSERT_TRUE(snapshot.ok());
+      ASSERT_TRUE(Holds(*snapshot->view, history));
+      if (history.committed() < 5000) continue;
+      ASSERT_TRUE(sequence.Truncate(0).ok());
+      history.Truncate(0);
+    }
+  }
+  EXPECT_GT(installed, 30);
+  EXPECT_GT(refused, 30);
+}
+
+// A step that was asked for again while a segment of its tokens was being built can be asked for
+// again in its other layers.
+TEST_F(SequenceTest, ASegmentWaitsForARepeatedStep) {
+  Sequence sequence(2, "", ArgsOf(shape_, PolicyOf("dense", {{"window", "0"}})), 1 << 20, &budget_);
+  History history(shape_);
+  AppendTo(&sequence, &history, 500);
+  const Kv step = RandomKv(shape_, 100, &random_);
+  ASSERT_TRUE(sequence.AppendAndRead(kWriter, TokensOf(500, step), 1.0f).ok());
+  const Kv next = RandomKv(shape_, 1, &random_);
+  ASSERT_TRUE(sequence.AppendAndRead(kWriter, TokensOf(600, next), 1.0f).ok());
+  const std::optional<SegmentJob> job = sequence.NextSegment(512, 600);
+  ASSERT_TRUE(job.has_value());
+  const auto segment = Build(*job);
+  ASSERT_TRUE(sequence.AppendAndRead(kWriter, TokensOf(500, step), 1.0f).ok());
+  EXPECT_FALSE(sequence.Install(*job, segment));
+  EXPECT_TRUE(sequence.AppendAndRead(kWriter, TokensOf(500, step), 1.0f).ok());
+  ASSERT_TRUE(sequence.AppendAndRead(kWriter, TokensOf(600, next), 1.0f).ok());
+  EXPECT_TRUE(sequence.Install(*job, segment));
+}
+
 TEST_F(SequenceTest, GrowthDuringABuildDoesNotHinderIt) {
   Append(600);
   const std::optional<SegmentJob> job = sequence_.NextSegment(512, 512);
@@ -105,7 +208,7 @@ TEST_F(SequenceTest, GrowthDuringABuildDoesNotHinderIt) {
   Append(300);
   EXPECT_TRUE(sequence_.Install(*job, segment));
   EXPECT_EQ(sequence_.Info().segments, 1u);
-  EXPECT_EQ(sequence_.CommittedTokens(), 900u);
+  EXPECT_EQ(sequence_.Info().committed_tokens, 900u);
 }
 
 TEST_F(SequenceTest, TheWindowIsUncoveredAfterTruncation) {

@@ -114,12 +114,12 @@ def check_shape(shape: types_pb2.ModelShape) -> None:
     allowed = 1 <= heads <= 1024 and heads % kv_heads == 0 and heads <= 128 * kv_heads
     check(allowed, "model.shape.query_heads must be 1..1024 and 1..128 times kv_heads")
     check(
-        shape.head_dim % 16 == 0 and 16 <= shape.head_dim <= 512,
-        "model.shape.head_dim must be 16, 32, .. 512",
+        shape.head_dim % 16 == 0 and 16 <= shape.head_dim <= 576,
+        "model.shape.head_dim must be 16, 32, .. 576",
     )
     check(
-        shape.value_dim % 16 == 0 and shape.value_dim <= 512,
-        "model.shape.value_dim must be 0, 16, .. 512",
+        shape.value_dim % 16 == 0 and shape.value_dim <= 576,
+        "model.shape.value_dim must be 0, 16, .. 576",
     )
     check(shape.dtype in DTYPES, "model.shape.dtype must be bf16, fp16 or fp32")
     scale = shape.softmax_scale

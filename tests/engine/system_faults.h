@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A system that refuses: threads and memory that cannot be had. The test program that links this
+// file has its pthread_create and operator new; they behave as usual until a test asks otherwise.
+#ifndef ATTND_TESTS_ENGINE_SYSTEM_FAULTS_H_
+#define ATTND_TESTS_ENGINE_SYSTEM_FAULTS_H_
+
+#include <cstdint>
+
+namespace attnd::engine::test {
+
+// While one lives, new threads are refused after the first `allowed`.
+class ThreadsRefused {
+ public:
+  explicit ThreadsRefused(uint64_t allowed = 0);
+  ~ThreadsRefused();
+  ThreadsRefused(const ThreadsRefused&) = delete;
+  ThreadsRefused& operator=(const ThreadsRefused&) = delete;
+  uint64_t refused() const;
+};
+
+// Refuses one operator new, the one that comes after `allowed` others, in whatever thread; those
+// behind it succeed again.
+class AllocationRefused {
+ public:
+  explicit AllocationRefused(uint64_t allowed);
+  ~AllocationRefused();
+  AllocationRefused(const AllocationRefused&) = delete;
+  AllocationRefused& operator=(const AllocationRefused&) = delete;
+  bool refused() const;  // whether it came to that
+};
+
+}  // namespace attnd::engine::test
+
+#endif  // ATTND_TESTS_ENGINE_SYSTEM_FAULTS_H_
