@@ -46,7 +46,8 @@ done
 
 # The first address that this machine's apt has for the suite.
 own_mirror() {
-  cat /etc/apt/sources.list /etc/apt/sources.list.d/*.list /etc/apt/sources.list.d/*.sources 2>/dev/null | awk -v suite="${suite}" '
+  # A file that is not there is no fault, nor that awk leaves at its first match.
+  { cat /etc/apt/sources.list /etc/apt/sources.list.d/*.list /etc/apt/sources.list.d/*.sources 2>/dev/null || true; } | awk -v suite="${suite}" '
     /^deb / { for (i = 2; i < NF; ++i) if ($i ~ /:\/\// && $(i + 1) == suite) { print $i; exit } }
     /^URIs:/ { uri = $2 }
     /^Suites:/ { for (i = 2; i <= NF; ++i) if ($i == suite) { print uri; exit } }'
