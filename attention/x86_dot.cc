@@ -194,7 +194,7 @@ Int16Squares MakeInt16Squares(const float* q_squared, size_t dim, int16_t* memor
   return squares;
 }
 
-// A lane's sum stays below dim / 16 * 225 * 32767, far from 2^31 for every dim up to kDimMax.
+// A lane's sum stays below dim / 8 * 225 * 32767, far from 2^31 for every dim up to kDimMax.
 ATTND_TARGET void DotInt16Deviations(const uint8_t* codes, const float* unit, size_t n, size_t dim,
                                      const Int16Squares& q, float* out, size_t ahead) {
   const size_t half = dim / 2;

@@ -67,7 +67,7 @@ TEST(OpenSequence, WrongFieldsAreNamed) {
       {"model.shape.head_dim", kInvalid, [=](auto* r) { shape(r)->set_head_dim(0); }},
       {"model.shape.head_dim", kInvalid, [=](auto* r) { shape(r)->set_head_dim(65); }},
       {"model.shape.head_dim", kInvalid, [=](auto* r) { shape(r)->set_head_dim(~0u); }},
-      {"model.shape.value_dim", kInvalid, [=](auto* r) { shape(r)->set_value_dim(528); }},
+      {"model.shape.value_dim", kInvalid, [=](auto* r) { shape(r)->set_value_dim(592); }},
       {"model.shape.dtype", kInvalid, [=](auto* r) { shape(r)->set_dtype(v1::DTYPE_UNSPECIFIED); }},
       {"model.shape.dtype", kInvalid,
        [=](auto* r) { shape(r)->set_dtype(static_cast<v1::DType>(9)); }},
