@@ -73,6 +73,7 @@ class ServerImpl final : public Server {
   StepExecutor prefills_;
   AttndService service_;
   std::unique_ptr<grpc::Server> server_;
+  bool stopped_ = false;
   std::vector<std::string> addresses_;
 };
 
@@ -124,7 +125,8 @@ void ServerImpl::SetServing() {
 }
 
 void ServerImpl::Shutdown(const ShutdownLimits& limits) {
-  if (server_ == nullptr) return;
+  if (server_ == nullptr || stopped_) return;
+  stopped_ = true;
   // 1. Whoever asks is told to go elsewhere.
   server_->GetHealthCheckService()->SetServingStatus(false);
   // 2. No new sequences.
@@ -142,7 +144,6 @@ void ServerImpl::Shutdown(const ShutdownLimits& limits) {
   // 5. Connections close; calls that came since are refused.
   server_->Shutdown(std::chrono::system_clock::now() + limits.server);
   server_->Wait();
-  server_.reset();
 }
 
 }  // namespace
