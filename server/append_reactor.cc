@@ -8,12 +8,6 @@
 #include "server/conversions.h"
 
 namespace attnd::server {
-namespace {
-
-absl::Status ClientGone() { return absl::CancelledError("the client is gone"); }
-absl::Status ShuttingDown() { return absl::UnavailableError("the server is shutting down"); }
-
-}  // namespace
 
 AppendReactor* AppendReactor::Start(HandlerContext* handlers, grpc::CallbackServerContext* context,
                                     v1::AppendKvResponse* reply) {
@@ -29,7 +23,8 @@ AppendReactor* AppendReactor::Start(HandlerContext* handlers, grpc::CallbackServ
   }
   const MutexLock lock(reactor->mutex_);
   if (!status.ok()) {
-    reactor->FinishLocked(status);
+    reactor->state_ = State::kFinished;
+    reactor->FinishNow(status);                     // not registered, and nobody's writer
   } else if (reactor->state_ == State::kReading) {  // not stopped meanwhile
     MarkUnread(&reactor->request_);
     reactor->StartRead(&reactor->request_);
@@ -166,10 +161,20 @@ void AppendReactor::Abort(const absl::Status& status) {
   if (state_ == State::kReading) FinishLocked(status);
 }
 
-// Leases end before the client can see that the stream has.
 void AppendReactor::FinishLocked(const absl::Status& status) {
   state_ = State::kFinished;
+  final_status_ = status;
+  if (!handlers_->ends->Enqueue(&end_)) End();  // there is room for every stream's one end
+}
+
+// Leases end before the client can see that the stream has. The object may be gone when this
+// returns.
+void AppendReactor::End() {
   handlers_->engine->ReleaseWriter(writer_);
+  FinishNow(final_status_);
+}
+
+void AppendReactor::FinishNow(const absl::Status& status) {
   handlers_->metrics->OnRpc("AppendKv", status.code());
   Finish(ToGrpc(status));
 }

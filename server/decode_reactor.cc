@@ -16,9 +16,6 @@ uint64_t Micros(std::chrono::steady_clock::duration time) {
   return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(time).count());
 }
 
-absl::Status ClientGone() { return absl::CancelledError("the client is gone"); }
-absl::Status ShuttingDown() { return absl::UnavailableError("the server is shutting down"); }
-
 }  // namespace
 
 DecodeReactor* DecodeReactor::Start(HandlerContext* handlers,
@@ -35,7 +32,8 @@ DecodeReactor* DecodeReactor::Start(HandlerContext* handlers,
   }
   const MutexLock lock(reactor->mutex_);
   if (!status.ok()) {
-    reactor->FinishLocked(status);
+    reactor->state_ = State::kFinished;
+    reactor->FinishNow(status);                     // not registered, and nobody's writer
   } else if (reactor->state_ == State::kReading) {  // not stopped meanwhile
     MarkUnread(&reactor->request_);
     reactor->StartRead(&reactor->request_);
@@ -203,10 +201,20 @@ void DecodeReactor::AbortLocked(const absl::Status& status) {
                                converted.error_message().c_str(), nullptr);
 }
 
-// Leases end before the client can see that the stream has.
 void DecodeReactor::FinishLocked(const absl::Status& status) {
   state_ = State::kFinished;
+  final_status_ = status;
+  if (!handlers_->ends->Enqueue(&end_)) End();  // there is room for every stream's one end
+}
+
+// Leases end before the client can see that the stream has. The object may be gone when this
+// returns.
+void DecodeReactor::End() {
   handlers_->engine->ReleaseWriter(writer_);
+  FinishNow(final_status_);
+}
+
+void DecodeReactor::FinishNow(const absl::Status& status) {
   handlers_->metrics->OnRpc("Decode", status.code());
   Finish(ToGrpc(status));
 }

@@ -26,6 +26,9 @@ inline constexpr uint32_t kUnreadLayer = 0xFFFFFFFFu;
 // A stream that waits for its next message keeps no more than this of the last one's memory.
 inline constexpr size_t kKeptMessageBytesMax = size_t{256} << 10;
 
+// Unary calls answered at the same time. Few, as most wait for a lock or for memory bandwidth.
+inline constexpr uint32_t kCallWorkers = 4;
+
 inline constexpr char kTenantKey[] = "attnd-tenant";
 inline constexpr size_t kTenantBytesMax = 256;
 
@@ -39,6 +42,10 @@ struct HandlerContext {
   StepExecutor* steps = nullptr;
   // Finished prefills: seconds each, one after the other, so that they never hold a step's worker.
   StepExecutor* prefills = nullptr;
+  // Unary calls but GetServerInfo: they may wait for a sequence's lock, or hold it while they copy.
+  StepExecutor* calls = nullptr;
+  // Ends of streams: they may wait for the locks of sequences too. Never full.
+  StepExecutor* ends = nullptr;
   std::atomic<engine::WriterId> next_writer{1};
 };
 
@@ -59,6 +66,21 @@ absl::Status EndOfMessages(const Message& message) {
   if (message.layer() == kUnreadLayer) return absl::OkStatus();
   return absl::InvalidArgumentError("a message of the stream is not a valid protobuf message");
 }
+
+// Why a stream or a call ends early.
+absl::Status ClientGone();
+absl::Status ShuttingDown();
+
+// Runs Reactor::End, which releases the stream's sequences and finishes it.
+template <typename Reactor>
+class StreamEnd final : public StepExecutor::Task {
+ public:
+  explicit StreamEnd(Reactor* reactor) : reactor_(reactor) {}
+  void Run() override { reactor_->End(); }
+
+ private:
+  Reactor* const reactor_;
+};
 
 // Same code; the message cut to what gRPC carries.
 grpc::Status ToGrpc(const absl::Status& status);

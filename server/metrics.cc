@@ -70,6 +70,7 @@ Metrics::Metrics() : registry_(std::make_shared<prometheus::Registry>()) {
   sequences_ = AddGauge("attnd_sequences", "Open sequences");
   streams_ = AddGauge("attnd_streams", "Open Decode and AppendKv streams");
   queue_depth_ = AddGauge("attnd_queue_depth", "Steps that wait for a worker");
+  queued_calls_ = AddGauge("attnd_queued_calls", "Unary calls that wait for a worker");
   process_bytes_ =
       AddGauge("attnd_process_resident_memory_bytes", "Resident memory of the process");
   const std::string appended = "attnd_appended_tokens_total";
@@ -170,6 +171,7 @@ std::vector<prometheus::MetricFamily> Metrics::Collect() const {
   }
   if (sources_.streams) streams_->Set(static_cast<double>(sources_.streams()));
   if (sources_.queue_depth) queue_depth_->Set(static_cast<double>(sources_.queue_depth()));
+  if (sources_.queued_calls) queued_calls_->Set(static_cast<double>(sources_.queued_calls()));
   process_bytes_->Set(ProcessBytes());
   return registry_->Collect();
 }

@@ -47,6 +47,7 @@ struct GaugeSources {
   std::function<engine::Usage()> usage;
   std::function<size_t()> streams;
   std::function<size_t()> queue_depth;
+  std::function<size_t()> queued_calls;
 };
 
 // Owns its registry: nothing global. Pointers to every metric of the hot path are kept, so that
@@ -112,6 +113,7 @@ class Metrics final : public engine::Observer, public prometheus::Collectable {
   prometheus::Gauge* sequences_;
   prometheus::Gauge* streams_;
   prometheus::Gauge* queue_depth_;
+  prometheus::Gauge* queued_calls_;
   prometheus::Gauge* process_bytes_;
   std::array<prometheus::Counter*, 2> appended_tokens_;  // decode, prefill
   std::array<prometheus::Counter*, 2> segments_built_;   // by BuildTrigger

@@ -32,6 +32,16 @@ StepExecutor::Options PrefillOptions(const ServerOptions& options) {
   return {.workers = 1, .inline_slots = 0, .queue_max = options.max_streams};
 }
 
+// Unary calls; as many may wait as steps.
+StepExecutor::Options CallOptions(const ServerOptions& options) {
+  return {.workers = kCallWorkers, .inline_slots = 0, .queue_max = options.max_queued_steps};
+}
+
+// Each open stream ends once.
+StepExecutor::Options EndOptions(const ServerOptions& options) {
+  return {.workers = 1, .inline_slots = 0, .queue_max = options.max_streams};
+}
+
 class ServerImpl final : public Server {
  public:
   ServerImpl(const ServerOptions& options, const Machine& machine, engine::Engine* engine,
@@ -41,6 +51,8 @@ class ServerImpl final : public Server {
         streams_(options.max_streams, options.reply_timeout()),
         steps_(StepOptions(options, machine)),
         prefills_(PrefillOptions(options)),
+        calls_(CallOptions(options)),
+        ends_(EndOptions(options)),
         service_(&handlers_) {
     handlers_.options = &options_;
     handlers_.engine = engine;
@@ -48,9 +60,12 @@ class ServerImpl final : public Server {
     handlers_.streams = &streams_;
     handlers_.steps = &steps_;
     handlers_.prefills = &prefills_;
+    handlers_.calls = &calls_;
+    handlers_.ends = &ends_;
     metrics->SetSources({.usage = [engine] { return engine->usage(); },
                          .streams = [this] { return streams_.size(); },
-                         .queue_depth = [this] { return steps_.queue_depth(); }});
+                         .queue_depth = [this] { return steps_.queue_depth(); },
+                         .queued_calls = [this] { return calls_.queue_depth(); }});
   }
   ~ServerImpl() override {
     Shutdown(ShutdownLimits());
@@ -71,6 +86,8 @@ class ServerImpl final : public Server {
   StreamRegistry streams_;
   StepExecutor steps_;
   StepExecutor prefills_;
+  StepExecutor calls_;
+  StepExecutor ends_;
   AttndService service_;
   std::unique_ptr<grpc::Server> server_;
   std::vector<std::string> addresses_;
@@ -129,7 +146,8 @@ void ServerImpl::Shutdown(const ShutdownLimits& limits) {
   server_->GetHealthCheckService()->SetServingStatus(false);
   // 2. No new sequences.
   engine_->StopOpening();
-  // 3. No new streams; idle ones end, the others when their step has been answered.
+  // 3. No new streams; idle ones end, the others when their step has been answered. No new calls
+  // either; those that wait for a worker are refused, those that run are brought to their end.
   streams_.StopAll();
   if (!streams_.WaitUntilEmpty(limits.steps)) {
     // 4. What is still there is cancelled.
@@ -139,7 +157,7 @@ void ServerImpl::Shutdown(const ShutdownLimits& limits) {
       LOG(ERROR) << "shutdown: " << streams_.size() << " streams do not end";
     }
   }
-  // 5. Connections close; calls that came since are refused.
+  // 5. Connections close, once the last call has ended; calls that came since are refused.
   server_->Shutdown(std::chrono::system_clock::now() + limits.server);
   server_->Wait();
   server_.reset();

@@ -60,6 +60,7 @@ TEST(Metrics, EveryPromisedNameIsThereFromTheStart) {
                                  "segment_build_seconds",
                                  "segment_build_failures_total",
                                  "queue_depth",
+                                 "queued_calls",
                                  "rejections_total",
                                  "rpcs_total",
                                  "process_resident_memory_bytes"}) {
