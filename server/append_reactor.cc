@@ -82,7 +82,7 @@ void AppendReactor::Continue(const absl::Status& status) {
   if (stop_requested_) return FinishLocked(ShuttingDown());
   state_ = State::kReading;
   // An upload that pauses keeps no chunk in memory.
-  if (request_.ByteSizeLong() > kKeptMessageBytesMax) request_ = v1::AppendKvRequest();
+  if (KeepsMuch(request_)) request_ = v1::AppendKvRequest();
   MarkUnread(&request_);
   StartRead(&request_);
 }

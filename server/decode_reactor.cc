@@ -156,8 +156,8 @@ void DecodeReactor::RecordStep() {
 }
 
 void DecodeReactor::ReleaseLargeMessages() {
-  if (request_.ByteSizeLong() > kKeptMessageBytesMax) request_ = v1::DecodeRequest();
-  if (reply_.ByteSizeLong() > kKeptMessageBytesMax) {
+  if (KeepsMuch(request_)) request_ = v1::DecodeRequest();
+  if (KeepsMuch(reply_)) {
     reply_ = v1::DecodeResponse();
     result_ = engine::DecodeResult();
   }

@@ -53,6 +53,14 @@ struct HandlerContext {
 // twice.
 absl::StatusOr<std::string> TenantOf(const grpc::CallbackServerContext& context);
 
+// Whether a message of this content keeps more than that. Small messages are not measured in full:
+// a byte on the wire (an empty row) may be a hundred in memory, but no more.
+template <typename Message>
+bool KeepsMuch(const Message& message) {
+  return message.ByteSizeLong() > kKeptMessageBytesMax / 128 &&
+         message.SpaceUsedLong() > kKeptMessageBytesMax;
+}
+
 // A read fails alike when the client has no more messages and when a message does not parse; only
 // parsing touches the message. So it is marked before each read, and a failed read whose mark is
 // gone was a message.

@@ -31,6 +31,12 @@ constexpr uint64_t kMessageBytesMin = uint64_t{64} << 10;
 constexpr uint64_t kMessageBytesMax = uint64_t{1} << 30;  // protobuf and gRPC count in int
 constexpr uint64_t kSequenceTokensMax = uint64_t{1} << 32;
 
+// What gRPC holds at the least: a message that arrives while another is taken, and the calls.
+constexpr uint64_t kGrpcMessagesMin = 2;
+constexpr uint64_t kGrpcCallBytesMin = uint64_t{16} << 20;
+constexpr uint64_t kGrpcMessagesDefault = 8;
+constexpr uint64_t kGrpcBytesDefaultMin = uint64_t{256} << 20;
+
 absl::Status CheckRange(const char* field, uint64_t value, uint64_t min, uint64_t max) {
   if (value >= min && value <= max) return absl::OkStatus();
   return absl::InvalidArgumentError(
@@ -52,6 +58,18 @@ absl::Status CheckListen(const ServerOptions& options) {
     }
   }
   return absl::OkStatus();
+}
+
+absl::Status CheckGrpc(const ServerOptions& options) {
+  ATTND_RETURN_IF_ERROR(
+      CheckRange("max_connection_streams", options.max_connection_streams, 1, 65536));
+  if (options.grpc_memory_bytes != 0) {
+    const uint64_t min = kGrpcMessagesMin * options.max_message_bytes + kGrpcCallBytesMin;
+    ATTND_RETURN_IF_ERROR(
+        CheckRange("grpc_memory_bytes", options.grpc_memory_bytes, min, uint64_t{1} << 50));
+  }
+  ATTND_RETURN_IF_ERROR(CheckRange("grpc_threads", options.grpc_threads, 4, kThreadsMax));
+  return CheckRange("min_ping_interval_s", options.min_ping_interval_s, 1, 3600);
 }
 
 absl::Status CheckPaths(const ServerOptions& options) {
@@ -157,7 +175,8 @@ absl::Status ServerOptions::Validate() const {
   ATTND_RETURN_IF_ERROR(
       CheckRange("max_message_bytes", max_message_bytes, kMessageBytesMin, kMessageBytesMax));
   ATTND_RETURN_IF_ERROR(CheckRange("segment_tokens", segment_tokens, 512, 65536));
-  return CheckRange("reply_timeout_s", reply_timeout_s, 1, 3600);
+  ATTND_RETURN_IF_ERROR(CheckRange("reply_timeout_s", reply_timeout_s, 1, 3600));
+  return CheckGrpc(*this);
 }
 
 std::vector<ListenAddress> ServerOptions::ListenAddresses() const {
@@ -205,6 +224,10 @@ absl::Status ApplyConfig(const v1::ServerConfig& config, ServerOptions* options)
   ATTND_APPLY(segment_tokens);
   ATTND_APPLY(reply_timeout_s);
   ATTND_APPLY(allow_insecure_tcp);
+  ATTND_APPLY(max_connection_streams);
+  ATTND_APPLY(grpc_memory_bytes);
+  ATTND_APPLY(grpc_threads);
+  ATTND_APPLY(min_ping_interval_s);
 #undef ATTND_APPLY
   return absl::OkStatus();
 }
@@ -253,6 +276,12 @@ Machine Machine::Detect() {
       std::min({physical, ReadLimit("/sys/fs/cgroup/memory.max", physical),
                 ReadLimit("/sys/fs/cgroup/memory/memory.limit_in_bytes", physical)});
   return machine;
+}
+
+uint64_t GrpcMemoryBytes(const ServerOptions& options, const Machine& machine) {
+  if (options.grpc_memory_bytes != 0) return options.grpc_memory_bytes;
+  return std::max({machine.memory_bytes / 4, kGrpcMessagesDefault * options.max_message_bytes,
+                   kGrpcBytesDefaultMin});
 }
 
 engine::EngineOptions ToEngineOptions(const ServerOptions& options, const Machine& machine) {

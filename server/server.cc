@@ -10,6 +10,7 @@
 #include "glog/logging.h"
 #include "grpcpp/ext/proto_server_reflection_plugin.h"
 #include "grpcpp/health_check_service_interface.h"
+#include "grpcpp/resource_quota.h"
 #include "grpcpp/server.h"
 #include "grpcpp/server_builder.h"
 #include "server/handler.h"
@@ -47,6 +48,7 @@ class ServerImpl final : public Server {
   ServerImpl(const ServerOptions& options, const Machine& machine, engine::Engine* engine,
              Metrics* metrics)
       : options_(options),
+        machine_(machine),
         engine_(engine),
         streams_(options.max_streams, options.reply_timeout()),
         steps_(StepOptions(options, machine)),
@@ -77,10 +79,12 @@ class ServerImpl final : public Server {
   void Shutdown(const ShutdownLimits& limits) override;
 
  private:
+  void SetLimits(grpc::ServerBuilder* builder) const;
   absl::Status Build(const std::vector<ListenAddress>& addresses);
   void SetServing();
 
   const ServerOptions options_;
+  const Machine machine_;
   engine::Engine* const engine_;
   HandlerContext handlers_;
   StreamRegistry streams_;
@@ -106,14 +110,29 @@ absl::Status ServerImpl::Listen() {
   return absl::OkStatus();
 }
 
+void ServerImpl::SetLimits(grpc::ServerBuilder* builder) const {
+  builder->SetMaxReceiveMessageSize(static_cast<int>(options_.max_message_bytes));
+  builder->SetMaxSendMessageSize(static_cast<int>(options_.max_message_bytes));
+  grpc::ResourceQuota quota("attnd");
+  quota.Resize(GrpcMemoryBytes(options_, machine_))
+      .SetMaxThreads(static_cast<int>(options_.grpc_threads));
+  builder->SetResourceQuota(quota);
+  builder->AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS,
+                              static_cast<int>(options_.max_connection_streams));
+  // Pings are welcome at this rate, with calls or without; whoever sends more is disconnected.
+  builder->AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS,
+                              static_cast<int>(options_.min_ping_interval_s * 1000));
+  builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  builder->AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 2);
+  // Two servers on one port would each get some of the clients.
+  builder->AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+}
+
 absl::Status ServerImpl::Build(const std::vector<ListenAddress>& addresses) {
   grpc::EnableDefaultHealthCheckService(true);
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::ServerBuilder builder;
-  builder.SetMaxReceiveMessageSize(static_cast<int>(options_.max_message_bytes));
-  builder.SetMaxSendMessageSize(static_cast<int>(options_.max_message_bytes));
-  // Two servers on one port would each get some of the clients.
-  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  SetLimits(&builder);
   builder.RegisterService(&service_);
   std::vector<int> ports(addresses.size(), 0);
   for (size_t i = 0; i < addresses.size(); ++i) {

@@ -77,14 +77,14 @@ class CallsTest : public ::testing::Test {
   std::unique_ptr<Call> Start(Call::Function function, std::chrono::milliseconds timeout = 30s) {
     return std::make_unique<Call>(*server_, std::move(function), timeout);
   }
-  // Truncations that occupy every worker, and one that waits for a worker.
+  // Truncations that occupy every worker.
   std::vector<std::unique_ptr<Call>> FillWorkers() {
     engine_.HoldCalls();
     std::vector<std::unique_ptr<Call>> calls;
-    for (uint32_t i = 0; i < server::kCallWorkers; ++i) {
+    for (int i = 0; i < kWorkers; ++i) {
       calls.push_back(Start(Function(&Stub::TruncateSequence)));
+      EXPECT_TRUE(FakeEngine::Within([&] { return engine_.calls_waiting() == i + 1; }));
     }
-    EXPECT_TRUE(FakeEngine::Within([&] { return engine_.calls_waiting() == kWorkers; }));
     return calls;
   }
   bool QueueHas(int calls) {
@@ -170,6 +170,7 @@ TEST_F(CallsTest, ACallWhoseClientIsGoneIsNotMade) {
   EXPECT_EQ(left->Wait().error_code(), grpc::StatusCode::CANCELLED);
   const auto late = Start(Function(&Stub::TruncateSequence), 200ms);
   EXPECT_EQ(late->Wait().error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
+  std::this_thread::sleep_for(100ms);  // the server counts from the call's arrival, in rounded time
   engine_.ReleaseCalls();
   for (const auto& call : running) EXPECT_TRUE(call->Wait().ok());
   ASSERT_TRUE(QueueHas(0));

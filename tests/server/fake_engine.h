@@ -39,6 +39,7 @@ class FakeEngine final : public engine::Engine {
   void ReleaseWriters() { writers_held_ = false; }
   int waiting() const { return waiting_; }
   int decoded() const { return decoded_; }
+  int chunks() const { return chunks_; }
   int cancelled() const { return cancelled_; }
   int released_writers() const { return released_writers_; }
   bool opening_stopped() const { return opening_stopped_; }
@@ -68,6 +69,7 @@ class FakeEngine final : public engine::Engine {
   }
   absl::Status Append(absl::string_view, engine::WriterId, uint64_t,
                       const engine::AppendChunk&) override {
+    ++chunks_;
     return absl::OkStatus();
   }
   absl::StatusOr<engine::PrefillResult> FinishPrefill(absl::string_view, engine::WriterId, uint64_t,
@@ -141,7 +143,7 @@ class FakeEngine final : public engine::Engine {
   const std::unique_ptr<attention::Backend> backend_;
   std::atomic<bool> held_{false}, calls_held_{false}, writers_held_{false};
   std::atomic<bool> opening_stopped_{false};
-  std::atomic<int> calls_waiting_{0}, calls_done_{0};
+  std::atomic<int> calls_waiting_{0}, calls_done_{0}, chunks_{0};
   std::atomic<int> waiting_{0}, decoded_{0}, cancelled_{0}, released_writers_{0};
   std::atomic<uint64_t> value_dim_{16}, next_id_{1};
 };
