@@ -23,8 +23,10 @@ AppendReactor* AppendReactor::Start(HandlerContext* handlers, grpc::CallbackServ
   }
   const MutexLock lock(reactor->mutex_);
   if (!status.ok()) {
+    // Not registered, and nobody's writer.
     reactor->state_ = State::kFinished;
-    reactor->FinishNow(status);                     // not registered, and nobody's writer
+    reactor->final_status_ = status;
+    reactor->Finish(ToGrpc(status));
   } else if (reactor->state_ == State::kReading) {  // not stopped meanwhile
     MarkUnread(&reactor->request_);
     reactor->StartRead(&reactor->request_);
@@ -89,7 +91,11 @@ void AppendReactor::Continue(const absl::Status& status) {
 
 absl::Status AppendReactor::TakeChunk() {
   const absl::Status status = Append();
-  if (absl::IsResourceExhausted(status)) handlers_->metrics->OnRejected(Rejection::kMemory);
+  if (absl::IsResourceExhausted(status)) {
+    const uint64_t tokens = request_.k().shape_size() > 0 ? request_.k().shape(0) : 0;
+    handlers_->metrics->OnRejected(TokensRejection(request_.first_position(), tokens,
+                                                   handlers_->options->max_sequence_tokens));
+  }
   ++messages_;
   return status.ok() ? status : DescribeChunk(status);
 }
@@ -114,11 +120,13 @@ absl::Status AppendReactor::CheckSequenceId() {
 }
 
 absl::Status AppendReactor::Complete() {
+  if (cancelled_.load()) return ClientGone();
   if (messages_ == 0) return absl::InvalidArgumentError("the stream carries no message");
   engine::PrefillResult result;
   if (prefill_complete_) {
-    ATTND_ASSIGN_OR_RETURN(
-        result, handlers_->engine->FinishPrefill(tenant_, writer_, sequence_id_, &cancelled_));
+    auto finished = handlers_->engine->FinishPrefill(tenant_, writer_, sequence_id_, &cancelled_);
+    if (!finished.ok()) return WhyUnfinished(finished.status());
+    result = *finished;
   } else {
     ATTND_ASSIGN_OR_RETURN(const engine::SequenceInfo info,
                            handlers_->engine->Info(tenant_, sequence_id_));
@@ -132,6 +140,15 @@ absl::Status AppendReactor::Complete() {
   return absl::OkStatus();
 }
 
+// A build that is given up says CANCELLED; who asked for it wants to know why.
+absl::Status AppendReactor::WhyUnfinished(const absl::Status& status) const {
+  if (absl::IsResourceExhausted(status)) handlers_->metrics->OnRejected(Rejection::kMemory);
+  if (!absl::IsCancelled(status)) return status;
+  if (cancelled_.load()) return ClientGone();
+  const auto info = handlers_->engine->Info(tenant_, sequence_id_);
+  return info.ok() ? ShuttingDown() : info.status();  // closed meanwhile, or the engine stops
+}
+
 absl::Status AppendReactor::DescribeChunk(const absl::Status& status) const {
   return {status.code(),
           absl::StrCat("chunk ", messages_ - 1, " (layer ", request_.layer(), ", first_position ",
@@ -142,6 +159,7 @@ void AppendReactor::OnCancel() { cancelled_.store(true); }
 
 void AppendReactor::OnDone() {
   const std::shared_ptr<AppendReactor> self = std::move(self_);  // may be the last reference
+  handlers_->metrics->OnRpc("AppendKv", CodeOfEnd(final_status_, *context_));
   handlers_->streams->Remove(this);
 }
 
@@ -171,12 +189,7 @@ void AppendReactor::FinishLocked(const absl::Status& status) {
 // returns.
 void AppendReactor::End() {
   handlers_->engine->ReleaseWriter(writer_);
-  FinishNow(final_status_);
-}
-
-void AppendReactor::FinishNow(const absl::Status& status) {
-  handlers_->metrics->OnRpc("AppendKv", status.code());
-  Finish(ToGrpc(status));
+  Finish(ToGrpc(final_status_));
 }
 
 }  // namespace attnd::server

@@ -55,6 +55,7 @@ class AppendReactor final : public grpc::ServerReadReactor<v1::AppendKvRequest>,
   absl::Status Append();
   absl::Status CheckSequenceId();
   absl::Status Complete();
+  absl::Status WhyUnfinished(const absl::Status& status) const;
   absl::Status DescribeChunk(const absl::Status& status) const;
   // Hands the work of `state` to its executor, or ends the stream if the queue is full.
   void Submit(State state);
@@ -62,7 +63,6 @@ class AppendReactor final : public grpc::ServerReadReactor<v1::AppendKvRequest>,
   void Continue(const absl::Status& status);
   void FinishLocked(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void End();
-  void FinishNow(const absl::Status& status);
 
   HandlerContext* const handlers_;
   grpc::CallbackServerContext* const context_;
@@ -84,7 +84,7 @@ class AppendReactor final : public grpc::ServerReadReactor<v1::AppendKvRequest>,
   State state_ ABSL_GUARDED_BY(mutex_) = State::kReading;
   bool stop_requested_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Status abort_status_ ABSL_GUARDED_BY(mutex_);
-  absl::Status final_status_;  // written before End is queued
+  absl::Status final_status_;  // written before Finish
 };
 
 }  // namespace attnd::server

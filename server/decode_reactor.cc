@@ -32,8 +32,10 @@ DecodeReactor* DecodeReactor::Start(HandlerContext* handlers,
   }
   const MutexLock lock(reactor->mutex_);
   if (!status.ok()) {
+    // Not registered, and nobody's writer.
     reactor->state_ = State::kFinished;
-    reactor->FinishNow(status);                     // not registered, and nobody's writer
+    reactor->final_status_ = status;
+    reactor->Finish(ToGrpc(status));
   } else if (reactor->state_ == State::kReading) {  // not stopped meanwhile
     MarkUnread(&reactor->request_);
     reactor->StartRead(&reactor->request_);
@@ -82,11 +84,15 @@ absl::Status DecodeReactor::Answer() {
   const ServerOptions& options = *handlers_->options;
   ATTND_RETURN_IF_ERROR(
       FromProto(request_, {options.max_rows, options.max_query_tokens}, arrival_, &step_));
-  ATTND_RETURN_IF_ERROR(CheckReplySize());
+  if (absl::Status status = CheckReplySize(); !status.ok()) {
+    handlers_->metrics->OnRejected(Rejection::kMessage);
+    return status;
+  }
   step_.args.cancelled = &cancelled_;
   const Clock::time_point start = Clock::now();
   const absl::Status status = handlers_->engine->Decode(tenant_, writer_, step_.args, &result_);
   engine_time_ = Clock::now() - start;
+  if (absl::IsResourceExhausted(status)) handlers_->metrics->OnRejected(Rejection::kMemory);
   ATTND_RETURN_IF_ERROR(status);
   step_code_ = absl::StatusCode::kOk;
   reply_.set_step_id(request_.step_id());
@@ -149,7 +155,8 @@ void DecodeReactor::OnWriteDone(bool ok) {
 
 void DecodeReactor::RecordStep() {
   Metrics* const metrics = handlers_->metrics;
-  metrics->OnStep(step_code_, step_code_ == absl::StatusCode::kOk ? &result_ : nullptr);
+  metrics->OnStep(step_code_, step_code_ == absl::StatusCode::kOk ? &result_ : nullptr,
+                  {step_.rows, handlers_->options->max_sequence_tokens});
   metrics->OnStage(Stage::kQueue, queue_time_);
   metrics->OnStage(Stage::kEngine, engine_time_);
   metrics->OnStage(Stage::kRpc, Clock::now() - arrival_ - queue_time_ - engine_time_);
@@ -167,6 +174,7 @@ void DecodeReactor::OnCancel() { cancelled_.store(true); }
 
 void DecodeReactor::OnDone() {
   const std::shared_ptr<DecodeReactor> self = std::move(self_);  // may be the last reference
+  handlers_->metrics->OnRpc("Decode", CodeOfEnd(final_status_, *context_));
   handlers_->streams->Remove(this);
 }
 
@@ -211,12 +219,7 @@ void DecodeReactor::FinishLocked(const absl::Status& status) {
 // returns.
 void DecodeReactor::End() {
   handlers_->engine->ReleaseWriter(writer_);
-  FinishNow(final_status_);
-}
-
-void DecodeReactor::FinishNow(const absl::Status& status) {
-  handlers_->metrics->OnRpc("Decode", status.code());
-  Finish(ToGrpc(status));
+  Finish(ToGrpc(final_status_));
 }
 
 }  // namespace attnd::server

@@ -63,7 +63,6 @@ class DecodeReactor final : public grpc::ServerBidiReactor<v1::DecodeRequest, v1
   void AbortLocked(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void FinishLocked(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void End();
-  void FinishNow(const absl::Status& status);
 
   HandlerContext* const handlers_;
   grpc::CallbackServerContext* const context_;
@@ -90,7 +89,7 @@ class DecodeReactor final : public grpc::ServerBidiReactor<v1::DecodeRequest, v1
   bool stop_requested_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Status abort_status_ ABSL_GUARDED_BY(mutex_);  // why, once aborted
   Clock::time_point write_start_ ABSL_GUARDED_BY(mutex_);
-  absl::Status final_status_;  // written before End is queued
+  absl::Status final_status_;  // written before Finish
 };
 
 }  // namespace attnd::server

@@ -90,6 +90,11 @@ class StreamEnd final : public StepExecutor::Task {
   Reactor* const reactor_;
 };
 
+// What a stream is counted as when it is over. A client that leaves between its last message and
+// its answer did not get it; a message that is too large ends the stream in just this way, as gRPC
+// refuses it before the server sees it.
+absl::StatusCode CodeOfEnd(const absl::Status& status, const grpc::CallbackServerContext& context);
+
 // Same code; the message cut to what gRPC carries.
 grpc::Status ToGrpc(const absl::Status& status);
 

@@ -212,5 +212,45 @@ TEST_F(CallsTest, ShutdownEndsCallsWithUnavailable) {
   EXPECT_EQ(engine_.calls_done(), kWorkers);
 }
 
+// An upload that waits for its segments.
+class Prefill {
+ public:
+  explicit Prefill(const TestServer& server)
+      : stub_(server.NewStub()), stream_(stub_->AppendKv(&context_, &reply_)) {
+    v1::AppendKvRequest request;
+    request.set_sequence_id(1);
+    request.set_prefill_complete(true);
+    stream_->Write(request);
+    stream_->WritesDone();
+  }
+  grpc::Status Finish() { return stream_->Finish(); }
+
+ private:
+  const std::unique_ptr<Stub> stub_;
+  grpc::ClientContext context_;
+  v1::AppendKvResponse reply_;
+  const std::unique_ptr<grpc::ClientWriter<v1::AppendKvRequest>> stream_;
+};
+
+// The engine says CANCELLED of a build that nobody wants any more; the uploader did not cancel it.
+TEST_F(CallsTest, APrefillOfASequenceThatWasClosedIsNotFound) {
+  StartServer();
+  engine_.Hold();
+  Prefill prefill(*server_);
+  ASSERT_TRUE(engine_.WaitForWaiting(1));
+  engine_.LoseSequences();
+  engine_.Release();
+  EXPECT_EQ(prefill.Finish().error_code(), grpc::StatusCode::NOT_FOUND);
+}
+
+TEST_F(CallsTest, ShutdownEndsAPrefillWithUnavailable) {
+  StartServer();
+  engine_.Hold();
+  Prefill prefill(*server_);
+  ASSERT_TRUE(engine_.WaitForWaiting(1));
+  server_->server().Shutdown({.steps = 100ms, .cancel = 5000ms, .server = 1000ms});
+  EXPECT_EQ(prefill.Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
+}
+
 }  // namespace
 }  // namespace attnd::testing

@@ -37,6 +37,8 @@ class FakeEngine final : public engine::Engine {
   // So does ReleaseWriter.
   void HoldWriters() { writers_held_ = true; }
   void ReleaseWriters() { writers_held_ = false; }
+  // Every sequence has been closed: builds are given up.
+  void LoseSequences() { gone_ = true; }
   int waiting() const { return waiting_; }
   int decoded() const { return decoded_; }
   int chunks() const { return chunks_; }
@@ -74,10 +76,11 @@ class FakeEngine final : public engine::Engine {
   }
   absl::StatusOr<engine::PrefillResult> FinishPrefill(absl::string_view, engine::WriterId, uint64_t,
                                                       const std::atomic<bool>* cancel) override {
-    if (!WaitIfHeld(cancel)) return absl::CancelledError("cancelled");
+    if (!WaitIfHeld(cancel) || gone_) return absl::CancelledError("cancelled");
     return engine::PrefillResult();
   }
   absl::StatusOr<engine::SequenceInfo> Info(absl::string_view, uint64_t) override {
+    if (gone_) return absl::NotFoundError("sequence_id is unknown");
     return engine::SequenceInfo();
   }
   absl::Status Decode(absl::string_view, engine::WriterId, const engine::DecodeArgs& args,
@@ -141,7 +144,7 @@ class FakeEngine final : public engine::Engine {
 
   const engine::EngineOptions options_;
   const std::unique_ptr<attention::Backend> backend_;
-  std::atomic<bool> held_{false}, calls_held_{false}, writers_held_{false};
+  std::atomic<bool> held_{false}, calls_held_{false}, writers_held_{false}, gone_{false};
   std::atomic<bool> opening_stopped_{false};
   std::atomic<int> calls_waiting_{0}, calls_done_{0}, chunks_{0};
   std::atomic<int> waiting_{0}, decoded_{0}, cancelled_{0}, released_writers_{0};

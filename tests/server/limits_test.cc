@@ -161,7 +161,6 @@ TEST_F(LimitsTest, AConnectionHasALimitOfStreams) {
     answered = stream->Write(SmallStep()) && stream->Read(&own);
   });
   ExpectAnswers();  // on another connection
-  EXPECT_EQ(server_->Metric("attnd_rpcs_total{code=OK}{method=Decode}"), 1);
   EXPECT_FALSE(answered);
   streams[0]->WritesDone();
   EXPECT_TRUE(streams[0]->Finish().ok());
@@ -179,7 +178,7 @@ TEST_F(LimitsTest, WhoPingsTooOftenIsDisconnected) {
   const auto stub = v1::Attnd::NewStub(
       grpc::CreateCustomChannel(server_->address(), grpc::InsecureChannelCredentials(), arguments));
   grpc::ClientContext context;
-  context.set_deadline(std::chrono::system_clock::now() + 20s);
+  context.set_deadline(std::chrono::system_clock::now() + 60s);
   const auto stream = stub->Decode(&context);
   ASSERT_TRUE(stream->Write(SmallStep()));
   v1::DecodeResponse reply;
