@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <iterator>
 #include <map>
 #include <utility>
 
@@ -21,6 +22,7 @@
 #include "google/protobuf/io/tokenizer.h"
 #include "google/protobuf/io/zero_copy_stream_impl.h"
 #include "google/protobuf/text_format.h"
+#include "server/cgroup.h"
 
 namespace attnd::server {
 namespace {
@@ -94,13 +96,6 @@ class ErrorText : public google::protobuf::io::ErrorCollector {
   }
   std::string text;
 };
-
-// The number in a control group's file; nothing for "max" or without the file.
-uint64_t ReadLimit(const char* path, uint64_t otherwise) {
-  std::ifstream file(path);
-  uint64_t value = 0;
-  return (file >> value) ? value : otherwise;
-}
 
 }  // namespace
 
@@ -272,9 +267,9 @@ Machine Machine::Detect() {
   }
   const uint64_t physical =
       static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-  machine.memory_bytes =
-      std::min({physical, ReadLimit("/sys/fs/cgroup/memory.max", physical),
-                ReadLimit("/sys/fs/cgroup/memory/memory.limit_in_bytes", physical)});
+  std::ifstream membership("/proc/self/cgroup");
+  const std::string text((std::istreambuf_iterator<char>(membership)), {});
+  machine.memory_bytes = CgroupMemoryLimit(text, "/sys/fs/cgroup", physical);
   return machine;
 }
 

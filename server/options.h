@@ -88,7 +88,7 @@ absl::StatusOr<v1::Policy> ParsePolicyText(absl::string_view text);
 // What the machine has, for options whose 0 means "as much as there is".
 struct Machine {
   uint32_t cores = 1;         // that this process may run on
-  uint64_t memory_bytes = 0;  // the smaller of the machine's memory and the control group's limit
+  uint64_t memory_bytes = 0;  // the least of the machine's and of its control groups'
 
   static Machine Detect();
 };
