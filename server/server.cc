@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
 #include "glog/logging.h"
+#include "grpc/grpc.h"
 #include "grpcpp/ext/proto_server_reflection_plugin.h"
 #include "grpcpp/health_check_service_interface.h"
 #include "grpcpp/resource_quota.h"
@@ -56,6 +57,9 @@ class ServerImpl final : public Server {
         calls_(CallOptions(options)),
         ends_(EndOptions(options)),
         service_(&handlers_) {
+    // Never given back. The last use of gRPC that ends joins a thread that may be asleep for 10 s,
+    // as it polls for writes that met a full socket: too long for a shutdown, and nobody needs it.
+    grpc_init();
     handlers_.options = &options_;
     handlers_.engine = engine;
     handlers_.metrics = metrics;
