@@ -8,12 +8,6 @@
 #include "server/conversions.h"
 
 namespace attnd::server {
-namespace {
-
-absl::Status ClientGone() { return absl::CancelledError("the client is gone"); }
-absl::Status ShuttingDown() { return absl::UnavailableError("the server is shutting down"); }
-
-}  // namespace
 
 AppendReactor* AppendReactor::Start(HandlerContext* handlers, grpc::CallbackServerContext* context,
                                     v1::AppendKvResponse* reply) {
@@ -29,7 +23,10 @@ AppendReactor* AppendReactor::Start(HandlerContext* handlers, grpc::CallbackServ
   }
   const MutexLock lock(reactor->mutex_);
   if (!status.ok()) {
-    reactor->FinishLocked(status);
+    // Not registered, and nobody's writer.
+    reactor->state_ = State::kFinished;
+    reactor->final_status_ = status;
+    reactor->Finish(ToGrpc(status));
   } else if (reactor->state_ == State::kReading) {  // not stopped meanwhile
     MarkUnread(&reactor->request_);
     reactor->StartRead(&reactor->request_);
@@ -87,14 +84,18 @@ void AppendReactor::Continue(const absl::Status& status) {
   if (stop_requested_) return FinishLocked(ShuttingDown());
   state_ = State::kReading;
   // An upload that pauses keeps no chunk in memory.
-  if (request_.ByteSizeLong() > kKeptMessageBytesMax) request_ = v1::AppendKvRequest();
+  if (KeepsMuch(request_)) request_ = v1::AppendKvRequest();
   MarkUnread(&request_);
   StartRead(&request_);
 }
 
 absl::Status AppendReactor::TakeChunk() {
   const absl::Status status = Append();
-  if (absl::IsResourceExhausted(status)) handlers_->metrics->OnRejected(Rejection::kMemory);
+  if (absl::IsResourceExhausted(status)) {
+    const uint64_t tokens = request_.k().shape_size() > 0 ? request_.k().shape(0) : 0;
+    handlers_->metrics->OnRejected(TokensRejection(request_.first_position(), tokens,
+                                                   handlers_->options->max_sequence_tokens));
+  }
   ++messages_;
   return status.ok() ? status : DescribeChunk(status);
 }
@@ -119,11 +120,13 @@ absl::Status AppendReactor::CheckSequenceId() {
 }
 
 absl::Status AppendReactor::Complete() {
+  if (cancelled_.load()) return ClientGone();
   if (messages_ == 0) return absl::InvalidArgumentError("the stream carries no message");
   engine::PrefillResult result;
   if (prefill_complete_) {
-    ATTND_ASSIGN_OR_RETURN(
-        result, handlers_->engine->FinishPrefill(tenant_, writer_, sequence_id_, &cancelled_));
+    auto finished = handlers_->engine->FinishPrefill(tenant_, writer_, sequence_id_, &cancelled_);
+    if (!finished.ok()) return WhyUnfinished(finished.status());
+    result = *finished;
   } else {
     ATTND_ASSIGN_OR_RETURN(const engine::SequenceInfo info,
                            handlers_->engine->Info(tenant_, sequence_id_));
@@ -137,6 +140,15 @@ absl::Status AppendReactor::Complete() {
   return absl::OkStatus();
 }
 
+// A build that is given up says CANCELLED; who asked for it wants to know why.
+absl::Status AppendReactor::WhyUnfinished(const absl::Status& status) const {
+  if (absl::IsResourceExhausted(status)) handlers_->metrics->OnRejected(Rejection::kMemory);
+  if (!absl::IsCancelled(status)) return status;
+  if (cancelled_.load()) return ClientGone();
+  const auto info = handlers_->engine->Info(tenant_, sequence_id_);
+  return info.ok() ? ShuttingDown() : info.status();  // closed meanwhile, or the engine stops
+}
+
 absl::Status AppendReactor::DescribeChunk(const absl::Status& status) const {
   return {status.code(),
           absl::StrCat("chunk ", messages_ - 1, " (layer ", request_.layer(), ", first_position ",
@@ -147,6 +159,7 @@ void AppendReactor::OnCancel() { cancelled_.store(true); }
 
 void AppendReactor::OnDone() {
   const std::shared_ptr<AppendReactor> self = std::move(self_);  // may be the last reference
+  handlers_->metrics->OnRpc("AppendKv", CodeOfEnd(final_status_, *context_));
   handlers_->streams->Remove(this);
 }
 
@@ -166,12 +179,17 @@ void AppendReactor::Abort(const absl::Status& status) {
   if (state_ == State::kReading) FinishLocked(status);
 }
 
-// Leases end before the client can see that the stream has.
 void AppendReactor::FinishLocked(const absl::Status& status) {
   state_ = State::kFinished;
+  final_status_ = status;
+  if (!handlers_->ends->Enqueue(&end_)) End();  // there is room for every stream's one end
+}
+
+// Leases end before the client can see that the stream has. The object may be gone when this
+// returns.
+void AppendReactor::End() {
   handlers_->engine->ReleaseWriter(writer_);
-  handlers_->metrics->OnRpc("AppendKv", status.code());
-  Finish(ToGrpc(status));
+  Finish(ToGrpc(final_status_));
 }
 
 }  // namespace attnd::server

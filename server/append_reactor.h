@@ -24,7 +24,7 @@ namespace attnd::server {
 //
 //   kReading --chunk--> kAppending --taken--> kReading ...
 //   kReading --end of messages--> kCompleting --answer made--> kFinished
-//   any state --error--> kFinished
+//   any state --error--> kFinished --on a thread for ends: leases end, Finish--> OnDone
 //
 // Threads and lifetime as in DecodeReactor.
 class AppendReactor final : public grpc::ServerReadReactor<v1::AppendKvRequest>,
@@ -47,6 +47,7 @@ class AppendReactor final : public grpc::ServerReadReactor<v1::AppendKvRequest>,
   void CheckReply(std::chrono::steady_clock::time_point) override {}  // one reply, at the end
 
  private:
+  friend class StreamEnd<AppendReactor>;
   enum class State : uint8_t { kReading, kAppending, kCompleting, kFinished };
 
   void Run() override;
@@ -54,12 +55,14 @@ class AppendReactor final : public grpc::ServerReadReactor<v1::AppendKvRequest>,
   absl::Status Append();
   absl::Status CheckSequenceId();
   absl::Status Complete();
+  absl::Status WhyUnfinished(const absl::Status& status) const;
   absl::Status DescribeChunk(const absl::Status& status) const;
   // Hands the work of `state` to its executor, or ends the stream if the queue is full.
   void Submit(State state);
   // The chunk was taken: reads the next, or ends.
   void Continue(const absl::Status& status);
   void FinishLocked(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void End();
 
   HandlerContext* const handlers_;
   grpc::CallbackServerContext* const context_;
@@ -67,6 +70,7 @@ class AppendReactor final : public grpc::ServerReadReactor<v1::AppendKvRequest>,
   const engine::WriterId writer_;
   std::string tenant_;  // constant after Start
   std::shared_ptr<AppendReactor> self_;
+  StreamEnd<AppendReactor> end_{this};
 
   std::atomic<bool> cancelled_{false};
 
@@ -80,6 +84,7 @@ class AppendReactor final : public grpc::ServerReadReactor<v1::AppendKvRequest>,
   State state_ ABSL_GUARDED_BY(mutex_) = State::kReading;
   bool stop_requested_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Status abort_status_ ABSL_GUARDED_BY(mutex_);
+  absl::Status final_status_;  // written before Finish
 };
 
 }  // namespace attnd::server

@@ -49,6 +49,14 @@ ABSL_FLAG(uint32_t, reply_timeout_s, Defaults().reply_timeout_s,
           "seconds that a client may leave a reply unread");
 ABSL_FLAG(bool, allow_insecure_tcp, Defaults().allow_insecure_tcp,
           "allow TCP beyond loopback without TLS");
+ABSL_FLAG(uint32_t, max_connection_streams, Defaults().max_connection_streams,
+          "streams and calls open on one connection");
+ABSL_FLAG(uint64_t, grpc_memory_bytes, Defaults().grpc_memory_bytes,
+          "bytes for messages that arrive and for calls; 0: a quarter of the machine's memory");
+ABSL_FLAG(uint32_t, grpc_threads, Defaults().grpc_threads,
+          "threads of gRPC for calls that hold one (reflection)");
+ABSL_FLAG(uint32_t, min_ping_interval_s, Defaults().min_ping_interval_s,
+          "seconds that a client must leave between pings without data");
 ABSL_FLAG(std::string, config, "", "file with these options in protobuf text format");
 ABSL_FLAG(std::string, probe, "",
           "ask the server at this address for its health and exit: 0 if it serves");
@@ -59,11 +67,12 @@ namespace {
 using google::protobuf::FieldDescriptor;
 
 constexpr const char* kFlagNames[] = {
-    "listen",           "data_dir",          "metrics_listen",      "memory_budget_bytes",
-    "step_threads",     "step_workers",      "max_queued_steps",    "index_threads",
-    "max_sequences",    "max_streams",       "max_sequence_tokens", "max_rows",
-    "max_query_tokens", "segment_tokens",    "max_message_bytes",   "default_policy",
-    "reply_timeout_s",  "allow_insecure_tcp"};
+    "listen",           "data_dir",           "metrics_listen",         "memory_budget_bytes",
+    "step_threads",     "step_workers",       "max_queued_steps",       "index_threads",
+    "max_sequences",    "max_streams",        "max_sequence_tokens",    "max_rows",
+    "max_query_tokens", "segment_tokens",     "max_message_bytes",      "default_policy",
+    "reply_timeout_s",  "allow_insecure_tcp", "max_connection_streams", "grpc_memory_bytes",
+    "grpc_threads",     "min_ping_interval_s"};
 
 // Splits "--name=value"; the value is absent if there is no '='. Names come out with underscores.
 struct Argument {

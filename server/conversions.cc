@@ -97,9 +97,6 @@ struct TokenSums {
 
 // What is wrong with the row alone; its tokens still count in the tensors.
 absl::Status CheckRow(const v1::DecodeRow& proto) {
-  if (proto.query_tokens() == 0) {
-    return Invalid("query_tokens", " is 0; allowed are 1..max_query_tokens");
-  }
   const auto ids = static_cast<uint64_t>(proto.token_ids_size());
   if (ids != 0 && ids != proto.query_tokens()) {
     return Invalid("token_ids", " has ", ids, " entries; allowed are none or query_tokens (",
@@ -125,6 +122,16 @@ void ConvertRow(const v1::DecodeRow& proto, engine::DecodeRow* row) {
   }
 }
 
+// A row's query_tokens says where its part of the tensors ends and the next row's begins: a wrong
+// one is the whole message's fault, as a wrong shape is. `before`: those of the rows before it.
+absl::Status CheckQueryTokens(const v1::DecodeRow& proto, size_t number, uint64_t before,
+                              uint64_t max) {
+  if (proto.query_tokens() != 0 && proto.query_tokens() <= max - before) return absl::OkStatus();
+  return Invalid("rows", "[", number, "].query_tokens is ", proto.query_tokens(),
+                 "; allowed are 1..", max, " (max_query_tokens) in all rows together, ", before,
+                 " are in the rows before");
+}
+
 absl::Status ConvertRows(const v1::DecodeRequest& request, const DecodeLimits& limits,
                          DecodeStep* step, TokenSums* sums) {
   const auto count = static_cast<uint64_t>(request.rows_size());
@@ -134,13 +141,10 @@ absl::Status ConvertRows(const v1::DecodeRequest& request, const DecodeLimits& l
   step->rows.resize(count);
   for (size_t i = 0; i < count; ++i) {
     const v1::DecodeRow& row = request.rows(static_cast<int>(i));
+    ATTND_RETURN_IF_ERROR(CheckQueryTokens(row, i, sums->query, limits.max_query_tokens));
     ConvertRow(row, &step->rows[i]);
     sums->query += row.query_tokens();
     if (!row.query_only()) sums->appended += row.query_tokens();
-  }
-  if (sums->query > limits.max_query_tokens) {
-    return Invalid("rows", " have ", sums->query, " query tokens together; allowed are 1..",
-                   limits.max_query_tokens);
   }
   return absl::OkStatus();
 }

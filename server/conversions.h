@@ -24,6 +24,9 @@ inline constexpr int kPolicyParametersMax = 32;
 inline constexpr uint32_t kShardsMax = 4096;
 inline constexpr int kIndexesMax = 8;
 inline constexpr uint32_t kListPageMax = 1000;
+// A page ends before it, after one sequence at the least. Below the 4 MiB that a gRPC client takes
+// unless it is told otherwise.
+inline constexpr uint64_t kListPageBytesMax = uint64_t{1} << 20;
 // A status message is cut to this many bytes.
 inline constexpr size_t kStatusMessageBytesMax = 1024;
 

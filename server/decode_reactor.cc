@@ -16,9 +16,6 @@ uint64_t Micros(std::chrono::steady_clock::duration time) {
   return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(time).count());
 }
 
-absl::Status ClientGone() { return absl::CancelledError("the client is gone"); }
-absl::Status ShuttingDown() { return absl::UnavailableError("the server is shutting down"); }
-
 }  // namespace
 
 DecodeReactor* DecodeReactor::Start(HandlerContext* handlers,
@@ -35,7 +32,10 @@ DecodeReactor* DecodeReactor::Start(HandlerContext* handlers,
   }
   const MutexLock lock(reactor->mutex_);
   if (!status.ok()) {
-    reactor->FinishLocked(status);
+    // Not registered, and nobody's writer.
+    reactor->state_ = State::kFinished;
+    reactor->final_status_ = status;
+    reactor->Finish(ToGrpc(status));
   } else if (reactor->state_ == State::kReading) {  // not stopped meanwhile
     MarkUnread(&reactor->request_);
     reactor->StartRead(&reactor->request_);
@@ -84,11 +84,15 @@ absl::Status DecodeReactor::Answer() {
   const ServerOptions& options = *handlers_->options;
   ATTND_RETURN_IF_ERROR(
       FromProto(request_, {options.max_rows, options.max_query_tokens}, arrival_, &step_));
-  ATTND_RETURN_IF_ERROR(CheckReplySize());
+  if (absl::Status status = CheckReplySize(); !status.ok()) {
+    handlers_->metrics->OnRejected(Rejection::kMessage);
+    return status;
+  }
   step_.args.cancelled = &cancelled_;
   const Clock::time_point start = Clock::now();
   const absl::Status status = handlers_->engine->Decode(tenant_, writer_, step_.args, &result_);
   engine_time_ = Clock::now() - start;
+  if (absl::IsResourceExhausted(status)) handlers_->metrics->OnRejected(Rejection::kMemory);
   ATTND_RETURN_IF_ERROR(status);
   step_code_ = absl::StatusCode::kOk;
   reply_.set_step_id(request_.step_id());
@@ -151,15 +155,16 @@ void DecodeReactor::OnWriteDone(bool ok) {
 
 void DecodeReactor::RecordStep() {
   Metrics* const metrics = handlers_->metrics;
-  metrics->OnStep(step_code_, step_code_ == absl::StatusCode::kOk ? &result_ : nullptr);
+  metrics->OnStep(step_code_, step_code_ == absl::StatusCode::kOk ? &result_ : nullptr,
+                  {step_.rows, handlers_->options->max_sequence_tokens});
   metrics->OnStage(Stage::kQueue, queue_time_);
   metrics->OnStage(Stage::kEngine, engine_time_);
   metrics->OnStage(Stage::kRpc, Clock::now() - arrival_ - queue_time_ - engine_time_);
 }
 
 void DecodeReactor::ReleaseLargeMessages() {
-  if (request_.ByteSizeLong() > kKeptMessageBytesMax) request_ = v1::DecodeRequest();
-  if (reply_.ByteSizeLong() > kKeptMessageBytesMax) {
+  if (KeepsMuch(request_)) request_ = v1::DecodeRequest();
+  if (KeepsMuch(reply_)) {
     reply_ = v1::DecodeResponse();
     result_ = engine::DecodeResult();
   }
@@ -169,6 +174,7 @@ void DecodeReactor::OnCancel() { cancelled_.store(true); }
 
 void DecodeReactor::OnDone() {
   const std::shared_ptr<DecodeReactor> self = std::move(self_);  // may be the last reference
+  handlers_->metrics->OnRpc("Decode", CodeOfEnd(final_status_, *context_));
   handlers_->streams->Remove(this);
 }
 
@@ -203,12 +209,17 @@ void DecodeReactor::AbortLocked(const absl::Status& status) {
                                converted.error_message().c_str(), nullptr);
 }
 
-// Leases end before the client can see that the stream has.
 void DecodeReactor::FinishLocked(const absl::Status& status) {
   state_ = State::kFinished;
+  final_status_ = status;
+  if (!handlers_->ends->Enqueue(&end_)) End();  // there is room for every stream's one end
+}
+
+// Leases end before the client can see that the stream has. The object may be gone when this
+// returns.
+void DecodeReactor::End() {
   handlers_->engine->ReleaseWriter(writer_);
-  handlers_->metrics->OnRpc("Decode", status.code());
-  Finish(ToGrpc(status));
+  Finish(ToGrpc(final_status_));
 }
 
 }  // namespace attnd::server

@@ -23,12 +23,12 @@ namespace attnd::server {
 // flight.
 //
 //   kReading --message--> kStepping --reply made--> kWriting --reply written--> kReading ...
-//   any state --Finish--> kFinished
+//   any state --FinishLocked--> kFinished --on a thread for ends: leases end, Finish--> OnDone
 //
 // Who calls: gRPC's threads (OnReadDone, OnWriteDone, OnCancel, OnDone), a worker or a gRPC thread
-// (Run), the registry (Stop, Abort, CheckReply). Finish is called once, never while a step runs: so
-// the request, the reply and the engine's view of them live as long as anyone uses them. The object
-// keeps itself alive until OnDone.
+// (Run), the registry (Stop, Abort, CheckReply), the thread for ends (End). Finish is called once,
+// never while a step runs: so the request, the reply and the engine's view of them live as long as
+// anyone uses them. The object keeps itself alive until OnDone.
 class DecodeReactor final : public grpc::ServerBidiReactor<v1::DecodeRequest, v1::DecodeResponse>,
                             public ManagedStream,
                             private StepExecutor::Task {
@@ -48,6 +48,7 @@ class DecodeReactor final : public grpc::ServerBidiReactor<v1::DecodeRequest, v1
   void CheckReply(std::chrono::steady_clock::time_point oldest) override;
 
  private:
+  friend class StreamEnd<DecodeReactor>;
   using Clock = std::chrono::steady_clock;
   enum class State : uint8_t { kReading, kStepping, kWriting, kFinished };
 
@@ -61,12 +62,14 @@ class DecodeReactor final : public grpc::ServerBidiReactor<v1::DecodeRequest, v1
   void ReleaseLargeMessages();
   void AbortLocked(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void FinishLocked(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void End();
 
   HandlerContext* const handlers_;
   grpc::CallbackServerContext* const context_;
   const engine::WriterId writer_;
   std::string tenant_;  // constant after Start
   std::shared_ptr<DecodeReactor> self_;
+  StreamEnd<DecodeReactor> end_{this};
 
   // Set from any thread; the engine looks at it between stages.
   std::atomic<bool> cancelled_{false};
@@ -86,6 +89,7 @@ class DecodeReactor final : public grpc::ServerBidiReactor<v1::DecodeRequest, v1
   bool stop_requested_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Status abort_status_ ABSL_GUARDED_BY(mutex_);  // why, once aborted
   Clock::time_point write_start_ ABSL_GUARDED_BY(mutex_);
+  absl::Status final_status_;  // written before Finish
 };
 
 }  // namespace attnd::server

@@ -25,6 +25,13 @@ absl::StatusOr<std::string> TenantOf(const grpc::CallbackServerContext& context)
   return std::string(tenant.data(), tenant.size());
 }
 
+absl::Status ClientGone() { return absl::CancelledError("the client is gone"); }
+absl::Status ShuttingDown() { return absl::UnavailableError("the server is shutting down"); }
+
+absl::StatusCode CodeOfEnd(const absl::Status& status, const grpc::CallbackServerContext& context) {
+  return status.ok() && context.IsCancelled() ? absl::StatusCode::kCancelled : status.code();
+}
+
 grpc::Status ToGrpc(const absl::Status& status) {
   if (status.ok()) return grpc::Status::OK;
   const absl::string_view message = CutMessage(status.message());

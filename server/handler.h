@@ -26,6 +26,9 @@ inline constexpr uint32_t kUnreadLayer = 0xFFFFFFFFu;
 // A stream that waits for its next message keeps no more than this of the last one's memory.
 inline constexpr size_t kKeptMessageBytesMax = size_t{256} << 10;
 
+// Unary calls answered at the same time. Few, as most wait for a lock or for memory bandwidth.
+inline constexpr uint32_t kCallWorkers = 4;
+
 inline constexpr char kTenantKey[] = "attnd-tenant";
 inline constexpr size_t kTenantBytesMax = 256;
 
@@ -39,12 +42,24 @@ struct HandlerContext {
   StepExecutor* steps = nullptr;
   // Finished prefills: seconds each, one after the other, so that they never hold a step's worker.
   StepExecutor* prefills = nullptr;
+  // Unary calls but GetServerInfo: they may wait for a sequence's lock, or hold it while they copy.
+  StepExecutor* calls = nullptr;
+  // Ends of streams: they may wait for the locks of sequences too. Never full.
+  StepExecutor* ends = nullptr;
   std::atomic<engine::WriterId> next_writer{1};
 };
 
 // The tenant that a call's metadata names, "" if none. InvalidArgument if it is too long or named
 // twice.
 absl::StatusOr<std::string> TenantOf(const grpc::CallbackServerContext& context);
+
+// Whether a message of this content keeps more than that. Small messages are not measured in full:
+// a byte on the wire (an empty row) may be a hundred in memory, but no more.
+template <typename Message>
+bool KeepsMuch(const Message& message) {
+  return message.ByteSizeLong() > kKeptMessageBytesMax / 128 &&
+         message.SpaceUsedLong() > kKeptMessageBytesMax;
+}
 
 // A read fails alike when the client has no more messages and when a message does not parse; only
 // parsing touches the message. So it is marked before each read, and a failed read whose mark is
@@ -59,6 +74,26 @@ absl::Status EndOfMessages(const Message& message) {
   if (message.layer() == kUnreadLayer) return absl::OkStatus();
   return absl::InvalidArgumentError("a message of the stream is not a valid protobuf message");
 }
+
+// Why a stream or a call ends early.
+absl::Status ClientGone();
+absl::Status ShuttingDown();
+
+// Runs Reactor::End, which releases the stream's sequences and finishes it.
+template <typename Reactor>
+class StreamEnd final : public StepExecutor::Task {
+ public:
+  explicit StreamEnd(Reactor* reactor) : reactor_(reactor) {}
+  void Run() override { reactor_->End(); }
+
+ private:
+  Reactor* const reactor_;
+};
+
+// What a stream is counted as when it is over. A client that leaves between its last message and
+// its answer did not get it; a message that is too large ends the stream in just this way, as gRPC
+// refuses it before the server sees it.
+absl::StatusCode CodeOfEnd(const absl::Status& status, const grpc::CallbackServerContext& context);
 
 // Same code; the message cut to what gRPC carries.
 grpc::Status ToGrpc(const absl::Status& status);

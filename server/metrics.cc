@@ -11,8 +11,8 @@ namespace {
 
 using Buckets = prometheus::Histogram::BucketBoundaries;
 
-const char* const kRejectionNames[kRejections] = {"queue",  "streams",       "sequences",
-                                                  "memory", "reply_timeout", "shutdown"};
+const char* const kRejectionNames[kRejections] = {"queue",  "streams", "sequences",     "memory",
+                                                  "tokens", "message", "reply_timeout", "shutdown"};
 const char* const kStageNames[kStages] = {"queue",  "validate", "score",  "select",
                                           "attend", "merge",    "engine", "rpc"};
 
@@ -70,6 +70,7 @@ Metrics::Metrics() : registry_(std::make_shared<prometheus::Registry>()) {
   sequences_ = AddGauge("attnd_sequences", "Open sequences");
   streams_ = AddGauge("attnd_streams", "Open Decode and AppendKv streams");
   queue_depth_ = AddGauge("attnd_queue_depth", "Steps that wait for a worker");
+  queued_calls_ = AddGauge("attnd_queued_calls", "Unary calls that wait for a worker");
   process_bytes_ =
       AddGauge("attnd_process_resident_memory_bytes", "Resident memory of the process");
   const std::string appended = "attnd_appended_tokens_total";
@@ -100,12 +101,22 @@ void Metrics::SetBuildInfo(absl::string_view version, absl::string_view simd_tar
       ->Set(1);
 }
 
-void Metrics::OnStep(absl::StatusCode code, const engine::DecodeResult* result) {
+Rejection TokensRejection(uint64_t position, uint64_t tokens, uint64_t max_sequence_tokens) {
+  const bool fits = position <= max_sequence_tokens && tokens <= max_sequence_tokens - position;
+  return fits ? Rejection::kMemory : Rejection::kTokens;
+}
+
+void Metrics::OnStep(absl::StatusCode code, const engine::DecodeResult* result,
+                     const StepRows& rows) {
   steps_[static_cast<size_t>(code) % kCodes]->Increment();
   if (result == nullptr) return;
   attention::StageNanos total;
-  for (const engine::DecodeRowResult& row : result->rows) {
-    OnRow(row);
+  for (size_t i = 0; i < result->rows.size(); ++i) {
+    const engine::DecodeRowResult& row = result->rows[i];
+    OnRow(row, i < rows.rows.size() && !rows.rows[i].query_only
+                   ? TokensRejection(rows.rows[i].position, rows.rows[i].query_tokens,
+                                     rows.max_sequence_tokens)
+                   : Rejection::kMemory);
     total.score += row.stats.stages.score;
     total.select += row.stats.stages.select;
     total.attend += row.stats.stages.attend;
@@ -118,10 +129,10 @@ void Metrics::OnStep(absl::StatusCode code, const engine::DecodeResult* result) 
   OnStage(Stage::kMerge, std::chrono::nanoseconds(total.merge));
 }
 
-void Metrics::OnRow(const engine::DecodeRowResult& row) {
+void Metrics::OnRow(const engine::DecodeRowResult& row, Rejection limit) {
   rows_[static_cast<size_t>(row.status.code()) % kCodes]->Increment();
   if (!row.status.ok()) {
-    if (absl::IsResourceExhausted(row.status)) OnRejected(Rejection::kMemory);
+    if (absl::IsResourceExhausted(row.status)) OnRejected(limit);
     return;
   }
   const attention::RowStats& stats = row.stats;
@@ -170,6 +181,7 @@ std::vector<prometheus::MetricFamily> Metrics::Collect() const {
   }
   if (sources_.streams) streams_->Set(static_cast<double>(sources_.streams()));
   if (sources_.queue_depth) queue_depth_->Set(static_cast<double>(sources_.queue_depth()));
+  if (sources_.queued_calls) queued_calls_->Set(static_cast<double>(sources_.queued_calls()));
   process_bytes_->Set(ProcessBytes());
   return registry_->Collect();
 }

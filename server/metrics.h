@@ -10,7 +10,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -31,10 +33,12 @@ enum class Rejection : uint8_t {
   kStreams,       // max_streams
   kSequences,     // max_sequences
   kMemory,        // memory_budget_bytes
+  kTokens,        // max_sequence_tokens
+  kMessage,       // max_message_bytes
   kReplyTimeout,  // the client did not read
   kShutdown,      // the server is ending
 };
-inline constexpr size_t kRejections = 6;
+inline constexpr size_t kRejections = 8;
 
 // Where a step's time went; the label `stage`. Score to merge are processor time, summed over
 // threads and rows; the others are elapsed time. kRpc is the step's whole time on the server less
@@ -42,11 +46,22 @@ inline constexpr size_t kRejections = 6;
 enum class Stage : uint8_t { kQueue, kValidate, kScore, kSelect, kAttend, kMerge, kEngine, kRpc };
 inline constexpr size_t kStages = 8;
 
+// The limit that RESOURCE_EXHAUSTED for tokens [position, position + tokens) of a sequence means:
+// the engine compares the length before it asks for memory.
+Rejection TokensRejection(uint64_t position, uint64_t tokens, uint64_t max_sequence_tokens);
+
+// The rows of a step.
+struct StepRows {
+  std::span<const engine::DecodeRow> rows;
+  uint64_t max_sequence_tokens = std::numeric_limits<uint64_t>::max();
+};
+
 // Values that are read when Prometheus asks. Called from the exposer's threads.
 struct GaugeSources {
   std::function<engine::Usage()> usage;
   std::function<size_t()> streams;
   std::function<size_t()> queue_depth;
+  std::function<size_t()> queued_calls;
 };
 
 // Owns its registry: nothing global. Pointers to every metric of the hot path are kept, so that
@@ -64,8 +79,9 @@ class Metrics final : public engine::Observer, public prometheus::Collectable {
   // Before serving; what the sources use must outlive the last Collect.
   void SetSources(GaugeSources sources) { sources_ = std::move(sources); }
 
-  // A Decode message was answered with `code`; `result` is null unless it is OK.
-  void OnStep(absl::StatusCode code, const engine::DecodeResult* result);
+  // A Decode message was answered with `code`; `result` is null unless it is OK. `rows` are what
+  // was asked: they tell which limit a row has met.
+  void OnStep(absl::StatusCode code, const engine::DecodeResult* result, const StepRows& rows = {});
   void OnStage(Stage stage, std::chrono::nanoseconds time);
   void OnRejected(Rejection reason);
   // A call ended. `method` is the RPC's short name.
@@ -90,7 +106,7 @@ class Metrics final : public engine::Observer, public prometheus::Collectable {
   prometheus::Histogram* AddHistogram(const std::string& name, const std::string& help,
                                       const prometheus::Labels& labels,
                                       const prometheus::Histogram::BucketBoundaries& buckets);
-  void OnRow(const engine::DecodeRowResult& row);
+  void OnRow(const engine::DecodeRowResult& row, Rejection limit);
 
   const std::shared_ptr<prometheus::Registry> registry_;
   GaugeSources sources_;
@@ -112,6 +128,7 @@ class Metrics final : public engine::Observer, public prometheus::Collectable {
   prometheus::Gauge* sequences_;
   prometheus::Gauge* streams_;
   prometheus::Gauge* queue_depth_;
+  prometheus::Gauge* queued_calls_;
   prometheus::Gauge* process_bytes_;
   std::array<prometheus::Counter*, 2> appended_tokens_;  // decode, prefill
   std::array<prometheus::Counter*, 2> segments_built_;   // by BuildTrigger

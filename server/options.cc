@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <iterator>
 #include <map>
 #include <utility>
 
@@ -21,6 +22,7 @@
 #include "google/protobuf/io/tokenizer.h"
 #include "google/protobuf/io/zero_copy_stream_impl.h"
 #include "google/protobuf/text_format.h"
+#include "server/cgroup.h"
 
 namespace attnd::server {
 namespace {
@@ -30,6 +32,12 @@ constexpr uint64_t kMemoryBudgetBytesMin = uint64_t{16} << 20;
 constexpr uint64_t kMessageBytesMin = uint64_t{64} << 10;
 constexpr uint64_t kMessageBytesMax = uint64_t{1} << 30;  // protobuf and gRPC count in int
 constexpr uint64_t kSequenceTokensMax = uint64_t{1} << 32;
+
+// What gRPC holds at the least: a message that arrives while another is taken, and the calls.
+constexpr uint64_t kGrpcMessagesMin = 2;
+constexpr uint64_t kGrpcCallBytesMin = uint64_t{16} << 20;
+constexpr uint64_t kGrpcMessagesDefault = 8;
+constexpr uint64_t kGrpcBytesDefaultMin = uint64_t{256} << 20;
 
 absl::Status CheckRange(const char* field, uint64_t value, uint64_t min, uint64_t max) {
   if (value >= min && value <= max) return absl::OkStatus();
@@ -54,6 +62,18 @@ absl::Status CheckListen(const ServerOptions& options) {
   return absl::OkStatus();
 }
 
+absl::Status CheckGrpc(const ServerOptions& options) {
+  ATTND_RETURN_IF_ERROR(
+      CheckRange("max_connection_streams", options.max_connection_streams, 1, 65536));
+  if (options.grpc_memory_bytes != 0) {
+    const uint64_t min = kGrpcMessagesMin * options.max_message_bytes + kGrpcCallBytesMin;
+    ATTND_RETURN_IF_ERROR(
+        CheckRange("grpc_memory_bytes", options.grpc_memory_bytes, min, uint64_t{1} << 50));
+  }
+  ATTND_RETURN_IF_ERROR(CheckRange("grpc_threads", options.grpc_threads, 4, kThreadsMax));
+  return CheckRange("min_ping_interval_s", options.min_ping_interval_s, 1, 3600);
+}
+
 absl::Status CheckPaths(const ServerOptions& options) {
   if (options.data_dir.empty()) return absl::InvalidArgumentError("data_dir is empty");
   if (options.listen.empty()) {
@@ -76,13 +96,6 @@ class ErrorText : public google::protobuf::io::ErrorCollector {
   }
   std::string text;
 };
-
-// The number in a control group's file; nothing for "max" or without the file.
-uint64_t ReadLimit(const char* path, uint64_t otherwise) {
-  std::ifstream file(path);
-  uint64_t value = 0;
-  return (file >> value) ? value : otherwise;
-}
 
 }  // namespace
 
@@ -157,7 +170,8 @@ absl::Status ServerOptions::Validate() const {
   ATTND_RETURN_IF_ERROR(
       CheckRange("max_message_bytes", max_message_bytes, kMessageBytesMin, kMessageBytesMax));
   ATTND_RETURN_IF_ERROR(CheckRange("segment_tokens", segment_tokens, 512, 65536));
-  return CheckRange("reply_timeout_s", reply_timeout_s, 1, 3600);
+  ATTND_RETURN_IF_ERROR(CheckRange("reply_timeout_s", reply_timeout_s, 1, 3600));
+  return CheckGrpc(*this);
 }
 
 std::vector<ListenAddress> ServerOptions::ListenAddresses() const {
@@ -205,6 +219,10 @@ absl::Status ApplyConfig(const v1::ServerConfig& config, ServerOptions* options)
   ATTND_APPLY(segment_tokens);
   ATTND_APPLY(reply_timeout_s);
   ATTND_APPLY(allow_insecure_tcp);
+  ATTND_APPLY(max_connection_streams);
+  ATTND_APPLY(grpc_memory_bytes);
+  ATTND_APPLY(grpc_threads);
+  ATTND_APPLY(min_ping_interval_s);
 #undef ATTND_APPLY
   return absl::OkStatus();
 }
@@ -249,10 +267,16 @@ Machine Machine::Detect() {
   }
   const uint64_t physical =
       static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-  machine.memory_bytes =
-      std::min({physical, ReadLimit("/sys/fs/cgroup/memory.max", physical),
-                ReadLimit("/sys/fs/cgroup/memory/memory.limit_in_bytes", physical)});
+  std::ifstream membership("/proc/self/cgroup");
+  const std::string text((std::istreambuf_iterator<char>(membership)), {});
+  machine.memory_bytes = CgroupMemoryLimit(text, "/sys/fs/cgroup", physical);
   return machine;
+}
+
+uint64_t GrpcMemoryBytes(const ServerOptions& options, const Machine& machine) {
+  if (options.grpc_memory_bytes != 0) return options.grpc_memory_bytes;
+  return std::max({machine.memory_bytes / 4, kGrpcMessagesDefault * options.max_message_bytes,
+                   kGrpcBytesDefaultMin});
 }
 
 engine::EngineOptions ToEngineOptions(const ServerOptions& options, const Machine& machine) {

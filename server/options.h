@@ -61,6 +61,10 @@ struct ServerOptions {
   attention::Policy default_policy;  // dense
   uint32_t reply_timeout_s = 30;
   bool allow_insecure_tcp = false;
+  uint32_t max_connection_streams = 4096;
+  uint64_t grpc_memory_bytes = 0;
+  uint32_t grpc_threads = 16;
+  uint32_t min_ping_interval_s = 10;
 
   ServerOptions();
 
@@ -84,10 +88,13 @@ absl::StatusOr<v1::Policy> ParsePolicyText(absl::string_view text);
 // What the machine has, for options whose 0 means "as much as there is".
 struct Machine {
   uint32_t cores = 1;         // that this process may run on
-  uint64_t memory_bytes = 0;  // the smaller of the machine's memory and the control group's limit
+  uint64_t memory_bytes = 0;  // the least of the machine's and of its control groups'
 
   static Machine Detect();
 };
+
+// grpc_memory_bytes, 0 resolved.
+uint64_t GrpcMemoryBytes(const ServerOptions& options, const Machine& machine);
 
 // The engine's share of the options, zeros resolved.
 engine::EngineOptions ToEngineOptions(const ServerOptions& options, const Machine& machine);

@@ -8,8 +8,10 @@
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
 #include "glog/logging.h"
+#include "grpc/grpc.h"
 #include "grpcpp/ext/proto_server_reflection_plugin.h"
 #include "grpcpp/health_check_service_interface.h"
+#include "grpcpp/resource_quota.h"
 #include "grpcpp/server.h"
 #include "grpcpp/server_builder.h"
 #include "server/handler.h"
@@ -32,25 +34,44 @@ StepExecutor::Options PrefillOptions(const ServerOptions& options) {
   return {.workers = 1, .inline_slots = 0, .queue_max = options.max_streams};
 }
 
+// Unary calls; as many may wait as steps.
+StepExecutor::Options CallOptions(const ServerOptions& options) {
+  return {.workers = kCallWorkers, .inline_slots = 0, .queue_max = options.max_queued_steps};
+}
+
+// Each open stream ends once.
+StepExecutor::Options EndOptions(const ServerOptions& options) {
+  return {.workers = 1, .inline_slots = 0, .queue_max = options.max_streams};
+}
+
 class ServerImpl final : public Server {
  public:
   ServerImpl(const ServerOptions& options, const Machine& machine, engine::Engine* engine,
              Metrics* metrics)
       : options_(options),
+        machine_(machine),
         engine_(engine),
         streams_(options.max_streams, options.reply_timeout()),
         steps_(StepOptions(options, machine)),
         prefills_(PrefillOptions(options)),
+        calls_(CallOptions(options)),
+        ends_(EndOptions(options)),
         service_(&handlers_) {
+    // Never given back. The last use of gRPC that ends joins a thread that may be asleep for 10 s,
+    // as it polls for writes that met a full socket: too long for a shutdown, and nobody needs it.
+    grpc_init();
     handlers_.options = &options_;
     handlers_.engine = engine;
     handlers_.metrics = metrics;
     handlers_.streams = &streams_;
     handlers_.steps = &steps_;
     handlers_.prefills = &prefills_;
+    handlers_.calls = &calls_;
+    handlers_.ends = &ends_;
     metrics->SetSources({.usage = [engine] { return engine->usage(); },
                          .streams = [this] { return streams_.size(); },
-                         .queue_depth = [this] { return steps_.queue_depth(); }});
+                         .queue_depth = [this] { return steps_.queue_depth(); },
+                         .queued_calls = [this] { return calls_.queue_depth(); }});
   }
   ~ServerImpl() override {
     Shutdown(ShutdownLimits());
@@ -62,15 +83,19 @@ class ServerImpl final : public Server {
   void Shutdown(const ShutdownLimits& limits) override;
 
  private:
+  void SetLimits(grpc::ServerBuilder* builder) const;
   absl::Status Build(const std::vector<ListenAddress>& addresses);
   void SetServing();
 
   const ServerOptions options_;
+  const Machine machine_;
   engine::Engine* const engine_;
   HandlerContext handlers_;
   StreamRegistry streams_;
   StepExecutor steps_;
   StepExecutor prefills_;
+  StepExecutor calls_;
+  StepExecutor ends_;
   AttndService service_;
   std::unique_ptr<grpc::Server> server_;
   bool stopped_ = false;
@@ -90,14 +115,29 @@ absl::Status ServerImpl::Listen() {
   return absl::OkStatus();
 }
 
+void ServerImpl::SetLimits(grpc::ServerBuilder* builder) const {
+  builder->SetMaxReceiveMessageSize(static_cast<int>(options_.max_message_bytes));
+  builder->SetMaxSendMessageSize(static_cast<int>(options_.max_message_bytes));
+  grpc::ResourceQuota quota("attnd");
+  quota.Resize(GrpcMemoryBytes(options_, machine_))
+      .SetMaxThreads(static_cast<int>(options_.grpc_threads));
+  builder->SetResourceQuota(quota);
+  builder->AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS,
+                              static_cast<int>(options_.max_connection_streams));
+  // Pings are welcome at this rate, with calls or without; whoever sends more is disconnected.
+  builder->AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS,
+                              static_cast<int>(options_.min_ping_interval_s * 1000));
+  builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  builder->AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 2);
+  // Two servers on one port would each get some of the clients.
+  builder->AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+}
+
 absl::Status ServerImpl::Build(const std::vector<ListenAddress>& addresses) {
   grpc::EnableDefaultHealthCheckService(true);
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::ServerBuilder builder;
-  builder.SetMaxReceiveMessageSize(static_cast<int>(options_.max_message_bytes));
-  builder.SetMaxSendMessageSize(static_cast<int>(options_.max_message_bytes));
-  // Two servers on one port would each get some of the clients.
-  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  SetLimits(&builder);
   builder.RegisterService(&service_);
   std::vector<int> ports(addresses.size(), 0);
   for (size_t i = 0; i < addresses.size(); ++i) {
@@ -131,7 +171,8 @@ void ServerImpl::Shutdown(const ShutdownLimits& limits) {
   server_->GetHealthCheckService()->SetServingStatus(false);
   // 2. No new sequences.
   engine_->StopOpening();
-  // 3. No new streams; idle ones end, the others when their step has been answered.
+  // 3. No new streams; idle ones end, the others when their step has been answered. No new calls
+  // either; those that wait for a worker are refused, those that run are brought to their end.
   streams_.StopAll();
   if (!streams_.WaitUntilEmpty(limits.steps)) {
     // 4. What is still there is cancelled.
@@ -141,7 +182,7 @@ void ServerImpl::Shutdown(const ShutdownLimits& limits) {
       LOG(ERROR) << "shutdown: " << streams_.size() << " streams do not end";
     }
   }
-  // 5. Connections close; calls that came since are refused.
+  // 5. Connections close, once the last call has ended; calls that came since are refused.
   server_->Shutdown(std::chrono::system_clock::now() + limits.server);
   server_->Wait();
 }

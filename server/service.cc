@@ -3,25 +3,24 @@
 
 #include "server/append_reactor.h"
 #include "server/decode_reactor.h"
+#include "server/unary_call.h"
 #include "server/unary_handlers.h"
 
 namespace attnd::server {
 namespace {
 
-template <typename Request, typename Reply>
-grpc::ServerUnaryReactor* Answer(const char* method, HandlerContext* handlers,
-                                 grpc::CallbackServerContext* context, const Request& request,
-                                 Reply* reply) {
-  const auto tenant = TenantOf(*context);
-  absl::Status status = tenant.status();
-  if (status.ok()) {
-    status = Handle({*handlers->options, *handlers->engine, *handlers->metrics, *tenant}, request,
-                    reply);
+// Constant, so that it waits for nothing: answered on gRPC's thread.
+absl::Status AnswerServerInfo(HandlerContext* handlers, const grpc::CallbackServerContext& context,
+                              const v1::GetServerInfoRequest& request,
+                              v1::GetServerInfoResponse* reply) {
+  if (handlers->streams->stopping()) {
+    handlers->metrics->OnRejected(Rejection::kShutdown);
+    return ShuttingDown();
   }
-  handlers->metrics->OnRpc(method, status.code());
-  grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();
-  reactor->Finish(ToGrpc(status));
-  return reactor;
+  const auto tenant = TenantOf(context);
+  if (!tenant.ok()) return tenant.status();
+  return Handle({*handlers->options, *handlers->engine, *handlers->metrics, *tenant}, request,
+                reply);
 }
 
 }  // namespace
@@ -29,37 +28,46 @@ grpc::ServerUnaryReactor* Answer(const char* method, HandlerContext* handlers,
 grpc::ServerUnaryReactor* AttndService::GetServerInfo(grpc::CallbackServerContext* context,
                                                       const v1::GetServerInfoRequest* request,
                                                       v1::GetServerInfoResponse* reply) {
-  return Answer("GetServerInfo", handlers_, context, *request, reply);
+  const absl::Status status = AnswerServerInfo(handlers_, *context, *request, reply);
+  handlers_->metrics->OnRpc("GetServerInfo", status.code());
+  grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();
+  reactor->Finish(ToGrpc(status));
+  return reactor;
 }
 
 grpc::ServerUnaryReactor* AttndService::OpenSequence(grpc::CallbackServerContext* context,
                                                      const v1::OpenSequenceRequest* request,
                                                      v1::OpenSequenceResponse* reply) {
-  return Answer("OpenSequence", handlers_, context, *request, reply);
+  return UnaryCall<v1::OpenSequenceRequest, v1::OpenSequenceResponse>::Start(
+      "OpenSequence", handlers_, context, request, reply);
 }
 
 grpc::ServerUnaryReactor* AttndService::TruncateSequence(grpc::CallbackServerContext* context,
                                                          const v1::TruncateSequenceRequest* request,
                                                          v1::TruncateSequenceResponse* reply) {
-  return Answer("TruncateSequence", handlers_, context, *request, reply);
+  return UnaryCall<v1::TruncateSequenceRequest, v1::TruncateSequenceResponse>::Start(
+      "TruncateSequence", handlers_, context, request, reply);
 }
 
 grpc::ServerUnaryReactor* AttndService::ForkSequence(grpc::CallbackServerContext* context,
                                                      const v1::ForkSequenceRequest* request,
                                                      v1::ForkSequenceResponse* reply) {
-  return Answer("ForkSequence", handlers_, context, *request, reply);
+  return UnaryCall<v1::ForkSequenceRequest, v1::ForkSequenceResponse>::Start(
+      "ForkSequence", handlers_, context, request, reply);
 }
 
 grpc::ServerUnaryReactor* AttndService::CloseSequence(grpc::CallbackServerContext* context,
                                                       const v1::CloseSequenceRequest* request,
                                                       v1::CloseSequenceResponse* reply) {
-  return Answer("CloseSequence", handlers_, context, *request, reply);
+  return UnaryCall<v1::CloseSequenceRequest, v1::CloseSequenceResponse>::Start(
+      "CloseSequence", handlers_, context, request, reply);
 }
 
 grpc::ServerUnaryReactor* AttndService::ListSequences(grpc::CallbackServerContext* context,
                                                       const v1::ListSequencesRequest* request,
                                                       v1::ListSequencesResponse* reply) {
-  return Answer("ListSequences", handlers_, context, *request, reply);
+  return UnaryCall<v1::ListSequencesRequest, v1::ListSequencesResponse>::Start(
+      "ListSequences", handlers_, context, request, reply);
 }
 
 grpc::ServerReadReactor<v1::AppendKvRequest>* AttndService::AppendKv(

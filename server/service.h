@@ -9,8 +9,8 @@
 
 namespace attnd::server {
 
-// Thread-safety: gRPC calls from several threads. Unary calls are short and answered on gRPC's
-// thread.
+// Thread-safety: gRPC calls from several threads. Nothing here waits: all that may is handed to
+// workers.
 class AttndService final : public v1::Attnd::CallbackService {
  public:
   // `handlers` must outlive the service.

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/unary_handlers.h"
 
+#include <algorithm>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
@@ -61,10 +63,13 @@ absl::Status Handle(const UnaryContext& context, const v1::OpenSequenceRequest& 
 
 absl::Status Handle(const UnaryContext& context, const v1::TruncateSequenceRequest& request,
                     v1::TruncateSequenceResponse* reply) {
-  ATTND_ASSIGN_OR_RETURN(
-      const uint64_t segmented,
-      context.engine.Truncate(context.tenant, request.sequence_id(), request.length()));
-  reply->set_segmented_tokens(segmented);
+  const auto segmented =
+      context.engine.Truncate(context.tenant, request.sequence_id(), request.length());
+  if (absl::IsResourceExhausted(segmented.status())) {
+    context.metrics.OnRejected(Rejection::kMemory);
+  }
+  ATTND_RETURN_IF_ERROR(segmented.status());
+  reply->set_segmented_tokens(*segmented);
   return absl::OkStatus();
 }
 
@@ -92,16 +97,23 @@ absl::Status Handle(const UnaryContext& context, const v1::ListSequencesRequest&
     return absl::InvalidArgumentError(
         absl::StrCat("page_size is ", page_size, "; allowed are 0..", kListPageMax));
   }
+  const uint64_t page_bytes = std::min(kListPageBytesMax, context.options.max_message_bytes / 2);
+  uint64_t bytes = 0, last_id = 0;
   // One more than the page, to know whether there is a next one.
   const auto sequences =
       context.engine.List(context.tenant, request.after_sequence_id(), page_size + 1);
   for (const engine::SequenceInfo& info : sequences) {
-    if (static_cast<uint32_t>(reply->sequences_size()) == page_size) {
-      reply->set_next_after_sequence_id(
-          reply->sequences(reply->sequences_size() - 1).sequence_id());
+    v1::SequenceInfo entry;
+    ToProto(info, &entry);
+    bytes += entry.ByteSizeLong();
+    const bool full = static_cast<uint32_t>(reply->sequences_size()) == page_size ||
+                      (last_id != 0 && bytes > page_bytes);
+    if (full) {
+      reply->set_next_after_sequence_id(last_id);
       break;
     }
-    ToProto(info, reply->add_sequences());
+    last_id = info.id;
+    reply->mutable_sequences()->Add(std::move(entry));
   }
   return absl::OkStatus();
 }

@@ -11,23 +11,49 @@
 #include <filesystem>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "common/status.h"
-#include "glog/logging.h"
 
 namespace attnd::server {
 namespace {
 
 constexpr mode_t kOthers = S_IRWXG | S_IRWXO;
 
-void WarnIfOpenToOthers(const std::string& directory) {
+// The lock of the socket at `path`.
+absl::StatusOr<FileLock> LockSocket(const std::string& path) {
+  const std::string file = path + ".lock";
   struct stat info {};
-  if (stat(directory.c_str(), &info) == 0 && (info.st_mode & kOthers) != 0) {
-    LOG(WARNING) << "directory " << directory
-                 << " is open to other users; the socket in it has mode 0600";
+  // Another user's file could be locked by them for ever. In a directory of our own there is none.
+  if (lstat(file.c_str(), &info) == 0 && (info.st_uid != geteuid() || !S_ISREG(info.st_mode))) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "listen: ", file, " is no file of this user; remove it or choose another path"));
   }
+  auto lock = FileLock::Acquire(file, O_RDWR | O_CREAT | O_NOFOLLOW);
+  if (lock.ok()) return lock;
+  return absl::Status(lock.status().code(), absl::StrCat("listen: ", lock.status().message()));
 }
 
 }  // namespace
+
+absl::Status CheckSocketDirectory(const std::string& directory, uid_t user) {
+  struct stat info {};
+  if (stat(directory.c_str(), &info) != 0) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("listen: directory ", directory, ": ", std::strerror(errno)));
+  }
+  if (info.st_uid != user && info.st_uid != 0) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "listen: directory ", directory, " belongs to user ", info.st_uid,
+        ", who could replace the socket; allowed are directories of user ", user, " or root"));
+  }
+  if ((info.st_mode & kOthers) != 0 && (info.st_mode & S_ISVTX) == 0) {
+    return absl::FailedPreconditionError(absl::StrFormat(
+        "listen: directory %s has mode %04o and is open to other users; make it 0700, or name a "
+        "directory that is not there yet, which is then made so",
+        directory, info.st_mode & 07777u));
+  }
+  return absl::OkStatus();
+}
 
 bool SomebodyListens(const std::string& path) {
   sockaddr_un address{};
@@ -47,8 +73,8 @@ absl::StatusOr<FileLock> PrepareSocket(const std::string& path) {
   const std::string parent = std::filesystem::path(path).parent_path().string();
   const std::string directory = parent.empty() ? "." : parent;
   ATTND_RETURN_IF_ERROR(MakePrivateDirectory(directory));
-  WarnIfOpenToOthers(directory);
-  ATTND_ASSIGN_OR_RETURN(FileLock lock, FileLock::Acquire(directory, O_RDONLY | O_DIRECTORY));
+  ATTND_RETURN_IF_ERROR(CheckSocketDirectory(directory, geteuid()));
+  ATTND_ASSIGN_OR_RETURN(FileLock lock, LockSocket(path));
   struct stat info {};
   if (lstat(path.c_str(), &info) != 0) return lock;  // nothing there
   if (!S_ISSOCK(info.st_mode)) {

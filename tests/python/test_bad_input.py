@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad input gets the code of docs/reliability's table, a message that names the field, and changes
-nothing.
+"""Bad input gets the code that proto/attnd/v1 documents for the field, a message that names it, and
+changes nothing.
 
 The generated stubs are used directly, because the client would not send most of this. Each case
 begins with a good request and spoils one thing. Afterwards the sequence must have the lengths and
-give the answer that it had before. Run against both servers; the contract leaves open whether a
-fault that concerns one row only is said by the row's status or, where the message could not be read
-at all, by the message's: either is taken.
+give the answer that it had before. Run against both servers; whether the message or its one row is
+refused is taken either way, except where a case says which.
 """
 
 from __future__ import annotations
@@ -372,12 +371,12 @@ DECODE = {
     "gap": (row_field("position", TOKENS + 1), "FAILED_PRECONDITION", str(TOKENS)),
     "absurd position": (row_field("position", (1 << 64) - 1), "FAILED_PRECONDITION", str(TOKENS)),
     "position in a segment": (row_field("position", 5), "FAILED_PRECONDITION", "position"),
-    "no query tokens": (row_field("query_tokens", 0), "INVALID_ARGUMENT", "query_tokens|rows"),
+    "no query tokens": (row_field("query_tokens", 0), "INVALID_ARGUMENT", "query_tokens"),
     "more query tokens": (row_field("query_tokens", 2), "INVALID_ARGUMENT", "q|query_tokens"),
     "absurd query tokens": (
         row_field("query_tokens", 4294967295),
         "INVALID_ARGUMENT",
-        "query_tokens|query tokens",
+        "query_tokens",
     ),
     "token ids of another number": (
         lambda r: r.rows[0].token_ids.extend([1, 2]),
@@ -455,9 +454,19 @@ def test_bad_input_more_query_tokens_than_allowed(client, stub, sequence):
     request.rows[0].query_tokens = tokens
     for field, heads in (("q", 4), ("k", 2), ("v", 2)):
         getattr(request, field).CopyFrom(to_tensor(np.zeros((tokens, heads, 32), np.float32)))
-    assert_refused(
-        "INVALID_ARGUMENT", "query_tokens|query tokens", *verdict(decode(stub, request)[0])
-    )
+    assert_refused("INVALID_ARGUMENT", "query_tokens", *verdict(decode(stub, request)[0]))
+
+
+@pytest.mark.parametrize("row", range(2))
+def test_bad_input_without_query_tokens_is_the_whole_messages(client, stub, sequence, row):
+    """query_tokens says how the tensors divide among the rows: without it none can be read."""
+    other = opened(client, CASE, TOKENS)
+    request = decode_request(sequence, other)
+    request.rows[row].query_tokens = 0
+    reply = decode(stub, request)[0]
+    assert grpc.StatusCode.INVALID_ARGUMENT.value[0] == reply.status.code
+    assert "query_tokens" in reply.status.message and not reply.rows
+    assert lengths(client, other) == (TOKENS, TOKENS)
 
 
 def test_bad_input_sequences_of_other_shapes_in_one_message(client, stub, sequence):

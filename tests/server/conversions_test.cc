@@ -251,7 +251,12 @@ TEST(Decode, WrongMessagesNameTheField) {
        [](auto* r) {
          for (int i = 0; i < 3; ++i) r->add_rows()->set_query_tokens(1);
        }},
-      {"rows", [](auto* r) { r->mutable_rows(0)->set_query_tokens(7); }},
+      {"rows[1].query_tokens is 2; allowed are 1..8",
+       [](auto* r) { r->mutable_rows(0)->set_query_tokens(7); }},
+      {"rows[0].query_tokens is 0; allowed are 1..8",
+       [](auto* r) { r->mutable_rows(0)->set_query_tokens(0); }},
+      {"rows[1].query_tokens is 0; allowed are 1..8",
+       [](auto* r) { r->mutable_rows(1)->set_query_tokens(0); }},
       {"rows",
        [](auto* r) {
          for (auto& row : *r->mutable_rows()) row.set_query_tokens(~0u);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// FakeEngine: an engine whose Decode and FinishPrefill wait until a test lets them go, so that
-// every state of a stream can be reached without timing. It computes nothing.
+// FakeEngine: an engine whose methods wait until a test lets them go, so that every state of a
+// stream or a call can be reached without timing. It computes nothing.
 #ifndef ATTND_TESTS_SERVER_FAKE_ENGINE_H_
 #define ATTND_TESTS_SERVER_FAKE_ENGINE_H_
 
@@ -29,8 +29,19 @@ class FakeEngine final : public engine::Engine {
   // Steps wait from now on, until Release or until their stream is cancelled.
   void Hold() { held_ = true; }
   void Release() { held_ = false; }
+  // Truncate, Fork, Close, Open and List wait from now on, as behind a sequence's lock.
+  void HoldCalls() { calls_held_ = true; }
+  void ReleaseCalls() { calls_held_ = false; }
+  int calls_waiting() const { return calls_waiting_; }
+  int calls_done() const { return calls_done_; }
+  // So does ReleaseWriter.
+  void HoldWriters() { writers_held_ = true; }
+  void ReleaseWriters() { writers_held_ = false; }
+  // Every sequence has been closed: builds are given up.
+  void LoseSequences() { gone_ = true; }
   int waiting() const { return waiting_; }
   int decoded() const { return decoded_; }
+  int chunks() const { return chunks_; }
   int cancelled() const { return cancelled_; }
   int released_writers() const { return released_writers_; }
   bool opening_stopped() const { return opening_stopped_; }
@@ -55,18 +66,21 @@ class FakeEngine final : public engine::Engine {
   const attention::Backend& backend() const override { return *backend_; }
   absl::StatusOr<uint64_t> Open(absl::string_view, const engine::OpenArgs&) override {
     if (opening_stopped_) return absl::UnavailableError("the server is shutting down");
+    WaitForCall();
     return next_id_.fetch_add(1);
   }
   absl::Status Append(absl::string_view, engine::WriterId, uint64_t,
                       const engine::AppendChunk&) override {
+    ++chunks_;
     return absl::OkStatus();
   }
   absl::StatusOr<engine::PrefillResult> FinishPrefill(absl::string_view, engine::WriterId, uint64_t,
                                                       const std::atomic<bool>* cancel) override {
-    if (!WaitIfHeld(cancel)) return absl::CancelledError("cancelled");
+    if (!WaitIfHeld(cancel) || gone_) return absl::CancelledError("cancelled");
     return engine::PrefillResult();
   }
   absl::StatusOr<engine::SequenceInfo> Info(absl::string_view, uint64_t) override {
+    if (gone_) return absl::NotFoundError("sequence_id is unknown");
     return engine::SequenceInfo();
   }
   absl::Status Decode(absl::string_view, engine::WriterId, const engine::DecodeArgs& args,
@@ -81,22 +95,42 @@ class FakeEngine final : public engine::Engine {
     result->lse.assign(tokens * args.q_heads, 0.0f);
     return absl::OkStatus();
   }
-  absl::StatusOr<uint64_t> Truncate(absl::string_view, uint64_t, uint64_t) override { return 0; }
+  absl::StatusOr<uint64_t> Truncate(absl::string_view, uint64_t, uint64_t) override {
+    WaitForCall();
+    return 0;
+  }
   absl::StatusOr<engine::SequenceInfo> Fork(absl::string_view, uint64_t,
                                             std::optional<uint64_t>) override {
+    WaitForCall();
     return engine::SequenceInfo();
   }
-  absl::Status Close(absl::string_view, uint64_t) override { return absl::OkStatus(); }
+  absl::Status Close(absl::string_view, uint64_t) override {
+    WaitForCall();
+    return absl::OkStatus();
+  }
   std::vector<engine::SequenceInfo> List(absl::string_view, uint64_t, uint32_t) override {
+    WaitForCall();
     return {};
   }
-  void ReleaseWriter(engine::WriterId) override { ++released_writers_; }
+  void ReleaseWriter(engine::WriterId) override {
+    WaitWhile(writers_held_);
+    ++released_writers_;
+  }
   engine::Usage usage() const override { return {}; }
   void WaitForBackground() override {}
   void StopOpening() override { opening_stopped_ = true; }
   void Shutdown() override {}
 
  private:
+  static void WaitWhile(const std::atomic<bool>& held) {
+    while (held) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  void WaitForCall() {
+    ++calls_waiting_;
+    WaitWhile(calls_held_);
+    --calls_waiting_;
+    ++calls_done_;
+  }
   // False if the work was cancelled.
   bool WaitIfHeld(const std::atomic<bool>* cancel) {
     ++waiting_;
@@ -110,7 +144,9 @@ class FakeEngine final : public engine::Engine {
 
   const engine::EngineOptions options_;
   const std::unique_ptr<attention::Backend> backend_;
-  std::atomic<bool> held_{false}, opening_stopped_{false};
+  std::atomic<bool> held_{false}, calls_held_{false}, writers_held_{false}, gone_{false};
+  std::atomic<bool> opening_stopped_{false};
+  std::atomic<int> calls_waiting_{0}, calls_done_{0}, chunks_{0};
   std::atomic<int> waiting_{0}, decoded_{0}, cancelled_{0}, released_writers_{0};
   std::atomic<uint64_t> value_dim_{16}, next_id_{1};
 };

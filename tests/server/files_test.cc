@@ -13,6 +13,7 @@
 #include <fstream>
 #include <string>
 
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "server/file_lock.h"
 #include "server/unix_socket.h"
@@ -91,6 +92,54 @@ TEST_F(FilesTest, WhatIsNoSocketIsLeftAlone) {
   std::ofstream(path) << "data";
   EXPECT_TRUE(absl::IsFailedPrecondition(PrepareSocket(path).status()));
   EXPECT_TRUE(std::filesystem::exists(path));
+}
+
+TEST_F(FilesTest, ADirectoryOpenToOthersIsRefused) {
+  const std::string path = root_ + "/open/a.sock";
+  std::filesystem::create_directory(root_ + "/open");
+  for (const mode_t mode : {0755u, 0710u, 0770u, 0777u, 0701u, 02770u}) {
+    ASSERT_EQ(chmod((root_ + "/open").c_str(), mode), 0);
+    const absl::Status status = PrepareSocket(path).status();
+    EXPECT_TRUE(absl::IsFailedPrecondition(status)) << std::oct << mode << ": " << status;
+    EXPECT_THAT(std::string(status.message()), ::testing::HasSubstr("0700"));
+    EXPECT_FALSE(std::filesystem::exists(path + ".lock"));
+  }
+  for (const mode_t mode : {0700u, 0500u | S_IWUSR, 01777u}) {
+    ASSERT_EQ(chmod((root_ + "/open").c_str(), mode), 0);
+    EXPECT_TRUE(PrepareSocket(path).ok()) << std::oct << mode;
+  }
+}
+
+TEST_F(FilesTest, ADirectoryOfAnotherUserIsRefused) {
+  EXPECT_TRUE(CheckSocketDirectory(root_, geteuid()).ok());
+  EXPECT_TRUE(CheckSocketDirectory("/tmp", 12345).ok()) << CheckSocketDirectory("/tmp", 12345);
+  // Root's directories are anyone's.
+  if (geteuid() == 0) {
+    ASSERT_EQ(chown(root_.c_str(), 12345, 12345), 0);
+  }
+  const absl::Status status = CheckSocketDirectory(root_, geteuid() == 0 ? 0 : geteuid() + 1);
+  EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+  EXPECT_THAT(std::string(status.message()), ::testing::HasSubstr("belongs to user"));
+}
+
+// Whoever may read a directory may lock it.
+TEST_F(FilesTest, ALockOnTheDirectoryDoesNotMatter) {
+  const auto held = FileLock::Acquire(root_, O_RDONLY | O_DIRECTORY);
+  ASSERT_TRUE(held.ok());
+  EXPECT_TRUE(PrepareSocket(root_ + "/a.sock").ok());
+}
+
+TEST_F(FilesTest, OtherSocketsOfADirectoryDoNotMatter) {
+  const auto first = PrepareSocket(root_ + "/a.sock");
+  const auto second = PrepareSocket(root_ + "/b.sock");
+  EXPECT_TRUE(first.ok() && second.ok());
+  EXPECT_EQ(Mode(root_ + "/a.sock.lock"), 0600u);
+}
+
+TEST_F(FilesTest, ALockThatIsNoFileIsRefused) {
+  std::ofstream(root_ + "/elsewhere") << "";
+  std::filesystem::create_symlink(root_ + "/elsewhere", root_ + "/a.sock.lock");
+  EXPECT_TRUE(absl::IsFailedPrecondition(PrepareSocket(root_ + "/a.sock").status()));
 }
 
 TEST_F(FilesTest, TwoThatStartAtOnceDoNotMeet) {

@@ -60,6 +60,7 @@ TEST(Metrics, EveryPromisedNameIsThereFromTheStart) {
                                  "segment_build_seconds",
                                  "segment_build_failures_total",
                                  "queue_depth",
+                                 "queued_calls",
                                  "rejections_total",
                                  "rpcs_total",
                                  "process_resident_memory_bytes"}) {
@@ -122,7 +123,8 @@ TEST(Metrics, GaugesAreReadWhenAsked) {
                             return engine::Usage{10, 20, 30};
                           },
                       .streams = [&] { return streams; },
-                      .queue_depth = [] { return size_t{7}; }});
+                      .queue_depth = [] { return size_t{7}; },
+                      .queued_calls = [] { return size_t{8}; }});
   EXPECT_EQ(Values(metrics)["attnd_streams"], 3);
   streams = 4;
   auto values = Values(metrics);
@@ -131,6 +133,7 @@ TEST(Metrics, GaugesAreReadWhenAsked) {
   EXPECT_EQ(values["attnd_capacity_bytes{tier=host}"], 20);
   EXPECT_EQ(values["attnd_sequences"], 30);
   EXPECT_EQ(values["attnd_queue_depth"], 7);
+  EXPECT_EQ(values["attnd_queued_calls"], 8);
   EXPECT_GT(values["attnd_process_resident_memory_bytes"], 1e6);
 }
 

@@ -66,6 +66,13 @@ TEST(ServerOptions, WrongOnesNameTheField) {
       {"segment_tokens", [](auto* o) { o->segment_tokens = 511; }},
       {"segment_tokens", [](auto* o) { o->segment_tokens = 65537; }},
       {"reply_timeout_s", [](auto* o) { o->reply_timeout_s = 0; }},
+      {"max_connection_streams", [](auto* o) { o->max_connection_streams = 0; }},
+      {"max_connection_streams", [](auto* o) { o->max_connection_streams = 65537; }},
+      {"grpc_memory_bytes", [](auto* o) { o->grpc_memory_bytes = 1; }},
+      {"grpc_memory_bytes", [](auto* o) { o->grpc_memory_bytes = 2 * o->max_message_bytes; }},
+      {"grpc_threads", [](auto* o) { o->grpc_threads = 3; }},
+      {"min_ping_interval_s", [](auto* o) { o->min_ping_interval_s = 0; }},
+      {"min_ping_interval_s", [](auto* o) { o->min_ping_interval_s = 3601; }},
   };
   for (size_t i = 0; i < cases.size(); ++i) {
     ServerOptions options;
@@ -166,6 +173,20 @@ TEST(Arguments, DashesUnderscoresAndRepeatedListen) {
 TEST(Arguments, NothingAfterTheDoubleDashIsAFlag) {
   const auto result = NormaliseArguments({"attnd", "--", "--data-dir"});
   EXPECT_THAT(result.arguments, ElementsAre("attnd", "--", "--data-dir"));
+}
+
+TEST(ServerOptions, GrpcMemoryFollowsTheMachineAndTheMessages) {
+  Machine machine;
+  machine.memory_bytes = uint64_t{16} << 30;
+  ServerOptions options;
+  EXPECT_EQ(GrpcMemoryBytes(options, machine), uint64_t{4} << 30);
+  machine.memory_bytes = uint64_t{1} << 30;
+  EXPECT_EQ(GrpcMemoryBytes(options, machine), uint64_t{512} << 20);
+  options.max_message_bytes = uint64_t{1} << 20;
+  EXPECT_EQ(GrpcMemoryBytes(options, machine), uint64_t{256} << 20);
+  options.grpc_memory_bytes = uint64_t{20} << 20;
+  EXPECT_EQ(GrpcMemoryBytes(options, machine), uint64_t{20} << 20);
+  EXPECT_TRUE(options.Validate().ok()) << options.Validate();
 }
 
 TEST(EngineOptions, ZeroMeansTheMachine) {

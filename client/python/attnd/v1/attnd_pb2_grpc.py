@@ -61,14 +61,15 @@ class AttndServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def GetServerInfo(self, request, context):
-        """Version, backends, policies and limits. Never fails while the server runs.
+        """Version, backends, policies and limits. Fails only while the server shuts down (UNAVAILABLE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenSequence(self, request, context):
-        """Opens an empty sequence. RESOURCE_EXHAUSTED at the limit of sequences; UNAVAILABLE while shutting down.
+        """Opens an empty sequence. RESOURCE_EXHAUSTED at max_sequences; UNIMPLEMENTED for what this version lacks (latent
+        shapes, token order, a policy that the backend does not know).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -77,45 +78,55 @@ class AttndServicer(object):
     def AppendKv(self, request_iterator, context):
         """Uploads prefilled keys and values in chunks. Chunks of one layer are in position order; layers in any order.
         The stream fails at the first bad chunk, and what was accepted before it stays: the message says which chunk it
-        was, and ListSequences says how far each sequence is. A chunk that repeats accepted tokens with equal bytes is
-        accepted again; with other bytes ALREADY_EXISTS; one that leaves a gap FAILED_PRECONDITION.
+        was, and ListSequences says how far each sequence is. A chunk that repeats tokens of the tail with equal bytes is
+        accepted again and changes nothing; with other bytes it is ALREADY_EXISTS; one that begins inside a segment, or
+        leaves a gap, is FAILED_PRECONDITION and names the position expected. So after a failure an upload may be repeated
+        from its start until prefill_complete has been answered, and afterwards by prefill_complete alone.
+        RESOURCE_EXHAUSTED at max_sequence_tokens and at the memory budget, ABORTED if another stream is the writer,
+        NOT_FOUND also if the sequence is closed meanwhile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Decode(self, request_iterator, context):
-        """Answers attention, one message for one layer of a batch, one reply for each message, in order. A fault of one row
-        is reported in its row result and changes nothing; the stream goes on. One reply is in flight at a time: the
-        next message is read when the reply has been written.
+        """Answers attention, one message for one layer of a batch, one reply for each message, in order. What makes the
+        message unreadable (rows, query_tokens, dtypes, shapes, lengths of data) is reported in the reply's status, and
+        nothing of the message is done; a fault of one row (sequence, position, policy, values, memory) is reported in its
+        row result, changes nothing, and leaves the other rows their answers. The stream goes on in both cases. One reply
+        is in flight at a time: the next message is read when the reply has been written; a reply left unread for
+        reply_timeout_s ends the stream with RESOURCE_EXHAUSTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TruncateSequence(self, request, context):
-        """Shortens a sequence to its first `length` tokens in every layer.
+        """Shortens a sequence to its first `length` tokens in every layer. RESOURCE_EXHAUSTED, the sequence unchanged, if the
+        memory budget has no room for what must be copied: a tail block that is shared, or a segment turned back into tail.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForkSequence(self, request, context):
-        """A new sequence with the same committed tokens; segments are shared, not copied.
+        """A new sequence with the same committed tokens; segments are shared, not copied. RESOURCE_EXHAUSTED at max_sequences,
+        or if the memory budget has no room for the copied part of the tail.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseSequence(self, request, context):
-        """Forgets a sequence; its memory returns when the last step that reads it has ended. NOT_FOUND the second time.
+        """Forgets a sequence; its memory returns when the last step that reads it has ended. NOT_FOUND the second time, and
+        for those who still append to it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListSequences(self, request, context):
-        """The tenant's sequences by ascending id, at most 1,000 a page.
+        """The tenant's sequences by ascending id, at most 1,000 and about 1 MiB a page.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -8,12 +8,15 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ServerConfig(_message.Message):
-    __slots__ = ["allow_insecure_tcp", "data_dir", "default_policy", "index_threads", "listen", "max_message_bytes", "max_query_tokens", "max_queued_steps", "max_rows", "max_sequence_tokens", "max_sequences", "max_streams", "memory_budget_bytes", "metrics_listen", "reply_timeout_s", "segment_tokens", "step_threads", "step_workers"]
+    __slots__ = ["allow_insecure_tcp", "data_dir", "default_policy", "grpc_memory_bytes", "grpc_threads", "index_threads", "listen", "max_connection_streams", "max_message_bytes", "max_query_tokens", "max_queued_steps", "max_rows", "max_sequence_tokens", "max_sequences", "max_streams", "memory_budget_bytes", "metrics_listen", "min_ping_interval_s", "reply_timeout_s", "segment_tokens", "step_threads", "step_workers"]
     ALLOW_INSECURE_TCP_FIELD_NUMBER: _ClassVar[int]
     DATA_DIR_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_POLICY_FIELD_NUMBER: _ClassVar[int]
+    GRPC_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GRPC_THREADS_FIELD_NUMBER: _ClassVar[int]
     INDEX_THREADS_FIELD_NUMBER: _ClassVar[int]
     LISTEN_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONNECTION_STREAMS_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_QUEUED_STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +26,7 @@ class ServerConfig(_message.Message):
     MAX_STREAMS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     METRICS_LISTEN_FIELD_NUMBER: _ClassVar[int]
+    MIN_PING_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
     REPLY_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_THREADS_FIELD_NUMBER: _ClassVar[int]
@@ -30,8 +34,11 @@ class ServerConfig(_message.Message):
     allow_insecure_tcp: bool
     data_dir: str
     default_policy: _types_pb2.Policy
+    grpc_memory_bytes: int
+    grpc_threads: int
     index_threads: int
     listen: _containers.RepeatedScalarFieldContainer[str]
+    max_connection_streams: int
     max_message_bytes: int
     max_query_tokens: int
     max_queued_steps: int
@@ -41,8 +48,9 @@ class ServerConfig(_message.Message):
     max_streams: int
     memory_budget_bytes: int
     metrics_listen: str
+    min_ping_interval_s: int
     reply_timeout_s: int
     segment_tokens: int
     step_threads: int
     step_workers: int
-    def __init__(self, listen: _Optional[_Iterable[str]] = ..., data_dir: _Optional[str] = ..., metrics_listen: _Optional[str] = ..., memory_budget_bytes: _Optional[int] = ..., step_threads: _Optional[int] = ..., step_workers: _Optional[int] = ..., max_queued_steps: _Optional[int] = ..., index_threads: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., max_streams: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_query_tokens: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., segment_tokens: _Optional[int] = ..., default_policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., reply_timeout_s: _Optional[int] = ..., allow_insecure_tcp: bool = ...) -> None: ...
+    def __init__(self, listen: _Optional[_Iterable[str]] = ..., data_dir: _Optional[str] = ..., metrics_listen: _Optional[str] = ..., memory_budget_bytes: _Optional[int] = ..., step_threads: _Optional[int] = ..., step_workers: _Optional[int] = ..., max_queued_steps: _Optional[int] = ..., index_threads: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., max_streams: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_query_tokens: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., segment_tokens: _Optional[int] = ..., default_policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., reply_timeout_s: _Optional[int] = ..., allow_insecure_tcp: bool = ..., max_connection_streams: _Optional[int] = ..., grpc_memory_bytes: _Optional[int] = ..., grpc_threads: _Optional[int] = ..., min_ping_interval_s: _Optional[int] = ...) -> None: ...

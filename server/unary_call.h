@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// UnaryCall: one unary call that may copy or wait, answered on a worker's thread.
+#ifndef ATTND_SERVER_UNARY_CALL_H_
+#define ATTND_SERVER_UNARY_CALL_H_
+
+#include <atomic>
+#include <chrono>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "grpcpp/server_context.h"
+#include "grpcpp/support/server_callback.h"
+#include "server/handler.h"
+#include "server/unary_handlers.h"
+
+namespace attnd::server {
+
+// Waits in the queue of calls until a worker answers it. gRPC's event threads thus never wait for a
+// sequence's lock, which a truncation holds while it copies. A call whose client has left or whose
+// deadline has passed when its turn comes is not made; one that runs is brought to its end, as it
+// may have had its effect.
+//
+// Threads: gRPC's (Start, OnCancel, OnDone) and a worker (Run). It belongs to itself until OnDone,
+// which comes after Finish; nobody touches it after End.
+template <typename Request, typename Reply>
+class UnaryCall final : public grpc::ServerUnaryReactor, private StepExecutor::Task {
+ public:
+  // Queues the call, or ends it with ResourceExhausted (the queue is full) or Unavailable (the
+  // server is shutting down). `method` is the RPC's short name; request and reply live until
+  // OnDone, as gRPC promises.
+  static UnaryCall* Start(const char* method, HandlerContext* handlers,
+                          grpc::CallbackServerContext* context, const Request* request,
+                          Reply* reply) {
+    auto* const call = new UnaryCall(method, handlers, context, request, reply);
+    if (handlers->streams->stopping()) {
+      call->End(call->RefuseAtShutdown());
+    } else if (!handlers->calls->Enqueue(call)) {
+      handlers->metrics->OnRejected(Rejection::kQueue);
+      call->End(absl::ResourceExhaustedError(absl::StrCat(
+          "max_queued_steps: ", handlers->options->max_queued_steps, " calls wait for a worker")));
+    }
+    return call;
+  }
+
+  void OnCancel() override { cancelled_.store(true); }
+  void OnDone() override { delete this; }
+
+ private:
+  UnaryCall(const char* method, HandlerContext* handlers, grpc::CallbackServerContext* context,
+            const Request* request, Reply* reply)
+      : method_(method), handlers_(handlers), context_(context), request_(request), reply_(reply) {}
+
+  void Run() override { End(Answer()); }
+
+  absl::Status Answer() {
+    if (handlers_->streams->stopping()) return RefuseAtShutdown();
+    if (context_->deadline() <= std::chrono::system_clock::now()) {
+      return absl::DeadlineExceededError("the call's deadline passed before it was made");
+    }
+    if (cancelled_.load()) return ClientGone();
+    const auto tenant = TenantOf(*context_);
+    if (!tenant.ok()) return tenant.status();
+    return Handle({*handlers_->options, *handlers_->engine, *handlers_->metrics, *tenant},
+                  *request_, reply_);
+  }
+
+  absl::Status RefuseAtShutdown() const {
+    handlers_->metrics->OnRejected(Rejection::kShutdown);
+    return ShuttingDown();
+  }
+
+  // The object may be gone when this returns.
+  void End(const absl::Status& status) {
+    handlers_->metrics->OnRpc(method_, status.code());
+    Finish(ToGrpc(status));
+  }
+
+  const char* const method_;
+  HandlerContext* const handlers_;
+  grpc::CallbackServerContext* const context_;
+  const Request* const request_;
+  Reply* const reply_;
+  std::atomic<bool> cancelled_{false};
+};
+
+}  // namespace attnd::server
+
+#endif  // ATTND_SERVER_UNARY_CALL_H_
