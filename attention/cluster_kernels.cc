@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "attention/kernels.h"
 
@@ -37,11 +38,12 @@ HWY_INLINE VF LoadHighSquares(F32 d, const uint8_t* p) {
 }
 
 SquaredQueries PrepareSquares(const float* q, float scale, size_t dim, float* memory) {
-  for (size_t c = 0; c < kQuad * dim; ++c) memory[c] = q[c] * scale * (q[c] * scale);
-  if (HWY_TARGET > HWY_AVX3 || !HaveInt16Dot()) return {memory, {}};
-  if (!std::all_of(memory, memory + kQuad * dim, [](float x) { return std::isfinite(x); })) {
-    return {memory, {}};
+  // So that the sum over channels, before it meets the clusters' units, is a float.
+  constexpr float kGreatest = std::numeric_limits<float>::max() / (2 * 15 * 15 * kDimMax);
+  for (size_t c = 0; c < kQuad * dim; ++c) {
+    memory[c] = std::min(q[c] * scale * (q[c] * scale), kGreatest);
   }
+  if (HWY_TARGET > HWY_AVX3 || !HaveInt16Dot()) return {memory, {}};
   return {memory, MakeInt16Squares(memory, dim, reinterpret_cast<int16_t*>(memory + kQuad * dim))};
 }
 

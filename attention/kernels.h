@@ -61,7 +61,8 @@ struct SquaredQueries {
 // Floats of memory that PrepareSquares needs for one quad.
 size_t SquaresFloats(size_t dim);
 
-// (q scale)^2 of q ([4][dim]). `memory` holds SquaresFloats(dim), aligned to 64 bytes.
+// (q scale)^2 of q ([4][dim]), at most some 1e33, so that sums over channels stay finite. `memory`
+// holds SquaresFloats(dim), aligned to 64 bytes.
 SquaredQueries PrepareSquares(const float* q, float scale, size_t dim, float* memory);
 
 // out[i][j] = unit[i] * sum_c q_squared[j][c] * code[i][c]^2, codes packed as in

@@ -198,6 +198,23 @@ TEST_P(KernelsTest, DotDeviations) {
   }
 }
 
+// Squares beyond float32 must not make a NaN of a cluster without any deviation.
+TEST_P(KernelsTest, DotDeviationsOfHugeQueriesAreFinite) {
+  constexpr size_t kDim = 576;
+  const std::vector<float> q(kQuad * kDim, 1e25f);
+  std::vector<float> memory(kernels::SquaresFloats(kDim));
+  const kernels::SquaredQueries squares = kernels::PrepareSquares(q.data(), 1, kDim, memory.data());
+  const std::vector<uint8_t> codes(kDim / 2 * 2, 0xFF);
+  const float unit[] = {0, 1e-3f};
+  std::vector<float> out(2 * kQuad);
+  kernels::DotDeviations(codes.data(), unit, 2, kDim, squares, out.data());
+  for (size_t j = 0; j < kQuad; ++j) {
+    EXPECT_EQ(out[j], 0);
+    EXPECT_GT(out[kQuad + j], 1e30f);
+    EXPECT_TRUE(std::isfinite(out[kQuad + j]));
+  }
+}
+
 TEST_P(KernelsTest, MaxQuads) {
   for (size_t n = 0; n < 70; ++n) {
     SCOPED_TRACE(testing::Message() << "seed " << TestSeed() << ", n " << n);
