@@ -99,8 +99,10 @@ def test_unknown_stage_is_refused_before_anything_runs():
 
 @pytest.mark.parametrize("text, expected", [
     ('<testsuite><testcase name="a" status="run"/><testcase name="b" status="fail"><failure/></testcase>'
-     '<testcase name="c" status="disabled"/><testcase name="d" status="notrun"><skipped/></testcase></testsuite>',
-     (1, 1, 2)),
+     '<testcase name="c" status="disabled"/><testcase name="d" status="notrun">'
+     '<skipped message="SKIP_REGULAR_EXPRESSION_MATCHED"/></testcase><testcase name="e" status="notrun">'
+     '<skipped message="Unable to find executable"/></testcase></testsuite>',
+     (1, 2, 2)),
     ('<testsuites><testsuite><testcase name="a"/><testcase name="b"><error/></testcase>'
      '<testcase name="c"><skipped/></testcase></testsuite></testsuites>', (1, 1, 1)),
     ("<testsuite/>", (0, 1, 0)),
