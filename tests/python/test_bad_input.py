@@ -89,7 +89,7 @@ OPEN = {
     "absurd kv heads": (shape_field("kv_heads", 4294967294), "INVALID_ARGUMENT", "kv_heads"),
     "head_dim 0": (shape_field("head_dim", 0), "INVALID_ARGUMENT", "head_dim"),
     "head_dim 24": (shape_field("head_dim", 24), "INVALID_ARGUMENT", "head_dim"),
-    "head_dim 528": (shape_field("head_dim", 528), "INVALID_ARGUMENT", "head_dim"),
+    "head_dim 592": (shape_field("head_dim", 592), "INVALID_ARGUMENT", "head_dim"),
     "head_dim 2^31": (shape_field("head_dim", 1 << 31), "INVALID_ARGUMENT", "head_dim"),
     "value_dim 8": (shape_field("value_dim", 8), "INVALID_ARGUMENT", "value_dim"),
     "value_dim 1024": (shape_field("value_dim", 1024), "INVALID_ARGUMENT", "value_dim"),
