@@ -19,6 +19,7 @@ namespace attnd::attention::kernels {
 namespace HWY_NAMESPACE {
 
 constexpr size_t kAheadBytes = 8192;  // how far ahead of the arithmetic memory is asked for
+constexpr float kErrorMax = 1e14f;    // of a cluster; a sum of squares over all stays a float
 constexpr float kD2Cap = 8.0f;        // docs/POLICIES.md: d2 is capped before it is exponentiated
 
 // Squares of the 4-bit codes at p, one half of each byte, as floats.
@@ -168,8 +169,12 @@ template <class D>
 HWY_INLINE void ClusterErrorsAt(D d, const float* weight, const float* d2, const float* spread,
                                 const float* unit, size_t i, float* error2) {
   const auto growth = hn::Expm1(d, hn::Min(hn::LoadU(d, d2 + i * kQuad), hn::Set(d, kD2Cap)));
-  const auto value = hn::Mul(hn::Mul(hn::LoadU(d, weight + i * kQuad), hn::LoadDup128(d, unit)),
-                             SpreadOverQuads(d, spread + i));
+  // Its square stays a float: where an output cancels to nothing the unit is huge, and infinity
+  // times a cluster's growth of 0 would be NaN.
+  const auto value =
+      hn::Min(hn::Mul(hn::Mul(hn::LoadU(d, weight + i * kQuad), hn::LoadDup128(d, unit)),
+                      SpreadOverQuads(d, spread + i)),
+              hn::Set(d, kErrorMax));
   hn::StoreU(hn::Mul(hn::Mul(value, value), growth), d, error2 + i * kQuad);
 }
 

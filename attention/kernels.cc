@@ -212,6 +212,9 @@ Queries PrepareQueries(DType dtype, const float* q, float scale, size_t dim, flo
   WithLoader(dtype, [&](auto loader) { ArrangeQueries<decltype(loader)>(scaled, dim, memory); });
   Queries queries{memory, nullptr, scale};
   if (HWY_TARGET > HWY_AVX3 || dtype != DType::kBf16 || !HaveBf16Dot()) return queries;
+  // The engine bounds scaled logits; with a scale like this, those before it are as far from
+  // float32's limits.
+  if (!(scale > 0x1p-32f && scale < 0x1p32f)) return queries;
   auto* bf16 = reinterpret_cast<uint16_t*>(memory + kQuad * dim);
   uint32_t lost = 0;
   for (size_t c = 0; c < kQuad * dim; ++c) {

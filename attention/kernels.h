@@ -45,7 +45,8 @@ constexpr size_t QueriesFloats(size_t dim) { return kQuad * (dim + dim / 2); }
 
 // Queries q ([4][dim]) times scale, for rows of dtype. `memory` holds QueriesFloats(dim), aligned
 // to 64 bytes. bf16 rows and queries that are bf16 numbers are multiplied as such where the
-// processor can: products are exact either way, and only the scale's place differs.
+// processor can and scale is not extreme: products are exact but for subnormal numbers, which count
+// as 0, and the scale is applied to the sum.
 Queries PrepareQueries(DType dtype, const float* q, float scale, size_t dim, float* memory);
 
 // out[i][j] = scale * (q[j] . row[i]).   rows: [n, dim] of dtype, row_bytes apart; out: [n][4].
@@ -99,7 +100,7 @@ struct ClusterScoreArgs {
 };
 void ClusterScores(const ClusterScoreArgs& args, size_t n);
 
-// error2[i][j] = (weight[i][j] * unit[j] * spread[i])^2 * expm1(min(d2[i][j], 8)).
+// error2[i][j] = min(weight[i][j] * unit[j] * spread[i], 1e14)^2 * expm1(min(d2[i][j], 8)).
 void ClusterErrors(const float* weight, const float* d2, const float* spread, const float* unit,
                    size_t n, float* error2);
 

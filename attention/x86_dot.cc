@@ -11,12 +11,19 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#define ATTND_TARGET \
-  __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni")))
-#define ATTND_INLINE ATTND_TARGET inline __attribute__((always_inline))
+#define ATTND_AVX512 "avx512f,avx512bw,avx512vl,avx512dq"
+#define ATTND_INLINE __attribute__((target(ATTND_AVX512))) inline __attribute__((always_inline))
+#define ATTND_BF16 __attribute__((target(ATTND_AVX512 ",avx512bf16")))
+#define ATTND_VNNI __attribute__((target(ATTND_AVX512 ",avx512vnni")))
 
 namespace attnd::attention::kernels {
 namespace {
+
+// What all functions here use besides their own extension.
+bool HaveAvx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
 
 constexpr size_t kQueries = 4;
 constexpr size_t kRows = 4;  // rows that share the loads of q; 16 sums fill half the registers
@@ -30,7 +37,7 @@ inline void Prefetch(const void* p, size_t bytes) {
   }
 }
 
-ATTND_INLINE __m512bh LoadPairs(__mmask32 mask, const void* p) {
+ATTND_BF16 inline __attribute__((always_inline)) __m512bh LoadPairs(__mmask32 mask, const void* p) {
   const __m512i bits = _mm512_maskz_loadu_epi16(mask, p);
   return reinterpret_cast<const __m512bh&>(bits);
 }
@@ -57,8 +64,10 @@ ATTND_INLINE __m512 SumRows(const __m512 (*s)[kQueries]) {
                        _mm512_shuffle_f32x4(first, second, 0xDD));
 }
 
-ATTND_INLINE void AddPairs(__mmask32 mask, const std::byte* const* rows, const uint16_t* q,
-                           size_t dim, __m512 (*s)[kQueries]) {
+ATTND_BF16 inline __attribute__((always_inline)) void AddPairs(__mmask32 mask,
+                                                               const std::byte* const* rows,
+                                                               const uint16_t* q, size_t dim,
+                                                               __m512 (*s)[kQueries]) {
   __m512bh row[kRows];
   for (size_t r = 0; r < kRows; ++r) row[r] = LoadPairs(mask, rows[r]);
   for (size_t j = 0; j < kQueries; ++j) {
@@ -69,12 +78,10 @@ ATTND_INLINE void AddPairs(__mmask32 mask, const std::byte* const* rows, const u
 
 }  // namespace
 
-bool HaveBf16Dot() {
-  return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512dq");
-}
+bool HaveBf16Dot() { return HaveAvx512() && __builtin_cpu_supports("avx512bf16"); }
 
-ATTND_TARGET void DotBf16Rows(const std::byte* const* rows, const std::byte* const* ahead, size_t n,
-                              size_t dim, const uint16_t* q, float scale, float* out) {
+ATTND_BF16 void DotBf16Rows(const std::byte* const* rows, const std::byte* const* ahead, size_t n,
+                            size_t dim, const uint16_t* q, float scale, float* out) {
   const __m512 scales = _mm512_set1_ps(scale);
   for (size_t i = 0; i < n; i += kRows) {
     const size_t count = n - i < kRows ? n - i : kRows;
@@ -131,8 +138,10 @@ ATTND_INLINE void WidenSquares(__m512i codes, __m512i* squares) {
 }
 
 // s[pair][query] += the products of one chunk of two pairs of rows. bytes: of codes in the chunk.
-ATTND_INLINE void AddChunk(const uint8_t* row, size_t row_bytes, size_t count, size_t bytes,
-                           const int16_t* q, __m512i (*s)[kQueries]) {
+ATTND_VNNI inline __attribute__((always_inline)) void AddChunk(const uint8_t* row, size_t row_bytes,
+                                                               size_t count, size_t bytes,
+                                                               const int16_t* q,
+                                                               __m512i (*s)[kQueries]) {
   const __m512i nibble = _mm512_set1_epi8(15);
   const __mmask32 mask = ~__mmask32{0} >> (kCodeBytes - bytes);
   __m512i squares[kPairs][kCodeVectors];
@@ -166,7 +175,7 @@ ATTND_INLINE __m512 SumPairs(const __m512i (*s)[kQueries]) {
 
 }  // namespace
 
-bool HaveInt16Dot() { return HaveBf16Dot(); }
+bool HaveInt16Dot() { return HaveAvx512() && __builtin_cpu_supports("avx512vnni"); }
 
 Int16Squares MakeInt16Squares(const float* q_squared, size_t dim, int16_t* memory) {
   constexpr float kGreatest = 32767;
@@ -195,8 +204,8 @@ Int16Squares MakeInt16Squares(const float* q_squared, size_t dim, int16_t* memor
 }
 
 // A lane's sum stays below dim / 8 * 225 * 32767, far from 2^31 for every dim up to kDimMax.
-ATTND_TARGET void DotInt16Deviations(const uint8_t* codes, const float* unit, size_t n, size_t dim,
-                                     const Int16Squares& q, float* out, size_t ahead) {
+ATTND_VNNI void DotInt16Deviations(const uint8_t* codes, const float* unit, size_t n, size_t dim,
+                                   const Int16Squares& q, float* out, size_t ahead) {
   const size_t half = dim / 2;
   const __m512 query_units = _mm512_broadcast_f32x4(_mm_loadu_ps(q.unit));
   const __m512i spread = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);

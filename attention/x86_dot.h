@@ -34,8 +34,8 @@ constexpr size_t Int16SquaresSize(size_t dim) { return (dim + 63) / 64 * 256; }
 // holds Int16SquaresSize(dim).
 Int16Squares MakeInt16Squares(const float* q_squared, size_t dim, int16_t* memory);
 
-// kernels::DotDeviations; the sum over channels is exact. ahead: bytes from a row to the one that
-// memory is asked for meanwhile.
+// kernels::DotDeviations, integers within a lane, floats across lanes. ahead: bytes from a row to
+// the one that memory is asked for meanwhile.
 void DotInt16Deviations(const uint8_t* codes, const float* unit, size_t n, size_t dim,
                         const Int16Squares& q, float* out, size_t ahead);
 

@@ -230,9 +230,12 @@ void DecodeBatch::RefuseOverflow() {
     const attention::StepRow& row = step_rows_[i];
     const size_t lanes = size_t{row.query_tokens} * args_.q_heads;
     const auto* out = reinterpret_cast<const std::byte*>(row.out);
+    const attention::RowStats& stats = *row.stats;
+    const bool empty = stats.zone_tokens + stats.exact_tokens + stats.estimated_tokens == 0;
+    constexpr float kInfinity = std::numeric_limits<float>::infinity();
     const bool finite = AllFinite(DType::kFp32, out, lanes * result_->value_dim) &&
-                        std::all_of(row.lse, row.lse + lanes, [](float lse) {
-                          return !std::isnan(lse) && lse < std::numeric_limits<float>::infinity();
+                        std::all_of(row.lse, row.lse + lanes, [empty](float lse) {
+                          return std::isfinite(lse) || (empty && lse == -kInfinity);
                         });
     if (finite) continue;
     const float nan = std::numeric_limits<float>::quiet_NaN();

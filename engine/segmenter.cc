@@ -217,10 +217,15 @@ absl::StatusOr<bool> Segmenter::BuildLocked(Sequence* sequence, uint32_t min_tok
       budget_->Reserve(Segment::IndexBytes(shape, job->tokens, job->unclustered) +
                            Segment::PayloadBytes(shape, job->tokens),
                        "a segment"));
-  const uint32_t builders = std::min(threads, shape.layers * shape.kv_heads);
-  ATTND_ASSIGN_OR_RETURN(const Reservation scratch,
-                         budget_->Reserve(builders * HeadBuilder::ScratchBytes(shape, job->tokens),
-                                          "building a segment"));
+  uint32_t builders = std::min(threads, shape.layers * shape.kv_heads);
+  const uint64_t scratch_bytes = HeadBuilder::ScratchBytes(shape, job->tokens);
+  constexpr const char* kScratch = "building a segment";
+  absl::StatusOr<Reservation> scratch = budget_->Reserve(builders * scratch_bytes, kScratch);
+  while (!scratch.ok() && builders > 1) {  // slower, where memory is short
+    builders /= 2;
+    scratch = budget_->Reserve(builders * scratch_bytes, kScratch);
+  }
+  ATTND_RETURN_IF_ERROR(scratch.status());
   SegmentBuilder builder(job->view, next_segment_id_.fetch_add(1, std::memory_order_relaxed),
                          job->tokens, job->unclustered);
   if (!builder.allocated()) {

@@ -82,6 +82,7 @@ absl::StatusOr<std::shared_ptr<Sequence>> SequenceTable::Remove(absl::string_vie
   std::shared_ptr<Sequence> sequence = std::move(found->second.sequence);
   for (const WriterId writer : found->second.writers) {
     const auto sequences = writers_.find(writer);
+    if (sequences == writers_.end()) continue;  // ReleaseWriter is under way for it
     sequences->second.erase(id);
     if (sequences->second.empty()) writers_.erase(sequences);
   }

@@ -6,6 +6,8 @@
 #include <fstream>
 #include <utility>
 
+#include "glog/logging.h"
+
 namespace attnd::server {
 namespace {
 
@@ -168,8 +170,11 @@ void Metrics::OnSegmentBuilt(BuildTrigger trigger, uint64_t, std::chrono::nanose
   segment_build_seconds_->Observe(Seconds(time));
 }
 
-void Metrics::OnSegmentBuildFailed(BuildTrigger, const absl::Status&) {
+void Metrics::OnSegmentBuildFailed(BuildTrigger trigger, const absl::Status& status) {
   segment_build_failures_->Increment();
+  LOG_EVERY_T(WARNING, 1) << "a segment of "
+                          << (trigger == BuildTrigger::kPrefill ? "a prompt" : "generated tokens")
+                          << " could not be built: " << status;
 }
 
 std::vector<prometheus::MetricFamily> Metrics::Collect() const {

@@ -87,6 +87,21 @@ TEST_P(ClusterKernelsTest, ClusterErrors) {
   }
 }
 
+// Where an output cancels to nothing its unit is huge: no NaN, also for a cluster without
+// deviation, and sums over many clusters stay finite.
+TEST_P(ClusterKernelsTest, ClusterErrorsOfVanishingOutputs) {
+  constexpr size_t kCount = 1000;
+  const std::vector<float> weight(kCount * kQuad, 1.0f), spread(kCount, 1e6f);
+  std::vector<float> d2(kCount * kQuad, 100.0f);
+  std::fill_n(d2.begin(), kQuad, 0.0f);
+  const float unit[kQuad] = {8.5e37f, 8.5e37f, 8.5e37f, 8.5e37f};
+  std::vector<float> error2(kCount * kQuad), sum(kQuad, 0.0f);
+  kernels::ClusterErrors(weight.data(), d2.data(), spread.data(), unit, kCount, error2.data());
+  for (size_t j = 0; j < kQuad; ++j) EXPECT_EQ(error2[j], 0.0f);
+  kernels::ScaleQuads(error2.data(), weight.data(), kCount, nullptr, sum.data());
+  for (const float total : sum) EXPECT_TRUE(std::isfinite(total)) << total;
+}
+
 // The cluster must be as near as the nearest, up to rounding; the lower one of true equals.
 TEST_P(ClusterKernelsTest, AssignClosest) {
   for (const size_t dim : {16, 48, 64, 128, 512, 576}) {

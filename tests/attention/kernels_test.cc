@@ -112,6 +112,23 @@ TEST_P(KernelsTest, DotRows) {
   }
 }
 
+// Scaled logits within bounds say nothing of those before an extreme scale: bf16 queries take the
+// longer way then.
+TEST_P(KernelsTest, DotRowsOfAnExtremeScale) {
+  constexpr size_t kDim = 32;
+  for (const float scale : {1e-25f, 1e25f}) {
+    const float size = 1 / scale;  // so that scaled queries are about 1
+    const std::vector<float> q =
+        Rounded(DType::kBf16, std::vector<float>(kQuad * kDim, -1e11f * size));
+    const std::vector<float> key(kDim, 1024.0f);
+    const std::vector<std::byte> row = Stored(DType::kBf16, key);
+    std::vector<float> out(kQuad);
+    kernels::DotRows(DType::kBf16, row.data(), kDim * 2, 1, kDim,
+                     PreparedQueries(DType::kBf16, q.data(), scale, kDim).get(), out.data());
+    for (const float logit : out) EXPECT_NEAR(logit / (-1e11f * 1024 * kDim), 1, 0.01) << scale;
+  }
+}
+
 TEST_P(KernelsTest, AddWeightedRows) {
   for (const DType dtype : kDTypes) {
     for (size_t dim = 16; dim <= kernels::kDimMax; dim += 16) {

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <thread>
 #include <vector>
 
 #include "tests/engine/support.h"
@@ -76,6 +77,27 @@ TEST(LeasesTest, OneWriterUntilItsStreamEnds) {
     }
   }
   EXPECT_GT(aborted, 100);
+}
+
+// Streams end while their sequences are closed: what one does the other finds done or half done.
+TEST(LeasesTest, StreamsEndWhileTheirSequencesClose) {
+  Random random(TestSeed());
+  const auto engine = MakeEngine(SmallOptions());
+  const ModelShape shape = MakeShape(1, 1, 1, 16, 16, DType::kFp32);
+  constexpr WriterId kWriterOfAll = 7;
+  for (int round = 0; round < 40; ++round) {
+    std::vector<TestSequence> sequences;
+    for (int i = 0; i < 5; ++i) {
+      sequences.push_back(OpenSequence(engine.get(), shape));
+      sequences.back().writer = kWriterOfAll;
+      ASSERT_TRUE(AppendNext(&sequences.back(), 0, RandomKv(shape, 1, &random)).ok());
+    }
+    std::thread release([&] { engine->ReleaseWriter(kWriterOfAll); });
+    for (const TestSequence& sequence : sequences) {
+      EXPECT_TRUE(engine->Close(kTenant, sequence.id).ok());
+    }
+    release.join();
+  }
 }
 
 TEST(LeasesTest, RepeatsAreNotCountedAgain) {
