@@ -25,8 +25,8 @@ constexpr double kLogitMax = 1e18;
 // A sequence's place in the engine's table.
 constexpr uint64_t kTableEntryBytes = 256;
 
-// A segment's or block's places in the lists of its sequence and of views; lists may be twice as
-// long as needed.
+// A segment's or block's places in the lists of its sequence; lists may be twice as long as needed.
+// Views' lists are not counted.
 constexpr uint64_t kListEntryBytes = 4 * sizeof(std::shared_ptr<const Segment>);
 
 // An object with the bytes it holds of a budget.

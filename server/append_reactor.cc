@@ -140,13 +140,9 @@ absl::Status AppendReactor::Complete() {
   return absl::OkStatus();
 }
 
-// A build that is given up says CANCELLED; who asked for it wants to know why.
 absl::Status AppendReactor::WhyUnfinished(const absl::Status& status) const {
   if (absl::IsResourceExhausted(status)) handlers_->metrics->OnRejected(Rejection::kMemory);
-  if (!absl::IsCancelled(status)) return status;
-  if (cancelled_.load()) return ClientGone();
-  const auto info = handlers_->engine->Info(tenant_, sequence_id_);
-  return info.ok() ? ShuttingDown() : info.status();  // closed meanwhile, or the engine stops
+  return absl::IsCancelled(status) ? ClientGone() : status;
 }
 
 absl::Status AppendReactor::DescribeChunk(const absl::Status& status) const {

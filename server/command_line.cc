@@ -26,7 +26,8 @@ ABSL_FLAG(std::string, data_dir, Defaults().data_dir, "directory of this server 
 ABSL_FLAG(std::string, metrics_listen, Defaults().metrics_listen,
           "HOST:PORT of the Prometheus endpoint /metrics; port 0 chooses one; empty: off");
 ABSL_FLAG(uint64_t, memory_budget_bytes, Defaults().memory_budget_bytes,
-          "bytes for KV, indexes and their building; 0: half of the machine's memory");
+          "bytes for sequences, their KV and indexes, building those, and answers under way; 0: "
+          "half of the machine's memory");
 ABSL_FLAG(uint32_t, step_threads, Defaults().step_threads,
           "threads that answer one step together; 0: all cores");
 ABSL_FLAG(uint32_t, step_workers, Defaults().step_workers, "steps answered at the same time");

@@ -98,7 +98,19 @@ absl::Status DecodeReactor::Answer() {
   reply_.set_step_id(request_.step_id());
   reply_.clear_status();
   ToProto(result_, step_, &reply_);
-  return absl::OkStatus();
+  return CheckReplyFits();
+}
+
+// Statistics and refusals of many rows count, too: what CheckReplySize cannot foresee.
+absl::Status DecodeReactor::CheckReplyFits() const {
+  constexpr size_t kTimesBytes = 64;  // of the fields that are not set yet
+  const size_t bytes = reply_.ByteSizeLong() + kTimesBytes;
+  const uint64_t max_bytes = handlers_->options->max_message_bytes;
+  if (bytes <= max_bytes) return absl::OkStatus();
+  handlers_->metrics->OnRejected(Rejection::kMessage);
+  return absl::ResourceExhaustedError(absl::StrCat("max_message_bytes: the reply has ", bytes,
+                                                   " bytes; allowed are ", max_bytes,
+                                                   "; the step's tokens have been appended"));
 }
 
 // Before anything is computed or taken from memory: a small query may ask for wide values. The

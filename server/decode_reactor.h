@@ -55,6 +55,7 @@ class DecodeReactor final : public grpc::ServerBidiReactor<v1::DecodeRequest, v1
   void Run() override;
   absl::Status Answer();
   absl::Status CheckReplySize() const;
+  absl::Status CheckReplyFits() const;
   absl::Status EndOfMessages() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Refuse(const absl::Status& status);
   void WriteReply();

@@ -40,7 +40,7 @@ struct HandlerContext {
   StreamRegistry* streams = nullptr;
   // Steps and chunks: short.
   StepExecutor* steps = nullptr;
-  // Finished prefills: seconds each, one after the other, so that they never hold a step's worker.
+  // Finished prefills: seconds each, so that they never hold a step's worker.
   StepExecutor* prefills = nullptr;
   // Unary calls but GetServerInfo: they may wait for a sequence's lock, or hold it while they copy.
   StepExecutor* calls = nullptr;

@@ -65,8 +65,8 @@ Metrics::Metrics() : registry_(std::make_shared<prometheus::Registry>()) {
   predicted_error_ =
       AddHistogram("attnd_predicted_error",
                    "Predicted relative error of a row, mean over its heads", {}, ErrorBuckets());
-  resident_bytes_ = AddGauge("attnd_resident_bytes", "Bytes of KV, indexes and their building",
-                             {{"tier", "host"}});
+  resident_bytes_ =
+      AddGauge("attnd_resident_bytes", "Bytes of the memory budget in use", {{"tier", "host"}});
   capacity_bytes_ =
       AddGauge("attnd_capacity_bytes", "Bytes that a tier may hold", {{"tier", "host"}});
   sequences_ = AddGauge("attnd_sequences", "Open sequences");

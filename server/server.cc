@@ -29,9 +29,12 @@ StepExecutor::Options StepOptions(const ServerOptions& options, const Machine& m
           .queue_max = options.max_queued_steps};
 }
 
-// One at a time, as each uses all index threads; every stream may wait.
+// Finished prompts that are segmented at the same time: they take turns run by run (engine.h), so
+// that a short one does not wait for a long one's end.
+constexpr uint32_t kPrefillWorkers = 4;
+
 StepExecutor::Options PrefillOptions(const ServerOptions& options) {
-  return {.workers = 1, .inline_slots = 0, .queue_max = options.max_streams};
+  return {.workers = kPrefillWorkers, .inline_slots = 0, .queue_max = options.max_streams};
 }
 
 // Unary calls; as many may wait as steps.
@@ -98,7 +101,6 @@ class ServerImpl final : public Server {
   StepExecutor ends_;
   AttndService service_;
   std::unique_ptr<grpc::Server> server_;
-  bool stopped_ = false;
   std::vector<std::string> addresses_;
 };
 
@@ -165,8 +167,7 @@ void ServerImpl::SetServing() {
 }
 
 void ServerImpl::Shutdown(const ShutdownLimits& limits) {
-  if (server_ == nullptr || stopped_) return;
-  stopped_ = true;
+  if (server_ == nullptr) return;
   // 1. Whoever asks is told to go elsewhere.
   server_->GetHealthCheckService()->SetServingStatus(false);
   // 2. No new sequences.
@@ -185,6 +186,7 @@ void ServerImpl::Shutdown(const ShutdownLimits& limits) {
   // 5. Connections close, once the last call has ended; calls that came since are refused.
   server_->Shutdown(std::chrono::system_clock::now() + limits.server);
   server_->Wait();
+  server_.reset();
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <new>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
@@ -51,7 +52,15 @@ class UnaryCall final : public grpc::ServerUnaryReactor, private StepExecutor::T
             const Request* request, Reply* reply)
       : method_(method), handlers_(handlers), context_(context), request_(request), reply_(reply) {}
 
-  void Run() override { End(Answer()); }
+  void Run() override {
+    absl::Status status;
+    try {
+      status = Answer();
+    } catch (const std::bad_alloc&) {
+      status = absl::ResourceExhaustedError("the system refused memory for the reply");
+    }
+    End(status);
+  }
 
   absl::Status Answer() {
     if (handlers_->streams->stopping()) return RefuseAtShutdown();

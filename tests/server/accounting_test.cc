@@ -41,7 +41,8 @@ class AccountingTest : public ::testing::Test {
     v1::DecodeResponse reply;
     EXPECT_TRUE(stream->Write(request) && stream->Read(&reply));
     stream->WritesDone();
-    EXPECT_TRUE(stream->Finish().ok());
+    const grpc::Status end = stream->Finish();
+    EXPECT_TRUE(end.ok()) << end.error_message();
     return reply;
   }
   static v1::AppendKvRequest Chunk(uint64_t sequence, uint32_t tokens) {
@@ -130,6 +131,24 @@ TEST_F(AccountingTest, AReplyThatWouldBeTooLargeIsCounted) {
   row->set_query_only(true);
   FillTensor(1, 64, 16, 1.0f, request.mutable_q());
   EXPECT_EQ(Send(request).status().code(), StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_EQ(Rejections("message"), 1);
+}
+
+// So are the statistics of many rows, which take more than the rows' outputs.
+TEST_F(AccountingTest, ManySmallRowsMayBeTooLargeTogether) {
+  constexpr uint32_t kRows = 1000;
+  options_.max_message_bytes = 64 << 10;
+  StartServer();
+  v1::DecodeRequest request;
+  for (uint32_t i = 0; i < kRows; ++i) {
+    v1::DecodeRow* const row = request.add_rows();
+    row->set_sequence_id(Open());
+    row->set_query_tokens(1);
+    row->set_query_only(true);
+  }
+  FillTensor(kRows, 1, 16, 1.0f, request.mutable_q(), v1::DTYPE_BF16);
+  const v1::DecodeResponse reply = Send(request);
+  EXPECT_EQ(reply.status().code(), StatusCode::RESOURCE_EXHAUSTED) << reply.ByteSizeLong();
   EXPECT_EQ(Rejections("message"), 1);
 }
 

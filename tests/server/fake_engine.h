@@ -76,7 +76,8 @@ class FakeEngine final : public engine::Engine {
   }
   absl::StatusOr<engine::PrefillResult> FinishPrefill(absl::string_view, engine::WriterId, uint64_t,
                                                       const std::atomic<bool>* cancel) override {
-    if (!WaitIfHeld(cancel) || gone_) return absl::CancelledError("cancelled");
+    if (!WaitIfHeld(cancel)) return absl::CancelledError("cancelled");
+    if (gone_) return absl::NotFoundError("sequence_id is unknown");
     return engine::PrefillResult();
   }
   absl::StatusOr<engine::SequenceInfo> Info(absl::string_view, uint64_t) override {

@@ -78,10 +78,10 @@ class AttndServicer(object):
     def AppendKv(self, request_iterator, context):
         """Uploads prefilled keys and values in chunks. Chunks of one layer are in position order; layers in any order.
         The stream fails at the first bad chunk, and what was accepted before it stays: the message says which chunk it
-        was, and ListSequences says how far each sequence is. A chunk that repeats tokens of the tail with equal bytes is
-        accepted again and changes nothing; with other bytes it is ALREADY_EXISTS; one that begins inside a segment, or
-        leaves a gap, is FAILED_PRECONDITION and names the position expected. So after a failure an upload may be repeated
-        from its start until prefill_complete has been answered, and afterwards by prefill_complete alone.
+        was, and ListSequences says how far each sequence is. A chunk that repeats tokens with equal bytes is
+        accepted again and changes nothing, also inside a segment; with other bytes it is ALREADY_EXISTS; one that leaves a
+        gap is FAILED_PRECONDITION and names the position expected. So after a failure an upload may be repeated from its
+        start.
         RESOURCE_EXHAUSTED at max_sequence_tokens and at the memory budget, ABORTED if another stream is the writer,
         NOT_FOUND also if the sequence is closed meanwhile.
         """
