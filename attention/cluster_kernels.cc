@@ -40,7 +40,7 @@ HWY_INLINE VF LoadHighSquares(F32 d, const uint8_t* p) {
 
 SquaredQueries PrepareSquares(const float* q, float scale, size_t dim, float* memory) {
   // So that the sum over channels, before it meets the clusters' units, is a float.
-  constexpr float kGreatest = std::numeric_limits<float>::max() / (2 * 15 * 15 * kDimMax);
+  constexpr float kGreatest = std::numeric_limits<float>::max() / (450.0f * kDimMax);
   for (size_t c = 0; c < kQuad * dim; ++c) {
     memory[c] = std::min(q[c] * scale * (q[c] * scale), kGreatest);
   }
