@@ -59,9 +59,12 @@ class ClientImpl final : public Client {
                                                 std::span<const uint32_t> token_ids,
                                                 const AppendOptions& options) override;
   std::unique_ptr<DecodeSession> StartDecode() override {
-    auto context = std::make_unique<grpc::ClientContext>();
-    AddTenant(context.get());
-    return client::MakeDecodeSession(stub_.get(), std::move(context));
+    const auto make_context = [this] {
+      auto context = std::make_unique<grpc::ClientContext>();
+      AddTenant(context.get());
+      return context;
+    };
+    return client::MakeDecodeSession(stub_.get(), make_context, options_.attempts);
   }
 
  private:
@@ -190,6 +193,9 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const ClientOptions& opt
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(static_cast<int>(options.max_message_bytes));
   arguments.SetMaxSendMessageSize(-1);  // the server's limit counts
+  // A server that restarts is there again soon.
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 2000);
   // Clients do not share a connection: each is a shard of its own.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   auto channel =

@@ -41,8 +41,10 @@ struct ClientOptions {
   std::chrono::milliseconds timeout{10'000};
   // Largest reply that is accepted.
   uint64_t max_message_bytes = uint64_t{64} << 20;
-  // Attempts of a call that may be repeated, 1 for none.
-  int attempts = 3;
+  // Attempts of a call that may be repeated, and of a decode step; 1 for none. Between two of them
+  // is a pause: 20 ms before the second attempt of a call, 50 ms before that of a step; each
+  // further one is twice and four times as long.
+  int attempts = 4;
 };
 
 // Keys and values of tokens [first_position, first_position + tokens) of one layer. The bytes
@@ -65,8 +67,15 @@ struct AppendOptions {
   std::chrono::milliseconds timeout{600'000};
 };
 
-// One Decode stream: send a message for one layer of a batch, wait for its reply. While it lives it
+// A Decode stream: send a message for one layer of a batch, wait for its reply. While it lives it
 // is the writer of the sequences that it appends to.
+//
+// A step that ends with Unavailable (the connection broke, the server restarts) is repeated on a
+// new stream, ClientOptions::attempts times in all and within the step's timeout: steps are
+// idempotent by sequence, layer and position, so that one whose reply was lost is answered again
+// and appends nothing twice. The server may notice the old stream's end later than the client: a
+// repeated step whose rows are ABORTED, because the old stream still writes, is repeated once more.
+// A server that was restarted has lost its sequences: their rows are then NOT_FOUND.
 //
 // Not thread-safe. Must not outlive its Client.
 class DecodeSession {
@@ -78,8 +87,9 @@ class DecodeSession {
 
   // OK means that a reply came: its own status, and each row's, still say how the step went. A step
   // is safe to repeat with the same content, on this stream or another (docs in the proto,
-  // DecodeRow.position). DeadlineExceeded if no reply came within `timeout`, otherwise the status
-  // with which the stream ended; after any error the session is of no further use.
+  // DecodeRow.position). DeadlineExceeded if no reply came within `timeout`, repetitions included;
+  // otherwise the status with which the stream ended, and Unavailable after the last attempt. After
+  // any error the session is of no further use.
   virtual absl::Status Step(const v1::DecodeRequest& request, v1::DecodeResponse* reply,
                             std::chrono::milliseconds timeout) = 0;
 
@@ -129,7 +139,7 @@ class Client {
                                                         std::span<const uint32_t> token_ids,
                                                         const AppendOptions& options) = 0;
 
-  // Opens a Decode stream, without waiting.
+  // Opens a Decode stream, without waiting. The server may be away: the first step tries again.
   virtual std::unique_ptr<DecodeSession> StartDecode() = 0;
 
  protected:

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cpp/decode_session.h"
 
+#include <algorithm>
+#include <thread>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "client/cpp/rpc_status.h"
 #include "grpcpp/completion_queue.h"
 
@@ -10,28 +13,34 @@ namespace attnd::client {
 namespace {
 
 using Clock = std::chrono::system_clock;
+using std::chrono::milliseconds;
 
-// The blocking stream of gRPC cannot wait with a limit, so this one drives a completion queue, on
-// the caller's own thread. Operations are waited for one by one: whatever completes is the one that
-// was started.
-class DecodeSessionImpl final : public DecodeSession {
+constexpr milliseconds kFirstPause{50};  // between attempts of a step; four times as long each time
+
+// One stream. The blocking stream of gRPC cannot wait with a limit, so this one drives a completion
+// queue, on the caller's own thread. Operations are waited for one by one: whatever completes is
+// the one that was started.
+class Stream {
  public:
-  DecodeSessionImpl(v1::Attnd::Stub* stub, std::unique_ptr<grpc::ClientContext> context)
+  Stream(v1::Attnd::Stub* stub, std::unique_ptr<grpc::ClientContext> context)
       : context_(std::move(context)), stream_(stub->PrepareAsyncDecode(context_.get(), &queue_)) {
     stream_->StartCall(nullptr);
     ++pending_;
   }
-  ~DecodeSessionImpl() override {
+  ~Stream() {
     context_->TryCancel();
     queue_.Shutdown();
     void* tag = nullptr;
     bool ok = false;
     while (queue_.Next(&tag, &ok)) continue;
   }
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
 
-  absl::Status Step(const v1::DecodeRequest& request, v1::DecodeResponse* reply,
-                    std::chrono::milliseconds timeout) override;
-  absl::Status Finish(std::chrono::milliseconds timeout) override;
+  // After an error the stream is of no further use.
+  absl::Status Exchange(const v1::DecodeRequest& request, v1::DecodeResponse* reply,
+                        Clock::time_point limit);
+  absl::Status Finish(Clock::time_point limit);
 
  private:
   // Waits for everything that was started, and clears *ok if any of it failed. When the time is
@@ -48,33 +57,26 @@ class DecodeSessionImpl final : public DecodeSession {
       stream_;
   int pending_ = 0;      // operations started and not yet waited for
   grpc::Status status_;  // filled by gRPC when the stream has ended
-  absl::Status ended_;   // why the session is of no further use
   v1::DecodeResponse rest_;
 };
 
-absl::Status DecodeSessionImpl::Step(const v1::DecodeRequest& request, v1::DecodeResponse* reply,
-                                     std::chrono::milliseconds timeout) {
-  if (!ended_.ok()) return ended_;
-  const Clock::time_point limit = Clock::now() + timeout;
+absl::Status Stream::Exchange(const v1::DecodeRequest& request, v1::DecodeResponse* reply,
+                              Clock::time_point limit) {
   // The stream's start may still be pending: a write must wait for it.
   bool ok = true;
-  if (pending_ > 0) ended_ = Await(limit, &ok);
-  if (ended_.ok() && ok) {
+  absl::Status status = pending_ > 0 ? Await(limit, &ok) : absl::OkStatus();
+  if (status.ok() && ok) {
     stream_->Write(request, nullptr);
     stream_->Read(reply, nullptr);
     pending_ += 2;
-    ended_ = Await(limit, &ok);
+    status = Await(limit, &ok);
   }
-  if (ended_.ok() && !ok) {
-    ended_ = FinalStatus(limit);
-    if (ended_.ok()) ended_ = absl::UnavailableError("the server ended the stream");
-  }
-  return ended_;
+  if (!status.ok() || ok) return status;
+  status = FinalStatus(limit);
+  return status.ok() ? absl::UnavailableError("the server ended the stream") : status;
 }
 
-absl::Status DecodeSessionImpl::Finish(std::chrono::milliseconds timeout) {
-  if (!ended_.ok()) return ended_;
-  const Clock::time_point limit = Clock::now() + timeout;
+absl::Status Stream::Finish(Clock::time_point limit) {
   bool ok = true;
   absl::Status status = pending_ > 0 ? Await(limit, &ok) : absl::OkStatus();
   if (status.ok() && ok) {
@@ -83,12 +85,10 @@ absl::Status DecodeSessionImpl::Finish(std::chrono::milliseconds timeout) {
     pending_ += 2;
     status = Await(limit, &ok);
   }
-  if (status.ok()) status = FinalStatus(limit);
-  ended_ = status.ok() ? absl::FailedPreconditionError("the session is finished") : status;
-  return status;
+  return status.ok() ? FinalStatus(limit) : status;
 }
 
-absl::Status DecodeSessionImpl::Await(Clock::time_point limit, bool* ok) {
+absl::Status Stream::Await(Clock::time_point limit, bool* ok) {
   bool late = false;
   for (; pending_ > 0; --pending_) {
     void* tag = nullptr;
@@ -103,7 +103,7 @@ absl::Status DecodeSessionImpl::Await(Clock::time_point limit, bool* ok) {
   return late ? absl::DeadlineExceededError("no reply in time") : absl::OkStatus();
 }
 
-absl::Status DecodeSessionImpl::FinalStatus(Clock::time_point limit) {
+absl::Status Stream::FinalStatus(Clock::time_point limit) {
   stream_->Finish(&status_, nullptr);
   ++pending_;
   bool ok = true;
@@ -111,11 +111,68 @@ absl::Status DecodeSessionImpl::FinalStatus(Clock::time_point limit) {
   return status.ok() ? FromGrpc(status_) : status;
 }
 
+// Whether the stream before this one still holds a sequence.
+bool AnyAborted(const v1::DecodeResponse& reply) {
+  return std::any_of(reply.rows().begin(), reply.rows().end(), [](const v1::RowResult& row) {
+    return row.status().code() == static_cast<int>(absl::StatusCode::kAborted);
+  });
+}
+
+class DecodeSessionImpl final : public DecodeSession {
+ public:
+  DecodeSessionImpl(v1::Attnd::Stub* stub, ContextMaker context, int attempts)
+      : stub_(stub), make_context_(std::move(context)), attempts_(attempts) {
+    Open();
+  }
+
+  absl::Status Step(const v1::DecodeRequest& request, v1::DecodeResponse* reply,
+                    milliseconds timeout) override;
+  absl::Status Finish(milliseconds timeout) override;
+
+ private:
+  void Open() { stream_ = std::make_unique<Stream>(stub_, make_context_()); }
+
+  v1::Attnd::Stub* const stub_;
+  const ContextMaker make_context_;
+  const int attempts_;
+  std::unique_ptr<Stream> stream_;
+  absl::Status ended_;  // why the session is of no further use
+};
+
+absl::Status DecodeSessionImpl::Step(const v1::DecodeRequest& request, v1::DecodeResponse* reply,
+                                     milliseconds timeout) {
+  if (!ended_.ok()) return ended_;
+  const Clock::time_point limit = Clock::now() + timeout;
+  milliseconds pause = kFirstPause;
+  absl::Status first;  // why the step had to be repeated: it says more than what came of that
+  for (int attempt = 1;; ++attempt, pause *= 4) {
+    ended_ = stream_->Exchange(request, reply, limit);
+    const bool last = attempt >= attempts_ || Clock::now() + pause >= limit;
+    if (ended_.ok() && (last || attempt == 1 || !AnyAborted(*reply))) return ended_;
+    if (!ended_.ok() && (last || !absl::IsUnavailable(ended_))) break;
+    if (first.ok()) first = ended_;
+    std::this_thread::sleep_for(pause);
+    if (!ended_.ok()) Open();
+  }
+  if (!first.ok() && absl::IsUnavailable(ended_)) {
+    ended_ = absl::UnavailableError(
+        absl::StrCat(first.message(), "; repeated in vain: ", ended_.message()));
+  }
+  return ended_;
+}
+
+absl::Status DecodeSessionImpl::Finish(milliseconds timeout) {
+  if (!ended_.ok()) return ended_;
+  const absl::Status status = stream_->Finish(Clock::now() + timeout);
+  ended_ = status.ok() ? absl::FailedPreconditionError("the session is finished") : status;
+  return status;
+}
+
 }  // namespace
 
-std::unique_ptr<DecodeSession> MakeDecodeSession(v1::Attnd::Stub* stub,
-                                                 std::unique_ptr<grpc::ClientContext> context) {
-  return std::make_unique<DecodeSessionImpl>(stub, std::move(context));
+std::unique_ptr<DecodeSession> MakeDecodeSession(v1::Attnd::Stub* stub, ContextMaker context,
+                                                 int attempts) {
+  return std::make_unique<DecodeSessionImpl>(stub, std::move(context), attempts);
 }
 
 }  // namespace attnd::client

@@ -4,6 +4,7 @@
 #ifndef ATTND_CLIENT_CPP_DECODE_SESSION_H_
 #define ATTND_CLIENT_CPP_DECODE_SESSION_H_
 
+#include <functional>
 #include <memory>
 
 #include "attnd/v1/attnd.grpc.pb.h"
@@ -12,9 +13,13 @@
 
 namespace attnd::client {
 
-// Opens a Decode stream on `stub`, which must outlive the session.
-std::unique_ptr<DecodeSession> MakeDecodeSession(v1::Attnd::Stub* stub,
-                                                 std::unique_ptr<grpc::ClientContext> context);
+// Makes the context of each new stream, with the tenant's metadata.
+using ContextMaker = std::function<std::unique_ptr<grpc::ClientContext>()>;
+
+// Opens a Decode stream on `stub`, which must outlive the session. A step is attempted `attempts`
+// times, 1 or more.
+std::unique_ptr<DecodeSession> MakeDecodeSession(v1::Attnd::Stub* stub, ContextMaker context,
+                                                 int attempts);
 
 }  // namespace attnd::client
 

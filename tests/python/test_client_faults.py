@@ -3,6 +3,7 @@
 where not. The reference server fails on demand."""
 
 import asyncio
+import threading
 import time
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 import attnd
 import attnd.aio
+import attnd.client as attnd_client
 import cases
 from cases import Case, assert_near, lengths, opened, step
 
@@ -78,6 +80,65 @@ def test_a_step_waits_no_longer_than_told(session_parts):
             step(session, case, sequence, 0, slice(20, 21), timeout_s=0.2)
         assert time.monotonic() - began < 2
         servicer.pause_s = 0.0
+
+
+def test_the_watchdog_strikes_only_what_is_armed():
+    """An answer that comes just in time must not have the next step cancelled."""
+    watchdog = attnd_client._Watchdog()
+    watchdog.stop()
+    armed, struck = [False], []
+
+    def strike():
+        struck.append(armed[0])
+
+    watchdog.arm(0, strike)
+    assert not watchdog.disarm()
+    watchdog.check(float("inf"))
+    assert not struck
+    ended = threading.Event()
+
+    def check():
+        while not ended.is_set():
+            watchdog.check(float("inf"))
+            time.sleep(0)
+
+    checker = threading.Thread(target=check)
+    checker.start()
+    expirations = 0
+    for _ in range(200):
+        armed[0] = True
+        watchdog.arm(0, strike)
+        expirations += watchdog.disarm()
+        armed[0] = False
+    ended.set()
+    checker.join()
+    assert all(struck) and len(struck) == expirations
+
+
+def test_an_upload_has_no_limit_of_time_unless_told(reference):
+    """The client's timeout is for calls of a known size."""
+    target, servicer = reference
+    case = Case.random(20)
+
+    def chunks():
+        yield from attnd.layer_chunks(case.layers(slice(0, 10)))
+        time.sleep(0.6)
+        for chunk in attnd.layer_chunks(case.layers(slice(10, 20)), first_position=10):
+            yield chunk
+
+    with attnd.Client(target, timeout_s=0.3) as client:
+        sequence = client.open_sequence(case.model).sequence_id
+        with pytest.raises(attnd.DeadlineExceededError):
+            client.append_kv(sequence, chunks(), timeout_s=0.3)
+        sequence = client.open_sequence(case.model).sequence_id
+        assert client.append_kv(sequence, chunks()).committed_tokens == 20
+
+    async def upload():
+        async with attnd.aio.Client(target, timeout_s=0.3) as client:
+            sequence = (await client.open_sequence(case.model)).sequence_id
+            return await client.append_kv(sequence, chunks())
+
+    assert asyncio.run(upload()).committed_tokens == 20
 
 
 def test_calls_have_deadlines(session_parts):

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("attnd.nano", reason="attnd[nano] is not installed")
 import attnd  # noqa: E402
+import cases  # noqa: E402
 from attnd.eval import cache as caches  # noqa: E402
 from attnd.eval import cli, evalset, run, tally  # noqa: E402
 from test_nano import FAMILIES, random_weights  # noqa: E402
@@ -218,7 +219,7 @@ def test_relative_errors():
     np.testing.assert_allclose(tally.relative_errors(out, dense), [1 / np.sqrt(18), 0, np.inf])
 
 
-def test_the_widest_window_opens_the_sequences():
+def test_the_widest_window_and_sink_open_the_sequences():
     limits = attnd.Limits(*range(8))
     presets = (attnd.Policy("dense"), attnd.Policy("streaming", {"window": "64"}))
     info = attnd.ServerInfo("0.0.0", (), presets, presets[0], limits, "")
@@ -226,8 +227,31 @@ def test_the_widest_window_opens_the_sequences():
         attnd.Policy.parse(text)
         for text in ("dense", "streaming", "streaming:window=128", "double-p")
     ]
-    assert run.widest_window(policies, info) == policies[2]
-    assert run.widest_window(policies[:2], info) == policies[1]
+    assert run.widest_zones(policies, info) == policies[2]
+    assert run.widest_zones(policies[:2], info) == policies[1]
+    policies.append(attnd.Policy.parse("clusters-top-k:sink=16,window=8"))
+    assert run.widest_zones(policies, info) == attnd.Policy(
+        "streaming", {"window": "128", "sink": "16"}
+    )
+    sinks = [attnd.Policy.parse("dense"), attnd.Policy.parse("double-p:sink=8,window=256")]
+    assert run.widest_zones(sinks, info) == sinks[1]
+
+
+def test_every_policy_may_decode_on_the_widest_sequence(attnd_target):
+    """A row's sink and window may not exceed its sequence's."""
+    case = cases.Case.random(700)
+    policies = [
+        attnd.Policy.parse(text) for text in ("dense:sink=32", "double-p:window=128", "streaming")
+    ]
+    with attnd.Client(attnd_target, tenant="eval") as client:
+        widest = run.widest_zones(policies, client.get_server_info())
+        sequence = cases.opened(client, case, 699, policy=str(widest))
+        with client.decode_session() as session:
+            at = slice(699, 700)
+            row = [attnd.Row(sequence, 699, policy=policy) for policy in policies]
+            for number in range(len(policies)):
+                session.step(0, row[number : number + 1], case.q[0, at], case.k[0, at], case.v[0, at])
+        client.close_sequence(sequence)
 
 
 def test_cache_keeps_and_finds(tmp_path):

@@ -1,13 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example of client/python/README.md runs."""
+"""What the READMEs show is what works: their Python runs, their C++ is that of the example that is
+built (and that client_test runs)."""
 
 import pathlib
 import re
 
-README = pathlib.Path(__file__).resolve().parents[2] / "client" / "python" / "README.md"
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-def test_the_example_runs(server, capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    exec(compile(code.replace("unix:/run/attnd/attnd.sock", server), str(README), "exec"), {})
+def blocks(path: str, language: str) -> list[str]:
+    """The fenced blocks of a file."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / path).read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("path", ["README.md", "client/python/README.md"])
+def test_the_python_example_runs(server, capsys, path):
+    (code,) = blocks(path, "python")
+    code = code.replace("unix:/run/attnd/attnd.sock", server)
+    assert "TARGET" in code or server in code
+    exec(compile(code, path, "exec"), {"TARGET": server})
     assert "(1, 8, 64) (1, 8)" in capsys.readouterr().out
+
+
+def lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def test_the_cpp_example_is_the_one_that_is_built():
+    """Each part of it, between lines of three dots, stands in the example as it is."""
+    (code,) = blocks("README.md", "cpp")
+    built = "\n".join(lines((ROOT / "client/cpp/example.cc").read_text()))
+    parts = [lines(part) for part in re.split(r"^ *// \.\.\.$", code, flags=re.MULTILINE)]
+    assert sum(map(len, parts)) > 20
+    for part in parts:
+        assert "\n".join(part) in built, part

@@ -2,21 +2,18 @@
 //
 // Goal: the program as an operator has it: options, files and their modes, metrics, signals, exit
 // statuses. Method: the built attnd as a child process, its log read from a file.
+#include "tests/server/process.h"
+
 #include <arpa/inet.h>
-#include <fcntl.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <chrono>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
-#include <memory>
-#include <sstream>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -33,57 +30,6 @@ namespace {
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 using ::testing::HasSubstr;
-
-// A running attnd. Ends it if it is still there.
-class Process {
- public:
-  Process(const std::vector<std::string>& flags, const std::string& log) : log_(log) {
-    std::vector<std::string> arguments = {ATTND_BINARY};
-    arguments.insert(arguments.end(), flags.begin(), flags.end());
-    std::vector<char*> pointers;
-    pointers.reserve(arguments.size() + 1);
-    for (std::string& argument : arguments) pointers.push_back(argument.data());
-    pointers.push_back(nullptr);
-    pid_ = fork();
-    if (pid_ == 0) {
-      const int fd = open(log.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
-      dup2(fd, STDOUT_FILENO);
-      dup2(fd, STDERR_FILENO);
-      execv(pointers[0], pointers.data());
-      _exit(127);
-    }
-  }
-  ~Process() {
-    if (pid_ <= 0) return;
-    kill(pid_, SIGKILL);
-    waitpid(pid_, nullptr, 0);
-  }
-  Process(const Process&) = delete;
-  Process& operator=(const Process&) = delete;
-
-  void Signal(int signal) const { kill(pid_, signal); }
-  // The exit status, 128 + signal if a signal ended it, -1 if it has not ended in time.
-  int Wait(std::chrono::milliseconds timeout) {
-    const auto limit = Clock::now() + timeout;
-    int status = 0;
-    while (waitpid(pid_, &status, WNOHANG) == 0) {
-      if (Clock::now() > limit) return -1;
-      std::this_thread::sleep_for(2ms);
-    }
-    pid_ = 0;
-    return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-  }
-  std::string Log() const {
-    std::ifstream file(log_);
-    std::stringstream text;
-    text << file.rdbuf();
-    return text.str();
-  }
-
- private:
-  const std::string log_;
-  pid_t pid_ = 0;
-};
 
 mode_t Mode(const std::string& path) {
   struct stat info {};
@@ -109,53 +55,7 @@ std::string HttpGet(int port, const std::string& path) {
   return reply;
 }
 
-class ProcessTest : public ::testing::Test {
- protected:
-  std::vector<std::string> Flags(const std::vector<std::string>& more = {}) const {
-    std::vector<std::string> flags = {"--listen", address_, "--data-dir", data_dir_,
-                                      "--memory-budget-bytes=1073741824"};
-    flags.insert(flags.end(), more.begin(), more.end());
-    return flags;
-  }
-  std::unique_ptr<Process> Start(const std::vector<std::string>& flags) const {
-    auto process = std::make_unique<Process>(flags, directory_.path() + "/log");
-    const auto limit = Clock::now() + 20s;
-    while (!server::Probe(address_, 1s).ok() && Clock::now() < limit) {
-      std::this_thread::sleep_for(20ms);
-    }
-    EXPECT_TRUE(server::Probe(address_, 1s).ok()) << process->Log();
-    return process;
-  }
-  // Runs to the end: exit status and output.
-  std::pair<int, std::string> Run(const std::vector<std::string>& flags) const {
-    Process process(flags, directory_.path() + "/run-log");
-    const int status = process.Wait(20s);
-    return {status, process.Log()};
-  }
-  // A sequence whose replies are large: 128 KiB for a token.
-  uint64_t OpenLarge(v1::Attnd::Stub* stub) const {
-    v1::OpenSequenceRequest request = SmallModel();
-    request.mutable_model()->mutable_shape()->set_query_heads(64);
-    request.mutable_model()->mutable_shape()->set_value_dim(512);
-    v1::OpenSequenceResponse reply;
-    grpc::ClientContext context;
-    EXPECT_TRUE(stub->OpenSequence(&context, request, &reply).ok());
-    return reply.sequence_id();
-  }
-  static v1::DecodeRequest LargeStep(uint64_t sequence) {
-    v1::DecodeRequest request;
-    v1::DecodeRow* row = request.add_rows();
-    row->set_sequence_id(sequence);
-    row->set_query_tokens(8);
-    row->set_query_only(true);
-    FillTensor(8, 64, 16, 1.0f, request.mutable_q());
-    return request;
-  }
-
-  const TempDir directory_;
-  const std::string address_ = "unix:" + directory_.path() + "/run/attnd.sock";
-  const std::string data_dir_ = directory_.path() + "/data";
-};
+class ProcessTest : public ProcessFixture {};
 
 TEST_F(ProcessTest, FilesArePrivateAndTheSocketGoes) {
   const auto process = Start(Flags());
@@ -281,33 +181,6 @@ TEST_F(ProcessTest, SigtermEndsStreamsWithUnavailable) {
   EXPECT_EQ(process->Wait(10s), 0) << process->Log();
   EXPECT_LT(Clock::now() - start, 5s);  // nothing is left to wait for
 }
-
-// A client that never reads, which makes a shutdown wait.
-class UnreadReplies {
- public:
-  UnreadReplies(const std::string& address, const v1::DecodeRequest& step)
-      : stub_(v1::Attnd::NewStub(NewChannel(address))), stream_(stub_->Decode(&context_)) {
-    writer_ = std::thread([this, step] {
-      while (stream_->Write(step)) ++written_;
-    });
-    int before = -1;
-    while (written_ == 0 || written_ != before) {  // until the window is full
-      before = written_;
-      std::this_thread::sleep_for(200ms);
-    }
-  }
-  ~UnreadReplies() {
-    context_.TryCancel();
-    writer_.join();
-  }
-
- private:
-  const std::unique_ptr<v1::Attnd::Stub> stub_;
-  grpc::ClientContext context_;
-  const std::unique_ptr<grpc::ClientReaderWriter<v1::DecodeRequest, v1::DecodeResponse>> stream_;
-  std::atomic<int> written_{0};
-  std::thread writer_;
-};
 
 TEST_F(ProcessTest, SigtermWithAClientThatDoesNotReadEndsInTime) {
   const auto process = Start(Flags());

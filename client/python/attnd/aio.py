@@ -116,12 +116,13 @@ class Client:
         prefill_complete: bool = False,
         timeout_s: float | None = None,
     ) -> AppendedKv:
-        """Uploads prefilled keys and values; see :meth:`attnd.Client.append_kv`."""
+        """Uploads prefilled keys and values; see :meth:`attnd.Client.append_kv`. Without timeout_s
+        there is no limit."""
         messages = requests.append_requests(
             sequence_id, chunks, prefill_complete, await self._message_limit()
         )
         call = self._stub.AppendKv(
-            metadata=self._metadata, timeout=self._timeout_s if timeout_s is None else timeout_s
+            metadata=self._metadata, timeout=timeout_s
         )
         try:
             for message in messages:

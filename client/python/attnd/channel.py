@@ -18,7 +18,7 @@ Metadata = tuple[tuple[str, str], ...]
 Option = tuple[str, Union[int, str]]
 
 # Calls that only read are repeated when the server cannot be reached; all others are the caller's
-# decision, because # the first one may have taken effect. (Steps of a Decode stream are idempotent,
+# decision, because the first one may have taken effect. (Steps of a Decode stream are idempotent,
 # and DecodeSession repeats them.)
 _SERVICE_CONFIG = {
     "methodConfig": [
@@ -64,7 +64,8 @@ def options() -> list[Option]:
         ("grpc.enable_retries", 1),
         ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # Not a pause, whatever it is called: the least time that one attempt to connect is given.
+        ("grpc.min_reconnect_backoff_ms", 5000),
         ("grpc.max_reconnect_backoff_ms", 2000),
     ]
 

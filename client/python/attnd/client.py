@@ -50,7 +50,8 @@ class Client:
         Args:
             target: unix:PATH or HOST:PORT.
             tenant: whose sequences these are; of meaning on a Unix socket only.
-            timeout_s: seconds that a call, or a step of a decode session, may take.
+            timeout_s: seconds that a call, or a step of a decode session, may take; uploads have
+                a limit of their own, see :meth:`append_kv`.
             credentials: TLS credentials; None is plain text.
 
         Raises:
@@ -144,18 +145,23 @@ class Client:
                 (:func:`attnd.layer_chunks`). They are split into messages that the server takes.
                 They are consumed on another thread.
             prefill_complete: the prompt is whole: the server segments it before this returns.
+            timeout_s: seconds for all of it, segmenting included; None, the default, is no limit. How
+                long an upload may take depends on its size, which only the caller knows, and on the
+                uploads that others send: a long prompt of a large model is many GiB and takes the
+                server minutes to segment. A connection that breaks and a server that ends raise
+                UnavailableError in any case.
         """
         messages = _Upload(
             requests.append_requests(sequence_id, chunks, prefill_complete, self.max_message_bytes)
         )
         try:
-            return replies.appended(self._call(self._stub.AppendKv, messages, timeout_s))
-        except Exception:
-            if (
-                messages.error is not None
-            ):  # the caller's chunks were at fault, and gRPC only says "iterating failed"
+            call = self._stub.AppendKv(messages, timeout=timeout_s, metadata=self._metadata)
+            return replies.appended(call)
+        except grpc.RpcError as error:
+            if messages.error is not None:
+                # The caller's chunks were at fault, and gRPC only says "iterating failed".
                 raise messages.error from None
-            raise
+            raise from_rpc_error(error) from None
 
     def truncate_sequence(
         self, sequence_id: int, length: int, *, timeout_s: float | None = None
@@ -248,38 +254,50 @@ class _Stream:
 
 
 class _Watchdog:
-    """Cancels what takes too long. Arming costs two assignments, so that a step does not pay for a
-    timer.
+    """Cancels what takes too long. Arming costs a lock that nobody holds, so that a step does not
+    pay for a timer.
 
-    `_due` and `_expire` are written by the session's thread and read by the watching one.
+    What has been disarmed never expires, nor does it make what is armed next expire: the watching
+    thread looks and acts under the lock.
     """
 
     _PERIOD_S = 0.05
 
     def __init__(self) -> None:
-        self._due: float | None = None
+        self._lock = threading.Lock()
+        self._due: float | None = None  # guarded by the lock, as the next two
         self._expire: Callable[[], None] = lambda: None
+        self._expired = False
         self._stopped = threading.Event()
-        self.expired = False
         threading.Thread(target=self._watch, name="attnd-decode-watchdog", daemon=True).start()
 
     def arm(self, timeout_s: float, expire: Callable[[], None]) -> None:
-        self.expired = False
-        self._expire = expire
-        self._due = time.monotonic() + timeout_s
+        """expire: called at most once, on another thread, before disarm() returns; must not
+        wait."""
+        with self._lock:
+            self._expired = False
+            self._expire = expire
+            self._due = time.monotonic() + timeout_s
 
-    def disarm(self) -> None:
-        self._due = None
+    def disarm(self) -> bool:
+        """Whether the time was over before this."""
+        with self._lock:
+            self._due = None
+            return self._expired
 
     def stop(self) -> None:
         self._stopped.set()
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._PERIOD_S):
-            due = self._due
-            if due is not None and time.monotonic() > due:
+            self.check(time.monotonic())
+
+    def check(self, now: float) -> None:
+        """Expires what is due."""
+        with self._lock:
+            if self._due is not None and now > self._due:
                 self._due = None
-                self.expired = True
+                self._expired = True
                 self._expire()
 
 
@@ -402,15 +420,17 @@ class DecodeSession:
         stream = self._stream
         self._watchdog.arm(timeout_s, stream.cancel)
         try:
-            return stream.exchange(request)
+            reply = stream.exchange(request)
         except BaseException as error:
+            expired = self._watchdog.disarm()
             self._stream = None
             stream.cancel()
-            if self._watchdog.expired:
+            if expired:
                 message = f"no answer within {timeout_s:.3f} s; repeating the step is safe"
                 raise DeadlineExceededError(grpc.StatusCode.DEADLINE_EXCEEDED, message) from None
             if isinstance(error, grpc.RpcError):
                 raise from_rpc_error(error) from None
             raise
-        finally:
-            self._watchdog.disarm()
+        if self._watchdog.disarm():  # just in time: the answer counts, the stream is gone
+            self._stream = None
+        return reply

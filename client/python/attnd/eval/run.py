@@ -67,7 +67,7 @@ def evaluate(
         Tally(str(policy), settings.length, settings.dtype, settings.batch)
         for policy in settings.policies
     ]
-    widest = widest_window(settings.policies, client.get_server_info())
+    widest = widest_zones(settings.policies, client.get_server_info())
     bar = _Bar(len(examples) * (2 + len(tallies)))
     try:
         with single_threaded_blas():
@@ -117,15 +117,20 @@ def _advance_all(bar: _Bar, examples: int, share: float) -> None:
     bar.advance(share * examples)
 
 
-def widest_window(policies: Sequence[Policy], info: ServerInfo) -> Policy:
-    """The policy with the largest window: a row's may not exceed its sequence's."""
+def widest_zones(policies: Sequence[Policy], info: ServerInfo) -> Policy:
+    """A sequence's policy under which rows may have any of these: a row's sink and window may not
+    exceed its sequence's. It is the one with the largest window, with the largest sink of all."""
     defaults = {policy.preset: policy.parameters for policy in info.policies}
 
-    def window(policy: Policy) -> int:
-        text = policy.parameters.get("window") or defaults.get(policy.preset, {}).get("window", "0")
+    def tokens(policy: Policy, name: str) -> int:
+        text = policy.parameters.get(name) or defaults.get(policy.preset, {}).get(name, "0")
         return int(text) if text.isdigit() else 0
 
-    return max(policies, key=window)
+    widest = max(policies, key=lambda policy: tokens(policy, "window"))
+    sink = max(tokens(policy, "sink") for policy in policies)
+    if sink <= tokens(widest, "sink"):
+        return widest
+    return Policy(widest.preset, {**widest.parameters, "sink": str(sink)})
 
 
 def describe(result: dict[str, Any]) -> str:

@@ -23,9 +23,10 @@ def upload(
     dtype: npt.DTypeLike,
     *,
     token_ids: Sequence[int] = (),
-    timeout_s: float = 600.0,
+    timeout_s: float | None = None,
 ) -> AppendedKv:
-    """Sends a whole prompt's keys and values, float32 rounded to dtype, and has it segmented."""
+    """Sends a whole prompt's keys and values, float32 rounded to dtype, and has it segmented; None
+    is no limit of time."""
     converted = ((k.astype(dtype), v.astype(dtype)) for k, v in layers)
     chunks = layer_chunks(converted, token_ids=token_ids)
     return client.append_kv(sequence_id, chunks, prefill_complete=True, timeout_s=timeout_s)

@@ -110,8 +110,8 @@ class AttndServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ForkSequence(self, request, context):
-        """A new sequence with the same committed tokens; segments are shared, not copied. RESOURCE_EXHAUSTED at max_sequences,
-        or if the memory budget has no room for the copied part of the tail.
+        """A new sequence with the same committed tokens; segments are shared, not copied. RESOURCE_EXHAUSTED at
+        max_sequences, or if the memory budget has no room for the copied part of the tail.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Goal: a step whose stream ends with UNAVAILABLE is repeated on a new one, so that a server that
+// restarts or a connection that breaks costs a pause and no answer; within the step's limit, a
+// bounded number of times, and without appending twice. Method: servers on one socket, one after
+// the other, over one engine: what the first one did is there when the second answers.
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "attention/cpu_backend.h"
+#include "client/cpp/client.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/server/fake_engine.h"
+#include "tests/server/test_server.h"
+
+namespace attnd::testing {
+namespace {
+
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+using ::testing::HasSubstr;
+
+constexpr server::ShutdownLimits kQuick = {.steps = 100ms, .cancel = 5000ms, .server = 1000ms};
+
+class DecodeSessionTest : public ::testing::Test {
+ protected:
+  void StartServer(engine::Engine* engine) {
+    server_.reset();
+    server_ = std::make_unique<TestServer>(options_, engine);
+  }
+  void StopServer() {
+    server_->server().Shutdown(kQuick);
+    server_.reset();
+  }
+  void Connect(int attempts = 4) {
+    auto client = Client::Connect({.target = options_.listen[0], .attempts = attempts});
+    ASSERT_TRUE(client.ok()) << client.status();
+    client_ = *std::move(client);
+  }
+  std::unique_ptr<engine::Engine> RealEngine() const {
+    return *engine::Engine::Create(server::ToEngineOptions(options_, server::Machine()),
+                                   attention::MakeCpuBackend({.threads = 1}), nullptr);
+  }
+
+  TempDir directory_;
+  server::ServerOptions options_ = TestOptions(directory_.path());
+  FakeEngine fake_;
+  std::unique_ptr<engine::Engine> real_;
+  std::unique_ptr<TestServer> server_;
+  std::unique_ptr<Client> client_;
+};
+
+TEST_F(DecodeSessionTest, AStepIsRepeatedWhenTheServerComesBack) {
+  real_ = RealEngine();
+  StartServer(real_.get());
+  Connect();
+  const auto opened = client_->OpenSequence(SmallModel());
+  ASSERT_TRUE(opened.ok());
+  const uint64_t sequence = opened->sequence_id();
+  const auto session = client_->StartDecode();
+  v1::DecodeResponse before, after;
+  ASSERT_TRUE(session->Step(SmallStep(sequence, 0, 2), &before, 10s).ok());
+  StopServer();
+  std::thread restart([&] {
+    std::this_thread::sleep_for(300ms);
+    StartServer(real_.get());
+  });
+  // The step that was answered, as if its reply had been lost, and the next one.
+  const absl::Status status = session->Step(SmallStep(sequence, 0, 2), &after, 10s);
+  restart.join();
+  ASSERT_TRUE(status.ok()) << status;
+  EXPECT_EQ(after.rows(0).status().code(), 0) << after.rows(0).status().message();
+  EXPECT_EQ(after.out().data(), before.out().data());
+  ASSERT_TRUE(session->Step(SmallStep(sequence, 1, 3), &after, 10s).ok());
+  EXPECT_EQ(after.rows(0).status().code(), 0);
+  EXPECT_EQ(client_->ListSequences()->at(0).committed_tokens(), 2u);  // nothing twice
+  EXPECT_TRUE(session->Finish(10s).ok());
+}
+
+TEST_F(DecodeSessionTest, AStepInTheMiddleIsRepeated) {
+  StartServer(&fake_);
+  Connect();
+  fake_.Hold();
+  std::thread restart([&] {
+    ASSERT_TRUE(fake_.WaitForWaiting(1));
+    StopServer();
+    fake_.Release();
+    StartServer(&fake_);
+  });
+  const auto session = client_->StartDecode();
+  v1::DecodeResponse reply;
+  const absl::Status status = session->Step(SmallStep(), &reply, 10s);
+  restart.join();
+  EXPECT_TRUE(status.ok()) << status;
+  EXPECT_EQ(fake_.cancelled(), 1);
+  EXPECT_EQ(fake_.decoded(), 1);
+}
+
+// The second server lets another stream write first, as the old one's end may be noticed late.
+TEST_F(DecodeSessionTest, ARepeatedStepWaitsForTheOldWriter) {
+  real_ = RealEngine();
+  StartServer(real_.get());
+  Connect();
+  const auto opened = client_->OpenSequence(SmallModel());
+  ASSERT_TRUE(opened.ok());
+  const auto session = client_->StartDecode();
+  v1::DecodeResponse reply;
+  ASSERT_TRUE(session->Step(SmallStep(opened->sequence_id(), 0), &reply, 10s).ok());
+  StopServer();
+  StartServer(real_.get());
+  const auto stub = server_->NewStub();
+  grpc::ClientContext context;
+  const auto writer = stub->Decode(&context);
+  ASSERT_TRUE(writer->Write(SmallStep(opened->sequence_id(), 1)) && writer->Read(&reply));
+  std::thread end([&] {
+    std::this_thread::sleep_for(150ms);
+    writer->WritesDone();
+    EXPECT_TRUE(writer->Finish().ok());
+  });
+  const absl::Status status = session->Step(SmallStep(opened->sequence_id(), 1), &reply, 10s);
+  end.join();
+  ASSERT_TRUE(status.ok()) << status;
+  EXPECT_EQ(reply.rows(0).status().code(), 0) << reply.rows(0).status().message();
+}
+
+TEST_F(DecodeSessionTest, AttemptsAreCounted) {
+  for (const int attempts : {1, 3}) {
+    StartServer(&fake_);
+    Connect(attempts);
+    const auto session = client_->StartDecode();
+    v1::DecodeResponse reply;
+    ASSERT_TRUE(session->Step(SmallStep(), &reply, 10s).ok());
+    StopServer();
+    const auto start = Clock::now();
+    const absl::Status status = session->Step(SmallStep(), &reply, 10s);
+    const auto time = Clock::now() - start;
+    EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("shutting down"));
+    EXPECT_EQ(time >= 250ms, attempts == 3);
+    EXPECT_LT(time, 5s);
+    EXPECT_EQ(session->Step(SmallStep(), &reply, 10s), status);  // for good
+  }
+}
+
+TEST_F(DecodeSessionTest, RepetitionsEndWithTheTimeout) {
+  Connect(1000);
+  const auto session = client_->StartDecode();
+  v1::DecodeResponse reply;
+  const auto start = Clock::now();
+  EXPECT_TRUE(absl::IsUnavailable(session->Step(SmallStep(), &reply, 500ms)));
+  EXPECT_LT(Clock::now() - start, 1s);
+}
+
+// A fault of the request or of its row is an answer, and no reason to ask again.
+TEST_F(DecodeSessionTest, OtherFaultsAreNotRepeated) {
+  real_ = RealEngine();
+  StartServer(real_.get());
+  Connect();
+  const auto session = client_->StartDecode();
+  v1::DecodeResponse reply;
+  ASSERT_TRUE(session->Step(SmallStep(1), &reply, 10s).ok());
+  EXPECT_EQ(reply.rows(0).status().code(), grpc::StatusCode::NOT_FOUND);
+  EXPECT_TRUE(session->Finish(10s).ok());
+  EXPECT_TRUE(FakeEngine::Within([&] { return server_->Metric("attnd_streams") == 0; }));
+  EXPECT_EQ(server_->Metric("attnd_steps_total{code=OK}"), 1);
+}
+
+}  // namespace
+}  // namespace attnd::testing
