@@ -264,6 +264,7 @@ TEST(EngineHistoryTest, CutsAtEveryBorder) {
   }
   EXPECT_TRUE(MatchesModel(&sequence, &random));
   ASSERT_TRUE(engine->Close(kTenant, sequence.id).ok());
+  engine->WaitForBackground();  // it may be about to find a child closed that had a run to build
   EXPECT_EQ(engine->usage().resident_bytes, 0u);
 }
 

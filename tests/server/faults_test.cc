@@ -157,9 +157,11 @@ TEST_F(FaultsTest, ClientsThatDoNotReadHarmNobody) {
     longest = std::max(longest, Clock::now() - start);
   }
   EXPECT_LT(longest, 2s);
-  // A reply of 1 MiB, its float32 source and its message, and what the connection holds.
   const uint64_t after = process->ResidentBytes();
+#ifndef __SANITIZE_ADDRESS__  // which keeps freed memory for a while
+  // A reply of 1 MiB, its float32 source and its message, and what the connection holds.
   EXPECT_LT(after, before + kGreedy * (uint64_t{16} << 20));
+#endif
   EXPECT_TRUE(FakeEngine::Within([&] {
     return std::all_of(greedy.begin(), greedy.end(), [](auto& client) { return client->ended(); });
   }));
