@@ -163,7 +163,7 @@ absl::Status DecodeSessionImpl::Step(const v1::DecodeRequest& request, v1::Decod
 
 absl::Status DecodeSessionImpl::Finish(milliseconds timeout) {
   if (!ended_.ok()) return ended_;
-  const absl::Status status = stream_->Finish(Clock::now() + timeout);
+  absl::Status status = stream_->Finish(Clock::now() + timeout);
   ended_ = status.ok() ? absl::FailedPreconditionError("the session is finished") : status;
   return status;
 }
