@@ -250,7 +250,8 @@ def test_every_policy_may_decode_on_the_widest_sequence(attnd_target):
             at = slice(699, 700)
             row = [attnd.Row(sequence, 699, policy=policy) for policy in policies]
             for number in range(len(policies)):
-                session.step(0, row[number : number + 1], case.q[0, at], case.k[0, at], case.v[0, at])
+                rows = row[number : number + 1]
+                session.step(0, rows, case.q[0, at], case.k[0, at], case.v[0, at])
         client.close_sequence(sequence)
 
 

@@ -145,9 +145,9 @@ class Client:
                 (:func:`attnd.layer_chunks`). They are split into messages that the server takes.
                 They are consumed on another thread.
             prefill_complete: the prompt is whole: the server segments it before this returns.
-            timeout_s: seconds for all of it, segmenting included; None, the default, is no limit. How
-                long an upload may take depends on its size, which only the caller knows, and on the
-                uploads that others send: a long prompt of a large model is many GiB and takes the
+            timeout_s: seconds for all of it, segmenting included; None, the default, is no limit.
+                How long an upload may take depends on its size, which only the caller knows, and on
+                the uploads that others send: a long prompt of a large model is many GiB and takes the
                 server minutes to segment. A connection that breaks and a server that ends raise
                 UnavailableError in any case.
         """
