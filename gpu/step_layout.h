@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the host tells the device about one step, and where the device puts what it finds: plain
+// structures that are copied as they are. The host side (step_writer) fills them; the kernels
+// (cuda/) and the tests' naive loops (tests/gpu/step_reference) read them. Every pointer is a
+// device address. Nothing in here depends on CUDA.
+//
+// A step runs in stages, each of which reads only what earlier ones wrote:
+//
+//   prepare   put uploaded rows into their pages; bring queries into the kernels' arrangement
+//   read      read pieces (zones, dense tokens) exactly; score clusters
+//   select    a unit: choose clusters, list their tokens, queue the finish pieces
+//   measure   only if a unit has a tolerance: estimate everything, weigh errors, choose again
+//   finish    chosen tokens exactly, the others' estimate
+//   merge     a unit's states in piece order; normalise; statistics
+//
+// Work is divided by a row's own lengths alone: what else is in the batch changes no bit of its
+// answer.
+#ifndef ATTND_GPU_STEP_LAYOUT_H_
+#define ATTND_GPU_STEP_LAYOUT_H_
+
+#include <cstddef>
+#include <cstdint>
+
+namespace attnd::gpu {
+
+// Query heads and tokens that a unit handles together: the columns of one matrix instruction.
+inline constexpr uint32_t kLanes = 8;
+// Clusters are numbered by slots: a segment's clusters follow one another from a multiple of this,
+// the slots left over are empty. It is also what one score item scores.
+inline constexpr uint32_t kSlotChunk = 128;
+// Tokens of a piece, unless a row is so long that it would have more than kReadPiecesMax of them.
+inline constexpr uint32_t kReadPieceTokens = 1024;
+inline constexpr uint32_t kReadPiecesMax = 256;
+inline constexpr uint32_t kChosenPieceTokens = 256;
+inline constexpr uint32_t kChosenPiecesMax = 64;
+inline constexpr uint32_t kEstimatePieceSlots = 512;
+inline constexpr uint32_t kEstimatePiecesMax = 64;
+
+enum class UnitKind : uint32_t { kDense, kStreaming, kClusters };
+enum class CutKind : uint32_t { kTopK, kTopP, kErrorBudget };
+
+// One segment of a row at the step's layer.
+struct SegmentRef {
+  const std::byte* index;     // of KV head 0, as attention::IndexLayout says; its first 4 bytes are
+                              // the cluster count
+  const std::byte* pages;     // of KV head 0
+  uint64_t index_head_bytes;  // from one KV head to the next
+  uint64_t pages_head_bytes;
+  // Byte offsets of the index parts inside one head.
+  uint32_t centroids, mean_values, deviation_codes, variance_unit, log_size, spread, value_norm2,
+      starts;
+  uint32_t tokens;
+  uint32_t unclustered;
+  uint32_t first_slot;   // a multiple of kSlotChunk
+  uint32_t slots;        // room: the greatest cluster count, rounded up to kSlotChunk
+  uint32_t first_piece;  // of the row's dense pieces; a piece never spans segments
+  uint32_t reserved;
+};
+
+// One row of the batch. A unit is one (row, group of query tokens, KV head), numbered
+// first_unit + token_group * kv_heads + kv_head; it has tiles of kLanes (query token, query head of
+// the group) pairs, numbered token-major.
+struct RowRef {
+  UnitKind kind;
+  CutKind cut;
+  uint32_t second_order;      // 1: estimates of the second order, with predicted errors
+  uint32_t query_tokens;
+  uint32_t tokens_per_unit;   // 1 for kClusters
+  uint32_t tiles_per_unit;
+  uint32_t first_unit;
+  uint32_t first_query_token;  // in the step's queries and outputs
+
+  uint32_t segments_begin;    // in StepHeader::segments
+  uint32_t segment_count;
+  uint32_t blocks_begin;      // in StepHeader::blocks
+  // Tail tokens are numbered from the start of the first block.
+  uint32_t tail_begin;        // first token that no segment covers
+  uint32_t tail_limit;        // query token i sees tail tokens below tail_limit + i * causal
+  uint32_t causal;            // 1, or 0 for a query-only row
+
+  uint32_t slots;             // of all segments
+  uint32_t dense_piece_tokens;
+  uint32_t dense_pieces;      // of a kDense unit's segments; then come the tail pieces
+  uint32_t tail_pieces;       // of kReadPieceTokens, counted from tail token 0; the sink is piece
+                              // read_pieces - 1 of units that are not kDense
+  uint32_t read_pieces;       // of a unit's tile
+  uint32_t estimate_pieces;   // of a unit's tile; 0 unless kClusters
+  uint32_t estimate_piece_slots;
+  uint32_t first_read_item;   // items of a row: (unit, tile, piece), piece fastest
+  uint32_t first_score_item;  // (unit, slots / kSlotChunk), chunk fastest; tiles share an item
+
+  // Places in scratch memory, of the row's first unit; the others follow at the same distance.
+  uint32_t first_state;       // of states; a tile has read_pieces, then estimate_pieces, then
+                              // kChosenPiecesMax for kClusters
+  uint64_t first_score;       // of floats in scores: per unit log_mass [lanes][slots], then, for the
+                              // second order, d2 [lanes][slots], then group_score [slots]
+  uint64_t first_fate;        // of bytes in fates: per unit [slots]
+  uint64_t first_token;       // of entries in chosen: per unit [clustered_tokens]
+  uint64_t clustered_tokens;  // in the row's segments
+
+  double exact_share, estimated_share;  // kTopK
+  double p1, p2;                        // kTopP
+  double tolerance, floor;              // kErrorBudget; infinity for "off"
+};
+
+// Bytes that prepare copies from the staging block to their place: rows of new tokens.
+struct UploadRef {
+  std::byte* to;
+  uint64_t from;   // byte in StepHeader::staged
+  uint64_t bytes;  // a multiple of 16, as are the addresses
+};
+
+// What became of a cluster; the values of attention::Fate.
+inline constexpr uint8_t kFateDropped = 0;
+inline constexpr uint8_t kFateEstimated = 1;
+inline constexpr uint8_t kFateExact = 2;
+
+// What a unit's selection came to.
+struct UnitResult {
+  uint32_t clusters;
+  uint32_t chosen_tokens;
+  uint32_t chosen_pieces;
+  uint32_t chosen_piece_tokens;
+  uint64_t estimated_tokens;
+  uint64_t dropped_tokens;
+};
+
+// By lane, written by select and measure, read by merge.
+struct LaneScale {
+  float max;           // of log_mass over all clusters: the scale of weights
+  float sum;           // of all weights
+  float dropped_sum;   // of the dropped ones
+  float least_norm;    // floor under |o| in relative errors
+  float error2_sum;    // over estimated clusters, of (weight * spread)^2 * growth
+  float estimated_sum;
+};
+
+// By query head and token, in the order of StepHeader::lse.
+struct LaneResult {
+  float covered_mass;
+  float exact_mass;
+  float predicted_error;
+  float reserved;
+};
+
+// A piece of the finish stage.
+struct FinishItem {
+  uint32_t unit;
+  uint32_t tile;
+  uint32_t piece;     // among the unit's chosen pieces, or its estimate pieces
+  uint32_t estimate;  // 1: an estimate piece
+};
+
+// Places and sizes of everything else. Scratch is left as the last step left it; kernels clear what
+// they count with.
+struct StepHeader {
+  uint32_t rows;
+  uint32_t units;
+  uint32_t read_items;
+  uint32_t score_items;
+  uint32_t uploads;
+  uint32_t query_tokens;  // of all rows
+  uint32_t kv_heads;
+  uint32_t group;         // query heads of a KV head
+  uint32_t tiles;         // of all units
+  uint32_t tiles_max;     // of a unit
+  uint32_t query_dtype;   // DType
+  float softmax_scale;
+  uint64_t block_head_bytes;  // of a tail block, from one KV head to the next
+
+  const RowRef* row_refs;          // [rows], by first_unit
+  const SegmentRef* segments;
+  const std::byte* const* blocks;  // KV head 0's pages of each tail block, at the step's layer
+  const UploadRef* upload_refs;    // [uploads]
+  const std::byte* staged;
+  const std::byte* queries;        // [query_tokens][kv_heads * group][head_dim] of query_dtype
+
+  // Scratch.
+  uint32_t* query_fragments;   // [tiles][what the kernels need]
+  float* states;               // [state][kLanes][2 + value_dim]: max, sum, values of each lane
+  float* scores;
+  uint8_t* fates;
+  uint32_t* chosen;            // segment << 16 | token in the segment's order
+  float* score_partials;       // [score_items][tile][kLanes][2][2]: max and sum of log_mass, then
+                               // of the optimistic mass, over the item's clusters
+  LaneScale* lane_scales;      // [tiles][kLanes]
+  UnitResult* unit_results;    // [units]
+  FinishItem* finish_items;
+  uint32_t* finish_count;      // [2]: of the measure stage's pieces, of the finish stage's
+
+  // Outputs, copied to the host together.
+  float* out;                  // [query_tokens][query_heads][value_dim]
+  float* lse;                  // [query_tokens][query_heads]
+  LaneResult* lane_results;    // [query_tokens][query_heads]
+};
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_STEP_LAYOUT_H_
