@@ -36,6 +36,9 @@ inline constexpr uint32_t kChosenPieceTokens = 256;
 inline constexpr uint32_t kChosenPiecesMax = 64;
 inline constexpr uint32_t kEstimatePieceSlots = 512;
 inline constexpr uint32_t kEstimatePiecesMax = 64;
+// Floats before a state's values: max, sum; in estimate pieces the sums of errors, of second moments
+// and of dropped weights; the rest unused.
+inline constexpr uint32_t kStateHead = 8;
 
 enum class UnitKind : uint32_t { kDense, kStreaming, kClusters };
 enum class CutKind : uint32_t { kTopK, kTopP, kErrorBudget };
@@ -178,7 +181,7 @@ struct StepHeader {
 
   // Scratch.
   uint32_t* query_fragments;   // [tiles][what the kernels need]
-  float* states;               // [state][kLanes][2 + value_dim]: max, sum, values of each lane
+  float* states;               // [state][kLanes][kStateHead + value_dim]
   float* scores;
   uint8_t* fates;
   uint32_t* chosen;            // segment << 16 | token in the segment's order
