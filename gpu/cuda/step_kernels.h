@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Launchers of a step's stages. They return what the launch itself came to; faults in kernels show
+// when the stream is synchronised.
+#ifndef ATTND_GPU_CUDA_STEP_KERNELS_H_
+#define ATTND_GPU_CUDA_STEP_KERNELS_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "gpu/step_layout.h"
+
+namespace attnd::gpu {
+
+// The stages that depend on the model's shape.
+struct StepKernels {
+  // Multiprocessors of the device, for grids that fill it.
+  cudaError_t (*prepare)(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream);
+  cudaError_t (*read)(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream);
+  // The estimate of all clusters of units with a tolerance.
+  cudaError_t (*estimate_all)(const StepHeader& step, cudaStream_t stream);
+  cudaError_t (*finish)(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream);
+  cudaError_t (*merge)(const StepHeader& step, cudaStream_t stream);
+};
+
+cudaError_t LaunchSelect(const StepHeader& step, cudaStream_t stream);
+cudaError_t LaunchMeasure(const StepHeader& step, uint32_t value_dim, cudaStream_t stream);
+
+// One for each entry of kPayloadTypes x kHeadDims; each in a file of its own.
+extern const StepKernels kStepBf16_64_64;
+extern const StepKernels kStepBf16_128_128;
+extern const StepKernels kStepBf16_192_128;
+extern const StepKernels kStepBf16_256_256;
+extern const StepKernels kStepFp16_64_64;
+extern const StepKernels kStepFp16_128_128;
+extern const StepKernels kStepFp16_192_128;
+extern const StepKernels kStepFp16_256_256;
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_CUDA_STEP_KERNELS_H_
