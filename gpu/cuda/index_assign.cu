@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Assignment: each token's closest centroid, on tensor cores. A warp keeps the keys of its tokens in
+// Assignment: each token's closest centroid, on tensor cores. A warp keeps its tokens' keys in
 // registers, the centroids pass by through shared memory, and scores go straight into a running
 // maximum: they are never stored.
 #include <cuda_pipeline_primitives.h>
-
 #include <math_constants.h>
 
 #include "gpu/cuda/index_kernels.cuh"
@@ -14,14 +13,14 @@ namespace {
 
 constexpr uint32_t kWarps = 8;
 constexpr uint32_t kThreads = kWarps * 32;
-constexpr uint32_t kRowTiles = 2;  // of 16 tokens, of a warp: each B operand that is read serves both
+constexpr uint32_t kRowTiles = 2;  // of a warp, each of 16 tokens; a B operand serves both
 constexpr uint32_t kWarpTokens = kRowTiles * 16;
 constexpr uint32_t kBlockTokens = kWarps * kWarpTokens;
 constexpr uint32_t kStages = 3;
 
 // Columns: of 8 clusters, scored together. Keys take kHeadDim / 2 registers of a thread and scores
-// 8 of each column, so that small heads leave room for two blocks, one of which loads its keys while
-// the other computes.
+// 8 of each column, so that small heads leave room for two blocks: one loads its keys while the
+// other computes.
 template <uint32_t kHeadDim>
 struct Tuning {
   static constexpr uint32_t kColumns = 4;
@@ -131,10 +130,9 @@ __device__ __forceinline__ void CopyTile(const Head& head, uint32_t number, Tile
     __pipeline_memcpy_async(to + piece, from + piece, sizeof(uint4));
   }
   if (threadIdx.x < kTileClusters / 4) {
-    const auto* bias =
-        head.At<const float4>(head.plan.layout.bias) + number * (kTileClusters / 4);
-    __pipeline_memcpy_async(reinterpret_cast<float4*>(tile->bias) + threadIdx.x,
-                            bias + threadIdx.x, sizeof(float4));
+    const auto* bias = head.At<const float4>(head.plan.layout.bias) + number * (kTileClusters / 4);
+    __pipeline_memcpy_async(reinterpret_cast<float4*>(tile->bias) + threadIdx.x, bias + threadIdx.x,
+                            sizeof(float4));
   }
 }
 

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "gpu/cuda/index_build.cuh"
-
 #include "gpu/cuda/index_kernels.cuh"
 
 namespace attnd::gpu::cuda {

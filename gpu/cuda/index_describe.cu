@@ -24,9 +24,9 @@ __device__ __forceinline__ void StoreRow(std::byte* row, const double (&values)[
 }
 
 // deviations: this lane's. codes: [head_dim / 2], channel j low and channel j + head_dim / 2 high;
-// the latter is the same of lane + 16. Returns variance_unit.
+// the latter is the same of lane + 16. Returns what a code of 1 stands for.
 template <uint32_t kPart>
-__device__ __forceinline__ float StoreCodes(const double (&deviations)[kPart], uint8_t* codes) {
+__device__ __forceinline__ double StoreCodes(const double (&deviations)[kPart], uint8_t* codes) {
   const uint32_t lane = threadIdx.x % 32;
   double greatest = 0;
 #pragma unroll
@@ -35,22 +35,20 @@ __device__ __forceinline__ float StoreCodes(const double (&deviations)[kPart], u
 #pragma unroll
   for (uint32_t e = 0; e < kPart; ++e) {
     // Halves round away from zero, as in lround.
-    const auto code = greatest == 0 ? 0u
-                                    : static_cast<uint32_t>(
-                                          kDeviationLevels * deviations[e] / greatest + 0.5);
+    const auto code =
+        greatest == 0 ? 0u
+                      : static_cast<uint32_t>(kDeviationLevels * deviations[e] / greatest + 0.5);
     const uint32_t high = __shfl_down_sync(kAllLanes, code, 16);
     if (lane < 16) codes[lane * kPart + e] = static_cast<uint8_t>(code | high << 4);
   }
-  const double unit = greatest / kDeviationLevels;
-  return static_cast<float>(unit * unit);
+  return greatest / kDeviationLevels;
 }
 
 // Pass one over a cluster's keys: their mean; pass two: their deviations about it. Both for this
 // lane's channels, on every warp of the team.
 template <typename Shape, typename Team, typename Row>
 __device__ __forceinline__ void KeyMoments(Team team, uint32_t begin, uint32_t end, Row row,
-                                           double* shared,
-                                           double (&mean)[Shape::kHeadDim / 32],
+                                           double* shared, double (&mean)[Shape::kHeadDim / 32],
                                            double (&deviation)[Shape::kHeadDim / 32]) {
   constexpr uint32_t kPart = Shape::kHeadDim / 32;
   const MemberRange part = team.Part(begin, end);
@@ -119,6 +117,56 @@ __device__ __forceinline__ double ValueMoments(Team team, uint32_t begin, uint32
   return WarpSum(norm2[0]) / size;
 }
 
+// The token of the segment at a slot of its order.
+__device__ __forceinline__ uint32_t TokenAt(const Head& head, uint32_t slot) {
+  const uint32_t unclustered = head.plan.unclustered;
+  if (slot < unclustered) return slot;
+  return unclustered + head.At<const uint16_t>(head.plan.layout.order)[slot - unclustered];
+}
+
+// One float of an index part; a single lane of the calling warp writes it.
+__device__ __forceinline__ void StoreScalar(std::byte* part, uint32_t cluster, double value) {
+  if (threadIdx.x % 32 == 0) reinterpret_cast<float*>(part)[cluster] = static_cast<float>(value);
+}
+
+// What the index says of the keys at slots [begin, end).
+template <typename Shape, typename Team>
+__device__ __forceinline__ void DescribeKeys(const Head& head, Team team, uint32_t cluster,
+                                             uint32_t begin, uint32_t end, double* shared) {
+  const IndexOffsets& offsets = head.job.offsets;
+  std::byte* index = head.Index();
+  const auto row = [&](uint32_t slot) { return head.KeyRow(TokenAt(head, slot)); };
+  double centroid[Shape::kHeadDim / 32], deviation[Shape::kHeadDim / 32];
+  KeyMoments<Shape>(team, begin, end, row, shared, centroid, deviation);
+  if (!team.Leads()) return;
+  StoreRow<typename Shape::Element>(index + offsets.centroids + cluster * head.plan.key_bytes,
+                                    centroid);
+  auto* codes = reinterpret_cast<uint8_t*>(index + offsets.deviation_codes);
+  const double unit = StoreCodes(deviation, codes + cluster * (Shape::kHeadDim / 2));
+  StoreScalar(index + offsets.variance_unit, cluster, unit * unit);
+  StoreScalar(index + offsets.log_size, cluster, log(static_cast<double>(end - begin)));
+}
+
+// And of the values.
+template <typename Shape, typename Team>
+__device__ __forceinline__ void DescribeValues(const Head& head, Team team, uint32_t cluster,
+                                               uint32_t begin, uint32_t end, double* shared) {
+  const IndexOffsets& offsets = head.job.offsets;
+  std::byte* index = head.Index();
+  const auto row = [&](uint32_t slot) { return head.ValueRow(TokenAt(head, slot)); };
+  double mean[Shape::kValueDim / 32];
+  const double square = ValueMoments<Shape>(team, begin, end, row, shared, mean);
+  if (!team.Leads()) return;
+  StoreRow<typename Shape::Element>(index + offsets.mean_values + cluster * head.plan.value_bytes,
+                                    mean);
+  double norm2 = 0;
+#pragma unroll
+  for (uint32_t e = 0; e < Shape::kValueDim / 32; ++e) norm2 += mean[e] * mean[e];
+  norm2 = WarpSum(norm2);
+  StoreScalar(index + offsets.spread, cluster, sqrt(max(0.0, square - norm2)));
+  StoreScalar(index + offsets.value_norm2, cluster, norm2);
+}
+
 // -------------------------------------------------------------------------------------------------
 // Kernels.
 // -------------------------------------------------------------------------------------------------
@@ -128,70 +176,38 @@ __device__ __forceinline__ double ValueMoments(Team team, uint32_t begin, uint32
 template <typename Shape>
 __global__ void __launch_bounds__(kThreads)
     DescribeKernel(const __grid_constant__ IndexPlan plan, uint32_t blocks) {
-  using Element = typename Shape::Element;
-  constexpr uint32_t kKeyPart = Shape::kHeadDim / 32, kValuePart = Shape::kValueDim / 32;
-  __shared__ double shared[kTeamWarps * 32 * (kKeyPart > kValuePart ? kKeyPart : kValuePart)];
+  constexpr uint32_t kWidest =
+      Shape::kHeadDim > Shape::kValueDim ? Shape::kHeadDim : Shape::kValueDim;
+  __shared__ double shared[kTeamWarps * kWidest];
   const Head head(plan, blockIdx.x / blocks);
   std::byte* index = head.Index();
-  const IndexOffsets& offsets = head.job.offsets;
   const uint32_t clusters = *reinterpret_cast<const uint32_t*>(index);
-  const auto* starts = reinterpret_cast<const uint32_t*>(index + offsets.starts);  // [clusters + 1]
-  const auto* order = head.At<const uint16_t>(plan.layout.order);  // [clustered tokens]
+  const auto* starts =
+      reinterpret_cast<const uint32_t*>(index + head.job.offsets.starts);  // [clusters + 1]
   const uint32_t first = blockIdx.x % blocks * kTeamClusters;
-
-  ForClusters(first, min(clusters, first + kTeamClusters), starts,
-              [&](auto team, uint32_t cluster, uint32_t begin, uint32_t end) {
-    const auto token = [&](uint32_t slot) {
-      return plan.unclustered + order[slot - plan.unclustered];
-    };
-    double centroid[kKeyPart], deviation[kKeyPart];
-    KeyMoments<Shape>(team, begin, end, [&](uint32_t p) { return head.KeyRow(token(p)); }, shared,
-                      centroid, deviation);
-    float variance_unit = 0;
-    if (team.Leads()) {
-      StoreRow<Element>(index + offsets.centroids + cluster * plan.key_bytes, centroid);
-      auto* codes = reinterpret_cast<uint8_t*>(index + offsets.deviation_codes);
-      variance_unit = StoreCodes(deviation, codes + cluster * (Shape::kHeadDim / 2));
-    }
-    double mean_value[kValuePart];
-    const double value_square = ValueMoments<Shape>(
-        team, begin, end, [&](uint32_t p) { return head.ValueRow(token(p)); }, shared, mean_value);
-    if (!team.Leads()) return;
-    StoreRow<Element>(index + offsets.mean_values + cluster * plan.value_bytes, mean_value);
-    double norm2 = 0;
-#pragma unroll
-    for (uint32_t e = 0; e < kValuePart; ++e) norm2 += mean_value[e] * mean_value[e];
-    norm2 = WarpSum(norm2);
-    if (threadIdx.x % 32 != 0) return;
-    const auto store = [&](uint32_t offset, double value) {
-      reinterpret_cast<float*>(index + offset)[cluster] = static_cast<float>(value);
-    };
-    store(offsets.variance_unit, variance_unit);
-    store(offsets.log_size, log(static_cast<double>(end - begin)));
-    store(offsets.spread, sqrt(max(0.0, value_square - norm2)));
-    store(offsets.value_norm2, norm2);
-  });
+  const auto describe = [&](auto team, uint32_t cluster, uint32_t begin, uint32_t end) {
+    DescribeKeys<Shape>(head, team, cluster, begin, end, shared);
+    DescribeValues<Shape>(head, team, cluster, begin, end, shared);
+  };
+  ForClusters(first, min(clusters, first + kTeamClusters), starts, describe);
 }
 
-// Slots [b % blocks * kGatherBlockSlots, + kGatherBlockSlots) of head b / blocks: their tokens' rows
-// and their positions. A warp moves the same 16 bytes of several rows at a time.
+// Slots [b % blocks * kGatherBlockSlots, + kGatherBlockSlots) of head b / blocks: their tokens'
+// rows and their positions. A warp moves the same 16 bytes of several rows at a time.
 __global__ void __launch_bounds__(kThreads)
     GatherKernel(const __grid_constant__ IndexPlan plan, uint32_t blocks) {
   const Head head(plan, blockIdx.x / blocks);
   const uint32_t lane = threadIdx.x % 32;
-  const uint32_t first = blockIdx.x % blocks * kGatherBlockSlots +
-                         threadIdx.x / 32 * kGatherWarpSlots;
+  const uint32_t first =
+      blockIdx.x % blocks * kGatherBlockSlots + threadIdx.x / 32 * kGatherWarpSlots;
   const uint32_t tokens = plan.unclustered + plan.tokens;
-  const auto* order = head.At<const uint16_t>(plan.layout.order);  // [clustered tokens]
   std::byte* pages = head.job.pages + head.kv_head * head.job.pages_head_bytes;
 
   // Lane s of the first kGatherWarpSlots knows slot first + s.
   unsigned long long key_row = 0, value_row = 0;
   if (lane < kGatherWarpSlots && first + lane < tokens) {
     const uint32_t slot = first + lane;
-    const uint32_t token = slot < plan.unclustered
-                               ? slot
-                               : plan.unclustered + order[slot - plan.unclustered];
+    const uint32_t token = TokenAt(head, slot);
     key_row = reinterpret_cast<unsigned long long>(head.KeyRow(token));
     value_row = reinterpret_cast<unsigned long long>(head.ValueRow(token));
     auto* positions = reinterpret_cast<uint16_t*>(head.Index() + head.job.offsets.positions);

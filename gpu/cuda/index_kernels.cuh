@@ -23,7 +23,7 @@
 
 namespace attnd::gpu::cuda {
 
-inline constexpr uint32_t kTileClusters = 64;      // a stage of the assignment's pipeline
+inline constexpr uint32_t kTileClusters = 64;       // a stage of the assignment's pipeline
 inline constexpr uint32_t kMeanChunkTokens = 1024;  // of one block, summing keys
 
 struct HeadScale {
@@ -55,11 +55,11 @@ struct IndexPlan {
   uint32_t heads;
   uint32_t kv_heads;
   uint32_t unclustered;
-  uint32_t tokens;    // clustered ones
+  uint32_t tokens;  // clustered ones
   uint32_t clusters;
   uint32_t padded_clusters;
   uint32_t mean_chunks;
-  uint32_t key_bytes;    // of a row
+  uint32_t key_bytes;  // of a row
   uint32_t value_bytes;
   uint32_t page_bytes;
   ScratchLayout layout;
@@ -75,7 +75,8 @@ cudaError_t LaunchMove(const IndexShape& shape, const IndexPlan& plan, cudaStrea
 cudaError_t LaunchDescribe(const IndexShape& shape, const IndexPlan& plan, cudaStream_t stream);
 cudaError_t LaunchGather(const IndexPlan& plan, cudaStream_t stream);
 
-// ---- Element types: how the kernels convert them. Pairs are 4 bytes, the lower channel first. ----
+// ---- Element types: how the kernels convert them. Pairs are 4 bytes, the lower channel first.
+// ----
 
 struct Bf16 {
   static constexpr ElementType kType = ElementType::kBf16;
@@ -200,8 +201,7 @@ __device__ __forceinline__ void ForRows(uint32_t begin, uint32_t end, Row row, U
   const uint32_t lane = threadIdx.x % 32;
   for (uint32_t base = begin; base < end; base += 32) {
     const uint32_t count = min(32u, end - base);
-    const auto mine =
-        lane < count ? reinterpret_cast<unsigned long long>(row(base + lane)) : 0ull;
+    const auto mine = lane < count ? reinterpret_cast<unsigned long long>(row(base + lane)) : 0ull;
     for (uint32_t i = 0; i < count; i += kInFlight) {
       uint32_t pairs[kInFlight][kPairs];
 #pragma unroll

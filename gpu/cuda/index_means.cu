@@ -22,10 +22,10 @@ __device__ __forceinline__ void StoreCentroid(const Head& head, const HeadScale&
   double bias = 0;
 #pragma unroll
   for (uint32_t e = 0; e < kDim / 32; e += 2) {
-    const uint32_t pair = Shape::Element::Pack(delta[e] * scale.fragment,
-                                               delta[e + 1] * scale.fragment);
-    *reinterpret_cast<uint32_t*>(fragments +
-                                 FragmentOffset<kDim>(cluster, first_channel + e)) = pair;
+    const uint32_t pair =
+        Shape::Element::Pack(delta[e] * scale.fragment, delta[e + 1] * scale.fragment);
+    *reinterpret_cast<uint32_t*>(fragments + FragmentOffset<kDim>(cluster, first_channel + e)) =
+        pair;
     const float2 stored = Shape::Element::Unpack(pair);
     const double low = stored.x * scale.from_fragment, high = stored.y * scale.from_fragment;
     bias += low * (mean[e] + low / 2) + high * (mean[e + 1] + high / 2);
@@ -56,10 +56,45 @@ __device__ __forceinline__ HeadScale ScaleOf(float greatest) {
   const int exponent = max(-100, min(126, greatest == 0 ? 0 : ilogbf(greatest)));
   // fp16 numbers end at 2^16 and lose bits below 2^-14: d in fragments is below 2^15. bf16 has the
   // range of float: products of keys and d come to about 1.
-  const int fragment =
-      Element::kType == ElementType::kFp16 ? 13 : max(-100, min(100, -exponent));
+  const int fragment = Element::kType == ElementType::kFp16 ? 13 : max(-100, min(100, -exponent));
   return {ldexpf(1, -exponent), ldexpf(1, fragment), ldexpf(1, -fragment),
           ldexpf(1, exponent + fragment)};
+}
+
+// The mean of the members at [begin, end) of the order, without m, in units: this lane's channels.
+template <typename Shape, typename Team>
+__device__ __forceinline__ void MeanOfMembers(const Head& head, const HeadScale& scale, Team team,
+                                              uint32_t begin, uint32_t end, float* shared,
+                                              float (&delta)[Shape::kHeadDim / 32]) {
+  constexpr uint32_t kPart = Shape::kHeadDim / 32;
+  const uint32_t unclustered = head.plan.unclustered;
+  const auto* order = head.At<const uint16_t>(head.plan.layout.order);  // [tokens]
+  const auto* mean = head.At<const float>(head.plan.layout.mean) + threadIdx.x % 32 * kPart;
+  const MemberRange part = team.Part(begin, end);
+  // Sums of 32 members, then sums of those, so that clusters of thousands stay exact enough.
+  float some[kPart] = {};
+#pragma unroll
+  for (uint32_t e = 0; e < kPart; ++e) delta[e] = 0;
+  ForRows<kPart / 2>(
+      part.begin, part.end, [&](uint32_t place) { return head.KeyRow(unclustered + order[place]); },
+      [&](const uint32_t(&pairs)[kPart / 2]) {
+#pragma unroll
+        for (uint32_t p = 0; p < kPart / 2; ++p) {
+          const float2 k = Shape::Element::Unpack(pairs[p]);
+          some[2 * p] += fmaf(k.x, scale.to_unit, -mean[2 * p]);
+          some[2 * p + 1] += fmaf(k.y, scale.to_unit, -mean[2 * p + 1]);
+        }
+      },
+      [&] {
+#pragma unroll
+        for (uint32_t e = 0; e < kPart; ++e) {
+          delta[e] += some[e];
+          some[e] = 0;
+        }
+      });
+  team.Sum(delta, shared);
+#pragma unroll
+  for (uint32_t e = 0; e < kPart; ++e) delta[e] /= static_cast<float>(end - begin);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -163,47 +198,20 @@ __global__ void __launch_bounds__(kThreads)
 // Moves clusters [b % blocks * kTeamClusters, + kTeamClusters) of head b / blocks to their members'
 // means. An empty cluster keeps its place: it may win tokens again.
 template <typename Shape>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, Shape::kHeadDim <= 192 ? 3 : 2)
     MoveKernel(const __grid_constant__ IndexPlan plan, uint32_t blocks) {
-  constexpr uint32_t kPart = Shape::kHeadDim / 32;
   __shared__ float shared[kTeamWarps * Shape::kHeadDim];
   const Head head(plan, blockIdx.x / blocks);
   const HeadScale scale = *head.At<const HeadScale>(plan.layout.scale);
-  const auto* order = head.At<const uint16_t>(plan.layout.order);    // [tokens]
   const auto* starts = head.At<const uint32_t>(plan.layout.starts);  // [clusters + 1]
-  const auto* mean = head.At<const float>(plan.layout.mean) + threadIdx.x % 32 * kPart;
   const uint32_t first = blockIdx.x % blocks * kTeamClusters;
-
-  ForClusters(first, min(plan.clusters, first + kTeamClusters), starts,
-              [&](auto team, uint32_t cluster, uint32_t begin, uint32_t end) {
+  const auto move = [&](auto team, uint32_t cluster, uint32_t begin, uint32_t end) {
     if (begin == end) return;
-    const MemberRange part = team.Part(begin, end);
-    // Sums of 32 members, then sums of those, so that clusters of thousands stay exact enough.
-    float sum[kPart] = {}, some[kPart] = {};
-    ForRows<kPart / 2>(
-        part.begin, part.end,
-        [&](uint32_t place) { return head.KeyRow(plan.unclustered + order[place]); },
-        [&](const uint32_t(&pairs)[kPart / 2]) {
-#pragma unroll
-          for (uint32_t p = 0; p < kPart / 2; ++p) {
-            const float2 k = Shape::Element::Unpack(pairs[p]);
-            some[2 * p] += fmaf(k.x, scale.to_unit, -mean[2 * p]);
-            some[2 * p + 1] += fmaf(k.y, scale.to_unit, -mean[2 * p + 1]);
-          }
-        },
-        [&] {
-#pragma unroll
-          for (uint32_t e = 0; e < kPart; ++e) {
-            sum[e] += some[e];
-            some[e] = 0;
-          }
-        });
-    team.Sum(sum, shared);
-    if (!team.Leads()) return;
-#pragma unroll
-    for (uint32_t e = 0; e < kPart; ++e) sum[e] /= static_cast<float>(end - begin);
-    StoreCentroid<Shape>(head, scale, cluster, sum);
-  });
+    float delta[Shape::kHeadDim / 32];
+    MeanOfMembers<Shape>(head, scale, team, begin, end, shared, delta);
+    if (team.Leads()) StoreCentroid<Shape>(head, scale, cluster, delta);
+  };
+  ForClusters(first, min(plan.clusters, first + kTeamClusters), starts, move);
 }
 
 // Values' size is none of these kernels' business: they are compiled once for each head_dim.

@@ -32,9 +32,9 @@ __device__ __forceinline__ uint32_t BlockPrefix(uint32_t value, uint32_t* sums, 
   return before + prefix - value;
 }
 
-// Calls use(valid, token, cluster, rank, size) for the warp's tokens in order, 32 at a time: `rank`
-// counts the earlier ones among the 32 that have the same cluster, `size` all of them. All lanes are
-// called, those without a token with valid = false.
+// Calls use(valid, token, cluster, rank, size) for a warp's tokens in order, 32 at a time: `rank`
+// counts the earlier ones among the 32 that have the same cluster, `size` all of them. All lanes
+// are called, those without a token with valid = false.
 template <typename Use>
 __device__ __forceinline__ void ForTokens(const uint16_t* assignment, uint32_t begin, uint32_t end,
                                           Use use) {
@@ -50,9 +50,9 @@ __device__ __forceinline__ void ForTokens(const uint16_t* assignment, uint32_t b
 }
 
 // -------------------------------------------------------------------------------------------------
-// Kernel. Block b: head b. Shared memory: uint16 [kWarps][clusters], first each warp's count of each
-// cluster, then the place of its next token; 16 bits do, as places end at 65535 (that of a cluster
-// after the last token may wrap, and is not used).
+// Kernel. Block b: head b. Shared memory: uint16 [kWarps][clusters], first each warp's count of
+// each cluster, then the place of its next token; 16 bits do, as places end at 65535 (that of a
+// cluster after the last token may wrap, and is not used).
 // -------------------------------------------------------------------------------------------------
 
 template <bool kLast>

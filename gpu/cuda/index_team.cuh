@@ -11,8 +11,8 @@
 namespace attnd::gpu::cuda {
 
 inline constexpr uint32_t kTeamWarps = 8;
-inline constexpr uint32_t kTeamClusters = 32;   // of a block
-inline constexpr uint32_t kTeamMembers = 512;   // more than these are the whole block's work
+inline constexpr uint32_t kTeamClusters = 32;  // of a block
+inline constexpr uint32_t kTeamMembers = 512;  // more than these are the whole block's work
 
 struct MemberRange {
   uint32_t begin, end;
