@@ -5,7 +5,7 @@
 // plain reference in double, which shares no code with the kernels, then checks
 //   - structure: every token once, clusters of tokens in order, payload equal to its source;
 //   - every number of the index, recomputed from the device's own clusters;
-//   - the sum of squared distances, within 1% of Lloyd's algorithm run here;
+//   - the sum of squared distances, on average within 1% of Lloyd's algorithm run here;
 //   - that both runs gave the same bytes.
 // Prints a table; exits with 1 if anything failed. With --bench: device times of 128K tokens x 8 KV
 // heads x 32 layers instead.
@@ -42,6 +42,9 @@ using attnd::gpu::cuda::IndexShape;
 using attnd::gpu::cuda::IndexStage;
 using attnd::gpu::cuda::kIndexStages;
 
+// Bounds of the objective, relative to the reference's. A token that two clusters are equally good
+// for may go either way, which leads a single head to somewhat better or worse clusters.
+constexpr double kMeanRatioMax = 1.01, kHeadRatioMax = 1.05;
 // Multiply-adds of one iteration of the reference that are worth waiting for.
 constexpr double kReferenceWork = 2e9;
 constexpr uint32_t kPageTokens = 16, kBlockTokens = 64, kClusterTokens = 16, kIterations = 10;
@@ -169,7 +172,7 @@ HeadRows MakeRows(const Case& c, uint32_t head) {
   const uint32_t centres = c.data == Data::kEqualKeys ? 1
                            : c.data == Data::kFewKeys ? 5
                                                       : std::max(2u, c.tokens / 12);
-  const double noise = c.data == Data::kEqualKeys || c.data == Data::kFewKeys ? 0 : 0.6;
+  const double noise = c.data == Data::kEqualKeys || c.data == Data::kFewKeys ? 0 : 1.5;
   std::vector<double> key_centres(size_t{centres} * dim),
       value_centres(size_t{centres} * value_dim);
   for (double& x : key_centres) x = normal(random);
@@ -185,7 +188,7 @@ HeadRows MakeRows(const Case& c, uint32_t head) {
     for (uint32_t k = 0; k < dim; ++k) {
       double x = key_centres[size_t{centre} * dim + k] + noise * normal(random);
       if (k % 29 == 3) x = 2 * x + 12;  // channels with a mean
-      if (outlier) x *= 3000;
+      if (outlier) x *= 2000;
       rows.keys[size_t{t} * dim + k] = FromDouble(c.shape.type, x * ScaleOf(c));
     }
     for (uint32_t k = 0; k < value_dim; ++k) {
@@ -475,10 +478,9 @@ class HeadCheck {
     const double want = lloyd.Objective(lloyd.Run(layout_.max_clusters), layout_.max_clusters);
     const double negligible = 1e-9 * total;
     findings_.objective_ratio = (got + negligible + 1e-300) / (want + negligible + 1e-300);
-    // A token that two clusters are equally good for may go either way, and among few tokens that
-    // shows.
-    const double limit = n >= 1024 ? 1.01 : 1.05;
-    if (!(findings_.objective_ratio <= limit)) Fail("objective: %g, reference %g", got, want);
+    if (!(findings_.objective_ratio <= kHeadRatioMax)) {
+      Fail("objective: %g, reference %g", got, want);
+    }
   }
 
   const Case& case_;
@@ -586,7 +588,7 @@ bool RunCase(const Case& c) {
 
   std::string failure = results[0] == results[1] ? "" : "two runs differ";
   uint32_t clusters_min = ~0u, clusters_max = 0, greatest = 0;
-  double ratio_min = 1e300, ratio_max = 0, code_error = 0;
+  double ratio_min = 1e300, ratio_max = 0, ratio_sum = 0, code_error = 0;
   for (const Findings& f : findings) {
     if (failure.empty()) failure = f.failure;
     clusters_min = std::min(clusters_min, f.clusters);
@@ -594,8 +596,10 @@ bool RunCase(const Case& c) {
     greatest = std::max(greatest, f.greatest);
     ratio_min = std::min(ratio_min, f.objective_ratio);
     ratio_max = std::max(ratio_max, f.objective_ratio);
+    ratio_sum += f.objective_ratio;
     code_error = std::max(code_error, f.code_error);
   }
+  if (failure.empty() && !(ratio_sum / heads <= kMeanRatioMax)) failure = "objective, on average";
   std::printf("%-26s %s %3ux%-3u %6u %3u %4u-%-4u/%-4u %6u  %.5f-%.5f  %.6f  %s%s\n", c.name,
               c.shape.type == ElementType::kFp16 ? "fp16" : "bf16", c.shape.head_dim,
               c.shape.value_dim, c.tokens, c.unclustered, clusters_min, clusters_max,
