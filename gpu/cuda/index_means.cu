@@ -17,8 +17,9 @@ __device__ __forceinline__ void StoreCentroid(const Head& head, const HeadScale&
                                               const float (&delta)[Shape::kHeadDim / 32]) {
   constexpr uint32_t kDim = Shape::kHeadDim;
   const uint32_t first_channel = threadIdx.x % 32 * (kDim / 32);
+  // [head_dim], from this lane's first channel on
   const auto* mean = head.At<const float>(head.plan.layout.mean) + first_channel;
-  auto* fragments = head.At<uint16_t>(head.plan.layout.fragments);
+  auto* fragments = head.At<uint16_t>(head.plan.layout.fragments);  // by FragmentOffset
   double bias = 0;
 #pragma unroll
   for (uint32_t e = 0; e < kDim / 32; e += 2) {
@@ -41,7 +42,7 @@ template <typename Shape>
 __device__ __forceinline__ void StoreNoCentroid(const Head& head, uint32_t cluster) {
   constexpr uint32_t kDim = Shape::kHeadDim;
   const uint32_t first_channel = threadIdx.x % 32 * (kDim / 32);
-  auto* fragments = head.At<uint16_t>(head.plan.layout.fragments);
+  auto* fragments = head.At<uint16_t>(head.plan.layout.fragments);  // by FragmentOffset
 #pragma unroll
   for (uint32_t e = 0; e < kDim / 32; e += 2) {
     *reinterpret_cast<uint32_t*>(fragments + FragmentOffset<kDim>(cluster, first_channel + e)) = 0;
@@ -69,6 +70,7 @@ __device__ __forceinline__ void MeanOfMembers(const Head& head, const HeadScale&
   constexpr uint32_t kPart = Shape::kHeadDim / 32;
   const uint32_t unclustered = head.plan.unclustered;
   const auto* order = head.At<const uint16_t>(head.plan.layout.order);  // [tokens]
+  // [head_dim], from this lane's first channel on
   const auto* mean = head.At<const float>(head.plan.layout.mean) + threadIdx.x % 32 * kPart;
   const MemberRange part = team.Part(begin, end);
   // Sums of 32 members, then sums of those, so that clusters of thousands stay exact enough.
@@ -152,8 +154,8 @@ template <typename Shape>
 __global__ void __launch_bounds__(Shape::kHeadDim)
     MeanKernel(const __grid_constant__ IndexPlan plan) {
   const Head head(plan, blockIdx.x);
-  const auto* partial_sums = head.At<const double>(plan.layout.partial_sums);
-  const auto* partial_max = head.At<const float>(plan.layout.partial_max);
+  const auto* partial_sums = head.At<const double>(plan.layout.partial_sums);  // [chunks][head_dim]
+  const auto* partial_max = head.At<const float>(plan.layout.partial_max);     // [chunks]
   float greatest = 0;
   double sum = 0;
   for (uint32_t chunk = 0; chunk < plan.mean_chunks; ++chunk) {
