@@ -18,6 +18,7 @@
 #include <numeric>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "gpu/cuda/place.cuh"
@@ -131,7 +132,6 @@ class Layer {
   }
 
   uint32_t heads() const { return shape_.kv_heads * shape_.group; }
-  const Shape& shape() const { return shape_; }
 
   // Plans the step on the host, as step_writer does in the service.
   StepHeader Plan(const Policy& policy) {
@@ -158,6 +158,7 @@ class Layer {
       segment.ref.first_slot = slots;
       segment.ref.slots = (segment.clusters + kSlotChunk - 1) / kSlotChunk * kSlotChunk;
       segment.ref.first_piece = pieces;
+      segment.ref.max_clusters = segment.clusters;
       slots += segment.ref.slots;
       pieces += (segment.tokens + kReadPieceTokens - 1) / kReadPieceTokens;
       clustered += segment.tokens - segment.unclustered;
@@ -167,7 +168,7 @@ class Layer {
     row.dense_pieces = policy.kind == UnitKind::kDense ? pieces : 0;
     row.read_pieces = row.dense_pieces + row.tail_pieces + (row.dense_pieces == 0 ? 1 : 0);
     row.estimate_piece_slots =
-        std::max(kEstimatePieceSlots, (slots / kEstimatePiecesMax + 15) / 16 * 16);
+        std::max(kEstimatePieceSlots, (slots / kEstimatePiecesMax + kSlotChunk - 1) / kSlotChunk * kSlotChunk);
     row.estimate_pieces =
         clusters ? (slots + row.estimate_piece_slots - 1) / row.estimate_piece_slots : 0;
     row.exact_share = policy.exact_share, row.estimated_share = policy.estimated_share;
@@ -226,7 +227,7 @@ class Layer {
     step.unit_results = Keep(NewOnDevice<UnitResult>(step.units));
     step.finish_items = Keep(
         NewOnDevice<FinishItem>(step.tiles * (kChosenPiecesMax + kEstimatePiecesMax)));
-    step.finish_count = Keep(NewOnDevice<uint32_t>(2));
+    step.cursors = Keep(NewOnDevice<uint32_t>(kCursors));
     const size_t lanes = size_t{step.query_tokens} * heads();
     step.out = Keep(NewOnDevice<float>(lanes * shape_.dim));
     step.lse = Keep(NewOnDevice<float>(lanes));
@@ -500,11 +501,11 @@ double Layer::Reference(const Policy& policy, const StepHeader& step) {
             clusters.push_back(std::move(cluster));
           }
         }
-        const auto part = [&](const Cluster& c, uint32_t offset) {
+        const auto part = [&](const Cluster& c, uint32_t SegmentRef::*offset) {
           const size_t number = r * segments_of_row_ + c.segment;
           return double{reinterpret_cast<const float*>(
               indexes[number].data() + head * segments_[number].ref.index_head_bytes +
-              offset)[c.number]};
+              segments_[number].ref.*offset)[c.number]};
         };
         const auto mean_value = [&](const Cluster& c, uint32_t d) {
           const size_t number = r * segments_of_row_ + c.segment;
@@ -568,7 +569,7 @@ double Layer::Reference(const Policy& policy, const StepHeader& step) {
         for (uint32_t h = 0; h < group && !clusters.empty(); ++h) {
           double moment = 0;
           for (const auto& c : clusters) {
-            moment += std::exp(c.log_mass[h] - guess[h].max) * part(c, segments_[0].ref.value_norm2);
+            moment += std::exp(c.log_mass[h] - guess[h].max) * part(c, &SegmentRef::value_norm2);
           }
           double norm2 = 0;
           for (const double v : zone[h].values) norm2 += v * v;
@@ -583,7 +584,7 @@ double Layer::Reference(const Policy& policy, const StepHeader& step) {
               for (const double v : guess[h].values) norm2 += v * v;
               const double norm = std::max(std::sqrt(norm2) / guess[h].sum, least[h]);
               const double e = std::exp(c.log_mass[h] - guess[h].max) / guess[h].sum / norm *
-                               part(c, segments_[0].ref.spread);
+                               part(c, &SegmentRef::spread);
               c.score += e * e * std::expm1(std::min(c.d2[h], 8.0)) / group;
             }
           }
@@ -635,7 +636,7 @@ double Layer::Reference(const Policy& policy, const StepHeader& step) {
           double error = 0;
           for (const auto& c : clusters) {
             if (c.fate != kFateEstimated) continue;
-            const double e = std::exp(c.log_mass[h] - all[h].max) * part(c, segments_[0].ref.spread);
+            const double e = std::exp(c.log_mass[h] - all[h].max) * part(c, &SegmentRef::spread);
             error += e * e * std::expm1(std::min(c.d2[h], 8.0));
           }
           error = std::sqrt(error) / all[h].sum / std::max(std::sqrt(norm), least[h]);
@@ -654,9 +655,12 @@ const StepKernels& KernelsFor(uint32_t dim) {
   return dim == 64 ? kStepBf16_64_64 : dim == 128 ? kStepBf16_128_128 : kStepBf16_256_256;
 }
 
-constexpr int kStages = 7;
-const char* const kStageNames[kStages] = {"prepare", "read", "select", "estimate",
+constexpr int kStages = 8;
+const char* const kStageNames[kStages] = {"prepare", "read", "score", "select", "estimate",
                                           "measure", "finish", "merge"};
+
+cudaStream_t side = nullptr;
+cudaEvent_t fork, join;
 
 void RunStep(const StepHeader& step, uint32_t dim, bool clusters, bool measure, uint32_t sms,
              cudaStream_t stream, cudaEvent_t* events) {
@@ -665,20 +669,30 @@ void RunStep(const StepHeader& step, uint32_t dim, bool clusters, bool measure, 
     if (events != nullptr) CHECK_CUDA(cudaEventRecord(events[i], stream));
   };
   mark(0);
-  CHECK_CUDA(kernels.prepare(step, sms, stream));
+  CHECK_CUDA(kernels.prepare(step, stream));
   mark(1);
-  CHECK_CUDA(kernels.read(step, sms, stream));
+  if (clusters && side != nullptr) {
+    CHECK_CUDA(cudaEventRecord(fork, stream));
+    CHECK_CUDA(cudaStreamWaitEvent(side, fork));
+    CHECK_CUDA(kernels.read(step, sms, side));
+    CHECK_CUDA(cudaEventRecord(join, side));
+  } else {
+    CHECK_CUDA(kernels.read(step, sms, stream));
+  }
   mark(2);
-  if (clusters) CHECK_CUDA(LaunchSelect(step, stream));
+  if (clusters) CHECK_CUDA(kernels.score(step, sms, stream));
   mark(3);
-  if (measure) CHECK_CUDA(kernels.estimate_all(step, stream));
+  if (clusters) CHECK_CUDA(LaunchSelect(step, stream));
+  if (clusters && side != nullptr) CHECK_CUDA(cudaStreamWaitEvent(stream, join));
   mark(4);
-  if (measure) CHECK_CUDA(LaunchMeasure(step, dim, stream));
+  if (measure) CHECK_CUDA(kernels.estimate_all(step, stream));
   mark(5);
-  if (clusters) CHECK_CUDA(kernels.finish(step, sms, stream));
+  if (measure) CHECK_CUDA(LaunchMeasure(step, dim, stream));
   mark(6);
-  CHECK_CUDA(kernels.merge(step, stream));
+  if (clusters) CHECK_CUDA(kernels.finish(step, sms, stream));
   mark(7);
+  CHECK_CUDA(kernels.merge(step, stream));
+  mark(8);
 }
 
 std::vector<Policy> Policies() {
@@ -735,6 +749,9 @@ int CheckAll(uint32_t sms, const std::string& only) {
 void BenchAll(uint32_t sms, const std::string& only) {
   cudaStream_t stream;
   CHECK_CUDA(cudaStreamCreate(&stream));
+  CHECK_CUDA(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking));
+  CHECK_CUDA(cudaEventCreateWithFlags(&fork, cudaEventDisableTiming));
+  CHECK_CUDA(cudaEventCreateWithFlags(&join, cudaEventDisableTiming));
   cudaEvent_t events[kStages + 1];
   for (auto& event : events) CHECK_CUDA(cudaEventCreate(&event));
   const Shape shapes[] = {{4, 131072, 8, 4, 128, 1, 64}, {1, 131072, 8, 4, 128, 1, 64},
@@ -773,6 +790,7 @@ void BenchAll(uint32_t sms, const std::string& only) {
       CHECK_CUDA(cudaStreamSynchronize(stream));
       float back_to_back;
       CHECK_CUDA(cudaEventElapsedTime(&back_to_back, events[0], events[1]));
+      const cudaStream_t other = std::exchange(side, nullptr);
       for (int i = 0; i < 40; ++i) {
         RunStep(step, shape.dim, clusters, measure, sms, stream, events);
         CHECK_CUDA(cudaStreamSynchronize(stream));
@@ -782,6 +800,7 @@ void BenchAll(uint32_t sms, const std::string& only) {
           if (i >= 10) stage[s].push_back(ms * 1000);
         }
       }
+      side = other;
       const auto median = [](std::vector<float> x) {
         std::nth_element(x.begin(), x.begin() + x.size() / 2, x.end());
         return x[x.size() / 2];

@@ -58,7 +58,7 @@ struct SegmentRef {
   uint32_t first_slot;   // a multiple of kSlotChunk
   uint32_t slots;        // room: the greatest cluster count, rounded up to kSlotChunk
   uint32_t first_piece;  // of the row's dense pieces; a piece never spans segments
-  uint32_t reserved;
+  uint32_t max_clusters;  // rows that the index has room for, at least 1
 };
 
 // One row of the batch. A unit is one (row, group of query tokens, KV head), numbered
@@ -89,7 +89,7 @@ struct RowRef {
                               // read_pieces - 1 of units that are not kDense
   uint32_t read_pieces;       // of a unit's tile
   uint32_t estimate_pieces;   // of a unit's tile; 0 unless kClusters
-  uint32_t estimate_piece_slots;
+  uint32_t estimate_piece_slots;  // a multiple of kSlotChunk
   uint32_t first_read_item;   // items of a row: (unit, tile, piece), piece fastest
   uint32_t first_score_item;  // (unit, slots / kSlotChunk), chunk fastest; tiles share an item
 
@@ -155,6 +155,10 @@ struct FinishItem {
   uint32_t estimate;  // 1: an estimate piece
 };
 
+// Counters in scratch: pieces that select and measure have queued, and how many of the read and the
+// finish stage's pieces blocks have taken.
+enum Cursor : uint32_t { kQueuedPieces, kTakenReadPieces, kTakenFinishPieces, kCursors };
+
 // Places and sizes of everything else. Scratch is left as the last step left it; kernels clear what
 // they count with.
 struct StepHeader {
@@ -190,7 +194,7 @@ struct StepHeader {
   LaneScale* lane_scales;      // [tiles][kLanes]
   UnitResult* unit_results;    // [units]
   FinishItem* finish_items;
-  uint32_t* finish_count;      // [2]: of the measure stage's pieces, of the finish stage's
+  uint32_t* cursors;           // [kCursors], see below
 
   // Outputs, copied to the host together.
   float* out;                  // [query_tokens][query_heads][value_dim]

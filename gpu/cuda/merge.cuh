@@ -13,122 +13,14 @@
 namespace attnd::gpu {
 
 inline constexpr uint32_t kMergeWarps = 8;
+inline constexpr uint32_t kMergeThreads = kMergeWarps * 32;
+// States whose factors lie in shared memory at a time.
+inline constexpr uint32_t kMergeBatch = 512;
 // An output may cancel to nearly nothing; errors are then relative to this share of the values'
 // root mean square.
 inline constexpr float kLeastNormShare = 1e-3f;
 
-__device__ __forceinline__ float BlockSum(float x, float* memory) {  // memory: [warps]
-  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) memory[threadIdx.x / 32] = x;
-  __syncthreads();
-  float sum = 0;
-  for (uint32_t w = 0; w < blockDim.x / 32; ++w) sum += memory[w];
-  return sum;
-}
-
-__device__ __forceinline__ float BlockMax(float x, float* memory) {
-  for (int offset = 16; offset > 0; offset /= 2) {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, offset));
-  }
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) memory[threadIdx.x / 32] = x;
-  __syncthreads();
-  float max = -INFINITY;
-  for (uint32_t w = 0; w < blockDim.x / 32; ++w) max = fmaxf(max, memory[w]);
-  return max;
-}
-
-// A lane of several states, at one scale. values: of channels 4 i.. of thread i of a warp group.
-struct LaneSum {
-  float sum = 0;
-  float4 values = {0, 0, 0, 0};
-};
-
-// Merges a block's lane. Each warp takes every kMergeWarps-th state, in 32 threads of 4 channels
-// and more for wider values; then the warps' sums are added in their order.
-template <int kValueDim>
-class LaneMerger {
- public:
-  static constexpr int kVectors = (kValueDim + 127) / 128;  // of 4 channels, of a thread
-  struct Memory {
-    float reduce[kMergeWarps];
-    float sum[kMergeWarps];
-    float values[kMergeWarps][kValueDim];
-  };
-
-  // states: of the lane's tile; lane within it.
-  __device__ LaneMerger(const float* states, uint32_t lane, Memory* memory)
-      : states_(states + lane * (kStateHead + kValueDim)), memory_(memory) {}
-
-  // The greatest maximum of states [begin, end) that hold anything.
-  __device__ float Max(uint32_t begin, uint32_t end) const {
-    float max = -INFINITY;
-    for (uint32_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
-      const float2 head = *reinterpret_cast<const float2*>(State(i));
-      if (head.y > 0) max = fmaxf(max, head.x);
-    }
-    return BlockMax(max, memory_->reduce);
-  }
-
-  // Sum over states [begin, end) of component `which` of their heads.
-  __device__ float HeadSum(uint32_t begin, uint32_t end, uint32_t which) const {
-    float sum = 0;
-    for (uint32_t i = begin + threadIdx.x; i < end; i += blockDim.x) sum += State(i)[which];
-    return BlockSum(sum, memory_->reduce);
-  }
-
-  // Adds states [begin, end), scaled to `max`. Every thread gets the sum; values_[c] of channel c =
-  // threadIdx.x go to threads below kValueDim.
-  __device__ float Add(uint32_t begin, uint32_t end, float max, float* value) {
-    const uint32_t warp = threadIdx.x / 32, thread = threadIdx.x % 32;
-    float sum = 0;
-    float4 values[kVectors] = {};
-#pragma unroll 4
-    for (uint32_t i = begin + warp; i < end; i += kMergeWarps) {
-      const float* state = State(i);
-      const float2 head = *reinterpret_cast<const float2*>(state);
-      const float factor = head.y > 0 ? Exp2(head.x - max) : 0.0f;
-      sum += factor * head.y;
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const uint32_t channel = v * 128 + thread * 4;
-        if (channel >= kValueDim) continue;
-        const float4 x = *reinterpret_cast<const float4*>(state + kStateHead + channel);
-        values[v].x += factor * x.x;
-        values[v].y += factor * x.y;
-        values[v].z += factor * x.z;
-        values[v].w += factor * x.w;
-      }
-    }
-    __syncthreads();
-    if (thread == 0) memory_->sum[warp] = sum;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const uint32_t channel = v * 128 + thread * 4;
-      if (channel < kValueDim) {
-        *reinterpret_cast<float4*>(&memory_->values[warp][channel]) = values[v];
-      }
-    }
-    __syncthreads();
-    float total = 0;
-    *value = 0;
-    for (uint32_t w = 0; w < kMergeWarps; ++w) {
-      total += memory_->sum[w];
-      if (threadIdx.x < kValueDim) *value += memory_->values[w][threadIdx.x];
-    }
-    return total;
-  }
-
- private:
-  __device__ __forceinline__ const float* State(uint32_t i) const {
-    return states_ + uint64_t{i} * StateFloats(kValueDim);
-  }
-  const float* const states_;
-  Memory* const memory_;
-};
-
-// The floor under an output's norm, relative to `max`: zones by their merged state (sum, squared
+// The floor under an output's norm, relative to a scale: zones by their merged state (sum, squared
 // norm of their values), clusters by their estimates.
 __device__ __forceinline__ float LeastNorm(float zone_sum, float zone_norm2, float moments,
                                            float cluster_sum) {
@@ -137,62 +29,213 @@ __device__ __forceinline__ float LeastNorm(float zone_sum, float zone_norm2, flo
   return fmaxf(kLeastNormShare * sqrtf((moments + zone_moment) / total), FLT_MIN);
 }
 
-// ---- kernels ----
+// What some states of a lane come to, relative to the lane's maximum, as a vector for one reduction.
+// sums: of the zones, of the other states, and of estimate pieces only: sum, errors, moments, drops.
+inline constexpr int kLaneSums = 6;
+enum LaneSum { kZones, kOthers, kEstimated, kErrors, kMoments, kDropped };
 
-// One block answers one lane of one tile.
 template <int kValueDim>
-__global__ void __launch_bounds__(kMergeWarps * 32)
-    MergeKernel(const __grid_constant__ StepHeader step) {
-  __shared__ __align__(16) typename LaneMerger<kValueDim>::Memory memory;
-  const uint32_t tile_number = blockIdx.x / kLanes, lane = blockIdx.x % kLanes;
-  const uint32_t unit_number = tile_number / step.tiles_max, tile = tile_number % step.tiles_max;
-  const RowRef* row = RowOfUnit(step, unit_number);
-  const UnitPlace unit(step, row, unit_number - row->first_unit);
-  const LanePlace place(step, unit, tile, lane);
-  if (!place.used) return;
+struct MergeLaneMemory {
+  float reduce[kMergeWarps];
+  float sums[kMergeWarps][kLaneSums];
+  float factors[kMergeBatch];
+  float values[2][kMergeWarps][kValueDim];  // of the zones, of the other states
+};
 
-  const float* states = TileStates(step, unit, tile, StateFloats(kValueDim));
-  LaneMerger<kValueDim> merger(states, lane, &memory);
-  const bool clusters = row->kind == UnitKind::kClusters;
-  const uint32_t zones = row->read_pieces;
-  const uint32_t estimates = zones + row->estimate_pieces;
-  const uint32_t end =
-      estimates + (clusters ? step.unit_results[unit.unit].chosen_pieces : 0);
-  LaneScale scale = {};
-  scale.max = -INFINITY;
-  if (clusters) scale = step.lane_scales[uint64_t{tile_number} * kLanes + lane];
-  const float max = fmaxf(merger.Max(0, end), scale.max);
+// The states of one lane of one tile, merged by one block. Heads are read first, so that the values'
+// loads wait for nothing; each warp takes every kMergeWarps-th state, and the warps' sums are added
+// in their order.
+template <int kValueDim>
+class LaneMerger {
+ public:
+  static constexpr int kVectors = (kValueDim + 127) / 128;  // of 4 channels, of a thread
 
-  float zone_value, other_value;
-  const float zone_sum = merger.Add(0, zones, max, &zone_value);
-  const float other_sum = merger.Add(zones, end, max, &other_value);
-  const float sum = zone_sum + other_sum;
-  const float value = sum > 0 ? (zone_value + other_value) / sum : 0.0f;
-  const uint32_t channel = threadIdx.x;
-  if (channel < kValueDim) step.out[place.slot * kValueDim + channel] = value;
+  // states: of the lane's tile. zones, estimates, end: where each kind of them ends.
+  __device__ LaneMerger(const float* states, uint32_t lane, uint32_t zones, uint32_t estimates,
+                        uint32_t end, MergeLaneMemory<kValueDim>* memory)
+      : states_(states + lane * (kStateHead + kValueDim)),
+        zones_(zones),
+        estimates_(estimates),
+        end_(end),
+        memory_(memory) {}
 
-  LaneResult result = {1, 1, 0, 0};
-  if (clusters && sum > 0) {
-    const float factor = Weight(scale.max, max);
-    const float estimated = merger.HeadSum(zones, estimates, 1) * factor;
-    const float dropped = merger.HeadSum(zones, estimates, 4) * factor;
-    const float total = sum + dropped;
-    result.covered_mass = sum / total;
-    result.exact_mass = fmaxf(0.0f, sum - estimated) / total;
-    if (row->second_order != 0) {
-      const float moments = merger.HeadSum(zones, estimates, 3) * factor;
-      const float errors = merger.HeadSum(zones, estimates, 2);
-      const float zone_norm2 =
-          BlockSum(channel < kValueDim ? zone_value * zone_value : 0.0f, memory.reduce);
-      const float norm2 = BlockSum(channel < kValueDim ? value * value : 0.0f, memory.reduce);
-      const float norm =
-          fmaxf(sqrtf(norm2), LeastNorm(zone_sum, zone_norm2, moments, scale.sum * factor));
-      result.predicted_error = errors > 0 ? sqrtf(errors) * factor / sum / norm : 0.0f;
+  // The greatest maximum of the states that hold anything, and `other`.
+  __device__ float Max(float other) const {
+    float max = other;
+    for (uint32_t i = threadIdx.x; i < end_; i += kMergeThreads) {
+      const float2 head = *reinterpret_cast<const float2*>(State(i));
+      if (head.y > 0) max = fmaxf(max, head.x);
+    }
+    for (int offset = 16; offset > 0; offset /= 2) {
+      max = fmaxf(max, __shfl_xor_sync(~0u, max, offset));
+    }
+    if (threadIdx.x % 32 == 0) memory_->reduce[threadIdx.x / 32] = max;
+    __syncthreads();
+    max = memory_->reduce[0];
+    for (uint32_t w = 1; w < kMergeWarps; ++w) max = fmaxf(max, memory_->reduce[w]);
+    return max;
+  }
+
+  // Merges everything, relative to `max`. cluster_factor: of sums that are relative to the clusters'
+  // own scale. Thread c < kValueDim gets channel c of both values; all get the sums.
+  __device__ void Merge(float max, float cluster_factor, float (&sums)[kLaneSums],
+                        float* zone_value, float* other_value) const {
+    const uint32_t warp = threadIdx.x / 32, thread = threadIdx.x % 32;
+    float own[kLaneSums] = {};
+    float4 values[2][kVectors] = {};
+    for (uint32_t first = 0; first < end_; first += kMergeBatch) {
+      const uint32_t last = min(first + kMergeBatch, end_);
+      __syncthreads();
+      for (uint32_t i = first + threadIdx.x; i < last; i += kMergeThreads) {
+        memory_->factors[i - first] = AddHead(i, max, cluster_factor, own);
+      }
+      __syncthreads();
+      AddValues(first, min(last, zones_), first, values[0]);
+      AddValues(::max(first, zones_), last, first, values[1]);
+    }
+#pragma unroll
+    for (int k = 0; k < kLaneSums; ++k) {
+      for (int offset = 16; offset > 0; offset /= 2) {
+        own[k] += __shfl_xor_sync(~0u, own[k], offset);
+      }
+      if (thread == 0) memory_->sums[warp][k] = own[k];
+    }
+#pragma unroll
+    for (int kind = 0; kind < 2; ++kind) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        const uint32_t channel = v * 128 + thread * 4;
+        if (channel < kValueDim) {
+          *reinterpret_cast<float4*>(&memory_->values[kind][warp][channel]) = values[kind][v];
+        }
+      }
+    }
+    __syncthreads();
+    for (int k = 0; k < kLaneSums; ++k) {
+      sums[k] = 0;
+      for (uint32_t w = 0; w < kMergeWarps; ++w) sums[k] += memory_->sums[w][k];
+    }
+    *zone_value = *other_value = 0;
+    if (threadIdx.x >= kValueDim) return;
+    for (uint32_t w = 0; w < kMergeWarps; ++w) {
+      *zone_value += memory_->values[0][w][threadIdx.x];
+      *other_value += memory_->values[1][w][threadIdx.x];
     }
   }
-  if (threadIdx.x == 0) {
-    step.lse[place.slot] = sum > 0 ? (max + log2f(sum)) * kLn2 : -INFINITY;
-    step.lane_results[place.slot] = result;
+
+ private:
+  __device__ __forceinline__ const float* State(uint32_t i) const {
+    return states_ + uint64_t{i} * StateFloats(kValueDim);
+  }
+
+  // Adds state i's sums; returns the factor of its values.
+  __device__ __forceinline__ float AddHead(uint32_t i, float max, float cluster_factor,
+                                           float (&own)[kLaneSums]) const {
+    const float4 head = *reinterpret_cast<const float4*>(State(i));
+    const float factor = head.y > 0 ? Exp2(head.x - max) : 0.0f;
+    own[kZones] += i < zones_ ? factor * head.y : 0.0f;
+    own[kOthers] += i < zones_ ? 0.0f : factor * head.y;
+    if (i >= zones_ && i < estimates_) {
+      own[kEstimated] += factor * head.y;
+      own[kErrors] += head.z;
+      own[kMoments] += head.w * cluster_factor;
+      own[kDropped] += State(i)[4] * cluster_factor;
+    }
+    return factor;
+  }
+
+  __device__ __forceinline__ void AddValues(uint32_t begin, uint32_t end, uint32_t first,
+                                            float4 (&values)[kVectors]) const {
+    const uint32_t thread = threadIdx.x % 32;
+#pragma unroll 4
+    for (uint32_t i = begin + threadIdx.x / 32; i < end; i += kMergeWarps) {
+      const float factor = memory_->factors[i - first];
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        const uint32_t channel = v * 128 + thread * 4;
+        if (channel >= kValueDim) continue;
+        const float4 x = *reinterpret_cast<const float4*>(State(i) + kStateHead + channel);
+        values[v].x += factor * x.x;
+        values[v].y += factor * x.y;
+        values[v].z += factor * x.z;
+        values[v].w += factor * x.w;
+      }
+    }
+  }
+
+  const float* const states_;
+  const uint32_t zones_;
+  const uint32_t estimates_;
+  const uint32_t end_;
+  MergeLaneMemory<kValueDim>* const memory_;
+};
+
+// Sums of the squares of two numbers over the block's first threads.
+__device__ __forceinline__ float2 SquaredNorms(float x, float y, float2* memory) {
+  float2 sum = make_float2(x * x, y * y);
+  for (int offset = 16; offset > 0; offset /= 2) {
+    sum.x += __shfl_xor_sync(~0u, sum.x, offset);
+    sum.y += __shfl_xor_sync(~0u, sum.y, offset);
+  }
+  if (threadIdx.x % 32 == 0) memory[threadIdx.x / 32] = sum;
+  __syncthreads();
+  sum = make_float2(0, 0);
+  for (uint32_t w = 0; w < kMergeWarps; ++w) sum.x += memory[w].x, sum.y += memory[w].y;
+  return sum;
+}
+
+// ---- kernels ----
+
+// Block (unit, query head) answers the head's query tokens.
+template <int kValueDim>
+__global__ void __launch_bounds__(kMergeThreads)
+    MergeKernel(const __grid_constant__ StepHeader step) {
+  static_assert(kValueDim <= kMergeThreads);
+  __shared__ __align__(16) MergeLaneMemory<kValueDim> memory;
+  __shared__ float2 norms_memory[kMergeWarps];
+  const uint32_t unit_number = blockIdx.x / step.group;
+  const uint32_t head = blockIdx.x % step.group;
+  const RowRef* row = RowOfUnit(step, unit_number);
+  const UnitPlace unit(step, row, unit_number - row->first_unit);
+  const uint32_t pairs = unit.tokens * step.group;
+  for (uint32_t i = head; i < pairs; i += step.group) {
+    const uint32_t tile = i / kLanes, lane = i % kLanes;
+    const LanePlace place(step, unit, tile, lane);
+    const float* states = TileStates(step, unit, tile, StateFloats(kValueDim));
+    const bool clusters = row->kind == UnitKind::kClusters;
+    const uint32_t estimates = row->read_pieces + row->estimate_pieces;
+    const uint32_t end = estimates + (clusters ? step.unit_results[unit.unit].chosen_pieces : 0);
+    LaneScale scale = {};
+    scale.max = -INFINITY;
+    if (clusters) {
+      scale = step.lane_scales[(uint64_t{unit.unit} * step.tiles_max + tile) * kLanes + lane];
+    }
+    const LaneMerger<kValueDim> merger(states, lane, row->read_pieces, estimates, end, &memory);
+    const float max = merger.Max(scale.max);
+    const float factor = Weight(scale.max, max);
+    float sums[kLaneSums], zone_value, other_value;
+    merger.Merge(max, factor, sums, &zone_value, &other_value);
+    const float sum = sums[kZones] + sums[kOthers];
+    const float value = sum > 0 ? (zone_value + other_value) / sum : 0.0f;
+    if (threadIdx.x < kValueDim) step.out[place.slot * kValueDim + threadIdx.x] = value;
+    const float2 norms2 = SquaredNorms(value, zone_value, norms_memory);
+    if (threadIdx.x == 0) {
+      LaneResult result = {1, 1, 0, 0};
+      if (clusters && sum > 0) {
+        const float total = sum + sums[kDropped];
+        result.covered_mass = sum / total;
+        result.exact_mass = fmaxf(0.0f, sum - sums[kEstimated]) / total;
+        const float least =
+            LeastNorm(sums[kZones], norms2.y, sums[kMoments], scale.sum * factor);
+        const float norm = fmaxf(sqrtf(norms2.x), least);
+        if (sums[kErrors] > 0) {
+          result.predicted_error = sqrtf(sums[kErrors]) * factor / sum / norm;
+        }
+      }
+      step.lse[place.slot] = sum > 0 ? (max + log2f(sum)) * kLn2 : -INFINITY;
+      step.lane_results[place.slot] = result;
+    }
+    __syncthreads();
   }
 }
 

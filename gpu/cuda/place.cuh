@@ -65,6 +65,12 @@ struct LanePlace {
   }
 };
 
+// Lanes of a tile that are queries; the first ones.
+__device__ __forceinline__ uint32_t LanesOf(const StepHeader& step, const UnitPlace& unit,
+                                            uint32_t tile) {
+  return min(unit.tokens * step.group - tile * kLanes, kLanes);
+}
+
 __device__ __forceinline__ uint32_t SegmentOfSlot(const StepHeader& step, const RowRef& row,
                                                   uint32_t slot) {
   const SegmentRef* segments = step.segments + row.segments_begin;

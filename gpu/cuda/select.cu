@@ -3,6 +3,7 @@
 // The select and the measure stage: what of a unit's clusters is read exactly.
 #include <cstdint>
 
+#include "gpu/cuda/attend.cuh"
 #include "gpu/cuda/matrix.cuh"
 #include "gpu/cuda/merge.cuh"
 #include "gpu/cuda/place.cuh"
@@ -18,18 +19,31 @@ constexpr uint32_t kSharedSlots = 16384;    // keys of so many slots fit shared 
 constexpr double kShareRounding = 1e-9;     // 0.07 * 100 is a little above 7
 constexpr float kErrorMax = 1e14f;          // of a cluster; a sum of squares over all stays a float
 
-struct UnitMemory {
-  SelectMemory select;
-  float max[2][kGroupLanes];  // of the mass, of the optimistic mass
-  float sum[2][kGroupLanes];
-  float unit[kGroupLanes];    // error of a weight of 1 and a spread of 1, relative to the output
+// Segments whose places are kept in shared memory; those beyond are looked up each time.
+constexpr uint32_t kTableSegments = 256;
+
+// What selection needs of a segment, for the unit's KV head.
+struct SegmentPlace {
+  const uint32_t* starts;
+  const float* spread;
+  uint32_t first_slot;
+  uint32_t end_slot;
   uint32_t clusters;
 };
 
+struct UnitMemory {
+  SelectMemory select;
+  SegmentPlace segments[kTableSegments];
+  float max[2][kGroupLanes];  // of the mass, of the optimistic mass
+  float sum[2][kGroupLanes];
+  float unit[kGroupLanes];    // error of a weight of 1 and a spread of 1, relative to the output
+  uint32_t first_item;
+};
+
 // ceil(share * n), at least one and at most n.
-__device__ __forceinline__ unsigned long long ShareOf(double share, uint32_t n) {
+__device__ __forceinline__ uint32_t ShareOf(double share, uint32_t n) {
   const double count = ceil(share * n * (1 - kShareRounding));
-  return static_cast<unsigned long long>(fmin(fmax(count, 0.0), static_cast<double>(n)));
+  return static_cast<uint32_t>(fmin(fmax(count, 0.0), static_cast<double>(n)));
 }
 
 // One block's work on one unit.
@@ -41,6 +55,7 @@ class UnitSelector {
         unit_(unit),
         row_(*unit.row),
         memory_(memory),
+        sums_(&memory->select),
         scores_(UnitScores(step, unit)),
         d2_(scores_ + uint64_t{step.group} * row_.slots),
         fates_(UnitFates(step, unit)) {
@@ -48,147 +63,56 @@ class UnitSelector {
     keys_ = row_.slots <= kSharedSlots ? shared_keys : own;
   }
 
-  // Scales of the weights, from the score items' totals; a warp for each lane.
-  __device__ void ReduceTotals() {
-    const uint32_t lane = threadIdx.x / 32, thread = threadIdx.x % 32;
-    const uint32_t chunks = row_.slots / kSlotChunk;
-    const float* partials =
-        step_.score_partials + (uint64_t{row_.first_score_item} + unit_.in_row * chunks) *
-                                   step_.tiles_max * (kLanes * 4);
-    if (lane < step_.group) {
-      const float* own = partials + lane * 4;  // tile * kLanes + lane in tile is lane
-      const uint64_t stride = uint64_t{step_.tiles_max} * kLanes * 4;
-      for (uint32_t kind = 0; kind < 2; ++kind) {
-        float max = -INFINITY, sum = 0;
-        for (uint32_t i = thread; i < chunks; i += 32) {
-          const float2 part = *reinterpret_cast<const float2*>(own + i * stride + kind * 2);
-          const float greater = fmaxf(max, part.x);
-          sum = sum * Weight(max, greater) + part.y * Weight(part.x, greater);
-          max = greater;
-        }
-        for (int offset = 16; offset > 0; offset /= 2) {
-          const float other_max = __shfl_xor_sync(~0u, max, offset);
-          const float other_sum = __shfl_xor_sync(~0u, sum, offset);
-          const float greater = fmaxf(max, other_max);
-          // The same order in both threads, so that all have the same bits.
-          const float low = thread & offset ? other_sum * Weight(other_max, greater)
-                                            : sum * Weight(max, greater);
-          const float high = thread & offset ? sum * Weight(max, greater)
-                                             : other_sum * Weight(other_max, greater);
-          sum = low + high;
-          max = greater;
-        }
-        if (thread == 0) memory_->max[kind][lane] = max, memory_->sum[kind][lane] = sum;
-      }
+  // Fills the table of segments, and the scales of the weights from the score items' totals.
+  __device__ void Start() {
+    uint32_t clusters = 0;
+    for (uint32_t s = threadIdx.x; s < row_.segment_count; s += kSelectThreads) {
+      const SegmentPlace place = Lookup(s);
+      clusters += place.clusters;
+      if (s < kTableSegments) memory_->segments[s] = place;
     }
-    CountClusters();
+    clusters_ = sums_.Count(clusters);
   }
 
-  __device__ uint32_t clusters() const { return memory_->clusters; }
+  __device__ void ReduceTotals();
+  __device__ void StoreScales() const;
+  __device__ void LoadScales();
 
   // Keys by the group's mean share of the mass, or of the optimistic mass.
-  __device__ void RankByMass(bool optimistic) {
-    const uint32_t kind = optimistic ? 1 : 0;
-    for (uint32_t slot = threadIdx.x; slot < row_.slots; slot += kSelectThreads) {
-      float score = 0;
-      bool cluster = false;
-      for (uint32_t lane = 0; lane < step_.group; ++lane) {
-        float x = scores_[uint64_t{lane} * row_.slots + slot];
-        cluster |= x != -INFINITY;
-        if (optimistic) {
-          const float d2 = d2_[uint64_t{lane} * row_.slots + slot];
-          x += kLog2E * (2 * sqrtf(d2) - fminf(d2, kVarianceCap) / 2);
-        }
-        score += Weight(x, memory_->max[kind][lane]) / memory_->sum[kind][lane];
-      }
-      keys_[slot] = cluster ? KeyOf(score / step_.group) : 0;
-    }
-    __syncthreads();
-  }
-
+  template <bool kOptimistic>
+  __device__ void RankByMass();
   // Keys by the group's mean squared error; see docs/POLICIES.md, "error-target".
-  __device__ void RankByError() {
-    for (uint32_t first = 0; first < row_.slots; first += kSlotChunk) {
-      // One segment at a time, as a chunk lies in one.
-      const uint32_t slot = first + threadIdx.x % kSlotChunk;
-      if (threadIdx.x / kSlotChunk != first / kSlotChunk % (kSelectThreads / kSlotChunk)) continue;
-      const uint32_t s = SegmentOfSlot(step_, row_, slot);
-      const IndexPlace index(step_, row_, s, unit_.kv_head);
-      const uint32_t cluster = slot - index.segment->first_slot;
-      if (cluster >= index.clusters()) {
-        keys_[slot] = 0;
-        continue;
-      }
-      const float spread = index.part<float>(index.segment->spread)[cluster];
-      float score = 0;
-      for (uint32_t lane = 0; lane < step_.group; ++lane) {
-        const float weight =
-            Weight(scores_[uint64_t{lane} * row_.slots + slot], memory_->max[0][lane]);
-        const float error = fminf(weight * memory_->unit[lane] * spread, kErrorMax);
-        const float d2 = d2_[uint64_t{lane} * row_.slots + slot];
-        score += error * error * expm1f(fminf(d2, kVarianceCap));
-      }
-      keys_[slot] = KeyOf(score / step_.group);
-    }
-    __syncthreads();
-  }
+  __device__ void RankByError();
 
-  __device__ RankCut CutByCount(unsigned long long count) {
-    if (count == 0) return kTakeNone;
-    return FindCut<true>(
-        keys_, row_.slots, count, [](uint32_t) { return 1ull; }, &memory_->select);
+  __device__ RankCut CutByShare(double share, double more = 0) {
+    const uint32_t count =
+        min(clusters_, ShareOf(share, clusters_) + (more > 0 ? ShareOf(more, clusters_) : 0));
+    return CutByCount(RankedKeys(keys_, row_.slots), count, &sums_, &memory_->select);
   }
   __device__ RankCut CutByMass(double p) {
     if (p >= 1) return kTakeAll;
     const auto weight = [](uint32_t key) {
       return __float2ull_rn(ScoreOf(key) * static_cast<float>(kOne));
     };
-    const auto limit = static_cast<unsigned long long>(ceil(p * static_cast<double>(kOne)));
-    return FindCut<true>(keys_, row_.slots, limit, weight, &memory_->select);
+    const auto limit = static_cast<Weight64>(ceil(p * static_cast<double>(kOne)));
+    return CutByWeight<true>(RankedKeys(keys_, row_.slots), limit, weight, &sums_,
+                             &memory_->select);
   }
   // Above it lies what must be read for the rest's squared errors to stay within tolerance^2.
   __device__ RankCut CutByError(double tolerance) {
-    const double budget = tolerance * tolerance;
-    const auto weight = [budget](uint32_t key) {
-      return static_cast<unsigned long long>(
-          fmin(static_cast<double>(ScoreOf(key)) / budget, 2.0) * static_cast<double>(kOne));
+    const auto per_budget = static_cast<float>(1 / (tolerance * tolerance));
+    const auto weight = [per_budget](uint32_t key) {
+      return __float2ull_rn(fminf(ScoreOf(key) * per_budget, 2.0f) * static_cast<float>(kOne));
     };
-    return FindCut<false>(keys_, row_.slots, kOne, weight, &memory_->select);
+    return CutByWeight<false>(RankedKeys(keys_, row_.slots), kOne, weight, &sums_,
+                             &memory_->select);
   }
 
+  // Marks the floor, before errors are known.
+  __device__ void MarkFloor(RankCut floor);
   // Fates from the cuts, the exact clusters' tokens in order, and the finish stage's items.
   // keep: clusters that are exact already stay so.
   __device__ void Assign(RankCut exact, RankCut kept, bool keep);
-
-  // Marks the floor, before errors are known.
-  __device__ void MarkFloor() {
-    const RankCut floor = CutByCount(ShareOf(row_.floor, clusters()));
-    const Share own(row_.slots);
-    const unsigned long long before = TiesBefore(own, floor, kTakeAll);
-    uint32_t ties = static_cast<uint32_t>(before);
-    for (uint32_t slot = own.begin; slot < own.end; ++slot) {
-      fates_[slot] = Above(keys_[slot], floor, &ties) ? kFateExact : kFateEstimated;
-    }
-  }
-
-  __device__ void StoreScales() {
-    for (uint32_t i = threadIdx.x; i < step_.tiles_max * kLanes; i += kSelectThreads) {
-      LaneScale scale = {};
-      scale.max = i < step_.group ? memory_->max[0][i] : -INFINITY;
-      scale.sum = i < step_.group ? memory_->sum[0][i] : 0.0f;
-      step_.lane_scales[uint64_t{unit_.unit} * step_.tiles_max * kLanes + i] = scale;
-    }
-  }
-  __device__ void LoadScales() {
-    if (threadIdx.x < step_.group) {
-      const LaneScale scale =
-          step_.lane_scales[uint64_t{unit_.unit} * step_.tiles_max * kLanes + threadIdx.x];
-      memory_->max[0][threadIdx.x] = scale.max;
-      memory_->sum[0][threadIdx.x] = scale.sum;
-    }
-    CountClusters();
-  }
-
   // Fills memory_->unit from the zones' states and the estimate of all clusters; a warp a lane.
   __device__ void MeasureOutputs(uint32_t value_dim);
 
@@ -203,116 +127,232 @@ class UnitSelector {
     }
   };
 
+  __device__ __forceinline__ SegmentPlace Lookup(uint32_t s) const {
+    const IndexPlace index(step_, row_, s, unit_.kv_head);
+    const SegmentRef& segment = *index.segment;
+    return {index.part<uint32_t>(segment.starts), index.part<float>(segment.spread),
+            segment.first_slot, segment.first_slot + segment.slots, index.clusters()};
+  }
+  __device__ __forceinline__ SegmentPlace Segment(uint32_t s) const {
+    return s < kTableSegments ? memory_->segments[s] : Lookup(s);
+  }
+  __device__ __forceinline__ uint32_t SegmentOf(uint32_t slot) const {
+    return LastNotAfter(row_.segment_count, slot, [&](uint32_t s) { return Segment(s).first_slot; });
+  }
+
   // Whether a key is above the cut; *ties: keys equal to it that came before.
   static __device__ __forceinline__ bool Above(uint32_t key, RankCut cut, uint32_t* ties) {
     return key > cut.key || (key == cut.key && (*ties)++ < cut.ties);
   }
-
   // Of the slots before the thread's: how many equal the first cut (low half), the second (high).
-  __device__ unsigned long long TiesBefore(const Share& own, RankCut first, RankCut second) {
-    unsigned long long ties = 0;
+  __device__ Weight64 TiesBefore(const Share& own, RankCut first, RankCut second) {
+    Weight64 ties = 0, total;
     for (uint32_t slot = own.begin; slot < own.end; ++slot) {
       ties += (keys_[slot] == first.key ? 1ull : 0) + (keys_[slot] == second.key ? 1ull << 32 : 0);
     }
-    unsigned long long total;
-    return BlockScan(ties, &memory_->select, &total);
+    return sums_.Scan(ties, &total);
   }
-
-  __device__ void CountClusters() {
-    uint32_t count = 0;
-    for (uint32_t s = threadIdx.x; s < row_.segment_count; s += kSelectThreads) {
-      count += IndexPlace(step_, row_, s, unit_.kv_head).clusters();
-    }
-    unsigned long long total;
-    BlockScan(count, &memory_->select, &total);
-    memory_->clusters = static_cast<uint32_t>(total);  // the same from every thread
-    __syncthreads();
-  }
-
+  __device__ void ListTokens(const Share& own, uint32_t next) const;
   __device__ void QueuePieces(const UnitResult& result);
 
   const StepHeader& step_;
   const UnitPlace& unit_;
   const RowRef& row_;
   UnitMemory* const memory_;
+  BlockSums sums_;
   float* const scores_;  // [group][slots] log masses
   float* const d2_;      // [group][slots]
   uint8_t* const fates_;
   uint32_t* keys_;
+  uint32_t clusters_ = 0;
 };
+
+// A warp for each lane.
+__device__ void UnitSelector::ReduceTotals() {
+  const uint32_t lane = threadIdx.x / 32, thread = threadIdx.x % 32;
+  const uint32_t chunks = row_.slots / kSlotChunk;
+  const uint64_t stride = uint64_t{step_.tiles_max} * kLanes * 4;  // tile * kLanes + lane is lane
+  const float* partials = step_.score_partials +
+                          (uint64_t{row_.first_score_item} + unit_.in_row * chunks) * stride +
+                          lane * 4;
+  if (lane < step_.group) {
+    float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
+    for (uint32_t i = thread; i < chunks; i += 32) {
+      const float4 part = *reinterpret_cast<const float4*>(partials + i * stride);
+      const float part_max[2] = {part.x, part.z}, part_sum[2] = {part.y, part.w};
+#pragma unroll
+      for (int kind = 0; kind < 2; ++kind) {
+        const float greater = fmaxf(max[kind], part_max[kind]);
+        sum[kind] = sum[kind] * Weight(max[kind], greater) +
+                    part_sum[kind] * Weight(part_max[kind], greater);
+        max[kind] = greater;
+      }
+    }
+#pragma unroll
+    for (int kind = 0; kind < 2; ++kind) {
+      float greatest = max[kind];
+      for (int offset = 16; offset > 0; offset /= 2) {
+        greatest = fmaxf(greatest, __shfl_xor_sync(~0u, greatest, offset));
+      }
+      float total = sum[kind] * Weight(max[kind], greatest);
+      for (int offset = 16; offset > 0; offset /= 2) {
+        total += __shfl_xor_sync(~0u, total, offset);
+      }
+      if (thread == 0) memory_->max[kind][lane] = greatest, memory_->sum[kind][lane] = total;
+    }
+  }
+  __syncthreads();
+}
+
+__device__ void UnitSelector::StoreScales() const {
+  for (uint32_t i = threadIdx.x; i < step_.tiles_max * kLanes; i += kSelectThreads) {
+    LaneScale scale = {};
+    scale.max = i < step_.group ? memory_->max[0][i] : -INFINITY;
+    scale.sum = i < step_.group ? memory_->sum[0][i] : 0.0f;
+    step_.lane_scales[uint64_t{unit_.unit} * step_.tiles_max * kLanes + i] = scale;
+  }
+}
+
+__device__ void UnitSelector::LoadScales() {
+  if (threadIdx.x < step_.group) {
+    const LaneScale scale =
+        step_.lane_scales[uint64_t{unit_.unit} * step_.tiles_max * kLanes + threadIdx.x];
+    memory_->max[0][threadIdx.x] = scale.max;
+    memory_->sum[0][threadIdx.x] = scale.sum;
+  }
+  __syncthreads();
+}
+
+template <bool kOptimistic>
+__device__ void UnitSelector::RankByMass() {
+  constexpr uint32_t kKind = kOptimistic ? 1 : 0;
+  constexpr uint32_t kAtOnce = 4;  // slots of a thread, so that their loads are under way together
+  for (uint32_t first = 0; first < row_.slots; first += kAtOnce * kSelectThreads) {
+    float score[kAtOnce] = {};
+    bool cluster[kAtOnce] = {};
+#pragma unroll 2
+    for (uint32_t lane = 0; lane < step_.group; ++lane) {
+      const float max = memory_->max[kKind][lane];
+      const float share = 1 / (memory_->sum[kKind][lane] * step_.group);
+      float x[kAtOnce], d2[kAtOnce];
+#pragma unroll
+      for (uint32_t i = 0; i < kAtOnce; ++i) {
+        const uint32_t slot = first + i * kSelectThreads + threadIdx.x;
+        const uint64_t at = uint64_t{lane} * row_.slots + slot;
+        x[i] = slot < row_.slots ? scores_[at] : -INFINITY;
+        d2[i] = kOptimistic && slot < row_.slots ? d2_[at] : 0.0f;
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kAtOnce; ++i) {
+        cluster[i] |= x[i] != -INFINITY;
+        if (kOptimistic) x[i] += kLog2E * (2 * sqrtf(d2[i]) - fminf(d2[i], kVarianceCap) / 2);
+        score[i] += Weight(x[i], max) * share;
+      }
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
+      const uint32_t slot = first + i * kSelectThreads + threadIdx.x;
+      if (slot < row_.slots) keys_[slot] = cluster[i] ? KeyOf(score[i]) : 0;
+    }
+  }
+  __syncthreads();
+}
+
+__device__ void UnitSelector::RankByError() {
+  for (uint32_t slot = threadIdx.x; slot < row_.slots; slot += kSelectThreads) {
+    const SegmentPlace segment = Segment(SegmentOf(slot));
+    const uint32_t cluster = slot - segment.first_slot;
+    if (cluster >= segment.clusters) {
+      keys_[slot] = 0;
+      continue;
+    }
+    const float spread = segment.spread[cluster];
+    float score = 0;
+#pragma unroll 4
+    for (uint32_t lane = 0; lane < step_.group; ++lane) {
+      const uint64_t at = uint64_t{lane} * row_.slots + slot;
+      const float weight = Weight(scores_[at], memory_->max[0][lane]);
+      const float error = fminf(weight * memory_->unit[lane] * spread, kErrorMax);
+      score += error * error * Expm1(fminf(d2_[at], kVarianceCap));
+    }
+    keys_[slot] = KeyOf(score / step_.group);
+  }
+  __syncthreads();
+}
+
+__device__ void UnitSelector::MarkFloor(RankCut floor) {
+  const Share own(row_.slots);
+  uint32_t ties = static_cast<uint32_t>(TiesBefore(own, floor, kTakeNone));
+  for (uint32_t slot = own.begin; slot < own.end; ++slot) {
+    fates_[slot] = Above(keys_[slot], floor, &ties) ? kFateExact : kFateEstimated;
+  }
+}
 
 __device__ void UnitSelector::Assign(RankCut exact, RankCut kept, bool keep) {
   const Share own(row_.slots);
-  const unsigned long long before = TiesBefore(own, exact, kept);
+  const Weight64 before = TiesBefore(own, exact, kept);
   uint32_t exact_ties = static_cast<uint32_t>(before);
   uint32_t kept_ties = static_cast<uint32_t>(before >> 32);
-  const uint32_t first_segment = own.begin < own.end ? SegmentOfSlot(step_, row_, own.begin) : 0;
-  const SegmentRef* segments = step_.segments + row_.segments_begin;
-
-  const auto size_of = [&](const IndexPlace& index, uint32_t cluster) {
-    const uint32_t* starts = index.part<uint32_t>(index.segment->starts);
-    return starts[cluster + 1] - starts[cluster];
-  };
-  unsigned long long tokens = 0, rest = 0;  // exact; estimated (low half) and dropped (high)
-  uint32_t s = first_segment;
+  Weight64 tokens = 0, rest = 0;  // exact; estimated (low half) and dropped (high)
+  SegmentPlace segment = {};
   for (uint32_t slot = own.begin; slot < own.end; ++slot) {
-    while (slot >= segments[s].first_slot + segments[s].slots) ++s;
+    if (slot >= segment.end_slot) segment = Segment(SegmentOf(slot));
     const uint32_t key = keys_[slot];
-    if (key == 0) {
-      fates_[slot] = kFateDropped;
-      continue;
+    uint8_t fate = kFateDropped;
+    if (key != 0) {
+      const uint32_t cluster = slot - segment.first_slot;
+      const uint32_t size = segment.starts[cluster + 1] - segment.starts[cluster];
+      const bool above = Above(key, exact, &exact_ties);
+      const bool within = Above(key, kept, &kept_ties);
+      if (above || (keep && fates_[slot] == kFateExact)) {
+        fate = kFateExact;
+        tokens += size;
+      } else {
+        fate = within ? kFateEstimated : kFateDropped;
+        rest += within ? size : static_cast<Weight64>(size) << 32;
+      }
     }
-    const IndexPlace index(step_, row_, s, unit_.kv_head);
-    const uint32_t size = size_of(index, slot - segments[s].first_slot);
-    const bool was_exact = keep && fates_[slot] == kFateExact;
-    const bool above = Above(key, exact, &exact_ties);
-    const bool within = Above(key, kept, &kept_ties);
-    if (above || was_exact) {
-      fates_[slot] = kFateExact;
-      tokens += size;
-    } else if (within) {
-      fates_[slot] = kFateEstimated;
-      rest += size;
-    } else {
-      fates_[slot] = kFateDropped;
-      rest += static_cast<unsigned long long>(size) << 32;
-    }
+    fates_[slot] = fate;
   }
-  unsigned long long total, total_rest;
-  uint32_t next = static_cast<uint32_t>(BlockScan(tokens, &memory_->select, &total));
-  BlockScan(rest, &memory_->select, &total_rest);
-
-  uint32_t* chosen = UnitChosen(step_, unit_);
-  s = first_segment;
-  for (uint32_t slot = own.begin; slot < own.end && tokens > 0; ++slot) {
-    while (slot >= segments[s].first_slot + segments[s].slots) ++s;
-    if (fates_[slot] != kFateExact) continue;
-    const IndexPlace index(step_, row_, s, unit_.kv_head);
-    const uint32_t cluster = slot - segments[s].first_slot;
-    const uint32_t* starts = index.part<uint32_t>(index.segment->starts);
-    const uint32_t end = starts[cluster + 1];
-    for (uint32_t token = starts[cluster]; token < end; ++token) chosen[next++] = s << 16 | token;
-  }
+  Weight64 total;
+  const auto next = static_cast<uint32_t>(sums_.Scan(tokens, &total));
+  rest = sums_.Sum(rest);
+  if (tokens > 0) ListTokens(own, next);
 
   UnitResult result;
-  result.clusters = clusters();
+  result.clusters = clusters_;
   result.chosen_tokens = static_cast<uint32_t>(total);
   const uint32_t even = (result.chosen_tokens + kChosenPiecesMax - 1) / kChosenPiecesMax;
   result.chosen_piece_tokens =
       max(kChosenPieceTokens, (even + kPageRows - 1) / kPageRows * kPageRows);
   result.chosen_pieces =
       (result.chosen_tokens + result.chosen_piece_tokens - 1) / result.chosen_piece_tokens;
-  result.estimated_tokens = total_rest & 0xFFFFFFFFu;
-  result.dropped_tokens = total_rest >> 32;
+  result.estimated_tokens = rest & 0xFFFFFFFFu;
+  result.dropped_tokens = rest >> 32;
   if (threadIdx.x == 0) step_.unit_results[unit_.unit] = result;
   QueuePieces(result);
+}
+
+// The tokens of the thread's exact clusters, from place `next` of the unit's list on.
+__device__ void UnitSelector::ListTokens(const Share& own, uint32_t next) const {
+  uint32_t* chosen = UnitChosen(step_, unit_);
+  SegmentPlace segment = {};
+  uint32_t s = 0;
+  for (uint32_t slot = own.begin; slot < own.end; ++slot) {
+    if (fates_[slot] != kFateExact) continue;
+    if (slot >= segment.end_slot) segment = Segment(s = SegmentOf(slot));
+    const uint32_t cluster = slot - segment.first_slot;
+    const uint32_t end = segment.starts[cluster + 1];
+    for (uint32_t token = segment.starts[cluster]; token < end; ++token) {
+      chosen[next++] = s << 16 | token;
+    }
+  }
 }
 
 __device__ void UnitSelector::QueuePieces(const UnitResult& result) {
   const uint32_t of_tile = result.chosen_pieces + row_.estimate_pieces;
   const uint32_t count = of_tile * step_.tiles_max;
-  __syncthreads();
-  if (threadIdx.x == 0) memory_->select.digit = atomicAdd(&step_.finish_count[1], count);
+  if (threadIdx.x == 0) memory_->first_item = atomicAdd(&step_.cursors[kQueuedPieces], count);
   __syncthreads();
   for (uint32_t i = threadIdx.x; i < count; i += kSelectThreads) {
     FinishItem item;
@@ -321,7 +361,7 @@ __device__ void UnitSelector::QueuePieces(const UnitResult& result) {
     item.piece = i % of_tile;
     item.estimate = item.piece >= result.chosen_pieces ? 1 : 0;
     if (item.estimate != 0) item.piece -= result.chosen_pieces;
-    step_.finish_items[memory_->select.digit + i] = item;
+    step_.finish_items[memory_->first_item + i] = item;
   }
 }
 
@@ -386,24 +426,23 @@ __global__ void __launch_bounds__(kSelectThreads)
   if (row->kind != UnitKind::kClusters) return;
   const UnitPlace unit(step, row, blockIdx.x - row->first_unit);
   UnitSelector selector(step, unit, &memory, shared_keys);
+  selector.Start();
   selector.ReduceTotals();
   selector.StoreScales();
-  selector.RankByMass(/*optimistic=*/row->cut == CutKind::kErrorBudget);
-  const uint32_t clusters = selector.clusters();
-  if (HasTolerance(*row)) return selector.MarkFloor();
-  RankCut exact, kept = kTakeAll;
-  if (row->cut == CutKind::kTopK) {
-    const unsigned long long count = ShareOf(row->exact_share, clusters);
-    exact = selector.CutByCount(count);
-    kept = selector.CutByCount(
-        min(count + ShareOf(row->estimated_share, clusters), (unsigned long long)clusters));
-  } else if (row->cut == CutKind::kTopP) {
-    exact = selector.CutByMass(row->p2);
-    kept = selector.CutByMass(row->p1);
-  } else {
-    exact = selector.CutByCount(ShareOf(row->floor, clusters));
+  switch (row->cut) {
+    case CutKind::kTopK:
+      selector.RankByMass<false>();
+      return selector.Assign(selector.CutByShare(row->exact_share),
+                             selector.CutByShare(row->exact_share, row->estimated_share), false);
+    case CutKind::kTopP:
+      selector.RankByMass<false>();
+      return selector.Assign(selector.CutByMass(row->p2), selector.CutByMass(row->p1), false);
+    case CutKind::kErrorBudget:
+      selector.RankByMass<true>();
+      const RankCut floor = selector.CutByShare(row->floor);
+      if (HasTolerance(*row)) return selector.MarkFloor(floor);
+      return selector.Assign(floor, kTakeAll, false);
   }
-  selector.Assign(exact, kept, /*keep=*/false);
 }
 
 // One block weighs the errors of one unit with a tolerance, and chooses.
@@ -415,6 +454,7 @@ __global__ void __launch_bounds__(kSelectThreads)
   if (row->kind != UnitKind::kClusters || !HasTolerance(*row)) return;
   const UnitPlace unit(step, row, blockIdx.x - row->first_unit);
   UnitSelector selector(step, unit, &memory, shared_keys);
+  selector.Start();
   selector.LoadScales();
   selector.MeasureOutputs(value_dim);
   selector.RankByError();

@@ -15,9 +15,11 @@ namespace attnd::gpu {
 
 // The stages that depend on the model's shape.
 struct StepKernels {
-  // Multiprocessors of the device, for grids that fill it.
-  cudaError_t (*prepare)(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream);
+  cudaError_t (*prepare)(const StepHeader& step, cudaStream_t stream);
+  // The read stage's two halves, which may run at the same time. multiprocessors: of the device, for
+  // grids that fill it. Only with read_items, and score_items, of at least 1.
   cudaError_t (*read)(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream);
+  cudaError_t (*score)(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream);
   // The estimate of all clusters of units with a tolerance.
   cudaError_t (*estimate_all)(const StepHeader& step, cudaStream_t stream);
   cudaError_t (*finish)(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream);
