@@ -225,8 +225,10 @@ class Layer {
     step.score_partials = Keep(NewOnDevice<float>(uint64_t{step.score_items} * tiles * kLanes * 4));
     step.lane_scales = Keep(NewOnDevice<LaneScale>(step.tiles * kLanes));
     step.unit_results = Keep(NewOnDevice<UnitResult>(step.units));
-    step.finish_items = Keep(
-        NewOnDevice<FinishItem>(step.tiles * (kChosenPiecesMax + kEstimatePiecesMax)));
+    step.chunks = Keep(NewOnDevice<ChunkRef>(step.score_items));
+    step.chosen_pieces = Keep(NewOnDevice<ChosenPiece>(step.tiles * kChosenPiecesMax));
+    step.head_dim = step.value_dim = shape_.dim;
+    step.estimate_pieces_max = row.estimate_pieces;
     step.cursors = Keep(NewOnDevice<uint32_t>(kCursors));
     const size_t lanes = size_t{step.query_tokens} * heads();
     step.out = Keep(NewOnDevice<float>(lanes * shape_.dim));
@@ -655,9 +657,9 @@ const StepKernels& KernelsFor(uint32_t dim) {
   return dim == 64 ? kStepBf16_64_64 : dim == 128 ? kStepBf16_128_128 : kStepBf16_256_256;
 }
 
-constexpr int kStages = 8;
-const char* const kStageNames[kStages] = {"prepare", "read", "score", "select", "estimate",
-                                          "measure", "finish", "merge"};
+constexpr int kStages = 9;
+const char* const kStageNames[kStages] = {"prepare", "read",     "score",  "select", "all",
+                                          "measure", "estimate", "chosen", "merge"};
 
 cudaStream_t side = nullptr;
 cudaEvent_t fork, join;
@@ -685,14 +687,24 @@ void RunStep(const StepHeader& step, uint32_t dim, bool clusters, bool measure, 
   if (clusters) CHECK_CUDA(LaunchSelect(step, stream));
   if (clusters && side != nullptr) CHECK_CUDA(cudaStreamWaitEvent(stream, join));
   mark(4);
-  if (measure) CHECK_CUDA(kernels.estimate_all(step, stream));
+  if (measure) CHECK_CUDA(kernels.estimate(step, true, stream));
   mark(5);
   if (measure) CHECK_CUDA(LaunchMeasure(step, dim, stream));
   mark(6);
-  if (clusters) CHECK_CUDA(kernels.finish(step, sms, stream));
+  if (clusters && side != nullptr) {
+    CHECK_CUDA(cudaEventRecord(fork, stream));
+    CHECK_CUDA(cudaStreamWaitEvent(side, fork));
+    CHECK_CUDA(kernels.estimate(step, false, side));
+    CHECK_CUDA(cudaEventRecord(join, side));
+  } else if (clusters) {
+    CHECK_CUDA(kernels.estimate(step, false, stream));
+  }
   mark(7);
-  CHECK_CUDA(kernels.merge(step, stream));
+  if (clusters) CHECK_CUDA(kernels.chosen(step, sms, stream));
+  if (clusters && side != nullptr) CHECK_CUDA(cudaStreamWaitEvent(stream, join));
   mark(8);
+  CHECK_CUDA(kernels.merge(step, stream));
+  mark(9);
 }
 
 std::vector<Policy> Policies() {

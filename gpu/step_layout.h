@@ -28,11 +28,11 @@ namespace attnd::gpu {
 inline constexpr uint32_t kLanes = 8;
 // Clusters are numbered by slots: a segment's clusters follow one another from a multiple of this,
 // the slots left over are empty. It is also what one score item scores.
-inline constexpr uint32_t kSlotChunk = 128;
+inline constexpr uint32_t kSlotChunk = 64;
 // Tokens of a piece, unless a row is so long that it would have more than kReadPiecesMax of them.
 inline constexpr uint32_t kReadPieceTokens = 1024;
 inline constexpr uint32_t kReadPiecesMax = 256;
-inline constexpr uint32_t kChosenPieceTokens = 256;
+inline constexpr uint32_t kChosenPieceTokens = 128;
 inline constexpr uint32_t kChosenPiecesMax = 64;
 inline constexpr uint32_t kEstimatePieceSlots = 512;
 inline constexpr uint32_t kEstimatePiecesMax = 64;
@@ -119,6 +119,25 @@ inline constexpr uint8_t kFateDropped = 0;
 inline constexpr uint8_t kFateEstimated = 1;
 inline constexpr uint8_t kFateExact = 2;
 
+// kSlotChunk slots of one unit, resolved once by prepare, so that whoever works on them needs one look
+// and no search. Offsets are those of SegmentRef.
+struct ChunkRef {
+  const std::byte* head;  // the KV head's index
+  float* scores;          // log_mass of lane 0 at the first slot
+  uint8_t* fates;         // at the first slot
+  uint32_t centroids, mean_values, deviation_codes, variance_unit, log_size, spread, value_norm2,
+      starts;
+  uint32_t segment;       // of the row
+  uint32_t first;         // the first slot's cluster
+  uint32_t clusters;      // of the segment and KV head; slots beyond are empty
+  uint32_t max_clusters;
+  uint32_t unit;
+  uint32_t slots;         // of the row: from one lane's scores to the next
+  uint32_t second_order;
+  uint32_t reserved[11];
+};
+static_assert(sizeof(ChunkRef) == 128);
+
 // What a unit's selection came to.
 struct UnitResult {
   uint32_t clusters;
@@ -147,16 +166,21 @@ struct LaneResult {
   float reserved;
 };
 
-// A piece of the finish stage.
-struct FinishItem {
-  uint32_t unit;
-  uint32_t tile;
-  uint32_t piece;     // among the unit's chosen pieces, or its estimate pieces
-  uint32_t estimate;  // 1: an estimate piece
+// A piece of a tile's chosen tokens, resolved by whoever queues it.
+struct ChosenPiece {
+  const uint32_t* chosen;         // the unit's list
+  const SegmentRef* segments;     // of the row
+  const uint32_t* fragments;      // of the tile
+  float* state;
+  uint32_t begin, end;            // in the list
+  uint32_t kv_head;
+  uint32_t lanes;
+  uint32_t reserved[4];
 };
+static_assert(sizeof(ChosenPiece) == 64);
 
-// Counters in scratch: pieces that select and measure have queued, and how many of the read and the
-// finish stage's pieces blocks have taken.
+// Counters in scratch: pieces of chosen tokens that select and measure have queued, and how many of
+// the read stage's and of those pieces blocks have taken.
 enum Cursor : uint32_t { kQueuedPieces, kTakenReadPieces, kTakenFinishPieces, kCursors };
 
 // Places and sizes of everything else. Scratch is left as the last step left it; kernels clear what
@@ -169,9 +193,12 @@ struct StepHeader {
   uint32_t uploads;
   uint32_t query_tokens;  // of all rows
   uint32_t kv_heads;
+  uint32_t head_dim;
+  uint32_t value_dim;
   uint32_t group;         // query heads of a KV head
   uint32_t tiles;         // of all units
   uint32_t tiles_max;     // of a unit
+  uint32_t estimate_pieces_max;  // of a row
   uint32_t query_dtype;   // DType
   float softmax_scale;
   uint64_t block_head_bytes;  // of a tail block, from one KV head to the next
@@ -193,7 +220,8 @@ struct StepHeader {
                                // of the optimistic mass, over the item's clusters
   LaneScale* lane_scales;      // [tiles][kLanes]
   UnitResult* unit_results;    // [units]
-  FinishItem* finish_items;
+  ChunkRef* chunks;            // [score_items]
+  ChosenPiece* chosen_pieces;  // [tiles * kChosenPiecesMax]
   uint32_t* cursors;           // [kCursors], see below
 
   // Outputs, copied to the host together.

@@ -15,7 +15,9 @@
 
 #include <cstdint>
 
+#include "gpu/cuda/chunk_feed.cuh"
 #include "gpu/cuda/matrix.cuh"
+#include "gpu/cuda/rows.cuh"
 #include "gpu/cuda/place.cuh"
 
 namespace attnd::gpu {
@@ -72,42 +74,17 @@ __device__ __forceinline__ void WeightFragment(const float (&p)[2][2], uint32_t 
   Split<T>(p[1][0], p[1][1], &weights[2], &weights[3]);
 }
 
-// Rows of 16-byte chunks in shared memory. Chunks change places within a row so that the eight
-// threads that are served at a time meet different banks: keys are read by two rows at a time,
-// values by every second of eight rows.
-template <int kRowBytes>
-__device__ __forceinline__ uint32_t KeyChunk(uint32_t row, uint32_t chunk) {
-  return row * kRowBytes + (chunk ^ (row & 1) * 4) * 16;
-}
-template <int kRowBytes>
-__device__ __forceinline__ uint32_t ValueChunk(uint32_t row, uint32_t chunk) {
-  return row * kRowBytes + (chunk ^ (row / 2 % 4) * 2) * 16;
-}
-
-// Asks for 16 rows of kRowBytes; lane r < 16 of the warp has row r's address.
-template <int kRowBytes, uint32_t (*kPlace)(uint32_t, uint32_t)>
-__device__ __forceinline__ void CopyRows(const std::byte* row_of_lane, uint32_t to_shared) {
-  constexpr uint32_t kChunks = kRowBytes / 16;
-  const uint32_t thread = threadIdx.x % 32;
-#pragma unroll
-  for (uint32_t i = 0; i < kPageRows * kChunks / 32; ++i) {
-    const uint32_t row = (i * 32 + thread) / kChunks, chunk = (i * 32 + thread) % kChunks;
-    CopyAsync16(to_shared + kPlace(row, chunk), ShuffleAddress(row_of_lane, row) + chunk * 16);
-  }
-}
-
-// values += weights * the 16 value rows at `rows`.
-template <typename T, int kValueDim>
-__device__ __forceinline__ void AddValues(const uint32_t (&weights)[4], uint32_t rows,
+// values += weights * 16 value rows, whose chunks lie in shared memory where place(i, chunk) says for
+// the i-th row of the thread's weights.
+template <typename T, int kValueDim, typename Place>
+__device__ __forceinline__ void AddValues(const uint32_t (&weights)[4], Place place,
                                           float (&values)[kValueDim / 64][8][4]) {
-  const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const uint32_t g = threadIdx.x % 32 / 4;
 #pragma unroll
   for (int v = 0; v < kValueDim / 64; ++v) {
     uint4 r[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      r[i] = LoadShared16(rows + ValueChunk<kValueDim * 2>(2 * t + i % 2 + i / 2 * 8, v * 8 + g));
-    }
+    for (int i = 0; i < 4; ++i) r[i] = LoadShared16(place(i, v * 8 + g));
     AddValueChunk<T, kValueDim>(weights, r[0], r[1], r[2], r[3], values[v]);
   }
 }
@@ -151,14 +128,14 @@ class PageReader {
     int stage_ahead = 0, stage = 0;
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) {
-      if (ahead < pages) CopyPage(token, stage_ahead);
+      if (ahead < pages) CopyPage(ahead, token, stage_ahead);
       CommitCopies();
       ahead += kAttendWarps;
       token = TokenAt(ahead);
       stage_ahead = Next(stage_ahead);
     }
     for (; page < pages; page += kAttendWarps) {
-      if (ahead < pages) CopyPage(token, stage_ahead);
+      if (ahead < pages) CopyPage(ahead, token, stage_ahead);
       CommitCopies();
       ahead += kAttendWarps;
       token = TokenAt(ahead);
@@ -176,33 +153,44 @@ class PageReader {
     return stage + 1 == kStages ? 0 : stage + 1;
   }
 
-  // What lane r needs to know of row r of a page to find it: asked for a page early, as a list of
-  // chosen tokens is memory, too. Rows outside the piece stand for one inside, so that what nobody
-  // wrote is never read; their weight is 0.
+  // What lane r needs to know of row r of a page of chosen tokens to find it; asked for a page early,
+  // as the list is memory, too. Rows outside a piece stand for one inside, here and below, so that
+  // what nobody wrote is never read; their weight is 0.
   __device__ __forceinline__ uint32_t TokenAt(uint32_t page) const {
+    if (source_.chosen == nullptr) return 0;
     const uint32_t token = page * kPageRows + threadIdx.x % kPageRows;
-    const uint32_t inside = min(max(token, source_.begin), source_.end - 1);
-    return source_.chosen != nullptr ? source_.chosen[inside] : inside;
+    return source_.chosen[min(token, source_.end - 1)];
   }
 
-  __device__ __forceinline__ void CopyPage(uint32_t token, int stage) const {
-    const std::byte* pages;
-    if (source_.chosen != nullptr) {
-      const SegmentRef& segment = source_.segments[token >> 16];
-      pages = segment.pages + source_.kv_head * segment.pages_head_bytes;
-      token &= 0xFFFF;
-    } else if (source_.blocks != nullptr) {
-      pages = source_.blocks[token / kBlockRows] + source_.head_offset;
-      token %= kBlockRows;
-    } else {
-      pages = source_.pages;
+  // token: what TokenAt gave for `page`.
+  __device__ __forceinline__ void CopyPage(uint32_t page, uint32_t token, int stage) const {
+    const uint32_t keys = ring_ + stage * kPageBytes, values = keys + kPageRows * kKeyBytes;
+    if (source_.chosen == nullptr) {
+      const uint32_t first = page * kPageRows;
+      const std::byte* at = source_.blocks != nullptr
+                                ? source_.blocks[first / kBlockRows] + source_.head_offset +
+                                      first % kBlockRows / kPageRows * kPageBytes
+                                : source_.pages + uint64_t{page} * kPageBytes;
+      const auto inside = [&](uint32_t row) {
+        return min(max(first + row, source_.begin), source_.end - 1) - first;
+      };
+      CopyRows<kKeyBytes, KeyChunk<kKeyBytes>>(
+          keys, [&](uint32_t row) { return at + inside(row) * kKeyBytes; });
+      CopyRows<kValueBytes, ValueChunk<kValueBytes>>(values, [&](uint32_t row) {
+        return at + kPageRows * kKeyBytes + inside(row) * kValueBytes;
+      });
+      return;
     }
-    pages += uint64_t{token / kPageRows} * kPageBytes;
-    const uint32_t row = token % kPageRows;
-    const uint32_t to = ring_ + stage * kPageBytes;
-    CopyRows<kKeyBytes, KeyChunk<kKeyBytes>>(pages + row * kKeyBytes, to);
+    const SegmentRef& segment = source_.segments[token >> 16];
+    token &= 0xFFFF;
+    const std::byte* at = segment.pages + source_.kv_head * segment.pages_head_bytes +
+                          uint64_t{token / kPageRows} * kPageBytes;
+    const std::byte* key = at + token % kPageRows * kKeyBytes;
+    const std::byte* value = at + kPageRows * kKeyBytes + token % kPageRows * kValueBytes;
+    CopyRows<kKeyBytes, KeyChunk<kKeyBytes>>(
+        keys, [&](uint32_t row) { return ShuffleAddress(key, row); });
     CopyRows<kValueBytes, ValueChunk<kValueBytes>>(
-        pages + kPageRows * kKeyBytes + row * kValueBytes, to + kPageRows * kKeyBytes);
+        values, [&](uint32_t row) { return ShuffleAddress(value, row); });
   }
 
   __device__ __forceinline__ void Attend(uint32_t page, uint32_t rows,
@@ -211,7 +199,13 @@ class PageReader {
     Logits(rows, logits);
     uint32_t weights[4];
     Weigh(page, logits, state, weights);
-    AddValues<T, kValueDim>(weights, rows + kPageRows * kKeyBytes, state->values);
+    const uint32_t values = rows + kPageRows * kKeyBytes;
+    AddValues<T, kValueDim>(
+        weights,
+        [&](int i, uint32_t chunk) {
+          return values + ValueChunk<kValueBytes>(2 * t_ + i % 2 + i / 2 * 8, chunk);
+        },
+        state->values);
   }
 
   // logits[half][c] + [c + 2]: lane g, token 8 half + 2t + c, not scaled.
@@ -308,12 +302,9 @@ inline constexpr uint32_t kAttendSharedBytes =
         ? kAttendWarps * kRingBytes<kKeyDim, kValueDim>
         : sizeof(MergeMemory<kValueDim>);
 
-extern __shared__ __align__(128) std::byte attend_memory[];
-
 // This warp's ring.
 __device__ __forceinline__ uint32_t WarpRing(uint32_t ring_bytes) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(attend_memory)) +
-         threadIdx.x / 32 * ring_bytes;
+  return threadIdx.x / 32 * ring_bytes;
 }
 
 // Merges the block's warps, in their order, into lanes [0, lanes) of `out`
@@ -321,7 +312,7 @@ __device__ __forceinline__ uint32_t WarpRing(uint32_t ring_bytes) {
 template <int kValueDim>
 __device__ __forceinline__ void StoreState(const WarpState<kValueDim>& state,
                                            const EstimateSums& sums, uint32_t lanes, float* out) {
-  auto* memory = reinterpret_cast<MergeMemory<kValueDim>*>(attend_memory);
+  auto* memory = reinterpret_cast<MergeMemory<kValueDim>*>(block_memory);
   const uint32_t warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   __syncthreads();  // every warp has done with its ring
   const float sum = SumOverT(state.sum);
@@ -414,28 +405,20 @@ __device__ void ReadPiece(const StepHeader& step, const UnitPlace& unit, uint32_
                         TileStates(step, unit, tile, kFloats) + uint64_t{piece} * kFloats);
 }
 
-// Tokens of a unit's plan.
+// A piece of the tokens that a unit has chosen.
 template <typename T, int kKeyDim, int kValueDim>
-__device__ void ChosenPiece(const StepHeader& step, const UnitPlace& unit, uint32_t tile,
-                            uint32_t piece) {
-  const RowRef& row = *unit.row;
-  const UnitResult& result = step.unit_results[unit.unit];
+__device__ void AttendChosen(const ChosenPiece& piece) {
   TokenSource source;
-  source.chosen = UnitChosen(step, unit);
-  source.segments = step.segments + row.segments_begin;
-  source.kv_head = unit.kv_head;
-  source.begin = piece * result.chosen_piece_tokens;
-  source.end = min(source.begin + result.chosen_piece_tokens, result.chosen_tokens);
+  source.chosen = piece.chosen;
+  source.segments = piece.segments;
+  source.kv_head = piece.kv_head;
+  source.begin = piece.begin;
+  source.end = piece.end;
   WarpState<kValueDim> state;
-  const uint64_t tile_number = uint64_t{unit.unit} * step.tiles_max + tile;
-  PageReader<T, kKeyDim, kValueDim> reader(
-      source, step.query_fragments + tile_number * TileFragmentWords(kKeyDim), ~0u,
-      WarpRing(kRingBytes<kKeyDim, kValueDim>));
+  PageReader<T, kKeyDim, kValueDim> reader(source, piece.fragments, ~0u,
+                                           WarpRing(kRingBytes<kKeyDim, kValueDim>));
   reader.Run(threadIdx.x / 32, &state);
-  constexpr uint32_t kFloats = StateFloats(kValueDim);
-  const uint64_t number = row.read_pieces + row.estimate_pieces + piece;
-  StoreState<kValueDim>(state, {}, LanesOf(step, unit, tile),
-                        TileStates(step, unit, tile, kFloats) + number * kFloats);
+  StoreState<kValueDim>(state, {}, piece.lanes, piece.state);
 }
 
 // e^x - 1 for x in [0, 8], to some 1e-6 of it.
@@ -446,163 +429,174 @@ __device__ __forceinline__ float Expm1(float x) {
 
 // What a tile's estimate is made from.
 struct EstimateSource {
-  const float* log_mass;  // of lane g: [slots]
-  const float* d2;        // the same
-  const uint8_t* fates;   // [slots]
-  float max;              // of lane g's weights
-  bool used;              // whether lane g is a query head
-  bool second_order;
-  bool all;               // every cluster, whatever became of it
+  uint32_t lane;   // of the group
+  uint32_t group;
+  float max;       // of lane g's weights
+  bool used;       // whether lane g is a query head
+  bool all;        // every cluster, whatever became of it
 };
 
-// What lane g needs of clusters 2t, 2t + 1 (half 0) and 2t + 8, 2t + 9 (half 1) of 16.
+// What lane g needs of clusters 4t .. 4t + 3 of 16: a product may take its tokens in any order, so
+// a thread's are neighbours.
 struct ClusterInputs {
-  float2 log_mass[2], d2[2], norm2[2], spread[2];
-  uchar2 fates[2];
+  float4 log_mass, d2, norm2, spread;
+  uint32_t fates;  // a byte each
 
-  __device__ __forceinline__ void Load(const EstimateSource& source, const IndexPlace& index,
-                                       uint32_t cluster, uint32_t slot) {
-    const uint32_t t = threadIdx.x % 4;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t at = slot + half * 8 + 2 * t;
-      log_mass[half] = make_float2(-INFINITY, -INFINITY);
-      d2[half] = norm2[half] = spread[half] = make_float2(0, 0);
-      fates[half] = *reinterpret_cast<const uchar2*>(source.fates + at);
-      if (!source.used) continue;
-      log_mass[half] = *reinterpret_cast<const float2*>(source.log_mass + at);
-      if (!source.second_order) continue;
-      d2[half] = *reinterpret_cast<const float2*>(source.d2 + at);
-      // Parts are 64-byte aligned, and so have room for an even number.
-      const uint32_t c = min(cluster + half * 8 + 2 * t, (index.segment->max_clusters - 1) / 2 * 2);
-      norm2[half] =
-          *reinterpret_cast<const float2*>(index.part<float>(index.segment->value_norm2) + c);
-      spread[half] = *reinterpret_cast<const float2*>(index.part<float>(index.segment->spread) + c);
-    }
+  // Clusters from `first` of the chunk on.
+  __device__ __forceinline__ void Load(const EstimateSource& source, const ChunkRef& chunk,
+                                       uint32_t first) {
+    const uint32_t at = first + 4 * (threadIdx.x % 4);
+    const float* scores = chunk.scores + uint64_t{source.lane} * chunk.slots + at;
+    fates = *reinterpret_cast<const uint32_t*>(chunk.fates + at);
+    log_mass = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+    d2 = norm2 = spread = make_float4(0, 0, 0, 0);
+    if (!source.used) return;
+    log_mass = *reinterpret_cast<const float4*>(scores);
+    if (chunk.second_order == 0) return;
+    d2 = *reinterpret_cast<const float4*>(scores + uint64_t{source.group} * chunk.slots);
+    // Parts are 64-byte aligned, and so have room for a multiple of four.
+    const uint32_t c = min(chunk.first + at, (chunk.max_clusters - 1) / 4 * 4);
+    norm2 = *reinterpret_cast<const float4*>(Part<float>(chunk, chunk.value_norm2) + c);
+    spread = *reinterpret_cast<const float4*>(Part<float>(chunk, chunk.spread) + c);
   }
 };
 
 // A warp's weights of 16 clusters, as the left side of a product; adds to the sums.
 template <typename T>
-__device__ __forceinline__ void EstimateWeights(const EstimateSource& source,
+__device__ __forceinline__ void EstimateWeights(const EstimateSource& source, bool second_order,
                                                 const ClusterInputs& in, float* sum,
                                                 EstimateSums* sums, uint32_t (&weights)[4]) {
-  const auto add = [&](float log_mass, uint8_t fate, float norm2, float spread, float d2) {
+  const auto add = [&](float log_mass, uint32_t fate, float norm2, float spread, float d2) {
     const float weight = Weight(log_mass, source.max);
-    if (weight == 0) return 0.0f;  // empty slots, too, whose other numbers may be anything
+    const bool cluster = weight != 0;  // of empty slots the other numbers may be anything
     const bool estimated = source.all || fate == kFateEstimated;
-    if (fate == kFateDropped && !source.all) sums->dropped += weight;
-    sums->moments += weight * norm2;
-    if (!estimated) return 0.0f;
-    const float error = weight * spread;
-    sums->errors += error * error * Expm1(fminf(d2, 8.0f));
-    *sum += weight;
-    return weight;
+    sums->dropped += estimated || fate == kFateExact ? 0.0f : weight;
+    if (second_order) {
+      const float error = weight * spread;
+      const float error2 = error * error * Expm1(fminf(d2, 8.0f));
+      sums->moments += cluster ? weight * norm2 : 0.0f;
+      sums->errors += cluster && estimated ? error2 : 0.0f;
+    }
+    return estimated ? weight : 0.0f;
   };
-  float p[2][2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    p[half][0] = add(in.log_mass[half].x, in.fates[half].x, in.norm2[half].x, in.spread[half].x,
-                     in.d2[half].x);
-    p[half][1] = add(in.log_mass[half].y, in.fates[half].y, in.norm2[half].y, in.spread[half].y,
-                     in.d2[half].y);
-  }
+  const float p[2][2] = {
+      {add(in.log_mass.x, in.fates & 0xFF, in.norm2.x, in.spread.x, in.d2.x),
+       add(in.log_mass.y, in.fates >> 8 & 0xFF, in.norm2.y, in.spread.y, in.d2.y)},
+      {add(in.log_mass.z, in.fates >> 16 & 0xFF, in.norm2.z, in.spread.z, in.d2.z),
+       add(in.log_mass.w, in.fates >> 24 & 0xFF, in.norm2.w, in.spread.w, in.d2.w)}};
+  *sum += (p[0][0] + p[0][1]) + (p[1][0] + p[1][1]);
   WeightFragment<T>(p, weights);
 }
 
 // Mean values that a warp's ring holds, 16 rows at a time.
-inline constexpr int kEstimateStages = 4;
+inline constexpr int kEstimateStages = 3;
 
-// Where a warp is in a piece's slots, 16 of each 64 its own. Segments start at whole chunks.
-class SlotCursor {
+// Chunks change places so that a thread's four neighbouring rows meet different banks than the
+// other threads'.
+template <int kRowBytes>
+__device__ __forceinline__ uint32_t MeanChunk(uint32_t row, uint32_t chunk) {
+  return row * kRowBytes + (chunk ^ (row / 4) * 2) * 16;
+}
+
+// The estimate over some chunks. Weights are known, so this is the values' half of attention.
+template <typename T, int kValueDim>
+class ChunkEstimator {
  public:
-  // segments: of the row; begin lies in segment `segment`.
-  __device__ SlotCursor(const SegmentRef* segments, uint32_t segment, uint32_t begin, uint32_t end)
-      : segments_(segments), slot_(begin + threadIdx.x / 32 * 16), end_(end), segment_(segment) {
-    Settle();
-  }
-  __device__ __forceinline__ bool done() const { return slot_ >= end_; }
-  __device__ __forceinline__ uint32_t slot() const { return slot_; }
-  __device__ __forceinline__ uint32_t segment() const { return segment_; }
-  __device__ __forceinline__ void Advance() {
-    slot_ += kAttendWarps * 16;
-    Settle();
+  static constexpr uint32_t kRowBytes = kValueDim * 2;
+  static constexpr uint32_t kStageBytes = kPageRows * kRowBytes;
+  static constexpr uint32_t kWarpBytes = kEstimateStages * kStageBytes + ChunkFeed::kSharedBytes;
+  static constexpr uint32_t kSteps = kSlotChunk / 16;  // of a chunk
+  static constexpr uint32_t kAhead = kEstimateStages - 1;
+
+  // ring: of this warp, in shared memory.
+  __device__ ChunkEstimator(const EstimateSource& source, uint32_t ring)
+      : source_(source), ring_(ring) {}
+
+  __device__ __forceinline__ void Run(ChunkFeed feed, WarpState<kValueDim>* state,
+                                      EstimateSums* sums) {
+    if (feed.done()) return;
+    ClusterInputs inputs, next;
+    inputs.Load(source_, feed.now(), 0);
+    uint32_t stage = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kAhead; ++i) Copy(feed.now(), i, i);
+    for (; !feed.done(); feed.Advance()) {
+      const ChunkRef& chunk = feed.now();
+      feed.FetchAhead();
+#pragma unroll
+      for (uint32_t i = 0; i < kSteps; ++i) {
+        // What is copied now is used kAhead steps later, what is loaded one.
+        const uint32_t to = (stage + kAhead) % kEstimateStages;
+        if (i + kAhead < kSteps) {
+          Copy(chunk, i + kAhead, to);
+        } else if (feed.has_next()) {
+          Copy(feed.next(), i + kAhead - kSteps, to);
+        } else {
+          CommitCopies();
+        }
+        if (i + 1 < kSteps) {
+          next.Load(source_, chunk, (i + 1) * 16);
+        } else if (feed.has_next()) {
+          next.Load(source_, feed.next(), 0);
+        }
+        uint32_t weights[4];
+        EstimateWeights<T>(source_, chunk.second_order != 0, inputs, &state->sum, sums, weights);
+        WaitCopies<kAhead>();
+        __syncwarp();
+        AddValues<T, kValueDim>(
+            weights,
+            [&](int row, uint32_t at) {
+              return ring_ + stage * kStageBytes +
+                     MeanChunk<kRowBytes>(threadIdx.x % 4 * 4 + row, at);
+            },
+            state->values);
+        __syncwarp();
+        inputs = next;
+        stage = (stage + 1) % kEstimateStages;
+      }
+    }
   }
 
  private:
-  __device__ __forceinline__ void Settle() {
-    while (!done() && slot_ >= segments_[segment_].first_slot + segments_[segment_].slots) {
-      ++segment_;
-    }
+  // Asks for the mean values of 16 clusters. Slots without a cluster stand for the last one: their
+  // weight is 0, but 0 times what nobody wrote may be NaN.
+  __device__ __forceinline__ void Copy(const ChunkRef& chunk, uint32_t step, uint32_t stage) const {
+    const std::byte* values = chunk.head + chunk.mean_values;
+    const uint32_t first = chunk.first + step * 16, last = max(chunk.clusters, 1u) - 1;
+    CopyRows<kRowBytes, MeanChunk<kRowBytes>>(
+        ring_ + stage * kStageBytes,
+        [&](uint32_t i) { return values + uint64_t{min(first + i, last)} * kRowBytes; });
+    CommitCopies();
   }
-  const SegmentRef* segments_;
-  uint32_t slot_;
-  uint32_t end_;
-  uint32_t segment_;
+
+  const EstimateSource& source_;
+  const uint32_t ring_;
 };
 
-// Piece `piece` of a tile's estimate. Weights are known, so this is the values' half of attention.
 template <typename T, int kValueDim>
 __device__ void EstimatePiece(const StepHeader& step, const UnitPlace& unit, uint32_t tile,
                               uint32_t piece, bool all) {
-  constexpr uint32_t kRowBytes = kValueDim * 2;
-  constexpr uint32_t kStageBytes = kPageRows * kRowBytes;
   const RowRef& row = *unit.row;
-  const uint32_t g = threadIdx.x % 32 / 4;
   const uint64_t tile_number = uint64_t{unit.unit} * step.tiles_max + tile;
-  const uint32_t lane = tile * kLanes + g;
+  const uint32_t g = threadIdx.x % 32 / 4;
   EstimateSource source;
-  source.log_mass = UnitScores(step, unit) + uint64_t{lane} * row.slots;
-  source.d2 = source.log_mass + uint64_t{step.group} * row.slots;
-  source.fates = UnitFates(step, unit);
+  source.lane = tile * kLanes + g;
+  source.group = step.group;
   source.max = step.lane_scales[tile_number * kLanes + g].max;
-  source.used = lane < step.group;
-  source.second_order = row.second_order != 0;
+  source.used = source.lane < step.group;
   source.all = all;
-
   WarpState<kValueDim> state;
   EstimateSums sums;
   state.max = source.max;
   const uint32_t begin = piece * row.estimate_piece_slots;
   const uint32_t end = min(begin + row.estimate_piece_slots, row.slots);
-  const uint32_t ring = WarpRing(kEstimateStages * kStageBytes);
-  SlotCursor ahead(step.segments + row.segments_begin, SegmentOfSlot(step, row, begin), begin, end);
-  SlotCursor now = ahead;
-  const auto copy = [&](uint32_t stage) {
-    if (!ahead.done()) {
-      const IndexPlace index(step, row, ahead.segment(), unit.kv_head);
-      const uint32_t c = min(ahead.slot() - index.segment->first_slot + threadIdx.x % 16,
-                             index.segment->max_clusters - 1);
-      CopyRows<kRowBytes, ValueChunk<kRowBytes>>(
-          index.head + index.segment->mean_values + uint64_t{c} * kRowBytes,
-          ring + stage * kStageBytes);
-      ahead.Advance();
-    }
-    CommitCopies();
-  };
-  const auto load = [&](const SlotCursor& at, ClusterInputs* inputs) {
-    if (at.done()) return;
-    const IndexPlace index(step, row, at.segment(), unit.kv_head);
-    inputs->Load(source, index, at.slot() - index.segment->first_slot, at.slot());
-  };
-#pragma unroll
-  for (uint32_t i = 0; i < kEstimateStages - 1; ++i) copy(i);
-  ClusterInputs inputs, next;
-  load(now, &inputs);
-  for (uint32_t stage = 0; !now.done(); stage = (stage + 1) % kEstimateStages) {
-    copy((stage + kEstimateStages - 1) % kEstimateStages);
-    SlotCursor following = now;
-    following.Advance();
-    load(following, &next);
-    uint32_t weights[4];
-    EstimateWeights<T>(source, inputs, &state.sum, &sums, weights);
-    WaitCopies<kEstimateStages - 1>();
-    __syncwarp();
-    AddValues<T, kValueDim>(weights, ring + stage * kStageBytes, state.values);
-    __syncwarp();
-    now = following;
-    inputs = next;
-  }
+  using Estimator = ChunkEstimator<T, kValueDim>;
+  const uint32_t ring = WarpRing(Estimator::kWarpBytes);
+  const ChunkFeed feed(
+      step.chunks + row.first_score_item + unit.in_row * (row.slots / kSlotChunk),
+      begin / kSlotChunk + threadIdx.x / 32, end / kSlotChunk, kAttendWarps,
+      ring + kEstimateStages * Estimator::kStageBytes);
+  Estimator(source, ring).Run(feed, &state, &sums);
   constexpr uint32_t kFloats = StateFloats(kValueDim);
   const uint64_t number = row.read_pieces + piece;
   StoreState<kValueDim>(state, sums, LanesOf(step, unit, tile),
@@ -611,8 +605,8 @@ __device__ void EstimatePiece(const StepHeader& step, const UnitPlace& unit, uin
 
 template <int kValueDim>
 inline constexpr uint32_t kEstimateSharedBytes =
-    kAttendWarps * kEstimateStages * kPageRows * kValueDim * 2 > sizeof(MergeMemory<kValueDim>)
-        ? kAttendWarps * kEstimateStages * kPageRows * kValueDim * 2
+    kAttendWarps * ChunkEstimator<__half, kValueDim>::kWarpBytes > sizeof(MergeMemory<kValueDim>)
+        ? kAttendWarps * ChunkEstimator<__half, kValueDim>::kWarpBytes
         : sizeof(MergeMemory<kValueDim>);
 
 }  // namespace attnd::gpu

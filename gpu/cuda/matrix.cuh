@@ -115,23 +115,15 @@ __device__ __forceinline__ float Exp2(float x) {
   return y;
 }
 
+__device__ __forceinline__ float Sqrt(float x) {
+  float y;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // exp2(x - max), and 0 where x is -infinity even if max is.
 __device__ __forceinline__ float Weight(float x, float max) {
   return x == -INFINITY ? 0.0f : Exp2(x - max);
-}
-
-// Bytes that are read once: past L1, so that they do not displace what is shared.
-__device__ __forceinline__ uint4 LoadStream16(const std::byte* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return v;
-}
-__device__ __forceinline__ uint2 LoadStream8(const std::byte* p) {
-  uint2 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-  return v;
 }
 
 // 16 bytes from memory to shared memory, without waiting; complete after WaitCopies.
@@ -144,14 +136,6 @@ __device__ __forceinline__ void CommitCopies() { asm volatile("cp.async.commit_g
 template <int kLeft>
 __device__ __forceinline__ void WaitCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
-}
-__device__ __forceinline__ uint4 LoadShared16(uint32_t from_shared) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(from_shared)
-               : "memory");
-  return v;
 }
 __device__ __forceinline__ const std::byte* ShuffleAddress(const std::byte* address, uint32_t lane) {
   return reinterpret_cast<const std::byte*>(

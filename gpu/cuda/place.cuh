@@ -14,7 +14,7 @@ namespace attnd::gpu {
 inline constexpr uint32_t kPageRows = 16;
 inline constexpr uint32_t kBlockRows = 64;  // of a tail block
 
-// Last i in [0, n) with first(i) <= item; first(0) is 0.
+// Last i in [0, n) with first(i) <= item; first(0) is 0. Each look is a wait for memory.
 template <typename First>
 __device__ __forceinline__ uint32_t LastNotAfter(uint32_t n, uint64_t item, First first) {
   uint32_t low = 0, high = n;
@@ -96,6 +96,12 @@ struct IndexPlace {
   }
 };
 
+// Whether the measure stage chooses for the row.
+__device__ __forceinline__ bool HasTolerance(const RowRef& row) {
+  return row.kind == UnitKind::kClusters && row.cut == CutKind::kErrorBudget &&
+         !isinf(row.tolerance);
+}
+
 // A unit's share of scratch.
 __device__ __forceinline__ uint64_t UnitScoreFloats(const StepHeader& step, const RowRef& row) {
   return uint64_t{row.slots} * ((row.second_order != 0 ? 2 : 1) * step.group + 1);
@@ -123,6 +129,11 @@ __device__ __forceinline__ float* TileStates(const StepHeader& step, const UnitP
 }
 __host__ __device__ constexpr uint32_t StateFloats(uint32_t value_dim) {
   return kLanes * (kStateHead + value_dim);
+}
+
+template <typename V>
+__device__ __forceinline__ const V* Part(const ChunkRef& chunk, uint32_t offset) {
+  return reinterpret_cast<const V*>(chunk.head + offset);
 }
 
 // Query fragments of one tile: the queries', then the squared queries', then kLanes factors of the

@@ -16,15 +16,22 @@ static_assert(kPrepareWarps == kLanes, "a warp loads a lane");
 
 // ---- kernels ----
 
-// Element `i` of the step's queries.
-__device__ __forceinline__ float QueryAt(const StepHeader& step, uint64_t i) {
-  switch (step.query_dtype) {
+// A thread's share of the query that starts at element `first`: every 32nd element.
+template <int kCount>
+__device__ __forceinline__ void LoadQuery(const StepHeader& step, uint64_t first,
+                                          float (&x)[kCount]) {
+  const uint64_t at = first + threadIdx.x % 32;
+  const auto load = [&](auto* queries, auto to_float) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[i] = to_float(queries[at + i * 32]);
+  };
+  switch (step.query_dtype) {  // of DType
     case 1:
-      return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(step.queries)[i]);
+      return load(reinterpret_cast<const __nv_bfloat16*>(step.queries), Element<__nv_bfloat16>::ToFloat);
     case 2:
-      return __half2float(reinterpret_cast<const __half*>(step.queries)[i]);
+      return load(reinterpret_cast<const __half*>(step.queries), Element<__half>::ToFloat);
     default:
-      return reinterpret_cast<const float*>(step.queries)[i];
+      return load(reinterpret_cast<const float*>(step.queries), [](float v) { return v; });
   }
 }
 
@@ -41,13 +48,11 @@ template <int kDim>
 __device__ __forceinline__ void LoadLane(const StepHeader& step, const LanePlace& place,
                                          uint32_t lane, TileQueries<kDim>* tile, float* factors) {
   const uint32_t thread = threadIdx.x % 32;
-  float x[kDim / 32];
+  float x[kDim / 32] = {};
+  if (place.used) LoadQuery(step, place.slot * kDim, x);
   float greatest = 0;
 #pragma unroll
-  for (uint32_t i = 0; i < kDim / 32; ++i) {
-    x[i] = place.used ? QueryAt(step, place.slot * kDim + i * 32 + thread) : 0.0f;
-    greatest = fmaxf(greatest, fabsf(x[i]));
-  }
+  for (uint32_t i = 0; i < kDim / 32; ++i) greatest = fmaxf(greatest, fabsf(x[i]));
   for (int offset = 16; offset > 0; offset /= 2) {
     greatest = fmaxf(greatest, __shfl_xor_sync(~0u, greatest, offset));
   }
@@ -105,14 +110,65 @@ __device__ __forceinline__ void CopyUpload(const StepHeader& step, uint32_t numb
   for (uint64_t i = threadIdx.x % 32; i < upload.bytes / 16; i += 32) to[i] = from[i];
 }
 
-// A block for each tile, then blocks of a warp for each upload.
+// One thread resolves one score item.
+__device__ __forceinline__ void ResolveChunk(const StepHeader& step, uint32_t item) {
+  const RowRef* row = step.row_refs + LastNotAfter(step.rows, item, [&](uint32_t i) {
+                        return step.row_refs[i].first_score_item;
+                      });
+  const uint32_t chunks = row->slots / kSlotChunk;
+  const uint32_t number = item - row->first_score_item;
+  const UnitPlace unit(step, row, number / chunks);
+  const uint32_t slot = number % chunks * kSlotChunk;
+  const uint32_t s = SegmentOfSlot(step, *row, slot);
+  const IndexPlace index(step, *row, s, unit.kv_head);
+  const SegmentRef& segment = *index.segment;
+  ChunkRef chunk = {};
+  chunk.head = index.head;
+  chunk.scores = UnitScores(step, unit) + slot;
+  chunk.fates = UnitFates(step, unit) + slot;
+  chunk.centroids = segment.centroids;
+  chunk.mean_values = segment.mean_values;
+  chunk.deviation_codes = segment.deviation_codes;
+  chunk.variance_unit = segment.variance_unit;
+  chunk.log_size = segment.log_size;
+  chunk.spread = segment.spread;
+  chunk.value_norm2 = segment.value_norm2;
+  chunk.starts = segment.starts;
+  chunk.segment = s;
+  chunk.first = slot - segment.first_slot;
+  chunk.clusters = index.clusters();
+  chunk.max_clusters = segment.max_clusters;
+  chunk.unit = unit.unit;
+  chunk.slots = row->slots;
+  chunk.second_order = row->second_order;
+  step.chunks[item] = chunk;
+}
+
+// Blocks of the prepare stage: one for each tile, then of a thread for each score item, then of a warp
+// for each upload.
+struct PrepareBlocks {
+  uint32_t tiles, chunks, uploads;
+  __host__ __device__ explicit PrepareBlocks(const StepHeader& step)
+      : tiles(step.tiles),
+        chunks((step.score_items + kPrepareWarps * 32 - 1) / (kPrepareWarps * 32)),
+        uploads((step.uploads + kPrepareWarps - 1) / kPrepareWarps) {}
+};
+
 template <typename T, int kDim>
 __global__ void __launch_bounds__(kPrepareWarps * 32)
     PrepareKernel(const __grid_constant__ StepHeader step) {
   __shared__ TileQueries<kDim> tile;
-  if (blockIdx.x == 0 && threadIdx.x < kCursors) step.cursors[threadIdx.x] = 0;
-  if (blockIdx.x < step.tiles) return PrepareTile<T, kDim>(step, blockIdx.x, &tile);
-  const uint32_t upload = (blockIdx.x - step.tiles) * kPrepareWarps + threadIdx.x / 32;
+  const PrepareBlocks blocks(step);
+  uint32_t block = blockIdx.x;
+  if (block == 0 && threadIdx.x < kCursors) step.cursors[threadIdx.x] = 0;
+  if (block < blocks.tiles) return PrepareTile<T, kDim>(step, block, &tile);
+  block -= blocks.tiles;
+  if (block < blocks.chunks) {
+    const uint32_t item = block * kPrepareWarps * 32 + threadIdx.x;
+    if (item < step.score_items) ResolveChunk(step, item);
+    return;
+  }
+  const uint32_t upload = (block - blocks.chunks) * kPrepareWarps + threadIdx.x / 32;
   if (upload < step.uploads) CopyUpload(step, upload);
 }
 

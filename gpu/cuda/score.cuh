@@ -6,7 +6,9 @@
 
 #include <cstdint>
 
+#include "gpu/cuda/chunk_feed.cuh"
 #include "gpu/cuda/matrix.cuh"
+#include "gpu/cuda/rows.cuh"
 #include "gpu/cuda/place.cuh"
 
 namespace attnd::gpu {
@@ -39,121 +41,129 @@ struct Totals {
   }
 };
 
-// Products of one warp's clusters with one tile: dot[n][c] for cluster 8 n + 2t + c, lane g.
-template <typename T, int kDim>
-struct ClusterProducts {
-  uint4 centroids[kWarpClusters / 8][kDim / 32];
-  uint2 codes[kWarpClusters / 8][kDim / 64];
+// kWarpClusters clusters in shared memory, in a warp's ring: centroids, codes, sizes and units.
+template <int kDim>
+struct ClusterStage {
+  static constexpr uint32_t kKeyBytes = kDim * 2;
+  static constexpr uint32_t kCodeBytes = kDim / 2;
+  static constexpr uint32_t kCodes = kWarpClusters * kKeyBytes;
+  static constexpr uint32_t kSizes = kCodes + kWarpClusters * kCodeBytes;
+  static constexpr uint32_t kUnits = kSizes + kWarpClusters * 4;
+  static constexpr uint32_t kBytes = kUnits + kWarpClusters * 4;
+};
 
-  // Clusters from `first` on. Those that the head does not have hold anything; nobody looks at what
-  // comes of them.
-  __device__ __forceinline__ void Load(const IndexPlace& index, uint32_t first, bool second_order) {
-    const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+// Asks for clusters from `first` of the chunk on. Those that the head does not have are what lies
+// there; nobody looks at what comes of them.
+template <int kDim>
+__device__ __forceinline__ void CopyClusters(const ChunkRef& chunk, uint32_t first, uint32_t to) {
+  using Stage = ClusterStage<kDim>;
+  const uint32_t thread = threadIdx.x % 32;
+  const uint32_t last = chunk.max_clusters - 1;
+  first += chunk.first;
+  const std::byte* keys = chunk.head + chunk.centroids;
+  CopyRows<Stage::kKeyBytes, KeyChunk<Stage::kKeyBytes>>(to, [&](uint32_t i) {
+    return keys + uint64_t{min(first + i, last)} * Stage::kKeyBytes;
+  });
+  if (chunk.second_order != 0) {
+    const std::byte* codes = chunk.head + chunk.deviation_codes;
+    CopyRows<Stage::kCodeBytes, PlainChunk<Stage::kCodeBytes>>(
+        to + Stage::kCodes,
+        [&](uint32_t i) { return codes + uint64_t{min(first + i, last)} * Stage::kCodeBytes; });
+  }
+  // Parts are 64-byte aligned, and so have room for a multiple of four.
+  if (thread < 8) {
+    const uint32_t c = min(first + thread % 4 * 4, last / 4 * 4);
+    const std::byte* part = chunk.head + (thread < 4 ? chunk.log_size : chunk.variance_unit);
+    CopyAsync16(SharedAddress(to + Stage::kSizes + thread * 16), part + c * 4);
+  }
+}
+
+// Products of a stage's clusters with a tile: sum[n][c] for cluster 8 n + 2t + c, lane g.
+template <typename T, int kDim>
+__device__ __forceinline__ void DotCentroids(uint32_t stage, const uint32_t* fragments,
+                                             float (&sum)[kWarpClusters / 8][4]) {
+  const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const uint4* q = reinterpret_cast<const uint4*>(fragments) + threadIdx.x % 32 * 2;
+#pragma unroll
+  for (int block = 0; block < kDim / 32; ++block) {
+    const uint4 q0 = q[block * 64], q1 = q[block * 64 + 1];
+    const uint32_t a0[4] = {q0.x, q0.y, q0.z, q0.w};
+    const uint32_t a1[4] = {q1.x, q1.y, q1.z, q1.w};
 #pragma unroll
     for (int n = 0; n < kWarpClusters / 8; ++n) {
-      const uint32_t cluster = min(first + n * 8 + g, index.segment->max_clusters - 1);
-      const std::byte* row =
-          index.head + index.segment->centroids + uint64_t{cluster} * (kDim * 2) + t * 16;
-#pragma unroll
-      for (int block = 0; block < kDim / 32; ++block) {
-        centroids[n][block] = LoadStream16(row + block * 64);
-      }
-      if (!second_order) continue;
-      const std::byte* code = index.head + index.segment->deviation_codes +
-                              uint64_t{cluster} * (kDim / 2) + t * (kDim / 8);
-#pragma unroll
-      for (int i = 0; i < kDim / 64; ++i) codes[n][i] = LoadStream8(code + i * 8);
+      const uint4 key = LoadShared16(stage + KeyChunk<kDim * 2>(n * 8 + g, block * 4 + t));
+      MultiplyAdd<T>(sum[n], a0, key.x, key.y);
+      MultiplyAdd<T>(sum[n], a1, key.z, key.w);
     }
   }
+}
 
-  __device__ __forceinline__ void Dot(const uint32_t* fragments,
-                                      float (&dot)[kWarpClusters / 8][4]) const {
-    const uint4* q = reinterpret_cast<const uint4*>(fragments) + threadIdx.x % 32 * 2;
+template <typename T, int kDim>
+__device__ __forceinline__ void SumVariances(uint32_t stage, const uint32_t* fragments,
+                                             float (&sum)[kWarpClusters / 8][4]) {
+  const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const uint4* q =
+      reinterpret_cast<const uint4*>(fragments + FragmentWords(kDim)) + threadIdx.x % 32;
 #pragma unroll
-    for (int block = 0; block < kDim / 32; ++block) {
-      const uint4 q0 = q[block * 64], q1 = q[block * 64 + 1];
-      const uint32_t a0[4] = {q0.x, q0.y, q0.z, q0.w};
-      const uint32_t a1[4] = {q1.x, q1.y, q1.z, q1.w};
+  for (int pair = 0; pair < kDim / 64; ++pair) {  // of code words
+    uint2 codes[kWarpClusters / 8];
 #pragma unroll
-      for (int n = 0; n < kWarpClusters / 8; ++n) {
-        MultiplyAdd<T>(dot[n], a0, centroids[n][block].x, centroids[n][block].y);
-        MultiplyAdd<T>(dot[n], a1, centroids[n][block].z, centroids[n][block].w);
-      }
+    for (int n = 0; n < kWarpClusters / 8; ++n) {
+      codes[n] = LoadShared8(stage + ClusterStage<kDim>::kCodes + (n * 8 + g) * (kDim / 2) +
+                             t * (kDim / 8) + pair * 8);
     }
-  }
-
-  __device__ __forceinline__ void Variance(const uint32_t* fragments,
-                                           float (&sum)[kWarpClusters / 8][4]) const {
-    const uint4* q =
-        reinterpret_cast<const uint4*>(fragments + FragmentWords(kDim)) + threadIdx.x % 32;
 #pragma unroll
-    for (int m = 0; m < kDim / 16; ++m) {
-      const uint4 q0 = q[m * 32];
+    for (int i = 0; i < 4; ++i) {
+      const uint4 q0 = q[(pair * 4 + i) * 32];
       const uint32_t a[4] = {q0.x, q0.y, q0.z, q0.w};
 #pragma unroll
       for (int n = 0; n < kWarpClusters / 8; ++n) {
-        const uint2 pair = codes[n][m / 4];
-        const uint32_t word = (m / 2 % 2 == 0 ? pair.x : pair.y) >> (m % 2 * 8);
+        const uint32_t word = (i < 2 ? codes[n].x : codes[n].y) >> i % 2 * 8;
         MultiplyAdd<T>(sum[n], a, CodeSquares<T>(word), CodeSquares<T>(word >> 4));
       }
     }
   }
-};
-
-// A unit's tile in shared memory: its fragments are read again for every cluster.
-template <int kDim>
-struct ScoreMemory {
-  Totals totals[2][kScoreWarps][kLanes];  // of the mass, of the optimistic mass
-  __align__(16) uint32_t fragments[TileFragmentWords(kDim)];
-};
+}
 
 // Where the scores of the tile's lane g go, and what they are made with.
 struct LaneScores {
-  float* log_mass;  // [slots]
-  float* d2;        // [slots]
+  float* log_mass;  // [kSlotChunk]
+  float* d2;        // [kSlotChunk]
   float logit_factor;
   float variance_factor;
   bool used;
   bool second_order;
 };
 
-// Scores kWarpClusters clusters from `first` on: writes log_mass and d2 from `slot` on, adds to
-// totals (of the mass, of the optimistic mass).
+// Scores a stage's clusters, from cluster `first` of the head on: writes log_mass and d2 from `slot`
+// of the chunk on, adds to totals (of the mass, of the optimistic mass).
 template <typename T, int kDim>
-__device__ __forceinline__ void ScoreClusters(const LaneScores& lane, const IndexPlace& index,
-                                              uint32_t slot, uint32_t first, uint32_t count,
+__device__ __forceinline__ void ScoreClusters(const LaneScores& lane, uint32_t stage, uint32_t slot,
+                                              uint32_t first, uint32_t count,
                                               const uint32_t* fragments, Totals (&totals)[2]) {
+  using Stage = ClusterStage<kDim>;
   constexpr int kColumns = kWarpClusters / 8;
   const uint32_t t = threadIdx.x % 4;
-  // Everything that comes from memory is asked for before anything waits.
-  ClusterProducts<T, kDim> products;
-  products.Load(index, first, lane.second_order);
-  float2 log_size[kColumns], unit[kColumns];
-#pragma unroll
-  for (int n = 0; n < kColumns; ++n) {
-    // Parts are 64-byte aligned, and so have room for an even number.
-    const uint32_t c = min(first + n * 8 + 2 * t, (index.segment->max_clusters - 1) / 2 * 2);
-    log_size[n] = *reinterpret_cast<const float2*>(index.part<float>(index.segment->log_size) + c);
-    unit[n] =
-        *reinterpret_cast<const float2*>(index.part<float>(index.segment->variance_unit) + c);
-  }
   float dot[kColumns][4] = {}, variance[kColumns][4] = {};
-  products.Dot(fragments, dot);
-  if (lane.second_order) products.Variance(fragments, variance);
+  DotCentroids<T, kDim>(stage, fragments, dot);
+  if (lane.second_order) SumVariances<T, kDim>(stage, fragments, variance);
 
   float mass[kColumns * 2], optimistic[kColumns * 2];
 #pragma unroll
   for (int n = 0; n < kColumns; ++n) {
     const uint32_t at = n * 8 + 2 * t;
     float d2[2] = {0, 0};
-    const float sizes[2] = {log_size[n].x, log_size[n].y}, units[2] = {unit[n].x, unit[n].y};
+    const uint2 size_bits = LoadShared8(stage + Stage::kSizes + at * 4);
+    const uint2 unit_bits = LoadShared8(stage + Stage::kUnits + at * 4);
+    const float sizes[2] = {__uint_as_float(size_bits.x), __uint_as_float(size_bits.y)};
+    const float units[2] = {__uint_as_float(unit_bits.x), __uint_as_float(unit_bits.y)};
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       float x = lane.logit_factor * (dot[n][c] + dot[n][c + 2]) + kLog2E * sizes[c];
       float best = -INFINITY;
       if (lane.second_order) {
         d2[c] = lane.variance_factor * (variance[n][c] + variance[n][c + 2]) * units[c];
-        best = x + 2 * kLog2E * sqrtf(d2[c]);
+        best = x + 2 * kLog2E * Sqrt(d2[c]);
         x += kLog2E / 2 * fminf(d2[c], kVarianceCap);
       }
       const bool cluster = first + at + c < count;
@@ -171,89 +181,79 @@ __device__ __forceinline__ void ScoreClusters(const LaneScores& lane, const Inde
   if (lane.second_order) totals[1].Add(optimistic);
 }
 
-// Writes the block's totals of one chunk and tile.
+// Stages of a warp's ring.
+inline constexpr uint32_t kScoreStages = 3;
 template <int kDim>
-__device__ __forceinline__ void StoreTotals(Totals (&totals)[2], ScoreMemory<kDim>* memory,
-                                            float* partials) {
-  const uint32_t warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  for (uint32_t kind = 0; kind < 2; ++kind) {
-    totals[kind].Join();
-    if (t == 0) memory->totals[kind][warp][g] = totals[kind];
-  }
-  __syncthreads();
-  if (threadIdx.x < 2 * kLanes) {
-    const uint32_t kind = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-    float max = -INFINITY, sum = 0;
-    for (uint32_t w = 0; w < kScoreWarps; ++w) max = fmaxf(max, memory->totals[kind][w][lane].max);
-    for (uint32_t w = 0; w < kScoreWarps; ++w) {
-      const Totals& part = memory->totals[kind][w][lane];
-      sum += part.sum * Weight(part.max, max);
-    }
-    *reinterpret_cast<float2*>(partials + (lane * 2 + kind) * 2) = make_float2(max, sum);
-  }
-  __syncthreads();
-}
+inline constexpr uint32_t kScoreWarpBytes =
+    kScoreStages * ClusterStage<kDim>::kBytes + ChunkFeed::kSharedBytes;
 
-// Items [begin, end) of those of one unit's tile that start at item `first_item`.
-template <typename T, int kDim>
-__device__ void ScoreChunks(const StepHeader& step, const UnitPlace& unit, uint32_t tile,
-                            uint32_t first_item, uint32_t begin, uint32_t end,
-                            ScoreMemory<kDim>* memory) {
-  const RowRef& row = *unit.row;
-  const uint32_t warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
-  const uint64_t tile_number = uint64_t{unit.unit} * step.tiles_max + tile;
-  const uint4* from = reinterpret_cast<const uint4*>(step.query_fragments +
-                                                     tile_number * TileFragmentWords(kDim));
-  for (uint32_t i = threadIdx.x; i < TileFragmentWords(kDim) / 4; i += kScoreWarps * 32) {
-    reinterpret_cast<uint4*>(memory->fragments)[i] = from[i];
-  }
-  __syncthreads();
-  const float* factors =
-      reinterpret_cast<const float*>(memory->fragments + 2 * FragmentWords(kDim));
+// What a tile's scores of a chunk are made with.
+template <int kDim>
+__device__ __forceinline__ LaneScores LaneOfChunk(const StepHeader& step, const ChunkRef& chunk,
+                                                  uint32_t tile, const uint32_t* fragments) {
+  const uint32_t g = threadIdx.x % 32 / 4;
+  const float* factors = reinterpret_cast<const float*>(fragments + 2 * FragmentWords(kDim));
   LaneScores lane;
-  lane.log_mass = UnitScores(step, unit) + (uint64_t{tile} * kLanes + g) * row.slots;
-  lane.d2 = lane.log_mass + uint64_t{step.group} * row.slots;
+  lane.log_mass = chunk.scores + (uint64_t{tile} * kLanes + g) * chunk.slots;
+  lane.d2 = lane.log_mass + uint64_t{step.group} * chunk.slots;
   lane.logit_factor = factors[g];
   lane.variance_factor = factors[kLanes + g];
   lane.used = tile * kLanes + g < step.group;
-  lane.second_order = row.second_order != 0;
+  lane.second_order = chunk.second_order != 0;
+  return lane;
+}
 
-  const SegmentRef* segments = step.segments + row.segments_begin;
-  uint32_t s = SegmentOfSlot(step, row, (begin - first_item) * kSlotChunk);
-  for (uint32_t item = begin; item < end; ++item) {
-    const uint32_t chunk = (item - first_item) * kSlotChunk;
-    while (chunk >= segments[s].first_slot + segments[s].slots) ++s;
-    const IndexPlace index(step, row, s, unit.kv_head);
-    const uint32_t count = index.clusters();
-    Totals totals[2] = {{-INFINITY, 0}, {-INFINITY, 0}};
-#pragma unroll 1
-    for (uint32_t i = warp * kWarpClusters; i < kSlotChunk; i += kScoreWarps * kWarpClusters) {
-      const uint32_t slot = chunk + i;
-      ScoreClusters<T, kDim>(lane, index, slot, slot - segments[s].first_slot, count,
-                             memory->fragments, totals);
+__device__ __forceinline__ void StoreTotals(Totals (&totals)[2], float* partials) {
+  const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (uint32_t kind = 0; kind < 2; ++kind) {
+    totals[kind].Join();
+    if (t == 0) {
+      *reinterpret_cast<float2*>(partials + (g * 2 + kind) * 2) =
+          make_float2(totals[kind].max, totals[kind].sum);
     }
-    StoreTotals<kDim>(totals, memory,
-                      step.score_partials +
-                          (uint64_t{item} * step.tiles_max + tile) * (kLanes * 4));
   }
 }
 
-// Score items [begin, end) of the step.
+// One warp scores the feed's chunks for one tile. Warps share nothing, so none waits.
+// memory: kScoreWarpBytes, less the feed's.
 template <typename T, int kDim>
-__device__ void ScoreItems(const StepHeader& step, uint32_t begin, uint32_t end,
-                           ScoreMemory<kDim>* memory) {
-  while (begin < end) {
-    const RowRef* row = step.row_refs + LastNotAfter(step.rows, begin, [&](uint32_t i) {
-                          return step.row_refs[i].first_score_item;
-                        });
-    const uint32_t chunks = row->slots / kSlotChunk;
-    const UnitPlace unit(step, row, (begin - row->first_score_item) / chunks);
-    const uint32_t first = row->first_score_item + unit.in_row * chunks;
-    const uint32_t last = min(end, first + chunks);
-    for (uint32_t tile = 0; tile < step.tiles_max; ++tile) {
-      ScoreChunks<T, kDim>(step, unit, tile, first, begin, last, memory);
+__device__ __forceinline__ void ScoreChunks(const StepHeader& step, ChunkFeed feed, uint32_t tile,
+                                            uint32_t ring) {
+  constexpr uint32_t kStageBytes = ClusterStage<kDim>::kBytes;
+  constexpr uint32_t kSteps = kSlotChunk / kWarpClusters, kAhead = kScoreStages - 1;
+  if (feed.done()) return;
+  uint32_t stage = 0;
+#pragma unroll
+  for (uint32_t i = 0; i < kAhead; ++i) {
+    CopyClusters<kDim>(feed.now(), i * kWarpClusters, ring + i * kStageBytes);
+    CommitCopies();
+  }
+  for (; !feed.done(); feed.Advance()) {
+    const ChunkRef& chunk = feed.now();
+    const uint64_t tile_number = uint64_t{chunk.unit} * step.tiles_max + tile;
+    const uint32_t* fragments = step.query_fragments + tile_number * TileFragmentWords(kDim);
+    const LaneScores lane = LaneOfChunk<kDim>(step, chunk, tile, fragments);
+    Totals totals[2] = {{-INFINITY, 0}, {-INFINITY, 0}};
+    feed.FetchAhead();
+#pragma unroll
+    for (uint32_t i = 0; i < kSteps; ++i) {
+      const uint32_t to = ring + (stage + kAhead) % kScoreStages * kStageBytes;
+      if (i + kAhead < kSteps) {
+        CopyClusters<kDim>(chunk, (i + kAhead) * kWarpClusters, to);
+      } else if (feed.has_next()) {
+        CopyClusters<kDim>(feed.next(), (i + kAhead - kSteps) * kWarpClusters, to);
+      }
+      CommitCopies();
+      WaitCopies<kAhead>();
+      __syncwarp();
+      ScoreClusters<T, kDim>(lane, ring + stage * kStageBytes, i * kWarpClusters,
+                             chunk.first + i * kWarpClusters, chunk.clusters, fragments, totals);
+      __syncwarp();
+      stage = (stage + 1) % kScoreStages;
     }
-    begin = last;
+    StoreTotals(totals, step.score_partials +
+                            (uint64_t{feed.item()} * step.tiles_max + tile) * (kLanes * 4));
   }
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The select and the measure stage: what of a unit's clusters is read exactly.
+// The select and the measure stage: what of a unit's clusters is read exactly. One block works on
+// one unit, as its cut needs all of the unit's scores.
 #include <cstdint>
 
 #include "gpu/cuda/attend.cuh"
@@ -14,26 +15,11 @@
 namespace attnd::gpu {
 namespace {
 
-constexpr uint32_t kGroupLanes = 32;        // room for a group's heads
-constexpr uint32_t kSharedSlots = 16384;    // keys of so many slots fit shared memory
-constexpr double kShareRounding = 1e-9;     // 0.07 * 100 is a little above 7
-constexpr float kErrorMax = 1e14f;          // of a cluster; a sum of squares over all stays a float
-
-// Segments whose places are kept in shared memory; those beyond are looked up each time.
-constexpr uint32_t kTableSegments = 256;
-
-// What selection needs of a segment, for the unit's KV head.
-struct SegmentPlace {
-  const uint32_t* starts;
-  const float* spread;
-  uint32_t first_slot;
-  uint32_t end_slot;
-  uint32_t clusters;
-};
-
+constexpr uint32_t kGroupLanes = 32;     // room for a group's heads; a warp each
+constexpr double kShareRounding = 1e-9;  // 0.07 * 100 is a little above 7
+constexpr float kErrorMax = 1e14f;       // of a cluster; a sum of squares over all stays a float
 struct UnitMemory {
   SelectMemory select;
-  SegmentPlace segments[kTableSegments];
   float max[2][kGroupLanes];  // of the mass, of the optimistic mass
   float sum[2][kGroupLanes];
   float unit[kGroupLanes];    // error of a weight of 1 and a spread of 1, relative to the output
@@ -46,11 +32,17 @@ __device__ __forceinline__ uint32_t ShareOf(double share, uint32_t n) {
   return static_cast<uint32_t>(fmin(fmax(count, 0.0), static_cast<double>(n)));
 }
 
-// One block's work on one unit.
+// Eight floats of a lane's scores.
+__device__ __forceinline__ void LoadGroup(const float* from, float (&to)[kGroupSlots]) {
+  const float4 low = *reinterpret_cast<const float4*>(from);
+  const float4 high = *reinterpret_cast<const float4*>(from + 4);
+  to[0] = low.x, to[1] = low.y, to[2] = low.z, to[3] = low.w;
+  to[4] = high.x, to[5] = high.y, to[6] = high.z, to[7] = high.w;
+}
+
 class UnitSelector {
  public:
-  __device__ UnitSelector(const StepHeader& step, const UnitPlace& unit, UnitMemory* memory,
-                          uint32_t* shared_keys)
+  __device__ UnitSelector(const StepHeader& step, const UnitPlace& unit, UnitMemory* memory)
       : step_(step),
         unit_(unit),
         row_(*unit.row),
@@ -58,22 +50,20 @@ class UnitSelector {
         sums_(&memory->select),
         scores_(UnitScores(step, unit)),
         d2_(scores_ + uint64_t{step.group} * row_.slots),
-        fates_(UnitFates(step, unit)) {
-    uint32_t* own = reinterpret_cast<uint32_t*>(scores_ + UnitScoreFloats(step, row_) - row_.slots);
-    keys_ = row_.slots <= kSharedSlots ? shared_keys : own;
-  }
-
-  // Fills the table of segments, and the scales of the weights from the score items' totals.
-  __device__ void Start() {
+        fates_(UnitFates(step, unit)),
+        keys_(reinterpret_cast<uint32_t*>(scores_ + UnitScoreFloats(step, row_) - row_.slots),
+              row_.slots) {
+    const uint32_t chunks = row_.slots / kSlotChunk;
+    chunks_ = step.chunks + row_.first_score_item + unit.in_row * chunks;
     uint32_t clusters = 0;
-    for (uint32_t s = threadIdx.x; s < row_.segment_count; s += kSelectThreads) {
-      const SegmentPlace place = Lookup(s);
-      clusters += place.clusters;
-      if (s < kTableSegments) memory_->segments[s] = place;
+    for (uint32_t i = threadIdx.x; i < chunks; i += kSelectThreads) {
+      const uint32_t first = chunks_[i].first, all = chunks_[i].clusters;
+      clusters += min(max(all, first) - first, kSlotChunk);
     }
     clusters_ = sums_.Count(clusters);
   }
 
+  // The scales of weights: from the score items' totals, or from what select left.
   __device__ void ReduceTotals();
   __device__ void StoreScales() const;
   __device__ void LoadScales();
@@ -87,7 +77,7 @@ class UnitSelector {
   __device__ RankCut CutByShare(double share, double more = 0) {
     const uint32_t count =
         min(clusters_, ShareOf(share, clusters_) + (more > 0 ? ShareOf(more, clusters_) : 0));
-    return CutByCount(RankedKeys(keys_, row_.slots), count, &sums_, &memory_->select);
+    return CutByCount(keys_, count, &sums_, &memory_->select);
   }
   __device__ RankCut CutByMass(double p) {
     if (p >= 1) return kTakeAll;
@@ -95,8 +85,7 @@ class UnitSelector {
       return __float2ull_rn(ScoreOf(key) * static_cast<float>(kOne));
     };
     const auto limit = static_cast<Weight64>(ceil(p * static_cast<double>(kOne)));
-    return CutByWeight<true>(RankedKeys(keys_, row_.slots), limit, weight, &sums_,
-                             &memory_->select);
+    return CutByWeight<true>(keys_, limit, weight, &sums_, &memory_->select);
   }
   // Above it lies what must be read for the rest's squared errors to stay within tolerance^2.
   __device__ RankCut CutByError(double tolerance) {
@@ -104,55 +93,44 @@ class UnitSelector {
     const auto weight = [per_budget](uint32_t key) {
       return __float2ull_rn(fminf(ScoreOf(key) * per_budget, 2.0f) * static_cast<float>(kOne));
     };
-    return CutByWeight<false>(RankedKeys(keys_, row_.slots), kOne, weight, &sums_,
-                             &memory_->select);
+    return CutByWeight<false>(keys_, kOne, weight, &sums_, &memory_->select);
   }
 
   // Marks the floor, before errors are known.
   __device__ void MarkFloor(RankCut floor);
-  // Fates from the cuts, the exact clusters' tokens in order, and the finish stage's items.
+  // Fates from the cuts, the exact clusters' tokens in order, and their pieces.
   // keep: clusters that are exact already stay so.
   __device__ void Assign(RankCut exact, RankCut kept, bool keep);
-  // Fills memory_->unit from the zones' states and the estimate of all clusters; a warp a lane.
-  __device__ void MeasureOutputs(uint32_t value_dim);
+  // Fills memory_->unit from the zones' states and the estimate of all clusters.
+  template <int kValueDim>
+  __device__ void MeasureOutputs();
 
  private:
-  // The slots of one thread: neighbours, so that one scan over threads is a scan over slots.
-  struct Share {
-    uint32_t begin, end;
-    __device__ explicit Share(uint32_t slots) {
-      const uint32_t each = (slots + kSelectThreads - 1) / kSelectThreads;
-      begin = min(threadIdx.x * each, slots);
-      end = min(begin + each, slots);
-    }
+  // Token counts of a unit, over all passes.
+  struct Totals {
+    Weight64 exact = 0;
+    Weight64 rest = 0;  // estimated (low half) and dropped (high half)
   };
-
-  __device__ __forceinline__ SegmentPlace Lookup(uint32_t s) const {
-    const IndexPlace index(step_, row_, s, unit_.kv_head);
-    const SegmentRef& segment = *index.segment;
-    return {index.part<uint32_t>(segment.starts), index.part<float>(segment.spread),
-            segment.first_slot, segment.first_slot + segment.slots, index.clusters()};
-  }
-  __device__ __forceinline__ SegmentPlace Segment(uint32_t s) const {
-    return s < kTableSegments ? memory_->segments[s] : Lookup(s);
-  }
-  __device__ __forceinline__ uint32_t SegmentOf(uint32_t slot) const {
-    return LastNotAfter(row_.segment_count, slot, [&](uint32_t s) { return Segment(s).first_slot; });
-  }
 
   // Whether a key is above the cut; *ties: keys equal to it that came before.
   static __device__ __forceinline__ bool Above(uint32_t key, RankCut cut, uint32_t* ties) {
     return key > cut.key || (key == cut.key && (*ties)++ < cut.ties);
   }
-  // Of the slots before the thread's: how many equal the first cut (low half), the second (high).
-  __device__ Weight64 TiesBefore(const Share& own, RankCut first, RankCut second) {
+  // Of the slots before the group: how many equal the first cut (low half), the second (high).
+  // *before: of passes before this one; brought up to date.
+  __device__ Weight64 TiesBefore(const uint32_t (&keys)[kGroupSlots], RankCut first, RankCut second,
+                                 Weight64* before) {
     Weight64 ties = 0, total;
-    for (uint32_t slot = own.begin; slot < own.end; ++slot) {
-      ties += (keys_[slot] == first.key ? 1ull : 0) + (keys_[slot] == second.key ? 1ull << 32 : 0);
+#pragma unroll
+    for (uint32_t i = 0; i < kGroupSlots; ++i) {
+      ties += (keys[i] == first.key ? 1ull : 0) + (keys[i] == second.key ? 1ull << 32 : 0);
     }
-    return sums_.Scan(ties, &total);
+    const Weight64 own = *before + sums_.Scan(ties, &total);
+    *before += total;
+    return own;
   }
-  __device__ void ListTokens(const Share& own, uint32_t next) const;
+  __device__ void AssignGroup(uint32_t first, const uint32_t (&keys)[kGroupSlots], RankCut exact,
+                              RankCut kept, bool keep, Weight64 ties, Totals* totals);
   __device__ void QueuePieces(const UnitResult& result);
 
   const StepHeader& step_;
@@ -163,11 +141,11 @@ class UnitSelector {
   float* const scores_;  // [group][slots] log masses
   float* const d2_;      // [group][slots]
   uint8_t* const fates_;
-  uint32_t* keys_;
+  RankedKeys keys_;
+  const ChunkRef* chunks_;
   uint32_t clusters_ = 0;
 };
 
-// A warp for each lane.
 __device__ void UnitSelector::ReduceTotals() {
   const uint32_t lane = threadIdx.x / 32, thread = threadIdx.x % 32;
   const uint32_t chunks = row_.slots / kSlotChunk;
@@ -177,6 +155,7 @@ __device__ void UnitSelector::ReduceTotals() {
                           lane * 4;
   if (lane < step_.group) {
     float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
+#pragma unroll 4
     for (uint32_t i = thread; i < chunks; i += 32) {
       const float4 part = *reinterpret_cast<const float4*>(partials + i * stride);
       const float part_max[2] = {part.x, part.z}, part_sum[2] = {part.y, part.w};
@@ -226,237 +205,284 @@ __device__ void UnitSelector::LoadScales() {
 template <bool kOptimistic>
 __device__ void UnitSelector::RankByMass() {
   constexpr uint32_t kKind = kOptimistic ? 1 : 0;
-  constexpr uint32_t kAtOnce = 4;  // slots of a thread, so that their loads are under way together
-  for (uint32_t first = 0; first < row_.slots; first += kAtOnce * kSelectThreads) {
-    float score[kAtOnce] = {};
-    bool cluster[kAtOnce] = {};
-#pragma unroll 2
+  for (uint32_t first = threadIdx.x * kGroupSlots; first < row_.slots; first += kPassSlots) {
+    float score[kGroupSlots] = {};
+    uint32_t keys[kGroupSlots];
+    bool cluster[kGroupSlots] = {};
+#pragma unroll 4
     for (uint32_t lane = 0; lane < step_.group; ++lane) {
       const float max = memory_->max[kKind][lane];
       const float share = 1 / (memory_->sum[kKind][lane] * step_.group);
-      float x[kAtOnce], d2[kAtOnce];
+      float x[kGroupSlots], d2[kGroupSlots] = {};
+      LoadGroup(scores_ + uint64_t{lane} * row_.slots + first, x);
+      if constexpr (kOptimistic) LoadGroup(d2_ + uint64_t{lane} * row_.slots + first, d2);
 #pragma unroll
-      for (uint32_t i = 0; i < kAtOnce; ++i) {
-        const uint32_t slot = first + i * kSelectThreads + threadIdx.x;
-        const uint64_t at = uint64_t{lane} * row_.slots + slot;
-        x[i] = slot < row_.slots ? scores_[at] : -INFINITY;
-        d2[i] = kOptimistic && slot < row_.slots ? d2_[at] : 0.0f;
-      }
-#pragma unroll
-      for (uint32_t i = 0; i < kAtOnce; ++i) {
+      for (uint32_t i = 0; i < kGroupSlots; ++i) {
         cluster[i] |= x[i] != -INFINITY;
-        if (kOptimistic) x[i] += kLog2E * (2 * sqrtf(d2[i]) - fminf(d2[i], kVarianceCap) / 2);
+        if (kOptimistic) {
+          x[i] += 2 * kLog2E * Sqrt(d2[i]) - kLog2E / 2 * fminf(d2[i], kVarianceCap);
+        }
         score[i] += Weight(x[i], max) * share;
       }
     }
 #pragma unroll
-    for (uint32_t i = 0; i < kAtOnce; ++i) {
-      const uint32_t slot = first + i * kSelectThreads + threadIdx.x;
-      if (slot < row_.slots) keys_[slot] = cluster[i] ? KeyOf(score[i]) : 0;
-    }
+    for (uint32_t i = 0; i < kGroupSlots; ++i) keys[i] = cluster[i] ? KeyOf(score[i]) : 0;
+    keys_.Store(first, keys);
   }
-  __syncthreads();
 }
 
 __device__ void UnitSelector::RankByError() {
-  for (uint32_t slot = threadIdx.x; slot < row_.slots; slot += kSelectThreads) {
-    const SegmentPlace segment = Segment(SegmentOf(slot));
-    const uint32_t cluster = slot - segment.first_slot;
-    if (cluster >= segment.clusters) {
-      keys_[slot] = 0;
-      continue;
+  for (uint32_t first = threadIdx.x * kGroupSlots; first < row_.slots; first += kPassSlots) {
+    const ChunkRef& chunk = chunks_[first / kSlotChunk];
+    const uint32_t cluster = chunk.first + first % kSlotChunk;
+    float score[kGroupSlots] = {}, spread[kGroupSlots] = {};
+    uint32_t keys[kGroupSlots];
+#pragma unroll
+    for (uint32_t i = 0; i < kGroupSlots; ++i) {
+      if (cluster + i < chunk.clusters) spread[i] = Part<float>(chunk, chunk.spread)[cluster + i];
     }
-    const float spread = segment.spread[cluster];
-    float score = 0;
-#pragma unroll 4
+#pragma unroll 2
     for (uint32_t lane = 0; lane < step_.group; ++lane) {
-      const uint64_t at = uint64_t{lane} * row_.slots + slot;
-      const float weight = Weight(scores_[at], memory_->max[0][lane]);
-      const float error = fminf(weight * memory_->unit[lane] * spread, kErrorMax);
-      score += error * error * Expm1(fminf(d2_[at], kVarianceCap));
+      const float max = memory_->max[0][lane], unit = memory_->unit[lane];
+      float x[kGroupSlots], d2[kGroupSlots];
+      LoadGroup(scores_ + uint64_t{lane} * row_.slots + first, x);
+      LoadGroup(d2_ + uint64_t{lane} * row_.slots + first, d2);
+#pragma unroll
+      for (uint32_t i = 0; i < kGroupSlots; ++i) {
+        const float error = fminf(Weight(x[i], max) * unit * spread[i], kErrorMax);
+        score[i] += error * error * Expm1(fminf(d2[i], kVarianceCap));
+      }
     }
-    keys_[slot] = KeyOf(score / step_.group);
+#pragma unroll
+    for (uint32_t i = 0; i < kGroupSlots; ++i) {
+      keys[i] = cluster + i < chunk.clusters ? KeyOf(score[i] / step_.group) : 0;
+    }
+    keys_.Store(first, keys);
   }
-  __syncthreads();
 }
 
 __device__ void UnitSelector::MarkFloor(RankCut floor) {
-  const Share own(row_.slots);
-  uint32_t ties = static_cast<uint32_t>(TiesBefore(own, floor, kTakeNone));
-  for (uint32_t slot = own.begin; slot < own.end; ++slot) {
-    fates_[slot] = Above(keys_[slot], floor, &ties) ? kFateExact : kFateEstimated;
+  Weight64 before = 0;
+  for (uint32_t pass = 0; pass < row_.slots; pass += kPassSlots) {
+    const uint32_t first = pass + threadIdx.x * kGroupSlots;
+    uint32_t keys[kGroupSlots] = {};
+    if (first < row_.slots) keys_.Load(first, keys);
+    auto ties = static_cast<uint32_t>(TiesBefore(keys, floor, kTakeNone, &before));
+    if (first >= row_.slots) continue;
+#pragma unroll
+    for (uint32_t i = 0; i < kGroupSlots; ++i) {
+      fates_[first + i] = Above(keys[i], floor, &ties) ? kFateExact : kFateEstimated;
+    }
   }
 }
 
 __device__ void UnitSelector::Assign(RankCut exact, RankCut kept, bool keep) {
-  const Share own(row_.slots);
-  const Weight64 before = TiesBefore(own, exact, kept);
-  uint32_t exact_ties = static_cast<uint32_t>(before);
-  uint32_t kept_ties = static_cast<uint32_t>(before >> 32);
-  Weight64 tokens = 0, rest = 0;  // exact; estimated (low half) and dropped (high)
-  SegmentPlace segment = {};
-  for (uint32_t slot = own.begin; slot < own.end; ++slot) {
-    if (slot >= segment.end_slot) segment = Segment(SegmentOf(slot));
-    const uint32_t key = keys_[slot];
-    uint8_t fate = kFateDropped;
-    if (key != 0) {
-      const uint32_t cluster = slot - segment.first_slot;
-      const uint32_t size = segment.starts[cluster + 1] - segment.starts[cluster];
-      const bool above = Above(key, exact, &exact_ties);
-      const bool within = Above(key, kept, &kept_ties);
-      if (above || (keep && fates_[slot] == kFateExact)) {
-        fate = kFateExact;
-        tokens += size;
-      } else {
-        fate = within ? kFateEstimated : kFateDropped;
-        rest += within ? size : static_cast<Weight64>(size) << 32;
-      }
-    }
-    fates_[slot] = fate;
+  Weight64 before = 0;
+  Totals totals;
+  for (uint32_t pass = 0; pass < row_.slots; pass += kPassSlots) {
+    const uint32_t first = pass + threadIdx.x * kGroupSlots;
+    uint32_t keys[kGroupSlots] = {};
+    if (first < row_.slots) keys_.Load(first, keys);
+    const Weight64 ties = TiesBefore(keys, exact, kept, &before);
+    AssignGroup(first, keys, exact, kept, keep, ties, &totals);
   }
-  Weight64 total;
-  const auto next = static_cast<uint32_t>(sums_.Scan(tokens, &total));
-  rest = sums_.Sum(rest);
-  if (tokens > 0) ListTokens(own, next);
-
   UnitResult result;
   result.clusters = clusters_;
-  result.chosen_tokens = static_cast<uint32_t>(total);
+  result.chosen_tokens = static_cast<uint32_t>(totals.exact);
   const uint32_t even = (result.chosen_tokens + kChosenPiecesMax - 1) / kChosenPiecesMax;
   result.chosen_piece_tokens =
       max(kChosenPieceTokens, (even + kPageRows - 1) / kPageRows * kPageRows);
   result.chosen_pieces =
       (result.chosen_tokens + result.chosen_piece_tokens - 1) / result.chosen_piece_tokens;
-  result.estimated_tokens = rest & 0xFFFFFFFFu;
-  result.dropped_tokens = rest >> 32;
+  result.estimated_tokens = totals.rest & 0xFFFFFFFFu;
+  result.dropped_tokens = totals.rest >> 32;
   if (threadIdx.x == 0) step_.unit_results[unit_.unit] = result;
   QueuePieces(result);
 }
 
-// The tokens of the thread's exact clusters, from place `next` of the unit's list on.
-__device__ void UnitSelector::ListTokens(const Share& own, uint32_t next) const {
-  uint32_t* chosen = UnitChosen(step_, unit_);
-  SegmentPlace segment = {};
-  uint32_t s = 0;
-  for (uint32_t slot = own.begin; slot < own.end; ++slot) {
-    if (fates_[slot] != kFateExact) continue;
-    if (slot >= segment.end_slot) segment = Segment(s = SegmentOf(slot));
-    const uint32_t cluster = slot - segment.first_slot;
-    const uint32_t end = segment.starts[cluster + 1];
-    for (uint32_t token = segment.starts[cluster]; token < end; ++token) {
-      chosen[next++] = s << 16 | token;
+// One group's fates and tokens; slots from `first` on, or none. Every thread calls it.
+__device__ void UnitSelector::AssignGroup(uint32_t first, const uint32_t (&keys)[kGroupSlots],
+                                          RankCut exact, RankCut kept, bool keep, Weight64 ties,
+                                          Totals* totals) {
+  const bool used = first < row_.slots;
+  const ChunkRef& chunk = chunks_[used ? first / kSlotChunk : 0];
+  const uint32_t cluster = chunk.first + first % kSlotChunk;
+  uint32_t starts[kGroupSlots + 1] = {};
+  if (used && cluster < chunk.clusters) {
+    const uint32_t* all = Part<uint32_t>(chunk, chunk.starts);
+#pragma unroll
+    for (uint32_t i = 0; i <= kGroupSlots; ++i) starts[i] = all[min(cluster + i, chunk.clusters)];
+  }
+  uint2 old = make_uint2(0, 0), fates = old;
+  if (used && keep) old = *reinterpret_cast<const uint2*>(fates_ + first);
+
+  uint32_t exact_ties = static_cast<uint32_t>(ties), kept_ties = static_cast<uint32_t>(ties >> 32);
+  Weight64 tokens = 0, rest = 0;
+  uint32_t chosen = 0;  // a bit for each exact cluster
+#pragma unroll
+  for (uint32_t i = 0; i < kGroupSlots; ++i) {
+    const uint32_t size = starts[i + 1] - starts[i];
+    uint32_t& fates_word = i < 4 ? fates.x : fates.y;
+    const uint32_t old_fate = (i < 4 ? old.x : old.y) >> i % 4 * 8 & 0xFF;
+    const bool above = Above(keys[i], exact, &exact_ties);
+    const bool within = Above(keys[i], kept, &kept_ties);
+    uint32_t fate = kFateDropped;
+    if (keys[i] != 0 && (above || (keep && old_fate == kFateExact))) {
+      fate = kFateExact;
+      chosen |= 1u << i;
+      tokens += size;
+    } else if (keys[i] != 0) {
+      fate = within ? kFateEstimated : kFateDropped;
+      rest += within ? size : static_cast<Weight64>(size) << 32;
+    }
+    fates_word |= fate << i % 4 * 8;
+  }
+  if (used) *reinterpret_cast<uint2*>(fates_ + first) = fates;
+
+  Weight64 total;
+  uint32_t next = static_cast<uint32_t>(totals->exact + sums_.Scan(tokens, &total));
+  totals->exact += total;
+  sums_.Scan(rest, &total);
+  totals->rest += total;
+  uint32_t* list = UnitChosen(step_, unit_);
+#pragma unroll
+  for (uint32_t i = 0; i < kGroupSlots; ++i) {
+    if ((chosen >> i & 1) == 0) continue;
+    for (uint32_t token = starts[i]; token < starts[i + 1]; ++token) {
+      list[next++] = chunk.segment << 16 | token;
     }
   }
 }
 
 __device__ void UnitSelector::QueuePieces(const UnitResult& result) {
-  const uint32_t of_tile = result.chosen_pieces + row_.estimate_pieces;
-  const uint32_t count = of_tile * step_.tiles_max;
-  if (threadIdx.x == 0) memory_->first_item = atomicAdd(&step_.cursors[kQueuedPieces], count);
+  const uint32_t count = result.chosen_pieces * step_.tiles_max;
+  if (threadIdx.x == 0) {
+    memory_->first_item = atomicAdd(&step_.cursors[kQueuedPieces], count);
+  }
   __syncthreads();
+  const uint32_t floats = kLanes * (kStateHead + step_.value_dim);
   for (uint32_t i = threadIdx.x; i < count; i += kSelectThreads) {
-    FinishItem item;
-    item.unit = unit_.unit;
-    item.tile = i / of_tile;
-    item.piece = i % of_tile;
-    item.estimate = item.piece >= result.chosen_pieces ? 1 : 0;
-    if (item.estimate != 0) item.piece -= result.chosen_pieces;
-    step_.finish_items[memory_->first_item + i] = item;
+    const uint32_t tile = i / result.chosen_pieces, number = i % result.chosen_pieces;
+    const uint64_t state = row_.read_pieces + row_.estimate_pieces + number;
+    const uint64_t tile_number = uint64_t{unit_.unit} * step_.tiles_max + tile;
+    ChosenPiece piece = {};
+    piece.chosen = UnitChosen(step_, unit_);
+    piece.segments = step_.segments + row_.segments_begin;
+    piece.fragments = step_.query_fragments + tile_number * TileFragmentWords(step_.head_dim);
+    piece.state = TileStates(step_, unit_, tile, floats) + state * floats;
+    piece.begin = number * result.chosen_piece_tokens;
+    piece.end = min(piece.begin + result.chosen_piece_tokens, result.chosen_tokens);
+    piece.kv_head = unit_.kv_head;
+    piece.lanes = LanesOf(step_, unit_, tile);
+    step_.chosen_pieces[memory_->first_item + i] = piece;
   }
 }
 
-__device__ void UnitSelector::MeasureOutputs(uint32_t value_dim) {
+// A warp for each lane: a thread has the heads of some states, and some channels of all.
+template <int kValueDim>
+__device__ void UnitSelector::MeasureOutputs() {
+  constexpr uint32_t kFloats = StateFloats(kValueDim);
+  constexpr uint32_t kChannels = kValueDim / 32;  // of a thread
   const uint32_t lane = threadIdx.x / 32, thread = threadIdx.x % 32;
   if (lane < step_.group) {
-    const uint32_t floats = StateFloats(value_dim);
-    const float* states = TileStates(step_, unit_, lane / kLanes, floats) +
-                          lane % kLanes * (kStateHead + value_dim);
+    const float* states = TileStates(step_, unit_, lane / kLanes, kFloats) +
+                          lane % kLanes * (kStateHead + kValueDim);
     const uint32_t zones = row_.read_pieces, end = zones + row_.estimate_pieces;
+    const auto state = [&](uint32_t i) { return states + uint64_t{i} * kFloats; };
     float max = memory_->max[0][lane];
-    for (uint32_t i = 0; i < zones; ++i) {
-      const float* state = states + uint64_t{i} * floats;
-      if (state[1] > 0) max = fmaxf(max, state[0]);
+    for (uint32_t i = thread; i < zones; i += 32) {
+      if (state(i)[1] > 0) max = fmaxf(max, state(i)[0]);
     }
-    float zone_sum = 0, sum = 0, moments = 0;
-    for (uint32_t i = 0; i < end; ++i) {
-      const float* state = states + uint64_t{i} * floats;
-      const float factor = state[1] > 0 ? Exp2(state[0] - max) : 0.0f;
-      sum += factor * state[1];
-      if (i < zones) zone_sum += factor * state[1];
-      if (i >= zones) moments += factor * state[3];
+    for (int offset = 16; offset > 0; offset /= 2) {
+      max = fmaxf(max, __shfl_xor_sync(~0u, max, offset));
+    }
+    float zone_sum = 0, cluster_sum = 0, moments = 0;
+    float zone[kChannels] = {}, clusters[kChannels] = {};
+    for (uint32_t first = 0; first < end; first += 32) {
+      float factor = 0;
+      if (first + thread < end) {
+        const float4 head = *reinterpret_cast<const float4*>(state(first + thread));
+        factor = head.y > 0 ? Exp2(head.x - max) : 0.0f;
+        (first + thread < zones ? zone_sum : cluster_sum) += factor * head.y;
+        moments += first + thread < zones ? 0.0f : factor * head.w;
+      }
+#pragma unroll 4
+      for (uint32_t i = 0; i < 32; ++i) {
+        const float of_state = __shfl_sync(~0u, factor, i);
+        if (first + i >= end) continue;
+#pragma unroll
+        for (uint32_t c = 0; c < kChannels; ++c) {
+          const float x = of_state * state(first + i)[kStateHead + c * 32 + thread];
+          zone[c] += first + i < zones ? x : 0.0f;
+          clusters[c] += first + i < zones ? 0.0f : x;
+        }
+      }
     }
     float norm2 = 0, zone_norm2 = 0;
-    for (uint32_t channel = thread; channel < value_dim; channel += 32) {
-      float value = 0, zone = 0;
-#pragma unroll 4
-      for (uint32_t i = 0; i < end; ++i) {
-        const float* state = states + uint64_t{i} * floats;
-        const float factor = state[1] > 0 ? Exp2(state[0] - max) : 0.0f;
-        value += factor * state[kStateHead + channel];
-        if (i < zones) zone = value;
-      }
-      norm2 += value * value;
-      zone_norm2 += zone * zone;
+#pragma unroll
+    for (uint32_t c = 0; c < kChannels; ++c) {
+      norm2 += (zone[c] + clusters[c]) * (zone[c] + clusters[c]);
+      zone_norm2 += zone[c] * zone[c];
     }
     for (int offset = 16; offset > 0; offset /= 2) {
       norm2 += __shfl_xor_sync(~0u, norm2, offset);
       zone_norm2 += __shfl_xor_sync(~0u, zone_norm2, offset);
+      zone_sum += __shfl_xor_sync(~0u, zone_sum, offset);
+      cluster_sum += __shfl_xor_sync(~0u, cluster_sum, offset);
+      moments += __shfl_xor_sync(~0u, moments, offset);
     }
-    const float least = LeastNorm(zone_sum, zone_norm2, moments, sum - zone_sum);
-    const float norm = fmaxf(sqrtf(norm2) / sum, least);
-    if (thread == 0) {
-      memory_->unit[lane] = Weight(memory_->max[0][lane], max) / sum / norm;
-    }
+    const float sum = zone_sum + cluster_sum;
+    const float norm =
+        fmaxf(sqrtf(norm2) / sum, LeastNorm(zone_sum, zone_norm2, moments, cluster_sum));
+    if (thread == 0) memory_->unit[lane] = Weight(memory_->max[0][lane], max) / sum / norm;
   }
   __syncthreads();
 }
 
 // ---- kernels ----
 
-__device__ __forceinline__ bool HasTolerance(const RowRef& row) {
-  return row.cut == CutKind::kErrorBudget && !isinf(row.tolerance);
-}
-
 // One block selects one unit's clusters; of units with a tolerance it marks only the floor.
 __global__ void __launch_bounds__(kSelectThreads)
     SelectKernel(const __grid_constant__ StepHeader step) {
-  extern __shared__ uint32_t shared_keys[];
   __shared__ UnitMemory memory;
   const RowRef* row = RowOfUnit(step, blockIdx.x);
   if (row->kind != UnitKind::kClusters) return;
   const UnitPlace unit(step, row, blockIdx.x - row->first_unit);
-  UnitSelector selector(step, unit, &memory, shared_keys);
-  selector.Start();
+  UnitSelector selector(step, unit, &memory);
   selector.ReduceTotals();
   selector.StoreScales();
   switch (row->cut) {
-    case CutKind::kTopK:
+    case CutKind::kTopK: {
       selector.RankByMass<false>();
-      return selector.Assign(selector.CutByShare(row->exact_share),
-                             selector.CutByShare(row->exact_share, row->estimated_share), false);
-    case CutKind::kTopP:
+      const RankCut exact = selector.CutByShare(row->exact_share);
+      return selector.Assign(exact, selector.CutByShare(row->exact_share, row->estimated_share),
+                             /*keep=*/false);
+    }
+    case CutKind::kTopP: {
       selector.RankByMass<false>();
-      return selector.Assign(selector.CutByMass(row->p2), selector.CutByMass(row->p1), false);
-    case CutKind::kErrorBudget:
+      const RankCut exact = selector.CutByMass(row->p2);
+      return selector.Assign(exact, selector.CutByMass(row->p1), /*keep=*/false);
+    }
+    case CutKind::kErrorBudget: {
       selector.RankByMass<true>();
       const RankCut floor = selector.CutByShare(row->floor);
       if (HasTolerance(*row)) return selector.MarkFloor(floor);
-      return selector.Assign(floor, kTakeAll, false);
+      return selector.Assign(floor, kTakeAll, /*keep=*/false);
+    }
   }
 }
 
 // One block weighs the errors of one unit with a tolerance, and chooses.
+template <int kValueDim>
 __global__ void __launch_bounds__(kSelectThreads)
-    MeasureKernel(const __grid_constant__ StepHeader step, uint32_t value_dim) {
-  extern __shared__ uint32_t shared_keys[];
+    MeasureKernel(const __grid_constant__ StepHeader step) {
   __shared__ UnitMemory memory;
   const RowRef* row = RowOfUnit(step, blockIdx.x);
-  if (row->kind != UnitKind::kClusters || !HasTolerance(*row)) return;
+  if (!HasTolerance(*row)) return;
   const UnitPlace unit(step, row, blockIdx.x - row->first_unit);
-  UnitSelector selector(step, unit, &memory, shared_keys);
-  selector.Start();
+  UnitSelector selector(step, unit, &memory);
   selector.LoadScales();
-  selector.MeasureOutputs(value_dim);
+  selector.MeasureOutputs<kValueDim>();
   selector.RankByError();
   selector.Assign(selector.CutByError(row->tolerance), kTakeAll, /*keep=*/true);
 }
@@ -466,16 +492,24 @@ __global__ void __launch_bounds__(kSelectThreads)
 // ---- launchers ----
 
 cudaError_t LaunchSelect(const StepHeader& step, cudaStream_t stream) {
-  constexpr size_t kShared = kSharedSlots * sizeof(uint32_t);
-  cudaFuncSetAttribute(SelectKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
-  SelectKernel<<<step.units, kSelectThreads, kShared, stream>>>(step);
+  SelectKernel<<<step.units, kSelectThreads, 0, stream>>>(step);
   return cudaPeekAtLastError();
 }
 
 cudaError_t LaunchMeasure(const StepHeader& step, uint32_t value_dim, cudaStream_t stream) {
-  constexpr size_t kShared = kSharedSlots * sizeof(uint32_t);
-  cudaFuncSetAttribute(MeasureKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
-  MeasureKernel<<<step.units, kSelectThreads, kShared, stream>>>(step, value_dim);
+  switch (value_dim) {
+    case 64:
+      MeasureKernel<64><<<step.units, kSelectThreads, 0, stream>>>(step);
+      break;
+    case 128:
+      MeasureKernel<128><<<step.units, kSelectThreads, 0, stream>>>(step);
+      break;
+    case 256:
+      MeasureKernel<256><<<step.units, kSelectThreads, 0, stream>>>(step);
+      break;
+    default:
+      return cudaErrorInvalidValue;
+  }
   return cudaPeekAtLastError();
 }
 

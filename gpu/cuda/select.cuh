@@ -14,10 +14,12 @@ namespace attnd::gpu {
 
 inline constexpr uint32_t kSelectThreads = 1024;
 inline constexpr uint32_t kSelectWarps = kSelectThreads / 32;
-// Keys that a thread keeps in registers; it reads the others each time.
-inline constexpr uint32_t kOwnKeys = 8;
-// One, in fixed point: 2^-40 is far below what float32 scores tell apart near a cut, and 2^22
-// clusters of weight 2 still fit.
+// Slots that a thread has at a time, neighbours: those from kGroupSlots * threadIdx.x on, and from
+// there every kPassSlots. A row of several passes keeps its keys in memory, but for the first.
+inline constexpr uint32_t kGroupSlots = 8;
+inline constexpr uint32_t kPassSlots = kGroupSlots * kSelectThreads;
+// One, in fixed point: 2^-40 is far below what float32 scores tell apart near a cut, and sums of a
+// thread's weights of up to 2 stay below 2^48.
 inline constexpr uint64_t kOne = uint64_t{1} << 40;
 
 // What is above a cut: keys greater than `key`, and the first `ties` of those equal to it.
@@ -30,10 +32,14 @@ inline constexpr RankCut kTakeNone = {~0u, 0};
 
 using Weight64 = unsigned long long;
 
+// Keys that one warp decides between alone.
+inline constexpr uint32_t kUndecidedMax = 512;
+
 struct SelectMemory {
-  Weight64 scan[2][kSelectWarps];   // used in turn, so that one barrier a sum is enough
-  uint32_t undecided[kSelectThreads];
-  uint32_t undecided_count;
+  Weight64 scan[2][kSelectWarps];  // used in turn, so that one barrier a sum is enough
+  uint32_t undecided[kUndecidedMax];
+  uint32_t key;
+  Weight64 above;
 };
 
 // A score, not negative, as a key in the same order. 0 is kept for slots without a cluster.
@@ -45,9 +51,13 @@ class BlockSums {
  public:
   explicit __device__ BlockSums(SelectMemory* memory) : memory_(memory) {}
 
+  // x below 2^48.
   __device__ __forceinline__ Weight64 Sum(Weight64 x) {
-    for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
-    return OverWarps(x);
+    Weight64* parts = Next();
+    const Weight64 of_warp = OverWarp(x);
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = of_warp;
+    __syncthreads();
+    return OverWarp(parts[threadIdx.x % 32]);
   }
   // The same of a count, which is below 2^32.
   __device__ __forceinline__ uint32_t Count(uint32_t x) {
@@ -77,71 +87,116 @@ class BlockSums {
     return before + sum - x;
   }
 
+  // Over a warp. In two halves, as the hardware adds 32-bit numbers at once.
+  static __device__ __forceinline__ uint32_t OverWarp(uint32_t x) { return __reduce_add_sync(~0u, x); }
+  static __device__ __forceinline__ Weight64 OverWarp(Weight64 x) {
+    constexpr uint32_t kBits = 26;  // 32 of them fit
+    const uint32_t low = __reduce_add_sync(~0u, static_cast<uint32_t>(x) & ((1u << kBits) - 1));
+    const uint32_t high = __reduce_add_sync(~0u, static_cast<uint32_t>(x >> kBits));
+    return (static_cast<Weight64>(high) << kBits) + low;
+  }
  private:
   __device__ __forceinline__ Weight64* Next() {
     turn_ ^= 1;
     return memory_->scan[turn_];
   }
-  __device__ __forceinline__ Weight64 OverWarps(Weight64 of_warp) {
-    Weight64* parts = Next();
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = of_warp;
-    __syncthreads();
-    Weight64 all = parts[threadIdx.x % 32];
-    for (int offset = 16; offset > 0; offset /= 2) all += __shfl_xor_sync(~0u, all, offset);
-    return all;
-  }
   SelectMemory* const memory_;
   uint32_t turn_ = 0;
 };
 
-// The keys of a unit's slots, each slot's thread the one at threadIdx.x = slot % kSelectThreads.
+// The keys of a unit's slots.
 class RankedKeys {
  public:
-  // keys: [slots], complete.
-  __device__ RankedKeys(const uint32_t* keys, uint32_t slots) : keys_(keys), slots_(slots) {
-#pragma unroll
-    for (uint32_t i = 0; i < kOwnKeys; ++i) {
-      const uint32_t slot = i * kSelectThreads + threadIdx.x;
-      own_[i] = slot < slots ? keys[slot] : 0;
-    }
-  }
+  // memory: [slots], for the passes behind the first.
+  __device__ RankedKeys(uint32_t* memory, uint32_t slots) : memory_(memory), slots_(slots) {}
 
   __device__ __forceinline__ uint32_t slots() const { return slots_; }
+
+  // The group that starts at `first`, one of the thread's own.
+  __device__ __forceinline__ void Store(uint32_t first, const uint32_t (&keys)[kGroupSlots]) {
+    if (first < kPassSlots) {
+#pragma unroll
+      for (uint32_t i = 0; i < kGroupSlots; ++i) own_[i] = keys[i];
+      return;
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kGroupSlots; ++i) memory_[first + i] = keys[i];
+  }
+  __device__ __forceinline__ void Load(uint32_t first, uint32_t (&keys)[kGroupSlots]) const {
+#pragma unroll
+    for (uint32_t i = 0; i < kGroupSlots; ++i) {
+      keys[i] = first < kPassSlots ? own_[i] : memory_[first + i];
+    }
+  }
 
   // Calls f with each of the thread's keys; keys of 0 among them.
   template <typename F>
   __device__ __forceinline__ void ForEach(F f) const {
 #pragma unroll
-    for (uint32_t i = 0; i < kOwnKeys; ++i) f(own_[i]);
-    for (uint32_t slot = kOwnKeys * kSelectThreads + threadIdx.x; slot < slots_;
-         slot += kSelectThreads) {
-      f(keys_[slot]);
+    for (uint32_t i = 0; i < kGroupSlots; ++i) f(own_[i]);
+    for (uint32_t first = kPassSlots + threadIdx.x * kGroupSlots; first < slots_;
+         first += kPassSlots) {
+#pragma unroll
+      for (uint32_t i = 0; i < kGroupSlots; ++i) f(memory_[first + i]);
     }
   }
 
  private:
-  const uint32_t* const keys_;
+  uint32_t* const memory_;
   const uint32_t slots_;
-  uint32_t own_[kOwnKeys];
+  uint32_t own_[kGroupSlots] = {};
 };
 
 // How keys are weighed: each as one, or by weight_of.
 struct CountKeys {
+  static constexpr bool kWeighs = false;
   using Sum = uint32_t;
   __device__ __forceinline__ Sum Of(uint32_t) const { return 1; }
   static __device__ __forceinline__ Sum Total(BlockSums* sums, Sum x) { return sums->Count(x); }
 };
 template <typename WeightOf>
 struct WeighKeys {
+  static constexpr bool kWeighs = true;
   using Sum = Weight64;
   WeightOf weight_of;
   __device__ __forceinline__ Sum Of(uint32_t key) const { return weight_of(key); }
   static __device__ __forceinline__ Sum Total(BlockSums* sums, Sum x) { return sums->Sum(x); }
 };
 
+// The rest of GreatestKey, by one warp: `count` keys share the bits above `bit` with *key.
+template <typename Weigh>
+__device__ __forceinline__ void DecideInWarp(uint32_t count, typename Weigh::Sum limit, Weigh weigh,
+                                             uint32_t bit, uint32_t* key,
+                                             typename Weigh::Sum* above, SelectMemory* memory) {
+  using Sum = typename Weigh::Sum;
+  constexpr uint32_t kOwn = kUndecidedMax / 32;
+  uint32_t keys[kOwn];
+#pragma unroll
+  for (uint32_t i = 0; i < kOwn; ++i) {
+    const uint32_t place = i * 32 + threadIdx.x;
+    keys[i] = place < count ? memory->undecided[place] : 0;
+  }
+  const Sum beyond = *above;
+  for (; bit != 0; bit >>= 1) {
+    const uint32_t candidate = *key | bit;
+    Sum own = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kOwn; ++i) own += keys[i] >= candidate ? weigh.Of(keys[i]) : 0;
+    const Sum total = beyond + BlockSums::OverWarp(own);
+    if (total >= limit) {
+      *key = candidate;
+    } else {
+      *above = total;
+    }
+  }
+  if (threadIdx.x == 0) {
+    memory->key = *key;
+    memory->above = *above;
+  }
+}
+
 // The greatest key such that it and the keys above it weigh at least `limit`, and what those above
-// it weigh; key 0 if all keys weigh less. Bit by bit: first over all keys, then, when few enough are
-// undecided for a thread to have one each, over those.
+// it weigh; key 0 if all keys weigh less. Bit by bit: over all keys, until few are undecided.
 template <typename Weigh>
 __device__ uint32_t GreatestKey(const RankedKeys& keys, typename Weigh::Sum limit, Weigh weigh,
                                 BlockSums* sums, SelectMemory* memory,
@@ -151,17 +206,17 @@ __device__ uint32_t GreatestKey(const RankedKeys& keys, typename Weigh::Sum limi
   uint32_t key = 0, bit = kFirstBit;
   *above = 0;
   uint32_t at_key = keys.slots(), at_end = 0;  // counts of keys from `key`, and from key + 2 bit, on
-  for (; bit != 0 && at_key - at_end > kSelectThreads; bit >>= 1) {
+  for (; bit != 0 && at_key - at_end > kUndecidedMax; bit >>= 1) {
     const uint32_t candidate = key | bit;
     Sum own = 0;
     uint32_t count = 0;
     keys.ForEach([&](uint32_t k) {
-      if (k < candidate) return;
-      own += weigh.Of(k);
-      ++count;
+      count += k >= candidate ? 1 : 0;
+      if constexpr (Weigh::kWeighs) own += k >= candidate ? weigh.Of(k) : 0;
     });
-    const Sum total = Weigh::Total(sums, own);
     const uint32_t all = sums->Count(count);
+    Sum total = all;
+    if constexpr (Weigh::kWeighs) total = Weigh::Total(sums, own);
     if (total >= limit) {
       key = candidate;
       at_key = all;
@@ -172,29 +227,21 @@ __device__ uint32_t GreatestKey(const RankedKeys& keys, typename Weigh::Sum limi
   }
   if (bit == 0) return key;
 
-  // Keys in [key, key + 2 bit), one to a thread. Their order does not matter.
-  if (threadIdx.x == 0) memory->undecided_count = 0;
-  memory->undecided[threadIdx.x] = 0;
-  __syncthreads();
+  const auto undecided = [&](uint32_t k) { return k != 0 && k >= key && k - key < 2 * bit; };
+  uint32_t count = 0;
+  keys.ForEach([&](uint32_t k) { count += undecided(k) ? 1 : 0; });
+  Weight64 undecided_count;
+  uint32_t place = static_cast<uint32_t>(sums->Scan(count, &undecided_count));
   keys.ForEach([&](uint32_t k) {
-    if (k != 0 && k >= key && k - key < 2 * bit) {
-      memory->undecided[atomicAdd(&memory->undecided_count, 1)] = k;
-    }
+    if (undecided(k)) memory->undecided[place++] = k;
   });
   __syncthreads();
-  const uint32_t own_key = memory->undecided[threadIdx.x];
-  const Sum own = own_key != 0 ? weigh.Of(own_key) : 0;
-  const Sum beyond = *above;
-  for (; bit != 0; bit >>= 1) {
-    const uint32_t candidate = key | bit;
-    const Sum total = beyond + Weigh::Total(sums, own_key >= candidate ? own : 0);
-    if (total >= limit) {
-      key = candidate;
-    } else {
-      *above = total;
-    }
+  if (threadIdx.x < 32) {
+    DecideInWarp(static_cast<uint32_t>(undecided_count), limit, weigh, bit, &key, above, memory);
   }
-  return key;
+  __syncthreads();
+  *above = static_cast<Sum>(memory->above);
+  return memory->key;
 }
 
 // The cut above which lie the `count` greatest keys.

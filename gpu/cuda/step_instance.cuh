@@ -21,8 +21,10 @@ template <int kKeyDim, int kValueDim>
 inline constexpr int kAttendBlocks = kKeyDim + kValueDim <= 128   ? 3
                                      : kKeyDim + kValueDim <= 320 ? 2
                                                                   : 1;
+template <int kValueDim>
+inline constexpr int kEstimateBlocks = kValueDim <= 64 ? 6 : kValueDim <= 128 ? 3 : 2;
 template <int kKeyDim>
-inline constexpr int kScoreBlocks = kKeyDim <= 64 ? 8 : kKeyDim <= 128 ? 5 : 3;
+inline constexpr int kScoreBlocks = kKeyDim <= 64 ? 4 : kKeyDim <= 128 ? 3 : kKeyDim <= 192 ? 2 : 1;
 
 // ---- kernels ----
 
@@ -51,53 +53,48 @@ __global__ void __launch_bounds__(kAttendWarps * 32, (kAttendBlocks<kKeyDim, kVa
   }
 }
 
-// A block's items follow one another, so that most share a unit.
 template <typename T, int kKeyDim>
 __global__ void __launch_bounds__(kScoreWarps * 32, (kScoreBlocks<kKeyDim>))
     ScoreKernel(const __grid_constant__ StepHeader step) {
-  __shared__ ScoreMemory<kKeyDim> memory;
-  const uint32_t begin = static_cast<uint32_t>(uint64_t{step.score_items} * blockIdx.x / gridDim.x);
-  const uint32_t end =
-      static_cast<uint32_t>(uint64_t{step.score_items} * (blockIdx.x + 1) / gridDim.x);
-  ScoreItems<T, kKeyDim>(step, begin, end, &memory);
+  constexpr uint32_t kBytes = kScoreWarpBytes<kKeyDim>;
+  const uint32_t ring = threadIdx.x / 32 * kBytes;
+  for (uint32_t tile = 0; tile < step.tiles_max; ++tile) {
+    const ChunkFeed feed(step.chunks, blockIdx.x * kScoreWarps + threadIdx.x / 32,
+                         step.score_items, gridDim.x * kScoreWarps,
+                         ring + kBytes - ChunkFeed::kSharedBytes);
+    ScoreChunks<T, kKeyDim>(step, feed, tile, ring);
+  }
 }
 
 template <typename T, int kKeyDim, int kValueDim>
 __global__ void __launch_bounds__(kAttendWarps * 32, (kAttendBlocks<kKeyDim, kValueDim>))
-    FinishKernel(const __grid_constant__ StepHeader step) {
+    ChosenKernel(const __grid_constant__ StepHeader step) {
   const uint32_t items = step.cursors[kQueuedPieces];
   uint32_t* cursor = &step.cursors[kTakenFinishPieces];
   for (uint32_t i = TakePiece(cursor); i < items; i = TakePiece(cursor)) {
-    const FinishItem item = step.finish_items[i];
-    const RowRef* row = RowOfUnit(step, item.unit);
-    const UnitPlace unit(step, row, item.unit - row->first_unit);
-    if (item.estimate != 0) {
-      EstimatePiece<T, kValueDim>(step, unit, item.tile, item.piece, /*all=*/false);
-    } else {
-      ChosenPiece<T, kKeyDim, kValueDim>(step, unit, item.tile, item.piece);
-    }
+    AttendChosen<T, kKeyDim, kValueDim>(step.chosen_pieces[i]);
   }
 }
 
-// Block (tile, piece).
+// A block a piece of a tile, pieces fastest. all: of units with a tolerance, every cluster, whatever became of it.
 template <typename T, int kValueDim>
-__global__ void __launch_bounds__(kAttendWarps * 32)
-    EstimateAllKernel(const __grid_constant__ StepHeader step) {
-  const uint32_t unit_number = blockIdx.x / step.tiles_max;
+__global__ void __launch_bounds__(kAttendWarps * 32, (kEstimateBlocks<kValueDim>))
+    EstimateKernel(const __grid_constant__ StepHeader step, bool all) {
+  const uint32_t piece = blockIdx.x % step.estimate_pieces_max;
+  const uint32_t tile = blockIdx.x / step.estimate_pieces_max;
+  const uint32_t unit_number = tile / step.tiles_max;
   const RowRef* row = RowOfUnit(step, unit_number);
-  if (row->kind != UnitKind::kClusters || row->cut != CutKind::kErrorBudget ||
-      isinf(row->tolerance) || blockIdx.y >= row->estimate_pieces) {
-    return;
-  }
+  if (piece >= row->estimate_pieces || (all && !HasTolerance(*row))) return;
   const UnitPlace unit(step, row, unit_number - row->first_unit);
-  EstimatePiece<T, kValueDim>(step, unit, blockIdx.x % step.tiles_max, blockIdx.y, /*all=*/true);
+  EstimatePiece<T, kValueDim>(step, unit, tile % step.tiles_max, piece, all);
 }
 
 // ---- launchers ----
 
 template <typename T, int kKeyDim, int kValueDim>
 cudaError_t LaunchPrepare(const StepHeader& step, cudaStream_t stream) {
-  const uint32_t blocks = step.tiles + (step.uploads + kPrepareWarps - 1) / kPrepareWarps;
+  const PrepareBlocks parts(step);
+  const uint32_t blocks = parts.tiles + parts.chunks + parts.uploads;
   PrepareKernel<T, kKeyDim><<<blocks, kPrepareWarps * 32, 0, stream>>>(step);
   return cudaPeekAtLastError();
 }
@@ -123,24 +120,23 @@ cudaError_t LaunchRead(const StepHeader& step, uint32_t multiprocessors, cudaStr
 
 template <typename T, int kKeyDim, int kValueDim>
 cudaError_t LaunchScore(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream) {
-  const uint32_t blocks = std::min(step.score_items, multiprocessors * kScoreBlocks<kKeyDim>);
-  ScoreKernel<T, kKeyDim><<<blocks, kScoreWarps * 32, 0, stream>>>(step);
-  return cudaPeekAtLastError();
+  const uint32_t blocks = std::min((step.score_items + kScoreWarps - 1) / kScoreWarps,
+                                   multiprocessors * kScoreBlocks<kKeyDim>);
+  return LaunchLarge(ScoreKernel<T, kKeyDim>, blocks, kScoreWarps * 32,
+                     kScoreWarps * kScoreWarpBytes<kKeyDim>, stream, step);
 }
 
 template <typename T, int kKeyDim, int kValueDim>
-cudaError_t LaunchEstimateAll(const StepHeader& step, cudaStream_t stream) {
-  return LaunchLarge(EstimateAllKernel<T, kValueDim>, dim3(step.tiles, kEstimatePiecesMax),
-                     kAttendWarps * 32, kEstimateSharedBytes<kValueDim>, stream, step);
-}
-
-template <typename T, int kKeyDim, int kValueDim>
-cudaError_t LaunchFinish(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream) {
-  constexpr uint32_t kShared =
-      std::max(kAttendSharedBytes<kKeyDim, kValueDim>, kEstimateSharedBytes<kValueDim>);
-  return LaunchLarge(FinishKernel<T, kKeyDim, kValueDim>,
+cudaError_t LaunchChosen(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream) {
+  return LaunchLarge(ChosenKernel<T, kKeyDim, kValueDim>,
                      multiprocessors * kAttendBlocks<kKeyDim, kValueDim>, kAttendWarps * 32,
-                     kShared, stream, step);
+                     kAttendSharedBytes<kKeyDim, kValueDim>, stream, step);
+}
+
+template <typename T, int kKeyDim, int kValueDim>
+cudaError_t LaunchEstimate(const StepHeader& step, bool all, cudaStream_t stream) {
+  return LaunchLarge(EstimateKernel<T, kValueDim>, step.estimate_pieces_max * step.tiles,
+                     kAttendWarps * 32, kEstimateSharedBytes<kValueDim>, stream, step, all);
 }
 
 template <typename T, int kKeyDim, int kValueDim>
@@ -152,8 +148,8 @@ cudaError_t LaunchMerge(const StepHeader& step, cudaStream_t stream) {
 template <typename T, int kKeyDim, int kValueDim>
 inline constexpr StepKernels kStepInstance = {
     LaunchPrepare<T, kKeyDim, kValueDim>, LaunchRead<T, kKeyDim, kValueDim>,
-    LaunchScore<T, kKeyDim, kValueDim>,   LaunchEstimateAll<T, kKeyDim, kValueDim>, LaunchFinish<T, kKeyDim, kValueDim>,
-    LaunchMerge<T, kKeyDim, kValueDim>};
+    LaunchScore<T, kKeyDim, kValueDim>,   LaunchChosen<T, kKeyDim, kValueDim>,
+    LaunchEstimate<T, kKeyDim, kValueDim>, LaunchMerge<T, kKeyDim, kValueDim>};
 
 }  // namespace attnd::gpu
 

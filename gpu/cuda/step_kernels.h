@@ -13,16 +13,16 @@
 
 namespace attnd::gpu {
 
-// The stages that depend on the model's shape.
+// The stages that depend on the model's shape. multiprocessors: of the device, for grids that fill it.
 struct StepKernels {
   cudaError_t (*prepare)(const StepHeader& step, cudaStream_t stream);
-  // The read stage's two halves, which may run at the same time. multiprocessors: of the device, for
-  // grids that fill it. Only with read_items, and score_items, of at least 1.
+  // The read stage's two halves, which may run at the same time; each only if it has items.
   cudaError_t (*read)(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream);
   cudaError_t (*score)(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream);
-  // The estimate of all clusters of units with a tolerance.
-  cudaError_t (*estimate_all)(const StepHeader& step, cudaStream_t stream);
-  cudaError_t (*finish)(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream);
+  // The finish stage's two halves, the same. all: the estimate that the measure stage needs, of
+  // every cluster of units with a tolerance.
+  cudaError_t (*chosen)(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream);
+  cudaError_t (*estimate)(const StepHeader& step, bool all, cudaStream_t stream);
   cudaError_t (*merge)(const StepHeader& step, cudaStream_t stream);
 };
 

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Rows of keys and values on their way through shared memory.
+#ifndef ATTND_GPU_CUDA_ROWS_CUH_
+#define ATTND_GPU_CUDA_ROWS_CUH_
+
+#include <cstdint>
+
+#include "gpu/cuda/matrix.cuh"
+#include "gpu/cuda/place.cuh"
+
+namespace attnd::gpu {
+
+// A block's shared memory, where warps have their rings. Places in it are byte offsets. It is read by
+// plain loads, not by assembly, so that the compiler may bring them forward as far as the waits for
+// copies allow: with volatile ones, score was bound by their latency one after the other.
+extern __shared__ __align__(128) std::byte block_memory[];
+
+__device__ __forceinline__ uint32_t SharedAddress(uint32_t offset) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(block_memory)) + offset;
+}
+__device__ __forceinline__ uint4 LoadShared16(uint32_t offset) {
+  return *reinterpret_cast<const uint4*>(block_memory + offset);
+}
+__device__ __forceinline__ uint2 LoadShared8(uint32_t offset) {
+  return *reinterpret_cast<const uint2*>(block_memory + offset);
+}
+
+// Rows of 16-byte chunks in shared memory. Chunks change places within a row so that the eight
+// threads that are served at a time meet different banks: keys are read by two rows at a time,
+// values by every second of eight rows.
+template <int kRowBytes>
+__device__ __forceinline__ uint32_t KeyChunk(uint32_t row, uint32_t chunk) {
+  return row * kRowBytes + (chunk ^ (row & 1) * 4) * 16;
+}
+template <int kRowBytes>
+__device__ __forceinline__ uint32_t ValueChunk(uint32_t row, uint32_t chunk) {
+  return row * kRowBytes + (chunk ^ (row / 2 % 4) * 2) * 16;
+}
+
+template <int kRowBytes>
+__device__ __forceinline__ uint32_t PlainChunk(uint32_t row, uint32_t chunk) {
+  return row * kRowBytes + chunk * 16;
+}
+
+// Asks for 16 rows of kRowBytes, whose addresses address_of(row) gives.
+template <int kRowBytes, uint32_t (*kPlace)(uint32_t, uint32_t), typename AddressOf>
+__device__ __forceinline__ void CopyRows(uint32_t to, AddressOf address_of) {
+  const uint32_t to_shared = SharedAddress(to);
+  constexpr uint32_t kChunks = kRowBytes / 16;
+  const uint32_t thread = threadIdx.x % 32;
+#pragma unroll
+  for (uint32_t i = 0; i < kPageRows * kChunks / 32; ++i) {
+    const uint32_t row = (i * 32 + thread) / kChunks, chunk = (i * 32 + thread) % kChunks;
+    CopyAsync16(to_shared + kPlace(row, chunk), address_of(row) + chunk * 16);
+  }
+}
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_CUDA_ROWS_CUH_
