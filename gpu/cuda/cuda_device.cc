@@ -1,0 +1,289 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The real device: device.h over the CUDA runtime.
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "attention/kmeans.h"
+#include "attention/pages.h"
+#include "attention/segment.h"
+#include "common/status.h"
+#include "gpu/cuda/cuda_status.h"
+#include "gpu/cuda/index_build.cuh"
+#include "gpu/cuda/step_kernels.h"
+#include "gpu/device.h"
+
+namespace attnd::gpu {
+namespace {
+
+// The kernels say these again, as they include nothing of absl's.
+static_assert(cuda::kIndexClusterTokens == attention::kClusterTokens);
+static_assert(cuda::kIndexIterations == attention::kKMeansIterations);
+static_assert(cuda::kIndexTokensMax == attention::kSegmentTokensMax);
+static_assert(cuda::kIndexPageTokens == attention::kPageTokens);
+static_assert(cuda::kIndexBlockTokens == attention::kTailBlockTokens);
+
+// The least compute capability that the kernels run on: asynchronous copies, bf16 products.
+constexpr int kCapabilityMin = 80;
+
+// The kernels of a shape, or null.
+const StepKernels* KernelsFor(const KernelShape& shape) {
+  constexpr struct {
+    KernelShape shape;
+    const StepKernels* kernels;
+  } kKernels[] = {
+      {{DType::kBf16, 64, 64}, &kStepBf16_64_64},     {{DType::kBf16, 128, 128}, &kStepBf16_128_128},
+      {{DType::kBf16, 192, 128}, &kStepBf16_192_128}, {{DType::kBf16, 256, 256}, &kStepBf16_256_256},
+      {{DType::kFp16, 64, 64}, &kStepFp16_64_64},     {{DType::kFp16, 128, 128}, &kStepFp16_128_128},
+      {{DType::kFp16, 192, 128}, &kStepFp16_192_128}, {{DType::kFp16, 256, 256}, &kStepFp16_256_256},
+  };
+  static_assert(std::size(kKernels) == std::size(kPayloadTypes) * std::size(kHeadDims));
+  for (const auto& entry : kKernels) {
+    if (entry.shape == shape) return entry.kernels;
+  }
+  return nullptr;
+}
+
+// The device is a setting of each thread; streams are used from any.
+absl::Status UseDevice(int device) { return CudaStatus(cudaSetDevice(device), "choosing the GPU"); }
+
+class Event {
+ public:
+  Event() = default;
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  ~Event() {
+    if (event_ != nullptr) static_cast<void>(cudaEventDestroy(event_));
+  }
+  absl::Status Create(unsigned flags) {
+    return CudaStatus(cudaEventCreateWithFlags(&event_, flags), "creating an event");
+  }
+  absl::Status Record(cudaStream_t stream) {
+    return CudaStatus(cudaEventRecord(event_, stream), "recording an event");
+  }
+  absl::Status HoldUp(cudaStream_t stream) {
+    return CudaStatus(cudaStreamWaitEvent(stream, event_, 0), "waiting for an event");
+  }
+  // Seconds from this event to a later one; both have happened.
+  absl::StatusOr<double> SecondsUntil(const Event& later) const {
+    float milliseconds = 0;
+    ATTND_RETURN_IF_ERROR(CudaStatus(
+        cudaEventElapsedTime(&milliseconds, event_, later.event_), "reading a stage's time"));
+    return double{milliseconds} / 1000;
+  }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
+// A stream, and one beside it for the halves of stages that may run at the same time.
+class CudaStream : public Stream {
+ public:
+  CudaStream(int device, uint32_t multiprocessors)
+      : device_(device), multiprocessors_(multiprocessors) {}
+  ~CudaStream() override {
+    if (!UseDevice(device_).ok()) return;
+    for (cudaStream_t stream : {main_, side_}) {
+      if (stream == nullptr) continue;
+      static_cast<void>(cudaStreamSynchronize(stream));
+      static_cast<void>(cudaStreamDestroy(stream));
+    }
+  }
+
+  absl::Status Create() {
+    ATTND_RETURN_IF_ERROR(UseDevice(device_));
+    for (cudaStream_t* stream : {&main_, &side_}) {
+      ATTND_RETURN_IF_ERROR(CudaStatus(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking),
+                                       "creating a stream"));
+    }
+    ATTND_RETURN_IF_ERROR(fork_.Create(cudaEventDisableTiming));
+    ATTND_RETURN_IF_ERROR(join_.Create(cudaEventDisableTiming));
+    for (Event& event : stage_ends_) ATTND_RETURN_IF_ERROR(event.Create(cudaEventDefault));
+    return absl::OkStatus();
+  }
+
+  absl::Status CopyToDevice(std::byte* to, const std::byte* from, size_t bytes) override {
+    return Copy(to, from, bytes, cudaMemcpyHostToDevice);
+  }
+  absl::Status CopyToHost(std::byte* to, const std::byte* from, size_t bytes) override {
+    return Copy(to, from, bytes, cudaMemcpyDeviceToHost);
+  }
+
+  absl::Status RunStep(const KernelShape& shape, const StepHeader& header,
+                       const StepHeader* /*device_header*/, bool measure, bool timed) override {
+    const StepKernels* kernels = KernelsFor(shape);
+    if (kernels == nullptr) return absl::InternalError("a step of a shape without kernels");
+    ATTND_RETURN_IF_ERROR(UseDevice(device_));
+    timed_ = timed;
+    ATTND_RETURN_IF_ERROR(EndStage(kStart));
+    ATTND_RETURN_IF_ERROR(Launched(kernels->prepare(header, main_), "prepare"));
+    ATTND_RETURN_IF_ERROR(Read(*kernels, header));
+    ATTND_RETURN_IF_ERROR(EndStage(kScore));
+    const bool clusters = header.score_items > 0;
+    if (clusters) ATTND_RETURN_IF_ERROR(Launched(LaunchSelect(header, main_), "select"));
+    ATTND_RETURN_IF_ERROR(EndStage(kSelect));
+    if (clusters && measure) ATTND_RETURN_IF_ERROR(Measure(*kernels, header));
+    if (clusters) ATTND_RETURN_IF_ERROR(Finish(*kernels, header));
+    ATTND_RETURN_IF_ERROR(EndStage(kAttend));
+    ATTND_RETURN_IF_ERROR(Launched(kernels->merge(header, main_), "merge"));
+    return EndStage(kMerge);
+  }
+
+  absl::Status BuildIndexes(const KernelShape& shape, const IndexJob& first_job,
+                            const IndexJob* device_jobs, uint32_t count,
+                            std::byte* scratch) override {
+    ATTND_RETURN_IF_ERROR(UseDevice(device_));
+    const cuda::IndexShape index_shape = {
+        shape.dtype == DType::kBf16 ? cuda::ElementType::kBf16 : cuda::ElementType::kFp16,
+        shape.head_dim, shape.value_dim};
+    return Launched(
+        cuda::BuildIndexes(index_shape, first_job, device_jobs, count, scratch, main_),
+        "building indexes");
+  }
+
+  absl::Status Synchronize() override {
+    ATTND_RETURN_IF_ERROR(UseDevice(device_));
+    return CudaStatus(cudaStreamSynchronize(main_), "running on the GPU");
+  }
+
+  absl::StatusOr<StageSeconds> stage_seconds() override {
+    StageSeconds seconds;
+    double* const parts[] = {&seconds.score, &seconds.select, &seconds.attend, &seconds.merge};
+    for (int i = 0; i < kStageEnds - 1; ++i) {
+      ATTND_ASSIGN_OR_RETURN(*parts[i], stage_ends_[i].SecondsUntil(stage_ends_[i + 1]));
+    }
+    return seconds;
+  }
+
+ private:
+  enum StageEnd { kStart, kScore, kSelect, kAttend, kMerge, kStageEnds };
+
+  static absl::Status Launched(cudaError_t error, const char* what) {
+    return CudaStatus(error, absl::StrCat("launching ", what));
+  }
+  absl::Status Copy(std::byte* to, const std::byte* from, size_t bytes, cudaMemcpyKind kind) {
+    ATTND_RETURN_IF_ERROR(UseDevice(device_));
+    return CudaStatus(cudaMemcpyAsync(to, from, bytes, kind, main_),
+                      absl::StrCat("copying ", bytes, " bytes"));
+  }
+  absl::Status EndStage(StageEnd stage) {
+    return timed_ ? stage_ends_[stage].Record(main_) : absl::OkStatus();
+  }
+  // From here on work on side_ follows what main_ has so far; Join is the way back.
+  absl::Status Fork() {
+    ATTND_RETURN_IF_ERROR(fork_.Record(main_));
+    return fork_.HoldUp(side_);
+  }
+  absl::Status Join() {
+    ATTND_RETURN_IF_ERROR(join_.Record(side_));
+    return join_.HoldUp(main_);
+  }
+
+  // Pieces that are read in any case beside the scores of clusters.
+  absl::Status Read(const StepKernels& kernels, const StepHeader& header) {
+    const bool clusters = header.score_items > 0;
+    if (clusters) {
+      ATTND_RETURN_IF_ERROR(Fork());
+      ATTND_RETURN_IF_ERROR(Launched(kernels.score(header, multiprocessors_, side_), "score"));
+    }
+    if (header.read_items > 0) {
+      ATTND_RETURN_IF_ERROR(Launched(kernels.read(header, multiprocessors_, main_), "read"));
+    }
+    return clusters ? Join() : absl::OkStatus();
+  }
+
+  absl::Status Measure(const StepKernels& kernels, const StepHeader& header) {
+    ATTND_RETURN_IF_ERROR(Launched(kernels.estimate(header, /*all=*/true, main_), "estimate"));
+    return Launched(LaunchMeasure(header, header.value_dim, main_), "measure");
+  }
+
+  // Chosen tokens beside the estimate of the rest.
+  absl::Status Finish(const StepKernels& kernels, const StepHeader& header) {
+    ATTND_RETURN_IF_ERROR(Fork());
+    ATTND_RETURN_IF_ERROR(Launched(kernels.estimate(header, /*all=*/false, side_), "estimate"));
+    ATTND_RETURN_IF_ERROR(Launched(kernels.chosen(header, multiprocessors_, main_), "attend"));
+    return Join();
+  }
+
+  const int device_;
+  const uint32_t multiprocessors_;
+  cudaStream_t main_ = nullptr;
+  cudaStream_t side_ = nullptr;
+  Event fork_, join_;
+  std::array<Event, kStageEnds> stage_ends_;
+  bool timed_ = false;
+};
+
+class CudaDevice : public Device {
+ public:
+  CudaDevice(int device, const cudaDeviceProp& properties)
+      : device_(device),
+        name_(properties.name),
+        memory_bytes_(properties.totalGlobalMem),
+        multiprocessors_(static_cast<uint32_t>(properties.multiProcessorCount)) {}
+
+  const std::string& name() const override { return name_; }
+  uint64_t memory_bytes() const override { return memory_bytes_; }
+
+  absl::StatusOr<std::byte*> Allocate(size_t bytes) override {
+    ATTND_RETURN_IF_ERROR(UseDevice(device_));
+    void* memory = nullptr;
+    ATTND_RETURN_IF_ERROR(CudaStatus(cudaMalloc(&memory, bytes),
+                                     absl::StrCat("allocating ", bytes, " bytes of GPU memory")));
+    return static_cast<std::byte*>(memory);
+  }
+  void Free(std::byte* memory) override {
+    if (memory != nullptr && UseDevice(device_).ok()) static_cast<void>(cudaFree(memory));
+  }
+  absl::StatusOr<std::byte*> AllocatePinned(size_t bytes) override {
+    ATTND_RETURN_IF_ERROR(UseDevice(device_));
+    void* memory = nullptr;
+    ATTND_RETURN_IF_ERROR(
+        CudaStatus(cudaHostAlloc(&memory, bytes, cudaHostAllocDefault),
+                   absl::StrCat("allocating ", bytes, " bytes of pinned host memory")));
+    return static_cast<std::byte*>(memory);
+  }
+  void FreePinned(std::byte* memory) override {
+    if (memory != nullptr && UseDevice(device_).ok()) static_cast<void>(cudaFreeHost(memory));
+  }
+  absl::StatusOr<std::unique_ptr<Stream>> NewStream() override {
+    auto stream = std::make_unique<CudaStream>(device_, multiprocessors_);
+    ATTND_RETURN_IF_ERROR(stream->Create());
+    return stream;
+  }
+
+ private:
+  const int device_;
+  const std::string name_;
+  const uint64_t memory_bytes_;
+  const uint32_t multiprocessors_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Device>> OpenCudaDevice() {
+  int count = 0;
+  absl::Status status = CudaStatus(cudaGetDeviceCount(&count), "looking for a GPU");
+  if (!status.ok()) return absl::UnavailableError(status.message());
+  std::string seen;
+  for (int device = 0; device < count; ++device) {
+    cudaDeviceProp properties;
+    ATTND_RETURN_IF_ERROR(
+        CudaStatus(cudaGetDeviceProperties(&properties, device), "asking what a GPU is"));
+    if (properties.major * 10 + properties.minor >= kCapabilityMin) {
+      return std::make_unique<CudaDevice>(device, properties);
+    }
+    absl::StrAppend(&seen, seen.empty() ? "" : ", ", properties.name, " (compute capability ",
+                    properties.major, ".", properties.minor, ")");
+  }
+  return absl::UnavailableError(
+      absl::StrCat("no GPU of compute capability 8.0 or more; there are: ",
+                   seen.empty() ? "none" : seen));
+}
+
+}  // namespace attnd::gpu

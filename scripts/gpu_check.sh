@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# gpu_check.sh [OUT]: on a GPU host, in the folder that scripts/bundle.sh made: parity of the GPU with the CPU, then
+# benchmarks beside PyTorch's, a short table last. Writes everything to OUT (default ./gpu_check). Exits non-zero if a
+# check fails. Python with PyTorch is used for the peers, and with grpcio and numpy for nano-llama, where they are there.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
+out="${1:-gpu_check}"
+mkdir -p "${out}"
+failures=0
+
+# check NAME COMMAND...: runs it, its output to OUT/NAME.txt.
+check() {
+  local name="$1" status=0
+  shift
+  "$@" >"${out}/${name}.txt" 2>&1 || status=$?
+  if ((status == 0)); then
+    printf '  %-22s ok\n' "${name}"
+  else
+    printf '  %-22s FAILED (%d), see %s\n' "${name}" "${status}" "${out}/${name}.txt"
+    tail -5 "${out}/${name}.txt"
+    failures=$((failures + 1))
+  fi
+}
+
+has_python() { python3 -c "import $1" >/dev/null 2>&1; }
+
+# nano-llama answers through a server on the GPU; dense attention must agree with local attention.
+nano_llama() {
+  local folder server=0 status=0
+  folder="$(mktemp -d)"
+  ./attnd --listen "unix:${folder}/run/attnd.sock" --backend cuda --data-dir "${folder}/data" >"${folder}/log" 2>&1 &
+  server=$!
+  local attempt
+  for attempt in $(seq 100); do
+    ./attnd --probe "unix:${folder}/run/attnd.sock" >/dev/null 2>&1 && break
+    sleep 0.2
+  done
+  echo "healthy after ${attempt} looks"
+  PYTHONPATH=python python3 -m attnd.eval --target "unix:${folder}/run/attnd.sock" --model nano-llama \
+    --eval-set nano-llama/nano_eval.npz --length 8192 --tasks niah,trace,before,top --limit 2 \
+    --cache-dir "${folder}/cache" --policy dense --policy double-p --policy error-target --policy streaming \
+    --json "${out}/nano_llama.json" || status=$?
+  kill -TERM "${server}"
+  wait "${server}" || status=$?
+  cp "${folder}/log" "${out}/nano_llama_server.txt"
+  rm -rf "${folder}"
+  return "${status}"
+}
+
+echo "Checks"
+check kernels ./gpu_kernels --check
+check indexes ./gpu_index_check
+check parity ./attnd_gpu_parity_test
+if has_python grpc && has_python numpy && has_python safetensors; then check nano-llama nano_llama; fi
+
+echo "Benchmarks"
+check kernel_times ./gpu_kernels --bench
+check index_times ./gpu_index_check --bench
+check step_times ./gpu_attention
+if has_python torch; then check peers python3 peers/sdpa_decode.py --json "${out}/peers.json"; fi
+
+echo
+grep -h "tokens, head_dim\|dense  \|error-target 2%" "${out}/kernel_times.txt" 2>/dev/null | cut -d'|' -f1
+grep -h "flash\|cudnn" "${out}/peers.txt" 2>/dev/null
+grep -h "calls" "${out}/index_times.txt" 2>/dev/null
+((failures == 0)) && echo "all checks passed" || echo "${failures} checks FAILED"
+exit $((failures > 0))
