@@ -36,8 +36,8 @@ inline constexpr uint32_t kChosenPieceTokens = 256;
 inline constexpr uint32_t kChosenPiecesMax = 64;
 inline constexpr uint32_t kEstimatePieceSlots = 512;
 inline constexpr uint32_t kEstimatePiecesMax = 64;
-// Floats before a state's values: max, sum; in estimate pieces the sums of errors, of second
-// moments and of dropped weights; the rest unused.
+// Floats before a state's values: max, sum; in estimate pieces the sums of errors, of second moments
+// and of dropped weights; the rest unused.
 inline constexpr uint32_t kStateHead = 8;
 
 enum class UnitKind : uint32_t { kDense, kStreaming, kClusters };
@@ -67,39 +67,39 @@ struct SegmentRef {
 struct RowRef {
   UnitKind kind;
   CutKind cut;
-  uint32_t second_order;  // 1: estimates of the second order, with predicted errors
+  uint32_t second_order;      // 1: estimates of the second order, with predicted errors
   uint32_t query_tokens;
-  uint32_t tokens_per_unit;  // 1 for kClusters
+  uint32_t tokens_per_unit;   // 1 for kClusters
   uint32_t tiles_per_unit;
   uint32_t first_unit;
   uint32_t first_query_token;  // in the step's queries and outputs
 
-  uint32_t segments_begin;  // in StepHeader::segments
+  uint32_t segments_begin;    // in StepHeader::segments
   uint32_t segment_count;
-  uint32_t blocks_begin;  // in StepHeader::blocks
+  uint32_t blocks_begin;      // in StepHeader::blocks
   // Tail tokens are numbered from the start of the first block.
-  uint32_t tail_begin;  // first token that no segment covers
-  uint32_t tail_limit;  // query token i sees tail tokens below tail_limit + i * causal
-  uint32_t causal;      // 1, or 0 for a query-only row
+  uint32_t tail_begin;        // first token that no segment covers
+  uint32_t tail_limit;        // query token i sees tail tokens below tail_limit + i * causal
+  uint32_t causal;            // 1, or 0 for a query-only row
 
-  uint32_t slots;  // of all segments
+  uint32_t slots;             // of all segments
   uint32_t dense_piece_tokens;
-  uint32_t dense_pieces;     // of a kDense unit's segments; then come the tail pieces
-  uint32_t tail_pieces;      // of kReadPieceTokens, counted from tail token 0; the sink is piece
-                             // read_pieces - 1 of units that are not kDense
-  uint32_t read_pieces;      // of a unit's tile
-  uint32_t estimate_pieces;  // of a unit's tile; 0 unless kClusters
+  uint32_t dense_pieces;      // of a kDense unit's segments; then come the tail pieces
+  uint32_t tail_pieces;       // of kReadPieceTokens, counted from tail token 0; the sink is piece
+                              // read_pieces - 1 of units that are not kDense
+  uint32_t read_pieces;       // of a unit's tile
+  uint32_t estimate_pieces;   // of a unit's tile; 0 unless kClusters
   uint32_t estimate_piece_slots;
   uint32_t first_read_item;   // items of a row: (unit, tile, piece), piece fastest
   uint32_t first_score_item;  // (unit, slots / kSlotChunk), chunk fastest; tiles share an item
 
   // Places in scratch memory, of the row's first unit; the others follow at the same distance.
-  uint32_t first_state;  // of states; a tile has read_pieces, then estimate_pieces, then
-                         // kChosenPiecesMax for kClusters
-  uint64_t first_score;  // of floats in scores: per unit log_mass [lanes][slots], then, for the
-                         // second order, d2 [lanes][slots], then group_score [slots]
-  uint64_t first_fate;   // of bytes in fates: per unit [slots]
-  uint64_t first_token;  // of entries in chosen: per unit [clustered_tokens]
+  uint32_t first_state;       // of states; a tile has read_pieces, then estimate_pieces, then
+                              // kChosenPiecesMax for kClusters
+  uint64_t first_score;       // of floats in scores: per unit log_mass [lanes][slots], then, for the
+                              // second order, d2 [lanes][slots], then group_score [slots]
+  uint64_t first_fate;        // of bytes in fates: per unit [slots]
+  uint64_t first_token;       // of entries in chosen: per unit [clustered_tokens]
   uint64_t clustered_tokens;  // in the row's segments
 
   double exact_share, estimated_share;  // kTopK
@@ -147,11 +147,11 @@ struct UnitResult {
 
 // By lane, written by select and measure, read by merge.
 struct LaneScale {
-  float max;          // of log_mass over all clusters: the scale of weights
-  float sum;          // of all weights
-  float dropped_sum;  // of the dropped ones
-  float least_norm;   // floor under |o| in relative errors
-  float error2_sum;   // over estimated clusters, of (weight * spread)^2 * growth
+  float max;           // of log_mass over all clusters: the scale of weights
+  float sum;           // of all weights
+  float dropped_sum;   // of the dropped ones
+  float least_norm;    // floor under |o| in relative errors
+  float error2_sum;    // over estimated clusters, of (weight * spread)^2 * growth
   float estimated_sum;
 };
 
@@ -181,39 +181,39 @@ struct StepHeader {
   uint32_t uploads;
   uint32_t query_tokens;  // of all rows
   uint32_t kv_heads;
-  uint32_t group;        // query heads of a KV head
-  uint32_t tiles;        // of all units
-  uint32_t tiles_max;    // of a unit
-  uint32_t query_dtype;  // DType
+  uint32_t group;         // query heads of a KV head
+  uint32_t tiles;         // of all units
+  uint32_t tiles_max;     // of a unit
+  uint32_t query_dtype;   // DType
   float softmax_scale;
   uint32_t finish_items_max;
   uint32_t reserved;
   uint64_t block_head_bytes;  // of a tail block, from one KV head to the next
 
-  const RowRef* row_refs;  // [rows], by first_unit
+  const RowRef* row_refs;          // [rows], by first_unit
   const SegmentRef* segments;
   const std::byte* const* blocks;  // KV head 0's pages of each tail block, at the step's layer
   const UploadRef* upload_refs;    // [uploads]
   const std::byte* staged;
-  const std::byte* queries;  // [query_tokens][kv_heads * group][head_dim] of query_dtype
+  const std::byte* queries;        // [query_tokens][kv_heads * group][head_dim] of query_dtype
 
   // Scratch.
-  uint32_t* query_fragments;  // [tiles][what the kernels need]
-  float* states;              // [state][kLanes][kStateHead + value_dim]
+  uint32_t* query_fragments;   // [tiles][what the kernels need]
+  float* states;               // [state][kLanes][kStateHead + value_dim]
   float* scores;
   uint8_t* fates;
-  uint32_t* chosen;        // segment << 16 | token in the segment's order
-  float* score_partials;   // [score_items][tiles_max][kLanes][2][2]: max and sum of log_mass, then
-                           // of the optimistic mass, over the item's clusters
-  LaneScale* lane_scales;  // [tiles][kLanes]
-  UnitResult* unit_results;  // [units]
-  FinishItem* finish_items;  // [2][finish_items_max]: the measure stage's, the finish stage's
-  uint32_t* finish_count;    // [2]: of the measure stage's pieces, of the finish stage's
+  uint32_t* chosen;            // segment << 16 | token in the segment's order
+  float* score_partials;       // [score_items][tiles_max][kLanes][2][2]: max and sum of log_mass, then
+                               // of the optimistic mass, over the item's clusters
+  LaneScale* lane_scales;      // [tiles][kLanes]
+  UnitResult* unit_results;    // [units]
+  FinishItem* finish_items;    // [2][finish_items_max]: the measure stage's, the finish stage's
+  uint32_t* finish_count;      // [2]: of the measure stage's pieces, of the finish stage's
 
   // Outputs, copied to the host together.
-  float* out;                // [query_tokens][query_heads][value_dim]
-  float* lse;                // [query_tokens][query_heads]
-  LaneResult* lane_results;  // [query_tokens][query_heads]
+  float* out;                  // [query_tokens][query_heads][value_dim]
+  float* lse;                  // [query_tokens][query_heads]
+  LaneResult* lane_results;    // [query_tokens][query_heads]
 };
 
 }  // namespace attnd::gpu
