@@ -5,10 +5,10 @@
 
 namespace attnd::gpu {
 
-// Both arrangements of a query (for keys, and squared for deviations), each as two 16-bit numbers
-// that add up to the fp32 one.
+// As TileFragmentWords in cuda/place.cuh: queries and squared queries, 8 words a channel each, and
+// factors of both.
 uint64_t QueryFragmentBytes(const KernelShape& shape) {
-  return uint64_t{kLanes} * shape.head_dim * 2 * sizeof(float);
+  return (uint64_t{2} * 8 * shape.head_dim + 64) * sizeof(uint32_t);
 }
 
 // Centred keys, their assignments, and for each cluster sums, a centroid and counts.

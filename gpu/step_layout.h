@@ -30,7 +30,7 @@ inline constexpr uint32_t kLanes = 8;
 // the slots left over are empty. It is also what one score item scores.
 inline constexpr uint32_t kSlotChunk = 128;
 // Tokens of a piece, unless a row is so long that it would have more than kReadPiecesMax of them.
-inline constexpr uint32_t kReadPieceTokens = 1024;
+inline constexpr uint32_t kReadPieceTokens = 512;
 inline constexpr uint32_t kReadPiecesMax = 256;
 inline constexpr uint32_t kChosenPieceTokens = 256;
 inline constexpr uint32_t kChosenPiecesMax = 64;
@@ -58,7 +58,7 @@ struct SegmentRef {
   uint32_t first_slot;   // a multiple of kSlotChunk
   uint32_t slots;        // room: the greatest cluster count, rounded up to kSlotChunk
   uint32_t first_piece;  // of the row's dense pieces; a piece never spans segments
-  uint32_t reserved;
+  uint32_t max_clusters;  // rows that the index has room for, at least 1
 };
 
 // One row of the batch. A unit is one (row, group of query tokens, KV head), numbered
@@ -89,7 +89,7 @@ struct RowRef {
                               // read_pieces - 1 of units that are not kDense
   uint32_t read_pieces;       // of a unit's tile
   uint32_t estimate_pieces;   // of a unit's tile; 0 unless kClusters
-  uint32_t estimate_piece_slots;
+  uint32_t estimate_piece_slots;  // a multiple of kSlotChunk
   uint32_t first_read_item;   // items of a row: (unit, tile, piece), piece fastest
   uint32_t first_score_item;  // (unit, slots / kSlotChunk), chunk fastest; tiles share an item
 
@@ -106,22 +106,6 @@ struct RowRef {
   double p1, p2;                        // kTopP
   double tolerance, floor;              // kErrorBudget; infinity for "off"
 };
-
-// Distances, in elements, from a tile's or unit's part of scratch memory to the next one's. Lanes
-// are those of all the unit's tiles, whether a query head fills them or not.
-constexpr uint32_t StatesPerTile(const RowRef& row) {
-  const uint32_t chosen = row.kind == UnitKind::kClusters ? kChosenPiecesMax : 0;
-  return row.read_pieces + row.estimate_pieces + chosen;
-}
-constexpr uint64_t ScoresPerUnit(const RowRef& row) {
-  if (row.kind != UnitKind::kClusters) return 0;
-  const uint64_t lanes = uint64_t{row.tiles_per_unit} * kLanes;
-  return row.slots * (lanes * (1 + row.second_order) + 1);
-}
-// Finish pieces that a row can queue in one stage.
-constexpr uint64_t FinishItemsPerTile(const RowRef& row) {
-  return row.kind == UnitKind::kClusters ? uint64_t{row.estimate_pieces} + kChosenPiecesMax : 0;
-}
 
 // Bytes that prepare copies from the staging block to their place: rows of new tokens.
 struct UploadRef {
@@ -186,8 +170,6 @@ struct StepHeader {
   uint32_t tiles_max;     // of a unit
   uint32_t query_dtype;   // DType
   float softmax_scale;
-  uint32_t finish_items_max;
-  uint32_t reserved;
   uint64_t block_head_bytes;  // of a tail block, from one KV head to the next
 
   const RowRef* row_refs;          // [rows], by first_unit
@@ -203,11 +185,11 @@ struct StepHeader {
   float* scores;
   uint8_t* fates;
   uint32_t* chosen;            // segment << 16 | token in the segment's order
-  float* score_partials;       // [score_items][tiles_max][kLanes][2][2]: max and sum of log_mass, then
+  float* score_partials;       // [score_items][tile][kLanes][2][2]: max and sum of log_mass, then
                                // of the optimistic mass, over the item's clusters
   LaneScale* lane_scales;      // [tiles][kLanes]
   UnitResult* unit_results;    // [units]
-  FinishItem* finish_items;    // [2][finish_items_max]: the measure stage's, the finish stage's
+  FinishItem* finish_items;
   uint32_t* finish_count;      // [2]: of the measure stage's pieces, of the finish stage's
 
   // Outputs, copied to the host together.

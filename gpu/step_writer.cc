@@ -87,6 +87,15 @@ CutKind CutOf(const Policy& policy) {
   return CutKind::kTopK;
 }
 
+// Distances, in elements, between what a row's tiles and units have in scratch memory.
+uint64_t StatesPerTile(const RowRef& row) {
+  const uint64_t chosen = row.kind == UnitKind::kClusters ? kChosenPiecesMax : 0;
+  return uint64_t{row.read_pieces} + row.estimate_pieces + chosen;
+}
+uint64_t ScoresPerUnit(const RowRef& row, uint64_t group) {
+  return row.slots * (group * (row.second_order != 0 ? 2 : 1) + 1);
+}
+
 template <typename T>
 T* At(std::byte* base, uint64_t offset) {
   static_assert(std::is_trivially_copyable_v<T>);
@@ -218,12 +227,12 @@ StepWriter::Counts StepWriter::CountsOf(const RowRef& ref, const StepRow& row,
   counts.tiles = Times(counts.units, ref.tiles_per_unit);
   counts.read_items = Times(counts.tiles, ref.read_pieces);
   counts.states = Times(counts.tiles, StatesPerTile(ref));
-  counts.finish_items = Times(counts.tiles, FinishItemsPerTile(ref));
   if (clusters) {
     counts.score_items = Times(counts.units, ref.slots / kSlotChunk);
-    counts.scores = Times(counts.units, ScoresPerUnit(ref));
+    counts.scores = Times(counts.units, ScoresPerUnit(ref, group_));
     counts.fates = Times(counts.units, ref.slots);
     counts.chosen = Times(counts.units, ref.clustered_tokens);
+    counts.finish_items = Times(counts.tiles, ref.estimate_pieces + uint64_t{kChosenPiecesMax});
   }
   counts.segments = ref.segment_count;
   counts.blocks = TailBlocksSeen(row);
@@ -257,7 +266,7 @@ StepWriter::Places StepWriter::PlacesOf(const Counts& counts) const {
   places.score_partials =
       scratch.Place(Times(counts.score_items, tiles_per_unit_), kLanes * 4 * sizeof(float));
   places.lane_scales = scratch.Place(counts.tiles, kLanes * sizeof(LaneScale));
-  places.finish_items = scratch.Place(counts.finish_items, 2 * sizeof(FinishItem));
+  places.finish_items = scratch.Place(counts.finish_items, sizeof(FinishItem));
   places.finish_count = scratch.Place(2, sizeof(uint32_t));
   places.results = scratch.end();
 
@@ -356,7 +365,6 @@ uint64_t StepWriter::Write(std::byte* input, std::byte* device_input, std::byte*
   h.tiles_max = tiles_per_unit_;
   h.query_dtype = static_cast<uint32_t>(query_dtype_);
   h.softmax_scale = softmax_scale_;
-  h.finish_items_max = Narrow(counts_.finish_items);
   h.block_head_bytes =
       uint64_t{kTailBlockTokens} * (shape_.head_dim + shape_.value_dim) * DTypeBytes(shape_.dtype);
   h.row_refs = At<RowRef>(device_input, places.rows);
@@ -416,6 +424,7 @@ void StepWriter::WriteRow(const RowPart& part, const RowMemory& memory, const Pl
     ref->first_slot = slots;
     ref->slots = SlotsOf(segment);
     ref->first_piece = pieces;
+    ref->max_clusters = layout.max_clusters;
     slots += ref->slots;
     pieces += Narrow(CeilOf(segment.tokens(), part.ref.dense_piece_tokens));
   }

@@ -69,6 +69,7 @@ class Checker {
     if (!clusters) Equal("estimate_pieces", row.estimate_pieces, 0);
     if (clusters) {
       Equal("estimate_pieces", row.estimate_pieces, CeilOf(row.slots, row.estimate_piece_slots));
+      Equal("estimate_piece_slots % kSlotChunk", row.estimate_piece_slots % kSlotChunk, 0);
       if (row.estimate_pieces > kEstimatePiecesMax) Fail("too many estimate pieces");
     }
     const uint64_t units = CeilOf(row.query_tokens, row.tokens_per_unit) * h_.kv_heads;
@@ -80,8 +81,7 @@ class Checker {
     states_ += tiles * (row.read_pieces + row.estimate_pieces + (clusters ? kChosenPiecesMax : 0));
     if (!clusters) return;
     score_items_ += units * row.slots / kSlotChunk;
-    const uint64_t lanes = uint64_t{row.tiles_per_unit} * kLanes;
-    scores_ += units * (lanes * row.slots * (row.second_order != 0 ? 2 : 1) + row.slots);
+    scores_ += units * (h_.group * row.slots * (row.second_order != 0 ? 2 : 1) + row.slots);
     fates_ += units * row.slots;
     chosen_ += units * row.clustered_tokens;
     finish_items_ += tiles * (row.estimate_pieces + kChosenPiecesMax);
@@ -99,8 +99,8 @@ class Checker {
       Held("a segment's pages", segment.pages, h_.kv_heads * segment.pages_head_bytes);
       if (segment.tokens <= segment.unclustered) Fail("a segment has no clusters");
       Equal("first_slot", segment.first_slot, slots);
-      Equal("slots", segment.slots % kSlotChunk, 0);
-      if (segment.slots * 16 < segment.tokens - segment.unclustered) Fail("too few slots");
+      Equal("max_clusters", segment.max_clusters, CeilOf(segment.tokens - segment.unclustered, 16));
+      Equal("slots", segment.slots, CeilOf(segment.max_clusters, kSlotChunk) * kSlotChunk);
       Equal("first_piece", segment.first_piece, pieces);
       slots += segment.slots;
       pieces += CeilOf(segment.tokens, row.dense_piece_tokens);
@@ -130,7 +130,6 @@ class Checker {
     Equal("query_tokens", h_.query_tokens, query_tokens_);
     Equal("read_items", h_.read_items, read_items_);
     Equal("score_items", h_.score_items, score_items_);
-    Equal("finish_items_max", h_.finish_items_max, finish_items_);
     Equal("measure", measure_ ? 1 : 0, needs_measure_ ? 1 : 0);
   }
 
@@ -166,7 +165,7 @@ class Checker {
          score_items_ * h_.tiles_max * kLanes * 4 * sizeof(float));
     part("lane_scales", h_.lane_scales, tiles_ * kLanes * sizeof(LaneScale));
     part("unit_results", h_.unit_results, units_ * sizeof(UnitResult));
-    part("finish_items", h_.finish_items, 2 * finish_items_ * sizeof(FinishItem));
+    part("finish_items", h_.finish_items, finish_items_ * sizeof(FinishItem));
     part("finish_count", h_.finish_count, 2 * sizeof(uint32_t));
     part("out", h_.out, lanes * shape_.value_dim * sizeof(float));
     part("lse", h_.lse, lanes * sizeof(float));
