@@ -58,8 +58,8 @@ class EngineImpl : public Engine {
         observer_(observer),
         budget_(options.memory_budget_bytes),
         sequences_(options.max_sequences),
-        segmenter_({options.segment_tokens, options.index_threads}, backend_.get(), &budget_, &gate_,
-                   observer) {}
+        segmenter_({options.segment_tokens, options.index_threads}, backend_.get(), &budget_,
+                   &gate_, observer) {}
   ~EngineImpl() override { segmenter_.Shutdown(); }
 
   // Before anything else. ResourceExhausted if the system refuses the background thread.

@@ -112,8 +112,8 @@ class Segmenter {
                                    const std::atomic<bool>* cancelled, uint32_t* installed)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence->build_mutex());
   // Builds by the backend, or else by HeadBuilders.
-  absl::Status Build(const Sequence& sequence, attention::SegmentBuilder* builder,
-                     uint32_t threads, const std::atomic<bool>* cancelled);
+  absl::Status Build(const Sequence& sequence, attention::SegmentBuilder* builder, uint32_t threads,
+                     const std::atomic<bool>* cancelled);
   absl::Status BuildHeads(const Sequence& sequence, attention::SegmentBuilder* builder,
                           uint32_t threads, const std::atomic<bool>* cancelled);
   // OK while somebody waits for what is being built.
