@@ -139,13 +139,15 @@ class Backend {
  public:
   virtual ~Backend() = default;
   virtual absl::string_view name() const = 0;
-  // Name of the instruction set that the kernels chose.
+  // Name of the instruction set that the kernels on the CPU chose.
   virtual absl::string_view target() const = 0;
   // Unimplemented, naming the preset, if the backend cannot run `policy`.
   virtual absl::Status Supports(const Policy& policy) const = 0;
   // Unimplemented, naming what the model has and what the backend can run, if it cannot run models
   // of this shape, which is valid.
   virtual absl::Status Supports(const ModelShape& shape) const = 0;
+  // Name of the device that answers; empty if it is the CPU.
+  virtual absl::string_view device() const { return {}; }
   // Why the backend answers more slowly than it was made to; OK if it does not.
   virtual absl::Status Health() const { return absl::OkStatus(); }
   virtual BackendStats stats() const { return BackendStats(); }

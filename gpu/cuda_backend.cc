@@ -167,7 +167,8 @@ class CudaBackend : public Backend {
   }
 
   absl::string_view name() const override { return "cuda"; }
-  absl::string_view target() const override { return device_->name(); }
+  absl::string_view target() const override { return cpu_->target(); }
+  absl::string_view device() const override { return device_->name(); }
 
   absl::Status Supports(const Policy& policy) const override {
     switch (policy.selector) {
@@ -348,7 +349,7 @@ absl::Status CudaBackendOptions::Validate() const {
     ATTND_RETURN_IF_ERROR(
         CheckRange("device_memory_bytes", device_memory_bytes, kDeviceMemoryBytesMin, kBytesMax));
   }
-  ATTND_RETURN_IF_ERROR(CheckRange("streams", streams, 1, 64));
+  ATTND_RETURN_IF_ERROR(CheckRange("streams", streams, 1, kStreamsMax));
   ATTND_RETURN_IF_ERROR(CheckRange("scratch_bytes", scratch_bytes, kBlockBytesMin, kBytesMax));
   ATTND_RETURN_IF_ERROR(CheckRange("input_bytes", input_bytes, kBlockBytesMin, kBytesMax));
   ATTND_RETURN_IF_ERROR(CheckRange("result_bytes", result_bytes, kBlockBytesMin, kBytesMax));

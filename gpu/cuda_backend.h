@@ -21,7 +21,7 @@ struct CudaBackendOptions {
   // Device memory to take, at least kDeviceMemoryBytesMin. 0: nine tenths of the device's, or as
   // much as others have left of it.
   uint64_t device_memory_bytes = 0;
-  uint32_t streams = 4;  // steps on the device at once, 1..64
+  uint32_t streams = 4;  // steps on the device at once, 1..kStreamsMax
   // Of a stream; all of them, and the one that builds segments, together take at most a quarter of
   // the device memory. At least 2^16 each.
   uint64_t scratch_bytes = uint64_t{1} << 30;
@@ -36,6 +36,7 @@ struct CudaBackendOptions {
   absl::Status Validate() const;
 };
 
+inline constexpr uint32_t kStreamsMax = 64;
 inline constexpr uint64_t kDeviceMemoryBytesMin = uint64_t{16} << 20;
 
 // Takes its memory at once. InvalidArgument for the options, ResourceExhausted if the device has
