@@ -15,6 +15,7 @@
 #include <span>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "attention/pages.h"
@@ -36,7 +37,8 @@ struct SequenceView {
   uint64_t tail_begin = 0;  // first position that no segment covers
 };
 
-// Processor time that a row's work took, by stage, summed over threads.
+// Processor time that a row's work took, by stage, summed over threads; or its share of a device's
+// time, in the steps where that is measured.
 struct StageNanos {
   uint64_t score = 0;
   uint64_t select = 0;
@@ -60,6 +62,7 @@ struct RowStats {
   std::optional<float> predicted_error_mean;
   std::optional<float> predicted_error_max;
   uint64_t host_tokens = 0;  // tokens read exactly from host memory
+  uint64_t hbm_tokens = 0;   // tokens read exactly from a device's memory
   StageNanos stages;
 };
 
@@ -104,18 +107,61 @@ struct StepRequest {
   std::vector<Plan>* plans = nullptr;
 };
 
+// Cancelled or DeadlineExceeded if nobody waits for the step's answer any more.
+absl::Status CheckAlive(const StepRequest& request);
+
+// What a backend with memory of its own has done and holds. All zero without one.
+struct BackendStats {
+  struct Arena {
+    uint64_t capacity_bytes = 0;
+    uint64_t used_bytes = 0;
+  };
+  Arena pages;    // keys and values
+  Arena index;    // what selection reads
+  Arena scratch;  // of steps and of building; all of it in use from the start
+  uint64_t bytes_to_device = 0;
+  uint64_t bytes_to_host = 0;
+  uint64_t evictions = 0;       // copies given up to make room
+  uint64_t steps = 0;           // answered, by whomever
+  uint64_t fallback_steps = 0;  // of these, with a row that the CPU answered in the device's place
+  // Device time by stage, over the steps where it was measured.
+  uint64_t timed_steps = 0;
+  double score_seconds = 0;
+  double select_seconds = 0;
+  double attend_seconds = 0;
+  double merge_seconds = 0;
+};
+
+class SegmentBuilder;
+
 // Thread-safety: all methods may be called from any thread, several at once.
 class Backend {
  public:
   virtual ~Backend() = default;
   virtual absl::string_view name() const = 0;
-  // Name of the instruction set that the kernels chose.
+  // Name of the instruction set that the kernels on the CPU chose.
   virtual absl::string_view target() const = 0;
   // Unimplemented, naming the preset, if the backend cannot run `policy`.
   virtual absl::Status Supports(const Policy& policy) const = 0;
+  // Unimplemented, naming what the model has and what the backend can run, if it cannot run models
+  // of this shape, which is valid.
+  virtual absl::Status Supports(const ModelShape& shape) const = 0;
+  // Name of the device that answers; empty if it is the CPU.
+  virtual absl::string_view device() const { return {}; }
+  // Why the backend answers more slowly than it was made to; OK if it does not.
+  virtual absl::Status Health() const { return absl::OkStatus(); }
+  virtual BackendStats stats() const { return BackendStats(); }
   // Fills out, lse and stats of every row. A row's answer does not depend on the other rows, bit
   // for bit. On error the buffers' content is undefined.
   virtual absl::Status Step(const StepRequest& request) = 0;
+  // Builds all heads of a segment that nothing was built of yet. Calls `proceed` between pieces of
+  // work of some milliseconds; it may wait, and ends the building if it is not OK. On any error,
+  // which is `proceed`'s if that was not OK, HeadBuilders may build the segment instead:
+  // Unimplemented if the backend builds none.
+  virtual absl::Status BuildSegment(SegmentBuilder* /*segment*/,
+                                    absl::FunctionRef<absl::Status()> /*proceed*/) {
+    return absl::UnimplementedError("this backend builds no segments");
+  }
 };
 
 }  // namespace attnd::attention

@@ -57,6 +57,7 @@ class CpuBackend : public Backend {
   absl::string_view name() const override { return "cpu"; }
   absl::string_view target() const override { return kernels::TargetName(); }
   absl::Status Supports(const Policy&) const override { return absl::OkStatus(); }
+  absl::Status Supports(const ModelShape&) const override { return absl::OkStatus(); }
 
   absl::Status Step(const StepRequest& request) override {
     std::unique_ptr<StepArena> arena = workspaces_.Take();
@@ -92,16 +93,6 @@ class CpuBackend : public Backend {
       step.FinishWave();
     }
     step.FinishRows();
-    return absl::OkStatus();
-  }
-
-  static absl::Status CheckAlive(const StepRequest& request) {
-    if (request.cancelled != nullptr && request.cancelled->load(std::memory_order_relaxed)) {
-      return absl::CancelledError("the caller has gone");
-    }
-    if (request.deadline.has_value() && std::chrono::steady_clock::now() > *request.deadline) {
-      return absl::DeadlineExceededError("the step's deadline passed");
-    }
     return absl::OkStatus();
   }
 

@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "attention/mirror_slot.h"
 #include "common/aligned_buffer.h"
 #include "common/model_shape.h"
 
@@ -84,11 +85,13 @@ class TailBlock {
   }
   std::byte* data() const { return buffer_.data(); }
   size_t size() const { return buffer_.size(); }
+  const MirrorSlot& mirror() const { return mirror_; }
 
  private:
   const uint32_t kv_heads_;
   const size_t run_bytes_;
   const AlignedBuffer buffer_;
+  const MirrorSlot mirror_;
 };
 
 }  // namespace attnd::attention

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <span>
 
+#include "attention/mirror_slot.h"
 #include "attention/pages.h"
 #include "common/aligned_buffer.h"
 #include "common/model_shape.h"
@@ -91,8 +92,17 @@ class Segment {
   // [tokens] of each token in the segment's order, its position minus first_position.
   std::span<const uint16_t> positions(uint32_t layer, uint32_t kv_head) const;
 
+  // The two blocks, heads one after another by (layer, KV head): a copy elsewhere has the same
+  // offsets.
+  std::span<const std::byte> index_block() const { return {index_.data(), index_.size()}; }
+  std::span<const std::byte> payload_block() const { return {payload_.data(), payload_.size()}; }
+  const IndexLayout& layout() const { return layout_; }
+  size_t pages_head_bytes() const { return run_bytes_; }
+  const MirrorSlot& mirror() const { return mirror_; }
+
  private:
   friend class HeadBuilder;  // writes it
+  friend class SegmentBuilder;
   // The index of one (layer, KV head) starts with its cluster count.
   std::byte* IndexHead(uint32_t layer, uint32_t kv_head) const {
     return index_.data() + HeadNumber(layer, kv_head) * layout_.head_bytes;
@@ -110,6 +120,7 @@ class Segment {
   const size_t run_bytes_;  // pages of one (layer, KV head)
   const AlignedBuffer index_;
   const AlignedBuffer payload_;
+  const MirrorSlot mirror_;
 };
 
 }  // namespace attnd::attention

@@ -5,7 +5,9 @@
 #include <cmath>
 #include <cstring>
 #include <numeric>
+#include <span>
 
+#include "absl/strings/str_cat.h"
 #include "common/dtype.h"
 
 namespace attnd::attention {
@@ -34,6 +36,54 @@ SegmentBuilder::SegmentBuilder(std::shared_ptr<const SequenceView> view, uint64_
     : view_(std::move(view)),
       segment_(std::make_shared<Segment>(segment_id, view_->shape, view_->tail_begin, tokens,
                                          unclustered)) {}
+
+const std::byte* SegmentBuilder::TailRow(uint32_t layer, uint32_t kv_head, uint32_t token,
+                                         bool value) const {
+  const PageGeometry geometry(view_->shape);
+  const uint64_t position = view_->tail_begin + token;
+  const uint64_t block = position / kTailBlockTokens - view_->tail_begin / kTailBlockTokens;
+  const uint64_t place = position % kTailBlockTokens;
+  return view_->tail[block]->pages(layer, kv_head) +
+         (value ? geometry.ValueOffset(place) : geometry.KeyOffset(place));
+}
+
+void SegmentBuilder::CopyToken(uint32_t layer, uint32_t kv_head, uint32_t token, uint32_t slot) {
+  const PageGeometry geometry(view_->shape);
+  std::byte* pages =
+      segment_->payload_.data() + segment_->HeadNumber(layer, kv_head) * segment_->run_bytes_;
+  std::memcpy(pages + geometry.KeyOffset(slot), TailRow(layer, kv_head, token, false),
+              geometry.key_row_bytes);
+  std::memcpy(pages + geometry.ValueOffset(slot), TailRow(layer, kv_head, token, true),
+              geometry.value_row_bytes);
+}
+
+absl::Status SegmentBuilder::TakeHead(uint32_t layer, uint32_t kv_head) {
+  const ClusterIndex index = segment_->index(layer, kv_head);
+  const auto wrong = [&](const char* what) {
+    return absl::InternalError(
+        absl::StrCat("the index built of layer ", layer, ", KV head ", kv_head, " has ", what));
+  };
+  if (index.clusters == 0 || index.clusters > segment_->layout().max_clusters) {
+    return wrong("a wrong number of clusters");
+  }
+  if (index.starts[0] != segment_->unclustered() ||
+      index.starts[index.clusters] != segment_->tokens()) {
+    return wrong("clusters that do not hold its tokens");
+  }
+  for (uint32_t c = 0; c < index.clusters; ++c) {
+    if (index.starts[c] >= index.starts[c + 1]) return wrong("a cluster without tokens");
+  }
+  const std::span<const uint16_t> positions = segment_->positions(layer, kv_head);
+  std::vector<bool> seen(positions.size());
+  for (uint32_t slot = 0; slot < positions.size(); ++slot) {
+    const uint32_t token = positions[slot];
+    const bool kept = slot >= segment_->unclustered() || token == slot;
+    if (token >= positions.size() || seen[token] || !kept) return wrong("tokens in no order");
+    seen[token] = true;
+    CopyToken(layer, kv_head, token, slot);
+  }
+  return absl::OkStatus();
+}
 
 uint64_t HeadBuilder::ScratchBytes(const ModelShape& shape, uint32_t tokens) {
   const uint64_t clusters = tokens / kClusterTokens + kClusterTokens;
@@ -97,17 +147,6 @@ void HeadBuilder::RunChunk() {
     case Stage::kDone:
       return;
   }
-}
-
-// The row of a token of the segment in the tail.
-const std::byte* HeadBuilder::TailRow(uint32_t token, bool value) const {
-  const SequenceView& view = *target_->view_;
-  const PageGeometry geometry(view.shape);
-  const uint64_t position = view.tail_begin + token;
-  const uint64_t block = position / kTailBlockTokens - view.tail_begin / kTailBlockTokens;
-  const uint64_t place = position % kTailBlockTokens;
-  return view.tail[block]->pages(layer_, kv_head_) +
-         (value ? geometry.ValueOffset(place) : geometry.KeyOffset(place));
 }
 
 void HeadBuilder::LoadChunk() {
@@ -180,12 +219,8 @@ void HeadBuilder::BeginCluster() {
 void HeadBuilder::WriteToken(uint32_t slot) {
   Segment& segment = *target_->segment_;
   const ModelShape& shape = segment.shape();
-  const PageGeometry geometry(shape);
   const uint32_t token = order_[slot];
-  std::byte* pages =
-      segment.payload_.data() + segment.HeadNumber(layer_, kv_head_) * segment.run_bytes_;
-  std::memcpy(pages + geometry.KeyOffset(slot), TailRow(token, false), geometry.key_row_bytes);
-  std::memcpy(pages + geometry.ValueOffset(slot), TailRow(token, true), geometry.value_row_bytes);
+  target_->CopyToken(layer_, kv_head_, token, slot);
   StoreAt(segment.IndexHead(layer_, kv_head_) + segment.layout_.positions, slot,
           static_cast<uint16_t>(token));
   if (slot < unclustered_) return;

@@ -31,11 +31,26 @@ class SegmentBuilder {
   bool allocated() const { return segment_->allocated(); }
   uint32_t heads() const { return view_->shape.layers * view_->shape.kv_heads; }
 
+  // For those who build without a HeadBuilder: where the tokens come from, what is being built, and
+  // the index of (layer, KV head) for them to fill.
+  const SequenceView& view() const { return *view_; }
+  const Segment& segment() const { return *segment_; }
+  std::byte* index_head(uint32_t layer, uint32_t kv_head) {
+    return segment_->IndexHead(layer, kv_head);
+  }
+  // Checks that a filled index keeps to its sizes and that its order holds every token once, and
+  // copies the tokens' rows in that order. Internal, saying what is wrong.
+  absl::Status TakeHead(uint32_t layer, uint32_t kv_head);
+
   // The finished segment.
   std::shared_ptr<const Segment> Finish() { return std::move(segment_); }
 
  private:
   friend class HeadBuilder;
+  // The row of a token of the segment in the tail.
+  const std::byte* TailRow(uint32_t layer, uint32_t kv_head, uint32_t token, bool value) const;
+  void CopyToken(uint32_t layer, uint32_t kv_head, uint32_t token, uint32_t slot);
+
   const std::shared_ptr<const SequenceView> view_;
   std::shared_ptr<Segment> segment_;
 };
@@ -64,7 +79,9 @@ class HeadBuilder {
   void WriteToken(uint32_t slot);
   void BeginCluster();
   void EndCluster();
-  const std::byte* TailRow(uint32_t token, bool value) const;
+  const std::byte* TailRow(uint32_t token, bool value) const {
+    return target_->TailRow(layer_, kv_head_, token, value);
+  }
 
   SegmentBuilder* target_ = nullptr;
   uint32_t layer_ = 0;

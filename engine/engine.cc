@@ -58,7 +58,8 @@ class EngineImpl : public Engine {
         observer_(observer),
         budget_(options.memory_budget_bytes),
         sequences_(options.max_sequences),
-        segmenter_({options.segment_tokens, options.index_threads}, &budget_, &gate_, observer) {}
+        segmenter_({options.segment_tokens, options.index_threads}, backend_.get(), &budget_,
+                   &gate_, observer) {}
   ~EngineImpl() override { segmenter_.Shutdown(); }
 
   // Before anything else. ResourceExhausted if the system refuses the background thread.
@@ -76,6 +77,7 @@ class EngineImpl : public Engine {
             "model.shard is ", args.shard.index, " of ", args.shard.count, "; allowed are up to ",
             kShardsMax, " shards and an index below their number"));
       }
+      ATTND_RETURN_IF_ERROR(backend_->Supports(args.shape));
       OpenArgs complete = args;
       if (!complete.policy.has_value()) complete.policy = options_.default_policy;
       ATTND_RETURN_IF_ERROR(backend_->Supports(*complete.policy));

@@ -167,7 +167,8 @@ class Engine {
   virtual const attention::Backend& backend() const = 0;
 
   // ResourceExhausted at max_sequences or at a full budget, Unavailable after StopOpening or
-  // Shutdown, InvalidArgument for the shape, Unimplemented for the policy.
+  // Shutdown, InvalidArgument for the shape, Unimplemented for the policy or for a shape that the
+  // backend lacks.
   virtual absl::StatusOr<uint64_t> Open(absl::string_view tenant, const OpenArgs& args) = 0;
 
   // InvalidArgument (shape, dtype, NaN, |v| beyond kValueMax), FailedPrecondition (gap),

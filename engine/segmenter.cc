@@ -68,9 +68,9 @@ void StepGate::YieldToSteps() {
   yielding_.fetch_sub(1, std::memory_order_relaxed);
 }
 
-Segmenter::Segmenter(const Options& options, MemoryBudget* budget, StepGate* gate,
-                     Observer* observer)
-    : options_(options), budget_(budget), gate_(gate), observer_(observer) {}
+Segmenter::Segmenter(const Options& options, attention::Backend* backend, MemoryBudget* budget,
+                     StepGate* gate, Observer* observer)
+    : options_(options), backend_(backend), budget_(budget), gate_(gate), observer_(observer) {}
 
 absl::Status Segmenter::Start() {
   try {
@@ -217,8 +217,30 @@ absl::StatusOr<bool> Segmenter::BuildLocked(Sequence* sequence, uint32_t min_tok
       budget_->Reserve(Segment::IndexBytes(shape, job->tokens, job->unclustered) +
                            Segment::PayloadBytes(shape, job->tokens),
                        "a segment"));
-  uint32_t builders = std::min(threads, shape.layers * shape.kv_heads);
-  const uint64_t scratch_bytes = HeadBuilder::ScratchBytes(shape, job->tokens);
+  SegmentBuilder builder(job->view, next_segment_id_.fetch_add(1, std::memory_order_relaxed),
+                         job->tokens, job->unclustered);
+  if (!builder.allocated()) {
+    return absl::ResourceExhaustedError("the system refused memory for a segment");
+  }
+  ATTND_RETURN_IF_ERROR(Build(*sequence, &builder, threads, cancelled));
+  if (sequence->Install(*job, HoldReservation(builder.Finish(), std::move(memory)))) {
+    *installed = job->tokens;
+  }
+  return true;
+}
+
+absl::Status Segmenter::Build(const Sequence& sequence, SegmentBuilder* builder, uint32_t threads,
+                              const std::atomic<bool>* cancelled) {
+  const absl::Status built = backend_->BuildSegment(builder, [&] {
+    gate_->YieldToSteps();
+    return Wanted(sequence, cancelled);
+  });
+  if (built.ok()) return built;
+  // Whatever kept the backend from it, what is still wanted can be built here.
+  ATTND_RETURN_IF_ERROR(Wanted(sequence, cancelled));
+  const uint64_t scratch_bytes =
+      HeadBuilder::ScratchBytes(sequence.shape(), builder->segment().tokens());
+  uint32_t builders = std::min(threads, builder->heads());
   constexpr const char* kScratch = "building a segment";
   absl::StatusOr<Reservation> scratch = budget_->Reserve(builders * scratch_bytes, kScratch);
   while (!scratch.ok() && builders > 1) {  // slower, where memory is short
@@ -226,16 +248,7 @@ absl::StatusOr<bool> Segmenter::BuildLocked(Sequence* sequence, uint32_t min_tok
     scratch = budget_->Reserve(builders * scratch_bytes, kScratch);
   }
   ATTND_RETURN_IF_ERROR(scratch.status());
-  SegmentBuilder builder(job->view, next_segment_id_.fetch_add(1, std::memory_order_relaxed),
-                         job->tokens, job->unclustered);
-  if (!builder.allocated()) {
-    return absl::ResourceExhaustedError("the system refused memory for a segment");
-  }
-  ATTND_RETURN_IF_ERROR(BuildHeads(*sequence, &builder, builders, cancelled));
-  if (sequence->Install(*job, HoldReservation(builder.Finish(), std::move(memory)))) {
-    *installed = job->tokens;
-  }
-  return true;
+  return BuildHeads(sequence, builder, builders, cancelled);
 }
 
 absl::Status Segmenter::BuildHeads(const Sequence& sequence, SegmentBuilder* builder,

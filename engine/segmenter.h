@@ -13,6 +13,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "attention/backend.h"
 #include "attention/segment_builder.h"
 #include "common/mutex.h"
 #include "engine/engine.h"
@@ -60,7 +61,9 @@ class Segmenter {
     uint32_t threads = 1;  // for a finished prefill; fewer if the system refuses some
   };
 
-  Segmenter(const Options& options, MemoryBudget* budget, StepGate* gate, Observer* observer);
+  // `backend` builds segments where it can; it and the others must outlive the segmenter.
+  Segmenter(const Options& options, attention::Backend* backend, MemoryBudget* budget,
+            StepGate* gate, Observer* observer);
   ~Segmenter() { Shutdown(); }
 
   // Starts the background thread, before anything else is called. ResourceExhausted if the system
@@ -108,6 +111,9 @@ class Segmenter {
   absl::StatusOr<bool> BuildLocked(Sequence* sequence, uint32_t min_tokens, uint32_t threads,
                                    const std::atomic<bool>* cancelled, uint32_t* installed)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence->build_mutex());
+  // Builds by the backend, or else by HeadBuilders.
+  absl::Status Build(const Sequence& sequence, attention::SegmentBuilder* builder, uint32_t threads,
+                     const std::atomic<bool>* cancelled);
   absl::Status BuildHeads(const Sequence& sequence, attention::SegmentBuilder* builder,
                           uint32_t threads, const std::atomic<bool>* cancelled);
   // OK while somebody waits for what is being built.
@@ -115,6 +121,7 @@ class Segmenter {
   bool stopping() const { return stopping_.load(std::memory_order_relaxed); }
 
   const Options options_;
+  attention::Backend* const backend_;
   MemoryBudget* const budget_;
   StepGate* const gate_;
   Observer* const observer_;

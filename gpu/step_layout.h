@@ -30,7 +30,7 @@ inline constexpr uint32_t kLanes = 8;
 // the slots left over are empty. It is also what one score item scores.
 inline constexpr uint32_t kSlotChunk = 64;
 // Tokens of a piece, unless a row is so long that it would have more than kReadPiecesMax of them.
-inline constexpr uint32_t kReadPieceTokens = 1024;
+inline constexpr uint32_t kReadPieceTokens = 512;
 inline constexpr uint32_t kReadPiecesMax = 256;
 inline constexpr uint32_t kChosenPieceTokens = 128;
 inline constexpr uint32_t kChosenPiecesMax = 64;

@@ -112,13 +112,13 @@ stage_tidy() {
   export -f tidy_one
   export TIDY_CACHE="${ATTND_BUILD}/tidy-cache" TIDY_KEY
   mkdir -p "${TIDY_CACHE}"
-  TIDY_KEY="$(find common attention engine server client/cpp proto \( -name '*.h' -o -name '*.proto' \) -print0 | sort -z |
+  TIDY_KEY="$(find common attention engine gpu server client/cpp proto \( -name '*.h' -o -name '*.proto' \) -print0 | sort -z |
     xargs -0 cat .clang-tidy | sha256sum) $(clang-tidy --version | grep -i version)"
   local checked="${results}/tidy.checked"
   : >"${checked}"
   # Each source leaves a line with its outcome.
   local one='if tidy_one "$1"; then echo ok; else echo bad; fi >>"$2"'
-  find common attention engine server client/cpp -name '*.cc' -print0 | sort -z |
+  find common attention engine gpu server client/cpp -name '*.cc' -print0 | sort -z |
     xargs -0 -P "$(nproc)" -I{} bash -c "${one}" tidy {} "${checked}"
   tally "$(grep -c '^ok' "${checked}" || true)" "$(grep -c '^bad' "${checked}" || true)"
 }

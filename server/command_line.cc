@@ -58,6 +58,10 @@ ABSL_FLAG(uint32_t, grpc_threads, Defaults().grpc_threads,
           "threads of gRPC for calls that hold one (reflection)");
 ABSL_FLAG(uint32_t, min_ping_interval_s, Defaults().min_ping_interval_s,
           "seconds that a client must leave between pings without data");
+ABSL_FLAG(std::string, backend, Defaults().backend,
+          "what answers steps: cpu; cuda; auto: a GPU if there is one");
+ABSL_FLAG(uint64_t, device_memory_bytes, Defaults().device_memory_bytes,
+          "bytes of GPU memory to take; 0: nine tenths, or what others leave");
 ABSL_FLAG(std::string, config, "", "file with these options in protobuf text format");
 ABSL_FLAG(std::string, probe, "",
           "ask the server at this address for its health and exit: 0 if it serves");
@@ -73,7 +77,7 @@ constexpr const char* kFlagNames[] = {
     "max_sequences",    "max_streams",        "max_sequence_tokens",    "max_rows",
     "max_query_tokens", "segment_tokens",     "max_message_bytes",      "default_policy",
     "reply_timeout_s",  "allow_insecure_tcp", "max_connection_streams", "grpc_memory_bytes",
-    "grpc_threads",     "min_ping_interval_s"};
+    "grpc_threads",     "min_ping_interval_s", "backend", "device_memory_bytes"};
 
 // Splits "--name=value"; the value is absent if there is no '='. Names come out with underscores.
 struct Argument {

@@ -193,6 +193,7 @@ void StatsToProto(const attention::RowStats& stats, v1::RowStats* out) {
   if (stats.exact_mass) out->set_exact_mass(*stats.exact_mass);
   if (stats.predicted_error_mean) out->set_predicted_error_mean(*stats.predicted_error_mean);
   if (stats.predicted_error_max) out->set_predicted_error_max(*stats.predicted_error_max);
+  out->mutable_tiers()->set_hbm(stats.hbm_tokens);
   out->mutable_tiers()->set_host(stats.host_tokens);
   v1::StageTimes* const stages = out->mutable_stages();
   stages->set_score_us(Micros(stats.stages.score));

@@ -18,12 +18,12 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "attention/cpu_backend.h"
 #include "common/status.h"
 #include "engine/engine.h"
 #include "glog/logging.h"
 #include "google/protobuf/stubs/logging.h"
 #include "prometheus/exposer.h"
+#include "server/backend.h"
 #include "server/command_line.h"
 #include "server/file_lock.h"
 #include "server/metrics.h"
@@ -94,11 +94,11 @@ absl::Status Serve(const ServerOptions& options) {
   const Machine machine = Machine::Detect();
   ATTND_ASSIGN_OR_RETURN(const FileLock lock, LockDataDir(options.data_dir));
 
+  ATTND_ASSIGN_OR_RETURN(std::unique_ptr<attention::Backend> backend, MakeBackend(options));
   const auto metrics = std::make_shared<Metrics>();  // shared only because the exposer wants it
   ATTND_ASSIGN_OR_RETURN(
       const std::unique_ptr<engine::Engine> engine,
-      engine::Engine::Create(ToEngineOptions(options, machine),
-                             attention::MakeCpuBackend({.threads = options.step_threads}),
+      engine::Engine::Create(ToEngineOptions(options, machine), std::move(backend),
                              metrics.get()));
   metrics->SetBuildInfo(ServerVersion(), engine->backend().target());
   ATTND_ASSIGN_OR_RETURN(const std::unique_ptr<Server> server,

@@ -18,6 +18,8 @@ const char* const kRejectionNames[kRejections] = {"queue",  "streams", "sequence
 const char* const kStageNames[kStages] = {"queue",  "validate", "score",  "select",
                                           "attend", "merge",    "engine", "rpc"};
 
+const char* const kArenaNames[] = {"pages", "index", "scratch"};
+
 Buckets StageBuckets() {
   return {1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3,
           0.01, 0.02, 0.05, 0.1,  0.2,  0.5,  1,    2,    5};
@@ -53,6 +55,10 @@ Metrics::Metrics() : registry_(std::make_shared<prometheus::Registry>()) {
                                    {{"tier", "host"}});
   host_hit_tokens_ =
       AddCounter("attnd_tier_hit_tokens_total", "Tokens found in a tier", {{"tier", "host"}});
+  hbm_lookup_tokens_ = AddCounter("attnd_tier_lookup_tokens_total", "Tokens looked up in a tier",
+                                  {{"tier", "hbm"}});
+  hbm_hit_tokens_ =
+      AddCounter("attnd_tier_hit_tokens_total", "Tokens found in a tier", {{"tier", "hbm"}});
   for (size_t i = 0; i < kStages; ++i) {
     stages_[i] = AddHistogram("attnd_stage_seconds",
                               "Time of a step's stages; score, select, attend and merge are "
@@ -75,6 +81,22 @@ Metrics::Metrics() : registry_(std::make_shared<prometheus::Registry>()) {
   queued_calls_ = AddGauge("attnd_queued_calls", "Unary calls that wait for a worker");
   process_bytes_ =
       AddGauge("attnd_process_resident_memory_bytes", "Resident memory of the process");
+  for (size_t i = 0; i < device_bytes_.size(); ++i) {
+    device_bytes_[i] = AddGauge("attnd_device_bytes", "Bytes of GPU memory in use, by arena",
+                                {{"arena", kArenaNames[i]}});
+    device_capacity_bytes_[i] = AddGauge("attnd_device_capacity_bytes",
+                                         "Bytes of GPU memory that an arena has",
+                                         {{"arena", kArenaNames[i]}});
+  }
+  const std::string pcie = "attnd_pcie_bytes_total";
+  const std::string pcie_help = "Bytes copied between host and GPU";
+  pcie_bytes_ = {AddCounter(pcie, pcie_help, {{"direction", "to_device"}}),
+                 AddCounter(pcie, pcie_help, {{"direction", "to_host"}})};
+  device_evictions_ = AddCounter("attnd_device_evictions_total",
+                                 "Copies of segments and tail blocks given up to make room");
+  fallback_steps_ = AddCounter("attnd_backend_fallback_steps_total",
+                               "Steps with a row that the CPU answered in the GPU's place");
+  degraded_ = AddGauge("attnd_backend_degraded", "1 if the CPU answers because the GPU has failed");
   const std::string appended = "attnd_appended_tokens_total";
   const std::string appended_help = "Tokens appended to a layer of a sequence";
   appended_tokens_ = {AddCounter(appended, appended_help, {{"path", "decode"}}),
@@ -125,6 +147,8 @@ void Metrics::OnStep(absl::StatusCode code, const engine::DecodeResult* result,
     total.merge += row.stats.stages.merge;
   }
   OnStage(Stage::kValidate, result->validate_time);
+  // A device's time is measured in some steps only.
+  if (has_device_ && total.score + total.select + total.attend + total.merge == 0) return;
   OnStage(Stage::kScore, std::chrono::nanoseconds(total.score));
   OnStage(Stage::kSelect, std::chrono::nanoseconds(total.select));
   OnStage(Stage::kAttend, std::chrono::nanoseconds(total.attend));
@@ -142,7 +166,11 @@ void Metrics::OnRow(const engine::DecodeRowResult& row, Rejection limit) {
   exact_tokens_->Increment(static_cast<double>(stats.exact_tokens));
   estimated_tokens_->Increment(static_cast<double>(stats.estimated_tokens));
   dropped_tokens_->Increment(static_cast<double>(stats.dropped_tokens));
-  host_lookup_tokens_->Increment(static_cast<double>(stats.zone_tokens + stats.exact_tokens));
+  // What the device does not have is looked for in host memory.
+  const uint64_t read = stats.zone_tokens + stats.exact_tokens;
+  if (has_device_) hbm_lookup_tokens_->Increment(static_cast<double>(read));
+  hbm_hit_tokens_->Increment(static_cast<double>(stats.hbm_tokens));
+  host_lookup_tokens_->Increment(static_cast<double>(read - stats.hbm_tokens));
   host_hit_tokens_->Increment(static_cast<double>(stats.host_tokens));
   if (stats.covered_mass) covered_mass_->Observe(*stats.covered_mass);
   if (stats.predicted_error_mean) predicted_error_->Observe(*stats.predicted_error_mean);
@@ -177,6 +205,28 @@ void Metrics::OnSegmentBuildFailed(BuildTrigger trigger, const absl::Status& sta
                           << " could not be built: " << status;
 }
 
+void Metrics::SetSources(GaugeSources sources) {
+  sources_ = std::move(sources);
+  has_device_ = sources_.backend && sources_.backend().pages.capacity_bytes > 0;
+}
+
+void Metrics::CollectBackend(const attention::BackendStats& stats) const {
+  const attention::BackendStats::Arena arenas[] = {stats.pages, stats.index, stats.scratch};
+  for (size_t i = 0; i < device_bytes_.size(); ++i) {
+    device_bytes_[i]->Set(static_cast<double>(arenas[i].used_bytes));
+    device_capacity_bytes_[i]->Set(static_cast<double>(arenas[i].capacity_bytes));
+  }
+  const auto follow = [](prometheus::Counter* counter, uint64_t total) {
+    const double more = static_cast<double>(total) - counter->Value();
+    if (more > 0) counter->Increment(more);
+  };
+  MutexLock lock(collect_mutex_);
+  follow(pcie_bytes_[0], stats.bytes_to_device);
+  follow(pcie_bytes_[1], stats.bytes_to_host);
+  follow(device_evictions_, stats.evictions);
+  follow(fallback_steps_, stats.fallback_steps);
+}
+
 std::vector<prometheus::MetricFamily> Metrics::Collect() const {
   if (sources_.usage) {
     const engine::Usage usage = sources_.usage();
@@ -187,6 +237,8 @@ std::vector<prometheus::MetricFamily> Metrics::Collect() const {
   if (sources_.streams) streams_->Set(static_cast<double>(sources_.streams()));
   if (sources_.queue_depth) queue_depth_->Set(static_cast<double>(sources_.queue_depth()));
   if (sources_.queued_calls) queued_calls_->Set(static_cast<double>(sources_.queued_calls()));
+  if (sources_.backend) CollectBackend(sources_.backend());
+  if (sources_.degraded) degraded_->Set(sources_.degraded() ? 1 : 0);
   process_bytes_->Set(ProcessBytes());
   return registry_->Collect();
 }

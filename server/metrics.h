@@ -18,6 +18,8 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "attention/backend.h"
+#include "common/mutex.h"
 #include "engine/engine.h"
 #include "prometheus/collectable.h"
 #include "prometheus/counter.h"
@@ -58,10 +60,12 @@ struct StepRows {
 
 // Values that are read when Prometheus asks. Called from the exposer's threads.
 struct GaugeSources {
-  std::function<engine::Usage()> usage;
-  std::function<size_t()> streams;
-  std::function<size_t()> queue_depth;
-  std::function<size_t()> queued_calls;
+  std::function<engine::Usage()> usage = nullptr;
+  std::function<size_t()> streams = nullptr;
+  std::function<size_t()> queue_depth = nullptr;
+  std::function<size_t()> queued_calls = nullptr;
+  std::function<attention::BackendStats()> backend = nullptr;
+  std::function<bool()> degraded = nullptr;
 };
 
 // Owns its registry: nothing global. Pointers to every metric of the hot path are kept, so that
@@ -77,7 +81,7 @@ class Metrics final : public engine::Observer, public prometheus::Collectable {
 
   void SetBuildInfo(absl::string_view version, absl::string_view simd_target);
   // Before serving; what the sources use must outlive the last Collect.
-  void SetSources(GaugeSources sources) { sources_ = std::move(sources); }
+  void SetSources(GaugeSources sources);
 
   // A Decode message was answered with `code`; `result` is null unless it is OK. `rows` are what
   // was asked: they tell which limit a row has met.
@@ -107,9 +111,12 @@ class Metrics final : public engine::Observer, public prometheus::Collectable {
                                       const prometheus::Labels& labels,
                                       const prometheus::Histogram::BucketBoundaries& buckets);
   void OnRow(const engine::DecodeRowResult& row, Rejection limit);
+  void CollectBackend(const attention::BackendStats& stats) const;
 
   const std::shared_ptr<prometheus::Registry> registry_;
   GaugeSources sources_;
+  bool has_device_ = false;      // set with the sources
+  mutable Mutex collect_mutex_;  // counters that follow the backend's are raised by one at a time
 
   // All constant after construction.
   CodeCounters steps_;
@@ -120,6 +127,8 @@ class Metrics final : public engine::Observer, public prometheus::Collectable {
   prometheus::Counter* dropped_tokens_;
   prometheus::Counter* host_lookup_tokens_;
   prometheus::Counter* host_hit_tokens_;
+  prometheus::Counter* hbm_lookup_tokens_;
+  prometheus::Counter* hbm_hit_tokens_;
   std::array<prometheus::Histogram*, kStages> stages_;
   prometheus::Histogram* covered_mass_;
   prometheus::Histogram* predicted_error_;
@@ -130,6 +139,12 @@ class Metrics final : public engine::Observer, public prometheus::Collectable {
   prometheus::Gauge* queue_depth_;
   prometheus::Gauge* queued_calls_;
   prometheus::Gauge* process_bytes_;
+  std::array<prometheus::Gauge*, 3> device_bytes_;           // by arena
+  std::array<prometheus::Gauge*, 3> device_capacity_bytes_;  // by arena
+  std::array<prometheus::Counter*, 2> pcie_bytes_;           // to the device, to the host
+  prometheus::Counter* device_evictions_;
+  prometheus::Counter* fallback_steps_;
+  prometheus::Gauge* degraded_;
   std::array<prometheus::Counter*, 2> appended_tokens_;  // decode, prefill
   std::array<prometheus::Counter*, 2> segments_built_;   // by BuildTrigger
   prometheus::Histogram* segment_build_seconds_;

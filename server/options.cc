@@ -22,6 +22,7 @@
 #include "google/protobuf/io/tokenizer.h"
 #include "google/protobuf/io/zero_copy_stream_impl.h"
 #include "google/protobuf/text_format.h"
+#include "gpu/cuda_backend.h"
 #include "server/cgroup.h"
 
 namespace attnd::server {
@@ -72,6 +73,16 @@ absl::Status CheckGrpc(const ServerOptions& options) {
   }
   ATTND_RETURN_IF_ERROR(CheckRange("grpc_threads", options.grpc_threads, 4, kThreadsMax));
   return CheckRange("min_ping_interval_s", options.min_ping_interval_s, 1, 3600);
+}
+
+absl::Status CheckBackend(const ServerOptions& options) {
+  if (options.backend != "auto" && options.backend != "cpu" && options.backend != "cuda") {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "backend is '", options.backend.substr(0, 64), "'; allowed are auto, cpu, cuda"));
+  }
+  if (options.device_memory_bytes == 0) return absl::OkStatus();
+  return CheckRange("device_memory_bytes", options.device_memory_bytes,
+                    gpu::kDeviceMemoryBytesMin, uint64_t{1} << 50);
 }
 
 absl::Status CheckPaths(const ServerOptions& options) {
@@ -171,6 +182,7 @@ absl::Status ServerOptions::Validate() const {
       CheckRange("max_message_bytes", max_message_bytes, kMessageBytesMin, kMessageBytesMax));
   ATTND_RETURN_IF_ERROR(CheckRange("segment_tokens", segment_tokens, 512, 65536));
   ATTND_RETURN_IF_ERROR(CheckRange("reply_timeout_s", reply_timeout_s, 1, 3600));
+  ATTND_RETURN_IF_ERROR(CheckBackend(*this));
   return CheckGrpc(*this);
 }
 
@@ -223,6 +235,8 @@ absl::Status ApplyConfig(const v1::ServerConfig& config, ServerOptions* options)
   ATTND_APPLY(grpc_memory_bytes);
   ATTND_APPLY(grpc_threads);
   ATTND_APPLY(min_ping_interval_s);
+  ATTND_APPLY(backend);
+  ATTND_APPLY(device_memory_bytes);
 #undef ATTND_APPLY
   return absl::OkStatus();
 }

@@ -65,6 +65,8 @@ struct ServerOptions {
   uint64_t grpc_memory_bytes = 0;
   uint32_t grpc_threads = 16;
   uint32_t min_ping_interval_s = 10;
+  std::string backend = "auto";
+  uint64_t device_memory_bytes = 0;
 
   ServerOptions();
 

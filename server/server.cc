@@ -74,7 +74,9 @@ class ServerImpl final : public Server {
     metrics->SetSources({.usage = [engine] { return engine->usage(); },
                          .streams = [this] { return streams_.size(); },
                          .queue_depth = [this] { return steps_.queue_depth(); },
-                         .queued_calls = [this] { return calls_.queue_depth(); }});
+                         .queued_calls = [this] { return calls_.queue_depth(); },
+                         .backend = [engine] { return engine->backend().stats(); },
+                         .degraded = [engine] { return !engine->backend().Health().ok(); }});
   }
   ~ServerImpl() override {
     Shutdown(ShutdownLimits());

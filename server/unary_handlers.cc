@@ -41,6 +41,9 @@ absl::Status Handle(const UnaryContext& context, const v1::GetServerInfoRequest&
   const attention::Backend& backend = context.engine.backend();
   reply->set_version(std::string(ServerVersion()));
   reply->add_backends(std::string(backend.name()));
+  if (!backend.device().empty()) reply->add_backends("cpu");
+  reply->set_device(std::string(backend.device()));
+  reply->set_backend_status(std::string(backend.Health().message()));
   reply->set_simd_target(std::string(backend.target()));
   for (const attention::Policy& policy : attention::PresetPolicies()) {
     if (backend.Supports(policy).ok()) ToProto(policy, reply->add_policies());

@@ -342,6 +342,8 @@ TEST(Reply, RowsTensorsAndAbsentStatistics) {
   result.rows[0].stats.exact_tokens = 5;
   result.rows[0].stats.covered_mass = 0.5f;
   result.rows[0].stats.stages.score = 1500;
+  result.rows[0].stats.hbm_tokens = 6;
+  result.rows[0].stats.host_tokens = 5;
   result.rows[1].status = absl::NotFoundError("sequence_id");
   result.value_dim = 2;
   result.out = {1, 2, 3, 4, 5, 6};
@@ -353,6 +355,8 @@ TEST(Reply, RowsTensorsAndAbsentStatistics) {
   EXPECT_FLOAT_EQ(reply.rows(0).stats().covered_mass(), 0.5f);
   EXPECT_FALSE(reply.rows(0).stats().has_predicted_error_mean());
   EXPECT_FLOAT_EQ(reply.rows(0).stats().stages().score_us(), 1.5f);
+  EXPECT_EQ(reply.rows(0).stats().tiers().hbm(), 6u);
+  EXPECT_EQ(reply.rows(0).stats().tiers().host(), 5u);
   EXPECT_EQ(reply.rows(1).status().code(), 5);
   EXPECT_FALSE(reply.rows(1).has_stats());
   EXPECT_THAT(reply.out().shape(), ::testing::ElementsAre(3, 1, 2));

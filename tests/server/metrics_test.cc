@@ -62,6 +62,12 @@ TEST(Metrics, EveryPromisedNameIsThereFromTheStart) {
                                  "queue_depth",
                                  "queued_calls",
                                  "rejections_total",
+                                 "device_bytes",
+                                 "device_capacity_bytes",
+                                 "pcie_bytes_total",
+                                 "device_evictions_total",
+                                 "backend_fallback_steps_total",
+                                 "backend_degraded",
                                  "rpcs_total",
                                  "process_resident_memory_bytes"}) {
     EXPECT_EQ(names.count(std::string("attnd_") + name), 1u) << name;
@@ -113,6 +119,44 @@ TEST(Metrics, EventsOfTheEngine) {
   EXPECT_EQ(values["attnd_segments_built_total{trigger=prefill}"], 0);
   EXPECT_EQ(values["attnd_segment_build_seconds"], 1);
   EXPECT_EQ(values["attnd_segment_build_failures_total"], 1);
+}
+
+TEST(Metrics, ADeviceIsATierAndHasArenas) {
+  Metrics metrics;
+  attention::BackendStats backend;
+  backend.pages = {100, 10};
+  backend.index = {200, 20};
+  backend.scratch = {300, 30};
+  backend.bytes_to_device = 5;
+  backend.bytes_to_host = 6;
+  backend.evictions = 7;
+  backend.fallback_steps = 8;
+  metrics.SetSources({.backend = [&] { return backend; }, .degraded = [] { return true; }});
+  engine::DecodeResult result;
+  result.rows.resize(1);
+  attention::RowStats& stats = result.rows[0].stats;
+  stats.zone_tokens = 9;
+  stats.hbm_tokens = 7;
+  stats.host_tokens = 2;
+  metrics.OnStep(absl::StatusCode::kOk, &result);
+  stats.stages.attend = 1000;
+  metrics.OnStep(absl::StatusCode::kOk, &result);
+  Values(metrics);
+  backend.bytes_to_device = 50;
+  auto values = Values(metrics);
+  EXPECT_EQ(values["attnd_tier_lookup_tokens_total{tier=hbm}"], 18);
+  EXPECT_EQ(values["attnd_tier_hit_tokens_total{tier=hbm}"], 14);
+  EXPECT_EQ(values["attnd_tier_lookup_tokens_total{tier=host}"], 4);
+  EXPECT_EQ(values["attnd_tier_hit_tokens_total{tier=host}"], 4);
+  EXPECT_EQ(values["attnd_stage_seconds{stage=attend}"], 1) << "only where it was measured";
+  EXPECT_EQ(values["attnd_device_bytes{arena=pages}"], 10);
+  EXPECT_EQ(values["attnd_device_bytes{arena=index}"], 20);
+  EXPECT_EQ(values["attnd_device_capacity_bytes{arena=scratch}"], 300);
+  EXPECT_EQ(values["attnd_pcie_bytes_total{direction=to_device}"], 50);
+  EXPECT_EQ(values["attnd_pcie_bytes_total{direction=to_host}"], 6);
+  EXPECT_EQ(values["attnd_device_evictions_total"], 7);
+  EXPECT_EQ(values["attnd_backend_fallback_steps_total"], 8);
+  EXPECT_EQ(values["attnd_backend_degraded"], 1);
 }
 
 TEST(Metrics, GaugesAreReadWhenAsked) {

@@ -71,6 +71,8 @@ TEST(ServerOptions, WrongOnesNameTheField) {
       {"grpc_memory_bytes", [](auto* o) { o->grpc_memory_bytes = 1; }},
       {"grpc_memory_bytes", [](auto* o) { o->grpc_memory_bytes = 2 * o->max_message_bytes; }},
       {"grpc_threads", [](auto* o) { o->grpc_threads = 3; }},
+      {"backend", [](auto* o) { o->backend = "gpu"; }},
+      {"device_memory_bytes", [](auto* o) { o->device_memory_bytes = 1; }},
       {"min_ping_interval_s", [](auto* o) { o->min_ping_interval_s = 0; }},
       {"min_ping_interval_s", [](auto* o) { o->min_ping_interval_s = 3601; }},
   };

@@ -40,6 +40,8 @@ class ServerInfo:
         default_policy: policy of a sequence that chooses none.
         limits: sizes that it accepts.
         simd_target: vector instructions of its CPU kernels.
+        device: the GPU that answers; empty if it is the CPU.
+        backend_status: why the backend does less than it was made to; empty if it does not.
     """
 
     version: str
@@ -48,6 +50,8 @@ class ServerInfo:
     default_policy: Policy
     limits: Limits
     simd_target: str
+    device: str = ""
+    backend_status: str = ""
 
     @staticmethod
     def from_proto(message: attnd_pb2.GetServerInfoResponse) -> ServerInfo:
@@ -59,6 +63,8 @@ class ServerInfo:
             default_policy=Policy.from_proto(message.default_policy),
             limits=Limits(**limits),
             simd_target=message.simd_target,
+            device=message.device,
+            backend_status=message.backend_status,
         )
 
 

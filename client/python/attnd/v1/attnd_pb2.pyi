@@ -121,20 +121,24 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ["backends", "default_policy", "limits", "policies", "simd_target", "version"]
+    __slots__ = ["backend_status", "backends", "default_policy", "device", "limits", "policies", "simd_target", "version"]
     BACKENDS_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_STATUS_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_POLICY_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     POLICIES_FIELD_NUMBER: _ClassVar[int]
     SIMD_TARGET_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    backend_status: str
     backends: _containers.RepeatedScalarFieldContainer[str]
     default_policy: _types_pb2.Policy
+    device: str
     limits: Limits
     policies: _containers.RepeatedCompositeFieldContainer[_types_pb2.Policy]
     simd_target: str
     version: str
-    def __init__(self, version: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., policies: _Optional[_Iterable[_Union[_types_pb2.Policy, _Mapping]]] = ..., default_policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., simd_target: _Optional[str] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., policies: _Optional[_Iterable[_Union[_types_pb2.Policy, _Mapping]]] = ..., default_policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., simd_target: _Optional[str] = ..., device: _Optional[str] = ..., backend_status: _Optional[str] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ["max_message_bytes", "max_query_tokens", "max_queued_steps", "max_rows", "max_sequence_tokens", "max_sequences", "max_streams", "memory_budget_bytes"]

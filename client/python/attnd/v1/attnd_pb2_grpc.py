@@ -69,7 +69,7 @@ class AttndServicer(object):
 
     def OpenSequence(self, request, context):
         """Opens an empty sequence. RESOURCE_EXHAUSTED at max_sequences; UNIMPLEMENTED for what this version lacks (latent
-        shapes, token order, a policy that the backend does not know).
+        shapes, token order, a policy that the backend does not know, a model shape that it has no kernels for).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

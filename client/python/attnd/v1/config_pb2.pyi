@@ -8,10 +8,12 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ServerConfig(_message.Message):
-    __slots__ = ["allow_insecure_tcp", "data_dir", "default_policy", "grpc_memory_bytes", "grpc_threads", "index_threads", "listen", "max_connection_streams", "max_message_bytes", "max_query_tokens", "max_queued_steps", "max_rows", "max_sequence_tokens", "max_sequences", "max_streams", "memory_budget_bytes", "metrics_listen", "min_ping_interval_s", "reply_timeout_s", "segment_tokens", "step_threads", "step_workers"]
+    __slots__ = ["allow_insecure_tcp", "backend", "data_dir", "default_policy", "device_memory_bytes", "grpc_memory_bytes", "grpc_threads", "index_threads", "listen", "max_connection_streams", "max_message_bytes", "max_query_tokens", "max_queued_steps", "max_rows", "max_sequence_tokens", "max_sequences", "max_streams", "memory_budget_bytes", "metrics_listen", "min_ping_interval_s", "reply_timeout_s", "segment_tokens", "step_threads", "step_workers"]
     ALLOW_INSECURE_TCP_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
     DATA_DIR_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_POLICY_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     GRPC_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     GRPC_THREADS_FIELD_NUMBER: _ClassVar[int]
     INDEX_THREADS_FIELD_NUMBER: _ClassVar[int]
@@ -32,8 +34,10 @@ class ServerConfig(_message.Message):
     STEP_THREADS_FIELD_NUMBER: _ClassVar[int]
     STEP_WORKERS_FIELD_NUMBER: _ClassVar[int]
     allow_insecure_tcp: bool
+    backend: str
     data_dir: str
     default_policy: _types_pb2.Policy
+    device_memory_bytes: int
     grpc_memory_bytes: int
     grpc_threads: int
     index_threads: int
@@ -53,4 +57,4 @@ class ServerConfig(_message.Message):
     segment_tokens: int
     step_threads: int
     step_workers: int
-    def __init__(self, listen: _Optional[_Iterable[str]] = ..., data_dir: _Optional[str] = ..., metrics_listen: _Optional[str] = ..., memory_budget_bytes: _Optional[int] = ..., step_threads: _Optional[int] = ..., step_workers: _Optional[int] = ..., max_queued_steps: _Optional[int] = ..., index_threads: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., max_streams: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_query_tokens: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., segment_tokens: _Optional[int] = ..., default_policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., reply_timeout_s: _Optional[int] = ..., allow_insecure_tcp: bool = ..., max_connection_streams: _Optional[int] = ..., grpc_memory_bytes: _Optional[int] = ..., grpc_threads: _Optional[int] = ..., min_ping_interval_s: _Optional[int] = ...) -> None: ...
+    def __init__(self, listen: _Optional[_Iterable[str]] = ..., data_dir: _Optional[str] = ..., metrics_listen: _Optional[str] = ..., memory_budget_bytes: _Optional[int] = ..., step_threads: _Optional[int] = ..., step_workers: _Optional[int] = ..., max_queued_steps: _Optional[int] = ..., index_threads: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., max_streams: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_query_tokens: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., segment_tokens: _Optional[int] = ..., default_policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., reply_timeout_s: _Optional[int] = ..., allow_insecure_tcp: bool = ..., max_connection_streams: _Optional[int] = ..., grpc_memory_bytes: _Optional[int] = ..., grpc_threads: _Optional[int] = ..., min_ping_interval_s: _Optional[int] = ..., backend: _Optional[str] = ..., device_memory_bytes: _Optional[int] = ...) -> None: ...

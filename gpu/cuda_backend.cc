@@ -1,0 +1,368 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "gpu/cuda_backend.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <new>
+#include <optional>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "attention/segment_builder.h"
+#include "attention/worker_pool.h"
+#include "common/mutex.h"
+#include "common/status.h"
+#include "gpu/arena.h"
+#include "gpu/device_step.h"
+#include "gpu/mirror.h"
+#include "gpu/segment_build.h"
+#include "gpu/stream_context.h"
+
+namespace attnd::gpu {
+namespace {
+
+using attention::Backend;
+using attention::BackendStats;
+using attention::CheckAlive;
+using attention::Plan;
+using attention::Policy;
+using attention::StepRequest;
+using attention::StepRow;
+
+constexpr uint64_t kIndexShare = 10;   // of the memory for mirrors: an index is a 12th of its pages
+constexpr uint64_t kContextShare = 4;  // of the device memory, for all streams
+constexpr uint64_t kInputShare = 4;    // of a stream's memory, at most
+constexpr uint64_t kBlockBytesMin = uint64_t{1} << 16;
+// How often a step that waits for a stream looks whether it is still wanted.
+constexpr std::chrono::microseconds kPoll{2000};
+
+absl::Status CheckRange(const char* field, uint64_t value, uint64_t min, uint64_t max) {
+  if (value >= min && value <= max) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat(field, " is ", value, "; allowed are ", min, "..", max));
+}
+
+// Contexts that wait for work. Thread-safe.
+class ContextPool {
+ public:
+  // A context for as long as it is held.
+  class Lease {
+   public:
+    Lease(ContextPool* pool, std::unique_ptr<StreamContext> context)
+        : pool_(pool), context_(std::move(context)) {}
+    Lease(Lease&& other) noexcept = default;
+    ~Lease() {
+      if (context_ != nullptr) pool_->Add(std::move(context_));
+    }
+    StreamContext* get() const { return context_.get(); }
+
+   private:
+    ContextPool* pool_;
+    std::unique_ptr<StreamContext> context_;
+  };
+
+  void Add(std::unique_ptr<StreamContext> context) {
+    MutexLock lock(mutex_);
+    free_.push_back(std::move(context));
+    changed_.NotifyOne();
+  }
+
+  // Waits until one is free, or `alive` says no.
+  absl::StatusOr<Lease> Take(absl::FunctionRef<absl::Status()> alive) {
+    while (true) {
+      {
+        MutexLock lock(mutex_);
+        if (free_.empty()) changed_.WaitFor(mutex_, kPoll);
+        if (!free_.empty()) {
+          std::unique_ptr<StreamContext> context = std::move(free_.back());
+          free_.pop_back();
+          return Lease(this, std::move(context));
+        }
+      }
+      ATTND_RETURN_IF_ERROR(alive());
+    }
+  }
+
+ private:
+  Mutex mutex_;
+  CondVar changed_;
+  std::vector<std::unique_ptr<StreamContext>> free_ ABSL_GUARDED_BY(mutex_);
+};
+
+// What a backend takes of a device.
+struct Resources {
+  std::shared_ptr<MirrorStore> store;
+  std::vector<std::unique_ptr<StreamContext>> contexts;  // the last one builds segments
+  uint64_t scratch_bytes = 0;
+};
+
+WaveRoom RoomOf(const CudaBackendOptions& options, uint64_t memory_bytes) {
+  const uint64_t share = memory_bytes / kContextShare / (options.streams + 1);
+  const auto whole = [](uint64_t bytes) { return bytes / Arena::kAlignment * Arena::kAlignment; };
+  WaveRoom room;
+  room.input_bytes = whole(std::min(options.input_bytes, share / kInputShare));
+  room.scratch_bytes = whole(std::min(options.scratch_bytes, share - room.input_bytes));
+  room.result_bytes = whole(options.result_bytes);
+  return room;
+}
+
+absl::StatusOr<Resources> TakeMemory(const CudaBackendOptions& options, uint64_t memory_bytes,
+                                     const std::shared_ptr<Device>& device,
+                                     TransferCounts* counts) {
+  const WaveRoom room = RoomOf(options, memory_bytes);
+  const uint64_t contexts = options.streams + 1;
+  const uint64_t mirrors = memory_bytes - contexts * StreamContext::DeviceBytes(room);
+  Resources resources;
+  resources.scratch_bytes = contexts * StreamContext::DeviceBytes(room);
+  ATTND_ASSIGN_OR_RETURN(auto index, Arena::Create(device.get(), "index", mirrors / kIndexShare));
+  ATTND_ASSIGN_OR_RETURN(auto pages,
+                         Arena::Create(device.get(), "page", mirrors - mirrors / kIndexShare));
+  resources.store = std::make_shared<MirrorStore>(device, std::move(pages), std::move(index));
+  for (uint64_t i = 0; i < contexts; ++i) {
+    ATTND_ASSIGN_OR_RETURN(auto context, StreamContext::Create(device.get(), room, counts));
+    resources.contexts.push_back(std::move(context));
+  }
+  return resources;
+}
+
+// As much as the options say; without that less and less, as others may have some.
+absl::StatusOr<Resources> TakeMemory(const CudaBackendOptions& options,
+                                     const std::shared_ptr<Device>& device,
+                                     TransferCounts* counts) {
+  if (options.device_memory_bytes != 0) {
+    return TakeMemory(options, options.device_memory_bytes, device, counts);
+  }
+  uint64_t bytes = device->memory_bytes() / 10 * 9;
+  while (true) {
+    absl::StatusOr<Resources> resources = TakeMemory(options, bytes, device, counts);
+    if (resources.ok() || !absl::IsResourceExhausted(resources.status())) return resources;
+    bytes = bytes / 10 * 9;
+    if (bytes < kDeviceMemoryBytesMin) return resources;
+  }
+}
+
+class CudaBackend : public Backend {
+ public:
+  CudaBackend(const CudaBackendOptions& options, std::shared_ptr<Device> device,
+              std::unique_ptr<Backend> cpu)
+      : options_(options),
+        device_(std::move(device)),
+        cpu_(std::move(cpu)),
+        workers_(options.build_threads != 0 ? options.build_threads
+                                            : std::max(1u, std::thread::hardware_concurrency())) {}
+
+  absl::Status TakeResources() {
+    ATTND_ASSIGN_OR_RETURN(Resources resources, TakeMemory(options_, device_, &transfers_));
+    store_ = std::move(resources.store);
+    scratch_bytes_ = resources.scratch_bytes;
+    builders_.Add(std::move(resources.contexts.back()));
+    resources.contexts.pop_back();
+    for (auto& context : resources.contexts) streams_.Add(std::move(context));
+    return absl::OkStatus();
+  }
+
+  absl::string_view name() const override { return "cuda"; }
+  absl::string_view target() const override { return cpu_->target(); }
+  absl::string_view device() const override { return device_->name(); }
+
+  absl::Status Supports(const Policy& policy) const override {
+    switch (policy.selector) {
+      case attention::Selector::kAll:
+      case attention::Selector::kNone:
+        return absl::OkStatus();
+      case attention::Selector::kClusters:
+        break;
+    }
+    switch (policy.cut) {
+      case attention::Cut::kTopK:
+      case attention::Cut::kTopP:
+      case attention::Cut::kErrorBudget:
+        return absl::OkStatus();
+    }
+    return absl::UnimplementedError(
+        absl::StrCat("policy.preset ", policy.preset, " is not part of the CUDA backend"));
+  }
+  absl::Status Supports(const ModelShape& shape) const override { return CheckShape(shape); }
+
+  absl::Status Health() const override {
+    if (!degraded_.load(std::memory_order_acquire)) return absl::OkStatus();
+    MutexLock lock(health_mutex_);
+    return health_;
+  }
+
+  absl::Status Step(const StepRequest& request) override {
+    for (const StepRow& row : request.rows) {
+      ATTND_RETURN_IF_ERROR(Supports(*row.policy));
+      ATTND_RETURN_IF_ERROR(Supports(row.view->shape));
+    }
+    const uint64_t number = steps_.fetch_add(1, std::memory_order_relaxed);
+    if (degraded_.load(std::memory_order_acquire)) return FallBack(request);
+    try {
+      return StepOnDevice(request, options_.timed_steps != 0 && number % options_.timed_steps == 0);
+    } catch (const std::bad_alloc&) {
+      return absl::ResourceExhaustedError("the system refused memory for the step");
+    }
+  }
+
+  absl::Status BuildSegment(attention::SegmentBuilder* segment,
+                            absl::FunctionRef<absl::Status()> proceed) override {
+    ATTND_RETURN_IF_ERROR(CheckShape(segment->view().shape));
+    ATTND_ASSIGN_OR_RETURN(const ContextPool::Lease context, builders_.Take([&]() -> absl::Status {
+      ATTND_RETURN_IF_ERROR(Health());
+      return proceed();
+    }));
+    ATTND_RETURN_IF_ERROR(Health());
+    SegmentBuild build(segment, store_.get(), context.get(), &workers_);
+    const absl::Status status = build.Run(proceed);
+    if (build.device_failed()) Degrade(status);
+    return status;
+  }
+
+  BackendStats stats() const override {
+    BackendStats stats;
+    const auto arena = [](const Arena& a) { return BackendStats::Arena{a.capacity(), a.used()}; };
+    stats.pages = arena(store_->pages());
+    stats.index = arena(store_->index());
+    stats.scratch = {scratch_bytes_, scratch_bytes_};
+    stats.bytes_to_device = transfers_.to_device.load(std::memory_order_relaxed);
+    stats.bytes_to_host = transfers_.to_host.load(std::memory_order_relaxed);
+    stats.evictions = store_->evictions();
+    stats.steps = steps_.load(std::memory_order_relaxed);
+    stats.fallback_steps = fallback_steps_.load(std::memory_order_relaxed);
+    MutexLock lock(times_mutex_);
+    stats.timed_steps = timed_steps_;
+    stats.score_seconds = times_.score;
+    stats.select_seconds = times_.select;
+    stats.attend_seconds = times_.attend;
+    stats.merge_seconds = times_.merge;
+    return stats;
+  }
+
+ private:
+  absl::Status StepOnDevice(const StepRequest& request, bool timed) {
+    std::vector<Plan> plans;
+    std::vector<uint32_t> left_over;
+    {
+      ATTND_ASSIGN_OR_RETURN(const ContextPool::Lease context,
+                             streams_.Take([&] { return CheckAlive(request); }));
+      DeviceStep step(request, store_.get(), context.get(), timed);
+      const absl::Status status = step.Run();
+      if (absl::IsCancelled(status) || absl::IsDeadlineExceeded(status)) return status;
+      if (!status.ok()) {
+        Degrade(status);
+        return FallBack(request);
+      }
+      plans = step.Finish();
+      left_over = step.left_over();
+      if (timed) AddTimes(step.seconds());
+    }
+    if (!left_over.empty()) ATTND_RETURN_IF_ERROR(AnswerLeftOver(request, left_over, &plans));
+    if (request.plans == nullptr) return absl::OkStatus();
+    std::sort(plans.begin(), plans.end(), [](const Plan& a, const Plan& b) {
+      return std::tie(a.row, a.query_token, a.kv_head) < std::tie(b.row, b.query_token, b.kv_head);
+    });
+    request.plans->insert(request.plans->end(), std::make_move_iterator(plans.begin()),
+                          std::make_move_iterator(plans.end()));
+    return absl::OkStatus();
+  }
+
+  // All rows by the CPU.
+  absl::Status FallBack(const StepRequest& request) {
+    fallback_steps_.fetch_add(1, std::memory_order_relaxed);
+    return cpu_->Step(request);
+  }
+
+  // Some rows by the CPU.
+  absl::Status AnswerLeftOver(const StepRequest& request, const std::vector<uint32_t>& numbers,
+                              std::vector<Plan>* plans) {
+    std::vector<StepRow> rows;
+    for (const uint32_t number : numbers) rows.push_back(request.rows[number]);
+    std::vector<Plan> row_plans;
+    StepRequest rest = request;
+    rest.rows = rows;
+    rest.plans = request.plans != nullptr ? &row_plans : nullptr;
+    ATTND_RETURN_IF_ERROR(FallBack(rest));
+    for (Plan& plan : row_plans) {
+      plan.row = numbers[plan.row];
+      plans->push_back(std::move(plan));
+    }
+    return absl::OkStatus();
+  }
+
+  // From here on the CPU answers everything.
+  void Degrade(const absl::Status& status) {
+    {
+      MutexLock lock(health_mutex_);
+      if (!health_.ok()) return;
+      health_ = absl::UnavailableError(
+          absl::StrCat("the CUDA backend has failed and the CPU answers in its place: ",
+                       absl::StatusCodeToString(status.code()), ": ", status.message()));
+      degraded_.store(true, std::memory_order_release);
+    }
+    if (options_.on_degraded) options_.on_degraded(status);
+  }
+
+  void AddTimes(const StageSeconds& seconds) {
+    MutexLock lock(times_mutex_);
+    ++timed_steps_;
+    times_.score += seconds.score;
+    times_.select += seconds.select;
+    times_.attend += seconds.attend;
+    times_.merge += seconds.merge;
+  }
+
+  // Constant after TakeResources.
+  const CudaBackendOptions options_;
+  const std::shared_ptr<Device> device_;
+  const std::unique_ptr<Backend> cpu_;
+  std::shared_ptr<MirrorStore> store_;
+  uint64_t scratch_bytes_ = 0;
+
+  // Thread-safe by themselves.
+  attention::WorkerPool workers_;
+  TransferCounts transfers_;
+  std::atomic<uint64_t> steps_{0};
+  std::atomic<uint64_t> fallback_steps_{0};
+  std::atomic<bool> degraded_{false};
+
+  mutable Mutex health_mutex_;
+  absl::Status health_ ABSL_GUARDED_BY(health_mutex_);
+  mutable Mutex times_mutex_;
+  uint64_t timed_steps_ ABSL_GUARDED_BY(times_mutex_) = 0;
+  StageSeconds times_ ABSL_GUARDED_BY(times_mutex_);
+
+  // Last: their streams use what stands above.
+  ContextPool streams_;
+  ContextPool builders_;
+};
+
+}  // namespace
+
+absl::Status CudaBackendOptions::Validate() const {
+  constexpr uint64_t kBytesMax = uint64_t{1} << 50;
+  if (device_memory_bytes != 0) {
+    ATTND_RETURN_IF_ERROR(
+        CheckRange("device_memory_bytes", device_memory_bytes, kDeviceMemoryBytesMin, kBytesMax));
+  }
+  ATTND_RETURN_IF_ERROR(CheckRange("streams", streams, 1, kStreamsMax));
+  ATTND_RETURN_IF_ERROR(CheckRange("scratch_bytes", scratch_bytes, kBlockBytesMin, kBytesMax));
+  ATTND_RETURN_IF_ERROR(CheckRange("input_bytes", input_bytes, kBlockBytesMin, kBytesMax));
+  ATTND_RETURN_IF_ERROR(CheckRange("result_bytes", result_bytes, kBlockBytesMin, kBytesMax));
+  return CheckRange("build_threads", build_threads, 0, 1024);
+}
+
+absl::StatusOr<std::unique_ptr<Backend>> MakeCudaBackend(const CudaBackendOptions& options,
+                                                         std::unique_ptr<Device> device,
+                                                         std::unique_ptr<Backend> cpu) {
+  ATTND_RETURN_IF_ERROR(options.Validate());
+  auto backend = std::make_unique<CudaBackend>(options, std::move(device), std::move(cpu));
+  ATTND_RETURN_IF_ERROR(backend->TakeResources());
+  return std::unique_ptr<Backend>(std::move(backend));
+}
+
+}  // namespace attnd::gpu

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The CUDA backend: steps on a GPU over mirrors of what host memory holds (docs/DESIGN.md, "The
+// CUDA backend"). Whatever the device cannot do the CPU backend does in its place: a row that does
+// not fit, and, once the device has failed, everything.
+#ifndef ATTND_GPU_CUDA_BACKEND_H_
+#define ATTND_GPU_CUDA_BACKEND_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "attention/backend.h"
+#include "gpu/device.h"
+
+namespace attnd::gpu {
+
+struct CudaBackendOptions {
+  // Device memory to take, at least kDeviceMemoryBytesMin. 0: nine tenths of the device's, or as
+  // much as others have left of it.
+  uint64_t device_memory_bytes = 0;
+  uint32_t streams = 4;  // steps on the device at once, 1..kStreamsMax
+  // Of a stream; all of them, and the one that builds segments, together take at most a quarter of
+  // the device memory. At least 2^16 each.
+  uint64_t scratch_bytes = uint64_t{1} << 30;
+  uint64_t input_bytes = uint64_t{32} << 20;   // pinned and on the device
+  uint64_t result_bytes = uint64_t{32} << 20;  // pinned
+  uint32_t timed_steps = 64;                   // one step in so many is timed; 0: none
+  uint32_t build_threads = 0;                  // that order a built segment; 0: all cores
+  // Told once, when the device fails; from any thread, must not call the backend. May be empty.
+  std::function<void(const absl::Status&)> on_degraded;
+
+  // InvalidArgument names the option and its range.
+  absl::Status Validate() const;
+};
+
+inline constexpr uint32_t kStreamsMax = 64;
+inline constexpr uint64_t kDeviceMemoryBytesMin = uint64_t{16} << 20;
+
+// Takes its memory at once. InvalidArgument for the options, ResourceExhausted if the device has
+// less memory, other errors as the device's. `cpu` answers in the device's place.
+absl::StatusOr<std::unique_ptr<attention::Backend>> MakeCudaBackend(
+    const CudaBackendOptions& options, std::unique_ptr<Device> device,
+    std::unique_ptr<attention::Backend> cpu);
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_CUDA_BACKEND_H_

@@ -1,0 +1,229 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/gpu/fake_device.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "common/status.h"
+#include "tests/gpu/step_check.h"
+#include "tests/gpu/step_reference.h"
+
+namespace attnd::gpu::test {
+namespace {
+
+constexpr int kRubbish = 0xCD;
+constexpr size_t kAlignment = 256;
+
+absl::Status Fault() { return absl::InternalError("the fake device has failed"); }
+
+bool Inside(const std::map<const std::byte*, uint64_t>& blocks, const void* address,
+            uint64_t bytes) {
+  const auto* begin = static_cast<const std::byte*>(address);
+  auto block = blocks.upper_bound(begin);
+  if (block == blocks.begin()) return false;
+  --block;
+  return begin + bytes <= block->first + block->second;
+}
+
+}  // namespace
+
+void FakeControl::Set(const Faults& faults) {
+  MutexLock lock(mutex_);
+  faults_ = faults;
+}
+uint64_t FakeControl::allocations() const {
+  MutexLock lock(mutex_);
+  return memory_.size() + pinned_.size();
+}
+uint64_t FakeControl::steps() const {
+  MutexLock lock(mutex_);
+  return steps_;
+}
+uint64_t FakeControl::uploads() const {
+  MutexLock lock(mutex_);
+  return uploads_;
+}
+uint64_t FakeControl::builds() const {
+  MutexLock lock(mutex_);
+  return builds_;
+}
+
+absl::Status FakeControl::Call() {
+  if (faults_.call != kNever && faults_.call-- == 0) {
+    faults_.call = kNever;
+    broken_ = true;
+  }
+  return broken_ ? Fault() : absl::OkStatus();
+}
+
+bool FakeControl::Owns(const void* address, uint64_t bytes) const {
+  return Inside(memory_, address, bytes);
+}
+
+// Work is kept until Synchronize.
+class FakeStream : public Stream {
+ public:
+  explicit FakeStream(std::shared_ptr<FakeControl> control) : control_(std::move(control)) {}
+
+  absl::Status CopyToDevice(std::byte* to, const std::byte* from, size_t bytes) override {
+    MutexLock lock(control_->mutex_);
+    EXPECT_TRUE(Inside(control_->memory_, to, bytes));
+    EXPECT_TRUE(Inside(control_->pinned_, from, bytes));
+    work_.push_back([=] { std::memcpy(to, from, bytes); });
+    return control_->Call();
+  }
+  absl::Status CopyToHost(std::byte* to, const std::byte* from, size_t bytes) override {
+    MutexLock lock(control_->mutex_);
+    EXPECT_TRUE(Inside(control_->pinned_, to, bytes));
+    EXPECT_TRUE(Inside(control_->memory_, from, bytes));
+    work_.push_back([=] { std::memcpy(to, from, bytes); });
+    return control_->Call();
+  }
+
+  absl::Status RunStep(const KernelShape& shape, const StepHeader& header,
+                       const StepHeader* device_header, bool measure, bool timed) override {
+    MutexLock lock(control_->mutex_);
+    ATTND_RETURN_IF_ERROR(control_->Call());
+    if (control_->faults_.launch != kNever) {
+      if (control_->faults_.launch == 0) {
+        if (--control_->faults_.launches == 0) control_->faults_.launch = kNever;
+        return absl::ResourceExhaustedError("the fake device has no memory for a launch");
+      }
+      --control_->faults_.launch;
+    }
+    timed_ = timed;
+    work_.push_back([this, shape, header, device_header, measure]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+      EXPECT_EQ(std::memcmp(&header, device_header, sizeof(header)), 0);
+      EXPECT_EQ(
+          CheckStep(shape, header, measure,
+                    [this](const void* address, uint64_t bytes)
+                        ABSL_NO_THREAD_SAFETY_ANALYSIS { return control_->Owns(address, bytes); }),
+          "");
+      for (uint32_t u = 0; u < header.uploads; ++u) {
+        control_->uploads_ += header.upload_refs[u].bytes;
+      }
+      StepHeader run = header;
+      if (std::exchange(control_->faults_.step_midway, false)) {
+        run.rows /= 2;
+        control_->broken_ = true;
+      }
+      RunStepReference(shape, run);
+      ++control_->steps_;
+    });
+    return absl::OkStatus();
+  }
+
+  absl::Status BuildIndexes(const KernelShape& shape, const IndexJob& first_job,
+                            const IndexJob* device_jobs, uint32_t count,
+                            std::byte* scratch) override {
+    MutexLock lock(control_->mutex_);
+    ATTND_RETURN_IF_ERROR(control_->Call());
+    EXPECT_TRUE(control_->Owns(
+        scratch, count * IndexScratchBytes(shape, first_job.kv_heads, first_job.tokens)));
+    work_.push_back([this, shape, first_job, device_jobs, count]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+      EXPECT_EQ(std::memcmp(&first_job, device_jobs, sizeof(first_job)), 0);
+      for (uint32_t i = 0; i < count; ++i) {
+        const IndexJob& job = device_jobs[i];
+        EXPECT_TRUE(control_->Owns(job.index, job.kv_heads * job.index_head_bytes));
+        EXPECT_TRUE(control_->Owns(job.pages, job.kv_heads * job.pages_head_bytes));
+        BuildIndexReference(shape, job);
+        if (control_->faults_.bad_index) {  // one token twice, another not at all
+          auto* positions = reinterpret_cast<uint16_t*>(job.index + job.offsets.positions);
+          positions[job.tokens - 1] = positions[job.tokens - 2];
+        }
+        ++control_->builds_;
+      }
+    });
+    return absl::OkStatus();
+  }
+
+  absl::Status Synchronize() override {
+    MutexLock lock(control_->mutex_);
+    const absl::Status status = control_->Call();
+    for (const auto& work : std::exchange(work_, {})) {
+      if (!control_->broken_) work();
+    }
+    if (control_->broken_) return Fault();
+    return status;
+  }
+
+  absl::StatusOr<StageSeconds> stage_seconds() override {
+    EXPECT_TRUE(timed_);
+    MutexLock lock(control_->mutex_);
+    ATTND_RETURN_IF_ERROR(control_->Call());
+    return StageSeconds{1e-6, 2e-6, 3e-6, 4e-6};
+  }
+
+ private:
+  const std::shared_ptr<FakeControl> control_;
+  std::vector<std::function<void()>> work_;  // runs under the control's mutex
+  bool timed_ = false;
+};
+
+class FakeDevice : public Device {
+ public:
+  FakeDevice(uint64_t memory_bytes, std::shared_ptr<FakeControl> control)
+      : memory_bytes_(memory_bytes), control_(std::move(control)) {}
+
+  const std::string& name() const override { return name_; }
+  uint64_t memory_bytes() const override { return memory_bytes_; }
+
+  absl::StatusOr<std::byte*> Allocate(size_t bytes) override {
+    MutexLock lock(control_->mutex_);
+    Faults& faults = control_->faults_;
+    const bool refused = faults.allocation != kNever && faults.allocation-- == 0;
+    if (refused) faults.allocation = kNever;
+    if (refused || bytes > faults.allocation_bytes ||
+        bytes > memory_bytes_ - control_->allocated_bytes_) {
+      return absl::ResourceExhaustedError("the fake device has no memory left");
+    }
+    if (control_->broken_) return Fault();
+    control_->allocated_bytes_ += bytes;
+    return Make(bytes, &control_->memory_);
+  }
+  void Free(std::byte* memory) override {
+    MutexLock lock(control_->mutex_);
+    if (memory == nullptr) return;
+    control_->allocated_bytes_ -= control_->memory_.at(memory);
+    control_->memory_.erase(memory);
+    std::free(memory);
+  }
+  absl::StatusOr<std::byte*> AllocatePinned(size_t bytes) override {
+    MutexLock lock(control_->mutex_);
+    return Make(bytes, &control_->pinned_);
+  }
+  void FreePinned(std::byte* memory) override {
+    MutexLock lock(control_->mutex_);
+    if (memory == nullptr) return;
+    control_->pinned_.erase(memory);
+    std::free(memory);
+  }
+  absl::StatusOr<std::unique_ptr<Stream>> NewStream() override {
+    return std::make_unique<FakeStream>(control_);
+  }
+
+ private:
+  static std::byte* Make(size_t bytes, std::map<const std::byte*, uint64_t>* blocks) {
+    const size_t whole = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    auto* memory = static_cast<std::byte*>(std::aligned_alloc(kAlignment, whole));
+    std::memset(memory, kRubbish, whole);
+    blocks->emplace(memory, bytes);
+    return memory;
+  }
+
+  const std::string name_ = "fake";
+  const uint64_t memory_bytes_;
+  const std::shared_ptr<FakeControl> control_;
+};
+
+FakePair MakeFakeDevice(uint64_t memory_bytes) {
+  auto control = std::make_shared<FakeControl>();
+  return {std::make_unique<FakeDevice>(memory_bytes, control), control};
+}
+
+}  // namespace attnd::gpu::test

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A device without a GPU: its memory is the host's, its kernels are step_reference's loops. It does
+// what a device may do at the worst moment: streams run nothing before Synchronize, so that memory
+// that is overwritten too early shows; memory comes filled with rubbish; and it fails on demand.
+#ifndef ATTND_TESTS_GPU_FAKE_DEVICE_H_
+#define ATTND_TESTS_GPU_FAKE_DEVICE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "common/mutex.h"
+#include "gpu/device.h"
+
+namespace attnd::gpu::test {
+
+inline constexpr uint64_t kNever = std::numeric_limits<uint64_t>::max();
+
+struct Faults {
+  uint64_t allocation = kNever;        // the n-th from now on, from 0, finds no memory
+  uint64_t allocation_bytes = kNever;  // a greater one finds no memory
+  uint64_t call = kNever;              // the n-th of a stream from now on fails, and all after it
+  bool step_midway = false;            // the next step fails with half of its work done
+  uint64_t launch = kNever;            // the n-th RunStep from now on finds no memory
+  uint64_t launches = 1;               // and so many after it
+  bool bad_index = false;              // BuildIndexes leaves an order that is none
+};
+
+// What a test sees of a device that a backend owns. Thread-safe.
+class FakeControl {
+ public:
+  void Set(const Faults& faults);
+  uint64_t allocations() const;  // live ones
+  uint64_t steps() const;        // that were run
+  uint64_t uploads() const;      // bytes that came by UploadRefs
+  uint64_t builds() const;       // layers that were built
+
+ private:
+  friend class FakeDevice;
+  friend class FakeStream;
+
+  // Of a stream's call: OK, or the device's fault from there on.
+  absl::Status Call() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Whether [address, + bytes) is the device's.
+  bool Owns(const void* address, uint64_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  mutable Mutex mutex_;
+  Faults faults_ ABSL_GUARDED_BY(mutex_);
+  bool broken_ ABSL_GUARDED_BY(mutex_) = false;
+  std::map<const std::byte*, uint64_t> memory_ ABSL_GUARDED_BY(mutex_);  // bytes by address
+  std::map<const std::byte*, uint64_t> pinned_ ABSL_GUARDED_BY(mutex_);
+  uint64_t allocated_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t steps_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t uploads_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t builds_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+// A device and the control over it.
+struct FakePair {
+  std::unique_ptr<Device> device;
+  std::shared_ptr<FakeControl> control;
+};
+FakePair MakeFakeDevice(uint64_t memory_bytes);
+
+}  // namespace attnd::gpu::test
+
+#endif  // ATTND_TESTS_GPU_FAKE_DEVICE_H_

@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+#include "common/dtype.h"
+#include "tests/gpu/step_reference.h"
+
+namespace attnd::gpu::test {
+namespace {
+
+using Vector = std::vector<double>;
+
+constexpr uint32_t kPage = 16;       // tokens
+constexpr uint32_t kTailBlock = 64;  // tokens
+constexpr int kIterations = 10;
+
+template <typename T>
+void Write(std::byte* base, uint64_t index, T value) {
+  std::memcpy(base + index * sizeof(T), &value, sizeof(T));
+}
+
+void Store(DType dtype, const Vector& row, std::byte* target) {
+  const std::vector<float> floats(row.begin(), row.end());
+  FromFloat(dtype, floats.data(), floats.size(), target);
+}
+
+// One KV head of a job.
+class Head {
+ public:
+  Head(const KernelShape& shape, const IndexJob& job, uint32_t kv_head)
+      : shape_(shape),
+        job_(job),
+        key_bytes_(shape.head_dim * DTypeBytes(shape.dtype)),
+        value_bytes_(shape.value_dim * DTypeBytes(shape.dtype)),
+        index_(job.index + kv_head * job.index_head_bytes),
+        pages_(job.pages + kv_head * job.pages_head_bytes) {
+    for (uint32_t t = 0; t < job.tokens; ++t) {
+      const uint64_t row = job.first_row + t;
+      const std::byte* block = job.blocks[row / kTailBlock] + kv_head * job.block_head_bytes;
+      rows_.push_back({block + KeyAt(row % kTailBlock), block + ValueAt(row % kTailBlock)});
+    }
+  }
+
+  void Build() {
+    Cluster();
+    Place();
+    for (uint32_t c = 0; c < members_.size(); ++c) Summarise(c);
+  }
+
+ private:
+  struct Rows {
+    const std::byte* key;
+    const std::byte* value;
+  };
+
+  uint64_t PageBytes() const { return kPage * (key_bytes_ + value_bytes_); }
+  uint64_t KeyAt(uint64_t t) const { return t / kPage * PageBytes() + t % kPage * key_bytes_; }
+  uint64_t ValueAt(uint64_t t) const {
+    return t / kPage * PageBytes() + kPage * key_bytes_ + t % kPage * value_bytes_;
+  }
+  Vector Load(const std::byte* row, uint32_t dim) const {
+    std::vector<float> floats(dim);
+    ToFloat(shape_.dtype, row, dim, floats.data());
+    return {floats.begin(), floats.end()};
+  }
+
+  // k-means over keys less their mean; clusters without members are left out.
+  void Cluster() {
+    const uint32_t n = job_.tokens - job_.unclustered;
+    const uint32_t k = job_.max_clusters;
+    std::vector<Vector> points;
+    Vector mean(shape_.head_dim, 0.0);
+    for (uint32_t i = 0; i < n; ++i) {
+      points.push_back(Load(rows_[job_.unclustered + i].key, shape_.head_dim));
+      for (size_t c = 0; c < mean.size(); ++c) mean[c] += points[i][c] / n;
+    }
+    for (Vector& point : points) {
+      for (size_t c = 0; c < mean.size(); ++c) point[c] -= mean[c];
+    }
+    std::vector<Vector> centres;
+    for (uint64_t c = 0; c < k; ++c) centres.push_back(points[c * n / k]);
+    std::vector<uint32_t> assignment(n);
+    for (int iteration = 0; iteration < kIterations; ++iteration) {
+      if (iteration > 0) Move(points, assignment, &centres);
+      for (uint32_t i = 0; i < n; ++i) assignment[i] = Closest(points[i], centres);
+    }
+    std::vector<std::vector<uint32_t>> all(k);
+    for (uint32_t i = 0; i < n; ++i) all[assignment[i]].push_back(job_.unclustered + i);
+    for (auto& members : all) {
+      if (!members.empty()) members_.push_back(std::move(members));
+    }
+  }
+
+  static uint32_t Closest(const Vector& point, const std::vector<Vector>& centres) {
+    double least = std::numeric_limits<double>::infinity();
+    uint32_t closest = 0;
+    for (uint32_t c = 0; c < centres.size(); ++c) {
+      double distance = 0;
+      for (size_t i = 0; i < point.size(); ++i) {
+        distance += (point[i] - centres[c][i]) * (point[i] - centres[c][i]);
+      }
+      if (distance < least) {
+        least = distance;
+        closest = c;
+      }
+    }
+    return closest;
+  }
+
+  static void Move(const std::vector<Vector>& points, const std::vector<uint32_t>& assignment,
+                   std::vector<Vector>* centres) {
+    for (uint32_t c = 0; c < centres->size(); ++c) {
+      Vector sum(points[0].size(), 0.0);
+      double count = 0;
+      for (size_t i = 0; i < points.size(); ++i) {
+        if (assignment[i] != c) continue;
+        ++count;
+        for (size_t j = 0; j < sum.size(); ++j) sum[j] += points[i][j];
+      }
+      for (size_t j = 0; j < sum.size() && count > 0; ++j) (*centres)[c][j] = sum[j] / count;
+    }
+  }
+
+  // Starts, positions and the pages in that order.
+  void Place() {
+    Write<uint32_t>(index_, 0, static_cast<uint32_t>(members_.size()));
+    std::vector<uint32_t> order(job_.unclustered);
+    std::iota(order.begin(), order.end(), 0u);
+    for (uint32_t c = 0; c < members_.size(); ++c) {
+      Write<uint32_t>(index_ + job_.offsets.starts, c, static_cast<uint32_t>(order.size()));
+      order.insert(order.end(), members_[c].begin(), members_[c].end());
+    }
+    Write<uint32_t>(index_ + job_.offsets.starts, members_.size(), job_.tokens);
+    for (uint32_t slot = 0; slot < job_.tokens; ++slot) {
+      Write<uint16_t>(index_ + job_.offsets.positions, slot, static_cast<uint16_t>(order[slot]));
+      std::memcpy(pages_ + KeyAt(slot), rows_[order[slot]].key, key_bytes_);
+      std::memcpy(pages_ + ValueAt(slot), rows_[order[slot]].value, value_bytes_);
+    }
+  }
+
+  void Summarise(uint32_t c) {
+    const double size = static_cast<double>(members_[c].size());
+    Vector key_mean(shape_.head_dim, 0.0), value_mean(shape_.value_dim, 0.0);
+    for (const uint32_t token : members_[c]) {
+      const Vector key = Load(rows_[token].key, shape_.head_dim);
+      const Vector value = Load(rows_[token].value, shape_.value_dim);
+      for (size_t i = 0; i < key.size(); ++i) key_mean[i] += key[i] / size;
+      for (size_t i = 0; i < value.size(); ++i) value_mean[i] += value[i] / size;
+    }
+    Vector deviation(shape_.head_dim, 0.0);
+    double spread2 = 0, norm2 = 0;
+    for (const uint32_t token : members_[c]) {
+      const Vector key = Load(rows_[token].key, shape_.head_dim);
+      const Vector value = Load(rows_[token].value, shape_.value_dim);
+      for (size_t i = 0; i < key.size(); ++i)
+        deviation[i] += std::pow(key[i] - key_mean[i], 2) / size;
+      for (size_t i = 0; i < value.size(); ++i) {
+        spread2 += std::pow(value[i] - value_mean[i], 2) / size;
+      }
+    }
+    for (const double v : value_mean) norm2 += v * v;
+    double greatest = 0;
+    for (double& d : deviation) greatest = std::max(greatest, d = std::sqrt(d));
+    const uint32_t half = shape_.head_dim / 2;
+    const auto code = [&](uint32_t i) {
+      return greatest == 0 ? 0u : static_cast<uint32_t>(std::lround(15 * deviation[i] / greatest));
+    };
+    for (uint32_t i = 0; i < half; ++i) {
+      index_[job_.offsets.deviation_codes + c * half + i] =
+          static_cast<std::byte>(code(i) + 16 * code(i + half));
+    }
+    Store(shape_.dtype, key_mean, index_ + job_.offsets.centroids + c * key_bytes_);
+    Store(shape_.dtype, value_mean, index_ + job_.offsets.mean_values + c * value_bytes_);
+    const auto write = [&](uint32_t offset, double value) {
+      Write<float>(index_ + offset, c, static_cast<float>(value));
+    };
+    write(job_.offsets.variance_unit, greatest / 15 * (greatest / 15));
+    write(job_.offsets.log_size, std::log(size));
+    write(job_.offsets.spread, std::sqrt(spread2));
+    write(job_.offsets.value_norm2, norm2);
+  }
+
+  const KernelShape& shape_;
+  const IndexJob& job_;
+  const uint64_t key_bytes_, value_bytes_;
+  std::byte* const index_;
+  std::byte* const pages_;
+  std::vector<Rows> rows_;                      // [tokens]
+  std::vector<std::vector<uint32_t>> members_;  // tokens of each cluster
+};
+
+}  // namespace
+
+void BuildIndexReference(const KernelShape& shape, const IndexJob& job) {
+  for (uint32_t head = 0; head < job.kv_heads; ++head) Head(shape, job, head).Build();
+}
+
+}  // namespace attnd::gpu::test

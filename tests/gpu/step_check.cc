@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/gpu/step_check.h"
+
+#include <algorithm>
+#include <cmath>
+#include <sstream>
+#include <vector>
+
+namespace attnd::gpu::test {
+namespace {
+
+constexpr uint32_t kTailBlock = 64;  // tokens
+
+uint64_t CeilOf(uint64_t n, uint64_t divisor) { return (n + divisor - 1) / divisor; }
+
+class Checker {
+ public:
+  Checker(const KernelShape& shape, const StepHeader& header, bool measure,
+          const std::function<bool(const void*, uint64_t)>& owns)
+      : shape_(shape), h_(header), measure_(measure), owns_(owns) {}
+
+  std::string Run() {
+    Equal("tiles_max", h_.tiles_max, CeilOf(h_.group, kLanes));
+    const uint64_t token_bytes =
+        uint64_t{shape_.head_dim + shape_.value_dim} * DTypeBytes(shape_.dtype);
+    Equal("block_head_bytes", h_.block_head_bytes, kTailBlock * token_bytes);
+    Held("row_refs", h_.row_refs, h_.rows * sizeof(RowRef));
+    if (!wrong_.empty()) return wrong_;
+    for (uint32_t r = 0; r < h_.rows && wrong_.empty(); ++r) Row(h_.row_refs[r]);
+    Totals();
+    Uploads();
+    Regions();
+    return wrong_;
+  }
+
+ private:
+  void Fail(const std::string& what) {
+    if (wrong_.empty()) wrong_ = what;
+  }
+  void Equal(const char* what, uint64_t actual, uint64_t expected) {
+    if (actual == expected) return;
+    std::ostringstream text;
+    text << what << " is " << actual << ", expected " << expected;
+    Fail(text.str());
+  }
+  void Held(const char* what, const void* address, uint64_t bytes) {
+    if (bytes > 0 && !owns_(address, bytes)) Fail(std::string(what) + " is not device memory");
+  }
+
+  void Row(const RowRef& row) {
+    const bool clusters = row.kind == UnitKind::kClusters;
+    const bool dense = row.kind == UnitKind::kDense;
+    Equal("first_unit", row.first_unit, units_);
+    Equal("first_query_token", row.first_query_token, query_tokens_);
+    Equal("first_read_item", row.first_read_item, read_items_);
+    Equal("first_score_item", row.first_score_item, score_items_);
+    Equal("first_state", row.first_state, states_);
+    Equal("first_score", row.first_score, scores_);
+    Equal("first_fate", row.first_fate, fates_);
+    Equal("first_token", row.first_token, chosen_);
+    Equal("tokens_per_unit", row.tokens_per_unit, clusters ? 1 : std::max(1u, kLanes / h_.group));
+    Equal("tiles_per_unit", row.tiles_per_unit,
+          CeilOf(uint64_t{row.tokens_per_unit} * h_.group, kLanes));
+    if (row.query_tokens == 0) Fail("query_tokens is 0");
+    Segments(row);
+    Tail(row);
+    Equal("read_pieces", row.read_pieces,
+          dense ? row.dense_pieces + row.tail_pieces : row.tail_pieces + 1);
+    if (!clusters) Equal("estimate_pieces", row.estimate_pieces, 0);
+    if (clusters) {
+      Equal("estimate_pieces", row.estimate_pieces, CeilOf(row.slots, row.estimate_piece_slots));
+      Equal("estimate_piece_slots % kSlotChunk", row.estimate_piece_slots % kSlotChunk, 0);
+      if (row.estimate_pieces > kEstimatePiecesMax) Fail("too many estimate pieces");
+    }
+    const uint64_t units = CeilOf(row.query_tokens, row.tokens_per_unit) * h_.kv_heads;
+    const uint64_t tiles = units * row.tiles_per_unit;
+    units_ += units;
+    tiles_ += tiles;
+    query_tokens_ += row.query_tokens;
+    read_items_ += tiles * row.read_pieces;
+    states_ += tiles * (row.read_pieces + row.estimate_pieces + (clusters ? kChosenPiecesMax : 0));
+    if (!clusters) return;
+    score_items_ += units * row.slots / kSlotChunk;
+    scores_ += units * (h_.group * row.slots * (row.second_order != 0 ? 2 : 1) + row.slots);
+    fates_ += units * row.slots;
+    chosen_ += units * row.clustered_tokens;
+    finish_items_ += tiles * (row.estimate_pieces + kChosenPiecesMax);
+    needs_measure_ |= row.cut == CutKind::kErrorBudget && std::isfinite(row.tolerance);
+    if (row.cut == CutKind::kErrorBudget) Equal("second_order", row.second_order, 1);
+  }
+
+  void Segments(const RowRef& row) {
+    uint64_t slots = 0, pieces = 0, clustered = 0;
+    Held("segments", h_.segments + row.segments_begin, row.segment_count * sizeof(SegmentRef));
+    if (!wrong_.empty()) return;
+    for (uint32_t s = 0; s < row.segment_count; ++s) {
+      const SegmentRef& segment = h_.segments[row.segments_begin + s];
+      Held("a segment's index", segment.index, h_.kv_heads * segment.index_head_bytes);
+      Held("a segment's pages", segment.pages, h_.kv_heads * segment.pages_head_bytes);
+      if (segment.tokens <= segment.unclustered) Fail("a segment has no clusters");
+      Equal("first_slot", segment.first_slot, slots);
+      Equal("max_clusters", segment.max_clusters, CeilOf(segment.tokens - segment.unclustered, 16));
+      Equal("slots", segment.slots, CeilOf(segment.max_clusters, kSlotChunk) * kSlotChunk);
+      Equal("first_piece", segment.first_piece, pieces);
+      slots += segment.slots;
+      pieces += CeilOf(segment.tokens, row.dense_piece_tokens);
+      clustered += segment.tokens - segment.unclustered;
+    }
+    Equal("slots", row.slots, row.kind == UnitKind::kClusters ? slots : 0);
+    Equal("dense_pieces", row.dense_pieces, row.kind == UnitKind::kDense ? pieces : 0);
+    Equal("clustered_tokens", row.clustered_tokens, clustered);
+    if (row.dense_pieces > std::max(kReadPiecesMax, row.segment_count)) Fail("too many pieces");
+  }
+
+  void Tail(const RowRef& row) {
+    if (row.tail_begin >= kTailBlock) Fail("tail_begin is not in the first block");
+    const uint64_t limit = row.tail_limit + (row.query_tokens - 1) * row.causal;
+    const bool empty = limit <= row.tail_begin;
+    Equal("tail_pieces", row.tail_pieces, empty ? 0 : CeilOf(limit, kReadPieceTokens));
+    const uint64_t blocks = empty ? 0 : CeilOf(limit, kTailBlock);
+    Held("blocks", h_.blocks + row.blocks_begin, blocks * sizeof(const std::byte*));
+    for (uint64_t b = 0; b < blocks && wrong_.empty(); ++b) {
+      Held("a tail block", h_.blocks[row.blocks_begin + b], h_.kv_heads * h_.block_head_bytes);
+    }
+  }
+
+  void Totals() {
+    Equal("units", h_.units, units_);
+    Equal("tiles", h_.tiles, tiles_);
+    Equal("query_tokens", h_.query_tokens, query_tokens_);
+    Equal("read_items", h_.read_items, read_items_);
+    Equal("score_items", h_.score_items, score_items_);
+    Equal("measure", measure_ ? 1 : 0, needs_measure_ ? 1 : 0);
+  }
+
+  void Uploads() {
+    Held("upload_refs", h_.upload_refs, h_.uploads * sizeof(UploadRef));
+    if (!wrong_.empty()) return;
+    for (uint32_t u = 0; u < h_.uploads && wrong_.empty(); ++u) {
+      const UploadRef& upload = h_.upload_refs[u];
+      const auto to = reinterpret_cast<uintptr_t>(upload.to);
+      const auto from = reinterpret_cast<uintptr_t>(h_.staged + upload.from);
+      if (to % 16 != 0 || from % 16 != 0 || upload.bytes % 16 != 0)
+        Fail("an upload is not aligned");
+      Held("an upload's target", upload.to, upload.bytes);
+      Held("an upload's source", h_.staged + upload.from, upload.bytes);
+    }
+  }
+
+  // Parts that kernels write: device memory, aligned, and apart from one another.
+  void Regions() {
+    const uint64_t lanes = query_tokens_ * h_.kv_heads * h_.group;
+    const auto part = [this](const char* name, const void* address, uint64_t bytes) {
+      Held(name, address, bytes);
+      const auto begin = reinterpret_cast<uintptr_t>(address);
+      if (bytes > 0 && begin % 256 != 0) Fail(std::string(name) + " is not aligned");
+      if (bytes > 0) parts_.push_back({begin, begin + bytes});
+    };
+    part("query_fragments", h_.query_fragments, tiles_ * QueryFragmentBytes(shape_));
+    part("states", h_.states, states_ * kLanes * (kStateHead + shape_.value_dim) * sizeof(float));
+    part("scores", h_.scores, scores_ * sizeof(float));
+    part("fates", h_.fates, fates_);
+    part("chosen", h_.chosen, chosen_ * sizeof(uint32_t));
+    part("score_partials", h_.score_partials,
+         score_items_ * h_.tiles_max * kLanes * 4 * sizeof(float));
+    part("lane_scales", h_.lane_scales, tiles_ * kLanes * sizeof(LaneScale));
+    part("unit_results", h_.unit_results, units_ * sizeof(UnitResult));
+    part("finish_items", h_.finish_items, finish_items_ * sizeof(FinishItem));
+    part("finish_count", h_.finish_count, 2 * sizeof(uint32_t));
+    part("out", h_.out, lanes * shape_.value_dim * sizeof(float));
+    part("lse", h_.lse, lanes * sizeof(float));
+    part("lane_results", h_.lane_results, lanes * sizeof(LaneResult));
+    Held("queries", h_.queries,
+         lanes * shape_.head_dim * DTypeBytes(static_cast<DType>(h_.query_dtype)));
+    std::sort(parts_.begin(), parts_.end());
+    for (size_t i = 1; i < parts_.size(); ++i) {
+      if (parts_[i].first < parts_[i - 1].second) Fail("parts of scratch memory overlap");
+    }
+  }
+
+  const KernelShape& shape_;
+  const StepHeader& h_;
+  const bool measure_;
+  const std::function<bool(const void*, uint64_t)>& owns_;
+  std::string wrong_;
+  uint64_t units_ = 0, tiles_ = 0, query_tokens_ = 0, read_items_ = 0, score_items_ = 0;
+  uint64_t states_ = 0, scores_ = 0, fates_ = 0, chosen_ = 0, finish_items_ = 0;
+  bool needs_measure_ = false;
+  std::vector<std::pair<uintptr_t, uintptr_t>> parts_;
+};
+
+}  // namespace
+
+std::string CheckStep(const KernelShape& shape, const StepHeader& header, bool measure,
+                      const std::function<bool(const void*, uint64_t)>& owns) {
+  return Checker(shape, header, measure, owns).Run();
+}
+
+}  // namespace attnd::gpu::test

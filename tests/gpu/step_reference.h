@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a step of gpu/step_layout.h must give, computed by plain loops in double precision, and what
+// a builder of indexes must: the reference that kernels are compared with, and the fake device's
+// arithmetic. It shares no code with the kernels of attention/ or gpu/cuda/; it reads the
+// structures alone, so that what the host wrote wrong shows. It divides nothing into pieces.
+#ifndef ATTND_TESTS_GPU_STEP_REFERENCE_H_
+#define ATTND_TESTS_GPU_STEP_REFERENCE_H_
+
+#include <cstdint>
+
+#include "gpu/device.h"
+#include "gpu/index_layout.h"
+#include "gpu/step_layout.h"
+
+namespace attnd::gpu::test {
+
+// Puts the uploads in place, fills out, lse, lane_results, unit_results and fates. Every address in
+// the header can be read here.
+void RunStepReference(const KernelShape& shape, const StepHeader& header);
+
+// Builds one layer: clusters by k-means as docs/POLICIES.md says, the index, the pages in cluster
+// order.
+void BuildIndexReference(const KernelShape& shape, const IndexJob& job);
+
+}  // namespace attnd::gpu::test
+
+#endif  // ATTND_TESTS_GPU_STEP_REFERENCE_H_

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the tests of gpu/ share: a CUDA backend over a fake device, and the comparison of its steps
+// with the CPU backend's.
+#ifndef ATTND_TESTS_GPU_SUPPORT_H_
+#define ATTND_TESTS_GPU_SUPPORT_H_
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "attention/backend.h"
+#include "attention/policy.h"
+#include "gpu/cuda_backend.h"
+#include "tests/attention/support.h"
+#include "tests/gpu/fake_device.h"
+
+namespace attnd::gpu::test {
+
+// Two streams with 64 MiB of device memory in all; everything is timed.
+CudaBackendOptions SmallOptions();
+
+// The control first: it outlives the backend that holds the device.
+struct FakeBackend {
+  std::shared_ptr<FakeControl> control;
+  std::unique_ptr<attention::Backend> backend;
+};
+FakeBackend MakeFakeBackend(const CudaBackendOptions& options = SmallOptions());
+
+std::unique_ptr<attention::Backend> MakeCpu();
+
+attention::Policy Parse(const std::string& preset,
+                        const std::map<std::string, std::string>& parameters = {});
+std::string Describe(const attention::Policy& policy);
+// Every preset, with variants of its parts.
+std::vector<attention::Policy> Policies();
+
+// Whether two answers to the same rows agree: plans but for clusters at the cut, outputs and masses
+// as far as float32 and equal plans let them, statistics exactly. What differs is said.
+testing::AssertionResult Agree(const attention::test::StepResult& device,
+                               const attention::test::StepResult& cpu,
+                               const std::vector<attention::test::TestRow>& rows);
+// The bits of a row's answer.
+testing::AssertionResult SameBits(const attention::test::RowResult& a,
+                                  const attention::test::RowResult& b);
+
+}  // namespace attnd::gpu::test
+
+#endif  // ATTND_TESTS_GPU_SUPPORT_H_
