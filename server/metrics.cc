@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/metrics.h"
 
-#include <unistd.h>
-
-#include <fstream>
 #include <utility>
 
+#include "common/process_memory.h"
 #include "glog/logging.h"
 
 namespace attnd::server {
@@ -28,14 +26,6 @@ Buckets BuildBuckets() { return {0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 5
 
 double Seconds(std::chrono::nanoseconds time) {
   return std::chrono::duration<double>(time).count();
-}
-
-// Resident memory of this process, 0 where /proc does not say.
-double ProcessBytes() {
-  std::ifstream file("/proc/self/statm");
-  double total = 0, resident = 0;
-  file >> total >> resident;
-  return resident * static_cast<double>(sysconf(_SC_PAGESIZE));
 }
 
 }  // namespace
@@ -187,7 +177,7 @@ std::vector<prometheus::MetricFamily> Metrics::Collect() const {
   if (sources_.streams) streams_->Set(static_cast<double>(sources_.streams()));
   if (sources_.queue_depth) queue_depth_->Set(static_cast<double>(sources_.queue_depth()));
   if (sources_.queued_calls) queued_calls_->Set(static_cast<double>(sources_.queued_calls()));
-  process_bytes_->Set(ProcessBytes());
+  process_bytes_->Set(static_cast<double>(ResidentBytes()));
   return registry_->Collect();
 }
 
