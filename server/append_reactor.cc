@@ -13,14 +13,7 @@ AppendReactor* AppendReactor::Start(HandlerContext* handlers, grpc::CallbackServ
                                     v1::AppendKvResponse* reply) {
   const auto reactor = std::make_shared<AppendReactor>(handlers, context, reply);
   reactor->self_ = reactor;
-  auto tenant = TenantOf(*context);
-  absl::Status status = tenant.status();
-  if (status.ok()) {
-    reactor->tenant_ = *std::move(tenant);
-    status = handlers->streams->Add(reactor);
-    if (absl::IsResourceExhausted(status)) handlers->metrics->OnRejected(Rejection::kStreams);
-    if (absl::IsUnavailable(status)) handlers->metrics->OnRejected(Rejection::kShutdown);
-  }
+  const absl::Status status = AdmitStream(handlers, *context, reactor, &reactor->tenant_);
   const MutexLock lock(reactor->mutex_);
   if (!status.ok()) {
     // Not registered, and nobody's writer.

@@ -178,7 +178,7 @@ void ServerImpl::Shutdown(const ShutdownLimits& limits) {
   if (!streams_.WaitUntilEmpty(limits.steps)) {
     // 4. What is still there is cancelled.
     LOG(WARNING) << "shutdown: cancelling " << streams_.size() << " streams";
-    streams_.AbortAll(absl::UnavailableError("the server is shutting down"));
+    streams_.AbortAll(ShuttingDown());
     if (!streams_.WaitUntilEmpty(limits.cancel)) {
       LOG(ERROR) << "shutdown: " << streams_.size() << " streams do not end";
     }
