@@ -259,7 +259,7 @@ void ClusterUnit::AddExactValues(const QuadScores& scores, float* values) const 
   }
 }
 
-// The state of the estimated clusters, from fate_.
+// The state of the estimated clusters, from fate_; leaves their share_.
 void ClusterUnit::Estimate() {
   const size_t row_bytes = value_dim_ * DTypeBytes(view_.shape.dtype);
   const bool dropping = ShareOfFate(Fate::kDropped);
@@ -297,10 +297,9 @@ bool ClusterUnit::ShareOfFate(Fate fate) {
   return any;
 }
 
-// Sums the squared errors of what is left to its estimate.
+// Sums the squared errors of what is left to its estimate, by the last Estimate's share_.
 void ClusterUnit::SumErrors() {
   if (!second_order()) return;
-  ShareOfFate(Fate::kEstimated);
   for (QuadScores& scores : quads_) {
     std::fill_n(scores.error2_sum, kQuad, 0.0f);
     kernels::ScaleQuads(scores.error2, share_.data(), clusters(), nullptr, scores.error2_sum);
