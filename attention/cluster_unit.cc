@@ -10,7 +10,6 @@
 namespace attnd::attention {
 namespace {
 
-constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
 // An output may cancel to nearly nothing; errors are then relative to this share of the values'
 // root mean square.
 constexpr float kLeastNormShare = 1e-3f;
