@@ -13,7 +13,7 @@
 namespace attnd::server {
 namespace {
 
-// The number in a file; nothing for "max" or without the file.
+// The number in a file; `otherwise` for "max" or without the file.
 uint64_t ReadLimit(const std::string& path, uint64_t otherwise) {
   std::ifstream file(path);
   uint64_t value = 0;
