@@ -17,7 +17,9 @@
 #include "gtest/gtest.h"
 #include "server/probe.h"
 #include "tests/server/fake_engine.h"
+#include "tests/server/server_fixture.h"
 #include "tests/server/test_server.h"
+#include "tests/server/within.h"
 
 namespace attnd::testing {
 namespace {
@@ -44,29 +46,13 @@ struct Client {
   std::unique_ptr<Stream> stream;
 };
 
-class LifecycleTest : public ::testing::Test {
+class LifecycleTest : public FakeEngineFixture {
  protected:
-  void StartServer() { server_ = std::make_unique<TestServer>(options_, &engine_); }
   std::unique_ptr<Client> StartClient() {
     auto client = std::make_unique<Client>(*server_);
     client->Start();
     return client;
   }
-  // A step on a stream of its own is answered.
-  void ExpectAnswers() {
-    auto client = StartClient();
-    v1::DecodeResponse reply;
-    ASSERT_TRUE(client->stream->Write(SmallStep()));
-    ASSERT_TRUE(client->stream->Read(&reply));
-    EXPECT_EQ(reply.status().code(), 0);
-    client->stream->WritesDone();
-    EXPECT_TRUE(client->Finish().ok());
-  }
-
-  TempDir directory_;
-  server::ServerOptions options_ = TestOptions(directory_.path());
-  FakeEngine engine_;
-  std::unique_ptr<TestServer> server_;
 };
 
 TEST_F(LifecycleTest, AnswersInOrder) {
@@ -82,7 +68,7 @@ TEST_F(LifecycleTest, AnswersInOrder) {
   }
   client->stream->WritesDone();
   EXPECT_TRUE(client->Finish().ok());
-  EXPECT_TRUE(FakeEngine::Within([&] { return engine_.released_writers() == 1; }));
+  EXPECT_TRUE(Within([&] { return engine_.released_writers() == 1; }));
   EXPECT_EQ(server_->Metric("attnd_steps_total{code=OK}"), 100);
   EXPECT_EQ(server_->Metric("attnd_stage_seconds{stage=rpc}"), 100);
 }
@@ -113,7 +99,7 @@ TEST_F(LifecycleTest, AClientThatLeavesCancelsItsStep) {
   ASSERT_TRUE(engine_.WaitForWaiting(1));
   const auto left = std::chrono::steady_clock::now();
   client->context.TryCancel();
-  ASSERT_TRUE(FakeEngine::Within([&] { return engine_.released_writers() == 1; }));
+  ASSERT_TRUE(Within([&] { return engine_.released_writers() == 1; }));
   EXPECT_LT(std::chrono::steady_clock::now() - left, 1s);
   EXPECT_EQ(engine_.cancelled(), 1);
   EXPECT_EQ(client->Finish().error_code(), grpc::StatusCode::CANCELLED);
@@ -136,7 +122,7 @@ TEST_F(LifecycleTest, AClientThatLeavesCancelsItsPrefill) {
   ASSERT_TRUE(engine_.WaitForWaiting(1));
   engine_.Hold();
   context.TryCancel();
-  ASSERT_TRUE(FakeEngine::Within([&] { return engine_.released_writers() == 1; }));
+  ASSERT_TRUE(Within([&] { return engine_.released_writers() == 1; }));
   EXPECT_EQ(engine_.cancelled(), 1);
   EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
 }
@@ -173,7 +159,7 @@ TEST_F(LifecycleTest, HealthIsAnsweredWhileEveryStepWaits) {
     ASSERT_TRUE(clients.back()->stream->Write(SmallStep()));
   }
   ASSERT_TRUE(engine_.WaitForWaiting(2));
-  ASSERT_TRUE(FakeEngine::Within([&] { return server_->Metric("attnd_queue_depth") == 6; }));
+  ASSERT_TRUE(Within([&] { return server_->Metric("attnd_queue_depth") == 6; }));
   EXPECT_TRUE(server::Probe(server_->address(), 5s).ok());
   EXPECT_EQ(server_->Metric("attnd_streams"), 8);
   engine_.Release();
@@ -193,7 +179,7 @@ TEST_F(LifecycleTest, AFullQueueRefusesTheStepAndKeepsTheStream) {
   ASSERT_TRUE(running->stream->Write(SmallStep()));
   ASSERT_TRUE(engine_.WaitForWaiting(1));
   ASSERT_TRUE(queued->stream->Write(SmallStep()));
-  ASSERT_TRUE(FakeEngine::Within([&] { return server_->Metric("attnd_queue_depth") == 1; }));
+  ASSERT_TRUE(Within([&] { return server_->Metric("attnd_queue_depth") == 1; }));
   v1::DecodeResponse reply;
   ASSERT_TRUE(refused->stream->Write(SmallStep()));
   ASSERT_TRUE(refused->stream->Read(&reply));
@@ -216,11 +202,11 @@ TEST_F(LifecycleTest, AClientThatNeverReadsIsEnded) {
   std::thread writer([&] {
     while (greedy->stream->Write(SmallStep())) continue;
   });
-  ASSERT_TRUE(FakeEngine::Within(
-      [&] { return server_->Metric("attnd_rejections_total{reason=reply_timeout}") == 1; }));
-  ASSERT_TRUE(FakeEngine::Within([&] { return engine_.released_writers() == 1; }));
+  ASSERT_TRUE(
+      Within([&] { return server_->Metric("attnd_rejections_total{reason=reply_timeout}") == 1; }));
+  ASSERT_TRUE(Within([&] { return engine_.released_writers() == 1; }));
   writer.join();
-  EXPECT_TRUE(FakeEngine::Within([&] { return server_->Metric("attnd_streams") == 0; }));
+  EXPECT_TRUE(Within([&] { return server_->Metric("attnd_streams") == 0; }));
   const grpc::Status status = greedy->Finish();
   EXPECT_EQ(status.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED) << status.error_message();
   EXPECT_THAT(status.error_message(), HasSubstr("reply_timeout_s"));
@@ -291,13 +277,13 @@ TEST_F(LifecycleTest, StreamsHaveALimit) {
   options_.max_streams = 2;
   StartServer();
   auto first = StartClient(), second = StartClient();
-  ASSERT_TRUE(FakeEngine::Within([&] { return server_->Metric("attnd_streams") == 2; }));
+  ASSERT_TRUE(Within([&] { return server_->Metric("attnd_streams") == 2; }));
   auto third = StartClient();
   EXPECT_EQ(third->Finish().error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
   EXPECT_EQ(server_->Metric("attnd_rejections_total{reason=streams}"), 1);
   first->stream->WritesDone();
   EXPECT_TRUE(first->Finish().ok());
-  ASSERT_TRUE(FakeEngine::Within([&] { return server_->Metric("attnd_streams") == 1; }));
+  ASSERT_TRUE(Within([&] { return server_->Metric("attnd_streams") == 1; }));
   ExpectAnswers();
 }
 
@@ -381,14 +367,14 @@ TEST_F(LifecycleTest, ShutdownAnswersStepsInFlight) {
   ASSERT_TRUE(client->stream->Write(SmallStep()));
   ASSERT_TRUE(engine_.WaitForWaiting(1));
   std::thread shutdown([&] { server_->server().Shutdown({}); });
-  ASSERT_TRUE(FakeEngine::Within([&] { return engine_.opening_stopped(); }));
+  ASSERT_TRUE(Within([&] { return engine_.opening_stopped(); }));
   // Meanwhile: not healthy, no new sequences, no new streams.
   EXPECT_FALSE(server::Probe(server_->address(), 5s).ok());
   grpc::ClientContext context;
   v1::OpenSequenceResponse opened;
   EXPECT_EQ(client->stub->OpenSequence(&context, SmallModel(), &opened).error_code(),
             grpc::StatusCode::UNAVAILABLE);
-  EXPECT_TRUE(FakeEngine::Within(
+  EXPECT_TRUE(Within(
       [&] { return StartClient()->Finish().error_code() == grpc::StatusCode::UNAVAILABLE; }));
   engine_.Release();
   v1::DecodeResponse reply;
@@ -443,7 +429,7 @@ TEST_F(LifecycleTest, ShutdownEndsUploads) {
   FillTensor(1, 1, 16, 1.0f, request.mutable_k());
   FillTensor(1, 1, 16, 1.0f, request.mutable_v());
   ASSERT_TRUE(stream->Write(request));
-  ASSERT_TRUE(FakeEngine::Within([&] { return server_->Metric("attnd_streams") == 1; }));
+  ASSERT_TRUE(Within([&] { return server_->Metric("attnd_streams") == 1; }));
   server_->server().Shutdown({});
   EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
 }
