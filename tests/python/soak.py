@@ -21,9 +21,9 @@ import tempfile
 import time
 
 import numpy as np
-from fuzz import wait_until_there
 
 import attnd
+from fuzz import wait_until_there
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SHAPE = attnd.ModelShape(layers=2, query_heads=4, kv_heads=2, head_dim=32, dtype="fp32")
