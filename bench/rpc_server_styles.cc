@@ -7,8 +7,7 @@
 //   callback        reactor that writes its reply within OnReadDone
 //   callback-hop    reactor that hands the message to a bounded queue with two worker threads
 //   callback-slot   reactor that answers within OnReadDone if no other stream is doing so, and
-//   hands
-//                   over otherwise
+//                   hands over otherwise
 //   cq              completion queue, polled by two threads that do the work themselves
 //   cq-hop          completion queue polled by one thread, and the same two workers
 //

@@ -5,7 +5,6 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <vector>
 
 #include "tests/oracle/policies.h"
 #include "tests/oracle/selftest.h"
