@@ -128,8 +128,7 @@ absl::Status AppendReactor::Complete() {
   }
   reply_->set_committed_tokens(result.committed_tokens);
   reply_->set_segmented_tokens(result.segmented_tokens);
-  reply_->set_index_build_us(static_cast<uint64_t>(
-      std::chrono::duration_cast<std::chrono::microseconds>(result.build_time).count()));
+  reply_->set_index_build_us(Micros(result.build_time));
   return absl::OkStatus();
 }
 

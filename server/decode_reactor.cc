@@ -10,13 +10,6 @@
 #include "grpc/grpc.h"
 
 namespace attnd::server {
-namespace {
-
-uint64_t Micros(std::chrono::steady_clock::duration time) {
-  return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(time).count());
-}
-
-}  // namespace
 
 DecodeReactor* DecodeReactor::Start(HandlerContext* handlers,
                                     grpc::CallbackServerContext* context) {
