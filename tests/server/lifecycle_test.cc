@@ -30,6 +30,19 @@ using ::testing::HasSubstr;
 
 constexpr server::ShutdownLimits kQuick = {.steps = 200ms, .cancel = 5000ms, .server = 1000ms};
 
+// A client with one AppendKv stream, and its next message. The context dies last.
+struct Uploader {
+  explicit Uploader(const TestServer& server)
+      : stub(server.NewStub()), stream(stub->AppendKv(&context, &reply)) {
+    request.set_sequence_id(1);
+  }
+  const std::unique_ptr<v1::Attnd::Stub> stub;
+  grpc::ClientContext context;
+  v1::AppendKvResponse reply;
+  const std::unique_ptr<grpc::ClientWriter<v1::AppendKvRequest>> stream;
+  v1::AppendKvRequest request;
+};
+
 // A client with one Decode stream. The context dies last.
 struct Client {
   explicit Client(const TestServer& server) : stub(server.NewStub()) {
@@ -110,21 +123,16 @@ TEST_F(LifecycleTest, AClientThatLeavesCancelsItsStep) {
 TEST_F(LifecycleTest, AClientThatLeavesCancelsItsPrefill) {
   StartServer();
   engine_.Hold();
-  const auto stub = server_->NewStub();
-  grpc::ClientContext context;
-  v1::AppendKvResponse reply;
-  const auto stream = stub->AppendKv(&context, &reply);
-  v1::AppendKvRequest request;
-  request.set_sequence_id(1);
-  request.set_prefill_complete(true);
-  ASSERT_TRUE(stream->Write(request));
-  ASSERT_TRUE(stream->WritesDone());
+  Uploader upload(*server_);
+  upload.request.set_prefill_complete(true);
+  ASSERT_TRUE(upload.stream->Write(upload.request));
+  ASSERT_TRUE(upload.stream->WritesDone());
   ASSERT_TRUE(engine_.WaitForWaiting(1));
   engine_.Hold();
-  context.TryCancel();
+  upload.context.TryCancel();
   ASSERT_TRUE(Within([&] { return engine_.released_writers() == 1; }));
   EXPECT_EQ(engine_.cancelled(), 1);
-  EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
+  EXPECT_EQ(upload.stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
 }
 
 // While a prefill is being finished, steps are answered: it has a worker of its own.
@@ -132,21 +140,16 @@ TEST_F(LifecycleTest, APrefillDoesNotHoldSteps) {
   options_.step_workers = 1;
   StartServer();
   engine_.Hold();
-  const auto stub = server_->NewStub();
-  grpc::ClientContext context;
-  v1::AppendKvResponse reply;
-  const auto stream = stub->AppendKv(&context, &reply);
-  v1::AppendKvRequest request;
-  request.set_sequence_id(1);
-  request.set_prefill_complete(true);
-  ASSERT_TRUE(stream->Write(request));
-  ASSERT_TRUE(stream->WritesDone());
+  Uploader upload(*server_);
+  upload.request.set_prefill_complete(true);
+  ASSERT_TRUE(upload.stream->Write(upload.request));
+  ASSERT_TRUE(upload.stream->WritesDone());
   ASSERT_TRUE(engine_.WaitForWaiting(1));
   auto client = StartClient();
   ASSERT_TRUE(client->stream->Write(SmallStep()));
   ASSERT_TRUE(engine_.WaitForWaiting(2));  // the step has reached the engine
   engine_.Release();
-  EXPECT_TRUE(stream->Finish().ok());
+  EXPECT_TRUE(upload.stream->Finish().ok());
 }
 
 TEST_F(LifecycleTest, HealthIsAnsweredWhileEveryStepWaits) {
@@ -233,17 +236,12 @@ TEST_F(LifecycleTest, AnOversizeChunkEndsTheUpload) {
   options_.max_message_bytes = 64 << 10;
   StartServer();
   engine_.Hold();  // a prefill that were finished would wait for ever
-  const auto stub = server_->NewStub();
-  grpc::ClientContext context;
-  v1::AppendKvResponse reply;
-  const auto stream = stub->AppendKv(&context, &reply);
-  v1::AppendKvRequest request;
-  request.set_sequence_id(1);
-  request.set_prefill_complete(true);
-  FillTensor(1, 1, 1 << 15, 1.0f, request.mutable_k());
-  stream->Write(request);
-  stream->WritesDone();
-  EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  Uploader upload(*server_);
+  upload.request.set_prefill_complete(true);
+  FillTensor(1, 1, 1 << 15, 1.0f, upload.request.mutable_k());
+  upload.stream->Write(upload.request);
+  upload.stream->WritesDone();
+  EXPECT_EQ(upload.stream->Finish().error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
 }
 
 // Bytes that are no message, on either stream: refused, and not taken for the stream's regular end.
@@ -420,18 +418,13 @@ TEST_F(LifecycleTest, ShutdownEndsClientsThatDoNotRead) {
 
 TEST_F(LifecycleTest, ShutdownEndsUploads) {
   StartServer();
-  const auto stub = server_->NewStub();
-  grpc::ClientContext context;
-  v1::AppendKvResponse reply;
-  const auto stream = stub->AppendKv(&context, &reply);
-  v1::AppendKvRequest request;
-  request.set_sequence_id(1);
-  FillTensor(1, 1, 16, 1.0f, request.mutable_k());
-  FillTensor(1, 1, 16, 1.0f, request.mutable_v());
-  ASSERT_TRUE(stream->Write(request));
+  Uploader upload(*server_);
+  FillTensor(1, 1, 16, 1.0f, upload.request.mutable_k());
+  FillTensor(1, 1, 16, 1.0f, upload.request.mutable_v());
+  ASSERT_TRUE(upload.stream->Write(upload.request));
   ASSERT_TRUE(Within([&] { return server_->Metric("attnd_streams") == 1; }));
   server_->server().Shutdown({});
-  EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
+  EXPECT_EQ(upload.stream->Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
 }
 
 TEST_F(LifecycleTest, ManyStreamsAtOnce) {
