@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/server.h"
 
-#include <sys/stat.h>
-
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -20,8 +18,6 @@
 
 namespace attnd::server {
 namespace {
-
-constexpr char kServiceName[] = "attnd.v1.Attnd";
 
 StepExecutor::Options StepOptions(const ServerOptions& options, const Machine& machine) {
   return {.workers = options.step_workers,
@@ -163,7 +159,7 @@ absl::Status ServerImpl::Build(const std::vector<ListenAddress>& addresses) {
 
 void ServerImpl::SetServing() {
   grpc::HealthCheckServiceInterface* const health = server_->GetHealthCheckService();
-  health->SetServingStatus(kServiceName, true);
+  health->SetServingStatus(v1::Attnd::service_full_name(), true);
 }
 
 void ServerImpl::Shutdown(const ShutdownLimits& limits) {
