@@ -29,7 +29,7 @@ absl::StatusOr<std::string> TenantOf(const grpc::CallbackServerContext& context)
 absl::Status AdmitStream(HandlerContext* handlers, const grpc::CallbackServerContext& context,
                          const std::shared_ptr<ManagedStream>& stream, std::string* tenant) {
   ATTND_ASSIGN_OR_RETURN(*tenant, TenantOf(context));
-  const absl::Status status = handlers->streams->Add(stream);
+  absl::Status status = handlers->streams->Add(stream);
   if (absl::IsResourceExhausted(status)) handlers->metrics->OnRejected(Rejection::kStreams);
   if (absl::IsUnavailable(status)) handlers->metrics->OnRejected(Rejection::kShutdown);
   return status;

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/metrics.h"
 
-#include <utility>
-
 #include "common/process_memory.h"
 #include "glog/logging.h"
 

@@ -5,8 +5,6 @@
 // bounded number of times, and without appending twice. Method: servers on one socket, one after
 // the other, over one engine: what the first one did is there when the second answers.
 #include <chrono>
-#include <functional>
-#include <memory>
 #include <string>
 #include <thread>
 

@@ -4,7 +4,6 @@
 // name; listings come in pages of bounded size. Method: the real server and engine over a Unix
 // socket, with small limits; counters are read from the server's metrics.
 #include <chrono>
-#include <memory>
 #include <string>
 #include <vector>
 

@@ -7,12 +7,8 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
-#include <limits>
 #include <memory>
-#include <mutex>
 #include <optional>
-#include <set>
 #include <thread>
 #include <vector>
 

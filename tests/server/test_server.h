@@ -5,10 +5,8 @@
 #ifndef ATTND_TESTS_SERVER_TEST_SERVER_H_
 #define ATTND_TESTS_SERVER_TEST_SERVER_H_
 
-#include <map>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "attnd/v1/attnd.grpc.pb.h"
 #include "engine/engine.h"
