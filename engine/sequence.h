@@ -136,6 +136,11 @@ class Sequence {
                        key_bounds.begin() + static_cast<ptrdiff_t>(count * layers));
     }
   };
+  // What a shorter history consists of.
+  struct Prefix {
+    size_t segments = 0;  // of the chain
+    Tail tail;
+  };
   static constexpr uint64_t kNoStep = std::numeric_limits<uint64_t>::max();
 
   bool StillFits(const SegmentJob& job) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -164,6 +169,8 @@ class Sequence {
   uint64_t Committed() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::shared_ptr<const attention::SequenceView> View() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   size_t SegmentsKept(uint64_t length) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // FailedPrecondition beyond the committed length, ResourceExhausted.
+  absl::StatusOr<Prefix> PrefixOf(uint64_t length) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<Tail> TailFor(uint64_t begin, uint64_t length)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void CopyFromSegments(uint64_t end, Tail* target) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
