@@ -106,10 +106,6 @@ class Sequence {
   // FailedPrecondition if layers differ in length.
   absl::Status CheckAligned();
 
-  // Held while a segment of this sequence is being built, so that there is one at a time. Taken
-  // before mutex_.
-  Mutex& build_mutex() { return build_mutex_; }
-
   // Tells builders that nobody wants the sequence any more.
   void Close() { closed_.store(true, std::memory_order_relaxed); }
   bool closed() const { return closed_.load(std::memory_order_relaxed); }
@@ -189,8 +185,6 @@ class Sequence {
   Reservation object_;  // set by Create
 
   std::atomic<bool> closed_{false};
-
-  Mutex build_mutex_ ABSL_ACQUIRED_BEFORE(mutex_);
 
   Mutex mutex_;
   std::vector<std::shared_ptr<const attention::Segment>> segments_ ABSL_GUARDED_BY(mutex_);
