@@ -30,12 +30,15 @@ constexpr std::chrono::microseconds kQuantum{700};
 // How often a prefill that waits for another looks whether it is still wanted.
 constexpr std::chrono::microseconds kCancelPoll{20000};
 
-// Steps go first when builders and steps want the same core. Advice only.
+// Steps go first when builders and steps want the same core: builders are nicer than the thread
+// that starts them, which has the process's own niceness. Advice only; beyond 19 the system takes
+// it for 19.
 constexpr int kBuilderNiceness = 10;
 
 void LowerPriority() {
   const auto thread = static_cast<id_t>(syscall(SYS_gettid));
-  static_cast<void>(setpriority(PRIO_PROCESS, thread, kBuilderNiceness));
+  const int niceness = getpriority(PRIO_PROCESS, thread) + kBuilderNiceness;
+  static_cast<void>(setpriority(PRIO_PROCESS, thread, niceness));
 }
 
 absl::Status NoMemory() {
