@@ -103,14 +103,15 @@ class Sequence {
   static constexpr uint64_t kBuildDelayMax = 8192;
   // Swaps a built segment in. False if the sequence changed meanwhile, so that it no longer fits.
   bool Install(const SegmentJob& job, std::shared_ptr<const attention::Segment> segment);
-  // FailedPrecondition if layers differ in length.
-  absl::Status CheckAligned();
+  // The writer says that its prompt is whole: steps that fed it have been answered, so that their
+  // tokens may become segments. FailedPrecondition if layers differ in length, Aborted if another
+  // writer holds the sequence; nothing changed then.
+  absl::Status CompletePrefill(WriterId writer);
 
   // Tells builders that nobody wants the sequence any more.
   void Close() { closed_.store(true, std::memory_order_relaxed); }
   bool closed() const { return closed_.load(std::memory_order_relaxed); }
 
-  absl::Status CheckWriter(WriterId writer);
   void ReleaseWriter(WriterId writer);
 
   SequenceInfo Info();
@@ -151,7 +152,8 @@ class Sequence {
   absl::Status HoldBooks(size_t blocks, size_t segments) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckLogits(uint32_t layer, float query_magnitude, float key_magnitude) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status TakeWriter(WriterId writer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckAligned() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckWriter(WriterId writer) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckRepeat(const NewTokens& tokens, uint64_t repeated)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status GrowTail(uint64_t end) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
