@@ -172,7 +172,7 @@ std::shared_ptr<Sequence> Segmenter::TakeQueued() {
       queued = queue_.erase(queued);
       changed_.NotifyAll();  // the queue may be empty now
     } else if (building_turn_ != nullptr && &building_turn_->sequence_ == sequence.get()) {
-      ++queued;  // whoever waits for its turn holds the sequence, too
+      ++queued;  // its prefill holds it, too: this reference is not the last
     } else {
       queue_.erase(queued);
       return sequence;
