@@ -20,10 +20,15 @@ uint32_t CountClusters(const SequenceView& view, uint32_t layer, uint32_t kv_hea
   return clusters;
 }
 
-float Norm(const float* x, size_t n) {
+// The squared norm of x / divisor. Divides first: a sum of values can be so large that its square
+// is no float, but their mean is as small as they are.
+float MeanNorm2(const float* x, size_t n, float divisor) {
   float sum = 0;
-  for (size_t c = 0; c < n; ++c) sum += x[c] * x[c];
-  return std::sqrt(sum);
+  for (size_t c = 0; c < n; ++c) {
+    const float mean = x[c] / divisor;
+    sum += mean * mean;
+  }
+  return sum;
 }
 
 // value * factor, where nothing stays nothing even times infinity.
@@ -210,8 +215,8 @@ void ClusterUnit::MeasureErrors(size_t quad, const QuadState& zone, bool relativ
     // The zone's values enter by their merged state: a lower bound of their second moment.
     float moment = second_moment[lane] * factor;
     if (zone.sum[lane] > 0) {
-      const float zone_norm = Norm(zone.values + lane * value_dim_, value_dim_);
-      moment += zone_norm * zone_norm / zone.sum[lane] * zone_factor;
+      const float* zone_values = zone.values + lane * value_dim_;
+      moment += MeanNorm2(zone_values, value_dim_, zone.sum[lane]) * zone.sum[lane] * zone_factor;
     }
     scores.least_norm[lane] =
         std::max(kLeastNormShare * std::sqrt(moment / total), std::numeric_limits<float>::min());
@@ -239,8 +244,8 @@ void ClusterUnit::OutputNorms(size_t quad, const QuadState& zone, float* norms) 
     float* sum = sums + lane * value_dim_;
     const float* zone_values = zone.values + lane * value_dim_;
     for (size_t c = 0; c < value_dim_; ++c) sum[c] = sum[c] * factor + zone_values[c] * zone_factor;
-    norms[lane] =
-        Norm(sum, value_dim_) / (zone.sum[lane] * zone_factor + scores.sum[lane] * factor);
+    const float total = zone.sum[lane] * zone_factor + scores.sum[lane] * factor;
+    norms[lane] = std::sqrt(MeanNorm2(sum, value_dim_, total));
   }
 }
 

@@ -51,10 +51,19 @@ void AppendReactor::OnReadDone(bool ok) {
 void AppendReactor::Submit(State state) {
   // Segmenting takes long; an answer without it does not.
   const bool segment = state == State::kCompleting && prefill_complete_;
-  if (segment ? handlers_->prefills->Enqueue(this) : handlers_->steps->Submit(this)) return;
-  handlers_->metrics->OnRejected(Rejection::kQueue);
+  const bool taken = segment ? handlers_->prefills->Enqueue(this) : handlers_->steps->Submit(this);
+  if (taken && !(segment && cancelled_.load())) return;
   const MutexLock lock(mutex_);
-  FinishLocked(absl::ResourceExhaustedError("max_queued_steps: too many chunks wait for a worker"));
+  if (taken) return LeaveQueueLocked();  // OnCancel may have come before it was queued
+  handlers_->metrics->OnRejected(Rejection::kQueue);
+  FinishLocked(absl::ResourceExhaustedError(
+      absl::StrCat("max_queued_steps: ", handlers_->options->max_queued_steps,
+                   " steps and chunks wait for a worker")));
+}
+
+void AppendReactor::LeaveQueueLocked() {
+  if (state_ != State::kCompleting || !handlers_->prefills->Withdraw(this)) return;
+  FinishLocked(abort_status_.ok() ? ClientGone() : abort_status_);
 }
 
 void AppendReactor::Run() {
@@ -143,7 +152,11 @@ absl::Status AppendReactor::DescribeChunk(const absl::Status& status) const {
                        request_.first_position(), "): ", status.message())};
 }
 
-void AppendReactor::OnCancel() { cancelled_.store(true); }
+void AppendReactor::OnCancel() {
+  cancelled_.store(true);
+  const MutexLock lock(mutex_);
+  LeaveQueueLocked();
+}
 
 void AppendReactor::OnDone() {
   const std::shared_ptr<AppendReactor> self = std::move(self_);  // may be the last reference
@@ -164,7 +177,8 @@ void AppendReactor::Abort(const absl::Status& status) {
   if (state_ == State::kFinished || !abort_status_.ok()) return;
   abort_status_ = status;
   cancelled_.store(true);
-  if (state_ == State::kReading) FinishLocked(status);
+  if (state_ == State::kReading) return FinishLocked(status);
+  LeaveQueueLocked();
 }
 
 void AppendReactor::FinishLocked(const absl::Status& status) {

@@ -135,6 +135,43 @@ TEST_F(LifecycleTest, AClientThatLeavesCancelsItsPrefill) {
   EXPECT_EQ(upload.stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
 }
 
+// An upload whose finished prompt waits behind others for a worker.
+TEST_F(LifecycleTest, AClientThatLeavesDoesNotWaitForItsTurn) {
+  constexpr int kWorkers = 4;  // finished prompts that the server segments at the same time
+  StartServer();
+  engine_.Hold();
+  struct Upload {
+    grpc::ClientContext context;
+    v1::AppendKvResponse reply;
+    std::unique_ptr<grpc::ClientWriter<v1::AppendKvRequest>> stream;
+  };
+  const auto stub = server_->NewStub();
+  v1::AppendKvRequest request;
+  request.set_sequence_id(1);
+  request.set_prefill_complete(true);
+  std::vector<std::unique_ptr<Upload>> uploads;
+  const auto start = [&] {
+    Upload& upload = *uploads.emplace_back(std::make_unique<Upload>());
+    upload.stream = stub->AppendKv(&upload.context, &upload.reply);
+    ASSERT_TRUE(upload.stream->Write(request));
+    ASSERT_TRUE(upload.stream->WritesDone());
+  };
+  for (int i = 0; i < kWorkers; ++i) start();
+  ASSERT_TRUE(engine_.WaitForWaiting(kWorkers));
+  for (int left = 1; left <= 20; ++left) {  // some before they are queued, some after
+    start();
+    std::this_thread::sleep_for(std::chrono::milliseconds(left));
+    uploads.back()->context.TryCancel();
+    ASSERT_TRUE(FakeEngine::Within([&] { return engine_.released_writers() == left; }));
+    EXPECT_EQ(uploads.back()->stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
+    uploads.pop_back();
+  }
+  EXPECT_EQ(engine_.waiting(), kWorkers);
+  EXPECT_TRUE(FakeEngine::Within([&] { return server_->Metric("attnd_streams") == kWorkers; }));
+  engine_.Release();
+  for (const auto& upload : uploads) EXPECT_TRUE(upload->stream->Finish().ok());
+}
+
 // While a prefill is being finished, steps are answered: it has a worker of its own.
 TEST_F(LifecycleTest, APrefillDoesNotHoldSteps) {
   options_.step_workers = 1;
