@@ -162,12 +162,12 @@ TEST_F(LifecycleTest, AClientThatLeavesDoesNotWaitForItsTurn) {
     start();
     std::this_thread::sleep_for(std::chrono::milliseconds(left));
     uploads.back()->context.TryCancel();
-    ASSERT_TRUE(FakeEngine::Within([&] { return engine_.released_writers() == left; }));
+    ASSERT_TRUE(Within([&] { return engine_.released_writers() == left; }));
     EXPECT_EQ(uploads.back()->stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
     uploads.pop_back();
   }
   EXPECT_EQ(engine_.waiting(), kWorkers);
-  EXPECT_TRUE(FakeEngine::Within([&] { return server_->Metric("attnd_streams") == kWorkers; }));
+  EXPECT_TRUE(Within([&] { return server_->Metric("attnd_streams") == kWorkers; }));
   engine_.Release();
   for (const auto& upload : uploads) EXPECT_TRUE(upload->stream->Finish().ok());
 }
