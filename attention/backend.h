@@ -30,8 +30,8 @@ namespace attnd::attention {
 // a backend that works asynchronously keeps a reference until the device is done with the step.
 struct SequenceView {
   ModelShape shape;
-  std::vector<std::shared_ptr<const Segment>>
-      segments;  // in position order, without gaps, from position 0
+  // In position order, without gaps, from position 0.
+  std::vector<std::shared_ptr<const Segment>> segments;
   // Block i holds positions [64 (b + i), 64 (b + i + 1)), b = tail_begin / 64.
   std::vector<std::shared_ptr<const TailBlock>> tail;
   uint64_t tail_begin = 0;  // first position that no segment covers

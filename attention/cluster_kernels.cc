@@ -18,9 +18,8 @@ HWY_BEFORE_NAMESPACE();
 namespace attnd::attention::kernels {
 namespace HWY_NAMESPACE {
 
-constexpr size_t kAheadBytes = 8192;  // how far ahead of the arithmetic memory is asked for
-constexpr float kErrorMax = 1e14f;    // of a cluster; a sum of squares over all stays a float
-constexpr float kD2Cap = 8.0f;        // docs/POLICIES.md: d2 is capped before it is exponentiated
+constexpr float kErrorMax = 1e14f;  // of a cluster; a sum of squares over all stays a float
+constexpr float kD2Cap = 8.0f;      // docs/POLICIES.md: d2 is capped before it is exponentiated
 
 // Squares of the 4-bit codes at p, one half of each byte, as floats.
 HWY_INLINE VF LoadLowSquares(F32 d, const uint8_t* p) {
@@ -77,8 +76,8 @@ void DotDeviations(const uint8_t* codes, const float* unit, size_t n, size_t dim
       s3 = hn::MulAdd(high, hn::LoadU(d16, qc + 3 * dim), s3);
     }
     auto sum = SumFour(d16, s0, s1, s2, s3);
-    if (c <
-        half) {  // eight channels are left in each half: only when dim is 16 times an odd number
+    // Eight channels are left in each half: only when dim is 16 times an odd number.
+    if (c < half) {
       float rest[kQuad] = {0, 0, 0, 0};
       for (; c < half; ++c) {
         const float low = static_cast<float>(row[c] & 15);

@@ -10,7 +10,6 @@
 namespace attnd::attention {
 namespace {
 
-constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
 // An output may cancel to nearly nothing; errors are then relative to this share of the values'
 // root mean square.
 constexpr float kLeastNormShare = 1e-3f;
@@ -21,10 +20,15 @@ uint32_t CountClusters(const SequenceView& view, uint32_t layer, uint32_t kv_hea
   return clusters;
 }
 
-float Norm(const float* x, size_t n) {
+// The squared norm of x / divisor. Divides first: a sum of values can be so large that its square
+// is no float, but their mean is as small as they are.
+float MeanNorm2(const float* x, size_t n, float divisor) {
   float sum = 0;
-  for (size_t c = 0; c < n; ++c) sum += x[c] * x[c];
-  return std::sqrt(sum);
+  for (size_t c = 0; c < n; ++c) {
+    const float mean = x[c] / divisor;
+    sum += mean * mean;
+  }
+  return sum;
 }
 
 // value * factor, where nothing stays nothing even times infinity.
@@ -211,8 +215,8 @@ void ClusterUnit::MeasureErrors(size_t quad, const QuadState& zone, bool relativ
     // The zone's values enter by their merged state: a lower bound of their second moment.
     float moment = second_moment[lane] * factor;
     if (zone.sum[lane] > 0) {
-      const float zone_norm = Norm(zone.values + lane * value_dim_, value_dim_);
-      moment += zone_norm * zone_norm / zone.sum[lane] * zone_factor;
+      const float* zone_values = zone.values + lane * value_dim_;
+      moment += MeanNorm2(zone_values, value_dim_, zone.sum[lane]) * zone.sum[lane] * zone_factor;
     }
     scores.least_norm[lane] =
         std::max(kLeastNormShare * std::sqrt(moment / total), std::numeric_limits<float>::min());
@@ -240,8 +244,8 @@ void ClusterUnit::OutputNorms(size_t quad, const QuadState& zone, float* norms) 
     float* sum = sums + lane * value_dim_;
     const float* zone_values = zone.values + lane * value_dim_;
     for (size_t c = 0; c < value_dim_; ++c) sum[c] = sum[c] * factor + zone_values[c] * zone_factor;
-    norms[lane] =
-        Norm(sum, value_dim_) / (zone.sum[lane] * zone_factor + scores.sum[lane] * factor);
+    const float total = zone.sum[lane] * zone_factor + scores.sum[lane] * factor;
+    norms[lane] = std::sqrt(MeanNorm2(sum, value_dim_, total));
   }
 }
 
@@ -259,7 +263,7 @@ void ClusterUnit::AddExactValues(const QuadScores& scores, float* values) const 
   }
 }
 
-// The state of the estimated clusters, from fate_.
+// The state of the estimated clusters, from fate_; leaves their share_.
 void ClusterUnit::Estimate() {
   const size_t row_bytes = value_dim_ * DTypeBytes(view_.shape.dtype);
   const bool dropping = ShareOfFate(Fate::kDropped);
@@ -297,10 +301,9 @@ bool ClusterUnit::ShareOfFate(Fate fate) {
   return any;
 }
 
-// Sums the squared errors of what is left to its estimate.
+// Sums the squared errors of what is left to its estimate, by the last Estimate's share_.
 void ClusterUnit::SumErrors() {
   if (!second_order()) return;
-  ShareOfFate(Fate::kEstimated);
   for (QuadScores& scores : quads_) {
     std::fill_n(scores.error2_sum, kQuad, 0.0f);
     kernels::ScaleQuads(scores.error2, share_.data(), clusters(), nullptr, scores.error2_sum);

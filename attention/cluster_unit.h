@@ -109,7 +109,7 @@ class ClusterUnit {
   std::span<QuadScores> quads_;
   std::span<uint32_t> first_cluster_;  // [segments + 1] number of each segment's first cluster
   std::span<float> group_score_;       // [clusters]
-  std::span<float> share_;             // [clusters] scratch of ShareOfFate
+  std::span<float> share_;             // [clusters] as ShareOfFate left it
   std::span<Fate> fate_;               // [clusters]
   std::span<TokenRun> run_memory_;     // [clusters]
   std::span<const TokenRun> runs_;

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <limits>
 
 #include "attention/kernels.h"
 
@@ -379,7 +378,7 @@ void CpuStep::FinishLane(Unit* unit, size_t quad, size_t lane) {
   const size_t slot = token * shape.query_heads + head;
   float* out = row.out + slot * shape.value_dim;
   NormaliseState(unit->states[quad], lane, shape.value_dim, out, row.lse + slot);
-  LaneOutcome outcome{1, 1, 0};
+  LaneOutcome outcome;
   if (unit->clusters != nullptr) {
     float norm2 = 0;
     for (size_t c = 0; c < shape.value_dim; ++c) norm2 += out[c] * out[c];

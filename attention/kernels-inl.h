@@ -22,6 +22,9 @@ namespace hn = hwy::HWY_NAMESPACE;
 using F32 = hn::CappedTag<float, 16>;
 using VF = hn::Vec<F32>;
 
+// How far ahead of the arithmetic memory is asked for, along rows that lie side by side.
+constexpr size_t kAheadBytes = 8192;
+
 // Adds the 128-bit blocks of v together: the result's lowest block is the sum.
 template <class D>
 HWY_INLINE hn::Vec<hn::CappedTag<float, 4>> SumBlocks([[maybe_unused]] D d, hn::Vec<D> v) {

@@ -18,10 +18,9 @@ HWY_BEFORE_NAMESPACE();
 namespace attnd::attention::kernels {
 namespace HWY_NAMESPACE {
 
-constexpr size_t kRowBlock = 16;      // rows that pass one stage before the next stage
-constexpr size_t kAheadBlocks = 1;    // how far ahead of the arithmetic memory is asked for
-constexpr size_t kAheadBytes = 8192;  // the same along rows that lie side by side
-constexpr float kMinExp = -100.0f;    // exp below is 0 in float, and -infinity must not reach Exp
+constexpr size_t kRowBlock = 16;    // rows that pass one stage before the next stage
+constexpr size_t kAheadBlocks = 1;  // how far ahead of the arithmetic memory is asked for
+constexpr float kMinExp = -100.0f;  // exp below is 0 in float, and -infinity must not reach Exp
 
 // Loaders of stored elements as floats. Load gives N neighbours. LoadTwo gives 2 N neighbours as
 // two vectors in the order that costs least: for bf16 the even ones, then the odd ones (a shift and

@@ -10,9 +10,9 @@ namespace attnd::attention {
 namespace {
 
 constexpr size_t kLanes = 16;  // the kernel's padding
-constexpr size_t kChunkWork = size_t{2}
-                              << 20;   // multiply-adds of a chunk: a tenth of a millisecond
-constexpr size_t kChunkPointsMin = 4;  // what the kernel takes at once
+// Multiply-adds of a chunk: a tenth of a millisecond.
+constexpr size_t kChunkWork = size_t{2} << 20;
+constexpr size_t kChunkPointsMin = 4;               // what the kernel takes at once
 constexpr size_t kChunkElements = size_t{1} << 15;  // of centroids that are set
 
 }  // namespace

@@ -26,8 +26,8 @@ inline constexpr uint32_t kSegmentTokensMax = 65536;
 // segment.
 struct ClusterIndex {
   uint32_t clusters = 0;
-  const std::byte* centroids =
-      nullptr;  // [n, head_dim] exact mean of the members' keys, rounded to the dtype
+  // [n, head_dim] exact mean of the members' keys, rounded to the dtype.
+  const std::byte* centroids = nullptr;
   const std::byte* mean_values = nullptr;  // [n, value_dim]
   // [n, head_dim / 2] per-channel standard deviation in 4 bits: byte j holds channel j in its low
   // half and channel j + head_dim / 2 in its high half. The variance of channel c is variance_unit

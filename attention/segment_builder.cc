@@ -13,8 +13,8 @@
 namespace attnd::attention {
 namespace {
 
-constexpr uint32_t kChunkTokens =
-    128;  // of loading and writing: a tenth of a millisecond at head_dim 128
+// Of loading and writing: a tenth of a millisecond at head_dim 128.
+constexpr uint32_t kChunkTokens = 128;
 constexpr double kDeviationLevels = 15;  // 4 bits
 
 template <typename T>

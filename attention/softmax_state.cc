@@ -3,14 +3,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 namespace attnd::attention {
-namespace {
-
-constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
-
-}  // namespace
 
 void ClearState(size_t value_dim, QuadState* state) {
   std::fill_n(state->max, kQuad, kNegativeInfinity);

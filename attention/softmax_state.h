@@ -11,6 +11,7 @@
 #define ATTND_ATTENTION_SOFTMAX_STATE_H_
 
 #include <cstddef>
+#include <limits>
 
 #include "attention/kernels.h"
 
@@ -18,6 +19,9 @@ namespace attnd::attention {
 
 using kernels::kQuad;
 using kernels::QuadState;
+
+// The maximum and the log-sum-exp of no tokens.
+inline constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
 
 // Makes all four states empty. state->values must point at [4][value_dim] floats.
 void ClearState(size_t value_dim, QuadState* state);

@@ -12,9 +12,12 @@
 #include <immintrin.h>
 
 #define ATTND_AVX512 "avx512f,avx512bw,avx512vl,avx512dq"
-#define ATTND_INLINE __attribute__((target(ATTND_AVX512))) inline __attribute__((always_inline))
 #define ATTND_BF16 __attribute__((target(ATTND_AVX512 ",avx512bf16")))
 #define ATTND_VNNI __attribute__((target(ATTND_AVX512 ",avx512vnni")))
+// A function is inlined only where its caller has all its instruction sets.
+#define ATTND_INLINE __attribute__((target(ATTND_AVX512))) inline __attribute__((always_inline))
+#define ATTND_BF16_INLINE ATTND_BF16 inline __attribute__((always_inline))
+#define ATTND_VNNI_INLINE ATTND_VNNI inline __attribute__((always_inline))
 
 namespace attnd::attention::kernels {
 namespace {
@@ -37,7 +40,7 @@ inline void Prefetch(const void* p, size_t bytes) {
   }
 }
 
-ATTND_BF16 inline __attribute__((always_inline)) __m512bh LoadPairs(__mmask32 mask, const void* p) {
+ATTND_BF16_INLINE __m512bh LoadPairs(__mmask32 mask, const void* p) {
   const __m512i bits = _mm512_maskz_loadu_epi16(mask, p);
   return reinterpret_cast<const __m512bh&>(bits);
 }
@@ -56,18 +59,20 @@ ATTND_INLINE __m512 AddHalves(__m512 a, __m512 b) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
 }
 
+// The same of neighbouring blocks: the sums of blocks 0 and 1, 2 and 3 of a, then of b.
+ATTND_INLINE __m512 AddNeighbours(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+}
+
 // The 16 sums of four rows: [row][query].
 ATTND_INLINE __m512 SumRows(const __m512 (*s)[kQueries]) {
   const __m512 first = AddHalves(Transpose4(s[0]), Transpose4(s[1]));
   const __m512 second = AddHalves(Transpose4(s[2]), Transpose4(s[3]));
-  return _mm512_add_ps(_mm512_shuffle_f32x4(first, second, 0x88),
-                       _mm512_shuffle_f32x4(first, second, 0xDD));
+  return AddNeighbours(first, second);
 }
 
-ATTND_BF16 inline __attribute__((always_inline)) void AddPairs(__mmask32 mask,
-                                                               const std::byte* const* rows,
-                                                               const uint16_t* q, size_t dim,
-                                                               __m512 (*s)[kQueries]) {
+ATTND_BF16_INLINE void AddPairs(__mmask32 mask, const std::byte* const* rows, const uint16_t* q,
+                                size_t dim, __m512 (*s)[kQueries]) {
   __m512bh row[kRows];
   for (size_t r = 0; r < kRows; ++r) row[r] = LoadPairs(mask, rows[r]);
   for (size_t j = 0; j < kQueries; ++j) {
@@ -75,36 +80,6 @@ ATTND_BF16 inline __attribute__((always_inline)) void AddPairs(__mmask32 mask,
     for (size_t r = 0; r < kRows; ++r) s[r][j] = _mm512_dpbf16_ps(s[r][j], row[r], query);
   }
 }
-
-}  // namespace
-
-bool HaveBf16Dot() { return HaveAvx512() && __builtin_cpu_supports("avx512bf16"); }
-
-ATTND_BF16 void DotBf16Rows(const std::byte* const* rows, const std::byte* const* ahead, size_t n,
-                            size_t dim, const uint16_t* q, float scale, float* out) {
-  const __m512 scales = _mm512_set1_ps(scale);
-  for (size_t i = 0; i < n; i += kRows) {
-    const size_t count = n - i < kRows ? n - i : kRows;
-    const std::byte* row[kRows];
-    for (size_t r = 0; r < kRows; ++r) row[r] = rows[i + (r < count ? r : 0)];
-    for (size_t r = 0; ahead != nullptr && r < count; ++r)
-      Prefetch(ahead[i + r], dim * sizeof(uint16_t));
-    __m512 s[kRows][kQueries];
-    for (auto& of_row : s) {
-      for (__m512& sum : of_row) sum = _mm512_setzero_ps();
-    }
-    size_t c = 0;
-    for (; c + kElements <= dim; c += kElements) {
-      AddPairs(~__mmask32{0}, row, q + c, dim, s);
-      for (const std::byte*& p : row) p += kElements * sizeof(uint16_t);
-    }
-    if (c < dim) AddPairs((__mmask32{1} << (dim - c)) - 1, row, q + c, dim, s);
-    const auto stored = static_cast<__mmask16>((1u << (count * kQueries)) - 1);
-    _mm512_mask_storeu_ps(out + i * kQueries, stored, _mm512_mul_ps(SumRows(s), scales));
-  }
-}
-
-namespace {
 
 // A vector holds kCodeBytes of each of two rows; their squares are kCodeVectors vectors, with
 // kCodeChannels of either row in each.
@@ -138,10 +113,8 @@ ATTND_INLINE void WidenSquares(__m512i codes, __m512i* squares) {
 }
 
 // s[pair][query] += the products of one chunk of two pairs of rows. bytes: of codes in the chunk.
-ATTND_VNNI inline __attribute__((always_inline)) void AddChunk(const uint8_t* row, size_t row_bytes,
-                                                               size_t count, size_t bytes,
-                                                               const int16_t* q,
-                                                               __m512i (*s)[kQueries]) {
+ATTND_VNNI_INLINE void AddChunk(const uint8_t* row, size_t row_bytes, size_t count, size_t bytes,
+                                const int16_t* q, __m512i (*s)[kQueries]) {
   const __m512i nibble = _mm512_set1_epi8(15);
   const __mmask32 mask = ~__mmask32{0} >> (kCodeBytes - bytes);
   __m512i squares[kPairs][kCodeVectors];
@@ -155,8 +128,9 @@ ATTND_VNNI inline __attribute__((always_inline)) void AddChunk(const uint8_t* ro
     for (size_t j = 0; j < kQueries; ++j, q += kCodeChannels) {
       const __m512i query =
           _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(q)));
-      for (size_t p = 0; p < kPairs; ++p)
+      for (size_t p = 0; p < kPairs; ++p) {
         s[p][j] = _mm512_dpwssd_epi32(s[p][j], squares[p][v], query);
+      }
     }
   }
 }
@@ -169,11 +143,37 @@ ATTND_INLINE __m512 SumPairs(const __m512i (*s)[kQueries]) {
     for (size_t j = 0; j < kQueries; ++j) floats[j] = _mm512_cvtepi32_ps(s[p][j]);
     blocks[p] = Transpose4(floats);
   }
-  return _mm512_add_ps(_mm512_shuffle_f32x4(blocks[0], blocks[1], 0x88),
-                       _mm512_shuffle_f32x4(blocks[0], blocks[1], 0xDD));
+  return AddNeighbours(blocks[0], blocks[1]);
 }
 
 }  // namespace
+
+bool HaveBf16Dot() { return HaveAvx512() && __builtin_cpu_supports("avx512bf16"); }
+
+ATTND_BF16 void DotBf16Rows(const std::byte* const* rows, const std::byte* const* ahead, size_t n,
+                            size_t dim, const uint16_t* q, float scale, float* out) {
+  const __m512 scales = _mm512_set1_ps(scale);
+  for (size_t i = 0; i < n; i += kRows) {
+    const size_t count = n - i < kRows ? n - i : kRows;
+    const std::byte* row[kRows];
+    for (size_t r = 0; r < kRows; ++r) row[r] = rows[i + (r < count ? r : 0)];
+    for (size_t r = 0; ahead != nullptr && r < count; ++r) {
+      Prefetch(ahead[i + r], dim * sizeof(uint16_t));
+    }
+    __m512 s[kRows][kQueries];
+    for (auto& of_row : s) {
+      for (__m512& sum : of_row) sum = _mm512_setzero_ps();
+    }
+    size_t c = 0;
+    for (; c + kElements <= dim; c += kElements) {
+      AddPairs(~__mmask32{0}, row, q + c, dim, s);
+      for (const std::byte*& p : row) p += kElements * sizeof(uint16_t);
+    }
+    if (c < dim) AddPairs((__mmask32{1} << (dim - c)) - 1, row, q + c, dim, s);
+    const auto stored = static_cast<__mmask16>((1u << (count * kQueries)) - 1);
+    _mm512_mask_storeu_ps(out + i * kQueries, stored, _mm512_mul_ps(SumRows(s), scales));
+  }
+}
 
 bool HaveInt16Dot() { return HaveAvx512() && __builtin_cpu_supports("avx512vnni"); }
 

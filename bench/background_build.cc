@@ -7,7 +7,6 @@
 //   background_build --rounds=9 --context=8192 --policy=error-target
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <memory>
 #include <random>
 #include <string>
@@ -15,8 +14,9 @@
 
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
-#include "attention/cpu_backend.h"
+#include "bench/engine_support.h"
 #include "bench/statistics.h"
+#include "bench/support.h"
 #include "engine/engine.h"
 
 ABSL_FLAG(uint32_t, rounds, 9, "rounds");
@@ -29,37 +29,12 @@ ABSL_FLAG(std::string, policy, "error-target", "policy of the timed steps");
 namespace attnd::bench {
 namespace {
 
-using engine::Engine;
 using Clock = std::chrono::steady_clock;
 
-constexpr uint32_t kSegmentTokens = 8192;
 constexpr uint32_t kWindow = 64;
-
-void Must(const absl::Status& status) {
-  if (status.ok()) return;
-  std::fprintf(stderr, "%s\n", status.ToString().c_str());
-  std::exit(1);
-}
 
 class Bench {
  public:
-  Bench() {
-    shape_.layers = absl::GetFlag(FLAGS_layers);
-    shape_.query_heads = 32;
-    shape_.kv_heads = 8;
-    shape_.head_dim = shape_.value_dim = absl::GetFlag(FLAGS_head_dim);
-    shape_.dtype = DType::kBf16;
-    shape_.softmax_scale = 0.08f;
-    engine::EngineOptions options;
-    options.memory_budget_bytes = uint64_t{8} << 30;
-    options.segment_tokens = kSegmentTokens;
-    attention::CpuBackendOptions backend;
-    backend.threads = absl::GetFlag(FLAGS_threads);
-    auto created = Engine::Create(options, attention::MakeCpuBackend(backend), nullptr);
-    Must(created.status());
-    engine_ = *std::move(created);
-  }
-
   void Run() {
     const uint64_t timed = OpenFilled(absl::GetFlag(FLAGS_context), absl::GetFlag(FLAGS_policy));
     Must(engine_->FinishPrefill("", timed, timed, nullptr).status());
@@ -93,25 +68,15 @@ class Bench {
   }
 
  private:
-  std::vector<uint16_t> Random(size_t elements) {
-    std::normal_distribution<float> normal;
-    std::vector<uint16_t> values(elements);
-    for (uint16_t& value : values) value = FloatToBf16(normal(random_));
-    return values;
-  }
-
-  static engine::TensorView View(const std::vector<uint16_t>& values) {
-    return {DType::kBf16, reinterpret_cast<const std::byte*>(values.data()), values.size()};
-  }
+  std::vector<uint16_t> Random(size_t elements) { return RandomBf16(elements, &random_); }
 
   // A sequence of `tokens` uploaded tokens that is not segmented. Writers are named after their
   // sequences.
   uint64_t OpenFilled(uint32_t tokens, const std::string& policy) {
     engine::OpenArgs args;
     args.shape = shape_;
-    args.policy = attention::ParsePolicy(policy).value();
-    const auto id = engine_->Open("", args);
-    Must(id.status());
+    args.policy = Must(attention::ParsePolicy(policy));
+    const uint64_t id = Must(engine_->Open("", args));
     for (uint32_t layer = 0; layer < shape_.layers; ++layer) {
       const auto k = Random(size_t{tokens} * shape_.kv_heads * shape_.head_dim);
       const auto v = Random(k.size());
@@ -120,9 +85,9 @@ class Bench {
       chunk.tokens = tokens;
       chunk.k = View(k);
       chunk.v = View(v);
-      Must(engine_->Append("", *id, *id, chunk));
+      Must(engine_->Append("", id, id, chunk));
     }
-    return *id;
+    return id;
   }
 
   // One decode step of every layer at `position`; 0 repeats nothing and only asks (query_only).
@@ -154,8 +119,9 @@ class Bench {
     }
   }
 
-  ModelShape shape_;
-  std::unique_ptr<Engine> engine_;
+  const ModelShape shape_ =
+      Bf16Shape(absl::GetFlag(FLAGS_layers), 32, 8, absl::GetFlag(FLAGS_head_dim));
+  const std::unique_ptr<engine::Engine> engine_ = MakeEngine(absl::GetFlag(FLAGS_threads));
   std::mt19937_64 random_{1};
   engine::DecodeResult result_;
 };

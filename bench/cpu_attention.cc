@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
-#include <memory>
 #include <numeric>
 #include <string>
 #include <thread>
@@ -21,6 +20,7 @@
 #include "attention/cpu_backend.h"
 #include "attention/worker_pool.h"
 #include "bench/statistics.h"
+#include "bench/support.h"
 #include "bench/synthetic_sequence.h"
 #include "common/aligned_buffer.h"
 
@@ -118,10 +118,7 @@ class StepRunner {
     attention::StepRequest request;
     request.rows = {&row_, 1};
     const auto start = Clock::now();
-    if (absl::Status status = backend_->Step(request); !status.ok()) {
-      std::fprintf(stderr, "%s\n", status.ToString().c_str());
-      std::exit(1);
-    }
+    Must(backend_->Step(request));
     return std::chrono::duration<double>(Clock::now() - start).count();
   }
 
@@ -154,13 +151,8 @@ void PrintRow(const std::string& name, const std::vector<double>& seconds,
 }
 
 int Main() {
-  ModelShape shape;
-  shape.layers = 1;
-  shape.query_heads = absl::GetFlag(FLAGS_query_heads);
-  shape.kv_heads = absl::GetFlag(FLAGS_kv_heads);
-  shape.head_dim = shape.value_dim = absl::GetFlag(FLAGS_head_dim);
-  shape.dtype = DType::kBf16;
-  shape.softmax_scale = 0.08f;
+  const ModelShape shape = Bf16Shape(1, absl::GetFlag(FLAGS_query_heads),
+                                     absl::GetFlag(FLAGS_kv_heads), absl::GetFlag(FLAGS_head_dim));
   const uint64_t tokens = absl::GetFlag(FLAGS_tokens);
   const uint32_t threads = absl::GetFlag(FLAGS_threads) != 0 ? absl::GetFlag(FLAGS_threads)
                                                              : std::thread::hardware_concurrency();

@@ -7,21 +7,20 @@
 //
 //   memory_overhead --head_dim=128 --layers=2
 #include <malloc.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
-#include <fstream>
 #include <memory>
 #include <random>
 #include <vector>
 
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
-#include "attention/cpu_backend.h"
 #include "attention/segment.h"
+#include "bench/engine_support.h"
+#include "bench/support.h"
+#include "common/process_memory.h"
 #include "engine/engine.h"
 
 ABSL_FLAG(uint32_t, layers, 2, "layers");
@@ -31,60 +30,29 @@ ABSL_FLAG(uint32_t, kv_heads, 8, "KV heads");
 namespace attnd::bench {
 namespace {
 
-constexpr uint32_t kSegmentTokens = 8192;
 constexpr uint32_t kSinkTokens = 4;
 constexpr uint32_t kChunkTokens = 1024;
 
-void Must(const absl::Status& status) {
-  if (status.ok()) return;
-  std::fprintf(stderr, "%s\n", status.ToString().c_str());
-  std::exit(1);
-}
-
-uint64_t ProcessBytes() {
-  std::ifstream file("/proc/self/statm");
-  uint64_t total = 0, resident = 0;
-  file >> total >> resident;
-  return resident * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-}
-
 class Bench {
  public:
-  Bench() {
-    shape_.layers = absl::GetFlag(FLAGS_layers);
-    shape_.query_heads = 4 * absl::GetFlag(FLAGS_kv_heads);
-    shape_.kv_heads = absl::GetFlag(FLAGS_kv_heads);
-    shape_.head_dim = shape_.value_dim = absl::GetFlag(FLAGS_head_dim);
-    shape_.dtype = DType::kBf16;
-    shape_.softmax_scale = 0.08f;
-    engine::EngineOptions options;
-    options.memory_budget_bytes = uint64_t{8} << 30;
-    options.segment_tokens = kSegmentTokens;
-    auto created = engine::Engine::Create(options, attention::MakeCpuBackend({}), nullptr);
-    Must(created.status());
-    engine_ = *std::move(created);
-  }
-
   void Measure(uint64_t tokens) {
     malloc_trim(0);
-    const uint64_t before = ProcessBytes();
+    const uint64_t before = ResidentBytes();
     const uint64_t id = Upload(tokens);
-    const auto prefill = engine_->FinishPrefill("", id, id, nullptr);
-    Must(prefill.status());
-    const auto info = engine_->Info("", id);
-    Must(info.status());
+    const engine::PrefillResult prefill = Must(engine_->FinishPrefill("", id, id, nullptr));
+    const engine::SequenceInfo info = Must(engine_->Info("", id));
     const uint64_t used = engine_->usage().resident_bytes;
     malloc_trim(0);
-    const auto process = static_cast<double>(ProcessBytes() - before);
+    const auto process = static_cast<double>(ResidentBytes() - before);
     const double payload =
         static_cast<double>(tokens) * shape_.layers * shape_.kv_heads * shape_.token_bytes();
-    const auto index = static_cast<double>(IndexBytes(prefill->segmented_tokens));
+    const auto index = static_cast<double>(IndexBytes(prefill.segmented_tokens));
     const double whole = payload + index;
     std::printf(
         "%8llu tokens: payload %8.2f MiB, index %5.2f%% of it; beyond both: sequence %5.2f%%, "
         "budget %5.2f%%, process %5.2f%%\n",
         static_cast<unsigned long long>(tokens), payload / (1 << 20), 100 * index / payload,
-        100 * (static_cast<double>(info->resident_bytes) / whole - 1),
+        100 * (static_cast<double>(info.resident_bytes) / whole - 1),
         100 * (static_cast<double>(used) / whole - 1), 100 * (process / whole - 1));
     Must(engine_->Close("", id));
   }
@@ -103,28 +71,26 @@ class Bench {
     engine::OpenArgs args;
     args.fingerprint = "memory_overhead";
     args.shape = shape_;
-    const auto id = engine_->Open("", args);
-    Must(id.status());
+    const uint64_t id = Must(engine_->Open("", args));
     const uint64_t row = uint64_t{shape_.kv_heads} * shape_.head_dim;
-    std::normal_distribution<float> normal;
-    std::vector<uint16_t> values(kChunkTokens * row);
-    for (uint16_t& value : values) value = FloatToBf16(normal(random_));
+    const std::vector<uint16_t> values = RandomBf16(kChunkTokens * row, &random_);
     for (uint32_t layer = 0; layer < shape_.layers; ++layer) {
       for (uint64_t at = 0; at < tokens; at += kChunkTokens) {
         engine::AppendChunk chunk;
         chunk.layer = layer;
         chunk.first_position = at;
         chunk.tokens = std::min<uint64_t>(kChunkTokens, tokens - at);
-        chunk.k = chunk.v = {DType::kBf16, reinterpret_cast<const std::byte*>(values.data()),
-                             chunk.tokens * row};
-        Must(engine_->Append("", *id, *id, chunk));
+        chunk.k = chunk.v = View(values, chunk.tokens * row);
+        Must(engine_->Append("", id, id, chunk));
       }
     }
-    return *id;
+    return id;
   }
 
-  ModelShape shape_;
-  std::unique_ptr<engine::Engine> engine_;
+  const ModelShape shape_ =
+      Bf16Shape(absl::GetFlag(FLAGS_layers), 4 * absl::GetFlag(FLAGS_kv_heads),
+                absl::GetFlag(FLAGS_kv_heads), absl::GetFlag(FLAGS_head_dim));
+  const std::unique_ptr<engine::Engine> engine_ = MakeEngine(/*threads=*/0);
   std::mt19937_64 random_{1};
 };
 

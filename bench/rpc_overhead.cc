@@ -8,7 +8,6 @@
 //
 // The engine's time is taken in nanoseconds by an engine that wraps the real one; the server has no
 // hook for it.
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -26,6 +25,8 @@
 #include "absl/flags/parse.h"
 #include "attention/cpu_backend.h"
 #include "attnd/v1/attnd.grpc.pb.h"
+#include "bench/statistics.h"
+#include "bench/support.h"
 #include "common/dtype.h"
 #include "engine/engine.h"
 #include "grpcpp/grpcpp.h"
@@ -203,17 +204,6 @@ uint64_t MakeSequence(v1::Attnd::Stub* stub, uint64_t tokens, std::mt19937* rand
   return opened.sequence_id();
 }
 
-double Median(std::vector<double> values) {
-  const auto middle = values.begin() + static_cast<ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
-
-double Quantile(std::vector<double> values, double q) {
-  std::sort(values.begin(), values.end());
-  return values[static_cast<size_t>(q * static_cast<double>(values.size() - 1) + 0.5)];
-}
-
 // Medians of one block, in microseconds.
 struct Block {
   double trip_us = 0;      // whole round trip
@@ -233,7 +223,7 @@ Block RunBlock(Connection* connection, const DecodeRequest& request, const Timed
     whole.push_back(nanos * 1e-3);
     less.push_back((nanos - engine_ns) * 1e-3);
   }
-  return {Median(std::move(whole)), Median(std::move(less))};
+  return {Median(whole), Median(less)};
 }
 
 void PrintLine(const char* name, const std::vector<double>& values) {
@@ -249,13 +239,10 @@ int Main() {
   options.memory_budget_bytes = uint64_t{1} << 30;
   const server::Machine machine = server::Machine::Detect();
   server::Metrics metrics;
-  auto made = engine::Engine::Create(
+  TimedEngine engine(Must(engine::Engine::Create(
       server::ToEngineOptions(options, machine),
-      attention::MakeCpuBackend({.threads = absl::GetFlag(FLAGS_step_threads)}), &metrics);
-  if (!made.ok()) Die(made.status().ToString());
-  TimedEngine engine(*std::move(made));
-  auto server = server::Server::Start(options, machine, &engine, &metrics);
-  if (!server.ok()) Die(server.status().ToString());
+      attention::MakeCpuBackend({.threads = absl::GetFlag(FLAGS_step_threads)}), &metrics)));
+  const auto server = Must(server::Server::Start(options, machine, &engine, &metrics));
 
   std::mt19937 random(1);
   const uint32_t rows = absl::GetFlag(FLAGS_rows);
@@ -315,7 +302,7 @@ int Main() {
   attnd.End();
   echo.End();
   echo_server->Shutdown();
-  (*server)->Shutdown({});
+  server->Shutdown({});
   std::filesystem::remove_all(directory);
   return Median(ratios) <= 1.3 ? 0 : 1;
 }

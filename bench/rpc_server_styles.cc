@@ -7,8 +7,9 @@
 //   callback        reactor that writes its reply within OnReadDone
 //   callback-hop    reactor that hands the message to a bounded queue with two worker threads
 //   callback-slot   reactor that answers within OnReadDone if no other stream is doing so, and
-//   hands over otherwise cq              completion queue, polled by two threads that do the work
-//   themselves cq-hop          completion queue polled by one thread, and the same two workers
+//                   hands over otherwise
+//   cq              completion queue, polled by two threads that do the work themselves
+//   cq-hop          completion queue polled by one thread, and the same two workers
 //
 // Each server is a process of its own (pollers of one process would help each other), all are up at
 // once, and blocks of round trips alternate between them, so that noise of the machine falls on all
@@ -18,7 +19,6 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -39,6 +39,7 @@
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
 #include "attnd/v1/attnd.grpc.pb.h"
+#include "bench/statistics.h"
 #include "grpcpp/grpcpp.h"
 
 ABSL_FLAG(int, blocks, 20, "blocks for each style");
@@ -322,12 +323,6 @@ class ClientStream {
   DecodeRequest request_;
   DecodeResponse reply_;
 };
-
-double Quantile(std::vector<double> values, double q) {
-  const auto rank = static_cast<size_t>(q * static_cast<double>(values.size() - 1) + 0.5);
-  std::nth_element(values.begin(), values.begin() + static_cast<ptrdiff_t>(rank), values.end());
-  return values[rank];
-}
 
 struct StyleRun {
   const ServerProcess* process;

@@ -43,7 +43,10 @@ class ABSL_SCOPED_LOCKABLE MutexLock {
 // Waits are in a loop around the caller's condition, as spurious wake-ups happen.
 class CondVar {
  public:
-  void Wait(Mutex& mutex) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) { condition_.wait(mutex); }
+  // Returns once a second without a notification: in glibc before 2.41 (Debian 12, Ubuntu 24.04) a
+  // notification is lost on rare occasions (sourceware.org bug 25847), and a thread that nobody
+  // notifies again would then wait for ever.
+  void Wait(Mutex& mutex) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) { WaitFor(mutex, kWaitMax); }
   // False if the time passed without a notification.
   bool WaitFor(Mutex& mutex, std::chrono::microseconds time) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
     return condition_.wait_for(mutex, time) == std::cv_status::no_timeout;
@@ -52,6 +55,7 @@ class CondVar {
   void NotifyAll() { condition_.notify_all(); }
 
  private:
+  static constexpr std::chrono::microseconds kWaitMax{1000000};
   std::condition_variable_any condition_;
 };
 

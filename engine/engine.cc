@@ -135,8 +135,7 @@ class EngineImpl : public Engine {
                                               const std::atomic<bool>* cancelled) override {
     return WithinMemory([&]() -> absl::StatusOr<PrefillResult> {
       ATTND_ASSIGN_OR_RETURN(auto sequence, sequences_.Find(tenant, sequence_id));
-      ATTND_RETURN_IF_ERROR(sequence->CheckWriter(writer));
-      ATTND_RETURN_IF_ERROR(sequence->CheckAligned());
+      ATTND_RETURN_IF_ERROR(sequence->CompletePrefill(writer));
       const auto start = std::chrono::steady_clock::now();
       ATTND_RETURN_IF_ERROR(segmenter_.SegmentPrefill(sequence.get(), cancelled));
       PrefillResult result;

@@ -177,10 +177,11 @@ class Engine {
   virtual absl::Status Append(absl::string_view tenant, WriterId writer, uint64_t sequence_id,
                               const AppendChunk& chunk) = 0;
 
-  // Segments what the prefill left uncovered, on index_threads threads; prefills that come at the
-  // same time take turns. FailedPrecondition if layers differ in length. ResourceExhausted,
-  // NotFound (closed meanwhile), Cancelled and Unavailable (shutting down) leave what was segmented
-  // before.
+  // Segments what the prefill left uncovered, the newest step's tokens as well, on index_threads
+  // threads; prefills that come at the same time take turns. FailedPrecondition if layers differ in
+  // length, Aborted if another writer holds the sequence; nothing is segmented then.
+  // ResourceExhausted, NotFound (closed meanwhile), Cancelled and Unavailable (shutting down) leave
+  // what was segmented before.
   virtual absl::StatusOr<PrefillResult> FinishPrefill(absl::string_view tenant, WriterId writer,
                                                       uint64_t sequence_id,
                                                       const std::atomic<bool>* cancelled) = 0;

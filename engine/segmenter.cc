@@ -30,12 +30,15 @@ constexpr std::chrono::microseconds kQuantum{700};
 // How often a prefill that waits for another looks whether it is still wanted.
 constexpr std::chrono::microseconds kCancelPoll{20000};
 
-// Steps go first when builders and steps want the same core. Advice only.
+// Steps go first when builders and steps want the same core: builders are nicer than the thread
+// that starts them, which has the process's own niceness. Advice only; beyond 19 the system takes
+// it for 19.
 constexpr int kBuilderNiceness = 10;
 
 void LowerPriority() {
   const auto thread = static_cast<id_t>(syscall(SYS_gettid));
-  static_cast<void>(setpriority(PRIO_PROCESS, thread, kBuilderNiceness));
+  const int niceness = getpriority(PRIO_PROCESS, thread) + kBuilderNiceness;
+  static_cast<void>(setpriority(PRIO_PROCESS, thread, niceness));
 }
 
 absl::Status NoMemory() {
@@ -84,26 +87,36 @@ absl::Status Segmenter::Start() {
 
 // ---- prefills ----
 
-Segmenter::Turn::Turn(Segmenter* segmenter) : segmenter_(segmenter) {
+Segmenter::Turn::Turn(Segmenter* segmenter, const Sequence& sequence)
+    : segmenter_(segmenter), sequence_(sequence) {
   MutexLock lock(segmenter_->mutex_);
-  ticket_ = segmenter_->next_ticket_++;
-  segmenter_->turns_.push_back(ticket_);
+  segmenter_->turns_.push_back(this);
 }
 
 Segmenter::Turn::~Turn() {
   MutexLock lock(segmenter_->mutex_);
-  std::erase(segmenter_->turns_, ticket_);
+  std::erase(segmenter_->turns_, this);
+  if (segmenter_->building_turn_ == this) segmenter_->building_turn_ = nullptr;
   segmenter_->changed_.NotifyAll();
 }
 
-absl::Status Segmenter::Turn::Wait(const Sequence& sequence, const std::atomic<bool>* cancelled) {
+absl::Status Segmenter::Turn::Wait(const std::atomic<bool>* cancelled) {
   MutexLock lock(segmenter_->mutex_);
-  absl::Status wanted = segmenter_->Wanted(sequence, cancelled);
-  while (wanted.ok() && segmenter_->turns_.front() != ticket_) {
+  absl::Status wanted = segmenter_->Wanted(sequence_, cancelled);
+  while (wanted.ok() && segmenter_->NextTurn() != this) {
     segmenter_->changed_.WaitFor(segmenter_->mutex_, kCancelPoll);
-    wanted = segmenter_->Wanted(sequence, cancelled);
+    wanted = segmenter_->Wanted(sequence_, cancelled);
   }
+  if (wanted.ok()) segmenter_->building_turn_ = this;
   return wanted;
+}
+
+const Segmenter::Turn* Segmenter::NextTurn() const {
+  if (building_turn_ != nullptr) return nullptr;
+  for (const Turn* turn : turns_) {
+    if (&turn->sequence_ != background_builds_) return turn;
+  }
+  return nullptr;
 }
 
 absl::Status Segmenter::SegmentPrefill(Sequence* sequence, const std::atomic<bool>* cancelled) {
@@ -116,8 +129,8 @@ absl::Status Segmenter::SegmentPrefill(Sequence* sequence, const std::atomic<boo
 
 absl::Status Segmenter::SegmentInTurns(Sequence* sequence, const std::atomic<bool>* cancelled) {
   while (sequence->HasSegment(kSegmentTokensMin)) {
-    Turn turn(this);
-    ATTND_RETURN_IF_ERROR(turn.Wait(*sequence, cancelled));
+    Turn turn(this, *sequence);
+    ATTND_RETURN_IF_ERROR(turn.Wait(cancelled));
     ATTND_RETURN_IF_ERROR(BuildNext(sequence, kSegmentTokensMin, options_.threads,
                                     Observer::BuildTrigger::kPrefill, cancelled)
                               .status());
@@ -152,21 +165,34 @@ void Segmenter::OnGrown(const std::shared_ptr<Sequence>& sequence) {
   changed_.NotifyAll();
 }
 
+std::shared_ptr<Sequence> Segmenter::TakeQueued() {
+  for (auto queued = queue_.begin(); queued != queue_.end();) {
+    std::shared_ptr<Sequence> sequence = queued->lock();
+    if (sequence == nullptr) {
+      queued = queue_.erase(queued);
+      changed_.NotifyAll();  // the queue may be empty now
+    } else if (building_turn_ != nullptr && &building_turn_->sequence_ == sequence.get()) {
+      ++queued;  // its prefill holds it, too: this reference is not the last
+    } else {
+      queue_.erase(queued);
+      return sequence;
+    }
+  }
+  return nullptr;
+}
+
 void Segmenter::BackgroundLoop() {
   LowerPriority();
   while (true) {
     std::shared_ptr<Sequence> sequence;
     {
       MutexLock lock(mutex_);
-      busy_ = false;
+      background_builds_ = nullptr;
       changed_.NotifyAll();
-      while (queue_.empty() && !stopping()) changed_.Wait(mutex_);
+      while (!stopping() && (sequence = TakeQueued()) == nullptr) changed_.Wait(mutex_);
       if (stopping()) return;
-      sequence = queue_.front().lock();
-      queue_.pop_front();
-      busy_ = true;
+      background_builds_ = sequence.get();
     }
-    if (sequence == nullptr) continue;
     const absl::StatusOr<bool> built =
         BuildNext(sequence.get(), options_.segment_tokens, 1, Observer::BuildTrigger::kBackground,
                   /*cancelled=*/nullptr);
@@ -183,17 +209,13 @@ void Segmenter::BackgroundLoop() {
 absl::StatusOr<bool> Segmenter::BuildNext(Sequence* sequence, uint32_t min_tokens, uint32_t threads,
                                           Observer::BuildTrigger trigger,
                                           const std::atomic<bool>* cancelled) {
-  std::chrono::steady_clock::time_point start;
+  const auto start = std::chrono::steady_clock::now();
   uint32_t installed = 0;
   absl::StatusOr<bool> built = false;
-  {
-    MutexLock build_lock(sequence->build_mutex());
-    start = std::chrono::steady_clock::now();
-    try {
-      built = BuildLocked(sequence, min_tokens, threads, cancelled, &installed);
-    } catch (const std::bad_alloc&) {
-      built = NoMemory();
-    }
+  try {
+    built = Build(sequence, min_tokens, threads, cancelled, &installed);
+  } catch (const std::bad_alloc&) {
+    built = NoMemory();
   }
   if (observer_ == nullptr) return built;
   // What was given up because nobody wants it has not failed.
@@ -206,9 +228,8 @@ absl::StatusOr<bool> Segmenter::BuildNext(Sequence* sequence, uint32_t min_token
   return built;
 }
 
-absl::StatusOr<bool> Segmenter::BuildLocked(Sequence* sequence, uint32_t min_tokens,
-                                            uint32_t threads, const std::atomic<bool>* cancelled,
-                                            uint32_t* installed) {
+absl::StatusOr<bool> Segmenter::Build(Sequence* sequence, uint32_t min_tokens, uint32_t threads,
+                                      const std::atomic<bool>* cancelled, uint32_t* installed) {
   const std::optional<SegmentJob> job = sequence->NextSegment(min_tokens, options_.segment_tokens);
   if (!job.has_value()) return false;
   const ModelShape& shape = sequence->shape();
@@ -222,15 +243,15 @@ absl::StatusOr<bool> Segmenter::BuildLocked(Sequence* sequence, uint32_t min_tok
   if (!builder.allocated()) {
     return absl::ResourceExhaustedError("the system refused memory for a segment");
   }
-  ATTND_RETURN_IF_ERROR(Build(*sequence, &builder, threads, cancelled));
+  ATTND_RETURN_IF_ERROR(BuildSegment(*sequence, &builder, threads, cancelled));
   if (sequence->Install(*job, HoldReservation(builder.Finish(), std::move(memory)))) {
     *installed = job->tokens;
   }
   return true;
 }
 
-absl::Status Segmenter::Build(const Sequence& sequence, SegmentBuilder* builder, uint32_t threads,
-                              const std::atomic<bool>* cancelled) {
+absl::Status Segmenter::BuildSegment(const Sequence& sequence, SegmentBuilder* builder,
+                                     uint32_t threads, const std::atomic<bool>* cancelled) {
   const absl::Status built = backend_->BuildSegment(builder, [&] {
     gate_->YieldToSteps();
     return Wanted(sequence, cancelled);
@@ -298,7 +319,7 @@ absl::Status Segmenter::BuildHeads(const Sequence& sequence, SegmentBuilder* bui
 
 void Segmenter::WaitUntilIdle() {
   MutexLock lock(mutex_);
-  while (!stopping() && (busy_ || !queue_.empty())) changed_.Wait(mutex_);
+  while (!stopping() && (background_builds_ != nullptr || !queue_.empty())) changed_.Wait(mutex_);
 }
 
 void Segmenter::Shutdown() {

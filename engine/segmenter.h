@@ -86,34 +86,41 @@ class Segmenter {
   static constexpr uint32_t kSegmentTokensMin = 512;
 
  private:
-  // A place among the prefills that wait for their turn, from construction to destruction.
+  // A prefill's place among those that build in turns, from construction to destruction.
   class Turn {
    public:
-    explicit Turn(Segmenter* segmenter);
+    Turn(Segmenter* segmenter, const Sequence& sequence);
     ~Turn();
     Turn(const Turn&) = delete;
     Turn& operator=(const Turn&) = delete;
 
-    // Until it is this one's turn; or why nobody wants the sequence's segments any more.
-    absl::Status Wait(const Sequence& sequence, const std::atomic<bool>* cancelled);
+    // Until it is this one's turn to build; or why nobody wants the sequence's segments any more.
+    absl::Status Wait(const std::atomic<bool>* cancelled);
 
    private:
+    friend class Segmenter;
     Segmenter* const segmenter_;
-    uint64_t ticket_ = 0;
+    const Sequence& sequence_;
   };
+
+  // The first prefill that may build now: one whose sequence the background builds lets the next
+  // one go first. Null while a prefill builds.
+  const Turn* NextTurn() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Takes the first sequence out of the queue that no prefill builds now; null if there is none.
+  std::shared_ptr<Sequence> TakeQueued() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   void BackgroundLoop();
   absl::Status SegmentInTurns(Sequence* sequence, const std::atomic<bool>* cancelled);
-  // One segment, its heads on `threads` threads. False if there was none to build.
+  // One segment, its heads on `threads` threads. False if there was none to build. Nobody else may
+  // build this sequence's segments meanwhile: the caller has its turn, or is the background.
   absl::StatusOr<bool> BuildNext(Sequence* sequence, uint32_t min_tokens, uint32_t threads,
                                  Observer::BuildTrigger trigger,
                                  const std::atomic<bool>* cancelled);
-  absl::StatusOr<bool> BuildLocked(Sequence* sequence, uint32_t min_tokens, uint32_t threads,
-                                   const std::atomic<bool>* cancelled, uint32_t* installed)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence->build_mutex());
+  absl::StatusOr<bool> Build(Sequence* sequence, uint32_t min_tokens, uint32_t threads,
+                             const std::atomic<bool>* cancelled, uint32_t* installed);
   // Builds by the backend, or else by HeadBuilders.
-  absl::Status Build(const Sequence& sequence, attention::SegmentBuilder* builder, uint32_t threads,
-                     const std::atomic<bool>* cancelled);
+  absl::Status BuildSegment(const Sequence& sequence, attention::SegmentBuilder* builder,
+                            uint32_t threads, const std::atomic<bool>* cancelled);
   absl::Status BuildHeads(const Sequence& sequence, attention::SegmentBuilder* builder,
                           uint32_t threads, const std::atomic<bool>* cancelled);
   // OK while somebody waits for what is being built.
@@ -129,10 +136,10 @@ class Segmenter {
   Mutex mutex_;
   CondVar changed_;
   std::deque<std::weak_ptr<Sequence>> queue_ ABSL_GUARDED_BY(mutex_);
-  bool busy_ ABSL_GUARDED_BY(mutex_) = false;  // the background thread builds
-  // Tickets of prefills in the order of their turns; the first one builds.
-  std::deque<uint64_t> turns_ ABSL_GUARDED_BY(mutex_);
-  uint64_t next_ticket_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::deque<const Turn*> turns_ ABSL_GUARDED_BY(mutex_);  // in their order
+  // Who builds; never both of them the same sequence.
+  const Turn* building_turn_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  const Sequence* background_builds_ ABSL_GUARDED_BY(mutex_) = nullptr;
 
   std::atomic<bool> stopping_{false};
   std::atomic<uint64_t> next_segment_id_{1};

@@ -182,7 +182,7 @@ absl::Status Sequence::CheckAppend(WriterId writer, const NewTokens& tokens) {
   }
   const uint64_t end = tokens.first_position + tokens.tokens;
   const uint64_t repeated = std::min(end, length) - tokens.first_position;
-  ATTND_RETURN_IF_ERROR(TakeWriter(writer));
+  ATTND_RETURN_IF_ERROR(CheckWriter(writer));
   ATTND_RETURN_IF_ERROR(CheckRepeat(tokens, repeated));
   return token_ids_.Check(tokens.first_position, tokens.token_ids);
 }
@@ -234,15 +234,10 @@ absl::Status Sequence::CheckLogits(uint32_t layer, float query_magnitude,
                    ": their products could exceed ", kLogitMax, ", beyond what float32 answers"));
 }
 
-absl::Status Sequence::TakeWriter(WriterId writer) {
+absl::Status Sequence::CheckWriter(WriterId writer) const {
   if (!writer_.has_value() || *writer_ == writer) return absl::OkStatus();
   return absl::AbortedError(
       absl::StrCat("another stream is writing to sequence ", id_, " until it ends"));
-}
-
-absl::Status Sequence::CheckWriter(WriterId writer) {
-  MutexLock lock(mutex_);
-  return TakeWriter(writer);
 }
 
 void Sequence::ReleaseWriter(WriterId writer) {
@@ -368,8 +363,15 @@ uint64_t Sequence::Committed() const {
   return *std::min_element(layer_tokens_.begin(), layer_tokens_.end());
 }
 
-absl::Status Sequence::CheckAligned() {
+absl::Status Sequence::CompletePrefill(WriterId writer) {
   MutexLock lock(mutex_);
+  ATTND_RETURN_IF_ERROR(CheckWriter(writer));
+  ATTND_RETURN_IF_ERROR(CheckAligned());
+  newest_step_ = kNoStep;
+  return absl::OkStatus();
+}
+
+absl::Status Sequence::CheckAligned() const {
   const auto [least, most] = std::minmax_element(layer_tokens_.begin(), layer_tokens_.end());
   if (*least == *most) return absl::OkStatus();
   return absl::FailedPreconditionError(absl::StrCat(

@@ -103,18 +103,15 @@ class Sequence {
   static constexpr uint64_t kBuildDelayMax = 8192;
   // Swaps a built segment in. False if the sequence changed meanwhile, so that it no longer fits.
   bool Install(const SegmentJob& job, std::shared_ptr<const attention::Segment> segment);
-  // FailedPrecondition if layers differ in length.
-  absl::Status CheckAligned();
-
-  // Held while a segment of this sequence is being built, so that there is one at a time. Taken
-  // before mutex_.
-  Mutex& build_mutex() { return build_mutex_; }
+  // The writer says that its prompt is whole: steps that fed it have been answered, so that their
+  // tokens may become segments. FailedPrecondition if layers differ in length, Aborted if another
+  // writer holds the sequence; nothing changed then.
+  absl::Status CompletePrefill(WriterId writer);
 
   // Tells builders that nobody wants the sequence any more.
   void Close() { closed_.store(true, std::memory_order_relaxed); }
   bool closed() const { return closed_.load(std::memory_order_relaxed); }
 
-  absl::Status CheckWriter(WriterId writer);
   void ReleaseWriter(WriterId writer);
 
   SequenceInfo Info();
@@ -136,6 +133,11 @@ class Sequence {
                        key_bounds.begin() + static_cast<ptrdiff_t>(count * layers));
     }
   };
+  // What a shorter history consists of.
+  struct Prefix {
+    size_t segments = 0;  // of the chain
+    Tail tail;
+  };
   static constexpr uint64_t kNoStep = std::numeric_limits<uint64_t>::max();
 
   bool StillFits(const SegmentJob& job) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -150,7 +152,8 @@ class Sequence {
   absl::Status HoldBooks(size_t blocks, size_t segments) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckLogits(uint32_t layer, float query_magnitude, float key_magnitude) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status TakeWriter(WriterId writer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckAligned() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckWriter(WriterId writer) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckRepeat(const NewTokens& tokens, uint64_t repeated)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status GrowTail(uint64_t end) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -164,6 +167,8 @@ class Sequence {
   uint64_t Committed() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::shared_ptr<const attention::SequenceView> View() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   size_t SegmentsKept(uint64_t length) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // FailedPrecondition beyond the committed length, ResourceExhausted.
+  absl::StatusOr<Prefix> PrefixOf(uint64_t length) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<Tail> TailFor(uint64_t begin, uint64_t length)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void CopyFromSegments(uint64_t end, Tail* target) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -182,8 +187,6 @@ class Sequence {
   Reservation object_;  // set by Create
 
   std::atomic<bool> closed_{false};
-
-  Mutex build_mutex_ ABSL_ACQUIRED_BEFORE(mutex_);
 
   Mutex mutex_;
   std::vector<std::shared_ptr<const attention::Segment>> segments_ ABSL_GUARDED_BY(mutex_);

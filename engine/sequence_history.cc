@@ -37,19 +37,25 @@ size_t Sequence::SegmentsKept(uint64_t length) const {
   return kept;
 }
 
-absl::StatusOr<uint64_t> Sequence::Truncate(uint64_t length) {
-  MutexLock lock(mutex_);
+absl::StatusOr<Sequence::Prefix> Sequence::PrefixOf(uint64_t length) {
   if (length > Committed()) {
     return absl::FailedPreconditionError(absl::StrCat("length is ", length, "; the sequence has ",
                                                       Committed(), " committed tokens"));
   }
-  const size_t kept = SegmentsKept(length);
-  const uint64_t begin = kept == 0 ? 0 : segments_[kept - 1]->end_position();
-  ATTND_ASSIGN_OR_RETURN(Tail tail, TailFor(begin, length));
-  ATTND_RETURN_IF_ERROR(HoldBooks(tail.blocks.size(), kept));
-  segments_.resize(kept);
-  segment_key_bounds_.resize(kept * args_.shape.layers);
-  tail_ = std::move(tail);
+  Prefix prefix;
+  prefix.segments = SegmentsKept(length);
+  const uint64_t begin = prefix.segments == 0 ? 0 : segments_[prefix.segments - 1]->end_position();
+  ATTND_ASSIGN_OR_RETURN(prefix.tail, TailFor(begin, length));
+  return prefix;
+}
+
+absl::StatusOr<uint64_t> Sequence::Truncate(uint64_t length) {
+  MutexLock lock(mutex_);
+  ATTND_ASSIGN_OR_RETURN(Prefix prefix, PrefixOf(length));
+  ATTND_RETURN_IF_ERROR(HoldBooks(prefix.tail.blocks.size(), prefix.segments));
+  segments_.resize(prefix.segments);
+  segment_key_bounds_.resize(prefix.segments * args_.shape.layers);
+  tail_ = std::move(prefix.tail);
   SumUpKeyBounds();
   std::fill(layer_tokens_.begin(), layer_tokens_.end(), length);
   newest_step_ = std::min(newest_step_, length);
@@ -62,21 +68,15 @@ absl::StatusOr<uint64_t> Sequence::Truncate(uint64_t length) {
 absl::Status Sequence::ForkInto(std::optional<uint64_t> wanted, Sequence* child) {
   MutexLock lock(mutex_);
   const uint64_t length = wanted.value_or(Committed());
-  if (length > Committed()) {
-    return absl::FailedPreconditionError(absl::StrCat("length is ", length, "; the sequence has ",
-                                                      Committed(), " committed tokens"));
-  }
-  const size_t kept = SegmentsKept(length);
-  const uint64_t begin = kept == 0 ? 0 : segments_[kept - 1]->end_position();
-  ATTND_ASSIGN_OR_RETURN(Tail tail, TailFor(begin, length));
+  ATTND_ASSIGN_OR_RETURN(Prefix prefix, PrefixOf(length));
   ATTND_ASSIGN_OR_RETURN(TokenIds token_ids, token_ids_.Prefix(length));
   MutexLock child_lock(child->mutex_);
-  ATTND_RETURN_IF_ERROR(child->HoldBooks(tail.blocks.size(), kept));
-  child->segments_.assign(segments_.begin(), segments_.begin() + static_cast<ptrdiff_t>(kept));
-  child->segment_key_bounds_.assign(
-      segment_key_bounds_.begin(),
-      segment_key_bounds_.begin() + static_cast<ptrdiff_t>(kept * args_.shape.layers));
-  child->tail_ = std::move(tail);
+  ATTND_RETURN_IF_ERROR(child->HoldBooks(prefix.tail.blocks.size(), prefix.segments));
+  const auto segments = static_cast<ptrdiff_t>(prefix.segments);
+  child->segments_.assign(segments_.begin(), segments_.begin() + segments);
+  child->segment_key_bounds_.assign(segment_key_bounds_.begin(),
+                                    segment_key_bounds_.begin() + segments * args_.shape.layers);
+  child->tail_ = std::move(prefix.tail);
   child->SumUpKeyBounds();
   std::fill(child->layer_tokens_.begin(), child->layer_tokens_.end(), length);
   child->token_ids_ = std::move(token_ids);

@@ -17,10 +17,6 @@ uint64_t FirstSequenceId() {
   return (uint64_t{random()} << 32 >> 1) + 1;
 }
 
-absl::Status UnknownSequence(uint64_t id) {
-  return absl::NotFoundError(absl::StrCat("sequence_id ", id, " is unknown"));
-}
-
 }  // namespace
 
 SequenceTable::SequenceTable(uint32_t max_sequences)
@@ -47,23 +43,24 @@ absl::Status SequenceTable::Publish(std::shared_ptr<Sequence> sequence) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::shared_ptr<Sequence>> SequenceTable::Find(absl::string_view tenant,
-                                                              uint64_t id) const {
-  MutexLock lock(mutex_);
+absl::StatusOr<SequenceTable::Entries::iterator> SequenceTable::Lookup(absl::string_view tenant,
+                                                                       uint64_t id) {
   const auto found = entries_.find(id);
-  if (found == entries_.end() || found->second.sequence->tenant() != tenant) {
-    return UnknownSequence(id);
-  }
+  if (found != entries_.end() && found->second.sequence->tenant() == tenant) return found;
+  return absl::NotFoundError(absl::StrCat("sequence_id ", id, " is unknown"));
+}
+
+absl::StatusOr<std::shared_ptr<Sequence>> SequenceTable::Find(absl::string_view tenant,
+                                                              uint64_t id) {
+  MutexLock lock(mutex_);
+  ATTND_ASSIGN_OR_RETURN(const Entries::iterator found, Lookup(tenant, id));
   return found->second.sequence;
 }
 
 absl::StatusOr<std::shared_ptr<Sequence>> SequenceTable::FindToWrite(absl::string_view tenant,
                                                                      uint64_t id, WriterId writer) {
   MutexLock lock(mutex_);
-  const auto found = entries_.find(id);
-  if (found == entries_.end() || found->second.sequence->tenant() != tenant) {
-    return UnknownSequence(id);
-  }
+  ATTND_ASSIGN_OR_RETURN(const Entries::iterator found, Lookup(tenant, id));
   std::vector<WriterId>& writers = found->second.writers;
   if (std::find(writers.begin(), writers.end(), writer) == writers.end()) {
     writers_[writer].insert(id);
@@ -75,10 +72,7 @@ absl::StatusOr<std::shared_ptr<Sequence>> SequenceTable::FindToWrite(absl::strin
 absl::StatusOr<std::shared_ptr<Sequence>> SequenceTable::Remove(absl::string_view tenant,
                                                                 uint64_t id) {
   MutexLock lock(mutex_);
-  const auto found = entries_.find(id);
-  if (found == entries_.end() || found->second.sequence->tenant() != tenant) {
-    return UnknownSequence(id);
-  }
+  ATTND_ASSIGN_OR_RETURN(const Entries::iterator found, Lookup(tenant, id));
   std::shared_ptr<Sequence> sequence = std::move(found->second.sequence);
   for (const WriterId writer : found->second.writers) {
     const auto sequences = writers_.find(writer);

@@ -31,7 +31,7 @@ class SequenceTable {
   absl::StatusOr<uint64_t> NewId();
   // Makes a sequence known. Errors as NewId.
   absl::Status Publish(std::shared_ptr<Sequence> sequence);
-  absl::StatusOr<std::shared_ptr<Sequence>> Find(absl::string_view tenant, uint64_t id) const;
+  absl::StatusOr<std::shared_ptr<Sequence>> Find(absl::string_view tenant, uint64_t id);
   // The same for a stream that is about to append: ReleaseWriter looks at this sequence then.
   absl::StatusOr<std::shared_ptr<Sequence>> FindToWrite(absl::string_view tenant, uint64_t id,
                                                         WriterId writer);
@@ -54,11 +54,16 @@ class SequenceTable {
     std::vector<WriterId> writers;  // that came for it; the lease itself is the sequence's
   };
 
+  using Entries = std::map<uint64_t, Entry>;
+
   absl::Status CheckMayOpen() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The tenant's entry, or NotFound.
+  absl::StatusOr<Entries::iterator> Lookup(absl::string_view tenant, uint64_t id)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const uint32_t max_sequences_;
   mutable Mutex mutex_;
-  std::map<uint64_t, Entry> entries_ ABSL_GUARDED_BY(mutex_);
+  Entries entries_ ABSL_GUARDED_BY(mutex_);
   // The same relation from the writer's side.
   std::unordered_map<WriterId, std::unordered_set<uint64_t>> writers_ ABSL_GUARDED_BY(mutex_);
   uint64_t next_id_ ABSL_GUARDED_BY(mutex_);

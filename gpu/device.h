@@ -51,7 +51,7 @@ uint64_t IndexScratchBytes(const KernelShape& shape, uint32_t kv_heads, uint32_t
 
 // Device time of a step, by stage.
 struct StageSeconds {
-  double score = 0;   // prepare and read: zones and dense tokens are read while clusters are scored
+  double score = 0;  // prepare and read: zones and dense tokens are read while clusters are scored
   double select = 0;
   double attend = 0;  // measure and finish
   double merge = 0;

@@ -24,12 +24,12 @@ struct IndexJob {
   uint64_t block_head_bytes;       // from one KV head to the next
   uint32_t first_row;              // token 0's place in the first block, below kTailBlockTokens
   uint32_t tokens;
-  uint32_t unclustered;            // the first tokens, which keep their places
-  uint32_t max_clusters;           // ceil((tokens - unclustered) / kClusterTokens)
+  uint32_t unclustered;   // the first tokens, which keep their places
+  uint32_t max_clusters;  // ceil((tokens - unclustered) / kClusterTokens)
   uint32_t kv_heads;
   uint32_t reserved;
-  std::byte* index;                // of KV head 0
-  std::byte* pages;                // of KV head 0; the segment's order
+  std::byte* index;  // of KV head 0
+  std::byte* pages;  // of KV head 0; the segment's order
   uint64_t index_head_bytes;
   uint64_t pages_head_bytes;
   IndexOffsets offsets;

@@ -36,8 +36,8 @@ inline constexpr uint32_t kChosenPieceTokens = 128;
 inline constexpr uint32_t kChosenPiecesMax = 64;
 inline constexpr uint32_t kEstimatePieceSlots = 512;
 inline constexpr uint32_t kEstimatePiecesMax = 64;
-// Floats before a state's values: max, sum; in estimate pieces the sums of errors, of second moments
-// and of dropped weights; the rest unused.
+// Floats before a state's values: max, sum; in estimate pieces the sums of errors, of second
+// moments and of dropped weights; the rest unused.
 inline constexpr uint32_t kStateHead = 8;
 
 enum class UnitKind : uint32_t { kDense, kStreaming, kClusters };
@@ -55,9 +55,9 @@ struct SegmentRef {
       starts;
   uint32_t tokens;
   uint32_t unclustered;
-  uint32_t first_slot;   // a multiple of kSlotChunk
-  uint32_t slots;        // room: the greatest cluster count, rounded up to kSlotChunk
-  uint32_t first_piece;  // of the row's dense pieces; a piece never spans segments
+  uint32_t first_slot;    // a multiple of kSlotChunk
+  uint32_t slots;         // room: the greatest cluster count, rounded up to kSlotChunk
+  uint32_t first_piece;   // of the row's dense pieces; a piece never spans segments
   uint32_t max_clusters;  // rows that the index has room for, at least 1
 };
 
@@ -67,39 +67,39 @@ struct SegmentRef {
 struct RowRef {
   UnitKind kind;
   CutKind cut;
-  uint32_t second_order;      // 1: estimates of the second order, with predicted errors
+  uint32_t second_order;  // 1: estimates of the second order, with predicted errors
   uint32_t query_tokens;
-  uint32_t tokens_per_unit;   // 1 for kClusters
+  uint32_t tokens_per_unit;  // 1 for kClusters
   uint32_t tiles_per_unit;
   uint32_t first_unit;
   uint32_t first_query_token;  // in the step's queries and outputs
 
-  uint32_t segments_begin;    // in StepHeader::segments
+  uint32_t segments_begin;  // in StepHeader::segments
   uint32_t segment_count;
-  uint32_t blocks_begin;      // in StepHeader::blocks
+  uint32_t blocks_begin;  // in StepHeader::blocks
   // Tail tokens are numbered from the start of the first block.
-  uint32_t tail_begin;        // first token that no segment covers
-  uint32_t tail_limit;        // query token i sees tail tokens below tail_limit + i * causal
-  uint32_t causal;            // 1, or 0 for a query-only row
+  uint32_t tail_begin;  // first token that no segment covers
+  uint32_t tail_limit;  // query token i sees tail tokens below tail_limit + i * causal
+  uint32_t causal;      // 1, or 0 for a query-only row
 
-  uint32_t slots;             // of all segments
+  uint32_t slots;  // of all segments
   uint32_t dense_piece_tokens;
-  uint32_t dense_pieces;      // of a kDense unit's segments; then come the tail pieces
-  uint32_t tail_pieces;       // of kReadPieceTokens, counted from tail token 0; the sink is piece
-                              // read_pieces - 1 of units that are not kDense
-  uint32_t read_pieces;       // of a unit's tile
-  uint32_t estimate_pieces;   // of a unit's tile; 0 unless kClusters
+  uint32_t dense_pieces;     // of a kDense unit's segments; then come the tail pieces
+  uint32_t tail_pieces;      // of kReadPieceTokens, counted from tail token 0; the sink is piece
+                             // read_pieces - 1 of units that are not kDense
+  uint32_t read_pieces;      // of a unit's tile
+  uint32_t estimate_pieces;  // of a unit's tile; 0 unless kClusters
   uint32_t estimate_piece_slots;  // a multiple of kSlotChunk
-  uint32_t first_read_item;   // items of a row: (unit, tile, piece), piece fastest
-  uint32_t first_score_item;  // (unit, slots / kSlotChunk), chunk fastest; tiles share an item
+  uint32_t first_read_item;       // items of a row: (unit, tile, piece), piece fastest
+  uint32_t first_score_item;      // (unit, slots / kSlotChunk), chunk fastest; tiles share an item
 
   // Places in scratch memory, of the row's first unit; the others follow at the same distance.
-  uint32_t first_state;       // of states; a tile has read_pieces, then estimate_pieces, then
-                              // kChosenPiecesMax for kClusters
-  uint64_t first_score;       // of floats in scores: per unit log_mass [lanes][slots], then, for the
-                              // second order, d2 [lanes][slots], then group_score [slots]
-  uint64_t first_fate;        // of bytes in fates: per unit [slots]
-  uint64_t first_token;       // of entries in chosen: per unit [clustered_tokens]
+  uint32_t first_state;  // of states; a tile has read_pieces, then estimate_pieces, then
+                         // kChosenPiecesMax for kClusters
+  uint64_t first_score;  // of floats in scores: per unit log_mass [lanes][slots], then, for the
+                         // second order, d2 [lanes][slots], then group_score [slots]
+  uint64_t first_fate;   // of bytes in fates: per unit [slots]
+  uint64_t first_token;  // of entries in chosen: per unit [clustered_tokens]
   uint64_t clustered_tokens;  // in the row's segments
 
   double exact_share, estimated_share;  // kTopK
@@ -119,20 +119,20 @@ inline constexpr uint8_t kFateDropped = 0;
 inline constexpr uint8_t kFateEstimated = 1;
 inline constexpr uint8_t kFateExact = 2;
 
-// kSlotChunk slots of one unit, resolved once by prepare, so that whoever works on them needs one look
-// and no search. Offsets are those of SegmentRef.
+// kSlotChunk slots of one unit, resolved once by prepare, so that whoever works on them needs one
+// look and no search. Offsets are those of SegmentRef.
 struct ChunkRef {
   const std::byte* head;  // the KV head's index
   float* scores;          // log_mass of lane 0 at the first slot
   uint8_t* fates;         // at the first slot
   uint32_t centroids, mean_values, deviation_codes, variance_unit, log_size, spread, value_norm2,
       starts;
-  uint32_t segment;       // of the row
-  uint32_t first;         // the first slot's cluster
-  uint32_t clusters;      // of the segment and KV head; slots beyond are empty
+  uint32_t segment;   // of the row
+  uint32_t first;     // the first slot's cluster
+  uint32_t clusters;  // of the segment and KV head; slots beyond are empty
   uint32_t max_clusters;
   uint32_t unit;
-  uint32_t slots;         // of the row: from one lane's scores to the next
+  uint32_t slots;  // of the row: from one lane's scores to the next
   uint32_t second_order;
   uint32_t reserved[11];
 };
@@ -150,11 +150,11 @@ struct UnitResult {
 
 // By lane, written by select and measure, read by merge.
 struct LaneScale {
-  float max;           // of log_mass over all clusters: the scale of weights
-  float sum;           // of all weights
-  float dropped_sum;   // of the dropped ones
-  float least_norm;    // floor under |o| in relative errors
-  float error2_sum;    // over estimated clusters, of (weight * spread)^2 * growth
+  float max;          // of log_mass over all clusters: the scale of weights
+  float sum;          // of all weights
+  float dropped_sum;  // of the dropped ones
+  float least_norm;   // floor under |o| in relative errors
+  float error2_sum;   // over estimated clusters, of (weight * spread)^2 * growth
   float estimated_sum;
 };
 
@@ -168,11 +168,11 @@ struct LaneResult {
 
 // A piece of a tile's chosen tokens, resolved by whoever queues it.
 struct ChosenPiece {
-  const uint32_t* chosen;         // the unit's list
-  const SegmentRef* segments;     // of the row
-  const uint32_t* fragments;      // of the tile
+  const uint32_t* chosen;      // the unit's list
+  const SegmentRef* segments;  // of the row
+  const uint32_t* fragments;   // of the tile
   float* state;
-  uint32_t begin, end;            // in the list
+  uint32_t begin, end;  // in the list
   uint32_t kv_head;
   uint32_t lanes;
   uint32_t reserved[4];
@@ -195,24 +195,24 @@ struct StepHeader {
   uint32_t kv_heads;
   uint32_t head_dim;
   uint32_t value_dim;
-  uint32_t group;         // query heads of a KV head
-  uint32_t tiles;         // of all units
-  uint32_t tiles_max;     // of a unit
+  uint32_t group;                // query heads of a KV head
+  uint32_t tiles;                // of all units
+  uint32_t tiles_max;            // of a unit
   uint32_t estimate_pieces_max;  // of a row
-  uint32_t query_dtype;   // DType
+  uint32_t query_dtype;          // DType
   float softmax_scale;
   uint64_t block_head_bytes;  // of a tail block, from one KV head to the next
 
-  const RowRef* row_refs;          // [rows], by first_unit
+  const RowRef* row_refs;  // [rows], by first_unit
   const SegmentRef* segments;
   const std::byte* const* blocks;  // KV head 0's pages of each tail block, at the step's layer
   const UploadRef* upload_refs;    // [uploads]
   const std::byte* staged;
-  const std::byte* queries;        // [query_tokens][kv_heads * group][head_dim] of query_dtype
+  const std::byte* queries;  // [query_tokens][kv_heads * group][head_dim] of query_dtype
 
   // Scratch.
-  uint32_t* query_fragments;   // [tiles][what the kernels need]
-  float* states;               // [state][kLanes][kStateHead + value_dim]
+  uint32_t* query_fragments;  // [tiles][what the kernels need]
+  float* states;              // [state][kLanes][kStateHead + value_dim]
   float* scores;
   uint8_t* fates;
   uint32_t* chosen;            // segment << 16 | token in the segment's order
@@ -225,9 +225,9 @@ struct StepHeader {
   uint32_t* cursors;           // [kCursors], see below
 
   // Outputs, copied to the host together.
-  float* out;                  // [query_tokens][query_heads][value_dim]
-  float* lse;                  // [query_tokens][query_heads]
-  LaneResult* lane_results;    // [query_tokens][query_heads]
+  float* out;                // [query_tokens][query_heads][value_dim]
+  float* lse;                // [query_tokens][query_heads]
+  LaneResult* lane_results;  // [query_tokens][query_heads]
 };
 
 }  // namespace attnd::gpu

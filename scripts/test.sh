@@ -80,12 +80,7 @@ stage_tsan() {
   run_ctest "${ATTND_BUILD}/tsan"
 }
 
-configure_clang() {
-  (cd "${ATTND_ROOT}" && cmake --preset clang -Wno-dev -DATTND_TESTS=OFF -DATTND_BENCH=OFF) >"${ATTND_BUILD}/configure-clang.log" 2>&1 || {
-    cat "${ATTND_BUILD}/configure-clang.log" >&2
-    return 1
-  }
-}
+configure_clang() { configure_preset clang -DATTND_TESTS=OFF -DATTND_BENCH=OFF; }
 
 build_clang() {
   configure_clang && (cd "${ATTND_ROOT}" && cmake --build --preset clang -j "$(build_jobs)")
@@ -112,13 +107,14 @@ stage_tidy() {
   export -f tidy_one
   export TIDY_CACHE="${ATTND_BUILD}/tidy-cache" TIDY_KEY
   mkdir -p "${TIDY_CACHE}"
-  TIDY_KEY="$(find common attention engine gpu server client/cpp proto \( -name '*.h' -o -name '*.proto' \) -print0 | sort -z |
+  local folders=(common attention engine gpu server client/cpp)
+  TIDY_KEY="$(find "${folders[@]}" proto \( -name '*.h' -o -name '*.proto' \) -print0 | sort -z |
     xargs -0 cat .clang-tidy | sha256sum) $(clang-tidy --version | grep -i version)"
   local checked="${results}/tidy.checked"
   : >"${checked}"
   # Each source leaves a line with its outcome.
   local one='if tidy_one "$1"; then echo ok; else echo bad; fi >>"$2"'
-  find common attention engine gpu server client/cpp -name '*.cc' -print0 | sort -z |
+  find "${folders[@]}" -name '*.cc' -print0 | sort -z |
     xargs -0 -P "$(nproc)" -I{} bash -c "${one}" tidy {} "${checked}"
   tally "$(grep -c '^ok' "${checked}" || true)" "$(grep -c '^bad' "${checked}" || true)"
 }

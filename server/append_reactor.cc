@@ -13,14 +13,7 @@ AppendReactor* AppendReactor::Start(HandlerContext* handlers, grpc::CallbackServ
                                     v1::AppendKvResponse* reply) {
   const auto reactor = std::make_shared<AppendReactor>(handlers, context, reply);
   reactor->self_ = reactor;
-  auto tenant = TenantOf(*context);
-  absl::Status status = tenant.status();
-  if (status.ok()) {
-    reactor->tenant_ = *std::move(tenant);
-    status = handlers->streams->Add(reactor);
-    if (absl::IsResourceExhausted(status)) handlers->metrics->OnRejected(Rejection::kStreams);
-    if (absl::IsUnavailable(status)) handlers->metrics->OnRejected(Rejection::kShutdown);
-  }
+  const absl::Status status = AdmitStream(handlers, *context, reactor, &reactor->tenant_);
   const MutexLock lock(reactor->mutex_);
   if (!status.ok()) {
     // Not registered, and nobody's writer.
@@ -58,10 +51,19 @@ void AppendReactor::OnReadDone(bool ok) {
 void AppendReactor::Submit(State state) {
   // Segmenting takes long; an answer without it does not.
   const bool segment = state == State::kCompleting && prefill_complete_;
-  if (segment ? handlers_->prefills->Enqueue(this) : handlers_->steps->Submit(this)) return;
-  handlers_->metrics->OnRejected(Rejection::kQueue);
+  const bool taken = segment ? handlers_->prefills->Enqueue(this) : handlers_->steps->Submit(this);
+  if (taken && !(segment && cancelled_.load())) return;
   const MutexLock lock(mutex_);
-  FinishLocked(absl::ResourceExhaustedError("max_queued_steps: too many chunks wait for a worker"));
+  if (taken) return LeaveQueueLocked();  // OnCancel may have come before it was queued
+  handlers_->metrics->OnRejected(Rejection::kQueue);
+  FinishLocked(absl::ResourceExhaustedError(
+      absl::StrCat("max_queued_steps: ", handlers_->options->max_queued_steps,
+                   " steps and chunks wait for a worker")));
+}
+
+void AppendReactor::LeaveQueueLocked() {
+  if (state_ != State::kCompleting || !handlers_->prefills->Withdraw(this)) return;
+  FinishLocked(abort_status_.ok() ? ClientGone() : abort_status_);
 }
 
 void AppendReactor::Run() {
@@ -135,8 +137,7 @@ absl::Status AppendReactor::Complete() {
   }
   reply_->set_committed_tokens(result.committed_tokens);
   reply_->set_segmented_tokens(result.segmented_tokens);
-  reply_->set_index_build_us(static_cast<uint64_t>(
-      std::chrono::duration_cast<std::chrono::microseconds>(result.build_time).count()));
+  reply_->set_index_build_us(Micros(result.build_time));
   return absl::OkStatus();
 }
 
@@ -151,7 +152,11 @@ absl::Status AppendReactor::DescribeChunk(const absl::Status& status) const {
                        request_.first_position(), "): ", status.message())};
 }
 
-void AppendReactor::OnCancel() { cancelled_.store(true); }
+void AppendReactor::OnCancel() {
+  cancelled_.store(true);
+  const MutexLock lock(mutex_);
+  LeaveQueueLocked();
+}
 
 void AppendReactor::OnDone() {
   const std::shared_ptr<AppendReactor> self = std::move(self_);  // may be the last reference
@@ -172,7 +177,8 @@ void AppendReactor::Abort(const absl::Status& status) {
   if (state_ == State::kFinished || !abort_status_.ok()) return;
   abort_status_ = status;
   cancelled_.store(true);
-  if (state_ == State::kReading) FinishLocked(status);
+  if (state_ == State::kReading) return FinishLocked(status);
+  LeaveQueueLocked();
 }
 
 void AppendReactor::FinishLocked(const absl::Status& status) {

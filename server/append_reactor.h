@@ -24,6 +24,7 @@ namespace attnd::server {
 //
 //   kReading --chunk--> kAppending --taken--> kReading ...
 //   kReading --end of messages--> kCompleting --answer made--> kFinished
+//   kCompleting --client gone while the prompt waits for its turn--> kFinished
 //   any state --error--> kFinished --on a thread for ends: leases end, Finish--> OnDone
 //
 // Threads and lifetime as in DecodeReactor.
@@ -59,6 +60,9 @@ class AppendReactor final : public grpc::ServerReadReactor<v1::AppendKvRequest>,
   absl::Status DescribeChunk(const absl::Status& status) const;
   // Hands the work of `state` to its executor, or ends the stream if the queue is full.
   void Submit(State state);
+  // Ends the stream, if its finished prompt still waits in the queue: a client that has gone keeps
+  // no lease until its turn comes.
+  void LeaveQueueLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The chunk was taken: reads the next, or ends.
   void Continue(const absl::Status& status);
   void FinishLocked(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

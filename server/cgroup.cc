@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <fstream>
-#include <sstream>
 #include <vector>
 
 #include "absl/strings/match.h"
@@ -13,7 +12,7 @@
 namespace attnd::server {
 namespace {
 
-// The number in a file; nothing for "max" or without the file.
+// The number in a file; `otherwise` for "max" or without the file.
 uint64_t ReadLimit(const std::string& path, uint64_t otherwise) {
   std::ifstream file(path);
   uint64_t value = 0;

@@ -51,8 +51,8 @@ absl::StatusOr<engine::AppendChunk> FromProto(const v1::AppendKvRequest& request
 
 // A Decode message as the engine wants it. Kept from step to step, so that its memory is.
 struct DecodeStep {
-  engine::DecodeArgs
-      args;  // rows, deadline and cancelled included; points into the request and into `rows`
+  // Deadline and cancelled included; points into the request and into `rows`.
+  engine::DecodeArgs args;
   std::vector<engine::DecodeRow> rows;
   DType output_dtype = DType::kFp32;
 };

@@ -10,26 +10,12 @@
 #include "grpc/grpc.h"
 
 namespace attnd::server {
-namespace {
-
-uint64_t Micros(std::chrono::steady_clock::duration time) {
-  return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(time).count());
-}
-
-}  // namespace
 
 DecodeReactor* DecodeReactor::Start(HandlerContext* handlers,
                                     grpc::CallbackServerContext* context) {
   const auto reactor = std::make_shared<DecodeReactor>(handlers, context);
   reactor->self_ = reactor;
-  auto tenant = TenantOf(*context);
-  absl::Status status = tenant.status();
-  if (status.ok()) {
-    reactor->tenant_ = *std::move(tenant);
-    status = handlers->streams->Add(reactor);
-    if (absl::IsResourceExhausted(status)) handlers->metrics->OnRejected(Rejection::kStreams);
-    if (absl::IsUnavailable(status)) handlers->metrics->OnRejected(Rejection::kShutdown);
-  }
+  const absl::Status status = AdmitStream(handlers, *context, reactor, &reactor->tenant_);
   const MutexLock lock(reactor->mutex_);
   if (!status.ok()) {
     // Not registered, and nobody's writer.

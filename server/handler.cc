@@ -2,6 +2,7 @@
 #include "server/handler.h"
 
 #include "absl/strings/str_cat.h"
+#include "common/status.h"
 #include "server/conversions.h"
 
 namespace attnd::server {
@@ -23,6 +24,15 @@ absl::StatusOr<std::string> TenantOf(const grpc::CallbackServerContext& context)
                                                    " bytes; allowed are 0..", kTenantBytesMax));
   }
   return std::string(tenant.data(), tenant.size());
+}
+
+absl::Status AdmitStream(HandlerContext* handlers, const grpc::CallbackServerContext& context,
+                         const std::shared_ptr<ManagedStream>& stream, std::string* tenant) {
+  ATTND_ASSIGN_OR_RETURN(*tenant, TenantOf(context));
+  absl::Status status = handlers->streams->Add(stream);
+  if (absl::IsResourceExhausted(status)) handlers->metrics->OnRejected(Rejection::kStreams);
+  if (absl::IsUnavailable(status)) handlers->metrics->OnRejected(Rejection::kShutdown);
+  return status;
 }
 
 absl::Status ClientGone() { return absl::CancelledError("the client is gone"); }

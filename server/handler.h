@@ -5,7 +5,9 @@
 #define ATTND_SERVER_HANDLER_H_
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "absl/status/status.h"
@@ -53,8 +55,18 @@ struct HandlerContext {
 // twice.
 absl::StatusOr<std::string> TenantOf(const grpc::CallbackServerContext& context);
 
-// Whether a message of this content keeps more than that. Small messages are not measured in full:
-// a byte on the wire (an empty row) may be a hundred in memory, but no more.
+// Finds the stream's tenant and registers the stream. A refusal by the registry is counted; the
+// stream was not taken then.
+absl::Status AdmitStream(HandlerContext* handlers, const grpc::CallbackServerContext& context,
+                         const std::shared_ptr<ManagedStream>& stream, std::string* tenant);
+
+// Whole microseconds, as replies give times.
+inline uint64_t Micros(std::chrono::nanoseconds time) {
+  return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(time).count());
+}
+
+// Whether a message of this content keeps more than kKeptMessageBytesMax. Small messages are not
+// measured in full: a byte on the wire (an empty row) may be a hundred in memory, but no more.
 template <typename Message>
 bool KeepsMuch(const Message& message) {
   return message.ByteSizeLong() > kKeptMessageBytesMax / 128 &&

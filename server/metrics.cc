@@ -1,11 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/metrics.h"
 
-#include <unistd.h>
-
-#include <fstream>
-#include <utility>
-
+#include "common/process_memory.h"
 #include "glog/logging.h"
 
 namespace attnd::server {
@@ -32,14 +28,6 @@ double Seconds(std::chrono::nanoseconds time) {
   return std::chrono::duration<double>(time).count();
 }
 
-// Resident memory of this process, 0 where /proc does not say.
-double ProcessBytes() {
-  std::ifstream file("/proc/self/statm");
-  double total = 0, resident = 0;
-  file >> total >> resident;
-  return resident * static_cast<double>(sysconf(_SC_PAGESIZE));
-}
-
 }  // namespace
 
 Metrics::Metrics() : registry_(std::make_shared<prometheus::Registry>()) {
@@ -55,8 +43,8 @@ Metrics::Metrics() : registry_(std::make_shared<prometheus::Registry>()) {
                                    {{"tier", "host"}});
   host_hit_tokens_ =
       AddCounter("attnd_tier_hit_tokens_total", "Tokens found in a tier", {{"tier", "host"}});
-  hbm_lookup_tokens_ = AddCounter("attnd_tier_lookup_tokens_total", "Tokens looked up in a tier",
-                                  {{"tier", "hbm"}});
+  hbm_lookup_tokens_ =
+      AddCounter("attnd_tier_lookup_tokens_total", "Tokens looked up in a tier", {{"tier", "hbm"}});
   hbm_hit_tokens_ =
       AddCounter("attnd_tier_hit_tokens_total", "Tokens found in a tier", {{"tier", "hbm"}});
   for (size_t i = 0; i < kStages; ++i) {
@@ -84,9 +72,9 @@ Metrics::Metrics() : registry_(std::make_shared<prometheus::Registry>()) {
   for (size_t i = 0; i < device_bytes_.size(); ++i) {
     device_bytes_[i] = AddGauge("attnd_device_bytes", "Bytes of GPU memory in use, by arena",
                                 {{"arena", kArenaNames[i]}});
-    device_capacity_bytes_[i] = AddGauge("attnd_device_capacity_bytes",
-                                         "Bytes of GPU memory that an arena has",
-                                         {{"arena", kArenaNames[i]}});
+    device_capacity_bytes_[i] =
+        AddGauge("attnd_device_capacity_bytes", "Bytes of GPU memory that an arena has",
+                 {{"arena", kArenaNames[i]}});
   }
   const std::string pcie = "attnd_pcie_bytes_total";
   const std::string pcie_help = "Bytes copied between host and GPU";
@@ -239,7 +227,7 @@ std::vector<prometheus::MetricFamily> Metrics::Collect() const {
   if (sources_.queued_calls) queued_calls_->Set(static_cast<double>(sources_.queued_calls()));
   if (sources_.backend) CollectBackend(sources_.backend());
   if (sources_.degraded) degraded_->Set(sources_.degraded() ? 1 : 0);
-  process_bytes_->Set(ProcessBytes());
+  process_bytes_->Set(static_cast<double>(ResidentBytes()));
   return registry_->Collect();
 }
 

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/server.h"
 
-#include <sys/stat.h>
-
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -20,8 +18,6 @@
 
 namespace attnd::server {
 namespace {
-
-constexpr char kServiceName[] = "attnd.v1.Attnd";
 
 StepExecutor::Options StepOptions(const ServerOptions& options, const Machine& machine) {
   return {.workers = options.step_workers,
@@ -165,7 +161,7 @@ absl::Status ServerImpl::Build(const std::vector<ListenAddress>& addresses) {
 
 void ServerImpl::SetServing() {
   grpc::HealthCheckServiceInterface* const health = server_->GetHealthCheckService();
-  health->SetServingStatus(kServiceName, true);
+  health->SetServingStatus(v1::Attnd::service_full_name(), true);
 }
 
 void ServerImpl::Shutdown(const ShutdownLimits& limits) {
@@ -180,7 +176,7 @@ void ServerImpl::Shutdown(const ShutdownLimits& limits) {
   if (!streams_.WaitUntilEmpty(limits.steps)) {
     // 4. What is still there is cancelled.
     LOG(WARNING) << "shutdown: cancelling " << streams_.size() << " streams";
-    streams_.AbortAll(absl::UnavailableError("the server is shutting down"));
+    streams_.AbortAll(ShuttingDown());
     if (!streams_.WaitUntilEmpty(limits.cancel)) {
       LOG(ERROR) << "shutdown: " << streams_.size() << " streams do not end";
     }

@@ -4,31 +4,14 @@
 #include "server/append_reactor.h"
 #include "server/decode_reactor.h"
 #include "server/unary_call.h"
-#include "server/unary_handlers.h"
 
 namespace attnd::server {
-namespace {
 
 // Constant, so that it waits for nothing: answered on gRPC's thread.
-absl::Status AnswerServerInfo(HandlerContext* handlers, const grpc::CallbackServerContext& context,
-                              const v1::GetServerInfoRequest& request,
-                              v1::GetServerInfoResponse* reply) {
-  if (handlers->streams->stopping()) {
-    handlers->metrics->OnRejected(Rejection::kShutdown);
-    return ShuttingDown();
-  }
-  const auto tenant = TenantOf(context);
-  if (!tenant.ok()) return tenant.status();
-  return Handle({*handlers->options, *handlers->engine, *handlers->metrics, *tenant}, request,
-                reply);
-}
-
-}  // namespace
-
 grpc::ServerUnaryReactor* AttndService::GetServerInfo(grpc::CallbackServerContext* context,
                                                       const v1::GetServerInfoRequest* request,
                                                       v1::GetServerInfoResponse* reply) {
-  const absl::Status status = AnswerServerInfo(handlers_, *context, *request, reply);
+  const absl::Status status = AnswerUnaryCall(handlers_, *context, *request, reply);
   handlers_->metrics->OnRpc("GetServerInfo", status.code());
   grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();
   reactor->Finish(ToGrpc(status));
@@ -38,36 +21,31 @@ grpc::ServerUnaryReactor* AttndService::GetServerInfo(grpc::CallbackServerContex
 grpc::ServerUnaryReactor* AttndService::OpenSequence(grpc::CallbackServerContext* context,
                                                      const v1::OpenSequenceRequest* request,
                                                      v1::OpenSequenceResponse* reply) {
-  return UnaryCall<v1::OpenSequenceRequest, v1::OpenSequenceResponse>::Start(
-      "OpenSequence", handlers_, context, request, reply);
+  return StartUnaryCall("OpenSequence", handlers_, context, request, reply);
 }
 
 grpc::ServerUnaryReactor* AttndService::TruncateSequence(grpc::CallbackServerContext* context,
                                                          const v1::TruncateSequenceRequest* request,
                                                          v1::TruncateSequenceResponse* reply) {
-  return UnaryCall<v1::TruncateSequenceRequest, v1::TruncateSequenceResponse>::Start(
-      "TruncateSequence", handlers_, context, request, reply);
+  return StartUnaryCall("TruncateSequence", handlers_, context, request, reply);
 }
 
 grpc::ServerUnaryReactor* AttndService::ForkSequence(grpc::CallbackServerContext* context,
                                                      const v1::ForkSequenceRequest* request,
                                                      v1::ForkSequenceResponse* reply) {
-  return UnaryCall<v1::ForkSequenceRequest, v1::ForkSequenceResponse>::Start(
-      "ForkSequence", handlers_, context, request, reply);
+  return StartUnaryCall("ForkSequence", handlers_, context, request, reply);
 }
 
 grpc::ServerUnaryReactor* AttndService::CloseSequence(grpc::CallbackServerContext* context,
                                                       const v1::CloseSequenceRequest* request,
                                                       v1::CloseSequenceResponse* reply) {
-  return UnaryCall<v1::CloseSequenceRequest, v1::CloseSequenceResponse>::Start(
-      "CloseSequence", handlers_, context, request, reply);
+  return StartUnaryCall("CloseSequence", handlers_, context, request, reply);
 }
 
 grpc::ServerUnaryReactor* AttndService::ListSequences(grpc::CallbackServerContext* context,
                                                       const v1::ListSequencesRequest* request,
                                                       v1::ListSequencesResponse* reply) {
-  return UnaryCall<v1::ListSequencesRequest, v1::ListSequencesResponse>::Start(
-      "ListSequences", handlers_, context, request, reply);
+  return StartUnaryCall("ListSequences", handlers_, context, request, reply);
 }
 
 grpc::ServerReadReactor<v1::AppendKvRequest>* AttndService::AppendKv(

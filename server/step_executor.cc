@@ -36,6 +36,11 @@ bool StepExecutor::Enqueue(Task* task) {
   return true;
 }
 
+bool StepExecutor::Withdraw(Task* task) {
+  const MutexLock lock(mutex_);
+  return std::erase(queue_, task) > 0;
+}
+
 size_t StepExecutor::queue_depth() const {
   const MutexLock lock(mutex_);
   return queue_.size();

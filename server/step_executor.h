@@ -49,6 +49,9 @@ class StepExecutor {
   bool Submit(Task* task);
   // Never inline.
   bool Enqueue(Task* task);
+  // Takes a task that waits out of the queue. False if it does not: it runs, or has run, or was
+  // never queued.
+  bool Withdraw(Task* task);
 
   // Tasks that wait.
   size_t queue_depth() const;

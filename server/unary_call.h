@@ -17,6 +17,23 @@
 
 namespace attnd::server {
 
+// Why a call is not made while the server is shutting down.
+inline absl::Status RefuseAtShutdown(HandlerContext* handlers) {
+  handlers->metrics->OnRejected(Rejection::kShutdown);
+  return ShuttingDown();
+}
+
+// Makes the call for the tenant that it names.
+template <typename Request, typename Reply>
+absl::Status AnswerUnaryCall(HandlerContext* handlers, const grpc::CallbackServerContext& context,
+                             const Request& request, Reply* reply) {
+  if (handlers->streams->stopping()) return RefuseAtShutdown(handlers);
+  const auto tenant = TenantOf(context);
+  if (!tenant.ok()) return tenant.status();
+  return Handle({*handlers->options, *handlers->engine, *handlers->metrics, *tenant}, request,
+                reply);
+}
+
 // Waits in the queue of calls until a worker answers it. gRPC's event threads thus never wait for a
 // sequence's lock, which a truncation holds while it copies. A call whose client has left or whose
 // deadline has passed when its turn comes is not made; one that runs is brought to its end, as it
@@ -35,7 +52,7 @@ class UnaryCall final : public grpc::ServerUnaryReactor, private StepExecutor::T
                           Reply* reply) {
     auto* const call = new UnaryCall(method, handlers, context, request, reply);
     if (handlers->streams->stopping()) {
-      call->End(call->RefuseAtShutdown());
+      call->End(RefuseAtShutdown(handlers));
     } else if (!handlers->calls->Enqueue(call)) {
       handlers->metrics->OnRejected(Rejection::kQueue);
       call->End(absl::ResourceExhaustedError(absl::StrCat(
@@ -63,20 +80,12 @@ class UnaryCall final : public grpc::ServerUnaryReactor, private StepExecutor::T
   }
 
   absl::Status Answer() {
-    if (handlers_->streams->stopping()) return RefuseAtShutdown();
+    if (handlers_->streams->stopping()) return RefuseAtShutdown(handlers_);
     if (context_->deadline() <= std::chrono::system_clock::now()) {
       return absl::DeadlineExceededError("the call's deadline passed before it was made");
     }
     if (cancelled_.load()) return ClientGone();
-    const auto tenant = TenantOf(*context_);
-    if (!tenant.ok()) return tenant.status();
-    return Handle({*handlers_->options, *handlers_->engine, *handlers_->metrics, *tenant},
-                  *request_, reply_);
-  }
-
-  absl::Status RefuseAtShutdown() const {
-    handlers_->metrics->OnRejected(Rejection::kShutdown);
-    return ShuttingDown();
+    return AnswerUnaryCall(handlers_, *context_, *request_, reply_);
   }
 
   // The object may be gone when this returns.
@@ -92,6 +101,13 @@ class UnaryCall final : public grpc::ServerUnaryReactor, private StepExecutor::T
   Reply* const reply_;
   std::atomic<bool> cancelled_{false};
 };
+
+template <typename Request, typename Reply>
+grpc::ServerUnaryReactor* StartUnaryCall(const char* method, HandlerContext* handlers,
+                                         grpc::CallbackServerContext* context,
+                                         const Request* request, Reply* reply) {
+  return UnaryCall<Request, Reply>::Start(method, handlers, context, request, reply);
+}
 
 }  // namespace attnd::server
 

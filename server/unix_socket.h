@@ -9,10 +9,9 @@
 // directory may replace the socket by one of their own and be given every tenant's keys and values.
 // So a directory that is there already must
 //   - belong to this user or to root: its owner could replace anything in it;
-//   - be closed to group and others, unless it is sticky, as /tmp is: there others may add files
-//   but
-//     cannot remove or rename this one, and the socket's mode alone keeps them out. What others can
-//     do there is take the name first; then the server does not start and says so.
+//   - be closed to group and others, unless it is sticky, as /tmp is: there others may add files,
+//     but cannot remove or rename this one, and the socket's mode alone keeps them out. What others
+//     can do there is take the name first; then the server does not start and says so.
 // Directories further up are the operator's: they are not looked at.
 #ifndef ATTND_SERVER_UNIX_SOCKET_H_
 #define ATTND_SERVER_UNIX_SOCKET_H_

@@ -117,7 +117,7 @@ absl::Status ClientImpl::WaitHealthy(milliseconds timeout) {
   const auto limit = steady_clock::now() + timeout;
   while (true) {
     const auto left = std::chrono::duration_cast<milliseconds>(limit - steady_clock::now());
-    absl::Status status = client::CheckHealth(channel_, "attnd.v1.Attnd", left);
+    absl::Status status = client::CheckHealth(channel_, v1::Attnd::service_full_name(), left);
     if (status.ok()) return status;
     if (steady_clock::now() + kHealthPause >= limit) {
       return absl::DeadlineExceededError(absl::StrCat(options_.target, " is not serving after ",

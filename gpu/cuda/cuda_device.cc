@@ -37,10 +37,14 @@ const StepKernels* KernelsFor(const KernelShape& shape) {
     KernelShape shape;
     const StepKernels* kernels;
   } kKernels[] = {
-      {{DType::kBf16, 64, 64}, &kStepBf16_64_64},     {{DType::kBf16, 128, 128}, &kStepBf16_128_128},
-      {{DType::kBf16, 192, 128}, &kStepBf16_192_128}, {{DType::kBf16, 256, 256}, &kStepBf16_256_256},
-      {{DType::kFp16, 64, 64}, &kStepFp16_64_64},     {{DType::kFp16, 128, 128}, &kStepFp16_128_128},
-      {{DType::kFp16, 192, 128}, &kStepFp16_192_128}, {{DType::kFp16, 256, 256}, &kStepFp16_256_256},
+      {{DType::kBf16, 64, 64}, &kStepBf16_64_64},
+      {{DType::kBf16, 128, 128}, &kStepBf16_128_128},
+      {{DType::kBf16, 192, 128}, &kStepBf16_192_128},
+      {{DType::kBf16, 256, 256}, &kStepBf16_256_256},
+      {{DType::kFp16, 64, 64}, &kStepFp16_64_64},
+      {{DType::kFp16, 128, 128}, &kStepFp16_128_128},
+      {{DType::kFp16, 192, 128}, &kStepFp16_192_128},
+      {{DType::kFp16, 256, 256}, &kStepFp16_256_256},
   };
   static_assert(std::size(kKernels) == std::size(kPayloadTypes) * std::size(kHeadDims));
   for (const auto& entry : kKernels) {
@@ -72,8 +76,8 @@ class Event {
   // Seconds from this event to a later one; both have happened.
   absl::StatusOr<double> SecondsUntil(const Event& later) const {
     float milliseconds = 0;
-    ATTND_RETURN_IF_ERROR(CudaStatus(
-        cudaEventElapsedTime(&milliseconds, event_, later.event_), "reading a stage's time"));
+    ATTND_RETURN_IF_ERROR(CudaStatus(cudaEventElapsedTime(&milliseconds, event_, later.event_),
+                                     "reading a stage's time"));
     return double{milliseconds} / 1000;
   }
 
@@ -141,9 +145,8 @@ class CudaStream : public Stream {
     const cuda::IndexShape index_shape = {
         shape.dtype == DType::kBf16 ? cuda::ElementType::kBf16 : cuda::ElementType::kFp16,
         shape.head_dim, shape.value_dim};
-    return Launched(
-        cuda::BuildIndexes(index_shape, first_job, device_jobs, count, scratch, main_),
-        "building indexes");
+    return Launched(cuda::BuildIndexes(index_shape, first_job, device_jobs, count, scratch, main_),
+                    "building indexes");
   }
 
   absl::Status Synchronize() override {
@@ -281,9 +284,8 @@ absl::StatusOr<std::unique_ptr<Device>> OpenCudaDevice() {
     absl::StrAppend(&seen, seen.empty() ? "" : ", ", properties.name, " (compute capability ",
                     properties.major, ".", properties.minor, ")");
   }
-  return absl::UnavailableError(
-      absl::StrCat("no GPU of compute capability 8.0 or more; there are: ",
-                   seen.empty() ? "none" : seen));
+  return absl::UnavailableError(absl::StrCat(
+      "no GPU of compute capability 8.0 or more; there are: ", seen.empty() ? "none" : seen));
 }
 
 }  // namespace attnd::gpu

@@ -12,9 +12,9 @@
 
 namespace attnd::gpu {
 
-// ResourceExhausted if the device, or the host for pinned memory, has no memory left; Unavailable if
-// there is no device that can be used; Internal for the rest, which stays: a fault in a kernel makes
-// every later call fail, too. `what` says what was asked.
+// ResourceExhausted if the device, or the host for pinned memory, has no memory left; Unavailable
+// if there is no device that can be used; Internal for the rest, which stays: a fault in a kernel
+// makes every later call fail, too. `what` says what was asked.
 inline absl::Status CudaStatus(cudaError_t error, absl::string_view what) {
   if (error == cudaSuccess) return absl::OkStatus();
   const std::string message =

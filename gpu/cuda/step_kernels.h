@@ -13,7 +13,8 @@
 
 namespace attnd::gpu {
 
-// The stages that depend on the model's shape. multiprocessors: of the device, for grids that fill it.
+// The stages that depend on the model's shape. multiprocessors: of the device, for grids that fill
+// it.
 struct StepKernels {
   cudaError_t (*prepare)(const StepHeader& step, cudaStream_t stream);
   // The read stage's two halves, which may run at the same time; each only if it has items.

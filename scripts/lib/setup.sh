@@ -113,15 +113,22 @@ build_jobs() {
   echo "${jobs}"
 }
 
+# configure_preset PRESET [ARGUMENT...]: what cmake says goes to a log, and is shown if it fails.
+configure_preset() {
+  local preset="$1" log="${ATTND_BUILD}/configure-$1.log"
+  shift
+  (cd "${ATTND_ROOT}" && cmake --preset "${preset}" -Wno-dev "$@") >"${log}" 2>&1 || {
+    cat "${log}" >&2
+    return 1
+  }
+}
+
 # build_preset PRESET [TARGET...]: configures and builds.
 build_preset() {
   local preset="$1" target arguments=()
   shift
   for target in "$@"; do arguments+=(--target "${target}"); done
-  (cd "${ATTND_ROOT}" && cmake --preset "${preset}" -Wno-dev >"${ATTND_BUILD}/configure-${preset}.log" 2>&1) || {
-    cat "${ATTND_BUILD}/configure-${preset}.log" >&2
-    return 1
-  }
+  configure_preset "${preset}" || return 1
   (cd "${ATTND_ROOT}" && cmake --build --preset "${preset}" -j "$(build_jobs)" "${arguments[@]}")
 }
 

@@ -134,6 +134,37 @@ TEST_P(CpuBackendExtremes, KeysAllAlike) {
   }
 }
 
+// Errors are relative, so values times a power of two change no prediction, even if the square of
+// the zones' sum of values is beyond float32.
+TEST(CpuBackendExtremesTest, PredictedErrorsDoNotDependOnTheScaleOfValues) {
+  SCOPED_TRACE(testing::Message() << "seed " << TestSeed());
+  SequenceSpec spec;
+  spec.shape = MakeShape(2, 1, 16, 16, DType::kBf16);
+  spec.segment_tokens = {700};
+  spec.tail_tokens = 1000;
+  spec.seed = TestSeed();
+  const std::unique_ptr<Backend> backend = MakeCpuBackend({.threads = 1});
+  const Policy policy = *ParsePolicy("error-target", {{"tolerance", "0.0005"}});
+  std::vector<RowStats> stats;
+  for (const float scale : {1.0f, 0x1p56f}) {
+    Random random(TestSeed());
+    HeadData head = MakeHeadData(spec.shape, spec.tokens(), &random);
+    for (float& value : head.values) value = scale * (1 + 0.1f * value);
+    head.keys = Rounded(spec.shape.dtype, head.keys);
+    head.values = Rounded(spec.shape.dtype, head.values);
+    TestSequence sequence = MakeSequenceOf(spec, {head});
+    const TestRow row =
+        MakeRow(&sequence, policy, spec.tokens() - 1, 1, false, DType::kFp32, 0, TestSeed());
+    const StepResult step = RunStep(backend.get(), 0, {&row, 1});
+    ASSERT_TRUE(step.status.ok()) << step.status;
+    stats.push_back(step.rows[0].stats);
+  }
+  EXPECT_EQ(stats[0].exact_tokens, stats[1].exact_tokens);
+  EXPECT_GT(*stats[0].predicted_error_mean, 0.0f);
+  EXPECT_FLOAT_EQ(*stats[0].predicted_error_mean, *stats[1].predicted_error_mean);
+  EXPECT_FLOAT_EQ(*stats[0].predicted_error_max, *stats[1].predicted_error_max);
+}
+
 INSTANTIATE_TEST_SUITE_P(DTypes, CpuBackendExtremes,
                          testing::Values(DType::kBf16, DType::kFp16, DType::kFp32),
                          [](const auto& dtype) { return std::string(DTypeName(dtype.param)); });

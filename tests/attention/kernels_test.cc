@@ -28,8 +28,8 @@ using kernels::QuadState;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kGuard = 12345.0f;
-constexpr double kRounding =
-    4 * 0x1p-24;  // of a sum of products, relative to its terms' absolute sum
+// Of a sum of products, relative to its terms' absolute sum.
+constexpr double kRounding = 4 * 0x1p-24;
 constexpr DType kDTypes[] = {DType::kBf16, DType::kFp16, DType::kFp32};
 
 class KernelsTest : public EveryTarget {

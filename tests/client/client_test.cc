@@ -9,16 +9,15 @@
 
 #include <chrono>
 #include <cstdlib>
-#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "attention/cpu_backend.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "tests/server/fake_engine.h"
+#include "tests/client/client_fixture.h"
 #include "tests/server/test_server.h"
+#include "tests/server/within.h"
 
 namespace attnd::testing {
 namespace {
@@ -27,30 +26,16 @@ using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 using ::testing::HasSubstr;
 
-class ClientTest : public ::testing::Test {
+class ClientTest : public ClientFixture {
  protected:
   void StartReal() {
-    real_ = *engine::Engine::Create(server::ToEngineOptions(options_, server::Machine()),
-                                    attention::MakeCpuBackend({.threads = 2}), nullptr);
-    server_ = std::make_unique<TestServer>(options_, real_.get());
+    StartServer(RealEngine());
     Connect();
   }
   void StartFake() {
-    server_ = std::make_unique<TestServer>(options_, &fake_);
+    StartServer(&fake_);
     Connect();
   }
-  void Connect() {
-    auto client = Client::Connect({.target = options_.listen[0]});
-    ASSERT_TRUE(client.ok()) << client.status();
-    client_ = *std::move(client);
-  }
-
-  TempDir directory_;
-  server::ServerOptions options_ = TestOptions(directory_.path());
-  FakeEngine fake_;
-  std::unique_ptr<engine::Engine> real_;
-  std::unique_ptr<TestServer> server_;
-  std::unique_ptr<Client> client_;
 };
 
 TEST_F(ClientTest, TheWholePath) {
@@ -161,7 +146,7 @@ TEST_F(ClientTest, AStepHasALimit) {
   const auto start = Clock::now();
   EXPECT_TRUE(absl::IsDeadlineExceeded(session->Step(SmallStep(), &reply, 100ms)));
   EXPECT_LT(Clock::now() - start, 5s);
-  EXPECT_TRUE(FakeEngine::Within([&] { return fake_.cancelled() == 1; }));
+  EXPECT_TRUE(Within([&] { return fake_.cancelled() == 1; }));
   EXPECT_TRUE(absl::IsDeadlineExceeded(session->Step(SmallStep(), &reply, 10s)));  // for good
 }
 
@@ -174,7 +159,7 @@ TEST_F(ClientTest, ASessionMayDieAtAnyTime) {
     v1::DecodeResponse reply;
     EXPECT_FALSE(session->Step(SmallStep(), &reply, 50ms).ok());
   }
-  EXPECT_TRUE(FakeEngine::Within([&] { return server_->Metric("attnd_streams") == 0; }));
+  EXPECT_TRUE(Within([&] { return server_->Metric("attnd_streams") == 0; }));
 }
 
 TEST_F(ClientTest, ASessionSaysWhyItEnded) {

@@ -5,17 +5,15 @@
 // bounded number of times, and without appending twice. Method: servers on one socket, one after
 // the other, over one engine: what the first one did is there when the second answers.
 #include <chrono>
-#include <functional>
-#include <memory>
 #include <string>
 #include <thread>
 
-#include "attention/cpu_backend.h"
 #include "client/cpp/client.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "tests/server/fake_engine.h"
+#include "tests/client/client_fixture.h"
 #include "tests/server/test_server.h"
+#include "tests/server/within.h"
 
 namespace attnd::testing {
 namespace {
@@ -26,37 +24,16 @@ using ::testing::HasSubstr;
 
 constexpr server::ShutdownLimits kQuick = {.steps = 100ms, .cancel = 5000ms, .server = 1000ms};
 
-class DecodeSessionTest : public ::testing::Test {
+class DecodeSessionTest : public ClientFixture {
  protected:
-  void StartServer(engine::Engine* engine) {
-    server_.reset();
-    server_ = std::make_unique<TestServer>(options_, engine);
-  }
   void StopServer() {
     server_->server().Shutdown(kQuick);
     server_.reset();
   }
-  void Connect(int attempts = 4) {
-    auto client = Client::Connect({.target = options_.listen[0], .attempts = attempts});
-    ASSERT_TRUE(client.ok()) << client.status();
-    client_ = *std::move(client);
-  }
-  std::unique_ptr<engine::Engine> RealEngine() const {
-    return *engine::Engine::Create(server::ToEngineOptions(options_, server::Machine()),
-                                   attention::MakeCpuBackend({.threads = 1}), nullptr);
-  }
-
-  TempDir directory_;
-  server::ServerOptions options_ = TestOptions(directory_.path());
-  FakeEngine fake_;
-  std::unique_ptr<engine::Engine> real_;
-  std::unique_ptr<TestServer> server_;
-  std::unique_ptr<Client> client_;
 };
 
 TEST_F(DecodeSessionTest, AStepIsRepeatedWhenTheServerComesBack) {
-  real_ = RealEngine();
-  StartServer(real_.get());
+  StartServer(RealEngine());
   Connect();
   const auto opened = client_->OpenSequence(SmallModel());
   ASSERT_TRUE(opened.ok());
@@ -67,7 +44,7 @@ TEST_F(DecodeSessionTest, AStepIsRepeatedWhenTheServerComesBack) {
   StopServer();
   std::thread restart([&] {
     std::this_thread::sleep_for(300ms);
-    StartServer(real_.get());
+    StartServer(RealEngine());
   });
   // The step that was answered, as if its reply had been lost, and the next one.
   const absl::Status status = session->Step(SmallStep(sequence, 0, 2), &after, 10s);
@@ -102,8 +79,7 @@ TEST_F(DecodeSessionTest, AStepInTheMiddleIsRepeated) {
 
 // The second server lets another stream write first, as the old one's end may be noticed late.
 TEST_F(DecodeSessionTest, ARepeatedStepWaitsForTheOldWriter) {
-  real_ = RealEngine();
-  StartServer(real_.get());
+  StartServer(RealEngine());
   Connect();
   const auto opened = client_->OpenSequence(SmallModel());
   ASSERT_TRUE(opened.ok());
@@ -111,7 +87,7 @@ TEST_F(DecodeSessionTest, ARepeatedStepWaitsForTheOldWriter) {
   v1::DecodeResponse reply;
   ASSERT_TRUE(session->Step(SmallStep(opened->sequence_id(), 0), &reply, 10s).ok());
   StopServer();
-  StartServer(real_.get());
+  StartServer(RealEngine());
   const auto stub = server_->NewStub();
   grpc::ClientContext context;
   const auto writer = stub->Decode(&context);
@@ -157,15 +133,14 @@ TEST_F(DecodeSessionTest, RepetitionsEndWithTheTimeout) {
 
 // A fault of the request or of its row is an answer, and no reason to ask again.
 TEST_F(DecodeSessionTest, OtherFaultsAreNotRepeated) {
-  real_ = RealEngine();
-  StartServer(real_.get());
+  StartServer(RealEngine());
   Connect();
   const auto session = client_->StartDecode();
   v1::DecodeResponse reply;
   ASSERT_TRUE(session->Step(SmallStep(1), &reply, 10s).ok());
   EXPECT_EQ(reply.rows(0).status().code(), grpc::StatusCode::NOT_FOUND);
   EXPECT_TRUE(session->Finish(10s).ok());
-  EXPECT_TRUE(FakeEngine::Within([&] { return server_->Metric("attnd_streams") == 0; }));
+  EXPECT_TRUE(Within([&] { return server_->Metric("attnd_streams") == 0; }));
   EXPECT_EQ(server_->Metric("attnd_steps_total{code=OK}"), 1);
 }
 

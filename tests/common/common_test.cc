@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Goal: limits of model shapes, overflow-checked sizes and aligned memory do what their headers
-// say. Method: tables at and beside every limit; sizes at the edge of 64 bits.
+// Goal: limits of model shapes, overflow-checked sizes, aligned memory and waits do what their
+// headers say. Method: tables at and beside every limit; sizes at the edge of 64 bits.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -14,6 +14,7 @@
 #include "common/aligned_buffer.h"
 #include "common/checked_math.h"
 #include "common/model_shape.h"
+#include "common/mutex.h"
 #include "common/status.h"
 
 namespace attnd {
@@ -179,6 +180,14 @@ TEST(StatusMacros, ReturnTheFirstError) {
   EXPECT_EQ(*Quarter(12), 3);
   EXPECT_TRUE(absl::IsInvalidArgument(Quarter(6).status()));
   EXPECT_TRUE(absl::IsInvalidArgument(Quarter(5).status()));
+}
+
+// As if the notification had been lost.
+TEST(CondVar, AWaitEndsWithoutANotification) {
+  Mutex mutex;
+  CondVar condition;
+  MutexLock lock(mutex);
+  condition.Wait(mutex);
 }
 
 }  // namespace

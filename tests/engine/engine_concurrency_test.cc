@@ -274,6 +274,52 @@ TEST(EngineConcurrencyTest, CancelledPrefills) {
   Generate(&first, 1, &random);  // steps go on
 }
 
+// A prefill whose sequence the background builds lets others go first, and can be cancelled while
+// it waits.
+TEST(EngineConcurrencyTest, APrefillBehindABackgroundBuildOfItsSequence) {
+  constexpr uint64_t kSegmentBytes = uint64_t{16384} * (128 + 16) * 2 * 4;
+  Random random(TestSeed());
+  const auto engine = MakeEngine(LargeSegments());
+  TestSequence slow = SlowPrefill(engine.get(), &random);
+  TestSequence other = OpenSequence(engine.get(), MakeShape(1, 1, 1, 16, 16, DType::kBf16));
+  Prefill(&other, 600, &random);
+  const uint64_t tails = engine->usage().resident_bytes;
+  Generate(&slow, 1, &random);  // queues the build
+  while (engine->usage().resident_bytes < tails + kSegmentBytes) std::this_thread::yield();
+  std::atomic<bool> cancelled{false};
+  absl::Status status;
+  std::thread waiting(
+      [&] { status = engine->FinishPrefill(kTenant, kWriter, slow.id, &cancelled).status(); });
+  std::this_thread::sleep_for(kBegun);
+  EXPECT_EQ(FinishPrefill(&other).segmented_tokens, 536u);
+  EXPECT_EQ(slow.Info().segments, 0u);
+  cancelled = true;
+  waiting.join();
+  EXPECT_EQ(status.code(), StatusCode::kCancelled);
+  EXPECT_EQ(slow.Info().segments, 0u);
+  ASSERT_TRUE(engine->Close(kTenant, slow.id).ok());  // not built to the end
+  engine->WaitForBackground();
+}
+
+// The other way round: a sequence that a prefill builds waits in the background's queue, and both
+// together build each run once.
+TEST(EngineConcurrencyTest, PrefillAndBackgroundBuildOneSequence) {
+  Random random(TestSeed());
+  CountingObserver observer;
+  const auto engine = MakeEngine(SmallOptions(), &observer);
+  TestSequence sequence = OpenSequence(engine.get(), MakeShape(1, 1, 1, 64, 16, DType::kBf16));
+  for (uint64_t round = 1; round <= 5; ++round) {
+    Prefill(&sequence, 4 * 512, &random);
+    std::thread prefill([&] { FinishPrefill(&sequence); });
+    const Message repeat(0, {NextRow(&sequence, 0, 64, &random)});
+    ASSERT_TRUE(Send(engine.get(), repeat).row_status(0).ok());
+    prefill.join();
+    engine->WaitForBackground();
+    EXPECT_TRUE(MatchesModel(&sequence, &random));
+  }
+  EXPECT_EQ(observer.segmented.load(), sequence.Info().segmented_tokens);
+}
+
 TEST(EngineConcurrencyTest, ShutdownDuringABackgroundBuild) {
   Random random(TestSeed());
   auto engine = MakeEngine(LargeSegments());

@@ -130,8 +130,9 @@ TEST_F(EngineFaultsTest, AppendRepeatsASegmentInPart) {
   EXPECT_TRUE(MatchesModel(&sequence_, &random_));
 }
 
-// A repeat of an upload does not end the repeating of the newest step.
-TEST_F(EngineFaultsTest, AppendRepeatsBehindAStep) {
+// Behind a step that fed the prompt an upload may still be repeated, and so may the step, until the
+// prompt is said to be whole: then its tokens become segments like all others.
+TEST_F(EngineFaultsTest, RepeatsUntilThePromptIsWhole) {
   TestSequence sequence =
       OpenSequence(engine_.get(), shape(), PolicyOf("dense", {{"window", "0"}}));
   Prefill(&sequence, 300, &random_);
@@ -146,9 +147,12 @@ TEST_F(EngineFaultsTest, AppendRepeatsBehindAStep) {
                              ChunkOf(layer, 0, sequence.history.Slice(layer, 0, 300)))
                     .ok());
   }
-  FinishPrefill(&sequence);  // would take 512 tokens and more
+  engine_->WaitForBackground();  // would take 512 tokens and more
   EXPECT_EQ(sequence.Info().segmented_tokens, 0u);
   EXPECT_TRUE(SendRow(rows[1], 1).row_status(0).ok());
+  EXPECT_EQ(FinishPrefill(&sequence).segmented_tokens, 512u);
+  EXPECT_EQ(SendRow(rows[1], 1).row_status(0).code(), StatusCode::kFailedPrecondition);
+  EXPECT_TRUE(MatchesModel(&sequence, &random_));
 }
 
 TEST_F(EngineFaultsTest, AppendHasTheWrongForm) {

@@ -8,7 +8,9 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -176,6 +178,32 @@ TEST(SegmenterTest, AFailedBackgroundBuildIsNotTriedAtEachToken) {
   EXPECT_EQ(observer.failed.load(), 4u);
   EXPECT_EQ(sequence.Info().segments, 3u);
   EXPECT_TRUE(MatchesModel(&sequence, &random));
+}
+
+// Builders are nicer than the threads of the process, whatever its own niceness is.
+TEST(SegmenterTest, BuildersAreNicerThanTheProcess) {
+  class NicenessObserver : public Observer {
+   public:
+    void OnSegmentBuilt(BuildTrigger, uint64_t, std::chrono::nanoseconds) override {
+      niceness = getpriority(PRIO_PROCESS, 0);  // of the calling thread
+    }
+    std::atomic<int> niceness{0};
+  };
+  NicenessObserver observer;
+  int own = 0;
+  std::thread([&] {  // only this thread and those that it starts
+    Random random(TestSeed());
+    own = getpriority(PRIO_PROCESS, 0);
+    if (own < 14 && setpriority(PRIO_PROCESS, 0, 14) == 0) own = 14;
+    const auto engine = MakeEngine(SmallOptions(), &observer);
+    TestSequence sequence = OpenSequence(engine.get(), MakeShape(1, 1, 1, 16, 16, DType::kBf16));
+    Prefill(&sequence, 600, &random);
+    Generate(&sequence, 1, &random);
+    engine->WaitForBackground();
+    EXPECT_EQ(sequence.Info().segments, 1u);
+  })
+      .join();
+  EXPECT_EQ(observer.niceness.load(), std::min(own + 10, 19));
 }
 
 // A short prompt is not kept waiting until a long one's last run.

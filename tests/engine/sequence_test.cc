@@ -125,6 +125,20 @@ TEST_F(SequenceTest, ASegmentLeavesTheWindowAlone) {
   EXPECT_EQ(next->unclustered, 0u);
 }
 
+// The newest step stays in the tail until its writer, and nobody else, says that the prompt is
+// whole.
+TEST_F(SequenceTest, AWholePromptNeedsNoRepeats) {
+  const Kv kv = RandomKv(shape_, 700, &random_);
+  ASSERT_TRUE(sequence_.AppendAndRead(kWriter, TokensOf(0, kv), 1.0f).ok());
+  EXPECT_FALSE(sequence_.HasSegment(512));
+  EXPECT_EQ(sequence_.CompletePrefill(kWriter + 1).code(), absl::StatusCode::kAborted);
+  EXPECT_FALSE(sequence_.HasSegment(512));
+  EXPECT_TRUE(sequence_.CompletePrefill(kWriter).ok());
+  EXPECT_TRUE(sequence_.HasSegment(512));
+  ASSERT_TRUE(sequence_.AppendAndRead(kWriter, TokensOf(0, kv), 1.0f).ok());  // still in the tail
+  EXPECT_FALSE(sequence_.HasSegment(512));
+}
+
 // A segment made from tokens that a truncation has taken away since must not come in, whatever has
 // been appended.
 TEST_F(SequenceTest, ASegmentOfOtherTokensIsRefused) {

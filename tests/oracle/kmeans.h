@@ -5,21 +5,17 @@
 //
 // How the definition is read where its words leave a choice:
 //  - n tokens make ceil(n / 16) centres. Keys are centred by their mean over the segment; this
-//  moves no distance, and so
-//    no assignment, in exact arithmetic: it is there for float32, and the centroids stored are of
-//    the keys as they came.
+//    moves no distance, and so no assignment, in exact arithmetic: it is there for float32, and the
+//    centroids stored are of the keys as they came.
 //  - An iteration is one assignment of every token to its nearest centre and one move of every
-//  centre to the mean of its
-//    members: 10 iterations are 10 assignments, the last followed by its means. There is no
-//    eleventh assignment.
+//    centre to the mean of its members: 10 iterations are 10 assignments, the last followed by its
+//    means. There is no eleventh assignment.
 //  - A token at equal distance from two centres goes to the one with the lower number.
 //  - A centre that loses its last member stays where it is and may win members again; only centres
-//  without members after
-//    the last assignment are dropped, and the others close ranks in order.
+//    without members after the last assignment are dropped, and the others close ranks in order.
 //  - Rounding of a variance code is half away from zero. Codes are made in the type's full
-//  precision from the variance
-//    about the unrounded mean; another precision may differ by one code where 15 sigma / r lies
-//    near a half.
+//    precision from the variance about the unrounded mean; another precision may differ by one code
+//    where 15 sigma / r lies near a half.
 #ifndef ATTND_TESTS_ORACLE_KMEANS_H_
 #define ATTND_TESTS_ORACLE_KMEANS_H_
 
@@ -54,8 +50,8 @@ struct ClusterSummary {
 };
 
 struct SegmentIndex {
-  std::vector<std::size_t>
-      assignment;  // [tokens], cluster of each token after empty ones were dropped
+  // [tokens], cluster of each token after empty ones were dropped.
+  std::vector<std::size_t> assignment;
   std::vector<ClusterSummary> clusters;
   // The closest call of all assignments made: the least of (second - best) / best over tokens and
   // iterations, on squared distances to the centres; infinity where nothing was close. An

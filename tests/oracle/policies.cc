@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 
 #include "tests/oracle/softmax_state.h"
@@ -13,8 +14,8 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kSpreadCap = 8.0;  // of d2_i, where it becomes a mass or an error
-constexpr double kNormGuard =
-    1e-3;  // |o| is taken as at least this share of the values' root mean square
+// |o| is taken as at least this share of the values' root mean square.
+constexpr double kNormGuard = 1e-3;
 constexpr double kTiny = 0x1p-126;       // the least normal float
 constexpr double kRoundingSlack = 1e-9;  // relative, of fraction * count
 

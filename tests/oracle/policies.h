@@ -11,28 +11,26 @@
 //
 // How the definitions are read where their words leave a choice:
 //  - clusters-top-k: its fractions are shares of the number of clusters over all segments (the only
-//  thing the preset can
-//    count without reading sizes, and what RetroInfer's code counts), each rounded up by itself,
-//    together at most all.
+//    thing the preset can count without reading sizes, and what RetroInfer's code counts), each
+//    rounded up by itself, together at most all.
 //  - A product fraction * count that exceeds a whole number only by rounding counts as that number:
-//  FractionCount().
+//    FractionCount().
 //  - A floor fraction of 0 turns the floor off, any other takes at least one cluster.
 //  - double-p: a threshold of 1 (or more) takes every cluster, whatever the rounding of the running
-//  sum.
+//    sum.
 //  - error-target: tolerance 0 makes every cluster exact, those with e_i = 0 too; tolerance
-//  infinity leaves the floor.
+//    infinity leaves the floor.
 //  - `tiny` is the least normal float, 2^-126.
 //  - The predicted error of an answer has e_i with the answer's own Z and |o|. The guard 1e-3
-//  sqrt(sum p_i |V_i|^2) keeps
-//    its sum over all clusters (by their estimates) and zone tokens, with p_i = Z_i / the answer's
-//    Z. Dropped clusters add nothing to it: it predicts the error of estimating, not of dropping.
+//    sqrt(sum p_i |V_i|^2) keeps its sum over all clusters (by their estimates) and zone tokens,
+//    with p_i = Z_i / the answer's Z. Dropped clusters add nothing to it: it predicts the error of
+//    estimating, not of dropping.
 //  - MassEstimate holds for selection and for the answer. The floor's optimistic mass and expm1(d2)
-//  are the same for both.
+//    are the same for both.
 #ifndef ATTND_TESTS_ORACLE_POLICIES_H_
 #define ATTND_TESTS_ORACLE_POLICIES_H_
 
 #include <cstddef>
-#include <limits>
 #include <optional>
 #include <string>
 #include <vector>

@@ -24,6 +24,9 @@ import pytest
 
 import attnd
 import reference_server
+from attnd.v1 import attnd_pb2_grpc
+from bad_input import CASE, TOKENS
+from cases import assert_near, lengths, opened, step
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 60.0
@@ -127,3 +130,21 @@ def client(server: str) -> Iterator[attnd.Client]:
         yield client
         for sequence in client.list_sequences():
             client.close_sequence(sequence.sequence_id)
+
+
+@pytest.fixture
+def stub(server: str) -> Iterator[attnd_pb2_grpc.AttndStub]:
+    """The generated stub of one of the two servers: it sends whatever it is given."""
+    with grpc.insecure_channel(server, [("grpc.max_receive_message_length", -1)]) as channel:
+        yield attnd_pb2_grpc.AttndStub(channel)
+
+
+@pytest.fixture
+def sequence(client: attnd.Client) -> Iterator[int]:
+    """A sequence that must not change, whatever the test sends."""
+    name = opened(client, CASE, TOKENS)
+    yield name
+    assert lengths(client, name) == (TOKENS, TOKENS)
+    with client.decode_session() as session:
+        at = slice(TOKENS, TOKENS + 1)
+        assert_near(step(session, CASE, name, 0, at), CASE.expected(0, at))

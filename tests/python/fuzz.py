@@ -15,10 +15,7 @@ from __future__ import annotations
 
 import argparse
 import collections
-import pathlib
 import random
-import subprocess
-import tempfile
 import time
 from typing import Any
 
@@ -26,14 +23,14 @@ import grpc
 import numpy as np
 
 import attnd
+import live_server
 from attnd.tensors import to_tensor
 from attnd.v1 import attnd_pb2 as pb
+from cases import SHAPE
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 TIMEOUT_S = 30.0
 # Codes that a server without fault never answers with.
 OWN_FAULTS = ("UNAVAILABLE", "DATA_LOSS", "DEADLINE_EXCEEDED", "UNKNOWN")
-SHAPE = attnd.ModelShape(layers=2, query_heads=4, kv_heads=2, head_dim=32, dtype="fp32")
 MODEL = attnd.Model("fuzz", SHAPE)
 EDGES = (0, 1, 2, 3, 16, 512, 65536, 1 << 31, (1 << 32) - 1, 1 << 32, 1 << 63, (1 << 64) - 1)
 FLOATS = (0.0, 1.0, -1.0, float("nan"), float("inf"), 3.4e38, 1e-45)
@@ -183,9 +180,7 @@ class Fuzzer:
         ]
         self._question = rng.standard_normal((1, 4, 32)).astype(np.float32)
         self._witness = self._witness_client.open_sequence(MODEL, policy="double-p").sequence_id
-        self._witness_client.append_kv(
-            self._witness, attnd.layer_chunks(kv), prefill_complete=True
-        )
+        self._witness_client.append_kv(self._witness, attnd.layer_chunks(kv), prefill_complete=True)
         self._answer = self._ask()
         self._messages: list[tuple[str, str, Any]] = []
 
@@ -253,32 +248,10 @@ def main() -> None:
     if arguments.target:
         report(arguments.target, arguments.count, arguments.seed)
         return
-    with tempfile.TemporaryDirectory(prefix="attnd-fuzz-") as folder:
-        target = f"unix:{folder}/run/attnd.sock"
-        program = [ROOT / "build/bin/attnd", "--listen", target, "--data-dir", f"{folder}/data"]
-        limits = ["--memory-budget-bytes=67108864", "--max-sequences=100"]
-        server = subprocess.Popen(program + limits)
-        try:
-            wait_until_there(target)
-            report(target, arguments.count, arguments.seed)
-            status = pathlib.Path(f"/proc/{server.pid}/status").read_text()
-            print(next(line for line in status.splitlines() if line.startswith("VmHWM")))
-        finally:
-            server.terminate()
-            code = server.wait(20)
-    assert code == 0, f"attnd ended with {code}"
-
-
-def wait_until_there(target: str) -> None:
-    due = time.monotonic() + 20
-    with attnd.Client(target) as client:
-        while True:
-            try:
-                client.get_server_info()
-                return
-            except attnd.UnavailableError:
-                if time.monotonic() > due:
-                    raise
+    limits = ("--memory-budget-bytes=67108864", "--max-sequences=100")
+    with live_server.running(*limits) as (target, process):
+        report(target, arguments.count, arguments.seed)
+        print(f"resident at most: {live_server.status_bytes(process, 'VmHWM') >> 10} kB")
 
 
 def report(target: str, count: int, seed: int) -> None:

@@ -4,10 +4,10 @@
     python tests/python/soak.py --minutes 60 [--seed 1]
 
 Sequences of random lengths are opened, uploaded, decoded, forked, truncated and closed. Each decode
-step's dense answer is compared with numpy's over the caller's own copy of the history, and estimated
-ones must be finite. At the end everything is closed: the server must then hold no sequence, and
-its resident memory, after a first third for warming up, must not have grown
-by more than a tenth and 32 MiB. test_soak.py runs a short form.
+step's dense answer is compared with the oracle's over the caller's own copy of the history, and
+estimated ones must be finite. At the end everything is closed: the server must then hold no
+sequence, and its resident memory, after a first third for warming up, must not have grown by more
+than a tenth and 32 MiB. test_soak.py runs a short form.
 """
 
 from __future__ import annotations
@@ -15,19 +15,15 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
-import pathlib
-import subprocess
-import tempfile
 import time
 
 import numpy as np
-from fuzz import wait_until_there
 
 import attnd
+import live_server
+import oracle
+from cases import SHAPE
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-SHAPE = attnd.ModelShape(layers=2, query_heads=4, kv_heads=2, head_dim=32, dtype="fp32")
-GROUP = SHAPE.query_heads // SHAPE.kv_heads
 MODEL = attnd.Model("soak", SHAPE)
 SEQUENCES = 6
 POLICIES = ("streaming", "clusters-top-k", "double-p", "error-target")
@@ -36,7 +32,7 @@ TOLERANCE = 1e-4
 
 @dataclasses.dataclass
 class Copy:
-    """What the caller knows of a sequence: keys and values of each layer, [tokens, kv_heads, dim]."""
+    """What the caller knows of a sequence: each layer's keys and values, [tokens, heads, dim]."""
 
     number: int
     keys: list[np.ndarray]
@@ -51,12 +47,9 @@ class Copy:
 
 
 def dense(copy: Copy, layer: int, q: np.ndarray) -> np.ndarray:
-    """[query_heads, head_dim] in double precision."""
-    keys = np.repeat(copy.keys[layer].astype(np.float64), GROUP, axis=1)
-    values = np.repeat(copy.values[layer].astype(np.float64), GROUP, axis=1)
-    logits = np.einsum("hd,thd->ht", q.astype(np.float64), keys) / np.sqrt(SHAPE.head_dim)
-    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return np.einsum("ht,thd->hd", weights / weights.sum(axis=1, keepdims=True), values)
+    """What the newest token's queries must get: [1, query_heads, head_dim]."""
+    keys, values = copy.keys[layer], copy.values[layer]
+    return oracle.attention(q, keys, values, SHAPE.head_dim**-0.5, len(keys))[0]
 
 
 class Soak:
@@ -74,8 +67,11 @@ class Soak:
         number = self.client.open_sequence(MODEL, policy="dense").sequence_id
         tokens = int(self.rng.integers(1, 4000))
         layers = range(SHAPE.layers)
-        copy = Copy(number, [self.normal(tokens, SHAPE.kv_heads) for _ in layers],
-                    [self.normal(tokens, SHAPE.kv_heads) for _ in layers])
+        copy = Copy(
+            number,
+            [self.normal(tokens, SHAPE.kv_heads) for _ in layers],
+            [self.normal(tokens, SHAPE.kv_heads) for _ in layers],
+        )
         chunks = attnd.layer_chunks(list(zip(copy.keys, copy.values)))
         self.client.append_kv(number, chunks, prefill_complete=bool(self.rng.integers(2)))
         self.copies.append(copy)
@@ -86,13 +82,22 @@ class Soak:
             for _ in range(int(self.rng.integers(1, 20))):
                 for layer in range(SHAPE.layers):
                     position = copy.tokens if layer == 0 else copy.tokens - 1
-                    q, k, v = (self.normal(1, h) for h in (SHAPE.query_heads, SHAPE.kv_heads, SHAPE.kv_heads))
-                    result = session.step(layer, [attnd.Row(copy.number, position=position)], q, k, v)
+                    q, k, v = (
+                        self.normal(1, h)
+                        for h in (SHAPE.query_heads, SHAPE.kv_heads, SHAPE.kv_heads)
+                    )
+                    result = session.step(
+                        layer, [attnd.Row(copy.number, position=position)], q, k, v
+                    )
                     copy.keys[layer] = np.concatenate([copy.keys[layer], k])
                     copy.values[layer] = np.concatenate([copy.values[layer], v])
-                    self.check(dense(copy, layer, q[0]), result.out[0])
-                    row = attnd.Row(copy.number, position=position + 1, query_only=True,
-                                    policy=str(self.rng.choice(POLICIES)))
+                    self.check(dense(copy, layer, q), result.out)
+                    row = attnd.Row(
+                        copy.number,
+                        position=position + 1,
+                        query_only=True,
+                        policy=str(self.rng.choice(POLICIES)),
+                    )
                     assert np.isfinite(session.step(layer, [row], q).out).all()
 
     def check(self, expected: np.ndarray, got: np.ndarray) -> None:
@@ -118,8 +123,12 @@ class Soak:
             action = "open"
         else:
             full = len(self.copies) >= SEQUENCES
-            action = str(self.rng.choice(["decode", "truncate", "close"] + ([] if full else ["open", "fork"]),
-                                         p=[0.6, 0.15, 0.25] if full else [0.5, 0.1, 0.05, 0.2, 0.15]))
+            action = str(
+                self.rng.choice(
+                    ["decode", "truncate", "close"] + ([] if full else ["open", "fork"]),
+                    p=[0.6, 0.15, 0.25] if full else [0.5, 0.1, 0.05, 0.2, 0.15],
+                )
+            )
         self.done[action] += 1
         if action == "open":
             self.open()
@@ -133,35 +142,23 @@ class Soak:
         assert not list(self.client.list_sequences())
 
 
-def resident(pid: int) -> int:
-    status = pathlib.Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1])
-
-
 def run(seconds: float, seed: int) -> Soak:
     """Starts the built server, soaks it, and checks what it holds afterwards."""
-    with tempfile.TemporaryDirectory(prefix="attnd-soak-") as folder:
-        target = f"unix:{folder}/run/attnd.sock"
-        server = subprocess.Popen([ROOT / "build/bin/attnd", "--listen", target, "--data-dir", f"{folder}/data",
-                                   "--memory-budget-bytes=268435456", "--segment-tokens=1024"])
-        try:
-            wait_until_there(target)
-            with attnd.Client(target) as client:
-                soak = Soak(client, seed)
-                early = late = 0
-                start = time.monotonic()
-                while (passed := time.monotonic() - start) < seconds:
-                    soak.step()
-                    late = resident(server.pid)
-                    if passed < seconds / 3:
-                        early = max(early, late)
-                soak.finish()
-            assert late <= 1.1 * early + (32 << 20), f"resident memory grew from {early} to {late} bytes"
-            print(f"{dict(soak.done)}; worst dense error {soak.worst:.1e}; resident {early >> 20} -> {late >> 20} MiB")
-        finally:
-            server.terminate()
-            code = server.wait(20)
-    assert code == 0, f"attnd ended with {code}"
+    flags = ("--memory-budget-bytes=268435456", "--segment-tokens=1024")
+    with live_server.running(*flags) as (target, process):
+        with attnd.Client(target) as client:
+            soak = Soak(client, seed)
+            early = late = 0
+            start = time.monotonic()
+            while (passed := time.monotonic() - start) < seconds:
+                soak.step()
+                late = live_server.status_bytes(process, "VmRSS")
+                if passed < seconds / 3:
+                    early = max(early, late)
+            soak.finish()
+        assert late <= 1.1 * early + (32 << 20), f"grew from {early} to {late} resident bytes"
+        resident = f"resident {early >> 20} -> {late >> 20} MiB"
+        print(f"{dict(soak.done)}; worst dense error {soak.worst:.1e}; {resident}")
     return soak
 
 

@@ -4,15 +4,14 @@
 // name; listings come in pages of bounded size. Method: the real server and engine over a Unix
 // socket, with small limits; counters are read from the server's metrics.
 #include <chrono>
-#include <memory>
 #include <string>
 #include <vector>
 
-#include "attention/cpu_backend.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "tests/server/fake_engine.h"
+#include "tests/server/server_fixture.h"
 #include "tests/server/test_server.h"
+#include "tests/server/within.h"
 
 namespace attnd::testing {
 namespace {
@@ -21,14 +20,8 @@ using namespace std::chrono_literals;
 using grpc::StatusCode;
 using ::testing::HasSubstr;
 
-class AccountingTest : public ::testing::Test {
+class AccountingTest : public RealEngineFixture {
  protected:
-  void StartServer() {
-    engine_ = *engine::Engine::Create(server::ToEngineOptions(options_, server::Machine()),
-                                      attention::MakeCpuBackend({.threads = 1}), nullptr);
-    server_ = std::make_unique<TestServer>(options_, engine_.get());
-    stub_ = server_->NewStub();
-  }
   uint64_t Open(const v1::OpenSequenceRequest& request = SmallModel()) {
     v1::OpenSequenceResponse reply;
     grpc::ClientContext context;
@@ -66,14 +59,8 @@ class AccountingTest : public ::testing::Test {
   // Streams are counted when they are over, shortly after the client has heard of it.
   bool Counted(const std::string& code, const std::string& method, int count) const {
     const std::string key = "attnd_rpcs_total{code=" + code + "}{method=" + method + "}";
-    return FakeEngine::Within([&] { return server_->Metric(key) == count; });
+    return Within([&] { return server_->Metric(key) == count; });
   }
-
-  TempDir directory_;
-  server::ServerOptions options_ = TestOptions(directory_.path());
-  std::unique_ptr<engine::Engine> engine_;
-  std::unique_ptr<TestServer> server_;
-  std::unique_ptr<v1::Attnd::Stub> stub_;
 };
 
 TEST_F(AccountingTest, TheLimitOfTokensIsNotMemory) {
@@ -113,7 +100,7 @@ TEST_F(AccountingTest, AnOversizeMessageIsNotCountedAsSuccess) {
   EXPECT_FALSE(stream->Read(&reply));
   EXPECT_EQ(stream->Finish().error_code(), StatusCode::RESOURCE_EXHAUSTED);
   EXPECT_TRUE(Counted("CANCELLED", "Decode", 1));
-  ASSERT_TRUE(FakeEngine::Within([&] { return server_->Metric("attnd_streams") == 0; }));
+  ASSERT_TRUE(Within([&] { return server_->Metric("attnd_streams") == 0; }));
   EXPECT_EQ(server_->Metric("attnd_rpcs_total{code=OK}{method=AppendKv}"), -1);
 }
 
@@ -161,7 +148,7 @@ TEST_F(AccountingTest, AClientThatLeavesIsCountedAsCancelled) {
   const auto second = stub_->Decode(&late);
   const auto third = stub_->AppendKv(&upload, &reply);
   EXPECT_EQ(second->Finish().error_code(), StatusCode::DEADLINE_EXCEEDED);
-  ASSERT_TRUE(FakeEngine::Within([&] { return server_->Metric("attnd_streams") == 2; }));
+  ASSERT_TRUE(Within([&] { return server_->Metric("attnd_streams") == 2; }));
   cancelled.TryCancel();
   upload.TryCancel();
   EXPECT_EQ(first->Finish().error_code(), StatusCode::CANCELLED);

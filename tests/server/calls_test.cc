@@ -6,7 +6,6 @@
 #include <chrono>
 #include <functional>
 #include <memory>
-#include <string>
 #include <thread>
 #include <vector>
 
@@ -15,7 +14,9 @@
 #include "server/handler.h"
 #include "server/probe.h"
 #include "tests/server/fake_engine.h"
+#include "tests/server/server_fixture.h"
 #include "tests/server/test_server.h"
+#include "tests/server/within.h"
 
 namespace attnd::testing {
 namespace {
@@ -67,13 +68,12 @@ std::vector<Call::Function> WaitingCalls() {
           Function(&Stub::OpenSequence, SmallModel())};
 }
 
-class CallsTest : public ::testing::Test {
+class CallsTest : public FakeEngineFixture {
  protected:
   ~CallsTest() override {
     engine_.ReleaseCalls();
     engine_.ReleaseWriters();
   }
-  void StartServer() { server_ = std::make_unique<TestServer>(options_, &engine_); }
   std::unique_ptr<Call> Start(Call::Function function, std::chrono::milliseconds timeout = 30s) {
     return std::make_unique<Call>(*server_, std::move(function), timeout);
   }
@@ -83,19 +83,15 @@ class CallsTest : public ::testing::Test {
     std::vector<std::unique_ptr<Call>> calls;
     for (int i = 0; i < kWorkers; ++i) {
       calls.push_back(Start(Function(&Stub::TruncateSequence)));
-      EXPECT_TRUE(FakeEngine::Within([&] { return engine_.calls_waiting() == i + 1; }));
+      EXPECT_TRUE(Within([&] { return engine_.calls_waiting() == i + 1; }));
     }
     return calls;
   }
   bool QueueHas(int calls) {
-    return FakeEngine::Within([&] { return server_->Metric("attnd_queued_calls") == calls; });
+    return Within([&] { return server_->Metric("attnd_queued_calls") == calls; });
   }
 
   static constexpr int kWorkers = server::kCallWorkers;
-  TempDir directory_;
-  server::ServerOptions options_ = TestOptions(directory_.path());
-  FakeEngine engine_;
-  std::unique_ptr<TestServer> server_;
 };
 
 TEST_F(CallsTest, CallsThatWaitHoldNobodyElse) {
@@ -105,7 +101,7 @@ TEST_F(CallsTest, CallsThatWaitHoldNobodyElse) {
   for (int i = 0; i < 4; ++i) {
     for (const Call::Function& function : WaitingCalls()) calls.push_back(Start(function));
   }
-  ASSERT_TRUE(FakeEngine::Within([&] { return engine_.calls_waiting() >= 2; }));
+  ASSERT_TRUE(Within([&] { return engine_.calls_waiting() >= 2; }));
   std::this_thread::sleep_for(100ms);  // whoever could be held up is
   EXPECT_TRUE(server::Probe(server_->address(), 5s).ok());
   EXPECT_TRUE(Start(Function(&Stub::GetServerInfo), 5s)->Wait().ok());
@@ -194,7 +190,7 @@ TEST_F(CallsTest, ShutdownEndsCallsWithUnavailable) {
   const auto queued = Start(Function(&Stub::ForkSequence));
   ASSERT_TRUE(QueueHas(1));
   std::thread shutdown([&] { server_->server().Shutdown({}); });
-  ASSERT_TRUE(FakeEngine::Within([&] {
+  ASSERT_TRUE(Within([&] {
     return Start(Function(&Stub::GetServerInfo))->Wait().error_code() ==
            grpc::StatusCode::UNAVAILABLE;
   }));

@@ -7,17 +7,14 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
-#include <limits>
 #include <memory>
-#include <mutex>
 #include <optional>
-#include <set>
 #include <thread>
 #include <vector>
 
 #include "attention/cpu_backend.h"
 #include "engine/engine.h"
+#include "tests/server/within.h"
 
 namespace attnd::testing {
 
@@ -50,17 +47,6 @@ class FakeEngine final : public engine::Engine {
   }
   // Elements of `out` for each query token.
   void set_value_dim(uint64_t value_dim) { value_dim_ = value_dim; }
-
-  // True if `condition` becomes true within 10 s.
-  template <typename Condition>
-  static bool Within(Condition condition) {
-    const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(10);
-    while (!condition()) {
-      if (std::chrono::steady_clock::now() > limit) return false;
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    return true;
-  }
 
   const engine::EngineOptions& options() const override { return options_; }
   const attention::Backend& backend() const override { return *backend_; }

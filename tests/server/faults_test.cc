@@ -18,9 +18,9 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "tests/server/fake_engine.h"
 #include "tests/server/process.h"
 #include "tests/server/test_server.h"
+#include "tests/server/within.h"
 
 namespace attnd::testing {
 namespace {
@@ -113,7 +113,7 @@ TEST_F(FaultsTest, KilledWhileDecodingAndStartedAgain) {
     }
     std::vector<std::unique_ptr<Decoder>> decoders;
     for (int i = 0; i < 4; ++i) decoders.push_back(std::make_unique<Decoder>(address_));
-    EXPECT_TRUE(FakeEngine::Within([&] {
+    EXPECT_TRUE(Within([&] {
       return std::all_of(decoders.begin(), decoders.end(), [](auto& d) { return d->steps() > 0; });
     }));
     std::this_thread::sleep_for(std::chrono::milliseconds(random() % 100));
@@ -162,7 +162,7 @@ TEST_F(FaultsTest, ClientsThatDoNotReadHarmNobody) {
   // A reply of 1 MiB, its float32 source and its message, and what the connection holds.
   EXPECT_LT(after, before + kGreedy * (uint64_t{16} << 20));
 #endif
-  EXPECT_TRUE(FakeEngine::Within([&] {
+  EXPECT_TRUE(Within([&] {
     return std::all_of(greedy.begin(), greedy.end(), [](auto& client) { return client->ended(); });
   }));
   RecordProperty(
@@ -217,7 +217,7 @@ TEST_F(FaultsTest, ManyStreamsAndOneMore) {
   }
   streams[0]->WritesDone();
   EXPECT_TRUE(streams[0]->Finish().ok());
-  EXPECT_TRUE(FakeEngine::Within([&] { return Ask(sequences[0]) == 0; }));
+  EXPECT_TRUE(Within([&] { return Ask(sequences[0]) == 0; }));
   process->Signal(SIGTERM);
   for (int i = 1; i < streams_max; ++i) {
     EXPECT_EQ(streams[i]->Finish().error_code(), StatusCode::UNAVAILABLE);

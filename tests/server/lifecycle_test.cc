@@ -17,7 +17,9 @@
 #include "gtest/gtest.h"
 #include "server/probe.h"
 #include "tests/server/fake_engine.h"
+#include "tests/server/server_fixture.h"
 #include "tests/server/test_server.h"
+#include "tests/server/within.h"
 
 namespace attnd::testing {
 namespace {
@@ -27,6 +29,19 @@ using Stream = grpc::ClientReaderWriter<v1::DecodeRequest, v1::DecodeResponse>;
 using ::testing::HasSubstr;
 
 constexpr server::ShutdownLimits kQuick = {.steps = 200ms, .cancel = 5000ms, .server = 1000ms};
+
+// A client with one AppendKv stream, and its next message. The context dies last.
+struct Uploader {
+  explicit Uploader(const TestServer& server)
+      : stub(server.NewStub()), stream(stub->AppendKv(&context, &reply)) {
+    request.set_sequence_id(1);
+  }
+  const std::unique_ptr<v1::Attnd::Stub> stub;
+  grpc::ClientContext context;
+  v1::AppendKvResponse reply;
+  const std::unique_ptr<grpc::ClientWriter<v1::AppendKvRequest>> stream;
+  v1::AppendKvRequest request;
+};
 
 // A client with one Decode stream. The context dies last.
 struct Client {
@@ -44,29 +59,13 @@ struct Client {
   std::unique_ptr<Stream> stream;
 };
 
-class LifecycleTest : public ::testing::Test {
+class LifecycleTest : public FakeEngineFixture {
  protected:
-  void StartServer() { server_ = std::make_unique<TestServer>(options_, &engine_); }
   std::unique_ptr<Client> StartClient() {
     auto client = std::make_unique<Client>(*server_);
     client->Start();
     return client;
   }
-  // A step on a stream of its own is answered.
-  void ExpectAnswers() {
-    auto client = StartClient();
-    v1::DecodeResponse reply;
-    ASSERT_TRUE(client->stream->Write(SmallStep()));
-    ASSERT_TRUE(client->stream->Read(&reply));
-    EXPECT_EQ(reply.status().code(), 0);
-    client->stream->WritesDone();
-    EXPECT_TRUE(client->Finish().ok());
-  }
-
-  TempDir directory_;
-  server::ServerOptions options_ = TestOptions(directory_.path());
-  FakeEngine engine_;
-  std::unique_ptr<TestServer> server_;
 };
 
 TEST_F(LifecycleTest, AnswersInOrder) {
@@ -82,7 +81,7 @@ TEST_F(LifecycleTest, AnswersInOrder) {
   }
   client->stream->WritesDone();
   EXPECT_TRUE(client->Finish().ok());
-  EXPECT_TRUE(FakeEngine::Within([&] { return engine_.released_writers() == 1; }));
+  EXPECT_TRUE(Within([&] { return engine_.released_writers() == 1; }));
   EXPECT_EQ(server_->Metric("attnd_steps_total{code=OK}"), 100);
   EXPECT_EQ(server_->Metric("attnd_stage_seconds{stage=rpc}"), 100);
 }
@@ -113,7 +112,7 @@ TEST_F(LifecycleTest, AClientThatLeavesCancelsItsStep) {
   ASSERT_TRUE(engine_.WaitForWaiting(1));
   const auto left = std::chrono::steady_clock::now();
   client->context.TryCancel();
-  ASSERT_TRUE(FakeEngine::Within([&] { return engine_.released_writers() == 1; }));
+  ASSERT_TRUE(Within([&] { return engine_.released_writers() == 1; }));
   EXPECT_LT(std::chrono::steady_clock::now() - left, 1s);
   EXPECT_EQ(engine_.cancelled(), 1);
   EXPECT_EQ(client->Finish().error_code(), grpc::StatusCode::CANCELLED);
@@ -124,21 +123,53 @@ TEST_F(LifecycleTest, AClientThatLeavesCancelsItsStep) {
 TEST_F(LifecycleTest, AClientThatLeavesCancelsItsPrefill) {
   StartServer();
   engine_.Hold();
+  Uploader upload(*server_);
+  upload.request.set_prefill_complete(true);
+  ASSERT_TRUE(upload.stream->Write(upload.request));
+  ASSERT_TRUE(upload.stream->WritesDone());
+  ASSERT_TRUE(engine_.WaitForWaiting(1));
+  engine_.Hold();
+  upload.context.TryCancel();
+  ASSERT_TRUE(Within([&] { return engine_.released_writers() == 1; }));
+  EXPECT_EQ(engine_.cancelled(), 1);
+  EXPECT_EQ(upload.stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
+}
+
+// An upload whose finished prompt waits behind others for a worker.
+TEST_F(LifecycleTest, AClientThatLeavesDoesNotWaitForItsTurn) {
+  constexpr int kWorkers = 4;  // finished prompts that the server segments at the same time
+  StartServer();
+  engine_.Hold();
+  struct Upload {
+    grpc::ClientContext context;
+    v1::AppendKvResponse reply;
+    std::unique_ptr<grpc::ClientWriter<v1::AppendKvRequest>> stream;
+  };
   const auto stub = server_->NewStub();
-  grpc::ClientContext context;
-  v1::AppendKvResponse reply;
-  const auto stream = stub->AppendKv(&context, &reply);
   v1::AppendKvRequest request;
   request.set_sequence_id(1);
   request.set_prefill_complete(true);
-  ASSERT_TRUE(stream->Write(request));
-  ASSERT_TRUE(stream->WritesDone());
-  ASSERT_TRUE(engine_.WaitForWaiting(1));
-  engine_.Hold();
-  context.TryCancel();
-  ASSERT_TRUE(FakeEngine::Within([&] { return engine_.released_writers() == 1; }));
-  EXPECT_EQ(engine_.cancelled(), 1);
-  EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
+  std::vector<std::unique_ptr<Upload>> uploads;
+  const auto start = [&] {
+    Upload& upload = *uploads.emplace_back(std::make_unique<Upload>());
+    upload.stream = stub->AppendKv(&upload.context, &upload.reply);
+    ASSERT_TRUE(upload.stream->Write(request));
+    ASSERT_TRUE(upload.stream->WritesDone());
+  };
+  for (int i = 0; i < kWorkers; ++i) start();
+  ASSERT_TRUE(engine_.WaitForWaiting(kWorkers));
+  for (int left = 1; left <= 20; ++left) {  // some before they are queued, some after
+    start();
+    std::this_thread::sleep_for(std::chrono::milliseconds(left));
+    uploads.back()->context.TryCancel();
+    ASSERT_TRUE(Within([&] { return engine_.released_writers() == left; }));
+    EXPECT_EQ(uploads.back()->stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
+    uploads.pop_back();
+  }
+  EXPECT_EQ(engine_.waiting(), kWorkers);
+  EXPECT_TRUE(Within([&] { return server_->Metric("attnd_streams") == kWorkers; }));
+  engine_.Release();
+  for (const auto& upload : uploads) EXPECT_TRUE(upload->stream->Finish().ok());
 }
 
 // While a prefill is being finished, steps are answered: it has a worker of its own.
@@ -146,21 +177,16 @@ TEST_F(LifecycleTest, APrefillDoesNotHoldSteps) {
   options_.step_workers = 1;
   StartServer();
   engine_.Hold();
-  const auto stub = server_->NewStub();
-  grpc::ClientContext context;
-  v1::AppendKvResponse reply;
-  const auto stream = stub->AppendKv(&context, &reply);
-  v1::AppendKvRequest request;
-  request.set_sequence_id(1);
-  request.set_prefill_complete(true);
-  ASSERT_TRUE(stream->Write(request));
-  ASSERT_TRUE(stream->WritesDone());
+  Uploader upload(*server_);
+  upload.request.set_prefill_complete(true);
+  ASSERT_TRUE(upload.stream->Write(upload.request));
+  ASSERT_TRUE(upload.stream->WritesDone());
   ASSERT_TRUE(engine_.WaitForWaiting(1));
   auto client = StartClient();
   ASSERT_TRUE(client->stream->Write(SmallStep()));
   ASSERT_TRUE(engine_.WaitForWaiting(2));  // the step has reached the engine
   engine_.Release();
-  EXPECT_TRUE(stream->Finish().ok());
+  EXPECT_TRUE(upload.stream->Finish().ok());
 }
 
 TEST_F(LifecycleTest, HealthIsAnsweredWhileEveryStepWaits) {
@@ -173,7 +199,7 @@ TEST_F(LifecycleTest, HealthIsAnsweredWhileEveryStepWaits) {
     ASSERT_TRUE(clients.back()->stream->Write(SmallStep()));
   }
   ASSERT_TRUE(engine_.WaitForWaiting(2));
-  ASSERT_TRUE(FakeEngine::Within([&] { return server_->Metric("attnd_queue_depth") == 6; }));
+  ASSERT_TRUE(Within([&] { return server_->Metric("attnd_queue_depth") == 6; }));
   EXPECT_TRUE(server::Probe(server_->address(), 5s).ok());
   EXPECT_EQ(server_->Metric("attnd_streams"), 8);
   engine_.Release();
@@ -193,7 +219,7 @@ TEST_F(LifecycleTest, AFullQueueRefusesTheStepAndKeepsTheStream) {
   ASSERT_TRUE(running->stream->Write(SmallStep()));
   ASSERT_TRUE(engine_.WaitForWaiting(1));
   ASSERT_TRUE(queued->stream->Write(SmallStep()));
-  ASSERT_TRUE(FakeEngine::Within([&] { return server_->Metric("attnd_queue_depth") == 1; }));
+  ASSERT_TRUE(Within([&] { return server_->Metric("attnd_queue_depth") == 1; }));
   v1::DecodeResponse reply;
   ASSERT_TRUE(refused->stream->Write(SmallStep()));
   ASSERT_TRUE(refused->stream->Read(&reply));
@@ -216,11 +242,11 @@ TEST_F(LifecycleTest, AClientThatNeverReadsIsEnded) {
   std::thread writer([&] {
     while (greedy->stream->Write(SmallStep())) continue;
   });
-  ASSERT_TRUE(FakeEngine::Within(
-      [&] { return server_->Metric("attnd_rejections_total{reason=reply_timeout}") == 1; }));
-  ASSERT_TRUE(FakeEngine::Within([&] { return engine_.released_writers() == 1; }));
+  ASSERT_TRUE(
+      Within([&] { return server_->Metric("attnd_rejections_total{reason=reply_timeout}") == 1; }));
+  ASSERT_TRUE(Within([&] { return engine_.released_writers() == 1; }));
   writer.join();
-  EXPECT_TRUE(FakeEngine::Within([&] { return server_->Metric("attnd_streams") == 0; }));
+  EXPECT_TRUE(Within([&] { return server_->Metric("attnd_streams") == 0; }));
   const grpc::Status status = greedy->Finish();
   EXPECT_EQ(status.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED) << status.error_message();
   EXPECT_THAT(status.error_message(), HasSubstr("reply_timeout_s"));
@@ -247,17 +273,12 @@ TEST_F(LifecycleTest, AnOversizeChunkEndsTheUpload) {
   options_.max_message_bytes = 64 << 10;
   StartServer();
   engine_.Hold();  // a prefill that were finished would wait for ever
-  const auto stub = server_->NewStub();
-  grpc::ClientContext context;
-  v1::AppendKvResponse reply;
-  const auto stream = stub->AppendKv(&context, &reply);
-  v1::AppendKvRequest request;
-  request.set_sequence_id(1);
-  request.set_prefill_complete(true);
-  FillTensor(1, 1, 1 << 15, 1.0f, request.mutable_k());
-  stream->Write(request);
-  stream->WritesDone();
-  EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  Uploader upload(*server_);
+  upload.request.set_prefill_complete(true);
+  FillTensor(1, 1, 1 << 15, 1.0f, upload.request.mutable_k());
+  upload.stream->Write(upload.request);
+  upload.stream->WritesDone();
+  EXPECT_EQ(upload.stream->Finish().error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
 }
 
 // Bytes that are no message, on either stream: refused, and not taken for the stream's regular end.
@@ -291,13 +312,13 @@ TEST_F(LifecycleTest, StreamsHaveALimit) {
   options_.max_streams = 2;
   StartServer();
   auto first = StartClient(), second = StartClient();
-  ASSERT_TRUE(FakeEngine::Within([&] { return server_->Metric("attnd_streams") == 2; }));
+  ASSERT_TRUE(Within([&] { return server_->Metric("attnd_streams") == 2; }));
   auto third = StartClient();
   EXPECT_EQ(third->Finish().error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
   EXPECT_EQ(server_->Metric("attnd_rejections_total{reason=streams}"), 1);
   first->stream->WritesDone();
   EXPECT_TRUE(first->Finish().ok());
-  ASSERT_TRUE(FakeEngine::Within([&] { return server_->Metric("attnd_streams") == 1; }));
+  ASSERT_TRUE(Within([&] { return server_->Metric("attnd_streams") == 1; }));
   ExpectAnswers();
 }
 
@@ -381,14 +402,14 @@ TEST_F(LifecycleTest, ShutdownAnswersStepsInFlight) {
   ASSERT_TRUE(client->stream->Write(SmallStep()));
   ASSERT_TRUE(engine_.WaitForWaiting(1));
   std::thread shutdown([&] { server_->server().Shutdown({}); });
-  ASSERT_TRUE(FakeEngine::Within([&] { return engine_.opening_stopped(); }));
+  ASSERT_TRUE(Within([&] { return engine_.opening_stopped(); }));
   // Meanwhile: not healthy, no new sequences, no new streams.
   EXPECT_FALSE(server::Probe(server_->address(), 5s).ok());
   grpc::ClientContext context;
   v1::OpenSequenceResponse opened;
   EXPECT_EQ(client->stub->OpenSequence(&context, SmallModel(), &opened).error_code(),
             grpc::StatusCode::UNAVAILABLE);
-  EXPECT_TRUE(FakeEngine::Within(
+  EXPECT_TRUE(Within(
       [&] { return StartClient()->Finish().error_code() == grpc::StatusCode::UNAVAILABLE; }));
   engine_.Release();
   v1::DecodeResponse reply;
@@ -434,18 +455,13 @@ TEST_F(LifecycleTest, ShutdownEndsClientsThatDoNotRead) {
 
 TEST_F(LifecycleTest, ShutdownEndsUploads) {
   StartServer();
-  const auto stub = server_->NewStub();
-  grpc::ClientContext context;
-  v1::AppendKvResponse reply;
-  const auto stream = stub->AppendKv(&context, &reply);
-  v1::AppendKvRequest request;
-  request.set_sequence_id(1);
-  FillTensor(1, 1, 16, 1.0f, request.mutable_k());
-  FillTensor(1, 1, 16, 1.0f, request.mutable_v());
-  ASSERT_TRUE(stream->Write(request));
-  ASSERT_TRUE(FakeEngine::Within([&] { return server_->Metric("attnd_streams") == 1; }));
+  Uploader upload(*server_);
+  FillTensor(1, 1, 16, 1.0f, upload.request.mutable_k());
+  FillTensor(1, 1, 16, 1.0f, upload.request.mutable_v());
+  ASSERT_TRUE(upload.stream->Write(upload.request));
+  ASSERT_TRUE(Within([&] { return server_->Metric("attnd_streams") == 1; }));
   server_->server().Shutdown({});
-  EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
+  EXPECT_EQ(upload.stream->Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
 }
 
 TEST_F(LifecycleTest, ManyStreamsAtOnce) {

@@ -9,7 +9,6 @@
 #include <chrono>
 #include <filesystem>
 #include <memory>
-#include <string>
 #include <thread>
 #include <vector>
 
@@ -19,7 +18,9 @@
 #include "gtest/gtest.h"
 #include "server/probe.h"
 #include "tests/server/fake_engine.h"
+#include "tests/server/server_fixture.h"
 #include "tests/server/test_server.h"
+#include "tests/server/within.h"
 
 namespace attnd::testing {
 namespace {
@@ -42,27 +43,7 @@ v1::AppendKvRequest LargeChunk(uint32_t bytes) {
   return request;
 }
 
-class LimitsTest : public ::testing::Test {
- protected:
-  void StartServer() { server_ = std::make_unique<TestServer>(options_, &engine_); }
-  // One step is answered on a connection of its own.
-  void ExpectAnswers() const {
-    const auto stub = server_->NewStub();
-    grpc::ClientContext context;
-    context.set_deadline(std::chrono::system_clock::now() + 10s);
-    const auto stream = stub->Decode(&context);
-    v1::DecodeResponse reply;
-    EXPECT_TRUE(stream->Write(SmallStep()) && stream->Read(&reply));
-    EXPECT_EQ(reply.status().code(), 0);
-    stream->WritesDone();
-    EXPECT_TRUE(stream->Finish().ok());
-  }
-
-  TempDir directory_;
-  server::ServerOptions options_ = TestOptions(directory_.path());
-  FakeEngine engine_;
-  std::unique_ptr<TestServer> server_;
-};
+class LimitsTest : public FakeEngineFixture {};
 
 // Forty streams that each sent 8 MiB and now pause: the server keeps none of it.
 TEST_F(LimitsTest, UploadsThatPauseKeepNoMessage) {
@@ -87,9 +68,9 @@ TEST_F(LimitsTest, UploadsThatPauseKeepNoMessage) {
       ASSERT_TRUE(streams.back()->Write(chunk));
       ASSERT_TRUE(streams.back()->Write(ids));
     }
-    ASSERT_TRUE(FakeEngine::Within([&] { return engine_.chunks() == 2 * kStreams; }));
+    ASSERT_TRUE(Within([&] { return engine_.chunks() == 2 * kStreams; }));
   }
-  EXPECT_TRUE(FakeEngine::Within([&] { return BytesInUse() < before + (20u << 20); }))
+  EXPECT_TRUE(Within([&] { return BytesInUse() < before + (20u << 20); }))
       << (BytesInUse() - before) << " bytes are kept";
   for (auto& stream : streams) {
     stream->WritesDone();
@@ -138,7 +119,7 @@ TEST_F(LimitsTest, MemoryOfMessagesHasALimit) {
         << status.error_code() << ": " << status.error_message();
   }
   EXPECT_GT(refused, 0);
-  EXPECT_TRUE(FakeEngine::Within([&] { return server_->Metric("attnd_streams") == 0; }));
+  EXPECT_TRUE(Within([&] { return server_->Metric("attnd_streams") == 0; }));
   for (int i = 0; i < 10; ++i) ExpectAnswers();
   for (const grpc::Status& status : Upload(*server_, 3, 3)) EXPECT_TRUE(status.ok());
 }

@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/process_memory.h"
 #include "gtest/gtest.h"
 #include "server/probe.h"
 #include "tests/server/test_server.h"
@@ -55,12 +56,7 @@ class Process {
 
   void Signal(int signal) const { kill(pid_, signal); }
   // Resident memory in bytes.
-  uint64_t ResidentBytes() const {
-    std::ifstream file("/proc/" + std::to_string(pid_) + "/statm");
-    uint64_t total = 0, resident = 0;
-    file >> total >> resident;
-    return resident * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-  }
+  uint64_t ResidentBytes() const { return attnd::ResidentBytes(std::to_string(pid_)); }
   // The exit status, 128 + signal if a signal ended it, -1 if it has not ended in time.
   int Wait(std::chrono::milliseconds timeout) {
     const auto limit = std::chrono::steady_clock::now() + timeout;

@@ -59,6 +59,26 @@ TEST(StepExecutor, RunsInlineWhileASlotIsFree) {
   EXPECT_EQ(task.count, 1);  // ran before Submit returned
 }
 
+TEST(StepExecutor, AWaitingTaskIsWithdrawn) {
+  StepExecutor executor({.workers = 1, .inline_slots = 0, .queue_max = 4});
+  BlockedTask first;
+  CountingTask second, third;
+  ASSERT_TRUE(executor.Enqueue(&first));
+  first.started.Wait();
+  ASSERT_TRUE(executor.Enqueue(&second));
+  ASSERT_TRUE(executor.Enqueue(&third));
+  EXPECT_FALSE(executor.Withdraw(&first));  // runs
+  EXPECT_TRUE(executor.Withdraw(&second));
+  EXPECT_FALSE(executor.Withdraw(&second));
+  EXPECT_EQ(executor.queue_depth(), 1u);
+  CountingTask last;
+  ASSERT_TRUE(executor.Enqueue(&last));
+  first.let_go.Open();
+  while (last.count == 0) std::this_thread::yield();
+  EXPECT_EQ(second.count, 0);
+  EXPECT_EQ(third.count, 1);
+}
+
 TEST(StepExecutor, TheSecondOneHops) {
   StepExecutor executor({.workers = 2, .inline_slots = 1, .queue_max = 4});
   BlockedTask first, second;

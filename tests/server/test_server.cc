@@ -7,12 +7,21 @@
 #include <cstdlib>
 #include <filesystem>
 
+#include "attention/cpu_backend.h"
 #include "common/dtype.h"
 #include "grpcpp/create_channel.h"
 #include "grpcpp/security/credentials.h"
 #include "grpcpp/support/channel_arguments.h"
 
 namespace attnd::testing {
+namespace {
+
+[[noreturn]] void Die(const absl::Status& status) {
+  std::fprintf(stderr, "test server: %s\n", status.ToString().c_str());
+  std::abort();
+}
+
+}  // namespace
 
 server::ServerOptions TestOptions(const std::string& directory) {
   server::ServerOptions options;
@@ -24,6 +33,14 @@ server::ServerOptions TestOptions(const std::string& directory) {
   options.segment_tokens = 512;
   options.reply_timeout_s = 1;
   return options;
+}
+
+std::unique_ptr<engine::Engine> MakeTestEngine(const server::ServerOptions& options) {
+  auto engine =
+      engine::Engine::Create(server::ToEngineOptions(options, server::Machine()),
+                             attention::MakeCpuBackend({.threads = options.step_threads}), nullptr);
+  if (!engine.ok()) Die(engine.status());
+  return *std::move(engine);
 }
 
 TempDir::TempDir() {
@@ -38,10 +55,7 @@ TestServer::TestServer(const server::ServerOptions& options, engine::Engine* eng
   machine.cores = 2;
   machine.memory_bytes = uint64_t{1} << 30;
   auto server = server::Server::Start(options, machine, engine, &metrics_);
-  if (!server.ok()) {
-    std::fprintf(stderr, "test server: %s\n", server.status().ToString().c_str());
-    std::abort();
-  }
+  if (!server.ok()) Die(server.status());
   server_ = *std::move(server);
 }
 

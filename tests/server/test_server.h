@@ -5,10 +5,8 @@
 #ifndef ATTND_TESTS_SERVER_TEST_SERVER_H_
 #define ATTND_TESTS_SERVER_TEST_SERVER_H_
 
-#include <map>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "attnd/v1/attnd.grpc.pb.h"
 #include "engine/engine.h"
@@ -21,6 +19,9 @@ namespace attnd::testing {
 
 // Options with a socket below `directory` and the limits that tests want.
 server::ServerOptions TestOptions(const std::string& directory);
+
+// The engine that the server's options ask for.
+std::unique_ptr<engine::Engine> MakeTestEngine(const server::ServerOptions& options);
 
 // A directory that dies with this.
 class TempDir {

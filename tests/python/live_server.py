@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The built server for programs that are run by hand; tests take theirs from conftest.py."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+
+import attnd
+
+PROGRAM = pathlib.Path(__file__).resolve().parents[2] / "build/bin/attnd"
+
+
+@contextlib.contextmanager
+def running(*flags: str) -> Iterator[tuple[str, int]]:
+    """A server in a folder of its own: its target and its process id. It must end in order."""
+    with tempfile.TemporaryDirectory(prefix="attnd-") as folder:
+        target = f"unix:{folder}/run/attnd.sock"
+        command = [PROGRAM, "--listen", target, "--data-dir", f"{folder}/data", *flags]
+        server = subprocess.Popen(command)
+        try:
+            wait_until_there(target)
+            yield target, server.pid
+        finally:
+            server.terminate()
+            code = server.wait(20)
+    assert code == 0, f"attnd ended with {code}"
+
+
+def wait_until_there(target: str) -> None:
+    due = time.monotonic() + 20
+    with attnd.Client(target) as client:
+        while True:
+            try:
+                client.get_server_info()
+                return
+            except attnd.UnavailableError:
+                if time.monotonic() > due:
+                    raise
+
+
+def status_bytes(process: int, field: str) -> int:
+    """VmRSS, VmHWM and the like of a process."""
+    for line in pathlib.Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(f"{field}:"):
+            return 1024 * int(line.split()[1])
+    raise KeyError(field)
