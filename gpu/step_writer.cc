@@ -147,7 +147,7 @@ void StepWriter::Counts::Add(const Counts& other) {
   constexpr uint64_t Counts::*kFields[] = {
       &Counts::rows,        &Counts::units,        &Counts::tiles,        &Counts::read_items,
       &Counts::score_items, &Counts::query_tokens, &Counts::states,       &Counts::scores,
-      &Counts::fates,       &Counts::chosen,       &Counts::finish_items, &Counts::segments,
+      &Counts::fates,       &Counts::chosen,       &Counts::chosen_pieces, &Counts::segments,
       &Counts::blocks,      &Counts::uploads,      &Counts::staged_bytes};
   static_assert(sizeof(kFields) / sizeof(kFields[0]) * sizeof(uint64_t) == sizeof(Counts));
   for (const auto field : kFields) this->*field = Plus(this->*field, other.*field);
@@ -232,7 +232,7 @@ StepWriter::Counts StepWriter::CountsOf(const RowRef& ref, const StepRow& row,
     counts.scores = Times(counts.units, ScoresPerUnit(ref, group_));
     counts.fates = Times(counts.units, ref.slots);
     counts.chosen = Times(counts.units, ref.clustered_tokens);
-    counts.finish_items = Times(counts.tiles, ref.estimate_pieces + uint64_t{kChosenPiecesMax});
+    counts.chosen_pieces = Times(counts.tiles, kChosenPiecesMax);
   }
   counts.segments = ref.segment_count;
   counts.blocks = TailBlocksSeen(row);
@@ -266,8 +266,9 @@ StepWriter::Places StepWriter::PlacesOf(const Counts& counts) const {
   places.score_partials =
       scratch.Place(Times(counts.score_items, tiles_per_unit_), kLanes * 4 * sizeof(float));
   places.lane_scales = scratch.Place(counts.tiles, kLanes * sizeof(LaneScale));
-  places.finish_items = scratch.Place(counts.finish_items, sizeof(FinishItem));
-  places.finish_count = scratch.Place(2, sizeof(uint32_t));
+  places.chunks = scratch.Place(counts.score_items, sizeof(ChunkRef));
+  places.chosen_pieces = scratch.Place(counts.chosen_pieces, sizeof(ChosenPiece));
+  places.cursors = scratch.Place(kCursors, sizeof(uint32_t));
   places.results = scratch.end();
 
   const uint64_t lanes = Times(counts.query_tokens, query_heads);
@@ -288,7 +289,7 @@ bool StepWriter::Fits(const Counts& counts) const {
   constexpr uint64_t kNumberMax = std::numeric_limits<uint32_t>::max();
   for (const uint64_t number :
        {counts.rows, counts.units, counts.tiles, counts.read_items, counts.score_items,
-        counts.query_tokens, counts.states, counts.finish_items, counts.segments, counts.blocks,
+        counts.query_tokens, counts.states, counts.chosen_pieces, counts.segments, counts.blocks,
         counts.uploads}) {
     if (number > kNumberMax) return false;
   }
@@ -360,9 +361,14 @@ uint64_t StepWriter::Write(std::byte* input, std::byte* device_input, std::byte*
   h.uploads = Narrow(counts_.uploads);
   h.query_tokens = Narrow(counts_.query_tokens);
   h.kv_heads = kv_heads_;
+  h.head_dim = shape_.head_dim;
+  h.value_dim = shape_.value_dim;
   h.group = group_;
   h.tiles = Narrow(counts_.tiles);
   h.tiles_max = tiles_per_unit_;
+  for (const RowPart& part : parts_) {
+    h.estimate_pieces_max = std::max(h.estimate_pieces_max, part.ref.estimate_pieces);
+  }
   h.query_dtype = static_cast<uint32_t>(query_dtype_);
   h.softmax_scale = softmax_scale_;
   h.block_head_bytes =
@@ -381,8 +387,9 @@ uint64_t StepWriter::Write(std::byte* input, std::byte* device_input, std::byte*
   h.score_partials = At<float>(device_scratch, places.score_partials);
   h.lane_scales = At<LaneScale>(device_scratch, places.lane_scales);
   h.unit_results = At<UnitResult>(results, places.result.unit_results);
-  h.finish_items = At<FinishItem>(device_scratch, places.finish_items);
-  h.finish_count = At<uint32_t>(device_scratch, places.finish_count);
+  h.chunks = At<ChunkRef>(device_scratch, places.chunks);
+  h.chosen_pieces = At<ChosenPiece>(device_scratch, places.chosen_pieces);
+  h.cursors = At<uint32_t>(device_scratch, places.cursors);
   h.out = At<float>(results, places.result.out);
   h.lse = At<float>(results, places.result.lse);
   h.lane_results = At<LaneResult>(results, places.result.lane_results);

@@ -105,15 +105,15 @@ class StepWriter {
   // Counts of a wave, or what a part adds to them; the greatest number stands for an overflow.
   struct Counts {
     uint64_t rows = 0, units = 0, tiles = 0, read_items = 0, score_items = 0, query_tokens = 0;
-    uint64_t states = 0, scores = 0, fates = 0, chosen = 0, finish_items = 0;
+    uint64_t states = 0, scores = 0, fates = 0, chosen = 0, chosen_pieces = 0;
     uint64_t segments = 0, blocks = 0, uploads = 0, staged_bytes = 0;
     void Add(const Counts& other);
   };
   // Byte offsets of all parts of the two blocks.
   struct Places {
     uint64_t rows, segments, blocks, upload_refs, queries, staged, input_bytes;
-    uint64_t query_fragments, states, scores, chosen, score_partials, lane_scales, finish_items,
-        finish_count, results, scratch_bytes;
+    uint64_t query_fragments, states, scores, chosen, score_partials, lane_scales, chunks,
+        chosen_pieces, cursors, results, scratch_bytes;
     ResultPlaces result;
   };
 

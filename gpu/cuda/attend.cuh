@@ -388,7 +388,7 @@ __device__ void ReadPiece(const StepHeader& step, const UnitPlace& unit, uint32_
     source.end = min(first + kReadPieceTokens, limit);
     const LanePlace lane(step, unit, tile, g);
     lane_end = row.tail_limit + row.causal * lane.token;
-  } else {  // the sink
+  } else if (row.segment_count > 0) {  // the sink
     source.pages = segments[0].pages + unit.kv_head * segments[0].pages_head_bytes;
     source.end = segments[0].unclustered;
   }

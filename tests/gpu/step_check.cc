@@ -84,7 +84,8 @@ class Checker {
     scores_ += units * (h_.group * row.slots * (row.second_order != 0 ? 2 : 1) + row.slots);
     fates_ += units * row.slots;
     chosen_ += units * row.clustered_tokens;
-    finish_items_ += tiles * (row.estimate_pieces + kChosenPiecesMax);
+    chosen_pieces_ += tiles * kChosenPiecesMax;
+    estimate_pieces_max_ = std::max(estimate_pieces_max_, row.estimate_pieces);
     needs_measure_ |= row.cut == CutKind::kErrorBudget && std::isfinite(row.tolerance);
     if (row.cut == CutKind::kErrorBudget) Equal("second_order", row.second_order, 1);
   }
@@ -130,6 +131,9 @@ class Checker {
     Equal("query_tokens", h_.query_tokens, query_tokens_);
     Equal("read_items", h_.read_items, read_items_);
     Equal("score_items", h_.score_items, score_items_);
+    Equal("estimate_pieces_max", h_.estimate_pieces_max, estimate_pieces_max_);
+    Equal("head_dim", h_.head_dim, shape_.head_dim);
+    Equal("value_dim", h_.value_dim, shape_.value_dim);
     Equal("measure", measure_ ? 1 : 0, needs_measure_ ? 1 : 0);
   }
 
@@ -165,8 +169,9 @@ class Checker {
          score_items_ * h_.tiles_max * kLanes * 4 * sizeof(float));
     part("lane_scales", h_.lane_scales, tiles_ * kLanes * sizeof(LaneScale));
     part("unit_results", h_.unit_results, units_ * sizeof(UnitResult));
-    part("finish_items", h_.finish_items, finish_items_ * sizeof(FinishItem));
-    part("finish_count", h_.finish_count, 2 * sizeof(uint32_t));
+    part("chunks", h_.chunks, score_items_ * sizeof(ChunkRef));
+    part("chosen_pieces", h_.chosen_pieces, chosen_pieces_ * sizeof(ChosenPiece));
+    part("cursors", h_.cursors, kCursors * sizeof(uint32_t));
     part("out", h_.out, lanes * shape_.value_dim * sizeof(float));
     part("lse", h_.lse, lanes * sizeof(float));
     part("lane_results", h_.lane_results, lanes * sizeof(LaneResult));
@@ -184,7 +189,8 @@ class Checker {
   const std::function<bool(const void*, uint64_t)>& owns_;
   std::string wrong_;
   uint64_t units_ = 0, tiles_ = 0, query_tokens_ = 0, read_items_ = 0, score_items_ = 0;
-  uint64_t states_ = 0, scores_ = 0, fates_ = 0, chosen_ = 0, finish_items_ = 0;
+  uint64_t states_ = 0, scores_ = 0, fates_ = 0, chosen_ = 0, chosen_pieces_ = 0;
+  uint32_t estimate_pieces_max_ = 0;
   bool needs_measure_ = false;
   std::vector<std::pair<uintptr_t, uintptr_t>> parts_;
 };
