@@ -71,13 +71,30 @@ namespace {
 
 using google::protobuf::FieldDescriptor;
 
-constexpr const char* kFlagNames[] = {
-    "listen",           "data_dir",           "metrics_listen",         "memory_budget_bytes",
-    "step_threads",     "step_workers",       "max_queued_steps",       "index_threads",
-    "max_sequences",    "max_streams",        "max_sequence_tokens",    "max_rows",
-    "max_query_tokens", "segment_tokens",     "max_message_bytes",      "default_policy",
-    "reply_timeout_s",  "allow_insecure_tcp", "max_connection_streams", "grpc_memory_bytes",
-    "grpc_threads",     "min_ping_interval_s", "backend", "device_memory_bytes"};
+constexpr const char* kFlagNames[] = {"listen",
+                                      "data_dir",
+                                      "metrics_listen",
+                                      "memory_budget_bytes",
+                                      "step_threads",
+                                      "step_workers",
+                                      "max_queued_steps",
+                                      "index_threads",
+                                      "max_sequences",
+                                      "max_streams",
+                                      "max_sequence_tokens",
+                                      "max_rows",
+                                      "max_query_tokens",
+                                      "segment_tokens",
+                                      "max_message_bytes",
+                                      "default_policy",
+                                      "reply_timeout_s",
+                                      "allow_insecure_tcp",
+                                      "max_connection_streams",
+                                      "grpc_memory_bytes",
+                                      "grpc_threads",
+                                      "min_ping_interval_s",
+                                      "backend",
+                                      "device_memory_bytes"};
 
 // Splits "--name=value"; the value is absent if there is no '='. Names come out with underscores.
 struct Argument {

@@ -98,8 +98,7 @@ absl::Status Serve(const ServerOptions& options) {
   const auto metrics = std::make_shared<Metrics>();  // shared only because the exposer wants it
   ATTND_ASSIGN_OR_RETURN(
       const std::unique_ptr<engine::Engine> engine,
-      engine::Engine::Create(ToEngineOptions(options, machine), std::move(backend),
-                             metrics.get()));
+      engine::Engine::Create(ToEngineOptions(options, machine), std::move(backend), metrics.get()));
   metrics->SetBuildInfo(ServerVersion(), engine->backend().target());
   ATTND_ASSIGN_OR_RETURN(const std::unique_ptr<Server> server,
                          Server::Start(options, machine, engine.get(), metrics.get()));

@@ -55,8 +55,8 @@ Metrics::Metrics() : registry_(std::make_shared<prometheus::Registry>()) {
                                    {{"tier", "host"}});
   host_hit_tokens_ =
       AddCounter("attnd_tier_hit_tokens_total", "Tokens found in a tier", {{"tier", "host"}});
-  hbm_lookup_tokens_ = AddCounter("attnd_tier_lookup_tokens_total", "Tokens looked up in a tier",
-                                  {{"tier", "hbm"}});
+  hbm_lookup_tokens_ =
+      AddCounter("attnd_tier_lookup_tokens_total", "Tokens looked up in a tier", {{"tier", "hbm"}});
   hbm_hit_tokens_ =
       AddCounter("attnd_tier_hit_tokens_total", "Tokens found in a tier", {{"tier", "hbm"}});
   for (size_t i = 0; i < kStages; ++i) {
@@ -84,9 +84,9 @@ Metrics::Metrics() : registry_(std::make_shared<prometheus::Registry>()) {
   for (size_t i = 0; i < device_bytes_.size(); ++i) {
     device_bytes_[i] = AddGauge("attnd_device_bytes", "Bytes of GPU memory in use, by arena",
                                 {{"arena", kArenaNames[i]}});
-    device_capacity_bytes_[i] = AddGauge("attnd_device_capacity_bytes",
-                                         "Bytes of GPU memory that an arena has",
-                                         {{"arena", kArenaNames[i]}});
+    device_capacity_bytes_[i] =
+        AddGauge("attnd_device_capacity_bytes", "Bytes of GPU memory that an arena has",
+                 {{"arena", kArenaNames[i]}});
   }
   const std::string pcie = "attnd_pcie_bytes_total";
   const std::string pcie_help = "Bytes copied between host and GPU";

@@ -77,12 +77,12 @@ absl::Status CheckGrpc(const ServerOptions& options) {
 
 absl::Status CheckBackend(const ServerOptions& options) {
   if (options.backend != "auto" && options.backend != "cpu" && options.backend != "cuda") {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "backend is '", options.backend.substr(0, 64), "'; allowed are auto, cpu, cuda"));
+    return absl::InvalidArgumentError(absl::StrCat("backend is '", options.backend.substr(0, 64),
+                                                   "'; allowed are auto, cpu, cuda"));
   }
   if (options.device_memory_bytes == 0) return absl::OkStatus();
-  return CheckRange("device_memory_bytes", options.device_memory_bytes,
-                    gpu::kDeviceMemoryBytesMin, uint64_t{1} << 50);
+  return CheckRange("device_memory_bytes", options.device_memory_bytes, gpu::kDeviceMemoryBytesMin,
+                    uint64_t{1} << 50);
 }
 
 absl::Status CheckPaths(const ServerOptions& options) {
