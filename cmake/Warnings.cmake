@@ -1,9 +1,10 @@
 # Compile options of the project's own code; generated code is exempt (target_link_libraries to attnd_options is what
 # turns them on).
 add_library(attnd_options INTERFACE)
-target_compile_options(attnd_options INTERFACE -Wall -Wextra -Wpedantic -Wshadow -Wnon-virtual-dtor -Werror)
+target_compile_options(attnd_options INTERFACE
+  "$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Wpedantic;-Wshadow;-Wnon-virtual-dtor;-Werror>")
 if(CMAKE_CXX_COMPILER_ID MATCHES "Clang")
-  target_compile_options(attnd_options INTERFACE -Wthread-safety)
+  target_compile_options(attnd_options INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:-Wthread-safety>")
 endif()
 target_include_directories(attnd_options INTERFACE ${PROJECT_SOURCE_DIR})
 

@@ -60,18 +60,19 @@ absl::StatusOr<std::shared_ptr<Resident>> MirrorStore::Get(const MirrorSlot& slo
 }
 
 absl::StatusOr<std::shared_ptr<Resident>> MirrorStore::Make(const Sizes& sizes) {
-  const auto allocate = [&](Arena* arena, uint64_t bytes) -> absl::StatusOr<Arena::Block> {
-    if (bytes == 0) return Arena::Block();
-    absl::StatusOr<Arena::Block> block = arena->Allocate(bytes);
-    // What the whole arena could not hold is no reason to empty it.
-    while (!block.ok() && bytes <= arena->capacity() && EvictOldest()) {
-      block = arena->Allocate(bytes);
-    }
-    return block;
-  };
-  ATTND_ASSIGN_OR_RETURN(Arena::Block pages, allocate(pages_.get(), sizes.pages_bytes));
-  ATTND_ASSIGN_OR_RETURN(Arena::Block index, allocate(index_.get(), sizes.index_bytes));
+  ATTND_ASSIGN_OR_RETURN(Arena::Block pages, Allocate(pages_.get(), sizes.pages_bytes));
+  ATTND_ASSIGN_OR_RETURN(Arena::Block index, Allocate(index_.get(), sizes.index_bytes));
   return std::make_shared<Resident>(std::move(index), std::move(pages), sizes.layers);
+}
+
+absl::StatusOr<Arena::Block> MirrorStore::Allocate(Arena* arena, uint64_t bytes) {
+  if (bytes == 0) return Arena::Block();
+  absl::StatusOr<Arena::Block> block = arena->Allocate(bytes);
+  // What the whole arena could not hold is no reason to empty it.
+  while (!block.ok() && bytes <= arena->capacity() && EvictOldest()) {
+    block = arena->Allocate(bytes);
+  }
+  return block;
 }
 
 bool MirrorStore::EvictOldest() {

@@ -79,6 +79,9 @@ class MirrorStore : public std::enable_shared_from_this<MirrorStore> {
                                                 const Sizes& sizes);
   absl::StatusOr<std::shared_ptr<Resident>> Make(const Sizes& sizes)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // An empty block for no bytes.
+  absl::StatusOr<Arena::Block> Allocate(Arena* arena, uint64_t bytes)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // False if a step holds every resident.
   bool EvictOldest() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Forget(DeviceMirror* mirror);

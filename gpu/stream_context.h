@@ -33,6 +33,7 @@ class StreamContext {
   StreamContext(const StreamContext&) = delete;
   StreamContext& operator=(const StreamContext&) = delete;
 
+  // For steps and builds; to be asked after SendInput, so that Flush knows of it.
   Stream& stream() { return *stream_; }
   const WaveRoom& room() const { return room_; }
   // Device memory that a context with such room takes.
@@ -56,8 +57,6 @@ class StreamContext {
   absl::Status Synchronize();
   // The same, if anything was asked since.
   absl::Status Flush() { return busy_ ? Synchronize() : absl::OkStatus(); }
-  // To be called before anything else is asked of stream().
-  void SetBusy() { busy_ = true; }
 
  private:
   StreamContext(Device* device, const WaveRoom& room, TransferCounts* counts)

@@ -18,6 +18,9 @@
 namespace attnd::gpu::test {
 namespace {
 
+// More than kDeviceMemoryBytesMin holds.
+constexpr uint64_t kManySequences = 40;
+
 using absl::StatusCode;
 using attention::BackendStats;
 using attention::StepRequest;
@@ -128,7 +131,7 @@ TEST_F(CudaBackendFaults, AFullDeviceEvictsWhatWasUsedLast) {
   CudaBackendOptions options = SmallOptions();
   options.device_memory_bytes = kDeviceMemoryBytesMin;
   std::vector<TestSequence> sequences;
-  for (uint64_t s = 0; s < 40; ++s) sequences.push_back(SmallSequence(s));
+  for (uint64_t s = 0; s < kManySequences; ++s) sequences.push_back(SmallSequence(s));
   const FakeBackend fake = MakeFakeBackend(options);
   for (int round = 0; round < 2; ++round) {
     for (TestSequence& sequence : sequences) {
@@ -137,7 +140,7 @@ TEST_F(CudaBackendFaults, AFullDeviceEvictsWhatWasUsedLast) {
     }
   }
   const BackendStats stats = fake.backend->stats();
-  EXPECT_GT(stats.evictions, 40u);
+  EXPECT_GT(stats.evictions, kManySequences);
   EXPECT_EQ(stats.fallback_steps, 0u);
   EXPECT_LE(stats.pages.used_bytes, stats.pages.capacity_bytes);
   sequences.clear();
@@ -150,7 +153,7 @@ TEST_F(CudaBackendFaults, AStepBeyondTheDeviceIsAnsweredInTurns) {
   CudaBackendOptions options = SmallOptions();
   options.device_memory_bytes = kDeviceMemoryBytesMin;
   std::vector<TestSequence> sequences;
-  for (uint64_t s = 0; s < 40; ++s) sequences.push_back(SmallSequence(s));
+  for (uint64_t s = 0; s < kManySequences; ++s) sequences.push_back(SmallSequence(s));
   std::vector<TestRow> rows;
   for (TestSequence& sequence : sequences) {
     rows.push_back(RowsOf(&sequence, 0)[rows.size() % 4]);

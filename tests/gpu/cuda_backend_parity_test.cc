@@ -6,7 +6,9 @@
 // whose naive loops see nothing but what the host wrote.
 #include <gtest/gtest.h>
 
+#include <iterator>
 #include <tuple>
+#include <vector>
 
 #include "tests/gpu/support.h"
 
@@ -42,6 +44,15 @@ const Case kCases[] = {
     {8, 1, 64, 64, {2400, 700}, 90}, {12, 1, 192, 128, {600}, 200}, {2, 2, 256, 256, {576}, 64},
 };
 
+// Thread sanitizer makes a case take many seconds, and no race depends on the dtype.
+#ifdef __SANITIZE_THREAD__
+const std::vector<Case> kShapes = {kCases[1]};
+const std::vector<DType> kDTypes = {DType::kBf16};
+#else
+const std::vector<Case> kShapes(std::begin(kCases), std::end(kCases));
+const std::vector<DType> kDTypes = {DType::kBf16, DType::kFp16};
+#endif
+
 class CudaBackendParity : public testing::TestWithParam<std::tuple<Case, DType>> {};
 
 TEST_P(CudaBackendParity, AnswersStatisticsAndPlansAreTheCpus) {
@@ -76,8 +87,7 @@ TEST_P(CudaBackendParity, AnswersStatisticsAndPlansAreTheCpus) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, CudaBackendParity,
-                         testing::Combine(testing::ValuesIn(kCases),
-                                          testing::Values(DType::kBf16, DType::kFp16)));
+                         testing::Combine(testing::ValuesIn(kShapes), testing::ValuesIn(kDTypes)));
 
 }  // namespace
 }  // namespace attnd::gpu::test

@@ -40,6 +40,12 @@ using engine::test::TestSeed;
 using engine::test::TestSequence;
 using testing::HasSubstr;
 
+#ifdef __SANITIZE_THREAD__
+constexpr int kHistoryRounds = 6;  // the fake device's loops are slow there
+#else
+constexpr int kHistoryRounds = 25;
+#endif
+
 class CudaEngine : public testing::Test {
  protected:
   void Start(const CudaBackendOptions& options = SmallOptions()) {
@@ -112,7 +118,7 @@ TEST_F(CudaEngine, HistoriesForkShrinkAndGrow) {
   sequences.push_back(Open());
   Prefill(&sequences[0], 900, &random_);
   FinishPrefill(&sequences[0]);
-  for (int round = 0; round < 25; ++round) {
+  for (int round = 0; round < kHistoryRounds; ++round) {
     SCOPED_TRACE(testing::Message() << "round " << round);
     TestSequence& sequence = sequences[random_.Below(sequences.size())];
     const uint64_t length = sequence.history.committed();
