@@ -5,10 +5,8 @@
 
 namespace attnd::gpu {
 
-// As TileFragmentWords in cuda/place.cuh: queries and squared queries, 8 words a channel each, and
-// factors of both.
 uint64_t QueryFragmentBytes(const KernelShape& shape) {
-  return (uint64_t{2} * 8 * shape.head_dim + 64) * sizeof(uint32_t);
+  return uint64_t{TileFragmentWords(shape.head_dim)} * sizeof(uint32_t);
 }
 
 // Centred keys, their assignments, and for each cluster sums, a centroid and counts.

@@ -58,7 +58,6 @@ if has_python grpc && has_python numpy && has_python safetensors; then check nan
 echo "Benchmarks"
 check kernel_times ./gpu_kernels --bench
 check index_times ./gpu_index_check --bench
-check step_times ./gpu_attention
 if has_python torch; then check peers python3 peers/sdpa_decode.py --json "${out}/peers.json"; fi
 
 echo

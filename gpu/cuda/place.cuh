@@ -136,15 +136,6 @@ __device__ __forceinline__ const V* Part(const ChunkRef& chunk, uint32_t offset)
   return reinterpret_cast<const V*>(chunk.head + offset);
 }
 
-// Query fragments of one tile: the queries', then the squared queries', then kLanes factors of the
-// logits and kLanes of their variances.
-__host__ __device__ constexpr uint32_t FragmentWords(uint32_t head_dim) {
-  return head_dim * 8;  // of each of the two: 32 threads, head_dim / 32 blocks of 8 words
-}
-__host__ __device__ constexpr uint32_t TileFragmentWords(uint32_t head_dim) {
-  return 2 * FragmentWords(head_dim) + 64;
-}
-
 }  // namespace attnd::gpu
 
 #endif  // ATTND_GPU_CUDA_PLACE_CUH_

@@ -44,5 +44,10 @@ ATTND_CHECK_PACKAGES=(
   clang-tidy
 )
 
+# What scripts/bundle.sh takes besides; a CUDA compiler comes from elsewhere.
+ATTND_BUNDLE_PACKAGES=(
+  patchelf
+)
+
 # Unpacked into build/tools by setup_prometheus, never installed: its package would start a daemon.
 ATTND_PROMETHEUS_PACKAGE=prometheus

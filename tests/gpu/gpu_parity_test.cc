@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Goal: a real GPU gives the CPU backend's answers, statistics and plans, from the same index bytes,
+// whatever the shape, the history and the batch; and the same bits each time. Method: random
+// sequences answered by both backends; histories of the engine against its plain model. Skips, saying
+// why, where there is no GPU.
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <span>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "engine/engine.h"
+#include "gpu/device.h"
+#include "tests/engine/support.h"
+#include "tests/gpu/support.h"
+
+namespace attnd::gpu::test {
+namespace {
+
+using attention::Backend;
+using attention::Policy;
+using attention::test::MakeRow;
+using attention::test::MakeSequence;
+using attention::test::MakeShape;
+using attention::test::RunStep;
+using attention::test::SequenceSpec;
+using attention::test::StepResult;
+using attention::test::TestRow;
+using attention::test::TestSequence;
+
+// Every case has a backend of its own: small, so that starting one takes no time.
+CudaBackendOptions GpuOptions() {
+  CudaBackendOptions options = SmallOptions();
+  options.device_memory_bytes = uint64_t{2} << 30;
+  options.scratch_bytes = uint64_t{64} << 20;
+  return options;
+}
+
+class OnGpu {
+ public:
+  // Null, and the test is to be skipped, if there is no GPU.
+  static std::unique_ptr<Backend> Make() {
+    auto device = OpenCudaDevice();
+    if (!device.ok()) {
+      skipped_because = device.status().ToString();
+      return nullptr;
+    }
+    auto backend = MakeCudaBackend(GpuOptions(), *std::move(device), MakeCpu());
+    EXPECT_TRUE(backend.ok()) << backend.status();
+    return backend.ok() ? *std::move(backend) : nullptr;
+  }
+  static inline std::string skipped_because;
+};
+
+#define SKIP_WITHOUT_GPU(backend) \
+  if ((backend) == nullptr) GTEST_SKIP() << "no GPU: " << OnGpu::skipped_because
+
+struct Case {
+  uint32_t query_heads, kv_heads, head_dim, value_dim;
+  std::vector<uint32_t> segments;
+  uint64_t tail;
+};
+
+void PrintTo(const Case& c, std::ostream* out) {
+  *out << c.query_heads << "/" << c.kv_heads << " heads, " << c.head_dim << "/" << c.value_dim
+       << ", " << c.segments.size() << " segments";
+}
+
+// Groups 1, 3, 4, 8, 12, 32; every pair of head dims; tails that start within a block and on its
+// edge, of more than one piece; whole segments.
+const Case kCases[] = {
+    {1, 1, 64, 64, {}, 150},         {6, 2, 64, 64, {700}, 70},     {4, 1, 128, 128, {640, 512}, 1},
+    {8, 1, 64, 64, {2400, 700}, 90}, {12, 1, 192, 128, {600}, 200}, {2, 2, 256, 256, {576}, 64},
+    {8, 2, 128, 128, {8192, 8192, 1000}, 1300},                     {32, 1, 128, 128, {3000}, 66},
+};
+
+class GpuParity : public testing::TestWithParam<std::tuple<Case, DType>> {
+ protected:
+  SequenceSpec Spec() const {
+    const auto& [shape, dtype] = GetParam();
+    SequenceSpec spec;
+    spec.shape =
+        MakeShape(shape.query_heads, shape.kv_heads, shape.head_dim, shape.value_dim, dtype, 2);
+    spec.segment_tokens = shape.segments;
+    spec.tail_tokens = shape.tail;
+    spec.seed = attention::test::TestSeed() + shape.head_dim + shape.query_heads;
+    return spec;
+  }
+  // Rows of every policy, causal and query-only, of 1 to 8 query tokens.
+  static std::vector<TestRow> Rows(TestSequence* sequence, uint32_t layer) {
+    const SequenceSpec& spec = sequence->spec;
+    std::vector<TestRow> rows;
+    uint64_t seed = spec.seed;
+    for (const Policy& policy : Policies()) {
+      const auto most = static_cast<uint32_t>(std::min<uint64_t>(8, spec.tail_tokens));
+      const uint32_t tokens = 1 + static_cast<uint32_t>(++seed % most);
+      rows.push_back(MakeRow(sequence, policy, spec.tokens() - tokens, tokens, false, DType::kFp32,
+                             layer, seed));
+      rows.push_back(MakeRow(sequence, policy, spec.tokens(), tokens, true, spec.shape.dtype, layer,
+                             ++seed));
+    }
+    return rows;
+  }
+};
+
+TEST_P(GpuParity, AnswersStatisticsAndPlansAreTheCpus) {
+  const auto gpu = OnGpu::Make();
+  SKIP_WITHOUT_GPU(gpu);
+  const SequenceSpec spec = Spec();
+  SCOPED_TRACE(testing::Message() << spec);
+  TestSequence sequence = MakeSequence(spec);
+  const auto cpu = MakeCpu();
+  for (uint32_t layer = 0; layer < 2; ++layer) {
+    // One batch holds rows of one query dtype.
+    for (const bool query_only : {false, true}) {
+      std::vector<TestRow> rows;
+      for (TestRow& row : Rows(&sequence, layer)) {
+        if (row.query_only == query_only) rows.push_back(std::move(row));
+      }
+      const StepResult step = RunStep(gpu.get(), layer, rows);
+      EXPECT_TRUE(Agree(step, RunStep(cpu.get(), layer, rows), rows)) << "layer " << layer;
+    }
+  }
+  EXPECT_EQ(gpu->stats().fallback_steps, 0u);
+  EXPECT_TRUE(gpu->Health().ok()) << gpu->Health();
+}
+
+TEST_P(GpuParity, ARowsBitsDependOnItselfAlone) {
+  const auto gpu = OnGpu::Make();
+  SKIP_WITHOUT_GPU(gpu);
+  const SequenceSpec spec = Spec();
+  SCOPED_TRACE(testing::Message() << spec);
+  TestSequence sequence = MakeSequence(spec);
+  std::vector<TestRow> rows;
+  for (TestRow& row : Rows(&sequence, 0)) {
+    if (!row.query_only) rows.push_back(std::move(row));
+  }
+  const StepResult together = RunStep(gpu.get(), 0, rows);
+  const StepResult again = RunStep(gpu.get(), 0, rows);
+  for (size_t r = 0; r < rows.size(); ++r) {
+    EXPECT_TRUE(SameBits(together.rows[r], again.rows[r])) << "row " << r << ", repeated";
+    const StepResult alone = RunStep(gpu.get(), 0, std::span<const TestRow>(&rows[r], 1));
+    EXPECT_TRUE(SameBits(together.rows[r], alone.rows[0])) << "row " << r << ", alone";
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, GpuParity,
+                         testing::Combine(testing::ValuesIn(kCases),
+                                          testing::Values(DType::kBf16, DType::kFp16)));
+
+// Histories whose segments the device builds, against the engine tests' model in double precision.
+TEST(GpuEngine, HistoriesAnswerAsLocalAttentionDoes) {
+  using engine::test::FinishPrefill;
+  using engine::test::Generate;
+  using engine::test::MatchesModel;
+  using engine::test::OpenSequence;
+  using engine::test::Prefill;
+  auto backend = OnGpu::Make();
+  SKIP_WITHOUT_GPU(backend);
+  auto made = engine::Engine::Create(engine::test::SmallOptions(), std::move(backend), nullptr);
+  ASSERT_TRUE(made.ok()) << made.status();
+  engine::Engine* engine = made->get();
+  const uint64_t seed = engine::test::TestSeed();
+  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  engine::test::Random random(seed);
+  for (const uint32_t dim : {64, 128}) {
+    const ModelShape shape = engine::test::MakeShape(2, 4, 2, dim, dim, DType::kBf16);
+    auto sequence = OpenSequence(engine, shape, std::nullopt);
+    Prefill(&sequence, 1300, &random);
+    EXPECT_GE(FinishPrefill(&sequence).segmented_tokens, 1024u);
+    EXPECT_TRUE(MatchesModel(&sequence, &random));
+    Generate(&sequence, 40, &random, /*check=*/true);
+    EXPECT_TRUE(MatchesModel(&sequence, &random));
+  }
+  EXPECT_EQ(engine->backend().stats().fallback_steps, 0u);
+  EXPECT_TRUE(engine->backend().Health().ok()) << engine->backend().Health();
+}
+
+}  // namespace
+}  // namespace attnd::gpu::test
