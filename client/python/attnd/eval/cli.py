@@ -51,13 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    settings = Settings(
-        args.length, args.policy or [Policy("dense")], as_dtype(args.dtype), args.batch
-    )
     examples = read_examples(args.eval_set, args.length, args.tasks, args.limit)
     model = Model.load(args.model)
     cache = Cache(args.cache_dir or default_folder(), args.cache_bytes)
     with Client(args.target, tenant=args.tenant) as client:
+        dtype = args.dtype or _dtype_for(client)
+        settings = Settings(
+            args.length, args.policy or [Policy("dense")], as_dtype(dtype), args.batch
+        )
         results = evaluate(client, model, examples, cache, settings)
     for result in results:
         print(describe(result))
@@ -65,6 +66,11 @@ def _run(args: argparse.Namespace) -> int:
         written = results if len(results) > 1 else results[0]
         args.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def _dtype_for(client: Client) -> str:
+    """The most exact element type that the server's backend keeps."""
+    return "bf16" if client.get_server_info().backends[0] == "cuda" else "fp32"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,8 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--dtype",
         choices=("fp32", "bf16", "fp16"),
-        default="fp32",
-        help="of the KV sent (default: %(default)s)",
+        help="of the KV sent (default: fp32, or bf16 for a server on a GPU)",
     )
     add(
         "--batch",
