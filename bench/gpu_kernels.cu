@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Times a step's kernels on one layer that lies in device memory, and checks their answers against
-// plain loops in double precision on a small layer. Needs nothing but the kernels and a GPU, so that
-// a kernel can be changed and tried in a minute; parity with the CPU backend is tests/gpu's.
+// plain loops in double precision on a small layer. Needs nothing but the kernels and a GPU, so
+// that a kernel can be changed and tried in a minute; parity with the CPU backend is tests/gpu's.
 //
 //   gpu_kernels [--check] [--bench] [--only=TEXT]
 #include <cuda_bf16.h>
@@ -168,7 +168,8 @@ class Layer {
     row.dense_pieces = policy.kind == UnitKind::kDense ? pieces : 0;
     row.read_pieces = row.dense_pieces + row.tail_pieces + (row.dense_pieces == 0 ? 1 : 0);
     row.estimate_piece_slots =
-        std::max(kEstimatePieceSlots, (slots / kEstimatePiecesMax + kSlotChunk - 1) / kSlotChunk * kSlotChunk);
+        std::max(kEstimatePieceSlots,
+                 (slots / kEstimatePiecesMax + kSlotChunk - 1) / kSlotChunk * kSlotChunk);
     row.estimate_pieces =
         clusters ? (slots + row.estimate_piece_slots - 1) / row.estimate_piece_slots : 0;
     row.exact_share = policy.exact_share, row.estimated_share = policy.estimated_share;
@@ -180,7 +181,8 @@ class Layer {
     const uint32_t tiles = row.tiles_per_unit;
     const uint32_t states_of_tile =
         row.read_pieces + row.estimate_pieces + (clusters ? kChosenPiecesMax : 0);
-    const uint64_t scores_of_unit = uint64_t{slots} * ((row.second_order ? 2 : 1) * shape_.group + 1);
+    const uint64_t scores_of_unit =
+        uint64_t{slots} * ((row.second_order ? 2 : 1) * shape_.group + 1);
     std::vector<RowRef> rows;
     uint64_t states = 0, scores = 0, fates = 0, tokens = 0;
     for (uint32_t r = 0; r < shape_.rows; ++r) {
@@ -426,7 +428,8 @@ double Layer::Reference(const Policy& policy, const StepHeader& step) {
     pages.push_back(ToHost(s.pages, s.ref.pages_head_bytes * shape_.kv_heads));
     indexes.push_back(ToHost(s.index, s.ref.index_head_bytes * shape_.kv_heads));
   }
-  for (const auto* block : blocks_) tails.push_back(ToHost(block, BlockHeadBytes() * shape_.kv_heads));
+  for (const auto* block : blocks_)
+    tails.push_back(ToHost(block, BlockHeadBytes() * shape_.kv_heads));
   double worst = 0, worst_error = 0;
   uint32_t plan_differences = 0;
   const uint32_t tail_begin = (shape_.tokens - shape_.tail) % kBlockRows;
@@ -483,8 +486,9 @@ double Layer::Reference(const Policy& policy, const StepHeader& step) {
             Cluster cluster{s, c, starts[c], starts[c + 1], {}, {}, {}};
             const auto* key =
                 reinterpret_cast<const uint16_t*>(index + segment.ref.centroids) + size_t{c} * dim;
-            const auto* codes = reinterpret_cast<const uint8_t*>(index + segment.ref.deviation_codes) +
-                                size_t{c} * dim / 2;
+            const auto* codes =
+                reinterpret_cast<const uint8_t*>(index + segment.ref.deviation_codes) +
+                size_t{c} * dim / 2;
             const double unit =
                 reinterpret_cast<const float*>(index + segment.ref.variance_unit)[c];
             for (uint32_t h = 0; h < group; ++h) {
@@ -555,7 +559,9 @@ double Layer::Reference(const Policy& policy, const StepHeader& step) {
                            ? kFateEstimated
                            : kFateDropped;
             } else {
-              c.fate = before < policy.p2 ? kFateExact : before < policy.p1 ? kFateEstimated : kFateDropped;
+              c.fate = before < policy.p2   ? kFateExact
+                       : before < policy.p1 ? kFateEstimated
+                                            : kFateDropped;
             }
             before += c.score;
           }
@@ -618,13 +624,11 @@ double Layer::Reference(const Policy& policy, const StepHeader& step) {
           }
         }
         if (policy.kind == UnitKind::kClusters) {
-          const auto& unit =
-              units[(size_t{r} * shape_.query_tokens + t) * shape_.kv_heads + head];
+          const auto& unit = units[(size_t{r} * shape_.query_tokens + t) * shape_.kv_heads + head];
           if (unit.chosen_tokens != exact_tokens) ++plan_differences;
         }
         for (uint32_t h = 0; h < group; ++h) {
-          const size_t slot =
-              (size_t{r} * shape_.query_tokens + t) * heads() + head * group + h;
+          const size_t slot = (size_t{r} * shape_.query_tokens + t) * heads() + head * group + h;
           double norm = 0, difference = 0;
           for (uint32_t c = 0; c < dim; ++c) {
             const double expected = all[h].values[c] / all[h].sum;
@@ -642,14 +646,14 @@ double Layer::Reference(const Policy& policy, const StepHeader& step) {
             error += e * e * std::expm1(std::min(c.d2[h], 8.0));
           }
           error = std::sqrt(error) / all[h].sum / std::max(std::sqrt(norm), least[h]);
-          worst_error = std::max(worst_error, std::abs(error - results[slot].predicted_error) /
-                                                  std::max(error, 1e-6));
+          worst_error = std::max(
+              worst_error, std::abs(error - results[slot].predicted_error) / std::max(error, 1e-6));
         }
       }
     }
   }
-  std::printf("  %-34s output %.1e  predicted error %.1e  plans that differ %u of %u\n", policy.name,
-              worst, worst_error, plan_differences, step.units);
+  std::printf("  %-34s output %.1e  predicted error %.1e  plans that differ %u of %u\n",
+              policy.name, worst, worst_error, plan_differences, step.units);
   return std::max(worst, worst_error * 0.1) + (plan_differences > step.units / 50 ? 1 : 0);
 }
 
@@ -709,7 +713,8 @@ void RunStep(const StepHeader& step, uint32_t dim, bool clusters, bool measure, 
 
 std::vector<Policy> Policies() {
   const double off = std::numeric_limits<double>::infinity();
-  const auto make = [](const char* name, UnitKind kind, CutKind cut, bool second, double a, double b) {
+  const auto make = [](const char* name, UnitKind kind, CutKind cut, bool second, double a,
+                       double b) {
     Policy p;
     p.name = name, p.kind = kind, p.cut = cut, p.second_order = second;
     if (cut == CutKind::kTopK) p.exact_share = a, p.estimated_share = b;
@@ -736,14 +741,17 @@ bool Matches(const std::string& only, const char* name) {
 }
 
 int CheckAll(uint32_t sms, const std::string& only) {
-  const Shape shapes[] = {{1, 1500, 2, 4, 128, 1, 100}, {2, 9000, 2, 4, 128, 3, 300},
-                          {1, 3000, 1, 16, 128, 2, 65}, {1, 2500, 2, 1, 64, 8, 1100},
+  const Shape shapes[] = {{1, 1500, 2, 4, 128, 1, 100},
+                          {2, 9000, 2, 4, 128, 3, 300},
+                          {1, 3000, 1, 16, 128, 2, 65},
+                          {1, 2500, 2, 1, 64, 8, 1100},
                           {1, 2500, 1, 8, 256, 2, 64}};
   int failures = 0;
   for (const Shape& shape : shapes) {
-    std::printf("rows %u, tokens %u, KV heads %u, group %u, head_dim %u, query tokens %u, tail %u\n",
-                shape.rows, shape.tokens, shape.kv_heads, shape.group, shape.dim,
-                shape.query_tokens, shape.tail);
+    std::printf(
+        "rows %u, tokens %u, KV heads %u, group %u, head_dim %u, query tokens %u, tail %u\n",
+        shape.rows, shape.tokens, shape.kv_heads, shape.group, shape.dim, shape.query_tokens,
+        shape.tail);
     Layer layer(shape, /*consistent=*/true);
     for (const Policy& policy : Policies()) {
       if (!Matches(only, policy.name)) continue;
@@ -766,11 +774,13 @@ void BenchAll(uint32_t sms, const std::string& only) {
   CHECK_CUDA(cudaEventCreateWithFlags(&join, cudaEventDisableTiming));
   cudaEvent_t events[kStages + 1];
   for (auto& event : events) CHECK_CUDA(cudaEventCreate(&event));
-  const Shape shapes[] = {{4, 131072, 8, 4, 128, 1, 64}, {1, 131072, 8, 4, 128, 1, 64},
-                          {8, 32768, 8, 4, 128, 1, 64}, {4, 131072, 8, 4, 64, 1, 64}};
+  const Shape shapes[] = {{4, 131072, 8, 4, 128, 1, 64},
+                          {1, 131072, 8, 4, 128, 1, 64},
+                          {8, 32768, 8, 4, 128, 1, 64},
+                          {4, 131072, 8, 4, 64, 1, 64}};
   for (const Shape& shape : shapes) {
-    std::printf("%u x %u tokens, head_dim %u: microseconds, median of 30 in one stream\n", shape.rows,
-                shape.tokens, shape.dim);
+    std::printf("%u x %u tokens, head_dim %u: microseconds, median of 30 in one stream\n",
+                shape.rows, shape.tokens, shape.dim);
     Layer layer(shape, /*consistent=*/false);
     for (const Policy& policy : Policies()) {
       if (!Matches(only, policy.name)) continue;

@@ -186,9 +186,7 @@ enum Cursor : uint32_t { kQueuedPieces, kTakenReadPieces, kTakenFinishPieces, kC
 // Words of StepHeader::query_fragments for one tile: the queries' fragments, the squared queries',
 // then kLanes factors of the logits and kLanes of their variances, rounded up.
 constexpr uint32_t FragmentWords(uint32_t head_dim) { return head_dim * 8; }
-constexpr uint32_t TileFragmentWords(uint32_t head_dim) {
-  return 2 * FragmentWords(head_dim) + 64;
-}
+constexpr uint32_t TileFragmentWords(uint32_t head_dim) { return 2 * FragmentWords(head_dim) + 64; }
 
 // Places and sizes of everything else. Scratch is left as the last step left it; kernels clear what
 // they count with.

@@ -145,8 +145,8 @@ bool SameWave(const StepRow& a, const StepRow& b) {
 
 void StepWriter::Counts::Add(const Counts& other) {
   constexpr uint64_t Counts::*kFields[] = {
-      &Counts::rows,        &Counts::units,        &Counts::tiles,        &Counts::read_items,
-      &Counts::score_items, &Counts::query_tokens, &Counts::states,       &Counts::scores,
+      &Counts::rows,        &Counts::units,        &Counts::tiles,         &Counts::read_items,
+      &Counts::score_items, &Counts::query_tokens, &Counts::states,        &Counts::scores,
       &Counts::fates,       &Counts::chosen,       &Counts::chosen_pieces, &Counts::segments,
       &Counts::blocks,      &Counts::uploads,      &Counts::staged_bytes};
   static_assert(sizeof(kFields) / sizeof(kFields[0]) * sizeof(uint64_t) == sizeof(Counts));

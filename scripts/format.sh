@@ -22,5 +22,5 @@ folders=()
 for folder in common attention engine gpu server client/cpp tests bench; do
   [[ -d "${folder}" ]] && folders+=("${folder}")
 done
-find "${folders[@]}" -type f \( -name '*.h' -o -name '*.cc' \) -print0 |
+find "${folders[@]}" -type f \( -name '*.h' -o -name '*.cc' -o -name '*.cuh' -o -name '*.cu' \) -print0 |
   xargs -0 -r -P "$(nproc)" -I{} bash -c "${one}" format {}

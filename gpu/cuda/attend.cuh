@@ -17,8 +17,8 @@
 
 #include "gpu/cuda/chunk_feed.cuh"
 #include "gpu/cuda/matrix.cuh"
-#include "gpu/cuda/rows.cuh"
 #include "gpu/cuda/place.cuh"
+#include "gpu/cuda/rows.cuh"
 
 namespace attnd::gpu {
 
@@ -74,8 +74,8 @@ __device__ __forceinline__ void WeightFragment(const float (&p)[2][2], uint32_t 
   Split<T>(p[1][0], p[1][1], &weights[2], &weights[3]);
 }
 
-// values += weights * 16 value rows, whose chunks lie in shared memory where place(i, chunk) says for
-// the i-th row of the thread's weights.
+// values += weights * 16 value rows, whose chunks lie in shared memory where place(i, chunk) says
+// for the i-th row of the thread's weights.
 template <typename T, int kValueDim, typename Place>
 __device__ __forceinline__ void AddValues(const uint32_t (&weights)[4], Place place,
                                           float (&values)[kValueDim / 64][8][4]) {
@@ -95,8 +95,9 @@ inline constexpr int kRingPages = kKeyDim + kValueDim <= 128   ? 4
                                   : kKeyDim + kValueDim == 320 ? 2
                                                                : 3;
 template <int kKeyDim, int kValueDim>
-inline constexpr uint32_t kRingBytes =
-    kRingPages<kKeyDim, kValueDim> * kPageRows * (kKeyDim + kValueDim) * 2;
+inline constexpr uint32_t kRingBytes = kRingPages<kKeyDim, kValueDim>* kPageRows*(kKeyDim +
+                                                                                  kValueDim) *
+                                       2;
 
 // Attention of a warp over every kAttendWarps-th page of a piece.
 template <typename T, int kKeyDim, int kValueDim>
@@ -153,9 +154,9 @@ class PageReader {
     return stage + 1 == kStages ? 0 : stage + 1;
   }
 
-  // What lane r needs to know of row r of a page of chosen tokens to find it; asked for a page early,
-  // as the list is memory, too. Rows outside a piece stand for one inside, here and below, so that
-  // what nobody wrote is never read; their weight is 0.
+  // What lane r needs to know of row r of a page of chosen tokens to find it; asked for a page
+  // early, as the list is memory, too. Rows outside a piece stand for one inside, here and below,
+  // so that what nobody wrote is never read; their weight is 0.
   __device__ __forceinline__ uint32_t TokenAt(uint32_t page) const {
     if (source_.chosen == nullptr) return 0;
     const uint32_t token = page * kPageRows + threadIdx.x % kPageRows;
@@ -297,10 +298,10 @@ struct EstimateSums {
 };
 
 template <int kKeyDim, int kValueDim>
-inline constexpr uint32_t kAttendSharedBytes =
-    kAttendWarps * kRingBytes<kKeyDim, kValueDim> > sizeof(MergeMemory<kValueDim>)
-        ? kAttendWarps * kRingBytes<kKeyDim, kValueDim>
-        : sizeof(MergeMemory<kValueDim>);
+inline constexpr uint32_t kAttendSharedBytes = kAttendWarps* kRingBytes<kKeyDim, kValueDim> >
+                                                       sizeof(MergeMemory<kValueDim>)
+                                                   ? kAttendWarps* kRingBytes<kKeyDim, kValueDim>
+                                                   : sizeof(MergeMemory<kValueDim>);
 
 // This warp's ring.
 __device__ __forceinline__ uint32_t WarpRing(uint32_t ring_bytes) {
@@ -374,8 +375,8 @@ __device__ void ReadPiece(const StepHeader& step, const UnitPlace& unit, uint32_
   uint32_t lane_end = ~0u;
   const SegmentRef* segments = step.segments + row.segments_begin;
   if (piece < row.dense_pieces) {
-    const uint32_t s = LastNotAfter(row.segment_count, piece,
-                                    [&](uint32_t i) { return segments[i].first_piece; });
+    const uint32_t s =
+        LastNotAfter(row.segment_count, piece, [&](uint32_t i) { return segments[i].first_piece; });
     source.pages = segments[s].pages + unit.kv_head * segments[s].pages_head_bytes;
     source.begin = (piece - segments[s].first_piece) * row.dense_piece_tokens;
     source.end = min(source.begin + row.dense_piece_tokens, segments[s].tokens);
@@ -423,17 +424,18 @@ __device__ void AttendChosen(const ChosenPiece& piece) {
 
 // e^x - 1 for x in [0, 8], to some 1e-6 of it.
 __device__ __forceinline__ float Expm1(float x) {
-  const float series = x * (1 + x * (1.0f / 2 + x * (1.0f / 6 + x * (1.0f / 24 + x * (1.0f / 120)))));
+  const float series =
+      x * (1 + x * (1.0f / 2 + x * (1.0f / 6 + x * (1.0f / 24 + x * (1.0f / 120)))));
   return x < 0.1f ? series : Exp2(x * kLog2E) - 1;
 }
 
 // What a tile's estimate is made from.
 struct EstimateSource {
-  uint32_t lane;   // of the group
+  uint32_t lane;  // of the group
   uint32_t group;
-  float max;       // of lane g's weights
-  bool used;       // whether lane g is a query head
-  bool all;        // every cluster, whatever became of it
+  float max;  // of lane g's weights
+  bool used;  // whether lane g is a query head
+  bool all;   // every cluster, whatever became of it
 };
 
 // What lane g needs of clusters 4t .. 4t + 3 of 16: a product may take its tokens in any order, so
@@ -563,9 +565,9 @@ class ChunkEstimator {
   __device__ __forceinline__ void Copy(const ChunkRef& chunk, uint32_t step, uint32_t stage) const {
     const std::byte* values = chunk.head + chunk.mean_values;
     const uint32_t first = chunk.first + step * 16, last = max(chunk.clusters, 1u) - 1;
-    CopyRows<kRowBytes, MeanChunk<kRowBytes>>(
-        ring_ + stage * kStageBytes,
-        [&](uint32_t i) { return values + uint64_t{min(first + i, last)} * kRowBytes; });
+    CopyRows<kRowBytes, MeanChunk<kRowBytes>>(ring_ + stage * kStageBytes, [&](uint32_t i) {
+      return values + uint64_t{min(first + i, last)} * kRowBytes;
+    });
     CommitCopies();
   }
 
@@ -592,10 +594,9 @@ __device__ void EstimatePiece(const StepHeader& step, const UnitPlace& unit, uin
   const uint32_t end = min(begin + row.estimate_piece_slots, row.slots);
   using Estimator = ChunkEstimator<T, kValueDim>;
   const uint32_t ring = WarpRing(Estimator::kWarpBytes);
-  const ChunkFeed feed(
-      step.chunks + row.first_score_item + unit.in_row * (row.slots / kSlotChunk),
-      begin / kSlotChunk + threadIdx.x / 32, end / kSlotChunk, kAttendWarps,
-      ring + kEstimateStages * Estimator::kStageBytes);
+  const ChunkFeed feed(step.chunks + row.first_score_item + unit.in_row * (row.slots / kSlotChunk),
+                       begin / kSlotChunk + threadIdx.x / 32, end / kSlotChunk, kAttendWarps,
+                       ring + kEstimateStages * Estimator::kStageBytes);
   Estimator(source, ring).Run(feed, &state, &sums);
   constexpr uint32_t kFloats = StateFloats(kValueDim);
   const uint64_t number = row.read_pieces + piece;
@@ -605,8 +606,8 @@ __device__ void EstimatePiece(const StepHeader& step, const UnitPlace& unit, uin
 
 template <int kValueDim>
 inline constexpr uint32_t kEstimateSharedBytes =
-    kAttendWarps * ChunkEstimator<__half, kValueDim>::kWarpBytes > sizeof(MergeMemory<kValueDim>)
-        ? kAttendWarps * ChunkEstimator<__half, kValueDim>::kWarpBytes
+    kAttendWarps* ChunkEstimator<__half, kValueDim>::kWarpBytes > sizeof(MergeMemory<kValueDim>)
+        ? kAttendWarps* ChunkEstimator<__half, kValueDim>::kWarpBytes
         : sizeof(MergeMemory<kValueDim>);
 
 }  // namespace attnd::gpu

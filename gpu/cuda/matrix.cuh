@@ -7,7 +7,8 @@
 // row r and row r + 8 of the result (which one thread holds both of) gives what fp32 numbers on the
 // left would have given, to 2^-16. It costs nothing, as rows would be empty otherwise.
 //
-// A thread's names in its warp: `g` = lane / 4 and `t` = lane % 4, as PTX's fragment tables have them.
+// A thread's names in its warp: `g` = lane / 4 and `t` = lane % 4, as PTX's fragment tables have
+// them.
 #ifndef ATTND_GPU_CUDA_MATRIX_CUH_
 #define ATTND_GPU_CUDA_MATRIX_CUH_
 
@@ -131,13 +132,16 @@ __device__ __forceinline__ void CopyAsync16(uint32_t to_shared, const std::byte*
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to_shared), "l"(from) : "memory");
 }
 // Ends a group of this thread's copies.
-__device__ __forceinline__ void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void CommitCopies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 // Waits until at most kLeft of this thread's groups are under way.
 template <int kLeft>
 __device__ __forceinline__ void WaitCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
-__device__ __forceinline__ const std::byte* ShuffleAddress(const std::byte* address, uint32_t lane) {
+__device__ __forceinline__ const std::byte* ShuffleAddress(const std::byte* address,
+                                                           uint32_t lane) {
   return reinterpret_cast<const std::byte*>(
       __shfl_sync(~0u, reinterpret_cast<unsigned long long>(address), lane));
 }

@@ -29,8 +29,9 @@ __device__ __forceinline__ float LeastNorm(float zone_sum, float zone_norm2, flo
   return fmaxf(kLeastNormShare * sqrtf((moments + zone_moment) / total), FLT_MIN);
 }
 
-// What some states of a lane come to, relative to the lane's maximum, as a vector for one reduction.
-// sums: of the zones, of the other states, and of estimate pieces only: sum, errors, moments, drops.
+// What some states of a lane come to, relative to the lane's maximum, as a vector for one
+// reduction. sums: of the zones, of the other states, and of estimate pieces only: sum, errors,
+// moments, drops.
 inline constexpr int kLaneSums = 6;
 enum LaneSum { kZones, kOthers, kEstimated, kErrors, kMoments, kDropped };
 
@@ -42,9 +43,9 @@ struct MergeLaneMemory {
   float values[2][kMergeWarps][kValueDim];  // of the zones, of the other states
 };
 
-// The states of one lane of one tile, merged by one block. Heads are read first, so that the values'
-// loads wait for nothing; each warp takes every kMergeWarps-th state, and the warps' sums are added
-// in their order.
+// The states of one lane of one tile, merged by one block. Heads are read first, so that the
+// values' loads wait for nothing; each warp takes every kMergeWarps-th state, and the warps' sums
+// are added in their order.
 template <int kValueDim>
 class LaneMerger {
  public:
@@ -76,8 +77,8 @@ class LaneMerger {
     return max;
   }
 
-  // Merges everything, relative to `max`. cluster_factor: of sums that are relative to the clusters'
-  // own scale. Thread c < kValueDim gets channel c of both values; all get the sums.
+  // Merges everything, relative to `max`. cluster_factor: of sums that are relative to the
+  // clusters' own scale. Thread c < kValueDim gets channel c of both values; all get the sums.
   __device__ void Merge(float max, float cluster_factor, float (&sums)[kLaneSums],
                         float* zone_value, float* other_value) const {
     const uint32_t warp = threadIdx.x / 32, thread = threadIdx.x % 32;
@@ -225,8 +226,7 @@ __global__ void __launch_bounds__(kMergeThreads)
         const float total = sum + sums[kDropped];
         result.covered_mass = sum / total;
         result.exact_mass = fmaxf(0.0f, sum - sums[kEstimated]) / total;
-        const float least =
-            LeastNorm(sums[kZones], norms2.y, sums[kMoments], scale.sum * factor);
+        const float least = LeastNorm(sums[kZones], norms2.y, sums[kMoments], scale.sum * factor);
         const float norm = fmaxf(sqrtf(norms2.x), least);
         if (sums[kErrors] > 0) {
           result.predicted_error = sqrtf(sums[kErrors]) * factor / sum / norm;

@@ -29,7 +29,7 @@ __device__ __forceinline__ uint32_t LastNotAfter(uint32_t n, uint64_t item, Firs
 struct UnitPlace {
   const RowRef* row;
   uint32_t unit;
-  uint32_t in_row;       // its number in the row
+  uint32_t in_row;  // its number in the row
   uint32_t kv_head;
   uint32_t first_token;  // query token of the row
   uint32_t tokens;
@@ -43,9 +43,8 @@ struct UnitPlace {
 };
 
 __device__ __forceinline__ const RowRef* RowOfUnit(const StepHeader& step, uint32_t unit) {
-  return step.row_refs + LastNotAfter(step.rows, unit, [&](uint32_t i) {
-           return step.row_refs[i].first_unit;
-         });
+  return step.row_refs +
+         LastNotAfter(step.rows, unit, [&](uint32_t i) { return step.row_refs[i].first_unit; });
 }
 
 // Lane `lane` of a tile: which query head and token.

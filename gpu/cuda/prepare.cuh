@@ -27,7 +27,8 @@ __device__ __forceinline__ void LoadQuery(const StepHeader& step, uint64_t first
   };
   switch (step.query_dtype) {  // of DType
     case 1:
-      return load(reinterpret_cast<const __nv_bfloat16*>(step.queries), Element<__nv_bfloat16>::ToFloat);
+      return load(reinterpret_cast<const __nv_bfloat16*>(step.queries),
+                  Element<__nv_bfloat16>::ToFloat);
     case 2:
       return load(reinterpret_cast<const __half*>(step.queries), Element<__half>::ToFloat);
     default:
@@ -35,8 +36,8 @@ __device__ __forceinline__ void LoadQuery(const StepHeader& step, uint64_t first
   }
 }
 
-// A tile's queries in shared memory, scaled: the queries by a power of two into [-1, 1], so that fp16
-// holds them whatever they were; their squares by the greatest. The factors carry both.
+// A tile's queries in shared memory, scaled: the queries by a power of two into [-1, 1], so that
+// fp16 holds them whatever they were; their squares by the greatest. The factors carry both.
 template <int kDim>
 struct TileQueries {
   float queries[kLanes][kDim];
@@ -144,8 +145,8 @@ __device__ __forceinline__ void ResolveChunk(const StepHeader& step, uint32_t it
   step.chunks[item] = chunk;
 }
 
-// Blocks of the prepare stage: one for each tile, then of a thread for each score item, then of a warp
-// for each upload.
+// Blocks of the prepare stage: one for each tile, then of a thread for each score item, then of a
+// warp for each upload.
 struct PrepareBlocks {
   uint32_t tiles, chunks, uploads;
   __host__ __device__ explicit PrepareBlocks(const StepHeader& step)

@@ -8,8 +8,8 @@
 
 #include "gpu/cuda/chunk_feed.cuh"
 #include "gpu/cuda/matrix.cuh"
-#include "gpu/cuda/rows.cuh"
 #include "gpu/cuda/place.cuh"
+#include "gpu/cuda/rows.cuh"
 
 namespace attnd::gpu {
 
@@ -61,14 +61,13 @@ __device__ __forceinline__ void CopyClusters(const ChunkRef& chunk, uint32_t fir
   const uint32_t last = chunk.max_clusters - 1;
   first += chunk.first;
   const std::byte* keys = chunk.head + chunk.centroids;
-  CopyRows<Stage::kKeyBytes, KeyChunk<Stage::kKeyBytes>>(to, [&](uint32_t i) {
-    return keys + uint64_t{min(first + i, last)} * Stage::kKeyBytes;
-  });
+  CopyRows<Stage::kKeyBytes, KeyChunk<Stage::kKeyBytes>>(
+      to, [&](uint32_t i) { return keys + uint64_t{min(first + i, last)} * Stage::kKeyBytes; });
   if (chunk.second_order != 0) {
     const std::byte* codes = chunk.head + chunk.deviation_codes;
-    CopyRows<Stage::kCodeBytes, PlainChunk<Stage::kCodeBytes>>(
-        to + Stage::kCodes,
-        [&](uint32_t i) { return codes + uint64_t{min(first + i, last)} * Stage::kCodeBytes; });
+    CopyRows<Stage::kCodeBytes, PlainChunk<Stage::kCodeBytes>>(to + Stage::kCodes, [&](uint32_t i) {
+      return codes + uint64_t{min(first + i, last)} * Stage::kCodeBytes;
+    });
   }
   // Parts are 64-byte aligned, and so have room for a multiple of four.
   if (thread < 8) {
@@ -135,8 +134,8 @@ struct LaneScores {
   bool second_order;
 };
 
-// Scores a stage's clusters, from cluster `first` of the head on: writes log_mass and d2 from `slot`
-// of the chunk on, adds to totals (of the mass, of the optimistic mass).
+// Scores a stage's clusters, from cluster `first` of the head on: writes log_mass and d2 from
+// `slot` of the chunk on, adds to totals (of the mass, of the optimistic mass).
 template <typename T, int kDim>
 __device__ __forceinline__ void ScoreClusters(const LaneScores& lane, uint32_t stage, uint32_t slot,
                                               uint32_t first, uint32_t count,
@@ -185,7 +184,7 @@ __device__ __forceinline__ void ScoreClusters(const LaneScores& lane, uint32_t s
 inline constexpr uint32_t kScoreStages = 3;
 template <int kDim>
 inline constexpr uint32_t kScoreWarpBytes =
-    kScoreStages * ClusterStage<kDim>::kBytes + ChunkFeed::kSharedBytes;
+    kScoreStages* ClusterStage<kDim>::kBytes + ChunkFeed::kSharedBytes;
 
 // What a tile's scores of a chunk are made with.
 template <int kDim>

@@ -22,7 +22,7 @@ struct UnitMemory {
   SelectMemory select;
   float max[2][kGroupLanes];  // of the mass, of the optimistic mass
   float sum[2][kGroupLanes];
-  float unit[kGroupLanes];    // error of a weight of 1 and a spread of 1, relative to the output
+  float unit[kGroupLanes];  // error of a weight of 1 and a spread of 1, relative to the output
   uint32_t first_item;
 };
 
@@ -385,8 +385,8 @@ __device__ void UnitSelector::MeasureOutputs() {
   constexpr uint32_t kChannels = kValueDim / 32;  // of a thread
   const uint32_t lane = threadIdx.x / 32, thread = threadIdx.x % 32;
   if (lane < step_.group) {
-    const float* states = TileStates(step_, unit_, lane / kLanes, kFloats) +
-                          lane % kLanes * (kStateHead + kValueDim);
+    const float* states =
+        TileStates(step_, unit_, lane / kLanes, kFloats) + lane % kLanes * (kStateHead + kValueDim);
     const uint32_t zones = row_.read_pieces, end = zones + row_.estimate_pieces;
     const auto state = [&](uint32_t i) { return states + uint64_t{i} * kFloats; };
     float max = memory_->max[0][lane];

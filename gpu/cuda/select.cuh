@@ -2,9 +2,9 @@
 //
 // Finding where a ranking is cut, by one block and without sorting: the cut's key is found bit by
 // bit, each time weighing the keys above a candidate. Weights are integers (counts, or shares in
-// fixed point), so that no sum depends on the order in which threads come. Histograms of digits take
-// fewer passes, but a softmax puts most scores in a few bins, whose atomics then wait for each other:
-// measured 70 us where this takes a few.
+// fixed point), so that no sum depends on the order in which threads come. Histograms of digits
+// take fewer passes, but a softmax puts most scores in a few bins, whose atomics then wait for each
+// other: measured 70 us where this takes a few.
 #ifndef ATTND_GPU_CUDA_SELECT_CUH_
 #define ATTND_GPU_CUDA_SELECT_CUH_
 
@@ -88,13 +88,16 @@ class BlockSums {
   }
 
   // Over a warp. In two halves, as the hardware adds 32-bit numbers at once.
-  static __device__ __forceinline__ uint32_t OverWarp(uint32_t x) { return __reduce_add_sync(~0u, x); }
+  static __device__ __forceinline__ uint32_t OverWarp(uint32_t x) {
+    return __reduce_add_sync(~0u, x);
+  }
   static __device__ __forceinline__ Weight64 OverWarp(Weight64 x) {
     constexpr uint32_t kBits = 26;  // 32 of them fit
     const uint32_t low = __reduce_add_sync(~0u, static_cast<uint32_t>(x) & ((1u << kBits) - 1));
     const uint32_t high = __reduce_add_sync(~0u, static_cast<uint32_t>(x >> kBits));
     return (static_cast<Weight64>(high) << kBits) + low;
   }
+
  private:
   __device__ __forceinline__ Weight64* Next() {
     turn_ ^= 1;
@@ -199,13 +202,13 @@ __device__ __forceinline__ void DecideInWarp(uint32_t count, typename Weigh::Sum
 // it weigh; key 0 if all keys weigh less. Bit by bit: over all keys, until few are undecided.
 template <typename Weigh>
 __device__ uint32_t GreatestKey(const RankedKeys& keys, typename Weigh::Sum limit, Weigh weigh,
-                                BlockSums* sums, SelectMemory* memory,
-                                typename Weigh::Sum* above) {
+                                BlockSums* sums, SelectMemory* memory, typename Weigh::Sum* above) {
   using Sum = typename Weigh::Sum;
   constexpr uint32_t kFirstBit = 1u << 30;  // finite scores have no higher one
   uint32_t key = 0, bit = kFirstBit;
   *above = 0;
-  uint32_t at_key = keys.slots(), at_end = 0;  // counts of keys from `key`, and from key + 2 bit, on
+  uint32_t at_key = keys.slots(),
+           at_end = 0;  // counts of keys from `key`, and from key + 2 bit, on
   for (; bit != 0 && at_key - at_end > kUndecidedMax; bit >>= 1) {
     const uint32_t candidate = key | bit;
     Sum own = 0;

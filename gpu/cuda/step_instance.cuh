@@ -22,9 +22,14 @@ inline constexpr int kAttendBlocks = kKeyDim + kValueDim <= 128   ? 3
                                      : kKeyDim + kValueDim <= 320 ? 2
                                                                   : 1;
 template <int kValueDim>
-inline constexpr int kEstimateBlocks = kValueDim <= 64 ? 6 : kValueDim <= 128 ? 3 : 2;
+inline constexpr int kEstimateBlocks = kValueDim <= 64    ? 6
+                                       : kValueDim <= 128 ? 3
+                                                          : 2;
 template <int kKeyDim>
-inline constexpr int kScoreBlocks = kKeyDim <= 64 ? 4 : kKeyDim <= 128 ? 3 : kKeyDim <= 192 ? 2 : 1;
+inline constexpr int kScoreBlocks = kKeyDim <= 64    ? 4
+                                    : kKeyDim <= 128 ? 3
+                                    : kKeyDim <= 192 ? 2
+                                                     : 1;
 
 // ---- kernels ----
 
@@ -59,9 +64,8 @@ __global__ void __launch_bounds__(kScoreWarps * 32, (kScoreBlocks<kKeyDim>))
   constexpr uint32_t kBytes = kScoreWarpBytes<kKeyDim>;
   const uint32_t ring = threadIdx.x / 32 * kBytes;
   for (uint32_t tile = 0; tile < step.tiles_max; ++tile) {
-    const ChunkFeed feed(step.chunks, blockIdx.x * kScoreWarps + threadIdx.x / 32,
-                         step.score_items, gridDim.x * kScoreWarps,
-                         ring + kBytes - ChunkFeed::kSharedBytes);
+    const ChunkFeed feed(step.chunks, blockIdx.x * kScoreWarps + threadIdx.x / 32, step.score_items,
+                         gridDim.x * kScoreWarps, ring + kBytes - ChunkFeed::kSharedBytes);
     ScoreChunks<T, kKeyDim>(step, feed, tile, ring);
   }
 }
@@ -76,7 +80,8 @@ __global__ void __launch_bounds__(kAttendWarps * 32, (kAttendBlocks<kKeyDim, kVa
   }
 }
 
-// A block a piece of a tile, pieces fastest. all: of units with a tolerance, every cluster, whatever became of it.
+// A block a piece of a tile, pieces fastest. all: of units with a tolerance, every cluster,
+// whatever became of it.
 template <typename T, int kValueDim>
 __global__ void __launch_bounds__(kAttendWarps * 32, (kEstimateBlocks<kValueDim>))
     EstimateKernel(const __grid_constant__ StepHeader step, bool all) {
@@ -147,8 +152,8 @@ cudaError_t LaunchMerge(const StepHeader& step, cudaStream_t stream) {
 
 template <typename T, int kKeyDim, int kValueDim>
 inline constexpr StepKernels kStepInstance = {
-    LaunchPrepare<T, kKeyDim, kValueDim>, LaunchRead<T, kKeyDim, kValueDim>,
-    LaunchScore<T, kKeyDim, kValueDim>,   LaunchChosen<T, kKeyDim, kValueDim>,
+    LaunchPrepare<T, kKeyDim, kValueDim>,  LaunchRead<T, kKeyDim, kValueDim>,
+    LaunchScore<T, kKeyDim, kValueDim>,    LaunchChosen<T, kKeyDim, kValueDim>,
     LaunchEstimate<T, kKeyDim, kValueDim>, LaunchMerge<T, kKeyDim, kValueDim>};
 
 }  // namespace attnd::gpu

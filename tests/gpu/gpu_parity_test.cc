@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Goal: a real GPU gives the CPU backend's answers, statistics and plans, from the same index bytes,
-// whatever the shape, the history and the batch; and the same bits each time. Method: random
-// sequences answered by both backends; histories of the engine against its plain model. Skips, saying
-// why, where there is no GPU.
+// Goal: a real GPU gives the CPU backend's answers, statistics and plans, from the same index
+// bytes, whatever the shape, the history and the batch; and the same bits each time. Method: random
+// sequences answered by both backends; histories of the engine against its plain model. Skips,
+// saying why, where there is no GPU.
 #include <gtest/gtest.h>
 
 #include <memory>
@@ -72,9 +72,14 @@ void PrintTo(const Case& c, std::ostream* out) {
 // Groups 1, 3, 4, 8, 12, 32; every pair of head dims; tails that start within a block and on its
 // edge, of more than one piece; whole segments.
 const Case kCases[] = {
-    {1, 1, 64, 64, {}, 150},         {6, 2, 64, 64, {700}, 70},     {4, 1, 128, 128, {640, 512}, 1},
-    {8, 1, 64, 64, {2400, 700}, 90}, {12, 1, 192, 128, {600}, 200}, {2, 2, 256, 256, {576}, 64},
-    {8, 2, 128, 128, {8192, 8192, 1000}, 1300},                     {32, 1, 128, 128, {3000}, 66},
+    {1, 1, 64, 64, {}, 150},
+    {6, 2, 64, 64, {700}, 70},
+    {4, 1, 128, 128, {640, 512}, 1},
+    {8, 1, 64, 64, {2400, 700}, 90},
+    {12, 1, 192, 128, {600}, 200},
+    {2, 2, 256, 256, {576}, 64},
+    {8, 2, 128, 128, {8192, 8192, 1000}, 1300},
+    {32, 1, 128, 128, {3000}, 66},
 };
 
 class GpuParity : public testing::TestWithParam<std::tuple<Case, DType>> {
@@ -99,8 +104,8 @@ class GpuParity : public testing::TestWithParam<std::tuple<Case, DType>> {
       const uint32_t tokens = 1 + static_cast<uint32_t>(++seed % most);
       rows.push_back(MakeRow(sequence, policy, spec.tokens() - tokens, tokens, false, DType::kFp32,
                              layer, seed));
-      rows.push_back(MakeRow(sequence, policy, spec.tokens(), tokens, true, spec.shape.dtype, layer,
-                             ++seed));
+      rows.push_back(
+          MakeRow(sequence, policy, spec.tokens(), tokens, true, spec.shape.dtype, layer, ++seed));
     }
     return rows;
   }
