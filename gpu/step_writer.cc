@@ -194,7 +194,9 @@ RowRef StepWriter::Describe(const StepRow& row, uint32_t first_token, uint32_t t
     ref.clustered_tokens += segment->clustered();
     if (clusters) ref.slots += SlotsOf(*segment);
   }
-  const uint64_t tail_end = TailLimit(row, first_token + tokens - 1);
+  // By the row's own last token, though this part may end before it: how a row is divided, and so
+  // its answer's bits, must not depend on what else is in the wave.
+  const uint64_t tail_end = TailLimit(row, row.query_tokens - 1);
   ref.tail_pieces = tail_end > ref.tail_begin ? Narrow(CeilOf(tail_end, kReadPieceTokens)) : 0;
   ref.dense_piece_tokens =
       Narrow(PieceSize(kReadPieceTokens, attention::kSegmentTokensMax, kReadPiecesMax,

@@ -49,6 +49,18 @@ struct WarpState {
   float values[kValueDim / 64][8][4] = {};
 };
 
+template <int kValueDim>
+__device__ __forceinline__ void ScaleValues(float factor, WarpState<kValueDim>* state) {
+#pragma unroll
+  for (int v = 0; v < kValueDim / 64; ++v) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) state->values[v][i][c] *= factor;
+    }
+  }
+}
+
 // values += weights * the 16 value rows: p.. of tokens 2t, 2t + 1, 2t + 8, 2t + 9.
 template <typename T, int kValueDim>
 __device__ __forceinline__ void AddValueChunk(const uint32_t (&weights)[4], const uint4& r0,
@@ -261,14 +273,7 @@ class PageReader {
     const float factor = Weight(state->max, max);
     state->max = max;
     state->sum *= factor;
-#pragma unroll
-    for (int v = 0; v < kValueDim / 64; ++v) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) state->values[v][i][c] *= factor;
-      }
-    }
+    ScaleValues(factor, state);
   }
 
   const TokenSource& source_;
@@ -463,6 +468,13 @@ struct ClusterInputs {
   }
 };
 
+// Weights of estimates are relative to the row's greatest cluster: fp16 would lose those below
+// 2^-25, many of which add up; so they are held at a greater scale. At most 1 each, they have room.
+template <typename T>
+inline constexpr float kEstimateScale = 1.0f;
+template <>
+inline constexpr float kEstimateScale<__half> = 16384.0f;
+
 // A warp's weights of 16 clusters, as the left side of a product; adds to the sums.
 template <typename T>
 __device__ __forceinline__ void EstimateWeights(const EstimateSource& source, bool second_order,
@@ -487,7 +499,10 @@ __device__ __forceinline__ void EstimateWeights(const EstimateSource& source, bo
       {add(in.log_mass.z, in.fates >> 16 & 0xFF, in.norm2.z, in.spread.z, in.d2.z),
        add(in.log_mass.w, in.fates >> 24 & 0xFF, in.norm2.w, in.spread.w, in.d2.w)}};
   *sum += (p[0][0] + p[0][1]) + (p[1][0] + p[1][1]);
-  WeightFragment<T>(p, weights);
+  constexpr float kScale = kEstimateScale<T>;
+  const float scaled[2][2] = {{p[0][0] * kScale, p[0][1] * kScale},
+                              {p[1][0] * kScale, p[1][1] * kScale}};
+  WeightFragment<T>(scaled, weights);
 }
 
 // Mean values that a warp's ring holds, 16 rows at a time.
@@ -598,6 +613,7 @@ __device__ void EstimatePiece(const StepHeader& step, const UnitPlace& unit, uin
                        begin / kSlotChunk + threadIdx.x / 32, end / kSlotChunk, kAttendWarps,
                        ring + kEstimateStages * Estimator::kStageBytes);
   Estimator(source, ring).Run(feed, &state, &sums);
+  if constexpr (kEstimateScale<T> != 1) ScaleValues(1 / kEstimateScale<T>, &state);
   constexpr uint32_t kFloats = StateFloats(kValueDim);
   const uint64_t number = row.read_pieces + piece;
   StoreState<kValueDim>(state, sums, LanesOf(step, unit, tile),

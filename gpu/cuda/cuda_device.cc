@@ -30,6 +30,20 @@ static_assert(cuda::kIndexBlockTokens == attention::kTailBlockTokens);
 
 // The least compute capability that the kernels run on: asynchronous copies, bf16 products.
 constexpr int kCapabilityMin = 80;
+// What the largest kernels ask of a block's shared memory (attention of head_dim 256: four warps'
+// rings of three pages of 16 KiB). Devices with less (compute capability 8.0, 8.6, 8.9) need
+// smaller rings.
+constexpr size_t kSharedBytesMin = size_t{192} << 10;
+
+// Why the kernels cannot run on a device; empty if they can.
+std::string WhyNot(int device, const cudaDeviceProp& properties) {
+  if (properties.major * 10 + properties.minor < kCapabilityMin) return "too old";
+  if (properties.sharedMemPerBlockOptin < kSharedBytesMin) return "too little shared memory";
+  if (cudaSetDevice(device) != cudaSuccess) return "cannot be used";
+  if (ProbeKernels() == cudaSuccess) return "";
+  static_cast<void>(cudaGetLastError());
+  return "this build has no kernels for it";
+}
 
 // The kernels of a shape, or null.
 const StepKernels* KernelsFor(const KernelShape& shape) {
@@ -120,22 +134,12 @@ class CudaStream : public Stream {
 
   absl::Status RunStep(const KernelShape& shape, const StepHeader& header,
                        const StepHeader* /*device_header*/, bool measure, bool timed) override {
-    const StepKernels* kernels = KernelsFor(shape);
-    if (kernels == nullptr) return absl::InternalError("a step of a shape without kernels");
-    ATTND_RETURN_IF_ERROR(UseDevice(device_));
-    timed_ = timed;
-    ATTND_RETURN_IF_ERROR(EndStage(kStart));
-    ATTND_RETURN_IF_ERROR(Launched(kernels->prepare(header, main_), "prepare"));
-    ATTND_RETURN_IF_ERROR(Read(*kernels, header));
-    ATTND_RETURN_IF_ERROR(EndStage(kScore));
-    const bool clusters = header.score_items > 0;
-    if (clusters) ATTND_RETURN_IF_ERROR(Launched(LaunchSelect(header, main_), "select"));
-    ATTND_RETURN_IF_ERROR(EndStage(kSelect));
-    if (clusters && measure) ATTND_RETURN_IF_ERROR(Measure(*kernels, header));
-    if (clusters) ATTND_RETURN_IF_ERROR(Finish(*kernels, header));
-    ATTND_RETURN_IF_ERROR(EndStage(kAttend));
-    ATTND_RETURN_IF_ERROR(Launched(kernels->merge(header, main_), "merge"));
-    return EndStage(kMerge);
+    const absl::Status status = Launch(shape, header, measure, timed);
+    // Nothing of a step that was given up half-way may run on, beside whoever gets its memory next.
+    if (!status.ok()) {
+      for (cudaStream_t stream : {side_, main_}) static_cast<void>(cudaStreamSynchronize(stream));
+    }
+    return status;
   }
 
   absl::Status BuildIndexes(const KernelShape& shape, const IndexJob& first_job,
@@ -145,6 +149,10 @@ class CudaStream : public Stream {
     const cuda::IndexShape index_shape = {
         shape.dtype == DType::kBf16 ? cuda::ElementType::kBf16 : cuda::ElementType::kFp16,
         shape.head_dim, shape.value_dim};
+    if (cuda::IndexScratchBytes(index_shape, first_job.kv_heads, first_job.tokens) >
+        IndexScratchBytes(shape, first_job.kv_heads, first_job.tokens)) {
+      return absl::ResourceExhaustedError("building a segment takes more scratch than was planned");
+    }
     return Launched(cuda::BuildIndexes(index_shape, first_job, device_jobs, count, scratch, main_),
                     "building indexes");
   }
@@ -165,6 +173,29 @@ class CudaStream : public Stream {
 
  private:
   enum StageEnd { kStart, kScore, kSelect, kAttend, kMerge, kStageEnds };
+
+  absl::Status Launch(const KernelShape& shape, const StepHeader& header, bool measure,
+                      bool timed) {
+    const StepKernels* kernels = KernelsFor(shape);
+    if (kernels == nullptr) return absl::InternalError("a step of a shape without kernels");
+    ATTND_RETURN_IF_ERROR(UseDevice(device_));
+    timed_ = timed;
+    ATTND_RETURN_IF_ERROR(EndStage(kStart));
+    ATTND_RETURN_IF_ERROR(Launched(kernels->prepare(header, main_), "prepare"));
+    const bool clusters = header.score_items > 0;
+    ATTND_RETURN_IF_ERROR(Read(*kernels, header));
+    ATTND_RETURN_IF_ERROR(EndStage(kScore));
+    if (clusters) {
+      ATTND_RETURN_IF_ERROR(Launched(LaunchSelect(header, main_), "select"));
+      ATTND_RETURN_IF_ERROR(Join());
+    }
+    ATTND_RETURN_IF_ERROR(EndStage(kSelect));
+    if (clusters && measure) ATTND_RETURN_IF_ERROR(Measure(*kernels, header));
+    if (clusters) ATTND_RETURN_IF_ERROR(Finish(*kernels, header));
+    ATTND_RETURN_IF_ERROR(EndStage(kAttend));
+    ATTND_RETURN_IF_ERROR(Launched(kernels->merge(header, main_), "merge"));
+    return EndStage(kMerge);
+  }
 
   static absl::Status Launched(cudaError_t error, const char* what) {
     return CudaStatus(error, absl::StrCat("launching ", what));
@@ -187,17 +218,17 @@ class CudaStream : public Stream {
     return join_.HoldUp(main_);
   }
 
-  // Pieces that are read in any case beside the scores of clusters.
+  // Pieces that are read in any case; with clusters beside their scores and their selection, and to
+  // be joined.
   absl::Status Read(const StepKernels& kernels, const StepHeader& header) {
     const bool clusters = header.score_items > 0;
-    if (clusters) {
-      ATTND_RETURN_IF_ERROR(Fork());
-      ATTND_RETURN_IF_ERROR(Launched(kernels.score(header, multiprocessors_, side_), "score"));
-    }
+    if (clusters) ATTND_RETURN_IF_ERROR(Fork());
     if (header.read_items > 0) {
-      ATTND_RETURN_IF_ERROR(Launched(kernels.read(header, multiprocessors_, main_), "read"));
+      ATTND_RETURN_IF_ERROR(
+          Launched(kernels.read(header, multiprocessors_, clusters ? side_ : main_), "read"));
     }
-    return clusters ? Join() : absl::OkStatus();
+    if (!clusters) return absl::OkStatus();
+    return Launched(kernels.score(header, multiprocessors_, main_), "score");
   }
 
   absl::Status Measure(const StepKernels& kernels, const StepHeader& header) {
@@ -278,14 +309,13 @@ absl::StatusOr<std::unique_ptr<Device>> OpenCudaDevice() {
     cudaDeviceProp properties;
     ATTND_RETURN_IF_ERROR(
         CudaStatus(cudaGetDeviceProperties(&properties, device), "asking what a GPU is"));
-    if (properties.major * 10 + properties.minor >= kCapabilityMin) {
-      return std::make_unique<CudaDevice>(device, properties);
-    }
+    const std::string why_not = WhyNot(device, properties);
+    if (why_not.empty()) return std::make_unique<CudaDevice>(device, properties);
     absl::StrAppend(&seen, seen.empty() ? "" : ", ", properties.name, " (compute capability ",
-                    properties.major, ".", properties.minor, ")");
+                    properties.major, ".", properties.minor, ": ", why_not, ")");
   }
-  return absl::UnavailableError(absl::StrCat(
-      "no GPU of compute capability 8.0 or more; there are: ", seen.empty() ? "none" : seen));
+  return absl::UnavailableError(
+      absl::StrCat("no GPU that the kernels run on; there are: ", seen.empty() ? "none" : seen));
 }
 
 }  // namespace attnd::gpu

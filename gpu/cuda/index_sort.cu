@@ -130,10 +130,9 @@ template <bool kLast>
 cudaError_t Launch(const IndexPlan& plan, cudaStream_t stream) {
   const uint32_t shared_bytes = kWarps * plan.clusters * sizeof(uint16_t);
   // What the greatest segment needs, once and for all sizes.
-  constexpr uint32_t kSharedBytesMax =
-      kWarps * (kIndexTokensMax / kIndexClusterTokens) * sizeof(uint16_t);
-  const cudaError_t error = cudaFuncSetAttribute(
-      SortKernel<kLast>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytesMax);
+  const cudaError_t error =
+      cudaFuncSetAttribute(SortKernel<kLast>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           static_cast<int>(shared_bytes));
   if (error != cudaSuccess) return error;
   SortKernel<kLast><<<plan.heads, kThreads, shared_bytes, stream>>>(plan);
   return cudaGetLastError();

@@ -20,13 +20,13 @@ inline constexpr uint32_t kMergeBatch = 512;
 // root mean square.
 inline constexpr float kLeastNormShare = 1e-3f;
 
-// The floor under an output's norm, relative to a scale: zones by their merged state (sum, squared
-// norm of their values), clusters by their estimates.
+// The floor under an output's norm; sums are relative to one scale: zones by their sum and the
+// squared norm of their mean, clusters by the second moments and the sum of their estimates.
 __device__ __forceinline__ float LeastNorm(float zone_sum, float zone_norm2, float moments,
                                            float cluster_sum) {
-  const float zone_moment = zone_sum > 0 ? zone_norm2 / zone_sum : 0.0f;
   const float total = zone_sum + cluster_sum;
-  return fmaxf(kLeastNormShare * sqrtf((moments + zone_moment) / total), FLT_MIN);
+  const float moment = moments / total + zone_sum / total * zone_norm2;
+  return fmaxf(kLeastNormShare * sqrtf(moment), FLT_MIN);
 }
 
 // What some states of a lane come to, relative to the lane's maximum, as a vector for one
@@ -60,9 +60,9 @@ class LaneMerger {
         end_(end),
         memory_(memory) {}
 
-  // The greatest maximum of the states that hold anything, and `other`.
-  __device__ float Max(float other) const {
-    float max = other;
+  // The greatest maximum of the states that hold anything.
+  __device__ float Max() const {
+    float max = -INFINITY;
     for (uint32_t i = threadIdx.x; i < end_; i += kMergeThreads) {
       const float2 head = *reinterpret_cast<const float2*>(State(i));
       if (head.y > 0) max = fmaxf(max, head.x);
@@ -79,8 +79,8 @@ class LaneMerger {
 
   // Merges everything, relative to `max`. cluster_factor: of sums that are relative to the
   // clusters' own scale. Thread c < kValueDim gets channel c of both values; all get the sums.
-  __device__ void Merge(float max, float cluster_factor, float (&sums)[kLaneSums],
-                        float* zone_value, float* other_value) const {
+  __device__ void Merge(float max, float (&sums)[kLaneSums], float* zone_value,
+                        float* other_value) const {
     const uint32_t warp = threadIdx.x / 32, thread = threadIdx.x % 32;
     float own[kLaneSums] = {};
     float4 values[2][kVectors] = {};
@@ -88,7 +88,7 @@ class LaneMerger {
       const uint32_t last = min(first + kMergeBatch, end_);
       __syncthreads();
       for (uint32_t i = first + threadIdx.x; i < last; i += kMergeThreads) {
-        memory_->factors[i - first] = AddHead(i, max, cluster_factor, own);
+        memory_->factors[i - first] = AddHead(i, max, own);
       }
       __syncthreads();
       AddValues(first, min(last, zones_), first, values[0]);
@@ -130,8 +130,7 @@ class LaneMerger {
   }
 
   // Adds state i's sums; returns the factor of its values.
-  __device__ __forceinline__ float AddHead(uint32_t i, float max, float cluster_factor,
-                                           float (&own)[kLaneSums]) const {
+  __device__ __forceinline__ float AddHead(uint32_t i, float max, float (&own)[kLaneSums]) const {
     const float4 head = *reinterpret_cast<const float4*>(State(i));
     const float factor = head.y > 0 ? Exp2(head.x - max) : 0.0f;
     own[kZones] += i < zones_ ? factor * head.y : 0.0f;
@@ -139,8 +138,8 @@ class LaneMerger {
     if (i >= zones_ && i < estimates_) {
       own[kEstimated] += factor * head.y;
       own[kErrors] += head.z;
-      own[kMoments] += head.w * cluster_factor;
-      own[kDropped] += State(i)[4] * cluster_factor;
+      own[kMoments] += head.w;
+      own[kDropped] += State(i)[4];
     }
     return factor;
   }
@@ -212,24 +211,29 @@ __global__ void __launch_bounds__(kMergeThreads)
       scale = step.lane_scales[(uint64_t{unit.unit} * step.tiles_max + tile) * kLanes + lane];
     }
     const LaneMerger<kValueDim> merger(states, lane, row->read_pieces, estimates, end, &memory);
-    const float max = merger.Max(scale.max);
-    const float factor = Weight(scale.max, max);
+    const float max = merger.Max();
     float sums[kLaneSums], zone_value, other_value;
-    merger.Merge(max, factor, sums, &zone_value, &other_value);
+    merger.Merge(max, sums, &zone_value, &other_value);
     const float sum = sums[kZones] + sums[kOthers];
     const float value = sum > 0 ? (zone_value + other_value) / sum : 0.0f;
     if (threadIdx.x < kValueDim) step.out[place.slot * kValueDim + threadIdx.x] = value;
-    const float2 norms2 = SquaredNorms(value, zone_value, norms_memory);
+    const float zone_mean = sums[kZones] > 0 ? zone_value / sums[kZones] : 0.0f;
+    const float2 norms2 = SquaredNorms(value, zone_mean, norms_memory);
     if (threadIdx.x == 0) {
       LaneResult result = {1, 1, 0, 0};
       if (clusters && sum > 0) {
-        const float total = sum + sums[kDropped];
-        result.covered_mass = sum / total;
-        result.exact_mass = fmaxf(0.0f, sum - sums[kEstimated]) / total;
-        const float least = LeastNorm(sums[kZones], norms2.y, sums[kMoments], scale.sum * factor);
+        // A scale that clusters read exactly share: their estimates may lie far above what they
+        // are.
+        const float shared = fmaxf(max, scale.max);
+        const float exact_factor = Exp2(max - shared), factor = Exp2(scale.max - shared);
+        const float total = sum * exact_factor + sums[kDropped] * factor;
+        result.covered_mass = sum * exact_factor / total;
+        result.exact_mass = fmaxf(0.0f, sum - sums[kEstimated]) * exact_factor / total;
+        const float least = LeastNorm(sums[kZones] * exact_factor, norms2.y,
+                                      sums[kMoments] * factor, scale.sum * factor);
         const float norm = fmaxf(sqrtf(norms2.x), least);
-        if (sums[kErrors] > 0) {
-          result.predicted_error = sqrtf(sums[kErrors]) * factor / sum / norm;
+        if (sums[kErrors] > 0) {  // then something is estimated, and scale.max at most max
+          result.predicted_error = sqrtf(sums[kErrors]) * Exp2(scale.max - max) / sum / norm;
         }
       }
       step.lse[place.slot] = sum > 0 ? (max + log2f(sum)) * kLn2 : -INFINITY;

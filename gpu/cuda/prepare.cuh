@@ -59,6 +59,7 @@ __device__ __forceinline__ void LoadLane(const StepHeader& step, const LanePlace
   }
   int exponent = 0;
   if (greatest > 0) frexpf(greatest, &exponent);
+  exponent = max(-100, min(exponent, 100));  // so that both factors are numbers
   // |softmax_scale q| is at most 1e18 where keys have a size at all; docs/DESIGN.md, "Limits".
   const float scaled = fminf(greatest * step.softmax_scale, 1e18f);
   const float query_factor = ldexpf(1.0f, -exponent);

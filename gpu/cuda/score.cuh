@@ -16,7 +16,8 @@ namespace attnd::gpu {
 inline constexpr uint32_t kScoreWarps = 4;
 // What a warp scores at once; more would not fit its registers.
 inline constexpr uint32_t kWarpClusters = 16;
-inline constexpr float kVarianceCap = 8.0f;  // docs/POLICIES.md: d2 is capped before it is used
+inline constexpr float kVarianceMax = 1e32f;  // so that what is made of it stays a number
+inline constexpr float kVarianceCap = 8.0f;   // docs/POLICIES.md: d2 is capped before it is used
 
 // The greatest of some logarithms, and the sum of exp2(x - greatest); of lane g, partial over t.
 struct Totals {
@@ -162,6 +163,7 @@ __device__ __forceinline__ void ScoreClusters(const LaneScores& lane, uint32_t s
       float best = -INFINITY;
       if (lane.second_order) {
         d2[c] = lane.variance_factor * (variance[n][c] + variance[n][c + 2]) * units[c];
+        d2[c] = fminf(d2[c], kVarianceMax);
         best = x + 2 * kLog2E * Sqrt(d2[c]);
         x += kLog2E / 2 * fminf(d2[c], kVarianceCap);
       }

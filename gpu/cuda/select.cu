@@ -26,7 +26,7 @@ struct UnitMemory {
   uint32_t first_item;
 };
 
-// ceil(share * n), at least one and at most n.
+// ceil(share * n), at most n.
 __device__ __forceinline__ uint32_t ShareOf(double share, uint32_t n) {
   const double count = ceil(share * n * (1 - kShareRounding));
   return static_cast<uint32_t>(fmin(fmax(count, 0.0), static_cast<double>(n)));
@@ -418,22 +418,25 @@ __device__ void UnitSelector::MeasureOutputs() {
         }
       }
     }
-    float norm2 = 0, zone_norm2 = 0;
-#pragma unroll
-    for (uint32_t c = 0; c < kChannels; ++c) {
-      norm2 += (zone[c] + clusters[c]) * (zone[c] + clusters[c]);
-      zone_norm2 += zone[c] * zone[c];
-    }
     for (int offset = 16; offset > 0; offset /= 2) {
-      norm2 += __shfl_xor_sync(~0u, norm2, offset);
-      zone_norm2 += __shfl_xor_sync(~0u, zone_norm2, offset);
       zone_sum += __shfl_xor_sync(~0u, zone_sum, offset);
       cluster_sum += __shfl_xor_sync(~0u, cluster_sum, offset);
       moments += __shfl_xor_sync(~0u, moments, offset);
     }
     const float sum = zone_sum + cluster_sum;
-    const float norm =
-        fmaxf(sqrtf(norm2) / sum, LeastNorm(zone_sum, zone_norm2, moments, cluster_sum));
+    float norm2 = 0, zone_norm2 = 0;  // of means: sums squared may leave float
+#pragma unroll
+    for (uint32_t c = 0; c < kChannels; ++c) {
+      const float mean = (zone[c] + clusters[c]) / sum;
+      const float zone_mean = zone_sum > 0 ? zone[c] / zone_sum : 0.0f;
+      norm2 += mean * mean;
+      zone_norm2 += zone_mean * zone_mean;
+    }
+    for (int offset = 16; offset > 0; offset /= 2) {
+      norm2 += __shfl_xor_sync(~0u, norm2, offset);
+      zone_norm2 += __shfl_xor_sync(~0u, zone_norm2, offset);
+    }
+    const float norm = fmaxf(sqrtf(norm2), LeastNorm(zone_sum, zone_norm2, moments, cluster_sum));
     if (thread == 0) memory_->unit[lane] = Weight(memory_->max[0][lane], max) / sum / norm;
   }
   __syncthreads();
@@ -490,6 +493,11 @@ __global__ void __launch_bounds__(kSelectThreads)
 }  // namespace
 
 // ---- launchers ----
+
+cudaError_t ProbeKernels() {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, SelectKernel);
+}
 
 cudaError_t LaunchSelect(const StepHeader& step, cudaStream_t stream) {
   SelectKernel<<<step.units, kSelectThreads, 0, stream>>>(step);

@@ -18,9 +18,9 @@ inline constexpr uint32_t kSelectWarps = kSelectThreads / 32;
 // there every kPassSlots. A row of several passes keeps its keys in memory, but for the first.
 inline constexpr uint32_t kGroupSlots = 8;
 inline constexpr uint32_t kPassSlots = kGroupSlots * kSelectThreads;
-// One, in fixed point: 2^-40 is far below what float32 scores tell apart near a cut, and sums of a
-// thread's weights of up to 2 stay below 2^48.
-inline constexpr uint64_t kOne = uint64_t{1} << 40;
+// One, in fixed point: 2^-36 is far below what float32 scores tell apart near a cut, and 2^20
+// clusters (of weight 2 at most) sum to less than BlockSums holds.
+inline constexpr uint64_t kOne = uint64_t{1} << 36;
 
 // What is above a cut: keys greater than `key`, and the first `ties` of those equal to it.
 struct RankCut {
@@ -51,7 +51,7 @@ class BlockSums {
  public:
   explicit __device__ BlockSums(SelectMemory* memory) : memory_(memory) {}
 
-  // x below 2^48.
+  // Totals below 2^57.
   __device__ __forceinline__ Weight64 Sum(Weight64 x) {
     Weight64* parts = Next();
     const Weight64 of_warp = OverWarp(x);

@@ -27,6 +27,9 @@ struct StepKernels {
   cudaError_t (*merge)(const StepHeader& step, cudaStream_t stream);
 };
 
+// Whether this build has kernels for the current device.
+cudaError_t ProbeKernels();
+
 cudaError_t LaunchSelect(const StepHeader& step, cudaStream_t stream);
 cudaError_t LaunchMeasure(const StepHeader& step, uint32_t value_dim, cudaStream_t stream);
 

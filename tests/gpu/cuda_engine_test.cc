@@ -185,7 +185,8 @@ TEST_F(CudaEngine, WithoutScratchForItTheCpuBuilds) {
   CudaBackendOptions options = SmallOptions();
   options.scratch_bytes = uint64_t{1} << 16;
   Start(options);
-  TestSequence sequence = Open();
+  const ModelShape many_heads = engine::test::MakeShape(2, 8, 8, 64, 64, DType::kBf16);
+  TestSequence sequence = OpenSequence(engine_.get(), many_heads, std::nullopt);
   Prefill(&sequence, 700, &random_);
   EXPECT_EQ(FinishPrefill(&sequence).segmented_tokens, 512u);
   EXPECT_EQ(control_->builds(), 0u);
