@@ -376,7 +376,9 @@ class TokenCursor {
       }
       count += tokens;
       token_ += static_cast<uint32_t>(tokens);
-      if (token_ == run_->range.end && ++run_ != end_) token_ = run_->range.begin;
+      if (token_ != run_->range.end) continue;
+      ++run_;
+      if (run_ != end_) token_ = run_->range.begin;
     }
     block->keys.count = block->values.count = count;
     for (size_t i = count; count > 0 && i < kRowBlock; ++i) {
