@@ -82,7 +82,7 @@ class ClientImpl final : public Client {
     AddTenant(&context);
     context.set_deadline(std::chrono::system_clock::now() + timeout);
     Reply reply;
-    const absl::Status status = client::FromGrpc((stub_.get()->*method)(&context, request, &reply));
+    absl::Status status = client::FromGrpc((stub_.get()->*method)(&context, request, &reply));
     if (!status.ok()) return status;
     return reply;
   }
@@ -160,7 +160,7 @@ absl::StatusOr<v1::AppendKvResponse> ClientImpl::AppendKv(uint64_t sequence_id,
     if (!stream->Write(message)) break;  // Finish says why
   }
   stream->WritesDone();
-  const absl::Status status = client::FromGrpc(stream->Finish());
+  absl::Status status = client::FromGrpc(stream->Finish());
   if (!status.ok()) return status;
   return reply;
 }
@@ -189,7 +189,7 @@ absl::Status CheckOptions(const ClientOptions& options) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const ClientOptions& options) {
-  if (const absl::Status status = CheckOptions(options); !status.ok()) return status;
+  if (absl::Status status = CheckOptions(options); !status.ok()) return status;
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(static_cast<int>(options.max_message_bytes));
   arguments.SetMaxSendMessageSize(-1);  // the server's limit counts
