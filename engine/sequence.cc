@@ -128,8 +128,10 @@ Sequence::Sequence(uint64_t id, std::string tenant, OpenArgs args, uint64_t max_
 absl::StatusOr<std::shared_ptr<Sequence>> Sequence::Create(uint64_t id, absl::string_view tenant,
                                                            OpenArgs args, uint64_t max_tokens,
                                                            MemoryBudget* budget) {
+  // NOLINTNEXTLINE(bugprone-unchecked-optional-access): Engine::Open sets it
+  const uint64_t policy_bytes = args.policy->preset.size();
   const uint64_t bytes = sizeof(Sequence) + kTableEntryBytes + tenant.size() +
-                         args.fingerprint.size() + args.policy->preset.size() +
+                         args.fingerprint.size() + policy_bytes +
                          args.shape.layers * (sizeof(uint64_t) + sizeof(float));
   ATTND_ASSIGN_OR_RETURN(Reservation object, budget->Reserve(bytes, "a sequence"));
   auto sequence =

@@ -70,7 +70,9 @@ class Sequence {
   uint64_t id() const { return id_; }
   const std::string& tenant() const { return tenant_; }
   const ModelShape& shape() const { return args_.shape; }
-  const attention::Policy& policy() const { return *args_.policy; }
+  const attention::Policy& policy() const {
+    return *args_.policy;  // NOLINT(bugprone-unchecked-optional-access): Engine::Open sets it
+  }
 
   // Appends, or recognises a repeat, and gives how many tokens are new; errors as Engine::Append
   // says, state unchanged then.

@@ -42,10 +42,10 @@ absl::Status CheckShape(const ModelShape& shape) {
                                                  shape.head_dim, "/", shape.value_dim,
                                                  "; the CUDA backend has ", HeadDimsText()));
   }
-  if (shape.group() > kGroupMax) {
+  if (shape.group() > kDeviceGroupMax) {
     return absl::UnimplementedError(
         absl::StrCat("model.shape has ", shape.group(),
-                     " query heads to a KV head; the CUDA backend has up to ", kGroupMax));
+                     " query heads to a KV head; the CUDA backend has up to ", kDeviceGroupMax));
   }
   return absl::OkStatus();
 }

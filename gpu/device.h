@@ -36,7 +36,7 @@ inline constexpr struct {
   uint32_t head_dim, value_dim;
 } kHeadDims[] = {{64, 64}, {128, 128}, {192, 128}, {256, 256}};
 inline constexpr DType kPayloadTypes[] = {DType::kBf16, DType::kFp16};
-inline constexpr uint32_t kGroupMax = 32;  // query heads of a KV head
+inline constexpr uint32_t kDeviceGroupMax = 32;  // query heads of a KV head
 
 // Unimplemented, naming what the model has and what the kernels are compiled for.
 absl::Status CheckShape(const ModelShape& shape);

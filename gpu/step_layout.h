@@ -12,7 +12,7 @@
 //   select    a unit: choose clusters, list their tokens, queue the finish pieces
 //   measure   only if a unit has a tolerance: estimate everything, weigh errors, choose again
 //   finish    chosen tokens exactly, the others' estimate
-//   merge     a unit's states in piece order; normalise; statistics
+//   merge     a unit's states, in an order that their number decides; normalise; statistics
 //
 // Work is divided by a row's own lengths alone: what else is in the batch changes no bit of its
 // answer.
@@ -148,14 +148,10 @@ struct UnitResult {
   uint64_t dropped_tokens;
 };
 
-// By lane, written by select and measure, read by merge.
+// By lane, written by select: the scale of weights that estimates use.
 struct LaneScale {
-  float max;          // of log_mass over all clusters: the scale of weights
-  float sum;          // of all weights
-  float dropped_sum;  // of the dropped ones
-  float least_norm;   // floor under |o| in relative errors
-  float error2_sum;   // over estimated clusters, of (weight * spread)^2 * growth
-  float estimated_sum;
+  float max;  // of log_mass over all clusters
+  float sum;  // of all weights
 };
 
 // By query head and token, in the order of StepHeader::lse.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The merge stage: a lane's states in piece order, its output, and what the answer was made of.
+// The merge stage: a lane's states, its output, and what the answer was made of. States are added
+// in an order that their number alone decides.
 #ifndef ATTND_GPU_CUDA_MERGE_CUH_
 #define ATTND_GPU_CUDA_MERGE_CUH_
 

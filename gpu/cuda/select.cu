@@ -4,7 +4,7 @@
 // one unit, as its cut needs all of the unit's scores.
 #include <cstdint>
 
-#include "gpu/cuda/attend.cuh"
+#include "gpu/cuda/estimate.cuh"
 #include "gpu/cuda/matrix.cuh"
 #include "gpu/cuda/merge.cuh"
 #include "gpu/cuda/place.cuh"

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "gpu/cuda/attend.cuh"
+#include "gpu/cuda/estimate.cuh"
 #include "gpu/cuda/merge.cuh"
 #include "gpu/cuda/place.cuh"
 #include "gpu/cuda/prepare.cuh"

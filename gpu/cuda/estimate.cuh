@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The estimate over one piece of clusters, for one tile of queries: a softmax state whose weights
+// are the clusters' masses and whose values are their mean values, with the sums that errors are
+// told from.
+#ifndef ATTND_GPU_CUDA_ESTIMATE_CUH_
+#define ATTND_GPU_CUDA_ESTIMATE_CUH_
+
+#include <cstdint>
+
+#include "gpu/cuda/attend.cuh"
+#include "gpu/cuda/chunk_feed.cuh"
+#include "gpu/cuda/matrix.cuh"
+#include "gpu/cuda/place.cuh"
+#include "gpu/cuda/rows.cuh"
+
+namespace attnd::gpu {
+
+// e^x - 1 for x in [0, 8], to some 1e-6 of it.
+__device__ __forceinline__ float Expm1(float x) {
+  const float series =
+      x * (1 + x * (1.0f / 2 + x * (1.0f / 6 + x * (1.0f / 24 + x * (1.0f / 120)))));
+  return x < 0.1f ? series : Exp2(x * kLog2E) - 1;
+}
+
+// What a tile's estimate is made from.
+struct EstimateSource {
+  uint32_t lane;  // of the group
+  uint32_t group;
+  float max;  // of lane g's weights
+  bool used;  // whether lane g is a query head
+  bool all;   // every cluster, whatever became of it
+};
+
+// What lane g needs of clusters 4t .. 4t + 3 of 16: a product may take its tokens in any order, so
+// a thread's are neighbours.
+struct ClusterInputs {
+  float4 log_mass, d2, norm2, spread;
+  uint32_t fates;  // a byte each
+
+  // Clusters from `first` of the chunk on.
+  __device__ __forceinline__ void Load(const EstimateSource& source, const ChunkRef& chunk,
+                                       uint32_t first) {
+    const uint32_t at = first + 4 * (threadIdx.x % 4);
+    const float* scores = chunk.scores + uint64_t{source.lane} * chunk.slots + at;
+    fates = *reinterpret_cast<const uint32_t*>(chunk.fates + at);
+    log_mass = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+    d2 = norm2 = spread = make_float4(0, 0, 0, 0);
+    if (!source.used) return;
+    log_mass = *reinterpret_cast<const float4*>(scores);
+    if (chunk.second_order == 0) return;
+    d2 = *reinterpret_cast<const float4*>(scores + uint64_t{source.group} * chunk.slots);
+    // Parts are 64-byte aligned, and so have room for a multiple of four.
+    const uint32_t c = min(chunk.first + at, (chunk.max_clusters - 1) / 4 * 4);
+    norm2 = *reinterpret_cast<const float4*>(Part<float>(chunk, chunk.value_norm2) + c);
+    spread = *reinterpret_cast<const float4*>(Part<float>(chunk, chunk.spread) + c);
+  }
+};
+
+// Weights of estimates are relative to the row's greatest cluster: fp16 would lose those below
+// 2^-25, many of which add up; so they are held at a greater scale. At most 1 each, they have room.
+template <typename T>
+inline constexpr float kEstimateScale = 1.0f;
+template <>
+inline constexpr float kEstimateScale<__half> = 16384.0f;
+
+// A warp's weights of 16 clusters, as the left side of a product; adds to the sums.
+template <typename T>
+__device__ __forceinline__ void EstimateWeights(const EstimateSource& source, bool second_order,
+                                                const ClusterInputs& in, float* sum,
+                                                EstimateSums* sums, uint32_t (&weights)[4]) {
+  const auto add = [&](float log_mass, uint32_t fate, float norm2, float spread, float d2) {
+    const float weight = Weight(log_mass, source.max);
+    const bool cluster = weight != 0;  // of empty slots the other numbers may be anything
+    const bool estimated = source.all || fate == kFateEstimated;
+    sums->dropped += estimated || fate == kFateExact ? 0.0f : weight;
+    if (second_order) {
+      const float error = weight * spread;
+      const float error2 = error * error * Expm1(fminf(d2, 8.0f));
+      sums->moments += cluster ? weight * norm2 : 0.0f;
+      sums->errors += cluster && estimated ? error2 : 0.0f;
+    }
+    return estimated ? weight : 0.0f;
+  };
+  const float p[2][2] = {
+      {add(in.log_mass.x, in.fates & 0xFF, in.norm2.x, in.spread.x, in.d2.x),
+       add(in.log_mass.y, in.fates >> 8 & 0xFF, in.norm2.y, in.spread.y, in.d2.y)},
+      {add(in.log_mass.z, in.fates >> 16 & 0xFF, in.norm2.z, in.spread.z, in.d2.z),
+       add(in.log_mass.w, in.fates >> 24 & 0xFF, in.norm2.w, in.spread.w, in.d2.w)}};
+  *sum += (p[0][0] + p[0][1]) + (p[1][0] + p[1][1]);
+  constexpr float kScale = kEstimateScale<T>;
+  const float scaled[2][2] = {{p[0][0] * kScale, p[0][1] * kScale},
+                              {p[1][0] * kScale, p[1][1] * kScale}};
+  WeightFragment<T>(scaled, weights);
+}
+
+// Mean values that a warp's ring holds, 16 rows at a time.
+inline constexpr int kEstimateStages = 3;
+
+// Chunks change places so that a thread's four neighbouring rows meet different banks than the
+// other threads'.
+template <int kRowBytes>
+__device__ __forceinline__ uint32_t MeanChunk(uint32_t row, uint32_t chunk) {
+  return row * kRowBytes + (chunk ^ (row / 4) * 2) * 16;
+}
+
+// The estimate over some chunks. Weights are known, so this is the values' half of attention.
+template <typename T, int kValueDim>
+class ChunkEstimator {
+ public:
+  static constexpr uint32_t kRowBytes = kValueDim * 2;
+  static constexpr uint32_t kStageBytes = kPageRows * kRowBytes;
+  static constexpr uint32_t kWarpBytes = kEstimateStages * kStageBytes + ChunkFeed::kSharedBytes;
+  static constexpr uint32_t kSteps = kSlotChunk / 16;  // of a chunk
+  static constexpr uint32_t kAhead = kEstimateStages - 1;
+
+  // ring: of this warp, in shared memory.
+  __device__ ChunkEstimator(const EstimateSource& source, uint32_t ring)
+      : source_(source), ring_(ring) {}
+
+  __device__ __forceinline__ void Run(ChunkFeed feed, WarpState<kValueDim>* state,
+                                      EstimateSums* sums) {
+    if (feed.done()) return;
+    ClusterInputs inputs, next;
+    inputs.Load(source_, feed.now(), 0);
+    uint32_t stage = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kAhead; ++i) Copy(feed.now(), i, i);
+    for (; !feed.done(); feed.Advance()) {
+      const ChunkRef& chunk = feed.now();
+      feed.FetchAhead();
+#pragma unroll
+      for (uint32_t i = 0; i < kSteps; ++i) {
+        // What is copied now is used kAhead steps later, what is loaded one.
+        const uint32_t to = (stage + kAhead) % kEstimateStages;
+        if (i + kAhead < kSteps) {
+          Copy(chunk, i + kAhead, to);
+        } else if (feed.has_next()) {
+          Copy(feed.next(), i + kAhead - kSteps, to);
+        } else {
+          CommitCopies();
+        }
+        if (i + 1 < kSteps) {
+          next.Load(source_, chunk, (i + 1) * 16);
+        } else if (feed.has_next()) {
+          next.Load(source_, feed.next(), 0);
+        }
+        uint32_t weights[4];
+        EstimateWeights<T>(source_, chunk.second_order != 0, inputs, &state->sum, sums, weights);
+        WaitCopies<kAhead>();
+        __syncwarp();
+        AddValues<T, kValueDim>(
+            weights,
+            [&](int row, uint32_t at) {
+              return ring_ + stage * kStageBytes +
+                     MeanChunk<kRowBytes>(threadIdx.x % 4 * 4 + row, at);
+            },
+            state->values);
+        __syncwarp();
+        inputs = next;
+        stage = (stage + 1) % kEstimateStages;
+      }
+    }
+  }
+
+ private:
+  // Asks for the mean values of 16 clusters. Slots without a cluster stand for the last one: their
+  // weight is 0, but 0 times what nobody wrote may be NaN.
+  __device__ __forceinline__ void Copy(const ChunkRef& chunk, uint32_t step, uint32_t stage) const {
+    const std::byte* values = chunk.head + chunk.mean_values;
+    const uint32_t first = chunk.first + step * 16, last = max(chunk.clusters, 1u) - 1;
+    CopyRows<kRowBytes, MeanChunk<kRowBytes>>(ring_ + stage * kStageBytes, [&](uint32_t i) {
+      return values + uint64_t{min(first + i, last)} * kRowBytes;
+    });
+    CommitCopies();
+  }
+
+  const EstimateSource& source_;
+  const uint32_t ring_;
+};
+
+template <typename T, int kValueDim>
+__device__ void EstimatePiece(const StepHeader& step, const UnitPlace& unit, uint32_t tile,
+                              uint32_t piece, bool all) {
+  const RowRef& row = *unit.row;
+  const uint64_t tile_number = uint64_t{unit.unit} * step.tiles_max + tile;
+  const uint32_t g = threadIdx.x % 32 / 4;
+  EstimateSource source;
+  source.lane = tile * kLanes + g;
+  source.group = step.group;
+  source.max = step.lane_scales[tile_number * kLanes + g].max;
+  source.used = source.lane < step.group;
+  source.all = all;
+  WarpState<kValueDim> state;
+  EstimateSums sums;
+  state.max = source.max;
+  const uint32_t begin = piece * row.estimate_piece_slots;
+  const uint32_t end = min(begin + row.estimate_piece_slots, row.slots);
+  using Estimator = ChunkEstimator<T, kValueDim>;
+  const uint32_t ring = WarpRing(Estimator::kWarpBytes);
+  const ChunkFeed feed(step.chunks + row.first_score_item + unit.in_row * (row.slots / kSlotChunk),
+                       begin / kSlotChunk + threadIdx.x / 32, end / kSlotChunk, kAttendWarps,
+                       ring + kEstimateStages * Estimator::kStageBytes);
+  Estimator(source, ring).Run(feed, &state, &sums);
+  if constexpr (kEstimateScale<T> != 1) ScaleValues(1 / kEstimateScale<T>, &state);
+  constexpr uint32_t kFloats = StateFloats(kValueDim);
+  const uint64_t number = row.read_pieces + piece;
+  StoreState<kValueDim>(state, sums, LanesOf(step, unit, tile),
+                        TileStates(step, unit, tile, kFloats) + number * kFloats);
+}
+
+template <int kValueDim>
+inline constexpr uint32_t kEstimateSharedBytes =
+    kAttendWarps* ChunkEstimator<__half, kValueDim>::kWarpBytes > sizeof(MergeMemory<kValueDim>)
+        ? kAttendWarps* ChunkEstimator<__half, kValueDim>::kWarpBytes
+        : sizeof(MergeMemory<kValueDim>);
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_CUDA_ESTIMATE_CUH_
