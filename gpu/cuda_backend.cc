@@ -218,7 +218,7 @@ class CudaBackend : public Backend {
     }));
     ATTND_RETURN_IF_ERROR(Health());
     SegmentBuild build(segment, store_.get(), context.get(), &workers_);
-    const absl::Status status = build.Run(proceed);
+    absl::Status status = build.Run(proceed);
     if (build.device_failed()) Degrade(status);
     return status;
   }
@@ -251,7 +251,7 @@ class CudaBackend : public Backend {
       ATTND_ASSIGN_OR_RETURN(const ContextPool::Lease context,
                              streams_.Take([&] { return CheckAlive(request); }));
       DeviceStep step(request, store_.get(), context.get(), timed);
-      const absl::Status status = step.Run();
+      absl::Status status = step.Run();
       if (absl::IsCancelled(status) || absl::IsDeadlineExceeded(status)) return status;
       if (!status.ok()) {
         Degrade(status);
@@ -281,6 +281,7 @@ class CudaBackend : public Backend {
   absl::Status AnswerLeftOver(const StepRequest& request, const std::vector<uint32_t>& numbers,
                               std::vector<Plan>* plans) {
     std::vector<StepRow> rows;
+    rows.reserve(numbers.size());
     for (const uint32_t number : numbers) rows.push_back(request.rows[number]);
     std::vector<Plan> row_plans;
     StepRequest rest = request;

@@ -74,7 +74,7 @@ absl::Status DeviceStep::RunRow(uint32_t number) {
     RowMemory memory;
     std::vector<Upload> uploads;
     const size_t mark = uploader_.Mark();
-    const absl::Status pinned = Pin(row, &memory, &uploads);
+    absl::Status pinned = Pin(row, &memory, &uploads);
     if (!pinned.ok() && !absl::IsResourceExhausted(pinned)) return pinned;
     const uint32_t tokens = pinned.ok() ? writer_.Fitting(row, token, uploads) : 0;
     if (tokens > 0) {

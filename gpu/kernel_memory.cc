@@ -13,7 +13,7 @@ uint64_t QueryFragmentBytes(const KernelShape& shape) {
 // fragments in whole tiles of clusters, assignment and order of its tokens. The device compares.
 uint64_t IndexScratchBytes(const KernelShape& shape, uint32_t kv_heads, uint32_t tokens) {
   constexpr uint64_t kClusterTokens = 16, kTileClusters = 128, kMeanChunkTokens = 128;
-  constexpr uint64_t kRounding = 16 * 256;  // of the parts' places
+  constexpr uint64_t kRounding = uint64_t{16} * 256;  // of the parts' places
   const uint64_t clusters = tokens / kClusterTokens + 1 + kTileClusters;
   const uint64_t chunks = tokens / kMeanChunkTokens + 1;
   const uint64_t head = uint64_t{tokens} * 2 * sizeof(uint16_t) +

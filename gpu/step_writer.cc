@@ -262,11 +262,11 @@ StepWriter::Places StepWriter::PlacesOf(const Counts& counts) const {
   Placer scratch;
   places.query_fragments = scratch.Place(counts.tiles, QueryFragmentBytes(shape_));
   places.states =
-      scratch.Place(counts.states, kLanes * (kStateHead + shape_.value_dim) * sizeof(float));
+      scratch.Place(counts.states, sizeof(float) * kLanes * (kStateHead + shape_.value_dim));
   places.scores = scratch.Place(counts.scores, sizeof(float));
   places.chosen = scratch.Place(counts.chosen, sizeof(uint32_t));
   places.score_partials =
-      scratch.Place(Times(counts.score_items, tiles_per_unit_), kLanes * 4 * sizeof(float));
+      scratch.Place(Times(counts.score_items, tiles_per_unit_), sizeof(float) * kLanes * 4);
   places.lane_scales = scratch.Place(counts.tiles, kLanes * sizeof(LaneScale));
   places.chunks = scratch.Place(counts.score_items, sizeof(ChunkRef));
   places.chosen_pieces = scratch.Place(counts.chosen_pieces, sizeof(ChosenPiece));

@@ -134,7 +134,7 @@ class CudaStream : public Stream {
 
   absl::Status RunStep(const KernelShape& shape, const StepHeader& header,
                        const StepHeader* /*device_header*/, bool measure, bool timed) override {
-    const absl::Status status = Launch(shape, header, measure, timed);
+    absl::Status status = Launch(shape, header, measure, timed);
     // Nothing of a step that was given up half-way may run on, beside whoever gets its memory next.
     if (!status.ok()) {
       for (cudaStream_t stream : {side_, main_}) static_cast<void>(cudaStreamSynchronize(stream));
