@@ -252,7 +252,7 @@ absl::StatusOr<bool> Segmenter::Build(Sequence* sequence, uint32_t min_tokens, u
 
 absl::Status Segmenter::BuildSegment(const Sequence& sequence, SegmentBuilder* builder,
                                      uint32_t threads, const std::atomic<bool>* cancelled) {
-  const absl::Status built = backend_->BuildSegment(builder, [&] {
+  absl::Status built = backend_->BuildSegment(builder, [&] {
     gate_->YieldToSteps();
     return Wanted(sequence, cancelled);
   });
