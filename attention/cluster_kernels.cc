@@ -3,6 +3,7 @@
 #include <cmath>
 #include <limits>
 
+#include "attention/estimate_limits.h"
 #include "attention/kernels.h"
 
 // The targets left out would only lengthen the build.
@@ -17,9 +18,6 @@
 HWY_BEFORE_NAMESPACE();
 namespace attnd::attention::kernels {
 namespace HWY_NAMESPACE {
-
-constexpr float kErrorMax = 1e14f;  // of a cluster; a sum of squares over all stays a float
-constexpr float kD2Cap = 8.0f;      // docs/POLICIES.md: d2 is capped before it is exponentiated
 
 // Squares of the 4-bit codes at p, one half of each byte, as floats.
 HWY_INLINE VF LoadLowSquares(F32 d, const uint8_t* p) {
@@ -150,7 +148,7 @@ HWY_INLINE void ClusterScoresAt(D d, const ClusterScoreArgs& args, size_t i) {
       hn::Add(hn::LoadU(d, args.dot + i * kQuad), SpreadOverQuads(d, args.log_size + i));
   if (args.d2 == nullptr) return hn::StoreU(base, d, args.log_mass + i * kQuad);
   const auto d2 = hn::LoadU(d, args.d2 + i * kQuad);
-  const auto capped = hn::Min(d2, hn::Set(d, kD2Cap));
+  const auto capped = hn::Min(d2, hn::Set(d, kVarianceCap));
   hn::StoreU(hn::MulAdd(capped, hn::Set(d, 0.5f), base), d, args.log_mass + i * kQuad);
   if (args.optimistic == nullptr) return;
   hn::StoreU(hn::MulAdd(hn::Sqrt(d2), hn::Set(d, 2.0f), base), d, args.optimistic + i * kQuad);
@@ -167,7 +165,7 @@ void ClusterScores(const ClusterScoreArgs& args, size_t n) {
 template <class D>
 HWY_INLINE void ClusterErrorsAt(D d, const float* weight, const float* d2, const float* spread,
                                 const float* unit, size_t i, float* error2) {
-  const auto growth = hn::Expm1(d, hn::Min(hn::LoadU(d, d2 + i * kQuad), hn::Set(d, kD2Cap)));
+  const auto growth = hn::Expm1(d, hn::Min(hn::LoadU(d, d2 + i * kQuad), hn::Set(d, kVarianceCap)));
   // Its square stays a float: where an output cancels to nothing the unit is huge, and infinity
   // times a cluster's growth of 0 would be NaN.
   const auto value =

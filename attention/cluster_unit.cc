@@ -5,14 +5,11 @@
 #include <cmath>
 #include <limits>
 
+#include "attention/estimate_limits.h"
 #include "attention/kernels.h"
 
 namespace attnd::attention {
 namespace {
-
-// An output may cancel to nearly nothing; errors are then relative to this share of the values'
-// root mean square.
-constexpr float kLeastNormShare = 1e-3f;
 
 uint32_t CountClusters(const SequenceView& view, uint32_t layer, uint32_t kv_head) {
   uint32_t clusters = 0;

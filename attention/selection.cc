@@ -7,6 +7,8 @@
 #include <cmath>
 #include <numeric>
 
+#include "attention/estimate_limits.h"
+
 namespace attnd::attention {
 namespace {
 
@@ -73,8 +75,7 @@ void MarkGreatest(std::span<const float> scores, size_t count, Fate mark, OrderS
 }  // namespace
 
 size_t ShareOf(double share, size_t n) {
-  constexpr double kRounding = 1e-9;  // 0.07 * 100 is a little above 7
-  const double count = std::ceil(share * static_cast<double>(n) * (1 - kRounding));
+  const double count = std::ceil(share * static_cast<double>(n) * (1 - kShareRounding));
   return std::min(n, static_cast<size_t>(std::max(count, 0.0)));
 }
 

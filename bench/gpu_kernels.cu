@@ -156,7 +156,7 @@ class Layer {
       HostSegment& segment = segments_[i];
       if (i % segments_of_row_ == 0) slots = pieces = 0, clustered = 0;
       segment.ref.first_slot = slots;
-      segment.ref.slots = (segment.clusters + kSlotChunk - 1) / kSlotChunk * kSlotChunk;
+      segment.ref.slots = SlotsFor(segment.clusters);
       segment.ref.first_piece = pieces;
       segment.ref.max_clusters = segment.clusters;
       slots += segment.ref.slots;
@@ -265,14 +265,14 @@ class Layer {
       return static_cast<uint32_t>(offset);
     };
     const uint32_t dim = shape_.dim;
-    ref.centroids = place(size_t{n} * dim * 2);
-    ref.mean_values = place(size_t{n} * dim * 2);
-    ref.deviation_codes = place(size_t{n} * dim / 2);
-    ref.variance_unit = place(n * 4);
-    ref.log_size = place(n * 4);
-    ref.spread = place(n * 4);
-    ref.value_norm2 = place(n * 4);
-    ref.starts = place((n + 1) * 4);
+    ref.offsets.centroids = place(size_t{n} * dim * 2);
+    ref.offsets.mean_values = place(size_t{n} * dim * 2);
+    ref.offsets.deviation_codes = place(size_t{n} * dim / 2);
+    ref.offsets.variance_unit = place(n * 4);
+    ref.offsets.log_size = place(n * 4);
+    ref.offsets.spread = place(n * 4);
+    ref.offsets.value_norm2 = place(n * 4);
+    ref.offsets.starts = place((n + 1) * 4);
     ref.index_head_bytes = at;
     ref.pages_head_bytes = (tokens + 15) / 16 * PageBytes();
     ref.tokens = tokens;
@@ -326,21 +326,22 @@ class Layer {
     for (uint32_t head = 0; head < shape_.kv_heads; ++head) {
       std::byte* at = index.data() + head * ref.index_head_bytes;
       *reinterpret_cast<uint32_t*>(at) = n;
-      auto* starts = reinterpret_cast<uint32_t*>(at + ref.starts);
+      auto* starts = reinterpret_cast<uint32_t*>(at + ref.offsets.starts);
       const auto floats = [&](uint32_t offset) { return reinterpret_cast<float*>(at + offset); };
       for (uint32_t c = 0; c <= n; ++c) {
         starts[c] = std::min(segment.unclustered + c * 16, segment.tokens);
       }
       for (uint32_t c = 0; c < n; ++c) {
         const uint32_t size = starts[c + 1] - starts[c];
-        floats(ref.log_size)[c] = std::log(static_cast<float>(size));
-        floats(ref.variance_unit)[c] = 1e-4f;
-        floats(ref.spread)[c] = 1.0f;
-        floats(ref.value_norm2)[c] = 1.0f;
+        floats(ref.offsets.log_size)[c] = std::log(static_cast<float>(size));
+        floats(ref.offsets.variance_unit)[c] = 1e-4f;
+        floats(ref.offsets.spread)[c] = 1.0f;
+        floats(ref.offsets.value_norm2)[c] = 1.0f;
         if (!consistent) continue;
-        auto* keys = reinterpret_cast<uint16_t*>(at + ref.centroids) + size_t{c} * dim;
-        auto* values = reinterpret_cast<uint16_t*>(at + ref.mean_values) + size_t{c} * dim;
-        auto* codes = reinterpret_cast<uint8_t*>(at + ref.deviation_codes) + size_t{c} * dim / 2;
+        auto* keys = reinterpret_cast<uint16_t*>(at + ref.offsets.centroids) + size_t{c} * dim;
+        auto* values = reinterpret_cast<uint16_t*>(at + ref.offsets.mean_values) + size_t{c} * dim;
+        auto* codes =
+            reinterpret_cast<uint8_t*>(at + ref.offsets.deviation_codes) + size_t{c} * dim / 2;
         std::vector<double> deviation(dim);
         double spread = 0, norm2 = 0, greatest = 0;
         for (uint32_t d = 0; d < dim; ++d) {
@@ -364,20 +365,20 @@ class Layer {
           };
           codes[d] = static_cast<uint8_t>(code(d) | code(d + dim / 2) << 4);
         }
-        floats(ref.variance_unit)[c] = static_cast<float>(greatest / 15 * greatest / 15);
-        floats(ref.spread)[c] = static_cast<float>(std::sqrt(spread));
-        floats(ref.value_norm2)[c] = static_cast<float>(norm2);
+        floats(ref.offsets.variance_unit)[c] = static_cast<float>(greatest / 15 * greatest / 15);
+        floats(ref.offsets.spread)[c] = static_cast<float>(std::sqrt(spread));
+        floats(ref.offsets.value_norm2)[c] = static_cast<float>(norm2);
       }
     }
     CHECK_CUDA(cudaMemcpy(segment.index, index.data(), index.size(), cudaMemcpyHostToDevice));
     if (consistent) return;
     for (uint32_t head = 0; head < shape_.kv_heads; ++head) {
       std::byte* at = segment.index + head * ref.index_head_bytes;
-      FillRandom<<<64, 256>>>(reinterpret_cast<uint16_t*>(at + ref.centroids), size_t{n} * dim,
-                              static_cast<uint32_t>(random_()), 2.0f);
-      FillRandom<<<64, 256>>>(reinterpret_cast<uint16_t*>(at + ref.mean_values), size_t{n} * dim,
-                              static_cast<uint32_t>(random_()), 2.0f);
-      FillBytes<<<64, 256>>>(reinterpret_cast<uint8_t*>(at + ref.deviation_codes),
+      FillRandom<<<64, 256>>>(reinterpret_cast<uint16_t*>(at + ref.offsets.centroids),
+                              size_t{n} * dim, static_cast<uint32_t>(random_()), 2.0f);
+      FillRandom<<<64, 256>>>(reinterpret_cast<uint16_t*>(at + ref.offsets.mean_values),
+                              size_t{n} * dim, static_cast<uint32_t>(random_()), 2.0f);
+      FillBytes<<<64, 256>>>(reinterpret_cast<uint8_t*>(at + ref.offsets.deviation_codes),
                              size_t{n} * dim / 2, static_cast<uint32_t>(random_()));
     }
   }
@@ -481,16 +482,18 @@ double Layer::Reference(const Policy& policy, const StepHeader& step) {
           for (uint32_t i = 0; i < zone_tokens; ++i) add_token(base, i, &zone);
           if (policy.kind != UnitKind::kClusters) continue;
           const std::byte* index = indexes[number].data() + head * segment.ref.index_head_bytes;
-          const auto* starts = reinterpret_cast<const uint32_t*>(index + segment.ref.starts);
+          const auto* starts =
+              reinterpret_cast<const uint32_t*>(index + segment.ref.offsets.starts);
           for (uint32_t c = 0; c < segment.clusters; ++c) {
             Cluster cluster{s, c, starts[c], starts[c + 1], {}, {}, {}};
             const auto* key =
-                reinterpret_cast<const uint16_t*>(index + segment.ref.centroids) + size_t{c} * dim;
+                reinterpret_cast<const uint16_t*>(index + segment.ref.offsets.centroids) +
+                size_t{c} * dim;
             const auto* codes =
-                reinterpret_cast<const uint8_t*>(index + segment.ref.deviation_codes) +
+                reinterpret_cast<const uint8_t*>(index + segment.ref.offsets.deviation_codes) +
                 size_t{c} * dim / 2;
             const double unit =
-                reinterpret_cast<const float*>(index + segment.ref.variance_unit)[c];
+                reinterpret_cast<const float*>(index + segment.ref.offsets.variance_unit)[c];
             for (uint32_t h = 0; h < group; ++h) {
               double x = 0, d2 = 0;
               for (uint32_t d = 0; d < dim; ++d) {
@@ -507,18 +510,18 @@ double Layer::Reference(const Policy& policy, const StepHeader& step) {
             clusters.push_back(std::move(cluster));
           }
         }
-        const auto part = [&](const Cluster& c, uint32_t SegmentRef::*offset) {
+        const auto part = [&](const Cluster& c, uint32_t IndexOffsets::*offset) {
           const size_t number = r * segments_of_row_ + c.segment;
           return double{reinterpret_cast<const float*>(
               indexes[number].data() + head * segments_[number].ref.index_head_bytes +
-              segments_[number].ref.*offset)[c.number]};
+              segments_[number].ref.offsets.*offset)[c.number]};
         };
         const auto mean_value = [&](const Cluster& c, uint32_t d) {
           const size_t number = r * segments_of_row_ + c.segment;
           const std::byte* index =
               indexes[number].data() + head * segments_[number].ref.index_head_bytes;
           return double{FromBf16(reinterpret_cast<const uint16_t*>(
-              index + segments_[number].ref.mean_values)[size_t{c.number} * dim + d])};
+              index + segments_[number].ref.offsets.mean_values)[size_t{c.number} * dim + d])};
         };
         // ---- choose ----
         std::vector<uint32_t> order(clusters.size());
@@ -577,7 +580,7 @@ double Layer::Reference(const Policy& policy, const StepHeader& step) {
         for (uint32_t h = 0; h < group && !clusters.empty(); ++h) {
           double moment = 0;
           for (const auto& c : clusters) {
-            moment += std::exp(c.log_mass[h] - guess[h].max) * part(c, &SegmentRef::value_norm2);
+            moment += std::exp(c.log_mass[h] - guess[h].max) * part(c, &IndexOffsets::value_norm2);
           }
           double norm2 = 0;
           for (const double v : zone[h].values) norm2 += v * v;
@@ -592,7 +595,7 @@ double Layer::Reference(const Policy& policy, const StepHeader& step) {
               for (const double v : guess[h].values) norm2 += v * v;
               const double norm = std::max(std::sqrt(norm2) / guess[h].sum, least[h]);
               const double e = std::exp(c.log_mass[h] - guess[h].max) / guess[h].sum / norm *
-                               part(c, &SegmentRef::spread);
+                               part(c, &IndexOffsets::spread);
               c.score += e * e * std::expm1(std::min(c.d2[h], 8.0)) / group;
             }
           }
@@ -642,7 +645,7 @@ double Layer::Reference(const Policy& policy, const StepHeader& step) {
           double error = 0;
           for (const auto& c : clusters) {
             if (c.fate != kFateEstimated) continue;
-            const double e = std::exp(c.log_mass[h] - all[h].max) * part(c, &SegmentRef::spread);
+            const double e = std::exp(c.log_mass[h] - all[h].max) * part(c, &IndexOffsets::spread);
             error += e * e * std::expm1(std::min(c.d2[h], 8.0));
           }
           error = std::sqrt(error) / all[h].sum / std::max(std::sqrt(norm), least[h]);

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "common/status.h"
+#include "gpu/index_offsets.h"
 
 namespace attnd::gpu {
 namespace {
@@ -126,10 +127,7 @@ uint64_t SegmentBuild::WriteJobs(uint32_t first, uint32_t count) {
     job.pages = segment_->pages() + layer * PagesLayerBytes();
     job.index_head_bytes = layout.head_bytes;
     job.pages_head_bytes = segment.pages_head_bytes();
-    const auto at = [](size_t offset) { return static_cast<uint32_t>(offset); };
-    job.offsets = {at(layout.centroids),     at(layout.mean_values), at(layout.deviation_codes),
-                   at(layout.variance_unit), at(layout.log_size),    at(layout.spread),
-                   at(layout.value_norm2),   at(layout.starts),      at(layout.positions)};
+    job.offsets = OffsetsOf(layout);
   }
   first_job_ = jobs[0];
   return count * JobBytes();

@@ -21,6 +21,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
+
+#include "gpu/index_layout.h"
 
 namespace attnd::gpu {
 
@@ -50,9 +53,7 @@ struct SegmentRef {
   const std::byte* pages;     // of KV head 0
   uint64_t index_head_bytes;  // from one KV head to the next
   uint64_t pages_head_bytes;
-  // Byte offsets of the index parts inside one head.
-  uint32_t centroids, mean_values, deviation_codes, variance_unit, log_size, spread, value_norm2,
-      starts;
+  IndexOffsets offsets;
   uint32_t tokens;
   uint32_t unclustered;
   uint32_t first_slot;    // a multiple of kSlotChunk
@@ -107,6 +108,25 @@ struct RowRef {
   double tolerance, floor;              // kErrorBudget; infinity for "off"
 };
 
+// Slots of a segment whose index has room for so many clusters.
+constexpr uint32_t SlotsFor(uint32_t max_clusters) {
+  return (max_clusters + kSlotChunk - 1) / kSlotChunk * kSlotChunk;
+}
+// Whether the measure stage chooses for the row.
+constexpr bool HasTolerance(const RowRef& row) {
+  return row.kind == UnitKind::kClusters && row.cut == CutKind::kErrorBudget &&
+         row.tolerance < std::numeric_limits<double>::infinity();
+}
+// Distances, in elements, between what a row's tiles and units have in scratch memory.
+constexpr uint64_t StatesPerTile(const RowRef& row) {
+  return uint64_t{row.read_pieces} + row.estimate_pieces +
+         (row.kind == UnitKind::kClusters ? kChosenPiecesMax : 0);
+}
+constexpr uint64_t ScoresPerUnit(const RowRef& row, uint32_t group) {
+  return uint64_t{row.slots} * (uint64_t{group} * (row.second_order != 0 ? 2 : 1) + 1);
+}
+constexpr uint32_t StateFloats(uint32_t value_dim) { return kLanes * (kStateHead + value_dim); }
+
 // Bytes that prepare copies from the staging block to their place: rows of new tokens.
 struct UploadRef {
   std::byte* to;
@@ -120,13 +140,12 @@ inline constexpr uint8_t kFateEstimated = 1;
 inline constexpr uint8_t kFateExact = 2;
 
 // kSlotChunk slots of one unit, resolved once by prepare, so that whoever works on them needs one
-// look and no search. Offsets are those of SegmentRef.
+// look and no search.
 struct ChunkRef {
   const std::byte* head;  // the KV head's index
   float* scores;          // log_mass of lane 0 at the first slot
   uint8_t* fates;         // at the first slot
-  uint32_t centroids, mean_values, deviation_codes, variance_unit, log_size, spread, value_norm2,
-      starts;
+  IndexOffsets offsets;
   uint32_t segment;   // of the row
   uint32_t first;     // the first slot's cluster
   uint32_t clusters;  // of the segment and KV head; slots beyond are empty
@@ -134,7 +153,7 @@ struct ChunkRef {
   uint32_t unit;
   uint32_t slots;  // of the row: from one lane's scores to the next
   uint32_t second_order;
-  uint32_t reserved[11];
+  uint32_t reserved[10];
 };
 static_assert(sizeof(ChunkRef) == 128);
 

@@ -113,8 +113,7 @@ void StepTotals::AddPlans(const StepWriter& writer, const RowPart& part, const s
         if (fate[c] == kFateExact) plan.exact.push_back({s, c});
         if (fate[c] == kFateEstimated) plan.estimated.push_back({s, c});
       }
-      const uint64_t chunks = (segment.layout().max_clusters + kSlotChunk - 1) / kSlotChunk;
-      fate += chunks * kSlotChunk;
+      fate += SlotsFor(segment.layout().max_clusters);
     }
   }
 }

@@ -9,6 +9,7 @@
 
 #include "attention/pages.h"
 #include "attention/segment.h"
+#include "gpu/index_offsets.h"
 
 namespace attnd::gpu {
 namespace {
@@ -65,10 +66,6 @@ uint64_t DensePieces(const StepRow& row, uint64_t piece_tokens) {
   return pieces;
 }
 
-uint32_t SlotsOf(const Segment& segment) {
-  return static_cast<uint32_t>(CeilOf(segment.layout().max_clusters, kSlotChunk) * kSlotChunk);
-}
-
 // How many tail tokens, counted from the first block's start, a query token sees.
 uint64_t TailLimit(const StepRow& row, uint64_t query_token) {
   const uint64_t base = row.view->tail_begin / kTailBlockTokens * kTailBlockTokens;
@@ -85,15 +82,6 @@ CutKind CutOf(const Policy& policy) {
       return CutKind::kErrorBudget;
   }
   return CutKind::kTopK;
-}
-
-// Distances, in elements, between what a row's tiles and units have in scratch memory.
-uint64_t StatesPerTile(const RowRef& row) {
-  const uint64_t chosen = row.kind == UnitKind::kClusters ? kChosenPiecesMax : 0;
-  return uint64_t{row.read_pieces} + row.estimate_pieces + chosen;
-}
-uint64_t ScoresPerUnit(const RowRef& row, uint64_t group) {
-  return row.slots * (group * (row.second_order != 0 ? 2 : 1) + 1);
 }
 
 template <typename T>
@@ -192,7 +180,7 @@ RowRef StepWriter::Describe(const StepRow& row, uint32_t first_token, uint32_t t
   for (const Segment* segment : SegmentsRead(row, ref.kind)) {
     ++ref.segment_count;
     ref.clustered_tokens += segment->clustered();
-    if (clusters) ref.slots += SlotsOf(*segment);
+    if (clusters) ref.slots += SlotsFor(segment->layout().max_clusters);
   }
   // By the row's own last token, though this part may end before it: how a row is divided, and so
   // its answer's bits, must not depend on what else is in the wave.
@@ -261,8 +249,7 @@ StepWriter::Places StepWriter::PlacesOf(const Counts& counts) const {
 
   Placer scratch;
   places.query_fragments = scratch.Place(counts.tiles, QueryFragmentBytes(shape_));
-  places.states =
-      scratch.Place(counts.states, sizeof(float) * kLanes * (kStateHead + shape_.value_dim));
+  places.states = scratch.Place(counts.states, sizeof(float) * StateFloats(shape_.value_dim));
   places.scores = scratch.Place(counts.scores, sizeof(float));
   places.chosen = scratch.Place(counts.chosen, sizeof(uint32_t));
   places.score_partials =
@@ -343,8 +330,7 @@ void StepWriter::Add(const StepRow& row, uint32_t number, uint32_t first_token, 
   ref.first_score = counts_.scores;
   ref.first_fate = counts_.fates;
   ref.first_token = counts_.chosen;
-  measure_ |= ref.kind == UnitKind::kClusters && ref.cut == CutKind::kErrorBudget &&
-              ref.tolerance < std::numeric_limits<double>::infinity();
+  measure_ |= HasTolerance(ref);
   counts_.Add(CountsOf(ref, row, uploads));
   memories_.push_back(std::move(memory));
   uploads_.insert(uploads_.end(), uploads.begin(), uploads.end());
@@ -420,18 +406,11 @@ void StepWriter::WriteRow(const RowPart& part, const RowMemory& memory, const Pl
     ref->pages = memory.segments[s].pages;
     ref->index_head_bytes = layout.head_bytes;
     ref->pages_head_bytes = segment.pages_head_bytes();
-    ref->centroids = Narrow(layout.centroids);
-    ref->mean_values = Narrow(layout.mean_values);
-    ref->deviation_codes = Narrow(layout.deviation_codes);
-    ref->variance_unit = Narrow(layout.variance_unit);
-    ref->log_size = Narrow(layout.log_size);
-    ref->spread = Narrow(layout.spread);
-    ref->value_norm2 = Narrow(layout.value_norm2);
-    ref->starts = Narrow(layout.starts);
+    ref->offsets = OffsetsOf(layout);
     ref->tokens = segment.tokens();
     ref->unclustered = segment.unclustered();
     ref->first_slot = slots;
-    ref->slots = SlotsOf(segment);
+    ref->slots = SlotsFor(layout.max_clusters);
     ref->first_piece = pieces;
     ref->max_clusters = layout.max_clusters;
     slots += ref->slots;

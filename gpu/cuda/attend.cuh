@@ -13,6 +13,7 @@
 #ifndef ATTND_GPU_CUDA_ATTEND_CUH_
 #define ATTND_GPU_CUDA_ATTEND_CUH_
 
+#include <algorithm>
 #include <cstdint>
 
 #include "gpu/cuda/matrix.cuh"
@@ -60,7 +61,7 @@ __device__ __forceinline__ void ScaleValues(float factor, WarpState<kValueDim>* 
   }
 }
 
-// values += weights * the 16 value rows: p.. of tokens 2t, 2t + 1, 2t + 8, 2t + 9.
+// values += weights * 64 channels of value rows r0 .. r3, in the order of the thread's weights.
 template <typename T, int kValueDim>
 __device__ __forceinline__ void AddValueChunk(const uint32_t (&weights)[4], const uint4& r0,
                                               const uint4& r1, const uint4& r2, const uint4& r3,
@@ -106,8 +107,8 @@ inline constexpr int kRingPages = kKeyDim + kValueDim <= 128   ? 4
                                   : kKeyDim + kValueDim == 320 ? 2
                                                                : 3;
 template <int kKeyDim, int kValueDim>
-inline constexpr uint32_t kRingBytes = kRingPages<kKeyDim, kValueDim>* kPageRows*(kKeyDim +
-                                                                                  kValueDim) *
+inline constexpr uint32_t kRingBytes = (kRingPages<kKeyDim, kValueDim>)*kPageRows*(kKeyDim +
+                                                                                   kValueDim) *
                                        2;
 
 // Attention of a warp over every kAttendWarps-th page of a piece.
@@ -302,10 +303,8 @@ struct EstimateSums {
 };
 
 template <int kKeyDim, int kValueDim>
-inline constexpr uint32_t kAttendSharedBytes = kAttendWarps* kRingBytes<kKeyDim, kValueDim> >
-                                                       sizeof(MergeMemory<kValueDim>)
-                                                   ? kAttendWarps* kRingBytes<kKeyDim, kValueDim>
-                                                   : sizeof(MergeMemory<kValueDim>);
+inline constexpr uint32_t kAttendSharedBytes = std::max<uint32_t>(
+    kAttendWarps*(kRingBytes<kKeyDim, kValueDim>), sizeof(MergeMemory<kValueDim>));
 
 // This warp's ring.
 __device__ __forceinline__ uint32_t WarpRing(uint32_t ring_bytes) {

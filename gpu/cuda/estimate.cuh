@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "attention/estimate_limits.h"
 #include "gpu/cuda/attend.cuh"
 #include "gpu/cuda/chunk_feed.cuh"
 #include "gpu/cuda/matrix.cuh"
@@ -52,8 +53,8 @@ struct ClusterInputs {
     d2 = *reinterpret_cast<const float4*>(scores + uint64_t{source.group} * chunk.slots);
     // Parts are 64-byte aligned, and so have room for a multiple of four.
     const uint32_t c = min(chunk.first + at, (chunk.max_clusters - 1) / 4 * 4);
-    norm2 = *reinterpret_cast<const float4*>(Part<float>(chunk, chunk.value_norm2) + c);
-    spread = *reinterpret_cast<const float4*>(Part<float>(chunk, chunk.spread) + c);
+    norm2 = *reinterpret_cast<const float4*>(Part<float>(chunk, chunk.offsets.value_norm2) + c);
+    spread = *reinterpret_cast<const float4*>(Part<float>(chunk, chunk.offsets.spread) + c);
   }
 };
 
@@ -76,7 +77,7 @@ __device__ __forceinline__ void EstimateWeights(const EstimateSource& source, bo
     sums->dropped += estimated || fate == kFateExact ? 0.0f : weight;
     if (second_order) {
       const float error = weight * spread;
-      const float error2 = error * error * Expm1(fminf(d2, 8.0f));
+      const float error2 = error * error * Expm1(fminf(d2, attention::kVarianceCap));
       sums->moments += cluster ? weight * norm2 : 0.0f;
       sums->errors += cluster && estimated ? error2 : 0.0f;
     }
@@ -167,7 +168,7 @@ class ChunkEstimator {
   // Asks for the mean values of 16 clusters. Slots without a cluster stand for the last one: their
   // weight is 0, but 0 times what nobody wrote may be NaN.
   __device__ __forceinline__ void Copy(const ChunkRef& chunk, uint32_t step, uint32_t stage) const {
-    const std::byte* values = chunk.head + chunk.mean_values;
+    const std::byte* values = chunk.head + chunk.offsets.mean_values;
     const uint32_t first = chunk.first + step * 16, last = max(chunk.clusters, 1u) - 1;
     CopyRows<kRowBytes, MeanChunk<kRowBytes>>(ring_ + stage * kStageBytes, [&](uint32_t i) {
       return values + uint64_t{min(first + i, last)} * kRowBytes;
@@ -210,10 +211,8 @@ __device__ void EstimatePiece(const StepHeader& step, const UnitPlace& unit, uin
 }
 
 template <int kValueDim>
-inline constexpr uint32_t kEstimateSharedBytes =
-    kAttendWarps* ChunkEstimator<__half, kValueDim>::kWarpBytes > sizeof(MergeMemory<kValueDim>)
-        ? kAttendWarps* ChunkEstimator<__half, kValueDim>::kWarpBytes
-        : sizeof(MergeMemory<kValueDim>);
+inline constexpr uint32_t kEstimateSharedBytes = std::max<uint32_t>(
+    kAttendWarps* ChunkEstimator<__half, kValueDim>::kWarpBytes, sizeof(MergeMemory<kValueDim>));
 
 }  // namespace attnd::gpu
 

@@ -8,6 +8,7 @@
 #include <cfloat>
 #include <cstdint>
 
+#include "attention/estimate_limits.h"
 #include "gpu/cuda/matrix.cuh"
 #include "gpu/cuda/place.cuh"
 
@@ -17,9 +18,6 @@ inline constexpr uint32_t kMergeWarps = 8;
 inline constexpr uint32_t kMergeThreads = kMergeWarps * 32;
 // States whose factors lie in shared memory at a time.
 inline constexpr uint32_t kMergeBatch = 512;
-// An output may cancel to nearly nothing; errors are then relative to this share of the values'
-// root mean square.
-inline constexpr float kLeastNormShare = 1e-3f;
 
 // The floor under an output's norm; sums are relative to one scale: zones by their sum and the
 // squared norm of their mean, clusters by the second moments and the sum of their estimates.
@@ -27,7 +25,7 @@ __device__ __forceinline__ float LeastNorm(float zone_sum, float zone_norm2, flo
                                            float cluster_sum) {
   const float total = zone_sum + cluster_sum;
   const float moment = moments / total + zone_sum / total * zone_norm2;
-  return fmaxf(kLeastNormShare * sqrtf(moment), FLT_MIN);
+  return fmaxf(attention::kLeastNormShare * sqrtf(moment), FLT_MIN);
 }
 
 // What some states of a lane come to, relative to the lane's maximum, as a vector for one

@@ -89,24 +89,11 @@ struct IndexPlace {
   __device__ __forceinline__ uint32_t clusters() const {
     return *reinterpret_cast<const uint32_t*>(head);
   }
-  template <typename V>
-  __device__ __forceinline__ const V* part(uint32_t offset) const {
-    return reinterpret_cast<const V*>(head + offset);
-  }
 };
 
-// Whether the measure stage chooses for the row.
-__device__ __forceinline__ bool HasTolerance(const RowRef& row) {
-  return row.kind == UnitKind::kClusters && row.cut == CutKind::kErrorBudget &&
-         !isinf(row.tolerance);
-}
-
 // A unit's share of scratch.
-__device__ __forceinline__ uint64_t UnitScoreFloats(const StepHeader& step, const RowRef& row) {
-  return uint64_t{row.slots} * ((row.second_order != 0 ? 2 : 1) * step.group + 1);
-}
 __device__ __forceinline__ float* UnitScores(const StepHeader& step, const UnitPlace& unit) {
-  return step.scores + unit.row->first_score + unit.in_row * UnitScoreFloats(step, *unit.row);
+  return step.scores + unit.row->first_score + unit.in_row * ScoresPerUnit(*unit.row, step.group);
 }
 __device__ __forceinline__ uint8_t* UnitFates(const StepHeader& step, const UnitPlace& unit) {
   return step.fates + unit.row->first_fate + uint64_t{unit.in_row} * unit.row->slots;
@@ -116,18 +103,11 @@ __device__ __forceinline__ uint32_t* UnitChosen(const StepHeader& step, const Un
 }
 
 // States of a tile: read pieces, then estimate pieces, then chosen pieces.
-__device__ __forceinline__ uint32_t StatesPerTile(const RowRef& row) {
-  return row.read_pieces + row.estimate_pieces +
-         (row.kind == UnitKind::kClusters ? kChosenPiecesMax : 0);
-}
 __device__ __forceinline__ float* TileStates(const StepHeader& step, const UnitPlace& unit,
                                              uint32_t tile, uint32_t state_floats) {
   const uint64_t state = unit.row->first_state +
                          (uint64_t{unit.in_row} * step.tiles_max + tile) * StatesPerTile(*unit.row);
   return step.states + state * state_floats;
-}
-__host__ __device__ constexpr uint32_t StateFloats(uint32_t value_dim) {
-  return kLanes * (kStateHead + value_dim);
 }
 
 template <typename V>

@@ -128,14 +128,7 @@ __device__ __forceinline__ void ResolveChunk(const StepHeader& step, uint32_t it
   chunk.head = index.head;
   chunk.scores = UnitScores(step, unit) + slot;
   chunk.fates = UnitFates(step, unit) + slot;
-  chunk.centroids = segment.centroids;
-  chunk.mean_values = segment.mean_values;
-  chunk.deviation_codes = segment.deviation_codes;
-  chunk.variance_unit = segment.variance_unit;
-  chunk.log_size = segment.log_size;
-  chunk.spread = segment.spread;
-  chunk.value_norm2 = segment.value_norm2;
-  chunk.starts = segment.starts;
+  chunk.offsets = segment.offsets;
   chunk.segment = s;
   chunk.first = slot - segment.first_slot;
   chunk.clusters = index.clusters();

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "attention/estimate_limits.h"
 #include "gpu/cuda/chunk_feed.cuh"
 #include "gpu/cuda/matrix.cuh"
 #include "gpu/cuda/place.cuh"
@@ -17,7 +18,7 @@ inline constexpr uint32_t kScoreWarps = 4;
 // What a warp scores at once; more would not fit its registers.
 inline constexpr uint32_t kWarpClusters = 16;
 inline constexpr float kVarianceMax = 1e32f;  // so that what is made of it stays a number
-inline constexpr float kVarianceCap = 8.0f;   // docs/POLICIES.md: d2 is capped before it is used
+using attention::kVarianceCap;
 
 // The greatest of some logarithms, and the sum of exp2(x - greatest); of lane g, partial over t.
 struct Totals {
@@ -61,11 +62,11 @@ __device__ __forceinline__ void CopyClusters(const ChunkRef& chunk, uint32_t fir
   const uint32_t thread = threadIdx.x % 32;
   const uint32_t last = chunk.max_clusters - 1;
   first += chunk.first;
-  const std::byte* keys = chunk.head + chunk.centroids;
+  const std::byte* keys = chunk.head + chunk.offsets.centroids;
   CopyRows<Stage::kKeyBytes, KeyChunk<Stage::kKeyBytes>>(
       to, [&](uint32_t i) { return keys + uint64_t{min(first + i, last)} * Stage::kKeyBytes; });
   if (chunk.second_order != 0) {
-    const std::byte* codes = chunk.head + chunk.deviation_codes;
+    const std::byte* codes = chunk.head + chunk.offsets.deviation_codes;
     CopyRows<Stage::kCodeBytes, PlainChunk<Stage::kCodeBytes>>(to + Stage::kCodes, [&](uint32_t i) {
       return codes + uint64_t{min(first + i, last)} * Stage::kCodeBytes;
     });
@@ -73,7 +74,8 @@ __device__ __forceinline__ void CopyClusters(const ChunkRef& chunk, uint32_t fir
   // Parts are 64-byte aligned, and so have room for a multiple of four.
   if (thread < 8) {
     const uint32_t c = min(first + thread % 4 * 4, last / 4 * 4);
-    const std::byte* part = chunk.head + (thread < 4 ? chunk.log_size : chunk.variance_unit);
+    const std::byte* part =
+        chunk.head + (thread < 4 ? chunk.offsets.log_size : chunk.offsets.variance_unit);
     CopyAsync16(SharedAddress(to + Stage::kSizes + thread * 16), part + c * 4);
   }
 }

@@ -4,6 +4,7 @@
 // one unit, as its cut needs all of the unit's scores.
 #include <cstdint>
 
+#include "attention/estimate_limits.h"
 #include "gpu/cuda/estimate.cuh"
 #include "gpu/cuda/matrix.cuh"
 #include "gpu/cuda/merge.cuh"
@@ -15,9 +16,11 @@
 namespace attnd::gpu {
 namespace {
 
-constexpr uint32_t kGroupLanes = 32;     // room for a group's heads; a warp each
-constexpr double kShareRounding = 1e-9;  // 0.07 * 100 is a little above 7
-constexpr float kErrorMax = 1e14f;       // of a cluster; a sum of squares over all stays a float
+using attention::kErrorMax;
+using attention::kShareRounding;
+
+constexpr uint32_t kGroupLanes = 32;  // room for a group's heads; a warp each
+
 struct UnitMemory {
   SelectMemory select;
   float max[2][kGroupLanes];  // of the mass, of the optimistic mass
@@ -51,7 +54,7 @@ class UnitSelector {
         scores_(UnitScores(step, unit)),
         d2_(scores_ + uint64_t{step.group} * row_.slots),
         fates_(UnitFates(step, unit)),
-        keys_(reinterpret_cast<uint32_t*>(scores_ + UnitScoreFloats(step, row_) - row_.slots),
+        keys_(reinterpret_cast<uint32_t*>(scores_ + ScoresPerUnit(row_, step.group) - row_.slots),
               row_.slots) {
     const uint32_t chunks = row_.slots / kSlotChunk;
     chunks_ = step.chunks + row_.first_score_item + unit.in_row * chunks;
@@ -239,7 +242,8 @@ __device__ void UnitSelector::RankByError() {
     uint32_t keys[kGroupSlots];
 #pragma unroll
     for (uint32_t i = 0; i < kGroupSlots; ++i) {
-      if (cluster + i < chunk.clusters) spread[i] = Part<float>(chunk, chunk.spread)[cluster + i];
+      if (cluster + i < chunk.clusters)
+        spread[i] = Part<float>(chunk, chunk.offsets.spread)[cluster + i];
     }
 #pragma unroll 2
     for (uint32_t lane = 0; lane < step_.group; ++lane) {
@@ -309,7 +313,7 @@ __device__ void UnitSelector::AssignGroup(uint32_t first, const uint32_t (&keys)
   const uint32_t cluster = chunk.first + first % kSlotChunk;
   uint32_t starts[kGroupSlots + 1] = {};
   if (used && cluster < chunk.clusters) {
-    const uint32_t* all = Part<uint32_t>(chunk, chunk.starts);
+    const uint32_t* all = Part<uint32_t>(chunk, chunk.offsets.starts);
 #pragma unroll
     for (uint32_t i = 0; i <= kGroupSlots; ++i) starts[i] = all[min(cluster + i, chunk.clusters)];
   }
@@ -360,7 +364,7 @@ __device__ void UnitSelector::QueuePieces(const UnitResult& result) {
     memory_->first_item = atomicAdd(&step_.cursors[kQueuedPieces], count);
   }
   __syncthreads();
-  const uint32_t floats = kLanes * (kStateHead + step_.value_dim);
+  const uint32_t floats = StateFloats(step_.value_dim);
   for (uint32_t i = threadIdx.x; i < count; i += kSelectThreads) {
     const uint32_t tile = i / result.chosen_pieces, number = i % result.chosen_pieces;
     const uint64_t state = row_.read_pieces + row_.estimate_pieces + number;

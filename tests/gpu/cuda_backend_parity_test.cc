@@ -15,69 +15,40 @@
 namespace attnd::gpu::test {
 namespace {
 
-using attention::Policy;
-using attention::test::MakeRow;
 using attention::test::MakeSequence;
-using attention::test::MakeShape;
 using attention::test::RunStep;
 using attention::test::SequenceSpec;
 using attention::test::StepResult;
 using attention::test::TestRow;
-using attention::test::TestSeed;
 using attention::test::TestSequence;
-
-struct Case {
-  uint32_t query_heads, kv_heads, head_dim, value_dim;
-  std::vector<uint32_t> segments;
-  uint64_t tail;
-};
-
-void PrintTo(const Case& c, std::ostream* out) {
-  *out << c.query_heads << "/" << c.kv_heads << " heads, " << c.head_dim << "/" << c.value_dim
-       << ", " << c.segments.size() << " segments";
-}
 
 // Groups 1, 3, 4, 8, 12; tails that start within a block and on its edge; more clusters than a slot
 // chunk holds.
-const Case kCases[] = {
+const ParityCase kCases[] = {
     {1, 1, 64, 64, {}, 150},         {6, 2, 64, 64, {700}, 70},     {4, 1, 128, 128, {640, 512}, 1},
     {8, 1, 64, 64, {2400, 700}, 90}, {12, 1, 192, 128, {600}, 200}, {2, 2, 256, 256, {576}, 64},
 };
 
 // Thread sanitizer makes a case take many seconds, and no race depends on the dtype.
 #ifdef __SANITIZE_THREAD__
-const std::vector<Case> kShapes = {kCases[1]};
+const std::vector<ParityCase> kShapes = {kCases[1]};
 const std::vector<DType> kDTypes = {DType::kBf16};
 #else
-const std::vector<Case> kShapes(std::begin(kCases), std::end(kCases));
+const std::vector<ParityCase> kShapes(std::begin(kCases), std::end(kCases));
 const std::vector<DType> kDTypes = {DType::kBf16, DType::kFp16};
 #endif
 
-class CudaBackendParity : public testing::TestWithParam<std::tuple<Case, DType>> {};
+class CudaBackendParity : public testing::TestWithParam<std::tuple<ParityCase, DType>> {};
 
 TEST_P(CudaBackendParity, AnswersStatisticsAndPlansAreTheCpus) {
   const auto& [shape, dtype] = GetParam();
-  SequenceSpec spec;
-  spec.shape =
-      MakeShape(shape.query_heads, shape.kv_heads, shape.head_dim, shape.value_dim, dtype, 2);
-  spec.segment_tokens = shape.segments;
-  spec.tail_tokens = shape.tail;
-  spec.seed = TestSeed() + shape.head_dim + shape.query_heads;
+  const SequenceSpec spec = SpecOf(shape, dtype);
   SCOPED_TRACE(testing::Message() << spec);
   TestSequence sequence = MakeSequence(spec);
   const FakeBackend fake = MakeFakeBackend();
   const auto cpu = MakeCpu();
   for (uint32_t layer = 0; layer < 2; ++layer) {
-    std::vector<TestRow> rows;
-    uint64_t seed = spec.seed;
-    for (const Policy& policy : Policies()) {
-      const auto most = static_cast<uint32_t>(std::min<uint64_t>(5, shape.tail));
-      const uint32_t tokens = 1 + static_cast<uint32_t>(++seed % most);
-      rows.push_back(MakeRow(&sequence, policy, spec.tokens() - tokens, tokens, false, DType::kFp32,
-                             layer, seed));
-      rows.push_back(
-          MakeRow(&sequence, policy, spec.tokens(), tokens, true, DType::kFp32, layer, ++seed));
-    }
+    const std::vector<TestRow> rows = RowsOfPolicies(&sequence, layer, 5, DType::kFp32);
     const StepResult step = RunStep(fake.backend.get(), layer, rows);
     EXPECT_TRUE(Agree(step, RunStep(cpu.get(), layer, rows), rows)) << "layer " << layer;
     for (const auto& row : step.rows) EXPECT_EQ(row.stats.host_tokens, 0u);

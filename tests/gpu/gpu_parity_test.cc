@@ -21,10 +21,7 @@ namespace attnd::gpu::test {
 namespace {
 
 using attention::Backend;
-using attention::Policy;
-using attention::test::MakeRow;
 using attention::test::MakeSequence;
-using attention::test::MakeShape;
 using attention::test::RunStep;
 using attention::test::SequenceSpec;
 using attention::test::StepResult;
@@ -58,20 +55,9 @@ class OnGpu {
 #define SKIP_WITHOUT_GPU(backend) \
   if ((backend) == nullptr) GTEST_SKIP() << "no GPU: " << OnGpu::skipped_because
 
-struct Case {
-  uint32_t query_heads, kv_heads, head_dim, value_dim;
-  std::vector<uint32_t> segments;
-  uint64_t tail;
-};
-
-void PrintTo(const Case& c, std::ostream* out) {
-  *out << c.query_heads << "/" << c.kv_heads << " heads, " << c.head_dim << "/" << c.value_dim
-       << ", " << c.segments.size() << " segments";
-}
-
 // Groups 1, 3, 4, 8, 12, 32; every pair of head dims; tails that start within a block and on its
 // edge, of more than one piece; whole segments.
-const Case kCases[] = {
+const ParityCase kCases[] = {
     {1, 1, 64, 64, {}, 150},
     {6, 2, 64, 64, {700}, 70},
     {4, 1, 128, 128, {640, 512}, 1},
@@ -82,32 +68,12 @@ const Case kCases[] = {
     {32, 1, 128, 128, {3000}, 66},
 };
 
-class GpuParity : public testing::TestWithParam<std::tuple<Case, DType>> {
+class GpuParity : public testing::TestWithParam<std::tuple<ParityCase, DType>> {
  protected:
-  SequenceSpec Spec() const {
-    const auto& [shape, dtype] = GetParam();
-    SequenceSpec spec;
-    spec.shape =
-        MakeShape(shape.query_heads, shape.kv_heads, shape.head_dim, shape.value_dim, dtype, 2);
-    spec.segment_tokens = shape.segments;
-    spec.tail_tokens = shape.tail;
-    spec.seed = attention::test::TestSeed() + shape.head_dim + shape.query_heads;
-    return spec;
-  }
-  // Rows of every policy, causal and query-only, of 1 to 8 query tokens.
+  SequenceSpec Spec() const { return SpecOf(std::get<0>(GetParam()), std::get<1>(GetParam())); }
+  // Of every policy, of 1 to 8 query tokens. Query-only rows have the sequence's dtype.
   static std::vector<TestRow> Rows(TestSequence* sequence, uint32_t layer) {
-    const SequenceSpec& spec = sequence->spec;
-    std::vector<TestRow> rows;
-    uint64_t seed = spec.seed;
-    for (const Policy& policy : Policies()) {
-      const auto most = static_cast<uint32_t>(std::min<uint64_t>(8, spec.tail_tokens));
-      const uint32_t tokens = 1 + static_cast<uint32_t>(++seed % most);
-      rows.push_back(MakeRow(sequence, policy, spec.tokens() - tokens, tokens, false, DType::kFp32,
-                             layer, seed));
-      rows.push_back(
-          MakeRow(sequence, policy, spec.tokens(), tokens, true, spec.shape.dtype, layer, ++seed));
-    }
-    return rows;
+    return RowsOfPolicies(sequence, layer, 8, sequence->spec.shape.dtype);
   }
 };
 

@@ -168,22 +168,24 @@ class Lanes {
         cluster.segment = s;
         cluster.slot = segment.first_slot + c;
         cluster.centroid =
-            Load(shape_.dtype, index + segment.centroids + c * pages_.key_bytes, shape_.head_dim);
-        cluster.mean_value = Load(
-            shape_.dtype, index + segment.mean_values + c * pages_.value_bytes, shape_.value_dim);
-        const double unit = Read<float>(index + segment.variance_unit, c);
+            Load(shape_.dtype, index + segment.offsets.centroids + c * pages_.key_bytes,
+                 shape_.head_dim);
+        cluster.mean_value =
+            Load(shape_.dtype, index + segment.offsets.mean_values + c * pages_.value_bytes,
+                 shape_.value_dim);
+        const double unit = Read<float>(index + segment.offsets.variance_unit, c);
         const uint32_t half = shape_.head_dim / 2;
         for (uint32_t j = 0; j < shape_.head_dim; ++j) {
-          const auto byte =
-              std::to_integer<uint32_t>(index[segment.deviation_codes + c * half + j % half]);
+          const auto byte = std::to_integer<uint32_t>(
+              index[segment.offsets.deviation_codes + c * half + j % half]);
           const double code = j < half ? byte % 16 : byte / 16;
           cluster.variance.push_back(unit * code * code);
         }
-        cluster.log_size = Read<float>(index + segment.log_size, c);
-        cluster.spread = Read<float>(index + segment.spread, c);
-        cluster.value_norm2 = Read<float>(index + segment.value_norm2, c);
-        cluster.begin = Read<uint32_t>(index + segment.starts, c);
-        cluster.end = Read<uint32_t>(index + segment.starts, c + 1);
+        cluster.log_size = Read<float>(index + segment.offsets.log_size, c);
+        cluster.spread = Read<float>(index + segment.offsets.spread, c);
+        cluster.value_norm2 = Read<float>(index + segment.offsets.value_norm2, c);
+        cluster.begin = Read<uint32_t>(index + segment.offsets.starts, c);
+        cluster.end = Read<uint32_t>(index + segment.offsets.starts, c + 1);
         clusters_.push_back(std::move(cluster));
       }
     }

@@ -152,6 +152,37 @@ std::vector<Policy> Policies() {
   };
 }
 
+void PrintTo(const ParityCase& c, std::ostream* out) {
+  *out << c.query_heads << "/" << c.kv_heads << " heads, " << c.head_dim << "/" << c.value_dim
+       << ", " << c.segments.size() << " segments";
+}
+
+attention::test::SequenceSpec SpecOf(const ParityCase& c, DType dtype) {
+  attention::test::SequenceSpec spec;
+  spec.shape = attention::test::MakeShape(c.query_heads, c.kv_heads, c.head_dim, c.value_dim, dtype,
+                                          /*layers=*/2);
+  spec.segment_tokens = c.segments;
+  spec.tail_tokens = c.tail;
+  spec.seed = attention::test::TestSeed() + c.head_dim + c.query_heads;
+  return spec;
+}
+
+std::vector<TestRow> RowsOfPolicies(attention::test::TestSequence* sequence, uint32_t layer,
+                                    uint32_t most, DType dtype) {
+  using attention::test::MakeRow;
+  const attention::test::SequenceSpec& spec = sequence->spec;
+  const auto fitting = static_cast<uint32_t>(std::min<uint64_t>(most, spec.tail_tokens));
+  std::vector<TestRow> rows;
+  uint64_t seed = spec.seed;
+  for (const Policy& policy : Policies()) {
+    const uint32_t tokens = 1 + static_cast<uint32_t>(++seed % fitting);
+    rows.push_back(MakeRow(sequence, policy, spec.tokens() - tokens, tokens, false, DType::kFp32,
+                           layer, seed));
+    rows.push_back(MakeRow(sequence, policy, spec.tokens(), tokens, true, dtype, layer, ++seed));
+  }
+  return rows;
+}
+
 testing::AssertionResult Agree(const StepResult& device, const StepResult& cpu,
                                const std::vector<TestRow>& rows) {
   if (!device.status.ok()) return testing::AssertionFailure() << device.status;

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <ostream>
 #include <string>
 #include <vector>
 
@@ -38,6 +39,19 @@ attention::Policy Parse(const std::string& preset,
 std::string Describe(const attention::Policy& policy);
 // Every preset, with variants of its parts.
 std::vector<attention::Policy> Policies();
+
+// A sequence of two layers for the parity tests.
+struct ParityCase {
+  uint32_t query_heads, kv_heads, head_dim, value_dim;
+  std::vector<uint32_t> segments;
+  uint64_t tail;
+};
+void PrintTo(const ParityCase& c, std::ostream* out);
+attention::test::SequenceSpec SpecOf(const ParityCase& c, DType dtype);
+// For every policy a causal row with fp32 queries and a query-only row with queries of `dtype`, of
+// 1 to `most` query tokens.
+std::vector<attention::test::TestRow> RowsOfPolicies(attention::test::TestSequence* sequence,
+                                                     uint32_t layer, uint32_t most, DType dtype);
 
 // Whether two answers to the same rows agree: plans but for clusters at the cut, outputs and masses
 // as far as float32 and equal plans let them, statistics exactly. What differs is said.
