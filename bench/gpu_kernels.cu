@@ -4,7 +4,7 @@
 // plain loops in double precision on a small layer. Needs nothing but the kernels and a GPU, so
 // that a kernel can be changed and tried in a minute; parity with the CPU backend is tests/gpu's.
 //
-//   gpu_kernels [--check] [--bench] [--only=TEXT]
+//   gpu_kernels [--check] [--bench] [--only=TEXT] [--no-teams]
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -79,6 +79,8 @@ struct Policy {
   double exact_share = 0, estimated_share = 0, p1 = 1, p2 = 1;
   double tolerance = std::numeric_limits<double>::infinity(), floor = 0.02;
 };
+
+bool with_teams = true;
 
 constexpr uint32_t kSegmentTokens = 8192;
 constexpr uint32_t kSink = 4;
@@ -172,6 +174,12 @@ class Layer {
                  (slots / kEstimatePiecesMax + kSlotChunk - 1) / kSlotChunk * kSlotChunk);
     row.estimate_pieces =
         clusters ? (slots + row.estimate_piece_slots - 1) / row.estimate_piece_slots : 0;
+    const bool tolerance = policy.second_order && std::isfinite(policy.tolerance);
+    if (with_teams && clusters && !tolerance && shape_.group <= kLanes &&
+        shape_.dim <= kTeamValueDimMax && segments_of_row_ <= kTeamSegmentsMax) {
+      row.team_blocks = TeamBlocksFor(slots, kTeamBlocksMax);
+      row.read_pieces = row.estimate_pieces = row.team_blocks;
+    }
     row.exact_share = policy.exact_share, row.estimated_share = policy.estimated_share;
     row.p1 = policy.p1, row.p2 = policy.p2;
     row.tolerance = policy.tolerance, row.floor = policy.floor;
@@ -184,6 +192,7 @@ class Layer {
     const uint64_t scores_of_unit =
         uint64_t{slots} * ((row.second_order ? 2 : 1) * shape_.group + 1);
     std::vector<RowRef> rows;
+    std::vector<TeamUnit> team_units;
     uint64_t states = 0, scores = 0, fates = 0, tokens = 0;
     for (uint32_t r = 0; r < shape_.rows; ++r) {
       row.first_unit = r * units_of_row;
@@ -201,13 +210,18 @@ class Layer {
         tokens += units_of_row * clustered;
       }
       rows.push_back(row);
+      for (uint32_t u = 0; row.team_blocks != 0 && u < units_of_row; ++u) team_units.push_back({r, u});
     }
+    for (uint32_t i = 0; i < kTeamSizes; ++i) {
+      if (row.team_blocks == 1u << i) step.team_counts[i] = static_cast<uint32_t>(team_units.size());
+    }
+    step.team_units = Keep(OnDevice(team_units));
     step.rows = shape_.rows;
     step.units = shape_.rows * units_of_row;
     step.tiles = step.units * tiles;
     step.tiles_max = tiles;
-    step.read_items = step.tiles * row.read_pieces;
-    step.score_items = clusters ? step.units * (slots / kSlotChunk) : 0;
+    step.read_items = row.team_blocks != 0 ? 0 : step.tiles * row.read_pieces;
+    step.score_items = clusters && row.team_blocks == 0 ? step.units * (slots / kSlotChunk) : 0;
     step.query_tokens = shape_.rows * shape_.query_tokens;
     step.kv_heads = shape_.kv_heads, step.group = shape_.group;
     step.query_dtype = 1;
@@ -678,6 +692,13 @@ void RunStep(const StepHeader& step, uint32_t dim, bool clusters, bool measure, 
     if (events != nullptr) CHECK_CUDA(cudaEventRecord(events[i], stream));
   };
   mark(0);
+  uint32_t teams = 0;
+  for (const uint32_t count : step.team_counts) teams += count;
+  if (teams == step.units) {
+    CHECK_CUDA(kernels.teams(step, false, stream));
+    for (int i = 1; i <= 9; ++i) mark(i);
+    return;
+  }
   CHECK_CUDA(kernels.prepare(step, stream));
   mark(1);
   if (clusters && side != nullptr) {
@@ -851,6 +872,7 @@ int main(int argc, char** argv) {
     const std::string arg = argv[i];
     if (arg == "--check") check = true;
     if (arg == "--bench") bench = true;
+    if (arg == "--no-teams") attnd::gpu::with_teams = false;
     if (arg.rfind("--only=", 0) == 0) only = arg.substr(7);
   }
   cudaDeviceProp properties;

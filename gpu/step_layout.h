@@ -39,6 +39,15 @@ inline constexpr uint32_t kChosenPieceTokens = 128;
 inline constexpr uint32_t kChosenPiecesMax = 64;
 inline constexpr uint32_t kEstimatePieceSlots = 512;
 inline constexpr uint32_t kEstimatePiecesMax = 64;
+// A unit whose scores fit is answered by a team: blocks of one thread-block cluster, each with
+// kTeamBlockSlots of its slots, or more if there are more than kTeamBlocksMax of them can hold so.
+// Such units know no stages.
+inline constexpr uint32_t kTeamWarps = 4;  // of a block
+inline constexpr uint32_t kTeamBlockSlots = 512;
+inline constexpr uint32_t kTeamBlocksMax = 16;
+inline constexpr uint32_t kTeamSizes = 5;  // 1, 2, 4, 8, 16 blocks
+inline constexpr uint32_t kTeamSegmentsMax = 32;
+inline constexpr uint32_t kTeamValueDimMax = 128;
 // Floats before a state's values: max, sum; in estimate pieces the sums of errors, of second
 // moments and of dropped weights; the rest unused.
 inline constexpr uint32_t kStateHead = 8;
@@ -93,6 +102,10 @@ struct RowRef {
   uint32_t estimate_piece_slots;  // a multiple of kSlotChunk
   uint32_t first_read_item;       // items of a row: (unit, tile, piece), piece fastest
   uint32_t first_score_item;      // (unit, slots / kSlotChunk), chunk fastest; tiles share an item
+  uint32_t team_blocks;           // of each of its units' teams; 0: the stages answer them. Then a
+                                  // unit's states are, of each block, one of zones (read_pieces),
+                                  // one of estimates (estimate_pieces) and one of chosen tokens,
+                                  // and it has no read and no score items.
 
   // Places in scratch memory, of the row's first unit; the others follow at the same distance.
   uint32_t first_state;  // of states; a tile has read_pieces, then estimate_pieces, then
@@ -117,6 +130,12 @@ constexpr bool HasTolerance(const RowRef& row) {
   return row.kind == UnitKind::kClusters && row.cut == CutKind::kErrorBudget &&
          row.tolerance < std::numeric_limits<double>::infinity();
 }
+// Blocks of a team, of at most blocks_max, a power of two.
+constexpr uint32_t TeamBlocksFor(uint32_t slots, uint32_t blocks_max) {
+  uint32_t blocks = 1;
+  while (blocks < blocks_max && blocks * kTeamBlockSlots < slots) blocks *= 2;
+  return blocks;
+}
 // Distances, in elements, between what a row's tiles and units have in scratch memory.
 constexpr uint64_t StatesPerTile(const RowRef& row) {
   return uint64_t{row.read_pieces} + row.estimate_pieces +
@@ -126,6 +145,12 @@ constexpr uint64_t ScoresPerUnit(const RowRef& row, uint32_t group) {
   return uint64_t{row.slots} * (uint64_t{group} * (row.second_order != 0 ? 2 : 1) + 1);
 }
 constexpr uint32_t StateFloats(uint32_t value_dim) { return kLanes * (kStateHead + value_dim); }
+
+// A unit that a team answers: number `unit` of the row.
+struct TeamUnit {
+  uint32_t row;
+  uint32_t unit;
+};
 
 // Bytes that prepare copies from the staging block to their place: rows of new tokens.
 struct UploadRef {
@@ -220,6 +245,7 @@ struct StepHeader {
   uint32_t tiles_max;            // of a unit
   uint32_t estimate_pieces_max;  // of a row
   uint32_t query_dtype;          // DType
+  uint32_t team_counts[kTeamSizes];  // units whose teams have 2^i blocks
   float softmax_scale;
   uint64_t block_head_bytes;  // of a tail block, from one KV head to the next
 
@@ -227,6 +253,7 @@ struct StepHeader {
   const SegmentRef* segments;
   const std::byte* const* blocks;  // KV head 0's pages of each tail block, at the step's layer
   const UploadRef* upload_refs;    // [uploads]
+  const TeamUnit* team_units;      // by the size of their teams, smaller ones first
   const std::byte* staged;
   const std::byte* queries;  // [query_tokens][kv_heads * group][head_dim] of query_dtype
 

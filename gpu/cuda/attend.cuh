@@ -111,14 +111,14 @@ inline constexpr uint32_t kRingBytes = (kRingPages<kKeyDim, kValueDim>)*kPageRow
                                                                                    kValueDim) *
                                        2;
 
-// Attention of a warp over every kAttendWarps-th page of a piece.
-template <typename T, int kKeyDim, int kValueDim>
+// Attention of a warp over every so many pages of a piece.
+template <typename T, int kKeyDim, int kValueDim, int kStages = kRingPages<kKeyDim, kValueDim>>
 class PageReader {
  public:
   static constexpr uint32_t kKeyBytes = kKeyDim * 2;
   static constexpr uint32_t kValueBytes = kValueDim * 2;
   static constexpr uint32_t kPageBytes = kPageRows * (kKeyBytes + kValueBytes);
-  static constexpr int kStages = kRingPages<kKeyDim, kValueDim>;
+  static constexpr uint32_t kRingBytes = kStages * kPageBytes;
 
   // fragments: the tile's queries; lane_end: lane g sees tokens below it; ring: of this warp, in
   // shared memory.
@@ -133,9 +133,10 @@ class PageReader {
     factor_ = reinterpret_cast<const float*>(fragments + 2 * FragmentWords(kKeyDim))[g];
   }
 
-  __device__ __forceinline__ void Run(uint32_t warp, WarpState<kValueDim>* state) {
+  // The piece's pages from number `first` on, every stride-th.
+  __device__ __forceinline__ void Run(uint32_t first, uint32_t stride, WarpState<kValueDim>* state) {
     const uint32_t pages = (source_.end - 1) / kPageRows + 1;
-    uint32_t page = source_.begin / kPageRows + warp;
+    uint32_t page = source_.begin / kPageRows + first;
     uint32_t ahead = page;
     uint32_t token = TokenAt(ahead);
     int stage_ahead = 0, stage = 0;
@@ -143,14 +144,14 @@ class PageReader {
     for (int i = 0; i < kStages - 1; ++i) {
       if (ahead < pages) CopyPage(ahead, token, stage_ahead);
       CommitCopies();
-      ahead += kAttendWarps;
+      ahead += stride;
       token = TokenAt(ahead);
       stage_ahead = Next(stage_ahead);
     }
-    for (; page < pages; page += kAttendWarps) {
+    for (; page < pages; page += stride) {
       if (ahead < pages) CopyPage(ahead, token, stage_ahead);
       CommitCopies();
-      ahead += kAttendWarps;
+      ahead += stride;
       token = TokenAt(ahead);
       stage_ahead = Next(stage_ahead);
       WaitCopies<kStages - 1>();
@@ -402,7 +403,7 @@ __device__ void ReadPiece(const StepHeader& step, const UnitPlace& unit, uint32_
     PageReader<T, kKeyDim, kValueDim> reader(
         source, step.query_fragments + tile_number * TileFragmentWords(kKeyDim), lane_end,
         WarpRing(kRingBytes<kKeyDim, kValueDim>));
-    reader.Run(threadIdx.x / 32, &state);
+    reader.Run(threadIdx.x / 32, kAttendWarps, &state);
   }
   constexpr uint32_t kFloats = StateFloats(kValueDim);
   StoreState<kValueDim>(state, {}, LanesOf(step, unit, tile),
@@ -421,7 +422,7 @@ __device__ void AttendChosen(const ChosenPiece& piece) {
   WarpState<kValueDim> state;
   PageReader<T, kKeyDim, kValueDim> reader(source, piece.fragments, ~0u,
                                            WarpRing(kRingBytes<kKeyDim, kValueDim>));
-  reader.Run(threadIdx.x / 32, &state);
+  reader.Run(threadIdx.x / 32, kAttendWarps, &state);
   StoreState<kValueDim>(state, {}, piece.lanes, piece.state);
 }
 

@@ -95,7 +95,7 @@ __device__ __forceinline__ void EstimateWeights(const EstimateSource& source, bo
   WeightFragment<T>(scaled, weights);
 }
 
-// Mean values that a warp's ring holds, 16 rows at a time.
+// Mean values that a warp's ring holds unless it is told otherwise, 16 rows at a time.
 inline constexpr int kEstimateStages = 3;
 
 // Chunks change places so that a thread's four neighbouring rows meet different banks than the
@@ -106,20 +106,21 @@ __device__ __forceinline__ uint32_t MeanChunk(uint32_t row, uint32_t chunk) {
 }
 
 // The estimate over some chunks. Weights are known, so this is the values' half of attention.
-template <typename T, int kValueDim>
+template <typename T, int kValueDim, int kStages = kEstimateStages>
 class ChunkEstimator {
  public:
   static constexpr uint32_t kRowBytes = kValueDim * 2;
   static constexpr uint32_t kStageBytes = kPageRows * kRowBytes;
-  static constexpr uint32_t kWarpBytes = kEstimateStages * kStageBytes + ChunkFeed::kSharedBytes;
+  static constexpr uint32_t kRingBytes = kStages * kStageBytes;
   static constexpr uint32_t kSteps = kSlotChunk / 16;  // of a chunk
-  static constexpr uint32_t kAhead = kEstimateStages - 1;
+  static constexpr uint32_t kAhead = kStages - 1;
 
   // ring: of this warp, in shared memory.
   __device__ ChunkEstimator(const EstimateSource& source, uint32_t ring)
       : source_(source), ring_(ring) {}
 
-  __device__ __forceinline__ void Run(ChunkFeed feed, WarpState<kValueDim>* state,
+  template <typename Feed>
+  __device__ __forceinline__ void Run(Feed feed, WarpState<kValueDim>* state,
                                       EstimateSums* sums) {
     if (feed.done()) return;
     ClusterInputs inputs, next;
@@ -133,7 +134,7 @@ class ChunkEstimator {
 #pragma unroll
       for (uint32_t i = 0; i < kSteps; ++i) {
         // What is copied now is used kAhead steps later, what is loaded one.
-        const uint32_t to = (stage + kAhead) % kEstimateStages;
+        const uint32_t to = (stage + kAhead) % kStages;
         if (i + kAhead < kSteps) {
           Copy(chunk, i + kAhead, to);
         } else if (feed.has_next()) {
@@ -159,7 +160,7 @@ class ChunkEstimator {
             state->values);
         __syncwarp();
         inputs = next;
-        stage = (stage + 1) % kEstimateStages;
+        stage = (stage + 1) % kStages;
       }
     }
   }
@@ -180,6 +181,10 @@ class ChunkEstimator {
   const uint32_t ring_;
 };
 
+template <int kValueDim>
+inline constexpr uint32_t kEstimateWarpBytes =
+    ChunkEstimator<__half, kValueDim>::kRingBytes + ChunkFeed::kSharedBytes;
+
 template <typename T, int kValueDim>
 __device__ void EstimatePiece(const StepHeader& step, const UnitPlace& unit, uint32_t tile,
                               uint32_t piece, bool all) {
@@ -198,10 +203,11 @@ __device__ void EstimatePiece(const StepHeader& step, const UnitPlace& unit, uin
   const uint32_t begin = piece * row.estimate_piece_slots;
   const uint32_t end = min(begin + row.estimate_piece_slots, row.slots);
   using Estimator = ChunkEstimator<T, kValueDim>;
-  const uint32_t ring = WarpRing(Estimator::kWarpBytes);
+  constexpr uint32_t kWarpBytes = kEstimateWarpBytes<kValueDim>;
+  const uint32_t ring = WarpRing(kWarpBytes);
   const ChunkFeed feed(step.chunks + row.first_score_item + unit.in_row * (row.slots / kSlotChunk),
                        begin / kSlotChunk + threadIdx.x / 32, end / kSlotChunk, kAttendWarps,
-                       ring + kEstimateStages * Estimator::kStageBytes);
+                       ring + Estimator::kRingBytes);
   Estimator(source, ring).Run(feed, &state, &sums);
   if constexpr (kEstimateScale<T> != 1) ScaleValues(1 / kEstimateScale<T>, &state);
   constexpr uint32_t kFloats = StateFloats(kValueDim);
@@ -212,7 +218,7 @@ __device__ void EstimatePiece(const StepHeader& step, const UnitPlace& unit, uin
 
 template <int kValueDim>
 inline constexpr uint32_t kEstimateSharedBytes = std::max<uint32_t>(
-    kAttendWarps* ChunkEstimator<__half, kValueDim>::kWarpBytes, sizeof(MergeMemory<kValueDim>));
+    kAttendWarps*(kEstimateWarpBytes<kValueDim>), sizeof(MergeMemory<kValueDim>));
 
 }  // namespace attnd::gpu
 

@@ -140,6 +140,19 @@ template <int kLeft>
 __device__ __forceinline__ void WaitCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
+// Lets the next kernel of the stream start beside this one, if it was launched to; it must wait for
+// this one before it looks at what this one writes.
+__device__ __forceinline__ void LetNextKernelStart() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void WaitForKernelBefore() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ const std::byte* ShuffleAddress(const std::byte* address,
                                                            uint32_t lane) {
   return reinterpret_cast<const std::byte*>(

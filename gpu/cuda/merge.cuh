@@ -34,25 +34,26 @@ __device__ __forceinline__ float LeastNorm(float zone_sum, float zone_norm2, flo
 inline constexpr int kLaneSums = 6;
 enum LaneSum { kZones, kOthers, kEstimated, kErrors, kMoments, kDropped };
 
-template <int kValueDim>
+template <int kValueDim, uint32_t kWarps>
 struct MergeLaneMemory {
-  float reduce[kMergeWarps];
-  float sums[kMergeWarps][kLaneSums];
+  float reduce[kWarps];
+  float2 norms[kWarps];
+  float sums[kWarps][kLaneSums];
   float factors[kMergeBatch];
-  float values[2][kMergeWarps][kValueDim];  // of the zones, of the other states
+  float values[2][kWarps][kValueDim];  // of the zones, of the other states
 };
 
 // The states of one lane of one tile, merged by one block. Heads are read first, so that the
-// values' loads wait for nothing; each warp takes every kMergeWarps-th state, and the warps' sums
+// values' loads wait for nothing; each warp takes every kWarps-th state, and the warps' sums
 // are added in their order.
-template <int kValueDim>
+template <int kValueDim, uint32_t kWarps>
 class LaneMerger {
  public:
   static constexpr int kVectors = (kValueDim + 127) / 128;  // of 4 channels, of a thread
 
   // states: of the lane's tile. zones, estimates, end: where each kind of them ends.
   __device__ LaneMerger(const float* states, uint32_t lane, uint32_t zones, uint32_t estimates,
-                        uint32_t end, MergeLaneMemory<kValueDim>* memory)
+                        uint32_t end, MergeLaneMemory<kValueDim, kWarps>* memory)
       : states_(states + lane * (kStateHead + kValueDim)),
         zones_(zones),
         estimates_(estimates),
@@ -62,7 +63,7 @@ class LaneMerger {
   // The greatest maximum of the states that hold anything.
   __device__ float Max() const {
     float max = -INFINITY;
-    for (uint32_t i = threadIdx.x; i < end_; i += kMergeThreads) {
+    for (uint32_t i = threadIdx.x; i < end_; i += kWarps * 32) {
       const float2 head = *reinterpret_cast<const float2*>(State(i));
       if (head.y > 0) max = fmaxf(max, head.x);
     }
@@ -72,7 +73,7 @@ class LaneMerger {
     if (threadIdx.x % 32 == 0) memory_->reduce[threadIdx.x / 32] = max;
     __syncthreads();
     max = memory_->reduce[0];
-    for (uint32_t w = 1; w < kMergeWarps; ++w) max = fmaxf(max, memory_->reduce[w]);
+    for (uint32_t w = 1; w < kWarps; ++w) max = fmaxf(max, memory_->reduce[w]);
     return max;
   }
 
@@ -86,7 +87,7 @@ class LaneMerger {
     for (uint32_t first = 0; first < end_; first += kMergeBatch) {
       const uint32_t last = min(first + kMergeBatch, end_);
       __syncthreads();
-      for (uint32_t i = first + threadIdx.x; i < last; i += kMergeThreads) {
+      for (uint32_t i = first + threadIdx.x; i < last; i += kWarps * 32) {
         memory_->factors[i - first] = AddHead(i, max, own);
       }
       __syncthreads();
@@ -113,11 +114,11 @@ class LaneMerger {
     __syncthreads();
     for (int k = 0; k < kLaneSums; ++k) {
       sums[k] = 0;
-      for (uint32_t w = 0; w < kMergeWarps; ++w) sums[k] += memory_->sums[w][k];
+      for (uint32_t w = 0; w < kWarps; ++w) sums[k] += memory_->sums[w][k];
     }
     *zone_value = *other_value = 0;
     if (threadIdx.x >= kValueDim) return;
-    for (uint32_t w = 0; w < kMergeWarps; ++w) {
+    for (uint32_t w = 0; w < kWarps; ++w) {
       *zone_value += memory_->values[0][w][threadIdx.x];
       *other_value += memory_->values[1][w][threadIdx.x];
     }
@@ -147,7 +148,7 @@ class LaneMerger {
                                             float4 (&values)[kVectors]) const {
     const uint32_t thread = threadIdx.x % 32;
 #pragma unroll 4
-    for (uint32_t i = begin + threadIdx.x / 32; i < end; i += kMergeWarps) {
+    for (uint32_t i = begin + threadIdx.x / 32; i < end; i += kWarps) {
       const float factor = memory_->factors[i - first];
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
@@ -166,11 +167,12 @@ class LaneMerger {
   const uint32_t zones_;
   const uint32_t estimates_;
   const uint32_t end_;
-  MergeLaneMemory<kValueDim>* const memory_;
+  MergeLaneMemory<kValueDim, kWarps>* const memory_;
 };
 
-// Sums of the squares of two numbers over the block's first threads.
-__device__ __forceinline__ float2 SquaredNorms(float x, float y, float2* memory) {
+// Sums of the squares of two numbers over the block's threads.
+template <uint32_t kWarps>
+__device__ __forceinline__ float2 SquaredNorms(float x, float y, float2 (&memory)[kWarps]) {
   float2 sum = make_float2(x * x, y * y);
   for (int offset = 16; offset > 0; offset /= 2) {
     sum.x += __shfl_xor_sync(~0u, sum.x, offset);
@@ -179,8 +181,60 @@ __device__ __forceinline__ float2 SquaredNorms(float x, float y, float2* memory)
   if (threadIdx.x % 32 == 0) memory[threadIdx.x / 32] = sum;
   __syncthreads();
   sum = make_float2(0, 0);
-  for (uint32_t w = 0; w < kMergeWarps; ++w) sum.x += memory[w].x, sum.y += memory[w].y;
+  for (uint32_t w = 0; w < kWarps; ++w) sum.x += memory[w].x, sum.y += memory[w].y;
   return sum;
+}
+
+// A lane's states: zones first, then estimates, then chosen tokens; where each kind of them ends.
+struct LaneStates {
+  const float* tile;
+  uint32_t lane;  // of the tile
+  uint32_t zones, estimates, end;
+};
+
+// What a lane's sums say of its answer. max: what the sums are relative to, but for the estimates'
+// own sums, which are to scale.max; norms2: of the answer, and of the zones' mean.
+__device__ __forceinline__ LaneResult ResultOf(const float (&sums)[kLaneSums], float max,
+                                               const LaneScale& scale, float2 norms2) {
+  const float sum = sums[kZones] + sums[kOthers];
+  // A scale that clusters read exactly share: their estimates may lie far above what they are.
+  const float shared = fmaxf(max, scale.max);
+  const float exact_factor = Exp2(max - shared), factor = Exp2(scale.max - shared);
+  const float total = sum * exact_factor + sums[kDropped] * factor;
+  LaneResult result = {};
+  result.covered_mass = sum * exact_factor / total;
+  result.exact_mass = fmaxf(0.0f, sum - sums[kEstimated]) * exact_factor / total;
+  const float least = LeastNorm(sums[kZones] * exact_factor, norms2.y, sums[kMoments] * factor,
+                                scale.sum * factor);
+  const float norm = fmaxf(sqrtf(norms2.x), least);
+  if (sums[kErrors] > 0) {  // then something is estimated, and scale.max at most max
+    result.predicted_error = sqrtf(sums[kErrors]) * Exp2(scale.max - max) / sum / norm;
+  }
+  return result;
+}
+
+// One block answers one query of one head. scale: of the clusters' weights, null without clusters.
+template <int kValueDim, uint32_t kWarps>
+__device__ __forceinline__ void AnswerLane(const StepHeader& step, const LanePlace& place,
+                                           const LaneStates& states, const LaneScale* scale,
+                                           MergeLaneMemory<kValueDim, kWarps>* memory) {
+  static_assert(kValueDim <= kWarps * 32);
+  const LaneMerger<kValueDim, kWarps> merger(states.tile, states.lane, states.zones,
+                                             states.estimates, states.end, memory);
+  const float max = merger.Max();
+  float sums[kLaneSums], zone_value, other_value;
+  merger.Merge(max, sums, &zone_value, &other_value);
+  const float sum = sums[kZones] + sums[kOthers];
+  const float value = sum > 0 ? (zone_value + other_value) / sum : 0.0f;
+  if (threadIdx.x < kValueDim) step.out[place.slot * kValueDim + threadIdx.x] = value;
+  const float zone_mean = sums[kZones] > 0 ? zone_value / sums[kZones] : 0.0f;
+  const float2 norms2 = SquaredNorms(value, zone_mean, memory->norms);
+  if (threadIdx.x == 0) {
+    step.lse[place.slot] = sum > 0 ? (max + log2f(sum)) * kLn2 : -INFINITY;
+    step.lane_results[place.slot] =
+        scale != nullptr && sum > 0 ? ResultOf(sums, max, *scale, norms2) : LaneResult{1, 1, 0, 0};
+  }
+  __syncthreads();
 }
 
 // ---- kernels ----
@@ -189,56 +243,29 @@ __device__ __forceinline__ float2 SquaredNorms(float x, float y, float2* memory)
 template <int kValueDim>
 __global__ void __launch_bounds__(kMergeThreads)
     MergeKernel(const __grid_constant__ StepHeader step) {
-  static_assert(kValueDim <= kMergeThreads);
-  __shared__ __align__(16) MergeLaneMemory<kValueDim> memory;
-  __shared__ float2 norms_memory[kMergeWarps];
+  __shared__ __align__(16) MergeLaneMemory<kValueDim, kMergeWarps> memory;
   const uint32_t unit_number = blockIdx.x / step.group;
   const uint32_t head = blockIdx.x % step.group;
   const RowRef* row = RowOfUnit(step, unit_number);
+  if (row->team_blocks != 0) return;
   const UnitPlace unit(step, row, unit_number - row->first_unit);
+  const bool clusters = row->kind == UnitKind::kClusters;
   const uint32_t pairs = unit.tokens * step.group;
   for (uint32_t i = head; i < pairs; i += step.group) {
     const uint32_t tile = i / kLanes, lane = i % kLanes;
-    const LanePlace place(step, unit, tile, lane);
-    const float* states = TileStates(step, unit, tile, StateFloats(kValueDim));
-    const bool clusters = row->kind == UnitKind::kClusters;
-    const uint32_t estimates = row->read_pieces + row->estimate_pieces;
-    const uint32_t end = estimates + (clusters ? step.unit_results[unit.unit].chosen_pieces : 0);
-    LaneScale scale = {};
-    scale.max = -INFINITY;
+    LaneStates states;
+    states.tile = TileStates(step, unit, tile, StateFloats(kValueDim));
+    states.lane = lane;
+    states.zones = row->read_pieces;
+    states.estimates = states.zones + row->estimate_pieces;
+    states.end = states.estimates;
+    LaneScale scale;
     if (clusters) {
+      states.end += step.unit_results[unit.unit].chosen_pieces;
       scale = step.lane_scales[(uint64_t{unit.unit} * step.tiles_max + tile) * kLanes + lane];
     }
-    const LaneMerger<kValueDim> merger(states, lane, row->read_pieces, estimates, end, &memory);
-    const float max = merger.Max();
-    float sums[kLaneSums], zone_value, other_value;
-    merger.Merge(max, sums, &zone_value, &other_value);
-    const float sum = sums[kZones] + sums[kOthers];
-    const float value = sum > 0 ? (zone_value + other_value) / sum : 0.0f;
-    if (threadIdx.x < kValueDim) step.out[place.slot * kValueDim + threadIdx.x] = value;
-    const float zone_mean = sums[kZones] > 0 ? zone_value / sums[kZones] : 0.0f;
-    const float2 norms2 = SquaredNorms(value, zone_mean, norms_memory);
-    if (threadIdx.x == 0) {
-      LaneResult result = {1, 1, 0, 0};
-      if (clusters && sum > 0) {
-        // A scale that clusters read exactly share: their estimates may lie far above what they
-        // are.
-        const float shared = fmaxf(max, scale.max);
-        const float exact_factor = Exp2(max - shared), factor = Exp2(scale.max - shared);
-        const float total = sum * exact_factor + sums[kDropped] * factor;
-        result.covered_mass = sum * exact_factor / total;
-        result.exact_mass = fmaxf(0.0f, sum - sums[kEstimated]) * exact_factor / total;
-        const float least = LeastNorm(sums[kZones] * exact_factor, norms2.y,
-                                      sums[kMoments] * factor, scale.sum * factor);
-        const float norm = fmaxf(sqrtf(norms2.x), least);
-        if (sums[kErrors] > 0) {  // then something is estimated, and scale.max at most max
-          result.predicted_error = sqrtf(sums[kErrors]) * Exp2(scale.max - max) / sum / norm;
-        }
-      }
-      step.lse[place.slot] = sum > 0 ? (max + log2f(sum)) * kLn2 : -INFINITY;
-      step.lane_results[place.slot] = result;
-    }
-    __syncthreads();
+    AnswerLane<kValueDim, kMergeWarps>(step, LanePlace(step, unit, tile, lane), states,
+                                       clusters ? &scale : nullptr, &memory);
   }
 }
 

@@ -12,7 +12,6 @@
 namespace attnd::gpu {
 
 inline constexpr uint32_t kPrepareWarps = 8;
-static_assert(kPrepareWarps == kLanes, "a warp loads a lane");
 
 // ---- kernels ----
 
@@ -76,33 +75,44 @@ __device__ __forceinline__ void LoadLane(const StepHeader& step, const LanePlace
   }
 }
 
-// One block writes one tile's fragments.
-template <typename T, int kDim>
-__device__ void PrepareTile(const StepHeader& step, uint32_t tile_number, TileQueries<kDim>* tile) {
+// One block of kWarps writes a tile's fragments to `words`; memory: shared, for the queries.
+template <typename T, int kDim, uint32_t kWarps>
+__device__ __forceinline__ void WriteFragments(const StepHeader& step, const UnitPlace& unit,
+                                               uint32_t tile_of_unit, TileQueries<kDim>* tile,
+                                               uint32_t* words) {
   const uint32_t warp = threadIdx.x / 32, thread = threadIdx.x % 32;
-  const uint32_t unit_number = tile_number / step.tiles_max;
-  const RowRef* row = RowOfUnit(step, unit_number);
-  const UnitPlace unit(step, row, unit_number - row->first_unit);
-  uint32_t* words = step.query_fragments + uint64_t{tile_number} * TileFragmentWords(kDim);
   uint32_t* squares = words + FragmentWords(kDim);
-  LoadLane<kDim>(step, LanePlace(step, unit, tile_number % step.tiles_max, warp), warp, tile,
-                 reinterpret_cast<float*>(squares + FragmentWords(kDim)));
+  auto* factors = reinterpret_cast<float*>(squares + FragmentWords(kDim));
+  for (uint32_t lane = warp; lane < kLanes; lane += kWarps) {
+    LoadLane<kDim>(step, LanePlace(step, unit, tile_of_unit, lane), lane, tile, factors);
+  }
   __syncthreads();
 
   const uint32_t g = thread / 4, t = thread % 4;
-  for (uint32_t pair = warp; pair < kDim / 8; pair += kPrepareWarps) {
+  for (uint32_t pair = warp; pair < kDim / 8; pair += kWarps) {
     const float* x = tile->queries[g] + pair / 4 * 32 + t * 8 + pair % 4 * 2;
     uint32_t* out = words + (pair / 4 * 32 + thread) * 8 + pair % 4 * 2;
     Split<T>(x[0], x[1], &out[0], &out[1]);
   }
   // Product m = 2 w + h takes bytes h and h + 2 of a thread's code word w: their low halves, then
   // their high ones.
-  for (uint32_t m = warp; m < kDim / 16; m += kPrepareWarps) {
+  for (uint32_t m = warp; m < kDim / 16; m += kWarps) {
     const float* x = tile->squares[g] + t * (kDim / 8) + m / 2 * 4 + m % 2;
     uint32_t* out = squares + (m * 32 + thread) * 4;
     Split<T>(x[0], x[2], &out[0], &out[1]);
     Split<T>(x[kDim / 2], x[kDim / 2 + 2], &out[2], &out[3]);
   }
+}
+
+template <typename T, int kDim>
+__device__ void PrepareTile(const StepHeader& step, uint32_t tile_number, TileQueries<kDim>* tile) {
+  const uint32_t unit_number = tile_number / step.tiles_max;
+  const RowRef* row = RowOfUnit(step, unit_number);
+  if (row->team_blocks != 0) return;
+  const UnitPlace unit(step, row, unit_number - row->first_unit);
+  WriteFragments<T, kDim, kPrepareWarps>(
+      step, unit, tile_number % step.tiles_max, tile,
+      step.query_fragments + uint64_t{tile_number} * TileFragmentWords(kDim));
 }
 
 __device__ __forceinline__ void CopyUpload(const StepHeader& step, uint32_t number) {
@@ -153,6 +163,7 @@ template <typename T, int kDim>
 __global__ void __launch_bounds__(kPrepareWarps * 32)
     PrepareKernel(const __grid_constant__ StepHeader step) {
   __shared__ TileQueries<kDim> tile;
+  LetNextKernelStart();
   const PrepareBlocks blocks(step);
   uint32_t block = blockIdx.x;
   if (block == 0 && threadIdx.x < kCursors) step.cursors[threadIdx.x] = 0;

@@ -218,13 +218,30 @@ __device__ __forceinline__ void StoreTotals(Totals (&totals)[2], float* partials
   }
 }
 
-// One warp scores the feed's chunks for one tile. Warps share nothing, so none waits.
-// memory: kScoreWarpBytes, less the feed's.
-template <typename T, int kDim>
-__device__ __forceinline__ void ScoreChunks(const StepHeader& step, ChunkFeed feed, uint32_t tile,
-                                            uint32_t ring) {
+// What becomes of a chunk's totals: the score stage stores them, a team's warp adds them up.
+struct StoreEach {
+  const StepHeader& step;
+  uint32_t tile;
+  template <typename Feed>
+  __device__ __forceinline__ void operator()(const Feed& feed, Totals (&totals)[2]) const {
+    StoreTotals(totals, step.score_partials +
+                            (uint64_t{feed.item()} * step.tiles_max + tile) * (kLanes * 4));
+    totals[0] = totals[1] = {-INFINITY, 0};
+  }
+};
+struct KeepAll {
+  template <typename Feed>
+  __device__ __forceinline__ void operator()(const Feed&, Totals (&)[2]) const {}
+};
+
+// One warp scores the feed's chunks for one tile. Warps share nothing, so none waits. fragments_of:
+// a chunk's queries. ring: of kStages stages.
+template <typename T, int kDim, int kStages, typename Feed, typename FragmentsOf, typename Finish>
+__device__ __forceinline__ void ScoreChunks(const StepHeader& step, Feed feed, uint32_t tile,
+                                            uint32_t ring, FragmentsOf fragments_of, Finish finish,
+                                            Totals (&totals)[2]) {
   constexpr uint32_t kStageBytes = ClusterStage<kDim>::kBytes;
-  constexpr uint32_t kSteps = kSlotChunk / kWarpClusters, kAhead = kScoreStages - 1;
+  constexpr uint32_t kSteps = kSlotChunk / kWarpClusters, kAhead = kStages - 1;
   if (feed.done()) return;
   uint32_t stage = 0;
 #pragma unroll
@@ -234,14 +251,12 @@ __device__ __forceinline__ void ScoreChunks(const StepHeader& step, ChunkFeed fe
   }
   for (; !feed.done(); feed.Advance()) {
     const ChunkRef& chunk = feed.now();
-    const uint64_t tile_number = uint64_t{chunk.unit} * step.tiles_max + tile;
-    const uint32_t* fragments = step.query_fragments + tile_number * TileFragmentWords(kDim);
+    const uint32_t* fragments = fragments_of(chunk);
     const LaneScores lane = LaneOfChunk<kDim>(step, chunk, tile, fragments);
-    Totals totals[2] = {{-INFINITY, 0}, {-INFINITY, 0}};
     feed.FetchAhead();
 #pragma unroll
     for (uint32_t i = 0; i < kSteps; ++i) {
-      const uint32_t to = ring + (stage + kAhead) % kScoreStages * kStageBytes;
+      const uint32_t to = ring + (stage + kAhead) % kStages * kStageBytes;
       if (i + kAhead < kSteps) {
         CopyClusters<kDim>(chunk, (i + kAhead) * kWarpClusters, to);
       } else if (feed.has_next()) {
@@ -253,10 +268,9 @@ __device__ __forceinline__ void ScoreChunks(const StepHeader& step, ChunkFeed fe
       ScoreClusters<T, kDim>(lane, ring + stage * kStageBytes, i * kWarpClusters,
                              chunk.first + i * kWarpClusters, chunk.clusters, fragments, totals);
       __syncwarp();
-      stage = (stage + 1) % kScoreStages;
+      stage = (stage + 1) % kStages;
     }
-    StoreTotals(totals, step.score_partials +
-                            (uint64_t{feed.item()} * step.tiles_max + tile) * (kLanes * 4));
+    finish(feed, totals);
   }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Finding where a ranking is cut, by one block and without sorting: the cut's key is found bit by
+// Finding where a ranking is cut, by one team and without sorting: the cut's key is found bit by
 // bit, each time weighing the keys above a candidate. Weights are integers (counts, or shares in
 // fixed point), so that no sum depends on the order in which threads come. Histograms of digits
 // take fewer passes, but a softmax puts most scores in a few bins, whose atomics then wait for each
@@ -10,16 +10,12 @@
 
 #include <cstdint>
 
+#include "gpu/cuda/team.cuh"
+
 namespace attnd::gpu {
 
-inline constexpr uint32_t kSelectThreads = 1024;
-inline constexpr uint32_t kSelectWarps = kSelectThreads / 32;
-// Slots that a thread has at a time, neighbours: those from kGroupSlots * threadIdx.x on, and from
-// there every kPassSlots. A row of several passes keeps its keys in memory, but for the first.
-inline constexpr uint32_t kGroupSlots = 8;
-inline constexpr uint32_t kPassSlots = kGroupSlots * kSelectThreads;
 // One, in fixed point: 2^-36 is far below what float32 scores tell apart near a cut, and 2^20
-// clusters (of weight 2 at most) sum to less than BlockSums holds.
+// clusters (of weight 2 at most) sum to less than TeamSums holds.
 inline constexpr uint64_t kOne = uint64_t{1} << 36;
 
 // What is above a cut: keys greater than `key`, and the first `ties` of those equal to it.
@@ -35,9 +31,11 @@ using Weight64 = unsigned long long;
 // Keys that one warp decides between alone.
 inline constexpr uint32_t kUndecidedMax = 512;
 
+// In the shared memory of each block.
+template <typename Team>
 struct SelectMemory {
-  Weight64 scan[2][kSelectWarps];  // used in turn, so that one barrier a sum is enough
-  uint32_t undecided[kUndecidedMax];
+  Weight64 parts[2][Team::kWarpsMax];  // of the team's warps; used in turn, so that one wait a sum
+                                       // is enough
   uint32_t key;
   Weight64 above;
 };
@@ -46,39 +44,59 @@ struct SelectMemory {
 __device__ __forceinline__ uint32_t KeyOf(float score) { return __float_as_uint(score) + 1; }
 __device__ __forceinline__ float ScoreOf(uint32_t key) { return __uint_as_float(key - 1); }
 
-// Sums over a block of kSelectThreads; every thread calls them, in the same order.
-class BlockSums {
+// Over a warp. In two halves, as the hardware adds 32-bit numbers at once.
+__device__ __forceinline__ uint32_t SumOverWarp(uint32_t x) { return __reduce_add_sync(~0u, x); }
+__device__ __forceinline__ Weight64 SumOverWarp(Weight64 x) {
+  constexpr uint32_t kBits = 26;  // 32 of them fit
+  const uint32_t low = __reduce_add_sync(~0u, static_cast<uint32_t>(x) & ((1u << kBits) - 1));
+  const uint32_t high = __reduce_add_sync(~0u, static_cast<uint32_t>(x >> kBits));
+  return (static_cast<Weight64>(high) << kBits) + low;
+}
+
+// Counts of three things, each below 2^21.
+struct ThreeCounts {
+  uint32_t first, second, third;
+};
+
+// Sums over a team; every thread calls them, in the same order.
+template <typename Team>
+class TeamSums {
  public:
-  explicit __device__ BlockSums(SelectMemory* memory) : memory_(memory) {}
+  explicit __device__ TeamSums(SelectMemory<Team>* memory) : memory_(memory) {}
 
   // Totals below 2^57.
   __device__ __forceinline__ Weight64 Sum(Weight64 x) {
-    Weight64* parts = Next();
-    const Weight64 of_warp = OverWarp(x);
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = of_warp;
-    __syncthreads();
-    return OverWarp(parts[threadIdx.x % 32]);
+    const Weight64* parts = Publish(SumOverWarp(x));
+    return SumOverWarp(OfParts(parts, [](Weight64 part, uint32_t) { return part; }));
   }
   // The same of a count, which is below 2^32.
   __device__ __forceinline__ uint32_t Count(uint32_t x) {
-    uint32_t* parts = reinterpret_cast<uint32_t*>(Next());
-    const uint32_t of_warp = __reduce_add_sync(~0u, x);
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = of_warp;
-    __syncthreads();
-    return __reduce_add_sync(~0u, parts[threadIdx.x % 32]);
+    const Weight64* parts = Publish(SumOverWarp(x));
+    return SumOverWarp(static_cast<uint32_t>(
+        OfParts(parts, [](Weight64 part, uint32_t) { return part; })));
+  }
+  __device__ __forceinline__ ThreeCounts Count(ThreeCounts x) {
+    constexpr uint32_t kBits = 21, kMask = (1u << kBits) - 1;
+    const Weight64* parts = Publish(SumOverWarp(x.first) |
+                                    static_cast<Weight64>(SumOverWarp(x.second)) << kBits |
+                                    static_cast<Weight64>(SumOverWarp(x.third)) << 2 * kBits);
+    const Weight64 own = OfParts(parts, [](Weight64 part, uint32_t) { return part; });
+    return {SumOverWarp(static_cast<uint32_t>(own) & kMask),
+            SumOverWarp(static_cast<uint32_t>(own >> kBits) & kMask),
+            SumOverWarp(static_cast<uint32_t>(own >> 2 * kBits))};
   }
   // Sum over the threads before this one, and *total over all.
   __device__ __forceinline__ Weight64 Scan(Weight64 x, Weight64* total) {
-    const uint32_t thread = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const uint32_t thread = threadIdx.x % 32, warp = TeamWarp<Team>();
     Weight64 sum = x;
     for (int offset = 1; offset < 32; offset *= 2) {
       const Weight64 other = __shfl_up_sync(~0u, sum, offset);
       if (thread >= offset) sum += other;
     }
-    Weight64* parts = Next();
-    if (thread == 31) parts[warp] = sum;
-    __syncthreads();
-    Weight64 before = thread < warp ? parts[thread] : 0, all = parts[thread];
+    const Weight64* parts = Publish(__shfl_sync(~0u, sum, 31));
+    Weight64 before =
+        OfParts(parts, [warp](Weight64 part, uint32_t w) { return w < warp ? part : 0; });
+    Weight64 all = OfParts(parts, [](Weight64 part, uint32_t) { return part; });
     for (int offset = 16; offset > 0; offset /= 2) {
       before += __shfl_xor_sync(~0u, before, offset);
       all += __shfl_xor_sync(~0u, all, offset);
@@ -87,37 +105,53 @@ class BlockSums {
     return before + sum - x;
   }
 
-  // Over a warp. In two halves, as the hardware adds 32-bit numbers at once.
-  static __device__ __forceinline__ uint32_t OverWarp(uint32_t x) {
-    return __reduce_add_sync(~0u, x);
-  }
-  static __device__ __forceinline__ Weight64 OverWarp(Weight64 x) {
-    constexpr uint32_t kBits = 26;  // 32 of them fit
-    const uint32_t low = __reduce_add_sync(~0u, static_cast<uint32_t>(x) & ((1u << kBits) - 1));
-    const uint32_t high = __reduce_add_sync(~0u, static_cast<uint32_t>(x >> kBits));
-    return (static_cast<Weight64>(high) << kBits) + low;
-  }
-
  private:
-  __device__ __forceinline__ Weight64* Next() {
+  // Each warp's word goes to every block; returns them all.
+  __device__ __forceinline__ const Weight64* Publish(Weight64 of_warp) {
     turn_ ^= 1;
-    return memory_->scan[turn_];
+    Weight64* parts = memory_->parts[turn_];
+    const uint32_t rank = threadIdx.x % 32;
+    if (rank < Team::blocks()) Team::Write(&parts[TeamWarp<Team>()], of_warp, rank);
+    Team::Sync();
+    return parts;
   }
-  SelectMemory* const memory_;
+  // This thread's share of the sum of f(part, its warp).
+  template <typename F>
+  static __device__ __forceinline__ Weight64 OfParts(const Weight64* parts, F f) {
+    const uint32_t warps = Team::blocks() * Team::kBlockWarps;
+    Weight64 own = 0;
+#pragma unroll
+    for (uint32_t first = 0; first < Team::kWarpsMax; first += 32) {
+      const uint32_t warp = first + threadIdx.x % 32;
+      if (warp < warps) own += f(parts[warp], warp);
+    }
+    return own;
+  }
+  SelectMemory<Team>* const memory_;
   uint32_t turn_ = 0;
 };
 
-// The keys of a unit's slots.
+// The keys of a unit's slots. A thread has groups of Team::kGroupSlots neighbours, one a pass. A row
+// of several passes keeps its keys in memory, but for the first pass's.
+template <typename Team>
 class RankedKeys {
  public:
+  static constexpr uint32_t kGroupSlots = Team::kGroupSlots;
+
   // memory: [slots], for the passes behind the first.
-  __device__ RankedKeys(uint32_t* memory, uint32_t slots) : memory_(memory), slots_(slots) {}
+  __device__ RankedKeys(uint32_t* memory, uint32_t slots)
+      : memory_(memory),
+        slots_(slots),
+        first_(TeamThread<Team>() * kGroupSlots),
+        pass_slots_(TeamThreads<Team>() * kGroupSlots) {}
 
   __device__ __forceinline__ uint32_t slots() const { return slots_; }
+  __device__ __forceinline__ uint32_t first() const { return first_; }  // of the first pass
+  __device__ __forceinline__ uint32_t pass_slots() const { return pass_slots_; }
 
   // The group that starts at `first`, one of the thread's own.
   __device__ __forceinline__ void Store(uint32_t first, const uint32_t (&keys)[kGroupSlots]) {
-    if (first < kPassSlots) {
+    if (first < pass_slots_) {
 #pragma unroll
       for (uint32_t i = 0; i < kGroupSlots; ++i) own_[i] = keys[i];
       return;
@@ -128,7 +162,7 @@ class RankedKeys {
   __device__ __forceinline__ void Load(uint32_t first, uint32_t (&keys)[kGroupSlots]) const {
 #pragma unroll
     for (uint32_t i = 0; i < kGroupSlots; ++i) {
-      keys[i] = first < kPassSlots ? own_[i] : memory_[first + i];
+      keys[i] = first < pass_slots_ ? own_[i] : memory_[first + i];
     }
   }
 
@@ -137,8 +171,7 @@ class RankedKeys {
   __device__ __forceinline__ void ForEach(F f) const {
 #pragma unroll
     for (uint32_t i = 0; i < kGroupSlots; ++i) f(own_[i]);
-    for (uint32_t first = kPassSlots + threadIdx.x * kGroupSlots; first < slots_;
-         first += kPassSlots) {
+    for (uint32_t first = first_ + pass_slots_; first < slots_; first += pass_slots_) {
 #pragma unroll
       for (uint32_t i = 0; i < kGroupSlots; ++i) f(memory_[first + i]);
     }
@@ -147,6 +180,8 @@ class RankedKeys {
  private:
   uint32_t* const memory_;
   const uint32_t slots_;
+  const uint32_t first_;
+  const uint32_t pass_slots_;
   uint32_t own_[kGroupSlots] = {};
 };
 
@@ -155,7 +190,6 @@ struct CountKeys {
   static constexpr bool kWeighs = false;
   using Sum = uint32_t;
   __device__ __forceinline__ Sum Of(uint32_t) const { return 1; }
-  static __device__ __forceinline__ Sum Total(BlockSums* sums, Sum x) { return sums->Count(x); }
 };
 template <typename WeightOf>
 struct WeighKeys {
@@ -163,96 +197,157 @@ struct WeighKeys {
   using Sum = Weight64;
   WeightOf weight_of;
   __device__ __forceinline__ Sum Of(uint32_t key) const { return weight_of(key); }
-  static __device__ __forceinline__ Sum Total(BlockSums* sums, Sum x) { return sums->Sum(x); }
 };
 
-// The rest of GreatestKey, by one warp: `count` keys share the bits above `bit` with *key.
-template <typename Weigh>
-__device__ __forceinline__ void DecideInWarp(uint32_t count, typename Weigh::Sum limit, Weigh weigh,
-                                             uint32_t bit, uint32_t* key,
-                                             typename Weigh::Sum* above, SelectMemory* memory) {
-  using Sum = typename Weigh::Sum;
-  constexpr uint32_t kOwn = kUndecidedMax / 32;
-  uint32_t keys[kOwn];
-#pragma unroll
-  for (uint32_t i = 0; i < kOwn; ++i) {
-    const uint32_t place = i * 32 + threadIdx.x;
-    keys[i] = place < count ? memory->undecided[place] : 0;
-  }
-  const Sum beyond = *above;
-  for (; bit != 0; bit >>= 1) {
-    const uint32_t candidate = *key | bit;
-    Sum own = 0;
-#pragma unroll
-    for (uint32_t i = 0; i < kOwn; ++i) own += keys[i] >= candidate ? weigh.Of(keys[i]) : 0;
-    const Sum total = beyond + BlockSums::OverWarp(own);
-    if (total >= limit) {
-      *key = candidate;
-    } else {
-      *above = total;
-    }
-  }
-  if (threadIdx.x == 0) {
-    memory->key = *key;
-    memory->above = *above;
-  }
-}
+// What is known of a cut's key on the way to it: it is at least `key` and less than `key + range`;
+// the keys from key + range on weigh `above`, and so many keys lie between.
+template <typename Sum>
+struct Narrowed {
+  uint32_t key = 0;
+  uint32_t bits = 32;  // range is 2 to that; 1 or more while anything is undecided
+  Sum above = 0;
+  uint32_t undecided;
+};
 
-// The greatest key such that it and the keys above it weigh at least `limit`, and what those above
-// it weigh; key 0 if all keys weigh less. Bit by bit: over all keys, until few are undecided.
-template <typename Weigh>
-__device__ uint32_t GreatestKey(const RankedKeys& keys, typename Weigh::Sum limit, Weigh weigh,
-                                BlockSums* sums, SelectMemory* memory, typename Weigh::Sum* above) {
+// Finds the greatest key such that it and the keys above it weigh at least `limit`, and what those
+// above it weigh; key 0 if all keys weigh less.
+template <typename Team, typename Weigh>
+class KeyFinder {
+ public:
   using Sum = typename Weigh::Sum;
-  constexpr uint32_t kFirstBit = 1u << 30;  // finite scores have no higher one
-  uint32_t key = 0, bit = kFirstBit;
-  *above = 0;
-  uint32_t at_key = keys.slots(),
-           at_end = 0;  // counts of keys from `key`, and from key + 2 bit, on
-  for (; bit != 0 && at_key - at_end > kUndecidedMax; bit >>= 1) {
-    const uint32_t candidate = key | bit;
-    Sum own = 0;
-    uint32_t count = 0;
-    keys.ForEach([&](uint32_t k) {
-      count += k >= candidate ? 1 : 0;
-      if constexpr (Weigh::kWeighs) own += k >= candidate ? weigh.Of(k) : 0;
+
+  // undecided: [kUndecidedMax] in the same place of each block's shared memory.
+  __device__ KeyFinder(const RankedKeys<Team>& keys, Sum limit, Weigh weigh, TeamSums<Team>* sums,
+                       SelectMemory<Team>* memory, uint32_t* undecided)
+      : keys_(keys), limit_(limit), weigh_(weigh), sums_(sums), memory_(memory), list_(undecided) {}
+
+  __device__ uint32_t Find(Sum* above) {
+    Narrowed<Sum> cut;
+    cut.undecided = keys_.slots();
+    while (cut.bits > 0 && cut.undecided > kUndecidedMax) {
+      if constexpr (Weigh::kWeighs) {
+        NarrowByWeight(&cut);
+      } else {
+        NarrowByCount(&cut);
+      }
+    }
+    if (cut.bits > 0) DecideTheRest(&cut);
+    *above = cut.above;
+    return cut.key;
+  }
+
+ private:
+  // Two bits at a time.
+  __device__ void NarrowByCount(Narrowed<Sum>* cut) {
+    cut->bits -= 2;
+    const uint32_t third = cut->key + (1u << cut->bits);
+    const uint32_t second = third + (1u << cut->bits), first = second + (1u << cut->bits);
+    ThreeCounts own = {0, 0, 0};
+    keys_.ForEach([&](uint32_t k) {
+      own.first += k >= first ? 1 : 0;
+      own.second += k >= second ? 1 : 0;
+      own.third += k >= third ? 1 : 0;
     });
-    const uint32_t all = sums->Count(count);
-    Sum total = all;
-    if constexpr (Weigh::kWeighs) total = Weigh::Total(sums, own);
-    if (total >= limit) {
-      key = candidate;
-      at_key = all;
+    const ThreeCounts from = sums_->Count(own);
+    const uint32_t from_key = cut->above + cut->undecided;
+    if (from.first >= limit_) {
+      *cut = {first, cut->bits, cut->above, from.first - cut->above};
+    } else if (from.second >= limit_) {
+      *cut = {second, cut->bits, from.first, from.second - from.first};
+    } else if (from.third >= limit_) {
+      *cut = {third, cut->bits, from.second, from.third - from.second};
     } else {
-      *above = total;
-      at_end = all;
+      *cut = {cut->key, cut->bits, from.third, from_key - from.third};
     }
   }
-  if (bit == 0) return key;
 
-  const auto undecided = [&](uint32_t k) { return k != 0 && k >= key && k - key < 2 * bit; };
-  uint32_t count = 0;
-  keys.ForEach([&](uint32_t k) { count += undecided(k) ? 1 : 0; });
-  Weight64 undecided_count;
-  uint32_t place = static_cast<uint32_t>(sums->Scan(count, &undecided_count));
-  keys.ForEach([&](uint32_t k) {
-    if (undecided(k)) memory->undecided[place++] = k;
-  });
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    DecideInWarp(static_cast<uint32_t>(undecided_count), limit, weigh, bit, &key, above, memory);
+  __device__ void NarrowByWeight(Narrowed<Sum>* cut) {
+    --cut->bits;
+    const uint32_t candidate = cut->key + (1u << cut->bits);
+    Sum own = 0;
+    uint32_t upper = 0;  // of the keys between
+    keys_.ForEach([&](uint32_t k) {
+      own += k >= candidate ? weigh_.Of(k) : 0;
+      upper += k >= candidate && k - candidate < 1u << cut->bits ? 1 : 0;
+    });
+    const Sum total = sums_->Sum(own);
+    upper = sums_->Count(upper);
+    if (total >= limit_) {
+      cut->key = candidate;
+      cut->undecided = upper;
+    } else {
+      cut->above = total;
+      cut->undecided -= upper;
+    }
   }
-  __syncthreads();
-  *above = static_cast<Sum>(memory->above);
-  return memory->key;
-}
+
+  // By one warp of each block, when few are undecided.
+  __device__ void DecideTheRest(Narrowed<Sum>* cut) {
+    const uint32_t range = ~0u >> (32 - cut->bits);
+    const auto undecided = [&](uint32_t k) {
+      return k != 0 && k >= cut->key && k - cut->key <= range;
+    };
+    uint32_t count = 0;
+    keys_.ForEach([&](uint32_t k) { count += undecided(k) ? 1 : 0; });
+    Weight64 all;
+    uint32_t place = static_cast<uint32_t>(sums_->Scan(count, &all));
+    keys_.ForEach([&](uint32_t k) {
+      if (!undecided(k)) return;
+      for (uint32_t rank = 0; rank < Team::blocks(); ++rank) Team::Write(&list_[place], k, rank);
+      ++place;
+    });
+    Team::Sync();
+    if (threadIdx.x < 32) DecideInWarp(static_cast<uint32_t>(all), cut);
+    __syncthreads();
+    cut->key = memory_->key;
+    cut->above = static_cast<Sum>(memory_->above);
+  }
+
+  __device__ __forceinline__ void DecideInWarp(uint32_t count, Narrowed<Sum>* cut) {
+    constexpr uint32_t kOwn = kUndecidedMax / 32;
+    uint32_t keys[kOwn];
+#pragma unroll
+    for (uint32_t i = 0; i < kOwn; ++i) {
+      const uint32_t place = i * 32 + threadIdx.x;
+      keys[i] = place < count ? list_[place] : 0;
+    }
+    const Sum beyond = cut->above;
+    uint32_t key = cut->key;
+    Sum above = beyond;
+    for (uint32_t bit = 1u << (cut->bits - 1); bit != 0; bit >>= 1) {
+      const uint32_t candidate = key | bit;
+      Sum own = 0;
+#pragma unroll
+      for (uint32_t i = 0; i < kOwn; ++i) own += keys[i] >= candidate ? weigh_.Of(keys[i]) : 0;
+      const Sum total = beyond + SumOverWarp(own);
+      if (total >= limit_) {
+        key = candidate;
+      } else {
+        above = total;
+      }
+    }
+    if (threadIdx.x == 0) {
+      memory_->key = key;
+      memory_->above = above;
+    }
+  }
+
+  const RankedKeys<Team>& keys_;
+  const Sum limit_;
+  const Weigh weigh_;
+  TeamSums<Team>* const sums_;
+  SelectMemory<Team>* const memory_;
+  uint32_t* const list_;
+};
 
 // The cut above which lie the `count` greatest keys.
-__device__ inline RankCut CutByCount(const RankedKeys& keys, uint32_t count, BlockSums* sums,
-                                     SelectMemory* memory) {
+template <typename Team>
+__device__ RankCut CutByCount(const RankedKeys<Team>& keys, uint32_t count, TeamSums<Team>* sums,
+                              SelectMemory<Team>* memory, uint32_t* undecided) {
   if (count == 0) return kTakeNone;
   uint32_t above;
-  const uint32_t key = GreatestKey(keys, count, CountKeys(), sums, memory, &above);
+  const uint32_t key =
+      KeyFinder<Team, CountKeys>(keys, count, CountKeys(), sums, memory, undecided).Find(&above);
   if (key == 0) return kTakeAll;
   return {key, count - above};
 }
@@ -260,9 +355,10 @@ __device__ inline RankCut CutByCount(const RankedKeys& keys, uint32_t count, Blo
 // Descending: the cut above which lie the fewest keys that weigh at least `limit` together (a key
 // is above it if those before it weigh less). Ascending: the cut below which lie the most keys that
 // weigh at most `limit` together.
-template <bool kDescending, typename WeightOf>
-__device__ RankCut CutByWeight(const RankedKeys& keys, Weight64 limit, WeightOf weight_of,
-                               BlockSums* sums, SelectMemory* memory) {
+template <bool kDescending, typename Team, typename WeightOf>
+__device__ RankCut CutByWeight(const RankedKeys<Team>& keys, Weight64 limit, WeightOf weight_of,
+                               TeamSums<Team>* sums, SelectMemory<Team>* memory,
+                               uint32_t* undecided) {
   Weight64 own = 0;
   keys.ForEach([&](uint32_t key) { own += key != 0 ? weight_of(key) : 0; });
   const Weight64 total = sums->Sum(own);
@@ -275,7 +371,8 @@ __device__ RankCut CutByWeight(const RankedKeys& keys, Weight64 limit, WeightOf 
   }
   Weight64 above;
   const uint32_t key =
-      GreatestKey(keys, limit, WeighKeys<WeightOf>{weight_of}, sums, memory, &above);
+      KeyFinder<Team, WeighKeys<WeightOf>>(keys, limit, {weight_of}, sums, memory, undecided)
+          .Find(&above);
   const Weight64 each = weight_of(key);
   return {key, static_cast<uint32_t>((limit - above + each - 1) / each)};
 }

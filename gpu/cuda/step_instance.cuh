@@ -14,6 +14,7 @@
 #include "gpu/cuda/prepare.cuh"
 #include "gpu/cuda/score.cuh"
 #include "gpu/cuda/step_kernels.h"
+#include "gpu/cuda/team_step.cuh"
 
 namespace attnd::gpu {
 
@@ -67,7 +68,13 @@ __global__ void __launch_bounds__(kScoreWarps * 32, (kScoreBlocks<kKeyDim>))
   for (uint32_t tile = 0; tile < step.tiles_max; ++tile) {
     const ChunkFeed feed(step.chunks, blockIdx.x * kScoreWarps + threadIdx.x / 32, step.score_items,
                          gridDim.x * kScoreWarps, ring + kBytes - ChunkFeed::kSharedBytes);
-    ScoreChunks<T, kKeyDim>(step, feed, tile, ring);
+    const auto fragments_of = [&](const ChunkRef& chunk) {
+      const uint64_t tile_number = uint64_t{chunk.unit} * step.tiles_max + tile;
+      return step.query_fragments + tile_number * TileFragmentWords(kKeyDim);
+    };
+    Totals totals[2] = {{-INFINITY, 0}, {-INFINITY, 0}};
+    ScoreChunks<T, kKeyDim, kScoreStages>(step, feed, tile, ring, fragments_of,
+                                          StoreEach{step, tile}, totals);
   }
 }
 
@@ -90,7 +97,9 @@ __global__ void __launch_bounds__(kAttendWarps * 32, (kEstimateBlocks<kValueDim>
   const uint32_t tile = blockIdx.x / step.estimate_pieces_max;
   const uint32_t unit_number = tile / step.tiles_max;
   const RowRef* row = RowOfUnit(step, unit_number);
-  if (piece >= row->estimate_pieces || (all && !HasTolerance(*row))) return;
+  if (piece >= row->estimate_pieces || row->team_blocks != 0 || (all && !HasTolerance(*row))) {
+    return;
+  }
   const UnitPlace unit(step, row, unit_number - row->first_unit);
   EstimatePiece<T, kValueDim>(step, unit, tile % step.tiles_max, piece, all);
 }
@@ -151,11 +160,55 @@ cudaError_t LaunchMerge(const StepHeader& step, cudaStream_t stream) {
   return cudaPeekAtLastError();
 }
 
+// One launch for each size of team. overlap: the kernel before lets it start.
+template <typename T, int kKeyDim, int kValueDim>
+cudaError_t LaunchTeams(const StepHeader& step, bool overlap, cudaStream_t stream) {
+  const auto kernel = TeamKernel<T, kKeyDim, kValueDim>;
+  constexpr uint32_t kSharedBytes = TeamStep<T, kKeyDim, kValueDim>::kSharedBytes;
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           static_cast<int>(kSharedBytes));
+  if (error == cudaSuccess) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+  uint32_t first = 0;
+  for (uint32_t size = 0; size < kTeamSizes && error == cudaSuccess; ++size) {
+    const uint32_t count = step.team_counts[size], blocks = 1u << size;
+    if (count == 0) continue;
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim = {blocks, 1, 1};
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = count * blocks;
+    config.blockDim = kTeamThreads;
+    config.dynamicSmemBytes = kSharedBytes;
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = overlap ? 2 : 1;
+    error = cudaLaunchKernelEx(&config, kernel, step, first);
+    first += count;
+    overlap = false;
+  }
+  return error;
+}
+
+// Null where a unit's values take more registers than a team's blocks have.
+template <typename T, int kKeyDim, int kValueDim>
+constexpr auto TeamLauncher() -> decltype(StepKernels::teams) {
+  if constexpr (kValueDim <= kTeamValueDimMax) {
+    return LaunchTeams<T, kKeyDim, kValueDim>;
+  } else {
+    return nullptr;
+  }
+}
+
 template <typename T, int kKeyDim, int kValueDim>
 inline constexpr StepKernels kStepInstance = {
     LaunchPrepare<T, kKeyDim, kValueDim>,  LaunchRead<T, kKeyDim, kValueDim>,
     LaunchScore<T, kKeyDim, kValueDim>,    LaunchChosen<T, kKeyDim, kValueDim>,
-    LaunchEstimate<T, kKeyDim, kValueDim>, LaunchMerge<T, kKeyDim, kValueDim>};
+    LaunchEstimate<T, kKeyDim, kValueDim>, LaunchMerge<T, kKeyDim, kValueDim>,
+    TeamLauncher<T, kKeyDim, kValueDim>()};
 
 }  // namespace attnd::gpu
 

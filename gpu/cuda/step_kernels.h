@@ -25,6 +25,9 @@ struct StepKernels {
   cudaError_t (*chosen)(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream);
   cudaError_t (*estimate)(const StepHeader& step, bool all, cudaStream_t stream);
   cudaError_t (*merge)(const StepHeader& step, cudaStream_t stream);
+  // The units that teams answer. overlap: prepare runs right before, and need not have ended. Null
+  // for value dims above kTeamValueDimMax.
+  cudaError_t (*teams)(const StepHeader& step, bool overlap, cudaStream_t stream);
 };
 
 // Whether this build has kernels for the current device.

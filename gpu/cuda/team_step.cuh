@@ -1,0 +1,413 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A unit's whole step by one team, without the stages: what passes between them stays in the
+// team's shared memory or in the second-level cache, and no unit waits for another. A step of a few
+// long rows then takes one launch, where the stages' launches, and their waits for each other's
+// last block, took as long as the reading.
+//
+// Blocks share a unit's slots evenly, and its pages of zones and of chosen tokens warp by warp; a
+// block leaves one state of each kind, which the team's first blocks merge, a lane each.
+#ifndef ATTND_GPU_CUDA_TEAM_STEP_CUH_
+#define ATTND_GPU_CUDA_TEAM_STEP_CUH_
+
+#include <algorithm>
+#include <cstdint>
+
+#include "gpu/cuda/attend.cuh"
+#include "gpu/cuda/estimate.cuh"
+#include "gpu/cuda/merge.cuh"
+#include "gpu/cuda/place.cuh"
+#include "gpu/cuda/prepare.cuh"
+#include "gpu/cuda/score.cuh"
+#include "gpu/cuda/team.cuh"
+#include "gpu/cuda/unit_selector.cuh"
+
+namespace attnd::gpu {
+
+static_assert(kTeamWarps == kAttendWarps && kTeamWarps == kScoreWarps);
+
+inline constexpr uint32_t kTeamThreads = kTeamWarps * 32;
+// Of a warp's ring, which scores, estimates and chosen tokens use in turn.
+inline constexpr int kTeamScoreStages = 2;
+inline constexpr int kTeamEstimateStages = 2;
+inline constexpr int kTeamRingPages = 1;
+template <int kKeyDim, int kValueDim>
+inline constexpr uint32_t kTeamRingBytes = std::max({
+    kTeamScoreStages * ClusterStage<kKeyDim>::kBytes,
+    ChunkEstimator<__half, kValueDim, kTeamEstimateStages>::kRingBytes,
+    PageReader<__half, kKeyDim, kValueDim, kTeamRingPages>::kRingBytes,
+});
+
+// Asks the second-level cache for memory that will be read soon; bytes: a multiple of 16.
+__device__ __forceinline__ void PrefetchBytes(const std::byte* from, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+
+// A segment of the row, for the unit's KV head.
+struct TeamSegment {
+  const std::byte* head;  // of the index
+  IndexOffsets offsets;
+  uint32_t first_slot;
+  uint32_t clusters;
+  uint32_t max_clusters;
+};
+
+// A block's shared memory behind the rings. Of `totals`, `segments` and `unit.select.parts` others
+// of the team write or read while this block's rings are in use.
+template <int kKeyDim>
+struct TeamMemory {
+  uint32_t fragments[TileFragmentWords(kKeyDim)];
+  UnitMemory<ClusterTeam> unit;
+  float4 totals[kTeamBlocksMax][kLanes];  // each block's max and sum of mass, of optimistic mass
+  ChunkRef chunks[kTeamWarps][2];
+  TeamSegment segments[kTeamSegmentsMax];
+};
+
+// The row's segments, resolved once; slots and chunks of clusters in them.
+class TeamSegments {
+ public:
+  __device__ TeamSegments(const StepHeader& step, const UnitPlace& unit, TeamSegment* segments)
+      : row_(*unit.row),
+        segments_(segments),
+        scores_(UnitScores(step, unit)),
+        fates_(UnitFates(step, unit)),
+        unit_(unit.unit) {
+    for (uint32_t s = threadIdx.x; s < row_.segment_count; s += kTeamThreads) {
+      const IndexPlace index(step, row_, s, unit.kv_head);
+      segments[s] = {index.head, index.segment->offsets, index.segment->first_slot,
+                     index.clusters(), index.segment->max_clusters};
+    }
+  }
+
+  // After __syncthreads.
+  __device__ uint32_t CountClusters() const {
+    uint32_t clusters = 0;
+    for (uint32_t s = threadIdx.x % 32; s < row_.segment_count; s += 32) {
+      clusters += segments_[s].clusters;
+    }
+    return SumOverWarp(clusters);
+  }
+  __device__ __forceinline__ SlotPlace Of(uint32_t slot) const {
+    const uint32_t s = SegmentOf(slot);
+    const TeamSegment& segment = segments_[s];
+    return {segment.head, segment.offsets.starts,       segment.offsets.spread,
+            s,            slot - segment.first_slot, segment.clusters};
+  }
+  // Asks the second-level cache for a chunk's mean values.
+  __device__ __forceinline__ void PrefetchValues(uint32_t number, uint32_t row_bytes) const {
+    const TeamSegment& segment = segments_[SegmentOf(number * kSlotChunk)];
+    const uint32_t first = number * kSlotChunk - segment.first_slot;
+    if (first >= segment.clusters) return;
+    PrefetchBytes(segment.head + segment.offsets.mean_values + uint64_t{first} * row_bytes,
+                  min(segment.clusters - first, kSlotChunk) * row_bytes);
+  }
+  __device__ __forceinline__ void Resolve(uint32_t number, ChunkRef* chunk) const {
+    const uint32_t slot = number * kSlotChunk;
+    const uint32_t s = SegmentOf(slot);
+    const TeamSegment& segment = segments_[s];
+    chunk->head = segment.head;
+    chunk->scores = scores_ + slot;
+    chunk->fates = fates_ + slot;
+    chunk->offsets = segment.offsets;
+    chunk->segment = s;
+    chunk->first = slot - segment.first_slot;
+    chunk->clusters = segment.clusters;
+    chunk->max_clusters = segment.max_clusters;
+    chunk->unit = unit_;
+    chunk->slots = row_.slots;
+    chunk->second_order = row_.second_order;
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t SegmentOf(uint32_t slot) const {
+    return LastNotAfter(row_.segment_count, slot,
+                        [&](uint32_t i) { return segments_[i].first_slot; });
+  }
+  const RowRef& row_;
+  const TeamSegment* const segments_;
+  float* const scores_;
+  uint8_t* const fates_;
+  const uint32_t unit_;
+};
+
+// ChunkFeed's part for a warp of a team.
+class TeamFeed {
+ public:
+  // Chunks first, first + stride ... below end. memory: two chunks of this warp.
+  __device__ TeamFeed(const TeamSegments& segments, uint32_t first, uint32_t end, uint32_t stride,
+                      ChunkRef* memory)
+      : segments_(segments), item_(first), end_(end), stride_(stride), memory_(memory) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0 && item_ < end_) segments_.Resolve(item_, memory_);
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ bool done() const { return item_ >= end_; }
+  __device__ __forceinline__ bool has_next() const { return item_ + stride_ < end_; }
+  __device__ __forceinline__ uint32_t item() const { return item_; }
+  __device__ __forceinline__ const ChunkRef& now() const { return memory_[place_]; }
+  __device__ __forceinline__ const ChunkRef& next() const { return memory_[place_ ^ 1]; }
+  __device__ __forceinline__ void FetchAhead() const {
+    if (threadIdx.x % 32 == 0 && has_next()) {
+      segments_.Resolve(item_ + stride_, memory_ + (place_ ^ 1));
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void Advance() {
+    item_ += stride_;
+    place_ ^= 1;
+  }
+
+ private:
+  const TeamSegments& segments_;
+  uint32_t item_;
+  const uint32_t end_;
+  const uint32_t stride_;
+  ChunkRef* const memory_;
+  uint32_t place_ = 0;
+};
+
+// Blocks that a multiprocessor should hold.
+template <int kKeyDim, int kValueDim>
+inline constexpr int kTeamResident = kKeyDim <= 128 ? 4 : 2;
+
+template <typename T, int kKeyDim, int kValueDim>
+class TeamStep {
+ public:
+  using Memory = TeamMemory<kKeyDim>;
+  static constexpr uint32_t kRingBytes = kTeamRingBytes<kKeyDim, kValueDim>;
+  static constexpr uint32_t kSharedBytes = kTeamWarps * kRingBytes + sizeof(Memory);
+  static_assert(sizeof(MergeMemory<kValueDim>) <= kTeamWarps * kRingBytes);
+  static_assert(sizeof(MergeLaneMemory<kValueDim, kTeamWarps>) <= kTeamWarps * kRingBytes);
+  static_assert(sizeof(TileQueries<kKeyDim>) <= kTeamWarps * kRingBytes);
+  static_assert(sizeof(uint32_t) * kUndecidedMax <= kTeamWarps * kRingBytes);
+
+  __device__ TeamStep(const StepHeader& step, const UnitPlace& unit)
+      : step_(step),
+        unit_(unit),
+        row_(*unit.row),
+        memory_(*reinterpret_cast<Memory*>(block_memory + kTeamWarps * kRingBytes)),
+        segments_(step, unit, memory_.segments),
+        ring_(WarpRing(kRingBytes)) {}
+
+  __device__ __forceinline__ void Run() {
+    Prepare();
+    Score();
+    Select();
+    Estimate();
+    Attend();
+    ClusterTeam::Sync();
+    Answer();
+  }
+
+ private:
+  enum Pages : uint32_t { kSink, kTail, kChosen, kPages };
+  struct ChunkRange {
+    uint32_t first, end;
+  };
+
+  // The unit's queries, as every block needs them.
+  __device__ __forceinline__ void Prepare() {
+    auto* queries = reinterpret_cast<TileQueries<kKeyDim>*>(block_memory);
+    WriteFragments<T, kKeyDim, kTeamWarps>(step_, unit_, /*tile=*/0, queries, memory_.fragments);
+    __syncthreads();
+  }
+
+  // This block's chunks.
+  __device__ __forceinline__ ChunkRange Chunks() const {
+    const uint32_t chunks = row_.slots / kSlotChunk, blocks = ClusterTeam::blocks();
+    const uint32_t each = (chunks + blocks - 1) / blocks;
+    const uint32_t first = min(ClusterTeam::rank() * each, chunks);
+    return {first, min(first + each, chunks)};
+  }
+  // Its warps take turns.
+  __device__ __forceinline__ TeamFeed Feed() const {
+    const ChunkRange range = Chunks();
+    const uint32_t warp = threadIdx.x / 32;
+    return TeamFeed(segments_, range.first + warp, range.end, kTeamWarps, memory_.chunks[warp]);
+  }
+
+  __device__ __forceinline__ void Score() {
+    Totals totals[2] = {{-INFINITY, 0}, {-INFINITY, 0}};
+    ScoreChunks<T, kKeyDim, kTeamScoreStages>(
+        step_, Feed(), /*tile=*/0, ring_, [&](const ChunkRef&) { return memory_.fragments; },
+        KeepAll(), totals);
+    PrefetchValues();
+    ShareTotals(totals);
+  }
+
+  // Nothing is read while the team selects: that time is the mean values'.
+  __device__ __forceinline__ void PrefetchValues() {
+    const ChunkRange range = Chunks();
+    const uint32_t number = range.first + threadIdx.x;
+    if (number < range.end) segments_.PrefetchValues(number, kValueDim * sizeof(T));
+  }
+
+  // Brings the warps' totals together, and the blocks': the scales of weights.
+  __device__ __forceinline__ void ShareTotals(Totals (&totals)[2]) {
+    auto* of_warps = reinterpret_cast<float4(*)[kLanes]>(block_memory);
+    const uint32_t g = threadIdx.x % 32 / 4, lane = threadIdx.x % kLanes;
+    for (Totals& total : totals) total.Join();
+    __syncthreads();  // the rings are idle
+    if (threadIdx.x % 4 == 0) {
+      of_warps[threadIdx.x / 32][g] =
+          make_float4(totals[0].max, totals[0].sum, totals[1].max, totals[1].sum);
+    }
+    __syncthreads();
+    static_assert(kTeamThreads == kTeamBlocksMax * kLanes);
+    if (threadIdx.x / kLanes < ClusterTeam::blocks()) {
+      const float4 own = SumOfTotals(kTeamWarps, [&](uint32_t w) { return of_warps[w][lane]; });
+      ClusterTeam::Write(&memory_.totals[ClusterTeam::rank()][lane], own, threadIdx.x / kLanes);
+    }
+    ClusterTeam::Sync();
+    if (threadIdx.x < kLanes) {
+      const float4 all = SumOfTotals(ClusterTeam::blocks(),
+                                     [&](uint32_t rank) { return memory_.totals[rank][lane]; });
+      memory_.unit.max[0][lane] = all.x, memory_.unit.sum[0][lane] = all.y;
+      memory_.unit.max[1][lane] = all.z, memory_.unit.sum[1][lane] = all.w;
+    }
+    __syncthreads();
+  }
+  // (max, sum) of mass and of optimistic mass, in the order of their numbers.
+  template <typename Of>
+  static __device__ __forceinline__ float4 SumOfTotals(uint32_t count, Of of) {
+    float4 all = make_float4(-INFINITY, 0, -INFINITY, 0);
+    for (uint32_t i = 0; i < count; ++i) {
+      all.x = fmaxf(all.x, of(i).x);
+      all.z = fmaxf(all.z, of(i).z);
+    }
+#pragma unroll 4
+    for (uint32_t i = 0; i < count; ++i) {
+      const float4 part = of(i);
+      all.y += part.y * Weight(part.x, all.x);
+      all.w += part.w * Weight(part.z, all.z);
+    }
+    return all;
+  }
+
+  __device__ __forceinline__ void Select() {
+    UnitSelector<ClusterTeam, TeamSegments> selector(
+        step_, unit_, segments_, segments_.CountClusters(), &memory_.unit,
+        reinterpret_cast<uint32_t*>(block_memory));
+    UnitResult result = selector.Select();
+    chosen_tokens_ = result.chosen_tokens;
+    if (ClusterTeam::rank() == 0 && threadIdx.x == 0) step_.unit_results[unit_.unit] = result;
+    ClusterTeam::Sync();  // fates and chosen tokens
+  }
+
+  // State number of this block's `kind`-th.
+  __device__ __forceinline__ void Store(const WarpState<kValueDim>& state, const EstimateSums& sums,
+                                        uint32_t kind) const {
+    constexpr uint32_t kFloats = StateFloats(kValueDim);
+    const uint64_t number = kind * ClusterTeam::blocks() + ClusterTeam::rank();
+    StoreState<kValueDim>(state, sums, LanesOf(step_, unit_, 0),
+                          TileStates(step_, unit_, 0, kFloats) + number * kFloats);
+  }
+
+  __device__ __forceinline__ void Estimate() {
+    const uint32_t g = threadIdx.x % 32 / 4;
+    EstimateSource source;
+    source.lane = g;
+    source.group = step_.group;
+    source.max = memory_.unit.max[0][g];
+    source.used = g < step_.group;
+    source.all = false;
+    WarpState<kValueDim> state;
+    EstimateSums sums;
+    state.max = source.max;
+    ChunkEstimator<T, kValueDim, kTeamEstimateStages>(source, ring_).Run(Feed(), &state, &sums);
+    if constexpr (kEstimateScale<T> != 1) ScaleValues(1 / kEstimateScale<T>, &state);
+    Store(state, sums, /*kind=*/1);
+  }
+
+  __device__ __forceinline__ TokenSource SourceOf(Pages pages) const {
+    TokenSource source;
+    const SegmentRef* segments = step_.segments + row_.segments_begin;
+    switch (pages) {
+      case kSink:
+        source.pages = segments[0].pages + unit_.kv_head * segments[0].pages_head_bytes;
+        source.end = segments[0].unclustered;
+        break;
+      case kTail:
+        source.blocks = step_.blocks + row_.blocks_begin;
+        source.head_offset = unit_.kv_head * step_.block_head_bytes;
+        source.begin = row_.tail_begin;
+        source.end = TailEnd();
+        break;
+      default:
+        source.chosen = UnitChosen(step_, unit_);
+        source.segments = segments;
+        source.kv_head = unit_.kv_head;
+        source.end = chosen_tokens_;
+    }
+    return source;
+  }
+  // What the unit's query sees of the tail.
+  __device__ __forceinline__ uint32_t TailEnd() const {
+    return row_.tail_limit + row_.causal * unit_.first_token;
+  }
+
+  // Zones and chosen tokens; the team's warps take turns, for the tail from the last one on, so
+  // that no warp has a page of each zone while others have none.
+  __device__ __forceinline__ void Attend() {
+    WaitForKernelBefore();  // it brings the newest tokens
+    const uint32_t warps = ClusterTeam::blocks() * kTeamWarps, warp = TeamWarp<ClusterTeam>();
+    WarpState<kValueDim> state;
+#pragma unroll 1
+    for (uint32_t pages = kSink; pages < kPages; ++pages) {
+      const TokenSource source = SourceOf(static_cast<Pages>(pages));
+      if (source.begin < source.end) {
+        PageReader<T, kKeyDim, kValueDim, kTeamRingPages> reader(source, memory_.fragments, ~0u,
+                                                                 ring_);
+        reader.Run(pages == kTail ? warps - 1 - warp : warp, warps, &state);
+      }
+      if (pages == kSink) continue;
+      Store(state, {}, pages == kTail ? 0 : 2);
+      state = WarpState<kValueDim>();
+    }
+  }
+
+  // The team's first blocks, a lane each.
+  __device__ __forceinline__ void Answer() {
+    const uint32_t blocks = ClusterTeam::blocks();
+    LaneStates states;
+    states.tile = TileStates(step_, unit_, 0, StateFloats(kValueDim));
+    states.zones = blocks;
+    states.estimates = 2 * blocks;
+    states.end = 3 * blocks;
+    for (uint32_t lane = ClusterTeam::rank(); lane < step_.group; lane += blocks) {
+      states.lane = lane;
+      const LaneScale scale = {memory_.unit.max[0][lane], memory_.unit.sum[0][lane]};
+      AnswerLane<kValueDim, kTeamWarps>(
+          step_, LanePlace(step_, unit_, 0, lane), states, &scale,
+          reinterpret_cast<MergeLaneMemory<kValueDim, kTeamWarps>*>(block_memory));
+    }
+  }
+
+  const StepHeader& step_;
+  const UnitPlace& unit_;
+  const RowRef& row_;
+  Memory& memory_;
+  const TeamSegments segments_;
+  const uint32_t ring_;
+  uint32_t chosen_tokens_ = 0;
+};
+
+// ---- kernels ----
+
+// Teams of the grid's cluster size; the first one has the step's unit number `first`.
+template <typename T, int kKeyDim, int kValueDim>
+__global__ void __launch_bounds__(kTeamThreads, (kTeamResident<kKeyDim, kValueDim>))
+    TeamKernel(const __grid_constant__ StepHeader step, uint32_t first) {
+#if __CUDA_ARCH__ >= 900
+  const TeamUnit number = step.team_units[first + blockIdx.x / ClusterTeam::blocks()];
+  const UnitPlace unit(step, step.row_refs + number.row, number.unit);
+  TeamStep<T, kKeyDim, kValueDim>(step, unit).Run();
+#endif
+}
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_CUDA_TEAM_STEP_CUH_

@@ -1,0 +1,401 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What of a unit's clusters is read exactly: their ranking, its cut, and what follows from that.
+#ifndef ATTND_GPU_CUDA_UNIT_SELECTOR_CUH_
+#define ATTND_GPU_CUDA_UNIT_SELECTOR_CUH_
+
+#include <cstdint>
+
+#include "attention/estimate_limits.h"
+#include "gpu/cuda/estimate.cuh"
+#include "gpu/cuda/matrix.cuh"
+#include "gpu/cuda/merge.cuh"
+#include "gpu/cuda/place.cuh"
+#include "gpu/cuda/select.cuh"
+
+namespace attnd::gpu {
+
+inline constexpr uint32_t kGroupLanes = 32;  // room for a group's heads
+
+// In the shared memory of each of the team's blocks.
+template <typename Team>
+struct UnitMemory {
+  SelectMemory<Team> select;
+  float max[2][kGroupLanes];  // of the mass, of the optimistic mass
+  float sum[2][kGroupLanes];
+  float unit[kGroupLanes];  // error of a weight of 1 and a spread of 1, relative to the output
+};
+
+// Where a slot's cluster is.
+struct SlotPlace {
+  const std::byte* head;
+  uint32_t starts;   // offsets of parts
+  uint32_t spread;
+  uint32_t segment;  // of the row
+  uint32_t cluster;
+  uint32_t clusters;  // of the segment and KV head
+};
+
+// ceil(share * n), at most n.
+__device__ __forceinline__ uint32_t ShareOf(double share, uint32_t n) {
+  const double count = ceil(share * n * (1 - attention::kShareRounding));
+  return static_cast<uint32_t>(fmin(fmax(count, 0.0), static_cast<double>(n)));
+}
+
+// Neighbouring floats of a lane's scores.
+template <uint32_t kCount>
+__device__ __forceinline__ void LoadGroup(const float* from, float (&to)[kCount]) {
+#pragma unroll
+  for (uint32_t i = 0; i < kCount; i += 4) {
+    const float4 four = *reinterpret_cast<const float4*>(from + i);
+    to[i] = four.x, to[i + 1] = four.y, to[i + 2] = four.z, to[i + 3] = four.w;
+  }
+}
+
+// Lookup: gives a SlotPlace for a group's first slot.
+template <typename Team, typename Lookup>
+class UnitSelector {
+ public:
+  static constexpr uint32_t kGroupSlots = Team::kGroupSlots;
+
+  // memory->max and ->sum must be there before clusters are ranked. undecided: see KeyFinder.
+  __device__ UnitSelector(const StepHeader& step, const UnitPlace& unit, const Lookup& lookup,
+                          uint32_t clusters, UnitMemory<Team>* memory, uint32_t* undecided)
+      : step_(step),
+        unit_(unit),
+        row_(*unit.row),
+        lookup_(lookup),
+        clusters_(clusters),
+        memory_(memory),
+        undecided_(undecided),
+        sums_(&memory->select),
+        scores_(UnitScores(step, unit)),
+        d2_(scores_ + uint64_t{step.group} * row_.slots),
+        fates_(UnitFates(step, unit)),
+        keys_(reinterpret_cast<uint32_t*>(scores_ + ScoresPerUnit(row_, step.group) - row_.slots),
+              row_.slots) {}
+
+  // Keys by the group's mean share of the mass, or of the optimistic mass.
+  template <bool kOptimistic>
+  __device__ void RankByMass();
+  // Keys by the group's mean squared error; see docs/POLICIES.md, "error-target".
+  __device__ void RankByError();
+
+  __device__ RankCut CutByShare(double share, double more = 0) {
+    const uint32_t count = ShareOf(share, clusters_) + (more > 0 ? ShareOf(more, clusters_) : 0);
+    if (count >= clusters_) return kTakeAll;
+    return CutByCount(keys_, count, &sums_, &memory_->select, undecided_);
+  }
+  __device__ RankCut CutByMass(double p) {
+    if (p >= 1) return kTakeAll;
+    const auto weight = [](uint32_t key) {
+      return __float2ull_rn(ScoreOf(key) * static_cast<float>(kOne));
+    };
+    const auto limit = static_cast<Weight64>(ceil(p * static_cast<double>(kOne)));
+    return CutByWeight<true>(keys_, limit, weight, &sums_, &memory_->select, undecided_);
+  }
+  // Above it lies what must be read for the rest's squared errors to stay within tolerance^2.
+  __device__ RankCut CutByError(double tolerance) {
+    const auto per_budget = static_cast<float>(1 / (tolerance * tolerance));
+    const auto weight = [per_budget](uint32_t key) {
+      return __float2ull_rn(fminf(ScoreOf(key) * per_budget, 2.0f) * static_cast<float>(kOne));
+    };
+    return CutByWeight<false>(keys_, kOne, weight, &sums_, &memory_->select, undecided_);
+  }
+
+  // What a row without a tolerance reads exactly and estimates; ranks clusters first.
+  __device__ UnitResult Select() {
+    switch (row_.cut) {
+      case CutKind::kTopK: {
+        RankByMass<false>();
+        const RankCut exact = CutByShare(row_.exact_share);
+        return Assign(exact, CutByShare(row_.exact_share, row_.estimated_share), /*keep=*/false);
+      }
+      case CutKind::kTopP: {
+        RankByMass<false>();
+        const RankCut exact = CutByMass(row_.p2);
+        return Assign(exact, CutByMass(row_.p1), /*keep=*/false);
+      }
+      case CutKind::kErrorBudget:
+        break;
+    }
+    RankByMass<true>();
+    return Assign(CutByShare(row_.floor), kTakeAll, /*keep=*/false);
+  }
+
+  // Marks the floor, before errors are known.
+  __device__ void MarkFloor(RankCut floor);
+  // Fates from the cuts, and the exact clusters' tokens in order; the result's pieces are left to
+  // others. keep: clusters that are exact already stay so. The team must Sync before others look.
+  __device__ UnitResult Assign(RankCut exact, RankCut kept, bool keep);
+  // Fills memory_->unit from the zones' states and the estimate of all clusters.
+  template <int kValueDim>
+  __device__ void MeasureOutputs();
+
+ private:
+  // Token counts over all passes.
+  struct Totals {
+    Weight64 exact = 0;  // of the unit
+    Weight64 rest = 0;   // this thread's: estimated (low bits) and dropped ones (from kRestBits on)
+  };
+  // A unit has fewer than 2^28 tokens, and TeamSums holds twice that.
+  static constexpr uint32_t kRestBits = 28;
+
+  // Whether a key is above the cut; *ties: keys equal to it that came before.
+  static __device__ __forceinline__ bool Above(uint32_t key, RankCut cut, uint32_t* ties) {
+    return key > cut.key || (key == cut.key && (*ties)++ < cut.ties);
+  }
+  // Of the slots before the group: how many equal the first cut (low half), the second (high).
+  // *before: of passes before this one; brought up to date.
+  __device__ Weight64 TiesBefore(const uint32_t (&keys)[kGroupSlots], RankCut first, RankCut second,
+                                 Weight64* before) {
+    Weight64 ties = 0, total;
+#pragma unroll
+    for (uint32_t i = 0; i < kGroupSlots; ++i) {
+      ties += (keys[i] == first.key ? 1ull : 0) + (keys[i] == second.key ? 1ull << 32 : 0);
+    }
+    const Weight64 own = *before + sums_.Scan(ties, &total);
+    *before += total;
+    return own;
+  }
+  __device__ void AssignGroup(uint32_t first, const uint32_t (&keys)[kGroupSlots], RankCut exact,
+                              RankCut kept, bool keep, Weight64 ties, Totals* totals);
+
+  const StepHeader& step_;
+  const UnitPlace& unit_;
+  const RowRef& row_;
+  const Lookup lookup_;
+  const uint32_t clusters_;
+  UnitMemory<Team>* const memory_;
+  uint32_t* const undecided_;
+  TeamSums<Team> sums_;
+  float* const scores_;  // [group][slots] log masses
+  float* const d2_;      // [group][slots]
+  uint8_t* const fates_;
+  RankedKeys<Team> keys_;
+};
+
+
+template <typename Team, typename Lookup>
+template <bool kOptimistic>
+__device__ void UnitSelector<Team, Lookup>::RankByMass() {
+  constexpr uint32_t kKind = kOptimistic ? 1 : 0;
+  for (uint32_t first = keys_.first(); first < row_.slots; first += keys_.pass_slots()) {
+    float score[kGroupSlots] = {};
+    uint32_t keys[kGroupSlots];
+    bool cluster[kGroupSlots] = {};
+#pragma unroll 4
+    for (uint32_t lane = 0; lane < step_.group; ++lane) {
+      const float max = memory_->max[kKind][lane];
+      const float share = 1 / (memory_->sum[kKind][lane] * step_.group);
+      float x[kGroupSlots], d2[kGroupSlots] = {};
+      LoadGroup(scores_ + uint64_t{lane} * row_.slots + first, x);
+      if constexpr (kOptimistic) LoadGroup(d2_ + uint64_t{lane} * row_.slots + first, d2);
+#pragma unroll
+      for (uint32_t i = 0; i < kGroupSlots; ++i) {
+        cluster[i] |= x[i] != -INFINITY;
+        if (kOptimistic) {
+          x[i] += 2 * kLog2E * Sqrt(d2[i]) - kLog2E / 2 * fminf(d2[i], attention::kVarianceCap);
+        }
+        score[i] += Weight(x[i], max) * share;
+      }
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kGroupSlots; ++i) keys[i] = cluster[i] ? KeyOf(score[i]) : 0;
+    keys_.Store(first, keys);
+  }
+}
+
+template <typename Team, typename Lookup>
+__device__ void UnitSelector<Team, Lookup>::RankByError() {
+  for (uint32_t first = keys_.first(); first < row_.slots; first += keys_.pass_slots()) {
+    const SlotPlace place = lookup_.Of(first);
+    float score[kGroupSlots] = {}, spread[kGroupSlots] = {};
+    uint32_t keys[kGroupSlots];
+#pragma unroll
+    for (uint32_t i = 0; i < kGroupSlots; ++i) {
+      if (place.cluster + i < place.clusters) {
+        spread[i] = reinterpret_cast<const float*>(place.head + place.spread)[place.cluster + i];
+      }
+    }
+#pragma unroll 2
+    for (uint32_t lane = 0; lane < step_.group; ++lane) {
+      const float max = memory_->max[0][lane], unit = memory_->unit[lane];
+      float x[kGroupSlots], d2[kGroupSlots];
+      LoadGroup(scores_ + uint64_t{lane} * row_.slots + first, x);
+      LoadGroup(d2_ + uint64_t{lane} * row_.slots + first, d2);
+#pragma unroll
+      for (uint32_t i = 0; i < kGroupSlots; ++i) {
+        const float error = fminf(Weight(x[i], max) * unit * spread[i], attention::kErrorMax);
+        score[i] += error * error * Expm1(fminf(d2[i], attention::kVarianceCap));
+      }
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kGroupSlots; ++i) {
+      keys[i] = place.cluster + i < place.clusters ? KeyOf(score[i] / step_.group) : 0;
+    }
+    keys_.Store(first, keys);
+  }
+}
+
+template <typename Team, typename Lookup>
+__device__ void UnitSelector<Team, Lookup>::MarkFloor(RankCut floor) {
+  Weight64 before = 0;
+  for (uint32_t pass = 0; pass < row_.slots; pass += keys_.pass_slots()) {
+    const uint32_t first = pass + keys_.first();
+    uint32_t keys[kGroupSlots] = {};
+    if (first < row_.slots) keys_.Load(first, keys);
+    auto ties = static_cast<uint32_t>(TiesBefore(keys, floor, kTakeNone, &before));
+    if (first >= row_.slots) continue;
+#pragma unroll
+    for (uint32_t i = 0; i < kGroupSlots; ++i) {
+      fates_[first + i] = Above(keys[i], floor, &ties) ? kFateExact : kFateEstimated;
+    }
+  }
+}
+
+template <typename Team, typename Lookup>
+__device__ UnitResult UnitSelector<Team, Lookup>::Assign(RankCut exact, RankCut kept, bool keep) {
+  Weight64 before = 0;
+  Totals totals;
+  for (uint32_t pass = 0; pass < row_.slots; pass += keys_.pass_slots()) {
+    const uint32_t first = pass + keys_.first();
+    uint32_t keys[kGroupSlots] = {};
+    if (first < row_.slots) keys_.Load(first, keys);
+    const Weight64 ties = TiesBefore(keys, exact, kept, &before);
+    AssignGroup(first, keys, exact, kept, keep, ties, &totals);
+  }
+  const Weight64 rest = sums_.Sum(totals.rest);
+  UnitResult result = {};
+  result.clusters = clusters_;
+  result.chosen_tokens = static_cast<uint32_t>(totals.exact);
+  result.estimated_tokens = rest & ((1u << kRestBits) - 1);
+  result.dropped_tokens = rest >> kRestBits;
+  return result;
+}
+
+// One group's fates and tokens; slots from `first` on, or none. Every thread calls it.
+template <typename Team, typename Lookup>
+__device__ void UnitSelector<Team, Lookup>::AssignGroup(uint32_t first,
+                                                        const uint32_t (&keys)[kGroupSlots],
+                                                        RankCut exact, RankCut kept, bool keep,
+                                                        Weight64 ties, Totals* totals) {
+  const bool used = first < row_.slots;
+  const SlotPlace place = lookup_.Of(used ? first : 0);
+  uint32_t starts[kGroupSlots + 1] = {};
+  if (used && place.cluster < place.clusters) {
+    const auto* all = reinterpret_cast<const uint32_t*>(place.head + place.starts);
+#pragma unroll
+    for (uint32_t i = 0; i <= kGroupSlots; ++i) {
+      starts[i] = all[min(place.cluster + i, place.clusters)];
+    }
+  }
+  auto* fates = reinterpret_cast<uint32_t*>(fates_ + first);
+  uint32_t exact_ties = static_cast<uint32_t>(ties), kept_ties = static_cast<uint32_t>(ties >> 32);
+  Weight64 tokens = 0;
+  uint32_t chosen = 0;  // a bit for each exact cluster
+#pragma unroll
+  for (uint32_t word = 0; word < kGroupSlots / 4; ++word) {
+    const uint32_t old = used && keep ? fates[word] : 0;
+    uint32_t now = 0;
+#pragma unroll
+    for (uint32_t b = 0; b < 4; ++b) {
+      const uint32_t i = word * 4 + b;
+      const uint32_t size = starts[i + 1] - starts[i];
+      const bool above = Above(keys[i], exact, &exact_ties);
+      const bool within = Above(keys[i], kept, &kept_ties);
+      uint32_t fate = kFateDropped;
+      if (keys[i] != 0 && (above || (keep && (old >> b * 8 & 0xFF) == kFateExact))) {
+        fate = kFateExact;
+        chosen |= 1u << i;
+        tokens += size;
+      } else if (keys[i] != 0) {
+        fate = within ? kFateEstimated : kFateDropped;
+        totals->rest += within ? size : static_cast<Weight64>(size) << kRestBits;
+      }
+      now |= fate << b * 8;
+    }
+    if (used) fates[word] = now;
+  }
+
+  Weight64 total;
+  uint32_t next = static_cast<uint32_t>(totals->exact + sums_.Scan(tokens, &total));
+  totals->exact += total;
+  uint32_t* list = UnitChosen(step_, unit_);
+#pragma unroll
+  for (uint32_t i = 0; i < kGroupSlots; ++i) {
+    if ((chosen >> i & 1) == 0) continue;
+    for (uint32_t token = starts[i]; token < starts[i + 1]; ++token) {
+      list[next++] = place.segment << 16 | token;
+    }
+  }
+}
+
+// A warp for each lane: a thread has the heads of some states, and some channels of all.
+template <typename Team, typename Lookup>
+template <int kValueDim>
+__device__ void UnitSelector<Team, Lookup>::MeasureOutputs() {
+  constexpr uint32_t kFloats = StateFloats(kValueDim);
+  constexpr uint32_t kChannels = kValueDim / 32;  // of a thread
+  const uint32_t lane = threadIdx.x / 32, thread = threadIdx.x % 32;
+  if (lane < step_.group) {
+    const float* states =
+        TileStates(step_, unit_, lane / kLanes, kFloats) + lane % kLanes * (kStateHead + kValueDim);
+    const uint32_t zones = row_.read_pieces, end = zones + row_.estimate_pieces;
+    const auto state = [&](uint32_t i) { return states + uint64_t{i} * kFloats; };
+    float max = memory_->max[0][lane];
+    for (uint32_t i = thread; i < zones; i += 32) {
+      if (state(i)[1] > 0) max = fmaxf(max, state(i)[0]);
+    }
+    for (int offset = 16; offset > 0; offset /= 2) {
+      max = fmaxf(max, __shfl_xor_sync(~0u, max, offset));
+    }
+    float zone_sum = 0, cluster_sum = 0, moments = 0;
+    float zone[kChannels] = {}, clusters[kChannels] = {};
+    for (uint32_t first = 0; first < end; first += 32) {
+      float factor = 0;
+      if (first + thread < end) {
+        const float4 head = *reinterpret_cast<const float4*>(state(first + thread));
+        factor = head.y > 0 ? Exp2(head.x - max) : 0.0f;
+        (first + thread < zones ? zone_sum : cluster_sum) += factor * head.y;
+        moments += first + thread < zones ? 0.0f : factor * head.w;
+      }
+#pragma unroll 4
+      for (uint32_t i = 0; i < 32; ++i) {
+        const float of_state = __shfl_sync(~0u, factor, i);
+        if (first + i >= end) continue;
+#pragma unroll
+        for (uint32_t c = 0; c < kChannels; ++c) {
+          const float x = of_state * state(first + i)[kStateHead + c * 32 + thread];
+          zone[c] += first + i < zones ? x : 0.0f;
+          clusters[c] += first + i < zones ? 0.0f : x;
+        }
+      }
+    }
+    for (int offset = 16; offset > 0; offset /= 2) {
+      zone_sum += __shfl_xor_sync(~0u, zone_sum, offset);
+      cluster_sum += __shfl_xor_sync(~0u, cluster_sum, offset);
+      moments += __shfl_xor_sync(~0u, moments, offset);
+    }
+    const float sum = zone_sum + cluster_sum;
+    float norm2 = 0, zone_norm2 = 0;  // of means: sums squared may leave float
+#pragma unroll
+    for (uint32_t c = 0; c < kChannels; ++c) {
+      const float mean = (zone[c] + clusters[c]) / sum;
+      const float zone_mean = zone_sum > 0 ? zone[c] / zone_sum : 0.0f;
+      norm2 += mean * mean;
+      zone_norm2 += zone_mean * zone_mean;
+    }
+    for (int offset = 16; offset > 0; offset /= 2) {
+      norm2 += __shfl_xor_sync(~0u, norm2, offset);
+      zone_norm2 += __shfl_xor_sync(~0u, zone_norm2, offset);
+    }
+    const float norm = fmaxf(sqrtf(norm2), LeastNorm(zone_sum, zone_norm2, moments, cluster_sum));
+    if (thread == 0) memory_->unit[lane] = Weight(memory_->max[0][lane], max) / sum / norm;
+  }
+  __syncthreads();
+}
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_CUDA_UNIT_SELECTOR_CUH_
