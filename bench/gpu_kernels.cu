@@ -4,7 +4,7 @@
 // plain loops in double precision on a small layer. Needs nothing but the kernels and a GPU, so
 // that a kernel can be changed and tried in a minute; parity with the CPU backend is tests/gpu's.
 //
-//   gpu_kernels [--check] [--bench] [--only=TEXT] [--no-teams]
+//   gpu_kernels [--check] [--bench] [--only=TEXT] [--shape=0..3] [--no-teams]
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -790,7 +790,7 @@ int CheckAll(uint32_t sms, const std::string& only) {
   return failures == 0 ? 0 : 1;
 }
 
-void BenchAll(uint32_t sms, const std::string& only) {
+void BenchAll(uint32_t sms, const std::string& only, int only_shape) {
   cudaStream_t stream;
   CHECK_CUDA(cudaStreamCreate(&stream));
   CHECK_CUDA(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking));
@@ -803,6 +803,7 @@ void BenchAll(uint32_t sms, const std::string& only) {
                           {8, 32768, 8, 4, 128, 1, 64},
                           {4, 131072, 8, 4, 64, 1, 64}};
   for (const Shape& shape : shapes) {
+    if (only_shape >= 0 && &shape != &shapes[only_shape]) continue;
     std::printf("%u x %u tokens, head_dim %u: microseconds, median of 30 in one stream\n",
                 shape.rows, shape.tokens, shape.dim);
     Layer layer(shape, /*consistent=*/false);
@@ -868,12 +869,14 @@ void BenchAll(uint32_t sms, const std::string& only) {
 int main(int argc, char** argv) {
   bool check = false, bench = false;
   std::string only;
+  int only_shape = -1;
   for (int i = 1; i < argc; ++i) {
     const std::string arg = argv[i];
     if (arg == "--check") check = true;
     if (arg == "--bench") bench = true;
     if (arg == "--no-teams") attnd::gpu::with_teams = false;
     if (arg.rfind("--only=", 0) == 0) only = arg.substr(7);
+    if (arg.rfind("--shape=", 0) == 0) only_shape = std::atoi(arg.c_str() + 8) % 4;
   }
   cudaDeviceProp properties;
   attnd::gpu::Check(cudaGetDeviceProperties(&properties, 0), "device");
@@ -881,6 +884,6 @@ int main(int argc, char** argv) {
   const auto sms = static_cast<uint32_t>(properties.multiProcessorCount);
   int result = 0;
   if (check) result = attnd::gpu::CheckAll(sms, only);
-  if (bench) attnd::gpu::BenchAll(sms, only);
+  if (bench) attnd::gpu::BenchAll(sms, only, only_shape);
   return result;
 }

@@ -131,7 +131,7 @@ class ChunkEstimator {
     for (; !feed.done(); feed.Advance()) {
       const ChunkRef& chunk = feed.now();
       feed.FetchAhead();
-#pragma unroll
+#pragma unroll 1
       for (uint32_t i = 0; i < kSteps; ++i) {
         // What is copied now is used kAhead steps later, what is loaded one.
         const uint32_t to = (stage + kAhead) % kStages;

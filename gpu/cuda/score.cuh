@@ -254,7 +254,7 @@ __device__ __forceinline__ void ScoreChunks(const StepHeader& step, Feed feed, u
     const uint32_t* fragments = fragments_of(chunk);
     const LaneScores lane = LaneOfChunk<kDim>(step, chunk, tile, fragments);
     feed.FetchAhead();
-#pragma unroll
+#pragma unroll 1
     for (uint32_t i = 0; i < kSteps; ++i) {
       const uint32_t to = ring + (stage + kAhead) % kStages * kStageBytes;
       if (i + kAhead < kSteps) {

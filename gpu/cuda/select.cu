@@ -161,8 +161,8 @@ __global__ void __launch_bounds__(kSelectThreads)
   StoreScales(step, unit.unit, memory.unit);
   BlockSelector selector(step, unit, lookup, clusters, &memory.unit, memory.undecided);
   if (HasTolerance(*row)) {
-    selector.RankByMass<true>();
-    return selector.MarkFloor(selector.CutByShare(row->floor));
+    selector.RankByMass(/*optimistic=*/true);
+    return selector.MarkFloor(selector.CutAt(/*exact=*/true));
   }
   QueuePieces(step, unit, selector.Select(), &memory);
 }

@@ -89,6 +89,7 @@ class TeamSums {
   __device__ __forceinline__ Weight64 Scan(Weight64 x, Weight64* total) {
     const uint32_t thread = threadIdx.x % 32, warp = TeamWarp<Team>();
     Weight64 sum = x;
+#pragma unroll 1
     for (int offset = 1; offset < 32; offset *= 2) {
       const Weight64 other = __shfl_up_sync(~0u, sum, offset);
       if (thread >= offset) sum += other;
@@ -97,12 +98,8 @@ class TeamSums {
     Weight64 before =
         OfParts(parts, [warp](Weight64 part, uint32_t w) { return w < warp ? part : 0; });
     Weight64 all = OfParts(parts, [](Weight64 part, uint32_t) { return part; });
-    for (int offset = 16; offset > 0; offset /= 2) {
-      before += __shfl_xor_sync(~0u, before, offset);
-      all += __shfl_xor_sync(~0u, all, offset);
-    }
-    *total = all;
-    return before + sum - x;
+    *total = SumOverWarp(all);
+    return SumOverWarp(before) + sum - x;
   }
 
  private:
@@ -293,6 +290,7 @@ class KeyFinder {
     uint32_t place = static_cast<uint32_t>(sums_->Scan(count, &all));
     keys_.ForEach([&](uint32_t k) {
       if (!undecided(k)) return;
+#pragma unroll 1
       for (uint32_t rank = 0; rank < Team::blocks(); ++rank) Team::Write(&list_[place], k, rank);
       ++place;
     });
@@ -314,6 +312,7 @@ class KeyFinder {
     const Sum beyond = cut->above;
     uint32_t key = cut->key;
     Sum above = beyond;
+#pragma unroll 1
     for (uint32_t bit = 1u << (cut->bits - 1); bit != 0; bit >>= 1) {
       const uint32_t candidate = key | bit;
       Sum own = 0;

@@ -256,7 +256,7 @@ class TeamStep {
           make_float4(totals[0].max, totals[0].sum, totals[1].max, totals[1].sum);
     }
     __syncthreads();
-    static_assert(kTeamThreads == kTeamBlocksMax * kLanes);
+    static_assert(kTeamThreads >= kTeamBlocksMax * kLanes);
     if (threadIdx.x / kLanes < ClusterTeam::blocks()) {
       const float4 own = SumOfTotals(kTeamWarps, [&](uint32_t w) { return of_warps[w][lane]; });
       ClusterTeam::Write(&memory_.totals[ClusterTeam::rank()][lane], own, threadIdx.x / kLanes);

@@ -76,17 +76,25 @@ class UnitSelector {
               row_.slots) {}
 
   // Keys by the group's mean share of the mass, or of the optimistic mass.
-  template <bool kOptimistic>
-  __device__ void RankByMass();
+  __device__ __forceinline__ void RankByMass(bool optimistic);
   // Keys by the group's mean squared error; see docs/POLICIES.md, "error-target".
   __device__ void RankByError();
 
-  __device__ RankCut CutByShare(double share, double more = 0) {
-    const uint32_t count = ShareOf(share, clusters_) + (more > 0 ? ShareOf(more, clusters_) : 0);
+  // The cut above which clusters are read exactly (of rows with a tolerance, the floor), or at least
+  // estimated.
+  __device__ __forceinline__ RankCut CutAt(bool exact) {
+    if (row_.cut == CutKind::kTopP) return CutByMass(exact ? row_.p2 : row_.p1);
+    uint32_t count = clusters_;
+    if (row_.cut == CutKind::kTopK) {
+      count = ShareOf(row_.exact_share, clusters_) +
+              (exact ? 0 : ShareOf(row_.estimated_share, clusters_));
+    } else if (exact) {
+      count = ShareOf(row_.floor, clusters_);
+    }
     if (count >= clusters_) return kTakeAll;
     return CutByCount(keys_, count, &sums_, &memory_->select, undecided_);
   }
-  __device__ RankCut CutByMass(double p) {
+  __device__ __forceinline__ RankCut CutByMass(double p) {
     if (p >= 1) return kTakeAll;
     const auto weight = [](uint32_t key) {
       return __float2ull_rn(ScoreOf(key) * static_cast<float>(kOne));
@@ -103,24 +111,17 @@ class UnitSelector {
     return CutByWeight<false>(keys_, kOne, weight, &sums_, &memory_->select, undecided_);
   }
 
-  // What a row without a tolerance reads exactly and estimates; ranks clusters first.
-  __device__ UnitResult Select() {
-    switch (row_.cut) {
-      case CutKind::kTopK: {
-        RankByMass<false>();
-        const RankCut exact = CutByShare(row_.exact_share);
-        return Assign(exact, CutByShare(row_.exact_share, row_.estimated_share), /*keep=*/false);
-      }
-      case CutKind::kTopP: {
-        RankByMass<false>();
-        const RankCut exact = CutByMass(row_.p2);
-        return Assign(exact, CutByMass(row_.p1), /*keep=*/false);
-      }
-      case CutKind::kErrorBudget:
-        break;
+  // What a row without a tolerance reads exactly and estimates; ranks clusters first. Code that
+  // runs once waits for its own instructions: so there is one copy of it for all cuts.
+  __device__ __forceinline__ UnitResult Select() {
+    RankByMass(/*optimistic=*/row_.cut == CutKind::kErrorBudget);
+    RankCut exact = kTakeAll, kept = kTakeAll;
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+      const RankCut cut = CutAt(i == 0);
+      (i == 0 ? exact : kept) = cut;
     }
-    RankByMass<true>();
-    return Assign(CutByShare(row_.floor), kTakeAll, /*keep=*/false);
+    return Assign(exact, kept, /*keep=*/false);
   }
 
   // Marks the floor, before errors are known.
@@ -177,24 +178,23 @@ class UnitSelector {
 
 
 template <typename Team, typename Lookup>
-template <bool kOptimistic>
-__device__ void UnitSelector<Team, Lookup>::RankByMass() {
-  constexpr uint32_t kKind = kOptimistic ? 1 : 0;
+__device__ __forceinline__ void UnitSelector<Team, Lookup>::RankByMass(bool optimistic) {
+  const uint32_t kind = optimistic ? 1 : 0;
   for (uint32_t first = keys_.first(); first < row_.slots; first += keys_.pass_slots()) {
     float score[kGroupSlots] = {};
     uint32_t keys[kGroupSlots];
     bool cluster[kGroupSlots] = {};
-#pragma unroll 4
+#pragma unroll 2
     for (uint32_t lane = 0; lane < step_.group; ++lane) {
-      const float max = memory_->max[kKind][lane];
-      const float share = 1 / (memory_->sum[kKind][lane] * step_.group);
+      const float max = memory_->max[kind][lane];
+      const float share = 1 / (memory_->sum[kind][lane] * step_.group);
       float x[kGroupSlots], d2[kGroupSlots] = {};
       LoadGroup(scores_ + uint64_t{lane} * row_.slots + first, x);
-      if constexpr (kOptimistic) LoadGroup(d2_ + uint64_t{lane} * row_.slots + first, d2);
+      if (optimistic) LoadGroup(d2_ + uint64_t{lane} * row_.slots + first, d2);
 #pragma unroll
       for (uint32_t i = 0; i < kGroupSlots; ++i) {
         cluster[i] |= x[i] != -INFINITY;
-        if (kOptimistic) {
+        if (optimistic) {
           x[i] += 2 * kLog2E * Sqrt(d2[i]) - kLog2E / 2 * fminf(d2[i], attention::kVarianceCap);
         }
         score[i] += Weight(x[i], max) * share;
