@@ -177,7 +177,7 @@ class Layer {
     const bool tolerance = policy.second_order && std::isfinite(policy.tolerance);
     if (with_teams && clusters && !tolerance && shape_.group <= kLanes &&
         shape_.dim <= kTeamValueDimMax && segments_of_row_ <= kTeamSegmentsMax) {
-      row.team_blocks = TeamBlocksFor(slots, kTeamBlocksMax);
+      row.team_blocks = kTeamBlocks[TeamSizeFor(slots)];
       row.read_pieces = row.estimate_pieces = row.team_blocks;
     }
     row.exact_share = policy.exact_share, row.estimated_share = policy.estimated_share;
@@ -213,7 +213,7 @@ class Layer {
       for (uint32_t u = 0; row.team_blocks != 0 && u < units_of_row; ++u) team_units.push_back({r, u});
     }
     for (uint32_t i = 0; i < kTeamSizes; ++i) {
-      if (row.team_blocks == 1u << i) step.team_counts[i] = static_cast<uint32_t>(team_units.size());
+      if (row.team_blocks == kTeamBlocks[i]) step.team_counts[i] = static_cast<uint32_t>(team_units.size());
     }
     step.team_units = Keep(OnDevice(team_units));
     step.rows = shape_.rows;

@@ -32,6 +32,8 @@ inline constexpr uint32_t kLanes = 8;
 // Clusters are numbered by slots: a segment's clusters follow one another from a multiple of this,
 // the slots left over are empty. It is also what one score item scores.
 inline constexpr uint32_t kSlotChunk = 64;
+// Slots that a warp works on at a time.
+inline constexpr uint32_t kStepSlots = 16;
 // Tokens of a piece, unless a row is so long that it would have more than kReadPiecesMax of them.
 inline constexpr uint32_t kReadPieceTokens = 512;
 inline constexpr uint32_t kReadPiecesMax = 256;
@@ -39,13 +41,15 @@ inline constexpr uint32_t kChosenPieceTokens = 128;
 inline constexpr uint32_t kChosenPiecesMax = 64;
 inline constexpr uint32_t kEstimatePieceSlots = 512;
 inline constexpr uint32_t kEstimatePiecesMax = 64;
-// A unit whose scores fit is answered by a team: blocks of one thread-block cluster, each with
-// kTeamBlockSlots of its slots, or more if there are more than kTeamBlocksMax of them can hold so.
-// Such units know no stages.
+// A unit may be answered by a team: blocks of one thread-block cluster, as few as have at most
+// kTeamBlockSlots of its slots each, or kTeamBlocksMax. Such units know no stages. 14 blocks, as a
+// part of the H200 within which clusters lie holds 72 blocks, or 64: five teams, or four, where of
+// 16 blocks it would hold four, and 32 units would not fit at once.
 inline constexpr uint32_t kTeamWarps = 4;  // of a block
-inline constexpr uint32_t kTeamBlockSlots = 512;
-inline constexpr uint32_t kTeamBlocksMax = 16;
-inline constexpr uint32_t kTeamSizes = 5;  // 1, 2, 4, 8, 16 blocks
+inline constexpr uint32_t kTeamBlockSlots = 320;
+inline constexpr uint32_t kTeamBlocks[] = {1, 2, 4, 7, 12};
+inline constexpr uint32_t kTeamSizes = sizeof(kTeamBlocks) / sizeof(kTeamBlocks[0]);
+inline constexpr uint32_t kTeamBlocksMax = kTeamBlocks[kTeamSizes - 1];
 inline constexpr uint32_t kTeamSegmentsMax = 32;
 inline constexpr uint32_t kTeamValueDimMax = 128;
 // Floats before a state's values: max, sum; in estimate pieces the sums of errors, of second
@@ -130,11 +134,11 @@ constexpr bool HasTolerance(const RowRef& row) {
   return row.kind == UnitKind::kClusters && row.cut == CutKind::kErrorBudget &&
          row.tolerance < std::numeric_limits<double>::infinity();
 }
-// Blocks of a team, of at most blocks_max, a power of two.
-constexpr uint32_t TeamBlocksFor(uint32_t slots, uint32_t blocks_max) {
-  uint32_t blocks = 1;
-  while (blocks < blocks_max && blocks * kTeamBlockSlots < slots) blocks *= 2;
-  return blocks;
+// Which of kTeamBlocks a unit with so many slots takes.
+constexpr uint32_t TeamSizeFor(uint64_t slots) {
+  uint32_t size = 0;
+  while (size + 1 < kTeamSizes && uint64_t{kTeamBlocks[size]} * kTeamBlockSlots < slots) ++size;
+  return size;
 }
 // Distances, in elements, between what a row's tiles and units have in scratch memory.
 constexpr uint64_t StatesPerTile(const RowRef& row) {
@@ -164,8 +168,8 @@ inline constexpr uint8_t kFateDropped = 0;
 inline constexpr uint8_t kFateEstimated = 1;
 inline constexpr uint8_t kFateExact = 2;
 
-// kSlotChunk slots of one unit, resolved once by prepare, so that whoever works on them needs one
-// look and no search.
+// Slots of one unit in one segment, resolved once, so that whoever works on them needs one look and
+// no search: kSlotChunk of them by prepare, a warp's share by a team.
 struct ChunkRef {
   const std::byte* head;  // the KV head's index
   float* scores;          // log_mass of lane 0 at the first slot
@@ -178,7 +182,8 @@ struct ChunkRef {
   uint32_t unit;
   uint32_t slots;  // of the row: from one lane's scores to the next
   uint32_t second_order;
-  uint32_t reserved[10];
+  uint32_t steps;  // of kStepSlots slots
+  uint32_t reserved[9];
 };
 static_assert(sizeof(ChunkRef) == 128);
 
@@ -245,7 +250,7 @@ struct StepHeader {
   uint32_t tiles_max;            // of a unit
   uint32_t estimate_pieces_max;  // of a row
   uint32_t query_dtype;          // DType
-  uint32_t team_counts[kTeamSizes];  // units whose teams have 2^i blocks
+  uint32_t team_counts[kTeamSizes];  // units whose teams have kTeamBlocks[i]
   float softmax_scale;
   uint64_t block_head_bytes;  // of a tail block, from one KV head to the next
 

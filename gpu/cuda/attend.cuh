@@ -40,64 +40,57 @@ struct TokenSource {
   uint32_t end = 0;
 };
 
-// A softmax state spread over a warp: lane g's maximum and (partial) sum; values of lane g at
-// channels 64 v + 16 t + i (values[v][i][0] + [2]) and + 8 ([1] + [3]).
+// A softmax state spread over a warp: lane g's maximum and (partial) sum; of every 16 channels,
+// those numbered g and g + 8 of lanes 2t and 2t + 1: (g, 2t), (g, 2t + 1), (g + 8, 2t), ...
 template <int kValueDim>
 struct WarpState {
   float max = -INFINITY;
   float sum = 0;
-  float values[kValueDim / 64][8][4] = {};
+  float values[kValueDim / 16][4] = {};
 };
 
+// factor: of lane g.
 template <int kValueDim>
 __device__ __forceinline__ void ScaleValues(float factor, WarpState<kValueDim>* state) {
+  const uint32_t t = threadIdx.x % 4;
+  const float even = __shfl_sync(~0u, factor, 8 * t), odd = __shfl_sync(~0u, factor, 8 * t + 4);
 #pragma unroll
-  for (int v = 0; v < kValueDim / 64; ++v) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) state->values[v][i][c] *= factor;
-    }
+  for (int m = 0; m < kValueDim / 16; ++m) {
+    state->values[m][0] *= even;
+    state->values[m][1] *= odd;
+    state->values[m][2] *= even;
+    state->values[m][3] *= odd;
   }
 }
 
-// values += weights * 64 channels of value rows r0 .. r3, in the order of the thread's weights.
-template <typename T, int kValueDim>
-__device__ __forceinline__ void AddValueChunk(const uint32_t (&weights)[4], const uint4& r0,
-                                              const uint4& r1, const uint4& r2, const uint4& r3,
-                                              float (&values)[8][4]) {
-  const uint32_t w0[4] = {r0.x, r0.y, r0.z, r0.w};
-  const uint32_t w1[4] = {r1.x, r1.y, r1.z, r1.w};
-  const uint32_t w2[4] = {r2.x, r2.y, r2.z, r2.w};
-  const uint32_t w3[4] = {r3.x, r3.y, r3.z, r3.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    MultiplyAdd<T>(values[2 * i], weights, __byte_perm(w0[i], w1[i], 0x5410),
-                   __byte_perm(w2[i], w3[i], 0x5410));
-    MultiplyAdd<T>(values[2 * i + 1], weights, __byte_perm(w0[i], w1[i], 0x7632),
-                   __byte_perm(w2[i], w3[i], 0x7632));
-  }
-}
-
-// Weights of tokens 2t, 2t + 1 and 2t + 8, 2t + 9 as the left side of a product.
+// Weights of tokens 2t, 2t + 1 and 2t + 8, 2t + 9 as the right side of two products: what T holds
+// of them, and the rest.
+struct WeightFragment {
+  uint32_t greater[2];
+  uint32_t rest[2];
+};
 template <typename T>
-__device__ __forceinline__ void WeightFragment(const float (&p)[2][2], uint32_t (&weights)[4]) {
-  Split<T>(p[0][0], p[0][1], &weights[0], &weights[1]);
-  Split<T>(p[1][0], p[1][1], &weights[2], &weights[3]);
+__device__ __forceinline__ WeightFragment FragmentOf(const float (&p)[2][2]) {
+  WeightFragment weights;
+  Split<T>(p[0][0], p[0][1], &weights.greater[0], &weights.rest[0]);
+  Split<T>(p[1][0], p[1][1], &weights.greater[1], &weights.rest[1]);
+  return weights;
 }
 
-// values += weights * 16 value rows, whose chunks lie in shared memory where place(i, chunk) says
-// for the i-th row of the thread's weights.
-template <typename T, int kValueDim, typename Place>
-__device__ __forceinline__ void AddValues(const uint32_t (&weights)[4], Place place,
-                                          float (&values)[kValueDim / 64][8][4]) {
-  const uint32_t g = threadIdx.x % 32 / 4;
+// values += weights * 16 value rows in shared memory: channels are the product's rows, lanes its
+// columns. place(row, chunk): where a row's 16-byte chunk lies; row_of(k): the row whose weight is
+// the product's k-th.
+template <typename T, int kValueDim, typename Place, typename RowOf>
+__device__ __forceinline__ void AddValues(const WeightFragment& weights, Place place, RowOf row_of,
+                                          float (&values)[kValueDim / 16][4]) {
+  const uint32_t thread = threadIdx.x % 32;
+  const uint32_t row = row_of(thread / 16 * 8 + thread % 8), chunk = thread / 8 % 2;
 #pragma unroll
-  for (int v = 0; v < kValueDim / 64; ++v) {
-    uint4 r[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) r[i] = LoadShared16(place(i, v * 8 + g));
-    AddValueChunk<T, kValueDim>(weights, r[0], r[1], r[2], r[3], values[v]);
+  for (int m = 0; m < kValueDim / 16; ++m) {
+    uint32_t channels[4];
+    LoadTransposed(place(row, m * 2 + chunk), channels);
+    MultiplyAdd<T>(values[m], channels, weights.greater[0], weights.greater[1]);
+    MultiplyAdd<T>(values[m], channels, weights.rest[0], weights.rest[1]);
   }
 }
 
@@ -211,15 +204,12 @@ class PageReader {
                                          WarpState<kValueDim>* state) const {
     float logits[2][4] = {};
     Logits(rows, logits);
-    uint32_t weights[4];
-    Weigh(page, logits, state, weights);
+    const WeightFragment weights = Weigh(page, logits, state);
     const uint32_t values = rows + kPageRows * kKeyBytes;
     AddValues<T, kValueDim>(
         weights,
-        [&](int i, uint32_t chunk) {
-          return values + ValueChunk<kValueBytes>(2 * t_ + i % 2 + i / 2 * 8, chunk);
-        },
-        state->values);
+        [&](uint32_t row, uint32_t chunk) { return values + ValueChunk<kValueBytes>(row, chunk); },
+        [](uint32_t k) { return k; }, state->values);
   }
 
   // logits[half][c] + [c + 2]: lane g, token 8 half + 2t + c, not scaled.
@@ -240,8 +230,8 @@ class PageReader {
     }
   }
 
-  __device__ __forceinline__ void Weigh(uint32_t page, const float (&logits)[2][4],
-                                        WarpState<kValueDim>* state, uint32_t (&weights)[4]) const {
+  __device__ __forceinline__ WeightFragment Weigh(uint32_t page, const float (&logits)[2][4],
+                                                  WarpState<kValueDim>* state) const {
     const uint32_t end = min(source_.end, lane_end_);
     float x[2][2];
     float greatest = -INFINITY;
@@ -266,7 +256,7 @@ class PageReader {
         state->sum += p[half][c];
       }
     }
-    WeightFragment<T>(p, weights);
+    return FragmentOf<T>(p);
   }
 
   static __device__ __forceinline__ void Rescale(float greatest, WarpState<kValueDim>* state) {
@@ -293,7 +283,7 @@ struct MergeMemory {
   float errors[kAttendWarps][kLanes];
   float moments[kAttendWarps][kLanes];
   float dropped[kAttendWarps][kLanes];
-  float values[kAttendWarps][kLanes][kValueDim];
+  float values[kAttendWarps][kLanes][kValueDim + 4];  // so that lanes begin in different banks
 };
 
 // Sums beside the state of an estimate piece, of lane g; partial over t.
@@ -332,12 +322,10 @@ __device__ __forceinline__ void StoreState(const WarpState<kValueDim>& state,
     memory->dropped[warp][g] = dropped;
   }
 #pragma unroll
-  for (int v = 0; v < kValueDim / 64; ++v) {
-    float* to = memory->values[warp][g] + v * 64 + t * 16;
+  for (int m = 0; m < kValueDim / 16; ++m) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      to[i] = state.values[v][i][0] + state.values[v][i][2];
-      to[i + 8] = state.values[v][i][1] + state.values[v][i][3];
+    for (int i = 0; i < 4; ++i) {
+      memory->values[warp][2 * t + i % 2][m * 16 + i / 2 * 8 + g] = state.values[m][i];
     }
   }
   __syncthreads();

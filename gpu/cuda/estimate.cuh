@@ -65,11 +65,11 @@ inline constexpr float kEstimateScale = 1.0f;
 template <>
 inline constexpr float kEstimateScale<__half> = 16384.0f;
 
-// A warp's weights of 16 clusters, as the left side of a product; adds to the sums.
+// A warp's weights of 16 clusters, as the right side of products; adds to the sums.
 template <typename T>
 __device__ __forceinline__ void EstimateWeights(const EstimateSource& source, bool second_order,
                                                 const ClusterInputs& in, float* sum,
-                                                EstimateSums* sums, uint32_t (&weights)[4]) {
+                                                EstimateSums* sums, WeightFragment* weights) {
   const auto add = [&](float log_mass, uint32_t fate, float norm2, float spread, float d2) {
     const float weight = Weight(log_mass, source.max);
     const bool cluster = weight != 0;  // of empty slots the other numbers may be anything
@@ -92,17 +92,17 @@ __device__ __forceinline__ void EstimateWeights(const EstimateSource& source, bo
   constexpr float kScale = kEstimateScale<T>;
   const float scaled[2][2] = {{p[0][0] * kScale, p[0][1] * kScale},
                               {p[1][0] * kScale, p[1][1] * kScale}};
-  WeightFragment<T>(scaled, weights);
+  *weights = FragmentOf<T>(scaled);
 }
 
 // Mean values that a warp's ring holds unless it is told otherwise, 16 rows at a time.
 inline constexpr int kEstimateStages = 3;
 
-// Chunks change places so that a thread's four neighbouring rows meet different banks than the
-// other threads'.
+// As the order of a product's rows is that of ClusterInputs: rows 0, 1, 4, 5, 8, ... are read at a
+// time, then the others.
 template <int kRowBytes>
 __device__ __forceinline__ uint32_t MeanChunk(uint32_t row, uint32_t chunk) {
-  return row * kRowBytes + (chunk ^ (row / 4) * 2) * 16;
+  return row * kRowBytes + (chunk ^ (row / 4 * 2 + row % 2)) * 16;
 }
 
 // The estimate over some chunks. Weights are known, so this is the values' half of attention.
@@ -112,8 +112,7 @@ class ChunkEstimator {
   static constexpr uint32_t kRowBytes = kValueDim * 2;
   static constexpr uint32_t kStageBytes = kPageRows * kRowBytes;
   static constexpr uint32_t kRingBytes = kStages * kStageBytes;
-  static constexpr uint32_t kSteps = kSlotChunk / 16;  // of a chunk
-  static constexpr uint32_t kAhead = kStages - 1;
+  static constexpr uint32_t kAhead = kStages - 1;  // no chunk has fewer steps
 
   // ring: of this warp, in shared memory.
   __device__ ChunkEstimator(const EstimateSource& source, uint32_t ring)
@@ -132,32 +131,31 @@ class ChunkEstimator {
       const ChunkRef& chunk = feed.now();
       feed.FetchAhead();
 #pragma unroll 1
-      for (uint32_t i = 0; i < kSteps; ++i) {
+      for (uint32_t i = 0; i < chunk.steps; ++i) {
         // What is copied now is used kAhead steps later, what is loaded one.
         const uint32_t to = (stage + kAhead) % kStages;
-        if (i + kAhead < kSteps) {
+        if (i + kAhead < chunk.steps) {
           Copy(chunk, i + kAhead, to);
         } else if (feed.has_next()) {
-          Copy(feed.next(), i + kAhead - kSteps, to);
+          Copy(feed.next(), i + kAhead - chunk.steps, to);
         } else {
           CommitCopies();
         }
-        if (i + 1 < kSteps) {
+        if (i + 1 < chunk.steps) {
           next.Load(source_, chunk, (i + 1) * 16);
         } else if (feed.has_next()) {
           next.Load(source_, feed.next(), 0);
         }
-        uint32_t weights[4];
-        EstimateWeights<T>(source_, chunk.second_order != 0, inputs, &state->sum, sums, weights);
+        WeightFragment weights;
+        EstimateWeights<T>(source_, chunk.second_order != 0, inputs, &state->sum, sums, &weights);
         WaitCopies<kAhead>();
         __syncwarp();
         AddValues<T, kValueDim>(
             weights,
-            [&](int row, uint32_t at) {
-              return ring_ + stage * kStageBytes +
-                     MeanChunk<kRowBytes>(threadIdx.x % 4 * 4 + row, at);
+            [&](uint32_t row, uint32_t at) {
+              return ring_ + stage * kStageBytes + MeanChunk<kRowBytes>(row, at);
             },
-            state->values);
+            [](uint32_t k) { return k % 8 / 2 * 4 + k / 8 * 2 + k % 2; }, state->values);
         __syncwarp();
         inputs = next;
         stage = (stage + 1) % kStages;

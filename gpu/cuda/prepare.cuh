@@ -146,6 +146,7 @@ __device__ __forceinline__ void ResolveChunk(const StepHeader& step, uint32_t it
   chunk.unit = unit.unit;
   chunk.slots = row->slots;
   chunk.second_order = row->second_order;
+  chunk.steps = kSlotChunk / kStepSlots;
   step.chunks[item] = chunk;
 }
 

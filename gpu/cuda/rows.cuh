@@ -26,16 +26,25 @@ __device__ __forceinline__ uint2 LoadShared8(uint32_t offset) {
   return *reinterpret_cast<const uint2*>(block_memory + offset);
 }
 
+// Four 8 x 8 matrices of 16-bit numbers, transposed: thread i gives the place of row i % 8 of matrix
+// i / 8, and gets of each matrix rows 2t and 2t + 1 of column g.
+__device__ __forceinline__ void LoadTransposed(uint32_t offset, uint32_t (&to)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(SharedAddress(offset))
+               : "memory");
+}
+
 // Rows of 16-byte chunks in shared memory. Chunks change places within a row so that the eight
 // threads that are served at a time meet different banks: keys are read by two rows at a time,
-// values by every second of eight rows.
+// values by eight neighbouring rows.
 template <int kRowBytes>
 __device__ __forceinline__ uint32_t KeyChunk(uint32_t row, uint32_t chunk) {
   return row * kRowBytes + (chunk ^ (row & 1) * 4) * 16;
 }
 template <int kRowBytes>
 __device__ __forceinline__ uint32_t ValueChunk(uint32_t row, uint32_t chunk) {
-  return row * kRowBytes + (chunk ^ (row / 2 % 4) * 2) * 16;
+  return row * kRowBytes + (chunk ^ row % 8) * 16;
 }
 
 template <int kRowBytes>

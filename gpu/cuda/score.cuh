@@ -16,7 +16,7 @@ namespace attnd::gpu {
 
 inline constexpr uint32_t kScoreWarps = 4;
 // What a warp scores at once; more would not fit its registers.
-inline constexpr uint32_t kWarpClusters = 16;
+inline constexpr uint32_t kWarpClusters = kStepSlots;
 inline constexpr float kVarianceMax = 1e32f;  // so that what is made of it stays a number
 using attention::kVarianceCap;
 
@@ -241,7 +241,7 @@ __device__ __forceinline__ void ScoreChunks(const StepHeader& step, Feed feed, u
                                             uint32_t ring, FragmentsOf fragments_of, Finish finish,
                                             Totals (&totals)[2]) {
   constexpr uint32_t kStageBytes = ClusterStage<kDim>::kBytes;
-  constexpr uint32_t kSteps = kSlotChunk / kWarpClusters, kAhead = kStages - 1;
+  constexpr uint32_t kAhead = kStages - 1;  // no chunk has fewer steps
   if (feed.done()) return;
   uint32_t stage = 0;
 #pragma unroll
@@ -255,12 +255,12 @@ __device__ __forceinline__ void ScoreChunks(const StepHeader& step, Feed feed, u
     const LaneScores lane = LaneOfChunk<kDim>(step, chunk, tile, fragments);
     feed.FetchAhead();
 #pragma unroll 1
-    for (uint32_t i = 0; i < kSteps; ++i) {
+    for (uint32_t i = 0; i < chunk.steps; ++i) {
       const uint32_t to = ring + (stage + kAhead) % kStages * kStageBytes;
-      if (i + kAhead < kSteps) {
+      if (i + kAhead < chunk.steps) {
         CopyClusters<kDim>(chunk, (i + kAhead) * kWarpClusters, to);
       } else if (feed.has_next()) {
-        CopyClusters<kDim>(feed.next(), (i + kAhead - kSteps) * kWarpClusters, to);
+        CopyClusters<kDim>(feed.next(), (i + kAhead - chunk.steps) * kWarpClusters, to);
       }
       CommitCopies();
       WaitCopies<kAhead>();

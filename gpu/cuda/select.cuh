@@ -18,7 +18,8 @@ namespace attnd::gpu {
 // clusters (of weight 2 at most) sum to less than TeamSums holds.
 inline constexpr uint64_t kOne = uint64_t{1} << 36;
 
-// What is above a cut: keys greater than `key`, and the first `ties` of those equal to it.
+// What is above a cut: keys greater than `key`, and the first `ties` of those equal to it; 0 if
+// that is none or all of them.
 struct RankCut {
   uint32_t key;
   uint32_t ties;
@@ -29,14 +30,17 @@ inline constexpr RankCut kTakeNone = {~0u, 0};
 using Weight64 = unsigned long long;
 
 // Keys that one warp decides between alone.
-inline constexpr uint32_t kUndecidedMax = 512;
+inline constexpr uint32_t kUndecidedMax = 128;
 
 // In the shared memory of each block.
 template <typename Team>
 struct SelectMemory {
   Weight64 parts[2][Team::kWarpsMax];  // of the team's warps; used in turn, so that one wait a sum
                                        // is enough
+  typename Team::Mailbox part_boxes[2];
+  typename Team::Mailbox list_box;
   uint32_t key;
+  uint32_t equal;
   Weight64 above;
 };
 
@@ -102,14 +106,34 @@ class TeamSums {
     return SumOverWarp(before) + sum - x;
   }
 
+  // The keys of which keep is true, into list[] of each block, in the order of
+  // threads; returns how many there are.
+  template <typename Keys, typename Keep>
+  __device__ uint32_t Gather(const Keys& keys, Keep keep, uint32_t* list) {
+    uint32_t count = 0;
+    keys.ForEach([&](uint32_t k) { count += keep(k) ? 1 : 0; });
+    Weight64 all;
+    uint32_t place = static_cast<uint32_t>(Scan(count, &all));
+    auto* box = &memory_->list_box;
+    keys.ForEach([&](uint32_t k) {
+      if (!keep(k)) return;
+#pragma unroll 1
+      for (uint32_t rank = 0; rank < Team::blocks(); ++rank) box->Send(&list[place], k, rank);
+      ++place;
+    });
+    box->Await(static_cast<uint32_t>(all) * sizeof(uint32_t), lists_++);
+    return static_cast<uint32_t>(all);
+  }
+
  private:
   // Each warp's word goes to every block; returns them all.
   __device__ __forceinline__ const Weight64* Publish(Weight64 of_warp) {
-    turn_ ^= 1;
-    Weight64* parts = memory_->parts[turn_];
+    const uint32_t turn = uses_ & 1;
+    Weight64* parts = memory_->parts[turn];
+    auto* box = &memory_->part_boxes[turn];
     const uint32_t rank = threadIdx.x % 32;
-    if (rank < Team::blocks()) Team::Write(&parts[TeamWarp<Team>()], of_warp, rank);
-    Team::Sync();
+    if (rank < Team::blocks()) box->Send(&parts[TeamWarp<Team>()], of_warp, rank);
+    box->Await(Team::blocks() * Team::kBlockWarps * sizeof(Weight64), uses_++ >> 1);
     return parts;
   }
   // This thread's share of the sum of f(part, its warp).
@@ -125,41 +149,51 @@ class TeamSums {
     return own;
   }
   SelectMemory<Team>* const memory_;
-  uint32_t turn_ = 0;
+  uint32_t uses_ = 0;
+  uint32_t lists_ = 0;
 };
 
-// The keys of a unit's slots. A thread has groups of Team::kGroupSlots neighbours, one a pass. A row
-// of several passes keeps its keys in memory, but for the first pass's.
+// The keys of a unit's slots. The team goes through them in passes of so many that each thread has
+// at most one group of Team::kGroupSlots neighbours in a pass; a pass is shared evenly by the
+// blocks. A row of several passes keeps its keys in memory, but for the first pass's.
 template <typename Team>
 class RankedKeys {
  public:
   static constexpr uint32_t kGroupSlots = Team::kGroupSlots;
 
-  // memory: [slots], for the passes behind the first.
-  __device__ RankedKeys(uint32_t* memory, uint32_t slots)
-      : memory_(memory),
-        slots_(slots),
-        first_(TeamThread<Team>() * kGroupSlots),
-        pass_slots_(TeamThreads<Team>() * kGroupSlots) {}
+  // memory: [slots], for the passes behind the first. slots: a multiple of kGroupSlots.
+  __device__ RankedKeys(uint32_t* memory, uint32_t slots) : memory_(memory), slots_(slots) {}
 
   __device__ __forceinline__ uint32_t slots() const { return slots_; }
-  __device__ __forceinline__ uint32_t first() const { return first_; }  // of the first pass
-  __device__ __forceinline__ uint32_t pass_slots() const { return pass_slots_; }
-
-  // The group that starts at `first`, one of the thread's own.
-  __device__ __forceinline__ void Store(uint32_t first, const uint32_t (&keys)[kGroupSlots]) {
-    if (first < pass_slots_) {
-#pragma unroll
-      for (uint32_t i = 0; i < kGroupSlots; ++i) own_[i] = keys[i];
-      return;
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < kGroupSlots; ++i) memory_[first + i] = keys[i];
+  __device__ __forceinline__ uint32_t pass_slots() const {
+    return Team::blocks() * Team::kBlockThreads * kGroupSlots;
   }
-  __device__ __forceinline__ void Load(uint32_t first, uint32_t (&keys)[kGroupSlots]) const {
+  // The thread's group in the pass that starts at slot `pass`; slots() or more if it has none.
+  __device__ __forceinline__ uint32_t First(uint32_t pass) const {
+    const uint32_t groups = min(slots_ - pass, pass_slots()) / kGroupSlots;
+    const uint32_t each = (groups + Team::blocks() - 1) / Team::blocks();
+    const uint32_t group = Team::rank() * each + threadIdx.x;
+    return threadIdx.x < each && group < groups ? pass + group * kGroupSlots : slots_;
+  }
+
+  // The group of pass `pass`, which starts at `first`, if there is one.
+  __device__ __forceinline__ void Store(uint32_t pass, uint32_t first,
+                                        const uint32_t (&keys)[kGroupSlots]) {
+    if (first >= slots_) return;
 #pragma unroll
     for (uint32_t i = 0; i < kGroupSlots; ++i) {
-      keys[i] = first < pass_slots_ ? own_[i] : memory_[first + i];
+      if (pass == 0) {
+        own_[i] = keys[i];
+      } else {
+        memory_[first + i] = keys[i];
+      }
+    }
+  }
+  __device__ __forceinline__ void Load(uint32_t pass, uint32_t first,
+                                       uint32_t (&keys)[kGroupSlots]) const {
+#pragma unroll
+    for (uint32_t i = 0; i < kGroupSlots; ++i) {
+      keys[i] = first >= slots_ ? 0 : pass == 0 ? own_[i] : memory_[first + i];
     }
   }
 
@@ -168,7 +202,9 @@ class RankedKeys {
   __device__ __forceinline__ void ForEach(F f) const {
 #pragma unroll
     for (uint32_t i = 0; i < kGroupSlots; ++i) f(own_[i]);
-    for (uint32_t first = first_ + pass_slots_; first < slots_; first += pass_slots_) {
+    for (uint32_t pass = pass_slots(); pass < slots_; pass += pass_slots()) {
+      const uint32_t first = First(pass);
+      if (first >= slots_) continue;
 #pragma unroll
       for (uint32_t i = 0; i < kGroupSlots; ++i) f(memory_[first + i]);
     }
@@ -177,8 +213,6 @@ class RankedKeys {
  private:
   uint32_t* const memory_;
   const uint32_t slots_;
-  const uint32_t first_;
-  const uint32_t pass_slots_;
   uint32_t own_[kGroupSlots] = {};
 };
 
@@ -204,6 +238,7 @@ struct Narrowed {
   uint32_t bits = 32;  // range is 2 to that; 1 or more while anything is undecided
   Sum above = 0;
   uint32_t undecided;
+  uint32_t equal = ~0u;  // keys that are `key`, if it is known
 };
 
 // Finds the greatest key such that it and the keys above it weigh at least `limit`, and what those
@@ -213,13 +248,20 @@ class KeyFinder {
  public:
   using Sum = typename Weigh::Sum;
 
-  // undecided: [kUndecidedMax] in the same place of each block's shared memory.
+  // undecided: [kUndecidedMax] in the same place of each block's shared memory. bits: of the keys.
   __device__ KeyFinder(const RankedKeys<Team>& keys, Sum limit, Weigh weigh, TeamSums<Team>* sums,
-                       SelectMemory<Team>* memory, uint32_t* undecided)
-      : keys_(keys), limit_(limit), weigh_(weigh), sums_(sums), memory_(memory), list_(undecided) {}
+                       SelectMemory<Team>* memory, uint32_t* undecided, uint32_t bits)
+      : keys_(keys),
+        limit_(limit),
+        weigh_(weigh),
+        sums_(sums),
+        memory_(memory),
+        list_(undecided),
+        bits_(bits) {}
 
-  __device__ uint32_t Find(Sum* above) {
+  __device__ Narrowed<Sum> Find() {
     Narrowed<Sum> cut;
+    cut.bits = bits_;
     cut.undecided = keys_.slots();
     while (cut.bits > 0 && cut.undecided > kUndecidedMax) {
       if constexpr (Weigh::kWeighs) {
@@ -229,8 +271,7 @@ class KeyFinder {
       }
     }
     if (cut.bits > 0) DecideTheRest(&cut);
-    *above = cut.above;
-    return cut.key;
+    return cut;
   }
 
  private:
@@ -284,21 +325,12 @@ class KeyFinder {
     const auto undecided = [&](uint32_t k) {
       return k != 0 && k >= cut->key && k - cut->key <= range;
     };
-    uint32_t count = 0;
-    keys_.ForEach([&](uint32_t k) { count += undecided(k) ? 1 : 0; });
-    Weight64 all;
-    uint32_t place = static_cast<uint32_t>(sums_->Scan(count, &all));
-    keys_.ForEach([&](uint32_t k) {
-      if (!undecided(k)) return;
-#pragma unroll 1
-      for (uint32_t rank = 0; rank < Team::blocks(); ++rank) Team::Write(&list_[place], k, rank);
-      ++place;
-    });
-    Team::Sync();
-    if (threadIdx.x < 32) DecideInWarp(static_cast<uint32_t>(all), cut);
+    const uint32_t count = sums_->Gather(keys_, undecided, list_);
+    if (threadIdx.x < 32) DecideInWarp(count, cut);
     __syncthreads();
     cut->key = memory_->key;
     cut->above = static_cast<Sum>(memory_->above);
+    cut->equal = memory_->equal;
   }
 
   __device__ __forceinline__ void DecideInWarp(uint32_t count, Narrowed<Sum>* cut) {
@@ -325,9 +357,14 @@ class KeyFinder {
         above = total;
       }
     }
+    uint32_t equal = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kOwn; ++i) equal += keys[i] == key ? 1 : 0;
+    equal = SumOverWarp(equal);
     if (threadIdx.x == 0) {
       memory_->key = key;
       memory_->above = above;
+      memory_->equal = equal;
     }
   }
 
@@ -337,18 +374,24 @@ class KeyFinder {
   TeamSums<Team>* const sums_;
   SelectMemory<Team>* const memory_;
   uint32_t* const list_;
+  const uint32_t bits_;
 };
+
+// The cut of which `ties` keys that equal the one found are above.
+template <typename Sum>
+__device__ __forceinline__ RankCut CutOf(const Narrowed<Sum>& found, uint32_t ties) {
+  if (found.key == 0) return kTakeAll;
+  return found.equal == ties ? RankCut{found.key - 1, 0} : RankCut{found.key, ties};
+}
 
 // The cut above which lie the `count` greatest keys.
 template <typename Team>
 __device__ RankCut CutByCount(const RankedKeys<Team>& keys, uint32_t count, TeamSums<Team>* sums,
-                              SelectMemory<Team>* memory, uint32_t* undecided) {
+                              SelectMemory<Team>* memory, uint32_t* undecided, uint32_t bits) {
   if (count == 0) return kTakeNone;
-  uint32_t above;
-  const uint32_t key =
-      KeyFinder<Team, CountKeys>(keys, count, CountKeys(), sums, memory, undecided).Find(&above);
-  if (key == 0) return kTakeAll;
-  return {key, count - above};
+  const auto found =
+      KeyFinder<Team, CountKeys>(keys, count, CountKeys(), sums, memory, undecided, bits).Find();
+  return CutOf(found, count - found.above);
 }
 
 // Descending: the cut above which lie the fewest keys that weigh at least `limit` together (a key
@@ -357,7 +400,7 @@ __device__ RankCut CutByCount(const RankedKeys<Team>& keys, uint32_t count, Team
 template <bool kDescending, typename Team, typename WeightOf>
 __device__ RankCut CutByWeight(const RankedKeys<Team>& keys, Weight64 limit, WeightOf weight_of,
                                TeamSums<Team>* sums, SelectMemory<Team>* memory,
-                               uint32_t* undecided) {
+                               uint32_t* undecided, uint32_t bits) {
   Weight64 own = 0;
   keys.ForEach([&](uint32_t key) { own += key != 0 ? weight_of(key) : 0; });
   const Weight64 total = sums->Sum(own);
@@ -368,12 +411,11 @@ __device__ RankCut CutByWeight(const RankedKeys<Team>& keys, Weight64 limit, Wei
   } else if (total < limit) {
     return kTakeAll;
   }
-  Weight64 above;
-  const uint32_t key =
-      KeyFinder<Team, WeighKeys<WeightOf>>(keys, limit, {weight_of}, sums, memory, undecided)
-          .Find(&above);
-  const Weight64 each = weight_of(key);
-  return {key, static_cast<uint32_t>((limit - above + each - 1) / each)};
+  const auto found =
+      KeyFinder<Team, WeighKeys<WeightOf>>(keys, limit, {weight_of}, sums, memory, undecided, bits)
+          .Find();
+  const Weight64 each = weight_of(found.key);
+  return CutOf(found, static_cast<uint32_t>((limit - found.above + each - 1) / each));
 }
 
 }  // namespace attnd::gpu

@@ -172,7 +172,7 @@ cudaError_t LaunchTeams(const StepHeader& step, bool overlap, cudaStream_t strea
   }
   uint32_t first = 0;
   for (uint32_t size = 0; size < kTeamSizes && error == cudaSuccess; ++size) {
-    const uint32_t count = step.team_counts[size], blocks = 1u << size;
+    const uint32_t count = step.team_counts[size], blocks = kTeamBlocks[size];
     if (count == 0) continue;
     cudaLaunchAttribute attributes[2] = {};
     attributes[0].id = cudaLaunchAttributeClusterDimension;

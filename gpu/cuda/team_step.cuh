@@ -95,18 +95,26 @@ class TeamSegments {
     return {segment.head, segment.offsets.starts,       segment.offsets.spread,
             s,            slot - segment.first_slot, segment.clusters};
   }
-  // Asks the second-level cache for a chunk's mean values.
-  __device__ __forceinline__ void PrefetchValues(uint32_t number, uint32_t row_bytes) const {
-    const TeamSegment& segment = segments_[SegmentOf(number * kSlotChunk)];
-    const uint32_t first = number * kSlotChunk - segment.first_slot;
-    if (first >= segment.clusters) return;
-    PrefetchBytes(segment.head + segment.offsets.mean_values + uint64_t{first} * row_bytes,
-                  min(segment.clusters - first, kSlotChunk) * row_bytes);
-  }
-  __device__ __forceinline__ void Resolve(uint32_t number, ChunkRef* chunk) const {
-    const uint32_t slot = number * kSlotChunk;
+  // Slots from `slot` on that lie in one segment, up to `end`: asks the second-level cache for their
+  // mean values, and returns where they end.
+  __device__ __forceinline__ uint32_t PrefetchValues(uint32_t slot, uint32_t end,
+                                                     uint32_t row_bytes) const {
     const uint32_t s = SegmentOf(slot);
     const TeamSegment& segment = segments_[s];
+    end = min(end, EndOf(s));
+    const uint32_t first = slot - segment.first_slot;
+    const uint32_t last = min(end - segment.first_slot, segment.clusters);
+    if (first < last) {
+      PrefetchBytes(segment.head + segment.offsets.mean_values + uint64_t{first} * row_bytes,
+                    (last - first) * row_bytes);
+    }
+    return end;
+  }
+  // The same slots as a chunk.
+  __device__ __forceinline__ void Resolve(uint32_t slot, uint32_t end, ChunkRef* chunk) const {
+    const uint32_t s = SegmentOf(slot);
+    const TeamSegment& segment = segments_[s];
+    chunk->steps = (min(end, EndOf(s)) - slot) / kStepSlots;
     chunk->head = segment.head;
     chunk->scores = scores_ + slot;
     chunk->fates = fates_ + slot;
@@ -125,6 +133,9 @@ class TeamSegments {
     return LastNotAfter(row_.segment_count, slot,
                         [&](uint32_t i) { return segments_[i].first_slot; });
   }
+  __device__ __forceinline__ uint32_t EndOf(uint32_t s) const {
+    return s + 1 < row_.segment_count ? segments_[s + 1].first_slot : row_.slots;
+  }
   const RowRef& row_;
   const TeamSegment* const segments_;
   float* const scores_;
@@ -132,39 +143,43 @@ class TeamSegments {
   const uint32_t unit_;
 };
 
-// ChunkFeed's part for a warp of a team.
+// Slots of a warp, a multiple of kStepSlots.
+struct SlotRange {
+  uint32_t begin, end;
+};
+
+// ChunkFeed's part for a warp of a team: its slots, a chunk for each segment that they touch.
 class TeamFeed {
  public:
-  // Chunks first, first + stride ... below end. memory: two chunks of this warp.
-  __device__ TeamFeed(const TeamSegments& segments, uint32_t first, uint32_t end, uint32_t stride,
-                      ChunkRef* memory)
-      : segments_(segments), item_(first), end_(end), stride_(stride), memory_(memory) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0 && item_ < end_) segments_.Resolve(item_, memory_);
-    __syncwarp();
+  // memory: two chunks of this warp.
+  __device__ TeamFeed(const TeamSegments& segments, SlotRange range, ChunkRef* memory)
+      : segments_(segments), slot_(range.begin), end_(range.end), memory_(memory) {
+    Fetch(0);
   }
 
-  __device__ __forceinline__ bool done() const { return item_ >= end_; }
-  __device__ __forceinline__ bool has_next() const { return item_ + stride_ < end_; }
-  __device__ __forceinline__ uint32_t item() const { return item_; }
+  __device__ __forceinline__ bool done() const { return slot_ >= end_; }
+  __device__ __forceinline__ bool has_next() const { return After() < end_; }
   __device__ __forceinline__ const ChunkRef& now() const { return memory_[place_]; }
   __device__ __forceinline__ const ChunkRef& next() const { return memory_[place_ ^ 1]; }
-  __device__ __forceinline__ void FetchAhead() const {
-    if (threadIdx.x % 32 == 0 && has_next()) {
-      segments_.Resolve(item_ + stride_, memory_ + (place_ ^ 1));
-    }
-    __syncwarp();
-  }
+  __device__ __forceinline__ void FetchAhead() const { Fetch(1); }
   __device__ __forceinline__ void Advance() {
-    item_ += stride_;
+    slot_ = After();
     place_ ^= 1;
   }
 
  private:
+  __device__ __forceinline__ uint32_t After() const { return slot_ + now().steps * kStepSlots; }
+  __device__ __forceinline__ void Fetch(uint32_t ahead) const {
+    const uint32_t slot = ahead == 0 ? slot_ : After();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0 && slot < end_) {
+      segments_.Resolve(slot, end_, &memory_[place_ ^ ahead]);
+    }
+    __syncwarp();
+  }
   const TeamSegments& segments_;
-  uint32_t item_;
+  uint32_t slot_;
   const uint32_t end_;
-  const uint32_t stride_;
   ChunkRef* const memory_;
   uint32_t place_ = 0;
 };
@@ -190,7 +205,13 @@ class TeamStep {
         row_(*unit.row),
         memory_(*reinterpret_cast<Memory*>(block_memory + kTeamWarps * kRingBytes)),
         segments_(step, unit, memory_.segments),
-        ring_(WarpRing(kRingBytes)) {}
+        ring_(WarpRing(kRingBytes)) {
+    SelectMemory<ClusterTeam>& select = memory_.unit.select;
+    if (threadIdx.x == 0) {  // long before the team's first Sync, and that before their first use
+      for (auto& box : select.part_boxes) box.Init();
+      select.list_box.Init();
+    }
+  }
 
   __device__ __forceinline__ void Run() {
     Prepare();
@@ -204,9 +225,6 @@ class TeamStep {
 
  private:
   enum Pages : uint32_t { kSink, kTail, kChosen, kPages };
-  struct ChunkRange {
-    uint32_t first, end;
-  };
 
   // The unit's queries, as every block needs them.
   __device__ __forceinline__ void Prepare() {
@@ -215,18 +233,15 @@ class TeamStep {
     __syncthreads();
   }
 
-  // This block's chunks.
-  __device__ __forceinline__ ChunkRange Chunks() const {
-    const uint32_t chunks = row_.slots / kSlotChunk, blocks = ClusterTeam::blocks();
-    const uint32_t each = (chunks + blocks - 1) / blocks;
-    const uint32_t first = min(ClusterTeam::rank() * each, chunks);
-    return {first, min(first + each, chunks)};
+  // This warp's slots.
+  __device__ __forceinline__ SlotRange Slots() const {
+    const uint32_t steps = row_.slots / kStepSlots, warps = ClusterTeam::blocks() * kTeamWarps;
+    const uint64_t warp = TeamWarp<ClusterTeam>();
+    return {static_cast<uint32_t>(warp * steps / warps) * kStepSlots,
+            static_cast<uint32_t>((warp + 1) * steps / warps) * kStepSlots};
   }
-  // Its warps take turns.
   __device__ __forceinline__ TeamFeed Feed() const {
-    const ChunkRange range = Chunks();
-    const uint32_t warp = threadIdx.x / 32;
-    return TeamFeed(segments_, range.first + warp, range.end, kTeamWarps, memory_.chunks[warp]);
+    return TeamFeed(segments_, Slots(), memory_.chunks[threadIdx.x / 32]);
   }
 
   __device__ __forceinline__ void Score() {
@@ -240,9 +255,11 @@ class TeamStep {
 
   // Nothing is read while the team selects: that time is the mean values'.
   __device__ __forceinline__ void PrefetchValues() {
-    const ChunkRange range = Chunks();
-    const uint32_t number = range.first + threadIdx.x;
-    if (number < range.end) segments_.PrefetchValues(number, kValueDim * sizeof(T));
+    if (threadIdx.x % 32 != 0) return;
+    const SlotRange slots = Slots();
+    for (uint32_t slot = slots.begin; slot < slots.end;) {
+      slot = segments_.PrefetchValues(slot, slots.end, kValueDim * sizeof(T));
+    }
   }
 
   // Brings the warps' totals together, and the blocks': the scales of weights.

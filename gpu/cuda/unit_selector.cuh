@@ -92,7 +92,7 @@ class UnitSelector {
       count = ShareOf(row_.floor, clusters_);
     }
     if (count >= clusters_) return kTakeAll;
-    return CutByCount(keys_, count, &sums_, &memory_->select, undecided_);
+    return CutByCount(keys_, count, &sums_, &memory_->select, undecided_, kShareBits);
   }
   __device__ __forceinline__ RankCut CutByMass(double p) {
     if (p >= 1) return kTakeAll;
@@ -100,7 +100,8 @@ class UnitSelector {
       return __float2ull_rn(ScoreOf(key) * static_cast<float>(kOne));
     };
     const auto limit = static_cast<Weight64>(ceil(p * static_cast<double>(kOne)));
-    return CutByWeight<true>(keys_, limit, weight, &sums_, &memory_->select, undecided_);
+    return CutByWeight<true>(keys_, limit, weight, &sums_, &memory_->select, undecided_,
+                             kShareBits);
   }
   // Above it lies what must be read for the rest's squared errors to stay within tolerance^2.
   __device__ RankCut CutByError(double tolerance) {
@@ -108,7 +109,8 @@ class UnitSelector {
     const auto weight = [per_budget](uint32_t key) {
       return __float2ull_rn(fminf(ScoreOf(key) * per_budget, 2.0f) * static_cast<float>(kOne));
     };
-    return CutByWeight<false>(keys_, kOne, weight, &sums_, &memory_->select, undecided_);
+    return CutByWeight<false>(keys_, kOne, weight, &sums_, &memory_->select, undecided_,
+                              kErrorBits);
   }
 
   // What a row without a tolerance reads exactly and estimates; ranks clusters first. Code that
@@ -134,13 +136,12 @@ class UnitSelector {
   __device__ void MeasureOutputs();
 
  private:
-  // Token counts over all passes.
-  struct Totals {
-    Weight64 exact = 0;  // of the unit
-    Weight64 rest = 0;   // this thread's: estimated (low bits) and dropped ones (from kRestBits on)
-  };
-  // A unit has fewer than 2^28 tokens, and TeamSums holds twice that.
-  static constexpr uint32_t kRestBits = 28;
+  // Of keys: shares are hardly above 1, errors have the sign's bit to spare.
+  static constexpr uint32_t kShareBits = 30;
+  static constexpr uint32_t kErrorBits = 32;
+  // Token counts of exact clusters (low bits) and of estimated ones go together: a unit has fewer
+  // than 2^28 tokens, and TeamSums holds twice that.
+  static constexpr uint32_t kCountBits = 28;
 
   // Whether a key is above the cut; *ties: keys equal to it that came before.
   static __device__ __forceinline__ bool Above(uint32_t key, RankCut cut, uint32_t* ties) {
@@ -150,6 +151,7 @@ class UnitSelector {
   // *before: of passes before this one; brought up to date.
   __device__ Weight64 TiesBefore(const uint32_t (&keys)[kGroupSlots], RankCut first, RankCut second,
                                  Weight64* before) {
+    if (first.ties == 0 && second.ties == 0) return 0;
     Weight64 ties = 0, total;
 #pragma unroll
     for (uint32_t i = 0; i < kGroupSlots; ++i) {
@@ -160,7 +162,9 @@ class UnitSelector {
     return own;
   }
   __device__ void AssignGroup(uint32_t first, const uint32_t (&keys)[kGroupSlots], RankCut exact,
-                              RankCut kept, bool keep, Weight64 ties, Totals* totals);
+                              RankCut kept, bool keep, Weight64 ties, Weight64* tokens_before);
+  __device__ __forceinline__ void ListTokens(const uint32_t (&starts)[kGroupSlots + 1],
+                                             uint32_t chosen, uint32_t segment, uint32_t place);
 
   const StepHeader& step_;
   const UnitPlace& unit_;
@@ -180,7 +184,9 @@ class UnitSelector {
 template <typename Team, typename Lookup>
 __device__ __forceinline__ void UnitSelector<Team, Lookup>::RankByMass(bool optimistic) {
   const uint32_t kind = optimistic ? 1 : 0;
-  for (uint32_t first = keys_.first(); first < row_.slots; first += keys_.pass_slots()) {
+  for (uint32_t pass = 0; pass < row_.slots; pass += keys_.pass_slots()) {
+    const uint32_t first = keys_.First(pass);
+    if (first >= row_.slots) continue;
     float score[kGroupSlots] = {};
     uint32_t keys[kGroupSlots];
     bool cluster[kGroupSlots] = {};
@@ -202,13 +208,15 @@ __device__ __forceinline__ void UnitSelector<Team, Lookup>::RankByMass(bool opti
     }
 #pragma unroll
     for (uint32_t i = 0; i < kGroupSlots; ++i) keys[i] = cluster[i] ? KeyOf(score[i]) : 0;
-    keys_.Store(first, keys);
+    keys_.Store(pass, first, keys);
   }
 }
 
 template <typename Team, typename Lookup>
 __device__ void UnitSelector<Team, Lookup>::RankByError() {
-  for (uint32_t first = keys_.first(); first < row_.slots; first += keys_.pass_slots()) {
+  for (uint32_t pass = 0; pass < row_.slots; pass += keys_.pass_slots()) {
+    const uint32_t first = keys_.First(pass);
+    if (first >= row_.slots) continue;
     const SlotPlace place = lookup_.Of(first);
     float score[kGroupSlots] = {}, spread[kGroupSlots] = {};
     uint32_t keys[kGroupSlots];
@@ -234,7 +242,7 @@ __device__ void UnitSelector<Team, Lookup>::RankByError() {
     for (uint32_t i = 0; i < kGroupSlots; ++i) {
       keys[i] = place.cluster + i < place.clusters ? KeyOf(score[i] / step_.group) : 0;
     }
-    keys_.Store(first, keys);
+    keys_.Store(pass, first, keys);
   }
 }
 
@@ -242,9 +250,9 @@ template <typename Team, typename Lookup>
 __device__ void UnitSelector<Team, Lookup>::MarkFloor(RankCut floor) {
   Weight64 before = 0;
   for (uint32_t pass = 0; pass < row_.slots; pass += keys_.pass_slots()) {
-    const uint32_t first = pass + keys_.first();
-    uint32_t keys[kGroupSlots] = {};
-    if (first < row_.slots) keys_.Load(first, keys);
+    const uint32_t first = keys_.First(pass);
+    uint32_t keys[kGroupSlots];
+    keys_.Load(pass, first, keys);
     auto ties = static_cast<uint32_t>(TiesBefore(keys, floor, kTakeNone, &before));
     if (first >= row_.slots) continue;
 #pragma unroll
@@ -256,21 +264,19 @@ __device__ void UnitSelector<Team, Lookup>::MarkFloor(RankCut floor) {
 
 template <typename Team, typename Lookup>
 __device__ UnitResult UnitSelector<Team, Lookup>::Assign(RankCut exact, RankCut kept, bool keep) {
-  Weight64 before = 0;
-  Totals totals;
+  Weight64 before = 0, tokens = 0;
   for (uint32_t pass = 0; pass < row_.slots; pass += keys_.pass_slots()) {
-    const uint32_t first = pass + keys_.first();
-    uint32_t keys[kGroupSlots] = {};
-    if (first < row_.slots) keys_.Load(first, keys);
+    const uint32_t first = keys_.First(pass);
+    uint32_t keys[kGroupSlots];
+    keys_.Load(pass, first, keys);
     const Weight64 ties = TiesBefore(keys, exact, kept, &before);
-    AssignGroup(first, keys, exact, kept, keep, ties, &totals);
+    AssignGroup(first, keys, exact, kept, keep, ties, &tokens);
   }
-  const Weight64 rest = sums_.Sum(totals.rest);
   UnitResult result = {};
   result.clusters = clusters_;
-  result.chosen_tokens = static_cast<uint32_t>(totals.exact);
-  result.estimated_tokens = rest & ((1u << kRestBits) - 1);
-  result.dropped_tokens = rest >> kRestBits;
+  result.chosen_tokens = static_cast<uint32_t>(tokens & ((1u << kCountBits) - 1));
+  result.estimated_tokens = tokens >> kCountBits;
+  result.dropped_tokens = row_.clustered_tokens - result.chosen_tokens - result.estimated_tokens;
   return result;
 }
 
@@ -279,7 +285,7 @@ template <typename Team, typename Lookup>
 __device__ void UnitSelector<Team, Lookup>::AssignGroup(uint32_t first,
                                                         const uint32_t (&keys)[kGroupSlots],
                                                         RankCut exact, RankCut kept, bool keep,
-                                                        Weight64 ties, Totals* totals) {
+                                                        Weight64 ties, Weight64* tokens_before) {
   const bool used = first < row_.slots;
   const SlotPlace place = lookup_.Of(used ? first : 0);
   uint32_t starts[kGroupSlots + 1] = {};
@@ -309,9 +315,9 @@ __device__ void UnitSelector<Team, Lookup>::AssignGroup(uint32_t first,
         fate = kFateExact;
         chosen |= 1u << i;
         tokens += size;
-      } else if (keys[i] != 0) {
-        fate = within ? kFateEstimated : kFateDropped;
-        totals->rest += within ? size : static_cast<Weight64>(size) << kRestBits;
+      } else if (keys[i] != 0 && within) {
+        fate = kFateEstimated;
+        tokens += static_cast<Weight64>(size) << kCountBits;
       }
       now |= fate << b * 8;
     }
@@ -319,15 +325,32 @@ __device__ void UnitSelector<Team, Lookup>::AssignGroup(uint32_t first,
   }
 
   Weight64 total;
-  uint32_t next = static_cast<uint32_t>(totals->exact + sums_.Scan(tokens, &total));
-  totals->exact += total;
+  const Weight64 place_of_first = *tokens_before + sums_.Scan(tokens, &total);
+  *tokens_before += total;
+  ListTokens(starts, chosen, place.segment,
+             static_cast<uint32_t>(place_of_first & ((1u << kCountBits) - 1)));
+}
+
+// The chosen clusters' tokens, from `place` of the unit's list on. A warp lists them together, one
+// cluster after the other.
+template <typename Team, typename Lookup>
+__device__ __forceinline__ void UnitSelector<Team, Lookup>::ListTokens(
+    const uint32_t (&starts)[kGroupSlots + 1], uint32_t chosen, uint32_t segment, uint32_t place) {
   uint32_t* list = UnitChosen(step_, unit_);
 #pragma unroll
   for (uint32_t i = 0; i < kGroupSlots; ++i) {
-    if ((chosen >> i & 1) == 0) continue;
-    for (uint32_t token = starts[i]; token < starts[i + 1]; ++token) {
-      list[next++] = place.segment << 16 | token;
+    const bool own = (chosen >> i & 1) != 0;
+    for (uint32_t left = __ballot_sync(~0u, own); left != 0; left &= left - 1) {
+      const int thread = __ffs(static_cast<int>(left)) - 1;
+      const uint32_t begin = __shfl_sync(~0u, starts[i], thread);
+      const uint32_t end = __shfl_sync(~0u, starts[i + 1], thread);
+      const uint32_t of_segment = __shfl_sync(~0u, segment, thread) << 16;
+      uint32_t* to = list + __shfl_sync(~0u, place, thread);
+      for (uint32_t token = begin + threadIdx.x % 32; token < end; token += 32) {
+        to[token - begin] = of_segment | token;
+      }
     }
+    place += own ? starts[i + 1] - starts[i] : 0;
   }
 }
 
