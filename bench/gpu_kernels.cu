@@ -177,7 +177,7 @@ class Layer {
     const bool tolerance = policy.second_order && std::isfinite(policy.tolerance);
     if (with_teams && clusters && !tolerance && shape_.group <= kLanes &&
         shape_.dim <= kTeamValueDimMax && segments_of_row_ <= kTeamSegmentsMax) {
-      row.team_blocks = kTeamBlocks[TeamSizeFor(slots)];
+      row.team_blocks = kTeamBlocks[TeamSizeFor(slots + shape_.tail)];
       row.read_pieces = row.estimate_pieces = row.team_blocks;
     }
     row.exact_share = policy.exact_share, row.estimated_share = policy.estimated_share;
@@ -187,10 +187,8 @@ class Layer {
     const uint32_t units_of_row =
         (row.query_tokens + row.tokens_per_unit - 1) / row.tokens_per_unit * shape_.kv_heads;
     const uint32_t tiles = row.tiles_per_unit;
-    const uint32_t states_of_tile =
-        row.read_pieces + row.estimate_pieces + (clusters ? kChosenPiecesMax : 0);
-    const uint64_t scores_of_unit =
-        uint64_t{slots} * ((row.second_order ? 2 : 1) * shape_.group + 1);
+    const uint64_t states_of_tile = StatesPerTile(row);
+    const uint64_t scores_of_unit = ScoresPerUnit(row, shape_.group);
     std::vector<RowRef> rows;
     std::vector<TeamUnit> team_units;
     uint64_t states = 0, scores = 0, fates = 0, tokens = 0;
@@ -210,10 +208,12 @@ class Layer {
         tokens += units_of_row * clustered;
       }
       rows.push_back(row);
-      for (uint32_t u = 0; row.team_blocks != 0 && u < units_of_row; ++u) team_units.push_back({r, u});
+      for (uint32_t u = 0; row.team_blocks != 0 && u < units_of_row; ++u)
+        team_units.push_back({r, u});
     }
     for (uint32_t i = 0; i < kTeamSizes; ++i) {
-      if (row.team_blocks == kTeamBlocks[i]) step.team_counts[i] = static_cast<uint32_t>(team_units.size());
+      if (row.team_blocks == kTeamBlocks[i])
+        step.team_counts[i] = static_cast<uint32_t>(team_units.size());
     }
     step.team_units = Keep(OnDevice(team_units));
     step.rows = shape_.rows;

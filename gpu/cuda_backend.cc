@@ -250,7 +250,7 @@ class CudaBackend : public Backend {
     {
       ATTND_ASSIGN_OR_RETURN(const ContextPool::Lease context,
                              streams_.Take([&] { return CheckAlive(request); }));
-      DeviceStep step(request, store_.get(), context.get(), timed);
+      DeviceStep step(request, store_.get(), context.get(), options_.teams, timed);
       absl::Status status = step.Run();
       if (absl::IsCancelled(status) || absl::IsDeadlineExceeded(status)) return status;
       if (!status.ok()) {

@@ -53,7 +53,7 @@ uint64_t IndexScratchBytes(const KernelShape& shape, uint32_t kv_heads, uint32_t
 struct StageSeconds {
   double score = 0;  // prepare and read: zones and dense tokens are read while clusters are scored
   double select = 0;
-  double attend = 0;  // measure and finish
+  double attend = 0;  // measure and finish; all that teams do
   double merge = 0;
 };
 
@@ -64,7 +64,9 @@ class Stream {
   // Host addresses are of pinned memory that stays as it is until the copy has run.
   virtual absl::Status CopyToDevice(std::byte* to, const std::byte* from, size_t bytes) = 0;
   virtual absl::Status CopyToHost(std::byte* to, const std::byte* from, size_t bytes) = 0;
-  // Runs a step's stages. `header` says what the device finds at `device_header`; `timed` asks for
+  // Whether steps may have units that teams answer. Always the same.
+  virtual bool has_teams() const = 0;
+  // Runs a step. `header` says what the device finds at `device_header`; `timed` asks for
   // stage_seconds().
   virtual absl::Status RunStep(const KernelShape& shape, const StepHeader& header,
                                const StepHeader* device_header, bool measure, bool timed) = 0;

@@ -20,11 +20,11 @@ constexpr uint64_t kStagedShare = 4;  // of the input block, one in so many byte
 }  // namespace
 
 DeviceStep::DeviceStep(const attention::StepRequest& request, MirrorStore* store,
-                       StreamContext* context, bool timed)
+                       StreamContext* context, bool teams, bool timed)
     : request_(request),
       context_(context),
       timed_(timed),
-      writer_(context->room()),
+      writer_(context->room(), teams && context->stream().has_teams()),
       totals_(request),
       uploader_(store, context) {}
 

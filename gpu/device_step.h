@@ -23,7 +23,7 @@ namespace attnd::gpu {
 class DeviceStep {
  public:
   DeviceStep(const attention::StepRequest& request, MirrorStore* store, StreamContext* context,
-             bool timed);
+             bool teams, bool timed);
 
   // Answers the rows. Cancelled, DeadlineExceeded: nobody waits any more. Any other error is the
   // device's, which can then no longer be used. Rows that the device has no room for are left over.

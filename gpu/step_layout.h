@@ -41,12 +41,12 @@ inline constexpr uint32_t kChosenPieceTokens = 128;
 inline constexpr uint32_t kChosenPiecesMax = 64;
 inline constexpr uint32_t kEstimatePieceSlots = 512;
 inline constexpr uint32_t kEstimatePiecesMax = 64;
-// A unit may be answered by a team: blocks of one thread-block cluster, as few as have at most
-// kTeamBlockSlots of its slots each, or kTeamBlocksMax. Such units know no stages. 14 blocks, as a
-// part of the H200 within which clusters lie holds 72 blocks, or 64: five teams, or four, where of
-// 16 blocks it would hold four, and 32 units would not fit at once.
-inline constexpr uint32_t kTeamWarps = 4;  // of a block
-inline constexpr uint32_t kTeamBlockSlots = 320;
+// A unit of clusters may be answered by a team: the blocks of one thread-block cluster, which know
+// no stages. 12 at most, as the multiprocessors within which an H200's clusters lie are 18, less
+// often 16, and hold four blocks each: 37 teams of 12 at once, but 30 of 14 and 28 of 16, and 32
+// units are four rows of eight KV heads.
+inline constexpr uint32_t kTeamWarps = 4;        // of a block
+inline constexpr uint32_t kTeamBlockWork = 320;  // see TeamSizeFor
 inline constexpr uint32_t kTeamBlocks[] = {1, 2, 4, 7, 12};
 inline constexpr uint32_t kTeamSizes = sizeof(kTeamBlocks) / sizeof(kTeamBlocks[0]);
 inline constexpr uint32_t kTeamBlocksMax = kTeamBlocks[kTeamSizes - 1];
@@ -106,10 +106,10 @@ struct RowRef {
   uint32_t estimate_piece_slots;  // a multiple of kSlotChunk
   uint32_t first_read_item;       // items of a row: (unit, tile, piece), piece fastest
   uint32_t first_score_item;      // (unit, slots / kSlotChunk), chunk fastest; tiles share an item
-  uint32_t team_blocks;           // of each of its units' teams; 0: the stages answer them. Then a
-                                  // unit's states are, of each block, one of zones (read_pieces),
-                                  // one of estimates (estimate_pieces) and one of chosen tokens,
-                                  // and it has no read and no score items.
+  uint32_t team_blocks;           // of each of its units' teams; 0: the stages answer them. A
+                                  // team's block leaves a state of zones, one of estimates and one
+                                  // of chosen tokens: so many read and estimate pieces. It has no
+                                  // read and no score items.
 
   // Places in scratch memory, of the row's first unit; the others follow at the same distance.
   uint32_t first_state;  // of states; a tile has read_pieces, then estimate_pieces, then
@@ -134,14 +134,16 @@ constexpr bool HasTolerance(const RowRef& row) {
   return row.kind == UnitKind::kClusters && row.cut == CutKind::kErrorBudget &&
          row.tolerance < std::numeric_limits<double>::infinity();
 }
-// Which of kTeamBlocks a unit with so many slots takes.
-constexpr uint32_t TeamSizeFor(uint64_t slots) {
+// Which of kTeamBlocks a unit takes: the first whose blocks have at most kTeamBlockWork each, or
+// the last. work: slots and tokens that it reads, or is likely to.
+constexpr uint32_t TeamSizeFor(uint64_t work) {
   uint32_t size = 0;
-  while (size + 1 < kTeamSizes && uint64_t{kTeamBlocks[size]} * kTeamBlockSlots < slots) ++size;
+  while (size + 1 < kTeamSizes && uint64_t{kTeamBlocks[size]} * kTeamBlockWork < work) ++size;
   return size;
 }
 // Distances, in elements, between what a row's tiles and units have in scratch memory.
 constexpr uint64_t StatesPerTile(const RowRef& row) {
+  if (row.team_blocks != 0) return uint64_t{3} * row.team_blocks;
   return uint64_t{row.read_pieces} + row.estimate_pieces +
          (row.kind == UnitKind::kClusters ? kChosenPiecesMax : 0);
 }
@@ -245,11 +247,11 @@ struct StepHeader {
   uint32_t kv_heads;
   uint32_t head_dim;
   uint32_t value_dim;
-  uint32_t group;                // query heads of a KV head
-  uint32_t tiles;                // of all units
-  uint32_t tiles_max;            // of a unit
-  uint32_t estimate_pieces_max;  // of a row
-  uint32_t query_dtype;          // DType
+  uint32_t group;                    // query heads of a KV head
+  uint32_t tiles;                    // of all units
+  uint32_t tiles_max;                // of a unit
+  uint32_t estimate_pieces_max;      // of a row
+  uint32_t query_dtype;              // DType
   uint32_t team_counts[kTeamSizes];  // units whose teams have kTeamBlocks[i]
   float softmax_scale;
   uint64_t block_head_bytes;  // of a tail block, from one KV head to the next

@@ -135,8 +135,8 @@ void StepWriter::Counts::Add(const Counts& other) {
   constexpr uint64_t Counts::*kFields[] = {
       &Counts::rows,        &Counts::units,        &Counts::tiles,         &Counts::read_items,
       &Counts::score_items, &Counts::query_tokens, &Counts::states,        &Counts::scores,
-      &Counts::fates,       &Counts::chosen,       &Counts::chosen_pieces, &Counts::segments,
-      &Counts::blocks,      &Counts::uploads,      &Counts::staged_bytes};
+      &Counts::fates,       &Counts::chosen,       &Counts::chosen_pieces, &Counts::team_units,
+      &Counts::segments,    &Counts::blocks,       &Counts::uploads,       &Counts::staged_bytes};
   static_assert(sizeof(kFields) / sizeof(kFields[0]) * sizeof(uint64_t) == sizeof(Counts));
   for (const auto field : kFields) this->*field = Plus(this->*field, other.*field);
 }
@@ -204,7 +204,21 @@ RowRef StepWriter::Describe(const StepRow& row, uint32_t first_token, uint32_t t
   ref.p2 = policy.p2;
   ref.tolerance = policy.tolerance;
   ref.floor = policy.floor;
+  ref.team_blocks = TeamBlocksOf(ref, tail_end);
+  if (ref.team_blocks != 0) ref.read_pieces = ref.estimate_pieces = ref.team_blocks;
   return ref;
+}
+
+uint32_t StepWriter::TeamBlocksOf(const RowRef& ref, uint64_t tail_tokens) const {
+  if (!teams_ || ref.kind != UnitKind::kClusters || HasTolerance(ref) || group_ > kLanes ||
+      shape_.value_dim > kTeamValueDimMax || ref.segment_count > kTeamSegmentsMax) {
+    return 0;
+  }
+  const double share = ref.cut == CutKind::kTopK          ? ref.exact_share
+                       : ref.cut == CutKind::kErrorBudget ? ref.floor
+                                                          : 0;
+  const auto chosen = static_cast<uint64_t>(share * static_cast<double>(ref.clustered_tokens));
+  return kTeamBlocks[TeamSizeFor(ref.slots + tail_tokens + chosen)];
 }
 
 StepWriter::Counts StepWriter::CountsOf(const RowRef& ref, const StepRow& row,
@@ -215,14 +229,16 @@ StepWriter::Counts StepWriter::CountsOf(const RowRef& ref, const StepRow& row,
   counts.query_tokens = ref.query_tokens;
   counts.units = Times(CeilOf(ref.query_tokens, ref.tokens_per_unit), kv_heads_);
   counts.tiles = Times(counts.units, ref.tiles_per_unit);
-  counts.read_items = Times(counts.tiles, ref.read_pieces);
+  const bool team = ref.team_blocks != 0;
+  counts.team_units = team ? counts.units : 0;
+  counts.read_items = team ? 0 : Times(counts.tiles, ref.read_pieces);
   counts.states = Times(counts.tiles, StatesPerTile(ref));
   if (clusters) {
-    counts.score_items = Times(counts.units, ref.slots / kSlotChunk);
+    counts.score_items = team ? 0 : Times(counts.units, ref.slots / kSlotChunk);
     counts.scores = Times(counts.units, ScoresPerUnit(ref, group_));
     counts.fates = Times(counts.units, ref.slots);
     counts.chosen = Times(counts.units, ref.clustered_tokens);
-    counts.chosen_pieces = Times(counts.tiles, kChosenPiecesMax);
+    counts.chosen_pieces = team ? 0 : Times(counts.tiles, kChosenPiecesMax);
   }
   counts.segments = ref.segment_count;
   counts.blocks = TailBlocksSeen(row);
@@ -242,6 +258,7 @@ StepWriter::Places StepWriter::PlacesOf(const Counts& counts) const {
   places.segments = input.Place(counts.segments, sizeof(SegmentRef));
   places.blocks = input.Place(counts.blocks, sizeof(const std::byte*));
   places.upload_refs = input.Place(counts.uploads, sizeof(UploadRef));
+  places.team_units = input.Place(counts.team_units, sizeof(TeamUnit));
   places.queries = input.Place(Times(counts.query_tokens, query_heads),
                                shape_.head_dim * DTypeBytes(query_dtype_));
   places.staged = input.Place(counts.staged_bytes, 1);
@@ -278,8 +295,8 @@ bool StepWriter::Fits(const Counts& counts) const {
   constexpr uint64_t kNumberMax = std::numeric_limits<uint32_t>::max();
   for (const uint64_t number :
        {counts.rows, counts.units, counts.tiles, counts.read_items, counts.score_items,
-        counts.query_tokens, counts.states, counts.chosen_pieces, counts.segments, counts.blocks,
-        counts.uploads}) {
+        counts.query_tokens, counts.states, counts.chosen_pieces, counts.team_units,
+        counts.segments, counts.blocks, counts.uploads}) {
     if (number > kNumberMax) return false;
   }
   const Places places = PlacesOf(counts);
@@ -355,6 +372,7 @@ uint64_t StepWriter::Write(std::byte* input, std::byte* device_input, std::byte*
   h.tiles = Narrow(counts_.tiles);
   h.tiles_max = tiles_per_unit_;
   for (const RowPart& part : parts_) {
+    if (part.ref.team_blocks != 0) continue;
     h.estimate_pieces_max = std::max(h.estimate_pieces_max, part.ref.estimate_pieces);
   }
   h.query_dtype = static_cast<uint32_t>(query_dtype_);
@@ -365,6 +383,7 @@ uint64_t StepWriter::Write(std::byte* input, std::byte* device_input, std::byte*
   h.segments = At<SegmentRef>(device_input, places.segments);
   h.blocks = At<const std::byte*>(device_input, places.blocks);
   h.upload_refs = At<UploadRef>(device_input, places.upload_refs);
+  h.team_units = At<TeamUnit>(device_input, places.team_units);
   h.staged = device_input + places.staged;
   h.queries = device_input + places.queries;
   h.query_fragments = At<uint32_t>(device_scratch, places.query_fragments);
@@ -382,6 +401,7 @@ uint64_t StepWriter::Write(std::byte* input, std::byte* device_input, std::byte*
   h.lse = At<float>(results, places.result.lse);
   h.lane_results = At<LaneResult>(results, places.result.lane_results);
 
+  WriteTeamUnits(At<TeamUnit>(input, places.team_units));
   std::memcpy(input, &h, sizeof(h));
   for (size_t i = 0; i < parts_.size(); ++i) {
     At<RowRef>(input, places.rows)[i] = parts_[i].ref;
@@ -422,6 +442,18 @@ void StepWriter::WriteRow(const RowPart& part, const RowMemory& memory, const Pl
       uint64_t{kv_heads_} * group_ * shape_.head_dim * DTypeBytes(query_dtype_);
   std::memcpy(input + places.queries + part.ref.first_query_token * token_bytes,
               row.queries + part.first_token * token_bytes, part.tokens * token_bytes);
+}
+
+void StepWriter::WriteTeamUnits(TeamUnit* units) {
+  for (uint32_t size = 0; size < kTeamSizes; ++size) {
+    for (uint32_t row = 0; row < parts_.size(); ++row) {
+      const RowRef& ref = parts_[row].ref;
+      if (ref.team_blocks != kTeamBlocks[size]) continue;
+      const uint32_t count = ref.query_tokens * kv_heads_;  // as tokens_per_unit is 1
+      for (uint32_t unit = 0; unit < count; ++unit) *units++ = {row, unit};
+      header_.team_counts[size] += count;
+    }
+  }
 }
 
 void StepWriter::WriteUploads(const Places& places, std::byte* input) const {

@@ -74,7 +74,8 @@ struct ResultPlaces {
 // One thread at a time. Use: Begin; Fitting and Add for each row; Write; read the wave's parts.
 class StepWriter {
  public:
-  explicit StepWriter(const WaveRoom& room) : room_(room) {}
+  // teams: whether the device has them.
+  StepWriter(const WaveRoom& room, bool teams) : room_(room), teams_(teams) {}
 
   // An empty wave for rows like `row`. `with_fates`: fates are results.
   void Begin(const attention::StepRow& row, uint32_t layer, bool with_fates);
@@ -106,12 +107,12 @@ class StepWriter {
   struct Counts {
     uint64_t rows = 0, units = 0, tiles = 0, read_items = 0, score_items = 0, query_tokens = 0;
     uint64_t states = 0, scores = 0, fates = 0, chosen = 0, chosen_pieces = 0;
-    uint64_t segments = 0, blocks = 0, uploads = 0, staged_bytes = 0;
+    uint64_t team_units = 0, segments = 0, blocks = 0, uploads = 0, staged_bytes = 0;
     void Add(const Counts& other);
   };
   // Byte offsets of all parts of the two blocks.
   struct Places {
-    uint64_t rows, segments, blocks, upload_refs, queries, staged, input_bytes;
+    uint64_t rows, segments, blocks, upload_refs, team_units, queries, staged, input_bytes;
     uint64_t query_fragments, states, scores, chosen, score_partials, lane_scales, chunks,
         chosen_pieces, cursors, results, scratch_bytes;
     ResultPlaces result;
@@ -124,11 +125,17 @@ class StepWriter {
   Places PlacesOf(const Counts& counts) const;
   bool Fits(const Counts& counts) const;
   uint32_t TokensPerUnit(UnitKind kind) const;
+  // Blocks of the teams that answer the row's units; 0 if the stages do. tail_tokens: that are
+  // seen.
+  uint32_t TeamBlocksOf(const RowRef& ref, uint64_t tail_tokens) const;
+  // Lists the units that teams answer; fills the header's counts of them.
+  void WriteTeamUnits(TeamUnit* units);
   void WriteRow(const RowPart& part, const RowMemory& memory, const Places& places,
                 std::byte* input) const;
   void WriteUploads(const Places& places, std::byte* input) const;
 
   const WaveRoom room_;
+  const bool teams_;
 
   // Of the wave.
   KernelShape shape_{};

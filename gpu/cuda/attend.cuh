@@ -127,7 +127,8 @@ class PageReader {
   }
 
   // The piece's pages from number `first` on, every stride-th.
-  __device__ __forceinline__ void Run(uint32_t first, uint32_t stride, WarpState<kValueDim>* state) {
+  __device__ __forceinline__ void Run(uint32_t first, uint32_t stride,
+                                      WarpState<kValueDim>* state) {
     const uint32_t pages = (source_.end - 1) / kPageRows + 1;
     uint32_t page = source_.begin / kPageRows + first;
     uint32_t ahead = page;

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <utility>
 
@@ -45,26 +46,42 @@ std::string WhyNot(int device, const cudaDeviceProp& properties) {
   return "this build has no kernels for it";
 }
 
+constexpr struct {
+  KernelShape shape;
+  const StepKernels* kernels;
+} kKernels[] = {
+    {{DType::kBf16, 64, 64}, &kStepBf16_64_64},     {{DType::kBf16, 128, 128}, &kStepBf16_128_128},
+    {{DType::kBf16, 192, 128}, &kStepBf16_192_128}, {{DType::kBf16, 256, 256}, &kStepBf16_256_256},
+    {{DType::kFp16, 64, 64}, &kStepFp16_64_64},     {{DType::kFp16, 128, 128}, &kStepFp16_128_128},
+    {{DType::kFp16, 192, 128}, &kStepFp16_192_128}, {{DType::kFp16, 256, 256}, &kStepFp16_256_256},
+};
+static_assert(std::size(kKernels) == std::size(kPayloadTypes) * std::size(kHeadDims));
+
 // The kernels of a shape, or null.
 const StepKernels* KernelsFor(const KernelShape& shape) {
-  constexpr struct {
-    KernelShape shape;
-    const StepKernels* kernels;
-  } kKernels[] = {
-      {{DType::kBf16, 64, 64}, &kStepBf16_64_64},
-      {{DType::kBf16, 128, 128}, &kStepBf16_128_128},
-      {{DType::kBf16, 192, 128}, &kStepBf16_192_128},
-      {{DType::kBf16, 256, 256}, &kStepBf16_256_256},
-      {{DType::kFp16, 64, 64}, &kStepFp16_64_64},
-      {{DType::kFp16, 128, 128}, &kStepFp16_128_128},
-      {{DType::kFp16, 192, 128}, &kStepFp16_192_128},
-      {{DType::kFp16, 256, 256}, &kStepFp16_256_256},
-  };
-  static_assert(std::size(kKernels) == std::size(kPayloadTypes) * std::size(kHeadDims));
   for (const auto& entry : kKernels) {
     if (entry.shape == shape) return entry.kernels;
   }
   return nullptr;
+}
+
+// Whether the device can hold the largest teams of every shape that has them.
+bool RunsTeams(int device) {
+  int clusters = 0;
+  if (cudaSetDevice(device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&clusters, cudaDevAttrClusterLaunch, device) != cudaSuccess ||
+      clusters == 0) {
+    return false;
+  }
+  for (const auto& entry : kKernels) {
+    int at_once = 0;
+    if (entry.kernels->count_teams == nullptr) continue;
+    if (entry.kernels->count_teams(&at_once) != cudaSuccess || at_once == 0) {
+      static_cast<void>(cudaGetLastError());
+      return false;
+    }
+  }
+  return true;
 }
 
 // The device is a setting of each thread; streams are used from any.
@@ -102,8 +119,8 @@ class Event {
 // A stream, and one beside it for the halves of stages that may run at the same time.
 class CudaStream : public Stream {
  public:
-  CudaStream(int device, uint32_t multiprocessors)
-      : device_(device), multiprocessors_(multiprocessors) {}
+  CudaStream(int device, uint32_t multiprocessors, bool has_teams)
+      : device_(device), multiprocessors_(multiprocessors), has_teams_(has_teams) {}
   ~CudaStream() override {
     if (!UseDevice(device_).ok()) return;
     for (cudaStream_t stream : {main_, side_}) {
@@ -131,6 +148,8 @@ class CudaStream : public Stream {
   absl::Status CopyToHost(std::byte* to, const std::byte* from, size_t bytes) override {
     return Copy(to, from, bytes, cudaMemcpyDeviceToHost);
   }
+
+  bool has_teams() const override { return has_teams_; }
 
   absl::Status RunStep(const KernelShape& shape, const StepHeader& header,
                        const StepHeader* /*device_header*/, bool measure, bool timed) override {
@@ -181,7 +200,13 @@ class CudaStream : public Stream {
     ATTND_RETURN_IF_ERROR(UseDevice(device_));
     timed_ = timed;
     ATTND_RETURN_IF_ERROR(EndStage(kStart));
+    const uint32_t teams =
+        std::accumulate(std::begin(header.team_counts), std::end(header.team_counts), 0u);
+    if (teams == header.units) return LaunchTeamsAlone(*kernels, header);
     ATTND_RETURN_IF_ERROR(Launched(kernels->prepare(header, main_), "prepare"));
+    if (teams > 0) {
+      ATTND_RETURN_IF_ERROR(Launched(kernels->teams(header, /*overlap=*/true, main_), "teams"));
+    }
     const bool clusters = header.score_items > 0;
     ATTND_RETURN_IF_ERROR(Read(*kernels, header));
     ATTND_RETURN_IF_ERROR(EndStage(kScore));
@@ -194,6 +219,17 @@ class CudaStream : public Stream {
     if (clusters) ATTND_RETURN_IF_ERROR(Finish(*kernels, header));
     ATTND_RETURN_IF_ERROR(EndStage(kAttend));
     ATTND_RETURN_IF_ERROR(Launched(kernels->merge(header, main_), "merge"));
+    return EndStage(kMerge);
+  }
+
+  // A step without stages but prepare, if that has anything to bring.
+  absl::Status LaunchTeamsAlone(const StepKernels& kernels, const StepHeader& header) {
+    ATTND_RETURN_IF_ERROR(EndStage(kScore));
+    ATTND_RETURN_IF_ERROR(EndStage(kSelect));
+    const bool prepare = header.uploads > 0;
+    if (prepare) ATTND_RETURN_IF_ERROR(Launched(kernels.prepare(header, main_), "prepare"));
+    ATTND_RETURN_IF_ERROR(Launched(kernels.teams(header, /*overlap=*/prepare, main_), "teams"));
+    ATTND_RETURN_IF_ERROR(EndStage(kAttend));
     return EndStage(kMerge);
   }
 
@@ -246,6 +282,7 @@ class CudaStream : public Stream {
 
   const int device_;
   const uint32_t multiprocessors_;
+  const bool has_teams_;
   cudaStream_t main_ = nullptr;
   cudaStream_t side_ = nullptr;
   Event fork_, join_;
@@ -259,7 +296,8 @@ class CudaDevice : public Device {
       : device_(device),
         name_(properties.name),
         memory_bytes_(properties.totalGlobalMem),
-        multiprocessors_(static_cast<uint32_t>(properties.multiProcessorCount)) {}
+        multiprocessors_(static_cast<uint32_t>(properties.multiProcessorCount)),
+        has_teams_(RunsTeams(device)) {}
 
   const std::string& name() const override { return name_; }
   uint64_t memory_bytes() const override { return memory_bytes_; }
@@ -286,7 +324,7 @@ class CudaDevice : public Device {
     if (memory != nullptr && UseDevice(device_).ok()) static_cast<void>(cudaFreeHost(memory));
   }
   absl::StatusOr<std::unique_ptr<Stream>> NewStream() override {
-    auto stream = std::make_unique<CudaStream>(device_, multiprocessors_);
+    auto stream = std::make_unique<CudaStream>(device_, multiprocessors_, has_teams_);
     ATTND_RETURN_IF_ERROR(stream->Create());
     return stream;
   }
@@ -296,6 +334,7 @@ class CudaDevice : public Device {
   const std::string name_;
   const uint64_t memory_bytes_;
   const uint32_t multiprocessors_;
+  const bool has_teams_;
 };
 
 }  // namespace

@@ -38,25 +38,68 @@ struct EstimateSource {
 struct ClusterInputs {
   float4 log_mass, d2, norm2, spread;
   uint32_t fates;  // a byte each
-
-  // Clusters from `first` of the chunk on.
-  __device__ __forceinline__ void Load(const EstimateSource& source, const ChunkRef& chunk,
-                                       uint32_t first) {
-    const uint32_t at = first + 4 * (threadIdx.x % 4);
-    const float* scores = chunk.scores + uint64_t{source.lane} * chunk.slots + at;
-    fates = *reinterpret_cast<const uint32_t*>(chunk.fates + at);
-    log_mass = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
-    d2 = norm2 = spread = make_float4(0, 0, 0, 0);
-    if (!source.used) return;
-    log_mass = *reinterpret_cast<const float4*>(scores);
-    if (chunk.second_order == 0) return;
-    d2 = *reinterpret_cast<const float4*>(scores + uint64_t{source.group} * chunk.slots);
-    // Parts are 64-byte aligned, and so have room for a multiple of four.
-    const uint32_t c = min(chunk.first + at, (chunk.max_clusters - 1) / 4 * 4);
-    norm2 = *reinterpret_cast<const float4*>(Part<float>(chunk, chunk.offsets.value_norm2) + c);
-    spread = *reinterpret_cast<const float4*>(Part<float>(chunk, chunk.offsets.spread) + c);
-  }
 };
+
+// A step of 16 clusters in shared memory, in a warp's ring: mean values and inputs.
+template <int kValueDim>
+struct EstimateStage {
+  static constexpr uint32_t kRowBytes = kValueDim * 2;
+  static constexpr uint32_t kLogMass = kStepSlots * kRowBytes;  // [lanes][clusters]
+  static constexpr uint32_t kD2 = kLogMass + kLanes * kStepSlots * 4;
+  static constexpr uint32_t kNorm2 = kD2 + kLanes * kStepSlots * 4;
+  static constexpr uint32_t kSpread = kNorm2 + kStepSlots * 4;
+  static constexpr uint32_t kFates = kSpread + kStepSlots * 4;
+  static constexpr uint32_t kBytes = kFates + kStepSlots;
+};
+
+// Asks for the inputs of a step. A thread's copies of scores are its own; see LoadInputs.
+template <int kValueDim>
+__device__ __forceinline__ void CopyInputs(const EstimateSource& source, const ChunkRef& chunk,
+                                           uint32_t step, uint32_t to) {
+  using Stage = EstimateStage<kValueDim>;
+  const uint32_t thread = threadIdx.x % 32, quarter = thread % 4, first = step * kStepSlots;
+  const uint32_t at = thread * 16;  // (g, t) of [lanes][clusters]
+  const auto copy = [](uint32_t place, const void* from) {
+    CopyAsync16(SharedAddress(place), static_cast<const std::byte*>(from));
+  };
+  if (source.used) {
+    const float* scores = chunk.scores + uint64_t{source.lane} * chunk.slots + first + quarter * 4;
+    copy(to + Stage::kLogMass + at, scores);
+    if (chunk.second_order != 0) {
+      copy(to + Stage::kD2 + at, scores + uint64_t{source.group} * chunk.slots);
+    }
+  }
+  if (thread < 8) {
+    // Parts are 64-byte aligned, and so have room for a multiple of four.
+    const uint32_t c = min(chunk.first + first + quarter * 4, (chunk.max_clusters - 1) / 4 * 4);
+    const uint32_t part = thread < 4 ? chunk.offsets.value_norm2 : chunk.offsets.spread;
+    copy(to + Stage::kNorm2 + at, Part<float>(chunk, part) + c);
+  }
+  if (thread == 8) copy(to + Stage::kFates, chunk.fates + first);
+}
+
+template <int kValueDim>
+__device__ __forceinline__ ClusterInputs LoadInputs(const EstimateSource& source, bool second_order,
+                                                    uint32_t from) {
+  using Stage = EstimateStage<kValueDim>;
+  const uint32_t thread = threadIdx.x % 32, t = thread % 4;
+  const auto load = [&](uint32_t place) {
+    const uint4 bits = LoadShared16(from + place);
+    return make_float4(__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z),
+                       __uint_as_float(bits.w));
+  };
+  ClusterInputs in;
+  in.log_mass = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+  in.d2 = in.norm2 = in.spread = make_float4(0, 0, 0, 0);
+  in.fates = LoadShared4(from + Stage::kFates + t * 4);
+  if (!source.used) return in;
+  in.log_mass = load(Stage::kLogMass + thread * 16);
+  if (!second_order) return in;
+  in.d2 = load(Stage::kD2 + thread * 16);
+  in.norm2 = load(Stage::kNorm2 + t * 16);
+  in.spread = load(Stage::kSpread + t * 16);
+  return in;
+}
 
 // Weights of estimates are relative to the row's greatest cluster: fp16 would lose those below
 // 2^-25, many of which add up; so they are held at a greater scale. At most 1 each, they have room.
@@ -110,7 +153,7 @@ template <typename T, int kValueDim, int kStages = kEstimateStages>
 class ChunkEstimator {
  public:
   static constexpr uint32_t kRowBytes = kValueDim * 2;
-  static constexpr uint32_t kStageBytes = kPageRows * kRowBytes;
+  static constexpr uint32_t kStageBytes = EstimateStage<kValueDim>::kBytes;
   static constexpr uint32_t kRingBytes = kStages * kStageBytes;
   static constexpr uint32_t kAhead = kStages - 1;  // no chunk has fewer steps
 
@@ -119,11 +162,8 @@ class ChunkEstimator {
       : source_(source), ring_(ring) {}
 
   template <typename Feed>
-  __device__ __forceinline__ void Run(Feed feed, WarpState<kValueDim>* state,
-                                      EstimateSums* sums) {
+  __device__ __forceinline__ void Run(Feed feed, WarpState<kValueDim>* state, EstimateSums* sums) {
     if (feed.done()) return;
-    ClusterInputs inputs, next;
-    inputs.Load(source_, feed.now(), 0);
     uint32_t stage = 0;
 #pragma unroll
     for (uint32_t i = 0; i < kAhead; ++i) Copy(feed.now(), i, i);
@@ -132,7 +172,6 @@ class ChunkEstimator {
       feed.FetchAhead();
 #pragma unroll 1
       for (uint32_t i = 0; i < chunk.steps; ++i) {
-        // What is copied now is used kAhead steps later, what is loaded one.
         const uint32_t to = (stage + kAhead) % kStages;
         if (i + kAhead < chunk.steps) {
           Copy(chunk, i + kAhead, to);
@@ -141,34 +180,32 @@ class ChunkEstimator {
         } else {
           CommitCopies();
         }
-        if (i + 1 < chunk.steps) {
-          next.Load(source_, chunk, (i + 1) * 16);
-        } else if (feed.has_next()) {
-          next.Load(source_, feed.next(), 0);
-        }
-        WeightFragment weights;
-        EstimateWeights<T>(source_, chunk.second_order != 0, inputs, &state->sum, sums, &weights);
         WaitCopies<kAhead>();
         __syncwarp();
-        AddValues<T, kValueDim>(
-            weights,
-            [&](uint32_t row, uint32_t at) {
-              return ring_ + stage * kStageBytes + MeanChunk<kRowBytes>(row, at);
-            },
-            [](uint32_t k) { return k % 8 / 2 * 4 + k / 8 * 2 + k % 2; }, state->values);
+        Add(chunk.second_order != 0, ring_ + stage * kStageBytes, state, sums);
         __syncwarp();
-        inputs = next;
         stage = (stage + 1) % kStages;
       }
     }
   }
 
  private:
-  // Asks for the mean values of 16 clusters. Slots without a cluster stand for the last one: their
-  // weight is 0, but 0 times what nobody wrote may be NaN.
+  __device__ __forceinline__ void Add(bool second_order, uint32_t from, WarpState<kValueDim>* state,
+                                      EstimateSums* sums) const {
+    WeightFragment weights;
+    EstimateWeights<T>(source_, second_order, LoadInputs<kValueDim>(source_, second_order, from),
+                       &state->sum, sums, &weights);
+    AddValues<T, kValueDim>(
+        weights, [&](uint32_t row, uint32_t at) { return from + MeanChunk<kRowBytes>(row, at); },
+        [](uint32_t k) { return k % 8 / 2 * 4 + k / 8 * 2 + k % 2; }, state->values);
+  }
+
+  // Asks for the inputs and the mean values of 16 clusters. Slots without a cluster stand for the
+  // last one: their weight is 0, but 0 times what nobody wrote may be NaN.
   __device__ __forceinline__ void Copy(const ChunkRef& chunk, uint32_t step, uint32_t stage) const {
     const std::byte* values = chunk.head + chunk.offsets.mean_values;
     const uint32_t first = chunk.first + step * 16, last = max(chunk.clusters, 1u) - 1;
+    CopyInputs<kValueDim>(source_, chunk, step, ring_ + stage * kStageBytes);
     CopyRows<kRowBytes, MeanChunk<kRowBytes>>(ring_ + stage * kStageBytes, [&](uint32_t i) {
       return values + uint64_t{min(first + i, last)} * kRowBytes;
     });

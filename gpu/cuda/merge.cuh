@@ -204,8 +204,8 @@ __device__ __forceinline__ LaneResult ResultOf(const float (&sums)[kLaneSums], f
   LaneResult result = {};
   result.covered_mass = sum * exact_factor / total;
   result.exact_mass = fmaxf(0.0f, sum - sums[kEstimated]) * exact_factor / total;
-  const float least = LeastNorm(sums[kZones] * exact_factor, norms2.y, sums[kMoments] * factor,
-                                scale.sum * factor);
+  const float least =
+      LeastNorm(sums[kZones] * exact_factor, norms2.y, sums[kMoments] * factor, scale.sum * factor);
   const float norm = fmaxf(sqrtf(norms2.x), least);
   if (sums[kErrors] > 0) {  // then something is estimated, and scale.max at most max
     result.predicted_error = sqrtf(sums[kErrors]) * Exp2(scale.max - max) / sum / norm;

@@ -22,12 +22,15 @@ __device__ __forceinline__ uint32_t SharedAddress(uint32_t offset) {
 __device__ __forceinline__ uint4 LoadShared16(uint32_t offset) {
   return *reinterpret_cast<const uint4*>(block_memory + offset);
 }
+__device__ __forceinline__ uint32_t LoadShared4(uint32_t offset) {
+  return *reinterpret_cast<const uint32_t*>(block_memory + offset);
+}
 __device__ __forceinline__ uint2 LoadShared8(uint32_t offset) {
   return *reinterpret_cast<const uint2*>(block_memory + offset);
 }
 
-// Four 8 x 8 matrices of 16-bit numbers, transposed: thread i gives the place of row i % 8 of matrix
-// i / 8, and gets of each matrix rows 2t and 2t + 1 of column g.
+// Four 8 x 8 matrices of 16-bit numbers, transposed: thread i gives the place of row i % 8 of
+// matrix i / 8, and gets of each matrix rows 2t and 2t + 1 of column g.
 __device__ __forceinline__ void LoadTransposed(uint32_t offset, uint32_t (&to)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])

@@ -29,9 +29,12 @@ class ChunkLookup {
 
   __device__ __forceinline__ SlotPlace Of(uint32_t slot) const {
     const ChunkRef& chunk = chunks_[slot / kSlotChunk];
-    return {chunk.head,    chunk.offsets.starts,
-            chunk.offsets.spread, chunk.segment,
-            chunk.first + slot % kSlotChunk, chunk.clusters};
+    return {chunk.head,
+            chunk.offsets.starts,
+            chunk.offsets.spread,
+            chunk.segment,
+            chunk.first + slot % kSlotChunk,
+            chunk.clusters};
   }
   // Of the unit; every thread calls it.
   __device__ uint32_t CountClusters(SelectMemory<BlockTeam>* memory) const {

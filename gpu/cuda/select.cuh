@@ -76,14 +76,14 @@ class TeamSums {
   // The same of a count, which is below 2^32.
   __device__ __forceinline__ uint32_t Count(uint32_t x) {
     const Weight64* parts = Publish(SumOverWarp(x));
-    return SumOverWarp(static_cast<uint32_t>(
-        OfParts(parts, [](Weight64 part, uint32_t) { return part; })));
+    return SumOverWarp(
+        static_cast<uint32_t>(OfParts(parts, [](Weight64 part, uint32_t) { return part; })));
   }
   __device__ __forceinline__ ThreeCounts Count(ThreeCounts x) {
     constexpr uint32_t kBits = 21, kMask = (1u << kBits) - 1;
-    const Weight64* parts = Publish(SumOverWarp(x.first) |
-                                    static_cast<Weight64>(SumOverWarp(x.second)) << kBits |
-                                    static_cast<Weight64>(SumOverWarp(x.third)) << 2 * kBits);
+    const Weight64* parts =
+        Publish(SumOverWarp(x.first) | static_cast<Weight64>(SumOverWarp(x.second)) << kBits |
+                static_cast<Weight64>(SumOverWarp(x.third)) << 2 * kBits);
     const Weight64 own = OfParts(parts, [](Weight64 part, uint32_t) { return part; });
     return {SumOverWarp(static_cast<uint32_t>(own) & kMask),
             SumOverWarp(static_cast<uint32_t>(own >> kBits) & kMask),

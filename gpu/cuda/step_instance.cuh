@@ -160,55 +160,88 @@ cudaError_t LaunchMerge(const StepHeader& step, cudaStream_t stream) {
   return cudaPeekAtLastError();
 }
 
-// One launch for each size of team. overlap: the kernel before lets it start.
+// How teams of some size are launched.
+class TeamLaunch {
+ public:
+  // overlap: beside the end of the kernel before, which lets it.
+  TeamLaunch(uint32_t teams, uint32_t blocks, uint32_t shared_bytes, bool overlap,
+             cudaStream_t stream) {
+    attributes_[0].id = cudaLaunchAttributeClusterDimension;
+    attributes_[0].val.clusterDim = {blocks, 1, 1};
+    attributes_[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes_[1].val.programmaticStreamSerializationAllowed = 1;
+    config_.gridDim = teams * blocks;
+    config_.blockDim = kTeamThreads;
+    config_.dynamicSmemBytes = shared_bytes;
+    config_.stream = stream;
+    config_.attrs = attributes_;
+    config_.numAttrs = overlap ? 2 : 1;
+  }
+  TeamLaunch(const TeamLaunch&) = delete;
+  TeamLaunch& operator=(const TeamLaunch&) = delete;
+
+  const cudaLaunchConfig_t& config() const { return config_; }
+
+  // What a kernel needs before it is launched so.
+  template <typename Kernel>
+  static cudaError_t Allow(Kernel kernel, uint32_t shared_bytes) {
+    const cudaError_t error = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+    if (error != cudaSuccess) return error;
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+
+ private:
+  cudaLaunchAttribute attributes_[2] = {};
+  cudaLaunchConfig_t config_ = {};
+};
+
+// One launch for each size of team.
 template <typename T, int kKeyDim, int kValueDim>
 cudaError_t LaunchTeams(const StepHeader& step, bool overlap, cudaStream_t stream) {
   const auto kernel = TeamKernel<T, kKeyDim, kValueDim>;
   constexpr uint32_t kSharedBytes = TeamStep<T, kKeyDim, kValueDim>::kSharedBytes;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           static_cast<int>(kSharedBytes));
-  if (error == cudaSuccess) {
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  }
+  cudaError_t error = TeamLaunch::Allow(kernel, kSharedBytes);
   uint32_t first = 0;
   for (uint32_t size = 0; size < kTeamSizes && error == cudaSuccess; ++size) {
-    const uint32_t count = step.team_counts[size], blocks = kTeamBlocks[size];
+    const uint32_t count = step.team_counts[size];
     if (count == 0) continue;
-    cudaLaunchAttribute attributes[2] = {};
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim = {blocks, 1, 1};
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = count * blocks;
-    config.blockDim = kTeamThreads;
-    config.dynamicSmemBytes = kSharedBytes;
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = overlap ? 2 : 1;
-    error = cudaLaunchKernelEx(&config, kernel, step, first);
+    const TeamLaunch launch(count, kTeamBlocks[size], kSharedBytes, overlap && first == 0, stream);
+    error = cudaLaunchKernelEx(&launch.config(), kernel, step, first);
     first += count;
-    overlap = false;
   }
   return error;
 }
 
-// Null where a unit's values take more registers than a team's blocks have.
 template <typename T, int kKeyDim, int kValueDim>
-constexpr auto TeamLauncher() -> decltype(StepKernels::teams) {
-  if constexpr (kValueDim <= kTeamValueDimMax) {
-    return LaunchTeams<T, kKeyDim, kValueDim>;
-  } else {
-    return nullptr;
-  }
+cudaError_t CountTeams(int* at_once) {
+  const auto kernel = TeamKernel<T, kKeyDim, kValueDim>;
+  constexpr uint32_t kSharedBytes = TeamStep<T, kKeyDim, kValueDim>::kSharedBytes;
+  const cudaError_t error = TeamLaunch::Allow(kernel, kSharedBytes);
+  if (error != cudaSuccess) return error;
+  const TeamLaunch launch(1, kTeamBlocksMax, kSharedBytes, /*overlap=*/false, nullptr);
+  return cudaOccupancyMaxActiveClusters(at_once, kernel, &launch.config());
 }
 
 template <typename T, int kKeyDim, int kValueDim>
-inline constexpr StepKernels kStepInstance = {
-    LaunchPrepare<T, kKeyDim, kValueDim>,  LaunchRead<T, kKeyDim, kValueDim>,
-    LaunchScore<T, kKeyDim, kValueDim>,    LaunchChosen<T, kKeyDim, kValueDim>,
-    LaunchEstimate<T, kKeyDim, kValueDim>, LaunchMerge<T, kKeyDim, kValueDim>,
-    TeamLauncher<T, kKeyDim, kValueDim>()};
+constexpr StepKernels MakeStepKernels() {
+  StepKernels kernels = {LaunchPrepare<T, kKeyDim, kValueDim>,
+                         LaunchRead<T, kKeyDim, kValueDim>,
+                         LaunchScore<T, kKeyDim, kValueDim>,
+                         LaunchChosen<T, kKeyDim, kValueDim>,
+                         LaunchEstimate<T, kKeyDim, kValueDim>,
+                         LaunchMerge<T, kKeyDim, kValueDim>,
+                         /*teams=*/nullptr,
+                         /*count_teams=*/nullptr};
+  if constexpr (kValueDim <= kTeamValueDimMax) {
+    kernels.teams = LaunchTeams<T, kKeyDim, kValueDim>;
+    kernels.count_teams = CountTeams<T, kKeyDim, kValueDim>;
+  }
+  return kernels;
+}
+
+template <typename T, int kKeyDim, int kValueDim>
+inline constexpr StepKernels kStepInstance = MakeStepKernels<T, kKeyDim, kValueDim>();
 
 }  // namespace attnd::gpu
 

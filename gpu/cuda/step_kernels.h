@@ -28,6 +28,8 @@ struct StepKernels {
   // The units that teams answer. overlap: prepare runs right before, and need not have ended. Null
   // for value dims above kTeamValueDimMax.
   cudaError_t (*teams)(const StepHeader& step, bool overlap, cudaStream_t stream);
+  // How many of the largest teams the device holds at once; null as above.
+  cudaError_t (*count_teams)(int* at_once);
 };
 
 // Whether this build has kernels for the current device.

@@ -72,9 +72,10 @@ class ClusterTeam {
    public:
     // By one thread; the team must Sync before the first use.
     __device__ __forceinline__ void Init() {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(
-                       Local(&barrier_))
-                   : "memory");
+      asm volatile(
+          "mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(
+              Local(&barrier_))
+          : "memory");
     }
     template <typename Word>
     __device__ __forceinline__ void Send(Word* place, Word word, uint32_t rank) {
@@ -93,7 +94,8 @@ class ClusterTeam {
             : "memory");
       }
     }
-    // By every thread. use: counts the mailbox's uses from 0 on.
+    // By every thread. use: counts the mailbox's uses from 0 on. What else threads wrote elsewhere
+    // is not awaited: acquiring it would empty the first-level cache.
     __device__ __forceinline__ void Await(uint32_t bytes, uint32_t use) {
       const uint32_t barrier = Local(&barrier_);
       if (threadIdx.x == 0) {
@@ -104,7 +106,7 @@ class ClusterTeam {
       asm volatile(
           "{\n\t.reg .pred done;\n\t"
           "waiting:\n\t"
-          "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t"
+          "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
           "@!done bra waiting;\n\t}" ::"r"(barrier),
           "r"(use & 1)
           : "memory");

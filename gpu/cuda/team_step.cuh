@@ -38,13 +38,6 @@ inline constexpr uint32_t kTeamRingBytes = std::max({
     PageReader<__half, kKeyDim, kValueDim, kTeamRingPages>::kRingBytes,
 });
 
-// Asks the second-level cache for memory that will be read soon; bytes: a multiple of 16.
-__device__ __forceinline__ void PrefetchBytes(const std::byte* from, uint32_t bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-#endif
-}
-
 // A segment of the row, for the unit's KV head.
 struct TeamSegment {
   const std::byte* head;  // of the index
@@ -92,25 +85,14 @@ class TeamSegments {
   __device__ __forceinline__ SlotPlace Of(uint32_t slot) const {
     const uint32_t s = SegmentOf(slot);
     const TeamSegment& segment = segments_[s];
-    return {segment.head, segment.offsets.starts,       segment.offsets.spread,
-            s,            slot - segment.first_slot, segment.clusters};
+    return {segment.head,
+            segment.offsets.starts,
+            segment.offsets.spread,
+            s,
+            slot - segment.first_slot,
+            segment.clusters};
   }
-  // Slots from `slot` on that lie in one segment, up to `end`: asks the second-level cache for their
-  // mean values, and returns where they end.
-  __device__ __forceinline__ uint32_t PrefetchValues(uint32_t slot, uint32_t end,
-                                                     uint32_t row_bytes) const {
-    const uint32_t s = SegmentOf(slot);
-    const TeamSegment& segment = segments_[s];
-    end = min(end, EndOf(s));
-    const uint32_t first = slot - segment.first_slot;
-    const uint32_t last = min(end - segment.first_slot, segment.clusters);
-    if (first < last) {
-      PrefetchBytes(segment.head + segment.offsets.mean_values + uint64_t{first} * row_bytes,
-                    (last - first) * row_bytes);
-    }
-    return end;
-  }
-  // The same slots as a chunk.
+  // Slots from `slot` on that lie in one segment, up to `end`, as a chunk.
   __device__ __forceinline__ void Resolve(uint32_t slot, uint32_t end, ChunkRef* chunk) const {
     const uint32_t s = SegmentOf(slot);
     const TeamSegment& segment = segments_[s];
@@ -249,17 +231,7 @@ class TeamStep {
     ScoreChunks<T, kKeyDim, kTeamScoreStages>(
         step_, Feed(), /*tile=*/0, ring_, [&](const ChunkRef&) { return memory_.fragments; },
         KeepAll(), totals);
-    PrefetchValues();
     ShareTotals(totals);
-  }
-
-  // Nothing is read while the team selects: that time is the mean values'.
-  __device__ __forceinline__ void PrefetchValues() {
-    if (threadIdx.x % 32 != 0) return;
-    const SlotRange slots = Slots();
-    for (uint32_t slot = slots.begin; slot < slots.end;) {
-      slot = segments_.PrefetchValues(slot, slots.end, kValueDim * sizeof(T));
-    }
   }
 
   // Brings the warps' totals together, and the blocks': the scales of weights.
@@ -305,9 +277,9 @@ class TeamStep {
   }
 
   __device__ __forceinline__ void Select() {
-    UnitSelector<ClusterTeam, TeamSegments> selector(
-        step_, unit_, segments_, segments_.CountClusters(), &memory_.unit,
-        reinterpret_cast<uint32_t*>(block_memory));
+    UnitSelector<ClusterTeam, TeamSegments> selector(step_, unit_, segments_,
+                                                     segments_.CountClusters(), &memory_.unit,
+                                                     reinterpret_cast<uint32_t*>(block_memory));
     UnitResult result = selector.Select();
     chosen_tokens_ = result.chosen_tokens;
     if (ClusterTeam::rank() == 0 && threadIdx.x == 0) step_.unit_results[unit_.unit] = result;

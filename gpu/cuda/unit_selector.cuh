@@ -29,7 +29,7 @@ struct UnitMemory {
 // Where a slot's cluster is.
 struct SlotPlace {
   const std::byte* head;
-  uint32_t starts;   // offsets of parts
+  uint32_t starts;  // offsets of parts
   uint32_t spread;
   uint32_t segment;  // of the row
   uint32_t cluster;
@@ -80,8 +80,8 @@ class UnitSelector {
   // Keys by the group's mean squared error; see docs/POLICIES.md, "error-target".
   __device__ void RankByError();
 
-  // The cut above which clusters are read exactly (of rows with a tolerance, the floor), or at least
-  // estimated.
+  // The cut above which clusters are read exactly (of rows with a tolerance, the floor), or at
+  // least estimated.
   __device__ __forceinline__ RankCut CutAt(bool exact) {
     if (row_.cut == CutKind::kTopP) return CutByMass(exact ? row_.p2 : row_.p1);
     uint32_t count = clusters_;
@@ -179,7 +179,6 @@ class UnitSelector {
   uint8_t* const fates_;
   RankedKeys<Team> keys_;
 };
-
 
 template <typename Team, typename Lookup>
 __device__ __forceinline__ void UnitSelector<Team, Lookup>::RankByMass(bool optimistic) {
@@ -331,26 +330,35 @@ __device__ void UnitSelector<Team, Lookup>::AssignGroup(uint32_t first,
              static_cast<uint32_t>(place_of_first & ((1u << kCountBits) - 1)));
 }
 
-// The chosen clusters' tokens, from `place` of the unit's list on. A warp lists them together, one
-// cluster after the other.
+// The chosen clusters' tokens, from `place` of the unit's list on. A warp lists them together: each
+// thread's first cluster, then each one's second.
 template <typename Team, typename Lookup>
 __device__ __forceinline__ void UnitSelector<Team, Lookup>::ListTokens(
     const uint32_t (&starts)[kGroupSlots + 1], uint32_t chosen, uint32_t segment, uint32_t place) {
   uint32_t* list = UnitChosen(step_, unit_);
+#pragma unroll 1
+  for (uint32_t threads = __ballot_sync(~0u, chosen != 0); threads != 0;
+       threads = __ballot_sync(~0u, chosen != 0)) {
+    uint32_t begin = 0, end = 0;
+    const uint32_t lowest = chosen & (0 - chosen);
 #pragma unroll
-  for (uint32_t i = 0; i < kGroupSlots; ++i) {
-    const bool own = (chosen >> i & 1) != 0;
-    for (uint32_t left = __ballot_sync(~0u, own); left != 0; left &= left - 1) {
-      const int thread = __ffs(static_cast<int>(left)) - 1;
-      const uint32_t begin = __shfl_sync(~0u, starts[i], thread);
-      const uint32_t end = __shfl_sync(~0u, starts[i + 1], thread);
+    for (uint32_t i = 0; i < kGroupSlots; ++i) {
+      if (lowest == 1u << i) begin = starts[i], end = starts[i + 1];
+    }
+#pragma unroll 1
+    for (; threads != 0; threads &= threads - 1) {
+      const int thread = __ffs(static_cast<int>(threads)) - 1;
+      const uint32_t first = __shfl_sync(~0u, begin, thread);
+      const uint32_t last = __shfl_sync(~0u, end, thread);
       const uint32_t of_segment = __shfl_sync(~0u, segment, thread) << 16;
       uint32_t* to = list + __shfl_sync(~0u, place, thread);
-      for (uint32_t token = begin + threadIdx.x % 32; token < end; token += 32) {
-        to[token - begin] = of_segment | token;
+#pragma unroll 1
+      for (uint32_t token = first + threadIdx.x % 32; token < last; token += 32) {
+        to[token - first] = of_segment | token;
       }
     }
-    place += own ? starts[i + 1] - starts[i] : 0;
+    place += end - begin;
+    chosen ^= lowest;
   }
 }
 

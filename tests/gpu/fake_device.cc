@@ -52,6 +52,10 @@ uint64_t FakeControl::builds() const {
   MutexLock lock(mutex_);
   return builds_;
 }
+uint64_t FakeControl::team_units() const {
+  MutexLock lock(mutex_);
+  return team_units_;
+}
 
 absl::Status FakeControl::Call() {
   if (faults_.call != kNever && faults_.call-- == 0) {
@@ -85,6 +89,8 @@ class FakeStream : public Stream {
     return control_->Call();
   }
 
+  bool has_teams() const override { return true; }
+
   absl::Status RunStep(const KernelShape& shape, const StepHeader& header,
                        const StepHeader* device_header, bool measure, bool timed) override {
     MutexLock lock(control_->mutex_);
@@ -112,6 +118,7 @@ class FakeStream : public Stream {
         run.rows /= 2;
         control_->broken_ = true;
       }
+      for (const uint32_t count : header.team_counts) control_->team_units_ += count;
       RunStepReference(shape, run);
       ++control_->steps_;
     });

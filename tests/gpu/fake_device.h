@@ -38,6 +38,7 @@ class FakeControl {
   uint64_t steps() const;        // that were run
   uint64_t uploads() const;      // bytes that came by UploadRefs
   uint64_t builds() const;       // layers that were built
+  uint64_t team_units() const;   // that steps left to teams
 
  private:
   friend class FakeDevice;
@@ -57,6 +58,7 @@ class FakeControl {
   uint64_t steps_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t uploads_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t builds_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t team_units_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 // A device and the control over it.

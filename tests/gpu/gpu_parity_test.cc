@@ -39,13 +39,15 @@ CudaBackendOptions GpuOptions() {
 class OnGpu {
  public:
   // Null, and the test is to be skipped, if there is no GPU.
-  static std::unique_ptr<Backend> Make() {
+  static std::unique_ptr<Backend> Make(bool teams = true) {
     auto device = OpenCudaDevice();
     if (!device.ok()) {
       skipped_because = device.status().ToString();
       return nullptr;
     }
-    auto backend = MakeCudaBackend(GpuOptions(), *std::move(device), MakeCpu());
+    CudaBackendOptions options = GpuOptions();
+    options.teams = teams;
+    auto backend = MakeCudaBackend(options, *std::move(device), MakeCpu());
     EXPECT_TRUE(backend.ok()) << backend.status();
     return backend.ok() ? *std::move(backend) : nullptr;
   }
@@ -56,7 +58,8 @@ class OnGpu {
   if ((backend) == nullptr) GTEST_SKIP() << "no GPU: " << OnGpu::skipped_because
 
 // Groups 1, 3, 4, 8, 12, 32; every pair of head dims; tails that start within a block and on its
-// edge, of more than one piece; whole segments.
+// edge, of more than one piece; whole segments; more slots than one pass of
+// selection holds.
 const ParityCase kCases[] = {
     {1, 1, 64, 64, {}, 150},
     {6, 2, 64, 64, {700}, 70},
@@ -66,10 +69,21 @@ const ParityCase kCases[] = {
     {2, 2, 256, 256, {576}, 64},
     {8, 2, 128, 128, {8192, 8192, 1000}, 1300},
     {32, 1, 128, 128, {3000}, 66},
+    {4, 1, 192, 128, {600}, 100},
+    {2, 1, 64, 64, {60000, 60000, 60000, 60000}, 70},
 };
 
-class GpuParity : public testing::TestWithParam<std::tuple<ParityCase, DType>> {
+// Who answers units of clusters.
+enum class Answer { kByTeams, kByStages };
+void PrintTo(Answer answer, std::ostream* out) {
+  *out << (answer == Answer::kByTeams ? "by teams" : "by stages");
+}
+
+class GpuParity : public testing::TestWithParam<std::tuple<ParityCase, DType, Answer>> {
  protected:
+  static std::unique_ptr<Backend> Make() {
+    return OnGpu::Make(/*teams=*/std::get<2>(GetParam()) == Answer::kByTeams);
+  }
   SequenceSpec Spec() const { return SpecOf(std::get<0>(GetParam()), std::get<1>(GetParam())); }
   // Of every policy, of 1 to 8 query tokens. Query-only rows have the sequence's dtype.
   static std::vector<TestRow> Rows(TestSequence* sequence, uint32_t layer) {
@@ -78,7 +92,7 @@ class GpuParity : public testing::TestWithParam<std::tuple<ParityCase, DType>> {
 };
 
 TEST_P(GpuParity, AnswersStatisticsAndPlansAreTheCpus) {
-  const auto gpu = OnGpu::Make();
+  const auto gpu = Make();
   SKIP_WITHOUT_GPU(gpu);
   const SequenceSpec spec = Spec();
   SCOPED_TRACE(testing::Message() << spec);
@@ -100,7 +114,7 @@ TEST_P(GpuParity, AnswersStatisticsAndPlansAreTheCpus) {
 }
 
 TEST_P(GpuParity, ARowsBitsDependOnItselfAlone) {
-  const auto gpu = OnGpu::Make();
+  const auto gpu = Make();
   SKIP_WITHOUT_GPU(gpu);
   const SequenceSpec spec = Spec();
   SCOPED_TRACE(testing::Message() << spec);
@@ -120,7 +134,8 @@ TEST_P(GpuParity, ARowsBitsDependOnItselfAlone) {
 
 INSTANTIATE_TEST_SUITE_P(Shapes, GpuParity,
                          testing::Combine(testing::ValuesIn(kCases),
-                                          testing::Values(DType::kBf16, DType::kFp16)));
+                                          testing::Values(DType::kBf16, DType::kFp16),
+                                          testing::Values(Answer::kByTeams, Answer::kByStages)));
 
 // Histories whose segments the device builds, against the engine tests' model in double precision.
 TEST(GpuEngine, HistoriesAnswerAsLocalAttentionDoes) {

@@ -2,7 +2,9 @@
 #include "tests/gpu/step_check.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <iterator>
 #include <sstream>
 #include <vector>
 
@@ -28,6 +30,7 @@ class Checker {
     if (!wrong_.empty()) return wrong_;
     for (uint32_t r = 0; r < h_.rows && wrong_.empty(); ++r) Row(h_.row_refs[r]);
     Totals();
+    Teams();
     Uploads();
     Regions();
     return wrong_;
@@ -64,6 +67,7 @@ class Checker {
     if (row.query_tokens == 0) Fail("query_tokens is 0");
     Segments(row);
     Tail(row);
+    if (row.team_blocks != 0) return Team(row);
     Equal("read_pieces", row.read_pieces,
           dense ? row.dense_pieces + row.tail_pieces : row.tail_pieces + 1);
     if (!clusters) Equal("estimate_pieces", row.estimate_pieces, 0);
@@ -72,22 +76,63 @@ class Checker {
       Equal("estimate_piece_slots % kSlotChunk", row.estimate_piece_slots % kSlotChunk, 0);
       if (row.estimate_pieces > kEstimatePiecesMax) Fail("too many estimate pieces");
     }
-    const uint64_t units = CeilOf(row.query_tokens, row.tokens_per_unit) * h_.kv_heads;
-    const uint64_t tiles = units * row.tiles_per_unit;
-    units_ += units;
-    tiles_ += tiles;
-    query_tokens_ += row.query_tokens;
+    const uint64_t tiles = Units(row);
     read_items_ += tiles * row.read_pieces;
     states_ += tiles * (row.read_pieces + row.estimate_pieces + (clusters ? kChosenPiecesMax : 0));
     if (!clusters) return;
-    score_items_ += units * row.slots / kSlotChunk;
-    scores_ += units * (h_.group * row.slots * (row.second_order != 0 ? 2 : 1) + row.slots);
-    fates_ += units * row.slots;
-    chosen_ += units * row.clustered_tokens;
+    score_items_ += UnitsOf(row) * row.slots / kSlotChunk;
     chosen_pieces_ += tiles * kChosenPiecesMax;
     estimate_pieces_max_ = std::max(estimate_pieces_max_, row.estimate_pieces);
     needs_measure_ |= row.cut == CutKind::kErrorBudget && std::isfinite(row.tolerance);
     if (row.cut == CutKind::kErrorBudget) Equal("second_order", row.second_order, 1);
+  }
+
+  uint64_t UnitsOf(const RowRef& row) const {
+    return CeilOf(row.query_tokens, row.tokens_per_unit) * h_.kv_heads;
+  }
+  // What every row has; returns its tiles.
+  uint64_t Units(const RowRef& row) {
+    const uint64_t units = UnitsOf(row);
+    units_ += units;
+    tiles_ += units * row.tiles_per_unit;
+    query_tokens_ += row.query_tokens;
+    if (row.kind == UnitKind::kClusters) {
+      scores_ += units * (h_.group * row.slots * (row.second_order != 0 ? 2 : 1) + row.slots);
+      fates_ += units * row.slots;
+      chosen_ += units * row.clustered_tokens;
+    }
+    return units * row.tiles_per_unit;
+  }
+
+  // A row that teams answer.
+  void Team(const RowRef& row) {
+    if (row.kind != UnitKind::kClusters) Fail("a team without clusters");
+    if (row.cut == CutKind::kErrorBudget && std::isfinite(row.tolerance)) {
+      Fail("a team with a tolerance");
+    }
+    if (row.segment_count > kTeamSegmentsMax) Fail("too many segments for a team");
+    if (row.tiles_per_unit != 1) Fail("a team with several tiles");
+    const auto* size = std::find(std::begin(kTeamBlocks), std::end(kTeamBlocks), row.team_blocks);
+    if (size == std::end(kTeamBlocks)) return Fail("no size of a team");
+    Equal("read_pieces", row.read_pieces, row.team_blocks);
+    Equal("estimate_pieces", row.estimate_pieces, row.team_blocks);
+    states_ += Units(row) * 3 * row.team_blocks;
+    for (uint32_t unit = 0; unit < UnitsOf(row); ++unit) {
+      const auto number = static_cast<uint32_t>(&row - h_.row_refs);
+      teams_[size - std::begin(kTeamBlocks)].push_back({number, unit});
+    }
+  }
+
+  void Teams() {
+    uint64_t first = 0;
+    for (uint32_t size = 0; size < kTeamSizes; ++size) {
+      Equal("team_counts", h_.team_counts[size], teams_[size].size());
+      Held("team_units", h_.team_units + first, teams_[size].size() * sizeof(TeamUnit));
+      for (size_t i = 0; i < teams_[size].size() && wrong_.empty(); ++i, ++first) {
+        Equal("a team's row", h_.team_units[first].row, teams_[size][i].row);
+        Equal("a team's unit", h_.team_units[first].unit, teams_[size][i].unit);
+      }
+    }
   }
 
   void Segments(const RowRef& row) {
@@ -193,6 +238,7 @@ class Checker {
   uint64_t states_ = 0, scores_ = 0, fates_ = 0, chosen_ = 0, chosen_pieces_ = 0;
   uint32_t estimate_pieces_max_ = 0;
   bool needs_measure_ = false;
+  std::array<std::vector<TeamUnit>, kTeamSizes> teams_;
   std::vector<std::pair<uintptr_t, uintptr_t>> parts_;
 };
 
