@@ -47,7 +47,7 @@ inline constexpr uint32_t kEstimatePiecesMax = 64;
 // units are four rows of eight KV heads.
 inline constexpr uint32_t kTeamWarps = 4;        // of a block
 inline constexpr uint32_t kTeamBlockWork = 320;  // see TeamSizeFor
-inline constexpr uint32_t kTeamBlocks[] = {1, 2, 4, 7, 12};
+inline constexpr uint32_t kTeamBlocks[] = {2, 4, 7, 12};
 inline constexpr uint32_t kTeamSizes = sizeof(kTeamBlocks) / sizeof(kTeamBlocks[0]);
 inline constexpr uint32_t kTeamBlocksMax = kTeamBlocks[kTeamSizes - 1];
 inline constexpr uint32_t kTeamSegmentsMax = 32;

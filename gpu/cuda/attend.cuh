@@ -179,6 +179,12 @@ class PageReader {
                                 ? source_.blocks[first / kBlockRows] + source_.head_offset +
                                       first % kBlockRows / kPageRows * kPageBytes
                                 : source_.pages + uint64_t{page} * kPageBytes;
+      if (first >= source_.begin && first + kPageRows <= source_.end) {
+        CopyRun<kKeyBytes, KeyChunk<kKeyBytes>>(keys, at, kPageRows);
+        CopyRun<kValueBytes, ValueChunk<kValueBytes>>(values, at + kPageRows * kKeyBytes,
+                                                      kPageRows);
+        return;
+      }
       const auto inside = [&](uint32_t row) {
         return min(max(first + row, source_.begin), source_.end - 1) - first;
       };

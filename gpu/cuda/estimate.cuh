@@ -40,6 +40,13 @@ struct ClusterInputs {
   uint32_t fates;  // a byte each
 };
 
+// As the order of a product's rows is that of ClusterInputs: rows 0, 1, 4, 5, 8, ... are read at a
+// time, then the others.
+template <int kRowBytes>
+__device__ __forceinline__ uint32_t MeanChunk(uint32_t row, uint32_t chunk) {
+  return row * kRowBytes + (chunk ^ (row / 4 * 2 + row % 2)) * 16;
+}
+
 // A step of 16 clusters in shared memory, in a warp's ring: mean values and inputs.
 template <int kValueDim>
 struct EstimateStage {
@@ -52,31 +59,75 @@ struct EstimateStage {
   static constexpr uint32_t kBytes = kFates + kStepSlots;
 };
 
-// Asks for the inputs of a step. A thread's copies of scores are its own; see LoadInputs.
+// Asks for a chunk's mean values and inputs, a step at a time. A thread's copies of scores are its
+// own; see LoadInputs.
 template <int kValueDim>
-__device__ __forceinline__ void CopyInputs(const EstimateSource& source, const ChunkRef& chunk,
-                                           uint32_t step, uint32_t to) {
+class EstimateCopier {
+ public:
   using Stage = EstimateStage<kValueDim>;
-  const uint32_t thread = threadIdx.x % 32, quarter = thread % 4, first = step * kStepSlots;
-  const uint32_t at = thread * 16;  // (g, t) of [lanes][clusters]
-  const auto copy = [](uint32_t place, const void* from) {
+
+  __device__ __forceinline__ EstimateCopier(const EstimateSource& source, const ChunkRef& chunk)
+      : source_(source) {
+    Begin(chunk);
+  }
+  __device__ __forceinline__ void Begin(const ChunkRef& chunk) {
+    const uint32_t thread = threadIdx.x % 32, quarter = thread % 4;
+    values_ = chunk.head + chunk.offsets.mean_values + uint64_t{chunk.first} * Stage::kRowBytes;
+    const uint32_t part = thread < 4 ? chunk.offsets.value_norm2 : chunk.offsets.spread;
+    parts_ = chunk.head + part + uint64_t{chunk.first} * 4;
+    log_mass_ = chunk.scores + uint64_t{source_.lane} * chunk.slots + quarter * 4;
+    d2_ = log_mass_ + uint64_t{source_.group} * chunk.slots;
+    fates_ = chunk.fates;
+    rows_ = max(chunk.clusters, chunk.first) - chunk.first;
+    steps_ = chunk.steps;
+    second_order_ = chunk.second_order != 0;
+  }
+  __device__ __forceinline__ bool done() const { return steps_ == 0; }
+
+  __device__ __forceinline__ void Copy(uint32_t to) {
+    const uint32_t thread = threadIdx.x % 32, at = thread * 16;  // (g, t) of [lanes][clusters]
+    if (source_.used) {
+      CopyTo(to + Stage::kLogMass + at, log_mass_);
+      if (second_order_) CopyTo(to + Stage::kD2 + at, d2_);
+    }
+    // Slots without a cluster weigh 0, but 0 times what nobody wrote may be NaN: the last cluster
+    // stands for them, or what a step before left. Parts have room for a multiple of four.
+    if (rows_ > 0) {
+      if (thread < 8) CopyTo(to + Stage::kNorm2 + at, parts_ + min(thread % 4, (rows_ - 1) / 4) * 16);
+      CopyRun<Stage::kRowBytes, MeanChunk<Stage::kRowBytes>>(to, values_, rows_);
+    } else {
+      ClearRows(to);
+    }
+    if (thread == 8) CopyTo(to + Stage::kFates, fates_);
+    values_ += kStepSlots * Stage::kRowBytes;
+    parts_ += kStepSlots * 4;
+    log_mass_ += kStepSlots;
+    d2_ += kStepSlots;
+    fates_ += kStepSlots;
+    rows_ -= min(rows_, kStepSlots);
+    --steps_;
+  }
+
+ private:
+  static __device__ __forceinline__ void CopyTo(uint32_t place, const void* from) {
     CopyAsync16(SharedAddress(place), static_cast<const std::byte*>(from));
-  };
-  if (source.used) {
-    const float* scores = chunk.scores + uint64_t{source.lane} * chunk.slots + first + quarter * 4;
-    copy(to + Stage::kLogMass + at, scores);
-    if (chunk.second_order != 0) {
-      copy(to + Stage::kD2 + at, scores + uint64_t{source.group} * chunk.slots);
+  }
+  static __device__ __forceinline__ void ClearRows(uint32_t to) {
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x % 32 * 16; i < kStepSlots * Stage::kRowBytes; i += 512) {
+      *reinterpret_cast<uint4*>(block_memory + to + i) = make_uint4(0, 0, 0, 0);
     }
   }
-  if (thread < 8) {
-    // Parts are 64-byte aligned, and so have room for a multiple of four.
-    const uint32_t c = min(chunk.first + first + quarter * 4, (chunk.max_clusters - 1) / 4 * 4);
-    const uint32_t part = thread < 4 ? chunk.offsets.value_norm2 : chunk.offsets.spread;
-    copy(to + Stage::kNorm2 + at, Part<float>(chunk, part) + c);
-  }
-  if (thread == 8) copy(to + Stage::kFates, chunk.fates + first);
-}
+  const EstimateSource& source_;
+  const std::byte* values_;
+  const std::byte* parts_;  // of this thread's kind
+  const float* log_mass_;
+  const float* d2_;
+  const uint8_t* fates_;
+  uint32_t rows_;
+  uint32_t steps_;
+  bool second_order_;
+};
 
 template <int kValueDim>
 __device__ __forceinline__ ClusterInputs LoadInputs(const EstimateSource& source, bool second_order,
@@ -141,13 +192,6 @@ __device__ __forceinline__ void EstimateWeights(const EstimateSource& source, bo
 // Mean values that a warp's ring holds unless it is told otherwise, 16 rows at a time.
 inline constexpr int kEstimateStages = 3;
 
-// As the order of a product's rows is that of ClusterInputs: rows 0, 1, 4, 5, 8, ... are read at a
-// time, then the others.
-template <int kRowBytes>
-__device__ __forceinline__ uint32_t MeanChunk(uint32_t row, uint32_t chunk) {
-  return row * kRowBytes + (chunk ^ (row / 4 * 2 + row % 2)) * 16;
-}
-
 // The estimate over some chunks. Weights are known, so this is the values' half of attention.
 template <typename T, int kValueDim, int kStages = kEstimateStages>
 class ChunkEstimator {
@@ -164,25 +208,25 @@ class ChunkEstimator {
   template <typename Feed>
   __device__ __forceinline__ void Run(Feed feed, WarpState<kValueDim>* state, EstimateSums* sums) {
     if (feed.done()) return;
+    EstimateCopier<kValueDim> copier(source_, feed.now());
     uint32_t stage = 0;
 #pragma unroll
-    for (uint32_t i = 0; i < kAhead; ++i) Copy(feed.now(), i, i);
+    for (uint32_t i = 0; i < kAhead; ++i) {
+      copier.Copy(ring_ + i * kStageBytes);
+      CommitCopies();
+    }
     for (; !feed.done(); feed.Advance()) {
-      const ChunkRef& chunk = feed.now();
+      const bool second_order = feed.now().second_order != 0;
+      const uint32_t steps = feed.now().steps;
       feed.FetchAhead();
 #pragma unroll 1
-      for (uint32_t i = 0; i < chunk.steps; ++i) {
-        const uint32_t to = (stage + kAhead) % kStages;
-        if (i + kAhead < chunk.steps) {
-          Copy(chunk, i + kAhead, to);
-        } else if (feed.has_next()) {
-          Copy(feed.next(), i + kAhead - chunk.steps, to);
-        } else {
-          CommitCopies();
-        }
+      for (uint32_t i = 0; i < steps; ++i) {
+        if (copier.done() && feed.has_next()) copier.Begin(feed.next());
+        if (!copier.done()) copier.Copy(ring_ + (stage + kAhead) % kStages * kStageBytes);
+        CommitCopies();
         WaitCopies<kAhead>();
         __syncwarp();
-        Add(chunk.second_order != 0, ring_ + stage * kStageBytes, state, sums);
+        Add(second_order, ring_ + stage * kStageBytes, state, sums);
         __syncwarp();
         stage = (stage + 1) % kStages;
       }
@@ -198,18 +242,6 @@ class ChunkEstimator {
     AddValues<T, kValueDim>(
         weights, [&](uint32_t row, uint32_t at) { return from + MeanChunk<kRowBytes>(row, at); },
         [](uint32_t k) { return k % 8 / 2 * 4 + k / 8 * 2 + k % 2; }, state->values);
-  }
-
-  // Asks for the inputs and the mean values of 16 clusters. Slots without a cluster stand for the
-  // last one: their weight is 0, but 0 times what nobody wrote may be NaN.
-  __device__ __forceinline__ void Copy(const ChunkRef& chunk, uint32_t step, uint32_t stage) const {
-    const std::byte* values = chunk.head + chunk.offsets.mean_values;
-    const uint32_t first = chunk.first + step * 16, last = max(chunk.clusters, 1u) - 1;
-    CopyInputs<kValueDim>(source_, chunk, step, ring_ + stage * kStageBytes);
-    CopyRows<kRowBytes, MeanChunk<kRowBytes>>(ring_ + stage * kStageBytes, [&](uint32_t i) {
-      return values + uint64_t{min(first + i, last)} * kRowBytes;
-    });
-    CommitCopies();
   }
 
   const EstimateSource& source_;

@@ -68,6 +68,26 @@ __device__ __forceinline__ void CopyRows(uint32_t to, AddressOf address_of) {
   }
 }
 
+// The same of 16 rows that follow one another; of those from `rows` on, at least 1, the last one
+// stands. As a rule there are 16: then no address is worked out but the first.
+template <int kRowBytes, uint32_t (*kPlace)(uint32_t, uint32_t)>
+__device__ __forceinline__ void CopyRun(uint32_t to, const std::byte* from, uint32_t rows) {
+  if (rows < kPageRows) {
+    CopyRows<kRowBytes, kPlace>(
+        to, [&](uint32_t row) { return from + min(row, rows - 1) * kRowBytes; });
+    return;
+  }
+  const uint32_t to_shared = SharedAddress(to);
+  constexpr uint32_t kChunks = kRowBytes / 16;
+  const uint32_t thread = threadIdx.x % 32;
+  from += thread * 16;
+#pragma unroll
+  for (uint32_t i = 0; i < kPageRows * kChunks / 32; ++i) {
+    const uint32_t row = (i * 32 + thread) / kChunks, chunk = (i * 32 + thread) % kChunks;
+    CopyAsync16(to_shared + kPlace(row, chunk), from + i * 512);
+  }
+}
+
 }  // namespace attnd::gpu
 
 #endif  // ATTND_GPU_CUDA_ROWS_CUH_

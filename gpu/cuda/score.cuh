@@ -54,31 +54,56 @@ struct ClusterStage {
   static constexpr uint32_t kBytes = kUnits + kWarpClusters * 4;
 };
 
-// Asks for clusters from `first` of the chunk on. Those that the head does not have are what lies
-// there; nobody looks at what comes of them.
+// Asks for a chunk's clusters, a step at a time. Of those that the head does not have comes what
+// lies there, or the last; nobody looks at what comes of them.
 template <int kDim>
-__device__ __forceinline__ void CopyClusters(const ChunkRef& chunk, uint32_t first, uint32_t to) {
+class ClusterCopier {
+ public:
   using Stage = ClusterStage<kDim>;
-  const uint32_t thread = threadIdx.x % 32;
-  const uint32_t last = chunk.max_clusters - 1;
-  first += chunk.first;
-  const std::byte* keys = chunk.head + chunk.offsets.centroids;
-  CopyRows<Stage::kKeyBytes, KeyChunk<Stage::kKeyBytes>>(
-      to, [&](uint32_t i) { return keys + uint64_t{min(first + i, last)} * Stage::kKeyBytes; });
-  if (chunk.second_order != 0) {
-    const std::byte* codes = chunk.head + chunk.offsets.deviation_codes;
-    CopyRows<Stage::kCodeBytes, PlainChunk<Stage::kCodeBytes>>(to + Stage::kCodes, [&](uint32_t i) {
-      return codes + uint64_t{min(first + i, last)} * Stage::kCodeBytes;
-    });
+
+  __device__ __forceinline__ explicit ClusterCopier(const ChunkRef& chunk) { Begin(chunk); }
+  __device__ __forceinline__ void Begin(const ChunkRef& chunk) {
+    const uint32_t thread = threadIdx.x % 32;
+    keys_ = chunk.head + chunk.offsets.centroids + uint64_t{chunk.first} * Stage::kKeyBytes;
+    codes_ = chunk.head + chunk.offsets.deviation_codes + uint64_t{chunk.first} * Stage::kCodeBytes;
+    parts_ = chunk.head + (thread < 4 ? chunk.offsets.log_size : chunk.offsets.variance_unit) +
+             uint64_t{chunk.first} * 4;
+    // Slots are padded, so the last ones may lie beyond the index.
+    rows_ = max(chunk.max_clusters, chunk.first) - chunk.first;
+    steps_ = chunk.steps;
+    second_order_ = chunk.second_order != 0;
   }
-  // Parts are 64-byte aligned, and so have room for a multiple of four.
-  if (thread < 8) {
-    const uint32_t c = min(first + thread % 4 * 4, last / 4 * 4);
-    const std::byte* part =
-        chunk.head + (thread < 4 ? chunk.offsets.log_size : chunk.offsets.variance_unit);
-    CopyAsync16(SharedAddress(to + Stage::kSizes + thread * 16), part + c * 4);
+  __device__ __forceinline__ bool done() const { return steps_ == 0; }
+
+  __device__ __forceinline__ void Copy(uint32_t to) {
+    const uint32_t thread = threadIdx.x % 32;
+    if (rows_ > 0) {
+      CopyRun<Stage::kKeyBytes, KeyChunk<Stage::kKeyBytes>>(to, keys_, rows_);
+      if (second_order_) {
+        CopyRun<Stage::kCodeBytes, PlainChunk<Stage::kCodeBytes>>(to + Stage::kCodes, codes_,
+                                                                  rows_);
+      }
+      // Parts are 64-byte aligned, and so have room for a multiple of four.
+      if (thread < 8) {
+        CopyAsync16(SharedAddress(to + Stage::kSizes + thread * 16),
+                    parts_ + min(thread % 4, (rows_ - 1) / 4) * 16);
+      }
+    }
+    keys_ += kWarpClusters * Stage::kKeyBytes;
+    codes_ += kWarpClusters * Stage::kCodeBytes;
+    parts_ += kWarpClusters * 4;
+    rows_ -= min(rows_, kWarpClusters);
+    --steps_;
   }
-}
+
+ private:
+  const std::byte* keys_;
+  const std::byte* codes_;
+  const std::byte* parts_;  // of this thread's kind
+  uint32_t rows_;
+  uint32_t steps_;
+  bool second_order_;
+};
 
 // Products of a stage's clusters with a tile: sum[n][c] for cluster 8 n + 2t + c, lane g.
 template <typename T, int kDim>
@@ -129,18 +154,18 @@ __device__ __forceinline__ void SumVariances(uint32_t stage, const uint32_t* fra
 
 // Where the scores of the tile's lane g go, and what they are made with.
 struct LaneScores {
-  float* log_mass;  // [kSlotChunk]
-  float* d2;        // [kSlotChunk]
+  float* log_mass;  // of the first cluster
+  float* d2;
   float logit_factor;
   float variance_factor;
   bool used;
   bool second_order;
 };
 
-// Scores a stage's clusters, from cluster `first` of the head on: writes log_mass and d2 from
-// `slot` of the chunk on, adds to totals (of the mass, of the optimistic mass).
+// Scores a stage's clusters, from cluster `first` of the head on: writes log_mass and d2, adds to
+// totals (of the mass, of the optimistic mass).
 template <typename T, int kDim>
-__device__ __forceinline__ void ScoreClusters(const LaneScores& lane, uint32_t stage, uint32_t slot,
+__device__ __forceinline__ void ScoreClusters(const LaneScores& lane, uint32_t stage,
                                               uint32_t first, uint32_t count,
                                               const uint32_t* fragments, Totals (&totals)[2]) {
   using Stage = ClusterStage<kDim>;
@@ -174,10 +199,10 @@ __device__ __forceinline__ void ScoreClusters(const LaneScores& lane, uint32_t s
       optimistic[n * 2 + c] = cluster ? best : -INFINITY;
     }
     if (!lane.used) continue;
-    *reinterpret_cast<float2*>(lane.log_mass + slot + at) =
+    *reinterpret_cast<float2*>(lane.log_mass + at) =
         make_float2(mass[n * 2], mass[n * 2 + 1]);
     if (lane.second_order) {
-      *reinterpret_cast<float2*>(lane.d2 + slot + at) = make_float2(d2[0], d2[1]);
+      *reinterpret_cast<float2*>(lane.d2 + at) = make_float2(d2[0], d2[1]);
     }
   }
   totals[0].Add(mass);
@@ -243,31 +268,32 @@ __device__ __forceinline__ void ScoreChunks(const StepHeader& step, Feed feed, u
   constexpr uint32_t kStageBytes = ClusterStage<kDim>::kBytes;
   constexpr uint32_t kAhead = kStages - 1;  // no chunk has fewer steps
   if (feed.done()) return;
+  ClusterCopier<kDim> copier(feed.now());
   uint32_t stage = 0;
 #pragma unroll
   for (uint32_t i = 0; i < kAhead; ++i) {
-    CopyClusters<kDim>(feed.now(), i * kWarpClusters, ring + i * kStageBytes);
+    copier.Copy(ring + i * kStageBytes);
     CommitCopies();
   }
   for (; !feed.done(); feed.Advance()) {
     const ChunkRef& chunk = feed.now();
     const uint32_t* fragments = fragments_of(chunk);
-    const LaneScores lane = LaneOfChunk<kDim>(step, chunk, tile, fragments);
+    LaneScores lane = LaneOfChunk<kDim>(step, chunk, tile, fragments);
+    const uint32_t count = chunk.clusters, steps = chunk.steps;
+    uint32_t first = chunk.first;
     feed.FetchAhead();
 #pragma unroll 1
-    for (uint32_t i = 0; i < chunk.steps; ++i) {
-      const uint32_t to = ring + (stage + kAhead) % kStages * kStageBytes;
-      if (i + kAhead < chunk.steps) {
-        CopyClusters<kDim>(chunk, (i + kAhead) * kWarpClusters, to);
-      } else if (feed.has_next()) {
-        CopyClusters<kDim>(feed.next(), (i + kAhead - chunk.steps) * kWarpClusters, to);
-      }
+    for (uint32_t i = 0; i < steps; ++i) {
+      if (copier.done() && feed.has_next()) copier.Begin(feed.next());
+      if (!copier.done()) copier.Copy(ring + (stage + kAhead) % kStages * kStageBytes);
       CommitCopies();
       WaitCopies<kAhead>();
       __syncwarp();
-      ScoreClusters<T, kDim>(lane, ring + stage * kStageBytes, i * kWarpClusters,
-                             chunk.first + i * kWarpClusters, chunk.clusters, fragments, totals);
+      ScoreClusters<T, kDim>(lane, ring + stage * kStageBytes, first, count, fragments, totals);
       __syncwarp();
+      lane.log_mass += kWarpClusters;
+      lane.d2 += kWarpClusters;
+      first += kWarpClusters;
       stage = (stage + 1) % kStages;
     }
     finish(feed, totals);

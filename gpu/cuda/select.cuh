@@ -326,6 +326,7 @@ class KeyFinder {
       return k != 0 && k >= cut->key && k - cut->key <= range;
     };
     const uint32_t count = sums_->Gather(keys_, undecided, list_);
+    __syncthreads();  // every warp has read what was decided before
     if (threadIdx.x < 32) DecideInWarp(count, cut);
     __syncthreads();
     cut->key = memory_->key;

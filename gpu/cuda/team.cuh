@@ -55,9 +55,15 @@ class ClusterTeam {
     return blocks;
   }
   static __device__ __forceinline__ void Sync() {
-    asm volatile(
-        "barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::
-            : "memory");
+    Arrive();
+    Wait();
+  }
+  // Sync in two halves. A team's first: no block may write into another before that has begun.
+  static __device__ __forceinline__ void Arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  }
+  static __device__ __forceinline__ void Wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
   }
   // Puts a word into the same place of another block's shared memory; to be followed by Sync.
   static __device__ __forceinline__ void Write(float4* place, float4 word, uint32_t rank) {

@@ -189,10 +189,11 @@ class TeamStep {
         segments_(step, unit, memory_.segments),
         ring_(WarpRing(kRingBytes)) {
     SelectMemory<ClusterTeam>& select = memory_.unit.select;
-    if (threadIdx.x == 0) {  // long before the team's first Sync, and that before their first use
+    if (threadIdx.x == 0) {
       for (auto& box : select.part_boxes) box.Init();
       select.list_box.Init();
     }
+    ClusterTeam::Arrive();  // ShareTotals waits, before the first word to another block
   }
 
   __device__ __forceinline__ void Run() {
@@ -244,6 +245,7 @@ class TeamStep {
       of_warps[threadIdx.x / 32][g] =
           make_float4(totals[0].max, totals[0].sum, totals[1].max, totals[1].sum);
     }
+    ClusterTeam::Wait();
     __syncthreads();
     static_assert(kTeamThreads >= kTeamBlocksMax * kLanes);
     if (threadIdx.x / kLanes < ClusterTeam::blocks()) {

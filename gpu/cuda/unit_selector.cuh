@@ -116,6 +116,7 @@ class UnitSelector {
   // What a row without a tolerance reads exactly and estimates; ranks clusters first. Code that
   // runs once waits for its own instructions: so there is one copy of it for all cuts.
   __device__ __forceinline__ UnitResult Select() {
+    PrefetchStarts();
     RankByMass(/*optimistic=*/row_.cut == CutKind::kErrorBudget);
     RankCut exact = kTakeAll, kept = kTakeAll;
 #pragma unroll 1
@@ -142,6 +143,15 @@ class UnitSelector {
   // Token counts of exact clusters (low bits) and of estimated ones go together: a unit has fewer
   // than 2^28 tokens, and TeamSums holds twice that.
   static constexpr uint32_t kCountBits = 28;
+
+  // Asks the second-level cache for what AssignGroup will read of the index in the first pass.
+  __device__ __forceinline__ void PrefetchStarts() const {
+    const uint32_t first = keys_.First(0);
+    if (first >= row_.slots) return;
+    const SlotPlace place = lookup_.Of(first);
+    if (place.cluster >= place.clusters) return;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(place.head + place.starts + place.cluster * 4));
+  }
 
   // Whether a key is above the cut; *ties: keys equal to it that came before.
   static __device__ __forceinline__ bool Above(uint32_t key, RankCut cut, uint32_t* ties) {
