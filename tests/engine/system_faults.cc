@@ -23,19 +23,21 @@ std::atomic<bool> allocations_counted{false};
 std::atomic<int64_t> allocations_allowed{kNever};
 std::atomic<bool> allocation_refused{false};
 
-void* Allocate(size_t bytes, size_t alignment) {
+// Null if there is no memory, or shall be none.
+void* TryAllocate(size_t bytes, size_t alignment) noexcept {
   if (allocations_counted.load(std::memory_order_relaxed) &&
       allocations_allowed.fetch_sub(1, std::memory_order_relaxed) == 0) {
     allocation_refused.store(true);
-    throw std::bad_alloc();
+    return nullptr;
   }
-  void* memory = nullptr;
   const size_t size = bytes == 0 ? 1 : bytes;
-  if (alignment <= alignof(std::max_align_t)) {
-    memory = std::malloc(size);
-  } else if (posix_memalign(&memory, alignment, size) != 0) {
-    memory = nullptr;
-  }
+  if (alignment <= alignof(std::max_align_t)) return std::malloc(size);
+  void* memory = nullptr;
+  return posix_memalign(&memory, alignment, size) == 0 ? memory : nullptr;
+}
+
+void* Allocate(size_t bytes, size_t alignment) {
+  void* memory = TryAllocate(bytes, alignment);
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
@@ -50,6 +52,15 @@ void* operator new(size_t bytes, std::align_val_t alignment) {
 void* operator new[](size_t bytes, std::align_val_t alignment) {
   return Allocate(bytes, static_cast<size_t>(alignment));
 }
+// Whoever replaces one form replaces all: a sanitizer's own form would not match the deletes below.
+void* operator new(size_t bytes, const std::nothrow_t&) noexcept { return TryAllocate(bytes, 1); }
+void* operator new[](size_t bytes, const std::nothrow_t&) noexcept { return TryAllocate(bytes, 1); }
+void* operator new(size_t bytes, std::align_val_t alignment, const std::nothrow_t&) noexcept {
+  return TryAllocate(bytes, static_cast<size_t>(alignment));
+}
+void* operator new[](size_t bytes, std::align_val_t alignment, const std::nothrow_t&) noexcept {
+  return TryAllocate(bytes, static_cast<size_t>(alignment));
+}
 void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete[](void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, size_t) noexcept { std::free(memory); }
@@ -58,6 +69,14 @@ void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory
 void operator delete[](void* memory, std::align_val_t) noexcept { std::free(memory); }
 void operator delete(void* memory, size_t, std::align_val_t) noexcept { std::free(memory); }
 void operator delete[](void* memory, size_t, std::align_val_t) noexcept { std::free(memory); }
+void operator delete(void* memory, const std::nothrow_t&) noexcept { std::free(memory); }
+void operator delete[](void* memory, const std::nothrow_t&) noexcept { std::free(memory); }
+void operator delete(void* memory, std::align_val_t, const std::nothrow_t&) noexcept {
+  std::free(memory);
+}
+void operator delete[](void* memory, std::align_val_t, const std::nothrow_t&) noexcept {
+  std::free(memory);
+}
 
 extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes,
                               void* (*start)(void*), void* argument) {
