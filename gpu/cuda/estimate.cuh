@@ -93,7 +93,8 @@ class EstimateCopier {
     // Slots without a cluster weigh 0, but 0 times what nobody wrote may be NaN: the last cluster
     // stands for them, or what a step before left. Parts have room for a multiple of four.
     if (rows_ > 0) {
-      if (thread < 8) CopyTo(to + Stage::kNorm2 + at, parts_ + min(thread % 4, (rows_ - 1) / 4) * 16);
+      if (thread < 8)
+        CopyTo(to + Stage::kNorm2 + at, parts_ + min(thread % 4, (rows_ - 1) / 4) * 16);
       CopyRun<Stage::kRowBytes, MeanChunk<Stage::kRowBytes>>(to, values_, rows_);
     } else {
       ClearRows(to);

@@ -199,8 +199,7 @@ __device__ __forceinline__ void ScoreClusters(const LaneScores& lane, uint32_t s
       optimistic[n * 2 + c] = cluster ? best : -INFINITY;
     }
     if (!lane.used) continue;
-    *reinterpret_cast<float2*>(lane.log_mass + at) =
-        make_float2(mass[n * 2], mass[n * 2 + 1]);
+    *reinterpret_cast<float2*>(lane.log_mass + at) = make_float2(mass[n * 2], mass[n * 2 + 1]);
     if (lane.second_order) {
       *reinterpret_cast<float2*>(lane.d2 + at) = make_float2(d2[0], d2[1]);
     }
