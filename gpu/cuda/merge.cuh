@@ -213,28 +213,44 @@ __device__ __forceinline__ LaneResult ResultOf(const float (&sums)[kLaneSums], f
   return result;
 }
 
-// One block answers one query of one head. scale: of the clusters' weights, null without clusters.
+// A lane's values, of thread c < kValueDim those of channel c, and its sums, relative to `max`.
+struct MergedLane {
+  float max;
+  float sums[kLaneSums];
+  float zone_value, other_value;
+};
+
+// Writes a lane's answer. scale: of the clusters' weights, null without clusters. norms: shared.
+template <int kValueDim, uint32_t kWarps>
+__device__ __forceinline__ void WriteAnswer(const StepHeader& step, const LanePlace& place,
+                                            const MergedLane& lane, const LaneScale* scale,
+                                            float2 (&norms)[kWarps]) {
+  static_assert(kValueDim <= kWarps * 32);
+  const float sum = lane.sums[kZones] + lane.sums[kOthers];
+  const float value = sum > 0 ? (lane.zone_value + lane.other_value) / sum : 0.0f;
+  if (threadIdx.x < kValueDim) step.out[place.slot * kValueDim + threadIdx.x] = value;
+  const float zone_mean = lane.sums[kZones] > 0 ? lane.zone_value / lane.sums[kZones] : 0.0f;
+  const float2 norms2 = SquaredNorms(value, zone_mean, norms);
+  if (threadIdx.x == 0) {
+    step.lse[place.slot] = sum > 0 ? (lane.max + log2f(sum)) * kLn2 : -INFINITY;
+    step.lane_results[place.slot] = scale != nullptr && sum > 0
+                                        ? ResultOf(lane.sums, lane.max, *scale, norms2)
+                                        : LaneResult{1, 1, 0, 0};
+  }
+  __syncthreads();
+}
+
+// One block answers one query of one head.
 template <int kValueDim, uint32_t kWarps>
 __device__ __forceinline__ void AnswerLane(const StepHeader& step, const LanePlace& place,
                                            const LaneStates& states, const LaneScale* scale,
                                            MergeLaneMemory<kValueDim, kWarps>* memory) {
-  static_assert(kValueDim <= kWarps * 32);
   const LaneMerger<kValueDim, kWarps> merger(states.tile, states.lane, states.zones,
                                              states.estimates, states.end, memory);
-  const float max = merger.Max();
-  float sums[kLaneSums], zone_value, other_value;
-  merger.Merge(max, sums, &zone_value, &other_value);
-  const float sum = sums[kZones] + sums[kOthers];
-  const float value = sum > 0 ? (zone_value + other_value) / sum : 0.0f;
-  if (threadIdx.x < kValueDim) step.out[place.slot * kValueDim + threadIdx.x] = value;
-  const float zone_mean = sums[kZones] > 0 ? zone_value / sums[kZones] : 0.0f;
-  const float2 norms2 = SquaredNorms(value, zone_mean, memory->norms);
-  if (threadIdx.x == 0) {
-    step.lse[place.slot] = sum > 0 ? (max + log2f(sum)) * kLn2 : -INFINITY;
-    step.lane_results[place.slot] =
-        scale != nullptr && sum > 0 ? ResultOf(sums, max, *scale, norms2) : LaneResult{1, 1, 0, 0};
-  }
-  __syncthreads();
+  MergedLane lane;
+  lane.max = merger.Max();
+  merger.Merge(lane.max, lane.sums, &lane.zone_value, &lane.other_value);
+  WriteAnswer<kValueDim, kWarps>(step, place, lane, scale, memory->norms);
 }
 
 // ---- kernels ----

@@ -166,6 +166,109 @@ class TeamFeed {
   uint32_t place_ = 0;
 };
 
+__device__ __forceinline__ void AddScaled(float factor, const float4& x, float4* sum) {
+  sum->x += factor * x.x;
+  sum->y += factor * x.y;
+  sum->z += factor * x.z;
+  sum->w += factor * x.w;
+}
+
+template <int kValueDim>
+struct TeamMergeMemory {
+  float2 norms[kTeamWarps];
+  float values[2][kTeamWarps][kValueDim];  // of the zones, of the other states
+};
+
+// The states of one lane, merged by one block: blocks' zones, then their estimates, then their
+// chosen tokens. Everything is asked for at once, as each wait is one for the whole team.
+template <int kValueDim>
+__device__ __forceinline__ MergedLane MergeTeam(const float* tile, uint32_t lane,
+                                                TeamMergeMemory<kValueDim>* memory) {
+  constexpr uint32_t kStatesMax = 3 * kTeamBlocksMax;
+  constexpr uint32_t kOwn = (kStatesMax + kTeamWarps - 1) / kTeamWarps;  // of a warp
+  static_assert(kStatesMax <= 64 && kValueDim <= 128);
+  const uint32_t warp = threadIdx.x / 32, thread = threadIdx.x % 32;
+  const uint32_t blocks = ClusterTeam::blocks(), states = 3 * blocks;
+  const auto state = [&](uint32_t i) {
+    return tile + uint64_t{i} * StateFloats(kValueDim) + lane * (kStateHead + kValueDim);
+  };
+  // Each thread has the heads of two states, and four channels of all of its warp's.
+  float4 heads[2] = {make_float4(-INFINITY, 0, 0, 0), make_float4(-INFINITY, 0, 0, 0)};
+  float dropped[2] = {0, 0};
+#pragma unroll
+  for (uint32_t k = 0; k < 2; ++k) {
+    const uint32_t i = k * 32 + thread;
+    if (i >= states) continue;
+    heads[k] = *reinterpret_cast<const float4*>(state(i));
+    dropped[k] = state(i)[4];
+  }
+  float4 values[kOwn];
+#pragma unroll
+  for (uint32_t k = 0; k < kOwn; ++k) {
+    const uint32_t i = k * kTeamWarps + warp;
+    values[k] = make_float4(0, 0, 0, 0);
+    if (i < states && thread * 4 < kValueDim) {
+      values[k] = *reinterpret_cast<const float4*>(state(i) + kStateHead + thread * 4);
+    }
+  }
+  MergedLane merged;
+  merged.max = -INFINITY;
+#pragma unroll
+  for (uint32_t k = 0; k < 2; ++k) {
+    if (heads[k].y > 0) merged.max = fmaxf(merged.max, heads[k].x);
+  }
+  for (int offset = 16; offset > 0; offset /= 2) {
+    merged.max = fmaxf(merged.max, __shfl_xor_sync(~0u, merged.max, offset));
+  }
+  float factors[2];
+  float sums[kLaneSums] = {};
+#pragma unroll
+  for (uint32_t k = 0; k < 2; ++k) {
+    const uint32_t i = k * 32 + thread;
+    factors[k] = heads[k].y > 0 ? Exp2(heads[k].x - merged.max) : 0.0f;
+    const float sum = factors[k] * heads[k].y;
+    const bool estimate = i >= blocks && i < 2 * blocks;
+    sums[kZones] += i < blocks ? sum : 0.0f;
+    sums[kOthers] += i < blocks ? 0.0f : sum;
+    sums[kEstimated] += estimate ? sum : 0.0f;
+    sums[kErrors] += estimate ? heads[k].z : 0.0f;
+    sums[kMoments] += estimate ? heads[k].w : 0.0f;
+    sums[kDropped] += estimate ? dropped[k] : 0.0f;
+  }
+#pragma unroll
+  for (int k = 0; k < kLaneSums; ++k) {
+    for (int offset = 16; offset > 0; offset /= 2) {
+      sums[k] += __shfl_xor_sync(~0u, sums[k], offset);
+    }
+    merged.sums[k] = sums[k];
+  }
+  float4 of_kind[2] = {};
+#pragma unroll
+  for (uint32_t k = 0; k < kOwn; ++k) {
+    const uint32_t i = k * kTeamWarps + warp;
+    const float factor =
+        i < 32 ? __shfl_sync(~0u, factors[0], i % 32) : __shfl_sync(~0u, factors[1], i % 32);
+    const float of_zone = i < blocks ? factor : 0.0f;
+    AddScaled(of_zone, values[k], &of_kind[0]);
+    AddScaled(factor - of_zone, values[k], &of_kind[1]);
+  }
+  if (thread * 4 < kValueDim) {
+#pragma unroll
+    for (uint32_t kind = 0; kind < 2; ++kind) {
+      *reinterpret_cast<float4*>(&memory->values[kind][warp][thread * 4]) = of_kind[kind];
+    }
+  }
+  __syncthreads();
+  merged.zone_value = merged.other_value = 0;
+  if (threadIdx.x < kValueDim) {
+    for (uint32_t w = 0; w < kTeamWarps; ++w) {
+      merged.zone_value += memory->values[0][w][threadIdx.x];
+      merged.other_value += memory->values[1][w][threadIdx.x];
+    }
+  }
+  return merged;
+}
+
 // Blocks that a multiprocessor should hold.
 template <int kKeyDim, int kValueDim>
 inline constexpr int kTeamResident = kKeyDim <= 128 ? 4 : 2;
@@ -177,7 +280,7 @@ class TeamStep {
   static constexpr uint32_t kRingBytes = kTeamRingBytes<kKeyDim, kValueDim>;
   static constexpr uint32_t kSharedBytes = kTeamWarps * kRingBytes + sizeof(Memory);
   static_assert(sizeof(MergeMemory<kValueDim>) <= kTeamWarps * kRingBytes);
-  static_assert(sizeof(MergeLaneMemory<kValueDim, kTeamWarps>) <= kTeamWarps * kRingBytes);
+  static_assert(sizeof(TeamMergeMemory<kValueDim>) <= kTeamWarps * kRingBytes);
   static_assert(sizeof(TileQueries<kKeyDim>) <= kTeamWarps * kRingBytes);
   static_assert(sizeof(uint32_t) * kUndecidedMax <= kTeamWarps * kRingBytes);
 
@@ -362,18 +465,13 @@ class TeamStep {
 
   // The team's first blocks, a lane each.
   __device__ __forceinline__ void Answer() {
-    const uint32_t blocks = ClusterTeam::blocks();
-    LaneStates states;
-    states.tile = TileStates(step_, unit_, 0, StateFloats(kValueDim));
-    states.zones = blocks;
-    states.estimates = 2 * blocks;
-    states.end = 3 * blocks;
-    for (uint32_t lane = ClusterTeam::rank(); lane < step_.group; lane += blocks) {
-      states.lane = lane;
+    auto* memory = reinterpret_cast<TeamMergeMemory<kValueDim>*>(block_memory);
+    for (uint32_t lane = ClusterTeam::rank(); lane < step_.group; lane += ClusterTeam::blocks()) {
       const LaneScale scale = {memory_.unit.max[0][lane], memory_.unit.sum[0][lane]};
-      AnswerLane<kValueDim, kTeamWarps>(
-          step_, LanePlace(step_, unit_, 0, lane), states, &scale,
-          reinterpret_cast<MergeLaneMemory<kValueDim, kTeamWarps>*>(block_memory));
+      const MergedLane merged =
+          MergeTeam<kValueDim>(TileStates(step_, unit_, 0, StateFloats(kValueDim)), lane, memory);
+      WriteAnswer<kValueDim, kTeamWarps>(step_, LanePlace(step_, unit_, 0, lane), merged, &scale,
+                                         memory->norms);
     }
   }
 

@@ -58,8 +58,7 @@ class OnGpu {
   if ((backend) == nullptr) GTEST_SKIP() << "no GPU: " << OnGpu::skipped_because
 
 // Groups 1, 3, 4, 8, 12, 32; every pair of head dims; tails that start within a block and on its
-// edge, of more than one piece; whole segments; more slots than one pass of
-// selection holds.
+// edge, of more than one piece; whole segments.
 const ParityCase kCases[] = {
     {1, 1, 64, 64, {}, 150},
     {6, 2, 64, 64, {700}, 70},
@@ -70,7 +69,6 @@ const ParityCase kCases[] = {
     {8, 2, 128, 128, {8192, 8192, 1000}, 1300},
     {32, 1, 128, 128, {3000}, 66},
     {4, 1, 192, 128, {600}, 100},
-    {2, 1, 64, 64, {60000, 60000, 60000, 60000}, 70},
 };
 
 // Who answers units of clusters.
@@ -136,6 +134,30 @@ INSTANTIATE_TEST_SUITE_P(Shapes, GpuParity,
                          testing::Combine(testing::ValuesIn(kCases),
                                           testing::Values(DType::kBf16, DType::kFp16),
                                           testing::Values(Answer::kByTeams, Answer::kByStages)));
+
+// More clusters than one pass of selection holds, of a team (12,288 slots) and of a block (8,192).
+TEST(GpuSelection, SecondPassesAgreeWithTheCpu) {
+  SequenceSpec spec;
+  spec.shape = attention::test::MakeShape(/*query_heads=*/2, /*kv_heads=*/1, /*head_dim=*/64,
+                                          /*value_dim=*/64, DType::kBf16, /*layers=*/1);
+  spec.segment_tokens = {60000, 60000, 60000, 60000};
+  spec.tail_tokens = 70;
+  spec.seed = attention::test::TestSeed();
+  const auto any = OnGpu::Make();
+  SKIP_WITHOUT_GPU(any);
+  TestSequence sequence = MakeSequence(spec);
+  for (const bool teams : {true, false}) {
+    const auto gpu = OnGpu::Make(teams);
+    ASSERT_NE(gpu, nullptr) << OnGpu::skipped_because;
+    std::vector<TestRow> rows;
+    for (TestRow& row : RowsOfPolicies(&sequence, /*layer=*/0, /*most=*/1, DType::kFp32)) {
+      if (!row.query_only) rows.push_back(std::move(row));
+    }
+    EXPECT_TRUE(Agree(RunStep(gpu.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows))
+        << (teams ? "by teams" : "by stages");
+    EXPECT_EQ(gpu->stats().fallback_steps, 0u);
+  }
+}
 
 // Histories whose segments the device builds, against the engine tests' model in double precision.
 TEST(GpuEngine, HistoriesAnswerAsLocalAttentionDoes) {
