@@ -151,6 +151,14 @@ class Layer {
     row.tail_limit = row.tail_begin + shape_.tail - shape_.query_tokens + 1;
     row.causal = 1;
     row.dense_piece_tokens = kReadPieceTokens;
+    const auto pieces_of_row = [&] {
+      uint32_t pieces = 0;
+      for (uint32_t i = 0; i < segments_of_row_; ++i) {
+        pieces += (segments_[i].tokens + row.dense_piece_tokens - 1) / row.dense_piece_tokens;
+      }
+      return pieces;
+    };
+    while (pieces_of_row() > kReadPiecesMax) row.dense_piece_tokens *= 2;
     row.tail_pieces = (row.tail_begin + shape_.tail + kReadPieceTokens - 1) / kReadPieceTokens;
     uint32_t slots = 0, pieces = 0;
     uint64_t clustered = 0;
@@ -162,7 +170,7 @@ class Layer {
       segment.ref.first_piece = pieces;
       segment.ref.max_clusters = segment.clusters;
       slots += segment.ref.slots;
-      pieces += (segment.tokens + kReadPieceTokens - 1) / kReadPieceTokens;
+      pieces += (segment.tokens + row.dense_piece_tokens - 1) / row.dense_piece_tokens;
       clustered += segment.tokens - segment.unclustered;
     }
     row.slots = slots;

@@ -36,7 +36,7 @@ inline constexpr uint32_t kSlotChunk = 64;
 inline constexpr uint32_t kStepSlots = 16;
 // Tokens of a piece, unless a row is so long that it would have more than kReadPiecesMax of them.
 inline constexpr uint32_t kReadPieceTokens = 512;
-inline constexpr uint32_t kReadPiecesMax = 256;
+inline constexpr uint32_t kReadPiecesMax = 64;
 inline constexpr uint32_t kChosenPieceTokens = 128;
 inline constexpr uint32_t kChosenPiecesMax = 64;
 inline constexpr uint32_t kEstimatePieceSlots = 512;
