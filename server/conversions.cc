@@ -256,7 +256,7 @@ absl::StatusOr<Tensor3> FromProto(const v1::Tensor& tensor, absl::string_view fi
   const auto elements = CheckedProduct({result.tokens, result.heads, result.dim});
   const auto bytes =
       elements ? CheckedProduct({*elements, DTypeBytes(result.view.dtype)}) : std::nullopt;
-  if (!bytes || *bytes == 0) {
+  if (!elements || !bytes || *bytes == 0) {
     return Invalid(field, ".shape is [", result.tokens, ", ", result.heads, ", ", result.dim,
                    "]: its product is 0 or too large");
   }
