@@ -26,40 +26,57 @@ check() {
 
 has_python() { python3 -c "import $1" >/dev/null 2>&1; }
 
-# nano-llama answers through a server on the GPU; dense attention must agree with local attention.
-nano_llama() {
-  local folder server=0 status=0
+# with_server COMMAND...: runs it beside a server on the GPU that listens at $target; its log goes to $log.
+with_server() {
+  local folder server=0 status=0 healthy=no
   folder="$(mktemp -d)"
-  ./attnd --listen "unix:${folder}/run/attnd.sock" --backend cuda --data-dir "${folder}/data" >"${folder}/log" 2>&1 &
+  target="unix:${folder}/run/attnd.sock"
+  ./attnd --listen "${target}" --backend cuda --data-dir "${folder}/data" >"${log}" 2>&1 &
   server=$!
-  local healthy=no
   for _ in $(seq 100); do
-    if ./attnd --probe "unix:${folder}/run/attnd.sock" >/dev/null 2>&1; then
+    if ./attnd --probe "${target}" >/dev/null 2>&1; then
       healthy=yes
       break
     fi
     sleep 0.2
   done
-  if [[ "${healthy}" == no ]]; then
+  if [[ "${healthy}" == yes ]]; then
+    "$@" || status=$?
+  else
     echo "the server is not healthy after 20 s"
     status=1
   fi
-  PYTHONPATH=python python3 -m attnd.eval --target "unix:${folder}/run/attnd.sock" --model nano-llama \
+  kill -TERM "${server}"
+  wait "${server}" || status=$?
+  rm -rf "${folder}"
+  return "${status}"
+}
+
+# nano-llama answers through the server; dense attention must agree with local attention.
+nano_llama() {
+  local cache status=0
+  cache="$(mktemp -d)"
+  PYTHONPATH=python python3 -m attnd.eval --target "${target}" --model nano-llama \
     --eval-set nano-llama/nano_eval.npz --length 8192 --tasks niah,trace,before,top --limit 2 \
-    --cache-dir "${folder}/cache" --policy dense --policy double-p --policy error-target --policy streaming \
+    --cache-dir "${cache}" --policy dense --policy double-p --policy error-target --policy streaming \
     --json "${out}/nano_llama.json" || status=$?
+  rm -rf "${cache}"
   # A server that has lost its GPU answers, too, from the CPU.
-  PYTHONPATH=python python3 - "unix:${folder}/run/attnd.sock" <<'PYTHON' || status=$?
+  PYTHONPATH=python python3 - "${target}" <<'PYTHON' || status=$?
 import sys
 import attnd
 
 with attnd.Client(sys.argv[1]) as client:
     sys.exit(client.get_server_info().backend_status or 0)
 PYTHON
-  kill -TERM "${server}"
-  wait "${server}" || status=$?
-  cp "${folder}/log" "${out}/nano_llama_server.txt"
-  rm -rf "${folder}"
+  return "${status}"
+}
+
+# One step of one layer of 131,072 tokens, over the socket.
+service_steps() {
+  local status=0
+  ./service_decode --target="${target}" --policy=error-target --parameters=tolerance=off,floor=0.02 || status=$?
+  ./service_decode --target="${target}" --policy=dense --parameters= || status=$?
   return "${status}"
 }
 
@@ -71,16 +88,20 @@ if grep -q SKIPPED "${out}/parity.txt"; then
   echo "  parity was skipped: there is no GPU that can be used"
   failures=$((failures + 1))
 fi
-if has_python grpc && has_python numpy && has_python safetensors; then check nano-llama nano_llama; fi
+if has_python grpc && has_python numpy && has_python safetensors; then
+  log="${out}/nano_llama_server.txt" check nano-llama with_server nano_llama
+fi
 
 echo "Benchmarks"
 check kernel_times ./gpu_kernels --bench
 check index_times ./gpu_index_check --bench
+log="${out}/service_server.txt" check service_times with_server service_steps
 if has_python torch; then check peers python3 peers/sdpa_decode.py --json "${out}/peers.json"; fi
 
 echo
 grep -h "tokens, head_dim\|dense  \|error-target 2%" "${out}/kernel_times.txt" 2>/dev/null | cut -d'|' -f1
 grep -h "flash\|cudnn" "${out}/peers.txt" 2>/dev/null
 grep -h "calls" "${out}/index_times.txt" 2>/dev/null
+cat "${out}/service_times.txt" 2>/dev/null
 ((failures == 0)) && echo "all checks passed" || echo "${failures} checks FAILED"
 exit $((failures > 0))
