@@ -700,9 +700,7 @@ void RunStep(const StepHeader& step, uint32_t dim, bool clusters, bool measure, 
     if (events != nullptr) CHECK_CUDA(cudaEventRecord(events[i], stream));
   };
   mark(0);
-  uint32_t teams = 0;
-  for (const uint32_t count : step.team_counts) teams += count;
-  if (teams == step.units) {
+  if (TeamUnits(step) == step.units) {
     CHECK_CUDA(kernels.teams(step, false, stream));
     for (int i = 1; i <= 9; ++i) mark(i);
     return;

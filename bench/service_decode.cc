@@ -131,8 +131,7 @@ void Main() {
   const auto session = client->StartDecode();
   constexpr int kWarmUp = 200;
   Decode(session.get(), sequence, tokens, kWarmUp);
-  const Times times =
-      Decode(session.get(), sequence, tokens + kWarmUp, absl::GetFlag(FLAGS_steps));
+  const Times times = Decode(session.get(), sequence, tokens + kWarmUp, absl::GetFlag(FLAGS_steps));
   Must(session->Finish(10s));
   Must(client->CloseSequence(sequence));
   std::printf("%s %s, %llu tokens, one row, one layer, on %s: microseconds, median [p10 .. p90]\n",

@@ -53,7 +53,7 @@ uint64_t IndexScratchBytes(const KernelShape& shape, uint32_t kv_heads, uint32_t
 struct StageSeconds {
   double score = 0;  // prepare and read: zones and dense tokens are read while clusters are scored
   double select = 0;
-  double attend = 0;  // measure and finish; all that teams do
+  double attend = 0;  // measure and finish; all that teams do, and prepare if there is nothing else
   double merge = 0;
 };
 

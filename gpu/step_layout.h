@@ -5,7 +5,8 @@
 // (cuda/) and the tests' naive loops (tests/gpu/step_reference) read them. Every pointer is a
 // device address. Nothing in here depends on CUDA.
 //
-// A step runs in stages, each of which reads only what earlier ones wrote:
+// A step runs in stages, each of which reads only what earlier ones wrote, but for units that a
+// team answers (below):
 //
 //   prepare   put uploaded rows into their pages; bring queries into the kernels' arrangement
 //   read      read pieces (zones, dense tokens) exactly; score clusters
@@ -52,6 +53,8 @@ inline constexpr uint32_t kTeamSizes = sizeof(kTeamBlocks) / sizeof(kTeamBlocks[
 inline constexpr uint32_t kTeamBlocksMax = kTeamBlocks[kTeamSizes - 1];
 inline constexpr uint32_t kTeamSegmentsMax = 32;
 inline constexpr uint32_t kTeamValueDimMax = 128;
+// Clustered tokens of a unit: selection counts two kinds of them in one word.
+inline constexpr uint64_t kUnitTokensMax = (uint64_t{1} << 28) - 1;
 // Floats before a state's values: max, sum; in estimate pieces the sums of errors, of second
 // moments and of dropped weights; the rest unused.
 inline constexpr uint32_t kStateHead = 8;
@@ -112,8 +115,8 @@ struct RowRef {
                                   // read and no score items.
 
   // Places in scratch memory, of the row's first unit; the others follow at the same distance.
-  uint32_t first_state;  // of states; a tile has read_pieces, then estimate_pieces, then
-                         // kChosenPiecesMax for kClusters
+  uint32_t first_state;  // of states; a tile has StatesPerTile: of read pieces, of estimate pieces,
+                         // of chosen pieces
   uint64_t first_score;  // of floats in scores: per unit log_mass [lanes][slots], then, for the
                          // second order, d2 [lanes][slots], then group_score [slots]
   uint64_t first_fate;   // of bytes in fates: per unit [slots]
@@ -135,7 +138,7 @@ constexpr bool HasTolerance(const RowRef& row) {
          row.tolerance < std::numeric_limits<double>::infinity();
 }
 // Which of kTeamBlocks a unit takes: the first whose blocks have at most kTeamBlockWork each, or
-// the last. work: slots and tokens that it reads, or is likely to.
+// the last. work: its slots, and the tail tokens that it reads.
 constexpr uint32_t TeamSizeFor(uint64_t work) {
   uint32_t size = 0;
   while (size + 1 < kTeamSizes && uint64_t{kTeamBlocks[size]} * kTeamBlockWork < work) ++size;
@@ -283,6 +286,13 @@ struct StepHeader {
   float* lse;                // [query_tokens][query_heads]
   LaneResult* lane_results;  // [query_tokens][query_heads]
 };
+
+// Units that teams answer.
+constexpr uint32_t TeamUnits(const StepHeader& step) {
+  uint32_t units = 0;
+  for (const uint32_t count : step.team_counts) units += count;
+  return units;
+}
 
 }  // namespace attnd::gpu
 

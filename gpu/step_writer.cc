@@ -214,11 +214,7 @@ uint32_t StepWriter::TeamBlocksOf(const RowRef& ref, uint64_t tail_tokens) const
       shape_.value_dim > kTeamValueDimMax || ref.segment_count > kTeamSegmentsMax) {
     return 0;
   }
-  const double share = ref.cut == CutKind::kTopK          ? ref.exact_share
-                       : ref.cut == CutKind::kErrorBudget ? ref.floor
-                                                          : 0;
-  const auto chosen = static_cast<uint64_t>(share * static_cast<double>(ref.clustered_tokens));
-  return kTeamBlocks[TeamSizeFor(ref.slots + tail_tokens + chosen)];
+  return kTeamBlocks[TeamSizeFor(ref.slots + tail_tokens)];
 }
 
 StepWriter::Counts StepWriter::CountsOf(const RowRef& ref, const StepRow& row,
@@ -306,8 +302,8 @@ bool StepWriter::Fits(const Counts& counts) const {
 
 uint32_t StepWriter::Fitting(const StepRow& row, uint32_t first_token,
                              std::span<const Upload> uploads) const {
-  // Numbers of the row itself that its reference must be able to hold.
-  if (row.view->segments.size() > kSegmentsMax ||
+  // Numbers of the row itself that its reference must be able to hold, and selection to count.
+  if (row.view->segments.size() > kSegmentsMax || row.view->tail_begin > kUnitTokensMax ||
       TailLimit(row, row.query_tokens - 1) > std::numeric_limits<uint32_t>::max()) {
     return 0;
   }

@@ -5,7 +5,6 @@
 
 #include <array>
 #include <memory>
-#include <numeric>
 #include <string>
 #include <utility>
 
@@ -200,13 +199,9 @@ class CudaStream : public Stream {
     ATTND_RETURN_IF_ERROR(UseDevice(device_));
     timed_ = timed;
     ATTND_RETURN_IF_ERROR(EndStage(kStart));
-    const uint32_t teams =
-        std::accumulate(std::begin(header.team_counts), std::end(header.team_counts), 0u);
+    const uint32_t teams = TeamUnits(header);
     if (teams == header.units) return LaunchTeamsAlone(*kernels, header);
     ATTND_RETURN_IF_ERROR(Launched(kernels->prepare(header, main_), "prepare"));
-    if (teams > 0) {
-      ATTND_RETURN_IF_ERROR(Launched(kernels->teams(header, /*overlap=*/true, main_), "teams"));
-    }
     const bool clusters = header.score_items > 0;
     ATTND_RETURN_IF_ERROR(Read(*kernels, header));
     ATTND_RETURN_IF_ERROR(EndStage(kScore));
@@ -215,6 +210,9 @@ class CudaStream : public Stream {
       ATTND_RETURN_IF_ERROR(Join());
     }
     ATTND_RETURN_IF_ERROR(EndStage(kSelect));
+    if (teams > 0) {
+      ATTND_RETURN_IF_ERROR(Launched(kernels->teams(header, /*overlap=*/false, main_), "teams"));
+    }
     if (clusters && measure) ATTND_RETURN_IF_ERROR(Measure(*kernels, header));
     if (clusters) ATTND_RETURN_IF_ERROR(Finish(*kernels, header));
     ATTND_RETURN_IF_ERROR(EndStage(kAttend));

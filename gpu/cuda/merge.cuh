@@ -34,26 +34,26 @@ __device__ __forceinline__ float LeastNorm(float zone_sum, float zone_norm2, flo
 inline constexpr int kLaneSums = 6;
 enum LaneSum { kZones, kOthers, kEstimated, kErrors, kMoments, kDropped };
 
-template <int kValueDim, uint32_t kWarps>
+template <int kValueDim>
 struct MergeLaneMemory {
-  float reduce[kWarps];
-  float2 norms[kWarps];
-  float sums[kWarps][kLaneSums];
+  float reduce[kMergeWarps];
+  float2 norms[kMergeWarps];
+  float sums[kMergeWarps][kLaneSums];
   float factors[kMergeBatch];
-  float values[2][kWarps][kValueDim];  // of the zones, of the other states
+  float values[2][kMergeWarps][kValueDim];  // of the zones, of the other states
 };
 
 // The states of one lane of one tile, merged by one block. Heads are read first, so that the
-// values' loads wait for nothing; each warp takes every kWarps-th state, and the warps' sums
+// values' loads wait for nothing; each warp takes every kMergeWarps-th state, and the warps' sums
 // are added in their order.
-template <int kValueDim, uint32_t kWarps>
+template <int kValueDim>
 class LaneMerger {
  public:
   static constexpr int kVectors = (kValueDim + 127) / 128;  // of 4 channels, of a thread
 
   // states: of the lane's tile. zones, estimates, end: where each kind of them ends.
   __device__ LaneMerger(const float* states, uint32_t lane, uint32_t zones, uint32_t estimates,
-                        uint32_t end, MergeLaneMemory<kValueDim, kWarps>* memory)
+                        uint32_t end, MergeLaneMemory<kValueDim>* memory)
       : states_(states + lane * (kStateHead + kValueDim)),
         zones_(zones),
         estimates_(estimates),
@@ -63,7 +63,7 @@ class LaneMerger {
   // The greatest maximum of the states that hold anything.
   __device__ float Max() const {
     float max = -INFINITY;
-    for (uint32_t i = threadIdx.x; i < end_; i += kWarps * 32) {
+    for (uint32_t i = threadIdx.x; i < end_; i += kMergeThreads) {
       const float2 head = *reinterpret_cast<const float2*>(State(i));
       if (head.y > 0) max = fmaxf(max, head.x);
     }
@@ -73,12 +73,12 @@ class LaneMerger {
     if (threadIdx.x % 32 == 0) memory_->reduce[threadIdx.x / 32] = max;
     __syncthreads();
     max = memory_->reduce[0];
-    for (uint32_t w = 1; w < kWarps; ++w) max = fmaxf(max, memory_->reduce[w]);
+    for (uint32_t w = 1; w < kMergeWarps; ++w) max = fmaxf(max, memory_->reduce[w]);
     return max;
   }
 
-  // Merges everything, relative to `max`. cluster_factor: of sums that are relative to the
-  // clusters' own scale. Thread c < kValueDim gets channel c of both values; all get the sums.
+  // Merges everything, relative to `max`. Thread c < kValueDim gets channel c of both values; all
+  // get the sums.
   __device__ void Merge(float max, float (&sums)[kLaneSums], float* zone_value,
                         float* other_value) const {
     const uint32_t warp = threadIdx.x / 32, thread = threadIdx.x % 32;
@@ -87,7 +87,7 @@ class LaneMerger {
     for (uint32_t first = 0; first < end_; first += kMergeBatch) {
       const uint32_t last = min(first + kMergeBatch, end_);
       __syncthreads();
-      for (uint32_t i = first + threadIdx.x; i < last; i += kWarps * 32) {
+      for (uint32_t i = first + threadIdx.x; i < last; i += kMergeThreads) {
         memory_->factors[i - first] = AddHead(i, max, own);
       }
       __syncthreads();
@@ -114,11 +114,11 @@ class LaneMerger {
     __syncthreads();
     for (int k = 0; k < kLaneSums; ++k) {
       sums[k] = 0;
-      for (uint32_t w = 0; w < kWarps; ++w) sums[k] += memory_->sums[w][k];
+      for (uint32_t w = 0; w < kMergeWarps; ++w) sums[k] += memory_->sums[w][k];
     }
     *zone_value = *other_value = 0;
     if (threadIdx.x >= kValueDim) return;
-    for (uint32_t w = 0; w < kWarps; ++w) {
+    for (uint32_t w = 0; w < kMergeWarps; ++w) {
       *zone_value += memory_->values[0][w][threadIdx.x];
       *other_value += memory_->values[1][w][threadIdx.x];
     }
@@ -148,7 +148,7 @@ class LaneMerger {
                                             float4 (&values)[kVectors]) const {
     const uint32_t thread = threadIdx.x % 32;
 #pragma unroll 4
-    for (uint32_t i = begin + threadIdx.x / 32; i < end; i += kWarps) {
+    for (uint32_t i = begin + threadIdx.x / 32; i < end; i += kMergeWarps) {
       const float factor = memory_->factors[i - first];
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
@@ -167,7 +167,7 @@ class LaneMerger {
   const uint32_t zones_;
   const uint32_t estimates_;
   const uint32_t end_;
-  MergeLaneMemory<kValueDim, kWarps>* const memory_;
+  MergeLaneMemory<kValueDim>* const memory_;
 };
 
 // Sums of the squares of two numbers over the block's threads.
@@ -241,16 +241,16 @@ __device__ __forceinline__ void WriteAnswer(const StepHeader& step, const LanePl
 }
 
 // One block answers one query of one head.
-template <int kValueDim, uint32_t kWarps>
+template <int kValueDim>
 __device__ __forceinline__ void AnswerLane(const StepHeader& step, const LanePlace& place,
                                            const LaneStates& states, const LaneScale* scale,
-                                           MergeLaneMemory<kValueDim, kWarps>* memory) {
-  const LaneMerger<kValueDim, kWarps> merger(states.tile, states.lane, states.zones,
-                                             states.estimates, states.end, memory);
+                                           MergeLaneMemory<kValueDim>* memory) {
+  const LaneMerger<kValueDim> merger(states.tile, states.lane, states.zones, states.estimates,
+                                     states.end, memory);
   MergedLane lane;
   lane.max = merger.Max();
   merger.Merge(lane.max, lane.sums, &lane.zone_value, &lane.other_value);
-  WriteAnswer<kValueDim, kWarps>(step, place, lane, scale, memory->norms);
+  WriteAnswer<kValueDim, kMergeWarps>(step, place, lane, scale, memory->norms);
 }
 
 // ---- kernels ----
@@ -259,7 +259,7 @@ __device__ __forceinline__ void AnswerLane(const StepHeader& step, const LanePla
 template <int kValueDim>
 __global__ void __launch_bounds__(kMergeThreads)
     MergeKernel(const __grid_constant__ StepHeader step) {
-  __shared__ __align__(16) MergeLaneMemory<kValueDim, kMergeWarps> memory;
+  __shared__ __align__(16) MergeLaneMemory<kValueDim> memory;
   const uint32_t unit_number = blockIdx.x / step.group;
   const uint32_t head = blockIdx.x % step.group;
   const RowRef* row = RowOfUnit(step, unit_number);
@@ -280,8 +280,8 @@ __global__ void __launch_bounds__(kMergeThreads)
       states.end += step.unit_results[unit.unit].chosen_pieces;
       scale = step.lane_scales[(uint64_t{unit.unit} * step.tiles_max + tile) * kLanes + lane];
     }
-    AnswerLane<kValueDim, kMergeWarps>(step, LanePlace(step, unit, tile, lane), states,
-                                       clusters ? &scale : nullptr, &memory);
+    AnswerLane<kValueDim>(step, LanePlace(step, unit, tile, lane), states,
+                          clusters ? &scale : nullptr, &memory);
   }
 }
 

@@ -110,11 +110,6 @@ __device__ __forceinline__ float* TileStates(const StepHeader& step, const UnitP
   return step.states + state * state_floats;
 }
 
-template <typename V>
-__device__ __forceinline__ const V* Part(const ChunkRef& chunk, uint32_t offset) {
-  return reinterpret_cast<const V*>(chunk.head + offset);
-}
-
 }  // namespace attnd::gpu
 
 #endif  // ATTND_GPU_CUDA_PLACE_CUH_

@@ -150,12 +150,12 @@ __device__ __forceinline__ void ResolveChunk(const StepHeader& step, uint32_t it
   step.chunks[item] = chunk;
 }
 
-// Blocks of the prepare stage: one for each tile, then of a thread for each score item, then of a
-// warp for each upload.
+// Blocks of the prepare stage: one for each tile if the stages answer any, then of a thread for
+// each score item, then of a warp for each upload.
 struct PrepareBlocks {
   uint32_t tiles, chunks, uploads;
   __host__ __device__ explicit PrepareBlocks(const StepHeader& step)
-      : tiles(step.tiles),
+      : tiles(TeamUnits(step) == step.units ? 0 : step.tiles),
         chunks((step.score_items + kPrepareWarps * 32 - 1) / (kPrepareWarps * 32)),
         uploads((step.uploads + kPrepareWarps - 1) / kPrepareWarps) {}
 };

@@ -19,7 +19,7 @@ namespace attnd::gpu {
 inline constexpr uint64_t kOne = uint64_t{1} << 36;
 
 // What is above a cut: keys greater than `key`, and the first `ties` of those equal to it; 0 if
-// that is none or all of them.
+// that is none, or known to be all of them.
 struct RankCut {
   uint32_t key;
   uint32_t ties;
@@ -126,7 +126,9 @@ class TeamSums {
   }
 
  private:
-  // Each warp's word goes to every block; returns them all.
+  // Each warp's word goes to every block; returns them all. What a warp read of the words of the
+  // use before last was read before it sent its own of the last: so no word is overwritten too
+  // early.
   __device__ __forceinline__ const Weight64* Publish(Weight64 of_warp) {
     const uint32_t turn = uses_ & 1;
     Weight64* parts = memory_->parts[turn];

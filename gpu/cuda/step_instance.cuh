@@ -217,8 +217,13 @@ template <typename T, int kKeyDim, int kValueDim>
 cudaError_t CountTeams(int* at_once) {
   const auto kernel = TeamKernel<T, kKeyDim, kValueDim>;
   constexpr uint32_t kSharedBytes = TeamStep<T, kKeyDim, kValueDim>::kSharedBytes;
-  const cudaError_t error = TeamLaunch::Allow(kernel, kSharedBytes);
+  *at_once = 0;
+  cudaFuncAttributes attributes;
+  cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error == cudaSuccess) error = TeamLaunch::Allow(kernel, kSharedBytes);
   if (error != cudaSuccess) return error;
+  // Code for less, which a newer device may run, has an empty kernel here.
+  if (attributes.ptxVersion < 90) return cudaSuccess;
   const TeamLaunch launch(1, kTeamBlocksMax, kSharedBytes, /*overlap=*/false, nullptr);
   return cudaOccupancyMaxActiveClusters(at_once, kernel, &launch.config());
 }

@@ -25,7 +25,6 @@ class BlockTeam {
 
   static __device__ __forceinline__ uint32_t rank() { return 0; }
   static __device__ __forceinline__ uint32_t blocks() { return 1; }
-  static __device__ __forceinline__ void Sync() { __syncthreads(); }
 
   struct Mailbox {
     __device__ __forceinline__ void Init() {}

@@ -6,7 +6,7 @@
 // last block, took as long as the reading.
 //
 // Blocks share a unit's slots evenly, and its pages of zones and of chosen tokens warp by warp; a
-// block leaves one state of each kind, which the team's first blocks merge, a lane each.
+// block leaves one state of each kind, which the team's blocks merge, each some lanes.
 #ifndef ATTND_GPU_CUDA_TEAM_STEP_CUH_
 #define ATTND_GPU_CUDA_TEAM_STEP_CUH_
 
@@ -26,7 +26,7 @@ namespace attnd::gpu {
 
 static_assert(kTeamWarps == kAttendWarps && kTeamWarps == kScoreWarps);
 
-inline constexpr uint32_t kTeamThreads = kTeamWarps * 32;
+inline constexpr uint32_t kTeamThreads = ClusterTeam::kBlockThreads;
 // Of a warp's ring, which scores, estimates and chosen tokens use in turn.
 inline constexpr int kTeamScoreStages = 2;
 inline constexpr int kTeamEstimateStages = 2;
@@ -47,8 +47,9 @@ struct TeamSegment {
   uint32_t max_clusters;
 };
 
-// A block's shared memory behind the rings. Of `totals`, `segments` and `unit.select.parts` others
-// of the team write or read while this block's rings are in use.
+// A block's shared memory behind the rings. Other blocks write into `totals` and, while the team
+// selects, into `unit.select`; and into the rings' place, where undecided keys are gathered then:
+// ShareTotals' Sync comes after every ring's last use before that, Select's before the next.
 template <int kKeyDim>
 struct TeamMemory {
   uint32_t fragments[TileFragmentWords(kKeyDim)];
@@ -463,7 +464,7 @@ class TeamStep {
     }
   }
 
-  // The team's first blocks, a lane each.
+  // The blocks take turns at lanes.
   __device__ __forceinline__ void Answer() {
     auto* memory = reinterpret_cast<TeamMergeMemory<kValueDim>*>(block_memory);
     for (uint32_t lane = ClusterTeam::rank(); lane < step_.group; lane += ClusterTeam::blocks()) {
@@ -494,6 +495,8 @@ __global__ void __launch_bounds__(kTeamThreads, (kTeamResident<kKeyDim, kValueDi
   const TeamUnit number = step.team_units[first + blockIdx.x / ClusterTeam::blocks()];
   const UnitPlace unit(step, step.row_refs + number.row, number.unit);
   TeamStep<T, kKeyDim, kValueDim>(step, unit).Run();
+#else
+  __trap();  // CountTeams has said that there are none
 #endif
 }
 

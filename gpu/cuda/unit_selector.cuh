@@ -137,11 +137,11 @@ class UnitSelector {
   __device__ void MeasureOutputs();
 
  private:
-  // Of keys: shares are hardly above 1, errors have the sign's bit to spare.
+  // Of keys: shares are at most 1, errors have the sign's bit to spare.
   static constexpr uint32_t kShareBits = 30;
   static constexpr uint32_t kErrorBits = 32;
-  // Token counts of exact clusters (low bits) and of estimated ones go together: a unit has fewer
-  // than 2^28 tokens, and TeamSums holds twice that.
+  // Token counts of exact clusters (low bits) and of estimated ones go together: a unit has at most
+  // kUnitTokensMax of both, and TeamSums holds twice that.
   static constexpr uint32_t kCountBits = 28;
 
   // Asks the second-level cache for what AssignGroup will read of the index in the first pass.
@@ -216,7 +216,9 @@ __device__ __forceinline__ void UnitSelector<Team, Lookup>::RankByMass(bool opti
       }
     }
 #pragma unroll
-    for (uint32_t i = 0; i < kGroupSlots; ++i) keys[i] = cluster[i] ? KeyOf(score[i]) : 0;
+    for (uint32_t i = 0; i < kGroupSlots; ++i) {
+      keys[i] = cluster[i] ? KeyOf(fminf(score[i], 1.0f)) : 0;
+    }
     keys_.Store(pass, first, keys);
   }
 }

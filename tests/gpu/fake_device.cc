@@ -118,7 +118,7 @@ class FakeStream : public Stream {
         run.rows /= 2;
         control_->broken_ = true;
       }
-      for (const uint32_t count : header.team_counts) control_->team_units_ += count;
+      control_->team_units_ += TeamUnits(header);
       RunStepReference(shape, run);
       ++control_->steps_;
     });
