@@ -182,15 +182,13 @@ class Layer {
                  (slots / kEstimatePiecesMax + kSlotChunk - 1) / kSlotChunk * kSlotChunk);
     row.estimate_pieces =
         clusters ? (slots + row.estimate_piece_slots - 1) / row.estimate_piece_slots : 0;
-    const bool tolerance = policy.second_order && std::isfinite(policy.tolerance);
-    if (with_teams && clusters && !tolerance && shape_.group <= kLanes &&
-        shape_.dim <= kTeamValueDimMax && segments_of_row_ <= kTeamSegmentsMax) {
-      row.team_blocks = kTeamBlocks[TeamSizeFor(slots + shape_.tail)];
-      row.read_pieces = row.estimate_pieces = row.team_blocks;
-    }
     row.exact_share = policy.exact_share, row.estimated_share = policy.estimated_share;
     row.p1 = policy.p1, row.p2 = policy.p2;
     row.tolerance = policy.tolerance, row.floor = policy.floor;
+    if (with_teams) {
+      row.team_blocks = TeamBlocksFor(row, shape_.group, shape_.dim, row.tail_begin + shape_.tail);
+    }
+    if (row.team_blocks != 0) row.read_pieces = row.estimate_pieces = row.team_blocks;
 
     const uint32_t units_of_row =
         (row.query_tokens + row.tokens_per_unit - 1) / row.tokens_per_unit * shape_.kv_heads;

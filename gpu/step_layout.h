@@ -144,6 +144,16 @@ constexpr uint32_t TeamSizeFor(uint64_t work) {
   while (size + 1 < kTeamSizes && uint64_t{kTeamBlocks[size]} * kTeamBlockWork < work) ++size;
   return size;
 }
+// Blocks of the teams that answer a row's units, on a device that has teams; 0 if the stages do.
+// tail_tokens: that are seen.
+constexpr uint32_t TeamBlocksFor(const RowRef& row, uint32_t group, uint32_t value_dim,
+                                 uint64_t tail_tokens) {
+  if (row.kind != UnitKind::kClusters || HasTolerance(row) || group > kLanes ||
+      value_dim > kTeamValueDimMax || row.segment_count > kTeamSegmentsMax) {
+    return 0;
+  }
+  return kTeamBlocks[TeamSizeFor(row.slots + tail_tokens)];
+}
 // Distances, in elements, between what a row's tiles and units have in scratch memory.
 constexpr uint64_t StatesPerTile(const RowRef& row) {
   if (row.team_blocks != 0) return uint64_t{3} * row.team_blocks;

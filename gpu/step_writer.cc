@@ -204,17 +204,9 @@ RowRef StepWriter::Describe(const StepRow& row, uint32_t first_token, uint32_t t
   ref.p2 = policy.p2;
   ref.tolerance = policy.tolerance;
   ref.floor = policy.floor;
-  ref.team_blocks = TeamBlocksOf(ref, tail_end);
+  if (teams_) ref.team_blocks = TeamBlocksFor(ref, group_, shape_.value_dim, tail_end);
   if (ref.team_blocks != 0) ref.read_pieces = ref.estimate_pieces = ref.team_blocks;
   return ref;
-}
-
-uint32_t StepWriter::TeamBlocksOf(const RowRef& ref, uint64_t tail_tokens) const {
-  if (!teams_ || ref.kind != UnitKind::kClusters || HasTolerance(ref) || group_ > kLanes ||
-      shape_.value_dim > kTeamValueDimMax || ref.segment_count > kTeamSegmentsMax) {
-    return 0;
-  }
-  return kTeamBlocks[TeamSizeFor(ref.slots + tail_tokens)];
 }
 
 StepWriter::Counts StepWriter::CountsOf(const RowRef& ref, const StepRow& row,

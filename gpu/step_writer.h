@@ -125,9 +125,6 @@ class StepWriter {
   Places PlacesOf(const Counts& counts) const;
   bool Fits(const Counts& counts) const;
   uint32_t TokensPerUnit(UnitKind kind) const;
-  // Blocks of the teams that answer the row's units; 0 if the stages do. tail_tokens: that are
-  // seen.
-  uint32_t TeamBlocksOf(const RowRef& ref, uint64_t tail_tokens) const;
   // Lists the units that teams answer; fills the header's counts of them.
   void WriteTeamUnits(TeamUnit* units);
   void WriteRow(const RowPart& part, const RowMemory& memory, const Places& places,

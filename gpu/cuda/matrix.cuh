@@ -2,10 +2,11 @@
 //
 // The tensor cores' m16n8k16 product and what goes into it.
 //
-// A product has 16 rows, and a unit's tile only kLanes = 8 queries. So each number of the left side
+// A product has 16 rows, and a unit's tile only kLanes = 8 queries. So each number of the queries
 // is split into two of 16 bits: rows 0..7 hold the greater parts, rows 8..15 the rests, and adding
 // row r and row r + 8 of the result (which one thread holds both of) gives what fp32 numbers on the
-// left would have given, to 2^-16. It costs nothing, as rows would be empty otherwise.
+// left would have given, to 2^-16. It costs nothing, as rows would be empty otherwise. Weights of
+// values are the right side, their two parts two products (attend.cuh).
 //
 // A thread's names in its warp: `g` = lane / 4 and `t` = lane % 4, as PTX's fragment tables have
 // them.

@@ -34,6 +34,13 @@ __device__ __forceinline__ float LeastNorm(float zone_sum, float zone_norm2, flo
 inline constexpr int kLaneSums = 6;
 enum LaneSum { kZones, kOthers, kEstimated, kErrors, kMoments, kDropped };
 
+// A lane's states: zones first, then estimates, then chosen tokens; where each kind of them ends.
+struct LaneStates {
+  const float* tile;
+  uint32_t lane;  // of the tile
+  uint32_t zones, estimates, end;
+};
+
 template <int kValueDim>
 struct MergeLaneMemory {
   float reduce[kMergeWarps];
@@ -51,13 +58,11 @@ class LaneMerger {
  public:
   static constexpr int kVectors = (kValueDim + 127) / 128;  // of 4 channels, of a thread
 
-  // states: of the lane's tile. zones, estimates, end: where each kind of them ends.
-  __device__ LaneMerger(const float* states, uint32_t lane, uint32_t zones, uint32_t estimates,
-                        uint32_t end, MergeLaneMemory<kValueDim>* memory)
-      : states_(states + lane * (kStateHead + kValueDim)),
-        zones_(zones),
-        estimates_(estimates),
-        end_(end),
+  __device__ LaneMerger(const LaneStates& states, MergeLaneMemory<kValueDim>* memory)
+      : states_(states.tile + states.lane * (kStateHead + kValueDim)),
+        zones_(states.zones),
+        estimates_(states.estimates),
+        end_(states.end),
         memory_(memory) {}
 
   // The greatest maximum of the states that hold anything.
@@ -185,13 +190,6 @@ __device__ __forceinline__ float2 SquaredNorms(float x, float y, float2 (&memory
   return sum;
 }
 
-// A lane's states: zones first, then estimates, then chosen tokens; where each kind of them ends.
-struct LaneStates {
-  const float* tile;
-  uint32_t lane;  // of the tile
-  uint32_t zones, estimates, end;
-};
-
 // What a lane's sums say of its answer. max: what the sums are relative to, but for the estimates'
 // own sums, which are to scale.max; norms2: of the answer, and of the zones' mean.
 __device__ __forceinline__ LaneResult ResultOf(const float (&sums)[kLaneSums], float max,
@@ -245,8 +243,7 @@ template <int kValueDim>
 __device__ __forceinline__ void AnswerLane(const StepHeader& step, const LanePlace& place,
                                            const LaneStates& states, const LaneScale* scale,
                                            MergeLaneMemory<kValueDim>* memory) {
-  const LaneMerger<kValueDim> merger(states.tile, states.lane, states.zones, states.estimates,
-                                     states.end, memory);
+  const LaneMerger<kValueDim> merger(states, memory);
   MergedLane lane;
   lane.max = merger.Max();
   merger.Merge(lane.max, lane.sums, &lane.zone_value, &lane.other_value);
