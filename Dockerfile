@@ -2,8 +2,8 @@
 #
 # docker build -t attnd .
 #
-# The server with nothing but the libraries it loads, as user attnd. The socket is /run/attnd/attnd.sock: mount
-# /run/attnd into the model server's container too, and run both with the same user id.
+# The server and attnctl with nothing but the libraries they load, as user attnd. The socket is /run/attnd/attnd.sock:
+# mount /run/attnd into the model server's container too, and run both with the same user id.
 
 FROM debian:12-slim AS build
 WORKDIR /src
@@ -12,9 +12,9 @@ RUN bash -c 'set -euo pipefail; source scripts/lib/setup.sh; setup_packages "${A
     && rm -rf /var/lib/apt/lists/*
 COPY . .
 RUN cmake --preset release -DATTND_TESTS=OFF -DATTND_BENCH=OFF -Wno-dev \
-    && cmake --build --preset release --target attnd \
-    && strip build/bin/attnd \
-    && scripts/lib/runtime_packages.sh build/bin/attnd > build/runtime-packages.txt
+    && cmake --build --preset release --target attnd attnctl \
+    && strip build/bin/attnd build/bin/attnctl \
+    && scripts/lib/runtime_packages.sh build/bin/attnd build/bin/attnctl > build/runtime-packages.txt
 
 FROM debian:12-slim
 COPY --from=build /src/build/runtime-packages.txt /usr/share/attnd/
@@ -26,6 +26,7 @@ RUN apt-get update \
     && useradd --system --uid 10001 --gid attnd --home-dir /var/lib/attnd --shell /usr/sbin/nologin attnd \
     && install -d -o attnd -g attnd -m 0700 /run/attnd /var/lib/attnd
 COPY --from=build /src/build/bin/attnd /usr/local/bin/attnd
+COPY --from=build /src/build/bin/attnctl /usr/local/bin/attnctl
 COPY LICENSE /usr/share/doc/attnd/
 USER attnd
 VOLUME ["/run/attnd", "/var/lib/attnd"]

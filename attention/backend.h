@@ -61,8 +61,13 @@ struct RowStats {
   // estimated without the second order.
   std::optional<float> predicted_error_mean;
   std::optional<float> predicted_error_max;
-  uint64_t host_tokens = 0;  // tokens read exactly from host memory
-  uint64_t hbm_tokens = 0;   // tokens read exactly from a device's memory
+  // Of what is estimated only because its pages were not in time; absent as the masses above are,
+  // and unless the policy allows it.
+  std::optional<float> missed_mass;
+  uint64_t missed_tokens = 0;  // of estimated_tokens
+  uint64_t host_tokens = 0;    // tokens read exactly from host memory
+  uint64_t ssd_tokens = 0;     // tokens read exactly whose pages were read from disk for it
+  uint64_t hbm_tokens = 0;     // tokens read exactly from a device's memory
   StageNanos stages;
 };
 
@@ -80,6 +85,9 @@ struct StepRow {
   float* out = nullptr;                // [query_tokens, query_heads, value_dim]
   float* lse = nullptr;  // [query_tokens, query_heads]; -infinity (and out 0) without tokens
   RowStats* stats = nullptr;
+  // Why this row alone has no answer, its pages being lost or not to be had; OK otherwise. Null:
+  // that is then the step's status.
+  absl::Status* fault = nullptr;
 };
 
 // What was decided for one (query token, KV head): exported for tests and audit only.
@@ -124,6 +132,7 @@ struct BackendStats {
   uint64_t evictions = 0;       // copies given up to make room
   uint64_t steps = 0;           // answered, by whomever
   uint64_t fallback_steps = 0;  // of these, with a row that the CPU answered in the device's place
+  uint64_t graph_launches = 0;  // launches of a whole step that repeated an earlier one's
   // Device time by stage, over the steps where it was measured.
   uint64_t timed_steps = 0;
   double score_seconds = 0;
@@ -146,13 +155,15 @@ class Backend {
   // Unimplemented, naming what the model has and what the backend can run, if it cannot run models
   // of this shape, which is valid.
   virtual absl::Status Supports(const ModelShape& shape) const = 0;
+  // Whether it reads paged segments itself; if not, their rows are answered more slowly by another.
+  virtual bool ReadsPaged() const { return true; }
   // Name of the device that answers; empty if it is the CPU.
   virtual absl::string_view device() const { return {}; }
   // Why the backend answers more slowly than it was made to; OK if it does not.
   virtual absl::Status Health() const { return absl::OkStatus(); }
   virtual BackendStats stats() const { return BackendStats(); }
-  // Fills out, lse and stats of every row. A row's answer does not depend on the other rows, bit
-  // for bit. On error the buffers' content is undefined.
+  // Fills out, lse and stats of every row, but for those with a fault. A row's answer does not
+  // depend on the other rows, bit for bit. On error the buffers' content is undefined.
   virtual absl::Status Step(const StepRequest& request) = 0;
   // Builds all heads of a segment that nothing was built of yet. Calls `proceed` between pieces of
   // work of some milliseconds; it may wait, and ends the building if it is not OK. On any error,

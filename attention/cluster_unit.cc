@@ -312,7 +312,9 @@ void ClusterUnit::ListRuns() {
   size_t used = 0;
   for (size_t s = 0; s < segments(); ++s) {
     const ClusterIndex index = view_.segments[s]->index(layer_, kv_head_);
-    const std::byte* pages = view_.segments[s]->pages(layer_, kv_head_);
+    const PagedPayload* const payload = view_.segments[s]->paged_payload().get();
+    const std::byte* const pages =
+        payload != nullptr ? nullptr : view_.segments[s]->pages(layer_, kv_head_);
     const size_t first = used;
     for (uint32_t i = 0; i < index.clusters; ++i) {
       const Fate fate = fate_[first_cluster_[s] + i];
@@ -322,7 +324,7 @@ void ClusterUnit::ListRuns() {
       if (used > first && run_memory_[used - 1].range.end == range.begin) {
         run_memory_[used - 1].range.end = range.end;
       } else {
-        run_memory_[used++] = {pages, range};
+        run_memory_[used++] = {pages, range, payload};
       }
     }
   }
@@ -330,6 +332,35 @@ void ClusterUnit::ListRuns() {
   exact_tokens_ = tokens[static_cast<size_t>(Fate::kExact)];
   estimated_tokens_ = tokens[static_cast<size_t>(Fate::kEstimated)];
   dropped_tokens_ = tokens[static_cast<size_t>(Fate::kDropped)];
+}
+
+void ClusterUnit::Demote(absl::FunctionRef<bool(uint32_t segment, uint32_t page)> there) {
+  for (uint32_t s = 0; s < segments(); ++s) {
+    if (!view_.segments[s]->paged()) continue;
+    const ClusterIndex index = view_.segments[s]->index(layer_, kv_head_);
+    for (uint32_t i = 0; i < index.clusters; ++i) {
+      const size_t cluster = first_cluster_[s] + i;
+      if (fate_[cluster] != Fate::kExact) continue;
+      const TokenRange range = index.range(i);
+      bool whole = true;
+      for (uint32_t page = range.begin / kPageTokens; page <= (range.end - 1) / kPageTokens;
+           ++page) {
+        whole &= there(s, page);
+      }
+      if (whole) continue;
+      fate_[cluster] = Fate::kEstimated;
+      missed_tokens_ += range.size();
+      for (QuadScores& scores : quads_) {
+        for (size_t lane = 0; lane < kQuad; ++lane) {
+          scores.missed_sum[lane] += scores.log_mass[cluster * kQuad + lane];
+        }
+      }
+    }
+  }
+  if (missed_tokens_ == 0) return;
+  Estimate();
+  SumErrors();
+  ListRuns();
 }
 
 void ClusterUnit::AddEstimate(std::span<QuadState> states) const {
@@ -351,6 +382,7 @@ LaneOutcome ClusterUnit::Outcome(size_t quad, size_t lane, const QuadState& all,
   const float estimated = scores.estimate.sum[lane] * factor;
   const float total = all.sum[lane] + scores.dropped_sum[lane] * factor;
   outcome.covered_mass = all.sum[lane] / total;
+  outcome.missed_mass = scores.missed_sum[lane] * factor / total;
   outcome.exact_mass = std::max(0.0f, all.sum[lane] - estimated) / total;
   if (!predicts_error() || scores.error_unit[lane] == 0) return outcome;
   const float absolute = std::sqrt(scores.error2_sum[lane]) / scores.error_unit[lane];

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <span>
 
+#include "absl/functional/function_ref.h"
 #include "attention/backend.h"
 #include "attention/kernels.h"
 #include "attention/policy.h"
@@ -24,6 +25,7 @@ struct LaneOutcome {
   float covered_mass = 1;
   float exact_mass = 1;
   float predicted_error = 0;
+  float missed_mass = 0;
 };
 
 // Life: construct, Score(every segment) from any threads, Select once, Outcome for each lane.
@@ -49,6 +51,11 @@ class ClusterUnit {
 
   // What is to be read exactly: ascending, neighbouring clusters joined.
   std::span<const TokenRun> runs() const { return runs_; }
+  // Leaves to their estimate those clusters of paged segments that have a page which is not
+  // `there`. Asked by ascending segment, and pages of a segment by ascending number.
+  void Demote(absl::FunctionRef<bool(uint32_t segment, uint32_t page)> there);
+  uint64_t missed_tokens() const { return missed_tokens_; }
+
   // Folds the estimated clusters into the unit's states, [quads].
   void AddEstimate(std::span<QuadState> states) const;
 
@@ -76,6 +83,7 @@ class ClusterUnit {
     float max[kQuad];                 // scale of the weights
     float sum[kQuad];                 // of all weights
     float dropped_sum[kQuad];
+    float missed_sum[kQuad];  // of demoted clusters
     float error_unit[kQuad];
     float error2_sum[kQuad];  // of the estimated clusters
     float least_norm[kQuad];  // floor under |o| in relative errors
@@ -116,6 +124,7 @@ class ClusterUnit {
   uint64_t exact_tokens_ = 0;
   uint64_t estimated_tokens_ = 0;
   uint64_t dropped_tokens_ = 0;
+  uint64_t missed_tokens_ = 0;
 };
 
 }  // namespace attnd::attention

@@ -78,31 +78,38 @@ class CpuBackend : public Backend {
     CpuStep step(request, arena);
     while (step.NextWave(scratch_bytes_)) {
       for (const CpuStep::Stage stage : CpuStep::kStages) {
-        const size_t items = step.Prepare(stage);
-        std::atomic<bool> stopped{false};
-        Run(items, step.StageWork(stage), [&](size_t item) {
-          if (stopped.load(std::memory_order_relaxed)) return;
-          if (CheckAlive(request).ok()) {
-            step.RunItem(stage, item);
-          } else {
-            stopped.store(true, std::memory_order_relaxed);
-          }
-        });
-        if (stopped.load(std::memory_order_relaxed)) return CheckAlive(request);
+        ATTND_RETURN_IF_ERROR(RunStage(request, stage, &step));
       }
       step.FinishWave();
     }
-    step.FinishRows();
-    return absl::OkStatus();
+    return step.FinishRows();
+  }
+
+  absl::Status RunStage(const StepRequest& request, CpuStep::Stage stage, CpuStep* step) {
+    step->Prepare(stage);
+    while (true) {
+      ATTND_ASSIGN_OR_RETURN(const CpuStep::Items items, step->NextItems(stage));
+      if (items.size() == 0) return absl::OkStatus();
+      std::atomic<bool> stopped{false};
+      Run(items, step->Work(stage, items), [&](size_t item) {
+        if (stopped.load(std::memory_order_relaxed)) return;
+        if (CheckAlive(request).ok()) {
+          step->RunItem(stage, item);
+        } else {
+          stopped.store(true, std::memory_order_relaxed);
+        }
+      });
+      if (stopped.load(std::memory_order_relaxed)) return CheckAlive(request);
+    }
   }
 
   template <typename F>
-  void Run(size_t items, uint64_t work, const F& run_item) {
-    if (items <= 1 || workers_.threads() == 1 || work < kParallelWork) {
-      for (size_t item = 0; item < items; ++item) run_item(item);
+  void Run(const CpuStep::Items& items, uint64_t work, const F& run_item) {
+    if (items.size() <= 1 || workers_.threads() == 1 || work < kParallelWork) {
+      for (size_t item = items.begin; item < items.end; ++item) run_item(item);
       return;
     }
-    workers_.ForEach(items, run_item);
+    workers_.ForEach(items.size(), [&](size_t item) { run_item(items.begin + item); });
   }
 
   const size_t scratch_bytes_;

@@ -2,10 +2,11 @@
 #include "attention/cpu_step.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 
 #include "attention/kernels.h"
+#include "attention/stage_timer.h"
+#include "common/status.h"
 
 namespace attnd::attention {
 namespace {
@@ -28,23 +29,6 @@ size_t QuadsPerToken(const ModelShape& shape) { return (shape.group() + kQuad - 
 size_t StateBytes(const ModelShape& shape) {
   return sizeof(QuadState) + kQuad * shape.value_dim * sizeof(float) + 2 * kCacheLineBytes;
 }
-
-// Adds the time from construction to destruction to a counter.
-class StageTimer {
- public:
-  explicit StageTimer(uint64_t* nanos) : nanos_(nanos), start_(Clock::now()) {}
-  ~StageTimer() {
-    *nanos_ += static_cast<uint64_t>(
-        std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start_).count());
-  }
-  StageTimer(const StageTimer&) = delete;
-  StageTimer& operator=(const StageTimer&) = delete;
-
- private:
-  using Clock = std::chrono::steady_clock;
-  uint64_t* const nanos_;
-  const Clock::time_point start_;
-};
 
 }  // namespace
 
@@ -95,6 +79,11 @@ size_t CpuStep::UnitBytes(const UnitSpec& spec) const {
       quads * (query_floats * sizeof(float) + sizeof(kernels::Queries) + kCacheLineBytes) +
       (pieces + 1) * quads * StateBytes(shape) +
       (tail / kTailBlockTokens + spec.tokens + pieces) * sizeof(TokenRun);
+  for (const auto& segment :
+       view.segments) {  // a run for each page, and where clusters meet in one
+    if (segment->paged())
+      bytes += size_t{3} * (segment->tokens() / kPageTokens + 2) * sizeof(TokenRun);
+  }
   if (spec.selector == Selector::kClusters) {
     bytes += ClusterUnit::ArenaBytes(view, request_.layer, spec.kv_head, quads);
   }
@@ -107,6 +96,8 @@ bool CpuStep::NextWave(size_t scratch_bytes) {
   cluster_order_.clear();
   pieces_.clear();
   score_items_.clear();
+  pages_.Clear();
+  pins_.reset();
   arena_->Reset();
   size_t bytes = 0;
   while (next_spec_ < specs_.size()) {
@@ -168,8 +159,10 @@ void CpuStep::AddZoneAndDensePieces(size_t number) {
   size_t used = 0;
   for (const auto& segment : view.segments) {
     const bool all = unit.spec.selector == Selector::kAll;
-    runs[used++] = {segment->pages(request_.layer, unit.spec.kv_head),
-                    {0, all ? segment->tokens() : segment->unclustered()}};
+    TokenRun& run = runs[used++];
+    run = {nullptr, {0, all ? segment->tokens() : segment->unclustered()}};
+    run.payload = segment->paged_payload().get();
+    if (!segment->paged()) run.pages = segment->pages(request_.layer, unit.spec.kv_head);
     unit.zone_tokens += uint64_t{tokens} * segment->unclustered();
     if (all) unit.middle_exact_tokens += uint64_t{tokens} * segment->clustered();
     if (unit.spec.selector == Selector::kNone) {
@@ -190,19 +183,29 @@ void CpuStep::AddZoneAndDensePieces(size_t number) {
   }
 }
 
-// Runs one after another, in pieces of PieceTokens.
+// Runs one after another, in pieces of PieceTokens; those of paged segments page by page, and cut
+// where the kernel's blocks of tokens end, so that a piece can be read in parts without a bit of
+// difference.
 void CpuStep::AddRuns(size_t number, std::span<const TokenRun> runs, size_t first_quad,
                       size_t quads) {
   const uint32_t step = PieceTokens(quads);
-  uint64_t tokens = 0;
-  for (const TokenRun& run : runs) tokens += run.range.size();
-  const std::span<TokenRun> cut = arena_->Allocate<TokenRun>(runs.size() + tokens / step);
+  uint64_t tokens = 0, page_ends = 0;
+  for (const TokenRun& run : runs) {
+    tokens += run.range.size();
+    if (run.payload != nullptr) page_ends += uint64_t{2} * (run.range.size() / kPageTokens + 1);
+  }
+  const std::span<TokenRun> cut =
+      arena_->Allocate<TokenRun>(runs.size() + tokens / step + page_ends);
   size_t used = 0, first = 0;
   uint32_t room = step;
   for (const TokenRun& run : runs) {
     for (uint32_t begin = run.range.begin; begin < run.range.end;) {
-      const uint32_t end = std::min(run.range.end, begin + room);
-      cut[used++] = {run.pages, {begin, end}};
+      uint32_t end = std::min(run.range.end, begin + room);
+      if (run.payload != nullptr) {
+        const uint32_t in_block = kernels::kRowBlock - (step - room) % kernels::kRowBlock;
+        end = std::min({end, (begin / kPageTokens + 1) * kPageTokens, begin + in_block});
+      }
+      cut[used++] = {run.pages, {begin, end}, run.payload};
       room -= end - begin;
       begin = end;
       if (room > 0) continue;
@@ -228,6 +231,7 @@ void CpuStep::AddTail(size_t number, uint64_t begin, uint64_t end, size_t first_
     for (TokenRun& run : list) {
       const uint64_t block = begin / kTailBlockTokens;
       const uint64_t run_end = std::min(piece_end, (block + 1) * kTailBlockTokens);
+      run.payload = nullptr;
       run.pages = view.tail[block - first_block]->pages(request_.layer, unit.spec.kv_head);
       run.range = {static_cast<uint32_t>(begin % kTailBlockTokens),
                    static_cast<uint32_t>(run_end - block * kTailBlockTokens)};
@@ -237,11 +241,29 @@ void CpuStep::AddTail(size_t number, uint64_t begin, uint64_t end, size_t first_
   }
 }
 
-void CpuStep::AddPiece(size_t number, std::span<const TokenRun> runs, size_t first_quad,
-                       size_t quads) {
+void CpuStep::AddPiece(size_t number, std::span<TokenRun> runs, size_t first_quad, size_t quads) {
+  const Unit& unit = units_[number];
+  const uint64_t page_bytes = PageGeometry(ViewOf(unit).shape).page_bytes();
+  uint64_t tokens = 0;
+  for (TokenRun& run : runs) {
+    tokens += run.range.size();
+    if (run.payload == nullptr) continue;
+    if (there_.empty()) {
+      pages_.Add(pieces_.size(), {request_.layer, unit.spec.kv_head, page_bytes}, &run,
+                 tokens % kernels::kRowBlock == 0);
+      continue;
+    }
+    const uint32_t page = run.range.begin / kPageTokens;
+    while (there_.front().payload != run.payload || there_.front().page != page) {
+      there_ = there_.subspan(1);
+    }
+    CountRead(number, run, !there_.front().was_there);
+    PointAt(there_.front().data, &run);
+  }
   Piece& piece = pieces_.emplace_back();
   piece.unit = number;
   piece.runs = runs;
+  piece.runs_now = runs.size();
   piece.first_quad = first_quad;
   piece.states = NewStates(number, quads);
 }
@@ -263,23 +285,52 @@ void CpuStep::AddExactPieces(size_t number) {
   unit.exact_pieces[1] = pieces_.size();
 }
 
-size_t CpuStep::Prepare(Stage stage) {
+void CpuStep::Prepare(Stage stage) {
+  next_item_ = 0;
   switch (stage) {
-    case Stage::kRead:
-      return pieces_.size() + score_items_.size();
-    case Stage::kSelect:
-      return cluster_order_.size();
     case Stage::kAttend:
-      first_exact_piece_ = pieces_.size();
-      for (const size_t unit : cluster_order_) AddExactPieces(unit);
-      return pieces_.size() - first_exact_piece_;
+      next_item_ = pieces_.size();
+      estimating_.clear();
+      next_estimating_ = 0;
+      for (const size_t unit : cluster_order_) {
+        if (EstimatesMisses(units_[unit])) {
+          estimating_.push_back(unit);
+        } else {
+          AddExactPieces(unit);
+        }
+      }
+      return;
+    case Stage::kAttendThere:
+      next_item_ = pieces_.size();
+      return;
+    case Stage::kRead:
+    case Stage::kSelect:
     case Stage::kMerge:
-      return units_.size();
+      return;
   }
-  return 0;
 }
 
-uint64_t CpuStep::StageWork(Stage stage) const {
+absl::StatusOr<CpuStep::Items> CpuStep::NextItems(Stage stage) {
+  const size_t begin = next_item_;
+  switch (stage) {
+    case Stage::kRead:
+      // Scores read no pages: they go with the last pieces.
+      return BringPieces(pieces_.size() + score_items_.size());
+    case Stage::kAttend:
+      return BringPieces(pieces_.size());
+    case Stage::kAttendThere:
+      return BringWhatIsThere();
+    case Stage::kSelect:
+      next_item_ = cluster_order_.size();
+      break;
+    case Stage::kMerge:
+      next_item_ = units_.size();
+      break;
+  }
+  return Items{begin, next_item_};
+}
+
+uint64_t CpuStep::Work(Stage stage, const Items& items) const {
   uint64_t work = 0;
   const auto per_token = [&](size_t number) {
     const ModelShape& shape = ViewOf(units_[number]).shape;
@@ -288,12 +339,13 @@ uint64_t CpuStep::StageWork(Stage stage) const {
   switch (stage) {
     case Stage::kRead:
     case Stage::kAttend:
-      for (size_t i = stage == Stage::kRead ? 0 : first_exact_piece_; i < pieces_.size(); ++i) {
-        for (const TokenRun& run : pieces_[i].runs) {
+    case Stage::kAttendThere:
+      for (size_t i = items.begin; i < std::min(items.end, pieces_.size()); ++i) {
+        for (const TokenRun& run : pieces_[i].runs.first(pieces_[i].runs_now)) {
           work += run.range.size() * per_token(pieces_[i].unit);
         }
       }
-      if (stage == Stage::kAttend) return work;
+      if (stage != Stage::kRead || items.end <= pieces_.size()) return work;
       [[fallthrough]];
     case Stage::kSelect:
       for (const ScoreItem& item : score_items_) {
@@ -322,7 +374,8 @@ void CpuStep::RunItem(Stage stage, size_t item) {
     case Stage::kSelect:
       return SelectUnit(&units_[cluster_order_[item]]);
     case Stage::kAttend:
-      return RunPiece(&pieces_[first_exact_piece_ + item]);
+    case Stage::kAttendThere:
+      return RunPiece(&pieces_[item]);
     case Stage::kMerge:
       return MergeUnit(&units_[item]);
   }
@@ -331,9 +384,13 @@ void CpuStep::RunItem(Stage stage, size_t item) {
 void CpuStep::RunPiece(Piece* piece) {
   const StageTimer timer(&piece->nanos);
   const Unit& unit = units_[piece->unit];
+  if (!totals_[unit.spec.row].fault.ok()) return;
   const PageGeometry geometry(ViewOf(unit).shape);
-  kernels::AttendRuns(geometry, piece->runs, unit.prepared.data() + piece->first_quad,
-                      piece->states.size(), piece->states.data());
+  kernels::AttendRuns(geometry, piece->runs.first(piece->runs_now),
+                      unit.prepared.data() + piece->first_quad, piece->states.size(),
+                      piece->states.data());
+  piece->runs = piece->runs.subspan(piece->runs_now);
+  piece->runs_now = piece->runs.size();
 }
 
 void CpuStep::SelectUnit(Unit* unit) {
@@ -388,6 +445,7 @@ void CpuStep::FinishLane(Unit* unit, size_t quad, size_t lane) {
   unit->exact_mass += outcome.exact_mass;
   unit->error_sum += outcome.predicted_error;
   unit->error_max = std::max(unit->error_max, double{outcome.predicted_error});
+  unit->missed_mass += outcome.missed_mass;
 }
 
 void CpuStep::FinishWave() {
@@ -402,6 +460,7 @@ void CpuStep::FinishWave() {
       exact += unit.clusters->exact_tokens();
       dropped += unit.clusters->dropped_tokens();
       stats.estimated_tokens += unit.clusters->estimated_tokens();
+      stats.missed_tokens += unit.clusters->missed_tokens();
       if (!unit.clusters->predicts_error()) totals.error_known = false;
       if (request_.plans != nullptr) {
         Plan& plan = request_.plans->emplace_back();
@@ -416,7 +475,9 @@ void CpuStep::FinishWave() {
     stats.zone_tokens += unit.zone_tokens;
     stats.exact_tokens += exact;
     stats.dropped_tokens += dropped;
-    stats.host_tokens += unit.zone_tokens + exact;
+    stats.ssd_tokens += unit.ssd_tokens;
+    stats.host_tokens += unit.zone_tokens + exact - unit.ssd_tokens;
+    stats.stages.fetch += unit.nanos.fetch;
     stats.stages.score += unit.nanos.score;
     stats.stages.select += unit.nanos.select;
     stats.stages.attend += unit.nanos.attend;
@@ -425,23 +486,30 @@ void CpuStep::FinishWave() {
     totals.exact_mass += unit.exact_mass;
     totals.error_sum += unit.error_sum;
     totals.error_max = std::max(totals.error_max, unit.error_max);
+    totals.missed_mass += unit.missed_mass;
   }
 }
 
-void CpuStep::FinishRows() {
+absl::Status CpuStep::FinishRows() {
   for (size_t r = 0; r < request_.rows.size(); ++r) {
     const StepRow& row = request_.rows[r];
     const RowTotals& totals = totals_[r];
+    if (row.fault != nullptr) *row.fault = totals.fault;
     const double lanes = double{1} * row.query_tokens * row.view->shape.query_heads;
     if (totals.mass_known) {
       row.stats->covered_mass = static_cast<float>(totals.covered_mass / lanes);
       row.stats->exact_mass = static_cast<float>(totals.exact_mass / lanes);
+      if (row.policy->on_miss == OnMiss::kEstimate) {
+        row.stats->missed_mass = static_cast<float>(totals.missed_mass / lanes);
+      }
     }
     if (totals.error_known) {
       row.stats->predicted_error_mean = static_cast<float>(totals.error_sum / lanes);
       row.stats->predicted_error_max = static_cast<float>(totals.error_max);
     }
+    if (row.fault == nullptr) ATTND_RETURN_IF_ERROR(totals.fault);
   }
+  return absl::OkStatus();
 }
 
 }  // namespace attnd::attention

@@ -5,44 +5,66 @@
 #ifndef ATTND_ATTENTION_CPU_STEP_H_
 #define ATTND_ATTENTION_CPU_STEP_H_
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "attention/backend.h"
 #include "attention/cluster_unit.h"
+#include "attention/paged_payload.h"
 #include "attention/softmax_state.h"
 #include "attention/step_arena.h"
+#include "attention/step_pages.h"
 
 namespace attnd::attention {
 
 // Used by one thread, but for RunItem: distinct items of a prepared stage may run at the same time.
 //
-//   while (NextWave(...)) { for each stage { Prepare; RunItem(each) } FinishWave; }  FinishRows;
+//   while (NextWave(...)) {
+//     for each stage { Prepare; while NextItems gives some { RunItem(each) } }
+//     FinishWave;
+//   }
+//   FinishRows;
 class CpuStep {
  public:
   enum class Stage {
-    kRead,    // zones and dense tokens exactly; score clusters
-    kSelect,  // per cluster unit: choose and estimate
-    kAttend,  // the chosen ranges exactly
-    kMerge,   // per unit: merge, normalise, statistics
+    kRead,         // zones and dense tokens exactly; score clusters
+    kSelect,       // per cluster unit: choose and estimate
+    kAttend,       // the chosen ranges exactly
+    kAttendThere,  // the same, of units that estimate what is not in memory in time
+    kMerge,        // per unit: merge, normalise, statistics
   };
-  static constexpr Stage kStages[] = {Stage::kRead, Stage::kSelect, Stage::kAttend, Stage::kMerge};
+  static constexpr Stage kStages[] = {Stage::kRead, Stage::kSelect, Stage::kAttend,
+                                      Stage::kAttendThere, Stage::kMerge};
 
   CpuStep(const StepRequest& request, StepArena* arena);
 
   // Takes the next units, at least one, up to scratch_bytes of memory. False when none are left.
   bool NextWave(size_t scratch_bytes);
-  // Items of the stage in this wave.
-  size_t Prepare(Stage stage);
-  // About how many multiply-adds the prepared stage takes.
-  uint64_t StageWork(Stage stage) const;
+  // Items of a stage.
+  struct Items {
+    size_t begin = 0;
+    size_t end = 0;
+    size_t size() const { return end - begin; }
+  };
+  void Prepare(Stage stage);
+  // The next ones of the stage's items, with the pages that they read brought and kept until the
+  // next call; none when the stage is done. What PageStore::Bring says, if that concerns all rows.
+  absl::StatusOr<Items> NextItems(Stage stage);
+  // About how many multiply-adds the items take.
+  uint64_t Work(Stage stage, const Items& items) const;
   void RunItem(Stage stage, size_t item);
   // Collects what the wave's items measured.
   void FinishWave();
-  void FinishRows();
+  // The fault of a row that has no place for it.
+  absl::Status FinishRows();
 
  private:
   // What a unit is made from: known before its memory is taken.
@@ -69,14 +91,17 @@ class CpuStep {
     uint64_t middle_exact_tokens = 0;  // of dense units, times query tokens
     uint64_t middle_dropped_tokens = 0;
     StageNanos nanos;
-    double covered_mass = 0, exact_mass = 0, error_sum = 0, error_max = 0;  // over the unit's lanes
+    uint64_t ssd_tokens = 0;
+    // Over the unit's lanes.
+    double covered_mass = 0, exact_mass = 0, error_sum = 0, error_max = 0, missed_mass = 0;
   };
 
   // Runs of tokens attended by quads [first_quad, first_quad + states.size()) of a unit; gives
   // their states.
   struct Piece {
     size_t unit = 0;
-    std::span<const TokenRun> runs;
+    std::span<TokenRun> runs;  // that are still to be read
+    size_t runs_now = 0;       // of them
     size_t first_quad = 0;
     std::span<QuadState> states;
     uint64_t nanos = 0;
@@ -98,8 +123,17 @@ class CpuStep {
   void AddZoneAndDensePieces(size_t unit);
   void AddRuns(size_t unit, std::span<const TokenRun> runs, size_t first_quad, size_t quads);
   void AddTail(size_t unit, uint64_t begin, uint64_t end, size_t first_quad, size_t quads);
-  void AddPiece(size_t unit, std::span<const TokenRun> runs, size_t first_quad, size_t quads);
+  void AddPiece(size_t unit, std::span<TokenRun> runs, size_t first_quad, size_t quads);
   void AddExactPieces(size_t unit);
+  bool EstimatesMisses(const Unit& unit) const;
+  absl::StatusOr<Items> BringPieces(size_t end);
+  absl::StatusOr<Items> BringWhatIsThere();
+  absl::Status BringNextEstimating();
+  size_t ListWants(size_t unit, uint64_t bytes_max, std::vector<PageWant>* wants) const;
+  void AddPiecesOfWhatIsThere(size_t unit, std::span<const PageWant> wants);
+  void CountRead(size_t unit, const TokenRun& run, bool was_read);
+  void Fail(size_t unit, const absl::Status& status);
+  PagePatience Patience() const;
   std::span<QuadState> NewStates(size_t unit, size_t quads);
   void RunPiece(Piece* piece);
   void SelectUnit(Unit* unit);
@@ -117,11 +151,18 @@ class CpuStep {
   std::vector<size_t> cluster_order_;  // units with clusters
   std::vector<Piece> pieces_;
   std::vector<ScoreItem> score_items_;
-  size_t first_exact_piece_ = 0;  // pieces of stage kAttend start here
+  StepPages pages_;                 // of pieces_
+  size_t next_item_ = 0;            // of the stage
+  std::vector<size_t> estimating_;  // units of stage kAttendThere
+  size_t next_estimating_ = 0;
+  std::unique_ptr<PagePins> pins_;   // of that stage's pages
+  std::span<const PageWant> there_;  // for AddPiece: where the pages of its runs are
+  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 
   // Rows, over all waves.
   struct RowTotals {
-    double covered_mass = 0, exact_mass = 0, error_sum = 0, error_max = 0;
+    double covered_mass = 0, exact_mass = 0, error_sum = 0, error_max = 0, missed_mass = 0;
+    absl::Status fault;
     bool mass_known = true;
     bool error_known = true;
   };

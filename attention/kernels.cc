@@ -18,7 +18,6 @@ HWY_BEFORE_NAMESPACE();
 namespace attnd::attention::kernels {
 namespace HWY_NAMESPACE {
 
-constexpr size_t kRowBlock = 16;    // rows that pass one stage before the next stage
 constexpr size_t kAheadBlocks = 1;  // how far ahead of the arithmetic memory is asked for
 constexpr float kMinExp = -100.0f;  // exp below is 0 in float, and -infinity must not reach Exp
 

@@ -23,6 +23,7 @@
 namespace attnd::attention::kernels {
 
 inline constexpr size_t kQuad = 4;
+inline constexpr uint32_t kRowBlock = 16;       // rows that pass one stage before the next stage
 inline constexpr size_t kDimMax = kHeadDimMax;  // of the buffers that kernels have on the stack
 static_assert(kDimMax % kHeadDimMultiple == 0 && kHeadDimMultiple % 16 == 0,
               "a row is whole vectors of at most 16 floats");
@@ -113,6 +114,8 @@ struct QuadState {
 
 // Attends `quads` quads to the runs' tokens, in their order, and folds them into their states. q
 // and states: [quads]. The grouping of sums depends on the tokens' number in the order alone.
+// The tokens pass in blocks of kRowBlock from the first one on: runs that end where a block does
+// may be passed in two calls, with the same bits.
 void AttendRuns(const PageGeometry& geometry, std::span<const TokenRun> runs, const Queries* q,
                 size_t quads, QuadState* states);
 

@@ -52,10 +52,14 @@ struct TokenRange {
   bool operator==(const TokenRange&) const = default;
 };
 
+class PagedPayload;
+
 // Tokens [range) of the run of pages that starts at `pages`.
 struct TokenRun {
   const std::byte* pages = nullptr;
   TokenRange range;
+  // Set, and `pages` null, while the run's pages have not been brought.
+  const PagedPayload* payload = nullptr;
 };
 
 // TailBlock: kTailBlockTokens consecutive positions for every (layer, KV head); the unit in which a

@@ -93,6 +93,17 @@ Parameter EstimatorPart() {
           }};
 }
 
+Parameter OnMissPart() {
+  return {
+      "on_miss", "wait, estimate",
+      [](const std::string& text, Policy* policy) {
+        if (text != "wait" && text != "estimate") return false;
+        policy->on_miss = text == "wait" ? OnMiss::kWait : OnMiss::kEstimate;
+        return true;
+      },
+      [](const Policy& policy) { return policy.on_miss == OnMiss::kWait ? "wait" : "estimate"; }};
+}
+
 // The parameters that mean something for the policy's parts.
 std::vector<Parameter> ParametersOf(const Policy& policy) {
   std::vector<Parameter> all = {
@@ -118,6 +129,8 @@ std::vector<Parameter> ParametersOf(const Policy& policy) {
       all.push_back(Share("floor", true, &Policy::floor));
       break;
   }
+  all.push_back(OnMissPart());
+  all.push_back(Count("miss_wait_us", "0..1000000", kMissWaitUsMax, &Policy::miss_wait_us));
   return all;
 }
 

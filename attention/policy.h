@@ -38,6 +38,14 @@ enum class Estimator : uint8_t {
                  // errors
 };
 
+// What becomes of a cluster that is to be read exactly and whose pages are not in memory.
+enum class OnMiss : uint8_t {
+  kWait,      // they are waited for: the answer is that of the plan
+  kEstimate,  // by the deadline it is estimated like the others, and the reply says how much that
+              // was
+};
+
+inline constexpr uint32_t kMissWaitUsMax = 1000000;
 inline constexpr uint32_t kSinkTokensMax = 64;
 inline constexpr uint32_t kWindowTokensMax = 4096;
 
@@ -63,6 +71,10 @@ struct Policy {
   // clusters that are read exactly in any case.
   double tolerance = 0.2;
   double floor = 0.01;
+
+  // Of clusters in paged segments; zones and dense layers always wait.
+  OnMiss on_miss = OnMiss::kWait;
+  uint32_t miss_wait_us = 0;  // kEstimate: how long a step waits for pages
 
   // The policy of a layer: dense below dense_layers.
   Selector SelectorFor(uint32_t layer) const {

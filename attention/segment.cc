@@ -2,6 +2,10 @@
 #include "attention/segment.h"
 
 #include <cstring>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
 
 namespace attnd::attention {
 namespace {
@@ -40,7 +44,7 @@ IndexLayout::IndexLayout(const ModelShape& shape, uint32_t tokens, uint32_t uncl
 }
 
 Segment::Segment(uint64_t id, const ModelShape& shape, uint64_t first_position, uint32_t tokens,
-                 uint32_t unclustered)
+                 uint32_t unclustered, std::shared_ptr<const PagedPayload> payload)
     : id_(id),
       shape_(shape),
       first_position_(first_position),
@@ -49,7 +53,8 @@ Segment::Segment(uint64_t id, const ModelShape& shape, uint64_t first_position, 
       layout_(shape, tokens, unclustered),
       run_bytes_(RunBytes(shape, tokens)),
       index_(IndexBytes(shape, tokens, unclustered)),
-      payload_(PayloadBytes(shape, tokens)) {}
+      payload_(payload == nullptr ? PayloadBytes(shape, tokens) : 0),
+      paged_(std::move(payload)) {}
 
 uint64_t Segment::IndexBytes(const ModelShape& shape, uint32_t tokens, uint32_t unclustered) {
   return uint64_t{shape.layers} * shape.kv_heads *
@@ -78,6 +83,33 @@ ClusterIndex Segment::index(uint32_t layer, uint32_t kv_head) const {
 std::span<const uint16_t> Segment::positions(uint32_t layer, uint32_t kv_head) const {
   return {reinterpret_cast<const uint16_t*>(IndexHead(layer, kv_head) + layout_.positions),
           tokens_};
+}
+
+absl::Status CheckIndexHead(const Segment& segment, uint32_t layer, uint32_t kv_head) {
+  const ClusterIndex index = segment.index(layer, kv_head);
+  const auto wrong = [&](const char* what) {
+    return absl::InternalError(
+        absl::StrCat("the index of layer ", layer, ", KV head ", kv_head, " has ", what));
+  };
+  if (index.clusters == 0 || index.clusters > segment.layout().max_clusters) {
+    return wrong("a wrong number of clusters");
+  }
+  if (index.starts[0] != segment.unclustered() ||
+      index.starts[index.clusters] != segment.tokens()) {
+    return wrong("clusters that do not hold its tokens");
+  }
+  for (uint32_t c = 0; c < index.clusters; ++c) {
+    if (index.starts[c] >= index.starts[c + 1]) return wrong("a cluster without tokens");
+  }
+  const std::span<const uint16_t> positions = segment.positions(layer, kv_head);
+  std::vector<bool> seen(positions.size());
+  for (uint32_t slot = 0; slot < positions.size(); ++slot) {
+    const uint32_t token = positions[slot];
+    const bool kept = slot >= segment.unclustered() || token == slot;
+    if (token >= positions.size() || seen[token] || !kept) return wrong("tokens in no order");
+    seen[token] = true;
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace attnd::attention

@@ -7,9 +7,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 
+#include "absl/status/status.h"
 #include "attention/mirror_slot.h"
+#include "attention/paged_payload.h"
 #include "attention/pages.h"
 #include "common/aligned_buffer.h"
 #include "common/model_shape.h"
@@ -59,13 +62,14 @@ struct IndexLayout {
 // belong to no cluster; the others lie in cluster order. Immutable once SegmentBuilder has handed
 // it over; then safe from any thread.
 //
-// Index and payload live in two blocks of memory, as storage moves only the payload.
+// Index and payload live in two blocks of memory, as storage moves only the payload: that of a
+// paged segment lies elsewhere, page by page.
 class Segment {
  public:
-  // Takes the memory; allocated() is false if the system refused it. 1 <= tokens <=
-  // kSegmentTokensMax.
+  // Takes the memory, for the index alone if the payload lies elsewhere; allocated() is false if
+  // the system refused it. 1 <= tokens <= kSegmentTokensMax.
   Segment(uint64_t id, const ModelShape& shape, uint64_t first_position, uint32_t tokens,
-          uint32_t unclustered);
+          uint32_t unclustered, std::shared_ptr<const PagedPayload> payload = nullptr);
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
@@ -73,7 +77,11 @@ class Segment {
   static uint64_t IndexBytes(const ModelShape& shape, uint32_t tokens, uint32_t unclustered);
   static uint64_t PayloadBytes(const ModelShape& shape, uint32_t tokens);
 
-  bool allocated() const { return index_.data() != nullptr && payload_.data() != nullptr; }
+  bool allocated() const {
+    return index_.data() != nullptr && (paged() || payload_.data() != nullptr);
+  }
+  bool paged() const { return paged_ != nullptr; }
+  const std::shared_ptr<const PagedPayload>& paged_payload() const { return paged_; }
   uint64_t id() const { return id_; }
   const ModelShape& shape() const { return shape_; }
   uint64_t first_position() const { return first_position_; }
@@ -82,10 +90,11 @@ class Segment {
   uint32_t unclustered() const { return unclustered_; }
   // Tokens that clusters hold: the segment's share of the middle.
   uint32_t clustered() const { return tokens_ - unclustered_; }
+  // In memory, of its own: without the pages of a paged one.
   uint64_t bytes() const { return index_.size() + payload_.size(); }
 
   ClusterIndex index(uint32_t layer, uint32_t kv_head) const;
-  // Pages of all tokens in the segment's order.
+  // Pages of all tokens in the segment's order. Not of a paged segment.
   const std::byte* pages(uint32_t layer, uint32_t kv_head) const {
     return payload_.data() + HeadNumber(layer, kv_head) * run_bytes_;
   }
@@ -93,7 +102,7 @@ class Segment {
   std::span<const uint16_t> positions(uint32_t layer, uint32_t kv_head) const;
 
   // The two blocks, heads one after another by (layer, KV head): a copy elsewhere has the same
-  // offsets.
+  // offsets. A paged segment's payload is empty.
   std::span<const std::byte> index_block() const { return {index_.data(), index_.size()}; }
   std::span<const std::byte> payload_block() const { return {payload_.data(), payload_.size()}; }
   const IndexLayout& layout() const { return layout_; }
@@ -103,6 +112,7 @@ class Segment {
  private:
   friend class HeadBuilder;  // writes it
   friend class SegmentBuilder;
+  friend class SegmentLoader;
   // The index of one (layer, KV head) starts with its cluster count.
   std::byte* IndexHead(uint32_t layer, uint32_t kv_head) const {
     return index_.data() + HeadNumber(layer, kv_head) * layout_.head_bytes;
@@ -120,8 +130,14 @@ class Segment {
   const size_t run_bytes_;  // pages of one (layer, KV head)
   const AlignedBuffer index_;
   const AlignedBuffer payload_;
+  const std::shared_ptr<const PagedPayload> paged_;  // null: the payload is here
   const MirrorSlot mirror_;
 };
+
+// Whether the index of (layer, KV head) keeps to its sizes and its order holds every token once,
+// the unclustered ones at their places: Internal, saying what is wrong. For indexes that came from
+// elsewhere than a HeadBuilder: nothing else of them is relied on without a look.
+absl::Status CheckIndexHead(const Segment& segment, uint32_t layer, uint32_t kv_head);
 
 }  // namespace attnd::attention
 

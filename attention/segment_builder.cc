@@ -7,8 +7,8 @@
 #include <numeric>
 #include <span>
 
-#include "absl/strings/str_cat.h"
 #include "common/dtype.h"
+#include "common/status.h"
 
 namespace attnd::attention {
 namespace {
@@ -58,29 +58,10 @@ void SegmentBuilder::CopyToken(uint32_t layer, uint32_t kv_head, uint32_t token,
 }
 
 absl::Status SegmentBuilder::TakeHead(uint32_t layer, uint32_t kv_head) {
-  const ClusterIndex index = segment_->index(layer, kv_head);
-  const auto wrong = [&](const char* what) {
-    return absl::InternalError(
-        absl::StrCat("the index built of layer ", layer, ", KV head ", kv_head, " has ", what));
-  };
-  if (index.clusters == 0 || index.clusters > segment_->layout().max_clusters) {
-    return wrong("a wrong number of clusters");
-  }
-  if (index.starts[0] != segment_->unclustered() ||
-      index.starts[index.clusters] != segment_->tokens()) {
-    return wrong("clusters that do not hold its tokens");
-  }
-  for (uint32_t c = 0; c < index.clusters; ++c) {
-    if (index.starts[c] >= index.starts[c + 1]) return wrong("a cluster without tokens");
-  }
+  ATTND_RETURN_IF_ERROR(CheckIndexHead(*segment_, layer, kv_head));
   const std::span<const uint16_t> positions = segment_->positions(layer, kv_head);
-  std::vector<bool> seen(positions.size());
   for (uint32_t slot = 0; slot < positions.size(); ++slot) {
-    const uint32_t token = positions[slot];
-    const bool kept = slot >= segment_->unclustered() || token == slot;
-    if (token >= positions.size() || seen[token] || !kept) return wrong("tokens in no order");
-    seen[token] = true;
-    CopyToken(layer, kv_head, token, slot);
+    CopyToken(layer, kv_head, positions[slot], slot);
   }
   return absl::OkStatus();
 }

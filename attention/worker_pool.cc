@@ -10,8 +10,6 @@
 // Set when the rest is built with thread sanitizer and this file is not (CMakeLists.txt).
 extern "C" void __tsan_acquire(void* address);
 extern "C" void __tsan_release(void* address);
-// What the library does by itself (it clears its own memory) is its own affair.
-extern "C" const char* __tsan_default_suppressions() { return "called_from_lib:libtbb.so\n"; }
 #endif
 
 namespace attnd::attention {

@@ -96,6 +96,34 @@ class TimedEngine final : public engine::Engine {
                                          uint32_t count) override {
     return engine_->List(tenant, after, count);
   }
+  absl::StatusOr<engine::SealResult> Seal(absl::string_view tenant, uint64_t id,
+                                          const std::atomic<bool>* cancelled) override {
+    return engine_->Seal(tenant, id, cancelled);
+  }
+  absl::StatusOr<engine::OpenResult> Resume(absl::string_view tenant, const engine::OpenArgs& args,
+                                            uint64_t sealed_id,
+                                            const std::atomic<bool>* cancelled) override {
+    return engine_->Resume(tenant, args, sealed_id, cancelled);
+  }
+  absl::StatusOr<engine::OpenResult> OpenReusing(absl::string_view tenant,
+                                                 const engine::OpenArgs& args,
+                                                 std::span<const uint32_t> token_ids,
+                                                 const std::atomic<bool>* cancelled) override {
+    return engine_->OpenReusing(tenant, args, token_ids, cancelled);
+  }
+  absl::Status DropSealed(absl::string_view tenant, uint64_t sealed_id) override {
+    return engine_->DropSealed(tenant, sealed_id);
+  }
+  absl::StatusOr<std::vector<engine::SealedInfo>> ListSealed(absl::string_view tenant,
+                                                             uint64_t after,
+                                                             uint32_t count) override {
+    return engine_->ListSealed(tenant, after, count);
+  }
+  engine::ArchiveStats archive_stats() const override { return engine_->archive_stats(); }
+  bool MayReadDisk(absl::string_view tenant, uint64_t id) override {
+    return engine_->MayReadDisk(tenant, id);
+  }
+  bool MayMakeRoom() const override { return engine_->MayMakeRoom(); }
   void ReleaseWriter(engine::WriterId writer) override { engine_->ReleaseWriter(writer); }
   engine::Usage usage() const override { return engine_->usage(); }
   void WaitForBackground() override { engine_->WaitForBackground(); }

@@ -196,6 +196,7 @@ void DecodeBatch::AddStepRow(size_t number, const Sequence& sequence, Snapshot s
   step.queries = args_.q.data + places_[number].query_token * args_.q_heads * args_.q_head_dim *
                                     DTypeBytes(args_.q.dtype);
   step.stats = &result_->rows[number].stats;
+  step.fault = &result_->rows[number].status;
   step_rows_.push_back(std::move(step));
   step_row_numbers_.push_back(number);
 }
@@ -219,8 +220,24 @@ absl::Status DecodeBatch::Run(attention::Backend* backend) {
   request.deadline = args_.deadline;
   request.cancelled = args_.cancelled;
   ATTND_RETURN_IF_ERROR(backend->Step(request));
+  ClearFaulty();
   RefuseOverflow();
   return absl::OkStatus();
+}
+
+// A row whose pages are lost has no answer.
+void DecodeBatch::ClearFaulty() {
+  for (size_t i = 0; i < step_rows_.size(); ++i) {
+    if (!result_->rows[step_row_numbers_[i]].status.ok()) ClearAnswer(step_rows_[i]);
+  }
+}
+
+void DecodeBatch::ClearAnswer(const attention::StepRow& row) {
+  const size_t lanes = size_t{row.query_tokens} * args_.q_heads;
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  std::fill_n(row.out, lanes * result_->value_dim, nan);
+  std::fill_n(row.lse, lanes, nan);
+  *row.stats = attention::RowStats();
 }
 
 // Bounds of q, k and v keep every sum within float32 (CheckLogits, kValueMax). Should one not be,
@@ -228,6 +245,7 @@ absl::Status DecodeBatch::Run(attention::Backend* backend) {
 void DecodeBatch::RefuseOverflow() {
   for (size_t i = 0; i < step_rows_.size(); ++i) {
     const attention::StepRow& row = step_rows_[i];
+    if (!result_->rows[step_row_numbers_[i]].status.ok()) continue;
     const size_t lanes = size_t{row.query_tokens} * args_.q_heads;
     const auto* out = reinterpret_cast<const std::byte*>(row.out);
     const attention::RowStats& stats = *row.stats;
@@ -238,9 +256,7 @@ void DecodeBatch::RefuseOverflow() {
                           return std::isfinite(lse) || (empty && lse == -kInfinity);
                         });
     if (finite) continue;
-    const float nan = std::numeric_limits<float>::quiet_NaN();
-    std::fill_n(row.out, lanes * result_->value_dim, nan);
-    std::fill_n(row.lse, lanes, nan);
+    ClearAnswer(row);
     Refuse(step_row_numbers_[i],
            absl::OutOfRangeError("sums of weighted v exceed the range of float32"));
   }

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -35,6 +36,8 @@ class DecodeBatch {
                    const std::shared_ptr<Sequence>& sequence);
   void Refuse(size_t row, absl::Status status) { result_->rows[row].status = std::move(status); }
 
+  // What accepted rows read.
+  std::span<const attention::StepRow> step_rows() const { return step_rows_; }
   // Answers the rows that were accepted.
   absl::Status Run(attention::Backend* backend);
 
@@ -57,6 +60,8 @@ class DecodeBatch {
   // Appends the row's tokens, if it has any, and gives what its step reads.
   absl::StatusOr<Snapshot> Take(size_t row, WriterId writer, Sequence* sequence) const;
   void AddStepRow(size_t row, const Sequence& sequence, Snapshot snapshot);
+  void ClearFaulty();
+  void ClearAnswer(const attention::StepRow& row);
   void RefuseOverflow();
 
   const DecodeArgs& args_;

@@ -10,9 +10,12 @@
 #include "absl/strings/str_cat.h"
 #include "common/checked_math.h"
 #include "common/status.h"
+#include "engine/archive.h"
 #include "engine/decode_batch.h"
 #include "engine/magnitude.h"
 #include "engine/memory_budget.h"
+#include "engine/paged_segments.h"
+#include "engine/pager.h"
 #include "engine/segmenter.h"
 #include "engine/sequence.h"
 #include "engine/sequence_table.h"
@@ -60,28 +63,37 @@ class EngineImpl : public Engine {
         sequences_(options.max_sequences),
         segmenter_({options.segment_tokens, options.index_threads}, backend_.get(), &budget_,
                    &gate_, observer) {}
-  ~EngineImpl() override { segmenter_.Shutdown(); }
+  ~EngineImpl() override {
+    EngineImpl::Shutdown();
+    budget_.SetReclaim(nullptr);
+  }
 
-  // Before anything else. ResourceExhausted if the system refuses the background thread.
-  absl::Status Start() { return segmenter_.Start(); }
+  // Before anything else. ResourceExhausted if the system refuses the background thread; what
+  // Archive::Open says.
+  absl::Status Start() {
+    if (!options_.archive.data_dir.empty()) {
+      ArchiveOptions options = options_.archive;
+      if (observer_ != nullptr) {
+        options.on_pages_read = [observer = observer_](uint64_t bytes, auto time) {
+          observer->OnPagesRead(bytes, time);
+        };
+      }
+      ATTND_ASSIGN_OR_RETURN(archive_,
+                             Archive::Open(options, !backend_->ReadsPaged(), &budget_, nullptr));
+      budget_.SetReclaim([this](uint64_t bytes) { return archive_->Reclaim(bytes); });
+      pager_ = std::make_unique<Pager>(
+          archive_.get(), &budget_, [this] { return sequences_.All(); }, options.retention);
+      ATTND_RETURN_IF_ERROR(pager_->Start());
+    }
+    return segmenter_.Start();
+  }
 
   const EngineOptions& options() const override { return options_; }
   const attention::Backend& backend() const override { return *backend_; }
 
   absl::StatusOr<uint64_t> Open(absl::string_view tenant, const OpenArgs& args) override {
     return WithinMemory([&]() -> absl::StatusOr<uint64_t> {
-      ATTND_RETURN_IF_ERROR(args.shape.Validate());
-      if (args.shard.count == 0 || args.shard.count > kShardsMax ||
-          args.shard.index >= args.shard.count) {
-        return absl::InvalidArgumentError(absl::StrCat(
-            "model.shard is ", args.shard.index, " of ", args.shard.count, "; allowed are up to ",
-            kShardsMax, " shards and an index below their number"));
-      }
-      ATTND_RETURN_IF_ERROR(backend_->Supports(args.shape));
-      OpenArgs complete = args;
-      if (!complete.policy.has_value()) complete.policy = options_.default_policy;
-      ATTND_RETURN_IF_ERROR(backend_->Supports(*complete.policy));
-      ATTND_ASSIGN_OR_RETURN(auto sequence, Make(tenant, std::move(complete)));
+      ATTND_ASSIGN_OR_RETURN(auto sequence, MakeNew(tenant, args));
       ATTND_RETURN_IF_ERROR(sequences_.Publish(sequence));
       return sequence->id();
     });
@@ -124,8 +136,11 @@ class EngineImpl : public Engine {
       tokens.values = chunk.v.data;
       tokens.token_ids = chunk.token_ids;
       tokens.key_magnitudes = key_magnitudes;
-      ATTND_ASSIGN_OR_RETURN(const uint64_t appended, sequence->Append(writer, tokens));
+      ATTND_ASSIGN_OR_RETURN(const uint64_t appended,
+                             AppendWithRoom(writer, tokens, chunk, sequence));
       if (chunk.layer == 0) ReportAppended(appended, /*prefill=*/true);
+      const bool committed = chunk.layer + 1 == shape.layers;
+      if (archive_ != nullptr && committed && InUse(kEarlySegments)) segmenter_.OnGrown(sequence);
       return absl::OkStatus();
     });
   }
@@ -137,7 +152,8 @@ class EngineImpl : public Engine {
       ATTND_ASSIGN_OR_RETURN(auto sequence, sequences_.Find(tenant, sequence_id));
       ATTND_RETURN_IF_ERROR(sequence->CompletePrefill(writer));
       const auto start = std::chrono::steady_clock::now();
-      ATTND_RETURN_IF_ERROR(segmenter_.SegmentPrefill(sequence.get(), cancelled));
+      ATTND_RETURN_IF_ERROR(WithRoom(
+          cancelled, [&] { return segmenter_.SegmentPrefill(sequence.get(), cancelled); }));
       PrefillResult result;
       result.build_time = std::chrono::steady_clock::now() - start;
       const SequenceInfo info = sequence->Info();
@@ -163,10 +179,15 @@ class EngineImpl : public Engine {
     absl::Status status = WithinMemory([&]() -> absl::Status {
       DecodeBatch batch(args, &budget_, result);
       ATTND_RETURN_IF_ERROR(batch.Check(options_));
-      const StepGate::Step step(&gate_);
+      std::optional<StepGate::Step> step;
+      step.emplace(&gate_);
       PrepareRows(tenant, writer, args, &batch, &grown, result);
       result->validate_time = std::chrono::steady_clock::now() - start;
-      return batch.Run(backend_.get());
+      // One that may wait for the disk does not hold builders up.
+      if (PrefetchNextLayer(args.layer, batch.step_rows())) step.reset();
+      ATTND_RETURN_IF_ERROR(batch.Run(backend_.get()));
+      PutAwayDamaged(batch, *result);
+      return absl::OkStatus();
     });
     for (const auto& sequence : grown) segmenter_.OnGrown(sequence);
     return status;
@@ -176,7 +197,9 @@ class EngineImpl : public Engine {
                                     uint64_t length) override {
     return WithinMemory([&]() -> absl::StatusOr<uint64_t> {
       ATTND_ASSIGN_OR_RETURN(auto sequence, sequences_.Find(tenant, sequence_id));
-      return sequence->Truncate(length);
+      return WithWhole(
+          sequence.get(), nullptr, [&] { return sequence->PagedForLength(length); },
+          [&] { return sequence->Truncate(length); });
     });
   }
 
@@ -185,7 +208,10 @@ class EngineImpl : public Engine {
     return WithinMemory([&]() -> absl::StatusOr<SequenceInfo> {
       ATTND_ASSIGN_OR_RETURN(auto parent, sequences_.Find(tenant, sequence_id));
       ATTND_ASSIGN_OR_RETURN(auto child, Make(tenant, parent->Info().args));
-      ATTND_RETURN_IF_ERROR(parent->ForkInto(length, child.get()));
+      ATTND_RETURN_IF_ERROR(WithWhole(
+          parent.get(), nullptr,
+          [&] { return parent->PagedForLength(length.value_or(parent->Info().committed_tokens)); },
+          [&] { return parent->ForkInto(length, child.get()); }));
       absl::StatusOr<SequenceInfo> info = child->Info();  // nothing may fail once others know it
       ATTND_RETURN_IF_ERROR(sequences_.Publish(std::move(child)));
       return info;
@@ -207,6 +233,66 @@ class EngineImpl : public Engine {
     return infos;
   }
 
+  absl::StatusOr<SealResult> Seal(absl::string_view tenant, uint64_t sequence_id,
+                                  const std::atomic<bool>* cancelled) override {
+    return WithinMemory([&]() -> absl::StatusOr<SealResult> {
+      ATTND_ASSIGN_OR_RETURN(Archive* const archive, GetArchive());
+      ATTND_ASSIGN_OR_RETURN(auto sequence, sequences_.Find(tenant, sequence_id));
+      return archive->Seal(sequence.get(), UnlessCancelled(cancelled));
+    });
+  }
+
+  absl::StatusOr<OpenResult> Resume(absl::string_view tenant, const OpenArgs& args,
+                                    uint64_t sealed_id,
+                                    const std::atomic<bool>* cancelled) override {
+    return WithinMemory([&]() -> absl::StatusOr<OpenResult> {
+      ATTND_ASSIGN_OR_RETURN(Archive* const archive, GetArchive());
+      ATTND_ASSIGN_OR_RETURN(const Archive::Sealed sealed, archive->OpenSealed(tenant, sealed_id));
+      const OpenArgs& before = sealed.tail.metadata.args;
+      OpenArgs wanted = args;
+      if (!wanted.policy.has_value()) wanted.policy = before.policy;
+      ATTND_RETURN_IF_ERROR(CheckResumes(wanted, before));
+      return WithRoom(cancelled, [&]() -> absl::StatusOr<OpenResult> {
+        ATTND_ASSIGN_OR_RETURN(auto sequence, MakeNew(tenant, wanted));
+        ATTND_RETURN_IF_ERROR(archive->Resume(sealed, sequence.get(), UnlessCancelled(cancelled)));
+        return PublishWith(std::move(sequence));
+      });
+    });
+  }
+
+  absl::StatusOr<OpenResult> OpenReusing(absl::string_view tenant, const OpenArgs& args,
+                                         std::span<const uint32_t> token_ids,
+                                         const std::atomic<bool>* cancelled) override {
+    return WithinMemory([&]() -> absl::StatusOr<OpenResult> {
+      return WithRoom(cancelled, [&]() -> absl::StatusOr<OpenResult> {
+        ATTND_ASSIGN_OR_RETURN(auto sequence, MakeNew(tenant, args));
+        ATTND_RETURN_IF_ERROR(BeginWithKnown(token_ids, cancelled, sequence.get()));
+        return PublishWith(std::move(sequence));
+      });
+    });
+  }
+
+  absl::Status DropSealed(absl::string_view tenant, uint64_t sealed_id) override {
+    return WithinMemory([&]() -> absl::Status {
+      ATTND_ASSIGN_OR_RETURN(Archive* const archive, GetArchive());
+      return archive->Drop(tenant, sealed_id);
+    });
+  }
+
+  absl::StatusOr<std::vector<SealedInfo>> ListSealed(absl::string_view tenant, uint64_t after,
+                                                     uint32_t count) override {
+    return WithinMemory([&]() -> absl::StatusOr<std::vector<SealedInfo>> {
+      ATTND_ASSIGN_OR_RETURN(Archive* const archive, GetArchive());
+      return archive->List(tenant, after, count);
+    });
+  }
+
+  ArchiveStats archive_stats() const override {
+    ArchiveStats stats = archive_ != nullptr ? archive_->stats() : ArchiveStats{};
+    stats.reused_tokens = reused_tokens_.load(std::memory_order_relaxed);
+    return stats;
+  }
+
   void ReleaseWriter(WriterId writer) override { sequences_.ReleaseWriter(writer); }
 
   Usage usage() const override { return {budget_.used(), budget_.capacity(), sequences_.size()}; }
@@ -215,10 +301,19 @@ class EngineImpl : public Engine {
 
   void StopOpening() override { sequences_.StopOpening(); }
 
+  // Shutdown: 1. no new sequences, 2. no segments are built, 3. none are moved to disk.
   void Shutdown() override {
-    StopOpening();
+    EngineImpl::StopOpening();
     segmenter_.Shutdown();
+    if (pager_ != nullptr) pager_->Shutdown();
   }
+
+  bool MayReadDisk(absl::string_view tenant, uint64_t sequence_id) override {
+    if (archive_ == nullptr) return false;
+    const auto sequence = sequences_.Find(tenant, sequence_id);
+    return sequence.ok() && (*sequence)->has_paged_segments();
+  }
+  bool MayMakeRoom() const override { return archive_ != nullptr; }
 
  private:
   static constexpr uint32_t kShardsMax = 4096;
@@ -253,6 +348,191 @@ class EngineImpl : public Engine {
     }
   }
 
+  static absl::Status StatusOf(const absl::Status& status) { return status; }
+  template <typename T>
+  static absl::Status StatusOf(const absl::StatusOr<T>& result) {
+    return result.status();
+  }
+
+  // Whether so many eighths of the budget are in use, not counting what can be had back at once.
+  bool InUse(uint64_t eighths) const {
+    const uint64_t used = budget_.used();
+    return used - std::min(used, archive_->ReclaimableBytes()) > budget_.capacity() / 8 * eighths;
+  }
+  // A prompt that could outgrow memory does not wait for its end to become segments...
+  static constexpr uint64_t kEarlySegments = 4;
+  // ... and waits for them when it would take the room that building them needs.
+  static constexpr uint64_t kSegmentsFirst = 6;
+
+  // Repeats `call` while it finds no room in the budget and segments can be moved to disk.
+  template <typename F>
+  auto WithRoom(const std::atomic<bool>* cancelled, const F& call) -> decltype(call()) {
+    const auto until = std::chrono::steady_clock::now() + kRoomWait;
+    // Rounds of the pager that moved nothing: room may have come meanwhile, made by other rounds or
+    // by the call itself.
+    constexpr int kFruitlessMax = 3;
+    for (int fruitless = 0;;) {
+      auto result = call();
+      if (archive_ == nullptr || !absl::IsResourceExhausted(StatusOf(result))) return result;
+      const bool gone = cancelled != nullptr && cancelled->load(std::memory_order_relaxed);
+      const bool late = std::chrono::steady_clock::now() > until;
+      if (fruitless == kFruitlessMax || gone || late) return result;
+      fruitless = pager_->MakeRoom(until, cancelled) ? 0 : fruitless + 1;
+    }
+  }
+
+  // Repeats `call` until none of the segments that it needs whole is paged.
+  template <typename Needed, typename F>
+  auto WithWhole(Sequence* sequence, const std::atomic<bool>* cancelled, const Needed& needed,
+                 const F& call) -> decltype(call()) {
+    constexpr int kTries = 4;
+    for (int tries = 1;; ++tries) {
+      if (const auto paged = needed(); !paged.empty()) {
+        const auto swaps = WithRoom(
+            cancelled, [&] { return archive_->BringWhole(paged, UnlessCancelled(cancelled)); });
+        ATTND_RETURN_IF_ERROR(swaps.status());
+        sequence->SwapSegments(*swaps);
+      }
+      auto result = call();
+      if (!absl::IsAborted(StatusOf(result)) || tries == kTries) return result;
+    }
+  }
+
+  absl::StatusOr<uint64_t> AppendWithRoom(WriterId writer, const NewTokens& tokens,
+                                          const AppendChunk& chunk,
+                                          const std::shared_ptr<Sequence>& sequence) {
+    const auto paged = [&] {
+      return sequence->PagedWithin(tokens.first_position, tokens.first_position + tokens.tokens);
+    };
+    if (archive_ != nullptr && !chunk.may_wait && !paged().empty()) {
+      return absl::ResourceExhaustedError("the chunk repeats tokens that lie on disk");
+    }
+    const auto append = [&] {
+      return WithWhole(sequence.get(), chunk.cancelled, paged,
+                       [&] { return sequence->Append(writer, tokens); });
+    };
+    const uint64_t most = options_.max_sequence_tokens;
+    const bool fits = tokens.tokens <= most && tokens.first_position <= most - tokens.tokens;
+    if (archive_ == nullptr || !fits) return append();
+    const bool segments_first =
+        InUse(kSegmentsFirst) && sequence->HasSegment(options_.segment_tokens);
+    if (!chunk.may_wait && segments_first) {
+      return absl::ResourceExhaustedError(
+          "the memory budget has no room before the sequence's tokens are segments");
+    }
+    if (!chunk.may_wait) return append();
+    return WithRoom(chunk.cancelled, [&]() -> absl::StatusOr<uint64_t> {
+      if (InUse(kSegmentsFirst)) {
+        // Building comes first: what the chunk took would be missing for it.
+        const absl::Status built = segmenter_.SegmentWholeRuns(sequence.get(), chunk.cancelled);
+        if (absl::IsResourceExhausted(built)) return built;
+      }
+      return append();
+    });
+  }
+
+  // Of rows whose sequences are paged, begins to read what the next layer wanted last; whether
+  // there are any.
+  bool PrefetchNextLayer(uint32_t layer, std::span<const attention::StepRow> rows) const {
+    bool any = false;
+    for (const attention::StepRow& row : rows) {
+      for (const auto& segment : row.view->segments) {
+        if (!segment->paged()) continue;
+        any = true;
+        if (!options_.archive.prefetch) continue;
+        FilePayloadOf(*segment).Prefetch((layer + 1) % row.view->shape.layers);
+      }
+    }
+    return any;
+  }
+
+  void PutAwayDamaged(const DecodeBatch& batch, const DecodeResult& result) {
+    const bool any =
+        std::any_of(result.rows.begin(), result.rows.end(),
+                    [](const DecodeRowResult& row) { return absl::IsDataLoss(row.status); });
+    if (!any || archive_ == nullptr) return;
+    for (const attention::StepRow& row : batch.step_rows()) archive_->PutAwayDamaged(*row.view);
+  }
+
+  absl::StatusOr<Archive*> GetArchive() {
+    if (archive_ != nullptr) return archive_.get();
+    return absl::FailedPreconditionError(
+        "the server keeps no sequences on disk: it was started without a data folder");
+  }
+  static storage::Proceed UnlessCancelled(const std::atomic<bool>* cancelled) {
+    return [cancelled] {
+      const bool stop = cancelled != nullptr && cancelled->load(std::memory_order_relaxed);
+      return stop ? absl::CancelledError("the caller has gone") : absl::OkStatus();
+    };
+  }
+  // What was sealed can only go on as it was.
+  static absl::Status CheckResumes(const OpenArgs& wanted, const OpenArgs& sealed) {
+    if (wanted.fingerprint != sealed.fingerprint || wanted.shape != sealed.shape ||
+        wanted.shard != sealed.shard) {
+      return absl::FailedPreconditionError(
+          "model is not the one that the sealed sequence was made with");
+    }
+    const attention::Policy& policy = wanted.policy.value();
+    if (policy.sink == sealed.policy->sink && policy.window <= sealed.policy->window) {
+      return absl::OkStatus();
+    }
+    return absl::FailedPreconditionError(
+        absl::StrCat("policy has sink ", policy.sink, " and window ", policy.window,
+                     "; the sealed sequence allows sink ", sealed.policy->sink,
+                     " and windows up to ", sealed.policy->window));
+  }
+
+  absl::StatusOr<OpenResult> PublishWith(std::shared_ptr<Sequence> sequence) {
+    const OpenResult result = {sequence->id(), sequence->Info().committed_tokens};
+    ATTND_RETURN_IF_ERROR(sequences_.Publish(std::move(sequence)));
+    return result;
+  }
+
+  // Gives a new sequence the longest prefix of these tokens that another one has or that lies on
+  // disk, and that leaves its window free.
+  absl::Status BeginWithKnown(std::span<const uint32_t> token_ids,
+                              const std::atomic<bool>* cancelled, Sequence* fresh) {
+    const uint64_t window = std::min<uint64_t>(fresh->policy().window, token_ids.size());
+    const auto reusable = token_ids.first(token_ids.size() - window);
+    RestoredSegments longest;
+    const storage::Proceed proceed = UnlessCancelled(cancelled);
+    for (const auto& other : sequences_.List(fresh->tenant(), 0, options_.max_sequences)) {
+      ATTND_RETURN_IF_ERROR(proceed());
+      RestoredSegments prefix = other->PrefixFor(*fresh, reusable, longest);
+      if (prefix.tokens() > 0) longest = std::move(prefix);
+    }
+    const auto shared = reusable.first(longest.tokens());
+    longest.token_ids = {{0, {shared.begin(), shared.end()}}};
+    if (archive_ != nullptr) {
+      auto stored = archive_->FindPrefix(reusable, *fresh, longest.tokens(), proceed);
+      // What is in memory needs no disk.
+      if (longest.tokens() == 0) ATTND_RETURN_IF_ERROR(stored.status());
+      if (stored.ok() && stored->tokens() > 0) longest = *std::move(stored);
+    }
+    const uint64_t tokens = longest.tokens();
+    if (tokens == 0) return absl::OkStatus();
+    ATTND_RETURN_IF_ERROR(fresh->Restore(std::move(longest)));
+    reused_tokens_.fetch_add(tokens, std::memory_order_relaxed);
+    return absl::OkStatus();
+  }
+
+  // A sequence as a caller asks for it, that nobody can find yet.
+  absl::StatusOr<std::shared_ptr<Sequence>> MakeNew(absl::string_view tenant,
+                                                    const OpenArgs& args) {
+    ATTND_RETURN_IF_ERROR(args.shape.Validate());
+    if (args.shard.count == 0 || args.shard.count > kShardsMax ||
+        args.shard.index >= args.shard.count) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "model.shard is ", args.shard.index, " of ", args.shard.count, "; allowed are up to ",
+          kShardsMax, " shards and an index below their number"));
+    }
+    ATTND_RETURN_IF_ERROR(backend_->Supports(args.shape));
+    OpenArgs complete = args;
+    if (!complete.policy.has_value()) complete.policy = options_.default_policy;
+    ATTND_RETURN_IF_ERROR(backend_->Supports(*complete.policy));
+    return Make(tenant, std::move(complete));
+  }
+
   // A sequence that nobody can find yet.
   absl::StatusOr<std::shared_ptr<Sequence>> Make(absl::string_view tenant, OpenArgs args) {
     ATTND_ASSIGN_OR_RETURN(const uint64_t id, sequences_.NewId());
@@ -272,6 +552,9 @@ class EngineImpl : public Engine {
   MemoryBudget budget_;
   StepGate gate_;
   SequenceTable sequences_;
+  std::unique_ptr<Archive> archive_;  // set by Start; null without a data folder
+  std::unique_ptr<Pager> pager_;      // as archive_
+  std::atomic<uint64_t> reused_tokens_{0};
 
   Segmenter segmenter_;  // last: its thread uses everything above
 };

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -20,8 +21,33 @@
 #include "attention/backend.h"
 #include "attention/policy.h"
 #include "common/model_shape.h"
+#include "storage/page_cache_stats.h"
 
 namespace attnd::engine {
+
+// What is kept of sealed sequences; 0: everything.
+struct RetentionLimits {
+  uint64_t bytes_max = 0;  // of all files
+  uint64_t age_max_s = 0;  // since a sequence was sealed, resumed or begun with
+};
+
+// Where sealed sequences lie.
+struct ArchiveOptions {
+  std::string data_dir;  // empty: nothing can be sealed
+  enum class Io { kAuto, kUring, kThreads };
+  Io io = Io::kAuto;  // kAuto: io_uring, or threads where it is refused
+  // Of the memory budget, kept for pages of segments that are read from disk; what nobody else
+  // needs of the budget is used for them, too. 0: an eighth of the budget, 256 MiB at most.
+  uint64_t page_memory_bytes = 0;
+  uint32_t page_readers = 4;      // threads that read them, each with 64 transfers under way
+  uint64_t read_bytes_per_s = 0;  // of all readers; 0: no limit
+  RetentionLimits retention;
+  bool prefetch = false;  // of what the next layer's last step read
+  // Set by the engine: Observer::OnPagesRead. May be empty.
+  std::function<void(uint64_t bytes, std::chrono::nanoseconds time)> on_pages_read;
+
+  uint64_t PageMemoryBytes(uint64_t memory_budget_bytes) const;
+};
 
 struct EngineOptions {
   // Sequences with their KV, indexes and token ids, the building of segments, answers under way.
@@ -34,6 +60,7 @@ struct EngineOptions {
       8192;  // length of a run; generated tokens become a segment when so many left the window
   uint32_t index_threads = 1;        // threads that segment a finished prefill
   attention::Policy default_policy;  // of sequences that choose none
+  ArchiveOptions archive;
 
   // InvalidArgument names the option and its range.
   absl::Status Validate() const;
@@ -50,6 +77,8 @@ class Observer {
   virtual void OnSegmentBuilt(BuildTrigger, uint64_t /*tokens*/,
                               std::chrono::nanoseconds /*time*/) {}
   virtual void OnSegmentBuildFailed(BuildTrigger, const absl::Status&) {}
+  // Pages were read from disk; the time is from when they were asked for.
+  virtual void OnPagesRead(uint64_t /*bytes*/, std::chrono::nanoseconds /*time*/) {}
 };
 
 // Names who appends. The first writer that appends to a sequence holds it until ReleaseWriter.
@@ -68,6 +97,7 @@ struct Shard {
   Kind kind = Kind::kWhole;
   uint32_t index = 0;
   uint32_t count = 1;
+  bool operator==(const Shard&) const = default;
 };
 
 struct OpenArgs {
@@ -95,6 +125,10 @@ struct AppendChunk {
   TensorView k;                         // [tokens, kv_heads, head_dim]
   TensorView v;                         // [tokens, kv_heads, value_dim]
   std::span<const uint32_t> token_ids;  // none or [tokens]
+  // Whether the call may wait for room in the memory budget, while segments are built and moved to
+  // disk: up to Engine::kRoomWait.
+  bool may_wait = false;
+  const std::atomic<bool>* cancelled = nullptr;  // ends waiting; may be null
 };
 
 struct PrefillResult {
@@ -145,6 +179,44 @@ struct DecodeResult {
   std::chrono::nanoseconds validate_time{0};  // checks and appending
 };
 
+struct SealResult {
+  uint64_t sealed_id = 0;  // names what was sealed, for ever; never 0
+  uint64_t tokens = 0;     // all that were committed
+  uint64_t segments = 0;
+  uint64_t written_segments = 0;  // of these; the others lay on disk already
+  uint64_t written_bytes = 0;     // files of segments and of the tail
+};
+struct SealedInfo {
+  uint64_t id = 0;
+  uint64_t tokens = 0;
+  int64_t sealed_unix_s = 0;
+};
+struct OpenResult {
+  uint64_t sequence_id = 0;
+  uint64_t tokens_present = 0;
+};
+
+// Since the start.
+struct ArchiveStats {
+  bool open = false;        // whether there is a data folder
+  std::string io;           // "io_uring" or "threads"
+  std::string why_threads;  // why it is not io_uring, if it was wanted
+  bool direct = false;      // whether transfers go past the page cache
+  uint64_t written_bytes = 0;
+  uint64_t read_bytes = 0;
+  uint64_t sealed_sequences = 0;
+  uint64_t resumed_sequences = 0;
+  uint64_t reused_tokens = 0;  // also without a data folder
+  uint64_t written_segments = 0;
+  uint64_t loaded_segments = 0;
+  uint64_t quarantined_files = 0;
+  uint64_t orphans_removed = 0;
+  uint64_t paged_out_segments = 0;  // that want of memory moved to disk
+  uint64_t failed_page_outs = 0;
+  uint64_t retired_sequences = 0;  // dropped by the limits of retention
+  storage::PageCacheStats pages;
+};
+
 struct Usage {
   uint64_t resident_bytes = 0;
   uint64_t capacity_bytes = 0;
@@ -187,6 +259,12 @@ class Engine {
                                                       const std::atomic<bool>* cancelled) = 0;
   virtual absl::StatusOr<SequenceInfo> Info(absl::string_view tenant, uint64_t sequence_id) = 0;
 
+  static constexpr std::chrono::seconds kRoomWait{30};
+  // Whether a step over this sequence may have to wait for the disk; false for unknown ones.
+  virtual bool MayReadDisk(absl::string_view tenant, uint64_t sequence_id) = 0;
+  // Whether a chunk that found no room may find some by waiting (AppendChunk::may_wait).
+  virtual bool MayMakeRoom() const = 0;
+
   // Appends the rows' new tokens and answers attention. A status other than OK concerns the whole
   // step (limits, tensors that no row could have, deadline, memory that the system refused: tokens
   // may have been appended, and repeating is safe); row faults are in the result.
@@ -201,6 +279,31 @@ class Engine {
   // Ascending ids greater than `after`, at most `count`.
   virtual std::vector<SequenceInfo> List(absl::string_view tenant, uint64_t after,
                                          uint32_t count) = 0;
+
+  // Sequences on disk; FailedPrecondition, all of them, if there is no data folder. DataLoss for
+  // damaged or missing files, ResourceExhausted for a full disk or budget, Unavailable for other
+  // faults of the disk, Cancelled.
+
+  // Writes down all that is committed; durable when it returns OK. The sequence goes on as it was.
+  // FailedPrecondition if nothing is committed.
+  virtual absl::StatusOr<SealResult> Seal(absl::string_view tenant, uint64_t sequence_id,
+                                          const std::atomic<bool>* cancelled) = 0;
+  // Opens a sequence that begins with all that was sealed. args: as Open's; FailedPrecondition if
+  // the model differs from the sealed one's, or the policy asks for another sink or a greater
+  // window.
+  virtual absl::StatusOr<OpenResult> Resume(absl::string_view tenant, const OpenArgs& args,
+                                            uint64_t sealed_id,
+                                            const std::atomic<bool>* cancelled) = 0;
+  // Opens a sequence that begins with the segments, of open sequences or sealed ones, if there are
+  // any, that token_ids begin with; for a model without a fingerprint as Open.
+  virtual absl::StatusOr<OpenResult> OpenReusing(absl::string_view tenant, const OpenArgs& args,
+                                                 std::span<const uint32_t> token_ids,
+                                                 const std::atomic<bool>* cancelled) = 0;
+  virtual absl::Status DropSealed(absl::string_view tenant, uint64_t sealed_id) = 0;
+  // Ascending ids greater than `after`, at most `count`.
+  virtual absl::StatusOr<std::vector<SealedInfo>> ListSealed(absl::string_view tenant,
+                                                             uint64_t after, uint32_t count) = 0;
+  virtual ArchiveStats archive_stats() const = 0;
 
   // Ends every lease of a writer: its stream has ended, and no call of it is under way.
   virtual void ReleaseWriter(WriterId writer) = 0;

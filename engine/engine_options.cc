@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
 #include "engine/engine.h"
 #include "engine/segmenter.h"
+#include "storage/page_cache.h"
 
 namespace attnd::engine {
 namespace {
@@ -15,6 +18,12 @@ absl::Status CheckRange(const char* option, uint64_t value, uint64_t min, uint64
 
 }  // namespace
 
+uint64_t ArchiveOptions::PageMemoryBytes(uint64_t memory_budget_bytes) const {
+  if (page_memory_bytes != 0) return page_memory_bytes;
+  return std::clamp(memory_budget_bytes / 8, storage::PageCacheOptions::kBytesMin,
+                    uint64_t{256} << 20);
+}
+
 absl::Status EngineOptions::Validate() const {
   ATTND_RETURN_IF_ERROR(
       CheckRange("memory_budget_bytes", memory_budget_bytes, uint64_t{1} << 20, uint64_t{1} << 50));
@@ -25,7 +34,11 @@ absl::Status EngineOptions::Validate() const {
   ATTND_RETURN_IF_ERROR(CheckRange("max_query_tokens", max_query_tokens, 1, 1 << 20));
   ATTND_RETURN_IF_ERROR(CheckRange("segment_tokens", segment_tokens, Segmenter::kSegmentTokensMin,
                                    attention::kSegmentTokensMax));
-  return CheckRange("index_threads", index_threads, 1, 1024);
+  ATTND_RETURN_IF_ERROR(CheckRange("index_threads", index_threads, 1, 1024));
+  if (archive.data_dir.empty()) return absl::OkStatus();
+  ATTND_RETURN_IF_ERROR(CheckRange("page_readers", archive.page_readers, 1, 64));
+  return CheckRange("page_memory_bytes", archive.PageMemoryBytes(memory_budget_bytes),
+                    storage::PageCacheOptions::kBytesMin, memory_budget_bytes);
 }
 
 }  // namespace attnd::engine

@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <utility>
 
@@ -42,20 +43,40 @@ class Reservation {
 // Thread-safe.
 class MemoryBudget {
  public:
+  // Frees bytes that somebody holds for want of a better use, and says how many.
+  using Reclaim = std::function<uint64_t(uint64_t bytes)>;
+
   explicit MemoryBudget(uint64_t capacity) : capacity_(capacity) {}
 
-  // ResourceExhausted, naming `what`, if fewer bytes are free.
+  // Whom to ask when there is no room: it may be called by whoever reserves, under any lock of
+  // theirs. Before others use the budget, and with null once they have ended.
+  void SetReclaim(Reclaim reclaim) { reclaim_ = std::move(reclaim); }
+
+  // ResourceExhausted, naming `what`, if fewer bytes are free and can be made free.
   absl::StatusOr<Reservation> Reserve(uint64_t bytes, const char* what) {
+    if (TakeIfFree(bytes)) return Reservation(this, bytes);
+    while (bytes <= capacity_ && reclaim_ != nullptr && reclaim_(Lacking(bytes)) > 0) {
+      if (TakeIfFree(bytes)) return Reservation(this, bytes);
+    }
+    return absl::ResourceExhaustedError(absl::StrCat(what, " needs ", bytes, " bytes; ",
+                                                     Free(used()), " of the memory budget of ",
+                                                     capacity_, " are free"));
+  }
+
+  // Without a Reservation: the caller gives them back. False if fewer are free.
+  bool TakeIfFree(uint64_t bytes) {
     uint64_t used = used_.load(std::memory_order_relaxed);
     do {
-      if (bytes > capacity_ - used) {
-        return absl::ResourceExhaustedError(
-            absl::StrCat(what, " needs ", bytes, " bytes; ", capacity_ - used,
-                         " of the memory budget of ", capacity_, " are free"));
-      }
+      if (bytes > Free(used)) return false;
     } while (!used_.compare_exchange_weak(used, used + bytes, std::memory_order_relaxed));
+    return true;
+  }
+  // For what frees more than it takes and cannot do so first: may go beyond the capacity.
+  Reservation ReserveBeyond(uint64_t bytes) {
+    used_.fetch_add(bytes, std::memory_order_relaxed);
     return Reservation(this, bytes);
   }
+  void Give(uint64_t bytes) { used_.fetch_sub(bytes, std::memory_order_relaxed); }
 
   // Makes `held`, which is empty or of this budget, hold `bytes`. ResourceExhausted as above,
   // `held` unchanged then; never when it shrinks.
@@ -77,12 +98,20 @@ class MemoryBudget {
 
  private:
   friend class Reservation;
+  // What is to be freed for `bytes` to fit; at least 1, as others may have taken or given some.
+  uint64_t Lacking(uint64_t bytes) const {
+    const uint64_t free = Free(used());
+    return bytes > free ? bytes - free : 1;
+  }
+  uint64_t Free(uint64_t used) const { return used < capacity_ ? capacity_ - used : 0; }
+
   const uint64_t capacity_;
-  std::atomic<uint64_t> used_{0};  // never above capacity_
+  Reclaim reclaim_;                // constant while the budget is used
+  std::atomic<uint64_t> used_{0};  // above capacity_ only by what ReserveBeyond took
 };
 
 Reservation::~Reservation() {
-  if (budget_ != nullptr) budget_->used_.fetch_sub(bytes_, std::memory_order_relaxed);
+  if (budget_ != nullptr) budget_->Give(bytes_);
 }
 
 }  // namespace attnd::engine

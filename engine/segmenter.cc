@@ -120,20 +120,25 @@ const Segmenter::Turn* Segmenter::NextTurn() const {
 }
 
 absl::Status Segmenter::SegmentPrefill(Sequence* sequence, const std::atomic<bool>* cancelled) {
-  try {
-    return SegmentInTurns(sequence, cancelled);
-  } catch (const std::bad_alloc&) {
-    return NoMemory();
-  }
+  return SegmentInTurns(sequence, kSegmentTokensMin, cancelled);
 }
 
-absl::Status Segmenter::SegmentInTurns(Sequence* sequence, const std::atomic<bool>* cancelled) {
-  while (sequence->HasSegment(kSegmentTokensMin)) {
-    Turn turn(this, *sequence);
-    ATTND_RETURN_IF_ERROR(turn.Wait(cancelled));
-    ATTND_RETURN_IF_ERROR(BuildNext(sequence, kSegmentTokensMin, options_.threads,
-                                    Observer::BuildTrigger::kPrefill, cancelled)
-                              .status());
+absl::Status Segmenter::SegmentWholeRuns(Sequence* sequence, const std::atomic<bool>* cancelled) {
+  return SegmentInTurns(sequence, options_.segment_tokens, cancelled);
+}
+
+absl::Status Segmenter::SegmentInTurns(Sequence* sequence, uint32_t min_tokens,
+                                       const std::atomic<bool>* cancelled) {
+  try {
+    while (sequence->HasSegment(min_tokens)) {
+      Turn turn(this, *sequence);
+      ATTND_RETURN_IF_ERROR(turn.Wait(cancelled));
+      ATTND_RETURN_IF_ERROR(BuildNext(sequence, min_tokens, options_.threads,
+                                      Observer::BuildTrigger::kPrefill, cancelled)
+                                .status());
+    }
+  } catch (const std::bad_alloc&) {
+    return NoMemory();
   }
   return absl::OkStatus();
 }

@@ -76,6 +76,10 @@ class Segmenter {
   // shorter chain, which is as valid.
   absl::Status SegmentPrefill(Sequence* sequence, const std::atomic<bool>* cancelled);
 
+  // The same, of whole runs only: for a prompt that is still being uploaded and has no room left.
+  // Runs are the same as SegmentPrefill's.
+  absl::Status SegmentWholeRuns(Sequence* sequence, const std::atomic<bool>* cancelled);
+
   // Tells that `sequence` has grown; queues it when a full run has left its window and no failed
   // build holds it back (Sequence::DelayBuild).
   void OnGrown(const std::shared_ptr<Sequence>& sequence);
@@ -110,7 +114,8 @@ class Segmenter {
   std::shared_ptr<Sequence> TakeQueued() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   void BackgroundLoop();
-  absl::Status SegmentInTurns(Sequence* sequence, const std::atomic<bool>* cancelled);
+  absl::Status SegmentInTurns(Sequence* sequence, uint32_t min_tokens,
+                              const std::atomic<bool>* cancelled);
   // One segment, its heads on `threads` threads. False if there was none to build. Nobody else may
   // build this sequence's segments meanwhile: the caller has its turn, or is the background.
   absl::StatusOr<bool> BuildNext(Sequence* sequence, uint32_t min_tokens, uint32_t threads,

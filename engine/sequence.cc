@@ -137,6 +137,7 @@ absl::StatusOr<std::shared_ptr<Sequence>> Sequence::Create(uint64_t id, absl::st
   auto sequence =
       std::make_shared<Sequence>(id, std::string(tenant), std::move(args), max_tokens, budget);
   sequence->object_ = std::move(object);
+  sequence->Touch();
   return sequence;
 }
 
@@ -203,6 +204,7 @@ uint64_t Sequence::Take(WriterId writer, const NewTokens& tokens, TokenIds::Room
   const uint64_t end = tokens.first_position + tokens.tokens;
   const uint64_t repeated = std::min(end, length) - tokens.first_position;
   writer_ = writer;
+  Touch();
   token_ids_.Store(tokens.first_position, tokens.token_ids, std::move(room));
   Write(tokens, repeated);
   RaiseKeyBounds(tokens, repeated);
@@ -251,6 +253,7 @@ void Sequence::ReleaseWriter(WriterId writer) {
 absl::Status Sequence::CheckRepeat(const NewTokens& tokens, uint64_t repeated) {
   const uint64_t end = tokens.first_position + repeated;
   const uint64_t in_tail = std::clamp(tail_.begin, tokens.first_position, end);
+  ATTND_RETURN_IF_ERROR(CheckWhole(tokens.first_position, in_tail));
   if (SegmentsHold(tokens, in_tail) && TailHolds(tokens, in_tail, end)) return absl::OkStatus();
   return absl::AlreadyExistsError(absl::StrCat(
       "position ", tokens.first_position, " of layer ", tokens.layer,
@@ -346,6 +349,7 @@ absl::StatusOr<Snapshot> Sequence::Read(uint32_t layer, uint64_t position, float
                      layer_tokens_[layer]));
   }
   ATTND_RETURN_IF_ERROR(CheckLogits(layer, query_magnitude, 0));
+  Touch();
   return Snapshot{View(), 0};
 }
 
@@ -361,7 +365,7 @@ std::shared_ptr<const SequenceView> Sequence::View() {
   return view_;
 }
 
-uint64_t Sequence::Committed() const {
+uint64_t Sequence::CommittedTokens() const {
   return *std::min_element(layer_tokens_.begin(), layer_tokens_.end());
 }
 
@@ -386,7 +390,7 @@ SequenceInfo Sequence::Info() {
   SequenceInfo info;
   info.id = id_;
   info.args = args_;
-  info.committed_tokens = Committed();
+  info.committed_tokens = CommittedTokens();
   info.segmented_tokens = tail_.begin;
   info.segments = static_cast<uint32_t>(segments_.size());
   for (const auto& segment : segments_) info.resident_bytes += segment->bytes();
@@ -398,7 +402,7 @@ SequenceInfo Sequence::Info() {
 // ---- segments ----
 
 uint64_t Sequence::SegmentsEnd() const {
-  const uint64_t committed = Committed();
+  const uint64_t committed = CommittedTokens();
   return std::min(committed - std::min<uint64_t>(committed, policy().window), newest_step_);
 }
 
@@ -409,13 +413,13 @@ bool Sequence::HasSegment(uint32_t min_tokens) {
 
 bool Sequence::BuildDue(uint32_t min_tokens) {
   MutexLock lock(mutex_);
-  return SegmentsEnd() >= tail_.begin + min_tokens && Committed() >= build_from_;
+  return SegmentsEnd() >= tail_.begin + min_tokens && CommittedTokens() >= build_from_;
 }
 
 void Sequence::DelayBuild() {
   MutexLock lock(mutex_);
   build_delay_ = std::clamp(2 * build_delay_, kBuildDelayMin, kBuildDelayMax);
-  build_from_ = Committed() + build_delay_;
+  build_from_ = CommittedTokens() + build_delay_;
 }
 
 std::optional<SegmentJob> Sequence::NextSegment(uint32_t min_tokens, uint32_t max_tokens) {
@@ -454,6 +458,7 @@ bool Sequence::Install(const SegmentJob& job, std::shared_ptr<const Segment> seg
   // A segment takes the place of several blocks: the lists shrink, which cannot fail.
   HoldBooks(tail_.blocks.size() - dropped, segments_.size() + 1).IgnoreError();
   segments_.push_back(std::move(segment));
+  CountSegments();
   tail_.DropBlocks(dropped, layers);
   tail_.begin = end;
   build_from_ = build_delay_ = 0;
@@ -468,7 +473,8 @@ bool Sequence::StillFits(const SegmentJob& job) const {
   // never written again; it copies or drops the others. The job's view holds the old blocks, so
   // that no new one can have the address of an old one.
   const uint64_t end = tail_.begin + job.tokens;
-  if (tail_.begin != job.view->tail_begin || Committed() < end + policy().window) return false;
+  if (tail_.begin != job.view->tail_begin || CommittedTokens() < end + policy().window)
+    return false;
   // A step that is being repeated must stay in the tail until a newer one comes.
   if (end > newest_step_) return false;
   const uint64_t blocks = (end - 1) / kTailBlockTokens + 1 - tail_.begin / kTailBlockTokens;

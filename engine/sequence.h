@@ -6,6 +6,7 @@
 #define ATTND_ENGINE_SEQUENCE_H_
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -51,6 +52,30 @@ struct SegmentJob {
   uint32_t unclustered = 0;
 };
 
+// A history at one moment, for whoever writes it down: its committed positions, which are never
+// written again.
+struct HistorySnapshot {
+  std::shared_ptr<const attention::SequenceView> view;  // its tail may go on beyond `committed`
+  uint64_t committed = 0;
+  std::vector<float> segment_key_bounds;  // [segments][layers] greatest |k|
+  std::vector<TokenIds::Run> token_ids;   // of committed positions
+};
+
+// A segment and its other version, paged or whole, which holds the same.
+struct Swap {
+  std::shared_ptr<const attention::Segment> before;
+  std::shared_ptr<const attention::Segment> after;
+};
+
+// Segments that were written down, or that another sequence has, to begin a sequence with.
+struct RestoredSegments {
+  std::vector<std::shared_ptr<const attention::Segment>> segments;  // from position 0 on
+  std::vector<float> key_bounds;                                    // [segments][layers]
+  std::vector<TokenIds::Run> token_ids;
+
+  uint64_t tokens() const { return segments.empty() ? 0 : segments.back()->end_position(); }
+};
+
 // Thread-safety: all methods may be called from any thread. A tail block is written only by the
 // sequence that made it, each position once, under the lock, before the length that covers it is
 // published: a view may be read without it.
@@ -69,6 +94,7 @@ class Sequence {
 
   uint64_t id() const { return id_; }
   const std::string& tenant() const { return tenant_; }
+  const OpenArgs& args() const { return args_; }
   const ModelShape& shape() const { return args_.shape; }
   const attention::Policy& policy() const {
     return *args_.policy;  // NOLINT(bugprone-unchecked-optional-access): Engine::Open sets it
@@ -86,7 +112,28 @@ class Sequence {
   // OutOfRange as above.
   absl::StatusOr<Snapshot> Read(uint32_t layer, uint64_t position, float query_magnitude);
 
-  absl::StatusOr<uint64_t> Truncate(uint64_t length);  // -> tokens that segments cover
+  // -> tokens that segments cover. Aborted, as ForkInto, if PagedForLength gives any; nothing
+  // changed then. So are appending and AppendAndRead for repeats of what is in PagedWithin.
+  absl::StatusOr<uint64_t> Truncate(uint64_t length);
+  // All that is committed.
+  HistorySnapshot SnapshotHistory();
+  // Paged segments with positions in [begin, end), and those that a truncation or fork to `length`
+  // turns back into tail: they must be whole for it.
+  std::vector<std::shared_ptr<const attention::Segment>> PagedWithin(uint64_t begin, uint64_t end);
+  std::vector<std::shared_ptr<const attention::Segment>> PagedForLength(uint64_t length);
+  // Puts segments in place of their other versions, as far as they are in the chain.
+  void SwapSegments(std::span<const Swap> swaps);
+  // The segments, from the first on, that `fresh` may begin with: those within token_ids whose
+  // tokens have these ids. None unless both are of one tenant, model, shard and sink, and the model
+  // has a fingerprint; none if they are no more than `known`, whose ids need no second look.
+  // Without token ids: they are the caller's.
+  RestoredSegments PrefixFor(const Sequence& fresh, std::span<const uint32_t> token_ids,
+                             const RestoredSegments& known);
+  // Begins a new sequence, which nobody else knows yet, with segments; its tail is then appended.
+  // ResourceExhausted.
+  absl::Status Restore(RestoredSegments restored);
+  // Notes the ids of positions that it has. ResourceExhausted.
+  absl::Status AddTokenIds(std::span<const TokenIds::Run> runs);
   // Fills `child`, a new sequence that nobody else knows yet, with the first `length` (absent: all
   // committed) tokens.
   absl::Status ForkInto(std::optional<uint64_t> length, Sequence* child);
@@ -113,6 +160,15 @@ class Sequence {
   // Tells builders that nobody wants the sequence any more.
   void Close() { closed_.store(true, std::memory_order_relaxed); }
   bool closed() const { return closed_.load(std::memory_order_relaxed); }
+
+  // When it was last appended to or read.
+  std::chrono::steady_clock::time_point last_used() const {
+    return std::chrono::steady_clock::time_point(
+        std::chrono::steady_clock::duration(last_used_.load(std::memory_order_relaxed)));
+  }
+  // Whether a segment is paged; whether one is not.
+  bool has_paged_segments() const { return paged_segments_.load(std::memory_order_relaxed) > 0; }
+  bool has_whole_segments() const { return whole_segments_.load(std::memory_order_relaxed) > 0; }
 
   void ReleaseWriter(WriterId writer);
 
@@ -154,6 +210,8 @@ class Sequence {
   absl::Status HoldBooks(size_t blocks, size_t segments) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckLogits(uint32_t layer, float query_magnitude, float key_magnitude) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Aborted if a segment with positions in [begin, end) is paged.
+  absl::Status CheckWhole(uint64_t begin, uint64_t end) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckAligned() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckWriter(WriterId writer) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckRepeat(const NewTokens& tokens, uint64_t repeated)
@@ -166,7 +224,7 @@ class Sequence {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool SegmentsHold(const NewTokens& tokens, uint64_t end) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  uint64_t Committed() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  uint64_t CommittedTokens() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::shared_ptr<const attention::SequenceView> View() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   size_t SegmentsKept(uint64_t length) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // FailedPrecondition beyond the committed length, ResourceExhausted.
@@ -178,6 +236,12 @@ class Sequence {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void RaiseKeyBounds(const NewTokens& tokens, uint64_t repeated)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Touch() {
+    last_used_.store(std::chrono::steady_clock::now().time_since_epoch().count(),
+                     std::memory_order_relaxed);
+  }
+  // After a change of segments_.
+  void CountSegments() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void SumUpKeyBounds() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // Constant.
@@ -189,6 +253,10 @@ class Sequence {
   Reservation object_;  // set by Create
 
   std::atomic<bool> closed_{false};
+  std::atomic<std::chrono::steady_clock::rep> last_used_{0};
+  // Set under mutex_.
+  std::atomic<uint32_t> paged_segments_{0};
+  std::atomic<uint32_t> whole_segments_{0};
 
   Mutex mutex_;
   std::vector<std::shared_ptr<const attention::Segment>> segments_ ABSL_GUARDED_BY(mutex_);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sequence: shorter histories, by truncation and fork.
+// Sequence: other histories: shorter ones, by truncation and fork, and those that were written
+// down.
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -37,23 +38,42 @@ size_t Sequence::SegmentsKept(uint64_t length) const {
   return kept;
 }
 
+// For whoever copies from segments: their callers bring them whole first.
+absl::Status Sequence::CheckWhole(uint64_t begin, uint64_t end) const {
+  for (const auto& segment : segments_) {
+    if (!segment->paged() || segment->end_position() <= begin || segment->first_position() >= end) {
+      continue;
+    }
+    return absl::AbortedError(absl::StrCat("positions ", segment->first_position(), "..",
+                                           segment->end_position() - 1,
+                                           " have been moved to disk meanwhile: try again"));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<Sequence::Prefix> Sequence::PrefixOf(uint64_t length) {
-  if (length > Committed()) {
+  if (length > CommittedTokens()) {
     return absl::FailedPreconditionError(absl::StrCat("length is ", length, "; the sequence has ",
-                                                      Committed(), " committed tokens"));
+                                                      CommittedTokens(), " committed tokens"));
   }
   Prefix prefix;
   prefix.segments = SegmentsKept(length);
   const uint64_t begin = prefix.segments == 0 ? 0 : segments_[prefix.segments - 1]->end_position();
+  ATTND_RETURN_IF_ERROR(CheckWhole(begin, length));
   ATTND_ASSIGN_OR_RETURN(prefix.tail, TailFor(begin, length));
   return prefix;
 }
 
 absl::StatusOr<uint64_t> Sequence::Truncate(uint64_t length) {
+  std::vector<std::shared_ptr<const attention::Segment>> dropped;  // die after the lock
   MutexLock lock(mutex_);
   ATTND_ASSIGN_OR_RETURN(Prefix prefix, PrefixOf(length));
+  dropped.reserve(segments_.size());  // nothing may fail once something has changed
   ATTND_RETURN_IF_ERROR(HoldBooks(prefix.tail.blocks.size(), prefix.segments));
+  const auto kept = segments_.begin() + static_cast<ptrdiff_t>(prefix.segments);
+  dropped.assign(kept, segments_.end());
   segments_.resize(prefix.segments);
+  CountSegments();
   segment_key_bounds_.resize(prefix.segments * args_.shape.layers);
   tail_ = std::move(prefix.tail);
   SumUpKeyBounds();
@@ -67,19 +87,124 @@ absl::StatusOr<uint64_t> Sequence::Truncate(uint64_t length) {
 
 absl::Status Sequence::ForkInto(std::optional<uint64_t> wanted, Sequence* child) {
   MutexLock lock(mutex_);
-  const uint64_t length = wanted.value_or(Committed());
+  const uint64_t length = wanted.value_or(CommittedTokens());
   ATTND_ASSIGN_OR_RETURN(Prefix prefix, PrefixOf(length));
   ATTND_ASSIGN_OR_RETURN(TokenIds token_ids, token_ids_.Prefix(length));
   MutexLock child_lock(child->mutex_);
   ATTND_RETURN_IF_ERROR(child->HoldBooks(prefix.tail.blocks.size(), prefix.segments));
   const auto segments = static_cast<ptrdiff_t>(prefix.segments);
   child->segments_.assign(segments_.begin(), segments_.begin() + segments);
+  child->CountSegments();
   child->segment_key_bounds_.assign(segment_key_bounds_.begin(),
                                     segment_key_bounds_.begin() + segments * args_.shape.layers);
   child->tail_ = std::move(prefix.tail);
   child->SumUpKeyBounds();
   std::fill(child->layer_tokens_.begin(), child->layer_tokens_.end(), length);
   child->token_ids_ = std::move(token_ids);
+  return absl::OkStatus();
+}
+
+std::vector<std::shared_ptr<const attention::Segment>> Sequence::PagedWithin(uint64_t begin,
+                                                                             uint64_t end) {
+  if (!has_paged_segments()) return {};
+  MutexLock lock(mutex_);
+  std::vector<std::shared_ptr<const attention::Segment>> paged;
+  for (const auto& segment : segments_) {
+    const bool within = segment->end_position() > begin && segment->first_position() < end;
+    if (within && segment->paged()) paged.push_back(segment);
+  }
+  return paged;
+}
+
+std::vector<std::shared_ptr<const attention::Segment>> Sequence::PagedForLength(uint64_t length) {
+  uint64_t begin = 0;
+  {
+    MutexLock lock(mutex_);
+    const size_t kept = SegmentsKept(length);
+    if (kept > 0) begin = segments_[kept - 1]->end_position();
+  }
+  return PagedWithin(begin, length);
+}
+
+void Sequence::SwapSegments(std::span<const Swap> swaps) {
+  std::vector<std::shared_ptr<const attention::Segment>> replaced;  // die after the lock
+  MutexLock lock(mutex_);
+  for (auto& segment : segments_) {
+    for (const Swap& swap : swaps) {
+      if (segment != swap.before) continue;
+      replaced.push_back(std::exchange(segment, swap.after));
+      break;
+    }
+  }
+  if (replaced.empty()) return;
+  if (!swaps.front().after->paged()) Touch();  // it is wanted whole now
+  view_.reset();
+  CountSegments();
+}
+
+void Sequence::CountSegments() {
+  const auto paged = static_cast<uint32_t>(
+      std::count_if(segments_.begin(), segments_.end(), [](const auto& s) { return s->paged(); }));
+  paged_segments_.store(paged, std::memory_order_relaxed);
+  whole_segments_.store(static_cast<uint32_t>(segments_.size()) - paged, std::memory_order_relaxed);
+}
+
+HistorySnapshot Sequence::SnapshotHistory() {
+  MutexLock lock(mutex_);
+  HistorySnapshot history;
+  history.view = View();
+  history.committed = CommittedTokens();
+  history.segment_key_bounds = segment_key_bounds_;
+  history.token_ids = token_ids_.Runs(0, history.committed);
+  return history;
+}
+
+RestoredSegments Sequence::PrefixFor(const Sequence& fresh, std::span<const uint32_t> token_ids,
+                                     const RestoredSegments& known) {
+  RestoredSegments prefix;
+  const bool may_share = !args_.fingerprint.empty() && tenant_ == fresh.tenant() &&
+                         args_.fingerprint == fresh.args().fingerprint &&
+                         args_.shape == fresh.shape() && args_.shard == fresh.args().shard;
+  if (!may_share) return prefix;
+  MutexLock lock(mutex_);
+  if (tail_.begin <= known.tokens()) return prefix;  // where the last segment ends
+  for (const auto& segment : segments_) {
+    const uint64_t begin = segment->first_position();
+    const bool fits = segment->end_position() <= token_ids.size() &&
+                      segment->unclustered() == (begin == 0 ? fresh.policy().sink : 0);
+    if (!fits || (segment->paged() && absl::IsDataLoss(segment->paged_payload()->status()))) break;
+    const size_t i = prefix.segments.size();
+    const bool same = i < known.segments.size() && known.segments[i] == segment;
+    if (!same && !token_ids_.Holds(begin, token_ids.subspan(begin, segment->tokens()))) break;
+    prefix.segments.push_back(segment);
+  }
+  if (prefix.tokens() <= known.tokens()) return RestoredSegments();
+  prefix.key_bounds.assign(segment_key_bounds_.begin(),
+                           segment_key_bounds_.begin() +
+                               static_cast<ptrdiff_t>(prefix.segments.size() * args_.shape.layers));
+  return prefix;
+}
+
+absl::Status Sequence::Restore(RestoredSegments restored) {
+  ATTND_RETURN_IF_ERROR(AddTokenIds(restored.token_ids));
+  MutexLock lock(mutex_);
+  ATTND_RETURN_IF_ERROR(HoldBooks(0, restored.segments.size()));
+  segments_ = std::move(restored.segments);
+  CountSegments();
+  segment_key_bounds_ = std::move(restored.key_bounds);
+  SumUpKeyBounds();
+  tail_.begin = segments_.empty() ? 0 : segments_.back()->end_position();
+  std::fill(layer_tokens_.begin(), layer_tokens_.end(), tail_.begin);
+  view_.reset();
+  return absl::OkStatus();
+}
+
+absl::Status Sequence::AddTokenIds(std::span<const TokenIds::Run> runs) {
+  MutexLock lock(mutex_);
+  for (const TokenIds::Run& run : runs) {
+    ATTND_ASSIGN_OR_RETURN(auto room, token_ids_.MakeRoom(run.first_position, run.ids.size()));
+    token_ids_.Store(run.first_position, run.ids, std::move(room));
+  }
   return absl::OkStatus();
 }
 

@@ -94,6 +94,14 @@ std::vector<std::shared_ptr<Sequence>> SequenceTable::List(absl::string_view ten
   return page;
 }
 
+std::vector<std::shared_ptr<Sequence>> SequenceTable::All() const {
+  MutexLock lock(mutex_);
+  std::vector<std::shared_ptr<Sequence>> all;
+  all.reserve(entries_.size());
+  for (const auto& [id, entry] : entries_) all.push_back(entry.sequence);
+  return all;
+}
+
 void SequenceTable::ReleaseWriter(WriterId writer) {
   std::unordered_set<uint64_t> ids;
   {

@@ -40,6 +40,8 @@ class SequenceTable {
   // Those with ascending ids greater than `after`, at most `count`.
   std::vector<std::shared_ptr<Sequence>> List(absl::string_view tenant, uint64_t after,
                                               uint32_t count) const;
+  // Every tenant's.
+  std::vector<std::shared_ptr<Sequence>> All() const;
 
   // Ends the leases of a writer, which appends no more. Visits what it asked to write to and is
   // still open; takes no memory.

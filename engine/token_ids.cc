@@ -23,6 +23,17 @@ absl::Status TokenIds::Check(uint64_t first_position, std::span<const uint32_t> 
   return absl::OkStatus();
 }
 
+bool TokenIds::Holds(uint64_t first_position, std::span<const uint32_t> ids) const {
+  for (size_t i = 0; i < ids.size(); ++i) {
+    const uint64_t position = first_position + i;
+    if (position / kPageIds >= pages_.size()) return false;
+    const Page* page = pages_[position / kPageIds].get();
+    if (page == nullptr || !page->known[position % kPageIds]) return false;
+    if (page->ids[position % kPageIds] != ids[i]) return false;
+  }
+  return true;
+}
+
 absl::StatusOr<std::unique_ptr<TokenIds::Page>> TokenIds::MakePage() const {
   // With its pointer, in a vector that may be twice as long as needed.
   ATTND_ASSIGN_OR_RETURN(Reservation reservation,
@@ -61,6 +72,19 @@ void TokenIds::Store(uint64_t first_position, std::span<const uint32_t> ids, Roo
     page.ids[position % kPageIds] = ids[i];
     page.known[position % kPageIds] = true;
   }
+}
+
+std::vector<TokenIds::Run> TokenIds::Runs(uint64_t begin, uint64_t end) const {
+  std::vector<Run> runs;
+  for (uint64_t position = begin; position < std::min(end, kPageIds * pages_.size()); ++position) {
+    const Page* page = pages_[position / kPageIds].get();
+    if (page == nullptr || !page->known[position % kPageIds]) continue;
+    if (runs.empty() || runs.back().first_position + runs.back().ids.size() != position) {
+      runs.push_back({position, {}});
+    }
+    runs.back().ids.push_back(page->ids[position % kPageIds]);
+  }
+  return runs;
 }
 
 void TokenIds::Truncate(uint64_t length) noexcept {

@@ -47,6 +47,17 @@ class TokenIds {
   absl::StatusOr<Room> MakeRoom(uint64_t first_position, size_t count);
   void Store(uint64_t first_position, std::span<const uint32_t> ids, Room room) noexcept;
 
+  // Ids of neighbouring positions.
+  struct Run {
+    uint64_t first_position = 0;
+    std::vector<uint32_t> ids;
+  };
+  // Those that are known of positions [begin, end), in their order.
+  std::vector<Run> Runs(uint64_t begin, uint64_t end) const;
+
+  // Whether these positions have these ids, all of them known.
+  bool Holds(uint64_t first_position, std::span<const uint32_t> ids) const;
+
   // Forgets positions from `length` on.
   void Truncate(uint64_t length) noexcept;
   // The ids of the first `length` positions, on memory of their own. Errors as MakeRoom.

@@ -167,6 +167,7 @@ class CudaBackend : public Backend {
   }
 
   absl::string_view name() const override { return "cuda"; }
+  bool ReadsPaged() const override { return false; }
   absl::string_view target() const override { return cpu_->target(); }
   absl::string_view device() const override { return device_->name(); }
 
@@ -232,6 +233,7 @@ class CudaBackend : public Backend {
     stats.bytes_to_device = transfers_.to_device.load(std::memory_order_relaxed);
     stats.bytes_to_host = transfers_.to_host.load(std::memory_order_relaxed);
     stats.evictions = store_->evictions();
+    stats.graph_launches = transfers_.graph_launches.load(std::memory_order_relaxed);
     stats.steps = steps_.load(std::memory_order_relaxed);
     stats.fallback_steps = fallback_steps_.load(std::memory_order_relaxed);
     MutexLock lock(times_mutex_);

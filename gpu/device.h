@@ -57,6 +57,22 @@ struct StageSeconds {
   double merge = 0;
 };
 
+// A step, with the copies around it: its input block comes to the device before it runs, its
+// results go back after it. Host addresses are of pinned memory that stays as it is until the step
+// has run.
+struct StepRun {
+  KernelShape shape;
+  StepHeader header;     // as it stands at the start of the input block
+  bool measure = false;  // whether it has a unit with a tolerance
+  bool timed = false;    // whether stage_seconds() will be asked for
+  const std::byte* input = nullptr;
+  std::byte* device_input = nullptr;
+  uint64_t input_bytes = 0;
+  const std::byte* device_results = nullptr;
+  std::byte* results = nullptr;
+  uint64_t result_bytes = 0;
+};
+
 // Work in order, on one device. One thread at a time. Destroying it waits for its work.
 class Stream {
  public:
@@ -66,10 +82,10 @@ class Stream {
   virtual absl::Status CopyToHost(std::byte* to, const std::byte* from, size_t bytes) = 0;
   // Whether steps may have units that teams answer. Always the same.
   virtual bool has_teams() const = 0;
-  // Runs a step. `header` says what the device finds at `device_header`; `timed` asks for
-  // stage_seconds().
-  virtual absl::Status RunStep(const KernelShape& shape, const StepHeader& header,
-                               const StepHeader* device_header, bool measure, bool timed) = 0;
+  // Nothing may be under way.
+  virtual absl::Status RunStep(const StepRun& run) = 0;
+  // Whether the last step was launched as one: a graph of what an equal one had launched before.
+  virtual bool ran_from_graph() const = 0;
   // Builds `jobs` (on the device, [count], all of the same sizes) with IndexScratchBytes of scratch
   // for each.
   virtual absl::Status BuildIndexes(const KernelShape& shape, const IndexJob& first_job,

@@ -69,6 +69,12 @@ void DeviceStep::LeaveOver(uint32_t row) {
 // wave has run and made room.
 absl::Status DeviceStep::RunRow(uint32_t number) {
   const StepRow& row = request_.rows[number];
+  // Pages that are not in memory are the CPU's, too.
+  const auto& segments = row.view->segments;
+  if (std::any_of(segments.begin(), segments.end(), [](const auto& s) { return s->paged(); })) {
+    LeaveOver(number);
+    return absl::OkStatus();
+  }
   uint32_t token = 0;
   while (token < row.query_tokens) {
     RowMemory memory;
@@ -148,11 +154,9 @@ absl::Status DeviceStep::LaunchWave() {
   ATTND_RETURN_IF_ERROR(context_->Flush());
   const uint64_t input_bytes =
       writer_.Write(context_->input(), context_->device_input(), context_->device_scratch());
-  ATTND_RETURN_IF_ERROR(context_->SendInput(input_bytes));
-  const auto* device_header = reinterpret_cast<const StepHeader*>(context_->device_input());
-  ATTND_RETURN_IF_ERROR(context_->stream().RunStep(writer_.shape(), writer_.header(), device_header,
-                                                   writer_.measure(), timed_));
-  ATTND_RETURN_IF_ERROR(context_->Fetch(writer_.device_results(), writer_.results().bytes));
+  ATTND_RETURN_IF_ERROR(context_->RunStep(writer_.shape(), writer_.header(), writer_.measure(),
+                                          timed_, input_bytes, writer_.device_results(),
+                                          writer_.results().bytes));
   ATTND_RETURN_IF_ERROR(context_->Synchronize());
   uploader_.SetArrived();
   totals_.AddWave(writer_, context_->results());

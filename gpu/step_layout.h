@@ -267,6 +267,7 @@ struct StepHeader {
   uint32_t query_dtype;              // DType
   uint32_t team_counts[kTeamSizes];  // units whose teams have kTeamBlocks[i]
   float softmax_scale;
+  uint32_t reserved;          // in the place of padding: equal headers have equal bytes
   uint64_t block_head_bytes;  // of a tail block, from one KV head to the next
 
   const RowRef* row_refs;  // [rows], by first_unit
@@ -296,6 +297,9 @@ struct StepHeader {
   float* lse;                // [query_tokens][query_heads]
   LaneResult* lane_results;  // [query_tokens][query_heads]
 };
+
+static_assert(offsetof(StepHeader, block_head_bytes) ==
+              offsetof(StepHeader, reserved) + sizeof(uint32_t));
 
 // Units that teams answer.
 constexpr uint32_t TeamUnits(const StepHeader& step) {

@@ -22,6 +22,7 @@ using attention::Selector;
 using attention::StepRow;
 
 constexpr uint64_t kPartAlignment = 256;
+constexpr uint64_t kInputStepBytes = 4096;
 constexpr uint64_t kOverflow = std::numeric_limits<uint64_t>::max();
 // Entries of `chosen` have 16 bits for the segment's number.
 constexpr size_t kSegmentsMax = 65536;
@@ -244,13 +245,15 @@ StepWriter::Places StepWriter::PlacesOf(const Counts& counts) const {
   input.Place(1, sizeof(StepHeader));
   places.rows = input.Place(counts.rows, sizeof(RowRef));
   places.segments = input.Place(counts.segments, sizeof(SegmentRef));
-  places.blocks = input.Place(counts.blocks, sizeof(const std::byte*));
   places.upload_refs = input.Place(counts.uploads, sizeof(UploadRef));
   places.team_units = input.Place(counts.team_units, sizeof(TeamUnit));
   places.queries = input.Place(Times(counts.query_tokens, query_heads),
                                shape_.head_dim * DTypeBytes(query_dtype_));
   places.staged = input.Place(counts.staged_bytes, 1);
-  places.input_bytes = input.end();
+  // Last, and all rounded up: a row that grows by a block then changes no address of its next
+  // steps, which one graph launches.
+  places.blocks = input.Place(counts.blocks, sizeof(const std::byte*));
+  places.input_bytes = Plus(input.end(), kInputStepBytes - 1) / kInputStepBytes * kInputStepBytes;
 
   Placer scratch;
   places.query_fragments = scratch.Place(counts.tiles, QueryFragmentBytes(shape_));

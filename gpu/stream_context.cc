@@ -57,6 +57,26 @@ absl::Status StreamContext::SendInput(uint64_t bytes) {
   return absl::OkStatus();
 }
 
+absl::Status StreamContext::RunStep(const KernelShape& shape, const StepHeader& header,
+                                    bool measure, bool timed, uint64_t input_bytes,
+                                    const std::byte* device_results, uint64_t result_bytes) {
+  busy_ = true;
+  ATTND_RETURN_IF_ERROR(stream_->RunStep({.shape = shape,
+                                          .header = header,
+                                          .measure = measure,
+                                          .timed = timed,
+                                          .input = input_,
+                                          .device_input = device_input_,
+                                          .input_bytes = input_bytes,
+                                          .device_results = device_results,
+                                          .results = results_,
+                                          .result_bytes = result_bytes}));
+  counts_->to_device.fetch_add(input_bytes, std::memory_order_relaxed);
+  counts_->to_host.fetch_add(result_bytes, std::memory_order_relaxed);
+  counts_->graph_launches.fetch_add(stream_->ran_from_graph() ? 1 : 0, std::memory_order_relaxed);
+  return absl::OkStatus();
+}
+
 absl::Status StreamContext::Fetch(const std::byte* from, uint64_t bytes) {
   busy_ = true;
   ATTND_RETURN_IF_ERROR(stream_->CopyToHost(results_, from, bytes));

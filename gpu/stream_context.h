@@ -18,10 +18,11 @@
 
 namespace attnd::gpu {
 
-// Bytes copied, of all streams.
+// What all streams did.
 struct TransferCounts {
-  std::atomic<uint64_t> to_device{0};
+  std::atomic<uint64_t> to_device{0};  // bytes
   std::atomic<uint64_t> to_host{0};
+  std::atomic<uint64_t> graph_launches{0};  // of steps
 };
 
 // One thread at a time. `device` and `counts` must outlive it. Errors as Device's.
@@ -33,7 +34,7 @@ class StreamContext {
   StreamContext(const StreamContext&) = delete;
   StreamContext& operator=(const StreamContext&) = delete;
 
-  // For steps and builds; to be asked after SendInput, so that Flush knows of it.
+  // For builds, to be asked after SendInput so that Flush knows of it, and for the times of a step.
   Stream& stream() { return *stream_; }
   const WaveRoom& room() const { return room_; }
   // Device memory that a context with such room takes.
@@ -51,6 +52,11 @@ class StreamContext {
   absl::Status Send(std::byte* to, const std::byte* from, uint64_t bytes);
   // Copies the input block's first bytes to the device's; nothing that was sent may be under way.
   absl::Status SendInput(uint64_t bytes);
+  // Runs a step: the input block's first `input_bytes` go to the device, `result_bytes` of what
+  // lies at device_results then come to the result block. Nothing that was sent may be under way.
+  absl::Status RunStep(const KernelShape& shape, const StepHeader& header, bool measure, bool timed,
+                       uint64_t input_bytes, const std::byte* device_results,
+                       uint64_t result_bytes);
   // Copies to the result block.
   absl::Status Fetch(const std::byte* from, uint64_t bytes);
   // Waits for all that was asked of the stream; then the blocks are free again.

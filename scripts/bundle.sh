@@ -38,7 +38,7 @@ setup_packages "${ATTND_BUILD_PACKAGES[@]}" "${ATTND_BUNDLE_PACKAGES[@]}"
 say "Building with CUDA (log: build/bundle-build.log)"
 {
   cmake --preset release -B "${build}" -Wno-dev -DATTND_CUDA=ON \
-    -DCMAKE_CUDA_ARCHITECTURES="${ATTND_CUDA_ARCHITECTURES:-90}" &&
+    -DCMAKE_CUDA_ARCHITECTURES="${ATTND_CUDA_ARCHITECTURES:-90}" -DCMAKE_CUDA_FLAGS=--compress-mode=size &&
     cmake --build "${build}" --target "${programs[@]}"
 } >"${ATTND_BUILD}/bundle-build.log" 2>&1 ||
   { tail -30 "${ATTND_BUILD}/bundle-build.log" >&2; die "the build failed"; }
@@ -64,7 +64,6 @@ for file in "${bundle}"/lib/*; do
 done
 cp -r "${ATTND_ROOT}/client/python/attnd" "${bundle}/python/"
 find "${bundle}/python" -name __pycache__ -prune -exec rm -rf {} +
-cp -r "${ATTND_ROOT}/models/nano-llama" "${bundle}/"
 cp "${ATTND_ROOT}"/bench/peers/*.py "${bundle}/peers/"
 cp "${ATTND_ROOT}/scripts/gpu_check.sh" "${ATTND_ROOT}/LICENSE" "${bundle}/"
 

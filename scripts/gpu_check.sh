@@ -3,7 +3,8 @@
 #
 # gpu_check.sh [OUT]: on a GPU host, in the folder that scripts/bundle.sh made: parity of the GPU with the CPU, then
 # benchmarks beside PyTorch's, a short table last. Writes everything to OUT (default ./gpu_check). Exits non-zero if a
-# check fails. Python with PyTorch is used for the peers, and with grpcio and numpy for nano-llama, where they are there.
+# check fails. Python with PyTorch is used for the peers, and with grpcio and numpy for nano-llama, where they are there;
+# the model itself is to be copied into the folder (models/nano-llama), as it would take the bundle beyond its size.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
 out="${1:-gpu_check}"
@@ -88,7 +89,9 @@ if grep -q SKIPPED "${out}/parity.txt"; then
   echo "  parity was skipped: there is no GPU that can be used"
   failures=$((failures + 1))
 fi
-if has_python grpc && has_python numpy && has_python safetensors; then
+if [[ ! -d nano-llama ]]; then
+  echo "  nano-llama             skipped: copy models/nano-llama into this folder to have it answer through the GPU"
+elif has_python grpc && has_python numpy && has_python safetensors; then
   log="${out}/nano_llama_server.txt" check nano-llama with_server nano_llama
 fi
 

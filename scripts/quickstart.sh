@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # quickstart.sh: installs what is missing, builds attnd, starts it in a temporary folder, and lets a real trained
-# transformer answer long-context questions through it. Exits non-zero if dense attention through attnd disagrees with
-# dense attention computed locally.
+# transformer answer long-context questions through it; then seals a text, kills the server and brings the text back.
+# Exits non-zero if dense attention through attnd disagrees with dense attention computed locally, or what was sealed is
+# not there, bit for bit.
 #
 # ATTND_QUICKSTART_LIMIT (default 2): sequences for each of the four tasks.
 set -euo pipefail
@@ -48,16 +49,21 @@ build_release
 
 folder="$(mktemp -d "${TMPDIR:-/tmp}/attnd.XXXXXX")"
 target="unix:${folder}/run/attnd.sock"
+# Starts the server on the folder's data and waits until it is healthy.
+start_server() {
+  "${ATTND_BUILD}/bin/attnd" --listen "${target}" --data-dir "${folder}/data" >>"${folder}/attnd.log" 2>&1 &
+  server=$!
+  local attempt
+  for attempt in $(seq 100); do
+    kill -0 "${server}" 2>/dev/null || die "attnd ended as it started"
+    if "${ATTND_BUILD}/bin/attnd" --probe "${target}" >/dev/null 2>&1; then break; fi
+    ((attempt < 100)) || die "attnd is not healthy after 20 s"
+    sleep 0.2
+  done
+  echo "attnd is healthy"
+}
 say "Starting attnd at ${target}"
-"${ATTND_BUILD}/bin/attnd" --listen "${target}" --data-dir "${folder}/data" >"${folder}/attnd.log" 2>&1 &
-server=$!
-for attempt in $(seq 100); do
-  kill -0 "${server}" 2>/dev/null || die "attnd ended as it started"
-  if "${ATTND_BUILD}/bin/attnd" --probe "${target}" >/dev/null 2>&1; then break; fi
-  ((attempt < 100)) || die "attnd is not healthy after 20 s"
-  sleep 0.2
-done
-echo "attnd is healthy"
+start_server
 
 say "nano-llama answers questions over ${length} tokens, $((4 * limit)) texts, with: ${policies[*]}"
 arguments=()
@@ -65,6 +71,18 @@ for policy in "${policies[@]}"; do arguments+=(--policy "${policy}"); done
 "${ATTND_VENV}/bin/python" -m attnd.eval --target "${target}" --model "${model}" \
   --eval-set "${model}/nano_eval.npz" --length "${length}" --tasks niah,trace,before,top --limit "${limit}" \
   --cache-dir "${ATTND_BUILD}/eval-cache" "${arguments[@]}" --json "${folder}/result.json"
+
+# resume before|after: a text that outlives its server.
+resume() {
+  "${ATTND_VENV}/bin/python" "${ATTND_ROOT}/scripts/quickstart_resume.py" "${target}" "${model}" "${length}" \
+    "${ATTND_BUILD}/eval-cache" "${folder}/sealed.npz" "$1"
+}
+say "Sealing a text, killing attnd with SIGKILL, starting it again on the same folder"
+resume before
+kill -KILL "${server}"
+wait "${server}" 2>/dev/null || true
+start_server
+resume after
 
 say "Result"
 "${ATTND_VENV}/bin/python" "${ATTND_ROOT}/scripts/quickstart_table.py" "${folder}/result.json"

@@ -107,7 +107,7 @@ stage_tidy() {
   export -f tidy_one
   export TIDY_CACHE="${ATTND_BUILD}/tidy-cache" TIDY_KEY
   mkdir -p "${TIDY_CACHE}"
-  local folders=(common attention engine gpu server client/cpp)
+  local folders=(common attention storage engine gpu server client/cpp ctl)
   TIDY_KEY="$(find "${folders[@]}" proto \( -name '*.h' -o -name '*.proto' \) -print0 | sort -z |
     xargs -0 cat .clang-tidy | sha256sum) $(clang-tidy --version | grep -i version)"
   local checked="${results}/tidy.checked"

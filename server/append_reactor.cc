@@ -73,7 +73,7 @@ void AppendReactor::Run() {
     const MutexLock lock(mutex_);
     state = state_;
   }
-  if (state == State::kAppending) return Continue(TakeChunk());
+  if (state == State::kAppending) return TakeChunk();
   const absl::Status status = Complete();
   const MutexLock lock(mutex_);
   FinishLocked(abort_status_.ok() ? status : abort_status_);
@@ -91,15 +91,22 @@ void AppendReactor::Continue(const absl::Status& status) {
   StartRead(&request_);
 }
 
-absl::Status AppendReactor::TakeChunk() {
-  const absl::Status status = Append();
+// A chunk that finds no room is tried once more by those that may wait for some.
+void AppendReactor::TakeChunk() {
+  absl::Status status = waits_for_room_ ? AppendChunk() : Append();
+  const bool full = absl::IsResourceExhausted(status);
+  if (full && !std::exchange(waits_for_room_, false) && handlers_->engine->MayMakeRoom()) {
+    waits_for_room_ = true;
+    if (handlers_->room_waits->Enqueue(this)) return;
+  }
+  waits_for_room_ = false;
   if (absl::IsResourceExhausted(status)) {
     const uint64_t tokens = request_.k().shape_size() > 0 ? request_.k().shape(0) : 0;
     handlers_->metrics->OnRejected(TokensRejection(request_.first_position(), tokens,
                                                    handlers_->options->max_sequence_tokens));
   }
   ++messages_;
-  return status.ok() ? status : DescribeChunk(status);
+  Continue(status.ok() ? status : DescribeChunk(status));
 }
 
 absl::Status AppendReactor::Append() {
@@ -109,7 +116,13 @@ absl::Status AppendReactor::Append() {
   ATTND_RETURN_IF_ERROR(CheckSequenceId());
   prefill_complete_ = request_.prefill_complete();
   if (prefill_complete_ && !request_.has_k() && !request_.has_v()) return absl::OkStatus();
-  ATTND_ASSIGN_OR_RETURN(const engine::AppendChunk chunk, FromProto(request_));
+  return AppendChunk();
+}
+
+absl::Status AppendReactor::AppendChunk() {
+  ATTND_ASSIGN_OR_RETURN(engine::AppendChunk chunk, FromProto(request_));
+  chunk.may_wait = waits_for_room_;
+  chunk.cancelled = &cancelled_;
   return handlers_->engine->Append(tenant_, writer_, sequence_id_, chunk);
 }
 

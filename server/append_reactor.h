@@ -52,8 +52,9 @@ class AppendReactor final : public grpc::ServerReadReactor<v1::AppendKvRequest>,
   enum class State : uint8_t { kReading, kAppending, kCompleting, kFinished };
 
   void Run() override;
-  absl::Status TakeChunk();
+  void TakeChunk();
   absl::Status Append();
+  absl::Status AppendChunk();
   absl::Status CheckSequenceId();
   absl::Status Complete();
   absl::Status WhyUnfinished(const absl::Status& status) const;
@@ -83,6 +84,7 @@ class AppendReactor final : public grpc::ServerReadReactor<v1::AppendKvRequest>,
   uint64_t messages_ = 0;
   uint64_t sequence_id_ = 0;
   bool prefill_complete_ = false;
+  bool waits_for_room_ = false;  // the chunk was handed on to those that may wait
 
   Mutex mutex_;
   State state_ ABSL_GUARDED_BY(mutex_) = State::kReading;

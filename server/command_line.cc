@@ -62,6 +62,22 @@ ABSL_FLAG(std::string, backend, Defaults().backend,
           "what answers steps: cpu; cuda; auto: a GPU if there is one");
 ABSL_FLAG(uint64_t, device_memory_bytes, Defaults().device_memory_bytes,
           "bytes of GPU memory to take; 0: nine tenths, or what others leave");
+ABSL_FLAG(std::string, io, Defaults().io,
+          "how files are read and written: uring; threads; auto: io_uring where it is allowed");
+ABSL_FLAG(uint64_t, page_memory_bytes, Defaults().page_memory_bytes,
+          "bytes of the budget always kept for pages of segments on disk; 0: an eighth, 256 MiB at "
+          "most");
+ABSL_FLAG(uint32_t, page_readers, Defaults().page_readers, "threads that read pages from disk");
+ABSL_FLAG(uint64_t, disk_read_bytes_per_s, Defaults().disk_read_bytes_per_s,
+          "bytes of pages read from disk a second; 0: no limit");
+ABSL_FLAG(uint32_t, disk_step_workers, Defaults().disk_step_workers,
+          "steps that may wait for the disk at the same time");
+ABSL_FLAG(uint64_t, retain_bytes, Defaults().retain_bytes,
+          "bytes of sealed sequences to keep, the most recently used; 0: all");
+ABSL_FLAG(uint64_t, retain_s, Defaults().retain_s,
+          "seconds to keep a sealed sequence that nobody uses; 0: for ever");
+ABSL_FLAG(bool, page_prefetch, Defaults().page_prefetch,
+          "read ahead what the next layer's last step read exactly");
 ABSL_FLAG(std::string, config, "", "file with these options in protobuf text format");
 ABSL_FLAG(std::string, probe, "",
           "ask the server at this address for its health and exit: 0 if it serves");
@@ -94,7 +110,15 @@ constexpr const char* kFlagNames[] = {"listen",
                                       "grpc_threads",
                                       "min_ping_interval_s",
                                       "backend",
-                                      "device_memory_bytes"};
+                                      "device_memory_bytes",
+                                      "io",
+                                      "page_memory_bytes",
+                                      "page_readers",
+                                      "disk_read_bytes_per_s",
+                                      "disk_step_workers",
+                                      "page_prefetch",
+                                      "retain_bytes",
+                                      "retain_s"};
 
 // Splits "--name=value"; the value is absent if there is no '='. Names come out with underscores.
 struct Argument {

@@ -195,6 +195,9 @@ void StatsToProto(const attention::RowStats& stats, v1::RowStats* out) {
   if (stats.predicted_error_max) out->set_predicted_error_max(*stats.predicted_error_max);
   out->mutable_tiers()->set_hbm(stats.hbm_tokens);
   out->mutable_tiers()->set_host(stats.host_tokens);
+  out->mutable_tiers()->set_ssd(stats.ssd_tokens);
+  out->set_missed_tokens(stats.missed_tokens);
+  if (stats.missed_mass) out->set_missed_mass(*stats.missed_mass);
   v1::StageTimes* const stages = out->mutable_stages();
   stages->set_score_us(Micros(stats.stages.score));
   stages->set_select_us(Micros(stats.stages.select));

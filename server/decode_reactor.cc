@@ -41,6 +41,10 @@ void DecodeReactor::OnReadDone(bool ok) {
     state_ = State::kStepping;
   }
   if (handlers_->steps->Submit(this)) return;
+  RefuseQueued();
+}
+
+void DecodeReactor::RefuseQueued() {
   handlers_->metrics->OnRejected(Rejection::kQueue);
   queue_time_ = engine_time_ = Clock::duration::zero();
   Refuse(absl::ResourceExhaustedError(absl::StrCat(
@@ -57,6 +61,12 @@ absl::Status DecodeReactor::EndOfMessages() {
 void DecodeReactor::Run() {
   // Once the reply is on its way the stream may end on another thread before this one has left.
   const std::shared_ptr<DecodeReactor> self = self_;
+  if (!std::exchange(on_disk_worker_, false) && MayReadDisk()) {
+    on_disk_worker_ = true;
+    if (handlers_->disk_steps->Enqueue(this)) return;
+    on_disk_worker_ = false;
+    return RefuseQueued();
+  }
   const Clock::time_point start = Clock::now();
   queue_time_ = start - arrival_;
   engine_time_ = Clock::duration::zero();
@@ -64,6 +74,15 @@ void DecodeReactor::Run() {
   reply_.set_queue_us(Micros(queue_time_));
   reply_.set_engine_us(Micros(engine_time_));
   WriteReply();
+}
+
+bool DecodeReactor::MayReadDisk() const {
+  const uint32_t rows_max = handlers_->options->max_rows;  // a message of more is refused
+  const int rows = std::min(request_.rows_size(), static_cast<int>(rows_max));
+  for (int i = 0; i < rows; ++i) {
+    if (handlers_->engine->MayReadDisk(tenant_, request_.rows(i).sequence_id())) return true;
+  }
+  return false;
 }
 
 absl::Status DecodeReactor::Answer() {

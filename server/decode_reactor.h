@@ -53,11 +53,14 @@ class DecodeReactor final : public grpc::ServerBidiReactor<v1::DecodeRequest, v1
   enum class State : uint8_t { kReading, kStepping, kWriting, kFinished };
 
   void Run() override;
+  // Whether a row may have to wait for the disk.
+  bool MayReadDisk() const;
   absl::Status Answer();
   absl::Status CheckReplySize() const;
   absl::Status CheckReplyFits() const;
   absl::Status EndOfMessages() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Refuse(const absl::Status& status);
+  void RefuseQueued();
   void WriteReply();
   void RecordStep();
   void ReleaseLargeMessages();
@@ -82,6 +85,7 @@ class DecodeReactor final : public grpc::ServerBidiReactor<v1::DecodeRequest, v1
   engine::DecodeResult result_;
   absl::StatusCode step_code_ = absl::StatusCode::kOk;
   Clock::time_point arrival_;
+  bool on_disk_worker_ = false;  // the step was handed on to those that may wait
   Clock::duration queue_time_{0};
   Clock::duration engine_time_{0};
 

@@ -42,6 +42,10 @@ struct HandlerContext {
   StreamRegistry* streams = nullptr;
   // Steps and chunks: short.
   StepExecutor* steps = nullptr;
+  // Steps that may wait for the disk, so that others never wait for them.
+  StepExecutor* disk_steps = nullptr;
+  // Chunks that wait for room in memory.
+  StepExecutor* room_waits = nullptr;
   // Finished prefills: seconds each, so that they never hold a step's worker.
   StepExecutor* prefills = nullptr;
   // Unary calls but GetServerInfo: they may wait for a sequence's lock, or hold it while they copy.

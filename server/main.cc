@@ -18,6 +18,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "common/file_lock.h"
 #include "common/status.h"
 #include "engine/engine.h"
 #include "glog/logging.h"
@@ -25,7 +26,6 @@
 #include "prometheus/exposer.h"
 #include "server/backend.h"
 #include "server/command_line.h"
-#include "server/file_lock.h"
 #include "server/metrics.h"
 #include "server/options.h"
 #include "server/probe.h"
@@ -89,6 +89,17 @@ absl::StatusOr<std::unique_ptr<prometheus::Exposer>> Expose(
   }
 }
 
+void WarnOfSlowIo(const engine::ArchiveStats& stats) {
+  if (!stats.why_threads.empty()) {
+    LOG(WARNING) << "io_uring is refused, threads read and write in its place: "
+                 << stats.why_threads;
+  }
+  if (!stats.direct) {
+    LOG(WARNING)
+        << "the file system of data_dir refuses O_DIRECT: files go by way of the page cache";
+  }
+}
+
 absl::Status Serve(const ServerOptions& options) {
   const sigset_t signals = BlockSignals();
   const Machine machine = Machine::Detect();
@@ -96,9 +107,11 @@ absl::Status Serve(const ServerOptions& options) {
 
   ATTND_ASSIGN_OR_RETURN(std::unique_ptr<attention::Backend> backend, MakeBackend(options));
   const auto metrics = std::make_shared<Metrics>();  // shared only because the exposer wants it
-  ATTND_ASSIGN_OR_RETURN(
-      const std::unique_ptr<engine::Engine> engine,
-      engine::Engine::Create(ToEngineOptions(options, machine), std::move(backend), metrics.get()));
+  engine::EngineOptions engine_options = ToEngineOptions(options, machine);
+  engine_options.archive = ToArchiveOptions(options);
+  ATTND_ASSIGN_OR_RETURN(const std::unique_ptr<engine::Engine> engine,
+                         engine::Engine::Create(engine_options, std::move(backend), metrics.get()));
+  WarnOfSlowIo(engine->archive_stats());
   metrics->SetBuildInfo(ServerVersion(), engine->backend().target());
   ATTND_ASSIGN_OR_RETURN(const std::unique_ptr<Server> server,
                          Server::Start(options, machine, engine.get(), metrics.get()));

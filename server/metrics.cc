@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/metrics.h"
 
+#include <algorithm>
+
 #include "common/process_memory.h"
 #include "glog/logging.h"
 
@@ -11,7 +13,7 @@ using Buckets = prometheus::Histogram::BucketBoundaries;
 
 const char* const kRejectionNames[kRejections] = {"queue",  "streams", "sequences",     "memory",
                                                   "tokens", "message", "reply_timeout", "shutdown"};
-const char* const kStageNames[kStages] = {"queue",  "validate", "score",  "select",
+const char* const kStageNames[kStages] = {"queue",  "validate", "score",  "select", "fetch",
                                           "attend", "merge",    "engine", "rpc"};
 
 const char* const kArenaNames[] = {"pages", "index", "scratch"};
@@ -28,6 +30,12 @@ double Seconds(std::chrono::nanoseconds time) {
   return std::chrono::duration<double>(time).count();
 }
 
+// Brings a counter up to a total that is counted elsewhere.
+void Follow(prometheus::Counter* counter, uint64_t total) {
+  const double more = static_cast<double>(total) - counter->Value();
+  if (more > 0) counter->Increment(more);
+}
+
 }  // namespace
 
 Metrics::Metrics() : registry_(std::make_shared<prometheus::Registry>()) {
@@ -39,6 +47,12 @@ Metrics::Metrics() : registry_(std::make_shared<prometheus::Registry>()) {
   estimated_tokens_ = AddCounter("attnd_estimated_tokens_total",
                                  "Tokens of the middle estimated from their clusters");
   dropped_tokens_ = AddCounter("attnd_dropped_tokens_total", "Tokens of the middle left out");
+  missed_tokens_ = AddCounter("attnd_missed_tokens_total",
+                              "Tokens estimated because their pages were not in memory in time");
+  ssd_lookup_tokens_ =
+      AddCounter("attnd_tier_lookup_tokens_total", "Tokens looked up in a tier", {{"tier", "ssd"}});
+  ssd_hit_tokens_ =
+      AddCounter("attnd_tier_hit_tokens_total", "Tokens found in a tier", {{"tier", "ssd"}});
   host_lookup_tokens_ = AddCounter("attnd_tier_lookup_tokens_total", "Tokens looked up in a tier",
                                    {{"tier", "host"}});
   host_hit_tokens_ =
@@ -84,7 +98,11 @@ Metrics::Metrics() : registry_(std::make_shared<prometheus::Registry>()) {
                                  "Copies of segments and tail blocks given up to make room");
   fallback_steps_ = AddCounter("attnd_backend_fallback_steps_total",
                                "Steps with a row that the CPU answered in the GPU's place");
+  graph_launches_ = AddCounter("attnd_backend_graph_launches_total",
+                               "Launches of a step, or of a part of one, from a CUDA graph");
   degraded_ = AddGauge("attnd_backend_degraded", "1 if the CPU answers because the GPU has failed");
+  AddArchiveCounters();
+  AddPageMetrics();
   const std::string appended = "attnd_appended_tokens_total";
   const std::string appended_help = "Tokens appended to a layer of a sequence";
   appended_tokens_ = {AddCounter(appended, appended_help, {{"path", "decode"}}),
@@ -131,6 +149,7 @@ void Metrics::OnStep(absl::StatusCode code, const engine::DecodeResult* result,
                    : Rejection::kMemory);
     total.score += row.stats.stages.score;
     total.select += row.stats.stages.select;
+    total.fetch = std::max(total.fetch, row.stats.stages.fetch);  // rows wait together
     total.attend += row.stats.stages.attend;
     total.merge += row.stats.stages.merge;
   }
@@ -139,6 +158,7 @@ void Metrics::OnStep(absl::StatusCode code, const engine::DecodeResult* result,
   if (has_device_ && total.score + total.select + total.attend + total.merge == 0) return;
   OnStage(Stage::kScore, std::chrono::nanoseconds(total.score));
   OnStage(Stage::kSelect, std::chrono::nanoseconds(total.select));
+  if (total.fetch > 0) OnStage(Stage::kFetch, std::chrono::nanoseconds(total.fetch));
   OnStage(Stage::kAttend, std::chrono::nanoseconds(total.attend));
   OnStage(Stage::kMerge, std::chrono::nanoseconds(total.merge));
 }
@@ -160,6 +180,9 @@ void Metrics::OnRow(const engine::DecodeRowResult& row, Rejection limit) {
   hbm_hit_tokens_->Increment(static_cast<double>(stats.hbm_tokens));
   host_lookup_tokens_->Increment(static_cast<double>(read - stats.hbm_tokens));
   host_hit_tokens_->Increment(static_cast<double>(stats.host_tokens));
+  ssd_lookup_tokens_->Increment(static_cast<double>(stats.ssd_tokens + stats.missed_tokens));
+  ssd_hit_tokens_->Increment(static_cast<double>(stats.ssd_tokens));
+  missed_tokens_->Increment(static_cast<double>(stats.missed_tokens));
   if (stats.covered_mass) covered_mass_->Observe(*stats.covered_mass);
   if (stats.predicted_error_mean) predicted_error_->Observe(*stats.predicted_error_mean);
 }
@@ -204,15 +227,95 @@ void Metrics::CollectBackend(const attention::BackendStats& stats) const {
     device_bytes_[i]->Set(static_cast<double>(arenas[i].used_bytes));
     device_capacity_bytes_[i]->Set(static_cast<double>(arenas[i].capacity_bytes));
   }
-  const auto follow = [](prometheus::Counter* counter, uint64_t total) {
-    const double more = static_cast<double>(total) - counter->Value();
-    if (more > 0) counter->Increment(more);
-  };
   MutexLock lock(collect_mutex_);
-  follow(pcie_bytes_[0], stats.bytes_to_device);
-  follow(pcie_bytes_[1], stats.bytes_to_host);
-  follow(device_evictions_, stats.evictions);
-  follow(fallback_steps_, stats.fallback_steps);
+  Follow(pcie_bytes_[0], stats.bytes_to_device);
+  Follow(pcie_bytes_[1], stats.bytes_to_host);
+  Follow(device_evictions_, stats.evictions);
+  Follow(fallback_steps_, stats.fallback_steps);
+  Follow(graph_launches_, stats.graph_launches);
+}
+
+void Metrics::AddArchiveCounters() {
+  using engine::ArchiveStats;
+  const auto add = [this](uint64_t ArchiveStats::*total, const char* name, const char* help,
+                          const std::map<std::string, std::string>& labels = {}) {
+    archive_counters_.push_back({total, AddCounter(name, help, labels)});
+  };
+  const char* const ssd = "attnd_ssd_bytes_total";
+  const char* const ssd_help = "Bytes of segment files read and written";
+  add(&ArchiveStats::read_bytes, ssd, ssd_help, {{"direction", "read"}});
+  add(&ArchiveStats::written_bytes, ssd, ssd_help, {{"direction", "written"}});
+  add(&ArchiveStats::sealed_sequences, "attnd_sealed_sequences_total", "Sequences sealed");
+  add(&ArchiveStats::resumed_sequences, "attnd_resumed_sequences_total",
+      "Sequences opened with what was sealed");
+  add(&ArchiveStats::reused_tokens, "attnd_reused_tokens_total",
+      "Tokens of prompts that were known, on disk or of another sequence, and need no upload");
+  add(&ArchiveStats::written_segments, "attnd_segments_sealed_total", "Segments written to disk");
+  add(&ArchiveStats::loaded_segments, "attnd_segments_loaded_total", "Segments read from disk");
+  add(&ArchiveStats::paged_out_segments, "attnd_segments_paged_out_total",
+      "Segments moved to disk to make room");
+  add(&ArchiveStats::failed_page_outs, "attnd_page_out_failures_total",
+      "Segments that could not be moved to disk");
+  add(&ArchiveStats::retired_sequences, "attnd_sealed_sequences_retired_total",
+      "Sealed sequences dropped by the limits of retention");
+  add(&ArchiveStats::quarantined_files, "attnd_quarantined_files_total",
+      "Files found damaged and put out of the way");
+  add(&ArchiveStats::orphans_removed, "attnd_orphan_files_total",
+      "Files that a crash had left behind, removed at the start");
+}
+
+void Metrics::AddPageMetrics() {
+  using storage::PageCacheStats;
+  const auto count = [this](uint64_t PageCacheStats::*total, const char* name, const char* help,
+                            const prometheus::Labels& labels = {}) {
+    page_counters_.push_back({total, AddCounter(name, help, labels)});
+  };
+  count(&PageCacheStats::lookups, "attnd_tier_lookup_pages_total", "Pages looked up in a tier",
+        {{"tier", "host"}});
+  count(&PageCacheStats::hits, "attnd_tier_hit_pages_total", "Pages found in a tier",
+        {{"tier", "host"}});
+  count(&PageCacheStats::late, "attnd_pages_late_total",
+        "Pages that were being read already when a step asked for them");
+  count(&PageCacheStats::read_pages, "attnd_pages_read_total", "Pages read from disk");
+  count(&PageCacheStats::failed_reads, "attnd_page_read_failures_total",
+        "Reads of pages that failed");
+  const char* const prefetched = "attnd_prefetched_pages_total";
+  const char* const help = "Pages that were to be read ahead, by what became of them";
+  count(&PageCacheStats::prefetched_pages, prefetched, help, {{"outcome", "issued"}});
+  count(&PageCacheStats::prefetched_used, prefetched, help, {{"outcome", "used"}});
+  count(&PageCacheStats::prefetched_wasted, prefetched, help, {{"outcome", "wasted"}});
+  count(&PageCacheStats::prefetches_refused, prefetched, help, {{"outcome", "refused"}});
+  count(&PageCacheStats::evictions, "attnd_page_evictions_total",
+        "Pages given up to make room for others");
+  const auto gauge = [this](uint64_t PageCacheStats::*value, const char* state) {
+    page_gauges_.push_back({value, AddGauge("attnd_page_memory_bytes",
+                                            "Memory for pages of segments on disk: taken, holding "
+                                            "pages, pinned by steps",
+                                            {{"state", state}})});
+  };
+  gauge(&PageCacheStats::slab_bytes, "taken");
+  gauge(&PageCacheStats::resident_bytes, "resident");
+  gauge(&PageCacheStats::pinned_bytes, "pinned");
+  page_gauges_.push_back(
+      {&PageCacheStats::waiting_pages,
+       AddGauge("attnd_pages_waiting", "Pages that steps wait for and no reader has begun")});
+  page_read_seconds_ = AddHistogram("attnd_page_read_seconds",
+                                    "Time from asking for pages to having read them, up to 64 "
+                                    "pages at a time",
+                                    {}, StageBuckets());
+}
+
+void Metrics::OnPagesRead(uint64_t, std::chrono::nanoseconds time) {
+  page_read_seconds_->Observe(Seconds(time));
+}
+
+void Metrics::CollectArchive(const engine::ArchiveStats& stats) const {
+  for (const auto& [value, gauge] : page_gauges_) {
+    gauge->Set(static_cast<double>(stats.pages.*value));
+  }
+  MutexLock lock(collect_mutex_);
+  for (const auto& [total, counter] : page_counters_) Follow(counter, stats.pages.*total);
+  for (const auto& [total, counter] : archive_counters_) Follow(counter, stats.*total);
 }
 
 std::vector<prometheus::MetricFamily> Metrics::Collect() const {
@@ -227,6 +330,7 @@ std::vector<prometheus::MetricFamily> Metrics::Collect() const {
   if (sources_.queued_calls) queued_calls_->Set(static_cast<double>(sources_.queued_calls()));
   if (sources_.backend) CollectBackend(sources_.backend());
   if (sources_.degraded) degraded_->Set(sources_.degraded() ? 1 : 0);
+  if (sources_.archive) CollectArchive(sources_.archive());
   process_bytes_->Set(static_cast<double>(ResidentBytes()));
   return registry_->Collect();
 }

@@ -43,10 +43,20 @@ enum class Rejection : uint8_t {
 inline constexpr size_t kRejections = 8;
 
 // Where a step's time went; the label `stage`. Score to merge are processor time, summed over
-// threads and rows; the others are elapsed time. kRpc is the step's whole time on the server less
-// queue and engine: conversion and writing.
-enum class Stage : uint8_t { kQueue, kValidate, kScore, kSelect, kAttend, kMerge, kEngine, kRpc };
-inline constexpr size_t kStages = 8;
+// threads and rows; the others are elapsed time (kFetch: what rows waited for pages from disk).
+// kRpc is the step's whole time on the server less queue and engine: conversion and writing.
+enum class Stage : uint8_t {
+  kQueue,
+  kValidate,
+  kScore,
+  kSelect,
+  kFetch,
+  kAttend,
+  kMerge,
+  kEngine,
+  kRpc
+};
+inline constexpr size_t kStages = 9;
 
 // The limit that RESOURCE_EXHAUSTED for tokens [position, position + tokens) of a sequence means:
 // the engine compares the length before it asks for memory.
@@ -66,6 +76,7 @@ struct GaugeSources {
   std::function<size_t()> queued_calls = nullptr;
   std::function<attention::BackendStats()> backend = nullptr;
   std::function<bool()> degraded = nullptr;
+  std::function<engine::ArchiveStats()> archive = nullptr;
 };
 
 // Owns its registry: nothing global. Pointers to every metric of the hot path are kept, so that
@@ -95,6 +106,7 @@ class Metrics final : public engine::Observer, public prometheus::Collectable {
   void OnSegmentBuilt(BuildTrigger trigger, uint64_t tokens,
                       std::chrono::nanoseconds time) override;
   void OnSegmentBuildFailed(BuildTrigger trigger, const absl::Status& status) override;
+  void OnPagesRead(uint64_t bytes, std::chrono::nanoseconds time) override;
 
   std::vector<prometheus::MetricFamily> Collect() const override;
 
@@ -111,6 +123,9 @@ class Metrics final : public engine::Observer, public prometheus::Collectable {
                                       const prometheus::Labels& labels,
                                       const prometheus::Histogram::BucketBoundaries& buckets);
   void OnRow(const engine::DecodeRowResult& row, Rejection limit);
+  void AddArchiveCounters();
+  void AddPageMetrics();
+  void CollectArchive(const engine::ArchiveStats& stats) const;
   void CollectBackend(const attention::BackendStats& stats) const;
 
   const std::shared_ptr<prometheus::Registry> registry_;
@@ -125,6 +140,9 @@ class Metrics final : public engine::Observer, public prometheus::Collectable {
   prometheus::Counter* exact_tokens_;
   prometheus::Counter* estimated_tokens_;
   prometheus::Counter* dropped_tokens_;
+  prometheus::Counter* missed_tokens_;
+  prometheus::Counter* ssd_lookup_tokens_;
+  prometheus::Counter* ssd_hit_tokens_;
   prometheus::Counter* host_lookup_tokens_;
   prometheus::Counter* host_hit_tokens_;
   prometheus::Counter* hbm_lookup_tokens_;
@@ -144,7 +162,25 @@ class Metrics final : public engine::Observer, public prometheus::Collectable {
   std::array<prometheus::Counter*, 2> pcie_bytes_;           // to the device, to the host
   prometheus::Counter* device_evictions_;
   prometheus::Counter* fallback_steps_;
+  prometheus::Counter* graph_launches_;
   prometheus::Gauge* degraded_;
+  // Of sealed sequences on disk, each followed by its field of ArchiveStats.
+  struct ArchiveCounter {
+    uint64_t engine::ArchiveStats::*total;
+    prometheus::Counter* counter;
+  };
+  std::vector<ArchiveCounter> archive_counters_;
+  struct PageCounter {
+    uint64_t storage::PageCacheStats::*total;
+    prometheus::Counter* counter;
+  };
+  std::vector<PageCounter> page_counters_;
+  struct PageGauge {
+    uint64_t storage::PageCacheStats::*value;
+    prometheus::Gauge* gauge;
+  };
+  std::vector<PageGauge> page_gauges_;
+  prometheus::Histogram* page_read_seconds_;
   std::array<prometheus::Counter*, 2> appended_tokens_;  // decode, prefill
   std::array<prometheus::Counter*, 2> segments_built_;   // by BuildTrigger
   prometheus::Histogram* segment_build_seconds_;

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <map>
@@ -83,6 +84,14 @@ absl::Status CheckBackend(const ServerOptions& options) {
   if (options.device_memory_bytes == 0) return absl::OkStatus();
   return CheckRange("device_memory_bytes", options.device_memory_bytes, gpu::kDeviceMemoryBytesMin,
                     uint64_t{1} << 50);
+}
+
+absl::Status CheckIo(const ServerOptions& options) {
+  if (options.io == "auto" || options.io == "uring" || options.io == "threads") {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("io is '", options.io.substr(0, 64), "'; allowed are auto, uring, threads"));
 }
 
 absl::Status CheckPaths(const ServerOptions& options) {
@@ -181,8 +190,17 @@ absl::Status ServerOptions::Validate() const {
   ATTND_RETURN_IF_ERROR(
       CheckRange("max_message_bytes", max_message_bytes, kMessageBytesMin, kMessageBytesMax));
   ATTND_RETURN_IF_ERROR(CheckRange("segment_tokens", segment_tokens, 512, 65536));
+  if (page_memory_bytes != 0) {
+    ATTND_RETURN_IF_ERROR(
+        CheckRange("page_memory_bytes", page_memory_bytes, uint64_t{1} << 20, uint64_t{1} << 50));
+  }
+  ATTND_RETURN_IF_ERROR(CheckRange("page_readers", page_readers, 1, 64));
+  ATTND_RETURN_IF_ERROR(
+      CheckRange("disk_read_bytes_per_s", disk_read_bytes_per_s, 0, uint64_t{1} << 50));
+  ATTND_RETURN_IF_ERROR(CheckRange("disk_step_workers", disk_step_workers, 1, 1024));
   ATTND_RETURN_IF_ERROR(CheckRange("reply_timeout_s", reply_timeout_s, 1, 3600));
   ATTND_RETURN_IF_ERROR(CheckBackend(*this));
+  ATTND_RETURN_IF_ERROR(CheckIo(*this));
   return CheckGrpc(*this);
 }
 
@@ -237,6 +255,14 @@ absl::Status ApplyConfig(const v1::ServerConfig& config, ServerOptions* options)
   ATTND_APPLY(min_ping_interval_s);
   ATTND_APPLY(backend);
   ATTND_APPLY(device_memory_bytes);
+  ATTND_APPLY(io);
+  ATTND_APPLY(page_memory_bytes);
+  ATTND_APPLY(page_readers);
+  ATTND_APPLY(disk_read_bytes_per_s);
+  ATTND_APPLY(disk_step_workers);
+  ATTND_APPLY(page_prefetch);
+  ATTND_APPLY(retain_bytes);
+  ATTND_APPLY(retain_s);
 #undef ATTND_APPLY
   return absl::OkStatus();
 }
@@ -304,6 +330,19 @@ engine::EngineOptions ToEngineOptions(const ServerOptions& options, const Machin
   result.segment_tokens = options.segment_tokens;
   result.index_threads = options.index_threads != 0 ? options.index_threads : machine.cores;
   result.default_policy = options.default_policy;
+  return result;
+}
+
+engine::ArchiveOptions ToArchiveOptions(const ServerOptions& options) {
+  engine::ArchiveOptions result;
+  result.data_dir = std::filesystem::absolute(options.data_dir);
+  if (options.io == "uring") result.io = engine::ArchiveOptions::Io::kUring;
+  if (options.io == "threads") result.io = engine::ArchiveOptions::Io::kThreads;
+  result.page_memory_bytes = options.page_memory_bytes;
+  result.page_readers = options.page_readers;
+  result.read_bytes_per_s = options.disk_read_bytes_per_s;
+  result.prefetch = options.page_prefetch;
+  result.retention = {options.retain_bytes, options.retain_s};
   return result;
 }
 

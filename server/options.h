@@ -67,6 +67,14 @@ struct ServerOptions {
   uint32_t min_ping_interval_s = 10;
   std::string backend = "auto";
   uint64_t device_memory_bytes = 0;
+  std::string io = "auto";
+  uint64_t page_memory_bytes = 0;
+  uint32_t page_readers = 4;
+  uint64_t disk_read_bytes_per_s = 0;
+  uint32_t disk_step_workers = 8;
+  bool page_prefetch = false;
+  uint64_t retain_bytes = 0;
+  uint64_t retain_s = 0;
 
   ServerOptions();
 
@@ -100,6 +108,8 @@ uint64_t GrpcMemoryBytes(const ServerOptions& options, const Machine& machine);
 
 // The engine's share of the options, zeros resolved.
 engine::EngineOptions ToEngineOptions(const ServerOptions& options, const Machine& machine);
+// Where sealed sequences lie: in data_dir. No part of ToEngineOptions, as an engine works without.
+engine::ArchiveOptions ToArchiveOptions(const ServerOptions& options);
 
 }  // namespace attnd::server
 

@@ -25,6 +25,19 @@ StepExecutor::Options StepOptions(const ServerOptions& options, const Machine& m
           .queue_max = options.max_queued_steps};
 }
 
+StepExecutor::Options DiskStepOptions(const ServerOptions& options) {
+  return {.workers = options.disk_step_workers,
+          .inline_slots = 0,
+          .queue_max = options.max_queued_steps};
+}
+
+// Uploads that wait for room at the same time: what they wait for is done by few threads.
+constexpr uint32_t kRoomWaiters = 4;
+
+StepExecutor::Options RoomWaitOptions(const ServerOptions& options) {
+  return {.workers = kRoomWaiters, .inline_slots = 0, .queue_max = options.max_streams};
+}
+
 // Finished prompts that are segmented at the same time: they take turns run by run (engine.h), so
 // that a short one does not wait for a long one's end.
 constexpr uint32_t kPrefillWorkers = 4;
@@ -52,6 +65,8 @@ class ServerImpl final : public Server {
         engine_(engine),
         streams_(options.max_streams, options.reply_timeout()),
         steps_(StepOptions(options, machine)),
+        disk_steps_(DiskStepOptions(options)),
+        room_waits_(RoomWaitOptions(options)),
         prefills_(PrefillOptions(options)),
         calls_(CallOptions(options)),
         ends_(EndOptions(options)),
@@ -64,6 +79,8 @@ class ServerImpl final : public Server {
     handlers_.metrics = metrics;
     handlers_.streams = &streams_;
     handlers_.steps = &steps_;
+    handlers_.disk_steps = &disk_steps_;
+    handlers_.room_waits = &room_waits_;
     handlers_.prefills = &prefills_;
     handlers_.calls = &calls_;
     handlers_.ends = &ends_;
@@ -72,7 +89,8 @@ class ServerImpl final : public Server {
                          .queue_depth = [this] { return steps_.queue_depth(); },
                          .queued_calls = [this] { return calls_.queue_depth(); },
                          .backend = [engine] { return engine->backend().stats(); },
-                         .degraded = [engine] { return !engine->backend().Health().ok(); }});
+                         .degraded = [engine] { return !engine->backend().Health().ok(); },
+                         .archive = [engine] { return engine->archive_stats(); }});
   }
   ~ServerImpl() override {
     Shutdown(ShutdownLimits());
@@ -94,6 +112,8 @@ class ServerImpl final : public Server {
   HandlerContext handlers_;
   StreamRegistry streams_;
   StepExecutor steps_;
+  StepExecutor disk_steps_;
+  StepExecutor room_waits_;
   StepExecutor prefills_;
   StepExecutor calls_;
   StepExecutor ends_;

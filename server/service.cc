@@ -11,7 +11,8 @@ namespace attnd::server {
 grpc::ServerUnaryReactor* AttndService::GetServerInfo(grpc::CallbackServerContext* context,
                                                       const v1::GetServerInfoRequest* request,
                                                       v1::GetServerInfoResponse* reply) {
-  const absl::Status status = AnswerUnaryCall(handlers_, *context, *request, reply);
+  const absl::Status status =
+      AnswerUnaryCall(handlers_, *context, *request, /*cancelled=*/nullptr, reply);
   handlers_->metrics->OnRpc("GetServerInfo", status.code());
   grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();
   reactor->Finish(ToGrpc(status));
@@ -21,7 +22,9 @@ grpc::ServerUnaryReactor* AttndService::GetServerInfo(grpc::CallbackServerContex
 grpc::ServerUnaryReactor* AttndService::OpenSequence(grpc::CallbackServerContext* context,
                                                      const v1::OpenSequenceRequest* request,
                                                      v1::OpenSequenceResponse* reply) {
-  return StartUnaryCall("OpenSequence", handlers_, context, request, reply);
+  const bool reads = request->resume_sealed_id() != 0 || request->token_ids_size() > 0;
+  return reads ? StartLongCall("OpenSequence", handlers_, context, request, reply)
+               : StartUnaryCall("OpenSequence", handlers_, context, request, reply);
 }
 
 grpc::ServerUnaryReactor* AttndService::TruncateSequence(grpc::CallbackServerContext* context,
@@ -34,6 +37,24 @@ grpc::ServerUnaryReactor* AttndService::ForkSequence(grpc::CallbackServerContext
                                                      const v1::ForkSequenceRequest* request,
                                                      v1::ForkSequenceResponse* reply) {
   return StartUnaryCall("ForkSequence", handlers_, context, request, reply);
+}
+
+grpc::ServerUnaryReactor* AttndService::SealSequence(grpc::CallbackServerContext* context,
+                                                     const v1::SealSequenceRequest* request,
+                                                     v1::SealSequenceResponse* reply) {
+  return StartLongCall("SealSequence", handlers_, context, request, reply);
+}
+
+grpc::ServerUnaryReactor* AttndService::ListSealed(grpc::CallbackServerContext* context,
+                                                   const v1::ListSealedRequest* request,
+                                                   v1::ListSealedResponse* reply) {
+  return StartUnaryCall("ListSealed", handlers_, context, request, reply);
+}
+
+grpc::ServerUnaryReactor* AttndService::DropSealed(grpc::CallbackServerContext* context,
+                                                   const v1::DropSealedRequest* request,
+                                                   v1::DropSealedResponse* reply) {
+  return StartLongCall("DropSealed", handlers_, context, request, reply);
 }
 
 grpc::ServerUnaryReactor* AttndService::CloseSequence(grpc::CallbackServerContext* context,

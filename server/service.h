@@ -28,6 +28,15 @@ class AttndService final : public v1::Attnd::CallbackService {
   grpc::ServerUnaryReactor* ForkSequence(grpc::CallbackServerContext* context,
                                          const v1::ForkSequenceRequest* request,
                                          v1::ForkSequenceResponse* reply) override;
+  grpc::ServerUnaryReactor* SealSequence(grpc::CallbackServerContext* context,
+                                         const v1::SealSequenceRequest* request,
+                                         v1::SealSequenceResponse* reply) override;
+  grpc::ServerUnaryReactor* ListSealed(grpc::CallbackServerContext* context,
+                                       const v1::ListSealedRequest* request,
+                                       v1::ListSealedResponse* reply) override;
+  grpc::ServerUnaryReactor* DropSealed(grpc::CallbackServerContext* context,
+                                       const v1::DropSealedRequest* request,
+                                       v1::DropSealedResponse* reply) override;
   grpc::ServerUnaryReactor* CloseSequence(grpc::CallbackServerContext* context,
                                           const v1::CloseSequenceRequest* request,
                                           v1::CloseSequenceResponse* reply) override;

@@ -26,18 +26,19 @@ inline absl::Status RefuseAtShutdown(HandlerContext* handlers) {
 // Makes the call for the tenant that it names.
 template <typename Request, typename Reply>
 absl::Status AnswerUnaryCall(HandlerContext* handlers, const grpc::CallbackServerContext& context,
-                             const Request& request, Reply* reply) {
+                             const Request& request, const std::atomic<bool>* cancelled,
+                             Reply* reply) {
   if (handlers->streams->stopping()) return RefuseAtShutdown(handlers);
   const auto tenant = TenantOf(context);
   if (!tenant.ok()) return tenant.status();
-  return Handle({*handlers->options, *handlers->engine, *handlers->metrics, *tenant}, request,
-                reply);
+  return Handle({*handlers->options, *handlers->engine, *handlers->metrics, *tenant, cancelled},
+                request, reply);
 }
 
 // Waits in the queue of calls until a worker answers it. gRPC's event threads thus never wait for a
 // sequence's lock, which a truncation holds while it copies. A call whose client has left or whose
 // deadline has passed when its turn comes is not made; one that runs is brought to its end, as it
-// may have had its effect.
+// may have had its effect, but for long calls that ask (UnaryContext::cancelled).
 //
 // Threads: gRPC's (Start, OnCancel, OnDone) and a worker (Run). It belongs to itself until OnDone,
 // which comes after Finish; nobody touches it after End.
@@ -47,13 +48,13 @@ class UnaryCall final : public grpc::ServerUnaryReactor, private StepExecutor::T
   // Queues the call, or ends it with ResourceExhausted (the queue is full) or Unavailable (the
   // server is shutting down). `method` is the RPC's short name; request and reply live until
   // OnDone, as gRPC promises.
-  static UnaryCall* Start(const char* method, HandlerContext* handlers,
+  static UnaryCall* Start(const char* method, HandlerContext* handlers, StepExecutor* workers,
                           grpc::CallbackServerContext* context, const Request* request,
                           Reply* reply) {
     auto* const call = new UnaryCall(method, handlers, context, request, reply);
     if (handlers->streams->stopping()) {
       call->End(RefuseAtShutdown(handlers));
-    } else if (!handlers->calls->Enqueue(call)) {
+    } else if (!workers->Enqueue(call)) {
       handlers->metrics->OnRejected(Rejection::kQueue);
       call->End(absl::ResourceExhaustedError(absl::StrCat(
           "max_queued_steps: ", handlers->options->max_queued_steps, " calls wait for a worker")));
@@ -85,7 +86,7 @@ class UnaryCall final : public grpc::ServerUnaryReactor, private StepExecutor::T
       return absl::DeadlineExceededError("the call's deadline passed before it was made");
     }
     if (cancelled_.load()) return ClientGone();
-    return AnswerUnaryCall(handlers_, *context_, *request_, reply_);
+    return AnswerUnaryCall(handlers_, *context_, *request_, &cancelled_, reply_);
   }
 
   // The object may be gone when this returns.
@@ -106,7 +107,18 @@ template <typename Request, typename Reply>
 grpc::ServerUnaryReactor* StartUnaryCall(const char* method, HandlerContext* handlers,
                                          grpc::CallbackServerContext* context,
                                          const Request* request, Reply* reply) {
-  return UnaryCall<Request, Reply>::Start(method, handlers, context, request, reply);
+  return UnaryCall<Request, Reply>::Start(method, handlers, handlers->calls, context, request,
+                                          reply);
+}
+
+// The same for calls that take as long as the disk does: short ones never wait for them. They end
+// early when their client leaves.
+template <typename Request, typename Reply>
+grpc::ServerUnaryReactor* StartLongCall(const char* method, HandlerContext* handlers,
+                                        grpc::CallbackServerContext* context,
+                                        const Request* request, Reply* reply) {
+  return UnaryCall<Request, Reply>::Start(method, handlers, handlers->prefills, context, request,
+                                          reply);
 }
 
 }  // namespace attnd::server

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -32,6 +33,28 @@ void RecordRefusedSequence(const UnaryContext& context, const absl::Status& stat
   context.metrics.OnRejected(full ? Rejection::kSequences : Rejection::kMemory);
 }
 
+absl::Status CheckPageSize(uint32_t page_size) {
+  if (page_size <= kListPageMax) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("page_size is ", page_size, "; allowed are 0..", kListPageMax));
+}
+
+// Empty, or with what the server has already.
+absl::StatusOr<engine::OpenResult> OpenAs(const UnaryContext& context, const engine::OpenArgs& args,
+                                          const v1::OpenSequenceRequest& request) {
+  engine::Engine& engine = context.engine;
+  if (request.resume_sealed_id() != 0) {
+    return engine.Resume(context.tenant, args, request.resume_sealed_id(), context.cancelled);
+  }
+  if (request.token_ids_size() > 0) {
+    const std::span<const uint32_t> token_ids(request.token_ids().data(),
+                                              static_cast<size_t>(request.token_ids_size()));
+    return engine.OpenReusing(context.tenant, args, token_ids, context.cancelled);
+  }
+  ATTND_ASSIGN_OR_RETURN(const uint64_t id, engine.Open(context.tenant, args));
+  return engine::OpenResult{id, 0};
+}
+
 }  // namespace
 
 absl::string_view ServerVersion() { return ATTND_VERSION; }
@@ -57,10 +80,14 @@ absl::Status Handle(const UnaryContext& context, const v1::OpenSequenceRequest& 
                     v1::OpenSequenceResponse* reply) {
   ATTND_ASSIGN_OR_RETURN(const engine::OpenArgs args,
                          FromProto(request, context.options.max_sequence_tokens));
-  auto id = context.engine.Open(context.tenant, args);
-  RecordRefusedSequence(context, id.status());
-  ATTND_RETURN_IF_ERROR(id.status());
-  reply->set_sequence_id(*id);
+  if (request.resume_sealed_id() != 0 && request.token_ids_size() > 0) {
+    return absl::InvalidArgumentError("token_ids must be empty where resume_sealed_id is given");
+  }
+  const auto opened = OpenAs(context, args, request);
+  RecordRefusedSequence(context, opened.status());
+  ATTND_RETURN_IF_ERROR(opened.status());
+  reply->set_sequence_id(opened->sequence_id);
+  reply->set_tokens_present(opened->tokens_present);
   return absl::OkStatus();
 }
 
@@ -88,6 +115,44 @@ absl::Status Handle(const UnaryContext& context, const v1::ForkSequenceRequest& 
   return absl::OkStatus();
 }
 
+absl::Status Handle(const UnaryContext& context, const v1::SealSequenceRequest& request,
+                    v1::SealSequenceResponse* reply) {
+  ATTND_ASSIGN_OR_RETURN(
+      const engine::SealResult sealed,
+      context.engine.Seal(context.tenant, request.sequence_id(), context.cancelled));
+  reply->set_sealed_id(sealed.sealed_id);
+  reply->set_tokens(sealed.tokens);
+  reply->set_segments(sealed.segments);
+  reply->set_written_segments(sealed.written_segments);
+  reply->set_written_bytes(sealed.written_bytes);
+  return absl::OkStatus();
+}
+
+absl::Status Handle(const UnaryContext& context, const v1::ListSealedRequest& request,
+                    v1::ListSealedResponse* reply) {
+  const uint32_t page_size = request.page_size() != 0 ? request.page_size() : kListPageMax;
+  ATTND_RETURN_IF_ERROR(CheckPageSize(page_size));
+  ATTND_ASSIGN_OR_RETURN(
+      const auto sealed,
+      context.engine.ListSealed(context.tenant, request.after_sealed_id(), page_size + 1));
+  for (const engine::SealedInfo& info : sealed) {
+    if (static_cast<uint32_t>(reply->sealed_size()) == page_size) {
+      reply->set_next_after_sealed_id(reply->sealed().rbegin()->sealed_id());
+      break;
+    }
+    v1::SealedSequence* const entry = reply->add_sealed();
+    entry->set_sealed_id(info.id);
+    entry->set_tokens(info.tokens);
+    entry->set_sealed_unix_s(info.sealed_unix_s);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Handle(const UnaryContext& context, const v1::DropSealedRequest& request,
+                    v1::DropSealedResponse*) {
+  return context.engine.DropSealed(context.tenant, request.sealed_id());
+}
+
 absl::Status Handle(const UnaryContext& context, const v1::CloseSequenceRequest& request,
                     v1::CloseSequenceResponse*) {
   return context.engine.Close(context.tenant, request.sequence_id());
@@ -96,10 +161,7 @@ absl::Status Handle(const UnaryContext& context, const v1::CloseSequenceRequest&
 absl::Status Handle(const UnaryContext& context, const v1::ListSequencesRequest& request,
                     v1::ListSequencesResponse* reply) {
   const uint32_t page_size = request.page_size() != 0 ? request.page_size() : kListPageMax;
-  if (page_size > kListPageMax) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("page_size is ", page_size, "; allowed are 0..", kListPageMax));
-  }
+  ATTND_RETURN_IF_ERROR(CheckPageSize(page_size));
   const uint64_t page_bytes = std::min(kListPageBytesMax, context.options.max_message_bytes / 2);
   uint64_t bytes = 0, last_id = 0;
   // One more than the page, to know whether there is a next one.

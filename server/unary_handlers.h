@@ -4,6 +4,8 @@
 #ifndef ATTND_SERVER_UNARY_HANDLERS_H_
 #define ATTND_SERVER_UNARY_HANDLERS_H_
 
+#include <atomic>
+
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "attnd/v1/attnd.pb.h"
@@ -22,6 +24,7 @@ struct UnaryContext {
   engine::Engine& engine;
   Metrics& metrics;
   absl::string_view tenant;
+  const std::atomic<bool>* cancelled = nullptr;  // set when the client has gone; may be null
 };
 
 absl::Status Handle(const UnaryContext& context, const v1::GetServerInfoRequest& request,
@@ -32,6 +35,12 @@ absl::Status Handle(const UnaryContext& context, const v1::TruncateSequenceReque
                     v1::TruncateSequenceResponse* reply);
 absl::Status Handle(const UnaryContext& context, const v1::ForkSequenceRequest& request,
                     v1::ForkSequenceResponse* reply);
+absl::Status Handle(const UnaryContext& context, const v1::SealSequenceRequest& request,
+                    v1::SealSequenceResponse* reply);
+absl::Status Handle(const UnaryContext& context, const v1::ListSealedRequest& request,
+                    v1::ListSealedResponse* reply);
+absl::Status Handle(const UnaryContext& context, const v1::DropSealedRequest& request,
+                    v1::DropSealedResponse* reply);
 absl::Status Handle(const UnaryContext& context, const v1::CloseSequenceRequest& request,
                     v1::CloseSequenceResponse* reply);
 absl::Status Handle(const UnaryContext& context, const v1::ListSequencesRequest& request,

@@ -23,7 +23,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "server/file_lock.h"
+#include "common/file_lock.h"
 
 namespace attnd::server {
 

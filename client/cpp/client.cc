@@ -39,7 +39,9 @@ class ClientImpl final : public Client {
   absl::StatusOr<std::vector<v1::SequenceInfo>> ListSequences() override;
   absl::StatusOr<v1::OpenSequenceResponse> OpenSequence(
       const v1::OpenSequenceRequest& request) override {
-    return Once(&v1::Attnd::Stub::OpenSequence, request);
+    const bool reads = request.resume_sealed_id() != 0 || request.token_ids_size() > 0;
+    return Call(&v1::Attnd::Stub::OpenSequence, request,
+                reads ? options_.disk_timeout : options_.timeout);
   }
   absl::StatusOr<v1::TruncateSequenceResponse> TruncateSequence(
       const v1::TruncateSequenceRequest& request) override {
@@ -54,6 +56,17 @@ class ClientImpl final : public Client {
     request.set_sequence_id(sequence_id);
     return Once(&v1::Attnd::Stub::CloseSequence, request).status();
   }
+  absl::StatusOr<v1::SealSequenceResponse> SealSequence(uint64_t sequence_id) override {
+    v1::SealSequenceRequest request;
+    request.set_sequence_id(sequence_id);
+    return Call(&v1::Attnd::Stub::SealSequence, request, options_.disk_timeout);
+  }
+  absl::Status DropSealed(uint64_t sealed_id) override {
+    v1::DropSealedRequest request;
+    request.set_sealed_id(sealed_id);
+    return Once(&v1::Attnd::Stub::DropSealed, request).status();
+  }
+  absl::StatusOr<std::vector<v1::SealedSequence>> ListSealed() override;
   absl::StatusOr<v1::AppendKvResponse> AppendKv(uint64_t sequence_id, const v1::ModelShape& shape,
                                                 std::span<const KvBlock> blocks,
                                                 std::span<const uint32_t> token_ids,
@@ -141,6 +154,18 @@ absl::StatusOr<std::vector<v1::SequenceInfo>> ClientImpl::ListSequences() {
     request.set_after_sequence_id(page->next_after_sequence_id());
   } while (request.after_sequence_id() != 0);
   return sequences;
+}
+
+absl::StatusOr<std::vector<v1::SealedSequence>> ClientImpl::ListSealed() {
+  std::vector<v1::SealedSequence> sealed;
+  v1::ListSealedRequest request;
+  do {
+    auto page = Repeated(&v1::Attnd::Stub::ListSealed, request);
+    if (!page.ok()) return page.status();
+    for (v1::SealedSequence& info : *page->mutable_sealed()) sealed.push_back(std::move(info));
+    request.set_after_sealed_id(page->next_after_sealed_id());
+  } while (request.after_sealed_id() != 0);
+  return sealed;
 }
 
 absl::StatusOr<v1::AppendKvResponse> ClientImpl::AppendKv(uint64_t sequence_id,

@@ -39,6 +39,8 @@ struct ClientOptions {
   std::string tenant{};
   // Limit of each unary call.
   std::chrono::milliseconds timeout{10'000};
+  // Of calls that read or write KV on the server's disk: sealing, and opening with what is there.
+  std::chrono::milliseconds disk_timeout{600'000};
   // Largest reply that is accepted.
   uint64_t max_message_bytes = uint64_t{64} << 20;
   // Attempts of a call that may be repeated, and of a decode step; 1 for none. Between two of them
@@ -117,6 +119,7 @@ class Client {
   virtual absl::StatusOr<v1::GetServerInfoResponse> GetServerInfo() = 0;
   // All of the tenant's sequences, page by page.
   virtual absl::StatusOr<std::vector<v1::SequenceInfo>> ListSequences() = 0;
+  virtual absl::StatusOr<std::vector<v1::SealedSequence>> ListSealed() = 0;
 
   // Never repeated: an answer that was lost may have had its effect.
   virtual absl::StatusOr<v1::OpenSequenceResponse> OpenSequence(
@@ -126,6 +129,8 @@ class Client {
   virtual absl::StatusOr<v1::ForkSequenceResponse> ForkSequence(
       const v1::ForkSequenceRequest& request) = 0;
   virtual absl::Status CloseSequence(uint64_t sequence_id) = 0;
+  virtual absl::StatusOr<v1::SealSequenceResponse> SealSequence(uint64_t sequence_id) = 0;
+  virtual absl::Status DropSealed(uint64_t sealed_id) = 0;
 
   // Uploads `blocks` in their order, cut into messages of about chunk_bytes. `token_ids`: none, or
   // the ids of the tokens of the first layer among the blocks, in the blocks' order.

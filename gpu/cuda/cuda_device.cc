@@ -15,6 +15,7 @@
 #include "common/status.h"
 #include "gpu/cuda/cuda_status.h"
 #include "gpu/cuda/index_build.cuh"
+#include "gpu/cuda/step_graphs.h"
 #include "gpu/cuda/step_kernels.h"
 #include "gpu/device.h"
 
@@ -150,15 +151,20 @@ class CudaStream : public Stream {
 
   bool has_teams() const override { return has_teams_; }
 
-  absl::Status RunStep(const KernelShape& shape, const StepHeader& header,
-                       const StepHeader* /*device_header*/, bool measure, bool timed) override {
-    absl::Status status = Launch(shape, header, measure, timed);
+  absl::Status RunStep(const StepRun& run) override {
+    ATTND_RETURN_IF_ERROR(UseDevice(device_));
+    const auto enqueue = [&] { return Enqueue(run); };
+    ran_from_graph_ = false;
+    timed_ = run.timed;
+    // Events between a graph's stages would be those of its capture.
+    absl::Status status = timed_ ? enqueue() : graphs_.Run(run, main_, enqueue, &ran_from_graph_);
     // Nothing of a step that was given up half-way may run on, beside whoever gets its memory next.
     if (!status.ok()) {
       for (cudaStream_t stream : {side_, main_}) static_cast<void>(cudaStreamSynchronize(stream));
     }
     return status;
   }
+  bool ran_from_graph() const override { return ran_from_graph_; }
 
   absl::Status BuildIndexes(const KernelShape& shape, const IndexJob& first_job,
                             const IndexJob* device_jobs, uint32_t count,
@@ -192,18 +198,21 @@ class CudaStream : public Stream {
  private:
   enum StageEnd { kStart, kScore, kSelect, kAttend, kMerge, kStageEnds };
 
-  absl::Status Launch(const KernelShape& shape, const StepHeader& header, bool measure,
-                      bool timed) {
-    const StepKernels* kernels = KernelsFor(shape);
+  absl::Status Enqueue(const StepRun& run) {
+    const StepKernels* kernels = KernelsFor(run.shape);
     if (kernels == nullptr) return absl::InternalError("a step of a shape without kernels");
-    ATTND_RETURN_IF_ERROR(UseDevice(device_));
-    timed_ = timed;
+    ATTND_RETURN_IF_ERROR(CopyToDevice(run.device_input, run.input, run.input_bytes));
+    ATTND_RETURN_IF_ERROR(Launch(*kernels, run.header, run.measure));
+    return CopyToHost(run.results, run.device_results, run.result_bytes);
+  }
+
+  absl::Status Launch(const StepKernels& kernels, const StepHeader& header, bool measure) {
     ATTND_RETURN_IF_ERROR(EndStage(kStart));
     const uint32_t teams = TeamUnits(header);
-    if (teams == header.units) return LaunchTeamsAlone(*kernels, header);
-    ATTND_RETURN_IF_ERROR(Launched(kernels->prepare(header, main_), "prepare"));
+    if (teams == header.units) return LaunchTeamsAlone(kernels, header);
+    ATTND_RETURN_IF_ERROR(Launched(kernels.prepare(header, main_), "prepare"));
     const bool clusters = header.score_items > 0;
-    ATTND_RETURN_IF_ERROR(Read(*kernels, header));
+    ATTND_RETURN_IF_ERROR(Read(kernels, header));
     ATTND_RETURN_IF_ERROR(EndStage(kScore));
     if (clusters) {
       ATTND_RETURN_IF_ERROR(Launched(LaunchSelect(header, main_), "select"));
@@ -211,12 +220,12 @@ class CudaStream : public Stream {
     }
     ATTND_RETURN_IF_ERROR(EndStage(kSelect));
     if (teams > 0) {
-      ATTND_RETURN_IF_ERROR(Launched(kernels->teams(header, /*overlap=*/false, main_), "teams"));
+      ATTND_RETURN_IF_ERROR(Launched(kernels.teams(header, /*overlap=*/false, main_), "teams"));
     }
-    if (clusters && measure) ATTND_RETURN_IF_ERROR(Measure(*kernels, header));
-    if (clusters) ATTND_RETURN_IF_ERROR(Finish(*kernels, header));
+    if (clusters && measure) ATTND_RETURN_IF_ERROR(Measure(kernels, header));
+    if (clusters) ATTND_RETURN_IF_ERROR(Finish(kernels, header));
     ATTND_RETURN_IF_ERROR(EndStage(kAttend));
-    ATTND_RETURN_IF_ERROR(Launched(kernels->merge(header, main_), "merge"));
+    ATTND_RETURN_IF_ERROR(Launched(kernels.merge(header, main_), "merge"));
     return EndStage(kMerge);
   }
 
@@ -285,7 +294,9 @@ class CudaStream : public Stream {
   cudaStream_t side_ = nullptr;
   Event fork_, join_;
   std::array<Event, kStageEnds> stage_ends_;
+  StepGraphs graphs_;
   bool timed_ = false;
+  bool ran_from_graph_ = false;
 };
 
 class CudaDevice : public Device {

@@ -22,8 +22,12 @@ ATTND_BUILD_PACKAGES=(
   libgrpc++-dev
   libgtest-dev
   libhwy-dev
+  libisal-dev
   libprotobuf-dev
+  librocksdb-dev
+  libssl-dev
   libtbb-dev
+  liburing-dev
   ninja-build
   pkg-config
   prometheus-cpp-dev

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# runtime_packages.sh BINARY: prints the distribution packages that own the shared libraries BINARY loads, one a line.
+# runtime_packages.sh BINARY...: prints the distribution packages that own the shared libraries they load, one a line.
 # The Dockerfile's runtime stage installs these and no others.
 set -euo pipefail
 
-binary="${1:?usage: runtime_packages.sh BINARY}"
-libraries="$(ldd "${binary}")"
+[[ $# -gt 0 ]] || { echo "usage: runtime_packages.sh BINARY..." >&2; exit 2; }
+libraries="$(for binary in "$@"; do ldd "${binary}" || exit 1; done)"
 if grep -q 'not found' <<<"${libraries}"; then
   grep 'not found' <<<"${libraries}" >&2
   exit 1

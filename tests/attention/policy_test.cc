@@ -56,12 +56,14 @@ TEST(Policy, ParameterNamesOfEachPreset) {
   };
   EXPECT_THAT(names("dense"), UnorderedElementsAre("sink", "window"));
   EXPECT_THAT(names("streaming"), UnorderedElementsAre("sink", "window", "dense_layers"));
-  EXPECT_THAT(names("clusters-top-k"), UnorderedElementsAre("sink", "window", "dense_layers",
-                                                            "exact", "estimated", "estimator"));
-  EXPECT_THAT(names("double-p"),
-              UnorderedElementsAre("sink", "window", "dense_layers", "p1", "p2", "estimator"));
+  EXPECT_THAT(names("clusters-top-k"),
+              UnorderedElementsAre("sink", "window", "dense_layers", "exact", "estimated",
+                                   "estimator", "on_miss", "miss_wait_us"));
+  EXPECT_THAT(names("double-p"), UnorderedElementsAre("sink", "window", "dense_layers", "p1", "p2",
+                                                      "estimator", "on_miss", "miss_wait_us"));
   EXPECT_THAT(names("error-target"),
-              UnorderedElementsAre("sink", "window", "dense_layers", "tolerance", "floor"));
+              UnorderedElementsAre("sink", "window", "dense_layers", "tolerance", "floor",
+                                   "on_miss", "miss_wait_us"));
 }
 
 TEST(Policy, GoodParameters) {

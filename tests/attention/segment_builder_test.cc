@@ -23,7 +23,7 @@ namespace attnd::attention::test {
 namespace {
 
 // Sums are in double, but centring rounds keys to float32.
-constexpr double kFloatError = 4e-7;  // of a key, relative to the keys' size
+constexpr double kFloatError = 4e-7;  // of a key or a centred value, relative to their size
 constexpr double kRelative = 1e-5;    // of a scalar that is stored as float32
 
 struct Case {
@@ -151,7 +151,7 @@ void ExpectIndex(const Segment& segment, uint32_t layer, uint32_t kv_head, const
     const double norm2 = oracle::SquaredNorm(summary.mean_value);
     EXPECT_NEAR(index.value_norm2[i], norm2, kRelative * norm2);
     const double spread = std::sqrt(summary.value_spread);
-    EXPECT_NEAR(index.spread[i], spread, kRelative * spread + 1e-7 * std::sqrt(norm2));
+    EXPECT_NEAR(index.spread[i], spread, kRelative * spread + kFloatError * std::sqrt(norm2));
     if (testing::Test::HasFailure()) return;
   }
 }

@@ -17,8 +17,6 @@
 namespace attnd::attention::test {
 namespace {
 
-constexpr uint64_t kDefaultSeed = 20260117;
-
 // Turns the first half of each key's channels, in pairs, by angles that grow with the position.
 void Rotate(size_t head_dim, uint64_t position, float* key) {
   const size_t pairs = head_dim / 4;
@@ -47,11 +45,6 @@ void Scale(DType dtype, double factor, std::vector<float>* values) {
 }
 
 }  // namespace
-
-uint64_t TestSeed() {
-  const char* text = std::getenv("ATTND_TEST_SEED");
-  return text != nullptr ? std::strtoull(text, nullptr, 10) : kDefaultSeed;
-}
 
 std::vector<float> Random::Normals(size_t count, double scale) {
   std::vector<float> values(count);

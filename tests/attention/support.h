@@ -19,11 +19,11 @@
 #include "attention/segment.h"
 #include "common/model_shape.h"
 #include "tests/oracle/policies.h"
+#include "tests/test_seed.h"
 
 namespace attnd::attention::test {
 
-// The seed of this run: ATTND_TEST_SEED from the environment, or a fixed one.
-uint64_t TestSeed();
+using attnd::test::TestSeed;
 
 class Random {
  public:

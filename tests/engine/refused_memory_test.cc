@@ -12,10 +12,12 @@
 #include <vector>
 
 #include "tests/engine/support.h"
-#include "tests/engine/system_faults.h"
+#include "tests/system_faults.h"
 
 namespace attnd::engine::test {
 namespace {
+
+using attnd::test::AllocationRefused;
 
 using absl::StatusCode;
 

@@ -22,10 +22,13 @@
 
 #include "attention/cpu_backend.h"
 #include "tests/engine/support.h"
-#include "tests/engine/system_faults.h"
+#include "tests/system_faults.h"
 
 namespace attnd::engine::test {
 namespace {
+
+using attnd::test::AllocationRefused;
+using attnd::test::ThreadsRefused;
 
 using absl::StatusCode;
 using testing::HasSubstr;

@@ -50,11 +50,6 @@ bool SameInfo(const SequenceInfo& a, const SequenceInfo& b) {
 
 }  // namespace
 
-uint64_t TestSeed() {
-  const char* text = std::getenv("ATTND_TEST_SEED");
-  return text == nullptr ? 20240607 : std::strtoull(text, nullptr, 10);
-}
-
 EngineOptions SmallOptions() {
   EngineOptions options;
   options.memory_budget_bytes = uint64_t{256} << 20;

@@ -21,11 +21,11 @@
 #include "attention/policy.h"
 #include "common/model_shape.h"
 #include "engine/engine.h"
+#include "tests/test_seed.h"
 
 namespace attnd::engine::test {
 
-// The seed of this run: ATTND_TEST_SEED from the environment, or a fixed one.
-uint64_t TestSeed();
+using attnd::test::TestSeed;
 
 class Random {
  public:

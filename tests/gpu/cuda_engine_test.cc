@@ -236,5 +236,23 @@ TEST_F(CudaEngine, CallersShareADeviceThatIsTooSmall) {
   for (TestSequence& sequence : sequences) EXPECT_TRUE(MatchesModel(&sequence, &random_));
 }
 
+// What graphs rely on: layers and tokens change what a step finds in its input block, not what it
+// launches, but for a row that grows by a piece.
+TEST_F(CudaEngine, StepsOfLayersAndTokensAreOfFewKinds) {
+  CudaBackendOptions options = SmallOptions();
+  options.streams = 1;  // a stream's memory has its own addresses
+  Start(options);
+  TestSequence sequence = Open();
+  Random random(seed_);
+  Prefill(&sequence, 1300, &random);
+  FinishPrefill(&sequence);
+  Generate(&sequence, 2, &random, /*check=*/false);
+  const uint64_t before = control_->kinds();
+  const uint64_t steps = control_->steps();
+  Generate(&sequence, 200, &random, /*check=*/false);
+  EXPECT_EQ(control_->steps(), steps + 400) << "two layers";
+  EXPECT_LE(control_->kinds(), before + 8);
+}
+
 }  // namespace
 }  // namespace attnd::gpu::test

@@ -21,6 +21,17 @@ constexpr size_t kAlignment = 256;
 
 absl::Status Fault() { return absl::InternalError("the fake device has failed"); }
 
+// Everything that what a step launches follows from.
+std::string KindOfStep(const StepRun& run) {
+  std::string kind(reinterpret_cast<const char*>(&run.header), sizeof(run.header));
+  for (const uint64_t number :
+       {uint64_t{run.measure}, run.input_bytes, run.result_bytes,
+        reinterpret_cast<uint64_t>(run.input), reinterpret_cast<uint64_t>(run.device_results)}) {
+    kind.append(reinterpret_cast<const char*>(&number), sizeof(number));
+  }
+  return kind;
+}
+
 bool Inside(const std::map<const std::byte*, uint64_t>& blocks, const void* address,
             uint64_t bytes) {
   const auto* begin = static_cast<const std::byte*>(address);
@@ -57,6 +68,11 @@ uint64_t FakeControl::team_units() const {
   return team_units_;
 }
 
+uint64_t FakeControl::kinds() const {
+  MutexLock lock(mutex_);
+  return kinds_.size();
+}
+
 absl::Status FakeControl::Call() {
   if (faults_.call != kNever && faults_.call-- == 0) {
     faults_.call = kNever;
@@ -91,39 +107,12 @@ class FakeStream : public Stream {
 
   bool has_teams() const override { return true; }
 
-  absl::Status RunStep(const KernelShape& shape, const StepHeader& header,
-                       const StepHeader* device_header, bool measure, bool timed) override {
-    MutexLock lock(control_->mutex_);
-    ATTND_RETURN_IF_ERROR(control_->Call());
-    if (control_->faults_.launch != kNever) {
-      if (control_->faults_.launch == 0) {
-        if (--control_->faults_.launches == 0) control_->faults_.launch = kNever;
-        return absl::ResourceExhaustedError("the fake device has no memory for a launch");
-      }
-      --control_->faults_.launch;
-    }
-    timed_ = timed;
-    work_.push_back([this, shape, header, device_header, measure]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
-      EXPECT_EQ(std::memcmp(&header, device_header, sizeof(header)), 0);
-      EXPECT_EQ(
-          CheckStep(shape, header, measure,
-                    [this](const void* address, uint64_t bytes)
-                        ABSL_NO_THREAD_SAFETY_ANALYSIS { return control_->Owns(address, bytes); }),
-          "");
-      for (uint32_t u = 0; u < header.uploads; ++u) {
-        control_->uploads_ += header.upload_refs[u].bytes;
-      }
-      StepHeader run = header;
-      if (std::exchange(control_->faults_.step_midway, false)) {
-        run.rows /= 2;
-        control_->broken_ = true;
-      }
-      control_->team_units_ += TeamUnits(header);
-      RunStepReference(shape, run);
-      ++control_->steps_;
-    });
-    return absl::OkStatus();
+  absl::Status RunStep(const StepRun& run) override {
+    ATTND_RETURN_IF_ERROR(CopyToDevice(run.device_input, run.input, run.input_bytes));
+    ATTND_RETURN_IF_ERROR(LaunchStep(run));
+    return CopyToHost(run.results, run.device_results, run.result_bytes);
   }
+  bool ran_from_graph() const override { return false; }
 
   absl::Status BuildIndexes(const KernelShape& shape, const IndexJob& first_job,
                             const IndexJob* device_jobs, uint32_t count,
@@ -167,6 +156,41 @@ class FakeStream : public Stream {
   }
 
  private:
+  absl::Status LaunchStep(const StepRun& run) {
+    MutexLock lock(control_->mutex_);
+    ATTND_RETURN_IF_ERROR(control_->Call());
+    if (control_->faults_.launch != kNever) {
+      if (control_->faults_.launch == 0) {
+        if (--control_->faults_.launches == 0) control_->faults_.launch = kNever;
+        return absl::ResourceExhaustedError("the fake device has no memory for a launch");
+      }
+      --control_->faults_.launch;
+    }
+    timed_ = run.timed;
+    control_->kinds_.insert(KindOfStep(run));
+    work_.push_back([this, run]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+      const StepHeader& header = run.header;
+      EXPECT_EQ(std::memcmp(&header, run.device_input, sizeof(header)), 0);
+      EXPECT_EQ(
+          CheckStep(run.shape, header, run.measure,
+                    [this](const void* address, uint64_t bytes)
+                        ABSL_NO_THREAD_SAFETY_ANALYSIS { return control_->Owns(address, bytes); }),
+          "");
+      for (uint32_t u = 0; u < header.uploads; ++u) {
+        control_->uploads_ += header.upload_refs[u].bytes;
+      }
+      StepHeader step = header;
+      if (std::exchange(control_->faults_.step_midway, false)) {
+        step.rows /= 2;
+        control_->broken_ = true;
+      }
+      control_->team_units_ += TeamUnits(header);
+      RunStepReference(run.shape, step);
+      ++control_->steps_;
+    });
+    return absl::OkStatus();
+  }
+
   const std::shared_ptr<FakeControl> control_;
   std::vector<std::function<void()>> work_;  // runs under the control's mutex
   bool timed_ = false;

@@ -11,6 +11,7 @@
 #include <limits>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 
 #include "common/mutex.h"
@@ -39,6 +40,7 @@ class FakeControl {
   uint64_t uploads() const;      // bytes that came by UploadRefs
   uint64_t builds() const;       // layers that were built
   uint64_t team_units() const;   // that steps left to teams
+  uint64_t kinds() const;        // of steps that one graph could not launch together
 
  private:
   friend class FakeDevice;
@@ -59,6 +61,7 @@ class FakeControl {
   uint64_t uploads_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t builds_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t team_units_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::set<std::string> kinds_ ABSL_GUARDED_BY(mutex_);  // bytes of all that decides
 };
 
 // A device and the control over it.

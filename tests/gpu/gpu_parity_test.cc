@@ -6,6 +6,8 @@
 // saying why, where there is no GPU.
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <functional>
 #include <memory>
 #include <span>
 #include <tuple>
@@ -21,6 +23,7 @@ namespace attnd::gpu::test {
 namespace {
 
 using attention::Backend;
+using attention::Policy;
 using attention::test::MakeSequence;
 using attention::test::RunStep;
 using attention::test::SequenceSpec;
@@ -39,7 +42,7 @@ CudaBackendOptions GpuOptions() {
 class OnGpu {
  public:
   // Null, and the test is to be skipped, if there is no GPU.
-  static std::unique_ptr<Backend> Make(bool teams = true) {
+  static std::unique_ptr<Backend> Make(bool teams = true, uint32_t timed_steps = 1) {
     auto device = OpenCudaDevice();
     if (!device.ok()) {
       skipped_because = device.status().ToString();
@@ -47,6 +50,7 @@ class OnGpu {
     }
     CudaBackendOptions options = GpuOptions();
     options.teams = teams;
+    options.timed_steps = timed_steps;
     auto backend = MakeCudaBackend(options, *std::move(device), MakeCpu());
     EXPECT_TRUE(backend.ok()) << backend.status();
     return backend.ok() ? *std::move(backend) : nullptr;
@@ -135,6 +139,91 @@ INSTANTIATE_TEST_SUITE_P(Shapes, GpuParity,
                                           testing::Values(DType::kBf16, DType::kFp16),
                                           testing::Values(Answer::kByTeams, Answer::kByStages)));
 
+// ---- graphs: steps that repeat ----
+
+class GpuGraphs : public testing::Test {
+ protected:
+  void SetUp() override {
+    SequenceSpec spec;
+    spec.shape = attention::test::MakeShape(/*query_heads=*/4, /*kv_heads=*/2, /*head_dim=*/64,
+                                            /*value_dim=*/64, DType::kBf16, /*layers=*/2);
+    spec.segment_tokens = {1500};
+    spec.tail_tokens = 40;
+    spec.seed = attention::test::TestSeed();
+    sequence_ = std::make_unique<TestSequence>(MakeSequence(spec));
+  }
+  // One for each policy that `wanted` accepts.
+  std::vector<TestRow> Rows(uint32_t layer, const std::function<bool(const Policy&)>& wanted) {
+    std::vector<TestRow> rows;
+    for (TestRow& row : RowsOfPolicies(sequence_.get(), layer, /*most=*/1, DType::kBf16)) {
+      if (!row.query_only && wanted(row.policy)) rows.push_back(std::move(row));
+    }
+    return rows;
+  }
+  static StepResult FirstStep(Backend* gpu, uint32_t layer, const std::vector<TestRow>& rows) {
+    StepResult first = RunStep(gpu, layer, rows);
+    EXPECT_TRUE(Agree(first, RunStep(MakeCpu().get(), layer, rows), rows)) << "layer " << layer;
+    return first;
+  }
+  static void ExpectRepeats(Backend* gpu, uint32_t layer, const std::vector<TestRow>& rows,
+                            const StepResult& first) {
+    const StepResult step = RunStep(gpu, layer, rows);
+    for (size_t r = 0; r < rows.size(); ++r) {
+      ASSERT_TRUE(SameBits(step.rows[r], first.rows[r])) << "layer " << layer << ", row " << r;
+    }
+  }
+  std::unique_ptr<TestSequence> sequence_;
+};
+
+// One graph serves both layers, whose queries, tokens and answers differ: by teams alone, and by
+// the stages.
+TEST_F(GpuGraphs, BothLayersShareOne) {
+  for (const bool teams : {true, false}) {
+    const auto gpu = OnGpu::Make(teams, /*timed_steps=*/0);
+    SKIP_WITHOUT_GPU(gpu);
+    std::vector<TestRow> rows[2];
+    StepResult first[2];
+    for (uint32_t layer = 0; layer < 2; ++layer) {
+      rows[layer] = Rows(layer, [](const Policy& policy) {
+        return policy.selector == attention::Selector::kClusters && policy.dense_layers == 0 &&
+               (policy.cut != attention::Cut::kErrorBudget || std::isinf(policy.tolerance));
+      });
+      ASSERT_FALSE(rows[layer].empty());
+      first[layer] = FirstStep(gpu.get(), layer, rows[layer]);
+    }
+    constexpr int kSteps = 40;
+    for (int i = 0; i < kSteps; ++i) {
+      for (const uint32_t layer : {0, 1}) {
+        ExpectRepeats(gpu.get(), layer, rows[layer], first[layer]);
+      }
+    }
+    EXPECT_GE(gpu->stats().graph_launches, uint64_t{2 * kSteps - 10});
+  }
+}
+
+// More kinds of steps than graphs are kept, in turns and together.
+TEST_F(GpuGraphs, ManyKindsTakeTurns) {
+  const auto gpu = OnGpu::Make(/*teams=*/true, /*timed_steps=*/0);
+  SKIP_WITHOUT_GPU(gpu);
+  const std::vector<TestRow> all = Rows(/*layer=*/1, [](const Policy&) { return true; });
+  std::vector<std::vector<TestRow>> kinds;
+  for (size_t size = 1; size <= all.size(); ++size) {
+    for (size_t begin = 0; begin + size <= all.size() && kinds.size() < 24; begin += size) {
+      kinds.emplace_back(all.begin() + static_cast<ptrdiff_t>(begin),
+                         all.begin() + static_cast<ptrdiff_t>(begin + size));
+    }
+  }
+  ASSERT_GT(kinds.size(), 16u);
+  std::vector<StepResult> first;
+  for (const auto& kind : kinds) first.push_back(FirstStep(gpu.get(), 1, kind));
+  for (const int repeats : {1, 12, 1, 12}) {
+    for (size_t k = 0; k < kinds.size(); ++k) {
+      for (int i = 0; i < repeats; ++i) ExpectRepeats(gpu.get(), 1, kinds[k], first[k]);
+    }
+  }
+  EXPECT_GT(gpu->stats().graph_launches, kinds.size());
+}
+
 // More clusters than one pass of selection holds, of a team (12,288 slots) and of a block (8,192).
 TEST(GpuSelection, SecondPassesAgreeWithTheCpu) {
   SequenceSpec spec;
@@ -166,7 +255,7 @@ TEST(GpuEngine, HistoriesAnswerAsLocalAttentionDoes) {
   using engine::test::MatchesModel;
   using engine::test::OpenSequence;
   using engine::test::Prefill;
-  auto backend = OnGpu::Make();
+  auto backend = OnGpu::Make(/*teams=*/true, /*timed_steps=*/0);  // new tokens, from graphs
   SKIP_WITHOUT_GPU(backend);
   auto made = engine::Engine::Create(engine::test::SmallOptions(), std::move(backend), nullptr);
   ASSERT_TRUE(made.ok()) << made.status();
@@ -183,6 +272,7 @@ TEST(GpuEngine, HistoriesAnswerAsLocalAttentionDoes) {
     Generate(&sequence, 40, &random, /*check=*/true);
     EXPECT_TRUE(MatchesModel(&sequence, &random));
   }
+  EXPECT_GT(engine->backend().stats().graph_launches, 0u);
   EXPECT_EQ(engine->backend().stats().fallback_steps, 0u);
   EXPECT_TRUE(engine->backend().Health().ok()) << engine->backend().Health();
 }

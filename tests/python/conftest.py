@@ -32,6 +32,17 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
 SERVERS = os.environ.get("ATTND_TEST_SERVERS", "reference,attnd").split(",")
+PROGRAM = ROOT / os.environ.get("ATTND_BIN", "build/bin/attnd")
+
+
+def require_program() -> None:
+    """Skips the test if the real server is not built, or fails where it must be."""
+    if PROGRAM.exists():
+        return
+    message = f"{PROGRAM} does not exist: build it, or set ATTND_BIN"
+    if os.environ.get("ATTND_REQUIRE_SERVER") == "1":
+        pytest.fail(message)
+    pytest.skip(message)
 
 
 @pytest.fixture(scope="session")
@@ -45,18 +56,13 @@ def folder() -> Iterator[pathlib.Path]:
 @pytest.fixture(scope="session")
 def attnd_target(folder: pathlib.Path) -> Iterator[str]:
     """The real server, one for all tests; they close what they open."""
-    program = ROOT / os.environ.get("ATTND_BIN", "build/bin/attnd")
-    if not program.exists():
-        message = f"{program} does not exist: build it, or set ATTND_BIN"
-        if os.environ.get("ATTND_REQUIRE_SERVER") == "1":
-            pytest.fail(message)
-        pytest.skip(message)
+    require_program()
     target = f"unix:{folder}/run/attnd.sock"
     log = folder / "attnd.log"
     with open(log, "wb") as output:
         process = subprocess.Popen(
             [
-                program,
+                PROGRAM,
                 "--listen",
                 target,
                 "--data-dir",

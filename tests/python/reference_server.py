@@ -43,6 +43,7 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._sequences: dict[int, Sequence] = {}
+        self._sealed: dict[int, Sequence] = {}
         self._ids = itertools.count(1)
         self.calls: list[str] = []  # names of the calls so far, for tests of retries
         self.unavailable = 0  # calls, or steps, that are still to fail with UNAVAILABLE
@@ -132,6 +133,15 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
                 "max_sequences",
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
             )
+            check(
+                request.resume_sealed_id == 0 or not request.token_ids,
+                "token_ids must be empty where resume_sealed_id is given",
+            )
+            if request.resume_sealed_id:
+                child = self._copy(self._find_sealed(request.resume_sealed_id, tenant))
+                return pb.OpenSequenceResponse(
+                    sequence_id=child.id, tokens_present=child.committed
+                )
             shape, number = request.model.shape, next(self._ids)
             sequence = Sequence(number, tenant, request.model, request.policy, [], [])
             for _ in range(shape.layers):
@@ -166,21 +176,65 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
             parent = self._find(request.sequence_id, tenant)
             length = request.length if request.HasField("length") else parent.committed
             check(length <= parent.committed, f"length: at most {parent.committed}", PRECONDITION)
-            child = Sequence(
-                next(self._ids),
-                tenant,
-                parent.model,
-                parent.policy,
-                parent.k,
-                parent.v,
-                parent.token_ids,
-                parent.segmented,
-            )
+            child = self._copy(parent)
             self._cut(child, length)
-            self._sequences[child.id] = child
             return pb.ForkSequenceResponse(sequence_id=child.id, committed_tokens=length)
 
         return self._unary("ForkSequence", context, answer)
+
+    def _copy(self, parent: Sequence) -> Sequence:
+        child = Sequence(
+            next(self._ids),
+            parent.tenant,
+            parent.model,
+            parent.policy,
+            parent.k,
+            parent.v,
+            parent.token_ids,
+            parent.segmented,
+        )
+        self._sequences[child.id] = child
+        return child
+
+    def _find_sealed(self, sealed_id: int, tenant: str) -> Sequence:
+        sealed = self._sealed.get(sealed_id)
+        if sealed is None or sealed.tenant != tenant:
+            refuse(grpc.StatusCode.NOT_FOUND, f"sealed sequence {sealed_id} is unknown")
+        return sealed
+
+    def SealSequence(self, request, context):  # noqa: N802
+        def answer(tenant):
+            sequence = self._find(request.sequence_id, tenant)
+            check(sequence.committed > 0, "nothing is committed", PRECONDITION)
+            sealed = self._copy(sequence)
+            del self._sequences[sealed.id]
+            self._cut(sealed, sequence.committed)
+            self._sealed[sealed.id] = sealed
+            return pb.SealSequenceResponse(sealed_id=sealed.id, tokens=sealed.committed)
+
+        return self._unary("SealSequence", context, answer)
+
+    def ListSealed(self, request, context):  # noqa: N802
+        def answer(tenant):
+            check(request.page_size <= 1000, "page_size must be 0..1000")
+            found = [
+                pb.SealedSequence(sealed_id=number, tokens=sealed.committed)
+                for number, sealed in self._sealed.items()
+                if sealed.tenant == tenant and number > request.after_sealed_id
+            ]
+            size = request.page_size or 1000
+            last = found[size - 1].sealed_id if len(found) > size else 0
+            return pb.ListSealedResponse(sealed=found[:size], next_after_sealed_id=last)
+
+        return self._unary("ListSealed", context, answer)
+
+    def DropSealed(self, request, context):  # noqa: N802
+        def answer(tenant):
+            self._find_sealed(request.sealed_id, tenant)
+            del self._sealed[request.sealed_id]
+            return pb.DropSealedResponse()
+
+        return self._unary("DropSealed", context, answer)
 
     def CloseSequence(self, request, context):  # noqa: N802
         def answer(tenant):

@@ -164,7 +164,7 @@ def test_dockerfile_runs_the_server_where_the_volumes_are(dockerfile):
 
 def test_dockerignore_keeps_what_the_build_reads():
     ignored = [line for line in (ROOT / ".dockerignore").read_text().split("\n") if line and not line.startswith("#")]
-    for needed in ("CMakeLists.txt", "CMakePresets.json", "cmake", "common", "attention", "engine", "proto", "server",
+    for needed in ("CMakeLists.txt", "CMakePresets.json", "cmake", "common", "attention", "storage", "engine", "proto", "server", "ctl",
                    "client", "client/cpp", "scripts", "LICENSE"):
         assert needed not in ignored
     assert {"build", ".git"} <= set(ignored)

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <memory>
 #include <optional>
+#include <span>
 #include <thread>
 #include <vector>
 
@@ -99,6 +100,36 @@ class FakeEngine final : public engine::Engine {
     WaitForCall();
     return {};
   }
+  absl::StatusOr<engine::SealResult> Seal(absl::string_view, uint64_t,
+                                          const std::atomic<bool>* cancel) override {
+    if (!WaitIfHeld(cancel)) return absl::CancelledError("cancelled");
+    return engine::SealResult{.sealed_id = 1};
+  }
+  absl::StatusOr<engine::OpenResult> Resume(absl::string_view, const engine::OpenArgs&,
+                                            uint64_t sealed_id,
+                                            const std::atomic<bool>* cancel) override {
+    if (!WaitIfHeld(cancel)) return absl::CancelledError("cancelled");
+    return engine::OpenResult{next_id_.fetch_add(1), sealed_id};
+  }
+  absl::StatusOr<engine::OpenResult> OpenReusing(absl::string_view tenant,
+                                                 const engine::OpenArgs& args,
+                                                 std::span<const uint32_t>,
+                                                 const std::atomic<bool>*) override {
+    const auto id = Open(tenant, args);
+    if (!id.ok()) return id.status();
+    return engine::OpenResult{*id, 0};
+  }
+  absl::Status DropSealed(absl::string_view, uint64_t) override { return absl::OkStatus(); }
+  absl::StatusOr<std::vector<engine::SealedInfo>> ListSealed(absl::string_view, uint64_t,
+                                                             uint32_t) override {
+    WaitForCall();
+    return std::vector<engine::SealedInfo>();
+  }
+  engine::ArchiveStats archive_stats() const override { return {}; }
+  bool MayReadDisk(absl::string_view, uint64_t) override { return may_read_disk_; }
+  bool MayMakeRoom() const override { return false; }
+  // From now on steps may have to wait for the disk.
+  void ReadDisk() { may_read_disk_ = true; }
   void ReleaseWriter(engine::WriterId) override {
     WaitWhile(writers_held_);
     ++released_writers_;
@@ -109,6 +140,7 @@ class FakeEngine final : public engine::Engine {
   void Shutdown() override {}
 
  private:
+  std::atomic<bool> may_read_disk_{false};
   static void WaitWhile(const std::atomic<bool>& held) {
     while (held) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }

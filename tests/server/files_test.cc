@@ -13,9 +13,9 @@
 #include <fstream>
 #include <string>
 
+#include "common/file_lock.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "server/file_lock.h"
 #include "server/unix_socket.h"
 
 namespace attnd::server {

@@ -67,7 +67,16 @@ TEST(Metrics, EveryPromisedNameIsThereFromTheStart) {
                                  "pcie_bytes_total",
                                  "device_evictions_total",
                                  "backend_fallback_steps_total",
+                                 "backend_graph_launches_total",
                                  "backend_degraded",
+                                 "ssd_bytes_total",
+                                 "sealed_sequences_total",
+                                 "resumed_sequences_total",
+                                 "reused_tokens_total",
+                                 "segments_sealed_total",
+                                 "segments_loaded_total",
+                                 "quarantined_files_total",
+                                 "orphan_files_total",
                                  "rpcs_total",
                                  "process_resident_memory_bytes"}) {
     EXPECT_EQ(names.count(std::string("attnd_") + name), 1u) << name;
@@ -131,6 +140,7 @@ TEST(Metrics, ADeviceIsATierAndHasArenas) {
   backend.bytes_to_host = 6;
   backend.evictions = 7;
   backend.fallback_steps = 8;
+  backend.graph_launches = 9;
   metrics.SetSources({.backend = [&] { return backend; }, .degraded = [] { return true; }});
   engine::DecodeResult result;
   result.rows.resize(1);
@@ -156,7 +166,24 @@ TEST(Metrics, ADeviceIsATierAndHasArenas) {
   EXPECT_EQ(values["attnd_pcie_bytes_total{direction=to_host}"], 6);
   EXPECT_EQ(values["attnd_device_evictions_total"], 7);
   EXPECT_EQ(values["attnd_backend_fallback_steps_total"], 8);
+  EXPECT_EQ(values["attnd_backend_graph_launches_total"], 9);
   EXPECT_EQ(values["attnd_backend_degraded"], 1);
+}
+
+TEST(Metrics, TheArchivesCountersFollowIt) {
+  Metrics metrics;
+  engine::ArchiveStats stats;
+  stats.read_bytes = 4096;
+  stats.written_bytes = 8192;
+  stats.quarantined_files = 1;
+  metrics.SetSources({.archive = [&] { return stats; }});
+  Values(metrics);
+  stats.read_bytes = 12288;
+  auto values = Values(metrics);
+  EXPECT_EQ(values["attnd_ssd_bytes_total{direction=read}"], 12288);
+  EXPECT_EQ(values["attnd_ssd_bytes_total{direction=written}"], 8192);
+  EXPECT_EQ(values["attnd_quarantined_files_total"], 1);
+  EXPECT_EQ(values["attnd_sealed_sequences_total"], 0);
 }
 
 TEST(Metrics, GaugesAreReadWhenAsked) {

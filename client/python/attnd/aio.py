@@ -26,7 +26,15 @@ from attnd.errors import (
 from attnd.model import Model
 from attnd.policy import Policy
 from attnd.requests import KvChunk, Row
-from attnd.results import AppendedKv, OpenedSequence, SequenceInfo, ServerInfo, StepResult
+from attnd.results import (
+    AppendedKv,
+    OpenedSequence,
+    SealedSequence,
+    SealResult,
+    SequenceInfo,
+    ServerInfo,
+    StepResult,
+)
 from attnd.tensors import Array
 from attnd.v1 import attnd_pb2, attnd_pb2_grpc
 
@@ -101,10 +109,11 @@ class Client:
         *,
         policy: Policy | str | None = None,
         token_ids: Sequence[int] = (),
+        resume: int = 0,
         timeout_s: float | None = None,
     ) -> OpenedSequence:
-        """Opens an empty sequence; see :meth:`attnd.Client.open_sequence`."""
-        request = requests.open_request(model, policy, token_ids)
+        """Opens a sequence; see :meth:`attnd.Client.open_sequence`."""
+        request = requests.open_request(model, policy, token_ids, resume)
         reply = await self._call(self._stub.OpenSequence, request, timeout_s)
         return OpenedSequence(reply.sequence_id, reply.tokens_present)
 
@@ -154,6 +163,36 @@ class Client:
         """A new sequence with the first `length` (None: all) committed tokens; returns its id."""
         request = attnd_pb2.ForkSequenceRequest(sequence_id=sequence_id, length=length)
         return int((await self._call(self._stub.ForkSequence, request, timeout_s)).sequence_id)
+
+    async def seal_sequence(
+        self, sequence_id: int, *, timeout_s: float | None = None
+    ) -> SealResult:
+        """Writes all committed tokens to the server's disk; they are safe when this returns. The
+        sequence goes on. It takes as long as the disk does: mind the timeout for long ones."""
+        request = attnd_pb2.SealSequenceRequest(sequence_id=sequence_id)
+        return SealResult.from_proto(
+            await self._call(self._stub.SealSequence, request, timeout_s)
+        )
+
+    async def drop_sealed(self, sealed_id: int, *, timeout_s: float | None = None) -> None:
+        """Forgets a sealed sequence; what was resumed from it goes on."""
+        request = attnd_pb2.DropSealedRequest(sealed_id=sealed_id)
+        await self._call(self._stub.DropSealed, request, timeout_s)
+
+    async def list_sealed(
+        self, *, timeout_s: float | None = None
+    ) -> AsyncIterator[SealedSequence]:
+        """The tenant's sealed sequences by ascending id, read page by page. The timeout is for each
+        page."""
+        after = 0
+        while True:
+            request = attnd_pb2.ListSealedRequest(after_sealed_id=after)
+            page = await self._call(self._stub.ListSealed, request, timeout_s)
+            for message in page.sealed:
+                yield SealedSequence.from_proto(message)
+            after = page.next_after_sealed_id
+            if not after:
+                return
 
     async def close_sequence(self, sequence_id: int, *, timeout_s: float | None = None) -> None:
         """Forgets a sequence."""

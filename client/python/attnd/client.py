@@ -24,7 +24,15 @@ from attnd.errors import (
 from attnd.model import Model
 from attnd.policy import Policy
 from attnd.requests import KvChunk, Row
-from attnd.results import AppendedKv, OpenedSequence, SequenceInfo, ServerInfo, StepResult
+from attnd.results import (
+    AppendedKv,
+    OpenedSequence,
+    SealedSequence,
+    SealResult,
+    SequenceInfo,
+    ServerInfo,
+    StepResult,
+)
 from attnd.tensors import Array
 from attnd.v1 import attnd_pb2, attnd_pb2_grpc
 
@@ -115,17 +123,22 @@ class Client:
         *,
         policy: Policy | str | None = None,
         token_ids: Sequence[int] = (),
+        resume: int = 0,
         timeout_s: float | None = None,
     ) -> OpenedSequence:
-        """Opens an empty sequence.
+        """Opens a sequence, empty or with what the server has on disk.
 
         Args:
             model: which model and shard its keys and values are of.
             policy: policy of rows that name none; None is the server's default.
-            token_ids: tokens of the prompt, if a prefix already present may be reused.
+            token_ids: tokens of the prompt: of a prefix that an open or a sealed sequence has with
+                these ids nothing has to be uploaded (``tokens_present``).
+            resume: ``SealResult.sealed_id`` of what it shall begin with, all of it; 0 is none.
         """
         reply = self._call(
-            self._stub.OpenSequence, requests.open_request(model, policy, token_ids), timeout_s
+            self._stub.OpenSequence,
+            requests.open_request(model, policy, token_ids, resume),
+            timeout_s,
         )
         return OpenedSequence(reply.sequence_id, reply.tokens_present)
 
@@ -177,6 +190,35 @@ class Client:
         """A new sequence with the first `length` (None: all) committed tokens; returns its id."""
         request = attnd_pb2.ForkSequenceRequest(sequence_id=sequence_id, length=length)
         return int(self._call(self._stub.ForkSequence, request, timeout_s).sequence_id)
+
+    def seal_sequence(
+        self, sequence_id: int, *, timeout_s: float | None = None
+    ) -> SealResult:
+        """Writes all committed tokens to the server's disk; they are safe when this returns. The
+        sequence goes on. It takes as long as the disk does: mind the timeout for long ones."""
+        request = attnd_pb2.SealSequenceRequest(sequence_id=sequence_id)
+        return SealResult.from_proto(
+            self._call(self._stub.SealSequence, request, timeout_s)
+        )
+
+    def drop_sealed(self, sealed_id: int, *, timeout_s: float | None = None) -> None:
+        """Forgets a sealed sequence; what was resumed from it goes on."""
+        request = attnd_pb2.DropSealedRequest(sealed_id=sealed_id)
+        self._call(self._stub.DropSealed, request, timeout_s)
+
+    def list_sealed(
+        self, *, timeout_s: float | None = None
+    ) -> Iterator[SealedSequence]:
+        """The tenant's sealed sequences by ascending id, read page by page. The timeout is for each
+        page."""
+        after = 0
+        while True:
+            request = attnd_pb2.ListSealedRequest(after_sealed_id=after)
+            page = self._call(self._stub.ListSealed, request, timeout_s)
+            yield from map(SealedSequence.from_proto, page.sealed)
+            after = page.next_after_sealed_id
+            if not after:
+                return
 
     def close_sequence(self, sequence_id: int, *, timeout_s: float | None = None) -> None:
         """Forgets a sequence."""

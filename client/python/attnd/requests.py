@@ -99,11 +99,14 @@ def layer_chunks(
 
 
 def open_request(
-    model: Model, policy: Policy | str | None, token_ids: Sequence[int]
+    model: Model, policy: Policy | str | None, token_ids: Sequence[int], resume: int
 ) -> attnd_pb2.OpenSequenceRequest:
     chosen = as_policy(policy)
     return attnd_pb2.OpenSequenceRequest(
-        model=model.to_proto(), policy=chosen.to_proto() if chosen else None, token_ids=token_ids
+        model=model.to_proto(),
+        policy=chosen.to_proto() if chosen else None,
+        token_ids=token_ids,
+        resume_sealed_id=resume,
     )
 
 

@@ -80,6 +80,48 @@ class OpenedSequence:
 
 
 @dataclass(frozen=True)
+class SealResult:
+    """What was written to disk.
+
+    Attributes:
+        sealed_id: names it, for ever.
+        tokens: all that were committed.
+        segments: of it; the tokens behind them are a file of their own.
+        written_segments: those that did not lie on disk yet.
+        written_bytes: of the files written.
+    """
+
+    sealed_id: int
+    tokens: int
+    segments: int
+    written_segments: int
+    written_bytes: int
+
+    @staticmethod
+    def from_proto(message: attnd_pb2.SealSequenceResponse) -> SealResult:
+        return SealResult(
+            sealed_id=message.sealed_id,
+            tokens=message.tokens,
+            segments=message.segments,
+            written_segments=message.written_segments,
+            written_bytes=message.written_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class SealedSequence:
+    """A sequence on disk; sealed_unix_s is by the server's clock."""
+
+    sealed_id: int
+    tokens: int
+    sealed_unix_s: int
+
+    @staticmethod
+    def from_proto(message: attnd_pb2.SealedSequence) -> SealedSequence:
+        return SealedSequence(message.sealed_id, message.tokens, message.sealed_unix_s)
+
+
+@dataclass(frozen=True)
 class AppendedKv:
     """What an upload left: tokens in every layer, those that segments cover, and time spent
     building segments."""
@@ -132,7 +174,11 @@ class RowStats:
             predicted.
         hbm_tokens, host_tokens, ssd_tokens: exactly read tokens, zones included, by where they were
             found.
-        stage_us: processor time of score, select, fetch, attend and merge, summed over threads.
+        missed_tokens: of the estimated tokens, those that the policy would have read exactly had
+            their pages been in memory in time (on_miss=estimate).
+        missed_mass: their share of the softmax mass; None unless the policy allows such misses.
+        stage_us: processor time of score, select, attend and merge, summed over threads; fetch is
+            the time that the row waited for pages from disk.
     """
 
     zone_tokens: int
@@ -147,6 +193,8 @@ class RowStats:
     host_tokens: int
     ssd_tokens: int
     stage_us: dict[str, float]
+    missed_tokens: int = 0
+    missed_mass: float | None = None
 
     @staticmethod
     def from_proto(message: attnd_pb2.RowStats) -> RowStats:
@@ -169,6 +217,8 @@ class RowStats:
                 stage: getattr(message.stages, f"{stage}_us")
                 for stage in ("score", "select", "fetch", "attend", "merge")
             },
+            missed_tokens=message.missed_tokens,
+            missed_mass=optional("missed_mass"),
         )
 
 

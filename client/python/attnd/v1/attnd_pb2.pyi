@@ -100,6 +100,16 @@ class DecodeRow(_message.Message):
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, sequence_id: _Optional[int] = ..., position: _Optional[int] = ..., query_tokens: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., query_only: bool = ...) -> None: ...
 
+class DropSealedRequest(_message.Message):
+    __slots__ = ["sealed_id"]
+    SEALED_ID_FIELD_NUMBER: _ClassVar[int]
+    sealed_id: int
+    def __init__(self, sealed_id: _Optional[int] = ...) -> None: ...
+
+class DropSealedResponse(_message.Message):
+    __slots__ = []
+    def __init__(self) -> None: ...
+
 class ForkSequenceRequest(_message.Message):
     __slots__ = ["length", "sequence_id"]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -160,6 +170,22 @@ class Limits(_message.Message):
     memory_budget_bytes: int
     def __init__(self, max_message_bytes: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_query_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., memory_budget_bytes: _Optional[int] = ..., max_streams: _Optional[int] = ..., max_queued_steps: _Optional[int] = ...) -> None: ...
 
+class ListSealedRequest(_message.Message):
+    __slots__ = ["after_sealed_id", "page_size"]
+    AFTER_SEALED_ID_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    after_sealed_id: int
+    page_size: int
+    def __init__(self, after_sealed_id: _Optional[int] = ..., page_size: _Optional[int] = ...) -> None: ...
+
+class ListSealedResponse(_message.Message):
+    __slots__ = ["next_after_sealed_id", "sealed"]
+    NEXT_AFTER_SEALED_ID_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
+    next_after_sealed_id: int
+    sealed: _containers.RepeatedCompositeFieldContainer[SealedSequence]
+    def __init__(self, sealed: _Optional[_Iterable[_Union[SealedSequence, _Mapping]]] = ..., next_after_sealed_id: _Optional[int] = ...) -> None: ...
+
 class ListSequencesRequest(_message.Message):
     __slots__ = ["after_sequence_id", "page_size"]
     AFTER_SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -177,7 +203,7 @@ class ListSequencesResponse(_message.Message):
     def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceInfo, _Mapping]]] = ..., next_after_sequence_id: _Optional[int] = ...) -> None: ...
 
 class OpenSequenceRequest(_message.Message):
-    __slots__ = ["indexes", "layout", "model", "policy", "token_ids"]
+    __slots__ = ["indexes", "layout", "model", "policy", "resume_sealed_id", "token_ids"]
     class Index(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = []
     class Layout(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
@@ -191,13 +217,15 @@ class OpenSequenceRequest(_message.Message):
     LAYOUT_UNSPECIFIED: OpenSequenceRequest.Layout
     MODEL_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
+    RESUME_SEALED_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     indexes: _containers.RepeatedScalarFieldContainer[OpenSequenceRequest.Index]
     layout: OpenSequenceRequest.Layout
     model: _types_pb2.Model
     policy: _types_pb2.Policy
+    resume_sealed_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, model: _Optional[_Union[_types_pb2.Model, _Mapping]] = ..., layout: _Optional[_Union[OpenSequenceRequest.Layout, str]] = ..., indexes: _Optional[_Iterable[_Union[OpenSequenceRequest.Index, str]]] = ..., policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, model: _Optional[_Union[_types_pb2.Model, _Mapping]] = ..., layout: _Optional[_Union[OpenSequenceRequest.Layout, str]] = ..., indexes: _Optional[_Iterable[_Union[OpenSequenceRequest.Index, str]]] = ..., policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., resume_sealed_id: _Optional[int] = ...) -> None: ...
 
 class OpenSequenceResponse(_message.Message):
     __slots__ = ["sequence_id", "tokens_present"]
@@ -216,12 +244,14 @@ class RowResult(_message.Message):
     def __init__(self, status: _Optional[_Union[_types_pb2.Status, _Mapping]] = ..., stats: _Optional[_Union[RowStats, _Mapping]] = ...) -> None: ...
 
 class RowStats(_message.Message):
-    __slots__ = ["covered_mass", "dropped_tokens", "estimated_tokens", "exact_mass", "exact_tokens", "predicted_error_max", "predicted_error_mean", "stages", "tiers", "zone_tokens"]
+    __slots__ = ["covered_mass", "dropped_tokens", "estimated_tokens", "exact_mass", "exact_tokens", "missed_mass", "missed_tokens", "predicted_error_max", "predicted_error_mean", "stages", "tiers", "zone_tokens"]
     COVERED_MASS_FIELD_NUMBER: _ClassVar[int]
     DROPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ESTIMATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXACT_MASS_FIELD_NUMBER: _ClassVar[int]
     EXACT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MISSED_MASS_FIELD_NUMBER: _ClassVar[int]
+    MISSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_ERROR_MAX_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_ERROR_MEAN_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
@@ -232,12 +262,44 @@ class RowStats(_message.Message):
     estimated_tokens: int
     exact_mass: float
     exact_tokens: int
+    missed_mass: float
+    missed_tokens: int
     predicted_error_max: float
     predicted_error_mean: float
     stages: StageTimes
     tiers: TierTokens
     zone_tokens: int
-    def __init__(self, zone_tokens: _Optional[int] = ..., exact_tokens: _Optional[int] = ..., estimated_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ..., covered_mass: _Optional[float] = ..., exact_mass: _Optional[float] = ..., predicted_error_mean: _Optional[float] = ..., predicted_error_max: _Optional[float] = ..., tiers: _Optional[_Union[TierTokens, _Mapping]] = ..., stages: _Optional[_Union[StageTimes, _Mapping]] = ...) -> None: ...
+    def __init__(self, zone_tokens: _Optional[int] = ..., exact_tokens: _Optional[int] = ..., estimated_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ..., covered_mass: _Optional[float] = ..., exact_mass: _Optional[float] = ..., predicted_error_mean: _Optional[float] = ..., predicted_error_max: _Optional[float] = ..., tiers: _Optional[_Union[TierTokens, _Mapping]] = ..., stages: _Optional[_Union[StageTimes, _Mapping]] = ..., missed_tokens: _Optional[int] = ..., missed_mass: _Optional[float] = ...) -> None: ...
+
+class SealSequenceRequest(_message.Message):
+    __slots__ = ["sequence_id"]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    def __init__(self, sequence_id: _Optional[int] = ...) -> None: ...
+
+class SealSequenceResponse(_message.Message):
+    __slots__ = ["sealed_id", "segments", "tokens", "written_bytes", "written_segments"]
+    SEALED_ID_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    sealed_id: int
+    segments: int
+    tokens: int
+    written_bytes: int
+    written_segments: int
+    def __init__(self, sealed_id: _Optional[int] = ..., tokens: _Optional[int] = ..., segments: _Optional[int] = ..., written_segments: _Optional[int] = ..., written_bytes: _Optional[int] = ...) -> None: ...
+
+class SealedSequence(_message.Message):
+    __slots__ = ["sealed_id", "sealed_unix_s", "tokens"]
+    SEALED_ID_FIELD_NUMBER: _ClassVar[int]
+    SEALED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    sealed_id: int
+    sealed_unix_s: int
+    tokens: int
+    def __init__(self, sealed_id: _Optional[int] = ..., tokens: _Optional[int] = ..., sealed_unix_s: _Optional[int] = ...) -> None: ...
 
 class SequenceInfo(_message.Message):
     __slots__ = ["committed_tokens", "layer_tokens", "model", "policy", "resident_bytes", "segmented_tokens", "segments", "sequence_id"]

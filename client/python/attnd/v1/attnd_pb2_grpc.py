@@ -45,6 +45,21 @@ class AttndStub(object):
                 request_serializer=attnd_dot_v1_dot_attnd__pb2.ForkSequenceRequest.SerializeToString,
                 response_deserializer=attnd_dot_v1_dot_attnd__pb2.ForkSequenceResponse.FromString,
                 )
+        self.SealSequence = channel.unary_unary(
+                '/attnd.v1.Attnd/SealSequence',
+                request_serializer=attnd_dot_v1_dot_attnd__pb2.SealSequenceRequest.SerializeToString,
+                response_deserializer=attnd_dot_v1_dot_attnd__pb2.SealSequenceResponse.FromString,
+                )
+        self.ListSealed = channel.unary_unary(
+                '/attnd.v1.Attnd/ListSealed',
+                request_serializer=attnd_dot_v1_dot_attnd__pb2.ListSealedRequest.SerializeToString,
+                response_deserializer=attnd_dot_v1_dot_attnd__pb2.ListSealedResponse.FromString,
+                )
+        self.DropSealed = channel.unary_unary(
+                '/attnd.v1.Attnd/DropSealed',
+                request_serializer=attnd_dot_v1_dot_attnd__pb2.DropSealedRequest.SerializeToString,
+                response_deserializer=attnd_dot_v1_dot_attnd__pb2.DropSealedResponse.FromString,
+                )
         self.CloseSequence = channel.unary_unary(
                 '/attnd.v1.Attnd/CloseSequence',
                 request_serializer=attnd_dot_v1_dot_attnd__pb2.CloseSequenceRequest.SerializeToString,
@@ -68,7 +83,8 @@ class AttndServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def OpenSequence(self, request, context):
-        """Opens an empty sequence. RESOURCE_EXHAUSTED at max_sequences; UNIMPLEMENTED for what this version lacks (latent
+        """Opens a sequence: empty, or with what is on disk already (token_ids, resume_sealed_id). RESOURCE_EXHAUSTED at
+        max_sequences, or if the memory budget has no room for what is brought back; UNIMPLEMENTED for what this version lacks (latent
         shapes, token order, a policy that the backend does not know, a model shape that it has no kernels for).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -112,6 +128,32 @@ class AttndServicer(object):
     def ForkSequence(self, request, context):
         """A new sequence with the same committed tokens; segments are shared, not copied. RESOURCE_EXHAUSTED at
         max_sequences, or if the memory budget has no room for the copied part of the tail.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SealSequence(self, request, context):
+        """Writes all committed tokens of a sequence to disk: when it returns they survive anything but the disk's loss. The
+        sequence stays open and goes on; what it gets later is not part of the seal. Segments that lie on disk already are
+        not written again, so that sealing a sequence once more, or its fork, writes little. FAILED_PRECONDITION if nothing
+        is committed, or the server keeps nothing on disk; RESOURCE_EXHAUSTED if the disk is full, UNAVAILABLE if it fails:
+        the sequence is as it was then, and nothing of the attempt is kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSealed(self, request, context):
+        """The tenant's sealed sequences by ascending id. FAILED_PRECONDITION if the server keeps nothing on disk.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropSealed(self, request, context):
+        """Forgets a sealed sequence; its files go as soon as no other sealed sequence needs them. Sequences that were resumed
+        from it go on. NOT_FOUND the second time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -164,6 +206,21 @@ def add_AttndServicer_to_server(servicer, server):
                     servicer.ForkSequence,
                     request_deserializer=attnd_dot_v1_dot_attnd__pb2.ForkSequenceRequest.FromString,
                     response_serializer=attnd_dot_v1_dot_attnd__pb2.ForkSequenceResponse.SerializeToString,
+            ),
+            'SealSequence': grpc.unary_unary_rpc_method_handler(
+                    servicer.SealSequence,
+                    request_deserializer=attnd_dot_v1_dot_attnd__pb2.SealSequenceRequest.FromString,
+                    response_serializer=attnd_dot_v1_dot_attnd__pb2.SealSequenceResponse.SerializeToString,
+            ),
+            'ListSealed': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSealed,
+                    request_deserializer=attnd_dot_v1_dot_attnd__pb2.ListSealedRequest.FromString,
+                    response_serializer=attnd_dot_v1_dot_attnd__pb2.ListSealedResponse.SerializeToString,
+            ),
+            'DropSealed': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropSealed,
+                    request_deserializer=attnd_dot_v1_dot_attnd__pb2.DropSealedRequest.FromString,
+                    response_serializer=attnd_dot_v1_dot_attnd__pb2.DropSealedResponse.SerializeToString,
             ),
             'CloseSequence': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseSequence,
@@ -284,6 +341,57 @@ class Attnd(object):
         return grpc.experimental.unary_unary(request, target, '/attnd.v1.Attnd/ForkSequence',
             attnd_dot_v1_dot_attnd__pb2.ForkSequenceRequest.SerializeToString,
             attnd_dot_v1_dot_attnd__pb2.ForkSequenceResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def SealSequence(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/attnd.v1.Attnd/SealSequence',
+            attnd_dot_v1_dot_attnd__pb2.SealSequenceRequest.SerializeToString,
+            attnd_dot_v1_dot_attnd__pb2.SealSequenceResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ListSealed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/attnd.v1.Attnd/ListSealed',
+            attnd_dot_v1_dot_attnd__pb2.ListSealedRequest.SerializeToString,
+            attnd_dot_v1_dot_attnd__pb2.ListSealedResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def DropSealed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/attnd.v1.Attnd/DropSealed',
+            attnd_dot_v1_dot_attnd__pb2.DropSealedRequest.SerializeToString,
+            attnd_dot_v1_dot_attnd__pb2.DropSealedResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -8,15 +8,18 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ServerConfig(_message.Message):
-    __slots__ = ["allow_insecure_tcp", "backend", "data_dir", "default_policy", "device_memory_bytes", "grpc_memory_bytes", "grpc_threads", "index_threads", "listen", "max_connection_streams", "max_message_bytes", "max_query_tokens", "max_queued_steps", "max_rows", "max_sequence_tokens", "max_sequences", "max_streams", "memory_budget_bytes", "metrics_listen", "min_ping_interval_s", "reply_timeout_s", "segment_tokens", "step_threads", "step_workers"]
+    __slots__ = ["allow_insecure_tcp", "backend", "data_dir", "default_policy", "device_memory_bytes", "disk_read_bytes_per_s", "disk_step_workers", "grpc_memory_bytes", "grpc_threads", "index_threads", "io", "listen", "max_connection_streams", "max_message_bytes", "max_query_tokens", "max_queued_steps", "max_rows", "max_sequence_tokens", "max_sequences", "max_streams", "memory_budget_bytes", "metrics_listen", "min_ping_interval_s", "page_memory_bytes", "page_prefetch", "page_readers", "reply_timeout_s", "retain_bytes", "retain_s", "segment_tokens", "step_threads", "step_workers"]
     ALLOW_INSECURE_TCP_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     DATA_DIR_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_POLICY_FIELD_NUMBER: _ClassVar[int]
     DEVICE_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_READ_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    DISK_STEP_WORKERS_FIELD_NUMBER: _ClassVar[int]
     GRPC_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     GRPC_THREADS_FIELD_NUMBER: _ClassVar[int]
     INDEX_THREADS_FIELD_NUMBER: _ClassVar[int]
+    IO_FIELD_NUMBER: _ClassVar[int]
     LISTEN_FIELD_NUMBER: _ClassVar[int]
     MAX_CONNECTION_STREAMS_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -29,7 +32,12 @@ class ServerConfig(_message.Message):
     MEMORY_BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     METRICS_LISTEN_FIELD_NUMBER: _ClassVar[int]
     MIN_PING_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    PAGE_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAGE_PREFETCH_FIELD_NUMBER: _ClassVar[int]
+    PAGE_READERS_FIELD_NUMBER: _ClassVar[int]
     REPLY_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    RETAIN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RETAIN_S_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_THREADS_FIELD_NUMBER: _ClassVar[int]
     STEP_WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -38,9 +46,12 @@ class ServerConfig(_message.Message):
     data_dir: str
     default_policy: _types_pb2.Policy
     device_memory_bytes: int
+    disk_read_bytes_per_s: int
+    disk_step_workers: int
     grpc_memory_bytes: int
     grpc_threads: int
     index_threads: int
+    io: str
     listen: _containers.RepeatedScalarFieldContainer[str]
     max_connection_streams: int
     max_message_bytes: int
@@ -53,8 +64,13 @@ class ServerConfig(_message.Message):
     memory_budget_bytes: int
     metrics_listen: str
     min_ping_interval_s: int
+    page_memory_bytes: int
+    page_prefetch: bool
+    page_readers: int
     reply_timeout_s: int
+    retain_bytes: int
+    retain_s: int
     segment_tokens: int
     step_threads: int
     step_workers: int
-    def __init__(self, listen: _Optional[_Iterable[str]] = ..., data_dir: _Optional[str] = ..., metrics_listen: _Optional[str] = ..., memory_budget_bytes: _Optional[int] = ..., step_threads: _Optional[int] = ..., step_workers: _Optional[int] = ..., max_queued_steps: _Optional[int] = ..., index_threads: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., max_streams: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_query_tokens: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., segment_tokens: _Optional[int] = ..., default_policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., reply_timeout_s: _Optional[int] = ..., allow_insecure_tcp: bool = ..., max_connection_streams: _Optional[int] = ..., grpc_memory_bytes: _Optional[int] = ..., grpc_threads: _Optional[int] = ..., min_ping_interval_s: _Optional[int] = ..., backend: _Optional[str] = ..., device_memory_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, listen: _Optional[_Iterable[str]] = ..., data_dir: _Optional[str] = ..., metrics_listen: _Optional[str] = ..., memory_budget_bytes: _Optional[int] = ..., step_threads: _Optional[int] = ..., step_workers: _Optional[int] = ..., max_queued_steps: _Optional[int] = ..., index_threads: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., max_streams: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_query_tokens: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., segment_tokens: _Optional[int] = ..., default_policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., reply_timeout_s: _Optional[int] = ..., allow_insecure_tcp: bool = ..., max_connection_streams: _Optional[int] = ..., grpc_memory_bytes: _Optional[int] = ..., grpc_threads: _Optional[int] = ..., min_ping_interval_s: _Optional[int] = ..., backend: _Optional[str] = ..., device_memory_bytes: _Optional[int] = ..., io: _Optional[str] = ..., page_memory_bytes: _Optional[int] = ..., page_readers: _Optional[int] = ..., disk_read_bytes_per_s: _Optional[int] = ..., disk_step_workers: _Optional[int] = ..., page_prefetch: bool = ..., retain_bytes: _Optional[int] = ..., retain_s: _Optional[int] = ...) -> None: ...

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // FileLock and private directories.
-#ifndef ATTND_SERVER_FILE_LOCK_H_
-#define ATTND_SERVER_FILE_LOCK_H_
+#ifndef ATTND_COMMON_FILE_LOCK_H_
+#define ATTND_COMMON_FILE_LOCK_H_
 
 #include <string>
 #include <utility>
@@ -10,7 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
-namespace attnd::server {
+namespace attnd {
 
 // An advisory lock (flock) on a file or directory, released when this dies or the process does,
 // however it does. Movable.
@@ -40,6 +40,6 @@ absl::Status MakePrivateDirectory(const std::string& path);
 // server runs there.
 absl::StatusOr<FileLock> LockDataDir(const std::string& path);
 
-}  // namespace attnd::server
+}  // namespace attnd
 
-#endif  // ATTND_SERVER_FILE_LOCK_H_
+#endif  // ATTND_COMMON_FILE_LOCK_H_

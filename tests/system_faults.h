@@ -2,12 +2,12 @@
 //
 // A system that refuses: threads and memory that cannot be had. The test program that links this
 // file has its pthread_create and operator new; they behave as usual until a test asks otherwise.
-#ifndef ATTND_TESTS_ENGINE_SYSTEM_FAULTS_H_
-#define ATTND_TESTS_ENGINE_SYSTEM_FAULTS_H_
+#ifndef ATTND_TESTS_SYSTEM_FAULTS_H_
+#define ATTND_TESTS_SYSTEM_FAULTS_H_
 
 #include <cstdint>
 
-namespace attnd::engine::test {
+namespace attnd::test {
 
 // While one lives, new threads are refused after the first `allowed`.
 class ThreadsRefused {
@@ -19,17 +19,17 @@ class ThreadsRefused {
   uint64_t refused() const;
 };
 
-// Refuses one operator new, the one that comes after `allowed` others, in whatever thread; those
-// behind it succeed again.
+// Refuses operator new `count` times, after `allowed` others, in whatever thread; those behind them
+// succeed again.
 class AllocationRefused {
  public:
-  explicit AllocationRefused(uint64_t allowed);
+  explicit AllocationRefused(uint64_t allowed, uint64_t count = 1);
   ~AllocationRefused();
   AllocationRefused(const AllocationRefused&) = delete;
   AllocationRefused& operator=(const AllocationRefused&) = delete;
   bool refused() const;  // whether it came to that
 };
 
-}  // namespace attnd::engine::test
+}  // namespace attnd::test
 
-#endif  // ATTND_TESTS_ENGINE_SYSTEM_FAULTS_H_
+#endif  // ATTND_TESTS_SYSTEM_FAULTS_H_

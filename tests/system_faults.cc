@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tests/engine/system_faults.h"
+#include "tests/system_faults.h"
 
 #include <dlfcn.h>
 #include <pthread.h>
@@ -21,14 +21,17 @@ std::atomic<int64_t> threads_allowed{kNever};
 std::atomic<uint64_t> threads_refused{0};
 std::atomic<bool> allocations_counted{false};
 std::atomic<int64_t> allocations_allowed{kNever};
+std::atomic<int64_t> allocations_refused{1};  // so many
 std::atomic<bool> allocation_refused{false};
 
 // Null if there is no memory, or shall be none.
 void* TryAllocate(size_t bytes, size_t alignment) noexcept {
-  if (allocations_counted.load(std::memory_order_relaxed) &&
-      allocations_allowed.fetch_sub(1, std::memory_order_relaxed) == 0) {
-    allocation_refused.store(true);
-    return nullptr;
+  if (allocations_counted.load(std::memory_order_relaxed)) {
+    const int64_t left = allocations_allowed.fetch_sub(1, std::memory_order_relaxed);
+    if (left <= 0 && left > -allocations_refused.load(std::memory_order_relaxed)) {
+      allocation_refused.store(true);
+      return nullptr;
+    }
   }
   const size_t size = bytes == 0 ? 1 : bytes;
   if (alignment <= alignof(std::max_align_t)) return std::malloc(size);
@@ -89,7 +92,7 @@ extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attribute
   return create(thread, attributes, start, argument);
 }
 
-namespace attnd::engine::test {
+namespace attnd::test {
 
 ThreadsRefused::ThreadsRefused(uint64_t allowed) {
   threads_refused = 0;
@@ -101,7 +104,8 @@ ThreadsRefused::~ThreadsRefused() { threads_counted = false; }
 
 uint64_t ThreadsRefused::refused() const { return threads_refused.load(); }
 
-AllocationRefused::AllocationRefused(uint64_t allowed) {
+AllocationRefused::AllocationRefused(uint64_t allowed, uint64_t count) {
+  allocations_refused = static_cast<int64_t>(count);
   allocation_refused = false;
   allocations_allowed = static_cast<int64_t>(allowed);
   allocations_counted = true;
@@ -111,4 +115,4 @@ AllocationRefused::~AllocationRefused() { allocations_counted = false; }
 
 bool AllocationRefused::refused() const { return allocation_refused.load(); }
 
-}  // namespace attnd::engine::test
+}  // namespace attnd::test

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/file_lock.h"
+#include "common/file_lock.h"
 
 #include <fcntl.h>
 #include <sys/file.h>
@@ -14,7 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
 
-namespace attnd::server {
+namespace attnd {
 
 absl::StatusOr<FileLock> FileLock::Acquire(const std::string& path, int flags) {
   FileLock lock(open(path.c_str(), flags | O_CLOEXEC, S_IRUSR | S_IWUSR));
@@ -51,4 +51,4 @@ absl::StatusOr<FileLock> LockDataDir(const std::string& path) {
   return absl::Status(lock.status().code(), absl::StrCat("data_dir: ", lock.status().message()));
 }
 
-}  // namespace attnd::server
+}  // namespace attnd

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// SegmentLoader: a segment that was built before, from the bytes that its blocks had then.
+#ifndef ATTND_ATTENTION_SEGMENT_LOADER_H_
+#define ATTND_ATTENTION_SEGMENT_LOADER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "attention/segment.h"
+
+namespace attnd::attention {
+
+// Make one, fill both blocks, Check, Finish. One thread at a time; the blocks may be filled by
+// several.
+class SegmentLoader {
+ public:
+  // Arguments as Segment's, in its range. Of a paged one only the index is filled.
+  SegmentLoader(uint64_t id, const ModelShape& shape, uint64_t first_position, uint32_t tokens,
+                uint32_t unclustered, std::shared_ptr<const PagedPayload> payload = nullptr)
+      : segment_(std::make_shared<Segment>(id, shape, first_position, tokens, unclustered,
+                                           std::move(payload))) {}
+
+  // False if the system refused the memory; nothing else may be called then.
+  bool allocated() const { return segment_->allocated(); }
+  std::span<std::byte> index_block() { return {segment_->index_.data(), segment_->index_.size()}; }
+  std::span<std::byte> payload_block() {
+    return {segment_->payload_.data(), segment_->payload_.size()};
+  }
+
+  // CheckIndexHead of every head.
+  absl::Status Check() const;
+  std::shared_ptr<const Segment> Finish() { return std::move(segment_); }
+
+ private:
+  std::shared_ptr<Segment> segment_;
+};
+
+}  // namespace attnd::attention
+
+#endif  // ATTND_ATTENTION_SEGMENT_LOADER_H_

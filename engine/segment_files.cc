@@ -1,0 +1,287 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/segment_files.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "attention/segment_loader.h"
+#include "common/status.h"
+
+namespace attnd::engine {
+namespace {
+
+using attention::Segment;
+using storage::IoQueue;
+using storage::Proceed;
+using storage::SegmentFile;
+using storage::SegmentFileHeader;
+
+storage::IoQueueOptions QueueOptions(ArchiveOptions::Io io) {
+  storage::IoQueueOptions options;
+  switch (io) {
+    case ArchiveOptions::Io::kAuto:
+      options.kind = storage::IoQueueOptions::Kind::kAuto;
+      break;
+    case ArchiveOptions::Io::kUring:
+      options.kind = storage::IoQueueOptions::Kind::kUring;
+      break;
+    case ArchiveOptions::Io::kThreads:
+      options.kind = storage::IoQueueOptions::Kind::kThreads;
+      break;
+  }
+  return options;
+}
+
+absl::Status NoMemory() {
+  return absl::ResourceExhaustedError("the system refused memory for a sealed segment");
+}
+
+// An index that its checksum has confirmed may still have been written by somebody else.
+absl::Status CheckIndex(const attention::SegmentLoader& loader) {
+  const absl::Status index = loader.Check();
+  return index.ok() ? index : absl::DataLossError(index.message());
+}
+
+}  // namespace
+
+// A queue for as long as it is held.
+class SegmentFiles::QueueLease {
+ public:
+  static absl::StatusOr<QueueLease> Take(SegmentFiles* files) {
+    {
+      MutexLock lock(files->mutex_);
+      if (!files->idle_queues_.empty()) {
+        QueueLease lease(files, std::move(files->idle_queues_.back()));
+        files->idle_queues_.pop_back();
+        return lease;
+      }
+    }
+    std::string why_threads;
+    ATTND_ASSIGN_OR_RETURN(auto queue,
+                           storage::MakeIoQueue(QueueOptions(files->options_.io), &why_threads));
+    MutexLock lock(files->mutex_);
+    files->io_ = queue->name();
+    files->why_threads_ = why_threads;
+    return QueueLease(files, std::move(queue));
+  }
+  QueueLease(QueueLease&&) = default;
+  ~QueueLease() {
+    if (queue_ == nullptr) return;
+    MutexLock lock(files_->mutex_);
+    if (files_->idle_queues_.size() < kIdleQueuesMax) {
+      files_->idle_queues_.push_back(std::move(queue_));
+    }
+  }
+  IoQueue* get() const { return queue_.get(); }
+
+ private:
+  static constexpr size_t kIdleQueuesMax = 4;
+  QueueLease(SegmentFiles* files, std::unique_ptr<IoQueue> queue)
+      : files_(files), queue_(std::move(queue)) {}
+  SegmentFiles* files_;
+  std::unique_ptr<IoQueue> queue_;
+};
+
+// ---- life ----
+
+absl::StatusOr<std::unique_ptr<SegmentFiles>> SegmentFiles::Open(
+    const ArchiveOptions& options, MemoryBudget* budget,
+    std::unique_ptr<storage::FileSystem> files) {
+  if (files == nullptr) files = storage::MakePosixFileSystem();
+  ATTND_ASSIGN_OR_RETURN(auto folder, storage::DataFolder::Open(files.get(), options.data_dir));
+  std::unique_ptr<SegmentFiles> opened(
+      new SegmentFiles(options, budget, std::move(files), std::move(folder)));
+  ATTND_RETURN_IF_ERROR(opened->Start());
+  return opened;
+}
+
+SegmentFiles::SegmentFiles(const ArchiveOptions& options, MemoryBudget* budget,
+                           std::unique_ptr<storage::FileSystem> files, storage::DataFolder folder)
+    : options_(options),
+      budget_(budget),
+      files_(std::move(files)),
+      folder_(std::move(folder)),
+      live_(std::make_shared<LiveFiles>(
+          [this](uint64_t number) { static_cast<void>(Remove(number)); })) {}
+
+absl::Status SegmentFiles::Start() {
+  ATTND_RETURN_IF_ERROR(QueueLease::Take(this).status());  // what this machine has, for stats
+  storage::PageCacheOptions cache;
+  cache.guaranteed_bytes = options_.PageMemoryBytes(budget_->capacity());
+  ATTND_ASSIGN_OR_RETURN(page_memory_, budget_->Reserve(cache.guaranteed_bytes, "the page cache"));
+  cache.more.take = [budget = budget_](uint64_t bytes) { return budget->TakeIfFree(bytes); };
+  cache.more.give = [budget = budget_](uint64_t bytes) { budget->Give(bytes); };
+  cache.readers = options_.page_readers;
+  cache.queue = QueueOptions(options_.io);
+  cache.read_bytes_per_s = options_.read_bytes_per_s;
+  cache.on_read = options_.on_pages_read;
+  ATTND_ASSIGN_OR_RETURN(auto pages, storage::PageCache::Create(cache));
+  paged_ = std::make_unique<PagedSegments>(std::move(pages), options_.prefetch);
+  return absl::OkStatus();
+}
+
+// ---- files ----
+
+absl::StatusOr<uint64_t> SegmentFiles::Write(uint64_t number, const SegmentFileHeader& header,
+                                             const storage::SegmentSource& source,
+                                             const Proceed& proceed) {
+  ATTND_ASSIGN_OR_RETURN(const uint64_t bytes, storage::SegmentFileBytes(header));
+  ATTND_ASSIGN_OR_RETURN(const QueueLease queue, QueueLease::Take(this));
+  ATTND_RETURN_IF_ERROR(storage::WriteSegmentFile(header, source, files_.get(), queue.get(),
+                                                  folder_.SegmentPath(number), proceed));
+  return bytes;
+}
+
+absl::StatusOr<SegmentFiles::Opened> SegmentFiles::OpenFile(uint64_t number) {
+  ATTND_ASSIGN_OR_RETURN(const QueueLease queue, QueueLease::Take(this));
+  auto opened = OpenSegmentFile(files_.get(), queue.get(), folder_.SegmentPath(number));
+  if (absl::IsNotFound(opened.status())) {
+    return absl::DataLossError(absl::StrCat("segment file ", number, " is missing"));
+  }
+  ATTND_RETURN_IF_ERROR(opened.status());
+  return Opened{*std::move(opened), number};
+}
+
+void SegmentFiles::PutAway(uint64_t number) {
+  const absl::Status moved = folder_.Quarantine(number);
+  MutexLock lock(mutex_);
+  if (moved.ok()) ++quarantined_files_;
+}
+
+absl::Status SegmentFiles::CheckNotStrayed() const {
+  ATTND_ASSIGN_OR_RETURN(const auto entries, files_->List(folder_.root()));
+  const std::string catalogue = folder_.CataloguePath();
+  const bool there = std::any_of(entries.begin(), entries.end(), [&](const auto& entry) {
+    return folder_.root() + "/" + entry.name == catalogue;
+  });
+  if (there) return absl::OkStatus();
+  ATTND_ASSIGN_OR_RETURN(const auto stored, folder_.ListSegments());
+  if (stored.empty()) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat(catalogue, " is missing beside ", stored.size(),
+                   " segment files: `attnctl rebuild-catalogue` makes it again from them"));
+}
+
+// Files that no record names: a crash came before their seal was acknowledged, or after what needed
+// them was dropped, or while a segment was paged out that had never been sealed.
+absl::Status SegmentFiles::RemoveOrphans(const std::unordered_set<uint64_t>& known) {
+  ATTND_ASSIGN_OR_RETURN(const auto stored, folder_.ListSegments());
+  for (const storage::StoredFile& file : stored) {
+    if (!file.temporary && known.count(file.number) != 0) continue;
+    ATTND_RETURN_IF_ERROR(files_->Remove(file.path));
+    MutexLock lock(mutex_);
+    ++orphans_removed_;
+  }
+  return absl::OkStatus();
+}
+
+void SegmentFiles::CountRead(uint64_t bytes) {
+  MutexLock lock(mutex_);
+  read_bytes_ += bytes;
+}
+
+void SegmentFiles::AddStats(ArchiveStats* stats) const {
+  {
+    MutexLock lock(mutex_);
+    stats->io = io_;
+    stats->why_threads = why_threads_;
+    stats->read_bytes = read_bytes_;
+    stats->quarantined_files = quarantined_files_;
+    stats->orphans_removed = orphans_removed_;
+  }
+  stats->open = true;
+  stats->direct = files_->direct();
+  stats->pages = paged_->stats();
+  stats->read_bytes += stats->pages.read_bytes;
+}
+
+// ---- segments ----
+
+absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::ReadWhole(const Opened& opened,
+                                                                    uint64_t id,
+                                                                    const Proceed& proceed) {
+  const SegmentFileHeader& header = opened.header();
+  const ModelShape& shape = opened.metadata.args.shape;
+  const uint64_t bytes = Segment::IndexBytes(shape, header.tokens, header.unclustered) +
+                         Segment::PayloadBytes(shape, header.tokens);
+  ATTND_ASSIGN_OR_RETURN(Reservation reservation, budget_->Reserve(bytes, "a sealed segment"));
+  attention::SegmentLoader loader(id, shape, header.first_position, header.tokens,
+                                  header.unclustered);
+  if (!loader.allocated()) return NoMemory();
+  {
+    ATTND_ASSIGN_OR_RETURN(const QueueLease queue, QueueLease::Take(this));
+    ATTND_RETURN_IF_ERROR(
+        opened.file->ReadIndexes(queue.get(), loader.index_block().data(), proceed));
+    ATTND_RETURN_IF_ERROR(
+        opened.file->ReadAllPages(queue.get(), loader.payload_block().data(), proceed));
+  }
+  ATTND_RETURN_IF_ERROR(CheckIndex(loader));
+  CountRead(bytes);
+  return HoldReservation(loader.Finish(), std::move(reservation));
+}
+
+absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::ReadPaged(Opened opened, bool catalogued,
+                                                                    uint64_t id,
+                                                                    const Proceed& proceed) {
+  const SegmentFileHeader header = opened.header();
+  const ModelShape& shape = opened.metadata.args.shape;
+  const uint64_t bytes = Segment::IndexBytes(shape, header.tokens, header.unclustered);
+  ATTND_ASSIGN_OR_RETURN(
+      Reservation reservation,
+      budget_->Reserve(bytes + PagedSegments::BooksBytes(header), "a sealed segment's index"));
+  const SegmentFile* const file = opened.file.get();
+  ATTND_ASSIGN_OR_RETURN(
+      auto payload, paged_->Add(std::move(opened.file), live_->Use(opened.number, catalogued)));
+  attention::SegmentLoader loader(id, shape, header.first_position, header.tokens,
+                                  header.unclustered, payload);
+  if (!loader.allocated()) return NoMemory();
+  {
+    ATTND_ASSIGN_OR_RETURN(const QueueLease queue, QueueLease::Take(this));
+    ATTND_RETURN_IF_ERROR(file->ReadIndexes(queue.get(), loader.index_block().data(), proceed));
+  }
+  ATTND_RETURN_IF_ERROR(CheckIndex(loader));
+  CountRead(bytes);
+  return HoldReservation(loader.Finish(), std::move(reservation));
+}
+
+absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::PageOut(const Segment& whole,
+                                                                  Opened opened, bool catalogued) {
+  const auto index = whole.index_block();
+  Reservation reservation =
+      budget_->ReserveBeyond(index.size() + PagedSegments::BooksBytes(opened.header()));
+  ATTND_ASSIGN_OR_RETURN(
+      auto payload, paged_->Add(std::move(opened.file), live_->Use(opened.number, catalogued)));
+  attention::SegmentLoader loader(whole.id(), whole.shape(), whole.first_position(), whole.tokens(),
+                                  whole.unclustered(), payload);
+  if (!loader.allocated()) return NoMemory();
+  std::memcpy(loader.index_block().data(), index.data(), index.size());
+  return HoldReservation(loader.Finish(), std::move(reservation));
+}
+
+absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::BringWhole(const Segment& paged,
+                                                                     const Proceed& proceed) {
+  const uint64_t bytes = Segment::IndexBytes(paged.shape(), paged.tokens(), paged.unclustered()) +
+                         Segment::PayloadBytes(paged.shape(), paged.tokens());
+  ATTND_ASSIGN_OR_RETURN(Reservation reservation, budget_->Reserve(bytes, "a sealed segment"));
+  attention::SegmentLoader loader(paged.id(), paged.shape(), paged.first_position(), paged.tokens(),
+                                  paged.unclustered());
+  if (!loader.allocated()) return NoMemory();
+  const auto index = paged.index_block();
+  std::memcpy(loader.index_block().data(), index.data(), index.size());
+  ATTND_RETURN_IF_ERROR(
+      ReadAllPages(FilePayloadOf(paged).source()->file(), loader.payload_block().data(), proceed));
+  return HoldReservation(loader.Finish(), std::move(reservation));
+}
+
+absl::Status SegmentFiles::ReadAllPages(const SegmentFile& file, std::byte* to,
+                                        const Proceed& proceed) {
+  ATTND_ASSIGN_OR_RETURN(const QueueLease queue, QueueLease::Take(this));
+  ATTND_RETURN_IF_ERROR(file.ReadAllPages(queue.get(), to, proceed));
+  const SegmentFileHeader& header = file.header();
+  CountRead(header.heads() * header.pages * header.page_bytes);
+  return absl::OkStatus();
+}
+
+}  // namespace attnd::engine
