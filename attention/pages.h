@@ -60,6 +60,8 @@ struct TokenRun {
   TokenRange range;
   // Set, and `pages` null, while the run's pages have not been brought.
   const PagedPayload* payload = nullptr;
+  // [range.size()][quads] which of a quad's four lanes read the token, a bit each; null: all do.
+  const uint8_t* lanes = nullptr;
 };
 
 // TailBlock: kTailBlockTokens consecutive positions for every (layer, KV head); the unit in which a

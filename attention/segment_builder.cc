@@ -34,8 +34,9 @@ void StoreMean(DType dtype, const std::vector<double>& sums, double count, std::
 SegmentBuilder::SegmentBuilder(std::shared_ptr<const SequenceView> view, uint64_t segment_id,
                                uint32_t tokens, uint32_t unclustered)
     : view_(std::move(view)),
-      segment_(std::make_shared<Segment>(segment_id, view_->shape, view_->tail_begin, tokens,
-                                         unclustered)) {}
+      segment_(std::make_shared<Segment>(
+          segment_id, SegmentForm{view_->shape, view_->indexes, tokens, unclustered},
+          view_->tail_begin)) {}
 
 const std::byte* SegmentBuilder::TailRow(uint32_t layer, uint32_t kv_head, uint32_t token,
                                          bool value) const {
@@ -66,9 +67,13 @@ absl::Status SegmentBuilder::TakeHead(uint32_t layer, uint32_t kv_head) {
   return absl::OkStatus();
 }
 
-uint64_t HeadBuilder::ScratchBytes(const ModelShape& shape, uint32_t tokens) {
-  const uint64_t clusters = tokens / kClusterTokens + kClusterTokens;
-  return uint64_t{tokens} * (shape.head_dim * sizeof(float) + 2 * sizeof(uint32_t)) +
+uint64_t HeadBuilder::ScratchBytes(const SegmentForm& form) {
+  const ModelShape& shape = form.shape;
+  const uint64_t bytes =
+      KeyIndexBuilder::ScratchBytes(shape) + uint64_t{form.tokens} * sizeof(uint32_t);
+  if (form.indexes.token_order()) return bytes;
+  const uint64_t clusters = form.tokens / kClusterTokens + kClusterTokens;
+  return bytes + uint64_t{form.tokens} * (shape.head_dim * sizeof(float) + sizeof(uint32_t)) +
          clusters * (shape.head_dim * (sizeof(float) + sizeof(double)) + 4 * sizeof(uint32_t));
 }
 
@@ -79,8 +84,14 @@ void HeadBuilder::Start(SegmentBuilder* segment, uint32_t head) {
   kv_head_ = head % shape.kv_heads;
   tokens_ = segment->segment_->tokens();
   unclustered_ = segment->segment_->unclustered();
-  stage_ = Stage::kLoad;
   next_ = 0;
+  if (!clusters()) {
+    order_.resize(tokens_);
+    std::iota(order_.begin(), order_.end(), 0u);
+    stage_ = Stage::kWrite;
+    return;
+  }
+  stage_ = Stage::kLoad;
   keys_.resize(size_t{tokens_ - unclustered_} * shape.head_dim);
   mean_.assign(shape.head_dim, 0.0);
   centroid_.resize(shape.head_dim);
@@ -123,7 +134,10 @@ void HeadBuilder::RunChunk() {
       return;
     case Stage::kWrite:
       WriteChunk();
-      if (next_ == tokens_) stage_ = Stage::kDone;
+      if (next_ == tokens_) StartDescribing();
+      return;
+    case Stage::kDescribe:
+      if (!key_indexes_.RunChunk()) stage_ = Stage::kDone;
       return;
     case Stage::kDone:
       return;
@@ -179,12 +193,41 @@ void HeadBuilder::OrderTokens() {
 
 void HeadBuilder::WriteChunk() {
   const uint32_t end = std::min(tokens_, next_ + kChunkTokens);
-  const ClusterIndex index = target_->segment_->index(layer_, kv_head_);
+  if (!clusters()) {
+    for (; next_ < end; ++next_) target_->CopyToken(layer_, kv_head_, next_, next_);
+    return;
+  }
+  const ClusterIndex index = target_->segment_->clusters(layer_, kv_head_);
   for (; next_ < end; ++next_) {
     if (next_ >= unclustered_ && next_ == index.starts[cluster_]) BeginCluster();
     WriteToken(next_);
     if (next_ >= unclustered_ && next_ + 1 == index.starts[cluster_ + 1]) EndCluster();
   }
+}
+
+// What is made of the keys in their places.
+void HeadBuilder::StartDescribing() {
+  Segment& segment = *target_->segment_;
+  const ModelShape& shape = segment.shape();
+  const size_t head = size_t{layer_} * shape.kv_heads + kv_head_;
+  KeyIndexBuilder::Head wanted;
+  wanted.form = &segment.form();
+  wanted.layout = &segment.layout();
+  wanted.pages = segment.pages(layer_, kv_head_);
+  wanted.index = segment.IndexHead(layer_, kv_head_);
+  if (const LabelChoice* choice = target_->view_->label_choice.get(); choice != nullptr) {
+    const size_t channels = LabelChannels(shape);
+    if (!choice->channels.empty()) {
+      wanted.label_channels =
+          std::span<const uint16_t>(choice->channels).subspan(head * channels, channels);
+    }
+    if (!choice->query_magnitudes.empty()) {
+      wanted.query_magnitude = std::span<const float>(choice->query_magnitudes)
+                                   .subspan(head * shape.head_dim, shape.head_dim);
+    }
+  }
+  key_indexes_.Start(wanted);
+  stage_ = Stage::kDescribe;
 }
 
 void HeadBuilder::BeginCluster() {

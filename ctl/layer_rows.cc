@@ -29,8 +29,7 @@ absl::StatusOr<LayerRows> LayerRows::Make(const OpenedFile* opened, storage::IoQ
 // memory.
 absl::Status LayerRows::ReadPositions(storage::IoQueue* queue) {
   const SegmentFileHeader& header = opened_->header();
-  attention::SegmentLoader loader(1, opened_->metadata.args.shape, header.first_position,
-                                  header.tokens, header.unclustered);
+  attention::SegmentLoader loader(1, opened_->form(), header.first_position);
   if (!loader.allocated()) {
     return absl::ResourceExhaustedError("the system refused memory for a segment's index");
   }

@@ -20,6 +20,7 @@ using attention::PageGeometry;
 using storage::SegmentFileHeader;
 using storage::SegmentKind;
 
+constexpr uint32_t kIndexesGiven = 1;  // in Model.indexes: no kind has this bit
 constexpr uint64_t kPositionsMax = uint64_t{1} << 40;
 
 absl::Status Damaged(absl::string_view what) {
@@ -39,6 +40,7 @@ archive::Model EncodeModel(const OpenArgs& args) {
   model.set_shard_kind(static_cast<uint32_t>(args.shard.kind));
   model.set_shard_index(args.shard.index);
   model.set_shard_count(args.shard.count);
+  if (args.indexes.has_value()) model.set_indexes(args.indexes->bits() | kIndexesGiven);
   return model;
 }
 
@@ -63,6 +65,11 @@ absl::StatusOr<OpenArgs> DecodeModel(const archive::Model& model) {
                 model.shard_count()};
   if (const absl::Status shape = args.shape.Validate(); !shape.ok()) {
     return Damaged(shape.message());
+  }
+  args.indexes = model.indexes() == 0 ? attention::kClusterIndexes
+                                      : attention::IndexSet::FromBits(model.indexes() ^ kIndexesGiven);
+  if (!args.indexes.has_value() || !args.indexes->Validate().ok()) {
+    return Damaged("unknown indexes");
   }
   return args;
 }

@@ -43,6 +43,9 @@ std::string OwnerOf(absl::string_view tenant, const OpenArgs& args) {
   fields.Add(static_cast<uint32_t>(args.shard.kind));
   fields.Add(args.shard.index);
   fields.Add(args.shard.count);
+  // Nothing for clusters alone, as all were before there was anything else.
+  const attention::IndexSet indexes = args.indexes.value_or(attention::kClusterIndexes);
+  if (indexes != attention::kClusterIndexes) fields.Add(indexes.bits());
   return fields.Take();
 }
 

@@ -91,6 +91,8 @@ absl::Status DecodeBatch::CheckRow(size_t number, const attention::Backend& back
           "; allowed are at most the sequence's, ", own.sink, " and ", own.window));
     }
     ATTND_RETURN_IF_ERROR(backend.Supports(*row.policy));
+    ATTND_RETURN_IF_ERROR(row.policy->CheckShape(shape));
+    ATTND_RETURN_IF_ERROR(row.policy->CheckIndexes(sequence.indexes()));
   }
   // All rows of a reply share one tensor; without new tokens the first row accepted says what it is
   // like.

@@ -251,6 +251,7 @@ class EngineImpl : public Engine {
       const OpenArgs& before = sealed.tail.metadata.args;
       OpenArgs wanted = args;
       if (!wanted.policy.has_value()) wanted.policy = before.policy;
+      if (!wanted.indexes.has_value()) wanted.indexes = before.indexes;
       ATTND_RETURN_IF_ERROR(CheckResumes(wanted, before));
       return WithRoom(cancelled, [&]() -> absl::StatusOr<OpenResult> {
         ATTND_ASSIGN_OR_RETURN(auto sequence, MakeNew(tenant, wanted));
@@ -317,6 +318,7 @@ class EngineImpl : public Engine {
 
  private:
   static constexpr uint32_t kShardsMax = 4096;
+  static constexpr attention::IndexSet kClusters = attention::kClusterIndexes;
 
   // Refuses or appends each row; adds to `grown` the sequences that have newly committed tokens.
   void PrepareRows(absl::string_view tenant, WriterId writer, const DecodeArgs& args,
@@ -472,6 +474,11 @@ class EngineImpl : public Engine {
       return absl::FailedPreconditionError(
           "model is not the one that the sealed sequence was made with");
     }
+    if (wanted.indexes != sealed.indexes) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          "indexes are ", wanted.indexes->ToString(), "; the sealed sequence has ",
+          sealed.indexes->ToString()));
+    }
     const attention::Policy& policy = wanted.policy.value();
     if (policy.sink == sealed.policy->sink && policy.window <= sealed.policy->window) {
       return absl::OkStatus();
@@ -530,6 +537,15 @@ class EngineImpl : public Engine {
     OpenArgs complete = args;
     if (!complete.policy.has_value()) complete.policy = options_.default_policy;
     ATTND_RETURN_IF_ERROR(backend_->Supports(*complete.policy));
+    if (!complete.indexes.has_value()) {
+      const attention::IndexSet needed = complete.policy->Indexes();
+      const bool any_order = needed.empty() && complete.policy->CheckIndexes(kClusters).ok();
+      complete.indexes = any_order ? kClusters : needed;
+    }
+    ATTND_RETURN_IF_ERROR(complete.indexes->Validate());
+    ATTND_RETURN_IF_ERROR(backend_->Supports(*complete.indexes));
+    ATTND_RETURN_IF_ERROR(complete.policy->CheckIndexes(*complete.indexes));
+    ATTND_RETURN_IF_ERROR(complete.policy->CheckShape(complete.shape));
     return Make(tenant, std::move(complete));
   }
 

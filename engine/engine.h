@@ -105,11 +105,14 @@ struct OpenArgs {
   ModelShape shape;  // validated by Open
   Shard shard;       // kept for listings
   std::optional<attention::Policy> policy;
+  // What is built of segments, and so their order. Absent: what the policy needs, clusters if it
+  // needs none.
+  std::optional<attention::IndexSet> indexes;
 };
 
 struct SequenceInfo {
   uint64_t id = 0;
-  OpenArgs args;  // policy is always present
+  OpenArgs args;  // policy and indexes are always present
   uint64_t committed_tokens = 0;
   uint64_t segmented_tokens = 0;
   uint32_t segments = 0;

@@ -62,6 +62,15 @@ struct NewRows {
   const uint32_t kv_heads;
 };
 
+// For those who may choose blocks by what the step before them chose.
+std::shared_ptr<attention::BlockRecall> MakeRecall(const OpenArgs& args) {
+  const bool two_levels = args.indexes.has_value() &&
+                          args.indexes->HasAll({attention::IndexKind::kBlocks64,
+                                                attention::IndexKind::kLabels});
+  if (!two_levels) return nullptr;
+  return std::make_shared<attention::BlockRecall>(args.shape.layers, args.shape.kv_heads);
+}
+
 float Greatest(std::span<const float> values) {
   float greatest = 0;
   for (const float value : values) greatest = std::max(greatest, value);
@@ -121,6 +130,7 @@ Sequence::Sequence(uint64_t id, std::string tenant, OpenArgs args, uint64_t max_
       args_(std::move(args)),
       max_tokens_(max_tokens),
       budget_(budget),
+      recall_(MakeRecall(args_)),
       layer_tokens_(args_.shape.layers, 0),
       key_bounds_(args_.shape.layers, 0),
       token_ids_(budget) {}
@@ -357,6 +367,8 @@ std::shared_ptr<const SequenceView> Sequence::View() {
   if (view_ == nullptr) {
     auto view = std::make_shared<SequenceView>();
     view->shape = args_.shape;
+    view->indexes = indexes();
+    view->recall = recall_;
     view->segments = segments_;
     view->tail = tail_.blocks;
     view->tail_begin = tail_.begin;

@@ -96,9 +96,10 @@ class Sequence {
   const std::string& tenant() const { return tenant_; }
   const OpenArgs& args() const { return args_; }
   const ModelShape& shape() const { return args_.shape; }
-  const attention::Policy& policy() const {
-    return *args_.policy;  // NOLINT(bugprone-unchecked-optional-access): Engine::Open sets it
-  }
+  // NOLINTBEGIN(bugprone-unchecked-optional-access): Engine::Open sets them
+  const attention::Policy& policy() const { return *args_.policy; }
+  const attention::IndexSet& indexes() const { return *args_.indexes; }
+  // NOLINTEND(bugprone-unchecked-optional-access)
 
   // Appends, or recognises a repeat, and gives how many tokens are new; errors as Engine::Append
   // says, state unchanged then.
@@ -247,10 +248,11 @@ class Sequence {
   // Constant.
   const uint64_t id_;
   const std::string tenant_;
-  const OpenArgs args_;  // with a policy
+  const OpenArgs args_;  // with a policy and indexes
   const uint64_t max_tokens_;
   MemoryBudget* const budget_;
   Reservation object_;  // set by Create
+  const std::shared_ptr<attention::BlockRecall> recall_;  // null without blocks of 64 and labels
 
   std::atomic<bool> closed_{false};
   std::atomic<std::chrono::steady_clock::rep> last_used_{0};

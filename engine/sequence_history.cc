@@ -79,6 +79,7 @@ absl::StatusOr<uint64_t> Sequence::Truncate(uint64_t length) {
   SumUpKeyBounds();
   std::fill(layer_tokens_.begin(), layer_tokens_.end(), length);
   newest_step_ = std::min(newest_step_, length);
+  if (recall_ != nullptr) recall_->Truncate(length);
   build_from_ = build_delay_ = 0;
   token_ids_.Truncate(length);
   view_.reset();
@@ -101,6 +102,7 @@ absl::Status Sequence::ForkInto(std::optional<uint64_t> wanted, Sequence* child)
   child->SumUpKeyBounds();
   std::fill(child->layer_tokens_.begin(), child->layer_tokens_.end(), length);
   child->token_ids_ = std::move(token_ids);
+  if (recall_ != nullptr) child->recall_->CopyFrom(*recall_, length);
   return absl::OkStatus();
 }
 
@@ -164,7 +166,8 @@ RestoredSegments Sequence::PrefixFor(const Sequence& fresh, std::span<const uint
   RestoredSegments prefix;
   const bool may_share = !args_.fingerprint.empty() && tenant_ == fresh.tenant() &&
                          args_.fingerprint == fresh.args().fingerprint &&
-                         args_.shape == fresh.shape() && args_.shard == fresh.args().shard;
+                         args_.shape == fresh.shape() && args_.shard == fresh.args().shard &&
+                         indexes() == fresh.indexes();
   if (!may_share) return prefix;
   MutexLock lock(mutex_);
   if (tail_.begin <= known.tokens()) return prefix;  // where the last segment ends

@@ -71,7 +71,7 @@ void ExpectPayload(const Segment& segment, uint32_t layer, uint32_t kv_head, con
     ASSERT_EQ(std::memcmp(pages + geometry.KeyOffset(slot), key.data(), key.size()), 0);
     ASSERT_EQ(std::memcmp(pages + geometry.ValueOffset(slot), value.data(), value.size()), 0);
   }
-  const ClusterIndex index = segment.index(layer, kv_head);
+  const ClusterIndex index = segment.clusters(layer, kv_head);
   ASSERT_GE(index.clusters, 1u);
   ASSERT_LE(index.clusters, (segment.clustered() + kClusterTokens - 1) / kClusterTokens);
   ASSERT_EQ(index.starts[0], segment.unclustered());
@@ -85,7 +85,7 @@ void ExpectPayload(const Segment& segment, uint32_t layer, uint32_t kv_head, con
 
 // The cluster of each clustered token, in position order.
 std::vector<size_t> AssignmentOf(const Segment& segment, uint32_t layer, uint32_t kv_head) {
-  const ClusterIndex index = segment.index(layer, kv_head);
+  const ClusterIndex index = segment.clusters(layer, kv_head);
   const std::span<const uint16_t> positions = segment.positions(layer, kv_head);
   std::vector<size_t> assignment(segment.clustered());
   for (uint32_t i = 0; i < index.clusters; ++i) {
@@ -128,7 +128,7 @@ void ExpectIndex(const Segment& segment, uint32_t layer, uint32_t kv_head, const
   const size_t first = segment.first_position() + segment.unclustered();
   const auto keys = Rows(data.keys, shape.head_dim, first, segment.clustered());
   const auto values = Rows(data.values, shape.value_dim, first, segment.clustered());
-  const ClusterIndex index = segment.index(layer, kv_head);
+  const ClusterIndex index = segment.clusters(layer, kv_head);
   const oracle::SegmentIndex expected = oracle::SummariseAssignment(
       keys, values, AssignmentOf(segment, layer, kv_head), index.clusters);
   const std::vector<oracle::Cluster> stored = StoredClusters(segment, layer, kv_head);
@@ -171,8 +171,9 @@ TEST_P(SegmentBuilderTest, PayloadAndIndex) {
   EXPECT_EQ(segment->id(), 42u);
   EXPECT_EQ(segment->first_position(), c.begin);
   EXPECT_EQ(segment->end_position(), c.begin + c.tokens);
-  EXPECT_EQ(segment->bytes(), Segment::IndexBytes(shape, c.tokens, c.unclustered) +
-                                  Segment::PayloadBytes(shape, c.tokens));
+  const SegmentForm form = {shape, kClusterIndexes, c.tokens, c.unclustered};
+  EXPECT_EQ(segment->form(), form);
+  EXPECT_EQ(segment->bytes(), Segment::IndexBytes(form) + Segment::PayloadBytes(form));
   for (uint32_t h = 0; h < heads.size(); ++h) {
     SCOPED_TRACE(testing::Message() << "layer " << h / 2 << ", KV head " << h % 2);
     ExpectPayload(*segment, h / 2, h % 2, heads[h]);
@@ -229,7 +230,7 @@ TEST_F(OneHead, IdenticalKeysMakeOneCluster) {
       data_.values = Rounded(dtype, random.Normals(tokens * 16));
       const auto segment = Build(tokens);
       ExpectRight(*segment);
-      const ClusterIndex index = segment->index(0, 0);
+      const ClusterIndex index = segment->clusters(0, 0);
       EXPECT_EQ(index.clusters, 1u);  // ties go to the first, and the empty ones are dropped
       EXPECT_EQ(std::memcmp(index.centroids, Stored(dtype, key).data(), 32 * DTypeBytes(dtype)), 0);
       EXPECT_EQ(index.variance_unit[0], 0.0f);
@@ -265,7 +266,7 @@ TEST_F(OneHead, TwoKindsOfKeysGiveTwoPureClusters) {
   data_.values = random.Normals(600 * 16);
   const auto segment = Build(600);
   ExpectRight(*segment);
-  const ClusterIndex index = segment->index(0, 0);
+  const ClusterIndex index = segment->clusters(0, 0);
   EXPECT_EQ(index.clusters, 2u);
   for (const uint32_t i : {0u, 1u}) EXPECT_EQ(index.variance_unit[i], 0.0f);
 }
@@ -347,7 +348,7 @@ std::vector<std::byte> AllBytes(const Segment& segment) {
   };
   for (uint32_t layer = 0; layer < shape.layers; ++layer) {
     for (uint32_t head = 0; head < shape.kv_heads; ++head) {
-      const ClusterIndex index = segment.index(layer, head);
+      const ClusterIndex index = segment.clusters(layer, head);
       const size_t n = index.clusters;
       append(index.centroids, n * shape.head_dim * DTypeBytes(shape.dtype));
       append(index.mean_values, n * shape.value_dim * DTypeBytes(shape.dtype));

@@ -285,7 +285,7 @@ std::vector<oracle::Cluster> StoredClusters(const Segment& segment, uint32_t lay
                                             uint32_t kv_head) {
   const ModelShape& shape = segment.shape();
   const PageGeometry geometry(shape);
-  const ClusterIndex index = segment.index(layer, kv_head);
+  const ClusterIndex index = segment.clusters(layer, kv_head);
   const std::byte* pages = segment.pages(layer, kv_head);
   const size_t half = shape.head_dim / 2;
   std::vector<oracle::Cluster> clusters;

@@ -72,7 +72,10 @@ SegmentFileHeader SampleFile::Header() const {
   const uint64_t end = header.first_position + header.tokens;
   header.pages = static_cast<uint32_t>(tail ? engine::TailPages(header.first_position, end)
                                             : attention::PageGeometry::PagesFor(header.tokens));
-  if (!tail) header.index_head_bytes = attention::IndexLayout(Shape(), header.tokens, 0).head_bytes;
+  if (!tail) {
+    header.index_head_bytes =
+        attention::IndexLayout({Shape(), attention::kClusterIndexes, header.tokens, 0}).head_bytes;
+  }
   engine::FileMetadata metadata;
   metadata.tenant = tenant;
   metadata.args.fingerprint = "model";
