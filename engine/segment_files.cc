@@ -246,8 +246,10 @@ absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::ReadPaged(Opened opene
 absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::PageOut(const Segment& whole,
                                                                   Opened opened, bool catalogued) {
   const auto index = whole.index_block();
-  Reservation reservation =
-      budget_->ReserveBeyond(index.size() + PagedSegments::BooksBytes(opened.header()));
+  const uint64_t bytes = index.size() + PagedSegments::BooksBytes(opened.header());
+  // Within the budget, if pages that nobody reads can make room; in any case, as it frees more.
+  absl::StatusOr<Reservation> free = budget_->Reserve(bytes, "a segment's index");
+  Reservation reservation = free.ok() ? *std::move(free) : budget_->ReserveBeyond(bytes);
   ATTND_ASSIGN_OR_RETURN(
       auto payload, paged_->Add(std::move(opened.file), live_->Use(opened.number, catalogued)));
   attention::SegmentLoader loader(whole.id(), whole.form(), whole.first_position(), payload);

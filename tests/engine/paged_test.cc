@@ -347,7 +347,9 @@ TEST_F(PagedTest, ASequenceOutgrowsTheBudget) {
     resident_max = std::max(resident_max, engine_->usage().resident_bytes);
   }
   FinishPrefill(&sequence);
-  EXPECT_LE(resident_max, 6 * kMiB);
+  // While a segment moves to disk its index is there twice, beyond the budget if need be.
+  const uint64_t moving = attention::Segment::IndexBytes(shape_, 512, 0) + 8192;
+  EXPECT_LE(resident_max, 6 * kMiB + moving);
   EXPECT_GT(engine_->archive_stats().paged_out_segments, 20u);
   EXPECT_TRUE(MatchesModel(&sequence, &random_));
   Generate(&sequence, 20, &random_);
