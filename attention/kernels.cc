@@ -377,9 +377,9 @@ class TokenCursor {
       for (size_t i = 0; i < tokens; ++i) {
         block->keys.rows[count + i] = key + i * geometry_.key_row_bytes;
         block->values.rows[count + i] = value + i * geometry_.value_row_bytes;
-        block->lanes[count + i] =
-            run_->lanes == nullptr ? nullptr
-                                   : run_->lanes + (token_ - run_->range.begin + i) * quads_;
+        block->lanes[count + i] = run_->lanes == nullptr
+                                      ? nullptr
+                                      : run_->lanes + (token_ - run_->range.begin + i) * quads_;
       }
       count += tokens;
       token_ += static_cast<uint32_t>(tokens);

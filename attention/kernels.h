@@ -122,9 +122,9 @@ void DotCodes(const uint8_t* codes, const float* scale, const float* least, size
               const CodeQueries& queries, float* out);
 
 // Attends `quads` quads to the runs' tokens, in their order, and folds them into their states. q
-// and states: [quads]; lanes that do not read a token see nothing of it. The grouping of sums depends on the tokens' number in the order alone.
-// The tokens pass in blocks of kRowBlock from the first one on: runs that end where a block does
-// may be passed in two calls, with the same bits.
+// and states: [quads]; lanes that do not read a token see nothing of it. The grouping of sums
+// depends on the tokens' number in the order alone. The tokens pass in blocks of kRowBlock from the
+// first one on: runs that end where a block does may be passed in two calls, with the same bits.
 void AttendRuns(const PageGeometry& geometry, std::span<const TokenRun> runs, const Queries* q,
                 size_t quads, QuadState* states);
 

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "attention/segment.h"
+
 namespace attnd::attention {
 
 std::vector<uint16_t> ChooseLabelChannels(std::span<const float> key_magnitude,
@@ -19,6 +21,19 @@ std::vector<uint16_t> ChooseLabelChannels(std::span<const float> key_magnitude,
   channels.resize(std::min(count, channels.size()));
   std::sort(channels.begin(), channels.end());
   return channels;
+}
+
+std::shared_ptr<const LabelChoice> LabelChoiceOf(const Segment& segment) {
+  auto choice = std::make_shared<LabelChoice>();
+  const ModelShape& shape = segment.shape();
+  for (uint32_t layer = 0; layer < shape.layers; ++layer) {
+    for (uint32_t head = 0; head < shape.kv_heads; ++head) {
+      const KeyCodeIndex labels = segment.labels(layer, head);
+      choice->channels.insert(choice->channels.end(), labels.channel,
+                              labels.channel + labels.channels);
+    }
+  }
+  return choice;
 }
 
 }  // namespace attnd::attention

@@ -50,8 +50,8 @@ struct UnitQuery {
   }
 };
 
-// Life: construct, Score(every item) from any threads, Select once, Outcome for each lane. Memory is
-// an arena's: each kind says by its ArenaBytes how much at most, with what cutting its runs into
+// Life: construct, Score(every item) from any threads, Select once, Outcome for each lane. Memory
+// is an arena's: each kind says by its ArenaBytes how much at most, with what cutting its runs into
 // pieces takes.
 class MiddleUnit {
  public:

@@ -86,7 +86,7 @@ Parameter BudgetOf() {
               double percent = 0;
               if (!ParseDouble(std::string(number), &percent)) return false;
               if (percent <= 0 || percent > 100) return false;
-              budget = {0, percent / 100};
+              budget = {0, percent};
             } else if (!absl::SimpleAtoi(number, &budget.tokens) || budget.tokens == 0 ||
                        budget.tokens > kBudgetTokensMax) {
               return false;
@@ -95,8 +95,8 @@ Parameter BudgetOf() {
             return true;
           },
           [](const Policy& policy) {
-            if (policy.budget.share == 0) return absl::StrCat(policy.budget.tokens);
-            return absl::StrCat(FormatDouble(policy.budget.share * 100), "%");
+            if (!policy.budget.is_share()) return absl::StrCat(policy.budget.tokens);
+            return absl::StrCat(FormatDouble(policy.budget.percent), "%");
           }};
 }
 
@@ -281,7 +281,7 @@ std::vector<Policy> PresetPolicies() {
   Policy twilight;
   twilight.preset = "twilight";
   twilight.selector = Selector::kBlocks;
-  twilight.budget = {0, 0.25};
+  twilight.budget = {0, 25};
   twilight.pruner = Pruner::kTopP;
 
   Policy asynctls;
@@ -342,9 +342,14 @@ IndexSet Policy::Indexes() const {
   return indexes;
 }
 
+bool Policy::AllowsClusterOrder() const {
+  return selector != Selector::kBlocks && selector != Selector::kBlocksLabels &&
+         selector != Selector::kKeepSet;
+}
+
 absl::Status Policy::CheckIndexes(const IndexSet& indexes) const {
   const IndexSet needed = Indexes();
-  const bool order = selector != Selector::kKeepSet || indexes.token_order();
+  const bool order = AllowsClusterOrder() || indexes.token_order();
   if (order && indexes.HasAll(needed)) return absl::OkStatus();
   return absl::FailedPreconditionError(absl::StrCat(
       "policy.preset ", preset, " needs a sequence in ",

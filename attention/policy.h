@@ -44,10 +44,13 @@ enum class Cut : uint8_t {
                  // (error-target)
 };
 
-// How much of the middle: tokens, or a share of them if that is above 0; rounded up, at least one.
+// How much of the middle: tokens, or percent of them if that is above 0; rounded up, at least one.
 struct Budget {
   uint32_t tokens = 1024;
-  double share = 0;
+  double percent = 0;
+
+  bool is_share() const { return percent > 0; }
+  double share() const { return percent / 100; }
   bool operator==(const Budget&) const = default;
 };
 inline constexpr uint32_t kBudgetTokensMax = 1u << 30;
@@ -121,13 +124,16 @@ struct Policy {
     return layer < dense_layers || (selector == Selector::kAll && pruner == Pruner::kNone);
   }
 
-  // What it needs of a sequence's segments.
+  // What it needs of a sequence's segments; whether they may be in cluster order.
   IndexSet Indexes() const;
+  bool AllowsClusterOrder() const;
   // FailedPrecondition, naming what the sequence must be opened with, if these are not enough;
   // kept-sets apart, which are no index.
   absl::Status CheckIndexes(const IndexSet& indexes) const;
   // InvalidArgument, naming the parameter, if the model contradicts it.
   absl::Status CheckShape(const ModelShape& shape) const;
+
+  bool operator==(const Policy&) const = default;
 
   // All parameters of the preset as text, the form that ParsePolicy accepts.
   std::map<std::string, std::string> Parameters() const;

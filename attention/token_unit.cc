@@ -31,7 +31,7 @@ size_t TokenUnit::CountBlocks(const SequenceView& view, const Policy& policy) {
 }
 
 size_t TokenUnit::CountOf(const Budget& budget, size_t of) {
-  return budget.share > 0 ? ShareOf(budget.share, of) : std::min<size_t>(budget.tokens, of);
+  return budget.is_share() ? ShareOf(budget.share(), of) : std::min<size_t>(budget.tokens, of);
 }
 
 TokenUnit::Sizes::Sizes(const SequenceView& view, const Policy& policy)
@@ -64,12 +64,12 @@ TokenUnit::Sizes::Sizes(const SequenceView& view, const Policy& policy)
 
 size_t TokenUnit::Sizes::ArenaBytes(const ModelShape& shape) const {
   const size_t searches =
-      block_searches * (blocks * (sizeof(float) + sizeof(Fate)) +
-                        2 * (kernels::QueriesFloats(shape.head_dim) + kQuad * shape.head_dim) *
-                            sizeof(float) +
-                        kRounding);
-  const size_t tokens = candidates * (quads * (kQuad * sizeof(float) + 1) + sizeof(float) +
-                                      sizeof(Fate));
+      block_searches *
+      (blocks * (sizeof(float) + sizeof(Fate)) +
+       2 * (kernels::QueriesFloats(shape.head_dim) + kQuad * shape.head_dim) * sizeof(float) +
+       kRounding);
+  const size_t tokens =
+      candidates * (quads * (kQuad * sizeof(float) + 1) + sizeof(float) + sizeof(Fate));
   // Runs once more where they are cut into pieces.
   return searches + tokens + ranges * (2 * sizeof(Range) + 3 * sizeof(TokenRun)) +
          quads * kQuad * (sizeof(float) + sizeof(double)) + kRounding;
@@ -149,7 +149,7 @@ void TokenUnit::ScoreBlocks(size_t number, BlockSearch* search) const {
 void TokenUnit::ChooseBlocks(OrderScratch* order, BlockSearch* search) const {
   const size_t count = [&]() -> size_t {
     if (two_levels()) return std::min<size_t>(policy_.blocks, sizes_.blocks);
-    if (policy_.budget.share > 0) return ShareOf(policy_.budget.share, sizes_.blocks);
+    if (policy_.budget.is_share()) return ShareOf(policy_.budget.share(), sizes_.blocks);
     const size_t wanted = (policy_.budget.tokens - 1) / policy_.block_tokens + 1;
     return std::min(wanted, sizes_.blocks);
   }();
@@ -439,9 +439,8 @@ void TokenUnit::ListRuns() {
     if (used > 0) {
       TokenRun& last = run_memory_[used - 1];
       const bool same = last.payload == payload && last.pages == pages;
-      const bool follows = last.lanes == nullptr
-                               ? lanes == nullptr
-                               : lanes == last.lanes + last.range.size() * quads;
+      const bool follows = last.lanes == nullptr ? lanes == nullptr
+                                                 : lanes == last.lanes + last.range.size() * quads;
       if (same && follows && last.range.end == token) {
         ++last.range.end;
         return;
@@ -489,10 +488,12 @@ void TokenUnit::ExportPlan(Plan* plan) const {
         const bool masked = pruned() && range.candidate != kAlwaysRead;
         const size_t at = (range.candidate + i) * sizes_.quads + list / kQuad;
         if (masked && (lanes_[at] >> list % kQuad & 1) == 0) continue;
-        plan->positions[list].push_back(segment(range.segment).first_position() +
-                                        range.tokens.begin + i);
+        const Segment& owner = segment(range.segment);
+        const auto places = owner.positions(query_.layer, query_.kv_head);
+        plan->positions[list].push_back(owner.first_position() + places[range.tokens.begin + i]);
       }
     }
+    std::sort(plan->positions[list].begin(), plan->positions[list].end());
   }
 }
 

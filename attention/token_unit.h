@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// TokenUnit: the work of policies that choose tokens of segments in token order and drop the others:
-// Quest, Double Sparsity, AsyncTLS, keep-sets, and Twilight's pruner over any of them
+// TokenUnit: the work of policies that choose tokens of segments in token order and drop the
+// others: Quest, Double Sparsity, AsyncTLS, keep-sets, and Twilight's pruner over any of them
 // (docs/POLICIES.md).
 //
 // Candidates come from a selector (blocks, labels, both, a keep-set, or all tokens), as ranges of a

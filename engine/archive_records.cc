@@ -66,8 +66,9 @@ absl::StatusOr<OpenArgs> DecodeModel(const archive::Model& model) {
   if (const absl::Status shape = args.shape.Validate(); !shape.ok()) {
     return Damaged(shape.message());
   }
-  args.indexes = model.indexes() == 0 ? attention::kClusterIndexes
-                                      : attention::IndexSet::FromBits(model.indexes() ^ kIndexesGiven);
+  args.indexes = model.indexes() == 0
+                     ? attention::kClusterIndexes
+                     : attention::IndexSet::FromBits(model.indexes() ^ kIndexesGiven);
   if (!args.indexes.has_value() || !args.indexes->Validate().ok()) {
     return Damaged("unknown indexes");
   }

@@ -475,9 +475,9 @@ class EngineImpl : public Engine {
           "model is not the one that the sealed sequence was made with");
     }
     if (wanted.indexes != sealed.indexes) {
-      return absl::FailedPreconditionError(absl::StrCat(
-          "indexes are ", wanted.indexes->ToString(), "; the sealed sequence has ",
-          sealed.indexes->ToString()));
+      return absl::FailedPreconditionError(absl::StrCat("indexes are ", wanted.indexes->ToString(),
+                                                        "; the sealed sequence has ",
+                                                        sealed.indexes->ToString()));
     }
     const attention::Policy& policy = wanted.policy.value();
     if (policy.sink == sealed.policy->sink && policy.window <= sealed.policy->window) {

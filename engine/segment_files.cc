@@ -225,10 +225,9 @@ absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::ReadPaged(Opened opene
   const attention::SegmentForm form = opened.form();
   const uint64_t first_position = opened.header().first_position;
   const uint64_t bytes = Segment::IndexBytes(form);
-  ATTND_ASSIGN_OR_RETURN(
-      Reservation reservation,
-      budget_->Reserve(bytes + PagedSegments::BooksBytes(opened.header()),
-                       "a sealed segment's index"));
+  ATTND_ASSIGN_OR_RETURN(Reservation reservation,
+                         budget_->Reserve(bytes + PagedSegments::BooksBytes(opened.header()),
+                                          "a sealed segment's index"));
   const SegmentFile* const file = opened.file.get();
   ATTND_ASSIGN_OR_RETURN(
       auto payload, paged_->Add(std::move(opened.file), live_->Use(opened.number, catalogued)));

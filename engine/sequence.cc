@@ -64,9 +64,9 @@ struct NewRows {
 
 // For those who may choose blocks by what the step before them chose.
 std::shared_ptr<attention::BlockRecall> MakeRecall(const OpenArgs& args) {
-  const bool two_levels = args.indexes.has_value() &&
-                          args.indexes->HasAll({attention::IndexKind::kBlocks64,
-                                                attention::IndexKind::kLabels});
+  const bool two_levels =
+      args.indexes.has_value() &&
+      args.indexes->HasAll({attention::IndexKind::kBlocks64, attention::IndexKind::kLabels});
   if (!two_levels) return nullptr;
   return std::make_shared<attention::BlockRecall>(args.shape.layers, args.shape.kv_heads);
 }
@@ -369,6 +369,11 @@ std::shared_ptr<const SequenceView> Sequence::View() {
     view->shape = args_.shape;
     view->indexes = indexes();
     view->recall = recall_;
+    const bool labels = indexes().Has(attention::IndexKind::kLabels);
+    if (labels && label_choice_ == nullptr && !segments_.empty()) {
+      label_choice_ = attention::LabelChoiceOf(*segments_.front());
+    }
+    view->label_choice = label_choice_;
     view->segments = segments_;
     view->tail = tail_.blocks;
     view->tail_begin = tail_.begin;

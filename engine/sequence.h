@@ -251,7 +251,7 @@ class Sequence {
   const OpenArgs args_;  // with a policy and indexes
   const uint64_t max_tokens_;
   MemoryBudget* const budget_;
-  Reservation object_;  // set by Create
+  Reservation object_;                                    // set by Create
   const std::shared_ptr<attention::BlockRecall> recall_;  // null without blocks of 64 and labels
 
   std::atomic<bool> closed_{false};
@@ -277,6 +277,8 @@ class Sequence {
   TokenIds token_ids_ ABSL_GUARDED_BY(mutex_);
   Reservation books_ ABSL_GUARDED_BY(mutex_);  // for the lists of segments and blocks
   std::optional<WriterId> writer_ ABSL_GUARDED_BY(mutex_);
+  // Of the first segment that it had, for those to come; null before, and without labels.
+  std::shared_ptr<const attention::LabelChoice> label_choice_ ABSL_GUARDED_BY(mutex_);
   // Made when asked for, dropped when segments or blocks change.
   std::shared_ptr<const attention::SequenceView> view_ ABSL_GUARDED_BY(mutex_);
 };

@@ -66,22 +66,41 @@ absl::StatusOr<engine::Shard> ShardFromProto(const v1::Shard& proto) {
   return shard;
 }
 
-absl::Status CheckLayoutAndIndexes(const v1::OpenSequenceRequest& request) {
-  const auto layout = request.layout();
-  if (layout == v1::OpenSequenceRequest::LAYOUT_TOKEN_ORDER) {
-    return absl::UnimplementedError("layout: token order is not supported");
-  }
+// Absent: left to the policy.
+absl::StatusOr<std::optional<attention::IndexSet>> IndexesFromProto(
+    const v1::OpenSequenceRequest& request) {
+  using Request = v1::OpenSequenceRequest;
   ATTND_RETURN_IF_ERROR(
-      CheckEnum("layout", layout, v1::OpenSequenceRequest::Layout_IsValid(layout)));
+      CheckEnum("layout", request.layout(), Request::Layout_IsValid(request.layout())));
   if (request.indexes_size() > kIndexesMax) {
     return Invalid("indexes", " has ", request.indexes_size(), " entries; allowed are 0..",
                    kIndexesMax);
   }
+  attention::IndexSet indexes;
   for (const int index : request.indexes()) {
-    ATTND_RETURN_IF_ERROR(
-        CheckEnum("indexes", index, v1::OpenSequenceRequest::Index_IsValid(index)));
+    const bool known = Request::Index_IsValid(index) && index != Request::INDEX_UNSPECIFIED;
+    ATTND_RETURN_IF_ERROR(CheckEnum("indexes", index, known));
+    indexes.Add(static_cast<attention::IndexKind>(index));
   }
-  return absl::OkStatus();
+  const bool clusters = indexes.Has(attention::IndexKind::kClusters);
+  if (request.layout() == Request::LAYOUT_TOKEN_ORDER) {
+    if (!clusters) return indexes;
+    return Invalid("layout", " is token order with INDEX_CLUSTERS; allowed is cluster order");
+  }
+  if (request.layout() == Request::LAYOUT_CLUSTER_ORDER) {
+    if (request.indexes().empty()) return attention::kClusterIndexes;
+    if (clusters) return indexes;
+    return Invalid("layout", " is cluster order without INDEX_CLUSTERS in indexes; allowed is ",
+                   "token order");
+  }
+  if (request.indexes().empty()) return std::nullopt;
+  return indexes;
+}
+
+void IndexesToProto(const attention::IndexSet& indexes, google::protobuf::RepeatedField<int>* out) {
+  for (const attention::IndexKind kind : attention::kIndexKinds) {
+    if (indexes.Has(kind)) out->Add(static_cast<v1::OpenSequenceRequest::Index>(kind));
+  }
 }
 
 // True if nothing was said: neither a preset nor a parameter.
@@ -295,7 +314,7 @@ absl::StatusOr<engine::OpenArgs> FromProto(const v1::OpenSequenceRequest& reques
   args.fingerprint = model.fingerprint();
   ATTND_ASSIGN_OR_RETURN(args.shape, ShapeFromProto(model.shape()));
   ATTND_ASSIGN_OR_RETURN(args.shard, ShardFromProto(model.shard()));
-  ATTND_RETURN_IF_ERROR(CheckLayoutAndIndexes(request));
+  ATTND_ASSIGN_OR_RETURN(args.indexes, IndexesFromProto(request));
   if (static_cast<uint64_t>(request.token_ids_size()) > max_sequence_tokens) {
     return Invalid("token_ids", " has ", request.token_ids_size(), " entries; allowed are 0..",
                    max_sequence_tokens);
@@ -395,6 +414,24 @@ void ToProto(const engine::SequenceInfo& info, v1::SequenceInfo* out) {
   out->set_segments(info.segments);
   out->set_resident_bytes(info.resident_bytes);
   out->mutable_layer_tokens()->Add(info.layer_tokens.begin(), info.layer_tokens.end());
+  if (!info.args.indexes.has_value()) return;
+  IndexesToProto(*info.args.indexes, out->mutable_indexes());
+  out->set_layout(info.args.indexes->token_order() ? v1::OpenSequenceRequest::LAYOUT_TOKEN_ORDER
+                                                   : v1::OpenSequenceRequest::LAYOUT_CLUSTER_ORDER);
+}
+
+void ToProto(const attention::Policy& policy, v1::PresetInfo* out) {
+  ToProto(policy, out->mutable_policy());
+  for (const attention::ParameterInfo& parameter : attention::ParametersWithRanges(policy)) {
+    (*out->mutable_allowed())[parameter.name] = parameter.allowed;
+  }
+  const attention::IndexSet indexes = policy.Indexes();
+  IndexesToProto(indexes, out->mutable_indexes());
+  if (indexes.Has(attention::IndexKind::kClusters)) {
+    out->set_layout(v1::OpenSequenceRequest::LAYOUT_CLUSTER_ORDER);
+  } else if (!policy.AllowsClusterOrder()) {
+    out->set_layout(v1::OpenSequenceRequest::LAYOUT_TOKEN_ORDER);
+  }
 }
 
 void ToProto(const engine::DecodeResult& result, const DecodeStep& step,

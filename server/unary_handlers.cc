@@ -69,7 +69,9 @@ absl::Status Handle(const UnaryContext& context, const v1::GetServerInfoRequest&
   reply->set_backend_status(std::string(backend.Health().message()));
   reply->set_simd_target(std::string(backend.target()));
   for (const attention::Policy& policy : attention::PresetPolicies()) {
-    if (backend.Supports(policy).ok()) ToProto(policy, reply->add_policies());
+    if (!backend.Supports(policy).ok()) continue;
+    ToProto(policy, reply->add_policies());
+    ToProto(policy, reply->add_presets());
   }
   ToProto(context.engine.options().default_policy, reply->mutable_default_policy());
   FillLimits(context, reply->mutable_limits());

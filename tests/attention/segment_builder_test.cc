@@ -288,7 +288,7 @@ double InertiaOf(const Segment& segment, const std::vector<oracle::Vector>& keys
                  const std::vector<oracle::Vector>& values) {
   const auto assignment = AssignmentOf(segment, 0, 0);
   return oracle::Inertia(
-      keys, oracle::SummariseAssignment(keys, values, assignment, segment.index(0, 0).clusters));
+      keys, oracle::SummariseAssignment(keys, values, assignment, segment.clusters(0, 0).clusters));
 }
 
 TEST_F(OneHead, AsGoodAsTheOraclesClusters) {

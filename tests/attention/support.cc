@@ -139,10 +139,12 @@ HeadData MakeHeadData(const ModelShape& shape, uint64_t tokens, Random* random) 
 }
 
 std::shared_ptr<const SequenceView> MakeTailView(const ModelShape& shape, uint64_t tokens,
-                                                 const std::vector<HeadData>& heads) {
+                                                 const std::vector<HeadData>& heads,
+                                                 const IndexSet& indexes) {
   const PageGeometry geometry(shape);
   auto view = std::make_shared<SequenceView>();
   view->shape = shape;
+  view->indexes = indexes;
   for (uint64_t begin = 0; begin < tokens; begin += kTailBlockTokens) {
     auto block = std::make_shared<TailBlock>(shape);
     for (uint32_t h = 0; h < heads.size(); ++h) {
@@ -189,13 +191,16 @@ TestSequence MakeSequenceOf(const SequenceSpec& spec, std::vector<HeadData> head
   sequence.spec = spec;
   sequence.heads = std::move(heads);
   std::shared_ptr<const SequenceView> view =
-      MakeTailView(spec.shape, spec.tokens(), sequence.heads);
+      MakeTailView(spec.shape, spec.tokens(), sequence.heads, spec.indexes);
   const std::vector<std::shared_ptr<const TailBlock>> blocks = view->tail;
   for (size_t s = 0; s < spec.segment_tokens.size(); ++s) {
     auto next = std::make_shared<SequenceView>(*view);
     const uint32_t unclustered = s == 0 ? spec.sink : 0;
     next->segments.push_back(BuildSegment(view, spec.segment_tokens[s], unclustered, s + 1));
     next->tail_begin = view->tail_begin + spec.segment_tokens[s];
+    if (s == 0 && spec.indexes.Has(IndexKind::kLabels)) {
+      next->label_choice = LabelChoiceOf(*next->segments[0]);
+    }
     const auto first = static_cast<ptrdiff_t>(next->tail_begin / kTailBlockTokens);
     next->tail.clear();
     if (first < static_cast<ptrdiff_t>(blocks.size())) {

@@ -58,6 +58,7 @@ struct SequenceSpec {
   uint64_t tail_tokens = 0;              // behind them
   uint32_t sink = 4;                     // unclustered tokens of the first segment
   uint64_t seed = 1;
+  IndexSet indexes = kClusterIndexes;
   double key_scale = 1, value_scale = 1;  // factors on keys and values of unit size
 
   uint64_t tokens() const;
@@ -77,7 +78,8 @@ HeadData MakeHeadData(const ModelShape& shape, uint64_t tokens, Random* random);
 
 // A view without segments whose tail holds `heads`, [layers * kv_heads].
 std::shared_ptr<const SequenceView> MakeTailView(const ModelShape& shape, uint64_t tokens,
-                                                 const std::vector<HeadData>& heads);
+                                                 const std::vector<HeadData>& heads,
+                                                 const IndexSet& indexes = kClusterIndexes);
 
 // Turns the first `tokens` of the view's tail into a segment; `quantum_us` at a time.
 std::shared_ptr<const Segment> BuildSegment(const std::shared_ptr<const SequenceView>& view,

@@ -348,7 +348,8 @@ TEST_F(PagedTest, ASequenceOutgrowsTheBudget) {
   }
   FinishPrefill(&sequence);
   // While a segment moves to disk its index is there twice, beyond the budget if need be.
-  const uint64_t moving = attention::Segment::IndexBytes(shape_, 512, 0) + 8192;
+  const uint64_t moving =
+      attention::Segment::IndexBytes({shape_, attention::kClusterIndexes, 512, 0}) + 8192;
   EXPECT_LE(resident_max, 6 * kMiB + moving);
   EXPECT_GT(engine_->archive_stats().paged_out_segments, 20u);
   EXPECT_TRUE(MatchesModel(&sequence, &random_));

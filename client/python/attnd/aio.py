@@ -110,10 +110,11 @@ class Client:
         policy: Policy | str | None = None,
         token_ids: Sequence[int] = (),
         resume: int = 0,
+        indexes: Sequence[str] | None = None,
         timeout_s: float | None = None,
     ) -> OpenedSequence:
         """Opens a sequence; see :meth:`attnd.Client.open_sequence`."""
-        request = requests.open_request(model, policy, token_ids, resume)
+        request = requests.open_request(model, policy, token_ids, resume, indexes)
         reply = await self._call(self._stub.OpenSequence, request, timeout_s)
         return OpenedSequence(reply.sequence_id, reply.tokens_present)
 

@@ -124,6 +124,7 @@ class Client:
         policy: Policy | str | None = None,
         token_ids: Sequence[int] = (),
         resume: int = 0,
+        indexes: Sequence[str] | None = None,
         timeout_s: float | None = None,
     ) -> OpenedSequence:
         """Opens a sequence, empty or with what the server has on disk.
@@ -134,10 +135,13 @@ class Client:
             token_ids: tokens of the prompt: of a prefix that an open or a sealed sequence has with
                 these ids nothing has to be uploaded (``tokens_present``).
             resume: ``SealResult.sealed_id`` of what it shall begin with, all of it; 0 is none.
+            indexes: what to build of its segments, names of :data:`attnd.INDEXES`; segments are in
+                cluster order if "clusters" is one of them, else in token order. None: what the
+                policy needs, and clusters if it needs none.
         """
         reply = self._call(
             self._stub.OpenSequence,
-            requests.open_request(model, policy, token_ids, resume),
+            requests.open_request(model, policy, token_ids, resume, indexes),
             timeout_s,
         )
         return OpenedSequence(reply.sequence_id, reply.tokens_present)

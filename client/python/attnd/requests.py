@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy.typing as npt
 
 from attnd.model import Model
-from attnd.policy import Policy, as_policy
+from attnd.policy import Policy, as_policy, to_wire_indexes
 from attnd.tensors import Array, to_tensor, to_wire_dtype
 from attnd.v1 import attnd_pb2, types_pb2
 
@@ -99,15 +99,29 @@ def layer_chunks(
 
 
 def open_request(
-    model: Model, policy: Policy | str | None, token_ids: Sequence[int], resume: int
+    model: Model,
+    policy: Policy | str | None,
+    token_ids: Sequence[int],
+    resume: int,
+    indexes: Sequence[str] | None,
 ) -> attnd_pb2.OpenSequenceRequest:
+    """
+    Raises:
+        ValueError: if an index is none of INDEXES.
+    """
     chosen = as_policy(policy)
-    return attnd_pb2.OpenSequenceRequest(
+    request = attnd_pb2.OpenSequenceRequest(
         model=model.to_proto(),
         policy=chosen.to_proto() if chosen else None,
         token_ids=token_ids,
         resume_sealed_id=resume,
     )
+    if indexes is not None:
+        request.indexes.extend(to_wire_indexes(indexes))
+        request.layout = (
+            request.LAYOUT_CLUSTER_ORDER if "clusters" in indexes else request.LAYOUT_TOKEN_ORDER
+        )
+    return request
 
 
 def append_requests(
