@@ -51,7 +51,7 @@ class DecodeBatch {
 
   absl::Status CheckTensor(const char* name, const TensorView& tensor, uint64_t tokens,
                            uint64_t heads, uint64_t dim) const;
-  absl::Status CheckRow(size_t row, const attention::Backend& backend, const Sequence& sequence);
+  absl::Status CheckRow(size_t row, const attention::Backend& backend, Sequence* sequence);
   absl::Status CheckShape(const DecodeRow& row, const ModelShape& shape) const;
   // Finite, values within kValueMax; gives the magnitudes.
   absl::Status CheckNumbers(size_t row);

@@ -16,6 +16,7 @@
 #include "engine/memory_budget.h"
 #include "engine/paged_segments.h"
 #include "engine/pager.h"
+#include "engine/prompt_observer.h"
 #include "engine/segmenter.h"
 #include "engine/sequence.h"
 #include "engine/sequence_table.h"
@@ -40,6 +41,26 @@ absl::Status CheckFinite(const char* name, float magnitude) {
   if (std::isfinite(magnitude)) return absl::OkStatus();
   return absl::InvalidArgumentError(
       absl::StrCat(name, " has a NaN or an infinity; allowed are finite numbers"));
+}
+
+// [kv_heads][head_dim] the greatest |q| of each channel, the mean over the heads of a group.
+std::vector<float> GroupMagnitudes(const ModelShape& shape, const ObservedLayer& observed) {
+  const size_t dim = shape.head_dim;
+  std::vector<float> row(dim), greatest(shape.query_heads * dim, 0.0f);
+  for (uint64_t i = 0; i < uint64_t{observed.tokens} * shape.query_heads; ++i) {
+    ToFloat(observed.dtype, observed.queries.data() + i * dim * DTypeBytes(observed.dtype), dim,
+            row.data());
+    float* head = greatest.data() + i % shape.query_heads * dim;
+    for (size_t c = 0; c < dim; ++c) head[c] = std::max(head[c], std::abs(row[c]));
+  }
+  std::vector<float> mean(shape.kv_heads * dim, 0.0f);
+  for (uint32_t head = 0; head < shape.query_heads; ++head) {
+    for (size_t c = 0; c < dim; ++c) {
+      mean[head / shape.group() * dim + c] +=
+          greatest[head * dim + c] / static_cast<float>(shape.group());
+    }
+  }
+  return mean;
 }
 
 // What `call` gives, or ResourceExhausted if the system refuses it memory.
@@ -145,6 +166,37 @@ class EngineImpl : public Engine {
     });
   }
 
+  absl::Status Observe(absl::string_view tenant, WriterId writer, uint64_t sequence_id,
+                       const ObservedChunk& chunk) override {
+    return WithinMemory([&]() -> absl::Status {
+      ATTND_ASSIGN_OR_RETURN(auto sequence, sequences_.FindToWrite(tenant, sequence_id, writer));
+      const ModelShape& shape = sequence->shape();
+      if (chunk.layer >= shape.layers) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "layer is ", chunk.layer, "; the sequence has layers 0..", shape.layers - 1));
+      }
+      const bool fits = chunk.tokens >= 1 && chunk.tokens <= attention::kObservedTokensMax &&
+                        chunk.heads == shape.query_heads && chunk.head_dim == shape.head_dim;
+      if (!fits) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("observed_queries has shape [", chunk.tokens, ", ", chunk.heads, ", ",
+                         chunk.head_dim, "]; allowed are 1..", attention::kObservedTokensMax,
+                         " tokens of [", shape.query_heads, ", ", shape.head_dim, "]"));
+      }
+      const uint64_t bytes = chunk.queries.elements * DTypeBytes(chunk.queries.dtype);
+      auto observed = std::make_shared<ObservedLayer>();
+      ATTND_ASSIGN_OR_RETURN(observed->memory, budget_.Reserve(bytes, "observed queries"));
+      observed->dtype = chunk.queries.dtype;
+      observed->tokens = static_cast<uint32_t>(chunk.tokens);
+      observed->queries.assign(chunk.queries.data, chunk.queries.data + bytes);
+      const float magnitude =
+          Magnitude(chunk.queries.dtype, chunk.queries.data, chunk.queries.elements);
+      ATTND_RETURN_IF_ERROR(CheckFinite("observed_queries", magnitude));
+      const std::vector<float> channels = GroupMagnitudes(shape, *observed);
+      return sequence->Observe(writer, chunk.layer, std::move(observed), channels, magnitude);
+    });
+  }
+
   absl::StatusOr<PrefillResult> FinishPrefill(absl::string_view tenant, WriterId writer,
                                               uint64_t sequence_id,
                                               const std::atomic<bool>* cancelled) override {
@@ -154,6 +206,15 @@ class EngineImpl : public Engine {
       const auto start = std::chrono::steady_clock::now();
       ATTND_RETURN_IF_ERROR(WithRoom(
           cancelled, [&] { return segmenter_.SegmentPrefill(sequence.get(), cancelled); }));
+      ATTND_RETURN_IF_ERROR(WithRoom(cancelled, [&] {
+        return ObservePrompt(
+            options_.index_threads, &budget_,
+            [&] {
+              gate_.YieldToSteps();
+              return UnlessCancelled(cancelled)();
+            },
+            sequence.get());
+      }));
       PrefillResult result;
       result.build_time = std::chrono::steady_clock::now() - start;
       const SequenceInfo info = sequence->Info();

@@ -134,6 +134,14 @@ struct AppendChunk {
   const std::atomic<bool>* cancelled = nullptr;  // ends waiting; may be null
 };
 
+// Queries of a prompt's last tokens in one layer.
+struct ObservedChunk {
+  uint32_t layer = 0;
+  uint64_t tokens = 0;
+  uint64_t heads = 0, head_dim = 0;  // the tensor's own
+  TensorView queries;                // [tokens, heads, head_dim]
+};
+
 struct PrefillResult {
   uint64_t committed_tokens = 0;
   uint64_t segmented_tokens = 0;
@@ -252,9 +260,17 @@ class Engine {
   virtual absl::Status Append(absl::string_view tenant, WriterId writer, uint64_t sequence_id,
                               const AppendChunk& chunk) = 0;
 
+  // Takes queries of the prompt's last tokens in one layer (AppendKvRequest.observed_queries).
+  // InvalidArgument (shape, NaN), OutOfRange (numbers), Aborted (another writer),
+  // ResourceExhausted.
+  virtual absl::Status Observe(absl::string_view tenant, WriterId writer, uint64_t sequence_id,
+                               const ObservedChunk& chunk) = 0;
+
   // Segments what the prefill left uncovered, the newest step's tokens as well, on index_threads
   // threads; prefills that come at the same time take turns. FailedPrecondition if layers differ in
   // length, Aborted if another writer holds the sequence; nothing is segmented then.
+  // FailedPrecondition, with everything segmented, if the policy is a keep-set and a layer has no
+  // observed queries.
   // ResourceExhausted, NotFound (closed meanwhile), Cancelled and Unavailable (shutting down) leave
   // what was segmented before.
   virtual absl::StatusOr<PrefillResult> FinishPrefill(absl::string_view tenant, WriterId writer,

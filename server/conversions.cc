@@ -325,6 +325,18 @@ absl::StatusOr<engine::OpenArgs> FromProto(const v1::OpenSequenceRequest& reques
   return args;
 }
 
+absl::StatusOr<engine::ObservedChunk> ObservedFromProto(const v1::AppendKvRequest& request) {
+  ATTND_ASSIGN_OR_RETURN(const Tensor3 queries,
+                         FromProto(request.observed_queries(), "observed_queries"));
+  engine::ObservedChunk chunk;
+  chunk.layer = request.layer();
+  chunk.tokens = queries.tokens;
+  chunk.heads = queries.heads;
+  chunk.head_dim = queries.dim;
+  chunk.queries = queries.view;
+  return chunk;
+}
+
 absl::StatusOr<engine::AppendChunk> FromProto(const v1::AppendKvRequest& request) {
   ATTND_ASSIGN_OR_RETURN(const Tensor3 k, FromProto(request.k(), "k"));
   ATTND_ASSIGN_OR_RETURN(const Tensor3 v, FromProto(request.v(), "v"));

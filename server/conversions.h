@@ -48,6 +48,8 @@ absl::StatusOr<engine::OpenArgs> FromProto(const v1::OpenSequenceRequest& reques
                                            uint64_t max_sequence_tokens);
 // Points into `request`.
 absl::StatusOr<engine::AppendChunk> FromProto(const v1::AppendKvRequest& request);
+// Its observed_queries, which it has.
+absl::StatusOr<engine::ObservedChunk> ObservedFromProto(const v1::AppendKvRequest& request);
 
 // A Decode message as the engine wants it. Kept from step to step, so that its memory is.
 struct DecodeStep {
