@@ -7,6 +7,7 @@
 
 #include "attention/estimate_limits.h"
 #include "attention/kernels.h"
+#include "attention/stage_timer.h"
 
 namespace attnd::attention {
 namespace {
@@ -261,6 +262,7 @@ void ClusterUnit::AddExactValues(const QuadScores& scores, float* values) const 
 
 // The state of the estimated clusters, from fate_; leaves their share_.
 void ClusterUnit::Estimate() {
+  const StageTimer timer(&estimate_nanos_);
   const size_t row_bytes = value_dim_ * DTypeBytes(view_.shape.dtype);
   const bool dropping = ShareOfFate(Fate::kDropped);
   for (QuadScores& scores : quads_) {

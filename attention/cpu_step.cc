@@ -430,7 +430,16 @@ void CpuStep::RunPiece(Piece* piece) {
 }
 
 void CpuStep::SelectUnit(Unit* unit) {
-  const StageTimer timer(&unit->nanos.select);
+  uint64_t nanos = 0;
+  {
+    const StageTimer timer(&nanos);
+    ChooseFor(unit);
+  }
+  unit->nanos.select += nanos - unit->middle->estimate_nanos();
+  unit->nanos.attend += unit->middle->estimate_nanos();
+}
+
+void CpuStep::ChooseFor(Unit* unit) {
   const size_t value_dim = ViewOf(*unit).shape.value_dim;
   for (size_t i = unit->read_pieces[0]; i < unit->read_pieces[1]; ++i) {
     for (size_t quad = 0; quad < unit->quads; ++quad) {

@@ -45,6 +45,7 @@ class TokenUnit : public MiddleUnit {
                       float output_norm) const override;
   bool knows_mass() const override;
   bool predicts_error() const override { return dropped_tokens() == 0; }
+  uint64_t estimate_nanos() const override { return 0; }
   uint64_t exact_tokens() const override { return exact_tokens_; }
   uint64_t estimated_tokens() const override { return 0; }
   uint64_t dropped_tokens() const override { return sizes_.middle - exact_tokens_; }
