@@ -83,7 +83,7 @@ class AttndServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def OpenSequence(self, request, context):
-        """Opens a sequence: empty, or with what is on disk already (token_ids, resume_sealed_id). RESOURCE_EXHAUSTED at
+        """Opens a sequence: empty, or with what the server has (token_ids, resume_sealed_id). RESOURCE_EXHAUSTED at
         max_sequences, or if the memory budget has no room for what is brought back; UNIMPLEMENTED for what this version lacks (latent
         shapes, token order, a policy that the backend does not know, a model shape that it has no kernels for).
         """
