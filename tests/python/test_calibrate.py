@@ -44,7 +44,7 @@ def welch_by_integration(policy: list[float], dense: list[float]) -> float:
     freedom = sum(parts) ** 2 / sum(
         part**2 / (len(x) - 1) for part, x in zip(parts, (policy, dense))
     )
-    steps = np.linspace(0, abs(t), 200_001)
+    steps = np.linspace(0, abs(t), 20_001)
     density = (1 + steps**2 / freedom) ** (-(freedom + 1) / 2)
     scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2))
     inside = float(np.trapezoid(density, steps)) * scale / math.sqrt(freedom * math.pi)
@@ -201,19 +201,20 @@ def test_the_tables():
 def test_names():
     assert policy_file.prefix_of("Some Model_1.5B") == "some-model-1-5b"
     made = calibration(point("double-p:p1=0.5", 0.1))
-    (named,) = policy_file.policy_file(made, "m").policies
+    (named,) = policy_file.of(made, "m").policies
     assert named.name == "m-double-p" and named.policy.parameters == {"p1": "0.5"}
-    for words in ("Some Model (ffffffffffffffff), set.npz", "at 8192 0.5", "10 to 1", "4 texts"):
+    said = ("Some Model_1 (ffffffffffffffff), set.npz: 4 texts a task", "at 8192 0.5", "10 to 1")
+    for words in said:
         assert words in named.note
     for prefix in ("M", "a_b", "m" * 60):
         with pytest.raises(ValueError, match="is no name"):
-            policy_file.policy_file(made, prefix)
+            policy_file.of(made, prefix)
 
 
 def test_the_file_reads_back(tmp_path):
-    made = policy_file.policy_file(calibration(point("double-p:p1=0.5,p2=0.25", 0.1)), "m")
+    made = policy_file.of(calibration(point("double-p:p1=0.5,p2=0.25", 0.1)), "m")
     path = tmp_path / "policies.textproto"
-    policy_file.write(path, made)
+    path.write_text(policy_file.text_of(made))
     assert policy_file.read(path) == made and path.read_text().startswith("# Named presets")
 
 
@@ -224,7 +225,7 @@ def test_a_server_answers_by_the_names(tmp_path):
         point("error-target:tolerance=0.3", 0.1),
     )
     path = tmp_path / "policies.textproto"
-    policy_file.write(path, policy_file.policy_file(made, "mine"))
+    path.write_text(policy_file.text_of(policy_file.of(made, "mine")))
     case = cases.Case.random(700)
     flags = [f"--policy-file={path}", "--default-policy=mine-double-p:p2=0.1"]
     with servers.running(PROGRAM, flags) as target, attnd.Client(target) as client:

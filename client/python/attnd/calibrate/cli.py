@@ -38,9 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measurements = [results.read(path) for path in args.results] or _measured(args)
         print(summary.markdown(measurements))
         calibration = Calibration(measurements, Samples(args.samples))
-        prefix = args.prefix or policy_file.prefix_of(measurements[0].model)
-        file = policy_file.policy_file(calibration, prefix)
-        policy_file.write(args.policy_file, file)
+        file = policy_file.of(calibration, args.prefix)
+        args.policy_file.write_text(policy_file.text_of(file), encoding="utf-8")
         print(f"\n{args.policy_file}: {', '.join(one.name for one in file.policies) or 'none'}")
         return 0
     except (AttndError, ImportError, OSError, ValueError) as error:

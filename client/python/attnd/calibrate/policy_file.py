@@ -22,12 +22,14 @@ def prefix_of(model: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-")
 
 
-def policy_file(calibration: Calibration, prefix: str) -> config_pb2.PolicyFile:
-    """Each preset's cheapest parameters that keep every cell, named PREFIX-PRESET.
+def of(calibration: Calibration, prefix: str | None = None) -> config_pb2.PolicyFile:
+    """Each preset's cheapest parameters that keep every cell, named PREFIX-PRESET; the prefix is
+    the model's name unless one is given.
 
     Raises:
         ValueError: if a name has more than 64 characters or others than a-z, 0-9 and -.
     """
+    prefix = prefix or prefix_of(calibration.measurements[0].model)
     file = config_pb2.PolicyFile()
     for preset in calibration.candidates:
         chosen = calibration.cheapest(preset)
@@ -41,17 +43,17 @@ def policy_file(calibration: Calibration, prefix: str) -> config_pb2.PolicyFile:
     return file
 
 
-def write(path: pathlib.Path, file: config_pb2.PolicyFile) -> None:
-    """Writes the text format, with a head that says what it is."""
+def text_of(file: config_pb2.PolicyFile) -> str:
+    """The text format, with a head that says what it is."""
     head = (
         "# Named presets, made by python -m attnd.calibrate: attnd --policy-file FILE loads them.\n"
         "# proto-file: attnd/v1/config.proto\n# proto-message: PolicyFile\n"
     )
-    path.write_text(head + text_format.MessageToString(file), encoding="utf-8")
+    return head + str(text_format.MessageToString(file))
 
 
 def read(path: pathlib.Path) -> config_pb2.PolicyFile:
-    """What write() wrote."""
+    """What text_of() made."""
     file = config_pb2.PolicyFile()
     text_format.Parse(path.read_text(encoding="utf-8"), file)
     return file

@@ -12,7 +12,7 @@ which is made anew of docs/quality/RUN.json:
     plot RUN         the run's plot, docs/quality/RUN.svg
     references RUN   beside docs/quality/references.json
     calibration      maximum compression that keeps accuracy (attnd.calibrate), of all runs that
-                     cover every preset
+                     cover every preset; docs/quality/calibrated.textproto has the parameters
     skipped          presets that were not offered
 """
 
@@ -23,7 +23,9 @@ import re
 from collections.abc import Mapping
 from typing import Callable
 
-from attnd.calibrate import summary
+from attnd.calibrate import policy_file, summary
+from attnd.calibrate.choose import Calibration
+from attnd.calibrate.welch import Samples
 from attnd.eval import results
 from attnd.eval.results import Measurement
 from attnd.report import check, plots, tables
@@ -81,7 +83,18 @@ def _made(docs: pathlib.Path) -> dict[pathlib.Path, str]:
         run = planned.run.name
         if run in measurements and not planned.policies:
             made[folder(docs) / f"{run}.svg"] = plots.pareto(measurements[run])
+    if _whole(measurements):
+        calibration = Calibration(_whole(measurements), Samples.SEQUENCES)
+        file = policy_file.of(calibration)
+        made[folder(docs) / "calibrated.textproto"] = policy_file.text_of(file)
     return made
+
+
+def _whole(measurements: Mapping[str, Measurement]) -> list[Measurement]:
+    """Of the runs that cover every preset, with the two texts a task that a test needs."""
+    names = [planned.run.name for planned in PLAN if not planned.policies]
+    there = [measurements[name] for name in names if name in measurements]
+    return [one for one in there if one.sequences_per_task > 1]
 
 
 def fill(
@@ -143,7 +156,4 @@ class _Blocks:
         )
 
     def _calibration(self) -> str:
-        whole = [planned.run.name for planned in PLAN if not planned.policies]
-        return summary.markdown(
-            [self._measurements[run] for run in whole if run in self._measurements]
-        )
+        return summary.markdown(_whole(self._measurements))
