@@ -107,6 +107,12 @@ def test_measuring_keeps_what_was_not_measured_again(attnd_target, tmp_path, cap
     assert cli.main([*arguments, "streaming,clusters-top-k"]) == 0, capsys.readouterr().err
     second = results.read(docs / "quality" / "2048.json")
     assert second.points[0] == first.points[0] and len(second.points) == 7
+    assert second.points[1] == first.points[1], "measured again"
+    # Nothing is missing: no figure changes, not even by another limit.
+    before = (docs / "quality" / "2048.json").read_text()
+    again = ["--missing", "--limit", "2"]
+    assert cli.main([*arguments, "dense,clusters-top-k", *again]) == 0
+    assert (docs / "quality" / "2048.json").read_text() == before
     assert "`clusters-top-k:exact=0.1" in (docs / "QUALITY.md").read_text()
     assert (docs / "quality" / "2048.svg").exists()
     arguments[arguments.index("--limit") + 1] = "2"
@@ -226,8 +232,11 @@ def test_newer_points_take_the_place_of_older_ones():
     )
     merged = old.merged(new)
     found = [one.policy for one in merged.points]
-    assert found == ["streaming", "dense", "quest:budget=1", "double-p:p1=0.9"]
+    assert found == ["double-p:p1=1", "streaming", "dense", "quest:budget=1", "double-p:p1=0.9"]
     assert merged.not_offered == ("snapkv",)
+    assert old.merged(replace(new, not_offered=("double-p",))).find("double-p:p1=1") is None
+    kept = merged.only(["quest:budget=1", "what", "dense"])
+    assert [one.policy for one in kept.points] == ["quest:budget=1", "dense"]
     with pytest.raises(ValueError, match="dtype was fp32 and is bf16"):
         old.merged(replace(new, dtype="bf16"))
 

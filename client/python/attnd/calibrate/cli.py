@@ -24,7 +24,7 @@ from attnd.calibrate.choose import Calibration
 from attnd.calibrate.welch import Samples
 from attnd.eval import results
 from attnd.eval.cache import DEFAULT_MAX_BYTES, Cache, default_folder
-from attnd.eval.measure import Run, Subject, measure
+from attnd.eval.measure import Run, Subject, measure, offered
 from attnd.eval.results import Measurement
 from attnd.eval.series import policies_of, select
 from attnd.eval.server import running
@@ -63,7 +63,8 @@ def _measured(args: argparse.Namespace) -> list[Measurement]:
     ]
     where = nullcontext(args.target) if args.target else running(args.server)
     with where as target, Client(target, tenant="calibrate") as client:
-        return [measure(client, subject, run, policies) for run in runs]
+        taken, _ = offered(client, subject, runs[0], policies)
+        return [measure(client, subject, run, taken) for run in runs]
 
 
 def _parser() -> argparse.ArgumentParser:

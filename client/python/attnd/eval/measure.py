@@ -56,13 +56,15 @@ class Subject:
 
 
 def offered(
-    client: Client, model: Model, policies: Iterable[Policy], dtype: str
+    client: Client, subject: Subject, run: Run, policies: Iterable[Policy]
 ) -> tuple[list[Policy], list[str]]:
     """The policies that the server takes, and the presets that it does not have.
 
     Raises:
         AttndError: if a policy of a preset that it has is refused.
+        OSError, ValueError: if the model cannot be read.
     """
+    model, dtype = Model.load(subject.folder), as_dtype(run.dtype)
     listed = {policy.preset for policy in client.get_server_info().policies}
     taken, missing = [], set()
     for policy in policies:
@@ -70,28 +72,32 @@ def offered(
             missing.add(policy.preset)
             continue
         try:
-            client.close_sequence(open_for(client, model, as_dtype(dtype), policy))
+            client.close_sequence(open_for(client, model, dtype, policy))
             taken.append(policy)
         except UnimplementedError:
             missing.add(policy.preset)
     return taken, sorted(missing)
 
 
-def measure(client: Client, subject: Subject, run: Run, policies: Sequence[Policy]) -> Measurement:
-    """All figures of a run.
+def measure(
+    client: Client,
+    subject: Subject,
+    run: Run,
+    policies: Sequence[Policy],
+    not_offered: Sequence[str] = (),
+) -> Measurement:
+    """All figures of a run. `policies`, one or more, are those that the server takes, and
+    `not_offered` the presets that it has not, for the record: see offered().
 
     Raises:
         AttndError: if the server fails or refuses a policy.
         OSError: if the model or the set cannot be read.
-        ValueError: if they are not what they should be, or no policy is left.
+        ValueError: if they are not what they should be.
     """
     model = Model.load(subject.folder)
     limit = 1 << 30 if run.limit is None else run.limit
     examples = read_examples(subject.eval_set, run.length, TASKS, limit)
-    taken, missing = offered(client, model, policies, run.dtype)
-    if not taken:
-        raise ValueError(f"the server offers none of the presets: {', '.join(missing)}")
-    settings = Settings(run.length, taken, as_dtype(run.dtype), run.batch)
+    settings = Settings(run.length, policies, as_dtype(run.dtype), run.batch)
     results = evaluate(client, model, examples, subject.cache, settings)
     info = client.get_server_info()
     return Measurement(
@@ -105,6 +111,6 @@ def measure(client: Client, subject: Subject, run: Run, policies: Sequence[Polic
         eval_set=subject.eval_set.name,
         server=f"attnd {info.version}, {info.backends[0]}",
         local_dense={task: task_of(of) for task, of in results[0]["local_dense"].items()},
-        not_offered=tuple(missing),
+        not_offered=tuple(not_offered),
         points=tuple(point_of(result) for result in results),
     )

@@ -93,7 +93,8 @@ class Measurement:
         return sum(sum(task.answers) for task in self.local_dense.values())
 
     def merged(self, newer: Measurement) -> Measurement:
-        """This one with the newer one's points in place of its own of the same presets.
+        """This one with the newer one's points in place of its own of the same policies, and
+        without those of presets that the newer one's server did not offer.
 
         Raises:
             ValueError: if they measured different things.
@@ -102,17 +103,25 @@ class Measurement:
         for name, value in ours.items():
             if theirs[name] != value:
                 raise ValueError(
-                    f"{self.run}: {name} was {value} and is {theirs[name]} now: measure all "
-                    "presets again, or in another folder"
+                    f"{self.run}: {name} was {value} and is {theirs[name]} now: remove the file "
+                    "to measure everything again"
                 )
-        presets = {point.preset for point in newer.points} | set(newer.not_offered)
-        kept = [point for point in self.points if point.preset not in presets]
-        asked = set(self.not_offered) - presets
+        kept = [
+            point
+            for point in self.points
+            if newer.find(point.policy) is None and point.preset not in newer.not_offered
+        ]
+        missing = set(self.not_offered) - {point.preset for point in newer.points}
         return replace(
             newer,
             points=(*kept, *newer.points),
-            not_offered=tuple(sorted(asked | set(newer.not_offered))),
+            not_offered=tuple(sorted(missing | set(newer.not_offered))),
         )
+
+    def only(self, policies: Sequence[str]) -> Measurement:
+        """Its points of these policies, in their order."""
+        found = [self.find(policy) for policy in policies]
+        return replace(self, points=tuple(point for point in found if point is not None))
 
 
 def _settings(measurement: Measurement) -> dict[str, Any]:

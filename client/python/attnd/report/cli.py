@@ -28,7 +28,8 @@ from dataclasses import replace
 from attnd import AttndError, Client
 from attnd.eval import results
 from attnd.eval.cache import DEFAULT_MAX_BYTES, Cache, default_folder
-from attnd.eval.measure import Subject, measure
+from attnd.eval.measure import Run, Subject, measure, offered
+from attnd.eval.opening import by_opening
 from attnd.eval.results import Measurement
 from attnd.eval.server import running
 from attnd.report import check, document, tables
@@ -64,20 +65,39 @@ def _measure(args: argparse.Namespace) -> None:
 
 
 def _measure_run(args: argparse.Namespace, planned: Planned) -> None:
+    """Measures what was asked for, upload by upload, and keeps what is done after each."""
+    path = document.results_path(args.docs, planned.run.name)
     policies = planned.chosen(args.presets)
+    if args.missing and path.exists():
+        kept = results.read(path)
+        policies = [policy for policy in policies if kept.find(str(policy)) is None]
     if not policies:
         return
-    path = document.results_path(args.docs, planned.run.name)
+    subject, run = _subject(args), _run(args, planned)
     with _client(args, planned) as client:
-        new = _measured(args, planned, client)
-    results.write(path, results.read(path).merged(new) if path.exists() else new)
-    print(f"{path}: {len(new.points)} points")
+        taken, missing = offered(client, subject, run, policies)
+        for numbers in by_opening(taken).values():
+            group = [taken[number] for number in numbers]
+            _keep(path, planned, measure(client, subject, run, group, missing))
+    if not taken and not path.exists():
+        raise ValueError(f"the server offers none of the presets: {', '.join(missing)}")
+    if not taken:
+        _keep(path, planned, replace(results.read(path), points=(), not_offered=tuple(missing)))
 
 
-def _measured(args: argparse.Namespace, planned: Planned, client: Client) -> Measurement:
-    subject = Subject(args.model, args.eval_set, Cache(args.cache_dir, args.cache_bytes))
-    run = planned.run if args.limit is None else replace(planned.run, limit=args.limit)
-    return measure(client, subject, run, planned.chosen(args.presets))
+def _keep(path: pathlib.Path, planned: Planned, new: Measurement) -> None:
+    """Puts new points into the run's file; points that the plan no longer has go."""
+    merged = results.read(path).merged(new) if path.exists() else new
+    results.write(path, merged.only([str(policy) for policy in planned.chosen(None)]))
+    print(f"{path}: {len(new.points)} points measured", flush=True)
+
+
+def _subject(args: argparse.Namespace) -> Subject:
+    return Subject(args.model, args.eval_set, Cache(args.cache_dir, args.cache_bytes))
+
+
+def _run(args: argparse.Namespace, planned: Planned) -> Run:
+    return planned.run if args.limit is None else replace(planned.run, limit=args.limit)
 
 
 @contextmanager
@@ -91,7 +111,9 @@ def _client(args: argparse.Namespace, planned: Planned) -> Iterator[Client]:
 def _subset(args: argparse.Namespace) -> int:
     """A few points, held against references; nothing is kept."""
     with _client(args, CI) as client:
-        measured = _measured(args, CI, client)
+        subject, chosen = _subject(args), CI.chosen(args.presets)
+        taken, missing = offered(client, subject, CI.run, chosen)
+        measured = measure(client, subject, CI.run, taken, missing)
         listed = [policy.preset for policy in client.get_server_info().policies]
     print(f"{tables.caption(measured)}\n\n{tables.figures(measured)}\n")
     print(tables.skipped([measured]))
@@ -139,6 +161,7 @@ def _parser() -> argparse.ArgumentParser:
         type=lambda text: text.split(","),
         help="measure these alone, comma separated; figures of the others stay",
     )
+    add("--missing", action="store_true", help="measure only points that have no figures yet")
     add("--limit", type=int, help="sequences a task, to try things (default: all)")
     add("--docs", type=pathlib.Path, default=pathlib.Path("docs"), help="(default: docs)")
     folder = pathlib.Path("models/nano-llama")
