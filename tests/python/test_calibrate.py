@@ -187,10 +187,10 @@ def test_the_tables():
         point("quest:budget=1", 0.004),
     )
     text = summary.markdown([made])
-    assert "| `double-p` | 8,192 | 3.3x | 10x | 10x | 10x | 3.3x |" in text
+    assert "| `double-p` | 8,192 | 3.3x | 10x+ | 10x+ | 10x+ | 3.3x |" in text
     all_dropped = " | ".join(["all dropped"] * 3)
     assert f"| `streaming` | 8,192 | {all_dropped} | none | none |" in text
-    assert "| `quest` | 8,192 | 250x | 250x | 250x | 250x | 250x |" in text
+    assert "| `quest` | 8,192 | 250x+ | 250x+ | 250x+ | 250x+ | 250x+ |" in text
     assert "| `double-p` | `p1=0.9` | 3.3x | 0.50 | `p1=0.9` | 3.3x | 0.50 |" in text
     assert "| `streaming` | none |  |  | none |  |  |" in text
 

@@ -109,6 +109,10 @@ class Calibration:
         kept = [one.read[cell] for one in self.candidates[preset] if one.keeps(cell)]
         return compression(min(kept)) if kept else None
 
+    def is_open(self, preset: str, cell: Cell) -> bool:
+        """Whether even the candidate that reads least keeps a cell, so that there may be more."""
+        return min(self.candidates[preset], key=lambda one: one.read[cell]).keeps(cell)
+
 
 def _check(measurements: Sequence[Measurement]) -> None:
     if not measurements:

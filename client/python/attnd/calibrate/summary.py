@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from attnd.calibrate.choose import Calibration, Candidate, compression
+from attnd.calibrate.choose import Calibration, Candidate, Cell, compression
 from attnd.calibrate.welch import SIGNIFICANT, Samples, smallest_loss
 from attnd.eval.evalset import TASKS
 from attnd.eval.results import Measurement
@@ -32,31 +32,35 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
-def _times(value: float | None) -> str:
-    """A compression: two digits, "none" if nothing keeps the accuracy."""
-    if value is None:
-        return "none"
+def _times(value: float) -> str:
+    """A compression, of two digits at the least."""
     if math.isinf(value):
         return "all dropped"
-    return f"{value:.2g}x" if value < 100 else f"{value:.0f}x"
+    return f"{value:.2g}x" if value < 10 else f"{value:.0f}x"
+
+
+def _maximum(calibration: Calibration, preset: str, cell: Cell) -> tuple[float, str]:
+    """A maximum compression, 0 for none, and as text, with a plus if there may be more."""
+    value = calibration.maximum_compression(preset, cell)
+    if value is None:
+        return 0, "none"
+    more = not math.isinf(value) and calibration.is_open(preset, cell)
+    return value, _times(value) + ("+" if more else "")
 
 
 def _by_task(calibration: Calibration) -> str:
     rows = []
     for preset in calibration.candidates:
         for measurement in calibration.measurements:
-            cells = {
-                cell.task: calibration.maximum_compression(preset, cell)
-                for cell in calibration.cells
-                if cell.run == measurement.run
-            }
-            worst = None if None in cells.values() else min(filter(None, cells.values()))
+            cells = [cell for cell in calibration.cells if cell.run == measurement.run]
+            found = {cell.task: _maximum(calibration, preset, cell) for cell in cells}
+            worst = min(found.values(), key=lambda maximum: maximum[0])
             rows.append(
                 (
                     f"`{preset}`",
                     f"{measurement.length:,}",
-                    *(_times(cells[task]) if task in cells else "random" for task in TASKS),
-                    _times(worst),
+                    *(found[task][1] if task in found else "random" for task in TASKS),
+                    worst[1],
                 )
             )
     return _table(("preset", "tokens", *TASKS, "worst task"), rows)

@@ -59,6 +59,7 @@ _SETTINGS: dict[str, Any] = {
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
 }
+_SPAN_MIN = 0.25  # of accuracies: less would show single answers as if they mattered
 _SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _ERRORS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
@@ -116,7 +117,8 @@ def pareto(measurement: Measurement) -> str:
         for panel, where in zip(_PANELS, axes):
             _draw(where, panel, measurement)
         figure.suptitle(f"{measurement.length:,} tokens", x=0.01, ha="left", fontsize=11)
-        figure.draw_without_rendering()  # from here on everything has its place
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # everything has its place, names are put beside it
         for panel, where in zip(_PANELS, axes):
             _name_curves(where, panel, measurement)
         text = io.StringIO()
@@ -170,6 +172,10 @@ def _draw(axes: Any, panel: _Panel, measurement: Measurement) -> None:
             linewidth=2.2 if name == "error-target" else 1.3,
             zorder=3,
         )
+    if panel.better > 0:
+        low, high = axes.get_ylim()
+        high += 0.1 * _SPAN_MIN  # room for names
+        axes.set_ylim(min(low, high - _SPAN_MIN), high)
     for name in ("dense", "streaming"):
         _draw_level(axes, panel, measurement.find(name))
     axes.set_title(panel.title)
@@ -187,12 +193,26 @@ def _draw(axes: Any, panel: _Panel, measurement: Measurement) -> None:
 
 
 def _draw_level(axes: Any, panel: _Panel, point: Point | None) -> None:
-    """A line for what has no place on the horizontal axis, or is everybody's measure."""
+    """A line for what has no place on the horizontal axis, or is everybody's measure; only its
+    value where the line would leave no room for the curves."""
     if point is None or panel.value(point) < 1e-3:
         return
     height = panel.value(point)
-    axes.axhline(height, color=_GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=2)
     says = "dense: reads all" if point.preset == "dense" else "streaming: reads none"
+    if panel.better > 0 and height < axes.get_ylim()[0]:
+        axes.annotate(
+            f"{says}, {height:.2f} \N{DOWNWARDS ARROW}",
+            (1, 0),
+            xycoords="axes fraction",
+            xytext=(-2, 3),
+            textcoords="offset points",
+            ha="right",
+            va="bottom",
+            color=_GREY,
+            fontsize=9,
+        )
+        return
+    axes.axhline(height, color=_GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=2)
     axes.annotate(
         says,
         (1, height),
@@ -244,11 +264,13 @@ def _name_curves(axes: Any, panel: _Panel, measurement: Measurement) -> None:
 
 
 def _levels(axes: Any) -> list[list[tuple[float, float]]]:
-    """The texts of the levels, as lines that labels must keep off."""
+    """The levels' lines and texts, as lines that labels must keep off."""
+    bounds = axes.get_window_extent()
     lines = []
     for text in axes.texts:
         if text.get_color() == _GREY:
             box = text.get_window_extent()
             middle = (box.y0 + box.y1) / 2
             lines.append([(box.x0, middle), (box.x1, middle)])
+            lines.append([(bounds.x0, box.y0), (bounds.x1, box.y0)])
     return lines
