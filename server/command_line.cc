@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <map>
 #include <utility>
 
 #include "absl/flags/commandlineflag.h"
@@ -76,6 +77,8 @@ ABSL_FLAG(uint64_t, retain_bytes, Defaults().retain_bytes,
           "bytes of sealed sequences to keep, the most recently used; 0: all");
 ABSL_FLAG(uint64_t, retain_s, Defaults().retain_s,
           "seconds to keep a sealed sequence that nobody uses; 0: for ever");
+ABSL_FLAG(std::string, policy_file, "",
+          "files with named presets in protobuf text format, comma separated or repeated");
 ABSL_FLAG(bool, page_prefetch, Defaults().page_prefetch,
           "read ahead what the next layer's last step read exactly");
 ABSL_FLAG(std::string, config, "", "file with these options in protobuf text format");
@@ -118,7 +121,11 @@ constexpr const char* kFlagNames[] = {"listen",
                                       "disk_step_workers",
                                       "page_prefetch",
                                       "retain_bytes",
-                                      "retain_s"};
+                                      "retain_s",
+                                      "policy_file"};
+
+// Flags that may be repeated, as their fields are.
+bool MayRepeat(const std::string& name) { return name == "listen" || name == "policy_file"; }
 
 // Splits "--name=value"; the value is absent if there is no '='. Names come out with underscores.
 struct Argument {
@@ -193,7 +200,7 @@ absl::StatusOr<ServerOptions> LoadOptions(const std::set<std::string>& given) {
 
 NormalisedArguments NormaliseArguments(const std::vector<std::string>& arguments) {
   NormalisedArguments result;
-  std::vector<std::string> listen;
+  std::map<std::string, std::vector<std::string>> repeated;
   bool flags_ended = false;
   for (size_t i = 0; i < arguments.size(); ++i) {
     const Argument argument = i == 0 || flags_ended ? Argument() : SplitArgument(arguments[i]);
@@ -204,18 +211,18 @@ NormalisedArguments NormaliseArguments(const std::vector<std::string>& arguments
     }
     const bool negated = argument.name == "noallow_insecure_tcp";
     result.given.insert(negated ? argument.name.substr(2) : argument.name);
-    if (argument.name == "listen") {
+    if (MayRepeat(argument.name)) {
       if (!argument.has_value && i + 1 < arguments.size()) ++i;
-      listen.push_back(argument.has_value ? argument.value : arguments[i]);
+      repeated[argument.name].push_back(argument.has_value ? argument.value : arguments[i]);
       continue;
     }
     result.arguments.push_back(argument.has_value
                                    ? absl::StrCat("--", argument.name, "=", argument.value)
                                    : absl::StrCat("--", argument.name));
   }
-  if (!listen.empty()) {
+  for (const auto& [name, values] : repeated) {
     result.arguments.insert(result.arguments.begin() + 1,
-                            absl::StrCat("--listen=", absl::StrJoin(listen, ",")));
+                            absl::StrCat("--", name, "=", absl::StrJoin(values, ",")));
   }
   return result;
 }

@@ -1,17 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/options.h"
 
-#include <fcntl.h>
 #include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
-#include <map>
 #include <utility>
 
 #include "absl/strings/ascii.h"
@@ -20,11 +16,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "common/status.h"
-#include "google/protobuf/io/tokenizer.h"
-#include "google/protobuf/io/zero_copy_stream_impl.h"
-#include "google/protobuf/text_format.h"
 #include "gpu/cuda_backend.h"
 #include "server/cgroup.h"
+#include "server/text_file.h"
 
 namespace attnd::server {
 namespace {
@@ -106,16 +100,6 @@ absl::Status CheckPaths(const ServerOptions& options) {
   }
   return absl::OkStatus();
 }
-
-class ErrorText : public google::protobuf::io::ErrorCollector {
- public:
-  void AddError(int line, google::protobuf::io::ColumnNumber column,
-                const std::string& message) override {
-    if (!text.empty()) return;
-    text = absl::StrCat("line ", line + 1, ", column ", column + 1, ": ", message);
-  }
-  std::string text;
-};
 
 }  // namespace
 
@@ -223,13 +207,13 @@ absl::Status ApplyConfig(const v1::ServerConfig& config, ServerOptions* options)
   if (config.listen_size() > 0) {
     options->listen.assign(config.listen().begin(), config.listen().end());
   }
+  if (config.policy_file_size() > 0) {
+    options->policy_file.assign(config.policy_file().begin(), config.policy_file().end());
+    ATTND_ASSIGN_OR_RETURN(options->policies, PolicyCatalog::Load(options->policy_file));
+  }
   if (config.has_default_policy()) {
-    const v1::Policy& policy = config.default_policy();
-    ATTND_ASSIGN_OR_RETURN(
-        options->default_policy,
-        attention::ParsePolicy(policy.preset(),
-                               std::map<std::string, std::string>(policy.parameters().begin(),
-                                                                  policy.parameters().end())));
+    ATTND_ASSIGN_OR_RETURN(options->default_policy,
+                           options->policies.Parse(config.default_policy()));
   }
 #define ATTND_APPLY(field) \
   if (config.has_##field()) options->field = config.field()
@@ -268,19 +252,8 @@ absl::Status ApplyConfig(const v1::ServerConfig& config, ServerOptions* options)
 }
 
 absl::StatusOr<v1::ServerConfig> ReadConfigFile(const std::string& path) {
-  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0) {
-    return absl::InvalidArgumentError(absl::StrCat("config ", path, ": ", std::strerror(errno)));
-  }
-  google::protobuf::io::FileInputStream stream(fd);
-  stream.SetCloseOnDelete(true);
-  ErrorText errors;
-  google::protobuf::TextFormat::Parser parser;
-  parser.RecordErrorsTo(&errors);
   v1::ServerConfig config;
-  if (!parser.Parse(&stream, &config)) {
-    return absl::InvalidArgumentError(absl::StrCat("config ", path, ": ", errors.text));
-  }
+  ATTND_RETURN_IF_ERROR(ReadTextFile("config", path, &config));
   return config;
 }
 

@@ -162,14 +162,15 @@ TEST_F(ConfigFile, APolicyThatDoesNotExistIsRefused) {
   EXPECT_FALSE(ApplyConfig(*config, &options).ok());
 }
 
-TEST(Arguments, DashesUnderscoresAndRepeatedListen) {
-  const auto result =
-      NormaliseArguments({"attnd", "--data-dir", "/d-x_y", "--listen", "unix:/a-b", "--max-rows=3",
-                          "--listen=127.0.0.1:0", "--noallow-insecure-tcp"});
-  EXPECT_THAT(result.arguments, ElementsAre("attnd", "--listen=unix:/a-b,127.0.0.1:0", "--data_dir",
-                                            "/d-x_y", "--max_rows=3", "--noallow_insecure_tcp"));
-  EXPECT_THAT(result.given,
-              UnorderedElementsAre("data_dir", "listen", "max_rows", "allow_insecure_tcp"));
+TEST(Arguments, DashesUnderscoresAndRepeatedFlags) {
+  const auto result = NormaliseArguments(
+      {"attnd", "--data-dir", "/d-x_y", "--listen", "unix:/a-b", "--policy-file=/p", "--max-rows=3",
+       "--listen=127.0.0.1:0", "--noallow-insecure-tcp", "--policy_file", "/q-r"});
+  EXPECT_THAT(result.arguments,
+              ElementsAre("attnd", "--policy_file=/p,/q-r", "--listen=unix:/a-b,127.0.0.1:0",
+                          "--data_dir", "/d-x_y", "--max_rows=3", "--noallow_insecure_tcp"));
+  EXPECT_THAT(result.given, UnorderedElementsAre("data_dir", "listen", "policy_file", "max_rows",
+                                                 "allow_insecure_tcp"));
 }
 
 TEST(Arguments, NothingAfterTheDoubleDashIsAFlag) {

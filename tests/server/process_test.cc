@@ -89,6 +89,7 @@ TEST_F(ProcessTest, AMistakeIsNamedAndNothingStarts) {
       {"--listen=0.0.0.0:0", "allow-insecure-tcp"},
       {"--default-policy=psychic", "psychic"},
       {"--config=/nowhere/file", "/nowhere/file"},
+      {"--policy-file=/nowhere/policies", "/nowhere/policies"},
       {"surplus", "surplus"},
   };
   for (const auto& [flag, named] : cases) {
