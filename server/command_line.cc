@@ -78,6 +78,10 @@ ABSL_FLAG(uint64_t, retain_s, Defaults().retain_s,
           "seconds to keep a sealed sequence that nobody uses; 0: for ever");
 ABSL_FLAG(bool, page_prefetch, Defaults().page_prefetch,
           "read ahead what the next layer's last step read exactly");
+ABSL_FLAG(double, audit_share, Defaults().audit_share,
+          "share of the rows that are computed again, densely, in the background; 0: none");
+ABSL_FLAG(double, audit_cpu_share, Defaults().audit_cpu_share,
+          "what that may take of one core's time at most");
 ABSL_FLAG(std::string, config, "", "file with these options in protobuf text format");
 ABSL_FLAG(std::string, probe, "",
           "ask the server at this address for its health and exit: 0 if it serves");
@@ -118,7 +122,9 @@ constexpr const char* kFlagNames[] = {"listen",
                                       "disk_step_workers",
                                       "page_prefetch",
                                       "retain_bytes",
-                                      "retain_s"};
+                                      "retain_s",
+                                      "audit_share",
+                                      "audit_cpu_share"};
 
 // Splits "--name=value"; the value is absent if there is no '='. Names come out with underscores.
 struct Argument {
@@ -157,6 +163,9 @@ absl::Status SetField(const char* name, v1::ServerConfig* config) {
       return absl::OkStatus();
     case FieldDescriptor::CPPTYPE_BOOL:
       reflection->SetBool(config, field, text == "true");
+      return absl::OkStatus();
+    case FieldDescriptor::CPPTYPE_DOUBLE:
+      reflection->SetDouble(config, field, std::stod(text));
       return absl::OkStatus();
     case FieldDescriptor::CPPTYPE_STRING:
       if (!field->is_repeated()) {

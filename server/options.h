@@ -75,6 +75,8 @@ struct ServerOptions {
   bool page_prefetch = false;
   uint64_t retain_bytes = 0;
   uint64_t retain_s = 0;
+  double audit_share = 0.01;
+  double audit_cpu_share = engine::AuditOptions().cpu_share;
 
   ServerOptions();
 
