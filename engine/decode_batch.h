@@ -38,6 +38,9 @@ class DecodeBatch {
 
   // What accepted rows read.
   std::span<const attention::StepRow> step_rows() const { return step_rows_; }
+  uint64_t sequence_id(size_t step_row) const {
+    return args_.rows[step_row_numbers_[step_row]].sequence_id;
+  }
   // Answers the rows that were accepted.
   absl::Status Run(attention::Backend* backend);
 

@@ -11,6 +11,7 @@
 #include "common/checked_math.h"
 #include "common/status.h"
 #include "engine/archive.h"
+#include "engine/auditor.h"
 #include "engine/decode_batch.h"
 #include "engine/magnitude.h"
 #include "engine/memory_budget.h"
@@ -105,6 +106,10 @@ class EngineImpl : public Engine {
       pager_ = std::make_unique<Pager>(
           archive_.get(), &budget_, [this] { return sequences_.All(); }, options.retention);
       ATTND_RETURN_IF_ERROR(pager_->Start());
+    }
+    if (observer_ != nullptr && options_.audit.share > 0) {
+      auditor_ = std::make_unique<Auditor>(options_.audit, &budget_, &gate_, observer_);
+      ATTND_RETURN_IF_ERROR(auditor_->Start());
     }
     return segmenter_.Start();
   }
@@ -248,6 +253,7 @@ class EngineImpl : public Engine {
       if (PrefetchNextLayer(args.layer, batch.step_rows())) step.reset();
       ATTND_RETURN_IF_ERROR(batch.Run(backend_.get()));
       PutAwayDamaged(batch, *result);
+      if (auditor_ != nullptr) OfferToAudit(args.layer, batch);
       return absl::OkStatus();
     });
     for (const auto& sequence : grown) segmenter_.OnGrown(sequence);
@@ -359,14 +365,19 @@ class EngineImpl : public Engine {
 
   Usage usage() const override { return {budget_.used(), budget_.capacity(), sequences_.size()}; }
 
-  void WaitForBackground() override { segmenter_.WaitUntilIdle(); }
+  void WaitForBackground() override {
+    segmenter_.WaitUntilIdle();
+    if (auditor_ != nullptr) auditor_->WaitUntilIdle();
+  }
 
   void StopOpening() override { sequences_.StopOpening(); }
 
-  // Shutdown: 1. no new sequences, 2. no segments are built, 3. none are moved to disk.
+  // Shutdown: 1. no new sequences, 2. no segments are built, 3. no rows are audited, 4. no segments
+  // are moved to disk.
   void Shutdown() override {
     EngineImpl::StopOpening();
     segmenter_.Shutdown();
+    if (auditor_ != nullptr) auditor_->Shutdown();
     if (pager_ != nullptr) pager_->Shutdown();
   }
 
@@ -517,6 +528,13 @@ class EngineImpl : public Engine {
     for (const attention::StepRow& row : batch.step_rows()) archive_->PutAwayDamaged(*row.view);
   }
 
+  void OfferToAudit(uint32_t layer, const DecodeBatch& batch) {
+    const std::span<const attention::StepRow> rows = batch.step_rows();
+    for (size_t i = 0; i < rows.size(); ++i) {
+      auditor_->Offer(batch.sequence_id(i), layer, rows[i]);
+    }
+  }
+
   absl::StatusOr<Archive*> GetArchive() {
     if (archive_ != nullptr) return archive_.get();
     return absl::FailedPreconditionError(
@@ -631,6 +649,7 @@ class EngineImpl : public Engine {
   SequenceTable sequences_;
   std::unique_ptr<Archive> archive_;  // set by Start; null without a data folder
   std::unique_ptr<Pager> pager_;      // as archive_
+  std::unique_ptr<Auditor> auditor_;  // set by Start; null where nothing is audited
   std::atomic<uint64_t> reused_tokens_{0};
 
   Segmenter segmenter_;  // last: its thread uses everything above

@@ -21,6 +21,7 @@
 #include "attention/backend.h"
 #include "attention/policy.h"
 #include "common/model_shape.h"
+#include "engine/audit.h"
 #include "storage/page_cache_stats.h"
 
 namespace attnd::engine {
@@ -61,6 +62,7 @@ struct EngineOptions {
   uint32_t index_threads = 1;        // threads that segment a finished prefill
   attention::Policy default_policy;  // of sequences that choose none
   ArchiveOptions archive;
+  AuditOptions audit;
 
   // InvalidArgument names the option and its range.
   absl::Status Validate() const;
@@ -79,6 +81,9 @@ class Observer {
   virtual void OnSegmentBuildFailed(BuildTrigger, const absl::Status&) {}
   // Pages were read from disk; the time is from when they were asked for.
   virtual void OnPagesRead(uint64_t /*bytes*/, std::chrono::nanoseconds /*time*/) {}
+  // Of each row that was picked for an audit, one of the two.
+  virtual void OnAudited(const AuditedRow&) {}
+  virtual void OnAuditSkipped(AuditSkip) {}
 };
 
 // Names who appends. The first writer that appends to a sequence holds it until ReleaseWriter.
@@ -328,12 +333,13 @@ class Engine {
   virtual void ReleaseWriter(WriterId writer) = 0;
 
   virtual Usage usage() const = 0;
-  // Waits until no segment is being built and none is due; for tests and benchmarks.
+  // Waits until no segment is being built and none is due, and no row is audited and none waits for
+  // it; for tests and benchmarks.
   virtual void WaitForBackground() = 0;
 
   // Shutdown step: no new sequences from now on.
   virtual void StopOpening() = 0;
-  // Stops the background thread. Steps in flight must have ended.
+  // Stops the background threads. Steps in flight must have ended.
   virtual void Shutdown() = 0;
 };
 

@@ -42,6 +42,9 @@ void ListNamed(const UnaryContext& context, v1::GetServerInfoResponse* reply) {
     v1::Policy* const out = reply->add_policies();
     ToProto(*policy, out);
     out->set_preset(name);
+    v1::PresetInfo* const preset = reply->add_presets();
+    ToProto(*policy, preset);
+    preset->mutable_policy()->set_preset(name);
   }
 }
 
