@@ -34,7 +34,7 @@ class Source : public storage::SegmentSource {
     std::mt19937_64 random(seed);
     for (std::byte& byte : pages_) byte = static_cast<std::byte>(random() & 0x3f);
     if (index_.empty()) return;
-    const attention::IndexLayout layout(Shape(), header.tokens, 0);
+    const attention::IndexLayout layout({Shape(), attention::kClusterIndexes, header.tokens, 0});
     const uint32_t clusters = 1, starts[] = {0, header.tokens};
     std::memcpy(index_.data(), &clusters, sizeof(clusters));
     std::memcpy(index_.data() + layout.starts, starts, sizeof(starts));
