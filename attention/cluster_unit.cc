@@ -279,10 +279,9 @@ void ClusterUnit::Estimate() {
     }
     for (size_t s = 0; s < segments(); ++s) {
       const ClusterIndex index = view_.segments[s]->clusters(layer_, kv_head_);
-      kernels::AddWeightedRows(view_.shape.dtype, index.mean_values, index.mean_value_stride_bytes,
-                               index.clusters, value_dim_,
-                               scores.estimated_weight + first_cluster_[s] * kQuad,
-                               estimate.values);
+      kernels::AddWeightedRows(
+          view_.shape.dtype, index.mean_values, index.mean_value_stride_bytes, index.clusters,
+          value_dim_, scores.estimated_weight + first_cluster_[s] * kQuad, estimate.values);
     }
   }
 }

@@ -3,8 +3,8 @@
 // Pages: how keys and values lie in memory (docs/DESIGN.md, "Words").
 //
 // A page holds kPageTokens tokens of one (layer, KV head): first their keys, [16, head_dim], then
-// their values, [16, value_dim], in the model's dtype; pages of a latent shape hold keys alone, as a
-// value is the front of its key's row. Pages of one (layer, KV head) follow one another, so that
+// their values, [16, value_dim], in the model's dtype; pages of a latent shape hold keys alone, as
+// a value is the front of its key's row. Pages of one (layer, KV head) follow one another, so that
 // token t's key is at page t / 16, row t % 16. The last page may be part filled.
 #ifndef ATTND_ATTENTION_PAGES_H_
 #define ATTND_ATTENTION_PAGES_H_
@@ -38,7 +38,8 @@ struct PageGeometry {
     return token / kPageTokens * page_bytes() + token % kPageTokens * key_row_bytes;
   }
   size_t ValueOffset(uint64_t token) const {
-    return token / kPageTokens * page_bytes() + (stores_values() ? kPageTokens * key_row_bytes : 0) +
+    return token / kPageTokens * page_bytes() +
+           (stores_values() ? kPageTokens * key_row_bytes : 0) +
            token % kPageTokens * value_stride_bytes;
   }
   // Copies token `from` of a run of pages to place `to` of another.

@@ -80,8 +80,8 @@ IndexLayout::IndexLayout(const SegmentForm& form) {
     max_clusters = (form.tokens - form.unclustered + kClusterTokens - 1) / kClusterTokens;
     const size_t n = max_clusters;
     centroids = placer.Place(n * shape.head_dim * DTypeBytes(shape.dtype));
-    mean_values = shape.latent ? centroids
-                               : placer.Place(n * shape.value_dim * DTypeBytes(shape.dtype));
+    mean_values =
+        shape.latent ? centroids : placer.Place(n * shape.value_dim * DTypeBytes(shape.dtype));
     deviation_codes = placer.Place(n * shape.head_dim / 2);
     variance_unit = placer.Place(n * sizeof(float));
     log_size = placer.Place(n * sizeof(float));

@@ -30,9 +30,9 @@ struct KvFile {
   std::vector<uint64_t> keys;
   std::vector<uint64_t> values;
   std::optional<uint64_t> token_ids;
-  uint64_t key_row_bytes = 0;  // of one token, all KV heads
+  uint64_t key_row_bytes = 0;    // of one token, all KV heads
   uint64_t value_row_bytes = 0;  // 0 if the model is latent
-  uint64_t data_bytes = 0;  // all that is behind the head
+  uint64_t data_bytes = 0;       // all that is behind the head
 
   uint64_t token_bytes() const {
     return model.shape().layers() * (key_row_bytes + value_row_bytes);

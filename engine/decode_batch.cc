@@ -118,9 +118,8 @@ absl::Status DecodeBatch::CheckShape(const DecodeRow& row, const ModelShape& sha
                                                    shape.kv_heads, ", ", shape.head_dim, "]"));
   }
   if (args_.k.dtype != shape.dtype) {
-    return absl::InvalidArgumentError(absl::StrCat("k has dtype ", DTypeName(args_.k.dtype),
-                                                   "; the sequence needs ",
-                                                   DTypeName(shape.dtype)));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "k has dtype ", DTypeName(args_.k.dtype), "; the sequence needs ", DTypeName(shape.dtype)));
   }
   return CheckValuesShape(shape);
 }

@@ -273,7 +273,7 @@ void Sequence::CopyFromSegments(uint64_t end, Tail* target) {
           if (position < begin || position >= end) continue;
           const uint64_t block = position / kTailBlockTokens - begin / kTailBlockTokens;
           geometry.CopyToken(pages, slot, target->blocks[block]->pages(layer, head),
-                    position % kTailBlockTokens);
+                             position % kTailBlockTokens);
           float& bound = target->key_bounds[block * args_.shape.layers + layer];
           bound = std::max(bound, KeyMagnitude(geometry, pages, slot, slot + 1));
         }

@@ -28,7 +28,8 @@ std::string PayloadTypesText() {
 
 absl::Status CheckShape(const ModelShape& shape) {
   if (shape.latent) {
-    return absl::UnimplementedError("model.shape.latent is set; the CUDA backend has no kernels for it");
+    return absl::UnimplementedError(
+        "model.shape.latent is set; the CUDA backend has no kernels for it");
   }
   bool dtype_known = false;
   for (const DType dtype : kPayloadTypes) dtype_known |= dtype == shape.dtype;

@@ -114,8 +114,8 @@ std::ostream& operator<<(std::ostream& out, const SequenceSpec& spec) {
   const ModelShape& s = spec.shape;
   out << "seed " << spec.seed << ", layers " << s.layers << ", heads " << s.query_heads << "/"
       << s.kv_heads << ", dims " << s.head_dim << "/" << s.value_dim
-      << (s.latent ? " latent, " : ", ")
-      << std::string(DTypeName(s.dtype)) << ", sink " << spec.sink << ", segments";
+      << (s.latent ? " latent, " : ", ") << std::string(DTypeName(s.dtype)) << ", sink "
+      << spec.sink << ", segments";
   for (const uint32_t tokens : spec.segment_tokens) out << " " << tokens;
   return out << ", tail " << spec.tail_tokens << ", scales " << spec.key_scale << "/"
              << spec.value_scale;
@@ -152,8 +152,7 @@ HeadData MakeHeadData(const ModelShape& shape, uint64_t tokens, Random* random) 
     }
   }
   data.keys = Rounded(shape.dtype, data.keys);
-  data.values =
-      shape.latent ? FrontsOf(shape, data.keys) : Rounded(shape.dtype, data.values);
+  data.values = shape.latent ? FrontsOf(shape, data.keys) : Rounded(shape.dtype, data.values);
   return data;
 }
 
@@ -320,8 +319,8 @@ std::vector<oracle::Cluster> StoredClusters(const Segment& segment, uint32_t lay
     cluster.size = index.starts[i + 1] - index.starts[i];
     cluster.centroid =
         LoadRow(shape.dtype, index.centroids + i * geometry.key_row_bytes, shape.head_dim);
-    cluster.mean_value =
-        LoadRow(shape.dtype, index.mean_values + i * index.mean_value_stride_bytes, shape.value_dim);
+    cluster.mean_value = LoadRow(shape.dtype, index.mean_values + i * index.mean_value_stride_bytes,
+                                 shape.value_dim);
     for (size_t c = 0; c < shape.head_dim; ++c) {
       const uint8_t byte = index.deviation_codes[i * half + c % half];
       const int code = c < half ? byte % 16 : byte / 16;

@@ -214,10 +214,9 @@ class EngineHistoryTest : public testing::TestWithParam<int> {};
 
 TEST_P(EngineHistoryTest, RandomOperations) {
   const uint64_t seed = TestSeed() + static_cast<uint64_t>(GetParam());
-  const ModelShape shapes[] = {MakeShape(2, 1, 1, 16, 16, DType::kBf16),
-                               MakeShape(1, 4, 2, 16, 32, DType::kFp32),
-                               MakeShape(3, 2, 2, 32, 16, DType::kFp16),
-                               MakeLatentShape(2, 2, 48, 32, DType::kBf16)};
+  const ModelShape shapes[] = {
+      MakeShape(2, 1, 1, 16, 16, DType::kBf16), MakeShape(1, 4, 2, 16, 32, DType::kFp32),
+      MakeShape(3, 2, 2, 32, 16, DType::kFp16), MakeLatentShape(2, 2, 48, 32, DType::kBf16)};
   const char* windows[] = {"64", "0", "200"};
   Histories histories(seed, shapes[seed % 4], windows[seed / 4 % 3]);
   SCOPED_TRACE(testing::Message() << "ATTND_TEST_SEED " << TestSeed() << " case " << GetParam()

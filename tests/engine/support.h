@@ -77,8 +77,8 @@ Numbers RandomNumbers(DType dtype, size_t count, Random* random, float scale = 1
 // Keys and values of some tokens of one layer.
 struct Kv {
   uint64_t tokens = 0;
-  Numbers k;  // [tokens, kv_heads, head_dim]
-  Numbers v;  // [tokens, kv_heads, value_dim]
+  Numbers k;            // [tokens, kv_heads, head_dim]
+  Numbers v;            // [tokens, kv_heads, value_dim]
   bool latent = false;  // v is the front of k, and not sent
 };
 Kv RandomKv(const ModelShape& shape, uint64_t tokens, Random* random);
