@@ -66,7 +66,9 @@ class DecodeBatch {
   void RefuseOverflow();
 
   // Whether the message has values: those of latent models have none.
-  bool has_values() const { return args_.v.elements + args_.v_heads + args_.v_value_dim != 0; }
+  bool has_values() const {
+    return args_.v.elements != 0 || args_.v_heads != 0 || args_.v_value_dim != 0;
+  }
 
   const DecodeArgs& args_;
   MemoryBudget* const budget_;

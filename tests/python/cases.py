@@ -34,9 +34,7 @@ class Case:
         k = normal(shape.kv_heads, shape.head_dim).astype(shape.dtype)
         if shape.latent:
             return Case(shape, q, k, k[..., : shape.value_elements])
-        return Case(
-            shape, q, k, normal(shape.kv_heads, shape.value_elements).astype(shape.dtype)
-        )
+        return Case(shape, q, k, normal(shape.kv_heads, shape.value_elements).astype(shape.dtype))
 
     @property
     def model(self) -> attnd.Model:

@@ -14,6 +14,7 @@ import attnd
 import attnd.aio
 from attnd.tensors import dtype_name, to_tensor
 from attnd.v1 import attnd_pb2 as pb
+from attnd.v1 import attnd_pb2_grpc
 from bad_input import METADATA, TIMEOUT_S, append_error, assert_refused, decode, verdict
 from cases import Case, assert_near, lengths, opened, step
 
@@ -131,7 +132,7 @@ def test_bad_input_of_a_latent_shape(client, stub, field, value, named):
 def test_bad_input_values_that_are_not_the_models(client, stub, shape):
     case = Case.random(31, shape)
     sequence = opened(client, case, 30)
-    v = None if case.sent(0, slice(30, 31))[1] is not None else to_tensor(case.v[0, 30:31])
+    v = to_tensor(case.v[0, 30:31]) if shape.latent else None
     request = pb.AppendKvRequest(
         sequence_id=sequence, first_position=30, k=to_tensor(case.k[0, 30:31]), v=v
     )
@@ -167,9 +168,7 @@ def test_one_message_has_values_for_all_or_for_none(client, stub):
         bad = 1 - good
         order = [good, bad]
         request = pb.DecodeRequest(
-            rows=[
-                pb.DecodeRow(sequence_id=names[i], position=30, query_tokens=1) for i in order
-            ],
+            rows=[pb.DecodeRow(sequence_id=names[i], position=30, query_tokens=1) for i in order],
             q=to_tensor(np.concatenate([cases[i].q[0, 30:31] for i in order])),
             k=to_tensor(np.concatenate([cases[i].k[0, 30:31] for i in order])),
         )
@@ -216,8 +215,6 @@ def test_values_beyond_their_bound_are_those_of_the_front(attnd_client, attnd_ta
     metadata = (("attnd-tenant", "latent"),)
     key = case.k[0, 30:31].copy()
     with grpc.insecure_channel(attnd_target) as channel:
-        from attnd.v1 import attnd_pb2_grpc
-
         stub = attnd_pb2_grpc.AttndStub(channel)
         key[..., 63] = 2e13
         request = pb.AppendKvRequest(sequence_id=sequence, first_position=30, k=to_tensor(key))
