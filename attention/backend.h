@@ -52,10 +52,10 @@ struct SequenceView {
 // Processor time that a row's work took, by stage, summed over threads; or its share of a device's
 // time, in the steps where that is measured.
 struct StageNanos {
-  uint64_t score = 0;
-  uint64_t select = 0;
+  uint64_t score = 0;   // of candidates, by what the index says
+  uint64_t select = 0;  // ranking and cutting
   uint64_t fetch = 0;
-  uint64_t attend = 0;
+  uint64_t attend = 0;  // what is read exactly, and summing up estimates
   uint64_t merge = 0;
 };
 

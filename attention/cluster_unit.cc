@@ -7,6 +7,7 @@
 
 #include "attention/estimate_limits.h"
 #include "attention/kernels.h"
+#include "attention/stage_timer.h"
 
 namespace attnd::attention {
 namespace {
@@ -261,6 +262,7 @@ void ClusterUnit::AddExactValues(const QuadScores& scores, float* values) const 
 
 // The state of the estimated clusters, from fate_; leaves their share_.
 void ClusterUnit::Estimate() {
+  const StageTimer timer(&estimate_nanos_);
   const bool dropping = ShareOfFate(Fate::kDropped);
   for (QuadScores& scores : quads_) {
     std::fill_n(scores.dropped_sum, kQuad, 0.0f);

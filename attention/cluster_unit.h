@@ -36,6 +36,7 @@ class ClusterUnit : public MiddleUnit {
                       float output_norm) const override;
   bool knows_mass() const override { return true; }
   bool predicts_error() const override;
+  uint64_t estimate_nanos() const override { return estimate_nanos_; }
   uint64_t exact_tokens() const override { return exact_tokens_; }
   uint64_t estimated_tokens() const override { return estimated_tokens_; }
   uint64_t dropped_tokens() const override { return dropped_tokens_; }
@@ -93,6 +94,7 @@ class ClusterUnit : public MiddleUnit {
   std::span<Fate> fate_;               // [clusters]
   std::span<TokenRun> run_memory_;     // [clusters]
   std::span<const TokenRun> runs_;
+  uint64_t estimate_nanos_ = 0;
   uint64_t exact_tokens_ = 0;
   uint64_t estimated_tokens_ = 0;
   uint64_t dropped_tokens_ = 0;

@@ -61,6 +61,8 @@ void CpuStep::ListUnits() {
 CpuStep::Middle CpuStep::MiddleOf(const Policy& policy, const StepRow& row) const {
   if (policy.DenseIn(request_.layer)) return Middle::kRead;
   if (policy.selector == Selector::kNone || row.view->segments.empty()) return Middle::kDropped;
+  // Segments may have come since the row was found to need no keep-set.
+  if (policy.selector == Selector::kKeepSet && row.view->keep == nullptr) return Middle::kRead;
   // A tolerance of nothing is dense.
   const bool by_error = policy.selector == Selector::kClusters && policy.cut == Cut::kErrorBudget;
   return by_error && policy.tolerance == 0 ? Middle::kRead : Middle::kSelected;
@@ -428,7 +430,16 @@ void CpuStep::RunPiece(Piece* piece) {
 }
 
 void CpuStep::SelectUnit(Unit* unit) {
-  const StageTimer timer(&unit->nanos.select);
+  uint64_t nanos = 0;
+  {
+    const StageTimer timer(&nanos);
+    ChooseFor(unit);
+  }
+  unit->nanos.select += nanos - unit->middle->estimate_nanos();
+  unit->nanos.attend += unit->middle->estimate_nanos();
+}
+
+void CpuStep::ChooseFor(Unit* unit) {
   const size_t value_dim = ViewOf(*unit).shape.value_dim;
   for (size_t i = unit->read_pieces[0]; i < unit->read_pieces[1]; ++i) {
     for (size_t quad = 0; quad < unit->quads; ++quad) {

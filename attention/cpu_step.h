@@ -144,6 +144,7 @@ class CpuStep {
   std::span<QuadState> NewStates(size_t unit, size_t quads);
   void RunPiece(Piece* piece);
   void SelectUnit(Unit* unit);
+  void ChooseFor(Unit* unit);
   void MergeUnit(Unit* unit);
   void FinishLane(Unit* unit, size_t quad, size_t lane);
 

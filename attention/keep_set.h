@@ -6,19 +6,25 @@
 #define ATTND_ATTENTION_KEEP_SET_H_
 
 #include <cstdint>
-#include <string>
 #include <vector>
+
+#include "attention/policy.h"
 
 namespace attnd::attention {
 
 // Immutable.
 struct KeepSet {
-  // The policy it was made by, as PolicyText gives it: another one's rows have no keep-set.
-  std::string policy;
+  // What it was made by: rows of a policy with others have no keep-set.
+  Budget budget;
+  bool adaptive = false;
   // Tokens of the prompt: all from here on are read, too.
   uint64_t prompt_tokens = 0;
   // [layers * kv_heads] positions of the prompt's middle, ascending.
   std::vector<std::vector<uint32_t>> positions;
+
+  bool Serves(const Policy& policy) const {
+    return policy.budget == budget && policy.adaptive == adaptive;
+  }
 };
 
 }  // namespace attnd::attention

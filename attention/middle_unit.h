@@ -86,6 +86,8 @@ class MiddleUnit {
   // True if every token not read exactly is estimated with a predicted error.
   virtual bool predicts_error() const = 0;
 
+  // Of the time of Select and Demote, what summing up estimates took: that is a part of attending.
+  virtual uint64_t estimate_nanos() const = 0;
   virtual uint64_t exact_tokens() const = 0;
   virtual uint64_t estimated_tokens() const = 0;
   virtual uint64_t dropped_tokens() const = 0;

@@ -19,7 +19,7 @@ namespace {
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // Presets of docs/POLICIES.md that later versions bring.
-constexpr absl::string_view kPlannedPresets[] = {"snapkv", "ada-snapkv", "topk-completion"};
+constexpr absl::string_view kPlannedPresets[] = {"topk-completion"};
 
 // The shortest text that reads back as the same number.
 std::string FormatDouble(double value) {
@@ -289,6 +289,15 @@ std::vector<Policy> PresetPolicies() {
   asynctls.selector = Selector::kBlocksLabels;
   asynctls.block_tokens = 64;
 
+  Policy snapkv;
+  snapkv.preset = "snapkv";
+  snapkv.selector = Selector::kKeepSet;
+  snapkv.window = 128;
+
+  Policy ada_snapkv = snapkv;
+  ada_snapkv.preset = "ada-snapkv";
+  ada_snapkv.adaptive = true;
+
   Policy clusters_top_k;
   clusters_top_k.preset = "clusters-top-k";
   clusters_top_k.selector = Selector::kClusters;
@@ -305,8 +314,8 @@ std::vector<Policy> PresetPolicies() {
   error_target.cut = Cut::kErrorBudget;
   error_target.estimator = Estimator::kSecondOrder;
 
-  return {dense,    streaming,      quest,    double_sparsity, twilight,
-          asynctls, clusters_top_k, double_p, error_target};
+  return {dense,  streaming,  quest,          double_sparsity, twilight,    asynctls,
+          snapkv, ada_snapkv, clusters_top_k, double_p,        error_target};
 }
 
 std::vector<ParameterInfo> ParametersWithRanges(const Policy& policy) {

@@ -219,6 +219,35 @@ void TokenUnit::SelectTwoLevels(OrderScratch* order) {
   if (!recalled) TakeBlocks(own_);
 }
 
+void TokenUnit::RememberOnly(OrderScratch* order) {
+  ChooseBlocks(order, &own_);
+  RememberBlocks(own_);
+}
+
+void RememberBlocksOf(const SequenceView& view, const Policy& policy, uint32_t layer,
+                      uint32_t kv_head, const ObservedQueries& queries, uint32_t observed,
+                      uint64_t position) {
+  const ModelShape& shape = view.shape;
+  StepArena arena;
+  UnitQuery query;
+  query.view = &view;
+  query.policy = &policy;
+  query.layer = layer;
+  query.kv_head = kv_head;
+  query.position = position;
+  const size_t width = size_t{shape.group()} * shape.head_dim;
+  const std::span<float> quads = arena.Allocate<float>(query.quads() * kQuad * shape.head_dim);
+  std::fill(quads.begin(), quads.end(), 0.0f);
+  const size_t first =
+      (size_t{observed} * shape.query_heads + size_t{kv_head} * shape.group()) * shape.head_dim;
+  ToFloat(queries.dtype, queries.data + first * DTypeBytes(queries.dtype), width, quads.data());
+  query.queries = quads.data();
+  TokenUnit unit(query, &arena);
+  for (size_t item = 0; item < unit.score_items(); ++item) unit.Score(item);
+  OrderScratch order;
+  unit.RememberOnly(&order);
+}
+
 // Tokens of blocks that are not full: they have no bounds, and are read whatever the others do.
 void TokenUnit::AddPartialBlocks() {
   for (uint32_t s = 0; s < view_.segments.size(); ++s) {

@@ -17,9 +17,16 @@
 #include <vector>
 
 #include "attention/middle_unit.h"
+#include "attention/observation.h"
 #include "attention/policy.h"
 
 namespace attnd::attention {
+
+// Remembers (SequenceView::recall) the blocks that one of the observed queries chooses, which
+// stands at `position`. policy: of blocks and labels.
+void RememberBlocksOf(const SequenceView& view, const Policy& policy, uint32_t layer,
+                      uint32_t kv_head, const ObservedQueries& queries, uint32_t observed,
+                      uint64_t position);
 
 class TokenUnit : public MiddleUnit {
  public:
@@ -38,10 +45,14 @@ class TokenUnit : public MiddleUnit {
                       float output_norm) const override;
   bool knows_mass() const override;
   bool predicts_error() const override { return dropped_tokens() == 0; }
+  uint64_t estimate_nanos() const override { return 0; }
   uint64_t exact_tokens() const override { return exact_tokens_; }
   uint64_t estimated_tokens() const override { return 0; }
   uint64_t dropped_tokens() const override { return sizes_.middle - exact_tokens_; }
   void ExportPlan(Plan* plan) const override;
+
+  // Instead of Select, after Score: only remembers what blocks the query token chooses.
+  void RememberOnly(OrderScratch* order);
 
  private:
   // How much there may be of everything: what memory is taken for.

@@ -58,7 +58,7 @@ absl::Status DecodeBatch::CheckTensor(const char* name, const TensorView& tensor
 uint64_t DecodeBatch::Prepare(size_t row, WriterId writer, const attention::Backend& backend,
                               const std::shared_ptr<Sequence>& sequence) {
   absl::Status& status = result_->rows[row].status;
-  status = CheckRow(row, backend, *sequence);
+  status = CheckRow(row, backend, sequence.get());
   if (status.ok()) status = ReserveAnswer(sequence->shape());
   if (!status.ok()) return 0;
   absl::StatusOr<Snapshot> snapshot = Take(row, writer, sequence.get());
@@ -73,7 +73,8 @@ uint64_t DecodeBatch::Prepare(size_t row, WriterId writer, const attention::Back
 }
 
 absl::Status DecodeBatch::CheckRow(size_t number, const attention::Backend& backend,
-                                   const Sequence& sequence) {
+                                   Sequence* sequence_of_row) {
+  const Sequence& sequence = *sequence_of_row;
   const DecodeRow& row = args_.rows[number];
   const ModelShape& shape = sequence.shape();
   if (args_.layer >= shape.layers) {
@@ -97,6 +98,8 @@ absl::Status DecodeBatch::CheckRow(size_t number, const attention::Backend& back
     ATTND_RETURN_IF_ERROR(row.policy->CheckShape(shape));
     ATTND_RETURN_IF_ERROR(row.policy->CheckIndexes(sequence.indexes()));
   }
+  ATTND_RETURN_IF_ERROR(
+      sequence_of_row->CheckKeepSet(row.policy.has_value() ? *row.policy : sequence.policy()));
   // All rows of a reply share one tensor; without v the first row accepted says what it is like.
   if (result_->value_dim != 0 && result_->value_dim != shape.value_dim) {
     return absl::InvalidArgumentError(absl::StrCat("the sequence's value_dim is ", shape.value_dim,

@@ -38,6 +38,9 @@ class DecodeBatch {
 
   // What accepted rows read.
   std::span<const attention::StepRow> step_rows() const { return step_rows_; }
+  uint64_t sequence_id(size_t step_row) const {
+    return args_.rows[step_row_numbers_[step_row]].sequence_id;
+  }
   // Answers the rows that were accepted.
   absl::Status Run(attention::Backend* backend);
 
@@ -51,7 +54,7 @@ class DecodeBatch {
 
   absl::Status CheckTensor(const char* name, const TensorView& tensor, uint64_t tokens,
                            uint64_t heads, uint64_t dim) const;
-  absl::Status CheckRow(size_t row, const attention::Backend& backend, const Sequence& sequence);
+  absl::Status CheckRow(size_t row, const attention::Backend& backend, Sequence* sequence);
   absl::Status CheckShape(const DecodeRow& row, const ModelShape& shape) const;
   absl::Status CheckValuesShape(const ModelShape& shape) const;
   // Finite, values within kValueMax; gives the magnitudes.

@@ -21,6 +21,7 @@
 #include "attention/backend.h"
 #include "attention/policy.h"
 #include "common/model_shape.h"
+#include "engine/audit.h"
 #include "storage/page_cache_stats.h"
 
 namespace attnd::engine {
@@ -61,6 +62,7 @@ struct EngineOptions {
   uint32_t index_threads = 1;        // threads that segment a finished prefill
   attention::Policy default_policy;  // of sequences that choose none
   ArchiveOptions archive;
+  AuditOptions audit;
 
   // InvalidArgument names the option and its range.
   absl::Status Validate() const;
@@ -79,6 +81,9 @@ class Observer {
   virtual void OnSegmentBuildFailed(BuildTrigger, const absl::Status&) {}
   // Pages were read from disk; the time is from when they were asked for.
   virtual void OnPagesRead(uint64_t /*bytes*/, std::chrono::nanoseconds /*time*/) {}
+  // Of each row that was picked for an audit, one of the two.
+  virtual void OnAudited(const AuditedRow&) {}
+  virtual void OnAuditSkipped(AuditSkip) {}
 };
 
 // Names who appends. The first writer that appends to a sequence holds it until ReleaseWriter.
@@ -132,6 +137,14 @@ struct AppendChunk {
   // disk: up to Engine::kRoomWait.
   bool may_wait = false;
   const std::atomic<bool>* cancelled = nullptr;  // ends waiting; may be null
+};
+
+// Queries of a prompt's last tokens in one layer.
+struct ObservedChunk {
+  uint32_t layer = 0;
+  uint64_t tokens = 0;
+  uint64_t heads = 0, head_dim = 0;  // the tensor's own
+  TensorView queries;                // [tokens, heads, head_dim]
 };
 
 struct PrefillResult {
@@ -253,9 +266,17 @@ class Engine {
   virtual absl::Status Append(absl::string_view tenant, WriterId writer, uint64_t sequence_id,
                               const AppendChunk& chunk) = 0;
 
+  // Takes queries of the prompt's last tokens in one layer (AppendKvRequest.observed_queries).
+  // InvalidArgument (shape, NaN), OutOfRange (numbers), Aborted (another writer),
+  // ResourceExhausted.
+  virtual absl::Status Observe(absl::string_view tenant, WriterId writer, uint64_t sequence_id,
+                               const ObservedChunk& chunk) = 0;
+
   // Segments what the prefill left uncovered, the newest step's tokens as well, on index_threads
   // threads; prefills that come at the same time take turns. FailedPrecondition if layers differ in
   // length, Aborted if another writer holds the sequence; nothing is segmented then.
+  // FailedPrecondition, with everything segmented, if the policy is a keep-set and a layer has no
+  // observed queries.
   // ResourceExhausted, NotFound (closed meanwhile), Cancelled and Unavailable (shutting down) leave
   // what was segmented before.
   virtual absl::StatusOr<PrefillResult> FinishPrefill(absl::string_view tenant, WriterId writer,
@@ -313,12 +334,13 @@ class Engine {
   virtual void ReleaseWriter(WriterId writer) = 0;
 
   virtual Usage usage() const = 0;
-  // Waits until no segment is being built and none is due; for tests and benchmarks.
+  // Waits until no segment is being built and none is due, and no row is audited and none waits for
+  // it; for tests and benchmarks.
   virtual void WaitForBackground() = 0;
 
   // Shutdown step: no new sequences from now on.
   virtual void StopOpening() = 0;
-  // Stops the background thread. Steps in flight must have ended.
+  // Stops the background threads. Steps in flight must have ended.
   virtual void Shutdown() = 0;
 };
 

@@ -376,6 +376,12 @@ std::shared_ptr<const SequenceView> Sequence::View() {
       label_choice_ = attention::LabelChoiceOf(*segments_.front());
     }
     view->label_choice = label_choice_;
+    if (labels && label_choice_ == nullptr && !observed_magnitudes_.empty()) {
+      auto choice = std::make_shared<attention::LabelChoice>();
+      choice->query_magnitudes = observed_magnitudes_;
+      view->label_choice = std::move(choice);
+    }
+    view->keep = keep_;
     view->segments = segments_;
     view->tail = tail_.blocks;
     view->tail_begin = tail_.begin;
@@ -402,6 +408,69 @@ absl::Status Sequence::CheckAligned() const {
   return absl::FailedPreconditionError(absl::StrCat(
       "prefill_complete: layer ", least - layer_tokens_.begin(), " has ", *least,
       " tokens and layer ", most - layer_tokens_.begin(), " has ", *most, "; they must be equal"));
+}
+
+// ---- observed queries ----
+
+absl::Status Sequence::Observe(WriterId writer, uint32_t layer,
+                               std::shared_ptr<const ObservedLayer> queries,
+                               std::span<const float> head_magnitudes, float magnitude) {
+  MutexLock lock(mutex_);
+  ATTND_RETURN_IF_ERROR(CheckWriter(writer));
+  ATTND_RETURN_IF_ERROR(CheckLogits(layer, magnitude, 0));
+  writer_ = writer;
+  Touch();
+  observed_.resize(args_.shape.layers);
+  observed_[layer] = std::move(queries);
+  if (!indexes().Has(attention::IndexKind::kLabels)) return absl::OkStatus();
+  // Channels of layers without queries count by their keys.
+  const size_t width = head_magnitudes.size();
+  observed_magnitudes_.resize(args_.shape.layers * width, 1.0f);
+  std::copy(head_magnitudes.begin(), head_magnitudes.end(),
+            observed_magnitudes_.begin() + static_cast<ptrdiff_t>(layer * width));
+  view_.reset();
+  return absl::OkStatus();
+}
+
+std::optional<PromptObservation> Sequence::Observation() {
+  MutexLock lock(mutex_);
+  PromptObservation prompt;
+  prompt.tokens = CommittedTokens();
+  const bool complete =
+      !observed_.empty() && std::all_of(observed_.begin(), observed_.end(), [&](const auto& layer) {
+        return layer != nullptr && layer->tokens <= prompt.tokens;
+      });
+  if (!complete) return std::nullopt;
+  prompt.view = View();
+  prompt.layers = observed_;
+  return prompt;
+}
+
+void Sequence::ForgetObservation(const PromptObservation& seen) {
+  MutexLock lock(mutex_);
+  if (observed_ == seen.layers) observed_.clear();
+}
+
+void Sequence::SetKeepSet(std::shared_ptr<const attention::KeepSet> keep, Reservation memory) {
+  MutexLock lock(mutex_);
+  keep_ = std::move(keep);
+  keep_memory_ = std::move(memory);
+  view_.reset();
+}
+
+bool Sequence::has_keep_set() {
+  MutexLock lock(mutex_);
+  return keep_ != nullptr;
+}
+
+absl::Status Sequence::CheckKeepSet(const attention::Policy& policy) {
+  if (policy.selector != attention::Selector::kKeepSet) return absl::OkStatus();
+  MutexLock lock(mutex_);
+  if (segments_.empty() || (keep_ != nullptr && keep_->Serves(policy))) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      "policy.preset ", policy.preset,
+      " needs a keep-set, which is made when a prompt is complete: open the sequence with this "
+      "policy and its parameters, and send observed_queries of every layer with the prompt"));
 }
 
 SequenceInfo Sequence::Info() {

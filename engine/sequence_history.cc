@@ -18,6 +18,18 @@ using attention::kTailBlockTokens;
 using attention::PageGeometry;
 using attention::TailBlock;
 
+// What a history of `length` tokens has of a keep-set: tokens that come later are new ones.
+std::shared_ptr<const attention::KeepSet> ShortKeepSet(const attention::KeepSet& keep,
+                                                       uint64_t length) {
+  auto shorter = std::make_shared<attention::KeepSet>(keep);
+  shorter->prompt_tokens = std::min(keep.prompt_tokens, length);
+  for (std::vector<uint32_t>& positions : shorter->positions) {
+    positions.erase(std::lower_bound(positions.begin(), positions.end(), shorter->prompt_tokens),
+                    positions.end());
+  }
+  return shorter;
+}
+
 }  // namespace
 
 // Segments that a history of `length` tokens keeps: those outside its window.
@@ -71,6 +83,7 @@ absl::StatusOr<uint64_t> Sequence::Truncate(uint64_t length) {
   std::fill(layer_tokens_.begin(), layer_tokens_.end(), length);
   newest_step_ = std::min(newest_step_, length);
   if (recall_ != nullptr) recall_->Truncate(length);
+  if (keep_ != nullptr) keep_ = ShortKeepSet(*keep_, length);
   build_from_ = build_delay_ = 0;
   token_ids_.Truncate(length);
   view_.reset();
@@ -94,6 +107,7 @@ absl::Status Sequence::ForkInto(std::optional<uint64_t> wanted, Sequence* child)
   std::fill(child->layer_tokens_.begin(), child->layer_tokens_.end(), length);
   child->token_ids_ = std::move(token_ids);
   if (recall_ != nullptr) child->recall_->CopyFrom(*recall_, length);
+  if (keep_ != nullptr) child->keep_ = ShortKeepSet(*keep_, length);
   return absl::OkStatus();
 }
 

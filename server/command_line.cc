@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <map>
 #include <utility>
 
 #include "absl/flags/commandlineflag.h"
@@ -76,8 +77,14 @@ ABSL_FLAG(uint64_t, retain_bytes, Defaults().retain_bytes,
           "bytes of sealed sequences to keep, the most recently used; 0: all");
 ABSL_FLAG(uint64_t, retain_s, Defaults().retain_s,
           "seconds to keep a sealed sequence that nobody uses; 0: for ever");
+ABSL_FLAG(std::string, policy_file, "",
+          "files with named presets in protobuf text format, comma separated or repeated");
 ABSL_FLAG(bool, page_prefetch, Defaults().page_prefetch,
           "read ahead what the next layer's last step read exactly");
+ABSL_FLAG(double, audit_share, Defaults().audit_share,
+          "share of the rows that are computed again, densely, in the background; 0: none");
+ABSL_FLAG(double, audit_cpu_share, Defaults().audit_cpu_share,
+          "what that may take of one core's time at most");
 ABSL_FLAG(std::string, config, "", "file with these options in protobuf text format");
 ABSL_FLAG(std::string, probe, "",
           "ask the server at this address for its health and exit: 0 if it serves");
@@ -118,7 +125,13 @@ constexpr const char* kFlagNames[] = {"listen",
                                       "disk_step_workers",
                                       "page_prefetch",
                                       "retain_bytes",
-                                      "retain_s"};
+                                      "retain_s",
+                                      "policy_file",
+                                      "audit_share",
+                                      "audit_cpu_share"};
+
+// Flags that may be repeated, as their fields are.
+bool MayRepeat(const std::string& name) { return name == "listen" || name == "policy_file"; }
 
 // Splits "--name=value"; the value is absent if there is no '='. Names come out with underscores.
 struct Argument {
@@ -158,6 +171,9 @@ absl::Status SetField(const char* name, v1::ServerConfig* config) {
     case FieldDescriptor::CPPTYPE_BOOL:
       reflection->SetBool(config, field, text == "true");
       return absl::OkStatus();
+    case FieldDescriptor::CPPTYPE_DOUBLE:
+      reflection->SetDouble(config, field, std::stod(text));
+      return absl::OkStatus();
     case FieldDescriptor::CPPTYPE_STRING:
       if (!field->is_repeated()) {
         reflection->SetString(config, field, text);
@@ -193,7 +209,7 @@ absl::StatusOr<ServerOptions> LoadOptions(const std::set<std::string>& given) {
 
 NormalisedArguments NormaliseArguments(const std::vector<std::string>& arguments) {
   NormalisedArguments result;
-  std::vector<std::string> listen;
+  std::map<std::string, std::vector<std::string>> repeated;
   bool flags_ended = false;
   for (size_t i = 0; i < arguments.size(); ++i) {
     const Argument argument = i == 0 || flags_ended ? Argument() : SplitArgument(arguments[i]);
@@ -204,18 +220,18 @@ NormalisedArguments NormaliseArguments(const std::vector<std::string>& arguments
     }
     const bool negated = argument.name == "noallow_insecure_tcp";
     result.given.insert(negated ? argument.name.substr(2) : argument.name);
-    if (argument.name == "listen") {
+    if (MayRepeat(argument.name)) {
       if (!argument.has_value && i + 1 < arguments.size()) ++i;
-      listen.push_back(argument.has_value ? argument.value : arguments[i]);
+      repeated[argument.name].push_back(argument.has_value ? argument.value : arguments[i]);
       continue;
     }
     result.arguments.push_back(argument.has_value
                                    ? absl::StrCat("--", argument.name, "=", argument.value)
                                    : absl::StrCat("--", argument.name));
   }
-  if (!listen.empty()) {
+  for (const auto& [name, values] : repeated) {
     result.arguments.insert(result.arguments.begin() + 1,
-                            absl::StrCat("--listen=", absl::StrJoin(listen, ",")));
+                            absl::StrCat("--", name, "=", absl::StrJoin(values, ",")));
   }
   return result;
 }

@@ -27,7 +27,7 @@ struct NormalisedArguments {
   std::set<std::string> given;         // names with underscores, without a "no" in front
 };
 
-// Names may be written with dashes or underscores, `--listen` may be repeated.
+// Names may be written with dashes or underscores; `--listen` and `--policy_file` may be repeated.
 NormalisedArguments NormaliseArguments(const std::vector<std::string>& arguments);
 
 // Parses the flags of this process: call it once. A flag that does not exist or whose value has the

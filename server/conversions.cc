@@ -122,7 +122,7 @@ absl::Status CheckRow(const v1::DecodeRow& proto) {
   return absl::OkStatus();
 }
 
-void ConvertRow(const v1::DecodeRow& proto, engine::DecodeRow* row) {
+void ConvertRow(const v1::DecodeRow& proto, const PolicyCatalog& policies, engine::DecodeRow* row) {
   row->sequence_id = proto.sequence_id();
   row->position = proto.position();
   row->query_tokens = proto.query_tokens();
@@ -131,7 +131,7 @@ void ConvertRow(const v1::DecodeRow& proto, engine::DecodeRow* row) {
   row->policy.reset();
   row->precheck = CheckRow(proto);
   if (!proto.has_policy() || IsAbsent(proto.policy())) return;
-  auto policy = FromProto(proto.policy(), "policy");
+  auto policy = policies.Parse(proto.policy());
   if (policy.ok()) {
     row->policy = *std::move(policy);
   } else {
@@ -150,7 +150,7 @@ absl::Status CheckQueryTokens(const v1::DecodeRow& proto, size_t number, uint64_
 }
 
 absl::Status ConvertRows(const v1::DecodeRequest& request, const DecodeLimits& limits,
-                         DecodeStep* step, TokenSums* sums) {
+                         const PolicyCatalog& policies, DecodeStep* step, TokenSums* sums) {
   const auto count = static_cast<uint64_t>(request.rows_size());
   if (count == 0 || count > limits.max_rows) {
     return Invalid("rows", " has ", count, " entries; allowed are 1..", limits.max_rows);
@@ -159,7 +159,7 @@ absl::Status ConvertRows(const v1::DecodeRequest& request, const DecodeLimits& l
   for (size_t i = 0; i < count; ++i) {
     const v1::DecodeRow& row = request.rows(static_cast<int>(i));
     ATTND_RETURN_IF_ERROR(CheckQueryTokens(row, i, sums->query, limits.max_query_tokens));
-    ConvertRow(row, &step->rows[i]);
+    ConvertRow(row, policies, &step->rows[i]);
     sums->query += row.query_tokens();
     if (!row.query_only()) sums->appended += row.query_tokens();
   }
@@ -290,19 +290,9 @@ absl::StatusOr<Tensor3> FromProto(const v1::Tensor& tensor, absl::string_view fi
   return result;
 }
 
-absl::StatusOr<attention::Policy> FromProto(const v1::Policy& policy, absl::string_view field) {
-  if (policy.preset().empty()) return Invalid(field, ".preset is empty, but there are parameters");
-  if (policy.parameters_size() > kPolicyParametersMax) {
-    return Invalid(field, ".parameters has ", policy.parameters_size(), " entries; allowed are 0..",
-                   kPolicyParametersMax);
-  }
-  return attention::ParsePolicy(
-      policy.preset(),
-      std::map<std::string, std::string>(policy.parameters().begin(), policy.parameters().end()));
-}
-
 absl::StatusOr<engine::OpenArgs> FromProto(const v1::OpenSequenceRequest& request,
-                                           uint64_t max_sequence_tokens) {
+                                           uint64_t max_sequence_tokens,
+                                           const PolicyCatalog& policies) {
   if (!request.has_model()) return Invalid("model", " is missing");
   const v1::Model& model = request.model();
   if (model.fingerprint().size() > kFingerprintBytesMax) {
@@ -319,9 +309,21 @@ absl::StatusOr<engine::OpenArgs> FromProto(const v1::OpenSequenceRequest& reques
                    max_sequence_tokens);
   }
   if (request.has_policy() && !IsAbsent(request.policy())) {
-    ATTND_ASSIGN_OR_RETURN(args.policy, FromProto(request.policy(), "policy"));
+    ATTND_ASSIGN_OR_RETURN(args.policy, policies.Parse(request.policy()));
   }
   return args;
+}
+
+absl::StatusOr<engine::ObservedChunk> ObservedFromProto(const v1::AppendKvRequest& request) {
+  ATTND_ASSIGN_OR_RETURN(const Tensor3 queries,
+                         FromProto(request.observed_queries(), "observed_queries"));
+  engine::ObservedChunk chunk;
+  chunk.layer = request.layer();
+  chunk.tokens = queries.tokens;
+  chunk.heads = queries.heads;
+  chunk.head_dim = queries.dim;
+  chunk.queries = queries.view;
+  return chunk;
 }
 
 absl::StatusOr<engine::AppendChunk> FromProto(const v1::AppendKvRequest& request) {
@@ -350,10 +352,11 @@ absl::StatusOr<engine::AppendChunk> FromProto(const v1::AppendKvRequest& request
 }
 
 absl::Status FromProto(const v1::DecodeRequest& request, const DecodeLimits& limits,
-                       steady_clock::time_point arrival, DecodeStep* step) {
+                       steady_clock::time_point arrival, DecodeStep* step,
+                       const PolicyCatalog& policies) {
   step->args = engine::DecodeArgs();
   TokenSums sums;
-  ATTND_RETURN_IF_ERROR(ConvertRows(request, limits, step, &sums));
+  ATTND_RETURN_IF_ERROR(ConvertRows(request, limits, policies, step, &sums));
   ATTND_ASSIGN_OR_RETURN(const Tensor3 q, FromProto(request.q(), "q"));
   ATTND_RETURN_IF_ERROR(CheckTokens(q, sums.query, "q"));
   ATTND_RETURN_IF_ERROR(ConvertNewTokens(request, sums.appended, &step->args));

@@ -16,11 +16,11 @@
 #include "attention/policy.h"
 #include "attnd/v1/attnd.pb.h"
 #include "engine/engine.h"
+#include "server/policy_catalog.h"
 
 namespace attnd::server {
 
 inline constexpr size_t kFingerprintBytesMax = 256;
-inline constexpr int kPolicyParametersMax = 32;
 inline constexpr uint32_t kShardsMax = 4096;
 inline constexpr int kIndexesMax = 8;
 inline constexpr uint32_t kListPageMax = 1000;
@@ -42,12 +42,14 @@ struct Tensor3 {
 absl::StatusOr<DType> FromProto(v1::DType dtype, absl::string_view field);
 // Points into `tensor`. Extents are at least 1, and the data has exactly their product of elements.
 absl::StatusOr<Tensor3> FromProto(const v1::Tensor& tensor, absl::string_view field);
-// A policy that names a preset.
-absl::StatusOr<attention::Policy> FromProto(const v1::Policy& policy, absl::string_view field);
+// `policies` are the presets that the request may name.
 absl::StatusOr<engine::OpenArgs> FromProto(const v1::OpenSequenceRequest& request,
-                                           uint64_t max_sequence_tokens);
+                                           uint64_t max_sequence_tokens,
+                                           const PolicyCatalog& policies = PolicyCatalog());
 // Points into `request`.
 absl::StatusOr<engine::AppendChunk> FromProto(const v1::AppendKvRequest& request);
+// Its observed_queries, which it has.
+absl::StatusOr<engine::ObservedChunk> ObservedFromProto(const v1::AppendKvRequest& request);
 
 // A Decode message as the engine wants it. Kept from step to step, so that its memory is.
 struct DecodeStep {
@@ -63,7 +65,8 @@ struct DecodeLimits {
 // Fills `step` from `request`, which must outlive its use. A policy that does not parse is its
 // row's fault (precheck); any error returned concerns the message.
 absl::Status FromProto(const v1::DecodeRequest& request, const DecodeLimits& limits,
-                       std::chrono::steady_clock::time_point arrival, DecodeStep* step);
+                       std::chrono::steady_clock::time_point arrival, DecodeStep* step,
+                       const PolicyCatalog& policies = PolicyCatalog());
 
 // --- To the wire.
 

@@ -87,8 +87,8 @@ bool DecodeReactor::MayReadDisk() const {
 
 absl::Status DecodeReactor::Answer() {
   const ServerOptions& options = *handlers_->options;
-  ATTND_RETURN_IF_ERROR(
-      FromProto(request_, {options.max_rows, options.max_query_tokens}, arrival_, &step_));
+  ATTND_RETURN_IF_ERROR(FromProto(request_, {options.max_rows, options.max_query_tokens}, arrival_,
+                                  &step_, options.policies));
   if (absl::Status status = CheckReplySize(); !status.ok()) {
     handlers_->metrics->OnRejected(Rejection::kMessage);
     return status;

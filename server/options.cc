@@ -1,17 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/options.h"
 
-#include <fcntl.h>
 #include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
-#include <map>
 #include <utility>
 
 #include "absl/strings/ascii.h"
@@ -20,11 +16,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "common/status.h"
-#include "google/protobuf/io/tokenizer.h"
-#include "google/protobuf/io/zero_copy_stream_impl.h"
-#include "google/protobuf/text_format.h"
 #include "gpu/cuda_backend.h"
 #include "server/cgroup.h"
+#include "server/text_file.h"
 
 namespace attnd::server {
 namespace {
@@ -86,6 +80,13 @@ absl::Status CheckBackend(const ServerOptions& options) {
                     uint64_t{1} << 50);
 }
 
+engine::AuditOptions ToAuditOptions(const ServerOptions& options) {
+  engine::AuditOptions result;
+  result.share = options.audit_share;
+  result.cpu_share = options.audit_cpu_share;
+  return result;
+}
+
 absl::Status CheckIo(const ServerOptions& options) {
   if (options.io == "auto" || options.io == "uring" || options.io == "threads") {
     return absl::OkStatus();
@@ -106,16 +107,6 @@ absl::Status CheckPaths(const ServerOptions& options) {
   }
   return absl::OkStatus();
 }
-
-class ErrorText : public google::protobuf::io::ErrorCollector {
- public:
-  void AddError(int line, google::protobuf::io::ColumnNumber column,
-                const std::string& message) override {
-    if (!text.empty()) return;
-    text = absl::StrCat("line ", line + 1, ", column ", column + 1, ": ", message);
-  }
-  std::string text;
-};
 
 }  // namespace
 
@@ -199,6 +190,7 @@ absl::Status ServerOptions::Validate() const {
       CheckRange("disk_read_bytes_per_s", disk_read_bytes_per_s, 0, uint64_t{1} << 50));
   ATTND_RETURN_IF_ERROR(CheckRange("disk_step_workers", disk_step_workers, 1, 1024));
   ATTND_RETURN_IF_ERROR(CheckRange("reply_timeout_s", reply_timeout_s, 1, 3600));
+  ATTND_RETURN_IF_ERROR(ToAuditOptions(*this).Validate());
   ATTND_RETURN_IF_ERROR(CheckBackend(*this));
   ATTND_RETURN_IF_ERROR(CheckIo(*this));
   return CheckGrpc(*this);
@@ -223,13 +215,13 @@ absl::Status ApplyConfig(const v1::ServerConfig& config, ServerOptions* options)
   if (config.listen_size() > 0) {
     options->listen.assign(config.listen().begin(), config.listen().end());
   }
+  if (config.policy_file_size() > 0) {
+    options->policy_file.assign(config.policy_file().begin(), config.policy_file().end());
+    ATTND_ASSIGN_OR_RETURN(options->policies, PolicyCatalog::Load(options->policy_file));
+  }
   if (config.has_default_policy()) {
-    const v1::Policy& policy = config.default_policy();
-    ATTND_ASSIGN_OR_RETURN(
-        options->default_policy,
-        attention::ParsePolicy(policy.preset(),
-                               std::map<std::string, std::string>(policy.parameters().begin(),
-                                                                  policy.parameters().end())));
+    ATTND_ASSIGN_OR_RETURN(options->default_policy,
+                           options->policies.Parse(config.default_policy()));
   }
 #define ATTND_APPLY(field) \
   if (config.has_##field()) options->field = config.field()
@@ -263,24 +255,15 @@ absl::Status ApplyConfig(const v1::ServerConfig& config, ServerOptions* options)
   ATTND_APPLY(page_prefetch);
   ATTND_APPLY(retain_bytes);
   ATTND_APPLY(retain_s);
+  ATTND_APPLY(audit_share);
+  ATTND_APPLY(audit_cpu_share);
 #undef ATTND_APPLY
   return absl::OkStatus();
 }
 
 absl::StatusOr<v1::ServerConfig> ReadConfigFile(const std::string& path) {
-  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0) {
-    return absl::InvalidArgumentError(absl::StrCat("config ", path, ": ", std::strerror(errno)));
-  }
-  google::protobuf::io::FileInputStream stream(fd);
-  stream.SetCloseOnDelete(true);
-  ErrorText errors;
-  google::protobuf::TextFormat::Parser parser;
-  parser.RecordErrorsTo(&errors);
   v1::ServerConfig config;
-  if (!parser.Parse(&stream, &config)) {
-    return absl::InvalidArgumentError(absl::StrCat("config ", path, ": ", errors.text));
-  }
+  ATTND_RETURN_IF_ERROR(ReadTextFile("config", path, &config));
   return config;
 }
 
@@ -330,6 +313,7 @@ engine::EngineOptions ToEngineOptions(const ServerOptions& options, const Machin
   result.segment_tokens = options.segment_tokens;
   result.index_threads = options.index_threads != 0 ? options.index_threads : machine.cores;
   result.default_policy = options.default_policy;
+  result.audit = ToAuditOptions(options);
   return result;
 }
 

@@ -16,6 +16,7 @@
 #include "attention/policy.h"
 #include "attnd/v1/config.pb.h"
 #include "engine/engine.h"
+#include "server/policy_catalog.h"
 
 namespace attnd::server {
 
@@ -75,6 +76,12 @@ struct ServerOptions {
   bool page_prefetch = false;
   uint64_t retain_bytes = 0;
   uint64_t retain_s = 0;
+  std::vector<std::string> policy_file;
+  double audit_share = 0.01;
+  double audit_cpu_share = engine::AuditOptions().cpu_share;
+
+  // What requests may name: the built-in presets and, from ApplyConfig on, those of policy_file.
+  PolicyCatalog policies;
 
   ServerOptions();
 
@@ -86,7 +93,8 @@ struct ServerOptions {
   std::chrono::seconds reply_timeout() const { return std::chrono::seconds(reply_timeout_s); }
 };
 
-// Overwrites the fields that `config` has. Fails if its policy does not parse.
+// Overwrites the fields that `config` has, and reads its policy files. Fails if one of them, or the
+// default policy, does not parse.
 absl::Status ApplyConfig(const v1::ServerConfig& config, ServerOptions* options);
 
 // Reads a file in protobuf text format. Errors name the file, the line and the column.

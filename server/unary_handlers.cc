@@ -33,6 +33,21 @@ void RecordRefusedSequence(const UnaryContext& context, const absl::Status& stat
   context.metrics.OnRejected(full ? Rejection::kSequences : Rejection::kMemory);
 }
 
+// The operator's presets, each with all parameters that it stands for.
+void ListNamed(const UnaryContext& context, v1::GetServerInfoResponse* reply) {
+  const PolicyCatalog& policies = context.options.policies;
+  for (const auto& [name, message] : policies.named()) {
+    const auto policy = policies.Parse(message);
+    if (!policy.ok() || !context.engine.backend().Supports(*policy).ok()) continue;
+    v1::Policy* const out = reply->add_policies();
+    ToProto(*policy, out);
+    out->set_preset(name);
+    v1::PresetInfo* const preset = reply->add_presets();
+    ToProto(*policy, preset);
+    preset->mutable_policy()->set_preset(name);
+  }
+}
+
 absl::Status CheckPageSize(uint32_t page_size) {
   if (page_size <= kListPageMax) return absl::OkStatus();
   return absl::InvalidArgumentError(
@@ -73,6 +88,7 @@ absl::Status Handle(const UnaryContext& context, const v1::GetServerInfoRequest&
     ToProto(policy, reply->add_policies());
     ToProto(policy, reply->add_presets());
   }
+  ListNamed(context, reply);
   ToProto(context.engine.options().default_policy, reply->mutable_default_policy());
   FillLimits(context, reply->mutable_limits());
   return absl::OkStatus();
@@ -80,8 +96,9 @@ absl::Status Handle(const UnaryContext& context, const v1::GetServerInfoRequest&
 
 absl::Status Handle(const UnaryContext& context, const v1::OpenSequenceRequest& request,
                     v1::OpenSequenceResponse* reply) {
-  ATTND_ASSIGN_OR_RETURN(const engine::OpenArgs args,
-                         FromProto(request, context.options.max_sequence_tokens));
+  ATTND_ASSIGN_OR_RETURN(
+      const engine::OpenArgs args,
+      FromProto(request, context.options.max_sequence_tokens, context.options.policies));
   if (request.resume_sealed_id() != 0 && request.token_ids_size() > 0) {
     return absl::InvalidArgumentError("token_ids must be empty where resume_sealed_id is given");
   }

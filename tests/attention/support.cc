@@ -261,6 +261,14 @@ TestRow MakeRow(TestSequence* sequence, const Policy& policy, uint64_t past_toke
   return row;
 }
 
+std::vector<Policy> PresetsFor(const IndexSet& indexes) {
+  std::vector<Policy> policies = PresetPolicies();
+  std::erase_if(policies, [&](const Policy& policy) {
+    return policy.selector == Selector::kKeepSet || !policy.CheckIndexes(indexes).ok();
+  });
+  return policies;
+}
+
 StepResult RunStep(Backend* backend, uint32_t layer, std::span<const TestRow> rows) {
   StepResult result;
   result.rows.resize(rows.size());

@@ -138,6 +138,9 @@ StepResult RunStep(Backend* backend, uint32_t layer, std::span<const TestRow> ro
 std::vector<oracle::Cluster> StoredClusters(const Segment& segment, uint32_t layer,
                                             uint32_t kv_head);
 
+// The presets that can read segments with these indexes, but for those that need a keep-set.
+std::vector<Policy> PresetsFor(const IndexSet& indexes);
+
 // What one (query token, KV head) of a row sees.
 oracle::PolicyInput MakeInput(const TestRow& row, uint32_t layer, uint32_t query_token,
                               uint32_t kv_head);

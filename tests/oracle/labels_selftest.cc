@@ -114,6 +114,9 @@ TEST(SelectByLabels, HandComputed) {
   EXPECT_EQ(taken({0, 1, 3}, {0, 0.5}), Indices({1, 3}));  // half of the middle's 4
   EXPECT_EQ(taken({}, {5, std::nullopt}), Indices{});
   EXPECT_EQ(taken({3}, {5, std::nullopt}), Indices({3}));
+  // Another channel: queries are projected as keys are.
+  ExpectNear(LabelWeights({{7.0, 1.0}}, MakeLabels(keys, {1}), {0, 3}, std::log(3.0)),
+             {81.0 / 82.0, 1.0 / 82.0}, kClose);
   // Over fewer candidates the weights are other ones.
   ExpectNear(LabelWeights({{1.0, 0.0}}, labels, {0, 3}, 1.0), {1 / 3.0, 2 / 3.0}, kClose);
 }

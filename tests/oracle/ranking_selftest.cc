@@ -142,8 +142,8 @@ TEST(AttendTokens, OneHugeLogit) {
 TEST(AttendTokens, IsDenseAttentionOfWhatIsRead) {
   ForSeeds(20, [](Draws& draws) {
     const TokenInput input = MakeTokens(draws, 60);
-    std::vector<Indices> read;
-    for (int h = 0; h < 3; ++h) read.push_back(draws.Subset(60, 0.4));
+    const std::vector<Indices> read = {draws.Subset(60, 0.4), draws.Subset(60, 0.4),
+                                       draws.Subset(60, 0.4)};
     const auto answers = AttendTokens(input, read);
     for (std::size_t h = 0; h < 3; ++h) {
       std::vector<Vector> keys;

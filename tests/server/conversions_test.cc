@@ -52,7 +52,6 @@ struct OpenCase {
 
 TEST(OpenSequence, WrongFieldsAreNamed) {
   constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
-  constexpr auto kLacking = absl::StatusCode::kUnimplemented;
   const auto shape = [](auto* r) { return r->mutable_model()->mutable_shape(); };
   const std::vector<OpenCase> cases = {
       {"model", kInvalid, [](auto* r) { r->clear_model(); }},
@@ -81,8 +80,18 @@ TEST(OpenSequence, WrongFieldsAreNamed) {
          shape(r)->set_kv_heads(1);
          shape(r)->set_value_dim(80);
        }},
-      {"layout", kLacking,
-       [](auto* r) { r->set_layout(v1::OpenSequenceRequest::LAYOUT_TOKEN_ORDER); }},
+      {"layout", kInvalid,
+       [](auto* r) {
+         r->set_layout(v1::OpenSequenceRequest::LAYOUT_TOKEN_ORDER);
+         r->add_indexes(v1::OpenSequenceRequest::INDEX_CLUSTERS);
+       }},
+      {"layout", kInvalid,
+       [](auto* r) {
+         r->set_layout(v1::OpenSequenceRequest::LAYOUT_CLUSTER_ORDER);
+         r->add_indexes(v1::OpenSequenceRequest::INDEX_LABELS);
+       }},
+      {"indexes", kInvalid,
+       [](auto* r) { r->add_indexes(v1::OpenSequenceRequest::INDEX_UNSPECIFIED); }},
       {"layout", kInvalid,
        [](auto* r) { r->set_layout(static_cast<v1::OpenSequenceRequest::Layout>(9)); }},
       {"indexes", kInvalid,
@@ -117,6 +126,57 @@ TEST(OpenSequence, WrongFieldsAreNamed) {
     const auto args = FromProto(request, 100);
     EXPECT_EQ(args.status().code(), cases[i].code) << "case " << i << ": " << args.status();
     EXPECT_THAT(std::string(args.status().message()), HasSubstr(cases[i].named)) << "case " << i;
+  }
+}
+
+// What a sequence is opened with: said, or left to its policy.
+TEST(OpenSequence, LayoutAndIndexes) {
+  using Request = v1::OpenSequenceRequest;
+  using attention::IndexKind;
+  const struct {
+    Request::Layout layout;
+    std::vector<Request::Index> indexes;
+    std::optional<attention::IndexSet> expected;
+  } kCases[] = {
+      {Request::LAYOUT_UNSPECIFIED, {}, std::nullopt},
+      {Request::LAYOUT_CLUSTER_ORDER, {}, attention::kClusterIndexes},
+      {Request::LAYOUT_TOKEN_ORDER, {}, attention::IndexSet()},
+      {Request::LAYOUT_UNSPECIFIED,
+       {Request::INDEX_BLOCKS_16, Request::INDEX_KEYS_4BIT},
+       attention::IndexSet{IndexKind::kBlocks16, IndexKind::kKeys4}},
+      {Request::LAYOUT_TOKEN_ORDER,
+       {Request::INDEX_BLOCKS_64, Request::INDEX_LABELS},
+       attention::IndexSet{IndexKind::kBlocks64, IndexKind::kLabels}},
+      {Request::LAYOUT_CLUSTER_ORDER,
+       {Request::INDEX_LABELS, Request::INDEX_CLUSTERS},
+       attention::IndexSet{IndexKind::kClusters, IndexKind::kLabels}},
+  };
+  for (const auto& c : kCases) {
+    Request request = GoodOpen();
+    request.set_layout(c.layout);
+    for (const Request::Index index : c.indexes) request.add_indexes(index);
+    const auto args = FromProto(request, 100);
+    ASSERT_TRUE(args.ok()) << args.status();
+    EXPECT_EQ(args->indexes, c.expected);
+  }
+}
+
+TEST(OpenSequence, PresetsSayWhatTheyNeed) {
+  for (const attention::Policy& policy : attention::PresetPolicies()) {
+    v1::PresetInfo info;
+    ToProto(policy, &info);
+    EXPECT_EQ(info.policy().preset(), policy.preset);
+    EXPECT_EQ(info.policy().parameters_size(), info.allowed_size());
+    for (const auto& [name, value] : info.policy().parameters()) {
+      EXPECT_FALSE(info.allowed().at(name).empty());
+    }
+    // A sequence that is opened as it says can be read.
+    v1::OpenSequenceRequest request = GoodOpen();
+    request.set_layout(info.layout());
+    *request.mutable_indexes() = info.indexes();
+    const auto args = FromProto(request, 100);
+    ASSERT_TRUE(args.ok()) << policy.preset << ": " << args.status();
+    EXPECT_TRUE(policy.CheckIndexes(args->indexes.value_or(attention::kClusterIndexes)).ok());
   }
 }
 

@@ -124,12 +124,13 @@ class Client:
         chunks: Iterable[KvChunk],
         *,
         prefill_complete: bool = False,
+        observed_queries: Sequence[Array] | None = None,
         timeout_s: float | None = None,
     ) -> AppendedKv:
         """Uploads prefilled keys and values; see :meth:`attnd.Client.append_kv`. Without timeout_s
         there is no limit."""
         messages = requests.append_requests(
-            sequence_id, chunks, prefill_complete, await self._message_limit()
+            sequence_id, chunks, prefill_complete, observed_queries, await self._message_limit()
         )
         call = self._stub.AppendKv(
             metadata=self._metadata, timeout=timeout_s

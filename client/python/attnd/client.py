@@ -152,6 +152,7 @@ class Client:
         chunks: Iterable[KvChunk],
         *,
         prefill_complete: bool = False,
+        observed_queries: Sequence[Array] | None = None,
         timeout_s: float | None = None,
     ) -> AppendedKv:
         """Uploads prefilled keys and values.
@@ -162,6 +163,9 @@ class Client:
                 (:func:`attnd.layer_chunks`). They are split into messages that the server takes.
                 They are consumed on another thread.
             prefill_complete: the prompt is whole: the server segments it before this returns.
+            observed_queries: of each layer, [tokens, query_heads, head_dim] the queries of the
+                prompt's last tokens (256 of them), for policies that look at them: snapkv and
+                ada-snapkv need them; asynctls and labels are better for them.
             timeout_s: seconds for all of it, segmenting included; None, the default, is no limit.
                 How long an upload may take depends on its size, which only the caller knows, and on
                 the uploads that others send: a long prompt of a large model is many GiB and takes the
@@ -169,7 +173,13 @@ class Client:
                 UnavailableError in any case.
         """
         messages = _Upload(
-            requests.append_requests(sequence_id, chunks, prefill_complete, self.max_message_bytes)
+            requests.append_requests(
+                sequence_id,
+                chunks,
+                prefill_complete,
+                observed_queries,
+                self.max_message_bytes,
+            )
         )
         try:
             call = self._stub.AppendKv(messages, timeout=timeout_s, metadata=self._metadata)

@@ -130,7 +130,11 @@ def open_request(
 
 
 def append_requests(
-    sequence_id: int, chunks: Iterable[KvChunk], prefill_complete: bool, max_message_bytes: int
+    sequence_id: int,
+    chunks: Iterable[KvChunk],
+    prefill_complete: bool,
+    observed_queries: Sequence[Array] | None,
+    max_message_bytes: int,
 ) -> Iterator[attnd_pb2.AppendKvRequest]:
     """The messages of an upload, each below max_message_bytes.
 
@@ -147,6 +151,10 @@ def append_requests(
                 v=None if part.v is None else to_tensor(part.v),
                 token_ids=part.token_ids,
             )
+    for layer, queries in enumerate(observed_queries or ()):
+        yield attnd_pb2.AppendKvRequest(
+            sequence_id=sequence_id, layer=layer, observed_queries=to_tensor(queries)
+        )
     if prefill_complete:
         yield attnd_pb2.AppendKvRequest(sequence_id=sequence_id, prefill_complete=True)
 

@@ -4,8 +4,9 @@
 A result, one for each --policy:
 
     policy, length, dtype, batch    what was evaluated
-    tasks           {"niah": {"accuracy", "answers"}, ...}: answer tokens whose arg-max logit is
-                    right, through attnd
+    tasks           {"niah": {"accuracy", "answers", "right_of_sequence", "answers_of_sequence",
+                    "read_fraction"}, ...}: answer tokens whose arg-max logit is right, through
+                    attnd, in all and of each sequence; tokens read as below
     local_dense     the same with dense attention in local memory over KV rounded to --dtype, as
                     attnd holds it: what differs between the two is attention, not rounding
     agreement       share of answer tokens that are equal in both, right or wrong

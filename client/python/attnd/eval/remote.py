@@ -49,6 +49,11 @@ class RemoteRun:
         return RemoteRun([], lists(), lists(), lists(), lists())
 
 
+def open_for(client: Client, model: Model, dtype: np.dtype[Any], policy: Policy) -> int:
+    """An empty sequence over which the policy may be asked for."""
+    return client.open_sequence(model.attnd_model(dtype), policy=policy).sequence_id
+
+
 @contextmanager
 def uploaded(
     client: Client,
@@ -62,7 +67,7 @@ def uploaded(
     with ExitStack() as stack:
         sequences = []
         for example, layers in batch:
-            sequence = client.open_sequence(model.attnd_model(dtype), policy=policy).sequence_id
+            sequence = open_for(client, model, dtype, policy)
             stack.callback(_close, client, sequence)
             upload(client, sequence, layers, dtype, token_ids=example.haystack.tolist())
             sequences.append(sequence)

@@ -14,10 +14,11 @@ from tqdm import tqdm
 from attnd import Client, Policy, ServerInfo
 from attnd.eval.cache import Cache
 from attnd.eval.evalset import Example
-from attnd.eval.local import dense_run, prefill
+from attnd.eval.local import DenseRun, dense_run, prefill
+from attnd.eval.opening import by_opening
 from attnd.eval.remote import run_policy, uploaded
 from attnd.eval.tally import Tally
-from attnd.nano import Model
+from attnd.nano import LayerKv, Model
 from attnd.nano.parallel import single_threaded_blas
 
 
@@ -55,6 +56,65 @@ class _Bar:
         self._bar.close()
 
 
+class _Evaluation:
+    """One evaluation under way: what all its batches share."""
+
+    def __init__(
+        self, client: Client, model: Model, cache: Cache, settings: Settings, examples: int
+    ) -> None:
+        self._client = client
+        self._model = model
+        self._cache = cache
+        self._settings = settings
+        self._info = client.get_server_info()
+        self._groups = by_opening(settings.policies)
+        self.tallies = [
+            Tally(str(policy), settings.length, settings.dtype, settings.batch)
+            for policy in settings.policies
+        ]
+        self._bar = _Bar(examples * (2 + len(self.tallies)))
+
+    def close(self) -> None:
+        self._bar.close()
+
+    def add(self, batch: Sequence[Example]) -> None:
+        """Every policy over a batch; each opening is uploaded once."""
+        haystacks, denses = [], []
+        for example in batch:
+            self._bar.begin(f"{example.task}: prefill")
+            haystacks.append(prefill(self._model, example, self._cache, self._bar.advance))
+            self._bar.begin(f"{example.task}: local dense")
+            dtype = self._settings.dtype
+            denses.append(dense_run(self._model, example, haystacks[-1], dtype, self._cache))
+            self._bar.advance(1)
+        for numbers in self._groups.values():
+            self._add_group(numbers, batch, haystacks, denses)
+
+    def _add_group(
+        self,
+        numbers: Sequence[int],
+        batch: Sequence[Example],
+        haystacks: Sequence[Sequence[LayerKv]],
+        denses: Sequence[DenseRun],
+    ) -> None:
+        policies = [self._settings.policies[number] for number in numbers]
+        widest = widest_zones(policies, self._info)
+        self._bar.begin(f"{batch[0].task}: upload")
+        pairs = list(zip(batch, haystacks))
+        dtype = self._settings.dtype
+        with uploaded(self._client, self._model, pairs, dtype, widest) as sequences:
+            for policy, number in zip(policies, numbers):
+                self._bar.begin(f"{batch[0].task}: {policy.preset}")
+                advance = partial(_advance_all, self._bar, len(batch))
+                runs, decode_us = run_policy(
+                    self._client, self._model, batch, sequences, dtype, policy, advance
+                )
+                tally = self.tallies[number]
+                tally.add_times(decode_us)
+                for example, haystack, run, dense in zip(batch, haystacks, runs, denses):
+                    tally.add(self._model, example, haystack, run, dense)
+
+
 def evaluate(
     client: Client, model: Model, examples: Sequence[Example], cache: Cache, settings: Settings
 ) -> list[dict[str, Any]]:
@@ -63,54 +123,19 @@ def evaluate(
     Raises:
         AttndError: if the server fails.
     """
-    tallies = [
-        Tally(str(policy), settings.length, settings.dtype, settings.batch)
-        for policy in settings.policies
-    ]
-    widest = widest_zones(settings.policies, client.get_server_info())
-    bar = _Bar(len(examples) * (2 + len(tallies)))
+    evaluation = _Evaluation(client, model, cache, settings, len(examples))
     try:
         with single_threaded_blas():
             for batch in _batches(examples, settings.batch):
-                _evaluate_batch(client, model, batch, cache, settings, widest, tallies, bar)
+                evaluation.add(batch)
     finally:
-        bar.close()
-    return [tally.figures() for tally in tallies]
+        evaluation.close()
+    return [tally.figures() for tally in evaluation.tallies]
 
 
 def _batches(examples: Sequence[Example], size: int) -> Iterator[Sequence[Example]]:
     for start in range(0, len(examples), size):
         yield examples[start : start + size]
-
-
-def _evaluate_batch(
-    client: Client,
-    model: Model,
-    batch: Sequence[Example],
-    cache: Cache,
-    settings: Settings,
-    widest: Policy,
-    tallies: Sequence[Tally],
-    bar: _Bar,
-) -> None:
-    haystacks, denses = [], []
-    for example in batch:
-        bar.begin(f"{example.task}: prefill")
-        haystacks.append(prefill(model, example, cache, bar.advance))
-        bar.begin(f"{example.task}: local dense")
-        denses.append(dense_run(model, example, haystacks[-1], settings.dtype, cache))
-        bar.advance(1)
-    bar.begin(f"{batch[0].task}: upload")
-    with uploaded(client, model, list(zip(batch, haystacks)), settings.dtype, widest) as sequences:
-        for policy, tally in zip(settings.policies, tallies):
-            bar.begin(f"{batch[0].task}: {policy.preset}")
-            advance = partial(_advance_all, bar, len(batch))
-            runs, decode_us = run_policy(
-                client, model, batch, sequences, settings.dtype, policy, advance
-            )
-            tally.add_times(decode_us)
-            for example, haystack, run, dense in zip(batch, haystacks, runs, denses):
-                tally.add(model, example, haystack, run, dense)
 
 
 def _advance_all(bar: _Bar, examples: int, share: float) -> None:

@@ -29,21 +29,26 @@ def relative_errors(out: Array, dense: Array) -> Array:
 
 
 class Accuracy:
-    """Right answers of each task."""
+    """Right answers of each task, sequence by sequence."""
 
     def __init__(self) -> None:
-        self._right: dict[str, int] = defaultdict(int)
-        self._answers: dict[str, int] = defaultdict(int)
+        self._right: dict[str, list[int]] = defaultdict(list)
+        self._answers: dict[str, list[int]] = defaultdict(list)
 
     def add(self, example: Example, best: Array) -> None:
         """best: [QUESTION_TOKENS] arg-max token after each question token."""
         right = best[example.answers - 1] == example.questions[example.answers]
-        self._right[example.task] += int(right.sum())
-        self._answers[example.task] += len(right)
+        self._right[example.task].append(int(right.sum()))
+        self._answers[example.task].append(len(right))
 
     def figures(self) -> dict[str, dict[str, Any]]:
         return {
-            task: {"accuracy": self._right[task] / answers, "answers": answers}
+            task: {
+                "accuracy": sum(self._right[task]) / sum(answers),
+                "answers": sum(answers),
+                "right_of_sequence": self._right[task],
+                "answers_of_sequence": answers,
+            }
             for task, answers in self._answers.items()
         }
 
@@ -63,7 +68,8 @@ class Tally:
         self._local = Accuracy()
         self._answers = self._different = self._clearly_different = self._clear = 0
         self._errors: list[float] = []  # one mean for each example and layer, of equal weight
-        self._exact = self._middle = 0
+        self._exact: dict[str, int] = defaultdict(int)  # of each task
+        self._middle: dict[str, int] = defaultdict(int)
         self._predicted: list[float] = []
         self._decode_us: list[float] = []
         self._local_decode_us: list[float] = []
@@ -87,7 +93,7 @@ class Tally:
         self._local_decode_us.extend(dense.decode_us)
         self._add_agreement(example, best, dense)
         self._add_errors(model, haystack, run)
-        self._add_stats(run)
+        self._add_stats(example.task, run)
 
     def _add_agreement(self, example: Example, best: Array, dense: DenseRun) -> None:
         before = example.answers - 1
@@ -104,29 +110,37 @@ class Tally:
             dense = dense_outputs(kv, q, k, v, self._dtype, model.config.softmax_scale)
             self._errors.append(float(relative_errors(out, dense).mean()))
 
-    def _add_stats(self, run: RemoteRun) -> None:
+    def _add_stats(self, task: str, run: RemoteRun) -> None:
         for stats in run.stats:
-            self._exact += stats.exact_tokens
-            self._middle += stats.exact_tokens + stats.estimated_tokens + stats.dropped_tokens
+            middle = stats.exact_tokens + stats.estimated_tokens + stats.dropped_tokens
+            self._exact[task] += stats.exact_tokens
+            self._middle[task] += middle
             if stats.predicted_error_mean is not None:
                 self._predicted.append(stats.predicted_error_mean)
 
     def figures(self) -> dict[str, Any]:
         """What --json writes for this policy; see attnd.eval.cli."""
+        tasks = self._remote.figures()
+        for task, figures in tasks.items():
+            figures["read_fraction"] = _share(self._exact[task], self._middle[task])
         return {
             **self._settings,
-            "tasks": self._remote.figures(),
+            "tasks": tasks,
             "local_dense": self._local.figures(),
             "agreement": 1 - self._different / self._answers,
             "answers": self._answers,
             "clear_answers": self._clear,
             "clear_disagreements": self._clearly_different,
             "relative_error": float(np.mean(self._errors)),
-            "read_fraction": self._exact / self._middle if self._middle else 1.0,
+            "read_fraction": _share(sum(self._exact.values()), sum(self._middle.values())),
             "predicted_error": float(np.mean(self._predicted)) if self._predicted else None,
             "decode_us": _percentiles(self._decode_us),
             "local_decode_us": _percentiles(self._local_decode_us),
         }
+
+
+def _share(exact: int, middle: int) -> float:
+    return exact / middle if middle else 1.0
 
 
 def _percentiles(times_us: Sequence[float]) -> dict[str, float]:

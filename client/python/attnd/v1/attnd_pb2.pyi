@@ -9,10 +9,11 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AppendKvRequest(_message.Message):
-    __slots__ = ["first_position", "k", "layer", "prefill_complete", "sequence_id", "token_ids", "v"]
+    __slots__ = ["first_position", "k", "layer", "observed_queries", "prefill_complete", "sequence_id", "token_ids", "v"]
     FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
     K_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
+    OBSERVED_QUERIES_FIELD_NUMBER: _ClassVar[int]
     PREFILL_COMPLETE_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -20,11 +21,12 @@ class AppendKvRequest(_message.Message):
     first_position: int
     k: _types_pb2.Tensor
     layer: int
+    observed_queries: _types_pb2.Tensor
     prefill_complete: bool
     sequence_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     v: _types_pb2.Tensor
-    def __init__(self, sequence_id: _Optional[int] = ..., layer: _Optional[int] = ..., first_position: _Optional[int] = ..., k: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prefill_complete: bool = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[int] = ..., layer: _Optional[int] = ..., first_position: _Optional[int] = ..., k: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prefill_complete: bool = ..., observed_queries: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class AppendKvResponse(_message.Message):
     __slots__ = ["committed_tokens", "index_build_us", "segmented_tokens"]

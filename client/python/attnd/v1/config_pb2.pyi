@@ -7,9 +7,27 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class NamedPolicy(_message.Message):
+    __slots__ = ["name", "note", "policy"]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    note: str
+    policy: _types_pb2.Policy
+    def __init__(self, name: _Optional[str] = ..., policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., note: _Optional[str] = ...) -> None: ...
+
+class PolicyFile(_message.Message):
+    __slots__ = ["policies"]
+    POLICIES_FIELD_NUMBER: _ClassVar[int]
+    policies: _containers.RepeatedCompositeFieldContainer[NamedPolicy]
+    def __init__(self, policies: _Optional[_Iterable[_Union[NamedPolicy, _Mapping]]] = ...) -> None: ...
+
 class ServerConfig(_message.Message):
-    __slots__ = ["allow_insecure_tcp", "backend", "data_dir", "default_policy", "device_memory_bytes", "disk_read_bytes_per_s", "disk_step_workers", "grpc_memory_bytes", "grpc_threads", "index_threads", "io", "listen", "max_connection_streams", "max_message_bytes", "max_query_tokens", "max_queued_steps", "max_rows", "max_sequence_tokens", "max_sequences", "max_streams", "memory_budget_bytes", "metrics_listen", "min_ping_interval_s", "page_memory_bytes", "page_prefetch", "page_readers", "reply_timeout_s", "retain_bytes", "retain_s", "segment_tokens", "step_threads", "step_workers"]
+    __slots__ = ["allow_insecure_tcp", "audit_cpu_share", "audit_share", "backend", "data_dir", "default_policy", "device_memory_bytes", "disk_read_bytes_per_s", "disk_step_workers", "grpc_memory_bytes", "grpc_threads", "index_threads", "io", "listen", "max_connection_streams", "max_message_bytes", "max_query_tokens", "max_queued_steps", "max_rows", "max_sequence_tokens", "max_sequences", "max_streams", "memory_budget_bytes", "metrics_listen", "min_ping_interval_s", "page_memory_bytes", "page_prefetch", "page_readers", "policy_file", "reply_timeout_s", "retain_bytes", "retain_s", "segment_tokens", "step_threads", "step_workers"]
     ALLOW_INSECURE_TCP_FIELD_NUMBER: _ClassVar[int]
+    AUDIT_CPU_SHARE_FIELD_NUMBER: _ClassVar[int]
+    AUDIT_SHARE_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     DATA_DIR_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_POLICY_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +53,7 @@ class ServerConfig(_message.Message):
     PAGE_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     PAGE_PREFETCH_FIELD_NUMBER: _ClassVar[int]
     PAGE_READERS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FILE_FIELD_NUMBER: _ClassVar[int]
     REPLY_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     RETAIN_BYTES_FIELD_NUMBER: _ClassVar[int]
     RETAIN_S_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +61,8 @@ class ServerConfig(_message.Message):
     STEP_THREADS_FIELD_NUMBER: _ClassVar[int]
     STEP_WORKERS_FIELD_NUMBER: _ClassVar[int]
     allow_insecure_tcp: bool
+    audit_cpu_share: float
+    audit_share: float
     backend: str
     data_dir: str
     default_policy: _types_pb2.Policy
@@ -67,10 +88,11 @@ class ServerConfig(_message.Message):
     page_memory_bytes: int
     page_prefetch: bool
     page_readers: int
+    policy_file: _containers.RepeatedScalarFieldContainer[str]
     reply_timeout_s: int
     retain_bytes: int
     retain_s: int
     segment_tokens: int
     step_threads: int
     step_workers: int
-    def __init__(self, listen: _Optional[_Iterable[str]] = ..., data_dir: _Optional[str] = ..., metrics_listen: _Optional[str] = ..., memory_budget_bytes: _Optional[int] = ..., step_threads: _Optional[int] = ..., step_workers: _Optional[int] = ..., max_queued_steps: _Optional[int] = ..., index_threads: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., max_streams: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_query_tokens: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., segment_tokens: _Optional[int] = ..., default_policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., reply_timeout_s: _Optional[int] = ..., allow_insecure_tcp: bool = ..., max_connection_streams: _Optional[int] = ..., grpc_memory_bytes: _Optional[int] = ..., grpc_threads: _Optional[int] = ..., min_ping_interval_s: _Optional[int] = ..., backend: _Optional[str] = ..., device_memory_bytes: _Optional[int] = ..., io: _Optional[str] = ..., page_memory_bytes: _Optional[int] = ..., page_readers: _Optional[int] = ..., disk_read_bytes_per_s: _Optional[int] = ..., disk_step_workers: _Optional[int] = ..., page_prefetch: bool = ..., retain_bytes: _Optional[int] = ..., retain_s: _Optional[int] = ...) -> None: ...
+    def __init__(self, listen: _Optional[_Iterable[str]] = ..., data_dir: _Optional[str] = ..., metrics_listen: _Optional[str] = ..., memory_budget_bytes: _Optional[int] = ..., step_threads: _Optional[int] = ..., step_workers: _Optional[int] = ..., max_queued_steps: _Optional[int] = ..., index_threads: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., max_streams: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_query_tokens: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., segment_tokens: _Optional[int] = ..., default_policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., reply_timeout_s: _Optional[int] = ..., allow_insecure_tcp: bool = ..., max_connection_streams: _Optional[int] = ..., grpc_memory_bytes: _Optional[int] = ..., grpc_threads: _Optional[int] = ..., min_ping_interval_s: _Optional[int] = ..., backend: _Optional[str] = ..., device_memory_bytes: _Optional[int] = ..., io: _Optional[str] = ..., page_memory_bytes: _Optional[int] = ..., page_readers: _Optional[int] = ..., disk_read_bytes_per_s: _Optional[int] = ..., disk_step_workers: _Optional[int] = ..., page_prefetch: bool = ..., retain_bytes: _Optional[int] = ..., retain_s: _Optional[int] = ..., policy_file: _Optional[_Iterable[str]] = ..., audit_share: _Optional[float] = ..., audit_cpu_share: _Optional[float] = ...) -> None: ...

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of many policies, as reports and calibrations want them: presets that the server does not
+offer are left out and named, and every policy is tried before the long work begins."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from attnd import Client, Policy, UnimplementedError
+from attnd.eval.cache import Cache
+from attnd.eval.evalset import TASKS, read_examples
+from attnd.eval.remote import open_for
+from attnd.eval.results import Measurement, point_of, task_of
+from attnd.eval.run import Settings, evaluate
+from attnd.nano import Model
+from attnd.tensors import as_dtype
+
+SEGMENT_TOKENS = 8192  # the server's default
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is measured together.
+
+    Attributes:
+        name: of the run and its file.
+        length: tokens of each sequence.
+        dtype: of the KV sent.
+        segment_tokens: the option of the server that the run is for.
+        limit: sequences a task; None is all of the set.
+        batch: sequences that decode together.
+    """
+
+    name: str
+    length: int
+    dtype: str = "fp32"
+    segment_tokens: int = SEGMENT_TOKENS
+    limit: int | None = None
+    batch: int = 4
+
+    @property
+    def flags(self) -> list[str]:
+        """Options of the server."""
+        return [f"--segment-tokens={self.segment_tokens}"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What answers the questions: a model and its evaluation set, and where prefills are kept."""
+
+    folder: pathlib.Path
+    eval_set: pathlib.Path
+    cache: Cache
+
+
+def offered(
+    client: Client, subject: Subject, run: Run, policies: Iterable[Policy]
+) -> tuple[list[Policy], list[str]]:
+    """The policies that the server takes, and the presets that it does not have.
+
+    Raises:
+        AttndError: if a policy of a preset that it has is refused.
+        OSError, ValueError: if the model cannot be read.
+    """
+    model, dtype = Model.load(subject.folder), as_dtype(run.dtype)
+    listed = {policy.preset for policy in client.get_server_info().policies}
+    taken, missing = [], set()
+    for policy in policies:
+        if policy.preset not in listed:
+            missing.add(policy.preset)
+            continue
+        try:
+            client.close_sequence(open_for(client, model, dtype, policy))
+            taken.append(policy)
+        except UnimplementedError:
+            missing.add(policy.preset)
+    return taken, sorted(missing)
+
+
+def measure(
+    client: Client,
+    subject: Subject,
+    run: Run,
+    policies: Sequence[Policy],
+    not_offered: Sequence[str] = (),
+) -> Measurement:
+    """All figures of a run. `policies`, one or more, are those that the server takes, and
+    `not_offered` the presets that it has not, for the record: see offered().
+
+    Raises:
+        AttndError: if the server fails or refuses a policy.
+        OSError: if the model or the set cannot be read.
+        ValueError: if they are not what they should be.
+    """
+    model = Model.load(subject.folder)
+    limit = 1 << 30 if run.limit is None else run.limit
+    examples = read_examples(subject.eval_set, run.length, TASKS, limit)
+    settings = Settings(run.length, policies, as_dtype(run.dtype), run.batch)
+    results = evaluate(client, model, examples, subject.cache, settings)
+    info = client.get_server_info()
+    return Measurement(
+        run=run.name,
+        length=run.length,
+        dtype=run.dtype,
+        segment_tokens=run.segment_tokens,
+        sequences_per_task=len(examples) // len(TASKS),
+        model=subject.folder.resolve().name,
+        fingerprint=model.fingerprint,
+        eval_set=subject.eval_set.name,
+        server=f"attnd {info.version}, {info.backends[0]}",
+        local_dense={task: task_of(of) for task, of in results[0]["local_dense"].items()},
+        not_offered=tuple(not_offered),
+        points=tuple(point_of(result) for result in results),
+    )

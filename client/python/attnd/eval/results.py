@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measurements kept as JSON files: what tables, plots, checks and calibrations are made of.
+
+A file holds the points of one run, that is of one length, dtype and way to segment:
+
+    run, length, dtype, segment_tokens, sequences_per_task, model, fingerprint, eval_set, server
+                    what was measured; segment_tokens is the server's option
+    not_offered     presets that were asked for and that the server does not list
+    local_dense     {"niah": {"right", "answers"}, ...} of dense attention in local memory: right
+                    answers and answers of each sequence, in the set's order
+    points          of each policy: policy, tasks (as local_dense, and the task's read share),
+                    error, read, predicted (null if the policy predicts none), agreement,
+                    clear_disagreements; attnd.eval.cli says what each is
+
+Timings are left out, so that measuring again on another machine changes what differs and no more.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from attnd.policy import Policy
+
+_DIGITS = 6
+
+
+@dataclass(frozen=True)
+class Task:
+    """Answers of one task.
+
+    Attributes:
+        right, answers: of each sequence.
+        read: share of the middle tokens read exactly.
+    """
+
+    right: tuple[int, ...]
+    answers: tuple[int, ...]
+    read: float = 1.0
+
+    @property
+    def accuracy(self) -> float:
+        return sum(self.right) / sum(self.answers)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One policy's figures."""
+
+    policy: str
+    tasks: dict[str, Task]
+    error: float
+    read: float
+    predicted: float | None
+    agreement: float
+    clear_disagreements: int
+
+    @property
+    def preset(self) -> str:
+        return Policy.parse(self.policy).preset
+
+    @property
+    def mean_accuracy(self) -> float:
+        """Of the tasks, each of equal weight."""
+        return sum(task.accuracy for task in self.tasks.values()) / len(self.tasks)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One file."""
+
+    run: str
+    length: int
+    dtype: str
+    segment_tokens: int
+    sequences_per_task: int
+    model: str
+    fingerprint: str
+    eval_set: str
+    server: str
+    local_dense: dict[str, Task]
+    not_offered: tuple[str, ...]
+    points: tuple[Point, ...]
+
+    def find(self, policy: str) -> Point | None:
+        return next((point for point in self.points if point.policy == policy), None)
+
+    @property
+    def answers(self) -> int:
+        return sum(sum(task.answers) for task in self.local_dense.values())
+
+    def merged(self, newer: Measurement) -> Measurement:
+        """This one with the newer one's points in place of its own of the same policies, and
+        without those of presets that the newer one's server did not offer.
+
+        Raises:
+            ValueError: if they measured different things.
+        """
+        ours, theirs = (_settings(one) for one in (self, newer))
+        for name, value in ours.items():
+            if theirs[name] != value:
+                raise ValueError(
+                    f"{self.run}: {name} was {value} and is {theirs[name]} now: remove the file "
+                    "to measure everything again"
+                )
+        kept = [
+            point
+            for point in self.points
+            if newer.find(point.policy) is None and point.preset not in newer.not_offered
+        ]
+        missing = set(self.not_offered) - {point.preset for point in newer.points}
+        return replace(
+            newer,
+            points=(*kept, *newer.points),
+            not_offered=tuple(sorted(missing | set(newer.not_offered))),
+        )
+
+    def only(self, policies: Sequence[str]) -> Measurement:
+        """Its points of these policies, in their order."""
+        found = [self.find(policy) for policy in policies]
+        return replace(self, points=tuple(point for point in found if point is not None))
+
+
+def _settings(measurement: Measurement) -> dict[str, Any]:
+    names = ("length", "dtype", "segment_tokens", "sequences_per_task", "fingerprint", "eval_set")
+    return {name: getattr(measurement, name) for name in names}
+
+
+def task_of(figures: dict[str, Any]) -> Task:
+    """From attnd.eval's figures of a task."""
+    return Task(
+        tuple(figures["right_of_sequence"]),
+        tuple(figures["answers_of_sequence"]),
+        figures.get("read_fraction", 1.0),
+    )
+
+
+def point_of(result: dict[str, Any]) -> Point:
+    """From attnd.eval's result of a policy."""
+    return Point(
+        policy=result["policy"],
+        tasks={task: task_of(figures) for task, figures in result["tasks"].items()},
+        error=result["relative_error"],
+        read=result["read_fraction"],
+        predicted=result["predicted_error"],
+        agreement=result["agreement"],
+        clear_disagreements=result["clear_disagreements"],
+    )
+
+
+# ---- Files ----
+
+
+def write(path: pathlib.Path, measurement: Measurement) -> None:
+    """One line a point, so that what differs between two measurements is seen line by line."""
+    fields = {
+        name: getattr(measurement, name)
+        for name in (
+            "run",
+            "length",
+            "dtype",
+            "segment_tokens",
+            "sequences_per_task",
+            "model",
+            "fingerprint",
+            "eval_set",
+            "server",
+            "not_offered",
+        )
+    }
+    fields["local_dense"] = _tasks_json(measurement.local_dense, read=False)
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items()]
+    points = ",\n  ".join(json.dumps(_point_json(point)) for point in measurement.points)
+    lines.append(f'"points": [\n  {points}\n ]')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{\n " + ",\n ".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def read(path: pathlib.Path) -> Measurement:
+    """
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is not a measurement.
+    """
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields["local_dense"] = _tasks_from(fields["local_dense"])
+        fields["not_offered"] = tuple(fields["not_offered"])
+        fields["points"] = tuple(
+            Point(**{**point, "tasks": _tasks_from(point["tasks"])}) for point in fields["points"]
+        )
+        return Measurement(**fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a measurement: {error}") from None
+
+
+def read_all(paths: Sequence[pathlib.Path]) -> dict[str, Measurement]:
+    """By the names of their runs."""
+    found = [read(path) for path in paths]
+    return {measurement.run: measurement for measurement in found}
+
+
+def _point_json(point: Point) -> dict[str, Any]:
+    return {
+        "policy": point.policy,
+        "error": _rounded(point.error),
+        "read": _rounded(point.read),
+        "predicted": None if point.predicted is None else _rounded(point.predicted),
+        "agreement": _rounded(point.agreement),
+        "clear_disagreements": point.clear_disagreements,
+        "tasks": _tasks_json(point.tasks, read=True),
+    }
+
+
+def _tasks_json(tasks: dict[str, Task], read: bool) -> dict[str, Any]:
+    return {
+        name: {"right": task.right, "answers": task.answers}
+        | ({"read": _rounded(task.read)} if read else {})
+        for name, task in tasks.items()
+    }
+
+
+def _tasks_from(tasks: dict[str, Any]) -> dict[str, Task]:
+    return {
+        name: Task(tuple(task["right"]), tuple(task["answers"]), task.get("read", 1.0))
+        for name, task in tasks.items()
+    }
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments of ``python -m attnd.report``.
+
+From the root of a checkout, where docs/ and models/ lie:
+
+    python -m attnd.report --server build/bin/attnd     measures everything, hours on two cores
+    python -m attnd.report --server build/bin/attnd --run 8192 --presets quest,twilight
+                                                        measures a part; the rest stays
+    python -m attnd.report --render                     makes tables and plots of what is there
+    python -m attnd.report --check                      fails where a figure leaves its tolerance
+                                                        or the document is not what the figures make
+    python -m attnd.report --target unix:PATH --subset ci
+                                                        under a minute; writes nothing
+
+Figures are kept in docs/quality/RUN.json (attnd.eval.results). Measuring ends with --render and
+--check.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+
+from attnd import AttndError, Client
+from attnd.eval import results
+from attnd.eval.cache import DEFAULT_MAX_BYTES, Cache, default_folder
+from attnd.eval.measure import Run, Subject, measure, offered
+from attnd.eval.opening import by_opening
+from attnd.eval.results import Measurement
+from attnd.eval.server import running
+from attnd.report import check, document, tables
+from attnd.report.plan import CI, PLAN, Planned
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit status: 0, or 1 with lines that say what was wrong."""
+    args = _parser().parse_args(arguments)
+    try:
+        if args.subset:
+            if args.render or args.check:
+                raise ValueError("--subset measures: it wants --target or --server")
+            return _subset(args)
+        if args.target or args.server:
+            _measure(args)
+        if not args.check:
+            document.render(args.docs)
+        return _report_problems(document.problems(args.docs))
+    except (AttndError, OSError, ValueError) as error:
+        print(f"attnd.report: {error}", file=sys.stderr)
+        return 1
+
+
+# ---- Measuring ----
+
+
+def _measure(args: argparse.Namespace) -> None:
+    names = args.run or [planned.run.name for planned in PLAN]
+    for planned in PLAN:
+        if planned.run.name in names:
+            _measure_run(args, planned)
+
+
+def _measure_run(args: argparse.Namespace, planned: Planned) -> None:
+    """Measures what was asked for, upload by upload, and keeps what is done after each."""
+    path = document.results_path(args.docs, planned.run.name)
+    policies = planned.chosen(args.presets)
+    if args.missing and path.exists():
+        kept = results.read(path)
+        policies = [policy for policy in policies if kept.find(str(policy)) is None]
+    if not policies:
+        return
+    subject, run = _subject(args), _run(args, planned)
+    with _client(args, planned) as client:
+        taken, missing = offered(client, subject, run, policies)
+        for numbers in by_opening(taken).values():
+            group = [taken[number] for number in numbers]
+            _keep(path, planned, measure(client, subject, run, group, missing))
+    if not taken and not path.exists():
+        raise ValueError(f"the server offers none of the presets: {', '.join(missing)}")
+    if not taken:
+        _keep(path, planned, replace(results.read(path), points=(), not_offered=tuple(missing)))
+
+
+def _keep(path: pathlib.Path, planned: Planned, new: Measurement) -> None:
+    """Puts new points into the run's file; points that the plan no longer has go."""
+    merged = results.read(path).merged(new) if path.exists() else new
+    results.write(path, merged.only([str(policy) for policy in planned.chosen(None)]))
+    print(f"{path}: {len(new.points)} points measured", flush=True)
+
+
+def _subject(args: argparse.Namespace) -> Subject:
+    return Subject(args.model, args.eval_set, Cache(args.cache_dir, args.cache_bytes))
+
+
+def _run(args: argparse.Namespace, planned: Planned) -> Run:
+    return planned.run if args.limit is None else replace(planned.run, limit=args.limit)
+
+
+@contextmanager
+def _client(args: argparse.Namespace, planned: Planned) -> Iterator[Client]:
+    """Of the server for a run."""
+    where = nullcontext(args.target) if args.target else running(args.server, planned.run.flags)
+    with where as target, Client(target, tenant="report") as client:
+        yield client
+
+
+def _subset(args: argparse.Namespace) -> int:
+    """A few points, held against references; nothing is kept."""
+    with _client(args, CI) as client:
+        subject, chosen = _subject(args), CI.chosen(args.presets)
+        taken, missing = offered(client, subject, CI.run, chosen)
+        measured = measure(client, subject, CI.run, taken, missing)
+        listed = [policy.preset for policy in client.get_server_info().policies]
+    print(f"{tables.caption(measured)}\n\n{tables.figures(measured)}\n")
+    print(tables.skipped([measured]))
+    references = check.read_references(document.references_path(args.docs))
+    problems = check.deviations(references, {CI.run.name: measured})
+    run = {point.preset for point in measured.points}
+    problems += [f"{preset} is offered and was not run" for preset in listed if preset not in run]
+    return _report_problems(problems)
+
+
+def _report_problems(problems: Sequence[str]) -> int:
+    for problem in problems:
+        print(f"attnd.report: {problem}", file=sys.stderr)
+    if not problems:
+        print("attnd.report: every figure is within its tolerance")
+    return 1 if problems else 0
+
+
+# ---- Arguments ----
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m attnd.report",
+        description="Measures how well a model answers under every policy and budget, and keeps "
+        "docs/QUALITY.md.",
+    )
+    add = parser.add_argument
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--target", help="measure with this server: unix:PATH or HOST:PORT")
+    where.add_argument(
+        "--server", type=pathlib.Path, help="measure with this program, started for each run"
+    )
+    where.add_argument("--render", action="store_true", help="only make tables and plots again")
+    where.add_argument("--check", action="store_true", help="only check; nothing is written")
+    add("--subset", choices=("ci",), help="measure a few points and keep nothing")
+    add(
+        "--run",
+        action="append",
+        choices=[planned.run.name for planned in PLAN],
+        help="may be repeated (default: all). With --target the server must have the run's options",
+    )
+    add(
+        "--presets",
+        type=lambda text: text.split(","),
+        help="measure these alone, comma separated; figures of the others stay",
+    )
+    add("--missing", action="store_true", help="measure only points that have no figures yet")
+    add("--limit", type=int, help="sequences a task, to try things (default: all)")
+    add("--docs", type=pathlib.Path, default=pathlib.Path("docs"), help="(default: docs)")
+    folder = pathlib.Path("models/nano-llama")
+    add("--model", type=pathlib.Path, default=folder, help=f"(default: {folder})")
+    eval_set = folder / "nano_eval.npz"
+    add("--eval-set", type=pathlib.Path, default=eval_set, help=f"(default: {eval_set})")
+    add("--cache-dir", type=pathlib.Path, default=default_folder(), help="prefilled KV")
+    add("--cache-bytes", type=int, default=DEFAULT_MAX_BYTES, help="bound of that folder")
+    return parser

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the report runs, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from attnd.eval.measure import Run
+from attnd.eval.series import SERIES, policies_of
+from attnd.policy import Policy
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run and its policies.
+
+    Attributes:
+        presets: those measured with all points of their series; None is all presets.
+        policies: if given, these alone.
+    """
+
+    run: Run
+    presets: tuple[str, ...] | None = None
+    policies: tuple[Policy, ...] = ()
+
+    def chosen(self, presets: Sequence[str] | None) -> list[Policy]:
+        """Its policies, of some presets only if these are given."""
+        all_of_them = self.policies or policies_of(SERIES)
+        return [policy for policy in all_of_them if presets is None or policy.preset in presets]
+
+
+def _policies(*texts: str) -> tuple[Policy, ...]:
+    return tuple(Policy.parse(text) for text in texts)
+
+
+# The points that have reference figures and read clusters.
+CLUSTER_REFERENCES = _policies(
+    "clusters-top-k:exact=0.018,estimated=0.232",
+    "double-p:p1=0.95,p2=0.7",
+    "double-p:p1=0.99,p2=0.9",
+    "error-target:tolerance=0.2",
+    "error-target:tolerance=0.1",
+)
+
+
+def _middle_points(already: Collection[str]) -> Iterator[Policy]:
+    """One point of each series of presets that are not there already."""
+    for series in SERIES:
+        if series.preset not in already:
+            yield series.policies[len(series.policies) // 2]
+
+
+PLAN = (
+    Planned(Run("2048", 2048)),
+    Planned(Run("8192", 8192)),
+    Planned(Run("16384", 16384)),
+    # The references cluster the whole middle at once; a segment is 8,192 tokens unless told
+    # otherwise, and two of them cluster a little worse (docs/QUALITY.md).
+    Planned(Run("16384-one-segment", 16384, segment_tokens=16384), policies=CLUSTER_REFERENCES),
+)
+
+# Small enough for every change: two texts of each task. Its references were computed for them.
+CI = Planned(
+    Run("ci", 2048, limit=2, batch=8),
+    policies=(
+        *CLUSTER_REFERENCES,
+        *_middle_points({policy.preset for policy in CLUSTER_REFERENCES}),
+    ),
+)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measurements as Markdown tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from attnd.eval.evalset import TASKS
+from attnd.eval.results import Measurement, Task
+from attnd.eval.series import SERIES, policies_of
+from attnd.report.check import References, compare
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Cells as they are."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def short(share: float) -> str:
+    """Three decimals, without the zero in front."""
+    return f"{share:.3f}".removeprefix("0")
+
+
+def accuracies(tasks: Mapping[str, Task]) -> str:
+    return " ".join(short(tasks[task].accuracy) for task in TASKS if task in tasks)
+
+
+def figures(measurement: Measurement) -> str:
+    """All points of a run, in the order of the series."""
+    order = {str(policy): number for number, policy in enumerate(policies_of(SERIES))}
+    points = sorted(measurement.points, key=lambda point: order.get(point.policy, len(order)))
+    head = (
+        "policy",
+        "niah trace before top",
+        "agreement",
+        "clear disagreements",
+        "error",
+        "predicted",
+        "read",
+    )
+    rows = [("local dense", accuracies(measurement.local_dense), *[""] * 5)]
+    for point in points:
+        error = f"{point.error:.2g}" if point.error < 1e-3 else f"{point.error:.3f}"
+        predicted = "-" if point.predicted is None else f"{point.predicted:.3f}"
+        rows.append(
+            (
+                f"`{point.policy}`",
+                accuracies(point.tasks),
+                f"{point.agreement:.3f}",
+                str(point.clear_disagreements),
+                error,
+                predicted,
+                f"{point.read:.4f}",
+            )
+        )
+    return table(head, rows)
+
+
+def caption(measurement: Measurement) -> str:
+    """What a run was, in a line."""
+    segments = f"segments of {measurement.segment_tokens:,} tokens"
+    return (
+        f"{measurement.length:,} tokens, {measurement.dtype}, {segments}, "
+        f"{measurement.sequences_per_task} texts a task, {measurement.answers} answer tokens "
+        f"({measurement.model}, {measurement.eval_set}; {measurement.server})."
+    )
+
+
+def beside_references(references: References, measurement: Measurement) -> str:
+    """Reference / measured for each policy that has both; figures beyond their tolerance in
+    bold."""
+    head = ("policy", *TASKS, "error", "read")
+    rows = []
+    for policy in references.policies:
+        point = measurement.find(policy)
+        if point is None:
+            rows.append((f"`{policy}`", *["not offered"] * (len(head) - 1)))
+            continue
+        cells = [f"`{policy}`"]
+        for one in compare(references, policy, point):
+            text = f"{short(one.reference)} / {short(one.measured)}"
+            cells.append(text if one.holds else f"**{text}**")
+        rows.append(tuple(cells))
+    return table(head, rows)
+
+
+def skipped(measurements: Iterable[Measurement]) -> str:
+    """Which presets are missing, and why."""
+    names = sorted({name for one in measurements for name in one.not_offered})
+    if not names:
+        return "Every preset of POLICIES.md was offered by the server and measured."
+    listed = ", ".join(f"`{name}`" for name in names)
+    return f"Not measured, as the server does not offer them: {listed}."

@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attnd.report: its parts on made-up measurements, the figures in docs/ against their references,
+and the subset that is run on every change through the real server."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pathlib
+import random
+import re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("attnd.nano", reason="attnd[nano] is not installed")
+pytest.importorskip("matplotlib", reason="attnd[report] is not installed")
+pytest.importorskip("scipy", reason="attnd[calibrate] is not installed")
+import attnd  # noqa: E402
+from attnd.eval import opening, results, series  # noqa: E402
+from attnd.eval import server as servers  # noqa: E402
+from attnd.report import check, cli, document, labels, plan, plots, tables  # noqa: E402
+from conftest import PROGRAM, require_program  # noqa: E402
+from measurements import TASKS, measurement, point  # noqa: E402
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+REFERENCE = {
+    "source": "made up",
+    "sequences_per_task": 4,
+    "tolerance": {"accuracy": 0.02, "answers": 1, "error": 0.15, "read": 0.2},
+    "policies": {
+        "double-p:p1=1": {
+            "accuracy": dict.fromkeys(TASKS, 0.938),
+            "error": 0.2,
+            "read": 0.1,
+        }
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    """Where docs/ and models/ lie."""
+    monkeypatch.chdir(ROOT)
+
+
+def references(tmp_path, **changes):
+    path = tmp_path / "references.json"
+    path.write_text(json.dumps({"8192": {**REFERENCE, **changes}}))
+    return check.read_references(path)
+
+
+# ---- The figures of docs/ ----
+
+
+def test_the_figures_hold_and_the_document_is_what_they_make(capsys):
+    assert cli.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_every_run_of_the_plan_is_there_and_has_every_preset():
+    """A preset is measured, or the server of that measurement did not have it."""
+    for planned in plan.PLAN:
+        measured = results.read(document.results_path(DOCS, planned.run.name))
+        wanted = {policy.preset for policy in planned.chosen(None)}
+        there = {one.preset for one in measured.points}
+        assert wanted == there | set(measured.not_offered) and not there & set(measured.not_offered)
+
+
+# ---- The subset ----
+
+
+def test_the_subset_is_within_its_references(attnd_target, tmp_path, capsys):
+    arguments = ["--target", attnd_target, "--subset", "ci", "--cache-dir", str(tmp_path)]
+    assert cli.main(arguments) == 0, capsys.readouterr().err
+    with attnd.Client(attnd_target) as client:
+        listed = {policy.preset for policy in client.get_server_info().policies}
+        assert list(client.list_sequences()) == []
+    said = capsys.readouterr().out
+    for preset in listed:
+        assert f"`{preset}" in said
+    # The same measurement beside references that it does not reach.
+    spoilt = json.loads((DOCS / "quality" / "references.json").read_text())
+    spoilt["ci"]["policies"]["error-target:tolerance=0.2"]["read"] *= 1.1
+    (tmp_path / "quality").mkdir()
+    (tmp_path / "quality" / "references.json").write_text(json.dumps(spoilt))
+    only = ["--presets", "error-target", "--docs", str(tmp_path)]
+    assert cli.main([*arguments, *only]) == 1
+    said = capsys.readouterr().err
+    assert "ci: error-target:tolerance=0.2: read is" in said
+    assert "double-p is offered and was not run" in said
+
+
+def test_measuring_keeps_what_was_not_measured_again(attnd_target, tmp_path, capsys):
+    """Two presets, then a third one; then other settings, which do not fit the file."""
+    docs = tmp_path / "docs"
+    (docs / "quality").mkdir(parents=True)
+    (docs / "QUALITY.md").write_text("<!-- report: figures 2048 -->\n<!-- report: end -->\n")
+    (docs / "quality" / "references.json").write_text("{}")
+    arguments = ["--target", attnd_target, "--run", "2048", "--docs", str(docs)]
+    arguments += ["--cache-dir", str(tmp_path / "cache"), "--limit", "1", "--presets"]
+    assert cli.main([*arguments, "dense,streaming"]) == 0, capsys.readouterr().err
+    first = results.read(docs / "quality" / "2048.json")
+    assert [one.policy for one in first.points] == ["dense", "streaming"]
+    assert first.find("dense").clear_disagreements == 0 and first.sequences_per_task == 1
+    assert cli.main([*arguments, "streaming,clusters-top-k"]) == 0, capsys.readouterr().err
+    second = results.read(docs / "quality" / "2048.json")
+    assert second.points[0] == first.points[0] and len(second.points) == 7
+    assert second.points[1] == first.points[1], "measured again"
+    # Nothing is missing: no figure changes, not even by another limit.
+    before = (docs / "quality" / "2048.json").read_text()
+    again = ["--missing", "--limit", "2"]
+    assert cli.main([*arguments, "dense,clusters-top-k", *again]) == 0
+    assert (docs / "quality" / "2048.json").read_text() == before
+    assert "`clusters-top-k:exact=0.1" in (docs / "QUALITY.md").read_text()
+    assert (docs / "quality" / "2048.svg").exists()
+    arguments[arguments.index("--limit") + 1] = "2"
+    assert cli.main([*arguments, "streaming"]) == 1
+    assert "sequences_per_task was 1 and is 2" in capsys.readouterr().err
+
+
+def test_wrong_arguments(capsys):
+    for arguments in ([], ["--check", "--render"], ["--target", "unix:x", "--run", "what"]):
+        with pytest.raises(SystemExit):
+            cli.main(arguments)
+    assert cli.main(["--check", "--subset", "ci"]) == 1
+    assert cli.main(["--server", "/nonexistent", "--subset", "ci"]) == 1
+    assert "/nonexistent" in capsys.readouterr().err
+
+
+def test_a_server_of_ones_own():
+    require_program()
+    with servers.running(PROGRAM, ["--segment-tokens=512"]) as target:
+        with attnd.Client(target) as client:
+            assert client.get_server_info().policies
+    assert not pathlib.Path(target.removeprefix("unix:")).exists()
+    with pytest.raises(ValueError, match="segment_tokens"):
+        with servers.running(PROGRAM, ["--segment-tokens=1"]):
+            pass
+
+
+# ---- References ----
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({}, None),
+        ({"error": 0.2 * 1.149}, None),
+        ({"error": 0.2 * 1.16}, "error is 0.232"),
+        ({"error": 0.2 * 0.84}, "error is 0.168"),
+        ({"read": 0.119}, None),
+        ({"read": 0.122}, "read is 0.122"),
+        ({"read": 0.078}, "read is 0.078"),
+        ({"niah": (30, 30, 30, 32)}, None),
+        ({"niah": (30, 30, 30, 27)}, "niah is 0.9141"),
+        ({"niah": (32, 32, 31, 29)}, "niah is 0.9688"),
+    ],
+)
+def test_a_figure_beyond_its_tolerance_is_named(tmp_path, changes, said):
+    good = {"error": 0.2, "read": 0.1, **{name: (30, 30, 30, 30) for name in TASKS}}
+    measured = measurement(point("double-p:p1=1", **{**good, **changes}))
+    found = check.deviations(references(tmp_path), {"8192": measured})
+    if said is None:
+        assert found == []
+    else:
+        assert len(found) == 1 and said in found[0] and "double-p:p1=1" in found[0]
+
+
+def test_one_answer_is_allowed_where_it_is_more_than_the_points(tmp_path):
+    """Of 16 answers one is six points."""
+    few = results.Task((15,), (16,), 0.1)
+    measured = point("double-p:p1=1", 0.1, 0.2)
+    for answers, fits in ((15, True), (14, True), (13, False)):
+        tasks = {name: replace(few, right=(answers,)) for name in TASKS}
+        one = measurement(replace(measured, tasks=tasks))
+        assert (check.deviations(references(tmp_path), {"8192": one}) == []) is fits
+
+
+def test_what_cannot_be_compared_is_a_deviation(tmp_path):
+    known = references(tmp_path)
+    assert "was not measured" in check.deviations(known, {"8192": measurement()})[0]
+    fewer = replace(measurement(), sequences_per_task=1)
+    assert "1 sequences a task" in check.deviations(known, {"8192": fewer})[0]
+    without = replace(measurement(), not_offered=("double-p",))
+    assert check.deviations(known, {"8192": without}) == []
+    assert check.deviations(known, {"2048": measurement(run="2048")}) == []
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"8192": {}}', '{"8192": {"tolerance": 1}}'])
+def test_files_that_hold_no_references(tmp_path, content):
+    path = tmp_path / "references.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="no references"):
+        check.read_references(path)
+
+
+def test_the_table_marks_what_does_not_hold(tmp_path):
+    known = references(tmp_path)["8192"]
+    measured = measurement(point("double-p:p1=1", 0.1, 0.5))
+    table = tables.beside_references(known, measured)
+    assert "**.200 / .500**" in table and " .100 / .100 " in table
+    assert "not offered" in tables.beside_references(known, measurement())
+
+
+# ---- Measurements ----
+
+
+def test_measurements_are_written_and_read(tmp_path):
+    made = measurement(point("double-p:p1=1", 0.25, 0.125, niah=(1, 2, 3, 4)))
+    path = tmp_path / "new" / "8192.json"
+    results.write(path, made)
+    assert results.read(path) == made
+    assert results.read_all([path]) == {"8192": made}
+    assert made.find("double-p:p1=1").tasks["niah"].accuracy == 10 / 128
+    assert made.find("quest") is None and made.answers == 512
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"points": 1}'])
+def test_files_that_are_no_measurements(tmp_path, content):
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(ValueError, match="x.json is not a measurement"):
+        results.read(tmp_path / "x.json")
+
+
+def test_newer_points_take_the_place_of_older_ones():
+    old = measurement(point("double-p:p1=1", 0.5), point("streaming", 0.0))
+    new = replace(
+        measurement(point("quest:budget=1", 0.1), point("double-p:p1=0.9", 0.2)),
+        not_offered=("snapkv",),
+    )
+    merged = old.merged(new)
+    found = [one.policy for one in merged.points]
+    assert found == ["double-p:p1=1", "streaming", "dense", "quest:budget=1", "double-p:p1=0.9"]
+    assert merged.not_offered == ("snapkv",)
+    assert old.merged(replace(new, not_offered=("double-p",))).find("double-p:p1=1") is None
+    kept = merged.only(["quest:budget=1", "what", "dense"])
+    assert [one.policy for one in kept.points] == ["quest:budget=1", "dense"]
+    with pytest.raises(ValueError, match="dtype was fp32 and is bf16"):
+        old.merged(replace(new, dtype="bf16"))
+
+
+# ---- Series and openings ----
+
+
+def test_series_are_points_of_one_preset_with_their_budgets_written_out():
+    names = [one.name for one in series.SERIES]
+    assert len(set(names)) == len(names)
+    for one in series.SERIES:
+        assert {policy.preset for policy in one.policies} == {one.preset}
+        if one.preset not in ("dense", "streaming"):
+            assert len(one.policies) >= 3 and all(policy.parameters for policy in one.policies)
+    assert len(series.policies_of(series.SERIES)) == sum(len(o.policies) for o in series.SERIES)
+    assert [one.name for one in series.select(["quest", "dense"])] == ["dense", "quest"]
+    with pytest.raises(ValueError, match="'best' has no series"):
+        series.select(["best"])
+
+
+def test_every_policy_is_uploaded_for_once():
+    policies = series.policies_of(series.SERIES)
+    numbers = list(itertools.chain(*opening.by_opening(policies).values()))
+    assert sorted(numbers) == list(range(len(policies)))
+
+
+# ---- The document ----
+
+
+def fill(text, *points):
+    return document.fill(text, {"8192": measurement(*points)}, {})
+
+
+def test_blocks_are_made_anew_and_the_rest_stays():
+    text = "before\n<!-- report: skipped -->\nold\n<!-- report: end -->\nafter\n"
+    filled = fill(text)
+    assert filled.startswith("before\n<!-- report: skipped -->\n\nNot measured")
+    assert filled.endswith("\n\n<!-- report: end -->\nafter\n")
+    assert "old" not in filled and "`quest`" in filled
+    assert fill(filled) == filled
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("<!-- report: what -->\n<!-- report: end -->", "no 'what'"),
+        ("<!-- report: figures 7 -->\n<!-- report: end -->", "no 'figures 7'"),
+        ("<!-- report: figures -->\n<!-- report: end -->", "no 'figures'"),
+        ("<!-- report: skipped -->\n", "1 blocks of the report are opened and 0 closed"),
+        ("<!-- report: skipped -->\n<!-- report: skipped -->\n<!-- report: end -->", "2 blocks"),
+    ],
+)
+def test_blocks_that_cannot_be_made(text, words):
+    with pytest.raises(ValueError, match=words):
+        fill(text)
+
+
+def test_the_table_of_figures():
+    table = tables.figures(measurement(point("streaming", 0.0, 1.5), point("what:x=1", 0.5, 2e-7)))
+    lines = table.splitlines()
+    assert lines[2].startswith("| local dense | .938 .938 .938 .938 |")
+    assert lines[4] == "| `streaming` | .938 .938 .938 .938 | 1.000 | 0 | 1.500 | - | 0.0000 |"
+    assert lines[5].startswith("| `what:x=1` |") and "| 2e-07 |" in lines[5]
+
+
+def test_a_stale_document_is_noticed(tmp_path, capsys):
+    (tmp_path / "quality").mkdir()
+    (tmp_path / "QUALITY.md").write_text("<!-- report: plot 8192 -->\n<!-- report: end -->\n")
+    (tmp_path / "quality" / "references.json").write_text("{}")
+    results.write(tmp_path / "quality" / "8192.json", measurement(point("double-p:p1=1", 0.1, 1)))
+    arguments = ["--docs", str(tmp_path)]
+    assert cli.main(["--check", *arguments]) == 1
+    said = capsys.readouterr().err
+    assert "QUALITY.md is not what" in said and "8192.svg is not what" in said
+    assert cli.main(["--render", *arguments]) == 0
+    assert cli.main(["--check", *arguments]) == 0
+    drawn = tmp_path / "quality" / "8192.svg"
+    drawn.write_text(drawn.read_text() + " ")
+    assert cli.main(["--check", *arguments]) == 1
+
+
+# ---- Plots ----
+
+
+def many_points():
+    """Every point of every series, with errors that fall as they read more."""
+    made = []
+    for number, one in enumerate(series.SERIES[2:]):
+        for place, policy in enumerate(one.policies):
+            wrong = max(0, 12 - 2 * place - number % 3)
+            scores = {name: (30 - wrong,) * 4 for name in TASKS}
+            made.append(point(str(policy), 0.01 * 2**place, 1 / (1 + place + number), **scores))
+    return measurement(*made, point("streaming", 0.0, 1.5))
+
+
+def test_plots_are_svg_with_every_name_and_the_same_again():
+    measured = many_points()
+    drawn = plots.pareto(measured)
+    assert drawn == plots.pareto(measured)
+    texts = [element.text for element in ElementTree.fromstring(drawn).iter() if element.text]
+    for one in series.SERIES[2:]:
+        assert sum(one.name == text.strip()[2:] for text in texts) == 2, one.name
+    assert "20" not in re.findall(r"<dc:date>(.*?)<", drawn)
+    assert len(drawn) < 100_000
+
+
+def test_curves_are_by_tokens_read():
+    drawn = plots.curves(many_points())
+    assert "dense" not in drawn and "streaming" not in drawn and len(drawn) == 12
+    for points in drawn.values():
+        assert points == sorted(points, key=lambda one: one.read)
+
+
+def test_the_best_points():
+    at = {"a": (0.1, 0.5), "b": (0.2, 0.6), "c": (0.3, 0.2), "d": (0.1, 0.7)}
+    points = [point(name, *figures) for name, figures in at.items()]
+    front = plots.best(points, lambda one: one.error, -1)
+    assert [one.policy for one in front] == ["a", "c"]
+    front = plots.best(points, lambda one: one.error, 1)
+    assert [one.policy for one in front] == ["d"]
+
+
+def test_labels_keep_off_each_other_and_inside():
+    """Where there is room: five lines and labels in a wide plot, in many random arrangements."""
+    seed = random.randrange(1 << 30)
+    chance = random.Random(seed)
+    for _ in range(50):
+        lines = [
+            [(x, 60 + 90 * row + chance.uniform(-20, 20)) for x in (100, 300, 500)]
+            for row in range(5)
+        ]
+        named = [labels.Label(chance.uniform(40, 150), 14, line) for line in lines]
+        corners = labels.place(named, lines, (0, 0, 700, 500))
+        boxes = [
+            (x, y, x + label.width, y + label.height)
+            for (x, y), label in zip(corners, named, strict=True)
+        ]
+        for box in boxes:
+            assert box[0] >= 0 and box[1] >= 0 and box[2] <= 700 and box[3] <= 500, seed
+        for a, b in itertools.combinations(boxes, 2):
+            assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], seed
