@@ -83,10 +83,6 @@ Auditor::Auditor(const AuditOptions& options, MemoryBudget* budget, const StepGa
     : options_(options), budget_(budget), gate_(gate), observer_(observer) {}
 
 absl::Status Auditor::Start() {
-  {
-    MutexLock lock(mutex_);
-    queue_.reserve(options_.queue_rows);
-  }
   try {
     background_ = std::thread([this] { BackgroundLoop(); });
   } catch (const std::system_error& error) {
@@ -99,13 +95,9 @@ absl::Status Auditor::Start() {
 // ---- answered rows ----
 
 void Auditor::Offer(uint64_t sequence_id, uint32_t layer, const attention::StepRow& row) {
-  if (!Picks(options_, sequence_id, layer, row.past_tokens)) return;
+  if (stopping() || !Picks(options_, sequence_id, layer, row.past_tokens)) return;
   if (row.fault != nullptr && !row.fault->ok()) return;
-  try {
-    OfferPicked(sequence_id, layer, row);
-  } catch (const std::bad_alloc&) {
-    Skip(AuditSkip::kNoMemory);
-  }
+  OfferPicked(sequence_id, layer, row);
 }
 
 void Auditor::OfferPicked(uint64_t sequence_id, uint32_t layer, const attention::StepRow& row) {
@@ -118,17 +110,23 @@ void Auditor::OfferPicked(uint64_t sequence_id, uint32_t layer, const attention:
   const uint64_t lane_floats = uint64_t{shape.head_dim} + shape.value_dim + 1;
   const uint64_t bytes =
       sizeof(Audit) + shape.query_heads * lane_floats * sizeof(float) + DenseRow::Bytes(view);
-  const bool full = queued_rows_.load(std::memory_order_relaxed) >= options_.queue_rows ||
-                    queued_bytes_.load(std::memory_order_relaxed) + bytes > options_.queue_bytes;
-  if (full) return Skip(AuditSkip::kQueueFull);
-  absl::StatusOr<Reservation> memory = budget_->Reserve(bytes, "an audit");
-  if (!memory.ok()) return Skip(AuditSkip::kNoMemory);
+  if (!TakePlace(bytes)) return Skip(AuditSkip::kQueueFull);
   // Not the number that picked it, of which small ones alone come here.
   const uint64_t number = Mix(NumberOf(options_, sequence_id, layer, row.past_tokens));
-  std::unique_ptr<Audit> audit =
-      Copy(sequence_id, layer, row, static_cast<uint32_t>(number % row.query_tokens));
-  audit->memory = *std::move(memory);
-  if (!Enqueue(&audit)) Skip(AuditSkip::kQueueFull);
+  const auto token = static_cast<uint32_t>(number % row.query_tokens);
+  std::unique_ptr<Audit> audit;
+  try {
+    absl::StatusOr<Reservation> memory = budget_->Reserve(bytes, "an audit");
+    if (memory.ok()) {
+      audit = Copy(sequence_id, layer, row, token);
+      audit->memory = *std::move(memory);
+    }
+  } catch (const std::bad_alloc&) {
+    audit.reset();
+  }
+  if (audit != nullptr) return Push(audit.release());
+  LeavePlace(bytes);
+  Skip(AuditSkip::kNoMemory);
 }
 
 std::unique_ptr<Auditor::Audit> Auditor::Copy(uint64_t sequence_id, uint32_t layer,
@@ -158,39 +156,60 @@ std::unique_ptr<Auditor::Audit> Auditor::Copy(uint64_t sequence_id, uint32_t lay
   return audit;
 }
 
-bool Auditor::Enqueue(std::unique_ptr<Audit>* audit) {
-  if (!mutex_.try_lock()) return false;
-  const uint64_t bytes = (*audit)->memory.bytes();
-  const bool fits = !stopping() && queue_.size() < options_.queue_rows &&
-                    queued_bytes_.load(std::memory_order_relaxed) + bytes <= options_.queue_bytes;
-  if (fits) {
-    queued_rows_.fetch_add(1, std::memory_order_relaxed);
-    queued_bytes_.fetch_add(bytes, std::memory_order_relaxed);
-    queue_.push_back(std::move(*audit));  // within what Start has reserved
+bool Auditor::TakePlace(uint64_t bytes) {
+  const uint32_t rows = queued_rows_.fetch_add(1, std::memory_order_relaxed);
+  const uint64_t before = queued_bytes_.fetch_add(bytes, std::memory_order_relaxed);
+  if (rows < options_.queue_rows && before + bytes <= options_.queue_bytes) return true;
+  LeavePlace(bytes);
+  return false;
+}
+
+void Auditor::LeavePlace(uint64_t bytes) {
+  queued_rows_.fetch_sub(1, std::memory_order_relaxed);
+  queued_bytes_.fetch_sub(bytes, std::memory_order_relaxed);
+}
+
+void Auditor::Push(Audit* audit) {
+  pending_.fetch_add(1, std::memory_order_relaxed);
+  audit->next = offered_.load(std::memory_order_relaxed);
+  while (!offered_.compare_exchange_weak(audit->next, audit, std::memory_order_release,
+                                         std::memory_order_relaxed)) {
   }
-  mutex_.unlock();
-  return fits;
 }
 
 // ---- background ----
 
 void Auditor::BackgroundLoop() {
   LowerPriority();
-  while (const std::unique_ptr<Audit> audit = Take()) Run(audit.get());
+  while (true) {
+    while (std::unique_ptr<Audit> audit = Pop()) {
+      if (!stopping()) Run(audit.get());
+      audit.reset();
+      if (pending_.fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
+      MutexLock lock(mutex_);
+      idle_.NotifyAll();
+    }
+    MutexLock lock(mutex_);
+    if (stopping()) return;
+    if (offered_.load(std::memory_order_relaxed) == nullptr) wake_.WaitFor(mutex_, kIdlePoll);
+  }
 }
 
-std::unique_ptr<Auditor::Audit> Auditor::Take() {
-  MutexLock lock(mutex_);
-  running_ = false;
-  if (queue_.empty()) changed_.NotifyAll();
-  while (!stopping() && queue_.empty()) changed_.WaitFor(mutex_, kIdlePoll);
-  if (stopping()) return nullptr;
-  std::unique_ptr<Audit> audit = std::move(queue_.front());
-  queue_.erase(queue_.begin());
-  queued_rows_.fetch_sub(1, std::memory_order_relaxed);
-  queued_bytes_.fetch_sub(audit->memory.bytes(), std::memory_order_relaxed);
-  running_ = true;
-  return audit;
+std::unique_ptr<Auditor::Audit> Auditor::Pop() {
+  if (waiting_ == nullptr) {
+    Audit* newest = offered_.exchange(nullptr, std::memory_order_acquire);
+    while (newest != nullptr) {  // the oldest comes first
+      Audit* const older = newest->next;
+      newest->next = waiting_;
+      waiting_ = newest;
+      newest = older;
+    }
+  }
+  std::unique_ptr<Audit> oldest(waiting_);
+  if (oldest == nullptr) return nullptr;
+  waiting_ = oldest->next;
+  LeavePlace(oldest->memory.bytes());
+  return oldest;
 }
 
 void Auditor::Run(Audit* audit) {
@@ -226,7 +245,7 @@ bool Auditor::Rest() {
       const bool resting = now < until;
       if (!resting && (now >= yield_until || !gate_->busy())) break;
       const auto left = std::chrono::ceil<microseconds>(until - now);
-      changed_.WaitFor(mutex_, resting ? left : kStepPoll);
+      wake_.WaitFor(mutex_, resting ? left : kStepPoll);
     }
   }
   quantum_start_ = ThreadTime();
@@ -235,23 +254,23 @@ bool Auditor::Rest() {
 
 void Auditor::WaitUntilIdle() {
   MutexLock lock(mutex_);
-  while (!stopping() && (running_ || !queue_.empty())) changed_.Wait(mutex_);
+  while (!stopping() && pending_.load(std::memory_order_acquire) != 0) {
+    wake_.NotifyAll();
+    idle_.WaitFor(mutex_, kIdlePoll);
+  }
 }
 
 void Auditor::Shutdown() {
   std::thread background;
-  std::vector<std::unique_ptr<Audit>> dropped;  // die after the lock
   {
     MutexLock lock(mutex_);
     stopping_.store(true, std::memory_order_relaxed);
-    changed_.NotifyAll();
+    wake_.NotifyAll();
+    idle_.NotifyAll();
     background.swap(background_);
   }
   if (background.joinable()) background.join();
-  MutexLock lock(mutex_);
-  dropped.swap(queue_);
-  queued_rows_.store(0, std::memory_order_relaxed);
-  queued_bytes_.store(0, std::memory_order_relaxed);
+  while (Pop() != nullptr) pending_.fetch_sub(1, std::memory_order_relaxed);
 }
 
 }  // namespace attnd::engine

@@ -30,9 +30,9 @@ class StepGate;
 // be half of a server's work. So there is one thread of the lowest priority that works in quanta of
 // kQuantum of processor time and sleeps after each, so that it takes `cpu_share` of a core; before
 // each it lets steps go first, up to kYieldMax. It uses no thread of the pool that steps share, and
-// a step waits for no lock that it holds: an offer that finds the queue in use is dropped. A row
-// that waits or is being computed pins nothing (DenseRow): what is closed is freed at once, and the
-// row counts as gone.
+// whoever answers a step takes no lock of it: a thread of the lowest priority that is put aside
+// while it holds one may hold it for long. A row that waits or is being computed pins nothing
+// (DenseRow): what is closed is freed at once, and the row counts as gone.
 //
 // Rows over paged segments are not audited. Dense attention would read all of a sequence from disk:
 // at one row in a hundred half of what error-target reads, and by far more than what the pool of
@@ -57,7 +57,7 @@ class Auditor {
 
   // A row that was answered, with its buffers still there; they are read before this returns. Never
   // waits and never fails: whatever is in the way, the row is not audited, and the observer is told
-  // unless the row was not picked or has a fault.
+  // unless the row was not picked or has a fault. Nothing happens after Shutdown.
   void Offer(uint64_t sequence_id, uint32_t layer, const attention::StepRow& row);
 
   // Waits until no row is being audited and none waits; for tests and benchmarks.
@@ -79,6 +79,7 @@ class Auditor {
     Audit(const attention::SequenceView& view, uint32_t layer, uint64_t tokens)
         : dense(view, layer, tokens) {}
 
+    Audit* next = nullptr;  // in offered_ or waiting_
     Reservation memory;
     DenseRow dense;
     AuditedRow found;        // what is known of it before it is computed
@@ -91,13 +92,15 @@ class Auditor {
   static std::unique_ptr<Audit> Copy(uint64_t sequence_id, uint32_t layer,
                                      const attention::StepRow& row, uint32_t token);
   void OfferPicked(uint64_t sequence_id, uint32_t layer, const attention::StepRow& row);
-  // False if there is no room or the queue is in use.
-  bool Enqueue(std::unique_ptr<Audit>* audit);
+  // Takes a place among those that wait; false if there is none.
+  bool TakePlace(uint64_t bytes);
+  void LeavePlace(uint64_t bytes);
+  void Push(Audit* audit);
   void Skip(AuditSkip why) { observer_->OnAuditSkipped(why); }
 
   void BackgroundLoop();
-  // The next one; null when shutting down.
-  std::unique_ptr<Audit> Take();
+  // The one that was offered first; null if there is none.
+  std::unique_ptr<Audit> Pop();
   void Run(Audit* audit);
   // Sleeps if a quantum has been used. False when shutting down.
   bool Rest();
@@ -108,17 +111,19 @@ class Auditor {
   const StepGate* const gate_;
   Observer* const observer_;
 
-  // Of the queue; changed under mutex_, looked at without it.
+  // Those that wait, and with them those that are being copied: their places.
   std::atomic<uint32_t> queued_rows_{0};
   std::atomic<uint64_t> queued_bytes_{0};
+  std::atomic<Audit*> offered_{nullptr};  // the newest of a list; owned
+  std::atomic<uint64_t> pending_{0};      // offered and not told of yet
   std::atomic<bool> stopping_{false};
 
-  Mutex mutex_;  // nobody who answers a step waits for it
-  CondVar changed_;
-  std::vector<std::unique_ptr<Audit>> queue_ ABSL_GUARDED_BY(mutex_);  // its room is taken by Start
-  bool running_ ABSL_GUARDED_BY(mutex_) = false;
+  Mutex mutex_;  // for sleeping only
+  CondVar wake_;
+  CondVar idle_;
 
-  // The thread's own.
+  // The thread's own, and Shutdown's when it has ended.
+  Audit* waiting_ = nullptr;                   // taken from offered_, the oldest of a list; owned
   std::chrono::nanoseconds quantum_start_{0};  // of its processor time
 
   std::thread background_;  // last: it uses everything above
