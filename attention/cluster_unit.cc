@@ -248,12 +248,12 @@ void ClusterUnit::OutputNorms(size_t quad, const QuadState& zone, float* norms) 
 
 // values += weight * mean value of the clusters that are to be read exactly.
 void ClusterUnit::AddExactValues(const QuadScores& scores, float* values) const {
-  const size_t row_bytes = value_dim_ * DTypeBytes(view_.shape.dtype);
   for (size_t s = 0; s < segments(); ++s) {
     const ClusterIndex index = view_.segments[s]->clusters(layer_, kv_head_);
     for (size_t i = 0; i < index.clusters; ++i) {
       const size_t cluster = first_cluster_[s] + i;
       if (fate_[cluster] != Fate::kExact) continue;
+      const size_t row_bytes = index.mean_value_stride_bytes;
       kernels::AddWeightedRows(view_.shape.dtype, index.mean_values + i * row_bytes, row_bytes, 1,
                                value_dim_, scores.log_mass + cluster * kQuad, values);
     }
@@ -263,7 +263,6 @@ void ClusterUnit::AddExactValues(const QuadScores& scores, float* values) const 
 // The state of the estimated clusters, from fate_; leaves their share_.
 void ClusterUnit::Estimate() {
   const StageTimer timer(&estimate_nanos_);
-  const size_t row_bytes = value_dim_ * DTypeBytes(view_.shape.dtype);
   const bool dropping = ShareOfFate(Fate::kDropped);
   for (QuadScores& scores : quads_) {
     std::fill_n(scores.dropped_sum, kQuad, 0.0f);
@@ -282,9 +281,9 @@ void ClusterUnit::Estimate() {
     }
     for (size_t s = 0; s < segments(); ++s) {
       const ClusterIndex index = view_.segments[s]->clusters(layer_, kv_head_);
-      kernels::AddWeightedRows(view_.shape.dtype, index.mean_values, row_bytes, index.clusters,
-                               value_dim_, scores.estimated_weight + first_cluster_[s] * kQuad,
-                               estimate.values);
+      kernels::AddWeightedRows(
+          view_.shape.dtype, index.mean_values, index.mean_value_stride_bytes, index.clusters,
+          value_dim_, scores.estimated_weight + first_cluster_[s] * kQuad, estimate.values);
     }
   }
 }

@@ -376,7 +376,7 @@ class TokenCursor {
       block->masked |= run_->lanes != nullptr;
       for (size_t i = 0; i < tokens; ++i) {
         block->keys.rows[count + i] = key + i * geometry_.key_row_bytes;
-        block->values.rows[count + i] = value + i * geometry_.value_row_bytes;
+        block->values.rows[count + i] = value + i * geometry_.value_stride_bytes;
         block->lanes[count + i] = run_->lanes == nullptr
                                       ? nullptr
                                       : run_->lanes + (token_ - run_->range.begin + i) * quads_;

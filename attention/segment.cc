@@ -80,7 +80,8 @@ IndexLayout::IndexLayout(const SegmentForm& form) {
     max_clusters = (form.tokens - form.unclustered + kClusterTokens - 1) / kClusterTokens;
     const size_t n = max_clusters;
     centroids = placer.Place(n * shape.head_dim * DTypeBytes(shape.dtype));
-    mean_values = placer.Place(n * shape.value_dim * DTypeBytes(shape.dtype));
+    mean_values =
+        shape.latent ? centroids : placer.Place(n * shape.value_dim * DTypeBytes(shape.dtype));
     deviation_codes = placer.Place(n * shape.head_dim / 2);
     variance_unit = placer.Place(n * sizeof(float));
     log_size = placer.Place(n * sizeof(float));
@@ -126,6 +127,7 @@ ClusterIndex Segment::clusters(uint32_t layer, uint32_t kv_head) const {
   std::memcpy(&index.clusters, head, sizeof(index.clusters));
   index.centroids = head + layout_.centroids;
   index.mean_values = head + layout_.mean_values;
+  index.mean_value_stride_bytes = PageGeometry(form_.shape).value_stride_bytes;
   index.deviation_codes = reinterpret_cast<const uint8_t*>(head + layout_.deviation_codes);
   index.variance_unit = reinterpret_cast<const float*>(head + layout_.variance_unit);
   index.log_size = reinterpret_cast<const float*>(head + layout_.log_size);

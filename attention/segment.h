@@ -41,7 +41,10 @@ struct ClusterIndex {
   uint32_t clusters = 0;
   // [n, head_dim] exact mean of the members' keys, rounded to the dtype.
   const std::byte* centroids = nullptr;
-  const std::byte* mean_values = nullptr;  // [n, value_dim]
+  // [n, value_dim], mean_value_stride_bytes from one to the next. Of a latent shape, the front of
+  // the centroids: means of the same numbers.
+  const std::byte* mean_values = nullptr;
+  size_t mean_value_stride_bytes = 0;
   // [n, head_dim / 2] per-channel standard deviation in 4 bits: byte j holds channel j in its low
   // half and channel j + head_dim / 2 in its high half. The variance of channel c is variance_unit
   // * code^2.

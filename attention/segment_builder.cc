@@ -38,24 +38,27 @@ SegmentBuilder::SegmentBuilder(std::shared_ptr<const SequenceView> view, uint64_
           segment_id, SegmentForm{view_->shape, view_->indexes, tokens, unclustered},
           view_->tail_begin)) {}
 
+const std::byte* SegmentBuilder::TailPages(uint32_t layer, uint32_t kv_head,
+                                           uint64_t position) const {
+  const uint64_t block = position / kTailBlockTokens - view_->tail_begin / kTailBlockTokens;
+  return view_->tail[block]->pages(layer, kv_head);
+}
+
 const std::byte* SegmentBuilder::TailRow(uint32_t layer, uint32_t kv_head, uint32_t token,
                                          bool value) const {
   const PageGeometry geometry(view_->shape);
   const uint64_t position = view_->tail_begin + token;
-  const uint64_t block = position / kTailBlockTokens - view_->tail_begin / kTailBlockTokens;
   const uint64_t place = position % kTailBlockTokens;
-  return view_->tail[block]->pages(layer, kv_head) +
+  return TailPages(layer, kv_head, position) +
          (value ? geometry.ValueOffset(place) : geometry.KeyOffset(place));
 }
 
 void SegmentBuilder::CopyToken(uint32_t layer, uint32_t kv_head, uint32_t token, uint32_t slot) {
-  const PageGeometry geometry(view_->shape);
+  const uint64_t position = view_->tail_begin + token;
   std::byte* pages =
       segment_->payload_.data() + segment_->HeadNumber(layer, kv_head) * segment_->run_bytes_;
-  std::memcpy(pages + geometry.KeyOffset(slot), TailRow(layer, kv_head, token, false),
-              geometry.key_row_bytes);
-  std::memcpy(pages + geometry.ValueOffset(slot), TailRow(layer, kv_head, token, true),
-              geometry.value_row_bytes);
+  PageGeometry(view_->shape)
+      .CopyToken(TailPages(layer, kv_head, position), position % kTailBlockTokens, pages, slot);
 }
 
 absl::Status SegmentBuilder::TakeHead(uint32_t layer, uint32_t kv_head) {
@@ -272,8 +275,10 @@ void HeadBuilder::EndCluster() {
 
   for (size_t c = 0; c < shape.head_dim; ++c) centroid_[c] += mean_[c];
   StoreMean(shape.dtype, centroid_, 1.0, &row_, head + layout.centroids + cluster_ * key_bytes);
-  StoreMean(shape.dtype, value_sum_, size, &row_,
-            head + layout.mean_values + cluster_ * value_bytes);
+  if (!shape.latent) {
+    StoreMean(shape.dtype, value_sum_, size, &row_,
+              head + layout.mean_values + cluster_ * value_bytes);
+  }
 
   double greatest = 0;
   for (double& v : variance_) greatest = std::max(greatest, v = std::sqrt(v / size));

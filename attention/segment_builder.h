@@ -49,6 +49,8 @@ class SegmentBuilder {
 
  private:
   friend class HeadBuilder;
+  // Of the tail block that holds `position`.
+  const std::byte* TailPages(uint32_t layer, uint32_t kv_head, uint64_t position) const;
   // The row of a token of the segment in the tail.
   const std::byte* TailRow(uint32_t layer, uint32_t kv_head, uint32_t token, bool value) const;
   void CopyToken(uint32_t layer, uint32_t kv_head, uint32_t token, uint32_t slot);

@@ -88,6 +88,7 @@ absl::StatusOr<LayerRows::Layer> LayerRows::Read(uint32_t layer, storage::IoQueu
       const uint64_t row = token * header.kv_heads + head, from = first_place_ + place;
       std::memcpy(keys_.data() + row * geometry.key_row_bytes, run + geometry.KeyOffset(from),
                   geometry.key_row_bytes);
+      if (!geometry.stores_values()) continue;
       std::memcpy(values_.data() + row * geometry.value_row_bytes, run + geometry.ValueOffset(from),
                   geometry.value_row_bytes);
     }

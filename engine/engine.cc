@@ -13,6 +13,7 @@
 #include "engine/archive.h"
 #include "engine/auditor.h"
 #include "engine/decode_batch.h"
+#include "engine/latent_values.h"
 #include "engine/magnitude.h"
 #include "engine/memory_budget.h"
 #include "engine/paged_segments.h"
@@ -42,6 +43,14 @@ absl::Status CheckFinite(const char* name, float magnitude) {
   if (std::isfinite(magnitude)) return absl::OkStatus();
   return absl::InvalidArgumentError(
       absl::StrCat(name, " has a NaN or an infinity; allowed are finite numbers"));
+}
+
+// Finite, and within kValueMax.
+absl::Status CheckChunkValues(const AppendChunk& chunk, const ModelShape& shape) {
+  if (shape.latent) return CheckLatentValues(shape, chunk.k.data, chunk.tokens);
+  const float magnitude = Magnitude(shape.dtype, chunk.v.data, chunk.v.elements);
+  ATTND_RETURN_IF_ERROR(CheckFinite("v", magnitude));
+  return CheckValueMagnitude(magnitude);
 }
 
 // [kv_heads][head_dim] the greatest |q| of each channel, the mean over the heads of a group.
@@ -143,17 +152,18 @@ class EngineImpl : public Engine {
       }
       ATTND_RETURN_IF_ERROR(CheckChunkTensor("k", chunk.k, shape.dtype, chunk.tokens,
                                              shape.kv_heads, shape.head_dim));
-      ATTND_RETURN_IF_ERROR(CheckChunkTensor("v", chunk.v, shape.dtype, chunk.tokens,
-                                             shape.kv_heads, shape.value_dim));
+      ATTND_RETURN_IF_ERROR(CheckValuesSent(chunk.v.elements != 0, shape));
+      if (!shape.latent) {
+        ATTND_RETURN_IF_ERROR(CheckChunkTensor("v", chunk.v, shape.dtype, chunk.tokens,
+                                               shape.kv_heads, shape.value_dim));
+      }
       std::vector<float> key_magnitudes;
       BlockMagnitudes(shape.dtype, chunk.k.data, chunk.first_position, chunk.tokens,
                       uint64_t{shape.kv_heads} * shape.head_dim, &key_magnitudes);
       for (const float magnitude : key_magnitudes) {
         ATTND_RETURN_IF_ERROR(CheckFinite("k", magnitude));
       }
-      const float value_magnitude = Magnitude(shape.dtype, chunk.v.data, chunk.v.elements);
-      ATTND_RETURN_IF_ERROR(CheckFinite("v", value_magnitude));
-      ATTND_RETURN_IF_ERROR(CheckValueMagnitude(value_magnitude));
+      ATTND_RETURN_IF_ERROR(CheckChunkValues(chunk, shape));
       NewTokens tokens;
       tokens.layer = chunk.layer;
       tokens.first_position = chunk.first_position;

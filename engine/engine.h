@@ -131,7 +131,7 @@ struct AppendChunk {
   uint64_t first_position = 0;
   uint64_t tokens = 0;
   TensorView k;                         // [tokens, kv_heads, head_dim]
-  TensorView v;                         // [tokens, kv_heads, value_dim]
+  TensorView v;                         // [tokens, kv_heads, value_dim]; none of a latent model
   std::span<const uint32_t> token_ids;  // none or [tokens]
   // Whether the call may wait for room in the memory budget, while segments are built and moved to
   // disk: up to Engine::kRoomWait.
@@ -175,6 +175,7 @@ struct DecodeArgs {
            q_head_dim = 0;  // the tensor's own last two extents; tokens = sum of query_tokens
   TensorView k;
   uint64_t k_heads = 0, k_head_dim = 0;
+  // None if rows that append are of latent models.
   TensorView v;
   uint64_t v_heads = 0, v_value_dim = 0;
   std::optional<std::chrono::steady_clock::time_point> deadline;

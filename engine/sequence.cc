@@ -51,9 +51,10 @@ struct NewRows {
   }
   // Whether the token is equal to the one at `place` of a run of pages.
   bool Equal(uint64_t token, uint32_t head, const std::byte* pages, uint64_t place) const {
-    return std::memcmp(pages + geometry.KeyOffset(place), key(token, head),
-                       geometry.key_row_bytes) == 0 &&
-           std::memcmp(pages + geometry.ValueOffset(place), value(token, head),
+    const bool keys_equal = std::memcmp(pages + geometry.KeyOffset(place), key(token, head),
+                                        geometry.key_row_bytes) == 0;
+    if (!geometry.stores_values() || !keys_equal) return keys_equal;
+    return std::memcmp(pages + geometry.ValueOffset(place), value(token, head),
                        geometry.value_row_bytes) == 0;
   }
   const PageGeometry geometry;
@@ -344,6 +345,7 @@ void Sequence::Write(const NewTokens& tokens, uint64_t skip) {
     for (uint32_t head = 0; head < args_.shape.kv_heads; ++head) {
       std::byte* pages = TailPages(tokens.layer, head, position);
       std::memcpy(pages + g.KeyOffset(place), rows.key(i, head), g.key_row_bytes);
+      if (!g.stores_values()) continue;
       std::memcpy(pages + g.ValueOffset(place), rows.value(i, head), g.value_row_bytes);
     }
   }

@@ -28,7 +28,7 @@
 namespace attnd::engine {
 
 // New tokens of one layer: keys [tokens, kv_heads, head_dim] and values [tokens, kv_heads,
-// value_dim] in the model's dtype, checked by the caller.
+// value_dim] in the model's dtype, checked by the caller; no values if the model is latent.
 struct NewTokens {
   uint32_t layer = 0;
   uint64_t first_position = 0;

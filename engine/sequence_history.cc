@@ -30,15 +30,6 @@ std::shared_ptr<const attention::KeepSet> ShortKeepSet(const attention::KeepSet&
   return shorter;
 }
 
-// Copies token `from` of a run of pages to place `to` of another.
-void CopyToken(const PageGeometry& geometry, const std::byte* source, uint64_t from,
-               std::byte* target, uint64_t to) {
-  std::memcpy(target + geometry.KeyOffset(to), source + geometry.KeyOffset(from),
-              geometry.key_row_bytes);
-  std::memcpy(target + geometry.ValueOffset(to), source + geometry.ValueOffset(from),
-              geometry.value_row_bytes);
-}
-
 }  // namespace
 
 // Segments that a history of `length` tokens keeps: those outside its window.
@@ -273,7 +264,7 @@ void Sequence::CopyFromTail(uint64_t begin, uint64_t end, Tail* target) {
       const std::byte* pages = source.pages(layer, head);
       for (uint64_t position = begin; position < end; ++position) {
         const uint64_t place = position % kTailBlockTokens;
-        CopyToken(geometry, pages, place, target->blocks[number]->pages(layer, head), place);
+        geometry.CopyToken(pages, place, target->blocks[number]->pages(layer, head), place);
       }
       const uint64_t place = begin % kTailBlockTokens;
       bound = std::max(bound, KeyMagnitude(geometry, pages, place, place + (end - begin)));
@@ -295,8 +286,8 @@ void Sequence::CopyFromSegments(uint64_t end, Tail* target) {
           const uint64_t position = segment->first_position() + positions[slot];
           if (position < begin || position >= end) continue;
           const uint64_t block = position / kTailBlockTokens - begin / kTailBlockTokens;
-          CopyToken(geometry, pages, slot, target->blocks[block]->pages(layer, head),
-                    position % kTailBlockTokens);
+          geometry.CopyToken(pages, slot, target->blocks[block]->pages(layer, head),
+                             position % kTailBlockTokens);
           float& bound = target->key_bounds[block * args_.shape.layers + layer];
           bound = std::max(bound, KeyMagnitude(geometry, pages, slot, slot + 1));
         }

@@ -29,9 +29,6 @@ absl::Status CheckEnum(const char* field, int value, bool known) {
 }
 
 absl::StatusOr<ModelShape> ShapeFromProto(const v1::ModelShape& proto) {
-  if (proto.latent()) {
-    return absl::UnimplementedError("model.shape.latent: latent attention is not supported");
-  }
   ModelShape shape;
   ATTND_ASSIGN_OR_RETURN(shape.dtype, FromProto(proto.dtype(), "model.shape.dtype"));
   shape.layers = proto.layers();
@@ -39,6 +36,7 @@ absl::StatusOr<ModelShape> ShapeFromProto(const v1::ModelShape& proto) {
   shape.kv_heads = proto.kv_heads();
   shape.head_dim = proto.head_dim();
   shape.value_dim = proto.value_dim() != 0 ? proto.value_dim() : proto.head_dim();
+  shape.latent = proto.latent();
   shape.softmax_scale = proto.softmax_scale();
   if (shape.softmax_scale == 0 && shape.head_dim > 0) {
     shape.softmax_scale = 1.0f / std::sqrt(static_cast<float>(shape.head_dim));
@@ -173,7 +171,7 @@ absl::Status CheckTokens(const Tensor3& tensor, uint64_t expected, absl::string_
   return Invalid(field, ".shape[0] is ", tensor.tokens, "; the rows make it ", expected);
 }
 
-// k and v of the rows that append; both absent if there are none.
+// k and v of the rows that append; both absent if there are none, v also if models are latent.
 absl::Status ConvertNewTokens(const v1::DecodeRequest& request, uint64_t appended,
                               engine::DecodeArgs* args) {
   if (appended == 0) {
@@ -181,12 +179,13 @@ absl::Status ConvertNewTokens(const v1::DecodeRequest& request, uint64_t appende
     return Invalid(request.has_k() ? "k" : "v", " is present, but every row is query_only");
   }
   ATTND_ASSIGN_OR_RETURN(const Tensor3 k, FromProto(request.k(), "k"));
-  ATTND_ASSIGN_OR_RETURN(const Tensor3 v, FromProto(request.v(), "v"));
   ATTND_RETURN_IF_ERROR(CheckTokens(k, appended, "k"));
-  ATTND_RETURN_IF_ERROR(CheckTokens(v, appended, "v"));
   args->k = k.view;
   args->k_heads = k.heads;
   args->k_head_dim = k.dim;
+  if (!request.has_v()) return absl::OkStatus();
+  ATTND_ASSIGN_OR_RETURN(const Tensor3 v, FromProto(request.v(), "v"));
+  ATTND_RETURN_IF_ERROR(CheckTokens(v, appended, "v"));
   args->v = v.view;
   args->v_heads = v.heads;
   args->v_value_dim = v.dim;
@@ -329,23 +328,25 @@ absl::StatusOr<engine::ObservedChunk> ObservedFromProto(const v1::AppendKvReques
 
 absl::StatusOr<engine::AppendChunk> FromProto(const v1::AppendKvRequest& request) {
   ATTND_ASSIGN_OR_RETURN(const Tensor3 k, FromProto(request.k(), "k"));
-  ATTND_ASSIGN_OR_RETURN(const Tensor3 v, FromProto(request.v(), "v"));
-  if (k.tokens != v.tokens) {
-    return Invalid("v", ".shape[0] is ", v.tokens, "; k has ", k.tokens, " tokens");
-  }
-  if (k.heads != v.heads) {
-    return Invalid("v", ".shape[1] is ", v.heads, "; k has ", k.heads, " heads");
+  engine::AppendChunk chunk;
+  if (request.has_v()) {  // none if the model is latent
+    ATTND_ASSIGN_OR_RETURN(const Tensor3 v, FromProto(request.v(), "v"));
+    if (k.tokens != v.tokens) {
+      return Invalid("v", ".shape[0] is ", v.tokens, "; k has ", k.tokens, " tokens");
+    }
+    if (k.heads != v.heads) {
+      return Invalid("v", ".shape[1] is ", v.heads, "; k has ", k.heads, " heads");
+    }
+    chunk.v = v.view;
   }
   const auto ids = static_cast<uint64_t>(request.token_ids_size());
   if (ids != 0 && ids != k.tokens) {
     return Invalid("token_ids", " has ", ids, " entries; allowed are none or ", k.tokens);
   }
-  engine::AppendChunk chunk;
   chunk.layer = request.layer();
   chunk.first_position = request.first_position();
   chunk.tokens = k.tokens;
   chunk.k = k.view;
-  chunk.v = v.view;
   chunk.token_ids = {request.token_ids().data(), ids};
   return chunk;
 }
@@ -407,6 +408,7 @@ void ToProto(const engine::SequenceInfo& info, v1::SequenceInfo* out) {
   model->set_value_dim(shape.value_dim);
   model->set_dtype(ToProto(shape.dtype));
   model->set_softmax_scale(shape.softmax_scale);
+  model->set_latent(shape.latent);
   v1::Shard* const shard = out->mutable_model()->mutable_shard();
   shard->set_kind(ToProto(info.args.shard.kind));
   shard->set_index(info.args.shard.index);

@@ -30,11 +30,12 @@ struct Case {
   uint32_t head_dim, value_dim;
   uint32_t begin;  // tokens of the sequence before the segment
   uint32_t tokens, unclustered;
+  bool latent = false;
 };
 
 void PrintTo(const Case& c, std::ostream* out) {
   *out << "dims " << c.head_dim << "/" << c.value_dim << ", tokens " << c.begin << " + " << c.tokens
-       << ", unclustered " << c.unclustered;
+       << ", unclustered " << c.unclustered << (c.latent ? ", latent" : "");
 }
 
 // A view whose tail starts at position `begin`, which need not be a block's first.
@@ -141,7 +142,9 @@ void ExpectIndex(const Segment& segment, uint32_t layer, uint32_t kv_head, const
     SCOPED_TRACE(testing::Message() << "cluster " << i << " of " << index.clusters);
     const oracle::ClusterSummary& summary = expected.clusters[i];
     ExpectRow(stored[i].centroid, summary.centroid, roundoff, key_error + smallest);
-    ExpectRow(stored[i].mean_value, summary.mean_value, roundoff, smallest);
+    // A latent shape's is the front of its centroid.
+    ExpectRow(stored[i].mean_value, summary.mean_value, roundoff,
+              (shape.latent ? key_error : 0) + smallest);
     ExpectCodes(index, i, summary);
     const double unit = std::pow(summary.code.r / 15, 2);
     EXPECT_NEAR(std::sqrt(index.variance_unit[i]), std::sqrt(unit),
@@ -162,10 +165,13 @@ TEST_P(SegmentBuilderTest, PayloadAndIndex) {
   const auto& [c, dtype] = GetParam();
   const uint64_t seed = TestSeed() + c.tokens;
   SCOPED_TRACE(testing::Message() << "seed " << seed);
-  const ModelShape shape = MakeShape(4, 2, c.head_dim, c.value_dim, dtype, 2);
+  const ModelShape shape = c.latent ? MakeLatentShape(4, c.head_dim, c.value_dim, dtype, 2)
+                                    : MakeShape(4, 2, c.head_dim, c.value_dim, dtype, 2);
   Random random(seed);
   std::vector<HeadData> heads;
-  for (int h = 0; h < 4; ++h) heads.push_back(MakeHeadData(shape, c.begin + c.tokens + 5, &random));
+  for (uint32_t h = 0; h < shape.layers * shape.kv_heads; ++h) {
+    heads.push_back(MakeHeadData(shape, c.begin + c.tokens + 5, &random));
+  }
   const auto view = Skip(MakeTailView(shape, c.begin + c.tokens + 5, heads), c.begin);
   const auto segment = BuildSegment(view, c.tokens, c.unclustered, 42);
   EXPECT_EQ(segment->id(), 42u);
@@ -175,18 +181,23 @@ TEST_P(SegmentBuilderTest, PayloadAndIndex) {
   EXPECT_EQ(segment->form(), form);
   EXPECT_EQ(segment->bytes(), Segment::IndexBytes(form) + Segment::PayloadBytes(form));
   for (uint32_t h = 0; h < heads.size(); ++h) {
-    SCOPED_TRACE(testing::Message() << "layer " << h / 2 << ", KV head " << h % 2);
-    ExpectPayload(*segment, h / 2, h % 2, heads[h]);
+    const uint32_t layer = h / shape.kv_heads, head = h % shape.kv_heads;
+    SCOPED_TRACE(testing::Message() << "layer " << layer << ", KV head " << head);
+    ExpectPayload(*segment, layer, head, heads[h]);
     if (HasFatalFailure()) return;
-    ExpectIndex(*segment, h / 2, h % 2, heads[h]);
+    ExpectIndex(*segment, layer, head, heads[h]);
     if (HasFailure()) return;
   }
 }
 
 const Case kCases[] = {
-    {64, 64, 0, 1, 0},     {64, 64, 0, 5, 4},      {16, 32, 3, 15, 0},     {48, 16, 64, 16, 0},
-    {128, 64, 100, 17, 0}, {64, 128, 0, 512, 4},   {80, 80, 63, 513, 0},   {128, 128, 0, 1500, 64},
-    {16, 512, 65, 600, 1}, {512, 16, 128, 530, 0}, {576, 512, 10, 520, 4},
+    {64, 64, 0, 1, 0},         {64, 64, 0, 5, 4},
+    {16, 32, 3, 15, 0},        {48, 16, 64, 16, 0},
+    {128, 64, 100, 17, 0},     {64, 128, 0, 512, 4},
+    {80, 80, 63, 513, 0},      {128, 128, 0, 1500, 64},
+    {16, 512, 65, 600, 1},     {512, 16, 128, 530, 0},
+    {576, 512, 10, 520, 4},    {80, 64, 63, 513, 4, true},
+    {48, 48, 0, 700, 0, true}, {576, 512, 10, 520, 4, true},
 };
 INSTANTIATE_TEST_SUITE_P(Shapes, SegmentBuilderTest,
                          testing::Combine(testing::ValuesIn(kCases),
@@ -335,6 +346,27 @@ TEST_F(OneHead, EqualAssignmentWhereNoCallIsClose) {
     EXPECT_EQ(AssignmentOf(*Build(tokens), 0, 0), expected.assignment);
   }
   EXPECT_GE(compared, 10);
+}
+
+// A latent shape's values take no memory: neither in pages and tail blocks nor in an index.
+TEST(LatentSegments, HoldKeysAlone) {
+  const ModelShape latent = MakeLatentShape(16, 576, 512, DType::kBf16, 3);
+  ModelShape plain = latent;
+  plain.latent = false;
+  const PageGeometry geometry(latent);
+  EXPECT_EQ(geometry.page_bytes(), kPageTokens * 576u * 2);
+  EXPECT_EQ(PageGeometry(plain).page_bytes(), kPageTokens * (576u + 512u) * 2);
+  for (const uint64_t token : {0u, 1u, 15u, 16u, 40u}) {
+    EXPECT_EQ(geometry.KeyOffset(token), token * 576 * 2);
+    EXPECT_EQ(geometry.ValueOffset(token), geometry.KeyOffset(token));
+  }
+  EXPECT_EQ(TailBlock::Bytes(latent), 3u * kTailBlockTokens * 576 * 2);
+  EXPECT_EQ(TailBlock(latent).size(), TailBlock::Bytes(latent));
+  const SegmentForm form = {latent, kClusterIndexes, 8192, 4};
+  const SegmentForm plain_form = {plain, kClusterIndexes, 8192, 4};
+  EXPECT_EQ(Segment::PayloadBytes(form), 3u * 8192 * 576 * 2);
+  EXPECT_EQ(Segment::PayloadBytes(plain_form), 3u * 8192 * (576 + 512) * 2);
+  EXPECT_EQ(Segment::IndexBytes(plain_form) - Segment::IndexBytes(form), 3u * 512 * 512 * 2);
 }
 
 // ---- quanta ----

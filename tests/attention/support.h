@@ -52,6 +52,10 @@ double UnitRoundoff(DType dtype);
 ModelShape MakeShape(uint32_t query_heads, uint32_t kv_heads, uint32_t head_dim, uint32_t value_dim,
                      DType dtype, uint32_t layers = 1);
 
+// One KV head whose value is the front of its key.
+ModelShape MakeLatentShape(uint32_t query_heads, uint32_t head_dim, uint32_t value_dim, DType dtype,
+                           uint32_t layers = 1);
+
 struct SequenceSpec {
   ModelShape shape;
   std::vector<uint32_t> segment_tokens;  // the segments' lengths, from position 0
@@ -73,7 +77,7 @@ struct HeadData {
 
 // Keys that cluster: a mixture of gaussians whose centres differ in weight, some channels larger
 // than others, a part of the channels turned by position as rotary embeddings do. Values follow
-// their key's centre.
+// their key's centre; those of a latent shape are the fronts of the keys.
 HeadData MakeHeadData(const ModelShape& shape, uint64_t tokens, Random* random);
 
 // A view without segments whose tail holds `heads`, [layers * kv_heads].

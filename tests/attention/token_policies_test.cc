@@ -315,7 +315,7 @@ TEST_F(TokenPolicies, PlansAndAnswersAreThoseOfTheDefinitions) {
   const ModelShape shapes[] = {
       MakeShape(4, 2, 64, 64, DType::kBf16, 2), MakeShape(8, 1, 128, 32, DType::kFp32),
       MakeShape(3, 3, 80, 16, DType::kFp16),    MakeShape(10, 2, 16, 48, DType::kFp32),
-      MakeShape(8, 2, 48, 64, DType::kBf16),
+      MakeShape(8, 2, 48, 64, DType::kBf16),    MakeLatentShape(16, 80, 64, DType::kBf16),
   };
   for (const ModelShape& shape : shapes) {
     for (const uint32_t sink : {0u, 4u}) {
@@ -330,6 +330,20 @@ TEST_F(TokenPolicies, PlansAndAnswersAreThoseOfTheDefinitions) {
       }
     }
   }
+}
+
+// DeepSeek's heads: 128 that share one latent KV head, with labels of 128 channels.
+TEST_F(TokenPolicies, LatentAttentionOfItsRealSize) {
+  TestSequence sequence = Make(MakeLatentShape(128, 576, 512, DType::kBf16), {530}, 70);
+  EXPECT_EQ(sequence.view->segments[0]->labels(0, 0).channels, 128u);
+  std::vector<TestRow> rows;
+  for (const char* preset : {"quest", "double-sparsity", "twilight", "asynctls"}) {
+    std::map<std::string, std::string> parameters = {{"budget", "100"}};
+    if (std::string(preset) == "asynctls") parameters["lag"] = "0";
+    rows.push_back(MakeRow(&sequence, Parse(preset, parameters), sequence.spec.tokens() - 1, 1,
+                           false, DType::kBf16, 0, TestSeed() + rows.size()));
+  }
+  RunAndCheck(0, rows);
 }
 
 TEST_F(TokenPolicies, SeveralQueryTokensChooseEachForItself) {

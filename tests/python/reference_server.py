@@ -34,6 +34,7 @@ from reference_rules import (
     check_policy,
     check_shape,
     read_tensor,
+    read_values,
     refuse,
     write_tensor,
 )
@@ -310,9 +311,7 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
             k = read_tensor(
                 request.k, "k", (tokens, shape.kv_heads, shape.head_dim), sequence.dtype
             )
-            v = read_tensor(
-                request.v, "v", (tokens, shape.kv_heads, sequence.value_dim), sequence.dtype
-            )
+            v = read_values(sequence, request, k)
             check(len(request.token_ids) in (0, tokens), f"token_ids must be none or {tokens}")
             self._claim(sequence, stream)
             append(sequence, request.layer, request.first_position, k, v, request.token_ids, 0)
@@ -390,9 +389,7 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
             k = read_tensor(
                 request.k, "k", (new_tokens, shape.kv_heads, shape.head_dim), first.dtype
             )
-            v = read_tensor(
-                request.v, "v", (new_tokens, shape.kv_heads, first.value_dim), first.dtype
-            )
+            v = read_values(first, request, k)
 
         out = np.full((tokens, shape.query_heads, first.value_dim), np.nan)
         lse = np.full((tokens, shape.query_heads), np.nan)

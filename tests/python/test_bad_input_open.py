@@ -41,7 +41,7 @@ OPEN = {
         "INVALID_ARGUMENT",
         "softmax_scale",
     ),
-    "latent": (shape_field("latent", True), "UNIMPLEMENTED", "latent"),
+    "latent with two heads": (shape_field("latent", True), "INVALID_ARGUMENT", "kv_heads"),
     "long fingerprint": (
         lambda r: setattr(r.model, "fingerprint", "x" * 257),
         "INVALID_ARGUMENT",

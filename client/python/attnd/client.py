@@ -422,7 +422,8 @@ class DecodeSession:
                 fp32.
             k: [sum over rows without query_only, kv_heads, head_dim] in the model's dtype; None if
                 all are query_only.
-            v: [the same tokens, kv_heads, value_dim] in the model's dtype.
+            v: [the same tokens, kv_heads, value_dim] in the model's dtype; None if all are
+                query_only or of latent models, which share no message with others that append.
             deadline_us: time that the server may take; 0 is no limit.
             output_dtype: element type of the answer; None is q's.
             timeout_s: seconds to wait for the answer, retries included; None is the client's
