@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "attention/cpu_backend.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -33,7 +34,9 @@ Policy Parse(const std::string& preset, const std::map<std::string, std::string>
 
 std::string Describe(const Policy& policy) {
   std::string text = policy.preset;
-  for (const auto& [name, value] : policy.Parameters()) text += " " + name + "=" + value;
+  for (const auto& [name, value] : policy.Parameters()) {
+    absl::StrAppend(&text, " ", name, "=", value);
+  }
   return text;
 }
 
@@ -339,7 +342,7 @@ TEST_F(TokenPolicies, LatentAttentionOfItsRealSize) {
   std::vector<TestRow> rows;
   for (const char* preset : {"quest", "double-sparsity", "twilight", "asynctls"}) {
     std::map<std::string, std::string> parameters = {{"budget", "100"}};
-    if (std::string(preset) == "asynctls") parameters["lag"] = "0";
+    if (std::string(preset) == "asynctls") parameters.emplace("lag", "0");
     rows.push_back(MakeRow(&sequence, Parse(preset, parameters), sequence.spec.tokens() - 1, 1,
                            false, DType::kBf16, 0, TestSeed() + rows.size()));
   }
