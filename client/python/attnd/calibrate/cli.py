@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--length", type=int, action="append", help="tokens of a sequence; may be repeated")
     add("--limit", type=int, help="sequences a task (default: all)")
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the KV sent")
-    add("--batch", type=int, default=4, help="sequences that decode together")
+    add("--batch", type=int, default=8, help="sequences that decode together")
     add("--presets", type=lambda text: text.split(","), help="comma separated (default: all)")
     add(
         "--policy",

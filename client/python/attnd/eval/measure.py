@@ -39,7 +39,7 @@ class Run:
     dtype: str = "fp32"
     segment_tokens: int = SEGMENT_TOKENS
     limit: int | None = None
-    batch: int = 4
+    batch: int = 8
 
     @property
     def flags(self) -> list[str]:

@@ -62,7 +62,7 @@ PLAN = (
 
 # Small enough for every change: two texts of each task. Its references were computed for them.
 CI = Planned(
-    Run("ci", 2048, limit=2, batch=8),
+    Run("ci", 2048, limit=2),
     policies=(
         *CLUSTER_REFERENCES,
         *_middle_points({policy.preset for policy in CLUSTER_REFERENCES}),
