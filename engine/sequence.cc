@@ -374,6 +374,7 @@ std::shared_ptr<const SequenceView> Sequence::View() {
       label_choice_ = attention::LabelChoiceOf(*segments_.front());
     }
     view->label_choice = label_choice_;
+    view->feature_maps = args_.feature_maps;
     view->segments = segments_;
     view->tail = tail_.blocks;
     view->tail_begin = tail_.begin;

@@ -78,6 +78,8 @@ ABSL_FLAG(uint64_t, retain_s, Defaults().retain_s,
           "seconds to keep a sealed sequence that nobody uses; 0: for ever");
 ABSL_FLAG(bool, page_prefetch, Defaults().page_prefetch,
           "read ahead what the next layer's last step read exactly");
+ABSL_FLAG(std::string, feature_maps, "",
+          "files of feature maps for topk-completion, comma separated");
 ABSL_FLAG(std::string, config, "", "file with these options in protobuf text format");
 ABSL_FLAG(std::string, probe, "",
           "ask the server at this address for its health and exit: 0 if it serves");
@@ -118,7 +120,8 @@ constexpr const char* kFlagNames[] = {"listen",
                                       "disk_step_workers",
                                       "page_prefetch",
                                       "retain_bytes",
-                                      "retain_s"};
+                                      "retain_s",
+                                      "feature_maps"};
 
 // Splits "--name=value"; the value is absent if there is no '='. Names come out with underscores.
 struct Argument {

@@ -223,6 +223,9 @@ absl::Status ApplyConfig(const v1::ServerConfig& config, ServerOptions* options)
   if (config.listen_size() > 0) {
     options->listen.assign(config.listen().begin(), config.listen().end());
   }
+  if (config.feature_maps_size() > 0) {
+    options->feature_maps.assign(config.feature_maps().begin(), config.feature_maps().end());
+  }
   if (config.has_default_policy()) {
     const v1::Policy& policy = config.default_policy();
     ATTND_ASSIGN_OR_RETURN(
@@ -330,6 +333,7 @@ engine::EngineOptions ToEngineOptions(const ServerOptions& options, const Machin
   result.segment_tokens = options.segment_tokens;
   result.index_threads = options.index_threads != 0 ? options.index_threads : machine.cores;
   result.default_policy = options.default_policy;
+  result.feature_maps = options.feature_maps;
   return result;
 }
 

@@ -75,6 +75,7 @@ struct ServerOptions {
   bool page_prefetch = false;
   uint64_t retain_bytes = 0;
   uint64_t retain_s = 0;
+  std::vector<std::string> feature_maps;  // files
 
   ServerOptions();
 
