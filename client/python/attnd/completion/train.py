@@ -5,8 +5,8 @@
         --prefill 16384 --seed 1 --out models/nano-llama/feature_maps_16384.safetensors
 
 The model is frozen. Each step runs it over a new text and logs the queries behind the prefill and
-the keys of its middle; the maps learn the scores (Top-K with Linear-Attention Completion, appendices
-B, J and K). Then each query head is measured on held-out texts: it is marked as completed if its
+the keys of its middle; the maps learn the scores (Top-K with Linear-Attention Completion,
+appendices B, J and K). Then each query head is measured on held-out texts: it is completed if its
 answers with the maps have a smaller error than those of the retrieved tokens alone.
 """
 
