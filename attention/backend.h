@@ -19,6 +19,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "attention/block_recall.h"
+#include "attention/feature_maps.h"
 #include "attention/index_set.h"
 #include "attention/keep_set.h"
 #include "attention/label_choice.h"
@@ -42,6 +43,8 @@ struct SequenceView {
   uint64_t tail_begin = 0;  // first position that no segment covers
   // What labels of segments to come are made of; null: of their own keys.
   std::shared_ptr<const LabelChoice> label_choice;
+  // What summaries of segments are made with; not null if the indexes have them.
+  std::shared_ptr<const FeatureMaps> feature_maps;
   // What a keep-set policy reads; null before the prompt's end, or without its queries.
   std::shared_ptr<const KeepSet> keep;
   // Blocks that earlier steps chose, of a sequence that has 64-token blocks: the one part of a view

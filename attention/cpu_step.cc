@@ -79,6 +79,9 @@ size_t CpuStep::UnitBytes(const UnitSpec& spec) const {
   uint64_t tokens = tail;
   if (spec.middle != Middle::kDropped) tokens += view.tail_begin;
   pieces += tokens / PieceTokens(quads) + 2;
+  const bool ranks =
+      spec.middle == Middle::kSelected && row.policy->selector == Selector::kExhaustive;
+  if (ranks) pieces += view.tail_begin / PieceTokens(quads) + 2 + view.segments.size();
   const size_t query_floats = kQuad * shape.head_dim + kernels::QueriesFloats(shape.head_dim);
   size_t bytes =
       quads * (query_floats * sizeof(float) + sizeof(kernels::Queries) + kCacheLineBytes) +
@@ -87,15 +90,21 @@ size_t CpuStep::UnitBytes(const UnitSpec& spec) const {
   for (const auto& segment :
        view.segments) {  // a run for each page, and where clusters meet in one
     if (segment->paged())
-      bytes += size_t{3} * (segment->tokens() / kPageTokens + 2) * sizeof(TokenRun);
+      bytes += size_t{ranks ? 5u : 3u} * (segment->tokens() / kPageTokens + 2) * sizeof(TokenRun);
   }
   if (spec.middle == Middle::kSelected) {
     bytes += row.policy->selector == Selector::kClusters
                  ? ClusterUnit::ArenaBytes(view, request_.layer, spec.kv_head, quads)
-                 : TokenUnit::ArenaBytes(view, *row.policy) +
+                 : TokenUnit::ArenaBytes(view, *row.policy, SeenBy(spec), pieces) +
                        kQuad * quads * shape.head_dim * sizeof(float);
   }
   return bytes;
+}
+
+// Tokens that the unit's query token sees; of several query tokens, the first.
+uint64_t CpuStep::SeenBy(const UnitSpec& spec) const {
+  const StepRow& row = request_.rows[spec.row];
+  return row.query_only ? row.past_tokens : row.past_tokens + spec.first_token + 1;
 }
 
 bool CpuStep::NextWave(size_t scratch_bytes) {
@@ -131,6 +140,7 @@ void CpuStep::AddUnit(const UnitSpec& spec) {
   if (spec.middle != Middle::kSelected) return;
   unit.middle = AddMiddle(unit);
   selecting_.push_back(number);
+  if (unit.middle->ranks_by_keys()) AddRankedPieces(number);
   for (size_t i = 0; i < unit.middle->score_items(); ++i) score_items_.push_back({number, i, 0});
 }
 
@@ -144,6 +154,7 @@ MiddleUnit* CpuStep::AddMiddle(const Unit& unit) {
   query.kv_head = unit.spec.kv_head;
   query.position =
       row.query_only ? UnitQuery::kNoPosition : row.past_tokens + unit.spec.first_token;
+  query.seen = SeenBy(unit.spec);
   query.queries = unit.queries;
   query.prepared = unit.prepared;
   if (row.policy->selector == Selector::kClusters) {
@@ -315,11 +326,38 @@ std::span<QuadState> CpuStep::NewStates(size_t number, size_t quads) {
   return states;
 }
 
+// All tokens of the middle, for the unit to rank.
+void CpuStep::AddRankedPieces(size_t number) {
+  const Unit& unit = units_[number];
+  const SequenceView& view = ViewOf(unit);
+  const std::span<TokenRun> runs = arena_->Allocate<TokenRun>(view.segments.size());
+  for (size_t s = 0; s < runs.size(); ++s) {
+    const Segment& segment = *view.segments[s];
+    runs[s] = {};
+    runs[s].range = {segment.unclustered(), segment.tokens()};
+    runs[s].payload = segment.paged_payload().get();
+    if (!segment.paged()) runs[s].pages = segment.pages(request_.layer, unit.spec.kv_head);
+  }
+  const size_t first = pieces_.size();
+  AddRuns(number, runs, 0, unit.quads);
+  size_t token = 0;
+  for (size_t i = first; i < pieces_.size(); ++i) {
+    pieces_[i].ranked = true;
+    pieces_[i].token = token;
+    for (const TokenRun& run : pieces_[i].runs) token += run.range.size();
+  }
+}
+
 void CpuStep::AddExactPieces(size_t number) {
   Unit& unit = units_[number];
   unit.exact_pieces[0] = pieces_.size();
   AddRuns(number, unit.middle->runs(), 0, unit.quads);
   unit.exact_pieces[1] = pieces_.size();
+  if (!unit.middle->follows_reading()) return;
+  for (size_t i = unit.exact_pieces[0]; i < unit.exact_pieces[1]; ++i) {
+    pieces_[i].followed = true;
+    pieces_[i].reader = unit.middle->AddReader(arena_);
+  }
 }
 
 void CpuStep::Prepare(Stage stage) {
@@ -419,14 +457,23 @@ void CpuStep::RunItem(Stage stage, size_t item) {
 
 void CpuStep::RunPiece(Piece* piece) {
   const StageTimer timer(&piece->nanos);
-  const Unit& unit = units_[piece->unit];
-  if (!totals_[unit.spec.row].fault.ok()) return;
-  const PageGeometry geometry(ViewOf(unit).shape);
-  kernels::AttendRuns(geometry, piece->runs.first(piece->runs_now),
-                      unit.prepared.data() + piece->first_quad, piece->states.size(),
-                      piece->states.data());
+  if (!totals_[units_[piece->unit].spec.row].fault.ok()) return;
+  ReadRuns(piece, piece->runs.first(piece->runs_now));
   piece->runs = piece->runs.subspan(piece->runs_now);
   piece->runs_now = piece->runs.size();
+}
+
+void CpuStep::ReadRuns(Piece* piece, std::span<const TokenRun> runs) {
+  const Unit& unit = units_[piece->unit];
+  if (piece->ranked) {
+    unit.middle->ScoreKeys(piece->token, runs);
+    for (const TokenRun& run : runs) piece->token += run.range.size();
+    return;
+  }
+  const PageGeometry geometry(ViewOf(unit).shape);
+  kernels::AttendRuns(geometry, runs, unit.prepared.data() + piece->first_quad,
+                      piece->states.size(), piece->states.data());
+  if (piece->followed) unit.middle->Read(piece->reader, runs);
 }
 
 void CpuStep::SelectUnit(Unit* unit) {

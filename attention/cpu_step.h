@@ -109,6 +109,12 @@ class CpuStep {
     size_t first_quad = 0;
     std::span<QuadState> states;
     uint64_t nanos = 0;
+    // Not attended to, but the unit's to rank: number of the first token still to be read.
+    bool ranked = false;
+    size_t token = 0;
+    // Of a unit that follows what it reads.
+    bool followed = false;
+    size_t reader = 0;
   };
 
   struct ScoreItem {
@@ -123,6 +129,7 @@ class CpuStep {
   void ListUnits();
   Middle MiddleOf(const Policy& policy, const StepRow& row) const;
   size_t UnitBytes(const UnitSpec& spec) const;
+  uint64_t SeenBy(const UnitSpec& spec) const;
   void AddUnit(const UnitSpec& spec);
   void LoadQueries(Unit* unit);
   float* LoadToken(const StepRow& row, uint32_t kv_head, size_t token, float* quads) const;
@@ -131,6 +138,7 @@ class CpuStep {
   void AddRuns(size_t unit, std::span<const TokenRun> runs, size_t first_quad, size_t quads);
   void AddTail(size_t unit, uint64_t begin, uint64_t end, size_t first_quad, size_t quads);
   void AddPiece(size_t unit, std::span<TokenRun> runs, size_t first_quad, size_t quads);
+  void AddRankedPieces(size_t unit);
   void AddExactPieces(size_t unit);
   bool EstimatesMisses(const Unit& unit) const;
   absl::StatusOr<Items> BringPieces(size_t end);
@@ -143,6 +151,7 @@ class CpuStep {
   PagePatience Patience() const;
   std::span<QuadState> NewStates(size_t unit, size_t quads);
   void RunPiece(Piece* piece);
+  void ReadRuns(Piece* piece, std::span<const TokenRun> runs);
   void SelectUnit(Unit* unit);
   void ChooseFor(Unit* unit);
   void MergeUnit(Unit* unit);

@@ -40,7 +40,8 @@ absl::StatusOr<CpuStep::Items> CpuStep::BringPieces(size_t end) {
     return Items{begin, end};
   }
   const auto brought = [&](size_t piece, const TokenRun& run, bool was_read) {
-    CountRead(pieces_[piece].unit, run, was_read);
+    // What is ranked is not an answer's part yet.
+    if (!pieces_[piece].ranked) CountRead(pieces_[piece].unit, run, was_read);
   };
   const auto missing = [&](size_t piece, const absl::Status& why) {
     Fail(pieces_[piece].unit, why);

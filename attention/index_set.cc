@@ -19,6 +19,8 @@ absl::string_view IndexName(IndexKind kind) {
       return "labels";
     case IndexKind::kKeys4:
       return "keys-4bit";
+    case IndexKind::kSummary:
+      return "summary";
   }
   return "unknown";
 }

@@ -24,10 +24,11 @@ enum class IndexKind : uint8_t {
   kBlocks64 = 3,  // the same over 64 (AsyncTLS)
   kLabels = 4,    // a quarter of each key's channels in 4 bits (Double Sparsity)
   kKeys4 = 5,     // all of each key's channels in 4 bits (Twilight)
+  kSummary = 6,   // sums of the keys' features with their values (retrieval with completion)
 };
 inline constexpr IndexKind kIndexKinds[] = {IndexKind::kClusters, IndexKind::kBlocks16,
                                             IndexKind::kBlocks64, IndexKind::kLabels,
-                                            IndexKind::kKeys4};
+                                            IndexKind::kKeys4,    IndexKind::kSummary};
 // "clusters", "blocks-16", ...
 absl::string_view IndexName(IndexKind kind);
 

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <new>
 
 #include "attention/label_choice.h"
 #include "common/dtype.h"
@@ -13,7 +14,8 @@ namespace attnd::attention {
 namespace {
 
 constexpr uint32_t kChunkTokens = 256;
-constexpr float kCodeLevels = 15;  // 4 bits
+constexpr uint32_t kSummaryChunkTokens = 16;  // a token's features take some 25,000 products
+constexpr float kCodeLevels = 15;             // 4 bits
 
 template <typename T>
 void StoreAt(std::byte* array, size_t index, T value) {
@@ -47,6 +49,8 @@ bool KeyIndexBuilder::Wanted(Stage stage) const {
       return indexes.Has(IndexKind::kLabels);
     case Stage::kKeys4:
       return indexes.Has(IndexKind::kKeys4);
+    case Stage::kSummary:
+      return indexes.Has(IndexKind::kSummary);
     case Stage::kDone:
       return true;
   }
@@ -60,6 +64,7 @@ void KeyIndexBuilder::Advance() {
     stage_ = static_cast<Stage>(static_cast<int>(stage_) + 1);
   } while (!Wanted(stage_));
   next_ = 0;
+  if (stage_ == Stage::kSummary) StartSummary();
   if (stage_ != Stage::kLabels) return;
   std::byte* part = head_.index + head_.layout->labels.channel;
   for (size_t i = 0; i < channels_.size(); ++i) StoreAt(part, i, channels_[i]);
@@ -70,6 +75,7 @@ uint32_t KeyIndexBuilder::StageEnd() const {
     case Stage::kMeasure:
     case Stage::kLabels:
     case Stage::kKeys4:
+    case Stage::kSummary:
       return head_.form->tokens;
     case Stage::kBlocks16:
       return head_.layout->blocks16.count;
@@ -86,8 +92,13 @@ bool KeyIndexBuilder::RunChunk() {
   const IndexLayout& layout = *head_.layout;
   const uint32_t tokens_each = stage_ == Stage::kBlocks16   ? layout.blocks16.tokens
                                : stage_ == Stage::kBlocks64 ? layout.blocks64.tokens
+                               : stage_ == Stage::kSummary  ? kChunkTokens / kSummaryChunkTokens
                                                             : 1;
   const uint32_t end = std::min(StageEnd(), next_ + kChunkTokens / tokens_each);
+  if (stage_ == Stage::kSummary) {
+    sums_->Add({head_.pages, {next_, end}});
+    next_ = end;
+  }
   for (; next_ < end; ++next_) {
     switch (stage_) {
       case Stage::kMeasure:
@@ -105,11 +116,14 @@ bool KeyIndexBuilder::RunChunk() {
       case Stage::kKeys4:
         WriteCodes(layout.keys4, next_);
         break;
+      case Stage::kSummary:
       case Stage::kDone:
         break;
     }
   }
-  if (next_ == StageEnd()) Advance();
+  if (next_ < StageEnd()) return true;
+  if (stage_ == Stage::kSummary) WriteSummary();
+  Advance();
   return stage_ != Stage::kDone;
 }
 
@@ -173,6 +187,27 @@ void KeyIndexBuilder::WriteCodes(const IndexLayout::KeyCodes& part, uint32_t slo
   }
   StoreAt(head_.index + part.scale, slot, scale);
   StoreAt(head_.index + part.least, slot, least);
+}
+
+void KeyIndexBuilder::StartSummary() {
+  const size_t bytes = FeatureSums::Bytes(head_.form->shape);
+  if (sums_memory_.size() != bytes) sums_memory_ = AlignedBuffer(bytes);
+  if (sums_memory_.data() == nullptr) throw std::bad_alloc();
+  sums_.emplace(head_.maps, head_.form->shape, head_.layer, head_.kv_head, /*shift=*/nullptr,
+                sums_memory_.data());
+  next_ = head_.form->unclustered;
+}
+
+void KeyIndexBuilder::WriteSummary() {
+  const IndexLayout::Summary& part = head_.layout->summary;
+  sums_->Finish();
+  for (size_t f = 0; f < sums_->m().size(); ++f) {
+    StoreAt(head_.index + part.m, f, sums_->m()[f]);
+    StoreAt(head_.index + part.u, f, static_cast<float>(sums_->u()[f]));
+  }
+  for (size_t i = 0; i < sums_->t().size(); ++i) {
+    StoreAt(head_.index + part.t, i, static_cast<float>(sums_->t()[i]));
+  }
 }
 
 }  // namespace attnd::attention

@@ -1,16 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // KeyIndexBuilder: the indexes of a head that are made of its keys as they lie in the segment:
-// bounds of blocks (Quest) and keys in 4 bits (Double Sparsity's labels, Twilight's keys).
+// bounds of blocks (Quest), keys in 4 bits (Double Sparsity's labels, Twilight's keys), and sums of
+// their features (retrieval with completion).
 #ifndef ATTND_ATTENTION_KEY_INDEX_BUILDER_H_
 #define ATTND_ATTENTION_KEY_INDEX_BUILDER_H_
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
+#include "attention/feature_maps.h"
+#include "attention/feature_sums.h"
 #include "attention/segment.h"
+#include "common/aligned_buffer.h"
 
 namespace attnd::attention {
 
@@ -18,8 +23,10 @@ namespace attnd::attention {
 // a time.
 class KeyIndexBuilder {
  public:
-  static uint64_t ScratchBytes(const ModelShape& shape) {
-    return uint64_t{shape.head_dim} * (3 * sizeof(float) + sizeof(uint16_t));
+  static uint64_t ScratchBytes(const SegmentForm& form) {
+    const bool sums = form.indexes.Has(IndexKind::kSummary);
+    return uint64_t{form.shape.head_dim} * (3 * sizeof(float) + sizeof(uint16_t)) +
+           (sums ? FeatureSums::Bytes(form.shape) : 0);
   }
 
   // What to build for one (layer, KV head). Everything outlives the building.
@@ -31,13 +38,17 @@ class KeyIndexBuilder {
     // For labels: [LabelChannels] given beforehand, or empty.
     std::span<const uint16_t> label_channels;
     std::span<const float> query_magnitude;  // [head_dim] or empty, if channels are not given
+    // For a summary.
+    const FeatureMaps* maps = nullptr;
+    uint32_t layer = 0;
+    uint32_t kv_head = 0;
   };
   void Start(const Head& head);
   // Works on some tokens, a tenth of a millisecond long. True while there is more to do.
   bool RunChunk();
 
  private:
-  enum class Stage { kMeasure, kBlocks16, kBlocks64, kLabels, kKeys4, kDone };
+  enum class Stage { kMeasure, kBlocks16, kBlocks64, kLabels, kKeys4, kSummary, kDone };
 
   bool Wanted(Stage stage) const;
   void Advance();
@@ -47,6 +58,8 @@ class KeyIndexBuilder {
   void ChooseChannels();
   void WriteBlock(const IndexLayout::Blocks& part, uint32_t block);
   void WriteCodes(const IndexLayout::KeyCodes& part, uint32_t slot);
+  void StartSummary();
+  void WriteSummary();
 
   Head head_;
   Stage stage_ = Stage::kDone;
@@ -55,6 +68,8 @@ class KeyIndexBuilder {
   std::vector<float> magnitude_;    // [head_dim] greatest |k|
   std::vector<float> bounds_;       // [2][head_dim] greatest, least
   std::vector<uint16_t> channels_;  // of labels
+  AlignedBuffer sums_memory_;
+  std::optional<FeatureSums> sums_;
 };
 
 }  // namespace attnd::attention

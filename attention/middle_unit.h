@@ -37,6 +37,7 @@ struct UnitQuery {
   // The query token's place in the sequence, kNoPosition if it has none of its own.
   uint64_t position = 0;
   static constexpr uint64_t kNoPosition = ~uint64_t{0};
+  uint64_t seen = 0;  // tokens of the layer that the query token sees
   // [quads][4][head_dim], not scaled, zero where a quad has fewer heads.
   const float* queries = nullptr;
   // The same of the query token before it, if that is of the same step; else null.
@@ -66,8 +67,18 @@ class MiddleUnit {
   // estimate.
   virtual void Select(std::span<const QuadState> zones, OrderScratch* order) = 0;
 
+  // Whether it ranks the middle by its keys: it is then given all tokens of the middle before
+  // Select, in parts, from any threads. first: number of the runs' first token in the middle.
+  virtual bool ranks_by_keys() const { return false; }
+  virtual void ScoreKeys(size_t /*first*/, std::span<const TokenRun> /*runs*/) {}
+
   // What is to be read exactly: ascending, neighbours joined.
   virtual std::span<const TokenRun> runs() const = 0;
+  // Whether it estimates by what is read: each piece of runs() then has a reader, made before any
+  // is read, that is given the piece's tokens in order; different readers from any threads.
+  virtual bool follows_reading() const { return false; }
+  virtual size_t AddReader(StepArena* /*arena*/) { return 0; }
+  virtual void Read(size_t /*reader*/, std::span<const TokenRun> /*runs*/) {}
   // Leaves to their estimate what has a page in a paged segment that is not `there`. Asked by
   // ascending segment, and pages of a segment by ascending number. Only of policies that may
   // estimate what they miss.

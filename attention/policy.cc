@@ -18,9 +18,6 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// Presets of docs/POLICIES.md that later versions bring.
-constexpr absl::string_view kPlannedPresets[] = {"topk-completion"};
-
 // The shortest text that reads back as the same number.
 std::string FormatDouble(double value) {
   if (std::isinf(value)) return "off";
@@ -139,6 +136,23 @@ Parameter PrunedSelector() {
                 Word("double-sparsity", &Policy::selector, Selector::kLabels)});
 }
 
+// What retrieval with completion retrieves by.
+Parameter RetrievingSelector() {
+  return OneOf("selector", "exhaustive, quest, double-sparsity",
+               {Word("exhaustive", &Policy::selector, Selector::kExhaustive),
+                Word("quest", &Policy::selector, Selector::kBlocks),
+                Word("double-sparsity", &Policy::selector, Selector::kLabels)});
+}
+
+void AddCompletionParameters(std::vector<Parameter>* all) {
+  all->push_back(RetrievingSelector());
+  all->push_back(OneOf("completion", "maps, on, off",
+                       {Word("maps", &Policy::completion, Completion::kMaps),
+                        Word("on", &Policy::completion, Completion::kOn),
+                        Word("off", &Policy::completion, Completion::kOff)}));
+  all->push_back(Share("epsilon", true, &Policy::epsilon));
+}
+
 Parameter BlockTokens() {
   return OneOf("block", "16, 64",
                {Word("16", &Policy::block_tokens, 16u), Word("64", &Policy::block_tokens, 64u)});
@@ -204,6 +218,7 @@ std::vector<Parameter> ParametersOf(const Policy& policy) {
     all.push_back(PrunedSelector());
     all.push_back(Share("p", false, &Policy::prune_p));
   }
+  if (policy.estimator == Estimator::kFeatureMap) AddCompletionParameters(&all);
   switch (policy.selector) {
     case Selector::kAll:
     case Selector::kNone:
@@ -216,6 +231,7 @@ std::vector<Parameter> ParametersOf(const Policy& policy) {
       all.push_back(BlockTokens());
       break;
     case Selector::kLabels:
+    case Selector::kExhaustive:
     case Selector::kKeepSet:
       all.push_back(BudgetOf());
       break;
@@ -229,12 +245,6 @@ std::vector<Parameter> ParametersOf(const Policy& policy) {
 }
 
 absl::Status UnknownPreset(absl::string_view preset) {
-  for (const absl::string_view planned : kPlannedPresets) {
-    if (preset == planned) {
-      return absl::UnimplementedError(
-          absl::StrCat("policy.preset ", preset, " is not part of this version"));
-    }
-  }
   std::vector<std::string> names;
   for (const Policy& policy : PresetPolicies()) names.push_back(policy.preset);
   return absl::InvalidArgumentError(absl::StrCat("policy.preset \"", preset.substr(0, 64),
@@ -314,8 +324,15 @@ std::vector<Policy> PresetPolicies() {
   error_target.cut = Cut::kErrorBudget;
   error_target.estimator = Estimator::kSecondOrder;
 
-  return {dense,  streaming,  quest,          double_sparsity, twilight,    asynctls,
-          snapkv, ada_snapkv, clusters_top_k, double_p,        error_target};
+  Policy topk_completion;
+  topk_completion.preset = "topk-completion";
+  topk_completion.selector = Selector::kExhaustive;
+  topk_completion.estimator = Estimator::kFeatureMap;
+  topk_completion.window = 16;
+  topk_completion.budget = {0, 1};
+
+  return {dense,  streaming,  quest,          double_sparsity, twilight,        asynctls,
+          snapkv, ada_snapkv, clusters_top_k, double_p,        topk_completion, error_target};
 }
 
 std::vector<ParameterInfo> ParametersWithRanges(const Policy& policy) {
@@ -331,6 +348,7 @@ IndexSet Policy::Indexes() const {
   switch (selector) {
     case Selector::kAll:
     case Selector::kNone:
+    case Selector::kExhaustive:
     case Selector::kKeepSet:
       break;
     case Selector::kClusters:
@@ -348,6 +366,7 @@ IndexSet Policy::Indexes() const {
       break;
   }
   if (pruner == Pruner::kTopP) indexes.Add(IndexKind::kKeys4);
+  if (completes()) indexes.Add(IndexKind::kSummary);
   return indexes;
 }
 

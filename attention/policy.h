@@ -27,6 +27,7 @@ enum class Selector : uint8_t {
   kBlocks,        // blocks of consecutive tokens, by an upper bound of their logits (Quest)
   kLabels,        // tokens, by a quarter of their channels in 4 bits (Double Sparsity)
   kBlocksLabels,  // tokens by their labels, of blocks of 64 by their bounds (AsyncTLS)
+  kExhaustive,    // tokens, by their keys: reads every key (Top-K with Completion, section 5)
   kKeepSet,       // tokens that were chosen at the prompt's end (SnapKV, Ada-SnapKV)
 };
 
@@ -55,11 +56,20 @@ struct Budget {
 };
 inline constexpr uint32_t kBudgetTokensMax = 1u << 30;
 
-// What stands for clusters that are not read exactly.
+// What stands for what is not read exactly.
 enum class Estimator : uint8_t {
   kCentroid,     // Z = s exp(a q.C), with the mean value
   kSecondOrder,  // the same times exp(d2 / 2), d2 the variance of the members' logits; predicts
                  // errors
+  kFeatureMap,   // of tokens: learned features' sums less what is read (Top-K with
+                 // Linear-Attention Completion)
+};
+
+// kFeatureMap: which query heads have what is not read estimated; for the others it is dropped.
+enum class Completion : uint8_t {
+  kMaps,  // as the model's feature maps say of each
+  kOn,
+  kOff,
 };
 
 // What becomes of a cluster that is to be read exactly and whose pages are not in memory.
@@ -98,8 +108,9 @@ struct Policy {
   double tolerance = 0.2;
   double floor = 0.01;
 
-  // kBlocks, kLabels, kBlocksLabels, kKeepSet, and kAll with a pruner: candidates. Blocks are
-  // counted: budget / block_tokens of them, rounded up.
+  // kBlocks, kLabels, kBlocksLabels, kExhaustive, kKeepSet, and kAll with a pruner: candidates.
+  // Blocks are counted: budget / block_tokens of them, rounded up. With kFeatureMap a share is of
+  // all tokens that the query sees, less sink and window, and may come to none.
   Budget budget;
   uint32_t block_tokens = 16;  // kBlocks: 16 or 64
   // kBlocksLabels: blocks of the first level, and whether a query token takes those that the token
@@ -110,6 +121,10 @@ struct Policy {
   bool adaptive = false;
   // Pruner::kTopP: 0 < p <= 1.
   double prune_p = 0.95;
+
+  // Estimator::kFeatureMap. Features of which less than this share is left are left out, 0..1.
+  Completion completion = Completion::kMaps;
+  double epsilon = 1e-4;
 
   // Of clusters in paged segments; zones and dense layers always wait.
   OnMiss on_miss = OnMiss::kWait;
@@ -122,6 +137,10 @@ struct Policy {
   // Whether it reads every token of a layer.
   bool DenseIn(uint32_t layer) const {
     return layer < dense_layers || (selector == Selector::kAll && pruner == Pruner::kNone);
+  }
+
+  bool completes() const {
+    return estimator == Estimator::kFeatureMap && completion != Completion::kOff;
   }
 
   // What it needs of a sequence's segments; whether they may be in cluster order.

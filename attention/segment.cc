@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "attention/segment.h"
 
+#include <cmath>
 #include <cstring>
 #include <numeric>
 #include <utility>
@@ -98,6 +99,12 @@ IndexLayout::IndexLayout(const SegmentForm& form) {
   if (form.indexes.Has(IndexKind::kKeys4)) {
     keys4 = PlaceKeyCodes(form, shape.head_dim, /*chosen=*/false, &placer);
   }
+  if (form.indexes.Has(IndexKind::kSummary)) {
+    const size_t features = shape.head_dim;
+    summary.m = placer.Place(features * sizeof(float));
+    summary.u = placer.Place(features * sizeof(float));
+    summary.t = placer.Place(features * shape.value_dim * sizeof(float));
+  }
   head_bytes = placer.end();
 }
 
@@ -166,6 +173,13 @@ KeyCodeIndex Segment::keys4(uint32_t layer, uint32_t kv_head) const {
   return KeyCodesAt(layout_.keys4, layer, kv_head);
 }
 
+SummaryIndex Segment::summary(uint32_t layer, uint32_t kv_head) const {
+  const std::byte* head = IndexHead(layer, kv_head);
+  return {reinterpret_cast<const float*>(head + layout_.summary.m),
+          reinterpret_cast<const float*>(head + layout_.summary.u),
+          reinterpret_cast<const float*>(head + layout_.summary.t)};
+}
+
 std::span<const uint16_t> Segment::positions(uint32_t layer, uint32_t kv_head) const {
   if (form_.indexes.token_order()) return InOrder(form_.tokens);
   return {reinterpret_cast<const uint16_t*>(IndexHead(layer, kv_head) + layout_.positions),
@@ -214,13 +228,31 @@ absl::Status CheckLabels(const Segment& segment, uint32_t layer, uint32_t kv_hea
   return absl::OkStatus();
 }
 
+absl::Status CheckSummary(const Segment& segment, uint32_t layer, uint32_t kv_head) {
+  const SummaryIndex summary = segment.summary(layer, kv_head);
+  const size_t features = segment.shape().head_dim;
+  bool numbers = true;
+  for (size_t f = 0; f < features; ++f) {
+    numbers =
+        numbers && std::isfinite(summary.m[f]) && std::isfinite(summary.u[f]) && summary.u[f] > 0;
+  }
+  for (size_t i = 0; i < features * segment.shape().value_dim; ++i) {
+    numbers = numbers && std::isfinite(summary.t[i]);
+  }
+  if (numbers) return absl::OkStatus();
+  return Wrong(layer, kv_head, "a summary that is no numbers");
+}
+
 }  // namespace
 
 absl::Status CheckIndexHead(const Segment& segment, uint32_t layer, uint32_t kv_head) {
   if (segment.indexes().Has(IndexKind::kClusters)) {
     ATTND_RETURN_IF_ERROR(CheckClusters(segment, layer, kv_head));
   }
-  if (segment.indexes().Has(IndexKind::kLabels)) return CheckLabels(segment, layer, kv_head);
+  if (segment.indexes().Has(IndexKind::kLabels)) {
+    ATTND_RETURN_IF_ERROR(CheckLabels(segment, layer, kv_head));
+  }
+  if (segment.indexes().Has(IndexKind::kSummary)) return CheckSummary(segment, layer, kv_head);
   return absl::OkStatus();
 }
 

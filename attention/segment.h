@@ -87,6 +87,15 @@ struct KeyCodeIndex {
   const float* least = nullptr;  // [tokens]
 };
 
+// What stands for a segment's tokens but the sink under learned features, for one (layer, KV head)
+// (FeatureSums says what the sums are; Top-K with Linear-Attention Completion, appendix C). There
+// are as many features as the key has channels.
+struct SummaryIndex {
+  const float* m = nullptr;  // [features] greatest logarithm of a key's feature
+  const float* u = nullptr;  // [features] at least 1
+  const float* t = nullptr;  // [features, value_dim]
+};
+
 // Byte offsets of the index parts inside one (layer, KV head). Clusters have room for
 // `max_clusters`, as empty ones are dropped and so the heads' counts differ. Parts that the form
 // lacks are empty.
@@ -105,8 +114,12 @@ struct IndexLayout {
   uint32_t max_clusters = 0;
   size_t centroids = 0, mean_values = 0, deviation_codes = 0, variance_unit = 0, log_size = 0,
          spread = 0, value_norm2 = 0, starts = 0, positions = 0;
+  struct Summary {
+    size_t m = 0, u = 0, t = 0;
+  };
   Blocks blocks16, blocks64;
   KeyCodes labels, keys4;
+  Summary summary;
   size_t head_bytes = 0;
 };
 
@@ -154,6 +167,7 @@ class Segment {
   BlockIndex blocks(uint32_t layer, uint32_t kv_head, uint32_t tokens) const;
   KeyCodeIndex labels(uint32_t layer, uint32_t kv_head) const;
   KeyCodeIndex keys4(uint32_t layer, uint32_t kv_head) const;
+  SummaryIndex summary(uint32_t layer, uint32_t kv_head) const;
   // Pages of all tokens in the segment's order. Not of a paged segment.
   const std::byte* pages(uint32_t layer, uint32_t kv_head) const {
     return payload_.data() + HeadNumber(layer, kv_head) * run_bytes_;
@@ -195,9 +209,9 @@ class Segment {
 };
 
 // Whether the index of (layer, KV head) keeps to its sizes and its order holds every token once,
-// the unclustered ones at their places; whether labels are of channels that there are: Internal,
-// saying what is wrong. For indexes that came from elsewhere than a HeadBuilder: nothing else of
-// them is relied on without a look.
+// the unclustered ones at their places; whether labels are of channels that there are and summaries
+// are numbers: Internal, saying what is wrong. For indexes that came from elsewhere than a
+// HeadBuilder: nothing else of them is relied on without a look.
 absl::Status CheckIndexHead(const Segment& segment, uint32_t layer, uint32_t kv_head);
 
 }  // namespace attnd::attention

@@ -73,7 +73,7 @@ absl::Status SegmentBuilder::TakeHead(uint32_t layer, uint32_t kv_head) {
 uint64_t HeadBuilder::ScratchBytes(const SegmentForm& form) {
   const ModelShape& shape = form.shape;
   const uint64_t bytes =
-      KeyIndexBuilder::ScratchBytes(shape) + uint64_t{form.tokens} * sizeof(uint32_t);
+      KeyIndexBuilder::ScratchBytes(form) + uint64_t{form.tokens} * sizeof(uint32_t);
   if (form.indexes.token_order()) return bytes;
   const uint64_t clusters = form.tokens / kClusterTokens + kClusterTokens;
   return bytes + uint64_t{form.tokens} * (shape.head_dim * sizeof(float) + sizeof(uint32_t)) +
@@ -218,6 +218,9 @@ void HeadBuilder::StartDescribing() {
   wanted.layout = &segment.layout();
   wanted.pages = segment.pages(layer_, kv_head_);
   wanted.index = segment.IndexHead(layer_, kv_head_);
+  wanted.maps = target_->view_->feature_maps.get();
+  wanted.layer = layer_;
+  wanted.kv_head = kv_head_;
   if (const LabelChoice* choice = target_->view_->label_choice.get(); choice != nullptr) {
     const size_t channels = LabelChannels(shape);
     if (!choice->channels.empty()) {

@@ -30,11 +30,16 @@ size_t TokenUnit::CountBlocks(const SequenceView& view, const Policy& policy) {
   return blocks;
 }
 
-size_t TokenUnit::CountOf(const Budget& budget, size_t of) {
-  return budget.is_share() ? ShareOf(budget.share(), of) : std::min<size_t>(budget.tokens, of);
+size_t TokenUnit::CountOf(const Policy& policy, uint64_t seen, size_t of) {
+  const Budget& budget = policy.budget;
+  if (!budget.is_share()) return std::min<size_t>(budget.tokens, of);
+  if (policy.estimator != Estimator::kFeatureMap) return ShareOf(budget.share(), of);
+  // Of all tokens, the anchors among them (Top-K with Linear-Attention Completion, section 5).
+  const size_t tokens = ShareOf(budget.share(), seen), anchors = policy.sink + policy.window;
+  return std::min(of, tokens > anchors ? tokens - anchors : 0);
 }
 
-TokenUnit::Sizes::Sizes(const SequenceView& view, const Policy& policy)
+TokenUnit::Sizes::Sizes(const SequenceView& view, const Policy& policy, uint64_t seen)
     : middle(CountMiddle(view)), quads((view.shape.group() + kQuad - 1) / kQuad) {
   const size_t segments = view.segments.size();
   const size_t partial_blocks = 2 * segments;
@@ -45,15 +50,16 @@ TokenUnit::Sizes::Sizes(const SequenceView& view, const Policy& policy)
       blocks = CountBlocks(view, policy);
       block_searches = policy.selector == Selector::kBlocks || policy.lag == 0 ? 1 : 2;
       const size_t taken = policy.selector == Selector::kBlocks
-                               ? CountOf(policy.budget, blocks * policy.block_tokens)
+                               ? CountOf(policy, seen, blocks * policy.block_tokens)
                                : size_t{policy.blocks} * policy.block_tokens;
       candidates = std::min(middle, taken + policy.block_tokens);
       chosen = candidates;
       break;
     }
     case Selector::kLabels:
+    case Selector::kExhaustive:
       candidates = middle;
-      chosen = CountOf(policy.budget, middle);
+      chosen = CountOf(policy, seen, middle);
       break;
     default:
       candidates = middle;
@@ -75,12 +81,19 @@ size_t TokenUnit::Sizes::ArenaBytes(const ModelShape& shape) const {
          quads * kQuad * (sizeof(float) + sizeof(double)) + kRounding;
 }
 
-size_t TokenUnit::ArenaBytes(const SequenceView& view, const Policy& policy) {
-  return Sizes(view, policy).ArenaBytes(view.shape);
+size_t TokenUnit::ArenaBytes(const SequenceView& view, const Policy& policy, uint64_t seen,
+                             uint64_t pieces) {
+  const size_t bytes = Sizes(view, policy, seen).ArenaBytes(view.shape);
+  if (!policy.completes()) return bytes;
+  return bytes + CompletionEstimator::ArenaBytes(view) +
+         pieces * CompletionEstimator::ReaderBytes(view.shape);
 }
 
 TokenUnit::TokenUnit(const UnitQuery& query, StepArena* arena)
-    : query_(query), view_(*query.view), policy_(*query.policy), sizes_(view_, policy_) {
+    : query_(query),
+      view_(*query.view),
+      policy_(*query.policy),
+      sizes_(view_, policy_, query.seen) {
   ranges_ = arena->Allocate<Range>(sizes_.ranges);
   spare_ranges_ = arena->Allocate<Range>(sizes_.ranges);
   run_memory_ = arena->Allocate<TokenRun>(sizes_.ranges);
@@ -89,6 +102,7 @@ TokenUnit::TokenUnit(const UnitQuery& query, StepArena* arena)
   logits_ = arena->Allocate<float>(sizes_.candidates * sizes_.quads * kQuad);
   group_score_ = arena->Allocate<float>(sizes_.candidates);
   fate_ = arena->Allocate<Fate>(sizes_.candidates);
+  if (policy_.completes()) estimator_ = std::make_unique<CompletionEstimator>(query, arena);
   if (pruned()) lanes_ = arena->Allocate<uint8_t>(sizes_.candidates * sizes_.quads);
   if (!has_blocks()) return;
   PrepareSearch(query.queries, arena, &own_);
@@ -149,9 +163,12 @@ void TokenUnit::ScoreBlocks(size_t number, BlockSearch* search) const {
 void TokenUnit::ChooseBlocks(OrderScratch* order, BlockSearch* search) const {
   const size_t count = [&]() -> size_t {
     if (two_levels()) return std::min<size_t>(policy_.blocks, sizes_.blocks);
-    if (policy_.budget.is_share()) return ShareOf(policy_.budget.share(), sizes_.blocks);
-    const size_t wanted = (policy_.budget.tokens - 1) / policy_.block_tokens + 1;
-    return std::min(wanted, sizes_.blocks);
+    const bool of_blocks = policy_.estimator != Estimator::kFeatureMap;
+    if (policy_.budget.is_share() && of_blocks) {
+      return ShareOf(policy_.budget.share(), sizes_.blocks);
+    }
+    const size_t tokens = CountOf(policy_, query_.seen, sizes_.blocks * policy_.block_tokens);
+    return (tokens + policy_.block_tokens - 1) / policy_.block_tokens;
   }();
   std::fill(search->fate.begin(), search->fate.end(), Fate::kDropped);
   MarkTop(search->scores, count, order, search->fate);
@@ -333,13 +350,32 @@ void TokenUnit::ScoreCodes(IndexKind kind, std::span<const Range> ranges) {
   }
 }
 
-// Double Sparsity: the candidates with the greatest weights, softmax over the candidates for each
-// head, mean over the heads.
-void TokenUnit::ChooseByLabels(OrderScratch* order) {
+// The keys' logits in place of labels'.
+void TokenUnit::ScoreKeys(size_t first, std::span<const TokenRun> runs) {
+  const PageGeometry geometry(view_.shape);
+  for (const TokenRun& run : runs) {
+    for (uint32_t token = run.range.begin; token < run.range.end;) {
+      const uint32_t page_end = (token / kPageTokens + 1) * kPageTokens;
+      const uint32_t count = std::min(run.range.end, page_end) - token;
+      for (size_t quad = 0; quad < sizes_.quads; ++quad) {
+        kernels::DotRows(geometry.dtype, run.pages + geometry.KeyOffset(token),
+                         geometry.key_row_bytes, count, geometry.head_dim, query_.prepared[quad],
+                         LogitsOf(quad) + first * kQuad);
+      }
+      first += count;
+      token += count;
+    }
+  }
+}
+
+// Double Sparsity, and the exhaustive selector: the candidates with the greatest weights, softmax
+// over the candidates for each head, mean over the heads.
+void TokenUnit::ChooseByWeight(OrderScratch* order) {
   const std::span<float> score = group_score_.first(candidates_);
   std::fill(score.begin(), score.end(), 0.0f);
   for (size_t quad = 0; quad < sizes_.quads; ++quad) {
-    float max[kQuad], sum[kQuad] = {0, 0, 0, 0}, factor[kQuad] = {0, 0, 0, 0};
+    float* max = scale_.data() + quad * kQuad;
+    float sum[kQuad] = {0, 0, 0, 0}, factor[kQuad] = {0, 0, 0, 0};
     std::fill_n(max, kQuad, kNegativeInfinity);
     kernels::MaxQuads(LogitsOf(quad), candidates_, max);
     kernels::ExpQuads(LogitsOf(quad), candidates_, max, LogitsOf(quad), sum);
@@ -348,9 +384,23 @@ void TokenUnit::ChooseByLabels(OrderScratch* order) {
   }
   const std::span<Fate> fate = fate_.first(candidates_);
   std::fill(fate.begin(), fate.end(), Fate::kDropped);
-  const size_t count = std::min(CountOf(policy_.budget, sizes_.middle), candidates_);
+  const size_t count = std::min(CountOf(policy_, query_.seen, sizes_.middle), candidates_);
   MarkTop(score, count, order, fate);
+  if (ranks_by_keys()) WeighOthers(fate);
   KeepOnly([&](size_t candidate) { return fate[candidate] == Fate::kExact; });
+}
+
+void TokenUnit::WeighOthers(std::span<const Fate> fate) {
+  for (size_t quad = 0; quad < sizes_.quads; ++quad) {
+    double* outside = outside_.data() + quad * kQuad;
+    std::fill_n(outside, kQuad, 0.0);
+    for (size_t i = 0; i < fate.size(); ++i) {
+      if (fate[i] == Fate::kExact) continue;
+      for (size_t lane = 0; lane < kQuad; ++lane) {
+        outside[lane] += LogitsOf(quad)[i * kQuad + lane];
+      }
+    }
+  }
 }
 
 // Twilight: for each head the least set of candidates with a share p of their mass.
@@ -427,6 +477,7 @@ void TokenUnit::Score(size_t s) {
 }
 
 void TokenUnit::Select(std::span<const QuadState> /*zones*/, OrderScratch* order) {
+  if (estimates()) estimator_->Prepare();
   switch (policy_.selector) {
     case Selector::kBlocks:
       ChooseBlocks(order, &own_);
@@ -435,11 +486,12 @@ void TokenUnit::Select(std::span<const QuadState> /*zones*/, OrderScratch* order
     case Selector::kBlocksLabels:
       SelectTwoLevels(order);
       ScoreCodes(IndexKind::kLabels, ranges_.first(range_count_));
-      ChooseByLabels(order);
+      ChooseByWeight(order);
       break;
     case Selector::kLabels:
+    case Selector::kExhaustive:
       AddAll();
-      ChooseByLabels(order);
+      ChooseByWeight(order);
       break;
     case Selector::kKeepSet:
       AddKept();
@@ -493,16 +545,31 @@ void TokenUnit::ListRuns() {
   runs_ = run_memory_.first(used);
 }
 
+void TokenUnit::Read(size_t reader, std::span<const TokenRun> runs) {
+  for (const TokenRun& run : runs) estimator_->reader(reader).Add(run);
+}
+
+void TokenUnit::AddEstimate(std::span<QuadState> states) const {
+  if (estimates()) estimator_->Estimate(sizes_.middle, states);
+}
+
 bool TokenUnit::knows_mass() const {
-  const bool all_weighed = policy_.selector == Selector::kAll && pruned();
-  return all_weighed || dropped_tokens() == 0;
+  const bool all_weighed = (policy_.selector == Selector::kAll && pruned()) || ranks_by_keys();
+  const bool all_completed = estimator_ != nullptr && estimator_->completes_all();
+  return all_weighed || all_completed || unread_tokens() == 0;
 }
 
 LaneOutcome TokenUnit::Outcome(size_t quad, size_t lane, const QuadState& all,
                                float /*output_norm*/) const {
   LaneOutcome outcome;
-  if (!pruned() || !(all.sum[lane] > 0) || candidates_ == 0) return outcome;
   const size_t at = quad * kQuad + lane;
+  if (!(all.sum[lane] > 0) || (unread_tokens() == 0 && !pruned())) return outcome;
+  if (estimator_ != nullptr && estimator_->completes(at)) {
+    const double estimated = std::exp(estimator_->log_mass(at) - all.max[lane]) / all.sum[lane];
+    outcome.exact_mass = static_cast<float>(std::max(0.0, 1 - estimated));
+    return outcome;
+  }
+  if (!(pruned() && candidates_ > 0) && !ranks_by_keys()) return outcome;
   const auto outside =
       static_cast<float>(outside_[at] * std::exp(double{scale_[at]} - all.max[lane]));
   outcome.covered_mass = outcome.exact_mass = all.sum[lane] / (all.sum[lane] + outside);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// TokenUnit: the work of policies that choose tokens of segments in token order and drop the
-// others: Quest, Double Sparsity, AsyncTLS, keep-sets, and Twilight's pruner over any of them
-// (docs/POLICIES.md).
+// TokenUnit: the work of policies that choose tokens of segments and drop the others, or leave them
+// to a CompletionEstimator: Quest, Double Sparsity, AsyncTLS, keep-sets, Twilight's pruner over any
+// of them, and retrieval with completion (docs/POLICIES.md).
 //
 // Candidates come from a selector (blocks, labels, both, a keep-set, or all tokens), as ranges of a
 // segment; the pruner then makes of them a set for each query head. What belongs to no candidate of
@@ -13,9 +13,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
+#include "attention/completion_estimator.h"
 #include "attention/middle_unit.h"
 #include "attention/observation.h"
 #include "attention/policy.h"
@@ -30,25 +32,33 @@ void RememberBlocksOf(const SequenceView& view, const Policy& policy, uint32_t l
 
 class TokenUnit : public MiddleUnit {
  public:
-  static size_t ArenaBytes(const SequenceView& view, const Policy& policy);
+  // For a query token that sees `seen` tokens, whose tokens are read in `pieces`.
+  static size_t ArenaBytes(const SequenceView& view, const Policy& policy, uint64_t seen,
+                           uint64_t pieces);
   TokenUnit(const UnitQuery& query, StepArena* arena);
 
   size_t score_items() const override;
   uint64_t ScoreRows(size_t segment) const override;
   void Score(size_t segment) override;
   void Select(std::span<const QuadState> zones, OrderScratch* order) override;
+  bool ranks_by_keys() const override { return policy_.selector == Selector::kExhaustive; }
+  void ScoreKeys(size_t first, std::span<const TokenRun> runs) override;
   std::span<const TokenRun> runs() const override { return runs_; }
+  bool follows_reading() const override { return estimates(); }
+  size_t AddReader(StepArena* arena) override { return estimator_->AddReader(arena); }
+  void Read(size_t reader, std::span<const TokenRun> runs) override;
   void Demote(absl::FunctionRef<bool(uint32_t, uint32_t)> /*there*/) override {}
   uint64_t missed_tokens() const override { return 0; }
-  void AddEstimate(std::span<QuadState> /*states*/) const override {}
+  void AddEstimate(std::span<QuadState> states) const override;
   LaneOutcome Outcome(size_t quad, size_t lane, const QuadState& all,
                       float output_norm) const override;
   bool knows_mass() const override;
-  bool predicts_error() const override { return dropped_tokens() == 0; }
+  bool predicts_error() const override { return unread_tokens() == 0; }
   uint64_t estimate_nanos() const override { return 0; }
   uint64_t exact_tokens() const override { return exact_tokens_; }
-  uint64_t estimated_tokens() const override { return 0; }
-  uint64_t dropped_tokens() const override { return sizes_.middle - exact_tokens_; }
+  // What is not read is estimated if any head of the group is completed.
+  uint64_t estimated_tokens() const override { return estimates() ? unread_tokens() : 0; }
+  uint64_t dropped_tokens() const override { return estimates() ? 0 : unread_tokens(); }
   void ExportPlan(Plan* plan) const override;
 
   // Instead of Select, after Score: only remembers what blocks the query token chooses.
@@ -64,7 +74,7 @@ class TokenUnit : public MiddleUnit {
     size_t quads = 0;
     size_t block_searches = 0;
 
-    Sizes(const SequenceView& view, const Policy& policy);
+    Sizes(const SequenceView& view, const Policy& policy, uint64_t seen);
     size_t ArenaBytes(const ModelShape& shape) const;
   };
   // Tokens of one segment, in its order.
@@ -85,12 +95,14 @@ class TokenUnit : public MiddleUnit {
 
   static size_t CountMiddle(const SequenceView& view);
   static size_t CountBlocks(const SequenceView& view, const Policy& policy);
-  static size_t CountOf(const Budget& budget, size_t of);
+  static size_t CountOf(const Policy& policy, uint64_t seen, size_t of);
 
   const Segment& segment(size_t s) const { return *view_.segments[s]; }
   bool two_levels() const { return policy_.selector == Selector::kBlocksLabels; }
   bool has_blocks() const { return policy_.selector == Selector::kBlocks || two_levels(); }
   bool pruned() const { return policy_.pruner == Pruner::kTopP; }
+  bool estimates() const { return estimator_ != nullptr && estimator_->completes_any(); }
+  uint64_t unread_tokens() const { return sizes_.middle - exact_tokens_; }
   // What all tokens are scored by, in Score.
   bool scores_all() const {
     return policy_.selector == Selector::kLabels || policy_.selector == Selector::kAll;
@@ -112,7 +124,8 @@ class TokenUnit : public MiddleUnit {
   void AddAll();
   void AddKept();
   void ScoreCodes(IndexKind kind, std::span<const Range> ranges);
-  void ChooseByLabels(OrderScratch* order);
+  void ChooseByWeight(OrderScratch* order);
+  void WeighOthers(std::span<const Fate> fate);
   void Prune(OrderScratch* order);
   template <typename IsKept>
   void KeepOnly(const IsKept& is_kept);
@@ -130,11 +143,12 @@ class TokenUnit : public MiddleUnit {
   std::span<float> group_score_;  // [sizes_.candidates]
   std::span<Fate> fate_;          // [sizes_.candidates]
   std::span<uint8_t> lanes_;      // [sizes_.candidates][quads] what the pruner keeps
-  std::span<float> scale_;        // [quads][4] of the pruner's weights
-  std::span<double> outside_;     // [quads][4] weights outside its set
+  std::span<float> scale_;        // [quads][4] of the pruner's weights, or the exhaustive ones
+  std::span<double> outside_;     // [quads][4] weights outside its set, or of what is not read
   std::span<TokenRun> run_memory_;
   std::span<const TokenRun> runs_;
   uint64_t exact_tokens_ = 0;
+  std::unique_ptr<CompletionEstimator> estimator_;  // null unless the policy completes
 };
 
 }  // namespace attnd::attention

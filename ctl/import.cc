@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "common/safetensors.h"
 #include "common/status.h"
 #include "ctl/kv_file.h"
-#include "ctl/safetensors.h"
 #include "storage/errno_status.h"
 #include "storage/small_file.h"
 

@@ -17,7 +17,7 @@
 
 #include "absl/status/statusor.h"
 #include "attnd/v1/types.pb.h"
-#include "ctl/safetensors.h"
+#include "common/safetensors.h"
 #include "engine/engine.h"
 
 namespace attnd::ctl {

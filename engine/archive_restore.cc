@@ -139,7 +139,8 @@ absl::StatusOr<Archive::SharedSegment> Archive::LoadSegment(const Sequence& fres
                        opened->file->bytes() == record.file_bytes &&
                        header.first_position == record.first_position &&
                        opened->metadata.args.shape == fresh.shape() &&
-                       opened->metadata.args.indexes == fresh.indexes();
+                       opened->metadata.args.indexes == fresh.indexes() &&
+                       opened->metadata.args.feature_maps_id == fresh.args().feature_maps_id;
     if (!is_it) {
       opened = absl::DataLossError(absl::StrCat("file ", record.file, " is another segment's"));
     }

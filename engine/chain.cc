@@ -46,6 +46,10 @@ std::string OwnerOf(absl::string_view tenant, const OpenArgs& args) {
   // Nothing for clusters alone, as all were before there was anything else.
   const attention::IndexSet indexes = args.indexes.value_or(attention::kClusterIndexes);
   if (indexes != attention::kClusterIndexes) fields.Add(indexes.bits());
+  // Summaries are not the same under other maps.
+  if (indexes.Has(attention::IndexKind::kSummary)) {
+    fields.Add(absl::string_view(args.feature_maps_id));
+  }
   // Likewise. Longer than a set of indexes, so that neither can be taken for the other.
   if (args.shape.latent) fields.Add(absl::string_view("latent"));
   return fields.Take();

@@ -13,6 +13,7 @@
 #include "engine/archive.h"
 #include "engine/auditor.h"
 #include "engine/decode_batch.h"
+#include "engine/feature_map_files.h"
 #include "engine/latent_values.h"
 #include "engine/magnitude.h"
 #include "engine/memory_budget.h"
@@ -102,6 +103,7 @@ class EngineImpl : public Engine {
   // Before anything else. ResourceExhausted if the system refuses the background thread; what
   // Archive::Open says.
   absl::Status Start() {
+    ATTND_ASSIGN_OR_RETURN(feature_maps_, FeatureMapStore::Load(options_.feature_maps));
     if (!options_.archive.data_dir.empty()) {
       ArchiveOptions options = options_.archive;
       if (observer_ != nullptr) {
@@ -329,6 +331,7 @@ class EngineImpl : public Engine {
       OpenArgs wanted = args;
       if (!wanted.policy.has_value()) wanted.policy = before.policy;
       if (!wanted.indexes.has_value()) wanted.indexes = before.indexes;
+      ATTND_RETURN_IF_ERROR(SetFeatureMaps(&wanted));
       ATTND_RETURN_IF_ERROR(CheckResumes(wanted, before));
       return WithRoom(cancelled, [&]() -> absl::StatusOr<OpenResult> {
         ATTND_ASSIGN_OR_RETURN(auto sequence, MakeNew(tenant, wanted));
@@ -568,6 +571,10 @@ class EngineImpl : public Engine {
                                                         "; the sealed sequence has ",
                                                         sealed.indexes->ToString()));
     }
+    if (wanted.feature_maps_id != sealed.feature_maps_id) {
+      return absl::FailedPreconditionError(
+          "the sealed sequence's summaries were made with other feature maps than the server's");
+    }
     const attention::Policy& policy = wanted.policy.value();
     if (policy.sink == sealed.policy->sink && policy.window <= sealed.policy->window) {
       return absl::OkStatus();
@@ -635,7 +642,20 @@ class EngineImpl : public Engine {
     ATTND_RETURN_IF_ERROR(backend_->Supports(*complete.indexes));
     ATTND_RETURN_IF_ERROR(complete.policy->CheckIndexes(*complete.indexes));
     ATTND_RETURN_IF_ERROR(complete.policy->CheckShape(complete.shape));
+    ATTND_RETURN_IF_ERROR(SetFeatureMaps(&complete));
     return Make(tenant, std::move(complete));
+  }
+
+  // Those of the model, if its indexes need any.
+  absl::Status SetFeatureMaps(OpenArgs* args) const {
+    args->feature_maps = nullptr;
+    args->feature_maps_id.clear();
+    if (!args->indexes.has_value() || !args->indexes->Has(attention::IndexKind::kSummary)) {
+      return absl::OkStatus();
+    }
+    ATTND_ASSIGN_OR_RETURN(args->feature_maps, feature_maps_.Of(args->fingerprint));
+    args->feature_maps_id = args->feature_maps->identity();
+    return args->feature_maps->CheckShape(args->shape);
   }
 
   // A sequence that nobody can find yet.
@@ -652,6 +672,8 @@ class EngineImpl : public Engine {
   const EngineOptions options_;
   const std::unique_ptr<attention::Backend> backend_;
   Observer* const observer_;
+
+  FeatureMapStore feature_maps_;  // set by Start
 
   // Thread-safe by themselves.
   MemoryBudget budget_;

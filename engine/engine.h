@@ -63,6 +63,8 @@ struct EngineOptions {
   attention::Policy default_policy;  // of sequences that choose none
   ArchiveOptions archive;
   AuditOptions audit;
+  // Files of feature maps, one for each model that has any (engine/feature_map_files.h).
+  std::vector<std::string> feature_maps;
 
   // InvalidArgument names the option and its range.
   absl::Status Validate() const;
@@ -113,6 +115,9 @@ struct OpenArgs {
   // What is built of segments, and so their order. Absent: what the policy needs, clusters if it
   // needs none.
   std::optional<attention::IndexSet> indexes;
+  // Of indexes with a summary, set by the engine: what it is made with, and what that is known by.
+  std::shared_ptr<const attention::FeatureMaps> feature_maps;
+  std::string feature_maps_id;
 };
 
 struct SequenceInfo {
@@ -257,7 +262,7 @@ class Engine {
 
   // ResourceExhausted at max_sequences or at a full budget, Unavailable after StopOpening or
   // Shutdown, InvalidArgument for the shape, Unimplemented for the policy or for a shape that the
-  // backend lacks.
+  // backend lacks, FailedPrecondition for a summary without feature maps of the model.
   virtual absl::StatusOr<uint64_t> Open(absl::string_view tenant, const OpenArgs& args) = 0;
 
   // InvalidArgument (shape, dtype, NaN, |v| beyond kValueMax), FailedPrecondition (gap),

@@ -382,6 +382,7 @@ std::shared_ptr<const SequenceView> Sequence::View() {
       view->label_choice = std::move(choice);
     }
     view->keep = keep_;
+    view->feature_maps = args_.feature_maps;
     view->segments = segments_;
     view->tail = tail_.blocks;
     view->tail_begin = tail_.begin;

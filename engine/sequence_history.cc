@@ -172,7 +172,8 @@ RestoredSegments Sequence::PrefixFor(const Sequence& fresh, std::span<const uint
   const bool may_share = !args_.fingerprint.empty() && tenant_ == fresh.tenant() &&
                          args_.fingerprint == fresh.args().fingerprint &&
                          args_.shape == fresh.shape() && args_.shard == fresh.args().shard &&
-                         indexes() == fresh.indexes();
+                         indexes() == fresh.indexes() &&
+                         args_.feature_maps_id == fresh.args().feature_maps_id;
   if (!may_share) return prefix;
   MutexLock lock(mutex_);
   if (tail_.begin <= known.tokens()) return prefix;  // where the last segment ends

@@ -85,6 +85,8 @@ ABSL_FLAG(double, audit_share, Defaults().audit_share,
           "share of the rows that are computed again, densely, in the background; 0: none");
 ABSL_FLAG(double, audit_cpu_share, Defaults().audit_cpu_share,
           "what that may take of one core's time at most");
+ABSL_FLAG(std::string, feature_maps, "",
+          "files of feature maps for topk-completion, comma separated");
 ABSL_FLAG(std::string, config, "", "file with these options in protobuf text format");
 ABSL_FLAG(std::string, probe, "",
           "ask the server at this address for its health and exit: 0 if it serves");
@@ -128,7 +130,8 @@ constexpr const char* kFlagNames[] = {"listen",
                                       "retain_s",
                                       "policy_file",
                                       "audit_share",
-                                      "audit_cpu_share"};
+                                      "audit_cpu_share",
+                                      "feature_maps"};
 
 // Flags that may be repeated, as their fields are.
 bool MayRepeat(const std::string& name) { return name == "listen" || name == "policy_file"; }

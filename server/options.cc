@@ -219,6 +219,9 @@ absl::Status ApplyConfig(const v1::ServerConfig& config, ServerOptions* options)
     options->policy_file.assign(config.policy_file().begin(), config.policy_file().end());
     ATTND_ASSIGN_OR_RETURN(options->policies, PolicyCatalog::Load(options->policy_file));
   }
+  if (config.feature_maps_size() > 0) {
+    options->feature_maps.assign(config.feature_maps().begin(), config.feature_maps().end());
+  }
   if (config.has_default_policy()) {
     ATTND_ASSIGN_OR_RETURN(options->default_policy,
                            options->policies.Parse(config.default_policy()));
@@ -314,6 +317,7 @@ engine::EngineOptions ToEngineOptions(const ServerOptions& options, const Machin
   result.index_threads = options.index_threads != 0 ? options.index_threads : machine.cores;
   result.default_policy = options.default_policy;
   result.audit = ToAuditOptions(options);
+  result.feature_maps = options.feature_maps;
   return result;
 }
 

@@ -27,12 +27,15 @@ TEST(Policy, PresetsHaveTheDocumentedParts) {
   for (const Policy& policy : PresetPolicies()) {
     names.push_back(policy.preset);
     EXPECT_EQ(policy.sink, 4u);
-    EXPECT_EQ(policy.window, policy.selector == Selector::kKeepSet ? 128u : 64u);
+    EXPECT_EQ(policy.window, policy.selector == Selector::kKeepSet      ? 128u
+                             : policy.selector == Selector::kExhaustive ? 16u
+                                                                        : 64u);
     EXPECT_EQ(policy.dense_layers, 0u);
   }
-  EXPECT_EQ(names, std::vector<std::string>({"dense", "streaming", "quest", "double-sparsity",
-                                             "twilight", "asynctls", "snapkv", "ada-snapkv",
-                                             "clusters-top-k", "double-p", "error-target"}));
+  EXPECT_EQ(names,
+            std::vector<std::string>({"dense", "streaming", "quest", "double-sparsity", "twilight",
+                                      "asynctls", "snapkv", "ada-snapkv", "clusters-top-k",
+                                      "double-p", "topk-completion", "error-target"}));
   EXPECT_EQ(ParsePolicy("dense")->selector, Selector::kAll);
   EXPECT_EQ(ParsePolicy("streaming")->selector, Selector::kNone);
   const Policy quest = *ParsePolicy("quest");
@@ -49,6 +52,10 @@ TEST(Policy, PresetsHaveTheDocumentedParts) {
   const Policy asynctls = *ParsePolicy("asynctls");
   EXPECT_EQ(std::tuple(asynctls.selector, asynctls.blocks, asynctls.lag, asynctls.budget.tokens),
             std::tuple(Selector::kBlocksLabels, 128u, 1u, 1024u));
+  const Policy completion = *ParsePolicy("topk-completion");
+  EXPECT_EQ(std::tuple(completion.selector, completion.estimator, completion.completion),
+            std::tuple(Selector::kExhaustive, Estimator::kFeatureMap, Completion::kMaps));
+  EXPECT_EQ(completion.budget, (Budget{0, 1}));
   const Policy top_k = *ParsePolicy("clusters-top-k");
   EXPECT_EQ(std::tuple(top_k.selector, top_k.cut, top_k.estimator),
             std::tuple(Selector::kClusters, Cut::kTopK, Estimator::kCentroid));
@@ -208,6 +215,8 @@ TEST(Policy, ParametersOfOtherPresetsAreRefused) {
       {"double-p", ""},
       {"quest", "p"},
       {"double-sparsity", "block"},
+      {"topk-completion", "block"},
+      {"quest", "completion"},
   };
   for (const auto& [preset, name] : kCases) {
     SCOPED_TRACE(absl::StrCat(preset, " ", name));
@@ -217,8 +226,7 @@ TEST(Policy, ParametersOfOtherPresetsAreRefused) {
   }
 }
 
-TEST(Policy, UnknownAndPlannedPresets) {
-  EXPECT_TRUE(absl::IsUnimplemented(ParsePolicy("topk-completion").status()));
+TEST(Policy, UnknownPresets) {
   for (const char* unknown : {"", "Dense", "sparse", "dense "}) {
     const absl::Status status = ParsePolicy(unknown).status();
     EXPECT_TRUE(absl::IsInvalidArgument(status)) << unknown;
@@ -290,6 +298,16 @@ TEST(Policy, IndexesThatAreMissingAreNamed) {
       {"twilight", {{"selector", "full"}}, {IndexKind::kKeys4}, true},
       {"asynctls", {}, {IndexKind::kBlocks64, IndexKind::kLabels}, false},
       {"error-target", {}, {IndexKind::kClusters}, true},
+      {"topk-completion", {}, {IndexKind::kSummary}, true},
+      {"topk-completion", {{"completion", "off"}}, {}, true},
+      {"topk-completion",
+       {{"selector", "quest"}},
+       {IndexKind::kBlocks16, IndexKind::kSummary},
+       false},
+      {"topk-completion",
+       {{"selector", "double-sparsity"}},
+       {IndexKind::kLabels, IndexKind::kSummary},
+       true},
   };
   for (const auto& c : kCases) {
     SCOPED_TRACE(c.preset);

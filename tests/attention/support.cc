@@ -212,6 +212,11 @@ TestSequence MakeSequenceOf(const SequenceSpec& spec, std::vector<HeadData> head
   sequence.heads = std::move(heads);
   std::shared_ptr<const SequenceView> view =
       MakeTailView(spec.shape, spec.tokens(), sequence.heads, spec.indexes);
+  if (spec.feature_maps != nullptr) {
+    auto with_maps = std::make_shared<SequenceView>(*view);
+    with_maps->feature_maps = spec.feature_maps;
+    view = std::move(with_maps);
+  }
   const std::vector<std::shared_ptr<const TailBlock>> blocks = view->tail;
   for (size_t s = 0; s < spec.segment_tokens.size(); ++s) {
     auto next = std::make_shared<SequenceView>(*view);

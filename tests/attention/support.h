@@ -63,7 +63,8 @@ struct SequenceSpec {
   uint32_t sink = 4;                     // unclustered tokens of the first segment
   uint64_t seed = 1;
   IndexSet indexes = kClusterIndexes;
-  double key_scale = 1, value_scale = 1;  // factors on keys and values of unit size
+  std::shared_ptr<const FeatureMaps> feature_maps;  // of indexes with a summary
+  double key_scale = 1, value_scale = 1;            // factors on keys and values of unit size
 
   uint64_t tokens() const;
 };

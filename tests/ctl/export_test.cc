@@ -17,9 +17,9 @@
 #include <vector>
 
 #include "attention/pages.h"
+#include "common/safetensors.h"
 #include "ctl/kv_file.h"
 #include "ctl/layer_rows.h"
-#include "ctl/safetensors.h"
 #include "storage/checksum.h"
 #include "tests/ctl/support.h"
 #include "tests/engine/support.h"

@@ -3,7 +3,7 @@
 // Goal: heads that are written are read back the same, and whatever else is read is either refused
 // or within the file. Method: round trips, heads with one thing wrong, and random changes of a good
 // one.
-#include "ctl/safetensors.h"
+#include "common/safetensors.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -15,6 +15,7 @@ _WIRE_INDEXES = {
     "blocks-64": _WIRE.INDEX_BLOCKS_64,
     "labels": _WIRE.INDEX_LABELS,
     "keys-4bit": _WIRE.INDEX_KEYS_4BIT,
+    "summary": _WIRE.INDEX_SUMMARY,
 }
 #: What may be built of a sequence's segments (docs/POLICIES.md, "Indexes").
 INDEXES = tuple(_WIRE_INDEXES)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ctl/safetensors.h"
+#include "common/safetensors.h"
 
 #include <bit>
 #include <cmath>
@@ -13,7 +13,7 @@
 #include "google/protobuf/struct.pb.h"
 #include "google/protobuf/util/json_util.h"
 
-namespace attnd::ctl {
+namespace attnd {
 namespace {
 
 static_assert(std::endian::native == std::endian::little);
@@ -154,4 +154,4 @@ absl::StatusOr<SafetensorsHead> DecodeHead(absl::string_view json, uint64_t data
   return head;
 }
 
-}  // namespace attnd::ctl
+}  // namespace attnd

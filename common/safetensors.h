@@ -3,8 +3,8 @@
 // The head of a safetensors file (huggingface.co/docs/safetensors, "Format"): 8 bytes, little
 // endian, its length; then JSON that names tensors and says where their bytes lie, counted from the
 // head's end; and texts under "__metadata__". Pure functions: no I/O.
-#ifndef ATTND_CTL_SAFETENSORS_H_
-#define ATTND_CTL_SAFETENSORS_H_
+#ifndef ATTND_COMMON_SAFETENSORS_H_
+#define ATTND_COMMON_SAFETENSORS_H_
 
 #include <cstdint>
 #include <map>
@@ -14,7 +14,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 
-namespace attnd::ctl {
+namespace attnd {
 
 inline constexpr uint64_t kHeadLengthBytes = 8;
 inline constexpr uint64_t kHeadBytesMax = uint64_t{16} << 20;  // as it is read; the format: 100 MB
@@ -44,6 +44,6 @@ absl::StatusOr<uint64_t> DecodeHeadLength(absl::string_view first_bytes, uint64_
 // wrong. Tensors of dtypes that are not above may have any number of bytes.
 absl::StatusOr<SafetensorsHead> DecodeHead(absl::string_view json, uint64_t data_bytes);
 
-}  // namespace attnd::ctl
+}  // namespace attnd
 
-#endif  // ATTND_CTL_SAFETENSORS_H_
+#endif  // ATTND_COMMON_SAFETENSORS_H_
