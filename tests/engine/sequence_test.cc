@@ -34,6 +34,13 @@ namespace {
 
 using attention::Segment;
 
+// As Engine::Open completes them.
+OpenArgs CompleteArgs(const ModelShape& shape, const attention::Policy& policy) {
+  OpenArgs args = ArgsOf(shape, policy);
+  args.indexes = attention::kClusterIndexes;
+  return args;
+}
+
 class SequenceTest : public testing::Test {
  protected:
   // Valid until the next call.
@@ -104,7 +111,7 @@ class SequenceTest : public testing::Test {
   Random random_{TestSeed()};
   std::vector<float> key_magnitudes_;
   MemoryBudget budget_{uint64_t{64} << 20};
-  Sequence sequence_{1, "", ArgsOf(shape_, PolicyOf("dense")), 1 << 20, &budget_};
+  Sequence sequence_{1, "", CompleteArgs(shape_, PolicyOf("dense")), 1 << 20, &budget_};
 };
 
 TEST_F(SequenceTest, ASegmentLeavesTheWindowAlone) {
@@ -162,7 +169,7 @@ TEST_F(SequenceTest, ASegmentOfOtherTokensIsRefused) {
 TEST_F(SequenceTest, WhateverIsInstalledHoldsTheHistory) {
   int installed = 0, refused = 0;
   for (const char* window : {"0", "64"}) {
-    Sequence sequence(2, "", ArgsOf(shape_, PolicyOf("dense", {{"window", window}})), 1 << 20,
+    Sequence sequence(2, "", CompleteArgs(shape_, PolicyOf("dense", {{"window", window}})), 1 << 20,
                       &budget_);
     History history(shape_);
     for (int round = 0; round < 120; ++round) {
@@ -197,7 +204,8 @@ TEST_F(SequenceTest, WhateverIsInstalledHoldsTheHistory) {
 // A step that was asked for again while a segment of its tokens was being built can be asked for
 // again in its other layers.
 TEST_F(SequenceTest, ASegmentWaitsForARepeatedStep) {
-  Sequence sequence(2, "", ArgsOf(shape_, PolicyOf("dense", {{"window", "0"}})), 1 << 20, &budget_);
+  Sequence sequence(2, "", CompleteArgs(shape_, PolicyOf("dense", {{"window", "0"}})), 1 << 20,
+                    &budget_);
   History history(shape_);
   AppendTo(&sequence, &history, 500);
   const Kv step = RandomKv(shape_, 100, &random_);
