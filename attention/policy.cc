@@ -104,7 +104,8 @@ struct Choice {
   std::function<void(Policy*)> set;
   std::function<bool(const Policy&)> is;
 };
-Parameter OneOf(absl::string_view name, absl::string_view allowed, std::vector<Choice> choices) {
+Parameter OneOf(absl::string_view name, absl::string_view allowed,
+                const std::vector<Choice>& choices) {
   return {name, allowed,
           [choices](const std::string& text, Policy* policy) {
             for (const Choice& choice : choices) {

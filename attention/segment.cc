@@ -219,7 +219,7 @@ absl::Status CheckClusters(const Segment& segment, uint32_t layer, uint32_t kv_h
 
 absl::Status CheckLabels(const Segment& segment, uint32_t layer, uint32_t kv_head) {
   const KeyCodeIndex labels = segment.labels(layer, kv_head);
-  for (uint32_t i = 0; i < labels.channels; ++i) {
+  for (uint32_t i = 0; i < labels.channels && labels.channel != nullptr; ++i) {
     const bool ascends = i == 0 || labels.channel[i] > labels.channel[i - 1];
     if (labels.channel[i] >= segment.shape().head_dim || !ascends) {
       return Wrong(layer, kv_head, "labels of channels that are not there");
