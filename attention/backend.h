@@ -18,6 +18,10 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "attention/block_recall.h"
+#include "attention/index_set.h"
+#include "attention/keep_set.h"
+#include "attention/label_choice.h"
 #include "attention/pages.h"
 #include "attention/policy.h"
 #include "attention/segment.h"
@@ -30,20 +34,28 @@ namespace attnd::attention {
 // a backend that works asynchronously keeps a reference until the device is done with the step.
 struct SequenceView {
   ModelShape shape;
+  IndexSet indexes = kClusterIndexes;  // of every segment
   // In position order, without gaps, from position 0.
   std::vector<std::shared_ptr<const Segment>> segments;
   // Block i holds positions [64 (b + i), 64 (b + i + 1)), b = tail_begin / 64.
   std::vector<std::shared_ptr<const TailBlock>> tail;
   uint64_t tail_begin = 0;  // first position that no segment covers
+  // What labels of segments to come are made of; null: of their own keys.
+  std::shared_ptr<const LabelChoice> label_choice;
+  // What a keep-set policy reads; null before the prompt's end, or without its queries.
+  std::shared_ptr<const KeepSet> keep;
+  // Blocks that earlier steps chose, of a sequence that has 64-token blocks: the one part of a view
+  // that steps write to. Null: they are not remembered.
+  std::shared_ptr<BlockRecall> recall;
 };
 
 // Processor time that a row's work took, by stage, summed over threads; or its share of a device's
 // time, in the steps where that is measured.
 struct StageNanos {
-  uint64_t score = 0;
-  uint64_t select = 0;
+  uint64_t score = 0;   // of candidates, by what the index says
+  uint64_t select = 0;  // ranking and cutting
   uint64_t fetch = 0;
-  uint64_t attend = 0;
+  uint64_t attend = 0;  // what is read exactly, and summing up estimates
   uint64_t merge = 0;
 };
 
@@ -100,8 +112,12 @@ struct Plan {
   uint32_t row = 0;
   uint32_t query_token = 0;
   uint32_t kv_head = 0;
+  // Of cluster policies.
   std::vector<ClusterRef> exact;      // ascending
   std::vector<ClusterRef> estimated;  // ascending
+  // Of the others: positions of the middle that each query head reads, ascending; one list for the
+  // group if its heads share it.
+  std::vector<std::vector<uint64_t>> positions;
 };
 
 struct StepRequest {
@@ -111,7 +127,8 @@ struct StepRequest {
   std::optional<std::chrono::steady_clock::time_point> deadline;
   // Checked before each piece of work; Cancelled when set. May be null.
   const std::atomic<bool>* cancelled = nullptr;
-  // Receives the plans of cluster policies if not null, ordered by (row, query token, KV head).
+  // Receives the plans of policies that select if not null, ordered by (row, query token, KV
+  // head).
   std::vector<Plan>* plans = nullptr;
 };
 
@@ -155,6 +172,8 @@ class Backend {
   // Unimplemented, naming what the model has and what the backend can run, if it cannot run models
   // of this shape, which is valid.
   virtual absl::Status Supports(const ModelShape& shape) const = 0;
+  // Unimplemented, naming what the backend can read, if it cannot read segments with these.
+  virtual absl::Status Supports(const IndexSet& indexes) const = 0;
   // Whether it reads paged segments itself; if not, their rows are answered more slowly by another.
   virtual bool ReadsPaged() const { return true; }
   // Name of the device that answers; empty if it is the CPU.

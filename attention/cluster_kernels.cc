@@ -19,20 +19,70 @@ HWY_BEFORE_NAMESPACE();
 namespace attnd::attention::kernels {
 namespace HWY_NAMESPACE {
 
-// Squares of the 4-bit codes at p, one half of each byte, as floats.
-HWY_INLINE VF LoadLowSquares(F32 d, const uint8_t* p) {
+// The 4-bit codes at p, one half of each byte, as floats; or their squares.
+template <bool kSquared>
+HWY_INLINE VF LoadLow(F32 d, const uint8_t* p) {
   const hn::Rebind<uint8_t, F32> bytes;
   const hn::RebindToSigned<F32> ints;
   const auto code = hn::And(hn::LoadU(bytes, p), hn::Set(bytes, uint8_t{15}));
   const VF f = hn::ConvertTo(d, hn::PromoteTo(ints, code));
-  return hn::Mul(f, f);
+  return kSquared ? hn::Mul(f, f) : f;
 }
-HWY_INLINE VF LoadHighSquares(F32 d, const uint8_t* p) {
+template <bool kSquared>
+HWY_INLINE VF LoadHigh(F32 d, const uint8_t* p) {
   const hn::Rebind<uint8_t, F32> bytes;
   const hn::RebindToSigned<F32> ints;
   const auto wide = hn::PromoteTo(ints, hn::LoadU(bytes, p));
   const VF f = hn::ConvertTo(d, hn::ShiftRight<4>(wide));
-  return hn::Mul(f, f);
+  return kSquared ? hn::Mul(f, f) : f;
+}
+
+// The products of a row of codes, or of their squares, with a quad ([4][dim]).
+template <bool kSquared>
+HWY_INLINE hn::Vec<hn::CappedTag<float, 4>> DotNibbles(const uint8_t* row, size_t dim,
+                                                       const float* q) {
+  const F32 d16;
+  const size_t half = dim / 2;
+  VF s0 = hn::Zero(d16), s1 = s0, s2 = s0, s3 = s0;
+  const size_t lanes = hn::Lanes(d16);
+  size_t c = 0;
+  for (; c + lanes <= half; c += lanes) {
+    const VF low = LoadLow<kSquared>(d16, row + c);
+    const VF high = LoadHigh<kSquared>(d16, row + c);
+    const float* qc = q + c;
+    s0 = hn::MulAdd(low, hn::LoadU(d16, qc), s0);
+    s1 = hn::MulAdd(low, hn::LoadU(d16, qc + dim), s1);
+    s2 = hn::MulAdd(low, hn::LoadU(d16, qc + 2 * dim), s2);
+    s3 = hn::MulAdd(low, hn::LoadU(d16, qc + 3 * dim), s3);
+    qc += half;
+    s0 = hn::MulAdd(high, hn::LoadU(d16, qc), s0);
+    s1 = hn::MulAdd(high, hn::LoadU(d16, qc + dim), s1);
+    s2 = hn::MulAdd(high, hn::LoadU(d16, qc + 2 * dim), s2);
+    s3 = hn::MulAdd(high, hn::LoadU(d16, qc + 3 * dim), s3);
+  }
+  const auto sum = SumFour(d16, s0, s1, s2, s3);
+  if (c == half) return sum;
+  // Eight channels are left in each half: only when dim is 16 times an odd number.
+  float rest[kQuad] = {0, 0, 0, 0};
+  for (; c < half; ++c) {
+    const auto low = static_cast<float>(row[c] & 15), high = static_cast<float>(row[c] >> 4);
+    for (size_t j = 0; j < kQuad; ++j) {
+      rest[j] += q[j * dim + c] * low * (kSquared ? low : 1.0f) +
+                 q[j * dim + half + c] * high * (kSquared ? high : 1.0f);
+    }
+  }
+  return hn::Add(sum, hn::LoadU(hn::CappedTag<float, 4>(), rest));
+}
+
+void DotCodes(const uint8_t* codes, const float* scale, const float* least, size_t n, size_t width,
+              const CodeQueries& queries, float* out) {
+  const hn::CappedTag<float, 4> d4;
+  const auto q_sum = hn::LoadU(d4, queries.q_sum);
+  for (size_t i = 0; i < n; ++i) {
+    const auto sum = DotNibbles<false>(codes + i * (width / 2), width, queries.q);
+    const auto base = hn::Mul(q_sum, hn::Set(d4, least[i]));
+    hn::StoreU(hn::MulAdd(sum, hn::Set(d4, scale[i]), base), d4, out + i * kQuad);
+  }
 }
 
 SquaredQueries PrepareSquares(const float* q, float scale, size_t dim, float* memory) {
@@ -50,45 +100,11 @@ void DotDeviations(const uint8_t* codes, const float* unit, size_t n, size_t dim
   if (queries.int16.values != nullptr) {
     return DotInt16Deviations(codes, unit, n, dim, queries.int16, out, kAheadBytes);
   }
-  const float* q = queries.squared;
-  const F32 d16;
   const hn::CappedTag<float, 4> d4;
-  const size_t half = dim / 2;
-  const auto run = [&](size_t i) HWY_ATTR {
-    const uint8_t* row = codes + i * half;
-    VF s0 = hn::Zero(d16), s1 = s0, s2 = s0, s3 = s0;
-    const size_t lanes = hn::Lanes(d16);
-    size_t c = 0;
-    for (; c + lanes <= half; c += lanes) {
-      const VF low = LoadLowSquares(d16, row + c);
-      const VF high = LoadHighSquares(d16, row + c);
-      const float* qc = q + c;
-      s0 = hn::MulAdd(low, hn::LoadU(d16, qc), s0);
-      s1 = hn::MulAdd(low, hn::LoadU(d16, qc + dim), s1);
-      s2 = hn::MulAdd(low, hn::LoadU(d16, qc + 2 * dim), s2);
-      s3 = hn::MulAdd(low, hn::LoadU(d16, qc + 3 * dim), s3);
-      qc += half;
-      s0 = hn::MulAdd(high, hn::LoadU(d16, qc), s0);
-      s1 = hn::MulAdd(high, hn::LoadU(d16, qc + dim), s1);
-      s2 = hn::MulAdd(high, hn::LoadU(d16, qc + 2 * dim), s2);
-      s3 = hn::MulAdd(high, hn::LoadU(d16, qc + 3 * dim), s3);
-    }
-    auto sum = SumFour(d16, s0, s1, s2, s3);
-    // Eight channels are left in each half: only when dim is 16 times an odd number.
-    if (c < half) {
-      float rest[kQuad] = {0, 0, 0, 0};
-      for (; c < half; ++c) {
-        const float low = static_cast<float>(row[c] & 15);
-        const float high = static_cast<float>(row[c] >> 4);
-        for (size_t j = 0; j < kQuad; ++j) {
-          rest[j] += q[j * dim + c] * low * low + q[j * dim + half + c] * high * high;
-        }
-      }
-      sum = hn::Add(sum, hn::LoadU(d4, rest));
-    }
+  for (size_t i = 0; i < n; ++i) {
+    const auto sum = DotNibbles<true>(codes + i * (dim / 2), dim, queries.squared);
     hn::StoreU(hn::Mul(sum, hn::Set(d4, unit[i])), d4, out + i * kQuad);
-  };
-  for (size_t i = 0; i < n; ++i) run(i);
+  }
 }
 
 // A per-cluster value spread over a vector of quads: lanes [4k, 4k + 4) hold value[k].
@@ -193,6 +209,7 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace attnd::attention::kernels {
 
+HWY_EXPORT(DotCodes);
 HWY_EXPORT(PrepareSquares);
 HWY_EXPORT(DotDeviations);
 HWY_EXPORT(ScaleQuads);
@@ -202,6 +219,11 @@ HWY_EXPORT(ClusterErrors);
 
 size_t SquaresFloats(size_t dim) {
   return kQuad * dim + Int16SquaresSize(dim) * sizeof(int16_t) / sizeof(float);
+}
+
+void DotCodes(const uint8_t* codes, const float* scale, const float* least, size_t n, size_t width,
+              const CodeQueries& queries, float* out) {
+  HWY_DYNAMIC_DISPATCH(DotCodes)(codes, scale, least, n, width, queries, out);
 }
 
 SquaredQueries PrepareSquares(const float* q, float scale, size_t dim, float* memory) {

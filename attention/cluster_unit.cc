@@ -7,13 +7,14 @@
 
 #include "attention/estimate_limits.h"
 #include "attention/kernels.h"
+#include "attention/stage_timer.h"
 
 namespace attnd::attention {
 namespace {
 
 uint32_t CountClusters(const SequenceView& view, uint32_t layer, uint32_t kv_head) {
   uint32_t clusters = 0;
-  for (const auto& segment : view.segments) clusters += segment->index(layer, kv_head).clusters;
+  for (const auto& segment : view.segments) clusters += segment->clusters(layer, kv_head).clusters;
   return clusters;
 }
 
@@ -45,20 +46,19 @@ size_t ClusterUnit::ArenaBytes(const SequenceView& view, uint32_t layer, uint32_
          view.segments.size() * sizeof(uint32_t) + kRounding;
 }
 
-ClusterUnit::ClusterUnit(const SequenceView& view, const Policy& policy, uint32_t layer,
-                         uint32_t kv_head, const float* queries,
-                         std::span<const kernels::Queries> prepared, StepArena* arena)
-    : view_(view),
-      policy_(policy),
-      layer_(layer),
-      kv_head_(kv_head),
-      group_(view.shape.group()),
-      head_dim_(view.shape.head_dim),
-      value_dim_(view.shape.value_dim) {
-  first_cluster_ = arena->Allocate<uint32_t>(view.segments.size() + 1);
+ClusterUnit::ClusterUnit(const UnitQuery& query, StepArena* arena)
+    : view_(*query.view),
+      policy_(*query.policy),
+      layer_(query.layer),
+      kv_head_(query.kv_head),
+      group_(view_.shape.group()),
+      head_dim_(view_.shape.head_dim),
+      value_dim_(view_.shape.value_dim) {
+  first_cluster_ = arena->Allocate<uint32_t>(segments() + 1);
   first_cluster_[0] = 0;
-  for (size_t s = 0; s < view.segments.size(); ++s) {
-    first_cluster_[s + 1] = first_cluster_[s] + view.segments[s]->index(layer, kv_head).clusters;
+  for (size_t s = 0; s < segments(); ++s) {
+    const ClusterIndex index = view_.segments[s]->clusters(layer_, kv_head_);
+    first_cluster_[s + 1] = first_cluster_[s] + index.clusters;
   }
   const size_t n = clusters();
   group_score_ = arena->Allocate<float>(n);
@@ -69,7 +69,7 @@ ClusterUnit::ClusterUnit(const SequenceView& view, const Policy& policy, uint32_
   for (size_t quad = 0; quad < quads_.size(); ++quad) {
     QuadScores& scores = quads_[quad];
     scores = QuadScores{};
-    scores.queries = prepared[quad];
+    scores.queries = query.prepared[quad];
     scores.log_mass = arena->Allocate<float>(n * kQuad).data();
     scores.estimated_weight = arena->Allocate<float>(n * kQuad).data();
     scores.estimate.values = arena->Allocate<float>(kQuad * value_dim_).data();
@@ -78,13 +78,13 @@ ClusterUnit::ClusterUnit(const SequenceView& view, const Policy& policy, uint32_
     scores.optimistic = arena->Allocate<float>(n * kQuad).data();
     scores.error2 = arena->Allocate<float>(n * kQuad).data();
     scores.squares = kernels::PrepareSquares(
-        queries + quad * kQuad * head_dim_, view.shape.softmax_scale, head_dim_,
+        query.queries + quad * kQuad * head_dim_, view_.shape.softmax_scale, head_dim_,
         arena->Allocate<float>(kernels::SquaresFloats(head_dim_)).data());
   }
 }
 
 void ClusterUnit::Score(size_t segment) {
-  const ClusterIndex index = view_.segments[segment]->index(layer_, kv_head_);
+  const ClusterIndex index = view_.segments[segment]->clusters(layer_, kv_head_);
   const DType dtype = view_.shape.dtype;
   const size_t offset = first_cluster_[segment] * kQuad;
   for (QuadScores& scores : quads_) {
@@ -200,7 +200,7 @@ void ClusterUnit::MeasureErrors(size_t quad, const QuadState& zone, bool relativ
   if (relative_to_output) OutputNorms(quad, zone, norms);
   float second_moment[kQuad] = {0, 0, 0, 0};
   for (size_t s = 0; s < segments(); ++s) {
-    const ClusterIndex index = view_.segments[s]->index(layer_, kv_head_);
+    const ClusterIndex index = view_.segments[s]->clusters(layer_, kv_head_);
     kernels::ScaleQuads(scores.log_mass + first_cluster_[s] * kQuad, index.value_norm2,
                         index.clusters, nullptr, second_moment);
   }
@@ -221,7 +221,7 @@ void ClusterUnit::MeasureErrors(size_t quad, const QuadState& zone, bool relativ
     scores.error_unit[lane] = factor / total / norm;
   }
   for (size_t s = 0; s < segments(); ++s) {
-    const ClusterIndex index = view_.segments[s]->index(layer_, kv_head_);
+    const ClusterIndex index = view_.segments[s]->clusters(layer_, kv_head_);
     const size_t offset = first_cluster_[s] * kQuad;
     kernels::ClusterErrors(scores.log_mass + offset, scores.d2 + offset, index.spread,
                            scores.error_unit, index.clusters, scores.error2 + offset);
@@ -248,12 +248,12 @@ void ClusterUnit::OutputNorms(size_t quad, const QuadState& zone, float* norms) 
 
 // values += weight * mean value of the clusters that are to be read exactly.
 void ClusterUnit::AddExactValues(const QuadScores& scores, float* values) const {
-  const size_t row_bytes = value_dim_ * DTypeBytes(view_.shape.dtype);
   for (size_t s = 0; s < segments(); ++s) {
-    const ClusterIndex index = view_.segments[s]->index(layer_, kv_head_);
+    const ClusterIndex index = view_.segments[s]->clusters(layer_, kv_head_);
     for (size_t i = 0; i < index.clusters; ++i) {
       const size_t cluster = first_cluster_[s] + i;
       if (fate_[cluster] != Fate::kExact) continue;
+      const size_t row_bytes = index.mean_value_stride_bytes;
       kernels::AddWeightedRows(view_.shape.dtype, index.mean_values + i * row_bytes, row_bytes, 1,
                                value_dim_, scores.log_mass + cluster * kQuad, values);
     }
@@ -262,7 +262,7 @@ void ClusterUnit::AddExactValues(const QuadScores& scores, float* values) const 
 
 // The state of the estimated clusters, from fate_; leaves their share_.
 void ClusterUnit::Estimate() {
-  const size_t row_bytes = value_dim_ * DTypeBytes(view_.shape.dtype);
+  const StageTimer timer(&estimate_nanos_);
   const bool dropping = ShareOfFate(Fate::kDropped);
   for (QuadScores& scores : quads_) {
     std::fill_n(scores.dropped_sum, kQuad, 0.0f);
@@ -280,10 +280,10 @@ void ClusterUnit::Estimate() {
       if (estimate.sum[lane] > 0) estimate.max[lane] = scores.max[lane];
     }
     for (size_t s = 0; s < segments(); ++s) {
-      const ClusterIndex index = view_.segments[s]->index(layer_, kv_head_);
-      kernels::AddWeightedRows(view_.shape.dtype, index.mean_values, row_bytes, index.clusters,
-                               value_dim_, scores.estimated_weight + first_cluster_[s] * kQuad,
-                               estimate.values);
+      const ClusterIndex index = view_.segments[s]->clusters(layer_, kv_head_);
+      kernels::AddWeightedRows(
+          view_.shape.dtype, index.mean_values, index.mean_value_stride_bytes, index.clusters,
+          value_dim_, scores.estimated_weight + first_cluster_[s] * kQuad, estimate.values);
     }
   }
 }
@@ -311,7 +311,7 @@ void ClusterUnit::ListRuns() {
   uint64_t tokens[3] = {0, 0, 0};  // of each fate
   size_t used = 0;
   for (size_t s = 0; s < segments(); ++s) {
-    const ClusterIndex index = view_.segments[s]->index(layer_, kv_head_);
+    const ClusterIndex index = view_.segments[s]->clusters(layer_, kv_head_);
     const PagedPayload* const payload = view_.segments[s]->paged_payload().get();
     const std::byte* const pages =
         payload != nullptr ? nullptr : view_.segments[s]->pages(layer_, kv_head_);
@@ -337,7 +337,7 @@ void ClusterUnit::ListRuns() {
 void ClusterUnit::Demote(absl::FunctionRef<bool(uint32_t segment, uint32_t page)> there) {
   for (uint32_t s = 0; s < segments(); ++s) {
     if (!view_.segments[s]->paged()) continue;
-    const ClusterIndex index = view_.segments[s]->index(layer_, kv_head_);
+    const ClusterIndex index = view_.segments[s]->clusters(layer_, kv_head_);
     for (uint32_t i = 0; i < index.clusters; ++i) {
       const size_t cluster = first_cluster_[s] + i;
       if (fate_[cluster] != Fate::kExact) continue;

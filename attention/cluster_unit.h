@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// ClusterUnit: a cluster policy's work for one (query token, KV head): score the clusters, choose
-// what is read exactly, estimate the rest. Reading the chosen ranges is the backend's part.
+// ClusterUnit: a cluster policy's work: score the clusters, choose what is read exactly, estimate
+// the rest.
 #ifndef ATTND_ATTENTION_CLUSTER_UNIT_H_
 #define ATTND_ATTENTION_CLUSTER_UNIT_H_
 
@@ -11,64 +11,36 @@
 #include <span>
 
 #include "absl/functional/function_ref.h"
-#include "attention/backend.h"
-#include "attention/kernels.h"
+#include "attention/middle_unit.h"
 #include "attention/policy.h"
-#include "attention/selection.h"
-#include "attention/softmax_state.h"
-#include "attention/step_arena.h"
 
 namespace attnd::attention {
 
-// What became of the query heads' mass, in the scale of the final states.
-struct LaneOutcome {
-  float covered_mass = 1;
-  float exact_mass = 1;
-  float predicted_error = 0;
-  float missed_mass = 0;
-};
-
-// Life: construct, Score(every segment) from any threads, Select once, Outcome for each lane.
-// Memory is the arena's; ArenaBytes says how much at most, with what cutting its runs into pieces
-// takes.
-class ClusterUnit {
+class ClusterUnit : public MiddleUnit {
  public:
   static size_t ArenaBytes(const SequenceView& view, uint32_t layer, uint32_t kv_head,
                            size_t quads);
+  ClusterUnit(const UnitQuery& query, StepArena* arena);
 
-  // queries: [quads][4][head_dim], not scaled, zero where a quad has fewer heads; prepared: the
-  // same, [quads].
-  ClusterUnit(const SequenceView& view, const Policy& policy, uint32_t layer, uint32_t kv_head,
-              const float* queries, std::span<const kernels::Queries> prepared, StepArena* arena);
-
-  size_t segments() const { return view_.segments.size(); }
-  // Scores the clusters of one segment. Distinct segments may be scored at the same time.
-  void Score(size_t segment);
-
-  // Chooses, given the states of the zones ([quads], any maxima), and fills runs() and the
-  // estimate.
-  void Select(std::span<const QuadState> zones, OrderScratch* order);
-
-  // What is to be read exactly: ascending, neighbouring clusters joined.
-  std::span<const TokenRun> runs() const { return runs_; }
-  // Leaves to their estimate those clusters of paged segments that have a page which is not
-  // `there`. Asked by ascending segment, and pages of a segment by ascending number.
-  void Demote(absl::FunctionRef<bool(uint32_t segment, uint32_t page)> there);
-  uint64_t missed_tokens() const { return missed_tokens_; }
-
-  // Folds the estimated clusters into the unit's states, [quads].
-  void AddEstimate(std::span<QuadState> states) const;
-
-  // What lane `lane` of quad `quad` came to, given its final state (zones, exact ranges, estimate)
-  // and |o|.
-  LaneOutcome Outcome(size_t quad, size_t lane, const QuadState& all, float output_norm) const;
-  // True if every cluster not read exactly is estimated with a predicted error.
-  bool predicts_error() const;
-
-  uint64_t exact_tokens() const { return exact_tokens_; }
-  uint64_t estimated_tokens() const { return estimated_tokens_; }
-  uint64_t dropped_tokens() const { return dropped_tokens_; }
-  void ExportPlan(Plan* plan) const;
+  size_t score_items() const override { return segments(); }
+  uint64_t ScoreRows(size_t segment) const override {
+    return first_cluster_[segment + 1] - first_cluster_[segment];
+  }
+  void Score(size_t segment) override;
+  void Select(std::span<const QuadState> zones, OrderScratch* order) override;
+  std::span<const TokenRun> runs() const override { return runs_; }
+  void Demote(absl::FunctionRef<bool(uint32_t segment, uint32_t page)> there) override;
+  uint64_t missed_tokens() const override { return missed_tokens_; }
+  void AddEstimate(std::span<QuadState> states) const override;
+  LaneOutcome Outcome(size_t quad, size_t lane, const QuadState& all,
+                      float output_norm) const override;
+  bool knows_mass() const override { return true; }
+  bool predicts_error() const override;
+  uint64_t estimate_nanos() const override { return estimate_nanos_; }
+  uint64_t exact_tokens() const override { return exact_tokens_; }
+  uint64_t estimated_tokens() const override { return estimated_tokens_; }
+  uint64_t dropped_tokens() const override { return dropped_tokens_; }
+  void ExportPlan(Plan* plan) const override;
 
  private:
   // Arrays of one quad are [clusters][4].
@@ -90,6 +62,7 @@ class ClusterUnit {
     QuadState estimate;
   };
 
+  size_t segments() const { return view_.segments.size(); }
   bool second_order() const { return policy_.estimator == Estimator::kSecondOrder; }
   size_t LanesOf(size_t quad) const { return std::min(kQuad, group_ - quad * kQuad); }
 
@@ -121,6 +94,7 @@ class ClusterUnit {
   std::span<Fate> fate_;               // [clusters]
   std::span<TokenRun> run_memory_;     // [clusters]
   std::span<const TokenRun> runs_;
+  uint64_t estimate_nanos_ = 0;
   uint64_t exact_tokens_ = 0;
   uint64_t estimated_tokens_ = 0;
   uint64_t dropped_tokens_ = 0;

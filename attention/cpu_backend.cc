@@ -58,6 +58,7 @@ class CpuBackend : public Backend {
   absl::string_view target() const override { return kernels::TargetName(); }
   absl::Status Supports(const Policy&) const override { return absl::OkStatus(); }
   absl::Status Supports(const ModelShape&) const override { return absl::OkStatus(); }
+  absl::Status Supports(const IndexSet&) const override { return absl::OkStatus(); }
 
   absl::Status Step(const StepRequest& request) override {
     std::unique_ptr<StepArena> arena = workspaces_.Take();

@@ -43,13 +43,8 @@ void CpuStep::ListUnits() {
     const Policy& policy = *row.policy;
     UnitSpec spec;
     spec.row = r;
-    spec.selector = policy.SelectorFor(request_.layer);
-    if (spec.selector == Selector::kClusters) {
-      if (row.view->segments.empty()) spec.selector = Selector::kNone;
-      // A tolerance of nothing is dense.
-      if (policy.cut == Cut::kErrorBudget && policy.tolerance == 0) spec.selector = Selector::kAll;
-    }
-    const bool per_token = spec.selector == Selector::kClusters;
+    spec.middle = MiddleOf(policy, row);
+    const bool per_token = spec.middle == Middle::kSelected;
     const size_t fitting = std::max<size_t>(1, kUnitQuadsMax / QuadsPerToken(row.view->shape));
     const uint32_t tokens = per_token ? 1 : static_cast<uint32_t>(fitting);
     for (uint32_t token = 0; token < row.query_tokens; token += tokens) {
@@ -63,6 +58,16 @@ void CpuStep::ListUnits() {
   }
 }
 
+CpuStep::Middle CpuStep::MiddleOf(const Policy& policy, const StepRow& row) const {
+  if (policy.DenseIn(request_.layer)) return Middle::kRead;
+  if (policy.selector == Selector::kNone || row.view->segments.empty()) return Middle::kDropped;
+  // Segments may have come since the row was found to need no keep-set.
+  if (policy.selector == Selector::kKeepSet && row.view->keep == nullptr) return Middle::kRead;
+  // A tolerance of nothing is dense.
+  const bool by_error = policy.selector == Selector::kClusters && policy.cut == Cut::kErrorBudget;
+  return by_error && policy.tolerance == 0 ? Middle::kRead : Middle::kSelected;
+}
+
 size_t CpuStep::UnitBytes(const UnitSpec& spec) const {
   const StepRow& row = request_.rows[spec.row];
   const SequenceView& view = *row.view;
@@ -72,7 +77,7 @@ size_t CpuStep::UnitBytes(const UnitSpec& spec) const {
   // Segments' pieces and the tail's, each with a last one not full, and one for each query token.
   uint64_t pieces = tail / PieceTokens(quads) + 2 + spec.tokens;
   uint64_t tokens = tail;
-  if (spec.selector != Selector::kNone) tokens += view.tail_begin;
+  if (spec.middle != Middle::kDropped) tokens += view.tail_begin;
   pieces += tokens / PieceTokens(quads) + 2;
   const size_t query_floats = kQuad * shape.head_dim + kernels::QueriesFloats(shape.head_dim);
   size_t bytes =
@@ -84,8 +89,11 @@ size_t CpuStep::UnitBytes(const UnitSpec& spec) const {
     if (segment->paged())
       bytes += size_t{3} * (segment->tokens() / kPageTokens + 2) * sizeof(TokenRun);
   }
-  if (spec.selector == Selector::kClusters) {
-    bytes += ClusterUnit::ArenaBytes(view, request_.layer, spec.kv_head, quads);
+  if (spec.middle == Middle::kSelected) {
+    bytes += row.policy->selector == Selector::kClusters
+                 ? ClusterUnit::ArenaBytes(view, request_.layer, spec.kv_head, quads)
+                 : TokenUnit::ArenaBytes(view, *row.policy) +
+                       kQuad * quads * shape.head_dim * sizeof(float);
   }
   return bytes;
 }
@@ -93,7 +101,8 @@ size_t CpuStep::UnitBytes(const UnitSpec& spec) const {
 bool CpuStep::NextWave(size_t scratch_bytes) {
   units_.clear();
   cluster_units_.clear();
-  cluster_order_.clear();
+  token_units_.clear();
+  selecting_.clear();
   pieces_.clear();
   score_items_.clear();
   pages_.Clear();
@@ -119,28 +128,53 @@ void CpuStep::AddUnit(const UnitSpec& spec) {
   unit.read_pieces[0] = pieces_.size();
   AddZoneAndDensePieces(number);
   unit.read_pieces[1] = pieces_.size();
-  if (spec.selector != Selector::kClusters) return;
-  unit.clusters = &cluster_units_.emplace_back(view, *RowOf(unit).policy, request_.layer,
-                                               spec.kv_head, unit.queries, unit.prepared, arena_);
-  cluster_order_.push_back(number);
-  for (size_t s = 0; s < view.segments.size(); ++s) score_items_.push_back({number, s, 0});
+  if (spec.middle != Middle::kSelected) return;
+  unit.middle = AddMiddle(unit);
+  selecting_.push_back(number);
+  for (size_t i = 0; i < unit.middle->score_items(); ++i) score_items_.push_back({number, i, 0});
 }
 
-// Queries as floats, in quads; the lanes that no head fills are zero.
-void CpuStep::LoadQueries(Unit* unit) {
-  const StepRow& row = RowOf(*unit);
+MiddleUnit* CpuStep::AddMiddle(const Unit& unit) {
+  const StepRow& row = RowOf(unit);
+  const ModelShape& shape = row.view->shape;
+  UnitQuery query;
+  query.view = row.view.get();
+  query.policy = row.policy;
+  query.layer = request_.layer;
+  query.kv_head = unit.spec.kv_head;
+  query.position =
+      row.query_only ? UnitQuery::kNoPosition : row.past_tokens + unit.spec.first_token;
+  query.queries = unit.queries;
+  query.prepared = unit.prepared;
+  if (row.policy->selector == Selector::kClusters) {
+    return &cluster_units_.emplace_back(query, arena_);
+  }
+  if (unit.spec.first_token > 0 && !row.query_only) {
+    float* quads = arena_->Allocate<float>(unit.quads * kQuad * shape.head_dim).data();
+    query.previous = LoadToken(row, unit.spec.kv_head, unit.spec.first_token - 1, quads);
+  }
+  return &token_units_.emplace_back(query, arena_);
+}
+
+// A query token's heads as floats, in quads; the lanes that no head fills are zero.
+float* CpuStep::LoadToken(const StepRow& row, uint32_t kv_head, size_t token, float* quads) const {
   const ModelShape& shape = row.view->shape;
   const size_t group = shape.group();
   const size_t dim = shape.head_dim;
-  const size_t element = DTypeBytes(row.query_dtype);
-  const std::span<float> queries = arena_->Allocate<float>(unit->quads * kQuad * dim);
-  std::fill(queries.begin(), queries.end(), 0.0f);
-  unit->queries = queries.data();
+  const size_t first = (token * shape.query_heads + kv_head * group) * dim;
+  ToFloat(row.query_dtype, row.queries + first * DTypeBytes(row.query_dtype), group * dim, quads);
+  std::fill(quads + group * dim, quads + QuadsPerToken(shape) * kQuad * dim, 0.0f);
+  return quads;
+}
+
+void CpuStep::LoadQueries(Unit* unit) {
+  const StepRow& row = RowOf(*unit);
+  const ModelShape& shape = row.view->shape;
+  const size_t dim = shape.head_dim;
+  unit->queries = arena_->Allocate<float>(unit->quads * kQuad * dim).data();
   for (uint32_t t = 0; t < unit->spec.tokens; ++t) {
-    const size_t token = unit->spec.first_token + t;
-    const size_t first = (token * shape.query_heads + unit->spec.kv_head * group) * dim;
-    float* target = unit->queries + t * QuadsPerToken(shape) * kQuad * dim;
-    ToFloat(row.query_dtype, row.queries + first * element, group * dim, target);
+    LoadToken(row, unit->spec.kv_head, size_t{unit->spec.first_token} + t,
+              unit->queries + t * QuadsPerToken(shape) * kQuad * dim);
   }
   unit->prepared = arena_->Allocate<kernels::Queries>(unit->quads);
   for (size_t quad = 0; quad < unit->quads; ++quad) {
@@ -158,14 +192,15 @@ void CpuStep::AddZoneAndDensePieces(size_t number) {
   const std::span<TokenRun> runs = arena_->Allocate<TokenRun>(view.segments.size());
   size_t used = 0;
   for (const auto& segment : view.segments) {
-    const bool all = unit.spec.selector == Selector::kAll;
+    const bool all = unit.spec.middle == Middle::kRead;
     TokenRun& run = runs[used++];
-    run = {nullptr, {0, all ? segment->tokens() : segment->unclustered()}};
+    run = {};
+    run.range = {0, all ? segment->tokens() : segment->unclustered()};
     run.payload = segment->paged_payload().get();
     if (!segment->paged()) run.pages = segment->pages(request_.layer, unit.spec.kv_head);
     unit.zone_tokens += uint64_t{tokens} * segment->unclustered();
     if (all) unit.middle_exact_tokens += uint64_t{tokens} * segment->clustered();
-    if (unit.spec.selector == Selector::kNone) {
+    if (unit.spec.middle == Middle::kDropped) {
       unit.middle_dropped_tokens += uint64_t{tokens} * segment->clustered();
     }
   }
@@ -205,7 +240,9 @@ void CpuStep::AddRuns(size_t number, std::span<const TokenRun> runs, size_t firs
         const uint32_t in_block = kernels::kRowBlock - (step - room) % kernels::kRowBlock;
         end = std::min({end, (begin / kPageTokens + 1) * kPageTokens, begin + in_block});
       }
-      cut[used++] = {run.pages, {begin, end}, run.payload};
+      const uint8_t* const lanes =
+          run.lanes == nullptr ? nullptr : run.lanes + (begin - run.range.begin) * quads;
+      cut[used++] = {run.pages, {begin, end}, run.payload, lanes};
       room -= end - begin;
       begin = end;
       if (room > 0) continue;
@@ -231,7 +268,7 @@ void CpuStep::AddTail(size_t number, uint64_t begin, uint64_t end, size_t first_
     for (TokenRun& run : list) {
       const uint64_t block = begin / kTailBlockTokens;
       const uint64_t run_end = std::min(piece_end, (block + 1) * kTailBlockTokens);
-      run.payload = nullptr;
+      run = {};
       run.pages = view.tail[block - first_block]->pages(request_.layer, unit.spec.kv_head);
       run.range = {static_cast<uint32_t>(begin % kTailBlockTokens),
                    static_cast<uint32_t>(run_end - block * kTailBlockTokens)};
@@ -281,7 +318,7 @@ std::span<QuadState> CpuStep::NewStates(size_t number, size_t quads) {
 void CpuStep::AddExactPieces(size_t number) {
   Unit& unit = units_[number];
   unit.exact_pieces[0] = pieces_.size();
-  AddRuns(number, unit.clusters->runs(), 0, unit.quads);
+  AddRuns(number, unit.middle->runs(), 0, unit.quads);
   unit.exact_pieces[1] = pieces_.size();
 }
 
@@ -292,7 +329,7 @@ void CpuStep::Prepare(Stage stage) {
       next_item_ = pieces_.size();
       estimating_.clear();
       next_estimating_ = 0;
-      for (const size_t unit : cluster_order_) {
+      for (const size_t unit : selecting_) {
         if (EstimatesMisses(units_[unit])) {
           estimating_.push_back(unit);
         } else {
@@ -321,7 +358,7 @@ absl::StatusOr<CpuStep::Items> CpuStep::NextItems(Stage stage) {
     case Stage::kAttendThere:
       return BringWhatIsThere();
     case Stage::kSelect:
-      next_item_ = cluster_order_.size();
+      next_item_ = selecting_.size();
       break;
     case Stage::kMerge:
       next_item_ = units_.size();
@@ -349,8 +386,7 @@ uint64_t CpuStep::Work(Stage stage, const Items& items) const {
       [[fallthrough]];
     case Stage::kSelect:
       for (const ScoreItem& item : score_items_) {
-        const SequenceView& view = ViewOf(units_[item.unit]);
-        work += view.segments[item.segment]->clustered() / kClusterTokens * per_token(item.unit);
+        work += units_[item.unit].middle->ScoreRows(item.item) * per_token(item.unit);
       }
       return work;
     case Stage::kMerge:
@@ -368,11 +404,11 @@ void CpuStep::RunItem(Stage stage, size_t item) {
       } else {
         ScoreItem& score = score_items_[item - pieces_.size()];
         const StageTimer timer(&score.nanos);
-        units_[score.unit].clusters->Score(score.segment);
+        units_[score.unit].middle->Score(score.item);
       }
       return;
     case Stage::kSelect:
-      return SelectUnit(&units_[cluster_order_[item]]);
+      return SelectUnit(&units_[selecting_[item]]);
     case Stage::kAttend:
     case Stage::kAttendThere:
       return RunPiece(&pieces_[item]);
@@ -394,7 +430,16 @@ void CpuStep::RunPiece(Piece* piece) {
 }
 
 void CpuStep::SelectUnit(Unit* unit) {
-  const StageTimer timer(&unit->nanos.select);
+  uint64_t nanos = 0;
+  {
+    const StageTimer timer(&nanos);
+    ChooseFor(unit);
+  }
+  unit->nanos.select += nanos - unit->middle->estimate_nanos();
+  unit->nanos.attend += unit->middle->estimate_nanos();
+}
+
+void CpuStep::ChooseFor(Unit* unit) {
   const size_t value_dim = ViewOf(*unit).shape.value_dim;
   for (size_t i = unit->read_pieces[0]; i < unit->read_pieces[1]; ++i) {
     for (size_t quad = 0; quad < unit->quads; ++quad) {
@@ -402,21 +447,21 @@ void CpuStep::SelectUnit(Unit* unit) {
     }
   }
   static thread_local OrderScratch order;
-  unit->clusters->Select(unit->states, &order);
+  unit->middle->Select(unit->states, &order);
 }
 
 void CpuStep::MergeUnit(Unit* unit) {
   const StageTimer timer(&unit->nanos.merge);
   const ModelShape& shape = ViewOf(*unit).shape;
-  const bool clusters = unit->clusters != nullptr;  // whose zones SelectUnit merged
-  const size_t* pieces = clusters ? unit->exact_pieces : unit->read_pieces;
+  const bool selects = unit->middle != nullptr;  // its zones SelectUnit merged
+  const size_t* pieces = selects ? unit->exact_pieces : unit->read_pieces;
   for (size_t i = pieces[0]; i < pieces[1]; ++i) {
     const Piece& piece = pieces_[i];
     for (size_t quad = 0; quad < piece.states.size(); ++quad) {
       MergeState(piece.states[quad], shape.value_dim, &unit->states[piece.first_quad + quad]);
     }
   }
-  if (clusters) unit->clusters->AddEstimate(unit->states);
+  if (selects) unit->middle->AddEstimate(unit->states);
   for (size_t quad = 0; quad < unit->quads; ++quad) {
     const size_t first_head = quad % QuadsPerToken(shape) * kQuad;
     for (size_t lane = 0; lane < kQuad && first_head + lane < shape.group(); ++lane) {
@@ -436,10 +481,10 @@ void CpuStep::FinishLane(Unit* unit, size_t quad, size_t lane) {
   float* out = row.out + slot * shape.value_dim;
   NormaliseState(unit->states[quad], lane, shape.value_dim, out, row.lse + slot);
   LaneOutcome outcome;
-  if (unit->clusters != nullptr) {
+  if (unit->middle != nullptr) {
     float norm2 = 0;
     for (size_t c = 0; c < shape.value_dim; ++c) norm2 += out[c] * out[c];
-    outcome = unit->clusters->Outcome(quad, lane, unit->states[quad], std::sqrt(norm2));
+    outcome = unit->middle->Outcome(quad, lane, unit->states[quad], std::sqrt(norm2));
   }
   unit->covered_mass += outcome.covered_mass;
   unit->exact_mass += outcome.exact_mass;
@@ -456,18 +501,19 @@ void CpuStep::FinishWave() {
     RowTotals& totals = totals_[unit.spec.row];
     uint64_t exact = unit.middle_exact_tokens;
     uint64_t dropped = unit.middle_dropped_tokens;
-    if (unit.clusters != nullptr) {
-      exact += unit.clusters->exact_tokens();
-      dropped += unit.clusters->dropped_tokens();
-      stats.estimated_tokens += unit.clusters->estimated_tokens();
-      stats.missed_tokens += unit.clusters->missed_tokens();
-      if (!unit.clusters->predicts_error()) totals.error_known = false;
+    if (unit.middle != nullptr) {
+      exact += unit.middle->exact_tokens();
+      dropped += unit.middle->dropped_tokens();
+      stats.estimated_tokens += unit.middle->estimated_tokens();
+      stats.missed_tokens += unit.middle->missed_tokens();
+      if (!unit.middle->predicts_error()) totals.error_known = false;
+      if (!unit.middle->knows_mass()) totals.mass_known = false;
       if (request_.plans != nullptr) {
         Plan& plan = request_.plans->emplace_back();
         plan.row = unit.spec.row;
         plan.query_token = unit.spec.first_token;
         plan.kv_head = unit.spec.kv_head;
-        unit.clusters->ExportPlan(&plan);
+        unit.middle->ExportPlan(&plan);
       }
     } else if (dropped > 0) {
       totals.mass_known = totals.error_known = false;

@@ -18,10 +18,12 @@
 #include "absl/status/statusor.h"
 #include "attention/backend.h"
 #include "attention/cluster_unit.h"
+#include "attention/middle_unit.h"
 #include "attention/paged_payload.h"
 #include "attention/softmax_state.h"
 #include "attention/step_arena.h"
 #include "attention/step_pages.h"
+#include "attention/token_unit.h"
 
 namespace attnd::attention {
 
@@ -35,9 +37,9 @@ namespace attnd::attention {
 class CpuStep {
  public:
   enum class Stage {
-    kRead,         // zones and dense tokens exactly; score clusters
-    kSelect,       // per cluster unit: choose and estimate
-    kAttend,       // the chosen ranges exactly
+    kRead,         // zones and dense tokens exactly; score candidates
+    kSelect,       // per unit that selects: choose and estimate
+    kAttend,       // what was chosen, exactly
     kAttendThere,  // the same, of units that estimate what is not in memory in time
     kMerge,        // per unit: merge, normalise, statistics
   };
@@ -67,13 +69,15 @@ class CpuStep {
   absl::Status FinishRows();
 
  private:
+  // What becomes of the middle.
+  enum class Middle : uint8_t { kRead, kDropped, kSelected };
   // What a unit is made from: known before its memory is taken.
   struct UnitSpec {
     uint32_t row = 0;
     uint32_t kv_head = 0;
     uint32_t first_token = 0;
     uint32_t tokens = 1;
-    Selector selector = Selector::kAll;
+    Middle middle = Middle::kRead;
   };
 
   struct Unit {
@@ -81,7 +85,7 @@ class CpuStep {
     size_t quads = 0;                      // tokens * quads per token
     float* queries = nullptr;              // [quads][4][head_dim]
     std::span<kernels::Queries> prepared;  // [quads]
-    ClusterUnit* clusters = nullptr;       // null unless the selector is kClusters
+    MiddleUnit* middle = nullptr;          // null unless the middle is selected from
     // Pieces in merge order: zones and dense tokens, then the chosen ranges; both are ranges of
     // pieces_.
     size_t read_pieces[2] = {0, 0};
@@ -109,7 +113,7 @@ class CpuStep {
 
   struct ScoreItem {
     size_t unit = 0;
-    size_t segment = 0;
+    size_t item = 0;  // of the unit
     uint64_t nanos = 0;
   };
 
@@ -117,9 +121,12 @@ class CpuStep {
   const SequenceView& ViewOf(const Unit& unit) const { return *RowOf(unit).view; }
 
   void ListUnits();
+  Middle MiddleOf(const Policy& policy, const StepRow& row) const;
   size_t UnitBytes(const UnitSpec& spec) const;
   void AddUnit(const UnitSpec& spec);
   void LoadQueries(Unit* unit);
+  float* LoadToken(const StepRow& row, uint32_t kv_head, size_t token, float* quads) const;
+  MiddleUnit* AddMiddle(const Unit& unit);
   void AddZoneAndDensePieces(size_t unit);
   void AddRuns(size_t unit, std::span<const TokenRun> runs, size_t first_quad, size_t quads);
   void AddTail(size_t unit, uint64_t begin, uint64_t end, size_t first_quad, size_t quads);
@@ -137,6 +144,7 @@ class CpuStep {
   std::span<QuadState> NewStates(size_t unit, size_t quads);
   void RunPiece(Piece* piece);
   void SelectUnit(Unit* unit);
+  void ChooseFor(Unit* unit);
   void MergeUnit(Unit* unit);
   void FinishLane(Unit* unit, size_t quad, size_t lane);
 
@@ -148,7 +156,8 @@ class CpuStep {
   // One wave.
   std::deque<Unit> units_;
   std::deque<ClusterUnit> cluster_units_;
-  std::vector<size_t> cluster_order_;  // units with clusters
+  std::deque<TokenUnit> token_units_;
+  std::vector<size_t> selecting_;  // units that select from the middle
   std::vector<Piece> pieces_;
   std::vector<ScoreItem> score_items_;
   StepPages pages_;                 // of pieces_

@@ -23,7 +23,7 @@ const TokenRun* FirstPaged(std::span<const TokenRun> runs) {
 
 bool CpuStep::EstimatesMisses(const Unit& unit) const {
   return RowOf(unit).policy->on_miss == OnMiss::kEstimate &&
-         FirstPaged(unit.clusters->runs()) != nullptr;
+         FirstPaged(unit.middle->runs()) != nullptr;
 }
 
 PagePatience CpuStep::Patience() const {
@@ -83,7 +83,7 @@ size_t CpuStep::ListWants(size_t number, uint64_t bytes_max, std::vector<PageWan
   const Unit& unit = units_[number];
   const uint64_t page_bytes = PageGeometry(ViewOf(unit).shape).page_bytes();
   const size_t first = wants->size();
-  for (const TokenRun& run : unit.clusters->runs()) {
+  for (const TokenRun& run : unit.middle->runs()) {
     if (run.payload == nullptr) continue;
     for (uint32_t page = run.range.begin / kPageTokens; page <= (run.range.end - 1) / kPageTokens;
          ++page) {
@@ -113,7 +113,7 @@ absl::StatusOr<CpuStep::Items> CpuStep::BringWhatIsThere() {
 
 absl::Status CpuStep::BringNextEstimating() {
   const Unit& first = units_[estimating_[next_estimating_]];
-  PageStore* const store = FirstPaged(first.clusters->runs())->payload->store();
+  PageStore* const store = FirstPaged(first.middle->runs())->payload->store();
   PagePatience patience = Patience();
   patience.partial = true;
   const uint32_t wait_us = RowOf(first).policy->miss_wait_us;
@@ -159,7 +159,7 @@ void CpuStep::AddPiecesOfWhatIsThere(size_t number, std::span<const PageWant> wa
     }
   }
   size_t next = 0;  // both go through the pages in the same order
-  unit.clusters->Demote([&](uint32_t segment, uint32_t page) {
+  unit.middle->Demote([&](uint32_t segment, uint32_t page) {
     const PagedPayload* const payload = view.segments[segment]->paged_payload().get();
     while (next < wants.size() && (wants[next].payload != payload || wants[next].page != page)) {
       ++next;

@@ -112,10 +112,19 @@ struct QuadState {
   float* values;  // [4][value_dim]
 };
 
+// out[i][j] = scale[i] * sum_c q[j][c] code[i][c] + least[i] * q_sum[j], codes packed as in
+// KeyCodeIndex. codes: [n, width / 2]; q: [4][width]; out: [n][4]; width is a multiple of 16.
+struct CodeQueries {
+  const float* q = nullptr;  // [4][width]
+  float q_sum[kQuad] = {};   // of each q
+};
+void DotCodes(const uint8_t* codes, const float* scale, const float* least, size_t n, size_t width,
+              const CodeQueries& queries, float* out);
+
 // Attends `quads` quads to the runs' tokens, in their order, and folds them into their states. q
-// and states: [quads]. The grouping of sums depends on the tokens' number in the order alone.
-// The tokens pass in blocks of kRowBlock from the first one on: runs that end where a block does
-// may be passed in two calls, with the same bits.
+// and states: [quads]; lanes that do not read a token see nothing of it. The grouping of sums
+// depends on the tokens' number in the order alone. The tokens pass in blocks of kRowBlock from the
+// first one on: runs that end where a block does may be passed in two calls, with the same bits.
 void AttendRuns(const PageGeometry& geometry, std::span<const TokenRun> runs, const Queries* q,
                 size_t quads, QuadState* states);
 

@@ -3,13 +3,15 @@
 // Pages: how keys and values lie in memory (docs/DESIGN.md, "Words").
 //
 // A page holds kPageTokens tokens of one (layer, KV head): first their keys, [16, head_dim], then
-// their values, [16, value_dim], in the model's dtype. Pages of one (layer, KV head) follow one
-// another, so that token t's key is at page t / 16, row t % 16. The last page may be part filled.
+// their values, [16, value_dim], in the model's dtype; pages of a latent shape hold keys alone, as
+// a value is the front of its key's row. Pages of one (layer, KV head) follow one another, so that
+// token t's key is at page t / 16, row t % 16. The last page may be part filled.
 #ifndef ATTND_ATTENTION_PAGES_H_
 #define ATTND_ATTENTION_PAGES_H_
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "attention/mirror_slot.h"
 #include "common/aligned_buffer.h"
@@ -25,23 +27,34 @@ struct PageGeometry {
         head_dim(shape.head_dim),
         value_dim(shape.value_dim),
         key_row_bytes(shape.head_dim * DTypeBytes(shape.dtype)),
-        value_row_bytes(shape.value_dim * DTypeBytes(shape.dtype)) {}
+        value_row_bytes(shape.latent ? 0 : shape.value_dim * DTypeBytes(shape.dtype)),
+        value_stride_bytes(shape.latent ? key_row_bytes : value_row_bytes) {}
 
+  // Whether values have rows of their own.
+  bool stores_values() const { return value_row_bytes != 0; }
   size_t page_bytes() const { return kPageTokens * (key_row_bytes + value_row_bytes); }
   static uint64_t PagesFor(uint64_t tokens) { return (tokens + kPageTokens - 1) / kPageTokens; }
   size_t KeyOffset(uint64_t token) const {
     return token / kPageTokens * page_bytes() + token % kPageTokens * key_row_bytes;
   }
   size_t ValueOffset(uint64_t token) const {
-    return token / kPageTokens * page_bytes() + kPageTokens * key_row_bytes +
-           token % kPageTokens * value_row_bytes;
+    return token / kPageTokens * page_bytes() +
+           (stores_values() ? kPageTokens * key_row_bytes : 0) +
+           token % kPageTokens * value_stride_bytes;
+  }
+  // Copies token `from` of a run of pages to place `to` of another.
+  void CopyToken(const std::byte* source, uint64_t from, std::byte* target, uint64_t to) const {
+    std::memcpy(target + KeyOffset(to), source + KeyOffset(from), key_row_bytes);
+    if (!stores_values()) return;
+    std::memcpy(target + ValueOffset(to), source + ValueOffset(from), value_row_bytes);
   }
 
   DType dtype;
   uint32_t head_dim;
   uint32_t value_dim;
   size_t key_row_bytes;
-  size_t value_row_bytes;
+  size_t value_row_bytes;     // of its own: 0 if it is the front of its key
+  size_t value_stride_bytes;  // from one value of a page to the next
 };
 
 // Tokens [begin, end) of a run of pages.
@@ -60,6 +73,8 @@ struct TokenRun {
   TokenRange range;
   // Set, and `pages` null, while the run's pages have not been brought.
   const PagedPayload* payload = nullptr;
+  // [range.size()][quads] which of a quad's four lanes read the token, a bit each; null: all do.
+  const uint8_t* lanes = nullptr;
 };
 
 // TailBlock: kTailBlockTokens consecutive positions for every (layer, KV head); the unit in which a

@@ -10,6 +10,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
 #include "common/status.h"
 
 namespace attnd::attention {
@@ -18,8 +19,7 @@ namespace {
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // Presets of docs/POLICIES.md that later versions bring.
-constexpr absl::string_view kPlannedPresets[] = {
-    "quest", "double-sparsity", "twilight", "asynctls", "snapkv", "ada-snapkv", "topk-completion"};
+constexpr absl::string_view kPlannedPresets[] = {"topk-completion"};
 
 // The shortest text that reads back as the same number.
 std::string FormatDouble(double value) {
@@ -53,6 +53,16 @@ Parameter Count(absl::string_view name, absl::string_view allowed, uint32_t max,
           [=](const Policy& policy) { return absl::StrCat(policy.*field); }};
 }
 
+// The same without 0.
+Parameter CountFromOne(absl::string_view name, absl::string_view allowed, uint32_t max,
+                       uint32_t Policy::*field) {
+  Parameter parameter = Count(name, allowed, max, field);
+  parameter.set = [set = std::move(parameter.set)](const std::string& text, Policy* policy) {
+    return text != "0" && set(text, policy);
+  };
+  return parameter;
+}
+
 // A number in (0, 1], or [0, 1] if zero_allowed.
 Parameter Share(absl::string_view name, bool zero_allowed, double Policy::*field) {
   return {name, zero_allowed ? "numbers from 0 to 1" : "numbers above 0, up to 1",
@@ -64,6 +74,74 @@ Parameter Share(absl::string_view name, bool zero_allowed, double Policy::*field
             return true;
           },
           [=](const Policy& policy) { return FormatDouble(policy.*field); }};
+}
+
+// Tokens, or a share of the middle with a percent sign.
+Parameter BudgetOf() {
+  return {"budget", "1..1073741824 tokens, or a share above 0% and up to 100%",
+          [](const std::string& text, Policy* policy) {
+            Budget budget;
+            absl::string_view number = text;
+            if (absl::ConsumeSuffix(&number, "%")) {
+              double percent = 0;
+              if (!ParseDouble(std::string(number), &percent)) return false;
+              if (percent <= 0 || percent > 100) return false;
+              budget = {0, percent};
+            } else if (!absl::SimpleAtoi(number, &budget.tokens) || budget.tokens == 0 ||
+                       budget.tokens > kBudgetTokensMax) {
+              return false;
+            }
+            policy->budget = budget;
+            return true;
+          },
+          [](const Policy& policy) {
+            if (!policy.budget.is_share()) return absl::StrCat(policy.budget.tokens);
+            return absl::StrCat(FormatDouble(policy.budget.percent), "%");
+          }};
+}
+
+// A parameter that takes one of a few words, each with what it does; the first that `is` says yes
+// to is the policy's.
+struct Choice {
+  absl::string_view word;
+  std::function<void(Policy*)> set;
+  std::function<bool(const Policy&)> is;
+};
+Parameter OneOf(absl::string_view name, absl::string_view allowed, std::vector<Choice> choices) {
+  return {name, allowed,
+          [choices](const std::string& text, Policy* policy) {
+            for (const Choice& choice : choices) {
+              if (choice.word != text) continue;
+              choice.set(policy);
+              return true;
+            }
+            return false;
+          },
+          [choices](const Policy& policy) {
+            for (const Choice& choice : choices) {
+              if (choice.is(policy)) return std::string(choice.word);
+            }
+            return std::string();
+          }};
+}
+
+template <typename T>
+Choice Word(absl::string_view word, T Policy::*field, T value) {
+  return {word, [=](Policy* policy) { policy->*field = value; },
+          [=](const Policy& policy) { return policy.*field == value; }};
+}
+
+// What Twilight prunes.
+Parameter PrunedSelector() {
+  return OneOf("selector", "full, quest, double-sparsity",
+               {Word("full", &Policy::selector, Selector::kAll),
+                Word("quest", &Policy::selector, Selector::kBlocks),
+                Word("double-sparsity", &Policy::selector, Selector::kLabels)});
+}
+
+Parameter BlockTokens() {
+  return OneOf("block", "16, 64",
+               {Word("16", &Policy::block_tokens, 16u), Word("64", &Policy::block_tokens, 64u)});
 }
 
 Parameter Tolerance() {
@@ -82,26 +160,36 @@ Parameter Tolerance() {
 }
 
 Parameter EstimatorPart() {
-  return {"estimator", "centroid, second-order",
-          [](const std::string& text, Policy* policy) {
-            if (text != "centroid" && text != "second-order") return false;
-            policy->estimator = text == "centroid" ? Estimator::kCentroid : Estimator::kSecondOrder;
-            return true;
-          },
-          [](const Policy& policy) {
-            return policy.estimator == Estimator::kCentroid ? "centroid" : "second-order";
-          }};
+  return OneOf("estimator", "centroid, second-order",
+               {Word("centroid", &Policy::estimator, Estimator::kCentroid),
+                Word("second-order", &Policy::estimator, Estimator::kSecondOrder)});
 }
 
 Parameter OnMissPart() {
-  return {
-      "on_miss", "wait, estimate",
-      [](const std::string& text, Policy* policy) {
-        if (text != "wait" && text != "estimate") return false;
-        policy->on_miss = text == "wait" ? OnMiss::kWait : OnMiss::kEstimate;
-        return true;
-      },
-      [](const Policy& policy) { return policy.on_miss == OnMiss::kWait ? "wait" : "estimate"; }};
+  return OneOf("on_miss", "wait, estimate",
+               {Word("wait", &Policy::on_miss, OnMiss::kWait),
+                Word("estimate", &Policy::on_miss, OnMiss::kEstimate)});
+}
+
+void AddClusterParameters(const Policy& policy, std::vector<Parameter>* all) {
+  switch (policy.cut) {
+    case Cut::kTopK:
+      all->push_back(Share("exact", false, &Policy::exact_share));
+      all->push_back(Share("estimated", true, &Policy::estimated_share));
+      all->push_back(EstimatorPart());
+      break;
+    case Cut::kTopP:
+      all->push_back(Share("p1", false, &Policy::p1));
+      all->push_back(Share("p2", false, &Policy::p2));
+      all->push_back(EstimatorPart());
+      break;
+    case Cut::kErrorBudget:  // needs the second-order estimator's variances
+      all->push_back(Tolerance());
+      all->push_back(Share("floor", true, &Policy::floor));
+      break;
+  }
+  all->push_back(OnMissPart());
+  all->push_back(Count("miss_wait_us", "0..1000000", kMissWaitUsMax, &Policy::miss_wait_us));
 }
 
 // The parameters that mean something for the policy's parts.
@@ -110,27 +198,33 @@ std::vector<Parameter> ParametersOf(const Policy& policy) {
       Count("sink", "0..64", kSinkTokensMax, &Policy::sink),
       Count("window", "0..4096", kWindowTokensMax, &Policy::window),
   };
-  if (policy.selector == Selector::kAll) return all;
-  all.push_back(Count("dense_layers", "0..1024", 1024, &Policy::dense_layers));
-  if (policy.selector != Selector::kClusters) return all;
-  switch (policy.cut) {
-    case Cut::kTopK:
-      all.push_back(Share("exact", false, &Policy::exact_share));
-      all.push_back(Share("estimated", true, &Policy::estimated_share));
-      all.push_back(EstimatorPart());
+  if (policy.DenseIn(policy.dense_layers)) return all;
+  all.push_back(Count("dense_layers", "0..1024", kLayersMax, &Policy::dense_layers));
+  if (policy.pruner == Pruner::kTopP) {
+    all.push_back(PrunedSelector());
+    all.push_back(Share("p", false, &Policy::prune_p));
+  }
+  switch (policy.selector) {
+    case Selector::kAll:
+    case Selector::kNone:
       break;
-    case Cut::kTopP:
-      all.push_back(Share("p1", false, &Policy::p1));
-      all.push_back(Share("p2", false, &Policy::p2));
-      all.push_back(EstimatorPart());
+    case Selector::kClusters:
+      AddClusterParameters(policy, &all);
       break;
-    case Cut::kErrorBudget:  // needs the second-order estimator's variances
-      all.push_back(Tolerance());
-      all.push_back(Share("floor", true, &Policy::floor));
+    case Selector::kBlocks:
+      all.push_back(BudgetOf());
+      all.push_back(BlockTokens());
+      break;
+    case Selector::kLabels:
+    case Selector::kKeepSet:
+      all.push_back(BudgetOf());
+      break;
+    case Selector::kBlocksLabels:
+      all.push_back(BudgetOf());
+      all.push_back(CountFromOne("blocks", "1..1048576", kBlocksMax, &Policy::blocks));
+      all.push_back(Count("lag", "0, 1", 1, &Policy::lag));
       break;
   }
-  all.push_back(OnMissPart());
-  all.push_back(Count("miss_wait_us", "0..1000000", kMissWaitUsMax, &Policy::miss_wait_us));
   return all;
 }
 
@@ -176,6 +270,34 @@ std::vector<Policy> PresetPolicies() {
   streaming.preset = "streaming";
   streaming.selector = Selector::kNone;
 
+  Policy quest;
+  quest.preset = "quest";
+  quest.selector = Selector::kBlocks;
+
+  Policy double_sparsity;
+  double_sparsity.preset = "double-sparsity";
+  double_sparsity.selector = Selector::kLabels;
+
+  Policy twilight;
+  twilight.preset = "twilight";
+  twilight.selector = Selector::kBlocks;
+  twilight.budget = {0, 25};
+  twilight.pruner = Pruner::kTopP;
+
+  Policy asynctls;
+  asynctls.preset = "asynctls";
+  asynctls.selector = Selector::kBlocksLabels;
+  asynctls.block_tokens = 64;
+
+  Policy snapkv;
+  snapkv.preset = "snapkv";
+  snapkv.selector = Selector::kKeepSet;
+  snapkv.window = 128;
+
+  Policy ada_snapkv = snapkv;
+  ada_snapkv.preset = "ada-snapkv";
+  ada_snapkv.adaptive = true;
+
   Policy clusters_top_k;
   clusters_top_k.preset = "clusters-top-k";
   clusters_top_k.selector = Selector::kClusters;
@@ -192,7 +314,64 @@ std::vector<Policy> PresetPolicies() {
   error_target.cut = Cut::kErrorBudget;
   error_target.estimator = Estimator::kSecondOrder;
 
-  return {dense, streaming, clusters_top_k, double_p, error_target};
+  return {dense,  streaming,  quest,          double_sparsity, twilight,    asynctls,
+          snapkv, ada_snapkv, clusters_top_k, double_p,        error_target};
+}
+
+std::vector<ParameterInfo> ParametersWithRanges(const Policy& policy) {
+  std::vector<ParameterInfo> infos;
+  for (const Parameter& parameter : ParametersOf(policy)) {
+    infos.push_back({std::string(parameter.name), std::string(parameter.allowed)});
+  }
+  return infos;
+}
+
+IndexSet Policy::Indexes() const {
+  IndexSet indexes;
+  switch (selector) {
+    case Selector::kAll:
+    case Selector::kNone:
+    case Selector::kKeepSet:
+      break;
+    case Selector::kClusters:
+      indexes.Add(IndexKind::kClusters);
+      break;
+    case Selector::kBlocks:
+      indexes.Add(block_tokens == 16 ? IndexKind::kBlocks16 : IndexKind::kBlocks64);
+      break;
+    case Selector::kLabels:
+      indexes.Add(IndexKind::kLabels);
+      break;
+    case Selector::kBlocksLabels:
+      indexes.Add(IndexKind::kBlocks64);
+      indexes.Add(IndexKind::kLabels);
+      break;
+  }
+  if (pruner == Pruner::kTopP) indexes.Add(IndexKind::kKeys4);
+  return indexes;
+}
+
+bool Policy::AllowsClusterOrder() const {
+  return selector != Selector::kBlocks && selector != Selector::kBlocksLabels &&
+         selector != Selector::kKeepSet;
+}
+
+absl::Status Policy::CheckIndexes(const IndexSet& indexes) const {
+  const IndexSet needed = Indexes();
+  const bool order = AllowsClusterOrder() || indexes.token_order();
+  if (order && indexes.HasAll(needed)) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      "policy.preset ", preset, " needs a sequence in ",
+      needed.Has(IndexKind::kClusters) ? "cluster" : "token", " order with the indexes ",
+      needed.ToString(), "; this one was opened in ", indexes.token_order() ? "token" : "cluster",
+      " order with the indexes ", indexes.ToString()));
+}
+
+absl::Status Policy::CheckShape(const ModelShape& shape) const {
+  if (dense_layers <= shape.layers) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("policy.parameters[dense_layers] is ", dense_layers,
+                   "; allowed are numbers up to the model's layers, ", shape.layers));
 }
 
 std::map<std::string, std::string> Policy::Parameters() const {
@@ -207,6 +386,9 @@ absl::StatusOr<Policy> ParsePolicy(absl::string_view preset,
                                    const std::map<std::string, std::string>& parameters) {
   for (Policy& policy : PresetPolicies()) {
     if (policy.preset != preset) continue;
+    if (const auto part = parameters.find("selector"); part != parameters.end()) {
+      ATTND_RETURN_IF_ERROR(SetParameter(part->first, part->second, &policy));
+    }
     for (const auto& [name, value] : parameters) {
       ATTND_RETURN_IF_ERROR(SetParameter(name, value, &policy));
     }

@@ -11,25 +11,49 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "attention/index_set.h"
+#include "common/model_shape.h"
 
 namespace attnd::attention {
 
-// What may be read exactly besides the zones.
+// What may be read exactly besides the zones: all of the middle, or candidates of it.
 enum class Selector : uint8_t {
-  kAll,       // every token: dense
-  kNone,      // nothing: streaming
-  kClusters,  // clusters of similar keys, ranked by what `cut` needs
+  kAll,           // every token: dense, or what a pruner chooses of them
+  kNone,          // nothing: streaming
+  kClusters,      // clusters of similar keys, ranked by what `cut` needs
+  kBlocks,        // blocks of consecutive tokens, by an upper bound of their logits (Quest)
+  kLabels,        // tokens, by a quarter of their channels in 4 bits (Double Sparsity)
+  kBlocksLabels,  // tokens by their labels, of blocks of 64 by their bounds (AsyncTLS)
+  kKeepSet,       // tokens that were chosen at the prompt's end (SnapKV, Ada-SnapKV)
 };
 
-// Which of the ranked candidates are read exactly.
+// What makes a smaller set for each query head of the candidates.
+enum class Pruner : uint8_t {
+  kNone,
+  kTopP,  // the least set with a share p of the candidates' mass by 4-bit keys (Twilight, 4.2)
+};
+
+// Of clusters: which of the ranked ones are read exactly.
 enum class Cut : uint8_t {
   kTopK,         // fixed shares by mass: exact_share, then estimated_share (RetroInfer)
   kTopP,         // by cumulative mass: exact to p2, estimated to p1 (Double-P, section 4)
   kErrorBudget,  // by predicted error: what it takes to stay below tolerance, and a floor by mass
                  // (error-target)
 };
+
+// How much of the middle: tokens, or percent of them if that is above 0; rounded up, at least one.
+struct Budget {
+  uint32_t tokens = 1024;
+  double percent = 0;
+
+  bool is_share() const { return percent > 0; }
+  double share() const { return percent / 100; }
+  bool operator==(const Budget&) const = default;
+};
+inline constexpr uint32_t kBudgetTokensMax = 1u << 30;
 
 // What stands for clusters that are not read exactly.
 enum class Estimator : uint8_t {
@@ -46,12 +70,14 @@ enum class OnMiss : uint8_t {
 };
 
 inline constexpr uint32_t kMissWaitUsMax = 1000000;
+inline constexpr uint32_t kBlocksMax = 1u << 20;  // of the first level of kBlocksLabels
 inline constexpr uint32_t kSinkTokensMax = 64;
 inline constexpr uint32_t kWindowTokensMax = 4096;
 
 struct Policy {
   std::string preset;
   Selector selector = Selector::kAll;
+  Pruner pruner = Pruner::kNone;
   Cut cut = Cut::kTopK;
   Estimator estimator = Estimator::kCentroid;
 
@@ -72,6 +98,19 @@ struct Policy {
   double tolerance = 0.2;
   double floor = 0.01;
 
+  // kBlocks, kLabels, kBlocksLabels, kKeepSet, and kAll with a pruner: candidates. Blocks are
+  // counted: budget / block_tokens of them, rounded up.
+  Budget budget;
+  uint32_t block_tokens = 16;  // kBlocks: 16 or 64
+  // kBlocksLabels: blocks of the first level, and whether a query token takes those that the token
+  // before it chose (1) or its own (0).
+  uint32_t blocks = 128;
+  uint32_t lag = 1;
+  // kKeepSet: ranked over the heads of a layer, each of which has a fifth of its share for sure.
+  bool adaptive = false;
+  // Pruner::kTopP: 0 < p <= 1.
+  double prune_p = 0.95;
+
   // Of clusters in paged segments; zones and dense layers always wait.
   OnMiss on_miss = OnMiss::kWait;
   uint32_t miss_wait_us = 0;  // kEstimate: how long a step waits for pages
@@ -80,6 +119,21 @@ struct Policy {
   Selector SelectorFor(uint32_t layer) const {
     return layer < dense_layers ? Selector::kAll : selector;
   }
+  // Whether it reads every token of a layer.
+  bool DenseIn(uint32_t layer) const {
+    return layer < dense_layers || (selector == Selector::kAll && pruner == Pruner::kNone);
+  }
+
+  // What it needs of a sequence's segments; whether they may be in cluster order.
+  IndexSet Indexes() const;
+  bool AllowsClusterOrder() const;
+  // FailedPrecondition, naming what the sequence must be opened with, if these are not enough;
+  // kept-sets apart, which are no index.
+  absl::Status CheckIndexes(const IndexSet& indexes) const;
+  // InvalidArgument, naming the parameter, if the model contradicts it.
+  absl::Status CheckShape(const ModelShape& shape) const;
+
+  bool operator==(const Policy&) const = default;
 
   // All parameters of the preset as text, the form that ParsePolicy accepts.
   std::map<std::string, std::string> Parameters() const;
@@ -87,12 +141,20 @@ struct Policy {
 
 // Makes a policy from a preset's name and overrides. InvalidArgument names the preset or the
 // parameter and what is allowed; Unimplemented for presets of docs/POLICIES.md that this version
-// lacks.
+// lacks. A parameter that exchanges a part ("selector") counts first: the others are the parameters
+// of the parts that there are then.
 absl::StatusOr<Policy> ParsePolicy(absl::string_view preset,
                                    const std::map<std::string, std::string>& parameters = {});
 
 // The presets with their defaults, in the order of docs/POLICIES.md.
 std::vector<Policy> PresetPolicies();
+
+// A parameter and the values that it may have, in words; the parameters that `policy` has.
+struct ParameterInfo {
+  std::string name;
+  std::string allowed;
+};
+std::vector<ParameterInfo> ParametersWithRanges(const Policy& policy);
 
 }  // namespace attnd::attention
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Segment: an immutable run of tokens with its payload and its cluster index (docs/DESIGN.md, "Idea
-// 2").
+// Segment: an immutable run of tokens with its payload and its indexes (docs/DESIGN.md, "Idea 2").
 #ifndef ATTND_ATTENTION_SEGMENT_H_
 #define ATTND_ATTENTION_SEGMENT_H_
 
@@ -11,6 +10,7 @@
 #include <span>
 
 #include "absl/status/status.h"
+#include "attention/index_set.h"
 #include "attention/mirror_slot.h"
 #include "attention/paged_payload.h"
 #include "attention/pages.h"
@@ -24,14 +24,27 @@ inline constexpr uint32_t kClusterTokens = 16;
 // A token's place within its segment takes 16 bits.
 inline constexpr uint32_t kSegmentTokensMax = 65536;
 
-// The index of one (segment, layer, KV head): what selection reads and what estimation uses; n
+// What the sizes of a segment follow from.
+struct SegmentForm {
+  ModelShape shape;
+  IndexSet indexes = kClusterIndexes;
+  uint32_t tokens = 0;       // 1..kSegmentTokensMax
+  uint32_t unclustered = 0;  // the first of them, below `tokens`: of the sink, and in no index
+
+  bool operator==(const SegmentForm&) const = default;
+};
+
+// The clusters of one (segment, layer, KV head): what selection reads and what estimation uses; n
 // clusters, in cluster order. Vectors are in the model's dtype. Every pointer points into the
 // segment.
 struct ClusterIndex {
   uint32_t clusters = 0;
   // [n, head_dim] exact mean of the members' keys, rounded to the dtype.
   const std::byte* centroids = nullptr;
-  const std::byte* mean_values = nullptr;  // [n, value_dim]
+  // [n, value_dim], mean_value_stride_bytes from one to the next. Of a latent shape, the front of
+  // the centroids: means of the same numbers.
+  const std::byte* mean_values = nullptr;
+  size_t mean_value_stride_bytes = 0;
   // [n, head_dim / 2] per-channel standard deviation in 4 bits: byte j holds channel j in its low
   // half and channel j + head_dim / 2 in its high half. The variance of channel c is variance_unit
   // * code^2.
@@ -46,36 +59,76 @@ struct ClusterIndex {
   uint32_t size(uint32_t cluster) const { return starts[cluster + 1] - starts[cluster]; }
 };
 
-// Byte offsets of the index parts inside one (layer, KV head). Each has room for `max_clusters`, as
-// empty clusters are dropped and so the heads' counts differ.
-struct IndexLayout {
-  IndexLayout(const ModelShape& shape, uint32_t tokens, uint32_t unclustered);
+// Channel-wise bounds of the keys of each block of `tokens` consecutive tokens, for one (segment,
+// layer, KV head). Block b holds tokens [b tokens, (b + 1) tokens) of the segment; only blocks that
+// are full have bounds: those from `first` on, `count` of them. The others hold sink tokens, or the
+// segment's last ones.
+struct BlockIndex {
+  uint32_t tokens = 0;
+  uint32_t first = 0;
+  uint32_t count = 0;
+  const std::byte* greatest = nullptr;  // [count, head_dim] in the model's dtype, exact
+  const std::byte* least = nullptr;     // [count, head_dim]
 
-  uint32_t max_clusters;
-  size_t centroids, mean_values, deviation_codes, variance_unit, log_size, spread, value_norm2,
-      starts, positions;
-  size_t head_bytes;
+  TokenRange range(uint32_t block) const {  // of 0..count - 1
+    return {(first + block) * tokens, (first + block + 1) * tokens};
+  }
+};
+
+// Keys in 4 bits, asymmetric per token, for one (segment, layer, KV head): channel channels[i] of
+// token t is about least[t] + scale[t] * code, scale = (greatest - least) / 15 over these channels.
+struct KeyCodeIndex {
+  uint32_t channels = 0;
+  uint32_t width = 0;  // codes of a token: channels, up to a multiple of 16; 0 beyond channels
+  const uint16_t* channel = nullptr;  // [channels], ascending; null: all, in order
+  // [tokens, width / 2]: byte j holds code j in its low half and code j + width / 2 in its high.
+  const uint8_t* codes = nullptr;
+  const float* scale = nullptr;  // [tokens] 0 where all channels are equal
+  const float* least = nullptr;  // [tokens]
+};
+
+// Byte offsets of the index parts inside one (layer, KV head). Clusters have room for
+// `max_clusters`, as empty ones are dropped and so the heads' counts differ. Parts that the form
+// lacks are empty.
+struct IndexLayout {
+  explicit IndexLayout(const SegmentForm& form);
+
+  struct Blocks {
+    uint32_t tokens = 0, first = 0, count = 0;
+    size_t greatest = 0, least = 0;
+  };
+  struct KeyCodes {
+    uint32_t channels = 0, width = 0;
+    size_t channel = 0, codes = 0, scale = 0, least = 0;
+  };
+
+  uint32_t max_clusters = 0;
+  size_t centroids = 0, mean_values = 0, deviation_codes = 0, variance_unit = 0, log_size = 0,
+         spread = 0, value_norm2 = 0, starts = 0, positions = 0;
+  Blocks blocks16, blocks64;
+  KeyCodes labels, keys4;
+  size_t head_bytes = 0;
 };
 
 // Holds tokens [first_position, first_position + tokens) of a sequence for every layer and KV head.
 // The first `unclustered` tokens (the sink, in a sequence's first segment) keep their places and
-// belong to no cluster; the others lie in cluster order. Immutable once SegmentBuilder has handed
-// it over; then safe from any thread.
+// belong to no cluster; the others lie in cluster order if there are clusters, and in token order
+// if not. Immutable once SegmentBuilder has handed it over; then safe from any thread.
 //
 // Index and payload live in two blocks of memory, as storage moves only the payload: that of a
 // paged segment lies elsewhere, page by page.
 class Segment {
  public:
   // Takes the memory, for the index alone if the payload lies elsewhere; allocated() is false if
-  // the system refused it. 1 <= tokens <= kSegmentTokensMax.
-  Segment(uint64_t id, const ModelShape& shape, uint64_t first_position, uint32_t tokens,
-          uint32_t unclustered, std::shared_ptr<const PagedPayload> payload = nullptr);
+  // the system refused it.
+  Segment(uint64_t id, const SegmentForm& form, uint64_t first_position,
+          std::shared_ptr<const PagedPayload> payload = nullptr);
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
   // Memory that a segment of that size takes: index and payload.
-  static uint64_t IndexBytes(const ModelShape& shape, uint32_t tokens, uint32_t unclustered);
-  static uint64_t PayloadBytes(const ModelShape& shape, uint32_t tokens);
+  static uint64_t IndexBytes(const SegmentForm& form);
+  static uint64_t PayloadBytes(const SegmentForm& form);
 
   bool allocated() const {
     return index_.data() != nullptr && (paged() || payload_.data() != nullptr);
@@ -83,17 +136,24 @@ class Segment {
   bool paged() const { return paged_ != nullptr; }
   const std::shared_ptr<const PagedPayload>& paged_payload() const { return paged_; }
   uint64_t id() const { return id_; }
-  const ModelShape& shape() const { return shape_; }
+  const SegmentForm& form() const { return form_; }
+  const ModelShape& shape() const { return form_.shape; }
+  const IndexSet& indexes() const { return form_.indexes; }
   uint64_t first_position() const { return first_position_; }
-  uint64_t end_position() const { return first_position_ + tokens_; }
-  uint32_t tokens() const { return tokens_; }
-  uint32_t unclustered() const { return unclustered_; }
-  // Tokens that clusters hold: the segment's share of the middle.
-  uint32_t clustered() const { return tokens_ - unclustered_; }
+  uint64_t end_position() const { return first_position_ + form_.tokens; }
+  uint32_t tokens() const { return form_.tokens; }
+  uint32_t unclustered() const { return form_.unclustered; }
+  // The segment's share of the middle: all but the sink.
+  uint32_t clustered() const { return form_.tokens - form_.unclustered; }
   // In memory, of its own: without the pages of a paged one.
   uint64_t bytes() const { return index_.size() + payload_.size(); }
 
-  ClusterIndex index(uint32_t layer, uint32_t kv_head) const;
+  // Without clusters: none.
+  ClusterIndex clusters(uint32_t layer, uint32_t kv_head) const;
+  // Only of a form that has them. tokens: 16 or 64.
+  BlockIndex blocks(uint32_t layer, uint32_t kv_head, uint32_t tokens) const;
+  KeyCodeIndex labels(uint32_t layer, uint32_t kv_head) const;
+  KeyCodeIndex keys4(uint32_t layer, uint32_t kv_head) const;
   // Pages of all tokens in the segment's order. Not of a paged segment.
   const std::byte* pages(uint32_t layer, uint32_t kv_head) const {
     return payload_.data() + HeadNumber(layer, kv_head) * run_bytes_;
@@ -113,19 +173,19 @@ class Segment {
   friend class HeadBuilder;  // writes it
   friend class SegmentBuilder;
   friend class SegmentLoader;
+  KeyCodeIndex KeyCodesAt(const IndexLayout::KeyCodes& part, uint32_t layer,
+                          uint32_t kv_head) const;
   // The index of one (layer, KV head) starts with its cluster count.
   std::byte* IndexHead(uint32_t layer, uint32_t kv_head) const {
     return index_.data() + HeadNumber(layer, kv_head) * layout_.head_bytes;
   }
   size_t HeadNumber(uint32_t layer, uint32_t kv_head) const {
-    return size_t{layer} * shape_.kv_heads + kv_head;
+    return size_t{layer} * form_.shape.kv_heads + kv_head;
   }
 
   const uint64_t id_;
-  const ModelShape shape_;
+  const SegmentForm form_;
   const uint64_t first_position_;
-  const uint32_t tokens_;
-  const uint32_t unclustered_;
   const IndexLayout layout_;
   const size_t run_bytes_;  // pages of one (layer, KV head)
   const AlignedBuffer index_;
@@ -135,8 +195,9 @@ class Segment {
 };
 
 // Whether the index of (layer, KV head) keeps to its sizes and its order holds every token once,
-// the unclustered ones at their places: Internal, saying what is wrong. For indexes that came from
-// elsewhere than a HeadBuilder: nothing else of them is relied on without a look.
+// the unclustered ones at their places; whether labels are of channels that there are: Internal,
+// saying what is wrong. For indexes that came from elsewhere than a HeadBuilder: nothing else of
+// them is relied on without a look.
 absl::Status CheckIndexHead(const Segment& segment, uint32_t layer, uint32_t kv_head);
 
 }  // namespace attnd::attention

@@ -34,27 +34,31 @@ void StoreMean(DType dtype, const std::vector<double>& sums, double count, std::
 SegmentBuilder::SegmentBuilder(std::shared_ptr<const SequenceView> view, uint64_t segment_id,
                                uint32_t tokens, uint32_t unclustered)
     : view_(std::move(view)),
-      segment_(std::make_shared<Segment>(segment_id, view_->shape, view_->tail_begin, tokens,
-                                         unclustered)) {}
+      segment_(std::make_shared<Segment>(
+          segment_id, SegmentForm{view_->shape, view_->indexes, tokens, unclustered},
+          view_->tail_begin)) {}
+
+const std::byte* SegmentBuilder::TailPages(uint32_t layer, uint32_t kv_head,
+                                           uint64_t position) const {
+  const uint64_t block = position / kTailBlockTokens - view_->tail_begin / kTailBlockTokens;
+  return view_->tail[block]->pages(layer, kv_head);
+}
 
 const std::byte* SegmentBuilder::TailRow(uint32_t layer, uint32_t kv_head, uint32_t token,
                                          bool value) const {
   const PageGeometry geometry(view_->shape);
   const uint64_t position = view_->tail_begin + token;
-  const uint64_t block = position / kTailBlockTokens - view_->tail_begin / kTailBlockTokens;
   const uint64_t place = position % kTailBlockTokens;
-  return view_->tail[block]->pages(layer, kv_head) +
+  return TailPages(layer, kv_head, position) +
          (value ? geometry.ValueOffset(place) : geometry.KeyOffset(place));
 }
 
 void SegmentBuilder::CopyToken(uint32_t layer, uint32_t kv_head, uint32_t token, uint32_t slot) {
-  const PageGeometry geometry(view_->shape);
+  const uint64_t position = view_->tail_begin + token;
   std::byte* pages =
       segment_->payload_.data() + segment_->HeadNumber(layer, kv_head) * segment_->run_bytes_;
-  std::memcpy(pages + geometry.KeyOffset(slot), TailRow(layer, kv_head, token, false),
-              geometry.key_row_bytes);
-  std::memcpy(pages + geometry.ValueOffset(slot), TailRow(layer, kv_head, token, true),
-              geometry.value_row_bytes);
+  PageGeometry(view_->shape)
+      .CopyToken(TailPages(layer, kv_head, position), position % kTailBlockTokens, pages, slot);
 }
 
 absl::Status SegmentBuilder::TakeHead(uint32_t layer, uint32_t kv_head) {
@@ -66,9 +70,13 @@ absl::Status SegmentBuilder::TakeHead(uint32_t layer, uint32_t kv_head) {
   return absl::OkStatus();
 }
 
-uint64_t HeadBuilder::ScratchBytes(const ModelShape& shape, uint32_t tokens) {
-  const uint64_t clusters = tokens / kClusterTokens + kClusterTokens;
-  return uint64_t{tokens} * (shape.head_dim * sizeof(float) + 2 * sizeof(uint32_t)) +
+uint64_t HeadBuilder::ScratchBytes(const SegmentForm& form) {
+  const ModelShape& shape = form.shape;
+  const uint64_t bytes =
+      KeyIndexBuilder::ScratchBytes(shape) + uint64_t{form.tokens} * sizeof(uint32_t);
+  if (form.indexes.token_order()) return bytes;
+  const uint64_t clusters = form.tokens / kClusterTokens + kClusterTokens;
+  return bytes + uint64_t{form.tokens} * (shape.head_dim * sizeof(float) + sizeof(uint32_t)) +
          clusters * (shape.head_dim * (sizeof(float) + sizeof(double)) + 4 * sizeof(uint32_t));
 }
 
@@ -79,8 +87,14 @@ void HeadBuilder::Start(SegmentBuilder* segment, uint32_t head) {
   kv_head_ = head % shape.kv_heads;
   tokens_ = segment->segment_->tokens();
   unclustered_ = segment->segment_->unclustered();
-  stage_ = Stage::kLoad;
   next_ = 0;
+  if (!clusters()) {
+    order_.resize(tokens_);
+    std::iota(order_.begin(), order_.end(), 0u);
+    stage_ = Stage::kWrite;
+    return;
+  }
+  stage_ = Stage::kLoad;
   keys_.resize(size_t{tokens_ - unclustered_} * shape.head_dim);
   mean_.assign(shape.head_dim, 0.0);
   centroid_.resize(shape.head_dim);
@@ -123,7 +137,10 @@ void HeadBuilder::RunChunk() {
       return;
     case Stage::kWrite:
       WriteChunk();
-      if (next_ == tokens_) stage_ = Stage::kDone;
+      if (next_ == tokens_) StartDescribing();
+      return;
+    case Stage::kDescribe:
+      if (!key_indexes_.RunChunk()) stage_ = Stage::kDone;
       return;
     case Stage::kDone:
       return;
@@ -179,12 +196,41 @@ void HeadBuilder::OrderTokens() {
 
 void HeadBuilder::WriteChunk() {
   const uint32_t end = std::min(tokens_, next_ + kChunkTokens);
-  const ClusterIndex index = target_->segment_->index(layer_, kv_head_);
+  if (!clusters()) {
+    for (; next_ < end; ++next_) target_->CopyToken(layer_, kv_head_, next_, next_);
+    return;
+  }
+  const ClusterIndex index = target_->segment_->clusters(layer_, kv_head_);
   for (; next_ < end; ++next_) {
     if (next_ >= unclustered_ && next_ == index.starts[cluster_]) BeginCluster();
     WriteToken(next_);
     if (next_ >= unclustered_ && next_ + 1 == index.starts[cluster_ + 1]) EndCluster();
   }
+}
+
+// What is made of the keys in their places.
+void HeadBuilder::StartDescribing() {
+  Segment& segment = *target_->segment_;
+  const ModelShape& shape = segment.shape();
+  const size_t head = size_t{layer_} * shape.kv_heads + kv_head_;
+  KeyIndexBuilder::Head wanted;
+  wanted.form = &segment.form();
+  wanted.layout = &segment.layout();
+  wanted.pages = segment.pages(layer_, kv_head_);
+  wanted.index = segment.IndexHead(layer_, kv_head_);
+  if (const LabelChoice* choice = target_->view_->label_choice.get(); choice != nullptr) {
+    const size_t channels = LabelChannels(shape);
+    if (!choice->channels.empty()) {
+      wanted.label_channels =
+          std::span<const uint16_t>(choice->channels).subspan(head * channels, channels);
+    }
+    if (!choice->query_magnitudes.empty()) {
+      wanted.query_magnitude = std::span<const float>(choice->query_magnitudes)
+                                   .subspan(head * shape.head_dim, shape.head_dim);
+    }
+  }
+  key_indexes_.Start(wanted);
+  stage_ = Stage::kDescribe;
 }
 
 void HeadBuilder::BeginCluster() {
@@ -229,8 +275,10 @@ void HeadBuilder::EndCluster() {
 
   for (size_t c = 0; c < shape.head_dim; ++c) centroid_[c] += mean_[c];
   StoreMean(shape.dtype, centroid_, 1.0, &row_, head + layout.centroids + cluster_ * key_bytes);
-  StoreMean(shape.dtype, value_sum_, size, &row_,
-            head + layout.mean_values + cluster_ * value_bytes);
+  if (!shape.latent) {
+    StoreMean(shape.dtype, value_sum_, size, &row_,
+              head + layout.mean_values + cluster_ * value_bytes);
+  }
 
   double greatest = 0;
   for (double& v : variance_) greatest = std::max(greatest, v = std::sqrt(v / size));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Building a segment from a part of a tail: clustering, the index, and the payload in cluster
-// order.
+// Building a segment from a part of a tail: its order (clustering, or as the tokens came), payload
+// and indexes.
 #ifndef ATTND_ATTENTION_SEGMENT_BUILDER_H_
 #define ATTND_ATTENTION_SEGMENT_BUILDER_H_
 
@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "attention/backend.h"
+#include "attention/key_index_builder.h"
 #include "attention/kmeans.h"
 #include "attention/segment.h"
 
@@ -22,8 +23,8 @@ namespace attnd::attention {
 class SegmentBuilder {
  public:
   // Takes tokens [view->tail_begin, + tokens), which must be in every layer. The first
-  // `unclustered` of them stay out of clusters; 1 <= unclustered + 1 <= tokens <=
-  // kSegmentTokensMax.
+  // `unclustered` of them are sink; 1 <= unclustered + 1 <= tokens <= kSegmentTokensMax. Indexes
+  // are those of the view.
   SegmentBuilder(std::shared_ptr<const SequenceView> view, uint64_t segment_id, uint32_t tokens,
                  uint32_t unclustered);
 
@@ -39,7 +40,8 @@ class SegmentBuilder {
     return segment_->IndexHead(layer, kv_head);
   }
   // Checks that a filled index keeps to its sizes and that its order holds every token once, and
-  // copies the tokens' rows in that order. Internal, saying what is wrong.
+  // copies the tokens' rows in that order. Internal, saying what is wrong. Only of a segment with
+  // clusters and nothing else.
   absl::Status TakeHead(uint32_t layer, uint32_t kv_head);
 
   // The finished segment.
@@ -47,6 +49,8 @@ class SegmentBuilder {
 
  private:
   friend class HeadBuilder;
+  // Of the tail block that holds `position`.
+  const std::byte* TailPages(uint32_t layer, uint32_t kv_head, uint64_t position) const;
   // The row of a token of the segment in the tail.
   const std::byte* TailRow(uint32_t layer, uint32_t kv_head, uint32_t token, bool value) const;
   void CopyToken(uint32_t layer, uint32_t kv_head, uint32_t token, uint32_t slot);
@@ -60,7 +64,7 @@ class SegmentBuilder {
 class HeadBuilder {
  public:
   // Scratch memory of building one head.
-  static uint64_t ScratchBytes(const ModelShape& shape, uint32_t tokens);
+  static uint64_t ScratchBytes(const SegmentForm& form);
 
   // `segment` must outlive the building of this head; head < segment->heads().
   void Start(SegmentBuilder* segment, uint32_t head);
@@ -69,12 +73,14 @@ class HeadBuilder {
   bool Advance(std::chrono::microseconds time);
 
  private:
-  enum class Stage { kLoad, kCentre, kCluster, kWrite, kDone };
+  enum class Stage { kLoad, kCentre, kCluster, kWrite, kDescribe, kDone };
 
+  bool clusters() const { return target_->segment_->indexes().Has(IndexKind::kClusters); }
   void RunChunk();
   void LoadChunk();
   void CentreChunk();
   void OrderTokens();
+  void StartDescribing();
   void WriteChunk();
   void WriteToken(uint32_t slot);
   void BeginCluster();
@@ -96,6 +102,7 @@ class HeadBuilder {
   KMeans kmeans_;
   std::vector<uint32_t> order_;          // [tokens] token at each slot of the segment's order
   std::vector<uint32_t> kept_clusters_;  // k-means number of each cluster that has members
+  KeyIndexBuilder key_indexes_;
 
   // The cluster that WriteChunk is in.
   uint32_t cluster_ = 0;

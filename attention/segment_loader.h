@@ -19,11 +19,10 @@ namespace attnd::attention {
 // several.
 class SegmentLoader {
  public:
-  // Arguments as Segment's, in its range. Of a paged one only the index is filled.
-  SegmentLoader(uint64_t id, const ModelShape& shape, uint64_t first_position, uint32_t tokens,
-                uint32_t unclustered, std::shared_ptr<const PagedPayload> payload = nullptr)
-      : segment_(std::make_shared<Segment>(id, shape, first_position, tokens, unclustered,
-                                           std::move(payload))) {}
+  // Arguments as Segment's. Of a paged one only the index is filled.
+  SegmentLoader(uint64_t id, const SegmentForm& form, uint64_t first_position,
+                std::shared_ptr<const PagedPayload> payload = nullptr)
+      : segment_(std::make_shared<Segment>(id, form, first_position, std::move(payload))) {}
 
   // False if the system refused the memory; nothing else may be called then.
   bool allocated() const { return segment_->allocated(); }

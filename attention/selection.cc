@@ -12,13 +12,16 @@
 namespace attnd::attention {
 namespace {
 
-// Scores are not negative, and the bits of such floats have their order. NaN, of scores that
+// The bits of floats have their order, those of negative ones backwards. NaN, of scores that
 // overflowed, has a place too; compared as a float it would be equal to everything, and sorting by
 // that is undefined.
+constexpr uint32_t kSign = 1u << 31;
 uint32_t Rank(float score) {
-  constexpr uint32_t kSign = 1u << 31;
-  return std::bit_cast<uint32_t>(score) ^ kSign;
+  const auto bits = std::bit_cast<uint32_t>(score + 0.0f);  // -0 is 0
+  return (bits & kSign) != 0 ? ~bits : bits | kSign;
 }
+// The score of a rank, if that was not negative.
+float ScoreOf(uint32_t rank) { return std::bit_cast<float>(rank ^ kSign); }
 
 // Greater score first, lower number first among equals: a total order, so every algorithm gives the
 // same set.
@@ -35,20 +38,55 @@ class Descending {
   const std::span<const float> scores_;
 };
 
-// The rank of the `count`-th greatest score, 1 <= count <= ranks->size(), found digit by digit from
-// the highest: histograms cost a fixed time, where a comparison sort is bound by mispredictions.
-// *above: how many scores rank above it. Uses up *ranks.
+// Ranks are looked at by digits, from the highest: histograms cost a fixed time, where a comparison
+// sort is bound by mispredictions.
+constexpr uint32_t kDigitBits = 11;
+constexpr uint32_t kDigits = 1u << kDigitBits;
+constexpr int kFirstShift = 32 - int{kDigitBits};
+int NextShift(int shift) { return std::max(0, shift - int{kDigitBits}); }
+uint32_t DigitOf(uint32_t rank, int shift) { return rank >> shift & (kDigits - 1); }
+
+// The rank of the `count`-th greatest score, 1 <= count <= ranks->size(). *above: how many
+// scores rank above it. Uses up *ranks.
 uint32_t NthRank(OrderScratch* ranks, size_t count, size_t* above) {
-  constexpr uint32_t kDigitBits = 11;
-  constexpr uint32_t kDigits = 1u << kDigitBits;
   *above = 0;
-  for (int shift = 32 - int{kDigitBits};; shift = std::max(0, shift - int{kDigitBits})) {
+  for (int shift = kFirstShift;; shift = NextShift(shift)) {
     std::array<uint32_t, kDigits> histogram{};
-    for (const uint32_t rank : *ranks) ++histogram[rank >> shift & (kDigits - 1)];
+    for (const uint32_t rank : *ranks) ++histogram[DigitOf(rank, shift)];
     uint32_t digit = kDigits - 1;
     while (*above + histogram[digit] < count) *above += histogram[digit--];
-    std::erase_if(*ranks, [&](uint32_t rank) { return (rank >> shift & (kDigits - 1)) != digit; });
+    std::erase_if(*ranks, [&](uint32_t rank) { return DigitOf(rank, shift) != digit; });
     if (shift == 0) return ranks->front();
+  }
+}
+
+// Where the sum of the greatest scores, none negative, reaches a target.
+struct Crossing {
+  uint32_t rank = 0;  // of the last score that it takes
+  double above = 0;   // sum of those that rank above it
+};
+// The same digit by digit, with sums in place of counts. Uses up *ranks, which is not empty.
+Crossing RankAtSum(OrderScratch* ranks, double target) {
+  Crossing crossing;
+  for (int shift = kFirstShift;; shift = NextShift(shift)) {
+    std::array<double, kDigits> sums{};
+    std::array<uint32_t, kDigits> counts{};
+    uint32_t least = kDigits - 1;  // sums' own rounding may keep them all from reaching the target
+    for (const uint32_t rank : *ranks) {
+      const uint32_t digit = DigitOf(rank, shift);
+      sums[digit] += ScoreOf(rank);
+      ++counts[digit];
+      least = std::min(least, digit);
+    }
+    uint32_t digit = kDigits - 1;
+    while (digit > least && (counts[digit] == 0 || crossing.above + sums[digit] < target)) {
+      crossing.above += sums[digit--];
+    }
+    std::erase_if(*ranks, [&](uint32_t rank) { return DigitOf(rank, shift) != digit; });
+    if (shift == 0) {
+      crossing.rank = ranks->front();
+      return crossing;
+    }
   }
 }
 
@@ -77,6 +115,40 @@ void MarkGreatest(std::span<const float> scores, size_t count, Fate mark, OrderS
 size_t ShareOf(double share, size_t n) {
   const double count = std::ceil(share * static_cast<double>(n) * (1 - kShareRounding));
   return std::min(n, static_cast<size_t>(std::max(count, 0.0)));
+}
+
+double MarkNucleus(const NucleusArgs& args, OrderScratch* scratch) {
+  const auto weight = [&](size_t i) { return args.weights[i * args.stride]; };
+  const auto mark = [&](size_t i) {
+    args.marks[i * args.marks_stride] |= static_cast<uint8_t>(1u << args.lane);
+  };
+  scratch->resize(args.count);
+  double total = 0;
+  for (size_t i = 0; i < args.count; ++i) {
+    (*scratch)[i] = Rank(weight(i));
+    total += weight(i);
+  }
+  if (args.p >= 1 || args.count == 0) {
+    for (size_t i = 0; i < args.count; ++i) mark(i);
+    return 0;
+  }
+  const double target = args.p * total;
+  const Crossing crossing = RankAtSum(scratch, target);
+  // Of equals only as many as it takes, the first ones, and one at least.
+  const double each = ScoreOf(crossing.rank);
+  double equals = each > 0 ? std::max(1.0, std::ceil((target - crossing.above) / each)) : 1;
+  double outside = 0;
+  for (size_t i = 0; i < args.count; ++i) {
+    const uint32_t rank = Rank(weight(i));
+    const bool equal = rank == crossing.rank && equals > 0;
+    if (rank > crossing.rank || equal) {
+      mark(i);
+      equals -= equal ? 1 : 0;
+    } else {
+      outside += weight(i);
+    }
+  }
+  return outside;
 }
 
 void MarkTop(std::span<const float> scores, size_t count, OrderScratch* scratch,

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Cut rules: from the scores of a sequence's clusters, which are read exactly, which are estimated,
-// which are dropped (docs/POLICIES.md). Scores are those of one (query token, KV head), averaged
-// over its query heads, and not negative; clusters are numbered across segments in (segment,
-// cluster) order, and the lower number wins a tie.
+// Cut rules: from the scores of a sequence's clusters, blocks or tokens, which are read exactly,
+// which are estimated, which are dropped (docs/POLICIES.md). Scores are those of one (query token,
+// KV head), over its query heads; candidates are numbered across segments in (segment, place)
+// order, and the lower number wins a tie.
 #ifndef ATTND_ATTENTION_SELECTION_H_
 #define ATTND_ATTENTION_SELECTION_H_
 
@@ -23,10 +23,24 @@ size_t ShareOf(double share, size_t n);
 // Caller-owned, so that running allocates nothing once it has grown.
 using OrderScratch = std::vector<uint32_t>;
 
-// fate = kExact for the `count` greatest scores; others are left as they are. 0 <= count <=
-// scores.size().
+// fate = kExact for the `count` greatest scores, of any sign; others are left as they are. 0 <=
+// count <= scores.size().
 void MarkTop(std::span<const float> scores, size_t count, OrderScratch* scratch,
              std::span<Fate> fate);
+
+// Twilight, section 4.2: gives the bit `lane` to marks[i * marks_stride] of the least set of
+// greatest weights that sum to p of all, weights[i * stride] >= 0; to all if p is 1 or more. Gives
+// the sum of the weights outside the set.
+struct NucleusArgs {
+  const float* weights = nullptr;
+  size_t stride = 1;
+  size_t count = 0;
+  double p = 1;
+  uint32_t lane = 0;
+  uint8_t* marks = nullptr;
+  size_t marks_stride = 1;
+};
+double MarkNucleus(const NucleusArgs& args, OrderScratch* scratch);
 
 // RetroInfer: the `exact` greatest are exact, the next `estimated` are estimated, the rest dropped.
 void CutTopK(std::span<const float> mass, size_t exact, size_t estimated, OrderScratch* scratch,

@@ -20,6 +20,7 @@
 #include "attention/cpu_backend.h"
 #include "attention/worker_pool.h"
 #include "bench/statistics.h"
+#include "bench/step_runner.h"
 #include "bench/support.h"
 #include "bench/synthetic_sequence.h"
 #include "common/aligned_buffer.h"
@@ -38,24 +39,6 @@ namespace {
 
 using attention::Policy;
 using Clock = std::chrono::steady_clock;
-
-Policy Parse(const std::string& text) {
-  const std::vector<std::string> halves = absl::StrSplit(text, absl::MaxSplits(':', 1));
-  std::map<std::string, std::string> parameters;
-  if (halves.size() == 2) {
-    for (const auto& item : absl::StrSplit(halves[1], ',')) {
-      const std::pair<std::string, std::string> pair =
-          absl::StrSplit(item, absl::MaxSplits('=', 1));
-      parameters.insert(pair);
-    }
-  }
-  auto policy = attention::ParsePolicy(halves[0], parameters);
-  if (!policy.ok()) {
-    std::fprintf(stderr, "%s\n", policy.status().ToString().c_str());
-    std::exit(2);
-  }
-  return *std::move(policy);
-}
 
 // Reads a buffer as large as the KV with every thread of a pool like the backend's: the bandwidth
 // that attention is measured against. The plain loop is what the hardware's own prefetching likes
@@ -92,43 +75,6 @@ class MemoryReader {
   AlignedBuffer buffer_;
   std::vector<uint64_t> sums_;
   attention::WorkerPool pool_;
-};
-
-class StepRunner {
- public:
-  StepRunner(attention::Backend* backend, const SyntheticSequence& sequence, uint64_t tokens)
-      : backend_(backend), queries_(MakeQueries(sequence.view->shape, 7)) {
-    // As a bf16 model's are.
-    for (float& q : queries_) q = Bf16ToFloat(FloatToBf16(q));
-    const ModelShape& shape = sequence.view->shape;
-    out_.resize(size_t{shape.query_heads} * shape.value_dim);
-    lse_.resize(shape.query_heads);
-    row_.view = sequence.view;
-    row_.past_tokens = tokens;
-    row_.query_tokens = 1;
-    row_.query_only = true;
-    row_.queries = reinterpret_cast<const std::byte*>(queries_.data());
-    row_.out = out_.data();
-    row_.lse = lse_.data();
-    row_.stats = &stats_;
-  }
-
-  double Seconds(const Policy& policy) {
-    row_.policy = &policy;
-    attention::StepRequest request;
-    request.rows = {&row_, 1};
-    const auto start = Clock::now();
-    Must(backend_->Step(request));
-    return std::chrono::duration<double>(Clock::now() - start).count();
-  }
-
-  const attention::RowStats& stats() const { return stats_; }
-
- private:
-  attention::Backend* const backend_;
-  std::vector<float> queries_, out_, lse_;
-  attention::StepRow row_;
-  attention::RowStats stats_;
 };
 
 void PrintRow(const std::string& name, const std::vector<double>& seconds,
@@ -173,12 +119,12 @@ int Main() {
   const uint64_t kv_bytes = tokens * shape.kv_heads * shape.token_bytes();
   MemoryReader reader(kv_bytes, threads);
 
-  const Policy dense = Parse("dense");
+  const Policy dense = ParsePolicyText("dense");
   std::vector<std::string> names;
   std::vector<Policy> policies;
   for (const auto& text : absl::StrSplit(absl::GetFlag(FLAGS_policies), ' ', absl::SkipEmpty())) {
     names.emplace_back(text);
-    policies.push_back(Parse(names.back()));
+    policies.push_back(ParsePolicyText(names.back()));
   }
   std::vector<double> read_s, dense_s, share;
   std::vector<std::vector<double>> policy_s(policies.size()), speed(policies.size());

@@ -62,7 +62,8 @@ class Bench {
     uint64_t bytes = 0;
     for (uint64_t at = 0; at < segmented; at += kSegmentTokens) {
       const auto run = static_cast<uint32_t>(std::min<uint64_t>(kSegmentTokens, segmented - at));
-      bytes += attention::Segment::IndexBytes(shape_, run, at == 0 ? kSinkTokens : 0);
+      bytes += attention::Segment::IndexBytes(
+          {shape_, attention::kClusterIndexes, run, at == 0 ? kSinkTokens : 0});
     }
     return bytes;
   }

@@ -19,7 +19,7 @@ using attention::TokenRange;
 
 size_t CountClusters(const SequenceView& view, uint32_t layer, uint32_t kv_head) {
   size_t clusters = 0;
-  for (const auto& segment : view.segments) clusters += segment->index(layer, kv_head).clusters;
+  for (const auto& segment : view.segments) clusters += segment->clusters(layer, kv_head).clusters;
   return clusters;
 }
 
@@ -48,7 +48,7 @@ std::vector<PageRank> RankClusters(const SequenceView& view, uint32_t layer,
                                    uint32_t* misordered) {
   std::vector<uint32_t> first(view.segments.size() + 1, 0);
   for (size_t s = 0; s < view.segments.size(); ++s) {
-    first[s + 1] = first[s] + view.segments[s]->index(layer, plan.kv_head).clusters;
+    first[s + 1] = first[s] + view.segments[s]->clusters(layer, plan.kv_head).clusters;
   }
   std::vector<bool> exact(scores.size());
   for (const attention::ClusterRef& ref : plan.exact)
@@ -86,7 +86,7 @@ ClusterScorer::ClusterScorer(const SequenceView& view, uint32_t layer, uint32_t 
   d2_.resize(clusters_);
   std::vector<float> row(dim);
   for (const auto& segment : view.segments) {
-    const ClusterIndex index = segment->index(layer, kv_head);
+    const ClusterIndex index = segment->clusters(layer, kv_head);
     for (uint32_t i = 0; i < index.clusters; ++i) {
       const size_t cluster = log_size_.size();
       ToFloat(shape_.dtype, index.centroids + i * dim * DTypeBytes(shape_.dtype), dim, row.data());
@@ -140,7 +140,7 @@ uint32_t RankPages(const SequenceView& view, uint32_t layer, const attention::Pl
     const Segment& segment = *view.segments[s];
     const uint32_t first_page = FirstPage(view, s, plan.kv_head);
     Lower(layer_ranks, first_page, {0, segment.unclustered()}, kPageRead);
-    const ClusterIndex index = segment.index(layer, plan.kv_head);
+    const ClusterIndex index = segment.clusters(layer, plan.kv_head);
     for (uint32_t i = 0; i < index.clusters; ++i) {
       Lower(layer_ranks, first_page, index.range(i), ranks[cluster++]);
     }

@@ -73,6 +73,10 @@ class TimedEngine final : public engine::Engine {
                       const engine::AppendChunk& chunk) override {
     return engine_->Append(tenant, writer, id, chunk);
   }
+  absl::Status Observe(absl::string_view tenant, engine::WriterId writer, uint64_t id,
+                       const engine::ObservedChunk& chunk) override {
+    return engine_->Observe(tenant, writer, id, chunk);
+  }
   absl::StatusOr<engine::PrefillResult> FinishPrefill(absl::string_view tenant,
                                                       engine::WriterId writer, uint64_t id,
                                                       const std::atomic<bool>* cancelled) override {

@@ -70,10 +70,12 @@ void BuildHeads(SegmentBuilder* builder, uint32_t threads) {
 }  // namespace
 
 SyntheticSequence MakeSyntheticSequence(const ModelShape& shape, uint64_t tokens,
-                                        uint32_t segment_tokens, uint32_t threads, uint64_t seed) {
+                                        uint32_t segment_tokens, uint32_t threads, uint64_t seed,
+                                        attention::IndexSet indexes) {
   SyntheticSequence sequence;
   auto view = std::make_shared<SequenceView>();
   view->shape = shape;
+  view->indexes = indexes;
   uint64_t made = 0;  // tokens that exist, whole blocks
   while (true) {
     const uint64_t want = std::min<uint64_t>(tokens, view->tail_begin + segment_tokens + kWindow);
@@ -95,6 +97,9 @@ SyntheticSequence MakeSyntheticSequence(const ModelShape& shape, uint64_t tokens
     auto next = std::make_shared<SequenceView>(*view);
     next->segments.push_back(builder.Finish());
     next->tail_begin += count;
+    if (indexes.Has(attention::IndexKind::kLabels) && next->label_choice == nullptr) {
+      next->label_choice = attention::LabelChoiceOf(*next->segments.front());
+    }
     next->tail.erase(
         next->tail.begin(),
         next->tail.begin() + static_cast<ptrdiff_t>(next->tail_begin / kTailBlockTokens -

@@ -21,7 +21,8 @@ struct SyntheticSequence {
 // `tokens` tokens of keys in short runs around random centres, and normal values; segments of
 // segment_tokens, the last 64 tokens in the tail.
 SyntheticSequence MakeSyntheticSequence(const ModelShape& shape, uint64_t tokens,
-                                        uint32_t segment_tokens, uint32_t threads, uint64_t seed);
+                                        uint32_t segment_tokens, uint32_t threads, uint64_t seed,
+                                        attention::IndexSet indexes = attention::kClusterIndexes);
 
 // [query_heads, head_dim] normal queries as floats.
 std::vector<float> MakeQueries(const ModelShape& shape, uint64_t seed);

@@ -24,6 +24,19 @@ absl::Status CheckHeadDim(const char* field, uint32_t value) {
                                                  " up to ", kHeadDimMax));
 }
 
+absl::Status CheckLatent(uint32_t kv_heads, uint32_t head_dim, uint32_t value_dim) {
+  if (kv_heads != 1) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("model.shape.kv_heads is ", kv_heads, "; allowed is 1 if latent"));
+  }
+  if (value_dim > head_dim) {
+    return absl::InvalidArgumentError(absl::StrCat("model.shape.value_dim is ", value_dim,
+                                                   "; allowed are multiples of ", kHeadDimMultiple,
+                                                   " up to head_dim (", head_dim, ") if latent"));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::Status ModelShape::Validate() const {
@@ -32,6 +45,7 @@ absl::Status ModelShape::Validate() const {
   ATTND_RETURN_IF_ERROR(CheckCount("kv_heads", kv_heads, kHeadsMax));
   ATTND_RETURN_IF_ERROR(CheckHeadDim("head_dim", head_dim));
   ATTND_RETURN_IF_ERROR(CheckHeadDim("value_dim", value_dim));
+  if (latent) ATTND_RETURN_IF_ERROR(CheckLatent(kv_heads, head_dim, value_dim));
   if (query_heads % kv_heads != 0 || query_heads / kv_heads > kGroupMax) {
     return absl::InvalidArgumentError(absl::StrCat("model.shape.query_heads is ", query_heads,
                                                    "; allowed are multiples of kv_heads (",

@@ -26,10 +26,13 @@ struct ModelShape {
   uint32_t value_dim = 0;
   DType dtype = DType::kBf16;
   float softmax_scale = 0;  // logits are softmax_scale * q.k; positive
+  // Multi-head latent attention: one KV head, whose value is the first value_dim elements of its
+  // key. Values are then neither sent nor stored.
+  bool latent = false;
 
   uint32_t group() const { return query_heads / kv_heads; }
-  // Bytes of K and V of one token in one (layer, KV head).
-  uint32_t token_bytes() const { return (head_dim + value_dim) * DTypeBytes(dtype); }
+  // Bytes that are stored of one token in one (layer, KV head): K and V; K alone if latent.
+  uint32_t token_bytes() const { return (head_dim + (latent ? 0 : value_dim)) * DTypeBytes(dtype); }
 
   // InvalidArgument that names the field and its range. Every other member may be used only after
   // this passed.

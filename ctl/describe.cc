@@ -101,6 +101,7 @@ Value DescribeModel(const engine::OpenArgs& args) {
       .Set("kv_heads", args.shape.kv_heads)
       .Set("head_dim", args.shape.head_dim)
       .Set("value_dim", args.shape.value_dim)
+      .Set("latent", args.shape.latent)
       .Set("dtype", DTypeName(args.shape.dtype))
       .Set("softmax_scale", double{args.shape.softmax_scale})
       .Set("shard", std::move(shard));

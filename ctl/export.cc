@@ -96,6 +96,7 @@ class Writer {
     for (uint32_t layer = 0; layer < file_.model.shape().layers(); ++layer) {
       ATTND_ASSIGN_OR_RETURN(const LayerRows::Layer content, rows.Read(layer, queue));
       ATTND_RETURN_IF_ERROR(Write(content.keys, file_.keys[layer] + first * file_.key_row_bytes));
+      if (content.values.empty()) continue;  // of a latent model
       ATTND_RETURN_IF_ERROR(
           Write(content.values, file_.values[layer] + first * file_.value_row_bytes));
     }

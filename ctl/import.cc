@@ -134,7 +134,10 @@ class Upload {
     };
     for (uint32_t layer = 0; layer < layout.model.shape().layers(); ++layer) {
       ATTND_ASSIGN_OR_RETURN(const auto k, read(layout.keys[layer], layout.key_row_bytes));
-      ATTND_ASSIGN_OR_RETURN(const auto v, read(layout.values[layer], layout.value_row_bytes));
+      absl::string_view v;
+      if (!layout.values.empty()) {
+        ATTND_ASSIGN_OR_RETURN(v, read(layout.values[layer], layout.value_row_bytes));
+      }
       blocks.push_back({.layer = layer, .first_position = first, .tokens = tokens, .k = k, .v = v});
     }
     std::vector<uint32_t> ids;

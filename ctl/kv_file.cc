@@ -59,6 +59,7 @@ v1::Model ModelOf(const engine::OpenArgs& args) {
   shape->set_value_dim(args.shape.value_dim);
   shape->set_dtype(static_cast<v1::DType>(args.shape.dtype));
   shape->set_softmax_scale(args.shape.softmax_scale);
+  shape->set_latent(args.shape.latent);
   model.mutable_shard()->set_kind(static_cast<v1::Shard::Kind>(args.shard.kind));
   model.mutable_shard()->set_index(args.shard.index);
   model.mutable_shard()->set_count(args.shard.count);
@@ -94,7 +95,6 @@ absl::Status FromMetadata(const SafetensorsHead& head, const char* key,
 
 // Checks the shape before anything is multiplied by it; what is 0 gets its default.
 absl::Status CheckShape(v1::ModelShape* from) {
-  if (from->latent()) return Wrong("latent shapes are not known to this version");
   if (DtypeName(from->dtype()).empty()) return Wrong("its model has no known dtype");
   if (from->value_dim() == 0) from->set_value_dim(from->head_dim());
   ModelShape shape;
@@ -104,6 +104,7 @@ absl::Status CheckShape(v1::ModelShape* from) {
   shape.head_dim = from->head_dim();
   shape.value_dim = from->value_dim();
   shape.dtype = static_cast<DType>(from->dtype());
+  shape.latent = from->latent();
   shape.softmax_scale = from->softmax_scale() == 0 ? 1 : from->softmax_scale();
   const absl::Status valid = shape.Validate();
   return valid.ok() ? valid : Wrong(valid.message());
@@ -115,7 +116,7 @@ void SetRowBytes(KvFile* file) {
   const uint64_t head_bytes =
       uint64_t{shape.kv_heads()} * DTypeBytes(static_cast<DType>(shape.dtype()));
   file->key_row_bytes = head_bytes * shape.head_dim();
-  file->value_row_bytes = head_bytes * shape.value_dim();
+  file->value_row_bytes = shape.latent() ? 0 : head_bytes * shape.value_dim();
 }
 
 absl::StatusOr<uint64_t> FindTensor(const SafetensorsHead& head, const std::string& name,
@@ -126,6 +127,12 @@ absl::StatusOr<uint64_t> FindTensor(const SafetensorsHead& head, const std::stri
     return Wrong(absl::StrCat("tensor ", name, " has another dtype or shape than its model gives"));
   }
   return found->second.begin;
+}
+
+// Values that a latent model's file holds nevertheless would be lost.
+absl::Status CheckNoValues(const SafetensorsHead& head, uint32_t layer) {
+  if (head.tensors.count(ValuesName(layer)) == 0) return absl::OkStatus();
+  return Wrong(absl::StrCat("there is a tensor ", ValuesName(layer), ", but its model is latent"));
 }
 
 }  // namespace
@@ -145,6 +152,7 @@ absl::StatusOr<KvFile> PlanKvFile(const engine::OpenArgs& args, uint64_t tokens,
   for (uint32_t layer = 0; layer < args.shape.layers; ++layer) {
     file.keys.push_back(file.data_bytes);
     file.data_bytes += tokens * file.key_row_bytes;
+    if (args.shape.latent) continue;
     file.values.push_back(file.data_bytes);
     file.data_bytes += tokens * file.value_row_bytes;
   }
@@ -163,11 +171,13 @@ absl::StatusOr<SafetensorsHead> HeadOf(const KvFile& file) {
   ATTND_ASSIGN_OR_RETURN(head.metadata[kModelKey], JsonOf(file.model));
   ATTND_ASSIGN_OR_RETURN(head.metadata[kPolicyKey], JsonOf(file.policy));
   for (uint32_t layer = 0; layer < shape.layers(); ++layer) {
-    const uint64_t keys = file.keys[layer], values = file.values[layer];
+    const uint64_t keys = file.keys[layer];
     head.tensors[KeysName(layer)] = {dtype,
                                      {file.tokens, shape.kv_heads(), shape.head_dim()},
                                      keys,
                                      keys + file.tokens * file.key_row_bytes};
+    if (shape.latent()) continue;
+    const uint64_t values = file.values[layer];
     head.tensors[ValuesName(layer)] = {dtype,
                                        {file.tokens, shape.kv_heads(), shape.value_dim()},
                                        values,
@@ -200,10 +210,14 @@ absl::StatusOr<KvFile> ParseKvFile(const SafetensorsHead& head) {
     ATTND_ASSIGN_OR_RETURN(const uint64_t keys,
                            FindTensor(head, KeysName(layer), DtypeName(shape.dtype()),
                                       {file.tokens, shape.kv_heads(), shape.head_dim()}));
+    file.keys.push_back(keys);
+    if (shape.latent()) {
+      ATTND_RETURN_IF_ERROR(CheckNoValues(head, layer));
+      continue;
+    }
     ATTND_ASSIGN_OR_RETURN(const uint64_t values,
                            FindTensor(head, ValuesName(layer), DtypeName(shape.dtype()),
                                       {file.tokens, shape.kv_heads(), shape.value_dim()}));
-    file.keys.push_back(keys);
     file.values.push_back(values);
   }
   if (head.tensors.count(kTokenIds) != 0) {

@@ -3,7 +3,7 @@
 // KvFile: what lies where in a safetensors file that holds one sequence.
 //
 //   layers.N.k   [tokens, kv_heads, head_dim]    in the model's dtype, in token order
-//   layers.N.v   [tokens, kv_heads, value_dim]
+//   layers.N.v   [tokens, kv_heads, value_dim]; none if the model is latent
 //   token_ids    [tokens] I64; -1: not known. Missing: none is.
 //   __metadata__ attnd.format "1"; attnd.model and attnd.policy: attnd.v1.Model and Policy as JSON
 //
@@ -26,13 +26,13 @@ struct KvFile {
   v1::Model model;
   v1::Policy policy;
   uint64_t tokens = 0;
-  // Where each layer's tensors begin, behind the head.
+  // Where each layer's tensors begin, behind the head; no values if the model is latent.
   std::vector<uint64_t> keys;
   std::vector<uint64_t> values;
   std::optional<uint64_t> token_ids;
-  uint64_t key_row_bytes = 0;  // of one token, all KV heads
-  uint64_t value_row_bytes = 0;
-  uint64_t data_bytes = 0;  // all that is behind the head
+  uint64_t key_row_bytes = 0;    // of one token, all KV heads
+  uint64_t value_row_bytes = 0;  // 0 if the model is latent
+  uint64_t data_bytes = 0;       // all that is behind the head
 
   uint64_t token_bytes() const {
     return model.shape().layers() * (key_row_bytes + value_row_bytes);

@@ -29,8 +29,7 @@ absl::StatusOr<LayerRows> LayerRows::Make(const OpenedFile* opened, storage::IoQ
 // memory.
 absl::Status LayerRows::ReadPositions(storage::IoQueue* queue) {
   const SegmentFileHeader& header = opened_->header();
-  attention::SegmentLoader loader(1, opened_->metadata.args.shape, header.first_position,
-                                  header.tokens, header.unclustered);
+  attention::SegmentLoader loader(1, opened_->form(), header.first_position);
   if (!loader.allocated()) {
     return absl::ResourceExhaustedError("the system refused memory for a segment's index");
   }
@@ -89,6 +88,7 @@ absl::StatusOr<LayerRows::Layer> LayerRows::Read(uint32_t layer, storage::IoQueu
       const uint64_t row = token * header.kv_heads + head, from = first_place_ + place;
       std::memcpy(keys_.data() + row * geometry.key_row_bytes, run + geometry.KeyOffset(from),
                   geometry.key_row_bytes);
+      if (!geometry.stores_values()) continue;
       std::memcpy(values_.data() + row * geometry.value_row_bytes, run + geometry.ValueOffset(from),
                   geometry.value_row_bytes);
     }

@@ -32,7 +32,8 @@ class LayerRows {
   static absl::StatusOr<LayerRows> Make(const OpenedFile* opened, storage::IoQueue* queue);
 
   // Reads a layer, DataLoss if it is damaged. keys: [tokens, kv_heads, head_dim], values: [tokens,
-  // kv_heads, value_dim], in the model's dtype; good until the next call.
+  // kv_heads, value_dim], none if the model is latent, in the model's dtype; good until the next
+  // call.
   struct Layer {
     std::span<const std::byte> keys;
     std::span<const std::byte> values;

@@ -20,6 +20,7 @@ using attention::PageGeometry;
 using storage::SegmentFileHeader;
 using storage::SegmentKind;
 
+constexpr uint32_t kIndexesGiven = 1;  // in Model.indexes: no kind has this bit
 constexpr uint64_t kPositionsMax = uint64_t{1} << 40;
 
 absl::Status Damaged(absl::string_view what) {
@@ -39,6 +40,8 @@ archive::Model EncodeModel(const OpenArgs& args) {
   model.set_shard_kind(static_cast<uint32_t>(args.shard.kind));
   model.set_shard_index(args.shard.index);
   model.set_shard_count(args.shard.count);
+  model.set_latent(args.shape.latent);
+  if (args.indexes.has_value()) model.set_indexes(args.indexes->bits() | kIndexesGiven);
   return model;
 }
 
@@ -51,6 +54,7 @@ absl::StatusOr<OpenArgs> DecodeModel(const archive::Model& model) {
   args.shape.head_dim = model.head_dim();
   args.shape.value_dim = model.value_dim();
   args.shape.softmax_scale = model.softmax_scale();
+  args.shape.latent = model.latent();
   if (model.dtype() < static_cast<uint32_t>(DType::kBf16) ||
       model.dtype() > static_cast<uint32_t>(DType::kFp32)) {
     return Damaged("an unknown dtype");
@@ -63,6 +67,12 @@ absl::StatusOr<OpenArgs> DecodeModel(const archive::Model& model) {
                 model.shard_count()};
   if (const absl::Status shape = args.shape.Validate(); !shape.ok()) {
     return Damaged(shape.message());
+  }
+  args.indexes = model.indexes() == 0
+                     ? attention::kClusterIndexes
+                     : attention::IndexSet::FromBits(model.indexes() ^ kIndexesGiven);
+  if (!args.indexes.has_value() || !args.indexes->Validate().ok()) {
+    return Damaged("unknown indexes");
   }
   return args;
 }
@@ -197,10 +207,7 @@ const std::byte* TailBytes::Pages(uint64_t head) const {
   for (uint64_t position = view.tail_begin; position < history_.committed; ++position) {
     const uint64_t to = position - first_, place = position % kTailBlockTokens;
     const std::byte* pages = view.tail[to / kTailBlockTokens]->pages(layer, kv_head);
-    std::memcpy(run_.data() + geometry.KeyOffset(to), pages + geometry.KeyOffset(place),
-                geometry.key_row_bytes);
-    std::memcpy(run_.data() + geometry.ValueOffset(to), pages + geometry.ValueOffset(place),
-                geometry.value_row_bytes);
+    geometry.CopyToken(pages, place, run_.data(), to);
   }
   return run_.data();
 }
@@ -224,6 +231,7 @@ absl::Status AppendTail(const SegmentFileHeader& header, const std::byte* pages,
         const uint64_t to = token * shape.kv_heads + head;
         std::memcpy(keys.data() + to * geometry.key_row_bytes, run + geometry.KeyOffset(from),
                     geometry.key_row_bytes);
+        if (!geometry.stores_values()) continue;
         std::memcpy(values.data() + to * geometry.value_row_bytes, run + geometry.ValueOffset(from),
                     geometry.value_row_bytes);
       }

@@ -138,7 +138,8 @@ absl::StatusOr<Archive::SharedSegment> Archive::LoadSegment(const Sequence& fres
                        header.chain == record.chain && header.tokens == record.tokens &&
                        opened->file->bytes() == record.file_bytes &&
                        header.first_position == record.first_position &&
-                       opened->metadata.args.shape == fresh.shape();
+                       opened->metadata.args.shape == fresh.shape() &&
+                       opened->metadata.args.indexes == fresh.indexes();
     if (!is_it) {
       opened = absl::DataLossError(absl::StrCat("file ", record.file, " is another segment's"));
     }

@@ -43,6 +43,11 @@ std::string OwnerOf(absl::string_view tenant, const OpenArgs& args) {
   fields.Add(static_cast<uint32_t>(args.shard.kind));
   fields.Add(args.shard.index);
   fields.Add(args.shard.count);
+  // Nothing for clusters alone, as all were before there was anything else.
+  const attention::IndexSet indexes = args.indexes.value_or(attention::kClusterIndexes);
+  if (indexes != attention::kClusterIndexes) fields.Add(indexes.bits());
+  // Likewise. Longer than a set of indexes, so that neither can be taken for the other.
+  if (args.shape.latent) fields.Add(absl::string_view("latent"));
   return fields.Take();
 }
 

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/checked_math.h"
 #include "common/status.h"
+#include "engine/latent_values.h"
 #include "engine/magnitude.h"
 
 namespace attnd::engine {
@@ -35,7 +36,9 @@ absl::Status DecodeBatch::Check(const EngineOptions& options) {
   }
   ATTND_RETURN_IF_ERROR(CheckTensor("q", args_.q, query_tokens_, args_.q_heads, args_.q_head_dim));
   ATTND_RETURN_IF_ERROR(CheckTensor("k", args_.k, new_tokens_, args_.k_heads, args_.k_head_dim));
-  ATTND_RETURN_IF_ERROR(CheckTensor("v", args_.v, new_tokens_, args_.v_heads, args_.v_value_dim));
+  if (has_values()) {
+    ATTND_RETURN_IF_ERROR(CheckTensor("v", args_.v, new_tokens_, args_.v_heads, args_.v_value_dim));
+  }
   result_->rows.assign(args_.rows.size(), DecodeRowResult{});
   result_->value_dim = new_tokens_ > 0 ? args_.v_value_dim : 0;
   return absl::OkStatus();
@@ -55,7 +58,7 @@ absl::Status DecodeBatch::CheckTensor(const char* name, const TensorView& tensor
 uint64_t DecodeBatch::Prepare(size_t row, WriterId writer, const attention::Backend& backend,
                               const std::shared_ptr<Sequence>& sequence) {
   absl::Status& status = result_->rows[row].status;
-  status = CheckRow(row, backend, *sequence);
+  status = CheckRow(row, backend, sequence.get());
   if (status.ok()) status = ReserveAnswer(sequence->shape());
   if (!status.ok()) return 0;
   absl::StatusOr<Snapshot> snapshot = Take(row, writer, sequence.get());
@@ -70,7 +73,8 @@ uint64_t DecodeBatch::Prepare(size_t row, WriterId writer, const attention::Back
 }
 
 absl::Status DecodeBatch::CheckRow(size_t number, const attention::Backend& backend,
-                                   const Sequence& sequence) {
+                                   Sequence* sequence_of_row) {
+  const Sequence& sequence = *sequence_of_row;
   const DecodeRow& row = args_.rows[number];
   const ModelShape& shape = sequence.shape();
   if (args_.layer >= shape.layers) {
@@ -91,14 +95,17 @@ absl::Status DecodeBatch::CheckRow(size_t number, const attention::Backend& back
           "; allowed are at most the sequence's, ", own.sink, " and ", own.window));
     }
     ATTND_RETURN_IF_ERROR(backend.Supports(*row.policy));
+    ATTND_RETURN_IF_ERROR(row.policy->CheckShape(shape));
+    ATTND_RETURN_IF_ERROR(row.policy->CheckIndexes(sequence.indexes()));
   }
-  // All rows of a reply share one tensor; without new tokens the first row accepted says what it is
-  // like.
+  ATTND_RETURN_IF_ERROR(
+      sequence_of_row->CheckKeepSet(row.policy.has_value() ? *row.policy : sequence.policy()));
+  // All rows of a reply share one tensor; without v the first row accepted says what it is like.
   if (result_->value_dim != 0 && result_->value_dim != shape.value_dim) {
     return absl::InvalidArgumentError(absl::StrCat("the sequence's value_dim is ", shape.value_dim,
                                                    "; the message's is ", result_->value_dim));
   }
-  return CheckNumbers(number);
+  return CheckNumbers(number, shape);
 }
 
 absl::Status DecodeBatch::CheckShape(const DecodeRow& row, const ModelShape& shape) const {
@@ -113,20 +120,27 @@ absl::Status DecodeBatch::CheckShape(const DecodeRow& row, const ModelShape& sha
                                                    args_.k_head_dim, "]; the sequence needs [.., ",
                                                    shape.kv_heads, ", ", shape.head_dim, "]"));
   }
+  if (args_.k.dtype != shape.dtype) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "k has dtype ", DTypeName(args_.k.dtype), "; the sequence needs ", DTypeName(shape.dtype)));
+  }
+  return CheckValuesShape(shape);
+}
+
+absl::Status DecodeBatch::CheckValuesShape(const ModelShape& shape) const {
+  ATTND_RETURN_IF_ERROR(CheckValuesSent(has_values(), shape));
+  if (shape.latent) return absl::OkStatus();
   if (args_.v_heads != shape.kv_heads || args_.v_value_dim != shape.value_dim) {
     return absl::InvalidArgumentError(absl::StrCat("v has shape [.., ", args_.v_heads, ", ",
                                                    args_.v_value_dim, "]; the sequence needs [.., ",
                                                    shape.kv_heads, ", ", shape.value_dim, "]"));
   }
-  if (args_.k.dtype != shape.dtype || args_.v.dtype != shape.dtype) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("k and v have dtypes ", DTypeName(args_.k.dtype), " and ",
-                     DTypeName(args_.v.dtype), "; the sequence needs ", DTypeName(shape.dtype)));
-  }
-  return absl::OkStatus();
+  if (args_.v.dtype == shape.dtype) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("v has dtype ", DTypeName(args_.v.dtype),
+                                                 "; the sequence needs ", DTypeName(shape.dtype)));
 }
 
-absl::Status DecodeBatch::CheckNumbers(size_t number) {
+absl::Status DecodeBatch::CheckNumbers(size_t number, const ModelShape& shape) {
   const DecodeRow& row = args_.rows[number];
   Place& place = places_[number];
   const auto data = [](const TensorView& tensor, uint64_t first, uint64_t width) {
@@ -139,11 +153,13 @@ absl::Status DecodeBatch::CheckNumbers(size_t number) {
   float value_magnitude = 0;
   if (!row.query_only) {
     const uint64_t k_width = args_.k_heads * args_.k_head_dim;
-    const uint64_t v_width = args_.v_heads * args_.v_value_dim;
     BlockMagnitudes(args_.k.dtype, data(args_.k, place.new_token, k_width), row.position,
                     row.query_tokens, k_width, &key_magnitudes_);
-    value_magnitude = Magnitude(args_.v.dtype, data(args_.v, place.new_token, v_width),
-                                row.query_tokens * v_width);
+    if (!shape.latent) {
+      const uint64_t v_width = args_.v_heads * args_.v_value_dim;
+      value_magnitude = Magnitude(args_.v.dtype, data(args_.v, place.new_token, v_width),
+                                  row.query_tokens * v_width);
+    }
   }
   const bool keys_finite = std::all_of(key_magnitudes_.begin(), key_magnitudes_.end(),
                                        [](float magnitude) { return std::isfinite(magnitude); });
@@ -151,9 +167,12 @@ absl::Status DecodeBatch::CheckNumbers(size_t number) {
                     : !keys_finite                        ? "k"
                     : !std::isfinite(value_magnitude)     ? "v"
                                                           : nullptr;
-  if (bad == nullptr) return CheckValueMagnitude(value_magnitude);
-  return absl::InvalidArgumentError(
-      absl::StrCat(bad, " has a NaN or an infinity in this row; allowed are finite numbers"));
+  if (bad != nullptr) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(bad, " has a NaN or an infinity in this row; allowed are finite numbers"));
+  }
+  if (row.query_only || !shape.latent) return CheckValueMagnitude(value_magnitude);
+  return CheckLatentValues(shape, data(args_.k, place.new_token, shape.head_dim), row.query_tokens);
 }
 
 absl::Status DecodeBatch::ReserveAnswer(const ModelShape& shape) {
@@ -177,7 +196,9 @@ absl::StatusOr<Snapshot> DecodeBatch::Take(size_t number, WriterId writer,
   tokens.first_position = row.position;
   tokens.tokens = row.query_tokens;
   tokens.keys = args_.k.data + first * shape.head_dim * DTypeBytes(shape.dtype);
-  tokens.values = args_.v.data + first * shape.value_dim * DTypeBytes(shape.dtype);
+  if (!shape.latent) {
+    tokens.values = args_.v.data + first * shape.value_dim * DTypeBytes(shape.dtype);
+  }
   tokens.token_ids = row.token_ids;
   tokens.key_magnitudes = key_magnitudes_;
   return sequence->AppendAndRead(writer, tokens, place.query_magnitude);

@@ -38,6 +38,9 @@ class DecodeBatch {
 
   // What accepted rows read.
   std::span<const attention::StepRow> step_rows() const { return step_rows_; }
+  uint64_t sequence_id(size_t step_row) const {
+    return args_.rows[step_row_numbers_[step_row]].sequence_id;
+  }
   // Answers the rows that were accepted.
   absl::Status Run(attention::Backend* backend);
 
@@ -51,10 +54,11 @@ class DecodeBatch {
 
   absl::Status CheckTensor(const char* name, const TensorView& tensor, uint64_t tokens,
                            uint64_t heads, uint64_t dim) const;
-  absl::Status CheckRow(size_t row, const attention::Backend& backend, const Sequence& sequence);
+  absl::Status CheckRow(size_t row, const attention::Backend& backend, Sequence* sequence);
   absl::Status CheckShape(const DecodeRow& row, const ModelShape& shape) const;
+  absl::Status CheckValuesShape(const ModelShape& shape) const;
   // Finite, values within kValueMax; gives the magnitudes.
-  absl::Status CheckNumbers(size_t row);
+  absl::Status CheckNumbers(size_t row, const ModelShape& shape);
   // Reserves what the whole step's answer takes, its extents confirmed by a row's shape.
   absl::Status ReserveAnswer(const ModelShape& shape);
   // Appends the row's tokens, if it has any, and gives what its step reads.
@@ -63,6 +67,11 @@ class DecodeBatch {
   void ClearFaulty();
   void ClearAnswer(const attention::StepRow& row);
   void RefuseOverflow();
+
+  // Whether the message has values: those of latent models have none.
+  bool has_values() const {
+    return args_.v.elements != 0 || args_.v_heads != 0 || args_.v_value_dim != 0;
+  }
 
   const DecodeArgs& args_;
   MemoryBudget* const budget_;

@@ -11,11 +11,14 @@
 #include "common/checked_math.h"
 #include "common/status.h"
 #include "engine/archive.h"
+#include "engine/auditor.h"
 #include "engine/decode_batch.h"
+#include "engine/latent_values.h"
 #include "engine/magnitude.h"
 #include "engine/memory_budget.h"
 #include "engine/paged_segments.h"
 #include "engine/pager.h"
+#include "engine/prompt_observer.h"
 #include "engine/segmenter.h"
 #include "engine/sequence.h"
 #include "engine/sequence_table.h"
@@ -40,6 +43,34 @@ absl::Status CheckFinite(const char* name, float magnitude) {
   if (std::isfinite(magnitude)) return absl::OkStatus();
   return absl::InvalidArgumentError(
       absl::StrCat(name, " has a NaN or an infinity; allowed are finite numbers"));
+}
+
+// Finite, and within kValueMax.
+absl::Status CheckChunkValues(const AppendChunk& chunk, const ModelShape& shape) {
+  if (shape.latent) return CheckLatentValues(shape, chunk.k.data, chunk.tokens);
+  const float magnitude = Magnitude(shape.dtype, chunk.v.data, chunk.v.elements);
+  ATTND_RETURN_IF_ERROR(CheckFinite("v", magnitude));
+  return CheckValueMagnitude(magnitude);
+}
+
+// [kv_heads][head_dim] the greatest |q| of each channel, the mean over the heads of a group.
+std::vector<float> GroupMagnitudes(const ModelShape& shape, const ObservedLayer& observed) {
+  const size_t dim = shape.head_dim;
+  std::vector<float> row(dim), greatest(shape.query_heads * dim, 0.0f);
+  for (uint64_t i = 0; i < uint64_t{observed.tokens} * shape.query_heads; ++i) {
+    ToFloat(observed.dtype, observed.queries.data() + i * dim * DTypeBytes(observed.dtype), dim,
+            row.data());
+    float* head = greatest.data() + i % shape.query_heads * dim;
+    for (size_t c = 0; c < dim; ++c) head[c] = std::max(head[c], std::abs(row[c]));
+  }
+  std::vector<float> mean(shape.kv_heads * dim, 0.0f);
+  for (uint32_t head = 0; head < shape.query_heads; ++head) {
+    for (size_t c = 0; c < dim; ++c) {
+      mean[head / shape.group() * dim + c] +=
+          greatest[head * dim + c] / static_cast<float>(shape.group());
+    }
+  }
+  return mean;
 }
 
 // What `call` gives, or ResourceExhausted if the system refuses it memory.
@@ -85,6 +116,10 @@ class EngineImpl : public Engine {
           archive_.get(), &budget_, [this] { return sequences_.All(); }, options.retention);
       ATTND_RETURN_IF_ERROR(pager_->Start());
     }
+    if (observer_ != nullptr && options_.audit.share > 0) {
+      auditor_ = std::make_unique<Auditor>(options_.audit, &budget_, &gate_, observer_);
+      ATTND_RETURN_IF_ERROR(auditor_->Start());
+    }
     return segmenter_.Start();
   }
 
@@ -117,17 +152,18 @@ class EngineImpl : public Engine {
       }
       ATTND_RETURN_IF_ERROR(CheckChunkTensor("k", chunk.k, shape.dtype, chunk.tokens,
                                              shape.kv_heads, shape.head_dim));
-      ATTND_RETURN_IF_ERROR(CheckChunkTensor("v", chunk.v, shape.dtype, chunk.tokens,
-                                             shape.kv_heads, shape.value_dim));
+      ATTND_RETURN_IF_ERROR(CheckValuesSent(chunk.v.elements != 0, shape));
+      if (!shape.latent) {
+        ATTND_RETURN_IF_ERROR(CheckChunkTensor("v", chunk.v, shape.dtype, chunk.tokens,
+                                               shape.kv_heads, shape.value_dim));
+      }
       std::vector<float> key_magnitudes;
       BlockMagnitudes(shape.dtype, chunk.k.data, chunk.first_position, chunk.tokens,
                       uint64_t{shape.kv_heads} * shape.head_dim, &key_magnitudes);
       for (const float magnitude : key_magnitudes) {
         ATTND_RETURN_IF_ERROR(CheckFinite("k", magnitude));
       }
-      const float value_magnitude = Magnitude(shape.dtype, chunk.v.data, chunk.v.elements);
-      ATTND_RETURN_IF_ERROR(CheckFinite("v", value_magnitude));
-      ATTND_RETURN_IF_ERROR(CheckValueMagnitude(value_magnitude));
+      ATTND_RETURN_IF_ERROR(CheckChunkValues(chunk, shape));
       NewTokens tokens;
       tokens.layer = chunk.layer;
       tokens.first_position = chunk.first_position;
@@ -145,6 +181,37 @@ class EngineImpl : public Engine {
     });
   }
 
+  absl::Status Observe(absl::string_view tenant, WriterId writer, uint64_t sequence_id,
+                       const ObservedChunk& chunk) override {
+    return WithinMemory([&]() -> absl::Status {
+      ATTND_ASSIGN_OR_RETURN(auto sequence, sequences_.FindToWrite(tenant, sequence_id, writer));
+      const ModelShape& shape = sequence->shape();
+      if (chunk.layer >= shape.layers) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "layer is ", chunk.layer, "; the sequence has layers 0..", shape.layers - 1));
+      }
+      const bool fits = chunk.tokens >= 1 && chunk.tokens <= attention::kObservedTokensMax &&
+                        chunk.heads == shape.query_heads && chunk.head_dim == shape.head_dim;
+      if (!fits) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("observed_queries has shape [", chunk.tokens, ", ", chunk.heads, ", ",
+                         chunk.head_dim, "]; allowed are 1..", attention::kObservedTokensMax,
+                         " tokens of [", shape.query_heads, ", ", shape.head_dim, "]"));
+      }
+      const uint64_t bytes = chunk.queries.elements * DTypeBytes(chunk.queries.dtype);
+      auto observed = std::make_shared<ObservedLayer>();
+      ATTND_ASSIGN_OR_RETURN(observed->memory, budget_.Reserve(bytes, "observed queries"));
+      observed->dtype = chunk.queries.dtype;
+      observed->tokens = static_cast<uint32_t>(chunk.tokens);
+      observed->queries.assign(chunk.queries.data, chunk.queries.data + bytes);
+      const float magnitude =
+          Magnitude(chunk.queries.dtype, chunk.queries.data, chunk.queries.elements);
+      ATTND_RETURN_IF_ERROR(CheckFinite("observed_queries", magnitude));
+      const std::vector<float> channels = GroupMagnitudes(shape, *observed);
+      return sequence->Observe(writer, chunk.layer, std::move(observed), channels, magnitude);
+    });
+  }
+
   absl::StatusOr<PrefillResult> FinishPrefill(absl::string_view tenant, WriterId writer,
                                               uint64_t sequence_id,
                                               const std::atomic<bool>* cancelled) override {
@@ -154,6 +221,15 @@ class EngineImpl : public Engine {
       const auto start = std::chrono::steady_clock::now();
       ATTND_RETURN_IF_ERROR(WithRoom(
           cancelled, [&] { return segmenter_.SegmentPrefill(sequence.get(), cancelled); }));
+      ATTND_RETURN_IF_ERROR(WithRoom(cancelled, [&] {
+        return ObservePrompt(
+            options_.index_threads, &budget_,
+            [&] {
+              gate_.YieldToSteps();
+              return UnlessCancelled(cancelled)();
+            },
+            sequence.get());
+      }));
       PrefillResult result;
       result.build_time = std::chrono::steady_clock::now() - start;
       const SequenceInfo info = sequence->Info();
@@ -187,6 +263,7 @@ class EngineImpl : public Engine {
       if (PrefetchNextLayer(args.layer, batch.step_rows())) step.reset();
       ATTND_RETURN_IF_ERROR(batch.Run(backend_.get()));
       PutAwayDamaged(batch, *result);
+      if (auditor_ != nullptr) OfferToAudit(args.layer, batch);
       return absl::OkStatus();
     });
     for (const auto& sequence : grown) segmenter_.OnGrown(sequence);
@@ -251,6 +328,7 @@ class EngineImpl : public Engine {
       const OpenArgs& before = sealed.tail.metadata.args;
       OpenArgs wanted = args;
       if (!wanted.policy.has_value()) wanted.policy = before.policy;
+      if (!wanted.indexes.has_value()) wanted.indexes = before.indexes;
       ATTND_RETURN_IF_ERROR(CheckResumes(wanted, before));
       return WithRoom(cancelled, [&]() -> absl::StatusOr<OpenResult> {
         ATTND_ASSIGN_OR_RETURN(auto sequence, MakeNew(tenant, wanted));
@@ -297,14 +375,19 @@ class EngineImpl : public Engine {
 
   Usage usage() const override { return {budget_.used(), budget_.capacity(), sequences_.size()}; }
 
-  void WaitForBackground() override { segmenter_.WaitUntilIdle(); }
+  void WaitForBackground() override {
+    segmenter_.WaitUntilIdle();
+    if (auditor_ != nullptr) auditor_->WaitUntilIdle();
+  }
 
   void StopOpening() override { sequences_.StopOpening(); }
 
-  // Shutdown: 1. no new sequences, 2. no segments are built, 3. none are moved to disk.
+  // Shutdown: 1. no new sequences, 2. no segments are built, 3. no rows are audited, 4. no segments
+  // are moved to disk.
   void Shutdown() override {
     EngineImpl::StopOpening();
     segmenter_.Shutdown();
+    if (auditor_ != nullptr) auditor_->Shutdown();
     if (pager_ != nullptr) pager_->Shutdown();
   }
 
@@ -317,6 +400,7 @@ class EngineImpl : public Engine {
 
  private:
   static constexpr uint32_t kShardsMax = 4096;
+  static constexpr attention::IndexSet kClusters = attention::kClusterIndexes;
 
   // Refuses or appends each row; adds to `grown` the sequences that have newly committed tokens.
   void PrepareRows(absl::string_view tenant, WriterId writer, const DecodeArgs& args,
@@ -454,6 +538,13 @@ class EngineImpl : public Engine {
     for (const attention::StepRow& row : batch.step_rows()) archive_->PutAwayDamaged(*row.view);
   }
 
+  void OfferToAudit(uint32_t layer, const DecodeBatch& batch) {
+    const std::span<const attention::StepRow> rows = batch.step_rows();
+    for (size_t i = 0; i < rows.size(); ++i) {
+      auditor_->Offer(batch.sequence_id(i), layer, rows[i]);
+    }
+  }
+
   absl::StatusOr<Archive*> GetArchive() {
     if (archive_ != nullptr) return archive_.get();
     return absl::FailedPreconditionError(
@@ -471,6 +562,11 @@ class EngineImpl : public Engine {
         wanted.shard != sealed.shard) {
       return absl::FailedPreconditionError(
           "model is not the one that the sealed sequence was made with");
+    }
+    if (wanted.indexes != sealed.indexes) {
+      return absl::FailedPreconditionError(absl::StrCat("indexes are ", wanted.indexes->ToString(),
+                                                        "; the sealed sequence has ",
+                                                        sealed.indexes->ToString()));
     }
     const attention::Policy& policy = wanted.policy.value();
     if (policy.sink == sealed.policy->sink && policy.window <= sealed.policy->window) {
@@ -530,6 +626,15 @@ class EngineImpl : public Engine {
     OpenArgs complete = args;
     if (!complete.policy.has_value()) complete.policy = options_.default_policy;
     ATTND_RETURN_IF_ERROR(backend_->Supports(*complete.policy));
+    if (!complete.indexes.has_value()) {
+      const attention::IndexSet needed = complete.policy->Indexes();
+      const bool any_order = needed.empty() && complete.policy->CheckIndexes(kClusters).ok();
+      complete.indexes = any_order ? kClusters : needed;
+    }
+    ATTND_RETURN_IF_ERROR(complete.indexes->Validate());
+    ATTND_RETURN_IF_ERROR(backend_->Supports(*complete.indexes));
+    ATTND_RETURN_IF_ERROR(complete.policy->CheckIndexes(*complete.indexes));
+    ATTND_RETURN_IF_ERROR(complete.policy->CheckShape(complete.shape));
     return Make(tenant, std::move(complete));
   }
 
@@ -554,6 +659,7 @@ class EngineImpl : public Engine {
   SequenceTable sequences_;
   std::unique_ptr<Archive> archive_;  // set by Start; null without a data folder
   std::unique_ptr<Pager> pager_;      // as archive_
+  std::unique_ptr<Auditor> auditor_;  // set by Start; null where nothing is audited
   std::atomic<uint64_t> reused_tokens_{0};
 
   Segmenter segmenter_;  // last: its thread uses everything above

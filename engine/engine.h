@@ -21,6 +21,7 @@
 #include "attention/backend.h"
 #include "attention/policy.h"
 #include "common/model_shape.h"
+#include "engine/audit.h"
 #include "storage/page_cache_stats.h"
 
 namespace attnd::engine {
@@ -61,6 +62,7 @@ struct EngineOptions {
   uint32_t index_threads = 1;        // threads that segment a finished prefill
   attention::Policy default_policy;  // of sequences that choose none
   ArchiveOptions archive;
+  AuditOptions audit;
 
   // InvalidArgument names the option and its range.
   absl::Status Validate() const;
@@ -79,6 +81,9 @@ class Observer {
   virtual void OnSegmentBuildFailed(BuildTrigger, const absl::Status&) {}
   // Pages were read from disk; the time is from when they were asked for.
   virtual void OnPagesRead(uint64_t /*bytes*/, std::chrono::nanoseconds /*time*/) {}
+  // Of each row that was picked for an audit, one of the two.
+  virtual void OnAudited(const AuditedRow&) {}
+  virtual void OnAuditSkipped(AuditSkip) {}
 };
 
 // Names who appends. The first writer that appends to a sequence holds it until ReleaseWriter.
@@ -105,11 +110,14 @@ struct OpenArgs {
   ModelShape shape;  // validated by Open
   Shard shard;       // kept for listings
   std::optional<attention::Policy> policy;
+  // What is built of segments, and so their order. Absent: what the policy needs, clusters if it
+  // needs none.
+  std::optional<attention::IndexSet> indexes;
 };
 
 struct SequenceInfo {
   uint64_t id = 0;
-  OpenArgs args;  // policy is always present
+  OpenArgs args;  // policy and indexes are always present
   uint64_t committed_tokens = 0;
   uint64_t segmented_tokens = 0;
   uint32_t segments = 0;
@@ -123,12 +131,20 @@ struct AppendChunk {
   uint64_t first_position = 0;
   uint64_t tokens = 0;
   TensorView k;                         // [tokens, kv_heads, head_dim]
-  TensorView v;                         // [tokens, kv_heads, value_dim]
+  TensorView v;                         // [tokens, kv_heads, value_dim]; none of a latent model
   std::span<const uint32_t> token_ids;  // none or [tokens]
   // Whether the call may wait for room in the memory budget, while segments are built and moved to
   // disk: up to Engine::kRoomWait.
   bool may_wait = false;
   const std::atomic<bool>* cancelled = nullptr;  // ends waiting; may be null
+};
+
+// Queries of a prompt's last tokens in one layer.
+struct ObservedChunk {
+  uint32_t layer = 0;
+  uint64_t tokens = 0;
+  uint64_t heads = 0, head_dim = 0;  // the tensor's own
+  TensorView queries;                // [tokens, heads, head_dim]
 };
 
 struct PrefillResult {
@@ -159,6 +175,7 @@ struct DecodeArgs {
            q_head_dim = 0;  // the tensor's own last two extents; tokens = sum of query_tokens
   TensorView k;
   uint64_t k_heads = 0, k_head_dim = 0;
+  // None if rows that append are of latent models.
   TensorView v;
   uint64_t v_heads = 0, v_value_dim = 0;
   std::optional<std::chrono::steady_clock::time_point> deadline;
@@ -249,9 +266,17 @@ class Engine {
   virtual absl::Status Append(absl::string_view tenant, WriterId writer, uint64_t sequence_id,
                               const AppendChunk& chunk) = 0;
 
+  // Takes queries of the prompt's last tokens in one layer (AppendKvRequest.observed_queries).
+  // InvalidArgument (shape, NaN), OutOfRange (numbers), Aborted (another writer),
+  // ResourceExhausted.
+  virtual absl::Status Observe(absl::string_view tenant, WriterId writer, uint64_t sequence_id,
+                               const ObservedChunk& chunk) = 0;
+
   // Segments what the prefill left uncovered, the newest step's tokens as well, on index_threads
   // threads; prefills that come at the same time take turns. FailedPrecondition if layers differ in
   // length, Aborted if another writer holds the sequence; nothing is segmented then.
+  // FailedPrecondition, with everything segmented, if the policy is a keep-set and a layer has no
+  // observed queries.
   // ResourceExhausted, NotFound (closed meanwhile), Cancelled and Unavailable (shutting down) leave
   // what was segmented before.
   virtual absl::StatusOr<PrefillResult> FinishPrefill(absl::string_view tenant, WriterId writer,
@@ -309,12 +334,13 @@ class Engine {
   virtual void ReleaseWriter(WriterId writer) = 0;
 
   virtual Usage usage() const = 0;
-  // Waits until no segment is being built and none is due; for tests and benchmarks.
+  // Waits until no segment is being built and none is due, and no row is audited and none waits for
+  // it; for tests and benchmarks.
   virtual void WaitForBackground() = 0;
 
   // Shutdown step: no new sequences from now on.
   virtual void StopOpening() = 0;
-  // Stops the background thread. Steps in flight must have ended.
+  // Stops the background threads. Steps in flight must have ended.
   virtual void Shutdown() = 0;
 };
 

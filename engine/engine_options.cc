@@ -35,6 +35,7 @@ absl::Status EngineOptions::Validate() const {
   ATTND_RETURN_IF_ERROR(CheckRange("segment_tokens", segment_tokens, Segmenter::kSegmentTokensMin,
                                    attention::kSegmentTokensMax));
   ATTND_RETURN_IF_ERROR(CheckRange("index_threads", index_threads, 1, 1024));
+  ATTND_RETURN_IF_ERROR(audit.Validate());
   if (archive.data_dir.empty()) return absl::OkStatus();
   ATTND_RETURN_IF_ERROR(CheckRange("page_readers", archive.page_readers, 1, 64));
   return CheckRange("page_memory_bytes", archive.PageMemoryBytes(memory_budget_bytes),

@@ -16,6 +16,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "attention/pages.h"
 #include "common/dtype.h"
 #include "common/model_shape.h"
@@ -57,10 +58,11 @@ inline constexpr float kValueMax = 1e13f;
 static_assert(double{kValueMax} * kValueMax * 4294967296.0 * kHeadDimMax <
               std::numeric_limits<float>::max());
 
-// InvalidArgument if values of that magnitude, a finite one, are beyond kValueMax.
-inline absl::Status CheckValueMagnitude(float magnitude) {
+// InvalidArgument if the values in the tensor `name`, of that magnitude, a finite one, are beyond
+// kValueMax.
+inline absl::Status CheckValueMagnitude(float magnitude, absl::string_view name = "v") {
   if (magnitude <= kValueMax) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat("v has numbers up to ", magnitude,
+  return absl::InvalidArgumentError(absl::StrCat(name, " has numbers up to ", magnitude,
                                                  "; allowed are magnitudes up to ", kValueMax));
 }
 

@@ -23,12 +23,13 @@ bool TailFits(const SegmentFileHeader& header, const FileMetadata& metadata) {
          header.index_head_bytes == 0;
 }
 
-bool ClustersFit(const SegmentFileHeader& header, const ModelShape& shape) {
+bool SegmentFits(const SegmentFileHeader& header, const OpenArgs& args) {
+  const attention::SegmentForm form = {args.shape, *args.indexes, header.tokens,
+                                       header.unclustered};
   return header.tokens >= 1 && header.tokens <= attention::kSegmentTokensMax &&
          header.unclustered < header.tokens &&
          header.pages == PageGeometry::PagesFor(header.tokens) &&
-         header.index_head_bytes ==
-             attention::IndexLayout(shape, header.tokens, header.unclustered).head_bytes;
+         header.index_head_bytes == attention::IndexLayout(form).head_bytes;
 }
 
 // Whether a header's sizes are what its model gives.
@@ -39,7 +40,7 @@ bool Fits(const SegmentFileHeader& header, const FileMetadata& metadata) {
   const bool pages_fit = header.pages == 0 || header.page_bytes == PageGeometry(shape).page_bytes();
   if (!of_model || !pages_fit) return false;
   return header.kind == storage::SegmentKind::kTail ? TailFits(header, metadata)
-                                                    : ClustersFit(header, shape);
+                                                    : SegmentFits(header, metadata.args);
 }
 
 }  // namespace

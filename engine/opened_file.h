@@ -20,6 +20,11 @@ struct OpenedFile {
   FileMetadata metadata;
 
   const storage::SegmentFileHeader& header() const { return file->header(); }
+  // Of a segment.
+  attention::SegmentForm form() const {
+    return {metadata.args.shape, metadata.args.indexes.value_or(attention::kClusterIndexes),
+            header().tokens, header().unclustered};
+  }
 };
 
 // Reads header, metadata and table of checksums, and checks that the header's sizes are those that

@@ -202,13 +202,10 @@ void SegmentFiles::AddStats(ArchiveStats* stats) const {
 absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::ReadWhole(const Opened& opened,
                                                                     uint64_t id,
                                                                     const Proceed& proceed) {
-  const SegmentFileHeader& header = opened.header();
-  const ModelShape& shape = opened.metadata.args.shape;
-  const uint64_t bytes = Segment::IndexBytes(shape, header.tokens, header.unclustered) +
-                         Segment::PayloadBytes(shape, header.tokens);
+  const attention::SegmentForm form = opened.form();
+  const uint64_t bytes = Segment::IndexBytes(form) + Segment::PayloadBytes(form);
   ATTND_ASSIGN_OR_RETURN(Reservation reservation, budget_->Reserve(bytes, "a sealed segment"));
-  attention::SegmentLoader loader(id, shape, header.first_position, header.tokens,
-                                  header.unclustered);
+  attention::SegmentLoader loader(id, form, opened.header().first_position);
   if (!loader.allocated()) return NoMemory();
   {
     ATTND_ASSIGN_OR_RETURN(const QueueLease queue, QueueLease::Take(this));
@@ -225,17 +222,16 @@ absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::ReadWhole(const Opened
 absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::ReadPaged(Opened opened, bool catalogued,
                                                                     uint64_t id,
                                                                     const Proceed& proceed) {
-  const SegmentFileHeader header = opened.header();
-  const ModelShape& shape = opened.metadata.args.shape;
-  const uint64_t bytes = Segment::IndexBytes(shape, header.tokens, header.unclustered);
-  ATTND_ASSIGN_OR_RETURN(
-      Reservation reservation,
-      budget_->Reserve(bytes + PagedSegments::BooksBytes(header), "a sealed segment's index"));
+  const attention::SegmentForm form = opened.form();
+  const uint64_t first_position = opened.header().first_position;
+  const uint64_t bytes = Segment::IndexBytes(form);
+  ATTND_ASSIGN_OR_RETURN(Reservation reservation,
+                         budget_->Reserve(bytes + PagedSegments::BooksBytes(opened.header()),
+                                          "a sealed segment's index"));
   const SegmentFile* const file = opened.file.get();
   ATTND_ASSIGN_OR_RETURN(
       auto payload, paged_->Add(std::move(opened.file), live_->Use(opened.number, catalogued)));
-  attention::SegmentLoader loader(id, shape, header.first_position, header.tokens,
-                                  header.unclustered, payload);
+  attention::SegmentLoader loader(id, form, first_position, payload);
   if (!loader.allocated()) return NoMemory();
   {
     ATTND_ASSIGN_OR_RETURN(const QueueLease queue, QueueLease::Take(this));
@@ -249,12 +245,13 @@ absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::ReadPaged(Opened opene
 absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::PageOut(const Segment& whole,
                                                                   Opened opened, bool catalogued) {
   const auto index = whole.index_block();
-  Reservation reservation =
-      budget_->ReserveBeyond(index.size() + PagedSegments::BooksBytes(opened.header()));
+  const uint64_t bytes = index.size() + PagedSegments::BooksBytes(opened.header());
+  // Within the budget, if pages that nobody reads can make room; in any case, as it frees more.
+  absl::StatusOr<Reservation> free = budget_->Reserve(bytes, "a segment's index");
+  Reservation reservation = free.ok() ? *std::move(free) : budget_->ReserveBeyond(bytes);
   ATTND_ASSIGN_OR_RETURN(
       auto payload, paged_->Add(std::move(opened.file), live_->Use(opened.number, catalogued)));
-  attention::SegmentLoader loader(whole.id(), whole.shape(), whole.first_position(), whole.tokens(),
-                                  whole.unclustered(), payload);
+  attention::SegmentLoader loader(whole.id(), whole.form(), whole.first_position(), payload);
   if (!loader.allocated()) return NoMemory();
   std::memcpy(loader.index_block().data(), index.data(), index.size());
   return HoldReservation(loader.Finish(), std::move(reservation));
@@ -262,11 +259,10 @@ absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::PageOut(const Segment&
 
 absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::BringWhole(const Segment& paged,
                                                                      const Proceed& proceed) {
-  const uint64_t bytes = Segment::IndexBytes(paged.shape(), paged.tokens(), paged.unclustered()) +
-                         Segment::PayloadBytes(paged.shape(), paged.tokens());
+  const attention::SegmentForm& form = paged.form();
+  const uint64_t bytes = Segment::IndexBytes(form) + Segment::PayloadBytes(form);
   ATTND_ASSIGN_OR_RETURN(Reservation reservation, budget_->Reserve(bytes, "a sealed segment"));
-  attention::SegmentLoader loader(paged.id(), paged.shape(), paged.first_position(), paged.tokens(),
-                                  paged.unclustered());
+  attention::SegmentLoader loader(paged.id(), form, paged.first_position());
   if (!loader.allocated()) return NoMemory();
   const auto index = paged.index_block();
   std::memcpy(loader.index_block().data(), index.data(), index.size());

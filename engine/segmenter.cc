@@ -237,12 +237,11 @@ absl::StatusOr<bool> Segmenter::Build(Sequence* sequence, uint32_t min_tokens, u
                                       const std::atomic<bool>* cancelled, uint32_t* installed) {
   const std::optional<SegmentJob> job = sequence->NextSegment(min_tokens, options_.segment_tokens);
   if (!job.has_value()) return false;
-  const ModelShape& shape = sequence->shape();
+  const attention::SegmentForm form = {sequence->shape(), sequence->indexes(), job->tokens,
+                                       job->unclustered};
   ATTND_ASSIGN_OR_RETURN(
       Reservation memory,
-      budget_->Reserve(Segment::IndexBytes(shape, job->tokens, job->unclustered) +
-                           Segment::PayloadBytes(shape, job->tokens),
-                       "a segment"));
+      budget_->Reserve(Segment::IndexBytes(form) + Segment::PayloadBytes(form), "a segment"));
   SegmentBuilder builder(job->view, next_segment_id_.fetch_add(1, std::memory_order_relaxed),
                          job->tokens, job->unclustered);
   if (!builder.allocated()) {
@@ -264,8 +263,7 @@ absl::Status Segmenter::BuildSegment(const Sequence& sequence, SegmentBuilder* b
   if (built.ok()) return built;
   // Whatever kept the backend from it, what is still wanted can be built here.
   ATTND_RETURN_IF_ERROR(Wanted(sequence, cancelled));
-  const uint64_t scratch_bytes =
-      HeadBuilder::ScratchBytes(sequence.shape(), builder->segment().tokens());
+  const uint64_t scratch_bytes = HeadBuilder::ScratchBytes(builder->segment().form());
   uint32_t builders = std::min(threads, builder->heads());
   constexpr const char* kScratch = "building a segment";
   absl::StatusOr<Reservation> scratch = budget_->Reserve(builders * scratch_bytes, kScratch);

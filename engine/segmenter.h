@@ -39,6 +39,8 @@ class StepGate {
   };
 
   void YieldToSteps();
+  // Whether a step runs, for those who may wait only where no step would wait for them.
+  bool busy() const { return steps_.load(std::memory_order_relaxed) != 0; }
 
  private:
   static constexpr std::chrono::microseconds kYieldMax{4000};

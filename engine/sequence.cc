@@ -51,9 +51,10 @@ struct NewRows {
   }
   // Whether the token is equal to the one at `place` of a run of pages.
   bool Equal(uint64_t token, uint32_t head, const std::byte* pages, uint64_t place) const {
-    return std::memcmp(pages + geometry.KeyOffset(place), key(token, head),
-                       geometry.key_row_bytes) == 0 &&
-           std::memcmp(pages + geometry.ValueOffset(place), value(token, head),
+    const bool keys_equal = std::memcmp(pages + geometry.KeyOffset(place), key(token, head),
+                                        geometry.key_row_bytes) == 0;
+    if (!geometry.stores_values() || !keys_equal) return keys_equal;
+    return std::memcmp(pages + geometry.ValueOffset(place), value(token, head),
                        geometry.value_row_bytes) == 0;
   }
   const PageGeometry geometry;
@@ -61,6 +62,15 @@ struct NewRows {
   const std::byte* const values;
   const uint32_t kv_heads;
 };
+
+// For those who may choose blocks by what the step before them chose.
+std::shared_ptr<attention::BlockRecall> MakeRecall(const OpenArgs& args) {
+  const bool two_levels =
+      args.indexes.has_value() &&
+      args.indexes->HasAll({attention::IndexKind::kBlocks64, attention::IndexKind::kLabels});
+  if (!two_levels) return nullptr;
+  return std::make_shared<attention::BlockRecall>(args.shape.layers, args.shape.kv_heads);
+}
 
 float Greatest(std::span<const float> values) {
   float greatest = 0;
@@ -121,6 +131,7 @@ Sequence::Sequence(uint64_t id, std::string tenant, OpenArgs args, uint64_t max_
       args_(std::move(args)),
       max_tokens_(max_tokens),
       budget_(budget),
+      recall_(MakeRecall(args_)),
       layer_tokens_(args_.shape.layers, 0),
       key_bounds_(args_.shape.layers, 0),
       token_ids_(budget) {}
@@ -334,6 +345,7 @@ void Sequence::Write(const NewTokens& tokens, uint64_t skip) {
     for (uint32_t head = 0; head < args_.shape.kv_heads; ++head) {
       std::byte* pages = TailPages(tokens.layer, head, position);
       std::memcpy(pages + g.KeyOffset(place), rows.key(i, head), g.key_row_bytes);
+      if (!g.stores_values()) continue;
       std::memcpy(pages + g.ValueOffset(place), rows.value(i, head), g.value_row_bytes);
     }
   }
@@ -357,6 +369,19 @@ std::shared_ptr<const SequenceView> Sequence::View() {
   if (view_ == nullptr) {
     auto view = std::make_shared<SequenceView>();
     view->shape = args_.shape;
+    view->indexes = indexes();
+    view->recall = recall_;
+    const bool labels = indexes().Has(attention::IndexKind::kLabels);
+    if (labels && label_choice_ == nullptr && !segments_.empty()) {
+      label_choice_ = attention::LabelChoiceOf(*segments_.front());
+    }
+    view->label_choice = label_choice_;
+    if (labels && label_choice_ == nullptr && !observed_magnitudes_.empty()) {
+      auto choice = std::make_shared<attention::LabelChoice>();
+      choice->query_magnitudes = observed_magnitudes_;
+      view->label_choice = std::move(choice);
+    }
+    view->keep = keep_;
     view->segments = segments_;
     view->tail = tail_.blocks;
     view->tail_begin = tail_.begin;
@@ -383,6 +408,69 @@ absl::Status Sequence::CheckAligned() const {
   return absl::FailedPreconditionError(absl::StrCat(
       "prefill_complete: layer ", least - layer_tokens_.begin(), " has ", *least,
       " tokens and layer ", most - layer_tokens_.begin(), " has ", *most, "; they must be equal"));
+}
+
+// ---- observed queries ----
+
+absl::Status Sequence::Observe(WriterId writer, uint32_t layer,
+                               std::shared_ptr<const ObservedLayer> queries,
+                               std::span<const float> head_magnitudes, float magnitude) {
+  MutexLock lock(mutex_);
+  ATTND_RETURN_IF_ERROR(CheckWriter(writer));
+  ATTND_RETURN_IF_ERROR(CheckLogits(layer, magnitude, 0));
+  writer_ = writer;
+  Touch();
+  observed_.resize(args_.shape.layers);
+  observed_[layer] = std::move(queries);
+  if (!indexes().Has(attention::IndexKind::kLabels)) return absl::OkStatus();
+  // Channels of layers without queries count by their keys.
+  const size_t width = head_magnitudes.size();
+  observed_magnitudes_.resize(args_.shape.layers * width, 1.0f);
+  std::copy(head_magnitudes.begin(), head_magnitudes.end(),
+            observed_magnitudes_.begin() + static_cast<ptrdiff_t>(layer * width));
+  view_.reset();
+  return absl::OkStatus();
+}
+
+std::optional<PromptObservation> Sequence::Observation() {
+  MutexLock lock(mutex_);
+  PromptObservation prompt;
+  prompt.tokens = CommittedTokens();
+  const bool complete =
+      !observed_.empty() && std::all_of(observed_.begin(), observed_.end(), [&](const auto& layer) {
+        return layer != nullptr && layer->tokens <= prompt.tokens;
+      });
+  if (!complete) return std::nullopt;
+  prompt.view = View();
+  prompt.layers = observed_;
+  return prompt;
+}
+
+void Sequence::ForgetObservation(const PromptObservation& seen) {
+  MutexLock lock(mutex_);
+  if (observed_ == seen.layers) observed_.clear();
+}
+
+void Sequence::SetKeepSet(std::shared_ptr<const attention::KeepSet> keep, Reservation memory) {
+  MutexLock lock(mutex_);
+  keep_ = std::move(keep);
+  keep_memory_ = std::move(memory);
+  view_.reset();
+}
+
+bool Sequence::has_keep_set() {
+  MutexLock lock(mutex_);
+  return keep_ != nullptr;
+}
+
+absl::Status Sequence::CheckKeepSet(const attention::Policy& policy) {
+  if (policy.selector != attention::Selector::kKeepSet) return absl::OkStatus();
+  MutexLock lock(mutex_);
+  if (segments_.empty() || (keep_ != nullptr && keep_->Serves(policy))) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      "policy.preset ", policy.preset,
+      " needs a keep-set, which is made when a prompt is complete: open the sequence with this "
+      "policy and its parameters, and send observed_queries of every layer with the prompt"));
 }
 
 SequenceInfo Sequence::Info() {

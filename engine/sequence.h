@@ -19,6 +19,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "attention/backend.h"
+#include "attention/observation.h"
 #include "common/mutex.h"
 #include "engine/engine.h"
 #include "engine/memory_budget.h"
@@ -27,7 +28,7 @@
 namespace attnd::engine {
 
 // New tokens of one layer: keys [tokens, kv_heads, head_dim] and values [tokens, kv_heads,
-// value_dim] in the model's dtype, checked by the caller.
+// value_dim] in the model's dtype, checked by the caller; no values if the model is latent.
 struct NewTokens {
   uint32_t layer = 0;
   uint64_t first_position = 0;
@@ -59,6 +60,26 @@ struct HistorySnapshot {
   uint64_t committed = 0;
   std::vector<float> segment_key_bounds;  // [segments][layers] greatest |k|
   std::vector<TokenIds::Run> token_ids;   // of committed positions
+};
+
+// Queries of one layer that a prompt's end came with, and the budget's bytes for them.
+struct ObservedLayer {
+  Reservation memory;
+  DType dtype = DType::kFp32;
+  uint32_t tokens = 0;
+  std::vector<std::byte> queries;  // [tokens, query_heads, head_dim]
+};
+
+// A prompt that is complete, with the queries of its last tokens in every layer.
+struct PromptObservation {
+  std::shared_ptr<const attention::SequenceView> view;
+  uint64_t tokens = 0;                                       // of the prompt
+  std::vector<std::shared_ptr<const ObservedLayer>> layers;  // [layers]
+
+  attention::ObservedQueries QueriesOf(uint32_t layer) const {
+    const ObservedLayer& observed = *layers[layer];
+    return {observed.dtype, observed.tokens, observed.queries.data()};
+  }
 };
 
 // A segment and its other version, paged or whole, which holds the same.
@@ -96,9 +117,10 @@ class Sequence {
   const std::string& tenant() const { return tenant_; }
   const OpenArgs& args() const { return args_; }
   const ModelShape& shape() const { return args_.shape; }
-  const attention::Policy& policy() const {
-    return *args_.policy;  // NOLINT(bugprone-unchecked-optional-access): Engine::Open sets it
-  }
+  // NOLINTBEGIN(bugprone-unchecked-optional-access): Engine::Open sets them
+  const attention::Policy& policy() const { return *args_.policy; }
+  const attention::IndexSet& indexes() const { return *args_.indexes; }
+  // NOLINTEND(bugprone-unchecked-optional-access)
 
   // Appends, or recognises a repeat, and gives how many tokens are new; errors as Engine::Append
   // says, state unchanged then.
@@ -111,6 +133,22 @@ class Sequence {
   // What a step reads that only asks. FailedPrecondition unless `position` is the layer's length;
   // OutOfRange as above.
   absl::StatusOr<Snapshot> Read(uint32_t layer, uint64_t position, float query_magnitude);
+
+  // Takes the queries of one layer for the prompt's last tokens, in place of those that it has.
+  // Aborted if another writer holds the sequence, OutOfRange as AppendAndRead.
+  absl::Status Observe(WriterId writer, uint32_t layer,
+                       std::shared_ptr<const ObservedLayer> queries,
+                       std::span<const float> head_magnitudes, float magnitude);
+  // What there is to look at: nothing unless every layer has queries, no more of them than tokens.
+  std::optional<PromptObservation> Observation();
+  // Forgets queries that have been looked at.
+  void ForgetObservation(const PromptObservation& observed);
+  // For steps to come; the memory goes with it.
+  void SetKeepSet(std::shared_ptr<const attention::KeepSet> keep, Reservation memory);
+  bool has_keep_set();
+  // FailedPrecondition if the policy reads by a keep-set that the sequence does not have, and there
+  // is something to choose from.
+  absl::Status CheckKeepSet(const attention::Policy& policy);
 
   // -> tokens that segments cover. Aborted, as ForkInto, if PagedForLength gives any; nothing
   // changed then. So are appending and AppendAndRead for repeats of what is in PagedWithin.
@@ -247,10 +285,11 @@ class Sequence {
   // Constant.
   const uint64_t id_;
   const std::string tenant_;
-  const OpenArgs args_;  // with a policy
+  const OpenArgs args_;  // with a policy and indexes
   const uint64_t max_tokens_;
   MemoryBudget* const budget_;
-  Reservation object_;  // set by Create
+  Reservation object_;                                    // set by Create
+  const std::shared_ptr<attention::BlockRecall> recall_;  // null without blocks of 64 and labels
 
   std::atomic<bool> closed_{false};
   std::atomic<std::chrono::steady_clock::rep> last_used_{0};
@@ -275,6 +314,14 @@ class Sequence {
   TokenIds token_ids_ ABSL_GUARDED_BY(mutex_);
   Reservation books_ ABSL_GUARDED_BY(mutex_);  // for the lists of segments and blocks
   std::optional<WriterId> writer_ ABSL_GUARDED_BY(mutex_);
+  // [layers] queries of the prompt's last tokens; null where there are none.
+  std::vector<std::shared_ptr<const ObservedLayer>> observed_ ABSL_GUARDED_BY(mutex_);
+  // [layers][kv_heads][head_dim] greatest |q| of them, the mean over the group; for labels.
+  std::vector<float> observed_magnitudes_ ABSL_GUARDED_BY(mutex_);
+  std::shared_ptr<const attention::KeepSet> keep_ ABSL_GUARDED_BY(mutex_);
+  Reservation keep_memory_ ABSL_GUARDED_BY(mutex_);
+  // Of the first segment that it had, for those to come; null before, and without labels.
+  std::shared_ptr<const attention::LabelChoice> label_choice_ ABSL_GUARDED_BY(mutex_);
   // Made when asked for, dropped when segments or blocks change.
   std::shared_ptr<const attention::SequenceView> view_ ABSL_GUARDED_BY(mutex_);
 };

@@ -18,13 +18,16 @@ using attention::kTailBlockTokens;
 using attention::PageGeometry;
 using attention::TailBlock;
 
-// Copies token `from` of a run of pages to place `to` of another.
-void CopyToken(const PageGeometry& geometry, const std::byte* source, uint64_t from,
-               std::byte* target, uint64_t to) {
-  std::memcpy(target + geometry.KeyOffset(to), source + geometry.KeyOffset(from),
-              geometry.key_row_bytes);
-  std::memcpy(target + geometry.ValueOffset(to), source + geometry.ValueOffset(from),
-              geometry.value_row_bytes);
+// What a history of `length` tokens has of a keep-set: tokens that come later are new ones.
+std::shared_ptr<const attention::KeepSet> ShortKeepSet(const attention::KeepSet& keep,
+                                                       uint64_t length) {
+  auto shorter = std::make_shared<attention::KeepSet>(keep);
+  shorter->prompt_tokens = std::min(keep.prompt_tokens, length);
+  for (std::vector<uint32_t>& positions : shorter->positions) {
+    positions.erase(std::lower_bound(positions.begin(), positions.end(), shorter->prompt_tokens),
+                    positions.end());
+  }
+  return shorter;
 }
 
 }  // namespace
@@ -79,6 +82,8 @@ absl::StatusOr<uint64_t> Sequence::Truncate(uint64_t length) {
   SumUpKeyBounds();
   std::fill(layer_tokens_.begin(), layer_tokens_.end(), length);
   newest_step_ = std::min(newest_step_, length);
+  if (recall_ != nullptr) recall_->Truncate(length);
+  if (keep_ != nullptr) keep_ = ShortKeepSet(*keep_, length);
   build_from_ = build_delay_ = 0;
   token_ids_.Truncate(length);
   view_.reset();
@@ -101,6 +106,8 @@ absl::Status Sequence::ForkInto(std::optional<uint64_t> wanted, Sequence* child)
   child->SumUpKeyBounds();
   std::fill(child->layer_tokens_.begin(), child->layer_tokens_.end(), length);
   child->token_ids_ = std::move(token_ids);
+  if (recall_ != nullptr) child->recall_->CopyFrom(*recall_, length);
+  if (keep_ != nullptr) child->keep_ = ShortKeepSet(*keep_, length);
   return absl::OkStatus();
 }
 
@@ -164,7 +171,8 @@ RestoredSegments Sequence::PrefixFor(const Sequence& fresh, std::span<const uint
   RestoredSegments prefix;
   const bool may_share = !args_.fingerprint.empty() && tenant_ == fresh.tenant() &&
                          args_.fingerprint == fresh.args().fingerprint &&
-                         args_.shape == fresh.shape() && args_.shard == fresh.args().shard;
+                         args_.shape == fresh.shape() && args_.shard == fresh.args().shard &&
+                         indexes() == fresh.indexes();
   if (!may_share) return prefix;
   MutexLock lock(mutex_);
   if (tail_.begin <= known.tokens()) return prefix;  // where the last segment ends
@@ -256,7 +264,7 @@ void Sequence::CopyFromTail(uint64_t begin, uint64_t end, Tail* target) {
       const std::byte* pages = source.pages(layer, head);
       for (uint64_t position = begin; position < end; ++position) {
         const uint64_t place = position % kTailBlockTokens;
-        CopyToken(geometry, pages, place, target->blocks[number]->pages(layer, head), place);
+        geometry.CopyToken(pages, place, target->blocks[number]->pages(layer, head), place);
       }
       const uint64_t place = begin % kTailBlockTokens;
       bound = std::max(bound, KeyMagnitude(geometry, pages, place, place + (end - begin)));
@@ -278,8 +286,8 @@ void Sequence::CopyFromSegments(uint64_t end, Tail* target) {
           const uint64_t position = segment->first_position() + positions[slot];
           if (position < begin || position >= end) continue;
           const uint64_t block = position / kTailBlockTokens - begin / kTailBlockTokens;
-          CopyToken(geometry, pages, slot, target->blocks[block]->pages(layer, head),
-                    position % kTailBlockTokens);
+          geometry.CopyToken(pages, slot, target->blocks[block]->pages(layer, head),
+                             position % kTailBlockTokens);
           float& bound = target->key_bounds[block * args_.shape.layers + layer];
           bound = std::max(bound, KeyMagnitude(geometry, pages, slot, slot + 1));
         }

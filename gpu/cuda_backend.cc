@@ -172,21 +172,17 @@ class CudaBackend : public Backend {
   absl::string_view device() const override { return device_->name(); }
 
   absl::Status Supports(const Policy& policy) const override {
-    switch (policy.selector) {
-      case attention::Selector::kAll:
-      case attention::Selector::kNone:
-        return absl::OkStatus();
-      case attention::Selector::kClusters:
-        break;
-    }
-    switch (policy.cut) {
-      case attention::Cut::kTopK:
-      case attention::Cut::kTopP:
-      case attention::Cut::kErrorBudget:
-        return absl::OkStatus();
-    }
+    const bool known = policy.selector == attention::Selector::kAll ||
+                       policy.selector == attention::Selector::kNone ||
+                       policy.selector == attention::Selector::kClusters;
+    if (known && policy.pruner == attention::Pruner::kNone) return absl::OkStatus();
     return absl::UnimplementedError(
         absl::StrCat("policy.preset ", policy.preset, " is not part of the CUDA backend"));
+  }
+  absl::Status Supports(const attention::IndexSet& indexes) const override {
+    if (indexes == attention::kClusterIndexes) return absl::OkStatus();
+    return absl::UnimplementedError(absl::StrCat("indexes are ", indexes.ToString(),
+                                                 "; the CUDA backend reads clusters alone"));
   }
   absl::Status Supports(const ModelShape& shape) const override { return CheckShape(shape); }
 

@@ -27,6 +27,10 @@ std::string PayloadTypesText() {
 }  // namespace
 
 absl::Status CheckShape(const ModelShape& shape) {
+  if (shape.latent) {
+    return absl::UnimplementedError(
+        "model.shape.latent is set; the CUDA backend has no kernels for it");
+  }
   bool dtype_known = false;
   for (const DType dtype : kPayloadTypes) dtype_known |= dtype == shape.dtype;
   if (!dtype_known) {

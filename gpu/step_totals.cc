@@ -108,7 +108,7 @@ void StepTotals::AddPlans(const StepWriter& writer, const RowPart& part, const s
     plan.kv_head = unit % kv_heads;
     for (uint32_t s = 0; s < row.view->segments.size(); ++s) {
       const Segment& segment = *row.view->segments[s];
-      const uint32_t clusters = segment.index(request_.layer, plan.kv_head).clusters;
+      const uint32_t clusters = segment.clusters(request_.layer, plan.kv_head).clusters;
       for (uint32_t c = 0; c < clusters; ++c) {
         if (fate[c] == kFateExact) plan.exact.push_back({s, c});
         if (fate[c] == kFateEstimated) plan.estimated.push_back({s, c});

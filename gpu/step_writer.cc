@@ -97,14 +97,9 @@ uint32_t Narrow(uint64_t value) { return static_cast<uint32_t>(value); }  // Fit
 
 UnitKind KindOf(const StepRow& row, uint32_t layer) {
   const Policy& policy = *row.policy;
-  switch (policy.SelectorFor(layer)) {
-    case Selector::kAll:
-      return UnitKind::kDense;
-    case Selector::kNone:
-      return UnitKind::kStreaming;
-    case Selector::kClusters:
-      break;
-  }
+  if (policy.DenseIn(layer)) return UnitKind::kDense;
+  if (policy.selector == Selector::kNone) return UnitKind::kStreaming;
+  // Clusters: CudaBackend::Supports lets no others in.
   if (policy.cut == attention::Cut::kErrorBudget && policy.tolerance == 0) return UnitKind::kDense;
   return row.view->segments.empty() ? UnitKind::kStreaming : UnitKind::kClusters;
 }

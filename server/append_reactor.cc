@@ -115,7 +115,12 @@ absl::Status AppendReactor::Append() {
   }
   ATTND_RETURN_IF_ERROR(CheckSequenceId());
   prefill_complete_ = request_.prefill_complete();
-  if (prefill_complete_ && !request_.has_k() && !request_.has_v()) return absl::OkStatus();
+  if (request_.has_observed_queries()) {
+    ATTND_ASSIGN_OR_RETURN(const engine::ObservedChunk observed, ObservedFromProto(request_));
+    ATTND_RETURN_IF_ERROR(handlers_->engine->Observe(tenant_, writer_, sequence_id_, observed));
+  }
+  const bool may_be_empty = prefill_complete_ || request_.has_observed_queries();
+  if (may_be_empty && !request_.has_k() && !request_.has_v()) return absl::OkStatus();
   return AppendChunk();
 }
 

@@ -81,6 +81,10 @@ ABSL_FLAG(std::string, policy_file, "",
           "files with named presets in protobuf text format, comma separated or repeated");
 ABSL_FLAG(bool, page_prefetch, Defaults().page_prefetch,
           "read ahead what the next layer's last step read exactly");
+ABSL_FLAG(double, audit_share, Defaults().audit_share,
+          "share of the rows that are computed again, densely, in the background; 0: none");
+ABSL_FLAG(double, audit_cpu_share, Defaults().audit_cpu_share,
+          "what that may take of one core's time at most");
 ABSL_FLAG(std::string, config, "", "file with these options in protobuf text format");
 ABSL_FLAG(std::string, probe, "",
           "ask the server at this address for its health and exit: 0 if it serves");
@@ -122,7 +126,9 @@ constexpr const char* kFlagNames[] = {"listen",
                                       "page_prefetch",
                                       "retain_bytes",
                                       "retain_s",
-                                      "policy_file"};
+                                      "policy_file",
+                                      "audit_share",
+                                      "audit_cpu_share"};
 
 // Flags that may be repeated, as their fields are.
 bool MayRepeat(const std::string& name) { return name == "listen" || name == "policy_file"; }
@@ -164,6 +170,9 @@ absl::Status SetField(const char* name, v1::ServerConfig* config) {
       return absl::OkStatus();
     case FieldDescriptor::CPPTYPE_BOOL:
       reflection->SetBool(config, field, text == "true");
+      return absl::OkStatus();
+    case FieldDescriptor::CPPTYPE_DOUBLE:
+      reflection->SetDouble(config, field, std::stod(text));
       return absl::OkStatus();
     case FieldDescriptor::CPPTYPE_STRING:
       if (!field->is_repeated()) {

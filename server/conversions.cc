@@ -29,9 +29,6 @@ absl::Status CheckEnum(const char* field, int value, bool known) {
 }
 
 absl::StatusOr<ModelShape> ShapeFromProto(const v1::ModelShape& proto) {
-  if (proto.latent()) {
-    return absl::UnimplementedError("model.shape.latent: latent attention is not supported");
-  }
   ModelShape shape;
   ATTND_ASSIGN_OR_RETURN(shape.dtype, FromProto(proto.dtype(), "model.shape.dtype"));
   shape.layers = proto.layers();
@@ -39,6 +36,7 @@ absl::StatusOr<ModelShape> ShapeFromProto(const v1::ModelShape& proto) {
   shape.kv_heads = proto.kv_heads();
   shape.head_dim = proto.head_dim();
   shape.value_dim = proto.value_dim() != 0 ? proto.value_dim() : proto.head_dim();
+  shape.latent = proto.latent();
   shape.softmax_scale = proto.softmax_scale();
   if (shape.softmax_scale == 0 && shape.head_dim > 0) {
     shape.softmax_scale = 1.0f / std::sqrt(static_cast<float>(shape.head_dim));
@@ -66,22 +64,41 @@ absl::StatusOr<engine::Shard> ShardFromProto(const v1::Shard& proto) {
   return shard;
 }
 
-absl::Status CheckLayoutAndIndexes(const v1::OpenSequenceRequest& request) {
-  const auto layout = request.layout();
-  if (layout == v1::OpenSequenceRequest::LAYOUT_TOKEN_ORDER) {
-    return absl::UnimplementedError("layout: token order is not supported");
-  }
+// Absent: left to the policy.
+absl::StatusOr<std::optional<attention::IndexSet>> IndexesFromProto(
+    const v1::OpenSequenceRequest& request) {
+  using Request = v1::OpenSequenceRequest;
   ATTND_RETURN_IF_ERROR(
-      CheckEnum("layout", layout, v1::OpenSequenceRequest::Layout_IsValid(layout)));
+      CheckEnum("layout", request.layout(), Request::Layout_IsValid(request.layout())));
   if (request.indexes_size() > kIndexesMax) {
     return Invalid("indexes", " has ", request.indexes_size(), " entries; allowed are 0..",
                    kIndexesMax);
   }
+  attention::IndexSet indexes;
   for (const int index : request.indexes()) {
-    ATTND_RETURN_IF_ERROR(
-        CheckEnum("indexes", index, v1::OpenSequenceRequest::Index_IsValid(index)));
+    const bool known = Request::Index_IsValid(index) && index != Request::INDEX_UNSPECIFIED;
+    ATTND_RETURN_IF_ERROR(CheckEnum("indexes", index, known));
+    indexes.Add(static_cast<attention::IndexKind>(index));
   }
-  return absl::OkStatus();
+  const bool clusters = indexes.Has(attention::IndexKind::kClusters);
+  if (request.layout() == Request::LAYOUT_TOKEN_ORDER) {
+    if (!clusters) return indexes;
+    return Invalid("layout", " is token order with INDEX_CLUSTERS; allowed is cluster order");
+  }
+  if (request.layout() == Request::LAYOUT_CLUSTER_ORDER) {
+    if (request.indexes().empty()) return attention::kClusterIndexes;
+    if (clusters) return indexes;
+    return Invalid("layout", " is cluster order without INDEX_CLUSTERS in indexes; allowed is ",
+                   "token order");
+  }
+  if (request.indexes().empty()) return std::nullopt;
+  return indexes;
+}
+
+void IndexesToProto(const attention::IndexSet& indexes, google::protobuf::RepeatedField<int>* out) {
+  for (const attention::IndexKind kind : attention::kIndexKinds) {
+    if (indexes.Has(kind)) out->Add(static_cast<v1::OpenSequenceRequest::Index>(kind));
+  }
 }
 
 // True if nothing was said: neither a preset nor a parameter.
@@ -154,7 +171,7 @@ absl::Status CheckTokens(const Tensor3& tensor, uint64_t expected, absl::string_
   return Invalid(field, ".shape[0] is ", tensor.tokens, "; the rows make it ", expected);
 }
 
-// k and v of the rows that append; both absent if there are none.
+// k and v of the rows that append; both absent if there are none, v also if models are latent.
 absl::Status ConvertNewTokens(const v1::DecodeRequest& request, uint64_t appended,
                               engine::DecodeArgs* args) {
   if (appended == 0) {
@@ -162,12 +179,13 @@ absl::Status ConvertNewTokens(const v1::DecodeRequest& request, uint64_t appende
     return Invalid(request.has_k() ? "k" : "v", " is present, but every row is query_only");
   }
   ATTND_ASSIGN_OR_RETURN(const Tensor3 k, FromProto(request.k(), "k"));
-  ATTND_ASSIGN_OR_RETURN(const Tensor3 v, FromProto(request.v(), "v"));
   ATTND_RETURN_IF_ERROR(CheckTokens(k, appended, "k"));
-  ATTND_RETURN_IF_ERROR(CheckTokens(v, appended, "v"));
   args->k = k.view;
   args->k_heads = k.heads;
   args->k_head_dim = k.dim;
+  if (!request.has_v()) return absl::OkStatus();
+  ATTND_ASSIGN_OR_RETURN(const Tensor3 v, FromProto(request.v(), "v"));
+  ATTND_RETURN_IF_ERROR(CheckTokens(v, appended, "v"));
   args->v = v.view;
   args->v_heads = v.heads;
   args->v_value_dim = v.dim;
@@ -285,7 +303,7 @@ absl::StatusOr<engine::OpenArgs> FromProto(const v1::OpenSequenceRequest& reques
   args.fingerprint = model.fingerprint();
   ATTND_ASSIGN_OR_RETURN(args.shape, ShapeFromProto(model.shape()));
   ATTND_ASSIGN_OR_RETURN(args.shard, ShardFromProto(model.shard()));
-  ATTND_RETURN_IF_ERROR(CheckLayoutAndIndexes(request));
+  ATTND_ASSIGN_OR_RETURN(args.indexes, IndexesFromProto(request));
   if (static_cast<uint64_t>(request.token_ids_size()) > max_sequence_tokens) {
     return Invalid("token_ids", " has ", request.token_ids_size(), " entries; allowed are 0..",
                    max_sequence_tokens);
@@ -296,25 +314,39 @@ absl::StatusOr<engine::OpenArgs> FromProto(const v1::OpenSequenceRequest& reques
   return args;
 }
 
+absl::StatusOr<engine::ObservedChunk> ObservedFromProto(const v1::AppendKvRequest& request) {
+  ATTND_ASSIGN_OR_RETURN(const Tensor3 queries,
+                         FromProto(request.observed_queries(), "observed_queries"));
+  engine::ObservedChunk chunk;
+  chunk.layer = request.layer();
+  chunk.tokens = queries.tokens;
+  chunk.heads = queries.heads;
+  chunk.head_dim = queries.dim;
+  chunk.queries = queries.view;
+  return chunk;
+}
+
 absl::StatusOr<engine::AppendChunk> FromProto(const v1::AppendKvRequest& request) {
   ATTND_ASSIGN_OR_RETURN(const Tensor3 k, FromProto(request.k(), "k"));
-  ATTND_ASSIGN_OR_RETURN(const Tensor3 v, FromProto(request.v(), "v"));
-  if (k.tokens != v.tokens) {
-    return Invalid("v", ".shape[0] is ", v.tokens, "; k has ", k.tokens, " tokens");
-  }
-  if (k.heads != v.heads) {
-    return Invalid("v", ".shape[1] is ", v.heads, "; k has ", k.heads, " heads");
+  engine::AppendChunk chunk;
+  if (request.has_v()) {  // none if the model is latent
+    ATTND_ASSIGN_OR_RETURN(const Tensor3 v, FromProto(request.v(), "v"));
+    if (k.tokens != v.tokens) {
+      return Invalid("v", ".shape[0] is ", v.tokens, "; k has ", k.tokens, " tokens");
+    }
+    if (k.heads != v.heads) {
+      return Invalid("v", ".shape[1] is ", v.heads, "; k has ", k.heads, " heads");
+    }
+    chunk.v = v.view;
   }
   const auto ids = static_cast<uint64_t>(request.token_ids_size());
   if (ids != 0 && ids != k.tokens) {
     return Invalid("token_ids", " has ", ids, " entries; allowed are none or ", k.tokens);
   }
-  engine::AppendChunk chunk;
   chunk.layer = request.layer();
   chunk.first_position = request.first_position();
   chunk.tokens = k.tokens;
   chunk.k = k.view;
-  chunk.v = v.view;
   chunk.token_ids = {request.token_ids().data(), ids};
   return chunk;
 }
@@ -376,6 +408,7 @@ void ToProto(const engine::SequenceInfo& info, v1::SequenceInfo* out) {
   model->set_value_dim(shape.value_dim);
   model->set_dtype(ToProto(shape.dtype));
   model->set_softmax_scale(shape.softmax_scale);
+  model->set_latent(shape.latent);
   v1::Shard* const shard = out->mutable_model()->mutable_shard();
   shard->set_kind(ToProto(info.args.shard.kind));
   shard->set_index(info.args.shard.index);
@@ -386,6 +419,24 @@ void ToProto(const engine::SequenceInfo& info, v1::SequenceInfo* out) {
   out->set_segments(info.segments);
   out->set_resident_bytes(info.resident_bytes);
   out->mutable_layer_tokens()->Add(info.layer_tokens.begin(), info.layer_tokens.end());
+  if (!info.args.indexes.has_value()) return;
+  IndexesToProto(*info.args.indexes, out->mutable_indexes());
+  out->set_layout(info.args.indexes->token_order() ? v1::OpenSequenceRequest::LAYOUT_TOKEN_ORDER
+                                                   : v1::OpenSequenceRequest::LAYOUT_CLUSTER_ORDER);
+}
+
+void ToProto(const attention::Policy& policy, v1::PresetInfo* out) {
+  ToProto(policy, out->mutable_policy());
+  for (const attention::ParameterInfo& parameter : attention::ParametersWithRanges(policy)) {
+    (*out->mutable_allowed())[parameter.name] = parameter.allowed;
+  }
+  const attention::IndexSet indexes = policy.Indexes();
+  IndexesToProto(indexes, out->mutable_indexes());
+  if (indexes.Has(attention::IndexKind::kClusters)) {
+    out->set_layout(v1::OpenSequenceRequest::LAYOUT_CLUSTER_ORDER);
+  } else if (!policy.AllowsClusterOrder()) {
+    out->set_layout(v1::OpenSequenceRequest::LAYOUT_TOKEN_ORDER);
+  }
 }
 
 void ToProto(const engine::DecodeResult& result, const DecodeStep& step,

@@ -48,6 +48,8 @@ absl::StatusOr<engine::OpenArgs> FromProto(const v1::OpenSequenceRequest& reques
                                            const PolicyCatalog& policies = PolicyCatalog());
 // Points into `request`.
 absl::StatusOr<engine::AppendChunk> FromProto(const v1::AppendKvRequest& request);
+// Its observed_queries, which it has.
+absl::StatusOr<engine::ObservedChunk> ObservedFromProto(const v1::AppendKvRequest& request);
 
 // A Decode message as the engine wants it. Kept from step to step, so that its memory is.
 struct DecodeStep {
@@ -71,6 +73,8 @@ absl::Status FromProto(const v1::DecodeRequest& request, const DecodeLimits& lim
 v1::DType ToProto(DType dtype);
 void ToProto(const attention::Policy& policy, v1::Policy* out);
 void ToProto(const absl::Status& status, v1::Status* out);
+// A preset, with what one must know to use it.
+void ToProto(const attention::Policy& policy, v1::PresetInfo* out);
 void ToProto(const engine::SequenceInfo& info, v1::SequenceInfo* out);
 // Fills rows, out and lse of `reply` and nothing else. Memory of an earlier reply is used again.
 void ToProto(const engine::DecodeResult& result, const DecodeStep& step, v1::DecodeResponse* reply);

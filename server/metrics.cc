@@ -38,7 +38,8 @@ void Follow(prometheus::Counter* counter, uint64_t total) {
 
 }  // namespace
 
-Metrics::Metrics() : registry_(std::make_shared<prometheus::Registry>()) {
+Metrics::Metrics()
+    : registry_(std::make_shared<prometheus::Registry>()), audit_metrics_(registry_.get()) {
   steps_ = AddCodes("attnd_steps_total", "Decode messages answered, by gRPC status code");
   rows_ = AddCodes("attnd_rows_total", "Rows of Decode messages, by gRPC status code");
   zone_tokens_ = AddCounter("attnd_zone_tokens_total",

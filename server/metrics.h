@@ -26,6 +26,7 @@
 #include "prometheus/gauge.h"
 #include "prometheus/histogram.h"
 #include "prometheus/registry.h"
+#include "server/audit_metrics.h"
 
 namespace attnd::server {
 
@@ -107,6 +108,8 @@ class Metrics final : public engine::Observer, public prometheus::Collectable {
                       std::chrono::nanoseconds time) override;
   void OnSegmentBuildFailed(BuildTrigger trigger, const absl::Status& status) override;
   void OnPagesRead(uint64_t bytes, std::chrono::nanoseconds time) override;
+  void OnAudited(const engine::AuditedRow& row) override { audit_metrics_.OnAudited(row); }
+  void OnAuditSkipped(engine::AuditSkip why) override { audit_metrics_.OnSkipped(why); }
 
   std::vector<prometheus::MetricFamily> Collect() const override;
 
@@ -129,6 +132,7 @@ class Metrics final : public engine::Observer, public prometheus::Collectable {
   void CollectBackend(const attention::BackendStats& stats) const;
 
   const std::shared_ptr<prometheus::Registry> registry_;
+  AuditMetrics audit_metrics_;
   GaugeSources sources_;
   bool has_device_ = false;      // set with the sources
   mutable Mutex collect_mutex_;  // counters that follow the backend's are raised by one at a time

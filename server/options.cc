@@ -80,6 +80,13 @@ absl::Status CheckBackend(const ServerOptions& options) {
                     uint64_t{1} << 50);
 }
 
+engine::AuditOptions ToAuditOptions(const ServerOptions& options) {
+  engine::AuditOptions result;
+  result.share = options.audit_share;
+  result.cpu_share = options.audit_cpu_share;
+  return result;
+}
+
 absl::Status CheckIo(const ServerOptions& options) {
   if (options.io == "auto" || options.io == "uring" || options.io == "threads") {
     return absl::OkStatus();
@@ -183,6 +190,7 @@ absl::Status ServerOptions::Validate() const {
       CheckRange("disk_read_bytes_per_s", disk_read_bytes_per_s, 0, uint64_t{1} << 50));
   ATTND_RETURN_IF_ERROR(CheckRange("disk_step_workers", disk_step_workers, 1, 1024));
   ATTND_RETURN_IF_ERROR(CheckRange("reply_timeout_s", reply_timeout_s, 1, 3600));
+  ATTND_RETURN_IF_ERROR(ToAuditOptions(*this).Validate());
   ATTND_RETURN_IF_ERROR(CheckBackend(*this));
   ATTND_RETURN_IF_ERROR(CheckIo(*this));
   return CheckGrpc(*this);
@@ -247,6 +255,8 @@ absl::Status ApplyConfig(const v1::ServerConfig& config, ServerOptions* options)
   ATTND_APPLY(page_prefetch);
   ATTND_APPLY(retain_bytes);
   ATTND_APPLY(retain_s);
+  ATTND_APPLY(audit_share);
+  ATTND_APPLY(audit_cpu_share);
 #undef ATTND_APPLY
   return absl::OkStatus();
 }
@@ -303,6 +313,7 @@ engine::EngineOptions ToEngineOptions(const ServerOptions& options, const Machin
   result.segment_tokens = options.segment_tokens;
   result.index_threads = options.index_threads != 0 ? options.index_threads : machine.cores;
   result.default_policy = options.default_policy;
+  result.audit = ToAuditOptions(options);
   return result;
 }
 

@@ -77,6 +77,8 @@ struct ServerOptions {
   uint64_t retain_bytes = 0;
   uint64_t retain_s = 0;
   std::vector<std::string> policy_file;
+  double audit_share = 0.01;
+  double audit_cpu_share = engine::AuditOptions().cpu_share;
 
   // What requests may name: the built-in presets and, from ApplyConfig on, those of policy_file.
   PolicyCatalog policies;

@@ -42,6 +42,9 @@ void ListNamed(const UnaryContext& context, v1::GetServerInfoResponse* reply) {
     v1::Policy* const out = reply->add_policies();
     ToProto(*policy, out);
     out->set_preset(name);
+    v1::PresetInfo* const preset = reply->add_presets();
+    ToProto(*policy, preset);
+    preset->mutable_policy()->set_preset(name);
   }
 }
 
@@ -81,7 +84,9 @@ absl::Status Handle(const UnaryContext& context, const v1::GetServerInfoRequest&
   reply->set_backend_status(std::string(backend.Health().message()));
   reply->set_simd_target(std::string(backend.target()));
   for (const attention::Policy& policy : attention::PresetPolicies()) {
-    if (backend.Supports(policy).ok()) ToProto(policy, reply->add_policies());
+    if (!backend.Supports(policy).ok()) continue;
+    ToProto(policy, reply->add_policies());
+    ToProto(policy, reply->add_presets());
   }
   ListNamed(context, reply);
   ToProto(context.engine.options().default_policy, reply->mutable_default_policy());

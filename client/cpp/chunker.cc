@@ -20,7 +20,9 @@ uint64_t ElementBytes(v1::DType dtype) {
   }
 }
 
+// Of values that are sent: none if the model is latent.
 uint64_t ValueDim(const v1::ModelShape& shape) {
+  if (shape.latent()) return 0;
   return shape.value_dim() != 0 ? shape.value_dim() : shape.head_dim();
 }
 
@@ -56,7 +58,7 @@ absl::StatusOr<Chunker> Chunker::Create(uint64_t sequence_id, const v1::ModelSha
   const uint64_t head_bytes = ElementBytes(shape.dtype()) * shape.kv_heads();
   chunker.k_token_bytes_ = head_bytes * shape.head_dim();
   chunker.v_token_bytes_ = head_bytes * ValueDim(shape);
-  if (chunker.k_token_bytes_ == 0 || chunker.v_token_bytes_ == 0) {
+  if (chunker.k_token_bytes_ == 0) {
     return absl::InvalidArgumentError("shape: dtype, kv_heads or head_dim is missing");
   }
   chunker.chunk_tokens_ = std::max<uint64_t>(
@@ -111,6 +113,7 @@ void Chunker::FillChunk(const KvBlock& block, uint64_t tokens, v1::AppendKvReque
   message->set_first_position(block.first_position + sent_);
   FillTensor(shape_.dtype(), tokens, shape_.kv_heads(), shape_.head_dim(),
              block.k.substr(sent_ * k_token_bytes_, tokens * k_token_bytes_), message->mutable_k());
+  if (shape_.latent()) return message->clear_v();
   FillTensor(shape_.dtype(), tokens, shape_.kv_heads(), ValueDim(shape_),
              block.v.substr(sent_ * v_token_bytes_, tokens * v_token_bytes_), message->mutable_v());
 }

@@ -56,7 +56,7 @@ struct KvBlock {
   uint64_t first_position = 0;
   uint64_t tokens = 0;
   absl::string_view k;  // [tokens, kv_heads, head_dim]
-  absl::string_view v;  // [tokens, kv_heads, value_dim]
+  absl::string_view v;  // [tokens, kv_heads, value_dim]; empty if the model is latent
 };
 
 struct AppendOptions {

@@ -51,6 +51,9 @@ class CpuBackendDeterminism : public testing::Test {
     AddSequence(MakeShape(8, 2, 128, 128, DType::kBf16), {4096, 1024}, 700);
     AddSequence(MakeShape(5, 1, 64, 48, DType::kFp32), {2000}, 65);
     AddSequence(MakeShape(2, 2, 80, 80, DType::kFp16), {}, 900);
+    constexpr IndexSet kTokens = {IndexKind::kBlocks16, IndexKind::kBlocks64, IndexKind::kLabels,
+                                  IndexKind::kKeys4};
+    AddSequence(MakeShape(6, 2, 64, 64, DType::kBf16), {3000, 600}, 80, kTokens);
     for (TestSequence& sequence : *sequences_) AddRows(&sequence);
     const std::unique_ptr<Backend> backend = MakeCpuBackend({.threads = 1});
     for (const TestRow& row : *rows_) {
@@ -65,18 +68,20 @@ class CpuBackendDeterminism : public testing::Test {
     delete sequences_;
   }
 
-  static void AddSequence(const ModelShape& shape, std::vector<uint32_t> segments, uint64_t tail) {
+  static void AddSequence(const ModelShape& shape, std::vector<uint32_t> segments, uint64_t tail,
+                          IndexSet indexes = kClusterIndexes) {
     SequenceSpec spec;
     spec.shape = shape;
     spec.segment_tokens = std::move(segments);
     spec.tail_tokens = tail;
     spec.seed = TestSeed() + sequences_->size();
-    sequences_->reserve(3);  // rows point into it
+    spec.indexes = indexes;
+    sequences_->reserve(4);  // rows point into it
     sequences_->push_back(MakeSequence(spec));
   }
 
   static void AddRows(TestSequence* sequence) {
-    for (const Policy& policy : PresetPolicies()) {
+    for (const Policy& policy : PresetsFor(sequence->spec.indexes)) {
       for (const uint32_t tokens : {1u, 3u, 40u}) {
         const bool query_only = tokens == 3;
         const uint64_t past = sequence->spec.tokens() - (query_only ? 0 : tokens);

@@ -19,7 +19,7 @@ namespace attnd::attention::test {
 namespace {
 
 std::vector<Policy> Policies() {
-  std::vector<Policy> policies = PresetPolicies();
+  std::vector<Policy> policies = PresetsFor(kClusterIndexes);
   for (const auto& [preset, parameters] :
        std::vector<std::pair<std::string, std::map<std::string, std::string>>>{
            {"double-p", {{"p1", "1"}, {"estimator", "second-order"}}},

@@ -29,21 +29,24 @@ struct Case {
   uint32_t query_heads, kv_heads, head_dim, value_dim;
   std::vector<uint32_t> segments;
   uint64_t tail;
+  bool latent = false;
 };
 
 void PrintTo(const Case& c, std::ostream* out) {
   *out << c.query_heads << "/" << c.kv_heads << " heads, " << c.head_dim << "/" << c.value_dim
-       << ", " << c.segments.size() << " segments";
+       << (c.latent ? " latent, " : ", ") << c.segments.size() << " segments";
 }
 
-// Groups 1, 2, 3, 4, 5, 8 and 9; dims that are odd multiples of 16; an MLA-like shape.
+// Groups 1, 2, 3, 4, 5, 8 and 9; dims that are odd multiples of 16; an MLA-like shape, and latent
+// ones.
 const Case kCases[] = {
-    {1, 1, 16, 16, {700}, 70},     {2, 2, 64, 64, {1024, 640}, 90},
-    {2, 1, 32, 80, {900}, 64},     {6, 2, 48, 16, {800, 555, 613}, 1},
-    {4, 1, 112, 128, {1500}, 200}, {8, 2, 128, 128, {1024, 700}, 77},
-    {5, 1, 80, 64, {1111}, 130},   {16, 2, 64, 96, {650, 800}, 100},
-    {9, 1, 256, 32, {900}, 65},    {4, 1, 512, 512, {600}, 40},
-    {16, 1, 576, 512, {600}, 40},
+    {1, 1, 16, 16, {700}, 70},       {2, 2, 64, 64, {1024, 640}, 90},
+    {2, 1, 32, 80, {900}, 64},       {6, 2, 48, 16, {800, 555, 613}, 1},
+    {4, 1, 112, 128, {1500}, 200},   {8, 2, 128, 128, {1024, 700}, 77},
+    {5, 1, 80, 64, {1111}, 130},     {16, 2, 64, 96, {650, 800}, 100},
+    {9, 1, 256, 32, {900}, 65},      {4, 1, 512, 512, {600}, 40},
+    {16, 1, 576, 512, {600}, 40},    {16, 1, 80, 64, {650, 800}, 100, true},
+    {3, 1, 48, 48, {900}, 65, true},
 };
 
 // Thread sanitizer makes a case take seconds, and no race depends on the dtype: there, three shapes
@@ -212,6 +215,7 @@ TEST_P(CpuBackendPolicies, PlanAnswerAndStatisticsAreTheOracles) {
   const auto& [shape, dtype] = GetParam();
   SequenceSpec spec;
   spec.shape = MakeShape(shape.query_heads, shape.kv_heads, shape.head_dim, shape.value_dim, dtype);
+  spec.shape.latent = shape.latent;
   spec.segment_tokens = shape.segments;
   spec.tail_tokens = shape.tail;
   spec.seed = TestSeed() + shape.head_dim + shape.query_heads;
@@ -288,6 +292,22 @@ TEST_F(CpuBackendRows, ValuesOfAnySize) {
     }
     RunAndCheck(0, rows);
   }
+}
+
+// DeepSeek's heads: 128 that share one latent KV head.
+TEST_F(CpuBackendRows, LatentAttentionOfItsRealSize) {
+  SequenceSpec spec;
+  spec.shape = MakeLatentShape(128, 576, 512, DType::kBf16);
+  spec.segment_tokens = {530};
+  spec.tail_tokens = 70;
+  spec.seed = TestSeed();
+  TestSequence sequence = MakeSequence(spec);
+  std::vector<TestRow> rows;
+  for (const char* preset : {"dense", "double-p", "error-target"}) {
+    rows.push_back(MakeRow(&sequence, Parse(preset), spec.tokens() - 1, 1, false, DType::kBf16, 0,
+                           spec.seed + rows.size()));
+  }
+  RunAndCheck(0, rows);
 }
 
 // Two far apart halves with the same logits and opposite values: the output is nothing, and errors

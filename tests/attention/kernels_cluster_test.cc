@@ -171,7 +171,7 @@ TEST_P(ClusterKernelsTest, TheBackendAgreesWithTheOracleOnThisTarget) {
   spec.seed = TestSeed();
   TestSequence sequence = MakeSequence(spec);
   std::vector<TestRow> rows;
-  for (const Policy& policy : PresetPolicies()) {
+  for (const Policy& policy : PresetsFor(kClusterIndexes)) {
     rows.push_back(MakeRow(&sequence, policy, spec.tokens() - 1, 1, false, DType::kFp32, 0,
                            spec.seed + rows.size()));
   }

@@ -27,13 +27,28 @@ TEST(Policy, PresetsHaveTheDocumentedParts) {
   for (const Policy& policy : PresetPolicies()) {
     names.push_back(policy.preset);
     EXPECT_EQ(policy.sink, 4u);
-    EXPECT_EQ(policy.window, 64u);
+    EXPECT_EQ(policy.window, policy.selector == Selector::kKeepSet ? 128u : 64u);
     EXPECT_EQ(policy.dense_layers, 0u);
   }
-  EXPECT_EQ(names, std::vector<std::string>(
-                       {"dense", "streaming", "clusters-top-k", "double-p", "error-target"}));
+  EXPECT_EQ(names, std::vector<std::string>({"dense", "streaming", "quest", "double-sparsity",
+                                             "twilight", "asynctls", "snapkv", "ada-snapkv",
+                                             "clusters-top-k", "double-p", "error-target"}));
   EXPECT_EQ(ParsePolicy("dense")->selector, Selector::kAll);
   EXPECT_EQ(ParsePolicy("streaming")->selector, Selector::kNone);
+  const Policy quest = *ParsePolicy("quest");
+  EXPECT_EQ(std::tuple(quest.selector, quest.block_tokens, quest.pruner),
+            std::tuple(Selector::kBlocks, 16u, Pruner::kNone));
+  EXPECT_EQ(quest.budget, (Budget{1024, 0}));
+  const Policy double_sparsity = *ParsePolicy("double-sparsity");
+  EXPECT_EQ(double_sparsity.selector, Selector::kLabels);
+  EXPECT_EQ(double_sparsity.budget, (Budget{1024, 0}));
+  const Policy twilight = *ParsePolicy("twilight");
+  EXPECT_EQ(std::tuple(twilight.selector, twilight.pruner, twilight.prune_p),
+            std::tuple(Selector::kBlocks, Pruner::kTopP, 0.95));
+  EXPECT_EQ(twilight.budget.share(), 0.25);
+  const Policy asynctls = *ParsePolicy("asynctls");
+  EXPECT_EQ(std::tuple(asynctls.selector, asynctls.blocks, asynctls.lag, asynctls.budget.tokens),
+            std::tuple(Selector::kBlocksLabels, 128u, 1u, 1024u));
   const Policy top_k = *ParsePolicy("clusters-top-k");
   EXPECT_EQ(std::tuple(top_k.selector, top_k.cut, top_k.estimator),
             std::tuple(Selector::kClusters, Cut::kTopK, Estimator::kCentroid));
@@ -56,6 +71,14 @@ TEST(Policy, ParameterNamesOfEachPreset) {
   };
   EXPECT_THAT(names("dense"), UnorderedElementsAre("sink", "window"));
   EXPECT_THAT(names("streaming"), UnorderedElementsAre("sink", "window", "dense_layers"));
+  EXPECT_THAT(names("quest"),
+              UnorderedElementsAre("sink", "window", "dense_layers", "budget", "block"));
+  EXPECT_THAT(names("double-sparsity"),
+              UnorderedElementsAre("sink", "window", "dense_layers", "budget"));
+  EXPECT_THAT(names("twilight"), UnorderedElementsAre("sink", "window", "dense_layers", "budget",
+                                                      "block", "selector", "p"));
+  EXPECT_THAT(names("asynctls"),
+              UnorderedElementsAre("sink", "window", "dense_layers", "budget", "blocks", "lag"));
   EXPECT_THAT(names("clusters-top-k"),
               UnorderedElementsAre("sink", "window", "dense_layers", "exact", "estimated",
                                    "estimator", "on_miss", "miss_wait_us"));
@@ -94,6 +117,22 @@ TEST(Policy, GoodParameters) {
        {{"tolerance", "off"}},
        [](const Policy& p) { return std::isinf(p.tolerance); }},
       {"error-target", {{"tolerance", "3.5"}}, [](const Policy& p) { return p.tolerance == 3.5; }},
+      {"quest",
+       {{"budget", "1"}},
+       [](const Policy& p) {
+         return p.budget == Budget{1, 0};
+       }},
+      {"quest", {{"budget", "12.5%"}}, [](const Policy& p) { return p.budget.share() == 0.125; }},
+      {"quest", {{"block", "64"}}, [](const Policy& p) { return p.block_tokens == 64; }},
+      {"twilight",
+       {{"selector", "full"}},
+       [](const Policy& p) { return p.selector == Selector::kAll; }},
+      // The part counts first, though its name comes last.
+      {"twilight",
+       {{"budget", "8192"}, {"selector", "double-sparsity"}},
+       [](const Policy& p) { return p.selector == Selector::kLabels && p.budget.tokens == 8192; }},
+      {"asynctls", {{"lag", "0"}}, [](const Policy& p) { return p.lag == 0; }},
+      {"asynctls", {{"blocks", "1"}}, [](const Policy& p) { return p.blocks == 1; }},
       {"error-target", {{"floor", "0"}}, [](const Policy& p) { return p.floor == 0; }},
       {"error-target", {{"floor", "1e-3"}}, [](const Policy& p) { return p.floor == 1e-3; }},
   };
@@ -134,6 +173,17 @@ TEST(Policy, BadParametersNameTheParameterAndWhatIsAllowed) {
       {"error-target", {{"tolerance", "nan"}}, "or off"},
       {"error-target", {{"tolerance", "OFF"}}, "or off"},
       {"error-target", {{"floor", "2"}}, "from 0 to 1"},
+      {"quest", {{"budget", "0"}}, "1..1073741824 tokens"},
+      {"quest", {{"budget", "0%"}}, "above 0%"},
+      {"quest", {{"budget", "101%"}}, "above 0%"},
+      {"quest", {{"budget", "nan%"}}, "above 0%"},
+      {"quest", {{"budget", "0.5"}}, "above 0%"},
+      {"quest", {{"block", "32"}}, "16, 64"},
+      {"twilight", {{"selector", "none"}}, "full, quest, double-sparsity"},
+      {"twilight", {{"p", "0"}}, "above 0, up to 1"},
+      {"twilight", {{"p", "nan"}}, "above 0, up to 1"},
+      {"asynctls", {{"lag", "2"}}, "0, 1"},
+      {"asynctls", {{"blocks", "0"}}, "1..1048576"},
   };
   for (const auto& c : kCases) {
     const auto& [name, value] = *c.parameters.begin();
@@ -149,9 +199,15 @@ TEST(Policy, BadParametersNameTheParameterAndWhatIsAllowed) {
 
 TEST(Policy, ParametersOfOtherPresetsAreRefused) {
   const std::pair<const char*, const char*> kCases[] = {
-      {"dense", "p1"},          {"dense", "dense_layers"}, {"streaming", "exact"},
-      {"clusters-top-k", "p1"}, {"double-p", "tolerance"}, {"error-target", "estimator"},
+      {"dense", "p1"},
+      {"dense", "dense_layers"},
+      {"streaming", "exact"},
+      {"clusters-top-k", "p1"},
+      {"double-p", "tolerance"},
+      {"error-target", "estimator"},
       {"double-p", ""},
+      {"quest", "p"},
+      {"double-sparsity", "block"},
   };
   for (const auto& [preset, name] : kCases) {
     SCOPED_TRACE(absl::StrCat(preset, " ", name));
@@ -162,10 +218,7 @@ TEST(Policy, ParametersOfOtherPresetsAreRefused) {
 }
 
 TEST(Policy, UnknownAndPlannedPresets) {
-  for (const char* planned : {"quest", "double-sparsity", "twilight", "asynctls", "snapkv",
-                              "ada-snapkv", "topk-completion"}) {
-    EXPECT_TRUE(absl::IsUnimplemented(ParsePolicy(planned).status())) << planned;
-  }
+  EXPECT_TRUE(absl::IsUnimplemented(ParsePolicy("topk-completion").status()));
   for (const char* unknown : {"", "Dense", "sparse", "dense "}) {
     const absl::Status status = ParsePolicy(unknown).status();
     EXPECT_TRUE(absl::IsInvalidArgument(status)) << unknown;
@@ -179,18 +232,11 @@ TEST(Policy, UnknownAndPlannedPresets) {
             1000u);
 }
 
-void ExpectSamePolicy(const Policy& a, const Policy& b) {
-  EXPECT_EQ(std::tuple(a.preset, a.selector, a.cut, a.estimator, a.sink, a.window, a.dense_layers),
-            std::tuple(b.preset, b.selector, b.cut, b.estimator, b.sink, b.window, b.dense_layers));
-  EXPECT_EQ(std::tuple(a.exact_share, a.estimated_share, a.p1, a.p2, a.tolerance, a.floor),
-            std::tuple(b.exact_share, b.estimated_share, b.p1, b.p2, b.tolerance, b.floor));
-}
-
 TEST(Policy, ParametersRoundTrip) {
   for (const Policy& policy : PresetPolicies()) {
     const absl::StatusOr<Policy> again = ParsePolicy(policy.preset, policy.Parameters());
     ASSERT_TRUE(again.ok()) << again.status();
-    ExpectSamePolicy(*again, policy);
+    EXPECT_EQ(*again, policy);
   }
 }
 
@@ -202,6 +248,10 @@ TEST(Policy, RandomNumbersRoundTrip) {
     for (Policy policy : PresetPolicies()) {
       policy.sink = static_cast<uint32_t>(random.Below(65));
       policy.window = static_cast<uint32_t>(random.Below(4097));
+      if (policy.selector == Selector::kBlocks || policy.selector == Selector::kLabels) {
+        policy.budget = {0, 100 * (1 - random.Uniform())};
+      }
+      if (policy.pruner == Pruner::kTopP) policy.prune_p = 1 - random.Uniform();
       if (policy.selector != Selector::kAll) {
         policy.dense_layers = static_cast<uint32_t>(random.Below(100));
       }
@@ -218,10 +268,51 @@ TEST(Policy, RandomNumbersRoundTrip) {
       }
       const absl::StatusOr<Policy> again = ParsePolicy(policy.preset, policy.Parameters());
       ASSERT_TRUE(again.ok()) << again.status();
-      ExpectSamePolicy(*again, policy);
+      EXPECT_EQ(*again, policy) << policy.preset;
       if (HasFailure()) return;
     }
   }
+}
+
+// A policy says what a sequence must be opened with.
+TEST(Policy, IndexesThatAreMissingAreNamed) {
+  const struct {
+    const char* preset;
+    Parameters parameters;
+    IndexSet needed;
+    bool cluster_order;
+  } kCases[] = {
+      {"dense", {}, {}, true},
+      {"quest", {}, {IndexKind::kBlocks16}, false},
+      {"quest", {{"block", "64"}}, {IndexKind::kBlocks64}, false},
+      {"double-sparsity", {}, {IndexKind::kLabels}, true},
+      {"twilight", {}, {IndexKind::kBlocks16, IndexKind::kKeys4}, false},
+      {"twilight", {{"selector", "full"}}, {IndexKind::kKeys4}, true},
+      {"asynctls", {}, {IndexKind::kBlocks64, IndexKind::kLabels}, false},
+      {"error-target", {}, {IndexKind::kClusters}, true},
+  };
+  for (const auto& c : kCases) {
+    SCOPED_TRACE(c.preset);
+    const Policy policy = *ParsePolicy(c.preset, c.parameters);
+    EXPECT_EQ(policy.Indexes(), c.needed);
+    EXPECT_EQ(policy.AllowsClusterOrder(), c.cluster_order);
+    EXPECT_TRUE(policy.CheckIndexes(c.needed).ok() || c.needed.empty());
+    const absl::Status lacking = policy.CheckIndexes(IndexSet());
+    EXPECT_EQ(lacking.ok(), c.needed.empty());
+    if (lacking.ok()) continue;
+    EXPECT_TRUE(absl::IsFailedPrecondition(lacking));
+    EXPECT_THAT(std::string(lacking.message()), HasSubstr(c.needed.ToString()));
+    EXPECT_THAT(std::string(lacking.message()), HasSubstr("opened in token order"));
+  }
+}
+
+TEST(Policy, AModelMayContradictIt) {
+  ModelShape shape;
+  shape.layers = 4;
+  EXPECT_TRUE(ParsePolicy("streaming", {{"dense_layers", "4"}})->CheckShape(shape).ok());
+  const absl::Status status = ParsePolicy("quest", {{"dense_layers", "5"}})->CheckShape(shape);
+  EXPECT_TRUE(absl::IsInvalidArgument(status));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("dense_layers"));
 }
 
 }  // namespace

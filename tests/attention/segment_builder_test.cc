@@ -30,11 +30,12 @@ struct Case {
   uint32_t head_dim, value_dim;
   uint32_t begin;  // tokens of the sequence before the segment
   uint32_t tokens, unclustered;
+  bool latent = false;
 };
 
 void PrintTo(const Case& c, std::ostream* out) {
   *out << "dims " << c.head_dim << "/" << c.value_dim << ", tokens " << c.begin << " + " << c.tokens
-       << ", unclustered " << c.unclustered;
+       << ", unclustered " << c.unclustered << (c.latent ? ", latent" : "");
 }
 
 // A view whose tail starts at position `begin`, which need not be a block's first.
@@ -71,7 +72,7 @@ void ExpectPayload(const Segment& segment, uint32_t layer, uint32_t kv_head, con
     ASSERT_EQ(std::memcmp(pages + geometry.KeyOffset(slot), key.data(), key.size()), 0);
     ASSERT_EQ(std::memcmp(pages + geometry.ValueOffset(slot), value.data(), value.size()), 0);
   }
-  const ClusterIndex index = segment.index(layer, kv_head);
+  const ClusterIndex index = segment.clusters(layer, kv_head);
   ASSERT_GE(index.clusters, 1u);
   ASSERT_LE(index.clusters, (segment.clustered() + kClusterTokens - 1) / kClusterTokens);
   ASSERT_EQ(index.starts[0], segment.unclustered());
@@ -85,7 +86,7 @@ void ExpectPayload(const Segment& segment, uint32_t layer, uint32_t kv_head, con
 
 // The cluster of each clustered token, in position order.
 std::vector<size_t> AssignmentOf(const Segment& segment, uint32_t layer, uint32_t kv_head) {
-  const ClusterIndex index = segment.index(layer, kv_head);
+  const ClusterIndex index = segment.clusters(layer, kv_head);
   const std::span<const uint16_t> positions = segment.positions(layer, kv_head);
   std::vector<size_t> assignment(segment.clustered());
   for (uint32_t i = 0; i < index.clusters; ++i) {
@@ -128,7 +129,7 @@ void ExpectIndex(const Segment& segment, uint32_t layer, uint32_t kv_head, const
   const size_t first = segment.first_position() + segment.unclustered();
   const auto keys = Rows(data.keys, shape.head_dim, first, segment.clustered());
   const auto values = Rows(data.values, shape.value_dim, first, segment.clustered());
-  const ClusterIndex index = segment.index(layer, kv_head);
+  const ClusterIndex index = segment.clusters(layer, kv_head);
   const oracle::SegmentIndex expected = oracle::SummariseAssignment(
       keys, values, AssignmentOf(segment, layer, kv_head), index.clusters);
   const std::vector<oracle::Cluster> stored = StoredClusters(segment, layer, kv_head);
@@ -141,7 +142,9 @@ void ExpectIndex(const Segment& segment, uint32_t layer, uint32_t kv_head, const
     SCOPED_TRACE(testing::Message() << "cluster " << i << " of " << index.clusters);
     const oracle::ClusterSummary& summary = expected.clusters[i];
     ExpectRow(stored[i].centroid, summary.centroid, roundoff, key_error + smallest);
-    ExpectRow(stored[i].mean_value, summary.mean_value, roundoff, smallest);
+    // A latent shape's is the front of its centroid.
+    ExpectRow(stored[i].mean_value, summary.mean_value, roundoff,
+              (shape.latent ? key_error : 0) + smallest);
     ExpectCodes(index, i, summary);
     const double unit = std::pow(summary.code.r / 15, 2);
     EXPECT_NEAR(std::sqrt(index.variance_unit[i]), std::sqrt(unit),
@@ -162,30 +165,39 @@ TEST_P(SegmentBuilderTest, PayloadAndIndex) {
   const auto& [c, dtype] = GetParam();
   const uint64_t seed = TestSeed() + c.tokens;
   SCOPED_TRACE(testing::Message() << "seed " << seed);
-  const ModelShape shape = MakeShape(4, 2, c.head_dim, c.value_dim, dtype, 2);
+  const ModelShape shape = c.latent ? MakeLatentShape(4, c.head_dim, c.value_dim, dtype, 2)
+                                    : MakeShape(4, 2, c.head_dim, c.value_dim, dtype, 2);
   Random random(seed);
   std::vector<HeadData> heads;
-  for (int h = 0; h < 4; ++h) heads.push_back(MakeHeadData(shape, c.begin + c.tokens + 5, &random));
+  for (uint32_t h = 0; h < shape.layers * shape.kv_heads; ++h) {
+    heads.push_back(MakeHeadData(shape, c.begin + c.tokens + 5, &random));
+  }
   const auto view = Skip(MakeTailView(shape, c.begin + c.tokens + 5, heads), c.begin);
   const auto segment = BuildSegment(view, c.tokens, c.unclustered, 42);
   EXPECT_EQ(segment->id(), 42u);
   EXPECT_EQ(segment->first_position(), c.begin);
   EXPECT_EQ(segment->end_position(), c.begin + c.tokens);
-  EXPECT_EQ(segment->bytes(), Segment::IndexBytes(shape, c.tokens, c.unclustered) +
-                                  Segment::PayloadBytes(shape, c.tokens));
+  const SegmentForm form = {shape, kClusterIndexes, c.tokens, c.unclustered};
+  EXPECT_EQ(segment->form(), form);
+  EXPECT_EQ(segment->bytes(), Segment::IndexBytes(form) + Segment::PayloadBytes(form));
   for (uint32_t h = 0; h < heads.size(); ++h) {
-    SCOPED_TRACE(testing::Message() << "layer " << h / 2 << ", KV head " << h % 2);
-    ExpectPayload(*segment, h / 2, h % 2, heads[h]);
+    const uint32_t layer = h / shape.kv_heads, head = h % shape.kv_heads;
+    SCOPED_TRACE(testing::Message() << "layer " << layer << ", KV head " << head);
+    ExpectPayload(*segment, layer, head, heads[h]);
     if (HasFatalFailure()) return;
-    ExpectIndex(*segment, h / 2, h % 2, heads[h]);
+    ExpectIndex(*segment, layer, head, heads[h]);
     if (HasFailure()) return;
   }
 }
 
 const Case kCases[] = {
-    {64, 64, 0, 1, 0},     {64, 64, 0, 5, 4},      {16, 32, 3, 15, 0},     {48, 16, 64, 16, 0},
-    {128, 64, 100, 17, 0}, {64, 128, 0, 512, 4},   {80, 80, 63, 513, 0},   {128, 128, 0, 1500, 64},
-    {16, 512, 65, 600, 1}, {512, 16, 128, 530, 0}, {576, 512, 10, 520, 4},
+    {64, 64, 0, 1, 0},         {64, 64, 0, 5, 4},
+    {16, 32, 3, 15, 0},        {48, 16, 64, 16, 0},
+    {128, 64, 100, 17, 0},     {64, 128, 0, 512, 4},
+    {80, 80, 63, 513, 0},      {128, 128, 0, 1500, 64},
+    {16, 512, 65, 600, 1},     {512, 16, 128, 530, 0},
+    {576, 512, 10, 520, 4},    {80, 64, 63, 513, 4, true},
+    {48, 48, 0, 700, 0, true}, {576, 512, 10, 520, 4, true},
 };
 INSTANTIATE_TEST_SUITE_P(Shapes, SegmentBuilderTest,
                          testing::Combine(testing::ValuesIn(kCases),
@@ -229,7 +241,7 @@ TEST_F(OneHead, IdenticalKeysMakeOneCluster) {
       data_.values = Rounded(dtype, random.Normals(tokens * 16));
       const auto segment = Build(tokens);
       ExpectRight(*segment);
-      const ClusterIndex index = segment->index(0, 0);
+      const ClusterIndex index = segment->clusters(0, 0);
       EXPECT_EQ(index.clusters, 1u);  // ties go to the first, and the empty ones are dropped
       EXPECT_EQ(std::memcmp(index.centroids, Stored(dtype, key).data(), 32 * DTypeBytes(dtype)), 0);
       EXPECT_EQ(index.variance_unit[0], 0.0f);
@@ -265,7 +277,7 @@ TEST_F(OneHead, TwoKindsOfKeysGiveTwoPureClusters) {
   data_.values = random.Normals(600 * 16);
   const auto segment = Build(600);
   ExpectRight(*segment);
-  const ClusterIndex index = segment->index(0, 0);
+  const ClusterIndex index = segment->clusters(0, 0);
   EXPECT_EQ(index.clusters, 2u);
   for (const uint32_t i : {0u, 1u}) EXPECT_EQ(index.variance_unit[i], 0.0f);
 }
@@ -287,7 +299,7 @@ double InertiaOf(const Segment& segment, const std::vector<oracle::Vector>& keys
                  const std::vector<oracle::Vector>& values) {
   const auto assignment = AssignmentOf(segment, 0, 0);
   return oracle::Inertia(
-      keys, oracle::SummariseAssignment(keys, values, assignment, segment.index(0, 0).clusters));
+      keys, oracle::SummariseAssignment(keys, values, assignment, segment.clusters(0, 0).clusters));
 }
 
 TEST_F(OneHead, AsGoodAsTheOraclesClusters) {
@@ -336,6 +348,27 @@ TEST_F(OneHead, EqualAssignmentWhereNoCallIsClose) {
   EXPECT_GE(compared, 10);
 }
 
+// A latent shape's values take no memory: neither in pages and tail blocks nor in an index.
+TEST(LatentSegments, HoldKeysAlone) {
+  const ModelShape latent = MakeLatentShape(16, 576, 512, DType::kBf16, 3);
+  ModelShape plain = latent;
+  plain.latent = false;
+  const PageGeometry geometry(latent);
+  EXPECT_EQ(geometry.page_bytes(), kPageTokens * 576u * 2);
+  EXPECT_EQ(PageGeometry(plain).page_bytes(), kPageTokens * (576u + 512u) * 2);
+  for (const uint64_t token : {0u, 1u, 15u, 16u, 40u}) {
+    EXPECT_EQ(geometry.KeyOffset(token), token * 576 * 2);
+    EXPECT_EQ(geometry.ValueOffset(token), geometry.KeyOffset(token));
+  }
+  EXPECT_EQ(TailBlock::Bytes(latent), 3u * kTailBlockTokens * 576 * 2);
+  EXPECT_EQ(TailBlock(latent).size(), TailBlock::Bytes(latent));
+  const SegmentForm form = {latent, kClusterIndexes, 8192, 4};
+  const SegmentForm plain_form = {plain, kClusterIndexes, 8192, 4};
+  EXPECT_EQ(Segment::PayloadBytes(form), 3u * 8192 * 576 * 2);
+  EXPECT_EQ(Segment::PayloadBytes(plain_form), 3u * 8192 * (576 + 512) * 2);
+  EXPECT_EQ(Segment::IndexBytes(plain_form) - Segment::IndexBytes(form), 3u * 512 * 512 * 2);
+}
+
 // ---- quanta ----
 
 std::vector<std::byte> AllBytes(const Segment& segment) {
@@ -347,7 +380,7 @@ std::vector<std::byte> AllBytes(const Segment& segment) {
   };
   for (uint32_t layer = 0; layer < shape.layers; ++layer) {
     for (uint32_t head = 0; head < shape.kv_heads; ++head) {
-      const ClusterIndex index = segment.index(layer, head);
+      const ClusterIndex index = segment.clusters(layer, head);
       const size_t n = index.clusters;
       append(index.centroids, n * shape.head_dim * DTypeBytes(shape.dtype));
       append(index.mean_values, n * shape.value_dim * DTypeBytes(shape.dtype));

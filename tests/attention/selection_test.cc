@@ -244,5 +244,88 @@ TEST_F(SelectionTest, ScoresThatOverflowedAreHarmless) {
   }
 }
 
+// Scores of blocks may be of any sign.
+TEST(MarkTop, OrdersNegativeScoresToo) {
+  Random random(TestSeed());
+  OrderScratch scratch;
+  for (int round = 0; round < 200; ++round) {
+    std::vector<float> scores(1 + random.Below(300));
+    for (float& score : scores) {
+      score = round % 2 == 0 ? static_cast<float>(random.Normal())
+                             : static_cast<float>(random.Below(5)) - 2.0f;
+      if (score == 0 && random.Below(2) == 0) score = -0.0f;  // equal to 0
+    }
+    const size_t count = random.Below(scores.size() + 1);
+    std::vector<Fate> fate(scores.size(), Fate::kDropped);
+    MarkTop(scores, count, &scratch, fate);
+    const std::vector<uint32_t> order = Ranked(scores);
+    for (size_t place = 0; place < order.size(); ++place) {
+      ASSERT_EQ(fate[order[place]] == Fate::kExact, place < count)
+          << "seed " << TestSeed() << ", round " << round << ", place " << place;
+    }
+  }
+}
+
+// The least set that reaches p, by sorting; sums that lie within rounding of p may go either way.
+TEST(MarkNucleus, TakesTheLeastSet) {
+  Random random(TestSeed());
+  OrderScratch scratch;
+  for (int round = 0; round < 1000; ++round) {
+    SCOPED_TRACE(testing::Message() << "seed " << TestSeed() << ", round " << round);
+    const size_t n = 1 + random.Below(400);
+    const std::vector<float> weights = RandomScores(&random, n, static_cast<uint64_t>(round));
+    const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
+    NucleusArgs args;
+    std::vector<float> quads(4 * n, 7.0f);
+    args.lane = static_cast<uint32_t>(random.Below(4));
+    for (size_t i = 0; i < n; ++i) quads[4 * i + args.lane] = weights[i];
+    args.weights = quads.data() + args.lane;
+    args.stride = 4;
+    args.count = n;
+    args.p = round % 7 == 0 ? 1.0 : random.Uniform();
+    std::vector<uint8_t> marks(2 * n, 0);
+    args.marks = marks.data() + 1;
+    args.marks_stride = 2;
+    const double outside = MarkNucleus(args, &scratch);
+    double sum = 0, least = kInfinity;
+    size_t taken = 0;
+    const std::vector<uint32_t> order = Ranked(weights);
+    for (size_t i = 0; i < n; ++i) {
+      ASSERT_EQ(marks[2 * i], 0);
+      ASSERT_EQ(marks[2 * i + 1] & ~(1 << args.lane), 0);
+      if (marks[2 * i + 1] == 0) continue;
+      sum += weights[i];
+      least = std::min(least, double{weights[i]});
+      ++taken;
+    }
+    EXPECT_NEAR(sum + outside, total, 1e-12 * total);
+    for (size_t place = 0; place < n; ++place) {
+      ASSERT_EQ(marks[2 * order[place] + 1] != 0, place < taken) << "a prefix of the ranking";
+    }
+    if (args.p >= 1) {
+      EXPECT_EQ(taken, n);
+      continue;
+    }
+    ASSERT_GE(taken, 1u);
+    EXPECT_GE(sum, args.p * total * (1 - 1e-12));
+    EXPECT_TRUE(taken == 1 || sum - least < args.p * total * (1 + 1e-12)) << "one less would do";
+  }
+}
+
+TEST(MarkNucleus, OddWeightsDoNoHarm) {
+  OrderScratch scratch;
+  for (const std::vector<float>& weights :
+       {std::vector<float>{kNan, 1, 2}, std::vector<float>{kInfinity, kInfinity, 0},
+        std::vector<float>{0, 0, 0}, std::vector<float>{}}) {
+    std::vector<uint8_t> marks(weights.size(), 0);
+    NucleusArgs args;
+    args.weights = weights.data();
+    args.count = weights.size();
+    args.p = 0.5;
+    args.marks = marks.data();
+    MarkNucleus(args, &scratch);
+  }
+}
+
 }  // namespace
 }  // namespace attnd::attention::test

@@ -44,6 +44,16 @@ void Scale(DType dtype, double factor, std::vector<float>* values) {
   *values = Rounded(dtype, *values);
 }
 
+// [tokens][value_dim] the values of a latent shape's keys.
+std::vector<float> FrontsOf(const ModelShape& shape, const std::vector<float>& keys) {
+  std::vector<float> values;
+  for (size_t first = 0; first < keys.size(); first += shape.head_dim) {
+    const auto row = keys.begin() + static_cast<ptrdiff_t>(first);
+    values.insert(values.end(), row, row + shape.value_dim);
+  }
+  return values;
+}
+
 }  // namespace
 
 std::vector<float> Random::Normals(size_t count, double scale) {
@@ -89,6 +99,13 @@ ModelShape MakeShape(uint32_t query_heads, uint32_t kv_heads, uint32_t head_dim,
   return shape;
 }
 
+ModelShape MakeLatentShape(uint32_t query_heads, uint32_t head_dim, uint32_t value_dim, DType dtype,
+                           uint32_t layers) {
+  ModelShape shape = MakeShape(query_heads, 1, head_dim, value_dim, dtype, layers);
+  shape.latent = true;
+  return shape;
+}
+
 uint64_t SequenceSpec::tokens() const {
   return std::accumulate(segment_tokens.begin(), segment_tokens.end(), tail_tokens);
 }
@@ -96,8 +113,9 @@ uint64_t SequenceSpec::tokens() const {
 std::ostream& operator<<(std::ostream& out, const SequenceSpec& spec) {
   const ModelShape& s = spec.shape;
   out << "seed " << spec.seed << ", layers " << s.layers << ", heads " << s.query_heads << "/"
-      << s.kv_heads << ", dims " << s.head_dim << "/" << s.value_dim << ", "
-      << std::string(DTypeName(s.dtype)) << ", sink " << spec.sink << ", segments";
+      << s.kv_heads << ", dims " << s.head_dim << "/" << s.value_dim
+      << (s.latent ? " latent, " : ", ") << std::string(DTypeName(s.dtype)) << ", sink "
+      << spec.sink << ", segments";
   for (const uint32_t tokens : spec.segment_tokens) out << " " << tokens;
   return out << ", tail " << spec.tail_tokens << ", scales " << spec.key_scale << "/"
              << spec.value_scale;
@@ -134,15 +152,17 @@ HeadData MakeHeadData(const ModelShape& shape, uint64_t tokens, Random* random) 
     }
   }
   data.keys = Rounded(shape.dtype, data.keys);
-  data.values = Rounded(shape.dtype, data.values);
+  data.values = shape.latent ? FrontsOf(shape, data.keys) : Rounded(shape.dtype, data.values);
   return data;
 }
 
 std::shared_ptr<const SequenceView> MakeTailView(const ModelShape& shape, uint64_t tokens,
-                                                 const std::vector<HeadData>& heads) {
+                                                 const std::vector<HeadData>& heads,
+                                                 const IndexSet& indexes) {
   const PageGeometry geometry(shape);
   auto view = std::make_shared<SequenceView>();
   view->shape = shape;
+  view->indexes = indexes;
   for (uint64_t begin = 0; begin < tokens; begin += kTailBlockTokens) {
     auto block = std::make_shared<TailBlock>(shape);
     for (uint32_t h = 0; h < heads.size(); ++h) {
@@ -150,6 +170,7 @@ std::shared_ptr<const SequenceView> MakeTailView(const ModelShape& shape, uint64
       for (uint64_t t = begin; t < std::min(tokens, begin + kTailBlockTokens); ++t) {
         FromFloat(shape.dtype, heads[h].keys.data() + t * shape.head_dim, shape.head_dim,
                   pages + geometry.KeyOffset(t - begin));
+        if (shape.latent) continue;
         FromFloat(shape.dtype, heads[h].values.data() + t * shape.value_dim, shape.value_dim,
                   pages + geometry.ValueOffset(t - begin));
       }
@@ -180,6 +201,7 @@ TestSequence MakeSequence(const SequenceSpec& spec) {
     HeadData& data = heads.emplace_back(MakeHeadData(spec.shape, spec.tokens(), &random));
     Scale(spec.shape.dtype, spec.key_scale, &data.keys);
     Scale(spec.shape.dtype, spec.value_scale, &data.values);
+    if (spec.shape.latent) data.values = FrontsOf(spec.shape, data.keys);
   }
   return MakeSequenceOf(spec, std::move(heads));
 }
@@ -189,13 +211,16 @@ TestSequence MakeSequenceOf(const SequenceSpec& spec, std::vector<HeadData> head
   sequence.spec = spec;
   sequence.heads = std::move(heads);
   std::shared_ptr<const SequenceView> view =
-      MakeTailView(spec.shape, spec.tokens(), sequence.heads);
+      MakeTailView(spec.shape, spec.tokens(), sequence.heads, spec.indexes);
   const std::vector<std::shared_ptr<const TailBlock>> blocks = view->tail;
   for (size_t s = 0; s < spec.segment_tokens.size(); ++s) {
     auto next = std::make_shared<SequenceView>(*view);
     const uint32_t unclustered = s == 0 ? spec.sink : 0;
     next->segments.push_back(BuildSegment(view, spec.segment_tokens[s], unclustered, s + 1));
     next->tail_begin = view->tail_begin + spec.segment_tokens[s];
+    if (s == 0 && spec.indexes.Has(IndexKind::kLabels)) {
+      next->label_choice = LabelChoiceOf(*next->segments[0]);
+    }
     const auto first = static_cast<ptrdiff_t>(next->tail_begin / kTailBlockTokens);
     next->tail.clear();
     if (first < static_cast<ptrdiff_t>(blocks.size())) {
@@ -234,6 +259,14 @@ TestRow MakeRow(TestSequence* sequence, const Policy& policy, uint64_t past_toke
   for (float& x : row.queries) x = static_cast<float>(sharpness * x);
   row.queries = Rounded(query_dtype, row.queries);
   return row;
+}
+
+std::vector<Policy> PresetsFor(const IndexSet& indexes) {
+  std::vector<Policy> policies = PresetPolicies();
+  std::erase_if(policies, [&](const Policy& policy) {
+    return policy.selector == Selector::kKeepSet || !policy.CheckIndexes(indexes).ok();
+  });
+  return policies;
 }
 
 StepResult RunStep(Backend* backend, uint32_t layer, std::span<const TestRow> rows) {
@@ -285,7 +318,7 @@ std::vector<oracle::Cluster> StoredClusters(const Segment& segment, uint32_t lay
                                             uint32_t kv_head) {
   const ModelShape& shape = segment.shape();
   const PageGeometry geometry(shape);
-  const ClusterIndex index = segment.index(layer, kv_head);
+  const ClusterIndex index = segment.clusters(layer, kv_head);
   const std::byte* pages = segment.pages(layer, kv_head);
   const size_t half = shape.head_dim / 2;
   std::vector<oracle::Cluster> clusters;
@@ -294,8 +327,8 @@ std::vector<oracle::Cluster> StoredClusters(const Segment& segment, uint32_t lay
     cluster.size = index.starts[i + 1] - index.starts[i];
     cluster.centroid =
         LoadRow(shape.dtype, index.centroids + i * geometry.key_row_bytes, shape.head_dim);
-    cluster.mean_value =
-        LoadRow(shape.dtype, index.mean_values + i * geometry.value_row_bytes, shape.value_dim);
+    cluster.mean_value = LoadRow(shape.dtype, index.mean_values + i * index.mean_value_stride_bytes,
+                                 shape.value_dim);
     for (size_t c = 0; c < shape.head_dim; ++c) {
       const uint8_t byte = index.deviation_codes[i * half + c % half];
       const int code = c < half ? byte % 16 : byte / 16;

@@ -52,12 +52,17 @@ double UnitRoundoff(DType dtype);
 ModelShape MakeShape(uint32_t query_heads, uint32_t kv_heads, uint32_t head_dim, uint32_t value_dim,
                      DType dtype, uint32_t layers = 1);
 
+// One KV head whose value is the front of its key.
+ModelShape MakeLatentShape(uint32_t query_heads, uint32_t head_dim, uint32_t value_dim, DType dtype,
+                           uint32_t layers = 1);
+
 struct SequenceSpec {
   ModelShape shape;
   std::vector<uint32_t> segment_tokens;  // the segments' lengths, from position 0
   uint64_t tail_tokens = 0;              // behind them
   uint32_t sink = 4;                     // unclustered tokens of the first segment
   uint64_t seed = 1;
+  IndexSet indexes = kClusterIndexes;
   double key_scale = 1, value_scale = 1;  // factors on keys and values of unit size
 
   uint64_t tokens() const;
@@ -72,12 +77,13 @@ struct HeadData {
 
 // Keys that cluster: a mixture of gaussians whose centres differ in weight, some channels larger
 // than others, a part of the channels turned by position as rotary embeddings do. Values follow
-// their key's centre.
+// their key's centre; those of a latent shape are the fronts of the keys.
 HeadData MakeHeadData(const ModelShape& shape, uint64_t tokens, Random* random);
 
 // A view without segments whose tail holds `heads`, [layers * kv_heads].
 std::shared_ptr<const SequenceView> MakeTailView(const ModelShape& shape, uint64_t tokens,
-                                                 const std::vector<HeadData>& heads);
+                                                 const std::vector<HeadData>& heads,
+                                                 const IndexSet& indexes = kClusterIndexes);
 
 // Turns the first `tokens` of the view's tail into a segment; `quantum_us` at a time.
 std::shared_ptr<const Segment> BuildSegment(const std::shared_ptr<const SequenceView>& view,
@@ -131,6 +137,9 @@ StepResult RunStep(Backend* backend, uint32_t layer, std::span<const TestRow> ro
 // payload.
 std::vector<oracle::Cluster> StoredClusters(const Segment& segment, uint32_t layer,
                                             uint32_t kv_head);
+
+// The presets that can read segments with these indexes, but for those that need a keep-set.
+std::vector<Policy> PresetsFor(const IndexSet& indexes);
 
 // What one (query token, KV head) of a row sees.
 oracle::PolicyInput MakeInput(const TestRow& row, uint32_t layer, uint32_t query_token,

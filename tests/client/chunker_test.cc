@@ -87,6 +87,26 @@ TEST_F(ChunkerTest, EverySizeGivesTheSameBytes) {
   }
 }
 
+TEST_F(ChunkerTest, ALatentModelHasNoValues) {
+  shape_.set_latent(true);
+  shape_.set_kv_heads(1);
+  shape_.set_head_dim(32);
+  EXPECT_THAT(std::string(Make().status().message()), HasSubstr("blocks[0].v"));
+  for (KvBlock& block : blocks_) block.v = {};
+  options_.chunk_bytes = 2 * kKBytes;
+  auto chunker = Make();
+  ASSERT_TRUE(chunker.ok()) << chunker.status();
+  std::vector<std::string> k(2);
+  v1::AppendKvRequest message;
+  message.mutable_v()->set_data("of an earlier upload");
+  while (chunker->Next(&message)) {
+    EXPECT_FALSE(message.has_v());
+    EXPECT_LE(message.k().shape(0), 2u);
+    k[message.layer()] += message.k().data();
+  }
+  EXPECT_EQ(k, k_);
+}
+
 TEST_F(ChunkerTest, AnUploadMayEndWithoutTheEndOfThePrefill) {
   options_.prefill_complete = false;
   auto chunker = Make();

@@ -107,6 +107,31 @@ TEST(ModelShape, GroupLimit) {
   EXPECT_TRUE(absl::IsInvalidArgument(shape.Validate()));
 }
 
+TEST(ModelShape, LatentHasOneHeadWhoseValueIsOfItsKey) {
+  ModelShape shape = GoodShape();
+  shape.query_heads = kGroupMax;
+  shape.kv_heads = 1;
+  shape.head_dim = 576;
+  shape.value_dim = 512;
+  shape.latent = true;
+  EXPECT_TRUE(shape.Validate().ok()) << shape.Validate();
+  EXPECT_EQ(shape.token_bytes(), 576u * 2);
+  EXPECT_EQ(shape.group(), 128u);
+  ModelShape other = shape;
+  other.latent = false;
+  EXPECT_NE(shape, other);
+  EXPECT_EQ(other.token_bytes(), (576u + 512u) * 2);
+  shape.head_dim = shape.value_dim = 64;
+  EXPECT_TRUE(shape.Validate().ok());
+  shape.value_dim = 80;
+  EXPECT_TRUE(absl::IsInvalidArgument(shape.Validate()));
+  EXPECT_THAT(std::string(shape.Validate().message()), testing::HasSubstr("value_dim is 80"));
+  shape.value_dim = 64;
+  shape.kv_heads = 2;
+  EXPECT_TRUE(absl::IsInvalidArgument(shape.Validate()));
+  EXPECT_THAT(std::string(shape.Validate().message()), testing::HasSubstr("kv_heads is 2"));
+}
+
 TEST(ModelShape, SoftmaxScale) {
   ModelShape shape = GoodShape();
   for (const float good : {1e-30f, 1.0f, 100.0f}) {

@@ -117,6 +117,32 @@ TEST_P(ExportTest, IsWhatWasSealed) {
   EXPECT_TRUE(absl::IsAlreadyExists(Run(sealed).status()));
 }
 
+// A file of keys alone; one that has values nevertheless is refused.
+TEST_P(ExportTest, ALatentSequenceHasKeysAlone) {
+  const ModelShape shape = MakeLatentShape(2, 4, 48, 32, GetParam());
+  TestSequence sequence = OpenSequence(engine_.get(), shape);
+  Prefill(&sequence, 1333, &random_);
+  FinishPrefill(&sequence);
+  ASSERT_GT(sequence.Info().segments, 1u);
+  const auto result = Run(Must(engine_->Seal(kTenant, sequence.id, nullptr)).sealed_id);
+  ASSERT_TRUE(result.ok()) << result.status();
+  KvFile file;
+  const std::string data = ReadOut(&file);
+  EXPECT_TRUE(file.model.shape().latent());
+  EXPECT_EQ(data.size(), uint64_t{1333} * 2 * 48 * DTypeBytes(GetParam()));
+  for (uint32_t layer = 0; layer < shape.layers; ++layer) {
+    const auto& keys = sequence.history.layers[layer].k.bytes;
+    EXPECT_EQ(std::memcmp(data.data() + file.keys[layer], keys.data(), keys.size()), 0);
+  }
+  SafetensorsHead head = Must(HeadOf(file));
+  EXPECT_EQ(head.tensors.size(), 2u);
+  EXPECT_TRUE(ParseKvFile(head).ok());
+  head.tensors["layers.1.v"] = head.tensors["layers.1.k"];
+  const auto values = ParseKvFile(head);
+  EXPECT_TRUE(absl::IsInvalidArgument(values.status()));
+  EXPECT_THAT(std::string(values.status().message()), HasSubstr("layers.1.v"));
+}
+
 INSTANTIATE_TEST_SUITE_P(DTypes, ExportTest,
                          testing::Values(DType::kBf16, DType::kFp16, DType::kFp32),
                          [](const auto& dtype) { return std::string(DTypeName(dtype.param)); });

@@ -34,7 +34,7 @@ class Source : public storage::SegmentSource {
     std::mt19937_64 random(seed);
     for (std::byte& byte : pages_) byte = static_cast<std::byte>(random() & 0x3f);
     if (index_.empty()) return;
-    const attention::IndexLayout layout(Shape(), header.tokens, 0);
+    const attention::IndexLayout layout({Shape(), attention::kClusterIndexes, header.tokens, 0});
     const uint32_t clusters = 1, starts[] = {0, header.tokens};
     std::memcpy(index_.data(), &clusters, sizeof(clusters));
     std::memcpy(index_.data() + layout.starts, starts, sizeof(starts));
@@ -72,7 +72,10 @@ SegmentFileHeader SampleFile::Header() const {
   const uint64_t end = header.first_position + header.tokens;
   header.pages = static_cast<uint32_t>(tail ? engine::TailPages(header.first_position, end)
                                             : attention::PageGeometry::PagesFor(header.tokens));
-  if (!tail) header.index_head_bytes = attention::IndexLayout(Shape(), header.tokens, 0).head_bytes;
+  if (!tail) {
+    header.index_head_bytes =
+        attention::IndexLayout({Shape(), attention::kClusterIndexes, header.tokens, 0}).head_bytes;
+  }
   engine::FileMetadata metadata;
   metadata.tenant = tenant;
   metadata.args.fingerprint = "model";

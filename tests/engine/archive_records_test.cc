@@ -36,6 +36,15 @@ void ExpectReadBack(const FileMetadata& metadata) {
 
 TEST(ArchiveRecordsTest, MetadataIsReadBack) { ExpectReadBack(MetadataOf("tenant", "model")); }
 
+TEST(ArchiveRecordsTest, ALatentShapeIsReadBack) {
+  FileMetadata metadata = MetadataOf("tenant", "model");
+  metadata.args.shape.latent = true;
+  ExpectReadBack(metadata);
+  metadata.args.shape.value_dim = 48;
+  EXPECT_TRUE(absl::IsDataLoss(
+      DecodeMetadata(EncodeMetadata(metadata), storage::SegmentKind::kClusters).status()));
+}
+
 // A tenant is bytes, as storage/records.proto says: nobody promised that it is UTF-8.
 TEST(ArchiveRecordsTest, ATenantIsAnyBytes) {
   ExpectReadBack(MetadataOf("tenant \xff\xfe", "model"));

@@ -132,7 +132,7 @@ class ArchiveTest : public testing::Test {
     file.put(byte);
   }
 
-  const ModelShape shape_ = MakeShape(2, 4, 2, 64, 64, DType::kBf16);
+  ModelShape shape_ = MakeShape(2, 4, 2, 64, 64, DType::kBf16);
   const uint64_t seed_ = TestSeed();
   const testing::ScopedTrace trace_{__FILE__, __LINE__, testing::Message() << "seed " << seed_};
   Random random_{seed_};
@@ -175,6 +175,35 @@ TEST_F(ArchiveTest, ASealedSequenceSurvivesAndGoesOn) {
   EXPECT_TRUE(MatchesModel(&*first, &random_));
   EXPECT_TRUE(MatchesModel(&*second, &random_));
   EXPECT_EQ(engine_->archive_stats().loaded_segments, again.segments) << "shared in memory, too";
+}
+
+// Keys alone go to disk and come back.
+TEST_F(ArchiveTest, ALatentSequenceSurvives) {
+  const ModelShape plain = MakeShape(2, 8, 1, 80, 64, DType::kBf16);
+  shape_ = plain;
+  const std::vector<uint32_t> ids = Ids(1700);
+  TestSequence other = Open();
+  Upload(&other, ids, 0, Contents(1700));
+  const uint64_t plain_bytes = Seal(other).written_bytes;
+
+  shape_.latent = true;
+  EXPECT_EQ(Reused(ids), 0u) << "another model's";
+  TestSequence sequence = Open();
+  Upload(&sequence, ids, 0, Contents(1700));
+  const SealResult sealed = Seal(sequence);
+  EXPECT_EQ(sealed.written_segments, sealed.segments) << "under names of their own";
+  EXPECT_LT(sealed.written_bytes, plain_bytes - uint64_t{1700} * 2 * 64 * 2);
+  const History history = sequence.history;
+
+  Restart();
+  shape_ = plain;
+  EXPECT_FALSE(Resume(sealed.sealed_id, history).ok());
+  shape_.latent = true;
+  EXPECT_GT(Reused(ids), 0u);
+  auto resumed = Resume(sealed.sealed_id, history);
+  ASSERT_TRUE(resumed.ok()) << resumed.status();
+  EXPECT_TRUE(MatchesModel(&*resumed, &random_));
+  Generate(&*resumed, 3, &random_, /*check=*/true);
 }
 
 TEST_F(ArchiveTest, TailsAloneAreSealed) {

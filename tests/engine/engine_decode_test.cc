@@ -69,6 +69,8 @@ INSTANTIATE_TEST_SUITE_P(
         ShapeCase{"Fp16Group3", MakeShape(1, 3, 1, 48, 48, DType::kFp16), DType::kFp16},
         ShapeCase{"WideValues", MakeShape(3, 4, 2, 16, 48, DType::kFp32), DType::kBf16},
         ShapeCase{"LatentHead", MakeShape(1, 8, 1, 576, 512, DType::kBf16), DType::kBf16},
+        ShapeCase{"Latent", MakeLatentShape(2, 16, 80, 64, DType::kFp32), DType::kBf16},
+        ShapeCase{"LatentBf16", MakeLatentShape(1, 8, 576, 512, DType::kBf16), DType::kBf16},
         ShapeCase{"NarrowValues", MakeShape(2, 4, 1, 64, 16, DType::kBf16), DType::kFp32}),
     [](const testing::TestParamInfo<ShapeCase>& c) { return std::string(c.param.name); });
 

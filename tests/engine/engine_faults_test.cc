@@ -368,6 +368,41 @@ TEST_F(EngineFaultsTest, RowsOfTheWrongShape) {
   refused("fp16", [](DecodeArgs* args) { args->v.dtype = DType::kFp16; });
 }
 
+// A message has values for all rows that append, or for none.
+TEST_F(EngineFaultsTest, ValuesAreSentUnlessTheModelIsLatent) {
+  const Kv whole = RandomKv(shape(), 3, &random_);
+  AppendChunk chunk = ChunkOf(0, 700, whole);
+  chunk.v = {};
+  ExpectRefused(Append(chunk), StatusCode::kInvalidArgument, "v is missing");
+  const Message message(1, {Next()});
+  DecodeArgs args = message.args;
+  args.v = {};
+  args.v_heads = args.v_value_dim = 0;
+  DecodeResult result;
+  ASSERT_TRUE(engine_->Decode(kTenant, kWriter, args, &result).ok());
+  ExpectRefused(result.rows.at(0).status, StatusCode::kInvalidArgument, "v is missing");
+
+  ModelShape other = MakeLatentShape(2, 4, 32, 16, DType::kFp32);
+  TestSequence latent = OpenSequence(engine_.get(), other);
+  other.latent = false;
+  TestSequence plain = OpenSequence(engine_.get(), other);
+  const Kv kv = RandomKv(other, 3, &random_);
+  const absl::Status sent = engine_->Append(kTenant, kWriter, latent.id, ChunkOf(0, 0, kv));
+  EXPECT_EQ(sent.code(), StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(sent.message()), HasSubstr("v is present"));
+  for (const bool with_values : {false, true}) {
+    TestSequence& good = with_values ? plain : latent;
+    TestSequence& bad = with_values ? latent : plain;
+    const Message mixed(0, {NextRow(&good, 0, 2, &random_), NextRow(&bad, 0, 1, &random_)});
+    const Answer answer = Send(engine_.get(), mixed);
+    EXPECT_TRUE(IsDense(mixed, answer, 0));
+    EXPECT_EQ(answer.row_status(1).code(), StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(answer.row_status(1).message()),
+                HasSubstr(with_values ? "v is present" : "v is missing"));
+    EXPECT_EQ(bad.Info().layer_tokens[0], bad.history.layers[0].tokens);
+  }
+}
+
 // A refused row's extents are the message's own: its answer must not be given memory by them.
 TEST_F(EngineFaultsTest, AbsurdExtentsTakeNoMemory) {
   Message message(1, {Next(1)});

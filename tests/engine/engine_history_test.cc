@@ -214,14 +214,14 @@ class EngineHistoryTest : public testing::TestWithParam<int> {};
 
 TEST_P(EngineHistoryTest, RandomOperations) {
   const uint64_t seed = TestSeed() + static_cast<uint64_t>(GetParam());
-  const ModelShape shapes[] = {MakeShape(2, 1, 1, 16, 16, DType::kBf16),
-                               MakeShape(1, 4, 2, 16, 32, DType::kFp32),
-                               MakeShape(3, 2, 2, 32, 16, DType::kFp16)};
+  const ModelShape shapes[] = {
+      MakeShape(2, 1, 1, 16, 16, DType::kBf16), MakeShape(1, 4, 2, 16, 32, DType::kFp32),
+      MakeShape(3, 2, 2, 32, 16, DType::kFp16), MakeLatentShape(2, 2, 48, 32, DType::kBf16)};
   const char* windows[] = {"64", "0", "200"};
-  Histories histories(seed, shapes[seed % 3], windows[seed / 3 % 3]);
+  Histories histories(seed, shapes[seed % 4], windows[seed / 4 % 3]);
   SCOPED_TRACE(testing::Message() << "ATTND_TEST_SEED " << TestSeed() << " case " << GetParam()
-                                  << ", shape " << seed % 3 << ", window "
-                                  << windows[seed / 3 % 3]);
+                                  << ", shape " << seed % 4 << ", window "
+                                  << windows[seed / 4 % 3]);
   for (int step = 0; step < 400; ++step) {
     histories.Step();
     if (step % 6 == 5) histories.CheckAll();
@@ -230,7 +230,7 @@ TEST_P(EngineHistoryTest, RandomOperations) {
   histories.CloseAll();
 }
 
-INSTANTIATE_TEST_SUITE_P(Seeds, EngineHistoryTest, testing::Range(0, 9));
+INSTANTIATE_TEST_SUITE_P(Seeds, EngineHistoryTest, testing::Range(0, 12));
 
 // Every place where a history can be cut, around the borders of segments, blocks and pages.
 TEST(EngineHistoryTest, CutsAtEveryBorder) {

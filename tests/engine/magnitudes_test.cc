@@ -176,6 +176,36 @@ TEST(MagnitudesTest, ValuesBeyondTheirLimitAreRefused) {
   }
 }
 
+// A latent shape's values are the fronts of its keys: the limit is theirs, not the rest's.
+TEST(MagnitudesTest, LatentValuesBeyondTheirLimitAreRefused) {
+  Random random(TestSeed());
+  const auto engine = MakeEngine(SmallOptions());
+  for (const DType dtype : {DType::kFp32, DType::kBf16}) {
+    TestSequence sequence = OpenSequence(engine.get(), MakeLatentShape(1, 2, 48, 32, dtype));
+    Prefill(&sequence, 70, &random);
+    const State state = StateOf(&sequence);
+    for (const size_t channel : {0u, 31u}) {
+      Kv kv = RandomKv(sequence.shape(), 3, &random);
+      kv.k.Set(48 + channel, -1.1e13f);
+      Row row = NextRow(&sequence, 0, 3, &random);
+      row.kv = kv;
+      for (const absl::Status& status :
+           {AppendNext(&sequence, 0, kv), SendRow(row, 0).row_status(0)}) {
+        EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << status;
+        EXPECT_THAT(std::string(status.message()), HasSubstr("k, whose front is the value,"));
+        EXPECT_THAT(std::string(status.message()), HasSubstr("up to 1e+13"));
+        EXPECT_TRUE(Unchanged(&sequence, state));
+      }
+    }
+    Kv kv = RandomKv(sequence.shape(), 3, &random);
+    kv.k.Set(48 + 32, -1.1e13f);
+    EXPECT_TRUE(AppendNext(&sequence, 0, kv).ok());
+    Row row = NextRow(&sequence, 0, 3, &random);
+    row.kv.k.Set(48 + 31, std::numeric_limits<float>::infinity());
+    EXPECT_THAT(std::string(SendRow(row, 0).row_status(0).message()), HasSubstr("k has a NaN"));
+  }
+}
+
 // All values at their limit, weights as equal as they can be: answers and statistics are finite.
 TEST(MagnitudesTest, ValuesAtTheirLimitAreAnswered) {
   Random random(TestSeed());

@@ -382,7 +382,8 @@ TEST(MemoryTest, APrefillTakesAtMostATenthMore) {
       for (uint64_t at = 0; at < prefill.segmented_tokens;) {
         const uint32_t run =
             static_cast<uint32_t>(std::min<uint64_t>(8192, prefill.segmented_tokens - at));
-        index += Segment::IndexBytes(sequence.shape(), run, at == 0 ? 4 : 0);
+        index += Segment::IndexBytes(
+            {sequence.shape(), attention::kClusterIndexes, run, at == 0 ? 4u : 0u});
         at += run;
       }
       const double used = static_cast<double>(engine->usage().resident_bytes);

@@ -87,6 +87,13 @@ ModelShape MakeShape(uint32_t layers, uint32_t query_heads, uint32_t kv_heads, u
   return shape;
 }
 
+ModelShape MakeLatentShape(uint32_t layers, uint32_t query_heads, uint32_t head_dim,
+                           uint32_t value_dim, DType dtype) {
+  ModelShape shape = MakeShape(layers, query_heads, 1, head_dim, value_dim, dtype);
+  shape.latent = true;
+  return shape;
+}
+
 OpenArgs ArgsOf(const ModelShape& shape, std::optional<attention::Policy> policy) {
   OpenArgs args;
   args.fingerprint = "test";
@@ -130,7 +137,15 @@ Kv RandomKv(const ModelShape& shape, uint64_t tokens, Random* random) {
   Kv kv;
   kv.tokens = tokens;
   kv.k = RandomNumbers(shape.dtype, tokens * KeyWidth(shape), random);
-  kv.v = RandomNumbers(shape.dtype, tokens * ValueWidth(shape), random);
+  kv.latent = shape.latent;
+  if (!shape.latent) {
+    kv.v = RandomNumbers(shape.dtype, tokens * ValueWidth(shape), random);
+    return kv;
+  }
+  kv.v.dtype = shape.dtype;
+  for (uint64_t token = 0; token < tokens; ++token) {
+    kv.v.Append(SliceNumbers(kv.k, token * shape.head_dim, shape.value_dim));
+  }
   return kv;
 }
 
@@ -142,6 +157,7 @@ uint64_t History::committed() const {
 
 void History::Append(uint32_t layer, const Kv& kv) {
   layers[layer].tokens += kv.tokens;
+  layers[layer].latent = kv.latent;
   layers[layer].k.Append(kv.k);
   layers[layer].v.Append(kv.v);
 }
@@ -153,6 +169,7 @@ void History::Truncate(uint64_t length) {
 Kv History::Slice(uint32_t layer, uint64_t first, uint64_t tokens) const {
   Kv kv;
   kv.tokens = tokens;
+  kv.latent = shape.latent;
   kv.k = SliceNumbers(layers[layer].k, first * KeyWidth(shape), tokens * KeyWidth(shape));
   kv.v = SliceNumbers(layers[layer].v, first * ValueWidth(shape), tokens * ValueWidth(shape));
   return kv;
@@ -177,7 +194,7 @@ AppendChunk ChunkOf(uint32_t layer, uint64_t first_position, const Kv& kv) {
   chunk.first_position = first_position;
   chunk.tokens = kv.tokens;
   chunk.k = kv.k.view();
-  chunk.v = kv.v.view();
+  if (!kv.latent) chunk.v = kv.v.view();
   return chunk;
 }
 
@@ -260,6 +277,7 @@ Message::Message(uint32_t layer, const std::vector<Row>& from) : rows(from) {
   args.k = k.view();
   args.k_heads = shape.kv_heads;
   args.k_head_dim = shape.head_dim;
+  if (shape.latent) return;
   args.v = v.view();
   args.v_heads = shape.kv_heads;
   args.v_value_dim = shape.value_dim;

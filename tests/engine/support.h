@@ -55,6 +55,9 @@ attention::Policy PolicyOf(const std::string& preset,
                            const std::map<std::string, std::string>& parameters = {});
 ModelShape MakeShape(uint32_t layers, uint32_t query_heads, uint32_t kv_heads, uint32_t head_dim,
                      uint32_t value_dim, DType dtype);
+// One KV head whose value is the front of its key.
+ModelShape MakeLatentShape(uint32_t layers, uint32_t query_heads, uint32_t head_dim,
+                           uint32_t value_dim, DType dtype);
 OpenArgs ArgsOf(const ModelShape& shape, std::optional<attention::Policy> policy = std::nullopt);
 
 // Numbers as they are sent, and what they mean.
@@ -74,8 +77,9 @@ Numbers RandomNumbers(DType dtype, size_t count, Random* random, float scale = 1
 // Keys and values of some tokens of one layer.
 struct Kv {
   uint64_t tokens = 0;
-  Numbers k;  // [tokens, kv_heads, head_dim]
-  Numbers v;  // [tokens, kv_heads, value_dim]
+  Numbers k;            // [tokens, kv_heads, head_dim]
+  Numbers v;            // [tokens, kv_heads, value_dim]
+  bool latent = false;  // v is the front of k, and not sent
 };
 Kv RandomKv(const ModelShape& shape, uint64_t tokens, Random* random);
 

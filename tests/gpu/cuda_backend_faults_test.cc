@@ -306,6 +306,8 @@ TEST_F(CudaBackendFaults, ShapesWithoutKernelsAreRefused) {
   EXPECT_THAT(refusal(MakeShape(8, 2, 128, 128, DType::kFp32)), HasSubstr("dtype is fp32"));
   EXPECT_THAT(refusal(MakeShape(8, 2, 96, 96, DType::kBf16)), HasSubstr("96/96"));
   EXPECT_THAT(refusal(MakeShape(33, 1, 64, 64, DType::kBf16)), HasSubstr("33 query heads"));
+  EXPECT_THAT(refusal(attention::test::MakeLatentShape(8, 64, 64, DType::kBf16)),
+              HasSubstr("latent"));
 }
 
 TEST_F(CudaBackendFaults, StageTimesAreSampled) {

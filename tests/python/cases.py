@@ -30,19 +30,22 @@ class Case:
         def normal(heads: int, dim: int) -> np.ndarray:
             return rng.standard_normal((shape.layers, tokens, heads, dim)).astype(np.float32)
 
-        return Case(
-            shape,
-            normal(shape.query_heads, shape.head_dim),
-            normal(shape.kv_heads, shape.head_dim).astype(shape.dtype),
-            normal(shape.kv_heads, shape.value_elements).astype(shape.dtype),
-        )
+        q = normal(shape.query_heads, shape.head_dim)
+        k = normal(shape.kv_heads, shape.head_dim).astype(shape.dtype)
+        if shape.latent:
+            return Case(shape, q, k, k[..., : shape.value_elements])
+        return Case(shape, q, k, normal(shape.kv_heads, shape.value_elements).astype(shape.dtype))
 
     @property
     def model(self) -> attnd.Model:
         return attnd.Model("test", self.shape)
 
-    def layers(self, tokens: slice) -> list[tuple[np.ndarray, np.ndarray]]:
-        return [(k[tokens], v[tokens]) for k, v in zip(self.k, self.v)]
+    def sent(self, layer: int, tokens: slice) -> tuple[np.ndarray, np.ndarray | None]:
+        """Keys and values of these tokens as they are sent: no values if the model is latent."""
+        return self.k[layer, tokens], None if self.shape.latent else self.v[layer, tokens]
+
+    def layers(self, tokens: slice) -> list[tuple[np.ndarray, np.ndarray | None]]:
+        return [self.sent(layer, tokens) for layer in range(self.shape.layers)]
 
     def expected(
         self, layer: int, tokens: slice, q: np.ndarray | None = None
@@ -69,7 +72,7 @@ def opened(
 def step(session, case, sequence, layer, tokens: slice, **options):
     """The step that decodes these tokens of one sequence."""
     row = attnd.Row(sequence, tokens.start, tokens.stop - tokens.start)
-    k, v = case.k[layer, tokens], case.v[layer, tokens]
+    k, v = case.sent(layer, tokens)
     return session.step(layer, [row], case.q[layer, tokens], k, v, **options)
 
 

@@ -117,7 +117,10 @@ def check_shape(shape: types_pb2.ModelShape) -> None:
         math.isfinite(scale) and scale >= 0,
         "model.shape.softmax_scale must be finite and not negative",
     )
-    check(not shape.latent, "model.shape.latent is not supported", grpc.StatusCode.UNIMPLEMENTED)
+    if shape.latent:
+        check(kv_heads == 1, "model.shape.kv_heads must be 1 if latent")
+        fits = (shape.value_dim or shape.head_dim) <= shape.head_dim
+        check(fits, "model.shape.value_dim must be at most head_dim if latent")
 
 
 def check_policy(policy: types_pb2.Policy) -> None:
@@ -153,6 +156,15 @@ def read_tensor(
     array = np.frombuffer(tensor.data, DTYPES[tensor.dtype]).reshape(shape)
     check(bool(np.isfinite(array.astype(np.float64)).all()), f"{name} has a NaN or an infinity")
     return array
+
+
+def read_values(sequence: Sequence, message: Any, k: np.ndarray) -> np.ndarray:
+    """The v of a message with these keys; a latent sequence's is the front of its keys."""
+    value_dim, latent = sequence.value_dim, sequence.shape.latent
+    check(message.HasField("v") != latent, "v must be absent if, and only if, the model is latent")
+    if latent:
+        return k[..., :value_dim]
+    return read_tensor(message.v, "v", (len(k), k.shape[1], value_dim), sequence.dtype)
 
 
 def write_tensor(array: np.ndarray, number: int) -> types_pb2.Tensor:

@@ -34,6 +34,7 @@ from reference_rules import (
     check_policy,
     check_shape,
     read_tensor,
+    read_values,
     refuse,
     write_tensor,
 )
@@ -119,13 +120,15 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
             check(shard.count <= 4096, "model.shard.count must be at most 4096")
             check(shard.index < max(1, shard.count), "model.shard.index must be below count")
             check(request.layout in (0, 1, 2), "layout is unknown")
-            check(
-                request.layout != 2,
-                "layout: token order is not supported",
-                grpc.StatusCode.UNIMPLEMENTED,
-            )
             check(len(request.indexes) <= 8, "indexes: at most 8")
-            check(all(index in (0, 1) for index in request.indexes), "indexes: unknown index")
+            check(all(1 <= index <= 5 for index in request.indexes), "indexes: unknown index")
+            clusters, blocks = 1 in request.indexes, {2, 3} & set(request.indexes)
+            check(request.layout != 2 or not clusters, "layout: token order has no clusters")
+            check(
+                request.layout != 1 or clusters or not request.indexes,
+                "layout: cluster order has clusters",
+            )
+            check(not (clusters and blocks), "indexes: clusters or blocks")
             check_policy(request.policy)
             check(len(request.token_ids) <= LIMITS.max_sequence_tokens, "token_ids: too many")
             check(
@@ -308,9 +311,7 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
             k = read_tensor(
                 request.k, "k", (tokens, shape.kv_heads, shape.head_dim), sequence.dtype
             )
-            v = read_tensor(
-                request.v, "v", (tokens, shape.kv_heads, sequence.value_dim), sequence.dtype
-            )
+            v = read_values(sequence, request, k)
             check(len(request.token_ids) in (0, tokens), f"token_ids must be none or {tokens}")
             self._claim(sequence, stream)
             append(sequence, request.layer, request.first_position, k, v, request.token_ids, 0)
@@ -388,9 +389,7 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
             k = read_tensor(
                 request.k, "k", (new_tokens, shape.kv_heads, shape.head_dim), first.dtype
             )
-            v = read_tensor(
-                request.v, "v", (new_tokens, shape.kv_heads, first.value_dim), first.dtype
-            )
+            v = read_values(first, request, k)
 
         out = np.full((tokens, shape.query_heads, first.value_dim), np.nan)
         lse = np.full((tokens, shape.query_heads), np.nan)

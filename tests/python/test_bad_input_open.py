@@ -41,7 +41,7 @@ OPEN = {
         "INVALID_ARGUMENT",
         "softmax_scale",
     ),
-    "latent": (shape_field("latent", True), "UNIMPLEMENTED", "latent"),
+    "latent with two heads": (shape_field("latent", True), "INVALID_ARGUMENT", "kv_heads"),
     "long fingerprint": (
         lambda r: setattr(r.model, "fingerprint", "x" * 257),
         "INVALID_ARGUMENT",
@@ -57,7 +57,18 @@ OPEN = {
         "INVALID_ARGUMENT",
         "shard|count",
     ),
-    "token order": (lambda r: setattr(r, "layout", 2), "UNIMPLEMENTED", "layout"),
+    "token order with clusters": (
+        lambda r: (setattr(r, "layout", 2), r.indexes.append(1)),
+        "INVALID_ARGUMENT",
+        "layout",
+    ),
+    "cluster order without clusters": (
+        lambda r: (setattr(r, "layout", 1), r.indexes.append(4)),
+        "INVALID_ARGUMENT",
+        "layout",
+    ),
+    "both orders": (lambda r: r.indexes.extend([1, 2]), "INVALID_ARGUMENT", "indexes"),
+    "no index": (lambda r: r.indexes.append(0), "INVALID_ARGUMENT", "index"),
     "unknown layout": (lambda r: setattr(r, "layout", 9), "INVALID_ARGUMENT", "layout"),
     "unknown index": (lambda r: r.indexes.append(9), "INVALID_ARGUMENT", "index"),
     "many indexes": (lambda r: r.indexes.extend([1] * 9), "INVALID_ARGUMENT", "indexes"),

@@ -172,7 +172,7 @@ def test_how_a_prompt_is_cut_into_messages_does_not_matter(client):
 def test_uploads_are_split_below_the_message_limit():
     case = Case.random(200)
     chunks = list(attnd.layer_chunks(case.layers(slice(0, 200)), token_ids=range(200)))
-    messages = list(requests.append_requests(9, chunks, True, 8192))
+    messages = list(requests.append_requests(9, chunks, True, None, 8192))
     assert len(messages) > 2 * 2 and all(message.ByteSize() < 8192 for message in messages)
     assert [m.first_position for m in messages if m.layer == 1] == sorted(
         m.first_position for m in messages if m.layer == 1
@@ -182,7 +182,7 @@ def test_uploads_are_split_below_the_message_limit():
     assert [token for m in messages for token in m.token_ids] == list(range(200))
     assert messages[-1].prefill_complete and not messages[-1].HasField("k")
     with pytest.raises(ValueError, match="one token"):
-        list(requests.append_requests(9, chunks, True, 4100))
+        list(requests.append_requests(9, chunks, True, None, 4100))
 
 
 def test_a_fork_goes_its_own_way(client):

@@ -18,6 +18,7 @@ pytest.importorskip("attnd.nano", reason="attnd[nano] is not installed")
 pytest.importorskip("matplotlib", reason="attnd[report] is not installed")
 pytest.importorskip("scipy", reason="attnd[calibrate] is not installed")
 import attnd  # noqa: E402
+from attnd import Policy, Preset  # noqa: E402
 from attnd.eval import opening, results, series  # noqa: E402
 from attnd.eval import server as servers  # noqa: E402
 from attnd.report import check, cli, document, labels, plan, plots, tables  # noqa: E402
@@ -259,8 +260,23 @@ def test_series_are_points_of_one_preset_with_their_budgets_written_out():
 
 def test_every_policy_is_uploaded_for_once():
     policies = series.policies_of(series.SERIES)
-    numbers = list(itertools.chain(*opening.by_opening(policies).values()))
+    presets = [
+        Preset(Policy("quest"), {}, ("blocks-16",), True),
+        Preset(Policy("double-sparsity"), {}, ("labels",), None),
+        Preset(Policy("snapkv"), {}, (), True),
+        Preset(Policy("dense"), {}, (), None),
+        Preset(Policy("double-p"), {}, ("clusters",), False),
+    ]
+    groups = opening.by_opening(policies, presets)
+    numbers = list(itertools.chain(*groups.values()))
     assert sorted(numbers) == list(range(len(policies)))
+    found = {
+        preset: {o for o, group in groups.items() for n in group if policies[n].preset == preset}
+        for preset in ("quest", "double-sparsity", "snapkv", "dense", "double-p")
+    }
+    assert found["quest"] == found["double-sparsity"] == {opening.TOKENS}
+    assert found["dense"] == found["double-p"] == {opening.CLUSTERS}
+    assert len(found["snapkv"]) == len([p for p in policies if p.preset == "snapkv"])
 
 
 # ---- The document ----

@@ -52,7 +52,6 @@ struct OpenCase {
 
 TEST(OpenSequence, WrongFieldsAreNamed) {
   constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
-  constexpr auto kLacking = absl::StatusCode::kUnimplemented;
   const auto shape = [](auto* r) { return r->mutable_model()->mutable_shape(); };
   const std::vector<OpenCase> cases = {
       {"model", kInvalid, [](auto* r) { r->clear_model(); }},
@@ -74,9 +73,25 @@ TEST(OpenSequence, WrongFieldsAreNamed) {
       {"softmax_scale", kInvalid, [=](auto* r) { shape(r)->set_softmax_scale(-1); }},
       {"softmax_scale", kInvalid, [=](auto* r) { shape(r)->set_softmax_scale(std::nanf("")); }},
       {"softmax_scale", kInvalid, [=](auto* r) { shape(r)->set_softmax_scale(INFINITY); }},
-      {"latent", kLacking, [=](auto* r) { shape(r)->set_latent(true); }},
-      {"layout", kLacking,
-       [](auto* r) { r->set_layout(v1::OpenSequenceRequest::LAYOUT_TOKEN_ORDER); }},
+      {"model.shape.kv_heads", kInvalid, [=](auto* r) { shape(r)->set_latent(true); }},
+      {"model.shape.value_dim", kInvalid,
+       [=](auto* r) {
+         shape(r)->set_latent(true);
+         shape(r)->set_kv_heads(1);
+         shape(r)->set_value_dim(80);
+       }},
+      {"layout", kInvalid,
+       [](auto* r) {
+         r->set_layout(v1::OpenSequenceRequest::LAYOUT_TOKEN_ORDER);
+         r->add_indexes(v1::OpenSequenceRequest::INDEX_CLUSTERS);
+       }},
+      {"layout", kInvalid,
+       [](auto* r) {
+         r->set_layout(v1::OpenSequenceRequest::LAYOUT_CLUSTER_ORDER);
+         r->add_indexes(v1::OpenSequenceRequest::INDEX_LABELS);
+       }},
+      {"indexes", kInvalid,
+       [](auto* r) { r->add_indexes(v1::OpenSequenceRequest::INDEX_UNSPECIFIED); }},
       {"layout", kInvalid,
        [](auto* r) { r->set_layout(static_cast<v1::OpenSequenceRequest::Layout>(9)); }},
       {"indexes", kInvalid,
@@ -114,10 +129,62 @@ TEST(OpenSequence, WrongFieldsAreNamed) {
   }
 }
 
+// What a sequence is opened with: said, or left to its policy.
+TEST(OpenSequence, LayoutAndIndexes) {
+  using Request = v1::OpenSequenceRequest;
+  using attention::IndexKind;
+  const struct {
+    Request::Layout layout;
+    std::vector<Request::Index> indexes;
+    std::optional<attention::IndexSet> expected;
+  } kCases[] = {
+      {Request::LAYOUT_UNSPECIFIED, {}, std::nullopt},
+      {Request::LAYOUT_CLUSTER_ORDER, {}, attention::kClusterIndexes},
+      {Request::LAYOUT_TOKEN_ORDER, {}, attention::IndexSet()},
+      {Request::LAYOUT_UNSPECIFIED,
+       {Request::INDEX_BLOCKS_16, Request::INDEX_KEYS_4BIT},
+       attention::IndexSet{IndexKind::kBlocks16, IndexKind::kKeys4}},
+      {Request::LAYOUT_TOKEN_ORDER,
+       {Request::INDEX_BLOCKS_64, Request::INDEX_LABELS},
+       attention::IndexSet{IndexKind::kBlocks64, IndexKind::kLabels}},
+      {Request::LAYOUT_CLUSTER_ORDER,
+       {Request::INDEX_LABELS, Request::INDEX_CLUSTERS},
+       attention::IndexSet{IndexKind::kClusters, IndexKind::kLabels}},
+  };
+  for (const auto& c : kCases) {
+    Request request = GoodOpen();
+    request.set_layout(c.layout);
+    for (const Request::Index index : c.indexes) request.add_indexes(index);
+    const auto args = FromProto(request, 100);
+    ASSERT_TRUE(args.ok()) << args.status();
+    EXPECT_EQ(args->indexes, c.expected);
+  }
+}
+
+TEST(OpenSequence, PresetsSayWhatTheyNeed) {
+  for (const attention::Policy& policy : attention::PresetPolicies()) {
+    v1::PresetInfo info;
+    ToProto(policy, &info);
+    EXPECT_EQ(info.policy().preset(), policy.preset);
+    EXPECT_EQ(info.policy().parameters_size(), info.allowed_size());
+    for (const auto& [name, value] : info.policy().parameters()) {
+      EXPECT_FALSE(info.allowed().at(name).empty());
+    }
+    // A sequence that is opened as it says can be read.
+    v1::OpenSequenceRequest request = GoodOpen();
+    request.set_layout(info.layout());
+    *request.mutable_indexes() = info.indexes();
+    const auto args = FromProto(request, 100);
+    ASSERT_TRUE(args.ok()) << policy.preset << ": " << args.status();
+    EXPECT_TRUE(policy.CheckIndexes(args->indexes.value_or(attention::kClusterIndexes)).ok());
+  }
+}
+
 TEST(OpenSequence, DefaultsAreFilledIn) {
   const auto args = FromProto(GoodOpen(), 100);
   ASSERT_TRUE(args.ok()) << args.status();
   EXPECT_EQ(args->shape.value_dim, 64u);
+  EXPECT_FALSE(args->shape.latent);
   EXPECT_FLOAT_EQ(args->shape.softmax_scale, 0.125f);
   EXPECT_EQ(args->shard.count, 1u);
   EXPECT_FALSE(args->policy.has_value());
@@ -143,6 +210,15 @@ TEST(AppendKv, GoodChunk) {
   EXPECT_EQ(chunk->v.elements, 192u);
 }
 
+TEST(AppendKv, LatentModelsSendNoValues) {
+  v1::AppendKvRequest request = GoodAppend();
+  request.clear_v();
+  const auto chunk = FromProto(request);
+  ASSERT_TRUE(chunk.ok()) << chunk.status();
+  EXPECT_EQ(chunk->k.elements, 384u);
+  EXPECT_EQ(chunk->v.elements, 0u);
+}
+
 TEST(AppendKv, WrongFieldsAreNamed) {
   struct Case {
     const char* named;
@@ -151,7 +227,7 @@ TEST(AppendKv, WrongFieldsAreNamed) {
   const std::vector<Case> cases = {
       {"k.dtype", [](auto* r) { r->clear_k(); }},
       {"k.dtype", [](auto* r) { r->mutable_k()->set_dtype(v1::DTYPE_UNSPECIFIED); }},
-      {"v.dtype", [](auto* r) { r->clear_v(); }},
+      {"v.dtype", [](auto* r) { r->mutable_v()->Clear(); }},
       {"k.shape", [](auto* r) { r->mutable_k()->clear_shape(); }},
       {"k.shape", [](auto* r) { r->mutable_k()->add_shape(1); }},
       {"k.shape",
@@ -232,6 +308,16 @@ TEST(Decode, GoodMessage) {
   EXPECT_TRUE(step.args.rows[1].query_only);
 }
 
+TEST(Decode, LatentModelsSendNoValues) {
+  v1::DecodeRequest request = GoodDecode();
+  request.clear_v();
+  DecodeStep step;
+  ASSERT_TRUE(FromProto(request, kLimits, kArrival, &step).ok());
+  EXPECT_EQ(step.args.k.elements, 128u);
+  EXPECT_EQ(step.args.v.elements, 0u);
+  EXPECT_EQ(step.args.v_value_dim, 0u);
+}
+
 TEST(Decode, AFarDeadlineIsNone) {
   v1::DecodeRequest request = GoodDecode();
   request.set_deadline_us(~uint64_t{0});
@@ -272,7 +358,7 @@ TEST(Decode, WrongMessagesNameTheField) {
          Fill(r->mutable_k(), {3, 2, 64});
        }},
       {"k.dtype", [](auto* r) { r->clear_k(); }},
-      {"v.dtype", [](auto* r) { r->clear_v(); }},
+      {"v.dtype", [](auto* r) { r->mutable_v()->Clear(); }},
       {"k is present", [](auto* r) { r->mutable_rows(0)->set_query_only(true); }},
       {"output_dtype", [](auto* r) { r->set_output_dtype(static_cast<v1::DType>(9)); }},
   };

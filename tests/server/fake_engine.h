@@ -56,6 +56,10 @@ class FakeEngine final : public engine::Engine {
     WaitForCall();
     return next_id_.fetch_add(1);
   }
+  absl::Status Observe(absl::string_view, engine::WriterId, uint64_t,
+                       const engine::ObservedChunk&) override {
+    return absl::OkStatus();
+  }
   absl::Status Append(absl::string_view, engine::WriterId, uint64_t,
                       const engine::AppendChunk&) override {
     ++chunks_;

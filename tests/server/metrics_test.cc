@@ -77,6 +77,12 @@ TEST(Metrics, EveryPromisedNameIsThereFromTheStart) {
                                  "segments_loaded_total",
                                  "quarantined_files_total",
                                  "orphan_files_total",
+                                 "audit_rows_total",
+                                 "audit_relative_error",
+                                 "audit_relative_error_max",
+                                 "audit_covered_mass",
+                                 "audit_predicted_ratio",
+                                 "audit_tolerance_ratio",
                                  "rpcs_total",
                                  "process_resident_memory_bytes"}) {
     EXPECT_EQ(names.count(std::string("attnd_") + name), 1u) << name;
@@ -128,6 +134,71 @@ TEST(Metrics, EventsOfTheEngine) {
   EXPECT_EQ(values["attnd_segments_built_total{trigger=prefill}"], 0);
   EXPECT_EQ(values["attnd_segment_build_seconds"], 1);
   EXPECT_EQ(values["attnd_segment_build_failures_total"], 1);
+}
+
+TEST(Metrics, AuditsAreToldByPolicy) {
+  Metrics metrics;
+  engine::AuditedRow row;
+  row.preset = "error-target";
+  row.error_mean = 0.1;
+  row.error_max = 0.3;
+  row.covered_mass = 0.97;
+  row.predicted_error = 0.05;
+  row.tolerance = 0.2;
+  metrics.OnAudited(row);
+  row.preset = "streaming";
+  row.predicted_error.reset();
+  row.tolerance.reset();
+  metrics.OnAudited(row);
+  row.preset = "what a client invents";
+  metrics.OnAudited(row);
+  metrics.OnAuditSkipped(engine::AuditSkip::kExact);
+  metrics.OnAuditSkipped(engine::AuditSkip::kPaged);
+  metrics.OnAuditSkipped(engine::AuditSkip::kGone);
+  metrics.OnAuditSkipped(engine::AuditSkip::kQueueFull);
+  metrics.OnAuditSkipped(engine::AuditSkip::kNoMemory);
+  auto values = Values(metrics);
+  EXPECT_EQ(values["attnd_audit_rows_total{outcome=audited}"], 3);
+  for (const char* const outcome : {"exact", "paged", "gone", "queue_full", "no_memory"}) {
+    EXPECT_EQ(values[std::string("attnd_audit_rows_total{outcome=") + outcome + "}"], 1) << outcome;
+  }
+  for (const char* const name : {"relative_error", "relative_error_max", "covered_mass"}) {
+    const std::string family = std::string("attnd_audit_") + name;
+    EXPECT_EQ(values[family + "{policy=error-target}"], 1) << name;
+    EXPECT_EQ(values[family + "{policy=streaming}"], 1) << name;
+    EXPECT_EQ(values[family + "{policy=double-p}"], 0) << name;
+    EXPECT_EQ(values.count(family + "{policy=what a client invents}"), 0u) << name;
+  }
+  for (const char* const name : {"predicted_ratio", "tolerance_ratio"}) {
+    const std::string family = std::string("attnd_audit_") + name;
+    EXPECT_EQ(values[family + "{policy=error-target}"], 1) << name;
+    EXPECT_EQ(values[family + "{policy=streaming}"], 0) << name;
+  }
+}
+
+TEST(Metrics, AuditsAreToldWithTheirValues) {
+  Metrics metrics;
+  engine::AuditedRow row;
+  row.preset = "error-target";
+  row.error_mean = 0.1;
+  row.error_max = 0.3;
+  row.covered_mass = 0.97;
+  row.predicted_error = 0.05;
+  row.tolerance = 0.2;
+  metrics.OnAudited(row);
+  std::map<std::string, double> sums;
+  for (const MetricFamily& family : metrics.Collect()) {
+    for (const ClientMetric& metric : family.metric) {
+      if (family.type == prometheus::MetricType::Histogram) {
+        sums[family.name] += metric.histogram.sample_sum;
+      }
+    }
+  }
+  EXPECT_DOUBLE_EQ(sums["attnd_audit_relative_error"], 0.1);
+  EXPECT_DOUBLE_EQ(sums["attnd_audit_relative_error_max"], 0.3);
+  EXPECT_DOUBLE_EQ(sums["attnd_audit_covered_mass"], 0.97);
+  EXPECT_DOUBLE_EQ(sums["attnd_audit_predicted_ratio"], 0.5);
+  EXPECT_DOUBLE_EQ(sums["attnd_audit_tolerance_ratio"], 0.5);
 }
 
 TEST(Metrics, ADeviceIsATierAndHasArenas) {

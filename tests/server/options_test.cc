@@ -57,6 +57,9 @@ TEST(ServerOptions, WrongOnesNameTheField) {
       {"max_queued_steps", [](auto* o) { o->max_queued_steps = 65537; }},
       {"index_threads", [](auto* o) { o->index_threads = 1025; }},
       {"max_sequences", [](auto* o) { o->max_sequences = 0; }},
+      {"audit_share", [](auto* o) { o->audit_share = 1.01; }},
+      {"audit_share", [](auto* o) { o->audit_share = -0.1; }},
+      {"audit_cpu_share", [](auto* o) { o->audit_cpu_share = 0; }},
       {"max_sequence_tokens", [](auto* o) { o->max_sequence_tokens = 0; }},
       {"max_streams", [](auto* o) { o->max_streams = 0; }},
       {"max_rows", [](auto* o) { o->max_rows = 0; }},
@@ -135,7 +138,7 @@ TEST_F(ConfigFile, SetsWhatItNames) {
   const auto config = Read(
       "listen: 'unix:/tmp/a' listen: '127.0.0.1:1' max_rows: 7 memory_budget_bytes: 0\n"
       "default_policy { preset: 'streaming' parameters { key: 'sink' value: '8' } }\n"
-      "allow_insecure_tcp: true");
+      "allow_insecure_tcp: true audit_share: 0.25");
   ASSERT_TRUE(config.ok()) << config.status();
   ServerOptions options;
   ASSERT_TRUE(ApplyConfig(*config, &options).ok());
@@ -145,6 +148,8 @@ TEST_F(ConfigFile, SetsWhatItNames) {
   EXPECT_EQ(options.default_policy.preset, "streaming");
   EXPECT_EQ(options.default_policy.sink, 8u);
   EXPECT_TRUE(options.allow_insecure_tcp);
+  EXPECT_EQ(options.audit_share, 0.25);
+  EXPECT_EQ(options.audit_cpu_share, ServerOptions().audit_cpu_share);
 }
 
 TEST_F(ConfigFile, MistakesNameLineAndColumn) {
@@ -203,6 +208,16 @@ TEST(EngineOptions, ZeroMeansTheMachine) {
   options.index_threads = 2;
   EXPECT_EQ(ToEngineOptions(options, machine).memory_budget_bytes, 77u);
   EXPECT_EQ(ToEngineOptions(options, machine).index_threads, 2u);
+}
+
+TEST(EngineOptions, AuditsAreTheOperatorsChoice) {
+  ServerOptions options;
+  EXPECT_EQ(ToEngineOptions(options, Machine()).audit.share, 0.01);
+  EXPECT_EQ(ToEngineOptions(options, Machine()).audit.cpu_share, 0.02);
+  options.audit_share = 0;
+  options.audit_cpu_share = 1;
+  EXPECT_EQ(ToEngineOptions(options, Machine()).audit.share, 0);
+  EXPECT_EQ(ToEngineOptions(options, Machine()).audit.cpu_share, 1);
 }
 
 }  // namespace

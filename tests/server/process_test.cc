@@ -137,7 +137,12 @@ TEST_F(ProcessTest, AFlagOverridesTheFile) {
 
 TEST_F(ProcessTest, MetricsAreServed) {
   const auto process = Start(Flags({"--metrics-listen=127.0.0.1:0"}));
-  const std::string log = process->Log(), before = "http://127.0.0.1:";
+  const std::string before = "http://127.0.0.1:";
+  std::string log = process->Log();
+  for (int i = 0; i < 500 && log.find(before) == std::string::npos; ++i) {  // it may come later
+    std::this_thread::sleep_for(20ms);
+    log = process->Log();
+  }
   const size_t found = log.find(before);
   ASSERT_NE(found, std::string::npos) << log;
   const int port = std::stoi(log.substr(found + before.size()));

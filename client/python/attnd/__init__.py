@@ -21,7 +21,7 @@ from attnd.errors import (
     UnimplementedError,
 )
 from attnd.model import Model, ModelShape, Shard
-from attnd.policy import Policy
+from attnd.policy import INDEXES, Policy, Preset
 from attnd.requests import KvChunk, Row, layer_chunks
 from attnd.results import (
     AppendedKv,
@@ -60,6 +60,7 @@ __all__ = [
     "NotFoundError",
     "OpenedSequence",
     "Policy",
+    "Preset",
     "ResourceExhaustedError",
     "Row",
     "RowError",

@@ -110,10 +110,11 @@ class Client:
         policy: Policy | str | None = None,
         token_ids: Sequence[int] = (),
         resume: int = 0,
+        indexes: Sequence[str] | None = None,
         timeout_s: float | None = None,
     ) -> OpenedSequence:
         """Opens a sequence; see :meth:`attnd.Client.open_sequence`."""
-        request = requests.open_request(model, policy, token_ids, resume)
+        request = requests.open_request(model, policy, token_ids, resume, indexes)
         reply = await self._call(self._stub.OpenSequence, request, timeout_s)
         return OpenedSequence(reply.sequence_id, reply.tokens_present)
 
@@ -123,12 +124,13 @@ class Client:
         chunks: Iterable[KvChunk],
         *,
         prefill_complete: bool = False,
+        observed_queries: Sequence[Array] | None = None,
         timeout_s: float | None = None,
     ) -> AppendedKv:
         """Uploads prefilled keys and values; see :meth:`attnd.Client.append_kv`. Without timeout_s
         there is no limit."""
         messages = requests.append_requests(
-            sequence_id, chunks, prefill_complete, await self._message_limit()
+            sequence_id, chunks, prefill_complete, observed_queries, await self._message_limit()
         )
         call = self._stub.AppendKv(
             metadata=self._metadata, timeout=timeout_s

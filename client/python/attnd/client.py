@@ -124,6 +124,7 @@ class Client:
         policy: Policy | str | None = None,
         token_ids: Sequence[int] = (),
         resume: int = 0,
+        indexes: Sequence[str] | None = None,
         timeout_s: float | None = None,
     ) -> OpenedSequence:
         """Opens a sequence, empty or with what the server has on disk.
@@ -134,10 +135,13 @@ class Client:
             token_ids: tokens of the prompt: of a prefix that an open or a sealed sequence has with
                 these ids nothing has to be uploaded (``tokens_present``).
             resume: ``SealResult.sealed_id`` of what it shall begin with, all of it; 0 is none.
+            indexes: what to build of its segments, names of :data:`attnd.INDEXES`; segments are in
+                cluster order if "clusters" is one of them, else in token order. None: what the
+                policy needs, and clusters if it needs none.
         """
         reply = self._call(
             self._stub.OpenSequence,
-            requests.open_request(model, policy, token_ids, resume),
+            requests.open_request(model, policy, token_ids, resume, indexes),
             timeout_s,
         )
         return OpenedSequence(reply.sequence_id, reply.tokens_present)
@@ -148,6 +152,7 @@ class Client:
         chunks: Iterable[KvChunk],
         *,
         prefill_complete: bool = False,
+        observed_queries: Sequence[Array] | None = None,
         timeout_s: float | None = None,
     ) -> AppendedKv:
         """Uploads prefilled keys and values.
@@ -158,6 +163,9 @@ class Client:
                 (:func:`attnd.layer_chunks`). They are split into messages that the server takes.
                 They are consumed on another thread.
             prefill_complete: the prompt is whole: the server segments it before this returns.
+            observed_queries: of each layer, [tokens, query_heads, head_dim] the queries of the
+                prompt's last tokens (256 of them), for policies that look at them: snapkv and
+                ada-snapkv need them; asynctls and labels are better for them.
             timeout_s: seconds for all of it, segmenting included; None, the default, is no limit.
                 How long an upload may take depends on its size, which only the caller knows, and on
                 the uploads that others send: a long prompt of a large model is many GiB and takes the
@@ -165,7 +173,13 @@ class Client:
                 UnavailableError in any case.
         """
         messages = _Upload(
-            requests.append_requests(sequence_id, chunks, prefill_complete, self.max_message_bytes)
+            requests.append_requests(
+                sequence_id,
+                chunks,
+                prefill_complete,
+                observed_queries,
+                self.max_message_bytes,
+            )
         )
         try:
             call = self._stub.AppendKv(messages, timeout=timeout_s, metadata=self._metadata)
@@ -408,7 +422,8 @@ class DecodeSession:
                 fp32.
             k: [sum over rows without query_only, kv_heads, head_dim] in the model's dtype; None if
                 all are query_only.
-            v: [the same tokens, kv_heads, value_dim] in the model's dtype.
+            v: [the same tokens, kv_heads, value_dim] in the model's dtype; None if all are
+                query_only or of latent models, which share no message with others that append.
             deadline_us: time that the server may take; 0 is no limit.
             output_dtype: element type of the answer; None is q's.
             timeout_s: seconds to wait for the answer, retries included; None is the client's

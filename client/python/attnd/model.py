@@ -25,6 +25,8 @@ class ModelShape:
         dtype: element type of keys and values: "bf16", "fp16", "fp32" or a numpy dtype. Stored as
             sent.
         softmax_scale: logits are softmax_scale * q.k; 0 means 1/sqrt(head_dim).
+        latent: multi-head latent attention: one KV head whose value is the first value_dim elements
+            of its key. Then no v is sent.
     """
 
     layers: int
@@ -34,6 +36,7 @@ class ModelShape:
     value_dim: int = 0
     dtype: npt.DTypeLike = BF16
     softmax_scale: float = 0.0
+    latent: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", as_dtype(self.dtype))
@@ -52,6 +55,7 @@ class ModelShape:
             value_dim=self.value_dim,
             dtype=to_wire_dtype(self.dtype),
             softmax_scale=self.softmax_scale,
+            latent=self.latent,
         )
 
     @staticmethod
@@ -64,6 +68,7 @@ class ModelShape:
             value_dim=message.value_dim,
             dtype=from_wire_dtype(message.dtype),
             softmax_scale=message.softmax_scale,
+            latent=message.latent,
         )
 
 

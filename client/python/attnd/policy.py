@@ -3,10 +3,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from attnd.v1 import types_pb2
+from attnd.v1 import attnd_pb2, types_pb2
+
+_WIRE = attnd_pb2.OpenSequenceRequest
+_WIRE_INDEXES = {
+    "clusters": _WIRE.INDEX_CLUSTERS,
+    "blocks-16": _WIRE.INDEX_BLOCKS_16,
+    "blocks-64": _WIRE.INDEX_BLOCKS_64,
+    "labels": _WIRE.INDEX_LABELS,
+    "keys-4bit": _WIRE.INDEX_KEYS_4BIT,
+}
+#: What may be built of a sequence's segments (docs/POLICIES.md, "Indexes").
+INDEXES = tuple(_WIRE_INDEXES)
+
+
+def to_wire_indexes(indexes: Iterable[str]) -> list[int]:
+    """
+    Raises:
+        ValueError: if one is none of INDEXES.
+    """
+    unknown = [name for name in indexes if name not in _WIRE_INDEXES]
+    if unknown:
+        raise ValueError(f"index {unknown[0]!r} is none of {', '.join(INDEXES)}")
+    return [_WIRE_INDEXES[name] for name in indexes]
+
+
+def from_wire_indexes(indexes: Iterable[int]) -> tuple[str, ...]:
+    """The names; numbers that this version does not know are left out."""
+    names = {number: name for name, number in _WIRE_INDEXES.items()}
+    return tuple(names[index] for index in indexes if index in names)
 
 
 @dataclass(frozen=True)
@@ -14,8 +42,8 @@ class Policy:
     """A preset (docs/POLICIES.md) and the parameters that differ from its defaults.
 
     Attributes:
-        preset: dense, streaming, clusters-top-k, double-p or error-target; empty means the
-            sequence's policy, and for a new sequence the server's default.
+        preset: a name of docs/POLICIES.md, for example error-target; empty means the sequence's
+            policy, and for a new sequence the server's default.
         parameters: text by name, for example {"tolerance": "0.1"}. The server checks names and
             values.
     """
@@ -61,3 +89,31 @@ class Policy:
 def as_policy(policy: Policy | str | None) -> Policy | None:
     """The policy itself, or the one that the text names."""
     return Policy.parse(policy) if isinstance(policy, str) else policy
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A preset that a server has.
+
+    Attributes:
+        policy: with the defaults of all its parameters.
+        allowed: in words, what values each parameter may have.
+        indexes: what a sequence must be opened with for it; empty if any do.
+        token_order: whether the sequence's segments must be in token order (True), in cluster order
+            (False), or either (None).
+    """
+
+    policy: Policy
+    allowed: Mapping[str, str]
+    indexes: tuple[str, ...]
+    token_order: bool | None
+
+    @staticmethod
+    def from_proto(message: attnd_pb2.PresetInfo) -> Preset:
+        orders = {_WIRE.LAYOUT_TOKEN_ORDER: True, _WIRE.LAYOUT_CLUSTER_ORDER: False}
+        return Preset(
+            Policy.from_proto(message.policy),
+            dict(sorted(message.allowed.items())),
+            from_wire_indexes(message.indexes),
+            orders.get(message.layout),
+        )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy.typing as npt
 
 from attnd.model import Model
-from attnd.policy import Policy, as_policy
+from attnd.policy import Policy, as_policy, to_wire_indexes
 from attnd.tensors import Array, to_tensor, to_wire_dtype
 from attnd.v1 import attnd_pb2, types_pb2
 
@@ -30,21 +30,22 @@ class KvChunk:
         layer: layer, from 0.
         first_position: position of the first token.
         k: [tokens, kv_heads, head_dim] in the model's dtype, keys rotated already.
-        v: [tokens, kv_heads, value_dim] in the model's dtype.
+        v: [tokens, kv_heads, value_dim] in the model's dtype; None if the model is latent.
         token_ids: none, or one for each token; needed in one layer only.
     """
 
     layer: int
     first_position: int
     k: Array
-    v: Array
+    v: Array | None = None
     token_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        if self.k.ndim != 3 or self.v.ndim != 3 or len(self.k) != len(self.v) or len(self.k) == 0:
+        sent = [self.k] if self.v is None else [self.k, self.v]
+        if any(part.ndim != 3 or len(part) != len(self.k) or len(part) == 0 for part in sent):
             raise ValueError(
                 f"k and v must be [tokens, kv_heads, dim] with the same tokens, 1 or more: "
-                f"they are {self.k.shape} and {self.v.shape}"
+                f"they are {' and '.join(str(part.shape) for part in sent)}"
             )
         if len(self.token_ids) not in (0, len(self.k)):
             raise ValueError(f"{len(self.token_ids)} token ids for {len(self.k)} tokens")
@@ -58,7 +59,8 @@ class Row:
         sequence_id: a sequence; each comes at most once in a message.
         position: position of the first query token: the layer's length so far, or less to repeat a
             step.
-        query_tokens: tokens of this row in q, and in k and v unless query_only.
+        query_tokens: tokens of this row in q, and in k and v (which a latent model has not) unless
+            query_only.
         token_ids: none, or one for each token.
         policy: overrides the sequence's policy; a Policy or its text.
         query_only: attend to what is there and append nothing.
@@ -84,13 +86,16 @@ class Row:
 
 
 def layer_chunks(
-    layers: Iterable[tuple[Array, Array]], *, first_position: int = 0, token_ids: Sequence[int] = ()
+    layers: Iterable[tuple[Array, Array | None]],
+    *,
+    first_position: int = 0,
+    token_ids: Sequence[int] = (),
 ) -> Iterator[KvChunk]:
     """Chunks of a whole prompt.
 
     Args:
         layers: for each layer, from 0, keys [tokens, kv_heads, head_dim] and values [tokens,
-            kv_heads, value_dim].
+            kv_heads, value_dim], which are None if the model is latent.
         first_position: position of their first token.
         token_ids: none, or one for each token.
     """
@@ -99,19 +104,37 @@ def layer_chunks(
 
 
 def open_request(
-    model: Model, policy: Policy | str | None, token_ids: Sequence[int], resume: int
+    model: Model,
+    policy: Policy | str | None,
+    token_ids: Sequence[int],
+    resume: int,
+    indexes: Sequence[str] | None,
 ) -> attnd_pb2.OpenSequenceRequest:
+    """
+    Raises:
+        ValueError: if an index is none of INDEXES.
+    """
     chosen = as_policy(policy)
-    return attnd_pb2.OpenSequenceRequest(
+    request = attnd_pb2.OpenSequenceRequest(
         model=model.to_proto(),
         policy=chosen.to_proto() if chosen else None,
         token_ids=token_ids,
         resume_sealed_id=resume,
     )
+    if indexes is not None:
+        request.indexes.extend(to_wire_indexes(indexes))
+        request.layout = (
+            request.LAYOUT_CLUSTER_ORDER if "clusters" in indexes else request.LAYOUT_TOKEN_ORDER
+        )
+    return request
 
 
 def append_requests(
-    sequence_id: int, chunks: Iterable[KvChunk], prefill_complete: bool, max_message_bytes: int
+    sequence_id: int,
+    chunks: Iterable[KvChunk],
+    prefill_complete: bool,
+    observed_queries: Sequence[Array] | None,
+    max_message_bytes: int,
 ) -> Iterator[attnd_pb2.AppendKvRequest]:
     """The messages of an upload, each below max_message_bytes.
 
@@ -125,15 +148,20 @@ def append_requests(
                 layer=part.layer,
                 first_position=part.first_position,
                 k=to_tensor(part.k),
-                v=to_tensor(part.v),
+                v=None if part.v is None else to_tensor(part.v),
                 token_ids=part.token_ids,
             )
+    for layer, queries in enumerate(observed_queries or ()):
+        yield attnd_pb2.AppendKvRequest(
+            sequence_id=sequence_id, layer=layer, observed_queries=to_tensor(queries)
+        )
     if prefill_complete:
         yield attnd_pb2.AppendKvRequest(sequence_id=sequence_id, prefill_complete=True)
 
 
 def _split(chunk: KvChunk, max_message_bytes: int) -> Iterator[KvChunk]:
-    token_bytes = chunk.k[0].nbytes + chunk.v[0].nbytes + _TOKEN_ID_BYTES
+    v_bytes = 0 if chunk.v is None else chunk.v[0].nbytes
+    token_bytes = chunk.k[0].nbytes + v_bytes + _TOKEN_ID_BYTES
     room = min(max_message_bytes, _CHUNK_BYTES_MAX) - _MESSAGE_OVERHEAD_BYTES
     if max_message_bytes - _MESSAGE_OVERHEAD_BYTES < token_bytes:
         raise ValueError(
@@ -146,7 +174,7 @@ def _split(chunk: KvChunk, max_message_bytes: int) -> Iterator[KvChunk]:
             chunk,
             first_position=chunk.first_position + start,
             k=chunk.k[part],
-            v=chunk.v[part],
+            v=None if chunk.v is None else chunk.v[part],
             token_ids=chunk.token_ids[part],
         )
 

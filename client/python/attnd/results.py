@@ -9,7 +9,7 @@ import grpc
 
 from attnd.errors import status_code
 from attnd.model import Model
-from attnd.policy import Policy
+from attnd.policy import Policy, Preset, from_wire_indexes
 from attnd.tensors import Array, from_tensor
 from attnd.v1 import attnd_pb2
 
@@ -37,6 +37,7 @@ class ServerInfo:
         version: major.minor.patch.
         backends: the one in use first.
         policies: presets with their parameters' defaults.
+        presets: the same, with what one must know to use them.
         default_policy: policy of a sequence that chooses none.
         limits: sizes that it accepts.
         simd_target: vector instructions of its CPU kernels.
@@ -52,6 +53,7 @@ class ServerInfo:
     simd_target: str
     device: str = ""
     backend_status: str = ""
+    presets: tuple[Preset, ...] = ()
 
     @staticmethod
     def from_proto(message: attnd_pb2.GetServerInfoResponse) -> ServerInfo:
@@ -65,6 +67,7 @@ class ServerInfo:
             simd_target=message.simd_target,
             device=message.device,
             backend_status=message.backend_status,
+            presets=tuple(Preset.from_proto(preset) for preset in message.presets),
         )
 
 
@@ -144,6 +147,7 @@ class SequenceInfo:
     segments: int
     resident_bytes: int
     layer_tokens: tuple[int, ...]
+    indexes: tuple[str, ...] = ()
 
     @staticmethod
     def from_proto(message: attnd_pb2.SequenceInfo) -> SequenceInfo:
@@ -156,6 +160,7 @@ class SequenceInfo:
             segments=message.segments,
             resident_bytes=message.resident_bytes,
             layer_tokens=tuple(message.layer_tokens),
+            indexes=from_wire_indexes(message.indexes),
         )
 
 

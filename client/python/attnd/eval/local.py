@@ -18,6 +18,8 @@ from attnd.nano.model import heads_first
 from attnd.tensors import Array, dtype_name
 
 Progress = Callable[[float], None]
+# Queries of a prompt's end that policies look at (docs/POLICIES.md, "Observed queries").
+OBSERVED_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,30 @@ def prefill(model: Model, example: Example, cache: Cache, progress: Progress) ->
     found = cache.get("prefill", cache_key(model.fingerprint, example.haystack), make)
     progress(1 - told)
     return [(found[f"k{layer}"], found[f"v{layer}"]) for layer in range(model.config.layers)]
+
+
+def observed_queries(
+    model: Model, example: Example, haystack: Sequence[LayerKv], cache: Cache
+) -> list[Array]:
+    """Of each layer, the queries [tokens, query_heads, head_dim] of the haystack's last
+    OBSERVED_TOKENS tokens, rotated; from the cache if there."""
+
+    def make() -> dict[str, Array]:
+        start = max(0, len(example.haystack) - OBSERVED_TOKENS)
+        queries: dict[str, Array] = {}
+
+        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            queries[f"q{layer}"] = q
+            keys, values = (heads_first(x) for x in haystack[layer])
+            return causal_attention(q, keys, values, model.config.softmax_scale)
+
+        positions = np.arange(start, len(example.haystack))
+        model.forward(example.haystack[start:], positions, attend)
+        return queries
+
+    key = cache_key(model.fingerprint, example.haystack, str(OBSERVED_TOKENS))
+    found = cache.get("observed", key, make)
+    return [found[f"q{layer}"] for layer in range(model.config.layers)]
 
 
 def dense_run(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from attnd import Client, Policy, UnimplementedError
 from attnd.eval.cache import Cache
 from attnd.eval.evalset import TASKS, read_examples
+from attnd.eval.opening import opening_of
 from attnd.eval.remote import open_for
 from attnd.eval.results import Measurement, point_of, task_of
 from attnd.eval.run import Settings, evaluate
@@ -65,14 +66,16 @@ def offered(
         OSError, ValueError: if the model cannot be read.
     """
     model, dtype = Model.load(subject.folder), as_dtype(run.dtype)
-    listed = {policy.preset for policy in client.get_server_info().policies}
+    info = client.get_server_info()
+    listed = {policy.preset for policy in info.policies}
     taken, missing = [], set()
     for policy in policies:
         if policy.preset not in listed:
             missing.add(policy.preset)
             continue
         try:
-            client.close_sequence(open_for(client, model, dtype, policy))
+            opening = opening_of(policy, info.presets)
+            client.close_sequence(open_for(client, model, dtype, policy, opening))
             taken.append(policy)
         except UnimplementedError:
             missing.add(policy.preset)

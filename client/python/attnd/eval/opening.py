@@ -6,34 +6,48 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from attnd.policy import Policy
+from attnd.policy import INDEXES, Policy, Preset
 
 
 @dataclass(frozen=True)
 class Opening:
-    """How a haystack is uploaded. Policies with equal openings share one upload. What else
-    OpenSequence is told (a layout, indexes) is a field here, which remote.open_for passes on.
+    """How a haystack is uploaded. Policies with equal openings share one upload.
 
     Attributes:
+        indexes: what is built of its segments, which fixes their order.
+        observed: whether the queries of the prompt's last tokens are uploaded, too.
         alone: text of the only policy that the upload is good for, where what the end of the
             prefill leaves is the policy's own; empty if policies share it.
     """
 
+    indexes: tuple[str, ...]
+    observed: bool = False
     alone: str = ""
 
 
-# Cluster order with clusters: what a sequence has that asks for nothing.
-CLUSTERS = Opening()
+# What a sequence has that asks for nothing; policies that read no index go with it.
+CLUSTERS = Opening(("clusters",))
+# One upload for all policies over tokens in order.
+TOKENS = Opening(tuple(name for name in INDEXES if name != "clusters"), observed=True)
 
 
-def opening_of(policy: Policy) -> Opening:
-    """The opening that a policy needs. Dense and streaming need nothing, and go with the rest."""
+def opening_of(policy: Policy, presets: Iterable[Preset]) -> Opening:
+    """The opening that a policy needs, from what the server says of its preset; unknown presets,
+    which the server will refuse, go with the clusters."""
+    for preset in presets:
+        if preset.policy.preset != policy.preset:
+            continue
+        if preset.token_order and not preset.indexes:  # a keep-set, made at the prefill's end
+            return Opening((), observed=True, alone=str(policy))
+        if preset.indexes and "clusters" not in preset.indexes:
+            return TOKENS
     return CLUSTERS
 
 
-def by_opening(policies: Iterable[Policy]) -> dict[Opening, list[int]]:
+def by_opening(policies: Iterable[Policy], presets: Iterable[Preset]) -> dict[Opening, list[int]]:
     """The numbers of the policies by what they must be opened with, in order of appearance."""
+    known = tuple(presets)
     groups: dict[Opening, list[int]] = {}
     for number, policy in enumerate(policies):
-        groups.setdefault(opening_of(policy), []).append(number)
+        groups.setdefault(opening_of(policy, known), []).append(number)
     return groups

@@ -14,6 +14,7 @@ import numpy as np
 from attnd import Client, NotFoundError, Policy, RowStats
 from attnd.eval.evalset import QUESTION_TOKENS, Example
 from attnd.eval.local import Progress, round_to
+from attnd.eval.opening import Opening
 from attnd.nano import LayerKv, Model, RemoteKv, upload
 from attnd.tensors import Array
 
@@ -49,27 +50,53 @@ class RemoteRun:
         return RemoteRun([], lists(), lists(), lists(), lists())
 
 
-def open_for(client: Client, model: Model, dtype: np.dtype[Any], policy: Policy) -> int:
+def open_for(
+    client: Client, model: Model, dtype: np.dtype[Any], policy: Policy, opening: Opening
+) -> int:
     """An empty sequence over which the policy may be asked for."""
-    return client.open_sequence(model.attnd_model(dtype), policy=policy).sequence_id
+    opened = client.open_sequence(
+        model.attnd_model(dtype), policy=policy, indexes=opening.indexes
+    )
+    return opened.sequence_id
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """What is uploaded of an example.
+
+    Attributes:
+        layers: keys and values of each layer.
+        observed: of each layer, the queries of the last tokens; None where nobody looks at them.
+    """
+
+    layers: Sequence[LayerKv]
+    observed: Sequence[Array] | None = None
 
 
 @contextmanager
 def uploaded(
     client: Client,
     model: Model,
-    batch: Sequence[tuple[Example, Sequence[LayerKv]]],
+    batch: Sequence[tuple[Example, Haystack]],
     dtype: np.dtype[Any],
     policy: Policy,
+    opening: Opening,
 ) -> Iterator[list[int]]:
     """Sequences with the haystacks, segmented, closed at the end. `policy` must have the widest
     window of all that will be asked for."""
     with ExitStack() as stack:
         sequences = []
-        for example, layers in batch:
-            sequence = open_for(client, model, dtype, policy)
+        for example, haystack in batch:
+            sequence = open_for(client, model, dtype, policy, opening)
             stack.callback(_close, client, sequence)
-            upload(client, sequence, layers, dtype, token_ids=example.haystack.tolist())
+            upload(
+                client,
+                sequence,
+                haystack.layers,
+                dtype,
+                token_ids=example.haystack.tolist(),
+                observed_queries=haystack.observed,
+            )
             sequences.append(sequence)
         yield sequences
 

@@ -14,12 +14,13 @@ from tqdm import tqdm
 from attnd import Client, Policy, ServerInfo
 from attnd.eval.cache import Cache
 from attnd.eval.evalset import Example
-from attnd.eval.local import DenseRun, dense_run, prefill
-from attnd.eval.opening import by_opening
-from attnd.eval.remote import run_policy, uploaded
+from attnd.eval.local import DenseRun, dense_run, observed_queries, prefill
+from attnd.eval.opening import Opening, by_opening
+from attnd.eval.remote import Haystack, run_policy, uploaded
 from attnd.eval.tally import Tally
 from attnd.nano import LayerKv, Model
 from attnd.nano.parallel import single_threaded_blas
+from attnd.tensors import Array
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class _Evaluation:
         self._cache = cache
         self._settings = settings
         self._info = client.get_server_info()
-        self._groups = by_opening(settings.policies)
+        self._groups = by_opening(settings.policies, self._info.presets)
         self.tallies = [
             Tally(str(policy), settings.length, settings.dtype, settings.batch)
             for policy in settings.policies
@@ -87,11 +88,12 @@ class _Evaluation:
             dtype = self._settings.dtype
             denses.append(dense_run(self._model, example, haystacks[-1], dtype, self._cache))
             self._bar.advance(1)
-        for numbers in self._groups.values():
-            self._add_group(numbers, batch, haystacks, denses)
+        for opening, numbers in self._groups.items():
+            self._add_group(opening, numbers, batch, haystacks, denses)
 
     def _add_group(
         self,
+        opening: Opening,
         numbers: Sequence[int],
         batch: Sequence[Example],
         haystacks: Sequence[Sequence[LayerKv]],
@@ -100,9 +102,12 @@ class _Evaluation:
         policies = [self._settings.policies[number] for number in numbers]
         widest = widest_zones(policies, self._info)
         self._bar.begin(f"{batch[0].task}: upload")
-        pairs = list(zip(batch, haystacks))
+        pairs = [
+            (example, Haystack(layers, self._observed(opening, example, layers)))
+            for example, layers in zip(batch, haystacks)
+        ]
         dtype = self._settings.dtype
-        with uploaded(self._client, self._model, pairs, dtype, widest) as sequences:
+        with uploaded(self._client, self._model, pairs, dtype, widest, opening) as sequences:
             for policy, number in zip(policies, numbers):
                 self._bar.begin(f"{batch[0].task}: {policy.preset}")
                 advance = partial(_advance_all, self._bar, len(batch))
@@ -113,6 +118,13 @@ class _Evaluation:
                 tally.add_times(decode_us)
                 for example, haystack, run, dense in zip(batch, haystacks, runs, denses):
                     tally.add(self._model, example, haystack, run, dense)
+
+    def _observed(
+        self, opening: Opening, example: Example, layers: Sequence[LayerKv]
+    ) -> list[Array] | None:
+        if not opening.observed:
+            return None
+        return observed_queries(self._model, example, layers, self._cache)
 
 
 def evaluate(

@@ -77,7 +77,7 @@ SERIES = (
         "p1=0.99,p2=0.8",  # the paper's for Qwen3-8B
         "p1=0.99,p2=0.9",
     ),
-    _series("topk-completion", "share=0.005", "share=0.01", "share=0.02", "share=0.05"),
+    _series("topk-completion", "budget=0.5%", "budget=1%", "budget=2%", "budget=5%"),
     _series(
         "error-target",
         "tolerance=off,floor=0.002",

@@ -23,13 +23,20 @@ def upload(
     dtype: npt.DTypeLike,
     *,
     token_ids: Sequence[int] = (),
+    observed_queries: Sequence[Array] | None = None,
     timeout_s: float | None = None,
 ) -> AppendedKv:
     """Sends a whole prompt's keys and values, float32 rounded to dtype, and has it segmented; None
-    is no limit of time."""
+    is no limit of time. observed_queries: of each layer, those of the prompt's last tokens."""
     converted = ((k.astype(dtype), v.astype(dtype)) for k, v in layers)
     chunks = layer_chunks(converted, token_ids=token_ids)
-    return client.append_kv(sequence_id, chunks, prefill_complete=True, timeout_s=timeout_s)
+    return client.append_kv(
+        sequence_id,
+        chunks,
+        prefill_complete=True,
+        observed_queries=observed_queries,
+        timeout_s=timeout_s,
+    )
 
 
 class RemoteKv:

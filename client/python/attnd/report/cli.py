@@ -76,7 +76,7 @@ def _measure_run(args: argparse.Namespace, planned: Planned) -> None:
     subject, run = _subject(args), _run(args, planned)
     with _client(args, planned) as client:
         taken, missing = offered(client, subject, run, policies)
-        for numbers in by_opening(taken).values():
+        for numbers in by_opening(taken, client.get_server_info().presets).values():
             group = [taken[number] for number in numbers]
             _keep(path, planned, measure(client, subject, run, group, missing))
     if not taken and not path.exists():

@@ -9,10 +9,11 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AppendKvRequest(_message.Message):
-    __slots__ = ["first_position", "k", "layer", "prefill_complete", "sequence_id", "token_ids", "v"]
+    __slots__ = ["first_position", "k", "layer", "observed_queries", "prefill_complete", "sequence_id", "token_ids", "v"]
     FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
     K_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
+    OBSERVED_QUERIES_FIELD_NUMBER: _ClassVar[int]
     PREFILL_COMPLETE_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -20,11 +21,12 @@ class AppendKvRequest(_message.Message):
     first_position: int
     k: _types_pb2.Tensor
     layer: int
+    observed_queries: _types_pb2.Tensor
     prefill_complete: bool
     sequence_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     v: _types_pb2.Tensor
-    def __init__(self, sequence_id: _Optional[int] = ..., layer: _Optional[int] = ..., first_position: _Optional[int] = ..., k: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prefill_complete: bool = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[int] = ..., layer: _Optional[int] = ..., first_position: _Optional[int] = ..., k: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prefill_complete: bool = ..., observed_queries: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class AppendKvResponse(_message.Message):
     __slots__ = ["committed_tokens", "index_build_us", "segmented_tokens"]
@@ -131,13 +133,14 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ["backend_status", "backends", "default_policy", "device", "limits", "policies", "simd_target", "version"]
+    __slots__ = ["backend_status", "backends", "default_policy", "device", "limits", "policies", "presets", "simd_target", "version"]
     BACKENDS_FIELD_NUMBER: _ClassVar[int]
     BACKEND_STATUS_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_POLICY_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     POLICIES_FIELD_NUMBER: _ClassVar[int]
+    PRESETS_FIELD_NUMBER: _ClassVar[int]
     SIMD_TARGET_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     backend_status: str
@@ -146,9 +149,10 @@ class GetServerInfoResponse(_message.Message):
     device: str
     limits: Limits
     policies: _containers.RepeatedCompositeFieldContainer[_types_pb2.Policy]
+    presets: _containers.RepeatedCompositeFieldContainer[PresetInfo]
     simd_target: str
     version: str
-    def __init__(self, version: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., policies: _Optional[_Iterable[_Union[_types_pb2.Policy, _Mapping]]] = ..., default_policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., simd_target: _Optional[str] = ..., device: _Optional[str] = ..., backend_status: _Optional[str] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., policies: _Optional[_Iterable[_Union[_types_pb2.Policy, _Mapping]]] = ..., default_policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., simd_target: _Optional[str] = ..., device: _Optional[str] = ..., backend_status: _Optional[str] = ..., presets: _Optional[_Iterable[_Union[PresetInfo, _Mapping]]] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ["max_message_bytes", "max_query_tokens", "max_queued_steps", "max_rows", "max_sequence_tokens", "max_sequences", "max_streams", "memory_budget_bytes"]
@@ -209,7 +213,11 @@ class OpenSequenceRequest(_message.Message):
     class Layout(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = []
     INDEXES_FIELD_NUMBER: _ClassVar[int]
+    INDEX_BLOCKS_16: OpenSequenceRequest.Index
+    INDEX_BLOCKS_64: OpenSequenceRequest.Index
     INDEX_CLUSTERS: OpenSequenceRequest.Index
+    INDEX_KEYS_4BIT: OpenSequenceRequest.Index
+    INDEX_LABELS: OpenSequenceRequest.Index
     INDEX_UNSPECIFIED: OpenSequenceRequest.Index
     LAYOUT_CLUSTER_ORDER: OpenSequenceRequest.Layout
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -234,6 +242,25 @@ class OpenSequenceResponse(_message.Message):
     sequence_id: int
     tokens_present: int
     def __init__(self, sequence_id: _Optional[int] = ..., tokens_present: _Optional[int] = ...) -> None: ...
+
+class PresetInfo(_message.Message):
+    __slots__ = ["allowed", "indexes", "layout", "policy"]
+    class AllowedEntry(_message.Message):
+        __slots__ = ["key", "value"]
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    ALLOWED_FIELD_NUMBER: _ClassVar[int]
+    INDEXES_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    allowed: _containers.ScalarMap[str, str]
+    indexes: _containers.RepeatedScalarFieldContainer[OpenSequenceRequest.Index]
+    layout: OpenSequenceRequest.Layout
+    policy: _types_pb2.Policy
+    def __init__(self, policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., allowed: _Optional[_Mapping[str, str]] = ..., indexes: _Optional[_Iterable[_Union[OpenSequenceRequest.Index, str]]] = ..., layout: _Optional[_Union[OpenSequenceRequest.Layout, str]] = ...) -> None: ...
 
 class RowResult(_message.Message):
     __slots__ = ["stats", "status"]
@@ -302,9 +329,11 @@ class SealedSequence(_message.Message):
     def __init__(self, sealed_id: _Optional[int] = ..., tokens: _Optional[int] = ..., sealed_unix_s: _Optional[int] = ...) -> None: ...
 
 class SequenceInfo(_message.Message):
-    __slots__ = ["committed_tokens", "layer_tokens", "model", "policy", "resident_bytes", "segmented_tokens", "segments", "sequence_id"]
+    __slots__ = ["committed_tokens", "indexes", "layer_tokens", "layout", "model", "policy", "resident_bytes", "segmented_tokens", "segments", "sequence_id"]
     COMMITTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    INDEXES_FIELD_NUMBER: _ClassVar[int]
     LAYER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -312,14 +341,16 @@ class SequenceInfo(_message.Message):
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     committed_tokens: int
+    indexes: _containers.RepeatedScalarFieldContainer[OpenSequenceRequest.Index]
     layer_tokens: _containers.RepeatedScalarFieldContainer[int]
+    layout: OpenSequenceRequest.Layout
     model: _types_pb2.Model
     policy: _types_pb2.Policy
     resident_bytes: int
     segmented_tokens: int
     segments: int
     sequence_id: int
-    def __init__(self, sequence_id: _Optional[int] = ..., model: _Optional[_Union[_types_pb2.Model, _Mapping]] = ..., policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., committed_tokens: _Optional[int] = ..., segmented_tokens: _Optional[int] = ..., segments: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., layer_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[int] = ..., model: _Optional[_Union[_types_pb2.Model, _Mapping]] = ..., policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., committed_tokens: _Optional[int] = ..., segmented_tokens: _Optional[int] = ..., segments: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., layer_tokens: _Optional[_Iterable[int]] = ..., indexes: _Optional[_Iterable[_Union[OpenSequenceRequest.Index, str]]] = ..., layout: _Optional[_Union[OpenSequenceRequest.Layout, str]] = ...) -> None: ...
 
 class StageTimes(_message.Message):
     __slots__ = ["attend_us", "fetch_us", "merge_us", "score_us", "select_us"]

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Where a decode step's time goes, by policy: processor time of one layer's step, summed over
+// threads, split into scoring, selecting, attending and merging. Pages are read where they lie:
+// there is no gathering. All policies take turns in one process, so that ratios are of neighbours
+// in time; medians over rounds.
+//
+//   policy_stages --tokens=131072 --head_dim=128 --rounds=9
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/flags/flag.h"
+#include "absl/flags/parse.h"
+#include "absl/strings/str_split.h"
+#include "attention/cpu_backend.h"
+#include "bench/statistics.h"
+#include "bench/step_runner.h"
+#include "bench/support.h"
+#include "bench/synthetic_sequence.h"
+
+ABSL_FLAG(uint64_t, tokens, 131072, "tokens of the sequence");
+ABSL_FLAG(uint32_t, head_dim, 128, "elements of a head");
+ABSL_FLAG(uint32_t, query_heads, 32, "query heads");
+ABSL_FLAG(uint32_t, kv_heads, 8, "KV heads");
+ABSL_FLAG(uint32_t, threads, 0, "threads; 0: all cores");
+ABSL_FLAG(uint32_t, rounds, 9, "rounds");
+ABSL_FLAG(std::string, policies,
+          "dense streaming quest double-sparsity twilight twilight:selector=double-sparsity "
+          "twilight:selector=full asynctls asynctls:lag=0 clusters-top-k double-p error-target "
+          "error-target:tolerance=off,floor=0.02",
+          "policies, separated by spaces: NAME[:key=value,...]");
+
+namespace attnd::bench {
+namespace {
+
+using attention::IndexKind;
+
+struct Timed {
+  std::string name;
+  attention::Policy policy;
+  std::vector<double> milliseconds, score, select, attend, merge;  // shares of their sum
+  double read = 0;
+};
+
+void Add(const attention::RowStats& stats, double seconds, Timed* timed) {
+  const attention::StageNanos& s = stats.stages;
+  const auto sum = static_cast<double>(s.score + s.select + s.attend + s.merge);
+  timed->milliseconds.push_back(1e3 * seconds);
+  timed->score.push_back(static_cast<double>(s.score) / sum);
+  timed->select.push_back(static_cast<double>(s.select) / sum);
+  timed->attend.push_back(static_cast<double>(s.attend) / sum);
+  timed->merge.push_back(static_cast<double>(s.merge) / sum);
+  timed->read =
+      static_cast<double>(stats.exact_tokens) /
+      static_cast<double>(stats.exact_tokens + stats.estimated_tokens + stats.dropped_tokens);
+}
+
+int Main() {
+  const ModelShape shape = Bf16Shape(1, absl::GetFlag(FLAGS_query_heads),
+                                     absl::GetFlag(FLAGS_kv_heads), absl::GetFlag(FLAGS_head_dim));
+  const uint64_t tokens = absl::GetFlag(FLAGS_tokens);
+  const uint32_t threads = absl::GetFlag(FLAGS_threads) != 0 ? absl::GetFlag(FLAGS_threads)
+                                                             : std::thread::hardware_concurrency();
+  const auto make = [&](attention::IndexSet indexes) {
+    return MakeSyntheticSequence(shape, tokens, 8192, threads, 1, indexes);
+  };
+  const SyntheticSequence clusters = make(attention::kClusterIndexes);
+  const SyntheticSequence in_order =
+      make({IndexKind::kBlocks16, IndexKind::kBlocks64, IndexKind::kLabels, IndexKind::kKeys4});
+  attention::CpuBackendOptions options;
+  options.threads = threads;
+  const auto backend = attention::MakeCpuBackend(options);
+  StepRunner of_clusters(backend.get(), clusters, tokens);
+  StepRunner of_order(backend.get(), in_order, tokens);
+  std::printf("%llu tokens, %u query heads, %u KV heads, head_dim %u, bf16, %u threads, %s\n",
+              static_cast<unsigned long long>(tokens), shape.query_heads, shape.kv_heads,
+              shape.head_dim, threads, std::string(backend->target()).c_str());
+
+  std::vector<Timed> all;
+  for (const auto& text : absl::StrSplit(absl::GetFlag(FLAGS_policies), ' ', absl::SkipEmpty())) {
+    const std::string name(text);
+    all.push_back({name, ParsePolicyText(name), {}, {}, {}, {}, {}, 0});
+  }
+  for (uint32_t round = 0; round <= absl::GetFlag(FLAGS_rounds); ++round) {
+    for (Timed& timed : all) {
+      const bool in_clusters = timed.policy.CheckIndexes(attention::kClusterIndexes).ok();
+      StepRunner& runner = in_clusters ? of_clusters : of_order;
+      const double seconds = runner.Seconds(timed.policy);
+      if (round > 0) Add(runner.stats(), seconds, &timed);  // the first is a warm-up
+    }
+  }
+  std::printf(
+      "| policy | ms | read | score | select | attend | merge | score + select |\n"
+      "|---|---|---|---|---|---|---|---|\n");
+  for (const Timed& timed : all) {
+    const double score = Median(timed.score), select = Median(timed.select);
+    std::printf("| %s | %.2f | %.4f | %.2f | %.2f | %.2f | %.2f | %.2f |\n", timed.name.c_str(),
+                Median(timed.milliseconds), timed.read, score, select, Median(timed.attend),
+                Median(timed.merge), score + select);
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace attnd::bench
+
+int main(int argc, char** argv) {
+  absl::ParseCommandLine(argc, argv);
+  return attnd::bench::Main();
+}

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bench/step_runner.h"
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <utility>
+
+#include "absl/strings/str_split.h"
+#include "bench/support.h"
+#include "common/dtype.h"
+
+namespace attnd::bench {
+
+using Clock = std::chrono::steady_clock;
+
+attention::Policy ParsePolicyText(const std::string& text) {
+  const std::vector<std::string> halves = absl::StrSplit(text, absl::MaxSplits(':', 1));
+  std::map<std::string, std::string> parameters;
+  if (halves.size() == 2) {
+    for (const auto& item : absl::StrSplit(halves[1], ',')) {
+      const std::pair<std::string, std::string> pair =
+          absl::StrSplit(item, absl::MaxSplits('=', 1));
+      parameters.insert(pair);
+    }
+  }
+  auto policy = attention::ParsePolicy(halves[0], parameters);
+  if (!policy.ok()) {
+    std::fprintf(stderr, "%s\n", policy.status().ToString().c_str());
+    std::exit(2);
+  }
+  return *std::move(policy);
+}
+
+StepRunner::StepRunner(attention::Backend* backend, const SyntheticSequence& sequence,
+                       uint64_t tokens)
+    : backend_(backend), queries_(MakeQueries(sequence.view->shape, 7)) {
+  // As a bf16 model's are.
+  for (float& q : queries_) q = Bf16ToFloat(FloatToBf16(q));
+  const ModelShape& shape = sequence.view->shape;
+  out_.resize(size_t{shape.query_heads} * shape.value_dim);
+  lse_.resize(shape.query_heads);
+  row_.view = sequence.view;
+  row_.past_tokens = tokens;
+  row_.query_tokens = 1;
+  row_.query_only = true;
+  row_.queries = reinterpret_cast<const std::byte*>(queries_.data());
+  row_.out = out_.data();
+  row_.lse = lse_.data();
+  row_.stats = &stats_;
+}
+
+double StepRunner::Seconds(const attention::Policy& policy) {
+  row_.policy = &policy;
+  attention::StepRequest request;
+  request.rows = {&row_, 1};
+  const auto start = Clock::now();
+  Must(backend_->Step(request));
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+}  // namespace attnd::bench

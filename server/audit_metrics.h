@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// AuditMetrics: what audits of answered rows (engine/auditor.h) found, by policy.
+#ifndef ATTND_SERVER_AUDIT_METRICS_H_
+#define ATTND_SERVER_AUDIT_METRICS_H_
+
+#include <array>
+#include <functional>
+#include <map>
+#include <string>
+
+#include "engine/audit.h"
+#include "prometheus/counter.h"
+#include "prometheus/histogram.h"
+#include "prometheus/registry.h"
+
+namespace attnd::server {
+
+// The label `policy` is a preset's name, so that clients cannot make series; there is none for
+// presets that read everything, whose rows are never audited.
+//
+// Thread-safety: all methods may be called from any thread.
+class AuditMetrics {
+ public:
+  // The registry must outlive it.
+  explicit AuditMetrics(prometheus::Registry* registry);
+
+  void OnAudited(const engine::AuditedRow& row);
+  void OnSkipped(engine::AuditSkip why);
+
+ private:
+  // Of one policy.
+  struct Histograms {
+    prometheus::Histogram* relative_error = nullptr;
+    prometheus::Histogram* relative_error_max = nullptr;
+    prometheus::Histogram* covered_mass = nullptr;
+    prometheus::Histogram* predicted_ratio = nullptr;
+    prometheus::Histogram* tolerance_ratio = nullptr;
+  };
+
+  // Constant after construction; finding allocates nothing.
+  std::map<std::string, Histograms, std::less<>> policies_;
+  prometheus::Counter* audited_;
+  std::array<prometheus::Counter*, engine::kAuditSkips> skipped_;
+};
+
+}  // namespace attnd::server
+
+#endif  // ATTND_SERVER_AUDIT_METRICS_H_

@@ -1,0 +1,484 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Policies that choose tokens, against their definitions in double precision: the plan must be one
+// that the definition allows, and the answer that of the plan's tokens.
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "attention/cpu_backend.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/attention/support.h"
+#include "tests/oracle/blocks.h"
+#include "tests/oracle/labels.h"
+#include "tests/oracle/nucleus.h"
+#include "tests/oracle/token_attention.h"
+#include "tests/oracle/two_level.h"
+
+namespace attnd::attention::test {
+namespace {
+
+constexpr IndexSet kAllTokenIndexes = {IndexKind::kBlocks16, IndexKind::kBlocks64,
+                                       IndexKind::kLabels, IndexKind::kKeys4};
+
+Policy Parse(const std::string& preset, const std::map<std::string, std::string>& parameters = {}) {
+  auto policy = ParsePolicy(preset, parameters);
+  EXPECT_TRUE(policy.ok()) << policy.status();
+  return policy.ok() ? *policy : Policy();
+}
+
+std::string Describe(const Policy& policy) {
+  std::string text = policy.preset;
+  for (const auto& [name, value] : policy.Parameters()) {
+    absl::StrAppend(&text, " ", name, "=", value);
+  }
+  return text;
+}
+
+// What one (query token, KV head) of a row sees, as the oracles take it.
+struct Scene {
+  const TestRow& row;
+  uint32_t layer, query_token, kv_head;
+
+  const ModelShape& shape() const { return row.sequence->spec.shape; }
+  const SequenceView& view() const { return *row.sequence->view; }
+  size_t sink() const { return row.sequence->spec.sink; }
+  std::vector<oracle::Vector> QueriesOf(uint32_t token) const {
+    return Rows(row.queries, shape().head_dim,
+                size_t{token} * shape().query_heads + kv_head * shape().group(), shape().group());
+  }
+  std::vector<oracle::Vector> queries() const { return QueriesOf(query_token); }
+  std::vector<oracle::Vector> Keys(size_t count) const {
+    return Rows(row.sequence->head(layer, kv_head).keys, shape().head_dim, 0, count);
+  }
+  std::vector<oracle::Vector> keys() const { return Keys(view().tail_begin); }
+  std::vector<oracle::Block> BlocksOf(size_t tokens) const {
+    std::vector<size_t> lengths;
+    for (const auto& segment : view().segments) lengths.push_back(segment->tokens());
+    return oracle::CutBlocks(lengths, sink(), tokens);
+  }
+  oracle::Indices middle() const { return oracle::Range(sink(), view().tail_begin); }
+  // Keys through what an index stores of them, by position.
+  std::vector<oracle::Vector> Dequantised(bool labels) const {
+    std::vector<oracle::Vector> rows;
+    for (const auto& segment : view().segments) {
+      const KeyCodeIndex index =
+          labels ? segment->labels(layer, kv_head) : segment->keys4(layer, kv_head);
+      for (uint32_t token = 0; token < segment->tokens(); ++token) {
+        oracle::Vector& key = rows.emplace_back();
+        for (uint32_t i = 0; i < index.channels; ++i) {
+          const uint8_t byte = index.codes[token * index.width / 2 + i % (index.width / 2)];
+          const int code = i < index.width / 2 ? byte % 16 : byte / 16;
+          key.push_back(double{index.least[token]} + double{index.scale[token]} * code);
+        }
+      }
+    }
+    return rows;
+  }
+  oracle::Labels labels() const {
+    const KeyCodeIndex index = view().segments[0]->labels(layer, kv_head);
+    return {{index.channel, index.channel + index.channels}, Dequantised(true)};
+  }
+};
+
+oracle::Budget OracleBudget(const Budget& budget) {
+  return {budget.tokens, budget.is_share() ? std::optional(budget.share()) : std::nullopt};
+}
+
+// Numbers of the oracle's blocks that the plan reads whole; every token of the plan that is not of
+// such a block goes to *others.
+oracle::Indices BlocksRead(const std::vector<oracle::Block>& blocks, const oracle::Indices& read,
+                           oracle::Indices* others) {
+  oracle::Indices numbers;
+  std::vector<bool> is_read(blocks.empty() ? 0 : blocks.back().end);
+  for (const size_t position : read) is_read.at(position) = true;
+  for (size_t b = 0; b < blocks.size(); ++b) {
+    const auto begin = is_read.begin() + static_cast<ptrdiff_t>(blocks[b].begin);
+    const auto end = is_read.begin() + static_cast<ptrdiff_t>(blocks[b].end);
+    const bool whole = std::all_of(begin, end, [](bool x) { return x; });
+    if (blocks[b].full && whole) {
+      numbers.push_back(b);
+    } else {
+      for (auto at = begin; at != end; ++at) {
+        if (*at) others->push_back(static_cast<size_t>(at - is_read.begin()));
+      }
+    }
+  }
+  return numbers;
+}
+
+class TokenPolicies : public testing::Test {
+ protected:
+  TestSequence Make(ModelShape shape, std::vector<uint32_t> segments, uint64_t tail,
+                    uint32_t sink = 4, IndexSet indexes = kAllTokenIndexes) {
+    SequenceSpec spec;
+    spec.shape = shape;
+    spec.segment_tokens = std::move(segments);
+    spec.tail_tokens = tail;
+    spec.sink = sink;
+    spec.seed = TestSeed() + seeds_++;
+    spec.indexes = indexes;
+    TestSequence sequence = MakeSequence(spec);
+    auto view = std::make_shared<SequenceView>(*sequence.view);
+    view->recall = std::make_shared<BlockRecall>(shape.layers, shape.kv_heads);
+    sequence.view = view;
+    return sequence;
+  }
+
+  // Runs rows of one layer and checks each plan and answer.
+  void RunAndCheck(uint32_t layer, const std::vector<TestRow>& rows) {
+    const StepResult step = RunStep(backend_.get(), layer, rows);
+    ASSERT_TRUE(step.status.ok()) << step.status;
+    size_t next = 0;
+    for (uint32_t r = 0; r < rows.size(); ++r) {
+      for (uint32_t token = 0; token < rows[r].query_tokens; ++token) {
+        for (uint32_t head = 0; head < rows[r].sequence->spec.shape.kv_heads; ++head) {
+          SCOPED_TRACE(testing::Message()
+                       << "row " << r << ": " << Describe(rows[r].policy) << "; "
+                       << rows[r].sequence->spec << "; query token " << token << ", head " << head);
+          ASSERT_LT(next, step.plans.size());
+          const Scene scene{rows[r], layer, token, head};
+          CheckPlan(scene, step.plans[next]);
+          CheckAnswer(scene, step.plans[next], step.rows[r]);
+          ++next;
+          if (HasFailure()) return;
+        }
+      }
+      CheckStats(rows[r], layer, step, r);
+    }
+    EXPECT_EQ(next, step.plans.size());
+  }
+
+  void CheckPlan(const Scene& scene, const Plan& plan) {
+    const Policy& policy = scene.row.policy;
+    std::vector<oracle::Indices> heads;
+    for (const auto& positions : plan.positions)
+      heads.emplace_back(positions.begin(), positions.end());
+    oracle::Indices read;
+    for (const auto& head : heads) read = oracle::Union(read, head);
+    oracle::Indices candidates;  // of the pruner
+    oracle::Indices always;
+    switch (policy.selector) {
+      case Selector::kBlocks: {
+        const auto blocks = scene.BlocksOf(policy.block_tokens);
+        always = oracle::PositionsIn(blocks, oracle::PartialBlocks(blocks));
+        const size_t count = oracle::BlocksOf(OracleBudget(policy.budget), policy.block_tokens,
+                                              oracle::FullBlocks(blocks).size());
+        const auto expected = oracle::SelectBlocks(scene.queries(), scene.keys(), blocks, count);
+        if (policy.pruner == Pruner::kNone) {
+          oracle::Indices others;
+          const auto taken = BlocksRead(blocks, read, &others);
+          EXPECT_EQ(oracle::CheckTaken(expected.top, taken), "");
+          EXPECT_EQ(others, always);
+          return;
+        }
+        candidates = oracle::PositionsIn(blocks, expected.top.taken);
+        break;
+      }
+      case Selector::kLabels: {
+        const auto expected = oracle::SelectByLabels(
+            scene.queries(), scene.labels(), scene.middle(), OracleBudget(policy.budget),
+            scene.middle().size(), scene.shape().softmax_scale);
+        if (policy.pruner == Pruner::kNone) {
+          EXPECT_EQ(oracle::CheckTaken(expected, read), "");
+          return;
+        }
+        candidates = expected.taken;
+        break;
+      }
+      case Selector::kBlocksLabels:
+        CheckTwoLevels(scene, read);
+        return;
+      default:
+        candidates = scene.middle();
+    }
+    ASSERT_EQ(heads.size(), scene.shape().group());
+    const oracle::Pruned pruned =
+        oracle::Prune(scene.queries(), scene.Dequantised(/*labels=*/false), candidates,
+                      policy.prune_p, scene.shape().softmax_scale);
+    for (size_t h = 0; h < heads.size(); ++h) {
+      SCOPED_TRACE(testing::Message() << "query head " << h);
+      oracle::Indices own;
+      std::set_difference(heads[h].begin(), heads[h].end(), always.begin(), always.end(),
+                          std::back_inserter(own));
+      EXPECT_EQ(own.size() + always.size(), heads[h].size()) << "not all of what is always read";
+      EXPECT_EQ(oracle::CheckTaken(pruned.heads[h], own), "");
+    }
+  }
+
+  void CheckTwoLevels(const Scene& scene, const oracle::Indices& read) {
+    const Policy& policy = scene.row.policy;
+    oracle::TwoLevelInput input;
+    for (uint32_t t = 0; t < scene.row.query_tokens; ++t) {
+      input.queries.push_back(scene.QueriesOf(t));
+    }
+    input.keys = scene.keys();
+    input.labels = scene.labels();
+    input.blocks = scene.BlocksOf(64);
+    input.scale = scene.shape().softmax_scale;
+    oracle::TwoLevelPolicy wanted;
+    wanted.blocks = policy.blocks;
+    wanted.tokens = OracleBudget(policy.budget);
+    wanted.lag = scene.row.query_only ? 0 : policy.lag;
+    if (earlier_ != nullptr) wanted.earlier = (*earlier_)[scene.kv_head];
+    const auto steps = oracle::SelectTwoLevel(input, wanted);
+    const oracle::TwoLevelStep& expected = steps[scene.query_token];
+    const auto always = oracle::PositionsIn(input.blocks, oracle::PartialBlocks(input.blocks));
+    oracle::Indices own;
+    std::set_difference(read.begin(), read.end(), always.begin(), always.end(),
+                        std::back_inserter(own));
+    EXPECT_EQ(own.size() + always.size(), read.size());
+    EXPECT_EQ(oracle::CheckTaken(expected.tokens, own), "");
+  }
+
+  void CheckAnswer(const Scene& scene, const Plan& plan, const RowResult& result) {
+    const ModelShape& shape = scene.shape();
+    const size_t seen = scene.row.seen(scene.query_token);
+    oracle::TokenInput input;
+    input.queries = scene.queries();
+    input.keys = scene.Keys(seen);
+    input.values =
+        Rows(scene.row.sequence->head(scene.layer, scene.kv_head).values, shape.value_dim, 0, seen);
+    input.scale = shape.softmax_scale;
+    input.value_dim = shape.value_dim;
+    const auto zones =
+        oracle::Union(oracle::Range(0, scene.sink()), oracle::Range(scene.view().tail_begin, seen));
+    std::vector<oracle::Indices> read;
+    for (size_t h = 0; h < shape.group(); ++h) {
+      const auto& positions = plan.positions[plan.positions.size() == 1 ? 0 : h];
+      read.push_back(oracle::Union(zones, {positions.begin(), positions.end()}));
+    }
+    const auto answers = oracle::AttendTokens(input, read);
+    for (size_t h = 0; h < shape.group(); ++h) {
+      const size_t head = scene.query_token * shape.query_heads + scene.kv_head * shape.group() + h;
+      EXPECT_NEAR(result.lse[head], answers[h].lse, 2e-5 * (1 + std::abs(answers[h].lse)));
+      double error2 = 0, norm2 = 0;
+      for (size_t c = 0; c < shape.value_dim; ++c) {
+        const double difference = result.out[head * shape.value_dim + c] - answers[h].out[c];
+        error2 += difference * difference;
+        norm2 += answers[h].out[c] * answers[h].out[c];
+      }
+      EXPECT_LE(std::sqrt(error2), 2e-5 * (std::sqrt(norm2) + 1e-3)) << "query head " << h;
+    }
+  }
+
+  static void CheckStats(const TestRow& row, uint32_t /*layer*/, const StepResult& step,
+                         uint32_t number) {
+    const RowStats& stats = step.rows[number].stats;
+    uint64_t read = 0;
+    for (const Plan& plan : step.plans) {
+      if (plan.row != number) continue;
+      std::vector<uint64_t> all;
+      for (const auto& positions : plan.positions) {
+        all.insert(all.end(), positions.begin(), positions.end());
+      }
+      std::sort(all.begin(), all.end());
+      read += static_cast<uint64_t>(std::unique(all.begin(), all.end()) - all.begin());
+    }
+    const SequenceSpec& spec = row.sequence->spec;
+    const uint64_t middle =
+        (row.sequence->view->tail_begin - spec.sink) * row.query_tokens * spec.shape.kv_heads;
+    EXPECT_EQ(stats.exact_tokens, read);
+    EXPECT_EQ(stats.exact_tokens + stats.dropped_tokens, middle);
+    EXPECT_EQ(stats.estimated_tokens, 0u);
+    EXPECT_EQ(stats.predicted_error_mean.has_value(), stats.dropped_tokens == 0);
+  }
+
+  std::unique_ptr<Backend> backend_ = MakeCpuBackend({});
+  uint64_t seeds_ = 0;
+  const std::vector<std::optional<oracle::Indices>>* earlier_ = nullptr;  // [kv_heads]
+};
+
+std::vector<Policy> TokenPresets() {
+  return {
+      Parse("quest", {{"budget", "64"}}),
+      Parse("quest", {{"budget", "100"}, {"block", "64"}}),
+      Parse("quest", {{"budget", "12.5%"}}),
+      Parse("quest", {{"budget", "100%"}}),
+      Parse("double-sparsity", {{"budget", "40"}}),
+      Parse("double-sparsity", {{"budget", "3%"}}),
+      Parse("double-sparsity", {{"budget", "100%"}}),
+      Parse("twilight"),
+      Parse("twilight", {{"p", "0.5"}, {"block", "64"}, {"budget", "50%"}}),
+      Parse("twilight", {{"selector", "full"}, {"p", "0.9"}}),
+      Parse("twilight", {{"selector", "full"}, {"p", "1"}}),
+      Parse("twilight", {{"selector", "double-sparsity"}, {"budget", "200"}, {"p", "0.8"}}),
+      Parse("asynctls", {{"blocks", "4"}, {"budget", "50"}, {"lag", "0"}}),
+      Parse("asynctls", {{"blocks", "5"}, {"budget", "10%"}}),
+      Parse("asynctls"),
+  };
+}
+
+TEST_F(TokenPolicies, PlansAndAnswersAreThoseOfTheDefinitions) {
+  const ModelShape shapes[] = {
+      MakeShape(4, 2, 64, 64, DType::kBf16, 2), MakeShape(8, 1, 128, 32, DType::kFp32),
+      MakeShape(3, 3, 80, 16, DType::kFp16),    MakeShape(10, 2, 16, 48, DType::kFp32),
+      MakeShape(8, 2, 48, 64, DType::kBf16),    MakeLatentShape(16, 80, 64, DType::kBf16),
+  };
+  for (const ModelShape& shape : shapes) {
+    for (const uint32_t sink : {0u, 4u}) {
+      TestSequence sequence = Make(shape, {1000, 520, 77}, 70, sink);
+      std::vector<TestRow> rows;
+      for (const Policy& policy : TokenPresets()) {
+        rows.push_back(MakeRow(&sequence, policy, sequence.spec.tokens() - 1, 1, true, shape.dtype,
+                               shape.layers - 1, TestSeed() + rows.size()));
+        sequence.view->recall->Truncate(0);
+        RunAndCheck(shape.layers - 1, {rows.back()});
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
+// DeepSeek's heads: 128 that share one latent KV head, with labels of 128 channels.
+TEST_F(TokenPolicies, LatentAttentionOfItsRealSize) {
+  TestSequence sequence = Make(MakeLatentShape(128, 576, 512, DType::kBf16), {530}, 70);
+  EXPECT_EQ(sequence.view->segments[0]->labels(0, 0).channels, 128u);
+  std::vector<TestRow> rows;
+  for (const char* preset : {"quest", "double-sparsity", "twilight", "asynctls"}) {
+    std::map<std::string, std::string> parameters = {{"budget", "100"}};
+    if (std::string(preset) == "asynctls") parameters.emplace("lag", "0");
+    rows.push_back(MakeRow(&sequence, Parse(preset, parameters), sequence.spec.tokens() - 1, 1,
+                           false, DType::kBf16, 0, TestSeed() + rows.size()));
+  }
+  RunAndCheck(0, rows);
+}
+
+TEST_F(TokenPolicies, SeveralQueryTokensChooseEachForItself) {
+  TestSequence sequence = Make(MakeShape(6, 2, 64, 32, DType::kFp32), {900, 300}, 80);
+  for (const Policy& policy : TokenPresets()) {
+    for (const uint32_t tokens : {1u, 4u}) {
+      sequence.view->recall->Truncate(0);
+      RunAndCheck(0, {MakeRow(&sequence, policy, sequence.spec.tokens() - tokens, tokens, false,
+                              DType::kFp32, 0, TestSeed() + tokens)});
+      if (HasFailure()) return;
+    }
+  }
+}
+
+TEST_F(TokenPolicies, TheWholeBudgetIsDense) {
+  TestSequence sequence = Make(MakeShape(4, 2, 64, 64, DType::kBf16), {1030, 513}, 66);
+  for (const Policy& policy :
+       {Parse("quest", {{"budget", "100%"}}), Parse("double-sparsity", {{"budget", "100%"}}),
+        Parse("twilight", {{"p", "1"}, {"budget", "100%"}}),
+        Parse("twilight", {{"p", "1"}, {"selector", "full"}})}) {
+    const auto row = [&](const Policy& p) {
+      return MakeRow(&sequence, p, sequence.spec.tokens(), 1, true, DType::kFp32, 0, TestSeed());
+    };
+    const std::vector<TestRow> rows = {row(policy), row(Parse("dense"))};
+    const StepResult step = RunStep(backend_.get(), 0, rows);
+    ASSERT_TRUE(step.status.ok());
+    SCOPED_TRACE(Describe(policy));
+    EXPECT_EQ(step.rows[0].stats.dropped_tokens, 0u);
+    EXPECT_EQ(step.rows[0].stats.covered_mass, 1.0f);
+    EXPECT_EQ(step.rows[0].stats.predicted_error_mean, 0.0f);
+    for (size_t i = 0; i < step.rows[0].out.size(); ++i) {
+      EXPECT_NEAR(step.rows[0].out[i], step.rows[1].out[i], 1e-6);
+    }
+  }
+}
+
+// A step reads inside the blocks that the step before it chose, and a repeated step repeats.
+TEST_F(TokenPolicies, AsyncTlsLagsByOneStep) {
+  TestSequence sequence = Make(MakeShape(4, 2, 64, 32, DType::kFp32), {1400}, 80);
+  const Policy policy = Parse("asynctls", {{"blocks", "3"}, {"budget", "30"}});
+  const uint64_t begin = sequence.spec.tokens() - 6;
+  std::vector<std::optional<oracle::Indices>> earlier(2);
+  std::vector<float> answer;
+  for (uint64_t position = begin; position < sequence.spec.tokens(); ++position) {
+    const TestRow row =
+        MakeRow(&sequence, policy, position, 1, false, DType::kFp32, 0, TestSeed() + position);
+    earlier_ = &earlier;
+    RunAndCheck(0, {row});
+    RunAndCheck(0, {row});  // again
+    if (HasFailure()) return;
+    for (uint32_t head = 0; head < 2; ++head) {
+      const Scene scene{row, 0, 0, head};
+      const auto blocks = scene.BlocksOf(64);
+      earlier[head] =
+          oracle::SelectBlocks(scene.queries(), scene.keys(), blocks, policy.blocks).top.taken;
+    }
+  }
+}
+
+TEST_F(TokenPolicies, WhatWasChosenBeforeATruncationIsForgotten) {
+  BlockRecall recall(1, 2);
+  recall.Remember(0, 1, 10, std::vector<uint64_t>{64, 128});
+  recall.Remember(0, 1, 11, std::vector<uint64_t>{0});
+  recall.Truncate(11);
+  EXPECT_THAT(recall.Of(0, 1, 10).value(), testing::ElementsAre(64, 128));
+  EXPECT_FALSE(recall.Of(0, 1, 11).has_value());
+  EXPECT_FALSE(recall.Of(0, 0, 10).has_value());
+  for (uint64_t position = 12; position < 200; ++position) {
+    recall.Remember(0, 0, position, std::vector<uint64_t>{position});
+  }
+  EXPECT_FALSE(recall.Of(0, 1, 10).has_value()) << "only the newest are kept";
+  EXPECT_THAT(recall.Of(0, 0, 199).value(), testing::ElementsAre(199));
+}
+
+// Labels and 4-bit keys are of tokens and do not mind the order that clusters give them.
+TEST_F(TokenPolicies, LabelsAndPrunerWorkInClusterOrder) {
+  TestSequence sequence = Make(MakeShape(4, 1, 64, 64, DType::kFp32), {700, 600}, 70, 4,
+                               {IndexKind::kClusters, IndexKind::kLabels, IndexKind::kKeys4});
+  TestSequence plain = Make(MakeShape(4, 1, 64, 64, DType::kFp32), {700, 600}, 70, 4);
+  plain = [&] {
+    SequenceSpec spec = sequence.spec;
+    spec.indexes = kAllTokenIndexes;
+    return MakeSequence(spec);
+  }();
+  for (const Policy& policy :
+       {Parse("double-sparsity", {{"budget", "33"}}), Parse("twilight", {{"selector", "full"}}),
+        Parse("twilight", {{"selector", "double-sparsity"}, {"budget", "100"}})}) {
+    std::vector<StepResult> steps;
+    for (TestSequence* s : {&sequence, &plain}) {
+      const TestRow row =
+          MakeRow(s, policy, s->spec.tokens(), 1, true, DType::kFp32, 0, TestSeed());
+      steps.push_back(RunStep(backend_.get(), 0, std::span(&row, 1)));
+      ASSERT_TRUE(steps.back().status.ok());
+    }
+    EXPECT_EQ(steps[0].plans[0].positions, steps[1].plans[0].positions) << Describe(policy);
+    for (size_t i = 0; i < steps[0].rows[0].out.size(); ++i) {
+      EXPECT_NEAR(steps[0].rows[0].out[i], steps[1].rows[0].out[i], 1e-5);
+    }
+  }
+}
+
+TEST_F(TokenPolicies, DegenerateInputsHaveFiniteAnswers) {
+  const ModelShape shape = MakeShape(2, 1, 16, 16, DType::kFp32);
+  for (const float huge : {0.0f, 1e9f}) {
+    for (const uint32_t tokens : {1u, 5u, 15u, 16u, 63u, 64u, 200u}) {
+      SequenceSpec spec;
+      spec.shape = shape;
+      spec.segment_tokens = {tokens};
+      spec.tail_tokens = 3;
+      spec.sink = std::min(tokens - 1, 4u);
+      spec.indexes = kAllTokenIndexes;
+      HeadData data;
+      data.keys.assign((tokens + 3) * 16, 0.5f);  // all keys equal, but perhaps for one
+      data.values.assign((tokens + 3) * 16, 1.0f);
+      data.keys[(tokens - 1) * 16] += huge;
+      TestSequence sequence = MakeSequenceOf(spec, {data});
+      std::vector<TestRow> rows;
+      for (const Policy& policy : TokenPresets()) {
+        rows.push_back(MakeRow(&sequence, policy, tokens + 3, 1, true, DType::kFp32, 0, 1));
+      }
+      const StepResult step = RunStep(backend_.get(), 0, rows);
+      ASSERT_TRUE(step.status.ok());
+      for (size_t r = 0; r < rows.size(); ++r) {
+        SCOPED_TRACE(testing::Message() << tokens << " " << Describe(rows[r].policy));
+        EXPECT_THAT(step.rows[r].out, testing::Each(testing::FloatNear(1, 1e-5)));
+        for (const float lse : step.rows[r].lse) EXPECT_TRUE(std::isfinite(lse));
+        const RowStats& stats = step.rows[r].stats;
+        EXPECT_EQ(stats.exact_tokens + stats.dropped_tokens, tokens - spec.sink);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace attnd::attention::test

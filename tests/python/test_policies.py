@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every preset through a socket: what a sequence must be opened with, and what steps then say."""
+
+import numpy as np
+import pytest
+
+import attnd
+from cases import Case, assert_near, step
+
+TOKENS = 1400
+OBSERVED = 16
+CASE = Case.random(TOKENS + 40)
+BUDGETS = {
+    "quest": "quest:budget=64",
+    "double-sparsity": "double-sparsity:budget=64",
+    "twilight": "twilight:budget=30%",
+    "asynctls": "asynctls:blocks=4,budget=64",
+    "snapkv": "snapkv:budget=64",
+    "ada-snapkv": "ada-snapkv:budget=64",
+}
+KEEP_SETS = ("snapkv", "ada-snapkv")
+
+
+@pytest.fixture(name="client", scope="module")
+def fixture_client(attnd_target):
+    with attnd.Client(attnd_target, tenant="policies") as client:
+        yield client
+
+
+def observed():
+    return [CASE.q[layer, TOKENS - OBSERVED : TOKENS] for layer in range(CASE.shape.layers)]
+
+
+def opened(client, policy, indexes=None, *, queries=True):
+    sequence = client.open_sequence(CASE.model, policy=policy, indexes=indexes).sequence_id
+    client.append_kv(
+        sequence,
+        attnd.layer_chunks(CASE.layers(slice(0, TOKENS))),
+        prefill_complete=True,
+        observed_queries=observed() if queries else None,
+    )
+    return sequence
+
+
+def decoded(client, sequence, position, policy=None):
+    """The answers of every layer for one token."""
+    with client.decode_session() as session:
+        row = attnd.Row(sequence, position, 1, policy=policy)
+        return [
+            session.step(
+                layer,
+                [row],
+                CASE.q[layer, position : position + 1],
+                CASE.k[layer, position : position + 1],
+                CASE.v[layer, position : position + 1],
+            )
+            for layer in range(CASE.shape.layers)
+        ]
+
+
+def test_every_preset_says_what_it_needs_and_a_sequence_opened_so_serves_it(client):
+    presets = client.get_server_info().presets
+    names = {preset.policy.preset for preset in presets}
+    assert names >= set(BUDGETS) | {
+        "dense", "streaming", "clusters-top-k", "double-p", "error-target",
+    }
+    for preset in presets:
+        assert set(preset.allowed) == set(preset.policy.parameters)
+        policy = attnd.Policy.parse(BUDGETS.get(preset.policy.preset, preset.policy.preset))
+        indexes = preset.indexes or (None if preset.token_order is None else ())
+        sequence = opened(client, policy, indexes)
+        for result in decoded(client, sequence, TOKENS):
+            stats = result.rows[0].stats
+            assert np.isfinite(result.out).all() and np.isfinite(result.lse).all()
+            middle = stats.exact_tokens + stats.estimated_tokens + stats.dropped_tokens
+            assert stats.zone_tokens + middle == (TOKENS + 1) * CASE.shape.kv_heads
+        client.close_sequence(sequence)
+
+
+def test_one_sequence_serves_all_policies_whose_indexes_it_has(client):
+    everything = tuple(name for name in attnd.INDEXES if name != "clusters")
+    sequence = opened(client, "dense", everything)
+    info = next(i for i in client.list_sequences() if i.sequence_id == sequence)
+    assert info.indexes == everything
+    with client.decode_session() as session:
+        for layer in range(CASE.shape.layers):
+            tokens = slice(TOKENS, TOKENS + 2)
+            assert_near(step(session, CASE, sequence, layer, tokens), CASE.expected(layer, tokens))
+    position = TOKENS + 2
+    for preset, policy in BUDGETS.items():
+        if preset in KEEP_SETS:
+            continue
+        for result in decoded(client, sequence, position, policy):
+            assert result.rows[0].stats.dropped_tokens > 0
+            assert result.rows[0].stats.predicted_error_mean is None
+        position += 1
+    client.close_sequence(sequence)
+
+
+def test_a_policy_without_its_index_says_what_to_open_with(client):
+    clusters = opened(client, "error-target")
+    for preset, policy in BUDGETS.items():
+        if preset in KEEP_SETS:  # theirs is a wider window, too
+            policy += ",window=64"
+        with pytest.raises(attnd.RowError, match="FAILED_PRECONDITION.*needs a sequence in token"):
+            decoded(client, clusters, TOKENS, policy)
+    assert [len(r.out) for r in decoded(client, clusters, TOKENS)] == [1, 1], "nothing was appended"
+    client.close_sequence(clusters)
+    with pytest.raises(attnd.FailedPreconditionError, match="blocks-16"):
+        client.open_sequence(CASE.model, policy="quest", indexes=["clusters"])
+    with pytest.raises(attnd.InvalidArgumentError, match="clusters beside blocks"):
+        client.open_sequence(CASE.model, policy="dense", indexes=["clusters", "blocks-16"])
+    with pytest.raises(attnd.InvalidArgumentError, match="dense_layers"):
+        client.open_sequence(CASE.model, policy="quest:dense_layers=3")
+    with pytest.raises(ValueError, match="'trees' is none of"):
+        client.open_sequence(CASE.model, indexes=["trees"])
+
+
+@pytest.mark.parametrize("preset", KEEP_SETS)
+def test_keep_sets_need_the_queries_of_the_prompts_end(client, preset):
+    with pytest.raises(attnd.FailedPreconditionError, match="observed_queries"):
+        opened(client, BUDGETS[preset], queries=False)
+    sequence = opened(client, BUDGETS[preset])
+    for result in decoded(client, sequence, TOKENS):
+        assert result.rows[0].stats.exact_tokens == 64 * CASE.shape.kv_heads
+    with pytest.raises(attnd.RowError, match="keep-set"):
+        decoded(client, sequence, TOKENS + 1, f"{preset}:budget=65")
+    client.close_sequence(sequence)
+
+
+@pytest.mark.parametrize(
+    "spoil, named",
+    [
+        (lambda q: q[:, :3], "observed_queries"),
+        (lambda q: q[:, :, :16], "observed_queries"),
+        (lambda q: np.full_like(q, np.nan), "observed_queries"),
+        (lambda q: np.zeros((257, *q.shape[1:]), np.float32), "observed_queries"),
+    ],
+    ids=["heads", "dim", "nan", "many"],
+)
+def test_observed_queries_are_checked(client, spoil, named):
+    sequence = client.open_sequence(CASE.model, policy="quest").sequence_id
+    with pytest.raises(attnd.InvalidArgumentError, match=named):
+        client.append_kv(sequence, [], observed_queries=[spoil(q) for q in observed()])
+    client.close_sequence(sequence)
+
+
+def test_sealed_and_resumed_it_answers_the_same(client):
+    policy = BUDGETS["quest"]
+    sequence = opened(client, policy)
+    before = [result.out for result in decoded(client, sequence, TOKENS)]
+    client.truncate_sequence(sequence, TOKENS)
+    sealed = client.seal_sequence(sequence)
+    client.close_sequence(sequence)
+    back = client.open_sequence(CASE.model, resume=sealed.sealed_id)
+    assert back.tokens_present == TOKENS
+    after = [result.out for result in decoded(client, back.sequence_id, TOKENS)]
+    for one, other in zip(before, after):
+        np.testing.assert_array_equal(one, other)
+    client.close_sequence(back.sequence_id)
+    client.drop_sealed(sealed.sealed_id)
