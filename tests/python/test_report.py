@@ -93,8 +93,9 @@ def test_the_subset_is_within_its_references(attnd_target, tmp_path, capsys):
     assert "double-p is offered and was not run" in said
 
 
-def test_measuring_keeps_what_was_not_measured_again(attnd_target, tmp_path, capsys):
+def test_measuring_keeps_what_was_not_measured_again(attnd_target, tmp_path, capsys, monkeypatch):
     """Two presets, then a third one; then other settings, which do not fit the file."""
+    monkeypatch.setattr(document, "PLAN", plan.PLAN[:1])
     docs = tmp_path / "docs"
     (docs / "quality").mkdir(parents=True)
     (docs / "QUALITY.md").write_text("<!-- report: figures 2048 -->\n<!-- report: end -->\n")
@@ -107,7 +108,7 @@ def test_measuring_keeps_what_was_not_measured_again(attnd_target, tmp_path, cap
     assert first.find("dense").clear_disagreements == 0 and first.sequences_per_task == 1
     assert cli.main([*arguments, "streaming,clusters-top-k"]) == 0, capsys.readouterr().err
     second = results.read(docs / "quality" / "2048.json")
-    assert second.points[0] == first.points[0] and len(second.points) == 7
+    assert second.points[0] == first.points[0] and len(second.points) == 8
     assert second.points[1] == first.points[1], "measured again"
     # Nothing is missing: no figure changes, not even by another limit.
     before = (docs / "quality" / "2048.json").read_text()
@@ -187,6 +188,19 @@ def test_what_cannot_be_compared_is_a_deviation(tmp_path):
     without = replace(measurement(), not_offered=("double-p",))
     assert check.deviations(known, {"8192": without}) == []
     assert check.deviations(known, {"2048": measurement(run="2048")}) == []
+
+
+def test_a_second_reference_counts_for_its_figure_alone(tmp_path):
+    policy = "double-p:p1=1"
+    second = {"second": {"error": 0.5}, "second_source": "another way"}
+    changed = {policy: {**REFERENCE["policies"][policy], **second}}
+    known = references(tmp_path, policies=changed)
+    for error, holds in ((0.2, True), (0.5, True), (0.48, True), (0.35, False)):
+        measured = measurement(point(policy, 0.1, error))
+        assert (check.deviations(known, {"8192": measured}) == []) is holds
+    table = tables.beside_references(known["8192"], measurement(point(policy, 0.1, 0.5)))
+    assert "**.200 / .500** (.500)" in table and "another way" in table
+    assert check.deviations(known, {"8192": measurement(point(policy, 0.5, 0.5))})
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"8192": {}}', '{"8192": {"tolerance": 1}}'])
@@ -318,12 +332,13 @@ def test_the_table_of_figures():
     assert lines[5].startswith("| `what:x=1` |") and "| 2e-07 |" in lines[5]
 
 
-def test_a_stale_document_is_noticed(tmp_path, capsys):
+def test_a_stale_document_is_noticed(tmp_path, capsys, monkeypatch):
     (tmp_path / "quality").mkdir()
     (tmp_path / "QUALITY.md").write_text("<!-- report: plot 8192 -->\n<!-- report: end -->\n")
     (tmp_path / "quality" / "references.json").write_text("{}")
     results.write(tmp_path / "quality" / "8192.json", measurement(point("double-p:p1=1", 0.1, 1)))
     arguments = ["--docs", str(tmp_path)]
+    monkeypatch.setattr(document, "PLAN", plan.PLAN[1:2])
     assert cli.main(["--check", *arguments]) == 1
     said = capsys.readouterr().err
     assert "QUALITY.md is not what" in said and "8192.svg is not what" in said
@@ -332,6 +347,15 @@ def test_a_stale_document_is_noticed(tmp_path, capsys):
     drawn = tmp_path / "quality" / "8192.svg"
     drawn.write_text(drawn.read_text() + " ")
     assert cli.main(["--check", *arguments]) == 1
+
+
+def test_a_run_that_was_not_measured_is_noticed(tmp_path, capsys):
+    (tmp_path / "quality").mkdir()
+    (tmp_path / "QUALITY.md").write_text("<!-- report: figures 8192 -->\n<!-- report: end -->\n")
+    (tmp_path / "quality" / "references.json").write_text("{}")
+    assert cli.main(["--render", "--docs", str(tmp_path)]) == 1
+    assert "8192 is in the plan and was not measured" in capsys.readouterr().err
+    assert "Not measured yet." in (tmp_path / "QUALITY.md").read_text()
 
 
 # ---- Plots ----

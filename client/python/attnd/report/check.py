@@ -5,11 +5,17 @@ docs/quality/references.json:
 
     {RUN: {"source": text, "sequences_per_task": n,
            "tolerance": {"accuracy": points, "answers": n, "error": share, "read": share},
-           "policies": {POLICY: {"accuracy": {task: share}, "error": number, "read": share}}}}
+           "policies": {POLICY: {"accuracy": {task: share}, "error": number, "read": share,
+                                 "second": {figure: number}, "second_source": text}}}}
 
 An accuracy may differ by `accuracy` or by `answers` answers, whichever is more; an error and a read
 share by that share of the reference. References are rounded to three decimals, so that half of the
 last one is allowed in any case.
+
+`second` (optional, as is its source) has figures of another computation that is independent of
+what is measured, for references that cannot be reproduced: where rounding decides which tokens fall
+into a cluster, a few answers turn either way. A figure then holds if it is within its tolerance of
+one of the two.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from attnd.eval.results import Measurement, Point
@@ -28,11 +34,14 @@ _ROUNDING = 0.0005 + 1e-9
 
 @dataclass(frozen=True)
 class Reference:
-    """Figures of one policy: accuracy of each task, error, read share."""
+    """Figures of one policy: accuracy of each task, error, read share; some of them a second time,
+    by task or as "error" or "read"."""
 
     accuracy: Mapping[str, float]
     error: float
     read: float
+    second: Mapping[str, float] = field(default_factory=dict)
+    second_source: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,10 +65,18 @@ class Comparison:
     reference: float
     measured: float
     allowed: float
+    second: float | None = None
+
+    @property
+    def reproduces(self) -> bool:
+        """Whether it is near the reference itself."""
+        return abs(self.measured - self.reference) <= self.allowed
 
     @property
     def holds(self) -> bool:
-        return abs(self.measured - self.reference) <= self.allowed
+        if self.second is not None and abs(self.measured - self.second) <= self.allowed:
+            return True
+        return self.reproduces
 
 
 def read_references(path: pathlib.Path) -> dict[str, References]:
@@ -95,12 +112,14 @@ def compare(references: References, policy: str, point: Point) -> Iterator[Compa
     for task, accuracy in reference.accuracy.items():
         measured = point.tasks[task]
         allowed = max(references.accuracy, references.answers / sum(measured.answers))
-        yield Comparison(task, accuracy, measured.accuracy, allowed + _ROUNDING)
+        second = reference.second.get(task)
+        yield Comparison(task, accuracy, measured.accuracy, allowed + _ROUNDING, second)
     for what, expected, measured_share, tolerance in (
         ("error", reference.error, point.error, references.error),
         ("read", reference.read, point.read, references.read),
     ):
-        yield Comparison(what, expected, measured_share, tolerance * expected + _ROUNDING)
+        allowed = tolerance * expected + _ROUNDING
+        yield Comparison(what, expected, measured_share, allowed, reference.second.get(what))
 
 
 def deviations(

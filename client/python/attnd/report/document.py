@@ -60,7 +60,13 @@ def render(docs: pathlib.Path) -> None:
 def problems(docs: pathlib.Path) -> list[str]:
     """A line for each deviation from a reference and each file that is not what the figures
     make."""
-    found = check.deviations(check.read_references(references_path(docs)), _measurements(docs))
+    measurements = _measurements(docs)
+    found = check.deviations(check.read_references(references_path(docs)), measurements)
+    found += [
+        f"{planned.run.name} is in the plan and was not measured"
+        for planned in PLAN
+        if planned.run.name not in measurements
+    ]
     for path, content in _made(docs).items():
         if not path.exists() or path.read_text(encoding="utf-8") != content:
             found.append(f"{path} is not what the figures make: python -m attnd.report --render")
@@ -139,6 +145,8 @@ class _Blocks:
             return self._of_run[name](run)
         if name in self._of_all and not run:
             return self._of_all[name]()
+        if name in self._of_run and run in {planned.run.name for planned in PLAN}:
+            return "Not measured yet."
         raise ValueError(f"the report makes no {words!r}; measured are {list(self._measurements)}")
 
     def _figures(self, run: str) -> str:

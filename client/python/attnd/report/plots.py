@@ -16,7 +16,7 @@ from typing import Any, Callable
 
 from attnd.eval.results import Measurement, Point
 from attnd.eval.series import SERIES
-from attnd.report.labels import Label, place
+from attnd.report.labels import Label, Place, place
 
 Value = Callable[[Point], float]
 
@@ -61,7 +61,7 @@ _SETTINGS: dict[str, Any] = {
 }
 _SPAN_MIN = 0.25  # of accuracies: less would show single answers as if they mattered
 _SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-_ERRORS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+_ERRORS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,10 @@ def best(points: Sequence[Point], value: Value, better: int) -> list[Point]:
 
 def _draw(axes: Any, panel: _Panel, measurement: Measurement) -> None:
     drawn = curves(measurement)
-    front = best([p for points in drawn.values() for p in points], panel.value, panel.better)
+    everything = [point for points in drawn.values() for point in points]
+    _set_axes(axes, panel, everything, measurement)
     axes.plot(
-        *_xy(front, panel.value),
+        *_xy(best(everything, panel.value, panel.better), panel.value),
         color=_BEST,
         linewidth=10,
         zorder=1,
@@ -172,24 +173,32 @@ def _draw(axes: Any, panel: _Panel, measurement: Measurement) -> None:
             linewidth=2.2 if name == "error-target" else 1.3,
             zorder=3,
         )
-    if panel.better > 0:
-        low, high = axes.get_ylim()
-        high += 0.1 * _SPAN_MIN  # room for names
-        axes.set_ylim(min(low, high - _SPAN_MIN), high)
     for name in ("dense", "streaming"):
         _draw_level(axes, panel, measurement.find(name))
+
+
+def _set_axes(axes: Any, panel: _Panel, points: Sequence[Point], measurement: Measurement) -> None:
+    """Ranges, ticks and words. Errors show streaming's, too; accuracies at least _SPAN_MIN."""
     axes.set_title(panel.title)
     axes.set_ylabel(panel.label)
     axes.set_xlabel("share of the middle tokens read exactly")
-    axes.set_xscale("log")
-    _ticks(axes.xaxis, _SHARES, [f"{100 * share:g}%" for share in _SHARES])
-    least = min((point.read for points in drawn.values() for point in points), default=0.01)
-    axes.set_xlim(0.7 * least, 1.15)
-    if panel.better < 0:
-        axes.set_yscale("log")
-        _ticks(axes.yaxis, _ERRORS, [f"{error:g}" for error in _ERRORS])
     axes.set_axisbelow(True)
     axes.grid(color="#EEEEEE")
+    axes.set_xscale("log")
+    axes.set_xlim(0.7 * min((point.read for point in points), default=0.01), 1.15)
+    _ticks(axes.xaxis, axes.get_xlim(), _SHARES, lambda share: f"{100 * share:g}%")
+    levels = [measurement.find(name) for name in ("dense", "streaming")]
+    values = [panel.value(point) for point in (*points, *filter(None, levels))]
+    if panel.better < 0:
+        shown = [value for value in values if value > 1e-3] or [1.0]
+        axes.set_yscale("log")
+        axes.set_ylim(0.6 * min(shown), 1.4 * max(shown))
+        _ticks(axes.yaxis, axes.get_ylim(), _ERRORS, lambda error: f"{error:g}")
+    else:
+        values = [panel.value(point) for point in points] or values
+        dense = panel.value(levels[0]) if levels[0] else max(values)
+        high = max(*values, dense) + 0.15 * _SPAN_MIN  # room for names
+        axes.set_ylim(min(min(values) - 0.1 * _SPAN_MIN, high - _SPAN_MIN), high)
 
 
 def _draw_level(axes: Any, panel: _Panel, point: Point | None) -> None:
@@ -226,8 +235,9 @@ def _draw_level(axes: Any, panel: _Panel, point: Point | None) -> None:
     )
 
 
-def _ticks(axis: Any, places: Sequence[float], texts: Sequence[str]) -> None:
-    axis.set_ticks(places, texts)
+def _ticks(axis: Any, limits: Place, places: Sequence[float], text: Callable[[float], str]) -> None:
+    shown = [value for value in places if limits[0] <= value <= limits[1]]
+    axis.set_ticks(shown, [text(value) for value in shown])
     axis.set_ticks([], minor=True)
 
 

@@ -68,8 +68,8 @@ def caption(measurement: Measurement) -> str:
 
 
 def beside_references(references: References, measurement: Measurement) -> str:
-    """Reference / measured for each policy that has both; figures beyond their tolerance in
-    bold."""
+    """Reference / measured for each policy that has both. Figures beyond their tolerance are bold,
+    with a second reference behind them if there is one; its source stands below."""
     head = ("policy", *TASKS, "error", "read")
     rows = []
     for policy in references.policies:
@@ -80,9 +80,16 @@ def beside_references(references: References, measurement: Measurement) -> str:
         cells = [f"`{policy}`"]
         for one in compare(references, policy, point):
             text = f"{short(one.reference)} / {short(one.measured)}"
-            cells.append(text if one.holds else f"**{text}**")
+            if not one.reproduces:
+                text = f"**{text}**" + (f" ({short(one.second)})" if one.second is not None else "")
+            cells.append(text)
         rows.append(tuple(cells))
-    return table(head, rows)
+    sources = [
+        f"(`{policy}`: {reference.second_source})"
+        for policy, reference in references.policies.items()
+        if reference.second
+    ]
+    return "\n\n".join([table(head, rows), *sources])
 
 
 def skipped(measurements: Iterable[Measurement]) -> str:
