@@ -69,6 +69,8 @@ def attnd_target(folder: pathlib.Path) -> Iterator[str]:
                 folder / "data",
                 "--metrics-listen",
                 "127.0.0.1:0",
+                "--feature-maps",
+                ROOT / "models/nano-llama/feature_maps_16384.safetensors",
             ],
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from attnd import Client, Policy, UnimplementedError
+from attnd import Client, FailedPreconditionError, Policy, UnimplementedError
 from attnd.eval.cache import Cache
 from attnd.eval.evalset import TASKS, read_examples
 from attnd.eval.opening import opening_of
@@ -77,7 +77,7 @@ def offered(
             opening = opening_of(policy, info.presets)
             client.close_sequence(open_for(client, model, dtype, policy, opening))
             taken.append(policy)
-        except UnimplementedError:
+        except (UnimplementedError, FailedPreconditionError):  # the latter without feature maps
             missing.add(policy.preset)
     return taken, sorted(missing)
 

@@ -27,8 +27,12 @@ class Opening:
 
 # What a sequence has that asks for nothing; policies that read no index go with it.
 CLUSTERS = Opening(("clusters",))
-# One upload for all policies over tokens in order.
-TOKENS = Opening(tuple(name for name in INDEXES if name != "clusters"), observed=True)
+# One upload for all policies over tokens in order; another for those that need feature maps, which a
+# server has for some models only.
+TOKENS = Opening(
+    tuple(name for name in INDEXES if name not in ("clusters", "summary")), observed=True
+)
+COMPLETION = Opening(tuple(name for name in INDEXES if name != "clusters"), observed=True)
 
 
 def opening_of(policy: Policy, presets: Iterable[Preset]) -> Opening:
@@ -39,6 +43,8 @@ def opening_of(policy: Policy, presets: Iterable[Preset]) -> Opening:
             continue
         if preset.token_order and not preset.indexes:  # a keep-set, made at the prefill's end
             return Opening((), observed=True, alone=str(policy))
+        if "summary" in preset.indexes:
+            return COMPLETION
         if preset.indexes and "clusters" not in preset.indexes:
             return TOKENS
     return CLUSTERS

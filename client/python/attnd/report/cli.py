@@ -103,7 +103,9 @@ def _run(args: argparse.Namespace, planned: Planned) -> Run:
 @contextmanager
 def _client(args: argparse.Namespace, planned: Planned) -> Iterator[Client]:
     """Of the server for a run."""
-    where = nullcontext(args.target) if args.target else running(args.server, planned.run.flags)
+    maps = sorted(args.model.glob("feature_maps_*.safetensors"))
+    flags = [*planned.run.flags, *(f"--feature-maps={path}" for path in maps)]
+    where = nullcontext(args.target) if args.target else running(args.server, flags)
     with where as target, Client(target, tenant="report") as client:
         yield client
 
