@@ -36,6 +36,11 @@ from attnd.report import check, document, tables
 from attnd.report.plan import CI, PLAN, Planned
 
 
+# Measured with one upload; what is done is kept after each, so that a run that ends early loses no
+# more.
+_POINTS_AT_ONCE = 10
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; returns its exit status: 0, or 1 with lines that say what was wrong."""
     args = _parser().parse_args(arguments)
@@ -77,8 +82,9 @@ def _measure_run(args: argparse.Namespace, planned: Planned) -> None:
     with _client(args, planned) as client:
         taken, missing = offered(client, subject, run, policies)
         for numbers in by_opening(taken, client.get_server_info().presets).values():
-            group = [taken[number] for number in numbers]
-            _keep(path, planned, measure(client, subject, run, group, missing))
+            for start in range(0, len(numbers), _POINTS_AT_ONCE):
+                group = [taken[number] for number in numbers[start : start + _POINTS_AT_ONCE]]
+                _keep(path, planned, measure(client, subject, run, group, missing))
     if not taken and not path.exists():
         raise ValueError(f"the server offers none of the presets: {', '.join(missing)}")
     if not taken:
