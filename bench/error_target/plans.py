@@ -160,7 +160,8 @@ PLANS = {
     ],
     "parts": [BASELINE, but("query slope finite half", **Q, **BY_TOKEN, law="finite",
                             error_terms=TERMS["half mass"]),
-              but("pca slope", **S), but("query slope", **Q), but("query slope token", **Q, **BY_TOKEN)],
+              but("pca slope", **S), but("query slope", **Q),
+              but("query slope token", **Q, **BY_TOKEN)],
     "index": [
         but("pca", basis="pca"),
         but("query", basis="query"),
