@@ -103,7 +103,8 @@ tidy_one() {
 stage_tidy() {
   cd "${ATTND_ROOT}"
   [[ -f build/clang/build.ninja ]] || configure_clang
-  cmake --build --preset clang --target attnd_proto attnd_archive_proto >/dev/null
+  cmake --build --preset clang --target attnd_proto attnd_archive_proto \
+    storage/generated/storage/records.pb.h >/dev/null
   export -f tidy_one
   export TIDY_CACHE="${ATTND_BUILD}/tidy-cache" TIDY_KEY
   mkdir -p "${TIDY_CACHE}"

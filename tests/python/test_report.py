@@ -61,9 +61,15 @@ def test_the_figures_hold_and_the_document_is_what_they_make(capsys):
 
 
 def test_every_run_of_the_plan_is_there_and_has_every_preset():
-    """A preset is measured, or the server of that measurement did not have it."""
+    """A preset is measured, or the server of that measurement did not have it; and the document
+    says which runs have not been made."""
+    said = (DOCS / "QUALITY.md").read_text(encoding="utf-8")
     for planned in plan.PLAN:
-        measured = results.read(document.results_path(DOCS, planned.run.name))
+        path = document.results_path(DOCS, planned.run.name)
+        if not path.exists():
+            assert re.search(rf"report: \w+ {planned.run.name} -->\s+Not measured yet", said)
+            continue
+        measured = results.read(path)
         wanted = {policy.preset for policy in planned.chosen(None)}
         there = {one.preset for one in measured.points}
         assert wanted == there | set(measured.not_offered) and not there & set(measured.not_offered)
@@ -349,12 +355,11 @@ def test_a_stale_document_is_noticed(tmp_path, capsys, monkeypatch):
     assert cli.main(["--check", *arguments]) == 1
 
 
-def test_a_run_that_was_not_measured_is_noticed(tmp_path, capsys):
+def test_a_run_that_was_not_measured_is_said(tmp_path):
     (tmp_path / "quality").mkdir()
     (tmp_path / "QUALITY.md").write_text("<!-- report: figures 8192 -->\n<!-- report: end -->\n")
     (tmp_path / "quality" / "references.json").write_text("{}")
-    assert cli.main(["--render", "--docs", str(tmp_path)]) == 1
-    assert "8192 is in the plan and was not measured" in capsys.readouterr().err
+    assert cli.main(["--render", "--docs", str(tmp_path)]) == 0
     assert "Not measured yet." in (tmp_path / "QUALITY.md").read_text()
 
 

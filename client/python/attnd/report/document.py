@@ -59,14 +59,9 @@ def render(docs: pathlib.Path) -> None:
 
 def problems(docs: pathlib.Path) -> list[str]:
     """A line for each deviation from a reference and each file that is not what the figures
-    make."""
+    make. A run of the plan that was not measured is no problem here: the document says so."""
     measurements = _measurements(docs)
     found = check.deviations(check.read_references(references_path(docs)), measurements)
-    found += [
-        f"{planned.run.name} is in the plan and was not measured"
-        for planned in PLAN
-        if planned.run.name not in measurements
-    ]
     for path, content in _made(docs).items():
         if not path.exists() or path.read_text(encoding="utf-8") != content:
             found.append(f"{path} is not what the figures make: python -m attnd.report --render")
