@@ -191,7 +191,7 @@ def test_the_tables():
     all_dropped = " | ".join(["all dropped"] * 3)
     assert f"| `streaming` | 8,192 | {all_dropped} | none | none |" in text
     assert "| `quest` | 8,192 | 250x+ | 250x+ | 250x+ | 250x+ | 250x+ |" in text
-    assert "| `double-p` | `p1=0.9` | 3.3x | 0.50 | `p1=0.9` | 3.3x | 0.50 |" in text
+    assert "| `double-p` | `p1=0.9` | 3.3x | 0.500 | `p1=0.9` | 3.3x | 0.500 |" in text
     assert "| `streaming` | none |  |  | none |  |  |" in text
 
 

@@ -98,4 +98,4 @@ def _chosen(candidate: Candidate | None) -> list[str]:
         return ["none", "", ""]
     parameters = candidate.policy.partition(":")[2] or "(no parameters)"
     assert candidate.worst_p >= SIGNIFICANT
-    return [f"`{parameters}`", _times(compression(candidate.mean_read)), f"{candidate.worst_p:.2f}"]
+    return [f"`{parameters}`", _times(compression(candidate.mean_read)), f"{candidate.worst_p:.3f}"]

@@ -76,6 +76,7 @@ SERIES = (
         "p1=0.95,p2=0.7",  # the paper's for Llama-3.1-8B
         "p1=0.99,p2=0.8",  # the paper's for Qwen3-8B
         "p1=0.99,p2=0.9",
+        "p1=1,p2=0.95",
     ),
     _series("topk-completion", "budget=0.5%", "budget=1%", "budget=2%", "budget=5%"),
     _series(

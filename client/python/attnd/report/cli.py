@@ -35,7 +35,6 @@ from attnd.eval.server import running
 from attnd.report import check, document, tables
 from attnd.report.plan import CI, PLAN, Planned
 
-
 # Measured with one upload; what is done is kept after each, so that a run that ends early loses no
 # more.
 _POINTS_AT_ONCE = 10
