@@ -8,7 +8,13 @@
 // mean of its neighbours, and the neighbours against each other show what the machine does by
 // itself. Blocks with audits begin when an audit is under way, and those without when none is.
 //
+// Two costs: in steps a second, and in processor time of the whole process (audits included) for
+// each step, which other work on the machine moves less and which is what a server that has no idle
+// core pays.
+//
 //   audit_cost --tokens=32768,131072 --rounds=15
+#include <sys/resource.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -87,8 +93,18 @@ engine::EngineOptions Options() {
   return options;
 }
 
+double ProcessSeconds() {
+  rusage used{};
+  static_cast<void>(getrusage(RUSAGE_SELF, &used));
+  const auto seconds = [](const timeval& time) {
+    return static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_usec);
+  };
+  return seconds(used.ru_utime) + seconds(used.ru_stime);
+}
+
 struct Block {
   double steps_per_s = 0;
+  double cpu_us = 0;  // of a step
   double p99_us = 0;
 };
 
@@ -102,7 +118,8 @@ class Bench {
   void Run(const std::string& text) {
     const attention::Policy policy = Parse(text);
     RunBlock(policy, usual_, 0.5);  // warm-up
-    std::vector<double> cost, control, with, without, p99_with, p99_without;
+    std::vector<double> cost, control, cpu_cost, cpu_control;
+    std::vector<double> with, without, p99_with, p99_without;
     double audit_s = 0;
     const uint64_t audited_before = observer_.audited;
     const double error_before = observer_.error_sum;
@@ -118,6 +135,8 @@ class Bench {
       const double neighbours = (before.steps_per_s + after.steps_per_s) / 2;
       cost.push_back(100 * (1 - middle.steps_per_s / neighbours));
       control.push_back(100 * (1 - after.steps_per_s / before.steps_per_s));
+      cpu_cost.push_back(100 * (2 * middle.cpu_us / (before.cpu_us + after.cpu_us) - 1));
+      cpu_control.push_back(100 * (after.cpu_us / before.cpu_us - 1));
       with.push_back(middle.steps_per_s);
       without.push_back(neighbours);
       p99_with.push_back(middle.p99_us);
@@ -127,8 +146,10 @@ class Bench {
     std::printf("%llu tokens, %s: %.0f steps/s without, %.0f with\n",
                 static_cast<unsigned long long>(tokens_), text.c_str(), Median(without),
                 Median(with));
-    Print("cost, percent", cost);
-    Print("neighbours, percent", control);
+    Print("cost, percent of steps/s", cost);
+    Print("  neighbours", control);
+    Print("cost, percent of time", cpu_cost);
+    Print("  neighbours", cpu_control);
     Print("p99 of a step without, us", p99_without);
     Print("p99 of a step with, us", p99_with);
     std::printf("  %-28s %8.2f a second, mean error %.3f\n", "audits", audited / audit_s,
@@ -201,6 +222,7 @@ class Bench {
   Block RunBlock(const attention::Policy& policy, const std::vector<uint64_t>& forks,
                  double seconds) {
     std::vector<double> times_us;
+    const double cpu = ProcessSeconds();
     const auto start = Clock::now();
     auto now = start;
     for (size_t i = 0; Seconds(now - start) < seconds; ++i) {
@@ -209,7 +231,9 @@ class Bench {
       now = Clock::now();
       times_us.push_back(1e6 * Seconds(now - before));
     }
-    return {static_cast<double>(times_us.size()) / Seconds(now - start), Quantile(times_us, 0.99)};
+    const auto steps = static_cast<double>(times_us.size());
+    return {steps / Seconds(now - start), 1e6 * (ProcessSeconds() - cpu) / steps,
+            Quantile(times_us, 0.99)};
   }
 
   void Step(const attention::Policy& policy, uint64_t sequence) {

@@ -19,9 +19,10 @@ struct AuditOptions {
   // (sequence, layer, position), so that a repeated step makes the same choice.
   double share = 0;
   uint64_t seed = 0;
-  // Of one core's time, kCpuShareMin..1: what auditing takes however many rows are picked. Those
-  // beyond it are dropped and counted.
-  double cpu_share = 0.02;
+  // Of one core's time, and while steps run of the processor time that the process gets,
+  // kCpuShareMin..1: what auditing takes at most, however many rows are picked. Those beyond it are
+  // dropped and counted.
+  double cpu_share = 0.01;
   static constexpr double kCpuShareMin = 0.001;
   // Picked rows that wait; both bound them, and they hold their bytes of the memory budget.
   uint32_t queue_rows = 64;

@@ -24,8 +24,8 @@ using std::chrono::nanoseconds;
 
 // How often an idle auditor looks whether a row has come: nobody who answers a step wakes it.
 constexpr microseconds kIdlePoll{50000};
-// How often it looks whether steps have ended.
-constexpr microseconds kStepPoll{250};
+// How often it looks whether steps have had their time.
+constexpr microseconds kStepPoll{2000};
 
 constexpr int kLowestPriority = 19;
 
@@ -34,9 +34,9 @@ void LowerPriority() {
   static_cast<void>(setpriority(PRIO_PROCESS, thread, kLowestPriority));
 }
 
-nanoseconds ThreadTime() {
+nanoseconds ClockTime(clockid_t clock) {
   timespec time{};
-  static_cast<void>(clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time));
+  static_cast<void>(clock_gettime(clock, &time));
   return std::chrono::seconds(time.tv_sec) + nanoseconds(time.tv_nsec);
 }
 
@@ -181,6 +181,7 @@ void Auditor::Push(Audit* audit) {
 
 void Auditor::BackgroundLoop() {
   LowerPriority();
+  StartQuantum();
   while (true) {
     while (std::unique_ptr<Audit> audit = Pop()) {
       if (!stopping()) Run(audit.get());
@@ -189,9 +190,12 @@ void Auditor::BackgroundLoop() {
       MutexLock lock(mutex_);
       idle_.NotifyAll();
     }
-    MutexLock lock(mutex_);
-    if (stopping()) return;
-    if (offered_.load(std::memory_order_relaxed) == nullptr) wake_.WaitFor(mutex_, kIdlePoll);
+    {
+      MutexLock lock(mutex_);
+      if (stopping()) return;
+      if (offered_.load(std::memory_order_relaxed) == nullptr) wake_.WaitFor(mutex_, kIdlePoll);
+    }
+    StartQuantum();
   }
 }
 
@@ -231,24 +235,31 @@ void Auditor::Run(Audit* audit) {
   observer_->OnAudited(audit->found);
 }
 
+void Auditor::StartQuantum() {
+  quantum_start_ = ClockTime(CLOCK_THREAD_CPUTIME_ID);
+  process_start_ = ClockTime(CLOCK_PROCESS_CPUTIME_ID);
+}
+
 bool Auditor::Rest() {
-  using Clock = std::chrono::steady_clock;
-  const nanoseconds used = ThreadTime() - quantum_start_;
+  const nanoseconds now_used = ClockTime(CLOCK_THREAD_CPUTIME_ID);
+  const nanoseconds used = now_used - quantum_start_;
   if (used < kQuantum) return !stopping();
-  const auto rest = std::chrono::duration_cast<nanoseconds>(used * (1 / options_.cpu_share - 1));
-  const Clock::time_point until = Clock::now() + rest;
-  const Clock::time_point yield_until = until + kYieldMax;
+  quantum_start_ = now_used;  // what resting takes counts for the next quantum
+  const auto due = std::chrono::duration_cast<nanoseconds>(used / options_.cpu_share);
+  const Clock::time_point until = Clock::now() + due - used;
+  const auto starved = [&] {
+    return gate_->busy() && ClockTime(CLOCK_PROCESS_CPUTIME_ID) - process_start_ < due &&
+           Clock::now() < until + kStarvedMax;
+  };
   {
     MutexLock lock(mutex_);
     while (!stopping()) {
-      const Clock::time_point now = Clock::now();
-      const bool resting = now < until;
-      if (!resting && (now >= yield_until || !gate_->busy())) break;
-      const auto left = std::chrono::ceil<microseconds>(until - now);
-      wake_.WaitFor(mutex_, resting ? left : kStepPoll);
+      const Clock::duration left = until - Clock::now();
+      if (left.count() <= 0 && !starved()) break;
+      wake_.WaitFor(mutex_, std::max(std::chrono::ceil<microseconds>(left), kStepPoll));
     }
   }
-  quantum_start_ = ThreadTime();
+  process_start_ = ClockTime(CLOCK_PROCESS_CPUTIME_ID);
   return !stopping();
 }
 

@@ -28,11 +28,13 @@ class StepGate;
 // What it costs is bounded by what it may take and not by the rows that there are. Dense attention
 // over a long sequence takes some fifty times what error-target takes: one row in a hundred would
 // be half of a server's work. So there is one thread of the lowest priority that works in quanta of
-// kQuantum of processor time and sleeps after each, so that it takes `cpu_share` of a core; before
-// each it lets steps go first, up to kYieldMax. It uses no thread of the pool that steps share, and
-// whoever answers a step takes no lock of it: a thread of the lowest priority that is put aside
-// while it holds one may hold it for long. A row that waits or is being computed pins nothing
-// (DenseRow): what is closed is freed at once, and the row counts as gone.
+// kQuantum of processor time and sleeps after each, so that it takes `cpu_share` of a core's time.
+// While steps run it also waits, up to kStarvedMax, until all threads of the process together have
+// had so much more than it: a server that gets little of its machine does not lose a greater share.
+// It uses no thread of the pool that steps share, and whoever answers a step takes no lock of it: a
+// thread of the lowest priority that is put aside while it holds one may hold it for long. A row
+// that waits or is being computed pins nothing (DenseRow): what is closed is freed at once, and the
+// row counts as gone.
 //
 // Rows over paged segments are not audited. Dense attention would read all of a sequence from disk:
 // at one row in a hundred half of what error-target reads, and by far more than what the pool of
@@ -44,7 +46,7 @@ class StepGate;
 // attention: selection, estimates, the order of steps' work and everything of a GPU are checked by
 // it; those kernels and what lies in memory are not.
 //
-// Thread-safety: Offer from any thread, the others from the engine's owner.
+// Thread-safety: Offer and WaitUntilIdle from any thread, the others from the engine's owner.
 class Auditor {
  public:
   // options.share is above 0. `gate` and the others must outlive the auditor; no null.
@@ -71,9 +73,11 @@ class Auditor {
 
   // Below what builders take at a time; a step that begins meanwhile shares a core for so long.
   static constexpr std::chrono::microseconds kQuantum{200};
-  static constexpr std::chrono::microseconds kYieldMax{4000};
+  static constexpr std::chrono::seconds kStarvedMax{1};
 
  private:
+  using Clock = std::chrono::steady_clock;
+
   // A picked row: its answer and what it takes to compute it again.
   struct Audit {
     Audit(const attention::SequenceView& view, uint32_t layer, uint64_t tokens)
@@ -102,6 +106,7 @@ class Auditor {
   // The one that was offered first; null if there is none.
   std::unique_ptr<Audit> Pop();
   void Run(Audit* audit);
+  void StartQuantum();
   // Sleeps if a quantum has been used. False when shutting down.
   bool Rest();
   bool stopping() const { return stopping_.load(std::memory_order_relaxed); }
@@ -125,6 +130,7 @@ class Auditor {
   // The thread's own, and Shutdown's when it has ended.
   Audit* waiting_ = nullptr;                   // taken from offered_, the oldest of a list; owned
   std::chrono::nanoseconds quantum_start_{0};  // of its processor time
+  std::chrono::nanoseconds process_start_{0};  // of the process's, when the quantum began
 
   std::thread background_;  // last: it uses everything above
 };

@@ -7,6 +7,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <ctime>
 #include <limits>
 #include <memory>
 #include <string>
@@ -87,6 +89,43 @@ TEST_F(AuditorLimitsTest, BytesBoundTheQueueToo) {
   const uint64_t full = observer_.skipped(AuditSkip::kQueueFull);
   Ask(&other, 3);
   EXPECT_EQ(observer_.skipped(AuditSkip::kQueueFull), full + 3);
+}
+
+// However slow or busy the machine is: the thread never has more than its share of the time that
+// has passed, but for the quantum at hand.
+TEST_F(AuditorLimitsTest, TakesNoMoreThanItsShareOfTime) {
+  struct Spent {
+    std::chrono::nanoseconds thread{0};
+    std::chrono::steady_clock::time_point clock;
+  };
+  class SpendingObserver : public AuditRecorder {
+   public:
+    void OnAudited(const AuditedRow& row) override {
+      timespec time{};
+      clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);  // of the calling thread
+      last = {std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec),
+              std::chrono::steady_clock::now()};
+      if (audited().empty()) first = last;
+      AuditRecorder::OnAudited(row);
+    }
+    Spent first, last;  // the auditor's
+  };
+  SpendingObserver observer;
+  EngineOptions options = AuditingOptions();
+  options.audit.cpu_share = 0.02;
+  engine_ = MakeEngine(options, &observer);
+  TestSequence sequence = OpenLong();
+  Ask(&sequence, 60);
+  engine_->WaitForBackground();
+  const auto audits = observer.audited().size();
+  ASSERT_GT(audits, 10u);
+  const std::chrono::duration<double> thread = observer.last.thread - observer.first.thread;
+  const std::chrono::duration<double> clock = observer.last.clock - observer.first.clock;
+  const std::chrono::duration<double> quantum = Auditor::kQuantum;
+  EXPECT_GT(thread, 5 * quantum) << "nothing was computed";
+  // A piece may be begun before the quantum's end and end after it, on whatever machine.
+  EXPECT_LE(thread.count(), 0.02 * clock.count() + 10 * quantum.count());
+  engine_.reset();
 }
 
 // Nobody waits for audits when a server ends.

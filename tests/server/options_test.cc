@@ -212,7 +212,7 @@ TEST(EngineOptions, ZeroMeansTheMachine) {
 TEST(EngineOptions, AuditsAreTheOperatorsChoice) {
   ServerOptions options;
   EXPECT_EQ(ToEngineOptions(options, Machine()).audit.share, 0.01);
-  EXPECT_EQ(ToEngineOptions(options, Machine()).audit.cpu_share, 0.02);
+  EXPECT_EQ(ToEngineOptions(options, Machine()).audit.cpu_share, 0.01);
   options.audit_share = 0;
   options.audit_cpu_share = 1;
   EXPECT_EQ(ToEngineOptions(options, Machine()).audit.share, 0);
