@@ -10,12 +10,14 @@ from dataclasses import dataclass
 
 from attnd import Client, FailedPreconditionError, Policy, UnimplementedError
 from attnd.eval.cache import Cache
-from attnd.eval.evalset import TASKS, read_examples
+from attnd.eval.evalset import TASKS, Example, read_examples
+from attnd.eval.local import dense_run, observed_queries, prefill
 from attnd.eval.opening import opening_of
 from attnd.eval.remote import open_for
 from attnd.eval.results import Measurement, point_of, task_of
 from attnd.eval.run import Settings, evaluate
 from attnd.nano import Model
+from attnd.nano.parallel import single_threaded_blas
 from attnd.tensors import as_dtype
 
 SEGMENT_TOKENS = 8192  # the server's default
@@ -43,8 +45,9 @@ class Run:
 
     @property
     def flags(self) -> list[str]:
-        """Options of the server."""
-        return [f"--segment-tokens={self.segment_tokens}"]
+        """Options of the server. The CPU answers also where there is a GPU: it has all presets and
+        keeps fp32."""
+        return [f"--segment-tokens={self.segment_tokens}", "--backend=cpu"]
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,10 @@ def measure(
     run: Run,
     policies: Sequence[Policy],
     not_offered: Sequence[str] = (),
+    bar: bool = True,
 ) -> Measurement:
     """All figures of a run. `policies`, one or more, are those that the server takes, and
-    `not_offered` the presets that it has not, for the record: see offered().
+    `not_offered` the presets that it has not, for the record: see offered(). `bar` shows progress.
 
     Raises:
         AttndError: if the server fails or refuses a policy.
@@ -98,9 +102,8 @@ def measure(
         ValueError: if they are not what they should be.
     """
     model = Model.load(subject.folder)
-    limit = 1 << 30 if run.limit is None else run.limit
-    examples = read_examples(subject.eval_set, run.length, TASKS, limit)
-    settings = Settings(run.length, policies, as_dtype(run.dtype), run.batch)
+    examples = _examples(subject, run)
+    settings = Settings(run.length, policies, as_dtype(run.dtype), run.batch, bar)
     results = evaluate(client, model, examples, subject.cache, settings)
     info = client.get_server_info()
     return Measurement(
@@ -117,3 +120,31 @@ def measure(
         not_offered=tuple(not_offered),
         points=tuple(point_of(result) for result in results),
     )
+
+
+def texts(subject: Subject, run: Run) -> int:
+    """How many texts a run has.
+
+    Raises:
+        OSError, ValueError: if the set cannot be read.
+    """
+    return len(_examples(subject, run))
+
+
+def prepare(subject: Subject, run: Run, number: int) -> None:
+    """Puts into the cache what is computed locally for one of the run's texts, so that measuring
+    finds it there.
+
+    Raises:
+        OSError, ValueError: if the model or the set cannot be read.
+    """
+    model, example = Model.load(subject.folder), _examples(subject, run)[number]
+    with single_threaded_blas():
+        haystack = prefill(model, example, subject.cache, lambda share: None)
+        dense_run(model, example, haystack, as_dtype(run.dtype), subject.cache)
+        observed_queries(model, example, haystack, subject.cache)
+
+
+def _examples(subject: Subject, run: Run) -> list[Example]:
+    limit = 1 << 30 if run.limit is None else run.limit
+    return read_examples(subject.eval_set, run.length, TASKS, limit)

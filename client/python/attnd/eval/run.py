@@ -32,20 +32,25 @@ class Settings:
         policies: in the order of the results.
         dtype: element type of the keys and values sent.
         batch: examples that decode together in one message.
+        bar: whether progress is shown.
     """
 
     length: int
     policies: Sequence[Policy]
     dtype: np.dtype[Any]
     batch: int
+    bar: bool = True
 
 
 class _Bar:
     """One progress bar over everything; prefill, local dense and each policy count the same."""
 
-    def __init__(self, units: float) -> None:
+    def __init__(self, units: float, shown: bool) -> None:
         layout = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-        self._bar = tqdm(total=units, bar_format=layout, mininterval=0.5, leave=False)
+        hidden = not shown
+        self._bar = tqdm(
+            total=units, bar_format=layout, mininterval=0.5, leave=False, disable=hidden
+        )
 
     def begin(self, what: str) -> None:
         self._bar.set_description_str(f"{what:<24.24}")
@@ -73,7 +78,7 @@ class _Evaluation:
             Tally(str(policy), settings.length, settings.dtype, settings.batch)
             for policy in settings.policies
         ]
-        self._bar = _Bar(examples * (2 + len(self.tallies)))
+        self._bar = _Bar(examples * (2 + len(self.tallies)), settings.bar)
 
     def close(self) -> None:
         self._bar.close()

@@ -4,6 +4,8 @@
 From the root of a checkout, where docs/ and models/ lie:
 
     python -m attnd.report --server build/bin/attnd     measures everything, hours on two cores
+    python -m attnd.report --server build/bin/attnd --jobs 16
+                                                        16 parts at a time, each with a server
     python -m attnd.report --server build/bin/attnd --run 8192 --presets quest,twilight
                                                         measures a part; the rest stays
     python -m attnd.report --render                     makes tables and plots of what is there
@@ -23,21 +25,24 @@ import pathlib
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from attnd import AttndError, Client
 from attnd.eval import results
 from attnd.eval.cache import DEFAULT_MAX_BYTES, Cache, default_folder
-from attnd.eval.measure import Run, Subject, measure, offered
+from attnd.eval.measure import Run, Subject, measure, offered, prepare, texts
 from attnd.eval.opening import by_opening
 from attnd.eval.results import Measurement
 from attnd.eval.server import running
+from attnd.policy import Policy
 from attnd.report import check, document, tables
 from attnd.report.plan import CI, PLAN, Planned
+from attnd.report.workers import Workers
 
 # Measured with one upload; what is done is kept after each, so that a run that ends early loses no
-# more.
+# more. Parts measured at a time are smaller, as the last ones are waited for.
 _POINTS_AT_ONCE = 10
+_POINTS_OF_A_PART = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if args.render or args.check:
                 raise ValueError("--subset measures: it wants --target or --server")
             return _subset(args)
+        if args.jobs > 1 and not args.server:
+            raise ValueError("--jobs starts servers: it wants --server")
         if args.target or args.server:
             _measure(args)
         if not args.check:
@@ -61,15 +68,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # ---- Measuring ----
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Policies of a run that are measured with one upload, which has so many indexes; `missing` as
+    in attnd.eval.measure."""
+
+    planned: Planned
+    indexes: int
+    policies: tuple[Policy, ...]
+    missing: tuple[str, ...]
+
+
 def _measure(args: argparse.Namespace) -> None:
+    """Measures what was asked for, part by part, and keeps what is done after each."""
     names = args.run or [planned.run.name for planned in PLAN]
-    for planned in PLAN:
-        if planned.run.name in names:
-            _measure_run(args, planned)
+    chosen = [planned for planned in PLAN if planned.run.name in names]
+    if args.jobs > 1:
+        _measure_in_parallel(args, chosen)
+        return
+    for planned in chosen:
+        with _client(args, planned) as client:
+            for part in _parts(args, planned, client, _POINTS_AT_ONCE):
+                _keep(args, planned, _measure_part(args, part, client))
 
 
-def _measure_run(args: argparse.Namespace, planned: Planned) -> None:
-    """Measures what was asked for, upload by upload, and keeps what is done after each."""
+def _measure_in_parallel(args: argparse.Namespace, chosen: Sequence[Planned]) -> None:
+    """The same, several parts at a time. Those that take longest come first, by the length of
+    their texts and the indexes built of them, so that what all wait for at the end is short."""
+    parts: list[_Part] = []
+    for planned in chosen:
+        with _client(args, planned) as client:
+            parts += _parts(args, planned, client, _POINTS_OF_A_PART)
+    parts.sort(key=lambda part: (-part.planned.run.length, -part.indexes))
+    runs = {part.planned.run.length: _run(args, part.planned) for part in parts}
+    with Workers(args.jobs) as workers:
+        subject = _subject(args)
+        for run in runs.values():
+            jobs = [(subject, run, number) for number in range(texts(subject, run))]
+            for _ in workers.run(prepare, jobs):
+                pass
+        for number, measured in workers.run(_measure_part, [(args, part) for part in parts]):
+            _keep(args, parts[number].planned, measured)
+
+
+def _parts(
+    args: argparse.Namespace, planned: Planned, client: Client, points: int
+) -> Iterator[_Part]:
+    """What is to be measured of a run, in parts of so many points at most."""
     path = document.results_path(args.docs, planned.run.name)
     policies = planned.chosen(args.presets)
     if args.missing and path.exists():
@@ -77,21 +122,31 @@ def _measure_run(args: argparse.Namespace, planned: Planned) -> None:
         policies = [policy for policy in policies if kept.find(str(policy)) is None]
     if not policies:
         return
-    subject, run = _subject(args), _run(args, planned)
-    with _client(args, planned) as client:
-        taken, missing = offered(client, subject, run, policies)
-        for numbers in by_opening(taken, client.get_server_info().presets).values():
-            for start in range(0, len(numbers), _POINTS_AT_ONCE):
-                group = [taken[number] for number in numbers[start : start + _POINTS_AT_ONCE]]
-                _keep(path, planned, measure(client, subject, run, group, missing))
+    taken, missing = offered(client, _subject(args), _run(args, planned), policies)
+    for opening, numbers in by_opening(taken, client.get_server_info().presets).items():
+        for start in range(0, len(numbers), points):
+            group = tuple(taken[number] for number in numbers[start : start + points])
+            yield _Part(planned, len(opening.indexes), group, tuple(missing))
     if not taken and not path.exists():
         raise ValueError(f"the server offers none of the presets: {', '.join(missing)}")
     if not taken:
-        _keep(path, planned, replace(results.read(path), points=(), not_offered=tuple(missing)))
+        _keep(args, planned, replace(results.read(path), points=(), not_offered=tuple(missing)))
 
 
-def _keep(path: pathlib.Path, planned: Planned, new: Measurement) -> None:
+def _measure_part(
+    args: argparse.Namespace, part: _Part, client: Client | None = None
+) -> Measurement:
+    """A part, with a server of its own unless there is a client already."""
+    if client is None:
+        with _client(args, part.planned) as client:
+            return _measure_part(args, part, client)
+    run = _run(args, part.planned)
+    return measure(client, _subject(args), run, part.policies, part.missing, bar=args.jobs == 1)
+
+
+def _keep(args: argparse.Namespace, planned: Planned, new: Measurement) -> None:
     """Puts new points into the run's file; points that the plan no longer has go."""
+    path = document.results_path(args.docs, planned.run.name)
     merged = results.read(path).merged(new) if path.exists() else new
     results.write(path, merged.only([str(policy) for policy in planned.chosen(None)]))
     print(f"{path}: {len(new.points)} points measured", flush=True)
@@ -169,6 +224,7 @@ def _parser() -> argparse.ArgumentParser:
         help="measure these alone, comma separated; figures of the others stay",
     )
     add("--missing", action="store_true", help="measure only points that have no figures yet")
+    add("--jobs", type=int, default=1, help="parts measured at a time, each with a server (default: 1)")
     add("--limit", type=int, help="sequences a task, to try things (default: all)")
     add("--docs", type=pathlib.Path, default=pathlib.Path("docs"), help="(default: docs)")
     folder = pathlib.Path("models/nano-llama")
