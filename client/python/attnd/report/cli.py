@@ -224,7 +224,12 @@ def _parser() -> argparse.ArgumentParser:
         help="measure these alone, comma separated; figures of the others stay",
     )
     add("--missing", action="store_true", help="measure only points that have no figures yet")
-    add("--jobs", type=int, default=1, help="parts measured at a time, each with a server (default: 1)")
+    add(
+        "--jobs",
+        type=int,
+        default=1,
+        help="parts measured at a time, each with a server (default: 1)",
+    )
     add("--limit", type=int, help="sequences a task, to try things (default: all)")
     add("--docs", type=pathlib.Path, default=pathlib.Path("docs"), help="(default: docs)")
     folder = pathlib.Path("models/nano-llama")

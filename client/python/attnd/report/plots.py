@@ -1,52 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pareto plots: error and accuracy against tokens read, as SVG.
 
-Two panels, a curve for each series, each named beside it; a broad grey line behind them is the best
-that any series reaches with so many tokens. Colours are those of Okabe and Ito, which colour-blind
-readers tell apart; two series of one colour differ in their markers. The same measurement gives the
-same bytes with the same matplotlib: no dates, and ids that are hashed with a fixed salt.
+Two panels, a curve for each series, named below them by what becomes of the tokens that a policy
+does not read; a broad grey line behind them is the best that any series reaches with so many
+tokens. Colours are those of Okabe and Ito and two darker ones, which colour-blind readers tell
+apart together with the markers. The same measurement gives the same bytes with the same matplotlib:
+no dates, and ids that are hashed with a fixed salt.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Callable
 
 from attnd.eval.results import Measurement, Point
 from attnd.eval.series import SERIES
-from attnd.report.labels import Label, Place, place
 
 Value = Callable[[Point], float]
 
-# By series: colour and marker. Clusters are warm, blocks and tokens cold, keep-sets black.
-_STYLES = {
-    "error-target": ("#D55E00", "o"),
-    "double-p": ("#E69F00", "s"),
-    "clusters-top-k": ("#CC79A7", "D"),
-    "topk-completion": ("#CC79A7", "v"),
-    "quest": ("#56B4E9", "o"),
-    "double-sparsity": ("#0072B2", "s"),
-    "asynctls": ("#009E73", "D"),
-    "twilight over full": ("#009E73", "^"),
-    "twilight over quest": ("#56B4E9", "^"),
-    "twilight over double-sparsity": ("#0072B2", "^"),
-    "snapkv": ("#000000", "v"),
-    "ada-snapkv": ("#000000", "P"),
-}
-_OTHER = ("#555555", "x")
-_GLYPHS = {
-    "o": "\N{BLACK CIRCLE}",
-    "s": "\N{BLACK SQUARE}",
-    "D": "\N{BLACK DIAMOND}",
-    "v": "\N{BLACK DOWN-POINTING TRIANGLE}",
-    "^": "\N{BLACK UP-POINTING TRIANGLE}",
-    "P": "\N{HEAVY GREEK CROSS}",
-    "x": "\N{MULTIPLICATION SIGN}",
-}
+
+@dataclass(frozen=True)
+class _Style:
+    colour: str
+    marker: str
+    line: Any = "-"
+    width: float = 1.3
+
+
+@dataclass(frozen=True)
+class _Family:
+    """Series that do the same with what they do not read."""
+
+    title: str
+    styles: Mapping[str, _Style]
+
+
+_DASHED: Any = (0, (4, 2))
+_DOTTED: Any = (0, (1, 1.5))
+_FAMILIES = (
+    _Family(
+        "estimate the rest",
+        {
+            "error-target": _Style("#D55E00", "o", width=2.6),
+            "clusters-top-k": _Style("#CC79A7", "D", width=1.8),
+            "double-p": _Style("#E69F00", "s", width=1.8),
+            "topk-completion": _Style("#009E73", "v", width=1.8),
+        },
+    ),
+    _Family(
+        "drop the rest",
+        {
+            "quest": _Style("#56B4E9", "o"),
+            "double-sparsity": _Style("#0072B2", "s"),
+            "asynctls": _Style("#5E3C99", "D"),
+            "twilight over quest": _Style("#56B4E9", "^", _DASHED),
+            "twilight over double-sparsity": _Style("#0072B2", "^", _DASHED),
+            "twilight over full": _Style("#444444", "^", _DASHED),
+        },
+    ),
+    _Family(
+        "drop it before the question",
+        {
+            "snapkv": _Style("#888888", "v", _DOTTED),
+            "ada-snapkv": _Style("#000000", "P", _DOTTED),
+        },
+    ),
+)
+_STYLES = {name: style for family in _FAMILIES for name, style in family.styles.items()}
+_OTHER = _Style("#555555", "x")
 _GREY = "#666666"
 _BEST = "#DDDDDD"
+_NAMES_OF_A_COLUMN = 4
 _SETTINGS: dict[str, Any] = {
     "svg.hashsalt": "attnd",
     "svg.fonttype": "none",
@@ -59,8 +86,9 @@ _SETTINGS: dict[str, Any] = {
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
 }
+_LEAST_READ = 0.002  # what reads less has no place on the axis
 _SPAN_MIN = 0.25  # of accuracies: less would show single answers as if they mattered
-_SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+_SHARES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _ERRORS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 
@@ -111,16 +139,14 @@ def pareto(measurement: Measurement) -> str:
     except ImportError:
         raise ValueError("plots need matplotlib: pip install attnd[report]") from None
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_SETTINGS}):
-        figure = Figure(figsize=(11, 4.8), layout="constrained")
+        figure = Figure(figsize=(11, 6.3))
         canvas = FigureCanvasSVG(figure)
         axes = figure.subplots(1, 2)
+        figure.subplots_adjust(left=0.07, right=0.985, top=0.905, bottom=0.275, wspace=0.18)
         for panel, where in zip(_PANELS, axes):
             _draw(where, panel, measurement)
         figure.suptitle(f"{measurement.length:,} tokens", x=0.01, ha="left", fontsize=11)
-        figure.draw_without_rendering()
-        figure.set_layout_engine("none")  # everything has its place, names are put beside it
-        for panel, where in zip(_PANELS, axes):
-            _name_curves(where, panel, measurement)
+        _name_curves(figure, measurement)
         text = io.StringIO()
         metadata = {"Date": None, "Creator": None}
         canvas.print_svg(text, metadata=metadata)
@@ -128,12 +154,12 @@ def pareto(measurement: Measurement) -> str:
 
 
 def curves(measurement: Measurement) -> dict[str, list[Point]]:
-    """The points of each series that were measured, by tokens read; dense and what reads nothing
-    are no curves."""
+    """The points of each series that were measured, by tokens read; dense, and points that read
+    (almost) nothing or everything, are in no curve."""
     found = {}
     for series in SERIES:
         points = [measurement.find(str(policy)) for policy in series.policies]
-        there = [point for point in points if point is not None and 0 < point.read]
+        there = [point for point in points if point and _LEAST_READ <= point.read < 1]
         if there and series.preset != "dense":
             found[series.name] = sorted(there, key=lambda point: point.read)
     return found
@@ -164,15 +190,7 @@ def _draw(axes: Any, panel: _Panel, measurement: Measurement) -> None:
         solid_capstyle="round",
     )
     for name, points in drawn.items():
-        colour, marker = _STYLES.get(name, _OTHER)
-        axes.plot(
-            *_xy(points, panel.value),
-            color=colour,
-            marker=marker,
-            markersize=5,
-            linewidth=2.2 if name == "error-target" else 1.3,
-            zorder=3,
-        )
+        axes.plot(*_xy(points, panel.value), zorder=3, **_line(_STYLES.get(name, _OTHER)))
     for name in ("dense", "streaming"):
         _draw_level(axes, panel, measurement.find(name))
 
@@ -235,7 +253,9 @@ def _draw_level(axes: Any, panel: _Panel, point: Point | None) -> None:
     )
 
 
-def _ticks(axis: Any, limits: Place, places: Sequence[float], text: Callable[[float], str]) -> None:
+def _ticks(
+    axis: Any, limits: tuple[float, float], places: Sequence[float], text: Callable[[float], str]
+) -> None:
     shown = [value for value in places if limits[0] <= value <= limits[1]]
     axis.set_ticks(shown, [text(value) for value in shown])
     axis.set_ticks([], minor=True)
@@ -245,42 +265,37 @@ def _xy(points: Sequence[Point], value: Value) -> tuple[list[float], list[float]
     return [point.read for point in points], [value(point) for point in points]
 
 
-def _name_curves(axes: Any, panel: _Panel, measurement: Measurement) -> None:
+def _line(style: _Style) -> dict[str, Any]:
+    """As matplotlib's arguments."""
+    return {
+        "color": style.colour,
+        "marker": style.marker,
+        "markersize": 5.5,
+        "linestyle": style.line,
+        "linewidth": style.width,
+    }
+
+
+def _name_curves(figure: Any, measurement: Measurement) -> None:
+    """The names below the panels, a box for each family."""
+    from matplotlib.lines import Line2D
+
     drawn = curves(measurement)
-    lines, labels, texts = [], [], []
-    for name, points in drawn.items():
-        colour, marker = _STYLES.get(name, _OTHER)
-        text = axes.text(
-            0,
-            0,
-            f"{_GLYPHS[marker]} {name}",
-            color=colour,
-            fontsize=9,
-            transform=None,
-            zorder=4,
-            fontweight="bold" if name == "error-target" else "normal",
-        )
-        box = text.get_window_extent()
-        pixels = axes.transData.transform(list(zip(*_xy(points, panel.value))))
-        line = [(float(x), float(y)) for x, y in pixels]
-        lines.append(line)
-        labels.append(Label(box.width, box.height, line))
-        texts.append(text)
-    bounds = axes.get_window_extent()
-    corners = place(labels, lines + _levels(axes), (bounds.x0, bounds.y0, bounds.x1, bounds.y1))
-    for text, corner in zip(texts, corners):
-        text.set_position(corner)
-        text.set_verticalalignment("bottom")
-
-
-def _levels(axes: Any) -> list[list[tuple[float, float]]]:
-    """The levels' lines and texts, as lines that labels must keep off."""
-    bounds = axes.get_window_extent()
-    lines = []
-    for text in axes.texts:
-        if text.get_color() == _GREY:
-            box = text.get_window_extent()
-            middle = (box.y0 + box.y1) / 2
-            lines.append([(box.x0, middle), (box.x1, middle)])
-            lines.append([(bounds.x0, box.y0), (bounds.x1, box.y0)])
-    return lines
+    left = 0.06
+    for family in _FAMILIES:
+        names = [name for name in family.styles if name in drawn]
+        columns = max(1, math.ceil(len(names) / _NAMES_OF_A_COLUMN))
+        if names:
+            figure.legend(
+                [Line2D([], [], **_line(family.styles[name])) for name in names],
+                names,
+                title=family.title,
+                title_fontproperties={"weight": "bold", "size": 10},
+                alignment="left",
+                loc="upper left",
+                bbox_to_anchor=(left, 0.195),
+                ncols=columns,
+                frameon=False,
+                handlelength=3,
+            )
+        left += 0.04 + 0.185 * columns
