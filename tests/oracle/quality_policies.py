@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cluster policies of quality_reference.py: index, selection and attention of one KV head."""
+"""The policies of quality_reference.py, those of clusters and Quest: index, selection and attention
+of one KV head."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ SPREAD_CAP = 8.0
 NORM_GUARD = 1e-3
 TINY = 2.0**-126
 SHORTEST_RUN = 512
+BLOCK_TOKENS = 16
 
 
 # ---- Index ----
@@ -135,10 +137,20 @@ def fraction_count(fraction: float, count: int) -> int:
     return min(max(math.ceil(fraction * count * (1 - 1e-9)), 1), count)
 
 
+class Blocks(NamedTuple):
+    """How quest cuts and chooses."""
+
+    budget: int  # tokens
+    # Whether blocks are cut at multiples of BLOCK_TOKENS of the tokens' own numbers, those that are
+    # not full read besides the budget; else from the sink's end on, the last one as any other.
+    aligned: bool
+
+
 class Policy(NamedTuple):
     name: str
     second_order: bool
     select: Callable[[Scores], tuple[np.ndarray, np.ndarray]]  # exact, covered: [T, clusters]
+    blocks: Blocks | None = None  # instead of a selection of clusters
 
 
 def everything(s: Scores, value: bool) -> np.ndarray:
@@ -202,8 +214,12 @@ def select_error_target(
 
 
 def make_policy(text: str) -> Policy:
-    """NAME[:NUMBER[:NUMBER]][:first|:second]: the numbers as the selectors take them."""
+    """NAME[:NUMBER[:NUMBER]][:first|:second]: the numbers as the selectors take them; or
+    quest:BUDGET[:aligned|:from-sink]."""
     name, *rest = text.split(":")
+    if name == "quest":
+        blocks = Blocks(int(rest[0]), rest[1:] != ["from-sink"])
+        return Policy(text, False, lambda s: (everything(s, False),) * 2, blocks)
     orders = [part for part in rest if part in ("first", "second")]
     numbers = [float(part) for part in rest if part not in ("first", "second")]
     second = orders[0] == "second" if orders else name == "error-target"
@@ -241,6 +257,20 @@ class Attended(NamedTuple):
     predicted: np.ndarray  # [T, g]
 
 
+def choose_blocks(blocks: Blocks, q: np.ndarray, keys: np.ndarray, sink: int) -> np.ndarray:
+    """Of the middle's keys [m, D], which are read for q [T, g, D]: [T, m]."""
+    block = (np.arange(len(keys)) + (sink if blocks.aligned else 0)) // BLOCK_TOKENS
+    starts = np.flatnonzero(np.diff(block, prepend=-1))
+    size = np.diff(starts, append=len(keys))
+    block = np.repeat(np.arange(len(starts)), size)
+    greatest, least = np.maximum.reduceat(keys, starts), np.minimum.reduceat(keys, starts)
+    bound = (np.maximum(q, 0) @ greatest.T + np.minimum(q, 0) @ least.T).sum(1)
+    always = (size < BLOCK_TOKENS) & blocks.aligned
+    order = descending(np.where(always, -np.inf, bound))
+    count = min(-(-blocks.budget // BLOCK_TOKENS), int((~always).sum()))
+    return (prefix_mask(order, np.full(len(q), count)) | always)[:, block]
+
+
 def attend(
     policy: Policy,
     scale: float,
@@ -248,8 +278,10 @@ def attend(
     zone: tuple[np.ndarray, np.ndarray, np.ndarray],
     middle: tuple[np.ndarray, np.ndarray],
     index: Index,
+    sink: int,
 ) -> Attended:
-    """q [T, g, D]; zone: keys, values [n, D], visible [T, n]; middle: keys, values [m, D]."""
+    """q [T, g, D]; zone: keys, values [n, D], visible [T, n]; middle: keys, values [m, D], which
+    begins at token `sink`."""
     zone_keys, zone_values, visible = zone
     zone_logits = np.where(visible[:, None], scale * (q @ zone_keys.T), -np.inf)
     middle_logits = scale * (q @ middle[0].T)
@@ -260,7 +292,10 @@ def attend(
 
     exact, covered = policy.select(s)
     estimated = covered & ~exact
-    token_exact = exact[:, index.assignment]
+    if policy.blocks is None:
+        token_exact = exact[:, index.assignment]
+    else:
+        token_exact = choose_blocks(policy.blocks, q, middle[0], sink)
     out, lse = combine(
         (zone_logits, zone_values),
         (np.where(token_exact[:, None], middle_logits, -np.inf), middle[1]),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second reference of the cluster policies, in numpy over a real model: what attnd should reach.
+"""A second reference of the cluster policies and of Quest, in numpy over a real model.
 
 It shares no code with the service, its clients or the C++ oracles. It reads a Hugging Face folder
 of the Llama family, prefills each haystack densely in float32, indexes the middle, and feeds the
@@ -8,7 +8,7 @@ through a layer together, which changes nothing: a token's keys depend on the la
 
     python quality_reference.py --model models/nano-llama \\
         --eval-set models/nano-llama/nano_eval.npz --length 8192 --limit 2 \\
-        --policies dense,streaming,clusters-top-k,double-p,error-target:0.2 --json OUT
+        --policies dense,streaming,clusters-top-k,double-p,error-target:0.2,quest:1024 --json OUT
 
 What is measured, over layers, query heads, question tokens and sequences, each of equal weight:
   error      mean of |o - o_dense| / |o_dense|, o_dense from the same query and the same KV: the
@@ -99,6 +99,7 @@ def run_questions(
                 (*zone, visible),
                 (keys[sink:first_window], values[sink:first_window]),
                 indexes[layer][head],
+                sink,
             )
             parts.append(part.out)
             errors.append(relative(part.out, part.dense).mean())
@@ -111,6 +112,19 @@ def run_questions(
 
 
 # ---- Evaluation ----
+
+
+def kept_prefill(args: argparse.Namespace, haystack: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Each layer's keys and values [kv_heads, tokens, D] as attnd.eval has them."""
+    from attnd.eval.cache import Cache
+    from attnd.eval.evalset import Example
+    from attnd.eval.local import prefill as prefill_there
+    from attnd.nano import Model
+
+    nothing = np.empty(0, np.int64)
+    example = Example("", haystack, nothing, nothing)
+    layers = prefill_there(Model.load(args.model), example, Cache(args.prefilled), lambda share: None)
+    return [(k.swapaxes(0, 1), v.swapaxes(0, 1)) for k, v in layers]
 
 
 class Variant(NamedTuple):
@@ -201,6 +215,11 @@ def main() -> None:
     parser.add_argument("--eval-set", type=pathlib.Path, required=True)
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--limit", type=int, default=2, help="sequences a task")
+    parser.add_argument("--tasks", default=",".join(TASKS), help="some of them")
+    parser.add_argument("--prefilled", type=pathlib.Path,
+                        help="take the haystacks' keys and values from this cache of attnd.eval, "
+                        "which makes them if they are not there: faster, and the one part that is "
+                        "then shared with what is compared")
     parser.add_argument("--sink", type=int, default=4)
     parser.add_argument("--window", type=int, default=64)
     parser.add_argument("--kv", choices=("float32", "bf16"), default="float32",
@@ -222,14 +241,19 @@ def main() -> None:
     haystack = args.length - QUESTION_TOKENS
     round_kv = bf16 if args.kv == "bf16" else lambda x: x
     chosen = [
-        int(i) for task in range(len(TASKS)) for i in np.flatnonzero(task_of == task)[: args.limit]
+        int(i)
+        for task in map(TASKS.index, args.tasks.split(","))
+        for i in np.flatnonzero(task_of == task)[: args.limit]
     ]
 
     tallies: dict[tuple[str, str], Tally] = {}
     for number, sequence in enumerate(chosen):
         started = time.monotonic()
         tokens, mask = all_tokens[sequence], masks[sequence]
-        kv = [(round_kv(k), round_kv(v)) for k, v in prefill(model, tokens[:haystack])]
+        layers = (
+            kept_prefill(args, tokens[:haystack]) if args.prefilled else prefill(model, tokens[:haystack])
+        )
+        kv = [(round_kv(k), round_kv(v)) for k, v in layers]
         prefilled = time.monotonic()
         built: dict[tuple[tuple[tuple[int, int], ...], int], list[list[Index]]] = {}
 
@@ -246,7 +270,8 @@ def main() -> None:
 
         dense = run(make_policy("dense"), variants[0])
         for policy in policies:
-            whole = policy.name in ("dense", "streaming")  # these read no index
+            # These read no clusters.
+            whole = policy.name in ("dense", "streaming") or policy.blocks is not None
             for variant in variants[:1] if whole else variants:
                 outcome = dense if policy.name == "dense" else run(policy, variant)
                 tally = tallies.setdefault((policy.name, "-" if whole else str(variant)), Tally())

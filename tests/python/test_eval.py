@@ -224,6 +224,11 @@ def test_relative_errors():
     np.testing.assert_allclose(tally.relative_errors(out, dense), [1 / np.sqrt(18), 0, np.inf])
 
 
+def test_a_mean_prediction_is_of_every_answer():
+    assert tally.mean_prediction([0.25, 0.75]) == 0.5
+    assert tally.mean_prediction([0.0, None]) is None and tally.mean_prediction([]) is None
+
+
 def test_the_widest_window_and_sink_open_the_sequences():
     limits = attnd.Limits(*range(8))
     presets = (attnd.Policy("dense"), attnd.Policy("streaming", {"window": "64"}))

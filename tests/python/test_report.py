@@ -20,7 +20,7 @@ import attnd  # noqa: E402
 from attnd import Policy, Preset  # noqa: E402
 from attnd.eval import opening, results, series  # noqa: E402
 from attnd.eval import server as servers  # noqa: E402
-from attnd.report import check, cli, document, plan, plots, tables  # noqa: E402
+from attnd.report import check, cli, document, plan, plots, tables, workers  # noqa: E402
 from conftest import PROGRAM, require_program  # noqa: E402
 from measurements import TASKS, measurement, point  # noqa: E402
 
@@ -127,11 +127,37 @@ def test_measuring_keeps_what_was_not_measured_again(attnd_target, tmp_path, cap
     assert "sequences_per_task was 1 and is 2" in capsys.readouterr().err
 
 
+def test_parts_measured_at_a_time_give_the_same(tmp_path, monkeypatch):
+    require_program()
+    monkeypatch.setattr(document, "PLAN", plan.PLAN[:1])
+    arguments = ["--server", str(PROGRAM), "--run", "2048", "--limit", "1"]
+    arguments += ["--cache-dir", str(tmp_path / "cache"), "--presets", "dense,double-sparsity"]
+    measured = []
+    for jobs in ("1", "2"):
+        docs = tmp_path / jobs
+        (docs / "quality").mkdir(parents=True)
+        (docs / "QUALITY.md").write_text("")
+        (docs / "quality" / "references.json").write_text("{}")
+        assert cli.main([*arguments, "--jobs", jobs, "--docs", str(docs)]) == 0
+        measured.append(results.read(docs / "quality" / "2048.json"))
+    assert measured[0] == measured[1] and len(measured[0].points) == 6
+
+
+def test_workers_give_results_with_their_numbers():
+    with workers.Workers(2) as two:
+        found = sorted(two.run(divmod, [(7, 2), (9, 4), (1, 1)]))
+        assert found == [(0, (3, 1)), (1, (2, 1)), (2, (1, 0))]
+        with pytest.raises(ZeroDivisionError):
+            list(two.run(divmod, [(1, 0)]))
+
+
 def test_wrong_arguments(capsys):
     for arguments in ([], ["--check", "--render"], ["--target", "unix:x", "--run", "what"]):
         with pytest.raises(SystemExit):
             cli.main(arguments)
     assert cli.main(["--check", "--subset", "ci"]) == 1
+    assert cli.main(["--target", "unix:x", "--jobs", "2"]) == 1
+    assert cli.main(["--server", "x", "--jobs", "0"]) == 1
     assert cli.main(["--server", "/nonexistent", "--subset", "ci"]) == 1
     assert "/nonexistent" in capsys.readouterr().err
 

@@ -28,6 +28,13 @@ def relative_errors(out: Array, dense: Array) -> Array:
     return errors
 
 
+def mean_prediction(predicted: Sequence[float | None]) -> float | None:
+    """None unless every answer came with a prediction: policies that predict nothing say 0 of the
+    answers for which they read everything."""
+    made = [error for error in predicted if error is not None]
+    return float(np.mean(made)) if made and len(made) == len(predicted) else None
+
+
 class Accuracy:
     """Right answers of each task, sequence by sequence."""
 
@@ -70,7 +77,7 @@ class Tally:
         self._errors: list[float] = []  # one mean for each example and layer, of equal weight
         self._exact: dict[str, int] = defaultdict(int)  # of each task
         self._middle: dict[str, int] = defaultdict(int)
-        self._predicted: list[float] = []
+        self._predicted: list[float | None] = []
         self._decode_us: list[float] = []
         self._local_decode_us: list[float] = []
 
@@ -115,8 +122,7 @@ class Tally:
             middle = stats.exact_tokens + stats.estimated_tokens + stats.dropped_tokens
             self._exact[task] += stats.exact_tokens
             self._middle[task] += middle
-            if stats.predicted_error_mean is not None:
-                self._predicted.append(stats.predicted_error_mean)
+            self._predicted.append(stats.predicted_error_mean)
 
     def figures(self) -> dict[str, Any]:
         """What --json writes for this policy; see attnd.eval.cli."""
@@ -133,7 +139,7 @@ class Tally:
             "clear_disagreements": self._clearly_different,
             "relative_error": float(np.mean(self._errors)),
             "read_fraction": _share(sum(self._exact.values()), sum(self._middle.values())),
-            "predicted_error": float(np.mean(self._predicted)) if self._predicted else None,
+            "predicted_error": mean_prediction(self._predicted),
             "decode_us": _percentiles(self._decode_us),
             "local_decode_us": _percentiles(self._local_decode_us),
         }

@@ -53,8 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if args.render or args.check:
                 raise ValueError("--subset measures: it wants --target or --server")
             return _subset(args)
-        if args.jobs > 1 and not args.server:
-            raise ValueError("--jobs starts servers: it wants --server")
+        if args.jobs < 1 or (args.jobs > 1 and not args.server):
+            raise ValueError("--jobs is 1 or more, and starts servers: it wants --server")
         if args.target or args.server:
             _measure(args)
         if not args.check:
