@@ -16,6 +16,7 @@ _WIRE_INDEXES = {
     "labels": _WIRE.INDEX_LABELS,
     "keys-4bit": _WIRE.INDEX_KEYS_4BIT,
     "summary": _WIRE.INDEX_SUMMARY,
+    "regression": _WIRE.INDEX_REGRESSION,
 }
 #: What may be built of a sequence's segments (docs/POLICIES.md, "Indexes").
 INDEXES = tuple(_WIRE_INDEXES)
