@@ -20,6 +20,8 @@ _WIRE_INDEXES = {
 }
 #: What may be built of a sequence's segments (docs/POLICIES.md, "Indexes").
 INDEXES = tuple(_WIRE_INDEXES)
+#: Those that put a segment's tokens into the order of clusters; a sequence has one of them or none.
+CLUSTER_INDEXES = ("clusters", "regression")
 
 
 def to_wire_indexes(indexes: Iterable[str]) -> list[int]:
