@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "attention/index_parts.h"
 #include "attention/kernels.h"
@@ -17,6 +18,9 @@ using kernels::kQuad;
 // Multiply-adds of a chunk: a tenth of a millisecond.
 constexpr size_t kChunkWork = size_t{1} << 20;
 constexpr uint32_t kChunkTokensMax = 64;
+// Axes with less than this share of all variance have no slope: theirs would be one rounding by
+// another.
+constexpr double kLeastVarianceShare = 1e-12;
 // Slopes stay floats, and so does what they make of coordinates, whatever the values.
 constexpr double kSlopeMax = 1e18;
 
@@ -247,8 +251,10 @@ void RegressionBuilder::StoreAxes() {
 void RegressionBuilder::StoreSlopes() {
   const double tokens = starts_.back() - starts_.front();
   const double ridge = 1 + static_cast<double>(dim_) / tokens;
+  const double least =
+      kLeastVarianceShare * std::accumulate(squares_.begin(), squares_.end(), 0.0);
   for (size_t a = 0; a < dim_; ++a) {
-    const double scale = squares_[a] > 0 ? 1 / (ridge * squares_[a]) : 0;
+    const double scale = squares_[a] > least ? 1 / (ridge * squares_[a]) : 0;
     for (size_t c = 0; c < value_dim_; ++c) {
       const double slope = std::clamp(cross_[c * dim_ + a] * scale, -kSlopeMax, kSlopeMax);
       StoreAt(head_.index + head_.layout->slopes, a * value_dim_ + c, static_cast<float>(slope));
