@@ -202,6 +202,94 @@ void ClusterErrors(const float* weight, const float* d2, const float* spread, co
   }
 }
 
+template <class D>
+HWY_INLINE void RegressionErrorsAt(D d, const RegressionErrorArgs& args, size_t i) {
+  const auto capped = hn::Min(hn::LoadU(d, args.d2 + i * kQuad), hn::Set(d, kVarianceCap));
+  const auto size = SpreadOverQuads(d, args.size + i);
+  // Among s weights none can have more than all: their relative variance is at most s - 1.
+  const auto growth = hn::Min(hn::Expm1(d, capped), hn::Sub(size, hn::Set(d, 1.0f)));
+  const auto weight = hn::LoadU(d, args.weight + i * kQuad);
+  const auto in_error = hn::Mul(weight, hn::LoadDup128(d, args.error_unit));
+  const auto in_mass = hn::Mul(weight, hn::LoadDup128(d, args.mass_unit));
+  const auto most = hn::Set(d, kErrorMax);  // as in ClusterErrorsAt
+  const auto rest = hn::Min(hn::Mul(in_error, SpreadOverQuads(d, args.spread + i)), most);
+  const auto value_norm = hn::Sqrt(SpreadOverQuads(d, args.value_norm2 + i));
+  const auto half = hn::Mul(capped, hn::Set(d, 0.5f));
+  const auto moved = hn::Min(hn::Mul(in_error, hn::Mul(half, value_norm)), most);
+  const auto share = hn::Set(d, kMassErrorShare);
+  const auto of_rest = hn::Mul(hn::Mul(rest, rest), hn::Div(growth, size));
+  hn::StoreU(hn::MulAdd(hn::Mul(moved, moved), share, of_rest), d, args.error2 + i * kQuad);
+  const auto mass = hn::Mul(in_mass, half);
+  hn::StoreU(hn::Mul(hn::Mul(mass, mass), share), d, args.mass2 + i * kQuad);
+}
+
+void RegressionErrors(const RegressionErrorArgs& args, size_t n) {
+  const F32 d;
+  const size_t step = hn::Lanes(d) / kQuad;
+  size_t i = 0;
+  for (; i + step <= n; i += step) RegressionErrorsAt(d, args, i);
+  for (; i < n; ++i) RegressionErrorsAt(hn::CappedTag<float, 4>(), args, i);
+}
+
+// sum [4][dim] += weight [n][4] times the squares of the codes in a vector of bytes at `codes`,
+// half a row's bytes from row to row; `c` is the first byte's channel.
+template <class D>
+HWY_INLINE void AddSquaredCodes(D d, const uint8_t* codes, size_t n, size_t dim, size_t c,
+                                const float* weight, float* sum) {
+  using V = hn::Vec<D>;
+  const hn::Rebind<uint8_t, D> bytes;
+  const hn::RebindToSigned<D> ints;
+  const size_t half = dim / 2;
+  V low[kQuad], high[kQuad];
+  for (size_t j = 0; j < kQuad; ++j) {
+    low[j] = hn::LoadU(d, sum + j * dim + c);
+    high[j] = hn::LoadU(d, sum + j * dim + half + c);
+  }
+  for (size_t i = 0; i < n; ++i) {
+    const auto wide = hn::PromoteTo(ints, hn::LoadU(bytes, codes + i * half + c));
+    const V a = hn::ConvertTo(d, hn::And(wide, hn::Set(ints, 15)));
+    const V b = hn::ConvertTo(d, hn::ShiftRight<4>(wide));
+    const V a2 = hn::Mul(a, a), b2 = hn::Mul(b, b);
+    for (size_t j = 0; j < kQuad; ++j) {
+      const V w = hn::Set(d, weight[i * kQuad + j]);
+      low[j] = hn::MulAdd(a2, w, low[j]);
+      high[j] = hn::MulAdd(b2, w, high[j]);
+    }
+  }
+  for (size_t j = 0; j < kQuad; ++j) {
+    hn::StoreU(low[j], d, sum + j * dim + c);
+    hn::StoreU(high[j], d, sum + j * dim + half + c);
+  }
+}
+
+void AddWeightedVariances(const uint8_t* codes, const float* unit, size_t n, size_t dim,
+                          const float* d2, const float* weight, float* sum) {
+  constexpr size_t kRows = 64;  // whose codes stay in the first cache
+  const F32 d;
+  const hn::CappedTag<float, 4> d4;
+  const hn::CappedTag<float, 8> d8;
+  const size_t half = dim / 2;
+  float scaled[kRows * kQuad];
+  for (size_t first = 0; first < n; first += kRows) {
+    const size_t rows = std::min(kRows, n - first);
+    for (size_t i = 0; i < rows; ++i) {
+      const size_t at = (first + i) * kQuad;
+      const auto cap = hn::Set(d4, kVarianceCap);
+      const auto spread = hn::Max(hn::LoadU(d4, d2 + at), cap);
+      const auto share = hn::Div(cap, spread);
+      const auto w = hn::Mul(hn::LoadU(d4, weight + at), hn::Set(d4, unit[first + i]));
+      hn::StoreU(hn::Mul(w, share), d4, scaled + i * kQuad);
+    }
+    size_t c = 0;
+    const uint8_t* const block = codes + first * half;
+    for (; c + hn::Lanes(d) <= half; c += hn::Lanes(d)) {
+      AddSquaredCodes(d, block, rows, dim, c, scaled, sum);
+    }
+    // Eight channels are left in each half: only when dim is 16 times an odd number.
+    for (; c < half; c += hn::Lanes(d8)) AddSquaredCodes(d8, block, rows, dim, c, scaled, sum);
+  }
+}
+
 }  // namespace HWY_NAMESPACE
 }  // namespace attnd::attention::kernels
 HWY_AFTER_NAMESPACE();
@@ -216,6 +304,8 @@ HWY_EXPORT(ScaleQuads);
 HWY_EXPORT(AddAcrossQuads);
 HWY_EXPORT(ClusterScores);
 HWY_EXPORT(ClusterErrors);
+HWY_EXPORT(RegressionErrors);
+HWY_EXPORT(AddWeightedVariances);
 
 size_t SquaresFloats(size_t dim) {
   return kQuad * dim + Int16SquaresSize(dim) * sizeof(int16_t) / sizeof(float);
@@ -250,6 +340,15 @@ void ClusterScores(const ClusterScoreArgs& args, size_t n) {
 void ClusterErrors(const float* weight, const float* d2, const float* spread, const float* unit,
                    size_t n, float* error2) {
   HWY_DYNAMIC_DISPATCH(ClusterErrors)(weight, d2, spread, unit, n, error2);
+}
+
+void RegressionErrors(const RegressionErrorArgs& args, size_t n) {
+  HWY_DYNAMIC_DISPATCH(RegressionErrors)(args, n);
+}
+
+void AddWeightedVariances(const uint8_t* codes, const float* unit, size_t n, size_t dim,
+                          const float* d2, const float* weight, float* sum) {
+  HWY_DYNAMIC_DISPATCH(AddWeightedVariances)(codes, unit, n, dim, d2, weight, sum);
 }
 
 }  // namespace attnd::attention::kernels

@@ -36,14 +36,16 @@ float Scaled(float value, float factor) { return value == 0 ? 0 : value * factor
 
 size_t ClusterUnit::ArenaBytes(const SequenceView& view, uint32_t layer, uint32_t kv_head,
                                size_t quads) {
-  constexpr size_t kQuadArrays = 5;
-  constexpr size_t kRounding = size_t{16} * 64;  // of the separate allocations
+  constexpr size_t kQuadArrays = 6;
+  constexpr size_t kRounding = size_t{18} * 64;  // of the separate allocations
   const size_t n = CountClusters(view, layer, kv_head);
+  const bool regression = view.indexes.Has(IndexKind::kRegression);
   const size_t per_quad = kQuadArrays * n * kQuad * sizeof(float) + sizeof(QuadScores) +
                           kernels::SquaresFloats(view.shape.head_dim) * sizeof(float) +
-                          kQuad * view.shape.value_dim * sizeof(float) + kRounding;
-  return quads * per_quad + n * (2 * sizeof(float) + sizeof(Fate) + 2 * sizeof(TokenRun)) +
-         view.segments.size() * sizeof(uint32_t) + kRounding;
+                          2 * kQuad * view.shape.value_dim * sizeof(float) + kRounding;
+  return quads * per_quad + n * (3 * sizeof(float) + sizeof(Fate) + 2 * sizeof(TokenRun)) +
+         view.segments.size() * sizeof(uint32_t) + kRounding +
+         (regression ? RegressionTerms::ArenaBytes(view.shape, view.segments.size(), quads) : 0);
 }
 
 ClusterUnit::ClusterUnit(const UnitQuery& query, StepArena* arena)
@@ -66,6 +68,17 @@ ClusterUnit::ClusterUnit(const UnitQuery& query, StepArena* arena)
   fate_ = arena->Allocate<Fate>(n);
   run_memory_ = arena->Allocate<TokenRun>(n);
   quads_ = arena->Allocate<QuadScores>((group_ + kQuad - 1) / kQuad);
+  const bool regression = second_order() && view_.indexes.Has(IndexKind::kRegression);
+  if (regression) {
+    regression_.emplace(query, arena);
+    size_ = arena->Allocate<float>(n);
+    for (size_t s = 0; s < segments(); ++s) {
+      const ClusterIndex index = view_.segments[s]->clusters(layer_, kv_head_);
+      for (uint32_t i = 0; i < index.clusters; ++i) {
+        size_[first_cluster_[s] + i] = static_cast<float>(index.size(i));
+      }
+    }
+  }
   for (size_t quad = 0; quad < quads_.size(); ++quad) {
     QuadScores& scores = quads_[quad];
     scores = QuadScores{};
@@ -77,6 +90,11 @@ ClusterUnit::ClusterUnit(const UnitQuery& query, StepArena* arena)
     scores.d2 = arena->Allocate<float>(n * kQuad).data();
     scores.optimistic = arena->Allocate<float>(n * kQuad).data();
     scores.error2 = arena->Allocate<float>(n * kQuad).data();
+    if (regression) {
+      scores.mass2 = arena->Allocate<float>(n * kQuad).data();
+      scores.shift = arena->Allocate<float>(kQuad * value_dim_).data();
+      continue;
+    }
     scores.squares = kernels::PrepareSquares(
         query.queries + quad * kQuad * head_dim_, view_.shape.softmax_scale, head_dim_,
         arena->Allocate<float>(kernels::SquaresFloats(head_dim_)).data());
@@ -87,7 +105,8 @@ void ClusterUnit::Score(size_t segment) {
   const ClusterIndex index = view_.segments[segment]->clusters(layer_, kv_head_);
   const DType dtype = view_.shape.dtype;
   const size_t offset = first_cluster_[segment] * kQuad;
-  for (QuadScores& scores : quads_) {
+  for (size_t quad = 0; quad < quads_.size(); ++quad) {
+    QuadScores& scores = quads_[quad];
     kernels::DotRows(dtype, index.centroids, head_dim_ * DTypeBytes(dtype), index.clusters,
                      head_dim_, scores.queries, scores.log_mass + offset);
     kernels::ClusterScoreArgs args;
@@ -95,8 +114,10 @@ void ClusterUnit::Score(size_t segment) {
     args.log_size = index.log_size;
     args.log_mass = scores.log_mass + offset;
     if (second_order()) {
+      const kernels::SquaredQueries& squares =
+          regression_ ? regression_->Rotate(segment, quad, index) : scores.squares;
       kernels::DotDeviations(index.deviation_codes, index.variance_unit, index.clusters, head_dim_,
-                             scores.squares, scores.d2 + offset);
+                             squares, scores.d2 + offset);
       args.d2 = scores.d2 + offset;
       args.optimistic = scores.optimistic + offset;
     }
@@ -168,12 +189,27 @@ void ClusterUnit::SelectByError(std::span<const QuadState> zones, OrderScratch* 
   const bool limited = std::isfinite(policy_.tolerance);
   for (size_t quad = 0; quad < quads_.size(); ++quad) MeasureErrors(quad, zones[quad], limited);
   if (!limited) return;
+  RankErrors();
+  if (CutErrorBudget(group_score_, size_, policy_.tolerance, order, fate_)) Estimate();
+}
+
+// group_score_ = the clusters' squared errors, over the group.
+void ClusterUnit::RankErrors() {
   std::fill(group_score_.begin(), group_score_.end(), 0.0f);
   constexpr float kOne[kQuad] = {1, 1, 1, 1};
   for (size_t quad = 0; quad < quads_.size(); ++quad) {
-    AddToGroupScore(quads_[quad].error2, kOne, LanesOf(quad));
+    const QuadScores& scores = quads_[quad];
+    AddToGroupScore(scores.error2, kOne, LanesOf(quad));
+    if (!regression_) continue;
+    // The mass's part is relative to mass alone; this makes it times |o~| and relative to that, or
+    // to what stands in for it.
+    float output_share2[kQuad];
+    for (size_t lane = 0; lane < kQuad; ++lane) {
+      const float share = std::min(1.0f, scores.output_norm[lane] / scores.least_norm[lane]);
+      output_share2[lane] = share * share;
+    }
+    AddToGroupScore(scores.mass2, output_share2, LanesOf(quad));
   }
-  if (CutErrorBudget(group_score_, policy_.tolerance, order, fate_)) Estimate();
 }
 
 // The floor: the clusters that might hold the one token a retrieval head is looking for.
@@ -189,7 +225,13 @@ void ClusterUnit::MarkFloor(OrderScratch* order) {
     for (float& s : sum) s = 1.0f / s;
     AddToGroupScore(scores.optimistic, sum, LanesOf(quad));
   }
+  if (regression_) PerToken();
   MarkTop(group_score_, ShareOf(policy_.floor, clusters()), order, fate_);
+}
+
+// group_score_ by the cost of reading the clusters.
+void ClusterUnit::PerToken() {
+  for (size_t i = 0; i < group_score_.size(); ++i) group_score_[i] /= size_[i];
 }
 
 // Fills error2, error_unit and least_norm: the squared error of leaving a cluster to its estimate,
@@ -218,22 +260,40 @@ void ClusterUnit::MeasureErrors(size_t quad, const QuadState& zone, bool relativ
     scores.least_norm[lane] =
         std::max(kLeastNormShare * std::sqrt(moment / total), std::numeric_limits<float>::min());
     const float norm = relative_to_output ? std::max(norms[lane], scores.least_norm[lane]) : 1.0f;
+    scores.output_norm[lane] = norms[lane];
+    scores.mass_unit[lane] = factor / total;
     scores.error_unit[lane] = factor / total / norm;
   }
-  for (size_t s = 0; s < segments(); ++s) {
-    const ClusterIndex index = view_.segments[s]->clusters(layer_, kv_head_);
-    const size_t offset = first_cluster_[s] * kQuad;
-    kernels::ClusterErrors(scores.log_mass + offset, scores.d2 + offset, index.spread,
-                           scores.error_unit, index.clusters, scores.error2 + offset);
+  for (size_t s = 0; s < segments(); ++s) MeasureSegmentErrors(s, &scores);
+}
+
+void ClusterUnit::MeasureSegmentErrors(size_t segment, QuadScores* scores) {
+  const ClusterIndex index = view_.segments[segment]->clusters(layer_, kv_head_);
+  const size_t offset = first_cluster_[segment] * kQuad;
+  if (!regression_) {
+    kernels::ClusterErrors(scores->log_mass + offset, scores->d2 + offset, index.spread,
+                           scores->error_unit, index.clusters, scores->error2 + offset);
+    return;
   }
+  kernels::RegressionErrorArgs args;
+  args.weight = scores->log_mass + offset;
+  args.d2 = scores->d2 + offset;
+  args.size = size_.data() + first_cluster_[segment];
+  args.spread = index.spread;
+  args.value_norm2 = index.value_norm2;
+  args.error_unit = scores->error_unit;
+  args.mass_unit = scores->mass_unit;
+  args.error2 = scores->error2 + offset;
+  args.mass2 = scores->mass2 + offset;
+  kernels::RegressionErrors(args, index.clusters);
 }
 
 // |o~| of each lane: zones exact, every cluster by its estimate.
-void ClusterUnit::OutputNorms(size_t quad, const QuadState& zone, float* norms) const {
+void ClusterUnit::OutputNorms(size_t quad, const QuadState& zone, float* norms) {
   const QuadScores& scores = quads_[quad];
   float sums[kQuad * kernels::kDimMax];
   std::copy_n(scores.estimate.values, kQuad * value_dim_, sums);
-  AddExactValues(scores, sums);
+  AddExactValues(quad, sums);
   for (size_t lane = 0; lane < kQuad; ++lane) {
     const float max = std::max(zone.max[lane], scores.max[lane]);
     const float zone_factor = std::exp(zone.max[lane] - max);
@@ -246,17 +306,24 @@ void ClusterUnit::OutputNorms(size_t quad, const QuadState& zone, float* norms) 
   }
 }
 
-// values += weight * mean value of the clusters that are to be read exactly.
-void ClusterUnit::AddExactValues(const QuadScores& scores, float* values) const {
+// values += the estimates of the clusters that are to be read exactly.
+void ClusterUnit::AddExactValues(size_t quad, float* values) {
+  const QuadScores& scores = quads_[quad];
   for (size_t s = 0; s < segments(); ++s) {
     const ClusterIndex index = view_.segments[s]->clusters(layer_, kv_head_);
+    bool any = false;
     for (size_t i = 0; i < index.clusters; ++i) {
       const size_t cluster = first_cluster_[s] + i;
       if (fate_[cluster] != Fate::kExact) continue;
       const size_t row_bytes = index.mean_value_stride_bytes;
       kernels::AddWeightedRows(view_.shape.dtype, index.mean_values + i * row_bytes, row_bytes, 1,
                                value_dim_, scores.log_mass + cluster * kQuad, values);
+      any = true;
+      if (!regression_) continue;
+      regression_->AddVariances(index, i, 1, scores.log_mass + cluster * kQuad,
+                                scores.d2 + cluster * kQuad);
     }
+    if (any && regression_) regression_->Shift(s, quad, index, values);
   }
 }
 
@@ -285,6 +352,29 @@ void ClusterUnit::Estimate() {
           view_.shape.dtype, index.mean_values, index.mean_value_stride_bytes, index.clusters,
           value_dim_, scores.estimated_weight + first_cluster_[s] * kQuad, estimate.values);
     }
+    if (regression_) AddShift(&scores);
+  }
+}
+
+// Moves the estimate's values by what the regression knows of the estimated clusters.
+void ClusterUnit::AddShift(QuadScores* scores) {
+  const auto quad = static_cast<size_t>(scores - quads_.data());
+  std::fill_n(scores->shift, kQuad * value_dim_, 0.0f);
+  for (size_t s = 0; s < segments(); ++s) {
+    const ClusterIndex index = view_.segments[s]->clusters(layer_, kv_head_);
+    const size_t offset = first_cluster_[s] * kQuad;
+    regression_->AddVariances(index, 0, index.clusters, scores->estimated_weight + offset,
+                              scores->d2 + offset);
+    regression_->Shift(s, quad, index, scores->shift);
+  }
+  for (size_t lane = 0; lane < kQuad; ++lane) {
+    const float* shift = scores->shift + lane * value_dim_;
+    double norm2 = 0;
+    for (size_t c = 0; c < value_dim_; ++c) {
+      scores->estimate.values[lane * value_dim_ + c] += shift[c];
+      norm2 += double{shift[c]} * shift[c];
+    }
+    scores->shift_norm[lane] = static_cast<float>(std::sqrt(norm2));
   }
 }
 
@@ -304,6 +394,9 @@ void ClusterUnit::SumErrors() {
   for (QuadScores& scores : quads_) {
     std::fill_n(scores.error2_sum, kQuad, 0.0f);
     kernels::ScaleQuads(scores.error2, share_.data(), clusters(), nullptr, scores.error2_sum);
+    if (!regression_) continue;
+    std::fill_n(scores.mass2_sum, kQuad, 0.0f);
+    kernels::ScaleQuads(scores.mass2, share_.data(), clusters(), nullptr, scores.mass2_sum);
   }
 }
 
@@ -388,6 +481,13 @@ LaneOutcome ClusterUnit::Outcome(size_t quad, size_t lane, const QuadState& all,
   const float absolute = std::sqrt(scores.error2_sum[lane]) / scores.error_unit[lane];
   const float norm = std::max(output_norm, scores.least_norm[lane]);
   outcome.predicted_error = Scaled(absolute, factor / all.sum[lane] / norm);
+  if (!regression_) return outcome;
+  const float mass = std::sqrt(scores.mass2_sum[lane]) / scores.mass_unit[lane];
+  const double of_mass = Scaled(mass, factor / all.sum[lane]) * (output_norm / norm);
+  const double coherent =
+      Scaled(kCoherentShare * scores.shift_norm[lane], factor / all.sum[lane] / norm);
+  outcome.predicted_error =
+      static_cast<float>(std::hypot(outcome.predicted_error, of_mass, coherent));
   return outcome;
 }
 

@@ -8,11 +8,13 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 
 #include "absl/functional/function_ref.h"
 #include "attention/middle_unit.h"
 #include "attention/policy.h"
+#include "attention/regression_terms.h"
 
 namespace attnd::attention {
 
@@ -51,15 +53,21 @@ class ClusterUnit : public MiddleUnit {
     float* d2;                        // variance of the members' logits; null for the first order
     float* optimistic;                // mass at the members' best; null for the first order
     float* error2;                    // squared errors times error_unit^2; null for the first order
+    float* mass2;                     // with a regression: the part that |o|^2 is times; else null
     float* estimated_weight;          // the weights, 0 for clusters that are not estimated
     float max[kQuad];                 // scale of the weights
     float sum[kQuad];                 // of all weights
     float dropped_sum[kQuad];
     float missed_sum[kQuad];  // of demoted clusters
     float error_unit[kQuad];
+    float mass_unit[kQuad];   // the same, relative to no values
     float error2_sum[kQuad];  // of the estimated clusters
-    float least_norm[kQuad];  // floor under |o| in relative errors
+    float mass2_sum[kQuad];
+    float shift_norm[kQuad];  // |shift|, in the estimate's unit
+    float output_norm[kQuad];  // |o~|; 1 if it was not wanted
+    float least_norm[kQuad];   // floor under |o| in relative errors
     QuadState estimate;
+    float* shift;  // [4][value_dim] what the regression adds to the estimate; else null
   };
 
   size_t segments() const { return view_.segments.size(); }
@@ -72,12 +80,16 @@ class ClusterUnit : public MiddleUnit {
   void SelectByMass(OrderScratch* order);
   void SelectByError(std::span<const QuadState> zones, OrderScratch* order);
   void MarkFloor(OrderScratch* order);
+  void RankErrors();
+  void PerToken();
   void MeasureErrors(size_t quad, const QuadState& zone, bool relative_to_output);
-  void OutputNorms(size_t quad, const QuadState& zone, float* norms) const;
+  void MeasureSegmentErrors(size_t segment, QuadScores* scores);
+  void OutputNorms(size_t quad, const QuadState& zone, float* norms);
   void Estimate();
+  void AddShift(QuadScores* scores);
   bool ShareOfFate(Fate fate);
   void SumErrors();
-  void AddExactValues(const QuadScores& scores, float* values) const;
+  void AddExactValues(size_t quad, float* values);
   void ListRuns();
 
   const SequenceView& view_;
@@ -92,8 +104,10 @@ class ClusterUnit : public MiddleUnit {
   std::span<float> group_score_;       // [clusters]
   std::span<float> share_;             // [clusters] as ShareOfFate left it
   std::span<Fate> fate_;               // [clusters]
+  std::span<float> size_;              // [clusters] with a regression; else empty
   std::span<TokenRun> run_memory_;     // [clusters]
   std::span<const TokenRun> runs_;
+  std::optional<RegressionTerms> regression_;  // of the second order, if segments have one
   uint64_t estimate_nanos_ = 0;
   uint64_t exact_tokens_ = 0;
   uint64_t estimated_tokens_ = 0;

@@ -11,6 +11,10 @@ namespace attnd::attention {
 inline constexpr float kVarianceCap = 8.0f;
 // Of a cluster's error before it is squared; a sum of squares over all stays a float.
 inline constexpr float kErrorMax = 1e14f;
+// With a regression: of the error of a cluster's mass, what counts beside that of its values; and
+// of what the slopes add to an estimate, what may be wrong together (docs/POLICIES.md).
+inline constexpr float kMassErrorShare = 0.5f;
+inline constexpr float kCoherentShare = 0.45f;
 // An output may cancel to nearly nothing; errors are then relative to this share of the values'
 // root mean square.
 inline constexpr float kLeastNormShare = 1e-3f;

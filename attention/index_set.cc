@@ -21,11 +21,18 @@ absl::string_view IndexName(IndexKind kind) {
       return "keys-4bit";
     case IndexKind::kSummary:
       return "summary";
+    case IndexKind::kRegression:
+      return "regression";
   }
   return "unknown";
 }
 
 absl::Status IndexSet::Validate() const {
+  if (Has(IndexKind::kClusters) && Has(IndexKind::kRegression)) {
+    return absl::InvalidArgumentError(
+        "indexes has clusters beside regression, which has clusters of its own in another order: "
+        "allowed is one of the two");
+  }
   const bool blocks = Has(IndexKind::kBlocks16) || Has(IndexKind::kBlocks64);
   if (!blocks || token_order()) return absl::OkStatus();
   return absl::InvalidArgumentError(

@@ -2,7 +2,7 @@
 //
 // IndexSet: what is built of a sequence's segments besides their payload. It is chosen when a
 // sequence is opened, says which policies can read it, and fixes the order of the tokens inside a
-// segment: cluster order with clusters, token order without.
+// segment: cluster order with clusters of either kind, token order without.
 #ifndef ATTND_ATTENTION_INDEX_SET_H_
 #define ATTND_ATTENTION_INDEX_SET_H_
 
@@ -25,10 +25,13 @@ enum class IndexKind : uint8_t {
   kLabels = 4,    // a quarter of each key's channels in 4 bits (Double Sparsity)
   kKeys4 = 5,     // all of each key's channels in 4 bits (Twilight)
   kSummary = 6,   // sums of the keys' features with their values (retrieval with completion)
+  // Clusters of similar keys and values, with a regression of values on keys (error-target).
+  kRegression = 7,
 };
 inline constexpr IndexKind kIndexKinds[] = {IndexKind::kClusters, IndexKind::kBlocks16,
                                             IndexKind::kBlocks64, IndexKind::kLabels,
-                                            IndexKind::kKeys4,    IndexKind::kSummary};
+                                            IndexKind::kKeys4,    IndexKind::kSummary,
+                                            IndexKind::kRegression};
 // "clusters", "blocks-16", ...
 absl::string_view IndexName(IndexKind kind);
 
@@ -43,10 +46,13 @@ class IndexSet {
   constexpr void Add(IndexKind kind) { bits_ |= Bit(kind); }
   constexpr bool HasAll(IndexSet others) const { return (others.bits_ & ~bits_) == 0; }
   bool empty() const { return bits_ == 0; }
-  bool token_order() const { return !Has(IndexKind::kClusters); }
+  // Whether it has clusters, of one of the two kinds.
+  bool clustered() const { return Has(IndexKind::kClusters) || Has(IndexKind::kRegression); }
+  bool token_order() const { return !clustered(); }
   bool operator==(const IndexSet&) const = default;
 
-  // InvalidArgument for blocks beside clusters: blocks are of tokens in token order.
+  // InvalidArgument for blocks beside clusters, as blocks are of tokens in token order, and for
+  // clusters of both kinds.
   absl::Status Validate() const;
   // The names with commas, or "none".
   std::string ToString() const;
@@ -61,6 +67,7 @@ class IndexSet {
 };
 
 inline constexpr IndexSet kClusterIndexes = {IndexKind::kClusters};
+inline constexpr IndexSet kRegressionIndexes = {IndexKind::kRegression};
 
 // Channels of a label: a quarter of the key's, as in Double Sparsity; 128 at most, which is what
 // AsyncTLS takes of a latent key.

@@ -105,6 +105,29 @@ void ClusterScores(const ClusterScoreArgs& args, size_t n);
 void ClusterErrors(const float* weight, const float* d2, const float* spread, const float* unit,
                    size_t n, float* error2);
 
+// With a regression, the squared errors of leaving clusters to their estimates, in two parts: of
+// the values, and what the error of the mass is times the squared norm of the output.
+struct RegressionErrorArgs {
+  const float* weight = nullptr;       // [n][4] mass in any unit
+  const float* d2 = nullptr;           // [n][4]
+  const float* size = nullptr;         // [n] members
+  const float* spread = nullptr;       // [n]
+  const float* value_norm2 = nullptr;  // [n]
+  const float* error_unit = nullptr;   // [4] makes weight * value an error
+  const float* mass_unit = nullptr;    // [4] makes weight a share of all mass, at most 1
+  // out: weight^2 (min(expm1(g), size - 1) spread^2 / size + share (g / 2)^2 value_norm2), each
+  // term at most 1e28, with weight in error_unit and g = min(d2, 8)
+  float* error2 = nullptr;
+  float* mass2 = nullptr;  // out: share (weight g / 2)^2, with weight in mass_unit
+};
+void RegressionErrors(const RegressionErrorArgs& args, size_t n);
+
+// sum[j][c] += sum_i weight[i][j] * min(1, 8 / d2[i][j]) * unit[i] * code[i][c]^2, codes packed as
+// in ClusterIndex::deviation_codes. codes: [n, dim / 2]; weight, d2: [n][4]; sum: [4][dim]; dim is
+// a multiple of 16.
+void AddWeightedVariances(const uint8_t* codes, const float* unit, size_t n, size_t dim,
+                          const float* d2, const float* weight, float* sum);
+
 // Softmax states of a quad: state j is (max[j], sum[j], values[j][value_dim]).
 struct QuadState {
   float max[kQuad];

@@ -3,10 +3,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <new>
 
+#include "attention/index_parts.h"
 #include "attention/label_choice.h"
 #include "common/dtype.h"
 
@@ -16,11 +16,6 @@ namespace {
 constexpr uint32_t kChunkTokens = 256;
 constexpr uint32_t kSummaryChunkTokens = 16;  // a token's features take some 25,000 products
 constexpr float kCodeLevels = 15;             // 4 bits
-
-template <typename T>
-void StoreAt(std::byte* array, size_t index, T value) {
-  std::memcpy(array + index * sizeof(T), &value, sizeof(T));
-}
 
 }  // namespace
 

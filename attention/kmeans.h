@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // KMeans: Lloyd's algorithm in small chunks, so that a background builder can yield between them
-// (docs/POLICIES.md, "Clusters").
+// (docs/POLICIES.md, "Clusters" and "Clusters with a regression").
 #ifndef ATTND_ATTENTION_KMEANS_H_
 #define ATTND_ATTENTION_KMEANS_H_
 
@@ -18,8 +18,10 @@ inline constexpr uint32_t kKMeansIterations = 10;
 class KMeans {
  public:
   // points: [n][dim] floats, n >= 1, dim a multiple of 16; they must stay until the clusters are no
-  // longer read. Cluster c starts at point floor(c n / clusters); 1 <= clusters <= n.
-  void Start(std::span<const float> points, size_t n, size_t dim, size_t clusters);
+  // longer read; 1 <= clusters <= n. The last `late` of them, below half, are made half way: each
+  // starts at the farthest member of one of the clusters with the greatest sums of squares. Cluster
+  // c of the others starts at point floor(c n / (clusters - late)).
+  void Start(std::span<const float> points, size_t n, size_t dim, size_t clusters, size_t late = 0);
 
   // Does about a tenth of a millisecond of work. False when the last iteration is complete.
   bool RunChunk();
@@ -33,10 +35,13 @@ class KMeans {
   }
 
  private:
-  // Seed, then (assign, move) for each iteration but the last, which ends with its assignment.
-  enum class Stage { kSeed, kAssign, kMove, kDone };
+  // Seed, then (assign, move) for each iteration but the last, which ends with its assignment. Half
+  // way the late clusters are made.
+  enum class Stage { kSeed, kAssign, kMove, kSplit, kDone };
 
   void AssignSome();
+  void FindFarthest();
+  void MakeLateClusters();
   void SetSome();
   void SetCentroid(size_t cluster, const float* values);
 
@@ -44,6 +49,7 @@ class KMeans {
   size_t n_ = 0;
   size_t dim_ = 0;
   size_t clusters_ = 0;
+  size_t early_ = 0;   // of the clusters, those that are not late
   size_t stride_ = 0;  // clusters, padded for the kernel
   Stage stage_ = Stage::kDone;
   uint32_t iteration_ = 0;
@@ -54,6 +60,13 @@ class KMeans {
   std::vector<uint32_t> sizes_;
   std::vector<uint32_t> assignment_;
   std::vector<float> mean_;  // [dim] scratch
+  // Of each early cluster, while late ones are made.
+  struct Spread {
+    double squares = 0;     // sum of the members' squared distances
+    double farthest = -1;   // the greatest of them
+    size_t point = 0;       // the first member at that distance
+  };
+  std::vector<Spread> spreads_;
 };
 
 }  // namespace attnd::attention

@@ -353,7 +353,7 @@ IndexSet Policy::Indexes() const {
     case Selector::kKeepSet:
       break;
     case Selector::kClusters:
-      indexes.Add(IndexKind::kClusters);
+      indexes.Add(cut == Cut::kErrorBudget ? IndexKind::kRegression : IndexKind::kClusters);
       break;
     case Selector::kBlocks:
       indexes.Add(block_tokens == 16 ? IndexKind::kBlocks16 : IndexKind::kBlocks64);
@@ -379,11 +379,12 @@ bool Policy::AllowsClusterOrder() const {
 absl::Status Policy::CheckIndexes(const IndexSet& indexes) const {
   const IndexSet needed = Indexes();
   const bool order = AllowsClusterOrder() || indexes.token_order();
-  if (order && indexes.HasAll(needed)) return absl::OkStatus();
+  const bool clusters = needed.clustered() && indexes.clustered();
+  if (order && (clusters || indexes.HasAll(needed))) return absl::OkStatus();
   return absl::FailedPreconditionError(absl::StrCat(
       "policy.preset ", preset, " needs a sequence in ",
-      needed.Has(IndexKind::kClusters) ? "cluster" : "token", " order with the indexes ",
-      needed.ToString(), "; this one was opened in ", indexes.token_order() ? "token" : "cluster",
+      needed.clustered() ? "cluster" : "token", " order with the indexes ",
+      needed.clustered() ? "clusters or regression" : needed.ToString(), "; this one was opened in ", indexes.token_order() ? "token" : "cluster",
       " order with the indexes ", indexes.ToString()));
 }
 

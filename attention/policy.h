@@ -23,7 +23,7 @@ namespace attnd::attention {
 enum class Selector : uint8_t {
   kAll,           // every token: dense, or what a pruner chooses of them
   kNone,          // nothing: streaming
-  kClusters,      // clusters of similar keys, ranked by what `cut` needs
+  kClusters,      // clusters, with or without a regression, ranked by what `cut` needs
   kBlocks,        // blocks of consecutive tokens, by an upper bound of their logits (Quest)
   kLabels,        // tokens, by a quarter of their channels in 4 bits (Double Sparsity)
   kBlocksLabels,  // tokens by their labels, of blocks of 64 by their bounds (AsyncTLS)
@@ -59,8 +59,8 @@ inline constexpr uint32_t kBudgetTokensMax = 1u << 30;
 // What stands for what is not read exactly.
 enum class Estimator : uint8_t {
   kCentroid,     // Z = s exp(a q.C), with the mean value
-  kSecondOrder,  // the same times exp(d2 / 2), d2 the variance of the members' logits; predicts
-                 // errors
+  kSecondOrder,  // the same times exp(d2 / 2), d2 the variance of the members' logits, and with
+                 // what a regression says of the value; predicts errors
   kFeatureMap,   // of tokens: learned features' sums less what is read (Top-K with
                  // Linear-Attention Completion)
 };
@@ -143,7 +143,8 @@ struct Policy {
     return estimator == Estimator::kFeatureMap && completion != Completion::kOff;
   }
 
-  // What it needs of a sequence's segments; whether they may be in cluster order.
+  // What it needs of a sequence's segments; whether they may be in cluster order. Clusters of the
+  // other kind serve, too.
   IndexSet Indexes() const;
   bool AllowsClusterOrder() const;
   // FailedPrecondition, naming what the sequence must be opened with, if these are not enough;

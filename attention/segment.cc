@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "attention/segment.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <numeric>
@@ -77,7 +78,7 @@ IndexLayout::KeyCodes PlaceKeyCodes(const SegmentForm& form, uint32_t channels, 
 IndexLayout::IndexLayout(const SegmentForm& form) {
   const ModelShape& shape = form.shape;
   Placer placer;
-  if (form.indexes.Has(IndexKind::kClusters)) {
+  if (form.indexes.clustered()) {
     max_clusters = (form.tokens - form.unclustered + kClusterTokens - 1) / kClusterTokens;
     const size_t n = max_clusters;
     centroids = placer.Place(n * shape.head_dim * DTypeBytes(shape.dtype));
@@ -90,6 +91,10 @@ IndexLayout::IndexLayout(const SegmentForm& form) {
     value_norm2 = placer.Place(n * sizeof(float));
     starts = placer.Place((n + 1) * sizeof(uint32_t));
     positions = placer.Place(form.tokens * sizeof(uint16_t));
+  }
+  if (form.indexes.Has(IndexKind::kRegression)) {
+    axes = placer.Place(size_t{shape.head_dim} * shape.head_dim * sizeof(float));
+    slopes = placer.Place(size_t{shape.head_dim} * shape.value_dim * sizeof(float));
   }
   if (form.indexes.Has(IndexKind::kBlocks16)) blocks16 = PlaceBlocks(form, 16, &placer);
   if (form.indexes.Has(IndexKind::kBlocks64)) blocks64 = PlaceBlocks(form, 64, &placer);
@@ -141,6 +146,10 @@ ClusterIndex Segment::clusters(uint32_t layer, uint32_t kv_head) const {
   index.spread = reinterpret_cast<const float*>(head + layout_.spread);
   index.value_norm2 = reinterpret_cast<const float*>(head + layout_.value_norm2);
   index.starts = reinterpret_cast<const uint32_t*>(head + layout_.starts);
+  if (form_.indexes.Has(IndexKind::kRegression)) {
+    index.axes = reinterpret_cast<const float*>(head + layout_.axes);
+    index.slopes = reinterpret_cast<const float*>(head + layout_.slopes);
+  }
   return index;
 }
 
@@ -217,6 +226,18 @@ absl::Status CheckClusters(const Segment& segment, uint32_t layer, uint32_t kv_h
   return absl::OkStatus();
 }
 
+absl::Status CheckRegression(const Segment& segment, uint32_t layer, uint32_t kv_head) {
+  const ClusterIndex index = segment.clusters(layer, kv_head);
+  const ModelShape& shape = segment.shape();
+  const auto finite = [](float x) { return std::isfinite(x); };
+  const size_t dim = shape.head_dim;
+  if (std::all_of(index.axes, index.axes + dim * dim, finite) &&
+      std::all_of(index.slopes, index.slopes + dim * shape.value_dim, finite)) {
+    return absl::OkStatus();
+  }
+  return Wrong(layer, kv_head, "a regression that is no numbers");
+}
+
 absl::Status CheckLabels(const Segment& segment, uint32_t layer, uint32_t kv_head) {
   const KeyCodeIndex labels = segment.labels(layer, kv_head);
   for (uint32_t i = 0; i < labels.channels && labels.channel != nullptr; ++i) {
@@ -246,8 +267,11 @@ absl::Status CheckSummary(const Segment& segment, uint32_t layer, uint32_t kv_he
 }  // namespace
 
 absl::Status CheckIndexHead(const Segment& segment, uint32_t layer, uint32_t kv_head) {
-  if (segment.indexes().Has(IndexKind::kClusters)) {
+  if (segment.indexes().clustered()) {
     ATTND_RETURN_IF_ERROR(CheckClusters(segment, layer, kv_head));
+  }
+  if (segment.indexes().Has(IndexKind::kRegression)) {
+    ATTND_RETURN_IF_ERROR(CheckRegression(segment, layer, kv_head));
   }
   if (segment.indexes().Has(IndexKind::kLabels)) {
     ATTND_RETURN_IF_ERROR(CheckLabels(segment, layer, kv_head));

@@ -37,6 +37,10 @@ struct SegmentForm {
 // The clusters of one (segment, layer, KV head): what selection reads and what estimation uses; n
 // clusters, in cluster order. Vectors are in the model's dtype. Every pointer points into the
 // segment.
+//
+// With a regression (docs/POLICIES.md) a member's key deviates from its centroid by its coordinates
+// along the segment's principal axes, and its value from the mean value by what the slopes make of
+// them, and a rest.
 struct ClusterIndex {
   uint32_t clusters = 0;
   // [n, head_dim] exact mean of the members' keys, rounded to the dtype.
@@ -45,15 +49,19 @@ struct ClusterIndex {
   // the centroids: means of the same numbers.
   const std::byte* mean_values = nullptr;
   size_t mean_value_stride_bytes = 0;
-  // [n, head_dim / 2] per-channel standard deviation in 4 bits: byte j holds channel j in its low
-  // half and channel j + head_dim / 2 in its high half. The variance of channel c is variance_unit
-  // * code^2.
+  // [n, head_dim / 2] standard deviation in 4 bits of each channel, or along each axis: byte j
+  // holds channel j in its low half and channel j + head_dim / 2 in its high half. The variance of
+  // channel c is variance_unit * code^2.
   const uint8_t* deviation_codes = nullptr;
   const float* variance_unit = nullptr;  // [n] (largest deviation / 15)^2
   const float* log_size = nullptr;       // [n] ln of the member count
-  const float* spread = nullptr;         // [n] square root of the members' mean |v - mean_value|^2
+  // [n] square root of the members' mean |v - mean_value|^2; with a regression, of its rest.
+  const float* spread = nullptr;
   const float* value_norm2 = nullptr;    // [n] |mean_value|^2
   const uint32_t* starts = nullptr;  // [n + 1] first token of each cluster in the segment's order
+  // Only with a regression, else null. Row a is of axis a, by descending variance in the segment.
+  const float* axes = nullptr;    // [head_dim, head_dim] unit vectors
+  const float* slopes = nullptr;  // [head_dim, value_dim] change of the value along the axis
 
   TokenRange range(uint32_t cluster) const { return {starts[cluster], starts[cluster + 1]}; }
   uint32_t size(uint32_t cluster) const { return starts[cluster + 1] - starts[cluster]; }
@@ -114,6 +122,7 @@ struct IndexLayout {
   uint32_t max_clusters = 0;
   size_t centroids = 0, mean_values = 0, deviation_codes = 0, variance_unit = 0, log_size = 0,
          spread = 0, value_norm2 = 0, starts = 0, positions = 0;
+  size_t axes = 0, slopes = 0;
   struct Summary {
     size_t m = 0, u = 0, t = 0;
   };

@@ -7,6 +7,7 @@
 #include <numeric>
 #include <span>
 
+#include "attention/index_parts.h"
 #include "common/dtype.h"
 #include "common/status.h"
 
@@ -15,12 +16,6 @@ namespace {
 
 // Of loading and writing: a tenth of a millisecond at head_dim 128.
 constexpr uint32_t kChunkTokens = 128;
-constexpr double kDeviationLevels = 15;  // 4 bits
-
-template <typename T>
-void StoreAt(std::byte* array, size_t index, T value) {
-  std::memcpy(array + index * sizeof(T), &value, sizeof(T));
-}
 
 // [0, value_dim) of `sums` divided by `count`, stored as a row of dtype.
 void StoreMean(DType dtype, const std::vector<double>& sums, double count, std::vector<float>* row,
@@ -75,9 +70,12 @@ uint64_t HeadBuilder::ScratchBytes(const SegmentForm& form) {
   const uint64_t bytes =
       KeyIndexBuilder::ScratchBytes(form) + uint64_t{form.tokens} * sizeof(uint32_t);
   if (form.indexes.token_order()) return bytes;
+  const bool regression = form.indexes.Has(IndexKind::kRegression);
+  const uint64_t dim = shape.head_dim + (regression ? shape.value_dim : 0);
   const uint64_t clusters = form.tokens / kClusterTokens + kClusterTokens;
-  return bytes + uint64_t{form.tokens} * (shape.head_dim * sizeof(float) + sizeof(uint32_t)) +
-         clusters * (shape.head_dim * (sizeof(float) + sizeof(double)) + 4 * sizeof(uint32_t));
+  return bytes + (regression ? RegressionBuilder::ScratchBytes(form) : 0) +
+         uint64_t{form.tokens} * (dim * sizeof(float) + sizeof(uint32_t)) +
+         clusters * (dim * (sizeof(float) + sizeof(double)) + 8 * sizeof(uint32_t));
 }
 
 void HeadBuilder::Start(SegmentBuilder* segment, uint32_t head) {
@@ -95,8 +93,10 @@ void HeadBuilder::Start(SegmentBuilder* segment, uint32_t head) {
     return;
   }
   stage_ = Stage::kLoad;
-  keys_.resize(size_t{tokens_ - unclustered_} * shape.head_dim);
-  mean_.assign(shape.head_dim, 0.0);
+  point_dim_ = shape.head_dim + (regression() ? shape.value_dim : 0);
+  points_.resize(size_t{tokens_ - unclustered_} * point_dim_);
+  mean_.assign(point_dim_, 0.0);
+  squares_[0] = squares_[1] = 0;
   centroid_.resize(shape.head_dim);
   variance_.resize(shape.head_dim);
   value_sum_.resize(shape.value_dim);
@@ -112,7 +112,6 @@ bool HeadBuilder::Advance(std::chrono::microseconds time) {
 }
 
 void HeadBuilder::RunChunk() {
-  const ModelShape& shape = target_->view_->shape;
   const uint32_t clustered = tokens_ - unclustered_;
   switch (stage_) {
     case Stage::kLoad:
@@ -125,9 +124,13 @@ void HeadBuilder::RunChunk() {
     case Stage::kCentre:
       CentreChunk();
       if (next_ < clustered) return;
-      kmeans_.Start(keys_, clustered, shape.head_dim,
-                    (clustered + kClusterTokens - 1) / kClusterTokens);
-      stage_ = Stage::kCluster;
+      if (!regression()) return StartClustering();
+      stage_ = Stage::kScale;
+      next_ = 0;
+      return;
+    case Stage::kScale:
+      ScaleChunk();
+      if (next_ == clustered) StartClustering();
       return;
     case Stage::kCluster:
       if (kmeans_.RunChunk()) return;
@@ -137,7 +140,12 @@ void HeadBuilder::RunChunk() {
       return;
     case Stage::kWrite:
       WriteChunk();
-      if (next_ == tokens_) StartDescribing();
+      if (next_ < tokens_) return;
+      if (!regression()) return StartDescribing();
+      StartRegressing();
+      return;
+    case Stage::kRegress:
+      if (!regression_.RunChunk()) StartDescribing();
       return;
     case Stage::kDescribe:
       if (!key_indexes_.RunChunk()) stage_ = Stage::kDone;
@@ -151,19 +159,51 @@ void HeadBuilder::LoadChunk() {
   const ModelShape& shape = target_->view_->shape;
   const uint32_t end = std::min(tokens_ - unclustered_, next_ + kChunkTokens);
   for (; next_ < end; ++next_) {
-    float* key = keys_.data() + size_t{next_} * shape.head_dim;
-    ToFloat(shape.dtype, TailRow(unclustered_ + next_, false), shape.head_dim, key);
-    for (size_t c = 0; c < shape.head_dim; ++c) mean_[c] += key[c];
+    float* point = points_.data() + next_ * point_dim_;
+    ToFloat(shape.dtype, TailRow(unclustered_ + next_, false), shape.head_dim, point);
+    if (regression()) {
+      ToFloat(shape.dtype, TailRow(unclustered_ + next_, true), shape.value_dim,
+              point + shape.head_dim);
+    }
+    for (size_t c = 0; c < point_dim_; ++c) mean_[c] += point[c];
   }
 }
 
 void HeadBuilder::CentreChunk() {
-  const size_t dim = target_->view_->shape.head_dim;
+  const size_t head_dim = target_->view_->shape.head_dim;
   const uint32_t end = std::min(tokens_ - unclustered_, next_ + kChunkTokens);
   for (; next_ < end; ++next_) {
-    float* key = keys_.data() + size_t{next_} * dim;
-    for (size_t c = 0; c < dim; ++c) key[c] -= static_cast<float>(mean_[c]);
+    float* point = points_.data() + next_ * point_dim_;
+    for (size_t c = 0; c < point_dim_; ++c) {
+      point[c] -= static_cast<float>(mean_[c]);
+      squares_[c < head_dim ? 0 : 1] += double{point[c]} * point[c];
+    }
   }
+}
+
+// Keys and values each over their root mean square length, values by their share of it.
+void HeadBuilder::ScaleChunk() {
+  constexpr double kLeastLength = 1e-30;
+  const size_t head_dim = target_->view_->shape.head_dim;
+  const uint32_t clustered = tokens_ - unclustered_;
+  const auto inverse_length = [&](double squares) {
+    return 1 / std::max(std::sqrt(squares / clustered), kLeastLength);
+  };
+  const auto key_scale = static_cast<float>(inverse_length(squares_[0]));
+  const auto value_scale = static_cast<float>(kValueShare * inverse_length(squares_[1]));
+  const uint32_t end = std::min(clustered, next_ + kChunkTokens);
+  for (; next_ < end; ++next_) {
+    float* point = points_.data() + next_ * point_dim_;
+    for (size_t c = 0; c < point_dim_; ++c) point[c] *= c < head_dim ? key_scale : value_scale;
+  }
+}
+
+void HeadBuilder::StartClustering() {
+  const uint32_t clustered = tokens_ - unclustered_;
+  const uint32_t clusters = (clustered + kClusterTokens - 1) / kClusterTokens;
+  const auto late = regression() ? static_cast<uint32_t>(kLateShare * clusters) : 0;
+  kmeans_.Start(points_, clustered, point_dim_, clusters, late);
+  stage_ = Stage::kCluster;
 }
 
 // Slots: the unclustered tokens in place, then the clusters that have members, each in token order.
@@ -202,10 +242,19 @@ void HeadBuilder::WriteChunk() {
   }
   const ClusterIndex index = target_->segment_->clusters(layer_, kv_head_);
   for (; next_ < end; ++next_) {
-    if (next_ >= unclustered_ && next_ == index.starts[cluster_]) BeginCluster();
-    WriteToken(next_);
-    if (next_ >= unclustered_ && next_ + 1 == index.starts[cluster_ + 1]) EndCluster();
+    WritePlace(next_);
+    if (next_ < unclustered_ || regression()) continue;
+    if (next_ == index.starts[cluster_]) BeginCluster();
+    AddToCluster(order_[next_]);
+    if (next_ + 1 == index.starts[cluster_ + 1]) EndCluster();
   }
+}
+
+void HeadBuilder::StartRegressing() {
+  const Segment& segment = *target_->segment_;
+  regression_.Start({&segment.form(), &segment.layout(), segment.pages(layer_, kv_head_),
+                     segment.IndexHead(layer_, kv_head_)});
+  stage_ = Stage::kRegress;
 }
 
 // What is made of the keys in their places.
@@ -245,16 +294,18 @@ void HeadBuilder::BeginCluster() {
   value_norm2_sum_ = 0;
 }
 
-// Copies a token's rows to its slot and adds it to its cluster's sums.
-void HeadBuilder::WriteToken(uint32_t slot) {
+// Copies a token's rows to its slot.
+void HeadBuilder::WritePlace(uint32_t slot) {
   Segment& segment = *target_->segment_;
-  const ModelShape& shape = segment.shape();
   const uint32_t token = order_[slot];
   target_->CopyToken(layer_, kv_head_, token, slot);
   StoreAt(segment.IndexHead(layer_, kv_head_) + segment.layout_.positions, slot,
           static_cast<uint16_t>(token));
-  if (slot < unclustered_) return;
-  const float* key = keys_.data() + size_t{token - unclustered_} * shape.head_dim;
+}
+
+void HeadBuilder::AddToCluster(uint32_t token) {
+  const ModelShape& shape = target_->view_->shape;
+  const float* key = points_.data() + (token - unclustered_) * point_dim_;
   for (size_t c = 0; c < shape.head_dim; ++c) {
     const double deviation = key[c] - centroid_[c];
     variance_[c] += deviation * deviation;
@@ -283,23 +334,12 @@ void HeadBuilder::EndCluster() {
               head + layout.mean_values + cluster_ * value_bytes);
   }
 
-  double greatest = 0;
-  for (double& v : variance_) greatest = std::max(greatest, v = std::sqrt(v / size));
+  for (double& v : variance_) v = std::sqrt(v / size);
   uint8_t* codes = reinterpret_cast<uint8_t*>(head + layout.deviation_codes) +
                    size_t{cluster_} * shape.head_dim / 2;
-  const auto code = [&](size_t c) {
-    return greatest == 0
-               ? uint8_t{0}
-               : static_cast<uint8_t>(std::lround(kDeviationLevels * variance_[c] / greatest));
-  };
-  const size_t half = shape.head_dim / 2;
-  for (size_t c = 0; c < half; ++c) {
-    codes[c] = static_cast<uint8_t>(code(c) | (code(c + half) << 4));
-  }
+  StoreAt(head + layout.variance_unit, cluster_, CodeDeviations(variance_, codes));
   double norm2 = 0;
   for (const double sum : value_sum_) norm2 += sum / size * (sum / size);
-  const double unit = greatest / kDeviationLevels;
-  StoreAt(head + layout.variance_unit, cluster_, static_cast<float>(unit * unit));
   StoreAt(head + layout.log_size, cluster_, static_cast<float>(std::log(size)));
   StoreAt(head + layout.spread, cluster_,
           static_cast<float>(std::sqrt(std::max(0.0, value_norm2_sum_ / size - norm2))));

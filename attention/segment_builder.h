@@ -14,6 +14,7 @@
 #include "attention/backend.h"
 #include "attention/key_index_builder.h"
 #include "attention/kmeans.h"
+#include "attention/regression_builder.h"
 #include "attention/segment.h"
 
 namespace attnd::attention {
@@ -73,16 +74,22 @@ class HeadBuilder {
   bool Advance(std::chrono::microseconds time);
 
  private:
-  enum class Stage { kLoad, kCentre, kCluster, kWrite, kDescribe, kDone };
+  // With clusters, all; kScale and kRegress only with a regression.
+  enum class Stage { kLoad, kCentre, kScale, kCluster, kWrite, kRegress, kDescribe, kDone };
 
-  bool clusters() const { return target_->segment_->indexes().Has(IndexKind::kClusters); }
+  bool clusters() const { return target_->segment_->indexes().clustered(); }
+  bool regression() const { return target_->segment_->indexes().Has(IndexKind::kRegression); }
   void RunChunk();
   void LoadChunk();
   void CentreChunk();
+  void ScaleChunk();
+  void StartClustering();
   void OrderTokens();
+  void StartRegressing();
   void StartDescribing();
   void WriteChunk();
-  void WriteToken(uint32_t slot);
+  void WritePlace(uint32_t slot);
+  void AddToCluster(uint32_t token);
   void BeginCluster();
   void EndCluster();
   const std::byte* TailRow(uint32_t token, bool value) const {
@@ -97,14 +104,19 @@ class HeadBuilder {
   Stage stage_ = Stage::kDone;
   uint32_t next_ = 0;  // token (or slot) of the stage's next chunk
 
-  std::vector<float> keys_;   // [tokens - unclustered][head_dim], centred after kCentre
-  std::vector<double> mean_;  // [head_dim]
+  // What is clustered, [tokens - unclustered][point_dim]: keys, and with a regression values behind
+  // them; centred after kCentre.
+  std::vector<float> points_;
+  size_t point_dim_ = 0;
+  std::vector<double> mean_;  // [point_dim]
+  double squares_[2] = {};    // sums over centred keys and values
   KMeans kmeans_;
   std::vector<uint32_t> order_;          // [tokens] token at each slot of the segment's order
   std::vector<uint32_t> kept_clusters_;  // k-means number of each cluster that has members
+  RegressionBuilder regression_;
   KeyIndexBuilder key_indexes_;
 
-  // The cluster that WriteChunk is in.
+  // The cluster that WriteChunk is in, if it is to describe clusters.
   uint32_t cluster_ = 0;
   std::vector<double> centroid_;  // centred
   std::vector<double> variance_;  // sum of squared deviations so far

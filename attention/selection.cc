@@ -90,6 +90,40 @@ Crossing RankAtSum(OrderScratch* ranks, double target) {
   }
 }
 
+// What errors may be left out: those of lower rank, and of that rank those from first_equal on.
+struct LeftOut {
+  uint32_t rank = 0;
+  uint32_t first_equal = 0;
+};
+// As many of the lowest ranks as sum to at most a budget, digit by digit like RankAtSum, and of
+// equals the last ones. Fills *scratch; error2 is not empty.
+template <typename RankOf>
+LeftOut LeaveOut(std::span<const float> error2, const RankOf& rank, double budget,
+                 OrderScratch* scratch) {
+  scratch->resize(error2.size());
+  std::iota(scratch->begin(), scratch->end(), 0u);
+  double left = 0;
+  for (int shift = kFirstShift;; shift = NextShift(shift)) {
+    std::array<double, kDigits> sums{};
+    uint32_t most = 0;
+    for (const uint32_t i : *scratch) {
+      const uint32_t digit = DigitOf(rank(i), shift);
+      sums[digit] += error2[i];
+      most = std::max(most, digit);
+    }
+    uint32_t digit = 0;
+    while (digit < most && left + sums[digit] <= budget) left += sums[digit++];
+    std::erase_if(*scratch, [&](uint32_t i) { return DigitOf(rank(i), shift) != digit; });
+    if (shift == 0) break;
+  }
+  size_t exact = scratch->size();
+  while (exact > 0 && left + error2[(*scratch)[exact - 1]] <= budget) {
+    left += error2[(*scratch)[--exact]];
+  }
+  const bool all = exact == scratch->size();
+  return {rank(scratch->front()), all ? scratch->back() + 1 : (*scratch)[exact]};
+}
+
 // fate = `mark` for the `count` greatest scores.
 void MarkGreatest(std::span<const float> scores, size_t count, Fate mark, OrderScratch* scratch,
                   std::span<Fate> fate) {
@@ -181,31 +215,20 @@ void CutTopP(std::span<const float> mass, double p1, double p2, OrderScratch* sc
   }
 }
 
-bool CutErrorBudget(std::span<const float> error2, double tolerance, OrderScratch* scratch,
-                    std::span<Fate> fate) {
+bool CutErrorBudget(std::span<const float> error2, std::span<const float> size, double tolerance,
+                    OrderScratch* scratch, std::span<Fate> fate) {
+  if (error2.empty()) return false;
   const double budget = tolerance * tolerance;
-  // Errors up to budget / n fit the budget all together, so only the greater ones need an order. In
-  // double precision their sum does not depend on the order beyond 1e-16 of it, far below the
-  // budget's own rounding.
-  const double small = budget / static_cast<double>(std::max<size_t>(error2.size(), 1));
-  double remainder = 0;
-  scratch->clear();
-  for (uint32_t i = 0; i < error2.size(); ++i) {
-    if (error2[i] <= small) {
-      remainder += error2[i];
-    } else {
-      scratch->push_back(i);
-    }
-  }
-  std::sort(scratch->begin(), scratch->end(), Descending(error2));
-  size_t marked = scratch->size();
-  while (marked > 0 && remainder + error2[(*scratch)[marked - 1]] <= budget) {
-    remainder += error2[(*scratch)[--marked]];
-  }
+  const auto rank = [&](uint32_t i) {
+    return Rank(size.empty() ? error2[i] : error2[i] / size[i]);
+  };
+  const LeftOut left = LeaveOut(error2, rank, budget, scratch);
   bool added = false;
-  for (size_t i = 0; i < marked; ++i) {
-    added |= fate[(*scratch)[i]] != Fate::kExact;
-    fate[(*scratch)[i]] = Fate::kExact;
+  for (uint32_t i = 0; i < error2.size(); ++i) {
+    const uint32_t own = rank(i);
+    if (own < left.rank || (own == left.rank && i >= left.first_equal)) continue;
+    added |= fate[i] != Fate::kExact;
+    fate[i] = Fate::kExact;
   }
   return added;
 }

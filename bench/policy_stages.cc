@@ -7,11 +7,13 @@
 //
 //   policy_stages --tokens=131072 --head_dim=128 --rounds=9
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/flags/flag.h"
@@ -32,8 +34,9 @@ ABSL_FLAG(uint32_t, rounds, 9, "rounds");
 ABSL_FLAG(std::string, policies,
           "dense streaming quest double-sparsity twilight twilight:selector=double-sparsity "
           "twilight:selector=full asynctls asynctls:lag=0 clusters-top-k double-p error-target "
-          "error-target:tolerance=off,floor=0.02",
-          "policies, separated by spaces: NAME[:key=value,...]");
+          "error-target@clusters",
+          "policies, separated by spaces: NAME[:key=value,...][@clusters]; a policy reads the "
+          "indexes that it asks for, or clusters without a regression");
 
 namespace attnd::bench {
 namespace {
@@ -43,6 +46,7 @@ using attention::IndexKind;
 struct Timed {
   std::string name;
   attention::Policy policy;
+  StepRunner* runner = nullptr;
   std::vector<double> milliseconds, score, select, attend, merge;  // shares of their sum
   double read = 0;
 };
@@ -66,16 +70,23 @@ int Main() {
   const uint64_t tokens = absl::GetFlag(FLAGS_tokens);
   const uint32_t threads = absl::GetFlag(FLAGS_threads) != 0 ? absl::GetFlag(FLAGS_threads)
                                                              : std::thread::hardware_concurrency();
+  // What building takes is told beside the steps that it serves.
   const auto make = [&](attention::IndexSet indexes) {
-    return MakeSyntheticSequence(shape, tokens, 8192, threads, 1, indexes);
+    const auto begin = std::chrono::steady_clock::now();
+    SyntheticSequence sequence = MakeSyntheticSequence(shape, tokens, 8192, threads, 1, indexes);
+    const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - begin;
+    std::printf("built %s in %.1f s\n", indexes.ToString().c_str(), taken.count());
+    return sequence;
   };
   const SyntheticSequence clusters = make(attention::kClusterIndexes);
+  const SyntheticSequence regression = make(attention::kRegressionIndexes);
   const SyntheticSequence in_order =
       make({IndexKind::kBlocks16, IndexKind::kBlocks64, IndexKind::kLabels, IndexKind::kKeys4});
   attention::CpuBackendOptions options;
   options.threads = threads;
   const auto backend = attention::MakeCpuBackend(options);
   StepRunner of_clusters(backend.get(), clusters, tokens);
+  StepRunner of_regression(backend.get(), regression, tokens);
   StepRunner of_order(backend.get(), in_order, tokens);
   std::printf("%llu tokens, %u query heads, %u KV heads, head_dim %u, bf16, %u threads, %s\n",
               static_cast<unsigned long long>(tokens), shape.query_heads, shape.kv_heads,
@@ -83,15 +94,20 @@ int Main() {
 
   std::vector<Timed> all;
   for (const auto& text : absl::StrSplit(absl::GetFlag(FLAGS_policies), ' ', absl::SkipEmpty())) {
-    const std::string name(text);
-    all.push_back({name, ParsePolicyText(name), {}, {}, {}, {}, {}, 0});
+    const std::pair<std::string, std::string> parts = absl::StrSplit(text, absl::MaxSplits('@', 1));
+    Timed& timed = all.emplace_back();
+    timed.name = std::string(text);
+    timed.policy = ParsePolicyText(parts.first);
+    const bool in_clusters = timed.policy.CheckIndexes(attention::kClusterIndexes).ok();
+    const bool regressed = timed.policy.Indexes().Has(IndexKind::kRegression);
+    timed.runner = !in_clusters                             ? &of_order
+                   : regressed && parts.second.empty() ? &of_regression
+                                                            : &of_clusters;
   }
   for (uint32_t round = 0; round <= absl::GetFlag(FLAGS_rounds); ++round) {
     for (Timed& timed : all) {
-      const bool in_clusters = timed.policy.CheckIndexes(attention::kClusterIndexes).ok();
-      StepRunner& runner = in_clusters ? of_clusters : of_order;
-      const double seconds = runner.Seconds(timed.policy);
-      if (round > 0) Add(runner.stats(), seconds, &timed);  // the first is a warm-up
+      const double seconds = timed.runner->Seconds(timed.policy);
+      if (round > 0) Add(timed.runner->stats(), seconds, &timed);  // the first is a warm-up
     }
   }
   std::printf(

@@ -9,6 +9,11 @@ pkg_check_modules(LIBURING REQUIRED IMPORTED_TARGET liburing)
 pkg_check_modules(ISAL REQUIRED IMPORTED_TARGET libisal)
 find_package(OpenSSL REQUIRED)
 find_package(Protobuf REQUIRED)
+if(ATTND_SANITIZE MATCHES "thread")
+  # A header that keeps the layout of the library, which is not instrumented.
+  set_property(TARGET protobuf::libprotobuf APPEND PROPERTY
+    INTERFACE_INCLUDE_DIRECTORIES ${PROJECT_SOURCE_DIR}/cmake/tsan)
+endif()
 find_package(RocksDB CONFIG REQUIRED)
 
 if(ATTND_SERVICE)

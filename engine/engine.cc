@@ -634,9 +634,7 @@ class EngineImpl : public Engine {
     if (!complete.policy.has_value()) complete.policy = options_.default_policy;
     ATTND_RETURN_IF_ERROR(backend_->Supports(*complete.policy));
     if (!complete.indexes.has_value()) {
-      const attention::IndexSet needed = complete.policy->Indexes();
-      const bool any_order = needed.empty() && complete.policy->CheckIndexes(kClusters).ok();
-      complete.indexes = any_order ? kClusters : needed;
+      complete.indexes = IndexesFor(*complete.policy);
     }
     ATTND_RETURN_IF_ERROR(complete.indexes->Validate());
     ATTND_RETURN_IF_ERROR(backend_->Supports(*complete.indexes));
@@ -644,6 +642,15 @@ class EngineImpl : public Engine {
     ATTND_RETURN_IF_ERROR(complete.policy->CheckShape(complete.shape));
     ATTND_RETURN_IF_ERROR(SetFeatureMaps(&complete));
     return Make(tenant, std::move(complete));
+  }
+
+  // What a sequence of this policy is opened with if nothing was said: what the policy needs, or the
+  // clusters that do for it where the backend has no others; clusters if it needs nothing.
+  attention::IndexSet IndexesFor(const attention::Policy& policy) const {
+    const attention::IndexSet needed = policy.Indexes();
+    const bool clusters_do = policy.CheckIndexes(kClusters).ok();
+    const bool lacking = needed.empty() || !backend_->Supports(needed).ok();
+    return clusters_do && lacking ? kClusters : needed;
   }
 
   // Those of the model, if its indexes need any.

@@ -80,16 +80,17 @@ absl::StatusOr<std::optional<attention::IndexSet>> IndexesFromProto(
     ATTND_RETURN_IF_ERROR(CheckEnum("indexes", index, known));
     indexes.Add(static_cast<attention::IndexKind>(index));
   }
-  const bool clusters = indexes.Has(attention::IndexKind::kClusters);
+  const bool clusters = indexes.clustered();
   if (request.layout() == Request::LAYOUT_TOKEN_ORDER) {
     if (!clusters) return indexes;
-    return Invalid("layout", " is token order with INDEX_CLUSTERS; allowed is cluster order");
+    return Invalid("layout", " is token order with INDEX_CLUSTERS or INDEX_REGRESSION; allowed is ",
+                   "cluster order");
   }
   if (request.layout() == Request::LAYOUT_CLUSTER_ORDER) {
     if (request.indexes().empty()) return attention::kClusterIndexes;
     if (clusters) return indexes;
-    return Invalid("layout", " is cluster order without INDEX_CLUSTERS in indexes; allowed is ",
-                   "token order");
+    return Invalid("layout", " is cluster order without INDEX_CLUSTERS or INDEX_REGRESSION in ",
+                   "indexes; allowed is token order");
   }
   if (request.indexes().empty()) return std::nullopt;
   return indexes;
@@ -432,7 +433,7 @@ void ToProto(const attention::Policy& policy, v1::PresetInfo* out) {
   }
   const attention::IndexSet indexes = policy.Indexes();
   IndexesToProto(indexes, out->mutable_indexes());
-  if (indexes.Has(attention::IndexKind::kClusters)) {
+  if (indexes.clustered()) {
     out->set_layout(v1::OpenSequenceRequest::LAYOUT_CLUSTER_ORDER);
   } else if (!policy.AllowsClusterOrder()) {
     out->set_layout(v1::OpenSequenceRequest::LAYOUT_TOKEN_ORDER);

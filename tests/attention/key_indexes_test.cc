@@ -172,7 +172,8 @@ TEST(IndexSet, NumbersAndNames) {
     const IndexSet one = {kind};
     EXPECT_EQ(IndexSet::FromBits(one.bits()), one);
     EXPECT_EQ(one.ToString(), std::string(IndexName(kind)));
-    EXPECT_EQ(one.token_order(), kind != IndexKind::kClusters);
+    EXPECT_EQ(one.token_order(),
+              kind != IndexKind::kClusters && kind != IndexKind::kRegression);
   }
   EXPECT_FALSE(IndexSet::FromBits(1).has_value());
   EXPECT_FALSE(IndexSet::FromBits(1u << 31).has_value());
@@ -181,6 +182,11 @@ TEST(IndexSet, NumbersAndNames) {
   EXPECT_TRUE(
       absl::IsInvalidArgument(IndexSet({IndexKind::kClusters, IndexKind::kBlocks16}).Validate()));
   EXPECT_TRUE(IndexSet({IndexKind::kClusters, IndexKind::kLabels}).Validate().ok());
+  EXPECT_TRUE(IndexSet({IndexKind::kRegression, IndexKind::kLabels}).Validate().ok());
+  EXPECT_TRUE(
+      absl::IsInvalidArgument(IndexSet({IndexKind::kRegression, IndexKind::kBlocks64}).Validate()));
+  EXPECT_TRUE(
+      absl::IsInvalidArgument(IndexSet({IndexKind::kRegression, IndexKind::kClusters}).Validate()));
 }
 
 }  // namespace

@@ -175,7 +175,7 @@ TEST_F(SelectionTest, CutErrorBudget) {
       if (random->Below(4) == 0) f = Fate::kExact;
     }
     const std::vector<Fate> before = fate;
-    const bool added = CutErrorBudget(scores, tolerance, &scratch_, fate);
+    const bool added = CutErrorBudget(scores, {}, tolerance, &scratch_, fate);
     const std::vector<uint32_t> order = Ranked(scores);
     const long double budget = static_cast<long double>(tolerance) * tolerance;
     size_t length = order.size();
@@ -196,14 +196,43 @@ TEST_F(SelectionTest, CutErrorBudget) {
   });
 }
 
+// With sizes the ranking is by error for each token; what is summed stays the error.
+TEST_F(SelectionTest, CutErrorBudgetBySizes) {
+  ForRandomScores([&](const std::vector<float>& scores, Random* random) {
+    const double tolerance = std::pow(10.0, 4 * random->Uniform() - 3);
+    std::vector<float> sizes(scores.size()), densities(scores.size());
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      sizes[i] = static_cast<float>(1 + random->Below(40));
+      densities[i] = scores[i] / sizes[i];
+    }
+    std::vector<Fate> fate(scores.size(), Fate::kEstimated);
+    CutErrorBudget(scores, sizes, tolerance, &scratch_, fate);
+    const std::vector<uint32_t> order = Ranked(densities);
+    const long double budget = static_cast<long double>(tolerance) * tolerance;
+    size_t length = order.size();
+    long double remainder = 0;
+    while (length > 0 && remainder + scores[order[length - 1]] <= budget) {
+      remainder += scores[order[--length]];
+    }
+    const long double next = length > 0 ? remainder + scores[order[length - 1]] : 2 * budget;
+    if (std::fabs(next - budget) < 1e-12L * budget ||
+        std::fabs(remainder - budget) < 1e-12L * budget) {
+      return;  // either answer is right
+    }
+    for (size_t i = 0; i < order.size(); ++i) {
+      EXPECT_EQ(fate[order[i]] == Fate::kExact, i < length) << i << " of " << length;
+    }
+  });
+}
+
 TEST_F(SelectionTest, CutErrorBudgetOfNothing) {
   const std::vector<float> error2 = {0, 1e-30f, 0};
   std::vector<Fate> fate(3, Fate::kEstimated);
-  EXPECT_TRUE(CutErrorBudget(error2, 0, &scratch_, fate));
+  EXPECT_TRUE(CutErrorBudget(error2, {}, 0, &scratch_, fate));
   using enum Fate;
   EXPECT_EQ(fate, std::vector<Fate>({kEstimated, kExact, kEstimated}));
-  EXPECT_FALSE(CutErrorBudget(error2, 0, &scratch_, fate));
-  EXPECT_FALSE(CutErrorBudget({}, 0.1, &scratch_, {}));
+  EXPECT_FALSE(CutErrorBudget(error2, {}, 0, &scratch_, fate));
+  EXPECT_FALSE(CutErrorBudget({}, {}, 0.1, &scratch_, {}));
 }
 
 // Finite keys may be so large that scores overflow to infinity and NaN. What is chosen then has no
@@ -235,7 +264,7 @@ TEST_F(SelectionTest, ScoresThatOverflowedAreHarmless) {
     std::sort(scratch_.begin(), scratch_.end());
     for (uint32_t i = 0; i < n; ++i) ASSERT_EQ(scratch_[i], i);  // still a permutation
     fate.assign(n, Fate::kEstimated);
-    CutErrorBudget(scores, 0.1, &scratch_, fate);
+    CutErrorBudget(scores, {}, 0.1, &scratch_, fate);
     for (size_t i = 0; i < n; ++i) {
       if (!(scores[i] <= 0.01f)) {
         EXPECT_EQ(fate[i], Fate::kExact);  // an unknown error is not within the budget

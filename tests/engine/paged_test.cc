@@ -42,8 +42,11 @@ class PagedTest : public testing::Test {
     options.archive.page_memory_bytes = page_memory_bytes;
     engine_ = MakeEngine(options);
   }
-  TestSequence Open(std::optional<attention::Policy> policy = std::nullopt) {
-    const auto id = engine_->Open(kTenant, ArgsOf(shape_, std::move(policy)));
+  TestSequence Open(std::optional<attention::Policy> policy = std::nullopt,
+                    std::optional<attention::IndexSet> indexes = std::nullopt) {
+    OpenArgs args = ArgsOf(shape_, std::move(policy));
+    args.indexes = indexes;
+    const auto id = engine_->Open(kTenant, args);
     EXPECT_TRUE(id.ok()) << id.status();
     return TestSequence(engine_.get(), id.value_or(0), shape_);
   }
@@ -340,10 +343,12 @@ TEST_F(PagedTest, HistoriesChangeOnDisk) {
 }
 
 TEST_F(PagedTest, ASequenceOutgrowsTheBudget) {
-  // 24,000 tokens are 24 MB of payload: four times the budget.
+  // 24,000 tokens are 24 MB of payload: four times the budget. Segments of 512 tokens: their axes
+  // and slopes alone would fill it.
   constexpr uint64_t kTokens = 24000;
   Start(6 * kMiB);
-  TestSequence sequence = Open(PolicyOf("error-target", {{"tolerance", "0.1"}}));
+  TestSequence sequence =
+      Open(PolicyOf("error-target", {{"tolerance", "0.1"}}), attention::kClusterIndexes);
   uint64_t resident_max = 0;
   for (uint64_t done = 0; done < kTokens; done += 250) {
     for (uint32_t layer = 0; layer < shape_.layers; ++layer) {

@@ -4,60 +4,21 @@
 #include <algorithm>
 #include <cmath>
 
+#include "tests/oracle/rows.h"
+
 namespace attnd::oracle {
 
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-double SquaredDistance(const Vector& a, const Vector& b) {
-  double sum = 0.0;
-  for (std::size_t c = 0; c < a.size(); ++c) sum += (a[c] - b[c]) * (a[c] - b[c]);
-  return sum;
-}
-
-// Mean of the rows numbered in members, of which there is at least one.
-Vector MeanOf(const std::vector<Vector>& rows, const std::vector<std::size_t>& members) {
-  Vector mean(rows[members[0]].size(), 0.0);
-  for (const std::size_t member : members) {
-    for (std::size_t c = 0; c < mean.size(); ++c) mean[c] += rows[member][c];
-  }
-  for (double& element : mean) element /= static_cast<double>(members.size());
-  return mean;
-}
-
 std::vector<Vector> Centred(const std::vector<Vector>& keys) {
-  std::vector<std::size_t> all(keys.size());
-  for (std::size_t j = 0; j < all.size(); ++j) all[j] = j;
-  const Vector mean = MeanOf(keys, all);
+  const Vector mean = MeanOf(keys);
   std::vector<Vector> centred = keys;
   for (Vector& key : centred) {
     for (std::size_t c = 0; c < key.size(); ++c) key[c] -= mean[c];
   }
   return centred;
-}
-
-// Nearest centre, the lower number on a tie; lowers margin where the second was close.
-std::size_t Nearest(const Vector& key, const std::vector<Vector>& centres, double& margin) {
-  std::size_t best = 0;
-  double best_distance = kInfinity;
-  double second_distance = kInfinity;
-  for (std::size_t i = 0; i < centres.size(); ++i) {
-    const double distance = SquaredDistance(key, centres[i]);
-    if (distance < best_distance) {
-      second_distance = best_distance;
-      best_distance = distance;
-      best = i;
-    } else {
-      second_distance = std::min(second_distance, distance);
-    }
-  }
-  if (second_distance == best_distance) {
-    margin = 0.0;
-  } else if (best_distance > 0.0) {
-    margin = std::min(margin, (second_distance - best_distance) / best_distance);
-  }
-  return best;
 }
 
 ClusterSummary Summarise(const std::vector<Vector>& keys, const std::vector<Vector>& values,

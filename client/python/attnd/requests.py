@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy.typing as npt
 
 from attnd.model import Model
-from attnd.policy import Policy, as_policy, to_wire_indexes
+from attnd.policy import CLUSTER_INDEXES, Policy, as_policy, to_wire_indexes
 from attnd.tensors import Array, to_tensor, to_wire_dtype
 from attnd.v1 import attnd_pb2, types_pb2
 
@@ -123,8 +123,9 @@ def open_request(
     )
     if indexes is not None:
         request.indexes.extend(to_wire_indexes(indexes))
+        clustered = any(index in CLUSTER_INDEXES for index in indexes)
         request.layout = (
-            request.LAYOUT_CLUSTER_ORDER if "clusters" in indexes else request.LAYOUT_TOKEN_ORDER
+            request.LAYOUT_CLUSTER_ORDER if clustered else request.LAYOUT_TOKEN_ORDER
         )
     return request
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from attnd.policy import INDEXES, Policy, Preset
+from attnd.policy import CLUSTER_INDEXES, INDEXES, Policy, Preset
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,11 @@ class Opening:
 
 # What a sequence has that asks for nothing; policies that read no index go with it.
 CLUSTERS = Opening(("clusters",))
+REGRESSION = Opening(("regression",))
 # One upload for all policies over tokens in order; another for those that need feature maps, which a
 # server has for some models only.
-TOKENS = Opening(
-    tuple(name for name in INDEXES if name not in ("clusters", "summary")), observed=True
-)
-COMPLETION = Opening(tuple(name for name in INDEXES if name != "clusters"), observed=True)
+COMPLETION = Opening(tuple(name for name in INDEXES if name not in CLUSTER_INDEXES), observed=True)
+TOKENS = Opening(tuple(name for name in COMPLETION.indexes if name != "summary"), observed=True)
 
 
 def opening_of(policy: Policy, presets: Iterable[Preset]) -> Opening:
@@ -45,6 +44,8 @@ def opening_of(policy: Policy, presets: Iterable[Preset]) -> Opening:
             return Opening((), observed=True, alone=str(policy))
         if "summary" in preset.indexes:
             return COMPLETION
+        if "regression" in preset.indexes:
+            return REGRESSION
         if preset.indexes and "clusters" not in preset.indexes:
             return TOKENS
     return CLUSTERS

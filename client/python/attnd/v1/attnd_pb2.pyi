@@ -218,6 +218,7 @@ class OpenSequenceRequest(_message.Message):
     INDEX_CLUSTERS: OpenSequenceRequest.Index
     INDEX_KEYS_4BIT: OpenSequenceRequest.Index
     INDEX_LABELS: OpenSequenceRequest.Index
+    INDEX_REGRESSION: OpenSequenceRequest.Index
     INDEX_SUMMARY: OpenSequenceRequest.Index
     INDEX_UNSPECIFIED: OpenSequenceRequest.Index
     LAYOUT_CLUSTER_ORDER: OpenSequenceRequest.Layout

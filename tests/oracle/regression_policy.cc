@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/oracle/regression_policy.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+namespace attnd::oracle {
+
+namespace {
+
+constexpr double kSpreadCap = 8.0;  // of d2
+constexpr double kMassWeight = 0.5;
+constexpr double kCoherent = 0.45;
+constexpr double kNormGuard = 1e-3;  // share of the values' root mean square
+constexpr double kTiny = 0x1p-126;   // the least normal float
+
+// q~ = R^T q.
+Vector AlongAxes(const Regression& segment, const Vector& query) {
+  Require(segment.axes.size() == query.size(), "queries of the axes' size");
+  Vector result(query.size(), 0.0);
+  for (std::size_t d = 0; d < query.size(); ++d) {
+    for (std::size_t c = 0; c < result.size(); ++c) result[c] += segment.axes[d][c] * query[d];
+  }
+  return result;
+}
+
+Vector Squares(const Vector& row, const std::optional<double>& steps) {
+  Vector squares;
+  for (const double x : row) squares.push_back(x * x);
+  if (!steps.has_value()) return squares;
+  const double step = *std::max_element(squares.begin(), squares.end()) / *steps;
+  for (double& square : squares) square = step > 0.0 ? std::round(square / step) * step : 0.0;
+  return squares;
+}
+
+// The segment and place of each cluster.
+struct Place {
+  const Regression* segment = nullptr;
+  std::size_t i = 0;
+
+  double Size() const { return segment->sizes[i]; }
+  const Vector& MeanValue() const { return segment->mean_values[i]; }
+};
+
+std::vector<Place> Places(const RegressionInput& input) {
+  std::vector<Place> places;
+  for (const Regression& segment : input.segments) {
+    for (std::size_t i = 0; i < segment.sizes.size(); ++i) places.push_back({&segment, i});
+  }
+  return places;
+}
+
+// max(|o|, guard).
+double GuardedNorm(const std::vector<Place>& places, const Vector& log_mass,
+                   const SoftmaxState& zones, double lse, const Vector& out) {
+  double mean_square = 0.0;
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    mean_square += std::exp(log_mass[i] - lse) * SquaredNorm(places[i].MeanValue());
+  }
+  if (zones.z > 0.0) mean_square += std::exp(zones.Lse() - lse) * SquaredNorm(zones.Out());
+  return std::max({std::sqrt(SquaredNorm(out)), kNormGuard * std::sqrt(mean_square), kTiny});
+}
+
+// a q . C_i + ln s_i + 2 sqrt(d2_i)
+Vector OptimisticLogMass(const RegressionInput& input, const Vector& query) {
+  const HeadScores scores = Scores(input, query);
+  Vector result;
+  for (std::size_t i = 0; i < scores.log_mass.size(); ++i) {
+    result.push_back(scores.log_mass[i] - scores.lift[i] + 2.0 * std::sqrt(scores.spread[i]));
+  }
+  return result;
+}
+
+// The cut by the error budget: the prefix of the ranking by errors / sizes that is taken, and what
+// an implementation with another rounding may take. A cluster must be inside if it and all that lie
+// surely below it exceed the budget, and may be inside if it and all that do not lie surely above
+// it do.
+struct BudgetCut {
+  std::vector<bool> taken, must, may;  // [clusters]
+};
+
+BudgetCut CutByBudget(const Vector& errors, const Vector& ranking, double tolerance,
+                      double margin) {
+  const std::size_t count = errors.size();
+  if (tolerance == 0.0) {
+    const std::vector<bool> all(count, true);
+    return {all, all, all};
+  }
+  std::vector<bool> none(count, false);
+  BudgetCut cut{none, none, none};
+  const double budget = tolerance * tolerance;
+  Indices order = Range(0, count);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::size_t a, std::size_t b) { return ranking[a] > ranking[b]; });
+  double remainder = 0.0;
+  for (std::size_t rank = count; rank > 0; --rank) {
+    remainder += errors[order[rank - 1]];
+    cut.taken[order[rank - 1]] = remainder > budget;
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    double least = errors[i];
+    double most = errors[i];
+    for (std::size_t j = 0; j < count; ++j) {
+      if (j == i) continue;
+      if (ranking[j] * (1.0 + margin) < ranking[i]) least += errors[j];
+      if (ranking[j] <= ranking[i] * (1.0 + margin)) most += errors[j];
+    }
+    cut.must[i] = least > budget * (1.0 + margin);
+    cut.may[i] = most > budget * (1.0 - margin);
+  }
+  return cut;
+}
+
+}  // namespace
+
+std::size_t ClusterCount(const RegressionInput& input) { return Places(input).size(); }
+
+HeadScores Scores(const RegressionInput& input, const Vector& query) {
+  HeadScores scores;
+  for (const Regression& segment : input.segments) {
+    const Vector squares = Squares(AlongAxes(segment, query), input.square_steps);
+    for (std::size_t i = 0; i < segment.sizes.size(); ++i) {
+      const double spread = input.scale * input.scale * Dot(squares, segment.variances[i]);
+      const double lift = std::min(spread, kSpreadCap) / 2.0;
+      scores.spread.push_back(spread);
+      scores.lift.push_back(lift);
+      scores.damping.push_back(spread > kSpreadCap ? kSpreadCap / spread : 1.0);
+      scores.log_mass.push_back(input.scale * Dot(query, segment.centroids[i]) +
+                                std::log(segment.sizes[i]) + lift);
+    }
+  }
+  return scores;
+}
+
+RegressionEstimate Estimate(const RegressionInput& input, const Vector& query, const Indices& set) {
+  const std::vector<Place> places = Places(input);
+  const HeadScores scores = Scores(input, query);
+  RegressionEstimate estimate{SoftmaxState(input.value_dim), Vector(input.value_dim, 0.0), 0.0};
+  for (const std::size_t i : set) estimate.state.Add(scores.log_mass.at(i), places[i].MeanValue());
+
+  for (const Regression& segment : input.segments) {
+    Vector moved(query.size(), 0.0);  // sum of Z_i f_i w_i over the set's clusters of this segment
+    for (const std::size_t i : set) {
+      if (places[i].segment != &segment) continue;
+      const double weight = std::exp(scores.log_mass[i] - estimate.state.m) * scores.damping[i];
+      const Vector& variance = segment.variances[places[i].i];
+      for (std::size_t c = 0; c < moved.size(); ++c) moved[c] += weight * variance[c];
+    }
+    const Vector along = AlongAxes(segment, query);
+    for (std::size_t c = 0; c < moved.size(); ++c) moved[c] *= along[c];
+    for (std::size_t e = 0; e < input.value_dim; ++e) {
+      estimate.shift[e] += input.scale * Dot(segment.slope[e], moved);
+    }
+  }
+  for (std::size_t e = 0; e < input.value_dim; ++e) estimate.state.n[e] += estimate.shift[e];
+  estimate.shift_norm = std::sqrt(SquaredNorm(estimate.shift));
+  return estimate;
+}
+
+Vector SquaredErrors(const RegressionInput& input, const Vector& query, const SoftmaxState& zones,
+                     double lse, const Vector& out) {
+  const std::vector<Place> places = Places(input);
+  const HeadScores scores = Scores(input, query);
+  const double norm = GuardedNorm(places, scores.log_mass, zones, lse, out);
+  Vector errors;
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    const double weights = std::min(std::expm1(2.0 * scores.lift[i]), places[i].Size() - 1.0);
+    const double of_values = weights * places[i].segment->spread[places[i].i] / places[i].Size();
+    const double of_mass = kMassWeight * scores.lift[i] * scores.lift[i] *
+                           (SquaredNorm(places[i].MeanValue()) + SquaredNorm(out));
+    const double relative_mass = std::exp(scores.log_mass[i] - lse) / norm;
+    errors.push_back(relative_mass * relative_mass * (of_values + of_mass));
+  }
+  return errors;
+}
+
+Vector FirstPassSquaredErrors(const RegressionInput& input, const Vector& query,
+                              const SoftmaxState& zones) {
+  SoftmaxState state = zones;
+  state.Merge(Estimate(input, query, Range(0, ClusterCount(input))).state);
+  return SquaredErrors(input, query, zones, state.Lse(), state.Out());
+}
+
+ErrorTargetSelection Select(const RegressionInput& input, const std::vector<Vector>& queries,
+                            const std::vector<SoftmaxState>& zones, double tolerance, double floor,
+                            double margin) {
+  Require(!queries.empty() && queries.size() == zones.size(),
+          "a state of the zones for each query");
+  Require(tolerance >= 0.0, "a tolerance of 0 or more");
+  const std::vector<Place> places = Places(input);
+  const std::size_t count = places.size();
+  ErrorTargetSelection result;
+  result.errors.assign(count, 0.0);
+  std::vector<Vector> optimistic;
+  for (std::size_t h = 0; h < queries.size(); ++h) {
+    const Vector errors = FirstPassSquaredErrors(input, queries[h], zones[h]);
+    for (std::size_t i = 0; i < count; ++i) {
+      result.errors[i] += errors[i] / static_cast<double>(queries.size());
+    }
+    optimistic.push_back(OptimisticLogMass(input, queries[h]));
+  }
+  result.optimistic = GroupImportance(optimistic);
+
+  Vector error_ranking = result.errors;
+  Vector floor_ranking = result.optimistic;
+  for (std::size_t i = 0; i < count; ++i) {
+    error_ranking[i] /= places[i].Size();
+    floor_ranking[i] /= places[i].Size();
+  }
+  const BudgetCut budget = CutByBudget(result.errors, error_ranking, tolerance, margin);
+  const TopSet top = TakeTop(Range(0, count), floor_ranking, FractionCount(floor, count), margin);
+
+  std::vector<bool> exact = budget.taken;
+  for (const std::size_t i : top.taken) exact[i] = true;
+  Selection& selection = result.selection;
+  selection.must_covered = selection.may_covered = std::vector<bool>(count, true);
+  for (std::size_t i = 0; i < count; ++i) {
+    (exact[i] ? selection.plan.exact : selection.plan.estimated).push_back(i);
+    selection.must_exact.push_back(budget.must[i] || top.must[i]);
+    selection.may_exact.push_back(budget.may[i] || top.may[i]);
+  }
+  return result;
+}
+
+double PredictedError(const RegressionInput& input, const Vector& query, const SoftmaxState& zones,
+                      const Indices& estimated, double lse, const Vector& out) {
+  if (estimated.empty()) return 0.0;
+  const Vector errors = SquaredErrors(input, query, zones, lse, out);
+  double sum = 0.0;
+  for (const std::size_t i : estimated) sum += errors.at(i);
+  const RegressionEstimate estimate = Estimate(input, query, estimated);
+  const double norm = GuardedNorm(Places(input), Scores(input, query).log_mass, zones, lse, out);
+  const double shift = kCoherent * std::exp(estimate.state.m - lse) * estimate.shift_norm / norm;
+  return std::sqrt(sum + shift * shift);
+}
+
+}  // namespace attnd::oracle
