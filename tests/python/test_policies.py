@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import attnd
+from attnd.policy import CLUSTER_INDEXES
 from cases import Case, assert_near, step
 
 TOKENS = 1400
@@ -80,7 +81,7 @@ def test_every_preset_says_what_it_needs_and_a_sequence_opened_so_serves_it(clie
 
 
 def test_one_sequence_serves_all_policies_whose_indexes_it_has(client):
-    everything = tuple(name for name in attnd.INDEXES if name not in ("clusters", "summary"))
+    everything = tuple(name for name in attnd.INDEXES if name not in (*CLUSTER_INDEXES, "summary"))
     sequence = opened(client, "dense", everything)
     info = next(i for i in client.list_sequences() if i.sequence_id == sequence)
     assert info.indexes == everything

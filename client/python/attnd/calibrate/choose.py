@@ -134,8 +134,9 @@ def _found(measurement: Measurement, policy: str) -> Point:
 
 
 def _common_policies(measurements: Sequence[Measurement]) -> Iterator[tuple[str, str]]:
-    """Presets and texts of the points that every run has, but dense."""
+    """Presets and texts of the points that every run has, but dense; none over an index of the
+    caller's choice, which a named preset cannot ask for."""
     for point in measurements[0].points:
         everywhere = all(one.find(point.policy) is not None for one in measurements)
-        if everywhere and point.policy != DENSE:
+        if everywhere and point.policy != DENSE and "@" not in point.policy:
             yield point.preset, point.policy

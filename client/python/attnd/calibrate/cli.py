@@ -28,7 +28,7 @@ from attnd.eval.measure import Run, Subject, measure, offered
 from attnd.eval.results import Measurement
 from attnd.eval.series import policies_of, select
 from attnd.eval.server import running
-from attnd.policy import Policy
+from attnd.eval.opening import parse_policy
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--presets", type=lambda text: text.split(","), help="comma separated (default: all)")
     add(
         "--policy",
-        type=Policy.parse,
+        type=parse_policy,
         action="append",
         default=[],
         help="a point besides the series, NAME:key=value,...; may be repeated",

@@ -36,6 +36,7 @@ from collections.abc import Sequence
 from attnd import AttndError, Client, Policy
 from attnd.eval.cache import DEFAULT_MAX_BYTES, Cache, default_folder
 from attnd.eval.evalset import TASKS, read_examples
+from attnd.eval.opening import parse_policy
 from attnd.eval.run import Settings, describe, evaluate
 from attnd.nano import Model
 from attnd.tensors import as_dtype
@@ -147,6 +148,6 @@ def _tasks(text: str) -> list[str]:
 
 def _policy(text: str) -> Policy:
     try:
-        return Policy.parse(text)
+        return parse_policy(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None

@@ -34,9 +34,41 @@ COMPLETION = Opening(tuple(name for name in INDEXES if name not in CLUSTER_INDEX
 TOKENS = Opening(tuple(name for name in COMPLETION.indexes if name != "summary"), observed=True)
 
 
+@dataclass(frozen=True)
+class PolicyOver(Policy):
+    """A policy over sequences that are opened with an index of the caller's choice.
+
+    Attributes:
+        index: its name; the policy must be able to read it.
+    """
+
+    index: str = ""
+
+    def __str__(self) -> str:
+        """The text that parse_policy() reads."""
+        return f"{super().__str__()}@{self.index}"
+
+
+def parse_policy(text: str) -> Policy:
+    """Reads NAME[:key=value,...][@INDEX], for example "error-target:tolerance=0.1@clusters".
+
+    Raises:
+        ValueError: as Policy.parse, and if the index is none of INDEXES.
+    """
+    policy, at, index = text.partition("@")
+    parsed = Policy.parse(policy)
+    if not at:
+        return parsed
+    if index not in INDEXES:
+        raise ValueError(f"policy {text!r}: index {index!r} is none of {', '.join(INDEXES)}")
+    return PolicyOver(parsed.preset, parsed.parameters, index)
+
+
 def opening_of(policy: Policy, presets: Iterable[Preset]) -> Opening:
     """The opening that a policy needs, from what the server says of its preset; unknown presets,
     which the server will refuse, go with the clusters."""
+    if isinstance(policy, PolicyOver):
+        return Opening((policy.index,))
     for preset in presets:
         if preset.policy.preset != policy.preset:
             continue

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attnd.policy import Policy
+from attnd.eval.opening import parse_policy
 
 _DIGITS = 6
 
@@ -60,7 +60,7 @@ class Point:
 
     @property
     def preset(self) -> str:
-        return Policy.parse(self.policy).preset
+        return parse_policy(self.policy).preset
 
     @property
     def mean_accuracy(self) -> float:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from attnd.eval.opening import parse_policy
 from attnd.policy import Policy
 
 # Tokens of the middle: the papers' points and two below (docs/POLICIES.md).
@@ -37,7 +38,7 @@ class Series:
 
 def _series(preset: str, *points: str, name: str = "") -> Series:
     texts = [f"{preset}:{point}" for point in points] or [preset]
-    return Series(name or preset, tuple(Policy.parse(text) for text in texts))
+    return Series(name or preset, tuple(parse_policy(text) for text in texts))
 
 
 def _budgets(preset: str) -> Series:
@@ -87,6 +88,18 @@ SERIES = (
         "tolerance=0.2",
         "tolerance=0.1",
         "tolerance=0.05",
+        "tolerance=0.02",
+    ),
+    # What a server with the CUDA backend has of it.
+    _series(
+        "error-target",
+        "tolerance=off,floor=0.002@clusters",
+        "tolerance=off@clusters",
+        "tolerance=0.3@clusters",
+        "tolerance=0.2@clusters",
+        "tolerance=0.1@clusters",
+        "tolerance=0.05@clusters",
+        name="error-target over clusters",
     ),
 )
 

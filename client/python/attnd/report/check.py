@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnd.eval.results import Measurement, Point
-from attnd.policy import Policy
+from attnd.eval.opening import parse_policy
 
 _ROUNDING = 0.0005 + 1e-9
 
@@ -143,7 +143,7 @@ def _deviations_of(references: References, measurement: Measurement) -> Iterator
     for policy in references.policies:
         point = measurement.find(policy)
         if point is None:
-            if Policy.parse(policy).preset not in measurement.not_offered:
+            if parse_policy(policy).preset not in measurement.not_offered:
                 yield f"{run}: {policy} has references and was not measured"
             continue
         for one in compare(references, policy, point):
