@@ -114,7 +114,9 @@ def run_questions(
 # ---- Evaluation ----
 
 
-def kept_prefill(args: argparse.Namespace, haystack: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+def kept_prefill(
+    args: argparse.Namespace, haystack: np.ndarray
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """Each layer's keys and values [kv_heads, tokens, D] as attnd.eval has them."""
     from attnd.eval.cache import Cache
     from attnd.eval.evalset import Example
@@ -123,7 +125,8 @@ def kept_prefill(args: argparse.Namespace, haystack: np.ndarray) -> list[tuple[n
 
     nothing = np.empty(0, np.int64)
     example = Example("", haystack, nothing, nothing)
-    layers = prefill_there(Model.load(args.model), example, Cache(args.prefilled), lambda share: None)
+    model, cache = Model.load(args.model), Cache(args.prefilled)
+    layers = prefill_there(model, example, cache, lambda share: None)
     return [(k.swapaxes(0, 1), v.swapaxes(0, 1)) for k, v in layers]
 
 
@@ -251,7 +254,9 @@ def main() -> None:
         started = time.monotonic()
         tokens, mask = all_tokens[sequence], masks[sequence]
         layers = (
-            kept_prefill(args, tokens[:haystack]) if args.prefilled else prefill(model, tokens[:haystack])
+            kept_prefill(args, tokens[:haystack])
+            if args.prefilled
+            else prefill(model, tokens[:haystack])
         )
         kv = [(round_kv(k), round_kv(v)) for k, v in layers]
         prefilled = time.monotonic()
