@@ -21,6 +21,9 @@ constexpr uint32_t kChunkTokensMax = 64;
 // Axes with less than this share of all variance have no slope: theirs would be one rounding by
 // another.
 constexpr double kLeastVarianceShare = 1e-12;
+// Keys deviate from their centroid at most by this, so that sums of their products stay floats. (No
+// query may look at keys this large with more than nothing.)
+constexpr float kDeviationMax = 1e17f;
 // Slopes stay floats, and so does what they make of coordinates, whatever the values.
 constexpr double kSlopeMax = 1e18;
 
@@ -77,6 +80,7 @@ void RegressionBuilder::Start(const Head& head) {
   sums_.resize(kQuad * std::max(dim_, value_dim_));
   centroids_.resize(clusters * dim_);
   mean_values_.resize(clusters * value_dim_);
+  stored_value_.resize(value_dim_);
   cluster_sum_.assign(dim_ + value_dim_, 0.0);
   moments_.assign(dim_ * dim_, 0.0);
   by_channel_.resize(dim_ * dim_);
@@ -137,7 +141,9 @@ void RegressionBuilder::LoadTokens(uint32_t begin, uint32_t end) {
     if (stage_ == Stage::kMeans) continue;
     const float* const centroid = centroids_.data() + cluster_ * dim_;
     const float* const mean_value = mean_values_.data() + cluster_ * value_dim_;
-    for (size_t c = 0; c < dim_; ++c) key[c] -= centroid[c];
+    for (size_t c = 0; c < dim_; ++c) {
+      key[c] = std::clamp(key[c] - centroid[c], -kDeviationMax, kDeviationMax);
+    }
     for (size_t c = 0; c < value_dim_; ++c) value[c] -= mean_value[c];
   }
 }
@@ -194,7 +200,6 @@ void RegressionBuilder::SumResiduals() {
 
 // Writes what the stage has found of a cluster.
 void RegressionBuilder::EndCluster(uint32_t cluster) {
-  const ModelShape& shape = head_.form->shape;
   const IndexLayout& layout = *head_.layout;
   const double size = starts_[cluster + 1] - starts_[cluster];
   if (stage_ == Stage::kMeans) {
@@ -204,15 +209,9 @@ void RegressionBuilder::EndCluster(uint32_t cluster) {
     for (size_t c = 0; c < value_dim_; ++c) {
       mean_value[c] = static_cast<float>(cluster_sum_[dim_ + c] / size);
     }
-    const size_t element = DTypeBytes(shape.dtype);
-    FromFloat(shape.dtype, centroid, dim_,
-              head_.index + layout.centroids + cluster * dim_ * element);
-    if (!shape.latent) {
-      FromFloat(shape.dtype, mean_value, value_dim_,
-                head_.index + layout.mean_values + cluster * value_dim_ * element);
-    }
+    StoreMeans(cluster);
     double norm2 = 0;
-    for (size_t c = 0; c < value_dim_; ++c) norm2 += double{mean_value[c]} * mean_value[c];
+    for (const float x : stored_value_) norm2 += double{x} * x;
     StoreAt(head_.index + layout.value_norm2, cluster, static_cast<float>(norm2));
     StoreAt(head_.index + layout.log_size, cluster, static_cast<float>(std::log(size)));
   }
@@ -221,6 +220,20 @@ void RegressionBuilder::EndCluster(uint32_t cluster) {
     StoreAt(head_.index + layout.spread, cluster,
             static_cast<float>(std::sqrt(cluster_sum_[0] / size)));
   }
+}
+
+// Leaves the mean value in stored_value_ as the dtype has rounded it: as estimates use it.
+void RegressionBuilder::StoreMeans(uint32_t cluster) {
+  const ModelShape& shape = head_.form->shape;
+  const size_t element = DTypeBytes(shape.dtype);
+  std::byte* const centroid = head_.index + head_.layout->centroids + cluster * dim_ * element;
+  std::byte* mean_value = centroid;  // of a latent shape, its front
+  FromFloat(shape.dtype, centroids_.data() + cluster * dim_, dim_, centroid);
+  if (!shape.latent) {
+    mean_value = head_.index + head_.layout->mean_values + cluster * value_dim_ * element;
+    FromFloat(shape.dtype, mean_values_.data() + cluster * value_dim_, value_dim_, mean_value);
+  }
+  ToFloat(shape.dtype, mean_value, value_dim_, stored_value_.data());
 }
 
 void RegressionBuilder::StoreVariances(uint32_t cluster) {
@@ -251,8 +264,7 @@ void RegressionBuilder::StoreAxes() {
 void RegressionBuilder::StoreSlopes() {
   const double tokens = starts_.back() - starts_.front();
   const double ridge = 1 + static_cast<double>(dim_) / tokens;
-  const double least =
-      kLeastVarianceShare * std::accumulate(squares_.begin(), squares_.end(), 0.0);
+  const double least = kLeastVarianceShare * std::accumulate(squares_.begin(), squares_.end(), 0.0);
   for (size_t a = 0; a < dim_; ++a) {
     const double scale = squares_[a] > least ? 1 / (ridge * squares_[a]) : 0;
     for (size_t c = 0; c < value_dim_; ++c) {

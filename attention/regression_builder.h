@@ -54,12 +54,13 @@ class RegressionBuilder {
   void SumResiduals();
   void EndCluster(uint32_t cluster);
   void FindCoordinates();
+  void StoreMeans(uint32_t cluster);
   void StoreAxes();
   void StoreVariances(uint32_t cluster);
   void StoreSlopes();
 
   Head head_;
-  size_t dim_ = 0;        // of keys
+  size_t dim_ = 0;  // of keys
   size_t value_dim_ = 0;
   Stage stage_ = Stage::kDone;
   uint32_t chunk_tokens_ = 0;
@@ -75,13 +76,14 @@ class RegressionBuilder {
   std::vector<float> quad_;         // [max(dim, chunk_tokens)][4] weights for kernels
   std::vector<float> sums_;         // [4][max(dim, value_dim)] of kernels
 
-  std::vector<float> centroids_;    // [clusters][dim]
-  std::vector<float> mean_values_;  // [clusters][value_dim]
+  std::vector<float> centroids_;     // [clusters][dim]
+  std::vector<float> mean_values_;   // [clusters][value_dim]
+  std::vector<float> stored_value_;  // [value_dim]
   std::vector<double> cluster_sum_;  // of the cluster that a pass is in
-  std::vector<double> moments_;     // [dim][dim] sum of keys' products
-  std::vector<float> by_channel_;   // [dim][dim] axes, a row for each channel
-  std::vector<double> cross_;       // [value_dim][dim] sum of values' products with coordinates
-  std::vector<double> squares_;     // [dim] sum of squared coordinates
+  std::vector<double> moments_;      // [dim][dim] sum of keys' products
+  std::vector<float> by_channel_;    // [dim][dim] axes, a row for each channel
+  std::vector<double> cross_;        // [value_dim][dim] sum of values' products with coordinates
+  std::vector<double> squares_;      // [dim] sum of squared coordinates
   PrincipalAxes axes_;
 };
 

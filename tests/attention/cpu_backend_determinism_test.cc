@@ -54,6 +54,8 @@ class CpuBackendDeterminism : public testing::Test {
     constexpr IndexSet kTokens = {IndexKind::kBlocks16, IndexKind::kBlocks64, IndexKind::kLabels,
                                   IndexKind::kKeys4};
     AddSequence(MakeShape(6, 2, 64, 64, DType::kBf16), {3000, 600}, 80, kTokens);
+    AddSequence(MakeShape(12, 1, 80, 48, DType::kBf16), {2000, 700}, 90,
+                {IndexKind::kRegression, IndexKind::kLabels});
     for (TestSequence& sequence : *sequences_) AddRows(&sequence);
     const std::unique_ptr<Backend> backend = MakeCpuBackend({.threads = 1});
     for (const TestRow& row : *rows_) {
@@ -76,7 +78,7 @@ class CpuBackendDeterminism : public testing::Test {
     spec.tail_tokens = tail;
     spec.seed = TestSeed() + sequences_->size();
     spec.indexes = indexes;
-    sequences_->reserve(4);  // rows point into it
+    sequences_->reserve(5);  // rows point into it
     sequences_->push_back(MakeSequence(spec));
   }
 

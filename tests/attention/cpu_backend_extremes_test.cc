@@ -10,6 +10,8 @@
 #include <algorithm>
 #include <cmath>
 #include <set>
+#include <string>
+#include <tuple>
 
 #include "attention/cpu_backend.h"
 #include "tests/attention/support.h"
@@ -30,11 +32,13 @@ std::vector<Policy> Policies() {
   return policies;
 }
 
-class CpuBackendExtremes : public testing::TestWithParam<DType> {
+class CpuBackendExtremes : public testing::TestWithParam<std::tuple<DType, IndexSet>> {
  protected:
+  static DType dtype() { return std::get<0>(GetParam()); }
   TestSequence Make(double key_scale, double value_scale) {
     SequenceSpec spec;
-    spec.shape = MakeShape(5, 1, 64, 32, GetParam());
+    spec.shape = MakeShape(5, 1, 64, 32, dtype());
+    spec.indexes = std::get<1>(GetParam());
     spec.segment_tokens = {1500, 700};
     spec.tail_tokens = 33;
     spec.seed = TestSeed();
@@ -98,7 +102,7 @@ TEST_P(CpuBackendExtremes, ZeroQueriesGiveTheMean) {
     if (step.rows[r].stats.dropped_tokens > 0) continue;
     SCOPED_TRACE(testing::Message() << "row " << r);
     // Mean values are stored in the dtype.
-    const double tolerance = 4 * UnitRoundoff(GetParam()) + 1e-6;
+    const double tolerance = 4 * UnitRoundoff(dtype()) + 1e-6;
     for (size_t i = 0; i < step.rows[r].out.size(); ++i) {
       EXPECT_NEAR(step.rows[r].out[i], mean[i % 32], tolerance);
     }
@@ -134,15 +138,64 @@ TEST_P(CpuBackendExtremes, KeysAllAlike) {
   }
 }
 
+// Numbers at the limits of what an engine takes (engine/magnitude.h), of the middle's size and of
+// the least there are: every answer is finite, and so is what it predicts of itself.
+TEST_P(CpuBackendExtremes, WhatAnEngineTakesGivesNumbers) {
+  constexpr double kLogitMax = 1e18, kValueMax = 1e13;
+  const bool fp16 = dtype() == DType::kFp16;
+  for (const double key_scale : {0.0, 1e-45, 1e-10, 1.0, 1e17, 1e30, 3e38}) {
+    // Keys that lie further apart than the greatest float have no clusters without a regression.
+    if (key_scale > 1e38 && !std::get<1>(GetParam()).Has(IndexKind::kRegression)) continue;
+    for (const double value_scale : {1e-45, 1.0, kValueMax}) {
+      TestSequence sequence = Make(key_scale, 1);
+      std::vector<HeadData> heads = sequence.heads;
+      const double most = fp16 ? 65504 : kValueMax;
+      double greatest = 1e-45;
+      for (HeadData& head : heads) {
+        for (float& value : head.values) {
+          value = static_cast<float>(std::clamp(value * value_scale, -most, most));
+        }
+        head.values = Rounded(dtype(), head.values);
+        for (const float key : head.keys) greatest = std::max(greatest, std::fabs(double{key}));
+      }
+      sequence = MakeSequenceOf(sequence.spec, heads);
+      const double longest =
+          std::min(3e38, kLogitMax / sequence.spec.shape.softmax_scale / 64 / greatest);
+      for (const double share : {1.0, 1e-3, 1e-18, 1e-30}) {
+        SCOPED_TRACE(testing::Message()
+                     << sequence.spec << ", keys up to " << greatest << ", values " << value_scale
+                     << ", queries " << share * longest);
+        // No number of it is beyond 8.
+        const StepResult step = Run(&sequence, share * longest / 8);
+        ExpectWhole(step, sequence);
+        for (size_t r = 0; r < step.rows.size(); ++r) {
+          SCOPED_TRACE(testing::Message() << "row " << r << ": " << Policies()[r].preset);
+          for (const float x : step.rows[r].out) ASSERT_TRUE(std::isfinite(x)) << x;
+          for (const float x : step.rows[r].lse) ASSERT_TRUE(std::isfinite(x)) << x;
+          const RowStats& stats = step.rows[r].stats;
+          ASSERT_TRUE(std::isfinite(stats.covered_mass.value_or(0)));
+          ASSERT_TRUE(std::isfinite(stats.exact_mass.value_or(0)));
+          ASSERT_TRUE(std::isfinite(stats.predicted_error_mean.value_or(0)))
+              << *stats.predicted_error_mean;
+          ASSERT_TRUE(std::isfinite(stats.predicted_error_max.value_or(0)));
+        }
+      }
+    }
+  }
+}
+
 // Errors are relative, so values times a power of two change no prediction, even if the square of
 // the zones' sum of values is beyond float32.
-TEST(CpuBackendExtremesTest, PredictedErrorsDoNotDependOnTheScaleOfValues) {
+class CpuBackendScales : public testing::TestWithParam<IndexSet> {};
+
+TEST_P(CpuBackendScales, PredictedErrorsDoNotDependOnTheScaleOfValues) {
   SCOPED_TRACE(testing::Message() << "seed " << TestSeed());
   SequenceSpec spec;
   spec.shape = MakeShape(2, 1, 16, 16, DType::kBf16);
   spec.segment_tokens = {700};
   spec.tail_tokens = 1000;
   spec.seed = TestSeed();
+  spec.indexes = GetParam();
   const std::unique_ptr<Backend> backend = MakeCpuBackend({.threads = 1});
   const Policy policy = *ParsePolicy("error-target", {{"tolerance", "0.0005"}});
   std::vector<RowStats> stats;
@@ -165,9 +218,17 @@ TEST(CpuBackendExtremesTest, PredictedErrorsDoNotDependOnTheScaleOfValues) {
   EXPECT_FLOAT_EQ(*stats[0].predicted_error_max, *stats[1].predicted_error_max);
 }
 
+INSTANTIATE_TEST_SUITE_P(Indexes, CpuBackendScales,
+                         testing::Values(kClusterIndexes, kRegressionIndexes),
+                         [](const auto& indexes) { return indexes.param.ToString(); });
+
 INSTANTIATE_TEST_SUITE_P(DTypes, CpuBackendExtremes,
-                         testing::Values(DType::kBf16, DType::kFp16, DType::kFp32),
-                         [](const auto& dtype) { return std::string(DTypeName(dtype.param)); });
+                         testing::Combine(testing::Values(DType::kBf16, DType::kFp16, DType::kFp32),
+                                          testing::Values(kClusterIndexes, kRegressionIndexes)),
+                         [](const auto& both) {
+                           return std::string(DTypeName(std::get<0>(both.param))) + "_" +
+                                  std::get<1>(both.param).ToString();
+                         });
 
 }  // namespace
 }  // namespace attnd::attention::test

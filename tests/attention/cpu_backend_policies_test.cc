@@ -13,17 +13,12 @@
 #include <cmath>
 
 #include "attention/cpu_backend.h"
+#include "tests/attention/row_check.h"
 #include "tests/attention/support.h"
 #include "tests/oracle/attention.h"
 
 namespace attnd::attention::test {
 namespace {
-
-// Logits reach a few tens; their float32 error, some 1e-6, is the relative error of a weight.
-constexpr double kOutTolerance = 2e-5;  // relative to the output's norm, or its values' size
-constexpr double kLseTolerance = 2e-5;  // up to an lse of 4; a greater one has more to round
-constexpr double kMassTolerance = 2e-5;
-constexpr double kErrorTolerance = 1e-3;  // relative: sums of squares of differences
 
 struct Case {
   uint32_t query_heads, kv_heads, head_dim, value_dim;
@@ -59,156 +54,6 @@ const std::vector<Case> kShapes(std::begin(kCases), std::end(kCases));
 const std::vector<DType> kDTypes = {DType::kBf16, DType::kFp16, DType::kFp32};
 #endif
 
-Policy Parse(const std::string& preset, const std::map<std::string, std::string>& parameters = {}) {
-  const absl::StatusOr<Policy> policy = ParsePolicy(preset, parameters);
-  EXPECT_TRUE(policy.ok()) << policy.status();
-  return *policy;
-}
-
-std::vector<Policy> Policies() {
-  return {
-      Parse("dense"),
-      Parse("streaming"),
-      Parse("clusters-top-k"),
-      Parse("clusters-top-k", {{"exact", "0.1"}, {"estimated", "0"}}),
-      Parse("clusters-top-k",
-            {{"exact", "0.3"}, {"estimated", "1"}, {"estimator", "second-order"}}),
-      Parse("clusters-top-k", {{"exact", "1"}}),
-      Parse("double-p"),
-      Parse("double-p", {{"p1", "0.99"}, {"p2", "0.8"}, {"estimator", "second-order"}}),
-      Parse("double-p", {{"p1", "1"}, {"p2", "0.5"}, {"estimator", "second-order"}}),
-      Parse("double-p", {{"p1", "1"}, {"p2", "1"}}),
-      Parse("error-target"),
-      Parse("error-target", {{"tolerance", "0.05"}}),
-      Parse("error-target", {{"tolerance", "0.01"}, {"floor", "0"}}),
-      Parse("error-target", {{"tolerance", "1e-9"}}),
-      Parse("error-target", {{"tolerance", "0"}}),
-      Parse("error-target", {{"tolerance", "off"}, {"floor", "0.02"}}),
-      Parse("error-target", {{"tolerance", "off"}, {"floor", "0"}}),
-  };
-}
-
-std::string Describe(const Policy& policy) {
-  std::string text = policy.preset;
-  for (const auto& [name, value] : policy.Parameters()) text += " " + name + "=" + value;
-  return text;
-}
-
-// A tolerance of nothing is dense: no clusters are looked at, so there is no plan and no prediction
-// to compare.
-bool LooksAtClusters(const oracle::Policy& policy) {
-  return policy.preset != oracle::Preset::kDense && policy.preset != oracle::Preset::kStreaming &&
-         !(policy.preset == oracle::Preset::kErrorTarget && policy.tolerance == 0);
-}
-
-double LseTolerance(double lse) { return kLseTolerance * std::max(1.0, std::fabs(lse) / 4); }
-
-// What a row's statistics must be, gathered from the oracle's answers.
-struct ExpectedStats {
-  size_t zone = 0, exact = 0, estimated = 0, dropped = 0, lanes = 0;
-  double covered = 0, exact_mass = 0, error = 0, error_max = 0;
-
-  void Add(const oracle::PolicyInput& input, const oracle::Answer& answer) {
-    zone += input.zone_keys.size();
-    exact += answer.exact_tokens;
-    estimated += answer.estimated_tokens;
-    dropped += answer.dropped_tokens;
-    for (const oracle::HeadAnswer& head : answer.heads) {
-      ++lanes;
-      covered += head.covered_mass;
-      exact_mass += head.exact_mass;
-      error += head.predicted_error;
-      error_max = std::max(error_max, head.predicted_error);
-    }
-  }
-};
-
-// Distance relative to the expected norm, but not to less than what rounding of the values alone
-// explains.
-void ExpectClose(std::span<const float> actual, const oracle::Vector& expected, double value_size) {
-  ASSERT_EQ(actual.size(), expected.size());
-  double difference2 = 0;
-  for (size_t c = 0; c < expected.size(); ++c) {
-    difference2 += std::pow(actual[c] - expected[c], 2);
-  }
-  const double size = std::max(std::sqrt(oracle::SquaredNorm(expected)), value_size);
-  EXPECT_LE(std::sqrt(difference2), kOutTolerance * size);
-}
-
-void CheckHeads(const RowResult& result, const TestRow& row, uint32_t token, uint32_t kv_head,
-                const oracle::Answer& answer) {
-  const ModelShape& shape = row.sequence->spec.shape;
-  for (uint32_t h = 0; h < shape.group(); ++h) {
-    const size_t slot = size_t{token} * shape.query_heads + kv_head * shape.group() + h;
-    SCOPED_TRACE(testing::Message() << "query head " << kv_head * shape.group() + h);
-    ExpectClose(std::span(result.out).subspan(slot * shape.value_dim, shape.value_dim),
-                answer.heads[h].out,
-                std::sqrt(shape.value_dim) * 0.1 * row.sequence->spec.value_scale);
-    if (std::isinf(answer.heads[h].lse)) {  // nothing was read: streaming without zones
-      EXPECT_EQ(result.lse[slot], answer.heads[h].lse);
-    } else {
-      EXPECT_NEAR(result.lse[slot], answer.heads[h].lse, LseTolerance(answer.heads[h].lse));
-    }
-  }
-}
-
-void CheckStats(const RowStats& stats, const ExpectedStats& expected,
-                const oracle::Policy& policy) {
-  EXPECT_EQ(stats.zone_tokens, expected.zone);
-  EXPECT_EQ(stats.exact_tokens, expected.exact);
-  EXPECT_EQ(stats.estimated_tokens, expected.estimated);
-  EXPECT_EQ(stats.dropped_tokens, expected.dropped);
-  EXPECT_EQ(stats.host_tokens, expected.zone + expected.exact);
-  const auto lanes = static_cast<double>(expected.lanes);
-  const bool middle_seen = policy.preset != oracle::Preset::kStreaming;
-  ASSERT_EQ(stats.covered_mass.has_value(), middle_seen);
-  ASSERT_EQ(stats.exact_mass.has_value(), middle_seen);
-  if (middle_seen) {
-    EXPECT_NEAR(*stats.covered_mass, expected.covered / lanes, kMassTolerance);
-    EXPECT_NEAR(*stats.exact_mass, expected.exact_mass / lanes, kMassTolerance);
-  }
-  if (!LooksAtClusters(policy)) return;
-  const bool predicts =
-      expected.dropped == 0 &&
-      (expected.estimated == 0 || policy.mass == oracle::MassEstimate::kSecondOrder);
-  ASSERT_EQ(stats.predicted_error_mean.has_value(), predicts);
-  ASSERT_EQ(stats.predicted_error_max.has_value(), predicts);
-  if (!predicts) return;
-  const double mean = expected.error / lanes;
-  EXPECT_NEAR(*stats.predicted_error_mean, mean, kErrorTolerance * mean);
-  EXPECT_NEAR(*stats.predicted_error_max, expected.error_max, kErrorTolerance * expected.error_max);
-}
-
-// Checks one row of a step; `plan` is where its plans start, and is moved behind them.
-void CheckRow(const StepResult& step, size_t r, const TestRow& row, uint32_t layer,
-              std::vector<Plan>::const_iterator* plan) {
-  const oracle::Policy policy = OraclePolicy(row.policy, layer);
-  ExpectedStats expected;
-  for (uint32_t token = 0; token < row.query_tokens; ++token) {
-    for (uint32_t kv_head = 0; kv_head < row.sequence->spec.shape.kv_heads; ++kv_head) {
-      SCOPED_TRACE(testing::Message() << "query token " << token << ", KV head " << kv_head);
-      const oracle::PolicyInput input = MakeInput(row, layer, token, kv_head);
-      const oracle::Selection selection = oracle::Select(input, policy);
-      oracle::Plan numbered = selection.plan;
-      if (LooksAtClusters(policy) && !row.sequence->view->segments.empty()) {
-        ASSERT_NE(*plan, step.plans.end());
-        const Plan& given = *(*plan)++;
-        ASSERT_EQ(given.row, r);
-        ASSERT_EQ(given.query_token, token);
-        ASSERT_EQ(given.kv_head, kv_head);
-        EXPECT_TRUE(std::is_sorted(given.exact.begin(), given.exact.end()));
-        EXPECT_TRUE(std::is_sorted(given.estimated.begin(), given.estimated.end()));
-        numbered = NumberedPlan(given, input);
-        ASSERT_EQ(oracle::CheckPlan(selection, numbered), "");
-      }
-      const oracle::Answer answer = oracle::Evaluate(input, policy.mass, numbered);
-      CheckHeads(step.rows[r], row, token, kv_head, answer);
-      expected.Add(input, answer);
-    }
-  }
-  CheckStats(step.rows[r].stats, expected, policy);
-}
-
 class CpuBackendPolicies : public testing::TestWithParam<std::tuple<Case, DType>> {};
 
 TEST_P(CpuBackendPolicies, PlanAnswerAndStatisticsAreTheOracles) {
@@ -223,7 +68,7 @@ TEST_P(CpuBackendPolicies, PlanAnswerAndStatisticsAreTheOracles) {
   TestSequence sequence = MakeSequence(spec);
   std::vector<TestRow> rows;
   for (const DType query_dtype : {DType::kFp32, dtype}) {
-    for (const Policy& policy : Policies()) {
+    for (const Policy& policy : ClusterPolicies()) {
       // The tail's last token is the query's own.
       rows.push_back(MakeRow(&sequence, policy, spec.tokens() - 1, 1, false, query_dtype, 0,
                              spec.seed + rows.size()));
@@ -286,7 +131,7 @@ TEST_F(CpuBackendRows, ValuesOfAnySize) {
     spec.value_scale = scale;
     TestSequence sequence = MakeSequence(spec);
     std::vector<TestRow> rows;
-    for (const Policy& policy : Policies()) {
+    for (const Policy& policy : ClusterPolicies()) {
       rows.push_back(MakeRow(&sequence, policy, spec.tokens() - 1, 1, false, DType::kFp32, 0,
                              spec.seed + rows.size()));
     }
@@ -352,7 +197,7 @@ TEST_F(CpuBackendRows, OutputsThatCancelAreMeasuredAgainstTheValues) {
 TEST_F(CpuBackendRows, SeveralQueryTokensAreCausal) {
   TestSequence sequence = Make({640, 520}, 137);
   std::vector<TestRow> rows;
-  for (const Policy& policy : Policies()) {
+  for (const Policy& policy : ClusterPolicies()) {
     for (const uint32_t tokens : {2u, 3u, 37u, 137u}) {
       if (tokens > 3 && policy.selector == Selector::kClusters) continue;  // the oracle is slow
       rows.push_back(MakeRow(&sequence, policy, sequence.spec.tokens() - tokens, tokens, false,
@@ -366,7 +211,7 @@ TEST_F(CpuBackendRows, QueryOnlySeesThePastAlike) {
   TestSequence sequence = Make({640, 520}, 70);
   TestSequence no_tail = Make({640, 520}, 0, 0);  // and no sink: clusters only
   std::vector<TestRow> rows;
-  for (const Policy& policy : Policies()) {
+  for (const Policy& policy : ClusterPolicies()) {
     for (const uint32_t tokens : {1u, 3u}) {
       rows.push_back(MakeRow(&sequence, policy, sequence.spec.tokens(), tokens, true, DType::kFp16,
                              1, TestSeed() + rows.size()));
@@ -383,7 +228,7 @@ TEST_F(CpuBackendRows, QueryOnlySeesThePastAlike) {
 TEST_F(CpuBackendRows, WithoutSegmentsEveryPolicyIsDense) {
   TestSequence sequence = Make({}, 333);
   std::vector<TestRow> rows;
-  for (const Policy& policy : Policies()) {
+  for (const Policy& policy : ClusterPolicies()) {
     rows.push_back(MakeRow(&sequence, policy, 332, 1, false, DType::kBf16, 0, rows.size()));
     rows.push_back(MakeRow(&sequence, policy, 0, 5, false, DType::kBf16, 0, rows.size()));
   }
@@ -460,7 +305,7 @@ TEST_F(CpuBackendRows, DenseLayersAreDense) {
 TEST_F(CpuBackendRows, AnEmptySequenceHasTheEmptyAnswer) {
   TestSequence sequence = Make({}, 0);
   std::vector<TestRow> rows;
-  for (const Policy& policy : Policies()) {
+  for (const Policy& policy : ClusterPolicies()) {
     rows.push_back(MakeRow(&sequence, policy, 0, 2, true, DType::kFp32, 0, TestSeed()));
   }
   const StepResult step = RunStep(backend_.get(), 0, rows);

@@ -102,6 +102,128 @@ TEST_P(ClusterKernelsTest, ClusterErrorsOfVanishingOutputs) {
   for (const float total : sum) EXPECT_TRUE(std::isfinite(total)) << total;
 }
 
+// Sizes from one member up, where nothing can be wrong, to many.
+TEST_P(ClusterKernelsTest, RegressionErrors) {
+  constexpr double kShare = 0.5;
+  for (size_t n = 0; n < 40; ++n) {
+    SCOPED_TRACE(testing::Message() << "seed " << TestSeed() << ", n " << n);
+    std::vector<float> weight = random_.Normals(n * kQuad);
+    for (float& w : weight) w = std::exp(-10 * w * w);
+    const std::vector<float> d2 = Spreads(n);
+    std::vector<float> spread = random_.Normals(n), norm2 = random_.Normals(n), size(n);
+    for (size_t i = 0; i < n; ++i) {
+      spread[i] = i % 4 == 0 ? 0.0f : std::fabs(spread[i]);
+      norm2[i] = i % 5 == 0 ? 0.0f : 30 * norm2[i] * norm2[i];
+      size[i] = static_cast<float>(1 + random_.Below(i % 3 == 0 ? 3 : 5000));
+    }
+    const float error_unit[kQuad] = {1.0f, 0.3f, 0.0f, 20.0f};
+    const float mass_unit[kQuad] = {0.5f, 0.01f, 1.0f, 0.0f};
+    std::vector<float> error2(n * kQuad + 1, -1), mass2(n * kQuad + 1, -1);
+    kernels::RegressionErrorArgs args;
+    args.weight = weight.data();
+    args.d2 = d2.data();
+    args.size = size.data();
+    args.spread = spread.data();
+    args.value_norm2 = norm2.data();
+    args.error_unit = error_unit;
+    args.mass_unit = mass_unit;
+    args.error2 = error2.data();
+    args.mass2 = mass2.data();
+    kernels::RegressionErrors(args, n);
+    for (size_t i = 0; i < n * kQuad; ++i) {
+      const size_t cluster = i / kQuad;
+      const double g = std::min(double{d2[i]}, 8.0);
+      const double growth = std::min(std::expm1(g), double{size[cluster]} - 1);
+      const double rest = double{weight[i]} * error_unit[i % kQuad] * spread[cluster];
+      const double moved = double{weight[i]} * error_unit[i % kQuad] * g / 2;
+      const double error =
+          rest * rest * growth / size[cluster] + kShare * moved * moved * norm2[cluster];
+      ASSERT_NEAR(error2[i], error, 3e-6 * error + std::numeric_limits<float>::min());
+      const double mass = double{weight[i]} * mass_unit[i % kQuad] * g / 2;
+      const double expected = kShare * mass * mass;
+      ASSERT_NEAR(mass2[i], expected, 2e-6 * expected + std::numeric_limits<float>::min());
+    }
+    ASSERT_EQ(error2[n * kQuad], -1);
+    ASSERT_EQ(mass2[n * kQuad], -1);
+  }
+}
+
+// As ClusterErrorsOfVanishingOutputs: neither part is NaN, and both sum to a float.
+TEST_P(ClusterKernelsTest, RegressionErrorsOfVanishingOutputs) {
+  constexpr size_t kCount = 1000;
+  const std::vector<float> weight(kCount * kQuad, 1.0f), spread(kCount, 1e6f), norm2(kCount, 1e30f);
+  const std::vector<float> size(kCount, 20.0f);
+  std::vector<float> d2(kCount * kQuad, 100.0f);
+  std::fill_n(d2.begin(), kQuad, 0.0f);
+  const float error_unit[kQuad] = {8.5e37f, 8.5e37f, 8.5e37f, 8.5e37f};
+  const float mass_unit[kQuad] = {1, 1, 1, 1};
+  std::vector<float> error2(kCount * kQuad), mass2(kCount * kQuad);
+  kernels::RegressionErrorArgs args;
+  args.weight = weight.data();
+  args.d2 = d2.data();
+  args.size = size.data();
+  args.spread = spread.data();
+  args.value_norm2 = norm2.data();
+  args.error_unit = error_unit;
+  args.mass_unit = mass_unit;
+  args.error2 = error2.data();
+  args.mass2 = mass2.data();
+  kernels::RegressionErrors(args, kCount);
+  for (size_t j = 0; j < kQuad; ++j) EXPECT_EQ(error2[j], 0.0f);
+  for (const std::vector<float>* part : {&error2, &mass2}) {
+    std::vector<float> sum(kQuad, 0.0f);
+    kernels::ScaleQuads(part->data(), weight.data(), kCount, nullptr, sum.data());
+    for (const float total : sum) EXPECT_TRUE(std::isfinite(total)) << total;
+  }
+}
+
+// Counts about the rows that are taken at once, and dims that are odd multiples of 16.
+TEST_P(ClusterKernelsTest, AddWeightedVariances) {
+  for (const size_t dim : {16, 48, 64, 80, 128, 240, 576}) {
+    for (const size_t n : {0, 1, 3, 63, 64, 65, 130}) {
+      SCOPED_TRACE(testing::Message() << "seed " << TestSeed() << ", dim " << dim << ", n " << n);
+      std::vector<uint8_t> codes(n * dim / 2);
+      for (uint8_t& byte : codes) byte = static_cast<uint8_t>(random_.Below(256));
+      std::vector<float> unit = random_.Normals(n);
+      for (float& x : unit) x *= x;
+      const std::vector<float> d2 = Spreads(n);
+      std::vector<float> weight = random_.Normals(n * kQuad);
+      for (float& w : weight) w = std::exp(-2 * w * w);
+      const std::vector<float> before = random_.Normals(kQuad * dim);
+      std::vector<float> sum = before;
+      sum.push_back(-1);
+      kernels::AddWeightedVariances(codes.data(), unit.data(), n, dim, d2.data(), weight.data(),
+                                    sum.data());
+      ASSERT_EQ(sum.back(), -1);
+      for (size_t j = 0; j < kQuad; ++j) {
+        for (size_t c = 0; c < dim; ++c) {
+          double expected = before[j * dim + c];
+          double size = std::fabs(expected);
+          for (size_t i = 0; i < n; ++i) {
+            const uint8_t byte = codes[i * dim / 2 + c % (dim / 2)];
+            const int code = c < dim / 2 ? byte % 16 : byte / 16;
+            const double damping = d2[i * kQuad + j] > 8 ? 8 / double{d2[i * kQuad + j]} : 1;
+            const double part = damping * weight[i * kQuad + j] * unit[i] * code * code;
+            expected += part;
+            size += part;
+          }
+          ASSERT_NEAR(sum[j * dim + c], expected, 2e-6 * size) << "lane " << j << ", " << c;
+        }
+      }
+    }
+  }
+}
+
+// An infinite variance of logits leaves nothing of a cluster's share, and no NaN.
+TEST_P(ClusterKernelsTest, AddWeightedVariancesOfInfiniteSpread) {
+  const std::vector<uint8_t> codes(8, 0xff);
+  const std::vector<float> unit(1, 1e30f), d2(kQuad, kInfinity), weight(kQuad, 1.0f);
+  std::vector<float> sum(kQuad * 16, 0.5f);
+  kernels::AddWeightedVariances(codes.data(), unit.data(), 1, 16, d2.data(), weight.data(),
+                                sum.data());
+  for (const float x : sum) EXPECT_EQ(x, 0.5f);
+}
+
 // The cluster must be as near as the nearest, up to rounding; the lower one of true equals.
 TEST_P(ClusterKernelsTest, AssignClosest) {
   for (const size_t dim : {16, 48, 64, 128, 512, 576}) {

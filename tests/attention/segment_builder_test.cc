@@ -16,6 +16,7 @@
 #include <cstring>
 #include <limits>
 
+#include "tests/attention/segment_support.h"
 #include "tests/attention/support.h"
 #include "tests/oracle/kmeans.h"
 
@@ -38,65 +39,6 @@ void PrintTo(const Case& c, std::ostream* out) {
        << ", unclustered " << c.unclustered << (c.latent ? ", latent" : "");
 }
 
-// A view whose tail starts at position `begin`, which need not be a block's first.
-std::shared_ptr<const SequenceView> Skip(const std::shared_ptr<const SequenceView>& view,
-                                         uint64_t begin) {
-  auto result = std::make_shared<SequenceView>(*view);
-  const auto first = static_cast<ptrdiff_t>(begin / kTailBlockTokens);
-  result->tail.assign(view->tail.begin() + first, view->tail.end());
-  result->tail_begin = begin;
-  return result;
-}
-
-// Every token once, in the right place, with its own bytes; clusters cover the rest without gaps.
-void ExpectPayload(const Segment& segment, uint32_t layer, uint32_t kv_head, const HeadData& data) {
-  const ModelShape& shape = segment.shape();
-  const PageGeometry geometry(shape);
-  const std::span<const uint16_t> positions = segment.positions(layer, kv_head);
-  ASSERT_EQ(positions.size(), segment.tokens());
-  std::vector<bool> seen(segment.tokens(), false);
-  for (uint32_t slot = 0; slot < segment.tokens(); ++slot) {
-    const uint32_t place = positions[slot];
-    ASSERT_LT(place, segment.tokens());
-    ASSERT_FALSE(seen[place]) << "token " << place << " twice";
-    seen[place] = true;
-    if (slot < segment.unclustered()) {
-      ASSERT_EQ(place, slot);
-    }
-    const size_t token = segment.first_position() + place;
-    const auto key =
-        Stored(shape.dtype, std::span(data.keys).subspan(token * shape.head_dim, shape.head_dim));
-    const auto value = Stored(
-        shape.dtype, std::span(data.values).subspan(token * shape.value_dim, shape.value_dim));
-    const std::byte* pages = segment.pages(layer, kv_head);
-    ASSERT_EQ(std::memcmp(pages + geometry.KeyOffset(slot), key.data(), key.size()), 0);
-    ASSERT_EQ(std::memcmp(pages + geometry.ValueOffset(slot), value.data(), value.size()), 0);
-  }
-  const ClusterIndex index = segment.clusters(layer, kv_head);
-  ASSERT_GE(index.clusters, 1u);
-  ASSERT_LE(index.clusters, (segment.clustered() + kClusterTokens - 1) / kClusterTokens);
-  ASSERT_EQ(index.starts[0], segment.unclustered());
-  ASSERT_EQ(index.starts[index.clusters], segment.tokens());
-  for (uint32_t i = 0; i < index.clusters; ++i) {
-    ASSERT_LT(index.starts[i], index.starts[i + 1]) << "cluster " << i << " is empty";
-    EXPECT_TRUE(std::is_sorted(positions.begin() + index.starts[i],
-                               positions.begin() + index.starts[i + 1]));
-  }
-}
-
-// The cluster of each clustered token, in position order.
-std::vector<size_t> AssignmentOf(const Segment& segment, uint32_t layer, uint32_t kv_head) {
-  const ClusterIndex index = segment.clusters(layer, kv_head);
-  const std::span<const uint16_t> positions = segment.positions(layer, kv_head);
-  std::vector<size_t> assignment(segment.clustered());
-  for (uint32_t i = 0; i < index.clusters; ++i) {
-    for (uint32_t slot = index.starts[i]; slot < index.starts[i + 1]; ++slot) {
-      assignment[positions[slot] - segment.unclustered()] = i;
-    }
-  }
-  return assignment;
-}
-
 double LargestKey(const HeadData& data) {
   double largest = 0;
   for (const float key : data.keys) largest = std::max(largest, std::fabs(double{key}));
@@ -108,19 +50,6 @@ void ExpectRow(const oracle::Vector& stored, const oracle::Vector& exact, double
   ASSERT_EQ(stored.size(), exact.size());
   for (size_t c = 0; c < exact.size(); ++c) {
     EXPECT_NEAR(stored[c], exact[c], relative * std::fabs(exact[c]) + absolute) << "channel " << c;
-  }
-}
-
-// Codes are the oracle's, or a neighbour where 15 sigma / r lies near a half.
-void ExpectCodes(const ClusterIndex& index, uint32_t i, const oracle::ClusterSummary& summary) {
-  const size_t half = summary.variance.size() / 2;
-  for (size_t c = 0; c < summary.variance.size(); ++c) {
-    const uint8_t byte = index.deviation_codes[i * half + c % half];
-    const int code = c < half ? byte % 16 : byte / 16;
-    if (code == summary.code.codes[c]) continue;
-    const double level = 15 * std::sqrt(summary.variance[c]) / summary.code.r;
-    EXPECT_EQ(std::abs(code - summary.code.codes[c]), 1) << "channel " << c;
-    EXPECT_NEAR(level - std::floor(level), 0.5, 1e-3) << "channel " << c;
   }
 }
 
@@ -371,41 +300,16 @@ TEST(LatentSegments, HoldKeysAlone) {
 
 // ---- quanta ----
 
-std::vector<std::byte> AllBytes(const Segment& segment) {
-  const ModelShape& shape = segment.shape();
-  std::vector<std::byte> bytes;
-  const auto append = [&](const void* data, size_t size) {
-    const auto* start = static_cast<const std::byte*>(data);
-    bytes.insert(bytes.end(), start, start + size);
-  };
-  for (uint32_t layer = 0; layer < shape.layers; ++layer) {
-    for (uint32_t head = 0; head < shape.kv_heads; ++head) {
-      const ClusterIndex index = segment.clusters(layer, head);
-      const size_t n = index.clusters;
-      append(index.centroids, n * shape.head_dim * DTypeBytes(shape.dtype));
-      append(index.mean_values, n * shape.value_dim * DTypeBytes(shape.dtype));
-      append(index.deviation_codes, n * shape.head_dim / 2);
-      append(index.variance_unit, n * sizeof(float));
-      append(index.log_size, n * sizeof(float));
-      append(index.spread, n * sizeof(float));
-      append(index.value_norm2, n * sizeof(float));
-      append(index.starts, (n + 1) * sizeof(uint32_t));
-      append(segment.positions(layer, head).data(), segment.tokens() * sizeof(uint16_t));
-      append(segment.pages(layer, head),
-             PageGeometry::PagesFor(segment.tokens()) * PageGeometry(shape).page_bytes());
-    }
-  }
-  return bytes;
-}
+class HeadBuilderQuanta : public testing::TestWithParam<IndexSet> {};
 
-TEST(HeadBuilderQuanta, TheSameBytesHoweverTheTimeIsCut) {
+TEST_P(HeadBuilderQuanta, TheSameBytesHoweverTheTimeIsCut) {
   const ModelShape shape = MakeShape(2, 2, 64, 48, DType::kBf16, 2);
   Random random(TestSeed());
   std::vector<HeadData> heads;
   for (int h = 0; h < 4; ++h) heads.push_back(MakeHeadData(shape, 1500, &random));
-  const auto view = MakeTailView(shape, 1500, heads);
+  const auto view = MakeTailView(shape, 1500, heads, GetParam());
   const std::vector<std::byte> expected = AllBytes(*BuildSegment(view, 1500, 4));
-  for (const int64_t quantum_us : {0, 50, 1000}) {
+  for (const int64_t quantum_us : {0, 1, 50, 1000}) {
     EXPECT_EQ(AllBytes(*BuildSegment(view, 1500, 4, 1, quantum_us)), expected) << quantum_us;
   }
   // Heads in any order, two builders taking turns.
@@ -423,9 +327,13 @@ TEST(HeadBuilderQuanta, TheSameBytesHoweverTheTimeIsCut) {
   EXPECT_EQ(AllBytes(*builder.Finish()), expected);
 }
 
+INSTANTIATE_TEST_SUITE_P(Indexes, HeadBuilderQuanta,
+                         testing::Values(kClusterIndexes, kRegressionIndexes),
+                         [](const auto& indexes) { return indexes.param.ToString(); });
+
 // A chunk's work has a limit, so a head takes at least its work over that limit in chunks. No
 // clock: machines differ.
-TEST(HeadBuilderQuanta, AChunkIsASmallPartOfTheWork) {
+TEST(HeadBuilderChunks, AChunkIsASmallPartOfTheWork) {
   constexpr uint64_t kChunkMultiplyAdds = uint64_t{4} << 20;
   constexpr uint32_t kChunkTokens = 128;
   for (const uint32_t head_dim : {64u, 128u, 256u}) {

@@ -351,6 +351,31 @@ std::vector<oracle::Cluster> StoredClusters(const Segment& segment, uint32_t lay
   return clusters;
 }
 
+oracle::Regression StoredRegression(const Segment& segment, uint32_t layer, uint32_t kv_head) {
+  const ModelShape& shape = segment.shape();
+  const ClusterIndex index = segment.clusters(layer, kv_head);
+  const size_t dim = shape.head_dim;
+  oracle::Regression stored;
+  for (const oracle::Cluster& cluster : StoredClusters(segment, layer, kv_head)) {
+    stored.sizes.push_back(cluster.size);
+    stored.centroids.push_back(cluster.centroid);
+    stored.mean_values.push_back(cluster.mean_value);
+    stored.variances.push_back(cluster.variance);
+    stored.spread.push_back(cluster.value_spread);
+  }
+  // A row of the index is an axis, a column of the oracle's matrices.
+  const auto transposed = [dim](const float* rows, size_t width) {
+    std::vector<oracle::Vector> columns(width, oracle::Vector(dim));
+    for (size_t a = 0; a < dim; ++a) {
+      for (size_t c = 0; c < width; ++c) columns[c][a] = rows[a * width + c];
+    }
+    return columns;
+  };
+  stored.axes = transposed(index.axes, dim);
+  stored.slope = transposed(index.slopes, shape.value_dim);
+  return stored;
+}
+
 // Whether the kernels of this processor and target hold squared queries as 15-bit integers
 // (attention/kernels.h, DotDeviations).
 bool KernelsRoundSquares() {
@@ -382,6 +407,18 @@ oracle::PolicyInput MakeInput(const TestRow& row, uint32_t layer, uint32_t query
   }
   for (const auto& segment : sequence.view->segments) {
     input.segments.push_back(StoredClusters(*segment, layer, kv_head));
+  }
+  input.scale = shape.softmax_scale;
+  input.value_dim = shape.value_dim;
+  if (KernelsRoundSquares()) input.square_steps = 32767;
+  return input;
+}
+
+oracle::RegressionInput MakeRegressionInput(const TestRow& row, uint32_t layer, uint32_t kv_head) {
+  const ModelShape& shape = row.sequence->spec.shape;
+  oracle::RegressionInput input;
+  for (const auto& segment : row.sequence->view->segments) {
+    input.segments.push_back(StoredRegression(*segment, layer, kv_head));
   }
   input.scale = shape.softmax_scale;
   input.value_dim = shape.value_dim;

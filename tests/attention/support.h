@@ -19,6 +19,8 @@
 #include "attention/segment.h"
 #include "common/model_shape.h"
 #include "tests/oracle/policies.h"
+#include "tests/oracle/regression.h"
+#include "tests/oracle/regression_policy.h"
 #include "tests/test_seed.h"
 
 namespace attnd::attention::test {
@@ -139,12 +141,18 @@ StepResult RunStep(Backend* backend, uint32_t layer, std::span<const TestRow> ro
 std::vector<oracle::Cluster> StoredClusters(const Segment& segment, uint32_t layer,
                                             uint32_t kv_head);
 
+// The same of a segment with a regression: what its index stores.
+oracle::Regression StoredRegression(const Segment& segment, uint32_t layer, uint32_t kv_head);
+
 // The presets that can read segments with these indexes, but for those that need a keep-set.
 std::vector<Policy> PresetsFor(const IndexSet& indexes);
 
 // What one (query token, KV head) of a row sees.
 oracle::PolicyInput MakeInput(const TestRow& row, uint32_t layer, uint32_t query_token,
                               uint32_t kv_head);
+
+// The regressions of all segments that it sees.
+oracle::RegressionInput MakeRegressionInput(const TestRow& row, uint32_t layer, uint32_t kv_head);
 
 // A backend's plan with clusters numbered through.
 oracle::Plan NumberedPlan(const Plan& plan, const oracle::PolicyInput& input);

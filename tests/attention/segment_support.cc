@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/attention/segment_support.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <span>
+
+namespace attnd::attention::test {
+
+std::shared_ptr<const SequenceView> Skip(const std::shared_ptr<const SequenceView>& view,
+                                         uint64_t begin) {
+  auto result = std::make_shared<SequenceView>(*view);
+  const auto first = static_cast<ptrdiff_t>(begin / kTailBlockTokens);
+  result->tail.assign(view->tail.begin() + first, view->tail.end());
+  result->tail_begin = begin;
+  return result;
+}
+
+void ExpectPayload(const Segment& segment, uint32_t layer, uint32_t kv_head, const HeadData& data) {
+  const ModelShape& shape = segment.shape();
+  const PageGeometry geometry(shape);
+  const std::span<const uint16_t> positions = segment.positions(layer, kv_head);
+  ASSERT_EQ(positions.size(), segment.tokens());
+  std::vector<bool> seen(segment.tokens(), false);
+  for (uint32_t slot = 0; slot < segment.tokens(); ++slot) {
+    const uint32_t place = positions[slot];
+    ASSERT_LT(place, segment.tokens());
+    ASSERT_FALSE(seen[place]) << "token " << place << " twice";
+    seen[place] = true;
+    if (slot < segment.unclustered()) {
+      ASSERT_EQ(place, slot);
+    }
+    const size_t token = segment.first_position() + place;
+    const auto key =
+        Stored(shape.dtype, std::span(data.keys).subspan(token * shape.head_dim, shape.head_dim));
+    const auto value = Stored(
+        shape.dtype, std::span(data.values).subspan(token * shape.value_dim, shape.value_dim));
+    const std::byte* pages = segment.pages(layer, kv_head);
+    ASSERT_EQ(std::memcmp(pages + geometry.KeyOffset(slot), key.data(), key.size()), 0);
+    ASSERT_EQ(std::memcmp(pages + geometry.ValueOffset(slot), value.data(), value.size()), 0);
+  }
+  const ClusterIndex index = segment.clusters(layer, kv_head);
+  ASSERT_GE(index.clusters, 1u);
+  ASSERT_LE(index.clusters, (segment.clustered() + kClusterTokens - 1) / kClusterTokens);
+  ASSERT_EQ(index.starts[0], segment.unclustered());
+  ASSERT_EQ(index.starts[index.clusters], segment.tokens());
+  for (uint32_t i = 0; i < index.clusters; ++i) {
+    ASSERT_LT(index.starts[i], index.starts[i + 1]) << "cluster " << i << " is empty";
+    EXPECT_TRUE(std::is_sorted(positions.begin() + index.starts[i],
+                               positions.begin() + index.starts[i + 1]));
+  }
+}
+
+std::vector<size_t> AssignmentOf(const Segment& segment, uint32_t layer, uint32_t kv_head) {
+  const ClusterIndex index = segment.clusters(layer, kv_head);
+  const std::span<const uint16_t> positions = segment.positions(layer, kv_head);
+  std::vector<size_t> assignment(segment.clustered());
+  for (uint32_t i = 0; i < index.clusters; ++i) {
+    for (uint32_t slot = index.starts[i]; slot < index.starts[i + 1]; ++slot) {
+      assignment[positions[slot] - segment.unclustered()] = i;
+    }
+  }
+  return assignment;
+}
+
+void ExpectCodes(const ClusterIndex& index, uint32_t i, const oracle::ClusterSummary& summary) {
+  const size_t half = summary.variance.size() / 2;
+  for (size_t c = 0; c < summary.variance.size(); ++c) {
+    const uint8_t byte = index.deviation_codes[i * half + c % half];
+    const int code = c < half ? byte % 16 : byte / 16;
+    if (code == summary.code.codes[c]) continue;
+    const double level = 15 * std::sqrt(summary.variance[c]) / summary.code.r;
+    EXPECT_EQ(std::abs(code - summary.code.codes[c]), 1) << "channel " << c;
+    EXPECT_NEAR(level - std::floor(level), 0.5, 1e-3) << "channel " << c;
+  }
+}
+
+std::vector<std::byte> AllBytes(const Segment& segment) {
+  const ModelShape& shape = segment.shape();
+  std::vector<std::byte> bytes;
+  const auto append = [&](const void* data, size_t size) {
+    const auto* start = static_cast<const std::byte*>(data);
+    bytes.insert(bytes.end(), start, start + size);
+  };
+  for (uint32_t layer = 0; layer < shape.layers; ++layer) {
+    for (uint32_t head = 0; head < shape.kv_heads; ++head) {
+      const ClusterIndex index = segment.clusters(layer, head);
+      const size_t n = index.clusters;
+      append(index.centroids, n * shape.head_dim * DTypeBytes(shape.dtype));
+      append(index.mean_values, n * shape.value_dim * DTypeBytes(shape.dtype));
+      append(index.deviation_codes, n * shape.head_dim / 2);
+      append(index.variance_unit, n * sizeof(float));
+      append(index.log_size, n * sizeof(float));
+      append(index.spread, n * sizeof(float));
+      append(index.value_norm2, n * sizeof(float));
+      if (index.axes != nullptr) {
+        append(index.axes, size_t{shape.head_dim} * shape.head_dim * sizeof(float));
+        append(index.slopes, size_t{shape.head_dim} * shape.value_dim * sizeof(float));
+      }
+      append(index.starts, (n + 1) * sizeof(uint32_t));
+      append(segment.positions(layer, head).data(), segment.tokens() * sizeof(uint16_t));
+      append(segment.pages(layer, head),
+             PageGeometry::PagesFor(segment.tokens()) * PageGeometry(shape).page_bytes());
+    }
+  }
+  return bytes;
+}
+
+}  // namespace attnd::attention::test
