@@ -12,3 +12,14 @@ if(ATTND_SANITIZE)
   add_compile_options(-fsanitize=${ATTND_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=all)
   add_link_options(-fsanitize=${ATTND_SANITIZE})
 endif()
+
+# attnd_computes(TARGET...): libraries where tests spend their time. They keep -O2 where the rest is compiled with less:
+# in sanitizer builds (CMakePresets.json) and, in tests/, everywhere.
+function(attnd_computes)
+  foreach(target ${ARGN})
+    get_target_property(folder ${target} SOURCE_DIR)
+    if(ATTND_SANITIZE OR folder MATCHES "^${PROJECT_SOURCE_DIR}/tests")
+      target_compile_options(${target} PRIVATE $<$<NOT:$<CONFIG:Debug>>:-O2>)
+    endif()
+  endforeach()
+endfunction()
