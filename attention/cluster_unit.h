@@ -63,7 +63,7 @@ class ClusterUnit : public MiddleUnit {
     float mass_unit[kQuad];   // the same, relative to no values
     float error2_sum[kQuad];  // of the estimated clusters
     float mass2_sum[kQuad];
-    float shift_norm[kQuad];  // |shift|, in the estimate's unit
+    float shift_norm[kQuad];   // |shift|, in the estimate's unit
     float output_norm[kQuad];  // |o~|; 1 if it was not wanted
     float least_norm[kQuad];   // floor under |o| in relative errors
     QuadState estimate;

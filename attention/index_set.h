@@ -28,10 +28,9 @@ enum class IndexKind : uint8_t {
   // Clusters of similar keys and values, with a regression of values on keys (error-target).
   kRegression = 7,
 };
-inline constexpr IndexKind kIndexKinds[] = {IndexKind::kClusters, IndexKind::kBlocks16,
-                                            IndexKind::kBlocks64, IndexKind::kLabels,
-                                            IndexKind::kKeys4,    IndexKind::kSummary,
-                                            IndexKind::kRegression};
+inline constexpr IndexKind kIndexKinds[] = {
+    IndexKind::kClusters, IndexKind::kBlocks16, IndexKind::kBlocks64,  IndexKind::kLabels,
+    IndexKind::kKeys4,    IndexKind::kSummary,  IndexKind::kRegression};
 // "clusters", "blocks-16", ...
 absl::string_view IndexName(IndexKind kind);
 

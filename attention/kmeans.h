@@ -62,9 +62,9 @@ class KMeans {
   std::vector<float> mean_;  // [dim] scratch
   // Of each early cluster, while late ones are made.
   struct Spread {
-    double squares = 0;     // sum of the members' squared distances
-    double farthest = -1;   // the greatest of them
-    size_t point = 0;       // the first member at that distance
+    double squares = 0;    // sum of the members' squared distances
+    double farthest = -1;  // the greatest of them
+    size_t point = 0;      // the first member at that distance
   };
   std::vector<Spread> spreads_;
 };

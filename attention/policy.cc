@@ -382,9 +382,9 @@ absl::Status Policy::CheckIndexes(const IndexSet& indexes) const {
   const bool clusters = needed.clustered() && indexes.clustered();
   if (order && (clusters || indexes.HasAll(needed))) return absl::OkStatus();
   return absl::FailedPreconditionError(absl::StrCat(
-      "policy.preset ", preset, " needs a sequence in ",
-      needed.clustered() ? "cluster" : "token", " order with the indexes ",
-      needed.clustered() ? "clusters or regression" : needed.ToString(), "; this one was opened in ", indexes.token_order() ? "token" : "cluster",
+      "policy.preset ", preset, " needs a sequence in ", needed.clustered() ? "cluster" : "token",
+      " order with the indexes ", needed.clustered() ? "clusters or regression" : needed.ToString(),
+      "; this one was opened in ", indexes.token_order() ? "token" : "cluster",
       " order with the indexes ", indexes.ToString()));
 }
 

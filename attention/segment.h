@@ -57,8 +57,8 @@ struct ClusterIndex {
   const float* log_size = nullptr;       // [n] ln of the member count
   // [n] square root of the members' mean |v - mean_value|^2; with a regression, of its rest.
   const float* spread = nullptr;
-  const float* value_norm2 = nullptr;    // [n] |mean_value|^2
-  const uint32_t* starts = nullptr;  // [n + 1] first token of each cluster in the segment's order
+  const float* value_norm2 = nullptr;  // [n] |mean_value|^2
+  const uint32_t* starts = nullptr;    // [n + 1] first token of each cluster in the segment's order
   // Only with a regression, else null. Row a is of axis a, by descending variance in the segment.
   const float* axes = nullptr;    // [head_dim, head_dim] unit vectors
   const float* slopes = nullptr;  // [head_dim, value_dim] change of the value along the axis

@@ -52,8 +52,8 @@ void CutTopP(std::span<const float> mass, double p1, double p2, OrderScratch* sc
              std::span<Fate> fate);
 
 // error-target: marks exact the shortest prefix by descending squared error for each token, and
-// error2[i] / size[i] if sizes are given, whose remainder's errors sum to at most tolerance^2; leaves the others'
-// fates. Returns whether it marked one that was not exact before.
+// error2[i] / size[i] if sizes are given, whose remainder's errors sum to at most tolerance^2;
+// leaves the others' fates. Returns whether it marked one that was not exact before.
 bool CutErrorBudget(std::span<const float> error2, std::span<const float> size, double tolerance,
                     OrderScratch* scratch, std::span<Fate> fate);
 

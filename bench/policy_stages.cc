@@ -100,9 +100,9 @@ int Main() {
     timed.policy = ParsePolicyText(parts.first);
     const bool in_clusters = timed.policy.CheckIndexes(attention::kClusterIndexes).ok();
     const bool regressed = timed.policy.Indexes().Has(IndexKind::kRegression);
-    timed.runner = !in_clusters                             ? &of_order
+    timed.runner = !in_clusters                        ? &of_order
                    : regressed && parts.second.empty() ? &of_regression
-                                                            : &of_clusters;
+                                                       : &of_clusters;
   }
   for (uint32_t round = 0; round <= absl::GetFlag(FLAGS_rounds); ++round) {
     for (Timed& timed : all) {

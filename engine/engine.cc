@@ -644,8 +644,8 @@ class EngineImpl : public Engine {
     return Make(tenant, std::move(complete));
   }
 
-  // What a sequence of this policy is opened with if nothing was said: what the policy needs, or the
-  // clusters that do for it where the backend has no others; clusters if it needs nothing.
+  // What a sequence of this policy is opened with if nothing was said: what the policy needs, or
+  // the clusters that do for it where the backend has no others; clusters if it needs nothing.
   attention::IndexSet IndexesFor(const attention::Policy& policy) const {
     const attention::IndexSet needed = policy.Indexes();
     const bool clusters_do = policy.CheckIndexes(kClusters).ok();

@@ -9,14 +9,17 @@
 // with these axes holds.
 #include "attention/regression_builder.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
+#include "attention/index_parts.h"
 #include "attention/kmeans.h"
 #include "attention/principal_axes.h"
+#include "attention/segment_loader.h"
 #include "tests/attention/segment_support.h"
 #include "tests/attention/support.h"
 #include "tests/oracle/joint_kmeans.h"
@@ -549,6 +552,29 @@ TEST_P(OneRegressionHead, AnyKeysGiveNumbers) {
         EXPECT_TRUE(std::isfinite(index.value_norm2[i]));
       }
       if (HasFailure()) return;
+    }
+  }
+}
+
+// What comes from elsewhere than a builder is looked at.
+TEST_P(OneRegressionHead, ARegressionThatIsNoNumbersIsRefused) {
+  Fill(100);
+  const auto segment = Build(100);
+  const IndexLayout& layout = segment->layout();
+  for (const auto& [part, count] : {std::pair(layout.axes, size_t{kDim * kDim}),
+                                    std::pair(layout.slopes, size_t{kDim * kValueDim})}) {
+    for (const size_t at : {size_t{0}, count / 2, count - 1}) {
+      for (const float damage : {std::nanf(""), std::numeric_limits<float>::infinity()}) {
+        SegmentLoader loader(1, segment->form(), 0);
+        ASSERT_TRUE(loader.allocated());
+        std::copy(segment->index_block().begin(), segment->index_block().end(),
+                  loader.index_block().begin());
+        ASSERT_TRUE(loader.Check().ok());
+        StoreAt(loader.index_block().data() + part, at, damage);
+        const absl::Status status = loader.Check();
+        EXPECT_TRUE(absl::IsInternal(status)) << status;
+        EXPECT_THAT(std::string(status.message()), testing::HasSubstr("regression"));
+      }
     }
   }
 }

@@ -94,7 +94,7 @@ class PagedTest : public testing::Test {
     }
   }
 
-  void CompareWithMemory();
+  void CompareWithMemory(attention::IndexSet indexes = attention::kClusterIndexes);
 
   ModelShape shape_ = MakeShape(2, 4, 2, 64, 64, DType::kBf16);
   const uint64_t seed_ = TestSeed();
@@ -105,9 +105,9 @@ class PagedTest : public testing::Test {
 };
 
 // The life of a sequence whose pages lie on disk, beside its twin in memory.
-void PagedTest::CompareWithMemory() {
+void PagedTest::CompareWithMemory(attention::IndexSet indexes) {
   Start(256 * kMiB);
-  TestSequence whole = Open();
+  TestSequence whole = Open(std::nullopt, indexes);
   Prefill(&whole, 5000, &random_);  // 5 MB of payload
   FinishPrefill(&whole);
   const uint64_t sealed_id = Seal(whole);
@@ -121,7 +121,7 @@ void PagedTest::CompareWithMemory() {
   EXPECT_LT(engine_->archive_stats().read_bytes - read_before, payload / 2)
       << "only indexes and the tail are read";
   EXPECT_TRUE(engine_->MayReadDisk(kTenant, paged.id));
-  TestSequence twin = Open();
+  TestSequence twin = Open(std::nullopt, indexes);
   for (uint32_t layer = 0; layer < shape_.layers; ++layer) {
     ASSERT_TRUE(AppendNext(&twin, layer, history.Slice(layer, 0, history.committed())).ok());
   }
@@ -143,6 +143,10 @@ TEST_F(PagedTest, AnswersTheSameBitsFromDisk) { CompareWithMemory(); }
 TEST_F(PagedTest, ALatentSequenceAnswersTheSameBitsFromDisk) {
   shape_ = MakeLatentShape(2, 8, 144, 128, DType::kBf16);
   CompareWithMemory();
+}
+
+TEST_F(PagedTest, ARegressionAnswersTheSameBitsFromDisk) {
+  CompareWithMemory(attention::kRegressionIndexes);
 }
 
 TEST_F(PagedTest, PagesAreEvictedAndReadAgain) {

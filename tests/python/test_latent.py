@@ -208,6 +208,21 @@ def test_every_policy_that_reads_all_equals_the_oracle(attnd_client, policy):
     assert stats.zone_tokens + stats.exact_tokens == 1401 + 1402
 
 
+def test_error_target_over_a_regression(attnd_client):
+    case = Case.random(1402, LATENT)
+    tokens = slice(1400, 1401)
+    sequence = opened(attnd_client, case, 1400, policy="error-target")
+    info = next(i for i in attnd_client.list_sequences() if i.sequence_id == sequence)
+    assert info.indexes == ("regression",)
+    with attnd_client.decode_session() as session:
+        result = step(session, case, sequence, 1, tokens)
+    out, _ = case.expected(1, tokens)
+    error = np.linalg.norm(result.out - out, axis=-1) / np.linalg.norm(out, axis=-1)
+    stats = result.rows[0].stats
+    assert stats.estimated_tokens > 0 and stats.dropped_tokens == 0
+    assert 0 < error.mean() < 3 * stats.predicted_error_mean
+
+
 def test_values_beyond_their_bound_are_those_of_the_front(attnd_client, attnd_target):
     """A key's rest has the bound of keys alone."""
     case = Case.random(31, LATENT)

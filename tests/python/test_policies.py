@@ -113,10 +113,51 @@ def test_a_policy_without_its_index_says_what_to_open_with(client):
         client.open_sequence(CASE.model, policy="quest", indexes=["clusters"])
     with pytest.raises(attnd.InvalidArgumentError, match="clusters beside blocks"):
         client.open_sequence(CASE.model, policy="dense", indexes=["clusters", "blocks-16"])
+    with pytest.raises(attnd.InvalidArgumentError, match="regression"):
+        client.open_sequence(CASE.model, policy="dense", indexes=["clusters", "regression"])
+    with pytest.raises(attnd.InvalidArgumentError, match="regression"):
+        client.open_sequence(CASE.model, policy="dense", indexes=["blocks-64", "regression"])
+    for preset in ("error-target", "double-p", "clusters-top-k"):
+        with pytest.raises(attnd.FailedPreconditionError, match="clusters or regression"):
+            client.open_sequence(CASE.model, policy=preset, indexes=["blocks-16"])
+    blocks = opened(client, "quest")
+    with pytest.raises(attnd.RowError, match="FAILED_PRECONDITION.*clusters or regression"):
+        decoded(client, blocks, TOKENS, "error-target")
+    client.close_sequence(blocks)
     with pytest.raises(attnd.InvalidArgumentError, match="dense_layers"):
         client.open_sequence(CASE.model, policy="quest:dense_layers=3")
     with pytest.raises(ValueError, match="'trees' is none of"):
         client.open_sequence(CASE.model, indexes=["trees"])
+
+
+def test_error_target_over_a_regression(client):
+    """What it says of itself is true of this case, and less tolerance reads more."""
+    sequence = opened(client, "error-target")
+    info = next(i for i in client.list_sequences() if i.sequence_id == sequence)
+    assert info.indexes == ("regression",)
+    exact_before = -1
+    for at, tolerance in enumerate(("off", "0.3", "0.1", "0.02", "0")):
+        results = decoded(client, sequence, TOKENS + at, f"error-target:tolerance={tolerance}")
+        exact = 0
+        for layer, result in enumerate(results):
+            stats = result.rows[0].stats
+            out, _ = CASE.expected(layer, slice(TOKENS + at, TOKENS + at + 1))
+            error = np.linalg.norm(result.out - out, axis=-1) / np.linalg.norm(out, axis=-1)
+            assert stats.dropped_tokens == 0
+            if tolerance == "0":
+                assert stats.estimated_tokens == 0
+                assert error.max() < 2e-5
+            else:
+                assert stats.estimated_tokens > 0
+                assert 0 < stats.predicted_error_mean <= stats.predicted_error_max
+                assert error.mean() < 3 * stats.predicted_error_mean
+            exact += stats.exact_tokens
+        assert exact >= exact_before
+        exact_before = exact
+    for at, policy in enumerate(("double-p", "clusters-top-k", "dense", "streaming")):
+        for result in decoded(client, sequence, TOKENS + 5 + at, policy):
+            assert np.isfinite(result.out).all()
+    client.close_sequence(sequence)
 
 
 @pytest.mark.parametrize("preset", KEEP_SETS)
@@ -148,8 +189,9 @@ def test_observed_queries_are_checked(client, spoil, named):
     client.close_sequence(sequence)
 
 
-def test_sealed_and_resumed_it_answers_the_same(client):
-    policy = BUDGETS["quest"]
+@pytest.mark.parametrize("preset", ["quest", "error-target"])
+def test_sealed_and_resumed_it_answers_the_same(client, preset):
+    policy = BUDGETS.get(preset, preset)
     sequence = opened(client, policy)
     before = [result.out for result in decoded(client, sequence, TOKENS)]
     client.truncate_sequence(sequence, TOKENS)
