@@ -270,7 +270,5 @@ def test_a_sealed_latent_sequence_comes_back(attnd_client):
     # Equal ids of a plain model are another prompt.
     plain = attnd_client.open_sequence(Case.random(1, PLAIN).model, token_ids=range(1300))
     assert plain.tokens_present == 0
-    again = attnd_client.open_sequence(
-        case.model, policy="error-target", token_ids=range(1300)
-    )
+    again = attnd_client.open_sequence(case.model, policy="error-target", token_ids=range(1300))
     assert again.tokens_present > 0

@@ -80,7 +80,8 @@ def test_every_preset_says_what_it_needs_and_a_sequence_opened_so_serves_it(clie
 
 
 def test_one_sequence_serves_all_policies_whose_indexes_it_has(client):
-    everything = tuple(name for name in attnd.INDEXES if name not in ("clusters", "regression", "summary"))
+    others = ("clusters", "regression", "summary")
+    everything = tuple(name for name in attnd.INDEXES if name not in others)
     sequence = opened(client, "dense", everything)
     info = next(i for i in client.list_sequences() if i.sequence_id == sequence)
     assert info.indexes == everything
