@@ -126,7 +126,7 @@ TEST_P(RegressionSequences, HistoriesAreThoseOfTheModel) {
     EXPECT_TRUE(MatchesModel(each, &random_));
     const auto answers = Ask(each, Questions(each));
     ASSERT_EQ(answers.size(), 6u);
-    for (const size_t i : {0u, 1u, 3u}) EXPECT_GT(answers[i].second.value_or(0), 0.0f);
+    for (const size_t i : {0u, 3u}) EXPECT_GT(answers[i].second.value_or(0), 0.0f);
   }
 }
 
@@ -200,12 +200,14 @@ TEST(RegressionOpening, APolicyWithoutIndexesNamedGetsItsOwn) {
 TEST(RegressionOpening, WhatDoesNotFitIsRefused) {
   const auto engine = MakeEngine(SmallOptions());
   const ModelShape shape = MakeShape(1, 2, 1, 32, 32, DType::kBf16);
-  for (const IndexKind other : {IndexKind::kClusters, IndexKind::kBlocks16, IndexKind::kBlocks64}) {
+  for (const auto& [other, named] : {std::pair(IndexKind::kClusters, "regression"),
+                                     std::pair(IndexKind::kBlocks16, "beside blocks"),
+                                     std::pair(IndexKind::kBlocks64, "beside blocks")}) {
     OpenArgs args = ArgsOf(shape, PolicyOf("dense"));
     args.indexes = IndexSet{IndexKind::kRegression, other};
     const absl::Status status = engine->Open(kTenant, args).status();
     EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
-    EXPECT_THAT(std::string(status.message()), HasSubstr("regression"));
+    EXPECT_THAT(std::string(status.message()), HasSubstr(named));
   }
   OpenArgs blocks = ArgsOf(shape, PolicyOf("error-target"));
   blocks.indexes = IndexSet{IndexKind::kBlocks16};

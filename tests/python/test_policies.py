@@ -115,7 +115,7 @@ def test_a_policy_without_its_index_says_what_to_open_with(client):
         client.open_sequence(CASE.model, policy="dense", indexes=["clusters", "blocks-16"])
     with pytest.raises(attnd.InvalidArgumentError, match="regression"):
         client.open_sequence(CASE.model, policy="dense", indexes=["clusters", "regression"])
-    with pytest.raises(attnd.InvalidArgumentError, match="regression"):
+    with pytest.raises(attnd.InvalidArgumentError, match="beside blocks"):
         client.open_sequence(CASE.model, policy="dense", indexes=["blocks-64", "regression"])
     for preset in ("error-target", "double-p", "clusters-top-k"):
         with pytest.raises(attnd.FailedPreconditionError, match="clusters or regression"):
