@@ -85,13 +85,14 @@ void DotCodes(const uint8_t* codes, const float* scale, const float* least, size
   }
 }
 
-SquaredQueries PrepareSquares(const float* q, float scale, size_t dim, float* memory) {
+SquaredQueries PrepareSquares(const float* q, float scale, size_t dim, float* memory,
+                              bool rounded) {
   // So that the sum over channels, before it meets the clusters' units, is a float.
   constexpr float kGreatest = std::numeric_limits<float>::max() / (450.0f * kDimMax);
   for (size_t c = 0; c < kQuad * dim; ++c) {
     memory[c] = std::min(q[c] * scale * (q[c] * scale), kGreatest);
   }
-  if (HWY_TARGET > HWY_AVX3 || !HaveInt16Dot()) return {memory, {}};
+  if (!rounded || HWY_TARGET > HWY_AVX3 || !HaveInt16Dot()) return {memory, {}};
   return {memory, MakeInt16Squares(memory, dim, reinterpret_cast<int16_t*>(memory + kQuad * dim))};
 }
 
@@ -316,8 +317,9 @@ void DotCodes(const uint8_t* codes, const float* scale, const float* least, size
   HWY_DYNAMIC_DISPATCH(DotCodes)(codes, scale, least, n, width, queries, out);
 }
 
-SquaredQueries PrepareSquares(const float* q, float scale, size_t dim, float* memory) {
-  return HWY_DYNAMIC_DISPATCH(PrepareSquares)(q, scale, dim, memory);
+SquaredQueries PrepareSquares(const float* q, float scale, size_t dim, float* memory,
+                              bool rounded) {
+  return HWY_DYNAMIC_DISPATCH(PrepareSquares)(q, scale, dim, memory, rounded);
 }
 
 void DotDeviations(const uint8_t* codes, const float* unit, size_t n, size_t dim,

@@ -26,7 +26,8 @@ class ClusterUnit : public MiddleUnit {
 
   size_t score_items() const override { return segments(); }
   uint64_t ScoreRows(size_t segment) const override {
-    return first_cluster_[segment + 1] - first_cluster_[segment];
+    const size_t rows = first_cluster_[segment + 1] - first_cluster_[segment];
+    return regression_ ? rows + head_dim_ : rows;  // and the axes
   }
   void Score(size_t segment) override;
   void Select(std::span<const QuadState> zones, OrderScratch* order) override;

@@ -64,8 +64,9 @@ struct SquaredQueries {
 size_t SquaresFloats(size_t dim);
 
 // (q scale)^2 of q ([4][dim]), at most some 1e33, so that sums over channels stay finite. `memory`
-// holds SquaresFloats(dim), aligned to 64 bytes.
-SquaredQueries PrepareSquares(const float* q, float scale, size_t dim, float* memory);
+// holds SquaresFloats(dim), aligned to 64 bytes. With int16 squares only where `rounded`.
+SquaredQueries PrepareSquares(const float* q, float scale, size_t dim, float* memory,
+                              bool rounded = true);
 
 // out[i][j] = unit[i] * sum_c q_squared[j][c] * code[i][c]^2, codes packed as in
 // ClusterIndex::deviation_codes. codes: [n, dim / 2]; out: [n][4]; dim is a multiple of 16. With

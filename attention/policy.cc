@@ -379,8 +379,12 @@ bool Policy::AllowsClusterOrder() const {
 absl::Status Policy::CheckIndexes(const IndexSet& indexes) const {
   const IndexSet needed = Indexes();
   const bool order = AllowsClusterOrder() || indexes.token_order();
-  const bool clusters = needed.clustered() && indexes.clustered();
-  if (order && (clusters || indexes.HasAll(needed))) return absl::OkStatus();
+  IndexSet serving = indexes;  // either kind of clusters serves as the other
+  if (indexes.clustered()) {
+    serving.Add(IndexKind::kClusters);
+    serving.Add(IndexKind::kRegression);
+  }
+  if (order && serving.HasAll(needed)) return absl::OkStatus();
   return absl::FailedPreconditionError(absl::StrCat(
       "policy.preset ", preset, " needs a sequence in ", needed.clustered() ? "cluster" : "token",
       " order with the indexes ", needed.clustered() ? "clusters or regression" : needed.ToString(),

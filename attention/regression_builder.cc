@@ -21,9 +21,9 @@ constexpr uint32_t kChunkTokensMax = 64;
 // Axes with less than this share of all variance have no slope: theirs would be one rounding by
 // another.
 constexpr double kLeastVarianceShare = 1e-12;
-// Keys deviate from their centroid at most by this, so that sums of their products stay floats. (No
-// query may look at keys this large with more than nothing.)
-constexpr float kDeviationMax = 1e17f;
+// Keys deviate from their centroid at most by this, so that sums of their products stay floats:
+// over 4,096 clusters and 576 axes, 2.4e38. Hardly a query may look at keys this large.
+constexpr float kDeviationMax = 1e16f;
 // Slopes stay floats, and so does what they make of coordinates, whatever the values.
 constexpr double kSlopeMax = 1e18;
 

@@ -37,7 +37,8 @@ class RegressionBuilder {
     std::byte* index = nullptr;        // of the head: its clusters' number and starts are filled in
   };
   void Start(const Head& head);
-  // Works for a tenth of a millisecond. True while there is more to do.
+  // Works on some tokens, for a tenth of a millisecond up to head_dim 256. True while there is more
+  // to do.
   bool RunChunk();
 
  private:

@@ -59,7 +59,10 @@ const kernels::SquaredQueries& RegressionTerms::Rotate(size_t segment, size_t qu
   for (size_t a = 0; a < head_dim_; ++a) {
     for (size_t j = 0; j < kQuad; ++j) by_lane[j * head_dim_ + a] = rotated.queries[a * kQuad + j];
   }
-  rotated.squares = kernels::PrepareSquares(by_lane, 1, head_dim_, by_lane + kQuad * head_dim_);
+  // Not rounded: axes' variances differ by orders of magnitude, and a query may well be longest
+  // along one of next to none.
+  rotated.squares = kernels::PrepareSquares(by_lane, 1, head_dim_, by_lane + kQuad * head_dim_,
+                                            /*rounded=*/false);
   return rotated.squares;
 }
 

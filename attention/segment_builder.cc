@@ -75,7 +75,7 @@ uint64_t HeadBuilder::ScratchBytes(const SegmentForm& form) {
   const uint64_t clusters = form.tokens / kClusterTokens + kClusterTokens;
   return bytes + (regression ? RegressionBuilder::ScratchBytes(form) : 0) +
          uint64_t{form.tokens} * (dim * sizeof(float) + sizeof(uint32_t)) +
-         clusters * (dim * (sizeof(float) + sizeof(double)) + 8 * sizeof(uint32_t));
+         clusters * (dim * (sizeof(float) + sizeof(double)) + 16 * sizeof(uint32_t));
 }
 
 void HeadBuilder::Start(SegmentBuilder* segment, uint32_t head) {

@@ -18,6 +18,7 @@
 
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
+#include "absl/log/check.h"
 #include "absl/strings/str_split.h"
 #include "attention/cpu_backend.h"
 #include "bench/statistics.h"
@@ -97,6 +98,7 @@ int Main() {
     const std::pair<std::string, std::string> parts = absl::StrSplit(text, absl::MaxSplits('@', 1));
     Timed& timed = all.emplace_back();
     timed.name = std::string(text);
+    CHECK(parts.second.empty() || parts.second == "clusters") << text;
     timed.policy = ParsePolicyText(parts.first);
     const bool in_clusters = timed.policy.CheckIndexes(attention::kClusterIndexes).ok();
     const bool regressed = timed.policy.Indexes().Has(IndexKind::kRegression);

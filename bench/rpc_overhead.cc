@@ -66,6 +66,9 @@ class TimedEngine final : public engine::Engine {
 
   const engine::EngineOptions& options() const override { return engine_->options(); }
   const attention::Backend& backend() const override { return engine_->backend(); }
+  attention::IndexSet IndexesOf(const attention::Policy& policy) const override {
+    return engine_->IndexesOf(policy);
+  }
   absl::StatusOr<uint64_t> Open(absl::string_view tenant, const engine::OpenArgs& args) override {
     return engine_->Open(tenant, args);
   }

@@ -127,6 +127,10 @@ class EngineImpl : public Engine {
 
   const EngineOptions& options() const override { return options_; }
   const attention::Backend& backend() const override { return *backend_; }
+  attention::IndexSet IndexesOf(const attention::Policy& policy) const override {
+    const attention::IndexSet needed = policy.Indexes();
+    return needed.clustered() && !backend_->Supports(needed).ok() ? kClusters : needed;
+  }
 
   absl::StatusOr<uint64_t> Open(absl::string_view tenant, const OpenArgs& args) override {
     return WithinMemory([&]() -> absl::StatusOr<uint64_t> {
@@ -331,6 +335,10 @@ class EngineImpl : public Engine {
       OpenArgs wanted = args;
       if (!wanted.policy.has_value()) wanted.policy = before.policy;
       if (!wanted.indexes.has_value()) wanted.indexes = before.indexes;
+      if (wanted.cluster_order && wanted.indexes->token_order()) {
+        return absl::FailedPreconditionError(
+            "layout is cluster order; the sealed sequence is in token order");
+      }
       ATTND_RETURN_IF_ERROR(SetFeatureMaps(&wanted));
       ATTND_RETURN_IF_ERROR(CheckResumes(wanted, before));
       return WithRoom(cancelled, [&]() -> absl::StatusOr<OpenResult> {
@@ -567,9 +575,9 @@ class EngineImpl : public Engine {
           "model is not the one that the sealed sequence was made with");
     }
     if (wanted.indexes != sealed.indexes) {
-      return absl::FailedPreconditionError(absl::StrCat("indexes are ", wanted.indexes->ToString(),
-                                                        "; the sealed sequence has ",
-                                                        sealed.indexes->ToString()));
+      return absl::FailedPreconditionError(
+          absl::StrCat("indexes are ", wanted.indexes->ToString(), "; the sealed sequence has ",
+                       sealed.indexes->ToString(), ": leave them out, or ask for these"));
     }
     if (wanted.feature_maps_id != sealed.feature_maps_id) {
       return absl::FailedPreconditionError(
@@ -634,7 +642,7 @@ class EngineImpl : public Engine {
     if (!complete.policy.has_value()) complete.policy = options_.default_policy;
     ATTND_RETURN_IF_ERROR(backend_->Supports(*complete.policy));
     if (!complete.indexes.has_value()) {
-      complete.indexes = IndexesFor(*complete.policy);
+      complete.indexes = IndexesFor(complete);
     }
     ATTND_RETURN_IF_ERROR(complete.indexes->Validate());
     ATTND_RETURN_IF_ERROR(backend_->Supports(*complete.indexes));
@@ -644,13 +652,13 @@ class EngineImpl : public Engine {
     return Make(tenant, std::move(complete));
   }
 
-  // What a sequence of this policy is opened with if nothing was said: what the policy needs, or
-  // the clusters that do for it where the backend has no others; clusters if it needs nothing.
-  attention::IndexSet IndexesFor(const attention::Policy& policy) const {
-    const attention::IndexSet needed = policy.Indexes();
-    const bool clusters_do = policy.CheckIndexes(kClusters).ok();
-    const bool lacking = needed.empty() || !backend_->Supports(needed).ok();
-    return clusters_do && lacking ? kClusters : needed;
+  // What a sequence is opened with if nothing was said. Of a latent shape no regression: the axes
+  // of its long keys would take more memory than the clusters do.
+  attention::IndexSet IndexesFor(const OpenArgs& args) const {
+    const attention::IndexSet asked = IndexesOf(*args.policy);
+    if (args.cluster_order && !asked.clustered()) return kClusters;
+    if (args.shape.latent && asked.Has(attention::IndexKind::kRegression)) return kClusters;
+    return asked.empty() && args.policy->CheckIndexes(kClusters).ok() ? kClusters : asked;
   }
 
   // Those of the model, if its indexes need any.

@@ -113,8 +113,9 @@ struct OpenArgs {
   Shard shard;       // kept for listings
   std::optional<attention::Policy> policy;
   // What is built of segments, and so their order. Absent: what the policy needs, clusters if it
-  // needs none.
+  // needs none or if cluster_order asks for them; of a resumed sequence, what it had.
   std::optional<attention::IndexSet> indexes;
+  bool cluster_order = false;
   // Of indexes with a summary, set by the engine: what it is made with, and what that is known by.
   std::shared_ptr<const attention::FeatureMaps> feature_maps;
   std::string feature_maps_id;
@@ -259,6 +260,9 @@ class Engine {
 
   virtual const EngineOptions& options() const = 0;
   virtual const attention::Backend& backend() const = 0;
+  // The indexes that a policy asks for on this backend, empty if any do: those it needs, or
+  // clusters where they serve it and the backend does not have what it prefers.
+  virtual attention::IndexSet IndexesOf(const attention::Policy& policy) const = 0;
 
   // ResourceExhausted at max_sequences or at a full budget, Unavailable after StopOpening or
   // Shutdown, InvalidArgument for the shape, Unimplemented for the policy or for a shape that the

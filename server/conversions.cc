@@ -87,7 +87,7 @@ absl::StatusOr<std::optional<attention::IndexSet>> IndexesFromProto(
                    "cluster order");
   }
   if (request.layout() == Request::LAYOUT_CLUSTER_ORDER) {
-    if (request.indexes().empty()) return attention::kClusterIndexes;
+    if (request.indexes().empty()) return std::nullopt;
     if (clusters) return indexes;
     return Invalid("layout", " is cluster order without INDEX_CLUSTERS or INDEX_REGRESSION in ",
                    "indexes; allowed is token order");
@@ -305,6 +305,7 @@ absl::StatusOr<engine::OpenArgs> FromProto(const v1::OpenSequenceRequest& reques
   ATTND_ASSIGN_OR_RETURN(args.shape, ShapeFromProto(model.shape()));
   ATTND_ASSIGN_OR_RETURN(args.shard, ShardFromProto(model.shard()));
   ATTND_ASSIGN_OR_RETURN(args.indexes, IndexesFromProto(request));
+  args.cluster_order = request.layout() == v1::OpenSequenceRequest::LAYOUT_CLUSTER_ORDER;
   if (static_cast<uint64_t>(request.token_ids_size()) > max_sequence_tokens) {
     return Invalid("token_ids", " has ", request.token_ids_size(), " entries; allowed are 0..",
                    max_sequence_tokens);
@@ -426,12 +427,12 @@ void ToProto(const engine::SequenceInfo& info, v1::SequenceInfo* out) {
                                                    : v1::OpenSequenceRequest::LAYOUT_CLUSTER_ORDER);
 }
 
-void ToProto(const attention::Policy& policy, v1::PresetInfo* out) {
+void ToProto(const attention::Policy& policy, const attention::IndexSet& indexes,
+             v1::PresetInfo* out) {
   ToProto(policy, out->mutable_policy());
   for (const attention::ParameterInfo& parameter : attention::ParametersWithRanges(policy)) {
     (*out->mutable_allowed())[parameter.name] = parameter.allowed;
   }
-  const attention::IndexSet indexes = policy.Indexes();
   IndexesToProto(indexes, out->mutable_indexes());
   if (indexes.clustered()) {
     out->set_layout(v1::OpenSequenceRequest::LAYOUT_CLUSTER_ORDER);

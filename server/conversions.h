@@ -73,8 +73,9 @@ absl::Status FromProto(const v1::DecodeRequest& request, const DecodeLimits& lim
 v1::DType ToProto(DType dtype);
 void ToProto(const attention::Policy& policy, v1::Policy* out);
 void ToProto(const absl::Status& status, v1::Status* out);
-// A preset, with what one must know to use it.
-void ToProto(const attention::Policy& policy, v1::PresetInfo* out);
+// A preset, with what one must know to use it. indexes: Engine::IndexesOf(policy).
+void ToProto(const attention::Policy& policy, const attention::IndexSet& indexes,
+             v1::PresetInfo* out);
 void ToProto(const engine::SequenceInfo& info, v1::SequenceInfo* out);
 // Fills rows, out and lse of `reply` and nothing else. Memory of an earlier reply is used again.
 void ToProto(const engine::DecodeResult& result, const DecodeStep& step, v1::DecodeResponse* reply);

@@ -43,7 +43,7 @@ void ListNamed(const UnaryContext& context, v1::GetServerInfoResponse* reply) {
     ToProto(*policy, out);
     out->set_preset(name);
     v1::PresetInfo* const preset = reply->add_presets();
-    ToProto(*policy, preset);
+    ToProto(*policy, context.engine.IndexesOf(*policy), preset);
     preset->mutable_policy()->set_preset(name);
   }
 }
@@ -86,7 +86,7 @@ absl::Status Handle(const UnaryContext& context, const v1::GetServerInfoRequest&
   for (const attention::Policy& policy : attention::PresetPolicies()) {
     if (!backend.Supports(policy).ok()) continue;
     ToProto(policy, reply->add_policies());
-    ToProto(policy, reply->add_presets());
+    ToProto(policy, context.engine.IndexesOf(policy), reply->add_presets());
   }
   ListNamed(context, reply);
   ToProto(context.engine.options().default_policy, reply->mutable_default_policy());

@@ -139,7 +139,10 @@ TEST(OpenSequence, LayoutAndIndexes) {
     std::optional<attention::IndexSet> expected;
   } kCases[] = {
       {Request::LAYOUT_UNSPECIFIED, {}, std::nullopt},
-      {Request::LAYOUT_CLUSTER_ORDER, {}, attention::kClusterIndexes},
+      {Request::LAYOUT_CLUSTER_ORDER, {}, std::nullopt},
+      {Request::LAYOUT_CLUSTER_ORDER,
+       {Request::INDEX_REGRESSION},
+       attention::IndexSet{IndexKind::kRegression}},
       {Request::LAYOUT_TOKEN_ORDER, {}, attention::IndexSet()},
       {Request::LAYOUT_UNSPECIFIED,
        {Request::INDEX_BLOCKS_16, Request::INDEX_KEYS_4BIT},
@@ -158,13 +161,14 @@ TEST(OpenSequence, LayoutAndIndexes) {
     const auto args = FromProto(request, 100);
     ASSERT_TRUE(args.ok()) << args.status();
     EXPECT_EQ(args->indexes, c.expected);
+    EXPECT_EQ(args->cluster_order, c.layout == Request::LAYOUT_CLUSTER_ORDER);
   }
 }
 
 TEST(OpenSequence, PresetsSayWhatTheyNeed) {
   for (const attention::Policy& policy : attention::PresetPolicies()) {
     v1::PresetInfo info;
-    ToProto(policy, &info);
+    ToProto(policy, policy.Indexes(), &info);
     EXPECT_EQ(info.policy().preset(), policy.preset);
     EXPECT_EQ(info.policy().parameters_size(), info.allowed_size());
     for (const auto& [name, value] : info.policy().parameters()) {

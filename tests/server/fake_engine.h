@@ -51,6 +51,9 @@ class FakeEngine final : public engine::Engine {
 
   const engine::EngineOptions& options() const override { return options_; }
   const attention::Backend& backend() const override { return *backend_; }
+  attention::IndexSet IndexesOf(const attention::Policy& policy) const override {
+    return policy.Indexes();
+  }
   absl::StatusOr<uint64_t> Open(absl::string_view, const engine::OpenArgs&) override {
     if (opening_stopped_) return absl::UnavailableError("the server is shutting down");
     WaitForCall();

@@ -102,7 +102,8 @@ class Preset:
     Attributes:
         policy: with the defaults of all its parameters.
         allowed: in words, what values each parameter may have.
-        indexes: what a sequence must be opened with for it; empty if any do.
+        indexes: what a sequence is to be opened with for it on that server; empty if any do. Either
+            of CLUSTER_INDEXES does for the other, if the server's backend has it.
         token_order: whether the sequence's segments must be in token order (True), in cluster order
             (False), or either (None).
     """
