@@ -422,7 +422,6 @@ oracle::RegressionInput MakeRegressionInput(const TestRow& row, uint32_t layer, 
   }
   input.scale = shape.softmax_scale;
   input.value_dim = shape.value_dim;
-  if (KernelsRoundSquares()) input.square_steps = 32767;
   return input;
 }
 
