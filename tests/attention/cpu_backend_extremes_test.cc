@@ -131,10 +131,17 @@ TEST_P(CpuBackendExtremes, ZeroValues) {
 
 TEST_P(CpuBackendExtremes, KeysAllAlike) {
   TestSequence sequence = Make(0, 1);
-  const StepResult step = Run(&sequence, 100);
-  ExpectWhole(step, sequence);
-  for (const RowResult& row : step.rows) {
-    for (const float x : row.out) EXPECT_TRUE(std::isfinite(x));
+  for (const double query_scale : {100.0, 1e18, 1e30, 3e37}) {
+    SCOPED_TRACE(testing::Message() << "queries " << query_scale);
+    const StepResult step = Run(&sequence, query_scale);
+    ExpectWhole(step, sequence);
+    for (const RowResult& row : step.rows) {
+      for (const float x : row.out) EXPECT_TRUE(std::isfinite(x));
+      if (row.stats.dropped_tokens > 0) continue;
+      for (const float x : row.lse) {
+        EXPECT_NEAR(x, std::log(static_cast<double>(sequence.spec.tokens())), 1e-5);
+      }
+    }
   }
 }
 

@@ -151,8 +151,8 @@ TEST(LateClusters, AsGoodAsTheOracles) {
   }
 }
 
-// Three kinds at five points each: what is not wide gives no late cluster, and the others give
-// theirs in the order of their width, at the farthest members.
+// What is not wide gives no late cluster, and the others give theirs in the order of their width,
+// at the farthest members.
 TEST(LateClusters, OnlyWideClustersGiveOneAndTheWidestFirst) {
   // Eight clusters, four late: the first four begin at points 0, 4, 8, 12.
   Matrix features(16, oracle::Vector(16, 0.0));
@@ -164,6 +164,31 @@ TEST(LateClusters, OnlyWideClustersGiveOneAndTheWidestFirst) {
   EXPECT_EQ(actual.count, 6u);
   EXPECT_EQ(actual.assignment,
             std::vector<size_t>({0, 0, 0, 0, 1, 1, 5, 1, 2, 2, 2, 2, 3, 4, 3, 3}));
+}
+
+// Of members that are equally far the first one gives the centre.
+TEST(LateClusters, TheFirstOfEquallyFarMembers) {
+  // Four clusters, one late: the first three begin at points 0, 5, 10.
+  Matrix features(16, oracle::Vector(16, 0.0));
+  for (size_t i = 0; i < 16; ++i) features[i][0] = i < 5 ? 0 : i < 10 ? 100 : 200;
+  features[7][1] = -4;  // their mean stays where it was
+  features[8][1] = 4;
+  KMeans kmeans;
+  EXPECT_EQ(RunKMeans(&kmeans, features, 4, 1).assignment,
+            std::vector<size_t>({0, 0, 0, 0, 0, 1, 1, 3, 1, 1, 2, 2, 2, 2, 2, 2}));
+}
+
+// A cluster without members has no farthest one, and gives none.
+TEST(LateClusters, EmptyClustersGiveNone) {
+  // Eight clusters, four late: the first four begin at points 0, 4, 8, 12, and the last of them has
+  // the place of the third.
+  Matrix features(16, oracle::Vector(16, 0.0));
+  for (size_t i = 0; i < 16; ++i) features[i][0] = i < 4 ? 0 : i < 8 ? 100 : 200;
+  features[0][1] = 3;  // 4.5 from the mean -1.5 of the first cluster
+  features[3][1] = -9;
+  KMeans kmeans;
+  EXPECT_EQ(RunKMeans(&kmeans, features, 8, 4).assignment,
+            std::vector<size_t>({0, 0, 0, 3, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2}));
 }
 
 // ---- what the index says ----

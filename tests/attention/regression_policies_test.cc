@@ -236,6 +236,41 @@ TEST_F(RegressionRows, OutputsThatCancelAreMeasuredAgainstTheValues) {
   EXPECT_FALSE(partly.plans[0].estimated.empty());
 }
 
+// The error of a cluster's mass is times the output. Where that cancels to nothing, clusters of
+// values that are nothing have no error, however little is known of their mass.
+TEST_F(RegressionRows, MassDoesNotMatterWhereTheOutputIsNothing) {
+  constexpr size_t kDim = 32, kPart = 512;
+  SequenceSpec spec;
+  spec.shape = MakeShape(2, 1, kDim, kDim, DType::kFp32);
+  spec.segment_tokens = {3 * kPart};
+  spec.sink = 0;
+  spec.indexes = kRegressionIndexes;
+  Random random(TestSeed());
+  HeadData data;
+  const std::vector<float> keys = random.Normals(kPart * kDim);
+  const std::vector<float> values = random.Normals(kPart * kDim);
+  for (const float side : {1.0f, -1.0f, 0.0f}) {  // the last part has no values
+    for (size_t i = 0; i < keys.size(); ++i) {
+      data.keys.push_back(i % kDim == 0   ? 64 * side
+                          : i % kDim == 1 ? (side == 0 ? 64.0f : 0.0f)
+                                          : keys[i]);
+      data.values.push_back(side * values[i]);
+    }
+  }
+  TestSequence sequence = MakeSequenceOf(spec, {data});
+  TestRow row = MakeRow(&sequence, Parse("error-target", {{"tolerance", "0.001"}, {"floor", "0"}}),
+                        3 * kPart, 1, true, DType::kFp32, 0, TestSeed());
+  for (size_t i = 0; i < row.queries.size(); ++i) {
+    if (i % kDim < 2) row.queries[i] = 0;  // parts look alike
+  }
+  const StepResult step = RunStep(backend_.get(), 0, {&row, 1});
+  ASSERT_TRUE(step.status.ok()) << step.status;
+  EXPECT_GT(step.rows[0].stats.exact_tokens, kPart);
+  // Those of no values, and clusters of one token.
+  EXPECT_GE(step.rows[0].stats.estimated_tokens, kPart);
+  EXPECT_LT(*step.rows[0].stats.predicted_error_max, 1e-4f);
+}
+
 // And so is one that leaves nothing to estimates.
 TEST_F(RegressionRows, TheToleranceZeroIsDense) {
   TestSequence sequence = MakeSequence(Spec({640, 520}, 70, 4, DType::kFp32));
