@@ -197,6 +197,34 @@ TEST(RegressionOpening, APolicyWithoutIndexesNamedGetsItsOwn) {
   EXPECT_EQ(indexes_of("streaming"), attention::kClusterIndexes);
 }
 
+// Their axes would take more memory than their clusters; asked for, they are built.
+TEST(RegressionOpening, LatentShapesGetClusters) {
+  const auto engine = MakeEngine(SmallOptions());
+  const ModelShape latent = MakeLatentShape(1, 4, 48, 32, DType::kBf16);
+  const TestSequence sequence = OpenSequence(engine.get(), latent, PolicyOf("error-target"));
+  EXPECT_EQ(sequence.Info().args.indexes, attention::kClusterIndexes);
+}
+
+TEST(RegressionOpening, ClusterOrderAloneIsTheClustersOfThePolicy) {
+  const auto engine = MakeEngine(SmallOptions());
+  const auto open = [&](const char* preset) {
+    OpenArgs args = ArgsOf(MakeShape(1, 2, 1, 32, 32, DType::kBf16), PolicyOf(preset));
+    args.cluster_order = true;
+    return engine->Open(kTenant, args);
+  };
+  const auto indexes_of = [&](const char* preset) {
+    const auto id = open(preset);
+    EXPECT_TRUE(id.ok()) << id.status();
+    return engine->Info(kTenant, id.value_or(0))->args.indexes;
+  };
+  EXPECT_EQ(indexes_of("error-target"), attention::kRegressionIndexes);
+  EXPECT_EQ(indexes_of("double-p"), attention::kClusterIndexes);
+  EXPECT_EQ(indexes_of("dense"), attention::kClusterIndexes);
+  const absl::Status status = open("quest").status();
+  EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("blocks-16"));
+}
+
 TEST(RegressionOpening, WhatDoesNotFitIsRefused) {
   const auto engine = MakeEngine(SmallOptions());
   const ModelShape shape = MakeShape(1, 2, 1, 32, 32, DType::kBf16);

@@ -83,6 +83,18 @@ class CudaEngine : public testing::Test {
   std::unique_ptr<Engine> engine_;
 };
 
+// The regression is the CPU backend's alone: what the server says of error-target can be opened.
+TEST_F(CudaEngine, ErrorTargetHasClusters) {
+  Start();
+  EXPECT_EQ(engine_->IndexesOf(PolicyOf("error-target")), attention::kClusterIndexes);
+  EXPECT_EQ(Open(PolicyOf("error-target")).Info().args.indexes, attention::kClusterIndexes);
+  engine::OpenArgs args = ArgsOf(shape_, PolicyOf("error-target"));
+  args.indexes = attention::kRegressionIndexes;
+  const absl::Status status = engine_->Open(kTenant, args).status();
+  EXPECT_TRUE(absl::IsUnimplemented(status)) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("indexes are regression"));
+}
+
 TEST_F(CudaEngine, PrefillsAreSegmentedOnTheDevice) {
   Start();
   TestSequence sequence = Open();
