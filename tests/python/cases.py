@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,10 +60,16 @@ class Case:
 
 
 def opened(
-    client: attnd.Client, case: Case, tokens: int, *, complete: bool = True, policy: str = "dense"
+    client: attnd.Client,
+    case: Case,
+    tokens: int,
+    *,
+    complete: bool = True,
+    policy: str = "dense",
+    indexes: Sequence[str] | None = None,
 ) -> int:
     """A sequence that holds the case's first tokens."""
-    sequence = client.open_sequence(case.model, policy=policy).sequence_id
+    sequence = client.open_sequence(case.model, policy=policy, indexes=indexes).sequence_id
     chunks = attnd.layer_chunks(case.layers(slice(0, tokens)), token_ids=range(tokens))
     appended = client.append_kv(sequence, chunks, prefill_complete=complete)
     assert appended.committed_tokens == tokens

@@ -311,12 +311,12 @@ def test_measuring_with_a_server(attnd_target, tmp_path, capsys):
     arguments = ["--target", attnd_target, "--model", str(NANO_LLAMA)]
     arguments += ["--eval-set", str(NANO_LLAMA / "nano_eval.npz"), "--length", "2048"]
     arguments += ["--limit", "2", "--batch", "8", "--cache-dir", str(tmp_path / "cache")]
-    arguments += ["--presets", "streaming", "--policy", "error-target:tolerance=0.02"]
+    arguments += ["--presets", "streaming", "--policy", "error-target:tolerance=0.005"]
     assert cli.main([*arguments, "--policy-file", str(path)]) == 0, capsys.readouterr().err
     said = capsys.readouterr().out
     assert "| `streaming` | 2,048 |" in said
     (named,) = policy_file.read(path).policies
     assert named.name == "nano-llama-error-target"
-    assert named.policy.parameters == {"tolerance": "0.02"}
+    assert named.policy.parameters == {"tolerance": "0.005"}
     for task_name in TASKS:
         assert f"{task_name} at 2048" in named.note

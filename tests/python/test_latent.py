@@ -211,7 +211,7 @@ def test_every_policy_that_reads_all_equals_the_oracle(attnd_client, policy):
 def test_error_target_over_a_regression(attnd_client):
     case = Case.random(1402, LATENT)
     tokens = slice(1400, 1401)
-    sequence = opened(attnd_client, case, 1400, policy="error-target")
+    sequence = opened(attnd_client, case, 1400, policy="error-target", indexes=["regression"])
     info = next(i for i in attnd_client.list_sequences() if i.sequence_id == sequence)
     assert info.indexes == ("regression",)
     with attnd_client.decode_session() as session:
