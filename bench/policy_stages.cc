@@ -34,7 +34,7 @@ ABSL_FLAG(uint32_t, rounds, 9, "rounds");
 ABSL_FLAG(std::string, policies,
           "dense streaming quest double-sparsity twilight twilight:selector=double-sparsity "
           "twilight:selector=full asynctls asynctls:lag=0 clusters-top-k double-p error-target "
-          "error-target@clusters",
+          "error-target@clusters error-target:tolerance=off error-target:tolerance=off@clusters",
           "policies, separated by spaces: NAME[:key=value,...][@clusters]; a policy reads the "
           "indexes that it asks for, or clusters without a regression");
 
