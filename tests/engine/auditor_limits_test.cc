@@ -112,7 +112,7 @@ TEST_F(AuditorLimitsTest, TakesNoMoreThanItsShareOfTime) {
   };
   SpendingObserver observer;
   EngineOptions options = AuditingOptions();
-  options.audit.cpu_share = 0.02;
+  options.audit.cpu_share = 0.1;  // under the thread sanitizer a lower one takes minutes
   engine_ = MakeEngine(options, &observer);
   TestSequence sequence = OpenLong();
   Ask(&sequence, 60);
@@ -124,7 +124,7 @@ TEST_F(AuditorLimitsTest, TakesNoMoreThanItsShareOfTime) {
   const std::chrono::duration<double> quantum = Auditor::kQuantum;
   EXPECT_GT(thread, 5 * quantum) << "nothing was computed";
   // A piece may be begun before the quantum's end and end after it, on whatever machine.
-  EXPECT_LE(thread.count(), 0.02 * clock.count() + 10 * quantum.count());
+  EXPECT_LE(thread.count(), 0.1 * clock.count() + 10 * quantum.count());
   engine_.reset();
 }
 
