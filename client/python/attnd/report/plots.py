@@ -282,7 +282,7 @@ def _name_curves(figure: Any, measurement: Measurement) -> None:
     from matplotlib.lines import Line2D
 
     drawn = curves(measurement)
-    left = 0.06
+    left = 0.05
     for family in _FAMILIES:
         names = [name for name in family.styles if name in drawn]
         columns = max(1, math.ceil(len(names) / _NAMES_OF_A_COLUMN))
@@ -297,6 +297,8 @@ def _name_curves(figure: Any, measurement: Measurement) -> None:
                 bbox_to_anchor=(left, 0.195),
                 ncols=columns,
                 frameon=False,
-                handlelength=3,
+                handlelength=2.4,
+                fontsize=9,
+                columnspacing=1.2,
             )
-        left += 0.04 + 0.185 * columns
+        left += 0.02 + 0.172 * columns
