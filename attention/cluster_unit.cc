@@ -36,13 +36,14 @@ float Scaled(float value, float factor) { return value == 0 ? 0 : value * factor
 
 size_t ClusterUnit::ArenaBytes(const SequenceView& view, uint32_t layer, uint32_t kv_head,
                                size_t quads) {
-  constexpr size_t kQuadArrays = 6;
   constexpr size_t kRounding = size_t{18} * 64;  // of the separate allocations
   const size_t n = CountClusters(view, layer, kv_head);
   const bool regression = view.indexes.Has(IndexKind::kRegression);
-  const size_t per_quad = kQuadArrays * n * kQuad * sizeof(float) + sizeof(QuadScores) +
+  const size_t quad_arrays = regression ? 6 : 5;
+  const size_t value_rows = regression ? 2 : 1;
+  const size_t per_quad = quad_arrays * n * kQuad * sizeof(float) + sizeof(QuadScores) +
                           kernels::SquaresFloats(view.shape.head_dim) * sizeof(float) +
-                          2 * kQuad * view.shape.value_dim * sizeof(float) + kRounding;
+                          value_rows * kQuad * view.shape.value_dim * sizeof(float) + kRounding;
   return quads * per_quad + n * (3 * sizeof(float) + sizeof(Fate) + 2 * sizeof(TokenRun)) +
          view.segments.size() * sizeof(uint32_t) + kRounding +
          (regression ? RegressionTerms::ArenaBytes(view.shape, view.segments.size(), quads) : 0);
@@ -72,12 +73,6 @@ ClusterUnit::ClusterUnit(const UnitQuery& query, StepArena* arena)
   if (regression) {
     regression_.emplace(query, arena);
     size_ = arena->Allocate<float>(n);
-    for (size_t s = 0; s < segments(); ++s) {
-      const ClusterIndex index = view_.segments[s]->clusters(layer_, kv_head_);
-      for (uint32_t i = 0; i < index.clusters; ++i) {
-        size_[first_cluster_[s] + i] = static_cast<float>(index.size(i));
-      }
-    }
   }
   for (size_t quad = 0; quad < quads_.size(); ++quad) {
     QuadScores& scores = quads_[quad];
@@ -105,6 +100,9 @@ void ClusterUnit::Score(size_t segment) {
   const ClusterIndex index = view_.segments[segment]->clusters(layer_, kv_head_);
   const DType dtype = view_.shape.dtype;
   const size_t offset = first_cluster_[segment] * kQuad;
+  for (uint32_t i = 0; regression_ && i < index.clusters; ++i) {
+    size_[first_cluster_[segment] + i] = static_cast<float>(index.size(i));
+  }
   for (size_t quad = 0; quad < quads_.size(); ++quad) {
     QuadScores& scores = quads_[quad];
     kernels::DotRows(dtype, index.centroids, head_dim_ * DTypeBytes(dtype), index.clusters,
@@ -338,7 +336,8 @@ void ClusterUnit::Estimate() {
     }
   }
   ShareOfFate(Fate::kEstimated);
-  for (QuadScores& scores : quads_) {
+  for (size_t quad = 0; quad < quads_.size(); ++quad) {
+    QuadScores& scores = quads_[quad];
     QuadState& estimate = scores.estimate;
     ClearState(value_dim_, &estimate);
     kernels::ScaleQuads(scores.log_mass, share_.data(), clusters(), scores.estimated_weight,
@@ -352,29 +351,29 @@ void ClusterUnit::Estimate() {
           view_.shape.dtype, index.mean_values, index.mean_value_stride_bytes, index.clusters,
           value_dim_, scores.estimated_weight + first_cluster_[s] * kQuad, estimate.values);
     }
-    if (regression_) AddShift(&scores);
+    if (regression_) AddShift(quad);
   }
 }
 
 // Moves the estimate's values by what the regression knows of the estimated clusters.
-void ClusterUnit::AddShift(QuadScores* scores) {
-  const auto quad = static_cast<size_t>(scores - quads_.data());
-  std::fill_n(scores->shift, kQuad * value_dim_, 0.0f);
+void ClusterUnit::AddShift(size_t quad) {
+  QuadScores& scores = quads_[quad];
+  std::fill_n(scores.shift, kQuad * value_dim_, 0.0f);
   for (size_t s = 0; s < segments(); ++s) {
     const ClusterIndex index = view_.segments[s]->clusters(layer_, kv_head_);
     const size_t offset = first_cluster_[s] * kQuad;
-    regression_->AddVariances(index, 0, index.clusters, scores->estimated_weight + offset,
-                              scores->d2 + offset);
-    regression_->Shift(s, quad, index, scores->shift);
+    regression_->AddVariances(index, 0, index.clusters, scores.estimated_weight + offset,
+                              scores.d2 + offset);
+    regression_->Shift(s, quad, index, scores.shift);
   }
   for (size_t lane = 0; lane < kQuad; ++lane) {
-    const float* shift = scores->shift + lane * value_dim_;
+    const float* shift = scores.shift + lane * value_dim_;
     double norm2 = 0;
     for (size_t c = 0; c < value_dim_; ++c) {
-      scores->estimate.values[lane * value_dim_ + c] += shift[c];
+      scores.estimate.values[lane * value_dim_ + c] += shift[c];
       norm2 += double{shift[c]} * shift[c];
     }
-    scores->shift_norm[lane] = static_cast<float>(std::sqrt(norm2));
+    scores.shift_norm[lane] = static_cast<float>(std::sqrt(norm2));
   }
 }
 

@@ -87,7 +87,7 @@ class ClusterUnit : public MiddleUnit {
   void MeasureSegmentErrors(size_t segment, QuadScores* scores);
   void OutputNorms(size_t quad, const QuadState& zone, float* norms);
   void Estimate();
-  void AddShift(QuadScores* scores);
+  void AddShift(size_t quad);
   bool ShareOfFate(Fate fate);
   void SumErrors();
   void AddExactValues(size_t quad, float* values);

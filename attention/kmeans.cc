@@ -105,8 +105,8 @@ void KMeans::FindFarthest() {
       const double difference = double{point[k]} - centroids_t_[k * stride_ + cluster];
       square += difference * difference;
     }
-    if (!(square < std::numeric_limits<double>::infinity()))
-      continue;  // of keys that are no floats
+    // Points of keys so large that they are no floats when scaled.
+    if (!(square < std::numeric_limits<double>::infinity())) continue;
     Spread& spread = spreads_[cluster];
     spread.squares += square;
     if (square <= spread.farthest) continue;

@@ -45,7 +45,6 @@ class RegressionBuilder {
   // Each but the axes passes over all tokens: every one needs what the one before has found.
   enum class Stage { kMeans, kMoments, kAxes, kVariances, kResiduals, kDone };
 
-  uint32_t clusters() const { return static_cast<uint32_t>(starts_.size()) - 1; }
   void NextStage();
   void PassSome();
   void LoadTokens(uint32_t begin, uint32_t end);

@@ -174,8 +174,9 @@ void HeadBuilder::CentreChunk() {
   const uint32_t end = std::min(tokens_ - unclustered_, next_ + kChunkTokens);
   for (; next_ < end; ++next_) {
     float* point = points_.data() + next_ * point_dim_;
+    for (size_t c = 0; c < point_dim_; ++c) point[c] -= static_cast<float>(mean_[c]);
+    if (!regression()) continue;
     for (size_t c = 0; c < point_dim_; ++c) {
-      point[c] -= static_cast<float>(mean_[c]);
       squares_[c < head_dim ? 0 : 1] += double{point[c]} * point[c];
     }
   }

@@ -109,7 +109,7 @@ class HeadBuilder {
   std::vector<float> points_;
   size_t point_dim_ = 0;
   std::vector<double> mean_;  // [point_dim]
-  double squares_[2] = {};    // sums over centred keys and values
+  double squares_[2] = {};    // with a regression: sums over centred keys and values
   KMeans kmeans_;
   std::vector<uint32_t> order_;          // [tokens] token at each slot of the segment's order
   std::vector<uint32_t> kept_clusters_;  // k-means number of each cluster that has members

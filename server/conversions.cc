@@ -86,13 +86,11 @@ absl::StatusOr<std::optional<attention::IndexSet>> IndexesFromProto(
     return Invalid("layout", " is token order with INDEX_CLUSTERS or INDEX_REGRESSION; allowed is ",
                    "cluster order");
   }
-  if (request.layout() == Request::LAYOUT_CLUSTER_ORDER) {
-    if (request.indexes().empty()) return std::nullopt;
-    if (clusters) return indexes;
+  if (request.indexes().empty()) return std::nullopt;
+  if (request.layout() == Request::LAYOUT_CLUSTER_ORDER && !clusters) {
     return Invalid("layout", " is cluster order without INDEX_CLUSTERS or INDEX_REGRESSION in ",
                    "indexes; allowed is token order");
   }
-  if (request.indexes().empty()) return std::nullopt;
   return indexes;
 }
 
