@@ -26,17 +26,7 @@ namespace {
 
 using Parameters = std::map<std::string, std::string>;
 
-Policy Completion(const Parameters& parameters) {
-  auto policy = ParsePolicy("topk-completion", parameters);
-  EXPECT_TRUE(policy.ok()) << policy.status();
-  return policy.ok() ? *policy : Policy();
-}
-
-std::string Describe(const Policy& policy) {
-  std::string text;
-  for (const auto& [name, value] : policy.Parameters()) text += " " + name + "=" + value;
-  return text;
-}
+Policy Completion(const Parameters& parameters) { return Parse("topk-completion", parameters); }
 
 struct Answer {
   std::vector<double> out;

@@ -165,15 +165,7 @@ TEST_F(CpuBackendRows, OutputsThatCancelAreMeasuredAgainstTheValues) {
   spec.segment_tokens = {2 * kHalf};
   spec.sink = 0;
   Random random(TestSeed());
-  HeadData data;
-  data.keys = random.Normals(kHalf * kDim);
-  data.values = random.Normals(kHalf * kDim);
-  for (size_t t = 0; t < kHalf; ++t) data.keys[t * kDim] = 64;
-  for (size_t i = 0; i < kHalf * kDim; ++i) {
-    data.keys.push_back(i % kDim == 0 ? -64 : data.keys[i]);
-    data.values.push_back(-data.values[i]);
-  }
-  TestSequence sequence = MakeSequenceOf(spec, {data});
+  TestSequence sequence = MakeSequenceOf(spec, {OppositeHalves(kHalf, kDim, &random)});
   const Policy off = Parse("error-target", {{"tolerance", "off"}, {"floor", "0"}});
   const Policy wide = Parse("error-target", {{"tolerance", "20"}, {"floor", "0"}});
   std::vector<TestRow> rows;

@@ -18,14 +18,12 @@
 
 #include "attention/index_parts.h"
 #include "attention/kmeans.h"
-#include "attention/principal_axes.h"
 #include "attention/segment_loader.h"
 #include "tests/attention/segment_support.h"
 #include "tests/attention/support.h"
 #include "tests/oracle/joint_kmeans.h"
 #include "tests/oracle/kmeans.h"
 #include "tests/oracle/regression.h"
-#include "tests/oracle/symmetric_eigen.h"
 
 namespace attnd::attention::test {
 namespace {
@@ -40,158 +38,7 @@ constexpr double kSlopeTolerance = 1e-5;
 // leaves of residuals does not tell it from nothing. (The oracle's limit is that of double.)
 constexpr double kThinAxis = 1e-12;
 
-// Features are some ten times as long as they are far from their centres, and float32 loses that
-// much, squared, of a distance.
-constexpr double kClearCall = 1e-3;
-
 using Matrix = std::vector<oracle::Vector>;
-
-// ---- k-means ----
-
-struct Clustered {
-  std::vector<size_t> assignment;  // after empty clusters were dropped
-  size_t count = 0;
-};
-
-Clustered DropEmpty(const KMeans& kmeans) {
-  Clustered result;
-  std::vector<size_t> number;
-  for (const uint32_t size : kmeans.sizes()) number.push_back(size == 0 ? 0 : result.count++);
-  for (const uint32_t cluster : kmeans.assignment()) result.assignment.push_back(number[cluster]);
-  return result;
-}
-
-// KMeans over the oracle's features, rounded to float32.
-Clustered RunKMeans(KMeans* kmeans, const Matrix& features, size_t clusters, size_t late) {
-  std::vector<float> points;
-  for (const oracle::Vector& row : features) {
-    for (const double x : row) points.push_back(static_cast<float>(x));
-  }
-  kmeans->Start(points, features.size(), features[0].size(), clusters, late);
-  while (kmeans->RunChunk()) {
-  }
-  return DropEmpty(*kmeans);
-}
-
-double InertiaOf(const Matrix& features, const std::vector<size_t>& assignment, size_t count) {
-  return oracle::Inertia(features,
-                         oracle::SummariseAssignment(features, features, assignment, count));
-}
-
-struct TokenRows {
-  Matrix keys, values;
-};
-
-// `kinds` points in keys and in values, and tokens about them. Kinds differ in width, so that some
-// clusters are clearly the widest.
-TokenRows SeparatedRows(size_t tokens, size_t kinds, size_t head_dim, size_t value_dim,
-                        Random* random) {
-  const auto centre_keys = random->Normals(kinds * head_dim, 10);
-  const auto centre_values = random->Normals(kinds * value_dim, 10);
-  TokenRows rows;
-  for (size_t t = 0; t < tokens; ++t) {
-    const size_t kind = random->Below(kinds);
-    const double width = 0.3 * std::pow(1.5, static_cast<double>(kind));
-    oracle::Vector key(head_dim), value(value_dim);
-    for (size_t c = 0; c < head_dim; ++c) {
-      key[c] = centre_keys[kind * head_dim + c] + width * random->Normal();
-    }
-    for (size_t c = 0; c < value_dim; ++c) {
-      value[c] = centre_values[kind * value_dim + c] + width * random->Normal();
-    }
-    rows.keys.push_back(std::move(key));
-    rows.values.push_back(std::move(value));
-  }
-  return rows;
-}
-
-TEST(LateClusters, EqualAssignmentWhereNoCallIsClose) {
-  KMeans kmeans;  // one for all: memory of earlier points must not matter
-  int compared = 0;
-  for (uint64_t round = 0; round < 60; ++round) {
-    const uint64_t seed = TestSeed() + round;
-    SCOPED_TRACE(testing::Message() << "seed " << seed);
-    Random random(seed);
-    const size_t tokens = 70 + random.Below(250);
-    const TokenRows rows = SeparatedRows(tokens, 3 + random.Below(8), 32, 16, &random);
-    const double split = round % 3 == 0 ? 0.5 : kLateShare;
-    const double share = round % 2 == 0 ? kValueShare : 1.5;
-    const oracle::JointClusters expected =
-        oracle::ClusterJointly(rows.keys, rows.values, {kClusterTokens, split, share});
-    if (expected.margin < kClearCall) continue;
-    ++compared;
-    const size_t clusters = (tokens + kClusterTokens - 1) / kClusterTokens;
-    const auto late = static_cast<size_t>(split * static_cast<double>(clusters));
-    ASSERT_GE(late, 1u);
-    const Clustered actual =
-        RunKMeans(&kmeans, oracle::JointFeatures(rows.keys, rows.values, share), clusters, late);
-    EXPECT_EQ(actual.count, expected.count);
-    EXPECT_EQ(actual.assignment, expected.assignment);
-  }
-  EXPECT_GE(compared, 15);
-}
-
-TEST(LateClusters, AsGoodAsTheOracles) {
-  for (uint64_t round = 0; round < 6; ++round) {
-    const uint64_t seed = TestSeed() + round;
-    Random random(seed);
-    const size_t tokens = 400 + random.Below(500);
-    SCOPED_TRACE(testing::Message() << "seed " << seed << ", tokens " << tokens);
-    const Matrix keys = Rows(random.Normals(tokens * 48), 48, 0, tokens);
-    const Matrix values = Rows(random.Normals(tokens * 16), 16, 0, tokens);
-    const Matrix features = oracle::JointFeatures(keys, values, kValueShare);
-    const oracle::JointClusters expected =
-        oracle::ClusterJointly(keys, values, {kClusterTokens, kLateShare, kValueShare});
-    KMeans kmeans;
-    const size_t clusters = (tokens + kClusterTokens - 1) / kClusterTokens;
-    const Clustered actual = RunKMeans(&kmeans, features, clusters, clusters / 4);
-    EXPECT_NEAR(InertiaOf(features, actual.assignment, actual.count),
-                InertiaOf(features, expected.assignment, expected.count),
-                0.01 * InertiaOf(features, expected.assignment, expected.count));
-  }
-}
-
-// What is not wide gives no late cluster, and the others give theirs in the order of their width,
-// at the farthest members.
-TEST(LateClusters, OnlyWideClustersGiveOneAndTheWidestFirst) {
-  // Eight clusters, four late: the first four begin at points 0, 4, 8, 12.
-  Matrix features(16, oracle::Vector(16, 0.0));
-  for (size_t i = 0; i < 16; ++i) features[i][0] = 100.0 * static_cast<double>(i / 4);
-  features[6][1] = 5;   // of the second four: q = 25 (3/4)^2 + 3 (5/4)^2 = 18.75
-  features[13][2] = 9;  // of the fourth: q = 60.75
-  KMeans kmeans;
-  const Clustered actual = RunKMeans(&kmeans, features, 8, 4);
-  EXPECT_EQ(actual.count, 6u);
-  EXPECT_EQ(actual.assignment,
-            std::vector<size_t>({0, 0, 0, 0, 1, 1, 5, 1, 2, 2, 2, 2, 3, 4, 3, 3}));
-}
-
-// Of members that are equally far the first one gives the centre.
-TEST(LateClusters, TheFirstOfEquallyFarMembers) {
-  // Four clusters, one late: the first three begin at points 0, 5, 10.
-  Matrix features(16, oracle::Vector(16, 0.0));
-  for (size_t i = 0; i < 16; ++i) features[i][0] = i < 5 ? 0 : i < 10 ? 100 : 200;
-  features[7][1] = -4;  // their mean stays where it was
-  features[8][1] = 4;
-  KMeans kmeans;
-  EXPECT_EQ(RunKMeans(&kmeans, features, 4, 1).assignment,
-            std::vector<size_t>({0, 0, 0, 0, 0, 1, 1, 3, 1, 1, 2, 2, 2, 2, 2, 2}));
-}
-
-// A cluster without members has no farthest one, and gives none.
-TEST(LateClusters, EmptyClustersGiveNone) {
-  // Eight clusters, four late: the first four begin at points 0, 4, 8, 12, and the last of them has
-  // the place of the third.
-  Matrix features(16, oracle::Vector(16, 0.0));
-  for (size_t i = 0; i < 16; ++i) features[i][0] = i < 4 ? 0 : i < 8 ? 100 : 200;
-  features[0][1] = 3;  // 4.5 from the mean -1.5 of the first cluster
-  features[3][1] = -9;
-  KMeans kmeans;
-  EXPECT_EQ(RunKMeans(&kmeans, features, 8, 4).assignment,
-            std::vector<size_t>({0, 0, 0, 3, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2}));
-}
-
-// ---- what the index says ----
 
 Matrix Rotated(const Matrix& rows, const Matrix& axes) {
   Matrix result;
@@ -210,14 +57,6 @@ double Largest(const Matrix& rows) {
     for (const double x : row) largest = std::max(largest, std::fabs(x));
   }
   return largest;
-}
-
-void ExpectRow(const oracle::Vector& stored, const oracle::Vector& exact, double relative,
-               double absolute) {
-  ASSERT_EQ(stored.size(), exact.size());
-  for (size_t c = 0; c < exact.size(); ++c) {
-    EXPECT_NEAR(stored[c], exact[c], relative * std::fabs(exact[c]) + absolute) << "channel " << c;
-  }
 }
 
 // What tests know of the segment's rows besides what is in them.
@@ -309,51 +148,22 @@ void ExpectRegression(const Segment& segment, uint32_t layer, uint32_t kv_head,
   }
 }
 
-struct Case {
-  uint32_t head_dim, value_dim;
-  uint32_t begin;  // tokens of the sequence before the segment
-  uint32_t tokens, unclustered;
-  bool latent = false;
-};
-
-void PrintTo(const Case& c, std::ostream* out) {
-  *out << "dims " << c.head_dim << "/" << c.value_dim << ", tokens " << c.begin << " + " << c.tokens
-       << ", unclustered " << c.unclustered << (c.latent ? ", latent" : "");
-}
-
-class RegressionBuilderTest : public testing::TestWithParam<std::tuple<Case, DType>> {};
+class RegressionBuilderTest : public testing::TestWithParam<std::tuple<SegmentCase, DType>> {};
 
 TEST_P(RegressionBuilderTest, PayloadAndIndex) {
   const auto& [c, dtype] = GetParam();
-  const uint64_t seed = TestSeed() + c.tokens;
-  SCOPED_TRACE(testing::Message() << "seed " << seed);
   const bool large = c.head_dim > 200;  // the oracle is slow
   const uint32_t layers = large ? 1 : 2;
-  const ModelShape shape =
-      c.latent ? MakeLatentShape(4, c.head_dim, c.value_dim, dtype, layers)
-               : MakeShape(4, large ? 1 : 2, c.head_dim, c.value_dim, dtype, layers);
-  Random random(seed);
-  std::vector<HeadData> heads;
-  for (uint32_t h = 0; h < shape.layers * shape.kv_heads; ++h) {
-    heads.push_back(MakeHeadData(shape, c.begin + c.tokens + 5, &random));
-  }
-  const auto view =
-      Skip(MakeTailView(shape, c.begin + c.tokens + 5, heads, kRegressionIndexes), c.begin);
-  const auto segment = BuildSegment(view, c.tokens, c.unclustered, 42);
-  const SegmentForm form = {shape, kRegressionIndexes, c.tokens, c.unclustered};
-  EXPECT_EQ(segment->form(), form);
-  EXPECT_EQ(segment->bytes(), Segment::IndexBytes(form) + Segment::PayloadBytes(form));
-  for (uint32_t h = 0; h < heads.size(); ++h) {
-    const uint32_t layer = h / shape.kv_heads, head = h % shape.kv_heads;
-    SCOPED_TRACE(testing::Message() << "layer " << layer << ", KV head " << head);
-    ExpectPayload(*segment, layer, head, heads[h]);
-    if (HasFatalFailure()) return;
-    ExpectRegression(*segment, layer, head, heads[h]);
-    if (HasFailure()) return;
-  }
+  ExpectBuilt(c,
+              c.latent ? MakeLatentShape(4, c.head_dim, c.value_dim, dtype, layers)
+                       : MakeShape(4, large ? 1 : 2, c.head_dim, c.value_dim, dtype, layers),
+              kRegressionIndexes,
+              [](const Segment& segment, uint32_t layer, uint32_t head, const HeadData& data) {
+                ExpectRegression(segment, layer, head, data);
+              });
 }
 
-const Case kCases[] = {
+const SegmentCase kCases[] = {
     {64, 64, 0, 1, 0},    {64, 64, 0, 5, 4},          {16, 32, 3, 15, 0},
     {48, 16, 64, 16, 0},  {128, 64, 100, 17, 0},      {64, 128, 0, 512, 4},
     {80, 80, 63, 513, 0}, {128, 128, 0, 900, 64},     {16, 512, 65, 600, 1},
@@ -365,8 +175,8 @@ INSTANTIATE_TEST_SUITE_P(Shapes, RegressionBuilderTest,
                                                           DType::kFp32)));
 // DeepSeek's, and a value wider than its key.
 INSTANTIATE_TEST_SUITE_P(Wide, RegressionBuilderTest,
-                         testing::Combine(testing::Values(Case{576, 512, 10, 300, 4, true},
-                                                          Case{256, 512, 0, 100, 0}),
+                         testing::Combine(testing::Values(SegmentCase{576, 512, 10, 300, 4, true},
+                                                          SegmentCase{256, 512, 0, 100, 0}),
                                           testing::Values(DType::kBf16)));
 
 // One KV head with the keys and values given.
@@ -552,7 +362,7 @@ TEST_P(OneRegressionHead, LargeAndSmallMagnitudes) {
 }
 
 // Keys and values of any size that is taken give an index of numbers: a segment whose index is no
-// numbers would be refused when it is read back. Beyond 1e17 its figures mean nothing, as no query
+// numbers would be refused when it is read back. Beyond 1e16 its figures mean nothing, as no query
 // may look at such keys with more than nothing.
 TEST_P(OneRegressionHead, AnyKeysGiveNumbers) {
   for (const double key_size : {1e-45, 1e-38, 1e16, 1e19, 1e25, 3e38}) {
@@ -607,136 +417,6 @@ TEST_P(OneRegressionHead, ARegressionThatIsNoNumbersIsRefused) {
 INSTANTIATE_TEST_SUITE_P(DTypes, OneRegressionHead,
                          testing::Values(DType::kBf16, DType::kFp16, DType::kFp32),
                          [](const auto& dtype) { return std::string(DTypeName(dtype.param)); });
-
-// ---- principal axes ----
-
-std::vector<double> Flat(const Matrix& matrix) {
-  std::vector<double> flat;
-  for (const oracle::Vector& row : matrix) flat.insert(flat.end(), row.begin(), row.end());
-  return flat;
-}
-
-// basis diag(values) basis^T; the columns of basis are orthonormal ones made of random vectors.
-Matrix WithEigenvalues(const oracle::Vector& values, Random* random) {
-  const size_t dim = values.size();
-  Matrix basis;  // rows
-  while (basis.size() < dim) {
-    oracle::Vector row(dim);
-    for (double& x : row) x = random->Normal();
-    for (int pass = 0; pass < 2; ++pass) {
-      for (const oracle::Vector& other : basis) {
-        const double dot = oracle::Dot(row, other);
-        for (size_t c = 0; c < dim; ++c) row[c] -= dot * other[c];
-      }
-    }
-    const double norm = std::sqrt(oracle::SquaredNorm(row));
-    for (double& x : row) x /= norm;
-    basis.push_back(std::move(row));
-  }
-  Matrix matrix(dim, oracle::Vector(dim, 0.0));
-  for (size_t a = 0; a < dim; ++a) {
-    for (size_t b = 0; b <= a; ++b) {
-      for (size_t k = 0; k < dim; ++k) matrix[a][b] += values[k] * basis[k][a] * basis[k][b];
-      matrix[b][a] = matrix[a][b];
-    }
-  }
-  return matrix;
-}
-
-// Axes are orthonormal, and eigenvectors in descending order of these eigenvalues. Returns how many
-// chunks it took.
-int ExpectAxes(PrincipalAxes* axes, const Matrix& matrix, oracle::Vector eigenvalues) {
-  const size_t dim = matrix.size();
-  std::sort(eigenvalues.rbegin(), eigenvalues.rend());
-  axes->Start(Flat(matrix), dim);
-  int chunks = 1;
-  while (axes->RunChunk()) ++chunks;
-  EXPECT_FALSE(axes->RunChunk());
-  double size = 0;
-  for (const double value : eigenvalues) size += std::fabs(value);
-  const double tolerance = 1e-14 * static_cast<double>(dim) * size + 1e-307;
-  for (size_t a = 0; a < dim; ++a) {
-    const std::span<const double> axis = axes->axis(a);
-    for (size_t b = 0; b < dim; ++b) {
-      double dot = 0;
-      for (size_t c = 0; c < dim; ++c) dot += axis[c] * axes->axis(b)[c];
-      EXPECT_NEAR(dot, a == b ? 1 : 0, 1e-12) << "axes " << a << " and " << b;
-    }
-    for (size_t c = 0; c < dim; ++c) {
-      double image = 0;
-      for (size_t d = 0; d < dim; ++d) image += matrix[c][d] * axis[d];
-      EXPECT_NEAR(image, eigenvalues[a] * axis[c], tolerance) << "axis " << a;
-    }
-    if (testing::Test::HasFailure()) break;
-  }
-  return chunks;
-}
-
-TEST(PrincipalAxesTest, EigenvectorsOfMatricesOfEveryKind) {
-  SCOPED_TRACE(testing::Message() << "seed " << TestSeed());
-  Random random(TestSeed());
-  PrincipalAxes axes;  // one for all
-  for (const size_t dim : {16, 1, 2, 3, 64}) {
-    oracle::Vector spread(dim), repeated(dim), low_rank(dim, 0.0), steep(dim);
-    for (size_t i = 0; i < dim; ++i) {
-      spread[i] = random.Uniform();
-      repeated[i] = i % 3 == 0 ? 2 : 5;
-      steep[i] = std::pow(10, -12 * static_cast<double>(i) / static_cast<double>(dim));
-    }
-    low_rank[0] = 3;
-    for (const oracle::Vector& values : {spread, repeated, low_rank, steep}) {
-      SCOPED_TRACE(testing::Message() << "dim " << dim << ", first eigenvalue " << values[0]);
-      ExpectAxes(&axes, WithEigenvalues(values, &random), values);
-      Matrix diagonal(dim, oracle::Vector(dim, 0.0));
-      for (size_t i = 0; i < dim; ++i) diagonal[i][i] = values[i];
-      ExpectAxes(&axes, diagonal, values);
-    }
-    const oracle::Vector ones(dim, 1.0), zeros(dim, 0.0);
-    ExpectAxes(&axes, WithEigenvalues(ones, &random), ones);
-    ExpectAxes(&axes, Matrix(dim, zeros), zeros);
-    ExpectAxes(&axes, Matrix(dim, ones), [dim] {
-      oracle::Vector values(dim, 0.0);
-      values[0] = static_cast<double>(dim);
-      return values;
-    }());
-    if (testing::Test::HasFailure()) return;
-  }
-}
-
-// As large and small as moments of keys can be.
-TEST(PrincipalAxesTest, MatricesOfAnySize) {
-  Random random(TestSeed());
-  PrincipalAxes axes;
-  for (const double size : {1e-290, 1e-80, 1e80, 1e290}) {
-    oracle::Vector values(32);
-    for (double& value : values) value = size * random.Uniform();
-    ExpectAxes(&axes, WithEigenvalues(values, &random), values);
-  }
-}
-
-// The greatest key there is, in many small chunks.
-TEST(PrincipalAxesTest, ALatentKeysAxes) {
-  Random random(TestSeed());
-  oracle::Vector values(576);
-  for (double& value : values) value = std::exp(3 * random.Normal());
-  const Matrix matrix = WithEigenvalues(values, &random);
-  PrincipalAxes axes;
-  EXPECT_GT(ExpectAxes(&axes, matrix, values), 1000);
-}
-
-TEST(PrincipalAxesTest, AgreesWithTheOracle) {
-  for (uint64_t round = 0; round < 10; ++round) {
-    SCOPED_TRACE(testing::Message() << "seed " << TestSeed() + round);
-    Random random(TestSeed() + round);
-    const size_t dim = 2 + random.Below(40);
-    Matrix matrix(dim, oracle::Vector(dim));
-    for (size_t a = 0; a < dim; ++a) {
-      for (size_t b = 0; b <= a; ++b) matrix[a][b] = matrix[b][a] = random.Normal();
-    }
-    PrincipalAxes axes;
-    ExpectAxes(&axes, matrix, oracle::EigenOfSymmetric(matrix).values);
-  }
-}
 
 }  // namespace
 }  // namespace attnd::attention::test

@@ -208,15 +208,7 @@ TEST_F(RegressionRows, OutputsThatCancelAreMeasuredAgainstTheValues) {
   spec.sink = 0;
   spec.indexes = kRegressionIndexes;
   Random random(TestSeed());
-  HeadData data;
-  data.keys = random.Normals(kHalf * kDim);
-  data.values = random.Normals(kHalf * kDim);
-  for (size_t t = 0; t < kHalf; ++t) data.keys[t * kDim] = 64;
-  for (size_t i = 0; i < kHalf * kDim; ++i) {
-    data.keys.push_back(i % kDim == 0 ? -64 : data.keys[i]);
-    data.values.push_back(-data.values[i]);
-  }
-  TestSequence sequence = MakeSequenceOf(spec, {data});
+  TestSequence sequence = MakeSequenceOf(spec, {OppositeHalves(kHalf, kDim, &random)});
   const auto row_of = [&](const std::string& tolerance) {
     const Policy policy = Parse("error-target", {{"tolerance", tolerance}, {"floor", "0"}});
     TestRow row = MakeRow(&sequence, policy, 2 * kHalf, 1, true, DType::kFp32, 0, TestSeed());

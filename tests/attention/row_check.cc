@@ -197,18 +197,6 @@ oracle::Selection Relaxed(oracle::Selection selection) {
 
 }  // namespace
 
-Policy Parse(const std::string& preset, const std::map<std::string, std::string>& parameters) {
-  const absl::StatusOr<Policy> policy = ParsePolicy(preset, parameters);
-  EXPECT_TRUE(policy.ok()) << policy.status();
-  return *policy;
-}
-
-std::string Describe(const Policy& policy) {
-  std::string text = policy.preset;
-  for (const auto& [name, value] : policy.Parameters()) text += " " + name + "=" + value;
-  return text;
-}
-
 std::vector<Policy> ClusterPolicies() {
   return {
       Parse("dense"),

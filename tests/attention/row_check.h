@@ -8,9 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "attention/policy.h"
@@ -18,9 +16,6 @@
 #include "tests/oracle/policies.h"
 
 namespace attnd::attention::test {
-
-Policy Parse(const std::string& preset, const std::map<std::string, std::string>& parameters = {});
-std::string Describe(const Policy& policy);
 
 // All presets that read clusters, or nothing of the middle, or all of it, with parameters of all
 // kinds.

@@ -27,30 +27,10 @@ namespace {
 constexpr double kFloatError = 4e-7;  // of a key or a centred value, relative to their size
 constexpr double kRelative = 1e-5;    // of a scalar that is stored as float32
 
-struct Case {
-  uint32_t head_dim, value_dim;
-  uint32_t begin;  // tokens of the sequence before the segment
-  uint32_t tokens, unclustered;
-  bool latent = false;
-};
-
-void PrintTo(const Case& c, std::ostream* out) {
-  *out << "dims " << c.head_dim << "/" << c.value_dim << ", tokens " << c.begin << " + " << c.tokens
-       << ", unclustered " << c.unclustered << (c.latent ? ", latent" : "");
-}
-
 double LargestKey(const HeadData& data) {
   double largest = 0;
   for (const float key : data.keys) largest = std::max(largest, std::fabs(double{key}));
   return largest;
-}
-
-void ExpectRow(const oracle::Vector& stored, const oracle::Vector& exact, double relative,
-               double absolute) {
-  ASSERT_EQ(stored.size(), exact.size());
-  for (size_t c = 0; c < exact.size(); ++c) {
-    EXPECT_NEAR(stored[c], exact[c], relative * std::fabs(exact[c]) + absolute) << "channel " << c;
-  }
 }
 
 void ExpectIndex(const Segment& segment, uint32_t layer, uint32_t kv_head, const HeadData& data) {
@@ -88,38 +68,17 @@ void ExpectIndex(const Segment& segment, uint32_t layer, uint32_t kv_head, const
   }
 }
 
-class SegmentBuilderTest : public testing::TestWithParam<std::tuple<Case, DType>> {};
+class SegmentBuilderTest : public testing::TestWithParam<std::tuple<SegmentCase, DType>> {};
 
 TEST_P(SegmentBuilderTest, PayloadAndIndex) {
   const auto& [c, dtype] = GetParam();
-  const uint64_t seed = TestSeed() + c.tokens;
-  SCOPED_TRACE(testing::Message() << "seed " << seed);
-  const ModelShape shape = c.latent ? MakeLatentShape(4, c.head_dim, c.value_dim, dtype, 2)
-                                    : MakeShape(4, 2, c.head_dim, c.value_dim, dtype, 2);
-  Random random(seed);
-  std::vector<HeadData> heads;
-  for (uint32_t h = 0; h < shape.layers * shape.kv_heads; ++h) {
-    heads.push_back(MakeHeadData(shape, c.begin + c.tokens + 5, &random));
-  }
-  const auto view = Skip(MakeTailView(shape, c.begin + c.tokens + 5, heads), c.begin);
-  const auto segment = BuildSegment(view, c.tokens, c.unclustered, 42);
-  EXPECT_EQ(segment->id(), 42u);
-  EXPECT_EQ(segment->first_position(), c.begin);
-  EXPECT_EQ(segment->end_position(), c.begin + c.tokens);
-  const SegmentForm form = {shape, kClusterIndexes, c.tokens, c.unclustered};
-  EXPECT_EQ(segment->form(), form);
-  EXPECT_EQ(segment->bytes(), Segment::IndexBytes(form) + Segment::PayloadBytes(form));
-  for (uint32_t h = 0; h < heads.size(); ++h) {
-    const uint32_t layer = h / shape.kv_heads, head = h % shape.kv_heads;
-    SCOPED_TRACE(testing::Message() << "layer " << layer << ", KV head " << head);
-    ExpectPayload(*segment, layer, head, heads[h]);
-    if (HasFatalFailure()) return;
-    ExpectIndex(*segment, layer, head, heads[h]);
-    if (HasFailure()) return;
-  }
+  ExpectBuilt(c,
+              c.latent ? MakeLatentShape(4, c.head_dim, c.value_dim, dtype, 2)
+                       : MakeShape(4, 2, c.head_dim, c.value_dim, dtype, 2),
+              kClusterIndexes, ExpectIndex);
 }
 
-const Case kCases[] = {
+const SegmentCase kCases[] = {
     {64, 64, 0, 1, 0},         {64, 64, 0, 5, 4},
     {16, 32, 3, 15, 0},        {48, 16, 64, 16, 0},
     {128, 64, 100, 17, 0},     {64, 128, 0, 512, 4},

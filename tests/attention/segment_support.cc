@@ -10,6 +10,40 @@
 
 namespace attnd::attention::test {
 
+void PrintTo(const SegmentCase& c, std::ostream* out) {
+  *out << "dims " << c.head_dim << "/" << c.value_dim << ", tokens " << c.begin << " + " << c.tokens
+       << ", unclustered " << c.unclustered << (c.latent ? ", latent" : "");
+}
+
+void ExpectBuilt(const SegmentCase& c, const ModelShape& shape, const IndexSet& indexes,
+                 absl::FunctionRef<void(const Segment& segment, uint32_t layer, uint32_t kv_head,
+                                        const HeadData& data)>
+                     index) {
+  const uint64_t seed = TestSeed() + c.tokens;
+  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  Random random(seed);
+  std::vector<HeadData> heads;
+  for (uint32_t h = 0; h < shape.layers * shape.kv_heads; ++h) {
+    heads.push_back(MakeHeadData(shape, c.begin + c.tokens + 5, &random));
+  }
+  const auto view = Skip(MakeTailView(shape, c.begin + c.tokens + 5, heads, indexes), c.begin);
+  const auto segment = BuildSegment(view, c.tokens, c.unclustered, 42);
+  EXPECT_EQ(segment->id(), 42u);
+  EXPECT_EQ(segment->first_position(), c.begin);
+  EXPECT_EQ(segment->end_position(), c.begin + c.tokens);
+  const SegmentForm form = {shape, indexes, c.tokens, c.unclustered};
+  EXPECT_EQ(segment->form(), form);
+  EXPECT_EQ(segment->bytes(), Segment::IndexBytes(form) + Segment::PayloadBytes(form));
+  for (uint32_t h = 0; h < heads.size(); ++h) {
+    const uint32_t layer = h / shape.kv_heads, head = h % shape.kv_heads;
+    SCOPED_TRACE(testing::Message() << "layer " << layer << ", KV head " << head);
+    ExpectPayload(*segment, layer, head, heads[h]);
+    if (testing::Test::HasFatalFailure()) return;
+    index(*segment, layer, head, heads[h]);
+    if (testing::Test::HasFailure()) return;
+  }
+}
+
 std::shared_ptr<const SequenceView> Skip(const std::shared_ptr<const SequenceView>& view,
                                          uint64_t begin) {
   auto result = std::make_shared<SequenceView>(*view);
@@ -76,6 +110,40 @@ void ExpectCodes(const ClusterIndex& index, uint32_t i, const oracle::ClusterSum
     EXPECT_EQ(std::abs(code - summary.code.codes[c]), 1) << "channel " << c;
     EXPECT_NEAR(level - std::floor(level), 0.5, 1e-3) << "channel " << c;
   }
+}
+
+void ExpectRow(const oracle::Vector& stored, const oracle::Vector& exact, double relative,
+               double absolute) {
+  ASSERT_EQ(stored.size(), exact.size());
+  for (size_t c = 0; c < exact.size(); ++c) {
+    EXPECT_NEAR(stored[c], exact[c], relative * std::fabs(exact[c]) + absolute) << "channel " << c;
+  }
+}
+
+double InertiaOf(const Matrix& features, const std::vector<size_t>& assignment, size_t count) {
+  return oracle::Inertia(features,
+                         oracle::SummariseAssignment(features, features, assignment, count));
+}
+
+TokenRows SeparatedRows(size_t tokens, size_t kinds, size_t head_dim, size_t value_dim,
+                        Random* random) {
+  const auto centre_keys = random->Normals(kinds * head_dim, 10);
+  const auto centre_values = random->Normals(kinds * value_dim, 10);
+  TokenRows rows;
+  for (size_t t = 0; t < tokens; ++t) {
+    const size_t kind = random->Below(kinds);
+    const double width = 0.3 * std::pow(1.5, static_cast<double>(kind));
+    oracle::Vector key(head_dim), value(value_dim);
+    for (size_t c = 0; c < head_dim; ++c) {
+      key[c] = centre_keys[kind * head_dim + c] + width * random->Normal();
+    }
+    for (size_t c = 0; c < value_dim; ++c) {
+      value[c] = centre_values[kind * value_dim + c] + width * random->Normal();
+    }
+    rows.keys.push_back(std::move(key));
+    rows.values.push_back(std::move(value));
+  }
+  return rows;
 }
 
 std::vector<std::byte> AllBytes(const Segment& segment) {

@@ -86,6 +86,18 @@ double UnitRoundoff(DType dtype) {
   return 0;
 }
 
+Policy Parse(const std::string& preset, const std::map<std::string, std::string>& parameters) {
+  const absl::StatusOr<Policy> policy = ParsePolicy(preset, parameters);
+  EXPECT_TRUE(policy.ok()) << policy.status();
+  return policy.ok() ? *policy : Policy();
+}
+
+std::string Describe(const Policy& policy) {
+  std::string text = policy.preset;
+  for (const auto& [name, value] : policy.Parameters()) text += " " + name + "=" + value;
+  return text;
+}
+
 ModelShape MakeShape(uint32_t query_heads, uint32_t kv_heads, uint32_t head_dim, uint32_t value_dim,
                      DType dtype, uint32_t layers) {
   ModelShape shape;
@@ -153,6 +165,18 @@ HeadData MakeHeadData(const ModelShape& shape, uint64_t tokens, Random* random) 
   }
   data.keys = Rounded(shape.dtype, data.keys);
   data.values = shape.latent ? FrontsOf(shape, data.keys) : Rounded(shape.dtype, data.values);
+  return data;
+}
+
+HeadData OppositeHalves(size_t half, size_t dim, Random* random) {
+  HeadData data;
+  data.keys = random->Normals(half * dim);
+  data.values = random->Normals(half * dim);
+  for (size_t t = 0; t < half; ++t) data.keys[t * dim] = 64;
+  for (size_t i = 0; i < half * dim; ++i) {
+    data.keys.push_back(i % dim == 0 ? -64 : data.keys[i]);
+    data.values.push_back(-data.values[i]);
+  }
   return data;
 }
 

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <ostream>
 #include <random>
@@ -58,6 +59,10 @@ ModelShape MakeShape(uint32_t query_heads, uint32_t kv_heads, uint32_t head_dim,
 ModelShape MakeLatentShape(uint32_t query_heads, uint32_t head_dim, uint32_t value_dim, DType dtype,
                            uint32_t layers = 1);
 
+// A policy that must be one; its name and parameters, for traces.
+Policy Parse(const std::string& preset, const std::map<std::string, std::string>& parameters = {});
+std::string Describe(const Policy& policy);
+
 struct SequenceSpec {
   ModelShape shape;
   std::vector<uint32_t> segment_tokens;  // the segments' lengths, from position 0
@@ -82,6 +87,10 @@ struct HeadData {
 // than others, a part of the channels turned by position as rotary embeddings do. Values follow
 // their key's centre; those of a latent shape are the fronts of the keys.
 HeadData MakeHeadData(const ModelShape& shape, uint64_t tokens, Random* random);
+
+// Two far apart halves of [half] tokens, a single KV head's, with opposite values: under a query
+// that does not look at the first channel the output cancels.
+HeadData OppositeHalves(size_t half, size_t dim, Random* random);
 
 // A view without segments whose tail holds `heads`, [layers * kv_heads].
 std::shared_ptr<const SequenceView> MakeTailView(const ModelShape& shape, uint64_t tokens,

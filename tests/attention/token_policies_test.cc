@@ -26,20 +26,6 @@ namespace {
 constexpr IndexSet kAllTokenIndexes = {IndexKind::kBlocks16, IndexKind::kBlocks64,
                                        IndexKind::kLabels, IndexKind::kKeys4};
 
-Policy Parse(const std::string& preset, const std::map<std::string, std::string>& parameters = {}) {
-  auto policy = ParsePolicy(preset, parameters);
-  EXPECT_TRUE(policy.ok()) << policy.status();
-  return policy.ok() ? *policy : Policy();
-}
-
-std::string Describe(const Policy& policy) {
-  std::string text = policy.preset;
-  for (const auto& [name, value] : policy.Parameters()) {
-    absl::StrAppend(&text, " ", name, "=", value);
-  }
-  return text;
-}
-
 // What one (query token, KV head) of a row sees, as the oracles take it.
 struct Scene {
   const TestRow& row;

@@ -121,18 +121,6 @@ FakeBackend MakeFakeBackend(const CudaBackendOptions& options) {
 
 std::unique_ptr<Backend> MakeCpu() { return attention::MakeCpuBackend({.threads = 1}); }
 
-Policy Parse(const std::string& preset, const std::map<std::string, std::string>& parameters) {
-  const absl::StatusOr<Policy> policy = attention::ParsePolicy(preset, parameters);
-  EXPECT_TRUE(policy.ok()) << policy.status();
-  return *policy;
-}
-
-std::string Describe(const Policy& policy) {
-  std::string text = policy.preset;
-  for (const auto& [name, value] : policy.Parameters()) text += " " + name + "=" + value;
-  return text;
-}
-
 std::vector<Policy> Policies() {
   return {
       Parse("dense"),

@@ -34,9 +34,8 @@ FakeBackend MakeFakeBackend(const CudaBackendOptions& options = SmallOptions());
 
 std::unique_ptr<attention::Backend> MakeCpu();
 
-attention::Policy Parse(const std::string& preset,
-                        const std::map<std::string, std::string>& parameters = {});
-std::string Describe(const attention::Policy& policy);
+using attention::test::Describe;
+using attention::test::Parse;
 // Every preset, with variants of its parts.
 std::vector<attention::Policy> Policies();
 
