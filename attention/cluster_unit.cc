@@ -5,18 +5,13 @@
 #include <cmath>
 #include <limits>
 
+#include "attention/cluster_ranking.h"
 #include "attention/estimate_limits.h"
 #include "attention/kernels.h"
 #include "attention/stage_timer.h"
 
 namespace attnd::attention {
 namespace {
-
-uint32_t CountClusters(const SequenceView& view, uint32_t layer, uint32_t kv_head) {
-  uint32_t clusters = 0;
-  for (const auto& segment : view.segments) clusters += segment->clusters(layer, kv_head).clusters;
-  return clusters;
-}
 
 // The squared norm of x / divisor. Divides first: a sum of values can be so large that its square
 // is no float, but their mean is as small as they are.

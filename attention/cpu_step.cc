@@ -64,7 +64,7 @@ CpuStep::Middle CpuStep::MiddleOf(const Policy& policy, const StepRow& row) cons
   // Segments may have come since the row was found to need no keep-set.
   if (policy.selector == Selector::kKeepSet && row.view->keep == nullptr) return Middle::kRead;
   // A tolerance of nothing is dense.
-  const bool by_error = policy.selector == Selector::kClusters && policy.cut == Cut::kErrorBudget;
+  const bool by_error = policy.cuts_clusters() && policy.cut == Cut::kErrorBudget;
   return by_error && policy.tolerance == 0 ? Middle::kRead : Middle::kSelected;
 }
 
@@ -93,18 +93,26 @@ size_t CpuStep::UnitBytes(const UnitSpec& spec) const {
       bytes += size_t{ranks ? 5u : 3u} * (segment->tokens() / kPageTokens + 2) * sizeof(TokenRun);
   }
   if (spec.middle == Middle::kSelected) {
-    bytes += row.policy->selector == Selector::kClusters
+    bytes += row.policy->cuts_clusters()
                  ? ClusterUnit::ArenaBytes(view, request_.layer, spec.kv_head, quads)
-                 : TokenUnit::ArenaBytes(view, *row.policy, SeenBy(spec), pieces) +
+                 : TokenUnit::ArenaBytes(QueryOf(spec), pieces) +
                        kQuad * quads * shape.head_dim * sizeof(float);
   }
   return bytes;
 }
 
-// Tokens that the unit's query token sees; of several query tokens, the first.
-uint64_t CpuStep::SeenBy(const UnitSpec& spec) const {
+// What a unit is asked, without its queries; of several query tokens, the first.
+UnitQuery CpuStep::QueryOf(const UnitSpec& spec) const {
   const StepRow& row = request_.rows[spec.row];
-  return row.query_only ? row.past_tokens : row.past_tokens + spec.first_token + 1;
+  const uint64_t position = row.past_tokens + spec.first_token;
+  UnitQuery query;
+  query.view = row.view.get();
+  query.policy = row.policy;
+  query.layer = request_.layer;
+  query.kv_head = spec.kv_head;
+  query.position = row.query_only ? UnitQuery::kNoPosition : position;
+  query.seen = row.query_only ? row.past_tokens : position + 1;
+  return query;
 }
 
 bool CpuStep::NextWave(size_t scratch_bytes) {
@@ -147,17 +155,10 @@ void CpuStep::AddUnit(const UnitSpec& spec) {
 MiddleUnit* CpuStep::AddMiddle(const Unit& unit) {
   const StepRow& row = RowOf(unit);
   const ModelShape& shape = row.view->shape;
-  UnitQuery query;
-  query.view = row.view.get();
-  query.policy = row.policy;
-  query.layer = request_.layer;
-  query.kv_head = unit.spec.kv_head;
-  query.position =
-      row.query_only ? UnitQuery::kNoPosition : row.past_tokens + unit.spec.first_token;
-  query.seen = SeenBy(unit.spec);
+  UnitQuery query = QueryOf(unit.spec);
   query.queries = unit.queries;
   query.prepared = unit.prepared;
-  if (row.policy->selector == Selector::kClusters) {
+  if (row.policy->cuts_clusters()) {
     return &cluster_units_.emplace_back(query, arena_);
   }
   if (unit.spec.first_token > 0 && !row.query_only) {

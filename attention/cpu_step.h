@@ -129,7 +129,7 @@ class CpuStep {
   void ListUnits();
   Middle MiddleOf(const Policy& policy, const StepRow& row) const;
   size_t UnitBytes(const UnitSpec& spec) const;
-  uint64_t SeenBy(const UnitSpec& spec) const;
+  UnitQuery QueryOf(const UnitSpec& spec) const;
   void AddUnit(const UnitSpec& spec);
   void LoadQueries(Unit* unit);
   float* LoadToken(const StepRow& row, uint32_t kv_head, size_t token, float* quads) const;

@@ -129,24 +129,49 @@ Choice Word(absl::string_view word, T Policy::*field, T value) {
           [=](const Policy& policy) { return policy.*field == value; }};
 }
 
-// What Twilight prunes.
-Parameter PrunedSelector() {
-  return OneOf("selector", "full, quest, double-sparsity",
-               {Word("full", &Policy::selector, Selector::kAll),
-                Word("quest", &Policy::selector, Selector::kBlocks),
-                Word("double-sparsity", &Policy::selector, Selector::kLabels)});
-}
+// What may stand in for the selector of a preset that chooses tokens.
+struct TokenSelector {
+  absl::string_view word;
+  Selector selector;
+  uint32_t block_tokens = 0;  // 0: as they are
+  bool adaptive = false;
+};
+constexpr TokenSelector kTokenSelectors[] = {
+    {"full", Selector::kAll},
+    {"exhaustive", Selector::kExhaustive},
+    {"quest", Selector::kBlocks},
+    {"double-sparsity", Selector::kLabels},
+    {"asynctls", Selector::kBlocksLabels, 64},
+    {"snapkv", Selector::kKeepSet},
+    {"ada-snapkv", Selector::kKeepSet, 0, true},
+    {"clusters", Selector::kClusters},
+};
 
-// What retrieval with completion retrieves by.
-Parameter RetrievingSelector() {
-  return OneOf("selector", "exhaustive, quest, double-sparsity",
-               {Word("exhaustive", &Policy::selector, Selector::kExhaustive),
-                Word("quest", &Policy::selector, Selector::kBlocks),
-                Word("double-sparsity", &Policy::selector, Selector::kLabels)});
+// all: also every token, which leaves nothing to complete.
+Parameter SelectorPart(bool all) {
+  std::vector<Choice> choices;
+  for (const TokenSelector& part : kTokenSelectors) {
+    if (part.selector == Selector::kAll && !all) continue;
+    choices.push_back({part.word,
+                       [part](Policy* policy) {
+                         policy->selector = part.selector;
+                         policy->adaptive = part.adaptive;
+                         if (part.block_tokens > 0) policy->block_tokens = part.block_tokens;
+                       },
+                       [part](const Policy& policy) {
+                         return policy.selector == part.selector &&
+                                policy.adaptive == part.adaptive;
+                       }});
+  }
+  return OneOf("selector",
+               all ? "full, exhaustive, quest, double-sparsity, asynctls, snapkv, ada-snapkv, "
+                     "clusters"
+                   : "exhaustive, quest, double-sparsity, asynctls, snapkv, ada-snapkv, clusters",
+               choices);
 }
 
 void AddCompletionParameters(std::vector<Parameter>* all) {
-  all->push_back(RetrievingSelector());
+  all->push_back(SelectorPart(/*all=*/false));
   all->push_back(OneOf("completion", "maps, on, off",
                        {Word("maps", &Policy::completion, Completion::kMaps),
                         Word("on", &Policy::completion, Completion::kOn),
@@ -216,7 +241,7 @@ std::vector<Parameter> ParametersOf(const Policy& policy) {
   if (policy.DenseIn(policy.dense_layers)) return all;
   all.push_back(Count("dense_layers", "0..1024", kLayersMax, &Policy::dense_layers));
   if (policy.pruner == Pruner::kTopP) {
-    all.push_back(PrunedSelector());
+    all.push_back(SelectorPart(/*all=*/true));
     all.push_back(Share("p", false, &Policy::prune_p));
   }
   if (policy.estimator == Estimator::kFeatureMap) AddCompletionParameters(&all);
@@ -225,7 +250,11 @@ std::vector<Parameter> ParametersOf(const Policy& policy) {
     case Selector::kNone:
       break;
     case Selector::kClusters:
-      AddClusterParameters(policy, &all);
+      if (policy.cuts_clusters()) {
+        AddClusterParameters(policy, &all);
+      } else {
+        all.push_back(BudgetOf());
+      }
       break;
     case Selector::kBlocks:
       all.push_back(BudgetOf());
@@ -385,9 +414,16 @@ absl::Status Policy::CheckIndexes(const IndexSet& indexes) const {
     serving.Add(IndexKind::kRegression);
   }
   if (order && serving.HasAll(needed)) return absl::OkStatus();
+  const bool clustered = needed.clustered();
+  std::vector<absl::string_view> names;
+  if (clustered) names.push_back("clusters or regression");
+  for (const IndexKind kind : kIndexKinds) {
+    const bool of_clusters = IndexSet{kind}.clustered();
+    if (needed.Has(kind) && !of_clusters) names.push_back(IndexName(kind));
+  }
   return absl::FailedPreconditionError(absl::StrCat(
-      "policy.preset ", preset, " needs a sequence in ", needed.clustered() ? "cluster" : "token",
-      " order with the indexes ", needed.clustered() ? "clusters or regression" : needed.ToString(),
+      "policy.preset ", preset, " needs a sequence in ", clustered ? "cluster" : "token",
+      " order with the indexes ", names.empty() ? "none" : absl::StrJoin(names, ", "),
       "; this one was opened in ", indexes.token_order() ? "token" : "cluster",
       " order with the indexes ", indexes.ToString()));
 }

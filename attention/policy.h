@@ -23,7 +23,8 @@ namespace attnd::attention {
 enum class Selector : uint8_t {
   kAll,           // every token: dense, or what a pruner chooses of them
   kNone,          // nothing: streaming
-  kClusters,      // clusters, with or without a regression, ranked by what `cut` needs
+  kClusters,      // clusters, with or without a regression, ranked by what `cut` needs; with a
+                  // pruner or kFeatureMap, the tokens of those with the greatest mass
   kBlocks,        // blocks of consecutive tokens, by an upper bound of their logits (Quest)
   kLabels,        // tokens, by a quarter of their channels in 4 bits (Double Sparsity)
   kBlocksLabels,  // tokens by their labels, of blocks of 64 by their bounds (AsyncTLS)
@@ -108,9 +109,10 @@ struct Policy {
   double tolerance = 0.2;
   double floor = 0.01;
 
-  // kBlocks, kLabels, kBlocksLabels, kExhaustive, kKeepSet, and kAll with a pruner: candidates.
-  // Blocks are counted: budget / block_tokens of them, rounded up. With kFeatureMap a share is of
-  // all tokens that the query sees, less sink and window, and may come to none.
+  // Of all selectors but kAll and kNone, and of kClusters only as tokens: candidates. Blocks are
+  // counted: budget / block_tokens of them, rounded up; of clusters as many as fit into it, but at
+  // least one. With kFeatureMap a share is of all tokens that the query sees, less sink and window,
+  // and may come to none; that of a keep-set is of the prompt's middle all the same.
   Budget budget;
   uint32_t block_tokens = 16;  // kBlocks: 16 or 64
   // kBlocksLabels: blocks of the first level, and whether a query token takes those that the token
@@ -139,6 +141,11 @@ struct Policy {
     return layer < dense_layers || (selector == Selector::kAll && pruner == Pruner::kNone);
   }
 
+  // Whether clusters are read, estimated and dropped as a whole: `cut` says which.
+  bool cuts_clusters() const {
+    return selector == Selector::kClusters && pruner == Pruner::kNone &&
+           estimator != Estimator::kFeatureMap;
+  }
   bool completes() const {
     return estimator == Estimator::kFeatureMap && completion != Completion::kOff;
   }

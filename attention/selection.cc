@@ -151,6 +151,19 @@ size_t ShareOf(double share, size_t n) {
   return std::min(n, static_cast<size_t>(std::max(count, 0.0)));
 }
 
+void MarkFitting(std::span<const float> scores, std::span<const uint32_t> sizes, uint64_t limit,
+                 OrderScratch* scratch, std::span<Fate> fate) {
+  scratch->resize(scores.size());
+  std::iota(scratch->begin(), scratch->end(), 0u);
+  std::sort(scratch->begin(), scratch->end(), Descending(scores));
+  uint64_t taken = 0;
+  for (const uint32_t i : *scratch) {
+    if (taken > 0 && taken + sizes[i] > limit) return;
+    taken += sizes[i];
+    fate[i] = Fate::kExact;
+  }
+}
+
 double MarkNucleus(const NucleusArgs& args, OrderScratch* scratch) {
   const auto weight = [&](size_t i) { return args.weights[i * args.stride]; };
   const auto mark = [&](size_t i) {

@@ -28,6 +28,11 @@ using OrderScratch = std::vector<uint32_t>;
 void MarkTop(std::span<const float> scores, size_t count, OrderScratch* scratch,
              std::span<Fate> fate);
 
+// fate = kExact for the longest prefix by descending score whose sizes sum to at most `limit`, but
+// for one item at least; others are left as they are. Not empty.
+void MarkFitting(std::span<const float> scores, std::span<const uint32_t> sizes, uint64_t limit,
+                 OrderScratch* scratch, std::span<Fate> fate);
+
 // Twilight, section 4.2: gives the bit `lane` to marks[i * marks_stride] of the least set of
 // greatest weights that sum to p of all, weights[i * stride] >= 0; to all if p is 1 or more. Gives
 // the sum of the weights outside the set.

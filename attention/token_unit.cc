@@ -22,14 +22,6 @@ size_t TokenUnit::CountMiddle(const SequenceView& view) {
   return tokens;
 }
 
-size_t TokenUnit::CountBlocks(const SequenceView& view, const Policy& policy) {
-  size_t blocks = 0;
-  for (const auto& segment : view.segments) {
-    blocks += segment->blocks(0, 0, policy.block_tokens).count;
-  }
-  return blocks;
-}
-
 size_t TokenUnit::CountOf(const Policy& policy, uint64_t seen, size_t of) {
   const Budget& budget = policy.budget;
   if (!budget.is_share()) return std::min<size_t>(budget.tokens, of);
@@ -39,18 +31,21 @@ size_t TokenUnit::CountOf(const Policy& policy, uint64_t seen, size_t of) {
   return std::min(of, tokens > anchors ? tokens - anchors : 0);
 }
 
-TokenUnit::Sizes::Sizes(const SequenceView& view, const Policy& policy, uint64_t seen)
-    : middle(CountMiddle(view)), quads((view.shape.group() + kQuad - 1) / kQuad) {
+TokenUnit::Sizes::Sizes(const UnitQuery& query)
+    : middle(CountMiddle(*query.view)), quads(query.quads()) {
+  const SequenceView& view = *query.view;
+  const Policy& policy = *query.policy;
   const size_t segments = view.segments.size();
   const size_t partial_blocks = 2 * segments;
+  candidates = middle;
   size_t chosen = middle;  // tokens that are read in the end
   switch (policy.selector) {
     case Selector::kBlocks:
     case Selector::kBlocksLabels: {
-      blocks = CountBlocks(view, policy);
+      blocks = BlockSearch::CountBlocks(view, policy.block_tokens);
       block_searches = policy.selector == Selector::kBlocks || policy.lag == 0 ? 1 : 2;
       const size_t taken = policy.selector == Selector::kBlocks
-                               ? CountOf(policy, seen, blocks * policy.block_tokens)
+                               ? CountOf(policy, query.seen, blocks * policy.block_tokens)
                                : size_t{policy.blocks} * policy.block_tokens;
       candidates = std::min(middle, taken + policy.block_tokens);
       chosen = candidates;
@@ -58,42 +53,37 @@ TokenUnit::Sizes::Sizes(const SequenceView& view, const Policy& policy, uint64_t
     }
     case Selector::kLabels:
     case Selector::kExhaustive:
-      candidates = middle;
-      chosen = CountOf(policy, seen, middle);
+      chosen = CountOf(policy, query.seen, middle);
+      break;
+    case Selector::kClusters:
+      clusters = CountClusters(view, query.layer, query.kv_head);
       break;
     default:
-      candidates = middle;
+      break;
   }
   // Runs of chosen tokens are no more than these tokens, and no more than there is room between.
-  ranges = std::min(chosen, candidates / 2 + 1) + segments + partial_blocks + blocks;
+  ranges = std::min(chosen, candidates / 2 + 1) + segments + partial_blocks + blocks + clusters;
 }
 
 size_t TokenUnit::Sizes::ArenaBytes(const ModelShape& shape) const {
-  const size_t searches =
-      block_searches *
-      (blocks * (sizeof(float) + sizeof(Fate)) +
-       2 * (kernels::QueriesFloats(shape.head_dim) + kQuad * shape.head_dim) * sizeof(float) +
-       kRounding);
-  const size_t tokens =
-      candidates * (quads * (kQuad * sizeof(float) + 1) + sizeof(float) + sizeof(Fate));
+  size_t bytes = block_searches * BlockSearch::ArenaBytes(shape, blocks);
+  if (clusters > 0) bytes += ClusterRanking::ArenaBytes(shape, clusters);
+  bytes += candidates * (quads * (kQuad * sizeof(float) + 1) + sizeof(float) + sizeof(Fate));
   // Runs once more where they are cut into pieces.
-  return searches + tokens + ranges * (2 * sizeof(Range) + 3 * sizeof(TokenRun)) +
-         quads * kQuad * (sizeof(float) + sizeof(double)) + kRounding;
+  bytes += ranges * (2 * sizeof(Range) + 3 * sizeof(TokenRun));
+  return bytes + quads * kQuad * (sizeof(float) + sizeof(double)) + kRounding;
 }
 
-size_t TokenUnit::ArenaBytes(const SequenceView& view, const Policy& policy, uint64_t seen,
-                             uint64_t pieces) {
-  const size_t bytes = Sizes(view, policy, seen).ArenaBytes(view.shape);
-  if (!policy.completes()) return bytes;
-  return bytes + CompletionEstimator::ArenaBytes(view) +
-         pieces * CompletionEstimator::ReaderBytes(view.shape);
+size_t TokenUnit::ArenaBytes(const UnitQuery& query, uint64_t pieces) {
+  const ModelShape& shape = query.view->shape;
+  const size_t bytes = Sizes(query).ArenaBytes(shape);
+  if (!query.policy->completes()) return bytes;
+  return bytes + CompletionEstimator::ArenaBytes(*query.view) +
+         pieces * CompletionEstimator::ReaderBytes(shape);
 }
 
 TokenUnit::TokenUnit(const UnitQuery& query, StepArena* arena)
-    : query_(query),
-      view_(*query.view),
-      policy_(*query.policy),
-      sizes_(view_, policy_, query.seen) {
+    : query_(query), view_(*query.view), policy_(*query.policy), sizes_(query) {
   ranges_ = arena->Allocate<Range>(sizes_.ranges);
   spare_ranges_ = arena->Allocate<Range>(sizes_.ranges);
   run_memory_ = arena->Allocate<TokenRun>(sizes_.ranges);
@@ -104,98 +94,23 @@ TokenUnit::TokenUnit(const UnitQuery& query, StepArena* arena)
   fate_ = arena->Allocate<Fate>(sizes_.candidates);
   if (policy_.completes()) estimator_ = std::make_unique<CompletionEstimator>(query, arena);
   if (pruned()) lanes_ = arena->Allocate<uint8_t>(sizes_.candidates * sizes_.quads);
-  if (!has_blocks()) return;
-  PrepareSearch(query.queries, arena, &own_);
-  if (two_levels() && policy_.lag > 0 && query.previous != nullptr) {
-    PrepareSearch(query.previous, arena, &previous_);
+  if (policy_.selector == Selector::kClusters) ranking_.emplace(query, sizes_.clusters, arena);
+  if (sizes_.block_searches == 0) return;
+  own_.emplace(query, query.queries, policy_.block_tokens, sizes_.blocks, arena);
+  if (sizes_.block_searches == 2 && query.previous != nullptr) {
+    previous_.emplace(query, query.previous, policy_.block_tokens, sizes_.blocks, arena);
   }
 }
 
 // ---- blocks ----
 
-void TokenUnit::PrepareSearch(const float* queries, StepArena* arena, BlockSearch* search) const {
-  const size_t dim = view_.shape.head_dim;
-  // The bound is linear in the queries' positive and negative channels, so that the group's sums
-  // give the group's bound; one lane of a quad each.
-  const auto prepare = [&](float sign) {
-    const std::span<float> sums = arena->Allocate<float>(kQuad * dim);
-    std::fill(sums.begin(), sums.end(), 0.0f);
-    for (size_t quad = 0; quad < sizes_.quads; ++quad) {
-      for (size_t lane = 0; lane < query_.LanesOf(quad); ++lane) {
-        const float* q = queries + (quad * kQuad + lane) * dim;
-        for (size_t c = 0; c < dim; ++c) sums[c] += sign * std::max(sign * q[c], 0.0f);
-      }
-    }
-    return kernels::PrepareQueries(view_.shape.dtype, sums.data(), view_.shape.softmax_scale, dim,
-                                   arena->Allocate<float>(kernels::QueriesFloats(dim)).data());
-  };
-  search->wanted = true;
-  search->positive = prepare(1);
-  search->negative = prepare(-1);
-  search->scores = arena->Allocate<float>(sizes_.blocks);
-  search->fate = arena->Allocate<Fate>(sizes_.blocks);
-}
-
-void TokenUnit::ScoreBlocks(size_t number, BlockSearch* search) const {
-  constexpr size_t kChunk = 64;  // blocks whose quads fit the stack
-  const size_t row_bytes = view_.shape.head_dim * DTypeBytes(view_.shape.dtype);
-  size_t at = 0;
-  for (size_t s = 0; s < number; ++s) {
-    at += segment(s).blocks(query_.layer, query_.kv_head, policy_.block_tokens).count;
+size_t TokenUnit::BlocksToChoose() const {
+  if (two_levels()) return std::min<size_t>(policy_.blocks, sizes_.blocks);
+  if (policy_.budget.is_share() && policy_.estimator != Estimator::kFeatureMap) {
+    return ShareOf(policy_.budget.share(), sizes_.blocks);
   }
-  const BlockIndex index =
-      segment(number).blocks(query_.layer, query_.kv_head, policy_.block_tokens);
-  float upper[kChunk * kQuad], lower[kChunk * kQuad];
-  for (size_t first = 0; first < index.count; first += kChunk) {
-    const size_t n = std::min<size_t>(kChunk, index.count - first);
-    const auto dot = [&](const std::byte* rows, const kernels::Queries& q, float* out) {
-      kernels::DotRows(view_.shape.dtype, rows + first * row_bytes, row_bytes, n,
-                       view_.shape.head_dim, q, out);
-    };
-    dot(index.greatest, search->positive, upper);
-    dot(index.least, search->negative, lower);
-    for (size_t i = 0; i < n; ++i) {
-      search->scores[at + first + i] = upper[i * kQuad] + lower[i * kQuad];
-    }
-  }
-}
-
-void TokenUnit::ChooseBlocks(OrderScratch* order, BlockSearch* search) const {
-  const size_t count = [&]() -> size_t {
-    if (two_levels()) return std::min<size_t>(policy_.blocks, sizes_.blocks);
-    const bool of_blocks = policy_.estimator != Estimator::kFeatureMap;
-    if (policy_.budget.is_share() && of_blocks) {
-      return ShareOf(policy_.budget.share(), sizes_.blocks);
-    }
-    const size_t tokens = CountOf(policy_, query_.seen, sizes_.blocks * policy_.block_tokens);
-    return (tokens + policy_.block_tokens - 1) / policy_.block_tokens;
-  }();
-  std::fill(search->fate.begin(), search->fate.end(), Fate::kDropped);
-  MarkTop(search->scores, count, order, search->fate);
-}
-
-void TokenUnit::TakeBlocks(const BlockSearch& search) {
-  size_t number = 0;
-  for (size_t s = 0; s < view_.segments.size(); ++s) {
-    const BlockIndex index = segment(s).blocks(query_.layer, query_.kv_head, policy_.block_tokens);
-    for (uint32_t b = 0; b < index.count; ++b, ++number) {
-      if (search.fate[number] == Fate::kExact) AddRange(s, index.range(b));
-    }
-  }
-}
-
-void TokenUnit::RememberBlocks(const BlockSearch& search) const {
-  if (view_.recall == nullptr || query_.position == UnitQuery::kNoPosition) return;
-  std::vector<uint64_t> chosen;
-  size_t number = 0;
-  for (size_t s = 0; s < view_.segments.size(); ++s) {
-    const BlockIndex index = segment(s).blocks(query_.layer, query_.kv_head, policy_.block_tokens);
-    for (uint32_t b = 0; b < index.count; ++b, ++number) {
-      if (search.fate[number] != Fate::kExact) continue;
-      chosen.push_back(segment(s).first_position() + index.range(b).begin);
-    }
-  }
-  view_.recall->Remember(query_.layer, query_.kv_head, query_.position, chosen);
+  const size_t tokens = CountOf(policy_, query_.seen, sizes_.blocks * policy_.block_tokens);
+  return (tokens + policy_.block_tokens - 1) / policy_.block_tokens;
 }
 
 // Those that the query token before this one chose, as far as they are still blocks. False if that
@@ -225,44 +140,15 @@ bool TokenUnit::TakeRecalledBlocks() {
 void TokenUnit::SelectTwoLevels(OrderScratch* order) {
   const bool lagging = policy_.lag > 0;
   const bool remembers = lagging && view_.recall != nullptr;
-  if (previous_.wanted) {
-    ChooseBlocks(order, &previous_);
-    TakeBlocks(previous_);
+  if (previous_.has_value()) {
+    previous_->Choose(BlocksToChoose(), order);
+    AddChosen(*previous_);
   }
-  const bool recalled = previous_.wanted || (lagging && TakeRecalledBlocks());
+  const bool recalled = previous_.has_value() || (lagging && TakeRecalledBlocks());
   if (recalled && !remembers) return;
-  ChooseBlocks(order, &own_);
-  if (remembers) RememberBlocks(own_);
-  if (!recalled) TakeBlocks(own_);
-}
-
-void TokenUnit::RememberOnly(OrderScratch* order) {
-  ChooseBlocks(order, &own_);
-  RememberBlocks(own_);
-}
-
-void RememberBlocksOf(const SequenceView& view, const Policy& policy, uint32_t layer,
-                      uint32_t kv_head, const ObservedQueries& queries, uint32_t observed,
-                      uint64_t position) {
-  const ModelShape& shape = view.shape;
-  StepArena arena;
-  UnitQuery query;
-  query.view = &view;
-  query.policy = &policy;
-  query.layer = layer;
-  query.kv_head = kv_head;
-  query.position = position;
-  const size_t width = size_t{shape.group()} * shape.head_dim;
-  const std::span<float> quads = arena.Allocate<float>(query.quads() * kQuad * shape.head_dim);
-  std::fill(quads.begin(), quads.end(), 0.0f);
-  const size_t first =
-      (size_t{observed} * shape.query_heads + size_t{kv_head} * shape.group()) * shape.head_dim;
-  ToFloat(queries.dtype, queries.data + first * DTypeBytes(queries.dtype), width, quads.data());
-  query.queries = quads.data();
-  TokenUnit unit(query, &arena);
-  for (size_t item = 0; item < unit.score_items(); ++item) unit.Score(item);
-  OrderScratch order;
-  unit.RememberOnly(&order);
+  own_->Choose(BlocksToChoose(), order);
+  if (remembers) own_->Remember();
+  if (!recalled) AddChosen(*own_);
 }
 
 // Tokens of blocks that are not full: they have no bounds, and are read whatever the others do.
@@ -272,9 +158,8 @@ void TokenUnit::AddPartialBlocks() {
     const uint32_t tokens = segment(s).tokens(), sink = segment(s).unclustered();
     const uint32_t first = std::min(tokens, index.first * index.tokens);
     const uint32_t end = std::min(tokens, (index.first + index.count) * index.tokens);
-    if (sink < first) ranges_[range_count_++] = {s, {sink, first}, kAlwaysRead};
-    const uint32_t rest = std::max(end, first);
-    if (rest < tokens) ranges_[range_count_++] = {s, {rest, tokens}, kAlwaysRead};
+    AddAlwaysRead(s, {sink, first});
+    AddAlwaysRead(s, {std::max(end, first), tokens});
   }
 }
 
@@ -285,21 +170,31 @@ void TokenUnit::AddRange(size_t s, TokenRange tokens) {
   candidates_ += tokens.size();
 }
 
+void TokenUnit::AddAlwaysRead(size_t s, TokenRange tokens) {
+  if (tokens.begin >= tokens.end) return;
+  ranges_[range_count_++] = {static_cast<uint32_t>(s), tokens, kAlwaysRead};
+}
+
+template <typename Search>
+void TokenUnit::AddChosen(const Search& search) {
+  search.ForEachChosen([&](size_t s, TokenRange tokens) { AddRange(s, tokens); });
+}
+
 void TokenUnit::AddAll() {
   for (size_t s = 0; s < view_.segments.size(); ++s) {
     AddRange(s, {segment(s).unclustered(), segment(s).tokens()});
   }
 }
 
-// The kept ones of the prompt's middle, and all behind the prompt.
+// The kept ones of the prompt's middle.
 void TokenUnit::AddKept() {
   const size_t head = size_t{query_.layer} * view_.shape.kv_heads + query_.kv_head;
   const std::vector<uint32_t>& kept = view_.keep->positions[head];
   auto next = kept.begin();
   for (size_t s = 0; s < view_.segments.size(); ++s) {
     const uint64_t begin = segment(s).first_position();
-    const uint64_t prompt = std::clamp(view_.keep->prompt_tokens, begin, segment(s).end_position());
-    for (; next != kept.end() && *next < prompt; ++next) {
+    const uint64_t end = std::min(view_.keep->prompt_tokens, segment(s).end_position());
+    for (; next != kept.end() && *next < end; ++next) {
       const auto token = static_cast<uint32_t>(*next - begin);
       Range* last = range_count_ > 0 ? &ranges_[range_count_ - 1] : nullptr;
       if (last != nullptr && last->segment == s && last->tokens.end == token) {
@@ -309,9 +204,16 @@ void TokenUnit::AddKept() {
         AddRange(s, {token, token + 1});
       }
     }
-    const uint32_t behind =
-        std::max(static_cast<uint32_t>(prompt - begin), segment(s).unclustered());
-    if (behind < segment(s).tokens()) AddRange(s, {behind, segment(s).tokens()});
+  }
+}
+
+// What came behind the prompt: no keep-set knows of it.
+void TokenUnit::AddBehindPrompt() {
+  for (size_t s = 0; s < view_.segments.size(); ++s) {
+    const uint64_t begin = segment(s).first_position();
+    const uint64_t prompt = std::clamp(view_.keep->prompt_tokens, begin, segment(s).end_position());
+    AddAlwaysRead(s, {std::max(static_cast<uint32_t>(prompt - begin), segment(s).unclustered()),
+                      segment(s).tokens()});
   }
 }
 
@@ -386,7 +288,7 @@ void TokenUnit::ChooseByWeight(OrderScratch* order) {
   std::fill(fate.begin(), fate.end(), Fate::kDropped);
   const size_t count = std::min(CountOf(policy_, query_.seen, sizes_.middle), candidates_);
   MarkTop(score, count, order, fate);
-  if (ranks_by_keys()) WeighOthers(fate);
+  if (ranks_by_keys() && !pruned()) WeighOthers(fate);
   KeepOnly([&](size_t candidate) { return fate[candidate] == Fate::kExact; });
 }
 
@@ -405,7 +307,7 @@ void TokenUnit::WeighOthers(std::span<const Fate> fate) {
 
 // Twilight: for each head the least set of candidates with a share p of their mass.
 void TokenUnit::Prune(OrderScratch* order) {
-  if (!scores_all() || policy_.selector == Selector::kLabels) {
+  if (policy_.selector != Selector::kAll) {  // there they have been scored by these already
     ScoreCodes(IndexKind::kKeys4, ranges_.first(range_count_));
   }
   std::fill_n(lanes_.begin(), candidates_ * sizes_.quads, uint8_t{0});
@@ -456,18 +358,22 @@ void TokenUnit::KeepOnly(const IsKept& is_kept) {
 // ---- the unit ----
 
 size_t TokenUnit::score_items() const {
-  return has_blocks() || scores_all() ? view_.segments.size() : 0;
+  return has_blocks() || ranking_.has_value() || scores_all() ? view_.segments.size() : 0;
 }
 
 uint64_t TokenUnit::ScoreRows(size_t s) const {
-  return has_blocks() ? 2 * segment(s).clustered() / policy_.block_tokens
-                      : segment(s).clustered() / 4;
+  if (has_blocks()) return 2 * segment(s).clustered() / policy_.block_tokens;
+  if (ranking_.has_value()) {
+    return segment(s).clusters(query_.layer, query_.kv_head).clusters;
+  }
+  return segment(s).clustered() / 4;
 }
 
 void TokenUnit::Score(size_t s) {
+  if (ranking_.has_value()) return ranking_->Score(s);
   if (has_blocks()) {
-    ScoreBlocks(s, &own_);
-    if (previous_.wanted) ScoreBlocks(s, &previous_);
+    own_->Score(s);
+    if (previous_.has_value()) previous_->Score(s);
     return;
   }
   Range range{static_cast<uint32_t>(s), {segment(s).unclustered(), segment(s).tokens()}, 0};
@@ -480,8 +386,8 @@ void TokenUnit::Select(std::span<const QuadState> /*zones*/, OrderScratch* order
   if (estimates()) estimator_->Prepare();
   switch (policy_.selector) {
     case Selector::kBlocks:
-      ChooseBlocks(order, &own_);
-      TakeBlocks(own_);
+      own_->Choose(BlocksToChoose(), order);
+      AddChosen(*own_);
       break;
     case Selector::kBlocksLabels:
       SelectTwoLevels(order);
@@ -496,11 +402,16 @@ void TokenUnit::Select(std::span<const QuadState> /*zones*/, OrderScratch* order
     case Selector::kKeepSet:
       AddKept();
       break;
+    case Selector::kClusters:
+      ranking_->Choose(CountOf(policy_, query_.seen, sizes_.middle), order);
+      AddChosen(*ranking_);
+      break;
     default:
       AddAll();
   }
   if (pruned()) Prune(order);
   if (has_blocks()) AddPartialBlocks();
+  if (policy_.selector == Selector::kKeepSet) AddBehindPrompt();
   ListRuns();
 }
 
@@ -554,9 +465,8 @@ void TokenUnit::AddEstimate(std::span<QuadState> states) const {
 }
 
 bool TokenUnit::knows_mass() const {
-  const bool all_weighed = (policy_.selector == Selector::kAll && pruned()) || ranks_by_keys();
   const bool all_completed = estimator_ != nullptr && estimator_->completes_all();
-  return all_weighed || all_completed || unread_tokens() == 0;
+  return weighs_all() || all_completed || unread_tokens() == 0;
 }
 
 LaneOutcome TokenUnit::Outcome(size_t quad, size_t lane, const QuadState& all,
@@ -569,7 +479,7 @@ LaneOutcome TokenUnit::Outcome(size_t quad, size_t lane, const QuadState& all,
     outcome.exact_mass = static_cast<float>(std::max(0.0, 1 - estimated));
     return outcome;
   }
-  if (!(pruned() && candidates_ > 0) && !ranks_by_keys()) return outcome;
+  if (!(pruned() && candidates_ > 0) && !weighs_all()) return outcome;
   const auto outside =
       static_cast<float>(outside_[at] * std::exp(double{scale_[at]} - all.max[lane]));
   outcome.covered_mass = outcome.exact_mass = all.sum[lane] / (all.sum[lane] + outside);

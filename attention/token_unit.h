@@ -2,39 +2,34 @@
 //
 // TokenUnit: the work of policies that choose tokens of segments and drop the others, or leave them
 // to a CompletionEstimator: Quest, Double Sparsity, AsyncTLS, keep-sets, Twilight's pruner over any
-// of them, and retrieval with completion (docs/POLICIES.md).
+// of them and over clusters, and retrieval with completion (docs/POLICIES.md).
 //
-// Candidates come from a selector (blocks, labels, both, a keep-set, or all tokens), as ranges of a
-// segment; the pruner then makes of them a set for each query head. What belongs to no candidate of
-// its selector (tokens of blocks that are not full, tokens behind a keep-set's prompt) is always
-// read.
+// Candidates come from a selector (blocks, labels, both, a keep-set, clusters, the keys themselves,
+// or all tokens), as ranges of a segment; the pruner then makes of them a set for each query head.
+// What belongs to no candidate of its selector (tokens of blocks that are not full, tokens behind a
+// keep-set's prompt) is always read.
 #ifndef ATTND_ATTENTION_TOKEN_UNIT_H_
 #define ATTND_ATTENTION_TOKEN_UNIT_H_
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
-#include <vector>
 
+#include "attention/block_search.h"
+#include "attention/cluster_ranking.h"
 #include "attention/completion_estimator.h"
 #include "attention/middle_unit.h"
-#include "attention/observation.h"
 #include "attention/policy.h"
 
 namespace attnd::attention {
 
-// Remembers (SequenceView::recall) the blocks that one of the observed queries chooses, which
-// stands at `position`. policy: of blocks and labels.
-void RememberBlocksOf(const SequenceView& view, const Policy& policy, uint32_t layer,
-                      uint32_t kv_head, const ObservedQueries& queries, uint32_t observed,
-                      uint64_t position);
-
 class TokenUnit : public MiddleUnit {
  public:
-  // For a query token that sees `seen` tokens, whose tokens are read in `pieces`.
-  static size_t ArenaBytes(const SequenceView& view, const Policy& policy, uint64_t seen,
-                           uint64_t pieces);
+  // query: without positions, queries and what is prepared of them. Its tokens are read in
+  // `pieces`.
+  static size_t ArenaBytes(const UnitQuery& query, uint64_t pieces);
   TokenUnit(const UnitQuery& query, StepArena* arena);
 
   size_t score_items() const override;
@@ -61,20 +56,18 @@ class TokenUnit : public MiddleUnit {
   uint64_t dropped_tokens() const override { return estimates() ? 0 : unread_tokens(); }
   void ExportPlan(Plan* plan) const override;
 
-  // Instead of Select, after Score: only remembers what blocks the query token chooses.
-  void RememberOnly(OrderScratch* order);
-
  private:
   // How much there may be of everything: what memory is taken for.
   struct Sizes {
     size_t middle = 0;      // tokens
     size_t blocks = 0;      // full ones; 0 if they are not asked for
+    size_t clusters = 0;    // likewise
     size_t candidates = 0;  // tokens that get logits at the same time
     size_t ranges = 0;
     size_t quads = 0;
     size_t block_searches = 0;
 
-    Sizes(const SequenceView& view, const Policy& policy, uint64_t seen);
+    explicit Sizes(const UnitQuery& query);
     size_t ArenaBytes(const ModelShape& shape) const;
   };
   // Tokens of one segment, in its order.
@@ -85,21 +78,13 @@ class TokenUnit : public MiddleUnit {
     size_t candidate = kAlwaysRead;
   };
   static constexpr size_t kAlwaysRead = ~size_t{0};
-  // One query token's search for blocks.
-  struct BlockSearch {
-    bool wanted = false;
-    kernels::Queries positive, negative;  // the group's sums of either, in the first lane
-    std::span<float> scores;              // [blocks]
-    std::span<Fate> fate;                 // [blocks]
-  };
 
   static size_t CountMiddle(const SequenceView& view);
-  static size_t CountBlocks(const SequenceView& view, const Policy& policy);
   static size_t CountOf(const Policy& policy, uint64_t seen, size_t of);
 
   const Segment& segment(size_t s) const { return *view_.segments[s]; }
   bool two_levels() const { return policy_.selector == Selector::kBlocksLabels; }
-  bool has_blocks() const { return policy_.selector == Selector::kBlocks || two_levels(); }
+  bool has_blocks() const { return own_.has_value(); }
   bool pruned() const { return policy_.pruner == Pruner::kTopP; }
   bool estimates() const { return estimator_ != nullptr && estimator_->completes_any(); }
   uint64_t unread_tokens() const { return sizes_.middle - exact_tokens_; }
@@ -107,22 +92,26 @@ class TokenUnit : public MiddleUnit {
   bool scores_all() const {
     return policy_.selector == Selector::kLabels || policy_.selector == Selector::kAll;
   }
+  // Whether every token of the middle is in the weights that the last cut was made by.
+  bool weighs_all() const {
+    return pruned() ? policy_.selector == Selector::kAll : ranks_by_keys();
+  }
   float* LogitsOf(size_t quad) { return logits_.data() + quad * sizes_.candidates * kQuad; }
 
   // Blocks.
-  void PrepareSearch(const float* queries, StepArena* arena, BlockSearch* search) const;
-  void ScoreBlocks(size_t segment, BlockSearch* search) const;
-  void ChooseBlocks(OrderScratch* order, BlockSearch* search) const;
-  void TakeBlocks(const BlockSearch& search);
+  size_t BlocksToChoose() const;
   bool TakeRecalledBlocks();
-  void RememberBlocks(const BlockSearch& search) const;
   void SelectTwoLevels(OrderScratch* order);
   void AddPartialBlocks();
 
   // Tokens.
   void AddRange(size_t segment, TokenRange tokens);
+  void AddAlwaysRead(size_t segment, TokenRange tokens);
+  template <typename Search>
+  void AddChosen(const Search& search);
   void AddAll();
   void AddKept();
+  void AddBehindPrompt();
   void ScoreCodes(IndexKind kind, std::span<const Range> ranges);
   void ChooseByWeight(OrderScratch* order);
   void WeighOthers(std::span<const Fate> fate);
@@ -135,7 +124,9 @@ class TokenUnit : public MiddleUnit {
   const SequenceView& view_;
   const Policy& policy_;
   const Sizes sizes_;
-  BlockSearch own_, previous_;
+  // Blocks by this query token, and by the one before it if that one's are searched.
+  std::optional<BlockSearch> own_, previous_;
+  std::optional<ClusterRanking> ranking_;
   std::span<Range> ranges_, spare_ranges_;
   size_t range_count_ = 0;
   size_t candidates_ = 0;         // tokens of ranges_ that are candidates

@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "attention/block_search.h"
 #include "attention/observation.h"
-#include "attention/token_unit.h"
 #include "common/mutex.h"
 #include "common/status.h"
 

@@ -172,10 +172,11 @@ class CudaBackend : public Backend {
   absl::string_view device() const override { return device_->name(); }
 
   absl::Status Supports(const Policy& policy) const override {
-    const bool known = policy.selector == attention::Selector::kAll ||
-                       policy.selector == attention::Selector::kNone ||
-                       policy.selector == attention::Selector::kClusters;
-    if (known && policy.pruner == attention::Pruner::kNone) return absl::OkStatus();
+    const bool dense =
+        policy.selector == attention::Selector::kAll && policy.pruner == attention::Pruner::kNone;
+    if (dense || policy.selector == attention::Selector::kNone || policy.cuts_clusters()) {
+      return absl::OkStatus();
+    }
     return absl::UnimplementedError(
         absl::StrCat("policy.preset ", policy.preset, " is not part of the CUDA backend"));
   }

@@ -119,7 +119,7 @@ class CompletionTest : public testing::Test {
     input.value_dim = shape.value_dim;
     const oracle::Indices middle = Middle(row);
     const oracle::Indices retrieved(plan.positions[0].begin(), plan.positions[0].end());
-    if (row.policy.selector == Selector::kExhaustive) CheckRetrieved(row, input, middle, retrieved);
+    CheckRetrieved(row, layer, plan, input, retrieved);
     // The answer is that of the plan's tokens and of the remainder.
     oracle::FeatureTokens tokens;
     const oracle::FeatureMap key_map =
@@ -155,25 +155,33 @@ class CompletionTest : public testing::Test {
     }
   }
 
-  static void CheckRetrieved(const TestRow& row, const oracle::TokenInput& input,
-                             const oracle::Indices& middle, const oracle::Indices& retrieved) {
+  // Of the selectors whose plans no other test has.
+  static void CheckRetrieved(const TestRow& row, uint32_t layer, const Plan& plan,
+                             const oracle::TokenInput& input, const oracle::Indices& retrieved) {
     const Policy& policy = row.policy;
+    const oracle::Indices middle = Middle(row);
     size_t count = std::min<size_t>(policy.budget.tokens, middle.size());
     if (policy.budget.is_share()) {
       count =
           std::min(middle.size(), oracle::RetrievalCount(policy.budget.share(), input.keys.size(),
                                                          policy.sink, policy.window));
     }
-    const auto expected =
-        oracle::RetrieveExhaustive(input.queries, input.keys, middle, count, input.scale);
-    EXPECT_EQ(oracle::CheckTaken(expected, retrieved), "");
+    if (policy.selector == Selector::kExhaustive) {
+      const auto expected =
+          oracle::RetrieveExhaustive(input.queries, input.keys, middle, count, input.scale);
+      EXPECT_EQ(oracle::CheckTaken(expected, retrieved), "");
+    }
+    if (policy.selector == Selector::kClusters) {
+      EXPECT_EQ(retrieved, TokensOfBestClusters(row, layer, plan.query_token, plan.kv_head, count));
+    }
   }
 
   std::unique_ptr<Backend> backend_ = MakeCpuBackend({});
   FeatureMapParts parts_;
 };
 
-constexpr IndexSet kTokenOrder = {IndexKind::kBlocks16, IndexKind::kLabels, IndexKind::kSummary};
+constexpr IndexSet kTokenOrder = {IndexKind::kBlocks16, IndexKind::kBlocks64, IndexKind::kLabels,
+                                  IndexKind::kSummary};
 constexpr IndexSet kClusterOrder = {IndexKind::kClusters, IndexKind::kSummary};
 
 TEST_F(CompletionTest, PlansAndAnswersAreThoseOfTheDefinition) {
@@ -192,9 +200,17 @@ TEST_F(CompletionTest, PlansAndAnswersAreThoseOfTheDefinition) {
       {{"selector", "quest"}, {"budget", "100"}, {"completion", "on"}},
       {{"selector", "quest"}, {"budget", "5%"}, {"block", "16"}},
       {{"selector", "double-sparsity"}, {"budget", "70"}, {"completion", "on"}},
+      {{"selector", "asynctls"}, {"budget", "40"}, {"blocks", "4"}, {"completion", "on"}},
+      {{"selector", "snapkv"}, {"completion", "on"}},
   };
   for (const ModelShape& shape : shapes) {
     TestSequence sequence = Make(shape, {700, 520, 77}, 70, kTokenOrder);
+    auto view = std::make_shared<SequenceView>(*sequence.view);
+    auto keep = std::make_shared<KeepSet>();
+    keep->prompt_tokens = 1250;
+    keep->positions.assign(size_t{shape.layers} * shape.kv_heads, {4, 5, 99, 701, 1219, 1249});
+    view->keep = keep;
+    sequence.view = view;
     for (const Parameters& parameters : kCases) {
       const uint32_t layer = shape.layers - 1;
       const TestRow row = MakeRow(&sequence, Completion(parameters), sequence.spec.tokens() - 3, 3,
@@ -208,7 +224,14 @@ TEST_F(CompletionTest, PlansAndAnswersAreThoseOfTheDefinition) {
 TEST_F(CompletionTest, WorksInClusterOrder) {
   const ModelShape shape = MakeShape(8, 2, 64, 64, DType::kBf16);
   TestSequence sequence = Make(shape, {900, 512}, 40, kClusterOrder);
-  for (const Parameters& parameters : {Parameters{}, Parameters{{"completion", "on"}}}) {
+  const Parameters kCases[] = {
+      {},
+      {{"completion", "on"}},
+      {{"completion", "on"}, {"selector", "clusters"}},
+      {{"completion", "on"}, {"selector", "clusters"}, {"budget", "300"}},
+      {{"completion", "off"}, {"selector", "clusters"}, {"budget", "20%"}},
+  };
+  for (const Parameters& parameters : kCases) {
     RunAndCheck(MakeRow(&sequence, Completion(parameters), sequence.spec.tokens(), 1, true,
                         shape.dtype, 0, TestSeed()),
                 0);

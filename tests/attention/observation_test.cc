@@ -7,8 +7,8 @@
 #include <memory>
 #include <vector>
 
+#include "attention/block_search.h"
 #include "attention/cpu_backend.h"
-#include "attention/token_unit.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/attention/support.h"

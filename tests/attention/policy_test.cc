@@ -138,6 +138,23 @@ TEST(Policy, GoodParameters) {
       {"twilight",
        {{"budget", "8192"}, {"selector", "double-sparsity"}},
        [](const Policy& p) { return p.selector == Selector::kLabels && p.budget.tokens == 8192; }},
+      {"twilight",
+       {{"lag", "0"}, {"selector", "asynctls"}},
+       [](const Policy& p) {
+         return p.selector == Selector::kBlocksLabels && p.block_tokens == 64 && p.lag == 0;
+       }},
+      {"twilight",
+       {{"block", "64"}, {"selector", "quest"}},
+       [](const Policy& p) { return p.selector == Selector::kBlocks && p.block_tokens == 64; }},
+      {"twilight",
+       {{"selector", "ada-snapkv"}},
+       [](const Policy& p) { return p.selector == Selector::kKeepSet && p.adaptive; }},
+      {"twilight",
+       {{"selector", "clusters"}},
+       [](const Policy& p) { return p.selector == Selector::kClusters && !p.cuts_clusters(); }},
+      {"topk-completion",
+       {{"selector", "clusters"}},
+       [](const Policy& p) { return p.selector == Selector::kClusters && !p.cuts_clusters(); }},
       {"asynctls", {{"lag", "0"}}, [](const Policy& p) { return p.lag == 0; }},
       {"asynctls", {{"blocks", "1"}}, [](const Policy& p) { return p.blocks == 1; }},
       {"error-target", {{"floor", "0"}}, [](const Policy& p) { return p.floor == 0; }},
@@ -186,7 +203,15 @@ TEST(Policy, BadParametersNameTheParameterAndWhatIsAllowed) {
       {"quest", {{"budget", "nan%"}}, "above 0%"},
       {"quest", {{"budget", "0.5"}}, "above 0%"},
       {"quest", {{"block", "32"}}, "16, 64"},
-      {"twilight", {{"selector", "none"}}, "full, quest, double-sparsity"},
+      {"twilight",
+       {{"selector", "none"}},
+       "full, exhaustive, quest, double-sparsity, asynctls, snapkv, ada-snapkv, clusters"},
+      {"topk-completion",
+       {{"selector", "full"}},
+       "allowed are exhaustive, quest, double-sparsity, asynctls, snapkv, ada-snapkv, clusters"},
+      {"twilight", {{"selector", "clusters"}, {"p1", "0.9"}}, "no \"p1\""},
+      {"twilight", {{"selector", "asynctls"}, {"block", "16"}}, "no \"block\""},
+      {"twilight", {{"selector", "snapkv"}, {"lag", "1"}}, "no \"lag\""},
       {"twilight", {{"p", "0"}}, "above 0, up to 1"},
       {"twilight", {{"p", "nan"}}, "above 0, up to 1"},
       {"asynctls", {{"lag", "2"}}, "0, 1"},
@@ -241,7 +266,15 @@ TEST(Policy, UnknownPresets) {
 }
 
 TEST(Policy, ParametersRoundTrip) {
-  for (const Policy& policy : PresetPolicies()) {
+  std::vector<Policy> policies = PresetPolicies();
+  for (const char* selector : {"full", "exhaustive", "quest", "double-sparsity", "asynctls",
+                               "snapkv", "ada-snapkv", "clusters"}) {
+    policies.push_back(*ParsePolicy("twilight", {{"selector", selector}}));
+    if (std::string(selector) == "full") continue;
+    policies.push_back(*ParsePolicy("topk-completion", {{"selector", selector}}));
+  }
+  for (const Policy& policy : policies) {
+    SCOPED_TRACE(test::Describe(policy));
     const absl::StatusOr<Policy> again = ParsePolicy(policy.preset, policy.Parameters());
     ASSERT_TRUE(again.ok()) << again.status();
     EXPECT_EQ(*again, policy);
@@ -296,6 +329,12 @@ TEST(Policy, IndexesThatAreMissingAreNamed) {
       {"double-sparsity", {}, {IndexKind::kLabels}, true},
       {"twilight", {}, {IndexKind::kBlocks16, IndexKind::kKeys4}, false},
       {"twilight", {{"selector", "full"}}, {IndexKind::kKeys4}, true},
+      {"twilight", {{"selector", "snapkv"}}, {IndexKind::kKeys4}, false},
+      {"twilight", {{"selector", "exhaustive"}}, {IndexKind::kKeys4}, true},
+      {"twilight",
+       {{"selector", "asynctls"}},
+       {IndexKind::kBlocks64, IndexKind::kLabels, IndexKind::kKeys4},
+       false},
       {"asynctls", {}, {IndexKind::kBlocks64, IndexKind::kLabels}, false},
       {"double-p", {}, {IndexKind::kClusters}, true},
       {"error-target", {}, {IndexKind::kRegression}, true},
@@ -322,6 +361,30 @@ TEST(Policy, IndexesThatAreMissingAreNamed) {
     EXPECT_TRUE(absl::IsFailedPrecondition(lacking));
     EXPECT_THAT(std::string(lacking.message()), HasSubstr(c.needed.ToString()));
     EXPECT_THAT(std::string(lacking.message()), HasSubstr("opened in token order"));
+  }
+}
+
+// Of clusters either kind will do, and what else is needed is named beside them.
+TEST(Policy, TokensOfClustersNeedEitherKind) {
+  const struct {
+    const char* preset;
+    IndexKind besides;
+  } kCases[] = {{"twilight", IndexKind::kKeys4}, {"topk-completion", IndexKind::kSummary}};
+  for (const auto& c : kCases) {
+    SCOPED_TRACE(c.preset);
+    const Policy policy = *ParsePolicy(c.preset, {{"selector", "clusters"}});
+    EXPECT_TRUE(policy.AllowsClusterOrder());
+    EXPECT_EQ(policy.Indexes(), (IndexSet{IndexKind::kClusters, c.besides}));
+    EXPECT_TRUE(policy.CheckIndexes({IndexKind::kClusters, c.besides}).ok());
+    EXPECT_TRUE(policy.CheckIndexes({IndexKind::kRegression, c.besides}).ok());
+    for (const IndexSet& lacking : {kClusterIndexes, IndexSet{c.besides}}) {
+      const absl::Status status = policy.CheckIndexes(lacking);
+      EXPECT_TRUE(absl::IsFailedPrecondition(status));
+      EXPECT_THAT(std::string(status.message()),
+                  HasSubstr(absl::StrCat("in cluster order with the indexes clusters or "
+                                         "regression, ",
+                                         IndexName(c.besides), ";")));
+    }
   }
 }
 

@@ -356,5 +356,29 @@ TEST(MarkNucleus, OddWeightsDoNoHarm) {
   }
 }
 
+// What fits: counted by hand, and a prefix of the ranking whatever the scores.
+TEST(MarkFitting, TakesTheLongestPrefixThatFits) {
+  Random random(TestSeed());
+  for (int round = 0; round < 300; ++round) {
+    SCOPED_TRACE(testing::Message() << "seed " << TestSeed() << ", round " << round);
+    const size_t n = 1 + random.Below(60);
+    const std::vector<float> scores = RandomScores(&random, n, round);
+    std::vector<uint32_t> sizes(n);
+    for (uint32_t& size : sizes) size = 1 + static_cast<uint32_t>(random.Below(30));
+    const uint64_t limit = 1 + random.Below(20 * n);
+    OrderScratch scratch;
+    std::vector<Fate> fate(n, Fate::kDropped);
+    MarkFitting(scores, sizes, limit, &scratch, fate);
+    uint64_t sum = 0;
+    bool ended = false;
+    for (const uint32_t i : Ranked(scores)) {
+      const bool fits = !ended && (sum == 0 || sum + sizes[i] <= limit);
+      EXPECT_EQ(fate[i] == Fate::kExact, fits) << i;
+      sum += fits ? sizes[i] : 0;
+      ended = !fits;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace attnd::attention::test

@@ -438,6 +438,33 @@ oracle::PolicyInput MakeInput(const TestRow& row, uint32_t layer, uint32_t query
   return input;
 }
 
+oracle::Indices TokensOfBestClusters(const TestRow& row, uint32_t layer, uint32_t query_token,
+                                     uint32_t kv_head, size_t tokens) {
+  const oracle::PolicyInput input = MakeInput(row, layer, query_token, kv_head);
+  std::vector<oracle::Vector> masses;
+  for (const oracle::Vector& query : input.queries) {
+    masses.push_back(oracle::LogMass(input, query, oracle::MassEstimate::kFirstOrder));
+  }
+  std::vector<oracle::Indices> members;  // of each cluster, positions
+  std::vector<size_t> sizes;
+  for (const auto& segment : row.sequence->view->segments) {
+    const ClusterIndex index = segment->clusters(layer, kv_head);
+    const std::span<const uint16_t> places = segment->positions(layer, kv_head);
+    for (uint32_t i = 0; i < index.clusters; ++i) {
+      oracle::Indices& own = members.emplace_back();
+      for (uint32_t slot = index.starts[i]; slot < index.starts[i + 1]; ++slot) {
+        own.push_back(segment->first_position() + places[slot]);
+      }
+      sizes.push_back(own.size());
+    }
+  }
+  oracle::Indices all;
+  for (const size_t i : oracle::FittingPrefix(oracle::GroupImportance(masses), sizes, tokens)) {
+    all = oracle::Union(all, members[i]);
+  }
+  return all;
+}
+
 oracle::RegressionInput MakeRegressionInput(const TestRow& row, uint32_t layer, uint32_t kv_head) {
   const ModelShape& shape = row.sequence->spec.shape;
   oracle::RegressionInput input;

@@ -20,6 +20,7 @@
 #include "attention/segment.h"
 #include "common/model_shape.h"
 #include "tests/oracle/policies.h"
+#include "tests/oracle/ranking.h"
 #include "tests/oracle/regression.h"
 #include "tests/oracle/regression_policy.h"
 #include "tests/test_seed.h"
@@ -161,6 +162,11 @@ oracle::PolicyInput MakeInput(const TestRow& row, uint32_t layer, uint32_t query
                               uint32_t kv_head);
 
 // The regressions of all segments that it sees.
+// Positions of the tokens in the clusters that a budget of `tokens` takes by first-order mass, for
+// one query token and one KV head; ascending.
+oracle::Indices TokensOfBestClusters(const TestRow& row, uint32_t layer, uint32_t query_token,
+                                     uint32_t kv_head, size_t tokens);
+
 oracle::RegressionInput MakeRegressionInput(const TestRow& row, uint32_t layer, uint32_t kv_head);
 
 // A backend's plan with clusters numbered through.

@@ -15,6 +15,7 @@
 #include "gtest/gtest.h"
 #include "tests/attention/support.h"
 #include "tests/oracle/blocks.h"
+#include "tests/oracle/completion.h"
 #include "tests/oracle/labels.h"
 #include "tests/oracle/nucleus.h"
 #include "tests/oracle/token_attention.h"
@@ -51,12 +52,13 @@ struct Scene {
   oracle::Indices middle() const { return oracle::Range(sink(), view().tail_begin); }
   // Keys through what an index stores of them, by position.
   std::vector<oracle::Vector> Dequantised(bool labels) const {
-    std::vector<oracle::Vector> rows;
+    std::vector<oracle::Vector> rows(view().tail_begin);
     for (const auto& segment : view().segments) {
       const KeyCodeIndex index =
           labels ? segment->labels(layer, kv_head) : segment->keys4(layer, kv_head);
+      const std::span<const uint16_t> places = segment->positions(layer, kv_head);
       for (uint32_t token = 0; token < segment->tokens(); ++token) {
-        oracle::Vector& key = rows.emplace_back();
+        oracle::Vector& key = rows[segment->first_position() + places[token]];
         for (uint32_t i = 0; i < index.channels; ++i) {
           const uint8_t byte = index.codes[token * index.width / 2 + i % (index.width / 2)];
           const int code = i < index.width / 2 ? byte % 16 : byte / 16;
@@ -65,6 +67,14 @@ struct Scene {
       }
     }
     return rows;
+  }
+  // What a keep-set has of the middle, and what came behind its prompt.
+  oracle::Indices Kept() const {
+    const auto& kept = view().keep->positions[layer * shape().kv_heads + kv_head];
+    return {kept.begin(), kept.end()};
+  }
+  oracle::Indices BehindPrompt() const {
+    return oracle::Range(view().keep->prompt_tokens, view().tail_begin);
   }
   oracle::Labels labels() const {
     const KeyCodeIndex index = view().segments[0]->labels(layer, kv_head);
@@ -112,8 +122,24 @@ class TokenPolicies : public testing::Test {
     TestSequence sequence = MakeSequence(spec);
     auto view = std::make_shared<SequenceView>(*sequence.view);
     view->recall = std::make_shared<BlockRecall>(shape.layers, shape.kv_heads);
+    view->keep = RandomKeepSet(*view, spec);
     sequence.view = view;
     return sequence;
+  }
+
+  // A third of the middle, which ends before the last segment does.
+  static std::shared_ptr<const KeepSet> RandomKeepSet(const SequenceView& view,
+                                                      const SequenceSpec& spec) {
+    Random random(spec.seed + 77);
+    auto keep = std::make_shared<KeepSet>();
+    keep->prompt_tokens = view.tail_begin - std::min<uint64_t>(view.tail_begin, 40);
+    keep->positions.resize(size_t{spec.shape.layers} * spec.shape.kv_heads);
+    for (auto& positions : keep->positions) {
+      for (uint32_t token = spec.sink; token < keep->prompt_tokens; ++token) {
+        if (random.Below(3) == 0) positions.push_back(token);
+      }
+    }
+    return keep;
   }
 
   // Runs rows of one layer and checks each plan and answer.
@@ -177,9 +203,30 @@ class TokenPolicies : public testing::Test {
         candidates = expected.taken;
         break;
       }
-      case Selector::kBlocksLabels:
-        CheckTwoLevels(scene, read);
-        return;
+      case Selector::kBlocksLabels: {
+        const oracle::TopSet expected = TwoLevels(scene, &always);
+        if (policy.pruner == Pruner::kNone) {
+          EXPECT_EQ(oracle::CheckTaken(expected, Without(read, always)), "");
+          EXPECT_EQ(oracle::Union(read, always), read);
+          return;
+        }
+        candidates = expected.taken;
+        break;
+      }
+      case Selector::kKeepSet:
+        candidates = scene.Kept();
+        always = scene.BehindPrompt();
+        break;
+      case Selector::kClusters:
+        candidates = TokensOfBestClusters(scene.row, scene.layer, scene.query_token, scene.kv_head,
+                                          TokensIn(policy.budget, scene.middle().size()));
+        break;
+      case Selector::kExhaustive:
+        candidates = oracle::RetrieveExhaustive(scene.queries(), scene.keys(), scene.middle(),
+                                                TokensIn(policy.budget, scene.middle().size()),
+                                                scene.shape().softmax_scale)
+                         .taken;
+        break;
       default:
         candidates = scene.middle();
     }
@@ -189,15 +236,25 @@ class TokenPolicies : public testing::Test {
                       policy.prune_p, scene.shape().softmax_scale);
     for (size_t h = 0; h < heads.size(); ++h) {
       SCOPED_TRACE(testing::Message() << "query head " << h);
-      oracle::Indices own;
-      std::set_difference(heads[h].begin(), heads[h].end(), always.begin(), always.end(),
-                          std::back_inserter(own));
+      const oracle::Indices own = Without(heads[h], always);
       EXPECT_EQ(own.size() + always.size(), heads[h].size()) << "not all of what is always read";
       EXPECT_EQ(oracle::CheckTaken(pruned.heads[h], own), "");
     }
   }
 
-  void CheckTwoLevels(const Scene& scene, const oracle::Indices& read) {
+  static oracle::Indices Without(const oracle::Indices& all, const oracle::Indices& others) {
+    oracle::Indices left;
+    std::set_difference(all.begin(), all.end(), others.begin(), others.end(),
+                        std::back_inserter(left));
+    return left;
+  }
+
+  static size_t TokensIn(const Budget& budget, size_t middle) {
+    return oracle::TokensOf(OracleBudget(budget), middle, middle);
+  }
+
+  // *always: tokens of blocks that are not full.
+  oracle::TopSet TwoLevels(const Scene& scene, oracle::Indices* always) {
     const Policy& policy = scene.row.policy;
     oracle::TwoLevelInput input;
     for (uint32_t t = 0; t < scene.row.query_tokens; ++t) {
@@ -213,13 +270,8 @@ class TokenPolicies : public testing::Test {
     wanted.lag = scene.row.query_only ? 0 : policy.lag;
     if (earlier_ != nullptr) wanted.earlier = (*earlier_)[scene.kv_head];
     const auto steps = oracle::SelectTwoLevel(input, wanted);
-    const oracle::TwoLevelStep& expected = steps[scene.query_token];
-    const auto always = oracle::PositionsIn(input.blocks, oracle::PartialBlocks(input.blocks));
-    oracle::Indices own;
-    std::set_difference(read.begin(), read.end(), always.begin(), always.end(),
-                        std::back_inserter(own));
-    EXPECT_EQ(own.size() + always.size(), read.size());
-    EXPECT_EQ(oracle::CheckTaken(expected.tokens, own), "");
+    *always = oracle::PositionsIn(input.blocks, oracle::PartialBlocks(input.blocks));
+    return steps[scene.query_token].tokens;
   }
 
   void CheckAnswer(const Scene& scene, const Plan& plan, const RowResult& result) {
@@ -273,6 +325,10 @@ class TokenPolicies : public testing::Test {
     EXPECT_EQ(stats.exact_tokens + stats.dropped_tokens, middle);
     EXPECT_EQ(stats.estimated_tokens, 0u);
     EXPECT_EQ(stats.predicted_error_mean.has_value(), stats.dropped_tokens == 0);
+    // Only what weighed all of the middle knows how much it left out.
+    const bool weighed =
+        row.policy.selector == Selector::kAll && row.policy.pruner == Pruner::kTopP;
+    EXPECT_EQ(stats.covered_mass.has_value(), weighed || stats.dropped_tokens == 0);
   }
 
   std::unique_ptr<Backend> backend_ = MakeCpuBackend({});
@@ -297,6 +353,24 @@ std::vector<Policy> TokenPresets() {
       Parse("asynctls", {{"blocks", "4"}, {"budget", "50"}, {"lag", "0"}}),
       Parse("asynctls", {{"blocks", "5"}, {"budget", "10%"}}),
       Parse("asynctls"),
+      Parse("twilight", {{"selector", "exhaustive"}, {"budget", "120"}, {"p", "0.7"}}),
+      Parse("twilight", {{"selector", "asynctls"}, {"blocks", "6"}, {"p", "0.9"}}),
+      Parse("twilight", {{"selector", "asynctls"},
+                         {"blocks", "5"},
+                         {"budget", "60"},
+                         {"lag", "0"},
+                         {"p", "0.6"}}),
+      Parse("twilight", {{"selector", "snapkv"}}),
+      Parse("twilight", {{"selector", "ada-snapkv"}, {"p", "0.5"}}),
+  };
+}
+
+std::vector<Policy> PrunersOverClusters() {
+  return {
+      Parse("twilight", {{"selector", "clusters"}}),
+      Parse("twilight", {{"selector", "clusters"}, {"budget", "90"}, {"p", "0.6"}}),
+      Parse("twilight", {{"selector", "clusters"}, {"budget", "1"}, {"p", "1"}}),
+      Parse("twilight", {{"selector", "clusters"}, {"budget", "60%"}, {"p", "1"}}),
   };
 }
 
@@ -315,6 +389,22 @@ TEST_F(TokenPolicies, PlansAndAnswersAreThoseOfTheDefinitions) {
                                shape.layers - 1, TestSeed() + rows.size()));
         sequence.view->recall->Truncate(0);
         RunAndCheck(shape.layers - 1, {rows.back()});
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
+// Tokens inside the clusters of the greatest mass, of either kind of clusters.
+TEST_F(TokenPolicies, ThePrunerLooksIntoClusters) {
+  for (const IndexKind clusters : {IndexKind::kClusters, IndexKind::kRegression}) {
+    for (const ModelShape& shape :
+         {MakeShape(4, 2, 64, 64, DType::kBf16, 2), MakeShape(10, 2, 16, 48, DType::kFp32),
+          MakeLatentShape(16, 80, 64, DType::kBf16)}) {
+      TestSequence sequence = Make(shape, {1000, 520, 77}, 70, 4, {clusters, IndexKind::kKeys4});
+      for (const Policy& policy : PrunersOverClusters()) {
+        RunAndCheck(shape.layers - 1, {MakeRow(&sequence, policy, sequence.spec.tokens() - 3, 3,
+                                               false, shape.dtype, shape.layers - 1, TestSeed())});
         if (HasFailure()) return;
       }
     }
@@ -352,7 +442,9 @@ TEST_F(TokenPolicies, TheWholeBudgetIsDense) {
   for (const Policy& policy :
        {Parse("quest", {{"budget", "100%"}}), Parse("double-sparsity", {{"budget", "100%"}}),
         Parse("twilight", {{"p", "1"}, {"budget", "100%"}}),
-        Parse("twilight", {{"p", "1"}, {"selector", "full"}})}) {
+        Parse("twilight", {{"p", "1"}, {"selector", "full"}}),
+        Parse("twilight", {{"p", "1"}, {"selector", "exhaustive"}, {"budget", "100%"}}),
+        Parse("twilight", {{"p", "1"}, {"selector", "asynctls"}, {"budget", "100%"}})}) {
     const auto row = [&](const Policy& p) {
       return MakeRow(&sequence, p, sequence.spec.tokens(), 1, true, DType::kFp32, 0, TestSeed());
     };

@@ -134,6 +134,20 @@ TopSet TakeMass(const Indices& candidates, const Vector& weights, double p, doub
                  taken, all ? taken : PrefixToMass(weights, p * (1.0 + margin)), margin, 0.0);
 }
 
+Indices FittingPrefix(const Vector& scores, const std::vector<std::size_t>& sizes,
+                      std::size_t limit) {
+  Require(scores.size() == sizes.size(), "a size for each item");
+  Indices taken;
+  std::size_t sum = 0;
+  for (const std::size_t item : Ranking(scores)) {
+    sum += sizes[item];
+    if (limit == 0 || (sum > limit && !taken.empty())) break;
+    taken.push_back(item);
+  }
+  std::sort(taken.begin(), taken.end());
+  return taken;
+}
+
 std::string CheckTaken(const TopSet& expected, const Indices& taken) {
   std::vector<bool> inside(expected.candidates.size(), false);
   for (const std::size_t number : taken) {

@@ -73,6 +73,12 @@ TopSet TakeTop(const Indices& candidates, const Vector& scores, std::size_t coun
 // (relative), and so may each score.
 TopSet TakeMass(const Indices& candidates, const Vector& weights, double p, double margin = 1e-4);
 
+// Items (by number, [items] of each) of the longest prefix of the ranking whose sizes sum to
+// `limit` or less, ascending: clusters into which a budget of tokens is put. One at least, unless
+// the limit is 0. No margins: a rank that differs by rounding may move the prefix's end.
+Indices FittingPrefix(const Vector& scores, const std::vector<std::size_t>& sizes,
+                      std::size_t limit);
+
 // Empty if `taken` (numbers in any order) is right within the set's margins, else the first thing
 // wrong with it.
 std::string CheckTaken(const TopSet& expected, const Indices& taken);

@@ -181,5 +181,17 @@ TEST(AttendTokens, AnExactStateOfTheRestIsDenseAttention) {
   });
 }
 
+TEST(FittingPrefix, StopsAtTheFirstItemThatDoesNotFit) {
+  const Vector scores = {0.1, 0.5, 0.3, 0.1};
+  const std::vector<std::size_t> sizes = {2, 4, 5, 1};
+  EXPECT_EQ(FittingPrefix(scores, sizes, 0), Indices{});
+  EXPECT_EQ(FittingPrefix(scores, sizes, 1), Indices({1}));  // one at least
+  EXPECT_EQ(FittingPrefix(scores, sizes, 8), Indices({1}));  // item 3 would fit, but ranks lower
+  EXPECT_EQ(FittingPrefix(scores, sizes, 9), Indices({1, 2}));
+  EXPECT_EQ(FittingPrefix(scores, sizes, 11), Indices({0, 1, 2}));  // 0 and 3 tie
+  EXPECT_EQ(FittingPrefix(scores, sizes, 12), Range(0, 4));
+  EXPECT_EQ(FittingPrefix({}, {}, 5), Indices{});
+}
+
 }  // namespace
 }  // namespace attnd::oracle
