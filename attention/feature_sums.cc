@@ -29,13 +29,16 @@ class Carver {
   size_t bytes_ = 0;
 };
 
+// Of a value as it is gathered here: a row, also where a page has it at the front of its key.
+size_t ValueBytes(const ModelShape& shape) { return shape.value_dim * DTypeBytes(shape.dtype); }
+
 }  // namespace
 
 size_t FeatureSums::Bytes(const ModelShape& shape) {
   const size_t features = shape.head_dim;
   Carver carver(nullptr);
   carver.Take<float>(kBlock * shape.head_dim);
-  carver.Take<std::byte>(kBlock * PageGeometry(shape).value_row_bytes);
+  carver.Take<std::byte>(kBlock * ValueBytes(shape));
   carver.Take<float>(kBlock * features);
   carver.Take<float>(features);
   carver.Take<double>(features);
@@ -45,11 +48,16 @@ size_t FeatureSums::Bytes(const ModelShape& shape) {
 
 FeatureSums::FeatureSums(const FeatureMaps* maps, const ModelShape& shape, uint32_t layer,
                          uint32_t kv_head, const float* shift, std::byte* memory)
-    : maps_(maps), geometry_(shape), layer_(layer), kv_head_(kv_head), own_shift_(!shift) {
+    : maps_(maps),
+      geometry_(shape),
+      value_bytes_(ValueBytes(shape)),
+      layer_(layer),
+      kv_head_(kv_head),
+      own_shift_(!shift) {
   const size_t features = maps->features();
   Carver carver(memory);
   keys_ = carver.Take<float>(kBlock * shape.head_dim);
-  values_ = carver.Take<std::byte>(kBlock * geometry_.value_row_bytes);
+  values_ = carver.Take<std::byte>(kBlock * value_bytes_);
   log_features_ = carver.Take<float>(kBlock * features);
   m_ = carver.Take<float>(features);
   u_ = carver.Take<double>(features);
@@ -64,8 +72,8 @@ void FeatureSums::Add(const TokenRun& run) {
   for (uint32_t token = run.range.begin; token < run.range.end; ++token) {
     ToFloat(geometry_.dtype, run.pages + geometry_.KeyOffset(token), geometry_.head_dim,
             keys_.data() + pending_ * geometry_.head_dim);
-    std::memcpy(values_.data() + pending_ * geometry_.value_row_bytes,
-                run.pages + geometry_.ValueOffset(token), geometry_.value_row_bytes);
+    std::memcpy(values_.data() + pending_ * value_bytes_, run.pages + geometry_.ValueOffset(token),
+                value_bytes_);
     if (++pending_ == kBlock) Flush();
   }
 }
@@ -111,8 +119,8 @@ void FeatureSums::Flush() {
       }
     }
     std::fill_n(sums, kQuad * value_dim, 0.0f);
-    kernels::AddWeightedRows(geometry_.dtype, values_.data(), geometry_.value_row_bytes, pending_,
-                             value_dim, weights, sums);
+    kernels::AddWeightedRows(geometry_.dtype, values_.data(), value_bytes_, pending_, value_dim,
+                             weights, sums);
     double* t = t_.data() + f * value_dim;
     for (size_t c = 0; c < kQuad * value_dim; ++c) t[c] += sums[c];
   }

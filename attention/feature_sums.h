@@ -48,6 +48,7 @@ class FeatureSums {
 
   const FeatureMaps* const maps_;
   const PageGeometry geometry_;
+  const size_t value_bytes_;  // of one gathered value
   const uint32_t layer_, kv_head_;
   const bool own_shift_;
   uint64_t tokens_ = 0;

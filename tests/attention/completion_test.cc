@@ -189,6 +189,7 @@ TEST_F(CompletionTest, PlansAndAnswersAreThoseOfTheDefinition) {
       MakeShape(8, 2, 64, 64, DType::kBf16, 2),
       MakeShape(10, 2, 32, 48, DType::kFp32),  // a group of more than a quad
       MakeShape(3, 3, 80, 16, DType::kFp16),
+      MakeLatentShape(16, 80, 64, DType::kBf16),
   };
   const Parameters kCases[] = {
       {},

@@ -35,7 +35,15 @@ EXACT = {
     "double-sparsity:budget=100%": None,
     "twilight:selector=full,p=1": None,
     "asynctls:blocks=1000000,budget=100%,lag=0": None,
+    "twilight:selector=clusters,budget=100%,p=1": None,
+    "twilight:selector=asynctls,blocks=1000000,budget=100%,p=1,lag=0": None,
 }
+# The same of keep-sets, which need the queries of the prompt's end.
+EXACT_KEPT = (
+    "snapkv:budget=100%",
+    "ada-snapkv:budget=100%",
+    "twilight:selector=ada-snapkv,budget=100%,p=1",
+)
 
 
 @pytest.mark.parametrize("dtype", [attnd.BF16, attnd.FP16, attnd.FP32], ids=dtype_name)
@@ -206,6 +214,23 @@ def test_every_policy_that_reads_all_equals_the_oracle(attnd_client, policy):
     stats = result.rows[0].stats
     assert stats.dropped_tokens == stats.estimated_tokens == 0
     assert stats.zone_tokens + stats.exact_tokens == 1401 + 1402
+
+
+@pytest.mark.parametrize("policy", EXACT_KEPT)
+def test_every_keep_set_that_keeps_all_equals_the_oracle(attnd_client, policy):
+    case = Case.random(1402, LATENT)
+    sequence = attnd_client.open_sequence(case.model, policy=policy).sequence_id
+    attnd_client.append_kv(
+        sequence,
+        attnd.layer_chunks(case.layers(slice(0, 1400))),
+        prefill_complete=True,
+        observed_queries=[case.q[layer, 1390:1400] for layer in range(LATENT.layers)],
+    )
+    tokens = slice(1400, 1402)
+    with attnd_client.decode_session() as session:
+        result = step(session, case, sequence, 1, tokens)
+    assert_near(result, case.expected(1, tokens))
+    assert result.rows[0].stats.dropped_tokens == 0
 
 
 def test_error_target_over_a_regression(attnd_client):

@@ -130,6 +130,35 @@ def test_a_policy_without_its_index_says_what_to_open_with(client):
         client.open_sequence(CASE.model, indexes=["trees"])
 
 
+SELECTORS = ("full", "exhaustive", "quest", "double-sparsity", "asynctls", *KEEP_SETS, "clusters")
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_the_pruner_over_every_selector(client, selector):
+    """It keeps a share of what the selector gives, and all of it with p = 1."""
+    base = f"twilight:selector={selector}"
+    indexes = {
+        "clusters": ("clusters", "keys-4bit"),
+        "asynctls": ("blocks-64", "labels", "keys-4bit"),
+        "quest": ("blocks-16", "keys-4bit"),
+        "double-sparsity": ("labels", "keys-4bit"),
+    }.get(selector, ("keys-4bit",))
+    needs = "clusters or regression, keys-4bit" if selector == "clusters" else ", ".join(indexes)
+    if selector not in KEEP_SETS:
+        with pytest.raises(attnd.FailedPreconditionError, match=needs):
+            client.open_sequence(CASE.model, policy=base, indexes=["blocks-16"])
+    sequence = opened(client, base)
+    info = next(i for i in client.list_sequences() if i.sequence_id == sequence)
+    assert info.indexes == indexes
+    read = []
+    for at, p in enumerate(("0.5", "0.9", "1")):
+        results = decoded(client, sequence, TOKENS + at, f"{base},p={p}")
+        assert all(np.isfinite(result.out).all() for result in results)
+        read.append(sum(result.rows[0].stats.exact_tokens for result in results))
+    assert read[0] < read[1] < read[2]
+    client.close_sequence(sequence)
+
+
 def test_error_target_over_a_regression(client):
     """What it says of itself is true of this case, and less tolerance reads more."""
     sequence = opened(client, "error-target")

@@ -324,6 +324,25 @@ def test_every_policy_is_uploaded_for_once():
     assert len(found["snapkv"]) == len([p for p in policies if p.preset == "snapkv"])
 
 
+def test_a_selector_says_what_is_uploaded_for_it():
+    presets = [
+        Preset(Policy("twilight"), {}, ("blocks-16", "keys-4bit"), True),
+        Preset(Policy("topk-completion"), {}, ("summary",), None),
+    ]
+
+    def of(text):
+        return opening.opening_of(opening.parse_policy(text), presets)
+
+    assert of("twilight") == of("twilight:selector=asynctls") == opening.TOKENS
+    assert of("topk-completion:selector=quest") == opening.COMPLETION
+    assert of("twilight:selector=clusters").indexes == ("clusters", "keys-4bit")
+    assert of("topk-completion:selector=clusters").indexes == ("clusters", "summary")
+    kept = of("twilight:selector=snapkv,p=0.9")
+    assert kept.observed and kept.alone == "twilight:selector=snapkv,p=0.9"
+    assert "keys-4bit" in kept.indexes and "summary" not in kept.indexes
+    assert "summary" in of("topk-completion:selector=ada-snapkv").indexes
+
+
 # ---- The document ----
 
 

@@ -32,6 +32,8 @@ REGRESSION = Opening(("regression",))
 # server has for some models only.
 COMPLETION = Opening(tuple(name for name in INDEXES if name not in CLUSTER_INDEXES), observed=True)
 TOKENS = Opening(tuple(name for name in COMPLETION.indexes if name != "summary"), observed=True)
+# Selectors by what the sequence itself keeps.
+KEEP_SETS = ("snapkv", "ada-snapkv")
 
 
 @dataclass(frozen=True)
@@ -69,17 +71,21 @@ def opening_of(policy: Policy, presets: Iterable[Preset]) -> Opening:
     which the server will refuse, go with the clusters."""
     if isinstance(policy, PolicyOver):
         return Opening((policy.index,))
+    selector = policy.parameters.get("selector")
     for preset in presets:
         if preset.policy.preset != policy.preset:
             continue
+        shared = COMPLETION if "summary" in preset.indexes else TOKENS
+        if selector in KEEP_SETS:  # made at the prefill's end
+            return Opening(shared.indexes, observed=True, alone=str(policy))
+        if selector == "clusters":
+            return Opening(("clusters", *(i for i in preset.indexes if not i.startswith("blocks"))))
         if preset.token_order and not preset.indexes:  # a keep-set, made at the prefill's end
             return Opening((), observed=True, alone=str(policy))
-        if "summary" in preset.indexes:
-            return COMPLETION
         if "regression" in preset.indexes:
             return REGRESSION
         if preset.indexes and "clusters" not in preset.indexes:
-            return TOKENS
+            return shared
     return CLUSTERS
 
 

@@ -58,6 +58,8 @@ SERIES = (
     _twilight("full"),
     _twilight("quest"),
     _twilight("double-sparsity"),
+    _twilight("asynctls"),
+    _twilight("clusters"),
     _series("asynctls", *(f"blocks=128,budget={budget}" for budget in BUDGETS)),
     _budgets("snapkv"),
     _budgets("ada-snapkv"),

@@ -59,6 +59,8 @@ _FAMILIES = (
             "asynctls": _Style("#5E3C99", "D"),
             "twilight over quest": _Style("#56B4E9", "^", _DASHED),
             "twilight over double-sparsity": _Style("#0072B2", "^", _DASHED),
+            "twilight over asynctls": _Style("#5E3C99", "^", _DASHED),
+            "twilight over clusters": _Style("#CC79A7", "^", _DASHED),
             "twilight over full": _Style("#444444", "^", _DASHED),
         },
     ),
