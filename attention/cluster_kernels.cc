@@ -20,58 +20,58 @@ namespace attnd::attention::kernels {
 namespace HWY_NAMESPACE {
 
 // The 4-bit codes at p, one half of each byte, as floats; or their squares.
-template <bool kSquared>
-HWY_INLINE VF LoadLow(F32 d, const uint8_t* p) {
-  const hn::Rebind<uint8_t, F32> bytes;
-  const hn::RebindToSigned<F32> ints;
+template <bool kSquared, class D>
+HWY_INLINE hn::Vec<D> LoadLow(D d, const uint8_t* p) {
+  const hn::Rebind<uint8_t, D> bytes;
+  const hn::RebindToSigned<D> ints;
   const auto code = hn::And(hn::LoadU(bytes, p), hn::Set(bytes, uint8_t{15}));
-  const VF f = hn::ConvertTo(d, hn::PromoteTo(ints, code));
+  const auto f = hn::ConvertTo(d, hn::PromoteTo(ints, code));
   return kSquared ? hn::Mul(f, f) : f;
 }
-template <bool kSquared>
-HWY_INLINE VF LoadHigh(F32 d, const uint8_t* p) {
-  const hn::Rebind<uint8_t, F32> bytes;
-  const hn::RebindToSigned<F32> ints;
+template <bool kSquared, class D>
+HWY_INLINE hn::Vec<D> LoadHigh(D d, const uint8_t* p) {
+  const hn::Rebind<uint8_t, D> bytes;
+  const hn::RebindToSigned<D> ints;
   const auto wide = hn::PromoteTo(ints, hn::LoadU(bytes, p));
-  const VF f = hn::ConvertTo(d, hn::ShiftRight<4>(wide));
+  const auto f = hn::ConvertTo(d, hn::ShiftRight<4>(wide));
   return kSquared ? hn::Mul(f, f) : f;
 }
 
-// The products of a row of codes, or of their squares, with a quad ([4][dim]).
+// The products of codes [first, end) of both halves of a row, or of their squares, with a quad
+// ([4][dim]); whole vectors of D.
+template <bool kSquared, class D>
+HWY_INLINE hn::Vec<hn::CappedTag<float, 4>> DotNibblesIn(D d, const uint8_t* row, size_t first,
+                                                         size_t end, size_t dim, const float* q) {
+  auto s0 = hn::Zero(d), s1 = s0, s2 = s0, s3 = s0;
+  for (size_t c = first; c < end; c += hn::Lanes(d)) {
+    const auto low = LoadLow<kSquared>(d, row + c);
+    const auto high = LoadHigh<kSquared>(d, row + c);
+    const float* qc = q + c;
+    s0 = hn::MulAdd(low, hn::LoadU(d, qc), s0);
+    s1 = hn::MulAdd(low, hn::LoadU(d, qc + dim), s1);
+    s2 = hn::MulAdd(low, hn::LoadU(d, qc + 2 * dim), s2);
+    s3 = hn::MulAdd(low, hn::LoadU(d, qc + 3 * dim), s3);
+    qc += dim / 2;
+    s0 = hn::MulAdd(high, hn::LoadU(d, qc), s0);
+    s1 = hn::MulAdd(high, hn::LoadU(d, qc + dim), s1);
+    s2 = hn::MulAdd(high, hn::LoadU(d, qc + 2 * dim), s2);
+    s3 = hn::MulAdd(high, hn::LoadU(d, qc + 3 * dim), s3);
+  }
+  return SumFour(d, s0, s1, s2, s3);
+}
+
 template <bool kSquared>
 HWY_INLINE hn::Vec<hn::CappedTag<float, 4>> DotNibbles(const uint8_t* row, size_t dim,
                                                        const float* q) {
-  const F32 d16;
+  const F32 d;
   const size_t half = dim / 2;
-  VF s0 = hn::Zero(d16), s1 = s0, s2 = s0, s3 = s0;
-  const size_t lanes = hn::Lanes(d16);
-  size_t c = 0;
-  for (; c + lanes <= half; c += lanes) {
-    const VF low = LoadLow<kSquared>(d16, row + c);
-    const VF high = LoadHigh<kSquared>(d16, row + c);
-    const float* qc = q + c;
-    s0 = hn::MulAdd(low, hn::LoadU(d16, qc), s0);
-    s1 = hn::MulAdd(low, hn::LoadU(d16, qc + dim), s1);
-    s2 = hn::MulAdd(low, hn::LoadU(d16, qc + 2 * dim), s2);
-    s3 = hn::MulAdd(low, hn::LoadU(d16, qc + 3 * dim), s3);
-    qc += half;
-    s0 = hn::MulAdd(high, hn::LoadU(d16, qc), s0);
-    s1 = hn::MulAdd(high, hn::LoadU(d16, qc + dim), s1);
-    s2 = hn::MulAdd(high, hn::LoadU(d16, qc + 2 * dim), s2);
-    s3 = hn::MulAdd(high, hn::LoadU(d16, qc + 3 * dim), s3);
-  }
-  const auto sum = SumFour(d16, s0, s1, s2, s3);
-  if (c == half) return sum;
-  // Eight channels are left in each half: only when dim is 16 times an odd number.
-  float rest[kQuad] = {0, 0, 0, 0};
-  for (; c < half; ++c) {
-    const auto low = static_cast<float>(row[c] & 15), high = static_cast<float>(row[c] >> 4);
-    for (size_t j = 0; j < kQuad; ++j) {
-      rest[j] += q[j * dim + c] * low * (kSquared ? low : 1.0f) +
-                 q[j * dim + half + c] * high * (kSquared ? high : 1.0f);
-    }
-  }
-  return hn::Add(sum, hn::LoadU(hn::CappedTag<float, 4>(), rest));
+  const size_t whole = half / hn::Lanes(d) * hn::Lanes(d);
+  // Eight channels are left in each half when dim is 16 times an odd number, for vectors of 16.
+  const hn::CappedTag<float, 8> d8;
+  if (whole == 0) return DotNibblesIn<kSquared>(d8, row, 0, half, dim, q);
+  const auto sum = DotNibblesIn<kSquared>(d, row, 0, whole, dim, q);
+  if (whole == half) return sum;
+  return hn::Add(sum, DotNibblesIn<kSquared>(d8, row, whole, half, dim, q));
 }
 
 void DotCodes(const uint8_t* codes, const float* scale, const float* least, size_t n, size_t width,

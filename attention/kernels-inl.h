@@ -37,10 +37,11 @@ HWY_INLINE hn::Vec<hn::CappedTag<float, 4>> SumBlocks([[maybe_unused]] D d, hn::
 }
 
 // The sums of four vectors' lanes, as one block.
-HWY_INLINE hn::Vec<hn::CappedTag<float, 4>> SumFour(F32 d, VF a, VF b, VF c, VF e) {
-  const hn::RepartitionToWide<F32> wide;
-  const VF ab = hn::Add(hn::InterleaveLower(d, a, b), hn::InterleaveUpper(d, a, b));
-  const VF ce = hn::Add(hn::InterleaveLower(d, c, e), hn::InterleaveUpper(d, c, e));
+template <class D, class V = hn::Vec<D>>
+HWY_INLINE hn::Vec<hn::CappedTag<float, 4>> SumFour(D d, V a, V b, V c, V e) {
+  const hn::RepartitionToWide<D> wide;
+  const V ab = hn::Add(hn::InterleaveLower(d, a, b), hn::InterleaveUpper(d, a, b));
+  const V ce = hn::Add(hn::InterleaveLower(d, c, e), hn::InterleaveUpper(d, c, e));
   const auto lower = hn::InterleaveLower(wide, hn::BitCast(wide, ab), hn::BitCast(wide, ce));
   const auto upper = hn::InterleaveUpper(wide, hn::BitCast(wide, ab), hn::BitCast(wide, ce));
   return SumBlocks(d, hn::Add(hn::BitCast(d, lower), hn::BitCast(d, upper)));
