@@ -33,8 +33,10 @@ ABSL_FLAG(uint32_t, threads, 0, "threads; 0: all cores");
 ABSL_FLAG(uint32_t, rounds, 9, "rounds");
 ABSL_FLAG(std::string, policies,
           "dense streaming quest double-sparsity twilight twilight:selector=double-sparsity "
-          "twilight:selector=full asynctls asynctls:lag=0 clusters-top-k double-p error-target "
-          "error-target@clusters error-target:tolerance=off error-target:tolerance=off@clusters",
+          "twilight:selector=full twilight:selector=clusters asynctls asynctls:lag=0 snapkv "
+          "ada-snapkv clusters-top-k double-p topk-completion topk-completion:selector=quest "
+          "topk-completion:selector=clusters error-target error-target@clusters "
+          "error-target:tolerance=off error-target:tolerance=off@clusters",
           "policies, separated by spaces: NAME[:key=value,...][@clusters]; a policy reads the "
           "indexes that it asks for, or clusters without a regression");
 
@@ -78,10 +80,13 @@ int Main() {
     std::printf("built %s in %.1f s\n", indexes.ToString().c_str(), taken.count());
     return sequence;
   };
-  const SyntheticSequence clusters = make(attention::kClusterIndexes);
+  constexpr attention::IndexSet kClustersAndMore = {IndexKind::kClusters, IndexKind::kKeys4,
+                                                    IndexKind::kSummary};
+  const SyntheticSequence clusters = make(kClustersAndMore);
   const SyntheticSequence regression = make(attention::kRegressionIndexes);
-  const SyntheticSequence in_order =
-      make({IndexKind::kBlocks16, IndexKind::kBlocks64, IndexKind::kLabels, IndexKind::kKeys4});
+  SyntheticSequence in_order = make({IndexKind::kBlocks16, IndexKind::kBlocks64, IndexKind::kLabels,
+                                     IndexKind::kKeys4, IndexKind::kSummary});
+  in_order.view = WithKeepSets(*in_order.view, attention::Budget().tokens, 2);
   attention::CpuBackendOptions options;
   options.threads = threads;
   const auto backend = attention::MakeCpuBackend(options);
@@ -102,7 +107,7 @@ int Main() {
       return 2;
     }
     timed.policy = ParsePolicyText(parts.first);
-    const bool in_clusters = timed.policy.CheckIndexes(attention::kClusterIndexes).ok();
+    const bool in_clusters = timed.policy.CheckIndexes(kClustersAndMore).ok();
     const bool regressed = timed.policy.Indexes().Has(IndexKind::kRegression);
     timed.runner = !in_clusters                        ? &of_order
                    : regressed && parts.second.empty() ? &of_regression

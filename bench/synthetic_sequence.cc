@@ -4,10 +4,17 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
+#include <iterator>
+#include <numeric>
 #include <random>
 #include <thread>
+#include <utility>
 
+#include "attention/feature_maps.h"
+#include "attention/keep_set.h"
 #include "attention/segment_builder.h"
+#include "bench/support.h"
 #include "common/dtype.h"
 
 namespace attnd::bench {
@@ -67,6 +74,43 @@ void BuildHeads(SegmentBuilder* builder, uint32_t threads) {
   for (std::thread& worker : workers) worker.join();
 }
 
+// Maps of the sizes that attnd.completion.train makes, with features near 1.
+std::shared_ptr<const attention::FeatureMaps> RandomFeatureMaps(const ModelShape& shape,
+                                                                uint64_t seed) {
+  constexpr uint32_t kInner = 128;
+  attention::FeatureMapParts parts;
+  parts.layers = shape.layers;
+  parts.query_heads = shape.query_heads;
+  parts.kv_heads = shape.kv_heads;
+  parts.head_dim = parts.width = shape.head_dim;
+  parts.inner = kInner;
+  parts.softmax_scale = shape.softmax_scale;
+  parts.completed.assign(size_t{shape.layers} * shape.query_heads, 1);
+  parts.identity = "a benchmark's";
+  std::mt19937_64 random(seed);
+  const auto fill = [&](attention::FeatureMapSide* side, size_t heads) {
+    const size_t width = parts.width, inner = parts.inner, dim = parts.head_dim;
+    const auto matrix = [&](size_t out, size_t in) {
+      std::normal_distribution<float> normal(0, 0.3f / std::sqrt(static_cast<float>(in)));
+      std::vector<float> weights(heads * out * in);
+      for (float& weight : weights) weight = normal(random);
+      return weights;
+    };
+    side->stem_weight = matrix(width, dim);
+    side->stem_bias.assign(heads * width, 0);
+    side->inner_weight = matrix(inner, width);
+    side->inner_bias.assign(heads * inner, 0);
+    side->outer_weight = matrix(width, inner);
+    side->outer_bias.assign(heads * width, 0);
+    side->alpha.assign(heads, 0.5f);
+    side->output_weight = matrix(dim, width);
+    side->output_bias.assign(heads * dim, 0);
+  };
+  fill(&parts.query, size_t{shape.layers} * shape.query_heads);
+  fill(&parts.key, size_t{shape.layers} * shape.kv_heads);
+  return Must(attention::FeatureMaps::Make(std::move(parts)));
+}
+
 }  // namespace
 
 SyntheticSequence MakeSyntheticSequence(const ModelShape& shape, uint64_t tokens,
@@ -76,6 +120,9 @@ SyntheticSequence MakeSyntheticSequence(const ModelShape& shape, uint64_t tokens
   auto view = std::make_shared<SequenceView>();
   view->shape = shape;
   view->indexes = indexes;
+  if (indexes.Has(attention::IndexKind::kSummary)) {
+    view->feature_maps = RandomFeatureMaps(shape, seed);
+  }
   uint64_t made = 0;  // tokens that exist, whole blocks
   while (true) {
     const uint64_t want = std::min<uint64_t>(tokens, view->tail_begin + segment_tokens + kWindow);
@@ -108,6 +155,22 @@ SyntheticSequence MakeSyntheticSequence(const ModelShape& shape, uint64_t tokens
   }
   sequence.view = std::move(view);
   return sequence;
+}
+
+std::shared_ptr<const SequenceView> WithKeepSets(const SequenceView& view, uint32_t tokens,
+                                                 uint64_t seed) {
+  std::mt19937_64 random(seed);
+  auto keep = std::make_shared<attention::KeepSet>();
+  keep->prompt_tokens = view.tail_begin;
+  std::vector<uint32_t> middle(view.tail_begin - kSink);
+  std::iota(middle.begin(), middle.end(), kSink);
+  for (uint32_t head = 0; head < view.shape.layers * view.shape.kv_heads; ++head) {
+    std::vector<uint32_t>& kept = keep->positions.emplace_back();
+    std::sample(middle.begin(), middle.end(), std::back_inserter(kept), tokens, random);
+  }
+  auto result = std::make_shared<SequenceView>(view);
+  result->keep = std::move(keep);
+  return result;
 }
 
 std::vector<float> MakeQueries(const ModelShape& shape, uint64_t seed) {

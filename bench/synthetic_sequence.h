@@ -19,10 +19,14 @@ struct SyntheticSequence {
 };
 
 // `tokens` tokens of keys in short runs around random centres, and normal values; segments of
-// segment_tokens, the last 64 tokens in the tail.
+// segment_tokens, the last 64 tokens in the tail. Indexes with a summary get random feature maps.
 SyntheticSequence MakeSyntheticSequence(const ModelShape& shape, uint64_t tokens,
                                         uint32_t segment_tokens, uint32_t threads, uint64_t seed,
                                         attention::IndexSet indexes = attention::kClusterIndexes);
+
+// A view's copy with keep-sets of `tokens` random tokens of the middle for each KV head.
+std::shared_ptr<const attention::SequenceView> WithKeepSets(const attention::SequenceView& view,
+                                                            uint32_t tokens, uint64_t seed);
 
 // [query_heads, head_dim] normal queries as floats.
 std::vector<float> MakeQueries(const ModelShape& shape, uint64_t seed);
