@@ -29,6 +29,8 @@ ABSL_FLAG(uint64_t, tokens, 131072, "tokens of the sequence");
 ABSL_FLAG(uint32_t, head_dim, 128, "elements of a head");
 ABSL_FLAG(uint32_t, query_heads, 32, "query heads");
 ABSL_FLAG(uint32_t, kv_heads, 8, "KV heads");
+ABSL_FLAG(uint32_t, latent_value_dim, 0,
+          "above 0: a latent model, with one KV head whose value is so much of its key");
 ABSL_FLAG(uint32_t, threads, 0, "threads; 0: all cores");
 ABSL_FLAG(uint32_t, rounds, 9, "rounds");
 ABSL_FLAG(std::string, policies,
@@ -67,8 +69,14 @@ void Add(const attention::RowStats& stats, double seconds, Timed* timed) {
 }
 
 int Main() {
-  const ModelShape shape = Bf16Shape(1, absl::GetFlag(FLAGS_query_heads),
-                                     absl::GetFlag(FLAGS_kv_heads), absl::GetFlag(FLAGS_head_dim));
+  ModelShape shape = Bf16Shape(1, absl::GetFlag(FLAGS_query_heads), absl::GetFlag(FLAGS_kv_heads),
+                               absl::GetFlag(FLAGS_head_dim));
+  if (const uint32_t value_dim = absl::GetFlag(FLAGS_latent_value_dim); value_dim > 0) {
+    shape.latent = true;
+    shape.kv_heads = 1;
+    shape.value_dim = value_dim;
+  }
+  Must(shape.Validate());
   const uint64_t tokens = absl::GetFlag(FLAGS_tokens);
   const uint32_t threads = absl::GetFlag(FLAGS_threads) != 0 ? absl::GetFlag(FLAGS_threads)
                                                              : std::thread::hardware_concurrency();
@@ -93,9 +101,10 @@ int Main() {
   StepRunner of_clusters(backend.get(), clusters, tokens);
   StepRunner of_regression(backend.get(), regression, tokens);
   StepRunner of_order(backend.get(), in_order, tokens);
-  std::printf("%llu tokens, %u query heads, %u KV heads, head_dim %u, bf16, %u threads, %s\n",
+  std::printf("%llu tokens, %u query heads, %u KV heads, head_dim %u%s, bf16, %u threads, %s\n",
               static_cast<unsigned long long>(tokens), shape.query_heads, shape.kv_heads,
-              shape.head_dim, threads, std::string(backend->target()).c_str());
+              shape.head_dim, shape.latent ? ", latent" : "", threads,
+              std::string(backend->target()).c_str());
 
   std::vector<Timed> all;
   for (const auto& text : absl::StrSplit(absl::GetFlag(FLAGS_policies), ' ', absl::SkipEmpty())) {

@@ -45,6 +45,7 @@ void FillHead(const ModelShape& shape, std::byte* pages, uint64_t seed) {
     }
     for (uint32_t c = 0; c < shape.head_dim; ++c) row[c] = centre[c] + 0.5f * normal(random);
     FromFloat(shape.dtype, row.data(), shape.head_dim, pages + geometry.KeyOffset(token));
+    if (!geometry.stores_values()) continue;
     for (uint32_t c = 0; c < shape.value_dim; ++c) row[c] = normal(random);
     FromFloat(shape.dtype, row.data(), shape.value_dim, pages + geometry.ValueOffset(token));
   }
@@ -82,7 +83,8 @@ std::shared_ptr<const attention::FeatureMaps> RandomFeatureMaps(const ModelShape
   parts.layers = shape.layers;
   parts.query_heads = shape.query_heads;
   parts.kv_heads = shape.kv_heads;
-  parts.head_dim = parts.width = shape.head_dim;
+  parts.head_dim = shape.head_dim;
+  parts.width = std::min(shape.head_dim, attention::kMapWidthMax);
   parts.inner = kInner;
   parts.softmax_scale = shape.softmax_scale;
   parts.completed.assign(size_t{shape.layers} * shape.query_heads, 1);
