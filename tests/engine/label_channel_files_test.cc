@@ -148,11 +148,16 @@ class LabelChannelFilesTest : public testing::Test {
     sequence.history = history;
     return sequence;
   }
-  // Another segment of generated tokens.
-  void Grow(TestSequence* sequence) {
+  // Another segment, in the background if its tokens are generated.
+  void Grow(TestSequence* sequence, bool generated = false) {
     const uint32_t before = sequence->Info().segments;
-    Generate(sequence, 600, &random_);
-    engine_->WaitForBackground();
+    if (generated) {
+      Generate(sequence, 600, &random_);
+      engine_->WaitForBackground();
+    } else {
+      Prefill(sequence, 600, &random_);
+      FinishPrefill(sequence);
+    }
     ASSERT_GT(sequence->Info().segments, before);
   }
   // What labels of each segment are made of.
@@ -183,8 +188,8 @@ class LabelChannelFilesTest : public testing::Test {
   const testing::ScopedTrace trace_{__FILE__, __LINE__, testing::Message() << "seed " << seed_};
   Random random_{seed_};
   const TemporaryFolder folder_;
-  std::shared_ptr<const attention::SequenceView> seen_;
   std::unique_ptr<Engine> engine_;
+  std::shared_ptr<const attention::SequenceView> seen_;  // goes before the engine, whose it is
 };
 
 TEST_F(LabelChannelFilesTest, AreReadAsTheyWereWritten) {
@@ -338,7 +343,7 @@ TEST_F(LabelChannelFilesTest, LabelsAreOfTheFilesChannels) {
     Prefill(&sequence, kPrompt, &random_);
     FinishPrefill(&sequence);
     EXPECT_GE(ChannelsOf(&sequence).size(), 2u);
-    Grow(&sequence);
+    Grow(&sequence, /*generated=*/preset == std::string("asynctls"));
     EXPECT_THAT(ChannelsOf(&sequence), Each(channels)) << preset;
     // A fork, and what is left after every segment went, keep them.
     const auto fork = engine_->Fork(kTenant, sequence.id, 100);
