@@ -17,7 +17,8 @@ class Segment;
 // For all heads of a model, [layers * kv_heads] of each. Immutable once shared. Both empty: by the
 // keys of the segment alone.
 struct LabelChoice {
-  // [heads][LabelChannels] ascending: found beforehand, taken as they are.
+  // [heads][LabelChannels] ascending: found beforehand, in a file or by the first segment, and
+  // taken as they are.
   std::vector<uint16_t> channels;
   // [heads][head_dim] mean over the query heads of their greatest |q|, from queries that the
   // prompt had: a channel counts by this times its greatest |k|.

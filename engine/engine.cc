@@ -14,6 +14,7 @@
 #include "engine/auditor.h"
 #include "engine/decode_batch.h"
 #include "engine/feature_map_files.h"
+#include "engine/label_channel_files.h"
 #include "engine/latent_values.h"
 #include "engine/magnitude.h"
 #include "engine/memory_budget.h"
@@ -104,6 +105,7 @@ class EngineImpl : public Engine {
   // Archive::Open says.
   absl::Status Start() {
     ATTND_ASSIGN_OR_RETURN(feature_maps_, FeatureMapStore::Load(options_.feature_maps));
+    ATTND_ASSIGN_OR_RETURN(label_channels_, LabelChannelStore::Load(options_.label_channels));
     if (!options_.archive.data_dir.empty()) {
       ArchiveOptions options = options_.archive;
       if (observer_ != nullptr) {
@@ -649,6 +651,7 @@ class EngineImpl : public Engine {
     ATTND_RETURN_IF_ERROR(complete.policy->CheckIndexes(*complete.indexes));
     ATTND_RETURN_IF_ERROR(complete.policy->CheckShape(complete.shape));
     ATTND_RETURN_IF_ERROR(SetFeatureMaps(&complete));
+    ATTND_RETURN_IF_ERROR(SetLabelChannels(&complete));
     return Make(tenant, std::move(complete));
   }
 
@@ -673,6 +676,20 @@ class EngineImpl : public Engine {
     return args->feature_maps->CheckShape(args->shape);
   }
 
+  // Those of the model, if its indexes have labels and there is a file.
+  absl::Status SetLabelChannels(OpenArgs* args) const {
+    args->label_channels = nullptr;
+    args->label_channels_id.clear();
+    if (!args->indexes.has_value() || !args->indexes->Has(attention::IndexKind::kLabels)) {
+      return absl::OkStatus();
+    }
+    const auto model = label_channels_.Of(args->fingerprint);
+    if (model == nullptr) return absl::OkStatus();
+    args->label_channels = model->choice;
+    args->label_channels_id = model->identity;
+    return model->CheckShape(args->shape);
+  }
+
   // A sequence that nobody can find yet.
   absl::StatusOr<std::shared_ptr<Sequence>> Make(absl::string_view tenant, OpenArgs args) {
     ATTND_ASSIGN_OR_RETURN(const uint64_t id, sequences_.NewId());
@@ -688,7 +705,8 @@ class EngineImpl : public Engine {
   const std::unique_ptr<attention::Backend> backend_;
   Observer* const observer_;
 
-  FeatureMapStore feature_maps_;  // set by Start
+  FeatureMapStore feature_maps_;      // set by Start
+  LabelChannelStore label_channels_;  // set by Start
 
   // Thread-safe by themselves.
   MemoryBudget budget_;

@@ -65,6 +65,8 @@ struct EngineOptions {
   AuditOptions audit;
   // Files of feature maps, one for each model that has any (engine/feature_map_files.h).
   std::vector<std::string> feature_maps;
+  // Files of label channels, likewise (engine/label_channel_files.h).
+  std::vector<std::string> label_channels;
 
   // InvalidArgument names the option and its range.
   absl::Status Validate() const;
@@ -119,6 +121,11 @@ struct OpenArgs {
   // Of indexes with a summary, set by the engine: what it is made with, and what that is known by.
   std::shared_ptr<const attention::FeatureMaps> feature_maps;
   std::string feature_maps_id;
+  // Of indexes with labels, set by the engine: the channels that they are made of, and what those
+  // are known by; null and empty if the server has no file of the model's. A sequence that begins
+  // with segments keeps to the channels of the first of them all the same.
+  std::shared_ptr<const attention::LabelChoice> label_channels;
+  std::string label_channels_id;
 };
 
 struct SequenceInfo {
@@ -266,7 +273,8 @@ class Engine {
 
   // ResourceExhausted at max_sequences or at a full budget, Unavailable after StopOpening or
   // Shutdown, InvalidArgument for the shape, Unimplemented for the policy or for a shape that the
-  // backend lacks, FailedPrecondition for a summary without feature maps of the model.
+  // backend lacks, FailedPrecondition for a summary without feature maps of the model, and for
+  // label channels of another shape than the model's.
   virtual absl::StatusOr<uint64_t> Open(absl::string_view tenant, const OpenArgs& args) = 0;
 
   // InvalidArgument (shape, dtype, NaN, |v| beyond kValueMax), FailedPrecondition (gap),

@@ -22,7 +22,6 @@ namespace attnd::engine {
 
 inline constexpr char kFeatureMapFormat[] = "attnd.feature_maps.1";
 inline constexpr uint64_t kFeatureMapFileBytesMax = uint64_t{1} << 32;
-inline constexpr size_t kFeatureMapFilesMax = 64;
 
 struct FeatureMapFile {
   std::string fingerprint;                             // of the model
@@ -35,7 +34,8 @@ absl::StatusOr<FeatureMapFile> DecodeFeatureMaps(absl::string_view bytes);
 // The maps of a server's models. Constant: safe from any thread.
 class FeatureMapStore {
  public:
-  // InvalidArgument, naming the file: one that cannot be read or decoded, two of one model.
+  // At most kModelFilesMax files. InvalidArgument, naming the file: one that cannot be read or
+  // decoded, two of one model.
   static absl::StatusOr<FeatureMapStore> Load(const std::vector<std::string>& paths);
 
   // FailedPrecondition if there are none.

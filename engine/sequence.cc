@@ -371,16 +371,7 @@ std::shared_ptr<const SequenceView> Sequence::View() {
     view->shape = args_.shape;
     view->indexes = indexes();
     view->recall = recall_;
-    const bool labels = indexes().Has(attention::IndexKind::kLabels);
-    if (labels && label_choice_ == nullptr && !segments_.empty()) {
-      label_choice_ = attention::LabelChoiceOf(*segments_.front());
-    }
-    view->label_choice = label_choice_;
-    if (labels && label_choice_ == nullptr && !observed_magnitudes_.empty()) {
-      auto choice = std::make_shared<attention::LabelChoice>();
-      choice->query_magnitudes = observed_magnitudes_;
-      view->label_choice = std::move(choice);
-    }
+    view->label_choice = LabelsToCome();
     view->keep = keep_;
     view->feature_maps = args_.feature_maps;
     view->segments = segments_;
@@ -389,6 +380,19 @@ std::shared_ptr<const SequenceView> Sequence::View() {
     view_ = std::move(view);
   }
   return view_;
+}
+
+std::shared_ptr<const attention::LabelChoice> Sequence::LabelsToCome() {
+  if (!indexes().Has(attention::IndexKind::kLabels)) return nullptr;
+  if (label_choice_ == nullptr && !segments_.empty()) {
+    label_choice_ = attention::LabelChoiceOf(*segments_.front());
+  }
+  if (label_choice_ != nullptr) return label_choice_;
+  if (args_.label_channels != nullptr) return args_.label_channels;
+  if (observed_magnitudes_.empty()) return nullptr;
+  auto choice = std::make_shared<attention::LabelChoice>();
+  choice->query_magnitudes = observed_magnitudes_;
+  return choice;
 }
 
 uint64_t Sequence::CommittedTokens() const {

@@ -264,6 +264,9 @@ class Sequence {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   uint64_t CommittedTokens() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::shared_ptr<const attention::SequenceView> View() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // What labels of segments to come are made of; null: of their own keys, or there are no labels.
+  std::shared_ptr<const attention::LabelChoice> LabelsToCome()
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   size_t SegmentsKept(uint64_t length) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // FailedPrecondition beyond the committed length, ResourceExhausted.
   absl::StatusOr<Prefix> PrefixOf(uint64_t length) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -86,7 +86,9 @@ ABSL_FLAG(double, audit_share, Defaults().audit_share,
 ABSL_FLAG(double, audit_cpu_share, Defaults().audit_cpu_share,
           "what that may take of one core's time at most");
 ABSL_FLAG(std::string, feature_maps, "",
-          "files of feature maps for topk-completion, comma separated");
+          "files of feature maps for topk-completion, comma separated or repeated");
+ABSL_FLAG(std::string, label_channels, "",
+          "files of label channels for double-sparsity and asynctls, comma separated or repeated");
 ABSL_FLAG(std::string, config, "", "file with these options in protobuf text format");
 ABSL_FLAG(std::string, probe, "",
           "ask the server at this address for its health and exit: 0 if it serves");
@@ -131,10 +133,14 @@ constexpr const char* kFlagNames[] = {"listen",
                                       "policy_file",
                                       "audit_share",
                                       "audit_cpu_share",
-                                      "feature_maps"};
+                                      "feature_maps",
+                                      "label_channels"};
 
 // Flags that may be repeated, as their fields are.
-bool MayRepeat(const std::string& name) { return name == "listen" || name == "policy_file"; }
+bool MayRepeat(const std::string& name) {
+  return name == "listen" || name == "policy_file" || name == "feature_maps" ||
+         name == "label_channels";
+}
 
 // Splits "--name=value"; the value is absent if there is no '='. Names come out with underscores.
 struct Argument {

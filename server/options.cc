@@ -222,6 +222,9 @@ absl::Status ApplyConfig(const v1::ServerConfig& config, ServerOptions* options)
   if (config.feature_maps_size() > 0) {
     options->feature_maps.assign(config.feature_maps().begin(), config.feature_maps().end());
   }
+  if (config.label_channels_size() > 0) {
+    options->label_channels.assign(config.label_channels().begin(), config.label_channels().end());
+  }
   if (config.has_default_policy()) {
     ATTND_ASSIGN_OR_RETURN(options->default_policy,
                            options->policies.Parse(config.default_policy()));
@@ -318,6 +321,7 @@ engine::EngineOptions ToEngineOptions(const ServerOptions& options, const Machin
   result.default_policy = options.default_policy;
   result.audit = ToAuditOptions(options);
   result.feature_maps = options.feature_maps;
+  result.label_channels = options.label_channels;
   return result;
 }
 

@@ -79,7 +79,8 @@ struct ServerOptions {
   std::vector<std::string> policy_file;
   double audit_share = 0.01;
   double audit_cpu_share = engine::AuditOptions().cpu_share;
-  std::vector<std::string> feature_maps;  // files
+  std::vector<std::string> feature_maps;    // files
+  std::vector<std::string> label_channels;  // files
 
   // What requests may name: the built-in presets and, from ApplyConfig on, those of policy_file.
   PolicyCatalog policies;

@@ -119,14 +119,14 @@ def ref_rope(x, position, theta):
 
 
 def ref_model(config, weights, tokens):
-    """Logits [tokens, vocab] and each layer's k and v [tokens, kv_heads, head_dim], float64."""
+    """Logits [tokens, vocab] and each layer's q, k and v [tokens, heads, head_dim], float64."""
     w = {name: array.astype(np.float64) for name, array in weights.items()}
     eps, dim = config["rms_norm_eps"], config["head_dim"]
     theta = (
         config["rope_theta"] if "rope_theta" in config else config["rope_parameters"]["rope_theta"]
     )
     x = [w["model.embed_tokens.weight"][token] for token in tokens]
-    kv = []
+    layers = []
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}."
         heads = {"q": [], "k": [], "v": []}
@@ -145,7 +145,7 @@ def ref_model(config, weights, tokens):
                     row = np.array([ref_rope(e, position, theta) for e in row])
                 rows.append(row)
         q, k, v = (np.array(heads[part]) for part in "qkv")
-        kv.append((k, v))
+        layers.append((q, k, v))
         out, _ = oracle.attention(q, k, v, dim**-0.5, first=0)
         for position in range(len(x)):
             y = x[position] + w[name + "self_attn.o_proj.weight"] @ out[position].reshape(-1)
@@ -154,7 +154,7 @@ def ref_model(config, weights, tokens):
             up = w[name + "mlp.up_proj.weight"] @ h
             x[position] = y + w[name + "mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up)
     head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
-    return np.array([head @ ref_norm(h, w["model.norm.weight"], eps) for h in x]), kv
+    return np.array([head @ ref_norm(h, w["model.norm.weight"], eps) for h in x]), layers
 
 
 def tiny(config, seed=0):
@@ -167,10 +167,10 @@ def test_prefill_and_decode_equal_the_reference(name):
     config = FAMILIES[name]
     model, weights = tiny(config)
     tokens = np.random.default_rng(3).integers(0, config["vocab_size"], 21)
-    logits, kv = ref_model(config, weights, tokens)
+    logits, layers = ref_model(config, weights, tokens)
 
     prefilled = model.prefill(tokens[:17])
-    for (k, v), (ref_k, ref_v) in zip(prefilled, kv):
+    for (k, v), (_, ref_k, ref_v) in zip(prefilled, layers):
         np.testing.assert_allclose(k, ref_k[:17], atol=2e-4)
         np.testing.assert_allclose(v, ref_v[:17], atol=2e-4)
     local = nano.LocalKv(prefilled, 21, model.config.softmax_scale)

@@ -138,7 +138,7 @@ TEST_F(ConfigFile, SetsWhatItNames) {
   const auto config = Read(
       "listen: 'unix:/tmp/a' listen: '127.0.0.1:1' max_rows: 7 memory_budget_bytes: 0\n"
       "default_policy { preset: 'streaming' parameters { key: 'sink' value: '8' } }\n"
-      "allow_insecure_tcp: true audit_share: 0.25");
+      "allow_insecure_tcp: true audit_share: 0.25 label_channels: '/c' label_channels: '/d'");
   ASSERT_TRUE(config.ok()) << config.status();
   ServerOptions options;
   ASSERT_TRUE(ApplyConfig(*config, &options).ok());
@@ -150,6 +150,7 @@ TEST_F(ConfigFile, SetsWhatItNames) {
   EXPECT_TRUE(options.allow_insecure_tcp);
   EXPECT_EQ(options.audit_share, 0.25);
   EXPECT_EQ(options.audit_cpu_share, ServerOptions().audit_cpu_share);
+  EXPECT_THAT(ToEngineOptions(options, Machine()).label_channels, ElementsAre("/c", "/d"));
 }
 
 TEST_F(ConfigFile, MistakesNameLineAndColumn) {
@@ -170,12 +171,15 @@ TEST_F(ConfigFile, APolicyThatDoesNotExistIsRefused) {
 TEST(Arguments, DashesUnderscoresAndRepeatedFlags) {
   const auto result = NormaliseArguments(
       {"attnd", "--data-dir", "/d-x_y", "--listen", "unix:/a-b", "--policy-file=/p", "--max-rows=3",
-       "--listen=127.0.0.1:0", "--noallow-insecure-tcp", "--policy_file", "/q-r"});
+       "--listen=127.0.0.1:0", "--noallow-insecure-tcp", "--policy_file", "/q-r",
+       "--label-channels=/c", "--label-channels=/d", "--feature-maps=/e", "--feature-maps=/f"});
   EXPECT_THAT(result.arguments,
               ElementsAre("attnd", "--policy_file=/p,/q-r", "--listen=unix:/a-b,127.0.0.1:0",
-                          "--data_dir", "/d-x_y", "--max_rows=3", "--noallow_insecure_tcp"));
-  EXPECT_THAT(result.given, UnorderedElementsAre("data_dir", "listen", "policy_file", "max_rows",
-                                                 "allow_insecure_tcp"));
+                          "--label_channels=/c,/d", "--feature_maps=/e,/f", "--data_dir", "/d-x_y",
+                          "--max_rows=3", "--noallow_insecure_tcp"));
+  EXPECT_THAT(result.given,
+              UnorderedElementsAre("data_dir", "listen", "policy_file", "max_rows",
+                                   "allow_insecure_tcp", "label_channels", "feature_maps"));
 }
 
 TEST(Arguments, NothingAfterTheDoubleDashIsAFlag) {
