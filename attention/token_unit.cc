@@ -31,44 +31,64 @@ size_t TokenUnit::CountOf(const Policy& policy, uint64_t seen, size_t of) {
   return std::min(of, tokens > anchors ? tokens - anchors : 0);
 }
 
+std::span<const uint32_t> TokenUnit::KeptOf(const UnitQuery& query) {
+  const size_t head = size_t{query.layer} * query.view->shape.kv_heads + query.kv_head;
+  return query.view->keep->positions[head];
+}
+
 TokenUnit::Sizes::Sizes(const UnitQuery& query)
     : middle(CountMiddle(*query.view)), quads(query.quads()) {
   const SequenceView& view = *query.view;
   const Policy& policy = *query.policy;
-  const size_t segments = view.segments.size();
-  const size_t partial_blocks = 2 * segments;
+  const bool prunes = policy.pruner == Pruner::kTopP;
+  bool weighs = true;      // candidates, whether they are pruned or not
+  size_t chosen = middle;  // candidates that are chosen one by one: no more runs begin at them
   candidates = middle;
-  size_t chosen = middle;  // tokens that are read in the end
   switch (policy.selector) {
     case Selector::kBlocks:
-    case Selector::kBlocksLabels: {
+      weighs = false;
       blocks = BlockSearch::CountBlocks(view, policy.block_tokens);
-      block_searches = policy.selector == Selector::kBlocks || policy.lag == 0 ? 1 : 2;
-      const size_t taken = policy.selector == Selector::kBlocks
-                               ? CountOf(policy, query.seen, blocks * policy.block_tokens)
-                               : size_t{policy.blocks} * policy.block_tokens;
-      candidates = std::min(middle, taken + policy.block_tokens);
-      chosen = candidates;
+      block_searches = 1;
+      candidates = CountOf(policy, query.seen, blocks * policy.block_tokens) + policy.block_tokens;
+      chosen = prunes ? candidates : 0;
       break;
-    }
+    case Selector::kBlocksLabels:
+      blocks = BlockSearch::CountBlocks(view, policy.block_tokens);
+      block_searches = policy.lag == 0 ? 1 : 2;
+      candidates = (size_t{policy.blocks} + 1) * policy.block_tokens;
+      chosen = CountOf(policy, query.seen, middle);
+      break;
     case Selector::kLabels:
     case Selector::kExhaustive:
       chosen = CountOf(policy, query.seen, middle);
       break;
+    case Selector::kKeepSet:
+      weighs = false;
+      candidates = chosen = KeptOf(query).size();
+      break;
     case Selector::kClusters:
+      weighs = false;
       clusters = CountClusters(view, query.layer, query.kv_head);
+      candidates = CountOf(policy, query.seen, middle);
+      for (const auto& segment : view.segments) {  // one cluster at least, whatever its size
+        candidates = std::max<size_t>(candidates, segment->clustered());
+      }
+      chosen = prunes ? candidates : 0;
       break;
     default:
       break;
   }
-  // Runs of chosen tokens are no more than these tokens, and no more than there is room between.
-  ranges = std::min(chosen, candidates / 2 + 1) + segments + partial_blocks + blocks + clusters;
+  candidates = std::min(candidates, middle);
+  scored = weighs || prunes ? candidates : 0;
+  // Runs of chosen tokens are no more than there is room between; others are whole blocks or
+  // clusters, and of each segment what is always read and what a run is cut by its end.
+  ranges = std::min(chosen, middle / 2 + 1) + 3 * view.segments.size() + blocks + clusters;
 }
 
 size_t TokenUnit::Sizes::ArenaBytes(const ModelShape& shape) const {
   size_t bytes = block_searches * BlockSearch::ArenaBytes(shape, blocks);
   if (clusters > 0) bytes += ClusterRanking::ArenaBytes(shape, clusters);
-  bytes += candidates * (quads * (kQuad * sizeof(float) + 1) + sizeof(float) + sizeof(Fate));
+  bytes += scored * (quads * (kQuad * sizeof(float) + 1) + sizeof(float) + sizeof(Fate));
   // Runs once more where they are cut into pieces.
   bytes += ranges * (2 * sizeof(Range) + 3 * sizeof(TokenRun));
   return bytes + quads * kQuad * (sizeof(float) + sizeof(double)) + kRounding;
@@ -89,11 +109,11 @@ TokenUnit::TokenUnit(const UnitQuery& query, StepArena* arena)
   run_memory_ = arena->Allocate<TokenRun>(sizes_.ranges);
   scale_ = arena->Allocate<float>(sizes_.quads * kQuad);
   outside_ = arena->Allocate<double>(sizes_.quads * kQuad);
-  logits_ = arena->Allocate<float>(sizes_.candidates * sizes_.quads * kQuad);
-  group_score_ = arena->Allocate<float>(sizes_.candidates);
-  fate_ = arena->Allocate<Fate>(sizes_.candidates);
+  logits_ = arena->Allocate<float>(sizes_.scored * sizes_.quads * kQuad);
+  group_score_ = arena->Allocate<float>(sizes_.scored);
+  fate_ = arena->Allocate<Fate>(sizes_.scored);
   if (policy_.completes()) estimator_ = std::make_unique<CompletionEstimator>(query, arena);
-  if (pruned()) lanes_ = arena->Allocate<uint8_t>(sizes_.candidates * sizes_.quads);
+  if (pruned()) lanes_ = arena->Allocate<uint8_t>(sizes_.scored * sizes_.quads);
   if (policy_.selector == Selector::kClusters) ranking_.emplace(query, sizes_.clusters, arena);
   if (sizes_.block_searches == 0) return;
   own_.emplace(query, query.queries, policy_.block_tokens, sizes_.blocks, arena);
@@ -188,8 +208,7 @@ void TokenUnit::AddAll() {
 
 // The kept ones of the prompt's middle.
 void TokenUnit::AddKept() {
-  const size_t head = size_t{query_.layer} * view_.shape.kv_heads + query_.kv_head;
-  const std::vector<uint32_t>& kept = view_.keep->positions[head];
+  const std::span<const uint32_t> kept = KeptOf(query_);
   auto next = kept.begin();
   for (size_t s = 0; s < view_.segments.size(); ++s) {
     const uint64_t begin = segment(s).first_position();

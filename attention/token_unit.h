@@ -62,7 +62,8 @@ class TokenUnit : public MiddleUnit {
     size_t middle = 0;      // tokens
     size_t blocks = 0;      // full ones; 0 if they are not asked for
     size_t clusters = 0;    // likewise
-    size_t candidates = 0;  // tokens that get logits at the same time
+    size_t candidates = 0;  // tokens, at the same time
+    size_t scored = 0;      // those that get logits: all of them or none
     size_t ranges = 0;
     size_t quads = 0;
     size_t block_searches = 0;
@@ -80,6 +81,8 @@ class TokenUnit : public MiddleUnit {
   static constexpr size_t kAlwaysRead = ~size_t{0};
 
   static size_t CountMiddle(const SequenceView& view);
+  // Of a keep-set, this head's.
+  static std::span<const uint32_t> KeptOf(const UnitQuery& query);
   static size_t CountOf(const Policy& policy, uint64_t seen, size_t of);
 
   const Segment& segment(size_t s) const { return *view_.segments[s]; }
@@ -96,7 +99,7 @@ class TokenUnit : public MiddleUnit {
   bool weighs_all() const {
     return pruned() ? policy_.selector == Selector::kAll : ranks_by_keys();
   }
-  float* LogitsOf(size_t quad) { return logits_.data() + quad * sizes_.candidates * kQuad; }
+  float* LogitsOf(size_t quad) { return logits_.data() + quad * sizes_.scored * kQuad; }
 
   // Blocks.
   size_t BlocksToChoose() const;
@@ -130,10 +133,10 @@ class TokenUnit : public MiddleUnit {
   std::span<Range> ranges_, spare_ranges_;
   size_t range_count_ = 0;
   size_t candidates_ = 0;         // tokens of ranges_ that are candidates
-  std::span<float> logits_;       // [quads][sizes_.candidates][4] by labels or by 4-bit keys
-  std::span<float> group_score_;  // [sizes_.candidates]
-  std::span<Fate> fate_;          // [sizes_.candidates]
-  std::span<uint8_t> lanes_;      // [sizes_.candidates][quads] what the pruner keeps
+  std::span<float> logits_;       // [quads][sizes_.scored][4] by labels or by 4-bit keys
+  std::span<float> group_score_;  // [sizes_.scored]
+  std::span<Fate> fate_;          // [sizes_.scored]
+  std::span<uint8_t> lanes_;      // [sizes_.scored][quads] what the pruner keeps
   std::span<float> scale_;        // [quads][4] of the pruner's weights, or the exhaustive ones
   std::span<double> outside_;     // [quads][4] weights outside its set, or of what is not read
   std::span<TokenRun> run_memory_;
