@@ -49,7 +49,7 @@ class ClusterRanking {
 
   const UnitQuery query_;
   std::span<float> mass_;      // [quads][clusters][4] logarithms; after Weigh, relative to the max
-  std::span<float> score_;     // [clusters] mean over the group of each head's share
+  std::span<float> score_;     // [clusters] sum over the group of each head's share
   std::span<uint32_t> sizes_;  // [clusters] tokens
   std::span<Fate> fate_;       // [clusters]
 };

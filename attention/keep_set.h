@@ -17,9 +17,10 @@ struct KeepSet {
   // What it was made by: rows of a policy with others have no keep-set.
   Budget budget;
   bool adaptive = false;
-  // Tokens of the prompt: all from here on are read, too.
-  uint64_t prompt_tokens = 0;
-  // [layers * kv_heads] positions of the prompt's middle, ascending.
+  // Tokens that it was chosen from, and the sink: those of segments when it was made. All from here
+  // on are read, too: the prompt's window, and what came later.
+  uint64_t ranked_tokens = 0;
+  // [layers * kv_heads] positions of the middle that there was, ascending.
   std::vector<std::vector<uint32_t>> positions;
 
   bool Serves(const Policy& policy) const {

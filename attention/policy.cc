@@ -421,11 +421,13 @@ absl::Status Policy::CheckIndexes(const IndexSet& indexes) const {
     const bool of_clusters = IndexSet{kind}.clustered();
     if (needed.Has(kind) && !of_clusters) names.push_back(IndexName(kind));
   }
+  const absl::string_view wanted = clustered              ? " in cluster order"
+                                   : AllowsClusterOrder() ? ""
+                                                          : " in token order";
   return absl::FailedPreconditionError(absl::StrCat(
-      "policy.preset ", preset, " needs a sequence in ", clustered ? "cluster" : "token",
-      " order with the indexes ", names.empty() ? "none" : absl::StrJoin(names, ", "),
-      "; this one was opened in ", indexes.token_order() ? "token" : "cluster",
-      " order with the indexes ", indexes.ToString()));
+      "policy.preset ", preset, " needs a sequence", wanted, " with the indexes ",
+      names.empty() ? "none" : absl::StrJoin(names, ", "), "; this one was opened in ",
+      indexes.token_order() ? "token" : "cluster", " order with the indexes ", indexes.ToString()));
 }
 
 absl::Status Policy::CheckShape(const ModelShape& shape) const {

@@ -32,7 +32,11 @@ class StepArena {
   void Reset() {
     block_ = 0;
     used_ = 0;
+    handed_out_ = 0;
   }
+
+  // Bytes since Reset, each allocation up to its alignment.
+  size_t handed_out() const { return handed_out_; }
 
   // Gives back blocks beyond `bytes` in all. Call after Reset.
   void Trim(size_t bytes) {
@@ -61,12 +65,14 @@ class StepArena {
     }
     std::byte* start = blocks_[block_].data() + used_;
     used_ += need;
+    handed_out_ += need;
     return start;
   }
 
   std::vector<AlignedBuffer> blocks_;
   size_t block_ = 0;
   size_t used_ = 0;
+  size_t handed_out_ = 0;
 };
 
 }  // namespace attnd::attention

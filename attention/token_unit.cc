@@ -206,13 +206,13 @@ void TokenUnit::AddAll() {
   }
 }
 
-// The kept ones of the prompt's middle.
+// The kept ones of the middle that there was.
 void TokenUnit::AddKept() {
   const std::span<const uint32_t> kept = KeptOf(query_);
   auto next = kept.begin();
   for (size_t s = 0; s < view_.segments.size(); ++s) {
     const uint64_t begin = segment(s).first_position();
-    const uint64_t end = std::min(view_.keep->prompt_tokens, segment(s).end_position());
+    const uint64_t end = std::min(view_.keep->ranked_tokens, segment(s).end_position());
     for (; next != kept.end() && *next < end; ++next) {
       const auto token = static_cast<uint32_t>(*next - begin);
       Range* last = range_count_ > 0 ? &ranges_[range_count_ - 1] : nullptr;
@@ -226,12 +226,12 @@ void TokenUnit::AddKept() {
   }
 }
 
-// What came behind the prompt: no keep-set knows of it.
-void TokenUnit::AddBehindPrompt() {
+// What was in no segment when the keep-set was made.
+void TokenUnit::AddUnranked() {
   for (size_t s = 0; s < view_.segments.size(); ++s) {
     const uint64_t begin = segment(s).first_position();
-    const uint64_t prompt = std::clamp(view_.keep->prompt_tokens, begin, segment(s).end_position());
-    AddAlwaysRead(s, {std::max(static_cast<uint32_t>(prompt - begin), segment(s).unclustered()),
+    const uint64_t ranked = std::clamp(view_.keep->ranked_tokens, begin, segment(s).end_position());
+    AddAlwaysRead(s, {std::max(static_cast<uint32_t>(ranked - begin), segment(s).unclustered()),
                       segment(s).tokens()});
   }
 }
@@ -430,7 +430,7 @@ void TokenUnit::Select(std::span<const QuadState> /*zones*/, OrderScratch* order
   }
   if (pruned()) Prune(order);
   if (has_blocks()) AddPartialBlocks();
-  if (policy_.selector == Selector::kKeepSet) AddBehindPrompt();
+  if (policy_.selector == Selector::kKeepSet) AddUnranked();
   ListRuns();
 }
 

@@ -6,8 +6,8 @@
 //
 // Candidates come from a selector (blocks, labels, both, a keep-set, clusters, the keys themselves,
 // or all tokens), as ranges of a segment; the pruner then makes of them a set for each query head.
-// What belongs to no candidate of its selector (tokens of blocks that are not full, tokens behind a
-// keep-set's prompt) is always read.
+// What belongs to no candidate of its selector (tokens of blocks that are not full, tokens that
+// came behind a keep-set) is always read.
 #ifndef ATTND_ATTENTION_TOKEN_UNIT_H_
 #define ATTND_ATTENTION_TOKEN_UNIT_H_
 
@@ -27,8 +27,7 @@ namespace attnd::attention {
 
 class TokenUnit : public MiddleUnit {
  public:
-  // query: without positions, queries and what is prepared of them. Its tokens are read in
-  // `pieces`.
+  // query: its view, policy, layer, KV head and `seen`. Its tokens are read in `pieces`.
   static size_t ArenaBytes(const UnitQuery& query, uint64_t pieces);
   TokenUnit(const UnitQuery& query, StepArena* arena);
 
@@ -114,7 +113,7 @@ class TokenUnit : public MiddleUnit {
   void AddChosen(const Search& search);
   void AddAll();
   void AddKept();
-  void AddBehindPrompt();
+  void AddUnranked();
   void ScoreCodes(IndexKind kind, std::span<const Range> ranges);
   void ChooseByWeight(OrderScratch* order);
   void WeighOthers(std::span<const Fate> fate);

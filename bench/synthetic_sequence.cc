@@ -163,8 +163,8 @@ std::shared_ptr<const SequenceView> WithKeepSets(const SequenceView& view, uint3
                                                  uint64_t seed) {
   std::mt19937_64 random(seed);
   auto keep = std::make_shared<attention::KeepSet>();
-  keep->prompt_tokens = view.tail_begin;
-  std::vector<uint32_t> middle(view.tail_begin - kSink);
+  keep->ranked_tokens = view.tail_begin;
+  std::vector<uint32_t> middle(view.tail_begin - std::min<uint64_t>(view.tail_begin, kSink));
   std::iota(middle.begin(), middle.end(), kSink);
   for (uint32_t head = 0; head < view.shape.layers * view.shape.kv_heads; ++head) {
     std::vector<uint32_t>& kept = keep->positions.emplace_back();

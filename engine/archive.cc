@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "attention/label_choice.h"
 #include "common/status.h"
 #include "common/unix_time.h"
 
@@ -75,7 +76,7 @@ absl::StatusOr<SealResult> Archive::Seal(Sequence* sequence, const Proceed& proc
   MutexLock lock(seal_mutex_);
   SealResult result;
   CatalogueChanges changes;
-  ATTND_ASSIGN_OR_RETURN(const auto names, NamesOf(*sequence, history));
+  ATTND_ASSIGN_OR_RETURN(const auto names, NamesOf(*sequence, history, proceed));
   absl::Status written = PlaceSegments(*sequence, history, names, proceed, &changes, &result);
   if (written.ok()) {
     written = WriteTail(*sequence, history, names.empty() ? kNoChain : names.back(), proceed,
@@ -95,8 +96,26 @@ absl::StatusOr<SealResult> Archive::Seal(Sequence* sequence, const Proceed& proc
   return result;
 }
 
+absl::StatusOr<bool> Archive::HasOtherLabels(const ChainId& name, const Segment& first,
+                                             const Proceed& proceed) {
+  if (!first.indexes().Has(attention::IndexKind::kLabels)) return false;
+  const auto known = catalogue_->FindSegment(name);
+  if (absl::IsNotFound(known.status())) return false;
+  ATTND_RETURN_IF_ERROR(known.status());
+  auto opened = files_->OpenFile(known->file);
+  if (absl::IsDataLoss(opened.status())) return true;
+  ATTND_RETURN_IF_ERROR(opened.status());
+  constexpr uint64_t kNobody = 0;  // only to be looked at
+  const auto other = files_->ReadPaged(*std::move(opened), /*catalogued=*/true, kNobody, proceed);
+  if (absl::IsDataLoss(other.status())) return true;
+  ATTND_RETURN_IF_ERROR(other.status());
+  if ((*other)->form() != first.form()) return true;
+  return attention::LabelChoiceOf(**other)->channels != attention::LabelChoiceOf(first)->channels;
+}
+
 absl::StatusOr<std::vector<ChainId>> Archive::NamesOf(const Sequence& sequence,
-                                                      const HistorySnapshot& history) {
+                                                      const HistorySnapshot& history,
+                                                      const Proceed& proceed) {
   const OpenArgs& args = sequence.args();
   const ChainNames chain(files_->folder().secret(), sequence.tenant(), args);
   std::vector<ChainId> names;
@@ -125,7 +144,14 @@ absl::StatusOr<std::vector<ChainId>> Archive::NamesOf(const Sequence& sequence,
     link.first_position = segment->first_position();
     link.unclustered = segment->unclustered();
     link.token_ids = runs[0].ids;
-    ATTND_ASSIGN_OR_RETURN(const ChainId name, chain.NameOf(link));
+    ATTND_ASSIGN_OR_RETURN(ChainId name, chain.NameOf(link));
+    if (names.empty()) {
+      ATTND_ASSIGN_OR_RETURN(const bool other, HasOtherLabels(name, *segment, proceed));
+      // Those behind it are named after it, and so nobody else's either.
+      if (other) {
+        ATTND_ASSIGN_OR_RETURN(name, ChainNames::RandomName());
+      }
+    }
     names.push_back(name);
   }
   return names;
@@ -289,7 +315,7 @@ absl::StatusOr<std::optional<Swap>> Archive::PageOut(Sequence* from, const Proce
       std::find_if(segments.begin(), segments.end(), [](const auto& s) { return !s->paged(); });
   if (whole == segments.end()) return std::nullopt;
   const auto i = static_cast<size_t>(whole - segments.begin());
-  ATTND_ASSIGN_OR_RETURN(const auto names, NamesOf(*from, history));
+  ATTND_ASSIGN_OR_RETURN(const auto names, NamesOf(*from, history, proceed));
   ATTND_ASSIGN_OR_RETURN(const FilePlace place, PlaceToPageOut(*from, history, names, i, proceed));
   // From here on the file goes with its last user, unless the catalogue knows it.
   const LiveFile live = files_->live().Use(place.file, place.catalogued);

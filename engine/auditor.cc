@@ -143,7 +143,7 @@ std::unique_ptr<Auditor::Audit> Auditor::Copy(uint64_t sequence_id, uint32_t lay
   found.query_token = token;
   // The prediction is the mean over a row's tokens.
   if (row.query_tokens == 1) found.predicted_error = row.stats->predicted_error_mean;
-  const bool aims = policy.SelectorFor(layer) == attention::Selector::kClusters &&
+  const bool aims = layer >= policy.dense_layers && policy.cuts_clusters() &&
                     policy.cut == attention::Cut::kErrorBudget && std::isfinite(policy.tolerance);
   if (aims) found.tolerance = policy.tolerance;
   const size_t heads = shape.query_heads;

@@ -52,8 +52,8 @@ std::string OwnerOf(absl::string_view tenant, const OpenArgs& args) {
   }
   // Likewise. Longer than a set of indexes, so that neither can be taken for the other.
   if (args.shape.latent) fields.Add(absl::string_view("latent"));
-  // A file's channels are not those that a prompt's own keys choose: a sequence's segments would be
-  // named as another's, of other channels, and be sealed as those. Longer than "latent".
+  // A prompt finds what was made with the channels that its own segments would have. Longer than
+  // "latent".
   if (!args.label_channels_id.empty()) fields.Add(absl::string_view(args.label_channels_id));
   return fields.Take();
 }

@@ -61,7 +61,7 @@ absl::Status MakeKeepSet(const PromptObservation& prompt, const attention::Polic
   const ModelShape& shape = view.shape;
   keep->budget = policy.budget;
   keep->adaptive = policy.adaptive;
-  keep->prompt_tokens = prompt.tokens;
+  keep->ranked_tokens = view.tail_begin;
   keep->positions.resize(size_t{shape.layers} * shape.kv_heads);
   if (view.segments.empty()) return absl::OkStatus();
   const uint32_t sink = view.segments.front()->unclustered();

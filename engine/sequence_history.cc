@@ -22,9 +22,9 @@ using attention::TailBlock;
 std::shared_ptr<const attention::KeepSet> ShortKeepSet(const attention::KeepSet& keep,
                                                        uint64_t length) {
   auto shorter = std::make_shared<attention::KeepSet>(keep);
-  shorter->prompt_tokens = std::min(keep.prompt_tokens, length);
+  shorter->ranked_tokens = std::min(keep.ranked_tokens, length);
   for (std::vector<uint32_t>& positions : shorter->positions) {
-    positions.erase(std::lower_bound(positions.begin(), positions.end(), shorter->prompt_tokens),
+    positions.erase(std::lower_bound(positions.begin(), positions.end(), shorter->ranked_tokens),
                     positions.end());
   }
   return shorter;
@@ -84,6 +84,7 @@ absl::StatusOr<uint64_t> Sequence::Truncate(uint64_t length) {
   newest_step_ = std::min(newest_step_, length);
   if (recall_ != nullptr) recall_->Truncate(length);
   if (keep_ != nullptr) keep_ = ShortKeepSet(*keep_, length);
+  if (segments_.empty()) label_choice_.reset();  // the next first segment's are its own
   build_from_ = build_delay_ = 0;
   token_ids_.Truncate(length);
   view_.reset();

@@ -208,7 +208,7 @@ TEST_F(CompletionTest, PlansAndAnswersAreThoseOfTheDefinition) {
     TestSequence sequence = Make(shape, {700, 520, 77}, 70, kTokenOrder);
     auto view = std::make_shared<SequenceView>(*sequence.view);
     auto keep = std::make_shared<KeepSet>();
-    keep->prompt_tokens = 1250;
+    keep->ranked_tokens = 1250;
     keep->positions.assign(size_t{shape.layers} * shape.kv_heads, {4, 5, 99, 701, 1219, 1249});
     view->keep = keep;
     sequence.view = view;

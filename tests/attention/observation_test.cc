@@ -121,7 +121,7 @@ TEST_F(ObservationTest, ImportanceAndKeptTokensAreThoseOfTheDefinition) {
 TEST_F(ObservationTest, StepsReadTheKeptTokensAndWhatComesLater) {
   Make(MakeShape(4, 2, 64, 32, DType::kFp32), {600, 300}, 130, DType::kFp32);
   auto keep = std::make_shared<KeepSet>();
-  keep->prompt_tokens = 700;  // a part of the second segment came later
+  keep->ranked_tokens = 700;  // a part of the second segment came later
   keep->positions = {{4, 5, 17, 599, 600, 699}, {}};
   auto view = std::make_shared<SequenceView>(*sequence_.view);
   view->keep = keep;

@@ -11,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "attention/cpu_backend.h"
+#include "attention/token_unit.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/attention/support.h"
@@ -74,7 +75,7 @@ struct Scene {
     return {kept.begin(), kept.end()};
   }
   oracle::Indices BehindPrompt() const {
-    return oracle::Range(view().keep->prompt_tokens, view().tail_begin);
+    return oracle::Range(view().keep->ranked_tokens, view().tail_begin);
   }
   oracle::Labels labels() const {
     const KeyCodeIndex index = view().segments[0]->labels(layer, kv_head);
@@ -132,10 +133,10 @@ class TokenPolicies : public testing::Test {
                                                       const SequenceSpec& spec) {
     Random random(spec.seed + 77);
     auto keep = std::make_shared<KeepSet>();
-    keep->prompt_tokens = view.tail_begin - std::min<uint64_t>(view.tail_begin, 40);
+    keep->ranked_tokens = view.tail_begin - std::min<uint64_t>(view.tail_begin, 40);
     keep->positions.resize(size_t{spec.shape.layers} * spec.shape.kv_heads);
     for (auto& positions : keep->positions) {
-      for (uint32_t token = spec.sink; token < keep->prompt_tokens; ++token) {
+      for (uint32_t token = spec.sink; token < keep->ranked_tokens; ++token) {
         if (random.Below(3) == 0) positions.push_back(token);
       }
     }
@@ -464,23 +465,62 @@ TEST_F(TokenPolicies, TheWholeBudgetIsDense) {
 // A step reads inside the blocks that the step before it chose, and a repeated step repeats.
 TEST_F(TokenPolicies, AsyncTlsLagsByOneStep) {
   TestSequence sequence = Make(MakeShape(4, 2, 64, 32, DType::kFp32), {1400}, 80);
-  const Policy policy = Parse("asynctls", {{"blocks", "3"}, {"budget", "30"}});
   const uint64_t begin = sequence.spec.tokens() - 6;
-  std::vector<std::optional<oracle::Indices>> earlier(2);
-  std::vector<float> answer;
-  for (uint64_t position = begin; position < sequence.spec.tokens(); ++position) {
-    const TestRow row =
-        MakeRow(&sequence, policy, position, 1, false, DType::kFp32, 0, TestSeed() + position);
-    earlier_ = &earlier;
-    RunAndCheck(0, {row});
-    RunAndCheck(0, {row});  // again
-    if (HasFailure()) return;
-    for (uint32_t head = 0; head < 2; ++head) {
-      const Scene scene{row, 0, 0, head};
-      const auto blocks = scene.BlocksOf(64);
-      earlier[head] =
-          oracle::SelectBlocks(scene.queries(), scene.keys(), blocks, policy.blocks).top.taken;
+  for (const Policy& policy :
+       {Parse("asynctls", {{"blocks", "3"}, {"budget", "30"}}),
+        Parse("twilight", {{"selector", "asynctls"}, {"blocks", "3"}, {"p", "0.8"}})}) {
+    sequence.view->recall->Truncate(0);
+    std::vector<std::optional<oracle::Indices>> earlier(2);
+    for (uint64_t position = begin; position < sequence.spec.tokens(); ++position) {
+      const TestRow row =
+          MakeRow(&sequence, policy, position, 1, false, DType::kFp32, 0, TestSeed() + position);
+      earlier_ = &earlier;
+      RunAndCheck(0, {row});
+      RunAndCheck(0, {row});  // again
+      if (HasFailure()) return;
+      for (uint32_t head = 0; head < 2; ++head) {
+        const Scene scene{row, 0, 0, head};
+        const auto blocks = scene.BlocksOf(64);
+        earlier[head] =
+            oracle::SelectBlocks(scene.queries(), scene.keys(), blocks, policy.blocks).top.taken;
+      }
     }
+  }
+}
+
+// A unit asks for no more memory than it says, and for half of that or more.
+TEST_F(TokenPolicies, UnitsSayWhatMemoryTheyTake) {
+  const ModelShape shape = MakeShape(10, 2, 32, 32, DType::kFp32);
+  TestSequence tokens = Make(shape, {1000, 300}, 70);
+  TestSequence clusters =
+      Make(shape, {1000, 300}, 70, 4, {IndexKind::kClusters, IndexKind::kKeys4});
+  std::vector<Policy> policies = TokenPresets();
+  for (const Policy& policy : PrunersOverClusters()) policies.push_back(policy);
+  for (const Policy& policy : policies) {
+    SCOPED_TRACE(Describe(policy));
+    TestSequence* sequence = policy.Indexes().clustered() ? &clusters : &tokens;
+    const TestRow row =
+        MakeRow(sequence, policy, sequence->spec.tokens() - 1, 1, true, DType::kFp32, 0, 1);
+    StepArena scratch, arena;
+    UnitQuery query;
+    query.view = sequence->view.get();
+    query.policy = &policy;
+    query.seen = sequence->spec.tokens();
+    const size_t said = TokenUnit::ArenaBytes(query, /*pieces=*/0);
+    const size_t dim = shape.head_dim;
+    std::vector<float> quads(query.quads() * kQuad * dim, 0.0f);
+    std::copy_n(row.queries.begin(), shape.group() * dim, quads.begin());
+    std::vector<kernels::Queries> prepared;
+    for (size_t quad = 0; quad < query.quads(); ++quad) {
+      prepared.push_back(kernels::PrepareQueries(
+          shape.dtype, quads.data() + quad * kQuad * dim, shape.softmax_scale, dim,
+          scratch.Allocate<float>(kernels::QueriesFloats(dim)).data()));
+    }
+    query.queries = query.previous = quads.data();
+    query.prepared = prepared;
+    const TokenUnit unit(query, &arena);
+    EXPECT_LE(arena.handed_out(), said);
+    EXPECT_GE(2 * arena.handed_out(), said - 4096) << "runs are once more where they are cut";
   }
 }
 

@@ -445,6 +445,48 @@ TEST_F(LabelChannelFilesTest, PrefixesKeepTheirChannels) {
   EXPECT_THAT(ChannelsOf(&from_memory), AllOf(Not(testing::IsEmpty()), Each(own)));
 }
 
+// A seal may take another sequence's segment for one of the same tokens, but not one whose labels
+// are of other channels than those of the segments behind it.
+TEST_F(LabelChannelFilesTest, ASealNeverMixesChannels) {
+  Start({});
+  std::vector<uint32_t> ids(kPrompt);
+  for (uint32_t& id : ids) id = static_cast<uint32_t>(random_.Below(50000));
+  std::vector<Kv> layers;
+  for (uint32_t layer = 0; layer < shape_.layers; ++layer) {
+    layers.push_back(RandomKv(shape_, kPrompt, &random_));
+  }
+  std::vector<uint64_t> sealed;
+  std::vector<Channels> first;
+  History history(shape_);
+  for (const bool observed : {false, true, true}) {
+    TestSequence sequence = Opened(Args());
+    if (observed) {
+      ASSERT_TRUE(Observe(sequence).ok());
+    }
+    for (uint32_t layer = 0; layer < shape_.layers; ++layer) {
+      AppendChunk chunk = ChunkOf(layer, 0, layers[layer]);
+      chunk.token_ids = ids;
+      ASSERT_TRUE(engine_->Append(kTenant, kWriter, sequence.id, chunk).ok());
+      sequence.history.Append(layer, layers[layer]);
+    }
+    FinishPrefill(&sequence);
+    first.push_back(ChannelsOf(&sequence).front());
+    const auto seal = engine_->Seal(kTenant, sequence.id, nullptr);
+    ASSERT_TRUE(seal.ok()) << seal.status();
+    sealed.push_back(seal->sealed_id);
+    history = sequence.history;
+    ASSERT_TRUE(engine_->Close(kTenant, sequence.id).ok());
+  }
+  ASSERT_NE(first[0], first[1]);
+  for (size_t i = 0; i < sealed.size(); ++i) {
+    Start({});
+    TestSequence resumed = Resumed(sealed[i], history);
+    EXPECT_GE(ChannelsOf(&resumed).size(), 2u);
+    EXPECT_THAT(ChannelsOf(&resumed), Each(first[i]));
+    EXPECT_TRUE(AnswersDense(&resumed, &random_));
+  }
+}
+
 TEST_F(LabelChannelFilesTest, SegmentsOfOtherChannelsHaveOtherNames) {
   OpenArgs args = Args();
   args.indexes = {IndexKind::kLabels};

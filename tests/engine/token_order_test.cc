@@ -73,6 +73,7 @@ class TokenOrderTest : public testing::Test {
   absl::Status Finish(const TestSequence& sequence) {
     return engine_->FinishPrefill(kTenant, kWriter, sequence.id, nullptr).status();
   }
+  void CheckResumed(const IndexSet& indexes, const std::vector<attention::Policy>& policies);
   Row QueryRow(TestSequence* sequence, const attention::Policy& policy) {
     Row row = QueryOnlyRow(sequence, 0, 1, &random_);
     row.policy = policy;
@@ -86,8 +87,11 @@ class TokenOrderTest : public testing::Test {
 };
 
 std::vector<attention::Policy> TokenPolicies() {
-  return {PolicyOf("quest", {{"budget", "64"}}), PolicyOf("double-sparsity", {{"budget", "64"}}),
+  return {PolicyOf("quest", {{"budget", "64"}}),
+          PolicyOf("double-sparsity", {{"budget", "64"}}),
           PolicyOf("twilight", {{"budget", "30%"}}),
+          PolicyOf("twilight", {{"selector", "exhaustive"}, {"budget", "90"}, {"p", "0.8"}}),
+          PolicyOf("twilight", {{"selector", "asynctls"}, {"blocks", "4"}, {"p", "0.8"}}),
           PolicyOf("asynctls", {{"blocks", "4"}, {"budget", "64"}})};
 }
 constexpr IndexSet kAll = {IndexKind::kBlocks16, IndexKind::kBlocks64, IndexKind::kLabels,
@@ -157,8 +161,10 @@ TEST_F(TokenOrderTest, HistoriesAreThoseOfTheModel) {
   EXPECT_TRUE(MatchesModel(&sequence, &random_));
 }
 
-TEST_F(TokenOrderTest, SealedAndResumedItAnswersTheSame) {
-  TestSequence sequence = OpenPrompt(PolicyOf("quest"), 1500, kAll);
+// Seals and resumes a sequence with these indexes: the policies' answers are the same, bit for bit.
+void TokenOrderTest::CheckResumed(const IndexSet& indexes,
+                                  const std::vector<attention::Policy>& policies) {
+  TestSequence sequence = OpenPrompt(PolicyOf("dense"), 1500, indexes);
   std::vector<std::pair<attention::Policy, Numbers>> asked;
   std::vector<RowAnswer> answers;
   const auto ask = [&](TestSequence* of, const attention::Policy& policy, const Numbers& q) {
@@ -169,7 +175,7 @@ TEST_F(TokenOrderTest, SealedAndResumedItAnswersTheSame) {
     EXPECT_TRUE(answer.row_status(0).ok()) << answer.row_status(0);
     return AnswerOf(message, answer, 0);
   };
-  for (const attention::Policy& policy : TokenPolicies()) {
+  for (const attention::Policy& policy : policies) {
     asked.emplace_back(policy, QueryRow(&sequence, policy).q);
     answers.push_back(ask(&sequence, policy, asked.back().second));
   }
@@ -180,20 +186,30 @@ TEST_F(TokenOrderTest, SealedAndResumedItAnswersTheSame) {
   OpenArgs args = ArgsOf(shape_);
   args.fingerprint = "model";
   OpenArgs others = args;
-  others.indexes = attention::kClusterIndexes;
+  others.indexes = IndexSet{IndexKind::kRegression};
   EXPECT_TRUE(absl::IsFailedPrecondition(
       engine_->Resume(kTenant, others, sealed->sealed_id, nullptr).status()));
   const auto opened = engine_->Resume(kTenant, args, sealed->sealed_id, nullptr);
   ASSERT_TRUE(opened.ok()) << opened.status();
   TestSequence resumed(engine_.get(), opened->sequence_id, shape_);
   resumed.history = history;
-  EXPECT_EQ(resumed.Info().args.indexes, kAll);
+  EXPECT_EQ(resumed.Info().args.indexes, indexes);
   for (size_t i = 0; i < asked.size(); ++i) {
     EXPECT_EQ(ask(&resumed, asked[i].first, asked[i].second), answers[i])
         << asked[i].first.preset << ": the same bits, from disk";
   }
   EXPECT_TRUE(MatchesModel(&resumed, &random_));
   Generate(&resumed, 3, &random_);
+}
+
+TEST_F(TokenOrderTest, SealedAndResumedItAnswersTheSame) { CheckResumed(kAll, TokenPolicies()); }
+
+// The same of tokens that lie in cluster order, from pages where clusters meet.
+TEST_F(TokenOrderTest, SealedAndResumedTokensOfClustersAreTheSame) {
+  CheckResumed({IndexKind::kClusters, IndexKind::kKeys4},
+               {PolicyOf("twilight", {{"selector", "clusters"}}),
+                PolicyOf("twilight", {{"selector", "clusters"}, {"budget", "70"}, {"p", "0.6"}}),
+                PolicyOf("twilight", {{"selector", "full"}, {"p", "0.7"}})});
 }
 
 TEST_F(TokenOrderTest, AStepThatIsRepeatedRepeatsItsAnswer) {
@@ -256,6 +272,33 @@ TEST_F(TokenOrderTest, SnapKvKeepsWhatThePromptsEndLookedAt) {
     ASSERT_TRUE(engine_->Close(kTenant, sequence.id).ok());
   }
   EXPECT_EQ(engine_->usage().resident_bytes, before) << "nothing of keep-sets is left";
+}
+
+// A keep-set is chosen from what lies in segments at the prompt's end. The prompt's window, and all
+// of a prompt that is no longer than that, is read when segments have grown over it, too.
+TEST_F(TokenOrderTest, WhatNoKeepSetWasChosenFromIsRead) {
+  for (const char* preset : {"snapkv", "ada-snapkv"}) {
+    for (const uint64_t prompt : {60u, 1500u}) {
+      SCOPED_TRACE(testing::Message() << preset << ", a prompt of " << prompt);
+      const attention::Policy policy = PolicyOf(preset, {{"budget", "40"}});
+      TestSequence sequence = Open(policy);
+      Prefill(&sequence, prompt, &random_);
+      ASSERT_TRUE(Observe(sequence, 0).ok());
+      ASSERT_TRUE(Observe(sequence, 1).ok());
+      ASSERT_TRUE(Finish(sequence).ok());
+      const uint64_t ranked = sequence.Info().segmented_tokens;
+      Prefill(&sequence, 1400, &random_);
+      ASSERT_TRUE(Finish(sequence).ok());
+      const uint64_t segmented = sequence.Info().segmented_tokens;
+      ASSERT_GT(segmented, prompt);
+      const Answer answer = SendRow(QueryRow(&sequence, policy), 0);
+      ASSERT_TRUE(answer.row_status(0).ok()) << answer.row_status(0);
+      const uint64_t kept = ranked == 0 ? 0 : 40, sink = 4;
+      const uint64_t unranked = segmented - std::max(ranked, sink);
+      EXPECT_EQ(answer.result.rows[0].stats.exact_tokens, 2 * (kept + unranked));
+      EXPECT_EQ(answer.result.rows[0].stats.dropped_tokens, ranked == 0 ? 0 : 2 * (ranked - 44));
+    }
+  }
 }
 
 TEST_F(TokenOrderTest, ObservedQueriesAreChecked) {

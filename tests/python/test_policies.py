@@ -105,7 +105,7 @@ def test_a_policy_without_its_index_says_what_to_open_with(client):
     for preset, policy in BUDGETS.items():
         if preset in KEEP_SETS:  # theirs is a wider window, too
             policy += ",window=64"
-        with pytest.raises(attnd.RowError, match="FAILED_PRECONDITION.*needs a sequence in token"):
+        with pytest.raises(attnd.RowError, match="FAILED_PRECONDITION.*needs a sequence"):
             decoded(client, clusters, TOKENS, policy)
     assert [len(r.out) for r in decoded(client, clusters, TOKENS)] == [1, 1], "nothing was appended"
     client.close_sequence(clusters)

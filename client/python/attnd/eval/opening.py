@@ -69,9 +69,10 @@ def parse_policy(text: str) -> Policy:
 def opening_of(policy: Policy, presets: Iterable[Preset]) -> Opening:
     """The opening that a policy needs, from what the server says of its preset; unknown presets,
     which the server will refuse, go with the clusters."""
-    if isinstance(policy, PolicyOver):
-        return Opening((policy.index,))
     selector = policy.parameters.get("selector")
+    over = policy.index if isinstance(policy, PolicyOver) else ""
+    if over and selector != "clusters":
+        return Opening((over,))
     for preset in presets:
         if preset.policy.preset != policy.preset:
             continue
@@ -79,7 +80,8 @@ def opening_of(policy: Policy, presets: Iterable[Preset]) -> Opening:
         if selector in KEEP_SETS:  # made at the prefill's end
             return Opening(shared.indexes, observed=True, alone=str(policy))
         if selector == "clusters":
-            return Opening(("clusters", *(i for i in preset.indexes if not i.startswith("blocks"))))
+            others = (i for i in preset.indexes if not i.startswith("blocks"))
+            return Opening((over or "clusters", *others))
         if preset.token_order and not preset.indexes:  # a keep-set, made at the prefill's end
             return Opening((), observed=True, alone=str(policy))
         if "regression" in preset.indexes:

@@ -54,7 +54,7 @@ def importance(model: Model, texts: Iterable[Array]) -> Array:
                 f"text {count}: {len(tokens)} tokens; wanted are 1 or more of 0.."
                 f"{config.vocab_size - 1}"
             )
-        model.forward(tokens, np.arange(len(tokens)), attend)
+        model.run_layers(tokens, np.arange(len(tokens)), attend)
     if count == 0:
         raise ValueError("there are no calibration texts")
     grouped = queries.reshape(config.layers, config.kv_heads, -1, config.head_dim)
@@ -93,6 +93,10 @@ def save(
     metadata = {
         "format": FORMAT, "fingerprint": fingerprint, "head_dim": str(head_dim), **notes,
     }  # fmt: skip
+    content = encode({"channels": np.ascontiguousarray(channels)}, metadata)
     partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(encode({"channels": np.ascontiguousarray(channels)}, metadata))
-    os.replace(partial, path)
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

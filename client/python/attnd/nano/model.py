@@ -80,13 +80,19 @@ class Model:
         Returns:
             Logits [n, vocab_size] float32.
         """
-        x = self._weights.embedding[tokens]
-        for layer in range(self.config.layers):
-            q, k, v = self._project(layer, x, positions)
-            x = self._finish_layer(layer, x, attend(layer, q, k, v))
+        x = self.run_layers(tokens, positions, attend)
         h = _rms_norm(x, self._weights.final_norm, self.config.rms_norm_eps)
         logits: Array = h @ self._weights.head
         return logits
+
+    def run_layers(self, tokens: Array, positions: Array, attend: Attend) -> Array:
+        """The same without the logits, which of a long text with a large vocabulary are gigabytes:
+        what the last layer gives, [n, width] float32."""
+        x: Array = self._weights.embedding[tokens]
+        for layer in range(self.config.layers):
+            q, k, v = self._project(layer, x, positions)
+            x = self._finish_layer(layer, x, attend(layer, q, k, v))
+        return x
 
     def prefill(
         self, tokens: Array, progress: Callable[[float], None] = lambda share: None
