@@ -55,7 +55,7 @@ TokenUnit::Sizes::Sizes(const UnitQuery& query)
     case Selector::kBlocksLabels:
       blocks = BlockSearch::CountBlocks(view, policy.block_tokens);
       block_searches = policy.lag == 0 ? 1 : 2;
-      candidates = (size_t{policy.blocks} + 1) * policy.block_tokens;
+      candidates = size_t{policy.blocks} * policy.block_tokens;
       chosen = CountOf(policy, query.seen, middle);
       break;
     case Selector::kLabels:
@@ -139,7 +139,8 @@ bool TokenUnit::TakeRecalledBlocks() {
   if (view_.recall == nullptr || query_.position == UnitQuery::kNoPosition) return false;
   if (query_.position == 0) return false;
   const auto recalled = view_.recall->Of(query_.layer, query_.kv_head, query_.position - 1);
-  if (!recalled.has_value()) return false;
+  // More than the policy takes: another one's, which chose as many.
+  if (!recalled.has_value() || recalled->size() > policy_.blocks) return false;
   auto next = recalled->begin();
   for (size_t s = 0; s < view_.segments.size() && next != recalled->end(); ++s) {
     const BlockIndex index = segment(s).blocks(query_.layer, query_.kv_head, policy_.block_tokens);

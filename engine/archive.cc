@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "attention/label_choice.h"
 #include "common/status.h"
 #include "common/unix_time.h"
 
@@ -76,7 +75,7 @@ absl::StatusOr<SealResult> Archive::Seal(Sequence* sequence, const Proceed& proc
   MutexLock lock(seal_mutex_);
   SealResult result;
   CatalogueChanges changes;
-  ATTND_ASSIGN_OR_RETURN(const auto names, NamesOf(*sequence, history, proceed));
+  ATTND_ASSIGN_OR_RETURN(const auto names, NamesOf(*sequence, history));
   absl::Status written = PlaceSegments(*sequence, history, names, proceed, &changes, &result);
   if (written.ok()) {
     written = WriteTail(*sequence, history, names.empty() ? kNoChain : names.back(), proceed,
@@ -96,26 +95,31 @@ absl::StatusOr<SealResult> Archive::Seal(Sequence* sequence, const Proceed& proc
   return result;
 }
 
-absl::StatusOr<bool> Archive::HasOtherLabels(const ChainId& name, const Segment& first,
-                                             const Proceed& proceed) {
-  if (!first.indexes().Has(attention::IndexKind::kLabels)) return false;
+absl::StatusOr<bool> Archive::HasOtherLabels(const ChainId& name, const Segment& first) {
+  ATTND_ASSIGN_OR_RETURN(const std::string own, LabelChannelsId(first));
+  if (own.empty()) return false;
+  SharedSegment loaded;
+  {
+    MutexLock lock(mutex_);
+    if (const auto found = loaded_.find(name); found != loaded_.end())
+      loaded = found->second.lock();
+  }
+  if (loaded != nullptr) {
+    ATTND_ASSIGN_OR_RETURN(const std::string other, LabelChannelsId(*loaded));
+    return other != own;
+  }
   const auto known = catalogue_->FindSegment(name);
-  if (absl::IsNotFound(known.status())) return false;
+  // What was behind it may still be there, of channels that nobody can tell any more.
+  if (absl::IsNotFound(known.status())) return !LengthsAfter(name).empty();
   ATTND_RETURN_IF_ERROR(known.status());
-  auto opened = files_->OpenFile(known->file);
-  if (absl::IsDataLoss(opened.status())) return true;
-  ATTND_RETURN_IF_ERROR(opened.status());
-  constexpr uint64_t kNobody = 0;  // only to be looked at
-  const auto other = files_->ReadPaged(*std::move(opened), /*catalogued=*/true, kNobody, proceed);
-  if (absl::IsDataLoss(other.status())) return true;
-  ATTND_RETURN_IF_ERROR(other.status());
-  if ((*other)->form() != first.form()) return true;
-  return attention::LabelChoiceOf(**other)->channels != attention::LabelChoiceOf(first)->channels;
+  const auto opened = files_->OpenFile(known->file);
+  if (!opened.ok()) return true;  // a segment of one's own is right whatever that one is
+  const std::string& other = opened->metadata.label_channels;
+  return !other.empty() && other != own;
 }
 
 absl::StatusOr<std::vector<ChainId>> Archive::NamesOf(const Sequence& sequence,
-                                                      const HistorySnapshot& history,
-                                                      const Proceed& proceed) {
+                                                      const HistorySnapshot& history) {
   const OpenArgs& args = sequence.args();
   const ChainNames chain(files_->folder().secret(), sequence.tenant(), args);
   std::vector<ChainId> names;
@@ -146,7 +150,7 @@ absl::StatusOr<std::vector<ChainId>> Archive::NamesOf(const Sequence& sequence,
     link.token_ids = runs[0].ids;
     ATTND_ASSIGN_OR_RETURN(ChainId name, chain.NameOf(link));
     if (names.empty()) {
-      ATTND_ASSIGN_OR_RETURN(const bool other, HasOtherLabels(name, *segment, proceed));
+      ATTND_ASSIGN_OR_RETURN(const bool other, HasOtherLabels(name, *segment));
       // Those behind it are named after it, and so nobody else's either.
       if (other) {
         ATTND_ASSIGN_OR_RETURN(name, ChainNames::RandomName());
@@ -237,6 +241,7 @@ absl::StatusOr<Archive::Written> Archive::WriteSegment(const Sequence& sequence,
       RunsWithin(history.token_ids, segment.first_position(), segment.end_position());
   const auto bounds = history.segment_key_bounds.begin() + static_cast<ptrdiff_t>(i * layers);
   metadata.key_bounds.assign(bounds, bounds + layers);
+  ATTND_ASSIGN_OR_RETURN(metadata.label_channels, LabelChannelsId(segment));
   header.metadata = EncodeMetadata(metadata);
   Written written;
   ATTND_ASSIGN_OR_RETURN(written.file, catalogue_->TakeNumbers(1));
@@ -315,7 +320,7 @@ absl::StatusOr<std::optional<Swap>> Archive::PageOut(Sequence* from, const Proce
       std::find_if(segments.begin(), segments.end(), [](const auto& s) { return !s->paged(); });
   if (whole == segments.end()) return std::nullopt;
   const auto i = static_cast<size_t>(whole - segments.begin());
-  ATTND_ASSIGN_OR_RETURN(const auto names, NamesOf(*from, history, proceed));
+  ATTND_ASSIGN_OR_RETURN(const auto names, NamesOf(*from, history));
   ATTND_ASSIGN_OR_RETURN(const FilePlace place, PlaceToPageOut(*from, history, names, i, proceed));
   // From here on the file goes with its last user, unless the catalogue knows it.
   const LiveFile live = files_->live().Use(place.file, place.catalogued);

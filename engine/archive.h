@@ -112,13 +112,12 @@ class Archive {
 
   // The names of a history's segments, in their order.
   absl::StatusOr<std::vector<storage::ChainId>> NamesOf(const Sequence& sequence,
-                                                        const HistorySnapshot& history,
-                                                        const storage::Proceed& proceed);
-  // Whether the segment of that name on disk, if there is one, cannot stand in for this one, which
-  // begins a sequence: labels of all of a sequence's segments are of the same channels, and a name
-  // does not say of which.
-  absl::StatusOr<bool> HasOtherLabels(const storage::ChainId& name, const attention::Segment& first,
-                                      const storage::Proceed& proceed);
+                                                        const HistorySnapshot& history);
+  // Whether another segment has that name, in memory or on disk, and cannot stand in for this one,
+  // which begins a sequence: labels of all of a sequence's segments are of the same channels, and a
+  // name does not say of which.
+  absl::StatusOr<bool> HasOtherLabels(const storage::ChainId& name,
+                                      const attention::Segment& first);
   // Where a history's segment i lies, written now if it lies nowhere.
   struct Place {
     storage::SegmentRecord record;

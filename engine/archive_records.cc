@@ -7,10 +7,12 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "attention/label_choice.h"
 #include "attention/pages.h"
 #include "common/status.h"
 #include "engine/archive.pb.h"
 #include "engine/magnitude.h"
+#include "engine/safetensors_file.h"
 
 namespace attnd::engine {
 namespace {
@@ -111,6 +113,13 @@ absl::Status DecodeSealed(const archive::SealedSequence& sealed, FileMetadata* m
 
 }  // namespace
 
+absl::StatusOr<std::string> LabelChannelsId(const attention::Segment& segment) {
+  if (!segment.indexes().Has(attention::IndexKind::kLabels)) return std::string();
+  const auto choice = attention::LabelChoiceOf(segment);
+  return Sha256({reinterpret_cast<const char*>(choice->channels.data()),
+                 choice->channels.size() * sizeof(choice->channels[0])});
+}
+
 std::string EncodeMetadata(const FileMetadata& metadata) {
   archive::Metadata message;
   message.set_tenant(metadata.tenant);
@@ -120,6 +129,7 @@ std::string EncodeMetadata(const FileMetadata& metadata) {
     out->set_first_position(run.first_position);
     out->mutable_ids()->Add(run.ids.begin(), run.ids.end());
   }
+  message.set_label_channels(metadata.label_channels);
   message.mutable_key_bounds()->Add(metadata.key_bounds.begin(), metadata.key_bounds.end());
   if (metadata.sealed_id != 0) {
     archive::SealedSequence* sealed = message.mutable_sealed();
@@ -146,6 +156,7 @@ absl::StatusOr<FileMetadata> DecodeMetadata(const std::string& bytes, SegmentKin
     ATTND_RETURN_IF_ERROR(DecodeSealed(message.sealed(), &metadata));
     return metadata;
   }
+  metadata.label_channels = message.label_channels();
   metadata.key_bounds.assign(message.key_bounds().begin(), message.key_bounds().end());
   const bool finite = std::all_of(metadata.key_bounds.begin(), metadata.key_bounds.end(),
                                   [](float x) { return std::isfinite(x) && x >= 0; });

@@ -25,11 +25,15 @@ struct FileMetadata {
   OpenArgs args;  // of segments: without a policy
   std::vector<TokenIds::Run> token_ids;
   std::vector<float> key_bounds;  // of segments: [layers]
+  std::string label_channels;     // of segments: LabelChannelsId, or empty in older files
   // Of tails.
   uint64_t sealed_id = 0;
   uint64_t tokens = 0;
   int64_t sealed_unix_s = 0;
 };
+
+// What says which channels a segment's labels are of: equal for equal ones. Empty without labels.
+absl::StatusOr<std::string> LabelChannelsId(const attention::Segment& segment);
 
 std::string EncodeMetadata(const FileMetadata& metadata);
 // DataLoss, saying what is wrong. kind: whether a tail's or a segment's parts must be there.

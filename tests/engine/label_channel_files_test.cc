@@ -171,6 +171,7 @@ class LabelChannelFilesTest : public testing::Test {
     EXPECT_EQ(all.size(), sequence->Info().segments);
     return all;
   }
+  void CheckSealsOfEqualTokens(bool close);
   absl::Status Observe(const TestSequence& sequence) {
     for (uint32_t layer = 0; layer < shape_.layers; ++layer) {
       const Numbers queries =
@@ -448,6 +449,15 @@ TEST_F(LabelChannelFilesTest, PrefixesKeepTheirChannels) {
 // A seal may take another sequence's segment for one of the same tokens, but not one whose labels
 // are of other channels than those of the segments behind it.
 TEST_F(LabelChannelFilesTest, ASealNeverMixesChannels) {
+  for (const bool close : {false, true}) {
+    SCOPED_TRACE(testing::Message() << "close " << close);
+    CheckSealsOfEqualTokens(close);
+  }
+}
+
+// Three sequences of the same tokens, the last two with observed queries of their own; whether each
+// is closed when it has been sealed. Resumed, each has the channels that its first segment had.
+void LabelChannelFilesTest::CheckSealsOfEqualTokens(bool close) {
   Start({});
   std::vector<uint32_t> ids(kPrompt);
   for (uint32_t& id : ids) id = static_cast<uint32_t>(random_.Below(50000));
@@ -475,7 +485,9 @@ TEST_F(LabelChannelFilesTest, ASealNeverMixesChannels) {
     ASSERT_TRUE(seal.ok()) << seal.status();
     sealed.push_back(seal->sealed_id);
     history = sequence.history;
-    ASSERT_TRUE(engine_->Close(kTenant, sequence.id).ok());
+    if (close) {
+      ASSERT_TRUE(engine_->Close(kTenant, sequence.id).ok());
+    }
   }
   ASSERT_NE(first[0], first[1]);
   for (size_t i = 0; i < sealed.size(); ++i) {

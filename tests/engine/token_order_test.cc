@@ -287,6 +287,7 @@ TEST_F(TokenOrderTest, WhatNoKeepSetWasChosenFromIsRead) {
       ASSERT_TRUE(Observe(sequence, 1).ok());
       ASSERT_TRUE(Finish(sequence).ok());
       const uint64_t ranked = sequence.Info().segmented_tokens;
+      ASSERT_EQ(ranked == 0, prompt == 60);
       Prefill(&sequence, 1400, &random_);
       ASSERT_TRUE(Finish(sequence).ok());
       const uint64_t segmented = sequence.Info().segmented_tokens;
