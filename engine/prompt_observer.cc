@@ -133,7 +133,7 @@ absl::Status ObservePrompt(uint32_t threads, MemoryBudget* budget,
     uint64_t bytes = 0;
     for (const auto& positions : keep->positions) bytes += positions.size() * sizeof(uint32_t);
     ATTND_ASSIGN_OR_RETURN(Reservation memory, budget->Reserve(bytes, "a keep-set"));
-    sequence->SetKeepSet(std::move(keep), std::move(memory));
+    sequence->SetKeepSet(std::move(keep), *prompt->view, std::move(memory));
   }
   sequence->ForgetObservation(*prompt);
   return absl::OkStatus();

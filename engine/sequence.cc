@@ -456,13 +456,6 @@ void Sequence::ForgetObservation(const PromptObservation& seen) {
   if (observed_ == seen.layers) observed_.clear();
 }
 
-void Sequence::SetKeepSet(std::shared_ptr<const attention::KeepSet> keep, Reservation memory) {
-  MutexLock lock(mutex_);
-  keep_ = std::move(keep);
-  keep_memory_ = std::move(memory);
-  view_.reset();
-}
-
 bool Sequence::has_keep_set() {
   MutexLock lock(mutex_);
   return keep_ != nullptr;

@@ -144,7 +144,10 @@ class Sequence {
   // Forgets queries that have been looked at.
   void ForgetObservation(const PromptObservation& observed);
   // For steps to come; the memory goes with it.
-  void SetKeepSet(std::shared_ptr<const attention::KeepSet> keep, Reservation memory);
+  // chosen_from: the view that it was chosen from. What a truncation has taken away since is not in
+  // it any more.
+  void SetKeepSet(std::shared_ptr<const attention::KeepSet> keep,
+                  const attention::SequenceView& chosen_from, Reservation memory);
   bool has_keep_set();
   // FailedPrecondition if the policy reads by a keep-set that the sequence does not have, and there
   // is something to choose from.

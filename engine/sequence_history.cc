@@ -32,6 +32,21 @@ std::shared_ptr<const attention::KeepSet> ShortKeepSet(const attention::KeepSet&
 
 }  // namespace
 
+void Sequence::SetKeepSet(std::shared_ptr<const attention::KeepSet> keep,
+                          const attention::SequenceView& chosen_from, Reservation memory) {
+  MutexLock lock(mutex_);
+  const auto& segments = chosen_from.segments;
+  size_t same = 0;
+  while (same < std::min(segments.size(), segments_.size()) &&
+         segments[same]->id() == segments_[same]->id()) {
+    ++same;
+  }
+  const uint64_t ranked = same == 0 ? 0 : segments[same - 1]->end_position();
+  keep_ = ranked < keep->ranked_tokens ? ShortKeepSet(*keep, ranked) : std::move(keep);
+  keep_memory_ = std::move(memory);
+  view_.reset();
+}
+
 // Segments that a history of `length` tokens keeps: those outside its window.
 size_t Sequence::SegmentsKept(uint64_t length) const {
   size_t kept = 0;

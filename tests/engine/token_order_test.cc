@@ -11,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -300,6 +301,28 @@ TEST_F(TokenOrderTest, WhatNoKeepSetWasChosenFromIsRead) {
       EXPECT_EQ(answer.result.rows[0].stats.dropped_tokens, ranked == 0 ? 0 : 2 * (ranked - 44));
     }
   }
+}
+
+// A truncation that comes while a keep-set is being chosen, which takes a while with so many
+// queries: the tokens that take the old ones' places are new ones, and read.
+TEST_F(TokenOrderTest, AKeepSetForgetsWhatIsTruncatedMeanwhile) {
+  const attention::Policy policy = PolicyOf("snapkv", {{"budget", "40"}});
+  TestSequence sequence = Open(policy);
+  Prefill(&sequence, 6000, &random_);
+  ASSERT_TRUE(Observe(sequence, 0, 256).ok());
+  ASSERT_TRUE(Observe(sequence, 1, 256).ok());
+  std::thread finishing([&] { EXPECT_TRUE(Finish(sequence).ok()); });
+  while (sequence.Info().segmented_tokens < 5500) std::this_thread::yield();
+  EXPECT_TRUE(engine_->Truncate(kTenant, sequence.id, 300).ok());
+  finishing.join();
+  sequence.history.Truncate(300);
+  Prefill(&sequence, 1200, &random_);
+  ASSERT_TRUE(Finish(sequence).ok());
+  ASSERT_GT(sequence.Info().segmented_tokens, 1000u);
+  const Answer answer = SendRow(QueryRow(&sequence, policy), 0);
+  ASSERT_TRUE(answer.row_status(0).ok()) << answer.row_status(0);
+  EXPECT_EQ(answer.result.rows[0].stats.dropped_tokens, 0u);
+  EXPECT_TRUE(MatchesModel(&sequence, &random_));
 }
 
 TEST_F(TokenOrderTest, ObservedQueriesAreChecked) {
