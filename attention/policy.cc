@@ -132,19 +132,19 @@ Choice Word(absl::string_view word, T Policy::*field, T value) {
 // What may stand in for the selector of a preset that chooses tokens.
 struct TokenSelector {
   absl::string_view word;
+  uint32_t block_tokens;  // 0: as they are
   Selector selector;
-  uint32_t block_tokens = 0;  // 0: as they are
   bool adaptive = false;
 };
 constexpr TokenSelector kTokenSelectors[] = {
-    {"full", Selector::kAll},
-    {"exhaustive", Selector::kExhaustive},
-    {"quest", Selector::kBlocks},
-    {"double-sparsity", Selector::kLabels},
-    {"asynctls", Selector::kBlocksLabels, 64},
-    {"snapkv", Selector::kKeepSet},
-    {"ada-snapkv", Selector::kKeepSet, 0, true},
-    {"clusters", Selector::kClusters},
+    {"full", 0, Selector::kAll},
+    {"exhaustive", 0, Selector::kExhaustive},
+    {"quest", 0, Selector::kBlocks},
+    {"double-sparsity", 0, Selector::kLabels},
+    {"asynctls", 64, Selector::kBlocksLabels},
+    {"snapkv", 0, Selector::kKeepSet},
+    {"ada-snapkv", 0, Selector::kKeepSet, true},
+    {"clusters", 0, Selector::kClusters},
 };
 
 // all: also every token, which leaves nothing to complete.
