@@ -50,10 +50,8 @@ void ClusterRanking::Weigh() {
   std::fill(score_.begin(), score_.end(), 0.0f);
   for (size_t quad = 0; quad < query_.quads(); ++quad) {
     float* const mass = mass_.data() + quad * n * kQuad;
-    float max[kQuad], sum[kQuad] = {0, 0, 0, 0}, share[kQuad] = {0, 0, 0, 0};
-    std::fill_n(max, kQuad, kNegativeInfinity);
-    kernels::MaxQuads(mass, n, max);
-    kernels::ExpQuads(mass, n, max, mass, sum);
+    float max[kQuad], sum[kQuad], share[kQuad] = {0, 0, 0, 0};
+    kernels::SoftmaxQuads(mass, n, max, sum);
     for (size_t lane = 0; lane < query_.LanesOf(quad); ++lane) share[lane] = 1.0f / sum[lane];
     kernels::AddAcrossQuads(mass, share, n, score_.data());
   }

@@ -142,10 +142,7 @@ void ClusterUnit::Select(std::span<const QuadState> zones, OrderScratch* order) 
 void ClusterUnit::Weigh() {
   const size_t n = clusters();
   for (QuadScores& scores : quads_) {
-    std::fill_n(scores.max, kQuad, kNegativeInfinity);
-    std::fill_n(scores.sum, kQuad, 0.0f);
-    kernels::MaxQuads(scores.log_mass, n, scores.max);
-    kernels::ExpQuads(scores.log_mass, n, scores.max, scores.log_mass, scores.sum);
+    kernels::SoftmaxQuads(scores.log_mass, n, scores.max, scores.sum);
   }
 }
 
@@ -210,11 +207,8 @@ void ClusterUnit::MarkFloor(OrderScratch* order) {
   std::fill(group_score_.begin(), group_score_.end(), 0.0f);
   for (size_t quad = 0; quad < quads_.size(); ++quad) {
     QuadScores& scores = quads_[quad];
-    float max[kQuad];
-    float sum[kQuad] = {0, 0, 0, 0};
-    std::fill_n(max, kQuad, kNegativeInfinity);
-    kernels::MaxQuads(scores.optimistic, clusters(), max);
-    kernels::ExpQuads(scores.optimistic, clusters(), max, scores.optimistic, sum);
+    float max[kQuad], sum[kQuad];
+    kernels::SoftmaxQuads(scores.optimistic, clusters(), max, sum);
     for (float& s : sum) s = 1.0f / s;
     AddToGroupScore(scores.optimistic, sum, LanesOf(quad));
   }

@@ -13,6 +13,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <span>
 
 #include "attention/pages.h"
@@ -84,6 +85,17 @@ void MaxQuads(const float* x, size_t n, float* max);
 
 // out[i][j] = exp(x[i][j] - max[j]);  sum[j] += their sum. out may be x. -infinity gives 0.
 void ExpQuads(const float* x, size_t n, const float* max, float* out, float* sum);
+
+// Both, in place: max[j] is that of x[.][j], x becomes exp(x - max), and sum[j] is what that sums
+// to.
+inline void SoftmaxQuads(float* x, size_t n, float* max, float* sum) {
+  for (size_t j = 0; j < kQuad; ++j) {
+    max[j] = -std::numeric_limits<float>::infinity();
+    sum[j] = 0;
+  }
+  MaxQuads(x, n, max);
+  ExpQuads(x, n, max, x, sum);
+}
 
 // sum[j] += sum_i x[i][j] * factor[i], and out[i][j] = x[i][j] * factor[i] unless out is null. out
 // may be x.   factor: [n].

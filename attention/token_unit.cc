@@ -296,11 +296,8 @@ void TokenUnit::ChooseByWeight(OrderScratch* order) {
   const std::span<float> score = group_score_.first(candidates_);
   std::fill(score.begin(), score.end(), 0.0f);
   for (size_t quad = 0; quad < sizes_.quads; ++quad) {
-    float* max = scale_.data() + quad * kQuad;
-    float sum[kQuad] = {0, 0, 0, 0}, factor[kQuad] = {0, 0, 0, 0};
-    std::fill_n(max, kQuad, kNegativeInfinity);
-    kernels::MaxQuads(LogitsOf(quad), candidates_, max);
-    kernels::ExpQuads(LogitsOf(quad), candidates_, max, LogitsOf(quad), sum);
+    float sum[kQuad], factor[kQuad] = {0, 0, 0, 0};
+    kernels::SoftmaxQuads(LogitsOf(quad), candidates_, scale_.data() + quad * kQuad, sum);
     for (size_t lane = 0; lane < query_.LanesOf(quad); ++lane) factor[lane] = 1.0f / sum[lane];
     kernels::AddAcrossQuads(LogitsOf(quad), factor, candidates_, score.data());
   }
@@ -332,11 +329,8 @@ void TokenUnit::Prune(OrderScratch* order) {
   }
   std::fill_n(lanes_.begin(), candidates_ * sizes_.quads, uint8_t{0});
   for (size_t quad = 0; quad < sizes_.quads; ++quad) {
-    float* max = scale_.data() + quad * kQuad;
-    float sum[kQuad] = {0, 0, 0, 0};
-    std::fill_n(max, kQuad, kNegativeInfinity);
-    kernels::MaxQuads(LogitsOf(quad), candidates_, max);
-    kernels::ExpQuads(LogitsOf(quad), candidates_, max, LogitsOf(quad), sum);
+    float sum[kQuad];
+    kernels::SoftmaxQuads(LogitsOf(quad), candidates_, scale_.data() + quad * kQuad, sum);
     for (uint32_t lane = 0; lane < query_.LanesOf(quad); ++lane) {
       NucleusArgs args;
       args.weights = LogitsOf(quad) + lane;

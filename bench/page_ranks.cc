@@ -5,23 +5,19 @@
 #include <cmath>
 #include <numeric>
 
+#include "attention/cluster_ranking.h"
 #include "attention/pages.h"
 
 namespace attnd::bench {
 namespace {
 
 using attention::ClusterIndex;
+using attention::CountClusters;
 using attention::kPageTokens;
 using attention::PageGeometry;
 using attention::Segment;
 using attention::SequenceView;
 using attention::TokenRange;
-
-size_t CountClusters(const SequenceView& view, uint32_t layer, uint32_t kv_head) {
-  size_t clusters = 0;
-  for (const auto& segment : view.segments) clusters += segment->clusters(layer, kv_head).clusters;
-  return clusters;
-}
 
 // Adds softmax(logits) / heads to score; uses up logits.
 void AddSoftmax(std::vector<float>* logits, float heads, std::vector<float>* score) {
