@@ -34,4 +34,5 @@ EXPOSE 9464
 HEALTHCHECK --interval=10s --timeout=3s --start-period=10s --retries=3 \
     CMD ["/usr/local/bin/attnd", "--probe", "unix:/run/attnd/attnd.sock"]
 ENTRYPOINT ["/usr/local/bin/attnd"]
-CMD ["--listen", "unix:/run/attnd/attnd.sock", "--data-dir", "/var/lib/attnd", "--metrics-listen", "0.0.0.0:9464"]
+CMD ["--listen", "unix:/run/attnd/attnd.sock", "--data-dir", "/var/lib/attnd", "--metrics-listen", "0.0.0.0:9464", \
+     "--allow-remote-metrics"]

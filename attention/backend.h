@@ -31,11 +31,15 @@
 
 namespace attnd::attention {
 
+class Backend;
+
 // What a sequence consists of at one moment. Immutable; whoever holds it pins every page in it, so
 // a backend that works asynchronously keeps a reference until the device is done with the step.
 struct SequenceView {
   ModelShape shape;
   IndexSet indexes = kClusterIndexes;  // of every segment
+  // The one that has the sequence (Backend::OwnerOf); null: whichever is asked.
+  const Backend* owner = nullptr;
   // In position order, without gaps, from position 0.
   std::vector<std::shared_ptr<const Segment>> segments;
   // Block i holds positions [64 (b + i), 64 (b + i + 1)), b = tail_begin / 64.
@@ -163,11 +167,23 @@ struct BackendStats {
 
 class SegmentBuilder;
 
+// What a sequence asks of the backend that is to have it.
+struct SequenceNeeds {
+  const Policy& policy;
+  const ModelShape* shape = nullptr;  // null: one that every backend can run
+  const IndexSet* indexes = nullptr;  // null: whichever the backend has for the policy
+};
+
 // Thread-safety: all methods may be called from any thread, several at once.
 class Backend {
  public:
   virtual ~Backend() = default;
   virtual absl::string_view name() const = 0;
+  // Those that may have a sequence, the preferred one first.
+  virtual std::vector<absl::string_view> names() const { return {name()}; }
+  // The backend that is to have such a sequence for all its life: itself, or a part of it. Supports
+  // says of the owner what it cannot run, if nobody can.
+  virtual const Backend& OwnerOf(const SequenceNeeds&) const { return *this; }
   // Name of the instruction set that the kernels on the CPU chose.
   virtual absl::string_view target() const = 0;
   // Unimplemented, naming the preset, if the backend cannot run `policy`.

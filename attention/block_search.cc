@@ -6,6 +6,22 @@
 
 namespace attnd::attention {
 
+std::vector<BlockRun> BlocksOf(const SequenceView& view, uint32_t block_tokens) {
+  std::vector<BlockRun> runs;
+  for (const auto& segment : view.segments) {
+    const BlockIndex index = segment->blocks(0, 0, block_tokens);
+    if (index.count == 0) continue;
+    const uint64_t begin = segment->first_position() + uint64_t{index.first} * block_tokens;
+    const uint64_t end = begin + uint64_t{index.count} * block_tokens;
+    if (!runs.empty() && runs.back().end == begin) {
+      runs.back().end = end;
+    } else {
+      runs.push_back({begin, end});
+    }
+  }
+  return runs;
+}
+
 size_t BlockSearch::CountBlocks(const SequenceView& view, uint32_t block_tokens) {
   size_t blocks = 0;
   for (const auto& segment : view.segments) blocks += segment->blocks(0, 0, block_tokens).count;
@@ -72,11 +88,9 @@ void BlockSearch::Choose(size_t count, OrderScratch* order) {
 
 void BlockSearch::Remember() const {
   if (query_.view->recall == nullptr || query_.position == UnitQuery::kNoPosition) return;
-  std::vector<uint64_t> chosen;
-  ForEachChosen([&](size_t s, TokenRange tokens) {
-    chosen.push_back(query_.view->segments[s]->first_position() + tokens.begin);
-  });
-  query_.view->recall->Remember(query_.layer, query_.kv_head, query_.position, chosen);
+  query_.view->recall->Remember(query_.layer, query_.kv_head, query_.position, block_tokens_,
+                                BlocksOf(*query_.view, block_tokens_),
+                                [&](size_t number) { return fate_[number] == Fate::kExact; });
 }
 
 void RememberBlocksOf(const SequenceView& view, const Policy& policy, uint32_t layer,

@@ -9,12 +9,16 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "attention/kernels.h"
 #include "attention/middle_unit.h"
 #include "attention/observation.h"
 
 namespace attnd::attention {
+
+// The full blocks of all segments, ascending, those that follow each other in one run.
+std::vector<BlockRun> BlocksOf(const SequenceView& view, uint32_t block_tokens);
 
 // Life: construct, Score(every segment) from any threads, Choose once. Blocks are numbered through
 // all segments; those that are not full have no bounds and no number.

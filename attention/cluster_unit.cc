@@ -459,19 +459,21 @@ LaneOutcome ClusterUnit::Outcome(size_t quad, size_t lane, const QuadState& all,
   const QuadScores& scores = quads_[quad];
   LaneOutcome outcome;
   if (clusters() == 0 || !(all.sum[lane] > 0)) return outcome;
-  const float factor = std::exp(scores.max[lane] - all.max[lane]);
-  const float estimated = scores.estimate.sum[lane] * factor;
-  const float total = all.sum[lane] + scores.dropped_sum[lane] * factor;
-  outcome.covered_mass = all.sum[lane] / total;
-  outcome.missed_mass = scores.missed_sum[lane] * factor / total;
-  outcome.exact_mass = std::max(0.0f, all.sum[lane] - estimated) / total;
+  const auto mass = [&](float sum) { return SumAt(sum, scores.max[lane], all.max[lane]); };
+  const double sum = all.sum[lane];
+  const double total = sum + mass(scores.dropped_sum[lane]);
+  outcome.covered_mass = static_cast<float>(sum / total);
+  outcome.missed_mass = static_cast<float>(mass(scores.missed_sum[lane]) / total);
+  outcome.exact_mass =
+      static_cast<float>(std::max(0.0, sum - mass(scores.estimate.sum[lane])) / total);
   if (!predicts_error() || scores.error_unit[lane] == 0) return outcome;
+  const float factor = std::exp(scores.max[lane] - all.max[lane]);
   const float absolute = std::sqrt(scores.error2_sum[lane]) / scores.error_unit[lane];
   const float norm = std::max(output_norm, scores.least_norm[lane]);
   outcome.predicted_error = Scaled(absolute, factor / all.sum[lane] / norm);
   if (!regression_) return outcome;
-  const float mass = std::sqrt(scores.mass2_sum[lane]) / scores.mass_unit[lane];
-  const double of_mass = Scaled(mass, factor / all.sum[lane]) * (output_norm / norm);
+  const float mass_error = std::sqrt(scores.mass2_sum[lane]) / scores.mass_unit[lane];
+  const double of_mass = Scaled(mass_error, factor / all.sum[lane]) * (output_norm / norm);
   const double coherent =
       Scaled(kCoherentShare * scores.shift_norm[lane], factor / all.sum[lane] / norm);
   outcome.predicted_error =

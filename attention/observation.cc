@@ -189,12 +189,16 @@ absl::StatusOr<std::vector<float>> Importance(const SequenceView& view, uint32_t
   return Pooled(masses);
 }
 
+size_t KeptShare(const Budget& budget, size_t middle) {
+  return budget.is_share() ? ShareOf(budget.share(), middle)
+                           : std::min<size_t>(budget.tokens, middle);
+}
+
 std::vector<std::vector<uint32_t>> ChooseKept(std::span<const std::vector<float>> importance,
                                               const Budget& budget, bool adaptive) {
   const size_t heads = importance.size();
   const size_t middle = importance.front().size();
-  const size_t share =
-      budget.is_share() ? ShareOf(budget.share(), middle) : std::min<size_t>(budget.tokens, middle);
+  const size_t share = KeptShare(budget, middle);
   // A product that falls short of a whole number only by rounding counts as that number.
   constexpr double kRounding = 1e-9;
   const size_t sure = adaptive ? static_cast<size_t>(std::floor(
@@ -214,6 +218,11 @@ std::vector<std::vector<uint32_t>> ChooseKept(std::span<const std::vector<float>
     MarkTop(left, heads * (share - sure), &scratch, fate);
   }
   std::vector<std::vector<uint32_t>> kept(heads);
+  for (size_t head = 0; head < heads; ++head) {  // as long as they are, so that none is longer
+    const auto begin = fate.begin() + static_cast<ptrdiff_t>(head * middle);
+    kept[head].reserve(static_cast<size_t>(
+        std::count(begin, begin + static_cast<ptrdiff_t>(middle), Fate::kExact)));
+  }
   for (size_t i = 0; i < heads * middle; ++i) {
     if (fate[i] == Fate::kExact) kept[i / middle].push_back(static_cast<uint32_t>(i % middle));
   }

@@ -44,6 +44,9 @@ absl::StatusOr<std::vector<float>> Importance(const SequenceView& view, uint32_t
                                               const ObservedQueries& queries, bool adaptive,
                                               absl::FunctionRef<absl::Status()> proceed);
 
+// Tokens of a middle of so many that a head keeps, or on the mean of a layer's heads.
+size_t KeptShare(const Budget& budget, size_t middle);
+
 // What the heads of one layer keep, ascending numbers of the middle's tokens: the greatest for a
 // budget of each head; if `adaptive`, a fifth of it for each and the rest of all by one ranking,
 // the lower head and then the lower token first. importance: [kv_heads][middle].

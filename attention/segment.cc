@@ -114,7 +114,8 @@ IndexLayout::IndexLayout(const SegmentForm& form) {
 }
 
 Segment::Segment(uint64_t id, const SegmentForm& form, uint64_t first_position,
-                 std::shared_ptr<const PagedPayload> payload)
+                 std::shared_ptr<const PagedPayload> payload,
+                 std::shared_ptr<const OriginSlot> origin)
     : id_(id),
       form_(form),
       first_position_(first_position),
@@ -122,7 +123,8 @@ Segment::Segment(uint64_t id, const SegmentForm& form, uint64_t first_position,
       run_bytes_(RunBytes(form)),
       index_(IndexBytes(form)),
       payload_(payload == nullptr ? PayloadBytes(form) : 0),
-      paged_(std::move(payload)) {}
+      paged_(std::move(payload)),
+      origin_(origin != nullptr ? std::move(origin) : std::make_shared<const OriginSlot>()) {}
 
 uint64_t Segment::IndexBytes(const SegmentForm& form) {
   return uint64_t{form.shape.layers} * form.shape.kv_heads * IndexLayout(form).head_bytes;

@@ -12,6 +12,7 @@
 #include "absl/status/status.h"
 #include "attention/index_set.h"
 #include "attention/mirror_slot.h"
+#include "attention/origin_slot.h"
 #include "attention/paged_payload.h"
 #include "attention/pages.h"
 #include "common/aligned_buffer.h"
@@ -142,9 +143,10 @@ struct IndexLayout {
 class Segment {
  public:
   // Takes the memory, for the index alone if the payload lies elsewhere; allocated() is false if
-  // the system refused it.
+  // the system refused it. origin: of the other version that this is one of; null: it is new.
   Segment(uint64_t id, const SegmentForm& form, uint64_t first_position,
-          std::shared_ptr<const PagedPayload> payload = nullptr);
+          std::shared_ptr<const PagedPayload> payload = nullptr,
+          std::shared_ptr<const OriginSlot> origin = nullptr);
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
@@ -191,6 +193,7 @@ class Segment {
   const IndexLayout& layout() const { return layout_; }
   size_t pages_head_bytes() const { return run_bytes_; }
   const MirrorSlot& mirror() const { return mirror_; }
+  const std::shared_ptr<const OriginSlot>& origin() const { return origin_; }
 
  private:
   friend class HeadBuilder;  // writes it
@@ -215,6 +218,7 @@ class Segment {
   const AlignedBuffer payload_;
   const std::shared_ptr<const PagedPayload> paged_;  // null: the payload is here
   const MirrorSlot mirror_;
+  const std::shared_ptr<const OriginSlot> origin_;
 };
 
 // Whether the index of (layer, KV head) keeps to its sizes and its order holds every token once,

@@ -21,8 +21,10 @@ class SegmentLoader {
  public:
   // Arguments as Segment's. Of a paged one only the index is filled.
   SegmentLoader(uint64_t id, const SegmentForm& form, uint64_t first_position,
-                std::shared_ptr<const PagedPayload> payload = nullptr)
-      : segment_(std::make_shared<Segment>(id, form, first_position, std::move(payload))) {}
+                std::shared_ptr<const PagedPayload> payload = nullptr,
+                std::shared_ptr<const OriginSlot> origin = nullptr)
+      : segment_(std::make_shared<Segment>(id, form, first_position, std::move(payload),
+                                           std::move(origin))) {}
 
   // False if the system refused the memory; nothing else may be called then.
   bool allocated() const { return segment_->allocated(); }

@@ -28,6 +28,10 @@ void MergeState(const QuadState& from, size_t value_dim, QuadState* into) {
   }
 }
 
+double SumAt(double sum, double scale, double max) {
+  return sum > 0 ? sum * std::exp(scale - max) : 0;
+}
+
 void NormaliseState(const QuadState& state, size_t lane, size_t value_dim, float* out, float* lse) {
   if (state.sum[lane] == 0) {
     std::fill_n(out, value_dim, 0.0f);

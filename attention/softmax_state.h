@@ -29,6 +29,11 @@ void ClearState(size_t value_dim, QuadState* state);
 // into = into + from. Merging an empty state changes nothing, bit for bit.
 void MergeState(const QuadState& from, size_t value_dim, QuadState* into);
 
+// A sum of weights relative to exp(scale) as one relative to exp(max): infinity if it is that much
+// greater, and nothing stays nothing however far apart the two are. Indexes say of logits what may
+// be off by more than exp can take.
+double SumAt(double sum, double scale, double max);
+
 // out = values / sum and lse = max + ln(sum) of member `lane`; zeros and -infinity for the empty
 // state.
 void NormaliseState(const QuadState& state, size_t lane, size_t value_dim, float* out, float* lse);

@@ -33,10 +33,10 @@ size_t TokenUnit::CountOf(const Policy& policy, uint64_t seen, size_t of) {
 
 std::span<const uint32_t> TokenUnit::KeptOf(const UnitQuery& query) {
   const size_t head = size_t{query.layer} * query.view->shape.kv_heads + query.kv_head;
-  return query.view->keep->positions[head];
+  return query.view->keep->KeptBy(head);
 }
 
-TokenUnit::Sizes::Sizes(const UnitQuery& query)
+TokenUnit::Sizes::Sizes(const UnitQuery& query, const BlockChoice* recalled)
     : middle(CountMiddle(*query.view)), quads(query.quads()) {
   const SequenceView& view = *query.view;
   const Policy& policy = *query.policy;
@@ -55,7 +55,12 @@ TokenUnit::Sizes::Sizes(const UnitQuery& query)
     case Selector::kBlocksLabels:
       blocks = BlockSearch::CountBlocks(view, policy.block_tokens);
       block_searches = policy.lag == 0 ? 1 : 2;
-      candidates = size_t{policy.blocks} * policy.block_tokens;
+      candidates = policy.blocks;
+      if (recalled != nullptr) {
+        candidates =
+            recalled->chosen_blocks() + recalled->CountNew(BlocksOf(view, policy.block_tokens));
+      }
+      candidates *= policy.block_tokens;
       chosen = CountOf(policy, query.seen, middle);
       break;
     case Selector::kLabels:
@@ -96,14 +101,18 @@ size_t TokenUnit::Sizes::ArenaBytes(const ModelShape& shape) const {
 
 size_t TokenUnit::ArenaBytes(const UnitQuery& query, uint64_t pieces) {
   const ModelShape& shape = query.view->shape;
-  const size_t bytes = Sizes(query).ArenaBytes(shape);
+  const size_t bytes = Sizes(query, RecalledFor(query).get()).ArenaBytes(shape);
   if (!query.policy->completes()) return bytes;
   return bytes + CompletionEstimator::ArenaBytes(*query.view) +
          pieces * CompletionEstimator::ReaderBytes(shape);
 }
 
 TokenUnit::TokenUnit(const UnitQuery& query, StepArena* arena)
-    : query_(query), view_(*query.view), policy_(*query.policy), sizes_(query) {
+    : query_(query),
+      view_(*query.view),
+      policy_(*query.policy),
+      recalled_(RecalledFor(query)),
+      sizes_(query, recalled_.get()) {
   ranges_ = arena->Allocate<Range>(sizes_.ranges);
   spare_ranges_ = arena->Allocate<Range>(sizes_.ranges);
   run_memory_ = arena->Allocate<TokenRun>(sizes_.ranges);
@@ -133,29 +142,30 @@ size_t TokenUnit::BlocksToChoose() const {
   return (tokens + policy_.block_tokens - 1) / policy_.block_tokens;
 }
 
-// Those that the query token before this one chose, as far as they are still blocks. False if that
-// is not known.
-bool TokenUnit::TakeRecalledBlocks() {
-  if (view_.recall == nullptr || query_.position == UnitQuery::kNoPosition) return false;
-  if (query_.position == 0) return false;
-  const auto recalled = view_.recall->Of(query_.layer, query_.kv_head, query_.position - 1);
-  // More than the policy takes: another one's, which chose as many.
-  if (!recalled.has_value() || recalled->size() > policy_.blocks) return false;
-  auto next = recalled->begin();
-  for (size_t s = 0; s < view_.segments.size() && next != recalled->end(); ++s) {
+std::shared_ptr<const BlockChoice> TokenUnit::RecalledFor(const UnitQuery& query) {
+  const Policy& policy = *query.policy;
+  if (policy.selector != Selector::kBlocksLabels || policy.lag == 0) return nullptr;
+  if (query.previous != nullptr || query.view->recall == nullptr) return nullptr;
+  if (query.position == UnitQuery::kNoPosition || query.position == 0) return nullptr;
+  auto choice = query.view->recall->Of(query.layer, query.kv_head, query.position - 1);
+  if (choice == nullptr) return nullptr;
+  // Of as many as there are or as the policy takes; else another policy's.
+  const size_t all = std::min<size_t>(policy.blocks, choice->searched_blocks());
+  return choice->chosen_blocks() == all ? choice : nullptr;
+}
+
+// Those that the query token before this one chose, as far as they are still blocks, and those
+// that were none then: that token read all that was in no segment, and nobody has searched it yet.
+void TokenUnit::AddRecalledBlocks() {
+  for (size_t s = 0; s < view_.segments.size(); ++s) {
     const BlockIndex index = segment(s).blocks(query_.layer, query_.kv_head, policy_.block_tokens);
-    const uint64_t begin = segment(s).first_position();
-    for (; next != recalled->end() && *next < segment(s).end_position(); ++next) {
-      const uint64_t token = *next - begin;
-      const bool is_block = *next >= begin && token % index.tokens == 0 &&
-                            token / index.tokens >= index.first &&
-                            token / index.tokens < index.first + index.count;
-      const size_t room = sizes_.candidates - candidates_;
-      if (!is_block || room < index.tokens) continue;
-      AddRange(s, index.range(static_cast<uint32_t>(token / index.tokens) - index.first));
+    for (uint32_t block = 0; block < index.count; ++block) {
+      const TokenRange tokens = index.range(block);
+      if (recalled_->Chose(segment(s).first_position() + tokens.begin).value_or(true)) {
+        AddRange(s, tokens);
+      }
     }
   }
-  return true;
 }
 
 void TokenUnit::SelectTwoLevels(OrderScratch* order) {
@@ -164,12 +174,14 @@ void TokenUnit::SelectTwoLevels(OrderScratch* order) {
   if (previous_.has_value()) {
     previous_->Choose(BlocksToChoose(), order);
     AddChosen(*previous_);
+  } else if (recalled_ != nullptr) {
+    AddRecalledBlocks();
   }
-  const bool recalled = previous_.has_value() || (lagging && TakeRecalledBlocks());
-  if (recalled && !remembers) return;
+  const bool chosen = previous_.has_value() || recalled_ != nullptr;
+  if (chosen && !remembers) return;
   own_->Choose(BlocksToChoose(), order);
   if (remembers) own_->Remember();
-  if (!recalled) AddChosen(*own_);
+  if (!chosen) AddChosen(*own_);
 }
 
 // Tokens of blocks that are not full: they have no bounds, and are read whatever the others do.
@@ -489,14 +501,16 @@ LaneOutcome TokenUnit::Outcome(size_t quad, size_t lane, const QuadState& all,
   const size_t at = quad * kQuad + lane;
   if (!(all.sum[lane] > 0) || (unread_tokens() == 0 && !pruned())) return outcome;
   if (estimator_ != nullptr && estimator_->completes(at)) {
-    const double estimated = std::exp(estimator_->log_mass(at) - all.max[lane]) / all.sum[lane];
+    // As a float, which is what the states were merged by.
+    const auto log_mass = static_cast<float>(estimator_->log_mass(at));
+    const double estimated = SumAt(1, log_mass, all.max[lane]) / all.sum[lane];
     outcome.exact_mass = static_cast<float>(std::max(0.0, 1 - estimated));
     return outcome;
   }
   if (!(pruned() && candidates_ > 0) && !weighs_all()) return outcome;
-  const auto outside =
-      static_cast<float>(outside_[at] * std::exp(double{scale_[at]} - all.max[lane]));
-  outcome.covered_mass = outcome.exact_mass = all.sum[lane] / (all.sum[lane] + outside);
+  const double sum = all.sum[lane];
+  const double outside = SumAt(outside_[at], scale_[at], all.max[lane]);
+  outcome.covered_mass = outcome.exact_mass = static_cast<float>(sum / (sum + outside));
   return outcome;
 }
 

@@ -67,7 +67,7 @@ class TokenUnit : public MiddleUnit {
     size_t quads = 0;
     size_t block_searches = 0;
 
-    explicit Sizes(const UnitQuery& query);
+    Sizes(const UnitQuery& query, const BlockChoice* recalled);
     size_t ArenaBytes(const ModelShape& shape) const;
   };
   // Tokens of one segment, in its order.
@@ -80,6 +80,9 @@ class TokenUnit : public MiddleUnit {
   static constexpr size_t kAlwaysRead = ~size_t{0};
 
   static size_t CountMiddle(const SequenceView& view);
+  // What the query token before this one chose, if its blocks are searched in and are known; else
+  // null.
+  static std::shared_ptr<const BlockChoice> RecalledFor(const UnitQuery& query);
   // Of a keep-set, this head's.
   static std::span<const uint32_t> KeptOf(const UnitQuery& query);
   static size_t CountOf(const Policy& policy, uint64_t seen, size_t of);
@@ -102,7 +105,7 @@ class TokenUnit : public MiddleUnit {
 
   // Blocks.
   size_t BlocksToChoose() const;
-  bool TakeRecalledBlocks();
+  void AddRecalledBlocks();
   void SelectTwoLevels(OrderScratch* order);
   void AddPartialBlocks();
 
@@ -125,6 +128,7 @@ class TokenUnit : public MiddleUnit {
   const UnitQuery query_;
   const SequenceView& view_;
   const Policy& policy_;
+  const std::shared_ptr<const BlockChoice> recalled_;
   const Sizes sizes_;
   // Blocks by this query token, and by the one before it if that one's are searched.
   std::optional<BlockSearch> own_, previous_;

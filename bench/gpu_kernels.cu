@@ -133,7 +133,7 @@ int CheckAll(uint32_t sms, const Selected& selected) {
                           {1, 3000, 1, 16, 128, 2, 65},
                           {1, 2500, 2, 1, 64, 8, 1100},
                           {1, 2500, 1, 8, 256, 2, 64}};
-  int failures = 0;
+  int checks = 0, failures = 0;
   for (const Shape& shape : shapes) {
     std::printf(
         "rows %u, tokens %u, KV heads %u, group %u, head_dim %u, query tokens %u, tail %u\n",
@@ -146,8 +146,13 @@ int CheckAll(uint32_t sms, const Selected& selected) {
       RunStep(step, shape.dim, policy.kind == UnitKind::kClusters, Measures(policy), sms, nullptr,
               nullptr);
       CHECK_CUDA(cudaDeviceSynchronize());
+      ++checks;
       if (!(layer.Reference(policy, step) < 1e-2)) ++failures;
     }
+  }
+  if (checks == 0) {
+    std::printf("nothing was checked: no policy is called %s\n", selected.only.c_str());
+    return 1;
   }
   std::printf(failures == 0 ? "all answers agree\n" : "%d checks FAILED\n", failures);
   return failures == 0 ? 0 : 1;

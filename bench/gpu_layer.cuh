@@ -53,7 +53,7 @@ class Layer {
 
   // Compares what the step's kernels left with plain loops and prints the differences. Returns the
   // greatest of an output, relative to its norm, of lse, and a tenth of the predicted error's; more
-  // than 1 if more than one unit in 50 read other clusters.
+  // than 1 if more than one unit in 50 read other clusters, infinity if a number is NaN.
   double Reference(const Policy& policy, const StepHeader& step);
 
  private:

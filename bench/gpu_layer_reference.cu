@@ -8,6 +8,7 @@
 
 #include "bench/gpu_layer.cuh"
 #include "bench/gpu_memory.cuh"
+#include "bench/greatest.h"
 
 namespace attnd::gpu {
 namespace {
@@ -36,7 +37,7 @@ double Layer::Reference(const Policy& policy, const StepHeader& step) {
   }
   for (const auto* block : blocks_)
     tails.push_back(ToHost(block, BlockHeadBytes() * shape_.kv_heads));
-  double worst = 0, worst_error = 0;
+  Greatest worst, worst_error;
   uint32_t plan_differences = 0;
   const uint32_t tail_begin = (shape_.tokens - shape_.tail) % kBlockRows;
   for (uint32_t r = 0; r < shape_.rows; ++r) {
@@ -243,9 +244,8 @@ double Layer::Reference(const Policy& policy, const StepHeader& step) {
             norm += expected * expected;
             difference += std::pow(expected - out[slot * dim + c], 2);
           }
-          worst = std::max(worst, std::sqrt(difference / norm));
-          worst = std::max(worst, std::abs(all[h].max + std::log(all[h].sum) - lse[slot]));
-          if (std::isnan(out[slot * dim])) worst = 1e9;
+          worst.Take(std::sqrt(difference / norm));
+          worst.Take(std::abs(all[h].max + std::log(all[h].sum) - lse[slot]));
           if (!policy.second_order || clusters.empty()) continue;
           double error = 0;
           for (const auto& c : clusters) {
@@ -254,15 +254,15 @@ double Layer::Reference(const Policy& policy, const StepHeader& step) {
             error += e * e * std::expm1(std::min(c.d2[h], 8.0));
           }
           error = std::sqrt(error) / all[h].sum / std::max(std::sqrt(norm), least[h]);
-          worst_error = std::max(
-              worst_error, std::abs(error - results[slot].predicted_error) / std::max(error, 1e-6));
+          worst_error.Take(std::abs(error - results[slot].predicted_error) / std::max(error, 1e-6));
         }
       }
     }
   }
   std::printf("  %-34s output %.1e  predicted error %.1e  plans that differ %u of %u\n",
-              policy.name, worst, worst_error, plan_differences, step.units);
-  return std::max(worst, worst_error * 0.1) + (plan_differences > step.units / 50 ? 1 : 0);
+              policy.name, worst.value(), worst_error.value(), plan_differences, step.units);
+  return std::max(worst.value(), worst_error.value() * 0.1) +
+         (plan_differences > step.units / 50 ? 1 : 0);
 }
 
 }  // namespace attnd::gpu

@@ -166,10 +166,12 @@ std::shared_ptr<const SequenceView> WithKeepSets(const SequenceView& view, uint3
   keep->ranked_tokens = view.tail_begin;
   std::vector<uint32_t> middle(view.tail_begin - std::min<uint64_t>(view.tail_begin, kSink));
   std::iota(middle.begin(), middle.end(), kSink);
+  auto positions = std::make_shared<attention::KeepSet::Positions>();
   for (uint32_t head = 0; head < view.shape.layers * view.shape.kv_heads; ++head) {
-    std::vector<uint32_t>& kept = keep->positions.emplace_back();
+    std::vector<uint32_t>& kept = positions->emplace_back();
     std::sample(middle.begin(), middle.end(), std::back_inserter(kept), tokens, random);
   }
+  keep->positions = std::move(positions);
   auto result = std::make_shared<SequenceView>(view);
   result->keep = std::move(keep);
   return result;

@@ -34,14 +34,6 @@ absl::StatusOr<bool> IsThere(const std::string& path) {
   return there;
 }
 
-absl::StatusOr<std::string> FreeName(const std::string& catalogue) {
-  for (int number = 1;; ++number) {
-    std::string name = absl::StrCat(catalogue, ".old-", number);
-    ATTND_ASSIGN_OR_RETURN(const bool there, IsThere(name));
-    if (!there) return name;
-  }
-}
-
 absl::Status Rename(const std::string& from, const std::string& to, unsigned flags) {
   if (renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), flags) == 0) return absl::OkStatus();
   return storage::ErrnoStatus(errno, absl::StrCat("rename ", from, " to ", to));
@@ -62,6 +54,14 @@ absl::Status Exchange(const std::string& one, const std::string& other) {
 
 }  // namespace
 
+absl::StatusOr<std::string> OldNameFor(const std::string& path) {
+  for (int number = 1;; ++number) {
+    std::string name = absl::StrCat(path, ".old-", number);
+    ATTND_ASSIGN_OR_RETURN(const bool there, IsThere(name));
+    if (!there) return name;
+  }
+}
+
 absl::StatusOr<CatalogueSwap> CatalogueSwap::Begin(const std::string& root) {
   CatalogueSwap swap(root);
   std::error_code error;
@@ -75,7 +75,7 @@ absl::StatusOr<std::string> CatalogueSwap::Finish() {
   ATTND_ASSIGN_OR_RETURN(const bool there, IsThere(catalogue));
   std::string old;
   if (there) {
-    ATTND_ASSIGN_OR_RETURN(old, FreeName(catalogue));
+    ATTND_ASSIGN_OR_RETURN(old, OldNameFor(catalogue));
     ATTND_RETURN_IF_ERROR(Rename(NewPath(), old, RENAME_NOREPLACE));
     if (const absl::Status exchanged = Exchange(old, catalogue); !exchanged.ok()) {
       static_cast<void>(Rename(old, NewPath(), RENAME_NOREPLACE));

@@ -2,12 +2,11 @@
 //
 // CatalogueSwap: puts a new catalogue in the place of a data folder's, in one step.
 //
-// Why one step: a server that starts without a catalogue, or with half of one, makes an empty one
-// and takes every file for what a crash has left. So at no moment may there be none. The new one is
-// made in catalogue.new, which no server looks at; when it is whole it gets the name that the old
-// one shall have (catalogue.old-N), and then the two change names, which is one system call
-// (renameat2 with RENAME_EXCHANGE). A crash leaves the old catalogue in place, or the new one,
-// whole.
+// Why one step: a server refuses to start without a catalogue, or with half of one. So at no moment
+// may there be none. The new one is made in catalogue.new, which no server looks at; when it is
+// whole it gets the name that the old one shall have (catalogue.old-N), and then the two change
+// names, which is one system call (renameat2 with RENAME_EXCHANGE). A crash leaves the old
+// catalogue in place, or the new one, whole.
 #ifndef ATTND_CTL_CATALOGUE_SWAP_H_
 #define ATTND_CTL_CATALOGUE_SWAP_H_
 
@@ -18,6 +17,9 @@
 #include "absl/status/statusor.h"
 
 namespace attnd::ctl {
+
+// A name beside `path` for what lies there now: `path`.old-1, or the first number that is free.
+absl::StatusOr<std::string> OldNameFor(const std::string& path);
 
 // One thread at a time, of one process: its caller holds the data folder's lock.
 class CatalogueSwap {

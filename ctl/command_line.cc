@@ -31,11 +31,12 @@ enum Option : int {
   kAll = 'a',
   kNoSeal = 'n',
   kKeepOpen = 'k',
+  kOrphans = 'O',
   kJson = 'j',
   kHelp = 'h',
 };
 
-constexpr std::array<option, 13> kOptions = {{
+constexpr std::array<option, 14> kOptions = {{
     {"data-dir", required_argument, nullptr, kDataDir},
     {"server", required_argument, nullptr, kServer},
     {"tenant", required_argument, nullptr, kTenant},
@@ -46,6 +47,7 @@ constexpr std::array<option, 13> kOptions = {{
     {"all", no_argument, nullptr, kAll},
     {"no-seal", no_argument, nullptr, kNoSeal},
     {"keep-open", no_argument, nullptr, kKeepOpen},
+    {"orphans", no_argument, nullptr, kOrphans},
     {"json", no_argument, nullptr, kJson},
     {"help", no_argument, nullptr, kHelp},
     {nullptr, 0, nullptr, 0},
@@ -59,11 +61,12 @@ struct Command {
   bool ids;  // whether its arguments are ids
 };
 
-constexpr std::array<Command, 9> kCommands = {{
+constexpr std::array<Command, 10> kCommands = {{
     {"list", "dstS", 0, 0, false},
     {"inspect", "di", 1, 1, false},
     {"verify", "dam", 0, kManyArguments, true},
-    {"rebuild-catalogue", "d", 0, 0, false},
+    {"rebuild-catalogue", "dO", 0, 0, false},
+    {"new-secret", "d", 0, 0, false},
     {"export", "do", 1, 1, true},
     {"seal", "st", 1, 1, true},
     {"drop", "st", 1, 1, true},
@@ -115,6 +118,9 @@ absl::Status TakeOption(int letter, const std::string& value, CommandLine* line)
       break;
     case kKeepOpen:
       line->keep_open = true;
+      break;
+    case kOrphans:
+      line->orphans = true;
       break;
     case kJson:
       line->json = true;
@@ -169,8 +175,8 @@ absl::Status TakeIds(CommandLine* line) {
 absl::Status CheckTogether(const CommandLine& line) {
   const std::string& command = line.command;
   const bool takes_server = command == "seal" || command == "drop" || command == "import";
-  const bool takes_folder =
-      command == "verify" || command == "rebuild-catalogue" || command == "export";
+  const bool takes_folder = command == "verify" || command == "rebuild-catalogue" ||
+                            command == "new-secret" || command == "export";
   if (takes_server && line.server.empty()) return Wrong(command + " wants --server");
   if (takes_folder && line.data_dir.empty()) return Wrong(command + " wants --data-dir");
   if (command == "list" && line.server.empty() == line.data_dir.empty()) {
@@ -231,9 +237,14 @@ On a data folder (reads only, and may run beside the server, unless it says othe
   attnctl verify [--all | ID...] --data-dir DIR [--mib-per-s N]
       reads every byte of those sequences' files, or of all, from the disk; names what is damaged or
       missing, and who needs it
-  attnctl rebuild-catalogue --data-dir DIR
+  attnctl rebuild-catalogue --data-dir DIR [--orphans]
       writes: makes catalogue/ again from the files; the server must be stopped. The old one stays
-      as catalogue.old-N; files that cannot be taken go to quarantine/
+      as catalogue.old-N; files that cannot be taken go to quarantine/. With --orphans what servers
+      moved to orphans/ comes back first
+  attnctl new-secret --data-dir DIR
+      writes: makes the secret that is missing or damaged; the server must be stopped. Sealed
+      sequences answer as before; prompts that were sealed before are no longer recognised. A good
+      secret is left alone
   attnctl export ID --data-dir DIR --out FILE.safetensors
       keys, values and token ids of a sealed sequence
 

@@ -27,6 +27,7 @@ struct CommandLine {
   bool all = false;
   bool no_seal = false;
   bool keep_open = false;
+  bool orphans = false;
   bool json = false;
 };
 

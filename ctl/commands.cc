@@ -16,6 +16,7 @@
 #include "ctl/export.h"
 #include "ctl/import.h"
 #include "ctl/metered_queue.h"
+#include "ctl/new_secret.h"
 #include "ctl/progress.h"
 #include "ctl/rebuild.h"
 #include "ctl/verify.h"
@@ -107,28 +108,45 @@ absl::StatusOr<Outcome> RunRebuild(const CommandLine& line) {
   const auto files = storage::MakePosixFileSystem();
   ATTND_ASSIGN_OR_RETURN(const auto queue, MakeQueue());
   std::optional<Progress> progress;
-  auto rebuilt =
-      RebuildCatalogue(line.data_dir, files.get(), queue.get(), [&](uint64_t done, uint64_t total) {
-        if (!progress.has_value()) {
-          progress.emplace("read", Progress::Unit::kFiles, total, ProgressTerminal());
-        }
-        progress->MoveTo(done);
-        return absl::OkStatus();
-      });
+  const auto on_done = [&](uint64_t done, uint64_t total) {
+    if (!progress.has_value()) {
+      progress.emplace("read", Progress::Unit::kFiles, total, ProgressTerminal());
+    }
+    progress->MoveTo(done);
+    return absl::OkStatus();
+  };
+  auto rebuilt = RebuildCatalogue(line.data_dir, files.get(), queue.get(), on_done, line.orphans);
   progress.reset();
   ATTND_RETURN_IF_ERROR(rebuilt.status());
   Value untaken = Value::List();
   for (const UntakenFile& file : rebuilt->plan.untaken) {
-    untaken.Add(Value::Object().Set("file", file.number).Set("why", file.why));
+    untaken.Add(Value::Object()
+                    .Set("file", file.number)
+                    .Set("why", file.why)
+                    .Set("harmless", file.harmless));
   }
-  const bool wrong = !rebuilt->plan.untaken.empty();
+  if (rebuilt->orphan_files > 0) {
+    std::fputs(
+        "attnctl: if sealed sequences are missing, they may be in orphans/, which a server "
+        "empties: `attnctl rebuild-catalogue --orphans` takes these files back first\n",
+        stderr);
+  }
+  const bool wrong = !rebuilt->plan.whole();
   return Outcome{Value::Object()
                      .Set("sequences", rebuilt->plan.sequences.size())
                      .Set("segments", rebuilt->plan.segments.size())
                      .Set("unneeded_segments", rebuilt->plan.unneeded_segments)
                      .Set("old_catalogue", rebuilt->old_catalogue)
+                     .Set("orphan_files", rebuilt->orphan_files)
+                     .Set("orphan_bytes", rebuilt->orphan_bytes)
                      .Set("quarantined_files", std::move(untaken)),
                  wrong};
+}
+
+absl::StatusOr<Outcome> RunNewSecret(const CommandLine& line) {
+  const auto files = storage::MakePosixFileSystem();
+  ATTND_ASSIGN_OR_RETURN(const std::string old, NewSecret(line.data_dir, files.get()));
+  return Outcome{Value::Object().Set("secret", line.data_dir + "/secret").Set("old_secret", old)};
 }
 
 absl::StatusOr<Outcome> RunExport(const CommandLine& line) {
@@ -225,6 +243,7 @@ absl::StatusOr<Outcome> RunCommand(const CommandLine& line) {
   if (line.command == "inspect") return Inspect(line);
   if (line.command == "verify") return RunVerify(line);
   if (line.command == "rebuild-catalogue") return RunRebuild(line);
+  if (line.command == "new-secret") return RunNewSecret(line);
   if (line.command == "export") return RunExport(line);
   if (line.command == "seal") return RunSeal(line);
   if (line.command == "drop") return RunDrop(line);

@@ -35,12 +35,16 @@ absl::Status CheckIs(const storage::SequenceRecord& record, const OpenedFile& op
   return is_it ? absl::OkStatus() : Another("sequence");
 }
 
+absl::Status CheckDataFolder(storage::FileSystem* files, const std::string& root) {
+  absl::Status there = files->List(root + "/segments").status();
+  if (there.ok()) return there;
+  return absl::Status(there.code(), absl::StrCat(root, " is no data folder: ", there.message()));
+}
+
 absl::StatusOr<std::unique_ptr<DataReader>> DataReader::Open(
     std::unique_ptr<storage::FileSystem> files, const std::string& root) {
   auto read_only = std::make_unique<ReadOnlyFiles>(std::move(files));
-  if (const absl::Status there = read_only->List(root + "/segments").status(); !there.ok()) {
-    return absl::Status(there.code(), absl::StrCat(root, " is no data folder: ", there.message()));
-  }
+  ATTND_RETURN_IF_ERROR(CheckDataFolder(read_only.get(), root));
   // The secret names segments; nothing here does.
   ATTND_ASSIGN_OR_RETURN(
       auto folder, storage::DataFolder::OpenWithSecret(read_only.get(), root, storage::Secret()));

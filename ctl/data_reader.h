@@ -28,6 +28,9 @@ using engine::OpenSegmentFile;
 absl::Status CheckIs(const storage::SegmentRecord& record, const OpenedFile& opened);
 absl::Status CheckIs(const storage::SequenceRecord& record, const OpenedFile& opened);
 
+// NotFound if `root` is no data folder.
+absl::Status CheckDataFolder(storage::FileSystem* files, const std::string& root);
+
 // A data folder that nobody changes by way of this. Constant once opened: safe from any thread.
 class DataReader {
  public:

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <optional>
+#include <random>
 #include <span>
 #include <utility>
 #include <vector>
@@ -138,12 +139,22 @@ class Writer {
   uint64_t done_ = 0;
 };
 
-absl::Status WriteTo(const std::string& path, const DataReader& reader, const Source& source,
+// A file beside `path` that was not there before. Its name is drawn, as whatever lies beside `path`
+// may be somebody's: path.tmp, or what another export is writing.
+absl::StatusOr<SmallFile> NewBeside(const std::string& path) {
+  constexpr int kTries = 8;
+  std::random_device random;
+  for (int tries = 1;; ++tries) {
+    const std::string name = absl::StrCat(path, ".", absl::Hex(random(), absl::kZeroPad8), ".tmp");
+    auto file = SmallFile::Open(name, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW);
+    if (!absl::IsAlreadyExists(file.status()) || tries == kTries) return file;
+  }
+}
+
+absl::Status WriteTo(const SmallFile& to, const DataReader& reader, const Source& source,
                      const KvFile& file, storage::IoQueue* queue, const BytesWritten& written) {
   ATTND_ASSIGN_OR_RETURN(const SafetensorsHead what, HeadOf(file));
   ATTND_ASSIGN_OR_RETURN(const std::string head, EncodeHead(what));
-  ATTND_ASSIGN_OR_RETURN(const SmallFile to,
-                         SmallFile::Open(path, O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW));
   ATTND_RETURN_IF_ERROR(to.Write(head.data(), head.size(), 0));
   Writer writer(&to, file, head.size(), written);
   for (const uint64_t number : source.files) {
@@ -180,11 +191,11 @@ absl::StatusOr<ExportResult> Export(const DataReader& reader, uint64_t sealed_id
   ATTND_ASSIGN_OR_RETURN(const Source source, FindSource(reader, sealed_id, queue));
   ATTND_ASSIGN_OR_RETURN(const KvFile file,
                          PlanKvFile(source.args, source.tokens, source.known_ids > 0));
-  const std::string temporary = path + ".tmp";
+  ATTND_ASSIGN_OR_RETURN(const SmallFile temporary, NewBeside(path));
   absl::Status status = WriteTo(temporary, reader, source, file, queue, written);
-  if (status.ok()) status = Publish(temporary, path);
+  if (status.ok()) status = Publish(temporary.path(), path);
   if (!status.ok()) {
-    unlink(temporary.c_str());
+    unlink(temporary.path().c_str());
     return status;
   }
   std::error_code error;

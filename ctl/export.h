@@ -24,10 +24,11 @@ struct ExportResult {
 // Told how much has been written, again and again.
 using BytesWritten = std::function<void(uint64_t bytes, uint64_t total)>;
 
-// Writes `path`, by way of path.tmp, which is removed again on an error: it is there, whole and
-// durable, when this returns OK. In memory is one layer of a segment at a time, and token ids. Safe
-// beside a running server; a sequence that is dropped meanwhile is DataLoss.
-// NotFound: no such sequence. AlreadyExists: there is such a file. DataLoss names what is damaged.
+// Writes `path`, by way of a new file beside it (path.RANDOM.tmp), which is removed again on an
+// error: it is there, whole and durable, when this returns OK. Nothing that was there is changed.
+// In memory is one layer of a segment at a time, and token ids. Safe beside a running server; a
+// sequence that is dropped meanwhile is DataLoss. NotFound: no such sequence. AlreadyExists: there
+// is such a file. DataLoss names what is damaged.
 absl::StatusOr<ExportResult> Export(const DataReader& reader, uint64_t sealed_id,
                                     const std::string& path, storage::IoQueue* queue,
                                     const BytesWritten& written);

@@ -108,10 +108,14 @@ class Planner {
   };
 
   void TakeOrNot(const FoundFile& file, const absl::Status& status) {
-    if (!status.ok()) plan_.untaken.push_back({file.number, std::string(status.message())});
+    if (status.ok()) return;
+    // A sequence that stands on a missing segment is not taken either, and is no harmless file.
+    const bool unneeded = absl::IsAlreadyExists(status) || absl::IsNotFound(status);
+    const bool harmless = file.kind == SegmentKind::kClusters && unneeded;
+    plan_.untaken.push_back({file.number, std::string(status.message()), harmless});
   }
 
-  // Whether what stands before a file is there and its own.
+  // Whether what stands before a file is there (NotFound) and its own.
   absl::Status CheckParent(const FoundFile& file) const {
     if (file.parent == kNoChain) {
       if (file.first_position == 0) return absl::OkStatus();
@@ -119,7 +123,7 @@ class Planner {
     }
     const auto found = taken_.find(file.parent);
     if (found == taken_.end()) {
-      return absl::DataLossError(
+      return absl::NotFoundError(
           absl::StrCat("segment ", ChainText(file.parent), " before it was not taken"));
     }
     const FoundFile& parent = *found->second.file;
@@ -223,6 +227,8 @@ absl::StatusOr<FoundFiles> FindFiles(const storage::DataFolder& folder, storage:
   FoundFiles found;
   ATTND_ASSIGN_OR_RETURN(const auto quarantined, QuarantinedNumbers(folder.root(), files));
   if (!quarantined.empty()) found.last_number = *quarantined.rbegin();
+  ATTND_ASSIGN_OR_RETURN(const auto orphans, folder.ListOrphans());
+  if (!orphans.empty()) found.last_number = std::max(found.last_number, orphans.back().number);
   ATTND_ASSIGN_OR_RETURN(const auto stored, folder.ListSegments());
   uint64_t count = 0;
   for (const storage::StoredFile& file : stored) {
@@ -267,16 +273,14 @@ absl::Status WriteCatalogue(const CataloguePlan& plan, const std::string& path) 
 }
 
 absl::StatusOr<RebuildResult> RebuildCatalogue(const std::string& root, storage::FileSystem* files,
-                                               storage::IoQueue* queue, const FilesDone& done) {
+                                               storage::IoQueue* queue, const FilesDone& done,
+                                               bool with_orphans) {
   // What makes a data folder makes nothing here: a wrong path must not become one.
-  const absl::Status there = files->List(root + "/segments").status();
-  if (absl::IsNotFound(there)) {
-    return absl::NotFoundError(absl::StrCat(root, " is no data folder: ", there.message()));
-  }
-  ATTND_RETURN_IF_ERROR(there);
+  ATTND_RETURN_IF_ERROR(CheckDataFolder(files, root));
   ATTND_ASSIGN_OR_RETURN(const Locks locks, LockAll(root));
   ATTND_ASSIGN_OR_RETURN(const auto folder,
                          storage::DataFolder::OpenWithSecret(files, root, storage::Secret()));
+  if (with_orphans) ATTND_RETURN_IF_ERROR(folder.TakeBackOrphans());
   RebuildResult result;
   ATTND_ASSIGN_OR_RETURN(const FoundFiles found, FindFiles(folder, files, queue, done));
   result.plan = PlanCatalogue(found, NowUnixSeconds());
@@ -284,6 +288,9 @@ absl::StatusOr<RebuildResult> RebuildCatalogue(const std::string& root, storage:
   ATTND_RETURN_IF_ERROR(WriteCatalogue(result.plan, swap.NewPath()));
   ATTND_RETURN_IF_ERROR(PutAway(folder, files, result.plan.untaken));
   ATTND_ASSIGN_OR_RETURN(result.old_catalogue, swap.Finish());
+  ATTND_ASSIGN_OR_RETURN(const auto orphans, folder.ListOrphans());
+  result.orphan_files = orphans.size();
+  for (const storage::StoredFile& file : orphans) result.orphan_bytes += file.bytes;
   return result;
 }
 

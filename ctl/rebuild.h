@@ -5,6 +5,7 @@
 #ifndef ATTND_CTL_REBUILD_H_
 #define ATTND_CTL_REBUILD_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -41,11 +42,17 @@ struct FoundFile {
 struct UntakenFile {
   uint64_t number = 0;
   std::string why;
+  // No sealed sequence misses it: a segment that was moved to disk and never sealed, of which the
+  // one before was in memory alone, or a second file of the same segment. Servers that are killed
+  // leave such files, and would set them aside for a day; a rebuild puts them into quarantine/,
+  // which nothing empties: somebody may still find the one before in a backup.
+  bool harmless = false;
 };
 struct FoundFiles {
   std::vector<FoundFile> whole;  // by ascending number
   std::vector<UntakenFile> damaged;
-  uint64_t last_number = 0;  // the greatest of all files, temporary and quarantined ones too
+  // The greatest of all files, temporary ones and those in other folders too.
+  uint64_t last_number = 0;
 };
 
 // Asked between files; its error ends the call.
@@ -62,7 +69,12 @@ struct CataloguePlan {
   std::vector<storage::SequenceRecord> sequences;
   std::vector<UntakenFile> untaken;  // by ascending number
   uint64_t unneeded_segments = 0;    // taken, though no sequence that was taken needs them
-  uint64_t last_number = 0;          // of files and sequences; never to be given again
+  // Whether nothing was lost.
+  bool whole() const {
+    return std::all_of(untaken.begin(), untaken.end(),
+                       [](const auto& file) { return file.harmless; });
+  }
+  uint64_t last_number = 0;  // of files and sequences; never to be given again
 };
 
 // Segments whose chain is whole down to its first one, and sequences that end with one of these, or
@@ -77,14 +89,19 @@ absl::Status WriteCatalogue(const CataloguePlan& plan, const std::string& path);
 struct RebuildResult {
   CataloguePlan plan;
   std::string old_catalogue;  // where it is now; empty: there was none
+  // What lies in orphans/ and was not looked at.
+  uint64_t orphan_files = 0;
+  uint64_t orphan_bytes = 0;
 };
 
 // All of it, in the data folder `root`, which no server may have open (AlreadyExists if one has).
 // The old catalogue is moved aside; files that were not taken go to quarantine/, as a server
 // removes what no record names. Reads no payload. May be ended at any moment and repeated: until it
-// has succeeded the old catalogue is in its place.
+// has succeeded the old catalogue is in its place. with_orphans: what servers moved aside as
+// nobody's comes back first, and with it what has been dropped in the meantime.
 absl::StatusOr<RebuildResult> RebuildCatalogue(const std::string& root, storage::FileSystem* files,
-                                               storage::IoQueue* queue, const FilesDone& done);
+                                               storage::IoQueue* queue, const FilesDone& done,
+                                               bool with_orphans = false);
 
 }  // namespace attnd::ctl
 

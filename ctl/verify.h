@@ -35,8 +35,8 @@ struct VerifyResult {
   std::vector<BadFile> bad_files;
   std::vector<BrokenSequence> broken_sequences;
   // Files that no record names: what a running server has on disk of sequences that are not sealed
-  // (yet), or what a crash left, which the server removes when it starts. No fault. Looked for when
-  // everything is verified only.
+  // (yet), or what a crash left, which the server moves aside when it starts. No fault. Looked for
+  // when everything is verified only.
   std::vector<std::string> unnamed_files;
 
   bool fine() const { return bad_files.empty() && broken_sequences.empty(); }

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
 #include "common/unix_time.h"
+#include "engine/private_paths.h"
 
 namespace attnd::engine {
 using attention::Segment;
@@ -20,25 +21,21 @@ using storage::SequenceRecord;
 // ---- opening ----
 
 absl::StatusOr<std::unique_ptr<Archive>> Archive::Open(const ArchiveOptions& options,
-                                                       bool reads_whole, MemoryBudget* budget,
+                                                       MemoryBudget* budget,
                                                        std::unique_ptr<storage::FileSystem> files) {
   ATTND_ASSIGN_OR_RETURN(auto opened, SegmentFiles::Open(options, budget, std::move(files)));
   ATTND_RETURN_IF_ERROR(opened->CheckNotStrayed());
   ATTND_ASSIGN_OR_RETURN(auto catalogue,
                          storage::Catalogue::Open(opened->folder().CataloguePath(),
                                                   storage::Catalogue::Mode::kReadWrite));
-  std::unique_ptr<Archive> archive(
-      new Archive(reads_whole, budget, std::move(opened), std::move(catalogue)));
+  std::unique_ptr<Archive> archive(new Archive(budget, std::move(opened), std::move(catalogue)));
   ATTND_RETURN_IF_ERROR(archive->Start());
   return archive;
 }
 
-Archive::Archive(bool reads_whole, MemoryBudget* budget, std::unique_ptr<SegmentFiles> files,
+Archive::Archive(MemoryBudget* budget, std::unique_ptr<SegmentFiles> files,
                  std::unique_ptr<storage::Catalogue> catalogue)
-    : reads_whole_(reads_whole),
-      budget_(budget),
-      files_(std::move(files)),
-      catalogue_(std::move(catalogue)) {}
+    : budget_(budget), files_(std::move(files)), catalogue_(std::move(catalogue)) {}
 
 absl::Status Archive::Start() {
   std::unordered_set<uint64_t> known;
@@ -52,7 +49,13 @@ absl::Status Archive::Start() {
     known.insert(record.tail_file);
     return absl::OkStatus();
   }));
-  return files_->RemoveOrphans(known);
+  {
+    MutexLock lock(retain_mutex_);
+    ATTND_ASSIGN_OR_RETURN(noted_horizon_, catalogue_->RetainedFrom());
+    horizon_.Begin(noted_horizon_);
+  }
+  ATTND_RETURN_IF_ERROR(files_->CheckNotNewer(catalogue_->LastNumber()));
+  return files_->SetOrphansAside(known);
 }
 
 ArchiveStats Archive::stats() const {
@@ -72,13 +75,18 @@ absl::StatusOr<SealResult> Archive::Seal(Sequence* sequence, const Proceed& proc
   if (history.committed == 0) {
     return absl::FailedPreconditionError("the sequence has no committed tokens to seal");
   }
+  return Told(SealNow(history, *sequence, proceed));
+}
+
+absl::StatusOr<SealResult> Archive::SealNow(const HistorySnapshot& history,
+                                            const Sequence& sequence, const Proceed& proceed) {
   MutexLock lock(seal_mutex_);
   SealResult result;
   CatalogueChanges changes;
-  ATTND_ASSIGN_OR_RETURN(const auto names, NamesOf(*sequence, history));
-  absl::Status written = PlaceSegments(*sequence, history, names, proceed, &changes, &result);
+  ATTND_ASSIGN_OR_RETURN(const auto names, NamesOf(sequence, history));
+  absl::Status written = PlaceSegments(sequence, history, names, proceed, &changes, &result);
   if (written.ok()) {
-    written = WriteTail(*sequence, history, names.empty() ? kNoChain : names.back(), proceed,
+    written = WriteTail(sequence, history, names.empty() ? kNoChain : names.back(), proceed,
                         &changes, &result);
   }
   if (!written.ok()) {
@@ -89,7 +97,7 @@ absl::StatusOr<SealResult> Archive::Seal(Sequence* sequence, const Proceed& proc
   // start, which sees.
   for (const SegmentRecord& record : changes.segments) files_->live().Catalogue(record.file);
   ATTND_RETURN_IF_ERROR(catalogue_->Commit(changes));
-  Remember(history, names, changes);
+  Remember(changes);
   result.tokens = history.committed;
   result.segments = names.size();
   return result;
@@ -98,14 +106,9 @@ absl::StatusOr<SealResult> Archive::Seal(Sequence* sequence, const Proceed& proc
 absl::StatusOr<bool> Archive::HasOtherLabels(const ChainId& name, const Segment& first) {
   ATTND_ASSIGN_OR_RETURN(const std::string own, LabelChannelsId(first));
   if (own.empty()) return false;
-  SharedSegment loaded;
-  {
-    MutexLock lock(mutex_);
-    if (const auto found = loaded_.find(name); found != loaded_.end())
-      loaded = found->second.lock();
-  }
-  if (loaded != nullptr) {
-    ATTND_ASSIGN_OR_RETURN(const std::string other, LabelChannelsId(*loaded));
+  const auto loaded = VersionsOf(name);
+  if (!loaded.empty()) {
+    ATTND_ASSIGN_OR_RETURN(const std::string other, LabelChannelsId(*loaded.front()));
     return other != own;
   }
   const auto known = catalogue_->FindSegment(name);
@@ -120,45 +123,41 @@ absl::StatusOr<bool> Archive::HasOtherLabels(const ChainId& name, const Segment&
 
 absl::StatusOr<std::vector<ChainId>> Archive::NamesOf(const Sequence& sequence,
                                                       const HistorySnapshot& history) {
-  const OpenArgs& args = sequence.args();
-  const ChainNames chain(files_->folder().secret(), sequence.tenant(), args);
+  const ChainNames chain(files_->folder().secret(), sequence.tenant(), sequence.args());
   std::vector<ChainId> names;
   for (const auto& segment : history.view->segments) {
-    if (segment->paged()) {  // its file has the name already
-      names.push_back(FilePayloadOf(*segment).source()->file().header().chain);
-      continue;
+    auto origin = OriginOf(*segment);
+    if (origin == nullptr) {
+      ATTND_ASSIGN_OR_RETURN(const ChainId name, NewName(chain, sequence.args(), history, *segment,
+                                                         names.empty() ? kNoChain : names.back()));
+      origin = std::make_shared<const SegmentOrigin>(name, /*file=*/0);
+      segment->origin()->SetOnce(origin);
+      Named(segment);
     }
-    {
-      MutexLock lock(mutex_);
-      if (const auto known = names_.find(segment->id()); known != names_.end()) {
-        names.push_back(known->second);
-        continue;
-      }
-    }
-    const auto runs =
-        RunsWithin(history.token_ids, segment->first_position(), segment->end_position());
-    // Without ids, or a fingerprint, nobody can say that another sequence has the same tokens.
-    if (args.fingerprint.empty() || runs.size() != 1 || runs[0].ids.size() != segment->tokens()) {
-      ATTND_ASSIGN_OR_RETURN(const ChainId name, ChainNames::RandomName());
-      names.push_back(name);
-      continue;
-    }
-    ChainLink link;
-    link.parent = names.empty() ? kNoChain : names.back();
-    link.first_position = segment->first_position();
-    link.unclustered = segment->unclustered();
-    link.token_ids = runs[0].ids;
-    ATTND_ASSIGN_OR_RETURN(ChainId name, chain.NameOf(link));
-    if (names.empty()) {
-      ATTND_ASSIGN_OR_RETURN(const bool other, HasOtherLabels(name, *segment));
-      // Those behind it are named after it, and so nobody else's either.
-      if (other) {
-        ATTND_ASSIGN_OR_RETURN(name, ChainNames::RandomName());
-      }
-    }
-    names.push_back(name);
+    names.push_back(origin->name());
   }
   return names;
+}
+
+absl::StatusOr<ChainId> Archive::NewName(const ChainNames& chain, const OpenArgs& args,
+                                         const HistorySnapshot& history, const Segment& segment,
+                                         const ChainId& parent) {
+  const auto runs = RunsWithin(history.token_ids, segment.first_position(), segment.end_position());
+  // Without ids, or a fingerprint, nobody can say that another sequence has the same tokens.
+  if (args.fingerprint.empty() || runs.size() != 1 || runs[0].ids.size() != segment.tokens()) {
+    return ChainNames::RandomName();
+  }
+  ChainLink link;
+  link.parent = parent;
+  link.first_position = segment.first_position();
+  link.unclustered = segment.unclustered();
+  link.token_ids = runs[0].ids;
+  ATTND_ASSIGN_OR_RETURN(const ChainId name, chain.NameOf(link));
+  if (parent != kNoChain) return name;
+  ATTND_ASSIGN_OR_RETURN(const bool other, HasOtherLabels(name, segment));
+  // Those behind it are named after it, and so nobody else's either.
+  if (other) return ChainNames::RandomName();
+  return name;
 }
 
 // What a seal wrote before it was refused: a full disk needs the room. A paged segment's file was
@@ -245,10 +244,7 @@ absl::StatusOr<Archive::Written> Archive::WriteSegment(const Sequence& sequence,
   header.metadata = EncodeMetadata(metadata);
   Written written;
   ATTND_ASSIGN_OR_RETURN(written.file, catalogue_->TakeNumbers(1));
-  {
-    MutexLock lock(mutex_);
-    file_of_[segment.id()] = written.file;  // of which nobody knows if this comes to nothing
-  }
+  OriginOf(segment)->SetFile(written.file);  // of which nobody knows if this comes to nothing
   ATTND_ASSIGN_OR_RETURN(written.bytes,
                          files_->Write(written.file, header, SegmentBytes(segment), proceed));
   return written;
@@ -278,9 +274,7 @@ absl::Status Archive::WriteTail(const Sequence& sequence, const HistorySnapshot&
   return absl::OkStatus();
 }
 
-void Archive::Remember(const HistorySnapshot& history, const std::vector<ChainId>& names,
-                       const CatalogueChanges& changes) {
-  for (size_t i = 0; i < names.size(); ++i) RememberSegment(names[i], history.view->segments[i]);
+void Archive::Remember(const CatalogueChanges& changes) {
   MutexLock lock(mutex_);
   for (const SegmentRecord& record : changes.segments) {
     lengths_[record.parent].insert(record.tokens);
@@ -291,23 +285,6 @@ void Archive::Remember(const HistorySnapshot& history, const std::vector<ChainId
     ++stats_.sealed_sequences;
     stats_.written_bytes += record.tail_file_bytes;
   }
-  // What nobody holds any more is forgotten with the next seal.
-  std::erase_if(loaded_, [](const auto& entry) { return entry.second.expired(); });
-  std::erase_if(names_, [this](const auto& entry) ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    return loaded_.count(entry.second) == 0;
-  });
-  std::erase_if(file_of_, [this](const auto& entry) ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    return names_.count(entry.first) == 0;
-  });
-}
-
-void Archive::RememberSegment(const ChainId& name, const SharedSegment& segment) {
-  MutexLock lock(mutex_);
-  names_[segment->id()] = name;
-  std::weak_ptr<const Segment>& loaded = loaded_[name];
-  // Others share a version of the same bits; a paged one is best.
-  const SharedSegment other = loaded.lock();
-  if (other == nullptr || (other->id() == segment->id() && segment->paged())) loaded = segment;
 }
 
 // ---- other versions of segments ----
@@ -323,10 +300,10 @@ absl::StatusOr<std::optional<Swap>> Archive::PageOut(Sequence* from, const Proce
   ATTND_ASSIGN_OR_RETURN(const auto names, NamesOf(*from, history));
   ATTND_ASSIGN_OR_RETURN(const FilePlace place, PlaceToPageOut(*from, history, names, i, proceed));
   // From here on the file goes with its last user, unless the catalogue knows it.
-  const LiveFile live = files_->live().Use(place.file, place.catalogued);
+  LiveFile live = files_->live().Use(place.file, place.catalogued);
   ATTND_ASSIGN_OR_RETURN(auto opened, files_->OpenFile(place.file));
-  ATTND_ASSIGN_OR_RETURN(auto paged, files_->PageOut(**whole, std::move(opened), place.catalogued));
-  RememberSegment(names[i], paged);
+  ATTND_ASSIGN_OR_RETURN(auto paged, files_->PageOut(**whole, std::move(opened), std::move(live)));
+  Named(paged);
   MutexLock stats_lock(mutex_);
   ++stats_.paged_out_segments;
   return Swap{*whole, std::move(paged)};
@@ -341,10 +318,8 @@ absl::StatusOr<Archive::FilePlace> Archive::PlaceToPageOut(const Sequence& from,
                                                            size_t i, const Proceed& proceed) {
   const auto known = catalogue_->FindSegment(names[i]);
   if (!known.ok() && !absl::IsNotFound(known.status())) return known.status();
-  if (known.ok()) {
-    MutexLock lock(mutex_);
-    const auto own = file_of_.find(history.view->segments[i]->id());
-    if (own != file_of_.end() && own->second == known->file) return FilePlace{known->file, true};
+  if (known.ok() && OriginOf(*history.view->segments[i])->file() == known->file) {
+    return FilePlace{known->file, true};
   }
   ATTND_ASSIGN_OR_RETURN(const Written written, WriteSegment(from, history, names, i, proceed));
   MutexLock lock(mutex_);
@@ -356,7 +331,12 @@ absl::StatusOr<std::vector<Swap>> Archive::BringWhole(std::span<const SharedSegm
                                                       const Proceed& proceed) {
   std::vector<Swap> swaps;
   for (const SharedSegment& segment : paged) {
-    ATTND_ASSIGN_OR_RETURN(auto whole, files_->BringWhole(*segment, proceed));
+    auto brought = files_->BringWhole(*segment, proceed);
+    if (absl::IsDataLoss(brought.status())) {
+      brought = LostPositions(segment->first_position(), segment->tokens(), brought.status());
+    }
+    ATTND_ASSIGN_OR_RETURN(auto whole, Told(std::move(brought)));
+    Named(whole);
     swaps.push_back({segment, std::move(whole)});
   }
   return swaps;
@@ -376,7 +356,7 @@ void Archive::PutAwayDamaged(const attention::SequenceView& view) {
 // ---- dropping, listing ----
 
 absl::Status Archive::Drop(absl::string_view tenant, uint64_t sealed_id) {
-  return DropRecord(tenant, sealed_id).status();
+  return files_->ForClients(DropRecord(tenant, sealed_id).status());
 }
 
 absl::StatusOr<uint64_t> Archive::DropRecord(absl::string_view tenant, uint64_t sealed_id) {
@@ -440,12 +420,13 @@ void Archive::Forget(std::span<const SegmentRecord> dropped) {
 absl::StatusOr<std::vector<SealedInfo>> Archive::List(absl::string_view tenant, uint64_t after,
                                                       uint32_t count) {
   std::vector<SealedInfo> infos;
-  ATTND_RETURN_IF_ERROR(catalogue_->ForEachSequence([&](const SequenceRecord& record) {
+  const absl::Status listed = catalogue_->ForEachSequence([&](const SequenceRecord& record) {
     if (record.tenant == tenant && record.id > after && infos.size() < count) {
       infos.push_back({record.id, record.tokens, record.sealed_unix_s});
     }
     return absl::OkStatus();
-  }));
+  });
+  if (!listed.ok()) return files_->ForClients(listed);
   return infos;
 }
 

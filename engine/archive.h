@@ -14,6 +14,7 @@
 #include <span>
 #include <string>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -24,6 +25,8 @@
 #include "engine/chain.h"
 #include "engine/engine.h"
 #include "engine/memory_budget.h"
+#include "engine/named_segments.h"
+#include "engine/retention_horizon.h"
 #include "engine/segment_files.h"
 #include "engine/sequence.h"
 #include "storage/catalogue.h"
@@ -40,11 +43,11 @@ namespace attnd::engine {
 // is ever found again: a file counts once the catalogue knows it.
 class Archive {
  public:
-  // Opens or makes the data folder, and removes files that a crash left behind. FailedPrecondition
-  // if another process has it open. `files` may be a test's double; null: the operating system's.
-  // reads_whole: for a backend that reads no paged segments, so that what is brought back is whole.
+  // Opens or makes the data folder, and moves files aside that a crash left behind.
+  // FailedPrecondition if another process has it open, or if there are segments that the catalogue
+  // has lost, or never had. `files` may be a test's double; null: the operating system's.
   static absl::StatusOr<std::unique_ptr<Archive>> Open(const ArchiveOptions& options,
-                                                       bool reads_whole, MemoryBudget* budget,
+                                                       MemoryBudget* budget,
                                                        std::unique_ptr<storage::FileSystem> files);
 
   // Writes down all that is committed. Durable when it returns OK. FailedPrecondition if nothing
@@ -58,7 +61,8 @@ class Archive {
   };
   // NotFound, the same for unknown ones and other tenants'.
   absl::StatusOr<Sealed> OpenSealed(absl::string_view tenant, uint64_t sealed_id);
-  // Fills `fresh`, a new sequence that nobody else knows yet, made with those arguments.
+  // Fills `fresh`, a new sequence that nobody else knows yet, made with those arguments. Segments
+  // are paged if its backend reads such, and whole if it does not.
   absl::Status Resume(const Sealed& sealed, Sequence* fresh, const storage::Proceed& proceed);
 
   // The longest chain of known segments within token_ids that `fresh` may begin with; none if it
@@ -75,10 +79,14 @@ class Archive {
 
   // Drops what nobody has sealed, resumed or begun with for too long, and then, least recently used
   // first, as many sealed sequences as lie beyond the limit of bytes; how many.
-  absl::StatusOr<uint64_t> Retain(const RetentionLimits& limits, int64_t now_unix_s);
+  // now_boot_s: by BootSeconds, as the system's clock may be set.
+  absl::StatusOr<uint64_t> Retain(const RetentionLimits& limits, int64_t now_unix_s,
+                                  int64_t now_boot_s);
 
   // Notes in the catalogue what was used since the last call.
   void NoteUses();
+  // Drops some of what no record named at the start, once that is safe. One thread at a time.
+  void DropOrphans() { files_->DropOrphans(); }
 
   // A paged version of the first segment of a history that is whole; nothing if there is none. It
   // is written if it lies on no disk yet. Nobody sees it before the caller swaps it in.
@@ -105,14 +113,20 @@ class Archive {
   using SharedSegment = std::shared_ptr<const attention::Segment>;
   using Opened = SegmentFiles::Opened;
 
-  Archive(bool reads_whole, MemoryBudget* budget, std::unique_ptr<SegmentFiles> files,
+  Archive(MemoryBudget* budget, std::unique_ptr<SegmentFiles> files,
           std::unique_ptr<storage::Catalogue> catalogue);
 
   absl::Status Start();
 
-  // The names of a history's segments, in their order.
+  // The names of a history's segments, in their order. Names those that have none yet.
   absl::StatusOr<std::vector<storage::ChainId>> NamesOf(const Sequence& sequence,
-                                                        const HistorySnapshot& history);
+                                                        const HistorySnapshot& history)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(seal_mutex_);
+  // A name for a segment that has none and follows `parent`.
+  absl::StatusOr<storage::ChainId> NewName(const ChainNames& chain, const OpenArgs& args,
+                                           const HistorySnapshot& history,
+                                           const attention::Segment& segment,
+                                           const storage::ChainId& parent);
   // Whether another segment has that name, in memory or on disk, and cannot stand in for this one,
   // which begins a sequence: labels of all of a sequence's segments are of the same channels, and a
   // name does not say of which.
@@ -151,9 +165,20 @@ class Archive {
                          const storage::ChainId& parent, const storage::Proceed& proceed,
                          storage::CatalogueChanges* changes, SealResult* result);
   void RemoveUnrecorded(const HistorySnapshot& history, const storage::CatalogueChanges& changes);
-  void Remember(const HistorySnapshot& history, const std::vector<storage::ChainId>& names,
-                const storage::CatalogueChanges& changes);
-  void RememberSegment(const storage::ChainId& name, const SharedSegment& segment);
+  void Remember(const storage::CatalogueChanges& changes);
+  void Named(const SharedSegment& segment) {
+    MutexLock lock(mutex_);
+    named_.Add(segment);
+  }
+  NamedSegments::Versions VersionsOf(const storage::ChainId& name) const {
+    MutexLock lock(mutex_);
+    return named_.Find(name);
+  }
+  // For one that is loaded.
+  uint64_t NewSegmentId() {
+    MutexLock lock(mutex_);
+    return next_segment_id_++;
+  }
 
   // By name alone: nothing is read of the files.
   absl::StatusOr<std::vector<storage::SegmentRecord>> KnownPrefix(
@@ -168,6 +193,21 @@ class Archive {
                                             const storage::Proceed& proceed,
                                             RestoredSegments* restored);
   absl::Status LoadTail(const Sealed& sealed, Sequence* fresh, const storage::Proceed& proceed);
+  // Of a result that goes to a client.
+  template <typename T>
+  absl::StatusOr<T> Told(absl::StatusOr<T> result) const {
+    if (!result.ok()) return files_->ForClients(result.status());
+    return result;
+  }
+  absl::StatusOr<SealResult> SealNow(const HistorySnapshot& history, const Sequence& sequence,
+                                     const storage::Proceed& proceed);
+  absl::Status ResumeNow(const Sealed& sealed, Sequence* fresh, const storage::Proceed& proceed);
+  absl::StatusOr<RestoredSegments> FindPrefixNow(std::span<const uint32_t> token_ids,
+                                                 const Sequence& fresh, uint64_t longer_than,
+                                                 const storage::Proceed& proceed);
+  // Up to when what was last used is old, given all that is sealed.
+  int64_t HorizonOf(std::span<const storage::SequenceRecord> by_use, uint64_t age_max_s,
+                    int64_t now_unix_s, int64_t now_boot_s);
   // Drop; the bytes of its files.
   absl::StatusOr<uint64_t> DropRecord(absl::string_view tenant, uint64_t sealed_id);
   // Remembers that it was used, for NoteUses.
@@ -175,6 +215,9 @@ class Archive {
   static bool TailFits(const storage::SegmentFileHeader& header,
                        const storage::SequenceRecord& record, Sequence& fresh);
   absl::StatusOr<storage::SequenceRecord> FindSealed(absl::string_view tenant, uint64_t sealed_id);
+  // What to say of a sealed sequence that could not be brought back: which one has lost something,
+  // or that it is unknown, if it was dropped meanwhile and its segments with it.
+  absl::Status WhyNotBack(const storage::SequenceRecord& record, const absl::Status& status);
   absl::StatusOr<Opened> OpenTail(const storage::SequenceRecord& record);
   absl::Status LoseIfDamaged(const storage::SegmentRecord& record, absl::Status status);
   std::vector<uint32_t> LengthsAfter(const storage::ChainId& parent);
@@ -184,20 +227,18 @@ class Archive {
   void Forget(std::span<const storage::SegmentRecord> dropped);
 
   // Constant.
-  const bool reads_whole_;
   MemoryBudget* const budget_;
   const std::unique_ptr<SegmentFiles> files_;  // thread-safe
   const std::unique_ptr<storage::Catalogue> catalogue_;
 
   Mutex seal_mutex_;  // held while segments are written or dropped; before mutex_
 
+  Mutex retain_mutex_;  // held while the horizon moves and is noted; alone
+  RetentionHorizon horizon_ ABSL_GUARDED_BY(retain_mutex_);
+  std::optional<int64_t> noted_horizon_ ABSL_GUARDED_BY(retain_mutex_);  // in the catalogue
+
   mutable Mutex mutex_;
-  // Segments in memory that lie on disk, too, by name; and the names by segment id.
-  std::map<storage::ChainId, std::weak_ptr<const attention::Segment>> loaded_
-      ABSL_GUARDED_BY(mutex_);
-  std::map<uint64_t, storage::ChainId> names_ ABSL_GUARDED_BY(mutex_);
-  // By segment id: the file that was written from the segment, or that it was loaded from.
-  std::map<uint64_t, uint64_t> file_of_ ABSL_GUARDED_BY(mutex_);
+  NamedSegments named_ ABSL_GUARDED_BY(mutex_);
   // What was used and is not noted in the catalogue yet; bounded.
   std::map<uint64_t, int64_t> used_sequences_ ABSL_GUARDED_BY(mutex_);
   std::map<storage::ChainId, int64_t> used_segments_ ABSL_GUARDED_BY(mutex_);

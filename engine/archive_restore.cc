@@ -9,6 +9,7 @@
 #include "common/aligned_buffer.h"
 #include "common/status.h"
 #include "engine/archive.h"
+#include "engine/private_paths.h"
 
 namespace attnd::engine {
 using storage::CatalogueChanges;
@@ -25,14 +26,27 @@ absl::StatusOr<SequenceRecord> Archive::FindSealed(absl::string_view tenant, uin
   return absl::NotFoundError(absl::StrCat("sealed sequence ", sealed_id, " is unknown"));
 }
 
+absl::Status Archive::WhyNotBack(const SequenceRecord& record, const absl::Status& status) {
+  if (!absl::IsDataLoss(status)) return status;
+  ATTND_RETURN_IF_ERROR(FindSealed(record.tenant, record.id).status());
+  return absl::DataLossError(
+      absl::StrCat("sealed sequence ", record.id, " cannot be brought back: ", status.message()));
+}
+
 absl::StatusOr<Archive::Sealed> Archive::OpenSealed(absl::string_view tenant, uint64_t sealed_id) {
   Sealed sealed;
-  ATTND_ASSIGN_OR_RETURN(sealed.record, FindSealed(tenant, sealed_id));
-  ATTND_ASSIGN_OR_RETURN(sealed.tail, OpenTail(sealed.record));
+  ATTND_ASSIGN_OR_RETURN(sealed.record, Told(FindSealed(tenant, sealed_id)));
+  auto tail = OpenTail(sealed.record);
+  if (!tail.ok()) return files_->ForClients(WhyNotBack(sealed.record, tail.status()));
+  sealed.tail = *std::move(tail);
   return sealed;
 }
 
 absl::Status Archive::Resume(const Sealed& sealed, Sequence* fresh, const Proceed& proceed) {
+  return files_->ForClients(WhyNotBack(sealed.record, ResumeNow(sealed, fresh, proceed)));
+}
+
+absl::Status Archive::ResumeNow(const Sealed& sealed, Sequence* fresh, const Proceed& proceed) {
   ATTND_ASSIGN_OR_RETURN(const auto chain, ChainOf(sealed.record.last));
   RestoredSegments restored;
   ATTND_RETURN_IF_ERROR(LoadChain(*fresh, chain, proceed, &restored));
@@ -47,6 +61,12 @@ absl::Status Archive::Resume(const Sealed& sealed, Sequence* fresh, const Procee
 absl::StatusOr<RestoredSegments> Archive::FindPrefix(std::span<const uint32_t> token_ids,
                                                      const Sequence& fresh, uint64_t longer_than,
                                                      const Proceed& proceed) {
+  return Told(FindPrefixNow(token_ids, fresh, longer_than, proceed));
+}
+
+absl::StatusOr<RestoredSegments> Archive::FindPrefixNow(std::span<const uint32_t> token_ids,
+                                                        const Sequence& fresh, uint64_t longer_than,
+                                                        const Proceed& proceed) {
   RestoredSegments restored;
   ATTND_ASSIGN_OR_RETURN(const auto chain, KnownPrefix(token_ids, fresh));
   if (chain.empty()) return restored;
@@ -117,7 +137,11 @@ absl::Status Archive::LoadChain(const Sequence& fresh, std::span<const SegmentRe
                                 const Proceed& proceed, RestoredSegments* restored) {
   for (const SegmentRecord& record : records) {
     RestoredSegments part;
-    ATTND_ASSIGN_OR_RETURN(auto segment, LoadSegment(fresh, record, proceed, &part));
+    auto loaded = LoadSegment(fresh, record, proceed, &part);
+    if (absl::IsDataLoss(loaded.status())) {
+      loaded = LostPositions(record.first_position, record.tokens, loaded.status());
+    }
+    ATTND_ASSIGN_OR_RETURN(auto segment, std::move(loaded));
     restored->segments.push_back(std::move(segment));
     restored->key_bounds.insert(restored->key_bounds.end(), part.key_bounds.begin(),
                                 part.key_bounds.end());
@@ -131,6 +155,12 @@ absl::StatusOr<Archive::SharedSegment> Archive::LoadSegment(const Sequence& fres
                                                             const SegmentRecord& record,
                                                             const Proceed& proceed,
                                                             RestoredSegments* restored) {
+  // If the record is still there, a drop finds a user from here on and leaves the file to it.
+  LiveFile live = files_->live().UseRecorded(record.file);
+  const auto now = catalogue_->FindSegment(record.chain);
+  if (!now.ok() || now->file != record.file) {
+    return absl::DataLossError("it was dropped while it was brought back");
+  }
   auto opened = files_->OpenFile(record.file);
   if (opened.ok()) {
     const SegmentFileHeader& header = opened->file->header();
@@ -148,24 +178,15 @@ absl::StatusOr<Archive::SharedSegment> Archive::LoadSegment(const Sequence& fres
   if (!opened.ok()) return LoseIfDamaged(record, opened.status());
   restored->key_bounds = std::move(opened->metadata.key_bounds);
   restored->token_ids = std::move(opened->metadata.token_ids);
-  uint64_t id = 0;
-  {
-    MutexLock lock(mutex_);
-    const auto known = loaded_.find(record.chain);
-    SharedSegment shared = known == loaded_.end() ? nullptr : known->second.lock();
-    const bool damaged =
-        shared != nullptr && shared->paged() && absl::IsDataLoss(shared->paged_payload()->status());
-    if (shared != nullptr && !damaged) return shared;
-    id = next_segment_id_++;
-  }
-  auto read = reads_whole_
-                  ? files_->ReadWhole(*opened, id, proceed)
-                  : files_->ReadPaged(*std::move(opened), /*catalogued=*/true, id, proceed);
+  const attention::Backend* const backend = fresh.args().backend;
+  const bool whole = backend != nullptr && !backend->ReadsPaged();
+  if (auto shared = ReadableOf(VersionsOf(record.chain), whole)) return shared;
+  const uint64_t id = NewSegmentId();
+  auto read = whole ? files_->ReadWhole(*opened, id, proceed)
+                    : files_->ReadPaged(*std::move(opened), std::move(live), id, proceed);
   if (!read.ok()) return LoseIfDamaged(record, read.status());
   MutexLock lock(mutex_);
-  loaded_[record.chain] = *read;
-  names_[id] = record.chain;
-  file_of_[id] = record.file;
+  named_.Add(*read);
   ++stats_.loaded_segments;
   return read;
 }

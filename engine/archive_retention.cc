@@ -2,6 +2,8 @@
 //
 // Archive: how long sealed sequences are kept.
 #include <algorithm>
+#include <cstdlib>
+#include <limits>
 #include <map>
 #include <utility>
 #include <vector>
@@ -15,7 +17,24 @@ using storage::ChainId;
 using storage::SegmentRecord;
 using storage::SequenceRecord;
 
-absl::StatusOr<uint64_t> Archive::Retain(const RetentionLimits& limits, int64_t now_unix_s) {
+int64_t Archive::HorizonOf(std::span<const SequenceRecord> by_use, uint64_t age_max_s,
+                           int64_t now_unix_s, int64_t now_boot_s) {
+  MutexLock lock(retain_mutex_);
+  const auto age_s = static_cast<int64_t>(std::min<uint64_t>(age_max_s, storage::kUnixSMax));
+  const int64_t oldest = by_use.empty() ? now_unix_s : by_use.front().used_unix_s;
+  const int64_t newest = by_use.empty() ? now_unix_s : by_use.back().used_unix_s;
+  const int64_t at = horizon_.Move(age_s, now_unix_s, now_boot_s, oldest, newest);
+  // A server that starts goes on from there, at most so much earlier.
+  constexpr int64_t kNotedSeconds = 300;
+  const int64_t noted = std::max<int64_t>(at, 0);
+  if (!noted_horizon_.has_value() || std::abs(noted - *noted_horizon_) >= kNotedSeconds) {
+    if (catalogue_->NoteRetainedFrom(static_cast<uint64_t>(noted)).ok()) noted_horizon_ = noted;
+  }
+  return at;
+}
+
+absl::StatusOr<uint64_t> Archive::Retain(const RetentionLimits& limits, int64_t now_unix_s,
+                                         int64_t now_boot_s) {
   if (limits.bytes_max == 0 && limits.age_max_s == 0) return 0;
   uint64_t bytes = 0;
   std::map<ChainId, int64_t> used;  // of segments: beginning with a whole prefix is a use, too
@@ -36,10 +55,12 @@ absl::StatusOr<uint64_t> Archive::Retain(const RetentionLimits& limits, int64_t 
   std::sort(sequences.begin(), sequences.end(), [](const auto& a, const auto& b) {
     return std::pair(a.used_unix_s, a.id) < std::pair(b.used_unix_s, b.id);
   });
+  const int64_t horizon = limits.age_max_s == 0
+                              ? std::numeric_limits<int64_t>::min()
+                              : HorizonOf(sequences, limits.age_max_s, now_unix_s, now_boot_s);
   uint64_t dropped = 0;
   for (const SequenceRecord& sequence : sequences) {
-    const bool old = limits.age_max_s != 0 &&
-                     now_unix_s - sequence.used_unix_s > static_cast<int64_t>(limits.age_max_s);
+    const bool old = sequence.used_unix_s < horizon;
     const bool too_much = limits.bytes_max != 0 && bytes > limits.bytes_max;
     if (!old && !too_much) break;
     const absl::StatusOr<uint64_t> freed = DropRecord(sequence.tenant, sequence.id);

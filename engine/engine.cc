@@ -112,9 +112,11 @@ class EngineImpl : public Engine {
         options.on_pages_read = [observer = observer_](uint64_t bytes, auto time) {
           observer->OnPagesRead(bytes, time);
         };
+        options.on_disk_fault = [observer = observer_](const absl::Status& status) {
+          observer->OnDiskFault(status);
+        };
       }
-      ATTND_ASSIGN_OR_RETURN(archive_,
-                             Archive::Open(options, !backend_->ReadsPaged(), &budget_, nullptr));
+      ATTND_ASSIGN_OR_RETURN(archive_, Archive::Open(options, &budget_, nullptr));
       budget_.SetReclaim([this](uint64_t bytes) { return archive_->Reclaim(bytes); });
       pager_ = std::make_unique<Pager>(
           archive_.get(), &budget_, [this] { return sequences_.All(); }, options.retention);
@@ -130,16 +132,12 @@ class EngineImpl : public Engine {
   const EngineOptions& options() const override { return options_; }
   const attention::Backend& backend() const override { return *backend_; }
   attention::IndexSet IndexesOf(const attention::Policy& policy) const override {
-    const attention::IndexSet needed = policy.Indexes();
-    return needed.clustered() && !backend_->Supports(needed).ok() ? kClusters : needed;
+    return IndexesOn(backend_->OwnerOf({.policy = policy}), policy);
   }
 
   absl::StatusOr<uint64_t> Open(absl::string_view tenant, const OpenArgs& args) override {
-    return WithinMemory([&]() -> absl::StatusOr<uint64_t> {
-      ATTND_ASSIGN_OR_RETURN(auto sequence, MakeNew(tenant, args));
-      ATTND_RETURN_IF_ERROR(sequences_.Publish(sequence));
-      return sequence->id();
-    });
+    ATTND_ASSIGN_OR_RETURN(const OpenResult opened, OpenReusing(tenant, args, {}, nullptr));
+    return opened.sequence_id;
   }
 
   absl::Status Append(absl::string_view tenant, WriterId writer, uint64_t sequence_id,
@@ -208,7 +206,11 @@ class EngineImpl : public Engine {
       }
       const uint64_t bytes = chunk.queries.elements * DTypeBytes(chunk.queries.dtype);
       auto observed = std::make_shared<ObservedLayer>();
-      ATTND_ASSIGN_OR_RETURN(observed->memory, budget_.Reserve(bytes, "observed queries"));
+      const auto with_room = [&](const auto& call) {
+        return chunk.may_wait ? WithRoom(chunk.cancelled, call) : call();
+      };
+      ATTND_ASSIGN_OR_RETURN(observed->memory,
+                             with_room([&] { return budget_.Reserve(bytes, "observed queries"); }));
       observed->dtype = chunk.queries.dtype;
       observed->tokens = static_cast<uint32_t>(chunk.tokens);
       observed->queries.assign(chunk.queries.data, chunk.queries.data + bytes);
@@ -216,7 +218,8 @@ class EngineImpl : public Engine {
           Magnitude(chunk.queries.dtype, chunk.queries.data, chunk.queries.elements);
       ATTND_RETURN_IF_ERROR(CheckFinite("observed_queries", magnitude));
       const std::vector<float> channels = GroupMagnitudes(shape, *observed);
-      return sequence->Observe(writer, chunk.layer, std::move(observed), channels, magnitude);
+      return with_room(
+          [&] { return sequence->Observe(writer, chunk.layer, observed, channels, magnitude); });
     });
   }
 
@@ -354,12 +357,16 @@ class EngineImpl : public Engine {
   absl::StatusOr<OpenResult> OpenReusing(absl::string_view tenant, const OpenArgs& args,
                                          std::span<const uint32_t> token_ids,
                                          const std::atomic<bool>* cancelled) override {
-    return WithinMemory([&]() -> absl::StatusOr<OpenResult> {
-      return WithRoom(cancelled, [&]() -> absl::StatusOr<OpenResult> {
-        ATTND_ASSIGN_OR_RETURN(auto sequence, MakeNew(tenant, args));
+    const auto open = [&]() -> absl::StatusOr<OpenResult> {
+      ATTND_ASSIGN_OR_RETURN(auto sequence, MakeNew(tenant, args));
+      if (!token_ids.empty()) {
         ATTND_RETURN_IF_ERROR(BeginWithKnown(token_ids, cancelled, sequence.get()));
-        return PublishWith(std::move(sequence));
-      });
+      }
+      return PublishWith(std::move(sequence));
+    };
+    return WithinMemory([&]() -> absl::StatusOr<OpenResult> {
+      // A sequence that begins with nothing needs no room.
+      return token_ids.empty() ? open() : WithRoom(cancelled, open);
     });
   }
 
@@ -596,7 +603,8 @@ class EngineImpl : public Engine {
   }
 
   absl::StatusOr<OpenResult> PublishWith(std::shared_ptr<Sequence> sequence) {
-    const OpenResult result = {sequence->id(), sequence->Info().committed_tokens};
+    const OpenResult result = {sequence->id(), sequence->Info().committed_tokens,
+                               sequence->args().backend->name()};
     ATTND_RETURN_IF_ERROR(sequences_.Publish(std::move(sequence)));
     return result;
   }
@@ -639,15 +647,20 @@ class EngineImpl : public Engine {
           "model.shard is ", args.shard.index, " of ", args.shard.count, "; allowed are up to ",
           kShardsMax, " shards and an index below their number"));
     }
-    ATTND_RETURN_IF_ERROR(backend_->Supports(args.shape));
     OpenArgs complete = args;
     if (!complete.policy.has_value()) complete.policy = options_.default_policy;
-    ATTND_RETURN_IF_ERROR(backend_->Supports(*complete.policy));
+    const attention::Backend& owner =
+        backend_->OwnerOf({.policy = *complete.policy,
+                           .shape = &complete.shape,
+                           .indexes = complete.indexes.has_value() ? &*complete.indexes : nullptr});
+    complete.backend = &owner;
+    ATTND_RETURN_IF_ERROR(owner.Supports(complete.shape));
+    ATTND_RETURN_IF_ERROR(owner.Supports(*complete.policy));
     if (!complete.indexes.has_value()) {
       complete.indexes = IndexesFor(complete);
     }
     ATTND_RETURN_IF_ERROR(complete.indexes->Validate());
-    ATTND_RETURN_IF_ERROR(backend_->Supports(*complete.indexes));
+    ATTND_RETURN_IF_ERROR(owner.Supports(*complete.indexes));
     ATTND_RETURN_IF_ERROR(complete.policy->CheckIndexes(*complete.indexes));
     ATTND_RETURN_IF_ERROR(complete.policy->CheckShape(complete.shape));
     ATTND_RETURN_IF_ERROR(SetFeatureMaps(&complete));
@@ -655,10 +668,17 @@ class EngineImpl : public Engine {
     return Make(tenant, std::move(complete));
   }
 
+  // What a policy asks for of one backend, as IndexesOf says.
+  static attention::IndexSet IndexesOn(const attention::Backend& backend,
+                                       const attention::Policy& policy) {
+    const attention::IndexSet needed = policy.Indexes();
+    return needed.clustered() && !backend.Supports(needed).ok() ? kClusters : needed;
+  }
+
   // What a sequence is opened with if nothing was said. Of a latent shape no regression: the axes
   // of its long keys would take more memory than the clusters do.
   attention::IndexSet IndexesFor(const OpenArgs& args) const {
-    const attention::IndexSet asked = IndexesOf(*args.policy);
+    const attention::IndexSet asked = IndexesOn(*args.backend, *args.policy);
     if (args.cluster_order && !asked.clustered()) return kClusters;
     if (args.shape.latent && asked.Has(attention::IndexKind::kRegression)) return kClusters;
     return asked.empty() && args.policy->CheckIndexes(kClusters).ok() ? kClusters : asked;

@@ -46,6 +46,8 @@ struct ArchiveOptions {
   bool prefetch = false;  // of what the next layer's last step read
   // Set by the engine: Observer::OnPagesRead. May be empty.
   std::function<void(uint64_t bytes, std::chrono::nanoseconds time)> on_pages_read;
+  // The same: Observer::OnDiskFault.
+  std::function<void(const absl::Status&)> on_disk_fault;
 
   uint64_t PageMemoryBytes(uint64_t memory_budget_bytes) const;
 };
@@ -85,6 +87,8 @@ class Observer {
   virtual void OnSegmentBuildFailed(BuildTrigger, const absl::Status&) {}
   // Pages were read from disk; the time is from when they were asked for.
   virtual void OnPagesRead(uint64_t /*bytes*/, std::chrono::nanoseconds /*time*/) {}
+  // A call or row was refused for this; its client is told the same without the server's paths.
+  virtual void OnDiskFault(const absl::Status&) {}
   // Of each row that was picked for an audit, one of the two.
   virtual void OnAudited(const AuditedRow&) {}
   virtual void OnAuditSkipped(AuditSkip) {}
@@ -126,6 +130,8 @@ struct OpenArgs {
   // with segments keeps to the channels of the first of them all the same.
   std::shared_ptr<const attention::LabelChoice> label_channels;
   std::string label_channels_id;
+  // Set by the engine: the backend that has the sequence. Lives as long as the engine.
+  const attention::Backend* backend = nullptr;
 };
 
 struct SequenceInfo {
@@ -158,6 +164,8 @@ struct ObservedChunk {
   uint64_t tokens = 0;
   uint64_t heads = 0, head_dim = 0;  // the tensor's own
   TensorView queries;                // [tokens, heads, head_dim]
+  bool may_wait = false;             // for room, as AppendChunk's
+  const std::atomic<bool>* cancelled = nullptr;
 };
 
 struct PrefillResult {
@@ -224,6 +232,7 @@ struct SealedInfo {
 struct OpenResult {
   uint64_t sequence_id = 0;
   uint64_t tokens_present = 0;
+  absl::string_view backend = "";  // name of the one that has the sequence
 };
 
 // Since the start.
@@ -240,7 +249,7 @@ struct ArchiveStats {
   uint64_t written_segments = 0;
   uint64_t loaded_segments = 0;
   uint64_t quarantined_files = 0;
-  uint64_t orphans_removed = 0;
+  uint64_t orphan_files = 0;        // that no record named at the start
   uint64_t paged_out_segments = 0;  // that want of memory moved to disk
   uint64_t failed_page_outs = 0;
   uint64_t retired_sequences = 0;  // dropped by the limits of retention
@@ -267,8 +276,9 @@ class Engine {
 
   virtual const EngineOptions& options() const = 0;
   virtual const attention::Backend& backend() const = 0;
-  // The indexes that a policy asks for on this backend, empty if any do: those it needs, or
-  // clusters where they serve it and the backend does not have what it prefers.
+  // The indexes that a policy asks for on the backend that has its sequences where the model's
+  // shape allows it, empty if any do: those it needs, or clusters where they serve it and the
+  // backend does not have what it prefers.
   virtual attention::IndexSet IndexesOf(const attention::Policy& policy) const = 0;
 
   // ResourceExhausted at max_sequences or at a full budget, Unavailable after StopOpening or
@@ -304,7 +314,7 @@ class Engine {
   static constexpr std::chrono::seconds kRoomWait{30};
   // Whether a step over this sequence may have to wait for the disk; false for unknown ones.
   virtual bool MayReadDisk(absl::string_view tenant, uint64_t sequence_id) = 0;
-  // Whether a chunk that found no room may find some by waiting (AppendChunk::may_wait).
+  // Whether what found no room may find some by waiting (AppendChunk, ObservedChunk: may_wait).
   virtual bool MayMakeRoom() const = 0;
 
   // Appends the rows' new tokens and answers attention. A status other than OK concerns the whole
@@ -337,7 +347,8 @@ class Engine {
                                             uint64_t sealed_id,
                                             const std::atomic<bool>* cancelled) = 0;
   // Opens a sequence that begins with the segments, of open sequences or sealed ones, if there are
-  // any, that token_ids begin with; for a model without a fingerprint as Open.
+  // any, that token_ids begin with; without token_ids and for a model without a fingerprint as
+  // Open.
   virtual absl::StatusOr<OpenResult> OpenReusing(absl::string_view tenant, const OpenArgs& args,
                                                  std::span<const uint32_t> token_ids,
                                                  const std::atomic<bool>* cancelled) = 0;

@@ -48,6 +48,15 @@ class LiveFiles : public std::enable_shared_from_this<LiveFiles> {
     entry.catalogued |= catalogued;
     return LiveFile(weak_from_this(), number);
   }
+  // A further user of a file that a record names. Other users may know that the record has gone
+  // since; whoever is the first asks the catalogue again, as the file may have gone before.
+  LiveFile UseRecorded(uint64_t number) {
+    MutexLock lock(mutex_);
+    const auto [entry, first] = files_.try_emplace(number);
+    if (first) entry->second.catalogued = true;
+    ++entry->second.users;
+    return LiveFile(weak_from_this(), number);
+  }
   // The catalogue knows the file from now on.
   void Catalogue(uint64_t number) {
     MutexLock lock(mutex_);

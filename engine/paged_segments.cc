@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "common/status.h"
+#include "engine/private_paths.h"
 
 namespace attnd::engine {
 namespace {
@@ -46,6 +47,20 @@ void RememberWants(std::span<const PageWant> wants) {
 
 }  // namespace
 
+absl::Status FilePayload::status() const {
+  const absl::Status status = source_->status();
+  if (!absl::IsDataLoss(status)) return status.ok() ? status : (*for_clients_)(status);
+  {
+    MutexLock lock(mutex_);
+    if (!lost_.ok()) return lost_;
+  }
+  const storage::SegmentFileHeader& header = source_->file().header();
+  absl::Status lost = (*for_clients_)(LostPositions(header.first_position, header.tokens, status));
+  MutexLock lock(mutex_);
+  lost_ = lost;
+  return lost;
+}
+
 // A step may want a layer's pages in several calls, by KV heads: what it wants of a head replaces
 // what was wanted of that head before.
 void FilePayload::Remember(uint32_t layer, std::span<const PageCache::PageId> pages) const {
@@ -77,7 +92,8 @@ void FilePayload::Prefetch(uint32_t layer) const {
 absl::StatusOr<std::shared_ptr<const FilePayload>> PagedSegments::Add(
     std::unique_ptr<const storage::SegmentFile> file, LiveFile live) {
   ATTND_ASSIGN_OR_RETURN(auto source, cache_->Add(std::move(file)));
-  return std::make_shared<const FilePayload>(this, std::move(source), std::move(live));
+  return std::make_shared<const FilePayload>(this, std::move(source), std::move(live),
+                                             &for_clients_);
 }
 
 uint64_t PagedSegments::BooksBytes(const storage::SegmentFileHeader& header) {

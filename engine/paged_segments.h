@@ -7,8 +7,10 @@
 #define ATTND_ENGINE_PAGED_SEGMENTS_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -26,15 +28,20 @@ namespace attnd::engine {
 // Thread-safe.
 class FilePayload : public attention::PagedPayload {
  public:
+  // What clients are told of an error.
+  using ForClients = std::function<absl::Status(const absl::Status&)>;
+
   FilePayload(attention::PageStore* store, std::shared_ptr<storage::PageCache::Source> source,
-              LiveFile file)
+              LiveFile file, const ForClients* for_clients)
       : store_(store),
         source_(std::move(source)),
         file_(std::move(file)),
+        for_clients_(for_clients),
         wanted_(source_->file().header().layers) {}
 
   attention::PageStore* store() const override { return store_; }
-  absl::Status status() const override { return source_->status(); }
+  // For clients: rows are refused with it.
+  absl::Status status() const override;
 
   const std::shared_ptr<storage::PageCache::Source>& source() const { return source_; }
   uint64_t file_number() const { return file_.number(); }
@@ -49,10 +56,12 @@ class FilePayload : public attention::PagedPayload {
   attention::PageStore* const store_;
   const std::shared_ptr<storage::PageCache::Source> source_;
   const LiveFile file_;
+  const ForClients* const for_clients_;
 
   mutable Mutex mutex_;
   // [layers] what the newest steps wanted.
   mutable std::vector<std::vector<storage::PageCache::PageId>> wanted_ ABSL_GUARDED_BY(mutex_);
+  mutable absl::Status lost_ ABSL_GUARDED_BY(mutex_);  // what was said of damage; it stays
 };
 
 // The payload of a paged segment of this engine.
@@ -64,8 +73,9 @@ inline const FilePayload& FilePayloadOf(const attention::Segment& segment) {
 class PagedSegments : public attention::PageStore {
  public:
   // remembers: whether FilePayload::Prefetch will be called.
-  PagedSegments(std::shared_ptr<storage::PageCache> cache, bool remembers)
-      : cache_(std::move(cache)), remembers_(remembers) {}
+  PagedSegments(std::shared_ptr<storage::PageCache> cache, bool remembers,
+                FilePayload::ForClients for_clients)
+      : cache_(std::move(cache)), remembers_(remembers), for_clients_(std::move(for_clients)) {}
   // Nothing is read any more.
   ~PagedSegments() override { cache_->Stop(); }
 
@@ -87,6 +97,7 @@ class PagedSegments : public attention::PageStore {
  private:
   const std::shared_ptr<storage::PageCache> cache_;
   const bool remembers_;
+  const FilePayload::ForClients for_clients_;
 };
 
 }  // namespace attnd::engine

@@ -98,7 +98,8 @@ void Pager::RetainNow() {
   next_retention_ = now + kRetentionPeriod;
   archive_->NoteUses();
   // What cannot be dropped now is tried again.
-  archive_->Retain(retention_, NowUnixSeconds()).IgnoreError();
+  archive_->Retain(retention_, NowUnixSeconds(), BootSeconds()).IgnoreError();
+  archive_->DropOrphans();
 }
 
 uint64_t Pager::HeldBytes() const {
@@ -132,27 +133,28 @@ absl::Status Pager::Round(bool asked) {
       if (!asked && !above(kMark) && candidate.used > idle_since) return absl::OkStatus();
       const std::shared_ptr<Sequence> sequence = candidate.sequence.lock();
       if (sequence == nullptr || sequence->closed() || !sequence->has_whole_segments()) break;
-      ATTND_RETURN_IF_ERROR(MoveOne(sequence.get()));
+      ATTND_ASSIGN_OR_RETURN(const bool one, MoveOne(sequence.get()));
+      if (!one) break;  // what it had has gone meanwhile: the next one's turn
       moved = true;
     }
   }
   return absl::OkStatus();
 }
 
-absl::Status Pager::MoveOne(Sequence* sequence) {
+absl::StatusOr<bool> Pager::MoveOne(Sequence* sequence) {
   const auto proceed = [this] {
     return stopping_.load() ? absl::UnavailableError("shutting down") : absl::OkStatus();
   };
   const auto swap = archive_->PageOut(sequence, proceed);
   if (!swap.ok()) archive_->CountFailedPageOut();
   ATTND_RETURN_IF_ERROR(swap.status());
-  if (!swap->has_value()) return absl::OkStatus();
+  if (!swap->has_value()) return false;
   // Forks share segments: their memory is free when the last one lets them go.
   for (const auto& other : sequences_()) other->SwapSegments({&**swap, 1});
   MutexLock lock(mutex_);
   ++moves_;
   done_.NotifyAll();
-  return absl::OkStatus();
+  return true;
 }
 
 }  // namespace attnd::engine

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "common/mutex.h"
 #include "engine/archive.h"
 #include "engine/memory_budget.h"
@@ -65,8 +66,8 @@ class Pager {
   absl::Status Round(bool asked);
   // Sequences with segments that can be moved, the one used longest ago first.
   std::vector<Candidate> Candidates() const;
-  // Moves the sequence's first whole segment.
-  absl::Status MoveOne(Sequence* sequence);
+  // Moves the sequence's first whole segment. False if it has none any more.
+  absl::StatusOr<bool> MoveOne(Sequence* sequence);
   // Of the budget, what cannot be had back at once.
   uint64_t HeldBytes() const;
 

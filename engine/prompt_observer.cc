@@ -16,6 +16,7 @@
 namespace attnd::engine {
 namespace {
 
+using attention::KeepSet;
 using attention::ObservedQueries;
 using attention::SequenceView;
 
@@ -53,16 +54,13 @@ absl::Status ForEach(uint32_t threads, uint32_t count,
   return first;
 }
 
-// The keep-set of a prompt by its observed queries.
-absl::Status MakeKeepSet(const PromptObservation& prompt, const attention::Policy& policy,
-                         uint32_t threads, absl::FunctionRef<absl::Status()> proceed,
-                         attention::KeepSet* keep) {
+// What each layer and KV head of a prompt keeps by its observed queries.
+absl::Status ChooseAll(const PromptObservation& prompt, const attention::Policy& policy,
+                       uint32_t threads, absl::FunctionRef<absl::Status()> proceed,
+                       KeepSet::Positions* positions) {
   const SequenceView& view = *prompt.view;
   const ModelShape& shape = view.shape;
-  keep->budget = policy.budget;
-  keep->adaptive = policy.adaptive;
-  keep->ranked_tokens = view.tail_begin;
-  keep->positions.resize(size_t{shape.layers} * shape.kv_heads);
+  positions->resize(size_t{shape.layers} * shape.kv_heads);
   if (view.segments.empty()) return absl::OkStatus();
   const uint32_t sink = view.segments.front()->unclustered();
   return ForEach(threads, shape.layers, [&](uint32_t layer) -> absl::Status {
@@ -77,18 +75,47 @@ absl::Status MakeKeepSet(const PromptObservation& prompt, const attention::Polic
     auto kept = attention::ChooseKept(importance, policy.budget, policy.adaptive);
     for (uint32_t head = 0; head < shape.kv_heads; ++head) {
       for (uint32_t& number : kept[head]) number += sink;
-      keep->positions[size_t{layer} * shape.kv_heads + head] = std::move(kept[head]);
+      (*positions)[size_t{layer} * shape.kv_heads + head] = std::move(kept[head]);
     }
     return absl::OkStatus();
   });
 }
 
-// Scratch of MakeKeepSet: a thread's weights and importances, and the layers' keep-sets.
-uint64_t KeepSetBytes(const PromptObservation& prompt, uint32_t threads) {
+// Scratch of ChooseAll: a thread's weights and importances, and what ranks them.
+uint64_t ScratchBytes(const PromptObservation& prompt, uint32_t threads) {
   const ModelShape& shape = prompt.view->shape;
   const uint64_t each = prompt.tokens * (attention::kQuad * sizeof(float) + sizeof(double) +
-                                         shape.kv_heads * (2 * sizeof(float) + 1));
+                                         shape.kv_heads * (3 * sizeof(float) + 1));
   return std::min(threads, shape.layers) * each;
+}
+
+// Of the positions that are kept: as many as the policy allows, in all heads.
+uint64_t KeptBytes(const PromptObservation& prompt, const attention::Policy& policy) {
+  const ModelShape& shape = prompt.view->shape;
+  const uint64_t share = attention::KeptShare(policy.budget, prompt.view->tail_begin);
+  return uint64_t{shape.layers} * shape.kv_heads *
+         (sizeof(std::vector<uint32_t>) + share * sizeof(uint32_t));
+}
+
+// The keep-set of a prompt; its list of positions holds its bytes for whoever shares it.
+absl::StatusOr<std::shared_ptr<const KeepSet>> MakeKeepSet(
+    const PromptObservation& prompt, const attention::Policy& policy, uint32_t threads,
+    MemoryBudget* budget, absl::FunctionRef<absl::Status()> proceed) {
+  struct HeldPositions {
+    Reservation memory;
+    KeepSet::Positions positions;
+  };
+  auto held = std::make_shared<HeldPositions>();
+  ATTND_ASSIGN_OR_RETURN(held->memory, budget->Reserve(KeptBytes(prompt, policy), "a keep-set"));
+  ATTND_ASSIGN_OR_RETURN(const Reservation scratch, budget->Reserve(ScratchBytes(prompt, threads),
+                                                                    "looking at observed queries"));
+  ATTND_RETURN_IF_ERROR(ChooseAll(prompt, policy, threads, proceed, &held->positions));
+  auto keep = std::make_shared<KeepSet>();
+  keep->budget = policy.budget;
+  keep->adaptive = policy.adaptive;
+  keep->ranked_tokens = prompt.view->tail_begin;
+  keep->positions = std::shared_ptr<const KeepSet::Positions>(held, &held->positions);
+  return keep;
 }
 
 absl::Status RememberBlocks(const PromptObservation& prompt, const attention::Policy& policy,
@@ -125,15 +152,8 @@ absl::Status ObservePrompt(uint32_t threads, MemoryBudget* budget,
     ATTND_RETURN_IF_ERROR(RememberBlocks(*prompt, blocks, threads));
   }
   if (keeps) {
-    ATTND_ASSIGN_OR_RETURN(
-        const Reservation scratch,
-        budget->Reserve(KeepSetBytes(*prompt, threads), "looking at observed queries"));
-    auto keep = std::make_shared<attention::KeepSet>();
-    ATTND_RETURN_IF_ERROR(MakeKeepSet(*prompt, policy, threads, proceed, keep.get()));
-    uint64_t bytes = 0;
-    for (const auto& positions : keep->positions) bytes += positions.size() * sizeof(uint32_t);
-    ATTND_ASSIGN_OR_RETURN(Reservation memory, budget->Reserve(bytes, "a keep-set"));
-    sequence->SetKeepSet(std::move(keep), *prompt->view, std::move(memory));
+    ATTND_ASSIGN_OR_RETURN(const auto keep, MakeKeepSet(*prompt, policy, threads, budget, proceed));
+    sequence->SetKeepSet(keep, *prompt->view);
   }
   sequence->ForgetObservation(*prompt);
   return absl::OkStatus();

@@ -8,6 +8,8 @@
 #include "absl/strings/str_cat.h"
 #include "attention/segment_loader.h"
 #include "common/status.h"
+#include "engine/named_segments.h"
+#include "engine/private_paths.h"
 
 namespace attnd::engine {
 namespace {
@@ -42,6 +44,13 @@ absl::Status NoMemory() {
 absl::Status CheckIndex(const attention::SegmentLoader& loader) {
   const absl::Status index = loader.Check();
   return index.ok() ? index : absl::DataLossError(index.message());
+}
+
+// Of a segment that a file is read for.
+std::shared_ptr<const attention::OriginSlot> SlotOf(const SegmentFiles::Opened& opened) {
+  auto slot = std::make_shared<attention::OriginSlot>();
+  slot->SetOnce(std::make_shared<const SegmentOrigin>(opened.header().chain, opened.number));
+  return slot;
 }
 
 }  // namespace
@@ -103,6 +112,7 @@ SegmentFiles::SegmentFiles(const ArchiveOptions& options, MemoryBudget* budget,
       budget_(budget),
       files_(std::move(files)),
       folder_(std::move(folder)),
+      orphans_(&folder_, files_.get()),
       live_(std::make_shared<LiveFiles>(
           [this](uint64_t number) { static_cast<void>(Remove(number)); })) {}
 
@@ -118,7 +128,9 @@ absl::Status SegmentFiles::Start() {
   cache.read_bytes_per_s = options_.read_bytes_per_s;
   cache.on_read = options_.on_pages_read;
   ATTND_ASSIGN_OR_RETURN(auto pages, storage::PageCache::Create(cache));
-  paged_ = std::make_unique<PagedSegments>(std::move(pages), options_.prefetch);
+  paged_ = std::make_unique<PagedSegments>(
+      std::move(pages), options_.prefetch,
+      [this](const absl::Status& status) { return ForClients(status); });
   return absl::OkStatus();
 }
 
@@ -164,17 +176,39 @@ absl::Status SegmentFiles::CheckNotStrayed() const {
                    " segment files: `attnctl rebuild-catalogue` makes it again from them"));
 }
 
-// Files that no record names: a crash came before their seal was acknowledged, or after what needed
-// them was dropped, or while a segment was paged out that had never been sealed.
-absl::Status SegmentFiles::RemoveOrphans(const std::unordered_set<uint64_t>& known) {
+absl::Status SegmentFiles::CheckNotNewer(uint64_t last) const {
+  const auto check = [&](const auto& files, absl::string_view option) -> absl::Status {
+    for (const storage::StoredFile& file : files) {
+      // A temporary one was never whole: no record ever named it.
+      if (file.temporary || file.number <= last) continue;
+      return absl::FailedPreconditionError(
+          absl::StrCat(folder_.CataloguePath(),
+                       " has lost what it knew, or is an older one: it has given no file "
+                       "a number beyond ",
+                       last, ", and there is ", file.path, ": `attnctl rebuild-catalogue", option,
+                       "` makes it again from the segment files, which are left alone"));
+    }
+    return absl::OkStatus();
+  };
+  // First, as a rebuild without them would leave them to be dropped.
+  ATTND_ASSIGN_OR_RETURN(const auto orphans, folder_.ListOrphans());
+  ATTND_RETURN_IF_ERROR(check(orphans, " --orphans"));
   ATTND_ASSIGN_OR_RETURN(const auto stored, folder_.ListSegments());
-  for (const storage::StoredFile& file : stored) {
-    if (!file.temporary && known.count(file.number) != 0) continue;
-    ATTND_RETURN_IF_ERROR(files_->Remove(file.path));
-    MutexLock lock(mutex_);
-    ++orphans_removed_;
-  }
+  return check(stored, "");
+}
+
+absl::Status SegmentFiles::SetOrphansAside(const Orphans::Numbers& known) {
+  ATTND_ASSIGN_OR_RETURN(const uint64_t found,
+                         orphans_.SetAside(known, std::chrono::steady_clock::now()));
+  MutexLock lock(mutex_);
+  orphan_files_ = found;
   return absl::OkStatus();
+}
+
+absl::Status SegmentFiles::ForClients(const absl::Status& status) const {
+  absl::Status told = WithoutPaths(status, folder_.root());
+  if (told != status && options_.on_disk_fault) options_.on_disk_fault(status);
+  return told;
 }
 
 void SegmentFiles::CountRead(uint64_t bytes) {
@@ -189,7 +223,7 @@ void SegmentFiles::AddStats(ArchiveStats* stats) const {
     stats->why_threads = why_threads_;
     stats->read_bytes = read_bytes_;
     stats->quarantined_files = quarantined_files_;
-    stats->orphans_removed = orphans_removed_;
+    stats->orphan_files = orphan_files_;
   }
   stats->open = true;
   stats->direct = files_->direct();
@@ -205,7 +239,8 @@ absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::ReadWhole(const Opened
   const attention::SegmentForm form = opened.form();
   const uint64_t bytes = Segment::IndexBytes(form) + Segment::PayloadBytes(form);
   ATTND_ASSIGN_OR_RETURN(Reservation reservation, budget_->Reserve(bytes, "a sealed segment"));
-  attention::SegmentLoader loader(id, form, opened.header().first_position);
+  attention::SegmentLoader loader(id, form, opened.header().first_position, nullptr,
+                                  SlotOf(opened));
   if (!loader.allocated()) return NoMemory();
   {
     ATTND_ASSIGN_OR_RETURN(const QueueLease queue, QueueLease::Take(this));
@@ -219,19 +254,19 @@ absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::ReadWhole(const Opened
   return HoldReservation(loader.Finish(), std::move(reservation));
 }
 
-absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::ReadPaged(Opened opened, bool catalogued,
+absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::ReadPaged(Opened opened, LiveFile live,
                                                                     uint64_t id,
                                                                     const Proceed& proceed) {
   const attention::SegmentForm form = opened.form();
   const uint64_t first_position = opened.header().first_position;
   const uint64_t bytes = Segment::IndexBytes(form);
+  auto origin = SlotOf(opened);
   ATTND_ASSIGN_OR_RETURN(Reservation reservation,
                          budget_->Reserve(bytes + PagedSegments::BooksBytes(opened.header()),
                                           "a sealed segment's index"));
   const SegmentFile* const file = opened.file.get();
-  ATTND_ASSIGN_OR_RETURN(
-      auto payload, paged_->Add(std::move(opened.file), live_->Use(opened.number, catalogued)));
-  attention::SegmentLoader loader(id, form, first_position, payload);
+  ATTND_ASSIGN_OR_RETURN(auto payload, paged_->Add(std::move(opened.file), std::move(live)));
+  attention::SegmentLoader loader(id, form, first_position, payload, std::move(origin));
   if (!loader.allocated()) return NoMemory();
   {
     ATTND_ASSIGN_OR_RETURN(const QueueLease queue, QueueLease::Take(this));
@@ -243,15 +278,15 @@ absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::ReadPaged(Opened opene
 }
 
 absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::PageOut(const Segment& whole,
-                                                                  Opened opened, bool catalogued) {
+                                                                  Opened opened, LiveFile live) {
   const auto index = whole.index_block();
   const uint64_t bytes = index.size() + PagedSegments::BooksBytes(opened.header());
   // Within the budget, if pages that nobody reads can make room; in any case, as it frees more.
   absl::StatusOr<Reservation> free = budget_->Reserve(bytes, "a segment's index");
   Reservation reservation = free.ok() ? *std::move(free) : budget_->ReserveBeyond(bytes);
-  ATTND_ASSIGN_OR_RETURN(
-      auto payload, paged_->Add(std::move(opened.file), live_->Use(opened.number, catalogued)));
-  attention::SegmentLoader loader(whole.id(), whole.form(), whole.first_position(), payload);
+  ATTND_ASSIGN_OR_RETURN(auto payload, paged_->Add(std::move(opened.file), std::move(live)));
+  attention::SegmentLoader loader(whole.id(), whole.form(), whole.first_position(), payload,
+                                  whole.origin());
   if (!loader.allocated()) return NoMemory();
   std::memcpy(loader.index_block().data(), index.data(), index.size());
   return HoldReservation(loader.Finish(), std::move(reservation));
@@ -262,7 +297,8 @@ absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::BringWhole(const Segme
   const attention::SegmentForm& form = paged.form();
   const uint64_t bytes = Segment::IndexBytes(form) + Segment::PayloadBytes(form);
   ATTND_ASSIGN_OR_RETURN(Reservation reservation, budget_->Reserve(bytes, "a sealed segment"));
-  attention::SegmentLoader loader(paged.id(), form, paged.first_position());
+  attention::SegmentLoader loader(paged.id(), form, paged.first_position(), nullptr,
+                                  paged.origin());
   if (!loader.allocated()) return NoMemory();
   const auto index = paged.index_block();
   std::memcpy(loader.index_block().data(), index.data(), index.size());

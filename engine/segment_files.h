@@ -5,10 +5,10 @@
 #ifndef ATTND_ENGINE_SEGMENT_FILES_H_
 #define ATTND_ENGINE_SEGMENT_FILES_H_
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <unordered_set>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -19,6 +19,7 @@
 #include "engine/live_files.h"
 #include "engine/memory_budget.h"
 #include "engine/opened_file.h"
+#include "engine/orphans.h"
 #include "engine/paged_segments.h"
 #include "storage/data_folder.h"
 #include "storage/file_system.h"
@@ -53,16 +54,16 @@ class SegmentFiles {
   };
   absl::StatusOr<Opened> OpenFile(uint64_t number);
 
-  // The segment of an open file, which must hold one: whole, or only its index. catalogued: whether
-  // the catalogue knows the file.
+  // The segment of an open file, which must hold one: whole, or only its index; then it is a user
+  // of the file.
   absl::StatusOr<SharedSegment> ReadWhole(const Opened& opened, uint64_t id,
                                           const storage::Proceed& proceed);
-  absl::StatusOr<SharedSegment> ReadPaged(Opened opened, bool catalogued, uint64_t id,
+  absl::StatusOr<SharedSegment> ReadPaged(Opened opened, LiveFile live, uint64_t id,
                                           const storage::Proceed& proceed);
   // A whole segment with its payload in a file that holds the same. Takes memory for another index
   // even if the budget has none free: the payload that goes with the old one is much greater.
   absl::StatusOr<SharedSegment> PageOut(const attention::Segment& whole, Opened opened,
-                                        bool catalogued);
+                                        LiveFile live);
   // The same segment with its payload in memory.
   absl::StatusOr<SharedSegment> BringWhole(const attention::Segment& paged,
                                            const storage::Proceed& proceed);
@@ -76,8 +77,15 @@ class SegmentFiles {
   // FailedPrecondition if there are segments without a catalogue: a new one would know none of
   // them, and all would be taken for what a crash left.
   absl::Status CheckNotStrayed() const;
-  // Removes files that are not `known`: a crash left them.
-  absl::Status RemoveOrphans(const std::unordered_set<uint64_t>& known);
+  // FailedPrecondition if a file has a greater number than `last`, the last one that the catalogue
+  // knows to have been given: it is new, or an older one, and has lost what names the file.
+  absl::Status CheckNotNewer(uint64_t last) const;
+  // At the start: moves files that are not `known` aside; later: drops some of what lies there.
+  absl::Status SetOrphansAside(const Orphans::Numbers& known);
+  void DropOrphans() { orphans_.DropSome(std::chrono::steady_clock::now()); }
+
+  // What a client is told: without paths of files. What it is not told goes to on_disk_fault.
+  absl::Status ForClients(const absl::Status& status) const;
 
   // What files and queues have come to.
   void AddStats(ArchiveStats* stats) const;
@@ -96,6 +104,7 @@ class SegmentFiles {
   const std::unique_ptr<storage::FileSystem> files_;
   const storage::DataFolder folder_;
   Reservation page_memory_;  // the page cache's guaranteed part
+  Orphans orphans_;          // of whoever starts, and then keeps to limits: one at a time
 
   mutable Mutex mutex_;
   std::vector<std::unique_ptr<storage::IoQueue>> idle_queues_ ABSL_GUARDED_BY(mutex_);
@@ -103,7 +112,7 @@ class SegmentFiles {
   std::string why_threads_ ABSL_GUARDED_BY(mutex_);
   uint64_t read_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t quarantined_files_ ABSL_GUARDED_BY(mutex_) = 0;
-  uint64_t orphans_removed_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t orphan_files_ ABSL_GUARDED_BY(mutex_) = 0;
 
   // Thread-safe; last, as they use what is above.
   const std::shared_ptr<LiveFiles> live_;

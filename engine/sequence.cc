@@ -64,12 +64,33 @@ struct NewRows {
 };
 
 // For those who may choose blocks by what the step before them chose.
-std::shared_ptr<attention::BlockRecall> MakeRecall(const OpenArgs& args) {
+std::shared_ptr<attention::BlockRecall> MakeRecall(const OpenArgs& args, MemoryBudget* budget) {
   const bool two_levels =
       args.indexes.has_value() &&
       args.indexes->HasAll({attention::IndexKind::kBlocks64, attention::IndexKind::kLabels});
   if (!two_levels) return nullptr;
-  return std::make_shared<attention::BlockRecall>(args.shape.layers, args.shape.kv_heads);
+  const auto hold = [budget](uint64_t bytes) -> std::shared_ptr<const void> {
+    auto reservation = budget->Reserve(bytes, "the blocks that a step chose");
+    if (!reservation.ok()) return nullptr;
+    return std::make_shared<Reservation>(*std::move(reservation));
+  };
+  return std::make_shared<attention::BlockRecall>(args.shape.layers, args.shape.kv_heads, hold);
+}
+
+// Of what belongs to a sequence whatever its length: the object and its place, its texts, a
+// keep-set but for its positions, and the channels of its labels.
+uint64_t ObjectBytes(absl::string_view tenant, const OpenArgs& args) {
+  // NOLINTBEGIN(bugprone-unchecked-optional-access): Engine::Open sets them
+  uint64_t bytes = sizeof(Sequence) + kTableEntryBytes + sizeof(attention::KeepSet) +
+                   tenant.size() + args.fingerprint.size() + args.policy->preset.size() +
+                   args.feature_maps_id.size() + args.label_channels_id.size() +
+                   args.shape.layers * (sizeof(uint64_t) + sizeof(float));
+  if (args.indexes->Has(attention::IndexKind::kLabels)) {
+    bytes += uint64_t{args.shape.layers} * args.shape.kv_heads *
+             attention::LabelChannels(args.shape) * sizeof(uint16_t);
+  }
+  // NOLINTEND(bugprone-unchecked-optional-access)
+  return bytes;
 }
 
 float Greatest(std::span<const float> values) {
@@ -131,20 +152,16 @@ Sequence::Sequence(uint64_t id, std::string tenant, OpenArgs args, uint64_t max_
       args_(std::move(args)),
       max_tokens_(max_tokens),
       budget_(budget),
-      recall_(MakeRecall(args_)),
       layer_tokens_(args_.shape.layers, 0),
       key_bounds_(args_.shape.layers, 0),
-      token_ids_(budget) {}
+      token_ids_(budget),
+      recall_(MakeRecall(args_, budget)) {}
 
 absl::StatusOr<std::shared_ptr<Sequence>> Sequence::Create(uint64_t id, absl::string_view tenant,
                                                            OpenArgs args, uint64_t max_tokens,
                                                            MemoryBudget* budget) {
-  // NOLINTNEXTLINE(bugprone-unchecked-optional-access): Engine::Open sets it
-  const uint64_t policy_bytes = args.policy->preset.size();
-  const uint64_t bytes = sizeof(Sequence) + kTableEntryBytes + tenant.size() +
-                         args.fingerprint.size() + policy_bytes +
-                         args.shape.layers * (sizeof(uint64_t) + sizeof(float));
-  ATTND_ASSIGN_OR_RETURN(Reservation object, budget->Reserve(bytes, "a sequence"));
+  ATTND_ASSIGN_OR_RETURN(Reservation object,
+                         budget->Reserve(ObjectBytes(tenant, args), "a sequence"));
   auto sequence =
       std::make_shared<Sequence>(id, std::string(tenant), std::move(args), max_tokens, budget);
   sequence->object_ = std::move(object);
@@ -370,6 +387,7 @@ std::shared_ptr<const SequenceView> Sequence::View() {
     auto view = std::make_shared<SequenceView>();
     view->shape = args_.shape;
     view->indexes = indexes();
+    view->owner = args_.backend;
     view->recall = recall_;
     view->label_choice = LabelsToCome();
     view->keep = keep_;
@@ -423,13 +441,20 @@ absl::Status Sequence::Observe(WriterId writer, uint32_t layer,
   MutexLock lock(mutex_);
   ATTND_RETURN_IF_ERROR(CheckWriter(writer));
   ATTND_RETURN_IF_ERROR(CheckLogits(layer, magnitude, 0));
+  const bool weighs_labels = indexes().Has(attention::IndexKind::kLabels);
+  const size_t width = head_magnitudes.size();
+  if (weighs_labels) {
+    // The magnitudes, and a view's copy.
+    const uint64_t bytes = uint64_t{2} * args_.shape.layers * width * sizeof(float);
+    ATTND_RETURN_IF_ERROR(
+        budget_->Resize(&observed_memory_, bytes, "the magnitudes of observed queries"));
+  }
   writer_ = writer;
   Touch();
   observed_.resize(args_.shape.layers);
   observed_[layer] = std::move(queries);
-  if (!indexes().Has(attention::IndexKind::kLabels)) return absl::OkStatus();
+  if (!weighs_labels) return absl::OkStatus();
   // Channels of layers without queries count by their keys.
-  const size_t width = head_magnitudes.size();
   observed_magnitudes_.resize(args_.shape.layers * width, 1.0f);
   std::copy(head_magnitudes.begin(), head_magnitudes.end(),
             observed_magnitudes_.begin() + static_cast<ptrdiff_t>(layer * width));

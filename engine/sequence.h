@@ -143,11 +143,10 @@ class Sequence {
   std::optional<PromptObservation> Observation();
   // Forgets queries that have been looked at.
   void ForgetObservation(const PromptObservation& observed);
-  // For steps to come; the memory goes with it.
-  // chosen_from: the view that it was chosen from. What a truncation has taken away since is not in
-  // it any more.
-  void SetKeepSet(std::shared_ptr<const attention::KeepSet> keep,
-                  const attention::SequenceView& chosen_from, Reservation memory);
+  // For steps to come. chosen_from: the view that it was chosen from. What a truncation has taken
+  // away since is not in it any more.
+  void SetKeepSet(const std::shared_ptr<const attention::KeepSet>& keep,
+                  const attention::SequenceView& chosen_from);
   bool has_keep_set();
   // FailedPrecondition if the policy reads by a keep-set that the sequence does not have, and there
   // is something to choose from.
@@ -294,8 +293,7 @@ class Sequence {
   const OpenArgs args_;  // with a policy and indexes
   const uint64_t max_tokens_;
   MemoryBudget* const budget_;
-  Reservation object_;                                    // set by Create
-  const std::shared_ptr<attention::BlockRecall> recall_;  // null without blocks of 64 and labels
+  Reservation object_;  // set by Create
 
   std::atomic<bool> closed_{false};
   std::atomic<std::chrono::steady_clock::rep> last_used_{0};
@@ -324,8 +322,10 @@ class Sequence {
   std::vector<std::shared_ptr<const ObservedLayer>> observed_ ABSL_GUARDED_BY(mutex_);
   // [layers][kv_heads][head_dim] greatest |q| of them, the mean over the group; for labels.
   std::vector<float> observed_magnitudes_ ABSL_GUARDED_BY(mutex_);
+  Reservation observed_memory_ ABSL_GUARDED_BY(mutex_);  // for the magnitudes
+  // Null without blocks of 64 and labels. Another one with each truncation.
+  std::shared_ptr<attention::BlockRecall> recall_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<const attention::KeepSet> keep_ ABSL_GUARDED_BY(mutex_);
-  Reservation keep_memory_ ABSL_GUARDED_BY(mutex_);
   // Of the first segment that it had, for those to come; null before, and without labels.
   std::shared_ptr<const attention::LabelChoice> label_choice_ ABSL_GUARDED_BY(mutex_);
   // Made when asked for, dropped when segments or blocks change.

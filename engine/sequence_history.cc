@@ -18,22 +18,20 @@ using attention::kTailBlockTokens;
 using attention::PageGeometry;
 using attention::TailBlock;
 
-// What a history of `length` tokens has of a keep-set: tokens that come later are new ones.
-std::shared_ptr<const attention::KeepSet> ShortKeepSet(const attention::KeepSet& keep,
-                                                       uint64_t length) {
-  auto shorter = std::make_shared<attention::KeepSet>(keep);
-  shorter->ranked_tokens = std::min(keep.ranked_tokens, length);
-  for (std::vector<uint32_t>& positions : shorter->positions) {
-    positions.erase(std::lower_bound(positions.begin(), positions.end(), shorter->ranked_tokens),
-                    positions.end());
-  }
+// What a history of `length` tokens has of a keep-set, null if it has none: tokens that come later
+// are new ones. The list of positions is shared.
+std::shared_ptr<const attention::KeepSet> ShortKeepSet(
+    const std::shared_ptr<const attention::KeepSet>& keep, uint64_t length) {
+  if (keep == nullptr || keep->ranked_tokens <= length) return keep;
+  auto shorter = std::make_shared<attention::KeepSet>(*keep);
+  shorter->ranked_tokens = length;
   return shorter;
 }
 
 }  // namespace
 
-void Sequence::SetKeepSet(std::shared_ptr<const attention::KeepSet> keep,
-                          const attention::SequenceView& chosen_from, Reservation memory) {
+void Sequence::SetKeepSet(const std::shared_ptr<const attention::KeepSet>& keep,
+                          const attention::SequenceView& chosen_from) {
   MutexLock lock(mutex_);
   const auto& segments = chosen_from.segments;
   size_t same = 0;
@@ -42,8 +40,7 @@ void Sequence::SetKeepSet(std::shared_ptr<const attention::KeepSet> keep,
     ++same;
   }
   const uint64_t ranked = same == 0 ? 0 : segments[same - 1]->end_position();
-  keep_ = ranked < keep->ranked_tokens ? ShortKeepSet(*keep, ranked) : std::move(keep);
-  keep_memory_ = std::move(memory);
+  keep_ = ShortKeepSet(keep, ranked);
   view_.reset();
 }
 
@@ -87,6 +84,8 @@ absl::StatusOr<uint64_t> Sequence::Truncate(uint64_t length) {
   MutexLock lock(mutex_);
   ATTND_ASSIGN_OR_RETURN(Prefix prefix, PrefixOf(length));
   dropped.reserve(segments_.size());  // nothing may fail once something has changed
+  auto recall = recall_ != nullptr ? recall_->Prefix(length) : nullptr;
+  auto keep = ShortKeepSet(keep_, length);
   ATTND_RETURN_IF_ERROR(HoldBooks(prefix.tail.blocks.size(), prefix.segments));
   const auto kept = segments_.begin() + static_cast<ptrdiff_t>(prefix.segments);
   dropped.assign(kept, segments_.end());
@@ -97,8 +96,8 @@ absl::StatusOr<uint64_t> Sequence::Truncate(uint64_t length) {
   SumUpKeyBounds();
   std::fill(layer_tokens_.begin(), layer_tokens_.end(), length);
   newest_step_ = std::min(newest_step_, length);
-  if (recall_ != nullptr) recall_->Truncate(length);
-  if (keep_ != nullptr) keep_ = ShortKeepSet(*keep_, length);
+  recall_ = std::move(recall);
+  keep_ = std::move(keep);
   if (segments_.empty()) label_choice_.reset();  // the next first segment's are its own
   build_from_ = build_delay_ = 0;
   token_ids_.Truncate(length);
@@ -122,8 +121,9 @@ absl::Status Sequence::ForkInto(std::optional<uint64_t> wanted, Sequence* child)
   child->SumUpKeyBounds();
   std::fill(child->layer_tokens_.begin(), child->layer_tokens_.end(), length);
   child->token_ids_ = std::move(token_ids);
-  if (recall_ != nullptr) child->recall_->CopyFrom(*recall_, length);
-  if (keep_ != nullptr) child->keep_ = ShortKeepSet(*keep_, length);
+  if (recall_ != nullptr) child->recall_ = recall_->Prefix(length);
+  child->keep_ = ShortKeepSet(keep_, length);
+  if (prefix.segments > 0) child->label_choice_ = label_choice_;
   return absl::OkStatus();
 }
 

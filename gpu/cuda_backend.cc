@@ -8,7 +8,6 @@
 #include <optional>
 #include <string>
 #include <thread>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -20,6 +19,7 @@
 #include "gpu/arena.h"
 #include "gpu/device_step.h"
 #include "gpu/mirror.h"
+#include "gpu/row_subset.h"
 #include "gpu/segment_build.h"
 #include "gpu/stream_context.h"
 
@@ -149,7 +149,7 @@ absl::StatusOr<Resources> TakeMemory(const CudaBackendOptions& options,
 class CudaBackend : public Backend {
  public:
   CudaBackend(const CudaBackendOptions& options, std::shared_ptr<Device> device,
-              std::unique_ptr<Backend> cpu)
+              std::shared_ptr<Backend> cpu)
       : options_(options),
         device_(std::move(device)),
         cpu_(std::move(cpu)),
@@ -178,7 +178,9 @@ class CudaBackend : public Backend {
       return absl::OkStatus();
     }
     return absl::UnimplementedError(
-        absl::StrCat("policy.preset ", policy.preset, " is not part of the CUDA backend"));
+        absl::StrCat("policy.preset ", policy.preset,
+                     " with these parameters is not part of the CUDA backend; "
+                     "it has dense, streaming and the policies that read clusters as a whole"));
   }
   absl::Status Supports(const attention::IndexSet& indexes) const override {
     if (indexes == attention::kClusterIndexes) return absl::OkStatus();
@@ -197,6 +199,7 @@ class CudaBackend : public Backend {
     for (const StepRow& row : request.rows) {
       ATTND_RETURN_IF_ERROR(Supports(*row.policy));
       ATTND_RETURN_IF_ERROR(Supports(row.view->shape));
+      ATTND_RETURN_IF_ERROR(Supports(row.view->indexes));
     }
     const uint64_t number = steps_.fetch_add(1, std::memory_order_relaxed);
     if (degraded_.load(std::memory_order_acquire)) return FallBack(request);
@@ -209,7 +212,8 @@ class CudaBackend : public Backend {
 
   absl::Status BuildSegment(attention::SegmentBuilder* segment,
                             absl::FunctionRef<absl::Status()> proceed) override {
-    ATTND_RETURN_IF_ERROR(CheckShape(segment->view().shape));
+    ATTND_RETURN_IF_ERROR(Supports(segment->view().shape));
+    ATTND_RETURN_IF_ERROR(Supports(segment->view().indexes));
     ATTND_ASSIGN_OR_RETURN(const ContextPool::Lease context, builders_.Take([&]() -> absl::Status {
       ATTND_RETURN_IF_ERROR(Health());
       return proceed();
@@ -260,13 +264,11 @@ class CudaBackend : public Backend {
       left_over = step.left_over();
       if (timed) AddTimes(step.seconds());
     }
-    if (!left_over.empty()) ATTND_RETURN_IF_ERROR(AnswerLeftOver(request, left_over, &plans));
-    if (request.plans == nullptr) return absl::OkStatus();
-    std::sort(plans.begin(), plans.end(), [](const Plan& a, const Plan& b) {
-      return std::tie(a.row, a.query_token, a.kv_head) < std::tie(b.row, b.query_token, b.kv_head);
-    });
-    request.plans->insert(request.plans->end(), std::make_move_iterator(plans.begin()),
-                          std::make_move_iterator(plans.end()));
+    if (!left_over.empty()) {
+      fallback_steps_.fetch_add(1, std::memory_order_relaxed);
+      ATTND_RETURN_IF_ERROR(StepRows(request, left_over, cpu_.get(), &plans));
+    }
+    AddInOrder(std::move(plans), request.plans);
     return absl::OkStatus();
   }
 
@@ -274,24 +276,6 @@ class CudaBackend : public Backend {
   absl::Status FallBack(const StepRequest& request) {
     fallback_steps_.fetch_add(1, std::memory_order_relaxed);
     return cpu_->Step(request);
-  }
-
-  // Some rows by the CPU.
-  absl::Status AnswerLeftOver(const StepRequest& request, const std::vector<uint32_t>& numbers,
-                              std::vector<Plan>* plans) {
-    std::vector<StepRow> rows;
-    rows.reserve(numbers.size());
-    for (const uint32_t number : numbers) rows.push_back(request.rows[number]);
-    std::vector<Plan> row_plans;
-    StepRequest rest = request;
-    rest.rows = rows;
-    rest.plans = request.plans != nullptr ? &row_plans : nullptr;
-    ATTND_RETURN_IF_ERROR(FallBack(rest));
-    for (Plan& plan : row_plans) {
-      plan.row = numbers[plan.row];
-      plans->push_back(std::move(plan));
-    }
-    return absl::OkStatus();
   }
 
   // From here on the CPU answers everything.
@@ -319,7 +303,7 @@ class CudaBackend : public Backend {
   // Constant after TakeResources.
   const CudaBackendOptions options_;
   const std::shared_ptr<Device> device_;
-  const std::unique_ptr<Backend> cpu_;
+  const std::shared_ptr<Backend> cpu_;
   std::shared_ptr<MirrorStore> store_;
   uint64_t scratch_bytes_ = 0;
 
@@ -358,7 +342,7 @@ absl::Status CudaBackendOptions::Validate() const {
 
 absl::StatusOr<std::unique_ptr<Backend>> MakeCudaBackend(const CudaBackendOptions& options,
                                                          std::unique_ptr<Device> device,
-                                                         std::unique_ptr<Backend> cpu) {
+                                                         std::shared_ptr<Backend> cpu) {
   ATTND_RETURN_IF_ERROR(options.Validate());
   auto backend = std::make_unique<CudaBackend>(options, std::move(device), std::move(cpu));
   ATTND_RETURN_IF_ERROR(backend->TakeResources());

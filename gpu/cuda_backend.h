@@ -45,7 +45,7 @@ inline constexpr uint64_t kDeviceMemoryBytesMin = uint64_t{16} << 20;
 // less memory, other errors as the device's. `cpu` answers in the device's place.
 absl::StatusOr<std::unique_ptr<attention::Backend>> MakeCudaBackend(
     const CudaBackendOptions& options, std::unique_ptr<Device> device,
-    std::unique_ptr<attention::Backend> cpu);
+    std::shared_ptr<attention::Backend> cpu);
 
 }  // namespace attnd::gpu
 

@@ -1,14 +1,29 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# gpu_check.sh [OUT]: on a GPU host, in the folder that scripts/bundle.sh made: parity of the GPU with the CPU, then
-# benchmarks beside PyTorch's, a short table last. Writes everything to OUT (default ./gpu_check). Exits non-zero if a
-# check fails. Python with PyTorch is used for the peers, and with grpcio and numpy for nano-llama, where they are there;
-# the model itself is to be copied into the folder (models/nano-llama), as it would take the bundle beyond its size.
+# gpu_check.sh [--skip CHECK,...] [OUT]: on a GPU host, in the folder that scripts/bundle.sh made: parity of the GPU
+# with the CPU, then benchmarks beside PyTorch's, a short table last. Writes everything to OUT (default ./gpu_check).
+# Exits non-zero if a check fails or cannot be run.
+#
+# Two checks need more than the folder has, and --skip leaves them out:
+#   nano-llama  answers of a model: models/nano-llama copied into the folder (it would take the bundle beyond its size),
+#               and Python with grpcio, protobuf, numpy, safetensors and tqdm
+#   peers       PyTorch's times beside attnd's: Python with PyTorch
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
+skipped=,
+if [[ "${1:-}" == --skip ]]; then
+  [[ -n "${2:-}" ]] || { echo "--skip needs names: nano-llama, peers" >&2; exit 2; }
+  for name in ${2//,/ }; do
+    [[ "${name}" == nano-llama || "${name}" == peers ]] ||
+      { echo "--skip ${name}: only nano-llama and peers can be left out" >&2; exit 2; }
+  done
+  skipped=",$2,"
+  shift 2
+fi
+[[ "${1:-}" != -* ]] || { echo "usage: gpu_check.sh [--skip CHECK,...] [OUT]" >&2; exit 2; }
 out="${1:-gpu_check}"
-mkdir -p "${out}"
+mkdir -p "${out}" || exit 1
 failures=0
 
 # check NAME COMMAND...: runs it, its output to OUT/NAME.txt.
@@ -25,7 +40,35 @@ check() {
   fi
 }
 
-has_python() { python3 -c "import $1" >/dev/null 2>&1; }
+# skips CHECK: whether it was asked to be left out, which it says then.
+skips() {
+  [[ "${skipped}" == *",$1,"* ]] || return 1
+  printf '  %-22s left out, as --skip says\n' "$1"
+}
+
+# cannot_run CHECK WHY: a check that cannot be run has failed.
+cannot_run() {
+  printf '  %-22s FAILED, it cannot be run: %s; --skip %s leaves it out\n' "$1" "$2" "$1"
+  failures=$((failures + 1))
+}
+
+# lacks_python MODULE: says why Python cannot import it; false if it can.
+lacks_python() {
+  local error
+  error="$(PYTHONPATH=python python3 -c "import $1" 2>&1)" && return 1
+  echo "${error##*$'\n'}"
+}
+
+# Parity with the CPU, of every case: one that was skipped was not tested.
+parity() {
+  ./attnd_gpu_parity_test >"${out}/parity_cases.txt" 2>&1 || { cat "${out}/parity_cases.txt"; return 1; }
+  cat "${out}/parity_cases.txt"
+  if grep -q SKIPPED "${out}/parity_cases.txt"; then
+    echo "parity was skipped: there is no GPU that can be used"
+    return 1
+  fi
+  grep -q 'PASSED  \] [1-9]' "${out}/parity_cases.txt" || { echo "parity ran no case"; return 1; }
+}
 
 # with_server COMMAND...: runs it beside a server on the GPU that listens at $target; its log goes to $log.
 with_server() {
@@ -53,13 +96,16 @@ with_server() {
   return "${status}"
 }
 
-# nano-llama answers through the server; dense attention must agree with local attention.
+# nano-llama answers through the server, 224 answers for each policy. Dense attention must agree with local attention
+# but for near ties; the other policies' shares lie below what docs/QUALITY.md has ("On a GPU": error-target .964,
+# double-p .930 of 672 answers) by more than twice what so few answers vary. streaming may answer as it does.
 nano_llama() {
   local cache status=0
   cache="$(mktemp -d)"
   PYTHONPATH=python python3 -m attnd.eval --target "${target}" --model nano-llama \
     --eval-set nano-llama/nano_eval.npz --length 8192 --tasks niah,trace,before,top --limit 2 \
     --cache-dir "${cache}" --policy dense --policy double-p --policy error-target --policy streaming \
+    --require-agreement dense=0.99 --require-agreement error-target=0.9 --require-agreement double-p=0.85 \
     --json "${out}/nano_llama.json" || status=$?
   rm -rf "${cache}"
   # A server that has lost its GPU answers, too, from the CPU.
@@ -84,14 +130,14 @@ service_steps() {
 echo "Checks"
 check kernels ./gpu_kernels --check
 check indexes ./gpu_index_check
-check parity ./attnd_gpu_parity_test
-if grep -q SKIPPED "${out}/parity.txt"; then
-  echo "  parity was skipped: there is no GPU that can be used"
-  failures=$((failures + 1))
-fi
-if [[ ! -d nano-llama ]]; then
-  echo "  nano-llama             skipped: copy models/nano-llama into this folder to have it answer through the GPU"
-elif has_python grpc && has_python numpy && has_python safetensors; then
+check parity parity
+if skips nano-llama; then
+  :
+elif [[ ! -d nano-llama ]]; then
+  cannot_run nano-llama "copy models/nano-llama into this folder"
+elif why="$(lacks_python attnd.eval.cli)"; then
+  cannot_run nano-llama "${why}"
+else
   log="${out}/nano_llama_server.txt" check nano-llama with_server nano_llama
 fi
 
@@ -99,7 +145,13 @@ echo "Benchmarks"
 check kernel_times ./gpu_kernels --bench
 check index_times ./gpu_index_check --bench
 log="${out}/service_server.txt" check service_times with_server service_steps
-if has_python torch; then check peers python3 peers/sdpa_decode.py --json "${out}/peers.json"; fi
+if skips peers; then
+  :
+elif why="$(lacks_python torch)"; then
+  cannot_run peers "${why}"
+else
+  check peers python3 peers/sdpa_decode.py --json "${out}/peers.json"
+fi
 
 echo
 grep -h "tokens, head_dim\|dense  \|error-target 2%" "${out}/kernel_times.txt" 2>/dev/null | cut -d'|' -f1

@@ -15,7 +15,7 @@ TASKS = ("niah", "trace", "before", "top")
 
 
 def accuracies(tasks: dict[str, Any]) -> str:
-    return " ".join(f"{tasks[task]['accuracy']:.3f}".lstrip("0") for task in TASKS)
+    return " ".join(f"{tasks[task]['accuracy']:.3f}".lstrip("0") for task in TASKS if task in tasks)
 
 
 def row(result: dict[str, Any]) -> str:
@@ -38,7 +38,8 @@ def main(paths: list[str]) -> None:
         results = results if isinstance(results, list) else [results]
         first = results[0]
         print(f"\n{first['length']} tokens, {first['dtype']}, {first['answers']} answer tokens\n")
-        print("| policy | niah trace before top | agreement | clear disagreements | error | predicted | read |")
+        asked = " ".join(task for task in TASKS if task in first["tasks"])
+        print(f"| policy | {asked} | agreement | clear disagreements | error | predicted | read |")
         print("|---|---|---|---|---|---|---|")
         print(f"| local dense | {accuracies(first['local_dense'])} | | | | | |")
         for result in results:

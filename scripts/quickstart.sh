@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# quickstart.sh: installs what is missing, builds attnd, starts it in a temporary folder, and lets a real trained
-# transformer answer long-context questions through it; then seals a text, kills the server and brings the text back.
+# quickstart.sh: installs what is missing, builds attnd, attnctl and the C++ client's example, starts the server in a
+# temporary folder, and lets a real trained transformer answer long-context questions through it; then seals a text,
+# kills the server and brings the text back. Says in the end what to do next.
 # Exits non-zero if dense attention through attnd disagrees with dense attention computed locally, or what was sealed is
 # not there, bit for bit.
 #
@@ -86,3 +87,18 @@ resume after
 
 say "Result"
 "${ATTND_VENV}/bin/python" "${ATTND_ROOT}/scripts/quickstart_table.py" "${folder}/result.json"
+
+say "What next"
+cat <<'END'
+Start a server that stays (it says where it listens; docs/OPERATIONS.md has every option):
+    build/bin/attnd --listen unix:/run/user/$(id -u)/attnd/attnd.sock --data-dir ~/.local/share/attnd
+In another terminal, call it:
+    build/bin/attnd_example unix:/run/user/$(id -u)/attnd/attnd.sock   # from C++, client/cpp/example.cc
+    build/venv/bin/python                                              # from Python, with README.md's example
+    build/bin/attnctl list --server unix:/run/user/$(id -u)/attnd/attnd.sock
+See what is on disk, and check it:
+    build/bin/attnctl list --data-dir ~/.local/share/attnd
+    build/bin/attnctl verify --all --data-dir ~/.local/share/attnd
+Measure it with your own model of the Llama or Qwen3 family:
+    build/venv/bin/python -m attnd.eval --help
+END

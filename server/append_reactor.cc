@@ -10,7 +10,7 @@
 namespace attnd::server {
 
 AppendReactor* AppendReactor::Start(HandlerContext* handlers, grpc::CallbackServerContext* context,
-                                    v1::AppendKvResponse* reply) {
+                                    grpc::ByteBuffer* reply) {
   const auto reactor = std::make_shared<AppendReactor>(handlers, context, reply);
   reactor->self_ = reactor;
   const absl::Status status = AdmitStream(handlers, *context, reactor, &reactor->tenant_);
@@ -21,14 +21,13 @@ AppendReactor* AppendReactor::Start(HandlerContext* handlers, grpc::CallbackServ
     reactor->final_status_ = status;
     reactor->Finish(ToGrpc(status));
   } else if (reactor->state_ == State::kReading) {  // not stopped meanwhile
-    MarkUnread(&reactor->request_);
-    reactor->StartRead(&reactor->request_);
+    reactor->StartRead(&reactor->bytes_);
   }
   return reactor.get();
 }
 
 AppendReactor::AppendReactor(HandlerContext* handlers, grpc::CallbackServerContext* context,
-                             v1::AppendKvResponse* reply)
+                             grpc::ByteBuffer* reply)
     : handlers_(handlers),
       context_(context),
       reply_(reply),
@@ -39,10 +38,7 @@ void AppendReactor::OnReadDone(bool ok) {
     const MutexLock lock(mutex_);
     if (state_ == State::kFinished) return;
     if (!abort_status_.ok()) return FinishLocked(abort_status_);
-    if (!ok) {
-      if (cancelled_.load() || context_->IsCancelled()) return FinishLocked(ClientGone());
-      if (absl::Status status = EndOfMessages(request_); !status.ok()) return FinishLocked(status);
-    }
+    if (!ok && (cancelled_.load() || context_->IsCancelled())) return FinishLocked(ClientGone());
     state_ = ok ? State::kAppending : State::kCompleting;
   }
   Submit(ok ? State::kAppending : State::kCompleting);
@@ -73,7 +69,7 @@ void AppendReactor::Run() {
     const MutexLock lock(mutex_);
     state = state_;
   }
-  if (state == State::kAppending) return TakeChunk();
+  if (state == State::kAppending) return TakeMessage();
   const absl::Status status = Complete();
   const MutexLock lock(mutex_);
   FinishLocked(abort_status_.ok() ? status : abort_status_);
@@ -86,21 +82,21 @@ void AppendReactor::Continue(const absl::Status& status) {
   if (stop_requested_) return FinishLocked(ShuttingDown());
   state_ = State::kReading;
   // An upload that pauses keeps no chunk in memory.
-  if (KeepsMuch(request_)) request_ = v1::AppendKvRequest();
-  MarkUnread(&request_);
-  StartRead(&request_);
+  if (!ReleaseLarge(&request_, handlers_->trimmer)) request_.Clear();
+  StartRead(&bytes_);
 }
 
-// A chunk that finds no room is tried once more by those that may wait for some.
-void AppendReactor::TakeChunk() {
-  absl::Status status = waits_for_room_ ? AppendChunk() : Append();
-  const bool full = absl::IsResourceExhausted(status);
+// A message that finds no room is tried once more by those that may wait for some. One that the
+// system has no memory to parse is not: there is nothing yet that could be tried.
+void AppendReactor::TakeMessage() {
+  absl::Status status = waits_for_room_ ? TakeParts() : BeginMessage();
+  const bool full = parsed_ && absl::IsResourceExhausted(status);
   if (full && !std::exchange(waits_for_room_, false) && handlers_->engine->MayMakeRoom()) {
     waits_for_room_ = true;
     if (handlers_->room_waits->Enqueue(this)) return;
   }
   waits_for_room_ = false;
-  if (absl::IsResourceExhausted(status)) {
+  if (full) {
     const uint64_t tokens = request_.k().shape_size() > 0 ? request_.k().shape(0) : 0;
     handlers_->metrics->OnRejected(TokensRejection(request_.first_position(), tokens,
                                                    handlers_->options->max_sequence_tokens));
@@ -109,19 +105,34 @@ void AppendReactor::TakeChunk() {
   Continue(status.ok() ? status : DescribeChunk(status));
 }
 
-absl::Status AppendReactor::Append() {
+absl::Status AppendReactor::BeginMessage() {
+  const absl::Status parsed = ParseMessage(handlers_, &bytes_, &request_);
+  parsed_ = parsed.ok();
+  ATTND_RETURN_IF_ERROR(parsed);
   if (prefill_complete_) {
     return absl::InvalidArgumentError("prefill_complete was not in the last message");
   }
   ATTND_RETURN_IF_ERROR(CheckSequenceId());
   prefill_complete_ = request_.prefill_complete();
-  if (request_.has_observed_queries()) {
-    ATTND_ASSIGN_OR_RETURN(const engine::ObservedChunk observed, ObservedFromProto(request_));
-    ATTND_RETURN_IF_ERROR(handlers_->engine->Observe(tenant_, writer_, sequence_id_, observed));
+  observed_ = false;
+  return TakeParts();
+}
+
+absl::Status AppendReactor::TakeParts() {
+  if (request_.has_observed_queries() && !observed_) {
+    ATTND_RETURN_IF_ERROR(Observe());
+    observed_ = true;
   }
   const bool may_be_empty = prefill_complete_ || request_.has_observed_queries();
   if (may_be_empty && !request_.has_k() && !request_.has_v()) return absl::OkStatus();
   return AppendChunk();
+}
+
+absl::Status AppendReactor::Observe() {
+  ATTND_ASSIGN_OR_RETURN(engine::ObservedChunk observed, ObservedFromProto(request_));
+  observed.may_wait = waits_for_room_;
+  observed.cancelled = &cancelled_;
+  return handlers_->engine->Observe(tenant_, writer_, sequence_id_, observed);
 }
 
 absl::Status AppendReactor::AppendChunk() {
@@ -153,10 +164,11 @@ absl::Status AppendReactor::Complete() {
     result.committed_tokens = info.committed_tokens;
     result.segmented_tokens = info.segmented_tokens;
   }
-  reply_->set_committed_tokens(result.committed_tokens);
-  reply_->set_segmented_tokens(result.segmented_tokens);
-  reply_->set_index_build_us(Micros(result.build_time));
-  return absl::OkStatus();
+  v1::AppendKvResponse reply;
+  reply.set_committed_tokens(result.committed_tokens);
+  reply.set_segmented_tokens(result.segmented_tokens);
+  reply.set_index_build_us(Micros(result.build_time));
+  return Serialize(reply, reply_);
 }
 
 absl::Status AppendReactor::WhyUnfinished(const absl::Status& status) const {
@@ -165,9 +177,11 @@ absl::Status AppendReactor::WhyUnfinished(const absl::Status& status) const {
 }
 
 absl::Status AppendReactor::DescribeChunk(const absl::Status& status) const {
-  return {status.code(),
-          absl::StrCat("chunk ", messages_ - 1, " (layer ", request_.layer(), ", first_position ",
-                       request_.first_position(), "): ", status.message())};
+  const std::string where = parsed_
+                                ? absl::StrCat(" (layer ", request_.layer(), ", first_position ",
+                                               request_.first_position(), ")")
+                                : std::string();
+  return {status.code(), absl::StrCat("chunk ", messages_ - 1, where, ": ", status.message())};
 }
 
 void AppendReactor::OnCancel() {

@@ -28,16 +28,16 @@ namespace attnd::server {
 //   any state --error--> kFinished --on a thread for ends: leases end, Finish--> OnDone
 //
 // Threads and lifetime as in DecodeReactor.
-class AppendReactor final : public grpc::ServerReadReactor<v1::AppendKvRequest>,
+class AppendReactor final : public grpc::ServerReadReactor<grpc::ByteBuffer>,
                             public ManagedStream,
                             private StepExecutor::Task {
  public:
   // Starts the stream, or ends it if the registry refuses it. The result belongs to itself.
   static AppendReactor* Start(HandlerContext* handlers, grpc::CallbackServerContext* context,
-                              v1::AppendKvResponse* reply);
+                              grpc::ByteBuffer* reply);
 
   AppendReactor(HandlerContext* handlers, grpc::CallbackServerContext* context,
-                v1::AppendKvResponse* reply);
+                grpc::ByteBuffer* reply);
 
   void OnReadDone(bool ok) override;
   void OnCancel() override;
@@ -52,12 +52,18 @@ class AppendReactor final : public grpc::ServerReadReactor<v1::AppendKvRequest>,
   enum class State : uint8_t { kReading, kAppending, kCompleting, kFinished };
 
   void Run() override;
-  void TakeChunk();
-  absl::Status Append();
+  void TakeMessage();
+  // Parses the message, checks what one may say once only, then takes its parts.
+  absl::Status BeginMessage();
+  // Takes the observed queries and the chunk that the message carries. A second call for the same
+  // message takes what the first one did not.
+  absl::Status TakeParts();
+  absl::Status Observe();
   absl::Status AppendChunk();
   absl::Status CheckSequenceId();
   absl::Status Complete();
   absl::Status WhyUnfinished(const absl::Status& status) const;
+  // Says which message it was.
   absl::Status DescribeChunk(const absl::Status& status) const;
   // Hands the work of `state` to its executor, or ends the stream if the queue is full.
   void Submit(State state);
@@ -71,7 +77,7 @@ class AppendReactor final : public grpc::ServerReadReactor<v1::AppendKvRequest>,
 
   HandlerContext* const handlers_;
   grpc::CallbackServerContext* const context_;
-  v1::AppendKvResponse* const reply_;  // belongs to gRPC; lives until OnDone
+  grpc::ByteBuffer* const reply_;  // belongs to gRPC; lives until OnDone
   const engine::WriterId writer_;
   std::string tenant_;  // constant after Start
   std::shared_ptr<AppendReactor> self_;
@@ -80,11 +86,14 @@ class AppendReactor final : public grpc::ServerReadReactor<v1::AppendKvRequest>,
   std::atomic<bool> cancelled_{false};
 
   // Belong to gRPC while reading, to the work otherwise.
+  grpc::ByteBuffer bytes_;  // of a message that has not been parsed
   v1::AppendKvRequest request_;
+  bool parsed_ = false;  // request_ is the message
   uint64_t messages_ = 0;
   uint64_t sequence_id_ = 0;
   bool prefill_complete_ = false;
-  bool waits_for_room_ = false;  // the chunk was handed on to those that may wait
+  bool observed_ = false;        // the engine has this message's observed queries
+  bool waits_for_room_ = false;  // the message was handed on to those that may wait
 
   Mutex mutex_;
   State state_ ABSL_GUARDED_BY(mutex_) = State::kReading;

@@ -44,11 +44,11 @@ AuditMetrics::AuditMetrics(prometheus::Registry* registry) {
     if (policy.selector == attention::Selector::kAll) continue;
     const prometheus::Labels labels = {{"policy", policy.preset}};
     Histograms& of = policies_[policy.preset];
-    of.relative_error = &error->Add(labels, ErrorBuckets());
-    of.relative_error_max = &error_max->Add(labels, ErrorBuckets());
-    of.covered_mass = &mass->Add(labels, MassBuckets());
-    of.predicted_ratio = &predicted->Add(labels, RatioBuckets());
-    of.tolerance_ratio = &tolerance->Add(labels, RatioBuckets());
+    of.relative_error = {error, labels, ErrorBuckets(), registry};
+    of.relative_error_max = {error_max, labels, ErrorBuckets(), registry};
+    of.covered_mass = {mass, labels, MassBuckets(), registry};
+    of.predicted_ratio = {predicted, labels, RatioBuckets(), registry};
+    of.tolerance_ratio = {tolerance, labels, RatioBuckets(), registry};
   }
   auto* const rows = &prometheus::BuildCounter()
                           .Name("attnd_audit_rows_total")
@@ -65,15 +65,15 @@ void AuditMetrics::OnAudited(const engine::AuditedRow& row) {
   const auto found = policies_.find(row.preset);
   if (found == policies_.end()) return;
   const Histograms& of = found->second;
-  of.relative_error->Observe(row.error_mean);
-  of.relative_error_max->Observe(row.error_max);
-  of.covered_mass->Observe(row.covered_mass);
+  of.relative_error.Observe(row.error_mean);
+  of.relative_error_max.Observe(row.error_max);
+  of.covered_mass.Observe(row.covered_mass);
   if (row.predicted_error.has_value() && row.error_mean > 0) {
-    of.predicted_ratio->Observe(*row.predicted_error / row.error_mean);
+    of.predicted_ratio.Observe(*row.predicted_error / row.error_mean);
   }
   if (!row.tolerance.has_value() || *row.tolerance <= 0) return;
   const double ratio = row.error_mean / *row.tolerance;
-  of.tolerance_ratio->Observe(ratio);
+  of.tolerance_ratio.Observe(ratio);
   if (ratio <= kToldRatio) return;
   LOG_EVERY_T(WARNING, 60) << "an audit found an error of " << row.error_mean << " where "
                            << row.preset << " aims at " << *row.tolerance << ": sequence "

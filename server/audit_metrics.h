@@ -11,8 +11,8 @@
 
 #include "engine/audit.h"
 #include "prometheus/counter.h"
-#include "prometheus/histogram.h"
 #include "prometheus/registry.h"
+#include "server/finite_histogram.h"
 
 namespace attnd::server {
 
@@ -31,11 +31,11 @@ class AuditMetrics {
  private:
   // Of one policy.
   struct Histograms {
-    prometheus::Histogram* relative_error = nullptr;
-    prometheus::Histogram* relative_error_max = nullptr;
-    prometheus::Histogram* covered_mass = nullptr;
-    prometheus::Histogram* predicted_ratio = nullptr;
-    prometheus::Histogram* tolerance_ratio = nullptr;
+    FiniteHistogram relative_error;
+    FiniteHistogram relative_error_max;
+    FiniteHistogram covered_mass;
+    FiniteHistogram predicted_ratio;
+    FiniteHistogram tolerance_ratio;
   };
 
   // Constant after construction; finding allocates nothing.

@@ -9,18 +9,23 @@
 #include "attention/cpu_backend.h"
 #include "common/status.h"
 #include "glog/logging.h"
+#include "gpu/auto_backend.h"
 #include "gpu/cuda_backend.h"
-#include "gpu/device.h"
 
 namespace attnd::server {
 namespace {
 
-std::unique_ptr<attention::Backend> MakeCpu(const ServerOptions& options) {
+using attention::Backend;
+
+std::unique_ptr<Backend> MakeCpu(const ServerOptions& options) {
   return attention::MakeCpuBackend({.threads = options.step_threads});
 }
 
-absl::StatusOr<std::unique_ptr<attention::Backend>> MakeCuda(const ServerOptions& options) {
-  ATTND_ASSIGN_OR_RETURN(std::unique_ptr<gpu::Device> device, gpu::OpenCudaDevice());
+// A GPU alone; `cpu` stands in for it.
+absl::StatusOr<std::unique_ptr<Backend>> MakeCuda(const ServerOptions& options,
+                                                  OpenDevice open_device,
+                                                  std::shared_ptr<Backend> cpu) {
+  ATTND_ASSIGN_OR_RETURN(std::unique_ptr<gpu::Device> device, open_device());
   gpu::CudaBackendOptions cuda;
   cuda.device_memory_bytes = options.device_memory_bytes;
   cuda.streams = std::min(options.step_workers, gpu::kStreamsMax);
@@ -28,20 +33,23 @@ absl::StatusOr<std::unique_ptr<attention::Backend>> MakeCuda(const ServerOptions
   cuda.on_degraded = [](const absl::Status& status) {
     LOG(ERROR) << "the GPU has failed; from here on the CPU answers: " << status;
   };
-  return gpu::MakeCudaBackend(cuda, std::move(device), MakeCpu(options));
+  return gpu::MakeCudaBackend(cuda, std::move(device), std::move(cpu));
 }
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<attention::Backend>> MakeBackend(const ServerOptions& options) {
+absl::StatusOr<std::unique_ptr<Backend>> MakeBackend(const ServerOptions& options,
+                                                     OpenDevice open_device) {
   if (options.backend == "cpu") return MakeCpu(options);
-  absl::StatusOr<std::unique_ptr<attention::Backend>> cuda = MakeCuda(options);
+  const std::shared_ptr<Backend> cpu = MakeCpu(options);
+  absl::StatusOr<std::unique_ptr<Backend>> cuda = MakeCuda(options, open_device, cpu);
   if (cuda.ok()) {
     const attention::BackendStats stats = (*cuda)->stats();
     LOG(INFO) << "backend cuda: " << std::string((*cuda)->device()) << ", "
               << stats.pages.capacity_bytes << " bytes for pages, " << stats.index.capacity_bytes
               << " for indexes, " << stats.scratch.capacity_bytes << " for scratch";
-    return cuda;
+    if (options.backend == "cuda") return cuda;
+    return gpu::MakeAutoBackend(*std::move(cuda), cpu);
   }
   if (options.backend == "cuda") {
     return absl::Status(cuda.status().code(),

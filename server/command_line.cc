@@ -17,8 +17,10 @@
 #include "common/status.h"
 #include "google/protobuf/descriptor.h"
 #include "google/protobuf/message.h"
+#include "server/byte_size.h"
 
 using Defaults = attnd::server::ServerOptions;
+using attnd::server::ByteSize;
 
 // Named as the fields of attnd.v1.ServerConfig, which documents them in full.
 ABSL_FLAG(std::string, listen, "",
@@ -26,7 +28,7 @@ ABSL_FLAG(std::string, listen, "",
 ABSL_FLAG(std::string, data_dir, Defaults().data_dir, "directory of this server alone");
 ABSL_FLAG(std::string, metrics_listen, Defaults().metrics_listen,
           "HOST:PORT of the Prometheus endpoint /metrics; port 0 chooses one; empty: off");
-ABSL_FLAG(uint64_t, memory_budget_bytes, Defaults().memory_budget_bytes,
+ABSL_FLAG(ByteSize, memory_budget_bytes, ByteSize{Defaults().memory_budget_bytes},
           "bytes for sequences, their KV and indexes, building those, and answers under way; 0: "
           "half of the machine's memory");
 ABSL_FLAG(uint32_t, step_threads, Defaults().step_threads,
@@ -42,7 +44,7 @@ ABSL_FLAG(uint32_t, max_streams, Defaults().max_streams, "open Decode and Append
 ABSL_FLAG(uint32_t, max_rows, Defaults().max_rows, "rows of a Decode message");
 ABSL_FLAG(uint32_t, max_query_tokens, Defaults().max_query_tokens,
           "query tokens of a Decode message, all rows together");
-ABSL_FLAG(uint64_t, max_message_bytes, Defaults().max_message_bytes,
+ABSL_FLAG(ByteSize, max_message_bytes, ByteSize{Defaults().max_message_bytes},
           "largest message in either direction");
 ABSL_FLAG(uint32_t, segment_tokens, Defaults().segment_tokens, "tokens of a segment");
 ABSL_FLAG(std::string, default_policy, "dense",
@@ -50,30 +52,30 @@ ABSL_FLAG(std::string, default_policy, "dense",
 ABSL_FLAG(uint32_t, reply_timeout_s, Defaults().reply_timeout_s,
           "seconds that a client may leave a reply unread");
 ABSL_FLAG(bool, allow_insecure_tcp, Defaults().allow_insecure_tcp,
-          "allow TCP beyond loopback without TLS");
+          "allow TCP in listen, loopback too: it has no encryption and no authentication");
+ABSL_FLAG(bool, allow_remote_metrics, Defaults().allow_remote_metrics,
+          "allow metrics_listen beyond loopback: whoever reaches it reads the metrics");
 ABSL_FLAG(uint32_t, max_connection_streams, Defaults().max_connection_streams,
           "streams and calls open on one connection");
-ABSL_FLAG(uint64_t, grpc_memory_bytes, Defaults().grpc_memory_bytes,
+ABSL_FLAG(ByteSize, grpc_memory_bytes, ByteSize{Defaults().grpc_memory_bytes},
           "bytes for messages that arrive and for calls; 0: a quarter of the machine's memory");
-ABSL_FLAG(uint32_t, grpc_threads, Defaults().grpc_threads,
-          "threads of gRPC for calls that hold one (reflection)");
 ABSL_FLAG(uint32_t, min_ping_interval_s, Defaults().min_ping_interval_s,
           "seconds that a client must leave between pings without data");
 ABSL_FLAG(std::string, backend, Defaults().backend,
-          "what answers steps: cpu; cuda; auto: a GPU if there is one");
-ABSL_FLAG(uint64_t, device_memory_bytes, Defaults().device_memory_bytes,
+          "what answers steps: cpu; cuda; auto: a GPU, and the CPU what it cannot run");
+ABSL_FLAG(ByteSize, device_memory_bytes, ByteSize{Defaults().device_memory_bytes},
           "bytes of GPU memory to take; 0: nine tenths, or what others leave");
 ABSL_FLAG(std::string, io, Defaults().io,
           "how files are read and written: uring; threads; auto: io_uring where it is allowed");
-ABSL_FLAG(uint64_t, page_memory_bytes, Defaults().page_memory_bytes,
+ABSL_FLAG(ByteSize, page_memory_bytes, ByteSize{Defaults().page_memory_bytes},
           "bytes of the budget always kept for pages of segments on disk; 0: an eighth, 256 MiB at "
           "most");
 ABSL_FLAG(uint32_t, page_readers, Defaults().page_readers, "threads that read pages from disk");
-ABSL_FLAG(uint64_t, disk_read_bytes_per_s, Defaults().disk_read_bytes_per_s,
+ABSL_FLAG(ByteSize, disk_read_bytes_per_s, ByteSize{Defaults().disk_read_bytes_per_s},
           "bytes of pages read from disk a second; 0: no limit");
 ABSL_FLAG(uint32_t, disk_step_workers, Defaults().disk_step_workers,
           "steps that may wait for the disk at the same time");
-ABSL_FLAG(uint64_t, retain_bytes, Defaults().retain_bytes,
+ABSL_FLAG(ByteSize, retain_bytes, ByteSize{Defaults().retain_bytes},
           "bytes of sealed sequences to keep, the most recently used; 0: all");
 ABSL_FLAG(uint64_t, retain_s, Defaults().retain_s,
           "seconds to keep a sealed sequence that nobody uses; 0: for ever");
@@ -116,9 +118,9 @@ constexpr const char* kFlagNames[] = {"listen",
                                       "default_policy",
                                       "reply_timeout_s",
                                       "allow_insecure_tcp",
+                                      "allow_remote_metrics",
                                       "max_connection_streams",
                                       "grpc_memory_bytes",
-                                      "grpc_threads",
                                       "min_ping_interval_s",
                                       "backend",
                                       "device_memory_bytes",
@@ -158,6 +160,13 @@ Argument SplitArgument(const std::string& text) {
   std::replace(argument.name.begin(), argument.name.end(), '-', '_');
   if (argument.has_value) argument.value = text.substr(equals + 1);
   return argument;
+}
+
+// Whether the name is that of a flag with "no" before it, as absl allows for flags that are true or
+// false.
+bool IsNegated(const std::string& name) {
+  return absl::FindCommandLineFlag(name) == nullptr && absl::StartsWith(name, "no") &&
+         absl::FindCommandLineFlag(name.substr(2)) != nullptr;
 }
 
 std::string FlagText(const char* name) {
@@ -227,7 +236,7 @@ NormalisedArguments NormaliseArguments(const std::vector<std::string>& arguments
       result.arguments.push_back(arguments[i]);
       continue;
     }
-    const bool negated = argument.name == "noallow_insecure_tcp";
+    const bool negated = IsNegated(argument.name);
     result.given.insert(negated ? argument.name.substr(2) : argument.name);
     if (MayRepeat(argument.name)) {
       if (!argument.has_value && i + 1 < arguments.size()) ++i;
@@ -278,7 +287,9 @@ std::string HelpText() {
       "attnd: answers attention from a clustered KV cache over gRPC.\n\n"
       "  attnd --listen unix:PATH --data-dir DIR [flags]\n"
       "  attnd --probe ADDRESS\n  attnd --version\n\n"
-      "Flags (dashes or underscores; fields of the same name in the file of --config):\n";
+      "Flags (dashes or underscores; fields of the same name in the file of --config; bytes also "
+      "as\n"
+      "64KiB, 512MiB, 12GiB, 1TiB):\n";
   const auto append = [&text](const char* name) {
     const absl::CommandLineFlag* const flag = absl::FindCommandLineFlag(name);
     std::string dashed = name;

@@ -414,6 +414,7 @@ void ToProto(const engine::SequenceInfo& info, v1::SequenceInfo* out) {
   shard->set_index(info.args.shard.index);
   shard->set_count(info.args.shard.count);
   if (info.args.policy) ToProto(*info.args.policy, out->mutable_policy());
+  if (info.args.backend != nullptr) out->set_backend(std::string(info.args.backend->name()));
   out->set_committed_tokens(info.committed_tokens);
   out->set_segmented_tokens(info.segmented_tokens);
   out->set_segments(info.segments);

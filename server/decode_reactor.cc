@@ -23,8 +23,7 @@ DecodeReactor* DecodeReactor::Start(HandlerContext* handlers,
     reactor->final_status_ = status;
     reactor->Finish(ToGrpc(status));
   } else if (reactor->state_ == State::kReading) {  // not stopped meanwhile
-    MarkUnread(&reactor->request_);
-    reactor->StartRead(&reactor->request_);
+    reactor->StartRead(&reactor->request_bytes_);
   }
   return reactor.get();
 }
@@ -46,22 +45,45 @@ void DecodeReactor::OnReadDone(bool ok) {
 
 void DecodeReactor::RefuseQueued() {
   handlers_->metrics->OnRejected(Rejection::kQueue);
-  queue_time_ = engine_time_ = Clock::duration::zero();
-  Refuse(absl::ResourceExhaustedError(absl::StrCat(
+  WriteRefusal(absl::ResourceExhaustedError(absl::StrCat(
       "max_queued_steps: ", handlers_->options->max_queued_steps, " steps wait for a worker")));
+}
+
+void DecodeReactor::WriteRefusal(const absl::Status& status) {
+  if (request_bytes_.Valid()) {
+    step_id_ = FindVarint(request_bytes_, v1::DecodeRequest::kStepIdFieldNumber).value_or(0);
+    request_bytes_.Clear();
+  }
+  queue_time_ = engine_time_ = Clock::duration::zero();
+  Refuse(status);
   WriteReply();
+}
+
+bool DecodeReactor::TakeMessage() {
+  const absl::Status status = ParseMessage(handlers_, &request_bytes_, &request_);
+  step_id_ = request_.step_id();
+  if (status.ok()) return true;
+  if (!IsNoMessage(status)) {
+    WriteRefusal(status);
+    return false;
+  }
+  const MutexLock lock(mutex_);
+  FinishLocked(abort_status_.ok() ? status : abort_status_);
+  return false;
 }
 
 absl::Status DecodeReactor::EndOfMessages() {
   if (!abort_status_.ok()) return abort_status_;
   if (cancelled_.load() || context_->IsCancelled()) return ClientGone();
-  return server::EndOfMessages(request_);
+  return absl::OkStatus();
 }
 
 void DecodeReactor::Run() {
   // Once the reply is on its way the stream may end on another thread before this one has left.
   const std::shared_ptr<DecodeReactor> self = self_;
-  if (!std::exchange(on_disk_worker_, false) && MayReadDisk()) {
+  const bool second_time = std::exchange(on_disk_worker_, false);
+  if (!second_time && !TakeMessage()) return;
+  if (!second_time && MayReadDisk()) {
     on_disk_worker_ = true;
     if (handlers_->disk_steps->Enqueue(this)) return;
     on_disk_worker_ = false;
@@ -100,7 +122,7 @@ absl::Status DecodeReactor::Answer() {
   if (absl::IsResourceExhausted(status)) handlers_->metrics->OnRejected(Rejection::kMemory);
   ATTND_RETURN_IF_ERROR(status);
   step_code_ = absl::StatusCode::kOk;
-  reply_.set_step_id(request_.step_id());
+  reply_.set_step_id(step_id_);
   reply_.clear_status();
   ToProto(result_, step_, &reply_);
   return CheckReplyFits();
@@ -143,7 +165,7 @@ absl::Status DecodeReactor::CheckReplySize() const {
 void DecodeReactor::Refuse(const absl::Status& status) {
   step_code_ = status.code();
   reply_.Clear();
-  reply_.set_step_id(request_.step_id());
+  reply_.set_step_id(step_id_);
   ToProto(status, reply_.mutable_status());
 }
 
@@ -153,9 +175,13 @@ void DecodeReactor::WriteReply() {
     RecordStep();
     return FinishLocked(abort_status_.ok() ? ClientGone() : abort_status_);
   }
+  if (const absl::Status status = Serialize(reply_, &reply_bytes_); !status.ok()) {
+    RecordStep();
+    return FinishLocked(status);
+  }
   state_ = State::kWriting;
   write_start_ = Clock::now();
-  StartWrite(&reply_);
+  StartWrite(&reply_bytes_);
 }
 
 void DecodeReactor::OnWriteDone(bool ok) {
@@ -166,8 +192,7 @@ void DecodeReactor::OnWriteDone(bool ok) {
   if (stop_requested_) return FinishLocked(ShuttingDown());
   ReleaseLargeMessages();
   state_ = State::kReading;
-  MarkUnread(&request_);
-  StartRead(&request_);
+  StartRead(&request_bytes_);
 }
 
 void DecodeReactor::RecordStep() {
@@ -180,11 +205,10 @@ void DecodeReactor::RecordStep() {
 }
 
 void DecodeReactor::ReleaseLargeMessages() {
-  if (KeepsMuch(request_)) request_ = v1::DecodeRequest();
-  if (KeepsMuch(reply_)) {
-    reply_ = v1::DecodeResponse();
-    result_ = engine::DecodeResult();
-  }
+  HeapTrimmer* const trimmer = handlers_->trimmer;
+  reply_bytes_.Clear();
+  if (!ReleaseLarge(&request_, trimmer)) request_.Clear();
+  if (ReleaseLarge(&reply_, trimmer)) result_ = engine::DecodeResult();
 }
 
 void DecodeReactor::OnCancel() { cancelled_.store(true); }

@@ -29,7 +29,7 @@ namespace attnd::server {
 // (Run), the registry (Stop, Abort, CheckReply), the thread for ends (End). Finish is called once,
 // never while a step runs: so the request, the reply and the engine's view of them live as long as
 // anyone uses them. The object keeps itself alive until OnDone.
-class DecodeReactor final : public grpc::ServerBidiReactor<v1::DecodeRequest, v1::DecodeResponse>,
+class DecodeReactor final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
                             public ManagedStream,
                             private StepExecutor::Task {
  public:
@@ -53,6 +53,9 @@ class DecodeReactor final : public grpc::ServerBidiReactor<v1::DecodeRequest, v1
   enum class State : uint8_t { kReading, kStepping, kWriting, kFinished };
 
   void Run() override;
+  // Parses the message. False if it was answered, or the stream ended, instead: it is no message,
+  // or one that is refused unparsed.
+  bool TakeMessage();
   // Whether a row may have to wait for the disk.
   bool MayReadDisk() const;
   absl::Status Answer();
@@ -61,6 +64,8 @@ class DecodeReactor final : public grpc::ServerBidiReactor<v1::DecodeRequest, v1
   absl::Status EndOfMessages() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Refuse(const absl::Status& status);
   void RefuseQueued();
+  // Answers the message that has not been computed.
+  void WriteRefusal(const absl::Status& status);
   void WriteReply();
   void RecordStep();
   void ReleaseLargeMessages();
@@ -79,8 +84,11 @@ class DecodeReactor final : public grpc::ServerBidiReactor<v1::DecodeRequest, v1
   std::atomic<bool> cancelled_{false};
 
   // Belong to gRPC while reading or writing, to the step while stepping.
+  grpc::ByteBuffer request_bytes_;  // of a message that has not been parsed
+  grpc::ByteBuffer reply_bytes_;    // of the reply that is being written
   v1::DecodeRequest request_;
   v1::DecodeResponse reply_;
+  uint64_t step_id_ = 0;
   DecodeStep step_;
   engine::DecodeResult result_;
   absl::StatusCode step_code_ = absl::StatusCode::kOk;

@@ -35,6 +35,13 @@ absl::Status AdmitStream(HandlerContext* handlers, const grpc::CallbackServerCon
   return status;
 }
 
+absl::Status ParseMessage(HandlerContext* handlers, grpc::ByteBuffer* bytes,
+                          google::protobuf::Message* request) {
+  absl::Status status = handlers->requests->Parse(bytes, request);
+  if (absl::IsResourceExhausted(status)) handlers->metrics->OnRejected(Rejection::kMemory);
+  return status;
+}
+
 absl::Status ClientGone() { return absl::CancelledError("the client is gone"); }
 absl::Status ShuttingDown() { return absl::UnavailableError("the server is shutting down"); }
 

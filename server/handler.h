@@ -13,17 +13,19 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "engine/engine.h"
+#include "google/protobuf/message.h"
 #include "grpcpp/server_context.h"
+#include "grpcpp/support/byte_buffer.h"
 #include "grpcpp/support/status.h"
+#include "server/heap_trimmer.h"
 #include "server/metrics.h"
+#include "server/open_calls.h"
 #include "server/options.h"
+#include "server/request_parser.h"
 #include "server/step_executor.h"
 #include "server/stream_registry.h"
 
 namespace attnd::server {
-
-// No layer: see MarkUnread.
-inline constexpr uint32_t kUnreadLayer = 0xFFFFFFFFu;
 
 // A stream that waits for its next message keeps no more than this of the last one's memory.
 inline constexpr size_t kKeptMessageBytesMax = size_t{256} << 10;
@@ -52,6 +54,11 @@ struct HandlerContext {
   StepExecutor* calls = nullptr;
   // Ends of streams: they may wait for the locks of sequences too. Never full.
   StepExecutor* ends = nullptr;
+  // From bytes to messages.
+  const RequestParser* requests = nullptr;
+  HeapTrimmer* trimmer = nullptr;
+  // Unary calls that have not been answered yet.
+  OpenCalls* open_calls = nullptr;
   std::atomic<engine::WriterId> next_writer{1};
 };
 
@@ -63,6 +70,10 @@ absl::StatusOr<std::string> TenantOf(const grpc::CallbackServerContext& context)
 // stream was not taken then.
 absl::Status AdmitStream(HandlerContext* handlers, const grpc::CallbackServerContext& context,
                          const std::shared_ptr<ManagedStream>& stream, std::string* tenant);
+
+// Fills `request` as RequestParser::Parse does. A refusal for want of memory is counted.
+absl::Status ParseMessage(HandlerContext* handlers, grpc::ByteBuffer* bytes,
+                          google::protobuf::Message* request);
 
 // Whole microseconds, as replies give times.
 inline uint64_t Micros(std::chrono::nanoseconds time) {
@@ -77,18 +88,14 @@ bool KeepsMuch(const Message& message) {
          message.SpaceUsedLong() > kKeptMessageBytesMax;
 }
 
-// A read fails alike when the client has no more messages and when a message does not parse; only
-// parsing touches the message. So it is marked before each read, and a failed read whose mark is
-// gone was a message.
+// Gives back the memory of a message that has been dealt with, if it is much.
 template <typename Message>
-void MarkUnread(Message* message) {
-  message->Clear();
-  message->set_layer(kUnreadLayer);
-}
-template <typename Message>
-absl::Status EndOfMessages(const Message& message) {
-  if (message.layer() == kUnreadLayer) return absl::OkStatus();
-  return absl::InvalidArgumentError("a message of the stream is not a valid protobuf message");
+bool ReleaseLarge(Message* message, HeapTrimmer* trimmer) {
+  if (!KeepsMuch(*message)) return false;
+  const size_t bytes = message->SpaceUsedLong();
+  *message = Message();
+  trimmer->OnReleased(bytes);
+  return true;
 }
 
 // Why a stream or a call ends early.

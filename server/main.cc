@@ -23,6 +23,7 @@
 #include "engine/engine.h"
 #include "glog/logging.h"
 #include "google/protobuf/stubs/logging.h"
+#include "grpc/support/log.h"
 #include "prometheus/exposer.h"
 #include "server/backend.h"
 #include "server/command_line.h"
@@ -31,11 +32,16 @@
 #include "server/probe.h"
 #include "server/server.h"
 #include "server/unary_handlers.h"
+#include "server/unix_socket.h"
 
 namespace attnd::server {
 namespace {
 
 constexpr auto kProbeTimeout = std::chrono::seconds(3);
+// A scrape takes one thread for some milliseconds. A connection that says nothing takes one, too,
+// until it times out.
+constexpr char kMetricsThreads[] = "8";
+constexpr char kMetricsTimeoutMs[] = "1000";
 // A shutdown that has not ended by then never will.
 constexpr auto kShutdownMax = std::chrono::milliseconds(9500);
 
@@ -76,7 +82,9 @@ absl::StatusOr<std::unique_ptr<prometheus::Exposer>> Expose(
     const std::string& address, const std::shared_ptr<Metrics>& metrics) {
   if (address.empty()) return nullptr;
   try {
-    auto exposer = std::make_unique<prometheus::Exposer>(address, 1);
+    auto exposer = std::make_unique<prometheus::Exposer>(
+        std::vector<std::string>{"listening_ports", address, "num_threads", kMetricsThreads,
+                                 "request_timeout_ms", kMetricsTimeoutMs});
     exposer->RegisterCollectable(metrics);
     const std::string host = address.substr(0, address.rfind(':'));
     for (const int port : exposer->GetListeningPorts()) {
@@ -100,9 +108,20 @@ void WarnOfSlowIo(const engine::ArchiveStats& stats) {
   }
 }
 
+void WarnOfMuchMemory(const ServerOptions& options, const Machine& machine) {
+  if (options.memory_budget_bytes <= machine.memory_bytes) return;
+  LOG(WARNING) << "memory_budget_bytes is " << options.memory_budget_bytes
+               << ", and the machine, or "
+               << "the process's control group, has " << machine.memory_bytes
+               << ": the system will end the process before the budget is full";
+}
+
 absl::Status Serve(const ServerOptions& options) {
   const sigset_t signals = BlockSignals();
   const Machine machine = Machine::Detect();
+  WarnOfMuchMemory(options, machine);
+  ATTND_RETURN_IF_ERROR(MakePrivateDirectory(options.data_dir));
+  ATTND_RETURN_IF_ERROR(CheckPrivateDirectory("data_dir", options.data_dir, geteuid()));
   ATTND_ASSIGN_OR_RETURN(const FileLock lock, LockDataDir(options.data_dir));
 
   ATTND_ASSIGN_OR_RETURN(std::unique_ptr<attention::Backend> backend, MakeBackend(options));
@@ -118,12 +137,14 @@ absl::Status Serve(const ServerOptions& options) {
   ATTND_ASSIGN_OR_RETURN(const auto exposer, Expose(options.metrics_listen, metrics));
   LOG(INFO) << "attnd " << ServerVersion() << " serves at "
             << absl::StrJoin(server->addresses(), ", ") << ", backend "
-            << std::string(engine->backend().name()) << " ("
+            << absl::StrJoin(engine->backend().names(), ", ") << " ("
             << std::string(engine->backend().target()) << "), budget "
             << engine->options().memory_budget_bytes << " bytes";
 
   const int signal = WaitForSignal(signals);
   LOG(INFO) << "signal " << signal << ": shutting down";
+  // gRPC complains of the sockets that are shut down below it (connections.h).
+  gpr_set_log_verbosity(static_cast<gpr_log_severity>(GPR_LOG_SEVERITY_ERROR + 1));
   WatchShutdown(signals);
   server->Shutdown(ShutdownLimits());
   engine->Shutdown();

@@ -50,18 +50,18 @@ Metrics::Metrics()
   dropped_tokens_ = AddCounter("attnd_dropped_tokens_total", "Tokens of the middle left out");
   missed_tokens_ = AddCounter("attnd_missed_tokens_total",
                               "Tokens estimated because their pages were not in memory in time");
-  ssd_lookup_tokens_ =
-      AddCounter("attnd_tier_lookup_tokens_total", "Tokens looked up in a tier", {{"tier", "ssd"}});
-  ssd_hit_tokens_ =
-      AddCounter("attnd_tier_hit_tokens_total", "Tokens found in a tier", {{"tier", "ssd"}});
-  host_lookup_tokens_ = AddCounter("attnd_tier_lookup_tokens_total", "Tokens looked up in a tier",
-                                   {{"tier", "host"}});
-  host_hit_tokens_ =
-      AddCounter("attnd_tier_hit_tokens_total", "Tokens found in a tier", {{"tier", "host"}});
-  hbm_lookup_tokens_ =
-      AddCounter("attnd_tier_lookup_tokens_total", "Tokens looked up in a tier", {{"tier", "hbm"}});
-  hbm_hit_tokens_ =
-      AddCounter("attnd_tier_hit_tokens_total", "Tokens found in a tier", {{"tier", "hbm"}});
+  // Families are read in this order. Steps raise look-ups first: a page of metrics that is read
+  // meanwhile must not have more hits than look-ups.
+  const std::string hit = "attnd_tier_hit_tokens_total";
+  const std::string hit_help = "Tokens found in a tier";
+  ssd_hit_tokens_ = AddCounter(hit, hit_help, {{"tier", "ssd"}});
+  host_hit_tokens_ = AddCounter(hit, hit_help, {{"tier", "host"}});
+  hbm_hit_tokens_ = AddCounter(hit, hit_help, {{"tier", "hbm"}});
+  const std::string lookup = "attnd_tier_lookup_tokens_total";
+  const std::string lookup_help = "Tokens looked up in a tier";
+  ssd_lookup_tokens_ = AddCounter(lookup, lookup_help, {{"tier", "ssd"}});
+  host_lookup_tokens_ = AddCounter(lookup, lookup_help, {{"tier", "host"}});
+  hbm_lookup_tokens_ = AddCounter(lookup, lookup_help, {{"tier", "hbm"}});
   for (size_t i = 0; i < kStages; ++i) {
     stages_[i] = AddHistogram("attnd_stage_seconds",
                               "Time of a step's stages; score, select, attend and merge are "
@@ -184,12 +184,12 @@ void Metrics::OnRow(const engine::DecodeRowResult& row, Rejection limit) {
   ssd_lookup_tokens_->Increment(static_cast<double>(stats.ssd_tokens + stats.missed_tokens));
   ssd_hit_tokens_->Increment(static_cast<double>(stats.ssd_tokens));
   missed_tokens_->Increment(static_cast<double>(stats.missed_tokens));
-  if (stats.covered_mass) covered_mass_->Observe(*stats.covered_mass);
-  if (stats.predicted_error_mean) predicted_error_->Observe(*stats.predicted_error_mean);
+  if (stats.covered_mass) covered_mass_.Observe(*stats.covered_mass);
+  if (stats.predicted_error_mean) predicted_error_.Observe(*stats.predicted_error_mean);
 }
 
 void Metrics::OnStage(Stage stage, std::chrono::nanoseconds time) {
-  stages_[static_cast<size_t>(stage)]->Observe(Seconds(time));
+  stages_[static_cast<size_t>(stage)].Observe(Seconds(time));
 }
 
 void Metrics::OnRejected(Rejection reason) {
@@ -207,7 +207,7 @@ void Metrics::OnAppended(uint64_t tokens, bool prefill) {
 
 void Metrics::OnSegmentBuilt(BuildTrigger trigger, uint64_t, std::chrono::nanoseconds time) {
   segments_built_[trigger == BuildTrigger::kBackground ? 1 : 0]->Increment();
-  segment_build_seconds_->Observe(Seconds(time));
+  segment_build_seconds_.Observe(Seconds(time));
 }
 
 void Metrics::OnSegmentBuildFailed(BuildTrigger trigger, const absl::Status& status) {
@@ -215,6 +215,10 @@ void Metrics::OnSegmentBuildFailed(BuildTrigger trigger, const absl::Status& sta
   LOG_EVERY_T(WARNING, 1) << "a segment of "
                           << (trigger == BuildTrigger::kPrefill ? "a prompt" : "generated tokens")
                           << " could not be built: " << status;
+}
+
+void Metrics::OnDiskFault(const absl::Status& status) {
+  LOG_EVERY_T(WARNING, 1) << "a call or row was refused for a fault of the disk: " << status;
 }
 
 void Metrics::SetSources(GaugeSources sources) {
@@ -261,8 +265,8 @@ void Metrics::AddArchiveCounters() {
       "Sealed sequences dropped by the limits of retention");
   add(&ArchiveStats::quarantined_files, "attnd_quarantined_files_total",
       "Files found damaged and put out of the way");
-  add(&ArchiveStats::orphans_removed, "attnd_orphan_files_total",
-      "Files that a crash had left behind, removed at the start");
+  add(&ArchiveStats::orphan_files, "attnd_orphan_files_total",
+      "Files that no record named at the start, as a crash leaves them, moved aside");
 }
 
 void Metrics::AddPageMetrics() {
@@ -271,10 +275,13 @@ void Metrics::AddPageMetrics() {
                             const prometheus::Labels& labels = {}) {
     page_counters_.push_back({total, AddCounter(name, help, labels)});
   };
+  // Read first and raised last, as those of tokens.
+  const std::string hit = "attnd_tier_hit_pages_total";
+  const std::string hit_help = "Pages found in a tier";
+  AddCounter(hit, hit_help, {{"tier", "host"}});
   count(&PageCacheStats::lookups, "attnd_tier_lookup_pages_total", "Pages looked up in a tier",
         {{"tier", "host"}});
-  count(&PageCacheStats::hits, "attnd_tier_hit_pages_total", "Pages found in a tier",
-        {{"tier", "host"}});
+  count(&PageCacheStats::hits, hit.c_str(), hit_help.c_str(), {{"tier", "host"}});
   count(&PageCacheStats::late, "attnd_pages_late_total",
         "Pages that were being read already when a step asked for them");
   count(&PageCacheStats::read_pages, "attnd_pages_read_total", "Pages read from disk");
@@ -307,7 +314,7 @@ void Metrics::AddPageMetrics() {
 }
 
 void Metrics::OnPagesRead(uint64_t, std::chrono::nanoseconds time) {
-  page_read_seconds_->Observe(Seconds(time));
+  page_read_seconds_.Observe(Seconds(time));
 }
 
 void Metrics::CollectArchive(const engine::ArchiveStats& stats) const {
@@ -355,14 +362,10 @@ prometheus::Gauge* Metrics::AddGauge(const std::string& name, const std::string&
   return &prometheus::BuildGauge().Name(name).Help(help).Register(*registry_).Add(labels);
 }
 
-prometheus::Histogram* Metrics::AddHistogram(const std::string& name, const std::string& help,
-                                             const prometheus::Labels& labels,
-                                             const Buckets& buckets) {
-  return &prometheus::BuildHistogram()
-              .Name(name)
-              .Help(help)
-              .Register(*registry_)
-              .Add(labels, buckets);
+FiniteHistogram Metrics::AddHistogram(const std::string& name, const std::string& help,
+                                      const prometheus::Labels& labels, const Buckets& buckets) {
+  auto& family = prometheus::BuildHistogram().Name(name).Help(help).Register(*registry_);
+  return {&family, labels, buckets, registry_.get()};
 }
 
 }  // namespace attnd::server

@@ -27,6 +27,7 @@
 #include "prometheus/histogram.h"
 #include "prometheus/registry.h"
 #include "server/audit_metrics.h"
+#include "server/finite_histogram.h"
 
 namespace attnd::server {
 
@@ -108,6 +109,7 @@ class Metrics final : public engine::Observer, public prometheus::Collectable {
                       std::chrono::nanoseconds time) override;
   void OnSegmentBuildFailed(BuildTrigger trigger, const absl::Status& status) override;
   void OnPagesRead(uint64_t bytes, std::chrono::nanoseconds time) override;
+  void OnDiskFault(const absl::Status& status) override;
   void OnAudited(const engine::AuditedRow& row) override { audit_metrics_.OnAudited(row); }
   void OnAuditSkipped(engine::AuditSkip why) override { audit_metrics_.OnSkipped(why); }
 
@@ -122,9 +124,9 @@ class Metrics final : public engine::Observer, public prometheus::Collectable {
                                   const prometheus::Labels& labels = {});
   prometheus::Gauge* AddGauge(const std::string& name, const std::string& help,
                               const prometheus::Labels& labels = {});
-  prometheus::Histogram* AddHistogram(const std::string& name, const std::string& help,
-                                      const prometheus::Labels& labels,
-                                      const prometheus::Histogram::BucketBoundaries& buckets);
+  FiniteHistogram AddHistogram(const std::string& name, const std::string& help,
+                               const prometheus::Labels& labels,
+                               const prometheus::Histogram::BucketBoundaries& buckets);
   void OnRow(const engine::DecodeRowResult& row, Rejection limit);
   void AddArchiveCounters();
   void AddPageMetrics();
@@ -151,9 +153,9 @@ class Metrics final : public engine::Observer, public prometheus::Collectable {
   prometheus::Counter* host_hit_tokens_;
   prometheus::Counter* hbm_lookup_tokens_;
   prometheus::Counter* hbm_hit_tokens_;
-  std::array<prometheus::Histogram*, kStages> stages_;
-  prometheus::Histogram* covered_mass_;
-  prometheus::Histogram* predicted_error_;
+  std::array<FiniteHistogram, kStages> stages_;
+  FiniteHistogram covered_mass_;
+  FiniteHistogram predicted_error_;
   prometheus::Gauge* resident_bytes_;
   prometheus::Gauge* capacity_bytes_;
   prometheus::Gauge* sequences_;
@@ -184,10 +186,10 @@ class Metrics final : public engine::Observer, public prometheus::Collectable {
     prometheus::Gauge* gauge;
   };
   std::vector<PageGauge> page_gauges_;
-  prometheus::Histogram* page_read_seconds_;
+  FiniteHistogram page_read_seconds_;
   std::array<prometheus::Counter*, 2> appended_tokens_;  // decode, prefill
   std::array<prometheus::Counter*, 2> segments_built_;   // by BuildTrigger
-  prometheus::Histogram* segment_build_seconds_;
+  FiniteHistogram segment_build_seconds_;
   prometheus::Counter* segment_build_failures_;
   std::array<prometheus::Counter*, kRejections> rejections_;
   prometheus::Family<prometheus::Counter>* rpcs_;

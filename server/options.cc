@@ -48,11 +48,13 @@ absl::Status CheckListen(const ServerOptions& options) {
   }
   for (const std::string& text : options.listen) {
     ATTND_ASSIGN_OR_RETURN(const ListenAddress address, ParseListenAddress("listen", text));
-    if (!address.is_loopback() && !options.allow_insecure_tcp) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("listen: ", text,
-                       " is beyond loopback and would be without encryption or authentication; "
-                       "use unix:PATH or loopback, or say --allow-insecure-tcp"));
+    if (!address.is_unix() && !options.allow_insecure_tcp) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "listen: ", text, " is TCP, which has no encryption and no authentication here: ",
+          address.is_loopback() ? "every user and container of this machine that reaches loopback"
+                                : "everybody who reaches it",
+          " could read, change and close all sequences of the tenant \"\"; use unix:PATH, or say "
+          "--allow-insecure-tcp"));
     }
   }
   return absl::OkStatus();
@@ -66,7 +68,6 @@ absl::Status CheckGrpc(const ServerOptions& options) {
     ATTND_RETURN_IF_ERROR(
         CheckRange("grpc_memory_bytes", options.grpc_memory_bytes, min, uint64_t{1} << 50));
   }
-  ATTND_RETURN_IF_ERROR(CheckRange("grpc_threads", options.grpc_threads, 4, kThreadsMax));
   return CheckRange("min_ping_interval_s", options.min_ping_interval_s, 1, 3600);
 }
 
@@ -103,7 +104,14 @@ absl::Status CheckPaths(const ServerOptions& options) {
             .status());
   }
   if (!options.metrics_listen.empty()) {
-    ATTND_RETURN_IF_ERROR(ParseHostPort("metrics_listen", options.metrics_listen).status());
+    ATTND_ASSIGN_OR_RETURN(const ListenAddress address,
+                           ParseHostPort("metrics_listen", options.metrics_listen));
+    if (!address.is_loopback() && !options.allow_remote_metrics) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("metrics_listen: ", options.metrics_listen,
+                       " is beyond loopback, and everybody who reaches it could read the metrics; "
+                       "use loopback, or say --allow-remote-metrics"));
+    }
   }
   return absl::OkStatus();
 }
@@ -247,9 +255,9 @@ absl::Status ApplyConfig(const v1::ServerConfig& config, ServerOptions* options)
   ATTND_APPLY(segment_tokens);
   ATTND_APPLY(reply_timeout_s);
   ATTND_APPLY(allow_insecure_tcp);
+  ATTND_APPLY(allow_remote_metrics);
   ATTND_APPLY(max_connection_streams);
   ATTND_APPLY(grpc_memory_bytes);
-  ATTND_APPLY(grpc_threads);
   ATTND_APPLY(min_ping_interval_s);
   ATTND_APPLY(backend);
   ATTND_APPLY(device_memory_bytes);

@@ -62,9 +62,9 @@ struct ServerOptions {
   attention::Policy default_policy;  // dense
   uint32_t reply_timeout_s = 30;
   bool allow_insecure_tcp = false;
+  bool allow_remote_metrics = false;
   uint32_t max_connection_streams = 4096;
   uint64_t grpc_memory_bytes = 0;
-  uint32_t grpc_threads = 16;
   uint32_t min_ping_interval_s = 10;
   std::string backend = "auto";
   uint64_t device_memory_bytes = 0;

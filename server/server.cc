@@ -7,11 +7,11 @@
 #include "common/status.h"
 #include "glog/logging.h"
 #include "grpc/grpc.h"
-#include "grpcpp/ext/proto_server_reflection_plugin.h"
 #include "grpcpp/health_check_service_interface.h"
 #include "grpcpp/resource_quota.h"
 #include "grpcpp/server.h"
 #include "grpcpp/server_builder.h"
+#include "server/connections.h"
 #include "server/handler.h"
 #include "server/service.h"
 #include "server/unix_socket.h"
@@ -70,6 +70,7 @@ class ServerImpl final : public Server {
         prefills_(PrefillOptions(options)),
         calls_(CallOptions(options)),
         ends_(EndOptions(options)),
+        requests_(options, &trimmer_),
         service_(&handlers_) {
     // Never given back. The last use of gRPC that ends joins a thread that may be asleep for 10 s,
     // as it polls for writes that met a full socket: too long for a shutdown, and nobody needs it.
@@ -84,6 +85,9 @@ class ServerImpl final : public Server {
     handlers_.prefills = &prefills_;
     handlers_.calls = &calls_;
     handlers_.ends = &ends_;
+    handlers_.requests = &requests_;
+    handlers_.trimmer = &trimmer_;
+    handlers_.open_calls = &open_calls_;
     metrics->SetSources({.usage = [engine] { return engine->usage(); },
                          .streams = [this] { return streams_.size(); },
                          .queue_depth = [this] { return steps_.queue_depth(); },
@@ -110,6 +114,8 @@ class ServerImpl final : public Server {
   const Machine machine_;
   engine::Engine* const engine_;
   HandlerContext handlers_;
+  HeapTrimmer trimmer_;
+  OpenCalls open_calls_;
   StreamRegistry streams_;
   StepExecutor steps_;
   StepExecutor disk_steps_;
@@ -117,6 +123,7 @@ class ServerImpl final : public Server {
   StepExecutor prefills_;
   StepExecutor calls_;
   StepExecutor ends_;
+  RequestParser requests_;
   AttndService service_;
   std::unique_ptr<grpc::Server> server_;
   std::vector<std::string> addresses_;
@@ -138,9 +145,13 @@ absl::Status ServerImpl::Listen() {
 void ServerImpl::SetLimits(grpc::ServerBuilder* builder) const {
   builder->SetMaxReceiveMessageSize(static_cast<int>(options_.max_message_bytes));
   builder->SetMaxSendMessageSize(static_cast<int>(options_.max_message_bytes));
+  // Nobody needs them: keys and values do not get smaller. What a small compressed message would be
+  // inflated to has no limit in gRPC.
+  for (const grpc_compression_algorithm algorithm : {GRPC_COMPRESS_DEFLATE, GRPC_COMPRESS_GZIP}) {
+    builder->SetCompressionAlgorithmSupportStatus(algorithm, false);
+  }
   grpc::ResourceQuota quota("attnd");
-  quota.Resize(GrpcMemoryBytes(options_, machine_))
-      .SetMaxThreads(static_cast<int>(options_.grpc_threads));
+  quota.Resize(GrpcMemoryBytes(options_, machine_));
   builder->SetResourceQuota(quota);
   builder->AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS,
                               static_cast<int>(options_.max_connection_streams));
@@ -155,7 +166,6 @@ void ServerImpl::SetLimits(grpc::ServerBuilder* builder) const {
 
 absl::Status ServerImpl::Build(const std::vector<ListenAddress>& addresses) {
   grpc::EnableDefaultHealthCheckService(true);
-  grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::ServerBuilder builder;
   SetLimits(&builder);
   builder.RegisterService(&service_);
@@ -201,7 +211,27 @@ void ServerImpl::Shutdown(const ShutdownLimits& limits) {
       LOG(ERROR) << "shutdown: " << streams_.size() << " streams do not end";
     }
   }
-  // 5. Connections close, once the last call has ended; calls that came since are refused.
+  // 5. Calls that run are answered.
+  if (!open_calls_.WaitUntilNone(limits.calls)) LOG(WARNING) << "shutdown: calls do not end";
+  // 6. Nobody is heard any more: gRPC would answer with CANCELLED from here on.
+  std::vector<ListenAddress> bound;
+  for (const std::string& text : addresses_) {
+    if (auto address = ParseListenAddress("listen", text); address.ok()) bound.push_back(*address);
+  }
+  std::vector<FileLock> locks;  // until the sockets' files are gone
+  for (const ListenAddress& address : bound) {
+    if (!address.is_unix()) continue;
+    auto lock = AwaitSocketLock(address.path, limits.socket_lock);
+    if (lock.ok()) {
+      locks.push_back(*std::move(lock));
+    } else {
+      LOG(WARNING) << "shutdown: the socket goes without its lock, a server that starts there may "
+                      "lose its own: "
+                   << lock.status().message();
+    }
+  }
+  ShutdownSockets(bound);
+  // 7. gRPC ends.
   server_->Shutdown(std::chrono::system_clock::now() + limits.server);
   server_->Wait();
   server_.reset();

@@ -20,9 +20,11 @@ namespace attnd::server {
 // How long each part of a shutdown may take; together less than the 10 s that an orchestrator is
 // promised.
 struct ShutdownLimits {
-  std::chrono::milliseconds steps{5000};   // steps in flight are answered
-  std::chrono::milliseconds cancel{2000};  // cancelled ones end
-  std::chrono::milliseconds server{1000};  // gRPC closes its connections
+  std::chrono::milliseconds steps{5000};       // steps in flight are answered
+  std::chrono::milliseconds cancel{2000};      // cancelled ones end
+  std::chrono::milliseconds calls{1000};       // unary calls that run are answered
+  std::chrono::milliseconds socket_lock{100};  // whoever starts at a socket of ours sees it taken
+  std::chrono::milliseconds server{500};       // gRPC closes its connections
 };
 
 // Thread-safety: Start and Shutdown belong to one thread; the server itself answers on threads of

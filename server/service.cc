@@ -7,75 +7,76 @@
 
 namespace attnd::server {
 
+using grpc::ByteBuffer;
+using grpc::CallbackServerContext;
+using grpc::ServerUnaryReactor;
+
 // Constant, so that it waits for nothing: answered on gRPC's thread.
-grpc::ServerUnaryReactor* AttndService::GetServerInfo(grpc::CallbackServerContext* context,
-                                                      const v1::GetServerInfoRequest* request,
-                                                      v1::GetServerInfoResponse* reply) {
-  const absl::Status status =
-      AnswerUnaryCall(handlers_, *context, *request, /*cancelled=*/nullptr, reply);
-  handlers_->metrics->OnRpc("GetServerInfo", status.code());
-  grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();
-  reactor->Finish(ToGrpc(status));
-  return reactor;
+ServerUnaryReactor* AttndService::GetServerInfo(CallbackServerContext* context,
+                                                const ByteBuffer* request, ByteBuffer* reply) {
+  return UnaryCall<v1::GetServerInfoRequest, v1::GetServerInfoResponse>::Start(
+      "GetServerInfo", handlers_, /*workers=*/nullptr, context, request, reply);
 }
 
-grpc::ServerUnaryReactor* AttndService::OpenSequence(grpc::CallbackServerContext* context,
-                                                     const v1::OpenSequenceRequest* request,
-                                                     v1::OpenSequenceResponse* reply) {
-  const bool reads = request->resume_sealed_id() != 0 || request->token_ids_size() > 0;
-  return reads ? StartLongCall("OpenSequence", handlers_, context, request, reply)
-               : StartUnaryCall("OpenSequence", handlers_, context, request, reply);
+ServerUnaryReactor* AttndService::OpenSequence(CallbackServerContext* context,
+                                               const ByteBuffer* request, ByteBuffer* reply) {
+  using Request = v1::OpenSequenceRequest;
+  const bool reads =
+      HasAnyField(*request, {Request::kResumeSealedIdFieldNumber, Request::kTokenIdsFieldNumber});
+  return UnaryCall<Request, v1::OpenSequenceResponse>::Start(
+      "OpenSequence", handlers_, reads ? handlers_->prefills : handlers_->calls, context, request,
+      reply);
 }
 
-grpc::ServerUnaryReactor* AttndService::TruncateSequence(grpc::CallbackServerContext* context,
-                                                         const v1::TruncateSequenceRequest* request,
-                                                         v1::TruncateSequenceResponse* reply) {
-  return StartUnaryCall("TruncateSequence", handlers_, context, request, reply);
+ServerUnaryReactor* AttndService::TruncateSequence(CallbackServerContext* context,
+                                                   const ByteBuffer* request, ByteBuffer* reply) {
+  return StartUnaryCall<v1::TruncateSequenceRequest, v1::TruncateSequenceResponse>(
+      "TruncateSequence", handlers_, context, request, reply);
 }
 
-grpc::ServerUnaryReactor* AttndService::ForkSequence(grpc::CallbackServerContext* context,
-                                                     const v1::ForkSequenceRequest* request,
-                                                     v1::ForkSequenceResponse* reply) {
-  return StartUnaryCall("ForkSequence", handlers_, context, request, reply);
+ServerUnaryReactor* AttndService::ForkSequence(CallbackServerContext* context,
+                                               const ByteBuffer* request, ByteBuffer* reply) {
+  return StartUnaryCall<v1::ForkSequenceRequest, v1::ForkSequenceResponse>(
+      "ForkSequence", handlers_, context, request, reply);
 }
 
-grpc::ServerUnaryReactor* AttndService::SealSequence(grpc::CallbackServerContext* context,
-                                                     const v1::SealSequenceRequest* request,
-                                                     v1::SealSequenceResponse* reply) {
-  return StartLongCall("SealSequence", handlers_, context, request, reply);
+ServerUnaryReactor* AttndService::SealSequence(CallbackServerContext* context,
+                                               const ByteBuffer* request, ByteBuffer* reply) {
+  return StartLongCall<v1::SealSequenceRequest, v1::SealSequenceResponse>("SealSequence", handlers_,
+                                                                          context, request, reply);
 }
 
-grpc::ServerUnaryReactor* AttndService::ListSealed(grpc::CallbackServerContext* context,
-                                                   const v1::ListSealedRequest* request,
-                                                   v1::ListSealedResponse* reply) {
-  return StartUnaryCall("ListSealed", handlers_, context, request, reply);
+ServerUnaryReactor* AttndService::ListSealed(CallbackServerContext* context,
+                                             const ByteBuffer* request, ByteBuffer* reply) {
+  return StartUnaryCall<v1::ListSealedRequest, v1::ListSealedResponse>("ListSealed", handlers_,
+                                                                       context, request, reply);
 }
 
-grpc::ServerUnaryReactor* AttndService::DropSealed(grpc::CallbackServerContext* context,
-                                                   const v1::DropSealedRequest* request,
-                                                   v1::DropSealedResponse* reply) {
-  return StartLongCall("DropSealed", handlers_, context, request, reply);
+ServerUnaryReactor* AttndService::DropSealed(CallbackServerContext* context,
+                                             const ByteBuffer* request, ByteBuffer* reply) {
+  return StartLongCall<v1::DropSealedRequest, v1::DropSealedResponse>("DropSealed", handlers_,
+                                                                      context, request, reply);
 }
 
-grpc::ServerUnaryReactor* AttndService::CloseSequence(grpc::CallbackServerContext* context,
-                                                      const v1::CloseSequenceRequest* request,
-                                                      v1::CloseSequenceResponse* reply) {
-  return StartUnaryCall("CloseSequence", handlers_, context, request, reply);
+ServerUnaryReactor* AttndService::CloseSequence(CallbackServerContext* context,
+                                                const ByteBuffer* request, ByteBuffer* reply) {
+  return StartUnaryCall<v1::CloseSequenceRequest, v1::CloseSequenceResponse>(
+      "CloseSequence", handlers_, context, request, reply);
 }
 
-grpc::ServerUnaryReactor* AttndService::ListSequences(grpc::CallbackServerContext* context,
-                                                      const v1::ListSequencesRequest* request,
-                                                      v1::ListSequencesResponse* reply) {
-  return StartUnaryCall("ListSequences", handlers_, context, request, reply);
+ServerUnaryReactor* AttndService::ListSequences(CallbackServerContext* context,
+                                                const ByteBuffer* request, ByteBuffer* reply) {
+  return StartUnaryCall<v1::ListSequencesRequest, v1::ListSequencesResponse>(
+      "ListSequences", handlers_, context, request, reply);
 }
 
-grpc::ServerReadReactor<v1::AppendKvRequest>* AttndService::AppendKv(
-    grpc::CallbackServerContext* context, v1::AppendKvResponse* reply) {
+grpc::ServerReadReactor<ByteBuffer>* AttndService::AppendKv(CallbackServerContext* context,
+                                                            ByteBuffer* reply) {
   return AppendReactor::Start(handlers_, context, reply);
 }
 
-grpc::ServerBidiReactor<v1::DecodeRequest, v1::DecodeResponse>* AttndService::Decode(
-    grpc::CallbackServerContext* context) {
+grpc::ServerBidiReactor<ByteBuffer, ByteBuffer>* AttndService::Decode(
+    CallbackServerContext* context) {
   return DecodeReactor::Start(handlers_, context);
 }
 

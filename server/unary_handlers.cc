@@ -33,18 +33,26 @@ void RecordRefusedSequence(const UnaryContext& context, const absl::Status& stat
   context.metrics.OnRejected(full ? Rejection::kSequences : Rejection::kMemory);
 }
 
+// Lists a preset with what one must know to use it.
+void ListPreset(const UnaryContext& context, const attention::Policy& policy,
+                const std::string& name, v1::GetServerInfoResponse* reply) {
+  v1::Policy* const out = reply->add_policies();
+  ToProto(policy, out);
+  out->set_preset(name);
+  v1::PresetInfo* const preset = reply->add_presets();
+  ToProto(policy, context.engine.IndexesOf(policy), preset);
+  preset->mutable_policy()->set_preset(name);
+  const attention::Backend& owner = context.engine.backend().OwnerOf({.policy = policy});
+  preset->set_backend(std::string(owner.name()));
+}
+
 // The operator's presets, each with all parameters that it stands for.
 void ListNamed(const UnaryContext& context, v1::GetServerInfoResponse* reply) {
   const PolicyCatalog& policies = context.options.policies;
   for (const auto& [name, message] : policies.named()) {
     const auto policy = policies.Parse(message);
     if (!policy.ok() || !context.engine.backend().Supports(*policy).ok()) continue;
-    v1::Policy* const out = reply->add_policies();
-    ToProto(*policy, out);
-    out->set_preset(name);
-    v1::PresetInfo* const preset = reply->add_presets();
-    ToProto(*policy, context.engine.IndexesOf(*policy), preset);
-    preset->mutable_policy()->set_preset(name);
+    ListPreset(context, *policy, name, reply);
   }
 }
 
@@ -61,13 +69,9 @@ absl::StatusOr<engine::OpenResult> OpenAs(const UnaryContext& context, const eng
   if (request.resume_sealed_id() != 0) {
     return engine.Resume(context.tenant, args, request.resume_sealed_id(), context.cancelled);
   }
-  if (request.token_ids_size() > 0) {
-    const std::span<const uint32_t> token_ids(request.token_ids().data(),
-                                              static_cast<size_t>(request.token_ids_size()));
-    return engine.OpenReusing(context.tenant, args, token_ids, context.cancelled);
-  }
-  ATTND_ASSIGN_OR_RETURN(const uint64_t id, engine.Open(context.tenant, args));
-  return engine::OpenResult{id, 0};
+  const std::span<const uint32_t> token_ids(request.token_ids().data(),
+                                            static_cast<size_t>(request.token_ids_size()));
+  return engine.OpenReusing(context.tenant, args, token_ids, context.cancelled);
 }
 
 }  // namespace
@@ -78,15 +82,13 @@ absl::Status Handle(const UnaryContext& context, const v1::GetServerInfoRequest&
                     v1::GetServerInfoResponse* reply) {
   const attention::Backend& backend = context.engine.backend();
   reply->set_version(std::string(ServerVersion()));
-  reply->add_backends(std::string(backend.name()));
-  if (!backend.device().empty()) reply->add_backends("cpu");
+  for (const absl::string_view name : backend.names()) reply->add_backends(std::string(name));
   reply->set_device(std::string(backend.device()));
   reply->set_backend_status(std::string(backend.Health().message()));
   reply->set_simd_target(std::string(backend.target()));
   for (const attention::Policy& policy : attention::PresetPolicies()) {
     if (!backend.Supports(policy).ok()) continue;
-    ToProto(policy, reply->add_policies());
-    ToProto(policy, context.engine.IndexesOf(policy), reply->add_presets());
+    ListPreset(context, policy, policy.preset, reply);
   }
   ListNamed(context, reply);
   ToProto(context.engine.options().default_policy, reply->mutable_default_policy());
@@ -107,6 +109,7 @@ absl::Status Handle(const UnaryContext& context, const v1::OpenSequenceRequest& 
   ATTND_RETURN_IF_ERROR(opened.status());
   reply->set_sequence_id(opened->sequence_id);
   reply->set_tokens_present(opened->tokens_present);
+  reply->set_backend(std::string(opened->backend));
   return absl::OkStatus();
 }
 

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -19,7 +20,28 @@ namespace {
 
 constexpr mode_t kOthers = S_IRWXG | S_IRWXO;
 
-// The lock of the socket at `path`.
+// `excuse`: the mode bits with which the directory may be open to others.
+absl::Status CheckDirectory(absl::string_view option, const std::string& directory, uid_t user,
+                            mode_t excuse) {
+  struct stat info {};
+  if (stat(directory.c_str(), &info) != 0) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(option, ": directory ", directory, ": ", std::strerror(errno)));
+  }
+  if (info.st_uid != user && info.st_uid != 0) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        option, ": directory ", directory, " belongs to user ", info.st_uid,
+        ", who could replace what is in it; allowed are directories of user ", user, " or root"));
+  }
+  if ((info.st_mode & kOthers) != 0 && (info.st_mode & excuse) == 0) {
+    return absl::FailedPreconditionError(absl::StrFormat(
+        "%s: directory %s has mode %04o and is open to other users; make it 0700, or name a "
+        "directory that is not there yet, which is then made so",
+        option, directory, info.st_mode & 07777u));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<FileLock> LockSocket(const std::string& path) {
   const std::string file = path + ".lock";
   struct stat info {};
@@ -35,24 +57,24 @@ absl::StatusOr<FileLock> LockSocket(const std::string& path) {
 
 }  // namespace
 
+absl::StatusOr<FileLock> AwaitSocketLock(const std::string& path,
+                                         std::chrono::milliseconds timeout) {
+  const auto limit = std::chrono::steady_clock::now() + timeout;
+  auto lock = LockSocket(path);
+  while (absl::IsAlreadyExists(lock.status()) && std::chrono::steady_clock::now() < limit) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    lock = LockSocket(path);
+  }
+  return lock;
+}
+
 absl::Status CheckSocketDirectory(const std::string& directory, uid_t user) {
-  struct stat info {};
-  if (stat(directory.c_str(), &info) != 0) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("listen: directory ", directory, ": ", std::strerror(errno)));
-  }
-  if (info.st_uid != user && info.st_uid != 0) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "listen: directory ", directory, " belongs to user ", info.st_uid,
-        ", who could replace the socket; allowed are directories of user ", user, " or root"));
-  }
-  if ((info.st_mode & kOthers) != 0 && (info.st_mode & S_ISVTX) == 0) {
-    return absl::FailedPreconditionError(absl::StrFormat(
-        "listen: directory %s has mode %04o and is open to other users; make it 0700, or name a "
-        "directory that is not there yet, which is then made so",
-        directory, info.st_mode & 07777u));
-  }
-  return absl::OkStatus();
+  return CheckDirectory("listen", directory, user, S_ISVTX);
+}
+
+absl::Status CheckPrivateDirectory(absl::string_view option, const std::string& directory,
+                                   uid_t user) {
+  return CheckDirectory(option, directory, user, 0);
 }
 
 bool SomebodyListens(const std::string& path) {

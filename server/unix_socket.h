@@ -19,10 +19,12 @@
 #include <sys/stat.h>
 #include <sys/types.h>
 
+#include <chrono>
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "common/file_lock.h"
 
 namespace attnd::server {
@@ -36,9 +38,19 @@ namespace attnd::server {
 // is in the way that is no socket, or a lock file that is another user's.
 absl::StatusOr<FileLock> PrepareSocket(const std::string& path);
 
+// That lock, without the rest; waits so long for it to be given back. A server takes it, too, when
+// it ends, as nobody may put a socket where gRPC is about to remove one. Whoever starts there holds
+// it for moments; a server whose end finds it held for longer says so and ends without it.
+absl::StatusOr<FileLock> AwaitSocketLock(const std::string& path,
+                                         std::chrono::milliseconds timeout);
+
 // Whether a socket may be put into this directory, as above; FailedPrecondition says what to do.
 // `user`: who will own the socket.
 absl::Status CheckSocketDirectory(const std::string& directory, uid_t user);
+// The same for a directory whose files nobody else may see: sticky is not enough. `option` is what
+// named it, for the message.
+absl::Status CheckPrivateDirectory(absl::string_view option, const std::string& directory,
+                                   uid_t user);
 
 // True if somebody accepts connections at `path`.
 bool SomebodyListens(const std::string& path);

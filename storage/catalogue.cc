@@ -18,6 +18,7 @@ namespace {
 constexpr char kSegmentPrefix = 's';
 constexpr char kSequencePrefix = 'q';
 constexpr char kNumbersKey[] = "numbers";  // those up to and with it may have been given
+constexpr char kRetainedKey[] = "retained";
 // So many are set aside with one commit.
 constexpr uint64_t kNumbersStep = 4096;
 
@@ -67,7 +68,13 @@ class StoredCatalogue final : public Catalogue {
   absl::Status ForEachSequence(
       const std::function<absl::Status(const SequenceRecord&)>& visit) const override;
   absl::StatusOr<uint64_t> TakeNumbers(uint64_t count) override;
+  uint64_t LastNumber() const override {
+    MutexLock lock(mutex_);
+    return set_aside_;
+  }
   absl::Status SkipNumbers(uint64_t last) override;
+  absl::StatusOr<std::optional<uint64_t>> RetainedFrom() const override;
+  absl::Status NoteRetainedFrom(uint64_t unix_s) override;
 
  private:
   // What lies under `key`, which it must say itself.
@@ -77,7 +84,7 @@ class StoredCatalogue final : public Catalogue {
   absl::Status SetAside(uint64_t last) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const std::unique_ptr<CheckedStore> store_;
-  Mutex mutex_;
+  mutable Mutex mutex_;
   uint64_t given_ ABSL_GUARDED_BY(mutex_);      // the last one
   uint64_t set_aside_ ABSL_GUARDED_BY(mutex_);  // as the store says; at least given_
 };
@@ -181,6 +188,19 @@ absl::Status StoredCatalogue::SkipNumbers(uint64_t last) {
   if (last > set_aside_) ATTND_RETURN_IF_ERROR(SetAside(last));
   given_ = std::max(given_, last);
   return absl::OkStatus();
+}
+
+absl::StatusOr<std::optional<uint64_t>> StoredCatalogue::RetainedFrom() const {
+  const auto noted = store_->GetNumber(kRetainedKey);
+  if (absl::IsNotFound(noted.status())) return std::nullopt;
+  ATTND_RETURN_IF_ERROR(noted.status());
+  return *noted;
+}
+
+absl::Status StoredCatalogue::NoteRetainedFrom(uint64_t unix_s) {
+  StoreBatch batch;
+  batch.PutNumber(kRetainedKey, unix_s);
+  return store_->Write(batch);
 }
 
 }  // namespace

@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Catalogue: which segments and sealed sequences there are, in RocksDB. It knows nothing of
-// payload: everything in it can be made again from the segment files (`attnctl rebuild-catalogue`).
+// payload: all its records can be made again from the segment files (`attnctl rebuild-catalogue`),
+// but for when they were last used. How far retention has come is only here: without it, it begins
+// with the newest use.
 #ifndef ATTND_STORAGE_CATALOGUE_H_
 #define ATTND_STORAGE_CATALOGUE_H_
 
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -95,9 +98,15 @@ class Catalogue {
   // count beyond 1..kTakenNumbersMax; ResourceExhausted if there are no more; FailedPrecondition in
   // kReadOnly.
   virtual absl::StatusOr<uint64_t> TakeNumbers(uint64_t count) = 0;
+  // None beyond it has ever been given: a file with a greater number is none of this catalogue's.
+  virtual uint64_t LastNumber() const = 0;
   // Numbers up to and with this one are never given; for a catalogue that is made again. Durable;
   // errors as TakeNumbers'.
   virtual absl::Status SkipNumbers(uint64_t last) = 0;
+
+  // How far retention has come, as its owner noted it; nothing: never. Durable.
+  virtual absl::StatusOr<std::optional<uint64_t>> RetainedFrom() const = 0;
+  virtual absl::Status NoteRetainedFrom(uint64_t unix_s) = 0;
 };
 
 // InvalidArgument names the field that is beyond its limit.

@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <filesystem>
 #include <optional>
+#include <set>
 #include <tuple>
 #include <utility>
 
@@ -31,14 +32,15 @@ constexpr char kSegmentSuffix[] = ".seg";
 std::string SecretPath(const std::string& root) { return root + "/secret"; }
 std::string SegmentsPath(const std::string& root) { return root + "/segments"; }
 std::string QuarantinePath(const std::string& root) { return root + "/quarantine"; }
+std::string OrphansPath(const std::string& root) { return root + "/orphans"; }
 std::string ShardName(uint64_t number) { return absl::StrFormat("%02x", number % kShards); }
 std::string FileName(uint64_t number) { return absl::StrFormat("%016x%s", number, kSegmentSuffix); }
 std::string ShardPath(const std::string& root, uint64_t number) {
   return absl::StrCat(SegmentsPath(root), "/", ShardName(number));
 }
 
-// What SegmentPath would name so, or is a temporary file of that.
-std::optional<StoredFile> ParseName(const FolderEntry& entry, uint64_t shard) {
+// What SegmentPath would name so, or is a temporary file of that; of any shard.
+std::optional<StoredFile> ParseName(const FolderEntry& entry) {
   if (entry.folder) return std::nullopt;
   StoredFile file;
   absl::string_view name = entry.name;
@@ -47,7 +49,7 @@ std::optional<StoredFile> ParseName(const FolderEntry& entry, uint64_t shard) {
   if (!absl::SimpleHexAtoi(digits, &file.number) || name != FileName(file.number)) {
     return std::nullopt;
   }
-  if (file.number == 0 || file.number % kShards != shard) return std::nullopt;
+  if (file.number == 0) return std::nullopt;
   file.bytes = entry.bytes;
   return file;
 }
@@ -75,9 +77,7 @@ absl::StatusOr<Secret> ReadOrMakeSecret(FileSystem* files, const std::string& ro
   // Folders are made after the secret: where they are, there was one.
   ATTND_ASSIGN_OR_RETURN(const bool segments, IsThere(files, SegmentsPath(root)));
   if (segments) {
-    return absl::DataLossError(absl::StrCat("secret ", path, " is missing beside ",
-                                            SegmentsPath(root),
-                                            ", whose files cannot be found without it"));
+    return NoSecret(path, absl::StrCat("is missing beside ", SegmentsPath(root)));
   }
   return MakeSecret(files, root, path);
 }
@@ -142,8 +142,8 @@ absl::StatusOr<std::vector<StoredFile>> DataFolder::ListSegments() const {
     const std::string folder = ShardPath(root_, shard);
     ATTND_ASSIGN_OR_RETURN(const auto entries, files_->List(folder));
     for (const FolderEntry& entry : entries) {
-      auto file = ParseName(entry, shard);
-      if (!file.has_value()) continue;
+      auto file = ParseName(entry);
+      if (!file.has_value() || file->number % kShards != shard) continue;
       file->path = absl::StrCat(folder, "/", entry.name);
       found.push_back(*std::move(file));
     }
@@ -161,6 +161,64 @@ absl::Status DataFolder::Quarantine(uint64_t number) const {
   // The new name first: a crash between the two must not lose the file.
   ATTND_RETURN_IF_ERROR(files_->SyncFolder(quarantine));
   return files_->SyncFolder(ShardPath(root_, number));
+}
+
+absl::Status DataFolder::SetAside(const std::vector<uint64_t>& numbers) const {
+  if (numbers.empty()) return absl::OkStatus();
+  const std::string orphans = OrphansPath(root_);
+  ATTND_RETURN_IF_ERROR(files_->MakeFolder(orphans));
+  ATTND_RETURN_IF_ERROR(files_->SyncFolder(root_));
+  std::set<std::string> folders;
+  for (const uint64_t number : numbers) {
+    ATTND_RETURN_IF_ERROR(
+        files_->Rename(SegmentPath(number), absl::StrCat(orphans, "/", FileName(number))));
+    folders.insert(ShardPath(root_, number));
+  }
+  ATTND_RETURN_IF_ERROR(files_->SyncFolder(orphans));  // first, as in Quarantine
+  for (const std::string& folder : folders) ATTND_RETURN_IF_ERROR(files_->SyncFolder(folder));
+  return absl::OkStatus();
+}
+
+absl::Status DataFolder::TakeBackOrphans() const {
+  ATTND_ASSIGN_OR_RETURN(const auto orphans, ListOrphans());
+  if (orphans.empty()) return absl::OkStatus();
+  ATTND_ASSIGN_OR_RETURN(const auto stored, ListSegments());
+  std::set<uint64_t> there;
+  for (const StoredFile& file : stored) there.insert(file.number);
+  for (const StoredFile& file : orphans) {
+    if (there.count(file.number) == 0) continue;
+    return absl::AlreadyExistsError(absl::StrCat(file.path, " cannot go back: there is ",
+                                                 SegmentPath(file.number),
+                                                 "; move one of the two away"));
+  }
+  return TakeBack(orphans);
+}
+
+absl::Status DataFolder::TakeBack(const std::vector<StoredFile>& orphans) const {
+  if (orphans.empty()) return absl::OkStatus();
+  std::set<std::string> folders;
+  for (const StoredFile& file : orphans) {
+    ATTND_RETURN_IF_ERROR(files_->Rename(file.path, SegmentPath(file.number)));
+    folders.insert(ShardPath(root_, file.number));
+  }
+  for (const std::string& folder : folders) ATTND_RETURN_IF_ERROR(files_->SyncFolder(folder));
+  return files_->SyncFolder(OrphansPath(root_));
+}
+
+absl::StatusOr<std::vector<StoredFile>> DataFolder::ListOrphans() const {
+  std::vector<StoredFile> found;
+  const auto entries = files_->List(OrphansPath(root_));
+  if (absl::IsNotFound(entries.status())) return found;
+  ATTND_RETURN_IF_ERROR(entries.status());
+  for (const FolderEntry& entry : *entries) {
+    auto file = ParseName(entry);
+    if (!file.has_value() || file->temporary) continue;
+    file->path = absl::StrCat(OrphansPath(root_), "/", entry.name);
+    found.push_back(*std::move(file));
+  }
+  std::sort(found.begin(), found.end(),
+            [](const StoredFile& a, const StoredFile& b) { return a.number < b.number; });
+  return found;
 }
 
 }  // namespace attnd::storage

@@ -7,6 +7,7 @@
 //   segments/XX/XXXXXXXXXXXXXXXX.seg  a segment or tail file: its number in 16 hexadecimal digits,
 //                                     in a folder named by the last two
 //   quarantine/                       files that were found damaged, under their names
+//   orphans/                          files that no record named when a server started, likewise
 #ifndef ATTND_STORAGE_DATA_FOLDER_H_
 #define ATTND_STORAGE_DATA_FOLDER_H_
 
@@ -37,7 +38,7 @@ class DataFolder {
   // Makes the folders that are missing (the catalogue's is the catalogue's) and, the first time,
   // the secret, durably. `root` is absolute. Errors as FileSystem's; InvalidArgument for another
   // root; DataLoss if the secret's file does not hold a secret, or is missing beside segments,
-  // which nothing else would name; PermissionDenied if others may read or write it.
+  // which it named, saying what to do; PermissionDenied if others may read or write it.
   static absl::StatusOr<DataFolder> Open(FileSystem* files, const std::string& root);
   // The same with a secret that is kept elsewhere: touches nothing but `files`.
   static absl::StatusOr<DataFolder> OpenWithSecret(FileSystem* files, const std::string& root,
@@ -54,6 +55,14 @@ class DataFolder {
   // Moves a damaged file out of the way, durably: where nobody reads it and somebody may look at
   // it. NotFound.
   absl::Status Quarantine(uint64_t number) const;
+  // Moves files that nobody seems to need out of the way, durably.
+  absl::Status SetAside(const std::vector<uint64_t>& numbers) const;
+  // What was set aside, by ascending number.
+  absl::StatusOr<std::vector<StoredFile>> ListOrphans() const;
+  // Moves such files back to where they were, durably. Each must have its place to itself.
+  absl::Status TakeBack(const std::vector<StoredFile>& orphans) const;
+  // All of them. AlreadyExists, and nothing is moved, if there is a file of such a number again.
+  absl::Status TakeBackOrphans() const;
 
  private:
   DataFolder(FileSystem* files, std::string root, const Secret& secret)

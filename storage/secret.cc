@@ -25,7 +25,7 @@ absl::Status CheckAttributes(const SmallFile& file) {
   if (fstat(file.get(), &attributes) != 0)
     return ErrnoStatus(errno, absl::StrCat("look at ", file.path()));
   if (!S_ISREG(attributes.st_mode)) {
-    return absl::DataLossError(absl::StrCat("secret ", file.path(), " is no regular file"));
+    return NoSecret(file.path(), "is no regular file");
   }
   if ((attributes.st_mode & kOthersPermissions) != 0) {
     return absl::PermissionDeniedError(absl::StrFormat(
@@ -34,11 +34,19 @@ absl::Status CheckAttributes(const SmallFile& file) {
         file.path(), attributes.st_mode & kPermissions));
   }
   if (attributes.st_size == static_cast<off_t>(Secret{}.size())) return absl::OkStatus();
-  return absl::DataLossError(absl::StrCat("secret ", file.path(), " has ", attributes.st_size,
-                                          " bytes; allowed are ", Secret{}.size()));
+  return NoSecret(file.path(), absl::StrCat("has ", attributes.st_size, " bytes; allowed are ",
+                                            Secret{}.size()));
 }
 
 }  // namespace
+
+absl::Status NoSecret(const std::string& path, absl::string_view is) {
+  return absl::DataLossError(absl::StrCat(
+      "secret ", path, " ", is,
+      "; put it back from a backup, or run `attnctl new-secret` on this data folder: with another "
+      "secret every sealed sequence answers as before, and prompts that were sealed before are no "
+      "longer recognised, so that they are uploaded again"));
+}
 
 absl::StatusOr<Secret> ReadSecret(const std::string& path) {
   // O_NONBLOCK: a pipe of this name would make us wait for its writer.
@@ -48,11 +56,11 @@ absl::StatusOr<Secret> ReadSecret(const std::string& path) {
   Secret secret{};
   ATTND_ASSIGN_OR_RETURN(const size_t bytes, file.Read(secret.data(), secret.size(), 0));
   if (bytes != secret.size()) {
-    return absl::DataLossError(absl::StrCat("secret ", path, " ended after ", bytes, " bytes"));
+    return NoSecret(path, absl::StrCat("ended after ", bytes, " bytes"));
   }
   // What a file system leaves whose disk lost the contents and not the length.
   if (secret == Secret{}) {
-    return absl::DataLossError(absl::StrCat("secret ", path, " is all zeros"));
+    return NoSecret(path, "is all zeros");
   }
   return secret;
 }

@@ -8,10 +8,14 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "storage/data_folder.h"
 #include "storage/file_system.h"
 
 namespace attnd::storage {
+
+// DataLoss: the file at `path` `is`, and what can be done.
+absl::Status NoSecret(const std::string& path, absl::string_view is);
 
 // NotFound; DataLoss or PermissionDenied as DataFolder::Open's.
 absl::StatusOr<Secret> ReadSecret(const std::string& path);

@@ -22,11 +22,12 @@ std::atomic<uint64_t> threads_refused{0};
 std::atomic<bool> allocations_counted{false};
 std::atomic<int64_t> allocations_allowed{kNever};
 std::atomic<int64_t> allocations_refused{1};  // so many
+std::atomic<uint64_t> bytes_refused{0};       // of so many bytes or more
 std::atomic<bool> allocation_refused{false};
 
 // Null if there is no memory, or shall be none.
 void* TryAllocate(size_t bytes, size_t alignment) noexcept {
-  if (allocations_counted.load(std::memory_order_relaxed)) {
+  if (allocations_counted.load(std::memory_order_relaxed) && bytes >= bytes_refused.load()) {
     const int64_t left = allocations_allowed.fetch_sub(1, std::memory_order_relaxed);
     if (left <= 0 && left > -allocations_refused.load(std::memory_order_relaxed)) {
       allocation_refused.store(true);
@@ -104,7 +105,8 @@ ThreadsRefused::~ThreadsRefused() { threads_counted = false; }
 
 uint64_t ThreadsRefused::refused() const { return threads_refused.load(); }
 
-AllocationRefused::AllocationRefused(uint64_t allowed, uint64_t count) {
+AllocationRefused::AllocationRefused(uint64_t allowed, uint64_t count, uint64_t at_least) {
+  bytes_refused = at_least;
   allocations_refused = static_cast<int64_t>(count);
   allocation_refused = false;
   allocations_allowed = static_cast<int64_t>(allowed);

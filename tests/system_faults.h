@@ -20,10 +20,10 @@ class ThreadsRefused {
 };
 
 // Refuses operator new `count` times, after `allowed` others, in whatever thread; those behind them
-// succeed again.
+// succeed again. Allocations of fewer bytes than `at_least` succeed and do not count.
 class AllocationRefused {
  public:
-  explicit AllocationRefused(uint64_t allowed, uint64_t count = 1);
+  explicit AllocationRefused(uint64_t allowed, uint64_t count = 1, uint64_t at_least = 0);
   ~AllocationRefused();
   AllocationRefused(const AllocationRefused&) = delete;
   AllocationRefused& operator=(const AllocationRefused&) = delete;

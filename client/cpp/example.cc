@@ -105,10 +105,11 @@ absl::StatusOr<double> DecodeToken(attnd::DecodeSession* session, uint64_t seque
     return absl::InternalError(reply.rows(0).status().message());
   }
   const attnd::v1::RowStats& stats = reply.rows(0).stats();
+  // Token counts are sums over the KV heads.
   std::cout << "token " << position << " layer " << number << ": "
-            << stats.zone_tokens() + stats.exact_tokens() << " tokens read, "
-            << stats.estimated_tokens() << " estimated, " << reply.engine_us()
-            << " us in the engine\n";
+            << (stats.zone_tokens() + stats.exact_tokens()) / kKvHeads << " tokens read, "
+            << stats.estimated_tokens() / kKvHeads << " estimated for each KV head, "
+            << reply.engine_us() << " us in the engine\n";
   return LargestDifference(*layer, q, reinterpret_cast<const float*>(reply.out().data().data()));
 }
 

@@ -198,10 +198,14 @@ __device__ __forceinline__ LaneResult ResultOf(const float (&sums)[kLaneSums], f
   // A scale that clusters read exactly share: their estimates may lie far above what they are.
   const float shared = fmaxf(max, scale.max);
   const float exact_factor = Exp2(max - shared), factor = Exp2(scale.max - shared);
-  const float total = sum * exact_factor + sums[kDropped] * factor;
   LaneResult result = {};
-  result.covered_mass = sum * exact_factor / total;
-  result.exact_mass = fmaxf(0.0f, sum - sums[kEstimated]) * exact_factor / total;
+  result.covered_mass = result.exact_mass = 1;
+  // Only what was dropped counts by that scale, beside which all that was read may be nothing.
+  const float dropped = sums[kDropped] * factor;
+  if (dropped > 0) result.covered_mass = sum * exact_factor / (sum * exact_factor + dropped);
+  if (sum > 0) {
+    result.exact_mass = fmaxf(0.0f, sum - sums[kEstimated]) / sum * result.covered_mass;
+  }
   const float least =
       LeastNorm(sums[kZones] * exact_factor, norms2.y, sums[kMoments] * factor, scale.sum * factor);
   const float norm = fmaxf(sqrtf(norms2.x), least);

@@ -132,9 +132,12 @@ build_preset() {
   (cd "${ATTND_ROOT}" && cmake --build --preset "${preset}" -j "$(build_jobs)" "${arguments[@]}")
 }
 
-# Builds the optimised server, build/bin/attnd.
+# Builds what README names, optimised: the server, the operator's tool and the C++ client's example.
 build_release() {
-  say "Building attnd (the first build takes some minutes; later ones are cached)"
-  build_preset release attnd
-  [[ -x "${ATTND_BUILD}/bin/attnd" ]] || die "the build left no build/bin/attnd"
+  local program programs=(attnd attnctl attnd_example)
+  say "Building ${programs[*]} (the first build takes some minutes; later ones are cached)"
+  build_preset release "${programs[@]}"
+  for program in "${programs[@]}"; do
+    [[ -x "${ATTND_BUILD}/bin/${program}" ]] || die "the build left no build/bin/${program}"
+  done
 }

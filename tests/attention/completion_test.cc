@@ -209,7 +209,8 @@ TEST_F(CompletionTest, PlansAndAnswersAreThoseOfTheDefinition) {
     auto view = std::make_shared<SequenceView>(*sequence.view);
     auto keep = std::make_shared<KeepSet>();
     keep->ranked_tokens = 1250;
-    keep->positions.assign(size_t{shape.layers} * shape.kv_heads, {4, 5, 99, 701, 1219, 1249});
+    keep->positions = std::make_shared<KeepSet::Positions>(
+        size_t{shape.layers} * shape.kv_heads, std::vector<uint32_t>{4, 5, 99, 701, 1219, 1249});
     view->keep = keep;
     sequence.view = view;
     for (const Parameters& parameters : kCases) {

@@ -15,6 +15,7 @@
 #include "attention/cpu_backend.h"
 #include "tests/attention/row_check.h"
 #include "tests/attention/support.h"
+#include "tests/cross.h"
 #include "tests/oracle/attention.h"
 
 namespace attnd::attention::test {
@@ -43,16 +44,6 @@ const Case kCases[] = {
     {16, 1, 576, 512, {600}, 40},    {16, 1, 80, 64, {650, 800}, 100, true},
     {3, 1, 48, 48, {900}, 65, true},
 };
-
-// Thread sanitizer makes a case take seconds, and no race depends on the dtype: there, three shapes
-// of one dtype.
-#ifdef __SANITIZE_THREAD__
-const std::vector<Case> kShapes = {kCases[1], kCases[3], kCases[7]};
-const std::vector<DType> kDTypes = {DType::kBf16};
-#else
-const std::vector<Case> kShapes(std::begin(kCases), std::end(kCases));
-const std::vector<DType> kDTypes = {DType::kBf16, DType::kFp16, DType::kFp32};
-#endif
 
 class CpuBackendPolicies : public testing::TestWithParam<std::tuple<Case, DType>> {};
 
@@ -87,7 +78,8 @@ TEST_P(CpuBackendPolicies, PlanAnswerAndStatisticsAreTheOracles) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, CpuBackendPolicies,
-                         testing::Combine(testing::ValuesIn(kShapes), testing::ValuesIn(kDTypes)));
+                         testing::ValuesIn(attnd::test::Cross<Case>(
+                             kCases, {DType::kBf16, DType::kFp16, DType::kFp32}, {1, 3, 7})));
 
 class CpuBackendRows : public testing::Test {
  protected:

@@ -21,6 +21,7 @@
 #include "attention/segment_loader.h"
 #include "tests/attention/segment_support.h"
 #include "tests/attention/support.h"
+#include "tests/cross.h"
 #include "tests/oracle/joint_kmeans.h"
 #include "tests/oracle/kmeans.h"
 #include "tests/oracle/regression.h"
@@ -170,9 +171,8 @@ const SegmentCase kCases[] = {
     {16, 16, 0, 5000, 0}, {80, 64, 63, 513, 4, true}, {48, 48, 0, 700, 0, true},
 };
 INSTANTIATE_TEST_SUITE_P(Shapes, RegressionBuilderTest,
-                         testing::Combine(testing::ValuesIn(kCases),
-                                          testing::Values(DType::kBf16, DType::kFp16,
-                                                          DType::kFp32)));
+                         testing::ValuesIn(attnd::test::Cross<SegmentCase>(
+                             kCases, {DType::kBf16, DType::kFp16, DType::kFp32})));
 // DeepSeek's, and a value wider than its key.
 INSTANTIATE_TEST_SUITE_P(Wide, RegressionBuilderTest,
                          testing::Combine(testing::Values(SegmentCase{576, 512, 10, 300, 4, true},

@@ -18,6 +18,7 @@
 
 #include "tests/attention/segment_support.h"
 #include "tests/attention/support.h"
+#include "tests/cross.h"
 #include "tests/oracle/kmeans.h"
 
 namespace attnd::attention::test {
@@ -88,9 +89,8 @@ const SegmentCase kCases[] = {
     {48, 48, 0, 700, 0, true}, {576, 512, 10, 520, 4, true},
 };
 INSTANTIATE_TEST_SUITE_P(Shapes, SegmentBuilderTest,
-                         testing::Combine(testing::ValuesIn(kCases),
-                                          testing::Values(DType::kBf16, DType::kFp16,
-                                                          DType::kFp32)));
+                         testing::ValuesIn(attnd::test::Cross<SegmentCase>(
+                             kCases, {DType::kBf16, DType::kFp16, DType::kFp32})));
 
 // One KV head with the keys and values given.
 class OneHead : public testing::Test {

@@ -290,6 +290,11 @@ TestRow MakeRow(TestSequence* sequence, const Policy& policy, uint64_t past_toke
   return row;
 }
 
+std::shared_ptr<BlockRecall> MakeRecall(uint32_t layers, uint32_t kv_heads) {
+  return std::make_shared<BlockRecall>(
+      layers, kv_heads, [](uint64_t bytes) { return std::make_shared<const uint64_t>(bytes); });
+}
+
 std::vector<Policy> PresetsFor(const IndexSet& indexes) {
   std::vector<Policy> policies = PresetPolicies();
   std::erase_if(policies, [&](const Policy& policy) {
@@ -300,6 +305,7 @@ std::vector<Policy> PresetsFor(const IndexSet& indexes) {
 
 StepResult RunStep(Backend* backend, uint32_t layer, std::span<const TestRow> rows) {
   StepResult result;
+  result.layer = layer;
   result.rows.resize(rows.size());
   std::vector<std::vector<std::byte>> queries;
   std::vector<StepRow> step_rows;

@@ -116,6 +116,9 @@ TestSequence MakeSequence(const SequenceSpec& spec);
 // The same with given keys and values, which must be representable in the dtype.
 TestSequence MakeSequenceOf(const SequenceSpec& spec, std::vector<HeadData> heads);
 
+// Remembers what blocks steps choose, with memory without end.
+std::shared_ptr<BlockRecall> MakeRecall(uint32_t layers, uint32_t kv_heads);
+
 // A row of a step with its own buffers.
 struct TestRow {
   TestSequence* sequence = nullptr;
@@ -140,6 +143,7 @@ struct RowResult {
   RowStats stats;
 };
 struct StepResult {
+  uint32_t layer = 0;
   absl::Status status;
   std::vector<RowResult> rows;
   std::vector<Plan> plans;

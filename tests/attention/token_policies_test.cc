@@ -71,7 +71,7 @@ struct Scene {
   }
   // What a keep-set has of the middle, and what came behind its prompt.
   oracle::Indices Kept() const {
-    const auto& kept = view().keep->positions[layer * shape().kv_heads + kv_head];
+    const auto kept = view().keep->KeptBy(layer * shape().kv_heads + kv_head);
     return {kept.begin(), kept.end()};
   }
   oracle::Indices BehindPrompt() const {
@@ -122,7 +122,7 @@ class TokenPolicies : public testing::Test {
     spec.indexes = indexes;
     TestSequence sequence = MakeSequence(spec);
     auto view = std::make_shared<SequenceView>(*sequence.view);
-    view->recall = std::make_shared<BlockRecall>(shape.layers, shape.kv_heads);
+    view->recall = MakeRecall(shape.layers, shape.kv_heads);
     view->keep = RandomKeepSet(*view, spec);
     sequence.view = view;
     return sequence;
@@ -134,13 +134,34 @@ class TokenPolicies : public testing::Test {
     Random random(spec.seed + 77);
     auto keep = std::make_shared<KeepSet>();
     keep->ranked_tokens = view.tail_begin - std::min<uint64_t>(view.tail_begin, 40);
-    keep->positions.resize(size_t{spec.shape.layers} * spec.shape.kv_heads);
-    for (auto& positions : keep->positions) {
+    auto all =
+        std::make_shared<KeepSet::Positions>(size_t{spec.shape.layers} * spec.shape.kv_heads);
+    for (auto& positions : *all) {
       for (uint32_t token = spec.sink; token < keep->ranked_tokens; ++token) {
         if (random.Below(3) == 0) positions.push_back(token);
       }
     }
+    keep->positions = std::move(all);
     return keep;
+  }
+
+  // The same history with other segments.
+  static TestSequence Cut(const TestSequence& all, const std::vector<uint32_t>& segments,
+                          const std::shared_ptr<BlockRecall>& recall) {
+    SequenceSpec spec = all.spec;
+    spec.segment_tokens = segments;
+    for (const uint32_t tokens : segments) spec.tail_tokens -= tokens;
+    TestSequence sequence = MakeSequenceOf(spec, all.heads);
+    auto view = std::make_shared<SequenceView>(*sequence.view);
+    view->recall = recall;
+    sequence.view = view;
+    return sequence;
+  }
+
+  static void ForgetChoices(TestSequence* sequence) {
+    auto view = std::make_shared<SequenceView>(*sequence->view);
+    view->recall = view->recall->Prefix(0);
+    sequence->view = view;
   }
 
   // Runs rows of one layer and checks each plan and answer.
@@ -388,7 +409,7 @@ TEST_F(TokenPolicies, PlansAndAnswersAreThoseOfTheDefinitions) {
       for (const Policy& policy : TokenPresets()) {
         rows.push_back(MakeRow(&sequence, policy, sequence.spec.tokens() - 1, 1, true, shape.dtype,
                                shape.layers - 1, TestSeed() + rows.size()));
-        sequence.view->recall->Truncate(0);
+        ForgetChoices(&sequence);
         RunAndCheck(shape.layers - 1, {rows.back()});
         if (HasFailure()) return;
       }
@@ -430,7 +451,7 @@ TEST_F(TokenPolicies, SeveralQueryTokensChooseEachForItself) {
   TestSequence sequence = Make(MakeShape(6, 2, 64, 32, DType::kFp32), {900, 300}, 80);
   for (const Policy& policy : TokenPresets()) {
     for (const uint32_t tokens : {1u, 4u}) {
-      sequence.view->recall->Truncate(0);
+      ForgetChoices(&sequence);
       RunAndCheck(0, {MakeRow(&sequence, policy, sequence.spec.tokens() - tokens, tokens, false,
                               DType::kFp32, 0, TestSeed() + tokens)});
       if (HasFailure()) return;
@@ -469,7 +490,7 @@ TEST_F(TokenPolicies, AsyncTlsLagsByOneStep) {
   for (const Policy& policy :
        {Parse("asynctls", {{"blocks", "3"}, {"budget", "30"}}),
         Parse("twilight", {{"selector", "asynctls"}, {"blocks", "3"}, {"p", "0.8"}})}) {
-    sequence.view->recall->Truncate(0);
+    ForgetChoices(&sequence);
     std::vector<std::optional<oracle::Indices>> earlier(2);
     for (uint64_t position = begin; position < sequence.spec.tokens(); ++position) {
       const TestRow row =
@@ -483,6 +504,48 @@ TEST_F(TokenPolicies, AsyncTlsLagsByOneStep) {
         const auto blocks = scene.BlocksOf(64);
         earlier[head] =
             oracle::SelectBlocks(scene.queries(), scene.keys(), blocks, policy.blocks).top.taken;
+      }
+    }
+  }
+}
+
+// Segments come between two steps, one or several, go, and are cut anew: what was no block when the
+// step before chose counts as chosen, and what it did choose is still that.
+TEST_F(TokenPolicies, AsyncTlsReadsBlocksThatNobodyHasSearched) {
+  const std::vector<uint32_t> kCuts[] = {
+      {700},      {700, 600}, {700, 600},      {700, 600, 130, 70, 257},
+      {700, 600}, {700},      {700, 333, 520}, {30},
+      {64, 1500}, {64, 1500}, {65, 1500}};
+  for (const ModelShape& shape :
+       {MakeShape(4, 2, 64, 32, DType::kFp32), MakeLatentShape(16, 80, 64, DType::kBf16)}) {
+    const TestSequence all = Make(shape, {}, 1900);
+    for (const Policy& policy :
+         {Parse("asynctls", {{"blocks", "3"}, {"budget", "30"}}),
+          Parse("asynctls", {{"blocks", "3"}, {"budget", "100%"}}),
+          Parse("twilight", {{"selector", "asynctls"}, {"blocks", "4"}, {"p", "0.8"}})}) {
+      std::shared_ptr<BlockRecall> recall = MakeRecall(shape.layers, shape.kv_heads);
+      std::vector<std::optional<oracle::Indices>> earlier(shape.kv_heads);
+      std::vector<oracle::Block> before;
+      uint64_t position = 1880;
+      for (const std::vector<uint32_t>& cut : kCuts) {
+        TestSequence sequence = Cut(all, cut, recall);
+        const TestRow row =
+            MakeRow(&sequence, policy, position, 1, false, DType::kFp32, 0, TestSeed() + position);
+        const auto now = Scene{row, 0, 0, 0}.BlocksOf(64);
+        for (auto& chosen : earlier) {
+          if (chosen.has_value()) chosen = oracle::CarriedOver(before, *chosen, now);
+        }
+        earlier_ = &earlier;
+        RunAndCheck(0, {row});
+        if (HasFailure()) return;
+        for (uint32_t head = 0; head < shape.kv_heads; ++head) {
+          const Scene scene{row, 0, 0, head};
+          earlier[head] =
+              oracle::SelectBlocks(scene.queries(), scene.keys(), now, policy.blocks).top.taken;
+        }
+        before = now;
+        ++position;
+        recall = recall->Prefix(position);  // as a fork and a truncation take it on
       }
     }
   }
@@ -522,21 +585,6 @@ TEST_F(TokenPolicies, UnitsSayWhatMemoryTheyTake) {
     EXPECT_LE(arena.handed_out(), said);
     EXPECT_LE(said, 2 * arena.handed_out() + 4096) << "runs are once more where they are cut";
   }
-}
-
-TEST_F(TokenPolicies, WhatWasChosenBeforeATruncationIsForgotten) {
-  BlockRecall recall(1, 2);
-  recall.Remember(0, 1, 10, std::vector<uint64_t>{64, 128});
-  recall.Remember(0, 1, 11, std::vector<uint64_t>{0});
-  recall.Truncate(11);
-  EXPECT_THAT(recall.Of(0, 1, 10).value(), testing::ElementsAre(64, 128));
-  EXPECT_FALSE(recall.Of(0, 1, 11).has_value());
-  EXPECT_FALSE(recall.Of(0, 0, 10).has_value());
-  for (uint64_t position = 12; position < 200; ++position) {
-    recall.Remember(0, 0, position, std::vector<uint64_t>{position});
-  }
-  EXPECT_FALSE(recall.Of(0, 1, 10).has_value()) << "only the newest are kept";
-  EXPECT_THAT(recall.Of(0, 0, 199).value(), testing::ElementsAre(199));
 }
 
 // Labels and 4-bit keys are of tokens and do not mind the order that clusters give them.

@@ -74,6 +74,8 @@ TEST(CommandLineTest, WhatIsWrongIsNamed) {
       {"verify --data-dir /d --mib-per-s much", "allowed are 1.."},
       {"verify --data-dir /d --segments", "verify does not know --segments"},
       {"rebuild-catalogue", "rebuild-catalogue wants --data-dir"},
+      {"verify --data-dir /d --orphans", "verify does not know --orphans"},
+      {"new-secret", "new-secret wants --data-dir"},
       {"export 7 --data-dir /d", "export wants --out"},
       {"seal 7", "seal wants --server"},
       {"import f --server s --no-seal --keep-open", "does not go with"},
@@ -86,8 +88,8 @@ TEST(CommandLineTest, WhatIsWrongIsNamed) {
 }
 
 TEST(CommandLineTest, UsageNamesEveryCommand) {
-  for (const char* command :
-       {"list", "inspect", "verify", "rebuild-catalogue", "export", "seal", "drop", "import"}) {
+  for (const char* command : {"list", "inspect", "verify", "rebuild-catalogue", "new-secret",
+                              "export", "seal", "drop", "import"}) {
     EXPECT_THAT(UsageText(), HasSubstr(std::string("attnctl ") + command));
   }
 }

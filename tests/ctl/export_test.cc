@@ -31,6 +31,7 @@ namespace {
 namespace fs = std::filesystem;
 using storage::test::Must;
 using testing::HasSubstr;
+using testing::IsEmpty;
 using namespace engine::test;  // NOLINT
 
 class ExportTest : public testing::TestWithParam<DType> {
@@ -56,6 +57,14 @@ class ExportTest : public testing::TestWithParam<DType> {
   absl::StatusOr<ExportResult> Run(uint64_t sealed_id) {
     const auto reader = Must(DataReader::Open(storage::MakePosixFileSystem(), root_));
     return Export(*reader, sealed_id, out_, queue_.get(), {});
+  }
+  // Files whose names begin with the exported one's.
+  std::vector<std::string> LeftBeside() const {
+    std::vector<std::string> left;
+    for (const auto& entry : fs::directory_iterator(fs::path(out_).parent_path())) {
+      if (entry.path().string().rfind(out_, 0) == 0) left.push_back(entry.path().string());
+    }
+    return left;
   }
   // What is behind the head; the head itself.
   std::string ReadOut(KvFile* file) {
@@ -160,6 +169,29 @@ TEST_F(ExportFaultsTest, WithoutIdsThereIsNoTensorOfThem) {
   EXPECT_TRUE(absl::IsNotFound(Run(sealed + 1).status()) || fs::remove(out_));
 }
 
+// OUT.tmp is a name like any other: what lies there is somebody's.
+TEST_F(ExportFaultsTest, WhatLiesBesideTheFileStays) {
+  TestSequence sequence = OpenSequence(engine_.get(), MakeShape(1, 1, 1, 16, 16, DType::kFp32));
+  Prefill(&sequence, 30, &random_);
+  const uint64_t sealed = Must(engine_->Seal(kTenant, sequence.id, nullptr)).sealed_id;
+  const std::string others = out_ + ".tmp";
+  std::ofstream(others) << "mine";
+  const auto content = [&] {
+    std::ifstream in(others);
+    return std::string(std::istreambuf_iterator<char>(in), {});
+  };
+  ASSERT_TRUE(Run(sealed).ok());
+  EXPECT_EQ(content(), "mine");
+  ASSERT_TRUE(fs::remove(out_));
+  // Also of an export that fails.
+  const auto reader = Must(DataReader::Open(storage::MakePosixFileSystem(), root_));
+  const auto damaged = Must(reader->ReadCatalogue()).sequences.begin()->second.tail_file;
+  fs::resize_file(reader->folder().SegmentPath(damaged), 4096);
+  EXPECT_FALSE(Run(sealed).ok());
+  EXPECT_EQ(content(), "mine");
+  EXPECT_EQ(LeftBeside(), (std::vector<std::string>{others}));
+}
+
 TEST_F(ExportFaultsTest, AnExportThatFailsLeavesNothing) {
   TestSequence sequence = OpenSequence(engine_.get(), MakeShape(2, 2, 2, 32, 32, DType::kFp32));
   Prefill(&sequence, 1333, &random_);
@@ -181,10 +213,10 @@ TEST_F(ExportFaultsTest, AnExportThatFailsLeavesNothing) {
   const auto damaged = Run(sealed);
   EXPECT_TRUE(absl::IsDataLoss(damaged.status())) << damaged.status();
   EXPECT_THAT(std::string(damaged.status().message()), HasSubstr(path));
-  EXPECT_FALSE(fs::exists(out_) || fs::exists(out_ + ".tmp"));
+  EXPECT_THAT(LeftBeside(), IsEmpty());
   fs::remove(path);
   EXPECT_TRUE(absl::IsDataLoss(Run(sealed).status()));
-  EXPECT_FALSE(fs::exists(out_) || fs::exists(out_ + ".tmp"));
+  EXPECT_THAT(LeftBeside(), IsEmpty());
 }
 
 // An index under right checksums that names a token twice: whoever wrote the file, it is not

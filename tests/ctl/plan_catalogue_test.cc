@@ -145,7 +145,23 @@ TEST(PlanCatalogueTest, OfTwoAlikeTheNewerOne) {
   EXPECT_EQ(plan.sequences[0].tail_file, 4u);
   ASSERT_EQ(plan.untaken.size(), 2u);
   EXPECT_EQ(plan.untaken[0].number, 1u);
+  EXPECT_TRUE(plan.untaken[0].harmless);
   EXPECT_EQ(plan.untaken[1].number, 3u);
+  EXPECT_FALSE(plan.untaken[1].harmless) << "no server leaves two";
+}
+
+// Of a segment whose predecessor was in memory alone, when no sealed sequence needs the two.
+TEST(PlanCatalogueTest, WhatASealedSequenceMissesIsNotHarmless) {
+  FoundFiles found;
+  found.whole = {Found(2, 2, 1, 1, 0), Found(3, 3, 2, 2, 0)};
+  EXPECT_TRUE(PlanCatalogue(found, kNow).whole());
+  found.whole.push_back(Found(4, 104, 3, 3, 50));
+  const CataloguePlan plan = PlanCatalogue(found, kNow);
+  EXPECT_EQ(plan.untaken.size(), 3u);
+  EXPECT_FALSE(plan.whole());
+  found.whole.pop_back();
+  found.damaged.push_back({5, "a flipped bit"});
+  EXPECT_FALSE(PlanCatalogue(found, kNow).whole());
 }
 
 TEST(PlanCatalogueTest, WhatNoCatalogueHoldsIsNotTaken) {

@@ -20,6 +20,7 @@
 #include <string>
 #include <vector>
 
+#include "attention/cpu_backend.h"
 #include "common/file_lock.h"
 #include "ctl/verify.h"
 #include "engine/engine.h"
@@ -165,6 +166,38 @@ TEST_F(RebuildTest, HoldsWhatTheEnginesCatalogueHeld) {
             dropped);
 }
 
+// What a server refuses to start with, so that it takes no file for an orphan.
+TEST_F(RebuildTest, AnEmptiedCatalogueIsMadeAgain) {
+  using namespace engine::test;  // NOLINT
+  Random random(seed_);
+  engine::EngineOptions options = SmallOptions();
+  options.archive.data_dir = root_;
+  auto engine = MakeEngine(options);
+  TestSequence sequence = OpenSequence(engine.get(), MakeShape(1, 2, 1, 64, 64, DType::kBf16));
+  Prefill(&sequence, 1200, &random);
+  FinishPrefill(&sequence);
+  const uint64_t sealed = Must(engine->Seal(kTenant, sequence.id, nullptr)).sealed_id;
+  engine.reset();
+  for (const auto& file : fs::directory_iterator(root_ + "/catalogue")) {
+    if (file.path().extension() == ".log" || file.path().filename() == "LAST_COMMIT") {
+      fs::resize_file(file.path(), 0);
+    }
+  }
+  for (int start = 0; start < 2; ++start) {
+    EXPECT_FALSE(
+        engine::Engine::Create(options, attention::MakeCpuBackend({.threads = 1}), nullptr).ok());
+  }
+  const auto rebuilt = Rebuild();
+  ASSERT_TRUE(rebuilt.ok()) << rebuilt.status();
+  EXPECT_TRUE(rebuilt->plan.untaken.empty());
+  engine = MakeEngine(options);
+  const auto opened = engine->Resume(kTenant, ArgsOf(sequence.shape()), sealed, nullptr);
+  ASSERT_TRUE(opened.ok()) << opened.status();
+  TestSequence resumed(engine.get(), opened->sequence_id, sequence.shape());
+  resumed.history = sequence.history;
+  EXPECT_TRUE(MatchesModel(&resumed, &random));
+}
+
 TEST_F(RebuildTest, TakesWhatIsWholeAndPutsTheRestAway) {
   PutSequence(1, 3, 100);
   PutSequence(10, 3, 101);
@@ -220,6 +253,39 @@ TEST_F(RebuildTest, WhatComesBackIsTakenByTheNextOne) {
   }
   ASSERT_TRUE(Rebuild().ok());
   EXPECT_THAT(SequenceIds(), ElementsAre(100));
+}
+
+TEST_F(RebuildTest, OrphansComeBackIfTheyAreAskedFor) {
+  PutSequence(1, 2, 100);
+  PutSequence(10, 1, 101);
+  ASSERT_TRUE(Folder().SetAside({1, 2, 3}).ok());
+  const auto without = Rebuild();
+  ASSERT_TRUE(without.ok()) << without.status();
+  EXPECT_THAT(SequenceIds(), ElementsAre(101));
+  uint64_t bytes = 0;
+  for (const auto& file : fs::directory_iterator(root_ + "/orphans")) bytes += file.file_size();
+  EXPECT_EQ(without->orphan_files, 3u);
+  EXPECT_EQ(without->orphan_bytes, bytes);
+  const auto queue = ThreadQueue();
+  const auto with = RebuildCatalogue(root_, files_.get(), queue.get(), {}, /*with_orphans=*/true);
+  ASSERT_TRUE(with.ok()) << with.status();
+  EXPECT_THAT(SequenceIds(), ElementsAre(100, 101));
+  EXPECT_TRUE(with->plan.untaken.empty());
+  EXPECT_EQ(with->orphan_files, 0u);
+  EXPECT_TRUE(NamesIn("/orphans").empty());
+}
+
+// An orphan's number is not given again while it lies there.
+TEST_F(RebuildTest, NumbersGoOnBehindThoseOfOrphans) {
+  PutSequence(1, 0, 100);
+  constexpr uint64_t kFar = uint64_t{1} << 40;
+  PutSequence(kFar, 0, 101);
+  ASSERT_TRUE(Folder().SetAside({kFar}).ok());
+  ASSERT_TRUE(Rebuild().ok());
+  const auto catalogue =
+      Must(storage::Catalogue::Open(root_ + "/catalogue", storage::Catalogue::Mode::kReadWrite));
+  EXPECT_GT(catalogue->LastNumber(), kFar);
+  EXPECT_GT(Must(catalogue->TakeNumbers(1)), kFar);
 }
 
 TEST_F(RebuildTest, NothingInQuarantineIsReplaced) {

@@ -4,8 +4,11 @@
 // sequences go on, and whoever seals the same tokens again makes it whole. Method: a real engine
 // over a real data folder. In each round a sequence (a segment and a tail) is uploaded, sealed and
 // closed, so that nothing of it is in memory; one of its two files is damaged; it is brought back,
-// and if that goes through, its answers are compared with plain attention. A second sequence, which
-// nobody damages, is brought back now and then, also by an engine that was started anew.
+// and if that goes through, its answers are compared with plain attention. Others, which nobody
+// damages, are brought back now and then, also by an engine that was started anew: one with token
+// ids, one without, and a fork and a truncation of these. Now and then, while a file is damaged,
+// and at the end the catalogue of a copy of the folder is made again from its files: an engine on
+// the copy must have these others, too, and of the damaged one what is right or nothing.
 //
 //   attnd_archive_corruption --flips=10000 --others=1000 --seed=7
 #include <algorithm>
@@ -16,12 +19,16 @@
 #include <filesystem>
 #include <fstream>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
+#include "ctl/rebuild.h"
 #include "engine/engine.h"
+#include "storage/file_system.h"
+#include "storage/io_queue.h"
 #include "tests/engine/support.h"
 #include "tests/temporary_folder.h"
 #include "tests/test_seed.h"
@@ -32,8 +39,9 @@ namespace {
 namespace fs = std::filesystem;
 using attnd::test::TemporaryFolder;
 
-constexpr uint64_t kTokens = 600;      // a segment of 512 and a tail
-constexpr uint64_t kOtherRounds = 50;  // so often the second sequence is looked at
+constexpr uint64_t kTokens = 600;       // a segment of 512 and a tail
+constexpr uint64_t kLongTokens = 1300;  // two segments and a tail
+constexpr uint64_t kOtherRounds = 50;  // so often the others are looked at, and a catalogue rebuilt
 constexpr uint64_t kBlock = 4096;
 
 enum Damage { kFlip, kFlips, kZeroSector, kSwapBlocks, kCut, kGone };
@@ -64,13 +72,19 @@ T Must(absl::StatusOr<T> value, const char* what) {
   return *std::move(value);
 }
 
+// What was acknowledged.
+struct Sealed {
+  uint64_t id = 0;
+  History contents;
+};
+
 class Campaign {
  public:
   Campaign(uint64_t seed, uint64_t flips, uint64_t others) : random_(seed) {
     Restart();
-    victim_ = Contents();
-    other_ = Contents();
-    other_id_ = UploadAndSeal(other_, 1);
+    victim_ = Contents(kTokens);
+    SealOthers();
+    other_files_ = Files().size();
     for (size_t kind = 0; kind < kNames.size(); ++kind) left_[kind] = others / (kNames.size() - 2);
     left_[kFlip] = flips - flips / 2;
     left_[kFlips] = flips / 2;
@@ -84,9 +98,11 @@ class Campaign {
          ++round) {
       const auto kind = static_cast<Damage>(round % kNames.size());
       if (left_[kind] > 0) Round(kind);
-      if (round % kOtherRounds == 0) LookAtTheOther(/*restart=*/round % 500 == 0);
+      if (round % kOtherRounds == 0) LookAtOthers(/*restart=*/round % 500 == 0);
     }
-    LookAtTheOther(/*restart=*/true);
+    LookAtOthers(/*restart=*/true);
+    LookAtRebuilt(std::nullopt);
+    std::printf("%" PRIu64 " catalogues rebuilt, each with all that nobody damaged\n", rebuilt_);
     for (size_t kind = 0; kind < kNames.size(); ++kind) {
       std::printf("%s: %" PRIu64 " times, all found but %" PRIu64 "\n", kNames[kind], done_[kind],
                   missed_[kind]);
@@ -97,9 +113,13 @@ class Campaign {
  private:
   void Restart() {
     engine_.reset();
+    engine_ = EngineOn(folder_.path());
+  }
+
+  static std::unique_ptr<Engine> EngineOn(const std::string& folder) {
     EngineOptions options = SmallOptions();
-    options.archive.data_dir = folder_.path();
-    engine_ = MakeEngine(options, nullptr, 1);
+    options.archive.data_dir = folder;
+    return MakeEngine(options, nullptr, 1);
   }
 
   OpenArgs Args() const {
@@ -108,44 +128,92 @@ class Campaign {
     return args;
   }
 
-  History Contents() {
+  History Contents(uint64_t tokens) {
     History history(shape_);
-    history.Append(0, RandomKv(shape_, kTokens, &random_));
+    history.Append(0, RandomKv(shape_, tokens, &random_));
     return history;
   }
 
-  uint64_t UploadAndSeal(const History& contents, uint32_t first_id) {
-    std::vector<uint32_t> ids(kTokens);
-    for (uint32_t i = 0; i < kTokens; ++i) ids[i] = first_id + i;
+  // Its ids begin with first_id; 0: it has none.
+  uint64_t Upload(const History& contents, uint32_t first_id) {
+    const uint64_t tokens = contents.committed();
+    std::vector<uint32_t> ids(first_id == 0 ? 0 : tokens);
+    for (uint32_t i = 0; i < ids.size(); ++i) ids[i] = first_id + i;
     const uint64_t id = Must(engine_->Open(kTenant, Args()), "open");
-    const Kv kv = contents.Slice(0, 0, kTokens);
+    const Kv kv = contents.Slice(0, 0, tokens);
     AppendChunk chunk = ChunkOf(0, 0, kv);
     chunk.token_ids = ids;
     Must(engine_->Append(kTenant, kWriter, id, chunk), "append");
     Must(engine_->FinishPrefill(kTenant, kWriter, id, nullptr), "finish prefill");
+    return id;
+  }
+
+  uint64_t SealAndClose(uint64_t id) {
     const uint64_t sealed = Must(engine_->Seal(kTenant, id, nullptr), "seal").sealed_id;
     Must(engine_->Close(kTenant, id), "close");
     return sealed;
   }
 
-  // DataLoss, or OK if it came back and answers as it should; anything else ends the program.
-  absl::Status BringBack(uint64_t sealed_id, const History& contents) {
-    const auto opened = engine_->Resume(kTenant, Args(), sealed_id, nullptr);
-    if (absl::IsDataLoss(opened.status())) return opened.status();
-    TestSequence sequence(engine_.get(), Must(opened, "resume").sequence_id, shape_);
-    sequence.history = contents;
+  // A fork inside the first segment, a truncation inside the second.
+  void SealOthers() {
+    for (const uint32_t first_id : {1u, 0u}) {
+      const History whole = Contents(kLongTokens);
+      History fork = whole, cut = whole;
+      fork.Truncate(kTokens / 2);
+      cut.Truncate(kLongTokens - kTokens);
+      const uint64_t id = Upload(whole, first_id);
+      const uint64_t forked = Must(engine_->Fork(kTenant, id, fork.committed()), "fork").id;
+      others_.push_back({Must(engine_->Seal(kTenant, id, nullptr), "seal").sealed_id, whole});
+      others_.push_back({SealAndClose(forked), fork});
+      Must(engine_->Truncate(kTenant, id, cut.committed()).status(), "truncate");
+      others_.push_back({SealAndClose(id), cut});
+    }
+  }
+
+  // DataLoss or NotFound, or OK if it came back and answers as it should; anything else ends the
+  // program.
+  absl::Status BringBack(Engine* engine, const Sealed& sealed) {
+    const auto opened = engine->Resume(kTenant, Args(), sealed.id, nullptr);
+    if (absl::IsDataLoss(opened.status()) || absl::IsNotFound(opened.status())) {
+      return opened.status();
+    }
+    TestSequence sequence(engine, Must(opened, "resume").sequence_id, shape_);
+    sequence.history = sealed.contents;
     const Message message(0, {QueryOnlyRow(&sequence, 0, 1, &random_)});
-    const Answer answer = Send(engine_.get(), message);
+    const Answer answer = Send(engine, message);
     const absl::Status status = answer.row_status(0);
     if (!status.ok() && !absl::IsDataLoss(status)) Fail("decode: " + status.ToString());
     if (status.ok() && !IsDense(message, answer, 0)) Fail("A WRONG ANSWER");
-    Must(engine_->Close(kTenant, sequence.id), "close");
+    Must(engine->Close(kTenant, sequence.id), "close");
     return status;
   }
 
-  void LookAtTheOther(bool restart) {
+  void LookAtOthers(bool restart) {
     if (restart) Restart();
-    if (!BringBack(other_id_, other_).ok()) Fail("the sequence that nobody damaged is lost");
+    LookAtOthers(engine_.get());
+  }
+
+  void LookAtOthers(Engine* engine) {
+    for (const Sealed& other : others_) {
+      const absl::Status status = BringBack(engine, other);
+      if (!status.ok()) Fail("a sequence that nobody damaged is lost: " + status.ToString());
+    }
+  }
+
+  // On a copy, as it lies there while the engine that has the folder open does nothing.
+  void LookAtRebuilt(const std::optional<Sealed>& damaged) {
+    const TemporaryFolder copy;
+    fs::copy(folder_.path(), copy.path(), fs::copy_options::recursive);
+    const auto files = storage::MakePosixFileSystem();
+    const auto queue = Must(storage::MakeIoQueue({}), "queue");
+    const auto proceed = [](uint64_t, uint64_t) { return absl::OkStatus(); };
+    Must(ctl::RebuildCatalogue(copy.path(), files.get(), queue.get(), proceed).status(), "rebuild");
+    const auto engine = EngineOn(copy.path());
+    LookAtOthers(engine.get());
+    if (damaged.has_value() && BringBack(engine.get(), *damaged).ok()) {
+      Fail("a damaged sequence came back after a rebuild");
+    }
+    ++rebuilt_;
   }
 
   std::vector<fs::path> Files() const {
@@ -158,22 +226,24 @@ class Campaign {
   }
 
   void Round(Damage kind) {
-    const uint64_t sealed = UploadAndSeal(victim_, 100000);
+    const Sealed sealed{SealAndClose(Upload(victim_, 100000)), victim_};
     const std::vector<fs::path> files = Files();
-    if (files.size() != 4) Fail("there should be four files");
-    const fs::path& file = files[2 + random_.Below(2)];  // the newer ones
+    if (files.size() != other_files_ + 2) Fail("there should be two more files");
+    const fs::path& file = files[other_files_ + random_.Below(2)];  // the newer ones
     const uint64_t quarantined = engine_->archive_stats().quarantined_files;
     Hurt(kind, file);
+    if (rounds_++ % kOtherRounds == 0) LookAtRebuilt(sealed);
     ++done_[kind];
     --left_[kind];
-    const absl::Status status = BringBack(sealed, victim_);
+    const absl::Status status = BringBack(engine_.get(), sealed);
+    if (absl::IsNotFound(status)) Fail("what the catalogue knows is not found");
     const uint64_t put_away = engine_->archive_stats().quarantined_files - quarantined;
     if (status.ok() || put_away != (kind == kGone ? 0 : 1)) {
       ++missed_[kind];
       std::printf("%s of %s: %s, %" PRIu64 " files in quarantine\n", kNames[kind],
                   file.filename().c_str(), status.ToString().c_str(), put_away);
     }
-    Must(engine_->DropSealed(kTenant, sealed), "drop");
+    Must(engine_->DropSealed(kTenant, sealed.id), "drop");
     RemoveWhatIsLeft();
   }
 
@@ -213,8 +283,10 @@ class Campaign {
   Random random_;
   const TemporaryFolder folder_;
   std::unique_ptr<Engine> engine_;
-  History victim_{shape_}, other_{shape_};
-  uint64_t other_id_ = 0;
+  History victim_{shape_};
+  std::vector<Sealed> others_;
+  size_t other_files_ = 0;  // of these
+  uint64_t rounds_ = 0, rebuilt_ = 0;
   std::array<uint64_t, kNames.size()> left_{}, done_{}, missed_{};
 };
 

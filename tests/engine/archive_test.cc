@@ -4,6 +4,7 @@
 // are found by those who may find them, and by nobody else; damage and refusals concern only what
 // they touch. Method: histories against the engine tests' plain model in double precision, over a
 // real data folder; an engine's end stands for a server's, as nothing is written when it comes.
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -44,6 +45,13 @@ class ArchiveTest : public testing::Test {
     options.memory_budget_bytes = budget_bytes;
     options.archive.data_dir = folder_.path();
     engine_ = MakeEngine(options);
+  }
+
+  // Of a server that is started there.
+  absl::Status StartStatus() {
+    EngineOptions options = SmallOptions();
+    options.archive.data_dir = folder_.path();
+    return Engine::Create(options, attention::MakeCpuBackend({.threads = 1}), nullptr).status();
   }
 
   OpenArgs Args(const std::string& fingerprint = "model") const {
@@ -455,9 +463,10 @@ TEST_F(ArchiveTest, DamageConcernsOnlyWhoNeedsTheFile) {
   ASSERT_TRUE(engine_->Close(kTenant, damaged->id).ok());
   EXPECT_EQ(engine_->archive_stats().quarantined_files, 1u);
   EXPECT_FALSE(fs::exists(files[1])) << "out of the way";
-  EXPECT_EQ(engine_->Resume(kTenant, Args(), sealed.sealed_id, nullptr).status().code(),
-            absl::StatusCode::kDataLoss)
-      << "and still known to be lost";
+  const absl::Status lost = engine_->Resume(kTenant, Args(), sealed.sealed_id, nullptr).status();
+  EXPECT_EQ(lost.code(), absl::StatusCode::kDataLoss) << "and still known to be lost";
+  EXPECT_THAT(std::string(lost.message()),
+              HasSubstr("sealed sequence " + std::to_string(sealed.sealed_id)));
   EXPECT_EQ(Reused(ids), 512u) << "the first segment is as it was";
   auto resumed = Resume(of_other.sealed_id, other_history);
   ASSERT_TRUE(resumed.ok()) << resumed.status();
@@ -487,11 +496,12 @@ TEST_F(ArchiveTest, WhatWasNotAcknowledgedLeavesNothing) {
   const SealResult sealed = Seal(sequence);
   const History history = sequence.history;
   const std::vector<fs::path> files = Files();
-  fs::copy_file(files[0], folder_.Path("segments/00/00000000000fff00.seg"));
+  fs::copy_file(files[0], folder_.Path("segments/00/0000000000000f00.seg"));
   fs::copy_file(files[0], files[0].string() + ".tmp");
   Restart();
   EXPECT_EQ(Files(), files);
-  EXPECT_EQ(engine_->archive_stats().orphans_removed, 2u);
+  EXPECT_EQ(engine_->archive_stats().orphan_files, 2u);
+  EXPECT_TRUE(fs::exists(folder_.Path("orphans/0000000000000f00.seg"))) << "for a while";
   auto resumed = Resume(sealed.sealed_id, history);
   ASSERT_TRUE(resumed.ok()) << resumed.status();
   EXPECT_TRUE(MatchesModel(&*resumed, &random_));
@@ -556,13 +566,70 @@ TEST_F(ArchiveTest, WithoutItsCatalogueAFolderIsRefusedAndKept) {
   const size_t files = Files().size();
   engine_.reset();
   fs::rename(folder_.Path("catalogue"), folder_.Path("elsewhere"));
-  EngineOptions options = SmallOptions();
-  options.archive.data_dir = folder_.path();
-  const auto refused =
-      Engine::Create(options, attention::MakeCpuBackend(attention::CpuBackendOptions()), nullptr);
-  EXPECT_EQ(refused.status().code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(std::string(refused.status().message()), HasSubstr("rebuild-catalogue"));
+  const absl::Status refused = StartStatus();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("rebuild-catalogue"));
   EXPECT_EQ(Files().size(), files);
+}
+
+// As a disk leaves them that loses the contents of files and not their names; and worse.
+TEST_F(ArchiveTest, WithAnEmptiedCatalogueAFolderIsRefusedAndKept) {
+  TestSequence sequence = Open();
+  Prefill(&sequence, 600, &random_);
+  FinishPrefill(&sequence);
+  Seal(sequence);
+  const std::vector<fs::path> files = Files();
+  engine_.reset();
+  const fs::path catalogue = folder_.Path("catalogue"), whole = folder_.Path("whole");
+  fs::copy(catalogue, whole, fs::copy_options::recursive);
+  enum Loss { kContents, kFiles, kEverything };
+  for (const Loss loss : {kContents, kFiles, kEverything}) {
+    SCOPED_TRACE(loss);
+    fs::remove_all(catalogue);
+    fs::copy(whole, catalogue, fs::copy_options::recursive);
+    for (const fs::path& file : std::vector<fs::path>(fs::directory_iterator(catalogue), {})) {
+      const bool lost = file.extension() == ".log" || file.filename() == "LAST_COMMIT";
+      if (loss == kEverything || (lost && loss == kFiles)) fs::remove(file);
+      if (lost && loss == kContents) fs::resize_file(file, 0);
+    }
+    for (int start = 0; start < 2; ++start) {
+      const absl::Status refused = StartStatus();
+      EXPECT_FALSE(refused.ok());
+      EXPECT_THAT(std::string(refused.message()), HasSubstr("rebuild-catalogue"));
+      EXPECT_EQ(Files(), files);
+      EXPECT_FALSE(fs::exists(folder_.Path("orphans")));
+    }
+  }
+}
+
+// A catalogue from a backup beside newer files is no reason to take these for orphans.
+TEST_F(ArchiveTest, WithAnOlderCatalogueAFolderIsRefusedAndKept) {
+  engine_.reset();  // has made one
+  const fs::path catalogue = folder_.Path("catalogue"), older = folder_.Path("older");
+  fs::copy(catalogue, older, fs::copy_options::recursive);
+  Restart();
+  TestSequence sequence = Open();
+  Prefill(&sequence, 600, &random_);
+  FinishPrefill(&sequence);
+  const SealResult sealed = Seal(sequence);
+  const size_t files = Files().size();
+  engine_.reset();
+  fs::rename(catalogue, folder_.Path("newer"));
+  fs::rename(older, catalogue);
+  EXPECT_EQ(StartStatus().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(Files().size(), files);
+
+  // As an older one leaves the folder that has given their numbers, and lost their records: a
+  // rebuild needs them, and so does the catalogue that names them.
+  fs::create_directory(folder_.Path("orphans"));
+  for (const fs::path& file : Files()) {
+    fs::rename(file, fs::path(folder_.Path("orphans")) / file.filename());
+  }
+  EXPECT_THAT(std::string(StartStatus().message()), HasSubstr("rebuild-catalogue --orphans"));
+  fs::remove_all(catalogue);
+  fs::rename(folder_.Path("newer"), catalogue);
+  Restart();
+  EXPECT_TRUE(Resume(sealed.sealed_id, sequence.history).ok());
 }
 
 TEST_F(ArchiveTest, OneServerAFolder) {

@@ -24,6 +24,7 @@
 #include "engine/chain.h"
 #include "engine/engine.h"
 #include "engine/safetensors_file.h"
+#include "tests/engine/forwarding_backend.h"
 #include "tests/engine/support.h"
 #include "tests/temporary_folder.h"
 
@@ -84,23 +85,15 @@ Channels RandomChannels(Random* random, size_t heads = 4, size_t count = kChanne
 }
 
 // The CPU's, and the view of the last step's last row.
-class ShowingBackend : public attention::Backend {
+class ShowingBackend : public ForwardingBackend {
  public:
   explicit ShowingBackend(std::shared_ptr<const attention::SequenceView>* seen) : seen_(seen) {}
-  absl::string_view name() const override { return cpu_->name(); }
-  absl::string_view target() const override { return cpu_->target(); }
-  absl::Status Supports(const attention::Policy& policy) const override {
-    return cpu_->Supports(policy);
-  }
-  absl::Status Supports(const ModelShape& shape) const override { return cpu_->Supports(shape); }
-  absl::Status Supports(const IndexSet& indexes) const override { return cpu_->Supports(indexes); }
   absl::Status Step(const attention::StepRequest& request) override {
     *seen_ = request.rows.back().view;
-    return cpu_->Step(request);
+    return ForwardingBackend::Step(request);
   }
 
  private:
-  const std::unique_ptr<attention::Backend> cpu_ = attention::MakeCpuBackend({.threads = 1});
   std::shared_ptr<const attention::SequenceView>* const seen_;
 };
 

@@ -227,6 +227,93 @@ TEST_F(TokenOrderTest, AStepThatIsRepeatedRepeatsItsAnswer) {
   }
 }
 
+// Blocks of segments that came between two steps were in the tail when the earlier one chose: they
+// count as chosen. With everything in the budget every answer is dense, whatever becomes of the
+// sequence meanwhile.
+class AsyncTlsBudgetOfAll : public TokenOrderTest {
+ protected:
+  // A prompt, and more tokens behind it that are no segments yet.
+  TestSequence OpenGrown(uint64_t more) {
+    TestSequence sequence = OpenPrompt(policy_, 700);
+    Prefill(&sequence, more, &random_);
+    return sequence;
+  }
+  // A step through all layers, whose answers read every token.
+  void StepReadsAll(TestSequence* sequence) {
+    for (uint32_t layer = 0; layer < shape_.layers; ++layer) {
+      const Message message(layer, {NextRow(sequence, layer, 1, &random_)});
+      const Answer answer = Send(engine_.get(), message);
+      ASSERT_TRUE(answer.row_status(0).ok()) << answer.row_status(0);
+      EXPECT_EQ(answer.result.rows[0].stats.dropped_tokens, 0u) << "layer " << layer;
+      EXPECT_TRUE(IsDense(message, answer, 0));
+    }
+  }
+  const attention::Policy policy_ = PolicyOf("asynctls", {{"blocks", "1000"}, {"budget", "100%"}});
+};
+
+TEST_F(AsyncTlsBudgetOfAll, NewSegmentsAreReadBetweenSteps) {
+  for (const uint64_t more : {600u, 1700u}) {  // one segment, and several
+    SCOPED_TRACE(testing::Message() << more << " more tokens");
+    TestSequence sequence = OpenGrown(more);
+    const uint64_t before = sequence.Info().segments;
+    StepReadsAll(&sequence);
+    engine_->WaitForBackground();
+    FinishPrefill(&sequence);
+    ASSERT_GE(sequence.Info().segments, before + more / 600);
+    StepReadsAll(&sequence);
+    StepReadsAll(&sequence);
+  }
+}
+
+TEST_F(AsyncTlsBudgetOfAll, NewSegmentsOfForksAndAfterTruncationsAreRead) {
+  TestSequence sequence = OpenGrown(600);
+  StepReadsAll(&sequence);
+  const uint64_t length = sequence.history.committed();
+  // The child's tail becomes segments of its own.
+  const auto fork = engine_->Fork(kTenant, sequence.id, length);
+  ASSERT_TRUE(fork.ok()) << fork.status();
+  TestSequence child(engine_.get(), fork->id, shape_);
+  child.history = sequence.history;
+  FinishPrefill(&child);
+  engine_->WaitForBackground();
+  StepReadsAll(&child);
+  StepReadsAll(&sequence);
+  StepReadsAll(&sequence);
+  // Back to a step that other segments have come after, and that cuts them anew.
+  engine_->WaitForBackground();
+  ASSERT_TRUE(engine_->Truncate(kTenant, sequence.id, length).ok());
+  sequence.history.Truncate(length);
+  StepReadsAll(&sequence);
+  ASSERT_TRUE(engine_->Truncate(kTenant, child.id, length - 1).ok());
+  child.history.Truncate(length - 1);
+  Prefill(&child, 600, &random_);
+  FinishPrefill(&child);
+  StepReadsAll(&child);
+  StepReadsAll(&child);
+}
+
+TEST_F(AsyncTlsBudgetOfAll, NewSegmentsAfterAResumeAreRead) {
+  TestSequence sequence = OpenGrown(600);
+  StepReadsAll(&sequence);
+  engine_->WaitForBackground();
+  const auto sealed = engine_->Seal(kTenant, sequence.id, nullptr);
+  ASSERT_TRUE(sealed.ok()) << sealed.status();
+  const History history = sequence.history;
+  Start(256 * kMiB);
+  OpenArgs args = ArgsOf(shape_);
+  args.fingerprint = "model";
+  const auto opened = engine_->Resume(kTenant, args, sealed->sealed_id, nullptr);
+  ASSERT_TRUE(opened.ok()) << opened.status();
+  TestSequence resumed(engine_.get(), opened->sequence_id, shape_);
+  resumed.history = history;
+  StepReadsAll(&resumed);
+  Prefill(&resumed, 600, &random_);
+  StepReadsAll(&resumed);
+  engine_->WaitForBackground();
+  FinishPrefill(&resumed);
+  StepReadsAll(&resumed);
+}
+
 TEST_F(TokenOrderTest, SnapKvKeepsWhatThePromptsEndLookedAt) {
   const uint64_t before = engine_->usage().resident_bytes;
   for (const char* preset : {"snapkv", "ada-snapkv"}) {
@@ -347,6 +434,21 @@ TEST_F(TokenOrderTest, ObservedQueriesAreChecked) {
   EXPECT_TRUE(absl::IsInvalidArgument(engine_->Observe(kTenant, kWriter, sequence.id, chunk)));
   EXPECT_TRUE(absl::IsNotFound(engine_->Observe("another", kWriter, sequence.id, chunk)));
   EXPECT_TRUE(MatchesModel(&sequence, &random_));
+}
+
+// The queries, and where there are labels their magnitudes, with a view's copy.
+TEST_F(TokenOrderTest, ObservedQueriesHoldTheirBytes) {
+  for (const char* preset : {"snapkv", "double-sparsity"}) {
+    TestSequence sequence = Open(PolicyOf(preset));
+    const uint64_t before = engine_->usage().resident_bytes;
+    ASSERT_TRUE(Observe(sequence, 0, 8).ok());
+    const uint64_t queries = uint64_t{8} * shape_.query_heads * shape_.head_dim * sizeof(float);
+    const uint64_t magnitudes =
+        uint64_t{shape_.layers} * shape_.kv_heads * shape_.head_dim * sizeof(float);
+    const bool labels = sequence.Info().args.indexes->Has(IndexKind::kLabels);
+    EXPECT_EQ(labels, std::string(preset) == "double-sparsity");
+    EXPECT_EQ(engine_->usage().resident_bytes - before, queries + (labels ? 2 * magnitudes : 0));
+  }
 }
 
 TEST_F(TokenOrderTest, APromptBeyondMemoryIsObservedFromDisk) {

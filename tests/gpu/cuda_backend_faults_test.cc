@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "tests/gpu/agreement.h"
 #include "tests/gpu/support.h"
 
 namespace attnd::gpu::test {

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -30,6 +31,20 @@ std::string KindOfStep(const StepRun& run) {
     kind.append(reinterpret_cast<const char*>(&number), sizeof(number));
   }
   return kind;
+}
+
+// What the faults that are wrong answers make of a step's results.
+void Spoil(const KernelShape& shape, const StepHeader& header, const Faults& faults) {
+  for (uint32_t r = 0; faults.nan_output && r < header.rows; ++r) {
+    const RowRef& row = header.row_refs[r];
+    if (row.kind != UnitKind::kClusters) continue;
+    const uint64_t lanes =
+        uint64_t{header.kv_heads} * header.group * (row.first_query_token + row.query_tokens);
+    header.out[lanes * shape.value_dim - 1] = std::nanf("");
+  }
+  for (uint32_t unit = 0; faults.miscounted && unit < header.units; ++unit) {
+    ++header.unit_results[unit].chosen_tokens;
+  }
 }
 
 bool Inside(const std::map<const std::byte*, uint64_t>& blocks, const void* address,
@@ -185,7 +200,8 @@ class FakeStream : public Stream {
         control_->broken_ = true;
       }
       control_->team_units_ += TeamUnits(header);
-      RunStepReference(run.shape, step);
+      RunStepReference(run.shape, step, control_->faults_.one_more_exact);
+      Spoil(run.shape, step, control_->faults_);
       ++control_->steps_;
     });
     return absl::OkStatus();

@@ -16,6 +16,7 @@
 
 #include "common/mutex.h"
 #include "gpu/device.h"
+#include "tests/gpu/step_reference.h"
 
 namespace attnd::gpu::test {
 
@@ -29,6 +30,10 @@ struct Faults {
   uint64_t launch = kNever;            // the n-th RunStep from now on finds no memory
   uint64_t launches = 1;               // and so many after it
   bool bad_index = false;              // BuildIndexes leaves an order that is none
+  // Wrong answers of steps that succeed, to see the tests' comparison refuse them.
+  uint32_t one_more_exact = kNoUnit;  // of this unit's clusters: the best one that is not exact
+  bool nan_output = false;            // the last number of each row of clusters
+  bool miscounted = false;            // a token too many in each unit of clusters
 };
 
 // What a test sees of a device that a backend owns. Thread-safe.

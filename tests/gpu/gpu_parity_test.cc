@@ -2,14 +2,16 @@
 //
 // Goal: a real GPU gives the CPU backend's answers, statistics and plans, from the same index
 // bytes, whatever the shape, the history and the batch; and the same bits each time. Method: random
-// sequences answered by both backends; histories of the engine against its plain model. Skips,
-// saying why, where there is no GPU.
+// sequences answered by both backends; histories of the engine against its plain model. Skips where
+// the machine has no GPU, and fails where it has one that cannot be opened.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <functional>
 #include <memory>
 #include <span>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -17,6 +19,8 @@
 #include "engine/engine.h"
 #include "gpu/device.h"
 #include "tests/engine/support.h"
+#include "tests/gpu/agreement.h"
+#include "tests/gpu/machine_gpus.h"
 #include "tests/gpu/support.h"
 
 namespace attnd::gpu::test {
@@ -41,11 +45,11 @@ CudaBackendOptions GpuOptions() {
 
 class OnGpu {
  public:
-  // Null, and the test is to be skipped, if there is no GPU.
+  // Null, and why_not is filled, if there is none that can be opened.
   static std::unique_ptr<Backend> Make(bool teams = true, uint32_t timed_steps = 1) {
     auto device = OpenCudaDevice();
     if (!device.ok()) {
-      skipped_because = device.status().ToString();
+      why_not = device.status().ToString();
       return nullptr;
     }
     CudaBackendOptions options = GpuOptions();
@@ -55,11 +59,25 @@ class OnGpu {
     EXPECT_TRUE(backend.ok()) << backend.status();
     return backend.ok() ? *std::move(backend) : nullptr;
   }
-  static inline std::string skipped_because;
+  // GPUs that the machine has, whether or not they can be opened.
+  static std::vector<std::string> Expected() {
+#ifdef ATTND_BUILT_WITHOUT_CUDA
+    return {};
+#else
+    return GpusIn("/dev");
+#endif
+  }
+  static inline std::string why_not;
 };
 
-#define SKIP_WITHOUT_GPU(backend) \
-  if ((backend) == nullptr) GTEST_SKIP() << "no GPU: " << OnGpu::skipped_because
+#define SKIP_WITHOUT_GPU(backend)                                                         \
+  if ((backend) == nullptr) {                                                             \
+    const auto gpus = OnGpu::Expected();                                                  \
+    ASSERT_THAT(gpus, testing::IsEmpty())                                                 \
+        << "this machine has GPUs and attnd can open none: " << OnGpu::why_not            \
+        << "; ATTND_CUDA=OFF builds without";                                             \
+    GTEST_SKIP() << "no GPU (no /dev/nvidia0, or CUDA was left out): " << OnGpu::why_not; \
+  }
 
 // Groups 1, 3, 4, 8, 12, 32; every pair of head dims; tails that start within a block and on its
 // edge, of more than one piece; whole segments.
@@ -237,7 +255,7 @@ TEST(GpuSelection, SecondPassesAgreeWithTheCpu) {
   TestSequence sequence = MakeSequence(spec);
   for (const bool teams : {true, false}) {
     const auto gpu = OnGpu::Make(teams);
-    ASSERT_NE(gpu, nullptr) << OnGpu::skipped_because;
+    ASSERT_NE(gpu, nullptr) << OnGpu::why_not;
     std::vector<TestRow> rows;
     for (TestRow& row : RowsOfPolicies(&sequence, /*layer=*/0, /*most=*/1, DType::kFp32)) {
       if (!row.query_only) rows.push_back(std::move(row));

@@ -121,12 +121,13 @@ class Lanes {
     }
   }
 
-  void Run(UnitResult* unit, uint8_t* fates) {
+  void Run(bool one_more_exact, UnitResult* unit, uint8_t* fates) {
     ReadTokens();
     if (row_.kind == UnitKind::kClusters) {
       ReadClusters();
       Score();
       Select();
+      if (one_more_exact) TakeOneMore();
     }
     for (uint32_t head = 0; head < header_.group; ++head) Answer(head);
     if (row_.kind == UnitKind::kClusters) Report(unit, fates);
@@ -277,6 +278,15 @@ class Lanes {
     for (const size_t i : order) fate_[i] = kFateExact;
   }
 
+  // The planted fault.
+  void TakeOneMore() {
+    for (const size_t i : Descending(MeanShare(log_mass_))) {
+      if (fate_[i] == kFateExact) continue;
+      fate_[i] = kFateExact;
+      return;
+    }
+  }
+
   Softmax Zone(uint32_t head) const {
     Softmax zone(shape_.value_dim);
     for (const Token& token : zone_) {
@@ -380,7 +390,7 @@ class Lanes {
 
 }  // namespace
 
-void RunStepReference(const KernelShape& shape, const StepHeader& header) {
+void RunStepReference(const KernelShape& shape, const StepHeader& header, uint32_t one_more_exact) {
   for (uint32_t u = 0; u < header.uploads; ++u) {
     const UploadRef& upload = header.upload_refs[u];
     std::memcpy(upload.to, header.staged + upload.from, upload.bytes);
@@ -390,8 +400,10 @@ void RunStepReference(const KernelShape& shape, const StepHeader& header) {
     for (uint32_t token = 0; token < row.query_tokens; ++token) {
       for (uint32_t kv_head = 0; kv_head < header.kv_heads; ++kv_head) {
         const uint32_t unit = token / row.tokens_per_unit * header.kv_heads + kv_head;
+        const bool one_more =
+            one_more_exact == kEveryUnit || one_more_exact == row.first_unit + unit;
         Lanes(shape, header, row, token, kv_head)
-            .Run(header.unit_results + row.first_unit + unit,
+            .Run(one_more, header.unit_results + row.first_unit + unit,
                  header.fates + row.first_fate + uint64_t{unit} * row.slots);
       }
     }

@@ -8,6 +8,7 @@
 #define ATTND_TESTS_GPU_STEP_REFERENCE_H_
 
 #include <cstdint>
+#include <limits>
 
 #include "gpu/device.h"
 #include "gpu/index_layout.h"
@@ -15,9 +16,15 @@
 
 namespace attnd::gpu::test {
 
+// Units of a step, for planted faults.
+inline constexpr uint32_t kNoUnit = std::numeric_limits<uint32_t>::max();
+inline constexpr uint32_t kEveryUnit = kNoUnit - 1;
+
 // Puts the uploads in place, fills out, lse, lane_results, unit_results and fates. Every address in
-// the header can be read here.
-void RunStepReference(const KernelShape& shape, const StepHeader& header);
+// the header can be read here. one_more_exact: a planted fault, this unit, if it is of clusters,
+// reads one cluster more than its cuts say and is otherwise right.
+void RunStepReference(const KernelShape& shape, const StepHeader& header,
+                      uint32_t one_more_exact = kNoUnit);
 
 // Builds one layer: clusters by k-means as docs/POLICIES.md says, the index, the pages in cluster
 // order.

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the tests of gpu/ share: a CUDA backend over a fake device, and the comparison of its steps
-// with the CPU backend's.
+// What the tests of gpu/ share: a CUDA backend over a fake device, and rows for it.
 #ifndef ATTND_TESTS_GPU_SUPPORT_H_
 #define ATTND_TESTS_GPU_SUPPORT_H_
 
@@ -51,15 +50,6 @@ attention::test::SequenceSpec SpecOf(const ParityCase& c, DType dtype);
 // 1 to `most` query tokens.
 std::vector<attention::test::TestRow> RowsOfPolicies(attention::test::TestSequence* sequence,
                                                      uint32_t layer, uint32_t most, DType dtype);
-
-// Whether two answers to the same rows agree: plans but for clusters at the cut, outputs and masses
-// as far as float32 and equal plans let them, statistics exactly. What differs is said.
-testing::AssertionResult Agree(const attention::test::StepResult& device,
-                               const attention::test::StepResult& cpu,
-                               const std::vector<attention::test::TestRow>& rows);
-// The bits of a row's answer.
-testing::AssertionResult SameBits(const attention::test::RowResult& a,
-                                  const attention::test::RowResult& b);
 
 }  // namespace attnd::gpu::test
 

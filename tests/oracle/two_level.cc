@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/oracle/two_level.h"
 
+#include <algorithm>
+
 namespace attnd::oracle {
 
 TopSet SelectInside(const TwoLevelInput& input, const std::vector<Vector>& queries,
@@ -11,6 +13,20 @@ TopSet SelectInside(const TwoLevelInput& input, const std::vector<Vector>& queri
   const std::size_t middle = PositionsIn(input.blocks, Range(0, input.blocks.size())).size();
   return SelectByLabels(queries, input.labels, PositionsIn(input.blocks, searched), budget, middle,
                         input.scale);
+}
+
+Indices CarriedOver(const std::vector<Block>& before, const Indices& chosen,
+                    const std::vector<Block>& now) {
+  Indices carried;
+  for (const std::size_t number : FullBlocks(now)) {
+    const auto same = [&](std::size_t old) {
+      return before[old].begin == now[number].begin && before[old].end == now[number].end;
+    };
+    const Indices all = FullBlocks(before);
+    const bool was_block = std::any_of(all.begin(), all.end(), same);
+    if (!was_block || std::any_of(chosen.begin(), chosen.end(), same)) carried.push_back(number);
+  }
+  return carried;
 }
 
 std::vector<TwoLevelStep> SelectTwoLevel(const TwoLevelInput& input, const TwoLevelPolicy& policy) {

@@ -15,6 +15,11 @@
 //  - Tokens of blocks that are not full are always read, besides and outside the budget; they are
 //    never searched.
 //  - All query tokens of the run see the same blocks: their own new tokens are in no segment yet.
+//  - Between two runs segments may come, go and be cut anew. A block that was none when M was
+//  chosen
+//    counts as chosen, as the query token that chose M read its tokens without asking and nobody
+//    has searched them since; a chosen block that is none any more is read with the tail, or counts
+//    by the blocks that took its place (CarriedOver).
 #ifndef ATTND_TESTS_ORACLE_TWO_LEVEL_H_
 #define ATTND_TESTS_ORACLE_TWO_LEVEL_H_
 
@@ -53,6 +58,11 @@ struct TwoLevelStep {
 // S_t inside the blocks of these numbers, whoever chose them.
 TopSet SelectInside(const TwoLevelInput& input, const std::vector<Vector>& queries,
                     const Indices& searched, const Budget& budget);
+
+// The M of later blocks: numbers of those full blocks in `now` that `chosen`, numbers in `before`,
+// names by their positions, and of those that were not full blocks in `before`.
+Indices CarriedOver(const std::vector<Block>& before, const Indices& chosen,
+                    const std::vector<Block>& now);
 
 // [query tokens]
 std::vector<TwoLevelStep> SelectTwoLevel(const TwoLevelInput& input, const TwoLevelPolicy& policy);

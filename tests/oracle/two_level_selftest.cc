@@ -76,6 +76,20 @@ TEST(TwoLevel, NoFullBlock) {
   EXPECT_TRUE(SelectTwoLevel(input, {})[0].read.empty());
 }
 
+// Blocks of 2, no sink: 0, 1 | 2, 3 | 4 is alone | and later others behind them.
+TEST(TwoLevel, BlocksThatWereNoneCountAsChosen) {
+  const std::vector<Block> before = CutBlocks({5}, 0, 2);
+  EXPECT_EQ(CarriedOver(before, {1}, before), Indices({1}));
+  EXPECT_EQ(CarriedOver(before, {}, before), Indices());
+  // 5, 6 | 7, 8 | 9 is alone, and 10, 11: numbers 3 and 4, then 6.
+  EXPECT_EQ(CarriedOver(before, {1}, CutBlocks({5, 5, 2}, 0, 2)), Indices({1, 3, 4, 6}));
+  // Nothing is left of the second block but a token that is alone.
+  EXPECT_EQ(CarriedOver(before, {0, 1}, CutBlocks({3}, 0, 2)), Indices({0}));
+  // Cut anew: 0 is alone, and 1, 2 | 3, 4 are other blocks than there were.
+  EXPECT_EQ(CarriedOver(before, {}, CutBlocks({1, 4}, 0, 2)), Indices({1, 2}));
+  EXPECT_EQ(CarriedOver({}, {}, before), Indices({0, 1}));
+}
+
 TwoLevelInput RandomInput(Draws& draws) {
   TwoLevelInput input;
   const std::vector<std::size_t> segments = {draws.Between(20, 60), draws.Between(1, 60)};

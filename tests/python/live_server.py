@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 import subprocess
 import tempfile
@@ -12,7 +13,8 @@ from collections.abc import Iterator
 
 import attnd
 
-PROGRAM = pathlib.Path(__file__).resolve().parents[2] / "build/bin/attnd"
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / os.environ.get("ATTND_BIN", "build/bin/attnd")
 
 
 @contextlib.contextmanager

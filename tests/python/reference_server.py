@@ -143,7 +143,7 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
             if request.resume_sealed_id:
                 child = self._copy(self._find_sealed(request.resume_sealed_id, tenant))
                 return pb.OpenSequenceResponse(
-                    sequence_id=child.id, tokens_present=child.committed
+                    sequence_id=child.id, tokens_present=child.committed, backend="reference"
                 )
             shape, number = request.model.shape, next(self._ids)
             sequence = Sequence(number, tenant, request.model, request.policy, [], [])
@@ -151,7 +151,7 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
                 sequence.k.append(np.zeros((0, shape.kv_heads, shape.head_dim), sequence.dtype))
                 sequence.v.append(np.zeros((0, shape.kv_heads, sequence.value_dim), sequence.dtype))
             self._sequences[number] = sequence
-            return pb.OpenSequenceResponse(sequence_id=number)
+            return pb.OpenSequenceResponse(sequence_id=number, backend="reference")
 
         return self._unary("OpenSequence", context, answer)
 
@@ -265,6 +265,7 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
                     segments=int(s.segmented > 0),
                     resident_bytes=sum(x.nbytes for x in (*s.k, *s.v)),
                     layer_tokens=[len(k) for k in s.k],
+                    backend="reference",
                 )
                 for s in page
             ]

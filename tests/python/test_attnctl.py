@@ -22,10 +22,10 @@ import pytest
 
 import attnd
 from cases import SHAPE, Case, opened, step
-from conftest import PROGRAM, require_program
+from conftest import require_program
+from ctl import ATTNCTL, attnctl, report
 from test_storage import Server, client_of
 
-ATTNCTL = PROGRAM.with_name("attnctl")
 TOKENS = 1300  # two segments and a tail
 NEW_TOKENS = 4
 CASE = Case.random(TOKENS + NEW_TOKENS)
@@ -37,22 +37,6 @@ TENANT = "storage"
 def built() -> None:
     """The server's program and this one are built together."""
     require_program()
-
-
-def attnctl(*arguments: object, code: int = 0) -> str:
-    """Runs it and gives its standard output."""
-    done = subprocess.run(
-        [ATTNCTL, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == code, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
-    if code != 0:
-        assert done.stderr or done.stdout, "it must say why"
-    return done.stdout
-
-
-def report(*arguments: object, code: int = 0) -> dict:
-    """The same with --json."""
-    return json.loads(attnctl(*arguments, "--json", code=code))
 
 
 @pytest.fixture
@@ -169,7 +153,7 @@ def test_verify_names_what_is_damaged_and_who_needs_it(server):
     tail = pathlib.Path(shown["tail"]["path"])
     flip_byte(shared, shared.stat().st_size // 2)
     tail.unlink()
-    stray = data_of(server) / "segments" / "ff" / "00000000000fffff.seg"
+    stray = data_of(server) / "segments" / "ff" / "0000000000000fff.seg"
     stray.write_bytes(b"x" * 100)
     found = report("verify", "--data-dir", data_of(server), "--mib-per-s", "1000", code=1)
     bad = {entry["path"]: entry for entry in found["bad_files"]}
@@ -251,6 +235,46 @@ def test_a_rebuild_takes_what_is_whole_and_puts_the_rest_away(server):
     with client_of(server) as client:
         assert list(client.list_sealed()) == []
     assert resumed_answers(server, whole, tenant="another") == answered
+
+
+def refused_start(server: Server) -> str:
+    """What the log says of a start that must fail."""
+    log = server.folder / "attnd.log"
+    before = log.stat().st_size
+    with pytest.raises(AssertionError, match="ended with"):
+        server.start()
+    return log.read_bytes()[before:].decode(errors="replace")
+
+
+def test_an_emptied_catalogue_stops_the_start_and_is_made_again(server):
+    sealed = sealed_by(server)
+    expected = resumed_answers(server, sealed)
+    server.stop(signal.SIGKILL)
+    files = server.segment_files()
+    for path in (data_of(server) / "catalogue").iterdir():
+        if path.suffix == ".log" or path.name == "LAST_COMMIT":
+            os.truncate(path, 0)
+    assert "attnctl rebuild-catalogue" in refused_start(server)
+    assert server.segment_files() == files
+    report("rebuild-catalogue", "--data-dir", data_of(server))
+    server.start()
+    assert resumed_answers(server, sealed) == expected
+
+
+def test_a_lost_secret_is_made_anew(server):
+    sealed = sealed_by(server)
+    expected = resumed_answers(server, sealed)
+    attnctl("new-secret", "--data-dir", data_of(server), code=1)  # it runs
+    server.stop(signal.SIGTERM)
+    secret = data_of(server) / "secret"
+    refused = report("new-secret", "--data-dir", data_of(server), code=1)
+    assert "left alone" in refused["error"]["message"]
+    secret.unlink()
+    assert "attnctl new-secret" in refused_start(server)
+    made = report("new-secret", "--data-dir", data_of(server))
+    assert (made["secret"], made["old_secret"]) == (str(secret), "")
+    server.start()
+    assert resumed_answers(server, sealed) == expected
 
 
 def test_a_rebuild_counts_as_use(server):
@@ -430,6 +454,8 @@ def test_what_is_no_sequence_is_not_imported(server):
         ("export", "7", "--data-dir", "/tmp"),
         ("seal", "7"),
         ("drop", "0", "--server", "unix:/tmp/x"),
+        ("new-secret",),
+        ("verify", "--orphans", "--data-dir", "/tmp"),
         ("import", "a", "b", "--server", "unix:/tmp/x"),
         ("import", "a", "--server", "unix:/tmp/x", "--no-seal", "--keep-open"),
     ],

@@ -103,18 +103,34 @@ def test_bad_input_of_types_pb2_is_covered():
     assert len(types_pb2.ModelShape.DESCRIPTOR.fields) == 8
 
 
+@pytest.mark.parametrize("path", ["OpenSequence", "ListSequences", "GetServerInfo"])
+def test_bad_input_that_does_not_parse_is_refused_by_calls(attnd_target, path):
+    with grpc.insecure_channel(attnd_target) as channel, pytest.raises(grpc.RpcError) as caught:
+        raw_call(channel, "unary_unary", path)(b"\xff", timeout=TIMEOUT_S)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b"\xff\xff\xff\xff",
+        b"\x10\xff\xff\xff\xff\x0f\x00",  # begins with layer = 2^32 - 1
+        b"\x10\x00\x00",
+        b"\x00",
+    ],
+)
 @pytest.mark.parametrize(
     ("kind", "path", "good"),
     [("stream_unary", "AppendKv", chunk), ("stream_stream", "Decode", decode_request)],
 )
-def test_bad_input_that_does_not_parse_is_not_the_end(attnd_target, kind, path, good):
+def test_bad_input_that_does_not_parse_is_not_the_end(attnd_target, kind, path, good, broken):
     """A message that is no protobuf message must not look like the stream's orderly end."""
     with (
         attnd.Client(attnd_target, tenant="test") as client,
         grpc.insecure_channel(attnd_target) as channel,
     ):
         name = opened(client, CASE, TOKENS)
-        messages = [good(name).SerializeToString(), b"\xff\xff\xff\xff"]
+        messages = [good(name).SerializeToString(), broken]
         with pytest.raises(grpc.RpcError) as caught:
             reply = raw_call(channel, kind, path)(
                 iter(messages), metadata=METADATA, timeout=TIMEOUT_S

@@ -29,6 +29,15 @@ def test_server_info(client):
     assert info.limits.max_rows > 0 and info.limits.max_query_tokens > 0
 
 
+def test_who_has_a_sequence(client):
+    model = attnd.Model("", cases.SHAPE)
+    opened = client.open_sequence(model)
+    listed = {info.sequence_id: info.backend for info in client.list_sequences()}
+    client.close_sequence(opened.sequence_id)
+    assert opened.backend in client.get_server_info().backends
+    assert listed[opened.sequence_id] == opened.backend
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 64, 65, 700])
 def test_dense_equals_the_oracle(client, tokens):
     case = Case.random(tokens + 3)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A share of the crash runs (scripts/crash.sh has the long form): each failpoint once, and some
-kills at random."""
+"""A share of the crash runs (scripts/crash.sh has the long form): each failpoint once, some kills
+at random, and attnctl on a copy of the folder at the end."""
 
 import pathlib
 import re
@@ -12,6 +12,7 @@ from conftest import require_program
 
 CYCLES = 40
 SHARE = 0.75
+REBUILDS = 0  # but the one at the end
 
 
 def test_nothing_acknowledged_is_lost():
@@ -19,7 +20,14 @@ def test_nothing_acknowledged_is_lost():
     assert int(CYCLES * SHARE) >= len(faults.FAILPOINTS)
     program = pathlib.Path(__file__).with_name("crash.py")
     run = subprocess.run(
-        [sys.executable, program, f"--cycles={CYCLES}", "--seed=7", f"--failpoints={SHARE}"],
+        [
+            sys.executable,
+            program,
+            f"--cycles={CYCLES}",
+            "--seed=7",
+            f"--failpoints={SHARE}",
+            f"--rebuilds={REBUILDS}",
+        ],
         capture_output=True,
         text=True,
         timeout=600,

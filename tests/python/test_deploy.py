@@ -150,6 +150,8 @@ def test_dockerfile_runs_the_server_where_the_volumes_are(dockerfile):
     runtime = stages(dockerfile)[1]
     volumes = json.loads(value(runtime, "VOLUME"))
     command = json.loads(value(runtime, "CMD"))
+    # Inside the container: what is published is the compose file's matter.
+    assert command.pop() == "--allow-remote-metrics"
     flags = dict(zip(command[::2], command[1::2]))
     assert set(flags) == {"--listen", "--data-dir", "--metrics-listen"}
     socket = flags["--listen"].removeprefix("unix:")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import types
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ pytest.importorskip("attnd.nano", reason="attnd[nano] is not installed")
 import attnd  # noqa: E402
 import cases  # noqa: E402
 from attnd.eval import cache as caches  # noqa: E402
-from attnd.eval import cli, evalset, run, tally  # noqa: E402
+from attnd.eval import agreement, cli, evalset, run, tally  # noqa: E402
 from test_nano import FAMILIES, random_weights  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -31,6 +32,7 @@ KEYS = {
     "read_fraction",
     "predicted_error",
     "decode_us",
+    "commit",
 }
 
 
@@ -149,6 +151,61 @@ def test_faults_are_said_in_a_line(tiny, attnd_target, tmp_path, capsys, change,
     arguments += ["--length", str(LENGTH), "--cache-dir", str(tmp_path), *change]
     assert cli.main(arguments) == 1
     assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "required, status, said",
+    [
+        ([], 0, ""),
+        (["dense=1"], 0, ""),
+        (["dense=1", "streaming=0", "1"], 0, ""),
+        (["1"], 1, "attnd.eval: streaming: 0."),
+        (["streaming=1", "0"], 1, " of 13 answers agree with local attention, 1 is required"),
+        (["streaming:window=9=1"], 1, "streaming:window=9 is required, which is not evaluated"),
+    ],
+)
+def test_the_status_depends_on_agreement(
+    tiny, reference, tmp_path, capsys, monkeypatch, required, status, said
+):
+    """The server answers streaming rows wrongly, and dense ones rightly."""
+    target, servicer = reference
+    attend = servicer._attend
+
+    def wrong(row, *more):
+        out, lse = attend(row, *more)
+        return (-out if row.policy.preset == "streaming" else out), lse
+
+    monkeypatch.setattr(servicer, "_attend", wrong)
+    out = tmp_path / "out.json"
+    arguments = ["--target", target, "--model", str(tiny), "--eval-set", str(tiny / "set.npz")]
+    arguments += ["--length", str(LENGTH), "--cache-dir", str(tiny), "--json", str(out)]
+    arguments += ["--tasks", "top", "--policy", "dense", "--policy", "streaming"]
+    for share in required:
+        arguments += ["--require-agreement", share]
+    assert cli.main(arguments) == status
+    assert said in capsys.readouterr().err
+    assert out.exists() == ("not evaluated" not in said)
+
+
+def test_agreement_that_is_too_low():
+    results = [
+        {"policy": policy, "agreement": share, "answers": 8}
+        for policy, share in (("dense", 1.0), ("double-p", 0.875), ("streaming", float("nan")))
+    ]
+    below = agreement.too_low(results, {agreement.EVERY: 0.875, "dense": 1.0})
+    assert below == [
+        "streaming: nan of 8 answers agree with local attention, 0.875 is required",
+    ]
+    assert len(agreement.too_low(results, {agreement.EVERY: 0.876})) == 2
+    assert agreement.parse_requirement("0.5") == (agreement.EVERY, 0.5)
+    assert agreement.parse_requirement("double-p:p1=1=0.5") == ("double-p:p1=1", 0.5)
+
+
+@pytest.mark.parametrize("text", ["", "x", "1.1", "-0.1", "nan", "dense=", "dense=2", "a:b=1"])
+def test_shares_that_are_none(text):
+    required = ["--target", "unix:x", "--model", "x", "--eval-set", "x", "--length", "1"]
+    with pytest.raises(SystemExit):
+        cli.main([*required, f"--require-agreement={text}"])
 
 
 @pytest.mark.parametrize(
@@ -322,3 +379,36 @@ def test_the_default_cache_folder(monkeypatch, tmp_path):
     assert caches.default_folder() == tmp_path / "attnd"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert caches.default_folder() == pathlib.Path.home() / ".cache" / "attnd"
+
+
+class OpenedBy:
+    """A client of a server that gives every sequence to one backend."""
+
+    def __init__(self, backends, owner):
+        self._backends, self._owner, self.open = backends, owner, []
+
+    def get_server_info(self):
+        return types.SimpleNamespace(backends=self._backends)
+
+    def open_sequence(self, model, policy):
+        assert model.shape.dtype == attnd.BF16
+        self.open.append(7)
+        return attnd.OpenedSequence(7, 0, self._owner)
+
+    def close_sequence(self, sequence_id):
+        self.open.remove(sequence_id)
+
+
+@pytest.mark.parametrize(
+    "backends, owner, dtype",
+    [
+        (("cpu",), "cpu", "fp32"),
+        (("cuda", "cpu"), "cuda", "bf16"),
+        (("cuda", "cpu"), "cpu", "fp32"),  # a shape that the GPU has no kernels for
+        (("cuda",), "cuda", "bf16"),
+    ],
+)
+def test_the_element_type_is_the_backends(tiny, backends, owner, dtype):
+    client = OpenedBy(backends, owner)
+    assert cli._dtype_for(client, cli.Model.load(tiny)) == dtype
+    assert not client.open

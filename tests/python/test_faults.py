@@ -36,8 +36,9 @@ def check_refused_seal(server: Server, error: type[attnd.AttndError], code: str)
         files = server.files()
         with server.failing():
             for _ in range(2):
-                with pytest.raises(error):
+                with pytest.raises(error) as refused:
                     client.seal_sequence(life.sequence)
+                assert str(server.folder) not in str(refused.value), "no client's business"
                 life.decode()
                 life.resumed(first)
         assert catalogue or server.files() == files, "something is left of what was refused"

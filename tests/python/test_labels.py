@@ -192,6 +192,14 @@ def fixture_file(tmp_path_factory):
     return path
 
 
+def test_what_lies_beside_the_file_stays(tmp_path):
+    path = tmp_path / "channels.safetensors"
+    (tmp_path / "channels.safetensors.partial").write_text("mine")
+    label_channels.save(path, CHANNELS, "test", 32, {})
+    assert (tmp_path / "channels.safetensors.partial").read_text() == "mine"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 @pytest.fixture(name="client", scope="module")
 def fixture_client(file):
     require_program()

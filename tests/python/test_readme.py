@@ -7,6 +7,8 @@ import re
 
 import pytest
 
+import attnd
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -16,12 +18,23 @@ def blocks(path: str, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", ["README.md", "client/python/README.md"])
-def test_the_python_example_runs(server, capsys, path):
+def test_the_python_example_runs(server, capsys, monkeypatch, path):
+    """As it stands there: with nothing defined before it."""
     (code,) = blocks(path, "python")
+    monkeypatch.setenv("ATTND_TARGET", server)
     code = code.replace("unix:/run/attnd/attnd.sock", server)
-    assert "TARGET" in code or server in code
-    exec(compile(code, path, "exec"), {"TARGET": server})
+    assert "ATTND_TARGET" in code or server in code
+    exec(compile(code, path, "exec"), {})
     assert "(1, 8, 64) (1, 8)" in capsys.readouterr().out
+
+
+def test_the_contract_lists_every_preset(attnd_target):
+    """What types.proto says that `preset` may be is what the server has."""
+    contract = (ROOT / "proto/attnd/v1/types.proto").read_text()
+    text = re.sub(r"\s*//\s*", " ", re.search(r"Name of a preset: (.*?), or one", contract, re.DOTALL)[1])
+    with attnd.Client(attnd_target) as client:
+        presets = [policy.preset for policy in client.get_server_info().policies]
+    assert text.split(", ") == presets
 
 
 def lines(text: str) -> list[str]:

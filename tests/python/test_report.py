@@ -77,7 +77,7 @@ def test_every_run_of_the_plan_is_there_and_has_every_preset():
 # ---- The subset ----
 
 
-def test_the_subset_is_within_its_references(attnd_target, tmp_path, capsys):
+def test_the_subset_is_within_its_references_and_as_it_was_stored(attnd_target, tmp_path, capsys):
     arguments = ["--target", attnd_target, "--subset", "ci", "--cache-dir", str(tmp_path)]
     assert cli.main(arguments) == 0, capsys.readouterr().err
     with attnd.Client(attnd_target) as client:
@@ -86,15 +86,20 @@ def test_the_subset_is_within_its_references(attnd_target, tmp_path, capsys):
     said = capsys.readouterr().out
     for preset in listed:
         assert f"`{preset}" in said
-    # The same measurement beside references that it does not reach.
+    # The same measurement beside references and stored figures that it does not reach.
     spoilt = json.loads((DOCS / "quality" / "references.json").read_text())
     spoilt["ci"]["policies"]["error-target:tolerance=0.2@clusters"]["read"] *= 1.1
     (tmp_path / "quality").mkdir()
     (tmp_path / "quality" / "references.json").write_text(json.dumps(spoilt))
+    stored = results.read(DOCS / "quality" / "ci.json")
+    points = [replace(one, error=1.02 * one.error) for one in stored.points]
+    results.write(tmp_path / "quality" / "ci.json", replace(stored, points=tuple(points)))
     only = ["--presets", "error-target", "--docs", str(tmp_path)]
     assert cli.main([*arguments, *only]) == 1
     said = capsys.readouterr().err
     assert "ci: error-target:tolerance=0.2@clusters: read is" in said
+    assert "ci: error-target: error is 0.1175; the stored figure is 0.1198" in said
+    assert "quest:budget=512 has a stored figure and was not measured" in said
     assert "double-p is offered and was not run" in said
 
 

@@ -133,8 +133,13 @@ def test_damage_is_data_loss_for_its_sequences_only(any_server):
             with pytest.raises(attnd.RowError) as failure:
                 decode_and_check(client, resumed, TOKENS, TOKENS + 1)
             assert failure.value.code is grpc.StatusCode.DATA_LOSS
-            with pytest.raises(attnd.DataLossError):
+            assert "positions 0..511 are lost" in str(failure.value)
+            assert str(any_server.folder) not in str(failure.value)
+            named = f"sealed sequence {first.sealed_id}"
+            with pytest.raises(attnd.DataLossError, match=named) as lost:
                 client.open_sequence(CASE.model, resume=first.sealed_id)
+            assert str(any_server.folder) not in str(lost.value)
+        assert str(files[0]) in (any_server.folder / "attnd.log").read_text()
         assert other.open_sequence(CASE.model, resume=second.sealed_id).tokens_present == 700
         assert not files[0].exists()
         assert (any_server.folder / "data" / "quarantine" / files[0].name).exists()

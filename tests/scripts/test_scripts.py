@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scripts, without what takes minutes: syntax, the package list, the counting of results, the quickstart table.
+"""The scripts, without what takes minutes: syntax, the package list, the quickstart table.
 
 Whole runs of quickstart.sh and test.sh in a clean root are scripts/clean_root_test.sh's work (docs/OPERATIONS.md).
 """
@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -16,9 +17,8 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), *ROOT.glob("scripts/lib/*.sh"), ROOT / ".ci" / "run"])
 COMMANDS = [path for path in SCRIPTS if path.parent.name != "lib"] + [ROOT / "scripts/lib/runtime_packages.sh"]
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "lib")]
+sys.path.insert(0, str(ROOT / "scripts"))
 
-import count_results  # noqa: E402
 import quickstart_table  # noqa: E402
 
 
@@ -97,23 +97,13 @@ def test_unknown_stage_is_refused_before_anything_runs():
     assert "Set-up" not in done.stdout
 
 
-@pytest.mark.parametrize("text, expected", [
-    ('<testsuite><testcase name="a" status="run"/><testcase name="b" status="fail"><failure/></testcase>'
-     '<testcase name="c" status="disabled"/><testcase name="d" status="notrun">'
-     '<skipped message="SKIP_REGULAR_EXPRESSION_MATCHED"/></testcase><testcase name="e" status="notrun">'
-     '<skipped message="Unable to find executable"/></testcase></testsuite>',
-     (1, 2, 2)),
-    ('<testsuites><testsuite><testcase name="a"/><testcase name="b"><error/></testcase>'
-     '<testcase name="c"><skipped/></testcase></testsuite></testsuites>', (1, 1, 1)),
-    ("<testsuite/>", (0, 1, 0)),
-    ("<testsuite><testcase", (0, 1, 0)),
-    (None, (0, 1, 0)),
-], ids=["ctest", "pytest", "no tests", "cut off", "missing"])
-def test_counting(tmp_path, text, expected):
-    path = tmp_path / "report.xml"
-    if text is not None:
-        path.write_text(text)
-    assert count_results.count(str(path)) == expected
+def test_every_folder_with_tests_in_python_is_given_to_pytest():
+    """scripts/image_root_test.py is a program of its own: it needs root and minutes."""
+    runs = re.findall(r"run_pytest ([\w/ ]+)", (ROOT / "scripts/test.sh").read_text())
+    given = {folder for run in runs for folder in run.split()}
+    found = {path.parent for kind in ("test_*.py", "*_test.py") for folder in ROOT.iterdir() if folder.name != "build"
+             for path in folder.rglob(kind)}
+    assert {name_of(folder) for folder in found} - {"scripts"} <= given
 
 
 def result(policy, clear_disagreements=0, agreement=1.0, dtype="fp32"):
@@ -139,3 +129,21 @@ def test_quickstart_table(tmp_path, capsys, results, status):
     assert quickstart_table.main([str(path)]) == status
     table = capsys.readouterr().out
     assert "local dense" in table and "0.500" in table and "900" in table
+
+
+def test_the_client_is_put_together_elsewhere(tmp_path):
+    """What an earlier build left beside the sources would be in the next wheel, too."""
+    sources = shutil.copytree(ROOT / "client" / "python", tmp_path / "python",
+                              ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build"))
+    subprocess.run([sys.executable, "setup.py", "-q", "build"], cwd=sources, check=True, timeout=60)
+    assert not (sources / "build").exists()
+
+
+def test_quickstart_builds_what_it_says_is_next():
+    """Every program of the build that quickstart names, or README, is one that quickstart builds."""
+    named = set()
+    for path in ("scripts/quickstart.sh", "README.md"):
+        named |= set(re.findall(r"build/bin/(\w+)", (ROOT / path).read_text()))
+    done = bash("source scripts/lib/setup.sh; ATTND_BUILD=/nowhere; say() { :; }; die() { exit 0; }; "
+                "build_preset() { echo \"$@\"; }; build_release")
+    assert {"attnd", "attnctl"} <= named <= set(done.stdout.split()), done.stdout

@@ -40,6 +40,13 @@ class FakeEngine final : public engine::Engine {
   int waiting() const { return waiting_; }
   int decoded() const { return decoded_; }
   int chunks() const { return chunks_; }
+  int observed() const { return observed_; }
+  // So many calls of Observe and of Append find no room; whoever waits for some finds it later.
+  void RefuseNext(int observes, int chunks) {
+    observes_refused_ = observes;
+    chunks_refused_ = chunks;
+    may_make_room_ = true;
+  }
   int cancelled() const { return cancelled_; }
   int released_writers() const { return released_writers_; }
   bool opening_stopped() const { return opening_stopped_; }
@@ -61,12 +68,11 @@ class FakeEngine final : public engine::Engine {
   }
   absl::Status Observe(absl::string_view, engine::WriterId, uint64_t,
                        const engine::ObservedChunk&) override {
-    return absl::OkStatus();
+    return TakeUnlessFull(&observes_refused_, &observed_);
   }
   absl::Status Append(absl::string_view, engine::WriterId, uint64_t,
                       const engine::AppendChunk&) override {
-    ++chunks_;
-    return absl::OkStatus();
+    return TakeUnlessFull(&chunks_refused_, &chunks_);
   }
   absl::StatusOr<engine::PrefillResult> FinishPrefill(absl::string_view, engine::WriterId, uint64_t,
                                                       const std::atomic<bool>* cancel) override {
@@ -134,7 +140,7 @@ class FakeEngine final : public engine::Engine {
   }
   engine::ArchiveStats archive_stats() const override { return {}; }
   bool MayReadDisk(absl::string_view, uint64_t) override { return may_read_disk_; }
-  bool MayMakeRoom() const override { return false; }
+  bool MayMakeRoom() const override { return may_make_room_; }
   // From now on steps may have to wait for the disk.
   void ReadDisk() { may_read_disk_ = true; }
   void ReleaseWriter(engine::WriterId) override {
@@ -147,7 +153,15 @@ class FakeEngine final : public engine::Engine {
   void Shutdown() override {}
 
  private:
-  std::atomic<bool> may_read_disk_{false};
+  std::atomic<bool> may_read_disk_{false}, may_make_room_{false};
+  static absl::Status TakeUnlessFull(std::atomic<int>* refused, std::atomic<int>* taken) {
+    if (*refused > 0) {
+      --*refused;
+      return absl::ResourceExhaustedError("memory_budget_bytes: no room");
+    }
+    ++*taken;
+    return absl::OkStatus();
+  }
   static void WaitWhile(const std::atomic<bool>& held) {
     while (held) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
@@ -172,7 +186,8 @@ class FakeEngine final : public engine::Engine {
   const std::unique_ptr<attention::Backend> backend_;
   std::atomic<bool> held_{false}, calls_held_{false}, writers_held_{false}, gone_{false};
   std::atomic<bool> opening_stopped_{false};
-  std::atomic<int> calls_waiting_{0}, calls_done_{0}, chunks_{0};
+  std::atomic<int> calls_waiting_{0}, calls_done_{0}, chunks_{0}, observed_{0};
+  std::atomic<int> observes_refused_{0}, chunks_refused_{0};
   std::atomic<int> waiting_{0}, decoded_{0}, cancelled_{0}, released_writers_{0};
   std::atomic<uint64_t> value_dim_{16}, next_id_{1};
 };

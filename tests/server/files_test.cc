@@ -8,9 +8,11 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <future>
 #include <string>
 
 #include "common/file_lock.h"
@@ -87,11 +89,45 @@ TEST_F(FilesTest, ASocketInUseIsLeftAlone) {
   close(fd);
 }
 
+// A server that starts holds it for moments: one that ends waits for it, and not for ever.
+TEST_F(FilesTest, TheLockOfASocketIsAwaited) {
+  using std::chrono::hours;
+  using std::chrono::milliseconds;
+  const std::string path = root_ + "/a.sock";
+  std::future<absl::Status> waits;
+  {
+    const auto lock = AwaitSocketLock(path, milliseconds(0));
+    ASSERT_TRUE(lock.ok()) << lock.status();
+    EXPECT_TRUE(absl::IsAlreadyExists(AwaitSocketLock(path, milliseconds(1)).status()));
+    waits =
+        std::async(std::launch::async, [&] { return AwaitSocketLock(path, hours(1)).status(); });
+  }
+  EXPECT_TRUE(waits.get().ok());
+}
+
 TEST_F(FilesTest, WhatIsNoSocketIsLeftAlone) {
   const std::string path = root_ + "/precious";
   std::ofstream(path) << "data";
   EXPECT_TRUE(absl::IsFailedPrecondition(PrepareSocket(path).status()));
   EXPECT_TRUE(std::filesystem::exists(path));
+}
+
+TEST_F(FilesTest, ADataDirOpenToOthersIsRefused) {
+  const std::string path = root_ + "/data";
+  std::filesystem::create_directory(path);
+  for (const mode_t mode : {0755u, 0710u, 0770u, 0704u, 01777u}) {
+    ASSERT_EQ(chmod(path.c_str(), mode), 0);
+    const absl::Status status = CheckPrivateDirectory("data_dir", path, geteuid());
+    EXPECT_TRUE(absl::IsFailedPrecondition(status)) << std::oct << mode << ": " << status;
+    EXPECT_THAT(std::string(status.message()), ::testing::HasSubstr("data_dir: "));
+    EXPECT_THAT(std::string(status.message()), ::testing::HasSubstr("0700"));
+  }
+  ASSERT_EQ(chmod(path.c_str(), 0700), 0);
+  EXPECT_TRUE(CheckPrivateDirectory("data_dir", path, geteuid()).ok());
+  if (geteuid() == 0) {
+    EXPECT_EQ(chown(path.c_str(), 12345, 12345), 0);
+    EXPECT_FALSE(CheckPrivateDirectory("data_dir", path, 12346).ok());
+  }
 }
 
 TEST_F(FilesTest, ADirectoryOpenToOthersIsRefused) {

@@ -363,6 +363,7 @@ TEST_F(LifecycleTest, TwoServersDoNotShareASocket) {
 
 TEST_F(LifecycleTest, TcpPortsAreChosenAndNotShared) {
   options_.listen = {"127.0.0.1:0"};
+  options_.allow_insecure_tcp = true;
   StartServer();
   EXPECT_THAT(server_->address(), ::testing::MatchesRegex("127\\.0\\.0\\.1:[1-9][0-9]*"));
   ExpectAnswers();

@@ -4,6 +4,8 @@
 // record known events, look at the collected families.
 #include "server/metrics.h"
 
+#include <cmath>
+#include <limits>
 #include <map>
 #include <set>
 #include <string>
@@ -83,6 +85,7 @@ TEST(Metrics, EveryPromisedNameIsThereFromTheStart) {
                                  "audit_covered_mass",
                                  "audit_predicted_ratio",
                                  "audit_tolerance_ratio",
+                                 "metric_values_refused_total",
                                  "rpcs_total",
                                  "process_resident_memory_bytes"}) {
     EXPECT_EQ(names.count(std::string("attnd_") + name), 1u) << name;
@@ -199,6 +202,51 @@ TEST(Metrics, AuditsAreToldWithTheirValues) {
   EXPECT_DOUBLE_EQ(sums["attnd_audit_covered_mass"], 0.97);
   EXPECT_DOUBLE_EQ(sums["attnd_audit_predicted_ratio"], 0.5);
   EXPECT_DOUBLE_EQ(sums["attnd_audit_tolerance_ratio"], 0.5);
+}
+
+// A histogram's sum would never be a number again.
+TEST(Metrics, WhatIsNoNumberIsCountedAndNotTaken) {
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  Metrics metrics;
+  engine::DecodeResult result;
+  result.rows.resize(2);
+  result.rows[0].stats.covered_mass = kNan;
+  result.rows[0].stats.predicted_error_mean = -kInfinity;
+  result.rows[1].stats.covered_mass = 0.5f;
+  result.rows[1].stats.predicted_error_mean = 0.25f;
+  metrics.OnStep(absl::StatusCode::kOk, &result);
+  engine::AuditedRow row;
+  row.preset = "error-target";
+  row.error_mean = kInfinity;
+  row.error_max = kNan;
+  row.covered_mass = kNan;
+  row.predicted_error = 1;
+  row.tolerance = 0.2;
+  metrics.OnAudited(row);
+  row.error_mean = 1e-320;  // finite itself, its ratio is not
+  metrics.OnAudited(row);
+  for (const MetricFamily& family : metrics.Collect()) {
+    for (const ClientMetric& metric : family.metric) {
+      EXPECT_TRUE(std::isfinite(metric.counter.value)) << family.name;
+      EXPECT_TRUE(std::isfinite(metric.gauge.value)) << family.name;
+      EXPECT_TRUE(std::isfinite(metric.histogram.sample_sum)) << family.name;
+    }
+  }
+  auto values = Values(metrics);
+  const auto refused = [&](const std::string& name) {
+    return values["attnd_metric_values_refused_total{metric=attnd_" + name + "}"];
+  };
+  EXPECT_EQ(refused("covered_mass"), 1);
+  EXPECT_EQ(refused("predicted_error"), 1);
+  EXPECT_EQ(refused("audit_relative_error"), 1);
+  EXPECT_EQ(refused("audit_relative_error_max"), 2);
+  EXPECT_EQ(refused("audit_covered_mass"), 2);
+  EXPECT_EQ(refused("audit_predicted_ratio"), 1);
+  EXPECT_EQ(refused("audit_tolerance_ratio"), 1);
+  EXPECT_EQ(refused("stage_seconds"), 0);
+  EXPECT_EQ(values["attnd_covered_mass"], 1);
+  EXPECT_EQ(values["attnd_predicted_error"], 1);
 }
 
 TEST(Metrics, ADeviceIsATierAndHasArenas) {

@@ -12,6 +12,7 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "server/byte_size.h"
 #include "server/command_line.h"
 
 namespace attnd::server {
@@ -39,6 +40,12 @@ TEST(ServerOptions, WrongOnesNameTheField) {
       {"listen", [](auto* o) { o->listen = {"unix:" + std::string(108, 'x')}; }},
       {"listen", [](auto* o) { o->listen = {"unix:/tmp/"}; }},
       {"listen", [](auto* o) { o->listen = {"localhost"}; }},
+      {"allow-insecure-tcp", [](auto* o) { o->listen = {"127.0.0.1:4000"}; }},
+      {"allow-insecure-tcp", [](auto* o) { o->listen = {"localhost:4000"}; }},
+      {"allow-insecure-tcp",
+       [](auto* o) {
+         o->listen = {"unix:/tmp/a", "[::1]:4000"};
+       }},
       {"listen", [](auto* o) { o->listen = {"127.0.0.1:65536"}; }},
       {"listen", [](auto* o) { o->listen = {"127.0.0.1:-1"}; }},
       {"listen", [](auto* o) { o->listen = {"::1:80"}; }},
@@ -49,6 +56,8 @@ TEST(ServerOptions, WrongOnesNameTheField) {
       {"data_dir", [](auto* o) { o->data_dir.clear(); }},
       {"data_dir", [](auto* o) { o->data_dir = std::string(200, 'x'); }},
       {"metrics_listen", [](auto* o) { o->metrics_listen = "9464"; }},
+      {"allow-remote-metrics", [](auto* o) { o->metrics_listen = "0.0.0.0:9464"; }},
+      {"allow-remote-metrics", [](auto* o) { o->metrics_listen = "[::]:9464"; }},
       {"memory_budget_bytes", [](auto* o) { o->memory_budget_bytes = 1; }},
       {"step_threads", [](auto* o) { o->step_threads = 1025; }},
       {"step_workers", [](auto* o) { o->step_workers = 0; }},
@@ -73,7 +82,6 @@ TEST(ServerOptions, WrongOnesNameTheField) {
       {"max_connection_streams", [](auto* o) { o->max_connection_streams = 65537; }},
       {"grpc_memory_bytes", [](auto* o) { o->grpc_memory_bytes = 1; }},
       {"grpc_memory_bytes", [](auto* o) { o->grpc_memory_bytes = 2 * o->max_message_bytes; }},
-      {"grpc_threads", [](auto* o) { o->grpc_threads = 3; }},
       {"backend", [](auto* o) { o->backend = "gpu"; }},
       {"device_memory_bytes", [](auto* o) { o->device_memory_bytes = 1; }},
       {"min_ping_interval_s", [](auto* o) { o->min_ping_interval_s = 0; }},
@@ -93,9 +101,46 @@ TEST(ServerOptions, InsecureTcpMustBeAskedFor) {
   options.listen = {"0.0.0.0:4000"};
   options.allow_insecure_tcp = true;
   EXPECT_TRUE(options.Validate().ok());
-  options.allow_insecure_tcp = false;
   options.listen = {"127.1.2.3:0", "localhost:1", "[::1]:2", "unix:/tmp/a.sock"};
   EXPECT_TRUE(options.Validate().ok()) << options.Validate();
+  options.allow_insecure_tcp = false;
+  options.listen = {"unix:/tmp/a.sock"};
+  EXPECT_TRUE(options.Validate().ok()) << options.Validate();
+}
+
+TEST(ServerOptions, RemoteMetricsMustBeAskedFor) {
+  ServerOptions options;
+  options.metrics_listen = "0.0.0.0:9464";
+  options.allow_remote_metrics = true;
+  EXPECT_TRUE(options.Validate().ok()) << options.Validate();
+  options.allow_remote_metrics = false;
+  options.metrics_listen = "127.0.0.1:9464";
+  EXPECT_TRUE(options.Validate().ok()) << options.Validate();
+}
+
+TEST(ByteSizes, NumbersAndUnits) {
+  const std::vector<std::pair<const char*, uint64_t>> cases = {
+      {"0", 0},
+      {"12884901888", uint64_t{12} << 30},
+      {"64KiB", uint64_t{64} << 10},
+      {"512MiB", uint64_t{512} << 20},
+      {"12GiB", uint64_t{12} << 30},
+      {"1TiB", uint64_t{1} << 40},
+  };
+  for (const auto& [text, bytes] : cases) {
+    ByteSize size;
+    std::string error;
+    EXPECT_TRUE(AbslParseFlag(text, &size, &error)) << text << ": " << error;
+    EXPECT_EQ(size.bytes, bytes) << text;
+  }
+  for (const char* const text : {"", "GiB", "-1", "1.5GiB", "12GB", "12 GiB", "12gib", "+1",
+                                 "16777216TiB", "18446744073709551616", "1MiBMiB", "5MiBKiB"}) {
+    ByteSize size;
+    std::string error;
+    EXPECT_FALSE(AbslParseFlag(text, &size, &error)) << text;
+    EXPECT_THAT(error, HasSubstr("GiB"));
+  }
+  EXPECT_EQ(AbslUnparseFlag(ByteSize{uint64_t{1} << 30}), "1073741824");
 }
 
 TEST(ListenAddress, KeepsWhatItParsed) {
@@ -172,14 +217,15 @@ TEST(Arguments, DashesUnderscoresAndRepeatedFlags) {
   const auto result = NormaliseArguments(
       {"attnd", "--data-dir", "/d-x_y", "--listen", "unix:/a-b", "--policy-file=/p", "--max-rows=3",
        "--listen=127.0.0.1:0", "--noallow-insecure-tcp", "--policy_file", "/q-r",
-       "--label-channels=/c", "--label-channels=/d", "--feature-maps=/e", "--feature-maps=/f"});
+       "--label-channels=/c", "--label-channels=/d", "--feature-maps=/e", "--feature-maps=/f",
+       "--nopage-prefetch"});
   EXPECT_THAT(result.arguments,
               ElementsAre("attnd", "--policy_file=/p,/q-r", "--listen=unix:/a-b,127.0.0.1:0",
                           "--label_channels=/c,/d", "--feature_maps=/e,/f", "--data_dir", "/d-x_y",
-                          "--max_rows=3", "--noallow_insecure_tcp"));
-  EXPECT_THAT(result.given,
-              UnorderedElementsAre("data_dir", "listen", "policy_file", "max_rows",
-                                   "allow_insecure_tcp", "label_channels", "feature_maps"));
+                          "--max_rows=3", "--noallow_insecure_tcp", "--nopage_prefetch"));
+  EXPECT_THAT(result.given, UnorderedElementsAre("data_dir", "listen", "policy_file", "max_rows",
+                                                 "allow_insecure_tcp", "label_channels",
+                                                 "feature_maps", "page_prefetch"));
 }
 
 TEST(Arguments, NothingAfterTheDoubleDashIsAFlag) {

@@ -57,6 +57,28 @@ class Process {
   void Signal(int signal) const { kill(pid_, signal); }
   // Resident memory in bytes.
   uint64_t ResidentBytes() const { return attnd::ResidentBytes(std::to_string(pid_)); }
+  // The most that it has been since the last ForgetPeak, or since the start.
+  uint64_t PeakBytes() const {
+    std::ifstream file("/proc/" + std::to_string(pid_) + "/status");
+    const std::string name = "VmHWM:";
+    uint64_t kibibytes = 0;
+    for (std::string word; file >> word;) {
+      if (word == name) file >> kibibytes;
+    }
+    return kibibytes << 10;
+  }
+  // Resident memory, and the peak counts anew from here. Fails the test where the system cannot
+  // say.
+  uint64_t ForgetPeak() const {
+    std::ofstream file("/proc/" + std::to_string(pid_) + "/clear_refs");
+    EXPECT_TRUE(file << "5" << std::flush) << "clear_refs cannot be written";
+    const uint64_t before = ResidentBytes();
+    EXPECT_GT(before, 0u);
+    // The kernel counts resident memory in batches of pages for each thread.
+    constexpr uint64_t kUncounted = uint64_t{4} << 20;
+    EXPECT_GE(PeakBytes() + kUncounted, before) << "/proc tells no VmHWM";
+    return before;
+  }
   // The exit status, 128 + signal if a signal ended it, -1 if it has not ended in time.
   int Wait(std::chrono::milliseconds timeout) {
     const auto limit = std::chrono::steady_clock::now() + timeout;

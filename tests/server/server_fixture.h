@@ -39,13 +39,14 @@ class FakeEngineFixture : public ::testing::Test {
 class RealEngineFixture : public ::testing::Test {
  protected:
   void StartServer() {
-    engine_ = MakeTestEngine(options_);
+    engine_ = MakeTestEngine(options_, on_disk_);
     server_ = std::make_unique<TestServer>(options_, engine_.get());
     stub_ = server_->NewStub();
   }
 
   TempDir directory_;
   server::ServerOptions options_ = TestOptions(directory_.path());
+  bool on_disk_ = false;  // whether segments may go to disk
   std::unique_ptr<engine::Engine> engine_;
   std::unique_ptr<TestServer> server_;
   std::unique_ptr<v1::Attnd::Stub> stub_;

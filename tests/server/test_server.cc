@@ -35,10 +35,11 @@ server::ServerOptions TestOptions(const std::string& directory) {
   return options;
 }
 
-std::unique_ptr<engine::Engine> MakeTestEngine(const server::ServerOptions& options) {
-  auto engine =
-      engine::Engine::Create(server::ToEngineOptions(options, server::Machine()),
-                             attention::MakeCpuBackend({.threads = options.step_threads}), nullptr);
+std::unique_ptr<engine::Engine> MakeTestEngine(const server::ServerOptions& options, bool on_disk) {
+  engine::EngineOptions engine_options = server::ToEngineOptions(options, server::Machine());
+  if (on_disk) engine_options.archive = server::ToArchiveOptions(options);
+  auto engine = engine::Engine::Create(
+      engine_options, attention::MakeCpuBackend({.threads = options.step_threads}), nullptr);
   if (!engine.ok()) Die(engine.status());
   return *std::move(engine);
 }

@@ -20,8 +20,9 @@ namespace attnd::testing {
 // Options with a socket below `directory` and the limits that tests want.
 server::ServerOptions TestOptions(const std::string& directory);
 
-// The engine that the server's options ask for.
-std::unique_ptr<engine::Engine> MakeTestEngine(const server::ServerOptions& options);
+// The engine that the server's options ask for; without its archive in data_dir unless `on_disk`.
+std::unique_ptr<engine::Engine> MakeTestEngine(const server::ServerOptions& options,
+                                               bool on_disk = false);
 
 // A directory that dies with this.
 class TempDir {

@@ -21,6 +21,7 @@
 
 #include "storage/segment_file.h"
 #include "tests/storage/catalogue_support.h"
+#include "tests/storage/forwarding_files.h"
 
 namespace attnd::storage::test {
 namespace {
@@ -30,33 +31,20 @@ using testing::HasSubstr;
 
 // The system's, with a list of what was done to names, which ends with an error after `left` of
 // them.
-class NotingFileSystem final : public FileSystem {
+class NotingFileSystem final : public ForwardingFiles {
  public:
-  absl::StatusOr<std::unique_ptr<File>> Open(const std::string& path) override {
-    return files_->Open(path);
-  }
-  absl::StatusOr<std::unique_ptr<File>> Create(const std::string& path, uint64_t bytes) override {
-    return files_->Create(path, bytes);
-  }
   absl::Status Rename(const std::string& from, const std::string& to) override {
-    return Note("rename " + to, [&] { return files_->Rename(from, to); });
+    return Note("rename " + to, [&] { return ForwardingFiles::Rename(from, to); });
   }
   absl::Status SyncFolder(const std::string& folder) override {
-    return Note("sync " + folder, [&] { return files_->SyncFolder(folder); });
+    return Note("sync " + folder, [&] { return ForwardingFiles::SyncFolder(folder); });
   }
   absl::Status Remove(const std::string& path) override {
-    return Note("remove " + path, [&] { return files_->Remove(path); });
+    return Note("remove " + path, [&] { return ForwardingFiles::Remove(path); });
   }
   absl::Status MakeFolder(const std::string& folder) override {
-    return Note("make " + folder, [&] { return files_->MakeFolder(folder); });
+    return Note("make " + folder, [&] { return ForwardingFiles::MakeFolder(folder); });
   }
-  absl::StatusOr<std::vector<FolderEntry>> List(const std::string& folder) override {
-    return files_->List(folder);
-  }
-  absl::StatusOr<uint64_t> FreeBytes(const std::string& folder) override {
-    return files_->FreeBytes(folder);
-  }
-  bool direct() const override { return files_->direct(); }
 
   std::vector<std::string> noted;
   size_t left = SIZE_MAX;
@@ -69,8 +57,6 @@ class NotingFileSystem final : public FileSystem {
     noted.push_back(what);
     return act();
   }
-
-  const std::unique_ptr<FileSystem> files_ = MakePosixFileSystem();
 };
 
 class DataFolderTest : public testing::Test {

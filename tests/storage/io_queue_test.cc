@@ -269,7 +269,8 @@ TEST_P(IoQueueTest, MuchMemoryCanBeRegistered) {
   constexpr uint64_t kBorder = uint64_t{1} << 30;
   memory_ = AlignedBuffer(kBorder + 64 * kBlockBytes);
   const absl::Status status = queue_->RegisterMemory({memory_.data(), memory_.size()});
-  if (absl::IsResourceExhausted(status)) GTEST_SKIP() << status;
+  if (absl::IsResourceExhausted(status))
+    GTEST_SKIP() << "too little memory may be locked: " << status;
   ASSERT_TRUE(status.ok()) << status;
   Bytes contents;
   const auto file = MakeRandomFile(64 * kBlockBytes, &contents);

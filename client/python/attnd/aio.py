@@ -116,7 +116,7 @@ class Client:
         """Opens a sequence; see :meth:`attnd.Client.open_sequence`."""
         request = requests.open_request(model, policy, token_ids, resume, indexes)
         reply = await self._call(self._stub.OpenSequence, request, timeout_s)
-        return OpenedSequence(reply.sequence_id, reply.tokens_present)
+        return OpenedSequence.from_proto(reply)
 
     async def append_kv(
         self,

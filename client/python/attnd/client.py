@@ -60,7 +60,7 @@ class Client:
             tenant: whose sequences these are; of meaning on a Unix socket only.
             timeout_s: seconds that a call, or a step of a decode session, may take; uploads have
                 a limit of their own, see :meth:`append_kv`.
-            credentials: TLS credentials; None is plain text.
+            credentials: of a proxy that speaks TLS; None is plain text, as attnd itself speaks.
 
         Raises:
             ValueError: if the target is neither form.
@@ -144,7 +144,7 @@ class Client:
             requests.open_request(model, policy, token_ids, resume, indexes),
             timeout_s,
         )
-        return OpenedSequence(reply.sequence_id, reply.tokens_present)
+        return OpenedSequence.from_proto(reply)
 
     def append_kv(
         self,

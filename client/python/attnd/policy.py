@@ -106,12 +106,15 @@ class Preset:
             of CLUSTER_INDEXES does for the other, if the server's backend has it.
         token_order: whether the sequence's segments must be in token order (True), in cluster order
             (False), or either (None).
+        backend: of a sequence that is opened under it, if the server's first backend has kernels
+            for the model's shape.
     """
 
     policy: Policy
     allowed: Mapping[str, str]
     indexes: tuple[str, ...]
     token_order: bool | None
+    backend: str = ""
 
     @staticmethod
     def from_proto(message: attnd_pb2.PresetInfo) -> Preset:
@@ -121,4 +124,5 @@ class Preset:
             dict(sorted(message.allowed.items())),
             from_wire_indexes(message.indexes),
             orders.get(message.layout),
+            message.backend,
         )

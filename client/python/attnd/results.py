@@ -35,14 +35,14 @@ class ServerInfo:
 
     Attributes:
         version: major.minor.patch.
-        backends: the one in use first.
+        backends: those that a sequence may have, the preferred one first: "cuda", "cpu".
         policies: presets with their parameters' defaults.
         presets: the same, with what one must know to use them.
         default_policy: policy of a sequence that chooses none.
         limits: sizes that it accepts.
         simd_target: vector instructions of its CPU kernels.
-        device: the GPU that answers; empty if it is the CPU.
-        backend_status: why the backend does less than it was made to; empty if it does not.
+        device: the GPU behind the first backend; empty if that is the CPU.
+        backend_status: why the first backend does less than it was made to; empty if it does not.
     """
 
     version: str
@@ -76,10 +76,21 @@ _LIMIT_FIELDS = attnd_pb2.Limits.DESCRIPTOR.fields
 
 @dataclass(frozen=True)
 class OpenedSequence:
-    """A new sequence; upload starts at position tokens_present."""
+    """A new sequence; upload starts at position tokens_present.
+
+    Attributes:
+        sequence_id: names it.
+        tokens_present: leading tokens that it already holds.
+        backend: what builds its segments and answers its rows, "cuda" or "cpu".
+    """
 
     sequence_id: int
     tokens_present: int
+    backend: str = ""
+
+    @staticmethod
+    def from_proto(message: attnd_pb2.OpenSequenceResponse) -> OpenedSequence:
+        return OpenedSequence(message.sequence_id, message.tokens_present, message.backend)
 
 
 @dataclass(frozen=True)
@@ -137,7 +148,7 @@ class AppendedKv:
 @dataclass(frozen=True)
 class SequenceInfo:
     """One sequence of a listing; layer_tokens differ only while a prompt or a step is being
-    sent."""
+    sent. backend: as OpenedSequence's."""
 
     sequence_id: int
     model: Model
@@ -148,6 +159,7 @@ class SequenceInfo:
     resident_bytes: int
     layer_tokens: tuple[int, ...]
     indexes: tuple[str, ...] = ()
+    backend: str = ""
 
     @staticmethod
     def from_proto(message: attnd_pb2.SequenceInfo) -> SequenceInfo:
@@ -161,6 +173,7 @@ class SequenceInfo:
             resident_bytes=message.resident_bytes,
             layer_tokens=tuple(message.layer_tokens),
             indexes=from_wire_indexes(message.indexes),
+            backend=message.backend,
         )
 
 
@@ -172,7 +185,7 @@ class RowStats:
     Attributes:
         zone_tokens: tokens that are always exact: sink, window, tail.
         exact_tokens, estimated_tokens, dropped_tokens: tokens of the middle by what happened to
-            them.
+            them; a token counts once for each KV head, so divide by the model's kv_heads.
         covered_mass: share of the softmax mass read or estimated; None if the policy did not look.
         exact_mass: share of it that was read exactly; None likewise.
         predicted_error_mean, predicted_error_max: predicted |o - o_dense| / |o_dense|; None if not

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import secrets
 from collections.abc import Mapping
 
 import torch
@@ -95,7 +96,8 @@ class ModelMaps(nn.Module):
 
         tensors = self.query.tensors("query", self.layers) | self.key.tensors("key", self.layers)
         tensors["completed"] = completed.to("cpu", torch.int64).contiguous()
-        partial = path.with_name(path.name + ".partial")
+        # A name that nobody else's file has.
+        partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
         save_file(tensors, partial, metadata={"format": FORMAT, **metadata})
         os.replace(partial, path)
 

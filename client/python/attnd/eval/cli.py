@@ -4,6 +4,7 @@
 A result, one for each --policy:
 
     policy, length, dtype, batch    what was evaluated
+    commit          of the checkout in which the program ran (attnd.eval.commit); null in none
     tasks           {"niah": {"accuracy", "answers", "right_of_sequence", "answers_of_sequence",
                     "read_fraction"}, ...}: answer tokens whose arg-max logit is right, through
                     attnd, in all and of each sequence; tokens read as below
@@ -22,7 +23,8 @@ A result, one for each --policy:
                     --batch sequences), seen by the client
     local_decode_us {"p50", "p99"}: local dense attention for one layer of one token
 
-One --policy writes an object, several a list in their order.
+One --policy writes an object, several a list in their order. They are written, too, if less agrees
+than --require-agreement demands, which ends the program with status 1.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ import sys
 from collections.abc import Sequence
 
 from attnd import AttndError, Client, Policy
+from attnd.eval.agreement import parse_requirement, requirements, too_low
 from attnd.eval.cache import DEFAULT_MAX_BYTES, Cache, default_folder
 from attnd.eval.evalset import TASKS, read_examples
 from attnd.eval.opening import parse_policy
@@ -53,26 +56,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    policies = args.policy or [Policy("dense")]
+    required = requirements(args.require_agreement, policies)
     examples = read_examples(args.eval_set, args.length, args.tasks, args.limit)
     model = Model.load(args.model)
     cache = Cache(args.cache_dir or default_folder(), args.cache_bytes)
     with Client(args.target, tenant=args.tenant) as client:
-        dtype = args.dtype or _dtype_for(client)
-        settings = Settings(
-            args.length, args.policy or [Policy("dense")], as_dtype(dtype), args.batch
-        )
+        dtype = args.dtype or _dtype_for(client, model)
+        settings = Settings(args.length, policies, as_dtype(dtype), args.batch)
         results = evaluate(client, model, examples, cache, settings)
     for result in results:
         print(describe(result))
     if args.json:
         written = results if len(results) > 1 else results[0]
         args.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-    return 0
+    disagreements = too_low(results, required)
+    for line in disagreements:
+        print(f"attnd.eval: {line}", file=sys.stderr)
+    return 1 if disagreements else 0
 
 
-def _dtype_for(client: Client) -> str:
-    """The most exact element type that the server's backend keeps."""
-    return "bf16" if client.get_server_info().backends[0] == "cuda" else "fp32"
+def _dtype_for(client: Client, model: Model) -> str:
+    """The most exact element type in which the server's preferred backend runs the model."""
+    if client.get_server_info().backends[0] != "cuda":
+        return "fp32"
+    opened = client.open_sequence(model.attnd_model(as_dtype("bf16")), policy="dense")
+    client.close_sequence(opened.sequence_id)
+    return "bf16" if opened.backend == "cuda" else "fp32"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -106,9 +116,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--json", type=pathlib.Path, help="file for the results")
     add(
+        "--require-agreement",
+        "--require_agreement",
+        type=_requirement,
+        action="append",
+        default=[],
+        metavar="[POLICY=]SHARE",
+        help="exit status 1 if less of the answers are local attention's, of one policy or of all "
+        "that have no share of their own; may be repeated (default: none)",
+    )
+    add(
         "--dtype",
         choices=("fp32", "bf16", "fp16"),
-        help="of the KV sent (default: fp32, or bf16 for a server on a GPU)",
+        help="of the KV sent (default: fp32, or bf16 where the server's GPU runs the model)",
     )
     add(
         "--batch",
@@ -144,6 +164,13 @@ def _tasks(text: str) -> list[str]:
         if task not in TASKS:
             raise argparse.ArgumentTypeError(f"task {task!r} is none of {', '.join(TASKS)}")
     return tasks
+
+
+def _requirement(text: str) -> tuple[str, float]:
+    try:
+        return parse_requirement(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _policy(text: str) -> Policy:

@@ -10,7 +10,8 @@ A file holds the points of one run, that is of one length, dtype and way to segm
                     answers and answers of each sequence, in the set's order
     points          of each policy: policy, tasks (as local_dense, and the task's read share),
                     error, read, predicted (null if the policy predicts none), agreement,
-                    clear_disagreements; attnd.eval.cli says what each is
+                    clear_disagreements, and the commit that it was measured at, if that is known;
+                    attnd.eval.cli says what each is
 
 Timings are left out, so that measuring again on another machine changes what differs and no more.
 """
@@ -23,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from attnd.eval.commit import checked
 from attnd.eval.opening import parse_policy
 
 _DIGITS = 6
@@ -48,7 +50,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Point:
-    """One policy's figures."""
+    """One policy's figures. Points of one file may have been measured at different commits."""
 
     policy: str
     tasks: dict[str, Task]
@@ -57,6 +59,7 @@ class Point:
     predicted: float | None
     agreement: float
     clear_disagreements: int
+    commit: str | None = None
 
     @property
     def preset(self) -> str:
@@ -99,13 +102,7 @@ class Measurement:
         Raises:
             ValueError: if they measured different things.
         """
-        ours, theirs = (_settings(one) for one in (self, newer))
-        for name, value in ours.items():
-            if theirs[name] != value:
-                raise ValueError(
-                    f"{self.run}: {name} was {value} and is {theirs[name]} now: remove the file "
-                    "to measure everything again"
-                )
+        self.require_settings_of(newer)
         kept = [
             point
             for point in self.points
@@ -117,6 +114,19 @@ class Measurement:
             points=(*kept, *newer.points),
             not_offered=tuple(sorted(missing | set(newer.not_offered))),
         )
+
+    def require_settings_of(self, newer: Measurement) -> None:
+        """
+        Raises:
+            ValueError: if they measured different things.
+        """
+        ours, theirs = (_settings(one) for one in (self, newer))
+        for name, value in ours.items():
+            if theirs[name] != value:
+                raise ValueError(
+                    f"{self.run}: {name} was {value} and is {theirs[name]} now: remove the file "
+                    "to measure everything again"
+                )
 
     def only(self, policies: Sequence[str]) -> Measurement:
         """Its points of these policies, in their order."""
@@ -148,6 +158,7 @@ def point_of(result: dict[str, Any]) -> Point:
         predicted=result["predicted_error"],
         agreement=result["agreement"],
         clear_disagreements=result["clear_disagreements"],
+        commit=result["commit"],
     )
 
 
@@ -189,9 +200,7 @@ def read(path: pathlib.Path) -> Measurement:
         fields = json.loads(path.read_text(encoding="utf-8"))
         fields["local_dense"] = _tasks_from(fields["local_dense"])
         fields["not_offered"] = tuple(fields["not_offered"])
-        fields["points"] = tuple(
-            Point(**{**point, "tasks": _tasks_from(point["tasks"])}) for point in fields["points"]
-        )
+        fields["points"] = tuple(_point_from(point) for point in fields["points"])
         return Measurement(**fields)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a measurement: {error}") from None
@@ -211,8 +220,14 @@ def _point_json(point: Point) -> dict[str, Any]:
         "predicted": None if point.predicted is None else _rounded(point.predicted),
         "agreement": _rounded(point.agreement),
         "clear_disagreements": point.clear_disagreements,
+        **({"commit": point.commit} if point.commit else {}),
         "tasks": _tasks_json(point.tasks, read=True),
     }
+
+
+def _point_from(fields: dict[str, Any]) -> Point:
+    tasks, commit = _tasks_from(fields["tasks"]), checked(fields.get("commit"))
+    return Point(**{**fields, "tasks": tasks, "commit": commit})
 
 
 def _tasks_json(tasks: dict[str, Task], read: bool) -> dict[str, Any]:

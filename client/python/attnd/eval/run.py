@@ -12,6 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from attnd import Client, Policy, ServerInfo
+from attnd.eval import commit
 from attnd.eval.cache import Cache
 from attnd.eval.evalset import Example
 from attnd.eval.local import DenseRun, dense_run, observed_queries, prefill
@@ -147,7 +148,8 @@ def evaluate(
                 evaluation.add(batch)
     finally:
         evaluation.close()
-    return [tally.figures() for tally in evaluation.tallies]
+    measured_at = {"commit": commit.current()}
+    return [{**tally.figures(), **measured_at} for tally in evaluation.tallies]
 
 
 def _batches(examples: Sequence[Example], size: int) -> Iterator[Sequence[Example]]:

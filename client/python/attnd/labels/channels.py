@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import secrets
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -94,9 +95,12 @@ def save(
         "format": FORMAT, "fingerprint": fingerprint, "head_dim": str(head_dim), **notes,
     }  # fmt: skip
     content = encode({"channels": np.ascontiguousarray(channels)}, metadata)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    # A name that nobody else's file has.
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+    with partial.open("xb") as file:
+        try:
+            file.write(content)
+            file.flush()
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)

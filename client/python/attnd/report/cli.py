@@ -10,9 +10,13 @@ From the root of a checkout, where docs/ and models/ lie:
                                                         measures a part; the rest stays
     python -m attnd.report --render                     makes tables and plots of what is there
     python -m attnd.report --check                      fails where a figure leaves its tolerance
-                                                        or the document is not what the figures make
+                                                        or the document is not what the figures
+                                                        make; says how old the figures are
     python -m attnd.report --target unix:PATH --subset ci
-                                                        under a minute; writes nothing
+                                                        under a minute; writes nothing, and fails
+                                                        where a figure is not the stored one
+    python -m attnd.report --server build/bin/attnd --subset ci --store
+                                                        stores the subset's figures instead
 
 Figures are kept in docs/quality/RUN.json (attnd.eval.results). Measuring ends with --render and
 --check.
@@ -53,12 +57,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if args.render or args.check:
                 raise ValueError("--subset measures: it wants --target or --server")
             return _subset(args)
+        if args.store:
+            raise ValueError("--store is of --subset; other runs are stored in any case")
         if args.jobs < 1 or (args.jobs > 1 and not args.server):
             raise ValueError("--jobs is 1 or more, and starts servers: it wants --server")
         if args.target or args.server:
             _measure(args)
         if not args.check:
             document.render(args.docs)
+        for line in document.ages(args.docs):
+            print(line)
         return _report_problems(document.problems(args.docs))
     except (AttndError, OSError, ValueError) as error:
         print(f"attnd.report: {error}", file=sys.stderr)
@@ -171,7 +179,7 @@ def _client(args: argparse.Namespace, planned: Planned) -> Iterator[Client]:
 
 
 def _subset(args: argparse.Namespace) -> int:
-    """A few points, held against references; nothing is kept."""
+    """A few points, held against references and against what was stored of them before."""
     with _client(args, CI) as client:
         subject, chosen = _subject(args), CI.chosen(args.presets)
         taken, missing = offered(client, subject, CI.run, chosen)
@@ -181,6 +189,11 @@ def _subset(args: argparse.Namespace) -> int:
     print(tables.skipped([measured]))
     references = check.read_references(document.references_path(args.docs))
     problems = check.deviations(references, {CI.run.name: measured})
+    if args.store:
+        _keep(args, CI, measured)
+    else:
+        stored = results.read(document.results_path(args.docs, CI.run.name))
+        problems += check.changes(stored, measured)
     run = {point.preset for point in measured.points}
     problems += [f"{preset} is offered and was not run" for preset in listed if preset not in run]
     return _report_problems(problems)
@@ -212,6 +225,7 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--render", action="store_true", help="only make tables and plots again")
     where.add_argument("--check", action="store_true", help="only check; nothing is written")
     add("--subset", choices=("ci",), help="measure a few points and keep nothing")
+    add("--store", action="store_true", help="keep the subset's figures for later comparisons")
     add(
         "--run",
         action="append",

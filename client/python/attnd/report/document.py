@@ -20,17 +20,18 @@ from __future__ import annotations
 
 import pathlib
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Callable
 
 from attnd.calibrate import policy_file, summary
 from attnd.calibrate.choose import Calibration
 from attnd.calibrate.welch import Samples
-from attnd.eval import results
+from attnd.eval import commit, results
 from attnd.eval.results import Measurement
 from attnd.report import check, plots, tables
 from attnd.report.check import References
-from attnd.report.plan import PLAN
+from attnd.report.plan import CI, PLAN
 
 _BLOCK = re.compile(r"(<!-- report: (?!end )(.*?) -->\n)(.*?)(<!-- report: end -->)", re.DOTALL)
 
@@ -66,6 +67,17 @@ def problems(docs: pathlib.Path) -> list[str]:
         if not path.exists() or path.read_text(encoding="utf-8") != content:
             found.append(f"{path} is not what the figures make: python -m attnd.report --render")
     return found
+
+
+def ages(docs: pathlib.Path) -> list[str]:
+    """A line for each file of figures and commit that points of it were measured at."""
+    lines = []
+    for planned in (*PLAN, CI):
+        path = results_path(docs, planned.run.name)
+        points = results.read(path).points if path.exists() else ()
+        for measured_at, count in Counter(point.commit for point in points).items():
+            lines.append(f"{path}: {count} points, {commit.age(measured_at, docs)}")
+    return lines
 
 
 def _measurements(docs: pathlib.Path) -> dict[str, Measurement]:

@@ -238,15 +238,17 @@ class OpenSequenceRequest(_message.Message):
     def __init__(self, model: _Optional[_Union[_types_pb2.Model, _Mapping]] = ..., layout: _Optional[_Union[OpenSequenceRequest.Layout, str]] = ..., indexes: _Optional[_Iterable[_Union[OpenSequenceRequest.Index, str]]] = ..., policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., resume_sealed_id: _Optional[int] = ...) -> None: ...
 
 class OpenSequenceResponse(_message.Message):
-    __slots__ = ["sequence_id", "tokens_present"]
+    __slots__ = ["backend", "sequence_id", "tokens_present"]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PRESENT_FIELD_NUMBER: _ClassVar[int]
+    backend: str
     sequence_id: int
     tokens_present: int
-    def __init__(self, sequence_id: _Optional[int] = ..., tokens_present: _Optional[int] = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[int] = ..., tokens_present: _Optional[int] = ..., backend: _Optional[str] = ...) -> None: ...
 
 class PresetInfo(_message.Message):
-    __slots__ = ["allowed", "indexes", "layout", "policy"]
+    __slots__ = ["allowed", "backend", "indexes", "layout", "policy"]
     class AllowedEntry(_message.Message):
         __slots__ = ["key", "value"]
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -255,14 +257,16 @@ class PresetInfo(_message.Message):
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     ALLOWED_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
     INDEXES_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     allowed: _containers.ScalarMap[str, str]
+    backend: str
     indexes: _containers.RepeatedScalarFieldContainer[OpenSequenceRequest.Index]
     layout: OpenSequenceRequest.Layout
     policy: _types_pb2.Policy
-    def __init__(self, policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., allowed: _Optional[_Mapping[str, str]] = ..., indexes: _Optional[_Iterable[_Union[OpenSequenceRequest.Index, str]]] = ..., layout: _Optional[_Union[OpenSequenceRequest.Layout, str]] = ...) -> None: ...
+    def __init__(self, policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., allowed: _Optional[_Mapping[str, str]] = ..., indexes: _Optional[_Iterable[_Union[OpenSequenceRequest.Index, str]]] = ..., layout: _Optional[_Union[OpenSequenceRequest.Layout, str]] = ..., backend: _Optional[str] = ...) -> None: ...
 
 class RowResult(_message.Message):
     __slots__ = ["stats", "status"]
@@ -331,7 +335,8 @@ class SealedSequence(_message.Message):
     def __init__(self, sealed_id: _Optional[int] = ..., tokens: _Optional[int] = ..., sealed_unix_s: _Optional[int] = ...) -> None: ...
 
 class SequenceInfo(_message.Message):
-    __slots__ = ["committed_tokens", "indexes", "layer_tokens", "layout", "model", "policy", "resident_bytes", "segmented_tokens", "segments", "sequence_id"]
+    __slots__ = ["backend", "committed_tokens", "indexes", "layer_tokens", "layout", "model", "policy", "resident_bytes", "segmented_tokens", "segments", "sequence_id"]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     INDEXES_FIELD_NUMBER: _ClassVar[int]
     LAYER_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -342,6 +347,7 @@ class SequenceInfo(_message.Message):
     SEGMENTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    backend: str
     committed_tokens: int
     indexes: _containers.RepeatedScalarFieldContainer[OpenSequenceRequest.Index]
     layer_tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -352,7 +358,7 @@ class SequenceInfo(_message.Message):
     segmented_tokens: int
     segments: int
     sequence_id: int
-    def __init__(self, sequence_id: _Optional[int] = ..., model: _Optional[_Union[_types_pb2.Model, _Mapping]] = ..., policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., committed_tokens: _Optional[int] = ..., segmented_tokens: _Optional[int] = ..., segments: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., layer_tokens: _Optional[_Iterable[int]] = ..., indexes: _Optional[_Iterable[_Union[OpenSequenceRequest.Index, str]]] = ..., layout: _Optional[_Union[OpenSequenceRequest.Layout, str]] = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[int] = ..., model: _Optional[_Union[_types_pb2.Model, _Mapping]] = ..., policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., committed_tokens: _Optional[int] = ..., segmented_tokens: _Optional[int] = ..., segments: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., layer_tokens: _Optional[_Iterable[int]] = ..., indexes: _Optional[_Iterable[_Union[OpenSequenceRequest.Index, str]]] = ..., layout: _Optional[_Union[OpenSequenceRequest.Layout, str]] = ..., backend: _Optional[str] = ...) -> None: ...
 
 class StageTimes(_message.Message):
     __slots__ = ["attend_us", "fetch_us", "merge_us", "score_us", "select_us"]

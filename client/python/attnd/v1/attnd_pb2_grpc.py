@@ -84,8 +84,8 @@ class AttndServicer(object):
 
     def OpenSequence(self, request, context):
         """Opens a sequence: empty, or with what the server has (token_ids, resume_sealed_id). RESOURCE_EXHAUSTED at
-        max_sequences, or if the memory budget has no room for what is brought back; UNIMPLEMENTED for what the
-        backend lacks (a policy, an index, a model shape that it has no kernels for).
+        max_sequences, or if the memory budget has no room for what is brought back; UNIMPLEMENTED, saying what is allowed,
+        for what no backend has (a policy, an index, a model shape without kernels): only where "cuda" is the only one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

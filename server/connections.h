@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The server's connections at its end. gRPC answers a call that comes while it shuts down with
+// CANCELLED, which would tell the client that the client itself had cancelled it. So before gRPC
+// shuts down, nothing may come any more: the sockets are shut down below it, and a client whose
+// call had no answer is told UNAVAILABLE by its own gRPC.
+#ifndef ATTND_SERVER_CONNECTIONS_H_
+#define ATTND_SERVER_CONNECTIONS_H_
+
+#include <vector>
+
+#include "server/options.h"
+
+namespace attnd::server {
+
+// Shuts down this process's sockets at these addresses: those that listen, so that nobody connects
+// any more, then the connections. Whatever was written to them still arrives. The descriptors stay
+// gRPC's, which sees their end and closes them.
+void ShutdownSockets(const std::vector<ListenAddress>& addresses);
+
+}  // namespace attnd::server
+
+#endif  // ATTND_SERVER_CONNECTIONS_H_

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Crosses of cases and dtypes for parametrised tests. Under a sanitizer a case takes seconds, so
+// the cross is smaller there: the release build runs all of it.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <tuple>
+#include <vector>
+
+#include "common/dtype.h"
+
+namespace attnd::test {
+
+// Every case with every dtype. Address sanitizer: every case with one dtype, which changes from
+// case to case, as bounds depend on the shape and on the width of elements, not on both at once.
+// Thread sanitizer: the first dtype with the cases whose numbers are `for_threads`, as no race
+// depends on a dtype.
+template <typename Case>
+std::vector<std::tuple<Case, DType>> Cross(
+    std::span<const Case> cases, const std::vector<DType>& dtypes,
+    [[maybe_unused]] const std::vector<size_t>& for_threads = {0}) {
+  std::vector<std::tuple<Case, DType>> cross;
+#if defined(__SANITIZE_THREAD__)
+  for (const size_t i : for_threads) cross.emplace_back(cases[i], dtypes[0]);
+#elif defined(__SANITIZE_ADDRESS__)
+  for (size_t i = 0; i < cases.size(); ++i) cross.emplace_back(cases[i], dtypes[i % dtypes.size()]);
+#else
+  for (const Case& one : cases) {
+    for (const DType dtype : dtypes) cross.emplace_back(one, dtype);
+  }
+#endif
+  return cross;
+}
+
+}  // namespace attnd::test

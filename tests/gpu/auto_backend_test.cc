@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Goal: with a GPU beside it the CPU answers what the GPU has no kernels for, sequence by sequence:
+// who has a sequence is decided when it is opened and stays so through building, decoding, forks,
+// shared prefixes and resuming; rows of both in one message are what they are alone. Method: the
+// engine's test support with its model of histories in double precision, over a fake device.
+#include "gpu/auto_backend.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/engine.h"
+#include "tests/engine/support.h"
+#include "tests/gpu/support.h"
+#include "tests/temporary_folder.h"
+
+namespace attnd::gpu::test {
+namespace {
+
+using attention::IndexKind;
+using attention::IndexSet;
+using engine::Engine;
+using engine::OpenArgs;
+using engine::test::Answer;
+using engine::test::AnswerOf;
+using engine::test::AnswersDense;
+using engine::test::ArgsOf;
+using engine::test::FinishPrefill;
+using engine::test::Generate;
+using engine::test::IsDense;
+using engine::test::kTenant;
+using engine::test::MakeLatentShape;
+using engine::test::MakeShape;
+using engine::test::MatchesModel;
+using engine::test::Message;
+using engine::test::NextRow;
+using engine::test::PolicyOf;
+using engine::test::Prefill;
+using engine::test::QueryOnlyRow;
+using engine::test::Random;
+using engine::test::Row;
+using engine::test::TestSeed;
+using engine::test::TestSequence;
+
+class AutoEngine : public testing::Test {
+ protected:
+  AutoEngine() { Start(); }
+
+  // An engine on a device and the CPU; with a disk, on the folder of the one before it.
+  void Start(bool disk = false) {
+    engine_.reset();
+    FakePair fake = MakeFakeDevice(uint64_t{1} << 30);
+    control_ = fake.control;
+    const std::shared_ptr<attention::Backend> cpu = MakeCpu();
+    auto cuda = MakeCudaBackend(SmallOptions(), std::move(fake.device), cpu);
+    ASSERT_TRUE(cuda.ok()) << cuda.status();
+    engine::EngineOptions options = engine::test::SmallOptions();
+    if (disk) options.archive.data_dir = folder_.path();
+    auto engine = Engine::Create(options, MakeAutoBackend(*std::move(cuda), cpu), nullptr);
+    ASSERT_TRUE(engine.ok()) << engine.status();
+    engine_ = *std::move(engine);
+  }
+
+  static OpenArgs Args(const ModelShape& shape,
+                       const std::optional<attention::Policy>& policy = std::nullopt,
+                       const std::optional<IndexSet>& indexes = std::nullopt) {
+    OpenArgs args = ArgsOf(shape, policy);
+    args.fingerprint = "model";
+    args.indexes = indexes;
+    return args;
+  }
+  TestSequence Open(const OpenArgs& args) {
+    const auto id = engine_->Open(kTenant, args);
+    EXPECT_TRUE(id.ok()) << id.status();
+    return TestSequence(engine_.get(), id.value_or(0), args.shape);
+  }
+  TestSequence OpenFilled(const OpenArgs& args, uint64_t tokens) {
+    TestSequence sequence = Open(args);
+    Prefill(&sequence, tokens, &random_);
+    FinishPrefill(&sequence);
+    return sequence;
+  }
+  static std::string OwnerOf(const TestSequence& sequence) {
+    return std::string(sequence.Info().args.backend->name());
+  }
+  // Who read the tokens of a row's answer.
+  static bool ReadByDevice(const Answer& answer, size_t row) {
+    const attention::RowStats& stats = answer.result.rows[row].stats;
+    EXPECT_NE(stats.hbm_tokens > 0, stats.host_tokens + stats.ssd_tokens > 0);
+    return stats.hbm_tokens > 0;
+  }
+
+  const ModelShape shape_ = MakeShape(2, 4, 2, 128, 128, DType::kBf16);
+  const uint64_t seed_ = TestSeed();
+  const testing::ScopedTrace trace_{__FILE__, __LINE__, testing::Message() << "seed " << seed_};
+  Random random_{seed_};
+  const attnd::test::TemporaryFolder folder_;
+  std::shared_ptr<FakeControl> control_;
+  std::unique_ptr<Engine> engine_;
+};
+
+TEST_F(AutoEngine, WhatTheDeviceLacksIsTheCpus) {
+  const auto owner = [&](const OpenArgs& args) { return OwnerOf(Open(args)); };
+  EXPECT_EQ(owner(Args(shape_)), "cuda");
+  for (const char* preset : {"dense", "streaming", "clusters-top-k", "double-p", "error-target"}) {
+    EXPECT_EQ(owner(Args(shape_, PolicyOf(preset))), "cuda") << preset;
+  }
+  for (const char* preset : {"quest", "double-sparsity", "twilight", "asynctls", "snapkv"}) {
+    EXPECT_EQ(owner(Args(shape_, PolicyOf(preset))), "cpu") << preset;
+  }
+  EXPECT_EQ(owner(Args(MakeShape(2, 4, 2, 128, 128, DType::kFp32))), "cpu");
+  EXPECT_EQ(owner(Args(MakeShape(2, 4, 2, 32, 32, DType::kBf16))), "cpu");
+  EXPECT_EQ(owner(Args(MakeShape(2, 128, 2, 128, 128, DType::kBf16))), "cpu");
+  EXPECT_EQ(owner(Args(MakeLatentShape(2, 4, 128, 128, DType::kBf16))), "cpu");
+  EXPECT_EQ(owner(Args(shape_, std::nullopt, IndexSet())), "cpu") << "token order";
+  EXPECT_EQ(owner(Args(shape_, PolicyOf("error-target"), attention::kRegressionIndexes)), "cpu");
+  EXPECT_EQ(owner(Args(shape_, std::nullopt, IndexSet{IndexKind::kClusters, IndexKind::kKeys4})),
+            "cpu");
+}
+
+// The device's defaults stay what the device can read; the CPU's are the CPU's.
+TEST_F(AutoEngine, DefaultIndexesAreTheOwners) {
+  const attention::Policy policy = PolicyOf("error-target");
+  EXPECT_EQ(engine_->IndexesOf(policy), attention::kClusterIndexes);
+  EXPECT_EQ(Open(Args(shape_, policy)).Info().args.indexes, attention::kClusterIndexes);
+  const ModelShape fp32 = MakeShape(2, 4, 2, 128, 128, DType::kFp32);
+  EXPECT_EQ(Open(Args(fp32, policy)).Info().args.indexes, attention::kRegressionIndexes);
+}
+
+TEST_F(AutoEngine, RowsOfBothInOneMessageAreWhatTheyAreAlone) {
+  struct Case {
+    OpenArgs args;
+    bool on_device;
+  };
+  std::vector<Case> cases = {
+      {Args(shape_), true},
+      {Args(MakeShape(2, 4, 2, 128, 128, DType::kFp32)), false},
+      {Args(shape_, PolicyOf("double-p")), true},
+      {Args(MakeLatentShape(2, 4, 128, 128, DType::kBf16)), false},
+      {Args(shape_, PolicyOf("quest", {{"budget", "64"}})), false},
+      {Args(shape_, PolicyOf("error-target"), attention::kRegressionIndexes), false},
+  };
+  std::vector<TestSequence> sequences;
+  for (const Case& c : cases) sequences.push_back(OpenFilled(c.args, 700));
+  std::vector<Row> rows;
+  for (TestSequence& sequence : sequences) rows.push_back(QueryOnlyRow(&sequence, 1, 2, &random_));
+  const Message message(1, rows);
+  const Answer together = engine::test::Send(engine_.get(), message);
+  for (size_t i = 0; i < rows.size(); ++i) {
+    SCOPED_TRACE(testing::Message() << "row " << i);
+    ASSERT_TRUE(together.row_status(i).ok()) << together.row_status(i);
+    EXPECT_EQ(ReadByDevice(together, i), cases[i].on_device);
+    if (!cases[i].args.policy.has_value()) {
+      EXPECT_TRUE(IsDense(message, together, i));
+    }
+    const Message alone(1, {rows[i]});
+    EXPECT_EQ(AnswerOf(alone, engine::test::Send(engine_.get(), alone), 0),
+              AnswerOf(message, together, i));
+  }
+  EXPECT_EQ(engine_->backend().stats().fallback_steps, 0u);
+}
+
+// Rows that append: a sequence on the device, two of the CPU's, and a shape of its own.
+TEST_F(AutoEngine, BothDecodeInOneBatch) {
+  std::vector<TestSequence> sequences;
+  sequences.push_back(OpenFilled(Args(shape_), 700));
+  sequences.push_back(OpenFilled(Args(shape_, std::nullopt, IndexSet()), 700));
+  sequences.push_back(OpenFilled(Args(shape_, std::nullopt, attention::kRegressionIndexes), 700));
+  for (int step = 0; step < 3; ++step) {
+    for (uint32_t layer = 0; layer < shape_.layers; ++layer) {
+      std::vector<Row> rows;
+      for (TestSequence& sequence : sequences) {
+        rows.push_back(NextRow(&sequence, layer, 1, &random_));
+      }
+      const Message message(layer, rows);
+      const Answer answer = engine::test::Send(engine_.get(), message);
+      for (size_t i = 0; i < rows.size(); ++i) {
+        EXPECT_TRUE(IsDense(message, answer, i)) << answer.row_status(i);
+        EXPECT_EQ(ReadByDevice(answer, i), i == 0);
+      }
+    }
+  }
+  TestSequence small = OpenFilled(Args(MakeShape(2, 4, 2, 32, 32, DType::kBf16)), 700);
+  Generate(&small, 3, &random_, /*check=*/true);
+  EXPECT_TRUE(MatchesModel(&small, &random_));
+}
+
+TEST_F(AutoEngine, TheOwnerBuildsAndForksHaveTheSame) {
+  TestSequence gpu = OpenFilled(Args(shape_), 700);
+  EXPECT_EQ(control_->builds(), shape_.layers);
+  TestSequence cpu = OpenFilled(Args(shape_, std::nullopt, attention::kRegressionIndexes), 700);
+  EXPECT_EQ(cpu.Info().segmented_tokens, 512u);
+  EXPECT_EQ(control_->builds(), shape_.layers) << "the device builds no regression";
+  for (TestSequence* parent : {&gpu, &cpu}) {
+    const auto info = engine_->Fork(kTenant, parent->id, std::nullopt);
+    ASSERT_TRUE(info.ok()) << info.status();
+    TestSequence fork(engine_.get(), info->id, shape_);
+    fork.writer = parent->writer + 1;
+    fork.history = parent->history;
+    EXPECT_EQ(OwnerOf(fork), OwnerOf(*parent));
+    Generate(&fork, 2, &random_, /*check=*/true);
+    EXPECT_TRUE(AnswersDense(parent, &random_));
+  }
+}
+
+// A policy that reads what the sequence has, and that the device has no kernels for.
+TEST_F(AutoEngine, ARowMayAskForAPolicyThatTheDeviceLacks) {
+  TestSequence sequence = OpenFilled(Args(shape_), 700);
+  Row row = QueryOnlyRow(&sequence, 0, 1, &random_);
+  row.policy = PolicyOf("topk-completion", {{"completion", "off"}, {"budget", "100%"}});
+  row.policy->window = 0;
+  const Message message(0, {row});
+  const Answer answer = engine::test::Send(engine_.get(), message);
+  ASSERT_TRUE(answer.row_status(0).ok()) << answer.row_status(0);
+  EXPECT_FALSE(ReadByDevice(answer, 0));
+  EXPECT_TRUE(IsDense(message, answer, 0));
+  EXPECT_EQ(OwnerOf(sequence), "cuda");
+}
+
+// Of the device's what is brought back is whole, of the CPU's paged; new sequences that begin with
+// the same prompt are of their own owners.
+TEST_F(AutoEngine, WhatIsResumedOrBegunWithHasItsOwner) {
+  Start(/*disk=*/true);
+  std::vector<uint32_t> ids(700);
+  std::iota(ids.begin(), ids.end(), 1);
+  struct Case {
+    OpenArgs args;
+    std::string owner;
+    uint64_t sealed_id = 0;
+    std::optional<TestSequence> sequence = std::nullopt;
+  };
+  std::vector<Case> cases = {
+      {Args(shape_), "cuda"},
+      {Args(shape_, std::nullopt, attention::kRegressionIndexes), "cpu"},
+      {Args(shape_, std::nullopt, IndexSet()), "cpu"},
+  };
+  for (Case& c : cases) {
+    TestSequence& sequence = c.sequence.emplace(Open(c.args));
+    for (uint32_t layer = 0; layer < shape_.layers; ++layer) {
+      const engine::test::Kv kv = engine::test::RandomKv(shape_, ids.size(), &random_);
+      engine::AppendChunk chunk = engine::test::ChunkOf(layer, 0, kv);
+      if (layer == 0) chunk.token_ids = ids;
+      ASSERT_TRUE(engine_->Append(kTenant, sequence.writer, sequence.id, chunk).ok());
+      sequence.history.Append(layer, kv);
+    }
+    FinishPrefill(&sequence);
+    const auto sealed = engine_->Seal(kTenant, sequence.id, nullptr);
+    ASSERT_TRUE(sealed.ok()) << sealed.status();
+    c.sealed_id = sealed->sealed_id;
+  }
+  Start(/*disk=*/true);
+  for (Case& c : cases) {
+    OpenArgs any = c.args;
+    any.indexes = std::nullopt;  // what was sealed says it
+    const auto resumed = engine_->Resume(kTenant, any, c.sealed_id, nullptr);
+    ASSERT_TRUE(resumed.ok()) << resumed.status();
+    EXPECT_EQ(resumed->backend, c.owner);
+    const auto begun = engine_->OpenReusing(kTenant, c.args, ids, nullptr);
+    ASSERT_TRUE(begun.ok()) << begun.status();
+    EXPECT_EQ(begun->tokens_present, 512u);
+    EXPECT_EQ(begun->backend, c.owner);
+    TestSequence back(engine_.get(), resumed->sequence_id, shape_);
+    back.history = c.sequence->history;
+    const Message message(0, {QueryOnlyRow(&back, 0, 1, &random_)});
+    const Answer answer = engine::test::Send(engine_.get(), message);
+    EXPECT_TRUE(IsDense(message, answer, 0)) << answer.row_status(0);
+    EXPECT_EQ(ReadByDevice(answer, 0), c.owner == "cuda");
+    EXPECT_EQ(answer.result.rows[0].stats.ssd_tokens > 0, c.owner == "cpu");
+  }
+}
+
+TEST_F(AutoEngine, ADeviceThatFailsLosesNothing) {
+  TestSequence gpu = OpenFilled(Args(shape_), 700);
+  TestSequence cpu = OpenFilled(Args(shape_, std::nullopt, IndexSet()), 700);
+  control_->Set({.call = 0});
+  const Message message(0,
+                        {QueryOnlyRow(&gpu, 0, 1, &random_), QueryOnlyRow(&cpu, 0, 1, &random_)});
+  const Answer answer = engine::test::Send(engine_.get(), message);
+  for (size_t i = 0; i < 2; ++i) EXPECT_TRUE(IsDense(message, answer, i)) << answer.row_status(i);
+  EXPECT_FALSE(engine_->backend().Health().ok());
+  EXPECT_EQ(engine_->backend().stats().fallback_steps, 1u) << "the CPU's own rows are no fallback";
+}
+
+// Plans of both parts in the order of the request's rows.
+TEST(AutoBackendTest, PlansHaveTheRequestsNumbers) {
+  FakePair fake = MakeFakeDevice(uint64_t{1} << 30);
+  const std::shared_ptr<attention::Backend> cpu = MakeCpu();
+  auto cuda = MakeCudaBackend(SmallOptions(), std::move(fake.device), cpu);
+  ASSERT_TRUE(cuda.ok()) << cuda.status();
+  attention::Backend* const device = cuda->get();
+  const auto both = MakeAutoBackend(*std::move(cuda), cpu);
+  const ParityCase c = {4, 2, 64, 64, {512}, 40};
+  std::vector<attention::test::TestSequence> sequences;
+  for (const attention::Backend* owner : {device, cpu.get()}) {
+    sequences.push_back(attention::test::MakeSequence(SpecOf(c, DType::kBf16)));
+    auto view = std::make_shared<attention::SequenceView>(*sequences.back().view);
+    view->owner = owner;
+    sequences.back().view = std::move(view);
+  }
+  std::vector<attention::test::TestRow> rows;
+  for (uint32_t i = 0; i < 6; ++i) {
+    rows.push_back(attention::test::MakeRow(&sequences[i % 2], Parse("double-p"), 552, 1, true,
+                                            DType::kFp32, 0, i));
+  }
+  const attention::test::StepResult step = attention::test::RunStep(both.get(), 0, rows);
+  ASSERT_TRUE(step.status.ok()) << step.status;
+  ASSERT_EQ(step.plans.size(), 12u);
+  for (uint32_t i = 0; i < 12; ++i) {
+    EXPECT_EQ(step.plans[i].row, i / 2);
+    EXPECT_EQ(step.plans[i].kv_head, i % 2);
+  }
+  for (uint32_t i = 0; i < 6; ++i) EXPECT_EQ(step.rows[i].stats.hbm_tokens > 0, i % 2 == 0);
+}
+
+}  // namespace
+}  // namespace attnd::gpu::test

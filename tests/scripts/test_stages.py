@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A test run cannot pass by leaving something out: the counting of results, and stages that test.sh would run, on runners
+that crash, skip, are interrupted or find nothing.
+"""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts" / "lib"))
+
+import count_results  # noqa: E402
+
+CTEST = ('<testsuite><testcase name="a" classname="a" status="run"/>'
+         '<testcase name="b-0" classname="b-0" status="{b}">{failure}</testcase></testsuite>')
+NO_CASES = '<testsuites tests="0"/>'
+CASES = ('<testsuites><testsuite><testcase name="One" status="run" result="completed" time="2.5" classname="S"/>'
+         '<testcase name="Two" status="run" result="completed" time="0" classname="S"/></testsuite></testsuites>')
+SKIPPED = '<testsuite><testcase classname="S" name="T"><skipped message="{}"/></testcase></testsuite>'
+
+
+def counts(tmp_path, text, status=0, cases=None):
+    report = tmp_path / "report.xml"
+    if text is not None:
+        report.write_text(text)
+    folder = tmp_path / "cases" if cases is not None else None
+    for name, content in (cases or {}).items():
+        folder.mkdir(exist_ok=True)
+        (folder / f"{name}.xml").write_text(content)
+    outcomes = [case.outcome for case in count_results.collect(status, report, folder)]
+    return tuple(outcomes.count(outcome) for outcome in ("passed", "failed", "skipped"))
+
+
+@pytest.mark.parametrize("text, expected", [
+    (CTEST.format(b="run", failure=""), (2, 0, 0)),
+    (CTEST.format(b="fail", failure="<failure/>"), (1, 1, 0)),
+    (CTEST.format(b="notrun", failure='<skipped message="Unable to find executable"/>'), (1, 1, 0)),
+    ('<testsuites><testsuite><testcase name="a"/><testcase name="b"><error/></testcase></testsuite></testsuites>',
+     (1, 1, 0)),
+    ("<testsuite/>", (0, 1, 0)),
+    ("<testsuite><testcase", (0, 1, 0)),
+    (None, (0, 1, 0)),
+], ids=["ctest", "ctest fails", "ctest cannot run", "pytest", "no tests", "cut off", "missing"])
+def test_counting(tmp_path, text, expected):
+    assert counts(tmp_path, text) == expected
+
+
+@pytest.mark.parametrize("reason, expected", [
+    ("gpu_parity_test.cc:80&#x0A;no GPU: no device", (0, 0, 1)),
+    ("could not import 'attnd.nano'", (0, 1, 0)),
+    ("build/bin/attnd does not exist: build it", (0, 1, 0)),
+    ("", (0, 1, 0)),
+])
+def test_a_skip_needs_a_reason_that_a_machine_may_give(tmp_path, reason, expected):
+    assert counts(tmp_path, SKIPPED.format(reason)) == expected
+
+
+def test_cases_stand_for_their_program(tmp_path):
+    assert counts(tmp_path, CTEST.format(b="run", failure=""), cases={"b-0": CASES}) == (3, 0, 0)
+
+
+@pytest.mark.parametrize("content", [CASES, "<testsuites", NO_CASES], ids=["cases passed", "cut off", "no case"])
+def test_a_program_that_fails_after_its_cases_has_failed(tmp_path, content):
+    text = CTEST.format(b="fail", failure="<failure/>")
+    assert counts(tmp_path, text, status=8, cases={"b-0": content})[1] == 1
+
+
+@pytest.mark.parametrize("cases", [{"x": CASES}, {"b-0": "<testsuites"}, {"b-0": NO_CASES}],
+                         ids=["no file", "cut off", "no case"])
+def test_a_program_that_ends_well_without_its_cases_has_failed(tmp_path, cases):
+    assert counts(tmp_path, CTEST.format(b="run", failure=""), cases=cases) == (1, 1, 0)
+
+
+def test_a_shard_may_have_no_case(tmp_path):
+    text = CTEST.format(b="run", failure="").replace('name="a" classname="a"', 'name="b-1" classname="b-1"')
+    assert counts(tmp_path, text, cases={"b-0": CASES, "b-1": NO_CASES}) == (2, 0, 0)
+
+
+def test_a_runner_that_was_interrupted_has_failed(tmp_path):
+    assert counts(tmp_path, CASES, status=2) == (2, 1, 0)
+
+
+def run_stages(tmp_path, stages, before=""):
+    """Runs the functions given as stages, as test.sh does."""
+    functions = "\n".join(f"stage_{name}() {{ {body}; }}" for name, body in stages.items())
+    code = f"""set -euo pipefail
+        source scripts/lib/setup.sh
+        source scripts/lib/stages.sh
+        ATTND_RESULTS={tmp_path}/results
+        ATTND_VENV={sys.prefix}
+        {before}
+        {functions}
+        run_stages {' '.join(stages)}"""
+    return subprocess.run(["bash", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("body, status, last", [
+    ("tally 3 0 1", 0, "3 passed, 0 failed"),
+    ("tally 3 1", 1, "3 passed, 1 failed"),
+    ("check name false", 1, "0 passed, 1 failed"),
+    ("tally 2 0; exit 5", 1, "2 passed, 1 failed"),
+    (":", 1, "0 passed, 1 failed"),
+    ("tally 0 0 9", 1, "0 passed, 1 failed"),
+])
+def test_stages(tmp_path, body, status, last):
+    done = run_stages(tmp_path, {"one": body})
+    assert done.returncode == status, done.stderr
+    assert done.stdout.splitlines()[-1] == last
+
+
+PASSES = "def test_a():\n    pass\n"
+
+
+@pytest.mark.parametrize("text, last", [
+    (PASSES, "1 passed, 0 failed"),
+    (PASSES + "import no_such_module_of_attnd\n", "0 passed, 1 failed"),
+    ('import pytest\npytest.importorskip("no_such_module_of_attnd")\n', "0 passed, 1 failed"),
+    (PASSES + "def test_b():\n    raise KeyboardInterrupt\n", "1 passed, 1 failed"),
+    ("", "0 passed, 1 failed"),
+], ids=["passes", "cannot be imported", "skips for an import", "interrupted", "no tests"])
+def test_a_pytest_stage(tmp_path, text, last):
+    path = tmp_path / "test_it.py"
+    path.write_text(text)
+    done = run_stages(tmp_path, {"python": f"run_pytest {path} -p no:cacheprovider"})
+    assert done.stdout.splitlines()[-1] == last, done.stdout + done.stderr
+    assert done.returncode == (0 if last.endswith(" 0 failed") else 1)
+
+
+FOLDERS = ("common", "attention", "storage", "engine", "gpu", "server", "client/cpp", "ctl")
+SOURCES = [str(path.relative_to(ROOT)) for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.cc")]
+ELSEWHERE = ["gpu/cuda/cuda_device.cc", "gpu/cuda/step_graphs.cc", "gpu/no_cuda_device.cc"]  # of machines with CUDA or without
+
+
+@pytest.mark.parametrize("sources, failed", [
+    (SOURCES, 0),
+    ([source for source in SOURCES if source not in ELSEWHERE], 0),
+    ([source for source in SOURCES if source != "server/server.cc"], 1),
+    ([], len(SOURCES) - len(ELSEWHERE)),
+], ids=["all", "without CUDA's", "one left out", "none"])
+def test_a_tidy_stage(tmp_path, sources, failed):
+    commands = [{"file": f"{ROOT}/{source}"} for source in sources]
+    (tmp_path / "compile_commands.json").write_text(json.dumps(commands, indent=1))
+    (tmp_path / "clang-tidy").write_text("#!/bin/sh\necho version 1\n")
+    (tmp_path / "clang-tidy").chmod(0o755)
+    done = run_stages(tmp_path, {"tidy": f"tidy_all {tmp_path} {tmp_path}/cache {tmp_path}/outcomes"},
+                      f"source scripts/lib/tidy.sh; PATH={tmp_path}:$PATH")
+    assert done.stdout.splitlines()[-1] == f"{len(sources)} passed, {failed} failed", done.stdout + done.stderr
