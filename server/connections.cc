@@ -1,16 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/connections.h"
 
+#include <linux/sockios.h>
 #include <netinet/in.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstring>
 #include <filesystem>
 #include <string>
 #include <system_error>
+#include <thread>
 
 #include "absl/strings/numbers.h"
 
@@ -58,11 +62,28 @@ std::vector<int> Sockets(const std::vector<ListenAddress>& addresses, bool liste
   return sockets;
 }
 
+// Whether the peer still has to take bytes that were written to the socket.
+bool HasUnread(int fd) {
+  int bytes = 0;
+  return ioctl(fd, SIOCOUTQ, &bytes) == 0 && bytes > 0;
+}
+
+// Returns when the peers have taken what was written to them, or after `limit`.
+void WaitUntilRead(const std::vector<int>& sockets, std::chrono::milliseconds limit) {
+  const auto due = std::chrono::steady_clock::now() + limit;
+  while (std::any_of(sockets.begin(), sockets.end(), HasUnread) &&
+         std::chrono::steady_clock::now() < due) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
 }  // namespace
 
-void ShutdownSockets(const std::vector<ListenAddress>& addresses) {
+void ShutdownSockets(const std::vector<ListenAddress>& addresses, std::chrono::milliseconds limit) {
   for (const int fd : Sockets(addresses, /*listening=*/true)) shutdown(fd, SHUT_RDWR);
-  for (const int fd : Sockets(addresses, /*listening=*/false)) shutdown(fd, SHUT_RDWR);
+  const std::vector<int> connections = Sockets(addresses, /*listening=*/false);
+  WaitUntilRead(connections, limit);
+  for (const int fd : connections) shutdown(fd, SHUT_RDWR);
 }
 
 }  // namespace attnd::server

@@ -7,6 +7,7 @@
 #ifndef ATTND_SERVER_CONNECTIONS_H_
 #define ATTND_SERVER_CONNECTIONS_H_
 
+#include <chrono>
 #include <vector>
 
 #include "server/options.h"
@@ -14,9 +15,11 @@
 namespace attnd::server {
 
 // Shuts down this process's sockets at these addresses: those that listen, so that nobody connects
-// any more, then the connections. Whatever was written to them still arrives. The descriptors stay
-// gRPC's, which sees their end and closes them.
-void ShutdownSockets(const std::vector<ListenAddress>& addresses);
+// any more, then the connections, once their clients have read what was written to them or `limit`
+// has passed. Without that wait a client that happens to write learns that the pipe is broken, and
+// its gRPC never looks at the status that the server had sent before. The descriptors stay gRPC's,
+// which sees their end and closes them.
+void ShutdownSockets(const std::vector<ListenAddress>& addresses, std::chrono::milliseconds limit);
 
 }  // namespace attnd::server
 

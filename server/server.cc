@@ -213,7 +213,8 @@ void ServerImpl::Shutdown(const ShutdownLimits& limits) {
   }
   // 5. Calls that run are answered.
   if (!open_calls_.WaitUntilNone(limits.calls)) LOG(WARNING) << "shutdown: calls do not end";
-  // 6. Nobody is heard any more: gRPC would answer with CANCELLED from here on.
+  // 6. Clients read what they were told, then nobody is heard any more: gRPC would answer with
+  // CANCELLED from here on.
   std::vector<ListenAddress> bound;
   for (const std::string& text : addresses_) {
     if (auto address = ParseListenAddress("listen", text); address.ok()) bound.push_back(*address);
@@ -230,7 +231,7 @@ void ServerImpl::Shutdown(const ShutdownLimits& limits) {
                    << lock.status().message();
     }
   }
-  ShutdownSockets(bound);
+  ShutdownSockets(bound, limits.read);
   // 7. gRPC ends.
   server_->Shutdown(std::chrono::system_clock::now() + limits.server);
   server_->Wait();

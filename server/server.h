@@ -23,6 +23,7 @@ struct ShutdownLimits {
   std::chrono::milliseconds steps{5000};       // steps in flight are answered
   std::chrono::milliseconds cancel{2000};      // cancelled ones end
   std::chrono::milliseconds calls{1000};       // unary calls that run are answered
+  std::chrono::milliseconds read{200};         // clients read what was written to them
   std::chrono::milliseconds socket_lock{100};  // whoever starts at a socket of ours sees it taken
   std::chrono::milliseconds server{500};       // gRPC closes its connections
 };

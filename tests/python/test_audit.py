@@ -28,7 +28,16 @@ WAIT_S = 60
 class Server:
     def __init__(self, target: str, log: pathlib.Path) -> None:
         self.target = target
-        self.metrics_url = re.search(r"http://\S+/metrics", log.read_text())[0]
+        self.metrics_url = self._metrics_url(log)
+
+    @staticmethod
+    def _metrics_url(log: pathlib.Path) -> str:
+        """Where the metrics are: the server says so soon after it serves."""
+        due = time.monotonic() + WAIT_S
+        while not (found := re.search(r"metrics at (http://\S+/metrics)\n", log.read_text())):
+            assert time.monotonic() < due, log.read_text()
+            time.sleep(0.02)
+        return found[1]
 
     def metrics(self) -> dict[str, float]:
         """Every sample whose name begins with attnd_audit, by name and labels."""
