@@ -4,7 +4,8 @@ add_library(attnd_options INTERFACE)
 target_compile_options(attnd_options INTERFACE
   "$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Wpedantic;-Wshadow;-Wnon-virtual-dtor;-Werror>")
 if(CMAKE_CXX_COMPILER_ID MATCHES "Clang")
-  target_compile_options(attnd_options INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:-Wthread-safety>")
+  target_compile_options(attnd_options INTERFACE
+    "$<$<COMPILE_LANGUAGE:CXX>:-Wthread-safety;-Wreserved-identifier>")
 endif()
 target_include_directories(attnd_options INTERFACE ${PROJECT_SOURCE_DIR})
 
