@@ -69,6 +69,36 @@ def missing_files(text):
     return sorted(missing)
 
 
+# docs/FILE.md, "A title" (and further titles), in a comment that may go over lines.
+SECTION = re.compile(r'docs/([\w/]+\.md)\)?, ((?:"[^"]+"(?:, |,? and )?)+)')
+
+
+def titles(text):
+    """Headings, and the bold words that begin a paragraph or an item."""
+    return re.findall(r"^#+ +(.+?)\s*$|^(?:[-*] )?\*\*(.+?)[.:]?\*\*", text, re.MULTILINE)
+
+
+def missing_sections(text):
+    """Sections of documents that a source file names and that are not there; a name may be a title's beginning."""
+    text = re.sub(r"\s*\n\s*(?://|#|\*)? *", " ", text)
+    missing = []
+    for document, quoted in SECTION.findall(text):
+        known = [(heading or bold).replace("`", "") for heading, bold in titles((ROOT / "docs" / document).read_text())]
+        missing += [f"{document}, {title}" for title in re.findall(r'"([^"]+)"', quoted)
+                    if not any(name.startswith(title) for name in known)]
+    return missing
+
+
+def test_sections_that_sources_name_exist():
+    listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True).splitlines()
+    sources = [path for path in listed if (ROOT / path).suffix in
+               (".h", ".cc", ".cu", ".cuh", ".py", ".sh", ".proto", ".txt", ".cmake", ".yml") and (ROOT / path).exists()]
+    assert len(sources) > 400
+    missing = [f"{path}: {section}" for path in sources if path != "tests/scripts/test_markdown.py"
+               for section in missing_sections((ROOT / path).read_text())]
+    assert not missing, "\n".join(missing)
+
+
 def test_there_are_documents():
     assert len(documents()) > 15
 
@@ -116,5 +146,7 @@ def test_faults_are_found():
     assert broken_links("README.md", text) == ["nowhere.svg", "#a-shed", "../x.md"]
     assert broken_links("docs/DESIGN.md", "[a](QUALITY.md) [b](README.txt) [c](https://example.org/none)") == ["README.txt"]
     assert not broken_links("README.md", "`[a](nowhere)`\n```\n[b](nowhere)\n```\n")
+    assert missing_sections('// as docs/DESIGN.md, "The\n// shed", has it') == ["DESIGN.md, The shed"]
+    assert not missing_sections('// (docs/DESIGN.md, "The\n// house")')
     named = "engine/engine.h engine/engine gpu/ (attention/none.h) tests/nothing /etc/engine/none build/bin/engine"
     assert missing_files(named) == ["attention/none.h", "tests/nothing"]
