@@ -1,6 +1,7 @@
 # Everything comes from the distribution's packages (scripts/lib/packages.sh lists them).
 find_package(Threads REQUIRED)
 find_package(absl REQUIRED)
+find_package(glog REQUIRED)
 find_package(TBB REQUIRED)
 
 find_package(PkgConfig REQUIRED)
@@ -18,7 +19,6 @@ find_package(RocksDB CONFIG REQUIRED)
 
 if(ATTND_SERVICE)
   find_package(gRPC CONFIG REQUIRED)
-  find_package(glog REQUIRED)
   find_package(prometheus-cpp CONFIG REQUIRED)
 endif()
 if(ATTND_TESTS)

@@ -13,8 +13,6 @@
 namespace attnd::attention {
 namespace {
 
-using kernels::kQuad;
-
 // Multiply-adds of a chunk: a tenth of a millisecond.
 constexpr size_t kChunkWork = size_t{1} << 20;
 constexpr uint32_t kChunkTokensMax = 64;
