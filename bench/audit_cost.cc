@@ -32,11 +32,11 @@
 #include "absl/flags/parse.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_split.h"
-#include "attention/cpu_backend.h"
+#include "attention/cpu/cpu_backend.h"
 #include "bench/engine_support.h"
 #include "bench/statistics.h"
 #include "bench/support.h"
-#include "engine/auditor.h"
+#include "engine/audit/auditor.h"
 #include "engine/engine.h"
 
 ABSL_FLAG(std::vector<std::string>, tokens, (std::vector<std::string>{"32768", "131072"}),

@@ -23,15 +23,15 @@
 
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
-#include "attention/cpu_backend.h"
+#include "attention/cpu/cpu_backend.h"
 #include "attnd/v1/attnd.grpc.pb.h"
 #include "bench/statistics.h"
 #include "bench/support.h"
 #include "common/dtype.h"
 #include "engine/engine.h"
 #include "grpcpp/grpcpp.h"
-#include "server/metrics.h"
-#include "server/options.h"
+#include "server/metrics/metrics.h"
+#include "server/options/options.h"
 #include "server/server.h"
 
 ABSL_FLAG(int, pairs, 30, "pairs of blocks");

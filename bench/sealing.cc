@@ -31,7 +31,7 @@
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
 #include "absl/strings/str_cat.h"
-#include "attention/cpu_backend.h"
+#include "attention/cpu/cpu_backend.h"
 #include "bench/bare_writer.h"
 #include "bench/engine_support.h"
 #include "bench/statistics.h"

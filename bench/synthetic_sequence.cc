@@ -11,9 +11,9 @@
 #include <thread>
 #include <utility>
 
-#include "attention/feature_maps.h"
-#include "attention/keep_set.h"
-#include "attention/segment_builder.h"
+#include "attention/completion/feature_maps.h"
+#include "attention/index/segment_builder.h"
+#include "attention/policy_state/keep_set.h"
 #include "bench/support.h"
 #include "common/dtype.h"
 

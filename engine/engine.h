@@ -19,10 +19,10 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "attention/backend.h"
-#include "attention/policy.h"
+#include "attention/policy/policy.h"
 #include "common/model_shape.h"
-#include "engine/audit.h"
-#include "storage/page_cache_stats.h"
+#include "engine/audit/audit.h"
+#include "storage/cache/page_cache_stats.h"
 
 namespace attnd::engine {
 
@@ -65,9 +65,9 @@ struct EngineOptions {
   attention::Policy default_policy;  // of sequences that choose none
   ArchiveOptions archive;
   AuditOptions audit;
-  // Files of feature maps, one for each model that has any (engine/feature_map_files.h).
+  // Files of feature maps, one for each model that has any (engine/models/feature_map_files.h).
   std::vector<std::string> feature_maps;
-  // Files of label channels, likewise (engine/label_channel_files.h).
+  // Files of label channels, likewise (engine/models/label_channel_files.h).
   std::vector<std::string> label_channels;
 
   // InvalidArgument names the option and its range.

@@ -4,8 +4,8 @@
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
 #include "engine/engine.h"
-#include "engine/segmenter.h"
-#include "storage/page_cache.h"
+#include "engine/sequence/segmenter.h"
+#include "storage/cache/page_cache.h"
 
 namespace attnd::engine {
 namespace {

@@ -12,16 +12,16 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "attention/segment_builder.h"
-#include "attention/worker_pool.h"
+#include "attention/cpu/worker_pool.h"
+#include "attention/index/segment_builder.h"
 #include "common/mutex.h"
 #include "common/status.h"
-#include "gpu/arena.h"
-#include "gpu/device_step.h"
-#include "gpu/mirror.h"
+#include "gpu/index/segment_build.h"
+#include "gpu/memory/arena.h"
+#include "gpu/memory/mirror.h"
 #include "gpu/row_subset.h"
-#include "gpu/segment_build.h"
-#include "gpu/stream_context.h"
+#include "gpu/step/device_step.h"
+#include "gpu/step/stream_context.h"
 
 namespace attnd::gpu {
 namespace {

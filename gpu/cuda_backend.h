@@ -13,7 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "attention/backend.h"
-#include "gpu/device.h"
+#include "gpu/device/device.h"
 
 namespace attnd::gpu {
 

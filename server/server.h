@@ -12,8 +12,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "engine/engine.h"
-#include "server/metrics.h"
-#include "server/options.h"
+#include "server/metrics/metrics.h"
+#include "server/options/options.h"
 
 namespace attnd::server {
 

@@ -9,15 +9,15 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "attention/kmeans.h"
-#include "attention/pages.h"
-#include "attention/segment.h"
+#include "attention/index/kmeans.h"
+#include "attention/segment/pages.h"
+#include "attention/segment/segment.h"
 #include "common/status.h"
 #include "gpu/cuda/cuda_status.h"
-#include "gpu/cuda/index_build.cuh"
-#include "gpu/cuda/step_graphs.h"
-#include "gpu/cuda/step_kernels.h"
-#include "gpu/device.h"
+#include "gpu/cuda/index/index_build.cuh"
+#include "gpu/cuda/step/step_graphs.h"
+#include "gpu/cuda/step/step_kernels.h"
+#include "gpu/device/device.h"
 
 namespace attnd::gpu {
 namespace {

@@ -10,8 +10,8 @@
 #include <cstring>
 #include <numeric>
 
-#include "attention/kernels.h"
-#include "attention/segment_builder.h"
+#include "attention/index/segment_builder.h"
+#include "attention/kernels/kernels.h"
 #include "common/dtype.h"
 
 namespace attnd::attention::test {
@@ -407,7 +407,7 @@ oracle::Regression StoredRegression(const Segment& segment, uint32_t layer, uint
 }
 
 // Whether the kernels of this processor and target hold squared queries as 15-bit integers
-// (attention/kernels.h, DotDeviations).
+// (attention/kernels/kernels.h, DotDeviations).
 bool KernelsRoundSquares() {
   constexpr size_t kDim = 16;
   const std::vector<float> q(kernels::kQuad * kDim, 1.0f);

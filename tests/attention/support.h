@@ -16,8 +16,8 @@
 #include <vector>
 
 #include "attention/backend.h"
-#include "attention/policy.h"
-#include "attention/segment.h"
+#include "attention/policy/policy.h"
+#include "attention/segment/segment.h"
 #include "common/model_shape.h"
 #include "tests/oracle/policies.h"
 #include "tests/oracle/ranking.h"

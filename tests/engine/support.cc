@@ -7,7 +7,7 @@
 #include <limits>
 #include <utility>
 
-#include "attention/cpu_backend.h"
+#include "attention/cpu/cpu_backend.h"
 #include "common/dtype.h"
 #include "tests/oracle/attention.h"
 

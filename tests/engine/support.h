@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "attention/policy.h"
+#include "attention/policy/policy.h"
 #include "common/model_shape.h"
 #include "engine/engine.h"
 #include "tests/test_seed.h"

@@ -3,7 +3,7 @@
 // Goal: an arena hands out memory that nobody else has, all of it, and joins what comes back.
 // Method: a random sequence of allocations and returns beside a plain list of what is out; its seed
 // is printed.
-#include "gpu/arena.h"
+#include "gpu/memory/arena.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

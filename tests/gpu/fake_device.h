@@ -15,7 +15,7 @@
 #include <string>
 
 #include "common/mutex.h"
-#include "gpu/device.h"
+#include "gpu/device/device.h"
 #include "tests/gpu/step_reference.h"
 
 namespace attnd::gpu::test {

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "engine/engine.h"
-#include "gpu/device.h"
+#include "gpu/device/device.h"
 #include "tests/engine/support.h"
 #include "tests/gpu/agreement.h"
 #include "tests/gpu/machine_gpus.h"

@@ -28,7 +28,7 @@
 #include <thread>
 #include <vector>
 
-#include "gpu/cuda/index_build.cuh"
+#include "gpu/cuda/index/index_build.cuh"
 
 namespace {
 

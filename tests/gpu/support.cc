@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "attention/cpu_backend.h"
+#include "attention/cpu/cpu_backend.h"
 
 namespace attnd::gpu::test {
 

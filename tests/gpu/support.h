@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "attention/backend.h"
-#include "attention/policy.h"
+#include "attention/policy/policy.h"
 #include "gpu/cuda_backend.h"
 #include "tests/attention/support.h"
 #include "tests/gpu/fake_device.h"

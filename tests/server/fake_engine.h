@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "attention/cpu_backend.h"
+#include "attention/cpu/cpu_backend.h"
 #include "engine/engine.h"
 #include "tests/server/within.h"
 

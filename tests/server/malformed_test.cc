@@ -14,16 +14,16 @@
 #include <string>
 #include <vector>
 
-#include "attention/cpu_backend.h"
+#include "attention/cpu/cpu_backend.h"
 #include "attnd/v1/attnd.pb.h"
 #include "google/protobuf/descriptor.h"
 #include "google/protobuf/message.h"
 #include "google/protobuf/stubs/logging.h"
 #include "gtest/gtest.h"
-#include "server/conversions.h"
-#include "server/metrics.h"
-#include "server/options.h"
-#include "server/unary_handlers.h"
+#include "server/calls/conversions.h"
+#include "server/calls/unary_handlers.h"
+#include "server/metrics/metrics.h"
+#include "server/options/options.h"
 
 namespace attnd::server {
 namespace {
