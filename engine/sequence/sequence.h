@@ -21,9 +21,9 @@
 #include "attention/backend.h"
 #include "attention/cpu/observation.h"
 #include "common/mutex.h"
-#include "engine/engine.h"
 #include "engine/memory_budget.h"
 #include "engine/sequence/token_ids.h"
+#include "engine/types.h"
 
 namespace attnd::engine {
 
