@@ -18,11 +18,8 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
-#include "attention/completion/feature_maps.h"
 #include "attention/policy/policy.h"
-#include "attention/policy_state/block_recall.h"
-#include "attention/policy_state/keep_set.h"
-#include "attention/policy_state/label_choice.h"
+#include "attention/policy_state/policy_state.h"
 #include "attention/row_stats.h"
 #include "attention/segment/index_set.h"
 #include "attention/segment/pages.h"
@@ -46,15 +43,9 @@ struct SequenceView {
   // Block i holds positions [64 (b + i), 64 (b + i + 1)), b = tail_begin / 64.
   std::vector<std::shared_ptr<const TailBlock>> tail;
   uint64_t tail_begin = 0;  // first position that no segment covers
-  // What labels of segments to come are made of; null: of their own keys.
-  std::shared_ptr<const LabelChoice> label_choice;
-  // What summaries of segments are made with; not null if the indexes have them.
-  std::shared_ptr<const FeatureMaps> feature_maps;
-  // What a keep-set policy reads; null before the prompt's end, or without its queries.
-  std::shared_ptr<const KeepSet> keep;
-  // Blocks that earlier steps chose, of a sequence that has 64-token blocks: the one part of a view
-  // that steps write to. Null: they are not remembered.
-  std::shared_ptr<BlockRecall> recall;
+  // What the sequence keeps for its policies. Its recall is the one part of a view that steps write
+  // to.
+  PolicyView state;
 };
 
 // One sequence's part of a step. Buffers belong to the caller and live until Step returns.

@@ -28,26 +28,28 @@ attention::IndexSet EngineImpl::IndexesFor(const OpenArgs& args) const {
 }
 
 absl::Status EngineImpl::SetFeatureMaps(OpenArgs* args) const {
-  args->feature_maps = nullptr;
-  args->feature_maps_id.clear();
+  attention::ModelParts& parts = args->model_parts;
+  parts.feature_maps = nullptr;
+  parts.feature_maps_id.clear();
   if (!args->indexes.has_value() || !args->indexes->Has(attention::IndexKind::kSummary)) {
     return absl::OkStatus();
   }
-  ATTND_ASSIGN_OR_RETURN(args->feature_maps, feature_maps_.Of(args->fingerprint));
-  args->feature_maps_id = args->feature_maps->identity();
-  return args->feature_maps->CheckShape(args->shape);
+  ATTND_ASSIGN_OR_RETURN(parts.feature_maps, feature_maps_.Of(args->fingerprint));
+  parts.feature_maps_id = parts.feature_maps->identity();
+  return parts.feature_maps->CheckShape(args->shape);
 }
 
 absl::Status EngineImpl::SetLabelChannels(OpenArgs* args) const {
-  args->label_channels = nullptr;
-  args->label_channels_id.clear();
+  attention::ModelParts& parts = args->model_parts;
+  parts.label_channels = nullptr;
+  parts.label_channels_id.clear();
   if (!args->indexes.has_value() || !args->indexes->Has(attention::IndexKind::kLabels)) {
     return absl::OkStatus();
   }
   const auto model = label_channels_.Of(args->fingerprint);
   if (model == nullptr) return absl::OkStatus();
-  args->label_channels = model->choice;
-  args->label_channels_id = model->identity;
+  parts.label_channels = model->choice;
+  parts.label_channels_id = model->identity;
   return model->CheckShape(args->shape);
 }
 

@@ -23,7 +23,7 @@ absl::Status CheckResumes(const OpenArgs& wanted, const OpenArgs& sealed) {
         absl::StrCat("indexes are ", wanted.indexes->ToString(), "; the sealed sequence has ",
                      sealed.indexes->ToString(), ": leave them out, or ask for these"));
   }
-  if (wanted.feature_maps_id != sealed.feature_maps_id) {
+  if (!wanted.model_parts.CanReadSegmentsOf(sealed.model_parts)) {
     return absl::FailedPreconditionError(
         "the sealed sequence's summaries were made with other feature maps than the server's");
   }

@@ -18,6 +18,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "attention/policy/policy.h"
+#include "attention/policy_state/model_parts.h"
 #include "attention/row_stats.h"
 #include "attention/segment/index_set.h"
 #include "common/dtype.h"
@@ -26,8 +27,6 @@
 
 namespace attnd::attention {
 class Backend;
-class FeatureMaps;
-struct LabelChoice;
 }  // namespace attnd::attention
 
 namespace attnd::engine {
@@ -60,14 +59,8 @@ struct OpenArgs {
   // needs none or if cluster_order asks for them; of a resumed sequence, what it had.
   std::optional<attention::IndexSet> indexes;
   bool cluster_order = false;
-  // Of indexes with a summary, set by the engine: what it is made with, and what that is known by.
-  std::shared_ptr<const attention::FeatureMaps> feature_maps;
-  std::string feature_maps_id;
-  // Of indexes with labels, set by the engine: the channels that they are made of, and what those
-  // are known by; null and empty if the server has no file of the model's. A sequence that begins
-  // with segments keeps to the channels of the first of them all the same.
-  std::shared_ptr<const attention::LabelChoice> label_channels;
-  std::string label_channels_id;
+  // Set by the engine: what the server's files say of the model, as far as the indexes need it.
+  attention::ModelParts model_parts;
   // Set by the engine: the backend that has the sequence. Lives as long as the engine.
   const attention::Backend* backend = nullptr;
 };
