@@ -21,6 +21,7 @@
 #include "attention/backend.h"
 #include "attention/policy/policy.h"
 #include "common/model_shape.h"
+#include "engine/answer_memory.h"
 #include "engine/audit/audit.h"
 #include "storage/cache/page_cache_stats.h"
 
@@ -189,8 +190,8 @@ struct DecodeRow {
 struct DecodeArgs {
   uint32_t layer = 0;
   std::span<const DecodeRow> rows;
-  // Shapes as the proto says; all rows' tokens one after the other. The engine checks dtype,
-  // element counts against each sequence's shape, and that every element is finite.
+  // Shapes as the proto says; all rows' tokens one after the other. The engine checks everything
+  // but that `data` holds as many elements as the view says.
   TensorView q;
   uint64_t q_heads = 0,
            q_head_dim = 0;  // the tensor's own last two extents; tokens = sum of query_tokens
@@ -208,12 +209,10 @@ struct DecodeRowResult {
   attention::RowStats stats;
 };
 
+// What a step found, but for out and lse, which lie in the caller's AnswerMemory.
 struct DecodeResult {
   std::vector<DecodeRowResult> rows;
-  // [tokens, q_heads, value_dim] and [tokens, q_heads]; NaN for rows whose status is not OK.
-  std::vector<float> out;
-  std::vector<float> lse;
-  uint64_t value_dim = 0;                     // 0 if no row was accepted
+  uint64_t value_dim = 0;                     // of out; 0 if no row was accepted
   std::chrono::nanoseconds validate_time{0};  // checks and appending
 };
 
@@ -317,11 +316,13 @@ class Engine {
   // Whether what found no room may find some by waiting (AppendChunk, ObservedChunk: may_wait).
   virtual bool MayMakeRoom() const = 0;
 
-  // Appends the rows' new tokens and answers attention. A status other than OK concerns the whole
-  // step (limits, tensors that no row could have, deadline, memory that the system refused: tokens
-  // may have been appended, and repeating is safe); row faults are in the result.
+  // Appends the rows' new tokens and answers attention: out and lse go to `memory`, NaN for rows
+  // whose status is not OK, the rest to `result`. A status other than OK concerns the whole step
+  // (limits, tensors that no row could have, deadline, memory that the system refused: tokens may
+  // have been appended, and repeating is safe), and what memory was asked for has then no defined
+  // content; row faults are in the result.
   virtual absl::Status Decode(absl::string_view tenant, WriterId writer, const DecodeArgs& args,
-                              DecodeResult* result) = 0;
+                              AnswerMemory memory, DecodeResult* result) = 0;
 
   virtual absl::StatusOr<uint64_t> Truncate(absl::string_view tenant, uint64_t sequence_id,
                                             uint64_t length) = 0;  // -> segmented tokens
