@@ -62,7 +62,8 @@ CpuStep::Middle CpuStep::MiddleOf(const Policy& policy, const StepRow& row) cons
   if (policy.DenseIn(request_.layer)) return Middle::kRead;
   if (policy.selector == Selector::kNone || row.view->segments.empty()) return Middle::kDropped;
   // Segments may have come since the row was found to need no keep-set.
-  if (policy.selector == Selector::kKeepSet && row.view->keep == nullptr) return Middle::kRead;
+  if (policy.selector == Selector::kKeepSet && row.view->state.keep == nullptr)
+    return Middle::kRead;
   // A tolerance of nothing is dense.
   const bool by_error = policy.cuts_clusters() && policy.cut == Cut::kErrorBudget;
   return by_error && policy.tolerance == 0 ? Middle::kRead : Middle::kSelected;

@@ -33,7 +33,7 @@ size_t TokenUnit::CountOf(const Policy& policy, uint64_t seen, size_t of) {
 
 std::span<const uint32_t> TokenUnit::KeptOf(const UnitQuery& query) {
   const size_t head = size_t{query.layer} * query.view->shape.kv_heads + query.kv_head;
-  return query.view->keep->KeptBy(head);
+  return query.view->state.keep->KeptBy(head);
 }
 
 TokenUnit::Sizes::Sizes(const UnitQuery& query, const BlockChoice* recalled)
@@ -145,9 +145,9 @@ size_t TokenUnit::BlocksToChoose() const {
 std::shared_ptr<const BlockChoice> TokenUnit::RecalledFor(const UnitQuery& query) {
   const Policy& policy = *query.policy;
   if (policy.selector != Selector::kBlocksLabels || policy.lag == 0) return nullptr;
-  if (query.previous != nullptr || query.view->recall == nullptr) return nullptr;
+  if (query.previous != nullptr || query.view->state.recall == nullptr) return nullptr;
   if (query.position == UnitQuery::kNoPosition || query.position == 0) return nullptr;
-  auto choice = query.view->recall->Of(query.layer, query.kv_head, query.position - 1);
+  auto choice = query.view->state.recall->Of(query.layer, query.kv_head, query.position - 1);
   if (choice == nullptr) return nullptr;
   // Of as many as there are or as the policy takes; else another policy's.
   const size_t all = std::min<size_t>(policy.blocks, choice->searched_blocks());
@@ -170,7 +170,7 @@ void TokenUnit::AddRecalledBlocks() {
 
 void TokenUnit::SelectTwoLevels(OrderScratch* order) {
   const bool lagging = policy_.lag > 0;
-  const bool remembers = lagging && view_.recall != nullptr;
+  const bool remembers = lagging && view_.state.recall != nullptr;
   if (previous_.has_value()) {
     previous_->Choose(BlocksToChoose(), order);
     AddChosen(*previous_);
@@ -225,7 +225,7 @@ void TokenUnit::AddKept() {
   auto next = kept.begin();
   for (size_t s = 0; s < view_.segments.size(); ++s) {
     const uint64_t begin = segment(s).first_position();
-    const uint64_t end = std::min(view_.keep->ranked_tokens, segment(s).end_position());
+    const uint64_t end = std::min(view_.state.keep->ranked_tokens, segment(s).end_position());
     for (; next != kept.end() && *next < end; ++next) {
       const auto token = static_cast<uint32_t>(*next - begin);
       Range* last = range_count_ > 0 ? &ranges_[range_count_ - 1] : nullptr;
@@ -243,7 +243,8 @@ void TokenUnit::AddKept() {
 void TokenUnit::AddUnranked() {
   for (size_t s = 0; s < view_.segments.size(); ++s) {
     const uint64_t begin = segment(s).first_position();
-    const uint64_t ranked = std::clamp(view_.keep->ranked_tokens, begin, segment(s).end_position());
+    const uint64_t ranked =
+        std::clamp(view_.state.keep->ranked_tokens, begin, segment(s).end_position());
     AddAlwaysRead(s, {std::max(static_cast<uint32_t>(ranked - begin), segment(s).unclustered()),
                       segment(s).tokens()});
   }

@@ -14,9 +14,10 @@
 #include "absl/status/status.h"
 #include "attention/backend.h"
 #include "engine/answer_memory.h"
-#include "engine/engine.h"
 #include "engine/memory_budget.h"
+#include "engine/options.h"
 #include "engine/sequence/sequence.h"
+#include "engine/types.h"
 
 namespace attnd::engine {
 

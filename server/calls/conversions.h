@@ -19,7 +19,7 @@
 #include "absl/strings/string_view.h"
 #include "attention/policy/policy.h"
 #include "attnd/v1/attnd.pb.h"
-#include "engine/engine.h"
+#include "engine/types.h"
 #include "server/options/policy_catalog.h"
 
 namespace attnd::server {

@@ -71,11 +71,11 @@ struct Scene {
   }
   // What a keep-set has of the middle, and what came behind its prompt.
   oracle::Indices Kept() const {
-    const auto kept = view().keep->KeptBy(layer * shape().kv_heads + kv_head);
+    const auto kept = view().state.keep->KeptBy(layer * shape().kv_heads + kv_head);
     return {kept.begin(), kept.end()};
   }
   oracle::Indices BehindPrompt() const {
-    return oracle::Range(view().keep->ranked_tokens, view().tail_begin);
+    return oracle::Range(view().state.keep->ranked_tokens, view().tail_begin);
   }
   oracle::Labels labels() const {
     const KeyCodeIndex index = view().segments[0]->labels(layer, kv_head);
@@ -122,8 +122,8 @@ class TokenPolicies : public testing::Test {
     spec.indexes = indexes;
     TestSequence sequence = MakeSequence(spec);
     auto view = std::make_shared<SequenceView>(*sequence.view);
-    view->recall = MakeRecall(shape.layers, shape.kv_heads);
-    view->keep = RandomKeepSet(*view, spec);
+    view->state.recall = MakeRecall(shape.layers, shape.kv_heads);
+    view->state.keep = RandomKeepSet(*view, spec);
     sequence.view = view;
     return sequence;
   }
@@ -153,14 +153,14 @@ class TokenPolicies : public testing::Test {
     for (const uint32_t tokens : segments) spec.tail_tokens -= tokens;
     TestSequence sequence = MakeSequenceOf(spec, all.heads);
     auto view = std::make_shared<SequenceView>(*sequence.view);
-    view->recall = recall;
+    view->state.recall = recall;
     sequence.view = view;
     return sequence;
   }
 
   static void ForgetChoices(TestSequence* sequence) {
     auto view = std::make_shared<SequenceView>(*sequence->view);
-    view->recall = view->recall->Prefix(0);
+    view->state.recall = view->state.recall->Prefix(0);
     sequence->view = view;
   }
 

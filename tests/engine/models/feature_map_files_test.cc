@@ -228,9 +228,9 @@ TEST_F(FeatureMapFilesTest, SegmentsOfOtherMapsHaveOtherNames) {
   args.indexes = {attention::IndexKind::kSummary};
   const std::vector<uint32_t> ids(512, 7);
   const ChainLink link = {kNoChain, 0, 4, ids};
-  args.feature_maps_id = "one";
+  args.model_parts.feature_maps_id = "one";
   const auto one = ChainNames({}, kTenant, args).NameOf(link);
-  args.feature_maps_id = "other";
+  args.model_parts.feature_maps_id = "other";
   const auto other = ChainNames({}, kTenant, args).NameOf(link);
   ASSERT_TRUE(one.ok() && other.ok());
   EXPECT_NE(*one, *other);
