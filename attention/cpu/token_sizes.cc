@@ -32,15 +32,15 @@ size_t BudgetTokens(const Policy& policy, uint64_t seen, size_t of) {
 
 std::span<const uint32_t> KeptOf(const UnitQuery& query) {
   const size_t head = size_t{query.layer} * query.view->shape.kv_heads + query.kv_head;
-  return query.view->keep->KeptBy(head);
+  return query.view->state.keep->KeptBy(head);
 }
 
 std::shared_ptr<const BlockChoice> RecalledFor(const UnitQuery& query) {
   const Policy& policy = *query.policy;
   if (policy.selector != Selector::kBlocksLabels || policy.lag == 0) return nullptr;
-  if (query.previous != nullptr || query.view->recall == nullptr) return nullptr;
+  if (query.previous != nullptr || query.view->state.recall == nullptr) return nullptr;
   if (query.position == UnitQuery::kNoPosition || query.position == 0) return nullptr;
-  auto choice = query.view->recall->Of(query.layer, query.kv_head, query.position - 1);
+  auto choice = query.view->state.recall->Of(query.layer, query.kv_head, query.position - 1);
   if (choice == nullptr) return nullptr;
   // Of as many as there are or as the policy takes; else another policy's.
   const size_t all = std::min<size_t>(policy.blocks, choice->searched_blocks());

@@ -66,7 +66,7 @@ void TokenUnit::AddRecalledBlocks() {
 
 void TokenUnit::SelectTwoLevels(OrderScratch* order) {
   const bool lagging = policy_.lag > 0;
-  const bool remembers = lagging && view_.recall != nullptr;
+  const bool remembers = lagging && view_.state.recall != nullptr;
   if (previous_.has_value()) {
     previous_->Choose(BlocksToChoose(), order);
     AddChosen(*previous_);
@@ -105,7 +105,7 @@ void TokenUnit::AddKept() {
   auto next = kept.begin();
   for (size_t s = 0; s < view_.segments.size(); ++s) {
     const uint64_t begin = segment(s).first_position();
-    const uint64_t end = std::min(view_.keep->ranked_tokens, segment(s).end_position());
+    const uint64_t end = std::min(view_.state.keep->ranked_tokens, segment(s).end_position());
     for (; next != kept.end() && *next < end; ++next) {
       ranges_.AddToken(s, static_cast<uint32_t>(*next - begin));
     }
@@ -116,7 +116,8 @@ void TokenUnit::AddKept() {
 void TokenUnit::AddUnranked() {
   for (size_t s = 0; s < view_.segments.size(); ++s) {
     const uint64_t begin = segment(s).first_position();
-    const uint64_t ranked = std::clamp(view_.keep->ranked_tokens, begin, segment(s).end_position());
+    const uint64_t ranked =
+        std::clamp(view_.state.keep->ranked_tokens, begin, segment(s).end_position());
     ranges_.AddAlwaysRead(
         s, {std::max(static_cast<uint32_t>(ranked - begin), segment(s).unclustered()),
             segment(s).tokens()});

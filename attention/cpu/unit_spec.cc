@@ -27,7 +27,8 @@ MiddleUse MiddleUseOf(const StepRow& row, uint32_t layer) {
   if (policy.DenseIn(layer)) return MiddleUse::kRead;
   if (policy.selector == Selector::kNone || row.view->segments.empty()) return MiddleUse::kDropped;
   // Segments may have come since the row was found to need no keep-set.
-  if (policy.selector == Selector::kKeepSet && row.view->keep == nullptr) return MiddleUse::kRead;
+  if (policy.selector == Selector::kKeepSet && row.view->state.keep == nullptr)
+    return MiddleUse::kRead;
   // A tolerance of nothing is dense.
   const bool by_error = policy.cuts_clusters() && policy.cut == Cut::kErrorBudget;
   return by_error && policy.tolerance == 0 ? MiddleUse::kRead : MiddleUse::kSelected;

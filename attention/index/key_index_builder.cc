@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 #include <new>
+#include <span>
 
 #include "attention/policy_state/label_choice.h"
 #include "attention/segment/index_parts.h"
@@ -25,7 +26,11 @@ void KeyIndexBuilder::Start(const Head& head) {
   key_.resize(dim);
   bounds_.resize(2 * dim);
   magnitude_.assign(dim, 0.0f);
-  channels_.assign(head.label_channels.begin(), head.label_channels.end());
+  channels_.clear();
+  if (const LabelChoice* choice = head.state->label_choice.get(); choice != nullptr) {
+    const auto given = choice->ChannelsOf(head.number(), head.form->shape);
+    channels_.assign(given.begin(), given.end());
+  }
   stage_ = Stage::kMeasure;
   next_ = head.form->unclustered;
   if (!Wanted(stage_)) Advance();
@@ -35,7 +40,7 @@ bool KeyIndexBuilder::Wanted(Stage stage) const {
   const IndexSet& indexes = head_.form->indexes;
   switch (stage) {
     case Stage::kMeasure:
-      return indexes.Has(IndexKind::kLabels) && head_.label_channels.empty();
+      return indexes.Has(IndexKind::kLabels) && channels_.empty();
     case Stage::kBlocks16:
       return indexes.Has(IndexKind::kBlocks16) && head_.layout->blocks16.count > 0;
     case Stage::kBlocks64:
@@ -136,7 +141,11 @@ void KeyIndexBuilder::MeasureKey(uint32_t slot) {
 }
 
 void KeyIndexBuilder::ChooseChannels() {
-  channels_ = ChooseLabelChannels(magnitude_, head_.query_magnitude, head_.layout->labels.channels);
+  std::span<const float> weights;
+  if (const LabelChoice* choice = head_.state->label_choice.get(); choice != nullptr) {
+    weights = choice->QueryMagnitudesOf(head_.number(), head_.form->shape);
+  }
+  channels_ = ChooseLabelChannels(magnitude_, weights, head_.layout->labels.channels);
 }
 
 void KeyIndexBuilder::WriteBlock(const IndexLayout::Blocks& part, uint32_t block) {
@@ -188,8 +197,8 @@ void KeyIndexBuilder::StartSummary() {
   const size_t bytes = FeatureSums::Bytes(head_.form->shape);
   if (sums_memory_.size() != bytes) sums_memory_ = AlignedBuffer(bytes);
   if (sums_memory_.data() == nullptr) throw std::bad_alloc();
-  sums_.emplace(head_.maps, head_.form->shape, head_.layer, head_.kv_head, /*shift=*/nullptr,
-                sums_memory_.data());
+  sums_.emplace(head_.state->feature_maps.get(), head_.form->shape, head_.layer, head_.kv_head,
+                /*shift=*/nullptr, sums_memory_.data());
   next_ = head_.form->unclustered;
 }
 

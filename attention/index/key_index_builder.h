@@ -9,11 +9,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <span>
 #include <vector>
 
-#include "attention/completion/feature_maps.h"
 #include "attention/completion/feature_sums.h"
+#include "attention/policy_state/policy_state.h"
 #include "attention/segment/segment.h"
 #include "common/aligned_buffer.h"
 
@@ -35,13 +34,12 @@ class KeyIndexBuilder {
     const IndexLayout* layout = nullptr;
     const std::byte* pages = nullptr;  // of the head, all tokens in place
     std::byte* index = nullptr;        // of the head
-    // For labels: [LabelChannels] given beforehand, or empty.
-    std::span<const uint16_t> label_channels;
-    std::span<const float> query_magnitude;  // [head_dim] or empty, if channels are not given
-    // For a summary.
-    const FeatureMaps* maps = nullptr;
+    // What labels are made of, and the maps of a summary.
+    const PolicyView* state = nullptr;
     uint32_t layer = 0;
     uint32_t kv_head = 0;
+
+    size_t number() const { return size_t{layer} * form->shape.kv_heads + kv_head; }
   };
   void Start(const Head& head);
   // Works on some tokens, a tenth of a millisecond long. True while there is more to do.
@@ -67,7 +65,7 @@ class KeyIndexBuilder {
   std::vector<float> key_;          // [head_dim]
   std::vector<float> magnitude_;    // [head_dim] greatest |k|
   std::vector<float> bounds_;       // [2][head_dim] greatest, least
-  std::vector<uint16_t> channels_;  // of labels
+  std::vector<uint16_t> channels_;  // of labels; empty until they are chosen
   AlignedBuffer sums_memory_;
   std::optional<FeatureSums> sums_;
 };

@@ -261,27 +261,14 @@ void HeadBuilder::StartRegressing() {
 // What is made of the keys in their places.
 void HeadBuilder::StartDescribing() {
   Segment& segment = *target_->segment_;
-  const ModelShape& shape = segment.shape();
-  const size_t head = size_t{layer_} * shape.kv_heads + kv_head_;
   KeyIndexBuilder::Head wanted;
   wanted.form = &segment.form();
   wanted.layout = &segment.layout();
   wanted.pages = segment.pages(layer_, kv_head_);
   wanted.index = segment.IndexHead(layer_, kv_head_);
-  wanted.maps = target_->view_->feature_maps.get();
+  wanted.state = &target_->view_->state;
   wanted.layer = layer_;
   wanted.kv_head = kv_head_;
-  if (const LabelChoice* choice = target_->view_->label_choice.get(); choice != nullptr) {
-    const size_t channels = LabelChannels(shape);
-    if (!choice->channels.empty()) {
-      wanted.label_channels =
-          std::span<const uint16_t>(choice->channels).subspan(head * channels, channels);
-    }
-    if (!choice->query_magnitudes.empty()) {
-      wanted.query_magnitude = std::span<const float>(choice->query_magnitudes)
-                                   .subspan(head * shape.head_dim, shape.head_dim);
-    }
-  }
   key_indexes_.Start(wanted);
   stage_ = Stage::kDescribe;
 }

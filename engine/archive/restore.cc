@@ -164,13 +164,13 @@ absl::StatusOr<Archive::SharedSegment> Archive::LoadSegment(const Sequence& fres
   auto opened = files_->OpenFile(record.file);
   if (opened.ok()) {
     const SegmentFileHeader& header = opened->file->header();
-    const bool is_it = header.kind == storage::SegmentKind::kClusters &&
-                       header.chain == record.chain && header.tokens == record.tokens &&
-                       opened->file->bytes() == record.file_bytes &&
-                       header.first_position == record.first_position &&
-                       opened->metadata.args.shape == fresh.shape() &&
-                       opened->metadata.args.indexes == fresh.indexes() &&
-                       opened->metadata.args.feature_maps_id == fresh.args().feature_maps_id;
+    const bool is_it =
+        header.kind == storage::SegmentKind::kClusters && header.chain == record.chain &&
+        header.tokens == record.tokens && opened->file->bytes() == record.file_bytes &&
+        header.first_position == record.first_position &&
+        opened->metadata.args.shape == fresh.shape() &&
+        opened->metadata.args.indexes == fresh.indexes() &&
+        fresh.args().model_parts.CanReadSegmentsOf(opened->metadata.args.model_parts);
     if (!is_it) {
       opened = absl::DataLossError(absl::StrCat("file ", record.file, " is another segment's"));
     }

@@ -238,7 +238,7 @@ TestSequence MakeSequenceOf(const SequenceSpec& spec, std::vector<HeadData> head
       MakeTailView(spec.shape, spec.tokens(), sequence.heads, spec.indexes);
   if (spec.feature_maps != nullptr) {
     auto with_maps = std::make_shared<SequenceView>(*view);
-    with_maps->feature_maps = spec.feature_maps;
+    with_maps->state.feature_maps = spec.feature_maps;
     view = std::move(with_maps);
   }
   const std::vector<std::shared_ptr<const TailBlock>> blocks = view->tail;
@@ -248,7 +248,7 @@ TestSequence MakeSequenceOf(const SequenceSpec& spec, std::vector<HeadData> head
     next->segments.push_back(BuildSegment(view, spec.segment_tokens[s], unclustered, s + 1));
     next->tail_begin = view->tail_begin + spec.segment_tokens[s];
     if (s == 0 && spec.indexes.Has(IndexKind::kLabels)) {
-      next->label_choice = LabelChoiceOf(*next->segments[0]);
+      next->state.label_choice = LabelChoiceOf(*next->segments[0]);
     }
     const auto first = static_cast<ptrdiff_t>(next->tail_begin / kTailBlockTokens);
     next->tail.clear();

@@ -214,8 +214,8 @@ TestSequence TokenPolicyTest::Make(ModelShape shape, std::vector<uint32_t> segme
   spec.indexes = indexes;
   TestSequence sequence = MakeSequence(spec);
   auto view = std::make_shared<SequenceView>(*sequence.view);
-  view->recall = MakeRecall(shape.layers, shape.kv_heads);
-  view->keep = RandomKeepSet(*view, spec);
+  view->state.recall = MakeRecall(shape.layers, shape.kv_heads);
+  view->state.keep = RandomKeepSet(*view, spec);
   sequence.view = view;
   return sequence;
 }
@@ -227,14 +227,14 @@ TestSequence TokenPolicyTest::Cut(const TestSequence& all, const std::vector<uin
   for (const uint32_t tokens : segments) spec.tail_tokens -= tokens;
   TestSequence sequence = MakeSequenceOf(spec, all.heads);
   auto view = std::make_shared<SequenceView>(*sequence.view);
-  view->recall = recall;
+  view->state.recall = recall;
   sequence.view = view;
   return sequence;
 }
 
 void TokenPolicyTest::ForgetChoices(TestSequence* sequence) {
   auto view = std::make_shared<SequenceView>(*sequence->view);
-  view->recall = view->recall->Prefix(0);
+  view->state.recall = view->state.recall->Prefix(0);
   sequence->view = view;
 }
 

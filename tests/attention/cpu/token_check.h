@@ -56,11 +56,11 @@ struct Scene {
   std::vector<oracle::Vector> Dequantised(bool labels) const;
   // What a keep-set has of the middle, and what came behind its prompt.
   oracle::Indices Kept() const {
-    const auto kept = view().keep->KeptBy(layer * shape().kv_heads + kv_head);
+    const auto kept = view().state.keep->KeptBy(layer * shape().kv_heads + kv_head);
     return {kept.begin(), kept.end()};
   }
   oracle::Indices BehindPrompt() const {
-    return oracle::Range(view().keep->ranked_tokens, view().tail_begin);
+    return oracle::Range(view().state.keep->ranked_tokens, view().tail_begin);
   }
   oracle::Labels labels() const {
     const KeyCodeIndex index = view().segments[0]->labels(layer, kv_head);

@@ -497,7 +497,7 @@ TEST_F(LabelChannelFilesTest, SegmentsOfOtherChannelsHaveOtherNames) {
   args.indexes = {IndexKind::kLabels};
   const std::vector<uint32_t> ids(512, 7);
   const auto name = [&](const std::string& identity) {
-    args.label_channels_id = identity;
+    args.model_parts.label_channels_id = identity;
     return ChainNames({}, kTenant, args).NameOf({kNoChain, 0, 4, ids}).value();
   };
   EXPECT_NE(name(""), name("one"));
