@@ -689,7 +689,7 @@ class EngineImpl : public Engine {
     attention::ModelParts& parts = args->model_parts;
     parts.feature_maps = nullptr;
     parts.feature_maps_id.clear();
-    if (!args->indexes.has_value() || !args->indexes->Has(attention::IndexKind::kSummary)) {
+    if (!args->indexes.has_value() || !args->indexes->Needs(attention::ModelPart::kFeatureMaps)) {
       return absl::OkStatus();
     }
     ATTND_ASSIGN_OR_RETURN(parts.feature_maps, feature_maps_.Of(args->fingerprint));
@@ -702,7 +702,7 @@ class EngineImpl : public Engine {
     attention::ModelParts& parts = args->model_parts;
     parts.label_channels = nullptr;
     parts.label_channels_id.clear();
-    if (!args->indexes.has_value() || !args->indexes->Has(attention::IndexKind::kLabels)) {
+    if (!args->indexes.has_value() || !args->indexes->Needs(attention::ModelPart::kLabelChannels)) {
       return absl::OkStatus();
     }
     const auto model = label_channels_.Of(args->fingerprint);
