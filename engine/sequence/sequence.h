@@ -22,12 +22,12 @@
 #include "attention/cpu/observation.h"
 #include "attention/policy_state/policy_state.h"
 #include "common/mutex.h"
-#include "engine/engine.h"
 #include "engine/memory_budget.h"
 #include "engine/sequence/held.h"
 #include "engine/sequence/new_tokens.h"
 #include "engine/sequence/tail.h"
 #include "engine/sequence/token_ids.h"
+#include "engine/types.h"
 
 namespace attnd::engine {
 

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "engine/options.h"
+
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
-#include "engine/engine.h"
 #include "engine/sequence/segmenter.h"
 #include "storage/cache/page_cache.h"
 
