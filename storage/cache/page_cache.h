@@ -47,7 +47,7 @@ class PageCache : public std::enable_shared_from_this<PageCache> {
  public:
   // InvalidArgument names the option; ResourceExhausted if the system refuses a thread or a queue.
   static absl::StatusOr<std::shared_ptr<PageCache>> Create(const PageCacheOptions& options);
-  ~PageCache() { Stop(); }
+  ~PageCache();
   PageCache(const PageCache&) = delete;
   PageCache& operator=(const PageCache&) = delete;
 
@@ -155,6 +155,8 @@ class PageCache : public std::enable_shared_from_this<PageCache> {
 
   explicit PageCache(const PageCacheOptions& options);
   absl::Status Start();
+  // What callers are told after Stop.
+  static absl::Status Stopped();
 
   // Pages that are to be read for a lease.
   using Missing = std::map<std::shared_ptr<Source>, std::vector<PageFrame*>>;

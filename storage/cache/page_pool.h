@@ -90,7 +90,7 @@ class PagePool {
     const uint64_t slab_bytes = SlabSizeBytes(guaranteed_bytes);
     return slab_bytes / (slab_bytes / page_bytes);
   }
-  // Puts a page into its table, as kLoading.
+  // Puts a page, which is in no frame, into its table, as kLoading. The frame is fresh from Take.
   void Fill(PageFrame* frame, PageTable* table, uint64_t slot);
   // Takes the page, if there is one, out of its table; frees the frame if nobody pins it, else the
   // last Unpin does.
@@ -128,6 +128,8 @@ class PagePool {
   bool AddClass(uint32_t page_bytes);
   bool AddSlab(uint32_t page_bytes);
   std::unique_ptr<Slab> MakeSlab(uint32_t page_bytes);
+  // A free one, of which there is one at least.
+  PageFrame* TakeFree(SizeClass* frames);
   PageFrame* Evict(SizeClass* frames);
   // The least worth of a sample; null if none of those drawn may go.
   PageFrame* DrawLeast(const SizeClass& frames);
