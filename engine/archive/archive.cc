@@ -81,38 +81,42 @@ absl::StatusOr<SealResult> Archive::Seal(Sequence* sequence, const Proceed& proc
 absl::StatusOr<SealResult> Archive::SealNow(const HistorySnapshot& history,
                                             const Sequence& sequence, const Proceed& proceed) {
   MutexLock lock(seal_mutex_);
-  SealResult result;
-  CatalogueChanges changes;
-  ATTND_ASSIGN_OR_RETURN(const auto names, NamesOf(sequence, history));
-  absl::Status written = PlaceSegments(sequence, history, names, proceed, &changes, &result);
+  SealUnderWay seal;
+  ATTND_RETURN_IF_ERROR(GiveHandles(sequence, history));
+  const size_t segments = history.view->segments.size();
+  absl::Status written;
+  for (size_t i = 0; i < segments && written.ok(); ++i) {
+    written = PlaceSegment(sequence, history, i, proceed, &seal);
+  }
   if (written.ok()) {
-    written = WriteTail(sequence, history, names.empty() ? kNoChain : names.back(), proceed,
-                        &changes, &result);
+    written = WriteTail(sequence, history, ParentOf(history, segments), proceed, &seal);
   }
   if (!written.ok()) {
-    RemoveUnrecorded(history, changes);
+    // A full disk needs the room.
+    for (const auto& file : seal.written) files_->Remove(file->number()).IgnoreError();
     return written;
   }
-  // After an error nobody knows whether the records are there: their files stay until the next
-  // start, which sees.
-  for (const SegmentRecord& record : changes.segments) files_->live().Catalogue(record.file);
-  ATTND_RETURN_IF_ERROR(catalogue_->Commit(changes));
-  Remember(changes);
-  result.tokens = history.committed;
-  result.segments = names.size();
-  return result;
+  // Before the commit: after its error nobody knows whether the records are there, and their files
+  // stay until the next start, which sees.
+  for (const auto& file : seal.files) file->SetRecorded();
+  ATTND_RETURN_IF_ERROR(catalogue_->Commit(seal.changes));
+  Remember(seal.changes);
+  seal.result.tokens = history.committed;
+  seal.result.segments = segments;
+  return seal.result;
 }
 
 absl::StatusOr<bool> Archive::HasOtherLabels(const ChainId& name, const Segment& first) {
   ATTND_ASSIGN_OR_RETURN(const std::string own, LabelChannelsId(first));
   if (own.empty()) return false;
-  const auto loaded = VersionsOf(name);
-  if (!loaded.empty()) {
-    ATTND_ASSIGN_OR_RETURN(const std::string other, LabelChannelsId(*loaded.front()));
+  const auto in_memory = VersionsOf(HandlesNamed(name));
+  if (!in_memory.empty()) {
+    ATTND_ASSIGN_OR_RETURN(const std::string other, LabelChannelsId(*in_memory.front()));
     return other != own;
   }
   const auto known = catalogue_->FindSegment(name);
-  // What was behind it may still be there, of channels that nobody can tell any more.
+  // Segments that followed one of that name may still be there. The channels of their labels cannot
+  // be told any more.
   if (absl::IsNotFound(known.status())) return !LengthsAfter(name).empty();
   ATTND_RETURN_IF_ERROR(known.status());
   const auto opened = files_->OpenFile(known->file);
@@ -121,22 +125,22 @@ absl::StatusOr<bool> Archive::HasOtherLabels(const ChainId& name, const Segment&
   return !other.empty() && other != own;
 }
 
-absl::StatusOr<std::vector<ChainId>> Archive::NamesOf(const Sequence& sequence,
-                                                      const HistorySnapshot& history) {
+absl::Status Archive::GiveHandles(const Sequence& sequence, const HistorySnapshot& history) {
   const ChainNames chain(files_->folder().secret(), sequence.tenant(), sequence.args());
-  std::vector<ChainId> names;
-  for (const auto& segment : history.view->segments) {
-    auto origin = OriginOf(*segment);
-    if (origin == nullptr) {
-      ATTND_ASSIGN_OR_RETURN(const ChainId name, NewName(chain, sequence.args(), history, *segment,
-                                                         names.empty() ? kNoChain : names.back()));
-      origin = std::make_shared<const SegmentOrigin>(name, /*file=*/0);
-      segment->origin()->SetOnce(origin);
-      Named(segment);
-    }
-    names.push_back(origin->name());
+  const auto& segments = history.view->segments;
+  for (size_t i = 0; i < segments.size(); ++i) {
+    if (HandleOf(*segments[i]) != nullptr) continue;
+    ATTND_ASSIGN_OR_RETURN(const ChainId name, NewName(chain, sequence.args(), history,
+                                                       *segments[i], ParentOf(history, i)));
+    const auto handle = NewHandle(name, /*file=*/nullptr);
+    segments[i]->origin()->SetOnce(handle);
+    handle->AddVersion(segments[i]);
   }
-  return names;
+  return absl::OkStatus();
+}
+
+ChainId Archive::ParentOf(const HistorySnapshot& history, size_t i) {
+  return i == 0 ? kNoChain : HandleOf(*history.view->segments[i - 1])->name();
 }
 
 absl::StatusOr<ChainId> Archive::NewName(const ChainNames& chain, const OpenArgs& args,
@@ -160,79 +164,55 @@ absl::StatusOr<ChainId> Archive::NewName(const ChainNames& chain, const OpenArgs
   return name;
 }
 
-// What a seal wrote before it was refused: a full disk needs the room. A paged segment's file was
-// there before.
-void Archive::RemoveUnrecorded(const HistorySnapshot& history, const CatalogueChanges& changes) {
-  for (const SegmentRecord& record : changes.segments) {
-    const auto& segments = history.view->segments;
-    const bool was_there = std::any_of(segments.begin(), segments.end(), [&](const auto& segment) {
-      return segment->paged() && FilePayloadOf(*segment).file_number() == record.file;
-    });
-    if (!was_there) files_->Remove(record.file).IgnoreError();
+absl::Status Archive::PlaceSegment(const Sequence& sequence, const HistorySnapshot& history,
+                                   size_t i, const Proceed& proceed, SealUnderWay* seal) {
+  const Segment& segment = *history.view->segments[i];
+  const auto handle = HandleOf(segment);
+  const auto known = catalogue_->FindSegment(handle->name());
+  if (!known.ok() && !absl::IsNotFound(known.status())) return known.status();
+  // A paged segment has been paged out or dropped if there is no record of its own file: it lies in
+  // one that nobody else knows.
+  const FilePayload* const payload = segment.paged() ? &FilePayloadOf(segment) : nullptr;
+  const bool reads_recorded =
+      payload != nullptr && (!known.ok() || payload->file()->number() == known->file);
+  if (reads_recorded && absl::IsDataLoss(payload->status())) return payload->status();
+  if (known.ok()) {
+    if (handle->HasFile(known->file)) handle->file()->SetRecorded();
+    return absl::OkStatus();
   }
-}
-
-absl::Status Archive::PlaceSegments(const Sequence& sequence, const HistorySnapshot& history,
-                                    const std::vector<ChainId>& names, const Proceed& proceed,
-                                    CatalogueChanges* changes, SealResult* result) {
-  for (size_t i = 0; i < names.size(); ++i) {
-    ATTND_ASSIGN_OR_RETURN(Place place, PlaceSegment(sequence, history, names, i, proceed));
-    if (place.written) {
-      ++result->written_segments;
-      result->written_bytes += place.record.file_bytes;
-    }
-    if (!place.catalogued) changes->segments.push_back(std::move(place.record));
+  SegmentRecord record;
+  record.chain = handle->name();
+  record.parent = ParentOf(history, i);
+  record.tenant = sequence.tenant();
+  record.first_position = segment.first_position();
+  record.tokens = segment.tokens();
+  record.used_unix_s = NowUnixSeconds();
+  if (payload != nullptr) {
+    seal->files.push_back(payload->file());
+    ATTND_ASSIGN_OR_RETURN(const Opened opened, files_->OpenFile(payload->file()->number()));
+    record.file_bytes = opened.file->bytes();
+  } else {
+    ATTND_ASSIGN_OR_RETURN(Written written, WriteSegment(sequence, history, i, proceed));
+    seal->files.push_back(written.file);
+    seal->written.push_back(std::move(written.file));
+    record.file_bytes = written.bytes;
+    ++seal->result.written_segments;
+    seal->result.written_bytes += written.bytes;
   }
+  record.file = seal->files.back()->number();
+  seal->changes.segments.push_back(std::move(record));
   return absl::OkStatus();
 }
 
-absl::StatusOr<Archive::Place> Archive::PlaceSegment(const Sequence& sequence,
-                                                     const HistorySnapshot& history,
-                                                     const std::vector<ChainId>& names, size_t i,
-                                                     const Proceed& proceed) {
-  const Segment& segment = *history.view->segments[i];
-  auto known = catalogue_->FindSegment(names[i]);
-  if (known.ok()) {
-    files_->live().Catalogue(known->file);
-    const bool own = segment.paged() && FilePayloadOf(segment).file_number() == known->file;
-    if (own && absl::IsDataLoss(FilePayloadOf(segment).status())) {
-      return FilePayloadOf(segment).status();
-    }
-    return Place{*std::move(known), true, false};
-  }
-  if (!absl::IsNotFound(known.status())) return known.status();
-  Place place;
-  place.record.chain = names[i];
-  place.record.parent = i == 0 ? kNoChain : names[i - 1];
-  place.record.tenant = sequence.tenant();
-  place.record.first_position = segment.first_position();
-  place.record.tokens = segment.tokens();
-  place.record.used_unix_s = NowUnixSeconds();
-  if (segment.paged()) {
-    // It was paged out, or dropped, and so lies in a file that nobody else knows.
-    const FilePayload& payload = FilePayloadOf(segment);
-    if (absl::IsDataLoss(payload.status())) return payload.status();
-    place.record.file = payload.file_number();
-    ATTND_ASSIGN_OR_RETURN(const Opened opened, files_->OpenFile(place.record.file));
-    place.record.file_bytes = opened.file->bytes();
-    return place;
-  }
-  ATTND_ASSIGN_OR_RETURN(const Written written, WriteSegment(sequence, history, names, i, proceed));
-  place.record.file = written.file;
-  place.record.file_bytes = written.bytes;
-  place.written = true;
-  return place;
-}
-
 absl::StatusOr<Archive::Written> Archive::WriteSegment(const Sequence& sequence,
-                                                       const HistorySnapshot& history,
-                                                       const std::vector<ChainId>& names, size_t i,
+                                                       const HistorySnapshot& history, size_t i,
                                                        const Proceed& proceed) {
   const uint32_t layers = sequence.shape().layers;
   const Segment& segment = *history.view->segments[i];
+  const auto handle = HandleOf(segment);
   SegmentFileHeader header = HeaderOf(segment);
-  header.chain = names[i];
-  header.parent = i == 0 ? kNoChain : names[i - 1];
+  header.chain = handle->name();
+  header.parent = ParentOf(history, i);
   FileMetadata metadata;
   metadata.tenant = sequence.tenant();
   metadata.args = sequence.args();
@@ -242,35 +222,37 @@ absl::StatusOr<Archive::Written> Archive::WriteSegment(const Sequence& sequence,
   metadata.key_bounds.assign(bounds, bounds + layers);
   ATTND_ASSIGN_OR_RETURN(metadata.label_channels, LabelChannelsId(segment));
   header.metadata = EncodeMetadata(metadata);
+  ATTND_ASSIGN_OR_RETURN(const uint64_t number, catalogue_->TakeNumbers(1));
   Written written;
-  ATTND_ASSIGN_OR_RETURN(written.file, catalogue_->TakeNumbers(1));
-  OriginOf(segment)->SetFile(written.file);  // of which nobody knows if this comes to nothing
+  written.file = files_->NewFile(number, /*recorded=*/false);
+  handle->SetFile(written.file);  // nobody knows the file if this comes to nothing
   ATTND_ASSIGN_OR_RETURN(written.bytes,
-                         files_->Write(written.file, header, SegmentBytes(segment), proceed));
+                         files_->Write(number, header, SegmentBytes(segment), proceed));
   return written;
 }
 
 absl::Status Archive::WriteTail(const Sequence& sequence, const HistorySnapshot& history,
-                                const ChainId& parent, const Proceed& proceed,
-                                CatalogueChanges* changes, SealResult* result) {
+                                const ChainId& parent, const Proceed& proceed, SealUnderWay* seal) {
   const TailBytes tail(history);
   SegmentFileHeader header = tail.Header();
   header.parent = parent;
   ATTND_ASSIGN_OR_RETURN(header.chain, ChainNames::RandomName());
-  ATTND_ASSIGN_OR_RETURN(result->sealed_id, catalogue_->TakeNumbers(1));
+  ATTND_ASSIGN_OR_RETURN(const uint64_t sealed_id, catalogue_->TakeNumbers(1));
   FileMetadata metadata;
   metadata.tenant = sequence.tenant();
   metadata.args = sequence.args();
   metadata.token_ids = RunsWithin(history.token_ids, header.first_position, history.committed);
-  metadata.sealed_id = result->sealed_id;
+  metadata.sealed_id = sealed_id;
   metadata.tokens = history.committed;
   metadata.sealed_unix_s = NowUnixSeconds();
   header.metadata = EncodeMetadata(metadata);
   ATTND_ASSIGN_OR_RETURN(const uint64_t number, catalogue_->TakeNumbers(1));
   ATTND_ASSIGN_OR_RETURN(const uint64_t bytes, files_->Write(number, header, tail, proceed));
-  changes->sequences.push_back({result->sealed_id, sequence.tenant(), parent, number, bytes,
-                                history.committed, metadata.sealed_unix_s, metadata.sealed_unix_s});
-  result->written_bytes += bytes;
+  seal->changes.sequences.push_back({sealed_id, sequence.tenant(), parent, number, bytes,
+                                     history.committed, metadata.sealed_unix_s,
+                                     metadata.sealed_unix_s});
+  seal->result.sealed_id = sealed_id;
+  seal->result.written_bytes += bytes;
   return absl::OkStatus();
 }
 
@@ -297,13 +279,14 @@ absl::StatusOr<std::optional<Swap>> Archive::PageOut(Sequence* from, const Proce
       std::find_if(segments.begin(), segments.end(), [](const auto& s) { return !s->paged(); });
   if (whole == segments.end()) return std::nullopt;
   const auto i = static_cast<size_t>(whole - segments.begin());
-  ATTND_ASSIGN_OR_RETURN(const auto names, NamesOf(*from, history));
-  ATTND_ASSIGN_OR_RETURN(const FilePlace place, PlaceToPageOut(*from, history, names, i, proceed));
-  // From here on the file goes with its last user, unless the catalogue knows it.
-  LiveFile live = files_->live().Use(place.file, place.catalogued);
-  ATTND_ASSIGN_OR_RETURN(auto opened, files_->OpenFile(place.file));
-  ATTND_ASSIGN_OR_RETURN(auto paged, files_->PageOut(**whole, std::move(opened), std::move(live)));
-  Named(paged);
+  ATTND_RETURN_IF_ERROR(GiveHandles(*from, history));
+  ATTND_ASSIGN_OR_RETURN(const FilePlace place, PlaceToPageOut(*from, history, i, proceed));
+  // From here on the file goes with its last user, unless the catalogue names it.
+  StoredFile::Use use = place.file->AddUser();
+  if (place.recorded) place.file->SetRecorded();
+  ATTND_ASSIGN_OR_RETURN(auto opened, files_->OpenFile(place.file->number()));
+  ATTND_ASSIGN_OR_RETURN(auto paged, files_->PageOut(**whole, std::move(opened), std::move(use)));
+  HandleOf(*paged)->AddVersion(paged);
   MutexLock stats_lock(mutex_);
   ++stats_.paged_out_segments;
   return Swap{*whole, std::move(paged)};
@@ -313,18 +296,16 @@ absl::StatusOr<std::optional<Swap>> Archive::PageOut(Sequence* from, const Proce
 // same tokens: index and pages must come from one segment. So a file serves only the segment that
 // it was written from or that was loaded from it.
 absl::StatusOr<Archive::FilePlace> Archive::PlaceToPageOut(const Sequence& from,
-                                                           const HistorySnapshot& history,
-                                                           const std::vector<ChainId>& names,
-                                                           size_t i, const Proceed& proceed) {
-  const auto known = catalogue_->FindSegment(names[i]);
+                                                           const HistorySnapshot& history, size_t i,
+                                                           const Proceed& proceed) {
+  const auto handle = HandleOf(*history.view->segments[i]);
+  const auto known = catalogue_->FindSegment(handle->name());
   if (!known.ok() && !absl::IsNotFound(known.status())) return known.status();
-  if (known.ok() && OriginOf(*history.view->segments[i])->file() == known->file) {
-    return FilePlace{known->file, true};
-  }
-  ATTND_ASSIGN_OR_RETURN(const Written written, WriteSegment(from, history, names, i, proceed));
+  if (known.ok() && handle->HasFile(known->file)) return FilePlace{handle->file(), true};
+  ATTND_ASSIGN_OR_RETURN(Written written, WriteSegment(from, history, i, proceed));
   MutexLock lock(mutex_);
   stats_.written_bytes += written.bytes;
-  return FilePlace{written.file, false};
+  return FilePlace{std::move(written.file), false};
 }
 
 absl::StatusOr<std::vector<Swap>> Archive::BringWhole(std::span<const SharedSegment> paged,
@@ -336,7 +317,7 @@ absl::StatusOr<std::vector<Swap>> Archive::BringWhole(std::span<const SharedSegm
       brought = LostPositions(segment->first_position(), segment->tokens(), brought.status());
     }
     ATTND_ASSIGN_OR_RETURN(auto whole, Told(std::move(brought)));
-    Named(whole);
+    HandleOf(*whole)->AddVersion(whole);
     swaps.push_back({segment, std::move(whole)});
   }
   return swaps;
@@ -348,7 +329,7 @@ void Archive::PutAwayDamaged(const attention::SequenceView& view) {
     const ChainId name = FilePayloadOf(*segment).source()->file().header().chain;
     const auto record = catalogue_->FindSegment(name);
     // One that the catalogue does not know, or no longer, is nobody else's.
-    if (!record.ok() || record->file != FilePayloadOf(*segment).file_number()) continue;
+    if (!record.ok() || record->file != FilePayloadOf(*segment).file()->number()) continue;
     static_cast<void>(LoseIfDamaged(*record, segment->paged_payload()->status()));
   }
 }
@@ -373,13 +354,21 @@ absl::StatusOr<uint64_t> Archive::DropRecord(absl::string_view tenant, uint64_t 
   uint64_t bytes = record.tail_file_bytes;
   for (const SegmentRecord& segment : dropped) {
     bytes += segment.file_bytes;
-    if (!files_->live().LeaveToUsers(segment.file)) files.push_back(segment.file);
+    if (!LeaveToUsers(segment)) files.push_back(segment.file);
   }
   for (const uint64_t file : files) {
     absl::Status removed = files_->Remove(file);
     if (!removed.ok() && !absl::IsNotFound(removed)) return removed;
   }
   return bytes;
+}
+
+bool Archive::LeaveToUsers(const SegmentRecord& dropped) const {
+  for (const auto& handle : HandlesNamed(dropped.chain)) {
+    const std::shared_ptr<StoredFile> file = handle->file();
+    if (file != nullptr && file->number() == dropped.file) return file->LeaveToUsers();
+  }
+  return false;
 }
 
 // From the last segment of its chain back to the first that something else stands on: another
