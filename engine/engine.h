@@ -17,6 +17,7 @@
 #include "absl/strings/string_view.h"
 #include "attention/policy/policy.h"
 #include "attention/segment/index_set.h"
+#include "engine/answer_memory.h"
 #include "engine/observer.h"
 #include "engine/options.h"
 #include "engine/types.h"
@@ -82,11 +83,13 @@ class Engine {
   // Whether what found no room may find some by waiting (AppendChunk, ObservedChunk: may_wait).
   virtual bool MayMakeRoom() const = 0;
 
-  // Appends the rows' new tokens and answers attention. A status other than OK concerns the whole
-  // step (limits, tensors that no row could have, deadline, memory that the system refused: tokens
-  // may have been appended, and repeating is safe); row faults are in the result.
+  // Appends the rows' new tokens and answers attention: out and lse go to `memory`, NaN for rows
+  // whose status is not OK, the rest to `result`. A status other than OK concerns the whole step
+  // (limits, tensors that no row could have, deadline, memory that the system refused: tokens may
+  // have been appended, and repeating is safe), and what memory was asked for has then no defined
+  // content; row faults are in the result.
   virtual absl::Status Decode(absl::string_view tenant, WriterId writer, const DecodeArgs& args,
-                              DecodeResult* result) = 0;
+                              AnswerMemory memory, DecodeResult* result) = 0;
 
   virtual absl::StatusOr<uint64_t> Truncate(absl::string_view tenant, uint64_t sequence_id,
                                             uint64_t length) = 0;  // -> segmented tokens

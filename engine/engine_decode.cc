@@ -5,34 +5,33 @@
 #include <chrono>
 #include <memory>
 #include <optional>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
 #include "engine/archive/paged_segments.h"
 #include "engine/engine_impl.h"
 
 namespace attnd::engine {
 
 absl::Status EngineImpl::Decode(absl::string_view tenant, WriterId writer, const DecodeArgs& args,
-                                DecodeResult* result) {
+                                AnswerMemory memory, DecodeResult* result) {
   const auto start = std::chrono::steady_clock::now();
   *result = DecodeResult();
-  if (args.deadline.has_value() && start > *args.deadline) {
-    return absl::DeadlineExceededError("the step's deadline passed before it began");
-  }
   std::vector<std::shared_ptr<Sequence>> grown;
   absl::Status status = WithinMemory([&]() -> absl::Status {
     DecodeBatch batch(args, &budget_, result);
     ATTND_RETURN_IF_ERROR(batch.Check(options_));
+    // After Check: a message that nobody could answer is told so, however late it is.
+    if (args.deadline.has_value() && start > *args.deadline) {
+      return absl::DeadlineExceededError("the step's deadline passed before it began");
+    }
     std::optional<StepGate::Step> step;
     step.emplace(&gate_);
     PrepareRows(tenant, writer, args, &batch, &grown, result);
     result->validate_time = std::chrono::steady_clock::now() - start;
     // One that may wait for the disk does not hold builders up.
     if (PrefetchNextLayer(args.layer, batch.step_rows())) step.reset();
-    ATTND_RETURN_IF_ERROR(batch.Run(backend_.get()));
+    ATTND_RETURN_IF_ERROR(batch.Run(backend_.get(), memory));
     PutAwayDamaged(batch, *result);
     if (auditor_ != nullptr) OfferToAudit(args.layer, batch);
     return absl::OkStatus();
@@ -44,18 +43,12 @@ absl::Status EngineImpl::Decode(absl::string_view tenant, WriterId writer, const
 void EngineImpl::PrepareRows(absl::string_view tenant, WriterId writer, const DecodeArgs& args,
                              DecodeBatch* batch, std::vector<std::shared_ptr<Sequence>>* grown,
                              DecodeResult* result) {
-  std::unordered_set<uint64_t> seen;
   for (size_t i = 0; i < batch->rows(); ++i) {
+    if (absl::Status fault = batch->CheckAlone(i); !fault.ok()) {
+      batch->Refuse(i, std::move(fault));
+      continue;
+    }
     const DecodeRow& row = args.rows[i];
-    if (!row.precheck.ok()) {
-      batch->Refuse(i, row.precheck);
-      continue;
-    }
-    if (!seen.insert(row.sequence_id).second) {
-      batch->Refuse(i, absl::InvalidArgumentError(absl::StrCat("sequence_id ", row.sequence_id,
-                                                               " stands in an earlier row")));
-      continue;
-    }
     auto sequence = row.query_only ? sequences_.Find(tenant, row.sequence_id)
                                    : sequences_.FindToWrite(tenant, row.sequence_id, writer);
     if (!sequence.ok()) {

@@ -76,7 +76,7 @@ class EngineImpl final : public Engine {
   bool MayMakeRoom() const override { return archive_ != nullptr; }
 
   absl::Status Decode(absl::string_view tenant, WriterId writer, const DecodeArgs& args,
-                      DecodeResult* result) override;
+                      AnswerMemory memory, DecodeResult* result) override;
 
   absl::StatusOr<uint64_t> Truncate(absl::string_view tenant, uint64_t sequence_id,
                                     uint64_t length) override;

@@ -120,8 +120,8 @@ struct DecodeRow {
 struct DecodeArgs {
   uint32_t layer = 0;
   std::span<const DecodeRow> rows;
-  // Shapes as the proto says; all rows' tokens one after the other. The engine checks dtype,
-  // element counts against each sequence's shape, and that every element is finite.
+  // Shapes as the proto says; all rows' tokens one after the other. The engine checks everything
+  // but that `data` holds as many elements as the view says.
   TensorView q;
   uint64_t q_heads = 0,
            q_head_dim = 0;  // the tensor's own last two extents; tokens = sum of query_tokens
@@ -139,12 +139,10 @@ struct DecodeRowResult {
   attention::RowStats stats;
 };
 
+// What a step found, but for out and lse: these lie in the caller's AnswerMemory.
 struct DecodeResult {
   std::vector<DecodeRowResult> rows;
-  // [tokens, q_heads, value_dim] and [tokens, q_heads]; NaN for rows whose status is not OK.
-  std::vector<float> out;
-  std::vector<float> lse;
-  uint64_t value_dim = 0;                     // 0 if no row was accepted
+  uint64_t value_dim = 0;                     // of out; 0 if no row was accepted
   std::chrono::nanoseconds validate_time{0};  // checks and appending
 };
 

@@ -24,7 +24,7 @@
 namespace attnd::engine {
 
 // One file's pages as a segment's payload. Remembers what steps wanted of each layer last, as the
-// next step will want nearly the same (docs/PAGE_POOL.md; papers: AsyncTLS, section 4.2).
+// next step will want nearly the same (docs/research/PAGE_POOL.md; papers: AsyncTLS, section 4.2).
 // Thread-safe.
 class FilePayload : public attention::PagedPayload {
  public:

@@ -61,9 +61,9 @@ struct PageMemory {
 // Memory comes in slabs, each cut into frames of one page size, so that models of different shapes
 // share it and a slab without pinned frames can serve another size or be given back.
 //
-// Eviction is LFU with ageing among a few frames drawn at random (docs/PAGE_POOL.md, "The rule"). A
-// use counts half after kHalfLife times the pool's bytes have been used since, so that no setting
-// depends on how many sequences and layers there are.
+// Eviction is LFU with ageing among a few frames drawn at random (docs/research/PAGE_POOL.md, "The
+// rule"). A use counts half after kHalfLife times the pool's bytes have been used since, so that no
+// setting depends on how many sequences and layers there are.
 class PagePool {
  public:
   static constexpr double kHalfLife = 4;

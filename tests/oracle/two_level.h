@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The two-level selection of a run of query tokens, for one KV head (docs/POLICIES.md, "AsyncTLS";
+// The two-level selection of a run of query tokens, for one KV head (docs/POLICIES.md, "Two levels";
 // AsyncTLS section 4).
 //
 //   M_t = the `blocks` full blocks of highest bound for q_t

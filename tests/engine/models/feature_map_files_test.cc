@@ -285,11 +285,12 @@ TEST_F(FeatureMapFilesTest, SealedSequencesGoOnUnderTheSameMaps) {
     Row row = rows[i];
     row.sequence = &resumed;
     const Message message(layer, {row});
+    AnswerVectors memory;
     DecodeResult result;
-    ASSERT_TRUE(engine->Decode(kTenant, kWriter, message.args, &result).ok());
+    ASSERT_TRUE(engine->Decode(kTenant, kWriter, message.args, memory, &result).ok());
     ASSERT_TRUE(result.rows[0].status.ok()) << result.rows[0].status;
-    EXPECT_EQ(result.out, expected[i].out) << "row " << i;
-    EXPECT_EQ(result.lse, expected[i].lse) << "row " << i;
+    EXPECT_EQ(memory.out(), expected[i].out) << "row " << i;
+    EXPECT_EQ(memory.lse(), expected[i].lse) << "row " << i;
     const attention::RowStats& stats = result.rows[0].stats;
     EXPECT_EQ(stats.host_tokens + stats.ssd_tokens, stats.zone_tokens + stats.exact_tokens);
   }

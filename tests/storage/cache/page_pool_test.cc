@@ -257,7 +257,8 @@ TEST(PagePoolTest, RandomOperationsKeepTheBooks) {
   EXPECT_GT(evictions, 1000u) << "the operations met no full pool";
 }
 
-// Against the sum itself (docs/PAGE_POOL.md, "The rule"): time is pages used, in pools of them.
+// Against the sum itself (docs/research/PAGE_POOL.md, "The rule"): time is pages used, in pools of
+// them.
 TEST(PagePoolTest, WorthIsTheSumOfAgedUses) {
   constexpr uint64_t kPages = kGuaranteed / 4096;
   PagePool pool(kGuaranteed, NoMore());

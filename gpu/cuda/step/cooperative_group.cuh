@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The threads that work on one unit together: one block, or the blocks of a thread-block cluster,
-// whose shared memory each of them can write (compute capability 9.0 and later). Called a team, as
-// a cluster here is one of keys.
+// The cooperative groups that work on one unit: one thread block, or the thread blocks of a
+// thread-block cluster, each of which can write the others' shared memory (compute capability 9.0
+// and later). "Cluster" alone means a cluster of keys here.
 //
-// A team's warps are numbered through its blocks. Sync waits for the whole team and makes all that
-// its threads wrote, to shared and to global memory, visible to it. A Mailbox is faster: words that
-// each block awaits in its shared memory.
-#ifndef ATTND_GPU_CUDA_STEP_TEAM_CUH_
-#define ATTND_GPU_CUDA_STEP_TEAM_CUH_
+// A cooperative group's warps are numbered through its thread blocks. Sync waits for all its
+// threads, and makes all that they wrote, to shared and to global memory, visible to them. A
+// Mailbox is faster: words that each thread block awaits in its shared memory.
+#ifndef ATTND_GPU_CUDA_STEP_COOPERATIVE_GROUP_CUH_
+#define ATTND_GPU_CUDA_STEP_COOPERATIVE_GROUP_CUH_
 
 #include <cstdint>
 
@@ -16,7 +16,7 @@
 
 namespace attnd::gpu {
 
-class BlockTeam {
+class ThreadBlock {
  public:
   static constexpr uint32_t kBlockThreads = 1024;
   static constexpr uint32_t kBlockWarps = kBlockThreads / 32;
@@ -36,11 +36,11 @@ class BlockTeam {
   };
 };
 
-class ClusterTeam {
+class ThreadBlockCluster {
  public:
-  static constexpr uint32_t kBlockThreads = kTeamWarps * 32;
-  static constexpr uint32_t kBlockWarps = kTeamWarps;
-  static constexpr uint32_t kWarpsMax = kTeamBlocksMax * kBlockWarps;
+  static constexpr uint32_t kBlockThreads = kCoopWarps * 32;
+  static constexpr uint32_t kBlockWarps = kCoopWarps;
+  static constexpr uint32_t kWarpsMax = kCoopBlocksMax * kBlockWarps;
   static constexpr uint32_t kGroupSlots = 8;
 
   static __device__ __forceinline__ uint32_t rank() {
@@ -57,7 +57,8 @@ class ClusterTeam {
     Arrive();
     Wait();
   }
-  // Sync in two halves. A team's first: no block may write into another before that has begun.
+  // Sync in two halves. The first Sync of a kernel has to end before any thread block writes into
+  // another: that one may not have begun.
   static __device__ __forceinline__ void Arrive() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   }
@@ -71,11 +72,12 @@ class ClusterTeam {
                  : "memory");
   }
 
-  // One in the same place of each block's shared memory. In each use every block's threads send
-  // words into it, and await as many bytes as all of them send to their block.
+  // Each thread block has a mailbox at the same place of its shared memory. In each use the threads
+  // of every thread block send words to the mailboxes, and await as many bytes as all threads send
+  // to their own.
   class Mailbox {
    public:
-    // By one thread; the team must Sync before the first use.
+    // By one thread; the cluster must Sync before the first use.
     __device__ __forceinline__ void Init() {
       asm volatile(
           "mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(
@@ -134,12 +136,12 @@ class ClusterTeam {
   }
 };
 
-// Of this thread's place in the team.
-template <typename Team>
-__device__ __forceinline__ uint32_t TeamWarp() {
-  return Team::rank() * Team::kBlockWarps + threadIdx.x / 32;
+// The number of this thread's warp in its cooperative group.
+template <typename Threads>
+__device__ __forceinline__ uint32_t CoopWarp() {
+  return Threads::rank() * Threads::kBlockWarps + threadIdx.x / 32;
 }
 
 }  // namespace attnd::gpu
 
-#endif  // ATTND_GPU_CUDA_STEP_TEAM_CUH_
+#endif  // ATTND_GPU_CUDA_STEP_COOPERATIVE_GROUP_CUH_
