@@ -18,8 +18,8 @@
 #include "common/mutex.h"
 #include "engine/audit/audit.h"
 #include "engine/audit/dense_row.h"
-#include "engine/engine.h"
 #include "engine/memory_budget.h"
+#include "engine/observer.h"
 
 namespace attnd::engine {
 

@@ -16,8 +16,8 @@
 #include "attention/backend.h"
 #include "attention/index/segment_builder.h"
 #include "common/mutex.h"
-#include "engine/engine.h"
 #include "engine/memory_budget.h"
+#include "engine/observer.h"
 #include "engine/sequence/sequence.h"
 
 namespace attnd::engine {

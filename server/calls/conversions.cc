@@ -8,8 +8,10 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "common/checked_math.h"
 #include "common/status.h"
 
@@ -64,6 +66,16 @@ absl::StatusOr<engine::Shard> ShardFromProto(const v1::Shard& proto) {
   return shard;
 }
 
+// The indexes that make cluster order, for errors.
+std::string ClusterIndexNames() {
+  std::vector<std::string> names;
+  for (const attention::IndexKindInfo& info : attention::kIndexKindInfos) {
+    if (!info.clusters.has_value()) continue;
+    names.push_back(v1::OpenSequenceRequest::Index_Name(static_cast<int>(info.kind)));
+  }
+  return absl::StrJoin(names, " or ");
+}
+
 // Absent: left to the policy.
 absl::StatusOr<std::optional<attention::IndexSet>> IndexesFromProto(
     const v1::OpenSequenceRequest& request) {
@@ -83,13 +95,13 @@ absl::StatusOr<std::optional<attention::IndexSet>> IndexesFromProto(
   const bool clusters = indexes.clustered();
   if (request.layout() == Request::LAYOUT_TOKEN_ORDER) {
     if (!clusters) return indexes;
-    return Invalid("layout", " is token order with INDEX_CLUSTERS or INDEX_REGRESSION; allowed is ",
-                   "cluster order");
+    return Invalid("layout", " is token order with ", ClusterIndexNames(),
+                   "; allowed is cluster order");
   }
   if (request.indexes().empty()) return std::nullopt;
   if (request.layout() == Request::LAYOUT_CLUSTER_ORDER && !clusters) {
-    return Invalid("layout", " is cluster order without INDEX_CLUSTERS or INDEX_REGRESSION in ",
-                   "indexes; allowed is token order");
+    return Invalid("layout", " is cluster order without ", ClusterIndexNames(),
+                   " in indexes; allowed is token order");
   }
   return indexes;
 }
@@ -105,22 +117,6 @@ bool IsAbsent(const v1::Policy& policy) {
   return policy.preset().empty() && policy.parameters().empty();
 }
 
-// The sums of the rows' query tokens: of all rows, and of those that append.
-struct TokenSums {
-  uint64_t query = 0;
-  uint64_t appended = 0;
-};
-
-// What is wrong with the row alone; its tokens still count in the tensors.
-absl::Status CheckRow(const v1::DecodeRow& proto) {
-  const auto ids = static_cast<uint64_t>(proto.token_ids_size());
-  if (ids != 0 && ids != proto.query_tokens()) {
-    return Invalid("token_ids", " has ", ids, " entries; allowed are none or query_tokens (",
-                   proto.query_tokens(), ")");
-  }
-  return absl::OkStatus();
-}
-
 void ConvertRow(const v1::DecodeRow& proto, const PolicyCatalog& policies, engine::DecodeRow* row) {
   row->sequence_id = proto.sequence_id();
   row->position = proto.position();
@@ -128,63 +124,29 @@ void ConvertRow(const v1::DecodeRow& proto, const PolicyCatalog& policies, engin
   row->token_ids = {proto.token_ids().data(), static_cast<size_t>(proto.token_ids_size())};
   row->query_only = proto.query_only();
   row->policy.reset();
-  row->precheck = CheckRow(proto);
+  row->precheck = absl::OkStatus();
   if (!proto.has_policy() || IsAbsent(proto.policy())) return;
   auto policy = policies.Parse(proto.policy());
   if (policy.ok()) {
     row->policy = *std::move(policy);
   } else {
-    row->precheck.Update(policy.status());
+    row->precheck = policy.status();
   }
 }
 
-// A row's query_tokens says where its part of the tensors ends and the next row's begins: a wrong
-// one is the whole message's fault, as a wrong shape is. `before`: those of the rows before it.
-absl::Status CheckQueryTokens(const v1::DecodeRow& proto, size_t number, uint64_t before,
-                              uint64_t max) {
-  if (proto.query_tokens() != 0 && proto.query_tokens() <= max - before) return absl::OkStatus();
-  return Invalid("rows", "[", number, "].query_tokens is ", proto.query_tokens(),
-                 "; allowed are 1..", max, " (max_query_tokens) in all rows together, ", before,
-                 " are in the rows before");
-}
-
-absl::Status ConvertRows(const v1::DecodeRequest& request, const DecodeLimits& limits,
-                         const PolicyCatalog& policies, DecodeStep* step, TokenSums* sums) {
-  const auto count = static_cast<uint64_t>(request.rows_size());
-  if (count == 0 || count > limits.max_rows) {
-    return Invalid("rows", " has ", count, " entries; allowed are 1..", limits.max_rows);
+// k and v of the rows that append. A message that needs k and has none is told what an empty tensor
+// lacks; v is absent if the rows' models are latent.
+absl::Status ConvertNewTokens(const v1::DecodeRequest& request, engine::DecodeArgs* args) {
+  const bool appends = std::any_of(request.rows().begin(), request.rows().end(),
+                                   [](const v1::DecodeRow& row) { return !row.query_only(); });
+  if (request.has_k() || appends) {
+    ATTND_ASSIGN_OR_RETURN(const Tensor3 k, FromProto(request.k(), "k"));
+    args->k = k.view;
+    args->k_heads = k.heads;
+    args->k_head_dim = k.dim;
   }
-  step->rows.resize(count);
-  for (size_t i = 0; i < count; ++i) {
-    const v1::DecodeRow& row = request.rows(static_cast<int>(i));
-    ATTND_RETURN_IF_ERROR(CheckQueryTokens(row, i, sums->query, limits.max_query_tokens));
-    ConvertRow(row, policies, &step->rows[i]);
-    sums->query += row.query_tokens();
-    if (!row.query_only()) sums->appended += row.query_tokens();
-  }
-  return absl::OkStatus();
-}
-
-absl::Status CheckTokens(const Tensor3& tensor, uint64_t expected, absl::string_view field) {
-  if (tensor.tokens == expected) return absl::OkStatus();
-  return Invalid(field, ".shape[0] is ", tensor.tokens, "; the rows make it ", expected);
-}
-
-// k and v of the rows that append; both absent if there are none, v also if models are latent.
-absl::Status ConvertNewTokens(const v1::DecodeRequest& request, uint64_t appended,
-                              engine::DecodeArgs* args) {
-  if (appended == 0) {
-    if (!request.has_k() && !request.has_v()) return absl::OkStatus();
-    return Invalid(request.has_k() ? "k" : "v", " is present, but every row is query_only");
-  }
-  ATTND_ASSIGN_OR_RETURN(const Tensor3 k, FromProto(request.k(), "k"));
-  ATTND_RETURN_IF_ERROR(CheckTokens(k, appended, "k"));
-  args->k = k.view;
-  args->k_heads = k.heads;
-  args->k_head_dim = k.dim;
   if (!request.has_v()) return absl::OkStatus();
   ATTND_ASSIGN_OR_RETURN(const Tensor3 v, FromProto(request.v(), "v"));
-  ATTND_RETURN_IF_ERROR(CheckTokens(v, appended, "v"));
   args->v = v.view;
   args->v_heads = v.heads;
   args->v_value_dim = v.dim;
@@ -221,18 +183,6 @@ void StatsToProto(const attention::RowStats& stats, v1::RowStats* out) {
   stages->set_fetch_us(Micros(stats.stages.fetch));
   stages->set_attend_us(Micros(stats.stages.attend));
   stages->set_merge_us(Micros(stats.stages.merge));
-}
-
-void SetShape(std::initializer_list<uint64_t> shape, v1::Tensor* out) {
-  out->clear_shape();
-  for (const uint64_t extent : shape) out->add_shape(static_cast<uint32_t>(extent));
-}
-
-void SetData(DType dtype, const std::vector<float>& values, v1::Tensor* out) {
-  out->set_dtype(ToProto(dtype));
-  std::string* const data = out->mutable_data();
-  data->resize(values.size() * DTypeBytes(dtype));
-  FromFloat(dtype, values.data(), values.size(), reinterpret_cast<std::byte*>(data->data()));
 }
 
 v1::Shard::Kind ToProto(engine::Shard::Kind kind) {
@@ -351,15 +301,16 @@ absl::StatusOr<engine::AppendChunk> FromProto(const v1::AppendKvRequest& request
   return chunk;
 }
 
-absl::Status FromProto(const v1::DecodeRequest& request, const DecodeLimits& limits,
-                       steady_clock::time_point arrival, DecodeStep* step,
-                       const PolicyCatalog& policies) {
+absl::Status FromProto(const v1::DecodeRequest& request, steady_clock::time_point arrival,
+                       DecodeStep* step, const PolicyCatalog& policies) {
   step->args = engine::DecodeArgs();
-  TokenSums sums;
-  ATTND_RETURN_IF_ERROR(ConvertRows(request, limits, policies, step, &sums));
+  const int rows = request.rows_size();
+  step->rows.resize(static_cast<size_t>(rows));
+  for (int i = 0; i < rows; ++i) {
+    ConvertRow(request.rows(i), policies, &step->rows[static_cast<size_t>(i)]);
+  }
   ATTND_ASSIGN_OR_RETURN(const Tensor3 q, FromProto(request.q(), "q"));
-  ATTND_RETURN_IF_ERROR(CheckTokens(q, sums.query, "q"));
-  ATTND_RETURN_IF_ERROR(ConvertNewTokens(request, sums.appended, &step->args));
+  ATTND_RETURN_IF_ERROR(ConvertNewTokens(request, &step->args));
   step->output_dtype = q.view.dtype;
   if (request.output_dtype() != v1::DTYPE_UNSPECIFIED) {
     ATTND_ASSIGN_OR_RETURN(step->output_dtype, FromProto(request.output_dtype(), "output_dtype"));
@@ -440,21 +391,13 @@ void ToProto(const attention::Policy& policy, const attention::IndexSet& indexes
   }
 }
 
-void ToProto(const engine::DecodeResult& result, const DecodeStep& step,
-             v1::DecodeResponse* reply) {
+void ToProto(const engine::DecodeResult& result, v1::DecodeResponse* reply) {
   reply->mutable_rows()->Clear();
-  uint64_t tokens = 0;
-  for (size_t i = 0; i < result.rows.size(); ++i) {
-    const engine::DecodeRowResult& row = result.rows[i];
+  for (const engine::DecodeRowResult& row : result.rows) {
     v1::RowResult* const out = reply->add_rows();
     ToProto(row.status, out->mutable_status());
     if (row.status.ok()) StatsToProto(row.stats, out->mutable_stats());
-    tokens += step.rows[i].query_tokens;
   }
-  SetShape({tokens, step.args.q_heads, result.value_dim}, reply->mutable_out());
-  SetData(step.output_dtype, result.out, reply->mutable_out());
-  SetShape({tokens, step.args.q_heads}, reply->mutable_lse());
-  SetData(DType::kFp32, result.lse, reply->mutable_lse());
 }
 
 absl::string_view CutMessage(absl::string_view message) {

@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Between attnd.v1 messages and the engine's types. Everything that comes from the wire is checked
-// here or in the engine before it is used: enum values, ranks and extents, products of extents,
-// data lengths. Errors name the field. No gRPC here: messages only.
+// Between attnd.v1 messages and the engine's types. No gRPC here: messages only.
+//
+// What can be wrong with a message is checked once. Here: what the wire's form adds, that is enum
+// values, ranks, extents, their products and the lengths of tensors' data, the text of policies,
+// fields that exclude one another. In the engine (engine/sequence/decode_batch.h for a step):
+// limits of rows and tokens, how tensors divide among the rows, and everything that a sequence must
+// be known for. Errors name the field.
 #ifndef ATTND_SERVER_CALLS_CONVERSIONS_H_
 #define ATTND_SERVER_CALLS_CONVERSIONS_H_
 
@@ -15,7 +19,7 @@
 #include "absl/strings/string_view.h"
 #include "attention/policy/policy.h"
 #include "attnd/v1/attnd.pb.h"
-#include "engine/engine.h"
+#include "engine/types.h"
 #include "server/options/policy_catalog.h"
 
 namespace attnd::server {
@@ -58,13 +62,9 @@ struct DecodeStep {
   std::vector<engine::DecodeRow> rows;
   DType output_dtype = DType::kFp32;
 };
-struct DecodeLimits {
-  uint32_t max_rows = 0;
-  uint32_t max_query_tokens = 0;
-};
 // Fills `step` from `request`, which must outlive its use. A policy that does not parse is its
 // row's fault (precheck); any error returned concerns the message.
-absl::Status FromProto(const v1::DecodeRequest& request, const DecodeLimits& limits,
+absl::Status FromProto(const v1::DecodeRequest& request,
                        std::chrono::steady_clock::time_point arrival, DecodeStep* step,
                        const PolicyCatalog& policies = PolicyCatalog());
 
@@ -77,8 +77,9 @@ void ToProto(const absl::Status& status, v1::Status* out);
 void ToProto(const attention::Policy& policy, const attention::IndexSet& indexes,
              v1::PresetInfo* out);
 void ToProto(const engine::SequenceInfo& info, v1::SequenceInfo* out);
-// Fills rows, out and lse of `reply` and nothing else. Memory of an earlier reply is used again.
-void ToProto(const engine::DecodeResult& result, const DecodeStep& step, v1::DecodeResponse* reply);
+// Fills the rows of `reply` and nothing else. Memory of an earlier reply is used again. The reply's
+// tensors are never messages (server/calls/decode_reply.h).
+void ToProto(const engine::DecodeResult& result, v1::DecodeResponse* reply);
 // The message cut to kStatusMessageBytesMax without breaking a UTF-8 character.
 absl::string_view CutMessage(absl::string_view message);
 

@@ -93,8 +93,6 @@ void DecodeReactor::Run() {
   queue_time_ = start - arrival_;
   engine_time_ = Clock::duration::zero();
   if (const absl::Status status = Answer(); !status.ok()) Refuse(status);
-  reply_.set_queue_us(Micros(queue_time_));
-  reply_.set_engine_us(Micros(engine_time_));
   WriteReply();
 }
 
@@ -109,29 +107,30 @@ bool DecodeReactor::MayReadDisk() const {
 
 absl::Status DecodeReactor::Answer() {
   const ServerOptions& options = *handlers_->options;
-  ATTND_RETURN_IF_ERROR(FromProto(request_, {options.max_rows, options.max_query_tokens}, arrival_,
-                                  &step_, options.policies));
+  ATTND_RETURN_IF_ERROR(FromProto(request_, arrival_, &step_, options.policies));
   if (absl::Status status = CheckReplySize(); !status.ok()) {
     handlers_->metrics->OnRejected(Rejection::kMessage);
     return status;
   }
   step_.args.cancelled = &cancelled_;
+  reply_.Start(step_id_, step_.output_dtype);
+  const auto memory = [this](const engine::AnswerExtents& extents) {
+    return reply_.Provide(extents);
+  };
   const Clock::time_point start = Clock::now();
-  const absl::Status status = handlers_->engine->Decode(tenant_, writer_, step_.args, &result_);
+  const absl::Status status =
+      handlers_->engine->Decode(tenant_, writer_, step_.args, memory, &result_);
   engine_time_ = Clock::now() - start;
   if (absl::IsResourceExhausted(status)) handlers_->metrics->OnRejected(Rejection::kMemory);
   ATTND_RETURN_IF_ERROR(status);
   step_code_ = absl::StatusCode::kOk;
-  reply_.set_step_id(step_id_);
-  reply_.clear_status();
-  ToProto(result_, step_, &reply_);
+  ATTND_RETURN_IF_ERROR(reply_.Finish(result_));
   return CheckReplyFits();
 }
 
 // Statistics and refusals of many rows count, too: what CheckReplySize cannot foresee.
 absl::Status DecodeReactor::CheckReplyFits() const {
-  constexpr size_t kTimesBytes = 64;  // of the fields that are not set yet
-  const size_t bytes = reply_.ByteSizeLong() + kTimesBytes;
+  const uint64_t bytes = reply_.ByteSize() + DecodeReply::kTimesBytesMax;
   const uint64_t max_bytes = handlers_->options->max_message_bytes;
   if (bytes <= max_bytes) return absl::OkStatus();
   handlers_->metrics->OnRejected(Rejection::kMessage);
@@ -164,9 +163,7 @@ absl::Status DecodeReactor::CheckReplySize() const {
 
 void DecodeReactor::Refuse(const absl::Status& status) {
   step_code_ = status.code();
-  reply_.Clear();
-  reply_.set_step_id(step_id_);
-  ToProto(status, reply_.mutable_status());
+  reply_.Refuse(step_id_, status);
 }
 
 void DecodeReactor::WriteReply() {
@@ -175,10 +172,7 @@ void DecodeReactor::WriteReply() {
     RecordStep();
     return FinishLocked(abort_status_.ok() ? ClientGone() : abort_status_);
   }
-  if (const absl::Status status = Serialize(reply_, &reply_bytes_); !status.ok()) {
-    RecordStep();
-    return FinishLocked(status);
-  }
+  reply_.Serialize(Micros(queue_time_), Micros(engine_time_), &reply_bytes_);
   state_ = State::kWriting;
   write_start_ = Clock::now();
   StartWrite(&reply_bytes_);
@@ -208,7 +202,7 @@ void DecodeReactor::ReleaseLargeMessages() {
   HeapTrimmer* const trimmer = handlers_->trimmer;
   reply_bytes_.Clear();
   if (!ReleaseLarge(&request_, trimmer)) request_.Clear();
-  if (ReleaseLarge(&reply_, trimmer)) result_ = engine::DecodeResult();
+  if (reply_.ReleaseLarge(trimmer)) result_ = engine::DecodeResult();
 }
 
 void DecodeReactor::OnCancel() { cancelled_.store(true); }

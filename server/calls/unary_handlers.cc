@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "attention/backend.h"
 #include "common/status.h"
 #include "server/calls/conversions.h"
 

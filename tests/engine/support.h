@@ -153,6 +153,7 @@ struct Message {
 struct Answer {
   absl::Status status;
   DecodeResult result;
+  AnswerVectors memory;
 
   absl::Status row_status(size_t row) const {
     return status.ok() ? result.rows.at(row).status : status;

@@ -138,8 +138,10 @@ TEST(SegmenterTest, TheBackgroundSurvivesRefusedAllocations) {
     const Message step(0, {NextRow(&sequence, 0, 1, &random)});
     {
       const AllocationRefused one(allocation);
+      AnswerVectors memory;
       DecodeResult result;
-      EXPECT_TRUE(engine->Decode(kTenant, kWriter, step.args, &result).ok() || one.refused());
+      const absl::Status status = engine->Decode(kTenant, kWriter, step.args, memory, &result);
+      EXPECT_TRUE(status.ok() || one.refused());
       engine->WaitForBackground();
     }
     // Whatever was refused: the step again, then as many tokens as a failed build waits for.
