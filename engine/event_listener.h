@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Observer: what an engine tells whoever measures it.
-#ifndef ATTND_ENGINE_OBSERVER_H_
-#define ATTND_ENGINE_OBSERVER_H_
+// EventListener: what an engine tells whoever measures it.
+#ifndef ATTND_ENGINE_EVENT_LISTENER_H_
+#define ATTND_ENGINE_EVENT_LISTENER_H_
 
 #include <chrono>
 #include <cstdint>
@@ -14,9 +14,9 @@ namespace attnd::engine {
 
 // What happened, for metrics. Called from engine threads and from callers' threads, possibly
 // several at once, never with an engine lock held; must not call back into the engine.
-class Observer {
+class EventListener {
  public:
-  virtual ~Observer() = default;
+  virtual ~EventListener() = default;
   enum class BuildTrigger { kPrefill, kBackground };
   // New tokens of a sequence's first layer; repeats are none.
   virtual void OnAppended(uint64_t /*tokens*/, bool /*prefill*/) {}
@@ -34,4 +34,4 @@ class Observer {
 
 }  // namespace attnd::engine
 
-#endif  // ATTND_ENGINE_OBSERVER_H_
+#endif  // ATTND_ENGINE_EVENT_LISTENER_H_
