@@ -42,6 +42,8 @@ function(attnd_plain_sources target variable)
   get_target_property(folder ${target} SOURCE_DIR)
   foreach(source ${sources})
     if(source MATCHES "\\.cc$")
+      # Relative paths of another folder's sources mean that folder.
+      get_filename_component(source ${source} ABSOLUTE BASE_DIR ${folder})
       get_source_file_property(options ${source} TARGET_DIRECTORY ${target} COMPILE_OPTIONS)
       if(options)
         set_source_files_properties(${source} TARGET_DIRECTORY ${target} PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
