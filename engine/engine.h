@@ -18,7 +18,7 @@
 #include "attention/policy/policy.h"
 #include "attention/segment/index_set.h"
 #include "engine/answer_memory.h"
-#include "engine/observer.h"
+#include "engine/event_listener.h"
 #include "engine/options.h"
 #include "engine/types.h"
 
@@ -32,11 +32,11 @@ namespace attnd::engine {
 // tenant answers as an unknown one: NotFound.
 class Engine {
  public:
-  // `observer` may be null and must outlive the engine. InvalidArgument names the option,
+  // `listener` may be null and must outlive the engine. InvalidArgument names the option,
   // Unimplemented the policy; ResourceExhausted if the system refuses a thread.
   static absl::StatusOr<std::unique_ptr<Engine>> Create(const EngineOptions& options,
                                                         std::unique_ptr<attention::Backend> backend,
-                                                        Observer* observer);
+                                                        EventListener* listener);
   // Calls Shutdown().
   virtual ~Engine() = default;
 

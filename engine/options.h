@@ -34,9 +34,9 @@ struct ArchiveOptions {
   uint64_t read_bytes_per_s = 0;  // of all readers; 0: no limit
   RetentionLimits retention;
   bool prefetch = false;  // of the pages that the last step over the next layer read
-  // Set by the engine: Observer::OnPagesRead. May be empty.
+  // Set by the engine: EventListener::OnPagesRead. May be empty.
   std::function<void(uint64_t bytes, std::chrono::nanoseconds time)> on_pages_read;
-  // Set by the engine: Observer::OnDiskFault. May be empty.
+  // Set by the engine: EventListener::OnDiskFault. May be empty.
   std::function<void(const absl::Status&)> on_disk_fault;
 
   uint64_t PageMemoryBytes(uint64_t memory_budget_bytes) const;

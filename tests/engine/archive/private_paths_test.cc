@@ -45,7 +45,7 @@ TEST(PrivatePathsTest, FilesHaveNumbersAndTheRestHasNoName) {
 }
 
 // What the server's log is told.
-class Log : public Observer {
+class Log : public EventListener {
  public:
   void OnDiskFault(const absl::Status& status) override {
     const std::lock_guard lock(mutex_);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Observer: what an engine tells whoever measures it.
-#ifndef ATTND_ENGINE_OBSERVER_H_
-#define ATTND_ENGINE_OBSERVER_H_
+// EventListener: what an engine tells whoever measures it.
+#ifndef ATTND_ENGINE_EVENT_LISTENER_H_
+#define ATTND_ENGINE_EVENT_LISTENER_H_
 
 #include <chrono>
 #include <cstdint>
@@ -15,9 +15,9 @@ namespace attnd::engine {
 // Receives the engine's events, for metrics and the server's log. Its methods are called by threads
 // of the engine and of its callers, several at once, without any lock of the engine. They must not
 // call the engine.
-class Observer {
+class EventListener {
  public:
-  virtual ~Observer() = default;
+  virtual ~EventListener() = default;
   enum class BuildTrigger { kPrefill, kBackground };
   // New tokens of a sequence's first layer, without repeats.
   virtual void OnAppended(uint64_t /*tokens*/, bool /*prefill*/) {}
@@ -35,4 +35,4 @@ class Observer {
 
 }  // namespace attnd::engine
 
-#endif  // ATTND_ENGINE_OBSERVER_H_
+#endif  // ATTND_ENGINE_EVENT_LISTENER_H_
