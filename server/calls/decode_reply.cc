@@ -15,6 +15,7 @@
 #include "google/protobuf/wire_format_lite.h"
 #include "server/calls/conversions.h"
 #include "server/calls/handler.h"
+#include "server/calls/step_conversions.h"
 
 namespace attnd::server {
 namespace {
