@@ -16,8 +16,8 @@
 
 #include "bench/support.h"
 #include "common/aligned_buffer.h"
-#include "storage/errno_status.h"
-#include "storage/file_system.h"
+#include "storage/io/errno_status.h"
+#include "storage/io/file_system.h"
 
 namespace attnd::bench {
 

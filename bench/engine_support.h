@@ -9,7 +9,7 @@
 #include <memory>
 #include <vector>
 
-#include "attention/cpu_backend.h"
+#include "attention/cpu/cpu_backend.h"
 #include "bench/support.h"
 #include "engine/engine.h"
 

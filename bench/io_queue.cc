@@ -5,7 +5,7 @@
 // read the same places. The target is 85% of the bare loop's bytes per second, or more.
 //
 //   io_queue --folder=/var/tmp --file_gib=4 --depth=64
-#include "storage/io_queue.h"
+#include "storage/io/io_queue.h"
 
 #include <fcntl.h>
 #include <liburing.h>
@@ -26,8 +26,8 @@
 #include "bench/statistics.h"
 #include "bench/support.h"
 #include "common/aligned_buffer.h"
-#include "storage/errno_status.h"
-#include "storage/file_system.h"
+#include "storage/io/errno_status.h"
+#include "storage/io/file_system.h"
 
 ABSL_FLAG(std::string, folder, "/tmp", "where the file is made, and removed at the end");
 ABSL_FLAG(uint32_t, file_gib, 4, "its size");

@@ -7,8 +7,8 @@
 
 #include <vector>
 
-#include "attention/kernels.h"
-#include "attention/pages.h"
+#include "attention/kernels/kernels.h"
+#include "attention/segment/pages.h"
 
 namespace attnd::attention::kernels {
 namespace {

@@ -17,7 +17,7 @@
 
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
-#include "attention/segment.h"
+#include "attention/segment/segment.h"
 #include "bench/engine_support.h"
 #include "bench/support.h"
 #include "common/process_memory.h"

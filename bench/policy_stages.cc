@@ -19,7 +19,7 @@
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
 #include "absl/strings/str_split.h"
-#include "attention/cpu_backend.h"
+#include "attention/cpu/cpu_backend.h"
 #include "bench/statistics.h"
 #include "bench/step_runner.h"
 #include "bench/support.h"

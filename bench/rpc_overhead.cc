@@ -23,15 +23,15 @@
 
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
-#include "attention/cpu_backend.h"
+#include "attention/cpu/cpu_backend.h"
 #include "attnd/v1/attnd.grpc.pb.h"
 #include "bench/statistics.h"
 #include "bench/support.h"
 #include "common/dtype.h"
 #include "engine/engine.h"
 #include "grpcpp/grpcpp.h"
-#include "server/metrics.h"
-#include "server/options.h"
+#include "server/metrics/metrics.h"
+#include "server/options/options.h"
 #include "server/server.h"
 
 ABSL_FLAG(int, pairs, 30, "pairs of blocks");
@@ -57,9 +57,10 @@ class TimedEngine final : public engine::Engine {
   int64_t last_decode_ns() const { return last_decode_ns_.load(); }
 
   absl::Status Decode(absl::string_view tenant, engine::WriterId writer,
-                      const engine::DecodeArgs& args, engine::DecodeResult* result) override {
+                      const engine::DecodeArgs& args, engine::AnswerMemory memory,
+                      engine::DecodeResult* result) override {
     const auto start = Clock::now();
-    absl::Status status = engine_->Decode(tenant, writer, args, result);
+    absl::Status status = engine_->Decode(tenant, writer, args, memory, result);
     last_decode_ns_ = (Clock::now() - start).count();
     return status;
   }

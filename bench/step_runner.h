@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "attention/backend.h"
-#include "attention/policy.h"
+#include "attention/policy/policy.h"
 #include "bench/synthetic_sequence.h"
 
 namespace attnd::bench {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Element types of tensors and their scalar conversions. The vector kernels have their own
-// (attention/kernels.h).
+// (attention/kernels/kernels.h).
 #ifndef ATTND_COMMON_DTYPE_H_
 #define ATTND_COMMON_DTYPE_H_
 

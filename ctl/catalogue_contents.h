@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "storage/catalogue.h"
-#include "storage/segment_file.h"
+#include "storage/catalogue/catalogue.h"
+#include "storage/files/segment_file.h"
 
 namespace attnd::ctl {
 

@@ -11,8 +11,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
-#include "storage/errno_status.h"
-#include "storage/small_file.h"
+#include "storage/catalogue/small_file.h"
+#include "storage/io/errno_status.h"
 
 namespace attnd::ctl {
 namespace {

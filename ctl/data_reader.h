@@ -12,12 +12,12 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "ctl/catalogue_contents.h"
-#include "engine/opened_file.h"
-#include "storage/catalogue.h"
-#include "storage/data_folder.h"
-#include "storage/file_system.h"
-#include "storage/io_queue.h"
-#include "storage/segment_file.h"
+#include "engine/archive/opened_file.h"
+#include "storage/catalogue/catalogue.h"
+#include "storage/catalogue/data_folder.h"
+#include "storage/files/segment_file.h"
+#include "storage/io/file_system.h"
+#include "storage/io/io_queue.h"
 
 namespace attnd::ctl {
 

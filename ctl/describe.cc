@@ -6,7 +6,7 @@
 
 #include "common/dtype.h"
 #include "common/status.h"
-#include "storage/segment_layout.h"
+#include "storage/files/segment_layout.h"
 
 namespace attnd::ctl {
 namespace {

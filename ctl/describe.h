@@ -11,7 +11,7 @@
 #include "absl/status/statusor.h"
 #include "ctl/data_reader.h"
 #include "ctl/report.h"
-#include "storage/io_queue.h"
+#include "storage/io/io_queue.h"
 
 namespace attnd::ctl {
 

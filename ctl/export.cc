@@ -19,8 +19,8 @@
 #include "common/status.h"
 #include "ctl/kv_file.h"
 #include "ctl/layer_rows.h"
-#include "storage/errno_status.h"
-#include "storage/small_file.h"
+#include "storage/catalogue/small_file.h"
+#include "storage/io/errno_status.h"
 
 namespace attnd::ctl {
 namespace {

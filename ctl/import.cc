@@ -16,8 +16,8 @@
 #include "common/safetensors.h"
 #include "common/status.h"
 #include "ctl/kv_file.h"
-#include "storage/errno_status.h"
-#include "storage/small_file.h"
+#include "storage/catalogue/small_file.h"
+#include "storage/io/errno_status.h"
 
 namespace attnd::ctl {
 namespace {

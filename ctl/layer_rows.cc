@@ -4,8 +4,8 @@
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
-#include "attention/pages.h"
-#include "attention/segment_loader.h"
+#include "attention/segment/pages.h"
+#include "attention/segment/segment_loader.h"
 #include "common/status.h"
 
 namespace attnd::ctl {

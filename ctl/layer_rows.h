@@ -16,7 +16,7 @@
 #include "absl/status/statusor.h"
 #include "common/aligned_buffer.h"
 #include "ctl/data_reader.h"
-#include "storage/io_queue.h"
+#include "storage/io/io_queue.h"
 
 namespace attnd::ctl {
 

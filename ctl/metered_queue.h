@@ -13,8 +13,8 @@
 #include <string>
 #include <utility>
 
-#include "storage/io_queue.h"
-#include "storage/rate_limit.h"
+#include "storage/cache/rate_limit.h"
+#include "storage/io/io_queue.h"
 
 namespace attnd::ctl {
 

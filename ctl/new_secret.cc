@@ -6,7 +6,7 @@
 #include "common/status.h"
 #include "ctl/catalogue_swap.h"
 #include "ctl/data_reader.h"
-#include "storage/secret.h"
+#include "storage/catalogue/secret.h"
 
 namespace attnd::ctl {
 

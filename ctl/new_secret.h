@@ -7,7 +7,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
-#include "storage/file_system.h"
+#include "storage/io/file_system.h"
 
 namespace attnd::ctl {
 

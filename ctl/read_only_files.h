@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "storage/file_system.h"
+#include "storage/io/file_system.h"
 
 namespace attnd::ctl {
 

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "attention/segment_builder.h"
+#include "attention/index/segment_builder.h"
 #include "common/status.h"
 #include "gpu/row_subset.h"
 

@@ -60,7 +60,7 @@ stage_tidy() {
   cd "${ATTND_ROOT}"
   [[ -f build/clang/build.ninja ]] || configure_clang
   cmake --build --preset clang --target attnd_proto attnd_archive_proto \
-    storage/generated/storage/records.pb.h >/dev/null
+    storage/generated/storage/catalogue/records.pb.h >/dev/null
   # shellcheck source=scripts/lib/tidy.sh
   source scripts/lib/tidy.sh
   tidy_all build/clang "${ATTND_BUILD}/tidy-cache" "${ATTND_RESULTS}/tidy.checked"

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "attention/cpu_backend.h"
+#include "attention/cpu/cpu_backend.h"
 #include "common/status.h"
 #include "glog/logging.h"
 #include "gpu/auto_backend.h"

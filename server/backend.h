@@ -13,8 +13,8 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "attention/backend.h"
-#include "gpu/device.h"
-#include "server/options.h"
+#include "gpu/device/device.h"
+#include "server/options/options.h"
 
 namespace attnd::server {
 

@@ -26,13 +26,13 @@
 #include "grpc/support/log.h"
 #include "prometheus/exposer.h"
 #include "server/backend.h"
-#include "server/command_line.h"
-#include "server/metrics.h"
-#include "server/options.h"
-#include "server/probe.h"
+#include "server/calls/unary_handlers.h"
+#include "server/metrics/metrics.h"
+#include "server/net/probe.h"
+#include "server/net/unix_socket.h"
+#include "server/options/command_line.h"
+#include "server/options/options.h"
 #include "server/server.h"
-#include "server/unary_handlers.h"
-#include "server/unix_socket.h"
 
 namespace attnd::server {
 namespace {

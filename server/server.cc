@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "attention/backend.h"
 #include "common/status.h"
 #include "glog/logging.h"
 #include "grpc/grpc.h"
@@ -11,10 +12,10 @@
 #include "grpcpp/resource_quota.h"
 #include "grpcpp/server.h"
 #include "grpcpp/server_builder.h"
-#include "server/connections.h"
-#include "server/handler.h"
+#include "server/calls/handler.h"
+#include "server/net/connections.h"
+#include "server/net/unix_socket.h"
 #include "server/service.h"
-#include "server/unix_socket.h"
 
 namespace attnd::server {
 namespace {

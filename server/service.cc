@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/service.h"
 
-#include "server/append_reactor.h"
-#include "server/decode_reactor.h"
-#include "server/unary_call.h"
+#include "server/calls/append_reactor.h"
+#include "server/calls/decode_reactor.h"
+#include "server/calls/unary_call.h"
 
 namespace attnd::server {
 

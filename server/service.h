@@ -5,7 +5,7 @@
 #define ATTND_SERVER_SERVICE_H_
 
 #include "attnd/v1/attnd.grpc.pb.h"
-#include "server/handler.h"
+#include "server/calls/handler.h"
 
 namespace attnd::server {
 

@@ -16,14 +16,14 @@
 #include <string>
 #include <vector>
 
-#include "attention/pages.h"
+#include "attention/segment/pages.h"
 #include "common/safetensors.h"
 #include "ctl/kv_file.h"
 #include "ctl/layer_rows.h"
-#include "storage/checksum.h"
+#include "storage/files/checksum.h"
 #include "tests/ctl/support.h"
 #include "tests/engine/support.h"
-#include "tests/storage/io_support.h"
+#include "tests/storage/io/io_support.h"
 
 namespace attnd::ctl::test {
 namespace {

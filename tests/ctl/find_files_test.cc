@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "ctl/rebuild.h"
-#include "storage/checksum.h"
+#include "storage/files/checksum.h"
 #include "tests/ctl/support.h"
-#include "tests/storage/io_support.h"
-#include "tests/storage/memory_storage.h"
+#include "tests/storage/io/io_support.h"
+#include "tests/storage/io/memory_storage.h"
 
 namespace attnd::ctl::test {
 namespace {

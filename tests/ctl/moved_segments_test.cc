@@ -21,7 +21,7 @@
 #include "engine/engine.h"
 #include "tests/ctl/support.h"
 #include "tests/engine/support.h"
-#include "tests/storage/io_support.h"
+#include "tests/storage/io/io_support.h"
 
 namespace attnd::ctl::test {
 namespace {

@@ -16,11 +16,11 @@
 #include <string>
 #include <vector>
 
-#include "attention/cpu_backend.h"
+#include "attention/cpu/cpu_backend.h"
 #include "common/file_lock.h"
 #include "engine/engine.h"
 #include "tests/engine/support.h"
-#include "tests/storage/io_support.h"
+#include "tests/storage/io/io_support.h"
 
 namespace attnd::ctl::test {
 namespace {

@@ -15,7 +15,7 @@
 #include "ctl/catalogue_contents.h"
 #include "ctl/rebuild.h"
 #include "tests/ctl/support.h"
-#include "tests/storage/io_support.h"
+#include "tests/storage/io/io_support.h"
 
 namespace attnd::ctl::test {
 namespace {

@@ -20,13 +20,13 @@
 #include <string>
 #include <vector>
 
-#include "attention/cpu_backend.h"
+#include "attention/cpu/cpu_backend.h"
 #include "common/file_lock.h"
 #include "ctl/verify.h"
 #include "engine/engine.h"
 #include "tests/ctl/support.h"
 #include "tests/engine/support.h"
-#include "tests/storage/io_support.h"
+#include "tests/storage/io/io_support.h"
 
 namespace attnd::ctl::test {
 namespace {

@@ -12,7 +12,7 @@
 #include <string>
 
 #include "ctl/kv_file.h"
-#include "tests/storage/io_support.h"
+#include "tests/storage/io/io_support.h"
 
 namespace attnd::ctl::test {
 namespace {

@@ -6,10 +6,10 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "attention/pages.h"
-#include "attention/policy.h"
-#include "attention/segment.h"
-#include "engine/archive_records.h"
+#include "attention/policy/policy.h"
+#include "attention/segment/pages.h"
+#include "attention/segment/segment.h"
+#include "engine/archive/records.h"
 
 namespace attnd::ctl::test {
 namespace {

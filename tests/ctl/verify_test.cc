@@ -17,7 +17,7 @@
 #include "ctl/metered_queue.h"
 #include "ctl/rebuild.h"
 #include "tests/ctl/support.h"
-#include "tests/storage/io_support.h"
+#include "tests/storage/io/io_support.h"
 
 namespace attnd::ctl::test {
 namespace {

@@ -7,7 +7,7 @@
 #include <memory>
 
 #include "attention/backend.h"
-#include "attention/cpu_backend.h"
+#include "attention/cpu/cpu_backend.h"
 
 namespace attnd::engine::test {
 

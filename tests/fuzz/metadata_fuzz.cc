@@ -10,8 +10,8 @@
 #include <cstdlib>
 #include <string>
 
-#include "attention/policy.h"
-#include "engine/archive_records.h"
+#include "attention/policy/policy.h"
+#include "engine/archive/records.h"
 #include "tests/fuzz/target.h"
 
 namespace attnd::fuzz {

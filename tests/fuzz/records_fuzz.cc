@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <string>
 
-#include "storage/catalogue.h"
+#include "storage/catalogue/catalogue.h"
 #include "tests/fuzz/target.h"
 
 namespace attnd::fuzz {

@@ -11,7 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "storage/segment_layout.h"
+#include "storage/files/segment_layout.h"
 #include "tests/fuzz/target.h"
 
 namespace attnd::fuzz {

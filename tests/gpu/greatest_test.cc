@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Goal: a check that keeps the greatest deviation it has seen fails on a NaN, wherever it comes.
-#include "bench/greatest.h"
+#include "bench/gpu/greatest.h"
 
 #include <gtest/gtest.h>
 

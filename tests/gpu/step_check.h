@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Checks of what the host tells the device: every number of gpu/step_layout.h against its
+// Checks of what the host tells the device: every number of gpu/layout/step_layout.h against its
 // definition, every address against the device's memory, and that no two parts of scratch memory
 // overlap.
 #ifndef ATTND_TESTS_GPU_STEP_CHECK_H_
@@ -10,8 +10,8 @@
 #include <functional>
 #include <string>
 
-#include "gpu/device.h"
-#include "gpu/step_layout.h"
+#include "gpu/device/device.h"
+#include "gpu/layout/step_layout.h"
 
 namespace attnd::gpu::test {
 

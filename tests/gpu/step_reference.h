@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a step of gpu/step_layout.h must give, computed by plain loops in double precision, and what
-// a builder of indexes must: the reference that kernels are compared with, and the fake device's
-// arithmetic. It shares no code with the kernels of attention/ or gpu/cuda/; it reads the
+// What a step of gpu/layout/step_layout.h must give, computed by plain loops in double precision,
+// and what a builder of indexes must: the reference that kernels are compared with, and the fake
+// device's arithmetic. It shares no code with the kernels of attention/ or gpu/cuda/; it reads the
 // structures alone, so that what the host wrote wrong shows. It divides nothing into pieces.
 #ifndef ATTND_TESTS_GPU_STEP_REFERENCE_H_
 #define ATTND_TESTS_GPU_STEP_REFERENCE_H_
@@ -10,9 +10,9 @@
 #include <cstdint>
 #include <limits>
 
-#include "gpu/device.h"
-#include "gpu/index_layout.h"
-#include "gpu/step_layout.h"
+#include "gpu/device/device.h"
+#include "gpu/layout/index_layout.h"
+#include "gpu/layout/step_layout.h"
 
 namespace attnd::gpu::test {
 

@@ -132,7 +132,7 @@ def test_a_pytest_stage(tmp_path, text, last):
 
 FOLDERS = ("common", "attention", "storage", "engine", "gpu", "server", "client/cpp", "ctl")
 SOURCES = [str(path.relative_to(ROOT)) for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.cc")]
-ELSEWHERE = ["gpu/cuda/cuda_device.cc", "gpu/cuda/step_graphs.cc", "gpu/no_cuda_device.cc"]  # of machines with CUDA or without
+ELSEWHERE = ["gpu/cuda/cuda_device.cc", "gpu/cuda/step/step_graphs.cc", "gpu/device/no_cuda_device.cc"]  # of machines with CUDA or without
 
 
 @pytest.mark.parametrize("sources, failed", [

@@ -12,7 +12,7 @@
 #include "common/dtype.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "server/probe.h"
+#include "server/net/probe.h"
 #include "tests/server/end_to_end_fixture.h"
 
 namespace attnd::testing {

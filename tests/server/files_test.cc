@@ -18,7 +18,7 @@
 #include "common/file_lock.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "server/unix_socket.h"
+#include "server/net/unix_socket.h"
 
 namespace attnd::server {
 namespace {

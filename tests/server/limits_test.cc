@@ -17,7 +17,7 @@
 #include "grpcpp/create_channel.h"
 #include "grpcpp/generic/generic_stub.h"
 #include "gtest/gtest.h"
-#include "server/probe.h"
+#include "server/net/probe.h"
 #include "tests/server/fake_engine.h"
 #include "tests/server/server_fixture.h"
 #include "tests/server/test_server.h"

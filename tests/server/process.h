@@ -22,7 +22,7 @@
 
 #include "common/process_memory.h"
 #include "gtest/gtest.h"
-#include "server/probe.h"
+#include "server/net/probe.h"
 #include "tests/server/test_server.h"
 
 namespace attnd::testing {

@@ -25,7 +25,7 @@
 #include "common/file_lock.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "server/probe.h"
+#include "server/net/probe.h"
 #include "tests/server/test_server.h"
 
 namespace attnd::testing {

@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <filesystem>
 
-#include "attention/cpu_backend.h"
+#include "attention/cpu/cpu_backend.h"
 #include "common/dtype.h"
 #include "grpcpp/create_channel.h"
 #include "grpcpp/security/credentials.h"

@@ -11,8 +11,8 @@
 #include "attnd/v1/attnd.grpc.pb.h"
 #include "engine/engine.h"
 #include "grpcpp/channel.h"
-#include "server/metrics.h"
-#include "server/options.h"
+#include "server/metrics/metrics.h"
+#include "server/options/options.h"
 #include "server/server.h"
 
 namespace attnd::testing {

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// ClusterUnit: a cluster policy's work: score the clusters, choose what is read exactly, estimate
+// the rest.
+#ifndef ATTND_ATTENTION_CPU_CLUSTER_UNIT_H_
+#define ATTND_ATTENTION_CPU_CLUSTER_UNIT_H_
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+
+#include "absl/functional/function_ref.h"
+#include "attention/cpu/middle_unit.h"
+#include "attention/cpu/regression_terms.h"
+#include "attention/policy/policy.h"
+
+namespace attnd::attention {
+
+class ClusterUnit : public MiddleUnit {
+ public:
+  static size_t ArenaBytes(const SequenceView& view, uint32_t layer, uint32_t kv_head,
+                           size_t quads);
+  ClusterUnit(const UnitQuery& query, StepArena* arena);
+
+  size_t score_items() const override { return segments(); }
+  uint64_t ScoreRows(size_t segment) const override {
+    const size_t rows = first_cluster_[segment + 1] - first_cluster_[segment];
+    return regression_ ? rows + head_dim_ : rows;  // and the axes
+  }
+  void Score(size_t segment) override;
+  void Select(std::span<const QuadState> zones, OrderScratch* order) override;
+  std::span<const TokenRun> runs() const override { return runs_; }
+  void Demote(absl::FunctionRef<bool(uint32_t segment, uint32_t page)> there) override;
+  uint64_t missed_tokens() const override { return missed_tokens_; }
+  void AddEstimate(std::span<QuadState> states) const override;
+  LaneOutcome Outcome(size_t quad, size_t lane, const QuadState& all,
+                      float output_norm) const override;
+  bool knows_mass() const override { return true; }
+  bool predicts_error() const override;
+  uint64_t estimate_nanos() const override { return estimate_nanos_; }
+  uint64_t exact_tokens() const override { return exact_tokens_; }
+  uint64_t estimated_tokens() const override { return estimated_tokens_; }
+  uint64_t dropped_tokens() const override { return dropped_tokens_; }
+  void ExportPlan(Plan* plan) const override;
+
+ private:
+  // Arrays of one quad are [clusters][4].
+  struct QuadScores {
+    kernels::Queries queries;
+    kernels::SquaredQueries squares;  // unless of the first order
+    float* log_mass;                  // and, after Weigh, the weights: exp(log_mass - max)
+    float* d2;                        // variance of the members' logits; null for the first order
+    float* optimistic;                // mass at the members' best; null for the first order
+    float* error2;                    // squared errors times error_unit^2; null for the first order
+    float* mass2;                     // with a regression: the part that |o|^2 is times; else null
+    float* estimated_weight;          // the weights, 0 for clusters that are not estimated
+    float max[kQuad];                 // scale of the weights
+    float sum[kQuad];                 // of all weights
+    float dropped_sum[kQuad];
+    float missed_sum[kQuad];  // of demoted clusters
+    float error_unit[kQuad];
+    float mass_unit[kQuad];   // the same, relative to no values
+    float error2_sum[kQuad];  // of the estimated clusters
+    float mass2_sum[kQuad];
+    float shift_norm[kQuad];   // |shift|, in the estimate's unit
+    float output_norm[kQuad];  // |o~|; 1 if it was not wanted
+    float least_norm[kQuad];   // floor under |o| in relative errors
+    QuadState estimate;
+    float* shift;  // [4][value_dim] what the regression adds to the estimate; else null
+  };
+
+  size_t segments() const { return view_.segments.size(); }
+  bool second_order() const { return policy_.estimator == Estimator::kSecondOrder; }
+  size_t LanesOf(size_t quad) const { return std::min(kQuad, group_ - quad * kQuad); }
+
+  uint32_t clusters() const { return first_cluster_.back(); }
+  void Weigh();
+  void AddToGroupScore(const float* values, const float* lane_factor, size_t lanes);
+  void SelectByMass(OrderScratch* order);
+  void SelectByError(std::span<const QuadState> zones, OrderScratch* order);
+  void MarkFloor(OrderScratch* order);
+  void RankErrors();
+  void PerToken();
+  void MeasureErrors(size_t quad, const QuadState& zone, bool relative_to_output);
+  void MeasureSegmentErrors(size_t segment, QuadScores* scores);
+  void OutputNorms(size_t quad, const QuadState& zone, float* norms);
+  void Estimate();
+  void AddShift(size_t quad);
+  bool ShareOfFate(Fate fate);
+  void SumErrors();
+  void AddExactValues(size_t quad, float* values);
+  void ListRuns();
+
+  const SequenceView& view_;
+  const Policy& policy_;
+  const uint32_t layer_;
+  const uint32_t kv_head_;
+  const size_t group_;
+  const size_t head_dim_;
+  const size_t value_dim_;
+  std::span<QuadScores> quads_;
+  std::span<uint32_t> first_cluster_;  // [segments + 1] number of each segment's first cluster
+  std::span<float> group_score_;       // [clusters]
+  std::span<float> share_;             // [clusters] as ShareOfFate left it
+  std::span<Fate> fate_;               // [clusters]
+  std::span<float> size_;              // [clusters] with a regression; else empty
+  std::span<TokenRun> run_memory_;     // [clusters]
+  std::span<const TokenRun> runs_;
+  std::optional<RegressionTerms> regression_;  // of the second order, if segments have one
+  uint64_t estimate_nanos_ = 0;
+  uint64_t exact_tokens_ = 0;
+  uint64_t estimated_tokens_ = 0;
+  uint64_t dropped_tokens_ = 0;
+  uint64_t missed_tokens_ = 0;
+};
+
+}  // namespace attnd::attention
+
+#endif  // ATTND_ATTENTION_CPU_CLUSTER_UNIT_H_

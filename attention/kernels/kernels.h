@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Vector kernels of the CPU backend (Google Highway; the best instruction set of the machine is
+// chosen at run time).
+//
+// Query vectors are handled four at a time, a "quad", because four query heads that share a KV head
+// are the common case and because four dot products reduce together at the price of one. Per-quad
+// arrays interleave the four: [n][4]. A quad with fewer than four vectors is padded with zeros.
+//
+// All kernels are deterministic: the same arguments give the same bits, whatever the thread.
+#ifndef ATTND_ATTENTION_KERNELS_KERNELS_H_
+#define ATTND_ATTENTION_KERNELS_KERNELS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "attention/kernels/softmax_state.h"
+#include "attention/kernels/x86_dot.h"
+#include "attention/segment/pages.h"
+#include "common/dtype.h"
+#include "common/model_shape.h"
+
+namespace attnd::attention::kernels {
+
+inline constexpr uint32_t kRowBlock = 16;       // rows whose logits are all made before any weight
+inline constexpr size_t kDimMax = kHeadDimMax;  // of the buffers that kernels have on the stack
+static_assert(kDimMax % kHeadDimMultiple == 0 && kHeadDimMultiple % 16 == 0,
+              "a row is whole vectors of at most 16 floats");
+static_assert(sizeof(float) * kQuad * kDimMax <= size_t{16} << 10,
+              "a quad's vectors fit the stack");
+
+// Name of the instruction set in use, for example "AVX3".
+const char* TargetName();
+
+// A quad's queries in the forms that dot products with rows of one dtype want; made once, used for
+// many rows. Memory is the maker's.
+struct Queries {
+  const float* arranged = nullptr;  // [4][dim], scaled, in the order of the kernels' loads
+  const uint16_t* bf16 = nullptr;   // [4][dim], not scaled; null unless it serves and is exact
+  float scale = 1;
+};
+
+// Floats of memory that PrepareQueries needs for one quad.
+constexpr size_t QueriesFloats(size_t dim) { return kQuad * (dim + dim / 2); }
+
+// Queries q ([4][dim]) times scale, for rows of dtype. `memory` holds QueriesFloats(dim), aligned
+// to 64 bytes. bf16 rows and queries that are bf16 numbers are multiplied as such where the
+// processor can and scale is not extreme: products are exact but for subnormal numbers, which count
+// as 0, and the scale is applied to the sum.
+Queries PrepareQueries(DType dtype, const float* q, float scale, size_t dim, float* memory);
+
+// out[i][j] = scale * (q[j] . row[i]).   rows: [n, dim] of dtype, row_bytes apart; out: [n][4].
+void DotRows(DType dtype, const std::byte* rows, size_t row_bytes, size_t n, size_t dim,
+             const Queries& q, float* out);
+
+// Squared queries in the forms that DotDeviations wants. Memory is the maker's.
+struct SquaredQueries {
+  const float* squared = nullptr;  // [4][dim]
+  Int16Squares int16;              // no values where they do not serve
+};
+
+// Floats of memory that PrepareSquares needs for one quad.
+size_t SquaresFloats(size_t dim);
+
+// (q scale)^2 of q ([4][dim]), at most some 1e33, so that sums over channels stay finite. `memory`
+// holds SquaresFloats(dim), aligned to 64 bytes. With int16 squares only where `rounded`.
+SquaredQueries PrepareSquares(const float* q, float scale, size_t dim, float* memory,
+                              bool rounded = true);
+
+// out[i][j] = unit[i] * sum_c q_squared[j][c] * code[i][c]^2, codes packed as in
+// ClusterIndex::deviation_codes. codes: [n, dim / 2]; out: [n][4]; dim is a multiple of 16. With
+// int16 squares, q_squared[j][c] counts rounded to 2^-16 of the greatest of j; the codes' own
+// rounding is a thousand times that.
+void DotDeviations(const uint8_t* codes, const float* unit, size_t n, size_t dim,
+                   const SquaredQueries& q, float* out);
+
+// sum[j] += sum_i weight[i][j] * row[i].   weight: [n][4]; sum: [4][dim].
+void AddWeightedRows(DType dtype, const std::byte* rows, size_t row_bytes, size_t n, size_t dim,
+                     const float* weight, float* sum);
+
+// max[j] = max(max[j], x[i][j] over i).
+void MaxQuads(const float* x, size_t n, float* max);
+
+// out[i][j] = exp(x[i][j] - max[j]);  sum[j] += their sum. out may be x. -infinity gives 0.
+void ExpQuads(const float* x, size_t n, const float* max, float* out, float* sum);
+
+// Both, in place: max[j] is that of x[.][j], x becomes exp(x - max), and sum[j] is what that sums
+// to.
+inline void SoftmaxQuads(float* x, size_t n, float* max, float* sum) {
+  for (size_t j = 0; j < kQuad; ++j) {
+    max[j] = kNegativeInfinity;
+    sum[j] = 0;
+  }
+  MaxQuads(x, n, max);
+  ExpQuads(x, n, max, x, sum);
+}
+
+// sum[j] += sum_i x[i][j] * factor[i], and out[i][j] = x[i][j] * factor[i] unless out is null. out
+// may be x.   factor: [n].
+void ScaleQuads(const float* x, const float* factor, size_t n, float* out, float* sum);
+
+// total[i] += sum_j x[i][j] * factor[j].   factor: [4]; total: [n].
+void AddAcrossQuads(const float* x, const float* factor, size_t n, float* total);
+
+// Inputs and outputs of ClusterScores, all [n][4] but for the per-cluster [n].
+struct ClusterScoreArgs {
+  const float* dot = nullptr;       // a q.C
+  const float* d2 = nullptr;        // variance of the members' logits; null: first order
+  const float* log_size = nullptr;  // [n]
+  float* log_mass = nullptr;        // out: dot + log_size + min(d2, 8) / 2; may be dot
+  float* optimistic = nullptr;      // out: dot + log_size + 2 sqrt(d2), null if not wanted
+};
+void ClusterScores(const ClusterScoreArgs& args, size_t n);
+
+// error2[i][j] = min(weight[i][j] * unit[j] * spread[i], 1e14)^2 * expm1(min(d2[i][j], 8)).
+void ClusterErrors(const float* weight, const float* d2, const float* spread, const float* unit,
+                   size_t n, float* error2);
+
+// With a regression, the squared errors of leaving clusters to their estimates, in two parts: of
+// the values, and what the error of the mass is times the squared norm of the output.
+struct RegressionErrorArgs {
+  const float* weight = nullptr;       // [n][4] mass in any unit
+  const float* d2 = nullptr;           // [n][4]
+  const float* size = nullptr;         // [n] members
+  const float* spread = nullptr;       // [n]
+  const float* value_norm2 = nullptr;  // [n]
+  const float* error_unit = nullptr;   // [4] makes weight * value an error
+  const float* mass_unit = nullptr;    // [4] makes weight a share of all mass, at most 1
+  // out: weight^2 (min(expm1(g), size - 1) spread^2 / size + share (g / 2)^2 value_norm2), each
+  // term at most 1e28, with weight in error_unit and g = min(d2, 8)
+  float* error2 = nullptr;
+  float* mass2 = nullptr;  // out: share (weight g / 2)^2, with weight in mass_unit
+};
+void RegressionErrors(const RegressionErrorArgs& args, size_t n);
+
+// sum[j][c] += sum_i weight[i][j] * min(1, 8 / d2[i][j]) * unit[i] * code[i][c]^2, codes packed as
+// in ClusterIndex::deviation_codes. codes: [n, dim / 2]; weight, d2: [n][4]; sum: [4][dim]; dim is
+// a multiple of 16.
+void AddWeightedVariances(const uint8_t* codes, const float* unit, size_t n, size_t dim,
+                          const float* d2, const float* weight, float* sum);
+
+// out[i][j] = scale[i] * sum_c q[j][c] code[i][c] + least[i] * q_sum[j], codes packed as in
+// KeyCodeIndex. codes: [n, width / 2]; q: [4][width]; out: [n][4]; width is a multiple of 16.
+struct CodeQueries {
+  const float* q = nullptr;  // [4][width]
+  float q_sum[kQuad] = {};   // of each q
+};
+void DotCodes(const uint8_t* codes, const float* scale, const float* least, size_t n, size_t width,
+              const CodeQueries& queries, float* out);
+
+// Attends `quads` quads to the runs' tokens, in their order, and folds them into their states. q
+// and states: [quads]; lanes that do not read a token see nothing of it. The grouping of sums
+// depends on the tokens' number in the order alone. The tokens pass in blocks of kRowBlock from the
+// first one on: runs that end where a block does may be passed in two calls, with the same bits.
+void AttendRuns(const PageGeometry& geometry, std::span<const TokenRun> runs, const Queries* q,
+                size_t quads, QuadState* states);
+
+// k-means assignment. points: [n][dim] floats; centroids_t: [dim][stride], transposed, stride a
+// multiple of 16 and at least `clusters`; half_norms: [stride] |c|^2 / 2, +infinity in the padding.
+// assignment[i] = the cluster with the least |point - centroid|, the lower one of equals.
+void AssignClosest(const float* points, size_t n, size_t dim, const float* centroids_t,
+                   const float* half_norms, size_t stride, uint32_t* assignment);
+
+}  // namespace attnd::attention::kernels
+
+#endif  // ATTND_ATTENTION_KERNELS_KERNELS_H_

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Policy: what it asks of a sequence.
+#include "attention/policy/policy.h"
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+
+namespace attnd::attention {
+IndexSet Policy::Indexes() const {
+  IndexSet indexes;
+  switch (selector) {
+    case Selector::kAll:
+    case Selector::kNone:
+    case Selector::kExhaustive:
+    case Selector::kKeepSet:
+      break;
+    case Selector::kClusters:
+      indexes.Add(cut == Cut::kErrorBudget ? IndexKind::kRegression : IndexKind::kClusters);
+      break;
+    case Selector::kBlocks:
+      indexes.Add(block_tokens == 16 ? IndexKind::kBlocks16 : IndexKind::kBlocks64);
+      break;
+    case Selector::kLabels:
+      indexes.Add(IndexKind::kLabels);
+      break;
+    case Selector::kBlocksLabels:
+      indexes.Add(IndexKind::kBlocks64);
+      indexes.Add(IndexKind::kLabels);
+      break;
+  }
+  if (pruner == Pruner::kTopP) indexes.Add(IndexKind::kKeys4);
+  if (completes()) indexes.Add(IndexKind::kSummary);
+  return indexes;
+}
+
+bool Policy::AllowsClusterOrder() const {
+  return selector != Selector::kBlocks && selector != Selector::kBlocksLabels &&
+         selector != Selector::kKeepSet;
+}
+
+absl::Status Policy::CheckIndexes(const IndexSet& indexes) const {
+  const IndexSet needed = Indexes();
+  const bool order = AllowsClusterOrder() || indexes.token_order();
+  if (order && indexes.Serves(needed)) return absl::OkStatus();
+  const bool clustered = needed.clustered();
+  std::vector<absl::string_view> forms, names;
+  for (const IndexKindInfo& info : kIndexKindInfos) {
+    if (info.clusters.has_value()) {
+      forms.push_back(info.name);
+    } else if (needed.Has(info.kind)) {
+      names.push_back(info.name);
+    }
+  }
+  const std::string any_clusters = absl::StrJoin(forms, " or ");
+  if (clustered) names.insert(names.begin(), any_clusters);
+  const absl::string_view wanted = clustered              ? " in cluster order"
+                                   : AllowsClusterOrder() ? ""
+                                                          : " in token order";
+  return absl::FailedPreconditionError(absl::StrCat(
+      "policy.preset ", preset, " needs a sequence", wanted, " with the indexes ",
+      names.empty() ? "none" : absl::StrJoin(names, ", "), "; this one was opened in ",
+      indexes.token_order() ? "token" : "cluster", " order with the indexes ", indexes.ToString()));
+}
+
+absl::Status Policy::CheckShape(const ModelShape& shape) const {
+  if (dense_layers <= shape.layers) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("policy.parameters[dense_layers] is ", dense_layers,
+                   "; allowed are numbers up to the model's layers, ", shape.layers));
+}
+
+}  // namespace attnd::attention

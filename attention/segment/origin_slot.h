@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// OriginSlot: where the keeper of segments notes which one a segment is, so that this is found with
+// the segment and dies with it. All versions of a segment, whole and paged, share one slot.
+#ifndef ATTND_ATTENTION_SEGMENT_ORIGIN_SLOT_H_
+#define ATTND_ATTENTION_SEGMENT_ORIGIN_SLOT_H_
+
+#include <memory>
+#include <utility>
+
+#include "common/mutex.h"
+
+namespace attnd::attention {
+
+// What the keeper notes.
+class Origin {
+ public:
+  Origin() = default;
+  virtual ~Origin() = default;
+  Origin(const Origin&) = delete;
+  Origin& operator=(const Origin&) = delete;
+};
+
+// Empty until somebody knows; the first origin stays. It changes nothing of what the segment says.
+// Thread-safe.
+class OriginSlot {
+ public:
+  // Null: nobody has set it yet.
+  std::shared_ptr<const Origin> Get() const {
+    MutexLock lock(mutex_);
+    return origin_;
+  }
+  void SetOnce(std::shared_ptr<const Origin> origin) const {
+    MutexLock lock(mutex_);
+    if (origin_ == nullptr) origin_ = std::move(origin);
+  }
+
+ private:
+  mutable Mutex mutex_;
+  mutable std::shared_ptr<const Origin> origin_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace attnd::attention
+
+#endif  // ATTND_ATTENTION_SEGMENT_ORIGIN_SLOT_H_

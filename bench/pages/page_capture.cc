@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bench/pages/page_capture.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <fstream>
+
+#include "absl/strings/str_cat.h"
+#include "attention/index/segment_builder.h"
+
+namespace attnd::bench {
+namespace {
+
+using attention::kTailBlockTokens;
+using attention::PageGeometry;
+using attention::SequenceView;
+using attention::TailBlock;
+
+constexpr uint32_t kSegmentTokens = 8192;
+constexpr uint32_t kSegmentTokensMin = 512;
+constexpr uint32_t kSink = 4;
+constexpr uint32_t kWindow = 64;
+constexpr char kMagic[8] = {'A', 'T', 'N', 'D', 'C', 'A', 'P', '1'};
+constexpr uint32_t kTokensMax = 1 << 20;
+
+// What a file starts with.
+struct Header {
+  char magic[8];
+  uint32_t layers, query_heads, kv_heads, head_dim, prompt_tokens, decoded_tokens;
+  float softmax_scale;
+};
+static_assert(sizeof(Header) == 36);
+
+absl::StatusOr<ModelShape> CheckHeader(const Header& header) {
+  if (std::memcmp(header.magic, kMagic, sizeof(kMagic)) != 0) {
+    return absl::DataLossError("it is no capture");
+  }
+  ModelShape shape;
+  shape.layers = header.layers;
+  shape.query_heads = header.query_heads;
+  shape.kv_heads = header.kv_heads;
+  shape.head_dim = shape.value_dim = header.head_dim;
+  shape.dtype = DType::kBf16;
+  shape.softmax_scale = header.softmax_scale;
+  if (absl::Status status = shape.Validate(); !status.ok()) return status;
+  if (header.prompt_tokens == 0 || header.prompt_tokens > kTokensMax ||
+      header.decoded_tokens == 0 || header.decoded_tokens > kTokensMax) {
+    return absl::DataLossError(absl::StrCat("tokens are not within 1 .. ", kTokensMax));
+  }
+  return shape;
+}
+
+// Reads the rows [kv_heads][tokens] of a layer into the pages of the tail's blocks.
+void ReadRows(std::ifstream& file, uint32_t layer, uint32_t tokens, bool values,
+              const SequenceView& view) {
+  const PageGeometry geometry(view.shape);
+  for (uint32_t head = 0; head < view.shape.kv_heads; ++head) {
+    for (uint32_t token = 0; token < tokens; ++token) {
+      std::byte* pages = view.tail[token / kTailBlockTokens]->pages(layer, head);
+      const uint32_t row = token % kTailBlockTokens;
+      const size_t offset = values ? geometry.ValueOffset(row) : geometry.KeyOffset(row);
+      file.read(reinterpret_cast<char*>(pages + offset),
+                static_cast<std::streamsize>(geometry.key_row_bytes));
+    }
+  }
+}
+
+std::shared_ptr<const SequenceView> AddSegment(const std::shared_ptr<const SequenceView>& view,
+                                               uint32_t tokens) {
+  const uint64_t number = view->segments.size();
+  attention::SegmentBuilder builder(view, number + 1, tokens, number == 0 ? kSink : 0);
+  attention::HeadBuilder heads;
+  for (uint32_t head = 0; head < builder.heads(); ++head) {
+    heads.Start(&builder, head);
+    while (!heads.Advance(std::chrono::milliseconds(10))) {
+    }
+  }
+  auto next = std::make_shared<SequenceView>(*view);
+  next->segments.push_back(builder.Finish());
+  next->tail_begin += tokens;
+  const uint64_t dropped =
+      next->tail_begin / kTailBlockTokens - view->tail_begin / kTailBlockTokens;
+  next->tail.erase(next->tail.begin(), next->tail.begin() + static_cast<ptrdiff_t>(dropped));
+  return next;
+}
+
+std::shared_ptr<const SequenceView> SegmentPrompt(std::shared_ptr<const SequenceView> view,
+                                                  uint64_t prompt_tokens) {
+  while (prompt_tokens >= view->tail_begin + kWindow + kSegmentTokensMin) {
+    const uint64_t left = prompt_tokens - kWindow - view->tail_begin;
+    view = AddSegment(view, static_cast<uint32_t>(std::min<uint64_t>(left, kSegmentTokens)));
+  }
+  return view;
+}
+
+}  // namespace
+
+absl::StatusOr<PageCapture> ReadPageCapture(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) return absl::UnavailableError(absl::StrCat(path, " cannot be read"));
+  Header header{};
+  file.read(reinterpret_cast<char*>(&header), sizeof(header));
+  const absl::StatusOr<ModelShape> shape = CheckHeader(header);
+  if (!shape.ok()) return absl::DataLossError(absl::StrCat(path, ": ", shape.status().message()));
+
+  PageCapture capture;
+  capture.prompt_tokens = header.prompt_tokens;
+  capture.decoded_tokens = header.decoded_tokens;
+  auto view = std::make_shared<SequenceView>();
+  view->shape = *shape;
+  const uint32_t tokens = header.prompt_tokens + header.decoded_tokens;
+  for (uint32_t begin = 0; begin < tokens; begin += kTailBlockTokens) {
+    view->tail.push_back(std::make_shared<TailBlock>(*shape));
+  }
+  const size_t layer_bytes = size_t{header.decoded_tokens} * shape->query_heads * shape->head_dim *
+                             DTypeBytes(shape->dtype);
+  capture.queries.resize(shape->layers * layer_bytes);
+  for (uint32_t layer = 0; layer < shape->layers; ++layer) {
+    ReadRows(file, layer, tokens, /*values=*/false, *view);
+    ReadRows(file, layer, tokens, /*values=*/true, *view);
+    file.read(reinterpret_cast<char*>(capture.queries.data() + layer * layer_bytes),
+              static_cast<std::streamsize>(layer_bytes));
+  }
+  if (!file) return absl::DataLossError(absl::StrCat(path, " ends early"));
+  capture.view = SegmentPrompt(std::move(view), header.prompt_tokens);
+  return capture;
+}
+
+}  // namespace attnd::bench

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// PageCapture: a model's keys, values and queries, as bench/pages/page_trace_capture.py wrote them,
+// as a segmented sequence.
+#ifndef ATTND_BENCH_PAGES_PAGE_CAPTURE_H_
+#define ATTND_BENCH_PAGES_PAGE_CAPTURE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "attention/backend.h"
+
+namespace attnd::bench {
+
+struct PageCapture {
+  std::shared_ptr<const attention::SequenceView> view;  // the prompt in segments, then the tail
+  uint32_t prompt_tokens = 0;
+  uint32_t decoded_tokens = 0;
+  std::vector<std::byte> queries;  // bf16 [layers][decoded_tokens][query_heads][head_dim]
+
+  const std::byte* query(uint32_t layer, uint32_t token) const {
+    const ModelShape& shape = view->shape;
+    const size_t row = size_t{shape.query_heads} * shape.head_dim * DTypeBytes(shape.dtype);
+    return queries.data() + (size_t{layer} * decoded_tokens + token) * row;
+  }
+};
+
+// Reads a capture and segments its prompt as the engine does: runs of 8,192 tokens outside the
+// window, the last one of 512 or more. Unavailable or DataLoss, naming the path.
+absl::StatusOr<PageCapture> ReadPageCapture(const std::string& path);
+
+}  // namespace attnd::bench
+
+#endif  // ATTND_BENCH_PAGES_PAGE_CAPTURE_H_

@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Page traces of a real model: captures (bench/pages/page_trace_capture.py) are segmented and every
+// decoded token is stepped under each policy; the plans say which pages it reads.
+//
+//   page_trace --out=build/page-traces build/page-traces/*.capture
+//
+// writes CAPTURE.POLICY.trace for each (bench/pages/page_trace_file.h), ':' as '_'.
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/flags/flag.h"
+#include "absl/flags/parse.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
+#include "attention/cpu/cpu_backend.h"
+#include "bench/pages/page_capture.h"
+#include "bench/pages/page_ranks.h"
+#include "bench/pages/page_trace_file.h"
+#include "bench/support.h"
+
+ABSL_FLAG(std::string, policies, "double-p clusters-top-k error-target error-target:dense_layers=1",
+          "separated by spaces: NAME[:key=value,...]");
+ABSL_FLAG(std::string, out, ".", "folder of the traces");
+ABSL_FLAG(uint32_t, threads, 1, "threads that answer a step");
+
+namespace attnd::bench {
+namespace {
+
+using attention::Policy;
+using attention::SequenceView;
+
+Policy Parse(const std::string& text) {
+  const std::vector<std::string> halves = absl::StrSplit(text, absl::MaxSplits(':', 1));
+  std::map<std::string, std::string> parameters;
+  if (halves.size() == 2) {
+    for (const auto item : absl::StrSplit(halves[1], ',')) {
+      parameters.insert(
+          std::pair<std::string, std::string>(absl::StrSplit(item, absl::MaxSplits('=', 1))));
+    }
+  }
+  return Must(attention::ParsePolicy(halves[0], parameters));
+}
+
+// One policy's trace of a capture as it grows.
+struct Recording {
+  std::string name;
+  Policy policy;
+  PageTrace trace;
+  uint64_t read_exactly = 0;  // clusters
+  uint64_t misordered = 0;    // of these: read although a better scored one was not
+};
+
+// Steps one capture.
+class Recorder {
+ public:
+  Recorder(attention::Backend* backend, const PageCapture& capture)
+      : backend_(backend), capture_(capture), view_(*capture.view) {
+    const ModelShape& shape = view_.shape;
+    for (uint32_t layer = 0; layer < shape.layers; ++layer) {
+      for (uint32_t head = 0; head < shape.kv_heads; ++head) {
+        scorers_.emplace_back(view_, layer, head);
+      }
+    }
+    queries_.resize(size_t{shape.query_heads} * shape.head_dim);
+    scores_.resize(shape.kv_heads);
+    out_.resize(size_t{shape.query_heads} * shape.value_dim);
+    lse_.resize(shape.query_heads);
+  }
+
+  PageTrace EmptyTrace() const {
+    const ModelShape& shape = view_.shape;
+    PageTrace trace{capture_.decoded_tokens, shape.layers, LayerPages(view_), 0, {}};
+    uint64_t clusters = 0;
+    for (const ClusterScorer& scorer : scorers_) clusters += scorer.clusters();
+    trace.clusters = static_cast<uint32_t>(clusters / std::max<size_t>(scorers_.size(), 1));
+    trace.ranks.assign(size_t{trace.tokens} * trace.pages(), kPageRankMax);
+    return trace;
+  }
+
+  void Record(uint32_t token, uint32_t layer, std::vector<Recording>* recordings) {
+    const ModelShape& shape = view_.shape;
+    ToFloat(shape.dtype, capture_.query(layer, token), queries_.size(), queries_.data());
+    const size_t group_floats = size_t{shape.group()} * shape.head_dim;
+    for (uint32_t head = 0; head < shape.kv_heads; ++head) {
+      scorers_[size_t{layer} * shape.kv_heads + head].Score(
+          std::span(queries_).subspan(head * group_floats, group_floats), &scores_[head]);
+    }
+    for (Recording& recording : *recordings) RecordPolicy(token, layer, &recording);
+  }
+
+ private:
+  void RecordPolicy(uint32_t token, uint32_t layer, Recording* recording) {
+    const std::span<PageRank> ranks = recording->trace.Step(token, layer);
+    const Policy& policy = recording->policy;
+    if (policy.SelectorFor(layer) == attention::Selector::kAll) {
+      std::fill(ranks.begin(), ranks.end(), kPageRead);
+      return;
+    }
+    const bool by_error = policy.cut == attention::Cut::kErrorBudget;
+    for (const attention::Plan& plan : Plans(token, layer, policy)) {
+      const ClusterScores& scores = scores_[plan.kv_head];
+      recording->read_exactly += plan.exact.size();
+      recording->misordered +=
+          RankPages(view_, layer, plan, by_error ? scores.optimistic : scores.mass, ranks);
+    }
+  }
+
+  std::vector<attention::Plan> Plans(uint32_t token, uint32_t layer, const Policy& policy) {
+    attention::RowStats stats;
+    attention::StepRow row;
+    row.view = capture_.view;
+    row.policy = &policy;
+    row.past_tokens = uint64_t{capture_.prompt_tokens} + token + 1;
+    row.query_tokens = 1;
+    row.query_only = true;
+    row.query_dtype = view_.shape.dtype;
+    row.queries = capture_.query(layer, token);
+    row.out = out_.data();
+    row.lse = lse_.data();
+    row.stats = &stats;
+    std::vector<attention::Plan> plans;
+    attention::StepRequest request;
+    request.layer = layer;
+    request.rows = {&row, 1};
+    request.plans = &plans;
+    Must(backend_->Step(request));
+    return plans;
+  }
+
+  attention::Backend* const backend_;
+  const PageCapture& capture_;
+  const SequenceView& view_;
+  std::vector<ClusterScorer> scorers_;  // [layers][kv_heads]
+  std::vector<ClusterScores> scores_;   // [kv_heads]
+  std::vector<float> queries_, out_, lse_;
+};
+
+void TraceCapture(attention::Backend* backend, const std::string& path) {
+  const PageCapture capture = Must(ReadPageCapture(path));
+  Recorder recorder(backend, capture);
+  std::vector<Recording> recordings;
+  for (const auto text : absl::StrSplit(absl::GetFlag(FLAGS_policies), ' ', absl::SkipEmpty())) {
+    const std::string name(text);
+    recordings.push_back({name, Parse(name), recorder.EmptyTrace(), 0, 0});
+  }
+  for (uint32_t token = 0; token < capture.decoded_tokens; ++token) {
+    for (uint32_t layer = 0; layer < capture.view->shape.layers; ++layer) {
+      recorder.Record(token, layer, &recordings);
+    }
+  }
+  const std::filesystem::path folder(absl::GetFlag(FLAGS_out));
+  for (const Recording& recording : recordings) {
+    const std::string file =
+        folder / absl::StrCat(std::filesystem::path(path).stem().string(), ".",
+                              absl::StrReplaceAll(recording.name, {{":", "_"}}), ".trace");
+    Must(WritePageTrace(file, recording.trace));
+    std::printf(
+        "%s: %u tokens, %u pages, %u clusters a head; %llu clusters read, %llu of them "
+        "scored below one that was not\n",
+        file.c_str(), recording.trace.tokens, recording.trace.pages(), recording.trace.clusters,
+        static_cast<unsigned long long>(recording.read_exactly),
+        static_cast<unsigned long long>(recording.misordered));
+    std::fflush(stdout);
+  }
+}
+
+int Main(const std::vector<char*>& arguments) {
+  if (arguments.size() < 2) {
+    std::fprintf(stderr, "usage: page_trace [--out=FOLDER] [--policies=...] CAPTURE...\n");
+    return 2;
+  }
+  attention::CpuBackendOptions options;
+  options.threads = absl::GetFlag(FLAGS_threads);
+  const auto backend = attention::MakeCpuBackend(options);
+  for (size_t i = 1; i < arguments.size(); ++i) TraceCapture(backend.get(), arguments[i]);
+  return 0;
+}
+
+}  // namespace
+}  // namespace attnd::bench
+
+int main(int argc, char** argv) { return attnd::bench::Main(absl::ParseCommandLine(argc, argv)); }

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Queries, keys and values of decoded tokens, for bench/pages/page_trace.cc to select by.
+
+nano-llama reads an evaluation context but for its last tokens, and those are decoded teacher-forced
+with dense attention: with 256 of them, 128 are the context's own running text and 128 are its 16
+questions. What each layer would have sent to attnd is written to one file a context:
+
+    python bench/pages/page_trace_capture.py --length 16384 --limit 2 --out build/page-traces
+
+A file is little-endian: 8 bytes of magic; u32 layers, query_heads, kv_heads, head_dim, prompt
+tokens, decoded tokens; f32 softmax scale; then bf16 for each layer k and v [kv_heads, prompt +
+decoded, head_dim] and q [decoded, query_heads, head_dim].
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+from attnd.eval.evalset import TASKS, Example, read_examples
+from attnd.nano import LayerKv, LocalKv, Model
+from attnd.tensors import BF16, Array
+
+MAGIC = b"ATNDCAP1"
+
+
+def capture(model: Model, prompt: Array, decoded: Array) -> list[tuple[Array, Array, Array]]:
+    """For each layer k, v of all tokens [tokens, kv_heads, head_dim] and q of the decoded ones
+    [decoded, query_heads, head_dim], float32."""
+    layers: list[LayerKv] = model.prefill(prompt)
+    tokens = len(prompt) + len(decoded)
+    kv = LocalKv(layers, tokens, model.config.softmax_scale)
+    captured: list[tuple[Array, Array, Array]] = []
+
+    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        old_k, old_v = layers[layer]
+        captured.append((np.concatenate([old_k, k]), np.concatenate([old_v, v]), q))
+        return kv.attend(layer, q, k, v)
+
+    model.forward(decoded, np.arange(len(prompt), tokens), attend)
+    return captured
+
+
+def write(
+    path: pathlib.Path, model: Model, prompt: Array, captured: Sequence[tuple[Array, Array, Array]]
+) -> None:
+    """Writes one file as the module says."""
+    config = model.config
+    sizes = (config.layers, config.query_heads, config.kv_heads, config.head_dim)
+    decoded = len(captured[0][2])
+    with path.open("wb") as file:
+        header = struct.pack("<6If", *sizes, len(prompt), decoded, config.softmax_scale)
+        file.write(MAGIC + header)
+        for k, v, q in captured:
+            for array in (k.swapaxes(0, 1), v.swapaxes(0, 1), q):
+                file.write(np.ascontiguousarray(array).astype(BF16).tobytes())
+
+
+def split(example: Example, decoded: int) -> tuple[Array, Array]:
+    """The example's tokens as prompt and the last `decoded` of them."""
+    tokens = np.concatenate([example.haystack, example.questions])
+    if not 0 < decoded < len(tokens):
+        raise ValueError(f"--decoded {decoded} is not within 1 .. {len(tokens) - 1}")
+    prompt, rest = np.split(tokens, [len(tokens) - decoded])
+    return prompt, rest
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line; the module's comment has an example."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=pathlib.Path, default=pathlib.Path("models/nano-llama"))
+    parser.add_argument("--eval-set", type=pathlib.Path, help="default: the model's nano_eval.npz")
+    parser.add_argument("--length", type=int, default=16384, help="tokens of a context")
+    parser.add_argument("--tasks", default=",".join(TASKS), help="separated by commas")
+    parser.add_argument("--limit", type=int, default=2, help="contexts of each task")
+    parser.add_argument("--decoded", type=int, default=256, help="tokens decoded at its end")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder of the files")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Writes LENGTH-TASK-NUMBER.capture for each context."""
+    arguments = parse_arguments()
+    model = Model.load(arguments.model)
+    eval_set = arguments.eval_set or arguments.model / "nano_eval.npz"
+    tasks = arguments.tasks.split(",")
+    examples = read_examples(eval_set, arguments.length, tasks, arguments.limit)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    numbers = dict.fromkeys(tasks, 0)
+    for example in examples:
+        prompt, decoded = split(example, arguments.decoded)
+        name = f"{arguments.length}-{example.task}-{numbers[example.task]}.capture"
+        numbers[example.task] += 1
+        write(arguments.out / name, model, prompt, capture(model, prompt, decoded))
+        print(arguments.out / name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// OpenedFile: an open segment or tail file together with what it says of itself.
+#ifndef ATTND_ENGINE_ARCHIVE_OPENED_FILE_H_
+#define ATTND_ENGINE_ARCHIVE_OPENED_FILE_H_
+
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "engine/archive/records.h"
+#include "storage/files/segment_file.h"
+#include "storage/io/file_system.h"
+#include "storage/io/io_queue.h"
+
+namespace attnd::engine {
+
+struct OpenedFile {
+  std::unique_ptr<storage::SegmentFile> file;
+  FileMetadata metadata;
+
+  const storage::SegmentFileHeader& header() const { return file->header(); }
+  // Of a segment.
+  attention::SegmentForm form() const {
+    return {metadata.args.shape, metadata.args.indexes.value_or(attention::kClusterIndexes),
+            header().tokens, header().unclustered};
+  }
+};
+
+// Reads header, metadata and table of checksums, and checks that the header's sizes are those that
+// the metadata's model gives: nothing is read or allocated by them before. Errors as
+// SegmentFile::Open's; DataLoss names the file.
+absl::StatusOr<OpenedFile> OpenSegmentFile(storage::FileSystem* files, storage::IoQueue* queue,
+                                           const std::string& path);
+
+}  // namespace attnd::engine
+
+#endif  // ATTND_ENGINE_ARCHIVE_OPENED_FILE_H_

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/archive/pager.h"
+
+#include <algorithm>
+#include <new>
+#include <system_error>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "common/status.h"
+#include "common/unix_time.h"
+
+namespace attnd::engine {
+
+Pager::Pager(Archive* archive, MemoryBudget* budget, ListSequences sequences,
+             const RetentionLimits& retention)
+    : archive_(archive), budget_(budget), sequences_(std::move(sequences)), retention_(retention) {}
+
+absl::Status Pager::Start() {
+  try {
+    thread_ = std::thread([this] { Loop(); });
+  } catch (const std::system_error& error) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("the system refused a thread for moving segments to disk: ", error.what()));
+  }
+  return absl::OkStatus();
+}
+
+void Pager::Shutdown() {
+  {
+    MutexLock lock(mutex_);
+    stopping_.store(true);
+  }
+  asked_.NotifyAll();
+  done_.NotifyAll();
+  if (thread_.joinable()) thread_.join();
+}
+
+bool Pager::MakeRoom(std::chrono::steady_clock::time_point until,
+                     const std::atomic<bool>* cancelled) {
+  MutexLock lock(mutex_);
+  // The round under way may have looked at the sequences already: the next one counts.
+  const uint64_t round = rounds_ + 2;
+  const uint64_t moves = moves_;
+  asked_rounds_ = std::max(asked_rounds_, round);
+  asked_.NotifyAll();
+  const auto given_up = [&] {
+    return stopping_.load() || std::chrono::steady_clock::now() > until ||
+           (cancelled != nullptr && cancelled->load(std::memory_order_relaxed));
+  };
+  while (moves_ == moves && rounds_ < round && !given_up()) {
+    static_cast<void>(done_.WaitFor(mutex_, kLookAgain));
+  }
+  return moves_ > moves && !stopping_.load();
+}
+
+void Pager::Loop() {
+  auto rest_until = std::chrono::steady_clock::time_point::min();  // after a failure
+  std::chrono::milliseconds rest = kRestMin;
+  while (!stopping_.load()) {
+    bool asked = false;
+    {
+      MutexLock lock(mutex_);
+      asked = rounds_ < asked_rounds_;
+      if (!asked) {
+        static_cast<void>(asked_.WaitFor(mutex_, kPeriod));
+        asked = rounds_ < asked_rounds_;
+      }
+    }
+    if (asked || std::chrono::steady_clock::now() >= rest_until) {
+      if (RoundWithinMemory(asked)) {
+        rest = kRestMin;
+      } else {
+        rest_until = std::chrono::steady_clock::now() + rest;
+        rest = std::min(2 * rest, kRestMax);
+      }
+    }
+    {
+      MutexLock lock(mutex_);
+      ++rounds_;
+    }
+    done_.NotifyAll();
+  }
+}
+
+bool Pager::RoundWithinMemory(bool asked) {
+  try {
+    RetainNow();
+    return Round(asked).ok();
+  } catch (const std::bad_alloc&) {
+    return false;  // the next round may find memory
+  }
+}
+
+void Pager::RetainNow() {
+  const auto now = std::chrono::steady_clock::now();
+  if (now < next_retention_) return;
+  next_retention_ = now + kRetentionPeriod;
+  archive_->NoteUses();
+  // What cannot be dropped now is tried again.
+  archive_->Retain(retention_, NowUnixSeconds(), BootSeconds()).IgnoreError();
+  archive_->DropOrphans();
+}
+
+uint64_t Pager::HeldBytes() const {
+  const uint64_t used = budget_->used();
+  return used - std::min(used, archive_->ReclaimableBytes());
+}
+
+// Steps use sequences while they are being ordered, so each time is read once; and whoever closes a
+// sequence meanwhile has its memory back.
+std::vector<Pager::Candidate> Pager::Candidates() const {
+  std::vector<Candidate> candidates;
+  for (const auto& sequence : sequences_()) {
+    if (sequence->has_whole_segments()) candidates.push_back({sequence->last_used(), sequence});
+  }
+  std::sort(candidates.begin(), candidates.end(),
+            [](const Candidate& a, const Candidate& b) { return a.used < b.used; });
+  return candidates;
+}
+
+absl::Status Pager::Round(bool asked) {
+  const auto capacity = static_cast<double>(budget_->capacity());
+  const auto above = [&](double mark) {
+    return static_cast<double>(HeldBytes()) > mark * capacity;
+  };
+  if (!asked && !above(kIdleMark)) return absl::OkStatus();
+  const auto idle_since = std::chrono::steady_clock::now() - kIdle;
+  bool moved = false;
+  for (const Candidate& candidate : Candidates()) {
+    // Whoever asked gets at least one segment's room.
+    while (!stopping_.load() && ((asked && !moved) || above(kTarget))) {
+      if (!asked && !above(kMark) && candidate.used > idle_since) return absl::OkStatus();
+      const std::shared_ptr<Sequence> sequence = candidate.sequence.lock();
+      if (sequence == nullptr || sequence->closed() || !sequence->has_whole_segments()) break;
+      ATTND_ASSIGN_OR_RETURN(const bool one, MoveOne(sequence.get()));
+      if (!one) break;  // what it had has gone meanwhile: the next one's turn
+      moved = true;
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<bool> Pager::MoveOne(Sequence* sequence) {
+  const auto proceed = [this] {
+    return stopping_.load() ? absl::UnavailableError("shutting down") : absl::OkStatus();
+  };
+  const auto swap = archive_->PageOut(sequence, proceed);
+  if (!swap.ok()) archive_->CountFailedPageOut();
+  ATTND_RETURN_IF_ERROR(swap.status());
+  if (!swap->has_value()) return false;
+  // Forks share segments: their memory is free when the last one lets them go.
+  for (const auto& other : sequences_()) other->SwapSegments({&**swap, 1});
+  MutexLock lock(mutex_);
+  ++moves_;
+  done_.NotifyAll();
+  return true;
+}
+
+}  // namespace attnd::engine

@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Pager: keeps memory and disk within their limits. It moves segments to disk when memory runs
+// short, those of the sequence that was used longest ago first; their indexes stay, so that
+// decoding goes on and reads from disk what it needs. And it drops sealed sequences beyond the
+// limits of retention.
+#ifndef ATTND_ENGINE_ARCHIVE_PAGER_H_
+#define ATTND_ENGINE_ARCHIVE_PAGER_H_
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "common/mutex.h"
+#include "engine/archive/archive.h"
+#include "engine/memory_budget.h"
+#include "engine/sequence/sequence.h"
+
+namespace attnd::engine {
+
+// Owns a thread. Above the first mark it moves what nobody has used for a while, above the second
+// one anything; and when somebody waits for room, at least a segment.
+class Pager {
+ public:
+  using ListSequences = std::function<std::vector<std::shared_ptr<Sequence>>()>;
+
+  // All must outlive it.
+  Pager(Archive* archive, MemoryBudget* budget, ListSequences sequences,
+        const RetentionLimits& retention);
+  ~Pager() { Shutdown(); }
+
+  // ResourceExhausted if the system refuses the thread.
+  absl::Status Start();
+  // Waits until a segment has been moved, or a round that began after the call has ended without;
+  // no longer than `until`, or until `cancelled` (may be null) is set. Whether one was moved.
+  bool MakeRoom(std::chrono::steady_clock::time_point until, const std::atomic<bool>* cancelled);
+  void Shutdown();
+
+ private:
+  static constexpr double kIdleMark = 0.80;  // shares of the budget
+  static constexpr double kMark = 0.90;
+  static constexpr double kTarget = 0.75;
+  static constexpr std::chrono::seconds kIdle{10};
+  static constexpr std::chrono::milliseconds kPeriod{50};
+  static constexpr std::chrono::seconds kRetentionPeriod{10};
+  static constexpr std::chrono::milliseconds kLookAgain{20};
+  // After a failure nothing is moved unasked for so long, twice as long after each further one.
+  static constexpr std::chrono::milliseconds kRestMin{1000};
+  static constexpr std::chrono::milliseconds kRestMax{60000};
+
+  struct Candidate {
+    std::chrono::steady_clock::time_point used;
+    std::weak_ptr<Sequence> sequence;
+  };
+
+  void Loop();
+  void RetainNow();
+  bool RoundWithinMemory(bool asked);
+  // Ends with the first failure.
+  absl::Status Round(bool asked);
+  // Sequences with segments that can be moved, the one used longest ago first.
+  std::vector<Candidate> Candidates() const;
+  // Moves the sequence's first whole segment. False if it has none any more.
+  absl::StatusOr<bool> MoveOne(Sequence* sequence);
+  // Of the budget, what cannot be had back at once.
+  uint64_t HeldBytes() const;
+
+  Archive* const archive_;
+  MemoryBudget* const budget_;
+  const ListSequences sequences_;
+  const RetentionLimits retention_;
+
+  std::chrono::steady_clock::time_point next_retention_;  // the thread's own
+
+  std::atomic<bool> stopping_{false};  // set under mutex_
+  Mutex mutex_;
+  CondVar asked_;
+  CondVar done_;
+  uint64_t asked_rounds_ ABSL_GUARDED_BY(mutex_) =
+      0;                                         // number of the round that somebody waits for
+  uint64_t rounds_ ABSL_GUARDED_BY(mutex_) = 0;  // that have ended
+  uint64_t moves_ ABSL_GUARDED_BY(mutex_) = 0;   // of segments
+  std::thread thread_;                           // last: it uses everything above
+};
+
+}  // namespace attnd::engine
+
+#endif  // ATTND_ENGINE_ARCHIVE_PAGER_H_

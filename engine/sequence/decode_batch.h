@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// DecodeBatch: one Decode step: checks each row, appends its tokens, hands the good ones to the
+// backend.
+#ifndef ATTND_ENGINE_SEQUENCE_DECODE_BATCH_H_
+#define ATTND_ENGINE_SEQUENCE_DECODE_BATCH_H_
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <unordered_set>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "attention/backend.h"
+#include "engine/answer_memory.h"
+#include "engine/memory_budget.h"
+#include "engine/options.h"
+#include "engine/sequence/sequence.h"
+#include "engine/types.h"
+
+namespace attnd::engine {
+
+// The one place where a step's message is checked: its limits, its rows, how its tensors divide
+// among the rows, and each row against its sequence. Whoever fills DecodeArgs (the server's
+// conversions, an embedder) owes no more than tensors of as many bytes as they say.
+//
+// Used by one thread, once: Check, then for each row CheckAlone and, of those that pass, Prepare,
+// then Run. The budget holds the bytes of the answer and of the batch's own lists until the batch
+// ends; then they are the caller's, as the message is.
+class DecodeBatch {
+ public:
+  DecodeBatch(const DecodeArgs& args, MemoryBudget* budget, DecodeResult* result)
+      : args_(args), budget_(budget), result_(result) {}
+
+  // Limits, and tensors whose sizes contradict the rows or one another: faults of the message.
+  absl::Status Check(const EngineOptions& options);
+
+  size_t rows() const { return args_.rows.size(); }
+  // What is wrong with row `row` whatever its sequence is, in the order of rows.
+  absl::Status CheckAlone(size_t row);
+  // Checks row `row`, which belongs to `sequence`, and appends its tokens; a fault becomes the
+  // row's status: ResourceExhausted too, if the budget has no room for the step's answer. Gives how
+  // many tokens are new.
+  uint64_t Prepare(size_t row, WriterId writer, const attention::Backend& backend,
+                   const std::shared_ptr<Sequence>& sequence);
+  void Refuse(size_t row, absl::Status status) { result_->rows[row].status = std::move(status); }
+
+  // What accepted rows read.
+  std::span<const attention::StepRow> step_rows() const { return step_rows_; }
+  uint64_t sequence_id(size_t step_row) const {
+    return args_.rows[step_row_numbers_[step_row]].sequence_id;
+  }
+  // Answers the rows that were accepted: into the caller's memory, which is asked for once.
+  absl::Status Run(attention::Backend* backend, AnswerMemory memory);
+
+ private:
+  // Where a row's tokens start in the tensors.
+  struct Place {
+    uint64_t query_token = 0;
+    uint64_t new_token = 0;
+    float query_magnitude = 0;  // greatest absolute value, from CheckNumbers
+  };
+
+  absl::Status CheckTensor(const char* name, const TensorView& tensor, uint64_t tokens,
+                           uint64_t heads, uint64_t dim) const;
+  absl::Status CheckRow(size_t row, const attention::Backend& backend, Sequence* sequence);
+  absl::Status CheckShape(const DecodeRow& row, const ModelShape& shape) const;
+  absl::Status CheckValuesShape(const ModelShape& shape) const;
+  // Finite, values within kValueMax; gives the magnitudes.
+  absl::Status CheckNumbers(size_t row, const ModelShape& shape);
+  // Reserves what the whole step's answer takes, its extents confirmed by a row's shape.
+  absl::Status ReserveAnswer(const ModelShape& shape);
+  // The caller's memory for the answer, every element NaN: an element that the backend leaves out
+  // is then seen as none, and nothing that lay there before reaches a client.
+  absl::StatusOr<AnswerBuffers> TakeMemory(AnswerMemory memory) const;
+  // Appends the row's tokens, if it has any, and gives what its step reads.
+  absl::StatusOr<Snapshot> Take(size_t row, WriterId writer, Sequence* sequence) const;
+  void AddStepRow(size_t row, const Sequence& sequence, Snapshot snapshot);
+  void ClearFaulty();
+  void ClearAnswer(const attention::StepRow& row);
+  void RefuseOverflow();
+
+  // Whether the message has values: those of latent models have none.
+  bool has_values() const {
+    return args_.v.elements != 0 || args_.v_heads != 0 || args_.v_value_dim != 0;
+  }
+
+  const DecodeArgs& args_;
+  MemoryBudget* const budget_;
+  DecodeResult* const result_;
+  Reservation answer_;                    // the answer's bytes and those of the lists below
+  std::unordered_set<uint64_t> checked_;  // sequences of the rows that CheckAlone let pass
+  std::vector<Place> places_;
+  std::vector<float> key_magnitudes_;  // of the row at hand, by tail block
+  uint64_t query_tokens_ = 0;
+  uint64_t new_tokens_ = 0;
+  std::vector<attention::StepRow> step_rows_;
+  std::vector<size_t> step_row_numbers_;  // row of each step row
+  std::vector<std::shared_ptr<Sequence>>
+      sequences_;  // of the accepted rows: their policies are read by the step
+};
+
+}  // namespace attnd::engine
+
+#endif  // ATTND_ENGINE_SEQUENCE_DECODE_BATCH_H_

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Magnitude: how large the numbers of a tensor are, in one pass that also finds NaN and infinities,
+// and how large they may be.
+#ifndef ATTND_ENGINE_SEQUENCE_MAGNITUDE_H_
+#define ATTND_ENGINE_SEQUENCE_MAGNITUDE_H_
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "attention/segment/pages.h"
+#include "common/dtype.h"
+#include "common/model_shape.h"
+
+namespace attnd::engine {
+
+// The greatest bit pattern without its sign: numbers of one dtype and their patterns have the same
+// order, with infinity and then NaN above all.
+template <typename T>
+T GreatestPattern(const std::byte* source, size_t count) {
+  constexpr T kWithoutSign = static_cast<T>(~T{0}) >> 1;
+  T greatest = 0;
+  for (size_t i = 0; i < count; ++i) {
+    T bits;
+    std::memcpy(&bits, source + i * sizeof(T), sizeof(T));
+    greatest = std::max<T>(greatest, bits & kWithoutSign);
+  }
+  return greatest;
+}
+
+// The greatest absolute value of `count` elements; infinity or NaN if an element is one of them, 0
+// of nothing.
+inline float Magnitude(DType dtype, const std::byte* source, size_t count) {
+  switch (dtype) {
+    case DType::kBf16:
+      return Bf16ToFloat(GreatestPattern<uint16_t>(source, count));
+    case DType::kFp16:
+      return Fp16ToFloat(GreatestPattern<uint16_t>(source, count));
+    case DType::kFp32:
+      return std::bit_cast<float>(GreatestPattern<uint32_t>(source, count));
+  }
+  return 0;
+}
+
+// Greatest |v| that is taken. The squares of all values that one KV head can have, 2^32 tokens of
+// kHeadDimMax channels, then add up to less than the greatest float. So do the norms of mean values
+// that segments keep, and all sums of values that softmax weighs, as no weight is above 1.
+inline constexpr float kValueMax = 1e13f;
+static_assert(double{kValueMax} * kValueMax * 4294967296.0 * kHeadDimMax <
+              std::numeric_limits<float>::max());
+
+// InvalidArgument if the values in the tensor `name`, of that magnitude, a finite one, are beyond
+// kValueMax.
+inline absl::Status CheckValueMagnitude(float magnitude, absl::string_view name = "v") {
+  if (magnitude <= kValueMax) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(name, " has numbers up to ", magnitude,
+                                                 "; allowed are magnitudes up to ", kValueMax));
+}
+
+// Appends to `magnitudes` that of the tokens in each tail block that [first_position, + tokens)
+// touches. source: [tokens][width], at least 1 token.
+inline void BlockMagnitudes(DType dtype, const std::byte* source, uint64_t first_position,
+                            uint64_t tokens, uint64_t width, std::vector<float>* magnitudes) {
+  const size_t token_bytes = width * DTypeBytes(dtype);
+  for (uint64_t done = 0; done < tokens;) {
+    const uint64_t place = (first_position + done) % attention::kTailBlockTokens;
+    const uint64_t count = std::min(tokens - done, attention::kTailBlockTokens - place);
+    magnitudes->push_back(Magnitude(dtype, source + done * token_bytes, count * width));
+    done += count;
+  }
+}
+
+// The magnitude of the keys of tokens [begin, end) of a run of pages.
+inline float KeyMagnitude(const attention::PageGeometry& geometry, const std::byte* pages,
+                          uint64_t begin, uint64_t end) {
+  float magnitude = 0;
+  while (begin < end) {
+    const uint64_t count =
+        std::min(end - begin, attention::kPageTokens - begin % attention::kPageTokens);
+    magnitude = std::max(magnitude, Magnitude(geometry.dtype, pages + geometry.KeyOffset(begin),
+                                              count * geometry.head_dim));
+    begin += count;
+  }
+  return magnitude;
+}
+
+}  // namespace attnd::engine
+
+#endif  // ATTND_ENGINE_SEQUENCE_MAGNITUDE_H_

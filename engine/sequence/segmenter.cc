@@ -1,0 +1,339 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/sequence/segmenter.h"
+
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <exception>
+#include <new>
+#include <optional>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "common/status.h"
+
+namespace attnd::engine {
+namespace {
+
+using attention::HeadBuilder;
+using attention::Segment;
+using attention::SegmentBuilder;
+
+// Between two looks at the gate; below the limit of 1 ms that a waiting step may be held up.
+constexpr std::chrono::microseconds kQuantum{700};
+
+// How often a prefill that waits for another looks whether it is still wanted.
+constexpr std::chrono::microseconds kCancelPoll{20000};
+
+// Steps go first when builders and steps want the same core: builders are nicer than the thread
+// that starts them, which has the process's own niceness. Advice only; beyond 19 the system takes
+// it for 19.
+constexpr int kBuilderNiceness = 10;
+
+void LowerPriority() {
+  const auto thread = static_cast<id_t>(syscall(SYS_gettid));
+  const int niceness = getpriority(PRIO_PROCESS, thread) + kBuilderNiceness;
+  static_cast<void>(setpriority(PRIO_PROCESS, thread, niceness));
+}
+
+absl::Status NoMemory() {
+  return absl::ResourceExhaustedError("the system refused memory for building a segment");
+}
+
+}  // namespace
+
+void StepGate::Leave() {
+  if (steps_.fetch_sub(1, std::memory_order_seq_cst) == 1 &&
+      yielding_.load(std::memory_order_seq_cst) != 0) {
+    MutexLock lock(mutex_);
+    idle_.NotifyAll();
+  }
+}
+
+void StepGate::YieldToSteps() {
+  if (steps_.load(std::memory_order_relaxed) == 0) return;
+  const auto end = std::chrono::steady_clock::now() + kYieldMax;
+  yielding_.fetch_add(1, std::memory_order_seq_cst);
+  {
+    MutexLock lock(mutex_);
+    while (steps_.load(std::memory_order_seq_cst) != 0) {
+      const auto left = std::chrono::duration_cast<std::chrono::microseconds>(
+          end - std::chrono::steady_clock::now());
+      if (left.count() <= 0) break;
+      idle_.WaitFor(mutex_, left);
+    }
+  }
+  yielding_.fetch_sub(1, std::memory_order_relaxed);
+}
+
+Segmenter::Segmenter(const Options& options, attention::Backend* backend, MemoryBudget* budget,
+                     StepGate* gate, EventListener* listener)
+    : options_(options), backend_(backend), budget_(budget), gate_(gate), listener_(listener) {}
+
+absl::Status Segmenter::Start() {
+  try {
+    background_ = std::thread([this] { BackgroundLoop(); });
+  } catch (const std::system_error& error) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "the system refused the thread that builds segments in the background: ", error.what()));
+  }
+  return absl::OkStatus();
+}
+
+// ---- prefills ----
+
+Segmenter::Turn::Turn(Segmenter* segmenter, const Sequence& sequence)
+    : segmenter_(segmenter), sequence_(sequence) {
+  MutexLock lock(segmenter_->mutex_);
+  segmenter_->turns_.push_back(this);
+}
+
+Segmenter::Turn::~Turn() {
+  MutexLock lock(segmenter_->mutex_);
+  std::erase(segmenter_->turns_, this);
+  if (segmenter_->building_turn_ == this) segmenter_->building_turn_ = nullptr;
+  segmenter_->changed_.NotifyAll();
+}
+
+absl::Status Segmenter::Turn::Wait(const std::atomic<bool>* cancelled) {
+  MutexLock lock(segmenter_->mutex_);
+  absl::Status wanted = segmenter_->Wanted(sequence_, cancelled);
+  while (wanted.ok() && segmenter_->NextTurn() != this) {
+    segmenter_->changed_.WaitFor(segmenter_->mutex_, kCancelPoll);
+    wanted = segmenter_->Wanted(sequence_, cancelled);
+  }
+  if (wanted.ok()) segmenter_->building_turn_ = this;
+  return wanted;
+}
+
+const Segmenter::Turn* Segmenter::NextTurn() const {
+  if (building_turn_ != nullptr) return nullptr;
+  for (const Turn* turn : turns_) {
+    if (&turn->sequence_ != background_builds_) return turn;
+  }
+  return nullptr;
+}
+
+absl::Status Segmenter::SegmentPrefill(Sequence* sequence, const std::atomic<bool>* cancelled) {
+  return SegmentInTurns(sequence, kSegmentTokensMin, cancelled);
+}
+
+absl::Status Segmenter::SegmentWholeRuns(Sequence* sequence, const std::atomic<bool>* cancelled) {
+  return SegmentInTurns(sequence, options_.segment_tokens, cancelled);
+}
+
+absl::Status Segmenter::SegmentInTurns(Sequence* sequence, uint32_t min_tokens,
+                                       const std::atomic<bool>* cancelled) {
+  try {
+    while (sequence->HasSegment(min_tokens)) {
+      Turn turn(this, *sequence);
+      ATTND_RETURN_IF_ERROR(turn.Wait(cancelled));
+      ATTND_RETURN_IF_ERROR(BuildNext(sequence, min_tokens, options_.threads,
+                                      EventListener::BuildTrigger::kPrefill, cancelled)
+                                .status());
+    }
+  } catch (const std::bad_alloc&) {
+    return NoMemory();
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Segmenter::Wanted(const Sequence& sequence, const std::atomic<bool>* cancelled) const {
+  if (stopping()) return absl::UnavailableError("the server is shutting down");
+  if (sequence.closed()) {
+    return absl::NotFoundError(absl::StrCat("sequence_id ", sequence.id(), " has been closed"));
+  }
+  if (cancelled != nullptr && cancelled->load(std::memory_order_relaxed)) {
+    return absl::CancelledError("segmenting was cancelled");
+  }
+  return absl::OkStatus();
+}
+
+// ---- background ----
+
+void Segmenter::OnGrown(const std::shared_ptr<Sequence>& sequence) {
+  if (!sequence->BuildDue(options_.segment_tokens)) return;
+  MutexLock lock(mutex_);
+  for (const auto& queued : queue_) {
+    if (!queued.owner_before(sequence) && !sequence.owner_before(queued)) return;
+  }
+  try {
+    queue_.push_back(sequence);
+  } catch (const std::bad_alloc&) {
+    return;  // the next token asks again
+  }
+  changed_.NotifyAll();
+}
+
+std::shared_ptr<Sequence> Segmenter::TakeQueued() {
+  for (auto queued = queue_.begin(); queued != queue_.end();) {
+    std::shared_ptr<Sequence> sequence = queued->lock();
+    if (sequence == nullptr) {
+      queued = queue_.erase(queued);
+      changed_.NotifyAll();  // the queue may be empty now
+    } else if (building_turn_ != nullptr && &building_turn_->sequence_ == sequence.get()) {
+      ++queued;  // its prefill holds it, too: this reference is not the last
+    } else {
+      queue_.erase(queued);
+      return sequence;
+    }
+  }
+  return nullptr;
+}
+
+void Segmenter::BackgroundLoop() {
+  LowerPriority();
+  while (true) {
+    std::shared_ptr<Sequence> sequence;
+    {
+      MutexLock lock(mutex_);
+      background_builds_ = nullptr;
+      changed_.NotifyAll();
+      while (!stopping() && (sequence = TakeQueued()) == nullptr) changed_.Wait(mutex_);
+      if (stopping()) return;
+      background_builds_ = sequence.get();
+    }
+    const absl::StatusOr<bool> built = BuildNext(sequence.get(), options_.segment_tokens, 1,
+                                                 EventListener::BuildTrigger::kBackground,
+                                                 /*cancelled=*/nullptr);
+    if (!built.ok()) {
+      sequence->DelayBuild();  // the tokens stay in the tail, exact
+    } else if (*built) {
+      OnGrown(sequence);  // behind the others, if a further run has left
+    }
+  }
+}
+
+// ---- building ----
+
+absl::StatusOr<bool> Segmenter::BuildNext(Sequence* sequence, uint32_t min_tokens, uint32_t threads,
+                                          EventListener::BuildTrigger trigger,
+                                          const std::atomic<bool>* cancelled) {
+  const auto start = std::chrono::steady_clock::now();
+  uint32_t installed = 0;
+  absl::StatusOr<bool> built = false;
+  try {
+    built = Build(sequence, min_tokens, threads, cancelled, &installed);
+  } catch (const std::bad_alloc&) {
+    built = NoMemory();
+  }
+  if (listener_ == nullptr) return built;
+  // What was given up because nobody wants it has not failed.
+  if (!built.ok() && Wanted(*sequence, cancelled).ok()) {
+    listener_->OnSegmentBuildFailed(trigger, built.status());
+  }
+  if (installed > 0) {
+    listener_->OnSegmentBuilt(trigger, installed, std::chrono::steady_clock::now() - start);
+  }
+  return built;
+}
+
+absl::StatusOr<bool> Segmenter::Build(Sequence* sequence, uint32_t min_tokens, uint32_t threads,
+                                      const std::atomic<bool>* cancelled, uint32_t* installed) {
+  const std::optional<SegmentJob> job = sequence->NextSegment(min_tokens, options_.segment_tokens);
+  if (!job.has_value()) return false;
+  const attention::SegmentForm form = {sequence->shape(), sequence->indexes(), job->tokens,
+                                       job->unclustered};
+  ATTND_ASSIGN_OR_RETURN(
+      Reservation memory,
+      budget_->Reserve(Segment::IndexBytes(form) + Segment::PayloadBytes(form), "a segment"));
+  SegmentBuilder builder(job->view, next_segment_id_.fetch_add(1, std::memory_order_relaxed),
+                         job->tokens, job->unclustered);
+  if (!builder.allocated()) {
+    return absl::ResourceExhaustedError("the system refused memory for a segment");
+  }
+  ATTND_RETURN_IF_ERROR(BuildSegment(*sequence, &builder, threads, cancelled));
+  if (sequence->Install(*job, HoldReservation(builder.Finish(), std::move(memory)))) {
+    *installed = job->tokens;
+  }
+  return true;
+}
+
+absl::Status Segmenter::BuildSegment(const Sequence& sequence, SegmentBuilder* builder,
+                                     uint32_t threads, const std::atomic<bool>* cancelled) {
+  absl::Status built = backend_->BuildSegment(builder, [&] {
+    gate_->YieldToSteps();
+    return Wanted(sequence, cancelled);
+  });
+  if (built.ok()) return built;
+  // Whatever kept the backend from it, what is still wanted can be built here.
+  ATTND_RETURN_IF_ERROR(Wanted(sequence, cancelled));
+  const uint64_t scratch_bytes = HeadBuilder::ScratchBytes(builder->segment().form());
+  uint32_t builders = std::min(threads, builder->heads());
+  constexpr const char* kScratch = "building a segment";
+  absl::StatusOr<Reservation> scratch = budget_->Reserve(builders * scratch_bytes, kScratch);
+  while (!scratch.ok() && builders > 1) {  // slower, where memory is short
+    builders /= 2;
+    scratch = budget_->Reserve(builders * scratch_bytes, kScratch);
+  }
+  ATTND_RETURN_IF_ERROR(scratch.status());
+  return BuildHeads(sequence, builder, builders, cancelled);
+}
+
+absl::Status Segmenter::BuildHeads(const Sequence& sequence, SegmentBuilder* builder,
+                                   uint32_t threads, const std::atomic<bool>* cancelled) {
+  std::atomic<uint32_t> next_head{0};
+  std::atomic<bool> no_memory{false};
+  const auto stop = [&] {
+    return no_memory.load(std::memory_order_relaxed) || !Wanted(sequence, cancelled).ok();
+  };
+  const auto build = [&] {
+    HeadBuilder heads;
+    for (uint32_t head = next_head++; head < builder->heads(); head = next_head++) {
+      heads.Start(builder, head);
+      bool done = false;
+      while (!done && !stop()) {
+        gate_->YieldToSteps();
+        done = heads.Advance(kQuantum);
+      }
+      if (!done) return;
+    }
+  };
+  const auto work = [&] {  // on threads of its own: lets no exception out
+    try {
+      build();
+    } catch (const std::bad_alloc&) {
+      no_memory.store(true, std::memory_order_relaxed);
+    }
+  };
+  {
+    std::vector<std::jthread> helpers;
+    helpers.reserve(threads);
+    for (uint32_t i = 1; i < threads; ++i) {
+      try {
+        helpers.emplace_back([&] {
+          LowerPriority();
+          work();
+        });
+      } catch (const std::exception&) {  // no thread, or no memory for one
+        break;                           // those that there are take all heads
+      }
+    }
+    work();
+  }
+  ATTND_RETURN_IF_ERROR(Wanted(sequence, cancelled));
+  return no_memory.load(std::memory_order_relaxed) ? NoMemory() : absl::OkStatus();
+}
+
+void Segmenter::WaitUntilIdle() {
+  MutexLock lock(mutex_);
+  while (!stopping() && (background_builds_ != nullptr || !queue_.empty())) changed_.Wait(mutex_);
+}
+
+void Segmenter::Shutdown() {
+  std::thread background;
+  {
+    MutexLock lock(mutex_);
+    stopping_.store(true, std::memory_order_relaxed);
+    changed_.NotifyAll();
+    background.swap(background_);
+  }
+  if (background.joinable()) background.join();
+}
+
+}  // namespace attnd::engine

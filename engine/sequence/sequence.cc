@@ -1,0 +1,291 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/sequence/sequence.h"
+
+#include <glog/logging.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "common/status.h"
+
+namespace attnd::engine {
+namespace {
+
+using attention::Segment;
+using attention::SequenceView;
+using attention::TailBlock;
+
+// Logits beyond it mean nothing in single precision, and below it no product of a step (q.k, its
+// terms, squares of queries times variances of keys) overflows.
+constexpr double kLogitMax = 1e18;
+
+// A sequence's place in the engine's table.
+constexpr uint64_t kTableEntryBytes = 256;
+
+// A segment's or block's places in the lists of its sequence; lists may be twice as long as needed.
+// Views' lists are not counted.
+constexpr uint64_t kListEntryBytes = 4 * sizeof(std::shared_ptr<const Segment>);
+
+// Of what belongs to a sequence whatever its length: the object and its place, its texts, and the
+// fixed part of its policy state.
+uint64_t ObjectBytes(absl::string_view tenant, const OpenArgs& args) {
+  // NOLINTBEGIN(bugprone-unchecked-optional-access): Engine::Open sets them
+  return sizeof(Sequence) + kTableEntryBytes + tenant.size() + args.fingerprint.size() +
+         args.policy->preset.size() +
+         attention::PolicyState::FixedBytes(args.shape, *args.indexes, args.model_parts) +
+         args.shape.layers * (sizeof(uint64_t) + sizeof(float));
+  // NOLINTEND(bugprone-unchecked-optional-access)
+}
+
+attention::PolicyState MakeState(const OpenArgs& args, MemoryBudget* budget) {
+  const auto hold = [budget](uint64_t bytes,
+                             const char* what) -> absl::StatusOr<std::shared_ptr<const void>> {
+    ATTND_ASSIGN_OR_RETURN(Reservation reservation, budget->Reserve(bytes, what));
+    return std::make_shared<const Reservation>(std::move(reservation));
+  };
+  return attention::PolicyState(args.shape, args.indexes.value_or(attention::IndexSet()),
+                                args.model_parts, hold);
+}
+
+float Greatest(std::span<const float> values) {
+  float greatest = 0;
+  for (const float value : values) greatest = std::max(greatest, value);
+  return greatest;
+}
+
+}  // namespace
+
+Sequence::Sequence(uint64_t id, std::string tenant, OpenArgs args, uint64_t max_tokens,
+                   MemoryBudget* budget)
+    : id_(id),
+      tenant_(std::move(tenant)),
+      args_(std::move(args)),
+      max_tokens_(max_tokens),
+      budget_(budget),
+      tail_(args_.shape),
+      layer_tokens_(args_.shape.layers, 0),
+      key_bounds_(args_.shape.layers, 0),
+      token_ids_(budget),
+      state_(MakeState(args_, budget)) {}
+
+absl::StatusOr<std::shared_ptr<Sequence>> Sequence::Create(uint64_t id, absl::string_view tenant,
+                                                           OpenArgs args, uint64_t max_tokens,
+                                                           MemoryBudget* budget) {
+  ATTND_ASSIGN_OR_RETURN(Reservation object,
+                         budget->Reserve(ObjectBytes(tenant, args), "a sequence"));
+  auto sequence =
+      std::make_shared<Sequence>(id, std::string(tenant), std::move(args), max_tokens, budget);
+  sequence->object_ = std::move(object);
+  sequence->Touch();
+  return sequence;
+}
+
+// ---- appending ----
+
+absl::StatusOr<uint64_t> Sequence::Append(WriterId writer, const NewTokens& tokens) {
+  MutexLock lock(mutex_);
+  ATTND_RETURN_IF_ERROR(CheckAppend(writer, tokens));
+  ATTND_ASSIGN_OR_RETURN(TokenIds::Room room, MakeRoom(tokens));
+  const uint64_t appended = Take(writer, tokens, std::move(room));
+  if (appended > 0) newest_step_ = kNoStep;  // an upload follows it: its reply has been seen
+  return appended;
+}
+
+absl::StatusOr<Snapshot> Sequence::AppendAndRead(WriterId writer, const NewTokens& tokens,
+                                                 float query_magnitude) {
+  MutexLock lock(mutex_);
+  // Its answer cannot be given again: a segment's tokens are not in order, and some are estimated.
+  if (tokens.first_position < tail_.begin()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("position ", tokens.first_position, " lies in a finished segment; steps from ",
+                     tail_.begin(), " on can be repeated, the position expected is ",
+                     layer_tokens_[tokens.layer]));
+  }
+  ATTND_RETURN_IF_ERROR(CheckAppend(writer, tokens));
+  ATTND_RETURN_IF_ERROR(
+      CheckLogits(tokens.layer, query_magnitude, Greatest(tokens.key_magnitudes)));
+  ATTND_ASSIGN_OR_RETURN(TokenIds::Room room, MakeRoom(tokens));
+  Snapshot snapshot{View(), 0};
+  snapshot.new_tokens = Take(writer, tokens, std::move(room));
+  newest_step_ = tokens.first_position;
+  return snapshot;
+}
+
+absl::Status Sequence::CheckAppend(WriterId writer, const NewTokens& tokens) {
+  const uint64_t length = layer_tokens_[tokens.layer];
+  if (tokens.first_position > length) {
+    return absl::FailedPreconditionError(absl::StrCat("position ", tokens.first_position,
+                                                      " leaves a gap in layer ", tokens.layer,
+                                                      "; the position expected is ", length));
+  }
+  if (tokens.tokens > max_tokens_ - tokens.first_position) {
+    return absl::ResourceExhaustedError(absl::StrCat("the sequence would have ",
+                                                     tokens.first_position + tokens.tokens,
+                                                     " tokens; allowed are ", max_tokens_));
+  }
+  const uint64_t end = tokens.first_position + tokens.tokens;
+  const uint64_t repeated = std::min(end, length) - tokens.first_position;
+  ATTND_RETURN_IF_ERROR(CheckWriter(writer));
+  ATTND_RETURN_IF_ERROR(CheckRepeat(tokens, repeated));
+  return token_ids_.Check(tokens.first_position, tokens.token_ids);
+}
+
+// All that appending may fail at.
+absl::StatusOr<TokenIds::Room> Sequence::MakeRoom(const NewTokens& tokens) {
+  ATTND_ASSIGN_OR_RETURN(TokenIds::Room room,
+                         token_ids_.MakeRoom(tokens.first_position, tokens.token_ids.size()));
+  ATTND_RETURN_IF_ERROR(GrowTail(tokens.first_position + tokens.tokens));
+  return room;
+}
+
+// Gives how many tokens are new.
+uint64_t Sequence::Take(WriterId writer, const NewTokens& tokens, TokenIds::Room room) noexcept {
+  uint64_t& length = layer_tokens_[tokens.layer];
+  const uint64_t end = tokens.first_position + tokens.tokens;
+  const uint64_t repeated = std::min(end, length) - tokens.first_position;
+  writer_ = writer;
+  Touch();
+  token_ids_.Store(tokens.first_position, tokens.token_ids, std::move(room));
+  tail_.Write(tokens, repeated);
+  float& bound = key_bounds_[tokens.layer];
+  bound = std::max(bound, tail_.RaiseKeyBounds(tokens, repeated));
+  length = std::max(length, end);
+  CHECK_LE(length, tail_.blocks_end());
+  return tokens.tokens - repeated;
+}
+
+absl::Status Sequence::CheckLogits(uint32_t layer, float query_magnitude,
+                                   float key_magnitude) const {
+  const double query = double{query_magnitude} * args_.shape.softmax_scale;
+  const double key = std::max(key_magnitude, key_bounds_[layer]);
+  if (query <= kLogitMax && key <= kLogitMax && query * key * args_.shape.head_dim <= kLogitMax) {
+    return absl::OkStatus();
+  }
+  return absl::OutOfRangeError(
+      absl::StrCat("q has numbers up to ", query_magnitude, " and the layer's keys up to ", key,
+                   ": their products could exceed ", kLogitMax, ", beyond what float32 answers"));
+}
+
+absl::Status Sequence::CheckWriter(WriterId writer) const {
+  if (!writer_.has_value() || *writer_ == writer) return absl::OkStatus();
+  return absl::AbortedError(
+      absl::StrCat("another stream is writing to sequence ", id_, " until it ends"));
+}
+
+void Sequence::ReleaseWriter(WriterId writer) {
+  MutexLock lock(mutex_);
+  if (writer_ == writer) writer_.reset();
+}
+
+// The first `repeated` tokens are already here: they must be equal.
+absl::Status Sequence::CheckRepeat(const NewTokens& tokens, uint64_t repeated) {
+  const uint64_t end = tokens.first_position + repeated;
+  const uint64_t in_tail = std::clamp(tail_.begin(), tokens.first_position, end);
+  ATTND_RETURN_IF_ERROR(CheckWhole(tokens.first_position, in_tail));
+  if (SegmentsHold(tokens, in_tail) && tail_.Holds(tokens, in_tail, end)) return absl::OkStatus();
+  return absl::AlreadyExistsError(absl::StrCat(
+      "position ", tokens.first_position, " of layer ", tokens.layer,
+      " exists with other keys or values; the position expected is ", layer_tokens_[tokens.layer]));
+}
+
+// Whether the new tokens up to position `end` are equal to those of segments, which hold them as
+// they came, in another order.
+bool Sequence::SegmentsHold(const NewTokens& tokens, uint64_t end) const {
+  const NewRows rows(tokens, args_.shape);
+  const uint64_t begin = tokens.first_position;
+  for (const auto& segment : segments_) {
+    if (segment->end_position() <= begin || segment->first_position() >= end) continue;
+    for (uint32_t head = 0; head < args_.shape.kv_heads; ++head) {
+      const std::byte* pages = segment->pages(tokens.layer, head);
+      const std::span<const uint16_t> positions = segment->positions(tokens.layer, head);
+      for (uint64_t slot = 0; slot < positions.size(); ++slot) {
+        const uint64_t position = segment->first_position() + positions[slot];
+        if (position < begin || position >= end) continue;
+        if (!rows.Equal(position - begin, head, pages, slot)) return false;
+      }
+    }
+  }
+  return true;
+}
+
+// Makes the tail's blocks for positions below `end`; all of them or none.
+absl::Status Sequence::GrowTail(uint64_t end) {
+  ATTND_ASSIGN_OR_RETURN(const Tail::Blocks more, tail_.MakeBlocks(end, budget_));
+  if (more.empty()) return absl::OkStatus();
+  ATTND_RETURN_IF_ERROR(HoldBooks(tail_.blocks().size() + more.size(), segments_.size()));
+  tail_.AddBlocks(more);
+  view_.reset();
+  return absl::OkStatus();
+}
+
+// Bytes of the lists for so many blocks and segments.
+absl::Status Sequence::HoldBooks(size_t blocks, size_t segments) {
+  const uint64_t entry = kListEntryBytes + 2 * sizeof(float) * args_.shape.layers;
+  return budget_->Resize(&books_, (blocks + segments) * entry, "a sequence's lists");
+}
+
+// ---- reading ----
+
+absl::StatusOr<Snapshot> Sequence::Read(uint32_t layer, uint64_t position, float query_magnitude) {
+  MutexLock lock(mutex_);
+  if (position != layer_tokens_[layer]) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("position is ", position, "; a query_only row expects the layer's length, ",
+                     layer_tokens_[layer]));
+  }
+  ATTND_RETURN_IF_ERROR(CheckLogits(layer, query_magnitude, 0));
+  Touch();
+  return Snapshot{View(), 0};
+}
+
+std::shared_ptr<const SequenceView> Sequence::View() {
+  if (view_ != nullptr && view_state_version_ == state_.version()) return view_;
+  auto view = std::make_shared<SequenceView>();
+  view->shape = args_.shape;
+  view->indexes = indexes();
+  view->owner = args_.backend;
+  view->state = state_.View(segments_.empty() ? nullptr : segments_.front().get());
+  view->segments = segments_;
+  view->tail = tail_.blocks();
+  view->tail_begin = tail_.begin();
+  view_ = std::move(view);
+  view_state_version_ = state_.version();
+  return view_;
+}
+
+uint64_t Sequence::CommittedTokens() const {
+  return *std::min_element(layer_tokens_.begin(), layer_tokens_.end());
+}
+
+absl::Status Sequence::CompletePrefill(WriterId writer) {
+  MutexLock lock(mutex_);
+  ATTND_RETURN_IF_ERROR(CheckWriter(writer));
+  ATTND_RETURN_IF_ERROR(CheckAligned());
+  newest_step_ = kNoStep;
+  return absl::OkStatus();
+}
+
+absl::Status Sequence::CheckAligned() const {
+  const auto [least, most] = std::minmax_element(layer_tokens_.begin(), layer_tokens_.end());
+  if (*least == *most) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      "prefill_complete: layer ", least - layer_tokens_.begin(), " has ", *least,
+      " tokens and layer ", most - layer_tokens_.begin(), " has ", *most, "; they must be equal"));
+}
+
+SequenceInfo Sequence::Info() {
+  MutexLock lock(mutex_);
+  SequenceInfo info;
+  info.id = id_;
+  info.args = args_;
+  info.committed_tokens = CommittedTokens();
+  info.segmented_tokens = tail_.begin();
+  info.segments = static_cast<uint32_t>(segments_.size());
+  for (const auto& segment : segments_) info.resident_bytes += segment->bytes();
+  info.resident_bytes += tail_.blocks().size() * TailBlock::Bytes(args_.shape);
+  info.layer_tokens = layer_tokens_;
+  return info;
+}
+
+}  // namespace attnd::engine

@@ -1,0 +1,302 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Sequence: the token history of one model shard: a chain of immutable segments and a tail
+// (docs/DESIGN.md, "Idea 2").
+#ifndef ATTND_ENGINE_SEQUENCE_SEQUENCE_H_
+#define ATTND_ENGINE_SEQUENCE_SEQUENCE_H_
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "attention/backend.h"
+#include "attention/cpu/observation.h"
+#include "attention/policy_state/policy_state.h"
+#include "common/mutex.h"
+#include "engine/memory_budget.h"
+#include "engine/sequence/held.h"
+#include "engine/sequence/new_tokens.h"
+#include "engine/sequence/tail.h"
+#include "engine/sequence/token_ids.h"
+#include "engine/types.h"
+
+namespace attnd::engine {
+
+// What a step reads.
+struct Snapshot {
+  std::shared_ptr<const attention::SequenceView> view;
+  uint64_t new_tokens = 0;  // that the call appended
+};
+
+// Tokens [view->tail_begin, + tokens) that may become a segment.
+struct SegmentJob {
+  std::shared_ptr<const attention::SequenceView> view;
+  uint32_t tokens = 0;
+  uint32_t unclustered = 0;
+};
+
+// A history at one moment, for whoever writes it down: its committed positions, which are never
+// written again.
+struct HistorySnapshot {
+  std::shared_ptr<const attention::SequenceView> view;  // its tail may go on beyond `committed`
+  uint64_t committed = 0;
+  std::vector<float> segment_key_bounds;  // [segments][layers] greatest |k|
+  std::vector<TokenIds::Run> token_ids;   // of committed positions
+};
+
+// Queries of one layer that a prompt's end came with, and the budget's bytes for them.
+struct ObservedLayer {
+  Reservation memory;
+  DType dtype = DType::kFp32;
+  uint32_t tokens = 0;
+  std::vector<std::byte> queries;  // [tokens, query_heads, head_dim]
+};
+
+// A prompt that is complete, with the queries of its last tokens in every layer.
+struct PromptObservation {
+  std::shared_ptr<const attention::SequenceView> view;
+  uint64_t tokens = 0;                                       // of the prompt
+  std::vector<std::shared_ptr<const ObservedLayer>> layers;  // [layers]
+
+  attention::ObservedQueries QueriesOf(uint32_t layer) const {
+    const ObservedLayer& observed = *layers[layer];
+    return {observed.dtype, observed.tokens, observed.queries.data()};
+  }
+};
+
+// A segment and its other version, paged or whole, which holds the same.
+struct Swap {
+  std::shared_ptr<const attention::Segment> before;
+  std::shared_ptr<const attention::Segment> after;
+};
+
+// Segments that were written down, or that another sequence has, to begin a sequence with.
+struct RestoredSegments {
+  std::vector<std::shared_ptr<const attention::Segment>> segments;  // from position 0 on
+  std::vector<float> key_bounds;                                    // [segments][layers]
+  std::vector<TokenIds::Run> token_ids;
+
+  uint64_t tokens() const { return segments.empty() ? 0 : segments.back()->end_position(); }
+};
+
+// A sequence of tokens: a chain of immutable segments from position 0 on, a tail behind them
+// (Tail), and what its policies keep with it (attention::PolicyState).
+//
+// Ownership: segments, tail blocks and parts of the policy state are shared by pointer with views,
+// forks and the archive. A view holds everything that a step reads, for as long as the step lives.
+//
+// Thread-safety: all methods may be called from any thread. A tail block is written only by the
+// sequence that made it, each position once, under the lock, before the length that covers it is
+// published: a view may be read without the lock.
+//
+// Invariants (CheckInvariants): segments are contiguous from position 0 on, have the sequence's
+// shape and indexes, and end where the tail begins; every layer has at least as many tokens as
+// segments cover, and the tail has blocks for all others; each segment has a bound of each layer's
+// keys. The last `window` committed tokens are in the tail, if there are so many.
+class Sequence {
+ public:
+  // A sequence that holds the bytes of its own object. ResourceExhausted.
+  static absl::StatusOr<std::shared_ptr<Sequence>> Create(uint64_t id, absl::string_view tenant,
+                                                          OpenArgs args, uint64_t max_tokens,
+                                                          MemoryBudget* budget);
+  Sequence(uint64_t id, std::string tenant, OpenArgs args, uint64_t max_tokens,
+           MemoryBudget* budget);
+
+  uint64_t id() const { return id_; }
+  const std::string& tenant() const { return tenant_; }
+  const OpenArgs& args() const { return args_; }
+  const ModelShape& shape() const { return args_.shape; }
+  // NOLINTBEGIN(bugprone-unchecked-optional-access): Engine::Open sets them
+  const attention::Policy& policy() const { return *args_.policy; }
+  const attention::IndexSet& indexes() const { return *args_.indexes; }
+  // NOLINTEND(bugprone-unchecked-optional-access)
+
+  // Appends, or recognises a repeat, and gives how many tokens are new; errors as Engine::Append
+  // says, state unchanged then.
+  absl::StatusOr<uint64_t> Append(WriterId writer, const NewTokens& tokens);
+  // Appends and gives what a step over these tokens reads, in one: no truncation and no new segment
+  // comes in between. FailedPrecondition for a repeat of what a segment covers; OutOfRange, with
+  // nothing appended, if queries of that magnitude could have logits beyond kLogitMax.
+  absl::StatusOr<Snapshot> AppendAndRead(WriterId writer, const NewTokens& tokens,
+                                         float query_magnitude);
+  // What a query_only step reads. FailedPrecondition unless `position` is the layer's length;
+  // OutOfRange as above.
+  absl::StatusOr<Snapshot> Read(uint32_t layer, uint64_t position, float query_magnitude);
+
+  // Takes the queries of one layer for the prompt's last tokens, in place of those that it has.
+  // Aborted if another writer holds the sequence, OutOfRange as AppendAndRead.
+  absl::Status Observe(WriterId writer, uint32_t layer,
+                       std::shared_ptr<const ObservedLayer> queries,
+                       std::span<const float> head_magnitudes, float magnitude);
+  // The prompt and the queries of all its layers; nothing unless every layer has queries, and no
+  // more of them than tokens.
+  std::optional<PromptObservation> Observation();
+  // Forgets queries that have been looked at.
+  void ForgetObservation(const PromptObservation& observed);
+  // Steps from now on read this keep-set. chosen_from: the view that the set was chosen from;
+  // tokens that a truncation has taken away since leave the set.
+  void SetKeepSet(const std::shared_ptr<const attention::KeepSet>& keep,
+                  const attention::SequenceView& chosen_from);
+  bool has_keep_set();
+  // FailedPrecondition if the policy reads by a keep-set that the sequence does not have, and there
+  // is something to choose from.
+  absl::Status CheckKeepSet(const attention::Policy& policy);
+
+  // -> tokens that segments cover. Aborted, as ForkInto, if PagedForLength gives any; nothing
+  // changed then. So are appending and AppendAndRead for repeats of what is in PagedWithin.
+  absl::StatusOr<uint64_t> Truncate(uint64_t length);
+  // All that is committed.
+  HistorySnapshot SnapshotHistory();
+  // Paged segments with positions in [begin, end), and those that a truncation or fork to `length`
+  // turns back into tail: they must be whole for it.
+  std::vector<std::shared_ptr<const attention::Segment>> PagedWithin(uint64_t begin, uint64_t end);
+  std::vector<std::shared_ptr<const attention::Segment>> PagedForLength(uint64_t length);
+  // Puts segments in place of their other versions, as far as they are in the chain.
+  void SwapSegments(std::span<const Swap> swaps);
+  // The segments, from the first on, that `fresh` may begin with: those within token_ids whose
+  // tokens have these ids. None unless both are of one tenant, model, shard and sink, and the model
+  // has a fingerprint; none if they are no more than `known`, whose ids need no second look.
+  // Without token ids: they are the caller's.
+  RestoredSegments PrefixFor(const Sequence& fresh, std::span<const uint32_t> token_ids,
+                             const RestoredSegments& known);
+  // Begins a new sequence, which nobody else knows yet, with segments; its tail is then appended.
+  // ResourceExhausted.
+  absl::Status Restore(RestoredSegments restored);
+  // Notes token ids of positions that the sequence has. ResourceExhausted.
+  absl::Status AddTokenIds(std::span<const TokenIds::Run> runs);
+  // Fills `child`, a new sequence that nobody else knows yet, with the first `length` (absent: all
+  // committed) tokens.
+  absl::Status ForkInto(std::optional<uint64_t> length, Sequence* child);
+
+  // The next segment of at least min_tokens and at most max_tokens outside the window, or nothing.
+  std::optional<SegmentJob> NextSegment(uint32_t min_tokens, uint32_t max_tokens);
+  // Whether NextSegment would give one.
+  bool HasSegment(uint32_t min_tokens);
+  // The same, but not while DelayBuild holds the background back.
+  bool BuildDue(uint32_t min_tokens);
+  // A background build failed: the next one is due when more tokens have come, kBuildDelayMin at
+  // first and twice as many after each further failure, up to kBuildDelayMax. Forgotten with the
+  // next segment or truncation.
+  void DelayBuild();
+  static constexpr uint64_t kBuildDelayMin = 64;
+  static constexpr uint64_t kBuildDelayMax = 8192;
+  // Swaps a built segment in. False if the sequence changed meanwhile, so that it no longer fits.
+  bool Install(const SegmentJob& job, std::shared_ptr<const attention::Segment> segment);
+  // The writer says that its prompt is whole: steps that fed it have been answered, so that their
+  // tokens may become segments. FailedPrecondition if layers differ in length, Aborted if another
+  // writer holds the sequence; nothing changed then.
+  absl::Status CompletePrefill(WriterId writer);
+
+  // Tells builders that nobody wants the sequence any more.
+  void Close() { closed_.store(true, std::memory_order_relaxed); }
+  bool closed() const { return closed_.load(std::memory_order_relaxed); }
+
+  // When it was last appended to or read.
+  std::chrono::steady_clock::time_point last_used() const {
+    return std::chrono::steady_clock::time_point(
+        std::chrono::steady_clock::duration(last_used_.load(std::memory_order_relaxed)));
+  }
+  // Whether any segment is paged; whether any is whole.
+  bool has_paged_segments() const { return paged_segments_.load(std::memory_order_relaxed) > 0; }
+  bool has_whole_segments() const { return whole_segments_.load(std::memory_order_relaxed) > 0; }
+
+  void ReleaseWriter(WriterId writer);
+
+  SequenceInfo Info();
+
+ private:
+  // What a shorter history consists of.
+  struct Prefix {
+    size_t segments = 0;  // of the chain
+    Tail tail;
+  };
+  static constexpr uint64_t kNoStep = std::numeric_limits<uint64_t>::max();
+
+  bool StillFits(const SegmentJob& job) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Where a segment may end: outside the window, before the newest step.
+  uint64_t SegmentsEnd() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckAppend(WriterId writer, const NewTokens& tokens)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::StatusOr<TokenIds::Room> MakeRoom(const NewTokens& tokens)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  uint64_t Take(WriterId writer, const NewTokens& tokens, TokenIds::Room room) noexcept
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status HoldBooks(size_t blocks, size_t segments) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckLogits(uint32_t layer, float query_magnitude, float key_magnitude) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Aborted if a segment with positions in [begin, end) is paged.
+  absl::Status CheckWhole(uint64_t begin, uint64_t end) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckAligned() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckWriter(WriterId writer) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckRepeat(const NewTokens& tokens, uint64_t repeated)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status GrowTail(uint64_t end) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool SegmentsHold(const NewTokens& tokens, uint64_t end) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  uint64_t CommittedTokens() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::shared_ptr<const attention::SequenceView> View() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Stops the process if an invariant of the class is broken. After each change of the chain.
+  void CheckInvariants() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  size_t SegmentsKept(uint64_t length) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // FailedPrecondition beyond the committed length, ResourceExhausted.
+  absl::StatusOr<Prefix> PrefixOf(uint64_t length) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Touch() {
+    last_used_.store(std::chrono::steady_clock::now().time_since_epoch().count(),
+                     std::memory_order_relaxed);
+  }
+  // After a change of segments_.
+  void CountSegments() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void SumUpKeyBounds() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  // Constant.
+  const uint64_t id_;
+  const std::string tenant_;
+  const OpenArgs args_;  // with a policy and indexes
+  const uint64_t max_tokens_;
+  MemoryBudget* const budget_;
+  Reservation object_;  // set by Create
+
+  std::atomic<bool> closed_{false};
+  std::atomic<std::chrono::steady_clock::rep> last_used_{0};
+  // Set under mutex_.
+  std::atomic<uint32_t> paged_segments_{0};
+  std::atomic<uint32_t> whole_segments_{0};
+
+  Mutex mutex_;
+  std::vector<std::shared_ptr<const attention::Segment>> segments_ ABSL_GUARDED_BY(mutex_);
+  Tail tail_ ABSL_GUARDED_BY(mutex_);
+  std::vector<uint64_t> layer_tokens_ ABSL_GUARDED_BY(mutex_);  // [layers]
+  // Where the newest step began; kept out of segments, however long it is, so that it can be
+  // repeated.
+  uint64_t newest_step_ ABSL_GUARDED_BY(mutex_) = kNoStep;
+  // The background builds from this committed length on; grows by build_delay_ with each failure.
+  uint64_t build_from_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t build_delay_ ABSL_GUARDED_BY(mutex_) = 0;
+  // Greatest |k| by segment, [segments][layers], and of all tokens, [layers]. Kept in parts so that
+  // what is dropped takes its bound with it.
+  std::vector<float> segment_key_bounds_ ABSL_GUARDED_BY(mutex_);
+  std::vector<float> key_bounds_ ABSL_GUARDED_BY(mutex_);
+  TokenIds token_ids_ ABSL_GUARDED_BY(mutex_);
+  Reservation books_ ABSL_GUARDED_BY(mutex_);  // for the lists of segments and blocks
+  std::optional<WriterId> writer_ ABSL_GUARDED_BY(mutex_);
+  // [layers] queries of the prompt's last tokens; null where there are none.
+  std::vector<std::shared_ptr<const ObservedLayer>> observed_ ABSL_GUARDED_BY(mutex_);
+  attention::PolicyState state_ ABSL_GUARDED_BY(mutex_);
+  // Made when asked for; null after a change of segments or blocks, and out of date once the policy
+  // state has another version than when it was made.
+  std::shared_ptr<const attention::SequenceView> view_ ABSL_GUARDED_BY(mutex_);
+  uint64_t view_state_version_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+}  // namespace attnd::engine
+
+#endif  // ATTND_ENGINE_SEQUENCE_SEQUENCE_H_

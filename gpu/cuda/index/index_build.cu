@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "gpu/cuda/index/index_build.cuh"
+#include "gpu/cuda/index/index_kernels.cuh"
+
+namespace attnd::gpu::cuda {
+namespace {
+
+constexpr uint32_t kPartAlignment = 256;
+constexpr uint32_t kElementBytes = 2;
+
+// For a segment of `tokens` of which none is unclustered: no other needs more.
+ScratchLayout LayOut(const KernelShape& shape, uint32_t tokens) {
+  const uint32_t clusters = CeilDiv(tokens, kIndexClusterTokens);
+  const uint32_t padded = CeilDiv(clusters, kTileClusters) * kTileClusters;
+  const uint32_t chunks = CeilDiv(tokens, kMeanChunkTokens);
+  uint32_t end = 0;
+  const auto place = [&end](uint64_t bytes) {
+    const uint32_t offset = end;
+    end += CeilDiv(static_cast<uint32_t>(bytes), kPartAlignment) * kPartAlignment;
+    return offset;
+  };
+  ScratchLayout layout;
+  layout.scale = place(sizeof(HeadScale));
+  layout.mean = place(shape.head_dim * sizeof(float));
+  layout.partial_sums = place(uint64_t{chunks} * shape.head_dim * sizeof(double));
+  layout.partial_max = place(chunks * sizeof(float));
+  layout.fragments = place(uint64_t{padded} * shape.head_dim * kElementBytes);
+  layout.bias = place(padded * sizeof(float));
+  layout.assignment = place(tokens * sizeof(uint16_t));
+  layout.order = place(tokens * sizeof(uint16_t));
+  layout.starts = place((clusters + 1) * sizeof(uint32_t));
+  layout.head_bytes = end;
+  return layout;
+}
+
+IndexPlan PlanOf(const KernelShape& shape, const IndexJob& first_job, const IndexJob* jobs,
+                 uint32_t count, std::byte* scratch) {
+  IndexPlan plan;
+  plan.jobs = jobs;
+  plan.scratch = scratch;
+  plan.heads = count * first_job.kv_heads;
+  plan.kv_heads = first_job.kv_heads;
+  plan.unclustered = first_job.unclustered;
+  plan.tokens = first_job.tokens - first_job.unclustered;
+  plan.clusters = CeilDiv(plan.tokens, kIndexClusterTokens);
+  plan.padded_clusters = CeilDiv(plan.clusters, kTileClusters) * kTileClusters;
+  plan.mean_chunks = CeilDiv(plan.tokens, kMeanChunkTokens);
+  plan.key_bytes = shape.head_dim * kElementBytes;
+  plan.value_bytes = shape.value_dim * kElementBytes;
+  plan.page_bytes = kIndexPageTokens * (plan.key_bytes + plan.value_bytes);
+  plan.layout = LayOut(shape, first_job.tokens);
+  return plan;
+}
+
+bool InRange(const KernelShape& shape, const IndexJob& job, uint32_t count) {
+  const auto known = DispatchShape(shape, [](auto) { return cudaSuccess; });
+  return known == cudaSuccess && count >= 1 && job.kv_heads >= 1 && job.tokens <= kIndexTokensMax &&
+         job.unclustered < job.tokens && job.first_row < kIndexTailBlockTokens &&
+         job.max_clusters == CeilDiv(job.tokens - job.unclustered, kIndexClusterTokens);
+}
+
+}  // namespace
+
+uint64_t BuildScratchBytes(const KernelShape& shape, uint32_t kv_heads, uint32_t tokens) {
+  return uint64_t{LayOut(shape, tokens).head_bytes} * kv_heads;
+}
+
+cudaError_t BuildIndexes(const KernelShape& shape, const IndexJob& first_job, const IndexJob* jobs,
+                         uint32_t count, std::byte* scratch, cudaStream_t stream,
+                         IndexLaunchListener* listener) {
+  if (!InRange(shape, first_job, count)) return cudaErrorInvalidValue;
+  const IndexPlan plan = PlanOf(shape, first_job, jobs, count, scratch);
+  cudaError_t error = cudaSuccess;
+  const auto run = [&](IndexLaunch kind, auto launch) {
+    if (error != cudaSuccess) return;
+    if (listener != nullptr) listener->Launching(kind, stream);
+    error = launch();
+  };
+  run(IndexLaunch::kCentre, [&] { return LaunchCentre(shape, plan, stream); });
+  run(IndexLaunch::kSeed, [&] { return LaunchSeed(shape, plan, stream); });
+  for (uint32_t i = 1; i <= kIndexIterations; ++i) {
+    const bool last = i == kIndexIterations;
+    run(IndexLaunch::kAssign, [&] { return LaunchAssign(shape, plan, stream); });
+    run(IndexLaunch::kSort, [&] { return LaunchSort(plan, last, stream); });
+    if (!last) run(IndexLaunch::kMove, [&] { return LaunchMove(shape, plan, stream); });
+  }
+  run(IndexLaunch::kDescribe, [&] { return LaunchDescribe(shape, plan, stream); });
+  run(IndexLaunch::kGather, [&] { return LaunchGather(plan, stream); });
+  return error;
+}
+
+}  // namespace attnd::gpu::cuda

@@ -1,0 +1,291 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The merge stage: a lane's states, its output, and what the answer was made of. States are added
+// in an order that their number alone decides.
+#ifndef ATTND_GPU_CUDA_STEP_MERGE_CUH_
+#define ATTND_GPU_CUDA_STEP_MERGE_CUH_
+
+#include <cfloat>
+#include <cstdint>
+
+#include "attention/policy/estimate_limits.h"
+#include "gpu/cuda/step/matrix.cuh"
+#include "gpu/cuda/step/place.cuh"
+
+namespace attnd::gpu {
+
+inline constexpr uint32_t kMergeWarps = 8;
+inline constexpr uint32_t kMergeThreads = kMergeWarps * 32;
+// States whose factors lie in shared memory at a time.
+inline constexpr uint32_t kMergeBatch = 512;
+
+// The floor under an output's norm; sums are relative to one scale: zones by their sum and the
+// squared norm of their mean, clusters by the second moments and the sum of their estimates.
+__device__ __forceinline__ float LeastNorm(float zone_sum, float zone_norm2, float moments,
+                                           float cluster_sum) {
+  const float total = zone_sum + cluster_sum;
+  const float moment = moments / total + zone_sum / total * zone_norm2;
+  return fmaxf(attention::kLeastNormShare * sqrtf(moment), FLT_MIN);
+}
+
+// What some states of a lane come to, relative to the lane's maximum, as a vector for one
+// reduction. sums: of the zones, of the other states, and of estimate pieces only: sum, errors,
+// moments, drops.
+inline constexpr int kLaneSums = 6;
+enum LaneSum { kZones, kOthers, kEstimated, kErrors, kMoments, kDropped };
+
+// A lane's states: zones first, then estimates, then chosen tokens; where each kind of them ends.
+struct LaneStates {
+  const float* tile;
+  uint32_t lane;  // of the tile
+  uint32_t zones, estimates, end;
+};
+
+template <int kValueDim>
+struct MergeLaneMemory {
+  float reduce[kMergeWarps];
+  float2 norms[kMergeWarps];
+  float sums[kMergeWarps][kLaneSums];
+  float factors[kMergeBatch];
+  float values[2][kMergeWarps][kValueDim];  // of the zones, of the other states
+};
+
+// The states of one lane of one tile, merged by one block. Heads are read first, so that the
+// values' loads wait for nothing; each warp takes every kMergeWarps-th state, and the warps' sums
+// are added in their order.
+template <int kValueDim>
+class LaneMerger {
+ public:
+  static constexpr int kVectors = (kValueDim + 127) / 128;  // of 4 channels, of a thread
+
+  __device__ LaneMerger(const LaneStates& states, MergeLaneMemory<kValueDim>* memory)
+      : states_(states.tile + states.lane * (kStateHead + kValueDim)),
+        zones_(states.zones),
+        estimates_(states.estimates),
+        end_(states.end),
+        memory_(memory) {}
+
+  // The greatest maximum of the states that hold anything.
+  __device__ float Max() const {
+    float max = -INFINITY;
+    for (uint32_t i = threadIdx.x; i < end_; i += kMergeThreads) {
+      const float2 head = *reinterpret_cast<const float2*>(State(i));
+      if (head.y > 0) max = fmaxf(max, head.x);
+    }
+    for (int offset = 16; offset > 0; offset /= 2) {
+      max = fmaxf(max, __shfl_xor_sync(~0u, max, offset));
+    }
+    if (threadIdx.x % 32 == 0) memory_->reduce[threadIdx.x / 32] = max;
+    __syncthreads();
+    max = memory_->reduce[0];
+    for (uint32_t w = 1; w < kMergeWarps; ++w) max = fmaxf(max, memory_->reduce[w]);
+    return max;
+  }
+
+  // Merges everything, relative to `max`. Thread c < kValueDim gets channel c of both values; all
+  // get the sums.
+  __device__ void Merge(float max, float (&sums)[kLaneSums], float* zone_value,
+                        float* other_value) const {
+    const uint32_t warp = threadIdx.x / 32, thread = threadIdx.x % 32;
+    float own[kLaneSums] = {};
+    float4 values[2][kVectors] = {};
+    for (uint32_t first = 0; first < end_; first += kMergeBatch) {
+      const uint32_t last = min(first + kMergeBatch, end_);
+      __syncthreads();
+      for (uint32_t i = first + threadIdx.x; i < last; i += kMergeThreads) {
+        memory_->factors[i - first] = AddHead(i, max, own);
+      }
+      __syncthreads();
+      AddValues(first, min(last, zones_), first, values[0]);
+      AddValues(::max(first, zones_), last, first, values[1]);
+    }
+#pragma unroll
+    for (int k = 0; k < kLaneSums; ++k) {
+      for (int offset = 16; offset > 0; offset /= 2) {
+        own[k] += __shfl_xor_sync(~0u, own[k], offset);
+      }
+      if (thread == 0) memory_->sums[warp][k] = own[k];
+    }
+#pragma unroll
+    for (int kind = 0; kind < 2; ++kind) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        const uint32_t channel = v * 128 + thread * 4;
+        if (channel < kValueDim) {
+          *reinterpret_cast<float4*>(&memory_->values[kind][warp][channel]) = values[kind][v];
+        }
+      }
+    }
+    __syncthreads();
+    for (int k = 0; k < kLaneSums; ++k) {
+      sums[k] = 0;
+      for (uint32_t w = 0; w < kMergeWarps; ++w) sums[k] += memory_->sums[w][k];
+    }
+    *zone_value = *other_value = 0;
+    if (threadIdx.x >= kValueDim) return;
+    for (uint32_t w = 0; w < kMergeWarps; ++w) {
+      *zone_value += memory_->values[0][w][threadIdx.x];
+      *other_value += memory_->values[1][w][threadIdx.x];
+    }
+  }
+
+ private:
+  __device__ __forceinline__ const float* State(uint32_t i) const {
+    return states_ + uint64_t{i} * StateFloats(kValueDim);
+  }
+
+  // Adds state i's sums; returns the factor of its values.
+  __device__ __forceinline__ float AddHead(uint32_t i, float max, float (&own)[kLaneSums]) const {
+    const float4 head = *reinterpret_cast<const float4*>(State(i));
+    const float factor = head.y > 0 ? Exp2(head.x - max) : 0.0f;
+    own[kZones] += i < zones_ ? factor * head.y : 0.0f;
+    own[kOthers] += i < zones_ ? 0.0f : factor * head.y;
+    if (i >= zones_ && i < estimates_) {
+      own[kEstimated] += factor * head.y;
+      own[kErrors] += head.z;
+      own[kMoments] += head.w;
+      own[kDropped] += State(i)[4];
+    }
+    return factor;
+  }
+
+  __device__ __forceinline__ void AddValues(uint32_t begin, uint32_t end, uint32_t first,
+                                            float4 (&values)[kVectors]) const {
+    const uint32_t thread = threadIdx.x % 32;
+#pragma unroll 4
+    for (uint32_t i = begin + threadIdx.x / 32; i < end; i += kMergeWarps) {
+      const float factor = memory_->factors[i - first];
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        const uint32_t channel = v * 128 + thread * 4;
+        if (channel >= kValueDim) continue;
+        const float4 x = *reinterpret_cast<const float4*>(State(i) + kStateHead + channel);
+        values[v].x += factor * x.x;
+        values[v].y += factor * x.y;
+        values[v].z += factor * x.z;
+        values[v].w += factor * x.w;
+      }
+    }
+  }
+
+  const float* const states_;
+  const uint32_t zones_;
+  const uint32_t estimates_;
+  const uint32_t end_;
+  MergeLaneMemory<kValueDim>* const memory_;
+};
+
+// Sums of the squares of two numbers over the block's threads.
+template <uint32_t kWarps>
+__device__ __forceinline__ float2 SquaredNorms(float x, float y, float2 (&memory)[kWarps]) {
+  float2 sum = make_float2(x * x, y * y);
+  for (int offset = 16; offset > 0; offset /= 2) {
+    sum.x += __shfl_xor_sync(~0u, sum.x, offset);
+    sum.y += __shfl_xor_sync(~0u, sum.y, offset);
+  }
+  if (threadIdx.x % 32 == 0) memory[threadIdx.x / 32] = sum;
+  __syncthreads();
+  sum = make_float2(0, 0);
+  for (uint32_t w = 0; w < kWarps; ++w) sum.x += memory[w].x, sum.y += memory[w].y;
+  return sum;
+}
+
+// What a lane's sums say of its answer. max: what the sums are relative to, but for the estimates'
+// own sums, which are to scale.max; norms2: of the answer, and of the zones' mean.
+__device__ __forceinline__ LaneResult ResultOf(const float (&sums)[kLaneSums], float max,
+                                               const LaneScale& scale, float2 norms2) {
+  const float sum = sums[kZones] + sums[kOthers];
+  // A scale that clusters read exactly share: their estimates may lie far above what they are.
+  const float shared = fmaxf(max, scale.max);
+  const float exact_factor = Exp2(max - shared), factor = Exp2(scale.max - shared);
+  LaneResult result = {};
+  result.covered_mass = result.exact_mass = 1;
+  // Only what was dropped counts by that scale, beside which all that was read may be nothing.
+  const float dropped = sums[kDropped] * factor;
+  if (dropped > 0) result.covered_mass = sum * exact_factor / (sum * exact_factor + dropped);
+  if (sum > 0) {
+    result.exact_mass = fmaxf(0.0f, sum - sums[kEstimated]) / sum * result.covered_mass;
+  }
+  const float least =
+      LeastNorm(sums[kZones] * exact_factor, norms2.y, sums[kMoments] * factor, scale.sum * factor);
+  const float norm = fmaxf(sqrtf(norms2.x), least);
+  if (sums[kErrors] > 0) {  // then something is estimated, and scale.max at most max
+    result.predicted_error = sqrtf(sums[kErrors]) * Exp2(scale.max - max) / sum / norm;
+  }
+  return result;
+}
+
+// A lane's values, of thread c < kValueDim those of channel c, and its sums, relative to `max`.
+struct MergedLane {
+  float max;
+  float sums[kLaneSums];
+  float zone_value, other_value;
+};
+
+// Writes a lane's answer. scale: of the clusters' weights, null without clusters. norms: shared.
+template <int kValueDim, uint32_t kWarps>
+__device__ __forceinline__ void WriteAnswer(const StepHeader& step, const LanePlace& place,
+                                            const MergedLane& lane, const LaneScale* scale,
+                                            float2 (&norms)[kWarps]) {
+  static_assert(kValueDim <= kWarps * 32);
+  const float sum = lane.sums[kZones] + lane.sums[kOthers];
+  const float value = sum > 0 ? (lane.zone_value + lane.other_value) / sum : 0.0f;
+  if (threadIdx.x < kValueDim) step.out[place.slot * kValueDim + threadIdx.x] = value;
+  const float zone_mean = lane.sums[kZones] > 0 ? lane.zone_value / lane.sums[kZones] : 0.0f;
+  const float2 norms2 = SquaredNorms(value, zone_mean, norms);
+  if (threadIdx.x == 0) {
+    step.lse[place.slot] = sum > 0 ? (lane.max + log2f(sum)) * kLn2 : -INFINITY;
+    step.lane_results[place.slot] = scale != nullptr && sum > 0
+                                        ? ResultOf(lane.sums, lane.max, *scale, norms2)
+                                        : LaneResult{1, 1, 0, 0};
+  }
+  __syncthreads();
+}
+
+// One block answers one query of one head.
+template <int kValueDim>
+__device__ __forceinline__ void AnswerLane(const StepHeader& step, const LanePlace& place,
+                                           const LaneStates& states, const LaneScale* scale,
+                                           MergeLaneMemory<kValueDim>* memory) {
+  const LaneMerger<kValueDim> merger(states, memory);
+  MergedLane lane;
+  lane.max = merger.Max();
+  merger.Merge(lane.max, lane.sums, &lane.zone_value, &lane.other_value);
+  WriteAnswer<kValueDim, kMergeWarps>(step, place, lane, scale, memory->norms);
+}
+
+// ---- kernels ----
+
+// Block (unit, query head) answers the head's query tokens.
+template <int kValueDim>
+__global__ void __launch_bounds__(kMergeThreads)
+    MergeKernel(const __grid_constant__ StepHeader step) {
+  __shared__ __align__(16) MergeLaneMemory<kValueDim> memory;
+  const uint32_t unit_number = blockIdx.x / step.group;
+  const uint32_t head = blockIdx.x % step.group;
+  const RowRef* row = RowOfUnit(step, unit_number);
+  if (row->coop_blocks != 0) return;
+  const UnitPlace unit(step, row, unit_number - row->first_unit);
+  const bool clusters = row->kind == UnitKind::kClusters;
+  const uint32_t pairs = unit.tokens * step.group;
+  for (uint32_t i = head; i < pairs; i += step.group) {
+    const uint32_t tile = i / kLanes, lane = i % kLanes;
+    LaneStates states;
+    states.tile = TileStates(step, unit, tile, StateFloats(kValueDim));
+    states.lane = lane;
+    states.zones = row->read_pieces;
+    states.estimates = states.zones + row->estimate_pieces;
+    states.end = states.estimates;
+    LaneScale scale;
+    if (clusters) {
+      states.end += step.unit_results[unit.unit].chosen_pieces;
+      scale = step.lane_scales[(uint64_t{unit.unit} * step.tiles_max + tile) * kLanes + lane];
+    }
+    AnswerLane<kValueDim>(step, LanePlace(step, unit, tile, lane), states,
+                          clusters ? &scale : nullptr, &memory);
+  }
+}
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_CUDA_STEP_MERGE_CUH_

@@ -1,0 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "gpu/cuda/step/step_instance.cuh"
+
+namespace attnd::gpu {
+
+template const StepKernels& StepKernelsOf<DType::kFp16, 256, 256>();
+
+}  // namespace attnd::gpu

@@ -1,0 +1,265 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The kernels of one shape, and their launchers.
+#ifndef ATTND_GPU_CUDA_STEP_STEP_INSTANCE_CUH_
+#define ATTND_GPU_CUDA_STEP_STEP_INSTANCE_CUH_
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "gpu/cuda/step/attend.cuh"
+#include "gpu/cuda/step/coop_step.cuh"
+#include "gpu/cuda/step/estimate.cuh"
+#include "gpu/cuda/step/merge.cuh"
+#include "gpu/cuda/step/place.cuh"
+#include "gpu/cuda/step/prepare.cuh"
+#include "gpu/cuda/step/score.cuh"
+#include "gpu/cuda/step/step_kernels.h"
+
+namespace attnd::gpu {
+
+// Blocks that a multiprocessor should hold: as shared memory and registers allow.
+template <int kKeyDim, int kValueDim>
+inline constexpr int kAttendBlocks = kKeyDim + kValueDim <= 128   ? 3
+                                     : kKeyDim + kValueDim <= 320 ? 2
+                                                                  : 1;
+template <int kValueDim>
+inline constexpr int kEstimateBlocks = kValueDim <= 64    ? 6
+                                       : kValueDim <= 128 ? 3
+                                                          : 2;
+template <int kKeyDim>
+inline constexpr int kScoreBlocks = kKeyDim <= 64    ? 4
+                                    : kKeyDim <= 128 ? 3
+                                    : kKeyDim <= 192 ? 2
+                                                     : 1;
+
+// ---- kernels ----
+
+// The next of `count` pieces that no block has taken, from `cursor`. Which block takes a piece
+// changes nothing in it, and a block that was slow takes fewer.
+__device__ __forceinline__ uint32_t TakePiece(uint32_t* cursor) {
+  __shared__ uint32_t taken;
+  __syncthreads();
+  if (threadIdx.x == 0) taken = atomicAdd(cursor, 1);
+  __syncthreads();
+  return taken;
+}
+
+template <typename T, int kKeyDim, int kValueDim>
+__global__ void __launch_bounds__(kAttendWarps * 32, (kAttendBlocks<kKeyDim, kValueDim>))
+    ReadKernel(const __grid_constant__ StepHeader step) {
+  uint32_t* cursor = &step.cursors[kTakenReadPieces];
+  for (uint32_t item = TakePiece(cursor); item < step.read_items; item = TakePiece(cursor)) {
+    const RowRef* row = step.row_refs + LastNotAfter(step.rows, item, [&](uint32_t i) {
+                          return step.row_refs[i].first_read_item;
+                        });
+    const uint32_t number = item - row->first_read_item;
+    const uint32_t tile = number / row->read_pieces;
+    const UnitPlace unit(step, row, tile / step.tiles_max);
+    ReadPiece<T, kKeyDim, kValueDim>(step, unit, tile % step.tiles_max, number % row->read_pieces);
+  }
+}
+
+template <typename T, int kKeyDim>
+__global__ void __launch_bounds__(kScoreWarps * 32, (kScoreBlocks<kKeyDim>))
+    ScoreKernel(const __grid_constant__ StepHeader step) {
+  constexpr uint32_t kBytes = kScoreWarpBytes<kKeyDim>;
+  const uint32_t ring = threadIdx.x / 32 * kBytes;
+  for (uint32_t tile = 0; tile < step.tiles_max; ++tile) {
+    const ChunkFeed feed(step.chunks, blockIdx.x * kScoreWarps + threadIdx.x / 32, step.score_items,
+                         gridDim.x * kScoreWarps, ring + kBytes - ChunkFeed::kSharedBytes);
+    const auto fragments_of = [&](const ChunkRef& chunk) {
+      const uint64_t tile_number = uint64_t{chunk.unit} * step.tiles_max + tile;
+      return step.query_fragments + tile_number * TileFragmentWords(kKeyDim);
+    };
+    Totals totals[2] = {{-INFINITY, 0}, {-INFINITY, 0}};
+    ScoreChunks<T, kKeyDim, kScoreBuffers>(step, feed, tile, ring, fragments_of,
+                                           StoreEach{step, tile}, totals);
+  }
+}
+
+template <typename T, int kKeyDim, int kValueDim>
+__global__ void __launch_bounds__(kAttendWarps * 32, (kAttendBlocks<kKeyDim, kValueDim>))
+    ChosenKernel(const __grid_constant__ StepHeader step) {
+  const uint32_t items = step.cursors[kQueuedPieces];
+  uint32_t* cursor = &step.cursors[kTakenFinishPieces];
+  for (uint32_t i = TakePiece(cursor); i < items; i = TakePiece(cursor)) {
+    AttendChosen<T, kKeyDim, kValueDim>(step.chosen_pieces[i]);
+  }
+}
+
+// A block a piece of a tile, pieces fastest. all: of units with a tolerance, every cluster,
+// whatever became of it.
+template <typename T, int kValueDim>
+__global__ void __launch_bounds__(kAttendWarps * 32, (kEstimateBlocks<kValueDim>))
+    EstimateKernel(const __grid_constant__ StepHeader step, bool all) {
+  const uint32_t piece = blockIdx.x % step.estimate_pieces_max;
+  const uint32_t tile = blockIdx.x / step.estimate_pieces_max;
+  const uint32_t unit_number = tile / step.tiles_max;
+  const RowRef* row = RowOfUnit(step, unit_number);
+  if (piece >= row->estimate_pieces || row->coop_blocks != 0 || (all && !HasTolerance(*row))) {
+    return;
+  }
+  const UnitPlace unit(step, row, unit_number - row->first_unit);
+  EstimatePiece<T, kValueDim>(step, unit, tile % step.tiles_max, piece, all);
+}
+
+// ---- launchers ----
+
+template <typename T, int kKeyDim, int kValueDim>
+cudaError_t LaunchPrepare(const StepHeader& step, cudaStream_t stream) {
+  const PrepareBlocks parts(step);
+  const uint32_t blocks = parts.tiles + parts.chunks + parts.uploads;
+  PrepareKernel<T, kKeyDim><<<blocks, kPrepareWarps * 32, 0, stream>>>(step);
+  return cudaPeekAtLastError();
+}
+
+// Launches a kernel with more shared memory than it gets without asking.
+template <typename Kernel, typename... Args>
+cudaError_t LaunchLarge(Kernel kernel, dim3 blocks, uint32_t threads, uint32_t shared_bytes,
+                        cudaStream_t stream, const Args&... args) {
+  const cudaError_t error = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+  if (error != cudaSuccess) return error;
+  kernel<<<blocks, threads, shared_bytes, stream>>>(args...);
+  return cudaPeekAtLastError();
+}
+
+template <typename T, int kKeyDim, int kValueDim>
+cudaError_t LaunchRead(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream) {
+  const uint32_t blocks =
+      std::min(step.read_items, multiprocessors * kAttendBlocks<kKeyDim, kValueDim>);
+  return LaunchLarge(ReadKernel<T, kKeyDim, kValueDim>, blocks, kAttendWarps * 32,
+                     kAttendSharedBytes<kKeyDim, kValueDim>, stream, step);
+}
+
+template <typename T, int kKeyDim, int kValueDim>
+cudaError_t LaunchScore(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream) {
+  const uint32_t blocks = std::min((step.score_items + kScoreWarps - 1) / kScoreWarps,
+                                   multiprocessors * kScoreBlocks<kKeyDim>);
+  return LaunchLarge(ScoreKernel<T, kKeyDim>, blocks, kScoreWarps * 32,
+                     kScoreWarps * kScoreWarpBytes<kKeyDim>, stream, step);
+}
+
+template <typename T, int kKeyDim, int kValueDim>
+cudaError_t LaunchChosen(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream) {
+  return LaunchLarge(ChosenKernel<T, kKeyDim, kValueDim>,
+                     multiprocessors * kAttendBlocks<kKeyDim, kValueDim>, kAttendWarps * 32,
+                     kAttendSharedBytes<kKeyDim, kValueDim>, stream, step);
+}
+
+template <typename T, int kKeyDim, int kValueDim>
+cudaError_t LaunchEstimate(const StepHeader& step, bool all, cudaStream_t stream) {
+  return LaunchLarge(EstimateKernel<T, kValueDim>, step.estimate_pieces_max * step.tiles,
+                     kAttendWarps * 32, kEstimateSharedBytes<kValueDim>, stream, step, all);
+}
+
+template <typename T, int kKeyDim, int kValueDim>
+cudaError_t LaunchMerge(const StepHeader& step, cudaStream_t stream) {
+  MergeKernel<kValueDim><<<step.units * step.group, kMergeThreads, 0, stream>>>(step);
+  return cudaPeekAtLastError();
+}
+
+// How cooperative groups of some size are launched: each is a thread-block cluster.
+class ClusterLaunch {
+ public:
+  // overlap: beside the end of the kernel before, which lets it.
+  ClusterLaunch(uint32_t groups, uint32_t blocks, uint32_t shared_bytes, bool overlap,
+                cudaStream_t stream) {
+    attributes_[0].id = cudaLaunchAttributeClusterDimension;
+    attributes_[0].val.clusterDim = {blocks, 1, 1};
+    attributes_[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes_[1].val.programmaticStreamSerializationAllowed = 1;
+    config_.gridDim = groups * blocks;
+    config_.blockDim = kCoopThreads;
+    config_.dynamicSmemBytes = shared_bytes;
+    config_.stream = stream;
+    config_.attrs = attributes_;
+    config_.numAttrs = overlap ? 2 : 1;
+  }
+  ClusterLaunch(const ClusterLaunch&) = delete;
+  ClusterLaunch& operator=(const ClusterLaunch&) = delete;
+
+  const cudaLaunchConfig_t& config() const { return config_; }
+
+  // What a kernel needs before it is launched so.
+  template <typename Kernel>
+  static cudaError_t Allow(Kernel kernel, uint32_t shared_bytes) {
+    const cudaError_t error = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+    if (error != cudaSuccess) return error;
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+
+ private:
+  cudaLaunchAttribute attributes_[2] = {};
+  cudaLaunchConfig_t config_ = {};
+};
+
+// One launch for each size of cooperative group.
+template <typename T, int kKeyDim, int kValueDim>
+cudaError_t LaunchCooperative(const StepHeader& step, bool overlap, cudaStream_t stream) {
+  const auto kernel = CoopKernel<T, kKeyDim, kValueDim>;
+  constexpr uint32_t kSharedBytes = CoopStep<T, kKeyDim, kValueDim>::kSharedBytes;
+  cudaError_t error = ClusterLaunch::Allow(kernel, kSharedBytes);
+  uint32_t first = 0;
+  for (uint32_t size = 0; size < kCoopSizes && error == cudaSuccess; ++size) {
+    const uint32_t count = step.coop_counts[size];
+    if (count == 0) continue;
+    const ClusterLaunch launch(count, kCoopBlocks[size], kSharedBytes, overlap && first == 0,
+                               stream);
+    error = cudaLaunchKernelEx(&launch.config(), kernel, step, first);
+    first += count;
+  }
+  return error;
+}
+
+template <typename T, int kKeyDim, int kValueDim>
+cudaError_t CountGroups(int* at_once) {
+  const auto kernel = CoopKernel<T, kKeyDim, kValueDim>;
+  constexpr uint32_t kSharedBytes = CoopStep<T, kKeyDim, kValueDim>::kSharedBytes;
+  *at_once = 0;
+  cudaFuncAttributes attributes;
+  cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error == cudaSuccess) error = ClusterLaunch::Allow(kernel, kSharedBytes);
+  if (error != cudaSuccess) return error;
+  // Code for less, which a newer device may run, has an empty kernel here.
+  if (attributes.ptxVersion < 90) return cudaSuccess;
+  const ClusterLaunch launch(1, kCoopBlocksMax, kSharedBytes, /*overlap=*/false, nullptr);
+  return cudaOccupancyMaxActiveClusters(at_once, kernel, &launch.config());
+}
+
+template <typename T, int kKeyDim, int kValueDim>
+constexpr StepKernels MakeStepKernels() {
+  StepKernels kernels = {LaunchPrepare<T, kKeyDim, kValueDim>,
+                         LaunchRead<T, kKeyDim, kValueDim>,
+                         LaunchScore<T, kKeyDim, kValueDim>,
+                         LaunchChosen<T, kKeyDim, kValueDim>,
+                         LaunchEstimate<T, kKeyDim, kValueDim>,
+                         LaunchMerge<T, kKeyDim, kValueDim>,
+                         /*cooperative=*/nullptr,
+                         /*count_groups=*/nullptr};
+  if constexpr (kValueDim <= kCoopValueDimMax) {
+    kernels.cooperative = LaunchCooperative<T, kKeyDim, kValueDim>;
+    kernels.count_groups = CountGroups<T, kKeyDim, kValueDim>;
+  }
+  return kernels;
+}
+
+// What keys and values of a dtype are in kernels.
+template <DType kDtype>
+using ElementOf = std::conditional_t<kDtype == DType::kBf16, __nv_bfloat16, __half>;
+
+template <DType kDtype, uint32_t kHeadDim, uint32_t kValueDim>
+const StepKernels& StepKernelsOf() {
+  static_assert(HasKernels({kDtype, kHeadDim, kValueDim}), "kKernelShapes has no such entry");
+  static_assert(kDtype == DType::kBf16 || kDtype == DType::kFp16);
+  static constexpr StepKernels kKernels =
+      MakeStepKernels<ElementOf<kDtype>, int{kHeadDim}, int{kValueDim}>();
+  return kKernels;
+}
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_CUDA_STEP_STEP_INSTANCE_CUH_

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Launchers of a step's stages. They return what the launch itself came to; faults in kernels show
+// when the stream is synchronised.
+#ifndef ATTND_GPU_CUDA_STEP_STEP_KERNELS_H_
+#define ATTND_GPU_CUDA_STEP_STEP_KERNELS_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "gpu/layout/kernel_shapes.h"
+#include "gpu/layout/step_layout.h"
+
+namespace attnd::gpu {
+
+// The kernels that depend on the model's shape. multiprocessors: how many the device has, for grids
+// that fill it.
+struct StepKernels {
+  cudaError_t (*prepare)(const StepHeader& step, cudaStream_t stream);
+  // The read stage's two halves, which may run at the same time; each only if it has items.
+  cudaError_t (*read)(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream);
+  cudaError_t (*score)(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream);
+  // The finish stage's two halves, which may run at the same time. all: the estimate that the
+  // measure stage needs, of every cluster of units with a tolerance.
+  cudaError_t (*chosen)(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream);
+  cudaError_t (*estimate)(const StepHeader& step, bool all, cudaStream_t stream);
+  cudaError_t (*merge)(const StepHeader& step, cudaStream_t stream);
+  // The units that cooperative groups answer. overlap: prepare runs right before, and need not have
+  // ended. Null for value dims above kCoopValueDimMax.
+  cudaError_t (*cooperative)(const StepHeader& step, bool overlap, cudaStream_t stream);
+  // How many of the largest cooperative groups the device holds at once; null as above.
+  cudaError_t (*count_groups)(int* at_once);
+};
+
+// Whether this build has kernels for the current device.
+cudaError_t ProbeKernels();
+
+cudaError_t LaunchSelect(const StepHeader& step, cudaStream_t stream);
+cudaError_t LaunchMeasure(const StepHeader& step, uint32_t value_dim, cudaStream_t stream);
+
+// The kernels of one entry of kKernelShapes, defined in step_instance.cuh. Each entry is
+// instantiated in a file of its own, step_<dtype>_<head_dim>_<value_dim>.cu.
+template <DType kDtype, uint32_t kHeadDim, uint32_t kValueDim>
+const StepKernels& StepKernelsOf();
+
+// Null for a shape that kKernelShapes has not.
+const StepKernels* StepKernelsFor(const KernelShape& shape);
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_CUDA_STEP_STEP_KERNELS_H_

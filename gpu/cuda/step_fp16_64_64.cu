@@ -1,8 +1,0 @@
-// SPDX-License-Identifier: Apache-2.0
-#include "gpu/cuda/step_instance.cuh"
-
-namespace attnd::gpu {
-
-const StepKernels kStepFp16_64_64 = kStepInstance<__half, 64, 64>;
-
-}  // namespace attnd::gpu

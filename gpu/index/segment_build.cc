@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "gpu/index/segment_build.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "common/status.h"
+#include "gpu/layout/index_offsets.h"
+
+namespace attnd::gpu {
+namespace {
+
+using attention::IndexLayout;
+using attention::kTailBlockTokens;
+using attention::Segment;
+using attention::SequenceView;
+
+// Layers of a batch: enough to fill a device, few enough that a batch takes some milliseconds.
+constexpr uint64_t kLayersMax = 8;
+
+}  // namespace
+
+SegmentBuild::SegmentBuild(attention::SegmentBuilder* builder, MirrorStore* store,
+                           StreamContext* context, attention::WorkerPool* workers)
+    : builder_(builder),
+      context_(context),
+      workers_(workers),
+      shape_(builder->view().shape),
+      first_row_(static_cast<uint32_t>(builder->view().tail_begin % kTailBlockTokens)),
+      uploader_(store, context) {}
+
+absl::Status SegmentBuild::OfDevice(absl::Status status) {
+  device_failed_ |= !status.ok() && !absl::IsResourceExhausted(status);
+  return status;
+}
+
+uint64_t SegmentBuild::IndexLayerBytes() const {
+  return uint64_t{shape_.kv_heads} * builder_->segment().layout().head_bytes;
+}
+uint64_t SegmentBuild::PagesLayerBytes() const {
+  return uint64_t{shape_.kv_heads} * builder_->segment().pages_head_bytes();
+}
+uint64_t SegmentBuild::JobBytes() const {
+  return sizeof(IndexJob) + blocks_.size() * sizeof(const std::byte*);
+}
+
+absl::Status SegmentBuild::Run(absl::FunctionRef<absl::Status()> proceed) {
+  ATTND_RETURN_IF_ERROR(PinAll());
+  const uint32_t at_once = LayersAtOnce();
+  if (at_once == 0) {
+    return absl::ResourceExhaustedError(
+        "building a segment needs more scratch memory than a stream of the device has");
+  }
+  for (uint32_t first = 0; first < shape_.layers; first += at_once) {
+    ATTND_RETURN_IF_ERROR(proceed());
+    const uint32_t count = std::min(at_once, shape_.layers - first);
+    ATTND_RETURN_IF_ERROR(OfDevice(BringLayers(first, count)));
+    ATTND_RETURN_IF_ERROR(OfDevice(BuildLayers(first, count)));
+    ATTND_RETURN_IF_ERROR(TakeLayers(first, count));
+  }
+  // Only now: a segment that is given up will be built by others, with other clusters.
+  for (uint32_t layer = 0; layer < shape_.layers; ++layer) {
+    segment_->RaiseTokens(layer, builder_->segment().tokens());
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SegmentBuild::PinAll() {
+  ATTND_ASSIGN_OR_RETURN(segment_, uploader_.Pin(builder_->segment()));
+  const uint64_t blocks =
+      (first_row_ + uint64_t{builder_->segment().tokens()} - 1) / kTailBlockTokens + 1;
+  for (uint64_t b = 0; b < blocks; ++b) {
+    ATTND_ASSIGN_OR_RETURN(Resident* const block,
+                           uploader_.Pin(*builder_->view().tail[b], shape_.layers));
+    blocks_.push_back(block);
+  }
+  return absl::OkStatus();
+}
+
+uint32_t SegmentBuild::LayersAtOnce() const {
+  const WaveRoom& room = context_->room();
+  const uint64_t scratch_bytes =
+      IndexScratchBytes(KernelShapeOf(shape_), shape_.kv_heads, builder_->segment().tokens());
+  return static_cast<uint32_t>(
+      std::min({kLayersMax, room.scratch_bytes / scratch_bytes,
+                room.result_bytes / IndexLayerBytes(), room.input_bytes / JobBytes()}));
+}
+
+absl::Status SegmentBuild::BringLayers(uint32_t first, uint32_t count) {
+  const SequenceView& view = builder_->view();
+  const uint64_t end = first_row_ + uint64_t{builder_->segment().tokens()};
+  for (uint32_t layer = first; layer < first + count; ++layer) {
+    for (uint64_t b = 0; b < blocks_.size(); ++b) {
+      const auto tokens =
+          static_cast<uint32_t>(std::min<uint64_t>(kTailBlockTokens, end - b * kTailBlockTokens));
+      ATTND_RETURN_IF_ERROR(
+          uploader_.Bring(blocks_[b], *view.tail[b], shape_, layer, tokens, /*later=*/nullptr));
+    }
+  }
+  ATTND_RETURN_IF_ERROR(context_->Flush());  // the input buffer is wanted for the jobs
+  uploader_.SetArrived();
+  return absl::OkStatus();
+}
+
+// The jobs, then their lists of tail blocks. Returns the bytes to copy.
+uint64_t SegmentBuild::WriteJobs(uint32_t first, uint32_t count) {
+  const Segment& segment = builder_->segment();
+  const IndexLayout& layout = segment.layout();
+  const uint64_t block_layer_bytes = builder_->view().tail[0]->size() / shape_.layers;
+  auto* jobs = reinterpret_cast<IndexJob*>(context_->input());
+  const uint64_t lists = count * sizeof(IndexJob);
+  const uint64_t list_bytes = blocks_.size() * sizeof(const std::byte*);
+  for (uint32_t i = 0; i < count; ++i) {
+    const uint64_t layer = first + i;
+    const uint64_t list = lists + i * list_bytes;
+    auto* pages = reinterpret_cast<const std::byte**>(context_->input() + list);
+    for (const Resident* block : blocks_) *pages++ = block->pages() + layer * block_layer_bytes;
+    IndexJob& job = jobs[i] = IndexJob{};
+    job.tail_blocks = reinterpret_cast<const std::byte* const*>(context_->device_input() + list);
+    job.tail_block_head_bytes = block_layer_bytes / shape_.kv_heads;
+    job.first_row = first_row_;
+    job.tokens = segment.tokens();
+    job.unclustered = segment.unclustered();
+    job.max_clusters = layout.max_clusters;
+    job.kv_heads = shape_.kv_heads;
+    job.index = segment_->index() + layer * IndexLayerBytes();
+    job.pages = segment_->pages() + layer * PagesLayerBytes();
+    job.index_head_bytes = layout.head_bytes;
+    job.pages_head_bytes = segment.pages_head_bytes();
+    job.offsets = OffsetsOf(layout);
+  }
+  first_job_ = jobs[0];
+  return count * JobBytes();
+}
+
+absl::Status SegmentBuild::BuildLayers(uint32_t first, uint32_t count) {
+  ATTND_RETURN_IF_ERROR(context_->SendInput(WriteJobs(first, count)));
+  const auto* device_jobs = reinterpret_cast<const IndexJob*>(context_->device_input());
+  ATTND_RETURN_IF_ERROR(context_->stream().BuildIndexes(
+      KernelShapeOf(shape_), first_job_, device_jobs, count, context_->device_scratch()));
+  ATTND_RETURN_IF_ERROR(
+      context_->Fetch(segment_->index() + first * IndexLayerBytes(), count * IndexLayerBytes()));
+  return context_->Synchronize();
+}
+
+absl::Status SegmentBuild::TakeLayers(uint32_t first, uint32_t count) {
+  const uint32_t kv_heads = shape_.kv_heads;
+  std::memcpy(builder_->index_head(first, 0), context_->results(), count * IndexLayerBytes());
+  std::vector<absl::Status> taken(size_t{count} * kv_heads);
+  workers_->ForEach(taken.size(), [&](size_t i) {
+    taken[i] = builder_->TakeHead(first + static_cast<uint32_t>(i / kv_heads),
+                                  static_cast<uint32_t>(i % kv_heads));
+  });
+  for (const absl::Status& status : taken) ATTND_RETURN_IF_ERROR(status);
+  return absl::OkStatus();
+}
+
+}  // namespace attnd::gpu

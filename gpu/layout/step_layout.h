@@ -1,0 +1,327 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the host tells the device about one step, and where the device puts what it finds: plain
+// structures that are copied as they are. The host side (step_writer) fills them; the kernels
+// (cuda/) and the tests' naive loops (tests/gpu/step_reference) read them. Every pointer is a
+// device address. Nothing in here depends on CUDA.
+//
+// Words. A thread block is called a block only in cuda/; a KV block of the tail is a tail block
+// everywhere; a stream's memory lies in buffers. A stage is a part of a step with launches of its
+// own. Each stage reads only what earlier stages wrote:
+//
+//   prepare   put uploaded rows into their pages; bring queries into the kernels' arrangement
+//   read      read pieces (zones, dense tokens) exactly; score clusters
+//   select    a unit: choose clusters, list their tokens, queue the finish pieces
+//   measure   only if a unit has a tolerance: estimate everything, weigh errors, choose again
+//   finish    chosen tokens exactly, the others' estimate
+//   merge     a unit's states, in an order that their number decides; normalise; statistics
+//
+// A unit of clusters may be answered by a cooperative group instead, in one launch without stages:
+// the thread blocks of one thread-block cluster.
+//
+// Work is divided by a row's own lengths alone: what else is in the batch changes no bit of its
+// answer.
+#ifndef ATTND_GPU_LAYOUT_STEP_LAYOUT_H_
+#define ATTND_GPU_LAYOUT_STEP_LAYOUT_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+
+#include "gpu/layout/index_layout.h"
+
+namespace attnd::gpu {
+
+// Query heads and tokens that a unit handles together: the columns of one matrix instruction.
+inline constexpr uint32_t kLanes = 8;
+// Clusters are numbered by slots: a segment's clusters follow one another from a multiple of this,
+// the slots left over are empty. It is also what one score item scores.
+inline constexpr uint32_t kSlotChunk = 64;
+// Slots that a warp works on at a time.
+inline constexpr uint32_t kStepSlots = 16;
+// Tokens of a piece, unless a row is so long that it would have more than kReadPiecesMax of them.
+inline constexpr uint32_t kReadPieceTokens = 512;
+inline constexpr uint32_t kReadPiecesMax = 64;
+inline constexpr uint32_t kChosenPieceTokens = 128;
+inline constexpr uint32_t kChosenPiecesMax = 64;
+inline constexpr uint32_t kEstimatePieceSlots = 512;
+inline constexpr uint32_t kEstimatePiecesMax = 64;
+// Sizes of cooperative groups, in thread blocks. At most 12: an H200 has its multiprocessors in
+// parts of 18, some of 16; a thread-block cluster lies within one part, and a multiprocessor holds
+// four thread blocks. So the device holds 37 groups of 12 at once, but only 30 of 14 and 28 of 16,
+// and four rows of eight KV heads have 32 units.
+inline constexpr uint32_t kCoopBlocks[] = {2, 4, 7, 12};
+inline constexpr uint32_t kCoopWarps = 4;        // of each thread block
+inline constexpr uint32_t kCoopBlockWork = 320;  // see CoopSizeFor
+inline constexpr uint32_t kCoopSizes = sizeof(kCoopBlocks) / sizeof(kCoopBlocks[0]);
+inline constexpr uint32_t kCoopBlocksMax = kCoopBlocks[kCoopSizes - 1];
+inline constexpr uint32_t kCoopSegmentsMax = 32;
+inline constexpr uint32_t kCoopValueDimMax = 128;
+// Clustered tokens of a unit: selection counts two kinds of them in one word.
+inline constexpr uint64_t kUnitTokensMax = (uint64_t{1} << 28) - 1;
+// Floats before a state's values: max, sum; in estimate pieces the sums of errors, of second
+// moments and of dropped weights; the rest unused.
+inline constexpr uint32_t kStateHead = 8;
+
+enum class UnitKind : uint32_t { kDense, kStreaming, kClusters };
+enum class CutKind : uint32_t { kTopK, kTopP, kErrorBudget };
+
+// One segment of a row at the step's layer.
+struct SegmentRef {
+  const std::byte* index;     // of KV head 0, as attention::IndexLayout says; its first 4 bytes are
+                              // the cluster count
+  const std::byte* pages;     // of KV head 0
+  uint64_t index_head_bytes;  // from one KV head to the next
+  uint64_t pages_head_bytes;
+  IndexOffsets offsets;
+  uint32_t tokens;
+  uint32_t unclustered;
+  uint32_t first_slot;    // a multiple of kSlotChunk
+  uint32_t slots;         // room: the greatest cluster count, rounded up to kSlotChunk
+  uint32_t first_piece;   // of the row's dense pieces; a piece never spans segments
+  uint32_t max_clusters;  // rows that the index has room for, at least 1
+};
+
+// One row of the batch. A unit is one (row, group of query tokens, KV head), numbered
+// first_unit + token_group * kv_heads + kv_head; it has tiles of kLanes (query token, query head of
+// the group) pairs, numbered token-major.
+struct RowRef {
+  UnitKind kind;
+  CutKind cut;
+  uint32_t second_order;  // 1: estimates of the second order, with predicted errors
+  uint32_t query_tokens;
+  uint32_t tokens_per_unit;  // 1 for kClusters
+  uint32_t tiles_per_unit;
+  uint32_t first_unit;
+  uint32_t first_query_token;  // in the step's queries and outputs
+
+  uint32_t segments_begin;  // in StepHeader::segments
+  uint32_t segment_count;
+  uint32_t tail_blocks_begin;  // in StepHeader::tail_blocks
+  // Tail tokens are numbered from the start of the first tail block.
+  uint32_t tail_begin;  // first token that no segment covers
+  uint32_t tail_limit;  // query token i sees tail tokens below tail_limit + i * causal
+  uint32_t causal;      // 1, or 0 for a query-only row
+
+  uint32_t slots;  // of all segments
+  uint32_t dense_piece_tokens;
+  uint32_t dense_pieces;     // of a kDense unit's segments; then come the tail pieces
+  uint32_t tail_pieces;      // of kReadPieceTokens, counted from tail token 0; the sink is piece
+                             // read_pieces - 1 of units that are not kDense
+  uint32_t read_pieces;      // of a unit's tile
+  uint32_t estimate_pieces;  // of a unit's tile; 0 unless kClusters
+  uint32_t estimate_piece_slots;  // a multiple of kSlotChunk
+  uint32_t first_read_item;       // items of a row: (unit, tile, piece), piece fastest
+  uint32_t first_score_item;      // (unit, slots / kSlotChunk), chunk fastest; tiles share an item
+  // Thread blocks of the cooperative group that answers each of the row's units; 0 if the stages
+  // answer them. Each thread block of a group leaves one state of zones, one of estimates and one
+  // of chosen tokens: read_pieces and estimate_pieces are coop_blocks then, and the row has no read
+  // items and no score items.
+  uint32_t coop_blocks;
+
+  // Places in scratch memory, of the row's first unit; the others follow at the same distance.
+  uint32_t first_state;  // of states; a tile has StatesPerTile: of read pieces, of estimate pieces,
+                         // of chosen pieces
+  uint64_t first_score;  // of floats in scores: per unit log_mass [lanes][slots], then, for the
+                         // second order, d2 [lanes][slots], then group_score [slots]
+  uint64_t first_fate;   // of bytes in fates: per unit [slots]
+  uint64_t first_token;  // of entries in chosen: per unit [clustered_tokens]
+  uint64_t clustered_tokens;  // in the row's segments
+
+  double exact_share, estimated_share;  // kTopK
+  double p1, p2;                        // kTopP
+  double tolerance, floor;              // kErrorBudget; infinity for "off"
+};
+
+// Slots of a segment whose index has room for max_clusters clusters.
+constexpr uint32_t SlotsFor(uint32_t max_clusters) {
+  return (max_clusters + kSlotChunk - 1) / kSlotChunk * kSlotChunk;
+}
+// Whether the measure stage chooses for the row.
+constexpr bool HasTolerance(const RowRef& row) {
+  return row.kind == UnitKind::kClusters && row.cut == CutKind::kErrorBudget &&
+         row.tolerance < std::numeric_limits<double>::infinity();
+}
+// The number in kCoopBlocks of a unit's size: the first for which a thread block has at most
+// kCoopBlockWork, or the last. work: the unit's slots, and the tail tokens that it reads.
+constexpr uint32_t CoopSizeFor(uint64_t work) {
+  uint32_t size = 0;
+  while (size + 1 < kCoopSizes && uint64_t{kCoopBlocks[size]} * kCoopBlockWork < work) ++size;
+  return size;
+}
+// RowRef::coop_blocks of a row, on a device that runs cooperative groups. tail_tokens: how many
+// tail tokens the row sees.
+constexpr uint32_t CoopBlocksFor(const RowRef& row, uint32_t group, uint32_t value_dim,
+                                 uint64_t tail_tokens) {
+  if (row.kind != UnitKind::kClusters || HasTolerance(row) || group > kLanes ||
+      value_dim > kCoopValueDimMax || row.segment_count > kCoopSegmentsMax) {
+    return 0;
+  }
+  return kCoopBlocks[CoopSizeFor(row.slots + tail_tokens)];
+}
+// Distances, in elements, between what a row's tiles and units have in scratch memory.
+constexpr uint64_t StatesPerTile(const RowRef& row) {
+  if (row.coop_blocks != 0) return uint64_t{3} * row.coop_blocks;
+  return uint64_t{row.read_pieces} + row.estimate_pieces +
+         (row.kind == UnitKind::kClusters ? kChosenPiecesMax : 0);
+}
+constexpr uint64_t ScoresPerUnit(const RowRef& row, uint32_t group) {
+  return uint64_t{row.slots} * (uint64_t{group} * (row.second_order != 0 ? 2 : 1) + 1);
+}
+constexpr uint32_t StateFloats(uint32_t value_dim) { return kLanes * (kStateHead + value_dim); }
+
+// A unit that a cooperative group answers: number `unit` of the row.
+struct CoopUnit {
+  uint32_t row;
+  uint32_t unit;
+};
+
+// Keys and values of new tokens, which arrive with the step. Prepare copies them to their pages.
+struct UploadRef {
+  std::byte* to;
+  uint64_t from;   // byte in StepHeader::upload_data
+  uint64_t bytes;  // a multiple of 16, as are the addresses
+};
+
+// What became of a cluster; the values of attention::Fate.
+inline constexpr uint8_t kFateDropped = 0;
+inline constexpr uint8_t kFateEstimated = 1;
+inline constexpr uint8_t kFateExact = 2;
+
+// Slots of one unit in one segment with all addresses that work on them takes. Prepare writes one
+// for every kSlotChunk slots, so that the score stage needs one look and no search; in a
+// cooperative group each warp writes one for its share of each segment.
+struct ChunkRef {
+  const std::byte* head;  // the KV head's index
+  float* scores;          // log_mass of lane 0 at the first slot
+  uint8_t* fates;         // at the first slot
+  IndexOffsets offsets;
+  uint32_t segment;   // of the row
+  uint32_t first;     // the first slot's cluster
+  uint32_t clusters;  // of the segment and KV head; slots beyond are empty
+  uint32_t max_clusters;
+  uint32_t unit;
+  uint32_t slots;  // of the row: from one lane's scores to the next
+  uint32_t second_order;
+  uint32_t steps;  // of kStepSlots slots
+  uint32_t reserved[9];
+};
+static_assert(sizeof(ChunkRef) == 128);
+
+// What a unit's selection came to.
+struct UnitResult {
+  uint32_t clusters;
+  uint32_t chosen_tokens;
+  uint32_t chosen_pieces;
+  uint32_t chosen_piece_tokens;
+  uint64_t estimated_tokens;
+  uint64_t dropped_tokens;
+};
+
+// By lane, written by select: the scale of weights that estimates use.
+struct LaneScale {
+  float max;  // of log_mass over all clusters
+  float sum;  // of all weights
+};
+
+// By query head and token, in the order of StepHeader::lse.
+struct LaneResult {
+  float covered_mass;
+  float exact_mass;
+  float predicted_error;
+  float reserved;
+};
+
+// A piece of a tile's chosen tokens with all addresses that reading it takes. The select or the
+// measure stage queues it, the finish stage reads it.
+struct ChosenPiece {
+  const uint32_t* chosen;      // the unit's list
+  const SegmentRef* segments;  // of the row
+  const uint32_t* fragments;   // of the tile
+  float* state;
+  uint32_t begin, end;  // in the list
+  uint32_t kv_head;
+  uint32_t lanes;
+  uint32_t reserved[4];
+};
+static_assert(sizeof(ChosenPiece) == 64);
+
+// Counters in scratch: how many pieces of chosen tokens select and measure have queued; how many of
+// the read pieces, and how many of the queued ones, thread blocks have taken.
+enum Cursor : uint32_t { kQueuedPieces, kTakenReadPieces, kTakenFinishPieces, kCursors };
+
+// Words of StepHeader::query_fragments for one tile: the queries' fragments, the squared queries',
+// then kLanes factors of the logits and kLanes of their variances, rounded up.
+constexpr uint32_t FragmentWords(uint32_t head_dim) { return head_dim * 8; }
+constexpr uint32_t TileFragmentWords(uint32_t head_dim) { return 2 * FragmentWords(head_dim) + 64; }
+
+// Places and sizes of everything else. Scratch is left as the last step left it; kernels clear what
+// they count with.
+struct StepHeader {
+  uint32_t rows;
+  uint32_t units;
+  uint32_t read_items;
+  uint32_t score_items;
+  uint32_t uploads;
+  uint32_t query_tokens;  // of all rows
+  uint32_t kv_heads;
+  uint32_t head_dim;
+  uint32_t value_dim;
+  uint32_t group;                    // query heads of a KV head
+  uint32_t tiles;                    // of all units
+  uint32_t tiles_max;                // of a unit
+  uint32_t estimate_pieces_max;      // of a row
+  uint32_t query_dtype;              // DType
+  uint32_t coop_counts[kCoopSizes];  // units that groups of kCoopBlocks[i] thread blocks answer
+  float softmax_scale;
+  uint32_t reserved;               // in the place of padding: equal headers have equal bytes
+  uint64_t tail_block_head_bytes;  // of a tail block, from one KV head to the next
+
+  const RowRef* row_refs;  // [rows], by first_unit
+  const SegmentRef* segments;
+  const std::byte* const* tail_blocks;  // KV head 0's pages of each tail block, at the step's layer
+  const UploadRef* upload_refs;         // [uploads]
+  const CoopUnit* coop_units;           // by the size of their groups, smaller ones first
+  const std::byte* upload_data;
+  const std::byte* queries;  // [query_tokens][kv_heads * group][head_dim] of query_dtype
+
+  // Scratch.
+  uint32_t* query_fragments;  // [tiles][TileFragmentWords]
+  float* states;              // [state][kLanes][kStateHead + value_dim]
+  float* scores;
+  uint8_t* fates;
+  uint32_t* chosen;            // segment << 16 | token in the segment's order
+  float* score_partials;       // [score_items][tile][kLanes][2][2]: max and sum of log_mass, then
+                               // of the optimistic mass, over the item's clusters
+  LaneScale* lane_scales;      // [tiles][kLanes]
+  UnitResult* unit_results;    // [units]
+  ChunkRef* chunks;            // [score_items]
+  ChosenPiece* chosen_pieces;  // [tiles * kChosenPiecesMax]
+  uint32_t* cursors;           // [kCursors]
+
+  // Outputs, copied to the host together.
+  float* out;                // [query_tokens][query_heads][value_dim]
+  float* lse;                // [query_tokens][query_heads]
+  LaneResult* lane_results;  // [query_tokens][query_heads]
+};
+
+static_assert(offsetof(StepHeader, tail_block_head_bytes) ==
+              offsetof(StepHeader, reserved) + sizeof(uint32_t));
+// Host and device compilers agree on these, and structures are copied as bytes.
+static_assert(sizeof(SegmentRef) == 96 && sizeof(RowRef) == 184 && sizeof(StepHeader) == 256);
+static_assert(sizeof(UploadRef) == 24 && sizeof(CoopUnit) == 8);
+static_assert(sizeof(UnitResult) == 32 && sizeof(LaneResult) == 16 && sizeof(LaneScale) == 8);
+static_assert(std::is_trivially_copyable_v<SegmentRef> && std::is_trivially_copyable_v<RowRef> &&
+              std::is_trivially_copyable_v<StepHeader> && std::is_trivially_copyable_v<UploadRef>);
+
+// Units that cooperative groups answer.
+constexpr uint32_t CoopUnits(const StepHeader& step) {
+  uint32_t units = 0;
+  for (const uint32_t count : step.coop_counts) units += count;
+  return units;
+}
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_LAYOUT_STEP_LAYOUT_H_

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "gpu/memory/mirror.h"
+
+#include <glog/logging.h>
+
+#include <utility>
+
+#include "common/status.h"
+
+namespace attnd::gpu {
+
+using attention::Mirror;
+using attention::MirrorSlot;
+
+void Resident::RaiseTokens(uint32_t layer, uint32_t tokens) {
+  CHECK_LT(layer, tokens_.size());
+  CHECK_LE(tokens, tokens_max_);
+  std::atomic<uint32_t>& held = tokens_[layer];
+  uint32_t before = held.load(std::memory_order_relaxed);
+  while (before < tokens &&
+         !held.compare_exchange_weak(before, tokens, std::memory_order_release)) {
+  }
+}
+
+// What stands in the mirror slot of a segment or tail block and lives as long as that; its resident
+// comes and goes. Its fields are guarded by the store's mutex. Invariant: it stands in the store's
+// order exactly while it has a resident.
+class MirrorStore::DeviceMirror : public Mirror {
+ public:
+  explicit DeviceMirror(std::shared_ptr<MirrorStore> store)
+      : Mirror(store.get()), store_(std::move(store)) {}
+  ~DeviceMirror() override { store_->Forget(this); }
+
+  std::shared_ptr<Resident> resident;
+  Order::iterator place;  // in the store's order, if there is a resident
+
+ private:
+  const std::shared_ptr<MirrorStore> store_;
+};
+
+absl::StatusOr<std::shared_ptr<Resident>> MirrorStore::Get(const attention::Segment& segment) {
+  return Get(segment.mirror(), {segment.index_block().size(), segment.payload_block().size(),
+                                segment.shape().layers, segment.tokens()});
+}
+
+absl::StatusOr<std::shared_ptr<Resident>> MirrorStore::Get(const attention::TailBlock& block,
+                                                           uint32_t layers) {
+  return Get(block.mirror(), {0, block.size(), layers, attention::kTailBlockTokens});
+}
+
+absl::StatusOr<std::shared_ptr<Resident>> MirrorStore::Get(const MirrorSlot& slot,
+                                                           const Sizes& sizes) {
+  const std::shared_ptr<Mirror> held =
+      slot.GetOrMake(this, [this] { return std::make_shared<DeviceMirror>(shared_from_this()); });
+  auto& mirror = static_cast<DeviceMirror&>(*held);
+  MutexLock lock(mutex_);
+  if (mirror.resident != nullptr) {
+    CHECK_EQ(*mirror.place, &mirror) << "a mirror with a resident stands in the order";
+    order_.splice(order_.end(), order_, mirror.place);
+    return mirror.resident;
+  }
+  ATTND_ASSIGN_OR_RETURN(std::shared_ptr<Resident> resident, Make(sizes));
+  mirror.place = order_.insert(order_.end(), &mirror);
+  mirror.resident = std::move(resident);
+  return mirror.resident;
+}
+
+absl::StatusOr<std::shared_ptr<Resident>> MirrorStore::Make(const Sizes& sizes) {
+  ATTND_ASSIGN_OR_RETURN(Arena::Allocation pages, Allocate(pages_.get(), sizes.pages_bytes));
+  ATTND_ASSIGN_OR_RETURN(Arena::Allocation index, Allocate(index_.get(), sizes.index_bytes));
+  return std::make_shared<Resident>(std::move(index), std::move(pages), sizes.layers,
+                                    sizes.tokens_max);
+}
+
+absl::StatusOr<Arena::Allocation> MirrorStore::Allocate(Arena* arena, uint64_t bytes) {
+  if (bytes == 0) return Arena::Allocation();
+  absl::StatusOr<Arena::Allocation> allocation = arena->Allocate(bytes);
+  // What the whole arena could not hold is no reason to empty it.
+  while (!allocation.ok() && bytes <= arena->capacity() && EvictOldest()) {
+    allocation = arena->Allocate(bytes);
+  }
+  return allocation;
+}
+
+bool MirrorStore::EvictOldest() {
+  for (const auto mirror : order_) {
+    // New references are given out under the mutex only: nobody can come to hold it meanwhile.
+    if (mirror->resident.use_count() > 1) continue;
+    CHECK(mirror->resident != nullptr) << "the order has mirrors with a resident alone";
+    order_.erase(mirror->place);
+    mirror->resident.reset();
+    evictions_.fetch_add(1, std::memory_order_relaxed);
+    return true;
+  }
+  return false;
+}
+
+void MirrorStore::Forget(DeviceMirror* mirror) {
+  MutexLock lock(mutex_);
+  if (mirror->resident == nullptr) return;
+  order_.erase(mirror->place);
+  mirror->resident.reset();
+}
+
+}  // namespace attnd::gpu

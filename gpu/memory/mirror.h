@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Mirrors: what device memory holds of segments and tail blocks. Host memory stays the truth: a
+// mirror may be given up at any time, and is made again when a step wants it.
+#ifndef ATTND_GPU_MEMORY_MIRROR_H_
+#define ATTND_GPU_MEMORY_MIRROR_H_
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "attention/segment/mirror_slot.h"
+#include "attention/segment/pages.h"
+#include "attention/segment/segment.h"
+#include "common/mutex.h"
+#include "gpu/device/device.h"
+#include "gpu/memory/arena.h"
+
+namespace attnd::gpu {
+
+// Device memory of one segment or tail block, with the same byte offsets as in host memory. A
+// reference to it pins it: the store gives up only residents that nothing else refers to.
+// Thread-safe. Invariants: a layer's tokens only grow, and not beyond tokens_max.
+class Resident {
+ public:
+  // `index` is empty for a tail block.
+  // tokens_max: of a layer.
+  Resident(Arena::Allocation index, Arena::Allocation pages, uint32_t layers, uint32_t tokens_max)
+      : index_(std::move(index)),
+        pages_(std::move(pages)),
+        tokens_max_(tokens_max),
+        tokens_(layers) {}
+
+  std::byte* index() const { return index_.data(); }
+  std::byte* pages() const { return pages_.data(); }
+
+  // How many tokens of the layer are there, from the first one on; of a segment all of them or
+  // none, index and pages together.
+  uint32_t tokens(uint32_t layer) const { return tokens_[layer].load(std::memory_order_acquire); }
+  // The index and the pages of the layer's first `tokens` tokens have arrived.
+  void RaiseTokens(uint32_t layer, uint32_t tokens);
+
+  // Held while a segment's layer is uploaded, so that only one step does it.
+  Mutex& upload_mutex() { return upload_mutex_; }
+
+ private:
+  const Arena::Allocation index_;
+  const Arena::Allocation pages_;
+  const uint32_t tokens_max_;
+  std::vector<std::atomic<uint32_t>> tokens_;  // [layers]
+  Mutex upload_mutex_;
+};
+
+// Finds and makes residents, and gives up those that no step holds, the least recently used first,
+// to make room. Thread-safe. Mirrors keep it alive; `device` is kept by it.
+class MirrorStore : public std::enable_shared_from_this<MirrorStore> {
+ public:
+  MirrorStore(std::shared_ptr<Device> device, std::unique_ptr<Arena> pages,
+              std::unique_ptr<Arena> index)
+      : device_(std::move(device)), pages_(std::move(pages)), index_(std::move(index)) {}
+
+  // The device's memory for the segment or tail block; the resident says what of it is filled.
+  // ResourceExhausted if there is no room even after all that can be given up was.
+  absl::StatusOr<std::shared_ptr<Resident>> Get(const attention::Segment& segment);
+  absl::StatusOr<std::shared_ptr<Resident>> Get(const attention::TailBlock& block, uint32_t layers);
+
+  uint64_t evictions() const { return evictions_.load(std::memory_order_relaxed); }
+  const Arena& pages() const { return *pages_; }
+  const Arena& index() const { return *index_; }
+
+ private:
+  class DeviceMirror;
+  using Order = std::list<DeviceMirror*>;
+
+  struct Sizes {
+    uint64_t index_bytes = 0;  // 0: none
+    uint64_t pages_bytes = 0;
+    uint32_t layers = 0;
+    uint32_t tokens_max = 0;  // of a layer
+  };
+
+  absl::StatusOr<std::shared_ptr<Resident>> Get(const attention::MirrorSlot& slot,
+                                                const Sizes& sizes);
+  absl::StatusOr<std::shared_ptr<Resident>> Make(const Sizes& sizes)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // An empty allocation for no bytes.
+  absl::StatusOr<Arena::Allocation> Allocate(Arena* arena, uint64_t bytes)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // False if a step holds every resident.
+  bool EvictOldest() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Forget(DeviceMirror* mirror);
+
+  const std::shared_ptr<Device> device_;  // outlives the arenas
+  const std::unique_ptr<Arena> pages_;
+  const std::unique_ptr<Arena> index_;
+  std::atomic<uint64_t> evictions_{0};
+
+  Mutex mutex_;
+  Order order_ ABSL_GUARDED_BY(mutex_);  // those with a resident, the most recently used last
+};
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_MEMORY_MIRROR_H_

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// DeviceStep: one Backend::Step on one stream, in waves.
+#ifndef ATTND_GPU_STEP_DEVICE_STEP_H_
+#define ATTND_GPU_STEP_DEVICE_STEP_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "attention/backend.h"
+#include "gpu/device/device.h"
+#include "gpu/memory/mirror.h"
+#include "gpu/step/row_description.h"
+#include "gpu/step/step_totals.h"
+#include "gpu/step/step_writer.h"
+#include "gpu/step/stream_context.h"
+#include "gpu/step/uploader.h"
+
+namespace attnd::gpu {
+
+// Used by one thread, once. Everything it was given must outlive it; it waits for its work before
+// it ends. Invariant: after Run each row is either answered whole or left over.
+class DeviceStep {
+ public:
+  DeviceStep(const attention::StepRequest& request, MirrorStore* store, StreamContext* context,
+             bool cooperative_groups, bool timed);
+
+  // Answers the rows. Cancelled, DeadlineExceeded: nobody waits any more. Any other error is the
+  // device's, which can then no longer be used. Rows that the device has no room for are left over.
+  absl::Status Run();
+  // Numbers of the rows that were not answered, ascending.
+  const std::vector<uint32_t>& left_over() const { return left_over_; }
+  // After Run, once: fills the answered rows' statistics and gives their plans.
+  std::vector<attention::Plan> Finish();
+
+  const StageSeconds& seconds() const { return seconds_; }  // if timed
+
+ private:
+  absl::Status RunRow(uint32_t row);
+  // Pins what the row reads and brings what is missing. ResourceExhausted if there is no room.
+  absl::Status Pin(uint32_t row, RowMemory* memory);
+  absl::Status PinSegments(uint32_t row, RowMemory* memory);
+  absl::Status PinTail(uint32_t row, RowMemory* memory);
+  // Answers what the writer holds, or leaves it over.
+  absl::Status RunWave();
+  absl::Status LaunchWave();
+  void BeginWave(const WaveShape& shape);
+  void LeaveOver(uint32_t row);
+  bool IsLeftOver(uint32_t row) const;
+
+  const attention::StepRequest& request_;
+  StreamContext* const context_;
+  const bool timed_;
+  StepWriter writer_;
+  StepTotals totals_;
+  std::vector<RowDescription> rows_;  // of the request's rows; the writer points at them
+  Uploader uploader_;
+  std::vector<uint32_t> left_over_;
+  StageSeconds seconds_;
+};
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_STEP_DEVICE_STEP_H_

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "gpu/step/step_totals.h"
+
+#include <glog/logging.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace attnd::gpu {
+namespace {
+
+using attention::Plan;
+using attention::RowStats;
+using attention::Segment;
+using attention::StepRow;
+
+template <typename T>
+const T* At(const std::byte* results, uint64_t offset) {
+  return reinterpret_cast<const T*>(results + offset);
+}
+
+}  // namespace
+
+void StepTotals::AddWave(const StepWriter& writer, const std::byte* results) {
+  for (const RowPart& part : writer.parts()) {
+    CopyAnswers(writer, part, results);
+    Row& totals = rows_[part.number];
+    totals.query_tokens += part.tokens;
+    AddZones(part, &totals);
+    if (part.ref.kind != UnitKind::kClusters) continue;
+    AddUnits(writer, part, results, &totals);
+    AddLanes(writer, part, results, &totals);
+    if (request_.plans != nullptr) AddPlans(writer, part, results);
+  }
+}
+
+void StepTotals::CopyAnswers(const StepWriter& writer, const RowPart& part,
+                             const std::byte* results) const {
+  const StepRow& row = request_.rows[part.number];
+  const uint64_t heads = writer.shape().query_heads();
+  const uint64_t value_dim = writer.shape().kernel.value_dim;
+  const uint64_t from = part.ref.first_query_token * heads;
+  const uint64_t to = part.first_token * heads;
+  const uint64_t lanes = part.tokens * heads;
+  std::memcpy(row.out + to * value_dim, At<float>(results, writer.results().out) + from * value_dim,
+              lanes * value_dim * sizeof(float));
+  std::memcpy(row.lse + to, At<float>(results, writer.results().lse) + from, lanes * sizeof(float));
+}
+
+// What is known without the device: zones, and the middle of units that look at no clusters.
+void StepTotals::AddZones(const RowPart& part, Row* totals) {
+  const RowDescription& row = *part.row;
+  const uint64_t kv_heads = row.shape.kv_heads;
+  uint64_t zone = 0;
+  for (uint64_t i = part.first_token; i < part.first_token + part.tokens; ++i) {
+    zone += row.history_unclustered() + row.TailLimit(i) - row.tail_begin;
+  }
+  totals->stats.zone_tokens += zone * kv_heads;
+  const uint64_t clustered = row.history_clustered;
+  const uint64_t middle = clustered * part.tokens * kv_heads;
+  if (part.ref.kind == UnitKind::kClusters) return;
+  const double lanes = double{1} * part.tokens * row.shape.query_heads();
+  totals->covered_mass += lanes;
+  totals->exact_mass += lanes;
+  if (part.ref.kind == UnitKind::kDense) {
+    totals->stats.exact_tokens += middle;
+  } else if (middle > 0) {
+    totals->stats.dropped_tokens += middle;
+    totals->mass_known = totals->error_known = false;
+  }
+}
+
+void StepTotals::AddUnits(const StepWriter& writer, const RowPart& part, const std::byte* results,
+                          Row* totals) {
+  const UnitResult* unit =
+      At<UnitResult>(results, writer.results().unit_results) + part.ref.first_unit;
+  for (uint64_t i = 0; i < part.units; ++i, ++unit) {
+    totals->stats.exact_tokens += unit->chosen_tokens;
+    totals->stats.estimated_tokens += unit->estimated_tokens;
+    totals->stats.dropped_tokens += unit->dropped_tokens;
+    const bool predicted =
+        unit->dropped_tokens == 0 && (unit->estimated_tokens == 0 || part.ref.second_order != 0);
+    if (!predicted) totals->error_known = false;
+  }
+}
+
+void StepTotals::AddLanes(const StepWriter& writer, const RowPart& part, const std::byte* results,
+                          Row* totals) {
+  const uint64_t heads = writer.shape().query_heads();
+  const LaneResult* lane =
+      At<LaneResult>(results, writer.results().lane_results) + part.ref.first_query_token * heads;
+  for (uint64_t i = 0; i < part.tokens * heads; ++i, ++lane) {
+    totals->covered_mass += lane->covered_mass;
+    totals->exact_mass += lane->exact_mass;
+    totals->error_sum += lane->predicted_error;
+    totals->error_max = std::max(totals->error_max, double{lane->predicted_error});
+  }
+}
+
+void StepTotals::AddPlans(const StepWriter& writer, const RowPart& part, const std::byte* results) {
+  const StepRow& row = request_.rows[part.number];
+  const uint32_t kv_heads = writer.shape().kv_heads;
+  const uint8_t* fate = At<uint8_t>(results, writer.results().fates) + part.ref.first_fate;
+  for (uint32_t unit = 0; unit < part.units; ++unit) {
+    Plan& plan = plans_.emplace_back();
+    plan.row = part.number;
+    plan.query_token = part.first_token + unit / kv_heads;
+    plan.kv_head = unit % kv_heads;
+    for (uint32_t s = 0; s < row.view->segments.size(); ++s) {
+      const Segment& segment = *row.view->segments[s];
+      const uint32_t clusters = segment.clusters(request_.layer, plan.kv_head).clusters;
+      for (uint32_t c = 0; c < clusters; ++c) {
+        if (fate[c] == kFateExact) plan.exact.push_back({s, c});
+        if (fate[c] == kFateEstimated) plan.estimated.push_back({s, c});
+      }
+      fate += SlotsFor(segment.layout().max_clusters);
+    }
+  }
+}
+
+void StepTotals::AddStages(const StepWriter& writer, const StageSeconds& seconds) {
+  const double units = writer.header().units;
+  for (const RowPart& part : writer.parts()) {
+    const double share = static_cast<double>(part.units) / units;
+    const auto nanos = [share](double s) { return static_cast<uint64_t>(s * share * 1e9); };
+    attention::StageNanos& stages = rows_[part.number].stats.stages;
+    stages.score += nanos(seconds.score);
+    stages.select += nanos(seconds.select);
+    stages.attend += nanos(seconds.attend);
+    stages.merge += nanos(seconds.merge);
+  }
+}
+
+void StepTotals::FinishRow(uint32_t number) const {
+  const StepRow& row = request_.rows[number];
+  const Row& totals = rows_[number];
+  CHECK_EQ(totals.query_tokens, row.query_tokens) << "parts of the row are missing, or came twice";
+  RowStats& stats = *row.stats = totals.stats;
+  stats.hbm_tokens = stats.zone_tokens + stats.exact_tokens;
+  const double lanes = double{1} * row.query_tokens * row.view->shape.query_heads;
+  if (totals.mass_known) {
+    stats.covered_mass = static_cast<float>(totals.covered_mass / lanes);
+    stats.exact_mass = static_cast<float>(totals.exact_mass / lanes);
+  }
+  if (totals.error_known) {
+    stats.predicted_error_mean = static_cast<float>(totals.error_sum / lanes);
+    stats.predicted_error_max = static_cast<float>(totals.error_max);
+  }
+}
+
+}  // namespace attnd::gpu

@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "gpu/step/step_writer.h"
+
+#include <glog/logging.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <utility>
+
+#include "attention/segment/pages.h"
+#include "gpu/step/row_plan.h"
+
+namespace attnd::gpu {
+namespace {
+
+template <typename T>
+T* At(std::byte* base, uint64_t offset) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  return reinterpret_cast<T*>(base + offset);
+}
+
+// A number that Fitting has found to fit.
+uint32_t Narrow(uint64_t value) {
+  CHECK_LE(value, std::numeric_limits<uint32_t>::max());
+  return static_cast<uint32_t>(value);
+}
+
+// Bytes of one query token.
+uint64_t QueryBytes(const WaveShape& shape) {
+  return uint64_t{shape.query_heads()} * shape.kernel.head_dim * DTypeBytes(shape.query_dtype);
+}
+
+}  // namespace
+
+void StepWriter::Begin(const WaveShape& shape, bool with_fates) {
+  CHECK_GE(shape.group, 1u);
+  CHECK_LE(shape.group, kKernelGroupMax);
+  shape_ = shape;
+  with_fates_ = with_fates;
+  counts_ = WaveCounts();
+  parts_.clear();
+  memories_.clear();
+  measure_ = false;
+}
+
+uint32_t StepWriter::Fitting(const RowDescription& row, uint32_t first_token,
+                             std::span<const Upload> uploads) const {
+  CHECK_LT(first_token, row.query_tokens);
+  if (!HasPlan(row)) return 0;
+  const uint32_t unit = TokensPerUnit(row);
+  const uint32_t rest = row.query_tokens - first_token;
+  const auto fits = [&](uint64_t units) {
+    const uint32_t tokens = Narrow(std::min<uint64_t>(rest, units * unit));
+    WaveCounts counts = counts_;
+    counts.Add(CountsOf(row, PlanRow(row, first_token, tokens, cooperative_groups_), uploads));
+    return counts.FitHeader() && PlacesOf(counts, shape_, with_fates_).Fit(room_);
+  };
+  uint64_t most = (uint64_t{rest} + unit - 1) / unit;
+  if (fits(most)) return rest;
+  uint64_t least = 0;  // fits; `most` does not
+  while (most - least > 1) {
+    const uint64_t middle = least + (most - least) / 2;
+    (fits(middle) ? least : most) = middle;
+  }
+  return Narrow(least * unit);
+}
+
+void StepWriter::Add(const RowDescription& row, uint32_t number, uint32_t first_token,
+                     uint32_t tokens, RowMemory memory) {
+  CHECK(row.shape == shape_) << "a row of another wave";
+  CHECK(tokens >= 1 && tokens <= row.query_tokens && first_token <= row.query_tokens - tokens);
+  CHECK_EQ(memory.segments.size(), row.segments.size());
+  CHECK_EQ(memory.tail_blocks.size(), TailBlocksSeen(row));
+  RowPart& part = parts_.emplace_back();
+  part.row = &row;
+  part.number = number;
+  part.first_token = first_token;
+  part.tokens = tokens;
+  RowRef& ref = part.ref = PlanRow(row, first_token, tokens, cooperative_groups_);
+  ref.first_unit = Narrow(counts_.units);
+  ref.first_query_token = Narrow(counts_.query_tokens);
+  ref.segments_begin = Narrow(counts_.segments);
+  ref.tail_blocks_begin = Narrow(counts_.tail_blocks);
+  ref.first_read_item = Narrow(counts_.read_items);
+  ref.first_score_item = Narrow(counts_.score_items);
+  ref.first_state = Narrow(counts_.states);
+  ref.first_score = counts_.scores;
+  ref.first_fate = counts_.fates;
+  ref.first_token = counts_.chosen;
+  measure_ |= HasTolerance(ref);
+  const WaveCounts added = CountsOf(row, ref, memory.uploads);
+  part.units = added.units;
+  counts_.Add(added);
+  memories_.push_back(std::move(memory));
+}
+
+uint64_t StepWriter::Write(std::byte* input, std::byte* device_input, std::byte* device_scratch) {
+  const WavePlaces places = this->places();
+  CHECK(counts_.FitHeader() && places.Fit(room_)) << "more was added than fits";
+  results_ = places.result;
+  device_results_ = device_scratch + places.results;
+  FillHeader(places, device_input, device_scratch);
+  WriteCoopUnits(At<CoopUnit>(input, places.coop_units));
+  CHECK_EQ(CoopUnits(header_), counts_.coop_units);
+  std::memcpy(input, &header_, sizeof(header_));
+  for (size_t i = 0; i < parts_.size(); ++i) {
+    At<RowRef>(input, places.rows)[i] = parts_[i].ref;
+    WriteRow(parts_[i], memories_[i], places, input);
+  }
+  WriteUploads(places, input);
+  return places.input_bytes;
+}
+
+void StepWriter::FillHeader(const WavePlaces& places, std::byte* device_input,
+                            std::byte* device_scratch) {
+  std::byte* const results = device_scratch + places.results;
+  const KernelShape& kernel = shape_.kernel;
+  StepHeader& h = header_ = StepHeader{};
+  h.rows = Narrow(counts_.rows);
+  h.units = Narrow(counts_.units);
+  h.read_items = Narrow(counts_.read_items);
+  h.score_items = Narrow(counts_.score_items);
+  h.uploads = Narrow(counts_.uploads);
+  h.query_tokens = Narrow(counts_.query_tokens);
+  h.kv_heads = shape_.kv_heads;
+  h.head_dim = kernel.head_dim;
+  h.value_dim = kernel.value_dim;
+  h.group = shape_.group;
+  h.tiles = Narrow(counts_.tiles);
+  h.tiles_max = (shape_.group + kLanes - 1) / kLanes;
+  for (const RowPart& part : parts_) {
+    if (part.ref.coop_blocks != 0) continue;
+    h.estimate_pieces_max = std::max(h.estimate_pieces_max, part.ref.estimate_pieces);
+  }
+  h.query_dtype = static_cast<uint32_t>(shape_.query_dtype);
+  h.softmax_scale = shape_.softmax_scale;
+  h.tail_block_head_bytes = uint64_t{attention::kTailBlockTokens} *
+                            (kernel.head_dim + kernel.value_dim) * DTypeBytes(kernel.dtype);
+  h.row_refs = At<RowRef>(device_input, places.rows);
+  h.segments = At<SegmentRef>(device_input, places.segments);
+  h.tail_blocks = At<const std::byte*>(device_input, places.tail_blocks);
+  h.upload_refs = At<UploadRef>(device_input, places.upload_refs);
+  h.coop_units = At<CoopUnit>(device_input, places.coop_units);
+  h.upload_data = device_input + places.upload_data;
+  h.queries = device_input + places.queries;
+  h.query_fragments = At<uint32_t>(device_scratch, places.query_fragments);
+  h.states = At<float>(device_scratch, places.states);
+  h.scores = At<float>(device_scratch, places.scores);
+  h.fates = At<uint8_t>(results, places.result.fates);
+  h.chosen = At<uint32_t>(device_scratch, places.chosen);
+  h.score_partials = At<float>(device_scratch, places.score_partials);
+  h.lane_scales = At<LaneScale>(device_scratch, places.lane_scales);
+  h.unit_results = At<UnitResult>(results, places.result.unit_results);
+  h.chunks = At<ChunkRef>(device_scratch, places.chunks);
+  h.chosen_pieces = At<ChosenPiece>(device_scratch, places.chosen_pieces);
+  h.cursors = At<uint32_t>(device_scratch, places.cursors);
+  h.out = At<float>(results, places.result.out);
+  h.lse = At<float>(results, places.result.lse);
+  h.lane_results = At<LaneResult>(results, places.result.lane_results);
+}
+
+// The part's segments, tail blocks and queries.
+void StepWriter::WriteRow(const RowPart& part, const RowMemory& memory, const WavePlaces& places,
+                          std::byte* input) const {
+  const RowDescription& row = *part.row;
+  SegmentRef* ref = At<SegmentRef>(input, places.segments) + part.ref.segments_begin;
+  for (size_t s = 0; s < row.segments.size(); ++s, ++ref) {
+    *ref = PlanSegment(part.ref, row.segments[s], memory.segments[s], s == 0 ? nullptr : ref - 1);
+  }
+  std::copy(memory.tail_blocks.begin(), memory.tail_blocks.end(),
+            At<const std::byte*>(input, places.tail_blocks) + part.ref.tail_blocks_begin);
+  const uint64_t token_bytes = QueryBytes(shape_);
+  std::memcpy(input + places.queries + part.ref.first_query_token * token_bytes,
+              row.queries + part.first_token * token_bytes, part.tokens * token_bytes);
+}
+
+void StepWriter::WriteCoopUnits(CoopUnit* units) {
+  for (uint32_t size = 0; size < kCoopSizes; ++size) {
+    for (uint32_t row = 0; row < parts_.size(); ++row) {
+      if (parts_[row].ref.coop_blocks != kCoopBlocks[size]) continue;
+      const uint32_t count = Narrow(parts_[row].units);
+      for (uint32_t unit = 0; unit < count; ++unit) *units++ = {row, unit};
+      header_.coop_counts[size] += count;
+    }
+  }
+}
+
+void StepWriter::WriteUploads(const WavePlaces& places, std::byte* input) const {
+  UploadRef* ref = At<UploadRef>(input, places.upload_refs);
+  uint64_t from = 0;
+  for (const RowMemory& memory : memories_) {
+    for (const Upload& upload : memory.uploads) {
+      *ref++ = {upload.to, from, upload.bytes};
+      std::memcpy(input + places.upload_data + from, upload.from, upload.bytes);
+      from += upload.bytes;
+    }
+  }
+  CHECK_EQ(from, counts_.upload_bytes);
+}
+
+}  // namespace attnd::gpu

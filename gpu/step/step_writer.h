@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// StepWriter: turns descriptions of rows into the bytes that step_layout.h says, a wave at a time:
+// as many rows, or query tokens of a row, as fit a stream's memory (wave_memory.h). It needs no
+// device and no sequence: the backend and the benchmark of kernels plan with it alike.
+#ifndef ATTND_GPU_STEP_STEP_WRITER_H_
+#define ATTND_GPU_STEP_STEP_WRITER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "gpu/layout/step_layout.h"
+#include "gpu/step/row_description.h"
+#include "gpu/step/wave_memory.h"
+
+namespace attnd::gpu {
+
+// Query tokens [first_token, first_token + tokens) of a row.
+struct RowPart {
+  const RowDescription* row = nullptr;
+  uint32_t number = 0;  // of the row, the caller's
+  uint32_t first_token = 0;
+  uint32_t tokens = 0;
+  uint64_t units = 0;
+  RowRef ref;
+};
+
+// One thread at a time. Use: Begin; Fitting and Add for each row; Write; read the wave's parts.
+class StepWriter {
+ public:
+  // cooperative_groups: whether the device has them.
+  StepWriter(const WaveRoom& room, bool cooperative_groups)
+      : room_(room), cooperative_groups_(cooperative_groups) {}
+
+  // An empty wave of rows of this shape. with_fates: fates are results.
+  void Begin(const WaveShape& shape, bool with_fates);
+
+  // How many query tokens of the row, from first_token on, fit the rest of the wave with the
+  // uploads: whole units; 0 if not even one.
+  uint32_t Fitting(const RowDescription& row, uint32_t first_token,
+                   std::span<const Upload> uploads) const;
+  // Adds a part that fits. `row` and what uploads point at must stay until Write.
+  void Add(const RowDescription& row, uint32_t number, uint32_t first_token, uint32_t tokens,
+           RowMemory memory);
+  bool empty() const { return parts_.empty(); }
+  // Byte offsets in the two buffers, and what the wave takes of them so far.
+  WavePlaces places() const { return PlacesOf(counts_, shape_, with_fates_); }
+
+  // Fills `input` (host, places().input_bytes), which the device will find at `device_input`, for a
+  // step with scratch memory at `device_scratch`. Returns the bytes to copy.
+  uint64_t Write(std::byte* input, std::byte* device_input, std::byte* device_scratch);
+  // After Write.
+  const StepHeader& header() const { return header_; }
+  const ResultPlaces& results() const { return results_; }
+  const std::byte* device_results() const { return device_results_; }
+
+  bool measure() const { return measure_; }  // whether a unit has a tolerance
+  std::span<const RowPart> parts() const { return parts_; }
+  const WaveShape& shape() const { return shape_; }
+
+ private:
+  // The header's numbers, and the addresses that `places` come to.
+  void FillHeader(const WavePlaces& places, std::byte* device_input, std::byte* device_scratch);
+  // Lists the units that cooperative groups answer; fills the header's counts of them.
+  void WriteCoopUnits(CoopUnit* units);
+  void WriteRow(const RowPart& part, const RowMemory& memory, const WavePlaces& places,
+                std::byte* input) const;
+  void WriteUploads(const WavePlaces& places, std::byte* input) const;
+
+  const WaveRoom room_;
+  const bool cooperative_groups_;
+
+  // Of the wave.
+  WaveShape shape_;
+  bool with_fates_ = false;
+  WaveCounts counts_;  // of the parts together
+  std::vector<RowPart> parts_;
+  std::vector<RowMemory> memories_;  // of the parts
+  bool measure_ = false;
+
+  // Of the wave that was written last.
+  StepHeader header_{};
+  ResultPlaces results_;
+  const std::byte* device_results_ = nullptr;
+};
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_STEP_STEP_WRITER_H_

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "gpu/step/stream_context.h"
+
+#include <glog/logging.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "common/status.h"
+
+namespace attnd::gpu {
+namespace {
+
+// A copy under way while the next piece is put together.
+constexpr uint64_t kSendPieceBytes = uint64_t{4} << 20;
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<StreamContext>> StreamContext::Create(Device* device,
+                                                                     const WaveRoom& room,
+                                                                     TransferCounts* counts) {
+  std::unique_ptr<StreamContext> context(new StreamContext(device, room, counts));
+  ATTND_ASSIGN_OR_RETURN(context->input_, device->AllocatePinned(room.input_bytes));
+  ATTND_ASSIGN_OR_RETURN(context->results_, device->AllocatePinned(room.result_bytes));
+  ATTND_ASSIGN_OR_RETURN(context->device_input_, device->Allocate(room.input_bytes));
+  ATTND_ASSIGN_OR_RETURN(context->device_scratch_, device->Allocate(room.scratch_bytes));
+  ATTND_ASSIGN_OR_RETURN(context->stream_, device->NewStream());
+  return context;
+}
+
+StreamContext::~StreamContext() {
+  stream_.reset();  // waits for its work, which uses the rest
+  device_->Free(device_scratch_);
+  device_->Free(device_input_);
+  device_->FreePinned(results_);
+  device_->FreePinned(input_);
+}
+
+absl::Status StreamContext::Send(std::byte* to, const std::byte* from, uint64_t bytes) {
+  while (bytes > 0) {
+    if (sent_bytes_ == room_.input_bytes) ATTND_RETURN_IF_ERROR(Synchronize());
+    const uint64_t piece = std::min({bytes, kSendPieceBytes, room_.input_bytes - sent_bytes_});
+    std::memcpy(input_ + sent_bytes_, from, piece);
+    busy_ = true;
+    ATTND_RETURN_IF_ERROR(stream_->CopyToDevice(to, input_ + sent_bytes_, piece));
+    counts_->to_device.fetch_add(piece, std::memory_order_relaxed);
+    sent_bytes_ += piece;
+    to += piece;
+    from += piece;
+    bytes -= piece;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status StreamContext::SendInput(uint64_t bytes) {
+  CHECK(!busy_) << "what was sent still reads the input buffer";
+  CHECK_LE(bytes, room_.input_bytes);
+  busy_ = true;
+  ATTND_RETURN_IF_ERROR(stream_->CopyToDevice(device_input_, input_, bytes));
+  counts_->to_device.fetch_add(bytes, std::memory_order_relaxed);
+  return absl::OkStatus();
+}
+
+absl::Status StreamContext::RunStep(const KernelShape& shape, const StepHeader& header,
+                                    bool measure, bool timed, uint64_t input_bytes,
+                                    const std::byte* device_results, uint64_t result_bytes) {
+  CHECK(!busy_) << "one step at a time";
+  CHECK_LE(input_bytes, room_.input_bytes);
+  CHECK_LE(result_bytes, room_.result_bytes);
+  CHECK(device_results >= device_scratch_ &&
+        device_results + result_bytes <= device_scratch_ + room_.scratch_bytes);
+  busy_ = true;
+  ATTND_RETURN_IF_ERROR(stream_->RunStep({.shape = shape,
+                                          .header = header,
+                                          .measure = measure,
+                                          .timed = timed,
+                                          .input = input_,
+                                          .device_input = device_input_,
+                                          .input_bytes = input_bytes,
+                                          .device_results = device_results,
+                                          .results = results_,
+                                          .result_bytes = result_bytes}));
+  counts_->to_device.fetch_add(input_bytes, std::memory_order_relaxed);
+  counts_->to_host.fetch_add(result_bytes, std::memory_order_relaxed);
+  counts_->graph_launches.fetch_add(stream_->ran_from_graph() ? 1 : 0, std::memory_order_relaxed);
+  return absl::OkStatus();
+}
+
+absl::Status StreamContext::Fetch(const std::byte* from, uint64_t bytes) {
+  CHECK_LE(bytes, room_.result_bytes);
+  busy_ = true;
+  ATTND_RETURN_IF_ERROR(stream_->CopyToHost(results_, from, bytes));
+  counts_->to_host.fetch_add(bytes, std::memory_order_relaxed);
+  return absl::OkStatus();
+}
+
+absl::Status StreamContext::Synchronize() {
+  ATTND_RETURN_IF_ERROR(stream_->Synchronize());
+  sent_bytes_ = 0;
+  busy_ = false;
+  return absl::OkStatus();
+}
+
+}  // namespace attnd::gpu

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// StreamContext: a stream with the memory that its work takes, all of it from the start, so that a
+// step allocates nothing on the device.
+#ifndef ATTND_GPU_STEP_STREAM_CONTEXT_H_
+#define ATTND_GPU_STEP_STREAM_CONTEXT_H_
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "gpu/device/device.h"
+#include "gpu/step/wave_memory.h"
+
+namespace attnd::gpu {
+
+// What all streams did.
+struct TransferCounts {
+  std::atomic<uint64_t> to_device{0};  // bytes
+  std::atomic<uint64_t> to_host{0};
+  std::atomic<uint64_t> graph_launches{0};  // of steps
+};
+
+// One thread at a time, and one step at a time: a step begins when nothing is under way. `device`
+// and `counts` must outlive it. Errors as Device's.
+class StreamContext {
+ public:
+  static absl::StatusOr<std::unique_ptr<StreamContext>> Create(Device* device, const WaveRoom& room,
+                                                               TransferCounts* counts);
+  ~StreamContext();
+  StreamContext(const StreamContext&) = delete;
+  StreamContext& operator=(const StreamContext&) = delete;
+
+  // For builds, to be asked after SendInput so that Flush knows of it, and for the times of a step.
+  Stream& stream() { return *stream_; }
+  const WaveRoom& room() const { return room_; }
+  // Device memory that a context with this room takes.
+  static uint64_t DeviceBytes(const WaveRoom& room) {
+    return room.input_bytes + room.scratch_bytes;
+  }
+
+  // Pinned host memory, and the device's for what is copied from it and for scratch.
+  std::byte* input() const { return input_; }
+  std::byte* results() const { return results_; }
+  std::byte* device_input() const { return device_input_; }
+  std::byte* device_scratch() const { return device_scratch_; }
+
+  // Copies to the device by way of the input buffer, in pieces; `from` may change once it returns.
+  absl::Status Send(std::byte* to, const std::byte* from, uint64_t bytes);
+  // Copies the input buffer's first bytes to the device's; nothing that was sent may be under way.
+  absl::Status SendInput(uint64_t bytes);
+  // Runs a step: the input buffer's first `input_bytes` go to the device, `result_bytes` of what
+  // lies at device_results then come to the result buffer. Nothing that was sent may be under way.
+  absl::Status RunStep(const KernelShape& shape, const StepHeader& header, bool measure, bool timed,
+                       uint64_t input_bytes, const std::byte* device_results,
+                       uint64_t result_bytes);
+  // Copies to the result buffer.
+  absl::Status Fetch(const std::byte* from, uint64_t bytes);
+  // Waits for all that was asked of the stream; then the buffers are free again.
+  absl::Status Synchronize();
+  // Synchronizes if anything was asked of the stream since it last did.
+  absl::Status Flush() { return busy_ ? Synchronize() : absl::OkStatus(); }
+
+ private:
+  StreamContext(Device* device, const WaveRoom& room, TransferCounts* counts)
+      : device_(device), room_(room), counts_(counts) {}
+
+  Device* const device_;
+  const WaveRoom room_;
+  TransferCounts* const counts_;
+  std::unique_ptr<Stream> stream_;
+  std::byte* input_ = nullptr;
+  std::byte* results_ = nullptr;
+  std::byte* device_input_ = nullptr;
+  std::byte* device_scratch_ = nullptr;
+  uint64_t sent_bytes_ = 0;  // of the input buffer that copies under way may still read
+  bool busy_ = false;
+};
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_STEP_STREAM_CONTEXT_H_

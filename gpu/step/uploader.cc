@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "gpu/step/uploader.h"
+
+#include <glog/logging.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "common/status.h"
+
+namespace attnd::gpu {
+namespace {
+
+using attention::kPageTokens;
+using attention::kTailBlockTokens;
+using attention::PageGeometry;
+using attention::Segment;
+using attention::TailBlock;
+
+// Rows of tokens [begin, end) of one head of a tail block: for each page its keys and its values,
+// or all of it.
+void AddRows(const PageGeometry& geometry, const std::byte* from, std::byte* to, uint32_t begin,
+             uint32_t end, std::vector<Upload>* rows) {
+  while (begin < end) {
+    const uint32_t page_end = std::min(end, (begin / kPageTokens + 1) * kPageTokens);
+    const uint32_t tokens = page_end - begin;
+    const size_t key = geometry.KeyOffset(begin);
+    const size_t value = geometry.ValueOffset(begin);
+    if (tokens == kPageTokens) {
+      rows->push_back({to + key, from + key, geometry.page_bytes()});
+    } else {
+      rows->push_back({to + key, from + key, tokens * geometry.key_row_bytes});
+      rows->push_back({to + value, from + value, tokens * geometry.value_row_bytes});
+    }
+    begin = page_end;
+  }
+}
+
+}  // namespace
+
+absl::StatusOr<Resident*> Uploader::Pin(const Segment& segment) {
+  ATTND_ASSIGN_OR_RETURN(auto resident, store_->Get(segment));
+  return pins_.emplace_back(std::move(resident)).get();
+}
+
+absl::StatusOr<Resident*> Uploader::Pin(const TailBlock& block, uint32_t layers) {
+  ATTND_ASSIGN_OR_RETURN(auto resident, store_->Get(block, layers));
+  return pins_.emplace_back(std::move(resident)).get();
+}
+
+absl::Status Uploader::Bring(Resident* resident, const Segment& segment, uint32_t layer) {
+  if (resident->tokens(layer) == segment.tokens()) return absl::OkStatus();
+  MutexLock lock(resident->upload_mutex());
+  if (resident->tokens(layer) == segment.tokens()) return absl::OkStatus();
+  const uint32_t layers = segment.shape().layers;
+  const auto send = [&](std::byte* to, std::span<const std::byte> block) {
+    const uint64_t bytes = block.size() / layers;
+    return context_->Send(to + layer * bytes, block.data() + layer * bytes, bytes);
+  };
+  ATTND_RETURN_IF_ERROR(send(resident->index(), segment.index_block()));
+  ATTND_RETURN_IF_ERROR(send(resident->pages(), segment.payload_block()));
+  ATTND_RETURN_IF_ERROR(context_->Synchronize());
+  resident->RaiseTokens(layer, segment.tokens());
+  return absl::OkStatus();
+}
+
+absl::Status Uploader::Bring(Resident* resident, const TailBlock& block, const ModelShape& shape,
+                             uint32_t layer, uint32_t tokens, std::vector<Upload>* later) {
+  const uint32_t begin = resident->tokens(layer);
+  if (begin >= tokens) return absl::OkStatus();
+  CHECK_LE(tokens, kTailBlockTokens);
+  arrivals_.push_back({resident, layer, tokens});
+  const uint64_t layer_bytes = block.size() / shape.layers;
+  std::byte* to = resident->pages() + layer * layer_bytes;
+  if (begin == 0 && tokens == kTailBlockTokens) {
+    return context_->Send(to, block.pages(layer, 0), layer_bytes);
+  }
+  const PageGeometry geometry(shape);
+  std::vector<Upload> rows;
+  for (uint32_t head = 0; head < shape.kv_heads; ++head) {
+    AddRows(geometry, block.pages(layer, head), to + head * (layer_bytes / shape.kv_heads), begin,
+            tokens, &rows);
+  }
+  if (later != nullptr) {
+    later->insert(later->end(), rows.begin(), rows.end());
+    return absl::OkStatus();
+  }
+  for (const Upload& row : rows) {
+    ATTND_RETURN_IF_ERROR(context_->Send(row.to, row.from, row.bytes));
+  }
+  return absl::OkStatus();
+}
+
+void Uploader::SetArrived() {
+  for (const Arrival& arrival : arrivals_) {
+    arrival.resident->RaiseTokens(arrival.layer, arrival.tokens);
+  }
+  arrivals_.clear();
+}
+
+void Uploader::Release() {
+  context_->Flush().IgnoreError();  // a stream that fails runs nothing more
+  arrivals_.clear();
+  pins_.clear();
+}
+
+}  // namespace attnd::gpu

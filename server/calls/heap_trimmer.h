@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// HeapTrimmer: gives the memory of large messages back to the system when they are gone.
+//
+// The allocator keeps what is freed between blocks that are in use, in the heap of each thread that
+// took some: without this, one burst of large messages would stay resident for ever. Trimming
+// takes the heaps' locks for some milliseconds, so that it is done by a thread of its own, once in
+// a while, and only after much has been released.
+#ifndef ATTND_SERVER_CALLS_HEAP_TRIMMER_H_
+#define ATTND_SERVER_CALLS_HEAP_TRIMMER_H_
+
+#include <chrono>
+#include <cstddef>
+#include <thread>
+
+#include "absl/base/thread_annotations.h"
+#include "common/mutex.h"
+
+namespace attnd::server {
+
+// Thread-safety: all methods may be called from any thread.
+class HeapTrimmer {
+ public:
+  // Released bytes that are worth trimming for, and the least time between two trims.
+  static constexpr size_t kWorthBytes = size_t{4} << 20;
+  static constexpr std::chrono::milliseconds kPeriod{500};
+
+  HeapTrimmer();
+  HeapTrimmer(const HeapTrimmer&) = delete;
+  HeapTrimmer& operator=(const HeapTrimmer&) = delete;
+  ~HeapTrimmer();
+
+  // So many bytes of a message have been, or are just being, given back to the allocator.
+  void OnReleased(size_t bytes);
+
+ private:
+  void Main();
+
+  Mutex mutex_;
+  CondVar work_;
+  size_t released_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool ending_ ABSL_GUARDED_BY(mutex_) = false;
+  std::thread thread_;
+};
+
+}  // namespace attnd::server
+
+#endif  // ATTND_SERVER_CALLS_HEAP_TRIMMER_H_

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// StepExecutor: decides on which thread a step runs.
+//
+// Handing a step to another thread costs a wake-up, half of a bare round trip
+// (docs/research/RPC_SERVER_STYLES.md), so a few steps may run at once on the gRPC threads that
+// read them: the inline slots. There are fewer slots than such threads, so that one is always free
+// to see cancellations, new streams and health checks. Everything else waits in a bounded queue for
+// a fixed set of workers; when the queue is full the step is refused.
+#ifndef ATTND_SERVER_CALLS_STEP_EXECUTOR_H_
+#define ATTND_SERVER_CALLS_STEP_EXECUTOR_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "common/mutex.h"
+
+namespace attnd::server {
+
+// Thread-safety: all methods may be called from any thread.
+class StepExecutor {
+ public:
+  // A piece of work. The executor does not own it and does not touch it once Run has begun to
+  // return, so that Run may let its owner die.
+  class Task {
+   public:
+    virtual ~Task() = default;
+    virtual void Run() = 0;
+  };
+
+  struct Options {
+    uint32_t workers = 1;       // tasks that run at the same time, inline ones included
+    uint32_t inline_slots = 0;  // tasks of them that may run inside Submit
+    size_t queue_max = 1;       // tasks that may wait
+  };
+
+  explicit StepExecutor(const Options& options);
+  StepExecutor(const StepExecutor&) = delete;
+  StepExecutor& operator=(const StepExecutor&) = delete;
+  // Runs what is queued, then joins the workers. Nobody may submit any more.
+  ~StepExecutor();
+
+  // Runs `task` now, if an inline slot is free and nobody waits, or queues it. False if the queue
+  // is full: then the task was not taken.
+  bool Submit(Task* task);
+  // Never inline.
+  bool Enqueue(Task* task);
+  // Takes a task that waits out of the queue. False if it does not: it runs, or has run, or was
+  // never queued.
+  bool Withdraw(Task* task);
+
+  // Tasks that wait.
+  size_t queue_depth() const;
+
+ private:
+  bool TryBeginInline();
+  void EndInline();
+  // Counts a task that begins or ends.
+  void BeginLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void EndLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void WorkerMain();
+
+  const Options options_;
+  mutable Mutex mutex_;
+  CondVar work_;
+  std::deque<Task*> queue_ ABSL_GUARDED_BY(mutex_);
+  uint32_t running_ ABSL_GUARDED_BY(mutex_) = 0;         // tasks; at most options_.workers
+  uint32_t running_inline_ ABSL_GUARDED_BY(mutex_) = 0;  // of these, inside Submit
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::vector<std::thread> workers_;  // constant after construction
+};
+
+// Inline slots for a machine: one fewer than the threads on which gRPC 1.51 delivers events (half
+// of the cores, at least 2 and at most 16), and at most `workers`.
+uint32_t InlineSlots(uint32_t cores, uint32_t workers);
+
+}  // namespace attnd::server
+
+#endif  // ATTND_SERVER_CALLS_STEP_EXECUTOR_H_

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// ReadBlocks: many reads of one file through aligned buffers, as many at a time as its queue takes.
+#ifndef ATTND_STORAGE_FILES_BLOCK_READER_H_
+#define ATTND_STORAGE_FILES_BLOCK_READER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "absl/status/status.h"
+#include "storage/files/segment_file.h"
+#include "storage/io/file_system.h"
+#include "storage/io/io_queue.h"
+
+namespace attnd::storage {
+
+// Larger reads are cut into ones of this size, neighbours joined up to it: large enough for a
+// disk's full speed, small enough for many to be under way. Writes are no smaller, but for a file's
+// last.
+inline constexpr uint32_t kTransferBytes = 1u << 18;
+// Of all buffers of a call together, unless one alone must be larger.
+inline constexpr uint64_t kBufferBytesMax = uint64_t{1} << 23;
+
+// Whole blocks of a file. first, count: the job's, which of its things they hold.
+struct BlockRead {
+  uint64_t offset = 0;
+  uint32_t bytes = 0;
+  uint64_t first = 0;
+  uint64_t count = 0;
+};
+
+// Where reads come from and go to. Its functions are called by the thread that called ReadBlocks.
+class ReadJob {
+ public:
+  virtual ~ReadJob() = default;
+  // The next read; false: there is none any more. Not asked again then.
+  virtual bool Next(BlockRead* read) = 0;
+  // What a read brought; the bytes are gone afterwards. DataLoss: they are not what was written.
+  virtual absl::Status Take(const BlockRead& read, const std::byte* data) = 0;
+  // What it reads, for messages: "page 3 of layer 0, KV head 1".
+  virtual std::string Name(const BlockRead& read) const = 0;
+};
+
+struct ReadLimits {
+  uint32_t bytes_max = kTransferBytes;  // of one read
+  uint64_t reads_max = 1;               // how many there are, at most
+  bool in_order = false;                // Take sees reads in the order of Next
+};
+
+// Runs a job; `queue` must be idle, and is again afterwards. A read that failed, or whose bytes
+// Take refused with DataLoss, is tried once more; then the call ends with DataLoss that names what
+// was read. Other errors: IoQueue's, Take's, `proceed`'s (may be empty); ResourceExhausted if there
+// is no memory for a buffer. Take is not called after an error.
+absl::Status ReadBlocks(const File& file, IoQueue* queue, const ReadLimits& limits,
+                        const Proceed& proceed, ReadJob* job);
+
+}  // namespace attnd::storage
+
+#endif  // ATTND_STORAGE_FILES_BLOCK_READER_H_
