@@ -59,7 +59,7 @@ constexpr uint32_t kForks = 200;  // that are asked in turn
 
 double Seconds(Clock::duration time) { return std::chrono::duration<double>(time).count(); }
 
-class CountingObserver : public engine::Observer {
+class CountingObserver : public engine::EventListener {
  public:
   void OnAudited(const engine::AuditedRow& row) override {
     ++audited;

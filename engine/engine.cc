@@ -14,14 +14,14 @@
 namespace attnd::engine {
 
 EngineImpl::EngineImpl(const EngineOptions& options, std::unique_ptr<attention::Backend> backend,
-                       Observer* observer)
+                       EventListener* listener)
     : options_(options),
       backend_(std::move(backend)),
-      observer_(observer),
+      listener_(listener),
       budget_(options.memory_budget_bytes),
       sequences_(options.max_sequences),
       segmenter_({options.segment_tokens, options.index_threads}, backend_.get(), &budget_, &gate_,
-                 observer) {}
+                 listener) {}
 
 EngineImpl::~EngineImpl() {
   EngineImpl::Shutdown();
@@ -33,12 +33,12 @@ absl::Status EngineImpl::Start() {
   ATTND_ASSIGN_OR_RETURN(label_channels_, LabelChannelStore::Load(options_.label_channels));
   if (!options_.archive.data_dir.empty()) {
     ArchiveOptions options = options_.archive;
-    if (observer_ != nullptr) {
-      options.on_pages_read = [observer = observer_](uint64_t bytes, auto time) {
-        observer->OnPagesRead(bytes, time);
+    if (listener_ != nullptr) {
+      options.on_pages_read = [listener = listener_](uint64_t bytes, auto time) {
+        listener->OnPagesRead(bytes, time);
       };
-      options.on_disk_fault = [observer = observer_](const absl::Status& status) {
-        observer->OnDiskFault(status);
+      options.on_disk_fault = [listener = listener_](const absl::Status& status) {
+        listener->OnDiskFault(status);
       };
     }
     ATTND_ASSIGN_OR_RETURN(archive_, Archive::Open(options, &budget_, nullptr));
@@ -47,8 +47,8 @@ absl::Status EngineImpl::Start() {
         archive_.get(), &budget_, [this] { return sequences_.All(); }, options.retention);
     ATTND_RETURN_IF_ERROR(pager_->Start());
   }
-  if (observer_ != nullptr && options_.audit.share > 0) {
-    auditor_ = std::make_unique<Auditor>(options_.audit, &budget_, &gate_, observer_);
+  if (listener_ != nullptr && options_.audit.share > 0) {
+    auditor_ = std::make_unique<Auditor>(options_.audit, &budget_, &gate_, listener_);
     ATTND_RETURN_IF_ERROR(auditor_->Start());
   }
   return segmenter_.Start();
@@ -90,11 +90,11 @@ void EngineImpl::Shutdown() {
 
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& options,
                                                        std::unique_ptr<attention::Backend> backend,
-                                                       Observer* observer) {
+                                                       EventListener* listener) {
   ATTND_RETURN_IF_ERROR(options.Validate());
   ATTND_RETURN_IF_ERROR(backend->Supports(options.default_policy));
   return WithinMemory([&]() -> absl::StatusOr<std::unique_ptr<Engine>> {
-    auto engine = std::make_unique<EngineImpl>(options, std::move(backend), observer);
+    auto engine = std::make_unique<EngineImpl>(options, std::move(backend), listener);
     ATTND_RETURN_IF_ERROR(engine->Start());
     return std::unique_ptr<Engine>(std::move(engine));
   });

@@ -52,7 +52,7 @@ auto WithinMemory(const F& call) -> decltype(call()) {
 class EngineImpl final : public Engine {
  public:
   EngineImpl(const EngineOptions& options, std::unique_ptr<attention::Backend> backend,
-             Observer* observer);
+             EventListener* listener);
   ~EngineImpl() override;
 
   // Before anything else. ResourceExhausted if the system refuses the background thread; what
@@ -136,7 +136,7 @@ class EngineImpl final : public Engine {
                                           const AppendChunk& chunk,
                                           const std::shared_ptr<Sequence>& sequence);
   void ReportAppended(uint64_t tokens, bool prefill) {
-    if (observer_ != nullptr && tokens > 0) observer_->OnAppended(tokens, prefill);
+    if (listener_ != nullptr && tokens > 0) listener_->OnAppended(tokens, prefill);
   }
 
   // Steps (engine_decode.cc).
@@ -190,7 +190,7 @@ class EngineImpl final : public Engine {
   // Constant.
   const EngineOptions options_;
   const std::unique_ptr<attention::Backend> backend_;
-  Observer* const observer_;
+  EventListener* const listener_;
 
   // Set by Start, constant afterwards.
   FeatureMapStore feature_maps_;

@@ -70,6 +70,7 @@ absl::Status DecodeBatch::CheckTensor(const char* name, const TensorView& tensor
 }
 
 absl::Status DecodeBatch::CheckAlone(size_t number) {
+  CHECK_EQ(places_.size(), rows()) << "a message's rows are looked at before the message";
   const DecodeRow& row = args_.rows[number];
   if (!row.token_ids.empty() && row.token_ids.size() != row.query_tokens) {
     return absl::InvalidArgumentError(absl::StrCat("token_ids has ", row.token_ids.size(),
@@ -84,6 +85,7 @@ absl::Status DecodeBatch::CheckAlone(size_t number) {
 
 uint64_t DecodeBatch::Prepare(size_t row, WriterId writer, const attention::Backend& backend,
                               const std::shared_ptr<Sequence>& sequence) {
+  CHECK(checked_.contains(args_.rows[row].sequence_id)) << "CheckAlone did not let the row pass";
   absl::Status& status = result_->rows[row].status;
   status = CheckRow(row, backend, sequence.get());
   if (status.ok()) status = ReserveAnswer(sequence->shape());

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/model_shape.h"
 #include "common/status.h"
+#include "glog/logging.h"
 #include "grpc/grpc.h"
 
 namespace attnd::server {
@@ -36,6 +37,7 @@ void DecodeReactor::OnReadDone(bool ok) {
   {
     const MutexLock lock(mutex_);
     if (state_ == State::kFinished) return;
+    CHECK(state_ == State::kReading);
     if (!ok) return FinishLocked(EndOfMessages());
     state_ = State::kStepping;
   }
@@ -118,13 +120,13 @@ absl::Status DecodeReactor::Answer() {
     return reply_.Provide(extents);
   };
   const Clock::time_point start = Clock::now();
-  const absl::Status status =
+  absl::Status status =
       handlers_->engine->Decode(tenant_, writer_, step_.args, memory, &result_);
   engine_time_ = Clock::now() - start;
+  if (status.ok()) status = reply_.Finish(result_);
   if (absl::IsResourceExhausted(status)) handlers_->metrics->OnRejected(Rejection::kMemory);
   ATTND_RETURN_IF_ERROR(status);
   step_code_ = absl::StatusCode::kOk;
-  ATTND_RETURN_IF_ERROR(reply_.Finish(result_));
   return CheckReplyFits();
 }
 
@@ -168,6 +170,7 @@ void DecodeReactor::Refuse(const absl::Status& status) {
 
 void DecodeReactor::WriteReply() {
   const MutexLock lock(mutex_);
+  CHECK(state_ == State::kStepping) << "a reply without a message";
   if (!abort_status_.ok() || cancelled_.load()) {
     RecordStep();
     return FinishLocked(abort_status_.ok() ? ClientGone() : abort_status_);
@@ -181,6 +184,7 @@ void DecodeReactor::WriteReply() {
 void DecodeReactor::OnWriteDone(bool ok) {
   RecordStep();  // here, so that the client does not wait for it
   const MutexLock lock(mutex_);
+  CHECK(state_ == State::kWriting);
   if (!abort_status_.ok()) return FinishLocked(abort_status_);
   if (!ok) return FinishLocked(ClientGone());
   if (stop_requested_) return FinishLocked(ShuttingDown());
@@ -209,6 +213,10 @@ void DecodeReactor::OnCancel() { cancelled_.store(true); }
 
 void DecodeReactor::OnDone() {
   const std::shared_ptr<DecodeReactor> self = std::move(self_);  // may be the last reference
+  {
+    const MutexLock lock(mutex_);
+    CHECK(state_ == State::kFinished) << "a stream is over that did not finish";
+  }
   handlers_->metrics->OnRpc("Decode", CodeOfEnd(final_status_, *context_));
   handlers_->streams->Remove(this);
 }
@@ -245,6 +253,7 @@ void DecodeReactor::AbortLocked(const absl::Status& status) {
 }
 
 void DecodeReactor::FinishLocked(const absl::Status& status) {
+  CHECK(state_ != State::kFinished) << "a stream finishes twice";
   state_ = State::kFinished;
   final_status_ = status;
   if (!handlers_->ends->Enqueue(&end_)) End();  // there is room for every stream's one end

@@ -14,9 +14,9 @@
 #include "common/mutex.h"
 #include "grpcpp/server_context.h"
 #include "grpcpp/support/server_callback.h"
-#include "server/calls/conversions.h"
 #include "server/calls/decode_reply.h"
 #include "server/calls/handler.h"
+#include "server/calls/step_conversions.h"
 
 namespace attnd::server {
 

@@ -59,14 +59,17 @@ class StepExecutor {
  private:
   bool TryBeginInline();
   void EndInline();
+  // Counts a task that begins or ends.
+  void BeginLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void EndLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void WorkerMain();
 
   const Options options_;
   mutable Mutex mutex_;
   CondVar work_;
   std::deque<Task*> queue_ ABSL_GUARDED_BY(mutex_);
-  uint32_t running_ ABSL_GUARDED_BY(mutex_) = 0;
-  uint32_t running_inline_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint32_t running_ ABSL_GUARDED_BY(mutex_) = 0;         // tasks; at most options_.workers
+  uint32_t running_inline_ ABSL_GUARDED_BY(mutex_) = 0;  // of these, inside Submit
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<std::thread> workers_;  // constant after construction
 };

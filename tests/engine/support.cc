@@ -58,7 +58,7 @@ EngineOptions SmallOptions() {
   return options;
 }
 
-std::unique_ptr<Engine> MakeEngine(const EngineOptions& options, Observer* observer,
+std::unique_ptr<Engine> MakeEngine(const EngineOptions& options, EventListener* observer,
                                    uint32_t threads) {
   attention::CpuBackendOptions backend;
   backend.threads = kThreadSanitizer ? 1 : threads;

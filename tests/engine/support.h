@@ -49,7 +49,7 @@ inline constexpr WriterId kWriter = 1;
 
 // Segments of 512 tokens, a budget of 256 MiB, dense by default.
 EngineOptions SmallOptions();
-std::unique_ptr<Engine> MakeEngine(const EngineOptions& options, Observer* observer = nullptr,
+std::unique_ptr<Engine> MakeEngine(const EngineOptions& options, EventListener* observer = nullptr,
                                    uint32_t threads = 2);
 attention::Policy PolicyOf(const std::string& preset,
                            const std::map<std::string, std::string>& parameters = {});

@@ -256,8 +256,8 @@ class CoopStep {
     for (uint32_t lane = ThreadBlockCluster::rank(); lane < step_.group;
          lane += ThreadBlockCluster::blocks()) {
       const LaneScale scale = {memory_.unit.max[0][lane], memory_.unit.sum[0][lane]};
-      const float* states = TileStates(step_, unit_, 0, StateFloats(kValueDim));
-      const MergedLane merged = CoopMerger<kValueDim>(states, lane).Merge(memory);
+      const MergedLane merged =
+          MergeCoop<kValueDim>(TileStates(step_, unit_, 0, StateFloats(kValueDim)), lane, memory);
       WriteAnswer<kValueDim, kCoopWarps>(step_, LanePlace(step_, unit_, 0, lane), merged, &scale,
                                          memory->norms);
     }

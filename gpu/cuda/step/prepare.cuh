@@ -25,11 +25,11 @@ __device__ __forceinline__ void LoadQuery(const StepHeader& step, uint64_t first
 #pragma unroll
     for (int i = 0; i < kCount; ++i) x[i] = to_float(queries[at + i * 32]);
   };
-  switch (static_cast<DType>(step.query_dtype)) {
-    case DType::kBf16:
+  switch (step.query_dtype) {
+    case static_cast<uint32_t>(DType::kBf16):
       return load(reinterpret_cast<const __nv_bfloat16*>(step.queries),
                   Element<__nv_bfloat16>::ToFloat);
-    case DType::kFp16:
+    case static_cast<uint32_t>(DType::kFp16):
       return load(reinterpret_cast<const __half*>(step.queries), Element<__half>::ToFloat);
     default:
       return load(reinterpret_cast<const float*>(step.queries), [](float v) { return v; });

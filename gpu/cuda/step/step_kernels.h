@@ -44,17 +44,8 @@ cudaError_t LaunchMeasure(const StepHeader& step, uint32_t value_dim, cudaStream
 template <DType kDtype, uint32_t kHeadDim, uint32_t kValueDim>
 const StepKernels& StepKernelsOf();
 
-// Null for a shape that kKernelShapes has not. It names the instance of every entry: a program in
-// which one is missing does not link.
-inline const StepKernels* StepKernelsFor(const KernelShape& shape) {
-  const StepKernels* kernels = nullptr;
-  DispatchListedShape([&](const KernelShape& listed) { return listed == shape; },
-                      [&]<typename Shape>(Shape) {
-                        kernels =
-                            &StepKernelsOf<Shape::kDtype, Shape::kHeadDim, Shape::kValueDim>();
-                      });
-  return kernels;
-}
+// Null for a shape that kKernelShapes has not.
+const StepKernels* StepKernelsFor(const KernelShape& shape);
 
 }  // namespace attnd::gpu
 

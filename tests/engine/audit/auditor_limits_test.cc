@@ -197,7 +197,7 @@ TEST_F(AuditorLimitsTest, WithoutItsThreadThereIsNoEngine) {
 }
 
 // Counts only: it is called while allocations are refused.
-class CountingObserver : public Observer {
+class CountingObserver : public EventListener {
  public:
   void OnAudited(const AuditedRow&) override { ++audited; }
   void OnAuditSkipped(AuditSkip why) override {

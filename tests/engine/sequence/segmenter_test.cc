@@ -34,7 +34,7 @@ using absl::StatusCode;
 using testing::HasSubstr;
 
 // Lists what was built and what failed.
-class RecordingObserver : public Observer {
+class RecordingObserver : public EventListener {
  public:
   void OnSegmentBuilt(BuildTrigger, uint64_t tokens, std::chrono::nanoseconds) override {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -187,7 +187,7 @@ TEST(SegmenterTest, AFailedBackgroundBuildIsNotTriedAtEachToken) {
 
 // Builders are nicer than the threads of the process, whatever its own niceness is.
 TEST(SegmenterTest, BuildersAreNicerThanTheProcess) {
-  class NicenessObserver : public Observer {
+  class NicenessObserver : public EventListener {
    public:
     void OnSegmentBuilt(BuildTrigger, uint64_t, std::chrono::nanoseconds) override {
       niceness = getpriority(PRIO_PROCESS, 0);  // of the calling thread

@@ -16,6 +16,8 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "server/calls/sequence_conversions.h"
+#include "server/calls/step_conversions.h"
 
 namespace attnd::server {
 namespace {

@@ -16,7 +16,7 @@
 #include "grpcpp/support/byte_buffer.h"
 #include "gtest/gtest.h"
 #include "server/calls/conversions.h"
-#include "server/calls/handler.h"
+#include "server/calls/step_conversions.h"
 
 namespace attnd::server {
 namespace {

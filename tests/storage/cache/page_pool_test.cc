@@ -441,5 +441,18 @@ TEST(PagePoolTest, APageLargerThanASlabIsRefused) {
   EXPECT_EQ(pool.Take(kSlab + 1), nullptr);
 }
 
+// What a caller may not do with frames ends the process before a page is in two places.
+TEST(PagePoolDeathTest, FramesAndTablesStayConsistent) {
+  PagePool pool(kGuaranteed, NoMore());
+  PageTable table(10);
+  PageFrame* const frame = Put(&pool, &table, 3, 4096);
+  ASSERT_NE(frame, nullptr);
+  EXPECT_DEATH(pool.Unpin(frame), "each Pin has one Unpin");
+  EXPECT_DEATH(pool.Fill(frame, &table, 4), "it holds another page");
+  EXPECT_DEATH(pool.Fill(pool.Take(4096), &table, 3), "a page is in one frame");
+  table[3].frame = nullptr;
+  EXPECT_DEATH(pool.Drop(frame), "table and frame name each other");
+}
+
 }  // namespace
 }  // namespace attnd::storage::test

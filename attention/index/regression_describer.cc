@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "attention/index/regression_builder.h"
+#include "attention/index/regression_describer.h"
 
 #include <algorithm>
 #include <cmath>
@@ -51,16 +51,16 @@ void AddFourProducts(const float* x, size_t dim, const float* rows, size_t width
 
 }  // namespace
 
-uint64_t RegressionBuilder::ScratchBytes(const SegmentForm& form) {
+uint64_t RegressionDescriber::ScratchBytes(const SegmentForm& form) {
   const uint64_t dim = form.shape.head_dim, value_dim = form.shape.value_dim;
-  const uint64_t clusters = form.tokens / kClusterTokens + 1;
+  const uint64_t clusters = form.tokens / InfoOf(ClusterForm::kRegression).tokens + 1;
   return clusters * ((dim + value_dim) * sizeof(float) + sizeof(uint32_t)) +
          uint64_t{kChunkTokensMax} * (3 * dim + value_dim) * sizeof(float) +
          dim * dim * (3 * sizeof(double) + sizeof(float)) + dim * value_dim * sizeof(double) +
          8 * (dim + value_dim) * sizeof(double);
 }
 
-void RegressionBuilder::Start(const Head& head) {
+void RegressionDescriber::Start(const ClusteredHead& head) {
   head_ = head;
   const ModelShape& shape = head.form->shape;
   dim_ = shape.head_dim;
@@ -84,50 +84,50 @@ void RegressionBuilder::Start(const Head& head) {
   by_channel_.resize(dim_ * dim_);
   cross_.assign(dim_ * value_dim_, 0.0);
   squares_.assign(dim_, 0.0);
-  stage_ = Stage::kMeans;
+  phase_ = Phase::kMeans;
   next_ = starts_.front();
   cluster_ = 0;
 }
 
-bool RegressionBuilder::RunChunk() {
-  if (stage_ == Stage::kDone) return false;
-  if (stage_ == Stage::kAxes) {
+bool RegressionDescriber::RunChunk() {
+  if (phase_ == Phase::kDone) return false;
+  if (phase_ == Phase::kAxes) {
     if (axes_.RunChunk()) return true;
-    NextStage();
+    NextPhase();
     return true;
   }
   PassSome();
   if (next_ < starts_.back()) return true;
-  NextStage();
-  return stage_ != Stage::kDone;
+  NextPhase();
+  return phase_ != Phase::kDone;
 }
 
-void RegressionBuilder::NextStage() {
-  if (stage_ == Stage::kMoments) axes_.Start(moments_, dim_);
-  if (stage_ == Stage::kAxes) StoreAxes();
-  if (stage_ == Stage::kVariances) StoreSlopes();
-  stage_ = static_cast<Stage>(static_cast<int>(stage_) + 1);
+void RegressionDescriber::NextPhase() {
+  if (phase_ == Phase::kMoments) axes_.Start(moments_, dim_);
+  if (phase_ == Phase::kAxes) StoreAxes();
+  if (phase_ == Phase::kVariances) StoreSlopes();
+  phase_ = static_cast<Phase>(static_cast<int>(phase_) + 1);
   next_ = starts_.front();
   cluster_ = 0;
   std::fill(cluster_sum_.begin(), cluster_sum_.end(), 0.0);
 }
 
 // A chunk ends with its cluster, so that all its tokens are of one.
-void RegressionBuilder::PassSome() {
+void RegressionDescriber::PassSome() {
   const uint32_t end = std::min(starts_[cluster_ + 1], next_ + chunk_tokens_);
   LoadTokens(next_, end);
   next_ = end;
-  if (stage_ == Stage::kMeans) SumMeans();
-  if (stage_ == Stage::kMoments) SumMoments();
-  if (stage_ == Stage::kVariances) SumVariances();
-  if (stage_ == Stage::kResiduals) SumResiduals();
+  if (phase_ == Phase::kMeans) SumMeans();
+  if (phase_ == Phase::kMoments) SumMoments();
+  if (phase_ == Phase::kVariances) SumVariances();
+  if (phase_ == Phase::kResiduals) SumResiduals();
   if (next_ < starts_[cluster_ + 1]) return;
   EndCluster(cluster_++);
   std::fill(cluster_sum_.begin(), cluster_sum_.end(), 0.0);
 }
 
 // Rows up to a multiple of four are there; those beyond the tokens are 0.
-void RegressionBuilder::LoadTokens(uint32_t begin, uint32_t end) {
+void RegressionDescriber::LoadTokens(uint32_t begin, uint32_t end) {
   const PageGeometry geometry(head_.form->shape);
   count_ = end - begin;
   std::fill(keys_.begin(), keys_.end(), 0.0f);
@@ -136,7 +136,7 @@ void RegressionBuilder::LoadTokens(uint32_t begin, uint32_t end) {
     float* const value = values_.data() + i * value_dim_;
     ToFloat(geometry.dtype, head_.pages + geometry.KeyOffset(begin + i), dim_, key);
     ToFloat(geometry.dtype, head_.pages + geometry.ValueOffset(begin + i), value_dim_, value);
-    if (stage_ == Stage::kMeans) continue;
+    if (phase_ == Phase::kMeans) continue;
     const float* const centroid = centroids_.data() + cluster_ * dim_;
     const float* const mean_value = mean_values_.data() + cluster_ * value_dim_;
     for (size_t c = 0; c < dim_; ++c) {
@@ -146,7 +146,7 @@ void RegressionBuilder::LoadTokens(uint32_t begin, uint32_t end) {
   }
 }
 
-void RegressionBuilder::SumMeans() {
+void RegressionDescriber::SumMeans() {
   for (uint32_t i = 0; i < count_; ++i) {
     for (size_t c = 0; c < dim_; ++c) cluster_sum_[c] += keys_[i * dim_ + c];
     for (size_t c = 0; c < value_dim_; ++c) {
@@ -155,13 +155,13 @@ void RegressionBuilder::SumMeans() {
   }
 }
 
-void RegressionBuilder::SumMoments() {
+void RegressionDescriber::SumMoments() {
   AddProducts(keys_.data(), dim_, keys_.data(), dim_, count_, quad_.data(), sums_.data(),
               moments_.data());
 }
 
 // coordinates_ = keys_ along the axes.
-void RegressionBuilder::FindCoordinates() {
+void RegressionDescriber::FindCoordinates() {
   std::fill(coordinates_.begin(), coordinates_.end(), 0.0f);
   for (uint32_t i = 0; i < count_; i += kQuad) {
     AddFourProducts(keys_.data() + i * dim_, dim_, by_channel_.data(), dim_, quad_.data(),
@@ -169,7 +169,7 @@ void RegressionBuilder::FindCoordinates() {
   }
 }
 
-void RegressionBuilder::SumVariances() {
+void RegressionDescriber::SumVariances() {
   FindCoordinates();
   for (uint32_t i = 0; i < count_; ++i) {
     for (size_t a = 0; a < dim_; ++a) {
@@ -181,7 +181,7 @@ void RegressionBuilder::SumVariances() {
               sums_.data(), cross_.data());
 }
 
-void RegressionBuilder::SumResiduals() {
+void RegressionDescriber::SumResiduals() {
   FindCoordinates();
   const auto* slopes = reinterpret_cast<const float*>(head_.index + head_.layout->slopes);
   for (uint32_t i = 0; i < count_; i += kQuad) {
@@ -196,11 +196,11 @@ void RegressionBuilder::SumResiduals() {
   }
 }
 
-// Writes what the stage has found of a cluster.
-void RegressionBuilder::EndCluster(uint32_t cluster) {
+// Writes what the phase has found of a cluster.
+void RegressionDescriber::EndCluster(uint32_t cluster) {
   const IndexLayout& layout = *head_.layout;
   const double size = starts_[cluster + 1] - starts_[cluster];
-  if (stage_ == Stage::kMeans) {
+  if (phase_ == Phase::kMeans) {
     float* const centroid = centroids_.data() + cluster * dim_;
     float* const mean_value = mean_values_.data() + cluster * value_dim_;
     for (size_t c = 0; c < dim_; ++c) centroid[c] = static_cast<float>(cluster_sum_[c] / size);
@@ -213,15 +213,15 @@ void RegressionBuilder::EndCluster(uint32_t cluster) {
     StoreAt(head_.index + layout.value_norm2, cluster, static_cast<float>(norm2));
     StoreAt(head_.index + layout.log_size, cluster, static_cast<float>(std::log(size)));
   }
-  if (stage_ == Stage::kVariances) StoreVariances(cluster);
-  if (stage_ == Stage::kResiduals) {
+  if (phase_ == Phase::kVariances) StoreVariances(cluster);
+  if (phase_ == Phase::kResiduals) {
     StoreAt(head_.index + layout.spread, cluster,
             static_cast<float>(std::sqrt(cluster_sum_[0] / size)));
   }
 }
 
 // Leaves the mean value in stored_value_ as the dtype has rounded it: as estimates use it.
-void RegressionBuilder::StoreMeans(uint32_t cluster) {
+void RegressionDescriber::StoreMeans(uint32_t cluster) {
   const ModelShape& shape = head_.form->shape;
   const size_t element = DTypeBytes(shape.dtype);
   std::byte* const centroid = head_.index + head_.layout->centroids + cluster * dim_ * element;
@@ -234,7 +234,7 @@ void RegressionBuilder::StoreMeans(uint32_t cluster) {
   ToFloat(shape.dtype, mean_value, value_dim_, stored_value_.data());
 }
 
-void RegressionBuilder::StoreVariances(uint32_t cluster) {
+void RegressionDescriber::StoreVariances(uint32_t cluster) {
   const double size = starts_[cluster + 1] - starts_[cluster];
   const std::span<double> deviations(cluster_sum_.data(), dim_);
   for (size_t a = 0; a < dim_; ++a) {
@@ -246,7 +246,7 @@ void RegressionBuilder::StoreVariances(uint32_t cluster) {
           CodeDeviations(deviations, codes + cluster * dim_ / 2));
 }
 
-void RegressionBuilder::StoreAxes() {
+void RegressionDescriber::StoreAxes() {
   for (size_t a = 0; a < dim_; ++a) {
     const std::span<const double> axis = axes_.axis(a);
     for (size_t c = 0; c < dim_; ++c) {
@@ -259,7 +259,7 @@ void RegressionBuilder::StoreAxes() {
 
 // Along the axes coordinates have no covariance, so each slope is that of its axis alone. A ridge
 // of head_dim tokens' worth keeps a short segment from fitting its noise.
-void RegressionBuilder::StoreSlopes() {
+void RegressionDescriber::StoreSlopes() {
   const double tokens = starts_.back() - starts_.front();
   const double ridge = 1 + static_cast<double>(dim_) / tokens;
   const double least = kLeastVarianceShare * std::accumulate(squares_.begin(), squares_.end(), 0.0);

@@ -7,7 +7,7 @@
 // index's own clusters and axes, as any signs of axes are right, and any basis where variances are
 // equal: the axes must be principal ones, and the oracle says in double precision what an index
 // with these axes holds.
-#include "attention/index/regression_builder.h"
+#include "attention/index/regression_describer.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -150,9 +150,9 @@ void ExpectRegression(const Segment& segment, uint32_t layer, uint32_t kv_head,
   }
 }
 
-class RegressionBuilderTest : public testing::TestWithParam<std::tuple<SegmentCase, DType>> {};
+class RegressionDescriberTest : public testing::TestWithParam<std::tuple<SegmentCase, DType>> {};
 
-TEST_P(RegressionBuilderTest, PayloadAndIndex) {
+TEST_P(RegressionDescriberTest, PayloadAndIndex) {
   const auto& [c, dtype] = GetParam();
   const bool large = c.head_dim > 200;  // the oracle is slow
   const uint32_t layers = large ? 1 : 2;
@@ -171,11 +171,11 @@ const SegmentCase kCases[] = {
     {80, 80, 63, 513, 0}, {128, 128, 0, 900, 64},     {16, 512, 65, 600, 1},
     {16, 16, 0, 5000, 0}, {80, 64, 63, 513, 4, true}, {48, 48, 0, 700, 0, true},
 };
-INSTANTIATE_TEST_SUITE_P(Shapes, RegressionBuilderTest,
+INSTANTIATE_TEST_SUITE_P(Shapes, RegressionDescriberTest,
                          testing::ValuesIn(attnd::test::Cross<SegmentCase>(
                              kCases, {DType::kBf16, DType::kFp16, DType::kFp32})));
 // DeepSeek's, and a value wider than its key.
-INSTANTIATE_TEST_SUITE_P(Wide, RegressionBuilderTest,
+INSTANTIATE_TEST_SUITE_P(Wide, RegressionDescriberTest,
                          testing::Combine(testing::Values(SegmentCase{576, 512, 10, 300, 4, true},
                                                           SegmentCase{256, 512, 0, 100, 0}),
                                           testing::Values(DType::kBf16)));

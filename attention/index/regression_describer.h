@@ -1,51 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// RegressionBuilder: what describes the clusters of a segment that has a regression of values on
-// keys: means, principal axes, variances along them, slopes and what is left (docs/POLICIES.md,
-// "Clusters with a regression").
-#ifndef ATTND_ATTENTION_INDEX_REGRESSION_BUILDER_H_
-#define ATTND_ATTENTION_INDEX_REGRESSION_BUILDER_H_
+// RegressionDescriber: clusters in the form kRegression: means, principal axes, variances along
+// them, slopes and what is left of the values (docs/POLICIES.md, "Clusters with a regression").
+#ifndef ATTND_ATTENTION_INDEX_REGRESSION_DESCRIBER_H_
+#define ATTND_ATTENTION_INDEX_REGRESSION_DESCRIBER_H_
 
 #include <cstddef>
 #include <cstdint>
 #include <span>
 #include <vector>
 
+#include "attention/index/cluster_describer.h"
 #include "attention/index/principal_axes.h"
-#include "attention/segment/segment.h"
 
 namespace attnd::attention {
 
-// How the clusters themselves are made: keys and values, each over their root mean square distance
-// from the segment's mean, values with this weight; this share of the clusters late (KMeans).
-inline constexpr double kValueShare = 0.5;
-inline constexpr double kLateShare = 0.25;
-
-// Describes heads one after another, in chunks; keeps its scratch memory between heads. One thread
-// at a time.
-class RegressionBuilder {
+class RegressionDescriber : public ClusterDescriber {
  public:
-  // Scratch memory at most, for clusters of kClusterTokens on average.
+  // Scratch memory at most.
   static uint64_t ScratchBytes(const SegmentForm& form);
 
-  // What to describe: one (layer, KV head), its tokens in their places. Everything outlives the
-  // building.
-  struct Head {
-    const SegmentForm* form = nullptr;
-    const IndexLayout* layout = nullptr;
-    const std::byte* pages = nullptr;  // of the head
-    std::byte* index = nullptr;        // of the head: its clusters' number and starts are filled in
-  };
-  void Start(const Head& head);
-  // Works on some tokens, for a tenth of a millisecond up to head_dim 256. True while there is more
-  // to do.
-  bool RunChunk();
+  void Start(const ClusteredHead& head) override;
+  bool RunChunk() override;
 
  private:
   // Each but the axes passes over all tokens: every one needs what the one before has found.
-  enum class Stage { kMeans, kMoments, kAxes, kVariances, kResiduals, kDone };
+  enum class Phase { kMeans, kMoments, kAxes, kVariances, kResiduals, kDone };
 
-  void NextStage();
+  void NextPhase();
   void PassSome();
   void LoadTokens(uint32_t begin, uint32_t end);
   void SumMeans();
@@ -59,12 +41,12 @@ class RegressionBuilder {
   void StoreVariances(uint32_t cluster);
   void StoreSlopes();
 
-  Head head_;
+  ClusteredHead head_;
   size_t dim_ = 0;  // of keys
   size_t value_dim_ = 0;
-  Stage stage_ = Stage::kDone;
+  Phase phase_ = Phase::kDone;
   uint32_t chunk_tokens_ = 0;
-  uint32_t next_ = 0;     // token of the stage's next chunk
+  uint32_t next_ = 0;     // token of the phase's next chunk
   uint32_t cluster_ = 0;  // that it is in
   std::vector<uint32_t> starts_;
 
@@ -89,4 +71,4 @@ class RegressionBuilder {
 
 }  // namespace attnd::attention
 
-#endif  // ATTND_ATTENTION_INDEX_REGRESSION_BUILDER_H_
+#endif  // ATTND_ATTENTION_INDEX_REGRESSION_DESCRIBER_H_
