@@ -36,7 +36,7 @@ class Backend;
 struct SequenceView {
   ModelShape shape;
   IndexSet indexes = kClusterIndexes;  // of every segment
-  // The one that has the sequence (Backend::OwnerOf); null: whichever is asked.
+  // The backend that has the sequence (Backend::OwnerOf); null: whichever backend is asked.
   const Backend* owner = nullptr;
   // In position order, without gaps, from position 0.
   std::vector<std::shared_ptr<const Segment>> segments;
@@ -137,10 +137,11 @@ class Backend {
  public:
   virtual ~Backend() = default;
   virtual absl::string_view name() const = 0;
-  // Those that may have a sequence, the preferred one first.
+  // Names of the backends that may have a sequence, the preferred one first.
   virtual std::vector<absl::string_view> names() const { return {name()}; }
-  // The backend that is to have such a sequence for all its life: itself, or a part of it. Supports
-  // says of the owner what it cannot run, if nobody can.
+  // The backend that is to answer for such a sequence for all its life: this one, or a part of it.
+  // If no backend can run the sequence, there is an owner all the same, and its Supports says why
+  // not.
   virtual const Backend& OwnerOf(const SequenceNeeds&) const { return *this; }
   // Name of the instruction set that the kernels on the CPU chose.
   virtual absl::string_view target() const = 0;

@@ -42,9 +42,9 @@ class Engine {
 
   virtual const EngineOptions& options() const = 0;
   virtual const attention::Backend& backend() const = 0;
-  // The indexes that a policy asks for on the backend that has its sequences where the model's
-  // shape allows it, empty if any do: those it needs, or clusters where they serve it and the
-  // backend does not have what it prefers.
+  // The indexes that sequences of this policy get on the backend that has them, if the model's
+  // shape allows it: those that the policy needs, or clusters if they serve the policy and the
+  // backend lacks the indexes that it prefers. Empty: any indexes serve.
   virtual attention::IndexSet IndexesOf(const attention::Policy& policy) const = 0;
 
   // ResourceExhausted at max_sequences or at a full budget, Unavailable after StopOpening or
@@ -65,13 +65,13 @@ class Engine {
   virtual absl::Status Observe(absl::string_view tenant, WriterId writer, uint64_t sequence_id,
                                const ObservedChunk& chunk) = 0;
 
-  // Segments what the prefill left uncovered, the newest step's tokens as well, on index_threads
+  // Segments the tokens that no segment covers, the newest step's as well, on index_threads
   // threads; prefills that come at the same time take turns. FailedPrecondition if layers differ in
   // length, Aborted if another writer holds the sequence; nothing is segmented then.
   // FailedPrecondition, with everything segmented, if the policy is a keep-set and a layer has no
   // observed queries.
   // ResourceExhausted, NotFound (closed meanwhile), Cancelled and Unavailable (shutting down) leave
-  // what was segmented before.
+  // the segments that were built before.
   virtual absl::StatusOr<PrefillResult> FinishPrefill(absl::string_view tenant, WriterId writer,
                                                       uint64_t sequence_id,
                                                       const std::atomic<bool>* cancelled) = 0;
@@ -80,7 +80,8 @@ class Engine {
   static constexpr std::chrono::seconds kRoomWait{30};
   // Whether a step over this sequence may have to wait for the disk; false for unknown ones.
   virtual bool MayReadDisk(absl::string_view tenant, uint64_t sequence_id) = 0;
-  // Whether what found no room may find some by waiting (AppendChunk, ObservedChunk: may_wait).
+  // Whether a call that found no room may find room by waiting (AppendChunk, ObservedChunk:
+  // may_wait).
   virtual bool MayMakeRoom() const = 0;
 
   // Appends the rows' new tokens and answers attention: out and lse go to `memory`, NaN for rows
@@ -114,9 +115,9 @@ class Engine {
   virtual absl::StatusOr<OpenResult> Resume(absl::string_view tenant, const OpenArgs& args,
                                             uint64_t sealed_id,
                                             const std::atomic<bool>* cancelled) = 0;
-  // Opens a sequence that begins with the segments, of open sequences or sealed ones, if there are
-  // any, that token_ids begin with; without token_ids and for a model without a fingerprint as
-  // Open.
+  // Opens a sequence that begins with the longest run of segments, of open or sealed sequences,
+  // whose tokens are the first of token_ids. Without such a run, without token_ids, or for a model
+  // without a fingerprint: as Open.
   virtual absl::StatusOr<OpenResult> OpenReusing(absl::string_view tenant, const OpenArgs& args,
                                                  std::span<const uint32_t> token_ids,
                                                  const std::atomic<bool>* cancelled) = 0;

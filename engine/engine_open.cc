@@ -31,7 +31,7 @@ absl::Status EngineImpl::SetFeatureMaps(OpenArgs* args) const {
   attention::ModelParts& parts = args->model_parts;
   parts.feature_maps = nullptr;
   parts.feature_maps_id.clear();
-  if (!args->indexes.has_value() || !args->indexes->Has(attention::IndexKind::kSummary)) {
+  if (!args->indexes.has_value() || !args->indexes->Needs(attention::ModelPart::kFeatureMaps)) {
     return absl::OkStatus();
   }
   ATTND_ASSIGN_OR_RETURN(parts.feature_maps, feature_maps_.Of(args->fingerprint));
@@ -43,7 +43,7 @@ absl::Status EngineImpl::SetLabelChannels(OpenArgs* args) const {
   attention::ModelParts& parts = args->model_parts;
   parts.label_channels = nullptr;
   parts.label_channels_id.clear();
-  if (!args->indexes.has_value() || !args->indexes->Has(attention::IndexKind::kLabels)) {
+  if (!args->indexes.has_value() || !args->indexes->Needs(attention::ModelPart::kLabelChannels)) {
     return absl::OkStatus();
   }
   const auto model = label_channels_.Of(args->fingerprint);

@@ -12,22 +12,23 @@
 
 namespace attnd::engine {
 
-// What happened, for metrics. Called from engine threads and from callers' threads, possibly
-// several at once, never with an engine lock held; must not call back into the engine.
+// Receives the engine's events, for metrics and the server's log. Its methods are called by threads
+// of the engine and of its callers, several at once, without any lock of the engine. They must not
+// call the engine.
 class EventListener {
  public:
   virtual ~EventListener() = default;
   enum class BuildTrigger { kPrefill, kBackground };
-  // New tokens of a sequence's first layer; repeats are none.
+  // New tokens of a sequence's first layer, without repeats.
   virtual void OnAppended(uint64_t /*tokens*/, bool /*prefill*/) {}
   virtual void OnSegmentBuilt(BuildTrigger, uint64_t /*tokens*/,
                               std::chrono::nanoseconds /*time*/) {}
   virtual void OnSegmentBuildFailed(BuildTrigger, const absl::Status&) {}
   // Pages were read from disk; the time is from when they were asked for.
   virtual void OnPagesRead(uint64_t /*bytes*/, std::chrono::nanoseconds /*time*/) {}
-  // A call or row was refused for this; its client is told the same without the server's paths.
+  // A call or a row was refused with this status. Its client is told so without the server's paths.
   virtual void OnDiskFault(const absl::Status&) {}
-  // Of each row that was picked for an audit, one of the two.
+  // One of the two for each row that was picked for an audit.
   virtual void OnAudited(const AuditedRow&) {}
   virtual void OnAuditSkipped(AuditSkip) {}
 };

@@ -31,7 +31,8 @@ class Backend;
 
 namespace attnd::engine {
 
-// Names who appends. The first writer that appends to a sequence holds it until ReleaseWriter.
+// Names a writer: a stream that appends. The first writer that appends to a sequence holds the
+// sequence until ReleaseWriter.
 using WriterId = uint64_t;
 
 // A tensor in the caller's memory, already checked: `data` holds exactly the elements that the
@@ -42,6 +43,7 @@ struct TensorView {
   uint64_t elements = 0;
 };
 
+// The part of a model that a sequence is of, as its client says.
 struct Shard {
   enum class Kind { kWhole, kHeads, kContext };
   Kind kind = Kind::kWhole;
@@ -50,21 +52,24 @@ struct Shard {
   bool operator==(const Shard&) const = default;
 };
 
+// What a sequence is opened with.
 struct OpenArgs {
-  std::string fingerprint;
-  ModelShape shape;  // validated by Open
-  Shard shard;       // kept for listings
-  std::optional<attention::Policy> policy;
-  // What is built of segments, and so their order. Absent: what the policy needs, clusters if it
-  // needs none or if cluster_order asks for them; of a resumed sequence, what it had.
+  std::string fingerprint;                  // names the model; empty: prefixes are not shared
+  ModelShape shape;                         // validated by Open
+  Shard shard;                              // kept for listings
+  std::optional<attention::Policy> policy;  // absent: EngineOptions::default_policy
+  // The indexes of the segments, from which the tokens' order in a segment follows. Absent: those
+  // that the policy needs; clusters if the policy needs none or cluster_order asks for them; of a
+  // resumed sequence, those that it was sealed with.
   std::optional<attention::IndexSet> indexes;
   bool cluster_order = false;
   // Set by the engine: what the server's files say of the model, as far as the indexes need it.
   attention::ModelParts model_parts;
-  // Set by the engine: the backend that has the sequence. Lives as long as the engine.
+  // Set by the engine: the backend that has the sequence. It lives as long as the engine.
   const attention::Backend* backend = nullptr;
 };
 
+// An open sequence at one moment.
 struct SequenceInfo {
   uint64_t id = 0;
   OpenArgs args;  // policy and indexes are always present
@@ -72,7 +77,7 @@ struct SequenceInfo {
   uint64_t segmented_tokens = 0;
   uint32_t segments = 0;
   uint64_t resident_bytes = 0;
-  std::vector<uint64_t> layer_tokens;
+  std::vector<uint64_t> layer_tokens;  // [layers]
 };
 
 // One chunk of a prefill: tokens [first_position, + tokens) of one layer.
@@ -105,26 +110,28 @@ struct PrefillResult {
   std::chrono::nanoseconds build_time{0};
 };
 
+// One sequence's part of a step.
 struct DecodeRow {
   uint64_t sequence_id = 0;
   uint64_t position = 0;
   uint32_t query_tokens = 0;
-  std::span<const uint32_t> token_ids;  // none or [query_tokens]
-  std::optional<attention::Policy> policy;
-  bool query_only = false;
-  // A row that was refused before it came here (for example its policy did not parse): reported,
-  // not run.
+  std::span<const uint32_t> token_ids;      // none or [query_tokens]
+  std::optional<attention::Policy> policy;  // of this step; absent: the sequence's
+  bool query_only = false;                  // nothing is appended
+  // Not OK: the row was refused before it came to the engine, as its policy did not parse for
+  // example. The row's result has this status, and the row is not run.
   absl::Status precheck;
 };
 
+// One layer of a step.
 struct DecodeArgs {
   uint32_t layer = 0;
   std::span<const DecodeRow> rows;
   // Shapes as the proto says; all rows' tokens one after the other. The engine checks everything
   // but that `data` holds as many elements as the view says.
   TensorView q;
-  uint64_t q_heads = 0,
-           q_head_dim = 0;  // the tensor's own last two extents; tokens = sum of query_tokens
+  // The tensor's own last two extents; its tokens are the sum of the rows' query_tokens.
+  uint64_t q_heads = 0, q_head_dim = 0;
   TensorView k;
   uint64_t k_heads = 0, k_head_dim = 0;
   // None if rows that append are of latent models.
@@ -147,7 +154,7 @@ struct DecodeResult {
 };
 
 struct SealResult {
-  uint64_t sealed_id = 0;  // names what was sealed, for ever; never 0
+  uint64_t sealed_id = 0;  // names the sealed sequence for ever; never 0
   uint64_t tokens = 0;     // all that were committed
   uint64_t segments = 0;
   uint64_t written_segments = 0;  // of these; the others lay on disk already
@@ -161,10 +168,10 @@ struct SealedInfo {
 struct OpenResult {
   uint64_t sequence_id = 0;
   uint64_t tokens_present = 0;
-  absl::string_view backend = "";  // name of the one that has the sequence
+  absl::string_view backend = "";  // name of the backend that has the sequence
 };
 
-// Since the start.
+// What the archive has done since the engine's start.
 struct ArchiveStats {
   bool open = false;        // whether there is a data folder
   std::string io;           // "io_uring" or "threads"
@@ -178,13 +185,14 @@ struct ArchiveStats {
   uint64_t written_segments = 0;
   uint64_t loaded_segments = 0;
   uint64_t quarantined_files = 0;
-  uint64_t orphan_files = 0;        // that no record named at the start
-  uint64_t paged_out_segments = 0;  // that want of memory moved to disk
+  uint64_t orphan_files = 0;        // files that no record named at the start
+  uint64_t paged_out_segments = 0;  // moved to disk for lack of memory
   uint64_t failed_page_outs = 0;
   uint64_t retired_sequences = 0;  // dropped by the limits of retention
   storage::PageCacheStats pages;
 };
 
+// Of the memory budget.
 struct Usage {
   uint64_t resident_bytes = 0;
   uint64_t capacity_bytes = 0;

@@ -46,11 +46,11 @@ class KeyIndexBuilder {
   bool RunChunk();
 
  private:
-  enum class Stage { kMeasure, kBlocks16, kBlocks64, kLabels, kKeys4, kSummary, kDone };
+  enum class Phase { kMeasure, kBlocks16, kBlocks64, kLabels, kKeys4, kSummary, kDone };
 
-  bool Wanted(Stage stage) const;
+  bool Wanted(Phase phase) const;
   void Advance();
-  uint32_t StageEnd() const;
+  uint32_t PhaseEnd() const;
   const float* LoadKey(uint32_t slot);
   void MeasureKey(uint32_t slot);
   void ChooseChannels();
@@ -60,8 +60,8 @@ class KeyIndexBuilder {
   void WriteSummary();
 
   Head head_;
-  Stage stage_ = Stage::kDone;
-  uint32_t next_ = 0;               // token, or block, of the stage's next piece of work
+  Phase phase_ = Phase::kDone;
+  uint32_t next_ = 0;               // token, or block, of the phase's next piece of work
   std::vector<float> key_;          // [head_dim]
   std::vector<float> magnitude_;    // [head_dim] greatest |k|
   std::vector<float> bounds_;       // [2][head_dim] greatest, least

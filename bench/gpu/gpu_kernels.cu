@@ -47,7 +47,7 @@ void RunStep(const StepHeader& step, uint32_t dim, bool clusters, bool measure, 
     if (events != nullptr) CHECK_CUDA(cudaEventRecord(events[i], stream));
   };
   mark(0);
-  if (TeamUnits(step) == step.units) {
+  if (CoopUnits(step) == step.units) {
     CHECK_CUDA(kernels.teams(step, false, stream));
     for (int i = 1; i <= 9; ++i) mark(i);
     return;
@@ -251,7 +251,7 @@ class WholeStep {
       refs.push_back({uploads_ + head * dim * 2, head * dim * 2, dim * 2});
     }
     refs_ = OnDevice(refs);
-    step_.staged = device_input_;
+    step_.upload_data = device_input_;
     step_.upload_refs = refs_;
     step_.uploads = static_cast<uint32_t>(refs.size());
   }
@@ -268,7 +268,7 @@ class WholeStep {
       CHECK_CUDA(
           cudaMemcpyAsync(device_input_, input_, kInputBytes, cudaMemcpyHostToDevice, stream));
     }
-    if (TeamUnits(step_) == step_.units) {
+    if (CoopUnits(step_) == step_.units) {
       CHECK_CUDA(KernelsFor(dim_).prepare(step_, stream));
       CHECK_CUDA(KernelsFor(dim_).teams(step_, /*overlap=*/true, stream));
     } else {

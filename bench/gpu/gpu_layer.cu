@@ -65,7 +65,7 @@ StepHeader Layer::Plan(const Policy& policy, bool teams) {
   row.tokens_per_unit = clusters ? 1 : std::max(1u, kLanes / shape_.group);
   row.tiles_per_unit = (shape_.group + kLanes - 1) / kLanes;
   row.segment_count = segments_of_row_;
-  row.tail_begin = (shape_.tokens - shape_.tail) % kBlockRows;
+  row.tail_begin = (shape_.tokens - shape_.tail) % kTailBlockRows;
   row.tail_limit = row.tail_begin + shape_.tail - shape_.query_tokens + 1;
   row.causal = 1;
   row.dense_piece_tokens = kReadPieceTokens;
@@ -103,9 +103,9 @@ StepHeader Layer::Plan(const Policy& policy, bool teams) {
   row.p1 = policy.p1, row.p2 = policy.p2;
   row.tolerance = policy.tolerance, row.floor = policy.floor;
   if (teams) {
-    row.team_blocks = TeamBlocksFor(row, shape_.group, shape_.dim, row.tail_begin + shape_.tail);
+    row.coop_blocks = CoopBlocksFor(row, shape_.group, shape_.dim, row.tail_begin + shape_.tail);
   }
-  if (row.team_blocks != 0) row.read_pieces = row.estimate_pieces = row.team_blocks;
+  if (row.coop_blocks != 0) row.read_pieces = row.estimate_pieces = row.coop_blocks;
 
   const uint32_t units_of_row =
       (row.query_tokens + row.tokens_per_unit - 1) / row.tokens_per_unit * shape_.kv_heads;
@@ -113,13 +113,13 @@ StepHeader Layer::Plan(const Policy& policy, bool teams) {
   const uint64_t states_of_tile = StatesPerTile(row);
   const uint64_t scores_of_unit = ScoresPerUnit(row, shape_.group);
   std::vector<RowRef> rows;
-  std::vector<TeamUnit> team_units;
+  std::vector<CoopUnit> coop_units;
   uint64_t states = 0, scores = 0, fates = 0, tokens = 0;
   for (uint32_t r = 0; r < shape_.rows; ++r) {
     row.first_unit = r * units_of_row;
     row.first_query_token = r * shape_.query_tokens;
     row.segments_begin = r * segments_of_row_;
-    row.blocks_begin = r * blocks_of_row_;
+    row.tail_blocks_begin = r * blocks_of_row_;
     row.first_read_item = r * units_of_row * tiles * row.read_pieces;
     row.first_score_item = clusters ? r * units_of_row * (slots / kSlotChunk) : 0;
     row.first_state = static_cast<uint32_t>(states);
@@ -131,30 +131,30 @@ StepHeader Layer::Plan(const Policy& policy, bool teams) {
       tokens += units_of_row * clustered;
     }
     rows.push_back(row);
-    for (uint32_t u = 0; row.team_blocks != 0 && u < units_of_row; ++u)
-      team_units.push_back({r, u});
+    for (uint32_t u = 0; row.coop_blocks != 0 && u < units_of_row; ++u)
+      coop_units.push_back({r, u});
   }
-  for (uint32_t i = 0; i < kTeamSizes; ++i) {
-    if (row.team_blocks == kTeamBlocks[i])
-      step.team_counts[i] = static_cast<uint32_t>(team_units.size());
+  for (uint32_t i = 0; i < kCoopSizes; ++i) {
+    if (row.coop_blocks == kCoopBlocks[i])
+      step.coop_counts[i] = static_cast<uint32_t>(coop_units.size());
   }
-  step.team_units = Keep(OnDevice(team_units));
+  step.coop_units = Keep(OnDevice(coop_units));
   step.rows = shape_.rows;
   step.units = shape_.rows * units_of_row;
   step.tiles = step.units * tiles;
   step.tiles_max = tiles;
-  step.read_items = row.team_blocks != 0 ? 0 : step.tiles * row.read_pieces;
-  step.score_items = clusters && row.team_blocks == 0 ? step.units * (slots / kSlotChunk) : 0;
+  step.read_items = row.coop_blocks != 0 ? 0 : step.tiles * row.read_pieces;
+  step.score_items = clusters && row.coop_blocks == 0 ? step.units * (slots / kSlotChunk) : 0;
   step.query_tokens = shape_.rows * shape_.query_tokens;
   step.kv_heads = shape_.kv_heads, step.group = shape_.group;
   step.query_dtype = 1;
   step.softmax_scale = 1.0f / std::sqrt(static_cast<float>(shape_.dim));
-  step.block_head_bytes = BlockHeadBytes();
+  step.tail_block_head_bytes = BlockHeadBytes();
   std::vector<SegmentRef> refs;
   for (const HostSegment& segment : segments_) refs.push_back(segment.ref);
   step.row_refs = Keep(OnDevice(rows));
   step.segments = Keep(OnDevice(refs));
-  step.blocks = Keep(OnDevice(blocks_));
+  step.tail_blocks = Keep(OnDevice(blocks_));
   step.queries = reinterpret_cast<const std::byte*>(Keep(OnDevice(queries_)));
   step.query_fragments = Keep(NewOnDevice<uint32_t>(step.tiles * TileFragmentWords(shape_.dim)));
   step.states = Keep(NewOnDevice<float>(states * StateFloats(shape_.dim)));
@@ -302,8 +302,8 @@ void Layer::WriteIndex(const HostSegment& segment, bool consistent) {
 }
 
 void Layer::AddTails() {
-  const uint32_t begin = (shape_.tokens - shape_.tail) % kBlockRows;
-  blocks_of_row_ = (begin + shape_.tail + kBlockRows - 1) / kBlockRows;
+  const uint32_t begin = (shape_.tokens - shape_.tail) % kTailBlockRows;
+  blocks_of_row_ = (begin + shape_.tail + kTailBlockRows - 1) / kTailBlockRows;
   const size_t bytes = BlockHeadBytes() * shape_.kv_heads;
   for (uint32_t i = 0; i < shape_.rows * blocks_of_row_; ++i) {
     auto* block = Keep(NewOnDevice<std::byte>(bytes));

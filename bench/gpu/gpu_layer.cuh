@@ -64,7 +64,7 @@ class Layer {
   }
   uint64_t RowBytes() const { return shape_.dim * 2; }
   uint64_t PageBytes() const { return kPageRows * 2 * RowBytes(); }
-  uint64_t BlockHeadBytes() const { return kBlockRows / kPageRows * PageBytes(); }
+  uint64_t BlockHeadBytes() const { return kTailBlockRows / kPageRows * PageBytes(); }
 
   void AddSegment(uint32_t tokens, uint32_t unclustered, bool consistent);
 

@@ -39,7 +39,7 @@ double Layer::Reference(const Policy& policy, const StepHeader& step) {
     tails.push_back(ToHost(block, BlockHeadBytes() * shape_.kv_heads));
   Greatest worst, worst_error;
   uint32_t plan_differences = 0;
-  const uint32_t tail_begin = (shape_.tokens - shape_.tail) % kBlockRows;
+  const uint32_t tail_begin = (shape_.tokens - shape_.tail) % kTailBlockRows;
   for (uint32_t r = 0; r < shape_.rows; ++r) {
     for (uint32_t t = 0; t < shape_.query_tokens; ++t) {
       for (uint32_t head = 0; head < shape_.kv_heads; ++head) {
@@ -75,8 +75,8 @@ double Layer::Reference(const Policy& policy, const StepHeader& step) {
         };
         const uint32_t limit = tail_begin + shape_.tail - shape_.query_tokens + 1 + t;
         for (uint32_t i = tail_begin; i < limit; ++i) {
-          add_token(tails[r * blocks_of_row_ + i / kBlockRows].data() + head * BlockHeadBytes(),
-                    i % kBlockRows, &zone);
+          add_token(tails[r * blocks_of_row_ + i / kTailBlockRows].data() + head * BlockHeadBytes(),
+                    i % kTailBlockRows, &zone);
         }
         std::vector<Cluster> clusters;
         for (uint32_t s = 0; s < segments_of_row_; ++s) {

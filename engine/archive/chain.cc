@@ -47,7 +47,7 @@ std::string OwnerOf(absl::string_view tenant, const OpenArgs& args) {
   const attention::IndexSet indexes = args.indexes.value_or(attention::kClusterIndexes);
   if (indexes != attention::kClusterIndexes) fields.Add(indexes.bits());
   // Summaries are not the same under other maps.
-  if (indexes.Has(attention::IndexKind::kSummary)) {
+  if (indexes.Needs(attention::ModelPart::kFeatureMaps)) {
     fields.Add(absl::string_view(args.model_parts.feature_maps_id));
   }
   // Likewise. Longer than a set of indexes, so that neither can be taken for the other.

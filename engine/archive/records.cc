@@ -79,7 +79,7 @@ absl::StatusOr<OpenArgs> DecodeModel(const archive::Model& model) {
   }
   args.model_parts.feature_maps_id = model.feature_maps();
   if (args.model_parts.feature_maps_id.empty() ==
-      args.indexes->Has(attention::IndexKind::kSummary)) {
+      args.indexes->Needs(attention::ModelPart::kFeatureMaps)) {
     return Damaged("feature maps without a summary, or a summary without");
   }
   return args;

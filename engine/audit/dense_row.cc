@@ -11,10 +11,10 @@
 
 namespace attnd::engine {
 
+using attention::kQuad;
 using attention::kTailBlockTokens;
-using attention::kernels::kQuad;
+using attention::QuadState;
 using attention::kernels::PrepareQueries;
-using attention::kernels::QuadState;
 using attention::kernels::Queries;
 using attention::kernels::QueriesFloats;
 

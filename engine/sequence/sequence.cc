@@ -44,8 +44,8 @@ attention::PolicyState MakeState(const OpenArgs& args, MemoryBudget* budget) {
     ATTND_ASSIGN_OR_RETURN(Reservation reservation, budget->Reserve(bytes, what));
     return std::make_shared<const Reservation>(std::move(reservation));
   };
-  // NOLINTNEXTLINE(bugprone-unchecked-optional-access): Engine::Open sets them
-  return attention::PolicyState(args.shape, *args.indexes, args.model_parts, hold);
+  return attention::PolicyState(args.shape, args.indexes.value_or(attention::IndexSet()),
+                                args.model_parts, hold);
 }
 
 float Greatest(std::span<const float> values) {

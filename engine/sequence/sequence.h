@@ -128,7 +128,7 @@ class Sequence {
   // nothing appended, if queries of that magnitude could have logits beyond kLogitMax.
   absl::StatusOr<Snapshot> AppendAndRead(WriterId writer, const NewTokens& tokens,
                                          float query_magnitude);
-  // What a step reads that only asks. FailedPrecondition unless `position` is the layer's length;
+  // What a query_only step reads. FailedPrecondition unless `position` is the layer's length;
   // OutOfRange as above.
   absl::StatusOr<Snapshot> Read(uint32_t layer, uint64_t position, float query_magnitude);
 
@@ -137,12 +137,13 @@ class Sequence {
   absl::Status Observe(WriterId writer, uint32_t layer,
                        std::shared_ptr<const ObservedLayer> queries,
                        std::span<const float> head_magnitudes, float magnitude);
-  // What there is to look at: nothing unless every layer has queries, no more of them than tokens.
+  // The prompt and the queries of all its layers; nothing unless every layer has queries, and no
+  // more of them than tokens.
   std::optional<PromptObservation> Observation();
   // Forgets queries that have been looked at.
   void ForgetObservation(const PromptObservation& observed);
-  // For steps to come. chosen_from: the view that it was chosen from. What a truncation has taken
-  // away since is not in it any more.
+  // Steps from now on read this keep-set. chosen_from: the view that the set was chosen from;
+  // tokens that a truncation has taken away since leave the set.
   void SetKeepSet(const std::shared_ptr<const attention::KeepSet>& keep,
                   const attention::SequenceView& chosen_from);
   bool has_keep_set();
@@ -170,7 +171,7 @@ class Sequence {
   // Begins a new sequence, which nobody else knows yet, with segments; its tail is then appended.
   // ResourceExhausted.
   absl::Status Restore(RestoredSegments restored);
-  // Notes the ids of positions that it has. ResourceExhausted.
+  // Notes token ids of positions that the sequence has. ResourceExhausted.
   absl::Status AddTokenIds(std::span<const TokenIds::Run> runs);
   // Fills `child`, a new sequence that nobody else knows yet, with the first `length` (absent: all
   // committed) tokens.
@@ -204,7 +205,7 @@ class Sequence {
     return std::chrono::steady_clock::time_point(
         std::chrono::steady_clock::duration(last_used_.load(std::memory_order_relaxed)));
   }
-  // Whether a segment is paged; whether one is not.
+  // Whether any segment is paged; whether any is whole.
   bool has_paged_segments() const { return paged_segments_.load(std::memory_order_relaxed) > 0; }
   bool has_whole_segments() const { return whole_segments_.load(std::memory_order_relaxed) > 0; }
 

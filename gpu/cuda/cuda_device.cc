@@ -27,13 +27,13 @@ static_assert(cuda::kIndexClusterTokens == attention::kClusterTokens);
 static_assert(cuda::kIndexIterations == attention::kKMeansIterations);
 static_assert(cuda::kIndexTokensMax == attention::kSegmentTokensMax);
 static_assert(cuda::kIndexPageTokens == attention::kPageTokens);
-static_assert(cuda::kIndexBlockTokens == attention::kTailBlockTokens);
+static_assert(cuda::kIndexTailBlockTokens == attention::kTailBlockTokens);
 
 // The least compute capability that the kernels run on: asynchronous copies, bf16 products.
 constexpr int kCapabilityMin = 80;
-// What the largest kernels ask of a block's shared memory (attention of head_dim 256: four warps'
-// rings of three pages of 16 KiB). Devices with less (compute capability 8.0, 8.6, 8.9, 12.0) need
-// smaller rings: those that pass have 9.0 or 10.0.
+// What the largest kernels ask of a thread block's shared memory (attention of head_dim 256: four
+// warps' rings of three pages of 16 KiB). Devices with less (compute
+// capability 8.0, 8.6, 8.9, 12.0) need smaller rings: those that pass have 9.0 or 10.0.
 constexpr size_t kSharedBytesMin = size_t{192} << 10;
 
 // Why the kernels cannot run on a device; empty if they can.
@@ -46,37 +46,19 @@ std::string WhyNot(int device, const cudaDeviceProp& properties) {
   return "this build has no kernels for it";
 }
 
-constexpr struct {
-  KernelShape shape;
-  const StepKernels* kernels;
-} kKernels[] = {
-    {{DType::kBf16, 64, 64}, &kStepBf16_64_64},     {{DType::kBf16, 128, 128}, &kStepBf16_128_128},
-    {{DType::kBf16, 192, 128}, &kStepBf16_192_128}, {{DType::kBf16, 256, 256}, &kStepBf16_256_256},
-    {{DType::kFp16, 64, 64}, &kStepFp16_64_64},     {{DType::kFp16, 128, 128}, &kStepFp16_128_128},
-    {{DType::kFp16, 192, 128}, &kStepFp16_192_128}, {{DType::kFp16, 256, 256}, &kStepFp16_256_256},
-};
-static_assert(std::size(kKernels) == std::size(kPayloadTypes) * std::size(kHeadDims));
-
-// The kernels of a shape, or null.
-const StepKernels* KernelsFor(const KernelShape& shape) {
-  for (const auto& entry : kKernels) {
-    if (entry.shape == shape) return entry.kernels;
-  }
-  return nullptr;
-}
-
-// Whether the device can hold the largest teams of every shape that has them.
-bool RunsTeams(int device) {
+// Whether the device can hold the largest cooperative groups of every shape that has them.
+bool RunsCooperativeGroups(int device) {
   int clusters = 0;
   if (cudaSetDevice(device) != cudaSuccess ||
       cudaDeviceGetAttribute(&clusters, cudaDevAttrClusterLaunch, device) != cudaSuccess ||
       clusters == 0) {
     return false;
   }
-  for (const auto& entry : kKernels) {
+  for (const KernelShape& shape : kKernelShapes) {
+    const StepKernels* kernels = StepKernelsFor(shape);
     int at_once = 0;
-    if (entry.kernels->count_teams == nullptr) continue;
-    if (entry.kernels->count_teams(&at_once) != cudaSuccess || at_once == 0) {
+    if (kernels->count_groups == nullptr) continue;
+    if (kernels->count_groups(&at_once) != cudaSuccess || at_once == 0) {
       static_cast<void>(cudaGetLastError());
       return false;
     }
@@ -116,11 +98,13 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
-// A stream, and one beside it for the halves of stages that may run at the same time.
+// A CUDA stream, and a second one for the half of a stage that may run beside the other half.
 class CudaStream : public Stream {
  public:
-  CudaStream(int device, uint32_t multiprocessors, bool has_teams)
-      : device_(device), multiprocessors_(multiprocessors), has_teams_(has_teams) {}
+  CudaStream(int device, uint32_t multiprocessors, bool has_cooperative_groups)
+      : device_(device),
+        multiprocessors_(multiprocessors),
+        has_cooperative_groups_(has_cooperative_groups) {}
   ~CudaStream() override {
     if (!UseDevice(device_).ok()) return;
     for (cudaStream_t stream : {main_, side_}) {
@@ -149,7 +133,7 @@ class CudaStream : public Stream {
     return Copy(to, from, bytes, cudaMemcpyDeviceToHost);
   }
 
-  bool has_teams() const override { return has_teams_; }
+  bool has_cooperative_groups() const override { return has_cooperative_groups_; }
 
   absl::Status RunStep(const StepRun& run) override {
     ATTND_RETURN_IF_ERROR(UseDevice(device_));
@@ -170,14 +154,11 @@ class CudaStream : public Stream {
                             const IndexJob* device_jobs, uint32_t count,
                             std::byte* scratch) override {
     ATTND_RETURN_IF_ERROR(UseDevice(device_));
-    const cuda::IndexShape index_shape = {
-        shape.dtype == DType::kBf16 ? cuda::ElementType::kBf16 : cuda::ElementType::kFp16,
-        shape.head_dim, shape.value_dim};
-    if (cuda::IndexScratchBytes(index_shape, first_job.kv_heads, first_job.tokens) >
+    if (cuda::BuildScratchBytes(shape, first_job.kv_heads, first_job.tokens) >
         IndexScratchBytes(shape, first_job.kv_heads, first_job.tokens)) {
       return absl::ResourceExhaustedError("building a segment takes more scratch than was planned");
     }
-    return Launched(cuda::BuildIndexes(index_shape, first_job, device_jobs, count, scratch, main_),
+    return Launched(cuda::BuildIndexes(shape, first_job, device_jobs, count, scratch, main_),
                     "building indexes");
   }
 
@@ -199,7 +180,7 @@ class CudaStream : public Stream {
   enum StageEnd { kStart, kScore, kSelect, kAttend, kMerge, kStageEnds };
 
   absl::Status Enqueue(const StepRun& run) {
-    const StepKernels* kernels = KernelsFor(run.shape);
+    const StepKernels* kernels = StepKernelsFor(run.shape);
     if (kernels == nullptr) return absl::InternalError("a step of a shape without kernels");
     ATTND_RETURN_IF_ERROR(CopyToDevice(run.device_input, run.input, run.input_bytes));
     ATTND_RETURN_IF_ERROR(Launch(*kernels, run.header, run.measure));
@@ -208,8 +189,8 @@ class CudaStream : public Stream {
 
   absl::Status Launch(const StepKernels& kernels, const StepHeader& header, bool measure) {
     ATTND_RETURN_IF_ERROR(EndStage(kStart));
-    const uint32_t teams = TeamUnits(header);
-    if (teams == header.units) return LaunchTeamsAlone(kernels, header);
+    const uint32_t coop_units = CoopUnits(header);
+    if (coop_units == header.units) return LaunchCooperativeAlone(kernels, header);
     ATTND_RETURN_IF_ERROR(Launched(kernels.prepare(header, main_), "prepare"));
     const bool clusters = header.score_items > 0;
     ATTND_RETURN_IF_ERROR(Read(kernels, header));
@@ -219,8 +200,9 @@ class CudaStream : public Stream {
       ATTND_RETURN_IF_ERROR(Join());
     }
     ATTND_RETURN_IF_ERROR(EndStage(kSelect));
-    if (teams > 0) {
-      ATTND_RETURN_IF_ERROR(Launched(kernels.teams(header, /*overlap=*/false, main_), "teams"));
+    if (coop_units > 0) {
+      ATTND_RETURN_IF_ERROR(
+          Launched(kernels.cooperative(header, /*overlap=*/false, main_), "cooperative groups"));
     }
     if (clusters && measure) ATTND_RETURN_IF_ERROR(Measure(kernels, header));
     if (clusters) ATTND_RETURN_IF_ERROR(Finish(kernels, header));
@@ -229,13 +211,15 @@ class CudaStream : public Stream {
     return EndStage(kMerge);
   }
 
-  // A step without stages but prepare, if that has anything to bring.
-  absl::Status LaunchTeamsAlone(const StepKernels& kernels, const StepHeader& header) {
+  // A step all of whose units cooperative groups answer. Of the stages only prepare runs, and only
+  // if the step has uploads.
+  absl::Status LaunchCooperativeAlone(const StepKernels& kernels, const StepHeader& header) {
     ATTND_RETURN_IF_ERROR(EndStage(kScore));
     ATTND_RETURN_IF_ERROR(EndStage(kSelect));
     const bool prepare = header.uploads > 0;
     if (prepare) ATTND_RETURN_IF_ERROR(Launched(kernels.prepare(header, main_), "prepare"));
-    ATTND_RETURN_IF_ERROR(Launched(kernels.teams(header, /*overlap=*/prepare, main_), "teams"));
+    ATTND_RETURN_IF_ERROR(
+        Launched(kernels.cooperative(header, /*overlap=*/prepare, main_), "cooperative groups"));
     ATTND_RETURN_IF_ERROR(EndStage(kAttend));
     return EndStage(kMerge);
   }
@@ -289,7 +273,7 @@ class CudaStream : public Stream {
 
   const int device_;
   const uint32_t multiprocessors_;
-  const bool has_teams_;
+  const bool has_cooperative_groups_;
   cudaStream_t main_ = nullptr;
   cudaStream_t side_ = nullptr;
   Event fork_, join_;
@@ -306,7 +290,7 @@ class CudaDevice : public Device {
         name_(properties.name),
         memory_bytes_(properties.totalGlobalMem),
         multiprocessors_(static_cast<uint32_t>(properties.multiProcessorCount)),
-        has_teams_(RunsTeams(device)) {}
+        has_cooperative_groups_(RunsCooperativeGroups(device)) {}
 
   const std::string& name() const override { return name_; }
   uint64_t memory_bytes() const override { return memory_bytes_; }
@@ -333,7 +317,7 @@ class CudaDevice : public Device {
     if (memory != nullptr && UseDevice(device_).ok()) static_cast<void>(cudaFreeHost(memory));
   }
   absl::StatusOr<std::unique_ptr<Stream>> NewStream() override {
-    auto stream = std::make_unique<CudaStream>(device_, multiprocessors_, has_teams_);
+    auto stream = std::make_unique<CudaStream>(device_, multiprocessors_, has_cooperative_groups_);
     ATTND_RETURN_IF_ERROR(stream->Create());
     return stream;
   }
@@ -343,7 +327,7 @@ class CudaDevice : public Device {
   const std::string name_;
   const uint64_t memory_bytes_;
   const uint32_t multiprocessors_;
-  const bool has_teams_;
+  const bool has_cooperative_groups_;
 };
 
 }  // namespace

@@ -2,26 +2,38 @@
 #include "gpu/device/device.h"
 
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 
 namespace attnd::gpu {
 namespace {
 
-std::string HeadDimsText() {
-  std::string text;
-  for (const auto& dims : kHeadDims) {
-    absl::StrAppend(&text, text.empty() ? "" : ", ", dims.head_dim, "/", dims.value_dim);
-  }
-  return text;
+void AddOnce(std::string text, std::vector<std::string>* texts) {
+  if (!absl::c_linear_search(*texts, text)) texts->push_back(std::move(text));
 }
 
-std::string PayloadTypesText() {
-  std::string text;
-  for (const DType dtype : kPayloadTypes) {
-    absl::StrAppend(&text, text.empty() ? "" : ", ", DTypeName(dtype));
+// The dtypes of kKernelShapes.
+std::string DTypesText() {
+  std::vector<std::string> names;
+  for (const KernelShape& shape : kKernelShapes) {
+    AddOnce(std::string(DTypeName(shape.dtype)), &names);
   }
-  return text;
+  return absl::StrJoin(names, ", ");
+}
+
+// The pairs of head_dim and value_dim that a dtype has in kKernelShapes.
+std::string DimsText(DType dtype) {
+  std::vector<std::string> dims;
+  for (const KernelShape& shape : kKernelShapes) {
+    if (shape.dtype == dtype) {
+      AddOnce(absl::StrCat(shape.head_dim, "/", shape.value_dim), &dims);
+    }
+  }
+  return absl::StrJoin(dims, ", ");
 }
 
 }  // namespace
@@ -31,25 +43,21 @@ absl::Status CheckShape(const ModelShape& shape) {
     return absl::UnimplementedError(
         "model.shape.latent is set; the CUDA backend has no kernels for it");
   }
-  bool dtype_known = false;
-  for (const DType dtype : kPayloadTypes) dtype_known |= dtype == shape.dtype;
+  const bool dtype_known =
+      absl::c_any_of(kKernelShapes, [&](const KernelShape& k) { return k.dtype == shape.dtype; });
   if (!dtype_known) {
     return absl::UnimplementedError(absl::StrCat("model.shape.dtype is ", DTypeName(shape.dtype),
-                                                 "; the CUDA backend has ", PayloadTypesText()));
+                                                 "; the CUDA backend has ", DTypesText()));
   }
-  bool dims_known = false;
-  for (const auto& dims : kHeadDims) {
-    dims_known |= dims.head_dim == shape.head_dim && dims.value_dim == shape.value_dim;
-  }
-  if (!dims_known) {
+  if (!HasKernels(KernelShapeOf(shape))) {
     return absl::UnimplementedError(absl::StrCat("model.shape head_dim and value_dim are ",
                                                  shape.head_dim, "/", shape.value_dim,
-                                                 "; the CUDA backend has ", HeadDimsText()));
+                                                 "; the CUDA backend has ", DimsText(shape.dtype)));
   }
-  if (shape.group() > kDeviceGroupMax) {
+  if (shape.group() > kKernelGroupMax) {
     return absl::UnimplementedError(
         absl::StrCat("model.shape has ", shape.group(),
-                     " query heads to a KV head; the CUDA backend has up to ", kDeviceGroupMax));
+                     " query heads to a KV head; the CUDA backend has up to ", kKernelGroupMax));
   }
   return absl::OkStatus();
 }

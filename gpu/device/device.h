@@ -20,24 +20,12 @@
 #include "absl/status/statusor.h"
 #include "common/model_shape.h"
 #include "gpu/layout/index_layout.h"
+#include "gpu/layout/kernel_shapes.h"
 #include "gpu/layout/step_layout.h"
 
 namespace attnd::gpu {
 
-// What the kernels are compiled for.
-struct KernelShape {
-  DType dtype;
-  uint32_t head_dim;
-  uint32_t value_dim;
-  bool operator==(const KernelShape&) const = default;
-};
-
-inline constexpr struct {
-  uint32_t head_dim, value_dim;
-} kHeadDims[] = {{64, 64}, {128, 128}, {192, 128}, {256, 256}};
-inline constexpr DType kPayloadTypes[] = {DType::kBf16, DType::kFp16};
-inline constexpr uint32_t kDeviceGroupMax = 32;  // query heads of a KV head
-
+// OK for shapes of kKernelShapes with up to kKernelGroupMax query heads to a KV head. Otherwise
 // Unimplemented, naming what the model has and what the kernels are compiled for.
 absl::Status CheckShape(const ModelShape& shape);
 inline KernelShape KernelShapeOf(const ModelShape& shape) {
@@ -53,16 +41,17 @@ uint64_t IndexScratchBytes(const KernelShape& shape, uint32_t kv_heads, uint32_t
 struct StageSeconds {
   double score = 0;  // prepare and read: zones and dense tokens are read while clusters are scored
   double select = 0;
-  double attend = 0;  // measure and finish; all that teams do, and prepare if there is nothing else
+  double attend =
+      0;  // measure and finish; what cooperative groups do, with prepare if no unit has stages
   double merge = 0;
 };
 
-// A step, with the copies around it: its input block comes to the device before it runs, its
+// A step, with the copies around it: its input comes to the device before it runs, its
 // results go back after it. Host addresses are of pinned memory that stays as it is until the step
 // has run.
 struct StepRun {
   KernelShape shape;
-  StepHeader header;     // as it stands at the start of the input block
+  StepHeader header;     // equal to what stands at the start of the input
   bool measure = false;  // whether it has a unit with a tolerance
   bool timed = false;    // whether stage_seconds() will be asked for
   const std::byte* input = nullptr;
@@ -80,11 +69,11 @@ class Stream {
   // Host addresses are of pinned memory that stays as it is until the copy has run.
   virtual absl::Status CopyToDevice(std::byte* to, const std::byte* from, size_t bytes) = 0;
   virtual absl::Status CopyToHost(std::byte* to, const std::byte* from, size_t bytes) = 0;
-  // Whether steps may have units that teams answer. Always the same.
-  virtual bool has_teams() const = 0;
+  // Whether steps may have units that cooperative groups answer; a constant of the device.
+  virtual bool has_cooperative_groups() const = 0;
   // Nothing may be under way.
   virtual absl::Status RunStep(const StepRun& run) = 0;
-  // Whether the last step was launched as one: a graph of what an equal one had launched before.
+  // Whether the last step was launched as a CUDA graph, captured from an equal step before.
   virtual bool ran_from_graph() const = 0;
   // Builds `jobs` (on the device, [count], all of the same sizes) with IndexScratchBytes of scratch
   // for each.

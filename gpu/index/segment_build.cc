@@ -97,12 +97,12 @@ absl::Status SegmentBuild::BringLayers(uint32_t first, uint32_t count) {
           uploader_.Bring(blocks_[b], *view.tail[b], shape_, layer, tokens, /*later=*/nullptr));
     }
   }
-  ATTND_RETURN_IF_ERROR(context_->Flush());  // the input block is wanted for the jobs
+  ATTND_RETURN_IF_ERROR(context_->Flush());  // the input buffer is wanted for the jobs
   uploader_.SetArrived();
   return absl::OkStatus();
 }
 
-// The jobs, then their lists of blocks. Returns the bytes to copy.
+// The jobs, then their lists of tail blocks. Returns the bytes to copy.
 uint64_t SegmentBuild::WriteJobs(uint32_t first, uint32_t count) {
   const Segment& segment = builder_->segment();
   const IndexLayout& layout = segment.layout();
@@ -116,8 +116,8 @@ uint64_t SegmentBuild::WriteJobs(uint32_t first, uint32_t count) {
     auto* pages = reinterpret_cast<const std::byte**>(context_->input() + list);
     for (const Resident* block : blocks_) *pages++ = block->pages() + layer * block_layer_bytes;
     IndexJob& job = jobs[i] = IndexJob{};
-    job.blocks = reinterpret_cast<const std::byte* const*>(context_->device_input() + list);
-    job.block_head_bytes = block_layer_bytes / shape_.kv_heads;
+    job.tail_blocks = reinterpret_cast<const std::byte* const*>(context_->device_input() + list);
+    job.tail_block_head_bytes = block_layer_bytes / shape_.kv_heads;
     job.first_row = first_row_;
     job.tokens = segment.tokens();
     job.unclustered = segment.unclustered();

@@ -45,7 +45,7 @@ class SegmentBuild {
 
   uint64_t IndexLayerBytes() const;
   uint64_t PagesLayerBytes() const;
-  uint64_t JobBytes() const;  // of one layer in the input block
+  uint64_t JobBytes() const;  // of one layer in the input buffer
 
   attention::SegmentBuilder* const builder_;
   StreamContext* const context_;

@@ -20,9 +20,9 @@ struct IndexOffsets {
 
 // One layer of a segment, all its KV heads. Tokens are numbered from 0, in position order.
 struct IndexJob {
-  const std::byte* const* blocks;  // KV head 0's pages of each tail block, at the layer
-  uint64_t block_head_bytes;       // from one KV head to the next
-  uint32_t first_row;              // token 0's place in the first block, below kTailBlockTokens
+  const std::byte* const* tail_blocks;  // KV head 0's pages of each tail block, at the layer
+  uint64_t tail_block_head_bytes;       // from one KV head to the next
+  uint32_t first_row;  // token 0's place in the first tail block, below kTailBlockTokens
   uint32_t tokens;
   uint32_t unclustered;   // the first tokens, which keep their places
   uint32_t max_clusters;  // ceil((tokens - unclustered) / kClusterTokens)
@@ -34,6 +34,7 @@ struct IndexJob {
   uint64_t pages_head_bytes;
   IndexOffsets offsets;
 };
+static_assert(sizeof(IndexOffsets) == 36 && sizeof(IndexJob) == 112);
 
 }  // namespace attnd::gpu
 

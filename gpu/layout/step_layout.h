@@ -5,8 +5,9 @@
 // (cuda/) and the tests' naive loops (tests/gpu/step_reference) read them. Every pointer is a
 // device address. Nothing in here depends on CUDA.
 //
-// A step runs in stages, each of which reads only what earlier ones wrote, but for units that a
-// team answers (below):
+// Words. A thread block is called a block only in cuda/; a KV block of the tail is a tail block
+// everywhere; a stream's memory lies in buffers. A stage is a part of a step with launches of its
+// own. Each stage reads only what earlier stages wrote:
 //
 //   prepare   put uploaded rows into their pages; bring queries into the kernels' arrangement
 //   read      read pieces (zones, dense tokens) exactly; score clusters
@@ -14,6 +15,9 @@
 //   measure   only if a unit has a tolerance: estimate everything, weigh errors, choose again
 //   finish    chosen tokens exactly, the others' estimate
 //   merge     a unit's states, in an order that their number decides; normalise; statistics
+//
+// A unit of clusters may be answered by a cooperative group instead, in one launch without stages:
+// the thread blocks of one thread-block cluster.
 //
 // Work is divided by a row's own lengths alone: what else is in the batch changes no bit of its
 // answer.
@@ -23,6 +27,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 #include "gpu/layout/index_layout.h"
 
@@ -42,17 +47,17 @@ inline constexpr uint32_t kChosenPieceTokens = 128;
 inline constexpr uint32_t kChosenPiecesMax = 64;
 inline constexpr uint32_t kEstimatePieceSlots = 512;
 inline constexpr uint32_t kEstimatePiecesMax = 64;
-// A unit of clusters may be answered by a team: the blocks of one thread-block cluster, which know
-// no stages. 12 at most, as the multiprocessors within which an H200's clusters lie are 18, less
-// often 16, and hold four blocks each: 37 teams of 12 at once, but 30 of 14 and 28 of 16, and 32
-// units are four rows of eight KV heads.
-inline constexpr uint32_t kTeamWarps = 4;        // of a block
-inline constexpr uint32_t kTeamBlockWork = 320;  // see TeamSizeFor
-inline constexpr uint32_t kTeamBlocks[] = {2, 4, 7, 12};
-inline constexpr uint32_t kTeamSizes = sizeof(kTeamBlocks) / sizeof(kTeamBlocks[0]);
-inline constexpr uint32_t kTeamBlocksMax = kTeamBlocks[kTeamSizes - 1];
-inline constexpr uint32_t kTeamSegmentsMax = 32;
-inline constexpr uint32_t kTeamValueDimMax = 128;
+// Sizes of cooperative groups, in thread blocks. At most 12: an H200 has its multiprocessors in
+// parts of 18, some of 16; a thread-block cluster lies within one part, and a multiprocessor holds
+// four thread blocks. So the device holds 37 groups of 12 at once, but only 30 of 14 and 28 of 16,
+// and four rows of eight KV heads have 32 units.
+inline constexpr uint32_t kCoopBlocks[] = {2, 4, 7, 12};
+inline constexpr uint32_t kCoopWarps = 4;        // of each thread block
+inline constexpr uint32_t kCoopBlockWork = 320;  // see CoopSizeFor
+inline constexpr uint32_t kCoopSizes = sizeof(kCoopBlocks) / sizeof(kCoopBlocks[0]);
+inline constexpr uint32_t kCoopBlocksMax = kCoopBlocks[kCoopSizes - 1];
+inline constexpr uint32_t kCoopSegmentsMax = 32;
+inline constexpr uint32_t kCoopValueDimMax = 128;
 // Clustered tokens of a unit: selection counts two kinds of them in one word.
 inline constexpr uint64_t kUnitTokensMax = (uint64_t{1} << 28) - 1;
 // Floats before a state's values: max, sum; in estimate pieces the sums of errors, of second
@@ -93,8 +98,8 @@ struct RowRef {
 
   uint32_t segments_begin;  // in StepHeader::segments
   uint32_t segment_count;
-  uint32_t blocks_begin;  // in StepHeader::blocks
-  // Tail tokens are numbered from the start of the first block.
+  uint32_t tail_blocks_begin;  // in StepHeader::tail_blocks
+  // Tail tokens are numbered from the start of the first tail block.
   uint32_t tail_begin;  // first token that no segment covers
   uint32_t tail_limit;  // query token i sees tail tokens below tail_limit + i * causal
   uint32_t causal;      // 1, or 0 for a query-only row
@@ -109,10 +114,11 @@ struct RowRef {
   uint32_t estimate_piece_slots;  // a multiple of kSlotChunk
   uint32_t first_read_item;       // items of a row: (unit, tile, piece), piece fastest
   uint32_t first_score_item;      // (unit, slots / kSlotChunk), chunk fastest; tiles share an item
-  uint32_t team_blocks;           // of each of its units' teams; 0: the stages answer them. A
-                                  // team's block leaves a state of zones, one of estimates and one
-                                  // of chosen tokens: so many read and estimate pieces. It has no
-                                  // read and no score items.
+  // Thread blocks of the cooperative group that answers each of the row's units; 0 if the stages
+  // answer them. Each thread block of a group leaves one state of zones, one of estimates and one
+  // of chosen tokens: read_pieces and estimate_pieces are coop_blocks then, and the row has no read
+  // items and no score items.
+  uint32_t coop_blocks;
 
   // Places in scratch memory, of the row's first unit; the others follow at the same distance.
   uint32_t first_state;  // of states; a tile has StatesPerTile: of read pieces, of estimate pieces,
@@ -128,7 +134,7 @@ struct RowRef {
   double tolerance, floor;              // kErrorBudget; infinity for "off"
 };
 
-// Slots of a segment whose index has room for so many clusters.
+// Slots of a segment whose index has room for max_clusters clusters.
 constexpr uint32_t SlotsFor(uint32_t max_clusters) {
   return (max_clusters + kSlotChunk - 1) / kSlotChunk * kSlotChunk;
 }
@@ -137,26 +143,26 @@ constexpr bool HasTolerance(const RowRef& row) {
   return row.kind == UnitKind::kClusters && row.cut == CutKind::kErrorBudget &&
          row.tolerance < std::numeric_limits<double>::infinity();
 }
-// Which of kTeamBlocks a unit takes: the first whose blocks have at most kTeamBlockWork each, or
-// the last. work: its slots, and the tail tokens that it reads.
-constexpr uint32_t TeamSizeFor(uint64_t work) {
+// The number in kCoopBlocks of a unit's size: the first for which a thread block has at most
+// kCoopBlockWork, or the last. work: the unit's slots, and the tail tokens that it reads.
+constexpr uint32_t CoopSizeFor(uint64_t work) {
   uint32_t size = 0;
-  while (size + 1 < kTeamSizes && uint64_t{kTeamBlocks[size]} * kTeamBlockWork < work) ++size;
+  while (size + 1 < kCoopSizes && uint64_t{kCoopBlocks[size]} * kCoopBlockWork < work) ++size;
   return size;
 }
-// Blocks of the teams that answer a row's units, on a device that has teams; 0 if the stages do.
-// tail_tokens: that are seen.
-constexpr uint32_t TeamBlocksFor(const RowRef& row, uint32_t group, uint32_t value_dim,
+// RowRef::coop_blocks of a row, on a device that runs cooperative groups. tail_tokens: how many
+// tail tokens the row sees.
+constexpr uint32_t CoopBlocksFor(const RowRef& row, uint32_t group, uint32_t value_dim,
                                  uint64_t tail_tokens) {
   if (row.kind != UnitKind::kClusters || HasTolerance(row) || group > kLanes ||
-      value_dim > kTeamValueDimMax || row.segment_count > kTeamSegmentsMax) {
+      value_dim > kCoopValueDimMax || row.segment_count > kCoopSegmentsMax) {
     return 0;
   }
-  return kTeamBlocks[TeamSizeFor(row.slots + tail_tokens)];
+  return kCoopBlocks[CoopSizeFor(row.slots + tail_tokens)];
 }
 // Distances, in elements, between what a row's tiles and units have in scratch memory.
 constexpr uint64_t StatesPerTile(const RowRef& row) {
-  if (row.team_blocks != 0) return uint64_t{3} * row.team_blocks;
+  if (row.coop_blocks != 0) return uint64_t{3} * row.coop_blocks;
   return uint64_t{row.read_pieces} + row.estimate_pieces +
          (row.kind == UnitKind::kClusters ? kChosenPiecesMax : 0);
 }
@@ -165,16 +171,16 @@ constexpr uint64_t ScoresPerUnit(const RowRef& row, uint32_t group) {
 }
 constexpr uint32_t StateFloats(uint32_t value_dim) { return kLanes * (kStateHead + value_dim); }
 
-// A unit that a team answers: number `unit` of the row.
-struct TeamUnit {
+// A unit that a cooperative group answers: number `unit` of the row.
+struct CoopUnit {
   uint32_t row;
   uint32_t unit;
 };
 
-// Bytes that prepare copies from the staging block to their place: rows of new tokens.
+// Keys and values of new tokens, which arrive with the step. Prepare copies them to their pages.
 struct UploadRef {
   std::byte* to;
-  uint64_t from;   // byte in StepHeader::staged
+  uint64_t from;   // byte in StepHeader::upload_data
   uint64_t bytes;  // a multiple of 16, as are the addresses
 };
 
@@ -183,8 +189,9 @@ inline constexpr uint8_t kFateDropped = 0;
 inline constexpr uint8_t kFateEstimated = 1;
 inline constexpr uint8_t kFateExact = 2;
 
-// Slots of one unit in one segment, resolved once, so that whoever works on them needs one look and
-// no search: kSlotChunk of them by prepare, a warp's share by a team.
+// Slots of one unit in one segment with all addresses that work on them takes. Prepare writes one
+// for every kSlotChunk slots, so that the score stage needs one look and no search; in a
+// cooperative group each warp writes one for its share of each segment.
 struct ChunkRef {
   const std::byte* head;  // the KV head's index
   float* scores;          // log_mass of lane 0 at the first slot
@@ -226,7 +233,8 @@ struct LaneResult {
   float reserved;
 };
 
-// A piece of a tile's chosen tokens, resolved by whoever queues it.
+// A piece of a tile's chosen tokens with all addresses that reading it takes. The select or the
+// measure stage queues it, the finish stage reads it.
 struct ChosenPiece {
   const uint32_t* chosen;      // the unit's list
   const SegmentRef* segments;  // of the row
@@ -239,8 +247,8 @@ struct ChosenPiece {
 };
 static_assert(sizeof(ChosenPiece) == 64);
 
-// Counters in scratch: pieces of chosen tokens that select and measure have queued, and how many of
-// the read stage's and of those pieces blocks have taken.
+// Counters in scratch: how many pieces of chosen tokens select and measure have queued; how many of
+// the read pieces, and how many of the queued ones, thread blocks have taken.
 enum Cursor : uint32_t { kQueuedPieces, kTakenReadPieces, kTakenFinishPieces, kCursors };
 
 // Words of StepHeader::query_fragments for one tile: the queries' fragments, the squared queries',
@@ -265,21 +273,21 @@ struct StepHeader {
   uint32_t tiles_max;                // of a unit
   uint32_t estimate_pieces_max;      // of a row
   uint32_t query_dtype;              // DType
-  uint32_t team_counts[kTeamSizes];  // units whose teams have kTeamBlocks[i]
+  uint32_t coop_counts[kCoopSizes];  // units that groups of kCoopBlocks[i] thread blocks answer
   float softmax_scale;
-  uint32_t reserved;          // in the place of padding: equal headers have equal bytes
-  uint64_t block_head_bytes;  // of a tail block, from one KV head to the next
+  uint32_t reserved;               // in the place of padding: equal headers have equal bytes
+  uint64_t tail_block_head_bytes;  // of a tail block, from one KV head to the next
 
   const RowRef* row_refs;  // [rows], by first_unit
   const SegmentRef* segments;
-  const std::byte* const* blocks;  // KV head 0's pages of each tail block, at the step's layer
-  const UploadRef* upload_refs;    // [uploads]
-  const TeamUnit* team_units;      // by the size of their teams, smaller ones first
-  const std::byte* staged;
+  const std::byte* const* tail_blocks;  // KV head 0's pages of each tail block, at the step's layer
+  const UploadRef* upload_refs;         // [uploads]
+  const CoopUnit* coop_units;           // by the size of their groups, smaller ones first
+  const std::byte* upload_data;
   const std::byte* queries;  // [query_tokens][kv_heads * group][head_dim] of query_dtype
 
   // Scratch.
-  uint32_t* query_fragments;  // [tiles][what the kernels need]
+  uint32_t* query_fragments;  // [tiles][TileFragmentWords]
   float* states;              // [state][kLanes][kStateHead + value_dim]
   float* scores;
   uint8_t* fates;
@@ -290,7 +298,7 @@ struct StepHeader {
   UnitResult* unit_results;    // [units]
   ChunkRef* chunks;            // [score_items]
   ChosenPiece* chosen_pieces;  // [tiles * kChosenPiecesMax]
-  uint32_t* cursors;           // [kCursors], see below
+  uint32_t* cursors;           // [kCursors]
 
   // Outputs, copied to the host together.
   float* out;                // [query_tokens][query_heads][value_dim]
@@ -298,13 +306,19 @@ struct StepHeader {
   LaneResult* lane_results;  // [query_tokens][query_heads]
 };
 
-static_assert(offsetof(StepHeader, block_head_bytes) ==
+static_assert(offsetof(StepHeader, tail_block_head_bytes) ==
               offsetof(StepHeader, reserved) + sizeof(uint32_t));
+// Host and device compilers agree on these, and structures are copied as bytes.
+static_assert(sizeof(SegmentRef) == 96 && sizeof(RowRef) == 184 && sizeof(StepHeader) == 256);
+static_assert(sizeof(UploadRef) == 24 && sizeof(CoopUnit) == 8);
+static_assert(sizeof(UnitResult) == 32 && sizeof(LaneResult) == 16 && sizeof(LaneScale) == 8);
+static_assert(std::is_trivially_copyable_v<SegmentRef> && std::is_trivially_copyable_v<RowRef> &&
+              std::is_trivially_copyable_v<StepHeader> && std::is_trivially_copyable_v<UploadRef>);
 
-// Units that teams answer.
-constexpr uint32_t TeamUnits(const StepHeader& step) {
+// Units that cooperative groups answer.
+constexpr uint32_t CoopUnits(const StepHeader& step) {
   uint32_t units = 0;
-  for (const uint32_t count : step.team_counts) units += count;
+  for (const uint32_t count : step.coop_counts) units += count;
   return units;
 }
 

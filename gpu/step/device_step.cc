@@ -24,7 +24,7 @@ DeviceStep::DeviceStep(const attention::StepRequest& request, MirrorStore* store
     : request_(request),
       context_(context),
       timed_(timed),
-      writer_(context->room(), teams && context->stream().has_teams()),
+      writer_(context->room(), teams && context->stream().has_cooperative_groups()),
       totals_(request),
       uploader_(store, context) {}
 

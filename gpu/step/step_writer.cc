@@ -131,8 +131,8 @@ void StepWriter::Counts::Add(const Counts& other) {
   constexpr uint64_t Counts::*kFields[] = {
       &Counts::rows,        &Counts::units,        &Counts::tiles,         &Counts::read_items,
       &Counts::score_items, &Counts::query_tokens, &Counts::states,        &Counts::scores,
-      &Counts::fates,       &Counts::chosen,       &Counts::chosen_pieces, &Counts::team_units,
-      &Counts::segments,    &Counts::blocks,       &Counts::uploads,       &Counts::staged_bytes};
+      &Counts::fates,       &Counts::chosen,       &Counts::chosen_pieces, &Counts::coop_units,
+      &Counts::segments,    &Counts::blocks,       &Counts::uploads,       &Counts::upload_bytes};
   static_assert(sizeof(kFields) / sizeof(kFields[0]) * sizeof(uint64_t) == sizeof(Counts));
   for (const auto field : kFields) this->*field = Plus(this->*field, other.*field);
 }
@@ -200,8 +200,8 @@ RowRef StepWriter::Describe(const StepRow& row, uint32_t first_token, uint32_t t
   ref.p2 = policy.p2;
   ref.tolerance = policy.tolerance;
   ref.floor = policy.floor;
-  if (teams_) ref.team_blocks = TeamBlocksFor(ref, group_, shape_.value_dim, tail_end);
-  if (ref.team_blocks != 0) ref.read_pieces = ref.estimate_pieces = ref.team_blocks;
+  if (teams_) ref.coop_blocks = CoopBlocksFor(ref, group_, shape_.value_dim, tail_end);
+  if (ref.coop_blocks != 0) ref.read_pieces = ref.estimate_pieces = ref.coop_blocks;
   return ref;
 }
 
@@ -213,8 +213,8 @@ StepWriter::Counts StepWriter::CountsOf(const RowRef& ref, const StepRow& row,
   counts.query_tokens = ref.query_tokens;
   counts.units = Times(CeilOf(ref.query_tokens, ref.tokens_per_unit), kv_heads_);
   counts.tiles = Times(counts.units, ref.tiles_per_unit);
-  const bool team = ref.team_blocks != 0;
-  counts.team_units = team ? counts.units : 0;
+  const bool team = ref.coop_blocks != 0;
+  counts.coop_units = team ? counts.units : 0;
   counts.read_items = team ? 0 : Times(counts.tiles, ref.read_pieces);
   counts.states = Times(counts.tiles, StatesPerTile(ref));
   if (clusters) {
@@ -228,7 +228,7 @@ StepWriter::Counts StepWriter::CountsOf(const RowRef& ref, const StepRow& row,
   counts.blocks = TailBlocksSeen(row);
   counts.uploads = uploads.size();
   for (const Upload& upload : uploads) {
-    counts.staged_bytes = Plus(counts.staged_bytes, upload.bytes);
+    counts.upload_bytes = Plus(counts.upload_bytes, upload.bytes);
   }
   return counts;
 }
@@ -241,10 +241,10 @@ StepWriter::Places StepWriter::PlacesOf(const Counts& counts) const {
   places.rows = input.Place(counts.rows, sizeof(RowRef));
   places.segments = input.Place(counts.segments, sizeof(SegmentRef));
   places.upload_refs = input.Place(counts.uploads, sizeof(UploadRef));
-  places.team_units = input.Place(counts.team_units, sizeof(TeamUnit));
+  places.coop_units = input.Place(counts.coop_units, sizeof(CoopUnit));
   places.queries = input.Place(Times(counts.query_tokens, query_heads),
                                shape_.head_dim * DTypeBytes(query_dtype_));
-  places.staged = input.Place(counts.staged_bytes, 1);
+  places.staged = input.Place(counts.upload_bytes, 1);
   // Last, and all rounded up: a row that grows by a block then changes no address of its next
   // steps, which one graph launches.
   places.blocks = input.Place(counts.blocks, sizeof(const std::byte*));
@@ -281,7 +281,7 @@ bool StepWriter::Fits(const Counts& counts) const {
   constexpr uint64_t kNumberMax = std::numeric_limits<uint32_t>::max();
   for (const uint64_t number :
        {counts.rows, counts.units, counts.tiles, counts.read_items, counts.score_items,
-        counts.query_tokens, counts.states, counts.chosen_pieces, counts.team_units,
+        counts.query_tokens, counts.states, counts.chosen_pieces, counts.coop_units,
         counts.segments, counts.blocks, counts.uploads}) {
     if (number > kNumberMax) return false;
   }
@@ -326,7 +326,7 @@ void StepWriter::Add(const StepRow& row, uint32_t number, uint32_t first_token, 
   ref.first_unit = Narrow(counts_.units);
   ref.first_query_token = Narrow(counts_.query_tokens);
   ref.segments_begin = Narrow(counts_.segments);
-  ref.blocks_begin = Narrow(counts_.blocks);
+  ref.tail_blocks_begin = Narrow(counts_.blocks);
   ref.first_read_item = Narrow(counts_.read_items);
   ref.first_score_item = Narrow(counts_.score_items);
   ref.first_state = Narrow(counts_.states);
@@ -358,19 +358,19 @@ uint64_t StepWriter::Write(std::byte* input, std::byte* device_input, std::byte*
   h.tiles = Narrow(counts_.tiles);
   h.tiles_max = tiles_per_unit_;
   for (const RowPart& part : parts_) {
-    if (part.ref.team_blocks != 0) continue;
+    if (part.ref.coop_blocks != 0) continue;
     h.estimate_pieces_max = std::max(h.estimate_pieces_max, part.ref.estimate_pieces);
   }
   h.query_dtype = static_cast<uint32_t>(query_dtype_);
   h.softmax_scale = softmax_scale_;
-  h.block_head_bytes =
+  h.tail_block_head_bytes =
       uint64_t{kTailBlockTokens} * (shape_.head_dim + shape_.value_dim) * DTypeBytes(shape_.dtype);
   h.row_refs = At<RowRef>(device_input, places.rows);
   h.segments = At<SegmentRef>(device_input, places.segments);
-  h.blocks = At<const std::byte*>(device_input, places.blocks);
+  h.tail_blocks = At<const std::byte*>(device_input, places.blocks);
   h.upload_refs = At<UploadRef>(device_input, places.upload_refs);
-  h.team_units = At<TeamUnit>(device_input, places.team_units);
-  h.staged = device_input + places.staged;
+  h.coop_units = At<CoopUnit>(device_input, places.coop_units);
+  h.upload_data = device_input + places.staged;
   h.queries = device_input + places.queries;
   h.query_fragments = At<uint32_t>(device_scratch, places.query_fragments);
   h.states = At<float>(device_scratch, places.states);
@@ -387,7 +387,7 @@ uint64_t StepWriter::Write(std::byte* input, std::byte* device_input, std::byte*
   h.lse = At<float>(results, places.result.lse);
   h.lane_results = At<LaneResult>(results, places.result.lane_results);
 
-  WriteTeamUnits(At<TeamUnit>(input, places.team_units));
+  WriteCoopUnits(At<CoopUnit>(input, places.coop_units));
   std::memcpy(input, &h, sizeof(h));
   for (size_t i = 0; i < parts_.size(); ++i) {
     At<RowRef>(input, places.rows)[i] = parts_[i].ref;
@@ -423,21 +423,21 @@ void StepWriter::WriteRow(const RowPart& part, const RowMemory& memory, const Pl
     pieces += Narrow(CeilOf(segment.tokens(), part.ref.dense_piece_tokens));
   }
   std::copy(memory.blocks.begin(), memory.blocks.end(),
-            At<const std::byte*>(input, places.blocks) + part.ref.blocks_begin);
+            At<const std::byte*>(input, places.blocks) + part.ref.tail_blocks_begin);
   const uint64_t token_bytes =
       uint64_t{kv_heads_} * group_ * shape_.head_dim * DTypeBytes(query_dtype_);
   std::memcpy(input + places.queries + part.ref.first_query_token * token_bytes,
               row.queries + part.first_token * token_bytes, part.tokens * token_bytes);
 }
 
-void StepWriter::WriteTeamUnits(TeamUnit* units) {
-  for (uint32_t size = 0; size < kTeamSizes; ++size) {
+void StepWriter::WriteCoopUnits(CoopUnit* units) {
+  for (uint32_t size = 0; size < kCoopSizes; ++size) {
     for (uint32_t row = 0; row < parts_.size(); ++row) {
       const RowRef& ref = parts_[row].ref;
-      if (ref.team_blocks != kTeamBlocks[size]) continue;
+      if (ref.coop_blocks != kCoopBlocks[size]) continue;
       const uint32_t count = ref.query_tokens * kv_heads_;  // as tokens_per_unit is 1
       for (uint32_t unit = 0; unit < count; ++unit) *units++ = {row, unit};
-      header_.team_counts[size] += count;
+      header_.coop_counts[size] += count;
     }
   }
 }

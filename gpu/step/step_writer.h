@@ -107,12 +107,12 @@ class StepWriter {
   struct Counts {
     uint64_t rows = 0, units = 0, tiles = 0, read_items = 0, score_items = 0, query_tokens = 0;
     uint64_t states = 0, scores = 0, fates = 0, chosen = 0, chosen_pieces = 0;
-    uint64_t team_units = 0, segments = 0, blocks = 0, uploads = 0, staged_bytes = 0;
+    uint64_t coop_units = 0, segments = 0, blocks = 0, uploads = 0, upload_bytes = 0;
     void Add(const Counts& other);
   };
   // Byte offsets of all parts of the two blocks.
   struct Places {
-    uint64_t rows, segments, blocks, upload_refs, team_units, queries, staged, input_bytes;
+    uint64_t rows, segments, blocks, upload_refs, coop_units, queries, staged, input_bytes;
     uint64_t query_fragments, states, scores, chosen, score_partials, lane_scales, chunks,
         chosen_pieces, cursors, results, scratch_bytes;
     ResultPlaces result;
@@ -126,7 +126,7 @@ class StepWriter {
   bool Fits(const Counts& counts) const;
   uint32_t TokensPerUnit(UnitKind kind) const;
   // Lists the units that teams answer; fills the header's counts of them.
-  void WriteTeamUnits(TeamUnit* units);
+  void WriteCoopUnits(CoopUnit* units);
   void WriteRow(const RowPart& part, const RowMemory& memory, const Places& places,
                 std::byte* input) const;
   void WriteUploads(const Places& places, std::byte* input) const;

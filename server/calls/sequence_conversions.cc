@@ -4,8 +4,13 @@
 #include <cmath>
 #include <optional>
 #include <string>
+#include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "attention/backend.h"
 #include "attention/policy/policy.h"
+#include "attention/segment/index_set.h"
 #include "common/model_shape.h"
 #include "common/status.h"
 #include "server/calls/conversions.h"
@@ -54,6 +59,16 @@ absl::StatusOr<engine::Shard> ShardFromProto(const v1::Shard& proto) {
   return shard;
 }
 
+// The indexes that make cluster order, for errors.
+std::string ClusterIndexNames() {
+  std::vector<std::string> names;
+  for (const attention::IndexKindInfo& info : attention::kIndexKindInfos) {
+    if (!info.clusters.has_value()) continue;
+    names.push_back(v1::OpenSequenceRequest::Index_Name(static_cast<int>(info.kind)));
+  }
+  return absl::StrJoin(names, " or ");
+}
+
 // Absent: left to the policy.
 absl::StatusOr<std::optional<attention::IndexSet>> IndexesFromProto(
     const v1::OpenSequenceRequest& request) {
@@ -73,13 +88,13 @@ absl::StatusOr<std::optional<attention::IndexSet>> IndexesFromProto(
   const bool clusters = indexes.clustered();
   if (request.layout() == Request::LAYOUT_TOKEN_ORDER) {
     if (!clusters) return indexes;
-    return Invalid("layout", " is token order with INDEX_CLUSTERS or INDEX_REGRESSION; allowed is ",
-                   "cluster order");
+    return Invalid("layout", " is token order with ", ClusterIndexNames(),
+                   "; allowed is cluster order");
   }
   if (request.indexes().empty()) return std::nullopt;
   if (request.layout() == Request::LAYOUT_CLUSTER_ORDER && !clusters) {
-    return Invalid("layout", " is cluster order without INDEX_CLUSTERS or INDEX_REGRESSION in ",
-                   "indexes; allowed is token order");
+    return Invalid("layout", " is cluster order without ", ClusterIndexNames(),
+                   " in indexes; allowed is token order");
   }
   return indexes;
 }

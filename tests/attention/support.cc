@@ -303,7 +303,8 @@ std::vector<Policy> PresetsFor(const IndexSet& indexes) {
   return policies;
 }
 
-StepResult RunStep(Backend* backend, uint32_t layer, std::span<const TestRow> rows) {
+StepResult RunStep(Backend* backend, uint32_t layer, std::span<const TestRow> rows,
+                   std::vector<absl::Status>* faults) {
   StepResult result;
   result.layer = layer;
   result.rows.resize(rows.size());
@@ -329,6 +330,7 @@ StepResult RunStep(Backend* backend, uint32_t layer, std::span<const TestRow> ro
     step_row.out = target.out.data();
     step_row.lse = target.lse.data();
     step_row.stats = &target.stats;
+    if (faults != nullptr) step_row.fault = &faults->at(r);
     step_rows.push_back(step_row);
   }
   StepRequest request;
@@ -410,7 +412,7 @@ oracle::Regression StoredRegression(const Segment& segment, uint32_t layer, uint
 // (attention/kernels/kernels.h, DotDeviations).
 bool KernelsRoundSquares() {
   constexpr size_t kDim = 16;
-  const std::vector<float> q(kernels::kQuad * kDim, 1.0f);
+  const std::vector<float> q(kQuad * kDim, 1.0f);
   std::vector<float> memory(kernels::SquaresFloats(kDim));
   return kernels::PrepareSquares(q.data(), 1, kDim, memory.data()).int16.values != nullptr;
 }

@@ -49,8 +49,8 @@ TEST_P(CudaBackendParity, AnswersStatisticsAndPlansAreTheCpus) {
   EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
   EXPECT_TRUE(fake.backend->Health().ok());
   const bool teams = shape.query_heads / shape.kv_heads <= kLanes &&
-                     shape.value_dim <= kTeamValueDimMax && !shape.segments.empty();
-  EXPECT_EQ(fake.control->team_units() > 0, teams);
+                     shape.value_dim <= kCoopValueDimMax && !shape.segments.empty();
+  EXPECT_EQ(fake.control->coop_units() > 0, teams);
 }
 
 // Keys so large that clusters' estimates, which the spread of keys raises, lie far above what the
@@ -76,7 +76,7 @@ TEST(CudaBackendTeams, StagesAnswerWhereTeamsAreOff) {
   TestSequence sequence = MakeSequence(SpecOf(kCases[1], DType::kBf16));
   const std::vector<TestRow> rows = RowsOfPolicies(&sequence, /*layer=*/0, 5, DType::kFp32);
   EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
-  EXPECT_EQ(fake.control->team_units(), 0u);
+  EXPECT_EQ(fake.control->coop_units(), 0u);
 }
 
 INSTANTIATE_TEST_SUITE_P(

@@ -78,9 +78,9 @@ uint64_t FakeControl::builds() const {
   MutexLock lock(mutex_);
   return builds_;
 }
-uint64_t FakeControl::team_units() const {
+uint64_t FakeControl::coop_units() const {
   MutexLock lock(mutex_);
-  return team_units_;
+  return coop_units_;
 }
 
 uint64_t FakeControl::kinds() const {
@@ -120,7 +120,7 @@ class FakeStream : public Stream {
     return control_->Call();
   }
 
-  bool has_teams() const override { return true; }
+  bool has_cooperative_groups() const override { return true; }
 
   absl::Status RunStep(const StepRun& run) override {
     ATTND_RETURN_IF_ERROR(CopyToDevice(run.device_input, run.input, run.input_bytes));
@@ -199,7 +199,7 @@ class FakeStream : public Stream {
         step.rows /= 2;
         control_->broken_ = true;
       }
-      control_->team_units_ += TeamUnits(header);
+      control_->coop_units_ += CoopUnits(header);
       RunStepReference(run.shape, step, control_->faults_.one_more_exact);
       Spoil(run.shape, step, control_->faults_);
       ++control_->steps_;

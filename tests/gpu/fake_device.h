@@ -44,7 +44,7 @@ class FakeControl {
   uint64_t steps() const;        // that were run
   uint64_t uploads() const;      // bytes that came by UploadRefs
   uint64_t builds() const;       // layers that were built
-  uint64_t team_units() const;   // that steps left to teams
+  uint64_t coop_units() const;   // that steps left to teams
   uint64_t kinds() const;        // of steps that one graph could not launch together
 
  private:
@@ -65,7 +65,7 @@ class FakeControl {
   uint64_t steps_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t uploads_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t builds_ ABSL_GUARDED_BY(mutex_) = 0;
-  uint64_t team_units_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t coop_units_ ABSL_GUARDED_BY(mutex_) = 0;
   std::set<std::string> kinds_ ABSL_GUARDED_BY(mutex_);  // bytes of all that decides
 };
 

@@ -36,11 +36,11 @@ using attnd::gpu::IndexJob;
 using attnd::gpu::IndexOffsets;
 using attnd::gpu::cuda::BuildIndexes;
 using attnd::gpu::cuda::ElementType;
-using attnd::gpu::cuda::IndexObserver;
+using attnd::gpu::cuda::IndexLaunch;
+using attnd::gpu::cuda::IndexLaunchListener;
 using attnd::gpu::cuda::IndexScratchBytes;
 using attnd::gpu::cuda::IndexShape;
-using attnd::gpu::cuda::IndexStage;
-using attnd::gpu::cuda::kIndexStages;
+using attnd::gpu::cuda::kIndexLaunches;
 
 // Bounds of the objective, relative to the reference's. A token that two clusters are equally good
 // for may go either way, which leads a single head to somewhat better or worse clusters.
@@ -535,9 +535,9 @@ std::array<std::vector<std::byte>, 2> BuildTwice(const Case& c, const Layout& la
       addresses.push_back(tail.data() + (j * block_count + block_count - 1 - b) * block_bytes);
     }
     IndexJob job = {};
-    job.blocks =
+    job.tail_blocks =
         reinterpret_cast<const std::byte* const*>(pointers.data()) + size_t{j} * block_count;
-    job.block_head_bytes = run_bytes;
+    job.tail_block_head_bytes = run_bytes;
     job.first_row = c.first_row;
     job.tokens = c.tokens;
     job.unclustered = c.unclustered;
@@ -678,9 +678,9 @@ __global__ void FillKernel(__nv_bfloat16* rows, size_t elements, uint32_t dim, s
 }
 
 // Time from each launch to the next, by stage.
-class StageTimer : public IndexObserver {
+class LaunchTimer : public IndexLaunchListener {
  public:
-  void Launching(IndexStage stage, cudaStream_t stream) override {
+  void Launching(IndexLaunch stage, cudaStream_t stream) override {
     stages_.push_back(stage);
     Mark(stream);
   }
@@ -691,8 +691,8 @@ class StageTimer : public IndexObserver {
     events_.push_back(event);
   }
   // Seconds of each stage; after a last Mark and synchronisation.
-  std::array<double, kIndexStages> Seconds() const {
-    std::array<double, kIndexStages> seconds = {};
+  std::array<double, kIndexLaunches> Seconds() const {
+    std::array<double, kIndexLaunches> seconds = {};
     for (size_t i = 0; i < stages_.size(); ++i) {
       float ms = 0;
       CHECK_CUDA(cudaEventElapsedTime(&ms, events_[i], events_[i + 1]));
@@ -702,7 +702,7 @@ class StageTimer : public IndexObserver {
   }
 
  private:
-  std::vector<IndexStage> stages_;
+  std::vector<IndexLaunch> stages_;
   std::vector<cudaEvent_t> events_;  // the process ends soon after
 };
 
@@ -733,9 +733,9 @@ class Bench {
         addresses.push_back(tail_.data() + (size_t{l} * kBlocks + b) * kHeads * run_bytes);
       }
       IndexJob job = {};
-      job.blocks =
+      job.tail_blocks =
           reinterpret_cast<const std::byte* const*>(pointers_.data()) + size_t{l} * kBlocks;
-      job.block_head_bytes = run_bytes;
+      job.tail_block_head_bytes = run_bytes;
       job.tokens = kTokens;
       job.max_clusters = layout_.max_clusters;
       job.kv_heads = kHeads;
@@ -751,7 +751,7 @@ class Bench {
     first_job_ = jobs[0];
   }
 
-  void Build(IndexObserver* observer) {
+  void Build(IndexLaunchListener* observer) {
     CHECK_CUDA(BuildIndexes(kShape, first_job_, reinterpret_cast<IndexJob*>(jobs_.data()), layers_,
                             scratch_.data(), nullptr, observer));
   }
@@ -786,22 +786,22 @@ void RunBench(uint32_t layers) {
               layers, static_cast<double>(bench.scratch_bytes()) / 1e6, calls, ms / 1e3,
               ms / calls);
 
-  StageTimer timer;
+  LaunchTimer timer;
   for (uint32_t i = 0; i < calls; ++i) bench.Build(&timer);
   timer.Mark(nullptr);
   CHECK_CUDA(cudaDeviceSynchronize());
   const auto seconds = timer.Seconds();
-  constexpr const char* kNames[kIndexStages] = {"centre", "seed",     "assign", "sort",
-                                                "move",   "describe", "gather"};
+  constexpr const char* kNames[kIndexLaunches] = {"centre", "seed",     "assign", "sort",
+                                                  "move",   "describe", "gather"};
   double sum = 0;
-  for (uint32_t s = 0; s < kIndexStages; ++s) {
+  for (uint32_t s = 0; s < kIndexLaunches; ++s) {
     std::printf("  %-8s %.4f s\n", kNames[s], seconds[s]);
     sum += seconds[s];
   }
   const double products = 2.0 * Bench::kTokens * (Bench::kTokens / kClusterTokens) * 128 *
                           Bench::kHeads * kSegments * kLayers * kIterations;
   std::printf("  sum      %.4f s with events between; assign at %.0f TFLOP/s\n", sum,
-              products / seconds[static_cast<size_t>(IndexStage::kAssign)] / 1e12);
+              products / seconds[static_cast<size_t>(IndexLaunch::kAssign)] / 1e12);
 }
 
 }  // namespace

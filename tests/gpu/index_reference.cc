@@ -40,7 +40,8 @@ class Head {
         pages_(job.pages + kv_head * job.pages_head_bytes) {
     for (uint32_t t = 0; t < job.tokens; ++t) {
       const uint64_t row = job.first_row + t;
-      const std::byte* block = job.blocks[row / kTailBlock] + kv_head * job.block_head_bytes;
+      const std::byte* block =
+          job.tail_blocks[row / kTailBlock] + kv_head * job.tail_block_head_bytes;
       rows_.push_back({block + KeyAt(row % kTailBlock), block + ValueAt(row % kTailBlock)});
     }
   }

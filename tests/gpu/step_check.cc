@@ -25,7 +25,7 @@ class Checker {
     Equal("tiles_max", h_.tiles_max, CeilOf(h_.group, kLanes));
     const uint64_t token_bytes =
         uint64_t{shape_.head_dim + shape_.value_dim} * DTypeBytes(shape_.dtype);
-    Equal("block_head_bytes", h_.block_head_bytes, kTailBlock * token_bytes);
+    Equal("tail_block_head_bytes", h_.tail_block_head_bytes, kTailBlock * token_bytes);
     Held("row_refs", h_.row_refs, h_.rows * sizeof(RowRef));
     if (!wrong_.empty()) return wrong_;
     for (uint32_t r = 0; r < h_.rows && wrong_.empty(); ++r) Row(h_.row_refs[r]);
@@ -67,7 +67,7 @@ class Checker {
     if (row.query_tokens == 0) Fail("query_tokens is 0");
     Segments(row);
     Tail(row);
-    if (row.team_blocks != 0) return Team(row);
+    if (row.coop_blocks != 0) return Threads(row);
     Equal("read_pieces", row.read_pieces,
           dense ? row.dense_pieces + row.tail_pieces : row.tail_pieces + 1);
     if (!clusters) Equal("estimate_pieces", row.estimate_pieces, 0);
@@ -105,32 +105,32 @@ class Checker {
   }
 
   // A row that teams answer.
-  void Team(const RowRef& row) {
+  void Threads(const RowRef& row) {
     if (row.kind != UnitKind::kClusters) Fail("a team without clusters");
     if (row.cut == CutKind::kErrorBudget && std::isfinite(row.tolerance)) {
       Fail("a team with a tolerance");
     }
-    if (row.segment_count > kTeamSegmentsMax) Fail("too many segments for a team");
+    if (row.segment_count > kCoopSegmentsMax) Fail("too many segments for a team");
     if (row.tiles_per_unit != 1) Fail("a team with several tiles");
-    const auto* size = std::find(std::begin(kTeamBlocks), std::end(kTeamBlocks), row.team_blocks);
-    if (size == std::end(kTeamBlocks)) return Fail("no size of a team");
-    Equal("read_pieces", row.read_pieces, row.team_blocks);
-    Equal("estimate_pieces", row.estimate_pieces, row.team_blocks);
-    states_ += Units(row) * 3 * row.team_blocks;
+    const auto* size = std::find(std::begin(kCoopBlocks), std::end(kCoopBlocks), row.coop_blocks);
+    if (size == std::end(kCoopBlocks)) return Fail("no size of a team");
+    Equal("read_pieces", row.read_pieces, row.coop_blocks);
+    Equal("estimate_pieces", row.estimate_pieces, row.coop_blocks);
+    states_ += Units(row) * 3 * row.coop_blocks;
     for (uint32_t unit = 0; unit < UnitsOf(row); ++unit) {
       const auto number = static_cast<uint32_t>(&row - h_.row_refs);
-      teams_[size - std::begin(kTeamBlocks)].push_back({number, unit});
+      teams_[size - std::begin(kCoopBlocks)].push_back({number, unit});
     }
   }
 
   void Teams() {
     uint64_t first = 0;
-    for (uint32_t size = 0; size < kTeamSizes; ++size) {
-      Equal("team_counts", h_.team_counts[size], teams_[size].size());
-      Held("team_units", h_.team_units + first, teams_[size].size() * sizeof(TeamUnit));
+    for (uint32_t size = 0; size < kCoopSizes; ++size) {
+      Equal("coop_counts", h_.coop_counts[size], teams_[size].size());
+      Held("coop_units", h_.coop_units + first, teams_[size].size() * sizeof(CoopUnit));
       for (size_t i = 0; i < teams_[size].size() && wrong_.empty(); ++i, ++first) {
-        Equal("a team's row", h_.team_units[first].row, teams_[size][i].row);
-        Equal("a team's unit", h_.team_units[first].unit, teams_[size][i].unit);
+        Equal("a team's row", h_.coop_units[first].row, teams_[size][i].row);
+        Equal("a team's unit", h_.coop_units[first].unit, teams_[size][i].unit);
       }
     }
   }
@@ -165,9 +165,10 @@ class Checker {
     // Of the whole row, of which this may be a part.
     if (!empty && row.tail_pieces < CeilOf(limit, kReadPieceTokens)) Fail("too few tail pieces");
     const uint64_t blocks = empty ? 0 : CeilOf(limit, kTailBlock);
-    Held("blocks", h_.blocks + row.blocks_begin, blocks * sizeof(const std::byte*));
+    Held("blocks", h_.tail_blocks + row.tail_blocks_begin, blocks * sizeof(const std::byte*));
     for (uint64_t b = 0; b < blocks && wrong_.empty(); ++b) {
-      Held("a tail block", h_.blocks[row.blocks_begin + b], h_.kv_heads * h_.block_head_bytes);
+      Held("a tail block", h_.tail_blocks[row.tail_blocks_begin + b],
+           h_.kv_heads * h_.tail_block_head_bytes);
     }
   }
 
@@ -189,11 +190,11 @@ class Checker {
     for (uint32_t u = 0; u < h_.uploads && wrong_.empty(); ++u) {
       const UploadRef& upload = h_.upload_refs[u];
       const auto to = reinterpret_cast<uintptr_t>(upload.to);
-      const auto from = reinterpret_cast<uintptr_t>(h_.staged + upload.from);
+      const auto from = reinterpret_cast<uintptr_t>(h_.upload_data + upload.from);
       if (to % 16 != 0 || from % 16 != 0 || upload.bytes % 16 != 0)
         Fail("an upload is not aligned");
       Held("an upload's target", upload.to, upload.bytes);
-      Held("an upload's source", h_.staged + upload.from, upload.bytes);
+      Held("an upload's source", h_.upload_data + upload.from, upload.bytes);
     }
   }
 
@@ -238,7 +239,7 @@ class Checker {
   uint64_t states_ = 0, scores_ = 0, fates_ = 0, chosen_ = 0, chosen_pieces_ = 0;
   uint32_t estimate_pieces_max_ = 0;
   bool needs_measure_ = false;
-  std::array<std::vector<TeamUnit>, kTeamSizes> teams_;
+  std::array<std::vector<CoopUnit>, kCoopSizes> teams_;
   std::vector<std::pair<uintptr_t, uintptr_t>> parts_;
 };
 

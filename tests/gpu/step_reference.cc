@@ -153,8 +153,8 @@ class Lanes {
     }
     const uint32_t limit = row_.tail_limit + token_ * row_.causal;
     for (uint32_t t = row_.tail_begin; t < limit; ++t) {
-      const std::byte* pages =
-          header_.blocks[row_.blocks_begin + t / kTailBlock] + kv_head_ * header_.block_head_bytes;
+      const std::byte* pages = header_.tail_blocks[row_.tail_blocks_begin + t / kTailBlock] +
+                               kv_head_ * header_.tail_block_head_bytes;
       zone_.push_back({pages_.key(pages, t % kTailBlock), pages_.value(pages, t % kTailBlock)});
     }
   }
@@ -393,7 +393,7 @@ class Lanes {
 void RunStepReference(const KernelShape& shape, const StepHeader& header, uint32_t one_more_exact) {
   for (uint32_t u = 0; u < header.uploads; ++u) {
     const UploadRef& upload = header.upload_refs[u];
-    std::memcpy(upload.to, header.staged + upload.from, upload.bytes);
+    std::memcpy(upload.to, header.upload_data + upload.from, upload.bytes);
   }
   for (uint32_t r = 0; r < header.rows; ++r) {
     const RowRef& row = header.row_refs[r];

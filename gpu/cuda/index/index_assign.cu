@@ -16,7 +16,7 @@ constexpr uint32_t kThreads = kWarps * 32;
 constexpr uint32_t kRowTiles = 2;  // of a warp, each of 16 tokens; a B operand serves both
 constexpr uint32_t kWarpTokens = kRowTiles * 16;
 constexpr uint32_t kBlockTokens = kWarps * kWarpTokens;
-constexpr uint32_t kStages = 3;
+constexpr uint32_t kBuffers = 3;
 
 // Columns: of 8 clusters, scored together. Keys take kHeadDim / 2 registers of a thread and scores
 // 8 of each column, so that small heads leave room for two blocks: one loads its keys while the
@@ -27,7 +27,7 @@ struct Tuning {
   static constexpr uint32_t kBlocksPerSm = kHeadDim <= 128 ? 2 : 1;
 };
 
-// A stage of the pipeline in shared memory.
+// A buffer of the pipeline in shared memory.
 template <uint32_t kHeadDim>
 struct Tile {
   uint4 fragments[kTileClusters / 8][kHeadDim / 32][32];
@@ -38,7 +38,7 @@ struct Tile {
 template <typename Element>
 __device__ __forceinline__ void MultiplyAdd(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                             uint32_t b1, const float (&c)[4]) {
-  if constexpr (Element::kType == ElementType::kBf16) {
+  if constexpr (Element::kDtype == DType::kBf16) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
         "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
@@ -197,15 +197,15 @@ __global__ void __launch_bounds__(kThreads, Tuning<Shape::kHeadDim>::kBlocksPerS
   using SharedTile = Tile<Shape::kHeadDim>;
   constexpr uint32_t kColumns = Tuning<Shape::kHeadDim>::kColumns;
   extern __shared__ __align__(16) unsigned char shared[];
-  auto* stages = reinterpret_cast<SharedTile*>(shared);  // [kStages]
+  auto* buffers = reinterpret_cast<SharedTile*>(shared);  // [kBuffers]
 
   const Head head(plan, blockIdx.x / token_tiles);
   const uint32_t cluster_tiles = plan.padded_clusters / kTileClusters;
   const uint32_t first_token =
       blockIdx.x % token_tiles * kBlockTokens + threadIdx.x / 32 * kWarpTokens;
 #pragma unroll
-  for (uint32_t t = 0; t < kStages - 1; ++t) {
-    if (t < cluster_tiles) CopyTile(head, t, stages + t);
+  for (uint32_t t = 0; t < kBuffers - 1; ++t) {
+    if (t < cluster_tiles) CopyTile(head, t, buffers + t);
     __pipeline_commit();
   }
   Keys<Shape::kHeadDim> keys;
@@ -214,12 +214,12 @@ __global__ void __launch_bounds__(kThreads, Tuning<Shape::kHeadDim>::kBlocksPerS
   best.Clear();
 
   for (uint32_t t = 0; t < cluster_tiles; ++t) {
-    __pipeline_wait_prior(kStages - 2);
+    __pipeline_wait_prior(kBuffers - 2);
     __syncthreads();  // tile t is there for all, and none still reads tile t - 1
-    const uint32_t ahead = t + kStages - 1;
-    if (ahead < cluster_tiles) CopyTile(head, ahead, stages + ahead % kStages);
+    const uint32_t ahead = t + kBuffers - 1;
+    if (ahead < cluster_tiles) CopyTile(head, ahead, buffers + ahead % kBuffers);
     __pipeline_commit();
-    const SharedTile& tile = stages[t % kStages];
+    const SharedTile& tile = buffers[t % kBuffers];
 #pragma unroll 1
     for (uint32_t column = 0; column < kTileClusters / 8; column += kColumns) {
       ScoreColumns<Shape>(keys, tile, column, t * kTileClusters + column * 8, &best);
@@ -242,12 +242,12 @@ __global__ void __launch_bounds__(kThreads, Tuning<Shape::kHeadDim>::kBlocksPerS
 // Launcher.
 // -------------------------------------------------------------------------------------------------
 
-cudaError_t LaunchAssign(const IndexShape& shape, const IndexPlan& plan, cudaStream_t stream) {
+cudaError_t LaunchAssign(const KernelShape& shape, const IndexPlan& plan, cudaStream_t stream) {
   return DispatchShape(shape, [&](auto constant) {
     // Values' size is none of this kernel's business.
     using Given = decltype(constant);
     using Shape = ShapeConstant<typename Given::Element, Given::kHeadDim, 0>;
-    constexpr uint32_t kSharedBytes = kStages * sizeof(Tile<Shape::kHeadDim>);
+    constexpr uint32_t kSharedBytes = kBuffers * sizeof(Tile<Shape::kHeadDim>);
     const cudaError_t error = cudaFuncSetAttribute(
         AssignKernel<Shape>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
     if (error != cudaSuccess) return error;

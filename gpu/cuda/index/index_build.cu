@@ -9,7 +9,7 @@ constexpr uint32_t kPartAlignment = 256;
 constexpr uint32_t kElementBytes = 2;
 
 // For a segment of `tokens` of which none is unclustered: no other needs more.
-ScratchLayout LayOut(const IndexShape& shape, uint32_t tokens) {
+ScratchLayout LayOut(const KernelShape& shape, uint32_t tokens) {
   const uint32_t clusters = CeilDiv(tokens, kIndexClusterTokens);
   const uint32_t padded = CeilDiv(clusters, kTileClusters) * kTileClusters;
   const uint32_t chunks = CeilDiv(tokens, kMeanChunkTokens);
@@ -33,7 +33,7 @@ ScratchLayout LayOut(const IndexShape& shape, uint32_t tokens) {
   return layout;
 }
 
-IndexPlan PlanOf(const IndexShape& shape, const IndexJob& first_job, const IndexJob* jobs,
+IndexPlan PlanOf(const KernelShape& shape, const IndexJob& first_job, const IndexJob* jobs,
                  uint32_t count, std::byte* scratch) {
   IndexPlan plan;
   plan.jobs = jobs;
@@ -52,40 +52,40 @@ IndexPlan PlanOf(const IndexShape& shape, const IndexJob& first_job, const Index
   return plan;
 }
 
-bool InRange(const IndexShape& shape, const IndexJob& job, uint32_t count) {
+bool InRange(const KernelShape& shape, const IndexJob& job, uint32_t count) {
   const auto known = DispatchShape(shape, [](auto) { return cudaSuccess; });
   return known == cudaSuccess && count >= 1 && job.kv_heads >= 1 && job.tokens <= kIndexTokensMax &&
-         job.unclustered < job.tokens && job.first_row < kIndexBlockTokens &&
+         job.unclustered < job.tokens && job.first_row < kIndexTailBlockTokens &&
          job.max_clusters == CeilDiv(job.tokens - job.unclustered, kIndexClusterTokens);
 }
 
 }  // namespace
 
-uint64_t IndexScratchBytes(const IndexShape& shape, uint32_t kv_heads, uint32_t tokens) {
+uint64_t BuildScratchBytes(const KernelShape& shape, uint32_t kv_heads, uint32_t tokens) {
   return uint64_t{LayOut(shape, tokens).head_bytes} * kv_heads;
 }
 
-cudaError_t BuildIndexes(const IndexShape& shape, const IndexJob& first_job, const IndexJob* jobs,
+cudaError_t BuildIndexes(const KernelShape& shape, const IndexJob& first_job, const IndexJob* jobs,
                          uint32_t count, std::byte* scratch, cudaStream_t stream,
-                         IndexObserver* observer) {
+                         IndexLaunchListener* listener) {
   if (!InRange(shape, first_job, count)) return cudaErrorInvalidValue;
   const IndexPlan plan = PlanOf(shape, first_job, jobs, count, scratch);
   cudaError_t error = cudaSuccess;
-  const auto run = [&](IndexStage stage, auto launch) {
+  const auto run = [&](IndexLaunch kind, auto launch) {
     if (error != cudaSuccess) return;
-    if (observer != nullptr) observer->Launching(stage, stream);
+    if (listener != nullptr) listener->Launching(kind, stream);
     error = launch();
   };
-  run(IndexStage::kCentre, [&] { return LaunchCentre(shape, plan, stream); });
-  run(IndexStage::kSeed, [&] { return LaunchSeed(shape, plan, stream); });
+  run(IndexLaunch::kCentre, [&] { return LaunchCentre(shape, plan, stream); });
+  run(IndexLaunch::kSeed, [&] { return LaunchSeed(shape, plan, stream); });
   for (uint32_t i = 1; i <= kIndexIterations; ++i) {
     const bool last = i == kIndexIterations;
-    run(IndexStage::kAssign, [&] { return LaunchAssign(shape, plan, stream); });
-    run(IndexStage::kSort, [&] { return LaunchSort(plan, last, stream); });
-    if (!last) run(IndexStage::kMove, [&] { return LaunchMove(shape, plan, stream); });
+    run(IndexLaunch::kAssign, [&] { return LaunchAssign(shape, plan, stream); });
+    run(IndexLaunch::kSort, [&] { return LaunchSort(plan, last, stream); });
+    if (!last) run(IndexLaunch::kMove, [&] { return LaunchMove(shape, plan, stream); });
   }
-  run(IndexStage::kDescribe, [&] { return LaunchDescribe(shape, plan, stream); });
-  run(IndexStage::kGather, [&] { return LaunchGather(plan, stream); });
+  run(IndexLaunch::kDescribe, [&] { return LaunchDescribe(shape, plan, stream); });
+  run(IndexLaunch::kGather, [&] { return LaunchGather(plan, stream); });
   return error;
 }
 

@@ -8,7 +8,7 @@
 // middle between two clusters may go to the other one than on the CPU; everything that the index
 // says about its clusters is computed from their members in double.
 //
-// Plain CUDA: neither absl nor anything that includes it.
+// Plain CUDA: no library of absl's is needed to link it.
 #ifndef ATTND_GPU_CUDA_INDEX_INDEX_BUILD_CUH_
 #define ATTND_GPU_CUDA_INDEX_INDEX_BUILD_CUH_
 
@@ -18,47 +18,40 @@
 #include <cstdint>
 
 #include "gpu/layout/index_layout.h"
+#include "gpu/layout/kernel_shapes.h"
 
 namespace attnd::gpu::cuda {
 
-enum class ElementType : uint8_t { kBf16, kFp16 };
-
-struct IndexShape {
-  ElementType type;
-  uint32_t head_dim;
-  uint32_t value_dim;
-};
-
-inline constexpr uint32_t kIndexClusterTokens = 16;  // attention::kClusterTokens
-inline constexpr uint32_t kIndexIterations = 10;     // attention::kKMeansIterations
-inline constexpr uint32_t kIndexTokensMax = 65536;   // attention::kSegmentTokensMax
-inline constexpr uint32_t kIndexPageTokens = 16;     // attention::kPageTokens
-inline constexpr uint32_t kIndexBlockTokens = 64;    // attention::kTailBlockTokens
+inline constexpr uint32_t kIndexClusterTokens = 16;    // attention::kClusterTokens
+inline constexpr uint32_t kIndexIterations = 10;       // attention::kKMeansIterations
+inline constexpr uint32_t kIndexTokensMax = 65536;     // attention::kSegmentTokensMax
+inline constexpr uint32_t kIndexPageTokens = 16;       // attention::kPageTokens
+inline constexpr uint32_t kIndexTailBlockTokens = 64;  // attention::kTailBlockTokens
 
 // The launches of a build, by kind.
-enum class IndexStage : uint32_t { kCentre, kSeed, kAssign, kSort, kMove, kDescribe, kGather };
-inline constexpr uint32_t kIndexStages = 7;
+enum class IndexLaunch : uint32_t { kCentre, kSeed, kAssign, kSort, kMove, kDescribe, kGather };
+inline constexpr uint32_t kIndexLaunches = 7;
 
 // Told of every launch, before it. For measurements.
-class IndexObserver {
+class IndexLaunchListener {
  public:
-  virtual ~IndexObserver() = default;
-  virtual void Launching(IndexStage stage, cudaStream_t stream) = 0;
+  virtual ~IndexLaunchListener() = default;
+  virtual void Launching(IndexLaunch kind, cudaStream_t stream) = 0;
 };
 
 // Scratch bytes of one job. A multiple of 256.
-uint64_t IndexScratchBytes(const IndexShape& shape, uint32_t kv_heads, uint32_t tokens);
+uint64_t BuildScratchBytes(const KernelShape& shape, uint32_t kv_heads, uint32_t tokens);
 
 // Enqueues the build of `count` >= 1 jobs (on the device), all with the sizes of `first_job` (a
 // host copy of the first): tokens, unclustered, max_clusters and kv_heads. `scratch` is aligned to
-// 256 and has IndexScratchBytes for each job. Index parts are written for as many clusters as there
+// 256 and has BuildScratchBytes for each job. Index parts are written for as many clusters as there
 // are, the rest is left as it is; rows of the last page beyond the tokens become zeros.
 //
 // cudaErrorInvalidValue, and nothing was enqueued, for a shape without kernels or sizes out of
 // range; otherwise what the launches said.
-cudaError_t BuildIndexes(const IndexShape& shape, const IndexJob& first_job, const IndexJob* jobs,
+cudaError_t BuildIndexes(const KernelShape& shape, const IndexJob& first_job, const IndexJob* jobs,
                          uint32_t count, std::byte* scratch, cudaStream_t stream,
-                         IndexObserver* observer = nullptr);
+                         IndexLaunchListener* listener = nullptr);
 
 }  // namespace attnd::gpu::cuda
 

@@ -3,15 +3,15 @@
 // What the index says about each cluster, from its members' keys and values in double, as the CPU
 // does; and the payload in the segment's order.
 #include "gpu/cuda/index/index_kernels.cuh"
-#include "gpu/cuda/index/index_team.cuh"
+#include "gpu/cuda/index/index_workers.cuh"
 
 namespace attnd::gpu::cuda {
 namespace {
 
-constexpr uint32_t kThreads = kTeamWarps * 32;
+constexpr uint32_t kThreads = kBlockWarps * 32;
 constexpr double kDeviationLevels = 15;  // 4 bits
 constexpr uint32_t kGatherWarpSlots = 8;
-constexpr uint32_t kGatherBlockSlots = kTeamWarps * kGatherWarpSlots;
+constexpr uint32_t kGatherBlockSlots = kBlockWarps * kGatherWarpSlots;
 
 // Stores this lane's channels of one vector, rounded to the dtype. row: [32 * kPart].
 template <typename Element, uint32_t kPart>
@@ -45,13 +45,13 @@ __device__ __forceinline__ double StoreCodes(const double (&deviations)[kPart], 
 }
 
 // Pass one over a cluster's keys: their mean; pass two: their deviations about it. Both for this
-// lane's channels, on every warp of the team.
-template <typename Shape, typename Team, typename Row>
-__device__ __forceinline__ void KeyMoments(Team team, uint32_t begin, uint32_t end, Row row,
+// lane's channels, on every warp of the workers (index_workers.cuh).
+template <typename Shape, typename Workers, typename Row>
+__device__ __forceinline__ void KeyMoments(Workers workers, uint32_t begin, uint32_t end, Row row,
                                            double* shared, double (&mean)[Shape::kHeadDim / 32],
                                            double (&deviation)[Shape::kHeadDim / 32]) {
   constexpr uint32_t kPart = Shape::kHeadDim / 32;
-  const MemberRange part = team.Part(begin, end);
+  const MemberRange part = workers.Part(begin, end);
   const double size = end - begin;
 #pragma unroll
   for (uint32_t e = 0; e < kPart; ++e) mean[e] = deviation[e] = 0;
@@ -66,7 +66,7 @@ __device__ __forceinline__ void KeyMoments(Team team, uint32_t begin, uint32_t e
         }
       },
       [] {});
-  team.Sum(mean, shared);
+  workers.Sum(mean, shared);
 #pragma unroll
   for (uint32_t e = 0; e < kPart; ++e) mean[e] /= size;
   ForRows<kPart / 2>(
@@ -81,18 +81,18 @@ __device__ __forceinline__ void KeyMoments(Team team, uint32_t begin, uint32_t e
         }
       },
       [] {});
-  team.Sum(deviation, shared);
+  workers.Sum(deviation, shared);
 #pragma unroll
   for (uint32_t e = 0; e < kPart; ++e) deviation[e] = sqrt(deviation[e] / size);
 }
 
-// The mean value, this lane's channels, on every warp of the team; returns the mean of |v|^2.
-template <typename Shape, typename Team, typename Row>
-__device__ __forceinline__ double ValueMoments(Team team, uint32_t begin, uint32_t end, Row row,
-                                               double* shared,
+// The mean value, this lane's channels, on every warp of the workers; returns the mean of |v|^2.
+template <typename Shape, typename Workers, typename Row>
+__device__ __forceinline__ double ValueMoments(Workers workers, uint32_t begin, uint32_t end,
+                                               Row row, double* shared,
                                                double (&mean)[Shape::kValueDim / 32]) {
   constexpr uint32_t kPart = Shape::kValueDim / 32;
-  const MemberRange part = team.Part(begin, end);
+  const MemberRange part = workers.Part(begin, end);
   const double size = end - begin;
   double norm2[1] = {0};  // of this lane's channels
 #pragma unroll
@@ -110,8 +110,8 @@ __device__ __forceinline__ double ValueMoments(Team team, uint32_t begin, uint32
         }
       },
       [] {});
-  team.Sum(mean, shared);
-  team.Sum(norm2, shared);
+  workers.Sum(mean, shared);
+  workers.Sum(norm2, shared);
 #pragma unroll
   for (uint32_t e = 0; e < kPart; ++e) mean[e] /= size;
   return WarpSum(norm2[0]) / size;
@@ -130,15 +130,15 @@ __device__ __forceinline__ void StoreScalar(std::byte* part, uint32_t cluster, d
 }
 
 // What the index says of the keys at slots [begin, end).
-template <typename Shape, typename Team>
-__device__ __forceinline__ void DescribeKeys(const Head& head, Team team, uint32_t cluster,
+template <typename Shape, typename Workers>
+__device__ __forceinline__ void DescribeKeys(const Head& head, Workers workers, uint32_t cluster,
                                              uint32_t begin, uint32_t end, double* shared) {
   const IndexOffsets& offsets = head.job.offsets;
   std::byte* index = head.Index();
   const auto row = [&](uint32_t slot) { return head.KeyRow(TokenAt(head, slot)); };
   double centroid[Shape::kHeadDim / 32], deviation[Shape::kHeadDim / 32];
-  KeyMoments<Shape>(team, begin, end, row, shared, centroid, deviation);
-  if (!team.Leads()) return;
+  KeyMoments<Shape>(workers, begin, end, row, shared, centroid, deviation);
+  if (!workers.Leads()) return;
   StoreRow<typename Shape::Element>(index + offsets.centroids + cluster * head.plan.key_bytes,
                                     centroid);
   auto* codes = reinterpret_cast<uint8_t*>(index + offsets.deviation_codes);
@@ -148,15 +148,15 @@ __device__ __forceinline__ void DescribeKeys(const Head& head, Team team, uint32
 }
 
 // And of the values.
-template <typename Shape, typename Team>
-__device__ __forceinline__ void DescribeValues(const Head& head, Team team, uint32_t cluster,
+template <typename Shape, typename Workers>
+__device__ __forceinline__ void DescribeValues(const Head& head, Workers workers, uint32_t cluster,
                                                uint32_t begin, uint32_t end, double* shared) {
   const IndexOffsets& offsets = head.job.offsets;
   std::byte* index = head.Index();
   const auto row = [&](uint32_t slot) { return head.ValueRow(TokenAt(head, slot)); };
   double mean[Shape::kValueDim / 32];
-  const double square = ValueMoments<Shape>(team, begin, end, row, shared, mean);
-  if (!team.Leads()) return;
+  const double square = ValueMoments<Shape>(workers, begin, end, row, shared, mean);
+  if (!workers.Leads()) return;
   StoreRow<typename Shape::Element>(index + offsets.mean_values + cluster * head.plan.value_bytes,
                                     mean);
   double norm2 = 0;
@@ -171,25 +171,25 @@ __device__ __forceinline__ void DescribeValues(const Head& head, Team team, uint
 // Kernels.
 // -------------------------------------------------------------------------------------------------
 
-// Clusters [b % blocks * kTeamClusters, + kTeamClusters) of the index of head b / blocks. After
+// Clusters [b % blocks * kBlockClusters, + kBlockClusters) of the index of head b / blocks. After
 // SortKernel<true>: the index has its starts and its cluster count.
 template <typename Shape>
 __global__ void __launch_bounds__(kThreads)
     DescribeKernel(const __grid_constant__ IndexPlan plan, uint32_t blocks) {
   constexpr uint32_t kWidest =
       Shape::kHeadDim > Shape::kValueDim ? Shape::kHeadDim : Shape::kValueDim;
-  __shared__ double shared[kTeamWarps * kWidest];
+  __shared__ double shared[kBlockWarps * kWidest];
   const Head head(plan, blockIdx.x / blocks);
   std::byte* index = head.Index();
   const uint32_t clusters = *reinterpret_cast<const uint32_t*>(index);
   const auto* starts =
       reinterpret_cast<const uint32_t*>(index + head.job.offsets.starts);  // [clusters + 1]
-  const uint32_t first = blockIdx.x % blocks * kTeamClusters;
-  const auto describe = [&](auto team, uint32_t cluster, uint32_t begin, uint32_t end) {
-    DescribeKeys<Shape>(head, team, cluster, begin, end, shared);
-    DescribeValues<Shape>(head, team, cluster, begin, end, shared);
+  const uint32_t first = blockIdx.x % blocks * kBlockClusters;
+  const auto describe = [&](auto workers, uint32_t cluster, uint32_t begin, uint32_t end) {
+    DescribeKeys<Shape>(head, workers, cluster, begin, end, shared);
+    DescribeValues<Shape>(head, workers, cluster, begin, end, shared);
   };
-  ForClusters(first, min(clusters, first + kTeamClusters), starts, describe);
+  ForClusters(first, min(clusters, first + kBlockClusters), starts, describe);
 }
 
 // Slots [b % blocks * kGatherBlockSlots, + kGatherBlockSlots) of head b / blocks: their tokens'
@@ -247,10 +247,10 @@ __global__ void __launch_bounds__(kThreads)
 // Launchers.
 // -------------------------------------------------------------------------------------------------
 
-cudaError_t LaunchDescribe(const IndexShape& shape, const IndexPlan& plan, cudaStream_t stream) {
+cudaError_t LaunchDescribe(const KernelShape& shape, const IndexPlan& plan, cudaStream_t stream) {
   return DispatchShape(shape, [&](auto constant) {
     using Shape = decltype(constant);
-    const uint32_t blocks = CeilDiv(plan.clusters, kTeamClusters);
+    const uint32_t blocks = CeilDiv(plan.clusters, kBlockClusters);
     DescribeKernel<Shape><<<plan.heads * blocks, kThreads, 0, stream>>>(plan, blocks);
     return cudaGetLastError();
   });

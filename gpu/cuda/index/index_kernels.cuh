@@ -23,7 +23,7 @@
 
 namespace attnd::gpu::cuda {
 
-inline constexpr uint32_t kTileClusters = 64;       // a stage of the assignment's pipeline
+inline constexpr uint32_t kTileClusters = 64;       // of one buffer of the assignment's ring
 inline constexpr uint32_t kMeanChunkTokens = 1024;  // of one block, summing keys
 
 struct HeadScale {
@@ -65,21 +65,21 @@ struct IndexPlan {
   ScratchLayout layout;
 };
 
-// Launchers, by stage; cudaErrorInvalidValue for a shape that they have no kernel for.
-cudaError_t LaunchCentre(const IndexShape& shape, const IndexPlan& plan, cudaStream_t stream);
-cudaError_t LaunchSeed(const IndexShape& shape, const IndexPlan& plan, cudaStream_t stream);
-cudaError_t LaunchAssign(const IndexShape& shape, const IndexPlan& plan, cudaStream_t stream);
+// Launchers, by IndexLaunch; cudaErrorInvalidValue for a shape that they have no kernel for.
+cudaError_t LaunchCentre(const KernelShape& shape, const IndexPlan& plan, cudaStream_t stream);
+cudaError_t LaunchSeed(const KernelShape& shape, const IndexPlan& plan, cudaStream_t stream);
+cudaError_t LaunchAssign(const KernelShape& shape, const IndexPlan& plan, cudaStream_t stream);
 // `last`: also writes cluster count and starts of the index, without the empty clusters.
 cudaError_t LaunchSort(const IndexPlan& plan, bool last, cudaStream_t stream);
-cudaError_t LaunchMove(const IndexShape& shape, const IndexPlan& plan, cudaStream_t stream);
-cudaError_t LaunchDescribe(const IndexShape& shape, const IndexPlan& plan, cudaStream_t stream);
+cudaError_t LaunchMove(const KernelShape& shape, const IndexPlan& plan, cudaStream_t stream);
+cudaError_t LaunchDescribe(const KernelShape& shape, const IndexPlan& plan, cudaStream_t stream);
 cudaError_t LaunchGather(const IndexPlan& plan, cudaStream_t stream);
 
 // ---- Element types: how the kernels convert them. Pairs are 4 bytes, the lower channel first.
 // ----
 
 struct Bf16 {
-  static constexpr ElementType kType = ElementType::kBf16;
+  static constexpr DType kDtype = DType::kBf16;
   static __device__ __forceinline__ float2 Unpack(uint32_t pair) {
     return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
   }
@@ -90,7 +90,7 @@ struct Bf16 {
 };
 
 struct Fp16 {
-  static constexpr ElementType kType = ElementType::kFp16;
+  static constexpr DType kDtype = DType::kFp16;
   static __device__ __forceinline__ float2 Unpack(uint32_t pair) {
     return __half22float2(*reinterpret_cast<const __half2*>(&pair));
   }
@@ -109,18 +109,27 @@ struct ShapeConstant {
   static constexpr uint32_t kValueDim = kValueDimV;
 };
 
-// Calls use(ShapeConstant) for the shape: kHeadDims x kPayloadTypes of gpu/device/device.h.
+template <DType kDtype>
+struct ElementFor;
+template <>
+struct ElementFor<DType::kBf16> {
+  using Type = Bf16;
+};
+template <>
+struct ElementFor<DType::kFp16> {
+  using Type = Fp16;
+};
+
+// Calls use(ShapeConstant) for the shape. cudaErrorInvalidValue if kKernelShapes has it not.
 template <typename Use>
-cudaError_t DispatchShape(const IndexShape& shape, Use use) {
-  const auto dims = [&]<typename Element>(Element) -> cudaError_t {
-    const uint32_t d = shape.head_dim, v = shape.value_dim;
-    if (d == 64 && v == 64) return use(ShapeConstant<Element, 64, 64>());
-    if (d == 128 && v == 128) return use(ShapeConstant<Element, 128, 128>());
-    if (d == 192 && v == 128) return use(ShapeConstant<Element, 192, 128>());
-    if (d == 256 && v == 256) return use(ShapeConstant<Element, 256, 256>());
-    return cudaErrorInvalidValue;
-  };
-  return shape.type == ElementType::kBf16 ? dims(Bf16()) : dims(Fp16());
+cudaError_t DispatchShape(const KernelShape& shape, Use use) {
+  cudaError_t error = cudaErrorInvalidValue;
+  DispatchListedShape([&](const KernelShape& listed) { return listed == shape; },
+                      [&]<typename Listed>(Listed) {
+                        using Element = typename ElementFor<Listed::kDtype>::Type;
+                        error = use(ShapeConstant<Element, Listed::kHeadDim, Listed::kValueDim>());
+                      });
+  return error;
 }
 
 // ---- Places. ----
@@ -162,8 +171,8 @@ struct Head {
            place % kIndexPageTokens * plan.value_bytes;
   }
   __device__ __forceinline__ const std::byte* PageOf(uint32_t place) const {
-    return job.blocks[place / kIndexBlockTokens] + kv_head * job.block_head_bytes +
-           place % kIndexBlockTokens / kIndexPageTokens * plan.page_bytes;
+    return job.tail_blocks[place / kIndexTailBlockTokens] + kv_head * job.tail_block_head_bytes +
+           place % kIndexTailBlockTokens / kIndexPageTokens * plan.page_bytes;
   }
 
   const IndexPlan& plan;

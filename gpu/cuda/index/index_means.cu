@@ -2,12 +2,12 @@
 //
 // Means: of all keys of a head, then of each cluster's members while iterating.
 #include "gpu/cuda/index/index_kernels.cuh"
-#include "gpu/cuda/index/index_team.cuh"
+#include "gpu/cuda/index/index_workers.cuh"
 
 namespace attnd::gpu::cuda {
 namespace {
 
-constexpr uint32_t kThreads = kTeamWarps * 32;
+constexpr uint32_t kThreads = kBlockWarps * 32;
 constexpr uint32_t kSeedBlockClusters = 32;
 
 // Stores centroid m + d: `delta` is d of this lane's channels, in units. All lanes of a warp.
@@ -57,22 +57,22 @@ __device__ __forceinline__ HeadScale ScaleOf(float greatest) {
   const int exponent = max(-100, min(126, greatest == 0 ? 0 : ilogbf(greatest)));
   // fp16 numbers end at 2^16 and lose bits below 2^-14: d in fragments is below 2^15. bf16 has the
   // range of float: products of keys and d come to about 1.
-  const int fragment = Element::kType == ElementType::kFp16 ? 13 : max(-100, min(100, -exponent));
+  const int fragment = Element::kDtype == DType::kFp16 ? 13 : max(-100, min(100, -exponent));
   return {ldexpf(1, -exponent), ldexpf(1, fragment), ldexpf(1, -fragment),
           ldexpf(1, exponent + fragment)};
 }
 
 // The mean of the members at [begin, end) of the order, without m, in units: this lane's channels.
-template <typename Shape, typename Team>
-__device__ __forceinline__ void MeanOfMembers(const Head& head, const HeadScale& scale, Team team,
-                                              uint32_t begin, uint32_t end, float* shared,
-                                              float (&delta)[Shape::kHeadDim / 32]) {
+template <typename Shape, typename Workers>
+__device__ __forceinline__ void MeanOfMembers(const Head& head, const HeadScale& scale,
+                                              Workers workers, uint32_t begin, uint32_t end,
+                                              float* shared, float (&delta)[Shape::kHeadDim / 32]) {
   constexpr uint32_t kPart = Shape::kHeadDim / 32;
   const uint32_t unclustered = head.plan.unclustered;
   const auto* order = head.At<const uint16_t>(head.plan.layout.order);  // [tokens]
   // [head_dim], from this lane's first channel on
   const auto* mean = head.At<const float>(head.plan.layout.mean) + threadIdx.x % 32 * kPart;
-  const MemberRange part = team.Part(begin, end);
+  const MemberRange part = workers.Part(begin, end);
   // Sums of 32 members, then sums of those, so that clusters of thousands stay exact enough.
   float some[kPart] = {};
 #pragma unroll
@@ -94,7 +94,7 @@ __device__ __forceinline__ void MeanOfMembers(const Head& head, const HeadScale&
           some[e] = 0;
         }
       });
-  team.Sum(delta, shared);
+  workers.Sum(delta, shared);
 #pragma unroll
   for (uint32_t e = 0; e < kPart; ++e) delta[e] /= static_cast<float>(end - begin);
 }
@@ -107,12 +107,12 @@ __device__ __forceinline__ void MeanOfMembers(const Head& head, const HeadScale&
 template <typename Shape>
 __global__ void __launch_bounds__(kThreads) SumKernel(const __grid_constant__ IndexPlan plan) {
   constexpr uint32_t kPart = Shape::kHeadDim / 32;
-  __shared__ double sums[kTeamWarps][Shape::kHeadDim];
-  __shared__ float greatest[kTeamWarps];
+  __shared__ double sums[kBlockWarps][Shape::kHeadDim];
+  __shared__ float greatest[kBlockWarps];
   const Head head(plan, blockIdx.x / plan.mean_chunks);
   const uint32_t chunk = blockIdx.x % plan.mean_chunks;
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const uint32_t run = kMeanChunkTokens / kTeamWarps;
+  const uint32_t run = kMeanChunkTokens / kBlockWarps;
   const uint32_t begin = min(plan.tokens, chunk * kMeanChunkTokens + warp * run);
   const uint32_t end = min(plan.tokens, begin + run);
 
@@ -140,11 +140,11 @@ __global__ void __launch_bounds__(kThreads) SumKernel(const __grid_constant__ In
   auto* partial_max = head.At<float>(plan.layout.partial_max);     // [chunks]
   for (uint32_t c = threadIdx.x; c < Shape::kHeadDim; c += kThreads) {
     double all = 0;
-    for (uint32_t w = 0; w < kTeamWarps; ++w) all += sums[w][c];
+    for (uint32_t w = 0; w < kBlockWarps; ++w) all += sums[w][c];
     partial_sums[chunk * Shape::kHeadDim + c] = all;
   }
   if (threadIdx.x == 0) {
-    for (uint32_t w = 1; w < kTeamWarps; ++w) most = fmaxf(most, greatest[w]);
+    for (uint32_t w = 1; w < kBlockWarps; ++w) most = fmaxf(most, greatest[w]);
     partial_max[chunk] = most;
   }
 }
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t lane = threadIdx.x % 32;
   const auto* mean = head.At<const float>(plan.layout.mean) + lane * kPart;  // [head_dim]
   const uint32_t first = blockIdx.x % blocks * kSeedBlockClusters;
-  for (uint32_t c = first + threadIdx.x / 32; c < first + kSeedBlockClusters; c += kTeamWarps) {
+  for (uint32_t c = first + threadIdx.x / 32; c < first + kSeedBlockClusters; c += kBlockWarps) {
     if (c >= plan.clusters) {
       StoreNoCentroid<Shape>(head, c);
       continue;
@@ -197,23 +197,23 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Moves clusters [b % blocks * kTeamClusters, + kTeamClusters) of head b / blocks to their members'
-// means. An empty cluster keeps its place: it may win tokens again.
+// Moves clusters [b % blocks * kBlockClusters, + kBlockClusters) of head b / blocks to their
+// members' means. An empty cluster keeps its place: it may win tokens again.
 template <typename Shape>
 __global__ void __launch_bounds__(kThreads, Shape::kHeadDim <= 192 ? 3 : 2)
     MoveKernel(const __grid_constant__ IndexPlan plan, uint32_t blocks) {
-  __shared__ float shared[kTeamWarps * Shape::kHeadDim];
+  __shared__ float shared[kBlockWarps * Shape::kHeadDim];
   const Head head(plan, blockIdx.x / blocks);
   const HeadScale scale = *head.At<const HeadScale>(plan.layout.scale);
   const auto* starts = head.At<const uint32_t>(plan.layout.starts);  // [clusters + 1]
-  const uint32_t first = blockIdx.x % blocks * kTeamClusters;
-  const auto move = [&](auto team, uint32_t cluster, uint32_t begin, uint32_t end) {
+  const uint32_t first = blockIdx.x % blocks * kBlockClusters;
+  const auto move = [&](auto workers, uint32_t cluster, uint32_t begin, uint32_t end) {
     if (begin == end) return;
     float delta[Shape::kHeadDim / 32];
-    MeanOfMembers<Shape>(head, scale, team, begin, end, shared, delta);
-    if (team.Leads()) StoreCentroid<Shape>(head, scale, cluster, delta);
+    MeanOfMembers<Shape>(head, scale, workers, begin, end, shared, delta);
+    if (workers.Leads()) StoreCentroid<Shape>(head, scale, cluster, delta);
   };
-  ForClusters(first, min(plan.clusters, first + kTeamClusters), starts, move);
+  ForClusters(first, min(plan.clusters, first + kBlockClusters), starts, move);
 }
 
 // Values' size is none of these kernels' business: they are compiled once for each head_dim.
@@ -226,7 +226,7 @@ using KeyShape = ShapeConstant<typename Given::Element, Given::kHeadDim, 0>;
 // Launchers.
 // -------------------------------------------------------------------------------------------------
 
-cudaError_t LaunchCentre(const IndexShape& shape, const IndexPlan& plan, cudaStream_t stream) {
+cudaError_t LaunchCentre(const KernelShape& shape, const IndexPlan& plan, cudaStream_t stream) {
   return DispatchShape(shape, [&](auto constant) {
     using Shape = KeyShape<decltype(constant)>;
     SumKernel<Shape><<<plan.heads * plan.mean_chunks, kThreads, 0, stream>>>(plan);
@@ -237,7 +237,7 @@ cudaError_t LaunchCentre(const IndexShape& shape, const IndexPlan& plan, cudaStr
   });
 }
 
-cudaError_t LaunchSeed(const IndexShape& shape, const IndexPlan& plan, cudaStream_t stream) {
+cudaError_t LaunchSeed(const KernelShape& shape, const IndexPlan& plan, cudaStream_t stream) {
   static_assert(kTileClusters % kSeedBlockClusters == 0);
   return DispatchShape(shape, [&](auto constant) {
     using Shape = KeyShape<decltype(constant)>;
@@ -247,10 +247,10 @@ cudaError_t LaunchSeed(const IndexShape& shape, const IndexPlan& plan, cudaStrea
   });
 }
 
-cudaError_t LaunchMove(const IndexShape& shape, const IndexPlan& plan, cudaStream_t stream) {
+cudaError_t LaunchMove(const KernelShape& shape, const IndexPlan& plan, cudaStream_t stream) {
   return DispatchShape(shape, [&](auto constant) {
     using Shape = KeyShape<decltype(constant)>;
-    const uint32_t blocks = CeilDiv(plan.clusters, kTeamClusters);
+    const uint32_t blocks = CeilDiv(plan.clusters, kBlockClusters);
     MoveKernel<Shape><<<plan.heads * blocks, kThreads, 0, stream>>>(plan, blocks);
     return cudaGetLastError();
   });

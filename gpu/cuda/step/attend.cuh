@@ -30,9 +30,9 @@ inline constexpr float kLagLog2 = 8.0f;
 // Where the tokens of a piece lie, 16 at a time. Tokens are numbered within a run of pages, a tail,
 // or a list of chosen tokens.
 struct TokenSource {
-  const std::byte* pages = nullptr;          // of a run of pages, or
-  const std::byte* const* blocks = nullptr;  // tail blocks, or
-  const uint32_t* chosen = nullptr;          // segment << 16 | token
+  const std::byte* pages = nullptr;               // of a run of pages, or
+  const std::byte* const* tail_blocks = nullptr;  // or
+  const uint32_t* chosen = nullptr;               // segment << 16 | token
   const SegmentRef* segments = nullptr;
   uint64_t head_offset = 0;  // of the KV head in a tail block
   uint32_t kv_head = 0;
@@ -105,13 +105,13 @@ inline constexpr uint32_t kRingBytes = (kRingPages<kKeyDim, kValueDim>)*kPageRow
                                        2;
 
 // Attention of a warp over every so many pages of a piece.
-template <typename T, int kKeyDim, int kValueDim, int kStages = kRingPages<kKeyDim, kValueDim>>
+template <typename T, int kKeyDim, int kValueDim, int kBuffers = kRingPages<kKeyDim, kValueDim>>
 class PageReader {
  public:
   static constexpr uint32_t kKeyBytes = kKeyDim * 2;
   static constexpr uint32_t kValueBytes = kValueDim * 2;
   static constexpr uint32_t kPageBytes = kPageRows * (kKeyBytes + kValueBytes);
-  static constexpr uint32_t kRingBytes = kStages * kPageBytes;
+  static constexpr uint32_t kRingBytes = kBuffers * kPageBytes;
 
   // fragments: the tile's queries; lane_end: lane g sees tokens below it; ring: of this warp, in
   // shared memory.
@@ -133,32 +133,32 @@ class PageReader {
     uint32_t page = source_.begin / kPageRows + first;
     uint32_t ahead = page;
     uint32_t token = TokenAt(ahead);
-    int stage_ahead = 0, stage = 0;
+    int buffer_ahead = 0, buffer = 0;
 #pragma unroll
-    for (int i = 0; i < kStages - 1; ++i) {
-      if (ahead < pages) CopyPage(ahead, token, stage_ahead);
+    for (int i = 0; i < kBuffers - 1; ++i) {
+      if (ahead < pages) CopyPage(ahead, token, buffer_ahead);
       CommitCopies();
       ahead += stride;
       token = TokenAt(ahead);
-      stage_ahead = Next(stage_ahead);
+      buffer_ahead = Next(buffer_ahead);
     }
     for (; page < pages; page += stride) {
-      if (ahead < pages) CopyPage(ahead, token, stage_ahead);
+      if (ahead < pages) CopyPage(ahead, token, buffer_ahead);
       CommitCopies();
       ahead += stride;
       token = TokenAt(ahead);
-      stage_ahead = Next(stage_ahead);
-      WaitCopies<kStages - 1>();
+      buffer_ahead = Next(buffer_ahead);
+      WaitCopies<kBuffers - 1>();
       __syncwarp();
-      Attend(page, ring_ + stage * kPageBytes, state);
-      stage = Next(stage);
+      Attend(page, ring_ + buffer * kPageBytes, state);
+      buffer = Next(buffer);
       __syncwarp();
     }
   }
 
  private:
-  static __device__ __forceinline__ int Next(int stage) {
-    return stage + 1 == kStages ? 0 : stage + 1;
+  static __device__ __forceinline__ int Next(int buffer) {
+    return buffer + 1 == kBuffers ? 0 : buffer + 1;
   }
 
   // What lane r needs to know of row r of a page of chosen tokens to find it; asked for a page
@@ -171,13 +171,14 @@ class PageReader {
   }
 
   // token: what TokenAt gave for `page`.
-  __device__ __forceinline__ void CopyPage(uint32_t page, uint32_t token, int stage) const {
-    const uint32_t keys = ring_ + stage * kPageBytes, values = keys + kPageRows * kKeyBytes;
+  __device__ __forceinline__ void CopyPage(uint32_t page, uint32_t token, int buffer) const {
+    const uint32_t keys = ring_ + buffer * kPageBytes, values = keys + kPageRows * kKeyBytes;
     if (source_.chosen == nullptr) {
       const uint32_t first = page * kPageRows;
-      const std::byte* at = source_.blocks != nullptr
-                                ? source_.blocks[first / kBlockRows] + source_.head_offset +
-                                      first % kBlockRows / kPageRows * kPageBytes
+      const std::byte* at = source_.tail_blocks != nullptr
+                                ? source_.tail_blocks[first / kTailBlockRows] +
+                                      source_.head_offset +
+                                      first % kTailBlockRows / kPageRows * kPageBytes
                                 : source_.pages + uint64_t{page} * kPageBytes;
       if (first >= source_.begin && first + kPageRows <= source_.end) {
         CopyRun<kKeyBytes, KeyChunk<kKeyBytes>>(keys, at, kPageRows);
@@ -382,8 +383,8 @@ __device__ void ReadPiece(const StepHeader& step, const UnitPlace& unit, uint32_
   } else if (piece < row.dense_pieces + row.tail_pieces) {
     const uint32_t first = (piece - row.dense_pieces) * kReadPieceTokens;
     const uint32_t limit = row.tail_limit + row.causal * (unit.first_token + unit.tokens - 1);
-    source.blocks = step.blocks + row.blocks_begin;
-    source.head_offset = unit.kv_head * step.block_head_bytes;
+    source.tail_blocks = step.tail_blocks + row.tail_blocks_begin;
+    source.head_offset = unit.kv_head * step.tail_block_head_bytes;
     source.begin = max(first, row.tail_begin);
     source.end = min(first + kReadPieceTokens, limit);
     const LanePlace lane(step, unit, tile, g);

@@ -49,7 +49,7 @@ __device__ __forceinline__ uint32_t MeanChunk(uint32_t row, uint32_t chunk) {
 
 // A step of 16 clusters in shared memory, in a warp's ring: mean values and inputs.
 template <int kValueDim>
-struct EstimateStage {
+struct EstimateBuffer {
   static constexpr uint32_t kRowBytes = kValueDim * 2;
   static constexpr uint32_t kLogMass = kStepSlots * kRowBytes;  // [lanes][clusters]
   static constexpr uint32_t kD2 = kLogMass + kLanes * kStepSlots * 4;
@@ -64,7 +64,7 @@ struct EstimateStage {
 template <int kValueDim>
 class EstimateCopier {
  public:
-  using Stage = EstimateStage<kValueDim>;
+  using Buffer = EstimateBuffer<kValueDim>;
 
   __device__ __forceinline__ EstimateCopier(const EstimateSource& source, const ChunkRef& chunk)
       : source_(source) {
@@ -72,7 +72,7 @@ class EstimateCopier {
   }
   __device__ __forceinline__ void Begin(const ChunkRef& chunk) {
     const uint32_t thread = threadIdx.x % 32, quarter = thread % 4;
-    values_ = chunk.head + chunk.offsets.mean_values + uint64_t{chunk.first} * Stage::kRowBytes;
+    values_ = chunk.head + chunk.offsets.mean_values + uint64_t{chunk.first} * Buffer::kRowBytes;
     const uint32_t part = thread < 4 ? chunk.offsets.value_norm2 : chunk.offsets.spread;
     parts_ = chunk.head + part + uint64_t{chunk.first} * 4;
     log_mass_ = chunk.scores + uint64_t{source_.lane} * chunk.slots + quarter * 4;
@@ -87,20 +87,20 @@ class EstimateCopier {
   __device__ __forceinline__ void Copy(uint32_t to) {
     const uint32_t thread = threadIdx.x % 32, at = thread * 16;  // (g, t) of [lanes][clusters]
     if (source_.used) {
-      CopyTo(to + Stage::kLogMass + at, log_mass_);
-      if (second_order_) CopyTo(to + Stage::kD2 + at, d2_);
+      CopyTo(to + Buffer::kLogMass + at, log_mass_);
+      if (second_order_) CopyTo(to + Buffer::kD2 + at, d2_);
     }
     // Slots without a cluster weigh 0, but 0 times what nobody wrote may be NaN: the last cluster
     // stands for them, or what a step before left. Parts have room for a multiple of four.
     if (rows_ > 0) {
       if (thread < 8)
-        CopyTo(to + Stage::kNorm2 + at, parts_ + min(thread % 4, (rows_ - 1) / 4) * 16);
-      CopyRun<Stage::kRowBytes, MeanChunk<Stage::kRowBytes>>(to, values_, rows_);
+        CopyTo(to + Buffer::kNorm2 + at, parts_ + min(thread % 4, (rows_ - 1) / 4) * 16);
+      CopyRun<Buffer::kRowBytes, MeanChunk<Buffer::kRowBytes>>(to, values_, rows_);
     } else {
       ClearRows(to);
     }
-    if (thread == 8) CopyTo(to + Stage::kFates, fates_);
-    values_ += kStepSlots * Stage::kRowBytes;
+    if (thread == 8) CopyTo(to + Buffer::kFates, fates_);
+    values_ += kStepSlots * Buffer::kRowBytes;
     parts_ += kStepSlots * 4;
     log_mass_ += kStepSlots;
     d2_ += kStepSlots;
@@ -115,7 +115,7 @@ class EstimateCopier {
   }
   static __device__ __forceinline__ void ClearRows(uint32_t to) {
 #pragma unroll 1
-    for (uint32_t i = threadIdx.x % 32 * 16; i < kStepSlots * Stage::kRowBytes; i += 512) {
+    for (uint32_t i = threadIdx.x % 32 * 16; i < kStepSlots * Buffer::kRowBytes; i += 512) {
       *reinterpret_cast<uint4*>(block_memory + to + i) = make_uint4(0, 0, 0, 0);
     }
   }
@@ -133,7 +133,7 @@ class EstimateCopier {
 template <int kValueDim>
 __device__ __forceinline__ ClusterInputs LoadInputs(const EstimateSource& source, bool second_order,
                                                     uint32_t from) {
-  using Stage = EstimateStage<kValueDim>;
+  using Buffer = EstimateBuffer<kValueDim>;
   const uint32_t thread = threadIdx.x % 32, t = thread % 4;
   const auto load = [&](uint32_t place) {
     const uint4 bits = LoadShared16(from + place);
@@ -143,13 +143,13 @@ __device__ __forceinline__ ClusterInputs LoadInputs(const EstimateSource& source
   ClusterInputs in;
   in.log_mass = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
   in.d2 = in.norm2 = in.spread = make_float4(0, 0, 0, 0);
-  in.fates = LoadShared4(from + Stage::kFates + t * 4);
+  in.fates = LoadShared4(from + Buffer::kFates + t * 4);
   if (!source.used) return in;
-  in.log_mass = load(Stage::kLogMass + thread * 16);
+  in.log_mass = load(Buffer::kLogMass + thread * 16);
   if (!second_order) return in;
-  in.d2 = load(Stage::kD2 + thread * 16);
-  in.norm2 = load(Stage::kNorm2 + t * 16);
-  in.spread = load(Stage::kSpread + t * 16);
+  in.d2 = load(Buffer::kD2 + thread * 16);
+  in.norm2 = load(Buffer::kNorm2 + t * 16);
+  in.spread = load(Buffer::kSpread + t * 16);
   return in;
 }
 
@@ -191,16 +191,16 @@ __device__ __forceinline__ void EstimateWeights(const EstimateSource& source, bo
 }
 
 // Mean values that a warp's ring holds unless it is told otherwise, 16 rows at a time.
-inline constexpr int kEstimateStages = 3;
+inline constexpr int kEstimateBuffers = 3;
 
 // The estimate over some chunks. Weights are known, so this is the values' half of attention.
-template <typename T, int kValueDim, int kStages = kEstimateStages>
+template <typename T, int kValueDim, int kBuffers = kEstimateBuffers>
 class ChunkEstimator {
  public:
   static constexpr uint32_t kRowBytes = kValueDim * 2;
-  static constexpr uint32_t kStageBytes = EstimateStage<kValueDim>::kBytes;
-  static constexpr uint32_t kRingBytes = kStages * kStageBytes;
-  static constexpr uint32_t kAhead = kStages - 1;  // no chunk has fewer steps
+  static constexpr uint32_t kBufferBytes = EstimateBuffer<kValueDim>::kBytes;
+  static constexpr uint32_t kRingBytes = kBuffers * kBufferBytes;
+  static constexpr uint32_t kAhead = kBuffers - 1;  // no chunk has fewer steps
 
   // ring: of this warp, in shared memory.
   __device__ ChunkEstimator(const EstimateSource& source, uint32_t ring)
@@ -210,10 +210,10 @@ class ChunkEstimator {
   __device__ __forceinline__ void Run(Feed feed, WarpState<kValueDim>* state, EstimateSums* sums) {
     if (feed.done()) return;
     EstimateCopier<kValueDim> copier(source_, feed.now());
-    uint32_t stage = 0;
+    uint32_t buffer = 0;
 #pragma unroll
     for (uint32_t i = 0; i < kAhead; ++i) {
-      copier.Copy(ring_ + i * kStageBytes);
+      copier.Copy(ring_ + i * kBufferBytes);
       CommitCopies();
     }
     for (; !feed.done(); feed.Advance()) {
@@ -223,13 +223,13 @@ class ChunkEstimator {
 #pragma unroll 1
       for (uint32_t i = 0; i < steps; ++i) {
         if (copier.done() && feed.has_next()) copier.Begin(feed.next());
-        if (!copier.done()) copier.Copy(ring_ + (stage + kAhead) % kStages * kStageBytes);
+        if (!copier.done()) copier.Copy(ring_ + (buffer + kAhead) % kBuffers * kBufferBytes);
         CommitCopies();
         WaitCopies<kAhead>();
         __syncwarp();
-        Add(second_order, ring_ + stage * kStageBytes, state, sums);
+        Add(second_order, ring_ + buffer * kBufferBytes, state, sums);
         __syncwarp();
-        stage = (stage + 1) % kStages;
+        buffer = (buffer + 1) % kBuffers;
       }
     }
   }

@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   const uint32_t unit_number = blockIdx.x / step.group;
   const uint32_t head = blockIdx.x % step.group;
   const RowRef* row = RowOfUnit(step, unit_number);
-  if (row->team_blocks != 0) return;
+  if (row->coop_blocks != 0) return;
   const UnitPlace unit(step, row, unit_number - row->first_unit);
   const bool clusters = row->kind == UnitKind::kClusters;
   const uint32_t pairs = unit.tokens * step.group;

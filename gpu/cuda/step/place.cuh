@@ -12,7 +12,7 @@
 namespace attnd::gpu {
 
 inline constexpr uint32_t kPageRows = 16;
-inline constexpr uint32_t kBlockRows = 64;  // of a tail block
+inline constexpr uint32_t kTailBlockRows = 64;
 
 // Last i in [0, n) with first(i) <= item; first(0) is 0. Each look is a wait for memory.
 template <typename First>

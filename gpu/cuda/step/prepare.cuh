@@ -8,6 +8,7 @@
 
 #include "gpu/cuda/step/matrix.cuh"
 #include "gpu/cuda/step/place.cuh"
+#include "gpu/layout/kernel_shapes.h"
 
 namespace attnd::gpu {
 
@@ -24,11 +25,11 @@ __device__ __forceinline__ void LoadQuery(const StepHeader& step, uint64_t first
 #pragma unroll
     for (int i = 0; i < kCount; ++i) x[i] = to_float(queries[at + i * 32]);
   };
-  switch (step.query_dtype) {  // of DType
-    case 1:
+  switch (step.query_dtype) {
+    case static_cast<uint32_t>(DType::kBf16):
       return load(reinterpret_cast<const __nv_bfloat16*>(step.queries),
                   Element<__nv_bfloat16>::ToFloat);
-    case 2:
+    case static_cast<uint32_t>(DType::kFp16):
       return load(reinterpret_cast<const __half*>(step.queries), Element<__half>::ToFloat);
     default:
       return load(reinterpret_cast<const float*>(step.queries), [](float v) { return v; });
@@ -108,7 +109,7 @@ template <typename T, int kDim>
 __device__ void PrepareTile(const StepHeader& step, uint32_t tile_number, TileQueries<kDim>* tile) {
   const uint32_t unit_number = tile_number / step.tiles_max;
   const RowRef* row = RowOfUnit(step, unit_number);
-  if (row->team_blocks != 0) return;
+  if (row->coop_blocks != 0) return;
   const UnitPlace unit(step, row, unit_number - row->first_unit);
   WriteFragments<T, kDim, kPrepareWarps>(
       step, unit, tile_number % step.tiles_max, tile,
@@ -117,7 +118,7 @@ __device__ void PrepareTile(const StepHeader& step, uint32_t tile_number, TileQu
 
 __device__ __forceinline__ void CopyUpload(const StepHeader& step, uint32_t number) {
   const UploadRef upload = step.upload_refs[number];
-  const uint4* from = reinterpret_cast<const uint4*>(step.staged + upload.from);
+  const uint4* from = reinterpret_cast<const uint4*>(step.upload_data + upload.from);
   uint4* to = reinterpret_cast<uint4*>(upload.to);
   for (uint64_t i = threadIdx.x % 32; i < upload.bytes / 16; i += 32) to[i] = from[i];
 }
@@ -150,12 +151,12 @@ __device__ __forceinline__ void ResolveChunk(const StepHeader& step, uint32_t it
   step.chunks[item] = chunk;
 }
 
-// Blocks of the prepare stage: one for each tile if the stages answer any, then of a thread for
-// each score item, then of a warp for each upload.
+// Thread blocks of the prepare stage: one for each tile, if the stages answer any unit; then such
+// with a thread for each score item; then such with a warp for each upload.
 struct PrepareBlocks {
   uint32_t tiles, chunks, uploads;
   __host__ __device__ explicit PrepareBlocks(const StepHeader& step)
-      : tiles(TeamUnits(step) == step.units ? 0 : step.tiles),
+      : tiles(CoopUnits(step) == step.units ? 0 : step.tiles),
         chunks((step.score_items + kPrepareWarps * 32 - 1) / (kPrepareWarps * 32)),
         uploads((step.uploads + kPrepareWarps - 1) / kPrepareWarps) {}
 };

@@ -45,7 +45,7 @@ struct Totals {
 
 // kWarpClusters clusters in shared memory, in a warp's ring: centroids, codes, sizes and units.
 template <int kDim>
-struct ClusterStage {
+struct ClusterBuffer {
   static constexpr uint32_t kKeyBytes = kDim * 2;
   static constexpr uint32_t kCodeBytes = kDim / 2;
   static constexpr uint32_t kCodes = kWarpClusters * kKeyBytes;
@@ -59,13 +59,14 @@ struct ClusterStage {
 template <int kDim>
 class ClusterCopier {
  public:
-  using Stage = ClusterStage<kDim>;
+  using Buffer = ClusterBuffer<kDim>;
 
   __device__ __forceinline__ explicit ClusterCopier(const ChunkRef& chunk) { Begin(chunk); }
   __device__ __forceinline__ void Begin(const ChunkRef& chunk) {
     const uint32_t thread = threadIdx.x % 32;
-    keys_ = chunk.head + chunk.offsets.centroids + uint64_t{chunk.first} * Stage::kKeyBytes;
-    codes_ = chunk.head + chunk.offsets.deviation_codes + uint64_t{chunk.first} * Stage::kCodeBytes;
+    keys_ = chunk.head + chunk.offsets.centroids + uint64_t{chunk.first} * Buffer::kKeyBytes;
+    codes_ =
+        chunk.head + chunk.offsets.deviation_codes + uint64_t{chunk.first} * Buffer::kCodeBytes;
     parts_ = chunk.head + (thread < 4 ? chunk.offsets.log_size : chunk.offsets.variance_unit) +
              uint64_t{chunk.first} * 4;
     // Slots are padded, so the last ones may lie beyond the index.
@@ -78,19 +79,19 @@ class ClusterCopier {
   __device__ __forceinline__ void Copy(uint32_t to) {
     const uint32_t thread = threadIdx.x % 32;
     if (rows_ > 0) {
-      CopyRun<Stage::kKeyBytes, KeyChunk<Stage::kKeyBytes>>(to, keys_, rows_);
+      CopyRun<Buffer::kKeyBytes, KeyChunk<Buffer::kKeyBytes>>(to, keys_, rows_);
       if (second_order_) {
-        CopyRun<Stage::kCodeBytes, PlainChunk<Stage::kCodeBytes>>(to + Stage::kCodes, codes_,
-                                                                  rows_);
+        CopyRun<Buffer::kCodeBytes, PlainChunk<Buffer::kCodeBytes>>(to + Buffer::kCodes, codes_,
+                                                                    rows_);
       }
       // Parts are 64-byte aligned, and so have room for a multiple of four.
       if (thread < 8) {
-        CopyAsync16(SharedAddress(to + Stage::kSizes + thread * 16),
+        CopyAsync16(SharedAddress(to + Buffer::kSizes + thread * 16),
                     parts_ + min(thread % 4, (rows_ - 1) / 4) * 16);
       }
     }
-    keys_ += kWarpClusters * Stage::kKeyBytes;
-    codes_ += kWarpClusters * Stage::kCodeBytes;
+    keys_ += kWarpClusters * Buffer::kKeyBytes;
+    codes_ += kWarpClusters * Buffer::kCodeBytes;
     parts_ += kWarpClusters * 4;
     rows_ -= min(rows_, kWarpClusters);
     --steps_;
@@ -105,9 +106,9 @@ class ClusterCopier {
   bool second_order_;
 };
 
-// Products of a stage's clusters with a tile: sum[n][c] for cluster 8 n + 2t + c, lane g.
+// Products of a buffer's clusters with a tile: sum[n][c] for cluster 8 n + 2t + c, lane g.
 template <typename T, int kDim>
-__device__ __forceinline__ void DotCentroids(uint32_t stage, const uint32_t* fragments,
+__device__ __forceinline__ void DotCentroids(uint32_t buffer, const uint32_t* fragments,
                                              float (&sum)[kWarpClusters / 8][4]) {
   const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const uint4* q = reinterpret_cast<const uint4*>(fragments) + threadIdx.x % 32 * 2;
@@ -118,7 +119,7 @@ __device__ __forceinline__ void DotCentroids(uint32_t stage, const uint32_t* fra
     const uint32_t a1[4] = {q1.x, q1.y, q1.z, q1.w};
 #pragma unroll
     for (int n = 0; n < kWarpClusters / 8; ++n) {
-      const uint4 key = LoadShared16(stage + KeyChunk<kDim * 2>(n * 8 + g, block * 4 + t));
+      const uint4 key = LoadShared16(buffer + KeyChunk<kDim * 2>(n * 8 + g, block * 4 + t));
       MultiplyAdd<T>(sum[n], a0, key.x, key.y);
       MultiplyAdd<T>(sum[n], a1, key.z, key.w);
     }
@@ -126,7 +127,7 @@ __device__ __forceinline__ void DotCentroids(uint32_t stage, const uint32_t* fra
 }
 
 template <typename T, int kDim>
-__device__ __forceinline__ void SumVariances(uint32_t stage, const uint32_t* fragments,
+__device__ __forceinline__ void SumVariances(uint32_t buffer, const uint32_t* fragments,
                                              float (&sum)[kWarpClusters / 8][4]) {
   const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const uint4* q =
@@ -136,7 +137,7 @@ __device__ __forceinline__ void SumVariances(uint32_t stage, const uint32_t* fra
     uint2 codes[kWarpClusters / 8];
 #pragma unroll
     for (int n = 0; n < kWarpClusters / 8; ++n) {
-      codes[n] = LoadShared8(stage + ClusterStage<kDim>::kCodes + (n * 8 + g) * (kDim / 2) +
+      codes[n] = LoadShared8(buffer + ClusterBuffer<kDim>::kCodes + (n * 8 + g) * (kDim / 2) +
                              t * (kDim / 8) + pair * 8);
     }
 #pragma unroll
@@ -162,26 +163,26 @@ struct LaneScores {
   bool second_order;
 };
 
-// Scores a stage's clusters, from cluster `first` of the head on: writes log_mass and d2, adds to
+// Scores a buffer's clusters, from cluster `first` of the head on: writes log_mass and d2, adds to
 // totals (of the mass, of the optimistic mass).
 template <typename T, int kDim>
-__device__ __forceinline__ void ScoreClusters(const LaneScores& lane, uint32_t stage,
+__device__ __forceinline__ void ScoreClusters(const LaneScores& lane, uint32_t buffer,
                                               uint32_t first, uint32_t count,
                                               const uint32_t* fragments, Totals (&totals)[2]) {
-  using Stage = ClusterStage<kDim>;
+  using Buffer = ClusterBuffer<kDim>;
   constexpr int kColumns = kWarpClusters / 8;
   const uint32_t t = threadIdx.x % 4;
   float dot[kColumns][4] = {}, variance[kColumns][4] = {};
-  DotCentroids<T, kDim>(stage, fragments, dot);
-  if (lane.second_order) SumVariances<T, kDim>(stage, fragments, variance);
+  DotCentroids<T, kDim>(buffer, fragments, dot);
+  if (lane.second_order) SumVariances<T, kDim>(buffer, fragments, variance);
 
   float mass[kColumns * 2], optimistic[kColumns * 2];
 #pragma unroll
   for (int n = 0; n < kColumns; ++n) {
     const uint32_t at = n * 8 + 2 * t;
     float d2[2] = {0, 0};
-    const uint2 size_bits = LoadShared8(stage + Stage::kSizes + at * 4);
-    const uint2 unit_bits = LoadShared8(stage + Stage::kUnits + at * 4);
+    const uint2 size_bits = LoadShared8(buffer + Buffer::kSizes + at * 4);
+    const uint2 unit_bits = LoadShared8(buffer + Buffer::kUnits + at * 4);
     const float sizes[2] = {__uint_as_float(size_bits.x), __uint_as_float(size_bits.y)};
     const float units[2] = {__uint_as_float(unit_bits.x), __uint_as_float(unit_bits.y)};
 #pragma unroll
@@ -208,11 +209,11 @@ __device__ __forceinline__ void ScoreClusters(const LaneScores& lane, uint32_t s
   if (lane.second_order) totals[1].Add(optimistic);
 }
 
-// Stages of a warp's ring.
-inline constexpr uint32_t kScoreStages = 3;
+// Buffers of a warp's ring.
+inline constexpr uint32_t kScoreBuffers = 3;
 template <int kDim>
 inline constexpr uint32_t kScoreWarpBytes =
-    kScoreStages* ClusterStage<kDim>::kBytes + ChunkFeed::kSharedBytes;
+    kScoreBuffers* ClusterBuffer<kDim>::kBytes + ChunkFeed::kSharedBytes;
 
 // What a tile's scores of a chunk are made with.
 template <int kDim>
@@ -242,7 +243,8 @@ __device__ __forceinline__ void StoreTotals(Totals (&totals)[2], float* partials
   }
 }
 
-// What becomes of a chunk's totals: the score stage stores them, a team's warp adds them up.
+// What becomes of a chunk's totals: the score stage stores them, a warp of a thread-block cluster
+// adds them up.
 struct StoreEach {
   const StepHeader& step;
   uint32_t tile;
@@ -259,19 +261,19 @@ struct KeepAll {
 };
 
 // One warp scores the feed's chunks for one tile. Warps share nothing, so none waits. fragments_of:
-// a chunk's queries. ring: of kStages stages.
-template <typename T, int kDim, int kStages, typename Feed, typename FragmentsOf, typename Finish>
+// a chunk's queries. ring: of kBuffers buffers.
+template <typename T, int kDim, int kBuffers, typename Feed, typename FragmentsOf, typename Finish>
 __device__ __forceinline__ void ScoreChunks(const StepHeader& step, Feed feed, uint32_t tile,
                                             uint32_t ring, FragmentsOf fragments_of, Finish finish,
                                             Totals (&totals)[2]) {
-  constexpr uint32_t kStageBytes = ClusterStage<kDim>::kBytes;
-  constexpr uint32_t kAhead = kStages - 1;  // no chunk has fewer steps
+  constexpr uint32_t kBufferBytes = ClusterBuffer<kDim>::kBytes;
+  constexpr uint32_t kAhead = kBuffers - 1;  // no chunk has fewer steps
   if (feed.done()) return;
   ClusterCopier<kDim> copier(feed.now());
-  uint32_t stage = 0;
+  uint32_t buffer = 0;
 #pragma unroll
   for (uint32_t i = 0; i < kAhead; ++i) {
-    copier.Copy(ring + i * kStageBytes);
+    copier.Copy(ring + i * kBufferBytes);
     CommitCopies();
   }
   for (; !feed.done(); feed.Advance()) {
@@ -284,16 +286,16 @@ __device__ __forceinline__ void ScoreChunks(const StepHeader& step, Feed feed, u
 #pragma unroll 1
     for (uint32_t i = 0; i < steps; ++i) {
       if (copier.done() && feed.has_next()) copier.Begin(feed.next());
-      if (!copier.done()) copier.Copy(ring + (stage + kAhead) % kStages * kStageBytes);
+      if (!copier.done()) copier.Copy(ring + (buffer + kAhead) % kBuffers * kBufferBytes);
       CommitCopies();
       WaitCopies<kAhead>();
       __syncwarp();
-      ScoreClusters<T, kDim>(lane, ring + stage * kStageBytes, first, count, fragments, totals);
+      ScoreClusters<T, kDim>(lane, ring + buffer * kBufferBytes, first, count, fragments, totals);
       __syncwarp();
       lane.log_mass += kWarpClusters;
       lane.d2 += kWarpClusters;
       first += kWarpClusters;
-      stage = (stage + 1) % kStages;
+      buffer = (buffer + 1) % kBuffers;
     }
     finish(feed, totals);
   }

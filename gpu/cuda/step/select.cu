@@ -12,10 +12,10 @@
 namespace attnd::gpu {
 namespace {
 
-constexpr uint32_t kSelectThreads = BlockTeam::kBlockThreads;
+constexpr uint32_t kSelectThreads = ThreadBlock::kBlockThreads;
 
 struct BlockMemory {
-  UnitMemory<BlockTeam> unit;
+  UnitMemory<ThreadBlock> unit;
   uint32_t undecided[kUndecidedMax];
   uint32_t first_piece;
 };
@@ -37,13 +37,13 @@ class ChunkLookup {
             chunk.clusters};
   }
   // Of the unit; every thread calls it.
-  __device__ uint32_t CountClusters(SelectMemory<BlockTeam>* memory) const {
+  __device__ uint32_t CountClusters(SelectMemory<ThreadBlock>* memory) const {
     uint32_t clusters = 0;
     for (uint32_t i = threadIdx.x; i < count_; i += kSelectThreads) {
       const uint32_t first = chunks_[i].first, all = chunks_[i].clusters;
       clusters += min(max(all, first) - first, kSlotChunk);
     }
-    clusters = TeamSums<BlockTeam>(memory).Count(clusters);
+    clusters = CoopSums<ThreadBlock>(memory).Count(clusters);
     __syncthreads();  // the next sums use the same memory
     return clusters;
   }
@@ -53,11 +53,11 @@ class ChunkLookup {
   const ChunkRef* const chunks_;
 };
 
-using BlockSelector = UnitSelector<BlockTeam, ChunkLookup>;
+using BlockSelector = UnitSelector<ThreadBlock, ChunkLookup>;
 
 // The scales of weights, from the score items' totals.
 __device__ void ReduceTotals(const StepHeader& step, const UnitPlace& unit,
-                             UnitMemory<BlockTeam>* memory) {
+                             UnitMemory<ThreadBlock>* memory) {
   const RowRef& row = *unit.row;
   const uint32_t lane = threadIdx.x / 32, thread = threadIdx.x % 32;
   const uint32_t chunks = row.slots / kSlotChunk;
@@ -96,7 +96,7 @@ __device__ void ReduceTotals(const StepHeader& step, const UnitPlace& unit,
 }
 
 __device__ void StoreScales(const StepHeader& step, uint32_t unit,
-                            const UnitMemory<BlockTeam>& memory) {
+                            const UnitMemory<ThreadBlock>& memory) {
   for (uint32_t i = threadIdx.x; i < step.tiles_max * kLanes; i += kSelectThreads) {
     LaneScale scale = {};
     scale.max = i < step.group ? memory.max[0][i] : -INFINITY;
@@ -106,7 +106,7 @@ __device__ void StoreScales(const StepHeader& step, uint32_t unit,
 }
 
 // What StoreScales left.
-__device__ void LoadScales(const StepHeader& step, uint32_t unit, UnitMemory<BlockTeam>* memory) {
+__device__ void LoadScales(const StepHeader& step, uint32_t unit, UnitMemory<ThreadBlock>* memory) {
   if (threadIdx.x < step.group) {
     const LaneScale scale =
         step.lane_scales[uint64_t{unit} * step.tiles_max * kLanes + threadIdx.x];
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kSelectThreads)
     SelectKernel(const __grid_constant__ StepHeader step) {
   __shared__ BlockMemory memory;
   const RowRef* row = RowOfUnit(step, blockIdx.x);
-  if (row->kind != UnitKind::kClusters || row->team_blocks != 0) return;
+  if (row->kind != UnitKind::kClusters || row->coop_blocks != 0) return;
   const UnitPlace unit(step, row, blockIdx.x - row->first_unit);
   const ChunkLookup lookup(step, unit);
   const uint32_t clusters = lookup.CountClusters(&memory.unit.select);
@@ -203,20 +203,12 @@ cudaError_t LaunchSelect(const StepHeader& step, cudaStream_t stream) {
 }
 
 cudaError_t LaunchMeasure(const StepHeader& step, uint32_t value_dim, cudaStream_t stream) {
-  switch (value_dim) {
-    case 64:
-      MeasureKernel<64><<<step.units, kSelectThreads, 0, stream>>>(step);
-      break;
-    case 128:
-      MeasureKernel<128><<<step.units, kSelectThreads, 0, stream>>>(step);
-      break;
-    case 256:
-      MeasureKernel<256><<<step.units, kSelectThreads, 0, stream>>>(step);
-      break;
-    default:
-      return cudaErrorInvalidValue;
-  }
-  return cudaPeekAtLastError();
+  const bool launched = DispatchListedShape(
+      [&](const KernelShape& listed) { return listed.value_dim == value_dim; },
+      [&]<typename Shape>(Shape) {
+        MeasureKernel<int{Shape::kValueDim}><<<step.units, kSelectThreads, 0, stream>>>(step);
+      });
+  return launched ? cudaPeekAtLastError() : cudaErrorInvalidValue;
 }
 
 }  // namespace attnd::gpu

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Finding where a ranking is cut, by one team and without sorting: the cut's key is found bit by
-// bit, each time weighing the keys above a candidate. Weights are integers (counts, or shares in
-// fixed point), so that no sum depends on the order in which threads come. Histograms of digits
-// take fewer passes, but a softmax puts most scores in a few bins, whose atomics then wait for each
-// other: measured 70 us where this takes a few.
+// Finding where a ranking is cut, by one cooperative group and without sorting: the cut's key is
+// found bit by bit, each time weighing the keys above a candidate. Weights are integers (counts, or
+// shares in fixed point), so that no sum depends on the order in which threads come. Histograms of
+// digits take fewer passes, but a softmax puts most scores in a few bins, whose atomics then wait
+// for each other: measured 70 us where this takes a few.
 #ifndef ATTND_GPU_CUDA_STEP_SELECT_CUH_
 #define ATTND_GPU_CUDA_STEP_SELECT_CUH_
 
 #include <cstdint>
 
-#include "gpu/cuda/step/team.cuh"
+#include "gpu/cuda/step/cooperative_group.cuh"
 
 namespace attnd::gpu {
 
 // One, in fixed point: 2^-36 is far below what float32 scores tell apart near a cut, and 2^20
-// clusters (of weight 2 at most) sum to less than TeamSums holds.
+// clusters (of weight 2 at most) sum to less than CoopSums holds.
 inline constexpr uint64_t kOne = uint64_t{1} << 36;
 
 // What is above a cut: keys greater than `key`, and the first `ties` of those equal to it; 0 if
@@ -33,12 +33,12 @@ using Weight64 = unsigned long long;
 inline constexpr uint32_t kUndecidedMax = 128;
 
 // In the shared memory of each block.
-template <typename Team>
+template <typename Threads>
 struct SelectMemory {
-  Weight64 parts[2][Team::kWarpsMax];  // of the team's warps; used in turn, so that one wait a sum
-                                       // is enough
-  typename Team::Mailbox part_boxes[2];
-  typename Team::Mailbox list_box;
+  Weight64 parts[2][Threads::kWarpsMax];  // of its warps; used in turn, so that one wait a sum
+                                          // is enough
+  typename Threads::Mailbox part_boxes[2];
+  typename Threads::Mailbox list_box;
   uint32_t key;
   uint32_t equal;
   Weight64 above;
@@ -62,11 +62,11 @@ struct ThreeCounts {
   uint32_t first, second, third;
 };
 
-// Sums over a team; every thread calls them, in the same order.
-template <typename Team>
-class TeamSums {
+// Sums over a cooperative group; every thread calls them, in the same order.
+template <typename Threads>
+class CoopSums {
  public:
-  explicit __device__ TeamSums(SelectMemory<Team>* memory) : memory_(memory) {}
+  explicit __device__ CoopSums(SelectMemory<Threads>* memory) : memory_(memory) {}
 
   // Totals below 2^57.
   __device__ __forceinline__ Weight64 Sum(Weight64 x) {
@@ -91,7 +91,7 @@ class TeamSums {
   }
   // Sum over the threads before this one, and *total over all.
   __device__ __forceinline__ Weight64 Scan(Weight64 x, Weight64* total) {
-    const uint32_t thread = threadIdx.x % 32, warp = TeamWarp<Team>();
+    const uint32_t thread = threadIdx.x % 32, warp = CoopWarp<Threads>();
     Weight64 sum = x;
 #pragma unroll 1
     for (int offset = 1; offset < 32; offset *= 2) {
@@ -118,7 +118,7 @@ class TeamSums {
     keys.ForEach([&](uint32_t k) {
       if (!keep(k)) return;
 #pragma unroll 1
-      for (uint32_t rank = 0; rank < Team::blocks(); ++rank) box->Send(&list[place], k, rank);
+      for (uint32_t rank = 0; rank < Threads::blocks(); ++rank) box->Send(&list[place], k, rank);
       ++place;
     });
     box->Await(static_cast<uint32_t>(all) * sizeof(uint32_t), lists_++);
@@ -134,47 +134,47 @@ class TeamSums {
     Weight64* parts = memory_->parts[turn];
     auto* box = &memory_->part_boxes[turn];
     const uint32_t rank = threadIdx.x % 32;
-    if (rank < Team::blocks()) box->Send(&parts[TeamWarp<Team>()], of_warp, rank);
-    box->Await(Team::blocks() * Team::kBlockWarps * sizeof(Weight64), uses_++ >> 1);
+    if (rank < Threads::blocks()) box->Send(&parts[CoopWarp<Threads>()], of_warp, rank);
+    box->Await(Threads::blocks() * Threads::kBlockWarps * sizeof(Weight64), uses_++ >> 1);
     return parts;
   }
   // This thread's share of the sum of f(part, its warp).
   template <typename F>
   static __device__ __forceinline__ Weight64 OfParts(const Weight64* parts, F f) {
-    const uint32_t warps = Team::blocks() * Team::kBlockWarps;
+    const uint32_t warps = Threads::blocks() * Threads::kBlockWarps;
     Weight64 own = 0;
 #pragma unroll
-    for (uint32_t first = 0; first < Team::kWarpsMax; first += 32) {
+    for (uint32_t first = 0; first < Threads::kWarpsMax; first += 32) {
       const uint32_t warp = first + threadIdx.x % 32;
       if (warp < warps) own += f(parts[warp], warp);
     }
     return own;
   }
-  SelectMemory<Team>* const memory_;
+  SelectMemory<Threads>* const memory_;
   uint32_t uses_ = 0;
   uint32_t lists_ = 0;
 };
 
-// The keys of a unit's slots. The team goes through them in passes of so many that each thread has
-// at most one group of Team::kGroupSlots neighbours in a pass; a pass is shared evenly by the
-// blocks. A row of several passes keeps its keys in memory, but for the first pass's.
-template <typename Team>
+// The keys of a unit's slots. The cooperative group goes through them in passes of so many that
+// each thread has at most one group of Threads::kGroupSlots neighbours in a pass; a pass is shared
+// evenly by the blocks. A row of several passes keeps its keys in memory, but for the first pass's.
+template <typename Threads>
 class RankedKeys {
  public:
-  static constexpr uint32_t kGroupSlots = Team::kGroupSlots;
+  static constexpr uint32_t kGroupSlots = Threads::kGroupSlots;
 
   // memory: [slots], for the passes behind the first. slots: a multiple of kGroupSlots.
   __device__ RankedKeys(uint32_t* memory, uint32_t slots) : memory_(memory), slots_(slots) {}
 
   __device__ __forceinline__ uint32_t slots() const { return slots_; }
   __device__ __forceinline__ uint32_t pass_slots() const {
-    return Team::blocks() * Team::kBlockThreads * kGroupSlots;
+    return Threads::blocks() * Threads::kBlockThreads * kGroupSlots;
   }
   // The thread's group in the pass that starts at slot `pass`; slots() or more if it has none.
   __device__ __forceinline__ uint32_t First(uint32_t pass) const {
     const uint32_t groups = min(slots_ - pass, pass_slots()) / kGroupSlots;
-    const uint32_t each = (groups + Team::blocks() - 1) / Team::blocks();
-    const uint32_t group = Team::rank() * each + threadIdx.x;
+    const uint32_t each = (groups + Threads::blocks() - 1) / Threads::blocks();
+    const uint32_t group = Threads::rank() * each + threadIdx.x;
     return threadIdx.x < each && group < groups ? pass + group * kGroupSlots : slots_;
   }
 
@@ -245,14 +245,15 @@ struct Narrowed {
 
 // Finds the greatest key such that it and the keys above it weigh at least `limit`, and what those
 // above it weigh; key 0 if all keys weigh less.
-template <typename Team, typename Weigh>
+template <typename Threads, typename Weigh>
 class KeyFinder {
  public:
   using Sum = typename Weigh::Sum;
 
   // undecided: [kUndecidedMax] in the same place of each block's shared memory. bits: of the keys.
-  __device__ KeyFinder(const RankedKeys<Team>& keys, Sum limit, Weigh weigh, TeamSums<Team>* sums,
-                       SelectMemory<Team>* memory, uint32_t* undecided, uint32_t bits)
+  __device__ KeyFinder(const RankedKeys<Threads>& keys, Sum limit, Weigh weigh,
+                       CoopSums<Threads>* sums, SelectMemory<Threads>* memory, uint32_t* undecided,
+                       uint32_t bits)
       : keys_(keys),
         limit_(limit),
         weigh_(weigh),
@@ -371,11 +372,11 @@ class KeyFinder {
     }
   }
 
-  const RankedKeys<Team>& keys_;
+  const RankedKeys<Threads>& keys_;
   const Sum limit_;
   const Weigh weigh_;
-  TeamSums<Team>* const sums_;
-  SelectMemory<Team>* const memory_;
+  CoopSums<Threads>* const sums_;
+  SelectMemory<Threads>* const memory_;
   uint32_t* const list_;
   const uint32_t bits_;
 };
@@ -388,21 +389,22 @@ __device__ __forceinline__ RankCut CutOf(const Narrowed<Sum>& found, uint32_t ti
 }
 
 // The cut above which lie the `count` greatest keys.
-template <typename Team>
-__device__ RankCut CutByCount(const RankedKeys<Team>& keys, uint32_t count, TeamSums<Team>* sums,
-                              SelectMemory<Team>* memory, uint32_t* undecided, uint32_t bits) {
+template <typename Threads>
+__device__ RankCut CutByCount(const RankedKeys<Threads>& keys, uint32_t count,
+                              CoopSums<Threads>* sums, SelectMemory<Threads>* memory,
+                              uint32_t* undecided, uint32_t bits) {
   if (count == 0) return kTakeNone;
   const auto found =
-      KeyFinder<Team, CountKeys>(keys, count, CountKeys(), sums, memory, undecided, bits).Find();
+      KeyFinder<Threads, CountKeys>(keys, count, CountKeys(), sums, memory, undecided, bits).Find();
   return CutOf(found, count - found.above);
 }
 
 // Descending: the cut above which lie the fewest keys that weigh at least `limit` together (a key
 // is above it if those before it weigh less). Ascending: the cut below which lie the most keys that
 // weigh at most `limit` together.
-template <bool kDescending, typename Team, typename WeightOf>
-__device__ RankCut CutByWeight(const RankedKeys<Team>& keys, Weight64 limit, WeightOf weight_of,
-                               TeamSums<Team>* sums, SelectMemory<Team>* memory,
+template <bool kDescending, typename Threads, typename WeightOf>
+__device__ RankCut CutByWeight(const RankedKeys<Threads>& keys, Weight64 limit, WeightOf weight_of,
+                               CoopSums<Threads>* sums, SelectMemory<Threads>* memory,
                                uint32_t* undecided, uint32_t bits) {
   Weight64 own = 0;
   keys.ForEach([&](uint32_t key) { own += key != 0 ? weight_of(key) : 0; });
@@ -414,9 +416,9 @@ __device__ RankCut CutByWeight(const RankedKeys<Team>& keys, Weight64 limit, Wei
   } else if (total < limit) {
     return kTakeAll;
   }
-  const auto found =
-      KeyFinder<Team, WeighKeys<WeightOf>>(keys, limit, {weight_of}, sums, memory, undecided, bits)
-          .Find();
+  const auto found = KeyFinder<Threads, WeighKeys<WeightOf>>(keys, limit, {weight_of}, sums, memory,
+                                                             undecided, bits)
+                         .Find();
   const Weight64 each = weight_of(found.key);
   return CutOf(found, static_cast<uint32_t>((limit - found.above + each - 1) / each));
 }

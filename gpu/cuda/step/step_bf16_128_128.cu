@@ -3,6 +3,6 @@
 
 namespace attnd::gpu {
 
-const StepKernels kStepBf16_128_128 = kStepInstance<__nv_bfloat16, 128, 128>;
+template const StepKernels& StepKernelsOf<DType::kBf16, 128, 128>();
 
 }  // namespace attnd::gpu

@@ -3,6 +3,6 @@
 
 namespace attnd::gpu {
 
-const StepKernels kStepBf16_192_128 = kStepInstance<__nv_bfloat16, 192, 128>;
+template const StepKernels& StepKernelsOf<DType::kBf16, 192, 128>();
 
 }  // namespace attnd::gpu

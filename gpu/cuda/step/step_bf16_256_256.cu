@@ -3,6 +3,6 @@
 
 namespace attnd::gpu {
 
-const StepKernels kStepBf16_256_256 = kStepInstance<__nv_bfloat16, 256, 256>;
+template const StepKernels& StepKernelsOf<DType::kBf16, 256, 256>();
 
 }  // namespace attnd::gpu

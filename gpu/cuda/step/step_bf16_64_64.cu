@@ -3,6 +3,6 @@
 
 namespace attnd::gpu {
 
-const StepKernels kStepBf16_64_64 = kStepInstance<__nv_bfloat16, 64, 64>;
+template const StepKernels& StepKernelsOf<DType::kBf16, 64, 64>();
 
 }  // namespace attnd::gpu

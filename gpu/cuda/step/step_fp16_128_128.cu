@@ -3,6 +3,6 @@
 
 namespace attnd::gpu {
 
-const StepKernels kStepFp16_128_128 = kStepInstance<__half, 128, 128>;
+template const StepKernels& StepKernelsOf<DType::kFp16, 128, 128>();
 
 }  // namespace attnd::gpu

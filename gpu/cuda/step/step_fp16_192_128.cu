@@ -3,6 +3,6 @@
 
 namespace attnd::gpu {
 
-const StepKernels kStepFp16_192_128 = kStepInstance<__half, 192, 128>;
+template const StepKernels& StepKernelsOf<DType::kFp16, 192, 128>();
 
 }  // namespace attnd::gpu

@@ -3,6 +3,6 @@
 
 namespace attnd::gpu {
 
-const StepKernels kStepFp16_256_256 = kStepInstance<__half, 256, 256>;
+template const StepKernels& StepKernelsOf<DType::kFp16, 256, 256>();
 
 }  // namespace attnd::gpu

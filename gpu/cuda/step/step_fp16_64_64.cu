@@ -3,6 +3,6 @@
 
 namespace attnd::gpu {
 
-const StepKernels kStepFp16_64_64 = kStepInstance<__half, 64, 64>;
+template const StepKernels& StepKernelsOf<DType::kFp16, 64, 64>();
 
 }  // namespace attnd::gpu

@@ -6,15 +6,16 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "gpu/cuda/step/attend.cuh"
+#include "gpu/cuda/step/coop_step.cuh"
 #include "gpu/cuda/step/estimate.cuh"
 #include "gpu/cuda/step/merge.cuh"
 #include "gpu/cuda/step/place.cuh"
 #include "gpu/cuda/step/prepare.cuh"
 #include "gpu/cuda/step/score.cuh"
 #include "gpu/cuda/step/step_kernels.h"
-#include "gpu/cuda/step/team_step.cuh"
 
 namespace attnd::gpu {
 
@@ -73,8 +74,8 @@ __global__ void __launch_bounds__(kScoreWarps * 32, (kScoreBlocks<kKeyDim>))
       return step.query_fragments + tile_number * TileFragmentWords(kKeyDim);
     };
     Totals totals[2] = {{-INFINITY, 0}, {-INFINITY, 0}};
-    ScoreChunks<T, kKeyDim, kScoreStages>(step, feed, tile, ring, fragments_of,
-                                          StoreEach{step, tile}, totals);
+    ScoreChunks<T, kKeyDim, kScoreBuffers>(step, feed, tile, ring, fragments_of,
+                                           StoreEach{step, tile}, totals);
   }
 }
 
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(kAttendWarps * 32, (kEstimateBlocks<kValueDim>
   const uint32_t tile = blockIdx.x / step.estimate_pieces_max;
   const uint32_t unit_number = tile / step.tiles_max;
   const RowRef* row = RowOfUnit(step, unit_number);
-  if (piece >= row->estimate_pieces || row->team_blocks != 0 || (all && !HasTolerance(*row))) {
+  if (piece >= row->estimate_pieces || row->coop_blocks != 0 || (all && !HasTolerance(*row))) {
     return;
   }
   const UnitPlace unit(step, row, unit_number - row->first_unit);
@@ -160,25 +161,25 @@ cudaError_t LaunchMerge(const StepHeader& step, cudaStream_t stream) {
   return cudaPeekAtLastError();
 }
 
-// How teams of some size are launched.
-class TeamLaunch {
+// How cooperative groups of some size are launched: each is a thread-block cluster.
+class ClusterLaunch {
  public:
   // overlap: beside the end of the kernel before, which lets it.
-  TeamLaunch(uint32_t teams, uint32_t blocks, uint32_t shared_bytes, bool overlap,
-             cudaStream_t stream) {
+  ClusterLaunch(uint32_t groups, uint32_t blocks, uint32_t shared_bytes, bool overlap,
+                cudaStream_t stream) {
     attributes_[0].id = cudaLaunchAttributeClusterDimension;
     attributes_[0].val.clusterDim = {blocks, 1, 1};
     attributes_[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes_[1].val.programmaticStreamSerializationAllowed = 1;
-    config_.gridDim = teams * blocks;
-    config_.blockDim = kTeamThreads;
+    config_.gridDim = groups * blocks;
+    config_.blockDim = kCoopThreads;
     config_.dynamicSmemBytes = shared_bytes;
     config_.stream = stream;
     config_.attrs = attributes_;
     config_.numAttrs = overlap ? 2 : 1;
   }
-  TeamLaunch(const TeamLaunch&) = delete;
-  TeamLaunch& operator=(const TeamLaunch&) = delete;
+  ClusterLaunch(const ClusterLaunch&) = delete;
+  ClusterLaunch& operator=(const ClusterLaunch&) = delete;
 
   const cudaLaunchConfig_t& config() const { return config_; }
 
@@ -196,17 +197,18 @@ class TeamLaunch {
   cudaLaunchConfig_t config_ = {};
 };
 
-// One launch for each size of team.
+// One launch for each size of cooperative group.
 template <typename T, int kKeyDim, int kValueDim>
-cudaError_t LaunchTeams(const StepHeader& step, bool overlap, cudaStream_t stream) {
-  const auto kernel = TeamKernel<T, kKeyDim, kValueDim>;
-  constexpr uint32_t kSharedBytes = TeamStep<T, kKeyDim, kValueDim>::kSharedBytes;
-  cudaError_t error = TeamLaunch::Allow(kernel, kSharedBytes);
+cudaError_t LaunchCooperative(const StepHeader& step, bool overlap, cudaStream_t stream) {
+  const auto kernel = CoopKernel<T, kKeyDim, kValueDim>;
+  constexpr uint32_t kSharedBytes = CoopStep<T, kKeyDim, kValueDim>::kSharedBytes;
+  cudaError_t error = ClusterLaunch::Allow(kernel, kSharedBytes);
   uint32_t first = 0;
-  for (uint32_t size = 0; size < kTeamSizes && error == cudaSuccess; ++size) {
-    const uint32_t count = step.team_counts[size];
+  for (uint32_t size = 0; size < kCoopSizes && error == cudaSuccess; ++size) {
+    const uint32_t count = step.coop_counts[size];
     if (count == 0) continue;
-    const TeamLaunch launch(count, kTeamBlocks[size], kSharedBytes, overlap && first == 0, stream);
+    const ClusterLaunch launch(count, kCoopBlocks[size], kSharedBytes, overlap && first == 0,
+                               stream);
     error = cudaLaunchKernelEx(&launch.config(), kernel, step, first);
     first += count;
   }
@@ -214,17 +216,17 @@ cudaError_t LaunchTeams(const StepHeader& step, bool overlap, cudaStream_t strea
 }
 
 template <typename T, int kKeyDim, int kValueDim>
-cudaError_t CountTeams(int* at_once) {
-  const auto kernel = TeamKernel<T, kKeyDim, kValueDim>;
-  constexpr uint32_t kSharedBytes = TeamStep<T, kKeyDim, kValueDim>::kSharedBytes;
+cudaError_t CountGroups(int* at_once) {
+  const auto kernel = CoopKernel<T, kKeyDim, kValueDim>;
+  constexpr uint32_t kSharedBytes = CoopStep<T, kKeyDim, kValueDim>::kSharedBytes;
   *at_once = 0;
   cudaFuncAttributes attributes;
   cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
-  if (error == cudaSuccess) error = TeamLaunch::Allow(kernel, kSharedBytes);
+  if (error == cudaSuccess) error = ClusterLaunch::Allow(kernel, kSharedBytes);
   if (error != cudaSuccess) return error;
   // Code for less, which a newer device may run, has an empty kernel here.
   if (attributes.ptxVersion < 90) return cudaSuccess;
-  const TeamLaunch launch(1, kTeamBlocksMax, kSharedBytes, /*overlap=*/false, nullptr);
+  const ClusterLaunch launch(1, kCoopBlocksMax, kSharedBytes, /*overlap=*/false, nullptr);
   return cudaOccupancyMaxActiveClusters(at_once, kernel, &launch.config());
 }
 
@@ -236,17 +238,27 @@ constexpr StepKernels MakeStepKernels() {
                          LaunchChosen<T, kKeyDim, kValueDim>,
                          LaunchEstimate<T, kKeyDim, kValueDim>,
                          LaunchMerge<T, kKeyDim, kValueDim>,
-                         /*teams=*/nullptr,
-                         /*count_teams=*/nullptr};
-  if constexpr (kValueDim <= kTeamValueDimMax) {
-    kernels.teams = LaunchTeams<T, kKeyDim, kValueDim>;
-    kernels.count_teams = CountTeams<T, kKeyDim, kValueDim>;
+                         /*cooperative=*/nullptr,
+                         /*count_groups=*/nullptr};
+  if constexpr (kValueDim <= kCoopValueDimMax) {
+    kernels.cooperative = LaunchCooperative<T, kKeyDim, kValueDim>;
+    kernels.count_groups = CountGroups<T, kKeyDim, kValueDim>;
   }
   return kernels;
 }
 
-template <typename T, int kKeyDim, int kValueDim>
-inline constexpr StepKernels kStepInstance = MakeStepKernels<T, kKeyDim, kValueDim>();
+// What keys and values of a dtype are in kernels.
+template <DType kDtype>
+using ElementOf = std::conditional_t<kDtype == DType::kBf16, __nv_bfloat16, __half>;
+
+template <DType kDtype, uint32_t kHeadDim, uint32_t kValueDim>
+const StepKernels& StepKernelsOf() {
+  static_assert(HasKernels({kDtype, kHeadDim, kValueDim}), "kKernelShapes has no such entry");
+  static_assert(kDtype == DType::kBf16 || kDtype == DType::kFp16);
+  static constexpr StepKernels kKernels =
+      MakeStepKernels<ElementOf<kDtype>, int{kHeadDim}, int{kValueDim}>();
+  return kKernels;
+}
 
 }  // namespace attnd::gpu
 

@@ -9,27 +9,28 @@
 
 #include <cstdint>
 
+#include "gpu/layout/kernel_shapes.h"
 #include "gpu/layout/step_layout.h"
 
 namespace attnd::gpu {
 
-// The stages that depend on the model's shape. multiprocessors: of the device, for grids that fill
-// it.
+// The kernels that depend on the model's shape. multiprocessors: how many the device has, for grids
+// that fill it.
 struct StepKernels {
   cudaError_t (*prepare)(const StepHeader& step, cudaStream_t stream);
   // The read stage's two halves, which may run at the same time; each only if it has items.
   cudaError_t (*read)(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream);
   cudaError_t (*score)(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream);
-  // The finish stage's two halves, the same. all: the estimate that the measure stage needs, of
-  // every cluster of units with a tolerance.
+  // The finish stage's two halves, which may run at the same time. all: the estimate that the
+  // measure stage needs, of every cluster of units with a tolerance.
   cudaError_t (*chosen)(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream);
   cudaError_t (*estimate)(const StepHeader& step, bool all, cudaStream_t stream);
   cudaError_t (*merge)(const StepHeader& step, cudaStream_t stream);
-  // The units that teams answer. overlap: prepare runs right before, and need not have ended. Null
-  // for value dims above kTeamValueDimMax.
-  cudaError_t (*teams)(const StepHeader& step, bool overlap, cudaStream_t stream);
-  // How many of the largest teams the device holds at once; null as above.
-  cudaError_t (*count_teams)(int* at_once);
+  // The units that cooperative groups answer. overlap: prepare runs right before, and need not have
+  // ended. Null for value dims above kCoopValueDimMax.
+  cudaError_t (*cooperative)(const StepHeader& step, bool overlap, cudaStream_t stream);
+  // How many of the largest cooperative groups the device holds at once; null as above.
+  cudaError_t (*count_groups)(int* at_once);
 };
 
 // Whether this build has kernels for the current device.
@@ -38,15 +39,13 @@ cudaError_t ProbeKernels();
 cudaError_t LaunchSelect(const StepHeader& step, cudaStream_t stream);
 cudaError_t LaunchMeasure(const StepHeader& step, uint32_t value_dim, cudaStream_t stream);
 
-// One for each entry of kPayloadTypes x kHeadDims; each in a file of its own.
-extern const StepKernels kStepBf16_64_64;
-extern const StepKernels kStepBf16_128_128;
-extern const StepKernels kStepBf16_192_128;
-extern const StepKernels kStepBf16_256_256;
-extern const StepKernels kStepFp16_64_64;
-extern const StepKernels kStepFp16_128_128;
-extern const StepKernels kStepFp16_192_128;
-extern const StepKernels kStepFp16_256_256;
+// The kernels of one entry of kKernelShapes, defined in step_instance.cuh. Each entry is
+// instantiated in a file of its own, step_<dtype>_<head_dim>_<value_dim>.cu.
+template <DType kDtype, uint32_t kHeadDim, uint32_t kValueDim>
+const StepKernels& StepKernelsOf();
+
+// Null for a shape that kKernelShapes has not.
+const StepKernels* StepKernelsFor(const KernelShape& shape);
 
 }  // namespace attnd::gpu
 

@@ -17,10 +17,10 @@ namespace attnd::gpu {
 
 inline constexpr uint32_t kGroupLanes = 32;  // room for a group's heads
 
-// In the shared memory of each of the team's blocks.
-template <typename Team>
+// In the shared memory of each of the cooperative group's thread blocks.
+template <typename Threads>
 struct UnitMemory {
-  SelectMemory<Team> select;
+  SelectMemory<Threads> select;
   float max[2][kGroupLanes];  // of the mass, of the optimistic mass
   float sum[2][kGroupLanes];
   float unit[kGroupLanes];  // error of a weight of 1 and a spread of 1, relative to the output
@@ -53,14 +53,14 @@ __device__ __forceinline__ void LoadGroup(const float* from, float (&to)[kCount]
 }
 
 // Lookup: gives a SlotPlace for a group's first slot.
-template <typename Team, typename Lookup>
+template <typename Threads, typename Lookup>
 class UnitSelector {
  public:
-  static constexpr uint32_t kGroupSlots = Team::kGroupSlots;
+  static constexpr uint32_t kGroupSlots = Threads::kGroupSlots;
 
   // memory->max and ->sum must be there before clusters are ranked. undecided: see KeyFinder.
   __device__ UnitSelector(const StepHeader& step, const UnitPlace& unit, const Lookup& lookup,
-                          uint32_t clusters, UnitMemory<Team>* memory, uint32_t* undecided)
+                          uint32_t clusters, UnitMemory<Threads>* memory, uint32_t* undecided)
       : step_(step),
         unit_(unit),
         row_(*unit.row),
@@ -130,7 +130,8 @@ class UnitSelector {
   // Marks the floor, before errors are known.
   __device__ void MarkFloor(RankCut floor);
   // Fates from the cuts, and the exact clusters' tokens in order; the result's pieces are left to
-  // others. keep: clusters that are exact already stay so. The team must Sync before others look.
+  // others. keep: clusters that are exact already stay so. The cooperative group must Sync before
+  // others look.
   __device__ UnitResult Assign(RankCut exact, RankCut kept, bool keep);
   // Fills memory_->unit from the zones' states and the estimate of all clusters.
   template <int kValueDim>
@@ -141,7 +142,7 @@ class UnitSelector {
   static constexpr uint32_t kShareBits = 30;
   static constexpr uint32_t kErrorBits = 32;
   // Token counts of exact clusters (low bits) and of estimated ones go together: a unit has at most
-  // kUnitTokensMax of both, and TeamSums holds twice that.
+  // kUnitTokensMax of both, and CoopSums holds twice that.
   static constexpr uint32_t kCountBits = 28;
 
   // Asks the second-level cache for what AssignGroup will read of the index in the first pass.
@@ -181,17 +182,17 @@ class UnitSelector {
   const RowRef& row_;
   const Lookup lookup_;
   const uint32_t clusters_;
-  UnitMemory<Team>* const memory_;
+  UnitMemory<Threads>* const memory_;
   uint32_t* const undecided_;
-  TeamSums<Team> sums_;
+  CoopSums<Threads> sums_;
   float* const scores_;  // [group][slots] log masses
   float* const d2_;      // [group][slots]
   uint8_t* const fates_;
-  RankedKeys<Team> keys_;
+  RankedKeys<Threads> keys_;
 };
 
-template <typename Team, typename Lookup>
-__device__ __forceinline__ void UnitSelector<Team, Lookup>::RankByMass(bool optimistic) {
+template <typename Threads, typename Lookup>
+__device__ __forceinline__ void UnitSelector<Threads, Lookup>::RankByMass(bool optimistic) {
   const uint32_t kind = optimistic ? 1 : 0;
   for (uint32_t pass = 0; pass < row_.slots; pass += keys_.pass_slots()) {
     const uint32_t first = keys_.First(pass);
@@ -223,8 +224,8 @@ __device__ __forceinline__ void UnitSelector<Team, Lookup>::RankByMass(bool opti
   }
 }
 
-template <typename Team, typename Lookup>
-__device__ void UnitSelector<Team, Lookup>::RankByError() {
+template <typename Threads, typename Lookup>
+__device__ void UnitSelector<Threads, Lookup>::RankByError() {
   for (uint32_t pass = 0; pass < row_.slots; pass += keys_.pass_slots()) {
     const uint32_t first = keys_.First(pass);
     if (first >= row_.slots) continue;
@@ -257,8 +258,8 @@ __device__ void UnitSelector<Team, Lookup>::RankByError() {
   }
 }
 
-template <typename Team, typename Lookup>
-__device__ void UnitSelector<Team, Lookup>::MarkFloor(RankCut floor) {
+template <typename Threads, typename Lookup>
+__device__ void UnitSelector<Threads, Lookup>::MarkFloor(RankCut floor) {
   Weight64 before = 0;
   for (uint32_t pass = 0; pass < row_.slots; pass += keys_.pass_slots()) {
     const uint32_t first = keys_.First(pass);
@@ -273,8 +274,9 @@ __device__ void UnitSelector<Team, Lookup>::MarkFloor(RankCut floor) {
   }
 }
 
-template <typename Team, typename Lookup>
-__device__ UnitResult UnitSelector<Team, Lookup>::Assign(RankCut exact, RankCut kept, bool keep) {
+template <typename Threads, typename Lookup>
+__device__ UnitResult UnitSelector<Threads, Lookup>::Assign(RankCut exact, RankCut kept,
+                                                            bool keep) {
   Weight64 before = 0, tokens = 0;
   for (uint32_t pass = 0; pass < row_.slots; pass += keys_.pass_slots()) {
     const uint32_t first = keys_.First(pass);
@@ -292,11 +294,11 @@ __device__ UnitResult UnitSelector<Team, Lookup>::Assign(RankCut exact, RankCut 
 }
 
 // One group's fates and tokens; slots from `first` on, or none. Every thread calls it.
-template <typename Team, typename Lookup>
-__device__ void UnitSelector<Team, Lookup>::AssignGroup(uint32_t first,
-                                                        const uint32_t (&keys)[kGroupSlots],
-                                                        RankCut exact, RankCut kept, bool keep,
-                                                        Weight64 ties, Weight64* tokens_before) {
+template <typename Threads, typename Lookup>
+__device__ void UnitSelector<Threads, Lookup>::AssignGroup(uint32_t first,
+                                                           const uint32_t (&keys)[kGroupSlots],
+                                                           RankCut exact, RankCut kept, bool keep,
+                                                           Weight64 ties, Weight64* tokens_before) {
   const bool used = first < row_.slots;
   const SlotPlace place = lookup_.Of(used ? first : 0);
   uint32_t starts[kGroupSlots + 1] = {};
@@ -344,8 +346,8 @@ __device__ void UnitSelector<Team, Lookup>::AssignGroup(uint32_t first,
 
 // The chosen clusters' tokens, from `place` of the unit's list on. A warp lists them together: each
 // thread's first cluster, then each one's second.
-template <typename Team, typename Lookup>
-__device__ __forceinline__ void UnitSelector<Team, Lookup>::ListTokens(
+template <typename Threads, typename Lookup>
+__device__ __forceinline__ void UnitSelector<Threads, Lookup>::ListTokens(
     const uint32_t (&starts)[kGroupSlots + 1], uint32_t chosen, uint32_t segment, uint32_t place) {
   uint32_t* list = UnitChosen(step_, unit_);
 #pragma unroll 1
@@ -375,9 +377,9 @@ __device__ __forceinline__ void UnitSelector<Team, Lookup>::ListTokens(
 }
 
 // A warp for each lane: a thread has the heads of some states, and some channels of all.
-template <typename Team, typename Lookup>
+template <typename Threads, typename Lookup>
 template <int kValueDim>
-__device__ void UnitSelector<Team, Lookup>::MeasureOutputs() {
+__device__ void UnitSelector<Threads, Lookup>::MeasureOutputs() {
   constexpr uint32_t kFloats = StateFloats(kValueDim);
   constexpr uint32_t kChannels = kValueDim / 32;  // of a thread
   const uint32_t lane = threadIdx.x / 32, thread = threadIdx.x % 32;
