@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "attention/policy.h"
+#include "attention/policy/policy.h"
 #include "common/dtype.h"
 #include "common/model_shape.h"
 #include "engine/engine.h"
