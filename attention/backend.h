@@ -18,11 +18,9 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
-#include "attention/completion/feature_maps.h"
 #include "attention/policy/policy.h"
-#include "attention/policy_state/block_recall.h"
-#include "attention/policy_state/keep_set.h"
-#include "attention/policy_state/label_choice.h"
+#include "attention/policy_state/policy_state.h"
+#include "attention/row_stats.h"
 #include "attention/segment/index_set.h"
 #include "attention/segment/pages.h"
 #include "attention/segment/segment.h"
@@ -38,56 +36,16 @@ class Backend;
 struct SequenceView {
   ModelShape shape;
   IndexSet indexes = kClusterIndexes;  // of every segment
-  // The one that has the sequence (Backend::OwnerOf); null: whichever is asked.
+  // The backend that has the sequence (Backend::OwnerOf); null: whichever backend is asked.
   const Backend* owner = nullptr;
   // In position order, without gaps, from position 0.
   std::vector<std::shared_ptr<const Segment>> segments;
   // Block i holds positions [64 (b + i), 64 (b + i + 1)), b = tail_begin / 64.
   std::vector<std::shared_ptr<const TailBlock>> tail;
   uint64_t tail_begin = 0;  // first position that no segment covers
-  // What labels of segments to come are made of; null: of their own keys.
-  std::shared_ptr<const LabelChoice> label_choice;
-  // What summaries of segments are made with; not null if the indexes have them.
-  std::shared_ptr<const FeatureMaps> feature_maps;
-  // What a keep-set policy reads; null before the prompt's end, or without its queries.
-  std::shared_ptr<const KeepSet> keep;
-  // Blocks that earlier steps chose, of a sequence that has 64-token blocks: the one part of a view
-  // that steps write to. Null: they are not remembered.
-  std::shared_ptr<BlockRecall> recall;
-};
-
-// Processor time that a row's work took, by stage, summed over threads; or its share of a device's
-// time, in the steps where that is measured.
-struct StageNanos {
-  uint64_t score = 0;   // of candidates, by what the index says
-  uint64_t select = 0;  // ranking and cutting
-  uint64_t fetch = 0;
-  uint64_t attend = 0;  // what is read exactly, and summing up estimates
-  uint64_t merge = 0;
-};
-
-// What an answer was made of. Token counts are summed over query tokens and KV heads.
-struct RowStats {
-  uint64_t zone_tokens = 0;
-  uint64_t exact_tokens = 0;      // of the middle
-  uint64_t estimated_tokens = 0;  // of the middle
-  uint64_t dropped_tokens = 0;    // of the middle
-  // Shares of the softmax mass, dropped clusters by their centroids' estimate; absent if the middle
-  // was not looked at.
-  std::optional<float> covered_mass;
-  std::optional<float> exact_mass;
-  // Over query heads and tokens. 0 if every token was read exactly; absent if any was dropped, or
-  // estimated without the second order.
-  std::optional<float> predicted_error_mean;
-  std::optional<float> predicted_error_max;
-  // Of what is estimated only because its pages were not in time; absent as the masses above are,
-  // and unless the policy allows it.
-  std::optional<float> missed_mass;
-  uint64_t missed_tokens = 0;  // of estimated_tokens
-  uint64_t host_tokens = 0;    // tokens read exactly from host memory
-  uint64_t ssd_tokens = 0;     // tokens read exactly whose pages were read from disk for it
-  uint64_t hbm_tokens = 0;     // tokens read exactly from a device's memory
-  StageNanos stages;
+  // What the sequence keeps for its policies. Its recall is the one part of a view that steps write
+  // to.
+  PolicyView state;
 };
 
 // One sequence's part of a step. Buffers belong to the caller and live until Step returns.
@@ -179,10 +137,11 @@ class Backend {
  public:
   virtual ~Backend() = default;
   virtual absl::string_view name() const = 0;
-  // Those that may have a sequence, the preferred one first.
+  // Names of the backends that may have a sequence, the preferred one first.
   virtual std::vector<absl::string_view> names() const { return {name()}; }
-  // The backend that is to have such a sequence for all its life: itself, or a part of it. Supports
-  // says of the owner what it cannot run, if nobody can.
+  // The backend that is to answer for such a sequence for all its life: this one, or a part of it.
+  // If no backend can run the sequence, there is an owner all the same, and its Supports says why
+  // not.
   virtual const Backend& OwnerOf(const SequenceNeeds&) const { return *this; }
   // Name of the instruction set that the kernels on the CPU chose.
   virtual absl::string_view target() const = 0;

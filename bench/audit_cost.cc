@@ -59,7 +59,7 @@ constexpr uint32_t kForks = 200;  // that are asked in turn
 
 double Seconds(Clock::duration time) { return std::chrono::duration<double>(time).count(); }
 
-class CountingObserver : public engine::Observer {
+class CountingObserver : public engine::EventListener {
  public:
   void OnAudited(const engine::AuditedRow& row) override {
     ++audited;
@@ -251,7 +251,7 @@ class Bench {
               elements};
     args.q_heads = shape_.query_heads;
     args.q_head_dim = shape_.head_dim;
-    Must(engine_->Decode("", parent_, args, &result_));
+    Must(engine_->Decode("", parent_, args, memory_, &result_));
     Must(result_.rows[0].status);
   }
 
@@ -268,6 +268,7 @@ class Bench {
       Options(), attention::MakeCpuBackend({.threads = absl::GetFlag(FLAGS_threads)}), &observer_));
   uint64_t parent_ = 0;
   std::vector<uint64_t> usual_, audited_, picks_;
+  engine::AnswerVectors memory_;
   engine::DecodeResult result_;
 };
 

@@ -111,7 +111,7 @@ class Bench {
     }
     for (args.layer = 0; args.layer < shape_.layers; ++args.layer) {
       const auto start = Clock::now();
-      Must(engine_->Decode("", sequence, args, &result_));
+      Must(engine_->Decode("", sequence, args, memory_, &result_));
       Must(result_.rows[0].status);
       if (latencies_us == nullptr) continue;
       latencies_us->push_back(
@@ -123,6 +123,7 @@ class Bench {
       Bf16Shape(absl::GetFlag(FLAGS_layers), 32, 8, absl::GetFlag(FLAGS_head_dim));
   const std::unique_ptr<engine::Engine> engine_ = MakeEngine(absl::GetFlag(FLAGS_threads));
   std::mt19937_64 random_{1};
+  engine::AnswerVectors memory_;
   engine::DecodeResult result_;
 };
 

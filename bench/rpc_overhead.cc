@@ -57,9 +57,10 @@ class TimedEngine final : public engine::Engine {
   int64_t last_decode_ns() const { return last_decode_ns_.load(); }
 
   absl::Status Decode(absl::string_view tenant, engine::WriterId writer,
-                      const engine::DecodeArgs& args, engine::DecodeResult* result) override {
+                      const engine::DecodeArgs& args, engine::AnswerMemory memory,
+                      engine::DecodeResult* result) override {
     const auto start = Clock::now();
-    absl::Status status = engine_->Decode(tenant, writer, args, result);
+    absl::Status status = engine_->Decode(tenant, writer, args, memory, result);
     last_decode_ns_ = (Clock::now() - start).count();
     return status;
   }

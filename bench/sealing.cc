@@ -215,7 +215,7 @@ class Model {
     args.v = tokens.Values(0, 1);
     args.k_heads = args.v_heads = shape_.kv_heads;
     args.k_head_dim = args.v_value_dim = shape_.head_dim;
-    Must(engine_->Decode("", kWriter, args, &result_));
+    Must(engine_->Decode("", kWriter, args, memory_, &result_));
     Must(result_.rows[0].status);
     return result_.rows[0].stats;
   }
@@ -230,6 +230,7 @@ class Model {
 
   const ModelShape shape_;
   std::unique_ptr<Engine> engine_;
+  engine::AnswerVectors memory_;
   engine::DecodeResult result_;
 };
 

@@ -123,7 +123,7 @@ SyntheticSequence MakeSyntheticSequence(const ModelShape& shape, uint64_t tokens
   view->shape = shape;
   view->indexes = indexes;
   if (indexes.Has(attention::IndexKind::kSummary)) {
-    view->feature_maps = RandomFeatureMaps(shape, seed);
+    view->state.feature_maps = RandomFeatureMaps(shape, seed);
   }
   uint64_t made = 0;  // tokens that exist, whole blocks
   while (true) {
@@ -146,8 +146,8 @@ SyntheticSequence MakeSyntheticSequence(const ModelShape& shape, uint64_t tokens
     auto next = std::make_shared<SequenceView>(*view);
     next->segments.push_back(builder.Finish());
     next->tail_begin += count;
-    if (indexes.Has(attention::IndexKind::kLabels) && next->label_choice == nullptr) {
-      next->label_choice = attention::LabelChoiceOf(*next->segments.front());
+    if (indexes.Has(attention::IndexKind::kLabels) && next->state.label_choice == nullptr) {
+      next->state.label_choice = attention::LabelChoiceOf(*next->segments.front());
     }
     next->tail.erase(
         next->tail.begin(),
@@ -173,7 +173,7 @@ std::shared_ptr<const SequenceView> WithKeepSets(const SequenceView& view, uint3
   }
   keep->positions = std::move(positions);
   auto result = std::make_shared<SequenceView>(view);
-  result->keep = std::move(keep);
+  result->state.keep = std::move(keep);
   return result;
 }
 

@@ -18,7 +18,7 @@
 #include "absl/status/statusor.h"
 #include "attnd/v1/types.pb.h"
 #include "common/safetensors.h"
-#include "engine/engine.h"
+#include "engine/types.h"
 
 namespace attnd::ctl {
 

@@ -35,6 +35,9 @@ libraries_of() {
 }
 
 setup_packages "${ATTND_BUILD_PACKAGES[@]}" "${ATTND_BUNDLE_PACKAGES[@]}"
+# As the presets have it, whose environment a build outside their folders does not get: one compiler cache for all.
+export CCACHE_BASEDIR="${ATTND_ROOT}" CCACHE_NOHASHDIR=1
+
 say "Building with CUDA (log: build/bundle-build.log)"
 {
   cmake --preset release -B "${build}" -Wno-dev -DATTND_CUDA=ON \

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "attention/backend.h"
 #include "common/status.h"
 #include "glog/logging.h"
 #include "grpc/grpc.h"

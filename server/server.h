@@ -1,6 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Server: the gRPC side of attnd, from listening to the end of the last stream.
+//
+// What stands between gRPC and the engine is in server/calls. A call goes down this list:
+//
+//   service.h                says which handler answers which call
+//   calls/decode_reactor     a Decode stream: one message read, answered and written at a time
+//   calls/append_reactor     an AppendKv stream: chunks, then the prompt's segmenting
+//   calls/unary_call         every other call, from its bytes to its reply or its status
+//   calls/unary_handlers     what these calls do, without gRPC
+//   calls/handler            what the handlers share: HandlerContext, tenants, a stream's end
+//   calls/step_executor      decides on which thread work runs; refuses it when the queue is full
+//   calls/request_parser     from a request's bytes to its message
+//   calls/wire_check         counts a request's fields before anything is parsed
+//   calls/conversions        from messages to the engine's types and back: parts of messages;
+//   calls/sequence_conversions  messages that open and list sequences;
+//   calls/step_conversions   messages of the two streams
+//   calls/decode_reply       a Decode reply, made as the bytes that are sent
+//   calls/stream_registry    the open streams: their limit, their end, the clock of unread replies
+//   calls/open_calls         counts unary calls under way, for a shutdown
+//   calls/heap_trimmer       gives the memory of large messages back to the system
+//
+// Beside it: options/ (flags, limits, presets), metrics/ (Prometheus), net/ (sockets, connections).
 #ifndef ATTND_SERVER_SERVER_H_
 #define ATTND_SERVER_SERVER_H_
 

@@ -11,8 +11,6 @@
 namespace attnd::attention {
 namespace {
 
-using kernels::kQuad;
-
 absl::Status Wrong(absl::string_view what) {
   return absl::InvalidArgumentError(absl::StrCat("feature maps: ", what));
 }

@@ -86,8 +86,8 @@ void FeatureSums::Finish() {
 void FeatureSums::RaiseShift(const float* log_features, size_t feature) {
   float greatest = m_[feature];
   for (size_t i = 0; i < pending_; ++i) {
-    const size_t quad = i / kernels::kQuad * maps_->features() + feature;
-    greatest = std::max(greatest, log_features[quad * kernels::kQuad + i % kernels::kQuad]);
+    const size_t quad = i / kQuad * maps_->features() + feature;
+    greatest = std::max(greatest, log_features[quad * kQuad + i % kQuad]);
   }
   if (greatest == m_[feature]) return;
   const double shrink = std::exp(double{m_[feature]} - greatest);
@@ -98,7 +98,6 @@ void FeatureSums::RaiseShift(const float* log_features, size_t feature) {
 }
 
 void FeatureSums::Flush() {
-  using kernels::kQuad;
   const size_t features = maps_->features(), value_dim = geometry_.value_dim;
   std::fill(keys_.begin() + static_cast<ptrdiff_t>(pending_ * geometry_.head_dim), keys_.end(),
             0.0f);

@@ -87,10 +87,10 @@ void BlockSearch::Choose(size_t count, OrderScratch* order) {
 }
 
 void BlockSearch::Remember() const {
-  if (query_.view->recall == nullptr || query_.position == UnitQuery::kNoPosition) return;
-  query_.view->recall->Remember(query_.layer, query_.kv_head, query_.position, block_tokens_,
-                                BlocksOf(*query_.view, block_tokens_),
-                                [&](size_t number) { return fate_[number] == Fate::kExact; });
+  if (query_.view->state.recall == nullptr || query_.position == UnitQuery::kNoPosition) return;
+  query_.view->state.recall->Remember(query_.layer, query_.kv_head, query_.position, block_tokens_,
+                                      BlocksOf(*query_.view, block_tokens_),
+                                      [&](size_t number) { return fate_[number] == Fate::kExact; });
 }
 
 void RememberBlocksOf(const SequenceView& view, const Policy& policy, uint32_t layer,

@@ -32,7 +32,7 @@ class BlockSearch {
 
   void Score(size_t segment);
   void Choose(size_t count, OrderScratch* order);
-  // After Choose: for the query token behind this one (SequenceView::recall), if there is a place
+  // After Choose: for the query token behind this one (PolicyView::recall), if there is a place
   // to remember it.
   void Remember() const;
 

@@ -25,7 +25,7 @@ size_t CompletionEstimator::ArenaBytes(const SequenceView& view) {
 
 CompletionEstimator::CompletionEstimator(const UnitQuery& query, StepArena* arena)
     : query_(query),
-      maps_(*query.view->feature_maps),
+      maps_(*query.view->state.feature_maps),
       features_(maps_.features()),
       value_dim_(query.view->shape.value_dim) {
   const size_t group = query.view->shape.group();

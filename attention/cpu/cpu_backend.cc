@@ -75,7 +75,6 @@ class CpuBackend : public Backend {
  private:
   // Rows are taken in order, as many units at a time as the scratch memory holds.
   absl::Status RunWaves(const StepRequest& request, StepArena* arena) {
-    for (const StepRow& row : request.rows) *row.stats = RowStats();
     CpuStep step(request, arena);
     while (step.NextWave(scratch_bytes_)) {
       for (const CpuStep::Stage stage : CpuStep::kStages) {
@@ -89,13 +88,13 @@ class CpuBackend : public Backend {
   absl::Status RunStage(const StepRequest& request, CpuStep::Stage stage, CpuStep* step) {
     step->Prepare(stage);
     while (true) {
-      ATTND_ASSIGN_OR_RETURN(const CpuStep::Items items, step->NextItems(stage));
+      ATTND_ASSIGN_OR_RETURN(const ItemRange items, step->NextItems());
       if (items.size() == 0) return absl::OkStatus();
       std::atomic<bool> stopped{false};
-      Run(items, step->Work(stage, items), [&](size_t item) {
+      Run(items, step->Work(items), [&](size_t item) {
         if (stopped.load(std::memory_order_relaxed)) return;
         if (CheckAlive(request).ok()) {
-          step->RunItem(stage, item);
+          step->RunItem(item);
         } else {
           stopped.store(true, std::memory_order_relaxed);
         }
@@ -105,7 +104,7 @@ class CpuBackend : public Backend {
   }
 
   template <typename F>
-  void Run(const CpuStep::Items& items, uint64_t work, const F& run_item) {
+  void Run(const ItemRange& items, uint64_t work, const F& run_item) {
     if (items.size() <= 1 || workers_.threads() == 1 || work < kParallelWork) {
       for (size_t item = items.begin; item < items.end; ++item) run_item(item);
       return;

@@ -19,11 +19,12 @@ struct CpuBackendOptions {
   size_t scratch_bytes = size_t{256} << 20;
 };
 
-// How a step is divided: a unit is one (row, up to 64 query tokens, KV head) for dense and
-// streaming rows and one (row, query token, KV head) for cluster policies; units are independent,
-// and deadline and cancellation are looked at before each piece of one. A unit's tokens are cut
-// into pieces by their position alone, each piece gives a softmax state, and states merge in piece
-// order: so neither the thread count nor the rest of the batch changes a bit of an answer.
+// How a step is divided: a unit is one KV head with one query token of a row whose policy selects
+// from the middle, and one KV head with as many query tokens as 64 quads hold of any other row.
+// Units are independent of each other. Deadline and cancellation are looked at before each piece of
+// a unit. A unit's tokens are cut into pieces by their position alone, each piece gives a softmax
+// state, and states merge in the order of the pieces. So neither the number of threads nor the
+// other rows of a step change a bit of an answer.
 std::unique_ptr<Backend> MakeCpuBackend(const CpuBackendOptions& options);
 
 }  // namespace attnd::attention

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// MiddleUnit: what a policy makes of the middle for one (query token, KV head): score candidates,
-// choose what is read exactly, estimate or drop the rest. Reading the chosen tokens is the
-// backend's part.
+// MiddleUnit: what a policy makes of the middle for one query token and one KV head. The unit
+// scores candidates, chooses what is read exactly, and estimates or drops the rest. StepUnit has
+// the chosen tokens read.
 #ifndef ATTND_ATTENTION_CPU_MIDDLE_UNIT_H_
 #define ATTND_ATTENTION_CPU_MIDDLE_UNIT_H_
 
@@ -20,15 +20,15 @@
 
 namespace attnd::attention {
 
-// What became of the query heads' mass, in the scale of the final states.
+// What one query head's answer is made of. Masses are shares of the head's whole softmax mass.
 struct LaneOutcome {
-  float covered_mass = 1;
-  float exact_mass = 1;
-  float predicted_error = 0;
-  float missed_mass = 0;
+  float covered_mass = 1;     // read or estimated
+  float exact_mass = 1;       // read
+  float predicted_error = 0;  // of the output, relative to its norm
+  float missed_mass = 0;      // estimated for want of pages
 };
 
-// What a unit is made for. Everything lives as long as the unit.
+// What a unit is asked. Everything that is pointed at lives as long as the unit.
 struct UnitQuery {
   const SequenceView* view = nullptr;
   const Policy* policy = nullptr;
@@ -40,7 +40,7 @@ struct UnitQuery {
   uint64_t seen = 0;  // tokens of the layer that the query token sees
   // [quads][4][head_dim], not scaled, zero where a quad has fewer heads.
   const float* queries = nullptr;
-  // The same of the query token before it, if that is of the same step; else null.
+  // The queries of the query token before this one, if that token is of the same step; else null.
   const float* previous = nullptr;
   std::span<const kernels::Queries> prepared;  // [quads] of queries
 
@@ -51,14 +51,16 @@ struct UnitQuery {
   }
 };
 
-// Life: construct, Score(every item) from any threads, Select once, Outcome for each lane. Memory
-// is an arena's: each kind says by its ArenaBytes how much at most, with what cutting its runs into
-// pieces takes.
+// Life: construct; Score every item, and ScoreKeys if the unit ranks by keys, from any threads;
+// Select once; Demote at most once; readers; AddEstimate once; Outcome for each lane. Memory is an
+// arena's: the ArenaBytes of each kind of unit is the most that the unit and the pieces of its runs
+// take.
 class MiddleUnit {
  public:
   virtual ~MiddleUnit() = default;
 
-  // Pieces of scoring that may run at the same time; about how many rows of an index one reads.
+  // Items of scoring, which may run at the same time, and about how many rows of an index one
+  // reads.
   virtual size_t score_items() const = 0;
   virtual uint64_t ScoreRows(size_t item) const = 0;
   virtual void Score(size_t item) = 0;
@@ -67,21 +69,21 @@ class MiddleUnit {
   // estimate.
   virtual void Select(std::span<const QuadState> zones, OrderScratch* order) = 0;
 
-  // Whether it ranks the middle by its keys: it is then given all tokens of the middle before
-  // Select, in parts, from any threads. first: number of the runs' first token in the middle.
+  // Whether the unit ranks the middle by its keys. It is then given all tokens of the middle before
+  // Select, in parts, from any threads. first: number in the middle of the runs' first token.
   virtual bool ranks_by_keys() const { return false; }
   virtual void ScoreKeys(size_t /*first*/, std::span<const TokenRun> /*runs*/) {}
 
   // What is to be read exactly: ascending, neighbours joined.
   virtual std::span<const TokenRun> runs() const = 0;
-  // Whether it estimates by what is read: each piece of runs() then has a reader, made before any
-  // is read, that is given the piece's tokens in order; different readers from any threads.
+  // Whether the unit estimates by what is read. Each piece of runs() then has a reader, which is
+  // made before any piece is read and is given the piece's tokens in order. Different readers may
+  // be given tokens from different threads.
   virtual bool follows_reading() const { return false; }
   virtual size_t AddReader(StepArena* /*arena*/) { return 0; }
   virtual void Read(size_t /*reader*/, std::span<const TokenRun> /*runs*/) {}
-  // Leaves to their estimate what has a page in a paged segment that is not `there`. Asked by
-  // ascending segment, and pages of a segment by ascending number. Only of policies that may
-  // estimate what they miss.
+  // Leaves to their estimate the chosen clusters that have a page in a paged segment that is not
+  // `there`. Only of policies that may estimate what they miss.
   virtual void Demote(absl::FunctionRef<bool(uint32_t segment, uint32_t page)> there) = 0;
   virtual uint64_t missed_tokens() const = 0;
 

@@ -85,10 +85,10 @@ class KeyReader {
   const uint32_t kv_head_;
 };
 
-// One observed query: up to four heads at a time, all keys that they see.
-class Observer {
+// The softmax of observed queries over all keys that they see, up to four heads at a time.
+class ObservedSoftmax {
  public:
-  Observer(const SequenceView& view, uint32_t layer, uint32_t kv_head)
+  ObservedSoftmax(const SequenceView& view, uint32_t layer, uint32_t kv_head)
       : shape_(view.shape), reader_(view, layer, kv_head), kv_head_(kv_head) {
     memory_.resize(kernels::QueriesFloats(shape_.head_dim) + kAlignFloats);
     floats_.resize(kQuad * shape_.head_dim);
@@ -96,8 +96,8 @@ class Observer {
 
   // weights_[.][lane]: the softmax of heads [head, head + lanes) of observed token `observed`,
   // which stands at `position`.
-  absl::Status Look(const ObservedQueries& queries, uint32_t observed, uint64_t position,
-                    size_t head, size_t lanes, absl::FunctionRef<absl::Status()> proceed) {
+  absl::Status Compute(const ObservedQueries& queries, uint32_t observed, uint64_t position,
+                       size_t head, size_t lanes, absl::FunctionRef<absl::Status()> proceed) {
     const size_t dim = shape_.head_dim;
     const size_t first =
         (size_t{observed} * shape_.query_heads + size_t{kv_head_} * shape_.group() + head) * dim;
@@ -115,10 +115,8 @@ class Observer {
                            std::min<uint64_t>(count, seen - at), dim, prepared,
                            weights_.data() + at * kQuad);
         }));
-    float max[kQuad], sum[kQuad] = {0, 0, 0, 0};
-    std::fill_n(max, kQuad, kNegativeInfinity);
-    kernels::MaxQuads(weights_.data(), seen, max);
-    kernels::ExpQuads(weights_.data(), seen, max, weights_.data(), sum);
+    float max[kQuad], sum[kQuad];
+    kernels::SoftmaxQuads(weights_.data(), seen, max, sum);
     for (size_t lane = 0; lane < kQuad; ++lane) inverse_[lane] = 1.0f / sum[lane];
     return absl::OkStatus();
   }
@@ -168,16 +166,16 @@ absl::StatusOr<std::vector<float>> Importance(const SequenceView& view, uint32_t
   const uint64_t middle = view.tail_begin - sink;
   const size_t group = view.shape.group();
   std::vector<double> masses(middle, 0.0);
-  Observer observer(view, layer, kv_head);
+  ObservedSoftmax softmax(view, layer, kv_head);
   for (uint32_t observed = 0; observed < queries.tokens; ++observed) {
     const uint64_t position = prompt_tokens - queries.tokens + observed;
     const uint64_t seen = std::min(middle, position + 1 > sink ? position + 1 - sink : 0);
     for (size_t head = 0; head < group; head += kQuad) {
       const size_t lanes = std::min(kQuad, group - head);
-      ATTND_RETURN_IF_ERROR(observer.Look(queries, observed, position, head, lanes, proceed));
+      ATTND_RETURN_IF_ERROR(softmax.Compute(queries, observed, position, head, lanes, proceed));
       for (uint64_t i = 0; i < seen; ++i) {
         for (size_t lane = 0; lane < lanes; ++lane) {
-          const double mass = observer.Mass(sink + i, lane);
+          const double mass = softmax.Mass(sink + i, lane);
           masses[i] = adaptive ? std::max(masses[i], mass) : masses[i] + mass;
         }
       }

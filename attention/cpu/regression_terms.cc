@@ -7,8 +7,6 @@
 namespace attnd::attention {
 namespace {
 
-using kernels::kQuad;
-
 // Longer queries count as this long: what is summed over channels stays a float.
 constexpr float kQueryMax = 1e17f;
 

@@ -3,105 +3,15 @@
 
 #include <algorithm>
 #include <cmath>
-#include <utility>
 
 #include "attention/kernels/kernels.h"
+#include "glog/logging.h"
 
 namespace attnd::attention {
-namespace {
-
-constexpr size_t kRounding = size_t{16} * 64;  // of the arena's separate allocations
-
-}  // namespace
-
-// ---- sizes ----
-
-size_t TokenUnit::CountMiddle(const SequenceView& view) {
-  size_t tokens = 0;
-  for (const auto& segment : view.segments) tokens += segment->clustered();
-  return tokens;
-}
-
-size_t TokenUnit::CountOf(const Policy& policy, uint64_t seen, size_t of) {
-  const Budget& budget = policy.budget;
-  if (!budget.is_share()) return std::min<size_t>(budget.tokens, of);
-  if (policy.estimator != Estimator::kFeatureMap) return ShareOf(budget.share(), of);
-  // Of all tokens, the anchors among them (Top-K with Linear-Attention Completion, section 5).
-  const size_t tokens = ShareOf(budget.share(), seen), anchors = policy.sink + policy.window;
-  return std::min(of, tokens > anchors ? tokens - anchors : 0);
-}
-
-std::span<const uint32_t> TokenUnit::KeptOf(const UnitQuery& query) {
-  const size_t head = size_t{query.layer} * query.view->shape.kv_heads + query.kv_head;
-  return query.view->keep->KeptBy(head);
-}
-
-TokenUnit::Sizes::Sizes(const UnitQuery& query, const BlockChoice* recalled)
-    : middle(CountMiddle(*query.view)), quads(query.quads()) {
-  const SequenceView& view = *query.view;
-  const Policy& policy = *query.policy;
-  const bool prunes = policy.pruner == Pruner::kTopP;
-  bool weighs = true;      // candidates, whether they are pruned or not
-  size_t chosen = middle;  // candidates that are chosen one by one: no more runs begin at them
-  candidates = middle;
-  switch (policy.selector) {
-    case Selector::kBlocks:
-      weighs = false;
-      blocks = BlockSearch::CountBlocks(view, policy.block_tokens);
-      block_searches = 1;
-      candidates = CountOf(policy, query.seen, blocks * policy.block_tokens) + policy.block_tokens;
-      chosen = prunes ? candidates : 0;
-      break;
-    case Selector::kBlocksLabels:
-      blocks = BlockSearch::CountBlocks(view, policy.block_tokens);
-      block_searches = policy.lag == 0 ? 1 : 2;
-      candidates = policy.blocks;
-      if (recalled != nullptr) {
-        candidates =
-            recalled->chosen_blocks() + recalled->CountNew(BlocksOf(view, policy.block_tokens));
-      }
-      candidates *= policy.block_tokens;
-      chosen = CountOf(policy, query.seen, middle);
-      break;
-    case Selector::kLabels:
-    case Selector::kExhaustive:
-      chosen = CountOf(policy, query.seen, middle);
-      break;
-    case Selector::kKeepSet:
-      weighs = false;
-      candidates = chosen = KeptOf(query).size();
-      break;
-    case Selector::kClusters:
-      weighs = false;
-      clusters = CountClusters(view, query.layer, query.kv_head);
-      candidates = CountOf(policy, query.seen, middle);
-      for (const auto& segment : view.segments) {  // one cluster at least, whatever its size
-        candidates = std::max<size_t>(candidates, segment->clustered());
-      }
-      chosen = prunes ? candidates : 0;
-      break;
-    default:
-      break;
-  }
-  candidates = std::min(candidates, middle);
-  scored = weighs || prunes ? candidates : 0;
-  // Runs of chosen tokens are no more than there is room between; others are whole blocks or
-  // clusters, and of each segment what is always read and what a run is cut by its end.
-  ranges = std::min(chosen, middle / 2 + 1) + 3 * view.segments.size() + blocks + clusters;
-}
-
-size_t TokenUnit::Sizes::ArenaBytes(const ModelShape& shape) const {
-  size_t bytes = block_searches * BlockSearch::ArenaBytes(shape, blocks);
-  if (clusters > 0) bytes += ClusterRanking::ArenaBytes(shape, clusters);
-  bytes += scored * (quads * (kQuad * sizeof(float) + 1) + sizeof(float) + sizeof(Fate));
-  // Runs once more where they are cut into pieces.
-  bytes += ranges * (2 * sizeof(Range) + 3 * sizeof(TokenRun));
-  return bytes + quads * kQuad * (sizeof(float) + sizeof(double)) + kRounding;
-}
 
 size_t TokenUnit::ArenaBytes(const UnitQuery& query, uint64_t pieces) {
   const ModelShape& shape = query.view->shape;
-  const size_t bytes = Sizes(query, RecalledFor(query).get()).ArenaBytes(shape);
+  const size_t bytes = TokenSizes(query, RecalledFor(query).get()).ArenaBytes(shape);
   if (!query.policy->completes()) return bytes;
   return bytes + CompletionEstimator::ArenaBytes(*query.view) +
          pieces * CompletionEstimator::ReaderBytes(shape);
@@ -112,10 +22,8 @@ TokenUnit::TokenUnit(const UnitQuery& query, StepArena* arena)
       view_(*query.view),
       policy_(*query.policy),
       recalled_(RecalledFor(query)),
-      sizes_(query, recalled_.get()) {
-  ranges_ = arena->Allocate<Range>(sizes_.ranges);
-  spare_ranges_ = arena->Allocate<Range>(sizes_.ranges);
-  run_memory_ = arena->Allocate<TokenRun>(sizes_.ranges);
+      sizes_(query, recalled_.get()),
+      ranges_(query, sizes_.ranges, arena) {
   scale_ = arena->Allocate<float>(sizes_.quads * kQuad);
   outside_ = arena->Allocate<double>(sizes_.quads * kQuad);
   logits_ = arena->Allocate<float>(sizes_.scored * sizes_.quads * kQuad);
@@ -138,20 +46,8 @@ size_t TokenUnit::BlocksToChoose() const {
   if (policy_.budget.is_share() && policy_.estimator != Estimator::kFeatureMap) {
     return ShareOf(policy_.budget.share(), sizes_.blocks);
   }
-  const size_t tokens = CountOf(policy_, query_.seen, sizes_.blocks * policy_.block_tokens);
+  const size_t tokens = BudgetTokens(policy_, query_.seen, sizes_.blocks * policy_.block_tokens);
   return (tokens + policy_.block_tokens - 1) / policy_.block_tokens;
-}
-
-std::shared_ptr<const BlockChoice> TokenUnit::RecalledFor(const UnitQuery& query) {
-  const Policy& policy = *query.policy;
-  if (policy.selector != Selector::kBlocksLabels || policy.lag == 0) return nullptr;
-  if (query.previous != nullptr || query.view->recall == nullptr) return nullptr;
-  if (query.position == UnitQuery::kNoPosition || query.position == 0) return nullptr;
-  auto choice = query.view->recall->Of(query.layer, query.kv_head, query.position - 1);
-  if (choice == nullptr) return nullptr;
-  // Of as many as there are or as the policy takes; else another policy's.
-  const size_t all = std::min<size_t>(policy.blocks, choice->searched_blocks());
-  return choice->chosen_blocks() == all ? choice : nullptr;
 }
 
 // Those that the query token before this one chose, as far as they are still blocks, and those
@@ -162,7 +58,7 @@ void TokenUnit::AddRecalledBlocks() {
     for (uint32_t block = 0; block < index.count; ++block) {
       const TokenRange tokens = index.range(block);
       if (recalled_->Chose(segment(s).first_position() + tokens.begin).value_or(true)) {
-        AddRange(s, tokens);
+        ranges_.Add(s, tokens);
       }
     }
   }
@@ -170,7 +66,7 @@ void TokenUnit::AddRecalledBlocks() {
 
 void TokenUnit::SelectTwoLevels(OrderScratch* order) {
   const bool lagging = policy_.lag > 0;
-  const bool remembers = lagging && view_.recall != nullptr;
+  const bool remembers = lagging && view_.state.recall != nullptr;
   if (previous_.has_value()) {
     previous_->Choose(BlocksToChoose(), order);
     AddChosen(*previous_);
@@ -191,32 +87,16 @@ void TokenUnit::AddPartialBlocks() {
     const uint32_t tokens = segment(s).tokens(), sink = segment(s).unclustered();
     const uint32_t first = std::min(tokens, index.first * index.tokens);
     const uint32_t end = std::min(tokens, (index.first + index.count) * index.tokens);
-    AddAlwaysRead(s, {sink, first});
-    AddAlwaysRead(s, {std::max(end, first), tokens});
+    ranges_.AddAlwaysRead(s, {sink, first});
+    ranges_.AddAlwaysRead(s, {std::max(end, first), tokens});
   }
 }
 
 // ---- tokens ----
 
-void TokenUnit::AddRange(size_t s, TokenRange tokens) {
-  ranges_[range_count_++] = {static_cast<uint32_t>(s), tokens, candidates_};
-  candidates_ += tokens.size();
-}
-
-void TokenUnit::AddAlwaysRead(size_t s, TokenRange tokens) {
-  if (tokens.begin >= tokens.end) return;
-  ranges_[range_count_++] = {static_cast<uint32_t>(s), tokens, kAlwaysRead};
-}
-
 template <typename Search>
 void TokenUnit::AddChosen(const Search& search) {
-  search.ForEachChosen([&](size_t s, TokenRange tokens) { AddRange(s, tokens); });
-}
-
-void TokenUnit::AddAll() {
-  for (size_t s = 0; s < view_.segments.size(); ++s) {
-    AddRange(s, {segment(s).unclustered(), segment(s).tokens()});
-  }
+  search.ForEachChosen([&](size_t s, TokenRange tokens) { ranges_.Add(s, tokens); });
 }
 
 // The kept ones of the middle that there was.
@@ -225,16 +105,9 @@ void TokenUnit::AddKept() {
   auto next = kept.begin();
   for (size_t s = 0; s < view_.segments.size(); ++s) {
     const uint64_t begin = segment(s).first_position();
-    const uint64_t end = std::min(view_.keep->ranked_tokens, segment(s).end_position());
+    const uint64_t end = std::min(view_.state.keep->ranked_tokens, segment(s).end_position());
     for (; next != kept.end() && *next < end; ++next) {
-      const auto token = static_cast<uint32_t>(*next - begin);
-      Range* last = range_count_ > 0 ? &ranges_[range_count_ - 1] : nullptr;
-      if (last != nullptr && last->segment == s && last->tokens.end == token) {
-        ++last->tokens.end;
-        ++candidates_;
-      } else {
-        AddRange(s, {token, token + 1});
-      }
+      ranges_.AddToken(s, static_cast<uint32_t>(*next - begin));
     }
   }
 }
@@ -243,39 +116,49 @@ void TokenUnit::AddKept() {
 void TokenUnit::AddUnranked() {
   for (size_t s = 0; s < view_.segments.size(); ++s) {
     const uint64_t begin = segment(s).first_position();
-    const uint64_t ranked = std::clamp(view_.keep->ranked_tokens, begin, segment(s).end_position());
-    AddAlwaysRead(s, {std::max(static_cast<uint32_t>(ranked - begin), segment(s).unclustered()),
-                      segment(s).tokens()});
+    const uint64_t ranked =
+        std::clamp(view_.state.keep->ranked_tokens, begin, segment(s).end_position());
+    ranges_.AddAlwaysRead(
+        s, {std::max(static_cast<uint32_t>(ranked - begin), segment(s).unclustered()),
+            segment(s).tokens()});
+  }
+}
+
+// The quad's queries, scaled, over the channels that the index has: gathered[4][width], and the sum
+// of each.
+void TokenUnit::LoadCodeQueries(const KeyCodeIndex& index, size_t quad, float* gathered,
+                                float* sums) const {
+  const size_t dim = view_.shape.head_dim;
+  const float* const queries = query_.queries + quad * kQuad * dim;
+  for (size_t lane = 0; lane < kQuad; ++lane) {
+    float* const target = gathered + lane * index.width;
+    std::fill_n(target, index.width, 0.0f);
+    sums[lane] = 0;
+    for (size_t i = 0; i < index.channels; ++i) {
+      const size_t channel = index.channel == nullptr ? i : index.channel[i];
+      target[i] = queries[lane * dim + channel] * view_.shape.softmax_scale;
+      sums[lane] += target[i];
+    }
   }
 }
 
 // logits_ of candidate tokens: a q.k over the channels that `kind` has.
 void TokenUnit::ScoreCodes(IndexKind kind, std::span<const Range> ranges) {
   float gathered[kQuad * kernels::kDimMax];
-  const float scale = view_.shape.softmax_scale;
-  const size_t dim = view_.shape.head_dim;
   for (size_t quad = 0; quad < sizes_.quads; ++quad) {
-    const float* queries = query_.queries + quad * kQuad * dim;
     KeyCodeIndex index;
     kernels::CodeQueries code_queries;
     code_queries.q = gathered;
     for (size_t r = 0; r < ranges.size(); ++r) {
       const Range& range = ranges[r];
       if (r == 0 || range.segment != ranges[r - 1].segment) {
-        index = kind == IndexKind::kLabels
-                    ? segment(range.segment).labels(query_.layer, query_.kv_head)
-                    : segment(range.segment).keys4(query_.layer, query_.kv_head);
-        for (size_t lane = 0; lane < kQuad; ++lane) {
-          float* target = gathered + lane * index.width;
-          std::fill_n(target, index.width, 0.0f);
-          code_queries.q_sum[lane] = 0;
-          for (size_t i = 0; i < index.channels; ++i) {
-            const size_t channel = index.channel == nullptr ? i : index.channel[i];
-            target[i] = queries[lane * dim + channel] * scale;
-            code_queries.q_sum[lane] += target[i];
-          }
-        }
+        const Segment& owner = segment(range.segment);
+        index = kind == IndexKind::kLabels ? owner.labels(query_.layer, query_.kv_head)
+                                           : owner.keys4(query_.layer, query_.kv_head);
+        LoadCodeQueries(index, quad, gathered, code_queries.q_sum);
       }
+      CHECK_LE(range.candidate + range.tokens.size(), sizes_.scored)
+          << "more candidates than have logits";
       const uint32_t begin = range.tokens.begin;
       kernels::DotCodes(index.codes + size_t{begin} * (index.width / 2), index.scale + begin,
                         index.least + begin, range.tokens.size(), index.width, code_queries,
@@ -305,20 +188,22 @@ void TokenUnit::ScoreKeys(size_t first, std::span<const TokenRun> runs) {
 // Double Sparsity, and the exhaustive selector: the candidates with the greatest weights, softmax
 // over the candidates for each head, mean over the heads.
 void TokenUnit::ChooseByWeight(OrderScratch* order) {
-  const std::span<float> score = group_score_.first(candidates_);
+  const size_t candidates = ranges_.candidates();
+  CHECK_LE(candidates, sizes_.scored) << "more candidates than have logits";
+  const std::span<float> score = group_score_.first(candidates);
   std::fill(score.begin(), score.end(), 0.0f);
   for (size_t quad = 0; quad < sizes_.quads; ++quad) {
     float sum[kQuad], factor[kQuad] = {0, 0, 0, 0};
-    kernels::SoftmaxQuads(LogitsOf(quad), candidates_, scale_.data() + quad * kQuad, sum);
+    kernels::SoftmaxQuads(LogitsOf(quad), candidates, scale_.data() + quad * kQuad, sum);
     for (size_t lane = 0; lane < query_.LanesOf(quad); ++lane) factor[lane] = 1.0f / sum[lane];
-    kernels::AddAcrossQuads(LogitsOf(quad), factor, candidates_, score.data());
+    kernels::AddAcrossQuads(LogitsOf(quad), factor, candidates, score.data());
   }
-  const std::span<Fate> fate = fate_.first(candidates_);
+  const std::span<Fate> fate = fate_.first(candidates);
   std::fill(fate.begin(), fate.end(), Fate::kDropped);
-  const size_t count = std::min(CountOf(policy_, query_.seen, sizes_.middle), candidates_);
+  const size_t count = std::min(BudgetTokens(policy_, query_.seen, sizes_.middle), candidates);
   MarkTop(score, count, order, fate);
   if (ranks_by_keys() && !pruned()) WeighOthers(fate);
-  KeepOnly([&](size_t candidate) { return fate[candidate] == Fate::kExact; });
+  ranges_.KeepOnly([&](size_t candidate) { return fate[candidate] == Fate::kExact; });
 }
 
 void TokenUnit::WeighOthers(std::span<const Fate> fate) {
@@ -337,17 +222,19 @@ void TokenUnit::WeighOthers(std::span<const Fate> fate) {
 // Twilight: for each head the least set of candidates with a share p of their mass.
 void TokenUnit::Prune(OrderScratch* order) {
   if (policy_.selector != Selector::kAll) {  // there they have been scored by these already
-    ScoreCodes(IndexKind::kKeys4, ranges_.first(range_count_));
+    ScoreCodes(IndexKind::kKeys4, ranges_.ranges());
   }
-  std::fill_n(lanes_.begin(), candidates_ * sizes_.quads, uint8_t{0});
+  const size_t candidates = ranges_.candidates();
+  CHECK_LE(candidates, sizes_.scored) << "more candidates than have logits";
+  std::fill_n(lanes_.begin(), candidates * sizes_.quads, uint8_t{0});
   for (size_t quad = 0; quad < sizes_.quads; ++quad) {
     float sum[kQuad];
-    kernels::SoftmaxQuads(LogitsOf(quad), candidates_, scale_.data() + quad * kQuad, sum);
+    kernels::SoftmaxQuads(LogitsOf(quad), candidates, scale_.data() + quad * kQuad, sum);
     for (uint32_t lane = 0; lane < query_.LanesOf(quad); ++lane) {
       NucleusArgs args;
       args.weights = LogitsOf(quad) + lane;
       args.stride = kQuad;
-      args.count = candidates_;
+      args.count = candidates;
       args.p = policy_.prune_p;
       args.lane = lane;
       args.marks = lanes_.data() + quad;
@@ -355,30 +242,6 @@ void TokenUnit::Prune(OrderScratch* order) {
       outside_[quad * kQuad + lane] = MarkNucleus(args, order);
     }
   }
-}
-
-// Splits the candidate ranges into those of the candidates that is_kept says, numbered anew.
-template <typename IsKept>
-void TokenUnit::KeepOnly(const IsKept& is_kept) {
-  size_t count = 0, kept = 0;
-  for (const Range& range : ranges_.first(range_count_)) {
-    Range* open = nullptr;
-    for (uint32_t token = range.tokens.begin; token < range.tokens.end; ++token) {
-      if (!is_kept(range.candidate + (token - range.tokens.begin))) {
-        open = nullptr;
-        continue;
-      }
-      if (open == nullptr) {
-        open = &spare_ranges_[count++];
-        *open = {range.segment, {token, token}, kept};
-      }
-      ++open->tokens.end;
-      ++kept;
-    }
-  }
-  std::swap(ranges_, spare_ranges_);
-  range_count_ = count;
-  candidates_ = kept;
 }
 
 // ---- the unit ----
@@ -417,23 +280,23 @@ void TokenUnit::Select(std::span<const QuadState> /*zones*/, OrderScratch* order
       break;
     case Selector::kBlocksLabels:
       SelectTwoLevels(order);
-      ScoreCodes(IndexKind::kLabels, ranges_.first(range_count_));
+      ScoreCodes(IndexKind::kLabels, ranges_.ranges());
       ChooseByWeight(order);
       break;
     case Selector::kLabels:
     case Selector::kExhaustive:
-      AddAll();
+      ranges_.AddAll();
       ChooseByWeight(order);
       break;
     case Selector::kKeepSet:
       AddKept();
       break;
     case Selector::kClusters:
-      ranking_->Choose(CountOf(policy_, query_.seen, sizes_.middle), order);
+      ranking_->Choose(BudgetTokens(policy_, query_.seen, sizes_.middle), order);
       AddChosen(*ranking_);
       break;
     default:
-      AddAll();
+      ranges_.AddAll();
   }
   if (pruned()) Prune(order);
   if (has_blocks()) AddPartialBlocks();
@@ -441,45 +304,12 @@ void TokenUnit::Select(std::span<const QuadState> /*zones*/, OrderScratch* order
   ListRuns();
 }
 
-// Of ranges_, in order; of pruned candidates those that some head keeps.
+// Of pruned candidates those that some head keeps.
 void TokenUnit::ListRuns() {
-  std::sort(ranges_.begin(), ranges_.begin() + static_cast<ptrdiff_t>(range_count_),
-            [](const Range& a, const Range& b) {
-              return std::pair(a.segment, a.tokens.begin) < std::pair(b.segment, b.tokens.begin);
-            });
-  const size_t quads = sizes_.quads;
-  size_t used = 0;
-  const auto add = [&](uint32_t s, uint32_t token, const uint8_t* lanes) {
-    const PagedPayload* const payload = segment(s).paged_payload().get();
-    const std::byte* const pages =
-        payload != nullptr ? nullptr : segment(s).pages(query_.layer, query_.kv_head);
-    ++exact_tokens_;
-    if (used > 0) {
-      TokenRun& last = run_memory_[used - 1];
-      const bool same = last.payload == payload && last.pages == pages;
-      const bool follows = last.lanes == nullptr ? lanes == nullptr
-                                                 : lanes == last.lanes + last.range.size() * quads;
-      if (same && follows && last.range.end == token) {
-        ++last.range.end;
-        return;
-      }
-    }
-    run_memory_[used++] = {pages, {token, token + 1}, payload, lanes};
-  };
-  for (const Range& range : ranges_.first(range_count_)) {
-    for (uint32_t i = 0; i < range.tokens.size(); ++i) {
-      const uint32_t token = range.tokens.begin + i;
-      if (!pruned() || range.candidate == kAlwaysRead) {
-        add(range.segment, token, nullptr);
-        continue;
-      }
-      const uint8_t* lanes = lanes_.data() + (range.candidate + i) * quads;
-      if (std::any_of(lanes, lanes + quads, [](uint8_t mask) { return mask != 0; })) {
-        add(range.segment, token, lanes);
-      }
-    }
-  }
-  runs_ = run_memory_.first(used);
+  const size_t masks = ranges_.candidates() * sizes_.quads;
+  runs_ = ranges_.ListRuns(pruned() ? lanes_.first(masks) : std::span<uint8_t>());
+  for (const TokenRun& run : runs_) exact_tokens_ += run.range.size();
+  CHECK_LE(exact_tokens_, sizes_.middle) << "a token of the middle is read twice";
 }
 
 void TokenUnit::Read(size_t reader, std::span<const TokenRun> runs) {
@@ -507,7 +337,7 @@ LaneOutcome TokenUnit::Outcome(size_t quad, size_t lane, const QuadState& all,
     outcome.exact_mass = static_cast<float>(std::max(0.0, 1 - estimated));
     return outcome;
   }
-  if (!(pruned() && candidates_ > 0) && !weighs_all()) return outcome;
+  if (!(pruned() && ranges_.candidates() > 0) && !weighs_all()) return outcome;
   const double sum = all.sum[lane];
   const double outside = SumAt(outside_[at], scale_[at], all.max[lane]);
   outcome.covered_mass = outcome.exact_mass = static_cast<float>(sum / (sum + outside));
@@ -517,9 +347,9 @@ LaneOutcome TokenUnit::Outcome(size_t quad, size_t lane, const QuadState& all,
 void TokenUnit::ExportPlan(Plan* plan) const {
   plan->positions.resize(pruned() ? view_.shape.group() : 1);
   for (size_t list = 0; list < plan->positions.size(); ++list) {
-    for (const Range& range : ranges_.first(range_count_)) {
+    for (const Range& range : ranges_.ranges()) {
       for (uint32_t i = 0; i < range.tokens.size(); ++i) {
-        const bool masked = pruned() && range.candidate != kAlwaysRead;
+        const bool masked = pruned() && range.candidate != CandidateRanges::kAlwaysRead;
         const size_t at = (range.candidate + i) * sizes_.quads + list / kQuad;
         if (masked && (lanes_[at] >> list % kQuad & 1) == 0) continue;
         const Segment& owner = segment(range.segment);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// TokenUnit: the work of policies that choose tokens of segments and drop the others, or leave them
-// to a CompletionEstimator: Quest, Double Sparsity, AsyncTLS, keep-sets, Twilight's pruner over any
-// of them and over clusters, and retrieval with completion (docs/POLICIES.md).
+// TokenUnit: the MiddleUnit of policies that choose tokens of segments and drop the others, or
+// leave them to a CompletionEstimator: Quest, Double Sparsity, AsyncTLS, keep-sets, Twilight's
+// pruner over any of them and over clusters, and retrieval with completion (docs/POLICIES.md).
 //
 // Candidates come from a selector (blocks, labels, both, a keep-set, clusters, the keys themselves,
 // or all tokens), as ranges of a segment; the pruner then makes of them a set for each query head.
@@ -18,9 +18,11 @@
 #include <span>
 
 #include "attention/cpu/block_search.h"
+#include "attention/cpu/candidate_ranges.h"
 #include "attention/cpu/cluster_ranking.h"
 #include "attention/cpu/completion_estimator.h"
 #include "attention/cpu/middle_unit.h"
+#include "attention/cpu/token_sizes.h"
 #include "attention/policy/policy.h"
 
 namespace attnd::attention {
@@ -56,36 +58,7 @@ class TokenUnit : public MiddleUnit {
   void ExportPlan(Plan* plan) const override;
 
  private:
-  // How much there may be of everything: what memory is taken for.
-  struct Sizes {
-    size_t middle = 0;      // tokens
-    size_t blocks = 0;      // full ones; 0 if they are not asked for
-    size_t clusters = 0;    // likewise
-    size_t candidates = 0;  // tokens, at the same time
-    size_t scored = 0;      // those that get logits: all of them or none
-    size_t ranges = 0;
-    size_t quads = 0;
-    size_t block_searches = 0;
-
-    Sizes(const UnitQuery& query, const BlockChoice* recalled);
-    size_t ArenaBytes(const ModelShape& shape) const;
-  };
-  // Tokens of one segment, in its order.
-  struct Range {
-    uint32_t segment = 0;
-    TokenRange tokens;
-    // Number of the first among the candidates; those behind it follow. kAlwaysRead: it is none.
-    size_t candidate = kAlwaysRead;
-  };
-  static constexpr size_t kAlwaysRead = ~size_t{0};
-
-  static size_t CountMiddle(const SequenceView& view);
-  // What the query token before this one chose, if its blocks are searched in and are known; else
-  // null.
-  static std::shared_ptr<const BlockChoice> RecalledFor(const UnitQuery& query);
-  // Of a keep-set, this head's.
-  static std::span<const uint32_t> KeptOf(const UnitQuery& query);
-  static size_t CountOf(const Policy& policy, uint64_t seen, size_t of);
+  using Range = CandidateRanges::Range;
 
   const Segment& segment(size_t s) const { return *view_.segments[s]; }
   bool two_levels() const { return policy_.selector == Selector::kBlocksLabels; }
@@ -110,39 +83,32 @@ class TokenUnit : public MiddleUnit {
   void AddPartialBlocks();
 
   // Tokens.
-  void AddRange(size_t segment, TokenRange tokens);
-  void AddAlwaysRead(size_t segment, TokenRange tokens);
   template <typename Search>
   void AddChosen(const Search& search);
-  void AddAll();
   void AddKept();
   void AddUnranked();
+  void LoadCodeQueries(const KeyCodeIndex& index, size_t quad, float* gathered, float* sums) const;
   void ScoreCodes(IndexKind kind, std::span<const Range> ranges);
   void ChooseByWeight(OrderScratch* order);
   void WeighOthers(std::span<const Fate> fate);
   void Prune(OrderScratch* order);
-  template <typename IsKept>
-  void KeepOnly(const IsKept& is_kept);
   void ListRuns();
 
   const UnitQuery query_;
   const SequenceView& view_;
   const Policy& policy_;
   const std::shared_ptr<const BlockChoice> recalled_;
-  const Sizes sizes_;
+  const TokenSizes sizes_;
   // Blocks by this query token, and by the one before it if that one's are searched.
   std::optional<BlockSearch> own_, previous_;
   std::optional<ClusterRanking> ranking_;
-  std::span<Range> ranges_, spare_ranges_;
-  size_t range_count_ = 0;
-  size_t candidates_ = 0;         // tokens of ranges_ that are candidates
+  CandidateRanges ranges_;
   std::span<float> logits_;       // [quads][sizes_.scored][4] by labels or by 4-bit keys
   std::span<float> group_score_;  // [sizes_.scored]
   std::span<Fate> fate_;          // [sizes_.scored]
   std::span<uint8_t> lanes_;      // [sizes_.scored][quads] what the pruner keeps
   std::span<float> scale_;        // [quads][4] of the pruner's weights, or the exhaustive ones
   std::span<double> outside_;     // [quads][4] weights outside its set, or of what is not read
-  std::span<TokenRun> run_memory_;
   std::span<const TokenRun> runs_;
   uint64_t exact_tokens_ = 0;
   std::unique_ptr<CompletionEstimator> estimator_;  // null unless the policy completes

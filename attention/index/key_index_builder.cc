@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 #include <new>
+#include <span>
 
 #include "attention/policy_state/label_choice.h"
 #include "attention/segment/index_parts.h"
@@ -25,101 +26,105 @@ void KeyIndexBuilder::Start(const Head& head) {
   key_.resize(dim);
   bounds_.resize(2 * dim);
   magnitude_.assign(dim, 0.0f);
-  channels_.assign(head.label_channels.begin(), head.label_channels.end());
-  stage_ = Stage::kMeasure;
+  channels_.clear();
+  if (const LabelChoice* choice = head.state->label_choice.get(); choice != nullptr) {
+    const auto given = choice->ChannelsOf(head.number(), head.form->shape);
+    channels_.assign(given.begin(), given.end());
+  }
+  phase_ = Phase::kMeasure;
   next_ = head.form->unclustered;
-  if (!Wanted(stage_)) Advance();
+  if (!Wanted(phase_)) Advance();
 }
 
-bool KeyIndexBuilder::Wanted(Stage stage) const {
+bool KeyIndexBuilder::Wanted(Phase phase) const {
   const IndexSet& indexes = head_.form->indexes;
-  switch (stage) {
-    case Stage::kMeasure:
-      return indexes.Has(IndexKind::kLabels) && head_.label_channels.empty();
-    case Stage::kBlocks16:
+  switch (phase) {
+    case Phase::kMeasure:
+      return indexes.Has(IndexKind::kLabels) && channels_.empty();
+    case Phase::kBlocks16:
       return indexes.Has(IndexKind::kBlocks16) && head_.layout->blocks16.count > 0;
-    case Stage::kBlocks64:
+    case Phase::kBlocks64:
       return indexes.Has(IndexKind::kBlocks64) && head_.layout->blocks64.count > 0;
-    case Stage::kLabels:
+    case Phase::kLabels:
       return indexes.Has(IndexKind::kLabels);
-    case Stage::kKeys4:
+    case Phase::kKeys4:
       return indexes.Has(IndexKind::kKeys4);
-    case Stage::kSummary:
+    case Phase::kSummary:
       return indexes.Has(IndexKind::kSummary);
-    case Stage::kDone:
+    case Phase::kDone:
       return true;
   }
   return true;
 }
 
-// To the next stage that has something to do.
+// To the next phase that has something to do.
 void KeyIndexBuilder::Advance() {
-  if (stage_ == Stage::kMeasure && Wanted(stage_)) ChooseChannels();
+  if (phase_ == Phase::kMeasure && Wanted(phase_)) ChooseChannels();
   do {
-    stage_ = static_cast<Stage>(static_cast<int>(stage_) + 1);
-  } while (!Wanted(stage_));
+    phase_ = static_cast<Phase>(static_cast<int>(phase_) + 1);
+  } while (!Wanted(phase_));
   next_ = 0;
-  if (stage_ == Stage::kSummary) StartSummary();
-  if (stage_ != Stage::kLabels) return;
+  if (phase_ == Phase::kSummary) StartSummary();
+  if (phase_ != Phase::kLabels) return;
   std::byte* part = head_.index + head_.layout->labels.channel;
   for (size_t i = 0; i < channels_.size(); ++i) StoreAt(part, i, channels_[i]);
 }
 
-uint32_t KeyIndexBuilder::StageEnd() const {
-  switch (stage_) {
-    case Stage::kMeasure:
-    case Stage::kLabels:
-    case Stage::kKeys4:
-    case Stage::kSummary:
+uint32_t KeyIndexBuilder::PhaseEnd() const {
+  switch (phase_) {
+    case Phase::kMeasure:
+    case Phase::kLabels:
+    case Phase::kKeys4:
+    case Phase::kSummary:
       return head_.form->tokens;
-    case Stage::kBlocks16:
+    case Phase::kBlocks16:
       return head_.layout->blocks16.count;
-    case Stage::kBlocks64:
+    case Phase::kBlocks64:
       return head_.layout->blocks64.count;
-    case Stage::kDone:
+    case Phase::kDone:
       return 0;
   }
   return 0;
 }
 
 bool KeyIndexBuilder::RunChunk() {
-  if (stage_ == Stage::kDone) return false;
+  if (phase_ == Phase::kDone) return false;
   const IndexLayout& layout = *head_.layout;
-  const uint32_t tokens_each = stage_ == Stage::kBlocks16   ? layout.blocks16.tokens
-                               : stage_ == Stage::kBlocks64 ? layout.blocks64.tokens
-                               : stage_ == Stage::kSummary  ? kChunkTokens / kSummaryChunkTokens
+  const uint32_t tokens_each = phase_ == Phase::kBlocks16   ? layout.blocks16.tokens
+                               : phase_ == Phase::kBlocks64 ? layout.blocks64.tokens
+                               : phase_ == Phase::kSummary  ? kChunkTokens / kSummaryChunkTokens
                                                             : 1;
-  const uint32_t end = std::min(StageEnd(), next_ + kChunkTokens / tokens_each);
-  if (stage_ == Stage::kSummary) {
+  const uint32_t end = std::min(PhaseEnd(), next_ + kChunkTokens / tokens_each);
+  if (phase_ == Phase::kSummary) {
     sums_->Add({head_.pages, {next_, end}});
     next_ = end;
   }
   for (; next_ < end; ++next_) {
-    switch (stage_) {
-      case Stage::kMeasure:
+    switch (phase_) {
+      case Phase::kMeasure:
         MeasureKey(next_);
         break;
-      case Stage::kBlocks16:
+      case Phase::kBlocks16:
         WriteBlock(layout.blocks16, next_);
         break;
-      case Stage::kBlocks64:
+      case Phase::kBlocks64:
         WriteBlock(layout.blocks64, next_);
         break;
-      case Stage::kLabels:
+      case Phase::kLabels:
         WriteCodes(layout.labels, next_);
         break;
-      case Stage::kKeys4:
+      case Phase::kKeys4:
         WriteCodes(layout.keys4, next_);
         break;
-      case Stage::kSummary:
-      case Stage::kDone:
+      case Phase::kSummary:
+      case Phase::kDone:
         break;
     }
   }
-  if (next_ < StageEnd()) return true;
-  if (stage_ == Stage::kSummary) WriteSummary();
+  if (next_ < PhaseEnd()) return true;
+  if (phase_ == Phase::kSummary) WriteSummary();
   Advance();
-  return stage_ != Stage::kDone;
+  return phase_ != Phase::kDone;
 }
 
 const float* KeyIndexBuilder::LoadKey(uint32_t slot) {
@@ -136,7 +141,11 @@ void KeyIndexBuilder::MeasureKey(uint32_t slot) {
 }
 
 void KeyIndexBuilder::ChooseChannels() {
-  channels_ = ChooseLabelChannels(magnitude_, head_.query_magnitude, head_.layout->labels.channels);
+  std::span<const float> weights;
+  if (const LabelChoice* choice = head_.state->label_choice.get(); choice != nullptr) {
+    weights = choice->QueryMagnitudesOf(head_.number(), head_.form->shape);
+  }
+  channels_ = ChooseLabelChannels(magnitude_, weights, head_.layout->labels.channels);
 }
 
 void KeyIndexBuilder::WriteBlock(const IndexLayout::Blocks& part, uint32_t block) {
@@ -188,8 +197,8 @@ void KeyIndexBuilder::StartSummary() {
   const size_t bytes = FeatureSums::Bytes(head_.form->shape);
   if (sums_memory_.size() != bytes) sums_memory_ = AlignedBuffer(bytes);
   if (sums_memory_.data() == nullptr) throw std::bad_alloc();
-  sums_.emplace(head_.maps, head_.form->shape, head_.layer, head_.kv_head, /*shift=*/nullptr,
-                sums_memory_.data());
+  sums_.emplace(head_.state->feature_maps.get(), head_.form->shape, head_.layer, head_.kv_head,
+                /*shift=*/nullptr, sums_memory_.data());
   next_ = head_.form->unclustered;
 }
 

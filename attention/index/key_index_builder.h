@@ -9,11 +9,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <span>
 #include <vector>
 
-#include "attention/completion/feature_maps.h"
 #include "attention/completion/feature_sums.h"
+#include "attention/policy_state/policy_state.h"
 #include "attention/segment/segment.h"
 #include "common/aligned_buffer.h"
 
@@ -35,24 +34,23 @@ class KeyIndexBuilder {
     const IndexLayout* layout = nullptr;
     const std::byte* pages = nullptr;  // of the head, all tokens in place
     std::byte* index = nullptr;        // of the head
-    // For labels: [LabelChannels] given beforehand, or empty.
-    std::span<const uint16_t> label_channels;
-    std::span<const float> query_magnitude;  // [head_dim] or empty, if channels are not given
-    // For a summary.
-    const FeatureMaps* maps = nullptr;
+    // What labels are made of, and the maps of a summary.
+    const PolicyView* state = nullptr;
     uint32_t layer = 0;
     uint32_t kv_head = 0;
+
+    size_t number() const { return size_t{layer} * form->shape.kv_heads + kv_head; }
   };
   void Start(const Head& head);
   // Works on some tokens, a tenth of a millisecond long. True while there is more to do.
   bool RunChunk();
 
  private:
-  enum class Stage { kMeasure, kBlocks16, kBlocks64, kLabels, kKeys4, kSummary, kDone };
+  enum class Phase { kMeasure, kBlocks16, kBlocks64, kLabels, kKeys4, kSummary, kDone };
 
-  bool Wanted(Stage stage) const;
+  bool Wanted(Phase phase) const;
   void Advance();
-  uint32_t StageEnd() const;
+  uint32_t PhaseEnd() const;
   const float* LoadKey(uint32_t slot);
   void MeasureKey(uint32_t slot);
   void ChooseChannels();
@@ -62,12 +60,12 @@ class KeyIndexBuilder {
   void WriteSummary();
 
   Head head_;
-  Stage stage_ = Stage::kDone;
-  uint32_t next_ = 0;               // token, or block, of the stage's next piece of work
+  Phase phase_ = Phase::kDone;
+  uint32_t next_ = 0;               // token, or block, of the phase's next piece of work
   std::vector<float> key_;          // [head_dim]
   std::vector<float> magnitude_;    // [head_dim] greatest |k|
   std::vector<float> bounds_;       // [2][head_dim] greatest, least
-  std::vector<uint16_t> channels_;  // of labels
+  std::vector<uint16_t> channels_;  // of labels; empty until they are chosen
   AlignedBuffer sums_memory_;
   std::optional<FeatureSums> sums_;
 };

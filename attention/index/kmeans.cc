@@ -26,7 +26,7 @@ void KMeans::Start(std::span<const float> points, size_t n, size_t dim, size_t c
   clusters_ = clusters;
   early_ = clusters - late;
   stride_ = (clusters + kLanes - 1) / kLanes * kLanes;
-  stage_ = Stage::kSeed;
+  phase_ = Phase::kSeed;
   iteration_ = 0;
   next_ = 0;
   // Seeding writes every early cluster; the kernel never lets the others win, whatever their
@@ -42,24 +42,24 @@ void KMeans::Start(std::span<const float> points, size_t n, size_t dim, size_t c
 }
 
 bool KMeans::RunChunk() {
-  if (stage_ == Stage::kAssign) {
+  if (phase_ == Phase::kAssign) {
     AssignSome();
     if (next_ < n_) return true;
-    stage_ = ++iteration_ == kKMeansIterations ? Stage::kDone : Stage::kMove;
-  } else if (stage_ == Stage::kSplit) {
+    phase_ = ++iteration_ == kKMeansIterations ? Phase::kDone : Phase::kMove;
+  } else if (phase_ == Phase::kSplit) {
     FindFarthest();
     if (next_ < n_) return true;
     MakeLateClusters();
-    stage_ = Stage::kAssign;
-  } else if (stage_ != Stage::kDone) {
+    phase_ = Phase::kAssign;
+  } else if (phase_ != Phase::kDone) {
     SetSome();
     if (next_ < clusters_) return true;
     const bool split = early_ < clusters_ && iteration_ == kKMeansIterations / 2;
     if (split) spreads_.assign(early_, {});
-    stage_ = split ? Stage::kSplit : Stage::kAssign;
+    phase_ = split ? Phase::kSplit : Phase::kAssign;
   }
   next_ = 0;
-  return stage_ != Stage::kDone;
+  return phase_ != Phase::kDone;
 }
 
 void KMeans::AssignSome() {
@@ -83,7 +83,7 @@ void KMeans::SetSome() {
   const size_t end = std::min(clusters_, next_ + std::max<size_t>(1, kChunkElements / dim_));
   for (; next_ < end; ++next_) {
     double* sum = sums_.data() + next_ * dim_;
-    if (stage_ == Stage::kSeed) {
+    if (phase_ == Phase::kSeed) {
       if (next_ < early_) SetCentroid(next_, points_.data() + next_ * n_ / early_ * dim_);
     } else if (sizes_[next_] != 0) {
       for (size_t k = 0; k < dim_; ++k) mean_[k] = static_cast<float>(sum[k] / sizes_[next_]);

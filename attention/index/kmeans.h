@@ -37,7 +37,7 @@ class KMeans {
  private:
   // Seed, then (assign, move) for each iteration but the last, which ends with its assignment. Half
   // way the late clusters are made.
-  enum class Stage { kSeed, kAssign, kMove, kSplit, kDone };
+  enum class Phase { kSeed, kAssign, kMove, kSplit, kDone };
 
   void AssignSome();
   void FindFarthest();
@@ -51,9 +51,9 @@ class KMeans {
   size_t clusters_ = 0;
   size_t early_ = 0;   // of the clusters, those that are not late
   size_t stride_ = 0;  // clusters, padded for the kernel
-  Stage stage_ = Stage::kDone;
+  Phase phase_ = Phase::kDone;
   uint32_t iteration_ = 0;
-  size_t next_ = 0;                 // point or cluster of the stage's next chunk
+  size_t next_ = 0;                 // point or cluster of the phase's next chunk
   std::vector<float> centroids_t_;  // [dim][stride]
   std::vector<float> half_norms_;   // [stride]
   std::vector<double> sums_;        // [clusters][dim]

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "attention/index/segment_builder.h"
 
+#include <glog/logging.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -17,11 +19,14 @@ namespace {
 // Of loading and writing: a tenth of a millisecond at head_dim 128.
 constexpr uint32_t kChunkTokens = 128;
 
-// [0, value_dim) of `sums` divided by `count`, stored as a row of dtype.
-void StoreMean(DType dtype, const std::vector<double>& sums, double count, std::vector<float>* row,
-               std::byte* target) {
-  for (size_t c = 0; c < sums.size(); ++c) (*row)[c] = static_cast<float>(sums[c] / count);
-  FromFloat(dtype, row->data(), sums.size(), target);
+uint64_t DescriberScratchBytes(const SegmentForm& form, ClusterForm clusters) {
+  switch (clusters) {
+    case ClusterForm::kMeans:
+      return 0;  // a few rows
+    case ClusterForm::kRegression:
+      return RegressionDescriber::ScratchBytes(form);
+  }
+  return 0;
 }
 
 }  // namespace
@@ -31,7 +36,12 @@ SegmentBuilder::SegmentBuilder(std::shared_ptr<const SequenceView> view, uint64_
     : view_(std::move(view)),
       segment_(std::make_shared<Segment>(
           segment_id, SegmentForm{view_->shape, view_->indexes, tokens, unclustered},
-          view_->tail_begin)) {}
+          view_->tail_begin)) {
+  const uint64_t end = view_->tail_begin + tokens;
+  const uint64_t first_block = view_->tail_begin / kTailBlockTokens;
+  CHECK_LE(end, (first_block + view_->tail.size()) * kTailBlockTokens)
+      << "the view's tail has the tokens";
+}
 
 const std::byte* SegmentBuilder::TailPages(uint32_t layer, uint32_t kv_head,
                                            uint64_t position) const {
@@ -69,11 +79,12 @@ uint64_t HeadBuilder::ScratchBytes(const SegmentForm& form) {
   const ModelShape& shape = form.shape;
   const uint64_t bytes =
       KeyIndexBuilder::ScratchBytes(form) + uint64_t{form.tokens} * sizeof(uint32_t);
-  if (form.indexes.token_order()) return bytes;
-  const bool regression = form.indexes.Has(IndexKind::kRegression);
-  const uint64_t dim = shape.head_dim + (regression ? shape.value_dim : 0);
-  const uint64_t clusters = form.tokens / kClusterTokens + kClusterTokens;
-  return bytes + (regression ? RegressionBuilder::ScratchBytes(form) : 0) +
+  const auto cluster_form = form.indexes.cluster_form();
+  if (!cluster_form.has_value()) return bytes;
+  const ClusterFormInfo& info = InfoOf(*cluster_form);
+  const uint64_t dim = shape.head_dim + (info.value_share > 0 ? shape.value_dim : 0);
+  const uint64_t clusters = form.tokens / info.tokens + info.tokens;
+  return bytes + DescriberScratchBytes(form, *cluster_form) +
          uint64_t{form.tokens} * (dim * sizeof(float) + sizeof(uint32_t)) +
          clusters * (dim * (sizeof(float) + sizeof(double)) + 16 * sizeof(uint32_t));
 }
@@ -86,71 +97,69 @@ void HeadBuilder::Start(SegmentBuilder* segment, uint32_t head) {
   tokens_ = segment->segment_->tokens();
   unclustered_ = segment->segment_->unclustered();
   next_ = 0;
-  if (!clusters()) {
+  const auto cluster_form = segment->segment_->indexes().cluster_form();
+  clusters_ = cluster_form.has_value() ? &InfoOf(*cluster_form) : nullptr;
+  if (clusters_ == nullptr) {
     order_.resize(tokens_);
     std::iota(order_.begin(), order_.end(), 0u);
-    stage_ = Stage::kWrite;
+    phase_ = Phase::kWrite;
     return;
   }
-  stage_ = Stage::kLoad;
-  point_dim_ = shape.head_dim + (regression() ? shape.value_dim : 0);
+  phase_ = Phase::kLoad;
+  point_dim_ = shape.head_dim + (clusters_values() ? shape.value_dim : 0);
   points_.resize(size_t{tokens_ - unclustered_} * point_dim_);
   mean_.assign(point_dim_, 0.0);
   squares_[0] = squares_[1] = 0;
-  centroid_.resize(shape.head_dim);
-  variance_.resize(shape.head_dim);
-  value_sum_.resize(shape.value_dim);
-  row_.resize(std::max(shape.head_dim, shape.value_dim));
 }
 
 bool HeadBuilder::Advance(std::chrono::microseconds time) {
   const auto end = std::chrono::steady_clock::now() + time;
   do {
     RunChunk();
-  } while (stage_ != Stage::kDone && std::chrono::steady_clock::now() < end);
-  return stage_ == Stage::kDone;
+  } while (phase_ != Phase::kDone && std::chrono::steady_clock::now() < end);
+  return phase_ == Phase::kDone;
 }
 
 void HeadBuilder::RunChunk() {
   const uint32_t clustered = tokens_ - unclustered_;
-  switch (stage_) {
-    case Stage::kLoad:
+  switch (phase_) {
+    case Phase::kLoad:
       LoadChunk();
       if (next_ < clustered) return;
       for (double& m : mean_) m /= clustered;
-      stage_ = Stage::kCentre;
+      phase_ = Phase::kCentre;
       next_ = 0;
       return;
-    case Stage::kCentre:
+    case Phase::kCentre:
       CentreChunk();
       if (next_ < clustered) return;
-      if (!regression()) return StartClustering();
-      stage_ = Stage::kScale;
+      if (!clusters_values()) return StartClustering();
+      phase_ = Phase::kScale;
       next_ = 0;
       return;
-    case Stage::kScale:
+    case Phase::kScale:
       ScaleChunk();
       if (next_ == clustered) StartClustering();
       return;
-    case Stage::kCluster:
+    case Phase::kCluster:
       if (kmeans_.RunChunk()) return;
       OrderTokens();
-      stage_ = Stage::kWrite;
+      phase_ = Phase::kWrite;
       next_ = 0;
       return;
-    case Stage::kWrite:
+    case Phase::kWrite:
       WriteChunk();
       if (next_ < tokens_) return;
-      if (!regression()) return StartDescribing();
-      StartRegressing();
+      if (clusters_ == nullptr) return StartKeyIndexes();
+      StartDescribing();
       return;
-    case Stage::kRegress:
-      if (!regression_.RunChunk()) StartDescribing();
+    case Phase::kDescribe:
+      if (!describer_->RunChunk()) StartKeyIndexes();
       return;
-    case Stage::kDescribe:
-      if (!key_indexes_.RunChunk()) stage_ = Stage::kDone;
+    case Phase::kKeyIndexes:
+      if (!key_indexes_.RunChunk()) phase_ = Phase::kDone;
       return;
-    case Stage::kDone:
+    case Phase::kDone:
       return;
   }
 }
@@ -161,7 +170,7 @@ void HeadBuilder::LoadChunk() {
   for (; next_ < end; ++next_) {
     float* point = points_.data() + next_ * point_dim_;
     ToFloat(shape.dtype, TailRow(unclustered_ + next_, false), shape.head_dim, point);
-    if (regression()) {
+    if (clusters_values()) {
       ToFloat(shape.dtype, TailRow(unclustered_ + next_, true), shape.value_dim,
               point + shape.head_dim);
     }
@@ -175,7 +184,7 @@ void HeadBuilder::CentreChunk() {
   for (; next_ < end; ++next_) {
     float* point = points_.data() + next_ * point_dim_;
     for (size_t c = 0; c < point_dim_; ++c) point[c] -= static_cast<float>(mean_[c]);
-    if (!regression()) continue;
+    if (!clusters_values()) continue;
     for (size_t c = 0; c < point_dim_; ++c) {
       squares_[c < head_dim ? 0 : 1] += double{point[c]} * point[c];
     }
@@ -191,7 +200,7 @@ void HeadBuilder::ScaleChunk() {
     return 1 / std::max(std::sqrt(squares / clustered), kLeastLength);
   };
   const auto key_scale = static_cast<float>(inverse_length(squares_[0]));
-  const auto value_scale = static_cast<float>(kValueShare * inverse_length(squares_[1]));
+  const auto value_scale = static_cast<float>(clusters_->value_share * inverse_length(squares_[1]));
   const uint32_t end = std::min(clustered, next_ + kChunkTokens);
   for (; next_ < end; ++next_) {
     float* point = points_.data() + next_ * point_dim_;
@@ -201,10 +210,10 @@ void HeadBuilder::ScaleChunk() {
 
 void HeadBuilder::StartClustering() {
   const uint32_t clustered = tokens_ - unclustered_;
-  const uint32_t clusters = (clustered + kClusterTokens - 1) / kClusterTokens;
-  const auto late = regression() ? static_cast<uint32_t>(kLateShare * clusters) : 0;
+  const uint32_t clusters = (clustered + clusters_->tokens - 1) / clusters_->tokens;
+  const auto late = static_cast<uint32_t>(clusters_->late_share * clusters);
   kmeans_.Start(points_, clustered, point_dim_, clusters, late);
-  stage_ = Stage::kCluster;
+  phase_ = Phase::kCluster;
 }
 
 // Slots: the unclustered tokens in place, then the clusters that have members, each in token order.
@@ -232,120 +241,63 @@ void HeadBuilder::OrderTokens() {
   for (uint32_t i = 0; i < assignment.size(); ++i) {
     order_[next_slot[assignment[i]]++] = unclustered_ + i;
   }
-  cluster_ = 0;
+  CHECK_EQ(slot, tokens_) << "every token lies in a cluster or before them";
 }
 
+// Copies tokens' rows to their slots.
 void HeadBuilder::WriteChunk() {
   const uint32_t end = std::min(tokens_, next_ + kChunkTokens);
-  if (!clusters()) {
-    for (; next_ < end; ++next_) target_->CopyToken(layer_, kv_head_, next_, next_);
-    return;
-  }
-  const ClusterIndex index = target_->segment_->clusters(layer_, kv_head_);
+  Segment& segment = *target_->segment_;
+  std::byte* const positions =
+      segment.IndexHead(layer_, kv_head_) + segment.layout_.positions;  // with clusters
   for (; next_ < end; ++next_) {
-    WritePlace(next_);
-    if (next_ < unclustered_ || regression()) continue;
-    if (next_ == index.starts[cluster_]) BeginCluster();
-    AddToCluster(order_[next_]);
-    if (next_ + 1 == index.starts[cluster_ + 1]) EndCluster();
+    const uint32_t token = order_[next_];
+    target_->CopyToken(layer_, kv_head_, token, next_);
+    if (clusters_ != nullptr) StoreAt(positions, next_, static_cast<uint16_t>(token));
   }
 }
 
-void HeadBuilder::StartRegressing() {
+ClusterDescriber* HeadBuilder::DescriberOf(ClusterForm form) {
+  switch (form) {
+    case ClusterForm::kMeans:
+      return &means_;
+    case ClusterForm::kRegression:
+      return &regression_;
+  }
+  return nullptr;
+}
+
+void HeadBuilder::StartDescribing() {
   const Segment& segment = *target_->segment_;
-  regression_.Start({&segment.form(), &segment.layout(), segment.pages(layer_, kv_head_),
-                     segment.IndexHead(layer_, kv_head_)});
-  stage_ = Stage::kRegress;
+  ClusteredHead head;
+  head.form = &segment.form();
+  head.layout = &segment.layout();
+  head.pages = segment.pages(layer_, kv_head_);
+  head.index = segment.IndexHead(layer_, kv_head_);
+  head.points = points_;
+  head.point_dim = point_dim_;
+  head.mean = mean_;
+  head.kmeans = &kmeans_;
+  head.kmeans_cluster = kept_clusters_;
+  head.order = order_;
+  describer_ = DescriberOf(clusters_->form);
+  describer_->Start(head);
+  phase_ = Phase::kDescribe;
 }
 
 // What is made of the keys in their places.
-void HeadBuilder::StartDescribing() {
+void HeadBuilder::StartKeyIndexes() {
   Segment& segment = *target_->segment_;
-  const ModelShape& shape = segment.shape();
-  const size_t head = size_t{layer_} * shape.kv_heads + kv_head_;
   KeyIndexBuilder::Head wanted;
   wanted.form = &segment.form();
   wanted.layout = &segment.layout();
   wanted.pages = segment.pages(layer_, kv_head_);
   wanted.index = segment.IndexHead(layer_, kv_head_);
-  wanted.maps = target_->view_->feature_maps.get();
+  wanted.state = &target_->view_->state;
   wanted.layer = layer_;
   wanted.kv_head = kv_head_;
-  if (const LabelChoice* choice = target_->view_->label_choice.get(); choice != nullptr) {
-    const size_t channels = LabelChannels(shape);
-    if (!choice->channels.empty()) {
-      wanted.label_channels =
-          std::span<const uint16_t>(choice->channels).subspan(head * channels, channels);
-    }
-    if (!choice->query_magnitudes.empty()) {
-      wanted.query_magnitude = std::span<const float>(choice->query_magnitudes)
-                                   .subspan(head * shape.head_dim, shape.head_dim);
-    }
-  }
   key_indexes_.Start(wanted);
-  stage_ = Stage::kDescribe;
-}
-
-void HeadBuilder::BeginCluster() {
-  const uint32_t kept = kept_clusters_[cluster_];
-  const std::span<const double> sums = kmeans_.sums(kept);
-  for (size_t c = 0; c < centroid_.size(); ++c) centroid_[c] = sums[c] / kmeans_.sizes()[kept];
-  std::fill(variance_.begin(), variance_.end(), 0.0);
-  std::fill(value_sum_.begin(), value_sum_.end(), 0.0);
-  value_norm2_sum_ = 0;
-}
-
-// Copies a token's rows to its slot.
-void HeadBuilder::WritePlace(uint32_t slot) {
-  Segment& segment = *target_->segment_;
-  const uint32_t token = order_[slot];
-  target_->CopyToken(layer_, kv_head_, token, slot);
-  StoreAt(segment.IndexHead(layer_, kv_head_) + segment.layout_.positions, slot,
-          static_cast<uint16_t>(token));
-}
-
-void HeadBuilder::AddToCluster(uint32_t token) {
-  const ModelShape& shape = target_->view_->shape;
-  const float* key = points_.data() + (token - unclustered_) * point_dim_;
-  for (size_t c = 0; c < shape.head_dim; ++c) {
-    const double deviation = key[c] - centroid_[c];
-    variance_[c] += deviation * deviation;
-  }
-  ToFloat(shape.dtype, TailRow(token, true), shape.value_dim, row_.data());
-  for (size_t c = 0; c < shape.value_dim; ++c) {
-    value_sum_[c] += row_[c];
-    value_norm2_sum_ += double{row_[c]} * row_[c];
-  }
-}
-
-// Writes the cluster's row of every index part.
-void HeadBuilder::EndCluster() {
-  Segment& segment = *target_->segment_;
-  const ModelShape& shape = segment.shape();
-  const IndexLayout& layout = segment.layout_;
-  std::byte* head = segment.IndexHead(layer_, kv_head_);
-  const double size = kmeans_.sizes()[kept_clusters_[cluster_]];
-  const size_t key_bytes = shape.head_dim * DTypeBytes(shape.dtype);
-  const size_t value_bytes = shape.value_dim * DTypeBytes(shape.dtype);
-
-  for (size_t c = 0; c < shape.head_dim; ++c) centroid_[c] += mean_[c];
-  StoreMean(shape.dtype, centroid_, 1.0, &row_, head + layout.centroids + cluster_ * key_bytes);
-  if (!shape.latent) {
-    StoreMean(shape.dtype, value_sum_, size, &row_,
-              head + layout.mean_values + cluster_ * value_bytes);
-  }
-
-  for (double& v : variance_) v = std::sqrt(v / size);
-  uint8_t* codes = reinterpret_cast<uint8_t*>(head + layout.deviation_codes) +
-                   size_t{cluster_} * shape.head_dim / 2;
-  StoreAt(head + layout.variance_unit, cluster_, CodeDeviations(variance_, codes));
-  double norm2 = 0;
-  for (const double sum : value_sum_) norm2 += sum / size * (sum / size);
-  StoreAt(head + layout.log_size, cluster_, static_cast<float>(std::log(size)));
-  StoreAt(head + layout.spread, cluster_,
-          static_cast<float>(std::sqrt(std::max(0.0, value_norm2_sum_ / size - norm2))));
-  StoreAt(head + layout.value_norm2, cluster_, static_cast<float>(norm2));
-  ++cluster_;
+  phase_ = Phase::kKeyIndexes;
 }
 
 }  // namespace attnd::attention

@@ -14,7 +14,8 @@
 #include "attention/backend.h"
 #include "attention/index/key_index_builder.h"
 #include "attention/index/kmeans.h"
-#include "attention/index/regression_builder.h"
+#include "attention/index/mean_describer.h"
+#include "attention/index/regression_describer.h"
 #include "attention/segment/segment.h"
 
 namespace attnd::attention {
@@ -74,24 +75,20 @@ class HeadBuilder {
   bool Advance(std::chrono::microseconds time);
 
  private:
-  // With clusters, all; kScale and kRegress only with a regression.
-  enum class Stage { kLoad, kCentre, kScale, kCluster, kWrite, kRegress, kDescribe, kDone };
+  // Without clusters from kWrite on; kScale only if values are clustered, too.
+  enum class Phase { kLoad, kCentre, kScale, kCluster, kWrite, kDescribe, kKeyIndexes, kDone };
 
-  bool clusters() const { return target_->segment_->indexes().clustered(); }
-  bool regression() const { return target_->segment_->indexes().Has(IndexKind::kRegression); }
+  bool clusters_values() const { return clusters_->value_share > 0; }
   void RunChunk();
   void LoadChunk();
   void CentreChunk();
   void ScaleChunk();
   void StartClustering();
   void OrderTokens();
-  void StartRegressing();
-  void StartDescribing();
   void WriteChunk();
-  void WritePlace(uint32_t slot);
-  void AddToCluster(uint32_t token);
-  void BeginCluster();
-  void EndCluster();
+  ClusterDescriber* DescriberOf(ClusterForm form);
+  void StartDescribing();
+  void StartKeyIndexes();
   const std::byte* TailRow(uint32_t token, bool value) const {
     return target_->TailRow(layer_, kv_head_, token, value);
   }
@@ -99,30 +96,25 @@ class HeadBuilder {
   SegmentBuilder* target_ = nullptr;
   uint32_t layer_ = 0;
   uint32_t kv_head_ = 0;
-  uint32_t tokens_ = 0;       // of the segment
-  uint32_t unclustered_ = 0;  // at its start
-  Stage stage_ = Stage::kDone;
-  uint32_t next_ = 0;  // token (or slot) of the stage's next chunk
+  uint32_t tokens_ = 0;                        // of the segment
+  uint32_t unclustered_ = 0;                   // at its start
+  const ClusterFormInfo* clusters_ = nullptr;  // null: token order
+  Phase phase_ = Phase::kDone;
+  uint32_t next_ = 0;  // token (or slot) of the phase's next chunk
 
-  // What is clustered, [tokens - unclustered][point_dim]: keys, and with a regression values behind
-  // them; centred after kCentre.
+  // What is clustered, [tokens - unclustered][point_dim]: keys, and values behind them if they are
+  // clustered, too; centred after kCentre.
   std::vector<float> points_;
   size_t point_dim_ = 0;
   std::vector<double> mean_;  // [point_dim]
-  double squares_[2] = {};    // with a regression: sums over centred keys and values
+  double squares_[2] = {};    // if values are clustered: sums over centred keys and values
   KMeans kmeans_;
   std::vector<uint32_t> order_;          // [tokens] token at each slot of the segment's order
   std::vector<uint32_t> kept_clusters_;  // k-means number of each cluster that has members
-  RegressionBuilder regression_;
+  MeanDescriber means_;
+  RegressionDescriber regression_;
+  ClusterDescriber* describer_ = nullptr;  // of this head's clusters
   KeyIndexBuilder key_indexes_;
-
-  // The cluster that WriteChunk is in, if it is to describe clusters.
-  uint32_t cluster_ = 0;
-  std::vector<double> centroid_;  // centred
-  std::vector<double> variance_;  // sum of squared deviations so far
-  std::vector<double> value_sum_;
-  double value_norm2_sum_ = 0;
-  std::vector<float> row_;
 };
 
 }  // namespace attnd::attention

@@ -13,9 +13,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <span>
 
+#include "attention/kernels/softmax_state.h"
 #include "attention/kernels/x86_dot.h"
 #include "attention/segment/pages.h"
 #include "common/dtype.h"
@@ -23,8 +23,7 @@
 
 namespace attnd::attention::kernels {
 
-inline constexpr size_t kQuad = 4;
-inline constexpr uint32_t kRowBlock = 16;       // rows that pass one stage before the next stage
+inline constexpr uint32_t kRowBlock = 16;       // rows whose logits are all made before any weight
 inline constexpr size_t kDimMax = kHeadDimMax;  // of the buffers that kernels have on the stack
 static_assert(kDimMax % kHeadDimMultiple == 0 && kHeadDimMultiple % 16 == 0,
               "a row is whole vectors of at most 16 floats");
@@ -90,7 +89,7 @@ void ExpQuads(const float* x, size_t n, const float* max, float* out, float* sum
 // to.
 inline void SoftmaxQuads(float* x, size_t n, float* max, float* sum) {
   for (size_t j = 0; j < kQuad; ++j) {
-    max[j] = -std::numeric_limits<float>::infinity();
+    max[j] = kNegativeInfinity;
     sum[j] = 0;
   }
   MaxQuads(x, n, max);
@@ -140,13 +139,6 @@ void RegressionErrors(const RegressionErrorArgs& args, size_t n);
 // a multiple of 16.
 void AddWeightedVariances(const uint8_t* codes, const float* unit, size_t n, size_t dim,
                           const float* d2, const float* weight, float* sum);
-
-// Softmax states of a quad: state j is (max[j], sum[j], values[j][value_dim]).
-struct QuadState {
-  float max[kQuad];
-  float sum[kQuad];
-  float* values;  // [4][value_dim]
-};
 
 // out[i][j] = scale[i] * sum_c q[j][c] code[i][c] + least[i] * q_sum[j], codes packed as in
 // KeyCodeIndex. codes: [n, width / 2]; q: [4][width]; out: [n][4]; width is a multiple of 16.

@@ -6,22 +6,28 @@
 //
 // A state of logits x_i with values v_i is max = max x_i, sum = sum exp(x_i - max), values = sum
 // exp(x_i - max) v_i. The empty state is (-infinity, 0, 0). States come in quads, as the kernels
-// handle four query heads at a time.
+// handle four query heads at a time; this header knows nothing else of kernels, pages or threads.
 #ifndef ATTND_ATTENTION_KERNELS_SOFTMAX_STATE_H_
 #define ATTND_ATTENTION_KERNELS_SOFTMAX_STATE_H_
 
 #include <cstddef>
 #include <limits>
 
-#include "attention/kernels/kernels.h"
-
 namespace attnd::attention {
 
-using kernels::kQuad;
-using kernels::QuadState;
+// Query vectors that are handled together.
+inline constexpr size_t kQuad = 4;
 
 // The maximum and the log-sum-exp of no tokens.
 inline constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
+
+// Four softmax states: state j is (max[j], sum[j], values[j][value_dim]). The memory of values is
+// the maker's.
+struct QuadState {
+  float max[kQuad];
+  float sum[kQuad];
+  float* values;  // [4][value_dim]
+};
 
 // Makes all four states empty. state->values must point at [4][value_dim] floats.
 void ClearState(size_t value_dim, QuadState* state);

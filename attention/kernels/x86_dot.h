@@ -3,7 +3,7 @@
 // Dot products with instructions that Highway offers only in versions newer than Debian 12's:
 // AVX512-BF16 (Zen 4, Cooper Lake and later) multiplies pairs of bf16 numbers exactly and adds them
 // in fp32, half the instructions of widening them first; AVX512-VNNI (Zen 4, Cascade Lake and
-// later) does the same for 16-bit integers. For kernels.cc and cluster_kernels.cc, and only where
+// later) does the same for 16-bit integers. For row and cluster kernels, and only where
 // Have...() says so.
 #ifndef ATTND_ATTENTION_KERNELS_X86_DOT_H_
 #define ATTND_ATTENTION_KERNELS_X86_DOT_H_

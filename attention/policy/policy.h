@@ -150,8 +150,8 @@ struct Policy {
     return estimator == Estimator::kFeatureMap && completion != Completion::kOff;
   }
 
-  // What it needs of a sequence's segments; whether they may be in cluster order. Clusters of the
-  // other kind serve, too.
+  // What it needs of a sequence's segments; whether they may be in cluster order. Clusters of any
+  // other form serve, too.
   IndexSet Indexes() const;
   bool AllowsClusterOrder() const;
   // FailedPrecondition, naming what the sequence must be opened with, if these are not enough;

@@ -20,14 +20,14 @@ namespace attnd::attention {
 struct KeepSet {
   using Positions = std::vector<std::vector<uint32_t>>;
 
-  // What it was made by: rows of a policy with others have no keep-set.
+  // The parameters that it was made with: a row under other parameters finds no keep-set.
   Budget budget;
   bool adaptive = false;
-  // Tokens that it was chosen from, and the sink: those of segments when it was made. All from here
-  // on are read, too: the prompt's window, and what came later.
+  // Tokens below this position were ranked, the sink excepted: segments held them when the set was
+  // made. All tokens from here on are read: the prompt's window, and what came later.
   uint64_t ranked_tokens = 0;
-  // [layers * kv_heads] positions of the middle that there was, ascending. They may go on behind
-  // ranked_tokens: KeptBy leaves those out.
+  // [layers * kv_heads] kept positions of the middle, ascending. Lists may go on beyond
+  // ranked_tokens, as shorter histories share them: KeptBy leaves those positions out.
   std::shared_ptr<const Positions> positions;
 
   // head: number among all layers' KV heads.

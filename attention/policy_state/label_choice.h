@@ -10,6 +10,9 @@
 #include <span>
 #include <vector>
 
+#include "attention/segment/index_set.h"
+#include "common/model_shape.h"
+
 namespace attnd::attention {
 
 class Segment;
@@ -23,6 +26,17 @@ struct LabelChoice {
   // [heads][head_dim] mean over the query heads of their greatest |q|, from queries that the
   // prompt had: a channel counts by this times its greatest |k|.
   std::vector<float> query_magnitudes;
+
+  // Of one head, its number among all layers' KV heads; empty if there are none.
+  std::span<const uint16_t> ChannelsOf(size_t head, const ModelShape& shape) const {
+    const size_t count = LabelChannels(shape);
+    if (channels.empty()) return {};
+    return std::span<const uint16_t>(channels).subspan(head * count, count);
+  }
+  std::span<const float> QueryMagnitudesOf(size_t head, const ModelShape& shape) const {
+    if (query_magnitudes.empty()) return {};
+    return std::span<const float>(query_magnitudes).subspan(head * shape.head_dim, shape.head_dim);
+  }
 };
 
 // The `count` channels of which greatest |k| times query magnitude is largest, the lower of equals

@@ -3,38 +3,26 @@
 
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 
 namespace attnd::attention {
 
-absl::string_view IndexName(IndexKind kind) {
-  switch (kind) {
-    case IndexKind::kClusters:
-      return "clusters";
-    case IndexKind::kBlocks16:
-      return "blocks-16";
-    case IndexKind::kBlocks64:
-      return "blocks-64";
-    case IndexKind::kLabels:
-      return "labels";
-    case IndexKind::kKeys4:
-      return "keys-4bit";
-    case IndexKind::kSummary:
-      return "summary";
-    case IndexKind::kRegression:
-      return "regression";
-  }
-  return "unknown";
-}
-
 absl::Status IndexSet::Validate() const {
-  if (Has(IndexKind::kClusters) && Has(IndexKind::kRegression)) {
-    return absl::InvalidArgumentError(
-        "indexes has clusters beside regression, which has clusters of its own in another order: "
-        "allowed is one of the two");
+  std::vector<absl::string_view> forms;
+  bool positions = false;
+  for (const IndexKindInfo& info : kIndexKindInfos) {
+    if (!Has(info.kind)) continue;
+    if (info.clusters.has_value()) forms.push_back(info.name);
+    positions = positions || info.order == TokenOrder::kPositions;
   }
-  const bool blocks = Has(IndexKind::kBlocks16) || Has(IndexKind::kBlocks64);
-  if (!blocks || token_order()) return absl::OkStatus();
+  if (forms.size() > 1) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("indexes has ", forms[0], " beside ", forms[1],
+                     ", which has clusters of its own in another order: allowed is one of the "
+                     "two"));
+  }
+  if (!positions || token_order()) return absl::OkStatus();
   return absl::InvalidArgumentError(
       "indexes has clusters beside blocks; blocks are of tokens in token order, clusters need "
       "cluster order: allowed is one of the two");
@@ -43,8 +31,8 @@ absl::Status IndexSet::Validate() const {
 std::string IndexSet::ToString() const {
   if (empty()) return "none";
   std::vector<absl::string_view> names;
-  for (const IndexKind kind : kIndexKinds) {
-    if (Has(kind)) names.push_back(IndexName(kind));
+  for (const IndexKindInfo& info : kIndexKindInfos) {
+    if (Has(info.kind)) names.push_back(info.name);
   }
   return absl::StrJoin(names, ", ");
 }

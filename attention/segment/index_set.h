@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// IndexSet: what is built of a sequence's segments besides their payload. It is chosen when a
-// sequence is opened, says which policies can read it, and fixes the order of the tokens inside a
-// segment: cluster order with clusters of either kind, token order without.
+// IndexSet: the kinds of index that all segments of a sequence have. It is chosen when a sequence
+// is opened, says which policies can read the sequence, and fixes the order of the tokens inside a
+// segment: cluster order with clusters, token order without.
 #ifndef ATTND_ATTENTION_SEGMENT_INDEX_SET_H_
 #define ATTND_ATTENTION_SEGMENT_INDEX_SET_H_
 
@@ -12,27 +12,10 @@
 #include <string>
 
 #include "absl/status/status.h"
-#include "absl/strings/string_view.h"
+#include "attention/segment/index_kinds.h"
 #include "common/model_shape.h"
 
 namespace attnd::attention {
-
-// Values are those of files and of the RPC: they never change.
-enum class IndexKind : uint8_t {
-  kClusters = 1,  // clusters of similar keys, with what estimates them
-  kBlocks16 = 2,  // each channel's bounds over 16 consecutive tokens (Quest)
-  kBlocks64 = 3,  // the same over 64 (AsyncTLS)
-  kLabels = 4,    // a quarter of each key's channels in 4 bits (Double Sparsity)
-  kKeys4 = 5,     // all of each key's channels in 4 bits (Twilight)
-  kSummary = 6,   // sums of the keys' features with their values (retrieval with completion)
-  // Clusters of similar keys and values, with a regression of values on keys (error-target).
-  kRegression = 7,
-};
-inline constexpr IndexKind kIndexKinds[] = {
-    IndexKind::kClusters, IndexKind::kBlocks16, IndexKind::kBlocks64,  IndexKind::kLabels,
-    IndexKind::kKeys4,    IndexKind::kSummary,  IndexKind::kRegression};
-// "clusters", "blocks-16", ...
-absl::string_view IndexName(IndexKind kind);
 
 class IndexSet {
  public:
@@ -44,20 +27,43 @@ class IndexSet {
   constexpr bool Has(IndexKind kind) const { return (bits_ & Bit(kind)) != 0; }
   constexpr void Add(IndexKind kind) { bits_ |= Bit(kind); }
   constexpr bool HasAll(IndexSet others) const { return (others.bits_ & ~bits_) == 0; }
-  bool empty() const { return bits_ == 0; }
-  // Whether it has clusters, of one of the two kinds.
-  bool clustered() const { return Has(IndexKind::kClusters) || Has(IndexKind::kRegression); }
-  bool token_order() const { return !clustered(); }
+  constexpr bool empty() const { return bits_ == 0; }
+  // Whether a policy that needs `others` can read these: clusters of one form serve as those of any
+  // other.
+  constexpr bool Serves(IndexSet others) const {
+    IndexSet serving = *this;
+    for (const IndexKindInfo& info : kIndexKindInfos) {
+      if (clustered() && info.clusters.has_value()) serving.Add(info.kind);
+    }
+    return serving.HasAll(others);
+  }
+
+  // The form of the clusters; nothing without clusters. Of a valid set, which has at most one.
+  constexpr std::optional<ClusterForm> cluster_form() const {
+    for (const IndexKindInfo& info : kIndexKindInfos) {
+      if (info.clusters.has_value() && Has(info.kind)) return info.clusters;
+    }
+    return std::nullopt;
+  }
+  constexpr bool clustered() const { return cluster_form().has_value(); }
+  constexpr bool token_order() const { return !clustered(); }
+  // Whether an index of the set needs this part of the model's files.
+  constexpr bool Needs(ModelPart part) const {
+    for (const IndexKindInfo& info : kIndexKindInfos) {
+      if (info.needs == part && Has(info.kind)) return true;
+    }
+    return false;
+  }
   bool operator==(const IndexSet&) const = default;
 
-  // InvalidArgument for blocks beside clusters, as blocks are of tokens in token order, and for
-  // clusters of both kinds.
+  // InvalidArgument for KV blocks beside clusters, as blocks are of tokens in token order, and for
+  // clusters of two forms.
   absl::Status Validate() const;
   // The names with commas, or "none".
   std::string ToString() const;
 
   // As one number, for files.
-  uint32_t bits() const { return bits_; }
+  constexpr uint32_t bits() const { return bits_; }
   static std::optional<IndexSet> FromBits(uint32_t bits);
 
  private:

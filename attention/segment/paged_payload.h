@@ -26,8 +26,8 @@ class PagedPayload {
  public:
   virtual ~PagedPayload() = default;
   virtual PageStore* store() const = 0;
-  // Why pages that were wanted are not there, if it is not for want of time: DataLoss for a damaged
-  // file, Unavailable for a disk's other faults.
+  // Why pages could not be read: DataLoss for a damaged file, Unavailable for a disk's other
+  // faults. OK if none was missing but for lack of time.
   virtual absl::Status status() const = 0;
 };
 
@@ -37,12 +37,12 @@ struct PageWant {
   uint32_t layer = 0;
   uint32_t kv_head = 0;
   uint32_t page = 0;
-  const std::byte* data = nullptr;  // set when it is there; good while its pins live
-  bool was_there = false;           // nothing had to be read for it
+  const std::byte* data = nullptr;  // set once the page is in memory; valid while its pins live
+  bool was_there = false;           // whether it was in memory before
 };
 
-// Keeps pages where they are as long as it lives: until whoever reads them has ended, on whichever
-// processor.
+// Keeps pages where they are for as long as it lives: until the step that reads them has ended, on
+// the CPU or on a device.
 class PagePins {
  public:
   virtual ~PagePins() = default;
@@ -61,8 +61,9 @@ class PageStore {
   virtual ~PageStore() = default;
   // Of the pages that one call of Bring may ask for.
   virtual uint64_t bring_bytes_max() const = 0;
-  // Pins them, all read at the same time. A page that cannot be read has no data; its payload's
-  // status says why; nor has one that was not there in time if `patience` is partial.
+  // Pins the pages; those that are not in memory are read at the same time. A page that cannot be
+  // read has no data, and its payload's status says why. If `patience` is partial, a page that is
+  // not in memory by the deadline has no data either.
   // Nobody calls it who holds pins of this store. DeadlineExceeded, Cancelled; ResourceExhausted if
   // there is no memory; Unavailable when shutting down.
   virtual absl::StatusOr<std::unique_ptr<PagePins>> Bring(std::span<PageWant> wants,

@@ -35,7 +35,7 @@ FAR = (("sample", 1.0), ("mass far", 0.5))
 SM = (("sample", 1.0), ("mass", 1.0))
 FINAL = {**S, **BY_TOKEN, "split": 0.25, "metric": "key+v:0.5", "law": "bounded",
          "value_bits": 8, "centroid_bits": 8, "error_terms": SM, "coherent": 0.35}
-# The definition that docs/ERROR_TARGET_EXPERIMENTS.md ends with.
+# The definition that docs/research/ERROR_TARGET.md ends with.
 DEFINITION = {**FINAL, "error_terms": FAR, "coherent": 0.45}
 
 PLANS = {

@@ -1,20 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
+//
+// Archive: opening, dropping, listing. Sealing is in seal.cc, bringing back in restore.cc, paging
+// in versions.cc, limits in retention.cc.
 #include "engine/archive/archive.h"
 
-#include <algorithm>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "common/status.h"
-#include "common/unix_time.h"
-#include "engine/archive/private_paths.h"
 
 namespace attnd::engine {
-using attention::Segment;
 using storage::CatalogueChanges;
 using storage::ChainId;
-using storage::Proceed;
-using storage::SegmentFileHeader;
 using storage::SegmentRecord;
 using storage::SequenceRecord;
 
@@ -68,291 +64,6 @@ ArchiveStats Archive::stats() const {
   return stats;
 }
 
-// ---- sealing ----
-
-absl::StatusOr<SealResult> Archive::Seal(Sequence* sequence, const Proceed& proceed) {
-  const HistorySnapshot history = sequence->SnapshotHistory();
-  if (history.committed == 0) {
-    return absl::FailedPreconditionError("the sequence has no committed tokens to seal");
-  }
-  return Told(SealNow(history, *sequence, proceed));
-}
-
-absl::StatusOr<SealResult> Archive::SealNow(const HistorySnapshot& history,
-                                            const Sequence& sequence, const Proceed& proceed) {
-  MutexLock lock(seal_mutex_);
-  SealResult result;
-  CatalogueChanges changes;
-  ATTND_ASSIGN_OR_RETURN(const auto names, NamesOf(sequence, history));
-  absl::Status written = PlaceSegments(sequence, history, names, proceed, &changes, &result);
-  if (written.ok()) {
-    written = WriteTail(sequence, history, names.empty() ? kNoChain : names.back(), proceed,
-                        &changes, &result);
-  }
-  if (!written.ok()) {
-    RemoveUnrecorded(history, changes);
-    return written;
-  }
-  // After an error nobody knows whether the records are there: their files stay until the next
-  // start, which sees.
-  for (const SegmentRecord& record : changes.segments) files_->live().Catalogue(record.file);
-  ATTND_RETURN_IF_ERROR(catalogue_->Commit(changes));
-  Remember(changes);
-  result.tokens = history.committed;
-  result.segments = names.size();
-  return result;
-}
-
-absl::StatusOr<bool> Archive::HasOtherLabels(const ChainId& name, const Segment& first) {
-  ATTND_ASSIGN_OR_RETURN(const std::string own, LabelChannelsId(first));
-  if (own.empty()) return false;
-  const auto loaded = VersionsOf(name);
-  if (!loaded.empty()) {
-    ATTND_ASSIGN_OR_RETURN(const std::string other, LabelChannelsId(*loaded.front()));
-    return other != own;
-  }
-  const auto known = catalogue_->FindSegment(name);
-  // What was behind it may still be there, of channels that nobody can tell any more.
-  if (absl::IsNotFound(known.status())) return !LengthsAfter(name).empty();
-  ATTND_RETURN_IF_ERROR(known.status());
-  const auto opened = files_->OpenFile(known->file);
-  if (!opened.ok()) return true;  // a segment of one's own is right whatever that one is
-  const std::string& other = opened->metadata.label_channels;
-  return !other.empty() && other != own;
-}
-
-absl::StatusOr<std::vector<ChainId>> Archive::NamesOf(const Sequence& sequence,
-                                                      const HistorySnapshot& history) {
-  const ChainNames chain(files_->folder().secret(), sequence.tenant(), sequence.args());
-  std::vector<ChainId> names;
-  for (const auto& segment : history.view->segments) {
-    auto origin = OriginOf(*segment);
-    if (origin == nullptr) {
-      ATTND_ASSIGN_OR_RETURN(const ChainId name, NewName(chain, sequence.args(), history, *segment,
-                                                         names.empty() ? kNoChain : names.back()));
-      origin = std::make_shared<const SegmentOrigin>(name, /*file=*/0);
-      segment->origin()->SetOnce(origin);
-      Named(segment);
-    }
-    names.push_back(origin->name());
-  }
-  return names;
-}
-
-absl::StatusOr<ChainId> Archive::NewName(const ChainNames& chain, const OpenArgs& args,
-                                         const HistorySnapshot& history, const Segment& segment,
-                                         const ChainId& parent) {
-  const auto runs = RunsWithin(history.token_ids, segment.first_position(), segment.end_position());
-  // Without ids, or a fingerprint, nobody can say that another sequence has the same tokens.
-  if (args.fingerprint.empty() || runs.size() != 1 || runs[0].ids.size() != segment.tokens()) {
-    return ChainNames::RandomName();
-  }
-  ChainLink link;
-  link.parent = parent;
-  link.first_position = segment.first_position();
-  link.unclustered = segment.unclustered();
-  link.token_ids = runs[0].ids;
-  ATTND_ASSIGN_OR_RETURN(const ChainId name, chain.NameOf(link));
-  if (parent != kNoChain) return name;
-  ATTND_ASSIGN_OR_RETURN(const bool other, HasOtherLabels(name, segment));
-  // Those behind it are named after it, and so nobody else's either.
-  if (other) return ChainNames::RandomName();
-  return name;
-}
-
-// What a seal wrote before it was refused: a full disk needs the room. A paged segment's file was
-// there before.
-void Archive::RemoveUnrecorded(const HistorySnapshot& history, const CatalogueChanges& changes) {
-  for (const SegmentRecord& record : changes.segments) {
-    const auto& segments = history.view->segments;
-    const bool was_there = std::any_of(segments.begin(), segments.end(), [&](const auto& segment) {
-      return segment->paged() && FilePayloadOf(*segment).file_number() == record.file;
-    });
-    if (!was_there) files_->Remove(record.file).IgnoreError();
-  }
-}
-
-absl::Status Archive::PlaceSegments(const Sequence& sequence, const HistorySnapshot& history,
-                                    const std::vector<ChainId>& names, const Proceed& proceed,
-                                    CatalogueChanges* changes, SealResult* result) {
-  for (size_t i = 0; i < names.size(); ++i) {
-    ATTND_ASSIGN_OR_RETURN(Place place, PlaceSegment(sequence, history, names, i, proceed));
-    if (place.written) {
-      ++result->written_segments;
-      result->written_bytes += place.record.file_bytes;
-    }
-    if (!place.catalogued) changes->segments.push_back(std::move(place.record));
-  }
-  return absl::OkStatus();
-}
-
-absl::StatusOr<Archive::Place> Archive::PlaceSegment(const Sequence& sequence,
-                                                     const HistorySnapshot& history,
-                                                     const std::vector<ChainId>& names, size_t i,
-                                                     const Proceed& proceed) {
-  const Segment& segment = *history.view->segments[i];
-  auto known = catalogue_->FindSegment(names[i]);
-  if (known.ok()) {
-    files_->live().Catalogue(known->file);
-    const bool own = segment.paged() && FilePayloadOf(segment).file_number() == known->file;
-    if (own && absl::IsDataLoss(FilePayloadOf(segment).status())) {
-      return FilePayloadOf(segment).status();
-    }
-    return Place{*std::move(known), true, false};
-  }
-  if (!absl::IsNotFound(known.status())) return known.status();
-  Place place;
-  place.record.chain = names[i];
-  place.record.parent = i == 0 ? kNoChain : names[i - 1];
-  place.record.tenant = sequence.tenant();
-  place.record.first_position = segment.first_position();
-  place.record.tokens = segment.tokens();
-  place.record.used_unix_s = NowUnixSeconds();
-  if (segment.paged()) {
-    // It was paged out, or dropped, and so lies in a file that nobody else knows.
-    const FilePayload& payload = FilePayloadOf(segment);
-    if (absl::IsDataLoss(payload.status())) return payload.status();
-    place.record.file = payload.file_number();
-    ATTND_ASSIGN_OR_RETURN(const Opened opened, files_->OpenFile(place.record.file));
-    place.record.file_bytes = opened.file->bytes();
-    return place;
-  }
-  ATTND_ASSIGN_OR_RETURN(const Written written, WriteSegment(sequence, history, names, i, proceed));
-  place.record.file = written.file;
-  place.record.file_bytes = written.bytes;
-  place.written = true;
-  return place;
-}
-
-absl::StatusOr<Archive::Written> Archive::WriteSegment(const Sequence& sequence,
-                                                       const HistorySnapshot& history,
-                                                       const std::vector<ChainId>& names, size_t i,
-                                                       const Proceed& proceed) {
-  const uint32_t layers = sequence.shape().layers;
-  const Segment& segment = *history.view->segments[i];
-  SegmentFileHeader header = HeaderOf(segment);
-  header.chain = names[i];
-  header.parent = i == 0 ? kNoChain : names[i - 1];
-  FileMetadata metadata;
-  metadata.tenant = sequence.tenant();
-  metadata.args = sequence.args();
-  metadata.token_ids =
-      RunsWithin(history.token_ids, segment.first_position(), segment.end_position());
-  const auto bounds = history.segment_key_bounds.begin() + static_cast<ptrdiff_t>(i * layers);
-  metadata.key_bounds.assign(bounds, bounds + layers);
-  ATTND_ASSIGN_OR_RETURN(metadata.label_channels, LabelChannelsId(segment));
-  header.metadata = EncodeMetadata(metadata);
-  Written written;
-  ATTND_ASSIGN_OR_RETURN(written.file, catalogue_->TakeNumbers(1));
-  OriginOf(segment)->SetFile(written.file);  // of which nobody knows if this comes to nothing
-  ATTND_ASSIGN_OR_RETURN(written.bytes,
-                         files_->Write(written.file, header, SegmentBytes(segment), proceed));
-  return written;
-}
-
-absl::Status Archive::WriteTail(const Sequence& sequence, const HistorySnapshot& history,
-                                const ChainId& parent, const Proceed& proceed,
-                                CatalogueChanges* changes, SealResult* result) {
-  const TailBytes tail(history);
-  SegmentFileHeader header = tail.Header();
-  header.parent = parent;
-  ATTND_ASSIGN_OR_RETURN(header.chain, ChainNames::RandomName());
-  ATTND_ASSIGN_OR_RETURN(result->sealed_id, catalogue_->TakeNumbers(1));
-  FileMetadata metadata;
-  metadata.tenant = sequence.tenant();
-  metadata.args = sequence.args();
-  metadata.token_ids = RunsWithin(history.token_ids, header.first_position, history.committed);
-  metadata.sealed_id = result->sealed_id;
-  metadata.tokens = history.committed;
-  metadata.sealed_unix_s = NowUnixSeconds();
-  header.metadata = EncodeMetadata(metadata);
-  ATTND_ASSIGN_OR_RETURN(const uint64_t number, catalogue_->TakeNumbers(1));
-  ATTND_ASSIGN_OR_RETURN(const uint64_t bytes, files_->Write(number, header, tail, proceed));
-  changes->sequences.push_back({result->sealed_id, sequence.tenant(), parent, number, bytes,
-                                history.committed, metadata.sealed_unix_s, metadata.sealed_unix_s});
-  result->written_bytes += bytes;
-  return absl::OkStatus();
-}
-
-void Archive::Remember(const CatalogueChanges& changes) {
-  MutexLock lock(mutex_);
-  for (const SegmentRecord& record : changes.segments) {
-    lengths_[record.parent].insert(record.tokens);
-    ++stats_.written_segments;
-    stats_.written_bytes += record.file_bytes;
-  }
-  for (const SequenceRecord& record : changes.sequences) {
-    ++stats_.sealed_sequences;
-    stats_.written_bytes += record.tail_file_bytes;
-  }
-}
-
-// ---- other versions of segments ----
-
-absl::StatusOr<std::optional<Swap>> Archive::PageOut(Sequence* from, const Proceed& proceed) {
-  MutexLock lock(seal_mutex_);
-  const HistorySnapshot history = from->SnapshotHistory();
-  const auto& segments = history.view->segments;
-  const auto whole =
-      std::find_if(segments.begin(), segments.end(), [](const auto& s) { return !s->paged(); });
-  if (whole == segments.end()) return std::nullopt;
-  const auto i = static_cast<size_t>(whole - segments.begin());
-  ATTND_ASSIGN_OR_RETURN(const auto names, NamesOf(*from, history));
-  ATTND_ASSIGN_OR_RETURN(const FilePlace place, PlaceToPageOut(*from, history, names, i, proceed));
-  // From here on the file goes with its last user, unless the catalogue knows it.
-  LiveFile live = files_->live().Use(place.file, place.catalogued);
-  ATTND_ASSIGN_OR_RETURN(auto opened, files_->OpenFile(place.file));
-  ATTND_ASSIGN_OR_RETURN(auto paged, files_->PageOut(**whole, std::move(opened), std::move(live)));
-  Named(paged);
-  MutexLock stats_lock(mutex_);
-  ++stats_.paged_out_segments;
-  return Swap{*whole, std::move(paged)};
-}
-
-// A name says which tokens a segment holds, not that its bits are those of another upload of the
-// same tokens: index and pages must come from one segment. So a file serves only the segment that
-// it was written from or that was loaded from it.
-absl::StatusOr<Archive::FilePlace> Archive::PlaceToPageOut(const Sequence& from,
-                                                           const HistorySnapshot& history,
-                                                           const std::vector<ChainId>& names,
-                                                           size_t i, const Proceed& proceed) {
-  const auto known = catalogue_->FindSegment(names[i]);
-  if (!known.ok() && !absl::IsNotFound(known.status())) return known.status();
-  if (known.ok() && OriginOf(*history.view->segments[i])->file() == known->file) {
-    return FilePlace{known->file, true};
-  }
-  ATTND_ASSIGN_OR_RETURN(const Written written, WriteSegment(from, history, names, i, proceed));
-  MutexLock lock(mutex_);
-  stats_.written_bytes += written.bytes;
-  return FilePlace{written.file, false};
-}
-
-absl::StatusOr<std::vector<Swap>> Archive::BringWhole(std::span<const SharedSegment> paged,
-                                                      const Proceed& proceed) {
-  std::vector<Swap> swaps;
-  for (const SharedSegment& segment : paged) {
-    auto brought = files_->BringWhole(*segment, proceed);
-    if (absl::IsDataLoss(brought.status())) {
-      brought = LostPositions(segment->first_position(), segment->tokens(), brought.status());
-    }
-    ATTND_ASSIGN_OR_RETURN(auto whole, Told(std::move(brought)));
-    Named(whole);
-    swaps.push_back({segment, std::move(whole)});
-  }
-  return swaps;
-}
-
-void Archive::PutAwayDamaged(const attention::SequenceView& view) {
-  for (const auto& segment : view.segments) {
-    if (!segment->paged() || !absl::IsDataLoss(segment->paged_payload()->status())) continue;
-    const ChainId name = FilePayloadOf(*segment).source()->file().header().chain;
-    const auto record = catalogue_->FindSegment(name);
-    // One that the catalogue does not know, or no longer, is nobody else's.
-    if (!record.ok() || record->file != FilePayloadOf(*segment).file_number()) continue;
-    static_cast<void>(LoseIfDamaged(*record, segment->paged_payload()->status()));
-  }
-}
-
 // ---- dropping, listing ----
 
 absl::Status Archive::Drop(absl::string_view tenant, uint64_t sealed_id) {
@@ -373,13 +84,21 @@ absl::StatusOr<uint64_t> Archive::DropRecord(absl::string_view tenant, uint64_t 
   uint64_t bytes = record.tail_file_bytes;
   for (const SegmentRecord& segment : dropped) {
     bytes += segment.file_bytes;
-    if (!files_->live().LeaveToUsers(segment.file)) files.push_back(segment.file);
+    if (!LeaveToUsers(segment)) files.push_back(segment.file);
   }
   for (const uint64_t file : files) {
     absl::Status removed = files_->Remove(file);
     if (!removed.ok() && !absl::IsNotFound(removed)) return removed;
   }
   return bytes;
+}
+
+bool Archive::LeaveToUsers(const SegmentRecord& dropped) const {
+  for (const auto& handle : HandlesNamed(dropped.chain)) {
+    const std::shared_ptr<StoredFile> file = handle->file();
+    if (file != nullptr && file->number() == dropped.file) return file->LeaveToUsers();
+  }
+  return false;
 }
 
 // From the last segment of its chain back to the first that something else stands on: another

@@ -22,13 +22,15 @@
 #include "absl/strings/string_view.h"
 #include "common/mutex.h"
 #include "engine/archive/chain.h"
-#include "engine/archive/named_segments.h"
 #include "engine/archive/records.h"
 #include "engine/archive/retention_horizon.h"
 #include "engine/archive/segment_files.h"
-#include "engine/engine.h"
+#include "engine/archive/segment_handle.h"
+#include "engine/archive/stored_file.h"
 #include "engine/memory_budget.h"
+#include "engine/options.h"
 #include "engine/sequence/sequence.h"
+#include "engine/types.h"
 #include "storage/catalogue/catalogue.h"
 #include "storage/files/segment_file.h"
 #include "storage/io/file_system.h"
@@ -118,10 +120,11 @@ class Archive {
 
   absl::Status Start();
 
-  // The names of a history's segments, in their order. Names those that have none yet.
-  absl::StatusOr<std::vector<storage::ChainId>> NamesOf(const Sequence& sequence,
-                                                        const HistorySnapshot& history)
+  // A handle for each of a history's segments that has none yet.
+  absl::Status GiveHandles(const Sequence& sequence, const HistorySnapshot& history)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(seal_mutex_);
+  // The name of the segment before segment i, which has a handle; kNoChain before the first.
+  static storage::ChainId ParentOf(const HistorySnapshot& history, size_t i);
   // A name for a segment that has none and follows `parent`.
   absl::StatusOr<storage::ChainId> NewName(const ChainNames& chain, const OpenArgs& args,
                                            const HistorySnapshot& history,
@@ -132,48 +135,59 @@ class Archive {
   // name does not say of which.
   absl::StatusOr<bool> HasOtherLabels(const storage::ChainId& name,
                                       const attention::Segment& first);
-  // Where a history's segment i lies, written now if it lies nowhere.
-  struct Place {
-    storage::SegmentRecord record;
-    bool catalogued = false;
-    bool written = false;
+  // A seal that is not in the catalogue yet.
+  struct SealUnderWay {
+    storage::CatalogueChanges changes;
+    std::vector<std::shared_ptr<StoredFile>> files;    // of changes.segments
+    std::vector<std::shared_ptr<StoredFile>> written;  // those of them that the seal wrote
+    SealResult result;
   };
-  absl::StatusOr<Place> PlaceSegment(const Sequence& sequence, const HistorySnapshot& history,
-                                     const std::vector<storage::ChainId>& names, size_t i,
-                                     const storage::Proceed& proceed);
-  // Where the segment's payload can be read from, written now if that is nowhere.
+  // The functions below write a history's segment i, which has a handle.
+  // Sees that segment i lies in a file, and adds the segment to the seal unless the catalogue has a
+  // record of that name.
+  absl::Status PlaceSegment(const Sequence& sequence, const HistorySnapshot& history, size_t i,
+                            const storage::Proceed& proceed, SealUnderWay* seal);
+  // A file that the segment's payload can be read from, written now if there is none.
   struct FilePlace {
-    uint64_t file = 0;
-    bool catalogued = false;
+    std::shared_ptr<StoredFile> file;
+    bool recorded = false;
   };
   absl::StatusOr<FilePlace> PlaceToPageOut(const Sequence& from, const HistorySnapshot& history,
-                                           const std::vector<storage::ChainId>& names, size_t i,
-                                           const storage::Proceed& proceed);
-  // Writes a history's segment i to a new file.
+                                           size_t i, const storage::Proceed& proceed);
+  // Writes the segment to a new file.
   struct Written {
-    uint64_t file = 0;
+    std::shared_ptr<StoredFile> file;
     uint64_t bytes = 0;
   };
   absl::StatusOr<Written> WriteSegment(const Sequence& sequence, const HistorySnapshot& history,
-                                       const std::vector<storage::ChainId>& names, size_t i,
-                                       const storage::Proceed& proceed);
-  absl::Status PlaceSegments(const Sequence& sequence, const HistorySnapshot& history,
-                             const std::vector<storage::ChainId>& names,
-                             const storage::Proceed& proceed, storage::CatalogueChanges* changes,
-                             SealResult* result);
+                                       size_t i, const storage::Proceed& proceed);
+  // parent: the name of the history's last segment.
   absl::Status WriteTail(const Sequence& sequence, const HistorySnapshot& history,
                          const storage::ChainId& parent, const storage::Proceed& proceed,
-                         storage::CatalogueChanges* changes, SealResult* result);
-  void RemoveUnrecorded(const HistorySnapshot& history, const storage::CatalogueChanges& changes);
+                         SealUnderWay* seal);
   void Remember(const storage::CatalogueChanges& changes);
-  void Named(const SharedSegment& segment) {
+
+  // A handle that can be found by its name.
+  SegmentHandles::Shared NewHandle(const storage::ChainId& name, std::shared_ptr<StoredFile> file) {
+    auto handle = std::make_shared<const SegmentHandle>(name, std::move(file));
     MutexLock lock(mutex_);
-    named_.Add(segment);
+    handles_.Add(handle);
+    return handle;
   }
-  NamedSegments::Versions VersionsOf(const storage::ChainId& name) const {
+  std::vector<SegmentHandles::Shared> HandlesNamed(const storage::ChainId& name) const {
     MutexLock lock(mutex_);
-    return named_.Find(name);
+    return handles_.Find(name);
   }
+  // The handle of the segment that lies in a record's file, made if nobody has one, and a user of
+  // the file. Whether the record still stands is asked afterwards: from here on, whoever drops the
+  // record finds the user, and leaves the file to it.
+  struct Recorded {
+    SegmentHandles::Shared handle;
+    StoredFile::Use use;
+  };
+  Recorded UseRecorded(const storage::SegmentRecord& record);
+  // As StoredFile::LeaveToUsers, of a file whose record has been dropped.
+  bool LeaveToUsers(const storage::SegmentRecord& dropped) const;
   // For one that is loaded.
   uint64_t NewSegmentId() {
     MutexLock lock(mutex_);
@@ -238,7 +252,7 @@ class Archive {
   std::optional<int64_t> noted_horizon_ ABSL_GUARDED_BY(retain_mutex_);  // in the catalogue
 
   mutable Mutex mutex_;
-  NamedSegments named_ ABSL_GUARDED_BY(mutex_);
+  SegmentHandles handles_ ABSL_GUARDED_BY(mutex_);
   // What was used and is not noted in the catalogue yet; bounded.
   std::map<uint64_t, int64_t> used_sequences_ ABSL_GUARDED_BY(mutex_);
   std::map<storage::ChainId, int64_t> used_segments_ ABSL_GUARDED_BY(mutex_);

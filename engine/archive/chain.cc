@@ -47,14 +47,16 @@ std::string OwnerOf(absl::string_view tenant, const OpenArgs& args) {
   const attention::IndexSet indexes = args.indexes.value_or(attention::kClusterIndexes);
   if (indexes != attention::kClusterIndexes) fields.Add(indexes.bits());
   // Summaries are not the same under other maps.
-  if (indexes.Has(attention::IndexKind::kSummary)) {
-    fields.Add(absl::string_view(args.feature_maps_id));
+  if (indexes.Needs(attention::ModelPart::kFeatureMaps)) {
+    fields.Add(absl::string_view(args.model_parts.feature_maps_id));
   }
   // Likewise. Longer than a set of indexes, so that neither can be taken for the other.
   if (args.shape.latent) fields.Add(absl::string_view("latent"));
   // A prompt finds what was made with the channels that its own segments would have. Longer than
   // "latent".
-  if (!args.label_channels_id.empty()) fields.Add(absl::string_view(args.label_channels_id));
+  if (const std::string& channels = args.model_parts.label_channels_id; !channels.empty()) {
+    fields.Add(absl::string_view(channels));
+  }
   return fields.Take();
 }
 

@@ -12,7 +12,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "engine/engine.h"
+#include "engine/types.h"
 #include "storage/catalogue/data_folder.h"
 #include "storage/files/segment_file.h"
 

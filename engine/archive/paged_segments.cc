@@ -90,9 +90,9 @@ void FilePayload::Prefetch(uint32_t layer) const {
 }
 
 absl::StatusOr<std::shared_ptr<const FilePayload>> PagedSegments::Add(
-    std::unique_ptr<const storage::SegmentFile> file, LiveFile live) {
+    std::unique_ptr<const storage::SegmentFile> file, StoredFile::Use use) {
   ATTND_ASSIGN_OR_RETURN(auto source, cache_->Add(std::move(file)));
-  return std::make_shared<const FilePayload>(this, std::move(source), std::move(live),
+  return std::make_shared<const FilePayload>(this, std::move(source), std::move(use),
                                              &for_clients_);
 }
 

@@ -18,13 +18,13 @@
 #include "attention/segment/paged_payload.h"
 #include "attention/segment/segment.h"
 #include "common/mutex.h"
-#include "engine/archive/live_files.h"
+#include "engine/archive/stored_file.h"
 #include "storage/cache/page_cache.h"
 
 namespace attnd::engine {
 
 // One file's pages as a segment's payload. Remembers what steps wanted of each layer last, as the
-// next step will want nearly the same (docs/PAGE_POOL.md; papers: AsyncTLS, section 4.2).
+// next step will want nearly the same (docs/research/PAGE_POOL.md; papers: AsyncTLS, section 4.2).
 // Thread-safe.
 class FilePayload : public attention::PagedPayload {
  public:
@@ -32,10 +32,10 @@ class FilePayload : public attention::PagedPayload {
   using ForClients = std::function<absl::Status(const absl::Status&)>;
 
   FilePayload(attention::PageStore* store, std::shared_ptr<storage::PageCache::Source> source,
-              LiveFile file, const ForClients* for_clients)
+              StoredFile::Use use, const ForClients* for_clients)
       : store_(store),
         source_(std::move(source)),
-        file_(std::move(file)),
+        use_(std::move(use)),
         for_clients_(for_clients),
         wanted_(source_->file().header().layers) {}
 
@@ -44,7 +44,7 @@ class FilePayload : public attention::PagedPayload {
   absl::Status status() const override;
 
   const std::shared_ptr<storage::PageCache::Source>& source() const { return source_; }
-  uint64_t file_number() const { return file_.number(); }
+  const std::shared_ptr<StoredFile>& file() const { return use_.file(); }
 
   // A step wants these pages of a layer, ascending.
   void Remember(uint32_t layer, std::span<const storage::PageCache::PageId> pages) const;
@@ -55,7 +55,7 @@ class FilePayload : public attention::PagedPayload {
   // Constant.
   attention::PageStore* const store_;
   const std::shared_ptr<storage::PageCache::Source> source_;
-  const LiveFile file_;
+  const StoredFile::Use use_;
   const ForClients* const for_clients_;
 
   mutable Mutex mutex_;
@@ -81,7 +81,7 @@ class PagedSegments : public attention::PageStore {
 
   // InvalidArgument if a page of the file is too large for the cache.
   absl::StatusOr<std::shared_ptr<const FilePayload>> Add(
-      std::unique_ptr<const storage::SegmentFile> file, LiveFile live);
+      std::unique_ptr<const storage::SegmentFile> file, StoredFile::Use use);
   // Memory that a payload takes beside its pages: tables of pages and of checksums.
   static uint64_t BooksBytes(const storage::SegmentFileHeader& header);
 

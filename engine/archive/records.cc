@@ -44,7 +44,7 @@ archive::Model EncodeModel(const OpenArgs& args) {
   model.set_shard_count(args.shard.count);
   model.set_latent(args.shape.latent);
   if (args.indexes.has_value()) model.set_indexes(args.indexes->bits() | kIndexesGiven);
-  model.set_feature_maps(args.feature_maps_id);
+  model.set_feature_maps(args.model_parts.feature_maps_id);
   return model;
 }
 
@@ -77,8 +77,9 @@ absl::StatusOr<OpenArgs> DecodeModel(const archive::Model& model) {
   if (!args.indexes.has_value() || !args.indexes->Validate().ok()) {
     return Damaged("unknown indexes");
   }
-  args.feature_maps_id = model.feature_maps();
-  if (args.feature_maps_id.empty() == args.indexes->Has(attention::IndexKind::kSummary)) {
+  args.model_parts.feature_maps_id = model.feature_maps();
+  if (args.model_parts.feature_maps_id.empty() ==
+      args.indexes->Needs(attention::ModelPart::kFeatureMaps)) {
     return Damaged("feature maps without a summary, or a summary without");
   }
   return args;

@@ -13,8 +13,8 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "attention/segment/pages.h"
-#include "engine/engine.h"
 #include "engine/sequence/sequence.h"
+#include "engine/types.h"
 #include "storage/files/segment_file.h"
 
 namespace attnd::engine {

@@ -151,12 +151,25 @@ absl::Status Archive::LoadChain(const Sequence& fresh, std::span<const SegmentRe
   return absl::OkStatus();
 }
 
+Archive::Recorded Archive::UseRecorded(const SegmentRecord& record) {
+  MutexLock lock(mutex_);
+  for (auto& handle : handles_.Find(record.chain)) {
+    const std::shared_ptr<StoredFile> file = handle->file();
+    if (file != nullptr && file->number() == record.file) {
+      return {std::move(handle), file->AddUser()};
+    }
+  }
+  const auto file = files_->NewFile(record.file, /*recorded=*/true);
+  auto handle = std::make_shared<const SegmentHandle>(record.chain, file);
+  handles_.Add(handle);
+  return {std::move(handle), file->AddUser()};
+}
+
 absl::StatusOr<Archive::SharedSegment> Archive::LoadSegment(const Sequence& fresh,
                                                             const SegmentRecord& record,
                                                             const Proceed& proceed,
                                                             RestoredSegments* restored) {
-  // If the record is still there, a drop finds a user from here on and leaves the file to it.
-  LiveFile live = files_->live().UseRecorded(record.file);
+  Recorded found = UseRecorded(record);
   const auto now = catalogue_->FindSegment(record.chain);
   if (!now.ok() || now->file != record.file) {
     return absl::DataLossError("it was dropped while it was brought back");
@@ -164,13 +177,13 @@ absl::StatusOr<Archive::SharedSegment> Archive::LoadSegment(const Sequence& fres
   auto opened = files_->OpenFile(record.file);
   if (opened.ok()) {
     const SegmentFileHeader& header = opened->file->header();
-    const bool is_it = header.kind == storage::SegmentKind::kClusters &&
-                       header.chain == record.chain && header.tokens == record.tokens &&
-                       opened->file->bytes() == record.file_bytes &&
-                       header.first_position == record.first_position &&
-                       opened->metadata.args.shape == fresh.shape() &&
-                       opened->metadata.args.indexes == fresh.indexes() &&
-                       opened->metadata.args.feature_maps_id == fresh.args().feature_maps_id;
+    const bool is_it =
+        header.kind == storage::SegmentKind::kClusters && header.chain == record.chain &&
+        header.tokens == record.tokens && opened->file->bytes() == record.file_bytes &&
+        header.first_position == record.first_position &&
+        opened->metadata.args.shape == fresh.shape() &&
+        opened->metadata.args.indexes == fresh.indexes() &&
+        fresh.args().model_parts.CanReadSegmentsOf(opened->metadata.args.model_parts);
     if (!is_it) {
       opened = absl::DataLossError(absl::StrCat("file ", record.file, " is another segment's"));
     }
@@ -180,13 +193,14 @@ absl::StatusOr<Archive::SharedSegment> Archive::LoadSegment(const Sequence& fres
   restored->token_ids = std::move(opened->metadata.token_ids);
   const attention::Backend* const backend = fresh.args().backend;
   const bool whole = backend != nullptr && !backend->ReadsPaged();
-  if (auto shared = ReadableOf(VersionsOf(record.chain), whole)) return shared;
+  if (auto shared = ReadableOf(VersionsOf(HandlesNamed(record.chain)), whole)) return shared;
   const uint64_t id = NewSegmentId();
-  auto read = whole ? files_->ReadWhole(*opened, id, proceed)
-                    : files_->ReadPaged(*std::move(opened), std::move(live), id, proceed);
+  auto read = whole ? files_->ReadWhole(*opened, found.handle, id, proceed)
+                    : files_->ReadPaged(*std::move(opened), found.handle, std::move(found.use), id,
+                                        proceed);
   if (!read.ok()) return LoseIfDamaged(record, read.status());
+  found.handle->AddVersion(*read);
   MutexLock lock(mutex_);
-  named_.Add(*read);
   ++stats_.loaded_segments;
   return read;
 }

@@ -8,7 +8,6 @@
 #include "absl/strings/str_cat.h"
 #include "attention/segment/segment_loader.h"
 #include "common/status.h"
-#include "engine/archive/named_segments.h"
 #include "engine/archive/private_paths.h"
 
 namespace attnd::engine {
@@ -46,10 +45,10 @@ absl::Status CheckIndex(const attention::SegmentLoader& loader) {
   return index.ok() ? index : absl::DataLossError(index.message());
 }
 
-// Of a segment that a file is read for.
-std::shared_ptr<const attention::OriginSlot> SlotOf(const SegmentFiles::Opened& opened) {
+// A slot that holds the handle, for a segment that is read from its file.
+std::shared_ptr<const attention::OriginSlot> SlotOf(const SegmentFiles::SharedHandle& handle) {
   auto slot = std::make_shared<attention::OriginSlot>();
-  slot->SetOnce(std::make_shared<const SegmentOrigin>(opened.header().chain, opened.number));
+  slot->SetOnce(handle);
   return slot;
 }
 
@@ -113,8 +112,8 @@ SegmentFiles::SegmentFiles(const ArchiveOptions& options, MemoryBudget* budget,
       files_(std::move(files)),
       folder_(std::move(folder)),
       orphans_(&folder_, files_.get()),
-      live_(std::make_shared<LiveFiles>(
-          [this](uint64_t number) { static_cast<void>(Remove(number)); })) {}
+      remove_(std::make_shared<const StoredFile::Remove>(
+          [this](uint64_t number) { Remove(number).IgnoreError(); })) {}
 
 absl::Status SegmentFiles::Start() {
   ATTND_RETURN_IF_ERROR(QueueLease::Take(this).status());  // what this machine has, for stats
@@ -234,13 +233,14 @@ void SegmentFiles::AddStats(ArchiveStats* stats) const {
 // ---- segments ----
 
 absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::ReadWhole(const Opened& opened,
+                                                                    const SharedHandle& handle,
                                                                     uint64_t id,
                                                                     const Proceed& proceed) {
   const attention::SegmentForm form = opened.form();
   const uint64_t bytes = Segment::IndexBytes(form) + Segment::PayloadBytes(form);
   ATTND_ASSIGN_OR_RETURN(Reservation reservation, budget_->Reserve(bytes, "a sealed segment"));
   attention::SegmentLoader loader(id, form, opened.header().first_position, nullptr,
-                                  SlotOf(opened));
+                                  SlotOf(handle));
   if (!loader.allocated()) return NoMemory();
   {
     ATTND_ASSIGN_OR_RETURN(const QueueLease queue, QueueLease::Take(this));
@@ -254,19 +254,20 @@ absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::ReadWhole(const Opened
   return HoldReservation(loader.Finish(), std::move(reservation));
 }
 
-absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::ReadPaged(Opened opened, LiveFile live,
+absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::ReadPaged(Opened opened,
+                                                                    const SharedHandle& handle,
+                                                                    StoredFile::Use use,
                                                                     uint64_t id,
                                                                     const Proceed& proceed) {
   const attention::SegmentForm form = opened.form();
   const uint64_t first_position = opened.header().first_position;
   const uint64_t bytes = Segment::IndexBytes(form);
-  auto origin = SlotOf(opened);
   ATTND_ASSIGN_OR_RETURN(Reservation reservation,
                          budget_->Reserve(bytes + PagedSegments::BooksBytes(opened.header()),
                                           "a sealed segment's index"));
   const SegmentFile* const file = opened.file.get();
-  ATTND_ASSIGN_OR_RETURN(auto payload, paged_->Add(std::move(opened.file), std::move(live)));
-  attention::SegmentLoader loader(id, form, first_position, payload, std::move(origin));
+  ATTND_ASSIGN_OR_RETURN(auto payload, paged_->Add(std::move(opened.file), std::move(use)));
+  attention::SegmentLoader loader(id, form, first_position, payload, SlotOf(handle));
   if (!loader.allocated()) return NoMemory();
   {
     ATTND_ASSIGN_OR_RETURN(const QueueLease queue, QueueLease::Take(this));
@@ -278,13 +279,14 @@ absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::ReadPaged(Opened opene
 }
 
 absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::PageOut(const Segment& whole,
-                                                                  Opened opened, LiveFile live) {
+                                                                  Opened opened,
+                                                                  StoredFile::Use use) {
   const auto index = whole.index_block();
   const uint64_t bytes = index.size() + PagedSegments::BooksBytes(opened.header());
   // Within the budget, if pages that nobody reads can make room; in any case, as it frees more.
   absl::StatusOr<Reservation> free = budget_->Reserve(bytes, "a segment's index");
   Reservation reservation = free.ok() ? *std::move(free) : budget_->ReserveBeyond(bytes);
-  ATTND_ASSIGN_OR_RETURN(auto payload, paged_->Add(std::move(opened.file), std::move(live)));
+  ATTND_ASSIGN_OR_RETURN(auto payload, paged_->Add(std::move(opened.file), std::move(use)));
   attention::SegmentLoader loader(whole.id(), whole.form(), whole.first_position(), payload,
                                   whole.origin());
   if (!loader.allocated()) return NoMemory();

@@ -15,12 +15,14 @@
 #include "absl/status/statusor.h"
 #include "attention/segment/segment.h"
 #include "common/mutex.h"
-#include "engine/archive/live_files.h"
 #include "engine/archive/opened_file.h"
 #include "engine/archive/orphans.h"
 #include "engine/archive/paged_segments.h"
-#include "engine/engine.h"
+#include "engine/archive/segment_handle.h"
+#include "engine/archive/stored_file.h"
 #include "engine/memory_budget.h"
+#include "engine/options.h"
+#include "engine/types.h"
 #include "storage/catalogue/data_folder.h"
 #include "storage/files/segment_file.h"
 #include "storage/io/file_system.h"
@@ -42,7 +44,6 @@ class SegmentFiles {
 
   const storage::DataFolder& folder() const { return folder_; }
   PagedSegments& paged() { return *paged_; }
-  LiveFiles& live() { return *live_; }
 
   // Writes a file, durable when it returns OK; its size.
   absl::StatusOr<uint64_t> Write(uint64_t number, const storage::SegmentFileHeader& header,
@@ -54,16 +55,23 @@ class SegmentFiles {
   };
   absl::StatusOr<Opened> OpenFile(uint64_t number);
 
-  // The segment of an open file, which must hold one: whole, or only its index; then it is a user
-  // of the file.
-  absl::StatusOr<SharedSegment> ReadWhole(const Opened& opened, uint64_t id,
-                                          const storage::Proceed& proceed);
-  absl::StatusOr<SharedSegment> ReadPaged(Opened opened, LiveFile live, uint64_t id,
+  using SharedHandle = std::shared_ptr<const SegmentHandle>;
+  // A file of that number, which need not be there yet. One object for each number (StoredFile).
+  std::shared_ptr<StoredFile> NewFile(uint64_t number, bool recorded) const {
+    return std::make_shared<StoredFile>(number, recorded, remove_);
+  }
+
+  // The segment of an open file, which must hold one, with its handle: whole, or only its index;
+  // then it is a user of the file.
+  absl::StatusOr<SharedSegment> ReadWhole(const Opened& opened, const SharedHandle& handle,
+                                          uint64_t id, const storage::Proceed& proceed);
+  absl::StatusOr<SharedSegment> ReadPaged(Opened opened, const SharedHandle& handle,
+                                          StoredFile::Use use, uint64_t id,
                                           const storage::Proceed& proceed);
   // A whole segment with its payload in a file that holds the same. Takes memory for another index
   // even if the budget has none free: the payload that goes with the old one is much greater.
   absl::StatusOr<SharedSegment> PageOut(const attention::Segment& whole, Opened opened,
-                                        LiveFile live);
+                                        StoredFile::Use use);
   // The same segment with its payload in memory.
   absl::StatusOr<SharedSegment> BringWhole(const attention::Segment& paged,
                                            const storage::Proceed& proceed);
@@ -115,7 +123,7 @@ class SegmentFiles {
   uint64_t orphan_files_ ABSL_GUARDED_BY(mutex_) = 0;
 
   // Thread-safe; last, as they use what is above.
-  const std::shared_ptr<LiveFiles> live_;
+  const std::shared_ptr<const StoredFile::Remove> remove_;
   std::unique_ptr<PagedSegments> paged_;  // set by Start
 };
 

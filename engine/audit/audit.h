@@ -13,7 +13,7 @@
 
 namespace attnd::engine {
 
-// Rows are audited only if somebody observes them: without an Observer no row is picked.
+// Rows are audited only for an EventListener: without one no row is picked.
 struct AuditOptions {
   // Of all answered rows, 0..1; 0: none. Which ones depends on the seed and on what names the row
   // (sequence, layer, position), so that a repeated step makes the same choice.

@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
 #include "engine/sequence/segmenter.h"
+#include "glog/logging.h"
 
 namespace attnd::engine {
 namespace {
@@ -79,8 +80,8 @@ bool Auditor::Picks(const AuditOptions& options, uint64_t sequence_id, uint32_t 
 }
 
 Auditor::Auditor(const AuditOptions& options, MemoryBudget* budget, const StepGate* gate,
-                 Observer* observer)
-    : options_(options), budget_(budget), gate_(gate), observer_(observer) {}
+                 EventListener* listener)
+    : options_(options), budget_(budget), gate_(gate), listener_(listener) {}
 
 absl::Status Auditor::Start() {
   try {
@@ -165,8 +166,9 @@ bool Auditor::TakePlace(uint64_t bytes) {
 }
 
 void Auditor::LeavePlace(uint64_t bytes) {
-  queued_rows_.fetch_sub(1, std::memory_order_relaxed);
-  queued_bytes_.fetch_sub(bytes, std::memory_order_relaxed);
+  const uint32_t rows = queued_rows_.fetch_sub(1, std::memory_order_relaxed);
+  const uint64_t before = queued_bytes_.fetch_sub(bytes, std::memory_order_relaxed);
+  CHECK(rows >= 1 && before >= bytes) << "a place is left that was not taken";
 }
 
 void Auditor::Push(Audit* audit) {
@@ -232,7 +234,7 @@ void Auditor::Run(Audit* audit) {
   } catch (const std::bad_alloc&) {
     return Skip(AuditSkip::kNoMemory);
   }
-  observer_->OnAudited(audit->found);
+  listener_->OnAudited(audit->found);
 }
 
 void Auditor::StartQuantum() {

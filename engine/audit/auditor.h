@@ -2,7 +2,7 @@
 //
 // Auditor: whether answers are as good as they are meant to be. Of the rows that steps have
 // answered, a share is computed again, densely, in the background, and what is found goes to the
-// Observer.
+// EventListener.
 #ifndef ATTND_ENGINE_AUDIT_AUDITOR_H_
 #define ATTND_ENGINE_AUDIT_AUDITOR_H_
 
@@ -18,7 +18,7 @@
 #include "common/mutex.h"
 #include "engine/audit/audit.h"
 #include "engine/audit/dense_row.h"
-#include "engine/engine.h"
+#include "engine/event_listener.h"
 #include "engine/memory_budget.h"
 
 namespace attnd::engine {
@@ -51,14 +51,14 @@ class Auditor {
  public:
   // options.share is above 0. `gate` and the others must outlive the auditor; no null.
   Auditor(const AuditOptions& options, MemoryBudget* budget, const StepGate* gate,
-          Observer* observer);
+          EventListener* listener);
   ~Auditor() { Shutdown(); }
 
   // Starts the thread, before anything else is called. ResourceExhausted if the system refuses it.
   absl::Status Start();
 
   // A row that was answered, with its buffers still there; they are read before this returns. Never
-  // waits and never fails: whatever is in the way, the row is not audited, and the observer is told
+  // waits and never fails: whatever is in the way, the row is not audited, and the listener is told
   // unless the row was not picked or has a fault. Nothing happens after Shutdown.
   void Offer(uint64_t sequence_id, uint32_t layer, const attention::StepRow& row);
 
@@ -100,7 +100,7 @@ class Auditor {
   bool TakePlace(uint64_t bytes);
   void LeavePlace(uint64_t bytes);
   void Push(Audit* audit);
-  void Skip(AuditSkip why) { observer_->OnAuditSkipped(why); }
+  void Skip(AuditSkip why) { listener_->OnAuditSkipped(why); }
 
   void BackgroundLoop();
   // The one that was offered first; null if there is none.
@@ -114,7 +114,7 @@ class Auditor {
   const AuditOptions options_;
   MemoryBudget* const budget_;
   const StepGate* const gate_;
-  Observer* const observer_;
+  EventListener* const listener_;
 
   // Those that wait, and with them those that are being copied: their places.
   std::atomic<uint32_t> queued_rows_{0};

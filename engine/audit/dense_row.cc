@@ -7,13 +7,14 @@
 #include <new>
 
 #include "attention/kernels/softmax_state.h"
+#include "glog/logging.h"
 
 namespace attnd::engine {
 
+using attention::kQuad;
 using attention::kTailBlockTokens;
-using attention::kernels::kQuad;
+using attention::QuadState;
 using attention::kernels::PrepareQueries;
-using attention::kernels::QuadState;
 using attention::kernels::Queries;
 using attention::kernels::QueriesFloats;
 
@@ -71,6 +72,8 @@ DenseRow::DenseRow(const attention::SequenceView& view, uint32_t layer, uint64_t
 
 void DenseRow::Start(std::span<const float> q) {
   const size_t dim = shape_.head_dim, group = shape_.group();
+  CHECK_EQ(q.size(), shape_.query_heads * dim);
+  CHECK(states_.empty()) << "a row is started twice";
   memory_ = AlignedBuffer(Quads(shape_) * QuadFloats(shape_) * sizeof(float));
   if (memory_.data() == nullptr) throw std::bad_alloc();
   auto* next = reinterpret_cast<float*>(memory_.data());  // zeros: lanes without a head stay so
@@ -159,6 +162,8 @@ void DenseRow::Normalise() {
 Comparison CompareWithDense(std::span<const float> out, std::span<const float> lse,
                             const DenseRow& dense) {
   const size_t heads = lse.size(), dim = out.size() / heads;
+  CHECK_EQ(heads, dense.lse().size());
+  CHECK_EQ(out.size(), dense.out().size());
   Comparison comparison;
   std::vector<double> difference(dim);
   for (size_t head = 0; head < heads; ++head) {

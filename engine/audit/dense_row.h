@@ -57,9 +57,7 @@ class DenseRow {
     bool last = false;  // of the tail or of its segment
   };
 
-  size_t QuadsPerHead() const {
-    return (shape_.group() + attention::kernels::kQuad - 1) / attention::kernels::kQuad;
-  }
+  size_t QuadsPerHead() const { return (shape_.group() + attention::kQuad - 1) / attention::kQuad; }
   // Attends tokens [token_, end) of a source for the KV head at hand.
   void Attend(const std::byte* pages, uint32_t end);
   // Goes on with the next head or source; folds at the end of a part.
@@ -73,10 +71,10 @@ class DenseRow {
   std::vector<Source> sources_;  // the tail first: it is what changes soonest
 
   // Set by Start. Quads of a KV head after one another, KV heads after one another.
-  AlignedBuffer memory_;                               // what the two lists below point into
-  std::vector<attention::kernels::Queries> queries_;   // [kv_heads][quads]
-  std::vector<attention::kernels::QuadState> states_;  // [kv_heads][quads]
-  std::vector<double> max_, out_, lse_;                // lse_: the sum, until it is done
+  AlignedBuffer memory_;                              // what the two lists below point into
+  std::vector<attention::kernels::Queries> queries_;  // [kv_heads][quads]
+  std::vector<attention::QuadState> states_;          // [kv_heads][quads]
+  std::vector<double> max_, out_, lse_;               // lse_: the sum, until it is done
 
   // Where Advance goes on.
   size_t source_ = 0;

@@ -11,6 +11,7 @@
 #include "common/status.h"
 #include "engine/sequence/latent_values.h"
 #include "engine/sequence/magnitude.h"
+#include "glog/logging.h"
 
 namespace attnd::engine {
 
@@ -26,9 +27,10 @@ absl::Status DecodeBatch::Check(const EngineOptions& options) {
   for (size_t i = 0; i < args_.rows.size(); ++i) {
     const DecodeRow& row = args_.rows[i];
     if (row.query_tokens == 0 || row.query_tokens > options.max_query_tokens - query_tokens_) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "rows[", i, "].query_tokens is ", row.query_tokens, "; allowed are at least 1, and ",
-          options.max_query_tokens, " in all rows together"));
+      return absl::InvalidArgumentError(
+          absl::StrCat("rows[", i, "].query_tokens is ", row.query_tokens, "; allowed are 1..",
+                       options.max_query_tokens, " (max_query_tokens) in all rows together, ",
+                       query_tokens_, " are in the rows before"));
     }
     places_.push_back({query_tokens_, new_tokens_, 0});
     query_tokens_ += row.query_tokens;
@@ -46,17 +48,44 @@ absl::Status DecodeBatch::Check(const EngineOptions& options) {
 
 absl::Status DecodeBatch::CheckTensor(const char* name, const TensorView& tensor, uint64_t tokens,
                                       uint64_t heads, uint64_t dim) const {
-  const auto expected = tokens == 0 ? 0 : CheckedProduct({tokens, heads, dim});
-  if (expected.has_value() && tensor.elements == *expected && (tokens == 0 || *expected != 0)) {
+  if (tokens == 0) {
+    if (tensor.elements == 0) return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        absl::StrCat(name, " is present, but every row is query_only"));
+  }
+  const auto expected = CheckedProduct({tokens, heads, dim});
+  if (expected.has_value() && *expected != 0 && tensor.elements == *expected) {
     return absl::OkStatus();
+  }
+  const uint64_t token_elements = CheckedProduct({heads, dim}).value_or(0);
+  const bool whole_tokens =
+      tensor.elements != 0 && token_elements != 0 && tensor.elements % token_elements == 0;
+  if (whole_tokens) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        name, ".shape[0] is ", tensor.elements / token_elements, "; the rows make it ", tokens));
   }
   return absl::InvalidArgumentError(absl::StrCat(name, " has ", tensor.elements,
                                                  " elements; the rows need shape [", tokens, ", ",
                                                  heads, ", ", dim, "]"));
 }
 
+absl::Status DecodeBatch::CheckAlone(size_t number) {
+  CHECK_EQ(places_.size(), rows()) << "a message's rows are looked at before the message";
+  const DecodeRow& row = args_.rows[number];
+  if (!row.token_ids.empty() && row.token_ids.size() != row.query_tokens) {
+    return absl::InvalidArgumentError(absl::StrCat("token_ids has ", row.token_ids.size(),
+                                                   " entries; allowed are none or query_tokens (",
+                                                   row.query_tokens, ")"));
+  }
+  ATTND_RETURN_IF_ERROR(row.precheck);
+  if (checked_.insert(row.sequence_id).second) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("sequence_id ", row.sequence_id, " stands in an earlier row"));
+}
+
 uint64_t DecodeBatch::Prepare(size_t row, WriterId writer, const attention::Backend& backend,
                               const std::shared_ptr<Sequence>& sequence) {
+  CHECK(checked_.contains(args_.rows[row].sequence_id)) << "CheckAlone did not let the row pass";
   absl::Status& status = result_->rows[row].status;
   status = CheckRow(row, backend, sequence.get());
   if (status.ok()) status = ReserveAnswer(sequence->shape());
@@ -82,11 +111,6 @@ absl::Status DecodeBatch::CheckRow(size_t number, const attention::Backend& back
         absl::StrCat("layer is ", args_.layer, "; the sequence has layers 0..", shape.layers - 1));
   }
   ATTND_RETURN_IF_ERROR(CheckShape(row, shape));
-  if (!row.token_ids.empty() && row.token_ids.size() != row.query_tokens) {
-    return absl::InvalidArgumentError(absl::StrCat("token_ids has ", row.token_ids.size(),
-                                                   " entries; allowed are none or query_tokens, ",
-                                                   row.query_tokens));
-  }
   if (row.policy.has_value()) {
     const attention::Policy& own = sequence.policy();
     if (row.policy->window > own.window || row.policy->sink > own.sink) {
@@ -179,7 +203,11 @@ absl::Status DecodeBatch::ReserveAnswer(const ModelShape& shape) {
   const uint64_t row_bytes = sizeof(Place) + sizeof(attention::StepRow) + sizeof(DecodeRowResult) +
                              sizeof(size_t) + sizeof(std::shared_ptr<Sequence>);
   const uint64_t lane_bytes = (uint64_t{shape.value_dim} + 1) * sizeof(float);
-  const uint64_t bytes = rows() * row_bytes + query_tokens_ * shape.query_heads * lane_bytes;
+  const auto lanes_bytes = CheckedProduct({query_tokens_, shape.query_heads, lane_bytes});
+  if (!lanes_bytes.has_value()) {
+    return absl::ResourceExhaustedError("the step's answer is larger than memory can be");
+  }
+  const uint64_t bytes = rows() * row_bytes + *lanes_bytes;
   if (bytes <= answer_.bytes()) return absl::OkStatus();
   return budget_->Resize(&answer_, bytes, "the step's answer");
 }
@@ -222,17 +250,31 @@ void DecodeBatch::AddStepRow(size_t number, const Sequence& sequence, Snapshot s
   step_row_numbers_.push_back(number);
 }
 
-absl::Status DecodeBatch::Run(attention::Backend* backend) {
-  const size_t lanes = query_tokens_ * args_.q_heads;
-  const float nan = std::numeric_limits<float>::quiet_NaN();
+absl::StatusOr<AnswerBuffers> DecodeBatch::TakeMemory(AnswerMemory memory) const {
+  // The products do not overflow. Check has found the query tokens times the heads in q's elements;
+  // a value_dim other than 0 is an accepted row's, and ReserveAnswer has multiplied it.
+  const AnswerExtents extents = {query_tokens_, args_.q_heads, result_->value_dim};
+  CHECK_LE(extents.lse_floats(), args_.q.elements);
+  CHECK(step_rows_.empty() ||
+        answer_.bytes() >= (extents.out_floats() + extents.lse_floats()) * sizeof(float))
+      << "an answer that the memory budget does not hold";
+  ATTND_ASSIGN_OR_RETURN(const AnswerBuffers buffers, memory(extents));
+  CHECK_EQ(buffers.out.size(), extents.out_floats());
+  CHECK_EQ(buffers.lse.size(), extents.lse_floats());
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  std::fill(buffers.out.begin(), buffers.out.end(), kNan);
+  std::fill(buffers.lse.begin(), buffers.lse.end(), kNan);
+  return buffers;
+}
+
+absl::Status DecodeBatch::Run(attention::Backend* backend, AnswerMemory memory) {
   // Extents that no accepted row has confirmed must not choose how much memory is taken.
   if (step_rows_.empty()) result_->value_dim = 0;
-  result_->out.assign(lanes * result_->value_dim, nan);
-  result_->lse.assign(lanes, nan);
+  ATTND_ASSIGN_OR_RETURN(const AnswerBuffers buffers, TakeMemory(memory));
   for (size_t i = 0; i < step_rows_.size(); ++i) {
     const size_t slot = places_[step_row_numbers_[i]].query_token * args_.q_heads;
-    step_rows_[i].out = result_->out.data() + slot * result_->value_dim;
-    step_rows_[i].lse = result_->lse.data() + slot;
+    step_rows_[i].out = buffers.out.data() + slot * result_->value_dim;
+    step_rows_[i].lse = buffers.lse.data() + slot;
   }
   if (step_rows_.empty()) return absl::OkStatus();
   attention::StepRequest request;

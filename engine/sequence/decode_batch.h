@@ -8,18 +8,26 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <unordered_set>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "attention/backend.h"
-#include "engine/engine.h"
+#include "engine/answer_memory.h"
 #include "engine/memory_budget.h"
+#include "engine/options.h"
 #include "engine/sequence/sequence.h"
+#include "engine/types.h"
 
 namespace attnd::engine {
 
-// Used by one thread, once: Check, then for each row Prepare, then Run. Holds the bytes of the
-// answer and of its own lists until it ends; then they are the caller's, as the message is.
+// The one place where a step's message is checked: its limits, its rows, how its tensors divide
+// among the rows, and each row against its sequence. Whoever fills DecodeArgs (the server's
+// conversions, an embedder) owes no more than tensors of as many bytes as they say.
+//
+// Used by one thread, once: Check, then for each row CheckAlone and, of those that pass, Prepare,
+// then Run. The budget holds the bytes of the answer and of the batch's own lists until the batch
+// ends; then they are the caller's, as the message is.
 class DecodeBatch {
  public:
   DecodeBatch(const DecodeArgs& args, MemoryBudget* budget, DecodeResult* result)
@@ -29,6 +37,8 @@ class DecodeBatch {
   absl::Status Check(const EngineOptions& options);
 
   size_t rows() const { return args_.rows.size(); }
+  // What is wrong with row `row` whatever its sequence is, in the order of rows.
+  absl::Status CheckAlone(size_t row);
   // Checks row `row`, which belongs to `sequence`, and appends its tokens; a fault becomes the
   // row's status: ResourceExhausted too, if the budget has no room for the step's answer. Gives how
   // many tokens are new.
@@ -41,8 +51,8 @@ class DecodeBatch {
   uint64_t sequence_id(size_t step_row) const {
     return args_.rows[step_row_numbers_[step_row]].sequence_id;
   }
-  // Answers the rows that were accepted.
-  absl::Status Run(attention::Backend* backend);
+  // Answers the rows that were accepted: into the caller's memory, which is asked for once.
+  absl::Status Run(attention::Backend* backend, AnswerMemory memory);
 
  private:
   // Where a row's tokens start in the tensors.
@@ -61,6 +71,9 @@ class DecodeBatch {
   absl::Status CheckNumbers(size_t row, const ModelShape& shape);
   // Reserves what the whole step's answer takes, its extents confirmed by a row's shape.
   absl::Status ReserveAnswer(const ModelShape& shape);
+  // The caller's memory for the answer, every element NaN: an element that the backend leaves out
+  // is then seen as none, and nothing that lay there before reaches a client.
+  absl::StatusOr<AnswerBuffers> TakeMemory(AnswerMemory memory) const;
   // Appends the row's tokens, if it has any, and gives what its step reads.
   absl::StatusOr<Snapshot> Take(size_t row, WriterId writer, Sequence* sequence) const;
   void AddStepRow(size_t row, const Sequence& sequence, Snapshot snapshot);
@@ -76,7 +89,8 @@ class DecodeBatch {
   const DecodeArgs& args_;
   MemoryBudget* const budget_;
   DecodeResult* const result_;
-  Reservation answer_;
+  Reservation answer_;                    // the answer's bytes and those of the lists below
+  std::unordered_set<uint64_t> checked_;  // sequences of the rows that CheckAlone let pass
   std::vector<Place> places_;
   std::vector<float> key_magnitudes_;  // of the row at hand, by tail block
   uint64_t query_tokens_ = 0;

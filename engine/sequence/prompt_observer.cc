@@ -144,7 +144,7 @@ absl::Status ObservePrompt(uint32_t threads, MemoryBudget* budget,
         absl::StrCat("observed_queries are missing in a layer; policy ", policy.preset,
                      " needs those of every layer, for the prompt's last tokens"));
   }
-  if (prompt->view->recall != nullptr) {
+  if (prompt->view->state.recall != nullptr) {
     attention::Policy blocks = policy;
     if (policy.selector != attention::Selector::kBlocksLabels) {
       ATTND_ASSIGN_OR_RETURN(blocks, attention::ParsePolicy("asynctls"));

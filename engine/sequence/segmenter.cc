@@ -72,8 +72,8 @@ void StepGate::YieldToSteps() {
 }
 
 Segmenter::Segmenter(const Options& options, attention::Backend* backend, MemoryBudget* budget,
-                     StepGate* gate, Observer* observer)
-    : options_(options), backend_(backend), budget_(budget), gate_(gate), observer_(observer) {}
+                     StepGate* gate, EventListener* listener)
+    : options_(options), backend_(backend), budget_(budget), gate_(gate), listener_(listener) {}
 
 absl::Status Segmenter::Start() {
   try {
@@ -134,7 +134,7 @@ absl::Status Segmenter::SegmentInTurns(Sequence* sequence, uint32_t min_tokens,
       Turn turn(this, *sequence);
       ATTND_RETURN_IF_ERROR(turn.Wait(cancelled));
       ATTND_RETURN_IF_ERROR(BuildNext(sequence, min_tokens, options_.threads,
-                                      Observer::BuildTrigger::kPrefill, cancelled)
+                                      EventListener::BuildTrigger::kPrefill, cancelled)
                                 .status());
     }
   } catch (const std::bad_alloc&) {
@@ -198,9 +198,9 @@ void Segmenter::BackgroundLoop() {
       if (stopping()) return;
       background_builds_ = sequence.get();
     }
-    const absl::StatusOr<bool> built =
-        BuildNext(sequence.get(), options_.segment_tokens, 1, Observer::BuildTrigger::kBackground,
-                  /*cancelled=*/nullptr);
+    const absl::StatusOr<bool> built = BuildNext(sequence.get(), options_.segment_tokens, 1,
+                                                 EventListener::BuildTrigger::kBackground,
+                                                 /*cancelled=*/nullptr);
     if (!built.ok()) {
       sequence->DelayBuild();  // the tokens stay in the tail, exact
     } else if (*built) {
@@ -212,7 +212,7 @@ void Segmenter::BackgroundLoop() {
 // ---- building ----
 
 absl::StatusOr<bool> Segmenter::BuildNext(Sequence* sequence, uint32_t min_tokens, uint32_t threads,
-                                          Observer::BuildTrigger trigger,
+                                          EventListener::BuildTrigger trigger,
                                           const std::atomic<bool>* cancelled) {
   const auto start = std::chrono::steady_clock::now();
   uint32_t installed = 0;
@@ -222,13 +222,13 @@ absl::StatusOr<bool> Segmenter::BuildNext(Sequence* sequence, uint32_t min_token
   } catch (const std::bad_alloc&) {
     built = NoMemory();
   }
-  if (observer_ == nullptr) return built;
+  if (listener_ == nullptr) return built;
   // What was given up because nobody wants it has not failed.
   if (!built.ok() && Wanted(*sequence, cancelled).ok()) {
-    observer_->OnSegmentBuildFailed(trigger, built.status());
+    listener_->OnSegmentBuildFailed(trigger, built.status());
   }
   if (installed > 0) {
-    observer_->OnSegmentBuilt(trigger, installed, std::chrono::steady_clock::now() - start);
+    listener_->OnSegmentBuilt(trigger, installed, std::chrono::steady_clock::now() - start);
   }
   return built;
 }

@@ -16,7 +16,7 @@
 #include "attention/backend.h"
 #include "attention/index/segment_builder.h"
 #include "common/mutex.h"
-#include "engine/engine.h"
+#include "engine/event_listener.h"
 #include "engine/memory_budget.h"
 #include "engine/sequence/sequence.h"
 
@@ -65,7 +65,7 @@ class Segmenter {
 
   // `backend` builds segments where it can; it and the others must outlive the segmenter.
   Segmenter(const Options& options, attention::Backend* backend, MemoryBudget* budget,
-            StepGate* gate, Observer* observer);
+            StepGate* gate, EventListener* listener);
   ~Segmenter() { Shutdown(); }
 
   // Starts the background thread, before anything else is called. ResourceExhausted if the system
@@ -121,7 +121,7 @@ class Segmenter {
   // One segment, its heads on `threads` threads. False if there was none to build. Nobody else may
   // build this sequence's segments meanwhile: the caller has its turn, or is the background.
   absl::StatusOr<bool> BuildNext(Sequence* sequence, uint32_t min_tokens, uint32_t threads,
-                                 Observer::BuildTrigger trigger,
+                                 EventListener::BuildTrigger trigger,
                                  const std::atomic<bool>* cancelled);
   absl::StatusOr<bool> Build(Sequence* sequence, uint32_t min_tokens, uint32_t threads,
                              const std::atomic<bool>* cancelled, uint32_t* installed);
@@ -138,7 +138,7 @@ class Segmenter {
   attention::Backend* const backend_;
   MemoryBudget* const budget_;
   StepGate* const gate_;
-  Observer* const observer_;
+  EventListener* const listener_;
 
   Mutex mutex_;
   CondVar changed_;

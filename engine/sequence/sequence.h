@@ -20,25 +20,16 @@
 #include "absl/strings/string_view.h"
 #include "attention/backend.h"
 #include "attention/cpu/observation.h"
+#include "attention/policy_state/policy_state.h"
 #include "common/mutex.h"
-#include "engine/engine.h"
 #include "engine/memory_budget.h"
+#include "engine/sequence/held.h"
+#include "engine/sequence/new_tokens.h"
+#include "engine/sequence/tail.h"
 #include "engine/sequence/token_ids.h"
+#include "engine/types.h"
 
 namespace attnd::engine {
-
-// New tokens of one layer: keys [tokens, kv_heads, head_dim] and values [tokens, kv_heads,
-// value_dim] in the model's dtype, checked by the caller; no values if the model is latent.
-struct NewTokens {
-  uint32_t layer = 0;
-  uint64_t first_position = 0;
-  uint64_t tokens = 0;
-  const std::byte* keys = nullptr;
-  const std::byte* values = nullptr;
-  std::span<const uint32_t> token_ids;  // none or [tokens]
-  // Greatest absolute value of the keys in each tail block that the tokens touch (BlockMagnitudes).
-  std::span<const float> key_magnitudes;
-};
 
 // What a step reads.
 struct Snapshot {
@@ -97,13 +88,20 @@ struct RestoredSegments {
   uint64_t tokens() const { return segments.empty() ? 0 : segments.back()->end_position(); }
 };
 
+// A sequence of tokens: a chain of immutable segments from position 0 on, a tail behind them
+// (Tail), and what its policies keep with it (attention::PolicyState).
+//
+// Ownership: segments, tail blocks and parts of the policy state are shared by pointer with views,
+// forks and the archive. A view holds everything that a step reads, for as long as the step lives.
+//
 // Thread-safety: all methods may be called from any thread. A tail block is written only by the
 // sequence that made it, each position once, under the lock, before the length that covers it is
-// published: a view may be read without it.
+// published: a view may be read without the lock.
 //
-// Invariants: segments are contiguous from position 0 and end at tail_.begin; every layer has at
-// least tail_.begin tokens; the last `window` committed tokens are in the tail, if there are so
-// many.
+// Invariants (CheckInvariants): segments are contiguous from position 0 on, have the sequence's
+// shape and indexes, and end where the tail begins; every layer has at least as many tokens as
+// segments cover, and the tail has blocks for all others; each segment has a bound of each layer's
+// keys. The last `window` committed tokens are in the tail, if there are so many.
 class Sequence {
  public:
   // A sequence that holds the bytes of its own object. ResourceExhausted.
@@ -130,7 +128,7 @@ class Sequence {
   // nothing appended, if queries of that magnitude could have logits beyond kLogitMax.
   absl::StatusOr<Snapshot> AppendAndRead(WriterId writer, const NewTokens& tokens,
                                          float query_magnitude);
-  // What a step reads that only asks. FailedPrecondition unless `position` is the layer's length;
+  // What a query_only step reads. FailedPrecondition unless `position` is the layer's length;
   // OutOfRange as above.
   absl::StatusOr<Snapshot> Read(uint32_t layer, uint64_t position, float query_magnitude);
 
@@ -139,12 +137,13 @@ class Sequence {
   absl::Status Observe(WriterId writer, uint32_t layer,
                        std::shared_ptr<const ObservedLayer> queries,
                        std::span<const float> head_magnitudes, float magnitude);
-  // What there is to look at: nothing unless every layer has queries, no more of them than tokens.
+  // The prompt and the queries of all its layers; nothing unless every layer has queries, and no
+  // more of them than tokens.
   std::optional<PromptObservation> Observation();
   // Forgets queries that have been looked at.
   void ForgetObservation(const PromptObservation& observed);
-  // For steps to come. chosen_from: the view that it was chosen from. What a truncation has taken
-  // away since is not in it any more.
+  // Steps from now on read this keep-set. chosen_from: the view that the set was chosen from;
+  // tokens that a truncation has taken away since leave the set.
   void SetKeepSet(const std::shared_ptr<const attention::KeepSet>& keep,
                   const attention::SequenceView& chosen_from);
   bool has_keep_set();
@@ -172,7 +171,7 @@ class Sequence {
   // Begins a new sequence, which nobody else knows yet, with segments; its tail is then appended.
   // ResourceExhausted.
   absl::Status Restore(RestoredSegments restored);
-  // Notes the ids of positions that it has. ResourceExhausted.
+  // Notes token ids of positions that the sequence has. ResourceExhausted.
   absl::Status AddTokenIds(std::span<const TokenIds::Run> runs);
   // Fills `child`, a new sequence that nobody else knows yet, with the first `length` (absent: all
   // committed) tokens.
@@ -206,7 +205,7 @@ class Sequence {
     return std::chrono::steady_clock::time_point(
         std::chrono::steady_clock::duration(last_used_.load(std::memory_order_relaxed)));
   }
-  // Whether a segment is paged; whether one is not.
+  // Whether any segment is paged; whether any is whole.
   bool has_paged_segments() const { return paged_segments_.load(std::memory_order_relaxed) > 0; }
   bool has_whole_segments() const { return whole_segments_.load(std::memory_order_relaxed) > 0; }
 
@@ -215,22 +214,6 @@ class Sequence {
   SequenceInfo Info();
 
  private:
-  // Positions from `begin` on.
-  struct Tail {
-    uint64_t begin = 0;
-    // Block i holds positions from 64 (begin / 64 + i).
-    std::vector<std::shared_ptr<const attention::TailBlock>> blocks;
-    std::vector<float> key_bounds;  // [blocks][layers] greatest |k| of the block's positions
-
-    std::span<const float> BoundsOf(uint64_t block, uint32_t layers) const {
-      return std::span<const float>(key_bounds).subspan(block * layers, layers);
-    }
-    void DropBlocks(uint64_t count, uint32_t layers) {
-      blocks.erase(blocks.begin(), blocks.begin() + static_cast<ptrdiff_t>(count));
-      key_bounds.erase(key_bounds.begin(),
-                       key_bounds.begin() + static_cast<ptrdiff_t>(count * layers));
-    }
-  };
   // What a shorter history consists of.
   struct Prefix {
     size_t segments = 0;  // of the chain
@@ -257,28 +240,15 @@ class Sequence {
   absl::Status CheckRepeat(const NewTokens& tokens, uint64_t repeated)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status GrowTail(uint64_t end) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  std::byte* TailPages(uint32_t layer, uint32_t kv_head, uint64_t position)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void Write(const NewTokens& tokens, uint64_t skip) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  bool TailHolds(const NewTokens& tokens, uint64_t begin, uint64_t end)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool SegmentsHold(const NewTokens& tokens, uint64_t end) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   uint64_t CommittedTokens() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::shared_ptr<const attention::SequenceView> View() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // What labels of segments to come are made of; null: of their own keys, or there are no labels.
-  std::shared_ptr<const attention::LabelChoice> LabelsToCome()
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Stops the process if an invariant of the class is broken. After each change of the chain.
+  void CheckInvariants() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   size_t SegmentsKept(uint64_t length) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // FailedPrecondition beyond the committed length, ResourceExhausted.
   absl::StatusOr<Prefix> PrefixOf(uint64_t length) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::StatusOr<Tail> TailFor(uint64_t begin, uint64_t length)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void CopyFromSegments(uint64_t end, Tail* target) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void CopyFromTail(uint64_t begin, uint64_t end, Tail* target)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void RaiseKeyBounds(const NewTokens& tokens, uint64_t repeated)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Touch() {
     last_used_.store(std::chrono::steady_clock::now().time_since_epoch().count(),
                      std::memory_order_relaxed);
@@ -320,23 +290,12 @@ class Sequence {
   std::optional<WriterId> writer_ ABSL_GUARDED_BY(mutex_);
   // [layers] queries of the prompt's last tokens; null where there are none.
   std::vector<std::shared_ptr<const ObservedLayer>> observed_ ABSL_GUARDED_BY(mutex_);
-  // [layers][kv_heads][head_dim] greatest |q| of them, the mean over the group; for labels.
-  std::vector<float> observed_magnitudes_ ABSL_GUARDED_BY(mutex_);
-  Reservation observed_memory_ ABSL_GUARDED_BY(mutex_);  // for the magnitudes
-  // Null without blocks of 64 and labels. Another one with each truncation.
-  std::shared_ptr<attention::BlockRecall> recall_ ABSL_GUARDED_BY(mutex_);
-  std::shared_ptr<const attention::KeepSet> keep_ ABSL_GUARDED_BY(mutex_);
-  // Of the first segment that it had, for those to come; null before, and without labels.
-  std::shared_ptr<const attention::LabelChoice> label_choice_ ABSL_GUARDED_BY(mutex_);
-  // Made when asked for, dropped when segments or blocks change.
+  attention::PolicyState state_ ABSL_GUARDED_BY(mutex_);
+  // Made when asked for; null after a change of segments or blocks, and out of date once the policy
+  // state has another version than when it was made.
   std::shared_ptr<const attention::SequenceView> view_ ABSL_GUARDED_BY(mutex_);
+  uint64_t view_state_version_ ABSL_GUARDED_BY(mutex_) = 0;
 };
-
-// A tail block, or a segment, with the bytes it holds of a budget.
-absl::StatusOr<std::shared_ptr<const attention::TailBlock>> MakeTailBlock(const ModelShape& shape,
-                                                                          MemoryBudget* budget);
-std::shared_ptr<const attention::Segment> HoldReservation(
-    std::shared_ptr<const attention::Segment> segment, Reservation reservation);
 
 }  // namespace attnd::engine
 

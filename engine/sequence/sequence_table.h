@@ -16,8 +16,8 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "common/mutex.h"
-#include "engine/engine.h"
 #include "engine/sequence/sequence.h"
+#include "engine/types.h"
 
 namespace attnd::engine {
 

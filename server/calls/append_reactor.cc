@@ -5,7 +5,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
-#include "server/calls/conversions.h"
+#include "glog/logging.h"
+#include "server/calls/step_conversions.h"
 
 namespace attnd::server {
 
@@ -37,6 +38,7 @@ void AppendReactor::OnReadDone(bool ok) {
   {
     const MutexLock lock(mutex_);
     if (state_ == State::kFinished) return;
+    CHECK(state_ == State::kReading);
     if (!abort_status_.ok()) return FinishLocked(abort_status_);
     if (!ok && (cancelled_.load() || context_->IsCancelled())) return FinishLocked(ClientGone());
     state_ = ok ? State::kAppending : State::kCompleting;
@@ -69,6 +71,7 @@ void AppendReactor::Run() {
     const MutexLock lock(mutex_);
     state = state_;
   }
+  CHECK(state == State::kAppending || state == State::kCompleting);
   if (state == State::kAppending) return TakeMessage();
   const absl::Status status = Complete();
   const MutexLock lock(mutex_);
@@ -77,6 +80,7 @@ void AppendReactor::Run() {
 
 void AppendReactor::Continue(const absl::Status& status) {
   const MutexLock lock(mutex_);
+  CHECK(state_ == State::kAppending);
   if (!abort_status_.ok()) return FinishLocked(abort_status_);
   if (!status.ok()) return FinishLocked(status);
   if (stop_requested_) return FinishLocked(ShuttingDown());
@@ -192,6 +196,10 @@ void AppendReactor::OnCancel() {
 
 void AppendReactor::OnDone() {
   const std::shared_ptr<AppendReactor> self = std::move(self_);  // may be the last reference
+  {
+    const MutexLock lock(mutex_);
+    CHECK(state_ == State::kFinished) << "a stream is over that did not finish";
+  }
   handlers_->metrics->OnRpc("AppendKv", CodeOfEnd(final_status_, *context_));
   handlers_->streams->Remove(this);
 }
@@ -214,6 +222,7 @@ void AppendReactor::Abort(const absl::Status& status) {
 }
 
 void AppendReactor::FinishLocked(const absl::Status& status) {
+  CHECK(state_ != State::kFinished) << "a stream finishes twice";
   state_ = State::kFinished;
   final_status_ = status;
   if (!handlers_->ends->Enqueue(&end_)) End();  // there is room for every stream's one end

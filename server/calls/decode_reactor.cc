@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/model_shape.h"
 #include "common/status.h"
+#include "glog/logging.h"
 #include "grpc/grpc.h"
 
 namespace attnd::server {
@@ -36,6 +37,7 @@ void DecodeReactor::OnReadDone(bool ok) {
   {
     const MutexLock lock(mutex_);
     if (state_ == State::kFinished) return;
+    CHECK(state_ == State::kReading);
     if (!ok) return FinishLocked(EndOfMessages());
     state_ = State::kStepping;
   }
@@ -93,8 +95,6 @@ void DecodeReactor::Run() {
   queue_time_ = start - arrival_;
   engine_time_ = Clock::duration::zero();
   if (const absl::Status status = Answer(); !status.ok()) Refuse(status);
-  reply_.set_queue_us(Micros(queue_time_));
-  reply_.set_engine_us(Micros(engine_time_));
   WriteReply();
 }
 
@@ -109,29 +109,30 @@ bool DecodeReactor::MayReadDisk() const {
 
 absl::Status DecodeReactor::Answer() {
   const ServerOptions& options = *handlers_->options;
-  ATTND_RETURN_IF_ERROR(FromProto(request_, {options.max_rows, options.max_query_tokens}, arrival_,
-                                  &step_, options.policies));
+  ATTND_RETURN_IF_ERROR(FromProto(request_, arrival_, &step_, options.policies));
   if (absl::Status status = CheckReplySize(); !status.ok()) {
     handlers_->metrics->OnRejected(Rejection::kMessage);
     return status;
   }
   step_.args.cancelled = &cancelled_;
+  reply_.Start(step_id_, step_.output_dtype);
+  const auto memory = [this](const engine::AnswerExtents& extents) {
+    return reply_.Provide(extents);
+  };
   const Clock::time_point start = Clock::now();
-  const absl::Status status = handlers_->engine->Decode(tenant_, writer_, step_.args, &result_);
+  absl::Status status =
+      handlers_->engine->Decode(tenant_, writer_, step_.args, memory, &result_);
   engine_time_ = Clock::now() - start;
+  if (status.ok()) status = reply_.Finish(result_);
   if (absl::IsResourceExhausted(status)) handlers_->metrics->OnRejected(Rejection::kMemory);
   ATTND_RETURN_IF_ERROR(status);
   step_code_ = absl::StatusCode::kOk;
-  reply_.set_step_id(step_id_);
-  reply_.clear_status();
-  ToProto(result_, step_, &reply_);
   return CheckReplyFits();
 }
 
 // Statistics and refusals of many rows count, too: what CheckReplySize cannot foresee.
 absl::Status DecodeReactor::CheckReplyFits() const {
-  constexpr size_t kTimesBytes = 64;  // of the fields that are not set yet
-  const size_t bytes = reply_.ByteSizeLong() + kTimesBytes;
+  const uint64_t bytes = reply_.ByteSize() + DecodeReply::kTimesBytesMax;
   const uint64_t max_bytes = handlers_->options->max_message_bytes;
   if (bytes <= max_bytes) return absl::OkStatus();
   handlers_->metrics->OnRejected(Rejection::kMessage);
@@ -164,21 +165,17 @@ absl::Status DecodeReactor::CheckReplySize() const {
 
 void DecodeReactor::Refuse(const absl::Status& status) {
   step_code_ = status.code();
-  reply_.Clear();
-  reply_.set_step_id(step_id_);
-  ToProto(status, reply_.mutable_status());
+  reply_.Refuse(step_id_, status);
 }
 
 void DecodeReactor::WriteReply() {
   const MutexLock lock(mutex_);
+  CHECK(state_ == State::kStepping) << "a reply without a message";
   if (!abort_status_.ok() || cancelled_.load()) {
     RecordStep();
     return FinishLocked(abort_status_.ok() ? ClientGone() : abort_status_);
   }
-  if (const absl::Status status = Serialize(reply_, &reply_bytes_); !status.ok()) {
-    RecordStep();
-    return FinishLocked(status);
-  }
+  reply_.Serialize(Micros(queue_time_), Micros(engine_time_), &reply_bytes_);
   state_ = State::kWriting;
   write_start_ = Clock::now();
   StartWrite(&reply_bytes_);
@@ -187,6 +184,7 @@ void DecodeReactor::WriteReply() {
 void DecodeReactor::OnWriteDone(bool ok) {
   RecordStep();  // here, so that the client does not wait for it
   const MutexLock lock(mutex_);
+  CHECK(state_ == State::kWriting);
   if (!abort_status_.ok()) return FinishLocked(abort_status_);
   if (!ok) return FinishLocked(ClientGone());
   if (stop_requested_) return FinishLocked(ShuttingDown());
@@ -208,13 +206,17 @@ void DecodeReactor::ReleaseLargeMessages() {
   HeapTrimmer* const trimmer = handlers_->trimmer;
   reply_bytes_.Clear();
   if (!ReleaseLarge(&request_, trimmer)) request_.Clear();
-  if (ReleaseLarge(&reply_, trimmer)) result_ = engine::DecodeResult();
+  if (reply_.ReleaseLarge(trimmer)) result_ = engine::DecodeResult();
 }
 
 void DecodeReactor::OnCancel() { cancelled_.store(true); }
 
 void DecodeReactor::OnDone() {
   const std::shared_ptr<DecodeReactor> self = std::move(self_);  // may be the last reference
+  {
+    const MutexLock lock(mutex_);
+    CHECK(state_ == State::kFinished) << "a stream is over that did not finish";
+  }
   handlers_->metrics->OnRpc("Decode", CodeOfEnd(final_status_, *context_));
   handlers_->streams->Remove(this);
 }
@@ -251,6 +253,7 @@ void DecodeReactor::AbortLocked(const absl::Status& status) {
 }
 
 void DecodeReactor::FinishLocked(const absl::Status& status) {
+  CHECK(state_ != State::kFinished) << "a stream finishes twice";
   state_ = State::kFinished;
   final_status_ = status;
   if (!handlers_->ends->Enqueue(&end_)) End();  // there is room for every stream's one end

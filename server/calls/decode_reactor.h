@@ -14,8 +14,9 @@
 #include "common/mutex.h"
 #include "grpcpp/server_context.h"
 #include "grpcpp/support/server_callback.h"
-#include "server/calls/conversions.h"
+#include "server/calls/decode_reply.h"
 #include "server/calls/handler.h"
+#include "server/calls/step_conversions.h"
 
 namespace attnd::server {
 
@@ -87,7 +88,7 @@ class DecodeReactor final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
   grpc::ByteBuffer request_bytes_;  // of a message that has not been parsed
   grpc::ByteBuffer reply_bytes_;    // of the reply that is being written
   v1::DecodeRequest request_;
-  v1::DecodeResponse reply_;
+  DecodeReply reply_;
   uint64_t step_id_ = 0;
   DecodeStep step_;
   engine::DecodeResult result_;

@@ -9,6 +9,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "common/mutex.h"
+#include "glog/logging.h"
 
 namespace attnd::server {
 
@@ -22,6 +23,7 @@ class OpenCalls {
   // The answer is on its way to the client.
   void End() {
     const MutexLock lock(mutex_);
+    CHECK_GT(calls_, 0u) << "a call ends that did not begin";
     if (--calls_ == 0) none_.NotifyAll();
   }
   // False if there are some at the end of `timeout`.

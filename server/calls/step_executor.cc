@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "glog/logging.h"
+
 namespace attnd::server {
 
 StepExecutor::StepExecutor(const Options& options) : options_(options) {
@@ -17,6 +19,9 @@ StepExecutor::~StepExecutor() {
   }
   work_.NotifyAll();
   for (std::thread& worker : workers_) worker.join();
+  const MutexLock lock(mutex_);
+  CHECK(queue_.empty()) << "a task was submitted to an executor that ends";
+  CHECK_EQ(running_, 0u);
 }
 
 bool StepExecutor::Submit(Task* task) {
@@ -27,6 +32,7 @@ bool StepExecutor::Submit(Task* task) {
 }
 
 bool StepExecutor::Enqueue(Task* task) {
+  CHECK(task != nullptr);
   {
     const MutexLock lock(mutex_);
     if (queue_.size() >= options_.queue_max) return false;
@@ -51,8 +57,9 @@ bool StepExecutor::TryBeginInline() {
   if (!queue_.empty() || running_ >= options_.workers || running_inline_ >= options_.inline_slots) {
     return false;
   }
-  ++running_;
+  BeginLocked();
   ++running_inline_;
+  CHECK_LE(running_inline_, running_);
   return true;
 }
 
@@ -60,11 +67,22 @@ void StepExecutor::EndInline() {
   bool waiting;
   {
     const MutexLock lock(mutex_);
-    --running_;
+    EndLocked();
+    CHECK_GT(running_inline_, 0u);
     --running_inline_;
     waiting = !queue_.empty();
   }
   if (waiting) work_.NotifyOne();
+}
+
+void StepExecutor::BeginLocked() {
+  ++running_;
+  CHECK_LE(running_, options_.workers) << "more tasks run than there may";
+}
+
+void StepExecutor::EndLocked() {
+  CHECK_GT(running_, 0u) << "a task ends that did not begin";
+  --running_;
 }
 
 void StepExecutor::WorkerMain() {
@@ -78,11 +96,11 @@ void StepExecutor::WorkerMain() {
     }
     Task* const task = queue_.front();
     queue_.pop_front();
-    ++running_;
+    BeginLocked();
     mutex_.unlock();
     task->Run();
     mutex_.lock();
-    --running_;
+    EndLocked();
   }
   mutex_.unlock();
 }

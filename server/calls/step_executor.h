@@ -2,11 +2,11 @@
 //
 // StepExecutor: decides on which thread a step runs.
 //
-// Handing a step to another thread costs a wake-up, half of a bare round trip (docs/PERFORMANCE.md,
-// "gRPC server style"), so a few steps may run at once on the gRPC threads that read them: the
-// inline slots. There are fewer slots than such threads, so that one is always free to see
-// cancellations, new streams and health checks. Everything else waits in a bounded queue for a
-// fixed set of workers; when the queue is full the step is refused.
+// Handing a step to another thread costs a wake-up, half of a bare round trip
+// (docs/research/RPC_SERVER_STYLES.md), so a few steps may run at once on the gRPC threads that
+// read them: the inline slots. There are fewer slots than such threads, so that one is always free
+// to see cancellations, new streams and health checks. Everything else waits in a bounded queue for
+// a fixed set of workers; when the queue is full the step is refused.
 #ifndef ATTND_SERVER_CALLS_STEP_EXECUTOR_H_
 #define ATTND_SERVER_CALLS_STEP_EXECUTOR_H_
 
@@ -59,14 +59,17 @@ class StepExecutor {
  private:
   bool TryBeginInline();
   void EndInline();
+  // Counts a task that begins or ends.
+  void BeginLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void EndLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void WorkerMain();
 
   const Options options_;
   mutable Mutex mutex_;
   CondVar work_;
   std::deque<Task*> queue_ ABSL_GUARDED_BY(mutex_);
-  uint32_t running_ ABSL_GUARDED_BY(mutex_) = 0;
-  uint32_t running_inline_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint32_t running_ ABSL_GUARDED_BY(mutex_) = 0;         // tasks; at most options_.workers
+  uint32_t running_inline_ ABSL_GUARDED_BY(mutex_) = 0;  // of these, inside Submit
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<std::thread> workers_;  // constant after construction
 };

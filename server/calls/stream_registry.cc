@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "glog/logging.h"
 
 namespace attnd::server {
 namespace {
@@ -28,6 +29,8 @@ StreamRegistry::~StreamRegistry() {
   }
   end_.NotifyAll();
   monitor_.join();
+  const MutexLock lock(mutex_);
+  CHECK(streams_.empty()) << streams_.size() << " streams outlive their registry";
 }
 
 absl::Status StreamRegistry::Add(const std::shared_ptr<ManagedStream>& stream) {
@@ -37,7 +40,9 @@ absl::Status StreamRegistry::Add(const std::shared_ptr<ManagedStream>& stream) {
     return absl::ResourceExhaustedError(
         absl::StrCat("max_streams: ", streams_max_, " streams are open"));
   }
-  streams_.emplace(stream.get(), stream);
+  const bool is_new = streams_.emplace(stream.get(), stream).second;
+  CHECK(is_new) << "a stream is registered twice";
+  CHECK_LE(streams_.size(), streams_max_);
   return absl::OkStatus();
 }
 

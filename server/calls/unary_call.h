@@ -8,10 +8,12 @@
 #include <chrono>
 #include <new>
 #include <string>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
+#include "glog/logging.h"
 #include "grpcpp/server_context.h"
 #include "grpcpp/support/server_callback.h"
 #include "server/calls/handler.h"
@@ -76,6 +78,7 @@ class UnaryCall final : public grpc::ServerUnaryReactor, private StepExecutor::T
 
   void OnCancel() override { cancelled_.store(true); }
   void OnDone() override {
+    CHECK(ended_) << method_ << " is over without an answer";
     if (open_) handlers_->open_calls->End();
     delete this;
   }
@@ -107,6 +110,7 @@ class UnaryCall final : public grpc::ServerUnaryReactor, private StepExecutor::T
 
   // The object may be gone when this returns.
   void End(const absl::Status& status) {
+    CHECK(!std::exchange(ended_, true)) << method_ << " is answered twice";
     handlers_->metrics->OnRpc(method_, status.code());
     Finish(ToGrpc(status));
   }
@@ -116,7 +120,8 @@ class UnaryCall final : public grpc::ServerUnaryReactor, private StepExecutor::T
   grpc::CallbackServerContext* const context_;
   const grpc::ByteBuffer* const request_;
   grpc::ByteBuffer* const reply_;
-  bool open_ = false;  // counted as such; written before the call runs
+  bool open_ = false;   // counted as such; written before the call runs
+  bool ended_ = false;  // by whoever answers the call, which Start or Run does
   std::atomic<bool> cancelled_{false};
 };
 

@@ -8,11 +8,18 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "attention/backend.h"
 #include "common/status.h"
 #include "server/calls/conversions.h"
+#include "server/calls/sequence_conversions.h"
 
 namespace attnd::server {
 namespace {
+
+constexpr uint32_t kListPageMax = 1000;
+// A page ends before it, after one sequence at the least. Below the 4 MiB that a gRPC client takes
+// unless it is told otherwise.
+constexpr uint64_t kListPageBytesMax = uint64_t{1} << 20;
 
 void FillLimits(const UnaryContext& context, v1::Limits* limits) {
   const engine::EngineOptions& engine = context.engine.options();

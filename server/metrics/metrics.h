@@ -20,7 +20,8 @@
 #include "absl/strings/string_view.h"
 #include "attention/backend.h"
 #include "common/mutex.h"
-#include "engine/engine.h"
+#include "engine/event_listener.h"
+#include "engine/types.h"
 #include "prometheus/collectable.h"
 #include "prometheus/counter.h"
 #include "prometheus/gauge.h"
@@ -86,7 +87,7 @@ struct GaugeSources {
 //
 // Thread-safety: all methods may be called from any thread. As prometheus::Collectable it first
 // refreshes the gauges.
-class Metrics final : public engine::Observer, public prometheus::Collectable {
+class Metrics final : public engine::EventListener, public prometheus::Collectable {
  public:
   Metrics();
   Metrics(const Metrics&) = delete;

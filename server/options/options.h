@@ -15,7 +15,7 @@
 #include "absl/strings/string_view.h"
 #include "attention/policy/policy.h"
 #include "attnd/v1/config.pb.h"
-#include "engine/engine.h"
+#include "engine/options.h"
 #include "server/options/policy_catalog.h"
 
 namespace attnd::server {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// PageCache: pages of segment files in memory: those that are being read, and as many others as
-// there is room for (docs/DESIGN.md, "Paged segments").
+// PageCache: pages of segment files in memory (docs/DESIGN.md, "Paged segments"): pages that steps
+// read now, and as many others as there is room for.
 #ifndef ATTND_STORAGE_CACHE_PAGE_CACHE_H_
 #define ATTND_STORAGE_CACHE_PAGE_CACHE_H_
 
@@ -33,11 +33,12 @@ struct PageCacheOptions {
   // Steps together pin at most three quarters of it; prefetching has the rest. From kBytesMin on.
   uint64_t guaranteed_bytes = uint64_t{64} << 20;
   static constexpr uint64_t kBytesMin = uint64_t{1} << 20;
-  PageMemory more;                // beyond that; neither may call the cache. Empty: none
+  PageMemory more;                // memory beyond guaranteed_bytes; must not call the cache
   uint32_t readers = 4;           // threads, each with a queue of its own; 1..64
   IoQueueOptions queue;           // a reader's
   uint64_t read_bytes_per_s = 0;  // of all readers; 0: no limit
-  // What a read took, from when it was asked for; called by readers, without locks. May be empty.
+  // A read has ended: its bytes, and the time since a step or a prefetch asked for it. Called by
+  // readers without locks. May be empty.
   std::function<void(uint64_t bytes, std::chrono::nanoseconds time)> on_read;
 };
 
@@ -47,11 +48,12 @@ class PageCache : public std::enable_shared_from_this<PageCache> {
  public:
   // InvalidArgument names the option; ResourceExhausted if the system refuses a thread or a queue.
   static absl::StatusOr<std::shared_ptr<PageCache>> Create(const PageCacheOptions& options);
-  ~PageCache() { Stop(); }
+  ~PageCache();
   PageCache(const PageCache&) = delete;
   PageCache& operator=(const PageCache&) = delete;
 
-  // An open file and which of its pages are here; they go when it dies. Keeps the cache alive.
+  // An open file and a table of its pages in memory. Its end drops these pages. It keeps the cache
+  // alive.
   class Source {
    public:
     Source(std::shared_ptr<PageCache> cache, std::unique_ptr<const SegmentFile> file);
@@ -65,8 +67,8 @@ class PageCache : public std::enable_shared_from_this<PageCache> {
     static uint64_t TableBytes(const SegmentFileHeader& header) {
       return header.heads() * header.pages * sizeof(PageEntry);
     }
-    // DataLoss once a read has found the file damaged: it gives no page any more. The last other
-    // error of a read that failed, for those that waited for it.
+    // DataLoss once a read has found the file damaged: no page of it is given any more. Else the
+    // error of the last read that failed, for the leases that waited for that read.
     absl::Status status() const;
 
    private:
@@ -87,9 +89,10 @@ class PageCache : public std::enable_shared_from_this<PageCache> {
     const std::byte* data = nullptr;  // set once the page is there, good while its lease lives
     bool was_there = false;           // nothing had to be read for it
   };
-  // How long somebody waits.
+  // How long a call of Bring waits.
   struct Patience {
-    // Past it DeadlineExceeded, or, if `partial`, what is there by then.
+    // Past the deadline Bring fails with DeadlineExceeded, or, if `partial`, gives the pages that
+    // are in memory by then.
     std::optional<std::chrono::steady_clock::time_point> deadline;
     bool partial = false;
     const std::atomic<bool>* cancelled = nullptr;  // may be null; looked at every 20 ms
@@ -119,8 +122,8 @@ class PageCache : public std::enable_shared_from_this<PageCache> {
   // status says why. ResourceExhausted for more than lease_bytes_max, or when no memory can be
   // had; DeadlineExceeded, Cancelled; Unavailable after Stop.
   absl::StatusOr<std::unique_ptr<Lease>> Bring(std::span<Want> wants, const Patience& patience);
-  // Begins to read those that are not here, behind everything that is waited for. Refused without a
-  // word when there is no room: stats says so.
+  // Begins to read those of the pages that are not in memory, after all pages that leases wait for.
+  // Without room nothing is read; stats().prefetches_refused counts that.
   struct PageId {
     uint64_t head = 0;
     uint32_t page = 0;
@@ -131,13 +134,14 @@ class PageCache : public std::enable_shared_from_this<PageCache> {
   };
   void Prefetch(const std::shared_ptr<Source>& source, std::span<const PageId> pages);
 
-  // Gives memory beyond the guaranteed part back; how much.
+  // Gives memory beyond the guaranteed part back, `bytes` or as much as is not pinned; returns how
+  // many bytes.
   uint64_t Shrink(uint64_t bytes);
-  // What Shrink could give, but for pages that are pinned.
+  // What Shrink could give back if no page were pinned.
   uint64_t reclaimable_bytes() const;
   PageCacheStats stats() const;
 
-  // Ends the readers; what is waited for fails. Idempotent.
+  // Ends the readers. Calls of Bring that wait fail. Idempotent.
   void Stop();
 
  private:
@@ -145,7 +149,8 @@ class PageCache : public std::enable_shared_from_this<PageCache> {
   struct Job {
     std::shared_ptr<Source> source;
     std::vector<PageFrame*> frames;
-    // Read even if nobody waits, and counted in prefetching_bytes_; others are given up then.
+    // Whether the pages are read even if no lease waits for them. Their bytes are counted in
+    // prefetching_bytes_. Other jobs lose the pages that no lease waits for any more.
     bool ahead = false;
     std::chrono::steady_clock::time_point asked;
   };
@@ -155,6 +160,8 @@ class PageCache : public std::enable_shared_from_this<PageCache> {
 
   explicit PageCache(const PageCacheOptions& options);
   absl::Status Start();
+  // What callers are told after Stop.
+  static absl::Status Stopped();
 
   // Pages that are to be read for a lease.
   using Missing = std::map<std::shared_ptr<Source>, std::vector<PageFrame*>>;
@@ -175,14 +182,14 @@ class PageCache : public std::enable_shared_from_this<PageCache> {
   // A frame into which the page is about to be read, pinned for that; null if there is no room.
   PageFrame* Load(Source* source, uint64_t slot, bool ahead) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void CountLookup(const Want& want) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Frames are of one source; those that have a job leave the list.
+  // Frames are of one source. A frame that has a job leaves the list.
   void AddJobs(const std::shared_ptr<Source>& source, std::vector<PageFrame*>* frames, bool ahead,
                std::deque<Job>* queue) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Frames that were to be read and are in no job.
   void GiveUp(std::span<PageFrame* const> frames, bool ahead) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void LoadAhead(const std::shared_ptr<Source>& source, std::span<const PageId> pages,
                  std::vector<PageFrame*>* frames) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Somebody waits for what was to be read ahead.
+  // A lease waits for a page that a prefetch is to read: the source's prefetches become urgent.
   void Promote(const Source* source) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status WaitForPages(std::span<Want> wants, const Lease& lease, const Patience& patience);
   // Until something has changed, or it is time to look at `patience` again.
@@ -201,7 +208,7 @@ class PageCache : public std::enable_shared_from_this<PageCache> {
 
   // Constant.
   const PageCacheOptions options_;
-  // Made beforehand: there is no memory for it when it is needed.
+  // Made at the start, as there is no memory for a message when it is needed.
   const absl::Status no_memory_ =
       absl::ResourceExhaustedError("the system refused memory for reading pages");
   const uint64_t pinned_bytes_max_;

@@ -6,6 +6,8 @@
 #include <new>
 #include <optional>
 
+#include "glog/logging.h"
+
 namespace attnd::storage {
 namespace {
 
@@ -34,9 +36,14 @@ PageFrame* PagePool::Take(uint32_t page_bytes) {
     slab.reset();
     if (!AddSlab(page_bytes)) return nullptr;
   }
-  PageFrame* const frame = frames.free.back();
-  frames.free.pop_back();
-  used_bytes_ += page_bytes;
+  return TakeFree(&frames);
+}
+
+PageFrame* PagePool::TakeFree(SizeClass* frames) {
+  PageFrame* const frame = frames->free.back();
+  frames->free.pop_back();
+  CHECK(frame->state == PageFrame::State::kFree);
+  used_bytes_ += frame->page_bytes;
   return frame;
 }
 
@@ -96,9 +103,8 @@ PageFrame* PagePool::Evict(SizeClass* frames) {
   if (frame == nullptr) return nullptr;
   ++evictions_;
   Drop(frame);
-  frames->free.pop_back();  // it is ours at once
-  used_bytes_ += frame->page_bytes;
-  return frame;
+  CHECK_EQ(frames->free.back(), frame) << "nobody pins a frame that may go";
+  return TakeFree(frames);
 }
 
 PageFrame* PagePool::DrawLeast(const SizeClass& frames) {
@@ -132,6 +138,8 @@ void PagePool::Use(PageFrame* frame) {
 }
 
 void PagePool::Fill(PageFrame* frame, PageTable* table, uint64_t slot) {
+  CHECK(frame->state == PageFrame::State::kFree && frame->pins == 0) << "it holds another page";
+  CHECK((*table)[slot].frame == nullptr) << "a page is in one frame";
   frame->table = table;
   frame->slot = slot;
   frame->state = PageFrame::State::kLoading;
@@ -142,17 +150,22 @@ void PagePool::Fill(PageFrame* frame, PageTable* table, uint64_t slot) {
 void PagePool::Drop(PageFrame* frame) {
   if (frame->prefetched) ++wasted_prefetches_;
   frame->prefetched = false;
-  if (frame->table != nullptr) (*frame->table)[frame->slot].frame = nullptr;
+  if (frame->table != nullptr) {
+    CHECK_EQ((*frame->table)[frame->slot].frame, frame) << "table and frame name each other";
+    (*frame->table)[frame->slot].frame = nullptr;
+  }
   frame->table = nullptr;
   frame->state = PageFrame::State::kFailed;
   if (frame->pins == 0) Free(frame);
 }
 
 void PagePool::Unpin(PageFrame* frame) {
+  CHECK_GT(frame->pins, 0u) << "each Pin has one Unpin";
   if (--frame->pins == 0 && frame->state == PageFrame::State::kFailed) Free(frame);
 }
 
 void PagePool::Free(PageFrame* frame) {
+  CHECK_GE(used_bytes_, frame->page_bytes);
   frame->state = PageFrame::State::kFree;
   used_bytes_ -= frame->page_bytes;
   classes_[frame->page_bytes].free.push_back(frame);
@@ -212,6 +225,7 @@ std::unique_ptr<PagePool::Slab> PagePool::RemoveSlab(SizeClass* frames, size_t n
   std::unique_ptr<Slab> slab = std::move(frames->slabs[number]);
   frames->slabs.erase(frames->slabs.begin() + static_cast<ptrdiff_t>(number));
   for (PageFrame& frame : slab->frames) {
+    CHECK_EQ(frame.pins, 0u) << "its memory is about to go";
     if (frame.state == PageFrame::State::kFree) continue;
     ++evictions_;
     Drop(&frame);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// PagePool: memory for pages of files, and which page goes when there is no more of it. No I/O and
-// no locks: PageCache has those.
+// PagePool: memory for pages of files, and the choice of the page that is evicted when the memory
+// is full. No I/O and no locks: PageCache has those.
 #ifndef ATTND_STORAGE_CACHE_PAGE_POOL_H_
 #define ATTND_STORAGE_CACHE_PAGE_POOL_H_
 
@@ -23,9 +23,9 @@ namespace attnd::storage {
 
 struct PageFrame;
 
-// What is known of a page, whether it is in memory or not.
+// A page of a file, whether it is in memory or not.
 struct PageEntry {
-  PageFrame* frame = nullptr;  // that holds it; null: none
+  PageFrame* frame = nullptr;  // the frame that holds the page; null: it is not in memory
   // Its uses, old ones counting less: log2 of the sum of 2^t over them, t being PagePool's time.
   double worth = -std::numeric_limits<double>::infinity();
 };
@@ -41,12 +41,12 @@ struct PageFrame {
     kFailed,  // could not be read; in no table, free with its last pin
   };
   std::byte* data = nullptr;
-  PageTable* table = nullptr;  // that it stands in; null unless kLoading or kReady
-  uint64_t slot = 0;           // its place there
-  uint32_t page_bytes = 0;     // of every frame of its slab
-  uint32_t pins = 0;           // may only be evicted at 0
+  PageTable* table = nullptr;  // the page's table; null unless kLoading or kReady
+  uint64_t slot = 0;           // the page's place in the table, whose entry names this frame
+  uint32_t page_bytes = 0;     // equal in all frames of a slab
+  uint32_t pins = 0;           // a frame may be evicted only at 0
   State state = State::kFree;
-  bool prefetched = false;  // and nobody has asked for it yet
+  bool prefetched = false;  // by a prefetch, and no lease has asked for the page yet
 };
 
 // Where the pool's memory beyond its guaranteed part comes from: asks for bytes, gives them back.
@@ -61,9 +61,9 @@ struct PageMemory {
 // Memory comes in slabs, each cut into frames of one page size, so that models of different shapes
 // share it and a slab without pinned frames can serve another size or be given back.
 //
-// Eviction is LFU with ageing among a few frames drawn at random (docs/PAGE_POOL.md, "The rule"). A
-// use counts half after kHalfLife times the pool's bytes have been used since, so that no setting
-// depends on how many sequences and layers there are.
+// Eviction is LFU with ageing among a few frames drawn at random (docs/research/PAGE_POOL.md, "The
+// rule"). A use counts half after kHalfLife times the pool's bytes have been used since, so that no
+// setting depends on how many sequences and layers there are.
 class PagePool {
  public:
   static constexpr double kHalfLife = 4;
@@ -78,8 +78,8 @@ class PagePool {
   PagePool(const PagePool&) = delete;
   PagePool& operator=(const PagePool&) = delete;
 
-  // A free frame for a page of that size: of memory that is free, or new, or of another page, which
-  // leaves its table. Null if every frame is pinned or the system refuses memory; throws nothing.
+  // A free frame for a page of that size, from free memory, from new memory, or from another page,
+  // which is evicted. Null if every frame is pinned or the system refuses memory; throws nothing.
   PageFrame* Take(uint32_t page_bytes);
   static uint64_t page_bytes_max(uint64_t guaranteed_bytes) {
     return SlabSizeBytes(guaranteed_bytes);
@@ -90,18 +90,18 @@ class PagePool {
     const uint64_t slab_bytes = SlabSizeBytes(guaranteed_bytes);
     return slab_bytes / (slab_bytes / page_bytes);
   }
-  // Puts a page into its table, as kLoading.
+  // Puts a page, which is in no frame, into its table, as kLoading. The frame is fresh from Take.
   void Fill(PageFrame* frame, PageTable* table, uint64_t slot);
-  // Takes the page, if there is one, out of its table; frees the frame if nobody pins it, else the
-  // last Unpin does.
+  // Takes the page, if there is one, out of its table. Frees the frame, unless it is pinned: then
+  // its last Unpin does.
   void Drop(PageFrame* frame);
   void Pin(PageFrame* frame) { ++frame->pins; }
   void Unpin(PageFrame* frame);
-  // Somebody asked for the page, which stands in a table.
+  // Counts a use of the page, which stands in a table.
   void Use(PageFrame* frame);
 
   // Gives back slabs beyond the guaranteed memory, evicting their pages, until `bytes` are given
-  // or all that is left is pinned; how many.
+  // or every slab that is left has a pinned frame; returns how many bytes.
   uint64_t Shrink(uint64_t bytes);
 
   uint64_t guaranteed_bytes() const { return guaranteed_bytes_; }
@@ -128,6 +128,8 @@ class PagePool {
   bool AddClass(uint32_t page_bytes);
   bool AddSlab(uint32_t page_bytes);
   std::unique_ptr<Slab> MakeSlab(uint32_t page_bytes);
+  // A free one, of which there is one at least.
+  PageFrame* TakeFree(SizeClass* frames);
   PageFrame* Evict(SizeClass* frames);
   // The least worth of a sample; null if none of those drawn may go.
   PageFrame* DrawLeast(const SizeClass& frames);

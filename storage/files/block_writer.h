@@ -59,7 +59,7 @@ class BlockWriter {
   }
 
   // Large writes, and few of them: some disks answer many small ones in bursts and rest in between
-  // (docs/PERFORMANCE.md, "Sealing"). Of a small file, parts that can be under way together.
+  // (docs/research/SEALING.md). Of a small file, parts that can be under way together.
   static constexpr uint64_t kWriteBytesMax = uint64_t{1} << 20;
   static constexpr uint32_t kUnderWayMax = 16;
 

@@ -238,7 +238,7 @@ TestSequence MakeSequenceOf(const SequenceSpec& spec, std::vector<HeadData> head
       MakeTailView(spec.shape, spec.tokens(), sequence.heads, spec.indexes);
   if (spec.feature_maps != nullptr) {
     auto with_maps = std::make_shared<SequenceView>(*view);
-    with_maps->feature_maps = spec.feature_maps;
+    with_maps->state.feature_maps = spec.feature_maps;
     view = std::move(with_maps);
   }
   const std::vector<std::shared_ptr<const TailBlock>> blocks = view->tail;
@@ -248,7 +248,7 @@ TestSequence MakeSequenceOf(const SequenceSpec& spec, std::vector<HeadData> head
     next->segments.push_back(BuildSegment(view, spec.segment_tokens[s], unclustered, s + 1));
     next->tail_begin = view->tail_begin + spec.segment_tokens[s];
     if (s == 0 && spec.indexes.Has(IndexKind::kLabels)) {
-      next->label_choice = LabelChoiceOf(*next->segments[0]);
+      next->state.label_choice = LabelChoiceOf(*next->segments[0]);
     }
     const auto first = static_cast<ptrdiff_t>(next->tail_begin / kTailBlockTokens);
     next->tail.clear();
@@ -303,7 +303,8 @@ std::vector<Policy> PresetsFor(const IndexSet& indexes) {
   return policies;
 }
 
-StepResult RunStep(Backend* backend, uint32_t layer, std::span<const TestRow> rows) {
+StepResult RunStep(Backend* backend, uint32_t layer, std::span<const TestRow> rows,
+                   std::vector<absl::Status>* faults) {
   StepResult result;
   result.layer = layer;
   result.rows.resize(rows.size());
@@ -329,6 +330,7 @@ StepResult RunStep(Backend* backend, uint32_t layer, std::span<const TestRow> ro
     step_row.out = target.out.data();
     step_row.lse = target.lse.data();
     step_row.stats = &target.stats;
+    if (faults != nullptr) step_row.fault = &faults->at(r);
     step_rows.push_back(step_row);
   }
   StepRequest request;
@@ -410,7 +412,7 @@ oracle::Regression StoredRegression(const Segment& segment, uint32_t layer, uint
 // (attention/kernels/kernels.h, DotDeviations).
 bool KernelsRoundSquares() {
   constexpr size_t kDim = 16;
-  const std::vector<float> q(kernels::kQuad * kDim, 1.0f);
+  const std::vector<float> q(kQuad * kDim, 1.0f);
   std::vector<float> memory(kernels::SquaresFloats(kDim));
   return kernels::PrepareSquares(q.data(), 1, kDim, memory.data()).int16.values != nullptr;
 }

@@ -148,7 +148,9 @@ struct StepResult {
   std::vector<RowResult> rows;
   std::vector<Plan> plans;
 };
-StepResult RunStep(Backend* backend, uint32_t layer, std::span<const TestRow> rows);
+// faults: [rows] receives why a row has no answer; null: that is then the step's status.
+StepResult RunStep(Backend* backend, uint32_t layer, std::span<const TestRow> rows,
+                   std::vector<absl::Status>* faults = nullptr);
 
 // The clusters of a segment as the oracle knows them: what the index stores, members from the
 // payload.

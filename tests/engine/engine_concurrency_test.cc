@@ -25,7 +25,7 @@ namespace {
 using absl::StatusCode;
 
 // Counts, and looks at what the engine says from all its threads.
-class CountingObserver : public Observer {
+class CountingObserver : public EventListener {
  public:
   void OnAppended(uint64_t tokens, bool prefill) override {
     (prefill ? uploaded : generated) += tokens;

@@ -241,8 +241,9 @@ TEST_F(EngineFaultsTest, UnknownAndForeignSequencesAreTheSame) {
     Row row = Next();
     row.sequence_id = id;
     const Message message(1, {row});
+    AnswerVectors memory;
     DecodeResult result;
-    ASSERT_TRUE(engine_->Decode(tenant, kWriter, message.args, &result).ok());
+    ASSERT_TRUE(engine_->Decode(tenant, kWriter, message.args, memory, &result).ok());
     expect(result.rows.at(0).status);
   }
   EXPECT_TRUE(engine_->List("other", 0, 10).empty());
@@ -347,8 +348,9 @@ TEST_F(EngineFaultsTest, RowsOfTheWrongShape) {
   const auto refused = [&](const char* part, auto change, uint32_t layer = 1) {
     Message message(layer, {Next()});
     change(&message.args);
+    AnswerVectors memory;
     DecodeResult result;
-    const absl::Status status = engine_->Decode(kTenant, kWriter, message.args, &result);
+    const absl::Status status = engine_->Decode(kTenant, kWriter, message.args, memory, &result);
     ExpectRefused(status.ok() ? result.rows.at(0).status : status, StatusCode::kInvalidArgument,
                   part);
   };
@@ -378,8 +380,9 @@ TEST_F(EngineFaultsTest, ValuesAreSentUnlessTheModelIsLatent) {
   DecodeArgs args = message.args;
   args.v = {};
   args.v_heads = args.v_value_dim = 0;
+  AnswerVectors memory;
   DecodeResult result;
-  ASSERT_TRUE(engine_->Decode(kTenant, kWriter, args, &result).ok());
+  ASSERT_TRUE(engine_->Decode(kTenant, kWriter, args, memory, &result).ok());
   ExpectRefused(result.rows.at(0).status, StatusCode::kInvalidArgument, "v is missing");
 
   ModelShape other = MakeLatentShape(2, 4, 32, 16, DType::kFp32);
@@ -413,11 +416,12 @@ TEST_F(EngineFaultsTest, AbsurdExtentsTakeNoMemory) {
   message.args.v = {DType::kFp32, zeros.data(), size_t{1} << 20};
   message.args.v_heads = 1;
   message.args.v_value_dim = 1 << 20;
+  AnswerVectors memory;
   DecodeResult result;
-  ASSERT_TRUE(engine_->Decode(kTenant, kWriter, message.args, &result).ok());
+  ASSERT_TRUE(engine_->Decode(kTenant, kWriter, message.args, memory, &result).ok());
   ExpectRefused(result.rows.at(0).status, StatusCode::kInvalidArgument, "q ");
   EXPECT_EQ(result.value_dim, 0u);
-  EXPECT_TRUE(result.out.empty());
+  EXPECT_TRUE(memory.out().empty());
 }
 
 // The first row does not decide for the others if it is refused.
@@ -437,6 +441,44 @@ TEST_F(EngineFaultsTest, ARefusedRowDoesNotChooseTheValueDim) {
   EXPECT_TRUE(second.row_status(0).ok());
   EXPECT_EQ(second.row_status(1).code(), StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(second.row_status(1).message()), HasSubstr("value_dim"));
+}
+
+// The caller's memory is asked for once, with the size that the rows make it.
+TEST_F(EngineFaultsTest, TheAnswerLiesInTheCallersMemory) {
+  const Message message(1, {QueryOnlyRow(&sequence_, 1, 3, &random_)});
+  const Answer expected = Send(engine_.get(), message);
+  ASSERT_TRUE(expected.row_status(0).ok());
+  std::vector<float> out(3 * 4 * 32 + 1, 7), lse(3 * 4 + 1, 7);
+  DecodeResult result;
+  const AnswerSpans spans({out, lse});
+  ASSERT_TRUE(engine_->Decode(kTenant, kWriter, message.args, spans, &result).ok());
+  EXPECT_EQ(result.value_dim, 32u);
+  EXPECT_EQ(out.back(), 7);  // what the answer does not take stays
+  EXPECT_EQ(lse.back(), 7);
+  out.pop_back();
+  lse.pop_back();
+  EXPECT_EQ(out, expected.memory.out());
+  EXPECT_EQ(lse, expected.memory.lse());
+
+  const AnswerSpans small({std::span(out).first(out.size() - 1), lse});
+  ExpectRefused(engine_->Decode(kTenant, kWriter, message.args, small, &result),
+                StatusCode::kInvalidArgument, "the caller's memory has 383 floats for out");
+  const auto none = [](const AnswerExtents&) -> absl::StatusOr<AnswerBuffers> {
+    return absl::ResourceExhaustedError("none left");
+  };
+  ExpectRefused(engine_->Decode(kTenant, kWriter, message.args, none, &result),
+                StatusCode::kResourceExhausted, "none left");
+}
+
+TEST_F(EngineFaultsTest, MemoryOfAnotherSizeThanAskedForIsTheCallersFault) {
+  const Message message(1, {QueryOnlyRow(&sequence_, 1, 1, &random_)});
+  std::vector<float> floats(4096);
+  const auto large = [&](const AnswerExtents&) -> absl::StatusOr<AnswerBuffers> {
+    return AnswerBuffers{floats, floats};
+  };
+  DecodeResult result;
+  EXPECT_DEATH(static_cast<void>(engine_->Decode(kTenant, kWriter, message.args, large, &result)),
+               "out_floats");
 }
 
 TEST_F(EngineFaultsTest, LimitsOfAMessage) {
@@ -460,8 +502,9 @@ TEST_F(EngineFaultsTest, LimitsOfAMessage) {
   EXPECT_THAT(std::string(status({3, 3}).message()), HasSubstr("rows[1].query_tokens"));
   EXPECT_EQ(status({3, 0}).code(), StatusCode::kInvalidArgument);
   EXPECT_TRUE(status({3, 2}).ok());
+  AnswerVectors memory;
   DecodeResult result;
-  EXPECT_EQ(engine->Decode(kTenant, kWriter, DecodeArgs(), &result).code(),
+  EXPECT_EQ(engine->Decode(kTenant, kWriter, DecodeArgs(), memory, &result).code(),
             StatusCode::kInvalidArgument);
 }
 

@@ -18,7 +18,7 @@ namespace {
 
 using absl::StatusCode;
 
-class AppendedObserver : public Observer {
+class AppendedObserver : public EventListener {
  public:
   void OnAppended(uint64_t tokens, bool prefill) override {
     EXPECT_GT(tokens, 0u);

@@ -97,11 +97,12 @@ TEST_F(RefusedMemoryTest, Decode) {
   bool refused = true;
   for (uint64_t allocation = 0; refused; ++allocation) {
     SCOPED_TRACE(testing::Message() << "seed " << TestSeed() << " allocation " << allocation);
+    AnswerVectors memory;
     DecodeResult result;
     absl::Status status;
     {
       const AllocationRefused one(allocation);
-      status = engine_->Decode(kTenant, kWriter, message.args, &result);
+      status = engine_->Decode(kTenant, kWriter, message.args, memory, &result);
       refused = one.refused();
     }
     if (status.ok()) status = result.rows.at(0).status;

@@ -58,7 +58,7 @@ EngineOptions SmallOptions() {
   return options;
 }
 
-std::unique_ptr<Engine> MakeEngine(const EngineOptions& options, Observer* observer,
+std::unique_ptr<Engine> MakeEngine(const EngineOptions& options, EventListener* observer,
                                    uint32_t threads) {
   attention::CpuBackendOptions backend;
   backend.threads = kThreadSanitizer ? 1 : threads;
@@ -285,7 +285,7 @@ Message::Message(uint32_t layer, const std::vector<Row>& from) : rows(from) {
 
 Answer Send(Engine* engine, const Message& message, WriterId writer) {
   Answer answer;
-  answer.status = engine->Decode(kTenant, writer, message.args, &answer.result);
+  answer.status = engine->Decode(kTenant, writer, message.args, answer.memory, &answer.result);
   if (!answer.status.ok()) return answer;
   for (size_t i = 0; i < message.rows.size(); ++i) {
     const Row& row = message.rows[i];
@@ -334,8 +334,8 @@ RowAnswer AnswerOf(const Message& message, const Answer& answer, size_t row) {
     const auto start = from.begin() + static_cast<ptrdiff_t>(begin);
     return std::vector<float>(start, start + static_cast<ptrdiff_t>(count));
   };
-  return {cut(answer.result.out, slot * shape.value_dim, lanes * shape.value_dim),
-          cut(answer.result.lse, slot, lanes)};
+  return {cut(answer.memory.out(), slot * shape.value_dim, lanes * shape.value_dim),
+          cut(answer.memory.lse(), slot, lanes)};
 }
 
 testing::AssertionResult IsDense(const Message& message, const Answer& answer, size_t number) {

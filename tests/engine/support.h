@@ -49,7 +49,7 @@ inline constexpr WriterId kWriter = 1;
 
 // Segments of 512 tokens, a budget of 256 MiB, dense by default.
 EngineOptions SmallOptions();
-std::unique_ptr<Engine> MakeEngine(const EngineOptions& options, Observer* observer = nullptr,
+std::unique_ptr<Engine> MakeEngine(const EngineOptions& options, EventListener* observer = nullptr,
                                    uint32_t threads = 2);
 attention::Policy PolicyOf(const std::string& preset,
                            const std::map<std::string, std::string>& parameters = {});
@@ -153,6 +153,7 @@ struct Message {
 struct Answer {
   absl::Status status;
   DecodeResult result;
+  AnswerVectors memory;
 
   absl::Status row_status(size_t row) const {
     return status.ok() ? result.rows.at(row).status : status;

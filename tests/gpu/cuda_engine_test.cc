@@ -23,7 +23,7 @@ namespace {
 
 using attention::BackendStats;
 using engine::Engine;
-using engine::Observer;
+using engine::EventListener;
 using engine::test::AnswersDense;
 using engine::test::ArgsOf;
 using engine::test::DecodeNext;

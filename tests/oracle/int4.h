@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Asymmetric 4-bit codes of a row of numbers, such as one token's key (docs/POLICIES.md, "Token
-// labels").
+// Asymmetric 4-bit codes of a row of numbers, such as one token's key (docs/POLICIES.md, "Labels").
 //
 // How the definition is read where its words leave a choice:
 //  - min and max are of the row that is coded: of a label's channels alone, not of the whole key.

@@ -2,7 +2,7 @@
 //
 // k-means over keys and values together, with a part of the centres added late: the clusters of a
 // `regression` index, of one (segment, layer, KV head)
-// (docs/ERROR_TARGET_EXPERIMENTS.md, "Building", steps 1 and 2).
+// (docs/research/ERROR_TARGET.md, "Building", steps 1 and 2).
 //
 // How the definition is read where its words leave a choice:
 //  - An iteration is one assignment of every token and one move of every centre, as in kmeans.h:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Which tokens of a prefill SnapKV and Ada-SnapKV keep, for one layer of one shard
-// (docs/POLICIES.md, "SnapKV and Ada-SnapKV"; The Sparse Frontier, appendices A.1.4 and A.1.5).
+// (docs/POLICIES.md, "Keep-sets"; The Sparse Frontier, appendices A.1.4 and A.1.5).
 //
 // How the definitions are read where their words leave a choice:
 //  - The observation queries are the last prefill tokens: query i of n stands at position

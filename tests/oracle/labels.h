@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Token labels for one KV head (docs/POLICIES.md, "Token labels"; Double Sparsity as AsyncTLS
+// Token labels for one KV head (docs/POLICIES.md, "Labels"; Double Sparsity as AsyncTLS
 // section 4.1 states it).
 //
 // How the definition is read where its words leave a choice:

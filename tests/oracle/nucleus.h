@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The top-p pruner over any selector's candidates, for one query token and one KV head
-// (docs/POLICIES.md, "Twilight pruner"; Twilight section 4.2).
+// (docs/POLICIES.md, "The pruner"; Twilight section 4.2).
 //
 // How the definition is read where its words leave a choice:
 //  - The weights of a head are a softmax over the candidates alone, with keys of all channels

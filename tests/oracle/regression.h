@@ -2,7 +2,7 @@
 //
 // The `regression` index of one (segment, layer, KV head) in double precision: clusters, the
 // segment's principal axes, and one regression of values on keys
-// (docs/ERROR_TARGET_EXPERIMENTS.md, "Building", steps 3 to 7).
+// (docs/research/ERROR_TARGET.md, "Building", steps 3 to 7).
 //
 // How the definition is read where its words leave a choice:
 //  - Centroids and mean values are means as they are, without rounding; an engine keeps them in the

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // error-target over `regression` indexes, for one query token and one KV head, in double precision
-// (docs/ERROR_TARGET_EXPERIMENTS.md, "Scores", "Selection", "Predicted error").
+// (docs/research/ERROR_TARGET.md, "Scores", "Selection", "Predicted error").
 //
 // A test of an engine fills the segments with what the engine's index holds, takes Select() for
 // which plans are right (CheckPlan() of policies.h), and on the engine's own plan Estimate() merged

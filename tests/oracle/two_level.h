@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The two-level selection of a run of query tokens, for one KV head (docs/POLICIES.md, "AsyncTLS";
-// AsyncTLS section 4).
+// The two-level selection of a run of query tokens, for one KV head (docs/POLICIES.md, "Two
+// levels"; AsyncTLS section 4).
 //
 //   M_t = the `blocks` full blocks of highest bound for q_t
 //   S_t = the tokens of highest label weight for q_t inside M_(t - 1) (lag 1) or M_t (lag 0)

@@ -5,6 +5,7 @@
 #ifndef ATTND_TESTS_SERVER_FAKE_ENGINE_H_
 #define ATTND_TESTS_SERVER_FAKE_ENGINE_H_
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -85,15 +86,17 @@ class FakeEngine final : public engine::Engine {
     return engine::SequenceInfo();
   }
   absl::Status Decode(absl::string_view, engine::WriterId, const engine::DecodeArgs& args,
-                      engine::DecodeResult* result) override {
+                      engine::AnswerMemory memory, engine::DecodeResult* result) override {
     if (!WaitIfHeld(args.cancelled)) return absl::CancelledError("cancelled");
     ++decoded_;
     uint64_t tokens = 0;
     for (const engine::DecodeRow& row : args.rows) tokens += row.query_tokens;
     result->rows.assign(args.rows.size(), {});
     result->value_dim = value_dim_;
-    result->out.assign(tokens * args.q_heads * value_dim_, 1.0f);
-    result->lse.assign(tokens * args.q_heads, 0.0f);
+    const auto answer = memory({tokens, args.q_heads, result->value_dim});
+    if (!answer.ok()) return answer.status();
+    std::fill(answer->out.begin(), answer->out.end(), 1.0f);
+    std::fill(answer->lse.begin(), answer->lse.end(), 0.0f);
     return absl::OkStatus();
   }
   absl::StatusOr<uint64_t> Truncate(absl::string_view, uint64_t, uint64_t) override {

@@ -3,7 +3,7 @@
 // Goal: no message, however wrong, crashes the server, takes memory beyond the budget or changes
 // another sequence. Method: good messages, spoiled by the seeded hand of chance in their bytes
 // (what still parses) or in their fields (values at the edges of their types), go the way of a real
-// one: conversion, engine, conversion, without gRPC so that 100,000 take seconds. A witness
+// one: conversion, engine, reply, without a gRPC call so that 100,000 take seconds. A witness
 // sequence answers with the same bits before and after. Seed and number of the message are printed
 // on failure; ATTND_MALFORMED_MESSAGES sets how many.
 #include <chrono>
@@ -19,8 +19,11 @@
 #include "google/protobuf/descriptor.h"
 #include "google/protobuf/message.h"
 #include "google/protobuf/stubs/logging.h"
+#include "grpcpp/impl/codegen/proto_utils.h"
+#include "grpcpp/support/byte_buffer.h"
 #include "gtest/gtest.h"
-#include "server/calls/conversions.h"
+#include "server/calls/decode_reply.h"
+#include "server/calls/step_conversions.h"
 #include "server/calls/unary_handlers.h"
 #include "server/metrics/metrics.h"
 #include "server/options/options.h"
@@ -222,13 +225,19 @@ class MalformedTest : public ::testing::Test {
   }
   // The reply's bytes; the refusal's code if the message was refused.
   std::string Decode(const v1::DecodeRequest& request) {
-    const DecodeLimits limits = {options_.max_rows, options_.max_query_tokens};
-    v1::DecodeResponse reply;
-    absl::Status status = FromProto(request, limits, std::chrono::steady_clock::now(), &step_);
-    if (status.ok()) status = engine_->Decode("", kWriter, step_.args, &result_);
+    absl::Status status = FromProto(request, std::chrono::steady_clock::now(), &step_);
+    reply_.Start(request.step_id(), step_.output_dtype);
+    const auto memory = [&](const engine::AnswerExtents& extents) {
+      return reply_.Provide(extents);
+    };
+    if (status.ok()) status = engine_->Decode("", kWriter, step_.args, memory, &result_);
+    if (status.ok()) status = reply_.Finish(result_);
     if (!status.ok()) return status.ToString();
     for (const engine::DecodeRowResult& row : result_.rows) rows_answered_ += row.status.ok();
-    ToProto(result_, step_, &reply);
+    v1::DecodeResponse reply;
+    grpc::ByteBuffer bytes;
+    reply_.Serialize(0, 0, &bytes);
+    EXPECT_TRUE(grpc::SerializationTraits<v1::DecodeResponse>::Deserialize(&bytes, &reply).ok());
     EXPECT_EQ(reply.rows_size(), request.rows_size());
     for (v1::RowResult& row : *reply.mutable_rows()) row.clear_stats();  // times differ
     return reply.SerializeAsString();
@@ -286,6 +295,7 @@ class MalformedTest : public ::testing::Test {
   uint64_t witness_ = 0, victim_ = 0;
   uint64_t rows_answered_ = 0, chunks_taken_ = 0, sequences_opened_ = 0;
   DecodeStep step_;
+  DecodeReply reply_;
   engine::DecodeResult result_;
 };
 

@@ -82,6 +82,57 @@ TEST_F(EndToEndTest, ABadStepChangesNothing) {
   EXPECT_EQ(Outcome(Send(Step(sequence, 20))).first, 0);
 }
 
+// The whole texts: whichever part of the server checks something, clients are told what they were.
+TEST_F(EndToEndTest, WhatClientsAreToldOfABadStep) {
+  const uint64_t sequence = Open(), other = Open();
+  struct Case {
+    const char* told;
+    std::function<void(v1::DecodeRequest*)> spoil;
+  };
+  const std::vector<Case> cases = {
+      {"rows has 0 entries; allowed are 1..1024", [](auto* r) { r->clear_rows(); }},
+      {"rows[0].query_tokens is 0; allowed are 1..4096 (max_query_tokens) in all rows together, 0 "
+       "are in the rows before",
+       [](auto* r) { r->mutable_rows(0)->set_query_tokens(0); }},
+      {"rows[1].query_tokens is 4096; allowed are 1..4096 (max_query_tokens) in all rows together, "
+       "1 are in the rows before",
+       [=](auto* r) {
+         r->add_rows()->set_sequence_id(other);
+         r->mutable_rows(1)->set_query_tokens(4096);
+       }},
+      {"q.shape[0] is 2; the rows make it 1",
+       [](auto* r) { FillTensor(2, kQueryHeads, kHeadDim, 1, r->mutable_q()); }},
+      {"k.shape[0] is 3; the rows make it 1",
+       [](auto* r) { FillTensor(3, kKvHeads, kHeadDim, 1, r->mutable_k()); }},
+      {"v.shape[0] is 2; the rows make it 1",
+       [](auto* r) { FillTensor(2, kKvHeads, kValueDim, 1, r->mutable_v()); }},
+      {"k.dtype is 0; allowed are DTYPE_BF16, DTYPE_FP16 and DTYPE_FP32",
+       [](auto* r) { r->clear_k(); }},
+      {"k is present, but every row is query_only",
+       [](auto* r) { r->mutable_rows(0)->set_query_only(true); }},
+      {"v is present, but every row is query_only",
+       [](auto* r) {
+         r->mutable_rows(0)->set_query_only(true);
+         r->clear_k();
+       }},
+      {"v is missing; the sequence needs shape [.., 2, 16]", [](auto* r) { r->clear_v(); }},
+      // Of the row, before its sequence is looked for.
+      {"token_ids has 2 entries; allowed are none or query_tokens (1)",
+       [](auto* r) {
+         r->mutable_rows(0)->mutable_token_ids()->Resize(2, 1);
+         r->mutable_rows(0)->set_sequence_id(~uint64_t{0});
+         r->mutable_rows(0)->mutable_policy()->set_preset("psychic");
+       }},
+  };
+  for (size_t i = 0; i < cases.size(); ++i) {
+    v1::DecodeRequest request = Step(sequence, 0);
+    cases[i].spoil(&request);
+    const auto [code, message] = Outcome(Send(request));
+    EXPECT_EQ(code, StatusCode::INVALID_ARGUMENT) << "case " << i;
+    EXPECT_EQ(message, cases[i].told) << "case " << i;
+  }
+}
+
 TEST_F(EndToEndTest, OneBadRowLeavesTheOthersTheirAnswer) {
   const uint64_t good = Open(), other = Open();
   std::vector<Layer> layers, ignored;

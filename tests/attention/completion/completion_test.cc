@@ -211,7 +211,7 @@ TEST_F(CompletionTest, PlansAndAnswersAreThoseOfTheDefinition) {
     keep->ranked_tokens = 1250;
     keep->positions = std::make_shared<KeepSet::Positions>(
         size_t{shape.layers} * shape.kv_heads, std::vector<uint32_t>{4, 5, 99, 701, 1219, 1249});
-    view->keep = keep;
+    view->state.keep = keep;
     sequence.view = view;
     for (const Parameters& parameters : kCases) {
       const uint32_t layer = shape.layers - 1;

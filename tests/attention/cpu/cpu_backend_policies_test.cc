@@ -95,20 +95,6 @@ class CpuBackendRows : public testing::Test {
     return MakeSequence(spec);
   }
 
-  void RunAndCheck(uint32_t layer, const std::vector<TestRow>& rows) {
-    const StepResult step = RunStep(backend_.get(), layer, rows);
-    ASSERT_TRUE(step.status.ok()) << step.status;
-    auto plan = step.plans.begin();
-    for (size_t r = 0; r < rows.size(); ++r) {
-      SCOPED_TRACE(testing::Message() << "row " << r << ": " << Describe(rows[r].policy) << ", "
-                                      << rows[r].sequence->spec << ", past " << rows[r].past_tokens
-                                      << ", query tokens " << rows[r].query_tokens);
-      CheckRow(step, r, rows[r], layer, &plan);
-      if (HasFatalFailure()) return;
-    }
-    EXPECT_EQ(plan, step.plans.end());
-  }
-
   std::unique_ptr<Backend> backend_ = MakeCpuBackend({.threads = 2});
 };
 
@@ -127,7 +113,7 @@ TEST_F(CpuBackendRows, ValuesOfAnySize) {
       rows.push_back(MakeRow(&sequence, policy, spec.tokens() - 1, 1, false, DType::kFp32, 0,
                              spec.seed + rows.size()));
     }
-    RunAndCheck(0, rows);
+    RunAndCheckRows(backend_.get(), 0, rows);
   }
 }
 
@@ -144,7 +130,7 @@ TEST_F(CpuBackendRows, LatentAttentionOfItsRealSize) {
     rows.push_back(MakeRow(&sequence, Parse(preset), spec.tokens() - 1, 1, false, DType::kBf16, 0,
                            spec.seed + rows.size()));
   }
-  RunAndCheck(0, rows);
+  RunAndCheckRows(backend_.get(), 0, rows);
 }
 
 // Two far apart halves with the same logits and opposite values: the output is nothing, and errors
@@ -166,7 +152,7 @@ TEST_F(CpuBackendRows, OutputsThatCancelAreMeasuredAgainstTheValues) {
         MakeRow(&sequence, policy, 2 * kHalf, 1, true, DType::kFp32, 0, TestSeed()));
     for (size_t i = 0; i < row.queries.size(); i += kDim) row.queries[i] = 0;  // halves look alike
   }
-  RunAndCheck(0, {rows[0]});
+  RunAndCheckRows(backend_.get(), 0, {&rows[0], 1});
   const StepResult step = RunStep(backend_.get(), 0, rows);
   ASSERT_TRUE(step.status.ok()) << step.status;
   for (const float x : step.rows[0].out) EXPECT_NEAR(x, 0, 1e-5);
@@ -188,7 +174,7 @@ TEST_F(CpuBackendRows, SeveralQueryTokensAreCausal) {
                              DType::kBf16, 1, TestSeed() + rows.size()));
     }
   }
-  RunAndCheck(1, rows);
+  RunAndCheckRows(backend_.get(), 1, rows);
 }
 
 TEST_F(CpuBackendRows, QueryOnlySeesThePastAlike) {
@@ -206,7 +192,7 @@ TEST_F(CpuBackendRows, QueryOnlySeesThePastAlike) {
     rows.push_back(MakeRow(&sequence, policy, 640 + 520 + 3, 1, true, DType::kFp32, 1,
                            TestSeed() + rows.size()));
   }
-  RunAndCheck(1, rows);
+  RunAndCheckRows(backend_.get(), 1, rows);
 }
 
 TEST_F(CpuBackendRows, WithoutSegmentsEveryPolicyIsDense) {
@@ -278,7 +264,7 @@ TEST_F(CpuBackendRows, DenseLayersAreDense) {
       rows.push_back(MakeRow(&sequence, policy, sequence.spec.tokens() - 1, 1, false, DType::kFp32,
                              1, TestSeed()));
     }
-    RunAndCheck(1, rows);
+    RunAndCheckRows(backend_.get(), 1, rows);
     const StepResult step = RunStep(backend_.get(), 1, rows);
     for (const RowResult& row : step.rows) {
       EXPECT_EQ(row.stats.exact_tokens == 2 * 636, dense_layers == 2);

@@ -113,8 +113,8 @@ class Figures : public testing::TestWithParam<DType> {
     keep->ranked_tokens = view->tail_begin - 10;
     keep->positions = std::make_shared<KeepSet::Positions>(
         spec.shape.kv_heads, std::vector<uint32_t>{4, 5, 99, 330, 331, 390});
-    view->keep = keep;
-    view->recall = MakeRecall(spec.shape.layers, spec.shape.kv_heads);
+    view->state.keep = keep;
+    view->state.recall = MakeRecall(spec.shape.layers, spec.shape.kv_heads);
     sequence.view = view;
     return sequence;
   }

@@ -126,7 +126,7 @@ TEST_F(ObservationTest, StepsReadTheKeptTokensAndWhatComesLater) {
   keep->positions = std::make_shared<KeepSet::Positions>(
       KeepSet::Positions{{4, 5, 17, 599, 600, 699, 700, 850}, {}});
   auto view = std::make_shared<SequenceView>(*sequence_.view);
-  view->keep = keep;
+  view->state.keep = keep;
   sequence_.view = view;
   const TestRow row = MakeRow(&sequence_, *ParsePolicy("snapkv"), sequence_.spec.tokens(), 1, true,
                               DType::kFp32, 0, TestSeed());
@@ -146,11 +146,11 @@ TEST_F(ObservationTest, StepsReadTheKeptTokensAndWhatComesLater) {
 TEST_F(ObservationTest, TheLastQueryChoosesBlocksForTheFirstStep) {
   Make(MakeShape(4, 2, 64, 32, DType::kFp32), {600, 300}, 130, DType::kFp32);
   auto view = std::make_shared<SequenceView>(*sequence_.view);
-  view->recall = MakeRecall(1, 2);
+  view->state.recall = MakeRecall(1, 2);
   const Policy policy = *ParsePolicy("asynctls", {{"blocks", "3"}});
   for (uint32_t head = 0; head < 2; ++head) {
     RememberBlocksOf(*view, policy, 0, head, queries_, kObserved - 1, 1029);
-    const auto remembered = view->recall->Of(0, head, 1029);
+    const auto remembered = view->state.recall->Of(0, head, 1029);
     ASSERT_NE(remembered, nullptr);
     const auto blocks = oracle::CutBlocks({600, 300}, 4, 64);
     std::vector<oracle::Vector> queries;

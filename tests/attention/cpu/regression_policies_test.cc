@@ -10,12 +10,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <memory>
 
 #include "attention/cpu/cpu_backend.h"
-#include "attention/segment/paged_payload.h"
-#include "attention/segment/segment_loader.h"
+#include "tests/attention/cpu/paged_support.h"
 #include "tests/attention/cpu/row_check.h"
 #include "tests/attention/support.h"
 #include "tests/cross.h"
@@ -65,20 +63,6 @@ std::vector<Policy> Policies() {
   return policies;
 }
 
-void RunAndCheck(Backend* backend, uint32_t layer, const std::vector<TestRow>& rows) {
-  const StepResult step = RunStep(backend, layer, rows);
-  ASSERT_TRUE(step.status.ok()) << step.status;
-  auto plan = step.plans.begin();
-  for (size_t r = 0; r < rows.size(); ++r) {
-    SCOPED_TRACE(testing::Message()
-                 << "row " << r << ": " << Describe(rows[r].policy) << ", "
-                 << rows[r].sequence->spec << ", query tokens " << rows[r].query_tokens);
-    CheckRow(step, r, rows[r], layer, &plan);
-    if (testing::Test::HasFatalFailure()) return;
-  }
-  EXPECT_EQ(plan, step.plans.end());
-}
-
 class RegressionPolicies : public testing::TestWithParam<std::tuple<Case, DType>> {};
 
 TEST_P(RegressionPolicies, PlanAnswerAndStatisticsAreTheOracles) {
@@ -98,7 +82,7 @@ TEST_P(RegressionPolicies, PlanAnswerAndStatisticsAreTheOracles) {
                              spec.seed + rows.size()));
     }
   }
-  RunAndCheck(MakeCpuBackend({.threads = 2}).get(), 0, rows);
+  RunAndCheckRows(MakeCpuBackend({.threads = 2}).get(), 0, rows);
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, RegressionPolicies,
@@ -130,7 +114,7 @@ TEST_F(RegressionRows, SeveralQueryTokensAreCausal) {
     rows.push_back(MakeRow(&sequence, policy, sequence.spec.tokens() - 3, 3, false, DType::kBf16, 1,
                            TestSeed() + rows.size()));
   }
-  RunAndCheck(backend_.get(), 1, rows);
+  RunAndCheckRows(backend_.get(), 1, rows);
 }
 
 // Without tail and sink there is nothing but clusters.
@@ -144,7 +128,7 @@ TEST_F(RegressionRows, QueryOnlySeesThePastAlike) {
                              TestSeed() + rows.size()));
     }
   }
-  RunAndCheck(backend_.get(), 1, rows);
+  RunAndCheckRows(backend_.get(), 1, rows);
 }
 
 TEST_F(RegressionRows, ValuesOfAnySize) {
@@ -157,7 +141,7 @@ TEST_F(RegressionRows, ValuesOfAnySize) {
       rows.push_back(MakeRow(&sequence, policy, spec.tokens() - 1, 1, false, DType::kFp32, 0,
                              spec.seed + rows.size()));
     }
-    RunAndCheck(backend_.get(), 0, rows);
+    RunAndCheckRows(backend_.get(), 0, rows);
   }
 }
 
@@ -182,7 +166,7 @@ TEST_F(RegressionRows, ShiftsThatMatter) {
       rows.push_back(MakeRow(&sequence, policy, spec.tokens() - 1, 1, false, DType::kFp32, 0,
                              spec.seed + rows.size()));
     }
-    RunAndCheck(backend_.get(), 0, rows);
+    RunAndCheckRows(backend_.get(), 0, rows);
     // And it does matter.
     const oracle::RegressionInput input = MakeRegressionInput(rows[0], 0, 0);
     const oracle::Vector query = Rows(rows[0].queries, dim, 0, 1)[0];
@@ -211,13 +195,13 @@ TEST_F(RegressionRows, OutputsThatCancelAreMeasuredAgainstTheValues) {
     return row;
   };
   const TestRow off = row_of("off");
-  RunAndCheck(backend_.get(), 0, {off});
+  RunAndCheckRows(backend_.get(), 0, {&off, 1});
   const StepResult step = RunStep(backend_.get(), 0, {&off, 1});
   ASSERT_TRUE(step.status.ok()) << step.status;
   const double error = *step.rows[0].stats.predicted_error_mean;
   EXPECT_GT(error, 5);
   const TestRow some = row_of(std::to_string(0.2 * error));
-  RunAndCheck(backend_.get(), 0, {some});
+  RunAndCheckRows(backend_.get(), 0, {&some, 1});
   const StepResult partly = RunStep(backend_.get(), 0, {&some, 1});
   EXPECT_FALSE(partly.plans[0].exact.empty());
   EXPECT_FALSE(partly.plans[0].estimated.empty());
@@ -301,54 +285,16 @@ TEST_F(RegressionRows, LessToleranceReadsMore) {
 
 // ---- pages that are not there ----
 
-// A segment's payload, of whose pages only those with even numbers are there in time.
-class EvenPages : public PagedPayload, public PageStore {
- public:
-  explicit EvenPages(std::shared_ptr<const Segment> segment) : segment_(std::move(segment)) {}
-  PageStore* store() const override { return const_cast<EvenPages*>(this); }
-  absl::Status status() const override { return absl::OkStatus(); }
-  uint64_t bring_bytes_max() const override { return uint64_t{1} << 30; }
-  absl::StatusOr<std::unique_ptr<PagePins>> Bring(std::span<PageWant> wants,
-                                                  const PagePatience& patience) override {
-    EXPECT_TRUE(patience.partial || !wants.empty());
-    for (PageWant& want : wants) {
-      const auto* of = static_cast<const EvenPages*>(want.payload);
-      if (patience.partial && want.page % 2 != 0) continue;
-      const size_t page_bytes = PageGeometry(of->segment_->shape()).page_bytes();
-      want.data = of->segment_->pages(want.layer, want.kv_head) + want.page * page_bytes;
-      want.was_there = true;
-    }
-    return std::make_unique<PagePins>();
-  }
-
- private:
-  std::shared_ptr<const Segment> segment_;
-};
-
-// The same sequence, its segments' pages behind a store.
-TestSequence Paged(const TestSequence& sequence) {
-  TestSequence paged = sequence;
-  auto view = std::make_shared<SequenceView>(*sequence.view);
-  for (auto& segment : view->segments) {
-    SegmentLoader loader(segment->id(), segment->form(), segment->first_position(),
-                         std::make_shared<EvenPages>(segment));
-    EXPECT_TRUE(loader.allocated());
-    std::memcpy(loader.index_block().data(), segment->index_block().data(),
-                segment->index_block().size());
-    EXPECT_TRUE(loader.Check().ok());
-    segment = loader.Finish();
-  }
-  paged.view = std::move(view);
-  return paged;
-}
-
 // What was to be read and is not there is estimated like the rest: with its shift, its part of the
 // predicted error, and its share of the mass.
 TEST_F(RegressionRows, MissedClustersAreEstimatedAndPredicted) {
   for (const DType dtype : {DType::kBf16, DType::kFp32}) {
     SequenceSpec spec = Spec({900, 700}, 70, 4, dtype);
     TestSequence sequence = MakeSequence(spec);
-    TestSequence paged = Paged(sequence);
+    CopyingStore store;
+    store.set_was_there(true);
+    store.set_in_time([](const PageWant& want) { return want.page % 2 == 0; });
+    TestSequence paged = Paged(sequence, &store);
     std::vector<TestRow> there, rows;
     for (const auto& [preset, parameters] :
          std::vector<std::pair<std::string, std::map<std::string, std::string>>>{

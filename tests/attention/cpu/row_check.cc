@@ -279,4 +279,18 @@ void CheckRow(const StepResult& step, size_t r, const TestRow& row, uint32_t lay
   CheckStats(step.rows[r].stats, expected, policy);
 }
 
+void RunAndCheckRows(Backend* backend, uint32_t layer, std::span<const TestRow> rows) {
+  const StepResult step = RunStep(backend, layer, rows);
+  ASSERT_TRUE(step.status.ok()) << step.status;
+  auto plan = step.plans.begin();
+  for (size_t r = 0; r < rows.size(); ++r) {
+    SCOPED_TRACE(testing::Message() << "row " << r << ": " << Describe(rows[r].policy) << ", "
+                                    << rows[r].sequence->spec << ", past " << rows[r].past_tokens
+                                    << ", query tokens " << rows[r].query_tokens);
+    CheckRow(step, r, rows[r], layer, &plan);
+    if (testing::Test::HasFatalFailure()) return;
+  }
+  EXPECT_EQ(plan, step.plans.end());
+}
+
 }  // namespace attnd::attention::test

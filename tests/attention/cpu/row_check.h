@@ -42,6 +42,9 @@ struct CheckOptions {
 void CheckRow(const StepResult& step, size_t r, const TestRow& row, uint32_t layer,
               std::vector<Plan>::const_iterator* plan, const CheckOptions& options = {});
 
+// Runs rows of one layer in one step, which must succeed, and checks each of them.
+void RunAndCheckRows(Backend* backend, uint32_t layer, std::span<const TestRow> rows);
+
 }  // namespace attnd::attention::test
 
 #endif  // ATTND_TESTS_ATTENTION_CPU_ROW_CHECK_H_

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "attention/index/kmeans.h"
-#include "attention/index/regression_builder.h"
+#include "attention/index/regression_describer.h"
 #include "tests/attention/segment_support.h"
 #include "tests/oracle/joint_kmeans.h"
 

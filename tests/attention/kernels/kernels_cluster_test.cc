@@ -17,8 +17,6 @@
 namespace attnd::attention::test {
 namespace {
 
-using kernels::kQuad;
-
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 class ClusterKernelsTest : public EveryTarget {

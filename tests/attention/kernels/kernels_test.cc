@@ -23,9 +23,6 @@
 namespace attnd::attention::test {
 namespace {
 
-using kernels::kQuad;
-using kernels::QuadState;
-
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kGuard = 12345.0f;
 // Of a sum of products, relative to its terms' absolute sum.

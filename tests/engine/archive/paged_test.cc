@@ -17,57 +17,30 @@
 #include <utility>
 #include <vector>
 
+#include "attention/segment/segment.h"
 #include "engine/engine.h"
+#include "tests/engine/archive/archive_fixture.h"
 #include "tests/engine/support.h"
-#include "tests/temporary_folder.h"
 
 namespace attnd::engine::test {
 namespace {
 
-namespace fs = std::filesystem;
-using attnd::test::TemporaryFolder;
-
 constexpr uint64_t kMiB = uint64_t{1} << 20;
 
-class PagedTest : public testing::Test {
+class PagedTest : public ArchiveFixture {
  protected:
-  PagedTest() {}
-  ~PagedTest() override { engine_.reset(); }
-
   void Start(uint64_t budget_bytes, uint64_t page_memory_bytes = kMiB) {
-    engine_.reset();
-    EngineOptions options = SmallOptions();
+    EngineOptions options = Options();
     options.memory_budget_bytes = budget_bytes;
-    options.archive.data_dir = folder_.path();
     options.archive.page_memory_bytes = page_memory_bytes;
-    engine_ = MakeEngine(options);
+    ArchiveFixture::Start(options);
   }
   TestSequence Open(std::optional<attention::Policy> policy = std::nullopt,
                     std::optional<attention::IndexSet> indexes = std::nullopt) {
-    OpenArgs args = ArgsOf(shape_, std::move(policy));
+    OpenArgs args = Args();
+    args.policy = std::move(policy);
     args.indexes = indexes;
-    const auto id = engine_->Open(kTenant, args);
-    EXPECT_TRUE(id.ok()) << id.status();
-    return TestSequence(engine_.get(), id.value_or(0), shape_);
-  }
-  uint64_t Seal(const TestSequence& sequence) {
-    const auto sealed = engine_->Seal(kTenant, sequence.id, nullptr);
-    EXPECT_TRUE(sealed.ok()) << sealed.status();
-    return sealed.ok() ? sealed->sealed_id : 0;
-  }
-  TestSequence Resume(uint64_t sealed_id, const History& history) {
-    const auto opened = engine_->Resume(kTenant, ArgsOf(shape_), sealed_id, nullptr);
-    EXPECT_TRUE(opened.ok()) << opened.status();
-    TestSequence sequence(engine_.get(), opened.ok() ? opened->sequence_id : 0, shape_);
-    sequence.history = history;
-    return sequence;
-  }
-  size_t Files() const {
-    size_t files = 0;
-    for (const auto& entry : fs::recursive_directory_iterator(folder_.Path("segments"))) {
-      if (entry.is_regular_file()) ++files;
-    }
-    return files;
+    return ArchiveFixture::Open(args);
   }
   // The same question to both, each layer and policy, which must have the same bits for an answer.
   void ExpectSameAnswers(TestSequence* a, TestSequence* b, uint32_t query_tokens) {
@@ -95,28 +68,20 @@ class PagedTest : public testing::Test {
   }
 
   void CompareWithMemory(attention::IndexSet indexes = attention::kClusterIndexes);
-
-  ModelShape shape_ = MakeShape(2, 4, 2, 64, 64, DType::kBf16);
-  const uint64_t seed_ = TestSeed();
-  const testing::ScopedTrace trace_{__FILE__, __LINE__, testing::Message() << "seed " << seed_};
-  Random random_{seed_};
-  const TemporaryFolder folder_;
-  std::unique_ptr<Engine> engine_;
 };
-
 // The life of a sequence whose pages lie on disk, beside its twin in memory.
 void PagedTest::CompareWithMemory(attention::IndexSet indexes) {
   Start(256 * kMiB);
   TestSequence whole = Open(std::nullopt, indexes);
   Prefill(&whole, 5000, &random_);  // 5 MB of payload
   FinishPrefill(&whole);
-  const uint64_t sealed_id = Seal(whole);
+  const uint64_t sealed_id = Seal(whole).sealed_id;
   const uint64_t read_before = engine_->archive_stats().read_bytes;
   // The sealed segments are still in memory, and so shared: another engine would read them. Here
   // the original is closed, opened from disk, and compared with its twin that is whole.
   History history = whole.history;
   ASSERT_TRUE(engine_->Close(kTenant, whole.id).ok());
-  TestSequence paged = Resume(sealed_id, history);
+  TestSequence paged = Resume(sealed_id, history).value();
   const uint64_t payload = 5000 * shape_.token_bytes() * shape_.layers * shape_.kv_heads;
   EXPECT_LT(engine_->archive_stats().read_bytes - read_before, payload / 2)
       << "only indexes and the tail are read";
@@ -155,10 +120,10 @@ TEST_F(PagedTest, PagesAreEvictedAndReadAgain) {
   TestSequence sequence = Open();
   Prefill(&sequence, 6000, &random_);
   FinishPrefill(&sequence);
-  const uint64_t sealed_id = Seal(sequence);
+  const uint64_t sealed_id = Seal(sequence).sealed_id;
   const History history = sequence.history;
   Start(6 * kMiB);
-  TestSequence paged = Resume(sealed_id, history);
+  TestSequence paged = Resume(sealed_id, history).value();
   for (int i = 0; i < 3; ++i) EXPECT_TRUE(AnswersDense(&paged, &random_));
   Generate(&paged, 10, &random_, /*check=*/true);
   const storage::PageCacheStats pages = engine_->archive_stats().pages;
@@ -171,10 +136,10 @@ TEST_F(PagedTest, PagesMakeRoomForOthers) {
   TestSequence sequence = Open();
   Prefill(&sequence, 6000, &random_);
   FinishPrefill(&sequence);
-  const uint64_t sealed_id = Seal(sequence);
+  const uint64_t sealed_id = Seal(sequence).sealed_id;
   const History history = sequence.history;
   Start(16 * kMiB);
-  TestSequence paged = Resume(sealed_id, history);
+  TestSequence paged = Resume(sealed_id, history).value();
   EXPECT_TRUE(AnswersDense(&paged, &random_));
   const uint64_t with_pages = engine_->archive_stats().pages.slab_bytes;
   EXPECT_GT(with_pages, 5 * kMiB);
@@ -192,10 +157,10 @@ TEST_F(PagedTest, MissesAreEstimatedAndSaid) {
   TestSequence sequence = Open();
   Prefill(&sequence, 5000, &random_);
   FinishPrefill(&sequence);
-  const uint64_t sealed_id = Seal(sequence);
+  const uint64_t sealed_id = Seal(sequence).sealed_id;
   const History history = sequence.history;
   Start(256 * kMiB, 64 * kMiB);
-  TestSequence paged = Resume(sealed_id, history);
+  TestSequence paged = Resume(sealed_id, history).value();
   Row row = QueryOnlyRow(&paged, 0, 1, &random_);
   row.policy = PolicyOf("double-p", {{"on_miss", "estimate"}, {"estimator", "second-order"}});
   const Message message(0, {row});
@@ -223,7 +188,7 @@ TEST_F(PagedTest, MissesAreEstimatedAndSaid) {
   EXPECT_EQ(AnswerOf(message, answer, 0), AnswerOf(patient, Send(engine_.get(), patient), 0));
   // One that waits long enough misses nothing.
   Start(256 * kMiB, 64 * kMiB);
-  paged = Resume(sealed_id, history);
+  paged = Resume(sealed_id, history).value();
   row.policy = PolicyOf("double-p", {{"on_miss", "estimate"}, {"miss_wait_us", "1000000"}});
   row.sequence = &paged;
   const Answer waited = Send(engine_.get(), Message(0, {row}));
@@ -238,10 +203,10 @@ TEST_F(PagedTest, MissesOfManyGroupsAreAllEstimated) {
   TestSequence sequence = Open();
   Prefill(&sequence, 5000, &random_);
   FinishPrefill(&sequence);
-  const uint64_t sealed_id = Seal(sequence);
+  const uint64_t sealed_id = Seal(sequence).sealed_id;
   const History history = sequence.history;
   Start(256 * kMiB, kMiB);
-  TestSequence paged = Resume(sealed_id, history);
+  TestSequence paged = Resume(sealed_id, history).value();
   Row row = QueryOnlyRow(&paged, 0, 3, &random_);
   row.policy = PolicyOf("clusters-top-k",
                         {{"on_miss", "estimate"}, {"exact", "1"}, {"estimator", "second-order"}});
@@ -265,34 +230,15 @@ TEST_F(PagedTest, MissesOfManyGroupsAreAllEstimated) {
 // Equal token ids do not make equal bits: what is moved to disk is read back from its own file.
 TEST_F(PagedTest, ATwinWithOtherBitsHasItsOwnPages) {
   Start(8 * kMiB);
-  std::vector<uint32_t> ids(1100);
-  for (uint32_t& id : ids) id = static_cast<uint32_t>(random_.Below(1000));
-  OpenArgs args = ArgsOf(shape_);
-  args.fingerprint = "model";
-  const auto upload = [&](const History& contents) {
-    const auto id = engine_->Open(kTenant, args);
-    EXPECT_TRUE(id.ok()) << id.status();
-    TestSequence sequence(engine_.get(), *id, shape_);
-    for (uint32_t layer = 0; layer < shape_.layers; ++layer) {
-      const Kv kv = contents.Slice(layer, 0, ids.size());
-      AppendChunk chunk = ChunkOf(layer, 0, kv);
-      chunk.token_ids = ids;
-      EXPECT_TRUE(engine_->Append(kTenant, kWriter, sequence.id, chunk).ok());
-    }
-    sequence.history = contents;
-    FinishPrefill(&sequence);
+  const std::vector<uint32_t> ids = Ids(1100);
+  const auto upload = [&] {
+    TestSequence sequence = Open();
+    Upload(&sequence, ids, 0, Contents(ids.size()));
     return sequence;
   };
-  const auto contents = [&] {
-    History history(shape_);
-    for (uint32_t layer = 0; layer < shape_.layers; ++layer) {
-      history.Append(layer, RandomKv(shape_, ids.size(), &random_));
-    }
-    return history;
-  };
-  TestSequence sealed = upload(contents());
+  TestSequence sealed = upload();
   Seal(sealed);
-  TestSequence twin = upload(contents());
+  TestSequence twin = upload();
   // Others take the memory, so that both are moved to disk.
   TestSequence other = Open();
   for (uint64_t done = 0; done < 8000; done += 250) {
@@ -314,10 +260,10 @@ TEST_F(PagedTest, HistoriesChangeOnDisk) {
   TestSequence sequence = Open();
   Prefill(&sequence, 3000, &random_);
   FinishPrefill(&sequence);
-  const uint64_t sealed_id = Seal(sequence);
+  const uint64_t sealed_id = Seal(sequence).sealed_id;
   const History history = sequence.history;
   Start(256 * kMiB);
-  TestSequence paged = Resume(sealed_id, history);
+  TestSequence paged = Resume(sealed_id, history).value();
   const auto fork = engine_->Fork(kTenant, paged.id, 1300);
   ASSERT_TRUE(fork.ok()) << fork.status();
   TestSequence child(engine_.get(), fork->id, shape_);
@@ -381,7 +327,7 @@ TEST_F(PagedTest, ASequenceOutgrowsTheBudget) {
   EXPECT_LT(sealed->written_segments, 10u);
   const History history = sequence.history;
   Start(6 * kMiB);
-  TestSequence resumed = Resume(sealed->sealed_id, history);
+  TestSequence resumed = Resume(sealed->sealed_id, history).value();
   EXPECT_TRUE(MatchesModel(&resumed, &random_));
 }
 
@@ -397,12 +343,12 @@ TEST_F(PagedTest, FilesOfWhatWasNeverSealedGo) {
     }
   }
   engine_->WaitForBackground();
-  EXPECT_GT(Files(), 0u);
+  EXPECT_FALSE(Files().empty());
   ASSERT_TRUE(engine_->Close(kTenant, sequence.id).ok());
-  for (int i = 0; i < 100 && Files() > 0; ++i) {  // the pager may hold it for a moment
+  for (int i = 0; i < 100 && !Files().empty(); ++i) {  // the pager may hold it for a moment
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
-  EXPECT_EQ(Files(), 0u);
+  EXPECT_TRUE(Files().empty());
 }
 
 TEST_F(PagedTest, ADeadlineIsKept) {
@@ -410,14 +356,14 @@ TEST_F(PagedTest, ADeadlineIsKept) {
   TestSequence sequence = Open();
   Prefill(&sequence, 2000, &random_);
   FinishPrefill(&sequence);
-  const uint64_t sealed_id = Seal(sequence);
+  const uint64_t sealed_id = Seal(sequence).sealed_id;
   const History history = sequence.history;
   EngineOptions options = SmallOptions();
   options.archive.data_dir = folder_.path();
   options.archive.read_bytes_per_s = 4096;  // hours
   engine_.reset();
   engine_ = MakeEngine(options);
-  TestSequence paged = Resume(sealed_id, history);
+  TestSequence paged = Resume(sealed_id, history).value();
   Message message(0, {QueryOnlyRow(&paged, 0, 1, &random_)});
   message.args.deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(50);
   EXPECT_EQ(Send(engine_.get(), message).status.code(), absl::StatusCode::kDeadlineExceeded);
@@ -437,12 +383,12 @@ TEST_F(PagedTest, SequencesSharePagesSideBySide) {
   TestSequence sequence = Open();
   Prefill(&sequence, 4000, &random_);
   FinishPrefill(&sequence);
-  const uint64_t sealed_id = Seal(sequence);
+  const uint64_t sealed_id = Seal(sequence).sealed_id;
   const History history = sequence.history;
   Start(8 * kMiB);
   std::vector<TestSequence> sequences;
   for (int i = 0; i < 4; ++i) {
-    sequences.push_back(Resume(sealed_id, history));
+    sequences.push_back(Resume(sealed_id, history).value());
     sequences.back().writer = kWriter + static_cast<WriterId>(i);
   }
   std::vector<std::thread> threads;

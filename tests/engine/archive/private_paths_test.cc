@@ -7,19 +7,16 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <filesystem>
-#include <fstream>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "attention/cpu/cpu_backend.h"
 #include "engine/engine.h"
+#include "tests/engine/archive/archive_fixture.h"
 #include "tests/engine/support.h"
-#include "tests/temporary_folder.h"
 
 namespace attnd::engine::test {
 namespace {
@@ -48,7 +45,7 @@ TEST(PrivatePathsTest, FilesHaveNumbersAndTheRestHasNoName) {
 }
 
 // What the server's log is told.
-class Log : public Observer {
+class Log : public EventListener {
  public:
   void OnDiskFault(const absl::Status& status) override {
     const std::lock_guard lock(mutex_);
@@ -64,63 +61,26 @@ class Log : public Observer {
   std::string last_;
 };
 
-class PrivatePathsOfAnEngine : public testing::Test {
+class PrivatePathsOfAnEngine : public ArchiveFixture {
  protected:
-  PrivatePathsOfAnEngine() { Start(); }
-  void Start() {
-    engine_.reset();
-    EngineOptions options = SmallOptions();
-    options.archive.data_dir = folder_.path();
-    engine_ = MakeEngine(options, &log_);
-  }
-  // Segment and tail files, by ascending number.
-  std::vector<fs::path> Files() const {
-    std::vector<fs::path> files;
-    for (const auto& entry : fs::recursive_directory_iterator(folder_.Path("segments"))) {
-      if (entry.is_regular_file()) files.push_back(entry.path());
-    }
-    std::sort(files.begin(), files.end(),
-              [](const fs::path& a, const fs::path& b) { return a.filename() < b.filename(); });
-    return files;
-  }
-  static void FlipByte(const fs::path& path, uint64_t offset) {
-    std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
-    file.seekg(static_cast<std::streamoff>(offset));
-    const auto byte = static_cast<char>(file.get() ^ 0x10);
-    file.seekp(static_cast<std::streamoff>(offset));
-    file.put(byte);
-  }
+  PrivatePathsOfAnEngine() : ArchiveFixture(MakeShape(1, 2, 1, 64, 64, DType::kBf16)) { Start(); }
+  ~PrivatePathsOfAnEngine() override { engine_.reset(); }  // before the log
+  void Start() { ArchiveFixture::Start(Options(), &log_); }
   void ExpectTold(const absl::Status& status, absl::StatusCode code, const std::string& what) {
     SCOPED_TRACE(status);
     EXPECT_EQ(status.code(), code);
     EXPECT_THAT(std::string(status.message()), AllOf(HasSubstr(what), Not(HasSubstr("/"))));
     EXPECT_THAT(log_.Take(), HasSubstr(folder_.path())) << "for whoever runs the server";
   }
-  uint64_t SealAnother() {
-    TestSequence sequence = OpenSequence(engine_.get(), shape_);
-    Prefill(&sequence, 600, &random_);
-    FinishPrefill(&sequence);
-    return engine_->Seal(kTenant, sequence.id, nullptr)->sealed_id;
-  }
-  absl::Status Resume(uint64_t sealed_id) {
-    const auto opened = engine_->Resume(kTenant, ArgsOf(shape_), sealed_id, nullptr);
-    if (opened.ok()) sequence_ = opened->sequence_id;
-    return opened.status();
-  }
 
-  const ModelShape shape_ = MakeShape(1, 2, 1, 64, 64, DType::kBf16);
-  Random random_{TestSeed()};
-  const attnd::test::TemporaryFolder folder_;
   Log log_;
-  std::unique_ptr<Engine> engine_;
-  uint64_t sequence_ = 0;
 };
 
 TEST_F(PrivatePathsOfAnEngine, EveryRefusalSaysWhatIsLostAndNotWhere) {
-  TestSequence sequence = OpenSequence(engine_.get(), shape_);
+  TestSequence sequence = Open();
   Prefill(&sequence, 1100, &random_);
   FinishPrefill(&sequence);
-  const uint64_t sealed = engine_->Seal(kTenant, sequence.id, nullptr)->sealed_id;
+  const uint64_t sealed = Seal(sequence).sealed_id;
   const History history = sequence.history;
   const std::string named = "sealed sequence " + std::to_string(sealed);
   const std::vector<fs::path> files = Files();  // two segments and a tail
@@ -128,7 +88,7 @@ TEST_F(PrivatePathsOfAnEngine, EveryRefusalSaysWhatIsLostAndNotWhere) {
   Start();
 
   // A file that cannot be written: its folder is gone.
-  TestSequence other = OpenSequence(engine_.get(), shape_);
+  TestSequence other = Open();
   Prefill(&other, 30, &random_);
   fs::rename(folder_.Path("segments"), folder_.Path("elsewhere"));
   ExpectTold(engine_->Seal(kTenant, other.id, nullptr).status(), absl::StatusCode::kNotFound,
@@ -136,9 +96,7 @@ TEST_F(PrivatePathsOfAnEngine, EveryRefusalSaysWhatIsLostAndNotWhere) {
   fs::rename(folder_.Path("elsewhere"), folder_.Path("segments"));
 
   // A page: the step that reads it finds it.
-  ASSERT_TRUE(Resume(sealed).ok());
-  TestSequence resumed(engine_.get(), sequence_, shape_);
-  resumed.history = history;
+  TestSequence resumed = Resume(sealed, history).value();
   FlipByte(files[1], fs::file_size(files[1]) / 2);
   const Message message(0, {QueryOnlyRow(&resumed, 0, 1, &random_)});
   ExpectTold(Send(engine_.get(), message).row_status(0), absl::StatusCode::kDataLoss,
@@ -148,11 +106,12 @@ TEST_F(PrivatePathsOfAnEngine, EveryRefusalSaysWhatIsLostAndNotWhere) {
 
   // The tail, and the header of the first segment of another sequence.
   FlipByte(files[2], 100);
-  ExpectTold(Resume(sealed), absl::StatusCode::kDataLoss, named);
-  const uint64_t second = SealAnother();
+  ExpectTold(Resume(sealed, history).status(), absl::StatusCode::kDataLoss, named);
+  const uint64_t second = SealNew(600).sealed_id;
   FlipByte(Files()[1], 100);  // behind the first sequence's
   Start();
-  ExpectTold(Resume(second), absl::StatusCode::kDataLoss, "positions 0..511 are lost");
+  ExpectTold(Resume(second, history).status(), absl::StatusCode::kDataLoss,
+             "positions 0..511 are lost");
 }
 
 }  // namespace

@@ -12,9 +12,8 @@
 
 #include "engine/archive/archive.h"
 #include "engine/engine.h"
-#include "tests/engine/support.h"
+#include "tests/engine/archive/archive_fixture.h"
 #include "tests/storage/io/forwarding_files.h"
-#include "tests/temporary_folder.h"
 
 namespace attnd::engine::test {
 namespace {
@@ -34,25 +33,18 @@ class ShowingFiles final : public storage::test::ForwardingFiles {
   std::function<void()> opened_;
 };
 
-class ResumeBesideDropTest : public testing::Test {
+class ResumeBesideDropTest : public ArchiveFixture {
  protected:
   // A sequence with a segment, sealed by an engine that is gone.
   void SetUp() override {
-    EngineOptions options = SmallOptions();
-    options.archive.data_dir = folder_.path();
-    auto engine = MakeEngine(options);
-    Random random(TestSeed());
-    TestSequence sequence = OpenSequence(engine.get(), MakeShape(1, 2, 1, 64, 64, DType::kBf16));
-    Prefill(&sequence, 600, &random);
-    FinishPrefill(&sequence);
-    const auto sealed = engine->Seal(kTenant, sequence.id, nullptr);
-    ASSERT_TRUE(sealed.ok()) << sealed.status();
-    ASSERT_EQ(sealed->segments, 1u);
-    sealed_id_ = sealed->sealed_id;
-    engine.reset();
+    Start();
+    const SealResult sealed = SealNew(600);
+    ASSERT_EQ(sealed.segments, 1u);
+    sealed_id_ = sealed.sealed_id;
+    engine_.reset();
     auto files = std::make_unique<ShowingFiles>();
     files_ = files.get();
-    auto archive = Archive::Open(options.archive, &budget_, std::move(files));
+    auto archive = Archive::Open(Options().archive, &budget_, std::move(files));
     ASSERT_TRUE(archive.ok()) << archive.status();
     archive_ = *std::move(archive);
   }
@@ -62,7 +54,6 @@ class ResumeBesideDropTest : public testing::Test {
     return *std::move(fresh);
   }
 
-  const attnd::test::TemporaryFolder folder_;
   MemoryBudget budget_{uint64_t{64} << 20};
   std::unique_ptr<Archive> archive_;
   ShowingFiles* files_ = nullptr;  // the archive's

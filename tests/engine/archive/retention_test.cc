@@ -10,33 +10,25 @@
 #include "common/unix_time.h"
 #include "engine/archive/archive.h"
 #include "engine/engine.h"
-#include "tests/engine/support.h"
-#include "tests/temporary_folder.h"
+#include "tests/engine/archive/archive_fixture.h"
 
 namespace attnd::engine::test {
 namespace {
 
 constexpr int64_t kHour = 3600;
 
-class RetentionTest : public testing::Test {
+class RetentionTest : public ArchiveFixture {
  protected:
   // Three sequences, sealed now.
   RetentionTest() {
-    EngineOptions options = SmallOptions();
-    options.archive = options_;
-    auto engine = MakeEngine(options);
-    Random random(TestSeed());
-    for (int i = 0; i < 3; ++i) {
-      TestSequence sequence = OpenSequence(engine.get(), MakeShape(1, 2, 1, 64, 64, DType::kBf16));
-      Prefill(&sequence, 20, &random);
-      EXPECT_TRUE(engine->Seal(kTenant, sequence.id, nullptr).ok());
-    }
-    engine.reset();
+    Start();
+    for (int i = 0; i < 3; ++i) SealNew(20);
+    engine_.reset();
     Restart();
   }
   void Restart() {
     archive_.reset();
-    auto archive = Archive::Open(options_, &budget_, nullptr);
+    auto archive = Archive::Open(Options().archive, &budget_, nullptr);
     EXPECT_TRUE(archive.ok()) << archive.status();
     archive_ = *std::move(archive);
   }
@@ -46,12 +38,6 @@ class RetentionTest : public testing::Test {
     return archive_->Retain(limits, unix_s, boot_s).value();
   }
 
-  const attnd::test::TemporaryFolder folder_;
-  const ArchiveOptions options_ = [this] {
-    ArchiveOptions options;
-    options.data_dir = folder_.path();
-    return options;
-  }();
   MemoryBudget budget_{uint64_t{64} << 20};
   std::unique_ptr<Archive> archive_;
   const int64_t now_ = NowUnixSeconds();

@@ -20,7 +20,7 @@
 
 namespace attnd::engine::test {
 
-class AuditRecorder : public Observer {
+class AuditRecorder : public EventListener {
  public:
   void OnAudited(const AuditedRow& row) override {
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -197,7 +197,7 @@ TEST_F(AuditorLimitsTest, WithoutItsThreadThereIsNoEngine) {
 }
 
 // Counts only: it is called while allocations are refused.
-class CountingObserver : public Observer {
+class CountingObserver : public EventListener {
  public:
   void OnAudited(const AuditedRow&) override { ++audited; }
   void OnAuditSkipped(AuditSkip why) override {
@@ -219,11 +219,12 @@ TEST_F(AuditorLimitsTest, EveryRefusedAllocationIsSurvived) {
   bool refused = true;
   for (uint64_t allocation = 0; refused; ++allocation) {
     SCOPED_TRACE(testing::Message() << "seed " << TestSeed() << " allocation " << allocation);
+    AnswerVectors memory;
     DecodeResult result;
     absl::Status status;
     {
       const AllocationRefused one(allocation);
-      status = engine_->Decode(kTenant, kWriter, message.args, &result);
+      status = engine_->Decode(kTenant, kWriter, message.args, memory, &result);
       engine_->WaitForBackground();
       refused = one.refused();
     }

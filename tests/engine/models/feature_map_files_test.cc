@@ -228,9 +228,9 @@ TEST_F(FeatureMapFilesTest, SegmentsOfOtherMapsHaveOtherNames) {
   args.indexes = {attention::IndexKind::kSummary};
   const std::vector<uint32_t> ids(512, 7);
   const ChainLink link = {kNoChain, 0, 4, ids};
-  args.feature_maps_id = "one";
+  args.model_parts.feature_maps_id = "one";
   const auto one = ChainNames({}, kTenant, args).NameOf(link);
-  args.feature_maps_id = "other";
+  args.model_parts.feature_maps_id = "other";
   const auto other = ChainNames({}, kTenant, args).NameOf(link);
   ASSERT_TRUE(one.ok() && other.ok());
   EXPECT_NE(*one, *other);
@@ -285,11 +285,12 @@ TEST_F(FeatureMapFilesTest, SealedSequencesGoOnUnderTheSameMaps) {
     Row row = rows[i];
     row.sequence = &resumed;
     const Message message(layer, {row});
+    AnswerVectors memory;
     DecodeResult result;
-    ASSERT_TRUE(engine->Decode(kTenant, kWriter, message.args, &result).ok());
+    ASSERT_TRUE(engine->Decode(kTenant, kWriter, message.args, memory, &result).ok());
     ASSERT_TRUE(result.rows[0].status.ok()) << result.rows[0].status;
-    EXPECT_EQ(result.out, expected[i].out) << "row " << i;
-    EXPECT_EQ(result.lse, expected[i].lse) << "row " << i;
+    EXPECT_EQ(memory.out(), expected[i].out) << "row " << i;
+    EXPECT_EQ(memory.lse(), expected[i].lse) << "row " << i;
     const attention::RowStats& stats = result.rows[0].stats;
     EXPECT_EQ(stats.host_tokens + stats.ssd_tokens, stats.zone_tokens + stats.exact_tokens);
   }

@@ -34,7 +34,7 @@ using absl::StatusCode;
 using testing::HasSubstr;
 
 // Lists what was built and what failed.
-class RecordingObserver : public Observer {
+class RecordingObserver : public EventListener {
  public:
   void OnSegmentBuilt(BuildTrigger, uint64_t tokens, std::chrono::nanoseconds) override {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -138,8 +138,10 @@ TEST(SegmenterTest, TheBackgroundSurvivesRefusedAllocations) {
     const Message step(0, {NextRow(&sequence, 0, 1, &random)});
     {
       const AllocationRefused one(allocation);
+      AnswerVectors memory;
       DecodeResult result;
-      EXPECT_TRUE(engine->Decode(kTenant, kWriter, step.args, &result).ok() || one.refused());
+      const absl::Status status = engine->Decode(kTenant, kWriter, step.args, memory, &result);
+      EXPECT_TRUE(status.ok() || one.refused());
       engine->WaitForBackground();
     }
     // Whatever was refused: the step again, then as many tokens as a failed build waits for.
@@ -185,7 +187,7 @@ TEST(SegmenterTest, AFailedBackgroundBuildIsNotTriedAtEachToken) {
 
 // Builders are nicer than the threads of the process, whatever its own niceness is.
 TEST(SegmenterTest, BuildersAreNicerThanTheProcess) {
-  class NicenessObserver : public Observer {
+  class NicenessObserver : public EventListener {
    public:
     void OnSegmentBuilt(BuildTrigger, uint64_t, std::chrono::nanoseconds) override {
       niceness = getpriority(PRIO_PROCESS, 0);  // of the calling thread

@@ -164,6 +164,40 @@ TEST_F(SequenceTest, ASegmentOfOtherTokensIsRefused) {
   }
 }
 
+// What comes in is the segment of its job, and nothing else: a builder that mixes them up must not
+// answer.
+TEST_F(SequenceTest, ASegmentOfAnotherJobStopsTheProcess) {
+  Append(1300);
+  const std::optional<SegmentJob> job = sequence_.NextSegment(512, 512);
+  const std::optional<SegmentJob> longer = sequence_.NextSegment(512, 600);
+  ASSERT_TRUE(job.has_value() && longer.has_value());
+  const auto segment = Build(*job);
+  EXPECT_DEATH(sequence_.Install(*longer, segment), "segment->tokens");
+}
+
+// Segments may come from files, so that a chain that is none is an error.
+TEST_F(SequenceTest, WhatIsNoChainIsNotRestored) {
+  Append(1300);
+  const std::optional<SegmentJob> job = sequence_.NextSegment(512, 512);
+  ASSERT_TRUE(job.has_value());
+  const auto segment = Build(*job);
+  ASSERT_TRUE(sequence_.Install(*job, segment));
+  const std::optional<SegmentJob> next = sequence_.NextSegment(512, 512);
+  ASSERT_TRUE(next.has_value());
+  const auto second = Build(*next);
+  const auto restore = [&](std::vector<std::shared_ptr<const Segment>> segments, size_t bounds) {
+    Sequence fresh(2, "", CompleteArgs(shape_, PolicyOf("dense")), 1 << 20, &budget_);
+    RestoredSegments restored;
+    restored.segments = std::move(segments);
+    restored.key_bounds.resize(bounds, 1.0f);
+    return fresh.Restore(std::move(restored));
+  };
+  EXPECT_TRUE(restore({segment, second}, 2).ok());
+  EXPECT_TRUE(absl::IsDataLoss(restore({second}, 1)));
+  EXPECT_TRUE(absl::IsDataLoss(restore({segment, segment}, 2)));
+  EXPECT_TRUE(absl::IsDataLoss(restore({segment, second}, 1)));
+}
+
 // The same for any truncations and appends between a job and its installation: what comes in holds
 // the history's tokens, bit for bit, and the same again beside an older step that is repeated.
 TEST_F(SequenceTest, WhateverIsInstalledHoldsTheHistory) {

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Goal: nothing from the wire reaches the engine unchecked. Method: a good message, spoiled in one
-// place for each case of a table; the error must name the place. Then round trips of what goes out.
+// Goal: what a message's form can have wrong does not reach the engine. Method: a good message,
+// spoiled in one place for each case of a table; the error must name the place. What the engine
+// checks of a step, its limits and how tensors divide among rows, is in
+// tests/engine/engine_faults_test.cc, and what a client sees of both in
+// tests/server/refusals_test.cc.
 #include "server/calls/conversions.h"
 
 #include <cmath>
@@ -13,13 +16,13 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "server/calls/sequence_conversions.h"
+#include "server/calls/step_conversions.h"
 
 namespace attnd::server {
 namespace {
 
 using ::testing::HasSubstr;
-
-constexpr DecodeLimits kLimits = {.max_rows = 4, .max_query_tokens = 8};
 
 void Fill(v1::Tensor* tensor, const std::vector<uint32_t>& shape,
           v1::DType dtype = v1::DTYPE_FP32) {
@@ -298,7 +301,7 @@ TEST(Decode, GoodMessage) {
   request.mutable_rows(0)->add_token_ids(77);
   request.mutable_rows(1)->mutable_policy()->set_preset("streaming");
   DecodeStep step;
-  ASSERT_TRUE(FromProto(request, kLimits, kArrival, &step).ok());
+  ASSERT_TRUE(FromProto(request, kArrival, &step).ok());
   EXPECT_EQ(step.args.layer, 3u);
   EXPECT_EQ(step.args.q_heads, 8u);
   EXPECT_EQ(step.args.k_head_dim, 64u);
@@ -316,7 +319,7 @@ TEST(Decode, LatentModelsSendNoValues) {
   v1::DecodeRequest request = GoodDecode();
   request.clear_v();
   DecodeStep step;
-  ASSERT_TRUE(FromProto(request, kLimits, kArrival, &step).ok());
+  ASSERT_TRUE(FromProto(request, kArrival, &step).ok());
   EXPECT_EQ(step.args.k.elements, 128u);
   EXPECT_EQ(step.args.v.elements, 0u);
   EXPECT_EQ(step.args.v_value_dim, 0u);
@@ -326,7 +329,7 @@ TEST(Decode, AFarDeadlineIsNone) {
   v1::DecodeRequest request = GoodDecode();
   request.set_deadline_us(~uint64_t{0});
   DecodeStep step;
-  ASSERT_TRUE(FromProto(request, kLimits, kArrival, &step).ok());
+  ASSERT_TRUE(FromProto(request, kArrival, &step).ok());
   EXPECT_FALSE(step.args.deadline.has_value());
 }
 
@@ -336,41 +339,17 @@ TEST(Decode, WrongMessagesNameTheField) {
     std::function<void(v1::DecodeRequest*)> spoil;
   };
   const std::vector<Case> cases = {
-      {"rows", [](auto* r) { r->clear_rows(); }},
-      {"rows",
-       [](auto* r) {
-         for (int i = 0; i < 3; ++i) r->add_rows()->set_query_tokens(1);
-       }},
-      {"rows[1].query_tokens is 2; allowed are 1..8",
-       [](auto* r) { r->mutable_rows(0)->set_query_tokens(7); }},
-      {"rows[0].query_tokens is 0; allowed are 1..8",
-       [](auto* r) { r->mutable_rows(0)->set_query_tokens(0); }},
-      {"rows[1].query_tokens is 0; allowed are 1..8",
-       [](auto* r) { r->mutable_rows(1)->set_query_tokens(0); }},
-      {"rows",
-       [](auto* r) {
-         for (auto& row : *r->mutable_rows()) row.set_query_tokens(~0u);
-       }},
       {"q.dtype", [](auto* r) { r->clear_q(); }},
-      {"q.shape[0]",
-       [](auto* r) {
-         Fill(r->mutable_q(), {2, 8, 64});
-       }},
       {"q.data", [](auto* r) { r->mutable_q()->mutable_data()->push_back('x'); }},
-      {"k.shape[0]",
-       [](auto* r) {
-         Fill(r->mutable_k(), {3, 2, 64});
-       }},
       {"k.dtype", [](auto* r) { r->clear_k(); }},
       {"v.dtype", [](auto* r) { r->mutable_v()->Clear(); }},
-      {"k is present", [](auto* r) { r->mutable_rows(0)->set_query_only(true); }},
       {"output_dtype", [](auto* r) { r->set_output_dtype(static_cast<v1::DType>(9)); }},
   };
   for (size_t i = 0; i < cases.size(); ++i) {
     v1::DecodeRequest request = GoodDecode();
     cases[i].spoil(&request);
     DecodeStep step;
-    const absl::Status status = FromProto(request, kLimits, kArrival, &step);
+    const absl::Status status = FromProto(request, kArrival, &step);
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << "case " << i;
     EXPECT_THAT(std::string(status.message()), HasSubstr(cases[i].named)) << "case " << i;
   }
@@ -390,13 +369,12 @@ TEST(Decode, ARowsFaultIsTheRows) {
        }},
       {"policy.preset",
        [](auto* r) { (*r->mutable_policy()->mutable_parameters())["sink"].assign(1, '1'); }},
-      {"token_ids", [](auto* r) { r->mutable_token_ids()->Resize(5, 1); }},
   };
   for (size_t i = 0; i < cases.size(); ++i) {
     v1::DecodeRequest request = GoodDecode();
     cases[i].spoil(request.mutable_rows(1));
     DecodeStep step;
-    ASSERT_TRUE(FromProto(request, kLimits, kArrival, &step).ok()) << "case " << i;
+    ASSERT_TRUE(FromProto(request, kArrival, &step).ok()) << "case " << i;
     EXPECT_TRUE(step.rows[0].precheck.ok());
     EXPECT_EQ(step.rows[1].precheck.code(), absl::StatusCode::kInvalidArgument) << "case " << i;
     EXPECT_THAT(std::string(step.rows[1].precheck.message()), HasSubstr(cases[i].named));
@@ -409,52 +387,17 @@ TEST(Decode, NothingStaysFromTheMessageBefore) {
   first.set_deadline_us(5);
   first.mutable_rows(0)->mutable_policy()->set_preset("streaming");
   DecodeStep step;
-  ASSERT_TRUE(FromProto(first, kLimits, kArrival, &step).ok());
+  ASSERT_TRUE(FromProto(first, kArrival, &step).ok());
   v1::DecodeRequest second;
   second.add_rows()->set_query_tokens(1);
   second.mutable_rows(0)->set_query_only(true);
   Fill(second.mutable_q(), {1, 8, 64}, v1::DTYPE_BF16);
-  ASSERT_TRUE(FromProto(second, kLimits, kArrival, &step).ok());
+  ASSERT_TRUE(FromProto(second, kArrival, &step).ok());
   EXPECT_EQ(step.args.rows.size(), 1u);
   EXPECT_FALSE(step.args.rows[0].policy.has_value());
   EXPECT_FALSE(step.args.deadline.has_value());
   EXPECT_EQ(step.args.k.data, nullptr);
   EXPECT_EQ(step.output_dtype, DType::kBf16);
-}
-
-TEST(Reply, RowsTensorsAndAbsentStatistics) {
-  v1::DecodeRequest request = GoodDecode();
-  DecodeStep step;
-  ASSERT_TRUE(FromProto(request, kLimits, kArrival, &step).ok());
-  step.args.q_heads = 1;
-  engine::DecodeResult result;
-  result.rows.resize(2);
-  result.rows[0].stats.exact_tokens = 5;
-  result.rows[0].stats.covered_mass = 0.5f;
-  result.rows[0].stats.stages.score = 1500;
-  result.rows[0].stats.hbm_tokens = 6;
-  result.rows[0].stats.host_tokens = 5;
-  result.rows[1].status = absl::NotFoundError("sequence_id");
-  result.value_dim = 2;
-  result.out = {1, 2, 3, 4, 5, 6};
-  result.lse = {7, 8, 9};
-  v1::DecodeResponse reply;
-  for (int i = 0; i < 2; ++i) ToProto(result, step, &reply);  // the second into used memory
-  ASSERT_EQ(reply.rows_size(), 2);
-  EXPECT_EQ(reply.rows(0).stats().exact_tokens(), 5u);
-  EXPECT_FLOAT_EQ(reply.rows(0).stats().covered_mass(), 0.5f);
-  EXPECT_FALSE(reply.rows(0).stats().has_predicted_error_mean());
-  EXPECT_FLOAT_EQ(reply.rows(0).stats().stages().score_us(), 1.5f);
-  EXPECT_EQ(reply.rows(0).stats().tiers().hbm(), 6u);
-  EXPECT_EQ(reply.rows(0).stats().tiers().host(), 5u);
-  EXPECT_EQ(reply.rows(1).status().code(), 5);
-  EXPECT_FALSE(reply.rows(1).has_stats());
-  EXPECT_THAT(reply.out().shape(), ::testing::ElementsAre(3, 1, 2));
-  EXPECT_THAT(reply.lse().shape(), ::testing::ElementsAre(3, 1));
-  float out[6];
-  ASSERT_EQ(reply.out().data().size(), sizeof(out));
-  std::memcpy(out, reply.out().data().data(), sizeof(out));
-  EXPECT_EQ(out[5], 6.0f);
 }
 
 TEST(Status, LongMessagesAreCutBetweenCharacters) {

@@ -127,8 +127,8 @@ TEST(Metrics, EventsOfTheEngine) {
   Metrics metrics;
   metrics.OnAppended(5, true);
   metrics.OnAppended(2, false);
-  metrics.OnSegmentBuilt(engine::Observer::BuildTrigger::kBackground, 8192, milliseconds(3));
-  metrics.OnSegmentBuildFailed(engine::Observer::BuildTrigger::kPrefill,
+  metrics.OnSegmentBuilt(engine::EventListener::BuildTrigger::kBackground, 8192, milliseconds(3));
+  metrics.OnSegmentBuildFailed(engine::EventListener::BuildTrigger::kPrefill,
                                absl::ResourceExhaustedError("x"));
   auto values = Values(metrics);
   EXPECT_EQ(values["attnd_appended_tokens_total{path=prefill}"], 5);

@@ -17,6 +17,8 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "server/calls/conversions.h"
+#include "server/calls/sequence_conversions.h"
+#include "server/calls/step_conversions.h"
 #include "server/options/options.h"
 
 namespace attnd::server {

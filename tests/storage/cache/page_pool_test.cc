@@ -257,7 +257,8 @@ TEST(PagePoolTest, RandomOperationsKeepTheBooks) {
   EXPECT_GT(evictions, 1000u) << "the operations met no full pool";
 }
 
-// Against the sum itself (docs/PAGE_POOL.md, "The rule"): time is pages used, in pools of them.
+// Against the sum itself (docs/research/PAGE_POOL.md, "The rule"): time is pages used, in pools of
+// them.
 TEST(PagePoolTest, WorthIsTheSumOfAgedUses) {
   constexpr uint64_t kPages = kGuaranteed / 4096;
   PagePool pool(kGuaranteed, NoMore());
@@ -438,6 +439,19 @@ TEST(PagePoolTest, APageLargerThanASlabIsRefused) {
   EXPECT_EQ(PagePool::page_bytes_max(kGuaranteed), kSlab);
   EXPECT_NE(pool.Take(kSlab), nullptr);
   EXPECT_EQ(pool.Take(kSlab + 1), nullptr);
+}
+
+// What a caller may not do with frames ends the process before a page is in two places.
+TEST(PagePoolDeathTest, FramesAndTablesStayConsistent) {
+  PagePool pool(kGuaranteed, NoMore());
+  PageTable table(10);
+  PageFrame* const frame = Put(&pool, &table, 3, 4096);
+  ASSERT_NE(frame, nullptr);
+  EXPECT_DEATH(pool.Unpin(frame), "each Pin has one Unpin");
+  EXPECT_DEATH(pool.Fill(frame, &table, 4), "it holds another page");
+  EXPECT_DEATH(pool.Fill(pool.Take(4096), &table, 3), "a page is in one frame");
+  table[3].frame = nullptr;
+  EXPECT_DEATH(pool.Drop(frame), "table and frame name each other");
 }
 
 }  // namespace

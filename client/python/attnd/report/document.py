@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import pathlib
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Mapping
 from typing import Callable
@@ -33,6 +34,7 @@ from attnd.report import check, plots, tables
 from attnd.report.check import References
 from attnd.report.plan import CI, PLAN
 
+_COLUMNS = 120
 _BLOCK = re.compile(r"(<!-- report: (?!end )(.*?) -->\n)(.*?)(<!-- report: end -->)", re.DOTALL)
 
 
@@ -121,11 +123,29 @@ def fill(
     blocks = _Blocks(measurements, references)
     opened = len(re.findall(r"<!-- report: (?!end )", text))
     filled, closed = _BLOCK.subn(
-        lambda found: f"{found[1]}\n{blocks.make(found[2])}\n\n{found[4]}", text
+        lambda found: f"{found[1]}\n{_wrapped(blocks.make(found[2]))}\n\n{found[4]}", text
     )
     if closed != opened:
         raise ValueError(f"{opened} blocks of the report are opened and {closed} closed")
     return filled
+
+
+def _wrapped(text: str) -> str:
+    """Markdown with lines of the documents' width; tables, comments and code stay as they are."""
+    lines = []
+    for line in text.splitlines():
+        if len(line) <= _COLUMNS or line.startswith(("|", "<", "    ")):
+            lines.append(line)
+            continue
+        rest = "  " if line.startswith(("- ", "* ")) else ""
+        lines += textwrap.wrap(
+            line,
+            _COLUMNS,
+            subsequent_indent=rest,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines)
 
 
 class _Blocks:

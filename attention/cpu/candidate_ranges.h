@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// CandidateRanges: the tokens of the middle that a TokenUnit looks at or reads, as ranges of
+// segments.
+#ifndef ATTND_ATTENTION_CPU_CANDIDATE_RANGES_H_
+#define ATTND_ATTENTION_CPU_CANDIDATE_RANGES_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <utility>
+
+#include "attention/cpu/middle_unit.h"
+#include "attention/cpu/step_arena.h"
+#include "attention/segment/pages.h"
+
+namespace attnd::attention {
+
+// A range holds either candidates of the unit's selector, which are numbered through in the order
+// in which they were added, or tokens that are always read. Used by one thread.
+class CandidateRanges {
+ public:
+  static constexpr size_t kAlwaysRead = ~size_t{0};
+  // Tokens of one segment, in its order.
+  struct Range {
+    uint32_t segment = 0;
+    TokenRange tokens;
+    // Number of the first token among the candidates, those behind it follow; or kAlwaysRead.
+    size_t candidate = kAlwaysRead;
+  };
+
+  // Bytes of an arena for so many ranges, their runs included.
+  static size_t ArenaBytes(size_t ranges_max) {
+    return ranges_max * (2 * sizeof(Range) + sizeof(TokenRun));
+  }
+  CandidateRanges(const UnitQuery& query, size_t ranges_max, StepArena* arena);
+
+  // Candidates: behind all others.
+  void Add(size_t segment, TokenRange tokens);
+  // One candidate; if it follows the last one in its segment, in that one's range.
+  void AddToken(size_t segment, uint32_t token);
+  // All tokens of the middle, as candidates.
+  void AddAll();
+  void AddAlwaysRead(size_t segment, TokenRange tokens);
+
+  // How many candidates there are.
+  size_t candidates() const { return candidates_; }
+  std::span<const Range> ranges() const { return ranges_.first(count_); }
+
+  // Leaves the candidates that is_kept(number) says, numbered anew. No range is always read yet.
+  template <typename IsKept>
+  void KeepOnly(const IsKept& is_kept) {
+    const std::span<const Range> all = ranges();
+    std::swap(ranges_, spare_);
+    count_ = candidates_ = 0;
+    for (const Range& range : all) {
+      bool follows = false;
+      for (uint32_t token = range.tokens.begin; token < range.tokens.end; ++token) {
+        const bool kept = is_kept(range.candidate + (token - range.tokens.begin));
+        if (kept && follows) {
+          Extend();
+        } else if (kept) {
+          Add(range.segment, {token, token + 1});
+        }
+        follows = kept;
+      }
+    }
+  }
+
+  // Brings the ranges in order and gives them as runs. lanes: [candidates][quads] which of a quad's
+  // heads read a candidate, one that none reads being left out; empty: all heads read all.
+  std::span<const TokenRun> ListRuns(std::span<const uint8_t> lanes);
+
+ private:
+  void Extend() {
+    ++ranges_[count_ - 1].tokens.end;
+    ++candidates_;
+  }
+  void AddToRuns(uint32_t segment, uint32_t token, const uint8_t* lanes, size_t* used);
+
+  const UnitQuery query_;
+  std::span<Range> ranges_, spare_;
+  std::span<TokenRun> runs_;
+  size_t count_ = 0;  // of ranges_
+  size_t candidates_ = 0;
+};
+
+}  // namespace attnd::attention
+
+#endif  // ATTND_ATTENTION_CPU_CANDIDATE_RANGES_H_

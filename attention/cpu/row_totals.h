@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// RowTotals: what the units of a step add up to, row by row: statistics and faults.
+#ifndef ATTND_ATTENTION_CPU_ROW_TOTALS_H_
+#define ATTND_ATTENTION_CPU_ROW_TOTALS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "attention/backend.h"
+
+namespace attnd::attention {
+
+// What one unit read, estimated and left out, and what the answers of its query heads came to.
+struct UnitReport {
+  // Token counts, times query tokens.
+  uint64_t zone_tokens = 0;
+  uint64_t exact_tokens = 0;  // of the middle, as the following ones
+  uint64_t estimated_tokens = 0;
+  uint64_t dropped_tokens = 0;
+  uint64_t missed_tokens = 0;  // of the estimated ones
+  uint64_t ssd_tokens = 0;     // of zones and middle: their pages were read from disk for the unit
+  StageNanos nanos;
+  // Sums over query tokens and heads, but for the maximum.
+  double covered_mass = 0;
+  double exact_mass = 0;
+  double error_sum = 0;
+  double error_max = 0;
+  double missed_mass = 0;
+  // Whether the masses are of all tokens, and whether all errors are predicted.
+  bool mass_known = true;
+  bool error_known = true;
+};
+
+// Sums in the order in which units are added, so that a row's statistics do not depend on what
+// shares its step. Used by one thread, but for failed(): any thread may ask while none adds.
+class RowTotals {
+ public:
+  // Clears the statistics of all rows.
+  explicit RowTotals(const StepRequest& request);
+
+  // The row has no answer, and this is why; a row's first reason counts.
+  void Fail(uint32_t row, const absl::Status& why);
+  bool failed(uint32_t row) const { return !sums_[row].fault.ok(); }
+
+  void Add(uint32_t row, const UnitReport& report);
+
+  // Writes the rows' statistics and faults, after all units have been added. Returns the fault of
+  // a row that has no place for it.
+  absl::Status Finish();
+
+ private:
+  struct Sums {
+    double covered_mass = 0;
+    double exact_mass = 0;
+    double error_sum = 0;
+    double error_max = 0;
+    double missed_mass = 0;
+    bool mass_known = true;
+    bool error_known = true;
+    absl::Status fault;
+  };
+
+  const StepRequest& request_;
+  std::vector<Sums> sums_;  // [rows]
+};
+
+}  // namespace attnd::attention
+
+#endif  // ATTND_ATTENTION_CPU_ROW_TOTALS_H_

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// RegressionDescriber: clusters in the form kRegression: means, principal axes, variances along
+// them, slopes and what is left of the values (docs/POLICIES.md, "Clusters with a regression").
+#ifndef ATTND_ATTENTION_INDEX_REGRESSION_DESCRIBER_H_
+#define ATTND_ATTENTION_INDEX_REGRESSION_DESCRIBER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "attention/index/cluster_describer.h"
+#include "attention/index/principal_axes.h"
+
+namespace attnd::attention {
+
+class RegressionDescriber : public ClusterDescriber {
+ public:
+  // Scratch memory at most.
+  static uint64_t ScratchBytes(const SegmentForm& form);
+
+  void Start(const ClusteredHead& head) override;
+  bool RunChunk() override;
+
+ private:
+  // Each but the axes passes over all tokens: every one needs what the one before has found.
+  enum class Phase { kMeans, kMoments, kAxes, kVariances, kResiduals, kDone };
+
+  void NextPhase();
+  void PassSome();
+  void LoadTokens(uint32_t begin, uint32_t end);
+  void SumMeans();
+  void SumMoments();
+  void SumVariances();
+  void SumResiduals();
+  void EndCluster(uint32_t cluster);
+  void FindCoordinates();
+  void StoreMeans(uint32_t cluster);
+  void StoreAxes();
+  void StoreVariances(uint32_t cluster);
+  void StoreSlopes();
+
+  ClusteredHead head_;
+  size_t dim_ = 0;  // of keys
+  size_t value_dim_ = 0;
+  Phase phase_ = Phase::kDone;
+  uint32_t chunk_tokens_ = 0;
+  uint32_t next_ = 0;     // token of the phase's next chunk
+  uint32_t cluster_ = 0;  // that it is in
+  std::vector<uint32_t> starts_;
+
+  // The chunk's tokens, [chunk_tokens][...], and their clusters.
+  uint32_t count_ = 0;
+  std::vector<float> keys_;         // less their centroids, after kMeans
+  std::vector<float> values_;       // less their mean values, after kMeans
+  std::vector<float> coordinates_;  // along the axes
+  std::vector<float> quad_;         // [max(dim, chunk_tokens)][4] weights for kernels
+  std::vector<float> sums_;         // [4][max(dim, value_dim)] of kernels
+
+  std::vector<float> centroids_;     // [clusters][dim]
+  std::vector<float> mean_values_;   // [clusters][value_dim]
+  std::vector<float> stored_value_;  // [value_dim]
+  std::vector<double> cluster_sum_;  // of the cluster that a pass is in
+  std::vector<double> moments_;      // [dim][dim] sum of keys' products
+  std::vector<float> by_channel_;    // [dim][dim] axes, a row for each channel
+  std::vector<double> cross_;        // [value_dim][dim] sum of values' products with coordinates
+  std::vector<double> squares_;      // [dim] sum of squared coordinates
+  PrincipalAxes axes_;
+};
+
+}  // namespace attnd::attention
+
+#endif  // ATTND_ATTENTION_INDEX_REGRESSION_DESCRIBER_H_

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The kinds of index that a segment can have: one table with what is said of each. docs/DESIGN.md,
+// "A new index touches", lists what else a new row asks for.
+#ifndef ATTND_ATTENTION_SEGMENT_INDEX_KINDS_H_
+#define ATTND_ATTENTION_SEGMENT_INDEX_KINDS_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
+#include <optional>
+
+#include "absl/strings/string_view.h"
+
+namespace attnd::attention {
+
+// Values are those of files (IndexSet::bits) and of the RPC (OpenSequenceRequest.Index): they never
+// change.
+enum class IndexKind : uint8_t {
+  kClusters = 1,    // clusters in the form kMeans
+  kBlocks16 = 2,    // each channel's bounds over KV blocks of 16 tokens (Quest)
+  kBlocks64 = 3,    // the same over 64 (AsyncTLS)
+  kLabels = 4,      // a quarter of each key's channels in 4 bits (Double Sparsity)
+  kKeys4 = 5,       // all of each key's channels in 4 bits (Twilight)
+  kSummary = 6,     // sums of the keys' features with their values (retrieval with completion)
+  kRegression = 7,  // clusters in the form kRegression
+};
+
+// How clusters are made and what describes them. All forms are one index to a query: a segment has
+// at most one of them, and a policy of clusters reads any of them. They are kinds of their own in
+// files and in the RPC.
+enum class ClusterForm : uint8_t {
+  kMeans,       // clusters of similar keys: a mean, and each channel's deviation (RetroInfer,
+                // Double-P)
+  kRegression,  // clusters of similar keys and values: deviations along the segment's principal
+                // axes, and a regression of values on keys (error-target)
+};
+
+// What the parts of an index and their builders follow from. A builder of clusters reads these
+// numbers and not the form, but for what describes a cluster (index/cluster_describer.h).
+struct ClusterFormInfo {
+  ClusterForm form;
+  // Members of a cluster on average (docs/POLICIES.md, "Clusters").
+  uint32_t tokens;
+  // 0: keys alone are clustered. Above: keys and values, each over their root mean square distance
+  // from the segment's mean, values with this weight.
+  double value_share;
+  // Share of the clusters that are made half way (KMeans).
+  double late_share;
+  // Whether a head has principal axes and slopes.
+  bool regression;
+};
+
+inline constexpr uint32_t kClusterTokens = 16;
+inline constexpr double kValueShare = 0.5;
+inline constexpr double kLateShare = 0.25;
+
+inline constexpr ClusterFormInfo kClusterForms[] = {
+    {ClusterForm::kMeans, kClusterTokens, 0, 0, false},
+    {ClusterForm::kRegression, kClusterTokens, kValueShare, kLateShare, true},
+};
+
+// The order of a segment's tokens that an index asks for.
+enum class TokenOrder : uint8_t {
+  kEither,     // it describes each token where it lies, or sums over all
+  kPositions,  // token order
+  kClusters,   // cluster order: the index makes it
+};
+
+// What an index needs of the model's files (ModelParts).
+enum class ModelPart : uint8_t {
+  kNone,
+  kLabelChannels,  // used if there is a file of them
+  kFeatureMaps,    // cannot be built or read without
+};
+
+struct IndexKindInfo {
+  IndexKind kind;
+  absl::string_view name;  // for people: listings and errors
+  TokenOrder order;
+  std::optional<ClusterForm> clusters;  // of kinds in cluster order
+  ModelPart needs;
+};
+
+// In the order in which listings name them, and in which their parts lie in a segment: those of
+// clusters before all others (IndexLayout).
+inline constexpr IndexKindInfo kIndexKindInfos[] = {
+    {IndexKind::kClusters, "clusters", TokenOrder::kClusters, ClusterForm::kMeans,
+     ModelPart::kNone},
+    {IndexKind::kBlocks16, "blocks-16", TokenOrder::kPositions, std::nullopt, ModelPart::kNone},
+    {IndexKind::kBlocks64, "blocks-64", TokenOrder::kPositions, std::nullopt, ModelPart::kNone},
+    {IndexKind::kLabels, "labels", TokenOrder::kEither, std::nullopt, ModelPart::kLabelChannels},
+    {IndexKind::kKeys4, "keys-4bit", TokenOrder::kEither, std::nullopt, ModelPart::kNone},
+    {IndexKind::kSummary, "summary", TokenOrder::kEither, std::nullopt, ModelPart::kFeatureMaps},
+    {IndexKind::kRegression, "regression", TokenOrder::kClusters, ClusterForm::kRegression,
+     ModelPart::kNone},
+};
+
+inline constexpr auto kIndexKinds = [] {
+  std::array<IndexKind, std::size(kIndexKindInfos)> kinds{};
+  for (size_t i = 0; i < kinds.size(); ++i) kinds[i] = kIndexKindInfos[i].kind;
+  return kinds;
+}();
+
+constexpr const IndexKindInfo& InfoOf(IndexKind kind) {
+  for (const IndexKindInfo& info : kIndexKindInfos) {
+    if (info.kind == kind) return info;
+  }
+  return kIndexKindInfos[0];  // CheckIndexKinds: every kind has its row
+}
+constexpr const ClusterFormInfo& InfoOf(ClusterForm form) {
+  return kClusterForms[static_cast<size_t>(form)];
+}
+constexpr absl::string_view IndexName(IndexKind kind) { return InfoOf(kind).name; }
+
+// The relations between the tables, checked when this is compiled.
+constexpr bool CheckIndexKinds() {
+  for (size_t i = 0; i < std::size(kIndexKindInfos); ++i) {
+    const IndexKindInfo& info = kIndexKindInfos[i];
+    const auto value = static_cast<uint32_t>(info.kind);
+    // Bit 0 of a set's bits is taken (engine/archive/records.cc), and there are 32 of them.
+    if (value < 1 || value > 31) return false;
+    if ((info.order == TokenOrder::kClusters) != info.clusters.has_value()) return false;
+    for (size_t j = 0; j < i; ++j) {
+      if (kIndexKindInfos[j].kind == info.kind) return false;
+    }
+  }
+  for (size_t i = 0; i < std::size(kClusterForms); ++i) {
+    if (static_cast<size_t>(kClusterForms[i].form) != i) return false;
+  }
+  return true;
+}
+static_assert(CheckIndexKinds());
+
+}  // namespace attnd::attention
+
+#endif  // ATTND_ATTENTION_SEGMENT_INDEX_KINDS_H_

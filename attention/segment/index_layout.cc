@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "attention/segment/index_layout.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+namespace attnd::attention {
+namespace {
+
+constexpr size_t kPartAlignment = 64;  // a cache line: index parts start on their own
+
+size_t AlignUp(size_t bytes) {
+  return (bytes + kPartAlignment - 1) / kPartAlignment * kPartAlignment;
+}
+
+// 0, 1, 2, ...: the positions of a segment in token order.
+std::span<const uint16_t> InOrder(uint32_t tokens) {
+  static const std::vector<uint16_t> all = [] {
+    std::vector<uint16_t> numbers(kSegmentTokensMax);
+    std::iota(numbers.begin(), numbers.end(), uint16_t{0});
+    return numbers;
+  }();
+  return std::span<const uint16_t>(all).first(tokens);
+}
+
+// Gives parts of an index their places, one after another.
+class Placer {
+ public:
+  size_t Place(size_t bytes) {
+    const size_t offset = end_;
+    end_ = AlignUp(end_ + bytes);
+    return offset;
+  }
+  size_t end() const { return end_; }
+
+ private:
+  size_t end_ = AlignUp(sizeof(uint32_t));  // behind the cluster count
+};
+
+IndexLayout::Blocks PlaceBlocks(const SegmentForm& form, uint32_t tokens, Placer* placer) {
+  IndexLayout::Blocks blocks;
+  blocks.tokens = tokens;
+  blocks.first = (form.unclustered + tokens - 1) / tokens;
+  const uint32_t end = form.tokens / tokens;
+  blocks.count = end > blocks.first ? end - blocks.first : 0;
+  const size_t row_bytes = form.shape.head_dim * DTypeBytes(form.shape.dtype);
+  blocks.greatest = placer->Place(blocks.count * row_bytes);
+  blocks.least = placer->Place(blocks.count * row_bytes);
+  return blocks;
+}
+
+IndexLayout::KeyCodes PlaceKeyCodes(const SegmentForm& form, uint32_t channels, bool chosen,
+                                    Placer* placer) {
+  constexpr uint32_t kWidthMultiple = 16;  // what the kernels read
+  IndexLayout::KeyCodes codes;
+  codes.channels = channels;
+  codes.width = (channels + kWidthMultiple - 1) / kWidthMultiple * kWidthMultiple;
+  if (chosen) codes.channel = placer->Place(channels * sizeof(uint16_t));
+  codes.codes = placer->Place(size_t{form.tokens} * codes.width / 2);
+  codes.scale = placer->Place(form.tokens * sizeof(float));
+  codes.least = placer->Place(form.tokens * sizeof(float));
+  return codes;
+}
+
+template <typename T>
+const T* PartAt(const std::byte* head, size_t offset) {
+  return reinterpret_cast<const T*>(head + offset);
+}
+
+bool HasRegression(const SegmentForm& form) {
+  const auto clusters = form.indexes.cluster_form();
+  return clusters.has_value() && InfoOf(*clusters).regression;
+}
+
+}  // namespace
+
+// ---- places ----
+
+IndexLayout::IndexLayout(const SegmentForm& form) {
+  const ModelShape& shape = form.shape;
+  Placer placer;
+  if (const auto cluster_form = form.indexes.cluster_form(); cluster_form.has_value()) {
+    const ClusterFormInfo& clusters = InfoOf(*cluster_form);
+    max_clusters = (form.tokens - form.unclustered + clusters.tokens - 1) / clusters.tokens;
+    const size_t n = max_clusters;
+    centroids = placer.Place(n * shape.head_dim * DTypeBytes(shape.dtype));
+    mean_values =
+        shape.latent ? centroids : placer.Place(n * shape.value_dim * DTypeBytes(shape.dtype));
+    deviation_codes = placer.Place(n * shape.head_dim / 2);
+    variance_unit = placer.Place(n * sizeof(float));
+    log_size = placer.Place(n * sizeof(float));
+    spread = placer.Place(n * sizeof(float));
+    value_norm2 = placer.Place(n * sizeof(float));
+    starts = placer.Place((n + 1) * sizeof(uint32_t));
+    positions = placer.Place(form.tokens * sizeof(uint16_t));
+    if (clusters.regression) {
+      axes = placer.Place(size_t{shape.head_dim} * shape.head_dim * sizeof(float));
+      slopes = placer.Place(size_t{shape.head_dim} * shape.value_dim * sizeof(float));
+    }
+  }
+  if (form.indexes.Has(IndexKind::kBlocks16)) blocks16 = PlaceBlocks(form, 16, &placer);
+  if (form.indexes.Has(IndexKind::kBlocks64)) blocks64 = PlaceBlocks(form, 64, &placer);
+  if (form.indexes.Has(IndexKind::kLabels)) {
+    labels = PlaceKeyCodes(form, LabelChannels(shape), /*chosen=*/true, &placer);
+  }
+  if (form.indexes.Has(IndexKind::kKeys4)) {
+    keys4 = PlaceKeyCodes(form, shape.head_dim, /*chosen=*/false, &placer);
+  }
+  if (form.indexes.Has(IndexKind::kSummary)) {
+    const size_t features = shape.head_dim;
+    summary.m = placer.Place(features * sizeof(float));
+    summary.u = placer.Place(features * sizeof(float));
+    summary.t = placer.Place(features * shape.value_dim * sizeof(float));
+  }
+  head_bytes = placer.end();
+}
+
+// ---- parts ----
+
+ClusterIndex ClustersAt(const SegmentForm& form, const IndexLayout& layout, const std::byte* head) {
+  ClusterIndex index;
+  if (form.indexes.token_order()) return index;
+  std::memcpy(&index.clusters, head, sizeof(index.clusters));
+  index.centroids = head + layout.centroids;
+  index.mean_values = head + layout.mean_values;
+  index.mean_value_stride_bytes = PageGeometry(form.shape).value_stride_bytes;
+  index.deviation_codes = PartAt<uint8_t>(head, layout.deviation_codes);
+  index.variance_unit = PartAt<float>(head, layout.variance_unit);
+  index.log_size = PartAt<float>(head, layout.log_size);
+  index.spread = PartAt<float>(head, layout.spread);
+  index.value_norm2 = PartAt<float>(head, layout.value_norm2);
+  index.starts = PartAt<uint32_t>(head, layout.starts);
+  if (HasRegression(form)) {
+    index.axes = PartAt<float>(head, layout.axes);
+    index.slopes = PartAt<float>(head, layout.slopes);
+  }
+  return index;
+}
+
+BlockIndex BlocksAt(const IndexLayout::Blocks& part, const std::byte* head) {
+  return {part.tokens, part.first, part.count, head + part.greatest, head + part.least};
+}
+
+KeyCodeIndex KeyCodesAt(const IndexLayout::KeyCodes& part, const std::byte* head) {
+  KeyCodeIndex index;
+  index.channels = part.channels;
+  index.width = part.width;
+  // The first part of an index lies behind its cluster count: no channel lies at 0.
+  if (part.channel != 0) index.channel = PartAt<uint16_t>(head, part.channel);
+  index.codes = PartAt<uint8_t>(head, part.codes);
+  index.scale = PartAt<float>(head, part.scale);
+  index.least = PartAt<float>(head, part.least);
+  return index;
+}
+
+SummaryIndex SummaryAt(const IndexLayout& layout, const std::byte* head) {
+  return {PartAt<float>(head, layout.summary.m), PartAt<float>(head, layout.summary.u),
+          PartAt<float>(head, layout.summary.t)};
+}
+
+std::span<const uint16_t> PositionsAt(const SegmentForm& form, const IndexLayout& layout,
+                                      const std::byte* head) {
+  if (form.indexes.token_order()) return InOrder(form.tokens);
+  return {PartAt<uint16_t>(head, layout.positions), form.tokens};
+}
+
+// ---- checks ----
+
+namespace {
+
+// Each check gives what is wrong, and kNothing if all is well.
+constexpr absl::string_view kNothing;
+
+absl::string_view CheckClusters(const SegmentForm& form, const IndexLayout& layout,
+                                const std::byte* head) {
+  const ClusterIndex index = ClustersAt(form, layout, head);
+  if (index.clusters == 0 || index.clusters > layout.max_clusters) {
+    return "a wrong number of clusters";
+  }
+  if (index.starts[0] != form.unclustered || index.starts[index.clusters] != form.tokens) {
+    return "clusters that do not hold its tokens";
+  }
+  for (uint32_t c = 0; c < index.clusters; ++c) {
+    if (index.starts[c] >= index.starts[c + 1]) return "a cluster without tokens";
+  }
+  const std::span<const uint16_t> positions = PositionsAt(form, layout, head);
+  std::vector<bool> seen(positions.size());
+  for (uint32_t slot = 0; slot < positions.size(); ++slot) {
+    const uint32_t token = positions[slot];
+    const bool kept = slot >= form.unclustered || token == slot;
+    if (token >= positions.size() || seen[token] || !kept) return "tokens in no order";
+    seen[token] = true;
+  }
+  return kNothing;
+}
+
+bool AllFinite(const float* numbers, size_t count) {
+  return std::all_of(numbers, numbers + count, [](float x) { return std::isfinite(x); });
+}
+
+absl::string_view CheckRegression(const SegmentForm& form, const IndexLayout& layout,
+                                  const std::byte* head) {
+  const ClusterIndex index = ClustersAt(form, layout, head);
+  const size_t dim = form.shape.head_dim;
+  const bool numbers =
+      AllFinite(index.axes, dim * dim) && AllFinite(index.slopes, dim * form.shape.value_dim);
+  return numbers ? kNothing : "a regression that is no numbers";
+}
+
+absl::string_view CheckLabels(const SegmentForm& form, const IndexLayout& layout,
+                              const std::byte* head) {
+  const KeyCodeIndex labels = KeyCodesAt(layout.labels, head);
+  for (uint32_t i = 0; i < labels.channels && labels.channel != nullptr; ++i) {
+    const bool ascends = i == 0 || labels.channel[i] > labels.channel[i - 1];
+    if (labels.channel[i] >= form.shape.head_dim || !ascends) {
+      return "labels of channels that are not there";
+    }
+  }
+  return kNothing;
+}
+
+absl::string_view CheckSummary(const SegmentForm& form, const IndexLayout& layout,
+                               const std::byte* head) {
+  const SummaryIndex summary = SummaryAt(layout, head);
+  const size_t features = form.shape.head_dim;
+  const bool numbers =
+      AllFinite(summary.m, features) && AllFinite(summary.u, features) &&
+      std::all_of(summary.u, summary.u + features, [](float u) { return u > 0; }) &&
+      AllFinite(summary.t, features * form.shape.value_dim);
+  return numbers ? kNothing : "a summary that is no numbers";
+}
+
+}  // namespace
+
+absl::string_view WrongPartOf(const SegmentForm& form, const IndexLayout& layout,
+                              const std::byte* head) {
+  absl::string_view wrong;
+  if (form.indexes.clustered()) wrong = CheckClusters(form, layout, head);
+  if (wrong.empty() && HasRegression(form)) wrong = CheckRegression(form, layout, head);
+  if (wrong.empty() && form.indexes.Has(IndexKind::kLabels)) {
+    wrong = CheckLabels(form, layout, head);
+  }
+  if (wrong.empty() && form.indexes.Has(IndexKind::kSummary)) {
+    wrong = CheckSummary(form, layout, head);
+  }
+  return wrong;
+}
+
+}  // namespace attnd::attention

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// IndexLayout: where the parts of a segment's index lie, and what they are once they are found.
+#ifndef ATTND_ATTENTION_SEGMENT_INDEX_LAYOUT_H_
+#define ATTND_ATTENTION_SEGMENT_INDEX_LAYOUT_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "absl/strings/string_view.h"
+#include "attention/segment/index_set.h"
+#include "attention/segment/pages.h"
+#include "common/model_shape.h"
+
+namespace attnd::attention {
+
+// A token's place within its segment takes 16 bits.
+inline constexpr uint32_t kSegmentTokensMax = 65536;
+
+// What the sizes of a segment follow from.
+struct SegmentForm {
+  ModelShape shape;
+  IndexSet indexes = kClusterIndexes;
+  uint32_t tokens = 0;       // 1..kSegmentTokensMax
+  uint32_t unclustered = 0;  // the first of them, below `tokens`: of the sink, and in no index
+
+  bool operator==(const SegmentForm&) const = default;
+};
+
+// The clusters of one (segment, layer, KV head): what selection reads and what estimation uses; n
+// clusters, in cluster order. Vectors are in the model's dtype. Every pointer points into the
+// segment.
+//
+// With a regression (docs/POLICIES.md) a member's key deviates from its centroid by its coordinates
+// along the segment's principal axes, and its value from the mean value by what the slopes make of
+// them, and a rest.
+struct ClusterIndex {
+  uint32_t clusters = 0;
+  // [n, head_dim] exact mean of the members' keys, rounded to the dtype.
+  const std::byte* centroids = nullptr;
+  // [n, value_dim], mean_value_stride_bytes from one to the next. Of a latent shape, the front of
+  // the centroids: means of the same numbers.
+  const std::byte* mean_values = nullptr;
+  size_t mean_value_stride_bytes = 0;
+  // [n, head_dim / 2] standard deviation in 4 bits of each channel, or along each axis: byte j
+  // holds channel j in its low half and channel j + head_dim / 2 in its high half. The variance of
+  // channel c is variance_unit * code^2.
+  const uint8_t* deviation_codes = nullptr;
+  const float* variance_unit = nullptr;  // [n] (largest deviation / 15)^2
+  const float* log_size = nullptr;       // [n] ln of the member count
+  // [n] square root of the members' mean |v - mean_value|^2; with a regression, of its rest.
+  const float* spread = nullptr;
+  const float* value_norm2 = nullptr;  // [n] |mean_value|^2
+  const uint32_t* starts = nullptr;    // [n + 1] first token of each cluster in the segment's order
+  // Only with a regression, else null. Row a is of axis a, by descending variance in the segment.
+  const float* axes = nullptr;    // [head_dim, head_dim] unit vectors
+  const float* slopes = nullptr;  // [head_dim, value_dim] change of the value along the axis
+
+  TokenRange range(uint32_t cluster) const { return {starts[cluster], starts[cluster + 1]}; }
+  uint32_t size(uint32_t cluster) const { return starts[cluster + 1] - starts[cluster]; }
+};
+
+// Channel-wise bounds of the keys of each block of `tokens` consecutive tokens, for one (segment,
+// layer, KV head). Block b holds tokens [b tokens, (b + 1) tokens) of the segment; only blocks that
+// are full have bounds: those from `first` on, `count` of them. The others hold sink tokens, or the
+// segment's last ones.
+struct BlockIndex {
+  uint32_t tokens = 0;
+  uint32_t first = 0;
+  uint32_t count = 0;
+  const std::byte* greatest = nullptr;  // [count, head_dim] in the model's dtype, exact
+  const std::byte* least = nullptr;     // [count, head_dim]
+
+  TokenRange range(uint32_t block) const {  // of 0..count - 1
+    return {(first + block) * tokens, (first + block + 1) * tokens};
+  }
+};
+
+// Keys in 4 bits, asymmetric per token, for one (segment, layer, KV head): channel channels[i] of
+// token t is about least[t] + scale[t] * code, scale = (greatest - least) / 15 over these channels.
+struct KeyCodeIndex {
+  uint32_t channels = 0;
+  uint32_t width = 0;  // codes of a token: channels, up to a multiple of 16; 0 beyond channels
+  const uint16_t* channel = nullptr;  // [channels], ascending; null: all, in order
+  // [tokens, width / 2]: byte j holds code j in its low half and code j + width / 2 in its high.
+  const uint8_t* codes = nullptr;
+  const float* scale = nullptr;  // [tokens] 0 where all channels are equal
+  const float* least = nullptr;  // [tokens]
+};
+
+// What stands for a segment's tokens but the sink under learned features, for one (layer, KV head)
+// (FeatureSums says what the sums are; Top-K with Linear-Attention Completion, appendix C). There
+// are as many features as the key has channels.
+struct SummaryIndex {
+  const float* m = nullptr;  // [features] greatest logarithm of a key's feature
+  const float* u = nullptr;  // [features] at least 1
+  const float* t = nullptr;  // [features, value_dim]
+};
+
+// Byte offsets of the index parts inside one (layer, KV head). Clusters have room for
+// `max_clusters`, as empty ones are dropped and so the heads' counts differ. Parts that the form
+// lacks are empty.
+struct IndexLayout {
+  explicit IndexLayout(const SegmentForm& form);
+
+  struct Blocks {
+    uint32_t tokens = 0, first = 0, count = 0;
+    size_t greatest = 0, least = 0;
+  };
+  struct KeyCodes {
+    uint32_t channels = 0, width = 0;
+    size_t channel = 0, codes = 0, scale = 0, least = 0;
+  };
+
+  uint32_t max_clusters = 0;
+  size_t centroids = 0, mean_values = 0, deviation_codes = 0, variance_unit = 0, log_size = 0,
+         spread = 0, value_norm2 = 0, starts = 0, positions = 0;
+  size_t axes = 0, slopes = 0;
+  struct Summary {
+    size_t m = 0, u = 0, t = 0;
+  };
+  Blocks blocks16, blocks64;
+  KeyCodes labels, keys4;
+  Summary summary;
+  size_t head_bytes = 0;
+};
+
+// The parts of one head's index, whose bytes begin at `head`. Only of kinds that the form has;
+// without clusters ClustersAt gives none.
+ClusterIndex ClustersAt(const SegmentForm& form, const IndexLayout& layout, const std::byte* head);
+BlockIndex BlocksAt(const IndexLayout::Blocks& part, const std::byte* head);
+KeyCodeIndex KeyCodesAt(const IndexLayout::KeyCodes& part, const std::byte* head);
+SummaryIndex SummaryAt(const IndexLayout& layout, const std::byte* head);
+// [tokens] of each token in the segment's order, its place by position.
+std::span<const uint16_t> PositionsAt(const SegmentForm& form, const IndexLayout& layout,
+                                      const std::byte* head);
+
+// What is wrong with one head's index that came from elsewhere than a HeadBuilder; empty if
+// nothing is: the index keeps to its sizes, its order holds every token once and the unclustered
+// tokens at their places, labels are of channels that the key has, and all numbers of a regression
+// and of a summary are finite.
+absl::string_view WrongPartOf(const SegmentForm& form, const IndexLayout& layout,
+                              const std::byte* head);
+
+}  // namespace attnd::attention
+
+#endif  // ATTND_ATTENTION_SEGMENT_INDEX_LAYOUT_H_

@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// EngineImpl: one step.
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "engine/archive/paged_segments.h"
+#include "engine/engine_impl.h"
+
+namespace attnd::engine {
+
+absl::Status EngineImpl::Decode(absl::string_view tenant, WriterId writer, const DecodeArgs& args,
+                                AnswerMemory memory, DecodeResult* result) {
+  const auto start = std::chrono::steady_clock::now();
+  *result = DecodeResult();
+  std::vector<std::shared_ptr<Sequence>> grown;
+  absl::Status status = WithinMemory([&]() -> absl::Status {
+    DecodeBatch batch(args, &budget_, result);
+    ATTND_RETURN_IF_ERROR(batch.Check(options_));
+    // After Check: a message that nobody could answer is told so, however late it is.
+    if (args.deadline.has_value() && start > *args.deadline) {
+      return absl::DeadlineExceededError("the step's deadline passed before it began");
+    }
+    std::optional<StepGate::Step> step;
+    step.emplace(&gate_);
+    PrepareRows(tenant, writer, args, &batch, &grown, result);
+    result->validate_time = std::chrono::steady_clock::now() - start;
+    // One that may wait for the disk does not hold builders up.
+    if (PrefetchNextLayer(args.layer, batch.step_rows())) step.reset();
+    ATTND_RETURN_IF_ERROR(batch.Run(backend_.get(), memory));
+    PutAwayDamaged(batch, *result);
+    if (auditor_ != nullptr) OfferToAudit(args.layer, batch);
+    return absl::OkStatus();
+  });
+  for (const auto& sequence : grown) segmenter_.OnGrown(sequence);
+  return status;
+}
+
+void EngineImpl::PrepareRows(absl::string_view tenant, WriterId writer, const DecodeArgs& args,
+                             DecodeBatch* batch, std::vector<std::shared_ptr<Sequence>>* grown,
+                             DecodeResult* result) {
+  for (size_t i = 0; i < batch->rows(); ++i) {
+    if (absl::Status fault = batch->CheckAlone(i); !fault.ok()) {
+      batch->Refuse(i, std::move(fault));
+      continue;
+    }
+    const DecodeRow& row = args.rows[i];
+    auto sequence = row.query_only ? sequences_.Find(tenant, row.sequence_id)
+                                   : sequences_.FindToWrite(tenant, row.sequence_id, writer);
+    if (!sequence.ok()) {
+      batch->Refuse(i, std::move(sequence).status());
+      continue;
+    }
+    const uint64_t appended = batch->Prepare(i, writer, *backend_, *sequence);
+    if (!result->rows[i].status.ok() || row.query_only) continue;
+    if (args.layer == 0) ReportAppended(appended, /*prefill=*/false);
+    // A position is committed with its last layer.
+    if (args.layer + 1 == (*sequence)->shape().layers) grown->push_back(*std::move(sequence));
+  }
+}
+
+bool EngineImpl::PrefetchNextLayer(uint32_t layer, std::span<const attention::StepRow> rows) const {
+  bool any = false;
+  for (const attention::StepRow& row : rows) {
+    for (const auto& segment : row.view->segments) {
+      if (!segment->paged()) continue;
+      any = true;
+      if (!options_.archive.prefetch) continue;
+      FilePayloadOf(*segment).Prefetch((layer + 1) % row.view->shape.layers);
+    }
+  }
+  return any;
+}
+
+void EngineImpl::PutAwayDamaged(const DecodeBatch& batch, const DecodeResult& result) {
+  const bool any =
+      std::any_of(result.rows.begin(), result.rows.end(),
+                  [](const DecodeRowResult& row) { return absl::IsDataLoss(row.status); });
+  if (!any || archive_ == nullptr) return;
+  for (const attention::StepRow& row : batch.step_rows()) archive_->PutAwayDamaged(*row.view);
+}
+
+void EngineImpl::OfferToAudit(uint32_t layer, const DecodeBatch& batch) {
+  const std::span<const attention::StepRow> rows = batch.step_rows();
+  for (size_t i = 0; i < rows.size(); ++i) {
+    auditor_->Offer(batch.sequence_id(i), layer, rows[i]);
+  }
+}
+
+}  // namespace attnd::engine

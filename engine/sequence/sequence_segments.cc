@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Sequence: its chain of segments: what may become one, putting it in the tail's place, and
+// exchanging whole segments for paged ones and back.
+#include <glog/logging.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "engine/sequence/sequence.h"
+
+namespace attnd::engine {
+
+using attention::kTailBlockTokens;
+using attention::Segment;
+
+uint64_t Sequence::SegmentsEnd() const {
+  const uint64_t committed = CommittedTokens();
+  return std::min(committed - std::min<uint64_t>(committed, policy().window), newest_step_);
+}
+
+bool Sequence::HasSegment(uint32_t min_tokens) {
+  MutexLock lock(mutex_);
+  return SegmentsEnd() >= tail_.begin() + min_tokens;
+}
+
+bool Sequence::BuildDue(uint32_t min_tokens) {
+  MutexLock lock(mutex_);
+  return SegmentsEnd() >= tail_.begin() + min_tokens && CommittedTokens() >= build_from_;
+}
+
+void Sequence::DelayBuild() {
+  MutexLock lock(mutex_);
+  build_delay_ = std::clamp(2 * build_delay_, kBuildDelayMin, kBuildDelayMax);
+  build_from_ = CommittedTokens() + build_delay_;
+}
+
+std::optional<SegmentJob> Sequence::NextSegment(uint32_t min_tokens, uint32_t max_tokens) {
+  MutexLock lock(mutex_);
+  const uint64_t end = SegmentsEnd();
+  if (end < tail_.begin() + min_tokens) return std::nullopt;
+  SegmentJob job;
+  job.tokens = static_cast<uint32_t>(std::min<uint64_t>(max_tokens, end - tail_.begin()));
+  job.unclustered = tail_.begin() == 0 ? policy().sink : 0;
+  job.view = View();
+  return job;
+}
+
+bool Sequence::Install(const SegmentJob& job, std::shared_ptr<const Segment> segment) {
+  CHECK_EQ(segment->first_position(), job.view->tail_begin);
+  CHECK_EQ(segment->tokens(), job.tokens);
+  CHECK_EQ(segment->unclustered(), job.unclustered);
+  // The bounds of the job's whole blocks are known; those of the parts at its ends are looked up
+  // here, in positions that are never written again.
+  const uint64_t begin = job.view->tail_begin;
+  const uint64_t end = begin + job.tokens;
+  const uint64_t first_whole = (begin + kTailBlockTokens - 1) / kTailBlockTokens;
+  const uint64_t end_whole = std::max(first_whole, end / kTailBlockTokens);
+  std::vector<float> bounds =
+      KeyBoundsOf(*job.view, begin, std::min(end, first_whole * kTailBlockTokens));
+  RaiseAll(KeyBoundsOf(*job.view, std::max(begin, end_whole * kTailBlockTokens), end),
+           bounds.data());
+
+  MutexLock lock(mutex_);
+  if (!StillFits(job)) return false;
+  for (uint64_t block = first_whole; block < end_whole; ++block) {
+    RaiseAll(tail_.KeyBoundsAt(block * kTailBlockTokens), bounds.data());
+  }
+  if (segments_.size() == segments_.capacity()) segments_.reserve(2 * segments_.size() + 1);
+  segment_key_bounds_.insert(segment_key_bounds_.end(), bounds.begin(), bounds.end());
+  segments_.push_back(std::move(segment));
+  CountSegments();
+  tail_.DropBefore(end);
+  // A segment takes the place of several blocks: the lists shrink, which cannot fail.
+  HoldBooks(tail_.blocks().size(), segments_.size()).IgnoreError();
+  build_from_ = build_delay_ = 0;
+  view_.reset();
+  CheckInvariants();
+  return true;
+}
+
+// Whether the tokens that a job was made from are still there, committed and outside the window.
+bool Sequence::StillFits(const SegmentJob& job) const {
+  // A truncation may have taken the tokens away, and others may have come in their place: the
+  // blocks then differ. A truncation keeps a block only if it keeps all of its positions, which are
+  // never written again; it copies or drops the others. The job's view holds the old blocks, so
+  // that no new one can have the address of an old one.
+  const uint64_t end = tail_.begin() + job.tokens;
+  if (tail_.begin() != job.view->tail_begin || CommittedTokens() < end + policy().window)
+    return false;
+  // A step that is being repeated must stay in the tail until a newer one comes.
+  if (end > newest_step_) return false;
+  const uint64_t blocks = (end - 1) / kTailBlockTokens + 1 - tail_.begin() / kTailBlockTokens;
+  return tail_.blocks().size() >= blocks &&
+         std::equal(tail_.blocks().begin(), tail_.blocks().begin() + static_cast<ptrdiff_t>(blocks),
+                    job.view->tail.begin());
+}
+
+// For whoever copies from segments: their callers bring them whole first.
+absl::Status Sequence::CheckWhole(uint64_t begin, uint64_t end) const {
+  for (const auto& segment : segments_) {
+    if (!segment->paged() || segment->end_position() <= begin || segment->first_position() >= end) {
+      continue;
+    }
+    return absl::AbortedError(absl::StrCat("positions ", segment->first_position(), "..",
+                                           segment->end_position() - 1,
+                                           " have been moved to disk meanwhile: try again"));
+  }
+  return absl::OkStatus();
+}
+
+std::vector<std::shared_ptr<const attention::Segment>> Sequence::PagedWithin(uint64_t begin,
+                                                                             uint64_t end) {
+  if (!has_paged_segments()) return {};
+  MutexLock lock(mutex_);
+  std::vector<std::shared_ptr<const attention::Segment>> paged;
+  for (const auto& segment : segments_) {
+    const bool within = segment->end_position() > begin && segment->first_position() < end;
+    if (within && segment->paged()) paged.push_back(segment);
+  }
+  return paged;
+}
+
+std::vector<std::shared_ptr<const attention::Segment>> Sequence::PagedForLength(uint64_t length) {
+  uint64_t begin = 0;
+  {
+    MutexLock lock(mutex_);
+    const size_t kept = SegmentsKept(length);
+    if (kept > 0) begin = segments_[kept - 1]->end_position();
+  }
+  return PagedWithin(begin, length);
+}
+
+void Sequence::SwapSegments(std::span<const Swap> swaps) {
+  std::vector<std::shared_ptr<const attention::Segment>> replaced;  // die after the lock
+  MutexLock lock(mutex_);
+  for (auto& segment : segments_) {
+    for (const Swap& swap : swaps) {
+      if (segment != swap.before) continue;
+      // Versions of one segment hold the same tokens in the same order.
+      CHECK_EQ(swap.after->id(), segment->id());
+      CHECK(swap.after->form() == segment->form());
+      CHECK_EQ(swap.after->first_position(), segment->first_position());
+      replaced.push_back(std::exchange(segment, swap.after));
+      break;
+    }
+  }
+  if (replaced.empty()) return;
+  if (!swaps.front().after->paged()) Touch();  // it is wanted whole now
+  view_.reset();
+  CountSegments();
+}
+
+void Sequence::CountSegments() {
+  const auto paged = static_cast<uint32_t>(
+      std::count_if(segments_.begin(), segments_.end(), [](const auto& s) { return s->paged(); }));
+  paged_segments_.store(paged, std::memory_order_relaxed);
+  whole_segments_.store(static_cast<uint32_t>(segments_.size()) - paged, std::memory_order_relaxed);
+}
+
+void Sequence::CheckInvariants() const {
+  uint64_t end = 0;
+  for (const auto& segment : segments_) {
+    CHECK_EQ(segment->first_position(), end) << "segments are contiguous from position 0 on";
+    CHECK(segment->shape() == args_.shape);
+    CHECK(segment->indexes() == indexes());
+    end = segment->end_position();
+  }
+  CHECK_EQ(end, tail_.begin()) << "segments end where the tail begins";
+  CHECK_EQ(segment_key_bounds_.size(), segments_.size() * args_.shape.layers);
+  CHECK_EQ(tail_.key_bounds().size(), tail_.blocks().size() * args_.shape.layers);
+  const auto [least, most] = std::minmax_element(layer_tokens_.begin(), layer_tokens_.end());
+  CHECK_GE(*least, tail_.begin()) << "segments hold committed tokens only";
+  CHECK_LE(*most, tail_.blocks_end()) << "all other tokens have a place in the tail";
+}
+
+}  // namespace attnd::engine

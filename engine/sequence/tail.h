@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Tail: a sequence's newest tokens, those that no segment covers.
+#ifndef ATTND_ENGINE_SEQUENCE_TAIL_H_
+#define ATTND_ENGINE_SEQUENCE_TAIL_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "attention/backend.h"
+#include "attention/segment/pages.h"
+#include "attention/segment/segment.h"
+#include "common/model_shape.h"
+#include "engine/memory_budget.h"
+#include "engine/sequence/new_tokens.h"
+
+namespace attnd::engine {
+
+// Tail blocks for positions from begin() on, and for each of them the greatest |k| of each layer.
+// The tail knows for how many positions it has blocks; how many positions of a layer are filled,
+// its sequence knows.
+//
+// Blocks are shared: views hold them, and a fork's tail holds those that neither history writes to
+// again. So a position is written once, by the sequence whose tail made the block.
+//
+// Thread-safety: none; the sequence's lock guards it. Readers of a block read only positions below
+// the length that they were given.
+//
+// Invariants: block i holds positions [64 (b + i), 64 (b + i + 1)), b = begin() / 64; there is a
+// bound for each block and layer.
+class Tail {
+ public:
+  using Blocks = std::vector<std::shared_ptr<const attention::TailBlock>>;
+  using Segments = std::span<const std::shared_ptr<const attention::Segment>>;
+
+  // An empty tail.
+  explicit Tail(const ModelShape& shape, uint64_t begin = 0) : shape_(shape), begin_(begin) {}
+
+  uint64_t begin() const { return begin_; }
+  const Blocks& blocks() const { return blocks_; }
+  // The positions below this one have blocks.
+  uint64_t blocks_end() const {
+    return blocks_.empty() ? begin_
+                           : (begin_ / attention::kTailBlockTokens + blocks_.size()) *
+                                 attention::kTailBlockTokens;
+  }
+  // [blocks][layers] greatest |k|.
+  std::span<const float> key_bounds() const { return key_bounds_; }
+  // [layers] of the block that holds `position`.
+  std::span<const float> KeyBoundsAt(uint64_t position) const {
+    return std::span<const float>(key_bounds_)
+        .subspan(BlockOf(position) * shape_.layers, shape_.layers);
+  }
+
+  // Makes the blocks that positions below `end` lack, with room for them in the lists; AddBlocks
+  // adds them. ResourceExhausted; nothing changed then.
+  absl::StatusOr<Blocks> MakeBlocks(uint64_t end, MemoryBudget* budget);
+  void AddBlocks(const Blocks& more) noexcept;
+  // Writes the tokens behind the first `skip`, whose positions have blocks.
+  void Write(const NewTokens& tokens, uint64_t skip);
+  // Raises the bounds of the blocks that tokens behind the first `skip` lie in; gives the greatest
+  // magnitude among them, 0 without any.
+  float RaiseKeyBounds(const NewTokens& tokens, uint64_t skip);
+  // Whether positions [begin, end) are equal to those of the tokens.
+  bool Holds(const NewTokens& tokens, uint64_t begin, uint64_t end) const;
+  // Begins the tail at a later position: blocks that lie before it wholly are dropped. Does not
+  // throw.
+  void DropBefore(uint64_t begin);
+
+  // A tail with positions [begin, length) of a history that consists of `segments` and this tail:
+  // it shares full blocks, and has copies of the block that is written again and of what lies in
+  // segments, which must be whole. ResourceExhausted.
+  absl::StatusOr<Tail> CopyOf(uint64_t begin, uint64_t length, Segments segments,
+                              MemoryBudget* budget) const;
+
+ private:
+  size_t BlockOf(uint64_t position) const;
+  std::byte* Pages(uint32_t layer, uint32_t kv_head, uint64_t position) const;
+  void CopyFromTail(uint64_t begin, uint64_t end, Tail* target) const;
+  static void CopyFromSegments(Segments segments, uint64_t end, Tail* target);
+
+  ModelShape shape_;
+  uint64_t begin_ = 0;
+  Blocks blocks_;
+  std::vector<float> key_bounds_;  // [blocks][layers]
+};
+
+// Raises each of `bounds` to at least its counterpart.
+void RaiseAll(std::span<const float> others, float* bounds);
+
+// [layers] greatest |k| of positions [begin, end), which the view's tail holds.
+std::vector<float> KeyBoundsOf(const attention::SequenceView& view, uint64_t begin, uint64_t end);
+
+}  // namespace attnd::engine
+
+#endif  // ATTND_ENGINE_SEQUENCE_TAIL_H_

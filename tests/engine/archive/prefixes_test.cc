@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Goal: prefixes of prompts are found by those who may find them, and by nobody else. Method:
+// prompts with token ids, that are sealed and opened again by their tenant and by others.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "tests/engine/archive/archive_fixture.h"
+#include "tests/engine/support.h"
+
+namespace attnd::engine::test {
+namespace {
+
+class PrefixesTest : public ArchiveFixture {
+ protected:
+  PrefixesTest() { Start(); }
+};
+
+TEST_F(PrefixesTest, PrefixesAreReusedByThoseWhoMay) {
+  const std::vector<uint32_t> ids = Ids(2000);
+  const History contents = Contents(2000);
+  TestSequence sequence = Open();
+  Upload(&sequence, ids, 0, contents);
+  const uint64_t covered = sequence.Info().segmented_tokens;
+  ASSERT_GE(covered, 1024u);
+  Seal(sequence);
+  Start();
+
+  // The same prompt: all that segments cover, and the rest is uploaded.
+  const auto opened = engine_->OpenReusing(kTenant, Args(), ids, nullptr);
+  ASSERT_TRUE(opened.ok()) << opened.status();
+  EXPECT_EQ(opened->tokens_present, covered);
+  TestSequence reused = Adopt(opened->sequence_id, contents);
+  Upload(&reused, ids, covered, contents);
+  EXPECT_TRUE(MatchesModel(&reused, &random_));
+
+  // Another end, a prompt that leaves less than its window, one that differs early, a longer one.
+  std::vector<uint32_t> other = ids;
+  other[1500] += 1;
+  EXPECT_EQ(Reused(other), 1024u);
+  EXPECT_EQ(Reused({ids.begin(), ids.begin() + 1024 + 63}), 512u);
+  EXPECT_EQ(Reused({ids.begin(), ids.begin() + 1024 + 64}), 1024u);
+  other = ids;
+  other[3] += 1;
+  EXPECT_EQ(Reused(other), 0u);
+  EXPECT_EQ(Reused({}), 0u);
+  other = ids;
+  other.insert(other.end(), 500, 7);
+  EXPECT_EQ(Reused(other), covered);
+
+  // Another tenant, another model, a model that does not say which it is.
+  EXPECT_EQ(Reused(ids, "somebody else"), 0u);
+  EXPECT_EQ(Reused(ids, kTenant, "another model"), 0u);
+  EXPECT_EQ(Reused(ids, kTenant, ""), 0u);
+}
+
+// Whoever is longer, memory or disk, is what the new sequence begins with.
+TEST_F(PrefixesTest, TheLongestPrefixCounts) {
+  const std::vector<uint32_t> ids = Ids(2000);
+  const History contents = Contents(2000);
+  std::optional<TestSequence> sequence = Open();
+  Upload(&*sequence, {ids.begin(), ids.begin() + 1200}, 0, contents);
+  Seal(*sequence);
+  const uint64_t sealed = sequence->Info().segmented_tokens;
+  Upload(&*sequence, ids, 1200, contents);
+  const uint64_t open = sequence->Info().segmented_tokens;
+  ASSERT_LT(sealed, open);
+  EXPECT_EQ(Reused(ids), open) << "unsealed segments count, too";
+  ASSERT_TRUE(engine_->Close(kTenant, sequence->id).ok());
+  Start();
+  EXPECT_EQ(Reused(ids), sealed);
+  // A short sequence in memory does not hide the long one on disk.
+  TestSequence shorter = Open();
+  Upload(&shorter, {ids.begin(), ids.begin() + 700}, 0, contents);
+  EXPECT_EQ(Reused(ids), sealed);
+}
+
+// The same model and prompt under another softmax scale is another model's prompt: it finds
+// nothing, and takes nothing that it finds for damage.
+TEST_F(PrefixesTest, AnotherSoftmaxScaleNeitherReusesNorHarms) {
+  const std::vector<uint32_t> ids = Ids(700);
+  const History contents = Contents(700);
+  TestSequence sequence = Open();
+  Upload(&sequence, ids, 0, contents);
+  const SealResult sealed = Seal(sequence);
+  Start();
+  OpenArgs args = Args();
+  args.shape.softmax_scale *= 2;
+  const auto opened = engine_->OpenReusing(kTenant, args, ids, nullptr);
+  ASSERT_TRUE(opened.ok()) << opened.status();
+  EXPECT_EQ(opened->tokens_present, 0u);
+  EXPECT_EQ(engine_->archive_stats().quarantined_files, 0u);
+  auto resumed = Resume(sealed.sealed_id, contents);
+  ASSERT_TRUE(resumed.ok()) << resumed.status();
+  EXPECT_TRUE(MatchesModel(&*resumed, &random_));
+}
+
+// Generated turns have ids, too; and without ids nothing is shared.
+TEST_F(PrefixesTest, SegmentsWithoutAllIdsAreNobodyElses) {
+  const std::vector<uint32_t> ids = Ids(1200);
+  const History contents = Contents(1200);
+  TestSequence sequence = Open();
+  const Kv with_ids = contents.Slice(0, 0, 700);
+  AppendChunk first = ChunkOf(0, 0, with_ids);
+  first.token_ids = std::span(ids).first(700);
+  ASSERT_TRUE(engine_->Append(kTenant, kWriter, sequence.id, first).ok());
+  for (uint32_t layer = 0; layer < shape_.layers; ++layer) {
+    const AppendChunk chunk = ChunkOf(layer, 0, contents.layers[layer]);
+    ASSERT_TRUE(engine_->Append(kTenant, kWriter, sequence.id, chunk).ok());
+  }
+  ASSERT_TRUE(engine_->FinishPrefill(kTenant, kWriter, sequence.id, nullptr).ok());
+  sequence.history = contents;
+  const SealResult sealed = Seal(sequence);
+  ASSERT_EQ(sealed.segments, 2u);
+  EXPECT_EQ(Reused(ids), 512u) << "the first segment's ids are known";
+  EXPECT_EQ(Seal(sequence).written_segments, 0u) << "the second has a name all the same";
+  Start();
+  auto resumed = Resume(sealed.sealed_id, contents);
+  ASSERT_TRUE(resumed.ok()) << resumed.status();
+  EXPECT_TRUE(MatchesModel(&*resumed, &random_));
+  EXPECT_EQ(Seal(*resumed).written_segments, 0u);
+}
+
+}  // namespace
+}  // namespace attnd::engine::test
