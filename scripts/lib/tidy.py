@@ -6,8 +6,8 @@ ROOT is the project's folder and BUILD a build folder of clang's with compile_co
 compile has failed, unless it is one of machines with CUDA or one of machines without.
 
 Two thirds of the time goes into the headers of libraries, which every check visits. Sources that are compiled by equal
-commands are therefore checked together, as one generated source that includes them. A group that passes has passed as
-its sources; of a group that fails each source is checked by itself, and only that counts.
+commands are therefore checked together, as one generated source that includes them. The sources of a group that passes
+have passed. A group that fails is checked by halves, and a source has failed if it fails by itself.
 
 --full checks each source by itself and with clang's static analyzer, which looks at nothing that is included.
 
@@ -37,7 +37,8 @@ IMPORT = re.compile(rb'^[ \t]*import[ \t]+(?:public[ \t]+)?"([^"]+)"', re.MULTIL
 GENERATED = re.compile(r"(\.grpc)?\.pb\.h$")
 # What cannot stand beside others in one source: Highway's sources, which include themselves, and programs' functions.
 ALONE = re.compile(rb"HWY_TARGET_INCLUDE|^int main\(", re.MULTILINE)
-WITHOUT_ANALYZER = "--checks=-clang-analyzer-*"
+# Without the analyzer, and without the check that has something against a group's includes.
+SHORT_CHECKS = "--checks=-clang-analyzer-*,-bugprone-suspicious-include"
 TOGETHER = 8  # sources in a group; more save little and make a failure dear
 KEPT = 20_000  # files in CACHE
 
@@ -139,7 +140,6 @@ class Checker:
         self._build = build
         self._cache = cache
         self._full = full
-        self._groups = build / "tidy"  # generated sources
         cache.mkdir(parents=True, exist_ok=True)
 
     def is_clean(self, source: Source) -> bool:
@@ -174,39 +174,36 @@ class Checker:
         for equal in by_command.values():
             count = -(-len(equal) // TOGETHER)
             groups += [equal[len(equal) * i // count:len(equal) * (i + 1) // count] for i in range(count)]
-        groups.sort(key=len, reverse=True)
-        self._groups.mkdir(parents=True, exist_ok=True)
-        commands = []
-        for group in groups:
-            path = self._group_path(group)
-            path.write_text("".join(f'#include "{self._root}/{source.name}"\n' for source in group), encoding="utf-8")
-            commands.append({"directory": str(self._build), "file": str(path), "command": f"{group[0].command} -c {path}"})
-        (self._groups / "compile_commands.json").write_text(json.dumps(commands, indent=1), encoding="utf-8")
-        return groups
-
-    def _group_path(self, group: list[Source]) -> pathlib.Path:
-        return self._groups / f"{digest(*(source.name for source in group))[:16]}.cc"
+        return sorted(groups, key=len, reverse=True)
 
     def _check_group(self, group: list[Source]) -> dict[str, str]:
-        if len(group) > 1:
-            said = self._tidy(self._groups, self._group_path(group))
-            if said is None:
-                self._remember(group)
-                return {}
-        failed = {}
-        for source in group:
-            if (found := self._tidy(self._build, self._root / source.name)) is None:
-                self._remember([source])
-            else:
-                failed[source.name] = found
-        if len(group) > 1 and not failed:
+        """What is to be said of the sources of the group that failed: a group that fails is checked by halves."""
+        said = self._tidy(*((self._build, self._root / group[0].name) if len(group) == 1 else self._put_together(group)))
+        if said is None:
+            self._remember(group)
+            return {}
+        if len(group) == 1:
+            return {group[0].name: said}
+        half = len(group) // 2
+        failed = self._check_group(group[:half]) | self._check_group(group[half:])
+        if not failed:
             names = " ".join(source.name for source in group)
-            print(f"clang-tidy: clean apart, but not together, which takes longer: {names}\n{said}", file=sys.stderr)
+            print(f"clang-tidy: clean apart, but not together, which takes longer: {names}\n{said[:1000]}", file=sys.stderr)
         return failed
+
+    def _put_together(self, group: list[Source]) -> tuple[pathlib.Path, pathlib.Path]:
+        """A source that includes those of the group, and the folder that says how it is compiled."""
+        folder = self._build / "tidy" / digest(*(source.name for source in group))[:16]
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "group.cc"
+        path.write_text("".join(f'#include "{self._root}/{source.name}"\n' for source in group), encoding="utf-8")
+        command = {"directory": str(self._build), "file": str(path), "command": f"{group[0].command} -c {path}"}
+        (folder / "compile_commands.json").write_text(json.dumps([command]), encoding="utf-8")
+        return folder, path
 
     def _tidy(self, commands: pathlib.Path, source: pathlib.Path) -> str | None:
         """None, or what clang-tidy has against the source."""
-        arguments = [] if self._full else [WITHOUT_ANALYZER]
+        arguments = [] if self._full else [SHORT_CHECKS]
         done = subprocess.run(["clang-tidy", "-p", str(commands), "--quiet", *arguments, str(source)],
                               cwd=self._root, capture_output=True, text=True, check=False)
         return None if done.returncode == 0 else done.stdout or done.stderr
