@@ -48,8 +48,8 @@ struct PolicyView {
 //   label channels   first segment, else file,   its first segment's; without      fixed
 //                    else observed queries       segments chosen anew
 //   query weights    observed queries            all of them; a fork has none      held
-//   keep-set         the prompt's end            the positions below n             its maker's
-//   chosen blocks    steps                       what tokens below n chose         held
+//   keep-set         the prompt's end            the positions below n             held by its
+//   maker chosen blocks    steps                       what tokens below n chose         held
 //
 // "fixed" memory is FixedBytes, which the sequence's owner holds; "held" memory comes from
 // HoldBytes.
