@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Times a step's kernels on one layer that lies in device memory, and checks their answers against
-// plain loops in double precision on a small layer. Needs nothing but the planner, the kernels and a GPU, so
-// that a kernel can be changed and tried in a minute; parity with the CPU backend is tests/gpu's.
+// plain loops in double precision on a small layer. Needs nothing but the planner, the kernels and
+// a GPU, so that a kernel can be changed and tried in a minute; parity with the CPU backend is
+// tests/gpu's.
 //
 //   gpu_kernels [--check] [--bench] [--launches] [--only=TEXT] [--shape=0..3]
-//   [--no-cooperative-groups]
+//               [--no-cooperative-groups]
 //
 // --launches: one step at a time as the service runs it, with its copies, launched one by one and
 // from a graph.

@@ -101,5 +101,17 @@ TEST_F(ArenaTest, BlocksAreAlignedApartAndCounted) {
   EXPECT_TRUE(arena_->Allocate(kCapacity).ok()) << "free ranges were not joined";
 }
 
+// An allocation that outlives its arena would point at memory that the device has taken back.
+TEST(ArenaDeathTest, AnAllocationMustNotOutliveItsArena) {
+  FakePair fake = MakeFakeDevice(uint64_t{1} << 20);
+  const auto outlive = [&] {
+    Arena::Allocation allocation;
+    auto arena = Arena::Create(fake.device.get(), "page", kCapacity);
+    allocation = *(*arena)->Allocate(1);
+    arena->reset();
+  };
+  EXPECT_DEATH(outlive(), "outlives the page arena");
+}
+
 }  // namespace
 }  // namespace attnd::gpu::test

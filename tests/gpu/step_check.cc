@@ -207,7 +207,8 @@ class Checker {
       if (bytes > 0 && begin % 256 != 0) Fail(std::string(name) + " is not aligned");
       if (bytes > 0) parts_.push_back({begin, begin + bytes});
     };
-    part("query_fragments", h_.query_fragments, tiles_ * TileFragmentWords(shape_.head_dim) * sizeof(uint32_t));
+    part("query_fragments", h_.query_fragments,
+         tiles_ * TileFragmentWords(shape_.head_dim) * sizeof(uint32_t));
     part("states", h_.states, states_ * kLanes * (kStateHead + shape_.value_dim) * sizeof(float));
     part("scores", h_.scores, scores_ * sizeof(float));
     part("fates", h_.fates, fates_);
