@@ -21,7 +21,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib/setup.sh"
 source "${ATTND_ROOT}/scripts/lib/stages.sh"
 
 all_stages=(format release python asan asan_python tsan clang tidy)
-ATTND_RESULTS="${ATTND_BUILD}/test-results"
+# Apart from the test-results of build folders, the release build's too, which their stages remove first.
+ATTND_RESULTS="${ATTND_BUILD}/test-run"
 export ASAN_OPTIONS="detect_leaks=1:strict_string_checks=1:${ASAN_OPTIONS:-}"
 export UBSAN_OPTIONS="print_stacktrace=1:${UBSAN_OPTIONS:-}"
 export TSAN_OPTIONS="second_deadlock_stack=1:${TSAN_OPTIONS:-}"
