@@ -4,7 +4,8 @@ add_library(attnd_options INTERFACE)
 target_compile_options(attnd_options INTERFACE
   "$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Wpedantic;-Wshadow;-Wnon-virtual-dtor;-Werror>")
 if(CMAKE_CXX_COMPILER_ID MATCHES "Clang")
-  target_compile_options(attnd_options INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:-Wthread-safety>")
+  target_compile_options(attnd_options INTERFACE
+    "$<$<COMPILE_LANGUAGE:CXX>:-Wthread-safety;-Wreserved-identifier>")
 endif()
 target_include_directories(attnd_options INTERFACE ${PROJECT_SOURCE_DIR})
 
@@ -17,12 +18,18 @@ if(ATTND_SANITIZE)
   endif()
 endif()
 
+# Product code counts which of its lines run (scripts/coverage.sh); tests/CMakeLists.txt takes the counting out of tests.
+if(ATTND_COVERAGE)
+  add_compile_options(--coverage)
+  add_link_options(--coverage)
+endif()
+
 # attnd_computes(TARGET...): libraries where tests spend their time. They keep -O2 where the rest is compiled with less:
 # in sanitizer builds (CMakePresets.json) and, in tests/, everywhere.
 function(attnd_computes)
   foreach(target ${ARGN})
     get_target_property(folder ${target} SOURCE_DIR)
-    if(ATTND_SANITIZE OR folder MATCHES "^${PROJECT_SOURCE_DIR}/tests")
+    if(ATTND_SANITIZE OR ATTND_COVERAGE OR folder MATCHES "^${PROJECT_SOURCE_DIR}/tests")
       target_compile_options(${target} PRIVATE $<$<NOT:$<CONFIG:Debug>>:-O2>)
     endif()
   endforeach()

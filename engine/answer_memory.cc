@@ -16,7 +16,7 @@ absl::StatusOr<AnswerBuffers> AnswerSpans::operator()(const AnswerExtents& exten
                                                  " for lse; the answer needs ", out, " and ", lse));
 }
 
-absl::StatusOr<AnswerBuffers> AnswerVectors::operator()(const AnswerExtents& extents) {
+absl::StatusOr<AnswerBuffers> AnswerVectors::operator()(const AnswerExtents& extents) const {
   out_.resize(extents.out_floats());
   lse_.resize(extents.lse_floats());
   return AnswerBuffers{out_, lse_};

@@ -51,13 +51,14 @@ class AnswerSpans {
 // An AnswerMemory for callers who have none: vectors, which keep the last answer.
 class AnswerVectors {
  public:
-  absl::StatusOr<AnswerBuffers> operator()(const AnswerExtents& extents);
+  absl::StatusOr<AnswerBuffers> operator()(const AnswerExtents& extents) const;
   const std::vector<float>& out() const { return out_; }
   const std::vector<float>& lse() const { return lse_; }
 
  private:
-  std::vector<float> out_;
-  std::vector<float> lse_;
+  // Mutable, as absl::FunctionRef calls const objects alone.
+  mutable std::vector<float> out_;
+  mutable std::vector<float> lse_;
 };
 
 }  // namespace attnd::engine

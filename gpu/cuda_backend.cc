@@ -37,7 +37,7 @@ using attention::StepRow;
 constexpr uint64_t kIndexShare = 10;   // of the memory for mirrors: an index is a 12th of its pages
 constexpr uint64_t kContextShare = 4;  // of the device memory, for all streams
 constexpr uint64_t kInputShare = 4;    // of a stream's memory, at most
-constexpr uint64_t kBlockBytesMin = uint64_t{1} << 16;
+constexpr uint64_t kBufferBytesMin = uint64_t{1} << 16;
 // How often a step that waits for a stream looks whether it is still wanted.
 constexpr std::chrono::microseconds kPoll{2000};
 
@@ -253,7 +253,7 @@ class CudaBackend : public Backend {
     {
       ATTND_ASSIGN_OR_RETURN(const ContextPool::Lease context,
                              streams_.Take([&] { return CheckAlive(request); }));
-      DeviceStep step(request, store_.get(), context.get(), options_.teams, timed);
+      DeviceStep step(request, store_.get(), context.get(), options_.cooperative_groups, timed);
       absl::Status status = step.Run();
       if (absl::IsCancelled(status) || absl::IsDeadlineExceeded(status)) return status;
       if (!status.ok()) {
@@ -334,9 +334,9 @@ absl::Status CudaBackendOptions::Validate() const {
         CheckRange("device_memory_bytes", device_memory_bytes, kDeviceMemoryBytesMin, kBytesMax));
   }
   ATTND_RETURN_IF_ERROR(CheckRange("streams", streams, 1, kStreamsMax));
-  ATTND_RETURN_IF_ERROR(CheckRange("scratch_bytes", scratch_bytes, kBlockBytesMin, kBytesMax));
-  ATTND_RETURN_IF_ERROR(CheckRange("input_bytes", input_bytes, kBlockBytesMin, kBytesMax));
-  ATTND_RETURN_IF_ERROR(CheckRange("result_bytes", result_bytes, kBlockBytesMin, kBytesMax));
+  ATTND_RETURN_IF_ERROR(CheckRange("scratch_bytes", scratch_bytes, kBufferBytesMin, kBytesMax));
+  ATTND_RETURN_IF_ERROR(CheckRange("input_bytes", input_bytes, kBufferBytesMin, kBytesMax));
+  ATTND_RETURN_IF_ERROR(CheckRange("result_bytes", result_bytes, kBufferBytesMin, kBytesMax));
   return CheckRange("build_threads", build_threads, 0, 1024);
 }
 

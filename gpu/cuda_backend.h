@@ -28,8 +28,9 @@ struct CudaBackendOptions {
   uint64_t input_bytes = uint64_t{32} << 20;   // pinned and on the device
   uint64_t result_bytes = uint64_t{32} << 20;  // pinned
   uint32_t timed_steps = 64;                   // one step in so many is timed; 0: none
-  // Whether teams may answer units (step_layout.h), where the device has them; else the stages do.
-  bool teams = true;
+  // Whether cooperative groups may answer units (step_layout.h), where the device has them; else
+  // the stages do.
+  bool cooperative_groups = true;
   uint32_t build_threads = 0;  // that order a built segment; 0: all cores
   // Told once, when the device fails; from any thread, must not call the backend. May be empty.
   std::function<void(const absl::Status&)> on_degraded;

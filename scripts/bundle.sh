@@ -36,7 +36,7 @@ libraries_of() {
 
 setup_packages "${ATTND_BUILD_PACKAGES[@]}" "${ATTND_BUNDLE_PACKAGES[@]}"
 # As the presets have it, whose environment a build outside their folders does not get: one compiler cache for all.
-export CCACHE_BASEDIR="${ATTND_ROOT}" CCACHE_NOHASHDIR=1
+export CCACHE_BASEDIR="${ATTND_ROOT}" CCACHE_NOHASHDIR=1 CCACHE_SLOPPINESS=pch_defines,time_macros
 
 say "Building with CUDA (log: build/bundle-build.log)"
 {

@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# test.sh [STAGE...]: sets up, builds and runs every check, or only the stages named. The last line is
+# test.sh [--full] [STAGE...]: sets up, builds and runs every check, or only the stages named. The last line is
 # `N passed, N failed`; the exit status says whether anything failed.
 #
 #   format         clang-format would change nothing
 #   release        optimised build of everything, ctest
 #   python         pytest against the release server: clients, model runner, end to end, deployment, scripts, training texts
-#   asan           address and undefined-behaviour sanitizers: build of everything, ctest
+#   asan           address and undefined-behaviour sanitizers: build of everything but the benchmarks, ctest
 #   asan_python    the end-to-end bad-input tests against the sanitized server
 #   tsan           thread sanitizer: in-process tests of what has threads, ctest
-#   clang          clang build with thread-safety analysis, warnings are errors
-#   tidy           clang-tidy over the project's C++ sources
+#   clang          clang compiles what is written for single instruction sets
+#   tidy           clang-tidy over the product's C++ sources, with clang's warnings and thread-safety analysis
+#
+# --full takes longer and leaves nothing out: docs/TESTING.md lists what it does more.
 set -euo pipefail
 # shellcheck source=scripts/lib/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib/setup.sh"
@@ -31,7 +33,10 @@ stage_release() {
   run_ctest "${ATTND_BUILD}"
 }
 
-stage_python() { run_pytest tests/python tests/scripts models/training; }
+# A file of tests runs in one process, as its tests may share a server; files run side by side.
+pytest_at_once=(-n "$(nproc)" --dist loadfile)
+
+stage_python() { run_pytest "${pytest_at_once[@]}" tests/python tests/scripts models/training; }
 
 stage_asan() {
   check "asan build" build_preset asan
@@ -40,7 +45,7 @@ stage_asan() {
 
 stage_asan_python() {
   [[ -x "${ATTND_BUILD}/asan/bin/attnd" ]] || check "asan server build" build_preset asan attnd
-  ATTND_BIN="${ATTND_BUILD}/asan/bin/attnd" run_pytest tests/python -k bad_input
+  ATTND_BIN="${ATTND_BUILD}/asan/bin/attnd" run_pytest "${pytest_at_once[@]}" tests/python -k bad_input
 }
 
 stage_tsan() {
@@ -50,22 +55,43 @@ stage_tsan() {
 
 configure_clang() { configure_preset clang -DATTND_TESTS=OFF -DATTND_BENCH=OFF; }
 
+# What only code generation finds: instructions that a function's instruction set lacks. All else clang-tidy finds.
 build_clang() {
-  configure_clang && (cd "${ATTND_ROOT}" && cmake --build --preset clang -j "$(build_jobs)")
+  local targets=()
+  configure_clang || return 1
+  if ! "${full}"; then
+    mapfile -t targets < <(cd "${ATTND_ROOT}" && sources_of_instructions)
+    ((${#targets[@]} > 0)) || return 1
+    targets=(--target "${targets[@]/%/^}")
+  fi
+  (cd "${ATTND_ROOT}" && cmake --build --preset clang -j "$(build_jobs)" "${targets[@]}")
+}
+
+# The sources that are compiled for single instruction sets. Ninja's name for a source's object is SOURCE^.
+sources_of_instructions() {
+  grep -rlE --include='*.cc' '^#include [<"](hwy/|immintrin\.h)' "${PWD}"/{common,attention,storage,engine,gpu,server}
 }
 
 stage_clang() { check "clang build" build_clang; }
 
 stage_tidy() {
-  cd "${ATTND_ROOT}"
-  [[ -f build/clang/build.ninja ]] || configure_clang
-  cmake --build --preset clang --target attnd_proto attnd_archive_proto \
-    storage/generated/storage/catalogue/records.pb.h >/dev/null
+  local headers
+  [[ -f "${ATTND_BUILD}/clang/build.ninja" ]] || configure_clang
+  mapfile -t headers < <(ninja -C "${ATTND_BUILD}/clang" -t targets all | sed -n 's/^\(.*\.pb\.h\): .*/\1/p')
+  (cd "${ATTND_ROOT}" && cmake --build --preset clang --target "${headers[@]}" >/dev/null)
   # shellcheck source=scripts/lib/tidy.sh
-  source scripts/lib/tidy.sh
-  tidy_all build/clang "${ATTND_BUILD}/tidy-cache" "${ATTND_RESULTS}/tidy.checked"
+  source "${ATTND_ROOT}/scripts/lib/tidy.sh"
+  tidy_all "${ATTND_BUILD}/clang" "${XDG_CACHE_HOME:-${HOME:-${ATTND_BUILD}}/.cache}/attnd-tidy" "${tidy_arguments[@]}"
 }
 
+full=false
+tidy_arguments=()
+if [[ "${1:-}" == --full ]]; then
+  full=true
+  tidy_arguments=(--full)
+  export ATTND_TEST_FULL=1 # tests/cross.h
+  shift
+fi
 stages=("$@")
 [[ ${#stages[@]} -gt 0 ]] || stages=("${all_stages[@]}")
 for stage in "${stages[@]}"; do

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Times a step's kernels on one layer that lies in device memory, and checks their answers against
-// plain loops in double precision on a small layer. Needs nothing but the kernels and a GPU, so
-// that a kernel can be changed and tried in a minute; parity with the CPU backend is tests/gpu's.
+// plain loops in double precision on a small layer. Needs nothing but the planner, the kernels and
+// a GPU, so that a kernel can be changed and tried in a minute; parity with the CPU backend is
+// tests/gpu's.
 //
-//   gpu_kernels [--check] [--bench] [--launches] [--only=TEXT] [--shape=0..3] [--no-teams]
+//   gpu_kernels [--check] [--bench] [--launches] [--only=TEXT] [--shape=0..3]
+//               [--no-cooperative-groups]
 //
 // --launches: one step at a time as the service runs it, with its copies, launched one by one and
 // from a graph.
@@ -30,7 +32,10 @@ namespace attnd::gpu {
 namespace {
 
 const StepKernels& KernelsFor(uint32_t dim) {
-  return dim == 64 ? kStepBf16_64_64 : dim == 128 ? kStepBf16_128_128 : kStepBf16_256_256;
+  const StepKernels* kernels = StepKernelsFor({DType::kBf16, dim, dim});
+  if (kernels != nullptr) return *kernels;
+  std::fprintf(stderr, "no kernels for head_dim %u\n", dim);
+  std::exit(2);
 }
 
 constexpr int kStages = 9;
@@ -48,7 +53,7 @@ void RunStep(const StepHeader& step, uint32_t dim, bool clusters, bool measure, 
   };
   mark(0);
   if (CoopUnits(step) == step.units) {
-    CHECK_CUDA(kernels.teams(step, false, stream));
+    CHECK_CUDA(kernels.cooperative(step, false, stream));
     for (int i = 1; i <= 9; ++i) mark(i);
     return;
   }
@@ -117,7 +122,7 @@ std::vector<Policy> Policies() {
 struct Selected {
   std::string only;
   int shape = -1;
-  bool teams = true;
+  bool cooperative_groups = true;
 
   bool Has(const Policy& policy) const {
     return only.empty() || std::string(policy.name).find(only) != std::string::npos;
@@ -142,7 +147,7 @@ int CheckAll(uint32_t sms, const Selected& selected) {
     Layer layer(shape, /*consistent=*/true);
     for (const Policy& policy : Policies()) {
       if (!selected.Has(policy)) continue;
-      const StepHeader step = layer.Plan(policy, selected.teams);
+      const StepHeader step = layer.Plan(policy, selected.cooperative_groups);
       RunStep(step, shape.dim, policy.kind == UnitKind::kClusters, Measures(policy), sms, nullptr,
               nullptr);
       CHECK_CUDA(cudaDeviceSynchronize());
@@ -188,7 +193,7 @@ void BenchAll(uint32_t sms, const Selected& selected) {
       if (!selected.Has(policy)) continue;
       const bool clusters = policy.kind == UnitKind::kClusters;
       const bool measure = Measures(policy);
-      const StepHeader step = layer.Plan(policy, selected.teams);
+      const StepHeader step = layer.Plan(policy, selected.cooperative_groups);
       // Whole steps from a graph, as peers are timed; stages from events between launches.
       cudaGraph_t graph;
       cudaGraphExec_t executable;
@@ -270,7 +275,7 @@ class WholeStep {
     }
     if (CoopUnits(step_) == step_.units) {
       CHECK_CUDA(KernelsFor(dim_).prepare(step_, stream));
-      CHECK_CUDA(KernelsFor(dim_).teams(step_, /*overlap=*/true, stream));
+      CHECK_CUDA(KernelsFor(dim_).cooperative(step_, /*overlap=*/true, stream));
     } else {
       RunStep(step_, dim_, policy_.kind == UnitKind::kClusters, Measures(policy_), sms_, stream,
               nullptr);
@@ -327,7 +332,7 @@ void BenchLaunches(uint32_t sms, const Selected& selected) {
     Layer layer(shape, /*consistent=*/false);
     for (const Policy& policy : Policies()) {
       if (!selected.Has(policy)) continue;
-      const WholeStep step(layer.Plan(policy, selected.teams), policy, shape.dim, sms);
+      const WholeStep step(layer.Plan(policy, selected.cooperative_groups), policy, shape.dim, sms);
       step.Enqueue(stream, /*kernels_alone=*/false);
       for (const int pause : {0, 200}) {
         std::printf("  %-34s %3d us apart:", policy.name, pause);
@@ -377,7 +382,7 @@ int main(int argc, char** argv) {
     if (arg == "--check") check = true;
     if (arg == "--bench") bench = true;
     if (arg == "--launches") launches = true;
-    if (arg == "--no-teams") selected.teams = false;
+    if (arg == "--no-cooperative-groups") selected.cooperative_groups = false;
     if (arg.rfind("--only=", 0) == 0) selected.only = arg.substr(7);
     if (arg.rfind("--shape=", 0) == 0) selected.shape = std::atoi(arg.c_str() + 8) % 4;
   }

@@ -3,9 +3,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "bench/gpu/gpu_layer.cuh"
 #include "bench/gpu/gpu_memory.cuh"
+#include "gpu/step/step_writer.h"
 
 namespace attnd::gpu {
 namespace {
@@ -54,126 +56,65 @@ Layer::~Layer() {
   for (void* p : memory_) cudaFree(p);
 }
 
-StepHeader Layer::Plan(const Policy& policy, bool teams) {
-  StepHeader step = {};
-  RowRef row = {};
+RowDescription Layer::Describe(const Policy& policy, uint32_t number) const {
+  RowDescription row;
+  row.shape = {.kernel = {DType::kBf16, shape_.dim, shape_.dim},
+               .kv_heads = shape_.kv_heads,
+               .group = shape_.group,
+               .softmax_scale = 1.0f / std::sqrt(static_cast<float>(shape_.dim)),
+               .query_dtype = DType::kBf16};
   row.kind = policy.kind;
   row.cut = policy.cut;
-  row.second_order = policy.second_order ? 1 : 0;
-  row.query_tokens = shape_.query_tokens;
-  const bool clusters = policy.kind == UnitKind::kClusters;
-  row.tokens_per_unit = clusters ? 1 : std::max(1u, kLanes / shape_.group);
-  row.tiles_per_unit = (shape_.group + kLanes - 1) / kLanes;
-  row.segment_count = segments_of_row_;
-  row.tail_begin = (shape_.tokens - shape_.tail) % kTailBlockRows;
-  row.tail_limit = row.tail_begin + shape_.tail - shape_.query_tokens + 1;
-  row.causal = 1;
-  row.dense_piece_tokens = kReadPieceTokens;
-  const auto pieces_of_row = [&] {
-    uint32_t pieces = 0;
-    for (uint32_t i = 0; i < segments_of_row_; ++i) {
-      pieces += (segments_[i].tokens + row.dense_piece_tokens - 1) / row.dense_piece_tokens;
-    }
-    return pieces;
-  };
-  while (pieces_of_row() > kReadPiecesMax) row.dense_piece_tokens *= 2;
-  row.tail_pieces = (row.tail_begin + shape_.tail + kReadPieceTokens - 1) / kReadPieceTokens;
-  uint32_t slots = 0, pieces = 0;
-  uint64_t clustered = 0;
-  for (size_t i = 0; i < segments_.size(); ++i) {
-    HostSegment& segment = segments_[i];
-    if (i % segments_of_row_ == 0) slots = pieces = 0, clustered = 0;
-    segment.ref.first_slot = slots;
-    segment.ref.slots = SlotsFor(segment.clusters);
-    segment.ref.first_piece = pieces;
-    segment.ref.max_clusters = segment.clusters;
-    slots += segment.ref.slots;
-    pieces += (segment.tokens + row.dense_piece_tokens - 1) / row.dense_piece_tokens;
-    clustered += segment.tokens - segment.unclustered;
-  }
-  row.slots = slots;
-  row.clustered_tokens = clustered;
-  row.dense_pieces = policy.kind == UnitKind::kDense ? pieces : 0;
-  row.read_pieces = row.dense_pieces + row.tail_pieces + (row.dense_pieces == 0 ? 1 : 0);
-  row.estimate_piece_slots = std::max(
-      kEstimatePieceSlots, (slots / kEstimatePiecesMax + kSlotChunk - 1) / kSlotChunk * kSlotChunk);
-  row.estimate_pieces =
-      clusters ? (slots + row.estimate_piece_slots - 1) / row.estimate_piece_slots : 0;
+  row.second_order = policy.second_order;
   row.exact_share = policy.exact_share, row.estimated_share = policy.estimated_share;
   row.p1 = policy.p1, row.p2 = policy.p2;
   row.tolerance = policy.tolerance, row.floor = policy.floor;
-  if (teams) {
-    row.coop_blocks = CoopBlocksFor(row, shape_.group, shape_.dim, row.tail_begin + shape_.tail);
+  row.query_tokens = shape_.query_tokens;
+  row.queries = reinterpret_cast<const std::byte*>(
+      queries_.data() + size_t{number} * shape_.query_tokens * heads() * shape_.dim);
+  row.tail_begin = (shape_.tokens - shape_.tail) % kTailBlockRows;
+  row.tail_limit = row.tail_begin + shape_.tail - shape_.query_tokens + 1;
+  for (uint32_t s = 0; s < segments_of_row_; ++s) {
+    const HostSegment& segment = segments_[number * segments_of_row_ + s];
+    row.segments.push_back({.tokens = segment.tokens,
+                            .unclustered = segment.unclustered,
+                            .max_clusters = segment.clusters,
+                            .index_head_bytes = segment.index_head_bytes,
+                            .pages_head_bytes = segment.pages_head_bytes,
+                            .offsets = segment.offsets});
+    row.history_tokens += segment.tokens;
+    row.history_clustered += segment.tokens - segment.unclustered;
   }
-  if (row.coop_blocks != 0) row.read_pieces = row.estimate_pieces = row.coop_blocks;
+  row.history_segments = segments_of_row_;
+  return row;
+}
 
-  const uint32_t units_of_row =
-      (row.query_tokens + row.tokens_per_unit - 1) / row.tokens_per_unit * shape_.kv_heads;
-  const uint32_t tiles = row.tiles_per_unit;
-  const uint64_t states_of_tile = StatesPerTile(row);
-  const uint64_t scores_of_unit = ScoresPerUnit(row, shape_.group);
-  std::vector<RowRef> rows;
-  std::vector<CoopUnit> coop_units;
-  uint64_t states = 0, scores = 0, fates = 0, tokens = 0;
+RowMemory Layer::MemoryOf(uint32_t number) const {
+  RowMemory memory;
+  for (uint32_t s = 0; s < segments_of_row_; ++s) {
+    const HostSegment& segment = segments_[number * segments_of_row_ + s];
+    memory.segments.push_back({segment.index, segment.pages});
+  }
+  const auto first = blocks_.begin() + number * blocks_of_row_;
+  memory.tail_blocks.assign(first, first + blocks_of_row_);
+  return memory;
+}
+
+StepHeader Layer::Plan(const Policy& policy, bool cooperative_groups) {
+  constexpr uint64_t kAll = std::numeric_limits<uint64_t>::max();
+  StepWriter writer({kAll, kAll, kAll}, cooperative_groups);
+  std::vector<RowDescription> rows;
+  for (uint32_t r = 0; r < shape_.rows; ++r) rows.push_back(Describe(policy, r));
+  writer.Begin(rows[0].shape, /*with_fates=*/true);
   for (uint32_t r = 0; r < shape_.rows; ++r) {
-    row.first_unit = r * units_of_row;
-    row.first_query_token = r * shape_.query_tokens;
-    row.segments_begin = r * segments_of_row_;
-    row.tail_blocks_begin = r * blocks_of_row_;
-    row.first_read_item = r * units_of_row * tiles * row.read_pieces;
-    row.first_score_item = clusters ? r * units_of_row * (slots / kSlotChunk) : 0;
-    row.first_state = static_cast<uint32_t>(states);
-    row.first_score = scores, row.first_fate = fates, row.first_token = tokens;
-    states += uint64_t{units_of_row} * tiles * states_of_tile;
-    if (clusters) {
-      scores += units_of_row * scores_of_unit;
-      fates += uint64_t{units_of_row} * slots;
-      tokens += units_of_row * clustered;
-    }
-    rows.push_back(row);
-    for (uint32_t u = 0; row.coop_blocks != 0 && u < units_of_row; ++u)
-      coop_units.push_back({r, u});
+    writer.Add(rows[r], r, /*first_token=*/0, shape_.query_tokens, MemoryOf(r));
   }
-  for (uint32_t i = 0; i < kCoopSizes; ++i) {
-    if (row.coop_blocks == kCoopBlocks[i])
-      step.coop_counts[i] = static_cast<uint32_t>(coop_units.size());
-  }
-  step.coop_units = Keep(OnDevice(coop_units));
-  step.rows = shape_.rows;
-  step.units = shape_.rows * units_of_row;
-  step.tiles = step.units * tiles;
-  step.tiles_max = tiles;
-  step.read_items = row.coop_blocks != 0 ? 0 : step.tiles * row.read_pieces;
-  step.score_items = clusters && row.coop_blocks == 0 ? step.units * (slots / kSlotChunk) : 0;
-  step.query_tokens = shape_.rows * shape_.query_tokens;
-  step.kv_heads = shape_.kv_heads, step.group = shape_.group;
-  step.query_dtype = 1;
-  step.softmax_scale = 1.0f / std::sqrt(static_cast<float>(shape_.dim));
-  step.tail_block_head_bytes = BlockHeadBytes();
-  std::vector<SegmentRef> refs;
-  for (const HostSegment& segment : segments_) refs.push_back(segment.ref);
-  step.row_refs = Keep(OnDevice(rows));
-  step.segments = Keep(OnDevice(refs));
-  step.tail_blocks = Keep(OnDevice(blocks_));
-  step.queries = reinterpret_cast<const std::byte*>(Keep(OnDevice(queries_)));
-  step.query_fragments = Keep(NewOnDevice<uint32_t>(step.tiles * TileFragmentWords(shape_.dim)));
-  step.states = Keep(NewOnDevice<float>(states * StateFloats(shape_.dim)));
-  step.scores = Keep(NewOnDevice<float>(scores));
-  step.fates = Keep(NewOnDevice<uint8_t>(fates));
-  step.chosen = Keep(NewOnDevice<uint32_t>(tokens));
-  step.score_partials = Keep(NewOnDevice<float>(uint64_t{step.score_items} * tiles * kLanes * 4));
-  step.lane_scales = Keep(NewOnDevice<LaneScale>(step.tiles * kLanes));
-  step.unit_results = Keep(NewOnDevice<UnitResult>(step.units));
-  step.chunks = Keep(NewOnDevice<ChunkRef>(step.score_items));
-  step.chosen_pieces = Keep(NewOnDevice<ChosenPiece>(step.tiles * kChosenPiecesMax));
-  step.head_dim = step.value_dim = shape_.dim;
-  step.estimate_pieces_max = row.estimate_pieces;
-  step.cursors = Keep(NewOnDevice<uint32_t>(kCursors));
-  const size_t lanes = size_t{step.query_tokens} * heads();
-  step.out = Keep(NewOnDevice<float>(lanes * shape_.dim));
-  step.lse = Keep(NewOnDevice<float>(lanes));
-  step.lane_results = Keep(NewOnDevice<LaneResult>(lanes));
-  return step;
+  const WavePlaces places = writer.places();
+  std::vector<std::byte> input(places.input_bytes);
+  std::byte* const device_input = Keep(NewOnDevice<std::byte>(places.input_bytes));
+  writer.Write(input.data(), device_input, Keep(NewOnDevice<std::byte>(places.scratch_bytes)));
+  CHECK_CUDA(cudaMemcpy(device_input, input.data(), input.size(), cudaMemcpyHostToDevice));
+  return writer.header();
 }
 
 void Layer::AddSegment(uint32_t tokens, uint32_t unclustered, bool consistent) {
@@ -182,7 +123,6 @@ void Layer::AddSegment(uint32_t tokens, uint32_t unclustered, bool consistent) {
   segment.unclustered = unclustered;
   const uint32_t n = (tokens - unclustered + 15) / 16;
   segment.clusters = n;
-  SegmentRef& ref = segment.ref;
   size_t at = 64;
   const auto place = [&](size_t bytes) {
     const size_t offset = at;
@@ -190,23 +130,19 @@ void Layer::AddSegment(uint32_t tokens, uint32_t unclustered, bool consistent) {
     return static_cast<uint32_t>(offset);
   };
   const uint32_t dim = shape_.dim;
-  ref.offsets.centroids = place(size_t{n} * dim * 2);
-  ref.offsets.mean_values = place(size_t{n} * dim * 2);
-  ref.offsets.deviation_codes = place(size_t{n} * dim / 2);
-  ref.offsets.variance_unit = place(n * 4);
-  ref.offsets.log_size = place(n * 4);
-  ref.offsets.spread = place(n * 4);
-  ref.offsets.value_norm2 = place(n * 4);
-  ref.offsets.starts = place((n + 1) * 4);
-  ref.index_head_bytes = at;
-  ref.pages_head_bytes = (tokens + 15) / 16 * PageBytes();
-  ref.tokens = tokens;
-  ref.unclustered = unclustered;
-  const size_t page_bytes = ref.pages_head_bytes * shape_.kv_heads;
+  segment.offsets.centroids = place(size_t{n} * dim * 2);
+  segment.offsets.mean_values = place(size_t{n} * dim * 2);
+  segment.offsets.deviation_codes = place(size_t{n} * dim / 2);
+  segment.offsets.variance_unit = place(n * 4);
+  segment.offsets.log_size = place(n * 4);
+  segment.offsets.spread = place(n * 4);
+  segment.offsets.value_norm2 = place(n * 4);
+  segment.offsets.starts = place((n + 1) * 4);
+  segment.index_head_bytes = at;
+  segment.pages_head_bytes = (tokens + 15) / 16 * PageBytes();
+  const size_t page_bytes = segment.pages_head_bytes * shape_.kv_heads;
   segment.pages = Keep(NewOnDevice<std::byte>(page_bytes));
-  segment.index = Keep(NewOnDevice<std::byte>(ref.index_head_bytes * shape_.kv_heads));
-  ref.pages = segment.pages;
-  ref.index = segment.index;
+  segment.index = Keep(NewOnDevice<std::byte>(segment.index_head_bytes * shape_.kv_heads));
   FillRandom<<<1024, 256>>>(reinterpret_cast<uint16_t*>(segment.pages), page_bytes / 2,
                             static_cast<uint32_t>(random_()), 2.0f);
   if (consistent) SmoothClusters(&segment);
@@ -215,7 +151,7 @@ void Layer::AddSegment(uint32_t tokens, uint32_t unclustered, bool consistent) {
 }
 
 void Layer::SmoothClusters(HostSegment* segment) {
-  const uint64_t head_bytes = segment->ref.pages_head_bytes;
+  const uint64_t head_bytes = segment->pages_head_bytes;
   std::vector<std::byte> pages = ToHost(segment->pages, head_bytes * shape_.kv_heads);
   std::normal_distribution<float> normal(0, 1);
   std::vector<float> centre(2 * shape_.dim);
@@ -236,36 +172,36 @@ void Layer::SmoothClusters(HostSegment* segment) {
 }
 
 void Layer::WriteIndex(const HostSegment& segment, bool consistent) {
-  const SegmentRef& ref = segment.ref;
   const uint32_t n = segment.clusters, dim = shape_.dim;
-  std::vector<std::byte> index(ref.index_head_bytes * shape_.kv_heads);
+  std::vector<std::byte> index(segment.index_head_bytes * shape_.kv_heads);
   std::vector<std::byte> pages;
-  if (consistent) pages = ToHost(segment.pages, ref.pages_head_bytes * shape_.kv_heads);
+  if (consistent) pages = ToHost(segment.pages, segment.pages_head_bytes * shape_.kv_heads);
   for (uint32_t head = 0; head < shape_.kv_heads; ++head) {
-    std::byte* at = index.data() + head * ref.index_head_bytes;
+    std::byte* at = index.data() + head * segment.index_head_bytes;
     *reinterpret_cast<uint32_t*>(at) = n;
-    auto* starts = reinterpret_cast<uint32_t*>(at + ref.offsets.starts);
+    auto* starts = reinterpret_cast<uint32_t*>(at + segment.offsets.starts);
     const auto floats = [&](uint32_t offset) { return reinterpret_cast<float*>(at + offset); };
     for (uint32_t c = 0; c <= n; ++c) {
       starts[c] = std::min(segment.unclustered + c * 16, segment.tokens);
     }
     for (uint32_t c = 0; c < n; ++c) {
       const uint32_t size = starts[c + 1] - starts[c];
-      floats(ref.offsets.log_size)[c] = std::log(static_cast<float>(size));
-      floats(ref.offsets.variance_unit)[c] = 1e-4f;
-      floats(ref.offsets.spread)[c] = 1.0f;
-      floats(ref.offsets.value_norm2)[c] = 1.0f;
+      floats(segment.offsets.log_size)[c] = std::log(static_cast<float>(size));
+      floats(segment.offsets.variance_unit)[c] = 1e-4f;
+      floats(segment.offsets.spread)[c] = 1.0f;
+      floats(segment.offsets.value_norm2)[c] = 1.0f;
       if (!consistent) continue;
-      auto* keys = reinterpret_cast<uint16_t*>(at + ref.offsets.centroids) + size_t{c} * dim;
-      auto* values = reinterpret_cast<uint16_t*>(at + ref.offsets.mean_values) + size_t{c} * dim;
+      auto* keys = reinterpret_cast<uint16_t*>(at + segment.offsets.centroids) + size_t{c} * dim;
+      auto* values =
+          reinterpret_cast<uint16_t*>(at + segment.offsets.mean_values) + size_t{c} * dim;
       auto* codes =
-          reinterpret_cast<uint8_t*>(at + ref.offsets.deviation_codes) + size_t{c} * dim / 2;
+          reinterpret_cast<uint8_t*>(at + segment.offsets.deviation_codes) + size_t{c} * dim / 2;
       std::vector<double> deviation(dim);
       double spread = 0, norm2 = 0, greatest = 0;
       for (uint32_t d = 0; d < dim; ++d) {
         double key = 0, value = 0, key2 = 0, value2 = 0;
         for (uint32_t token = starts[c]; token < starts[c + 1]; ++token) {
-          std::byte* head_pages = pages.data() + head * ref.pages_head_bytes;
+          std::byte* head_pages = pages.data() + head * segment.pages_head_bytes;
           const double k = FromBf16(Row(head_pages, token, false)[d]);
           const double v = FromBf16(Row(head_pages, token, true)[d]);
           key += k / size, value += v / size, key2 += k * k / size, value2 += v * v / size;
@@ -283,20 +219,20 @@ void Layer::WriteIndex(const HostSegment& segment, bool consistent) {
         };
         codes[d] = static_cast<uint8_t>(code(d) | code(d + dim / 2) << 4);
       }
-      floats(ref.offsets.variance_unit)[c] = static_cast<float>(greatest / 15 * greatest / 15);
-      floats(ref.offsets.spread)[c] = static_cast<float>(std::sqrt(spread));
-      floats(ref.offsets.value_norm2)[c] = static_cast<float>(norm2);
+      floats(segment.offsets.variance_unit)[c] = static_cast<float>(greatest / 15 * greatest / 15);
+      floats(segment.offsets.spread)[c] = static_cast<float>(std::sqrt(spread));
+      floats(segment.offsets.value_norm2)[c] = static_cast<float>(norm2);
     }
   }
   CHECK_CUDA(cudaMemcpy(segment.index, index.data(), index.size(), cudaMemcpyHostToDevice));
   if (consistent) return;
   for (uint32_t head = 0; head < shape_.kv_heads; ++head) {
-    std::byte* at = segment.index + head * ref.index_head_bytes;
-    FillRandom<<<64, 256>>>(reinterpret_cast<uint16_t*>(at + ref.offsets.centroids),
+    std::byte* at = segment.index + head * segment.index_head_bytes;
+    FillRandom<<<64, 256>>>(reinterpret_cast<uint16_t*>(at + segment.offsets.centroids),
                             size_t{n} * dim, static_cast<uint32_t>(random_()), 2.0f);
-    FillRandom<<<64, 256>>>(reinterpret_cast<uint16_t*>(at + ref.offsets.mean_values),
+    FillRandom<<<64, 256>>>(reinterpret_cast<uint16_t*>(at + segment.offsets.mean_values),
                             size_t{n} * dim, static_cast<uint32_t>(random_()), 2.0f);
-    FillBytes<<<64, 256>>>(reinterpret_cast<uint8_t*>(at + ref.offsets.deviation_codes),
+    FillBytes<<<64, 256>>>(reinterpret_cast<uint8_t*>(at + segment.offsets.deviation_codes),
                            size_t{n} * dim / 2, static_cast<uint32_t>(random_()));
   }
 }

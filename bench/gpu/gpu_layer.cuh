@@ -13,6 +13,7 @@
 
 #include "gpu/cuda/step/place.cuh"
 #include "gpu/layout/step_layout.h"
+#include "gpu/step/row_description.h"
 
 namespace attnd::gpu {
 
@@ -32,7 +33,8 @@ struct Policy {
 // One segment of one row: an index of clusters of 16 neighbours, and pages.
 struct HostSegment {
   uint32_t tokens = 0, unclustered = 0, clusters = 0;
-  SegmentRef ref = {};
+  uint64_t index_head_bytes = 0, pages_head_bytes = 0;
+  IndexOffsets offsets = {};
   std::byte* index = nullptr;
   std::byte* pages = nullptr;
 };
@@ -47,9 +49,9 @@ class Layer {
 
   uint32_t heads() const { return shape_.kv_heads * shape_.group; }
 
-  // Plans the step on the host, as step_writer does in the service. teams: where the kernels have
-  // them.
-  StepHeader Plan(const Policy& policy, bool teams);
+  // Plans the step with the service's StepWriter; the memory that the step takes lives as long as
+  // the layer. cooperative_groups: whether they may answer units.
+  StepHeader Plan(const Policy& policy, bool cooperative_groups);
 
   // Compares what the step's kernels left with plain loops and prints the differences. Returns the
   // greatest of an output, relative to its norm, of lse, and a tenth of the predicted error's; more
@@ -65,6 +67,10 @@ class Layer {
   uint64_t RowBytes() const { return shape_.dim * 2; }
   uint64_t PageBytes() const { return kPageRows * 2 * RowBytes(); }
   uint64_t BlockHeadBytes() const { return kTailBlockRows / kPageRows * PageBytes(); }
+
+  // One row of the layer.
+  RowDescription Describe(const Policy& policy, uint32_t number) const;
+  RowMemory MemoryOf(uint32_t number) const;
 
   void AddSegment(uint32_t tokens, uint32_t unclustered, bool consistent);
 

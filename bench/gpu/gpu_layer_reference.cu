@@ -32,8 +32,8 @@ double Layer::Reference(const Policy& policy, const StepHeader& step) {
   const auto units = ToHost(step.unit_results, step.units);
   std::vector<std::vector<std::byte>> pages, indexes, tails;
   for (const auto& s : segments_) {
-    pages.push_back(ToHost(s.pages, s.ref.pages_head_bytes * shape_.kv_heads));
-    indexes.push_back(ToHost(s.index, s.ref.index_head_bytes * shape_.kv_heads));
+    pages.push_back(ToHost(s.pages, s.pages_head_bytes * shape_.kv_heads));
+    indexes.push_back(ToHost(s.index, s.index_head_bytes * shape_.kv_heads));
   }
   for (const auto* block : blocks_)
     tails.push_back(ToHost(block, BlockHeadBytes() * shape_.kv_heads));
@@ -82,24 +82,22 @@ double Layer::Reference(const Policy& policy, const StepHeader& step) {
         for (uint32_t s = 0; s < segments_of_row_; ++s) {
           const size_t number = r * segments_of_row_ + s;
           const HostSegment& segment = segments_[number];
-          std::byte* base = pages[number].data() + head * segment.ref.pages_head_bytes;
+          std::byte* base = pages[number].data() + head * segment.pages_head_bytes;
           const uint32_t zone_tokens =
               policy.kind == UnitKind::kDense ? segment.tokens : segment.unclustered;
           for (uint32_t i = 0; i < zone_tokens; ++i) add_token(base, i, &zone);
           if (policy.kind != UnitKind::kClusters) continue;
-          const std::byte* index = indexes[number].data() + head * segment.ref.index_head_bytes;
-          const auto* starts =
-              reinterpret_cast<const uint32_t*>(index + segment.ref.offsets.starts);
+          const std::byte* index = indexes[number].data() + head * segment.index_head_bytes;
+          const auto* starts = reinterpret_cast<const uint32_t*>(index + segment.offsets.starts);
           for (uint32_t c = 0; c < segment.clusters; ++c) {
             Cluster cluster{s, c, starts[c], starts[c + 1], {}, {}, {}};
-            const auto* key =
-                reinterpret_cast<const uint16_t*>(index + segment.ref.offsets.centroids) +
-                size_t{c} * dim;
+            const auto* key = reinterpret_cast<const uint16_t*>(index + segment.offsets.centroids) +
+                              size_t{c} * dim;
             const auto* codes =
-                reinterpret_cast<const uint8_t*>(index + segment.ref.offsets.deviation_codes) +
+                reinterpret_cast<const uint8_t*>(index + segment.offsets.deviation_codes) +
                 size_t{c} * dim / 2;
             const double unit =
-                reinterpret_cast<const float*>(index + segment.ref.offsets.variance_unit)[c];
+                reinterpret_cast<const float*>(index + segment.offsets.variance_unit)[c];
             for (uint32_t h = 0; h < group; ++h) {
               double x = 0, d2 = 0;
               for (uint32_t d = 0; d < dim; ++d) {
@@ -119,15 +117,15 @@ double Layer::Reference(const Policy& policy, const StepHeader& step) {
         const auto part = [&](const Cluster& c, uint32_t IndexOffsets::*offset) {
           const size_t number = r * segments_of_row_ + c.segment;
           return double{reinterpret_cast<const float*>(
-              indexes[number].data() + head * segments_[number].ref.index_head_bytes +
-              segments_[number].ref.offsets.*offset)[c.number]};
+              indexes[number].data() + head * segments_[number].index_head_bytes +
+              segments_[number].offsets.*offset)[c.number]};
         };
         const auto mean_value = [&](const Cluster& c, uint32_t d) {
           const size_t number = r * segments_of_row_ + c.segment;
           const std::byte* index =
-              indexes[number].data() + head * segments_[number].ref.index_head_bytes;
+              indexes[number].data() + head * segments_[number].index_head_bytes;
           return double{FromBf16(reinterpret_cast<const uint16_t*>(
-              index + segments_[number].ref.offsets.mean_values)[size_t{c.number} * dim + d])};
+              index + segments_[number].offsets.mean_values)[size_t{c.number} * dim + d])};
         };
         // ---- choose ----
         std::vector<uint32_t> order(clusters.size());
@@ -224,7 +222,7 @@ double Layer::Reference(const Policy& policy, const StepHeader& step) {
           const size_t number = r * segments_of_row_ + c.segment;
           if (c.fate == kFateExact) {
             exact_tokens += c.end - c.begin;
-            std::byte* base = pages[number].data() + head * segments_[number].ref.pages_head_bytes;
+            std::byte* base = pages[number].data() + head * segments_[number].pages_head_bytes;
             for (uint32_t i = c.begin; i < c.end; ++i) add_token(base, i, &all);
           } else if (c.fate == kFateEstimated) {
             for (uint32_t h = 0; h < group; ++h) {

@@ -32,8 +32,6 @@ inline KernelShape KernelShapeOf(const ModelShape& shape) {
   return {shape.dtype, shape.head_dim, shape.value_dim};
 }
 
-// Bytes of StepHeader::query_fragments for one tile.
-uint64_t QueryFragmentBytes(const KernelShape& shape);
 // Scratch bytes of building one layer of a segment.
 uint64_t IndexScratchBytes(const KernelShape& shape, uint32_t kv_heads, uint32_t tokens);
 

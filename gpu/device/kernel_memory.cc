@@ -5,10 +5,6 @@
 
 namespace attnd::gpu {
 
-uint64_t QueryFragmentBytes(const KernelShape& shape) {
-  return uint64_t{TileFragmentWords(shape.head_dim)} * sizeof(uint32_t);
-}
-
 // A bound on what cuda/index_build.cu lays out for a head: its mean in parts, centroids as
 // fragments in whole tiles of clusters, assignment and order of its tokens. The device compares.
 uint64_t IndexScratchBytes(const KernelShape& shape, uint32_t kv_heads, uint32_t tokens) {

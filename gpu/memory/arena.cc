@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "gpu/memory/arena.h"
 
+#include <glog/logging.h>
+
 #include <iterator>
 
 #include "absl/strings/str_cat.h"
@@ -25,7 +27,17 @@ Arena::Arena(Device* device, std::string name, std::byte* base, uint64_t capacit
   AddFree(0, capacity_);
 }
 
-absl::StatusOr<Arena::Block> Arena::Allocate(uint64_t bytes) {
+Arena::~Arena() {
+  {
+    MutexLock lock(mutex_);
+    CHECK_EQ(used_, 0u) << "an allocation outlives the " << name_ << " arena";
+    CHECK(free_.size() == 1 && free_.begin()->second == capacity_) << "returned parts have joined";
+  }
+  device_->Free(base_);
+}
+
+absl::StatusOr<Arena::Allocation> Arena::Allocate(uint64_t bytes) {
+  CHECK_GE(bytes, 1u);
   MutexLock lock(mutex_);
   // Beyond the capacity before it is rounded up, so that rounding cannot overflow.
   const uint64_t rounded =
@@ -41,7 +53,7 @@ absl::StatusOr<Arena::Block> Arena::Allocate(uint64_t bytes) {
   RemoveFree(free_.find(offset));
   if (size > rounded) AddFree(offset + rounded, size - rounded);
   used_ += rounded;
-  return Block(this, offset, rounded);
+  return Allocation(this, offset, rounded);
 }
 
 uint64_t Arena::used() const {
@@ -51,10 +63,13 @@ uint64_t Arena::used() const {
 
 void Arena::Return(uint64_t offset, uint64_t bytes) {
   MutexLock lock(mutex_);
+  CHECK(bytes <= used_ && offset + bytes <= capacity_) << "never allocated here";
   used_ -= bytes;
   const auto after = free_.lower_bound(offset);
+  CHECK(after == free_.end() || offset + bytes <= after->first) << "freed twice";
   if (after != free_.begin()) {
     const auto before = std::prev(after);
+    CHECK_LE(before->first + before->second, offset) << "freed twice";
     if (before->first + before->second == offset) {
       offset = before->first;
       bytes += before->second;
@@ -69,12 +84,11 @@ void Arena::Return(uint64_t offset, uint64_t bytes) {
 }
 
 void Arena::AddFree(uint64_t offset, uint64_t bytes) {
-  free_.emplace(offset, bytes);
-  by_size_.emplace(bytes, offset);
+  CHECK(free_.emplace(offset, bytes).second && by_size_.emplace(bytes, offset).second);
 }
 
 void Arena::RemoveFree(std::map<uint64_t, uint64_t>::iterator range) {
-  by_size_.erase({range->second, range->first});
+  CHECK_EQ(by_size_.erase({range->second, range->first}), 1u) << "both lists have each range";
   free_.erase(range);
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Arena: one allocation of device memory, handed out in blocks. The device is asked once, at the
+// Arena: one allocation of device memory, handed out in parts. The device is asked once, at the
 // start: its own allocator synchronises, and what others take from the device later takes nothing
 // from here.
 #ifndef ATTND_GPU_MEMORY_ARENA_H_
@@ -20,23 +20,24 @@
 
 namespace attnd::gpu {
 
-// Thread-safe. Must outlive its blocks; `device` must outlive it.
+// Thread-safe. Must outlive its allocations; `device` must outlive it.
 class Arena {
  public:
-  static constexpr uint64_t kAlignment = 256;  // of blocks, and what their sizes are rounded up to
+  static constexpr uint64_t kAlignment =
+      256;  // of allocations, and what their sizes are rounded up to
 
   // Memory from an arena, given back on destruction. Movable.
-  class Block {
+  class Allocation {
    public:
-    Block() = default;
-    Block(Block&& other) noexcept { *this = std::move(other); }
-    Block& operator=(Block&& other) noexcept {
+    Allocation() = default;
+    Allocation(Allocation&& other) noexcept { *this = std::move(other); }
+    Allocation& operator=(Allocation&& other) noexcept {
       std::swap(arena_, other.arena_);
       std::swap(offset_, other.offset_);
       std::swap(bytes_, other.bytes_);
       return *this;
     }
-    ~Block() {
+    ~Allocation() {
       if (arena_ != nullptr) arena_->Return(offset_, bytes_);
     }
 
@@ -45,7 +46,7 @@ class Arena {
 
    private:
     friend class Arena;
-    Block(Arena* arena, uint64_t offset, uint64_t bytes)
+    Allocation(Arena* arena, uint64_t offset, uint64_t bytes)
         : arena_(arena), offset_(offset), bytes_(bytes) {}
     Arena* arena_ = nullptr;
     uint64_t offset_ = 0;
@@ -55,13 +56,14 @@ class Arena {
   // `name` is for messages. Errors as Device::Allocate's.
   static absl::StatusOr<std::unique_ptr<Arena>> Create(Device* device, std::string name,
                                                        uint64_t bytes);
-  ~Arena() { device_->Free(base_); }
+  // All allocations have been returned.
+  ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
   // The smallest free range that is large enough gives it, in O(log n). ResourceExhausted, saying
   // what is free, if none is. bytes >= 1.
-  absl::StatusOr<Block> Allocate(uint64_t bytes);
+  absl::StatusOr<Allocation> Allocate(uint64_t bytes);
 
   uint64_t capacity() const { return capacity_; }
   uint64_t used() const;

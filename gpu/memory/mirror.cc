@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "gpu/memory/mirror.h"
 
+#include <glog/logging.h>
+
 #include <utility>
 
 #include "common/status.h"
@@ -11,6 +13,8 @@ using attention::Mirror;
 using attention::MirrorSlot;
 
 void Resident::RaiseTokens(uint32_t layer, uint32_t tokens) {
+  CHECK_LT(layer, tokens_.size());
+  CHECK_LE(tokens, tokens_max_);
   std::atomic<uint32_t>& held = tokens_[layer];
   uint32_t before = held.load(std::memory_order_relaxed);
   while (before < tokens &&
@@ -18,8 +22,9 @@ void Resident::RaiseTokens(uint32_t layer, uint32_t tokens) {
   }
 }
 
-// What stands in a block's slot: it lives as long as the block, its resident comes and goes. Its
-// fields are guarded by the store's mutex.
+// What stands in the mirror slot of a segment or tail block and lives as long as that; its resident
+// comes and goes. Its fields are guarded by the store's mutex. Invariant: it stands in the store's
+// order exactly while it has a resident.
 class MirrorStore::DeviceMirror : public Mirror {
  public:
   explicit DeviceMirror(std::shared_ptr<MirrorStore> store)
@@ -35,12 +40,12 @@ class MirrorStore::DeviceMirror : public Mirror {
 
 absl::StatusOr<std::shared_ptr<Resident>> MirrorStore::Get(const attention::Segment& segment) {
   return Get(segment.mirror(), {segment.index_block().size(), segment.payload_block().size(),
-                                segment.shape().layers});
+                                segment.shape().layers, segment.tokens()});
 }
 
 absl::StatusOr<std::shared_ptr<Resident>> MirrorStore::Get(const attention::TailBlock& block,
                                                            uint32_t layers) {
-  return Get(block.mirror(), {0, block.size(), layers});
+  return Get(block.mirror(), {0, block.size(), layers, attention::kTailBlockTokens});
 }
 
 absl::StatusOr<std::shared_ptr<Resident>> MirrorStore::Get(const MirrorSlot& slot,
@@ -50,6 +55,7 @@ absl::StatusOr<std::shared_ptr<Resident>> MirrorStore::Get(const MirrorSlot& slo
   auto& mirror = static_cast<DeviceMirror&>(*held);
   MutexLock lock(mutex_);
   if (mirror.resident != nullptr) {
+    CHECK_EQ(*mirror.place, &mirror) << "a mirror with a resident stands in the order";
     order_.splice(order_.end(), order_, mirror.place);
     return mirror.resident;
   }
@@ -60,25 +66,27 @@ absl::StatusOr<std::shared_ptr<Resident>> MirrorStore::Get(const MirrorSlot& slo
 }
 
 absl::StatusOr<std::shared_ptr<Resident>> MirrorStore::Make(const Sizes& sizes) {
-  ATTND_ASSIGN_OR_RETURN(Arena::Block pages, Allocate(pages_.get(), sizes.pages_bytes));
-  ATTND_ASSIGN_OR_RETURN(Arena::Block index, Allocate(index_.get(), sizes.index_bytes));
-  return std::make_shared<Resident>(std::move(index), std::move(pages), sizes.layers);
+  ATTND_ASSIGN_OR_RETURN(Arena::Allocation pages, Allocate(pages_.get(), sizes.pages_bytes));
+  ATTND_ASSIGN_OR_RETURN(Arena::Allocation index, Allocate(index_.get(), sizes.index_bytes));
+  return std::make_shared<Resident>(std::move(index), std::move(pages), sizes.layers,
+                                    sizes.tokens_max);
 }
 
-absl::StatusOr<Arena::Block> MirrorStore::Allocate(Arena* arena, uint64_t bytes) {
-  if (bytes == 0) return Arena::Block();
-  absl::StatusOr<Arena::Block> block = arena->Allocate(bytes);
+absl::StatusOr<Arena::Allocation> MirrorStore::Allocate(Arena* arena, uint64_t bytes) {
+  if (bytes == 0) return Arena::Allocation();
+  absl::StatusOr<Arena::Allocation> allocation = arena->Allocate(bytes);
   // What the whole arena could not hold is no reason to empty it.
-  while (!block.ok() && bytes <= arena->capacity() && EvictOldest()) {
-    block = arena->Allocate(bytes);
+  while (!allocation.ok() && bytes <= arena->capacity() && EvictOldest()) {
+    allocation = arena->Allocate(bytes);
   }
-  return block;
+  return allocation;
 }
 
 bool MirrorStore::EvictOldest() {
   for (const auto mirror : order_) {
     // New references are given out under the mutex only: nobody can come to hold it meanwhile.
     if (mirror->resident.use_count() > 1) continue;
+    CHECK(mirror->resident != nullptr) << "the order has mirrors with a resident alone";
     order_.erase(mirror->place);
     mirror->resident.reset();
     evictions_.fetch_add(1, std::memory_order_relaxed);

@@ -22,28 +22,35 @@
 
 namespace attnd::gpu {
 
-// Device memory of one segment or tail block, with the same byte offsets as in host memory. Whoever
-// holds a reference pins it. Thread-safe.
+// Device memory of one segment or tail block, with the same byte offsets as in host memory. A
+// reference to it pins it: the store gives up only residents that nothing else refers to.
+// Thread-safe. Invariants: a layer's tokens only grow, and not beyond tokens_max.
 class Resident {
  public:
   // `index` is empty for a tail block.
-  Resident(Arena::Block index, Arena::Block pages, uint32_t layers)
-      : index_(std::move(index)), pages_(std::move(pages)), tokens_(layers) {}
+  // tokens_max: of a layer.
+  Resident(Arena::Allocation index, Arena::Allocation pages, uint32_t layers, uint32_t tokens_max)
+      : index_(std::move(index)),
+        pages_(std::move(pages)),
+        tokens_max_(tokens_max),
+        tokens_(layers) {}
 
   std::byte* index() const { return index_.data(); }
   std::byte* pages() const { return pages_.data(); }
 
-  // How many tokens of the layer are there, from the block's first one on; of a segment all of them
-  // or none. What has been raised stays.
+  // How many tokens of the layer are there, from the first one on; of a segment all of them or
+  // none, index and pages together.
   uint32_t tokens(uint32_t layer) const { return tokens_[layer].load(std::memory_order_acquire); }
+  // The index and the pages of the layer's first `tokens` tokens have arrived.
   void RaiseTokens(uint32_t layer, uint32_t tokens);
 
   // Held while a segment's layer is uploaded, so that only one step does it.
   Mutex& upload_mutex() { return upload_mutex_; }
 
  private:
-  const Arena::Block index_;
-  const Arena::Block pages_;
+  const Arena::Allocation index_;
+  const Arena::Allocation pages_;
+  const uint32_t tokens_max_;
   std::vector<std::atomic<uint32_t>> tokens_;  // [layers]
   Mutex upload_mutex_;
 };
@@ -56,7 +63,7 @@ class MirrorStore : public std::enable_shared_from_this<MirrorStore> {
               std::unique_ptr<Arena> index)
       : device_(std::move(device)), pages_(std::move(pages)), index_(std::move(index)) {}
 
-  // The block's memory on the device; what of it is filled is the resident's to say.
+  // The device's memory for the segment or tail block; the resident says what of it is filled.
   // ResourceExhausted if there is no room even after all that can be given up was.
   absl::StatusOr<std::shared_ptr<Resident>> Get(const attention::Segment& segment);
   absl::StatusOr<std::shared_ptr<Resident>> Get(const attention::TailBlock& block, uint32_t layers);
@@ -73,14 +80,15 @@ class MirrorStore : public std::enable_shared_from_this<MirrorStore> {
     uint64_t index_bytes = 0;  // 0: none
     uint64_t pages_bytes = 0;
     uint32_t layers = 0;
+    uint32_t tokens_max = 0;  // of a layer
   };
 
   absl::StatusOr<std::shared_ptr<Resident>> Get(const attention::MirrorSlot& slot,
                                                 const Sizes& sizes);
   absl::StatusOr<std::shared_ptr<Resident>> Make(const Sizes& sizes)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // An empty block for no bytes.
-  absl::StatusOr<Arena::Block> Allocate(Arena* arena, uint64_t bytes)
+  // An empty allocation for no bytes.
+  absl::StatusOr<Arena::Allocation> Allocate(Arena* arena, uint64_t bytes)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // False if a step holds every resident.
   bool EvictOldest() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -5,6 +5,8 @@
 #include <utility>
 
 #include "common/status.h"
+#include "gpu/step/describe_row.h"
+#include "gpu/step/row_plan.h"
 
 namespace attnd::gpu {
 namespace {
@@ -14,27 +16,30 @@ using attention::Plan;
 using attention::Segment;
 using attention::StepRow;
 
-// The rest of a step's new tokens is sent on its own: the input block has more to hold.
-constexpr uint64_t kStagedShare = 4;  // of the input block, one in so many bytes for one row
+// The share of the input buffer, 1 / kUploadShare, that one row's uploads may take. The rest of its
+// new tokens is sent on its own: the input buffer has more to hold.
+constexpr uint64_t kUploadShare = 4;
 
 }  // namespace
 
 DeviceStep::DeviceStep(const attention::StepRequest& request, MirrorStore* store,
-                       StreamContext* context, bool teams, bool timed)
+                       StreamContext* context, bool cooperative_groups, bool timed)
     : request_(request),
       context_(context),
       timed_(timed),
-      writer_(context->room(), teams && context->stream().has_cooperative_groups()),
+      writer_(context->room(), cooperative_groups && context->stream().has_cooperative_groups()),
       totals_(request),
+      rows_(request.rows.size()),
       uploader_(store, context) {}
 
 absl::Status DeviceStep::Run() {
   std::vector<bool> done(request_.rows.size(), false);
   for (uint32_t first = 0; first < request_.rows.size(); ++first) {
     if (done[first]) continue;
-    BeginWave(request_.rows[first]);
+    const WaveShape shape = WaveShapeOf(request_.rows[first]);
+    BeginWave(shape);
     for (uint32_t row = first; row < request_.rows.size(); ++row) {
-      if (done[row] || !SameWave(request_.rows[first], request_.rows[row])) continue;
+      if (done[row] || !(WaveShapeOf(request_.rows[row]) == shape)) continue;
       done[row] = true;
       ATTND_RETURN_IF_ERROR(RunRow(row));
     }
@@ -53,8 +58,8 @@ std::vector<Plan> DeviceStep::Finish() {
   return plans;
 }
 
-void DeviceStep::BeginWave(const StepRow& row) {
-  writer_.Begin(row, request_.layer, request_.plans != nullptr);
+void DeviceStep::BeginWave(const WaveShape& shape) {
+  writer_.Begin(shape, /*with_fates=*/request_.plans != nullptr);
 }
 
 bool DeviceStep::IsLeftOver(uint32_t row) const {
@@ -75,16 +80,16 @@ absl::Status DeviceStep::RunRow(uint32_t number) {
     LeaveOver(number);
     return absl::OkStatus();
   }
+  const RowDescription& description = rows_[number] = DescribeRow(row, request_.layer);
   uint32_t token = 0;
   while (token < row.query_tokens) {
     RowMemory memory;
-    std::vector<Upload> uploads;
     const size_t mark = uploader_.Mark();
-    absl::Status pinned = Pin(row, &memory, &uploads);
+    absl::Status pinned = Pin(number, &memory);
     if (!pinned.ok() && !absl::IsResourceExhausted(pinned)) return pinned;
-    const uint32_t tokens = pinned.ok() ? writer_.Fitting(row, token, uploads) : 0;
+    const uint32_t tokens = pinned.ok() ? writer_.Fitting(description, token, memory.uploads) : 0;
     if (tokens > 0) {
-      writer_.Add(row, number, token, tokens, std::move(memory), uploads);
+      writer_.Add(description, number, token, tokens, std::move(memory));
       token += tokens;
       continue;
     }
@@ -100,40 +105,49 @@ absl::Status DeviceStep::RunRow(uint32_t number) {
   return absl::OkStatus();
 }
 
-absl::Status DeviceStep::Pin(const StepRow& row, RowMemory* memory, std::vector<Upload>* uploads) {
-  const attention::SequenceView& view = *row.view;
-  const uint32_t layer = request_.layer;
-  for (const Segment* segment : SegmentsRead(row, KindOf(row, layer))) {
+absl::Status DeviceStep::Pin(uint32_t row, RowMemory* memory) {
+  ATTND_RETURN_IF_ERROR(PinSegments(row, memory));
+  return PinTail(row, memory);
+}
+
+absl::Status DeviceStep::PinSegments(uint32_t number, RowMemory* memory) {
+  const StepRow& row = request_.rows[number];
+  for (const Segment* segment : SegmentsRead(row, rows_[number].kind)) {
     ATTND_RETURN_IF_ERROR(CheckAlive(request_));
     ATTND_ASSIGN_OR_RETURN(Resident* const resident, uploader_.Pin(*segment));
-    ATTND_RETURN_IF_ERROR(uploader_.Bring(resident, *segment, layer));
-    const uint64_t heads = uint64_t{layer} * view.shape.kv_heads;
+    ATTND_RETURN_IF_ERROR(uploader_.Bring(resident, *segment, request_.layer));
+    const uint64_t heads = uint64_t{request_.layer} * row.view->shape.kv_heads;
     memory->segments.push_back({resident->index() + heads * segment->layout().head_bytes,
                                 resident->pages() + heads * segment->pages_head_bytes()});
   }
-  const uint64_t first_block = view.tail_begin / kTailBlockTokens;
-  const uint64_t end = row.past_tokens + (row.query_only ? 0 : row.query_tokens);
-  const uint64_t blocks = TailBlocksSeen(row);
-  uint64_t staged = 0;
-  for (uint64_t b = 0; b < blocks; ++b) {
-    ATTND_ASSIGN_OR_RETURN(Resident* const resident,
-                           uploader_.Pin(*view.tail[b], view.shape.layers));
-    const uint64_t begin = (first_block + b) * kTailBlockTokens;
-    const auto tokens = static_cast<uint32_t>(std::min<uint64_t>(kTailBlockTokens, end - begin));
-    const bool stage = staged <= context_->room().input_bytes / kStagedShare;
-    const size_t known = uploads->size();
-    ATTND_RETURN_IF_ERROR(uploader_.Bring(resident, *view.tail[b], view.shape, layer, tokens,
-                                          stage ? uploads : nullptr));
-    for (size_t i = known; i < uploads->size(); ++i) staged += (*uploads)[i].bytes;
-    memory->blocks.push_back(resident->pages() +
-                             layer * (view.tail[b]->size() / view.shape.layers));
+  return absl::OkStatus();
+}
+
+absl::Status DeviceStep::PinTail(uint32_t number, RowMemory* memory) {
+  const attention::SequenceView& view = *request_.rows[number].view;
+  const RowDescription& row = rows_[number];
+  const uint64_t tail_blocks = TailBlocksSeen(row);
+  uint64_t upload_bytes = 0;
+  for (uint64_t b = 0; b < tail_blocks; ++b) {
+    const attention::TailBlock& block = *view.tail[b];
+    ATTND_ASSIGN_OR_RETURN(Resident* const resident, uploader_.Pin(block, view.shape.layers));
+    const auto tokens = static_cast<uint32_t>(
+        std::min<uint64_t>(kTailBlockTokens, row.tail_end() - b * kTailBlockTokens));
+    const bool with_step = upload_bytes <= context_->room().input_bytes / kUploadShare;
+    const size_t known = memory->uploads.size();
+    ATTND_RETURN_IF_ERROR(uploader_.Bring(resident, block, view.shape, request_.layer, tokens,
+                                          with_step ? &memory->uploads : nullptr));
+    for (size_t i = known; i < memory->uploads.size(); ++i) {
+      upload_bytes += memory->uploads[i].bytes;
+    }
+    memory->tail_blocks.push_back(resident->pages() +
+                                  request_.layer * (block.size() / view.shape.layers));
   }
   return absl::OkStatus();
 }
 
 absl::Status DeviceStep::RunWave() {
   if (writer_.empty()) return absl::OkStatus();
-  const StepRow& row = *writer_.parts().front().row;
   absl::Status status = LaunchWave();
   if (absl::IsResourceExhausted(status)) {  // the device's own, for launching; nothing has changed
     ATTND_RETURN_IF_ERROR(context_->Synchronize());
@@ -145,7 +159,7 @@ absl::Status DeviceStep::RunWave() {
   }
   ATTND_RETURN_IF_ERROR(status);
   uploader_.Release();
-  BeginWave(row);
+  BeginWave(writer_.shape());
   return absl::OkStatus();
 }
 
@@ -154,14 +168,18 @@ absl::Status DeviceStep::LaunchWave() {
   ATTND_RETURN_IF_ERROR(context_->Flush());
   const uint64_t input_bytes =
       writer_.Write(context_->input(), context_->device_input(), context_->device_scratch());
-  ATTND_RETURN_IF_ERROR(context_->RunStep(writer_.shape(), writer_.header(), writer_.measure(),
-                                          timed_, input_bytes, writer_.device_results(),
-                                          writer_.results().bytes));
+  ATTND_RETURN_IF_ERROR(context_->RunStep(writer_.shape().kernel, writer_.header(),
+                                          writer_.measure(), timed_, input_bytes,
+                                          writer_.device_results(), writer_.results().bytes));
   ATTND_RETURN_IF_ERROR(context_->Synchronize());
+  // Before anything is counted: a wave that fails may be launched again.
+  StageSeconds wave;
+  if (timed_) {
+    ATTND_ASSIGN_OR_RETURN(wave, context_->stream().stage_seconds());
+  }
   uploader_.SetArrived();
   totals_.AddWave(writer_, context_->results());
   if (!timed_) return absl::OkStatus();
-  ATTND_ASSIGN_OR_RETURN(const StageSeconds wave, context_->stream().stage_seconds());
   totals_.AddStages(writer_, wave);
   seconds_.score += wave.score;
   seconds_.select += wave.select;

@@ -11,6 +11,7 @@
 #include "attention/backend.h"
 #include "gpu/device/device.h"
 #include "gpu/memory/mirror.h"
+#include "gpu/step/row_description.h"
 #include "gpu/step/step_totals.h"
 #include "gpu/step/step_writer.h"
 #include "gpu/step/stream_context.h"
@@ -19,18 +20,18 @@
 namespace attnd::gpu {
 
 // Used by one thread, once. Everything it was given must outlive it; it waits for its work before
-// it ends.
+// it ends. Invariant: after Run each row is either answered whole or left over.
 class DeviceStep {
  public:
   DeviceStep(const attention::StepRequest& request, MirrorStore* store, StreamContext* context,
-             bool teams, bool timed);
+             bool cooperative_groups, bool timed);
 
   // Answers the rows. Cancelled, DeadlineExceeded: nobody waits any more. Any other error is the
   // device's, which can then no longer be used. Rows that the device has no room for are left over.
   absl::Status Run();
   // Numbers of the rows that were not answered, ascending.
   const std::vector<uint32_t>& left_over() const { return left_over_; }
-  // After Run: fills the answered rows' statistics and gives their plans.
+  // After Run, once: fills the answered rows' statistics and gives their plans.
   std::vector<attention::Plan> Finish();
 
   const StageSeconds& seconds() const { return seconds_; }  // if timed
@@ -38,11 +39,13 @@ class DeviceStep {
  private:
   absl::Status RunRow(uint32_t row);
   // Pins what the row reads and brings what is missing. ResourceExhausted if there is no room.
-  absl::Status Pin(const attention::StepRow& row, RowMemory* memory, std::vector<Upload>* uploads);
+  absl::Status Pin(uint32_t row, RowMemory* memory);
+  absl::Status PinSegments(uint32_t row, RowMemory* memory);
+  absl::Status PinTail(uint32_t row, RowMemory* memory);
   // Answers what the writer holds, or leaves it over.
   absl::Status RunWave();
   absl::Status LaunchWave();
-  void BeginWave(const attention::StepRow& row);
+  void BeginWave(const WaveShape& shape);
   void LeaveOver(uint32_t row);
   bool IsLeftOver(uint32_t row) const;
 
@@ -51,6 +54,7 @@ class DeviceStep {
   const bool timed_;
   StepWriter writer_;
   StepTotals totals_;
+  std::vector<RowDescription> rows_;  // of the request's rows; the writer points at them
   Uploader uploader_;
   std::vector<uint32_t> left_over_;
   StageSeconds seconds_;

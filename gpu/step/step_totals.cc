@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "gpu/step/step_totals.h"
 
+#include <glog/logging.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -20,19 +22,10 @@ const T* At(const std::byte* results, uint64_t offset) {
 }  // namespace
 
 void StepTotals::AddWave(const StepWriter& writer, const std::byte* results) {
-  const StepHeader& header = writer.header();
-  const uint64_t heads = uint64_t{header.kv_heads} * header.group;
-  const uint64_t value_dim = writer.shape().value_dim;
   for (const RowPart& part : writer.parts()) {
-    const uint64_t from = part.ref.first_query_token * heads;
-    const uint64_t to = part.first_token * heads;
-    const uint64_t lanes = part.tokens * heads;
-    std::memcpy(part.row->out + to * value_dim,
-                At<float>(results, writer.results().out) + from * value_dim,
-                lanes * value_dim * sizeof(float));
-    std::memcpy(part.row->lse + to, At<float>(results, writer.results().lse) + from,
-                lanes * sizeof(float));
+    CopyAnswers(writer, part, results);
     Row& totals = rows_[part.number];
+    totals.query_tokens += part.tokens;
     AddZones(part, &totals);
     if (part.ref.kind != UnitKind::kClusters) continue;
     AddUnits(writer, part, results, &totals);
@@ -41,24 +34,32 @@ void StepTotals::AddWave(const StepWriter& writer, const std::byte* results) {
   }
 }
 
+void StepTotals::CopyAnswers(const StepWriter& writer, const RowPart& part,
+                             const std::byte* results) const {
+  const StepRow& row = request_.rows[part.number];
+  const uint64_t heads = writer.shape().query_heads();
+  const uint64_t value_dim = writer.shape().kernel.value_dim;
+  const uint64_t from = part.ref.first_query_token * heads;
+  const uint64_t to = part.first_token * heads;
+  const uint64_t lanes = part.tokens * heads;
+  std::memcpy(row.out + to * value_dim, At<float>(results, writer.results().out) + from * value_dim,
+              lanes * value_dim * sizeof(float));
+  std::memcpy(row.lse + to, At<float>(results, writer.results().lse) + from, lanes * sizeof(float));
+}
+
 // What is known without the device: zones, and the middle of units that look at no clusters.
-void StepTotals::AddZones(const RowPart& part, Row* totals) const {
-  const StepRow& row = *part.row;
-  const uint64_t kv_heads = row.view->shape.kv_heads;
-  uint64_t unclustered = 0, clustered = 0;
-  for (const auto& segment : row.view->segments) {
-    unclustered += segment->unclustered();
-    clustered += segment->clustered();
-  }
+void StepTotals::AddZones(const RowPart& part, Row* totals) {
+  const RowDescription& row = *part.row;
+  const uint64_t kv_heads = row.shape.kv_heads;
   uint64_t zone = 0;
   for (uint64_t i = part.first_token; i < part.first_token + part.tokens; ++i) {
-    const uint64_t seen = row.past_tokens + (row.query_only ? 0 : i + 1);
-    zone += unclustered + seen - row.view->tail_begin;
+    zone += row.history_unclustered() + row.TailLimit(i) - row.tail_begin;
   }
   totals->stats.zone_tokens += zone * kv_heads;
+  const uint64_t clustered = row.history_clustered;
   const uint64_t middle = clustered * part.tokens * kv_heads;
   if (part.ref.kind == UnitKind::kClusters) return;
-  const double lanes = double{1} * part.tokens * row.view->shape.query_heads;
+  const double lanes = double{1} * part.tokens * row.shape.query_heads();
   totals->covered_mass += lanes;
   totals->exact_mass += lanes;
   if (part.ref.kind == UnitKind::kDense) {
@@ -70,11 +71,10 @@ void StepTotals::AddZones(const RowPart& part, Row* totals) const {
 }
 
 void StepTotals::AddUnits(const StepWriter& writer, const RowPart& part, const std::byte* results,
-                          Row* totals) const {
+                          Row* totals) {
   const UnitResult* unit =
       At<UnitResult>(results, writer.results().unit_results) + part.ref.first_unit;
-  const uint64_t units = uint64_t{part.tokens} * writer.header().kv_heads;
-  for (uint64_t i = 0; i < units; ++i, ++unit) {
+  for (uint64_t i = 0; i < part.units; ++i, ++unit) {
     totals->stats.exact_tokens += unit->chosen_tokens;
     totals->stats.estimated_tokens += unit->estimated_tokens;
     totals->stats.dropped_tokens += unit->dropped_tokens;
@@ -85,8 +85,8 @@ void StepTotals::AddUnits(const StepWriter& writer, const RowPart& part, const s
 }
 
 void StepTotals::AddLanes(const StepWriter& writer, const RowPart& part, const std::byte* results,
-                          Row* totals) const {
-  const uint64_t heads = uint64_t{writer.header().kv_heads} * writer.header().group;
+                          Row* totals) {
+  const uint64_t heads = writer.shape().query_heads();
   const LaneResult* lane =
       At<LaneResult>(results, writer.results().lane_results) + part.ref.first_query_token * heads;
   for (uint64_t i = 0; i < part.tokens * heads; ++i, ++lane) {
@@ -98,10 +98,10 @@ void StepTotals::AddLanes(const StepWriter& writer, const RowPart& part, const s
 }
 
 void StepTotals::AddPlans(const StepWriter& writer, const RowPart& part, const std::byte* results) {
-  const StepRow& row = *part.row;
-  const uint32_t kv_heads = writer.header().kv_heads;
+  const StepRow& row = request_.rows[part.number];
+  const uint32_t kv_heads = writer.shape().kv_heads;
   const uint8_t* fate = At<uint8_t>(results, writer.results().fates) + part.ref.first_fate;
-  for (uint32_t unit = 0; unit < part.tokens * kv_heads; ++unit) {
+  for (uint32_t unit = 0; unit < part.units; ++unit) {
     Plan& plan = plans_.emplace_back();
     plan.row = part.number;
     plan.query_token = part.first_token + unit / kv_heads;
@@ -121,8 +121,7 @@ void StepTotals::AddPlans(const StepWriter& writer, const RowPart& part, const s
 void StepTotals::AddStages(const StepWriter& writer, const StageSeconds& seconds) {
   const double units = writer.header().units;
   for (const RowPart& part : writer.parts()) {
-    const uint64_t groups = (part.tokens + part.ref.tokens_per_unit - 1) / part.ref.tokens_per_unit;
-    const double share = static_cast<double>(groups * writer.header().kv_heads) / units;
+    const double share = static_cast<double>(part.units) / units;
     const auto nanos = [share](double s) { return static_cast<uint64_t>(s * share * 1e9); };
     attention::StageNanos& stages = rows_[part.number].stats.stages;
     stages.score += nanos(seconds.score);
@@ -135,6 +134,7 @@ void StepTotals::AddStages(const StepWriter& writer, const StageSeconds& seconds
 void StepTotals::FinishRow(uint32_t number) const {
   const StepRow& row = request_.rows[number];
   const Row& totals = rows_[number];
+  CHECK_EQ(totals.query_tokens, row.query_tokens) << "parts of the row are missing, or came twice";
   RowStats& stats = *row.stats = totals.stats;
   stats.hbm_tokens = stats.zone_tokens + stats.exact_tokens;
   const double lanes = double{1} * row.query_tokens * row.view->shape.query_heads;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// StepTotals: unpacks what a device found into the rows' outputs, statistics and plans.
+// StepTotals: unpacks what a device found into the rows' outputs, statistics and plans. Outputs
+// have one place, CopyAnswers: they go from the result buffer straight to the memory that the rows
+// name.
 #ifndef ATTND_GPU_STEP_STEP_TOTALS_H_
 #define ATTND_GPU_STEP_STEP_TOTALS_H_
 
@@ -9,17 +11,18 @@
 #include <vector>
 
 #include "attention/backend.h"
+#include "gpu/device/device.h"
 #include "gpu/step/step_writer.h"
 
 namespace attnd::gpu {
 
-// One thread at a time. Rows come in parts, over several waves.
+// One thread at a time. Rows come in parts, over several waves; row numbers are the request's.
 class StepTotals {
  public:
   explicit StepTotals(const attention::StepRequest& request)
       : request_(request), rows_(request.rows.size()) {}
 
-  // Takes the results of the writer's wave, `results` being the result block.
+  // Takes the results of the writer's wave, `results` being the result buffer.
   void AddWave(const StepWriter& writer, const std::byte* results);
   // Time on the device, to be shared among the wave's rows by their units.
   void AddStages(const StepWriter& writer, const StageSeconds& seconds);
@@ -34,13 +37,16 @@ class StepTotals {
     double covered_mass = 0, exact_mass = 0, error_sum = 0, error_max = 0;
     bool mass_known = true;
     bool error_known = true;
+    uint64_t query_tokens = 0;  // of the parts that were added
   };
 
-  void AddZones(const RowPart& part, Row* totals) const;
-  void AddUnits(const StepWriter& writer, const RowPart& part, const std::byte* results,
-                Row* totals) const;
-  void AddLanes(const StepWriter& writer, const RowPart& part, const std::byte* results,
-                Row* totals) const;
+  // Outputs and log-sum-exps of the part.
+  void CopyAnswers(const StepWriter& writer, const RowPart& part, const std::byte* results) const;
+  static void AddZones(const RowPart& part, Row* totals);
+  static void AddUnits(const StepWriter& writer, const RowPart& part, const std::byte* results,
+                       Row* totals);
+  static void AddLanes(const StepWriter& writer, const RowPart& part, const std::byte* results,
+                       Row* totals);
   void AddPlans(const StepWriter& writer, const RowPart& part, const std::byte* results);
 
   const attention::StepRequest& request_;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "gpu/step/stream_context.h"
 
+#include <glog/logging.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -51,6 +53,8 @@ absl::Status StreamContext::Send(std::byte* to, const std::byte* from, uint64_t 
 }
 
 absl::Status StreamContext::SendInput(uint64_t bytes) {
+  CHECK(!busy_) << "what was sent still reads the input buffer";
+  CHECK_LE(bytes, room_.input_bytes);
   busy_ = true;
   ATTND_RETURN_IF_ERROR(stream_->CopyToDevice(device_input_, input_, bytes));
   counts_->to_device.fetch_add(bytes, std::memory_order_relaxed);
@@ -60,6 +64,11 @@ absl::Status StreamContext::SendInput(uint64_t bytes) {
 absl::Status StreamContext::RunStep(const KernelShape& shape, const StepHeader& header,
                                     bool measure, bool timed, uint64_t input_bytes,
                                     const std::byte* device_results, uint64_t result_bytes) {
+  CHECK(!busy_) << "one step at a time";
+  CHECK_LE(input_bytes, room_.input_bytes);
+  CHECK_LE(result_bytes, room_.result_bytes);
+  CHECK(device_results >= device_scratch_ &&
+        device_results + result_bytes <= device_scratch_ + room_.scratch_bytes);
   busy_ = true;
   ATTND_RETURN_IF_ERROR(stream_->RunStep({.shape = shape,
                                           .header = header,
@@ -78,6 +87,7 @@ absl::Status StreamContext::RunStep(const KernelShape& shape, const StepHeader& 
 }
 
 absl::Status StreamContext::Fetch(const std::byte* from, uint64_t bytes) {
+  CHECK_LE(bytes, room_.result_bytes);
   busy_ = true;
   ATTND_RETURN_IF_ERROR(stream_->CopyToHost(results_, from, bytes));
   counts_->to_host.fetch_add(bytes, std::memory_order_relaxed);

@@ -14,7 +14,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "gpu/device/device.h"
-#include "gpu/step/step_writer.h"
+#include "gpu/step/wave_memory.h"
 
 namespace attnd::gpu {
 
@@ -25,7 +25,8 @@ struct TransferCounts {
   std::atomic<uint64_t> graph_launches{0};  // of steps
 };
 
-// One thread at a time. `device` and `counts` must outlive it. Errors as Device's.
+// One thread at a time, and one step at a time: a step begins when nothing is under way. `device`
+// and `counts` must outlive it. Errors as Device's.
 class StreamContext {
  public:
   static absl::StatusOr<std::unique_ptr<StreamContext>> Create(Device* device, const WaveRoom& room,
@@ -37,7 +38,7 @@ class StreamContext {
   // For builds, to be asked after SendInput so that Flush knows of it, and for the times of a step.
   Stream& stream() { return *stream_; }
   const WaveRoom& room() const { return room_; }
-  // Device memory that a context with such room takes.
+  // Device memory that a context with this room takes.
   static uint64_t DeviceBytes(const WaveRoom& room) {
     return room.input_bytes + room.scratch_bytes;
   }
@@ -48,20 +49,20 @@ class StreamContext {
   std::byte* device_input() const { return device_input_; }
   std::byte* device_scratch() const { return device_scratch_; }
 
-  // Copies to the device by way of the input block, in pieces; `from` may change once it returns.
+  // Copies to the device by way of the input buffer, in pieces; `from` may change once it returns.
   absl::Status Send(std::byte* to, const std::byte* from, uint64_t bytes);
-  // Copies the input block's first bytes to the device's; nothing that was sent may be under way.
+  // Copies the input buffer's first bytes to the device's; nothing that was sent may be under way.
   absl::Status SendInput(uint64_t bytes);
-  // Runs a step: the input block's first `input_bytes` go to the device, `result_bytes` of what
-  // lies at device_results then come to the result block. Nothing that was sent may be under way.
+  // Runs a step: the input buffer's first `input_bytes` go to the device, `result_bytes` of what
+  // lies at device_results then come to the result buffer. Nothing that was sent may be under way.
   absl::Status RunStep(const KernelShape& shape, const StepHeader& header, bool measure, bool timed,
                        uint64_t input_bytes, const std::byte* device_results,
                        uint64_t result_bytes);
-  // Copies to the result block.
+  // Copies to the result buffer.
   absl::Status Fetch(const std::byte* from, uint64_t bytes);
-  // Waits for all that was asked of the stream; then the blocks are free again.
+  // Waits for all that was asked of the stream; then the buffers are free again.
   absl::Status Synchronize();
-  // The same, if anything was asked since.
+  // Synchronizes if anything was asked of the stream since it last did.
   absl::Status Flush() { return busy_ ? Synchronize() : absl::OkStatus(); }
 
  private:
@@ -76,7 +77,7 @@ class StreamContext {
   std::byte* results_ = nullptr;
   std::byte* device_input_ = nullptr;
   std::byte* device_scratch_ = nullptr;
-  uint64_t sent_bytes_ = 0;  // of the input block that copies under way may still read
+  uint64_t sent_bytes_ = 0;  // of the input buffer that copies under way may still read
   bool busy_ = false;
 };
 

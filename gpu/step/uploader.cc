@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "gpu/step/uploader.h"
 
+#include <glog/logging.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -66,6 +68,7 @@ absl::Status Uploader::Bring(Resident* resident, const TailBlock& block, const M
                              uint32_t layer, uint32_t tokens, std::vector<Upload>* later) {
   const uint32_t begin = resident->tokens(layer);
   if (begin >= tokens) return absl::OkStatus();
+  CHECK_LE(tokens, kTailBlockTokens);
   arrivals_.push_back({resident, layer, tokens});
   const uint64_t layer_bytes = block.size() / shape.layers;
   std::byte* to = resident->pages() + layer * layer_bytes;

@@ -25,8 +25,8 @@ namespace attnd::gpu {
 // other errors as Device's.
 //
 // Two streams may bring the same tokens of a tail block at the same time: both write the same
-// bytes, and each reads them only after its own copy, as a token counts as there only when a stream
-// that brought it has ended.
+// bytes. Each reads the tokens only after its own copy, as a token counts as on the device only
+// when the work of a stream that brought it has ended.
 class Uploader {
  public:
   Uploader(MirrorStore* store, StreamContext* context) : store_(store), context_(context) {}
@@ -40,15 +40,17 @@ class Uploader {
 
   // Brings a layer of a segment. Waits for it.
   absl::Status Bring(Resident* resident, const attention::Segment& segment, uint32_t layer);
-  // Brings the layer's first `tokens` tokens of a block, which must have been written: at once, or,
-  // unless `later` is null and if there are few, by adding them to `later` for the step to bring.
+  // Brings the layer's first `tokens` tokens of a tail block, which must have been written. They
+  // are sent at once, but for a part of a block if `later` is not null: it is added to `later`, for
+  // the step to bring.
   absl::Status Bring(Resident* resident, const attention::TailBlock& block, const ModelShape& shape,
                      uint32_t layer, uint32_t tokens, std::vector<Upload>* later);
 
-  // The stream has ended: what was brought is there.
+  // After the stream's work has ended: the tokens that were brought since the last call are on the
+  // device.
   void SetArrived();
-  // What was brought since `mark`, a former Mark(), shall not count as there: whoever was to bring
-  // it later will not.
+  // Drops the arrivals that were noted since Mark() returned `mark`: the step that was to bring
+  // them will not be run, so that SetArrived must not count their tokens as on the device.
   size_t Mark() const { return arrivals_.size(); }
   void ForgetSince(size_t mark) {
     arrivals_.erase(arrivals_.begin() + static_cast<ptrdiff_t>(mark), arrivals_.end());

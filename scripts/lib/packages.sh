@@ -46,6 +46,7 @@ ATTND_CHECK_PACKAGES=(
   "${ATTND_CLANG_FORMAT}"
   clang
   clang-tidy
+  lld
 )
 
 # What scripts/bundle.sh takes besides; a CUDA compiler comes from elsewhere.

@@ -27,8 +27,12 @@ check() {
 # tally_results STATUS REPORT [CASES]: counts the JUnit file of a runner that ended with STATUS. CASES is a folder with a
 # JUnit file by each of its tests, named NAME.xml.
 tally_results() {
-  local counts
-  counts="$(python3 "${ATTND_ROOT}/scripts/lib/count_results.py" "$@")" || counts="0 1 0"
+  local counts said
+  said="$(mktemp)"
+  counts="$(python3 "${ATTND_ROOT}/scripts/lib/count_results.py" "$@" 2>"${said}")" || counts="0 1 0"
+  cat "${said}" >&2
+  sed -nE "s/^( *[0-9.]+ s )/\\1 ${stage}: /p" "${said}" >>"${ATTND_RESULTS}/longest"
+  rm "${said}"
   # shellcheck disable=SC2086
   tally ${counts}
 }
@@ -50,11 +54,26 @@ run_pytest() {
   tally_results "${status}" "${report}"
 }
 
-# run_stages STAGE...: runs them, prints a table and, last, `N passed, N failed`. Returns 1 if anything failed.
+# ninja_logs: the logs of the build folders, as arguments of longest_compilations.py.
+ninja_logs() { find "${ATTND_BUILD}" -maxdepth 2 -name .ninja_log 2>/dev/null | sort; }
+
+# longest: the ten longest tests and the ten longest compilations of all stages.
+longest() {
+  local logs
+  if [[ -s "${ATTND_RESULTS}/longest" ]]; then
+    echo "The longest tests:"
+    sort -rn "${ATTND_RESULTS}/longest" | head -10 || true
+  fi
+  mapfile -t logs < <(ninja_logs)
+  python3 "${ATTND_ROOT}/scripts/lib/longest_compilations.py" "${ATTND_RESULTS}/ninja-before" "${logs[@]}"
+}
+
+# run_stages STAGE...: runs them, prints what took longest, a table and, last, `N passed, N failed`. Returns 1 if anything failed.
 run_stages() {
   local stage started status passed failed skipped passed_all=0 failed_all=0 summary=()
   rm -rf "${ATTND_RESULTS}"
   mkdir -p "${ATTND_RESULTS}"
+  ninja_logs | xargs -r -d '\n' cat >"${ATTND_RESULTS}/ninja-before"
   summary+=("$(printf '%-12s %5d s' set-up "${SECONDS}")")
   for stage in "$@"; do
     say "Stage ${stage}"
@@ -79,6 +98,7 @@ run_stages() {
       "${stage}" $((SECONDS - started)) "${passed}" "${failed}" "${skipped}")")
   done
   say "Done"
+  longest || echo "FAILED: the lists of what took longest" >&2
   printf '%s\n' "${summary[@]}"
   echo "${passed_all} passed, ${failed_all} failed"
   ((failed_all == 0))

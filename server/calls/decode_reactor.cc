@@ -120,13 +120,12 @@ absl::Status DecodeReactor::Answer() {
     return reply_.Provide(extents);
   };
   const Clock::time_point start = Clock::now();
-  const absl::Status status =
-      handlers_->engine->Decode(tenant_, writer_, step_.args, memory, &result_);
+  absl::Status status = handlers_->engine->Decode(tenant_, writer_, step_.args, memory, &result_);
   engine_time_ = Clock::now() - start;
+  if (status.ok()) status = reply_.Finish(result_);
   if (absl::IsResourceExhausted(status)) handlers_->metrics->OnRejected(Rejection::kMemory);
   ATTND_RETURN_IF_ERROR(status);
   step_code_ = absl::StatusCode::kOk;
-  ATTND_RETURN_IF_ERROR(reply_.Finish(result_));
   return CheckReplyFits();
 }
 

@@ -30,7 +30,7 @@ absl::Status NoMemory() {
 void AppendVarint(uint64_t value, std::string* bytes) {
   std::array<uint8_t, 10> buffer;
   const uint8_t* const end = CodedOutputStream::WriteVarint64ToArray(value, buffer.data());
-  bytes->append(buffer.data(), end);
+  bytes->append(reinterpret_cast<const char*>(buffer.data()), end - buffer.data());
 }
 
 void AppendDelimited(int field, uint64_t length, std::string* bytes) {

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "attention/backend.h"
 #include "attention/policy/policy.h"
 #include "attention/segment/index_set.h"
 #include "common/model_shape.h"

@@ -10,7 +10,6 @@
 
 #include "absl/status/statusor.h"
 #include "attention/policy/policy.h"
-#include "attention/segment/index_set.h"
 #include "attnd/v1/attnd.pb.h"
 #include "engine/types.h"
 #include "server/options/policy_catalog.h"

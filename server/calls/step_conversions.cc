@@ -5,7 +5,6 @@
 #include <optional>
 #include <utility>
 
-#include "attention/backend.h"
 #include "common/status.h"
 #include "server/calls/conversions.h"
 

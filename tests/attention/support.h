@@ -152,33 +152,8 @@ struct StepResult {
 StepResult RunStep(Backend* backend, uint32_t layer, std::span<const TestRow> rows,
                    std::vector<absl::Status>* faults = nullptr);
 
-// The clusters of a segment as the oracle knows them: what the index stores, members from the
-// payload.
-std::vector<oracle::Cluster> StoredClusters(const Segment& segment, uint32_t layer,
-                                            uint32_t kv_head);
-
-// The same of a segment with a regression: what its index stores.
-oracle::Regression StoredRegression(const Segment& segment, uint32_t layer, uint32_t kv_head);
-
 // The presets that can read segments with these indexes, but for those that need a keep-set.
 std::vector<Policy> PresetsFor(const IndexSet& indexes);
-
-// What one (query token, KV head) of a row sees.
-oracle::PolicyInput MakeInput(const TestRow& row, uint32_t layer, uint32_t query_token,
-                              uint32_t kv_head);
-
-// The regressions of all segments that it sees.
-// Positions of the tokens in the clusters that a budget of `tokens` takes by first-order mass, for
-// one query token and one KV head; ascending.
-oracle::Indices TokensOfBestClusters(const TestRow& row, uint32_t layer, uint32_t query_token,
-                                     uint32_t kv_head, size_t tokens);
-
-oracle::RegressionInput MakeRegressionInput(const TestRow& row, uint32_t layer, uint32_t kv_head);
-
-// A backend's plan with clusters numbered through.
-oracle::Plan NumberedPlan(const Plan& plan, const oracle::PolicyInput& input);
-
-oracle::Policy OraclePolicy(const Policy& policy, uint32_t layer);
 
 // Rows [begin, begin + count) of a flat matrix as vectors of doubles.
 std::vector<oracle::Vector> Rows(std::span<const float> flat, size_t dim, size_t begin,

@@ -7,6 +7,7 @@
 #include <optional>
 #include <sstream>
 
+#include "tests/attention/oracle_support.h"
 #include "tests/oracle/policies.h"
 
 namespace attnd::gpu::test {

@@ -39,7 +39,7 @@ class ArenaTest : public testing::Test {
 
 TEST_F(ArenaTest, GivesAllItsMemoryAndTakesItBack) {
   for (int round = 0; round < 2; ++round) {
-    std::vector<Arena::Block> blocks;
+    std::vector<Arena::Allocation> blocks;
     for (int i = 0; i < 64; ++i) {
       auto block = arena_->Allocate(1);
       ASSERT_TRUE(block.ok()) << block.status();
@@ -57,7 +57,7 @@ TEST_F(ArenaTest, SaysWhatIsFree) {
   const auto second = arena_->Allocate(16 * Arena::kAlignment);
   auto third = arena_->Allocate(16 * Arena::kAlignment);
   ASSERT_TRUE(third.ok());
-  *third = Arena::Block();
+  *third = Arena::Allocation();
   const absl::Status status = arena_->Allocate(33 * Arena::kAlignment).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_THAT(std::string(status.message()), HasSubstr("page arena of 16384 bytes has 8192 free"));
@@ -74,7 +74,7 @@ TEST_F(ArenaTest, BlocksAreAlignedApartAndCounted) {
   const uint64_t seed = TestSeed();
   SCOPED_TRACE(testing::Message() << "seed " << seed);
   Random random(seed);
-  std::vector<Arena::Block> blocks;
+  std::vector<Arena::Allocation> blocks;
   for (int step = 0; step < 20000; ++step) {
     if (random.Below(2) == 0 && !blocks.empty()) {
       std::swap(blocks[random.Below(blocks.size())], blocks.back());
@@ -85,7 +85,7 @@ TEST_F(ArenaTest, BlocksAreAlignedApartAndCounted) {
     }
     std::map<const std::byte*, uint64_t> out;
     uint64_t used = 0;
-    for (const Arena::Block& block : blocks) {
+    for (const Arena::Allocation& block : blocks) {
       ASSERT_EQ(reinterpret_cast<uintptr_t>(block.data()) % Arena::kAlignment, 0u);
       ASSERT_TRUE(out.emplace(block.data(), block.bytes()).second);
       used += block.bytes();
@@ -99,6 +99,18 @@ TEST_F(ArenaTest, BlocksAreAlignedApartAndCounted) {
   }
   blocks.clear();
   EXPECT_TRUE(arena_->Allocate(kCapacity).ok()) << "free ranges were not joined";
+}
+
+// An allocation that outlives its arena would point at memory that the device has taken back.
+TEST(ArenaDeathTest, AnAllocationMustNotOutliveItsArena) {
+  FakePair fake = MakeFakeDevice(uint64_t{1} << 20);
+  const auto outlive = [&] {
+    Arena::Allocation allocation;
+    auto arena = Arena::Create(fake.device.get(), "page", kCapacity);
+    allocation = *(*arena)->Allocate(1);
+    arena->reset();
+  };
+  EXPECT_DEATH(outlive(), "outlives the page arena");
 }
 
 }  // namespace

@@ -48,9 +48,9 @@ TEST_P(CudaBackendParity, AnswersStatisticsAndPlansAreTheCpus) {
   }
   EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
   EXPECT_TRUE(fake.backend->Health().ok());
-  const bool teams = shape.query_heads / shape.kv_heads <= kLanes &&
-                     shape.value_dim <= kCoopValueDimMax && !shape.segments.empty();
-  EXPECT_EQ(fake.control->coop_units() > 0, teams);
+  const bool cooperative = shape.query_heads / shape.kv_heads <= kLanes &&
+                           shape.value_dim <= kCoopValueDimMax && !shape.segments.empty();
+  EXPECT_EQ(fake.control->coop_units() > 0, cooperative);
 }
 
 // Keys so large that clusters' estimates, which the spread of keys raises, lie far above what the
@@ -69,9 +69,9 @@ TEST(CudaBackendMasses, OfLargeLogitsAreTheCpus) {
   EXPECT_TRUE(Agree(step, RunStep(MakeCpu().get(), 0, rows), rows));
 }
 
-TEST(CudaBackendTeams, StagesAnswerWhereTeamsAreOff) {
+TEST(CudaBackendCooperativeGroups, StagesAnswerWhereTheyAreOff) {
   CudaBackendOptions options = SmallOptions();
-  options.teams = false;
+  options.cooperative_groups = false;
   const FakeBackend fake = MakeFakeBackend(options);
   TestSequence sequence = MakeSequence(SpecOf(kCases[1], DType::kBf16));
   const std::vector<TestRow> rows = RowsOfPolicies(&sequence, /*layer=*/0, 5, DType::kFp32);
@@ -79,9 +79,11 @@ TEST(CudaBackendTeams, StagesAnswerWhereTeamsAreOff) {
   EXPECT_EQ(fake.control->coop_units(), 0u);
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Shapes, CudaBackendParity,
-    testing::ValuesIn(attnd::test::Cross<ParityCase>(kCases, {DType::kBf16, DType::kFp16}, {1})));
+INSTANTIATE_TEST_SUITE_P(Shapes, CudaBackendParity,
+                         testing::ValuesIn(attnd::test::Cross<ParityCase>(kCases, ListedDTypes(),
+                                                                          {1})));
+
+TEST(CudaBackendMatrix, HasEveryListedShape) { EXPECT_EQ(ListedDimsWithout(kCases), ""); }
 
 }  // namespace
 }  // namespace attnd::gpu::test

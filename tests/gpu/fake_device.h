@@ -44,7 +44,7 @@ class FakeControl {
   uint64_t steps() const;        // that were run
   uint64_t uploads() const;      // bytes that came by UploadRefs
   uint64_t builds() const;       // layers that were built
-  uint64_t coop_units() const;   // that steps left to teams
+  uint64_t coop_units() const;   // of steps, that cooperative groups answer
   uint64_t kinds() const;        // of steps that one graph could not launch together
 
  private:

@@ -46,14 +46,14 @@ CudaBackendOptions GpuOptions() {
 class OnGpu {
  public:
   // Null, and why_not is filled, if there is none that can be opened.
-  static std::unique_ptr<Backend> Make(bool teams = true, uint32_t timed_steps = 1) {
+  static std::unique_ptr<Backend> Make(bool cooperative_groups = true, uint32_t timed_steps = 1) {
     auto device = OpenCudaDevice();
     if (!device.ok()) {
       why_not = device.status().ToString();
       return nullptr;
     }
     CudaBackendOptions options = GpuOptions();
-    options.teams = teams;
+    options.cooperative_groups = cooperative_groups;
     options.timed_steps = timed_steps;
     auto backend = MakeCudaBackend(options, *std::move(device), MakeCpu());
     EXPECT_TRUE(backend.ok()) << backend.status();
@@ -94,15 +94,15 @@ const ParityCase kCases[] = {
 };
 
 // Who answers units of clusters.
-enum class Answer { kByTeams, kByStages };
+enum class Answer { kByGroups, kByStages };
 void PrintTo(Answer answer, std::ostream* out) {
-  *out << (answer == Answer::kByTeams ? "by teams" : "by stages");
+  *out << (answer == Answer::kByGroups ? "by cooperative groups" : "by stages");
 }
 
 class GpuParity : public testing::TestWithParam<std::tuple<ParityCase, DType, Answer>> {
  protected:
   static std::unique_ptr<Backend> Make() {
-    return OnGpu::Make(/*teams=*/std::get<2>(GetParam()) == Answer::kByTeams);
+    return OnGpu::Make(/*cooperative_groups=*/std::get<2>(GetParam()) == Answer::kByGroups);
   }
   SequenceSpec Spec() const { return SpecOf(std::get<0>(GetParam()), std::get<1>(GetParam())); }
   // Of every policy, of 1 to 8 query tokens. Query-only rows have the sequence's dtype.
@@ -154,8 +154,10 @@ TEST_P(GpuParity, ARowsBitsDependOnItselfAlone) {
 
 INSTANTIATE_TEST_SUITE_P(Shapes, GpuParity,
                          testing::Combine(testing::ValuesIn(kCases),
-                                          testing::Values(DType::kBf16, DType::kFp16),
-                                          testing::Values(Answer::kByTeams, Answer::kByStages)));
+                                          testing::ValuesIn(ListedDTypes()),
+                                          testing::Values(Answer::kByGroups, Answer::kByStages)));
+
+TEST(GpuParityMatrix, HasEveryListedShape) { EXPECT_EQ(ListedDimsWithout(kCases), ""); }
 
 // ---- graphs: steps that repeat ----
 
@@ -193,11 +195,11 @@ class GpuGraphs : public testing::Test {
   std::unique_ptr<TestSequence> sequence_;
 };
 
-// One graph serves both layers, whose queries, tokens and answers differ: by teams alone, and by
-// the stages.
+// One graph serves both layers, whose queries, tokens and answers differ: by cooperative groups
+// alone, and by the stages.
 TEST_F(GpuGraphs, BothLayersShareOne) {
-  for (const bool teams : {true, false}) {
-    const auto gpu = OnGpu::Make(teams, /*timed_steps=*/0);
+  for (const bool groups : {true, false}) {
+    const auto gpu = OnGpu::Make(groups, /*timed_steps=*/0);
     SKIP_WITHOUT_GPU(gpu);
     std::vector<TestRow> rows[2];
     StepResult first[2];
@@ -221,7 +223,7 @@ TEST_F(GpuGraphs, BothLayersShareOne) {
 
 // More kinds of steps than graphs are kept, in turns and together.
 TEST_F(GpuGraphs, ManyKindsTakeTurns) {
-  const auto gpu = OnGpu::Make(/*teams=*/true, /*timed_steps=*/0);
+  const auto gpu = OnGpu::Make(/*cooperative_groups=*/true, /*timed_steps=*/0);
   SKIP_WITHOUT_GPU(gpu);
   const std::vector<TestRow> all = Rows(/*layer=*/1, [](const Policy&) { return true; });
   std::vector<std::vector<TestRow>> kinds;
@@ -242,7 +244,8 @@ TEST_F(GpuGraphs, ManyKindsTakeTurns) {
   EXPECT_GT(gpu->stats().graph_launches, kinds.size());
 }
 
-// More clusters than one pass of selection holds, of a team (12,288 slots) and of a block (8,192).
+// More clusters than one pass of selection holds, of a cooperative group (12,288 slots) and of a
+// thread block (8,192).
 TEST(GpuSelection, SecondPassesAgreeWithTheCpu) {
   SequenceSpec spec;
   spec.shape = attention::test::MakeShape(/*query_heads=*/2, /*kv_heads=*/1, /*head_dim=*/64,
@@ -253,15 +256,15 @@ TEST(GpuSelection, SecondPassesAgreeWithTheCpu) {
   const auto any = OnGpu::Make();
   SKIP_WITHOUT_GPU(any);
   TestSequence sequence = MakeSequence(spec);
-  for (const bool teams : {true, false}) {
-    const auto gpu = OnGpu::Make(teams);
+  for (const bool groups : {true, false}) {
+    const auto gpu = OnGpu::Make(groups);
     ASSERT_NE(gpu, nullptr) << OnGpu::why_not;
     std::vector<TestRow> rows;
     for (TestRow& row : RowsOfPolicies(&sequence, /*layer=*/0, /*most=*/1, DType::kFp32)) {
       if (!row.query_only) rows.push_back(std::move(row));
     }
     EXPECT_TRUE(Agree(RunStep(gpu.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows))
-        << (teams ? "by teams" : "by stages");
+        << (groups ? "by cooperative groups" : "by stages");
     EXPECT_EQ(gpu->stats().fallback_steps, 0u);
   }
 }
@@ -273,7 +276,8 @@ TEST(GpuEngine, HistoriesAnswerAsLocalAttentionDoes) {
   using engine::test::MatchesModel;
   using engine::test::OpenSequence;
   using engine::test::Prefill;
-  auto backend = OnGpu::Make(/*teams=*/true, /*timed_steps=*/0);  // new tokens, from graphs
+  auto backend =
+      OnGpu::Make(/*cooperative_groups=*/true, /*timed_steps=*/0);  // new tokens, from graphs
   SKIP_WITHOUT_GPU(backend);
   auto made = engine::Engine::Create(engine::test::SmallOptions(), std::move(backend), nullptr);
   ASSERT_TRUE(made.ok()) << made.status();

@@ -30,7 +30,7 @@ class Checker {
     if (!wrong_.empty()) return wrong_;
     for (uint32_t r = 0; r < h_.rows && wrong_.empty(); ++r) Row(h_.row_refs[r]);
     Totals();
-    Teams();
+    CooperativeUnits();
     Uploads();
     Regions();
     return wrong_;
@@ -67,7 +67,7 @@ class Checker {
     if (row.query_tokens == 0) Fail("query_tokens is 0");
     Segments(row);
     Tail(row);
-    if (row.coop_blocks != 0) return Threads(row);
+    if (row.coop_blocks != 0) return Cooperative(row);
     Equal("read_pieces", row.read_pieces,
           dense ? row.dense_pieces + row.tail_pieces : row.tail_pieces + 1);
     if (!clusters) Equal("estimate_pieces", row.estimate_pieces, 0);
@@ -104,33 +104,33 @@ class Checker {
     return units * row.tiles_per_unit;
   }
 
-  // A row that teams answer.
-  void Threads(const RowRef& row) {
-    if (row.kind != UnitKind::kClusters) Fail("a team without clusters");
+  // A row that cooperative groups answer.
+  void Cooperative(const RowRef& row) {
+    if (row.kind != UnitKind::kClusters) Fail("a cooperative group without clusters");
     if (row.cut == CutKind::kErrorBudget && std::isfinite(row.tolerance)) {
-      Fail("a team with a tolerance");
+      Fail("a cooperative group with a tolerance");
     }
-    if (row.segment_count > kCoopSegmentsMax) Fail("too many segments for a team");
-    if (row.tiles_per_unit != 1) Fail("a team with several tiles");
+    if (row.segment_count > kCoopSegmentsMax) Fail("too many segments for a cooperative group");
+    if (row.tiles_per_unit != 1) Fail("a cooperative group with several tiles");
     const auto* size = std::find(std::begin(kCoopBlocks), std::end(kCoopBlocks), row.coop_blocks);
-    if (size == std::end(kCoopBlocks)) return Fail("no size of a team");
+    if (size == std::end(kCoopBlocks)) return Fail("no size of a cooperative group");
     Equal("read_pieces", row.read_pieces, row.coop_blocks);
     Equal("estimate_pieces", row.estimate_pieces, row.coop_blocks);
     states_ += Units(row) * 3 * row.coop_blocks;
     for (uint32_t unit = 0; unit < UnitsOf(row); ++unit) {
       const auto number = static_cast<uint32_t>(&row - h_.row_refs);
-      teams_[size - std::begin(kCoopBlocks)].push_back({number, unit});
+      coop_units_[size - std::begin(kCoopBlocks)].push_back({number, unit});
     }
   }
 
-  void Teams() {
+  void CooperativeUnits() {
     uint64_t first = 0;
     for (uint32_t size = 0; size < kCoopSizes; ++size) {
-      Equal("coop_counts", h_.coop_counts[size], teams_[size].size());
-      Held("coop_units", h_.coop_units + first, teams_[size].size() * sizeof(CoopUnit));
-      for (size_t i = 0; i < teams_[size].size() && wrong_.empty(); ++i, ++first) {
-        Equal("a team's row", h_.coop_units[first].row, teams_[size][i].row);
-        Equal("a team's unit", h_.coop_units[first].unit, teams_[size][i].unit);
+      Equal("coop_counts", h_.coop_counts[size], coop_units_[size].size());
+      Held("coop_units", h_.coop_units + first, coop_units_[size].size() * sizeof(CoopUnit));
+      for (size_t i = 0; i < coop_units_[size].size() && wrong_.empty(); ++i, ++first) {
+        Equal("a cooperative unit's row", h_.coop_units[first].row, coop_units_[size][i].row);
+        Equal("a cooperative unit's number", h_.coop_units[first].unit, coop_units_[size][i].unit);
       }
     }
   }
@@ -207,7 +207,8 @@ class Checker {
       if (bytes > 0 && begin % 256 != 0) Fail(std::string(name) + " is not aligned");
       if (bytes > 0) parts_.push_back({begin, begin + bytes});
     };
-    part("query_fragments", h_.query_fragments, tiles_ * QueryFragmentBytes(shape_));
+    part("query_fragments", h_.query_fragments,
+         tiles_ * TileFragmentWords(shape_.head_dim) * sizeof(uint32_t));
     part("states", h_.states, states_ * kLanes * (kStateHead + shape_.value_dim) * sizeof(float));
     part("scores", h_.scores, scores_ * sizeof(float));
     part("fates", h_.fates, fates_);
@@ -239,7 +240,7 @@ class Checker {
   uint64_t states_ = 0, scores_ = 0, fates_ = 0, chosen_ = 0, chosen_pieces_ = 0;
   uint32_t estimate_pieces_max_ = 0;
   bool needs_measure_ = false;
-  std::array<std::vector<CoopUnit>, kCoopSizes> teams_;
+  std::array<std::vector<CoopUnit>, kCoopSizes> coop_units_;
   std::vector<std::pair<uintptr_t, uintptr_t>> parts_;
 };
 

@@ -65,6 +65,29 @@ attention::test::SequenceSpec SpecOf(const ParityCase& c, DType dtype) {
   return spec;
 }
 
+std::vector<DType> ListedDTypes() {
+  std::vector<DType> dtypes;
+  for (const KernelShape& shape : kKernelShapes) {
+    if (std::find(dtypes.begin(), dtypes.end(), shape.dtype) == dtypes.end()) {
+      dtypes.push_back(shape.dtype);
+    }
+  }
+  return dtypes;
+}
+
+std::string ListedDimsWithout(std::span<const ParityCase> cases) {
+  std::string without;
+  for (const KernelShape& shape : kKernelShapes) {
+    const bool has_case = std::any_of(cases.begin(), cases.end(), [&](const ParityCase& c) {
+      return c.head_dim == shape.head_dim && c.value_dim == shape.value_dim;
+    });
+    if (!has_case) {
+      without += std::to_string(shape.head_dim) + "/" + std::to_string(shape.value_dim) + " ";
+    }
+  }
+  return without;
+}
+
 std::vector<TestRow> RowsOfPolicies(attention::test::TestSequence* sequence, uint32_t layer,
                                     uint32_t most, DType dtype) {
   using attention::test::MakeRow;

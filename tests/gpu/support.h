@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <ostream>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -46,6 +47,10 @@ struct ParityCase {
 };
 void PrintTo(const ParityCase& c, std::ostream* out);
 attention::test::SequenceSpec SpecOf(const ParityCase& c, DType dtype);
+// The dtypes of kKernelShapes, each once: those of a matrix of cases.
+std::vector<DType> ListedDTypes();
+// The head dims of kKernelShapes that no case has, as text. A matrix of cases has to have them all.
+std::string ListedDimsWithout(std::span<const ParityCase> cases);
 // For every policy a causal row with fp32 queries and a query-only row with queries of `dtype`, of
 // 1 to `most` query tokens.
 std::vector<attention::test::TestRow> RowsOfPolicies(attention::test::TestSequence* sequence,

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Goal: a message that the system has no memory to parse is refused as such, counted, and never
-// taken for another. Method: the real server over a Unix socket with an engine that computes
-// nothing; this program's operator new refuses one large allocation, which is the message's text or
-// numbers.
+// Goal: a message that the system has no memory to parse, or none to answer, is refused as such,
+// counted, and never taken for another. Method: the real server over a Unix socket with an engine
+// that computes nothing; this program's operator new refuses one large allocation, which is the
+// message's text or numbers, or the reply's.
 #include <memory>
 #include <string>
 
@@ -96,6 +96,34 @@ TEST_F(RefusedMemoryTest, OfAStep) {
   stream->Write(SmallStep());
   ASSERT_TRUE(stream->Read(&reply));
   EXPECT_EQ(reply.status().code(), 0) << reply.status().message();
+  stream->WritesDone();
+  EXPECT_TRUE(stream->Finish().ok());
+}
+
+// A reply takes its tensors' memory itself, and for elements of 16 bits a second time.
+TEST_F(RefusedMemoryTest, OfAReply) {
+  engine_.set_value_dim(kBytes / sizeof(float) / 2);  // of two query heads
+  grpc::ClientContext context;
+  const auto stream = stub_->Decode(&context);
+  v1::DecodeResponse reply;
+  int counted = 0;
+  for (const v1::DType dtype : {v1::DTYPE_FP32, v1::DTYPE_BF16}) {
+    v1::DecodeRequest request = SmallStep();
+    request.set_output_dtype(dtype);
+    {
+      const AllocationRefused refused(dtype == v1::DTYPE_FP32 ? 0 : 1, 1, kBytes / 2);
+      stream->Write(request);
+      ASSERT_TRUE(stream->Read(&reply));
+      EXPECT_TRUE(refused.refused());
+    }
+    EXPECT_EQ(reply.status().code(), StatusCode::RESOURCE_EXHAUSTED) << reply.status().message();
+    EXPECT_THAT(reply.status().message(), HasSubstr("memory for the reply"));
+    EXPECT_EQ(server_->Metric("attnd_rejections_total{reason=memory}"), ++counted);
+    stream->Write(request);  // the stream goes on
+    ASSERT_TRUE(stream->Read(&reply));
+    EXPECT_EQ(reply.status().code(), 0) << reply.status().message();
+    EXPECT_EQ(reply.out().data().size(), dtype == v1::DTYPE_FP32 ? kBytes : kBytes / 2);
+  }
   stream->WritesDone();
   EXPECT_TRUE(stream->Finish().ok());
 }

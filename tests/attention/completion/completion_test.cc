@@ -18,6 +18,7 @@
 #include "attention/cpu/cpu_backend.h"
 #include "attention/policy/policy.h"
 #include "tests/attention/completion/completion_support.h"
+#include "tests/attention/oracle_support.h"
 #include "tests/attention/support.h"
 #include "tests/oracle/token_attention.h"
 

@@ -14,6 +14,7 @@
 
 #include "attention/cpu/cpu_backend.h"
 #include "tests/attention/cpu/row_check.h"
+#include "tests/attention/oracle_support.h"
 #include "tests/attention/support.h"
 #include "tests/cross.h"
 #include "tests/oracle/attention.h"

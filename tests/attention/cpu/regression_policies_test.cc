@@ -15,6 +15,7 @@
 #include "attention/cpu/cpu_backend.h"
 #include "tests/attention/cpu/paged_support.h"
 #include "tests/attention/cpu/row_check.h"
+#include "tests/attention/oracle_support.h"
 #include "tests/attention/support.h"
 #include "tests/cross.h"
 #include "tests/oracle/regression_policy.h"

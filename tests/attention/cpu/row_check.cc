@@ -8,6 +8,7 @@
 #include <optional>
 #include <utility>
 
+#include "tests/attention/oracle_support.h"
 #include "tests/oracle/regression_policy.h"
 
 namespace attnd::attention::test {

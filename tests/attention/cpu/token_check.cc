@@ -7,6 +7,7 @@
 #include <span>
 #include <utility>
 
+#include "tests/attention/oracle_support.h"
 #include "tests/oracle/completion.h"
 #include "tests/oracle/nucleus.h"
 #include "tests/oracle/token_attention.h"

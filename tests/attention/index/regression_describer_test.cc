@@ -19,6 +19,7 @@
 #include "attention/index/kmeans.h"
 #include "attention/segment/index_parts.h"
 #include "attention/segment/segment_loader.h"
+#include "tests/attention/oracle_support.h"
 #include "tests/attention/segment_support.h"
 #include "tests/attention/support.h"
 #include "tests/cross.h"

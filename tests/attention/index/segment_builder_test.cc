@@ -16,6 +16,7 @@
 #include <cstring>
 #include <limits>
 
+#include "tests/attention/oracle_support.h"
 #include "tests/attention/segment_support.h"
 #include "tests/attention/support.h"
 #include "tests/cross.h"

@@ -11,6 +11,7 @@
 #include "attention/cpu/cpu_backend.h"
 #include "attention/kernels/kernels.h"
 #include "tests/attention/kernels/targets.h"
+#include "tests/attention/oracle_support.h"
 #include "tests/attention/support.h"
 #include "tests/oracle/softmax_state.h"
 

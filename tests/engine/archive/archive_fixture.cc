@@ -17,9 +17,9 @@ EngineOptions ArchiveFixture::Options() const {
   return options;
 }
 
-void ArchiveFixture::Start(const EngineOptions& options, Observer* observer) {
+void ArchiveFixture::Start(const EngineOptions& options, EventListener* listener) {
   engine_.reset();
-  engine_ = MakeEngine(options, observer);
+  engine_ = MakeEngine(options, listener);
 }
 
 absl::Status ArchiveFixture::StartStatus() const {

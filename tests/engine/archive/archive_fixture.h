@@ -30,7 +30,7 @@ class ArchiveFixture : public testing::Test {
   EngineOptions Options() const;
   // Ends the engine, if there is one, and starts another one over the same folder. An engine's end
   // stands for a server's: nothing is written when it comes.
-  void Start(const EngineOptions& options, Observer* observer = nullptr);
+  void Start(const EngineOptions& options, EventListener* listener = nullptr);
   void Start() { Start(Options()); }
   // What a further engine's start over the folder comes to.
   absl::Status StartStatus() const;

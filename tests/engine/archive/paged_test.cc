@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "attention/segment/segment.h"
 #include "engine/engine.h"
 #include "tests/engine/archive/archive_fixture.h"
 #include "tests/engine/support.h"
@@ -68,11 +69,6 @@ class PagedTest : public ArchiveFixture {
 
   void CompareWithMemory(attention::IndexSet indexes = attention::kClusterIndexes);
 };
-Random random_{seed_};
-const TemporaryFolder folder_;
-std::unique_ptr<Engine> engine_;
-};
-
 // The life of a sequence whose pages lie on disk, beside its twin in memory.
 void PagedTest::CompareWithMemory(attention::IndexSet indexes) {
   Start(256 * kMiB);

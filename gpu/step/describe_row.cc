@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "gpu/step/describe_row.h"
+
+#include <glog/logging.h>
+
+#include "attention/segment/pages.h"
+#include "gpu/device/device.h"
+#include "gpu/layout/index_offsets.h"
+
+namespace attnd::gpu {
+namespace {
+
+using attention::kTailBlockTokens;
+using attention::Policy;
+using attention::Segment;
+using attention::Selector;
+using attention::StepRow;
+
+// What a row's policy comes to at a layer: a tolerance of nothing is dense, clusters of no segments
+// are streaming.
+UnitKind KindOf(const StepRow& row, uint32_t layer) {
+  const Policy& policy = *row.policy;
+  if (policy.DenseIn(layer)) return UnitKind::kDense;
+  if (policy.selector == Selector::kNone) return UnitKind::kStreaming;
+  // Clusters: CudaBackend::Supports lets no others in.
+  if (policy.cut == attention::Cut::kErrorBudget && policy.tolerance == 0) return UnitKind::kDense;
+  return row.view->segments.empty() ? UnitKind::kStreaming : UnitKind::kClusters;
+}
+
+CutKind CutOf(const Policy& policy) {
+  switch (policy.cut) {
+    case attention::Cut::kTopK:
+      return CutKind::kTopK;
+    case attention::Cut::kTopP:
+      return CutKind::kTopP;
+    case attention::Cut::kErrorBudget:
+      return CutKind::kErrorBudget;
+  }
+  return CutKind::kTopK;
+}
+
+SegmentDescription DescribeSegment(const Segment& segment) {
+  const attention::IndexLayout& layout = segment.layout();
+  SegmentDescription description;
+  description.tokens = segment.tokens();
+  description.unclustered = segment.unclustered();
+  description.max_clusters = layout.max_clusters;
+  description.index_head_bytes = layout.head_bytes;
+  description.pages_head_bytes = segment.pages_head_bytes();
+  description.offsets = OffsetsOf(layout);
+  return description;
+}
+
+}  // namespace
+
+WaveShape WaveShapeOf(const StepRow& row) {
+  const ModelShape& shape = row.view->shape;
+  return {.kernel = KernelShapeOf(shape),
+          .kv_heads = shape.kv_heads,
+          .group = shape.group(),
+          .softmax_scale = shape.softmax_scale,
+          .query_dtype = row.query_dtype};
+}
+
+RowDescription DescribeRow(const StepRow& row, uint32_t layer) {
+  const attention::SequenceView& view = *row.view;
+  const Policy& policy = *row.policy;
+  RowDescription description;
+  description.shape = WaveShapeOf(row);
+  CHECK(HasKernels(description.shape.kernel)) << "the backend lets no other shape in";
+  description.kind = KindOf(row, layer);
+  description.cut = CutOf(policy);
+  description.second_order = description.kind == UnitKind::kClusters &&
+                             policy.estimator == attention::Estimator::kSecondOrder;
+  description.exact_share = policy.exact_share;
+  description.estimated_share = policy.estimated_share;
+  description.p1 = policy.p1;
+  description.p2 = policy.p2;
+  description.tolerance = policy.tolerance;
+  description.floor = policy.floor;
+
+  description.query_tokens = row.query_tokens;
+  description.queries = row.queries;
+
+  const uint64_t first_block_token = view.tail_begin / kTailBlockTokens * kTailBlockTokens;
+  description.tail_begin = static_cast<uint32_t>(view.tail_begin - first_block_token);
+  description.tail_limit = row.past_tokens - first_block_token + (row.query_only ? 0 : 1);
+  description.causal = !row.query_only;
+
+  for (const Segment* segment : SegmentsRead(row, description.kind)) {
+    description.segments.push_back(DescribeSegment(*segment));
+  }
+  description.history_segments = view.segments.size();
+  description.history_tokens = view.tail_begin;
+  uint64_t covered = 0;
+  for (const auto& segment : view.segments) {
+    covered += segment->tokens();
+    description.history_clustered += segment->clustered();
+  }
+  CHECK_EQ(covered, view.tail_begin) << "segments cover all that the tail does not";
+  return description;
+}
+
+std::vector<const Segment*> SegmentsRead(const StepRow& row, UnitKind kind) {
+  std::vector<const Segment*> segments;
+  for (const auto& segment : row.view->segments) {
+    if (kind != UnitKind::kStreaming || segment->unclustered() > 0) {
+      segments.push_back(segment.get());
+    }
+  }
+  return segments;
+}
+
+}  // namespace attnd::gpu

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "gpu/step/wave_memory.h"
+
+#include <limits>
+
+#include "gpu/step/row_plan.h"
+
+namespace attnd::gpu {
+namespace {
+
+constexpr uint64_t kPartAlignment = 256;
+constexpr uint64_t kInputStepBytes = 4096;
+constexpr uint64_t kOverflow = std::numeric_limits<uint64_t>::max();
+
+// Sums and products that stay at kOverflow once they reach it.
+uint64_t Plus(uint64_t a, uint64_t b) {
+  uint64_t sum = 0;
+  return __builtin_add_overflow(a, b, &sum) ? kOverflow : sum;
+}
+uint64_t Times(uint64_t a, uint64_t b) {
+  uint64_t product = 0;
+  return __builtin_mul_overflow(a, b, &product) ? kOverflow : product;
+}
+
+// Places parts one after another.
+class Placer {
+ public:
+  uint64_t Place(uint64_t count, uint64_t element_bytes) {
+    const uint64_t offset = end_;
+    const uint64_t end = Plus(Plus(end_, Times(count, element_bytes)), kPartAlignment - 1);
+    end_ = end == kOverflow ? kOverflow : end / kPartAlignment * kPartAlignment;
+    return offset;
+  }
+  uint64_t end() const { return end_; }
+
+ private:
+  uint64_t end_ = 0;
+};
+
+void PlaceInput(const WaveCounts& counts, const WaveShape& shape, WavePlaces* places) {
+  Placer input;
+  input.Place(1, sizeof(StepHeader));
+  places->rows = input.Place(counts.rows, sizeof(RowRef));
+  places->segments = input.Place(counts.segments, sizeof(SegmentRef));
+  places->upload_refs = input.Place(counts.uploads, sizeof(UploadRef));
+  places->coop_units = input.Place(counts.coop_units, sizeof(CoopUnit));
+  places->queries = input.Place(Times(counts.query_tokens, shape.query_heads()),
+                                shape.kernel.head_dim * DTypeBytes(shape.query_dtype));
+  places->upload_data = input.Place(counts.upload_bytes, 1);
+  // Last, and all rounded up: a row that grows by a tail block then changes no address of its next
+  // steps, which one graph launches.
+  places->tail_blocks = input.Place(counts.tail_blocks, sizeof(const std::byte*));
+  places->input_bytes = Plus(input.end(), kInputStepBytes - 1) / kInputStepBytes * kInputStepBytes;
+}
+
+void PlaceScratch(const WaveCounts& counts, const WaveShape& shape, WavePlaces* places) {
+  const uint64_t tiles_per_unit = (shape.group + kLanes - 1) / kLanes;
+  Placer scratch;
+  places->query_fragments =
+      scratch.Place(counts.tiles, TileFragmentWords(shape.kernel.head_dim) * sizeof(uint32_t));
+  places->states =
+      scratch.Place(counts.states, sizeof(float) * StateFloats(shape.kernel.value_dim));
+  places->scores = scratch.Place(counts.scores, sizeof(float));
+  places->chosen = scratch.Place(counts.chosen, sizeof(uint32_t));
+  places->score_partials =
+      scratch.Place(Times(counts.score_items, tiles_per_unit), sizeof(float) * kLanes * 4);
+  places->lane_scales = scratch.Place(counts.tiles, kLanes * sizeof(LaneScale));
+  places->chunks = scratch.Place(counts.score_items, sizeof(ChunkRef));
+  places->chosen_pieces = scratch.Place(counts.chosen_pieces, sizeof(ChosenPiece));
+  places->cursors = scratch.Place(kCursors, sizeof(uint32_t));
+  places->results = scratch.end();
+}
+
+}  // namespace
+
+void WaveCounts::Add(const WaveCounts& other) {
+  constexpr uint64_t WaveCounts::*kFields[] = {
+      &WaveCounts::rows,        &WaveCounts::units,         &WaveCounts::tiles,
+      &WaveCounts::read_items,  &WaveCounts::score_items,   &WaveCounts::query_tokens,
+      &WaveCounts::states,      &WaveCounts::scores,        &WaveCounts::fates,
+      &WaveCounts::chosen,      &WaveCounts::chosen_pieces, &WaveCounts::coop_units,
+      &WaveCounts::segments,    &WaveCounts::tail_blocks,   &WaveCounts::uploads,
+      &WaveCounts::upload_bytes};
+  static_assert(sizeof(kFields) / sizeof(kFields[0]) * sizeof(uint64_t) == sizeof(WaveCounts));
+  for (const auto field : kFields) this->*field = Plus(this->*field, other.*field);
+}
+
+bool WaveCounts::FitHeader() const {
+  constexpr uint64_t kNumberMax = std::numeric_limits<uint32_t>::max();
+  for (const uint64_t number : {rows, units, tiles, read_items, score_items, query_tokens, states,
+                                chosen_pieces, coop_units, segments, tail_blocks, uploads}) {
+    if (number > kNumberMax) return false;
+  }
+  return true;
+}
+
+WaveCounts CountsOf(const RowDescription& row, const RowRef& ref, std::span<const Upload> uploads) {
+  const bool clusters = ref.kind == UnitKind::kClusters;
+  const bool cooperative = ref.coop_blocks != 0;
+  WaveCounts counts;
+  counts.rows = 1;
+  counts.query_tokens = ref.query_tokens;
+  counts.units = UnitsOf(row, ref.query_tokens);
+  counts.tiles = Times(counts.units, ref.tiles_per_unit);
+  counts.coop_units = cooperative ? counts.units : 0;
+  counts.read_items = cooperative ? 0 : Times(counts.tiles, ref.read_pieces);
+  counts.states = Times(counts.tiles, StatesPerTile(ref));
+  if (clusters) {
+    counts.score_items = cooperative ? 0 : Times(counts.units, ref.slots / kSlotChunk);
+    counts.scores = Times(counts.units, ScoresPerUnit(ref, row.shape.group));
+    counts.fates = Times(counts.units, ref.slots);
+    counts.chosen = Times(counts.units, ref.clustered_tokens);
+    counts.chosen_pieces = cooperative ? 0 : Times(counts.tiles, kChosenPiecesMax);
+  }
+  counts.segments = ref.segment_count;
+  counts.tail_blocks = TailBlocksSeen(row);
+  counts.uploads = uploads.size();
+  for (const Upload& upload : uploads) {
+    counts.upload_bytes = Plus(counts.upload_bytes, upload.bytes);
+  }
+  return counts;
+}
+
+WavePlaces PlacesOf(const WaveCounts& counts, const WaveShape& shape, bool with_fates) {
+  WavePlaces places{};
+  PlaceInput(counts, shape, &places);
+  PlaceScratch(counts, shape, &places);
+  const uint64_t lanes = Times(counts.query_tokens, shape.query_heads());
+  Placer results;
+  places.result.out = results.Place(lanes, shape.kernel.value_dim * sizeof(float));
+  places.result.lse = results.Place(lanes, sizeof(float));
+  places.result.lane_results = results.Place(lanes, sizeof(LaneResult));
+  places.result.unit_results = results.Place(counts.units, sizeof(UnitResult));
+  places.result.fates = results.end();
+  if (with_fates) results.Place(counts.fates, 1);
+  places.result.bytes = results.end();
+  if (!with_fates) results.Place(counts.fates, 1);
+  places.scratch_bytes = Plus(places.results, results.end());
+  return places;
+}
+
+}  // namespace attnd::gpu

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a wave takes of a stream's memory. A wave has two buffers on the device. The input buffer is
+// copied there at once: the header, the references, queries and new tokens. The scratch buffer is
+// the kernels'; its end, the results, is copied back at once.
+#ifndef ATTND_GPU_STEP_WAVE_MEMORY_H_
+#define ATTND_GPU_STEP_WAVE_MEMORY_H_
+
+#include <cstdint>
+#include <span>
+
+#include "gpu/layout/step_layout.h"
+#include "gpu/step/row_description.h"
+
+namespace attnd::gpu {
+
+// Memory of a stream.
+struct WaveRoom {
+  uint64_t input_bytes = 0;
+  uint64_t scratch_bytes = 0;
+  uint64_t result_bytes = 0;  // pinned host memory for what is copied back
+};
+
+// Counts of a wave, or what a part of a row adds to them; the greatest number stands for an
+// overflow.
+struct WaveCounts {
+  uint64_t rows = 0, units = 0, tiles = 0, read_items = 0, score_items = 0, query_tokens = 0;
+  uint64_t states = 0, scores = 0, fates = 0, chosen = 0, chosen_pieces = 0;
+  uint64_t coop_units = 0, segments = 0, tail_blocks = 0, uploads = 0, upload_bytes = 0;
+
+  void Add(const WaveCounts& other);
+  // Whether each number fits the 32 bits that the header and the references have for it.
+  bool FitHeader() const;
+};
+
+// What a part of a row adds. ref: of the part.
+WaveCounts CountsOf(const RowDescription& row, const RowRef& ref, std::span<const Upload> uploads);
+
+// Where the results of a wave lie, by byte in the result buffer.
+struct ResultPlaces {
+  uint64_t out = 0, lse = 0, lane_results = 0, unit_results = 0;
+  uint64_t fates = 0;  // within `bytes` only if they were asked for
+  uint64_t bytes = 0;  // that are copied back
+};
+
+// Byte offsets of everything in the two buffers.
+struct WavePlaces {
+  uint64_t rows, segments, tail_blocks, upload_refs, coop_units, queries, upload_data, input_bytes;
+  uint64_t query_fragments, states, scores, chosen, score_partials, lane_scales, chunks,
+      chosen_pieces, cursors, results, scratch_bytes;
+  ResultPlaces result;
+
+  bool Fit(const WaveRoom& room) const {
+    return input_bytes <= room.input_bytes && scratch_bytes <= room.scratch_bytes &&
+           result.bytes <= room.result_bytes;
+  }
+};
+
+// with_fates: fates are results.
+WavePlaces PlacesOf(const WaveCounts& counts, const WaveShape& shape, bool with_fates);
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_STEP_WAVE_MEMORY_H_

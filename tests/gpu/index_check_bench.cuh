@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Device times of index builds.
+#ifndef ATTND_TESTS_GPU_INDEX_CHECK_BENCH_CUH_
+#define ATTND_TESTS_GPU_INDEX_CHECK_BENCH_CUH_
+
+#include <cstdint>
+
+namespace attnd::gpu::test {
+
+// Builds the indexes of 128K tokens x 8 KV heads x 32 layers, in calls of `layers` layers of one
+// segment, and prints times.
+void BenchIndexes(uint32_t layers);
+
+}  // namespace attnd::gpu::test
+
+#endif  // ATTND_TESTS_GPU_INDEX_CHECK_BENCH_CUH_
