@@ -229,8 +229,7 @@ class Asked {
       }
       AnswerVectors answer;
       DecodeResult result;
-      const auto memory = [&](const AnswerExtents& extents) { return answer(extents); };
-      const absl::Status status = engine_->Decode(kTenant, kWriter, args, memory, &result);
+      const absl::Status status = engine_->Decode(kTenant, kWriter, args, answer, &result);
       ASSERT_TRUE(status.ok()) << status;
       ASSERT_TRUE(result.rows.at(0).status.ok()) << result.rows[0].status;
       digest->Add(answer.out());
