@@ -89,7 +89,6 @@ tidy_arguments=()
 if [[ "${1:-}" == --full ]]; then
   full=true
   tidy_arguments=(--full)
-  export ATTND_TEST_FULL=1 # tests/cross.h
   shift
 fi
 stages=("$@")

@@ -121,7 +121,8 @@ absl::Status PolicyState::WeighLabels(uint32_t layer, std::span<const float> mag
 void PolicyState::SetKeepSet(std::shared_ptr<const KeepSet> keep, uint64_t ranked_tokens) {
   CHECK(keep != nullptr);
   CHECK_EQ(keep->positions->size(), Heads(shape_));
-  keep_ = Shortened(keep, ranked_tokens);
+  keep_ = std::move(keep);
+  keep_ = Shortened(keep_, ranked_tokens);
   ++version_;
 }
 
