@@ -3,8 +3,8 @@
 that crash, skip, are interrupted or find nothing.
 """
 
-import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -115,6 +115,7 @@ def test_stages(tmp_path, body, status, last):
 PASSES = "def test_a():\n    pass\n"
 
 
+@pytest.mark.parametrize("options", ["", "-n 2 --dist loadfile"], ids=["alone", "at once"])
 @pytest.mark.parametrize("text, last", [
     (PASSES, "1 passed, 0 failed"),
     (PASSES + "import no_such_module_of_attnd\n", "0 passed, 1 failed"),
@@ -122,30 +123,33 @@ PASSES = "def test_a():\n    pass\n"
     (PASSES + "def test_b():\n    raise KeyboardInterrupt\n", "1 passed, 1 failed"),
     ("", "0 passed, 1 failed"),
 ], ids=["passes", "cannot be imported", "skips for an import", "interrupted", "no tests"])
-def test_a_pytest_stage(tmp_path, text, last):
+def test_a_pytest_stage(tmp_path, text, last, options):
     path = tmp_path / "test_it.py"
     path.write_text(text)
-    done = run_stages(tmp_path, {"python": f"run_pytest {path} -p no:cacheprovider"})
+    done = run_stages(tmp_path, {"python": f"run_pytest {path} -p no:cacheprovider {options}"})
     assert done.stdout.splitlines()[-1] == last, done.stdout + done.stderr
     assert done.returncode == (0 if last.endswith(" 0 failed") else 1)
 
 
-FOLDERS = ("common", "attention", "storage", "engine", "gpu", "server", "client/cpp", "ctl")
-SOURCES = [str(path.relative_to(ROOT)) for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.cc")]
-ELSEWHERE = ["gpu/cuda/cuda_device.cc", "gpu/cuda/step/step_graphs.cc", "gpu/device/no_cuda_device.cc"]  # of machines with CUDA or without
+def test_a_worker_that_dies_has_failed(tmp_path):
+    path = tmp_path / "test_it.py"
+    path.write_text(PASSES + "def test_b():\n    import os\n    os._exit(0)\n")
+    done = run_stages(tmp_path, {"python": f"run_pytest {path} -p no:cacheprovider -n 2"})
+    assert done.stdout.splitlines()[-1] == "1 passed, 1 failed", done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("sources, failed", [
-    (SOURCES, 0),
-    ([source for source in SOURCES if source not in ELSEWHERE], 0),
-    ([source for source in SOURCES if source != "server/server.cc"], 1),
-    ([], len(SOURCES) - len(ELSEWHERE)),
-], ids=["all", "without CUDA's", "one left out", "none"])
-def test_a_tidy_stage(tmp_path, sources, failed):
-    commands = [{"file": f"{ROOT}/{source}"} for source in sources]
-    (tmp_path / "compile_commands.json").write_text(json.dumps(commands, indent=1))
-    (tmp_path / "clang-tidy").write_text("#!/bin/sh\necho version 1\n")
-    (tmp_path / "clang-tidy").chmod(0o755)
-    done = run_stages(tmp_path, {"tidy": f"tidy_all {tmp_path} {tmp_path}/cache {tmp_path}/outcomes"},
-                      f"source scripts/lib/tidy.sh; PATH={tmp_path}:$PATH")
-    assert done.stdout.splitlines()[-1] == f"{len(sources)} passed, {failed} failed", done.stdout + done.stderr
+def test_what_took_longest(tmp_path):
+    build = tmp_path / "build"
+    (build / "asan").mkdir(parents=True)
+    log = build / "asan" / ".ninja_log"
+    log.write_text("# ninja log v5\n0\t9000\t1\told.o\ta\n")
+    add = "printf '0\\t2500\\t1\\tnew.o\\tb\\n0\\t2500\\t1\\tnew.d\\tb\\n5\\t9\\t1\\tx.o\\tc\\n' >>"
+    cases = tmp_path / "cases"
+    cases.mkdir()
+    (cases / "b-0.xml").write_text(CASES)
+    (tmp_path / "ctest.xml").write_text(CTEST.format(b="run", failure=""))
+    done = run_stages(tmp_path, {"one": f"tally_results 0 {tmp_path}/ctest.xml {cases}; {add} {log}"}, f"ATTND_BUILD={build}")
+    assert re.search(r"The longest tests:\n +2\.5 s +one: +S\.One\n", done.stdout), done.stdout + done.stderr
+    assert re.search(r"The longest of 2 build steps, which took 3 s together:\n +2\.5 s +asan: new\.o\n +0\.0 s +asan: x\.o\n",
+                     done.stdout), done.stdout
+    assert "old.o" not in done.stdout
