@@ -15,8 +15,9 @@
 // with a target that is not stored, that target is run and printed, and its tests are skipped with
 // a reason that names the target; no processor passes without a target that is compared, and every
 // x86-64 processor has SSE4. GCC 12 and Clang 14 with -O3 gave the same bits for all cases, GCC 12
-// with -O0 for the two models that were tried (plain64, grouped128 under AVX2). The C library's exp, log, erf and hypot may differ in another version: a mismatch
-// says if they do, and then only two builds on one machine can be compared.
+// with -O0 for the two models that were tried (plain64, grouped128 under AVX2). The C library's
+// exp, log, erf and hypot may differ in another version: a mismatch says if they do, and then only
+// two builds on one machine can be compared.
 #include <gtest/gtest.h>
 
 #include <algorithm>
