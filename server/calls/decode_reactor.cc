@@ -120,8 +120,7 @@ absl::Status DecodeReactor::Answer() {
     return reply_.Provide(extents);
   };
   const Clock::time_point start = Clock::now();
-  absl::Status status =
-      handlers_->engine->Decode(tenant_, writer_, step_.args, memory, &result_);
+  absl::Status status = handlers_->engine->Decode(tenant_, writer_, step_.args, memory, &result_);
   engine_time_ = Clock::now() - start;
   if (status.ok()) status = reply_.Finish(result_);
   if (absl::IsResourceExhausted(status)) handlers_->metrics->OnRejected(Rejection::kMemory);

@@ -85,8 +85,8 @@ std::vector<std::byte> TailBlocks(const Case& c, const Layout& layout, const Hea
   for (uint32_t h = 0; h < c.kv_heads; ++h) {
     for (uint32_t t = 0; t < c.tokens; ++t) {
       const uint32_t place = c.first_row + t;
-      std::byte* run =
-          blocks.data() + ((block_count - 1 - place / kTailBlockTokens) * c.kv_heads + h) * run_bytes;
+      std::byte* run = blocks.data() +
+                       ((block_count - 1 - place / kTailBlockTokens) * c.kv_heads + h) * run_bytes;
       std::memcpy(run + layout.Key(place % kTailBlockTokens),
                   heads[h].keys.data() + size_t{t} * c.shape.head_dim, layout.key_bytes);
       std::memcpy(run + layout.Value(place % kTailBlockTokens),
@@ -185,9 +185,9 @@ bool RunCase(const Case& c) {
   }
   if (failure.empty() && !(ratio_sum / heads <= kMeanRatioMax)) failure = "objective, on average";
   std::printf("%-26s %s %3ux%-3u %6u %3u %4u-%-4u/%-4u %6u  %.5f-%.5f  %.6f  %s%s\n", c.name,
-              c.shape.dtype == DType::kFp16 ? "fp16" : "bf16", c.shape.head_dim,
-              c.shape.value_dim, c.tokens, c.unclustered, clusters_min, clusters_max,
-              layout.max_clusters, greatest, ratio_min, ratio_max, code_error,
+              c.shape.dtype == DType::kFp16 ? "fp16" : "bf16", c.shape.head_dim, c.shape.value_dim,
+              c.tokens, c.unclustered, clusters_min, clusters_max, layout.max_clusters, greatest,
+              ratio_min, ratio_max, code_error,
               failure.empty() ? "ok" : "FAILED: ", failure.c_str());
   if (!failure.empty()) std::printf("  seed %u, first row %u\n", c.seed, c.first_row);
   std::fflush(stdout);
@@ -197,8 +197,8 @@ bool RunCase(const Case& c) {
 // Whether each of kKernelShapes has a case; names one that has none.
 bool HasEveryListedShape(std::span<const Case> cases) {
   for (const KernelShape& shape : kKernelShapes) {
-    const bool has_case = std::any_of(cases.begin(), cases.end(),
-                                      [&](const Case& c) { return c.shape == shape; });
+    const bool has_case =
+        std::any_of(cases.begin(), cases.end(), [&](const Case& c) { return c.shape == shape; });
     if (has_case) continue;
     std::printf("no case for %s %ux%u\n", shape.dtype == DType::kFp16 ? "fp16" : "bf16",
                 shape.head_dim, shape.value_dim);

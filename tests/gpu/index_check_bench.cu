@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tests/gpu/index_check_bench.cuh"
-
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -9,6 +7,7 @@
 #include <vector>
 
 #include "gpu/cuda/index/index_build.cuh"
+#include "tests/gpu/index_check_bench.cuh"
 #include "tests/gpu/index_check_support.cuh"
 
 namespace attnd::gpu::test {

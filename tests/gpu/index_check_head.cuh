@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The check of one head's index: a plain reference in double, which shares no code with the kernels.
+// The check of one head's index: a plain reference in double, which shares no code with the
+// kernels.
 #ifndef ATTND_TESTS_GPU_INDEX_CHECK_HEAD_CUH_
 #define ATTND_TESTS_GPU_INDEX_CHECK_HEAD_CUH_
 
