@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Goal: the limit of streams, the order of a shutdown and the reply clock. Method: streams that
-// count what is done to them.
+// Goal: the limit of streams, the order of a shutdown and the reply clock; what is counted begins
+// before it ends. Method: streams that count what is done to them.
 #include "server/calls/stream_registry.h"
 
 #include <atomic>
@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "gtest/gtest.h"
+#include "server/calls/open_calls.h"
 
 namespace attnd::server {
 namespace {
@@ -66,6 +67,29 @@ TEST(StreamRegistry, TheClockLooksSeveralTimesATimeout) {
   }
   EXPECT_GE(stream->checks, 4);
   registry.Remove(stream.get());
+}
+
+// What no client can bring about ends the process.
+TEST(StreamRegistryDeathTest, AStreamIsRegisteredOnceAndRemoved) {
+  StreamRegistry registry(2, 1h);
+  const auto stream = std::make_shared<CountingStream>();
+  ASSERT_TRUE(registry.Add(stream).ok());
+  EXPECT_DEATH(static_cast<void>(registry.Add(stream)), "registered twice");
+  registry.Remove(stream.get());
+  EXPECT_DEATH(
+      {
+        StreamRegistry other(2, 1h);
+        static_cast<void>(other.Add(stream));
+      },
+      "outlive their registry");
+}
+
+TEST(OpenCallsDeathTest, ACallThatEndsHasBegun) {
+  OpenCalls calls;
+  calls.Begin();
+  calls.End();
+  EXPECT_TRUE(calls.WaitUntilNone(0ms));
+  EXPECT_DEATH(calls.End(), "did not begin");
 }
 
 }  // namespace
