@@ -34,8 +34,9 @@ stage_release() {
   run_ctest "${ATTND_BUILD}"
 }
 
-# A file of tests runs in one process, as its tests may share a server; files run side by side.
-pytest_at_once=(-n "$(nproc)" --dist loadfile)
+# A file of tests runs in one process, as its tests may share a server; files run side by side, in the order that
+# tests/python/conftest.py gives. One more process than cores, as tests wait for servers.
+pytest_at_once=(-n "$(($(nproc) + 1))" --dist loadfile --no-loadscope-reorder)
 
 stage_python() { run_pytest "${pytest_at_once[@]}" tests/python tests/scripts models/training; }
 

@@ -32,7 +32,24 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
 SERVERS = os.environ.get("ATTND_TEST_SERVERS", "reference,attnd").split(",")
+# The files that take longest come first: none is then left running alone at the end of a run.
+LONG_FILES = (
+    "test_compat",
+    "test_crash",
+    "test_soak",
+    "test_attnctl",
+    "test_prometheus",
+    "test_stages",
+    "test_tidy",
+    "test_campaigns",
+)
 PROGRAM = ROOT / os.environ.get("ATTND_BIN", "build/bin/attnd")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the tests of LONG_FILES first."""
+    order = {name: number for number, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 def require_program() -> None:
