@@ -171,6 +171,7 @@ void TokenUnit::ScoreCodes(IndexKind kind, std::span<const Range> ranges) {
 void TokenUnit::ScoreKeys(size_t first, std::span<const TokenRun> runs) {
   const PageGeometry geometry(view_.shape);
   for (const TokenRun& run : runs) {
+    CHECK_LE(first + run.range.size(), sizes_.scored) << "more candidates than have logits";
     for (uint32_t token = run.range.begin; token < run.range.end;) {
       const uint32_t page_end = (token / kPageTokens + 1) * kPageTokens;
       const uint32_t count = std::min(run.range.end, page_end) - token;

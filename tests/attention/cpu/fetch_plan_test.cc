@@ -168,6 +168,8 @@ TEST_F(FetchPlanTest, TheStoresFaultIsTheCallers) {
 
 // A misuse ends the process before it reads a page that is not there.
 TEST(FetchPlanDeathTest, ReadersAndTheirPagesAscend) {
+  // Other tests of the program may have left threads, which a fork would not take along.
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
   RecordingStore store(kPageBytes);
   const Payload payload(&store);
   const auto add = [&](FetchPlan* plan, size_t reader, uint32_t page) {
