@@ -13,17 +13,8 @@
 
 namespace attnd::attention {
 
-// What one unit read, estimated and left out, and what the answers of its query heads came to.
-struct UnitReport {
-  // Token counts, times query tokens.
-  uint64_t zone_tokens = 0;
-  uint64_t exact_tokens = 0;  // of the middle, as the following ones
-  uint64_t estimated_tokens = 0;
-  uint64_t dropped_tokens = 0;
-  uint64_t missed_tokens = 0;  // of the estimated ones
-  uint64_t ssd_tokens = 0;     // of zones and middle: their pages were read from disk for the unit
-  StageNanos nanos;
-  // Sums over query tokens and heads, but for the maximum.
+// Sums over query tokens and heads, but for the maximum.
+struct MassSums {
   double covered_mass = 0;
   double exact_mass = 0;
   double error_sum = 0;
@@ -32,6 +23,18 @@ struct UnitReport {
   // Whether the masses are of all tokens, and whether all errors are predicted.
   bool mass_known = true;
   bool error_known = true;
+};
+
+// What one unit read, estimated and left out, and what the answers of its query heads came to.
+struct UnitReport : MassSums {
+  // Token counts, times query tokens.
+  uint64_t zone_tokens = 0;
+  uint64_t exact_tokens = 0;  // of the middle, as the following ones
+  uint64_t estimated_tokens = 0;
+  uint64_t dropped_tokens = 0;
+  uint64_t missed_tokens = 0;  // of the estimated ones
+  uint64_t ssd_tokens = 0;     // of zones and middle: their pages were read from disk for the unit
+  StageNanos nanos;
 };
 
 // Sums in the order in which units are added, so that a row's statistics do not depend on what
@@ -52,14 +55,7 @@ class RowTotals {
   absl::Status Finish();
 
  private:
-  struct Sums {
-    double covered_mass = 0;
-    double exact_mass = 0;
-    double error_sum = 0;
-    double error_max = 0;
-    double missed_mass = 0;
-    bool mass_known = true;
-    bool error_known = true;
+  struct Sums : MassSums {
     absl::Status fault;
   };
 
