@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import grammar
-from llama import Llama
+from transformer import Transformer
 
 DRAWN_SEED = 99
 # Float32 attention holds all scores of a batch: its texts times their length squared stay below.
@@ -26,7 +26,7 @@ SCORES_MAX = 16384**2
 
 
 @torch.no_grad()
-def predict(model: Llama, tokens: Tensor, answers: Tensor) -> Tensor:
+def predict(model: Transformer, tokens: Tensor, answers: Tensor) -> Tensor:
     """tokens, answers: [texts, length] -> [answer tokens] what the model says at each, in the
     order of answers.nonzero()."""
     length = tokens.shape[1]
@@ -93,7 +93,7 @@ def main() -> None:
     options = parse_options()
     lengths = [int(length) for length in options.lengths.split(",")]
     torch.set_float32_matmul_precision("highest")
-    model = Llama.load(options.model, max(lengths)).to(options.device).eval()
+    model = Transformer.load(options.model, max(lengths)).to(options.device).eval()
 
     print(table_head(f"{options.model.name} on {options.eval_set.name}"))
     said = {}

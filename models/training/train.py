@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a nano model and writes it as a Hugging Face folder, bfloat16.
 
-    python3 train.py --out FOLDER --layers 5 --hidden 320 ... --seed 5 --seconds 490
+    python3 train.py --out FOLDER --family llama --layers 5 --hidden 320 ... --seed 5 --seconds 490
     python3 train.py --out FOLDER --init EARLIER_FOLDER --plan 8192:0.5,16384:0.5 ...
 
 The schedule runs by the clock: --seconds is the time that the training loop takes, compilation
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Callable
 
 import torch
@@ -22,13 +22,20 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import grammar
-from llama import Llama, Shape
+from shape import GroupedHeads, LatentHeads, Shape
+from transformer import Transformer
 
 WARM_UP_STEPS = 200
 # The learning rate is constant until this share of the time, then falls to its floor in a line.
 DECAY_START = 0.6
 LEARNING_RATE_FLOOR = 0.03
 GRADIENT_NORM_MAX = 1.0
+WEIGHT_DECAY = 0.05
+# Flags that a shape of each family needs beside those of all families.
+COMMON_SIZES = ["layers", "hidden", "intermediate", "query_heads", "rope_theta"]
+GROUPED_SIZES = ["kv_heads", "head_dim"]
+LATENT_SIZES = ["rank", "plain_dim", "rotary_dim", "value_dim"]
+FAMILY_SIZES = {"llama": GROUPED_SIZES, "qwen3": GROUPED_SIZES, "deepseek_v3": LATENT_SIZES}
 # Beside the answers, a sample of all tokens is predicted, at a lower weight: the model stays a
 # language model, whose keys and values tell all tokens apart.
 SAMPLED_SHARE = 0.06
@@ -88,7 +95,7 @@ def learning_rate_at(step: int, elapsed: float, peak: float) -> float:
 
 
 def losses(
-    model: Llama, trunk: Callable[[Tensor], Tensor], batch: grammar.Batch, random: torch.Generator
+    model: Transformer, trunk: Callable[[Tensor], Tensor], batch: grammar.Batch, random: torch.Generator
 ) -> StepResult:
     """Runs a batch; logits are computed only where a loss needs them."""
     device = batch.tokens.device
@@ -109,7 +116,7 @@ def losses(
 class Trainer:
     """The training loop and its clock."""
 
-    def __init__(self, options: argparse.Namespace, model: Llama) -> None:
+    def __init__(self, options: argparse.Namespace, model: Transformer) -> None:
         self._options = options
         self._model = model
         self._texts = grammar.TextGenerator(
@@ -121,10 +128,7 @@ class Trainer:
         self._trunk: Callable[[Tensor], Tensor] = (
             torch.compile(model.model, dynamic=False) if options.compile else model.model
         )
-        self._optimizer = torch.optim.AdamW(
-            model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.05,
-            fused=True,
-        )  # fmt: skip
+        self._optimizers = optimizers_of(model, options.optimizer, options.learning_rate)
         self._steps = 0
         self._tokens = 0
 
@@ -147,15 +151,17 @@ class Trainer:
 
     def _step(self, length: int, elapsed: float) -> StepResult:
         rate = learning_rate_at(self._steps, elapsed, self._options.learning_rate)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
         texts = max(1, self._options.step_tokens // length)
         batch = self._texts.training_batch(texts, length)
         result = losses(self._model, self._trunk, batch, self._random)
         (result.answer_loss + SAMPLED_WEIGHT * result.sampled_loss).backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), GRADIENT_NORM_MAX)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         self._steps += 1
         self._tokens += batch.tokens.numel()
         return result
@@ -170,22 +176,51 @@ class Trainer:
         )
 
 
+def optimizers_of(model: Transformer, name: str, rate: float) -> list[torch.optim.Optimizer]:
+    """AdamW for all parameters; or Muon (Keller Jordan, 2024) for the layers' matrices and AdamW
+    for the rest. Muon's steps are scaled to the size of AdamW's, so that both take one rate."""
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2 and name == "muon"]
+    taken = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in taken]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(
+            rest, lr=rate, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY, fused=True
+        )
+    ]
+    if matrices:
+        optimizers.append(
+            torch.optim.Muon(
+                matrices, lr=rate, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"
+            )
+        )
+    return optimizers
+
+
 def shape_of(options: argparse.Namespace) -> Shape | None:
-    """The shape that the flags say; None if they say nothing.
+    """The shape that the flags say; None if they name no family.
 
     Raises:
-        ValueError: if some are given and some are not.
+        ValueError: if a flag is missing that the family needs, or given that it does not have.
     """
-    given = {field.name: getattr(options, field.name) for field in fields(Shape)}
-    missing = [name for name, value in given.items() if value is None]
-    if len(missing) == len(given):
+    every = {*COMMON_SIZES, *GROUPED_SIZES, *LATENT_SIZES}
+    wanted = {*COMMON_SIZES, *FAMILY_SIZES[options.family]} if options.family else set()
+    sizes = {name: value for name in every if (value := getattr(options, name)) is not None}
+    if missing := sorted(wanted - sizes.keys()):
+        raise ValueError(f"the family {options.family} also needs {', '.join(missing)}")
+    if unknown := sorted(sizes.keys() - wanted):
+        raise ValueError(f"no such sizes of the family {options.family}: {', '.join(unknown)}")
+    if options.family is None:
         return None
-    if missing:
-        raise ValueError(f"the shape lacks {', '.join(missing)}")
-    return Shape(**given)
+    own = {name: sizes.pop(name) for name in ["query_heads", *FAMILY_SIZES[options.family]]}
+    heads = (
+        LatentHeads(**own)
+        if options.family == "deepseek_v3"
+        else GroupedHeads(**own, normed=options.family == "qwen3")
+    )
+    return Shape(**sizes, heads=heads)
 
 
-def initial_model(options: argparse.Namespace) -> Llama:
+def initial_model(options: argparse.Namespace) -> Transformer:
     """A model of the flags' shape with random weights, or the one of --init.
 
     Raises:
@@ -195,7 +230,9 @@ def initial_model(options: argparse.Namespace) -> Llama:
     shape = shape_of(options)
     if (shape is None) == (options.init is None):
         raise ValueError("give either a shape or --init, which brings its own")
-    return Llama.load(options.init, length_max) if shape is None else Llama(shape, length_max)
+    if shape is None:
+        return Transformer.load(options.init, length_max)
+    return Transformer(shape, length_max)
 
 
 def parse_options() -> argparse.Namespace:
@@ -205,13 +242,18 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder to write")
     parser.add_argument("--init", type=pathlib.Path, help="folder of a model to train further")
     shape = parser.add_argument_group("shape, of a model to train from scratch")
+    shape.add_argument("--family", choices=list(FAMILY_SIZES))
     shape.add_argument("--layers", type=int)
     shape.add_argument("--hidden", type=int)
     shape.add_argument("--intermediate", type=int)
     shape.add_argument("--query-heads", type=int)
-    shape.add_argument("--kv-heads", type=int)
-    shape.add_argument("--head-dim", type=int)
     shape.add_argument("--rope-theta", type=float)
+    shape.add_argument("--kv-heads", type=int, help="llama and qwen3")
+    shape.add_argument("--head-dim", type=int, help="llama and qwen3")
+    shape.add_argument("--rank", type=int, help="deepseek_v3: of the latent vector")
+    shape.add_argument("--plain-dim", type=int, help="deepseek_v3: not rotated, of a key head")
+    shape.add_argument("--rotary-dim", type=int, help="deepseek_v3: rotated, of a key head")
+    shape.add_argument("--value-dim", type=int, help="deepseek_v3: of a value head")
     training = parser.add_argument_group("training")
     training.add_argument("--seed", type=int, default=1)
     training.add_argument("--seconds", type=float, default=490)
@@ -222,6 +264,7 @@ def parse_options() -> argparse.Namespace:
         help="lengths of texts with their shares of the time",
     )
     training.add_argument("--learning-rate", type=float, default=2e-3, help="its peak")
+    training.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
     training.add_argument("--step-tokens", type=int, default=131072, help="tokens a step")
     training.add_argument("--device", default="cuda")
     training.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)

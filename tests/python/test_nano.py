@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model runner equals a reference that is written in loops, in float64, from the papers'
-formulas; for random tiny models of both families and for nano-llama's own answers."""
+formulas; for random tiny models of all families and for nano-llama's own answers."""
 
 from __future__ import annotations
 
@@ -58,15 +58,58 @@ FAMILIES = {
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
+    "deepseek_v3": {
+        **TINY,
+        "model_type": "deepseek_v3",
+        "tie_word_embeddings": True,
+        "rope_theta": 10000.0,
+        "rope_interleave": False,
+        "q_lora_rank": None,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 14,
+        "qk_rope_head_dim": 12,
+        "v_head_dim": 10,
+        "first_k_dense_replace": 3,
+    },
 }
+
+
+def head_shapes(config: dict) -> dict[str, tuple[int, int]]:
+    """Shapes of a layer's matrices around attention, by their Hugging Face names."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    if config["model_type"] == "deepseek_v3":
+        rank, plain, rotary = (
+            config[name] for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
+        )
+        return {
+            "q_proj": (heads * (plain + rotary), hidden),
+            "kv_a_proj_with_mqa": (rank + rotary, hidden),
+            "kv_b_proj": (heads * (plain + config["v_head_dim"]), rank),
+            "o_proj": (hidden, heads * config["v_head_dim"]),
+        }
+    queries, keys = (n * config["head_dim"] for n in (heads, config["num_key_value_heads"]))
+    return {
+        "q_proj": (queries, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "o_proj": (hidden, queries),
+    }
+
+
+def head_norms(config: dict) -> dict[str, int]:
+    """Sizes of the norms between these matrices."""
+    if config["model_type"] == "deepseek_v3":
+        return {"kv_a_layernorm": config["kv_lora_rank"]}
+    if config["model_type"] == "qwen3":
+        return {"q_norm": config["head_dim"], "k_norm": config["head_dim"]}
+    return {}
 
 
 def random_weights(config: dict, seed: int = 0) -> dict[str, np.ndarray]:
     """Weights by their Hugging Face names; norms near 1, the head there unless the embeddings are
     tied."""
     rng = np.random.default_rng(seed)
-    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
 
     def matrix(*shape):
         return (rng.standard_normal(shape) / math.sqrt(shape[-1])).astype(np.float32)
@@ -82,22 +125,14 @@ def random_weights(config: dict, seed: int = 0) -> dict[str, np.ndarray]:
         weights["lm_head.weight"] = matrix(config["vocab_size"], hidden)
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}."
-        shapes = {
-            "q": (queries, hidden),
-            "k": (keys, hidden),
-            "v": (keys, hidden),
-            "o": (hidden, queries),
-        }
-        weights |= {
-            f"{name}self_attn.{p}_proj.weight": 2 * matrix(*shape) for p, shape in shapes.items()
-        }
+        for part, shape in head_shapes(config).items():
+            weights[f"{name}self_attn.{part}.weight"] = 2 * matrix(*shape)
         shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
         weights |= {f"{name}mlp.{p}_proj.weight": matrix(*shape) for p, shape in shapes.items()}
         weights[f"{name}input_layernorm.weight"] = norm(hidden)
         weights[f"{name}post_attention_layernorm.weight"] = norm(hidden)
-        if config["model_type"] == "qwen3":
-            weights[f"{name}self_attn.q_norm.weight"] = norm(dim)
-            weights[f"{name}self_attn.k_norm.weight"] = norm(dim)
+        for part, size in head_norms(config).items():
+            weights[f"{name}self_attn.{part}.weight"] = norm(size)
     return weights
 
 
@@ -118,35 +153,62 @@ def ref_rope(x, position, theta):
     return out
 
 
-def ref_model(config, weights, tokens):
-    """Logits [tokens, vocab] and each layer's q, k and v [tokens, heads, head_dim], float64."""
-    w = {name: array.astype(np.float64) for name, array in weights.items()}
-    eps, dim = config["rms_norm_eps"], config["head_dim"]
-    theta = (
+def ref_heads(config, w, name, h, position):
+    """One token's q, k and v of all heads, and k and v as a server keeps them: three times and
+    twice [heads, dim]. w holds float64 weights, name is the layer's prefix."""
+    eps, dim, theta = config["rms_norm_eps"], config["head_dim"], ref_theta(config)
+    rows = []
+    for part in "qkv":
+        row = (w[f"{name}{part}_proj.weight"] @ h).reshape(-1, dim)
+        if part != "v":
+            if config["model_type"] == "qwen3":
+                norm = w[f"{name}{part}_norm.weight"]
+                row = np.array([ref_norm(e, norm, eps) for e in row])
+            row = np.array([ref_rope(e, position, theta) for e in row])
+        rows.append(row)
+    q, k, v = rows
+    return q, k, v, k, v
+
+
+def ref_latent_heads(config, w, name, h, position):
+    """The same of latent attention as DeepSeek-V2 defines it (arXiv 2405.04434, section 2.1): with
+    keys and values written out for each head."""
+    eps, theta = config["rms_norm_eps"], ref_theta(config)
+    rank, plain = config["kv_lora_rank"], config["qk_nope_head_dim"]
+    heads = config["num_attention_heads"]
+    q = (w[f"{name}q_proj.weight"] @ h).reshape(heads, -1)
+    q = np.array([[*e[:plain], *ref_rope(e[plain:], position, theta)] for e in q])
+    compressed = w[f"{name}kv_a_proj_with_mqa.weight"] @ h
+    latent = ref_norm(compressed[:rank], w[f"{name}kv_a_layernorm.weight"], eps)
+    rotated = ref_rope(compressed[rank:], position, theta)
+    kv = (w[f"{name}kv_b_proj.weight"] @ latent).reshape(heads, -1)
+    k = np.array([[*e[:plain], *rotated] for e in kv])
+    return q, k, kv[:, plain:], np.array([[*latent, *rotated]]), latent[None]
+
+
+def ref_theta(config):
+    return (
         config["rope_theta"] if "rope_theta" in config else config["rope_parameters"]["rope_theta"]
     )
+
+
+def ref_model(config, weights, tokens):
+    """Logits [tokens, vocab] and what a server keeps of each layer, k and v [tokens, heads, dim];
+    float64."""
+    w = {name: array.astype(np.float64) for name, array in weights.items()}
+    eps = config["rms_norm_eps"]
+    heads_of = ref_latent_heads if config["model_type"] == "deepseek_v3" else ref_heads
     x = [w["model.embed_tokens.weight"][token] for token in tokens]
     layers = []
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}."
-        heads = {"q": [], "k": [], "v": []}
+        parts = []
         for position, hidden in enumerate(x):
             h = ref_norm(hidden, w[name + "input_layernorm.weight"], eps)
-            for part, rows in heads.items():
-                row = (w[f"{name}self_attn.{part}_proj.weight"] @ h).reshape(-1, dim)
-                if part != "v":
-                    if config["model_type"] == "qwen3":
-                        row = np.array(
-                            [
-                                ref_norm(e, w[f"{name}self_attn.{part}_norm.weight"], eps)
-                                for e in row
-                            ]
-                        )
-                    row = np.array([ref_rope(e, position, theta) for e in row])
-                rows.append(row)
-        q, k, v = (np.array(heads[part]) for part in "qkv")
-        layers.append((q, k, v))
-        out, _ = oracle.attention(q, k, v, dim**-0.5, first=0)
+            parts.append(heads_of(config, w, f"{name}self_attn.", h, position))
+        q, k, v, kept_k, kept_v = (np.array(part) for part in zip(*parts))
+        layers.append((kept_k, kept_v))
+        out, _ = oracle.attention(q, k, v, q.shape[-1] ** -0.5, first=0)
         for position in range(len(x)):
             y = x[position] + w[name + "self_attn.o_proj.weight"] @ out[position].reshape(-1)
             h = ref_norm(y, w[name + "post_attention_layernorm.weight"], eps)
@@ -170,7 +232,7 @@ def test_prefill_and_decode_equal_the_reference(name):
     logits, layers = ref_model(config, weights, tokens)
 
     prefilled = model.prefill(tokens[:17])
-    for (k, v), (_, ref_k, ref_v) in zip(prefilled, layers):
+    for (k, v), (ref_k, ref_v) in zip(prefilled, layers):
         np.testing.assert_allclose(k, ref_k[:17], atol=2e-4)
         np.testing.assert_allclose(v, ref_v[:17], atol=2e-4)
     local = nano.LocalKv(prefilled, 21, model.config.softmax_scale)
@@ -227,6 +289,30 @@ def test_a_folder_is_read(tmp_path, dtype):
 def test_models_that_are_not_supported(change, words):
     with pytest.raises(ValueError, match=words):
         nano.Config.parse({**FAMILIES["llama, untied, theta at the top"], **change})
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"q_lora_rank": 8}, "q_lora_rank"),
+        ({"rope_interleave": True}, "rope_interleave"),
+        ({"first_k_dense_replace": 2}, "first_k_dense_replace"),
+    ],
+)
+def test_latent_models_that_are_not_supported(change, words):
+    with pytest.raises(ValueError, match=words):
+        nano.Config.parse({**FAMILIES["deepseek_v3"], **change})
+    entries = {k: v for k, v in FAMILIES["deepseek_v3"].items() if k != "rope_interleave"}
+    with pytest.raises(ValueError, match="rope_interleave"):
+        nano.Config.parse(entries)  # Hugging Face takes a missing entry for true
+
+
+def test_a_latent_model_is_one_kv_head_to_attnd():
+    model, _ = tiny(FAMILIES["deepseek_v3"])
+    shape = model.attnd_model("bf16").shape
+    assert (shape.query_heads, shape.kv_heads, shape.latent) == (4, 1, True)
+    assert (shape.head_dim, shape.value_dim) == (32, 20)
+    assert shape.softmax_scale == pytest.approx(26**-0.5)
 
 
 @pytest.mark.parametrize("missing", ["rope_theta", "hidden_size", "rms_norm_eps"])

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "attention/cpu/cpu_backend.h"
+#include "common/mutex.h"
 #include "tests/engine/support.h"
 #include "tests/system_faults.h"
 
@@ -211,25 +212,63 @@ TEST(SegmenterTest, BuildersAreNicerThanTheProcess) {
   EXPECT_EQ(observer.niceness.load(), std::min(own + 10, 19));
 }
 
+// Notes whose runs are built in which order: 'l' for those of the thread that constructs it. Each of
+// these holds its turn until the other prefill stands in the queue, however the threads are
+// scheduled.
+class TurnObserver : public EventListener {
+ public:
+  static constexpr std::chrono::milliseconds kTimeToQueue{200};
+
+  void OnSegmentBuilt(BuildTrigger, uint64_t, std::chrono::nanoseconds) override {
+    const bool large = std::this_thread::get_id() == large_;
+    {
+      MutexLock lock(mutex_);
+      order_.push_back(large ? 'l' : 's');
+      built_.NotifyAll();
+    }
+    if (large && hold_.load()) std::this_thread::sleep_for(kTimeToQueue);
+  }
+
+  void WaitForOne() {
+    MutexLock lock(mutex_);
+    while (order_.empty()) built_.Wait(mutex_);
+  }
+  void StopHolding() { hold_.store(false); }
+  std::string order() {
+    MutexLock lock(mutex_);
+    return order_;
+  }
+
+ private:
+  const std::thread::id large_ = std::this_thread::get_id();
+  std::atomic<bool> hold_{true};
+  Mutex mutex_;
+  CondVar built_;
+  std::string order_ ABSL_GUARDED_BY(mutex_);
+};
+
 // A short prompt is not kept waiting until a long one's last run.
 TEST(SegmenterTest, PrefillsTakeTurns) {
   Random random(TestSeed());
-  const auto engine = MakeEngine(SmallOptions());
+  TurnObserver observer;
+  const auto engine = MakeEngine(SmallOptions(), &observer);
   const ModelShape shape = MakeShape(1, 2, 2, 64, 16, DType::kBf16);
   TestSequence large = OpenSequence(engine.get(), shape);
   TestSequence small = OpenSequence(engine.get(), shape);
   Prefill(&large, 40 * 512 + 64, &random, false);
   Prefill(&small, 2 * 512 + 64, &random, false);
-  std::thread building([&] { FinishPrefill(&large); });
-  while (large.Info().segments == 0) std::this_thread::yield();
-  const uint32_t before = large.Info().segments;
-  FinishPrefill(&small);
-  // The run under way, one more between the two of the small prompt, one or two while this thread
-  // comes to look.
-  EXPECT_LE(large.Info().segments, before + 8);
-  building.join();
+  std::thread short_prompt([&] {
+    observer.WaitForOne();
+    FinishPrefill(&small);
+    observer.StopHolding();
+  });
+  FinishPrefill(&large);
+  short_prompt.join();
   EXPECT_EQ(large.Info().segments, 40u);
   EXPECT_EQ(small.Info().segments, 2u);
+  // In turns it is "lsls". Two more of the large one are for a thread that took longer to queue.
+  const std::string order = observer.order();
+  EXPECT_LE(order.rfind('s'), 5u) << order;
 }
 
 }  // namespace

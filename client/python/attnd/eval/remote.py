@@ -94,6 +94,7 @@ def uploaded(
                 sequence,
                 haystack.layers,
                 dtype,
+                latent=model.config.latent is not None,
                 token_ids=example.haystack.tolist(),
                 observed_queries=haystack.observed,
             )
@@ -130,15 +131,14 @@ def run_policy(
             forks.append(client.fork_sequence(sequence))
             stack.callback(_close, client, forks[-1])
         session = stack.enter_context(client.decode_session())
-        kv = RemoteKv(
-            session, forks, [len(example.haystack) for example in examples], dtype, policy
-        )
+        positions = [len(example.haystack) for example in examples]
+        latent = model.config.latent is not None
+        kv = RemoteKv(session, forks, positions, dtype, policy, latent)
         recorder = _Recorder(kv, [RemoteRun.empty(model.config.layers) for _ in examples], dtype)
         for index in range(QUESTION_TOKENS):
             tokens = np.array([example.questions[index] for example in examples])
-            positions = np.array([len(example.haystack) + index for example in examples])
             kv.begin_token(tokens.tolist())
-            logits = model.forward(tokens, positions, recorder.attend)
+            logits = model.forward(tokens, np.array(positions) + index, recorder.attend)
             kv.end_token()
             for run, best in zip(recorder.runs, logits.argmax(-1)):
                 run.best.append(int(best))

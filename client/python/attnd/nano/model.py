@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Llama or Qwen3 transformer in float32 numpy, with attention left to the caller."""
+"""A transformer of the Llama, Qwen3 or DeepSeek-V3 family in float32 numpy, with attention left to
+the caller."""
 
 from __future__ import annotations
 
@@ -15,15 +16,17 @@ from attnd.model import Model as AttndModel
 from attnd.model import ModelShape
 from attnd.nano.attention import causal_attention
 from attnd.nano.config import Config
+from attnd.nano.heads import heads_of, rms_norm
 from attnd.nano.parallel import map_blocks
 from attnd.nano.weights import Weights, read_weights
 from attnd.tensors import FP32, Array
 
-# Attention of one layer: (layer, q [tokens, query_heads, head_dim], k and v [tokens, kv_heads,
-# head_dim]) of the new # tokens -> out [tokens, query_heads, head_dim]. All float32; q and k are
-# rotated.
+# Attention of one layer: (layer, q [tokens, query_heads, head_dim], k [tokens, kv_heads, head_dim],
+# v [tokens, kv_heads, value_dim]) of the new tokens -> out [tokens, query_heads, value_dim]. All
+# float32; q and k are rotated. Of a latent model v is the front of k.
 Attend = Callable[[int, Array, Array, Array], Array]
-# Keys and values of one layer, each [tokens, kv_heads, head_dim] float32, keys rotated.
+# Keys [tokens, kv_heads, head_dim] and values [tokens, kv_heads, value_dim] of one layer, float32,
+# keys rotated.
 LayerKv = tuple[Array, Array]
 
 
@@ -40,6 +43,7 @@ class Model:
         self.config = config
         self.fingerprint = fingerprint
         self._weights = Weights(config, weights)
+        self._heads = [heads_of(config, layer.heads) for layer in self._weights.layers]
 
     @staticmethod
     def load(folder: str | pathlib.Path) -> Model:
@@ -64,8 +68,10 @@ class Model:
             query_heads=self.config.query_heads,
             kv_heads=self.config.kv_heads,
             head_dim=self.config.head_dim,
+            value_dim=self.config.value_dim,
             dtype=dtype,
             softmax_scale=self.config.softmax_scale,
+            latent=self.config.latent is not None,
         )
         return AttndModel(self.fingerprint, shape)
 
@@ -81,7 +87,7 @@ class Model:
             Logits [n, vocab_size] float32.
         """
         x = self.run_layers(tokens, positions, attend)
-        h = _rms_norm(x, self._weights.final_norm, self.config.rms_norm_eps)
+        h = rms_norm(x, self._weights.final_norm, self.config.rms_norm_eps)
         logits: Array = h @ self._weights.head
         return logits
 
@@ -107,7 +113,8 @@ class Model:
             progress: called with the share of the work that each layer was, 1 in all.
 
         Returns:
-            For each layer k and v, [n, kv_heads, head_dim] float32, keys rotated.
+            For each layer k [n, kv_heads, head_dim] and v [n, kv_heads, value_dim] float32, keys
+            rotated.
         """
         positions = np.arange(len(tokens))
         x = self._weights.embedding[tokens]
@@ -122,28 +129,18 @@ class Model:
         return layers
 
     def _project(self, layer: int, x: Array, positions: Array) -> tuple[Array, Array, Array]:
-        """x [n, hidden] -> q [n, query_heads, head_dim], k and v [n, kv_heads, head_dim]; q and k
-        rotated."""
-        weights, config = self._weights.layers[layer], self.config
-        h = _rms_norm(x, weights.input_norm, config.rms_norm_eps)
-        q, k, v = (
-            (h @ matrix).reshape(len(x), -1, config.head_dim)
-            for matrix in (weights.q, weights.k, weights.v)
-        )
-        if weights.q_norm is not None and weights.k_norm is not None:
-            q = _rms_norm(q, weights.q_norm, config.rms_norm_eps)
-            k = _rms_norm(k, weights.k_norm, config.rms_norm_eps)
-        cos, sin = _rotations(positions, config.head_dim, config.rope_theta)
-        return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+        """x [n, hidden] -> q, k and v, as Heads.project."""
+        h = rms_norm(x, self._weights.layers[layer].input_norm, self.config.rms_norm_eps)
+        return self._heads[layer].project(h, positions)
 
     def _finish_block(self, layer: int, x: Array, out: Array) -> tuple[Array]:
         return (self._finish_layer(layer, x, out),)
 
     def _finish_layer(self, layer: int, x: Array, out: Array) -> Array:
-        """x [n, hidden], out [n, query_heads, head_dim] -> x of the next layer."""
+        """x [n, hidden], out [n, query_heads, value_dim] -> x of the next layer."""
         weights = self._weights.layers[layer]
-        y = x + out.reshape(len(x), -1) @ weights.o
-        h = _rms_norm(y, weights.post_attention_norm, self.config.rms_norm_eps)
+        y = x + self._heads[layer].mix(out)
+        h = rms_norm(y, weights.post_attention_norm, self.config.rms_norm_eps)
         finished: Array = y + (_silu(h @ weights.gate) * (h @ weights.up)) @ weights.down
         return finished
 
@@ -153,29 +150,8 @@ def heads_first(x: Array) -> Array:
     return np.ascontiguousarray(x.swapaxes(0, 1))
 
 
-def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """Over the last dimension."""
-    mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
-    normalised: Array = x / np.sqrt(mean_square + np.float32(eps)) * weight
-    return normalised
-
-
 def _silu(x: Array) -> Array:
     # exp overflows to infinity for very negative x, and the quotient is then the right 0.
     with np.errstate(over="ignore"):
         activated: Array = x / (1 + np.exp(-x))
     return activated
-
-
-def _rotations(positions: Array, head_dim: int, theta: float) -> tuple[Array, Array]:
-    """cos and sin, each [n, 1, head_dim / 2] float32; the angles are computed in float64, as
-    positions are large."""
-    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
-    angles = np.asarray(positions, np.float64)[:, None, None] * frequencies
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-
-
-def _rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """RoPE over [n, heads, head_dim]; element i and i + head_dim / 2 are a pair."""
-    a, b = np.split(x, 2, axis=-1)
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

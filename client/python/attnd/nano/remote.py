@@ -22,13 +22,15 @@ def upload(
     layers: Sequence[LayerKv],
     dtype: npt.DTypeLike,
     *,
+    latent: bool = False,
     token_ids: Sequence[int] = (),
     observed_queries: Sequence[Array] | None = None,
     timeout_s: float | None = None,
 ) -> AppendedKv:
     """Sends a whole prompt's keys and values, float32 rounded to dtype, and has it segmented; None
-    is no limit of time. observed_queries: of each layer, those of the prompt's last tokens."""
-    converted = ((k.astype(dtype), v.astype(dtype)) for k, v in layers)
+    is no limit of time. latent: whether the sequence's model is, whose values are not sent.
+    observed_queries: of each layer, those of the prompt's last tokens."""
+    converted = ((k.astype(dtype), None if latent else v.astype(dtype)) for k, v in layers)
     chunks = layer_chunks(converted, token_ids=token_ids)
     return client.append_kv(
         sequence_id,
@@ -53,14 +55,16 @@ class RemoteKv:
         positions: Sequence[int],
         dtype: npt.DTypeLike = FP32,
         policy: Policy | str | None = None,
+        latent: bool = False,
     ) -> None:
         """positions: length of each sequence; dtype: that of the sequences' KV; policy: None is the
-        sequences' own."""
+        sequences' own; latent: whether their model is, whose values are not sent."""
         self._session = session
         self._sequence_ids = tuple(sequence_ids)
         self._positions = list(positions)
         self._dtype = dtype
         self._policy = policy
+        self._latent = latent
         self._rows: list[Row] = []
         self.last: StepResult | None = None
         self.begin_token()
@@ -81,13 +85,13 @@ class RemoteKv:
 
     def attend(self, layer: int, q: Array, k: Array, v: Array) -> Array:
         """One token a sequence: q [sequences, query_heads, head_dim], k and v [sequences, kv_heads,
-        head_dim]."""
+        head_dim or value_dim]."""
         self.last = self._session.step(
             layer,
             self._rows,
             q,
             k.astype(self._dtype),
-            v.astype(self._dtype),
+            None if self._latent else v.astype(self._dtype),
             output_dtype=np.float32,
         )
         return self.last.out

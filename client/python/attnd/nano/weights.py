@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import ml_dtypes  # noqa: F401  teaches numpy the name "bfloat16", which safetensors looks up
 import numpy as np
 
-from attnd.nano.config import Config
+from attnd.nano.config import Config, LatentConfig
 from attnd.tensors import Array
 
 
@@ -31,17 +31,36 @@ def read_weights(path: pathlib.Path) -> dict[str, Array]:
 
 
 @dataclass(frozen=True)
-class LayerWeights:
-    """Matrices of one layer, transposed to [in, out], float32, contiguous. The head norms are
-    Qwen3's, else None."""
+class GroupedWeights:
+    """One layer's heads, matrices transposed to [in, out]. The head norms are Qwen3's, else None."""
 
-    input_norm: Array  # [hidden]
     q: Array  # [hidden, query_heads * head_dim]
     k: Array  # [hidden, kv_heads * head_dim]
     v: Array  # [hidden, kv_heads * head_dim]
     q_norm: Array | None  # [head_dim]
     k_norm: Array | None  # [head_dim]
     o: Array  # [query_heads * head_dim, hidden]
+
+
+@dataclass(frozen=True)
+class LatentWeights:
+    """One layer's heads of DeepSeek's latent attention, matrices transposed to [in, out] but for
+    key, which acts on queries."""
+
+    q: Array  # [hidden, query_heads * (plain_dim + rotary_dim)]
+    kv_a: Array  # [hidden, rank + rotary_dim]
+    kv_a_norm: Array  # [rank]
+    key: Array  # [query_heads, plain_dim, rank]
+    value: Array  # [query_heads, rank, head_value_dim]
+    o: Array  # [query_heads * head_value_dim, hidden]
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer, float32, contiguous; matrices transposed to [in, out]."""
+
+    input_norm: Array  # [hidden]
+    heads: GroupedWeights | LatentWeights
     post_attention_norm: Array  # [hidden]
     gate: Array  # [hidden, intermediate]
     up: Array  # [hidden, intermediate]
@@ -84,22 +103,46 @@ class Weights:
         name = f"model.layers.{layer}"
         attention, mlp = f"{name}.self_attn", f"{name}.mlp"
         hidden, intermediate = config.hidden_size, config.intermediate_size
-        queries, keys = config.query_heads * config.head_dim, config.kv_heads * config.head_dim
-        head_norms = config.family == "qwen3"
         return LayerWeights(
             input_norm=self._take(f"{name}.input_layernorm.weight", hidden),
-            q=self._matrix(f"{attention}.q_proj", queries, hidden),
-            k=self._matrix(f"{attention}.k_proj", keys, hidden),
-            v=self._matrix(f"{attention}.v_proj", keys, hidden),
-            q_norm=self._take(f"{attention}.q_norm.weight", config.head_dim)
-            if head_norms
-            else None,
-            k_norm=self._take(f"{attention}.k_norm.weight", config.head_dim)
-            if head_norms
-            else None,
-            o=self._matrix(f"{attention}.o_proj", hidden, queries),
+            heads=(
+                self._grouped(config, attention)
+                if config.latent is None
+                else self._latent(config, config.latent, attention)
+            ),
             post_attention_norm=self._take(f"{name}.post_attention_layernorm.weight", hidden),
             gate=self._matrix(f"{mlp}.gate_proj", intermediate, hidden),
             up=self._matrix(f"{mlp}.up_proj", intermediate, hidden),
             down=self._matrix(f"{mlp}.down_proj", hidden, intermediate),
+        )
+
+    def _grouped(self, config: Config, name: str) -> GroupedWeights:
+        hidden, dim = config.hidden_size, config.head_dim
+        queries, keys = config.query_heads * dim, config.kv_heads * dim
+        normed = config.family == "qwen3"
+        return GroupedWeights(
+            q=self._matrix(f"{name}.q_proj", queries, hidden),
+            k=self._matrix(f"{name}.k_proj", keys, hidden),
+            v=self._matrix(f"{name}.v_proj", keys, hidden),
+            q_norm=self._take(f"{name}.q_norm.weight", dim) if normed else None,
+            k_norm=self._take(f"{name}.k_norm.weight", dim) if normed else None,
+            o=self._matrix(f"{name}.o_proj", hidden, queries),
+        )
+
+    def _latent(self, config: Config, latent: LatentConfig, name: str) -> LatentWeights:
+        hidden, heads = config.hidden_size, config.query_heads
+        query_dim = latent.plain_dim + latent.rotary_dim
+        kv_dim = latent.plain_dim + latent.head_value_dim
+        # [heads, plain_dim + head_value_dim, rank]: keys first, then values.
+        kv_b = self._take(f"{name}.kv_b_proj.weight", heads * kv_dim, latent.rank)
+        key, value = np.split(kv_b.reshape(heads, kv_dim, -1), [latent.plain_dim], axis=1)
+        return LatentWeights(
+            q=self._matrix(f"{name}.q_proj", heads * query_dim, hidden),
+            kv_a=self._matrix(
+                f"{name}.kv_a_proj_with_mqa", latent.rank + latent.rotary_dim, hidden
+            ),
+            kv_a_norm=self._take(f"{name}.kv_a_layernorm.weight", latent.rank),
+            key=np.ascontiguousarray(key),
+            value=np.ascontiguousarray(value.swapaxes(1, 2)),
+            o=self._matrix(f"{name}.o_proj", hidden, heads * latent.head_value_dim),
         )
