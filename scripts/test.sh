@@ -41,17 +41,17 @@ pytest_at_once=(-n "$(($(nproc) + 1))" --dist loadfile --no-loadscope-reorder)
 stage_python() { run_pytest "${pytest_at_once[@]}" tests/python tests/scripts models/training; }
 
 stage_asan() {
-  check "asan build" build_preset asan
+  check "asan build" build_preset asan "-DATTND_FULL=${full}"
   run_ctest "${ATTND_BUILD}/asan"
 }
 
 stage_asan_python() {
-  [[ -x "${ATTND_BUILD}/asan/bin/attnd" ]] || check "asan server build" build_preset asan attnd
+  [[ -x "${ATTND_BUILD}/asan/bin/attnd" ]] || check "asan server build" build_preset asan "-DATTND_FULL=${full}" attnd
   ATTND_BIN="${ATTND_BUILD}/asan/bin/attnd" run_pytest "${pytest_at_once[@]}" tests/python -k bad_input
 }
 
 stage_tsan() {
-  check "tsan build" build_preset tsan
+  check "tsan build" build_preset tsan "-DATTND_FULL=${full}"
   run_ctest "${ATTND_BUILD}/tsan"
 }
 

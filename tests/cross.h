@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Crosses of cases and dtypes for parametrised tests. Under a sanitizer a case takes seconds, so
-// the cross is smaller there: the release build runs all of it.
+// the cross is smaller there, unless ATTND_FULL is set: the release build runs all of it.
 #pragma once
 
 #include <cstddef>
@@ -22,9 +22,9 @@ std::vector<std::tuple<Case, DType>> Cross(
     std::span<const Case> cases, const std::vector<DType>& dtypes,
     [[maybe_unused]] const std::vector<size_t>& for_threads = {0}) {
   std::vector<std::tuple<Case, DType>> cross;
-#if defined(__SANITIZE_THREAD__)
+#if defined(__SANITIZE_THREAD__) && !defined(ATTND_FULL)
   for (const size_t i : for_threads) cross.emplace_back(cases[i], dtypes[0]);
-#elif defined(__SANITIZE_ADDRESS__)
+#elif defined(__SANITIZE_ADDRESS__) && !defined(ATTND_FULL)
   for (size_t i = 0; i < cases.size(); ++i) cross.emplace_back(cases[i], dtypes[i % dtypes.size()]);
 #else
   for (const Case& one : cases) {

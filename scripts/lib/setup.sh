@@ -123,12 +123,18 @@ configure_preset() {
   }
 }
 
-# build_preset PRESET [TARGET...]: configures and builds.
+# build_preset PRESET [-DNAME=VALUE...] [TARGET...]: configures and builds.
 build_preset() {
-  local preset="$1" target arguments=()
+  local preset="$1" argument definitions=() arguments=()
   shift
-  for target in "$@"; do arguments+=(--target "${target}"); done
-  configure_preset "${preset}" || return 1
+  for argument in "$@"; do
+    if [[ "${argument}" == -D* ]]; then
+      definitions+=("${argument}")
+    else
+      arguments+=(--target "${argument}")
+    fi
+  done
+  configure_preset "${preset}" "${definitions[@]}" || return 1
   (cd "${ATTND_ROOT}" && cmake --build --preset "${preset}" -j "$(build_jobs)" "${arguments[@]}")
 }
 

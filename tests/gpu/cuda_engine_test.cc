@@ -40,7 +40,7 @@ using engine::test::TestSeed;
 using engine::test::TestSequence;
 using testing::HasSubstr;
 
-#ifdef __SANITIZE_THREAD__
+#if defined(__SANITIZE_THREAD__) && !defined(ATTND_FULL)
 constexpr int kHistoryRounds = 6;  // the fake device's loops are slow there
 #else
 constexpr int kHistoryRounds = 25;
