@@ -200,7 +200,7 @@ class Archive {
       std::span<const uint32_t> token_ids, const Sequence& fresh);
   // The records of a chain, first segment first.
   absl::StatusOr<std::vector<storage::SegmentRecord>> ChainOf(const storage::ChainId& last);
-  // Loads segments from their files and adds them to `restored`.
+  // Loads the segments of `records`, or shares those in memory, and adds them to `restored`.
   absl::Status LoadChain(const Sequence& fresh, std::span<const storage::SegmentRecord> records,
                          const storage::Proceed& proceed, RestoredSegments* restored);
   absl::StatusOr<SharedSegment> LoadSegment(const Sequence& fresh,
