@@ -31,8 +31,8 @@ namespace attnd::attention {
 
 class Backend;
 
-// What a sequence consists of at one moment. Immutable; whoever holds it pins every page in it, so
-// a backend that works asynchronously keeps a reference until the device is done with the step.
+// What a sequence consists of at one moment. Immutable; a holder of a view pins every page in it,
+// so a backend that works asynchronously keeps a reference until the device is done with the step.
 struct SequenceView {
   ModelShape shape;
   IndexSet indexes = kClusterIndexes;  // of every segment
@@ -43,8 +43,8 @@ struct SequenceView {
   // Block i holds positions [64 (b + i), 64 (b + i + 1)), b = tail_begin / 64.
   std::vector<std::shared_ptr<const TailBlock>> tail;
   uint64_t tail_begin = 0;  // first position that no segment covers
-  // What the sequence keeps for its policies. Its recall is the one part of a view that steps write
-  // to.
+  // What the sequence keeps for its policies. The recalled blocks are the one part of a view that
+  // steps write to.
   PolicyView state;
 };
 
@@ -62,12 +62,12 @@ struct StepRow {
   float* out = nullptr;                // [query_tokens, query_heads, value_dim]
   float* lse = nullptr;  // [query_tokens, query_heads]; -infinity (and out 0) without tokens
   RowStats* stats = nullptr;
-  // Why this row alone has no answer, its pages being lost or not to be had; OK otherwise. Null:
-  // that is then the step's status.
+  // Receives why this row alone has no answer (its pages are lost or could not be read); OK
+  // otherwise. Null: such an error is then the step's status.
   absl::Status* fault = nullptr;
 };
 
-// What was decided for one (query token, KV head): exported for tests and audit only.
+// Names a cluster in a plan.
 struct ClusterRef {
   uint32_t segment = 0;
   uint32_t cluster = 0;
@@ -92,15 +92,15 @@ struct StepRequest {
   std::optional<std::chrono::steady_clock::time_point> deadline;
   // Checked before each piece of work; Cancelled when set. May be null.
   const std::atomic<bool>* cancelled = nullptr;
-  // Receives the plans of policies that select if not null, ordered by (row, query token, KV
-  // head).
+  // If not null, receives the plans of the rows whose policies select, ordered by (row, query
+  // token, KV head).
   std::vector<Plan>* plans = nullptr;
 };
 
 // Cancelled or DeadlineExceeded if nobody waits for the step's answer any more.
 absl::Status CheckAlive(const StepRequest& request);
 
-// What a backend with memory of its own has done and holds. All zero without one.
+// What a backend with memory of its own has done and holds. All zero for a backend without.
 struct BackendStats {
   struct Arena {
     uint64_t capacity_bytes = 0;
@@ -112,9 +112,9 @@ struct BackendStats {
   uint64_t bytes_to_device = 0;
   uint64_t bytes_to_host = 0;
   uint64_t evictions = 0;       // copies given up to make room
-  uint64_t steps = 0;           // answered, by whomever
-  uint64_t fallback_steps = 0;  // of these, with a row that the CPU answered in the device's place
-  uint64_t graph_launches = 0;  // launches of a whole step that repeated an earlier one's
+  uint64_t steps = 0;           // answered, by the device or by the CPU
+  uint64_t fallback_steps = 0;  // steps with a row that the CPU answered in the device's place
+  uint64_t graph_launches = 0;  // launches that repeated a whole earlier step's graph
   // Device time by stage, over the steps where it was measured.
   uint64_t timed_steps = 0;
   double score_seconds = 0;
@@ -125,11 +125,11 @@ struct BackendStats {
 
 class SegmentBuilder;
 
-// What a sequence asks of the backend that is to have it.
+// What a sequence asks of the backend that is to own it.
 struct SequenceNeeds {
   const Policy& policy;
-  const ModelShape* shape = nullptr;  // null: one that every backend can run
-  const IndexSet* indexes = nullptr;  // null: whichever the backend has for the policy
+  const ModelShape* shape = nullptr;  // null: a shape that every backend can run
+  const IndexSet* indexes = nullptr;  // null: the indexes that the backend has for the policy
 };
 
 // Thread-safety: all methods may be called from any thread, several at once.
@@ -137,7 +137,7 @@ class Backend {
  public:
   virtual ~Backend() = default;
   virtual absl::string_view name() const = 0;
-  // Names of the backends that may have a sequence, the preferred one first.
+  // Names of the backends that may own a sequence, the preferred one first.
   virtual std::vector<absl::string_view> names() const { return {name()}; }
   // The backend that is to answer for such a sequence for all its life: this one, or a part of it.
   // If no backend can run the sequence, there is an owner all the same, and its Supports says why
@@ -152,20 +152,21 @@ class Backend {
   virtual absl::Status Supports(const ModelShape& shape) const = 0;
   // Unimplemented, naming what the backend can read, if it cannot read segments with these.
   virtual absl::Status Supports(const IndexSet& indexes) const = 0;
-  // Whether it reads paged segments itself; if not, their rows are answered more slowly by another.
+  // Whether the backend reads paged segments itself; if not, another backend answers rows over
+  // paged segments, more slowly.
   virtual bool ReadsPaged() const { return true; }
   // Name of the device that answers; empty if it is the CPU.
   virtual absl::string_view device() const { return {}; }
   // Why the backend answers more slowly than it was made to; OK if it does not.
   virtual absl::Status Health() const { return absl::OkStatus(); }
   virtual BackendStats stats() const { return BackendStats(); }
-  // Fills out, lse and stats of every row, but for those with a fault. A row's answer does not
-  // depend on the other rows, bit for bit. On error the buffers' content is undefined.
+  // Fills out, lse and stats of every row without a fault. A row's answer does not depend on the
+  // other rows, bit for bit. On error the buffers' content is undefined.
   virtual absl::Status Step(const StepRequest& request) = 0;
-  // Builds all heads of a segment that nothing was built of yet. Calls `proceed` between pieces of
-  // work of some milliseconds; it may wait, and ends the building if it is not OK. On any error,
-  // which is `proceed`'s if that was not OK, HeadBuilders may build the segment instead:
-  // Unimplemented if the backend builds none.
+  // Builds all heads of a segment of which nothing is built yet. Calls `proceed` between pieces of
+  // work of some milliseconds; `proceed` may wait, and the building ends with its error if it is
+  // not OK. After any error HeadBuilders may build the segment instead. Unimplemented if the
+  // backend builds no segments.
   virtual absl::Status BuildSegment(SegmentBuilder* /*segment*/,
                                     absl::FunctionRef<absl::Status()> /*proceed*/) {
     return absl::UnimplementedError("this backend builds no segments");

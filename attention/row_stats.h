@@ -15,7 +15,7 @@ struct StageNanos {
   uint64_t score = 0;   // of candidates, by what the index says
   uint64_t select = 0;  // ranking and cutting
   uint64_t fetch = 0;
-  uint64_t attend = 0;  // what is read exactly, and summing up estimates
+  uint64_t attend = 0;  // reading tokens exactly, and summing up estimates
   uint64_t merge = 0;
 };
 
@@ -25,20 +25,20 @@ struct RowStats {
   uint64_t exact_tokens = 0;      // of the middle
   uint64_t estimated_tokens = 0;  // of the middle
   uint64_t dropped_tokens = 0;    // of the middle
-  // Shares of the softmax mass, dropped clusters by their centroids' estimate; absent if the middle
-  // was not looked at.
+  // Shares of the softmax mass; dropped clusters count by their centroids' estimate. Absent if
+  // nothing estimated the middle's mass.
   std::optional<float> covered_mass;
   std::optional<float> exact_mass;
-  // Over query heads and tokens. 0 if every token was read exactly; absent if any was dropped, or
-  // estimated without the second order.
+  // Over query heads and tokens. 0 if every token was read exactly; absent if any token was
+  // dropped, or estimated without the second order.
   std::optional<float> predicted_error_mean;
   std::optional<float> predicted_error_max;
-  // Of what is estimated only because its pages were not in time; absent as the masses above are,
-  // and unless the policy allows it.
+  // Share of the clusters that are estimated only because their pages were not in memory in time.
+  // Absent where the masses above are absent, and unless the policy allows misses.
   std::optional<float> missed_mass;
   uint64_t missed_tokens = 0;  // of estimated_tokens
   uint64_t host_tokens = 0;    // tokens read exactly from host memory
-  uint64_t ssd_tokens = 0;     // tokens read exactly whose pages were read from disk for it
+  uint64_t ssd_tokens = 0;     // tokens read exactly whose pages the step read from disk
   uint64_t hbm_tokens = 0;     // tokens read exactly from a device's memory
   StageNanos stages;
 };

@@ -42,9 +42,9 @@ class Engine {
 
   virtual const EngineOptions& options() const = 0;
   virtual const attention::Backend& backend() const = 0;
-  // The indexes that sequences of this policy get on the backend that has them, if the model's
-  // shape allows it: those that the policy needs, or clusters if they serve the policy and the
-  // backend lacks the indexes that it prefers. Empty: any indexes serve.
+  // The indexes that sequences of this policy get on the backend that owns them, if the model's
+  // shape allows it: the indexes that the policy needs, or clusters if clusters serve the policy
+  // and the backend lacks the indexes that the policy prefers. Empty: any indexes serve.
   virtual attention::IndexSet IndexesOf(const attention::Policy& policy) const = 0;
 
   // ResourceExhausted at max_sequences or at a full budget, Unavailable after StopOpening or
@@ -54,8 +54,8 @@ class Engine {
   virtual absl::StatusOr<uint64_t> Open(absl::string_view tenant, const OpenArgs& args) = 0;
 
   // InvalidArgument (shape, dtype, NaN, |v| beyond kValueMax), FailedPrecondition (gap),
-  // AlreadyExists (other content), Aborted (another writer), ResourceExhausted (budget); state is
-  // unchanged then.
+  // AlreadyExists (other content), Aborted (another writer), ResourceExhausted (budget). On an
+  // error the sequence is unchanged.
   virtual absl::Status Append(absl::string_view tenant, WriterId writer, uint64_t sequence_id,
                               const AppendChunk& chunk) = 0;
 
@@ -85,10 +85,10 @@ class Engine {
   virtual bool MayMakeRoom() const = 0;
 
   // Appends the rows' new tokens and answers attention: out and lse go to `memory`, NaN for rows
-  // whose status is not OK, the rest to `result`. A status other than OK concerns the whole step
-  // (limits, tensors that no row could have, deadline, memory that the system refused: tokens may
-  // have been appended, and repeating is safe), and what memory was asked for has then no defined
-  // content; row faults are in the result.
+  // whose status is not OK, the rest to `result`. A status other than OK concerns the whole step:
+  // limits, tensors that fit no row, the deadline, memory that the system refused. Tokens may have
+  // been appended then, and repeating the step is safe; the content of the answer's memory is
+  // undefined. Faults of single rows are in the result.
   virtual absl::Status Decode(absl::string_view tenant, WriterId writer, const DecodeArgs& args,
                               AnswerMemory memory, DecodeResult* result) = 0;
 
@@ -101,9 +101,9 @@ class Engine {
   virtual std::vector<SequenceInfo> List(absl::string_view tenant, uint64_t after,
                                          uint32_t count) = 0;
 
-  // Sequences on disk; FailedPrecondition, all of them, if there is no data folder. DataLoss for
-  // damaged or missing files, ResourceExhausted for a full disk or budget, Unavailable for other
-  // faults of the disk, Cancelled.
+  // Calls for sequences on disk. Each is FailedPrecondition if there is no data folder. DataLoss
+  // for damaged or missing files, ResourceExhausted for a full disk or budget, Unavailable for
+  // other faults of the disk, Cancelled.
 
   // Writes down all that is committed; durable when it returns OK. The sequence goes on as it was.
   // FailedPrecondition if nothing is committed.
@@ -131,8 +131,8 @@ class Engine {
   virtual void ReleaseWriter(WriterId writer) = 0;
 
   virtual Usage usage() const = 0;
-  // Waits until no segment is being built and none is due, and no row is audited and none waits for
-  // it; for tests and benchmarks.
+  // Waits until no segment is being built or due, and no row is being audited or waits for an
+  // audit; for tests and benchmarks.
   virtual void WaitForBackground() = 0;
 
   // Shutdown step: no new sequences from now on.

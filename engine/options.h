@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// EngineOptions: what an engine is made with, and where it keeps sequences on disk.
+// EngineOptions: the options of an engine, with those of its archive on disk.
 #ifndef ATTND_ENGINE_OPTIONS_H_
 #define ATTND_ENGINE_OPTIONS_H_
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Arguments and results of the engine's calls (engine/engine.h): plain data, without methods. A
-// file that only passes them on needs no other header of the engine.
+// file that only passes this data on needs no other header of the engine.
 #ifndef ATTND_ENGINE_TYPES_H_
 #define ATTND_ENGINE_TYPES_H_
 
@@ -43,7 +43,7 @@ struct TensorView {
   uint64_t elements = 0;
 };
 
-// The part of a model that a sequence is of, as its client says.
+// The part of a model that a sequence belongs to, as its client says.
 struct Shard {
   enum class Kind { kWhole, kHeads, kContext };
   Kind kind = Kind::kWhole;
@@ -58,14 +58,14 @@ struct OpenArgs {
   ModelShape shape;                         // validated by Open
   Shard shard;                              // kept for listings
   std::optional<attention::Policy> policy;  // absent: EngineOptions::default_policy
-  // The indexes of the segments, from which the tokens' order in a segment follows. Absent: those
-  // that the policy needs; clusters if the policy needs none or cluster_order asks for them; of a
-  // resumed sequence, those that it was sealed with.
+  // The indexes of the segments; they decide the order of tokens in a segment. Absent: the indexes
+  // that the policy needs, or clusters if the policy needs none or cluster_order asks for them; for
+  // a resumed sequence, the indexes that it was sealed with.
   std::optional<attention::IndexSet> indexes;
   bool cluster_order = false;
-  // Set by the engine: what the server's files say of the model, as far as the indexes need it.
+  // Set by the engine: the parts of the model's files that the indexes need.
   attention::ModelParts model_parts;
-  // Set by the engine: the backend that has the sequence. It lives as long as the engine.
+  // Set by the engine: the backend that owns the sequence. The backend lives as long as the engine.
   const attention::Backend* backend = nullptr;
 };
 
@@ -118,8 +118,8 @@ struct DecodeRow {
   std::span<const uint32_t> token_ids;      // none or [query_tokens]
   std::optional<attention::Policy> policy;  // of this step; absent: the sequence's
   bool query_only = false;                  // nothing is appended
-  // Not OK: the row was refused before it came to the engine, as its policy did not parse for
-  // example. The row's result has this status, and the row is not run.
+  // Not OK: the row was refused before it came to the engine (for example because its policy did
+  // not parse). The row's result has this status, and the row is not run.
   absl::Status precheck;
 };
 
@@ -127,8 +127,8 @@ struct DecodeRow {
 struct DecodeArgs {
   uint32_t layer = 0;
   std::span<const DecodeRow> rows;
-  // Shapes as the proto says; all rows' tokens one after the other. The engine checks everything
-  // but that `data` holds as many elements as the view says.
+  // Shapes as the proto says; all rows' tokens one after the other. The caller has checked that
+  // `data` holds as many elements as the view says; the engine checks everything else.
   TensorView q;
   // The tensor's own last two extents; its tokens are the sum of the rows' query_tokens.
   uint64_t q_heads = 0, q_head_dim = 0;
@@ -146,7 +146,7 @@ struct DecodeRowResult {
   attention::RowStats stats;
 };
 
-// What a step found, but for out and lse: these lie in the caller's AnswerMemory.
+// The results of a step except out and lse, which lie in the caller's AnswerMemory.
 struct DecodeResult {
   std::vector<DecodeRowResult> rows;
   uint64_t value_dim = 0;                     // of out; 0 if no row was accepted

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The CUDA backend: steps on a GPU over mirrors of what host memory holds (docs/DESIGN.md, "The
-// CUDA backend"). Whatever the device cannot do the CPU backend does in its place: a row that does
-// not fit, and, once the device has failed, everything.
+// The CUDA backend: steps on a GPU over device copies of segments and tail blocks (docs/CUDA.md).
+// The CPU backend answers what the device cannot: a row that does not fit, and, once the device has
+// failed, every row.
 #ifndef ATTND_GPU_CUDA_BACKEND_H_
 #define ATTND_GPU_CUDA_BACKEND_H_
 
@@ -18,12 +18,12 @@
 namespace attnd::gpu {
 
 struct CudaBackendOptions {
-  // Device memory to take, at least kDeviceMemoryBytesMin. 0: nine tenths of the device's, or as
-  // much as others have left of it.
+  // Device memory to take, at least kDeviceMemoryBytesMin. 0: nine tenths of the device's memory,
+  // or as much as other processes have left.
   uint64_t device_memory_bytes = 0;
   uint32_t streams = 4;  // steps on the device at once, 1..kStreamsMax
-  // Of a stream; all of them, and the one that builds segments, together take at most a quarter of
-  // the device memory. At least 2^16 each.
+  // Memory of each stream, at least 2^16 of each kind. All streams together, with the stream that
+  // builds segments, take at most a quarter of the device memory.
   uint64_t scratch_bytes = uint64_t{1} << 30;
   uint64_t input_bytes = uint64_t{32} << 20;   // pinned and on the device
   uint64_t result_bytes = uint64_t{32} << 20;  // pinned
@@ -42,8 +42,8 @@ struct CudaBackendOptions {
 inline constexpr uint32_t kStreamsMax = 64;
 inline constexpr uint64_t kDeviceMemoryBytesMin = uint64_t{16} << 20;
 
-// Takes its memory at once. InvalidArgument for the options, ResourceExhausted if the device has
-// less memory, other errors as the device's. `cpu` answers in the device's place.
+// The backend takes its device memory at once. InvalidArgument for the options, ResourceExhausted
+// if the device has less memory; other errors as Device's. `cpu` answers what the device cannot.
 absl::StatusOr<std::unique_ptr<attention::Backend>> MakeCudaBackend(
     const CudaBackendOptions& options, std::unique_ptr<Device> device,
     std::shared_ptr<attention::Backend> cpu);

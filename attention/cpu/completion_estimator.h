@@ -2,8 +2,8 @@
 //
 // CompletionEstimator: what stands for the tokens of the middle that one (query token, KV head)
 // does not read (docs/POLICIES.md, "Retrieval with completion"; Top-K with Linear-Attention
-// Completion, sections 4 and 5, appendix C): the segments' summaries, brought to one shift and
-// added up, less the contributions of what is read, evaluated for each query head in the log domain
+// Completion, sections 4 and 5, appendix C): the segments' summaries, scaled to one shift and added
+// up, less the contributions of what is read, evaluated for each query head in the log domain
 // (equations 38 to 43). So no token counts twice.
 #ifndef ATTND_ATTENTION_CPU_COMPLETION_ESTIMATOR_H_
 #define ATTND_ATTENTION_CPU_COMPLETION_ESTIMATOR_H_

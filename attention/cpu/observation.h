@@ -38,7 +38,7 @@ struct ObservedQueries {
 // softmax over all of the prompt's keys, over observed queries and group the mean or, if
 // `adaptive`, the maximum, then averaged over kPoolingKernel neighbours. The view is in token order
 // and holds the prompt, `prompt_tokens` long. Calls `proceed` between pieces of some milliseconds,
-// whose error ends it; errors of bringing pages.
+// whose error ends it; errors of fetching pages.
 absl::StatusOr<std::vector<float>> Importance(const SequenceView& view, uint32_t layer,
                                               uint32_t kv_head, uint64_t prompt_tokens,
                                               const ObservedQueries& queries, bool adaptive,

@@ -9,17 +9,19 @@ namespace attnd::attention {
 
 // A cluster's variance of logits is capped before it is exponentiated.
 inline constexpr float kVarianceCap = 8.0f;
-// Of a cluster's error before it is squared; a sum of squares over all stays a float.
+// The greatest error of a cluster, before it is squared: a sum of the squares over all clusters
+// stays a float.
 inline constexpr float kErrorMax = 1e14f;
-// With a regression: of the error of a cluster's mass, what counts beside that of its values; and
-// of what the slopes add to an estimate, what may be wrong together (docs/POLICIES.md).
+// With a regression (docs/POLICIES.md, "error-target"): the weight of the error of a cluster's mass
+// beside the error of its values; and the share of the slopes' correction of an estimate that
+// counts as the error that clusters have in common.
 inline constexpr float kMassErrorShare = 0.5f;
 inline constexpr float kCoherentShare = 0.45f;
 // An output may cancel to nearly nothing; errors are then relative to this share of the values'
 // root mean square.
 inline constexpr float kLeastNormShare = 1e-3f;
-// A share of a number that exceeds a whole one only by rounding counts as that: 0.07 * 100 is a
-// little above 7.
+// A share of a number that exceeds a whole number only by rounding counts as that whole number:
+// 0.07 * 100 is a little above 7.
 inline constexpr double kShareRounding = 1e-9;
 
 }  // namespace attnd::attention

@@ -32,7 +32,7 @@ enum class Selector : uint8_t {
   kKeepSet,       // tokens that were chosen at the prompt's end (SnapKV, Ada-SnapKV)
 };
 
-// What makes a smaller set for each query head of the candidates.
+// Which of the candidates each query head keeps.
 enum class Pruner : uint8_t {
   kNone,
   kTopP,  // the least set with a share p of the candidates' mass by 4-bit keys (Twilight, 4.2)
@@ -46,7 +46,8 @@ enum class Cut : uint8_t {
                  // (error-target)
 };
 
-// How much of the middle: tokens, or percent of them if that is above 0; rounded up, at least one.
+// How much of the middle: a number of tokens, or percent of the middle's tokens if `percent` is
+// above 0; rounded up, at least one token.
 struct Budget {
   uint32_t tokens = 1024;
   double percent = 0;
@@ -57,7 +58,7 @@ struct Budget {
 };
 inline constexpr uint32_t kBudgetTokensMax = 1u << 30;
 
-// What stands for what is not read exactly.
+// How tokens that are not read exactly are estimated.
 enum class Estimator : uint8_t {
   kCentroid,     // Z = s exp(a q.C), with the mean value
   kSecondOrder,  // the same times exp(d2 / 2), d2 the variance of the members' logits, and with
@@ -66,16 +67,17 @@ enum class Estimator : uint8_t {
                  // Linear-Attention Completion)
 };
 
-// kFeatureMap: which query heads have what is not read estimated; for the others it is dropped.
+// kFeatureMap: for which query heads tokens that are not read are estimated; for the other heads
+// they are dropped.
 enum class Completion : uint8_t {
-  kMaps,  // as the model's feature maps say of each
+  kMaps,  // as the model's feature maps say for each head
   kOn,
   kOff,
 };
 
 // What becomes of a cluster that is to be read exactly and whose pages are not in memory.
 enum class OnMiss : uint8_t {
-  kWait,      // they are waited for: the answer is that of the plan
+  kWait,      // the step waits for the pages: the answer is that of the plan
   kEstimate,  // by the deadline it is estimated like the others, and the reply says how much that
               // was
 };
@@ -109,26 +111,29 @@ struct Policy {
   double tolerance = 0.2;
   double floor = 0.01;
 
-  // Of all selectors but kAll and kNone, and of kClusters only as tokens: candidates. Blocks are
-  // counted: budget / block_tokens of them, rounded up; of clusters as many as fit into it, but at
-  // least one. With kFeatureMap a share is of all tokens that the query sees, less sink and window,
-  // and may come to none; that of a keep-set is of the prompt's middle all the same.
+  // How many candidates a selector takes; kAll and kNone have no budget, and kClusters has one only
+  // if its clusters' tokens are the candidates. kBlocks takes budget / block_tokens blocks, rounded
+  // up; kClusters takes as many clusters as fit into the budget, but at least one. With kFeatureMap
+  // a share is of all tokens that the query sees, less sink and window, and may come to no token; a
+  // keep-set's share is always of the prompt's middle.
   Budget budget;
   uint32_t block_tokens = 16;  // kBlocks: 16 or 64
-  // kBlocksLabels: blocks of the first level, and whether a query token takes those that the token
-  // before it chose (1) or its own (0).
+  // kBlocksLabels: how many blocks the first level chooses, and whether a query token takes the
+  // blocks that the query token before it chose (lag 1) or its own (lag 0).
   uint32_t blocks = 128;
   uint32_t lag = 1;
-  // kKeepSet: ranked over the heads of a layer, each of which has a fifth of its share for sure.
+  // kKeepSet: whether one ranking over the heads of a layer divides their budgets, of which each
+  // head has a fifth for sure (Ada-SnapKV).
   bool adaptive = false;
   // Pruner::kTopP: 0 < p <= 1.
   double prune_p = 0.95;
 
-  // Estimator::kFeatureMap. Features of which less than this share is left are left out, 0..1.
+  // Estimator::kFeatureMap. epsilon: features of which less than this share is left are left out,
+  // 0..1.
   Completion completion = Completion::kMaps;
   double epsilon = 1e-4;
 
-  // Of clusters in paged segments; zones and dense layers always wait.
+  // For clusters in paged segments; zones and dense layers always wait for their pages.
   OnMiss on_miss = OnMiss::kWait;
   uint32_t miss_wait_us = 0;  // kEstimate: how long a step waits for pages
 
@@ -136,7 +141,7 @@ struct Policy {
   Selector SelectorFor(uint32_t layer) const {
     return layer < dense_layers ? Selector::kAll : selector;
   }
-  // Whether it reads every token of a layer.
+  // Whether the policy reads every token of a layer.
   bool DenseIn(uint32_t layer) const {
     return layer < dense_layers || (selector == Selector::kAll && pruner == Pruner::kNone);
   }
@@ -150,14 +155,14 @@ struct Policy {
     return estimator == Estimator::kFeatureMap && completion != Completion::kOff;
   }
 
-  // What it needs of a sequence's segments; whether they may be in cluster order. Clusters of any
-  // other form serve, too.
+  // The indexes that the policy needs of a sequence's segments (if clusters, clusters of any other
+  // form serve, too), and whether the segments may be in cluster order.
   IndexSet Indexes() const;
   bool AllowsClusterOrder() const;
-  // FailedPrecondition, naming what the sequence must be opened with, if these are not enough;
-  // kept-sets apart, which are no index.
+  // FailedPrecondition, naming the indexes that the sequence must be opened with, if `indexes` are
+  // not enough. Keep-sets are no index, and are not checked.
   absl::Status CheckIndexes(const IndexSet& indexes) const;
-  // InvalidArgument, naming the parameter, if the model contradicts it.
+  // InvalidArgument, naming the parameter, if the model's shape does not allow its value.
   absl::Status CheckShape(const ModelShape& shape) const;
 
   bool operator==(const Policy&) const = default;
@@ -168,8 +173,8 @@ struct Policy {
 
 // Makes a policy from a preset's name and overrides. InvalidArgument names the preset or the
 // parameter and what is allowed; Unimplemented for presets of docs/POLICIES.md that this version
-// lacks. A parameter that exchanges a part ("selector") counts first: the others are the parameters
-// of the parts that there are then.
+// lacks. A parameter that exchanges a part ("selector") is applied first: the other parameters are
+// those of the exchanged parts.
 absl::StatusOr<Policy> ParsePolicy(absl::string_view preset,
                                    const std::map<std::string, std::string>& parameters = {});
 

@@ -25,17 +25,18 @@ struct BlockRun {
   bool operator==(const BlockRun&) const = default;
 };
 
-// What one query token chose for one KV head, and what it chose from: segments may come before the
-// next one, and nobody has looked at their blocks then. Immutable.
+// The blocks that one query token chose for one KV head, and the blocks that it chose from:
+// segments may be added before the next query token, and no choice has searched their blocks.
+// Immutable.
 class BlockChoice {
  public:
   // searched: ascending. Block number i of them is chosen if is_chosen(i).
   BlockChoice(uint32_t block_tokens, std::span<const BlockRun> searched,
               absl::FunctionRef<bool(size_t)> is_chosen);
 
-  // Whether the block from `begin` on was chosen; nothing if there was no such block.
+  // Whether the block from `begin` on was chosen; nothing if that block was not searched.
   std::optional<bool> Chose(uint64_t begin) const;
-  // Of `runs`, ascending: how many of their blocks there were not.
+  // How many blocks of `runs`, ascending, were not searched.
   size_t CountNew(std::span<const BlockRun> runs) const;
   size_t searched_blocks() const { return searched_blocks_; }
   size_t chosen_blocks() const { return chosen_blocks_; }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// MirrorSlot: where a backend keeps what it has of a segment or tail block elsewhere, in a device's
-// memory, so that the copy is found with the block and dies with it.
+// MirrorSlot: holds a backend's device copy of a segment or tail block, so that the copy is found
+// with the segment or block and is freed with it.
 #ifndef ATTND_ATTENTION_SEGMENT_MIRROR_SLOT_H_
 #define ATTND_ATTENTION_SEGMENT_MIRROR_SLOT_H_
 
@@ -13,8 +13,8 @@
 
 namespace attnd::attention {
 
-// A copy that `owner`, a backend's part, made. It keeps its owner alive, so that an address names
-// one owner as long as a mirror of it exists.
+// A device copy that `owner`, a part of a backend, made. The copy keeps its owner alive, so that an
+// address names one owner as long as a copy of that owner exists.
 class Mirror {
  public:
   explicit Mirror(const void* owner) : owner_(owner) {}
@@ -28,11 +28,11 @@ class Mirror {
   const void* const owner_;
 };
 
-// Holds one mirror. A cache: it changes nothing of what the block says. Thread-safe.
+// Holds one device copy. A cache: the slot changes nothing of the segment or block. Thread-safe.
 class MirrorSlot {
  public:
-  // The owner's mirror; what `make` gives, in place of any other owner's, if there is none. `make`
-  // runs under the slot's lock: it must not ask for other slots.
+  // The owner's device copy. If there is none, a new one from `make`, which replaces a copy of any
+  // other owner. `make` runs under the slot's lock: it must not ask for other slots.
   std::shared_ptr<Mirror> GetOrMake(const void* owner,
                                     absl::FunctionRef<std::shared_ptr<Mirror>()> make) const {
     std::shared_ptr<Mirror> other;  // dies after the lock

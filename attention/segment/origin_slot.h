@@ -21,11 +21,11 @@ class Origin {
   Origin& operator=(const Origin&) = delete;
 };
 
-// Empty until somebody knows; the first origin stays. It changes nothing of what the segment says.
-// Thread-safe.
+// Empty until an origin is set; the first origin stays. The slot changes nothing of the segment's
+// content. Thread-safe.
 class OriginSlot {
  public:
-  // Null: nobody has set it yet.
+  // Null: no origin has been set yet.
   std::shared_ptr<const Origin> Get() const {
     MutexLock lock(mutex_);
     return origin_;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // PagedPayload: the payload of a segment whose pages need not be in memory (docs/DESIGN.md, "Paged
-// segments"). Selection reads only the index; what a plan reads exactly is brought, pinned and let
-// go.
+// segments"). Selection reads only the index; the pages that a plan reads exactly are fetched,
+// pinned, and unpinned when they have been read.
 #ifndef ATTND_ATTENTION_SEGMENT_PAGED_PAYLOAD_H_
 #define ATTND_ATTENTION_SEGMENT_PAGED_PAYLOAD_H_
 
@@ -27,7 +27,7 @@ class PagedPayload {
   virtual ~PagedPayload() = default;
   virtual PageStore* store() const = 0;
   // Why pages could not be read: DataLoss for a damaged file, Unavailable for a disk's other
-  // faults. OK if none was missing but for lack of time.
+  // faults. OK if pages were missing only because they did not come in time.
   virtual absl::Status status() const = 0;
 };
 
@@ -41,8 +41,8 @@ struct PageWant {
   bool was_there = false;           // whether it was in memory before
 };
 
-// Keeps pages where they are for as long as it lives: until the step that reads them has ended, on
-// the CPU or on a device.
+// Keeps pages where they are for as long as the object lives: until the step that reads them has
+// ended, on the CPU or on a device.
 class PagePins {
  public:
   virtual ~PagePins() = default;
@@ -55,17 +55,17 @@ struct PagePatience {
   const std::atomic<bool>* cancelled = nullptr;
 };
 
-// Where paged segments of one engine have their pages from. Thread-safe.
+// Fetches the pages of the paged segments of one engine. Thread-safe.
 class PageStore {
  public:
   virtual ~PageStore() = default;
-  // Of the pages that one call of Bring may ask for.
+  // The most bytes of pages that one call of Bring may ask for.
   virtual uint64_t bring_bytes_max() const = 0;
   // Pins the pages; those that are not in memory are read at the same time. A page that cannot be
   // read has no data, and its payload's status says why. If `patience` is partial, a page that is
-  // not in memory by the deadline has no data either.
-  // Nobody calls it who holds pins of this store. DeadlineExceeded, Cancelled; ResourceExhausted if
-  // there is no memory; Unavailable when shutting down.
+  // not in memory by the deadline has no data either. A caller must not hold pins of this store.
+  // DeadlineExceeded, Cancelled; ResourceExhausted if there is no memory; Unavailable when shutting
+  // down.
   virtual absl::StatusOr<std::unique_ptr<PagePins>> Bring(std::span<PageWant> wants,
                                                           const PagePatience& patience) = 0;
 };

@@ -71,7 +71,7 @@ class PagedPayload;
 struct TokenRun {
   const std::byte* pages = nullptr;
   TokenRange range;
-  // Set, and `pages` null, while the run's pages have not been brought.
+  // Set, and `pages` null, while the run's pages have not been fetched.
   const PagedPayload* payload = nullptr;
   // [range.size()][quads] which of a quad's four lanes read the token, a bit each; null: all do.
   const uint8_t* lanes = nullptr;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Archive: sequences on disk. Sealing writes a sequence's segments and its tail to files and notes
-// them in the catalogue; resuming brings it back; and a new sequence may begin with the segments of
-// any sealed one whose tokens begin alike (docs/DESIGN.md, "Idea 2").
+// Archive: sequences on disk. Sealing writes a sequence's segments and its tail to files and
+// records them in the catalogue; resuming opens a sequence from them; and a new sequence may begin
+// with the segments of any sealed sequence whose tokens begin alike (docs/DESIGN.md, "Idea 2").
 #ifndef ATTND_ENGINE_ARCHIVE_ARCHIVE_H_
 #define ATTND_ENGINE_ARCHIVE_ARCHIVE_H_
 
@@ -37,12 +37,13 @@
 
 namespace attnd::engine {
 
-// Thread-safe. Seals, and what else writes segments, take turns; everything else runs side by side.
+// Thread-safe. Seals, and all other calls that write segments, take turns; other calls run side by
+// side.
 //
-// Errors, beside each method's own: DataLoss if a file is damaged or gone: it is put into
-// quarantine and only sequences that need it are concerned; ResourceExhausted for a full disk or
-// memory budget; Unavailable for other faults of the disk; what `proceed` says. Nothing half-done
-// is ever found again: a file counts once the catalogue knows it.
+// Errors, beside each method's own: DataLoss if a file is damaged or gone: a damaged file is put
+// into quarantine, and only sequences that need the file are concerned; ResourceExhausted for a
+// full disk or memory budget; Unavailable for other faults of the disk; what `proceed` says.
+// Nothing half-done is ever found again: a file counts only once the catalogue names it.
 class Archive {
  public:
   // Opens or makes the data folder, and moves files aside that a crash left behind.
@@ -52,8 +53,8 @@ class Archive {
                                                        MemoryBudget* budget,
                                                        std::unique_ptr<storage::FileSystem> files);
 
-  // Writes down all that is committed. Durable when it returns OK. FailedPrecondition if nothing
-  // is.
+  // Writes all committed tokens to disk, durably when it returns OK. FailedPrecondition if no token
+  // is committed.
   absl::StatusOr<SealResult> Seal(Sequence* sequence, const storage::Proceed& proceed);
 
   // A sealed sequence that was found; tail.metadata.args is what it was opened with.
@@ -199,7 +200,7 @@ class Archive {
       std::span<const uint32_t> token_ids, const Sequence& fresh);
   // The records of a chain, first segment first.
   absl::StatusOr<std::vector<storage::SegmentRecord>> ChainOf(const storage::ChainId& last);
-  // Brings segments back and adds them to `restored`.
+  // Loads the segments of `records`, or shares those in memory, and adds them to `restored`.
   absl::Status LoadChain(const Sequence& fresh, std::span<const storage::SegmentRecord> records,
                          const storage::Proceed& proceed, RestoredSegments* restored);
   absl::StatusOr<SharedSegment> LoadSegment(const Sequence& fresh,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Archive: bringing sealed sequences and known prefixes back.
+// Archive: resuming sealed sequences and known prefixes.
 #include <algorithm>
 #include <utility>
 #include <vector>

@@ -19,7 +19,7 @@ namespace attnd::engine {
 // on up to `threads` threads, and gives the sequence what it found; the queries are then forgotten.
 // Calls `proceed` between pieces of some milliseconds, on any of the threads. Nothing to do without
 // queries: FailedPrecondition then if the sequence's policy is a keep-set and it has none yet.
-// ResourceExhausted, errors of bringing pages, proceed's.
+// ResourceExhausted, errors of fetching pages, proceed's.
 absl::Status ObservePrompt(uint32_t threads, MemoryBudget* budget,
                            absl::FunctionRef<absl::Status()> proceed, Sequence* sequence);
 

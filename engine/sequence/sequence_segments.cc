@@ -97,7 +97,7 @@ bool Sequence::StillFits(const SegmentJob& job) const {
                     job.view->tail.begin());
 }
 
-// For whoever copies from segments: their callers bring them whole first.
+// For functions that copy from segments: their callers make the segments whole first.
 absl::Status Sequence::CheckWhole(uint64_t begin, uint64_t end) const {
   for (const auto& segment : segments_) {
     if (!segment->paged() || segment->end_position() <= begin || segment->first_position() >= end) {

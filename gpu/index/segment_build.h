@@ -2,7 +2,7 @@
 //
 // SegmentBuild: builds a segment on the device, whole layers at a time. The host's segment gets the
 // index that the device built and orders its own payload by it; what lies on the device then is the
-// segment's mirror.
+// segment's device copy.
 #ifndef ATTND_GPU_INDEX_SEGMENT_BUILD_H_
 #define ATTND_GPU_INDEX_SEGMENT_BUILD_H_
 

@@ -17,7 +17,7 @@
 //   merge     a unit's states, in an order that their number decides; normalise; statistics
 //
 // A unit of clusters may be answered by a cooperative group instead, in one launch without stages:
-// the thread blocks of one thread-block cluster.
+// the thread blocks of one thread block cluster.
 //
 // Work is divided by a row's own lengths alone: what else is in the batch changes no bit of its
 // answer.
@@ -48,7 +48,7 @@ inline constexpr uint32_t kChosenPiecesMax = 64;
 inline constexpr uint32_t kEstimatePieceSlots = 512;
 inline constexpr uint32_t kEstimatePiecesMax = 64;
 // Sizes of cooperative groups, in thread blocks. At most 12: an H200 has its multiprocessors in
-// parts of 18, some of 16; a thread-block cluster lies within one part, and a multiprocessor holds
+// parts of 18, some of 16; a thread block cluster lies within one part, and a multiprocessor holds
 // four thread blocks. So the device holds 37 groups of 12 at once, but only 30 of 14 and 28 of 16,
 // and four rows of eight KV heads have 32 units.
 inline constexpr uint32_t kCoopBlocks[] = {2, 4, 7, 12};

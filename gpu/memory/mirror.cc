@@ -22,9 +22,9 @@ void Resident::RaiseTokens(uint32_t layer, uint32_t tokens) {
   }
 }
 
-// What stands in the mirror slot of a segment or tail block and lives as long as that; its resident
-// comes and goes. Its fields are guarded by the store's mutex. Invariant: it stands in the store's
-// order exactly while it has a resident.
+// The device copy in the slot of a segment or tail block, which lives as long as the segment or
+// block; its resident comes and goes. Its fields are guarded by the store's mutex. Invariant: it
+// stands in the store's order exactly while it has a resident.
 class MirrorStore::DeviceMirror : public Mirror {
  public:
   explicit DeviceMirror(std::shared_ptr<MirrorStore> store)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Mirrors: what device memory holds of segments and tail blocks. Host memory stays the truth: a
-// mirror may be given up at any time, and is made again when a step wants it.
+// Device copies of segments and tail blocks. Host memory stays the truth: a device copy may be
+// given up at any time, and is made again when a step needs it.
 #ifndef ATTND_GPU_MEMORY_MIRROR_H_
 #define ATTND_GPU_MEMORY_MIRROR_H_
 
@@ -23,7 +23,7 @@
 namespace attnd::gpu {
 
 // Device memory of one segment or tail block, with the same byte offsets as in host memory. A
-// reference to it pins it: the store gives up only residents that nothing else refers to.
+// reference to a resident pins it: the store gives up only residents without other references.
 // Thread-safe. Invariants: a layer's tokens only grow, and not beyond tokens_max.
 class Resident {
  public:
@@ -56,15 +56,16 @@ class Resident {
 };
 
 // Finds and makes residents, and gives up those that no step holds, the least recently used first,
-// to make room. Thread-safe. Mirrors keep it alive; `device` is kept by it.
+// to make room. Thread-safe. Device copies keep the store alive, and the store keeps `device`
+// alive.
 class MirrorStore : public std::enable_shared_from_this<MirrorStore> {
  public:
   MirrorStore(std::shared_ptr<Device> device, std::unique_ptr<Arena> pages,
               std::unique_ptr<Arena> index)
       : device_(std::move(device)), pages_(std::move(pages)), index_(std::move(index)) {}
 
-  // The device's memory for the segment or tail block; the resident says what of it is filled.
-  // ResourceExhausted if there is no room even after all that can be given up was.
+  // The device's memory for the segment or tail block; the resident says which tokens are there.
+  // ResourceExhausted if there is no room even after every unpinned resident has been given up.
   absl::StatusOr<std::shared_ptr<Resident>> Get(const attention::Segment& segment);
   absl::StatusOr<std::shared_ptr<Resident>> Get(const attention::TailBlock& block, uint32_t layers);
 

@@ -13,11 +13,11 @@
 
 namespace attnd::gpu {
 
-// Rows that agree in this may share a wave.
+// Rows with equal wave shapes may share a wave.
 WaveShape WaveShapeOf(const attention::StepRow& row);
 
-// A policy that CudaBackend supports; a shape that CheckShape does. The row's queries must stay as
-// long as the description is used.
+// The row's policy must be one that CudaBackend supports, its shape one that CheckShape accepts.
+// The row's queries must stay as long as the description is used.
 RowDescription DescribeRow(const attention::StepRow& row, uint32_t layer);
 
 // The segments of RowDescription::segments.

@@ -19,15 +19,16 @@
 
 namespace attnd::gpu {
 
-// Used by one thread, once. Everything it was given must outlive it; it waits for its work before
-// it ends. Invariant: after Run each row is either answered whole or left over.
+// Used by one thread, once. Everything that it is given must outlive it; its destructor waits for
+// the work on the device. Invariant: after Run each row is either answered whole or left over.
 class DeviceStep {
  public:
   DeviceStep(const attention::StepRequest& request, MirrorStore* store, StreamContext* context,
              bool cooperative_groups, bool timed);
 
-  // Answers the rows. Cancelled, DeadlineExceeded: nobody waits any more. Any other error is the
-  // device's, which can then no longer be used. Rows that the device has no room for are left over.
+  // Answers the rows. Cancelled, DeadlineExceeded: nobody waits for the answer any more. Any other
+  // error is the device's, and the device can then no longer be used. Rows that the device has no
+  // room for are left over.
   absl::Status Run();
   // Numbers of the rows that were not answered, ascending.
   const std::vector<uint32_t>& left_over() const { return left_over_; }
@@ -38,11 +39,12 @@ class DeviceStep {
 
  private:
   absl::Status RunRow(uint32_t row);
-  // Pins what the row reads and brings what is missing. ResourceExhausted if there is no room.
+  // Pins the device copies that the row reads, and uploads what they lack. ResourceExhausted if
+  // there is no room.
   absl::Status Pin(uint32_t row, RowMemory* memory);
   absl::Status PinSegments(uint32_t row, RowMemory* memory);
   absl::Status PinTail(uint32_t row, RowMemory* memory);
-  // Answers what the writer holds, or leaves it over.
+  // Answers the rows that the writer holds, or leaves them over.
   absl::Status RunWave();
   absl::Status LaunchWave();
   void BeginWave(const WaveShape& shape);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a step's planning must know of a row, without sequences, policies and segments: the one
-// description of a row on its way to the device. The backend makes it of a StepRow
-// (describe_row.h), the benchmark of kernels of its own numbers; step_writer.h turns it into bytes.
+// RowDescription: all that the planning of a step must know of a row, without sequences, policies
+// and segments. The backend makes a description from a StepRow (describe_row.h), the benchmark of
+// kernels from numbers of its own; step_writer.h turns descriptions into bytes.
 #ifndef ATTND_GPU_STEP_ROW_DESCRIPTION_H_
 #define ATTND_GPU_STEP_ROW_DESCRIPTION_H_
 
@@ -62,7 +62,7 @@ struct RowDescription {
   uint64_t tail_limit = 0;
   bool causal = true;
 
-  // The segments that the row reads: of a streaming row those alone that hold its sink.
+  // The segments that the row reads; a streaming row reads only the segments that hold its sink.
   std::vector<SegmentDescription> segments;
   // Of all segments of the row's history.
   uint64_t history_segments = 0;
@@ -75,7 +75,8 @@ struct RowDescription {
   uint64_t tail_end() const { return TailLimit(query_tokens - 1); }
 };
 
-// New tokens that a step brings to the device itself. They must stay until StepWriter::Write.
+// New tokens that a step uploads in its own input buffer. The tokens must stay until
+// StepWriter::Write.
 struct Upload {
   std::byte* to = nullptr;  // on the device
   const std::byte* from = nullptr;
@@ -89,7 +90,7 @@ struct RowMemory {
     const std::byte* pages;
   };
   std::vector<SegmentPlace> segments;         // of RowDescription::segments
-  std::vector<const std::byte*> tail_blocks;  // KV head 0's pages of those that the row sees
+  std::vector<const std::byte*> tail_blocks;  // KV head 0's pages of the blocks that the row sees
   std::vector<Upload> uploads;
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// StepTotals: unpacks what a device found into the rows' outputs, statistics and plans. Outputs
-// have one place, CopyAnswers: they go from the result buffer straight to the memory that the rows
+// StepTotals: unpacks a device's results into the rows' outputs, statistics and plans. Outputs are
+// copied in one place, CopyAnswers, from the result buffer straight to the memory that the rows
 // name.
 #ifndef ATTND_GPU_STEP_STEP_TOTALS_H_
 #define ATTND_GPU_STEP_STEP_TOTALS_H_
@@ -22,11 +22,11 @@ class StepTotals {
   explicit StepTotals(const attention::StepRequest& request)
       : request_(request), rows_(request.rows.size()) {}
 
-  // Takes the results of the writer's wave, `results` being the result buffer.
+  // Takes the results of the writer's wave. results: the result buffer.
   void AddWave(const StepWriter& writer, const std::byte* results);
   // Time on the device, to be shared among the wave's rows by their units.
   void AddStages(const StepWriter& writer, const StageSeconds& seconds);
-  // Fills the statistics of a row, all of whose parts were added.
+  // Fills the statistics of a row whose parts have all been added.
   void FinishRow(uint32_t row) const;
   // Plans of the rows' cluster units, in the order of waves.
   std::vector<attention::Plan>& plans() { return plans_; }

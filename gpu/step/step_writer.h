@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// StepWriter: turns descriptions of rows into the bytes that step_layout.h says, a wave at a time:
-// as many rows, or query tokens of a row, as fit a stream's memory (wave_memory.h). It needs no
-// device and no sequence: the backend and the benchmark of kernels plan with it alike.
+// StepWriter: turns descriptions of rows into the bytes that step_layout.h defines, a wave at a
+// time: as many rows, or query tokens of a row, as fit a stream's memory (wave_memory.h). The
+// writer needs no device and no sequence, so that the backend and the benchmark of kernels both use
+// it.
 #ifndef ATTND_GPU_STEP_STEP_WRITER_H_
 #define ATTND_GPU_STEP_STEP_WRITER_H_
 
@@ -30,7 +31,7 @@ struct RowPart {
 // One thread at a time. Use: Begin; Fitting and Add for each row; Write; read the wave's parts.
 class StepWriter {
  public:
-  // cooperative_groups: whether the device has them.
+  // cooperative_groups: whether the device has cooperative groups.
   StepWriter(const WaveRoom& room, bool cooperative_groups)
       : room_(room), cooperative_groups_(cooperative_groups) {}
 
@@ -45,7 +46,7 @@ class StepWriter {
   void Add(const RowDescription& row, uint32_t number, uint32_t first_token, uint32_t tokens,
            RowMemory memory);
   bool empty() const { return parts_.empty(); }
-  // Byte offsets in the two buffers, and what the wave takes of them so far.
+  // Byte offsets in the two buffers, and the bytes of each that the wave takes so far.
   WavePlaces places() const { return PlacesOf(counts_, shape_, with_fates_); }
 
   // Fills `input` (host, places().input_bytes), which the device will find at `device_input`, for a
@@ -61,9 +62,9 @@ class StepWriter {
   const WaveShape& shape() const { return shape_; }
 
  private:
-  // The header's numbers, and the addresses that `places` come to.
+  // Fills the header's numbers, and the addresses that follow from `places`.
   void FillHeader(const WavePlaces& places, std::byte* device_input, std::byte* device_scratch);
-  // Lists the units that cooperative groups answer; fills the header's counts of them.
+  // Lists the units that cooperative groups answer, and fills the header's counts of these units.
   void WriteCoopUnits(CoopUnit* units);
   void WriteRow(const RowPart& part, const RowMemory& memory, const WavePlaces& places,
                 std::byte* input) const;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// StreamContext: a stream with the memory that its work takes, all of it from the start, so that a
-// step allocates nothing on the device.
+// StreamContext: a stream with the memory for its work. All of the memory is allocated at the
+// start, so that a step allocates nothing on the device.
 #ifndef ATTND_GPU_STEP_STREAM_CONTEXT_H_
 #define ATTND_GPU_STEP_STREAM_CONTEXT_H_
 
@@ -35,7 +35,8 @@ class StreamContext {
   StreamContext(const StreamContext&) = delete;
   StreamContext& operator=(const StreamContext&) = delete;
 
-  // For builds, to be asked after SendInput so that Flush knows of it, and for the times of a step.
+  // For the kernels of builds, which must be launched after SendInput so that Flush waits for them,
+  // and for the times of a step.
   Stream& stream() { return *stream_; }
   const WaveRoom& room() const { return room_; }
   // Device memory that a context with this room takes.
@@ -43,7 +44,8 @@ class StreamContext {
     return room.input_bytes + room.scratch_bytes;
   }
 
-  // Pinned host memory, and the device's for what is copied from it and for scratch.
+  // input, results: pinned host memory. device_input: device memory that the input buffer is copied
+  // to. device_scratch: device memory of the kernels.
   std::byte* input() const { return input_; }
   std::byte* results() const { return results_; }
   std::byte* device_input() const { return device_input_; }
@@ -53,16 +55,17 @@ class StreamContext {
   absl::Status Send(std::byte* to, const std::byte* from, uint64_t bytes);
   // Copies the input buffer's first bytes to the device's; nothing that was sent may be under way.
   absl::Status SendInput(uint64_t bytes);
-  // Runs a step: the input buffer's first `input_bytes` go to the device, `result_bytes` of what
-  // lies at device_results then come to the result buffer. Nothing that was sent may be under way.
+  // Runs a step: copies the input buffer's first `input_bytes` to the device, runs the kernels, and
+  // copies `result_bytes` from device_results to the result buffer. Nothing that was sent may be
+  // under way.
   absl::Status RunStep(const KernelShape& shape, const StepHeader& header, bool measure, bool timed,
                        uint64_t input_bytes, const std::byte* device_results,
                        uint64_t result_bytes);
   // Copies to the result buffer.
   absl::Status Fetch(const std::byte* from, uint64_t bytes);
-  // Waits for all that was asked of the stream; then the buffers are free again.
+  // Waits for all work of the stream; then the buffers are free again.
   absl::Status Synchronize();
-  // Synchronizes if anything was asked of the stream since it last did.
+  // Synchronizes if the stream was given work since the last Synchronize.
   absl::Status Flush() { return busy_ ? Synchronize() : absl::OkStatus(); }
 
  private:

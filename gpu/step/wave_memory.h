@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a wave takes of a stream's memory. A wave has two buffers on the device. The input buffer is
-// copied there at once: the header, the references, queries and new tokens. The scratch buffer is
-// the kernels'; its end, the results, is copied back at once.
+// How a wave uses a stream's memory. A wave has two buffers on the device. The input buffer has the
+// header, the references, queries and new tokens, and is copied to the device at once. The scratch
+// buffer belongs to the kernels; the results at its end are copied back at once.
 #ifndef ATTND_GPU_STEP_WAVE_MEMORY_H_
 #define ATTND_GPU_STEP_WAVE_MEMORY_H_
 
@@ -21,8 +21,8 @@ struct WaveRoom {
   uint64_t result_bytes = 0;  // pinned host memory for what is copied back
 };
 
-// Counts of a wave, or what a part of a row adds to them; the greatest number stands for an
-// overflow.
+// Counts of a wave, or the counts that a part of a row adds to them; the greatest number stands for
+// an overflow.
 struct WaveCounts {
   uint64_t rows = 0, units = 0, tiles = 0, read_items = 0, score_items = 0, query_tokens = 0;
   uint64_t states = 0, scores = 0, fates = 0, chosen = 0, chosen_pieces = 0;
@@ -33,13 +33,13 @@ struct WaveCounts {
   bool FitHeader() const;
 };
 
-// What a part of a row adds. ref: of the part.
+// The counts that a part of a row adds. ref: the part's RowRef.
 WaveCounts CountsOf(const RowDescription& row, const RowRef& ref, std::span<const Upload> uploads);
 
 // Where the results of a wave lie, by byte in the result buffer.
 struct ResultPlaces {
   uint64_t out = 0, lse = 0, lane_results = 0, unit_results = 0;
-  uint64_t fates = 0;  // within `bytes` only if they were asked for
+  uint64_t fates = 0;  // within `bytes` only if fates are results
   uint64_t bytes = 0;  // that are copied back
 };
 

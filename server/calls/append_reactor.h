@@ -20,7 +20,8 @@
 namespace attnd::server {
 
 // Reads a chunk, has it appended, and only then reads the next, so that a client cannot send faster
-// than chunks are taken. After the last one a finished prefill is segmented, in a queue of its own.
+// than chunks are appended. After the last chunk a finished prefill is segmented, by an executor of
+// its own.
 //
 //   kReading --chunk--> kAppending --taken--> kReading ...
 //   kReading --end of messages--> kCompleting --answer made--> kFinished
@@ -53,22 +54,23 @@ class AppendReactor final : public grpc::ServerReadReactor<grpc::ByteBuffer>,
 
   void Run() override;
   void TakeMessage();
-  // Parses the message, checks what one may say once only, then takes its parts.
+  // Parses the message, checks the fields that a stream may set only once, then takes the message's
+  // parts.
   absl::Status BeginMessage();
   // Takes the observed queries and the chunk that the message carries. A second call for the same
-  // message takes what the first one did not.
+  // message takes the parts that the first call did not take.
   absl::Status TakeParts();
   absl::Status Observe();
   absl::Status AppendChunk();
   absl::Status CheckSequenceId();
   absl::Status Complete();
   absl::Status WhyUnfinished(const absl::Status& status) const;
-  // Says which message it was.
+  // Adds to `status` which message failed.
   absl::Status DescribeChunk(const absl::Status& status) const;
   // Hands the work of `state` to its executor, or ends the stream if the queue is full.
   void Submit(State state);
-  // Ends the stream, if its finished prompt still waits in the queue: a client that has gone keeps
-  // no lease until its turn comes.
+  // Ends the stream if its finished prompt still waits in the queue, so that a client that has gone
+  // does not hold its lease until the prompt's turn.
   void LeaveQueueLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The chunk was taken: reads the next, or ends.
   void Continue(const absl::Status& status);
@@ -93,7 +95,7 @@ class AppendReactor final : public grpc::ServerReadReactor<grpc::ByteBuffer>,
   uint64_t sequence_id_ = 0;
   bool prefill_complete_ = false;
   bool observed_ = false;        // the engine has this message's observed queries
-  bool waits_for_room_ = false;  // the message was handed on to those that may wait
+  bool waits_for_room_ = false;  // the message was handed on to HandlerContext::room_waits
 
   Mutex mutex_;
   State state_ ABSL_GUARDED_BY(mutex_) = State::kReading;

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Between attnd.v1 messages and the engine's types: here what several messages are made of,
-// sequence_conversions.h and step_conversions.h have the messages. No gRPC: messages only.
+// Conversions between attnd.v1 messages and the engine's types. This header has the types that
+// several messages share; sequence_conversions.h and step_conversions.h have the messages. No gRPC:
+// messages only.
 //
-// What can be wrong with a message is checked once. In conversions: what the wire's form adds, that
-// is enum values, ranks, extents, their products and the lengths of tensors' data, the text of
-// policies, fields that exclude one another. In the engine (engine/sequence/decode_batch.h for a
-// step): limits of rows and tokens, how tensors divide among the rows, and everything that a
-// sequence must be known for. Errors name the field.
+// Each property of a message is checked once. Conversions check the form on the wire: enum values,
+// ranks, extents, their products and the lengths of tensors' data, the text of policies, fields
+// that exclude one another. The engine (engine/sequence/decode_batch.h for a step) checks limits of
+// rows and tokens, how tensors divide among the rows, and everything that needs the sequence.
+// Errors name the field.
 #ifndef ATTND_SERVER_CALLS_CONVERSIONS_H_
 #define ATTND_SERVER_CALLS_CONVERSIONS_H_
 
@@ -46,7 +47,7 @@ struct Tensor3 {
 absl::StatusOr<DType> FromProto(v1::DType dtype, absl::string_view field);
 // Points into `tensor`. Extents are at least 1, and the data has exactly their product of elements.
 absl::StatusOr<Tensor3> FromProto(const v1::Tensor& tensor, absl::string_view field);
-// True if the message says nothing: neither a preset nor a parameter.
+// True if the message has neither a preset nor a parameter.
 bool IsAbsent(const v1::Policy& policy);
 
 // --- To the wire.

@@ -28,8 +28,8 @@ namespace attnd::server {
 //
 // Who calls: gRPC's threads (OnReadDone, OnWriteDone, OnCancel, OnDone), a worker or a gRPC thread
 // (Run), the registry (Stop, Abort, CheckReply), the thread for ends (End). Finish is called once,
-// never while a step runs: so the request, the reply and the engine's view of them live as long as
-// anyone uses them. The object keeps itself alive until OnDone.
+// never while a step runs: so the request, the reply and the engine's pointers into them stay valid
+// while the step runs. The object keeps itself alive until OnDone.
 class DecodeReactor final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
                             public ManagedStream,
                             private StepExecutor::Task {
@@ -54,8 +54,8 @@ class DecodeReactor final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
   enum class State : uint8_t { kReading, kStepping, kWriting, kFinished };
 
   void Run() override;
-  // Parses the message. False if it was answered, or the stream ended, instead: it is no message,
-  // or one that is refused unparsed.
+  // Parses the message. False if the bytes are no message, or a message that is refused unparsed:
+  // then it was answered, or the stream was ended.
   bool TakeMessage();
   // Whether a row may have to wait for the disk.
   bool MayReadDisk() const;
@@ -65,7 +65,7 @@ class DecodeReactor final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
   absl::Status EndOfMessages() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Refuse(const absl::Status& status);
   void RefuseQueued();
-  // Answers the message that has not been computed.
+  // Answers, with `status`, a message whose step did not run.
   void WriteRefusal(const absl::Status& status);
   void WriteReply();
   void RecordStep();
@@ -94,7 +94,7 @@ class DecodeReactor final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
   engine::DecodeResult result_;
   absl::StatusCode step_code_ = absl::StatusCode::kOk;
   Clock::time_point arrival_;
-  bool on_disk_worker_ = false;  // the step was handed on to those that may wait
+  bool on_disk_worker_ = false;  // the step was handed on to HandlerContext::disk_steps
   Clock::duration queue_time_{0};
   Clock::duration engine_time_{0};
 

@@ -22,8 +22,9 @@
 
 namespace attnd::server {
 
-// Memory for a tensor's elements on their way to the wire: first whoever computes them has it, then
-// gRPC, which frees it when the last byte has been sent. Movable.
+// Memory for a tensor's elements on their way to the wire. The backend that computes the elements
+// writes into this memory; then gRPC owns it and frees it when the last byte has been sent.
+// Movable.
 class WireData {
  public:
   WireData() = default;
@@ -59,10 +60,10 @@ class DecodeReply {
   void Start(uint64_t step_id, DType output_dtype);
   // The engine's AnswerMemory. ResourceExhausted if the system refuses it.
   absl::StatusOr<engine::AnswerBuffers> Provide(const engine::AnswerExtents& extents);
-  // Takes the rows' results; what was provided holds the answer. ResourceExhausted if the system
-  // refuses memory for elements of 16 bits.
+  // Takes the rows' results; the memory that Provide gave holds the answer. ResourceExhausted if
+  // the system refuses memory for elements of 16 bits.
   absl::Status Finish(const engine::DecodeResult& result);
-  // Forgets what there is: the message was refused, or ran out of time.
+  // Replaces the reply by a refusal: the message was refused, or ran out of time.
   void Refuse(uint64_t step_id, const absl::Status& status);
 
   // Bytes of the reply without its times, which take fewer than kTimesBytesMax.
@@ -72,7 +73,8 @@ class DecodeReply {
   // with Start or Refuse.
   void Serialize(uint64_t queue_us, uint64_t engine_us, grpc::ByteBuffer* bytes);
 
-  // Gives back what is kept of a reply that has been sent, if it is much. Whether it was.
+  // Frees the memory that is kept of a reply that has been sent, if it is large. Returns whether it
+  // was.
   bool ReleaseLarge(HeapTrimmer* trimmer);
 
  private:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the handlers of all calls share.
+// HandlerContext, and helpers that the handlers of all calls share.
 #ifndef ATTND_SERVER_CALLS_HANDLER_H_
 #define ATTND_SERVER_CALLS_HANDLER_H_
 
@@ -44,13 +44,14 @@ struct HandlerContext {
   StreamRegistry* streams = nullptr;
   // Steps and chunks: short.
   StepExecutor* steps = nullptr;
-  // Steps that may wait for the disk, so that others never wait for them.
+  // Steps that may wait for the disk, so that other steps never wait for them.
   StepExecutor* disk_steps = nullptr;
   // Chunks that wait for room in memory.
   StepExecutor* room_waits = nullptr;
   // Finished prefills: seconds each, so that they never hold a step's worker.
   StepExecutor* prefills = nullptr;
-  // Unary calls but GetServerInfo: they may wait for a sequence's lock, or hold it while they copy.
+  // Unary calls except GetServerInfo: they may wait for a sequence's lock, or hold the lock while
+  // they copy.
   StepExecutor* calls = nullptr;
   // Ends of streams: they may wait for the locks of sequences too. Never full.
   StepExecutor* ends = nullptr;
@@ -66,8 +67,8 @@ struct HandlerContext {
 // twice.
 absl::StatusOr<std::string> TenantOf(const grpc::CallbackServerContext& context);
 
-// Finds the stream's tenant and registers the stream. A refusal by the registry is counted; the
-// stream was not taken then.
+// Finds the stream's tenant and registers the stream. On an error the stream is not registered; a
+// refusal by the registry is counted.
 absl::Status AdmitStream(HandlerContext* handlers, const grpc::CallbackServerContext& context,
                          const std::shared_ptr<ManagedStream>& stream, std::string* tenant);
 
@@ -88,7 +89,7 @@ bool KeepsMuch(const Message& message) {
          message.SpaceUsedLong() > kKeptMessageBytesMax;
 }
 
-// Gives back the memory of a message that has been dealt with, if it is much.
+// Frees the memory of a message that has been handled, if it is large.
 template <typename Message>
 bool ReleaseLarge(Message* message, HeapTrimmer* trimmer) {
   if (!KeepsMuch(*message)) return false;
@@ -113,9 +114,9 @@ class StreamEnd final : public StepExecutor::Task {
   Reactor* const reactor_;
 };
 
-// What a stream is counted as when it is over. A client that leaves between its last message and
-// its answer did not get it; a message that is too large ends the stream in just this way, as gRPC
-// refuses it before the server sees it.
+// The code that a stream is counted under when it is over. A client that leaves between its last
+// message and the answer did not get the answer. A message that is too large looks exactly like
+// that, as gRPC refuses the message and ends the stream before the server sees it.
 absl::StatusCode CodeOfEnd(const absl::Status& status, const grpc::CallbackServerContext& context);
 
 // Same code; the message cut to what gRPC carries.

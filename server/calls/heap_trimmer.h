@@ -2,10 +2,10 @@
 //
 // HeapTrimmer: gives the memory of large messages back to the system when they are gone.
 //
-// The allocator keeps what is freed between blocks that are in use, in the heap of each thread that
-// took some: without this, one burst of large messages would stay resident for ever. Trimming
-// takes the heaps' locks for some milliseconds, so that it is done by a thread of its own, once in
-// a while, and only after much has been released.
+// The allocator keeps memory that is freed between blocks in use, in the heap of each thread that
+// allocated some: without trimming, the memory of one burst of large messages would stay resident
+// for ever. Trimming takes the heaps' locks for some milliseconds. A thread of its own therefore
+// trims once in a while, and only after much memory has been released.
 #ifndef ATTND_SERVER_CALLS_HEAP_TRIMMER_H_
 #define ATTND_SERVER_CALLS_HEAP_TRIMMER_H_
 
@@ -21,7 +21,7 @@ namespace attnd::server {
 // Thread-safety: all methods may be called from any thread.
 class HeapTrimmer {
  public:
-  // Released bytes that are worth trimming for, and the least time between two trims.
+  // How many released bytes make a trim worthwhile, and the least time between two trims.
   static constexpr size_t kWorthBytes = size_t{4} << 20;
   static constexpr std::chrono::milliseconds kPeriod{500};
 
@@ -30,7 +30,7 @@ class HeapTrimmer {
   HeapTrimmer& operator=(const HeapTrimmer&) = delete;
   ~HeapTrimmer();
 
-  // So many bytes of a message have been, or are just being, given back to the allocator.
+  // Notes that `bytes` of a message have been, or are just being, freed.
   void OnReleased(size_t bytes);
 
  private:

@@ -26,7 +26,7 @@ class OpenCalls {
     CHECK_GT(calls_, 0u) << "a call ends that did not begin";
     if (--calls_ == 0) none_.NotifyAll();
   }
-  // False if there are some at the end of `timeout`.
+  // False if some calls are still open after `timeout`.
   bool WaitUntilNone(std::chrono::milliseconds timeout) {
     const auto limit = std::chrono::steady_clock::now() + timeout;
     const MutexLock lock(mutex_);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // RequestParser: from a request's bytes to its message, and from a reply to its bytes. The service
-// takes bytes from gRPC (raw methods), so that a message is looked at before it is parsed, is
-// parsed by whoever answers it, and so that bytes that are no message are seen for what they are:
-// gRPC reports them as it reports the end of a stream.
+// takes bytes from gRPC (raw methods), for three reasons: a message is checked before it is parsed;
+// the worker that answers a message parses it; and bytes that are no message are recognised as
+// such, where gRPC would report them as the end of a stream.
 #ifndef ATTND_SERVER_CALLS_REQUEST_PARSER_H_
 #define ATTND_SERVER_CALLS_REQUEST_PARSER_H_
 
@@ -24,9 +24,9 @@ class RequestParser {
   // For the requests of every call of the service. The trimmer must outlive it.
   RequestParser(const ServerOptions& options, HeapTrimmer* trimmer);
 
-  // Fills `request`, which is empty, and gives the bytes back. InvalidArgument as WireCheck::Check
-  // says, NoMessage() too if the bytes do not parse; ResourceExhausted if the system refuses
-  // memory. Then `request` is empty, and the bytes are still there.
+  // Fills `request`, which is empty, and frees the bytes. InvalidArgument as WireCheck::Check says,
+  // and NoMessage() if the bytes do not parse; ResourceExhausted if the system refuses memory. On
+  // an error `request` is empty, and the bytes are kept.
   absl::Status Parse(grpc::ByteBuffer* bytes, google::protobuf::Message* request) const;
 
  private:
@@ -34,7 +34,7 @@ class RequestParser {
   HeapTrimmer* const trimmer_;
 };
 
-// The reply's bytes. Internal if it has more than protobuf can write.
+// The reply's bytes. Internal if the reply has more bytes than protobuf can write.
 absl::Status Serialize(const google::protobuf::Message& reply, grpc::ByteBuffer* bytes);
 
 }  // namespace attnd::server

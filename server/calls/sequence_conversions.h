@@ -29,7 +29,8 @@ absl::StatusOr<engine::OpenArgs> FromProto(const v1::OpenSequenceRequest& reques
 
 // --- To the wire.
 
-// A preset, with what one must know to use it. indexes: Engine::IndexesOf(policy).
+// A preset, with the values of its parameters and the indexes that it needs. indexes:
+// Engine::IndexesOf(policy).
 void ToProto(const attention::Policy& policy, const attention::IndexSet& indexes,
              v1::PresetInfo* out);
 void ToProto(const engine::SequenceInfo& info, v1::SequenceInfo* out);

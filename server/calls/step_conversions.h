@@ -20,7 +20,7 @@ namespace attnd::server {
 
 // Points into `request`.
 absl::StatusOr<engine::AppendChunk> FromProto(const v1::AppendKvRequest& request);
-// Its observed_queries, which it has.
+// The request's observed_queries, which must be there.
 absl::StatusOr<engine::ObservedChunk> ObservedFromProto(const v1::AppendKvRequest& request);
 
 // A Decode message as the engine wants it. A stream keeps one from step to step, so that its memory

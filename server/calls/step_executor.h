@@ -24,8 +24,8 @@ namespace attnd::server {
 // Thread-safety: all methods may be called from any thread.
 class StepExecutor {
  public:
-  // A piece of work. The executor does not own it and does not touch it once Run has begun to
-  // return, so that Run may let its owner die.
+  // A piece of work. The executor does not own the task and does not touch it once Run has begun to
+  // return, so that Run may destroy the task's owner.
   class Task {
    public:
     virtual ~Task() = default;
@@ -41,16 +41,16 @@ class StepExecutor {
   explicit StepExecutor(const Options& options);
   StepExecutor(const StepExecutor&) = delete;
   StepExecutor& operator=(const StepExecutor&) = delete;
-  // Runs what is queued, then joins the workers. Nobody may submit any more.
+  // Runs the queued tasks, then joins the workers. No task may be submitted any more.
   ~StepExecutor();
 
-  // Runs `task` now, if an inline slot is free and nobody waits, or queues it. False if the queue
-  // is full: then the task was not taken.
+  // Runs `task` now, if an inline slot is free and no task waits; else queues it. False if the
+  // queue is full: the task is then not taken.
   bool Submit(Task* task);
   // Never inline.
   bool Enqueue(Task* task);
-  // Takes a task that waits out of the queue. False if it does not: it runs, or has run, or was
-  // never queued.
+  // Takes a waiting task out of the queue. False if the task does not wait: it runs, has run, or
+  // was never queued.
   bool Withdraw(Task* task);
 
   // Tasks that wait.

@@ -18,13 +18,13 @@
 
 namespace attnd::server {
 
-// What the registry does to a stream. Called from any thread, without a registry lock held, perhaps
-// after the stream has ended: then each does nothing.
+// The calls of the registry to a stream. Made from any thread, without a registry lock held,
+// perhaps after the stream has ended: then each call does nothing.
 class ManagedStream {
  public:
   virtual ~ManagedStream() = default;
-  // Ends with UNAVAILABLE: at once if it waits for the client's next message, otherwise when the
-  // reply in flight has been written.
+  // Ends the stream with UNAVAILABLE: at once if the stream waits for the client's next message,
+  // otherwise when the reply in flight has been written.
   virtual void Stop() = 0;
   // Ends with `status` at once: work is cancelled, a reply that the client does not read is thrown
   // away.
@@ -43,15 +43,16 @@ class StreamRegistry {
   // Every stream must have been removed.
   ~StreamRegistry();
 
-  // ResourceExhausted at the limit, Unavailable after StopAll; the stream was not taken then.
+  // ResourceExhausted at the limit, Unavailable after StopAll; on an error the stream is not
+  // registered.
   absl::Status Add(const std::shared_ptr<ManagedStream>& stream);
   void Remove(ManagedStream* stream);
 
   size_t size() const;
   bool stopping() const;
 
-  // Shutdown, in this order: refuse new streams and stop those that are here; wait until all are
-  // gone (false: time passed); cancel what is left.
+  // Shutdown, in this order: refuse new streams and stop the open ones; wait until all are gone
+  // (false: after `timeout` some are left); abort those that are left.
   void StopAll();
   bool WaitUntilEmpty(std::chrono::milliseconds timeout);
   void AbortAll(const absl::Status& status);

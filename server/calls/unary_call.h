@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// UnaryCall: one unary call, answered on a worker's thread or, if it waits for nothing, on gRPC's.
+// UnaryCall: one unary call, answered on a worker's thread or, if the call waits for nothing, on
+// gRPC's.
 #ifndef ATTND_SERVER_CALLS_UNARY_CALL_H_
 #define ATTND_SERVER_CALLS_UNARY_CALL_H_
 
@@ -43,13 +44,13 @@ absl::Status AnswerUnaryCall(HandlerContext* handlers, const grpc::CallbackServe
   return Serialize(reply, reply_bytes);
 }
 
-// Waits in the queue of calls until a worker answers it. gRPC's event threads thus never wait for a
-// sequence's lock, which a truncation holds while it copies. A call whose client has left or whose
-// deadline has passed when its turn comes is not made; one that runs is brought to its end, as it
-// may have had its effect, but for long calls that ask (UnaryContext::cancelled).
+// Waits in the queue of calls until a worker answers the call. gRPC's event threads thus never wait
+// for a sequence's lock, which a truncation holds while it copies. A call whose client has left or
+// whose deadline has passed when its turn comes is not made. A call that runs is finished, as it
+// may have taken effect already; only long calls look at UnaryContext::cancelled.
 //
-// Threads: gRPC's (Start, OnCancel, OnDone) and a worker (Run). It belongs to itself until OnDone,
-// which comes after Finish; nobody touches it after End.
+// Threads: gRPC's (Start, OnCancel, OnDone) and a worker (Run). The object owns itself until
+// OnDone, which comes after Finish; no code touches the object after End.
 template <typename Request, typename Reply>
 class UnaryCall final : public grpc::ServerUnaryReactor, private StepExecutor::Task {
  public:
@@ -133,8 +134,8 @@ grpc::ServerUnaryReactor* StartUnaryCall(const char* method, HandlerContext* han
                                           reply);
 }
 
-// The same for calls that take as long as the disk does: short ones never wait for them. They end
-// early when their client leaves.
+// StartUnaryCall for long calls, which take as long as the disk does: short calls never wait for
+// them. Long calls end early when their client leaves.
 template <typename Request, typename Reply>
 grpc::ServerUnaryReactor* StartLongCall(const char* method, HandlerContext* handlers,
                                         grpc::CallbackServerContext* context,

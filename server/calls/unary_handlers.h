@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the unary calls do, without gRPC: each checks, asks the engine and fills its reply.
+// The handlers of the unary calls, without gRPC: each checks the request, asks the engine and fills
+// the reply.
 #ifndef ATTND_SERVER_CALLS_UNARY_HANDLERS_H_
 #define ATTND_SERVER_CALLS_UNARY_HANDLERS_H_
 

@@ -27,7 +27,7 @@ namespace attnd::server {
 // Entries of a repeated field that has no limit of its own, in all places of a message together.
 // The handlers' own checks allow as many or fewer and say so by name.
 inline constexpr uint64_t kEntriesMax = 64;
-// Fields of a message that this version does not know: those of a client that is newer.
+// How many fields that this version does not know (those of a newer client) a message may have.
 inline constexpr uint64_t kUnknownFieldsMax = 16384;
 
 // The check for one type of message. Thread-safety: constant after construction.
@@ -39,12 +39,13 @@ class WireCheck {
   WireCheck(const WireCheck&) = delete;
   WireCheck& operator=(const WireCheck&) = delete;
 
-  // InvalidArgument if the bytes are no message (where that can be seen without parsing), or names
-  // the field that has too many entries and says how many are allowed. Reads the bytes once, and
-  // nothing behind the first fault.
+  // InvalidArgument if the bytes are no message (where that can be seen without parsing), or if a
+  // field has too many entries; the error names the field and says how many are allowed. Reads the
+  // bytes once, and nothing behind the first fault.
   absl::Status Check(const grpc::ByteBuffer& bytes) const;
 
-  // Its repeated fields with their limits, "rows.token_ids" for one inside another.
+  // The type's repeated fields with their limits; a field inside another is named like
+  // "rows.token_ids".
   struct Limit {
     std::string field;
     uint64_t entries_max = 0;
@@ -63,15 +64,15 @@ class WireCheck {
   std::unique_ptr<Shape> shape_;
 };
 
-// A varint field of a message that has not been parsed; nothing if it is not there. The last one
-// counts, as it does for protobuf.
+// A varint field of a message that has not been parsed; nothing if the field is absent. Of several
+// the last one counts, as in protobuf.
 std::optional<uint64_t> FindVarint(const grpc::ByteBuffer& bytes, int field);
 // Whether one of the fields is there, of whatever type.
 bool HasAnyField(const grpc::ByteBuffer& bytes, std::initializer_list<int> fields);
 
-// What a message that cannot be parsed is answered with.
+// The error for bytes that cannot be parsed as a message.
 absl::Status NoMessage();
-// Whether that is what a message was refused with.
+// Whether `status` is NoMessage().
 bool IsNoMessage(const absl::Status& status);
 
 }  // namespace attnd::server

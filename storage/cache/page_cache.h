@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// PageCache: pages of segment files in memory (docs/DESIGN.md, "Paged segments"): pages that steps
-// read now, and as many others as there is room for.
+// PageCache: pages of segment files in memory (docs/DESIGN.md, "Paged segments"): the pages that
+// steps read now, and as many others as there is room for.
 #ifndef ATTND_STORAGE_CACHE_PAGE_CACHE_H_
 #define ATTND_STORAGE_CACHE_PAGE_CACHE_H_
 
@@ -42,8 +42,8 @@ struct PageCacheOptions {
   std::function<void(uint64_t bytes, std::chrono::nanoseconds time)> on_read;
 };
 
-// Thread-safe. Readers hold the cache's lock only between reads. The order of shutdown: Stop, which
-// ends the readers; then whoever holds sources and leases may let them go at any time.
+// Thread-safe. Readers hold the cache's lock only between reads. The order of shutdown: first Stop,
+// which ends the readers; after it sources and leases may be destroyed at any time.
 class PageCache : public std::enable_shared_from_this<PageCache> {
  public:
   // InvalidArgument names the option; ResourceExhausted if the system refuses a thread or a queue.
@@ -52,8 +52,8 @@ class PageCache : public std::enable_shared_from_this<PageCache> {
   PageCache(const PageCache&) = delete;
   PageCache& operator=(const PageCache&) = delete;
 
-  // An open file and a table of its pages in memory. Its end drops these pages. It keeps the cache
-  // alive.
+  // An open file and a table of its pages in memory. The destructor drops these pages. A source
+  // keeps the cache alive.
   class Source {
    public:
     Source(std::shared_ptr<PageCache> cache, std::unique_ptr<const SegmentFile> file);
@@ -63,12 +63,12 @@ class PageCache : public std::enable_shared_from_this<PageCache> {
 
     const SegmentFile& file() const { return *file_; }
     PageCache& cache() const { return *cache_; }
-    // Memory that a source takes beside its pages.
+    // Memory that a source takes in addition to its pages.
     static uint64_t TableBytes(const SegmentFileHeader& header) {
       return header.heads() * header.pages * sizeof(PageEntry);
     }
-    // DataLoss once a read has found the file damaged: no page of it is given any more. Else the
-    // error of the last read that failed, for the leases that waited for that read.
+    // DataLoss once a read has found the file damaged: no page of the file is given any more. Else
+    // the error of the last read that failed, for the leases that waited for that read.
     absl::Status status() const;
 
    private:
@@ -98,7 +98,7 @@ class PageCache : public std::enable_shared_from_this<PageCache> {
     const std::atomic<bool>* cancelled = nullptr;  // may be null; looked at every 20 ms
   };
 
-  // Pins pages from Bring to its end.
+  // Pins pages from Bring to the lease's end.
   class Lease {
    public:
     explicit Lease(std::shared_ptr<PageCache> cache) : cache_(std::move(cache)) {}
@@ -117,10 +117,10 @@ class PageCache : public std::enable_shared_from_this<PageCache> {
   // Most bytes of one lease. A caller that holds a lease must not ask for another one: leases wait
   // for each other's room.
   uint64_t lease_bytes_max() const { return pinned_bytes_max_ / 2; }
-  // Brings pages into memory, all of them at the same time, and pins them. Data of a page that
-  // could not be read, or was not there in time if `patience` is partial, stays null; its source's
-  // status says why. ResourceExhausted for more than lease_bytes_max, or when no memory can be
-  // had; DeadlineExceeded, Cancelled; Unavailable after Stop.
+  // Fetches pages: pins those in memory, reads all others at the same time and pins them. The data
+  // of a page that could not be read, or did not come in time if `patience` is partial, stay null;
+  // the source's status says why. ResourceExhausted for more than lease_bytes_max, or when no
+  // memory can be had; DeadlineExceeded, Cancelled; Unavailable after Stop.
   absl::StatusOr<std::unique_ptr<Lease>> Bring(std::span<Want> wants, const Patience& patience);
   // Begins to read those of the pages that are not in memory, after all pages that leases wait for.
   // Without room nothing is read; stats().prefetches_refused counts that.

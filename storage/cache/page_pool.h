@@ -26,7 +26,8 @@ struct PageFrame;
 // A page of a file, whether it is in memory or not.
 struct PageEntry {
   PageFrame* frame = nullptr;  // the frame that holds the page; null: it is not in memory
-  // Its uses, old ones counting less: log2 of the sum of 2^t over them, t being PagePool's time.
+  // How much the page was used, old uses counting less: log2 of the sum of 2^t over its uses, t
+  // being PagePool's time at each.
   double worth = -std::numeric_limits<double>::infinity();
 };
 // Of one file's pages, by head * pages + page.
@@ -84,7 +85,7 @@ class PagePool {
   static uint64_t page_bytes_max(uint64_t guaranteed_bytes) {
     return SlabSizeBytes(guaranteed_bytes);
   }
-  // What a page takes of the memory, with its part of what its slab cannot use; less than twice
+  // Memory that a page takes, with its part of the slab's unusable rest; less than twice
   // page_bytes.
   static uint64_t FrameBytes(uint64_t guaranteed_bytes, uint32_t page_bytes) {
     const uint64_t slab_bytes = SlabSizeBytes(guaranteed_bytes);
@@ -92,8 +93,8 @@ class PagePool {
   }
   // Puts a page, which is in no frame, into its table, as kLoading. The frame is fresh from Take.
   void Fill(PageFrame* frame, PageTable* table, uint64_t slot);
-  // Takes the page, if there is one, out of its table. Frees the frame, unless it is pinned: then
-  // its last Unpin does.
+  // Takes the page, if there is one, out of its table. Frees the frame; if the frame is pinned, its
+  // last Unpin frees it.
   void Drop(PageFrame* frame);
   void Pin(PageFrame* frame) { ++frame->pins; }
   void Unpin(PageFrame* frame);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// RateLimit: so many bytes a second.
+// RateLimit: a limit of transfers in bytes a second.
 #ifndef ATTND_STORAGE_CACHE_RATE_LIMIT_H_
 #define ATTND_STORAGE_CACHE_RATE_LIMIT_H_
 
@@ -12,7 +12,7 @@
 
 namespace attnd::storage {
 
-// Thread-safe. What was not used is not saved up for more than kBurst.
+// Thread-safe. Unused time is saved up for kBurst at most.
 class RateLimit {
  public:
   using Clock = std::chrono::steady_clock;
@@ -20,7 +20,7 @@ class RateLimit {
   // 0: no limit.
   explicit RateLimit(uint64_t bytes_per_s) : bytes_per_s_(bytes_per_s) {}
 
-  // When a transfer of `bytes`, asked for now, may begin; later ones begin behind it.
+  // When a transfer of `bytes`, asked for now, may begin; transfers asked for later begin after it.
   Clock::time_point Book(uint64_t bytes, Clock::time_point now) {
     if (bytes_per_s_ == 0) return now;
     MutexLock lock(mutex_);

@@ -22,7 +22,7 @@ namespace attnd::storage {
 
 inline constexpr uint32_t kCatalogueFormat = 1;
 
-// Limits on what a record may say; a record beyond them is none.
+// Limits on the fields of a record; a record beyond them is invalid.
 inline constexpr uint64_t kNumberMax = (uint64_t{1} << 63) - 1;  // files and sequences, from 1 on
 inline constexpr uint64_t kFileBytesMax = uint64_t{1} << 60;     // from kBlockBytes on
 inline constexpr uint64_t kPositionMax = uint64_t{1} << 48;      // sums of two do not overflow
@@ -56,8 +56,8 @@ struct SequenceRecord {
   bool operator==(const SequenceRecord&) const = default;
 };
 
-// Done together, or not at all; at most kChangesMax of them. What is both added and dropped is
-// there afterwards.
+// Changes that are made together, or not at all; at most kChangesMax of them. A record that is both
+// added and dropped is there afterwards.
 struct CatalogueChanges {
   std::vector<SegmentRecord> segments;    // added, or replacing those with their chain
   std::vector<SequenceRecord> sequences;  // added, or replacing those with their id
@@ -67,11 +67,12 @@ struct CatalogueChanges {
 
 // Thread-safe. Errors, of every method: DataLoss if RocksDB finds its files damaged, a record
 // cannot be read, naming it, or a change that was acknowledged is missing; ResourceExhausted for a
-// full disk; Unavailable for any other fault. After the last two it works again once the fault has
-// gone.
+// full disk; Unavailable for any other fault. After the last two errors the catalogue works again
+// once the fault is gone.
 class Catalogue {
  public:
-  // kReadOnly: as it is now, what is committed later is not seen; takes no lock, writes nothing.
+  // kReadOnly: the catalogue as it is at Open, without later commits; takes no lock, writes
+  // nothing.
   enum class Mode { kReadWrite, kReadOnly };
   // Opens the catalogue in `folder`, in kReadWrite making a new one (and the folder, in one that is
   // there) if there is none. FailedPrecondition if it is open for writing already and `mode` is
@@ -81,8 +82,8 @@ class Catalogue {
   virtual ~Catalogue() = default;
 
   // Durable when it returns OK. InvalidArgument names the field of a record that is beyond its
-  // limit, FailedPrecondition in kReadOnly: nothing was done. After another error it may have been
-  // done.
+  // limit; FailedPrecondition in kReadOnly. After these two errors nothing was changed; after
+  // another error the changes may have been made.
   virtual absl::Status Commit(const CatalogueChanges& changes) = 0;
   // NotFound.
   virtual absl::StatusOr<SegmentRecord> FindSegment(const ChainId& chain) const = 0;
@@ -98,13 +99,15 @@ class Catalogue {
   // count beyond 1..kTakenNumbersMax; ResourceExhausted if there are no more; FailedPrecondition in
   // kReadOnly.
   virtual absl::StatusOr<uint64_t> TakeNumbers(uint64_t count) = 0;
-  // None beyond it has ever been given: a file with a greater number is none of this catalogue's.
+  // The greatest number that may have been given: a file with a greater number does not belong to
+  // this catalogue.
   virtual uint64_t LastNumber() const = 0;
   // Numbers up to and with this one are never given; for a catalogue that is made again. Durable;
   // errors as TakeNumbers'.
   virtual absl::Status SkipNumbers(uint64_t last) = 0;
 
-  // How far retention has come, as its owner noted it; nothing: never. Durable.
+  // The point that retention has reached, as NoteRetainedFrom noted it; nothing if it was never
+  // noted. Durable.
   virtual absl::StatusOr<std::optional<uint64_t>> RetainedFrom() const = 0;
   virtual absl::Status NoteRetainedFrom(uint64_t unix_s) = 0;
 };

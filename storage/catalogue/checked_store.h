@@ -1,14 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// CheckedStore: a RocksDB in which damage is found. Knows nothing of what it holds.
+// CheckedStore: a RocksDB in which damage is found. It knows nothing of the values' meaning.
 //
 //   - Each value lies under a CRC32C that covers its key, too.
-//   - Each batch carries a digest of everything that the store then holds, which is compared when
-//   it is
-//     opened: everything is read once. RocksDB takes the end of a damaged list of tables for a
-//     crash, goes on without those that it does not see any more, and says nothing.
-//   - Each batch is numbered and marked (commit_mark.h), so that the last ones do not go missing
-//   either.
+//   - Each batch carries a digest of everything that the store then holds. The digest is compared
+//     when the store is opened and everything is read once. RocksDB takes the end of a damaged list
+//     of tables for a crash, and goes on, without a word, without the tables behind that end.
+//   - Each batch is numbered and marked (commit_mark.h), so that lost last batches are found, too.
 #ifndef ATTND_STORAGE_CATALOGUE_CHECKED_STORE_H_
 #define ATTND_STORAGE_CATALOGUE_CHECKED_STORE_H_
 
@@ -28,10 +26,11 @@
 
 namespace attnd::storage {
 
-// Changes that are done together; of those of one key, the last. One thread at a time.
+// Changes that are made together; of several changes of one key the last one counts. One thread at
+// a time.
 class StoreBatch {
  public:
-  // No key begins with '!': those are the store's own.
+  // No key may begin with '!': such keys are the store's own.
   void Put(const std::string& key, const std::string& value);
   void PutNumber(const std::string& key, uint64_t number);
   void Delete(const std::string& key);
@@ -57,12 +56,12 @@ class CheckedStore {
   // Everything whose key begins with `prefix`, ascending, as of now; `visit` may write.
   using Visit = RocksdbInstance::Visit;
   absl::Status ForEach(char prefix, const Visit& visit) const;
-  // Durable when it returns OK; FailedPrecondition if it was opened for reading. After an error the
-  // batch may have been done.
+  // Durable when it returns OK; FailedPrecondition if the store was opened for reading. After
+  // another error the batch may have been written.
   absl::Status Write(const StoreBatch& batch) ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
-  // What is known of everything but itself; lies under a key of its own.
+  // Describes all values except the digest itself; lies under a key of its own.
   struct Digest {
     uint64_t commits = 0;   // the number of the last one
     uint64_t values = 0;    // how many there are

@@ -40,7 +40,7 @@ class DataFolder {
   // root; DataLoss if the secret's file does not hold a secret, or is missing beside segments,
   // which it named, saying what to do; PermissionDenied if others may read or write it.
   static absl::StatusOr<DataFolder> Open(FileSystem* files, const std::string& root);
-  // The same with a secret that is kept elsewhere: touches nothing but `files`.
+  // A data folder whose secret is kept elsewhere: touches nothing but `files`.
   static absl::StatusOr<DataFolder> OpenWithSecret(FileSystem* files, const std::string& root,
                                                    const Secret& secret);
 
@@ -52,16 +52,17 @@ class DataFolder {
   // Every file in segments/, by ascending number, a temporary one behind the other of its number;
   // names that are none of ours are left out.
   absl::StatusOr<std::vector<StoredFile>> ListSegments() const;
-  // Moves a damaged file out of the way, durably: where nobody reads it and somebody may look at
-  // it. NotFound.
+  // Moves a damaged file to quarantine/, durably: no server reads the file there, and a person may
+  // look at it. NotFound.
   absl::Status Quarantine(uint64_t number) const;
-  // Moves files that nobody seems to need out of the way, durably.
+  // Moves files that no record names to orphans/, durably.
   absl::Status SetAside(const std::vector<uint64_t>& numbers) const;
-  // What was set aside, by ascending number.
+  // The files in orphans/, by ascending number.
   absl::StatusOr<std::vector<StoredFile>> ListOrphans() const;
-  // Moves such files back to where they were, durably. Each must have its place to itself.
+  // Moves files of orphans/ back to their places, durably. No other file may be in such a place.
   absl::Status TakeBack(const std::vector<StoredFile>& orphans) const;
-  // All of them. AlreadyExists, and nothing is moved, if there is a file of such a number again.
+  // Moves all files of orphans/ back. AlreadyExists, and nothing is moved, if there is a file of
+  // one of their numbers again.
   absl::Status TakeBackOrphans() const;
 
  private:

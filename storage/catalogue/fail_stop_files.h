@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// FailStopFiles: the system's files for one opening of RocksDB, which after the first write that
-// fails lie as a crash at that moment would leave them: nothing is written, renamed or removed any
-// more, and RocksDB is told that all is well.
+// FailStopFiles: the system's files for one opening of RocksDB. After the first write that fails,
+// the files stay as a crash at that moment would leave them: nothing is written, renamed or removed
+// any more, but RocksDB is told that every change succeeds.
 //
 // Why: RocksDB 7.8 as Debian builds it ends the process by an assertion when it goes on after a
-// write to its log failed, or only closes it; a full disk would do that. So it never hears of one.
-// Its owner asks fault() before it believes a write, and opens RocksDB again: that is a crash's
-// recovery, which is the path that is trodden most.
+// failed write to its log, or even closes the log; a full disk causes such a failure. So RocksDB
+// never learns of a failed write. Its owner asks fault() before it takes a write for done, and
+// after a fault opens RocksDB again: this is the recovery from a crash, RocksDB's best tested path.
 #ifndef ATTND_STORAGE_CATALOGUE_FAIL_STOP_FILES_H_
 #define ATTND_STORAGE_CATALOGUE_FAIL_STOP_FILES_H_
 
@@ -41,8 +41,8 @@ class WriteFault {
   rocksdb::IOStatus first_ ABSL_GUARDED_BY(mutex_);
 };
 
-// Thread-safe. Reads are the system's. RocksDB's lock is not taken: CommitMark's stands for it, and
-// a RocksDB that was given up may be there still while the next one opens.
+// Thread-safe. Reads are the system's. RocksDB's lock file is not locked: CommitMark's lock takes
+// its place, and a RocksDB that was given up may still be there while the next one opens.
 class FailStopFiles final : public rocksdb::FileSystemWrapper {
  public:
   FailStopFiles() : FileSystemWrapper(rocksdb::FileSystem::Default()) {}

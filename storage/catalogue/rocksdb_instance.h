@@ -24,20 +24,21 @@ class RocksdbInstance {
     kWrite,
     kRead,  // as it is now; writes nothing
   };
-  // Whoever opens one for writing sees to it that he is the only one who uses it.
+  // A caller that opens for writing must see to it that no one else uses the folder.
   static absl::StatusOr<std::shared_ptr<RocksdbInstance>> Open(const std::string& folder,
                                                                Kind kind);
 
-  // OK, or why nothing has been written since: it is to be opened again.
+  // OK, or the fault since which nothing has been written: RocksDB must then be opened again.
   absl::Status fault() const;
-  // From now on it writes nothing, so that another one may be opened. Reads go on.
+  // From now on this instance writes nothing, so that another one may be opened. Reads go on.
   void GiveUp() { files_->Stop(); }
 
   absl::StatusOr<std::string> Get(const std::string& key) const;  // NotFound
   // Keys in [low, high), ascending, as of now.
   using Visit = std::function<absl::Status(const std::string& key, const std::string& value)>;
   absl::Status ForEach(const std::string& low, const std::string& high, const Visit& visit) const;
-  // Done together, or not at all; durable when it returns OK. After an error it is to be given up.
+  // Writes are made together, or not at all; durable when it returns OK. After an error the
+  // instance must be given up.
   absl::Status Write(rocksdb::WriteBatch* batch);
 
  private:

@@ -20,8 +20,8 @@ absl::Status NoSecret(const std::string& path, absl::string_view is);
 // NotFound; DataLoss or PermissionDenied as DataFolder::Open's.
 absl::StatusOr<Secret> ReadSecret(const std::string& path);
 
-// Makes a new one in `folder`, in file `path` of it, which is whole and durable before anybody has
-// the secret. The caller sees to it that nobody else is at it.
+// Makes a new secret in the file `path` of `folder`; the file is whole and durable before the call
+// returns the secret. The caller sees to it that no other process does so at the same time.
 absl::StatusOr<Secret> MakeSecret(FileSystem* files, const std::string& folder,
                                   const std::string& path);
 

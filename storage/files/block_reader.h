@@ -15,14 +15,15 @@
 
 namespace attnd::storage {
 
-// Larger reads are cut into ones of this size, neighbours joined up to it: large enough for a
-// disk's full speed, small enough for many to be under way. Writes are no smaller, but for a file's
-// last.
+// Larger reads are cut into reads of this size, and neighbours are joined up to this size: large
+// enough for a disk's full speed, small enough for many to be under way. Only a file's last write
+// may be smaller.
 inline constexpr uint32_t kTransferBytes = 1u << 18;
-// Of all buffers of a call together, unless one alone must be larger.
+// Bytes of all buffers of a call together, unless one buffer alone must be larger.
 inline constexpr uint64_t kBufferBytesMax = uint64_t{1} << 23;
 
-// Whole blocks of a file. first, count: the job's, which of its things they hold.
+// Whole blocks of a file. first, count: for the job's own use; they say which of its parts or pages
+// the blocks hold.
 struct BlockRead {
   uint64_t offset = 0;
   uint32_t bytes = 0;
@@ -34,11 +35,12 @@ struct BlockRead {
 class ReadJob {
  public:
   virtual ~ReadJob() = default;
-  // The next read; false: there is none any more. Not asked again then.
+  // The next read; false: there are no more reads, and Next is not called again.
   virtual bool Next(BlockRead* read) = 0;
-  // What a read brought; the bytes are gone afterwards. DataLoss: they are not what was written.
+  // Takes the bytes of a read; they are gone afterwards. DataLoss: the bytes are not what was
+  // written.
   virtual absl::Status Take(const BlockRead& read, const std::byte* data) = 0;
-  // What it reads, for messages: "page 3 of layer 0, KV head 1".
+  // What `read` reads, for messages: "page 3 of layer 0, KV head 1".
   virtual std::string Name(const BlockRead& read) const = 0;
 };
 
@@ -48,10 +50,10 @@ struct ReadLimits {
   bool in_order = false;                // Take sees reads in the order of Next
 };
 
-// Runs a job; `queue` must be idle, and is again afterwards. A read that failed, or whose bytes
-// Take refused with DataLoss, is tried once more; then the call ends with DataLoss that names what
-// was read. Other errors: IoQueue's, Take's, `proceed`'s (may be empty); ResourceExhausted if there
-// is no memory for a buffer. Take is not called after an error.
+// Runs a job; `queue` must be idle, and is idle again afterwards. A read that failed, or whose
+// bytes Take refused with DataLoss, is tried once more; then the call ends with DataLoss that names
+// what was read. Other errors: IoQueue's, Take's, `proceed`'s (may be empty); ResourceExhausted if
+// there is no memory for a buffer. Take is not called after an error.
 absl::Status ReadBlocks(const File& file, IoQueue* queue, const ReadLimits& limits,
                         const Proceed& proceed, ReadJob* job);
 

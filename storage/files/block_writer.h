@@ -21,8 +21,8 @@
 namespace attnd::storage {
 
 // One thread at a time. After an error nothing more is written, and every call returns that error.
-// Nothing is written twice: a file whose write failed is thrown away. All must outlive it; waits
-// for what is under way when destroyed.
+// Nothing is written twice: a file whose write failed is thrown away. All arguments must outlive
+// the writer, which waits for writes under way when destroyed.
 class BlockWriter {
  public:
   // Writes from the file's beginning on. The queue must be idle. ResourceExhausted: no memory.
@@ -32,14 +32,14 @@ class BlockWriter {
   BlockWriter(const BlockWriter&) = delete;
   BlockWriter& operator=(const BlockWriter&) = delete;
 
-  // Copies the bytes and adds them to the checksum: those that will be written, so that the two
-  // agree even if the caller's memory changes meanwhile.
+  // Copies the bytes and adds the copy to the checksum, so that checksum and file agree even if the
+  // caller's memory changes meanwhile.
   absl::Status Append(const std::byte* data, uint64_t bytes, Checksum* checksum);
-  // The same of bytes that nobody changes before Finish returns or the writer is destroyed: whole
+  // Append for bytes that do not change before Finish returns or the writer is destroyed: whole
   // blocks at a block's address, behind whole blocks, are written from where they lie. Copying
   // would be most of what writing a segment costs the processor.
   absl::Status AppendLasting(const std::byte* data, uint64_t bytes, Checksum* checksum);
-  // Zeros up to the next block; they are added, too.
+  // Appends zeros up to the next block, and adds them to the checksum.
   absl::Status Pad(Checksum* checksum);
   // After Pad: returns when everything is written.
   absl::Status Finish();

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Checksum: the CRC32C under which every byte of a segment file lies. It begins with whom the bytes
-// belong to, so that bytes that are right but lie in the wrong place, or in the wrong file, are
-// found like wrong ones (docs/FORMAT.md, "Checksums").
+// Checksum: the CRC32C under which every byte of a segment file lies. It begins with the identity
+// of the bytes' owner (chain, part, head, page), so that right bytes in the wrong place, or in the
+// wrong file, are found like wrong bytes (docs/FORMAT.md, "Checksums").
 #ifndef ATTND_STORAGE_FILES_CHECKSUM_H_
 #define ATTND_STORAGE_FILES_CHECKSUM_H_
 

@@ -3,9 +3,9 @@
 // SegmentFile: one segment on disk, immutable and self-describing. docs/FORMAT.md has every byte.
 //
 // A file knows nothing of attention: it holds, for each (layer, KV head), an index of some bytes
-// and a run of pages, and some metadata that its owner understands. Every byte lies under a CRC32C,
-// and those of indexes and pages cover who they belong to as well, so that a block that the disk
-// read from, or wrote to, the wrong place is found.
+// and a run of pages, and some metadata that its owner understands. Every byte lies under a CRC32C.
+// A checksum also covers what its bytes belong to (checksum.h), so that a block that the disk read
+// from, or wrote to, the wrong place is found.
 #ifndef ATTND_STORAGE_FILES_SEGMENT_FILE_H_
 #define ATTND_STORAGE_FILES_SEGMENT_FILE_H_
 
@@ -34,13 +34,14 @@ enum class SegmentKind : uint32_t {
   kTail = 2,      // a sealed sequence's tokens behind its last segment, in token order
 };
 
-// Limits on what a header may say; a file beyond them is none.
+// Limits on the numbers of a header; a file beyond them is no segment file.
 inline constexpr uint32_t kFileHeadsMax = 1u << 20;
 inline constexpr uint64_t kIndexHeadBytesMax = uint64_t{1} << 32;
 inline constexpr uint32_t kPageBytesMax = 1u << 20;
 inline constexpr uint32_t kPagesMax = 1u << 16;  // of one (layer, KV head)
 inline constexpr uint32_t kMetadataBytesMax = 1u << 24;
-// Of indexes and pages together: an open file holds theirs in memory, 4 bytes each.
+// The most checksums of indexes and pages together: an open file holds them in memory, 4 bytes
+// each.
 inline constexpr uint64_t kFileChecksumsMax = uint64_t{1} << 26;
 
 struct SegmentFileHeader {
@@ -61,8 +62,8 @@ struct SegmentFileHeader {
   bool operator==(const SegmentFileHeader&) const = default;
 };
 
-// What a file is written from, by number of the head: layer * kv_heads + KV head. Memory of any
-// alignment, good until the next call.
+// The contents that a file is written from, by number of the head: layer * kv_heads + KV head. The
+// memory may have any alignment, and is valid until the next call.
 class SegmentSource {
  public:
   virtual ~SegmentSource() = default;
@@ -73,7 +74,7 @@ class SegmentSource {
   virtual bool pages_last() const { return false; }
 };
 
-// Asked between transfers; its error ends the call. Empty: nobody is asked.
+// Called between transfers; its error ends the call. May be empty.
 using Proceed = std::function<absl::Status()>;
 
 // Bytes of the file that such a header gives; InvalidArgument names the field beyond its limit.

@@ -57,7 +57,7 @@ uint64_t PageChecksumAt(const SegmentFileHeader& header, uint64_t head, uint32_t
 using Block = std::span<std::byte, kBlockBytes>;
 using ConstBlock = std::span<const std::byte, kBlockBytes>;
 
-// What the first block says.
+// The content of the first block.
 struct DecodedHeader {
   SegmentFileHeader header;  // without metadata: that lies elsewhere
   SegmentLayout layout;
@@ -80,8 +80,8 @@ uint32_t EncodeFooter(const DecodedHeader& header, uint32_t table_checksum, Bloc
 absl::StatusOr<DecodedHeader> DecodeHeader(ConstBlock block);
 absl::StatusOr<DecodedFooter> DecodeFooter(ConstBlock block, const DecodedHeader& header);
 
-// The same, but for comparing the block with its own checksum: for fuzzing, as a fuzzer that had to
-// guess checksums would never see what lies behind them.
+// These decode without comparing the block with its own checksum: for fuzzing, as a fuzzer that had
+// to guess checksums would never reach the code behind the comparison.
 absl::StatusOr<DecodedHeader> DecodeHeaderUnchecked(ConstBlock block);
 absl::StatusOr<DecodedFooter> DecodeFooterUnchecked(ConstBlock block, const DecodedHeader& header);
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// FileSystem and File: what storage asks of a disk, but for reading and writing bytes, which
-// io_queue does. A seam: tests put a double in its place that forgets what was not synced.
+// FileSystem and File: all that storage asks of a disk, except reading and writing bytes, which
+// io_queue does. A seam: tests replace the file system by a double that forgets bytes that were not
+// synced.
 #ifndef ATTND_STORAGE_IO_FILE_SYSTEM_H_
 #define ATTND_STORAGE_IO_FILE_SYSTEM_H_
 
@@ -25,8 +26,9 @@ class File {
   virtual ~File() = default;
   virtual int fd() const = 0;
   virtual uint64_t bytes() const = 0;  // when it was opened, or that it was created with
-  // Returns when what was written is on the disk (fdatasync). After an error nobody knows what is
-  // there: the file must be thrown away. Asked again, it says the same and asks nobody.
+  // Returns when all written bytes are on the disk (fdatasync). After an error the content on the
+  // disk is unknown: the file must be thrown away. A further call returns the first call's error
+  // without a sync.
   virtual absl::Status Sync() = 0;
 };
 
@@ -52,8 +54,8 @@ class FileSystem {
   virtual absl::Status Rename(const std::string& from, const std::string& to) = 0;
   virtual absl::Status SyncFolder(const std::string& folder) = 0;
   virtual absl::Status Remove(const std::string& path) = 0;
-  // With its parents, mode 0700; one that is there is fine. Parents that it made are durable when
-  // it returns, the folder itself after SyncFolder of its parent.
+  // Makes a folder and its parents, mode 0700; a folder that exists is no error. Parents that were
+  // made are durable when the call returns, the folder itself after SyncFolder of its parent.
   virtual absl::Status MakeFolder(const std::string& folder) = 0;
   // By ascending name, without "." and "..".
   virtual absl::StatusOr<std::vector<FolderEntry>> List(const std::string& folder) = 0;

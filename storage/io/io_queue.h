@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // IoQueue: reads and writes of whole blocks, many at a time: over io_uring, or over threads with
-// pread and pwrite where that is refused or not wanted.
+// pread and pwrite where io_uring is refused or not wanted.
 #ifndef ATTND_STORAGE_IO_IO_QUEUE_H_
 #define ATTND_STORAGE_IO_IO_QUEUE_H_
 
@@ -52,8 +52,9 @@ class IoQueue {
   virtual uint32_t depth() const = 0;    // requests that may be under way
   virtual uint32_t in_flight() const = 0;
 
-  // Starts them. InvalidArgument for a misaligned request, ResourceExhausted if there is no room
-  // for all of them, Unavailable once the system takes no more: none has been started then.
+  // Starts the requests. InvalidArgument for a misaligned request, ResourceExhausted if there is no
+  // room for all requests, Unavailable once the system takes no more. On an error no request has
+  // been started.
   virtual absl::Status Submit(std::span<const IoRequest> requests) = 0;
   // What has completed, at most done.size() of them; waits for the first one, if any is under way,
   // no longer than `wait`. Every request completes exactly once.

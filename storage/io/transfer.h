@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What all queues share: the checks of requests, and the account of one request on its way.
+// Code that all queues share: the checks of requests, and the state of one request under way.
 #ifndef ATTND_STORAGE_IO_TRANSFER_H_
 #define ATTND_STORAGE_IO_TRANSFER_H_
 
@@ -32,18 +32,18 @@ std::chrono::steady_clock::time_point PollDeadline(std::chrono::microseconds wai
 // Invariant: rest() begins and ends at multiples of kBlockBytes, as the request does.
 class Transfer {
  public:
-  // Answers in a row that bring nothing: so many are borne.
+  // How many answers in a row may transfer nothing before the request fails.
   static constexpr uint32_t kFruitlessMax = 1000;
 
   Transfer() = default;
   explicit Transfer(const IoRequest& request) : rest_(request) {}
 
   const IoRequest& rest() const { return rest_; }
-  // From now on nothing is asked for again.
+  // From now on the queue asks the system for no further part.
   void Cancel() { cancelled_ = true; }
   // result: bytes transferred of rest(), or a negative errno. Nothing: ask for rest() now.
   std::optional<IoCompletion> Take(int64_t result);
-  // Its end for a reason of the queue's own.
+  // The completion for a request that the queue ends for a reason of its own.
   IoCompletion Fail(absl::Status status) const { return {rest_.tag, std::move(status)}; }
 
  private:

@@ -37,7 +37,7 @@ using attention::test::TestSeed;
 using attention::test::TestSequence;
 using testing::HasSubstr;
 
-// 512 tokens in a segment and 100 behind it, two layers: 0.6 MiB of mirrors.
+// 512 tokens in a segment and 100 behind it, two layers: 0.6 MiB of device copies.
 TestSequence SmallSequence(uint64_t seed) {
   SequenceSpec spec;
   spec.shape = MakeShape(4, 2, 64, 64, DType::kBf16, 2);

@@ -19,8 +19,8 @@ constexpr uint32_t kBlockTokens = kWarps * kWarpTokens;
 constexpr uint32_t kBuffers = 3;
 
 // Columns: of 8 clusters, scored together. Keys take kHeadDim / 2 registers of a thread and scores
-// 8 of each column, so that small heads leave room for two blocks: one loads its keys while the
-// other computes.
+// 8 of each column, so that small heads leave room for two thread blocks: one loads its keys while
+// the other computes.
 template <uint32_t kHeadDim>
 struct Tuning {
   static constexpr uint32_t kColumns = 4;

@@ -24,7 +24,7 @@
 namespace attnd::gpu::cuda {
 
 inline constexpr uint32_t kTileClusters = 64;       // of one buffer of the assignment's ring
-inline constexpr uint32_t kMeanChunkTokens = 1024;  // of one block, summing keys
+inline constexpr uint32_t kMeanChunkTokens = 1024;  // of one thread block, summing keys
 
 struct HeadScale {
   float to_unit;        // key * to_unit is about 1 at most

@@ -168,7 +168,8 @@ __global__ void __launch_bounds__(Shape::kHeadDim)
   if (threadIdx.x == 0) *head.At<HeadScale>(plan.layout.scale) = scale;
 }
 
-// Block b: places [b % blocks * kSeedBlockClusters, + kSeedBlockClusters) of head b / blocks.
+// Thread block b: places [b % blocks * kSeedBlockClusters, + kSeedBlockClusters) of head b /
+// blocks.
 template <typename Shape>
 __global__ void __launch_bounds__(kThreads)
     SeedKernel(const __grid_constant__ IndexPlan plan, uint32_t blocks) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Tokens by cluster: a stable counting sort of one head by one block. Each warp counts its own run
-// of tokens, so that no order of arrival shows in the result.
+// Tokens by cluster: a stable counting sort of one head by one thread block. Each warp counts its
+// own run of tokens, so that no order of arrival shows in the result.
 #include "gpu/cuda/index/index_kernels.cuh"
 
 namespace attnd::gpu::cuda {
@@ -10,7 +10,8 @@ namespace {
 constexpr uint32_t kWarps = 16;
 constexpr uint32_t kThreads = kWarps * 32;
 
-// Exclusive prefix sum over the block's threads; *total gets the sum. sums: shared, [kWarps].
+// Exclusive prefix sum over the thread block's threads; *total gets the sum. sums: shared,
+// [kWarps].
 __device__ __forceinline__ uint32_t BlockPrefix(uint32_t value, uint32_t* sums, uint32_t* total) {
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint32_t prefix = value;

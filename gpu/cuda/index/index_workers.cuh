@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Who works on a cluster: one warp, as most clusters have about 16 members, or all warps of the
-// block for the few that have very many. Which of the two depends on the size alone, and parts are
-// summed in warp order, so that results do not depend on timing.
+// thread block for the few that have very many. Which of the two depends on the size alone, and
+// parts are summed in warp order, so that results do not depend on timing.
 #ifndef ATTND_GPU_CUDA_INDEX_INDEX_WORKERS_CUH_
 #define ATTND_GPU_CUDA_INDEX_INDEX_WORKERS_CUH_
 
@@ -12,7 +12,7 @@ namespace attnd::gpu::cuda {
 
 inline constexpr uint32_t kBlockWarps = 8;        // of a thread block
 inline constexpr uint32_t kBlockClusters = 32;    // that a thread block works on
-inline constexpr uint32_t kWarpMembersMax = 512;  // a cluster of more is the whole block's work
+inline constexpr uint32_t kWarpMembersMax = 512;  // larger clusters are a whole thread block's work
 
 struct MemberRange {
   uint32_t begin, end;
@@ -54,7 +54,7 @@ struct WholeBlock {
 };
 
 // Calls work(workers, cluster, begin, end) for clusters [first, last): once by one warp, or once by
-// each of the block's warps. starts: [last + 1], the members' places.
+// each of the thread block's warps. starts: [last + 1], the members' places.
 template <typename Work>
 __device__ __forceinline__ void ForClusters(uint32_t first, uint32_t last, const uint32_t* starts,
                                             Work work) {

@@ -283,7 +283,7 @@ class PageReader {
   float factor_;
 };
 
-// Shared memory of merging a block's warps, in the place of their rings.
+// Shared memory for merging a thread block's warps, in the place of their rings.
 template <int kValueDim>
 struct MergeMemory {
   float max[kAttendWarps][kLanes];
@@ -310,7 +310,7 @@ __device__ __forceinline__ uint32_t WarpRing(uint32_t ring_bytes) {
   return threadIdx.x / 32 * ring_bytes;
 }
 
-// Merges the block's warps, in their order, into lanes [0, lanes) of `out`
+// Merges the thread block's warps, in their order, into lanes [0, lanes) of `out`
 // [kLanes][kStateHead + kValueDim].
 template <int kValueDim>
 __device__ __forceinline__ void StoreState(const WarpState<kValueDim>& state,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A unit's whole step by one cooperative group, a thread-block cluster, without the stages: what
+// A unit's whole step by one cooperative group, a thread block cluster, without the stages: what
 // would pass between stages stays in the cluster's shared memory or in the second-level cache, and
 // no unit waits for another. A step of a few long rows then takes one launch, where the stages'
 // launches, and their waits for each other's last thread block, took as long as the reading.
@@ -95,7 +95,7 @@ class CoopStep {
  private:
   enum Pages : uint32_t { kSink, kTail, kChosen, kPages };
 
-  // The unit's queries, as every block needs them.
+  // The unit's queries, as every thread block needs them.
   __device__ __forceinline__ void Prepare() {
     auto* queries = reinterpret_cast<TileQueries<kKeyDim>*>(block_memory);
     WriteFragments<T, kKeyDim, kCoopWarps>(step_, unit_, /*tile=*/0, queries, memory_.fragments);
@@ -122,7 +122,7 @@ class CoopStep {
     ShareTotals(totals);
   }
 
-  // Brings the warps' totals together, and the blocks': the scales of weights.
+  // Combines the totals of the warps, then of the thread blocks: the scales of weights.
   __device__ __forceinline__ void ShareTotals(Totals (&totals)[2]) {
     auto* of_warps = reinterpret_cast<float4(*)[kLanes]>(block_memory);
     const uint32_t g = threadIdx.x % 32 / 4, lane = threadIdx.x % kLanes;
@@ -177,7 +177,7 @@ class CoopStep {
     ThreadBlockCluster::Sync();  // fates and chosen tokens
   }
 
-  // State number of this block's `kind`-th.
+  // State number of this thread block's `kind`-th.
   __device__ __forceinline__ void Store(const WarpState<kValueDim>& state, const EstimateSums& sums,
                                         uint32_t kind) const {
     constexpr uint32_t kFloats = StateFloats(kValueDim);
@@ -250,7 +250,7 @@ class CoopStep {
     }
   }
 
-  // The blocks take turns at lanes.
+  // The thread blocks take turns at lanes.
   __device__ __forceinline__ void Answer() {
     auto* memory = reinterpret_cast<CoopMergeMemory<kValueDim>*>(block_memory);
     for (uint32_t lane = ThreadBlockCluster::rank(); lane < step_.group;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The cooperative groups that work on one unit: one thread block, or the thread blocks of a
-// thread-block cluster, each of which can write the others' shared memory (compute capability 9.0
+// thread block cluster, each of which can write the others' shared memory (compute capability 9.0
 // and later). "Cluster" alone means a cluster of keys here.
 //
 // A cooperative group's warps are numbered through its thread blocks. Sync waits for all its
@@ -65,7 +65,8 @@ class ThreadBlockCluster {
   static __device__ __forceinline__ void Wait() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
   }
-  // Puts a word into the same place of another block's shared memory; to be followed by Sync.
+  // Puts a word into the same place of another thread block's shared memory; to be followed by
+  // Sync.
   static __device__ __forceinline__ void Write(float4* place, float4 word, uint32_t rank) {
     asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(Remote(place, rank)),
                  "f"(word.x), "f"(word.y), "f"(word.z), "f"(word.w)

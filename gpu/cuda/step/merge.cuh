@@ -50,7 +50,7 @@ struct MergeLaneMemory {
   float values[2][kMergeWarps][kValueDim];  // of the zones, of the other states
 };
 
-// The states of one lane of one tile, merged by one block. Heads are read first, so that the
+// The states of one lane of one tile, merged by one thread block. Heads are read first, so that the
 // values' loads wait for nothing; each warp takes every kMergeWarps-th state, and the warps' sums
 // are added in their order.
 template <int kValueDim>
@@ -175,7 +175,7 @@ class LaneMerger {
   MergeLaneMemory<kValueDim>* const memory_;
 };
 
-// Sums of the squares of two numbers over the block's threads.
+// Sums of the squares of two numbers over the thread block's threads.
 template <uint32_t kWarps>
 __device__ __forceinline__ float2 SquaredNorms(float x, float y, float2 (&memory)[kWarps]) {
   float2 sum = make_float2(x * x, y * y);
@@ -242,7 +242,7 @@ __device__ __forceinline__ void WriteAnswer(const StepHeader& step, const LanePl
   __syncthreads();
 }
 
-// One block answers one query of one head.
+// One thread block answers one query of one head.
 template <int kValueDim>
 __device__ __forceinline__ void AnswerLane(const StepHeader& step, const LanePlace& place,
                                            const LaneStates& states, const LaneScale* scale,

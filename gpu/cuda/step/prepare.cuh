@@ -76,7 +76,7 @@ __device__ __forceinline__ void LoadLane(const StepHeader& step, const LanePlace
   }
 }
 
-// One block of kWarps writes a tile's fragments to `words`. tile: in shared memory.
+// One thread block of kWarps warps writes a tile's fragments to `words`. tile: in shared memory.
 template <typename T, int kDim, uint32_t kWarps>
 __device__ __forceinline__ void WriteFragments(const StepHeader& step, const UnitPlace& unit,
                                                uint32_t tile_of_unit, TileQueries<kDim>* tile,

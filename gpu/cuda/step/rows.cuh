@@ -11,9 +11,9 @@
 
 namespace attnd::gpu {
 
-// A block's shared memory, where warps have their rings. Places in it are byte offsets. It is read
-// by plain loads, not by assembly, so that the compiler may bring them forward as far as the waits
-// for copies allow: with volatile ones, score was bound by their latency one after the other.
+// A thread block's shared memory, where warps have their rings. Places in it are byte offsets. It
+// is read by plain loads, not by assembly, so that the compiler may move them forward as far as the
+// waits for copies allow: with volatile ones, score was bound by their latency one after the other.
 extern __shared__ __align__(128) std::byte block_memory[];
 
 __device__ __forceinline__ uint32_t SharedAddress(uint32_t offset) {

@@ -243,7 +243,7 @@ __device__ __forceinline__ void StoreTotals(Totals (&totals)[2], float* partials
   }
 }
 
-// What becomes of a chunk's totals: the score stage stores them, a warp of a thread-block cluster
+// What becomes of a chunk's totals: the score stage stores them, a warp of a thread block cluster
 // adds them up.
 struct StoreEach {
   const StepHeader& step;

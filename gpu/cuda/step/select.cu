@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The select and the measure stage: what of a unit's clusters is read exactly. One block works on
-// one unit, as its cut needs all of the unit's scores.
+// The select and the measure stage: which of a unit's clusters are read exactly. One thread block
+// works on one unit, as its cut needs all of the unit's scores.
 #include <cstdint>
 
 #include "gpu/cuda/step/matrix.cuh"
@@ -151,7 +151,7 @@ __device__ void QueuePieces(const StepHeader& step, const UnitPlace& unit, UnitR
 
 // ---- kernels ----
 
-// One block selects one unit's clusters; of units with a tolerance it marks only the floor.
+// One thread block selects one unit's clusters; of units with a tolerance it marks only the floor.
 __global__ void __launch_bounds__(kSelectThreads)
     SelectKernel(const __grid_constant__ StepHeader step) {
   __shared__ BlockMemory memory;
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kSelectThreads)
   QueuePieces(step, unit, selector.Select(), &memory);
 }
 
-// One block weighs the errors of one unit with a tolerance, and chooses.
+// One thread block weighs the errors of one unit with a tolerance, and chooses its clusters.
 template <int kValueDim>
 __global__ void __launch_bounds__(kSelectThreads)
     MeasureKernel(const __grid_constant__ StepHeader step) {

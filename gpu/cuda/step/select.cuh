@@ -32,7 +32,7 @@ using Weight64 = unsigned long long;
 // Keys that one warp decides between alone.
 inline constexpr uint32_t kUndecidedMax = 128;
 
-// In the shared memory of each block.
+// In the shared memory of each thread block.
 template <typename Threads>
 struct SelectMemory {
   Weight64 parts[2][Threads::kWarpsMax];  // of its warps; used in turn, so that one wait a sum
@@ -106,8 +106,8 @@ class CoopSums {
     return SumOverWarp(before) + sum - x;
   }
 
-  // The keys of which keep is true, into list[] of each block, in the order of
-  // threads; returns how many there are.
+  // The keys of which keep is true, into list[] of each thread block, in the order of threads;
+  // returns how many there are.
   template <typename Keys, typename Keep>
   __device__ uint32_t Gather(const Keys& keys, Keep keep, uint32_t* list) {
     uint32_t count = 0;
@@ -126,9 +126,9 @@ class CoopSums {
   }
 
  private:
-  // Each warp's word goes to every block; returns them all. What a warp read of the words of the
-  // use before last was read before it sent its own of the last: so no word is overwritten too
-  // early.
+  // Each warp's word goes to every thread block; returns all words. What a warp read of the words
+  // of the use before last was read before it sent its own of the last: so no word is overwritten
+  // too early.
   __device__ __forceinline__ const Weight64* Publish(Weight64 of_warp) {
     const uint32_t turn = uses_ & 1;
     Weight64* parts = memory_->parts[turn];
@@ -157,7 +157,8 @@ class CoopSums {
 
 // The keys of a unit's slots. The cooperative group goes through them in passes of so many that
 // each thread has at most one group of Threads::kGroupSlots neighbours in a pass; a pass is shared
-// evenly by the blocks. A row of several passes keeps its keys in memory, but for the first pass's.
+// evenly by the thread blocks. A row of several passes keeps its keys in memory, but for the first
+// pass's.
 template <typename Threads>
 class RankedKeys {
  public:
@@ -250,7 +251,8 @@ class KeyFinder {
  public:
   using Sum = typename Weigh::Sum;
 
-  // undecided: [kUndecidedMax] in the same place of each block's shared memory. bits: of the keys.
+  // undecided: [kUndecidedMax] in the same place of each thread block's shared memory. bits: of the
+  // keys.
   __device__ KeyFinder(const RankedKeys<Threads>& keys, Sum limit, Weigh weigh,
                        CoopSums<Threads>* sums, SelectMemory<Threads>* memory, uint32_t* undecided,
                        uint32_t bits)
@@ -322,7 +324,7 @@ class KeyFinder {
     }
   }
 
-  // By one warp of each block, when few are undecided.
+  // By one warp of each thread block, when few keys are undecided.
   __device__ void DecideTheRest(Narrowed<Sum>* cut) {
     const uint32_t range = ~0u >> (32 - cut->bits);
     const auto undecided = [&](uint32_t k) {

@@ -36,8 +36,8 @@ inline constexpr int kScoreBlocks = kKeyDim <= 64    ? 4
 
 // ---- kernels ----
 
-// The next of `count` pieces that no block has taken, from `cursor`. Which block takes a piece
-// changes nothing in it, and a block that was slow takes fewer.
+// The next of `count` pieces that no thread block has taken, from `cursor`. A piece's result does
+// not depend on the thread block that takes it, and a slow thread block takes fewer pieces.
 __device__ __forceinline__ uint32_t TakePiece(uint32_t* cursor) {
   __shared__ uint32_t taken;
   __syncthreads();
@@ -89,8 +89,8 @@ __global__ void __launch_bounds__(kAttendWarps * 32, (kAttendBlocks<kKeyDim, kVa
   }
 }
 
-// A block a piece of a tile, pieces fastest. all: of units with a tolerance, every cluster,
-// whatever became of it.
+// A thread block for each piece of a tile, pieces fastest. all: of units with a tolerance, every
+// cluster, whatever became of it.
 template <typename T, int kValueDim>
 __global__ void __launch_bounds__(kAttendWarps * 32, (kEstimateBlocks<kValueDim>))
     EstimateKernel(const __grid_constant__ StepHeader step, bool all) {
@@ -161,7 +161,7 @@ cudaError_t LaunchMerge(const StepHeader& step, cudaStream_t stream) {
   return cudaPeekAtLastError();
 }
 
-// How cooperative groups of some size are launched: each is a thread-block cluster.
+// How cooperative groups of some size are launched: each is a thread block cluster.
 class ClusterLaunch {
  public:
   // overlap: beside the end of the kernel before, which lets it.
