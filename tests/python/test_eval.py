@@ -85,12 +85,18 @@ def test_dense_agrees_with_local_dense(tiny, server, tmp_path):
     assert result["agreement"] == 1 and result["clear_disagreements"] == 0
     assert result["relative_error"] < 1e-5
     assert result["read_fraction"] == 1 and result["predicted_error"] in (0, None)
+    own = ("read_fraction", "minus_dense")
     answers = {
-        task: {name: x for name, x in figures.items() if name != "read_fraction"}
+        task: {name: x for name, x in figures.items() if name not in own}
         for task, figures in result["tasks"].items()
     }
     assert answers == result["local_dense"]
     assert all(figures["read_fraction"] == 1 for figures in result["tasks"].values())
+    minus_dense = {task: figures["minus_dense"] for task, figures in result["tasks"].items()}
+    assert minus_dense == {
+        "niah": {"mean": 0, "low": 0, "high": 0},
+        "top": {"mean": 0, "low": None, "high": None},  # of a single text
+    }
     assert {task: figures["answers"] for task, figures in result["tasks"].items()} == {
         "niah": 26,
         "top": 13,

@@ -6,10 +6,12 @@ A result, one for each --policy:
     policy, length, dtype, batch    what was evaluated
     commit          of the checkout in which the program ran (attnd.eval.commit); null in none
     tasks           {"niah": {"accuracy", "answers", "right_of_sequence", "answers_of_sequence",
-                    "read_fraction"}, ...}: answer tokens whose arg-max logit is right, through
-                    attnd, in all and of each sequence; tokens read as below
-    local_dense     the same with dense attention in local memory over KV rounded to --dtype, as
-                    attnd holds it: what differs between the two is attention, not rounding
+                    "read_fraction", "minus_dense"}, ...}: answer tokens whose arg-max logit is
+                    right, through attnd, in all and of each sequence; tokens read as below;
+                    {"mean", "low", "high"} of the accuracy less local_dense's, paired by
+                    sequence, with 95% bounds (attnd.eval.paired), null of a single sequence
+    local_dense     the first four with dense attention in local memory over KV rounded to --dtype,
+                    as attnd holds it: what differs between the two is attention, not rounding
     agreement       share of answer tokens that are equal in both, right or wrong
     answers         answer tokens in all
     clear_answers   those whose two largest local logits differ by more than 1e-4
