@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ import grammar
 from transformer import Transformer
 
 DRAWN_SEED = 99
+GRAMMAR_TASKS = [task.name.lower() for task in grammar.Task]
 # Float32 attention holds all scores of a batch: its texts times their length squared stay below.
 SCORES_MAX = 16384**2
 
@@ -36,6 +37,12 @@ def predict(model: Transformer, tokens: Tensor, answers: Tensor) -> Tensor:
         hidden = model.model(some)[:, :-1][marked[:, 1:]]
         predicted.append(model.logits(hidden).argmax(-1))
     return torch.cat(predicted)
+
+
+def read_task_names(path: pathlib.Path) -> list[str]:
+    """What the numbers of an evaluation set's tasks mean; a set without names has the grammar's."""
+    with np.load(path) as data:
+        return data["task_names"].tolist() if "task_names" in data else GRAMMAR_TASKS
 
 
 def read_set(path: pathlib.Path, length: int, device: str) -> grammar.Batch:
@@ -60,15 +67,15 @@ def draw_sets(lengths: Iterable[int], texts: int, device: str) -> Iterator[gramm
         )
 
 
-def table_head(title: str) -> str:
-    names = " | ".join(task.name.lower() for task in grammar.Task)
-    return f"\n{title}\n\n| length | {names} | answer tokens |\n|---|---|---|---|---|---|"
+def table_head(title: str, names: Sequence[str]) -> str:
+    head = f"| length | {' | '.join(names)} | answer tokens |"
+    return f"\n{title}\n\n{head}\n|{'---|' * (len(names) + 2)}"
 
 
-def table_row(batch: grammar.Batch, predicted: Tensor) -> str:
+def table_row(batch: grammar.Batch, predicted: Tensor, names: Sequence[str]) -> str:
     right = predicted == batch.tokens[batch.answers]
     tasks = batch.tasks[batch.answers]
-    cells = [f"{right[tasks == task].float().mean().item():.3f}" for task in grammar.Task]
+    cells = [f"{right[tasks == task].float().mean().item():.3f}" for task in range(len(names))]
     return f"| {batch.tokens.shape[1]} | {' | '.join(cells)} | {len(right)} |"
 
 
@@ -95,20 +102,23 @@ def main() -> None:
     torch.set_float32_matmul_precision("highest")
     model = Transformer.load(options.model, max(lengths)).to(options.device).eval()
 
-    print(table_head(f"{options.model.name} on {options.eval_set.name}"))
+    names = read_task_names(options.eval_set)
+    print(table_head(f"{options.model.name} on {options.eval_set.name}", names))
     said = {}
     for length in lengths:
         batch = read_set(options.eval_set, length, options.device)
         predicted = predict(model, batch.tokens, batch.answers)
         said[f"answers_{length}"] = predicted.cpu().numpy().astype(np.int16)
-        print(table_row(batch, predicted), flush=True)
+        print(table_row(batch, predicted, names), flush=True)
     if options.answers:
         np.savez(options.answers, **said)
 
     if options.drawn:
-        print(table_head(f"{options.model.name} on {options.drawn} drawn texts of each task"))
+        title = f"{options.model.name} on {options.drawn} drawn texts of each task"
+        print(table_head(title, GRAMMAR_TASKS))
         for batch in draw_sets(lengths, options.drawn, options.device):
-            print(table_row(batch, predict(model, batch.tokens, batch.answers)), flush=True)
+            predicted = predict(model, batch.tokens, batch.answers)
+            print(table_row(batch, predicted, GRAMMAR_TASKS), flush=True)
 
 
 if __name__ == "__main__":

@@ -205,20 +205,20 @@ class TextGenerator:
         value = self._words(VALUES, *shape, 2)
 
         chosen = kinds == Kind.ASSIGNMENT
-        order, places = _ordered(chosen)
+        order, places = ordered(chosen)
         referred = places.gather(1, (order - CHAINS).clamp(min=0))
-        assigned = torch.where((order >= CHAINS)[..., None], _at(name, referred), value)
-        root = _at(value, places.gather(1, order.clamp(min=0) % CHAINS))
+        assigned = torch.where((order >= CHAINS)[..., None], at(name, referred), value)
+        root = at(value, places.gather(1, order.clamp(min=0) % CHAINS))
         references = order // CHAINS
-        _write(slots, chosen, Token.LET, name, Token.IS, assigned, Token.DOT)
+        write(slots, chosen, Token.LET, name, Token.IS, assigned, Token.DOT)
 
         chosen = kinds == Kind.PURCHASE
-        order, places = _ordered(chosen)
-        previous = _at(name, places.gather(1, (order - 1).clamp(min=0)))
-        _write(slots, chosen, Token.BUY, name, Token.AT, value[..., :1], Token.DOT)
+        order, places = ordered(chosen)
+        previous = at(name, places.gather(1, (order - 1).clamp(min=0)))
+        write(slots, chosen, Token.BUY, name, Token.AT, value[..., :1], Token.DOT)
 
         chosen = kinds == Kind.KEY
-        _write(slots, chosen, Token.RECORD, name, Token.IS, value, Token.DOT)
+        write(slots, chosen, Token.RECORD, name, Token.IS, value, Token.DOT)
         top = self._write_counted(slots, kinds == Kind.COUNTED)
         return _Records(kinds, name, value, root, references, previous, order, top)
 
@@ -229,19 +229,17 @@ class TextGenerator:
         return kinds
 
     def _write_counted(self, slots: Tensor, chosen: Tensor) -> Tensor:
-        """Writes every other token of the chosen slots; -> the most frequent words."""
+        """Writes the chosen slots; -> the most frequent words."""
         texts, n = chosen.shape
         uniform = self._uniform(texts, n * COUNTED_PER_SLOT)
         rank = (uniform**COUNTED_SKEW * COUNTED.count).long()
-        # Which word has which rank differs from text to text, so that it must be counted there.
-        by_rank = self._uniform(texts, COUNTED.count).argsort(1)
-        words = by_rank.gather(1, rank)
-        counts = torch.zeros(texts, COUNTED.count, device=self._device)
-        counts.scatter_add_(1, words, chosen.repeat_interleave(COUNTED_PER_SLOT, 1).float())
-        places = slots[..., :: SLOT_TOKENS // COUNTED_PER_SLOT]
-        shown = COUNTED.first + words.view(texts, n, COUNTED_PER_SLOT)
-        places.copy_(torch.where(chosen[..., None], shown, places))
-        return COUNTED.first + counts.topk(TOP_RANKS, 1).indices
+        return write_counted(slots, chosen, self._counted_words(rank))
+
+    def _counted_words(self, rank: Tensor) -> Tensor:
+        """rank: [texts, n] in 0..COUNTED.count - 1 -> [texts, n] the words of these ranks, other
+        ones in each text, so that they must be counted there."""
+        by_rank = self._uniform(len(rank), COUNTED.count).argsort(1)
+        return COUNTED.first + by_rank.gather(1, rank)
 
     def _write_questions(self, slots: Tensor, tasks: Tensor, records: _Records) -> None:
         """slots: [texts, questions, SLOT_TOKENS], written in place; tasks: [texts, questions]."""
@@ -255,13 +253,9 @@ class TextGenerator:
         ]
         for task, opening, valid, answer in lookups:
             place = self._pick(valid, tasks.shape[1])
-            pair = (_at(name, place), Token.IS, _at(answer, place))
-            _write(slots, tasks == task, opening, *pair, Token.DOT, Token.END)
-
+            ask(slots, tasks == task, opening, at(name, place), at(answer, place))
         rank = self._integers(TOP_RANKS, *tasks.shape)
-        top = (RANKS.first + rank)[..., None], Token.IS, records.top.gather(1, rank)[..., None]
-        closing = (Token.DOT, Token.DOT, Token.END)
-        _write(slots, tasks == Task.TOP, Token.TOP, Token.TOP, *top, *closing)
+        ask_top(slots, tasks == Task.TOP, rank, records.top)
 
     def _pick(self, valid: Tensor, count: int) -> Tensor:
         """[texts, count] places where valid [texts, slots] is true, each equally likely."""
@@ -281,7 +275,7 @@ class TextGenerator:
         return torch.rand(shape, device=self._device, generator=self._random)
 
 
-def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
+def ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """For chosen [texts, slots]: how many chosen slots precede each chosen slot, and the places of
     the chosen slots in order. Elsewhere both hold what is a valid index or -1, and means nothing.
     """
@@ -291,12 +285,46 @@ def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
     return chosen.cumsum(1) - 1, places
 
 
-def _at(pairs: Tensor, places: Tensor) -> Tensor:
-    """pairs [texts, slots, 2] at places [texts, n] -> [texts, n, 2]"""
-    return pairs.gather(1, places[..., None].expand(-1, -1, pairs.shape[2]))
+def at(words: Tensor, places: Tensor) -> Tensor:
+    """words [texts, slots, k] at places [texts, n] -> [texts, n, k]"""
+    return words.gather(1, places[..., None].expand(-1, -1, words.shape[2]))
 
 
-def _write(slots: Tensor, chosen: Tensor, *words: int | Tensor) -> None:
+def ask(slots: Tensor, chosen: Tensor, opening: Token, name: Tensor, answer: Tensor) -> None:
+    """Writes questions with their answers into the chosen of slots [texts, n, SLOT_TOKENS], in
+    place; name, answer: [texts, n, 2]."""
+    write(slots, chosen, opening, name, Token.IS, answer, Token.DOT, Token.END)
+
+
+def ask_top(slots: Tensor, chosen: Tensor, rank: Tensor, top: Tensor) -> None:
+    """The same for counted words; rank: [texts, n], top: [texts, TOP_RANKS] the words."""
+    answer = top.gather(1, rank)[..., None]
+    asked = (RANKS.first + rank)[..., None]
+    closing = (Token.DOT, Token.DOT, Token.END)
+    write(slots, chosen, Token.TOP, Token.TOP, asked, Token.IS, answer, *closing)
+
+
+def write_counted(slots: Tensor, chosen: Tensor, words: Tensor) -> Tensor:
+    """Writes every other token of the chosen slots, in place.
+
+    Args:
+        slots: [texts, n, SLOT_TOKENS].
+        chosen: [texts, n] bool.
+        words: [texts, n * COUNTED_PER_SLOT] counted words, of each slot in turn.
+
+    Returns:
+        [texts, TOP_RANKS] the most frequent of the words written.
+    """
+    counts = torch.zeros(len(words), COUNTED.count, device=words.device)
+    written = chosen.repeat_interleave(COUNTED_PER_SLOT, 1).float()
+    counts.scatter_add_(1, words - COUNTED.first, written)
+    places = slots[..., :: SLOT_TOKENS // COUNTED_PER_SLOT]
+    shown = words.view(*chosen.shape, COUNTED_PER_SLOT)
+    places.copy_(torch.where(chosen[..., None], shown, places))
+    return COUNTED.first + counts.topk(TOP_RANKS, 1).indices
+
+
+def write(slots: Tensor, chosen: Tensor, *words: int | Tensor) -> None:
     """Overwrites the first tokens of the chosen slots, in place.
 
     Args:

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""As much of PyTorch as grammar.py uses, over numpy on the CPU: the generator's tests run where
-PyTorch, which is larger than everything else here together, is not installed.
+"""As much of PyTorch as grammar.py and ruler.py use, over numpy on the CPU: the generators' tests
+run, and evaluation sets are drawn, where PyTorch, which is larger than everything else here
+together, is not installed.
 
-Names, arguments and results are PyTorch's; random numbers are numpy's. Nothing trains with it.
+Names, arguments and results are PyTorch's. The same seed gives the same bits on every processor
+and with every version of numpy: random numbers are made of a bit generator's words, which numpy
+promises not to change, sorting is stable, and powers are taken in float64. Nothing trains with it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +38,10 @@ class Tensor(np.ndarray):
 
     def numpy(self) -> np.ndarray:
         return np.asarray(self)
+
+    def __pow__(self, exponent: Any) -> Tensor:
+        """Processors' powers differ in the last bit: of float64 it decides nothing."""
+        return np.power(self, exponent, dtype=np.float64)
 
     def float(self) -> Tensor:
         return self.astype(np.float32)
@@ -64,12 +72,15 @@ class Tensor(np.ndarray):
     def gather(self, dim: int, index: Tensor) -> Tensor:
         return np.take_along_axis(self, index, axis=dim)
 
+    def argsort(self, dim: int) -> Tensor:
+        return super().argsort(dim, kind="stable")
+
     def sort(self, dim: int) -> Sorted:
-        order = self.argsort(dim, kind="stable")
+        order = self.argsort(dim)
         return Sorted(self.gather(dim, order), order)
 
     def topk(self, count: int, dim: int) -> Sorted:
-        order = (-self).argsort(dim, kind="stable").take(range(count), axis=dim)
+        order = (-self).argsort(dim).take(range(count), axis=dim)
         return Sorted(self.gather(dim, order), order)
 
     def copy_(self, source: Tensor) -> None:
@@ -92,26 +103,31 @@ class Generator:
     """The source of randint(), rand() and multinomial()."""
 
     def __init__(self, device: str) -> None:
-        self.numbers = np.random.default_rng()
+        self.manual_seed(0)
 
     def manual_seed(self, seed: int) -> None:
-        self.numbers = np.random.default_rng(seed)
+        self._words = np.random.PCG64(seed)
+
+    def uniform(self, shape: tuple[int, ...], bits: int = 53) -> np.ndarray:
+        """float64 in [0, 1), of so many bits."""
+        words = self._words.random_raw(math.prod(shape)) >> np.uint64(64 - bits)
+        return words.reshape(shape) * 0.5**bits
 
 
 def randint(end: int, shape: tuple[int, ...], device: str, generator: Generator) -> Tensor:
-    return from_numpy(generator.numbers.integers(end, size=shape))
+    return from_numpy((generator.uniform(shape) * end).astype(np.int64))
 
 
 def rand(shape: tuple[int, ...], device: str, generator: Generator) -> Tensor:
-    return from_numpy(generator.numbers.random(shape, dtype=np.float32))
+    return from_numpy(generator.uniform(shape, bits=24).astype(np.float32))
 
 
 def multinomial(weights: Tensor, count: int, replacement: bool, generator: Generator) -> Tensor:
     """[rows, columns] -> [rows, count] columns, each as likely as its weight says."""
     assert replacement
-    shares = weights.numpy().astype(np.float64)
-    shares /= shares.sum(1, keepdims=True)
-    rows = [generator.numbers.choice(len(row), count, p=row) for row in shares]
+    upto = weights.numpy().astype(np.float64).cumsum(1)
+    chosen = generator.uniform((len(upto), count)) * upto[:, -1:]
+    rows = [np.searchsorted(*row, side="right") for row in zip(upto, chosen)]
     return from_numpy(np.stack(rows))
 
 
@@ -150,6 +166,18 @@ def zeros(*shape: int, device: str) -> Tensor:
 
 def zeros_like(like: Tensor, dtype: Any) -> Tensor:
     return np.zeros_like(like, dtype=dtype)
+
+
+def ones_like(like: Tensor, dtype: Any) -> Tensor:
+    return np.ones_like(like, dtype=dtype)
+
+
+def cat(tensors: list[Tensor], dim: int) -> Tensor:
+    return from_numpy(np.concatenate(tensors, axis=dim))
+
+
+def searchsorted(bounds: Tensor, values: Tensor) -> Tensor:
+    return from_numpy(np.searchsorted(bounds, values))
 
 
 def stack(tensors: list[Tensor], dim: int) -> Tensor:

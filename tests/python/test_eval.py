@@ -85,17 +85,40 @@ def test_dense_agrees_with_local_dense(tiny, server, tmp_path):
     assert result["agreement"] == 1 and result["clear_disagreements"] == 0
     assert result["relative_error"] < 1e-5
     assert result["read_fraction"] == 1 and result["predicted_error"] in (0, None)
+    own = ("read_fraction", "minus_dense")
     answers = {
-        task: {name: x for name, x in figures.items() if name != "read_fraction"}
+        task: {name: x for name, x in figures.items() if name not in own}
         for task, figures in result["tasks"].items()
     }
     assert answers == result["local_dense"]
     assert all(figures["read_fraction"] == 1 for figures in result["tasks"].values())
+    minus_dense = {task: figures["minus_dense"] for task, figures in result["tasks"].items()}
+    assert minus_dense == {
+        "niah": {"mean": 0, "low": 0, "high": 0},
+        "top": {"mean": 0, "low": None, "high": None},  # of a single text
+    }
     assert {task: figures["answers"] for task, figures in result["tasks"].items()} == {
         "niah": 26,
         "top": 13,
     }
     assert 0 < result["decode_us"]["p50"] <= result["decode_us"]["p99"]
+
+
+def test_a_set_that_names_its_tasks(tiny, reference, tmp_path):
+    """All of them are evaluated unless some are asked for, and called by these names."""
+    target, _ = reference
+    with np.load(tiny / "set.npz") as data:
+        arrays = {**data, "task_names": np.array(["niah", "vt", "cwe", "fwe"])}
+    arrays[f"task_{LENGTH}"] = np.array([3, 1, 3], np.int8)
+    np.savez(tmp_path / "set.npz", **arrays)
+    out = tmp_path / "out.json"
+    arguments = ["--target", target, "--model", str(tiny), "--eval-set", str(tmp_path / "set.npz")]
+    arguments += ["--length", str(LENGTH), "--cache-dir", str(tmp_path), "--json", str(out)]
+    for more, expected in (([], ["vt", "fwe"]), (["--tasks", "fwe"], ["fwe"])):
+        assert cli.main([*arguments, *more]) == 0
+        result = json.loads(out.read_text())
+        assert list(result["tasks"]) == list(result["local_dense"]) == expected
+    assert len(result["tasks"]["fwe"]["right_of_sequence"]) == 2
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -209,7 +232,7 @@ def test_shares_that_are_none(text):
 
 
 @pytest.mark.parametrize(
-    "change", [["--policy", "a:b"], ["--tasks", "niah,what"], ["--limit", "0"], ["--dtype", "x"]]
+    "change", [["--policy", "a:b"], ["--limit", "0"], ["--dtype", "x"]]
 )
 def test_wrong_arguments(change):
     required = ["--target", "unix:x", "--model", "x", "--eval-set", "x", "--length", "1"]
@@ -266,6 +289,9 @@ def test_examples(tiny):
     assert len(examples[0].haystack) == LENGTH - 128 and len(examples[0].questions) == 128
     assert examples[0].answers[0] == 28
     assert len(evalset.read_examples(path, LENGTH, ["niah"], 1)) == 1
+    in_order = [example.task for example in evalset.read_examples(path, LENGTH)]
+    assert in_order == ["niah", "niah", "top"]
+    assert evalset.read_examples(path, LENGTH, ["trace"]) == []
     for arguments in (
         (path, LENGTH, ["what"], 1),
         (path, LENGTH, ["niah"], 0),
@@ -273,6 +299,21 @@ def test_examples(tiny):
     ):
         with pytest.raises(ValueError):
             evalset.read_examples(*arguments)
+
+
+def test_tasks_without_a_name_are_refused(tiny, tmp_path):
+    with np.load(tiny / "set.npz") as data:
+        arrays = dict(data)
+    for task in (4, -1):
+        np.savez(tmp_path / "set.npz", **{**arrays, f"task_{LENGTH}": np.array([0, 3, task])})
+        with pytest.raises(ValueError, match="tasks without a name"):
+            evalset.read_examples(tmp_path / "set.npz", LENGTH)
+
+
+def test_a_task_that_the_set_does_not_know_is_said(tiny, capsys):
+    arguments = ["--target", "unix:x", "--model", "x", "--eval-set", str(tiny / "set.npz")]
+    assert cli.main([*arguments, "--length", str(LENGTH), "--tasks", "niah,what"]) == 1
+    assert "task 'what' is none of niah, trace, before, top" in capsys.readouterr().err
 
 
 def test_relative_errors():

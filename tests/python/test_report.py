@@ -383,8 +383,35 @@ def test_the_table_of_figures():
     table = tables.figures(measurement(point("streaming", 0.0, 1.5), point("what:x=1", 0.5, 2e-7)))
     lines = table.splitlines()
     assert lines[2].startswith("| local dense | .938 .938 .938 .938 |")
-    assert lines[4] == "| `streaming` | .938 .938 .938 .938 | 1.000 | 0 | 1.500 | - | 0.0000 |"
+    start, end = "| `streaming` | .938 .938 .938 .938 |", "| 1.000 | 0 | 1.500 | - | 0.0000 |"
+    assert lines[4] == f"{start} 0 0 0 0 {end}"
     assert lines[5].startswith("| `what:x=1` |") and "| 2e-07 |" in lines[5]
+
+
+def test_the_table_says_how_far_accuracies_lie_from_dense_attentions():
+    """Of 32 answers a text, those of niah are 30, 31, 29 and 30 with dense attention."""
+    worse = point("quest", 0.1, niah=(28, 31, 27, 30), top=(29, 30, 28, 29))
+    lines = tables.figures(measurement(worse)).splitlines()
+    assert lines[0].startswith("| policy | niah trace before top | minus dense | agreement |")
+    assert lines[2].count("|") == lines[3].count("|") == lines[4].count("|") == 9
+    # Differences of -2, 0, -2, 0 of 32: 3.125 +- 3.182 * 3.608 / 2.
+    assert lines[4].split(" | ")[2] == "-3.1\u00b15.7 0 0 -3.1\u00b10.0"
+
+
+def test_tables_have_the_tasks_of_the_set():
+    """Not those of nano-llama alone, and not as many texts of each."""
+    names = ("niah", "vt", "fwe")
+    tasks = {name: results.Task((30,) * n, (32,) * n) for name, n in zip(names, (6, 2, 2))}
+    made = replace(
+        measurement(), sequences_per_task=2, local_dense=tasks,
+        points=(replace(point("dense"), tasks=tasks),),
+    )  # fmt: skip
+    assert "| policy | niah vt fwe |" in tables.figures(made)
+    assert "texts: 6 of niah, 2 of vt fwe, 320 answer tokens" in tables.caption(made)
+    assert "4 texts a task" in tables.caption(measurement())
+    fewer = {**tasks, "niah": results.Task((30,) * 5, (32,) * 5)}
+    with pytest.raises(ValueError, match="texts was .*6.* and is .*5"):
+        made.merged(replace(made, local_dense=fewer))
 
 
 def test_a_stale_document_is_noticed(tmp_path, capsys, monkeypatch):

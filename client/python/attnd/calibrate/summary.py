@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 
 from attnd.calibrate.choose import Calibration, Candidate, Cell, compression
 from attnd.calibrate.welch import SIGNIFICANT, Samples, smallest_loss
-from attnd.eval.evalset import TASKS
 from attnd.eval.results import Measurement
 
 
@@ -25,6 +24,12 @@ def markdown(measurements: Sequence[Measurement]) -> str:
         _cheapest(by_text, by_answer),
     ]
     return "\n\n".join(parts)
+
+
+def _tasks(calibration: Calibration) -> list[str]:
+    """Of all measurements, in their order."""
+    names = (name for one in calibration.measurements for name in one.task_names)
+    return list(dict.fromkeys(names))
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -49,7 +54,7 @@ def _maximum(calibration: Calibration, preset: str, cell: Cell) -> tuple[float, 
 
 
 def _by_task(calibration: Calibration) -> str:
-    rows = []
+    rows, tasks = [], _tasks(calibration)
     for preset in calibration.candidates:
         for measurement in calibration.measurements:
             cells = [cell for cell in calibration.cells if cell.run == measurement.run]
@@ -59,18 +64,18 @@ def _by_task(calibration: Calibration) -> str:
                 (
                     f"`{preset}`",
                     f"{measurement.length:,}",
-                    *(found[task][1] if task in found else "random" for task in TASKS),
+                    *(found[task][1] if task in found else "random" for task in tasks),
                     worst[1],
                 )
             )
-    return _table(("preset", "tokens", *TASKS, "worst task"), rows)
+    return _table(("preset", "tokens", *tasks, "worst task"), rows)
 
 
 def _power(by_text: Calibration, by_answer: Calibration) -> str:
-    rows = []
+    rows, tasks = [], _tasks(by_text)
     for measurement in by_text.measurements:
         row = [f"{measurement.length:,}"]
-        for task in TASKS:
+        for task in tasks:
             losses = [
                 f"{smallest_loss(calibration.dense_scores[cell]):.3f}".removeprefix("0")
                 for calibration in (by_text, by_answer)
@@ -79,7 +84,7 @@ def _power(by_text: Calibration, by_answer: Calibration) -> str:
             ]
             row.append(" / ".join(losses) or "random")
         rows.append(row)
-    return _table(("tokens", *TASKS), rows)
+    return _table(("tokens", *tasks), rows)
 
 
 def _cheapest(by_text: Calibration, by_answer: Calibration) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from attnd import Client, FailedPreconditionError, Policy, UnimplementedError
 from attnd.eval.cache import Cache
-from attnd.eval.evalset import TASKS, Example, read_examples
+from attnd.eval.evalset import Example, read_examples
 from attnd.eval.local import dense_run, observed_queries, prefill
 from attnd.eval.opening import opening_of
 from attnd.eval.remote import open_for
@@ -32,7 +32,7 @@ class Run:
         length: tokens of each sequence.
         dtype: of the KV sent.
         segment_tokens: the option of the server that the run is for.
-        limit: sequences a task; None is all of the set.
+        limit: sequences a task at most; None is all of the set.
         batch: sequences that decode together.
     """
 
@@ -106,17 +106,18 @@ def measure(
     settings = Settings(run.length, policies, as_dtype(run.dtype), run.batch, bar)
     results = evaluate(client, model, examples, subject.cache, settings)
     info = client.get_server_info()
+    local_dense = {task: task_of(of) for task, of in results[0]["local_dense"].items()}
     return Measurement(
         run=run.name,
         length=run.length,
         dtype=run.dtype,
         segment_tokens=run.segment_tokens,
-        sequences_per_task=len(examples) // len(TASKS),
+        sequences_per_task=min(len(task.right) for task in local_dense.values()),
         model=subject.folder.resolve().name,
         fingerprint=model.fingerprint,
         eval_set=subject.eval_set.name,
         server=f"attnd {info.version}, {info.backends[0]}",
-        local_dense={task: task_of(of) for task, of in results[0]["local_dense"].items()},
+        local_dense=local_dense,
         not_offered=tuple(not_offered),
         points=tuple(point_of(result) for result in results),
     )
@@ -146,5 +147,4 @@ def prepare(subject: Subject, run: Run, number: int) -> None:
 
 
 def _examples(subject: Subject, run: Run) -> list[Example]:
-    limit = 1 << 30 if run.limit is None else run.limit
-    return read_examples(subject.eval_set, run.length, TASKS, limit)
+    return read_examples(subject.eval_set, run.length, limit=run.limit)

@@ -4,10 +4,12 @@
 A file holds the points of one run, that is of one length, dtype and way to segment:
 
     run, length, dtype, segment_tokens, sequences_per_task, model, fingerprint, eval_set, server
-                    what was measured; segment_tokens is the server's option
+                    what was measured; segment_tokens is the server's option, and
+                    sequences_per_task of the task that has fewest
     not_offered     presets that were asked for and that the server does not list
     local_dense     {"niah": {"right", "answers"}, ...} of dense attention in local memory: right
-                    answers and answers of each sequence, in the set's order
+                    answers and answers of each sequence, in the set's order; a policy's
+                    differences from it, with bounds, follow (attnd.eval.paired)
     points          of each policy: policy, tasks (as local_dense, and the task's read share),
                     error, read, predicted (null if the policy predicts none), agreement,
                     clear_disagreements, and the commit that it was measured at, if that is known;
@@ -26,6 +28,7 @@ from typing import Any
 
 from attnd.eval.commit import checked
 from attnd.eval.opening import parse_policy
+from attnd.eval.paired import Difference, difference
 
 _DIGITS = 6
 
@@ -92,6 +95,18 @@ class Measurement:
         return next((point for point in self.points if point.policy == policy), None)
 
     @property
+    def task_names(self) -> list[str]:
+        """In the set's order."""
+        return list(self.local_dense)
+
+    def minus_dense(self, point: Point) -> dict[str, Difference]:
+        """Of each task, the point's accuracy less local dense attention's."""
+        return {
+            name: difference(point.tasks[name].right, dense.right, dense.answers)
+            for name, dense in self.local_dense.items()
+        }
+
+    @property
     def answers(self) -> int:
         return sum(sum(task.answers) for task in self.local_dense.values())
 
@@ -136,7 +151,8 @@ class Measurement:
 
 def _settings(measurement: Measurement) -> dict[str, Any]:
     names = ("length", "dtype", "segment_tokens", "sequences_per_task", "fingerprint", "eval_set")
-    return {name: getattr(measurement, name) for name in names}
+    texts = {name: len(task.right) for name, task in measurement.local_dense.items()}
+    return {**{name: getattr(measurement, name) for name in names}, "texts": texts}
 
 
 def task_of(figures: dict[str, Any]) -> Task:

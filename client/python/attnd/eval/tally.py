@@ -11,6 +11,7 @@ import numpy as np
 
 from attnd.eval.evalset import Example
 from attnd.eval.local import DenseRun, dense_outputs
+from attnd.eval.paired import difference
 from attnd.eval.remote import RemoteRun
 from attnd.nano import LayerKv, Model
 from attnd.tensors import Array, dtype_name
@@ -126,13 +127,16 @@ class Tally:
 
     def figures(self) -> dict[str, Any]:
         """What --json writes for this policy; see attnd.eval.cli."""
-        tasks = self._remote.figures()
+        tasks, local = self._remote.figures(), self._local.figures()
         for task, figures in tasks.items():
+            right, dense = (of[task]["right_of_sequence"] for of in (tasks, local))
+            apart = difference(right, dense, figures["answers_of_sequence"])
+            figures["minus_dense"] = apart.figures()
             figures["read_fraction"] = _share(self._exact[task], self._middle[task])
         return {
             **self._settings,
             "tasks": tasks,
-            "local_dense": self._local.figures(),
+            "local_dense": local,
             "agreement": 1 - self._different / self._answers,
             "answers": self._answers,
             "clear_answers": self._clear,

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 
 import numpy as np
 
-from attnd.eval.evalset import TASKS, read_examples
+from attnd.eval.evalset import read_examples
 from attnd.tensors import Array
 
 
@@ -41,11 +42,11 @@ def read_texts(path: pathlib.Path, length: int | None, skip: int, limit: int | N
 def _of_set(path: pathlib.Path, length: int | None, skip: int, end: int | None) -> list[Array]:
     if length is None:
         raise ValueError("--length is missing: an evaluation set has several")
-    everything = 1 << 30
     texts = []
-    for task in TASKS:
-        examples = read_examples(path, length, [task], end or everything)[skip:]
-        texts += [np.concatenate([one.haystack, one.questions]) for one in examples]
+    examples = read_examples(path, length, limit=end)
+    for _, of_task in itertools.groupby(examples, lambda one: one.task):
+        wanted = list(of_task)[skip:]
+        texts += [np.concatenate([one.haystack, one.questions]) for one in wanted]
     return texts
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from attnd.eval.evalset import TASKS
 from attnd.eval.results import Measurement, Task
 from attnd.eval.series import SERIES, policies_of
 from attnd.report.check import References, compare
@@ -22,31 +21,36 @@ def short(share: float) -> str:
     return f"{share:.3f}".removeprefix("0")
 
 
-def accuracies(tasks: Mapping[str, Task]) -> str:
-    return " ".join(short(tasks[task].accuracy) for task in TASKS if task in tasks)
+def accuracies(tasks: Mapping[str, Task], names: Iterable[str]) -> str:
+    return " ".join(short(tasks[name].accuracy) for name in names)
 
 
 def figures(measurement: Measurement) -> str:
-    """All points of a run, in the order of the series."""
+    """All points of a run, in the order of the series. Accuracies less local dense attention's
+    are in points, with 95% bounds (attnd.eval.paired)."""
+    names = measurement.task_names
     order = {str(policy): number for number, policy in enumerate(policies_of(SERIES))}
     points = sorted(measurement.points, key=lambda point: order.get(point.policy, len(order)))
     head = (
         "policy",
-        "niah trace before top",
+        " ".join(names),
+        "minus dense",
         "agreement",
         "clear disagreements",
         "error",
         "predicted",
         "read",
     )
-    rows = [("local dense", accuracies(measurement.local_dense), *[""] * 5)]
+    rows = [("local dense", accuracies(measurement.local_dense, names), *[""] * 6)]
     for point in points:
         error = f"{point.error:.2g}" if point.error < 1e-3 else f"{point.error:.3f}"
         predicted = "-" if point.predicted is None else f"{point.predicted:.3f}"
+        differences = measurement.minus_dense(point)
         rows.append(
             (
                 f"`{point.policy}`",
-                accuracies(point.tasks),
+                accuracies(point.tasks, names),
+                " ".join(str(differences[name]) for name in names),
                 f"{point.agreement:.3f}",
                 str(point.clear_disagreements),
                 error,
@@ -62,15 +66,28 @@ def caption(measurement: Measurement) -> str:
     segments = f"segments of {measurement.segment_tokens:,} tokens"
     return (
         f"{measurement.length:,} tokens, {measurement.dtype}, {segments}, "
-        f"{measurement.sequences_per_task} texts a task, {measurement.answers} answer tokens "
+        f"{_texts(measurement)}, {measurement.answers} answer tokens "
         f"({measurement.model}, {measurement.eval_set}; {measurement.server})."
     )
+
+
+def _texts(measurement: Measurement) -> str:
+    """How many texts each task has."""
+    with_count: dict[int, list[str]] = {}
+    for name, task in measurement.local_dense.items():
+        with_count.setdefault(len(task.right), []).append(name)
+    if len(with_count) == 1:
+        return f"{measurement.sequences_per_task} texts a task"
+    said = (f"{count} of {' '.join(names)}" for count, names in with_count.items())
+    return f"texts: {', '.join(said)}"
 
 
 def beside_references(references: References, measurement: Measurement) -> str:
     """Reference / measured for each policy that has both. Figures beyond their tolerance are bold,
     with a second reference behind them if there is one; its source stands below."""
-    head = ("policy", *TASKS, "error", "read")
+    accuracies_of = (reference.accuracy for reference in references.policies.values())
+    names = dict.fromkeys(name for accuracy in accuracies_of for name in accuracy)
+    head = ("policy", *names, "error", "read")
     rows = []
     for policy in references.policies:
         point = measurement.find(policy)
