@@ -2,13 +2,16 @@
 //
 // The CPU backend against what memory allows. One process alternates between reading memory, dense
 // attention and each policy, so that ratios are of neighbours in time; it prints medians over
-// rounds with their spread.
+// rounds with their spread. The sequence has clusters and no other index: policies that need
+// another one, or tokens in their order, are refused before anything is built (policy_stages times
+// those).
 //
 //   cpu_attention --tokens=131072 --head_dim=128 --rounds=15
 //   --policies="error-target:tolerance=off,floor=0.02"
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <numeric>
 #include <string>
 #include <thread>
@@ -16,6 +19,7 @@
 
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
+#include "absl/status/status.h"
 #include "absl/strings/str_split.h"
 #include "attention/cpu/cpu_backend.h"
 #include "attention/cpu/worker_pool.h"
@@ -32,7 +36,8 @@ ABSL_FLAG(uint32_t, kv_heads, 8, "KV heads");
 ABSL_FLAG(uint32_t, threads, 0, "threads; 0: all cores");
 ABSL_FLAG(uint32_t, rounds, 15, "rounds");
 ABSL_FLAG(std::string, policies, "error-target:tolerance=off,floor=0.02",
-          "policies besides dense, separated by spaces: NAME[:key=value,...]");
+          "policies besides dense, separated by spaces: NAME[:key=value,...]; those that read a "
+          "sequence with clusters and no other index");
 
 namespace attnd::bench {
 namespace {
@@ -96,13 +101,41 @@ void PrintRow(const std::string& name, const std::vector<double>& seconds,
   std::printf("\n");
 }
 
+struct NamedPolicy {
+  std::string name;
+  Policy policy;
+};
+
+// The policies of --policies. Ends the program for one that a sequence with these indexes cannot
+// serve. The backend leaves that check to the engine: without its index a policy stops the process
+// or takes other bytes for the index, and without its keep-set a policy reads everything.
+std::vector<NamedPolicy> PoliciesToTime(const ModelShape& shape,
+                                        const attention::IndexSet& indexes) {
+  std::vector<NamedPolicy> policies;
+  for (const auto& text : absl::StrSplit(absl::GetFlag(FLAGS_policies), ' ', absl::SkipEmpty())) {
+    const std::string name(text);
+    const Policy policy = ParsePolicyText(name);
+    absl::Status status = policy.CheckIndexes(indexes);
+    if (status.ok()) status = policy.CheckShape(shape);
+    if (!status.ok()) {
+      std::fprintf(stderr, "--policies: %s: %s\n", name.c_str(),
+                   std::string(status.message()).c_str());
+      std::exit(2);
+    }
+    policies.push_back({name, policy});
+  }
+  return policies;
+}
+
 int Main() {
   const ModelShape shape = Bf16Shape(1, absl::GetFlag(FLAGS_query_heads),
                                      absl::GetFlag(FLAGS_kv_heads), absl::GetFlag(FLAGS_head_dim));
+  const std::vector<NamedPolicy> policies = PoliciesToTime(shape, attention::kClusterIndexes);
   const uint64_t tokens = absl::GetFlag(FLAGS_tokens);
   const uint32_t threads = absl::GetFlag(FLAGS_threads) != 0 ? absl::GetFlag(FLAGS_threads)
                                                              : std::thread::hardware_concurrency();
-  const SyntheticSequence sequence = MakeSyntheticSequence(shape, tokens, 8192, threads, 1);
+  const SyntheticSequence sequence =
+      MakeSyntheticSequence(shape, tokens, 8192, threads, 1, attention::kClusterIndexes);
   std::printf("%llu tokens, %u query heads, %u KV heads, head_dim %u, bf16, %u threads\n",
               static_cast<unsigned long long>(tokens), shape.query_heads, shape.kv_heads,
               shape.head_dim, threads);
@@ -120,12 +153,6 @@ int Main() {
   MemoryReader reader(kv_bytes, threads);
 
   const Policy dense = ParsePolicyText("dense");
-  std::vector<std::string> names;
-  std::vector<Policy> policies;
-  for (const auto& text : absl::StrSplit(absl::GetFlag(FLAGS_policies), ' ', absl::SkipEmpty())) {
-    names.emplace_back(text);
-    policies.push_back(ParsePolicyText(names.back()));
-  }
   std::vector<double> read_s, dense_s, share;
   std::vector<std::vector<double>> policy_s(policies.size()), speed(policies.size());
   std::vector<attention::RowStats> stats(policies.size());
@@ -133,7 +160,7 @@ int Main() {
     const double read = reader.Seconds();
     const double full = runner.Seconds(dense);
     for (size_t i = 0; i < policies.size(); ++i) {
-      const double seconds = runner.Seconds(policies[i]);
+      const double seconds = runner.Seconds(policies[i].policy);
       stats[i] = runner.stats();
       if (round == 0) continue;  // warm-up
       policy_s[i].push_back(seconds);
@@ -150,7 +177,7 @@ int Main() {
               static_cast<unsigned long long>(reader.checksum()));
   PrintRow("dense", dense_s, share, "of read bandwidth", nullptr);
   for (size_t i = 0; i < policies.size(); ++i) {
-    PrintRow(names[i], policy_s[i], speed[i], "times as fast as dense", &stats[i]);
+    PrintRow(policies[i].name, policy_s[i], speed[i], "times as fast as dense", &stats[i]);
   }
   return 0;
 }

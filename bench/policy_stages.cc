@@ -119,7 +119,7 @@ int Main() {
     timed.policy = ParsePolicyText(parts.first);
     const attention::IndexSet needed = timed.policy.Indexes();
     const bool reads_clusters = needed.clustered();
-    const bool regressed = needed.Has(IndexKind::kRegression) && parts.second.empty();
+    const bool regressed = needed.has_regression() && parts.second.empty();
     timed.runner = regressed ? &of_regression : reads_clusters ? &of_clusters : &of_order;
   }
   for (uint32_t round = 0; round <= absl::GetFlag(FLAGS_rounds); ++round) {

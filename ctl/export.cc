@@ -30,7 +30,7 @@ using storage::SmallFile;
 constexpr uint64_t kIdsAtOnce = 1u << 16;
 
 // The files of a sequence, and what they say together.
-struct Source {
+struct SealedFiles {
   std::vector<uint64_t> files;  // segments, first one first, then the tail
   engine::OpenArgs args;
   uint64_t tokens = 0;
@@ -38,10 +38,10 @@ struct Source {
   uint64_t known_ids = 0;
 };
 
-void AddIds(std::vector<engine::TokenIds::Run> runs, Source* source) {
+void AddIds(std::vector<engine::TokenIds::Run> runs, SealedFiles* sealed) {
   for (engine::TokenIds::Run& run : runs) {
-    source->known_ids += run.ids.size();
-    source->token_ids.push_back(std::move(run));
+    sealed->known_ids += run.ids.size();
+    sealed->token_ids.push_back(std::move(run));
   }
 }
 
@@ -54,34 +54,34 @@ absl::StatusOr<OpenedFile> OpenNamed(const DataReader& reader, uint64_t number,
 }
 
 // Opens each file once, so that what is missing or another's is found before anything is written.
-absl::StatusOr<Source> FindSource(const DataReader& reader, uint64_t sealed_id,
-                                  storage::IoQueue* queue) {
+absl::StatusOr<SealedFiles> FindSealedFiles(const DataReader& reader, uint64_t sealed_id,
+                                            storage::IoQueue* queue) {
   ATTND_ASSIGN_OR_RETURN(const CatalogueContents contents, reader.ReadCatalogue());
   ATTND_ASSIGN_OR_RETURN(const auto record, contents.Find(sealed_id));
   ATTND_ASSIGN_OR_RETURN(const auto chain, contents.ChainOf(record.last));
-  Source source;
+  SealedFiles sealed;
   uint64_t end = 0;
   for (const storage::SegmentRecord& segment : chain) {
     ATTND_ASSIGN_OR_RETURN(OpenedFile opened, OpenNamed(reader, segment.file, queue));
     ATTND_RETURN_IF_ERROR(CheckIs(segment, opened));
-    source.files.push_back(segment.file);
-    AddIds(engine::RunsWithin(opened.metadata.token_ids, end, end + segment.tokens), &source);
+    sealed.files.push_back(segment.file);
+    AddIds(engine::RunsWithin(opened.metadata.token_ids, end, end + segment.tokens), &sealed);
     end += segment.tokens;
-    if (source.files.size() == 1) source.args.shape = opened.metadata.args.shape;
-    if (opened.metadata.args.shape == source.args.shape) continue;
+    if (sealed.files.size() == 1) sealed.args.shape = opened.metadata.args.shape;
+    if (opened.metadata.args.shape == sealed.args.shape) continue;
     return absl::DataLossError("the sequence's segments are of different models");
   }
   ATTND_ASSIGN_OR_RETURN(OpenedFile tail, OpenNamed(reader, record.tail_file, queue));
   ATTND_RETURN_IF_ERROR(CheckIs(record, tail));
-  const bool fits = chain.empty() || tail.metadata.args.shape == source.args.shape;
+  const bool fits = chain.empty() || tail.metadata.args.shape == sealed.args.shape;
   if (!fits || tail.header().first_position != end) {
     return absl::DataLossError("the sequence's tail does not go on where its segments end");
   }
-  source.files.push_back(record.tail_file);
-  source.args = std::move(tail.metadata.args);
-  source.tokens = record.tokens;
-  AddIds(engine::RunsWithin(tail.metadata.token_ids, end, record.tokens), &source);
-  return source;
+  sealed.files.push_back(record.tail_file);
+  sealed.args = std::move(tail.metadata.args);
+  sealed.tokens = record.tokens;
+  AddIds(engine::RunsWithin(tail.metadata.token_ids, end, record.tokens), &sealed);
+  return sealed;
 }
 
 // Writes the tensors, wherever they begin.
@@ -151,17 +151,17 @@ absl::StatusOr<SmallFile> NewBeside(const std::string& path) {
   }
 }
 
-absl::Status WriteTo(const SmallFile& to, const DataReader& reader, const Source& source,
+absl::Status WriteTo(const SmallFile& to, const DataReader& reader, const SealedFiles& sealed,
                      const KvFile& file, storage::IoQueue* queue, const BytesWritten& written) {
   ATTND_ASSIGN_OR_RETURN(const SafetensorsHead what, HeadOf(file));
   ATTND_ASSIGN_OR_RETURN(const std::string head, EncodeHead(what));
   ATTND_RETURN_IF_ERROR(to.Write(head.data(), head.size(), 0));
   Writer writer(&to, file, head.size(), written);
-  for (const uint64_t number : source.files) {
+  for (const uint64_t number : sealed.files) {
     ATTND_ASSIGN_OR_RETURN(const OpenedFile opened, OpenNamed(reader, number, queue));
     ATTND_RETURN_IF_ERROR(writer.WriteFile(opened, queue));
   }
-  ATTND_RETURN_IF_ERROR(writer.WriteIds(source.token_ids));
+  ATTND_RETURN_IF_ERROR(writer.WriteIds(sealed.token_ids));
   return to.Sync();
 }
 
@@ -188,18 +188,18 @@ absl::StatusOr<ExportResult> Export(const DataReader& reader, uint64_t sealed_id
   if (access(path.c_str(), F_OK) == 0) {
     return absl::AlreadyExistsError(absl::StrCat(path, " is there already"));
   }
-  ATTND_ASSIGN_OR_RETURN(const Source source, FindSource(reader, sealed_id, queue));
+  ATTND_ASSIGN_OR_RETURN(const SealedFiles sealed, FindSealedFiles(reader, sealed_id, queue));
   ATTND_ASSIGN_OR_RETURN(const KvFile file,
-                         PlanKvFile(source.args, source.tokens, source.known_ids > 0));
+                         PlanKvFile(sealed.args, sealed.tokens, sealed.known_ids > 0));
   ATTND_ASSIGN_OR_RETURN(const SmallFile temporary, NewBeside(path));
-  absl::Status status = WriteTo(temporary, reader, source, file, queue, written);
+  absl::Status status = WriteTo(temporary, reader, sealed, file, queue, written);
   if (status.ok()) status = Publish(temporary.path(), path);
   if (!status.ok()) {
     unlink(temporary.path().c_str());
     return status;
   }
   std::error_code error;
-  return ExportResult{source.tokens, source.known_ids, file.model.shape().layers(),
+  return ExportResult{sealed.tokens, sealed.known_ids, file.model.shape().layers(),
                       std::filesystem::file_size(path, error)};
 }
 

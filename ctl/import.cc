@@ -42,14 +42,14 @@ absl::Status ReadAll(const SmallFile& file, uint64_t offset, void* to, uint64_t 
 }
 
 // A file that was found to be a sequence.
-struct Source {
+struct SequenceFile {
   SmallFile file;
   KvFile layout;
   uint64_t data_offset = 0;
   std::vector<int64_t> ids;  // [tokens], or none
 };
 
-absl::Status ReadIds(Source* source) {
+absl::Status ReadIds(SequenceFile* source) {
   if (!source->layout.token_ids.has_value()) return absl::OkStatus();
   source->ids.resize(source->layout.tokens);
   ATTND_RETURN_IF_ERROR(ReadAll(source->file, source->data_offset + *source->layout.token_ids,
@@ -61,7 +61,7 @@ absl::Status ReadIds(Source* source) {
   return absl::InvalidArgumentError("token_ids has an entry beyond -1..2^32 - 1");
 }
 
-absl::StatusOr<Source> OpenSource(const std::string& path) {
+absl::StatusOr<SequenceFile> OpenSequenceFile(const std::string& path) {
   ATTND_ASSIGN_OR_RETURN(SmallFile file, SmallFile::Open(path, O_RDONLY));
   ATTND_ASSIGN_OR_RETURN(const uint64_t file_bytes, SizeOf(file));
   std::string length(kHeadLengthBytes, '\0');
@@ -73,14 +73,14 @@ absl::StatusOr<Source> OpenSource(const std::string& path) {
   const uint64_t data_offset = kHeadLengthBytes + json_bytes;
   ATTND_ASSIGN_OR_RETURN(const SafetensorsHead head, DecodeHead(json, file_bytes - data_offset));
   ATTND_ASSIGN_OR_RETURN(KvFile layout, ParseKvFile(head));
-  Source source{std::move(file), std::move(layout), data_offset, {}};
+  SequenceFile source{std::move(file), std::move(layout), data_offset, {}};
   ATTND_RETURN_IF_ERROR(ReadIds(&source));
   return source;
 }
 
 class Upload {
  public:
-  Upload(Client* client, const Source* source, const BytesUploaded& uploaded)
+  Upload(Client* client, const SequenceFile* source, const BytesUploaded& uploaded)
       : client_(client), source_(*source), told_(uploaded) {}
 
   absl::StatusOr<v1::OpenSequenceResponse> Open() {
@@ -150,7 +150,7 @@ class Upload {
   }
 
   Client* const client_;
-  const Source& source_;
+  const SequenceFile& source_;
   const BytesUploaded& told_;
   uint64_t sequence_id_ = 0;
   std::vector<char> buffer_;
@@ -170,7 +170,7 @@ absl::Status SendAndSeal(Client* client, Upload* upload, const ImportOptions& op
 
 absl::StatusOr<ImportResult> Import(Client* client, const std::string& path,
                                     const ImportOptions& options, const BytesUploaded& uploaded) {
-  ATTND_ASSIGN_OR_RETURN(const Source source, OpenSource(path));
+  ATTND_ASSIGN_OR_RETURN(const SequenceFile source, OpenSequenceFile(path));
   Upload upload(client, &source, uploaded);
   ATTND_ASSIGN_OR_RETURN(const auto opened, upload.Open());
   ImportResult result;

@@ -23,7 +23,7 @@ attention::IndexSet EngineImpl::IndexesOf(const attention::Policy& policy) const
 attention::IndexSet EngineImpl::IndexesFor(const OpenArgs& args) const {
   const attention::IndexSet asked = IndexesOn(*args.backend, *args.policy);
   if (args.cluster_order && !asked.clustered()) return kClusters;
-  if (args.shape.latent && asked.Has(attention::IndexKind::kRegression)) return kClusters;
+  if (args.shape.latent && asked.has_regression()) return kClusters;
   return asked.empty() && args.policy->CheckIndexes(kClusters).ok() ? kClusters : asked;
 }
 

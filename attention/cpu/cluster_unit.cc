@@ -33,7 +33,7 @@ size_t ClusterUnit::ArenaBytes(const SequenceView& view, uint32_t layer, uint32_
                                size_t quads) {
   constexpr size_t kRounding = size_t{18} * 64;  // of the separate allocations
   const size_t n = CountClusters(view, layer, kv_head);
-  const bool regression = view.indexes.Has(IndexKind::kRegression);
+  const bool regression = view.indexes.has_regression();
   const size_t quad_arrays = regression ? 6 : 5;
   const size_t value_rows = regression ? 2 : 1;
   const size_t per_quad = quad_arrays * n * kQuad * sizeof(float) + sizeof(QuadScores) +
@@ -64,7 +64,7 @@ ClusterUnit::ClusterUnit(const UnitQuery& query, StepArena* arena)
   fate_ = arena->Allocate<Fate>(n);
   run_memory_ = arena->Allocate<TokenRun>(n);
   quads_ = arena->Allocate<QuadScores>((group_ + kQuad - 1) / kQuad);
-  const bool regression = second_order() && view_.indexes.Has(IndexKind::kRegression);
+  const bool regression = second_order() && view_.indexes.has_regression();
   if (regression) {
     regression_.emplace(query, arena);
     size_ = arena->Allocate<float>(n);

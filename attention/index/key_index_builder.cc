@@ -14,7 +14,7 @@
 namespace attnd::attention {
 namespace {
 
-constexpr uint32_t kChunkTokens = 256;
+constexpr uint32_t kKeyChunkTokens = 256;
 constexpr uint32_t kSummaryChunkTokens = 16;  // a token's features take some 25,000 products
 constexpr float kCodeLevels = 15;             // 4 bits
 
@@ -92,9 +92,9 @@ bool KeyIndexBuilder::RunChunk() {
   const IndexLayout& layout = *head_.layout;
   const uint32_t tokens_each = phase_ == Phase::kBlocks16   ? layout.blocks16.tokens
                                : phase_ == Phase::kBlocks64 ? layout.blocks64.tokens
-                               : phase_ == Phase::kSummary  ? kChunkTokens / kSummaryChunkTokens
+                               : phase_ == Phase::kSummary  ? kKeyChunkTokens / kSummaryChunkTokens
                                                             : 1;
-  const uint32_t end = std::min(PhaseEnd(), next_ + kChunkTokens / tokens_each);
+  const uint32_t end = std::min(PhaseEnd(), next_ + kKeyChunkTokens / tokens_each);
   if (phase_ == Phase::kSummary) {
     sums_->Add({head_.pages, {next_, end}});
     next_ = end;

@@ -12,7 +12,7 @@
 namespace attnd::attention {
 namespace {
 
-constexpr uint32_t kChunkTokens = 128;  // a tenth of a millisecond at head_dim 128
+constexpr uint32_t kDescribeChunkTokens = 128;  // a tenth of a millisecond at head_dim 128
 
 // Stores `sums`, each divided by `count`, as a row of dtype. row: scratch, as long as sums.
 void StoreMean(DType dtype, std::span<const double> sums, double count, std::vector<float>* row,
@@ -41,7 +41,7 @@ uint32_t MeanDescriber::ClusterStart(uint32_t cluster) const {
 }
 
 bool MeanDescriber::RunChunk() {
-  const uint32_t end = std::min(head_.form->tokens, slot_ + kChunkTokens);
+  const uint32_t end = std::min(head_.form->tokens, slot_ + kDescribeChunkTokens);
   for (; slot_ < end; ++slot_) {
     if (slot_ == ClusterStart(cluster_)) BeginCluster();
     AddSlot(slot_);

@@ -9,7 +9,7 @@
 namespace attnd::attention {
 namespace {
 
-constexpr size_t kChunkElements = size_t{1} << 16;  // that rotations of a chunk touch
+constexpr size_t kRotationChunkElements = size_t{1} << 16;  // that rotations of a chunk touch
 // Jacobi's convergence is quadratic: some eight sweeps do, whatever the dimension.
 constexpr int kSweepsMax = 40;
 constexpr double kRounding = 4 * std::numeric_limits<double>::epsilon();
@@ -42,7 +42,7 @@ void PrincipalAxes::Start(std::span<const double> matrix, size_t dim) {
 
 bool PrincipalAxes::RunChunk() {
   if (!order_.empty()) return false;
-  for (size_t work = 0; work < kChunkElements; work += dim_) {
+  for (size_t work = 0; work < kRotationChunkElements; work += dim_) {
     if (q_ == dim_) {
       ++p_;
       q_ = p_ + 1;

@@ -14,8 +14,8 @@ namespace attnd::attention {
 namespace {
 
 // Multiply-adds of a chunk: a tenth of a millisecond.
-constexpr size_t kChunkWork = size_t{1} << 20;
-constexpr uint32_t kChunkTokensMax = 64;
+constexpr size_t kPassChunkWork = size_t{1} << 20;
+constexpr uint32_t kPassChunkTokensMax = 64;
 // Axes with less than this share of all variance have no slope: theirs would be one rounding by
 // another.
 constexpr double kLeastVarianceShare = 1e-12;
@@ -55,7 +55,7 @@ uint64_t RegressionDescriber::ScratchBytes(const SegmentForm& form) {
   const uint64_t dim = form.shape.head_dim, value_dim = form.shape.value_dim;
   const uint64_t clusters = form.tokens / InfoOf(ClusterForm::kRegression).tokens + 1;
   return clusters * ((dim + value_dim) * sizeof(float) + sizeof(uint32_t)) +
-         uint64_t{kChunkTokensMax} * (3 * dim + value_dim) * sizeof(float) +
+         uint64_t{kPassChunkTokensMax} * (3 * dim + value_dim) * sizeof(float) +
          dim * dim * (3 * sizeof(double) + sizeof(float)) + dim * value_dim * sizeof(double) +
          8 * (dim + value_dim) * sizeof(double);
 }
@@ -70,7 +70,7 @@ void RegressionDescriber::Start(const ClusteredHead& head) {
   starts_.resize(clusters + 1);
   std::memcpy(starts_.data(), head.index + head.layout->starts, starts_.size() * sizeof(uint32_t));
   chunk_tokens_ = static_cast<uint32_t>(std::clamp<size_t>(
-      kChunkWork / (dim_ * (dim_ + value_dim_)) / kQuad * kQuad, kQuad, kChunkTokensMax));
+      kPassChunkWork / (dim_ * (dim_ + value_dim_)) / kQuad * kQuad, kQuad, kPassChunkTokensMax));
   keys_.resize(chunk_tokens_ * dim_);
   values_.resize(chunk_tokens_ * value_dim_);
   coordinates_.resize(chunk_tokens_ * dim_);

@@ -17,7 +17,7 @@ namespace attnd::attention {
 namespace {
 
 // Of loading and writing: a tenth of a millisecond at head_dim 128.
-constexpr uint32_t kChunkTokens = 128;
+constexpr uint32_t kRowChunkTokens = 128;
 
 uint64_t DescriberScratchBytes(const SegmentForm& form, ClusterForm clusters) {
   switch (clusters) {
@@ -166,7 +166,7 @@ void HeadBuilder::RunChunk() {
 
 void HeadBuilder::LoadChunk() {
   const ModelShape& shape = target_->view_->shape;
-  const uint32_t end = std::min(tokens_ - unclustered_, next_ + kChunkTokens);
+  const uint32_t end = std::min(tokens_ - unclustered_, next_ + kRowChunkTokens);
   for (; next_ < end; ++next_) {
     float* point = points_.data() + next_ * point_dim_;
     ToFloat(shape.dtype, TailRow(unclustered_ + next_, false), shape.head_dim, point);
@@ -180,7 +180,7 @@ void HeadBuilder::LoadChunk() {
 
 void HeadBuilder::CentreChunk() {
   const size_t head_dim = target_->view_->shape.head_dim;
-  const uint32_t end = std::min(tokens_ - unclustered_, next_ + kChunkTokens);
+  const uint32_t end = std::min(tokens_ - unclustered_, next_ + kRowChunkTokens);
   for (; next_ < end; ++next_) {
     float* point = points_.data() + next_ * point_dim_;
     for (size_t c = 0; c < point_dim_; ++c) point[c] -= static_cast<float>(mean_[c]);
@@ -201,7 +201,7 @@ void HeadBuilder::ScaleChunk() {
   };
   const auto key_scale = static_cast<float>(inverse_length(squares_[0]));
   const auto value_scale = static_cast<float>(clusters_->value_share * inverse_length(squares_[1]));
-  const uint32_t end = std::min(clustered, next_ + kChunkTokens);
+  const uint32_t end = std::min(clustered, next_ + kRowChunkTokens);
   for (; next_ < end; ++next_) {
     float* point = points_.data() + next_ * point_dim_;
     for (size_t c = 0; c < point_dim_; ++c) point[c] *= c < head_dim ? key_scale : value_scale;
@@ -246,7 +246,7 @@ void HeadBuilder::OrderTokens() {
 
 // Copies tokens' rows to their slots.
 void HeadBuilder::WriteChunk() {
-  const uint32_t end = std::min(tokens_, next_ + kChunkTokens);
+  const uint32_t end = std::min(tokens_, next_ + kRowChunkTokens);
   Segment& segment = *target_->segment_;
   std::byte* const positions =
       segment.IndexHead(layer_, kv_head_) + segment.layout_.positions;  // with clusters

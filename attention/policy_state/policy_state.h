@@ -43,13 +43,13 @@ struct PolicyView {
 // steps. So a copy for another history costs a few pointers: a fork shares the feature maps, the
 // label channels, the keep-set's list of positions and each choice of blocks with its parent.
 //
-//   part             made by                     a history of n tokens has         memory
-//   feature maps     the server's file           all of them                       the server's
-//   label channels   first segment, else file,   its first segment's; without      fixed
-//                    else observed queries       segments chosen anew
-//   query weights    observed queries            all of them; a fork has none      held
-//   keep-set         the prompt's end            the positions below n             held by its
-//   maker chosen blocks    steps                       what tokens below n chose         held
+//   part            made by                    a history of n tokens has     memory
+//   feature maps    the server's file          all of them                   the server's
+//   label channels  first segment, else file,  its first segment's; without  fixed
+//                   else observed queries      segments chosen anew
+//   query weights   observed queries           all of them; a fork has none  held
+//   keep-set        the prompt's end           the positions below n         held by its maker
+//   chosen blocks   steps                      what tokens below n chose     held
 //
 // "fixed" memory is FixedBytes, which the sequence's owner holds; "held" memory comes from
 // HoldBytes.

@@ -70,11 +70,6 @@ const T* PartAt(const std::byte* head, size_t offset) {
   return reinterpret_cast<const T*>(head + offset);
 }
 
-bool HasRegression(const SegmentForm& form) {
-  const auto clusters = form.indexes.cluster_form();
-  return clusters.has_value() && InfoOf(*clusters).regression;
-}
-
 }  // namespace
 
 // ---- places ----
@@ -133,7 +128,7 @@ ClusterIndex ClustersAt(const SegmentForm& form, const IndexLayout& layout, cons
   index.spread = PartAt<float>(head, layout.spread);
   index.value_norm2 = PartAt<float>(head, layout.value_norm2);
   index.starts = PartAt<uint32_t>(head, layout.starts);
-  if (HasRegression(form)) {
+  if (form.indexes.has_regression()) {
     index.axes = PartAt<float>(head, layout.axes);
     index.slopes = PartAt<float>(head, layout.slopes);
   }
@@ -239,7 +234,7 @@ absl::string_view WrongPartOf(const SegmentForm& form, const IndexLayout& layout
                               const std::byte* head) {
   absl::string_view wrong;
   if (form.indexes.clustered()) wrong = CheckClusters(form, layout, head);
-  if (wrong.empty() && HasRegression(form)) wrong = CheckRegression(form, layout, head);
+  if (wrong.empty() && form.indexes.has_regression()) wrong = CheckRegression(form, layout, head);
   if (wrong.empty() && form.indexes.Has(IndexKind::kLabels)) {
     wrong = CheckLabels(form, layout, head);
   }

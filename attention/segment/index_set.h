@@ -45,6 +45,11 @@ class IndexSet {
     }
     return std::nullopt;
   }
+  // Whether clusters come with principal axes and a regression (ClusterFormInfo::regression).
+  constexpr bool has_regression() const {
+    const std::optional<ClusterForm> form = cluster_form();
+    return form.has_value() && InfoOf(*form).regression;
+  }
   constexpr bool clustered() const { return cluster_form().has_value(); }
   constexpr bool token_order() const { return !clustered(); }
   // Whether an index of the set needs this part of the model's files.

@@ -59,6 +59,10 @@ class Layer {
   double Reference(const Policy& policy, const StepHeader& step);
 
  private:
+  // Parts of Reference (gpu_layer_reference.cu).
+  struct HostCopy;
+  class UnitReference;
+
   template <typename T>
   T* Keep(T* device) {
     memory_.push_back(const_cast<std::remove_const_t<T>*>(device));

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <functional>
 #include <numeric>
+#include <utility>
 
 #include "bench/gpu/gpu_layer.cuh"
 #include "bench/gpu/gpu_memory.cuh"
@@ -13,246 +14,329 @@
 namespace attnd::gpu {
 namespace {
 
-struct Cluster {
-  uint32_t segment, number, begin, end;
-  std::vector<double> log_mass, optimistic, d2;  // by query head of the group
-  double score = 0;
-  uint8_t fate = kFateDropped;
-};
+template <typename T>
+const T* PartAt(const std::byte* index, uint64_t offset) {
+  return reinterpret_cast<const T*>(index + offset);
+}
 
 }  // namespace
 
+// What the device holds of the layer, read back.
+struct Layer::HostCopy {
+  explicit HostCopy(const Layer& layer) {
+    const uint32_t heads = layer.shape_.kv_heads;
+    for (const auto& s : layer.segments_) {
+      pages.push_back(ToHost(s.pages, s.pages_head_bytes * heads));
+      indexes.push_back(ToHost(s.index, s.index_head_bytes * heads));
+    }
+    for (const auto* block : layer.blocks_) {
+      tails.push_back(ToHost(block, layer.BlockHeadBytes() * heads));
+    }
+  }
+  std::vector<std::vector<std::byte>> pages, indexes;  // of each segment
+  std::vector<std::vector<std::byte>> tails;           // of each tail block
+};
+
+// What one unit, a query token and a KV head of a row, should answer.
+class Layer::UnitReference {
+ public:
+  struct Cluster {
+    uint32_t segment, number, begin, end;
+    std::vector<double> log_mass, optimistic, d2;  // by query head of the group
+    double score = 0;
+    uint8_t fate = kFateDropped;
+  };
+
+  struct State {
+    double max = -1e300, sum = 0;
+    std::vector<double> values;  // empty before the first Add
+
+    void Add(double x, uint32_t dim, const std::function<double(uint32_t)>& value) {
+      if (values.empty()) values.assign(dim, 0.0);
+      if (x > max) {
+        const double f = std::exp(max - x);
+        sum *= f;
+        for (auto& v : values) v *= f;
+        max = x;
+      }
+      const double w = std::exp(x - max);
+      sum += w;
+      for (uint32_t c = 0; c < dim; ++c) values[c] += w * value(c);
+    }
+    double Norm2() const {
+      double norm2 = 0;
+      for (const double v : values) norm2 += v * v;
+      return norm2;
+    }
+  };
+
+  UnitReference(const Layer& layer, HostCopy* copy, const Policy& policy, double scale,
+                uint32_t row, uint32_t token, uint32_t head)
+      : layer_(layer),
+        copy_(*copy),
+        policy_(policy),
+        scale_(scale),
+        row_(row),
+        token_(token),
+        head_(head),
+        group_(layer.shape_.group),
+        dim_(layer.shape_.dim),
+        zone_(group_),
+        least_(group_) {
+    AddTail();
+    for (uint32_t s = 0; s < layer.segments_of_row_; ++s) AddSegment(s);
+    guess_ = zone_;
+    for (const Cluster& c : clusters_) AddEstimate(c, &guess_);
+    Choose();
+    MeasureLeast();
+    if (policy.cut == CutKind::kErrorBudget && std::isfinite(policy.tolerance)) ChooseByError();
+    Answer();
+  }
+
+  // Of query head h of the group.
+  const State& answer(uint32_t h) const { return all_[h]; }
+  uint64_t exact_tokens() const { return exact_tokens_; }
+  bool predicts_error() const { return policy_.second_order && !clusters_.empty(); }
+  // norm: the answer's.
+  double PredictedError(uint32_t h, double norm) const {
+    double error = 0;
+    for (const Cluster& c : clusters_) {
+      if (c.fate != kFateEstimated) continue;
+      const double e = std::exp(c.log_mass[h] - all_[h].max) * Number(c, &IndexOffsets::spread);
+      error += e * e * std::expm1(std::min(c.d2[h], 8.0));
+    }
+    return std::sqrt(error) / all_[h].sum / std::max(norm, least_[h]);
+  }
+
+ private:
+  // ---- what is there ----
+
+  double Query(uint32_t h, uint32_t c) const {
+    const size_t token = size_t{row_} * layer_.shape_.query_tokens + token_;
+    const size_t lane = token * layer_.heads() + head_ * group_ + h;
+    return double{FromBf16(layer_.queries_[lane * dim_ + c])};
+  }
+  size_t SegmentNumber(uint32_t s) const { return row_ * layer_.segments_of_row_ + s; }
+  const HostSegment& SegmentAt(uint32_t s) const { return layer_.segments_[SegmentNumber(s)]; }
+  std::byte* PagesAt(uint32_t s) const {
+    return copy_.pages[SegmentNumber(s)].data() + head_ * SegmentAt(s).pages_head_bytes;
+  }
+  const std::byte* IndexAt(uint32_t s) const {
+    return copy_.indexes[SegmentNumber(s)].data() + head_ * SegmentAt(s).index_head_bytes;
+  }
+  // A cluster's entry in an array of floats of its index.
+  double Number(const Cluster& c, uint32_t IndexOffsets::*offset) const {
+    return double{
+        PartAt<float>(IndexAt(c.segment), SegmentAt(c.segment).offsets.*offset)[c.number]};
+  }
+
+  // ---- states ----
+
+  void AddToken(std::byte* base, uint32_t token, std::vector<State>* states) const {
+    const uint16_t* k = layer_.Row(base, token, false);
+    const uint16_t* v = layer_.Row(base, token, true);
+    for (uint32_t h = 0; h < group_; ++h) {
+      double x = 0;
+      for (uint32_t c = 0; c < dim_; ++c) x += Query(h, c) * FromBf16(k[c]);
+      (*states)[h].Add(x * scale_, dim_, [&](uint32_t c) { return double{FromBf16(v[c])}; });
+    }
+  }
+  void AddEstimate(const Cluster& c, std::vector<State>* states) const {
+    const uint16_t* mean =
+        PartAt<uint16_t>(IndexAt(c.segment), SegmentAt(c.segment).offsets.mean_values) +
+        size_t{c.number} * dim_;
+    for (uint32_t h = 0; h < group_; ++h) {
+      (*states)[h].Add(c.log_mass[h], dim_, [&](uint32_t d) { return double{FromBf16(mean[d])}; });
+    }
+  }
+
+  // ---- zones and clusters ----
+
+  void AddTail() {
+    const Shape& shape = layer_.shape_;
+    const uint32_t begin = (shape.tokens - shape.tail) % kTailBlockRows;
+    const uint32_t limit = begin + shape.tail - shape.query_tokens + 1 + token_;
+    for (uint32_t i = begin; i < limit; ++i) {
+      std::vector<std::byte>& block =
+          copy_.tails[row_ * layer_.blocks_of_row_ + i / kTailBlockRows];
+      AddToken(block.data() + head_ * layer_.BlockHeadBytes(), i % kTailBlockRows, &zone_);
+    }
+  }
+  void AddSegment(uint32_t s) {
+    const HostSegment& segment = SegmentAt(s);
+    const bool dense = policy_.kind == UnitKind::kDense;
+    const uint32_t zone_tokens = dense ? segment.tokens : segment.unclustered;
+    for (uint32_t i = 0; i < zone_tokens; ++i) AddToken(PagesAt(s), i, &zone_);
+    if (policy_.kind != UnitKind::kClusters) return;
+    const auto* starts = PartAt<uint32_t>(IndexAt(s), segment.offsets.starts);
+    for (uint32_t c = 0; c < segment.clusters; ++c) {
+      clusters_.push_back({s, c, starts[c], starts[c + 1], {}, {}, {}});
+      Score(&clusters_.back());
+    }
+  }
+  void Score(Cluster* cluster) const {
+    const IndexOffsets& offsets = SegmentAt(cluster->segment).offsets;
+    const std::byte* index = IndexAt(cluster->segment);
+    const size_t c = cluster->number;
+    const auto* key = PartAt<uint16_t>(index, offsets.centroids) + c * dim_;
+    const auto* codes = PartAt<uint8_t>(index, offsets.deviation_codes) + c * dim_ / 2;
+    const double unit = PartAt<float>(index, offsets.variance_unit)[c];
+    for (uint32_t h = 0; h < group_; ++h) {
+      double x = 0, d2 = 0;
+      for (uint32_t d = 0; d < dim_; ++d) {
+        x += Query(h, d) * FromBf16(key[d]);
+        const uint8_t byte = codes[d % (dim_ / 2)];
+        const double code = d < dim_ / 2 ? byte & 15 : byte >> 4;
+        d2 += std::pow(Query(h, d) * scale_ * code, 2) * unit;
+      }
+      x = x * scale_ + std::log(static_cast<double>(cluster->end - cluster->begin));
+      cluster->d2.push_back(d2);
+      cluster->optimistic.push_back(x + 2 * std::sqrt(d2));
+      cluster->log_mass.push_back(policy_.second_order ? x + std::min(d2, 8.0) / 2 : x);
+    }
+  }
+
+  // ---- choosing ----
+
+  void SortByScore() {
+    order_.resize(clusters_.size());
+    std::iota(order_.begin(), order_.end(), 0u);
+    std::stable_sort(order_.begin(), order_.end(), [&](uint32_t a, uint32_t b) {
+      return clusters_[a].score > clusters_[b].score;
+    });
+  }
+  // By the share of mass, mean over query heads.
+  void Rank(const std::vector<double> Cluster::*values) {
+    std::vector<double> max(group_, -1e300), sum(group_, 0);
+    for (const Cluster& c : clusters_) {
+      for (uint32_t h = 0; h < group_; ++h) max[h] = std::max(max[h], (c.*values)[h]);
+    }
+    for (const Cluster& c : clusters_) {
+      for (uint32_t h = 0; h < group_; ++h) sum[h] += std::exp((c.*values)[h] - max[h]);
+    }
+    for (Cluster& c : clusters_) {
+      c.score = 0;
+      for (uint32_t h = 0; h < group_; ++h) {
+        c.score += std::exp((c.*values)[h] - max[h]) / sum[h] / group_;
+      }
+    }
+    SortByScore();
+  }
+  size_t ShareOf(double share) const {
+    return static_cast<size_t>(std::ceil(share * static_cast<double>(clusters_.size()) - 1e-9));
+  }
+  // By mass, or of an error budget the floor.
+  void Choose() {
+    if (policy_.cut == CutKind::kErrorBudget) {
+      Rank(&Cluster::optimistic);
+      for (Cluster& c : clusters_) c.fate = kFateEstimated;
+      for (size_t i = 0; i < ShareOf(policy_.floor); ++i) clusters_[order_[i]].fate = kFateExact;
+      return;
+    }
+    Rank(&Cluster::log_mass);
+    const size_t exact = ShareOf(policy_.exact_share);
+    const size_t read = exact + ShareOf(policy_.estimated_share);
+    double before = 0;
+    for (size_t i = 0; i < order_.size(); ++i) {
+      Cluster& c = clusters_[order_[i]];
+      const bool top_k = policy_.cut == CutKind::kTopK;
+      const bool is_exact = top_k ? i < exact : before < policy_.p2;
+      const bool is_read = top_k ? i < read : before < policy_.p1;
+      c.fate = is_exact ? kFateExact : is_read ? kFateEstimated : kFateDropped;
+      before += c.score;
+    }
+  }
+  // least_: the floor under an output's norm in relative errors.
+  void MeasureLeast() {
+    for (uint32_t h = 0; h < group_ && !clusters_.empty(); ++h) {
+      double moment = 0;
+      for (const Cluster& c : clusters_) {
+        moment += std::exp(c.log_mass[h] - guess_[h].max) * Number(c, &IndexOffsets::value_norm2);
+      }
+      moment += zone_[h].Norm2() / zone_[h].sum * std::exp(zone_[h].max - guess_[h].max);
+      least_[h] = 1e-3 * std::sqrt(moment / guess_[h].sum);
+    }
+  }
+  // The clusters with the greatest errors are exact, so that the rest keeps within the tolerance.
+  void ChooseByError() {
+    for (Cluster& c : clusters_) {
+      c.score = 0;
+      for (uint32_t h = 0; h < group_; ++h) {
+        const double norm = std::max(std::sqrt(guess_[h].Norm2()) / guess_[h].sum, least_[h]);
+        const double e = std::exp(c.log_mass[h] - guess_[h].max) / guess_[h].sum / norm *
+                         Number(c, &IndexOffsets::spread);
+        c.score += e * e * std::expm1(std::min(c.d2[h], 8.0)) / group_;
+      }
+    }
+    SortByScore();
+    const double budget = policy_.tolerance * policy_.tolerance;
+    double rest = 0;
+    size_t marked = order_.size();
+    while (marked > 0 && rest + clusters_[order_[marked - 1]].score <= budget) {
+      rest += clusters_[order_[--marked]].score;
+    }
+    for (size_t i = 0; i < marked; ++i) clusters_[order_[i]].fate = kFateExact;
+  }
+
+  void Answer() {
+    all_ = zone_;
+    for (const Cluster& c : clusters_) {
+      if (c.fate == kFateEstimated) AddEstimate(c, &all_);
+      if (c.fate != kFateExact) continue;
+      exact_tokens_ += c.end - c.begin;
+      for (uint32_t i = c.begin; i < c.end; ++i) AddToken(PagesAt(c.segment), i, &all_);
+    }
+  }
+
+  const Layer& layer_;
+  HostCopy& copy_;
+  const Policy& policy_;
+  const double scale_;
+  const uint32_t row_, token_, head_, group_, dim_;
+  std::vector<State> zone_;   // of each query head; so below
+  std::vector<State> guess_;  // zone_ and all clusters' estimates
+  std::vector<State> all_;    // the answer
+  std::vector<double> least_;
+  std::vector<Cluster> clusters_;
+  std::vector<uint32_t> order_;  // of clusters_, by descending score
+  uint64_t exact_tokens_ = 0;
+};
+
 double Layer::Reference(const Policy& policy, const StepHeader& step) {
   const uint32_t dim = shape_.dim, group = shape_.group;
-  const double scale = step.softmax_scale;
   const size_t lanes = size_t{step.query_tokens} * heads();
   const auto out = ToHost(step.out, lanes * dim);
   const auto lse = ToHost(step.lse, lanes);
   const auto results = ToHost(step.lane_results, lanes);
   const auto units = ToHost(step.unit_results, step.units);
-  std::vector<std::vector<std::byte>> pages, indexes, tails;
-  for (const auto& s : segments_) {
-    pages.push_back(ToHost(s.pages, s.pages_head_bytes * shape_.kv_heads));
-    indexes.push_back(ToHost(s.index, s.index_head_bytes * shape_.kv_heads));
-  }
-  for (const auto* block : blocks_)
-    tails.push_back(ToHost(block, BlockHeadBytes() * shape_.kv_heads));
+  HostCopy copy(*this);
   Greatest worst, worst_error;
   uint32_t plan_differences = 0;
-  const uint32_t tail_begin = (shape_.tokens - shape_.tail) % kTailBlockRows;
+  const auto compare = [&](const UnitReference& unit, uint32_t h, size_t slot) {
+    const UnitReference::State& answer = unit.answer(h);
+    double norm2 = 0, difference = 0;
+    for (uint32_t c = 0; c < dim; ++c) {
+      const double expected = answer.values[c] / answer.sum;
+      norm2 += expected * expected;
+      difference += std::pow(expected - out[slot * dim + c], 2);
+    }
+    worst.Take(std::sqrt(difference / norm2));
+    worst.Take(std::abs(answer.max + std::log(answer.sum) - lse[slot]));
+    if (!unit.predicts_error()) return;
+    const double error = unit.PredictedError(h, std::sqrt(norm2));
+    worst_error.Take(std::abs(error - results[slot].predicted_error) / std::max(error, 1e-6));
+  };
   for (uint32_t r = 0; r < shape_.rows; ++r) {
     for (uint32_t t = 0; t < shape_.query_tokens; ++t) {
+      const size_t token = size_t{r} * shape_.query_tokens + t;
       for (uint32_t head = 0; head < shape_.kv_heads; ++head) {
-        const auto query = [&](uint32_t h, uint32_t c) {
-          const size_t token = size_t{r} * shape_.query_tokens + t;
-          return double{FromBf16(queries_[(token * heads() + head * group + h) * dim + c])};
-        };
-        struct State {
-          double max = -1e300, sum = 0;
-          std::vector<double> values;
-        };
-        std::vector<State> zone(group), all(group);
-        const auto add = [&](State* s, double x, const std::function<double(uint32_t)>& value) {
-          if (s->values.empty()) s->values.assign(dim, 0.0);
-          if (x > s->max) {
-            const double f = std::exp(s->max - x);
-            s->sum *= f;
-            for (auto& v : s->values) v *= f;
-            s->max = x;
-          }
-          const double w = std::exp(x - s->max);
-          s->sum += w;
-          for (uint32_t c = 0; c < dim; ++c) s->values[c] += w * value(c);
-        };
-        const auto add_token = [&](std::byte* base, uint32_t token, std::vector<State>* states) {
-          const uint16_t* k = Row(base, token, false);
-          const uint16_t* v = Row(base, token, true);
-          for (uint32_t h = 0; h < group; ++h) {
-            double x = 0;
-            for (uint32_t c = 0; c < dim; ++c) x += query(h, c) * FromBf16(k[c]);
-            add(&(*states)[h], x * scale, [&](uint32_t c) { return double{FromBf16(v[c])}; });
-          }
-        };
-        const uint32_t limit = tail_begin + shape_.tail - shape_.query_tokens + 1 + t;
-        for (uint32_t i = tail_begin; i < limit; ++i) {
-          add_token(tails[r * blocks_of_row_ + i / kTailBlockRows].data() + head * BlockHeadBytes(),
-                    i % kTailBlockRows, &zone);
-        }
-        std::vector<Cluster> clusters;
-        for (uint32_t s = 0; s < segments_of_row_; ++s) {
-          const size_t number = r * segments_of_row_ + s;
-          const HostSegment& segment = segments_[number];
-          std::byte* base = pages[number].data() + head * segment.pages_head_bytes;
-          const uint32_t zone_tokens =
-              policy.kind == UnitKind::kDense ? segment.tokens : segment.unclustered;
-          for (uint32_t i = 0; i < zone_tokens; ++i) add_token(base, i, &zone);
-          if (policy.kind != UnitKind::kClusters) continue;
-          const std::byte* index = indexes[number].data() + head * segment.index_head_bytes;
-          const auto* starts = reinterpret_cast<const uint32_t*>(index + segment.offsets.starts);
-          for (uint32_t c = 0; c < segment.clusters; ++c) {
-            Cluster cluster{s, c, starts[c], starts[c + 1], {}, {}, {}};
-            const auto* key = reinterpret_cast<const uint16_t*>(index + segment.offsets.centroids) +
-                              size_t{c} * dim;
-            const auto* codes =
-                reinterpret_cast<const uint8_t*>(index + segment.offsets.deviation_codes) +
-                size_t{c} * dim / 2;
-            const double unit =
-                reinterpret_cast<const float*>(index + segment.offsets.variance_unit)[c];
-            for (uint32_t h = 0; h < group; ++h) {
-              double x = 0, d2 = 0;
-              for (uint32_t d = 0; d < dim; ++d) {
-                x += query(h, d) * FromBf16(key[d]);
-                const uint8_t byte = codes[d % (dim / 2)];
-                const double code = d < dim / 2 ? byte & 15 : byte >> 4;
-                d2 += std::pow(query(h, d) * scale * code, 2) * unit;
-              }
-              x = x * scale + std::log(static_cast<double>(cluster.end - cluster.begin));
-              cluster.d2.push_back(d2);
-              cluster.optimistic.push_back(x + 2 * std::sqrt(d2));
-              cluster.log_mass.push_back(policy.second_order ? x + std::min(d2, 8.0) / 2 : x);
-            }
-            clusters.push_back(std::move(cluster));
-          }
-        }
-        const auto part = [&](const Cluster& c, uint32_t IndexOffsets::*offset) {
-          const size_t number = r * segments_of_row_ + c.segment;
-          return double{reinterpret_cast<const float*>(
-              indexes[number].data() + head * segments_[number].index_head_bytes +
-              segments_[number].offsets.*offset)[c.number]};
-        };
-        const auto mean_value = [&](const Cluster& c, uint32_t d) {
-          const size_t number = r * segments_of_row_ + c.segment;
-          const std::byte* index =
-              indexes[number].data() + head * segments_[number].index_head_bytes;
-          return double{FromBf16(reinterpret_cast<const uint16_t*>(
-              index + segments_[number].offsets.mean_values)[size_t{c.number} * dim + d])};
-        };
-        // ---- choose ----
-        std::vector<uint32_t> order(clusters.size());
-        const auto rank = [&](const std::vector<double> Cluster::*values) {
-          std::vector<double> max(group, -1e300), sum(group, 0);
-          for (const auto& c : clusters) {
-            for (uint32_t h = 0; h < group; ++h) max[h] = std::max(max[h], (c.*values)[h]);
-          }
-          for (const auto& c : clusters) {
-            for (uint32_t h = 0; h < group; ++h) sum[h] += std::exp((c.*values)[h] - max[h]);
-          }
-          for (auto& c : clusters) {
-            c.score = 0;
-            for (uint32_t h = 0; h < group; ++h) {
-              c.score += std::exp((c.*values)[h] - max[h]) / sum[h] / group;
-            }
-          }
-          std::iota(order.begin(), order.end(), 0u);
-          std::stable_sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) {
-            return clusters[a].score > clusters[b].score;
-          });
-        };
-        const auto share = [&](double s) {
-          return static_cast<size_t>(std::ceil(s * static_cast<double>(clusters.size()) - 1e-9));
-        };
-        if (policy.cut == CutKind::kErrorBudget) {
-          rank(&Cluster::optimistic);
-          for (auto& c : clusters) c.fate = kFateEstimated;
-          for (size_t i = 0; i < share(policy.floor); ++i) clusters[order[i]].fate = kFateExact;
-        } else {
-          rank(&Cluster::log_mass);
-          double before = 0;
-          for (size_t i = 0; i < order.size(); ++i) {
-            Cluster& c = clusters[order[i]];
-            if (policy.cut == CutKind::kTopK) {
-              c.fate = i < share(policy.exact_share) ? kFateExact
-                       : i < share(policy.exact_share) + share(policy.estimated_share)
-                           ? kFateEstimated
-                           : kFateDropped;
-            } else {
-              c.fate = before < policy.p2   ? kFateExact
-                       : before < policy.p1 ? kFateEstimated
-                                            : kFateDropped;
-            }
-            before += c.score;
-          }
-        }
-        std::vector<double> moments(group), least(group);
-        const bool limited = policy.cut == CutKind::kErrorBudget && std::isfinite(policy.tolerance);
-        std::vector<State> guess = zone;
-        for (const auto& c : clusters) {
-          for (uint32_t h = 0; h < group; ++h) {
-            add(&guess[h], c.log_mass[h], [&](uint32_t d) { return mean_value(c, d); });
-          }
-        }
-        for (uint32_t h = 0; h < group && !clusters.empty(); ++h) {
-          double moment = 0;
-          for (const auto& c : clusters) {
-            moment += std::exp(c.log_mass[h] - guess[h].max) * part(c, &IndexOffsets::value_norm2);
-          }
-          double norm2 = 0;
-          for (const double v : zone[h].values) norm2 += v * v;
-          moment += norm2 / zone[h].sum * std::exp(zone[h].max - guess[h].max);
-          least[h] = 1e-3 * std::sqrt(moment / guess[h].sum);
-        }
-        if (limited) {
-          for (auto& c : clusters) {
-            c.score = 0;
-            for (uint32_t h = 0; h < group; ++h) {
-              double norm2 = 0;
-              for (const double v : guess[h].values) norm2 += v * v;
-              const double norm = std::max(std::sqrt(norm2) / guess[h].sum, least[h]);
-              const double e = std::exp(c.log_mass[h] - guess[h].max) / guess[h].sum / norm *
-                               part(c, &IndexOffsets::spread);
-              c.score += e * e * std::expm1(std::min(c.d2[h], 8.0)) / group;
-            }
-          }
-          std::iota(order.begin(), order.end(), 0u);
-          std::stable_sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) {
-            return clusters[a].score > clusters[b].score;
-          });
-          double rest = 0;
-          size_t marked = order.size();
-          while (marked > 0 &&
-                 rest + clusters[order[marked - 1]].score <= policy.tolerance * policy.tolerance) {
-            rest += clusters[order[--marked]].score;
-          }
-          for (size_t i = 0; i < marked; ++i) clusters[order[i]].fate = kFateExact;
-        }
-        // ---- answer ----
-        all = zone;
-        uint64_t exact_tokens = 0;
-        for (const auto& c : clusters) {
-          const size_t number = r * segments_of_row_ + c.segment;
-          if (c.fate == kFateExact) {
-            exact_tokens += c.end - c.begin;
-            std::byte* base = pages[number].data() + head * segments_[number].pages_head_bytes;
-            for (uint32_t i = c.begin; i < c.end; ++i) add_token(base, i, &all);
-          } else if (c.fate == kFateEstimated) {
-            for (uint32_t h = 0; h < group; ++h) {
-              add(&all[h], c.log_mass[h], [&](uint32_t d) { return mean_value(c, d); });
-            }
-          }
-        }
+        const UnitReference unit(*this, &copy, policy, step.softmax_scale, r, t, head);
         if (policy.kind == UnitKind::kClusters) {
-          const auto& unit = units[(size_t{r} * shape_.query_tokens + t) * shape_.kv_heads + head];
-          if (unit.chosen_tokens != exact_tokens) ++plan_differences;
+          const auto& result = units[token * shape_.kv_heads + head];
+          if (result.chosen_tokens != unit.exact_tokens()) ++plan_differences;
         }
         for (uint32_t h = 0; h < group; ++h) {
-          const size_t slot = (size_t{r} * shape_.query_tokens + t) * heads() + head * group + h;
-          double norm = 0, difference = 0;
-          for (uint32_t c = 0; c < dim; ++c) {
-            const double expected = all[h].values[c] / all[h].sum;
-            norm += expected * expected;
-            difference += std::pow(expected - out[slot * dim + c], 2);
-          }
-          worst.Take(std::sqrt(difference / norm));
-          worst.Take(std::abs(all[h].max + std::log(all[h].sum) - lse[slot]));
-          if (!policy.second_order || clusters.empty()) continue;
-          double error = 0;
-          for (const auto& c : clusters) {
-            if (c.fate != kFateEstimated) continue;
-            const double e = std::exp(c.log_mass[h] - all[h].max) * part(c, &IndexOffsets::spread);
-            error += e * e * std::expm1(std::min(c.d2[h], 8.0));
-          }
-          error = std::sqrt(error) / all[h].sum / std::max(std::sqrt(norm), least[h]);
-          worst_error.Take(std::abs(error - results[slot].predicted_error) / std::max(error, 1e-6));
+          compare(unit, h, token * heads() + head * group + h);
         }
       }
     }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/archive/orphans.h"
 
+#include <glog/logging.h>
+
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -11,6 +13,7 @@ namespace attnd::engine {
 using storage::StoredFile;
 
 absl::StatusOr<uint64_t> Orphans::SetAside(const Numbers& known, TimePoint now) {
+  CHECK(aside_.empty() && bytes_ == 0) << "once, at the start";
   ATTND_ASSIGN_OR_RETURN(const auto stored, folder_->ListSegments());
   std::vector<uint64_t> unknown;
   Numbers kept;
@@ -62,6 +65,9 @@ void Orphans::DropSome(TimePoint now) {
       aside_.push_back(std::move(file));
     }
   }
+  // Each file gives back the bytes that SetAside counted for it. Only the end of the sum is
+  // compared: lengths come from the file system, and sparse files may add up to more than 64 bits.
+  CHECK(!aside_.empty() || bytes_ == 0) << "bytes of files that have gone";
 }
 
 }  // namespace attnd::engine

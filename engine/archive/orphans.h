@@ -30,6 +30,7 @@ class Orphans {
   static constexpr std::chrono::hours kGrace{24};
   // The same where the disk has no room for them: somebody may still see what a start has done.
   static constexpr std::chrono::hours kFullDiskGrace{1};
+  static_assert(kFullDiskGrace <= kGrace);
   // Files that one call of DropSome tries to remove.
   static constexpr size_t kMostAtOnce = 64;
 

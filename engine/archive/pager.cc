@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/archive/pager.h"
 
+#include <glog/logging.h>
+
 #include <algorithm>
 #include <new>
 #include <system_error>
@@ -17,6 +19,7 @@ Pager::Pager(Archive* archive, MemoryBudget* budget, ListSequences sequences,
     : archive_(archive), budget_(budget), sequences_(std::move(sequences)), retention_(retention) {}
 
 absl::Status Pager::Start() {
+  CHECK(!thread_.joinable()) << "started once";
   try {
     thread_ = std::thread([this] { Loop(); });
   } catch (const std::system_error& error) {
@@ -43,6 +46,8 @@ bool Pager::MakeRoom(std::chrono::steady_clock::time_point until,
   const uint64_t round = rounds_ + 2;
   const uint64_t moves = moves_;
   asked_rounds_ = std::max(asked_rounds_, round);
+  // rounds_ only grows, so that no earlier call asked for a later round than this one.
+  CHECK_EQ(asked_rounds_, round);
   asked_.NotifyAll();
   const auto given_up = [&] {
     return stopping_.load() || std::chrono::steady_clock::now() > until ||
@@ -78,6 +83,7 @@ void Pager::Loop() {
     {
       MutexLock lock(mutex_);
       ++rounds_;
+      CHECK_LE(asked_rounds_, rounds_ + 1) << "MakeRoom asked before this round ended";
     }
     done_.NotifyAll();
   }
@@ -149,6 +155,7 @@ absl::StatusOr<bool> Pager::MoveOne(Sequence* sequence) {
   if (!swap.ok()) archive_->CountFailedPageOut();
   ATTND_RETURN_IF_ERROR(swap.status());
   if (!swap->has_value()) return false;
+  CHECK(!(*swap)->before->paged() && (*swap)->after->paged()) << "a whole segment moves to disk";
   // Forks share segments: their memory is free when the last one lets them go.
   for (const auto& other : sequences_()) other->SwapSegments({&**swap, 1});
   MutexLock lock(mutex_);

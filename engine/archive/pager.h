@@ -26,6 +26,8 @@ namespace attnd::engine {
 
 // Owns a thread. Above the first mark it moves what nobody has used for a while, above the second
 // one anything; and when somebody waits for room, at least a segment.
+//
+// Invariant: nobody asks for more than two rounds beyond those that have ended.
 class Pager {
  public:
   using ListSequences = std::function<std::vector<std::shared_ptr<Sequence>>()>;
@@ -53,6 +55,8 @@ class Pager {
   // After a failure nothing is moved unasked for so long, twice as long after each further one.
   static constexpr std::chrono::milliseconds kRestMin{1000};
   static constexpr std::chrono::milliseconds kRestMax{60000};
+  static_assert(0 < kTarget && kTarget < kIdleMark && kIdleMark < kMark && kMark < 1);
+  static_assert(kRestMin <= kRestMax);
 
   struct Candidate {
     std::chrono::steady_clock::time_point used;

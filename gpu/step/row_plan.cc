@@ -6,6 +6,7 @@
 
 #include "attention/segment/pages.h"
 #include "attention/segment/segment.h"
+#include "gpu/step/narrow.h"
 
 namespace attnd::gpu {
 namespace {
@@ -16,7 +17,6 @@ using attention::kTailBlockTokens;
 constexpr uint64_t kSegmentsMax = 65536;
 
 constexpr uint64_t CeilOf(uint64_t n, uint64_t divisor) { return (n + divisor - 1) / divisor; }
-uint32_t Narrow(uint64_t value) { return static_cast<uint32_t>(value); }  // HasPlan has checked it
 
 // The least `unit` times a power of two for which `pieces` gives at most `max`, but no more than
 // `largest`.

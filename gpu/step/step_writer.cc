@@ -5,11 +5,11 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <type_traits>
 #include <utility>
 
 #include "attention/segment/pages.h"
+#include "gpu/step/narrow.h"
 #include "gpu/step/row_plan.h"
 
 namespace attnd::gpu {
@@ -19,12 +19,6 @@ template <typename T>
 T* At(std::byte* base, uint64_t offset) {
   static_assert(std::is_trivially_copyable_v<T>);
   return reinterpret_cast<T*>(base + offset);
-}
-
-// A number that Fitting has found to fit.
-uint32_t Narrow(uint64_t value) {
-  CHECK_LE(value, std::numeric_limits<uint32_t>::max());
-  return static_cast<uint32_t>(value);
 }
 
 // Bytes of one query token.

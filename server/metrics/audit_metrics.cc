@@ -7,11 +7,12 @@
 namespace attnd::server {
 namespace {
 
-using Buckets = prometheus::Histogram::BucketBoundaries;
+using Buckets = FiniteHistogram::Buckets;
 
 // Below 0.001 all policies are as good as dense; at 1 an answer of nothing is as good.
-Buckets ErrorBuckets() { return {0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2}; }
-Buckets MassBuckets() { return {0.1, 0.2, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.999, 1}; }
+Buckets TrueErrorBuckets() {
+  return {0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2};
+}
 Buckets RatioBuckets() { return {0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.25, 1.5, 2, 3, 5, 10}; }
 
 // An error of so many times the tolerance is told in the log, with the row's name.
@@ -44,8 +45,8 @@ AuditMetrics::AuditMetrics(prometheus::Registry* registry) {
     if (policy.selector == attention::Selector::kAll) continue;
     const prometheus::Labels labels = {{"policy", policy.preset}};
     Histograms& of = policies_[policy.preset];
-    of.relative_error = {error, labels, ErrorBuckets(), registry};
-    of.relative_error_max = {error_max, labels, ErrorBuckets(), registry};
+    of.relative_error = {error, labels, TrueErrorBuckets(), registry};
+    of.relative_error_max = {error_max, labels, TrueErrorBuckets(), registry};
     of.covered_mass = {mass, labels, MassBuckets(), registry};
     of.predicted_ratio = {predicted, labels, RatioBuckets(), registry};
     of.tolerance_ratio = {tolerance, labels, RatioBuckets(), registry};

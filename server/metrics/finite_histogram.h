@@ -43,6 +43,11 @@ class FiniteHistogram {
   prometheus::Counter* refused_ = nullptr;
 };
 
+// Of shares of softmax mass: what steps say of it and what audits find must be comparable.
+inline FiniteHistogram::Buckets MassBuckets() {
+  return {0.1, 0.2, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.999, 1};
+}
+
 }  // namespace attnd::server
 
 #endif  // ATTND_SERVER_METRICS_FINITE_HISTOGRAM_H_

@@ -9,7 +9,7 @@
 namespace attnd::server {
 namespace {
 
-using Buckets = prometheus::Histogram::BucketBoundaries;
+using Buckets = FiniteHistogram::Buckets;
 
 const char* const kRejectionNames[kRejections] = {"queue",  "streams", "sequences",     "memory",
                                                   "tokens", "message", "reply_timeout", "shutdown"};
@@ -22,8 +22,7 @@ Buckets StageBuckets() {
   return {1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3,
           0.01, 0.02, 0.05, 0.1,  0.2,  0.5,  1,    2,    5};
 }
-Buckets MassBuckets() { return {0.1, 0.2, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.999, 1}; }
-Buckets ErrorBuckets() { return {0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2}; }
+Buckets PredictedErrorBuckets() { return {0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2}; }
 Buckets BuildBuckets() { return {0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 50, 100}; }
 
 double Seconds(std::chrono::nanoseconds time) {
@@ -71,9 +70,9 @@ Metrics::Metrics()
   covered_mass_ =
       AddHistogram("attnd_covered_mass", "Share of a row's softmax mass that was read or estimated",
                    {}, MassBuckets());
-  predicted_error_ =
-      AddHistogram("attnd_predicted_error",
-                   "Predicted relative error of a row, mean over its heads", {}, ErrorBuckets());
+  predicted_error_ = AddHistogram("attnd_predicted_error",
+                                  "Predicted relative error of a row, mean over its heads", {},
+                                  PredictedErrorBuckets());
   resident_bytes_ =
       AddGauge("attnd_resident_bytes", "Bytes of the memory budget in use", {{"tier", "host"}});
   capacity_bytes_ =

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <deque>
 #include <utility>
 #include <vector>
@@ -14,9 +13,6 @@
 
 namespace attnd::storage {
 namespace {
-
-// How long `proceed` may have to wait for its turn.
-constexpr std::chrono::microseconds kPollWait{50000};
 
 // Faults that another try may not meet. The others (no room, cancelled, a programmer's) stay.
 bool WorthAnotherTry(const absl::Status& status) {
@@ -46,7 +42,7 @@ class Reader {
   }
   // The system writes to the buffers until then, also if an exception ended Run.
   ~Reader() {
-    while (under_way_ > 0) under_way_ -= queue_->Poll(completions_, kPollWait);
+    while (under_way_ > 0) under_way_ -= queue_->Poll(completions_, kProceedWait);
   }
   Reader(const Reader&) = delete;
   Reader& operator=(const Reader&) = delete;
@@ -99,7 +95,7 @@ class Reader {
   // Every completion is counted before anything is done about one.
   void Collect() {
     if (under_way_ == 0) return;
-    const size_t count = queue_->Poll(completions_, kPollWait);
+    const size_t count = queue_->Poll(completions_, kProceedWait);
     under_way_ -= count;
     for (size_t i = 0; i < count; ++i) {
       Slot& slot = slots_[completions_[i].tag];

@@ -4,6 +4,7 @@
 #ifndef ATTND_STORAGE_FILES_BLOCK_READER_H_
 #define ATTND_STORAGE_FILES_BLOCK_READER_H_
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -21,6 +22,9 @@ namespace attnd::storage {
 inline constexpr uint32_t kTransferBytes = 1u << 18;
 // Bytes of all buffers of a call together, unless one buffer alone must be larger.
 inline constexpr uint64_t kBufferBytesMax = uint64_t{1} << 23;
+// How long a call that reads or writes waits for the disk at a time: `proceed` is asked between
+// such waits.
+inline constexpr std::chrono::microseconds kProceedWait{50000};
 
 // Whole blocks of a file. first, count: for the job's own use; they say which of its parts or pages
 // the blocks hold.

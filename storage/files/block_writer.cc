@@ -2,7 +2,6 @@
 #include "storage/files/block_writer.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <utility>
 
@@ -14,7 +13,6 @@
 namespace attnd::storage {
 namespace {
 
-constexpr std::chrono::microseconds kPollWait{50000};
 constexpr std::array<std::byte, kBlockBytes> kZeros{};
 constexpr uint64_t kNoBuffer = ~uint64_t{0};  // tag of a write of the caller's memory
 
@@ -54,7 +52,7 @@ BlockWriter::BlockWriter(const File* file, IoQueue* queue, const Proceed* procee
 
 BlockWriter::~BlockWriter() {
   // The system reads from the buffers until then. Its answers no longer matter.
-  while (under_way_ > 0) under_way_ -= queue_->Poll(completions_, kPollWait);
+  while (under_way_ > 0) under_way_ -= queue_->Poll(completions_, kProceedWait);
 }
 
 absl::Status BlockWriter::Append(const std::byte* data, uint64_t bytes, Checksum* checksum) {
@@ -154,7 +152,7 @@ absl::Status BlockWriter::Submit(const std::byte* data, uint64_t bytes, uint64_t
 
 // Waits for a write, at most so long that `proceed` is asked now and then.
 absl::Status BlockWriter::Collect() {
-  const size_t count = queue_->Poll(completions_, kPollWait);
+  const size_t count = queue_->Poll(completions_, kProceedWait);
   under_way_ -= count;
   for (size_t i = 0; i < count; ++i) {
     const uint64_t tag = completions_[i].tag;

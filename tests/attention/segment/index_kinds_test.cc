@@ -47,6 +47,14 @@ TEST(IndexKinds, ClustersOfAnyFormServe) {
   EXPECT_TRUE(kClusterIndexes.Serves({}));
 }
 
+TEST(IndexKinds, ARegressionIsPartOfAForm) {
+  EXPECT_TRUE(kRegressionIndexes.has_regression());
+  EXPECT_TRUE(IndexSet({IndexKind::kRegression, IndexKind::kLabels}).has_regression());
+  EXPECT_FALSE(kClusterIndexes.has_regression());
+  EXPECT_FALSE(IndexSet{IndexKind::kKeys4}.has_regression());
+  EXPECT_FALSE(IndexSet().has_regression());
+}
+
 TEST(IndexKinds, NeedsOfTheModelsFiles) {
   EXPECT_TRUE(IndexSet{IndexKind::kSummary}.Needs(ModelPart::kFeatureMaps));
   EXPECT_FALSE(IndexSet{IndexKind::kSummary}.Needs(ModelPart::kLabelChannels));
