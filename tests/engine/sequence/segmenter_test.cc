@@ -212,8 +212,8 @@ TEST(SegmenterTest, BuildersAreNicerThanTheProcess) {
   EXPECT_EQ(observer.niceness.load(), std::min(own + 10, 19));
 }
 
-// Notes whose runs are built in which order: 'l' for those of the thread that constructs it. Each of
-// these holds its turn until the other prefill stands in the queue, however the threads are
+// Notes whose runs are built in which order: 'l' for those of the thread that constructs it. Each
+// of these holds its turn until the other prefill stands in the queue, however the threads are
 // scheduled.
 class TurnObserver : public EventListener {
  public:
