@@ -17,6 +17,7 @@ from attnd.v1 import attnd_pb2 as pb
 from attnd.v1 import attnd_pb2_grpc
 from bad_input import METADATA, TIMEOUT_S, append_error, assert_refused, decode, verdict
 from cases import Case, assert_near, lengths, opened, step
+from tiny_models import FAMILIES, random_weights
 
 LATENT = attnd.ModelShape(
     layers=2, query_heads=8, kv_heads=1, head_dim=80, value_dim=64, dtype="fp32", latent=True
@@ -297,3 +298,26 @@ def test_a_sealed_latent_sequence_comes_back(attnd_client):
     assert plain.tokens_present == 0
     again = attnd_client.open_sequence(case.model, policy="error-target", token_ids=range(1300))
     assert again.tokens_present > 0
+
+
+def test_a_latent_model_decodes_over_the_server_as_it_does_alone(client):
+    nano = pytest.importorskip("attnd.nano", reason="attnd[nano] is not installed")
+    # Sizes that attention accepts: 48 + 16 elements of a key are a multiple of 16.
+    config = {**FAMILIES["deepseek_v3"], "kv_lora_rank": 48, "qk_rope_head_dim": 16}
+    model = nano.Model(nano.Config.parse(config), random_weights(config), "tiny-latent")
+    tokens = np.random.default_rng(5).integers(0, config["vocab_size"], 304)
+    prompt = model.prefill(tokens[:300])
+    alone = nano.LocalKv(prompt, len(tokens), model.config.softmax_scale)
+
+    described = model.attnd_model(attnd.FP32)
+    sequence = client.open_sequence(described, policy="dense").sequence_id
+    nano.upload(client, sequence, prompt, attnd.FP32, latent=True)
+    with client.decode_session() as session:
+        served = nano.RemoteKv(session, [sequence], [300], attnd.FP32, latent=True)
+        for at in range(300, 304):
+            token, position = tokens[at : at + 1], np.array([at])
+            served.begin_token()
+            logits = model.forward(token, position, served.attend)
+            served.end_token()
+            expected = model.forward(token, position, alone.attend)
+            np.testing.assert_allclose(logits, expected, atol=1e-4)

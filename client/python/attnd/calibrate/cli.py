@@ -84,7 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--target", help="the server: unix:PATH or HOST:PORT")
     add("--server", type=pathlib.Path, help="or its program, which is started")
-    add("--model", type=pathlib.Path, help="Hugging Face folder, Llama or Qwen3 family")
+    families = "Llama, Qwen3 or DeepSeek-V3 family"
+    add("--model", type=pathlib.Path, help=f"Hugging Face folder, {families}")
     add("--eval-set", type=pathlib.Path, help="the questions, .npz")
     add("--length", type=int, action="append", help="tokens of a sequence; may be repeated")
     add("--limit", type=int, help="sequences a task (default: all)")

@@ -33,8 +33,11 @@ class Teacher:
     """The frozen model. Attention is computed in bfloat16 on a GPU, everything else in float32."""
 
     def __init__(self, folder: pathlib.Path, device: torch.device) -> None:
-        """folder: config.json and model.safetensors. ValueError as Config.read."""
+        """folder: config.json and model.safetensors. ValueError as Config.read, and of latent
+        models, for which there are no feature maps."""
         self.config = Config.read(folder / "config.json")
+        if self.config.latent is not None:
+            raise ValueError(f"{folder}: no feature maps are made of latent models")
         self._device = device
         weights = load_file(folder / "model.safetensors")
         self._weights = {name: weight.to(device, torch.float32) for name, weight in weights.items()}

@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model",
         required=True,
         type=pathlib.Path,
-        help="Hugging Face folder, Llama or Qwen3 family",
+        help="Hugging Face folder, Llama, Qwen3 or DeepSeek-V3 family",
     )
     add("--eval-set", required=True, type=pathlib.Path, help="the questions, .npz")
     add("--length", required=True, type=int, help="tokens of a sequence; the set must have it")

@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model",
         type=pathlib.Path,
         required=True,
-        help="Hugging Face folder, Llama or Qwen3 family",
+        help="Hugging Face folder, Llama, Qwen3 or DeepSeek-V3 family",
     )
     add(
         "--texts",

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small model runner: prefills locally in numpy, decodes with attention answered by attnd.
 
-It reads Hugging Face folders of the Llama and Qwen3 families and computes in float32. It is made
-for models that a laptop's processor can run, to show and to measure attnd; install it with ``pip
-install attnd[nano]``.
+It reads Hugging Face folders of the Llama, Qwen3 and DeepSeek-V3 families (the last without experts)
+and computes in float32. It is made for models that a laptop's processor can run, to show and to
+measure attnd; install it with ``pip install attnd[nano]``.
 """
 
 from attnd.nano.attention import causal_attention
