@@ -20,7 +20,8 @@ from attnd.labels import cli, texts  # noqa: E402
 from attnd.nano import Config, Model  # noqa: E402
 from cases import Case  # noqa: E402
 from conftest import PROGRAM, ROOT, require_program  # noqa: E402
-from test_nano import FAMILIES, random_weights, ref_model  # noqa: E402
+from test_nano import ref_model  # noqa: E402
+from tiny_models import FAMILIES, random_weights  # noqa: E402
 
 NANO_LLAMA = ROOT / "models" / "nano-llama"
 SET_LENGTH = 160
@@ -30,9 +31,10 @@ SET_LENGTH = 160
 
 def reference_importance(config, weights, prompts):
     """mean_h max|q_h[i]| * max|k[i]|, one number at a time."""
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    group, dim = heads // kv_heads, config["head_dim"]
     passes = [ref_model(config, weights, tokens)[1] for tokens in prompts]
+    queries, keys, _ = passes[0][0]
+    kv_heads, dim = keys.shape[1:]
+    group = queries.shape[1] // kv_heads
     result = np.zeros((config["num_hidden_layers"], kv_heads, dim))
     for layer, kv_head, i in np.ndindex(result.shape):
         queries = [

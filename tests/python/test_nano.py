@@ -40,8 +40,8 @@ def ref_rope(x, position, theta):
 
 
 def ref_heads(config, w, name, h, position):
-    """One token's q, k and v of all heads, and k and v as a server keeps them: three times and
-    twice [heads, dim]. w holds float64 weights, name is the layer's prefix."""
+    """One token's q, k and v of all heads as the model defines them, and again as a server sees
+    them: six times [heads, dim]. w holds float64 weights, name is the layer's prefix."""
     eps, dim, theta = config["rms_norm_eps"], config["head_dim"], ref_theta(config)
     rows = []
     for part in "qkv":
@@ -53,12 +53,13 @@ def ref_heads(config, w, name, h, position):
             row = np.array([ref_rope(e, position, theta) for e in row])
         rows.append(row)
     q, k, v = rows
-    return q, k, v, k, v
+    return q, k, v, q, k, v
 
 
 def ref_latent_heads(config, w, name, h, position):
     """The same of latent attention as DeepSeek-V2 defines it (arXiv 2405.04434, section 2.1): with
-    keys and values written out for each head."""
+    keys and values written out for each head. A server sees the latent vector as key and value, and
+    queries multiplied with what makes a head's keys of it."""
     eps, theta = config["rms_norm_eps"], ref_theta(config)
     rank, plain = config["kv_lora_rank"], config["qk_nope_head_dim"]
     heads = config["num_attention_heads"]
@@ -69,7 +70,9 @@ def ref_latent_heads(config, w, name, h, position):
     rotated = ref_rope(compressed[rank:], position, theta)
     kv = (w[f"{name}kv_b_proj.weight"] @ latent).reshape(heads, -1)
     k = np.array([[*e[:plain], *rotated] for e in kv])
-    return q, k, kv[:, plain:], np.array([[*latent, *rotated]]), latent[None]
+    makes_kv = w[f"{name}kv_b_proj.weight"].reshape(heads, -1, rank)
+    seen_q = np.array([[*(e[:plain] @ m[:plain]), *e[plain:]] for e, m in zip(q, makes_kv)])
+    return q, k, kv[:, plain:], seen_q, np.array([[*latent, *rotated]]), latent[None]
 
 
 def ref_theta(config):
@@ -79,7 +82,7 @@ def ref_theta(config):
 
 
 def ref_model(config, weights, tokens):
-    """Logits [tokens, vocab] and what a server keeps of each layer, k and v [tokens, heads, dim];
+    """Logits [tokens, vocab] and what a server sees of each layer, q, k and v [tokens, heads, dim];
     float64."""
     w = {name: array.astype(np.float64) for name, array in weights.items()}
     eps = config["rms_norm_eps"]
@@ -92,8 +95,8 @@ def ref_model(config, weights, tokens):
         for position, hidden in enumerate(x):
             h = ref_norm(hidden, w[name + "input_layernorm.weight"], eps)
             parts.append(heads_of(config, w, f"{name}self_attn.", h, position))
-        q, k, v, kept_k, kept_v = (np.array(part) for part in zip(*parts))
-        layers.append((kept_k, kept_v))
+        q, k, v, *seen = (np.array(part) for part in zip(*parts))
+        layers.append(seen)
         out, _ = oracle.attention(q, k, v, q.shape[-1] ** -0.5, first=0)
         for position in range(len(x)):
             y = x[position] + w[name + "self_attn.o_proj.weight"] @ out[position].reshape(-1)
@@ -118,7 +121,7 @@ def test_prefill_and_decode_equal_the_reference(name):
     logits, layers = ref_model(config, weights, tokens)
 
     prefilled = model.prefill(tokens[:17])
-    for (k, v), (ref_k, ref_v) in zip(prefilled, layers):
+    for (k, v), (_, ref_k, ref_v) in zip(prefilled, layers):
         np.testing.assert_allclose(k, ref_k[:17], atol=2e-4)
         np.testing.assert_allclose(v, ref_v[:17], atol=2e-4)
     local = nano.LocalKv(prefilled, 21, model.config.softmax_scale)

@@ -83,33 +83,32 @@ class AttndServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def OpenSequence(self, request, context):
-        """Opens a sequence: empty, or with what the server has (token_ids, resume_sealed_id). RESOURCE_EXHAUSTED at
-        max_sequences, or if the memory budget has no room for what is brought back; UNIMPLEMENTED, saying what is allowed,
-        for what no backend has (a policy, an index, a model shape without kernels): only where "cuda" is the only one.
+        """Opens a sequence: empty, or with tokens that the server has (token_ids, resume_sealed_id). RESOURCE_EXHAUSTED at
+        max_sequences, or if the memory budget has no room for the resumed or reused tokens; UNIMPLEMENTED, saying what is
+        allowed, for a policy, an index or a model shape that no backend has: only where "cuda" is the only backend.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AppendKv(self, request_iterator, context):
-        """Uploads prefilled keys and values in chunks. Chunks of one layer are in position order; layers in any order.
-        The stream fails at the first bad chunk, and what was accepted before it stays: the message says which chunk it
-        was, and ListSequences says how far each sequence is. A chunk that repeats tokens with equal bytes is
-        accepted again and changes nothing, also inside a segment; with other bytes it is ALREADY_EXISTS; one that leaves a
-        gap is FAILED_PRECONDITION and names the position expected. So after a failure an upload may be repeated from its
-        start.
-        RESOURCE_EXHAUSTED at max_sequence_tokens and at the memory budget, ABORTED if another stream is the writer,
-        NOT_FOUND also if the sequence is closed meanwhile.
+        """Uploads prefilled keys and values in chunks. Chunks of one layer are in position order; layers in any order. The
+        stream fails at the first bad chunk, and chunks accepted before stay: the error's message names the bad chunk, and
+        ListSequences says how far each sequence is. A chunk that repeats tokens with equal bytes is accepted again and
+        changes nothing, also inside a segment; with other bytes it is ALREADY_EXISTS; a chunk that leaves a gap is
+        FAILED_PRECONDITION, and the message names the position expected. So after a failure an upload may be repeated from
+        its start. RESOURCE_EXHAUSTED at max_sequence_tokens and at the memory budget, ABORTED if another stream is the
+        writer, NOT_FOUND also if the sequence is closed meanwhile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Decode(self, request_iterator, context):
-        """Answers attention, one message for one layer of a batch, one reply for each message, in order. What makes the
-        message unreadable (rows, query_tokens, dtypes, shapes, lengths of data) is reported in the reply's status, and
-        nothing of the message is done; a fault of one row (sequence, position, policy, values, memory) is reported in its
-        row result, changes nothing, and leaves the other rows their answers. The stream goes on in both cases. One reply
+        """Answers attention, one message for one layer of a batch, one reply for each message, in order. A fault that makes
+        the message unreadable (rows, query_tokens, dtypes, shapes, lengths of data) is reported in the reply's status, and
+        nothing of the message is done. A fault of one row (sequence, position, policy, values, memory) is reported in that
+        row's result, changes nothing, and leaves the other rows their answers. The stream goes on in both cases. One reply
         is in flight at a time: the next message is read when the reply has been written; a reply left unread for
         reply_timeout_s ends the stream with RESOURCE_EXHAUSTED.
         """
@@ -134,11 +133,11 @@ class AttndServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SealSequence(self, request, context):
-        """Writes all committed tokens of a sequence to disk: when it returns they survive anything but the disk's loss. The
-        sequence stays open and goes on; what it gets later is not part of the seal. Segments that lie on disk already are
+        """Writes all committed tokens of a sequence to disk: when the call returns they survive anything but the disk's loss.
+        The sequence stays open and goes on; later tokens are not part of the seal. Segments that lie on disk already are
         not written again, so that sealing a sequence once more, or its fork, writes little. FAILED_PRECONDITION if nothing
-        is committed, or the server keeps nothing on disk; RESOURCE_EXHAUSTED if the disk is full, UNAVAILABLE if it fails:
-        the sequence is as it was then, and nothing of the attempt is kept.
+        is committed, or the server keeps nothing on disk; RESOURCE_EXHAUSTED if the disk is full, UNAVAILABLE if the disk
+        fails: the sequence is then as it was before the call, and nothing of the attempt is kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -152,16 +151,16 @@ class AttndServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DropSealed(self, request, context):
-        """Forgets a sealed sequence; its files go as soon as no other sealed sequence needs them. Sequences that were resumed
-        from it go on. NOT_FOUND the second time.
+        """Forgets a sealed sequence; each of its files is deleted as soon as no other sealed sequence needs the file.
+        Sequences that were resumed from it go on. NOT_FOUND the second time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseSequence(self, request, context):
-        """Forgets a sequence; its memory returns when the last step that reads it has ended. NOT_FOUND the second time, and
-        for those who still append to it.
+        """Forgets a sequence; its memory is freed when the last step that reads it has ended. NOT_FOUND the second time, and
+        for streams that still append to it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
