@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Goal: what no record names is out of the way at once and gone after a day of the server's time,
-// after an
-// hour if the disk needs the room, and what records name is never dropped and lies in its place.
-// Method: a real folder, a file system that says how much is free, and times of the test's choice.
+// after an hour if the disk needs the room, and what records name is never dropped and lies in its
+// place. Method: a real folder, a file system that says how much is free, and times of the test's
+// choice.
 #include "engine/archive/orphans.h"
 
 #include <gtest/gtest.h>
@@ -129,6 +129,13 @@ TEST_F(OrphansTest, OneThatCannotGoHoldsNoneUp) {
   files_.stuck.clear();
   orphans.DropSome(start_ + hours(24));
   EXPECT_EQ(Aside(), Numbers());
+}
+
+TEST_F(OrphansTest, SettingAsideTwiceStopsTheProcess) {
+  Write(1);
+  Orphans orphans(&folder_, &files_);
+  ASSERT_TRUE(orphans.SetAside({}, start_).ok());
+  EXPECT_DEATH(static_cast<void>(orphans.SetAside({}, start_)), "once, at the start");
 }
 
 TEST_F(OrphansTest, AllComeBackOrNone) {
