@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "tests/cross.h"
 #include "tests/engine/support.h"
 
 namespace attnd::engine::test {
@@ -230,7 +231,7 @@ TEST_P(EngineHistoryTest, RandomOperations) {
   histories.CloseAll();
 }
 
-INSTANTIATE_TEST_SUITE_P(Seeds, EngineHistoryTest, testing::Range(0, 12));
+INSTANTIATE_TEST_SUITE_P(Seeds, EngineHistoryTest, testing::Range(0, attnd::test::Repetitions(12)));
 
 // Every place where a history can be cut, around the borders of segments, blocks and pages.
 TEST(EngineHistoryTest, CutsAtEveryBorder) {
