@@ -80,6 +80,7 @@ struct Plan {
   // Of cluster policies.
   std::vector<ClusterRef> exact;      // ascending
   std::vector<ClusterRef> estimated;  // ascending
+  std::vector<ClusterRef> closed;     // groups that were estimated as a whole, ascending
   // Of the others: positions of the middle that each query head reads, ascending; one list for the
   // group if its heads share it.
   std::vector<std::vector<uint64_t>> positions;

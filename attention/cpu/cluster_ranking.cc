@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "attention/cpu/cluster_rows.h"
 #include "attention/kernels/kernels.h"
 
 namespace attnd::attention {
@@ -14,10 +15,11 @@ size_t CountClusters(const SequenceView& view, uint32_t layer, uint32_t kv_head)
 }
 
 size_t ClusterRanking::ArenaBytes(const ModelShape& shape, size_t clusters) {
-  constexpr size_t kRounding = size_t{4} * 64;  // of the separate allocations
+  constexpr size_t kRounding = size_t{5} * 64;  // of the separate allocations
   const size_t quads = (shape.group() + kQuad - 1) / kQuad;
   const size_t each = (quads * kQuad + 1) * sizeof(float) + sizeof(uint32_t) + sizeof(Fate);
-  return clusters * each + kRounding;
+  return clusters * each + quads * (CentroidQueriesBytes(shape) + sizeof(kernels::Queries)) +
+         kRounding;
 }
 
 ClusterRanking::ClusterRanking(const UnitQuery& query, size_t clusters, StepArena* arena)
@@ -25,7 +27,12 @@ ClusterRanking::ClusterRanking(const UnitQuery& query, size_t clusters, StepAren
       mass_(arena->Allocate<float>(query.quads() * clusters * kQuad)),
       score_(arena->Allocate<float>(clusters)),
       sizes_(arena->Allocate<uint32_t>(clusters)),
-      fate_(arena->Allocate<Fate>(clusters)) {}
+      fate_(arena->Allocate<Fate>(clusters)),
+      queries_(arena->Allocate<kernels::Queries>(query.quads())) {
+  for (size_t quad = 0; quad < query.quads(); ++quad) {
+    queries_[quad] = CentroidQueries(query, quad, arena);
+  }
+}
 
 void ClusterRanking::Score(size_t segment) {
   const ModelShape& shape = query_.view->shape;
@@ -35,8 +42,9 @@ void ClusterRanking::Score(size_t segment) {
   for (uint32_t i = 0; i < index.clusters; ++i) sizes_[first + i] = index.size(i);
   for (size_t quad = 0; quad < query_.quads(); ++quad) {
     float* const mass = mass_.data() + (quad * score_.size() + first) * kQuad;
-    kernels::DotRows(shape.dtype, index.centroids, shape.head_dim * DTypeBytes(shape.dtype),
-                     index.clusters, shape.head_dim, query_.prepared[quad], mass);
+    float base_dot[kQuad];
+    DotBase(shape, index, queries_[quad], base_dot);
+    DotCentroids(shape, index, 0, index.clusters, queries_[quad], base_dot, mass);
     kernels::ClusterScoreArgs args;
     args.dot = mass;
     args.log_size = index.log_size;

@@ -52,6 +52,7 @@ class ClusterRanking {
   std::span<float> score_;     // [clusters] sum over the group of each head's share
   std::span<uint32_t> sizes_;  // [clusters] tokens
   std::span<Fate> fate_;       // [clusters]
+  std::span<kernels::Queries> queries_;  // [quads] for centroids
 };
 
 }  // namespace attnd::attention

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "attention/cpu/cluster_ranking.h"
+#include "attention/cpu/cluster_rows.h"
 #include "attention/cpu/stage_timer.h"
 #include "attention/kernels/kernels.h"
 #include "attention/policy/estimate_limits.h"
@@ -31,16 +32,20 @@ float Scaled(float value, float factor) { return value == 0 ? 0 : value * factor
 
 size_t ClusterUnit::ArenaBytes(const SequenceView& view, uint32_t layer, uint32_t kv_head,
                                size_t quads) {
-  constexpr size_t kRounding = size_t{18} * 64;  // of the separate allocations
+  constexpr size_t kRounding = size_t{24} * 64;  // of the separate allocations
   const size_t n = CountClusters(view, layer, kv_head);
+  size_t groups = 0;
+  for (const auto& segment : view.segments) groups += segment->groups(layer, kv_head).clusters;
   const bool regression = view.indexes.has_regression();
   const size_t quad_arrays = regression ? 6 : 5;
   const size_t value_rows = regression ? 2 : 1;
-  const size_t per_quad = quad_arrays * n * kQuad * sizeof(float) + sizeof(QuadScores) +
+  const size_t per_quad = (quad_arrays * n + 2 * groups) * kQuad * sizeof(float) +
+                          sizeof(QuadScores) + CentroidQueriesBytes(view.shape) +
+                          view.segments.size() * kQuad * sizeof(float) +
                           kernels::SquaresFloats(view.shape.head_dim) * sizeof(float) +
                           value_rows * kQuad * view.shape.value_dim * sizeof(float) + kRounding;
   return quads * per_quad + n * (3 * sizeof(float) + sizeof(Fate) + 2 * sizeof(TokenRun)) +
-         view.segments.size() * sizeof(uint32_t) + kRounding +
+         ClusterItems::ArenaBytes(view, layer, kv_head) + kRounding +
          (regression ? RegressionTerms::ArenaBytes(view.shape, view.segments.size(), quads) : 0);
 }
 
@@ -51,31 +56,32 @@ ClusterUnit::ClusterUnit(const UnitQuery& query, StepArena* arena)
       kv_head_(query.kv_head),
       group_(view_.shape.group()),
       head_dim_(view_.shape.head_dim),
-      value_dim_(view_.shape.value_dim) {
-  first_cluster_ = arena->Allocate<uint32_t>(segments() + 1);
-  first_cluster_[0] = 0;
-  for (size_t s = 0; s < segments(); ++s) {
-    const ClusterIndex index = view_.segments[s]->clusters(layer_, kv_head_);
-    first_cluster_[s + 1] = first_cluster_[s] + index.clusters;
-  }
-  const size_t n = clusters();
-  group_score_ = arena->Allocate<float>(n);
-  share_ = arena->Allocate<float>(n);
-  fate_ = arena->Allocate<Fate>(n);
+      value_dim_(view_.shape.value_dim),
+      items_(view_, layer_, kv_head_, /*groups=*/policy_.cut == Cut::kErrorBudget, arena) {
+  const size_t n = items_.all_clusters();
+  score_memory_ = arena->Allocate<float>(n);
+  share_memory_ = arena->Allocate<float>(n);
+  fate_memory_ = arena->Allocate<Fate>(n);
   run_memory_ = arena->Allocate<TokenRun>(n);
   quads_ = arena->Allocate<QuadScores>((group_ + kQuad - 1) / kQuad);
   const bool regression = second_order() && view_.indexes.has_regression();
   if (regression) {
     regression_.emplace(query, arena);
-    size_ = arena->Allocate<float>(n);
+    size_memory_ = arena->Allocate<float>(n);
   }
+  UseItems();
   for (size_t quad = 0; quad < quads_.size(); ++quad) {
     QuadScores& scores = quads_[quad];
     scores = QuadScores{};
-    scores.queries = query.prepared[quad];
+    scores.queries = CentroidQueries(query, quad, arena);
     scores.log_mass = arena->Allocate<float>(n * kQuad).data();
     scores.estimated_weight = arena->Allocate<float>(n * kQuad).data();
+    scores.base_dot = arena->Allocate<float>(segments() * kQuad).data();
     scores.estimate.values = arena->Allocate<float>(kQuad * value_dim_).data();
+    if (items_.grouped()) {
+      scores.group_log_mass = arena->Allocate<float>(items_.count() * kQuad).data();
+      scores.group_d2 = arena->Allocate<float>(items_.count() * kQuad).data();
+    }
     if (!second_order()) continue;
     scores.d2 = arena->Allocate<float>(n * kQuad).data();
     scores.optimistic = arena->Allocate<float>(n * kQuad).data();
@@ -91,39 +97,59 @@ ClusterUnit::ClusterUnit(const UnitQuery& query, StepArena* arena)
   }
 }
 
+// As many elements of each array as there are items.
+void ClusterUnit::UseItems() {
+  const size_t n = items_.count();
+  group_score_ = score_memory_.first(n);
+  share_ = share_memory_.first(n);
+  fate_ = fate_memory_.first(n);
+  size_ = size_memory_.first(size_memory_.empty() ? 0 : n);
+}
+
 void ClusterUnit::Score(size_t segment) {
-  const ClusterIndex index = view_.segments[segment]->clusters(layer_, kv_head_);
-  const DType dtype = view_.shape.dtype;
-  const size_t offset = first_cluster_[segment] * kQuad;
-  for (uint32_t i = 0; regression_ && i < index.clusters; ++i) {
-    size_[first_cluster_[segment] + i] = static_cast<float>(index.size(i));
+  for (size_t quad = 0; quad < quads_.size(); ++quad) {
+    QuadScores& scores = quads_[quad];
+    DotBase(view_.shape, items_.clusters_of(segment), scores.queries,
+            scores.base_dot + segment * kQuad);
+    if (regression_) regression_->Rotate(segment, quad, items_.clusters_of(segment));
+  }
+  for (const Span& span : items_.spans_of(segment)) ScoreSpan(span);
+}
+
+void ClusterUnit::ScoreSpan(const Span& span) {
+  const ClusterIndex& index = items_.index_of(span);
+  const size_t offset = span.item * kQuad;
+  for (uint32_t i = 0; regression_ && i < span.count; ++i) {
+    size_[span.item + i] = static_cast<float>(index.size(span.first + i));
   }
   for (size_t quad = 0; quad < quads_.size(); ++quad) {
     QuadScores& scores = quads_[quad];
-    kernels::DotRows(dtype, index.centroids, head_dim_ * DTypeBytes(dtype), index.clusters,
-                     head_dim_, scores.queries, scores.log_mass + offset);
+    DotCentroids(view_.shape, index, span.first, span.count, scores.queries,
+                 scores.base_dot + span.segment * kQuad, scores.log_mass + offset);
     kernels::ClusterScoreArgs args;
     args.dot = scores.log_mass + offset;
-    args.log_size = index.log_size;
+    args.log_size = index.log_size + span.first;
     args.log_mass = scores.log_mass + offset;
     if (second_order()) {
       const kernels::SquaredQueries& squares =
-          regression_ ? regression_->Rotate(segment, quad, index) : scores.squares;
-      kernels::DotDeviations(index.deviation_codes, index.variance_unit, index.clusters, head_dim_,
-                             squares, scores.d2 + offset);
+          regression_ ? regression_->squares(span.segment, quad) : scores.squares;
+      kernels::DotDeviations(index.deviation_codes + span.first * head_dim_ / 2,
+                             index.variance_unit + span.first, span.count, head_dim_, squares,
+                             scores.d2 + offset);
       args.d2 = scores.d2 + offset;
       args.optimistic = scores.optimistic + offset;
     }
-    kernels::ClusterScores(args, index.clusters);
+    kernels::ClusterScores(args, span.count);
   }
 }
 
 void ClusterUnit::Select(std::span<const QuadState> zones, OrderScratch* order) {
-  if (clusters() == 0) {
+  if (items_.count() == 0) {
     Estimate();
     ListRuns();
     return;
   }
+  if (items_.grouped()) OpenGroups(zones, order);
   Weigh();
   if (policy_.cut == Cut::kErrorBudget) {
     SelectByError(zones, order);
@@ -138,9 +164,55 @@ void ClusterUnit::Select(std::span<const QuadState> zones, OrderScratch* order) 
   ListRuns();
 }
 
+// Opens the groups that the error needs and those that might hide a token that a retrieval head is
+// looking for. The errors of those that stay closed take a share of the tolerance at most.
+void ClusterUnit::OpenGroups(std::span<const QuadState> zones, OrderScratch* order) {
+  const uint32_t groups = items_.count();
+  for (QuadScores& scores : quads_) {
+    std::copy_n(scores.log_mass, groups * kQuad, scores.group_log_mass);
+    std::copy_n(scores.d2, groups * kQuad, scores.group_d2);
+  }
+  Weigh();
+  std::fill(fate_.begin(), fate_.end(), Fate::kEstimated);
+  const double share = std::min(1.0, std::max(kOpenedShare, kOpenedPerFloor * policy_.floor));
+  MarkFloor(groups, ShareOf(share, groups), order);
+  if (std::isfinite(policy_.tolerance)) {
+    Estimate();
+    for (size_t quad = 0; quad < quads_.size(); ++quad) MeasureErrors(quad, zones[quad], true);
+    RankErrors();
+    CutErrorBudget(group_score_, size_, kClosedErrorShare * policy_.tolerance, order, fate_);
+  }
+  items_.Open(fate_);
+  UseItems();
+  ScoreOpened();
+}
+
+// Scores the opened groups' clusters; closed groups keep their scores.
+void ClusterUnit::ScoreOpened() {
+  uint32_t first_group = 0;
+  for (size_t s = 0; s < segments(); ++s) {
+    for (const Span& span : items_.spans_of(s)) {
+      if (!span.groups) {
+        ScoreSpan(span);
+        continue;
+      }
+      const ClusterIndex& index = items_.index_of(span);
+      for (uint32_t i = 0; i < span.count; ++i) {
+        size_[span.item + i] = static_cast<float>(index.size(span.first + i));
+      }
+      for (QuadScores& scores : quads_) {
+        const size_t from = (first_group + span.first) * kQuad, to = span.item * kQuad;
+        std::copy_n(scores.group_log_mass + from, span.count * kQuad, scores.log_mass + to);
+        std::copy_n(scores.group_d2 + from, span.count * kQuad, scores.d2 + to);
+      }
+    }
+    first_group += items_.groups_of(s).clusters;
+  }
+}
+
 // Turns log masses into weights relative to each head's greatest.
 void ClusterUnit::Weigh() {
-  const size_t n = clusters();
+  const size_t n = items_.count();
   for (QuadScores& scores : quads_) {
     kernels::SoftmaxQuads(scores.log_mass, n, scores.max, scores.sum);
   }
@@ -166,21 +238,35 @@ void ClusterUnit::SelectByMass(OrderScratch* order) {
     CutTopP(group_score_, policy_.p1, policy_.p2, order, fate_);
     return;
   }
-  const size_t exact = ShareOf(policy_.exact_share, clusters());
-  const size_t estimated = std::min(ShareOf(policy_.estimated_share, clusters()),
-                                    static_cast<size_t>(clusters()) - exact);
+  const size_t n = items_.count();
+  const size_t exact = ShareOf(policy_.exact_share, n);
+  const size_t estimated = std::min(ShareOf(policy_.estimated_share, n), n - exact);
   CutTopK(group_score_, exact, estimated, order, fate_);
 }
 
 void ClusterUnit::SelectByError(std::span<const QuadState> zones, OrderScratch* order) {
   std::fill(fate_.begin(), fate_.end(), Fate::kEstimated);
-  MarkFloor(order);
+  const uint32_t clusters = items_.clusters();
+  MarkFloor(clusters, std::min<size_t>(ShareOf(policy_.floor, items_.all_clusters()), clusters),
+            order);
   Estimate();
   const bool limited = std::isfinite(policy_.tolerance);
   for (size_t quad = 0; quad < quads_.size(); ++quad) MeasureErrors(quad, zones[quad], limited);
   if (!limited) return;
   RankErrors();
-  if (CutErrorBudget(group_score_, size_, policy_.tolerance, order, fate_)) Estimate();
+  const double budget2 = policy_.tolerance * policy_.tolerance - ClosedError2();
+  const std::span<const float> size = size_.empty() ? size_ : size_.first(clusters);
+  if (CutErrorBudget(group_score_.first(clusters), size, std::sqrt(std::max(0.0, budget2)), order,
+                     fate_.first(clusters))) {
+    Estimate();
+  }
+}
+
+// Of the groups that stay closed, by group_score_.
+double ClusterUnit::ClosedError2() const {
+  double sum = 0;
+  for (const float error2 : group_score_.subspan(items_.clusters())) sum += error2;
+  return sum;
 }
 
 // group_score_ = the clusters' squared errors, over the group.
@@ -202,23 +288,22 @@ void ClusterUnit::RankErrors() {
   }
 }
 
-// The floor: the clusters that might hold the one token a retrieval head is looking for.
-void ClusterUnit::MarkFloor(OrderScratch* order) {
+// Marks `count` of the first `items` items: those that might hold the one token a retrieval head is
+// looking for.
+void ClusterUnit::MarkFloor(uint32_t items, size_t count, OrderScratch* order) {
   std::fill(group_score_.begin(), group_score_.end(), 0.0f);
   for (size_t quad = 0; quad < quads_.size(); ++quad) {
     QuadScores& scores = quads_[quad];
-    float max[kQuad], sum[kQuad];
-    kernels::SoftmaxQuads(scores.optimistic, clusters(), max, sum);
-    for (float& s : sum) s = 1.0f / s;
-    AddToGroupScore(scores.optimistic, sum, LanesOf(quad));
+    float max[kQuad], sum[kQuad], factor[kQuad] = {0, 0, 0, 0};
+    kernels::SoftmaxQuads(scores.optimistic, items, max, sum);
+    for (size_t lane = 0; lane < LanesOf(quad); ++lane) {
+      factor[lane] = 1.0f / sum[lane] / static_cast<float>(group_);
+    }
+    kernels::AddAcrossQuads(scores.optimistic, factor, items, group_score_.data());
   }
-  if (regression_) PerToken();
-  MarkTop(group_score_, ShareOf(policy_.floor, clusters()), order, fate_);
-}
-
-// group_score_ by the cost of reading the clusters.
-void ClusterUnit::PerToken() {
-  for (size_t i = 0; i < group_score_.size(); ++i) group_score_[i] /= size_[i];
+  // By the cost of reading them.
+  for (size_t i = 0; regression_ && i < items; ++i) group_score_[i] /= size_[i];
+  MarkTop(group_score_.first(items), count, order, fate_.first(items));
 }
 
 // Fills error2, error_unit and least_norm: the squared error of leaving a cluster to its estimate,
@@ -228,10 +313,10 @@ void ClusterUnit::MeasureErrors(size_t quad, const QuadState& zone, bool relativ
   float norms[kQuad] = {1, 1, 1, 1};
   if (relative_to_output) OutputNorms(quad, zone, norms);
   float second_moment[kQuad] = {0, 0, 0, 0};
-  for (size_t s = 0; s < segments(); ++s) {
-    const ClusterIndex index = view_.segments[s]->clusters(layer_, kv_head_);
-    kernels::ScaleQuads(scores.log_mass + first_cluster_[s] * kQuad, index.value_norm2,
-                        index.clusters, nullptr, second_moment);
+  for (const Span& span : items_.spans()) {
+    kernels::ScaleQuads(scores.log_mass + span.item * kQuad,
+                        items_.index_of(span).value_norm2 + span.first, span.count, nullptr,
+                        second_moment);
   }
   for (size_t lane = 0; lane < kQuad; ++lane) {
     const float max = std::max(zone.max[lane], scores.max[lane]);
@@ -251,28 +336,29 @@ void ClusterUnit::MeasureErrors(size_t quad, const QuadState& zone, bool relativ
     scores.mass_unit[lane] = factor / total;
     scores.error_unit[lane] = factor / total / norm;
   }
-  for (size_t s = 0; s < segments(); ++s) MeasureSegmentErrors(s, &scores);
+  for (const Span& span : items_.spans()) MeasureSpanErrors(span, &scores);
 }
 
-void ClusterUnit::MeasureSegmentErrors(size_t segment, QuadScores* scores) {
-  const ClusterIndex index = view_.segments[segment]->clusters(layer_, kv_head_);
-  const size_t offset = first_cluster_[segment] * kQuad;
+void ClusterUnit::MeasureSpanErrors(const Span& span, QuadScores* scores) {
+  const ClusterIndex& index = items_.index_of(span);
+  const size_t offset = span.item * kQuad;
   if (!regression_) {
-    kernels::ClusterErrors(scores->log_mass + offset, scores->d2 + offset, index.spread,
-                           scores->error_unit, index.clusters, scores->error2 + offset);
+    kernels::ClusterErrors(scores->log_mass + offset, scores->d2 + offset,
+                           index.spread + span.first, scores->error_unit, span.count,
+                           scores->error2 + offset);
     return;
   }
   kernels::RegressionErrorArgs args;
   args.weight = scores->log_mass + offset;
   args.d2 = scores->d2 + offset;
-  args.size = size_.data() + first_cluster_[segment];
-  args.spread = index.spread;
-  args.value_norm2 = index.value_norm2;
+  args.size = size_.data() + span.item;
+  args.spread = index.spread + span.first;
+  args.value_norm2 = index.value_norm2 + span.first;
   args.error_unit = scores->error_unit;
   args.mass_unit = scores->mass_unit;
   args.error2 = scores->error2 + offset;
   args.mass2 = scores->mass2 + offset;
-  kernels::RegressionErrors(args, index.clusters);
+  kernels::RegressionErrors(args, span.count);
 }
 
 // |o~| of each lane: zones exact, every cluster by its estimate.
@@ -293,24 +379,28 @@ void ClusterUnit::OutputNorms(size_t quad, const QuadState& zone, float* norms) 
   }
 }
 
-// values += the estimates of the clusters that are to be read exactly.
+// values += the estimates of the items that are marked exact.
 void ClusterUnit::AddExactValues(size_t quad, float* values) {
   const QuadScores& scores = quads_[quad];
   for (size_t s = 0; s < segments(); ++s) {
-    const ClusterIndex index = view_.segments[s]->clusters(layer_, kv_head_);
     bool any = false;
-    for (size_t i = 0; i < index.clusters; ++i) {
-      const size_t cluster = first_cluster_[s] + i;
-      if (fate_[cluster] != Fate::kExact) continue;
-      const size_t row_bytes = index.mean_value_stride_bytes;
-      kernels::AddWeightedRows(view_.shape.dtype, index.mean_values + i * row_bytes, row_bytes, 1,
-                               value_dim_, scores.log_mass + cluster * kQuad, values);
-      any = true;
-      if (!regression_) continue;
-      regression_->AddVariances(index, i, 1, scores.log_mass + cluster * kQuad,
-                                scores.d2 + cluster * kQuad);
+    float weight_sum[kQuad] = {0, 0, 0, 0};
+    for (const Span& span : items_.spans_of(s)) {
+      const ClusterIndex& index = items_.index_of(span);
+      for (uint32_t i = 0; i < span.count; ++i) {
+        const size_t item = span.item + i;
+        if (fate_[item] != Fate::kExact) continue;
+        const float* const weight = scores.log_mass + item * kQuad;
+        AddMeanValues(view_.shape, index, span.first + i, 1, weight, values);
+        for (size_t j = 0; j < kQuad; ++j) weight_sum[j] += weight[j];
+        any = true;
+        if (!regression_) continue;
+        regression_->AddVariances(index, span.first + i, 1, weight, scores.d2 + item * kQuad);
+      }
     }
-    if (any && regression_) regression_->Shift(s, quad, index, values);
+    if (!any) continue;
+    AddBase(view_.shape, items_.clusters_of(s), weight_sum, values);
+    if (regression_) regression_->Shift(s, quad, items_.clusters_of(s), values);
   }
 }
 
@@ -321,7 +411,8 @@ void ClusterUnit::Estimate() {
   for (QuadScores& scores : quads_) {
     std::fill_n(scores.dropped_sum, kQuad, 0.0f);
     if (dropping) {
-      kernels::ScaleQuads(scores.log_mass, share_.data(), clusters(), nullptr, scores.dropped_sum);
+      kernels::ScaleQuads(scores.log_mass, share_.data(), items_.count(), nullptr,
+                          scores.dropped_sum);
     }
   }
   ShareOfFate(Fate::kEstimated);
@@ -329,31 +420,45 @@ void ClusterUnit::Estimate() {
     QuadScores& scores = quads_[quad];
     QuadState& estimate = scores.estimate;
     ClearState(value_dim_, &estimate);
-    kernels::ScaleQuads(scores.log_mass, share_.data(), clusters(), scores.estimated_weight,
+    kernels::ScaleQuads(scores.log_mass, share_.data(), items_.count(), scores.estimated_weight,
                         estimate.sum);
     for (size_t lane = 0; lane < kQuad; ++lane) {
       if (estimate.sum[lane] > 0) estimate.max[lane] = scores.max[lane];
     }
     for (size_t s = 0; s < segments(); ++s) {
-      const ClusterIndex index = view_.segments[s]->clusters(layer_, kv_head_);
-      kernels::AddWeightedRows(
-          view_.shape.dtype, index.mean_values, index.mean_value_stride_bytes, index.clusters,
-          value_dim_, scores.estimated_weight + first_cluster_[s] * kQuad, estimate.values);
+      for (const Span& span : items_.spans_of(s)) {
+        AddMeanValues(view_.shape, items_.index_of(span), span.first, span.count,
+                      scores.estimated_weight + span.item * kQuad, estimate.values);
+      }
+      AddBaseOf(s, quad);
     }
     if (regression_) AddShift(quad);
   }
 }
 
-// Moves the estimate's values by what the regression knows of the estimated clusters.
+// Adds to the estimate's values what rows in bytes of the segment have in common.
+void ClusterUnit::AddBaseOf(size_t segment, size_t quad) {
+  if (items_.clusters_of(segment).byte_mean_values.base == nullptr) return;
+  QuadScores& scores = quads_[quad];
+  float weight_sum[kQuad] = {0, 0, 0, 0};
+  for (const Span& span : items_.spans_of(segment)) {
+    const float* const weight = scores.estimated_weight + span.item * kQuad;
+    for (size_t i = 0; i < span.count * kQuad; ++i) weight_sum[i % kQuad] += weight[i];
+  }
+  AddBase(view_.shape, items_.clusters_of(segment), weight_sum, scores.estimate.values);
+}
+
+// Moves the estimate's values by what the regression knows of the estimated items.
 void ClusterUnit::AddShift(size_t quad) {
   QuadScores& scores = quads_[quad];
   std::fill_n(scores.shift, kQuad * value_dim_, 0.0f);
   for (size_t s = 0; s < segments(); ++s) {
-    const ClusterIndex index = view_.segments[s]->clusters(layer_, kv_head_);
-    const size_t offset = first_cluster_[s] * kQuad;
-    regression_->AddVariances(index, 0, index.clusters, scores.estimated_weight + offset,
-                              scores.d2 + offset);
-    regression_->Shift(s, quad, index, scores.shift);
+    for (const Span& span : items_.spans_of(s)) {
+      const size_t offset = span.item * kQuad;
+      regression_->AddVariances(items_.index_of(span), span.first, span.count,
+                                scores.estimated_weight + offset, scores.d2 + offset);
+    }
+    regression_->Shift(s, quad, items_.clusters_of(s), scores.shift);
   }
   for (size_t lane = 0; lane < kQuad; ++lane) {
     const float* shift = scores.shift + lane * value_dim_;
@@ -381,10 +486,10 @@ void ClusterUnit::SumErrors() {
   if (!second_order()) return;
   for (QuadScores& scores : quads_) {
     std::fill_n(scores.error2_sum, kQuad, 0.0f);
-    kernels::ScaleQuads(scores.error2, share_.data(), clusters(), nullptr, scores.error2_sum);
+    kernels::ScaleQuads(scores.error2, share_.data(), items_.count(), nullptr, scores.error2_sum);
     if (!regression_) continue;
     std::fill_n(scores.mass2_sum, kQuad, 0.0f);
-    kernels::ScaleQuads(scores.mass2, share_.data(), clusters(), nullptr, scores.mass2_sum);
+    kernels::ScaleQuads(scores.mass2, share_.data(), items_.count(), nullptr, scores.mass2_sum);
   }
 }
 
@@ -392,20 +497,22 @@ void ClusterUnit::ListRuns() {
   uint64_t tokens[3] = {0, 0, 0};  // of each fate
   size_t used = 0;
   for (size_t s = 0; s < segments(); ++s) {
-    const ClusterIndex index = view_.segments[s]->clusters(layer_, kv_head_);
     const PagedPayload* const payload = view_.segments[s]->paged_payload().get();
     const std::byte* const pages =
         payload != nullptr ? nullptr : view_.segments[s]->pages(layer_, kv_head_);
     const size_t first = used;
-    for (uint32_t i = 0; i < index.clusters; ++i) {
-      const Fate fate = fate_[first_cluster_[s] + i];
-      tokens[static_cast<size_t>(fate)] += index.size(i);
-      if (fate != Fate::kExact) continue;
-      const TokenRange range = index.range(i);
-      if (used > first && run_memory_[used - 1].range.end == range.begin) {
-        run_memory_[used - 1].range.end = range.end;
-      } else {
-        run_memory_[used++] = {pages, range, payload};
+    for (const Span& span : items_.spans_of(s)) {
+      const ClusterIndex& index = items_.index_of(span);
+      for (uint32_t i = 0; i < span.count; ++i) {
+        const Fate fate = fate_[span.item + i];
+        tokens[static_cast<size_t>(fate)] += index.size(span.first + i);
+        if (fate != Fate::kExact) continue;
+        const TokenRange range = index.range(span.first + i);
+        if (used > first && run_memory_[used - 1].range.end == range.begin) {
+          run_memory_[used - 1].range.end = range.end;
+        } else {
+          run_memory_[used++] = {pages, range, payload};
+        }
       }
     }
   }
@@ -416,24 +523,23 @@ void ClusterUnit::ListRuns() {
 }
 
 void ClusterUnit::Demote(absl::FunctionRef<bool(uint32_t segment, uint32_t page)> there) {
-  for (uint32_t s = 0; s < segments(); ++s) {
-    if (!view_.segments[s]->paged()) continue;
-    const ClusterIndex index = view_.segments[s]->clusters(layer_, kv_head_);
-    for (uint32_t i = 0; i < index.clusters; ++i) {
-      const size_t cluster = first_cluster_[s] + i;
-      if (fate_[cluster] != Fate::kExact) continue;
-      const TokenRange range = index.range(i);
+  for (const Span& span : items_.spans()) {
+    if (span.groups || !view_.segments[span.segment]->paged()) continue;
+    for (uint32_t i = 0; i < span.count; ++i) {
+      const size_t item = span.item + i;
+      if (fate_[item] != Fate::kExact) continue;
+      const TokenRange range = items_.index_of(span).range(span.first + i);
       bool whole = true;
       for (uint32_t page = range.begin / kPageTokens; page <= (range.end - 1) / kPageTokens;
            ++page) {
-        whole &= there(s, page);
+        whole &= there(span.segment, page);
       }
       if (whole) continue;
-      fate_[cluster] = Fate::kEstimated;
+      fate_[item] = Fate::kEstimated;
       missed_tokens_ += range.size();
       for (QuadScores& scores : quads_) {
         for (size_t lane = 0; lane < kQuad; ++lane) {
-          scores.missed_sum[lane] += scores.log_mass[cluster * kQuad + lane];
+          scores.missed_sum[lane] += scores.log_mass[item * kQuad + lane];
         }
       }
     }
@@ -458,7 +564,7 @@ LaneOutcome ClusterUnit::Outcome(size_t quad, size_t lane, const QuadState& all,
                                  float output_norm) const {
   const QuadScores& scores = quads_[quad];
   LaneOutcome outcome;
-  if (clusters() == 0 || !(all.sum[lane] > 0)) return outcome;
+  if (items_.count() == 0 || !(all.sum[lane] > 0)) return outcome;
   const auto mass = [&](float sum) { return SumAt(sum, scores.max[lane], all.max[lane]); };
   const double sum = all.sum[lane];
   const double total = sum + mass(scores.dropped_sum[lane]);
@@ -482,11 +588,16 @@ LaneOutcome ClusterUnit::Outcome(size_t quad, size_t lane, const QuadState& all,
 }
 
 void ClusterUnit::ExportPlan(Plan* plan) const {
-  for (uint32_t s = 0; s < segments(); ++s) {
-    for (uint32_t i = first_cluster_[s]; i < first_cluster_[s + 1]; ++i) {
-      const ClusterRef ref{s, i - first_cluster_[s]};
-      if (fate_[i] == Fate::kExact) plan->exact.push_back(ref);
-      if (fate_[i] == Fate::kEstimated) plan->estimated.push_back(ref);
+  for (const Span& span : items_.spans()) {
+    for (uint32_t i = 0; i < span.count; ++i) {
+      const ClusterRef ref{span.segment, span.first + i};
+      if (span.groups) {
+        plan->closed.push_back(ref);
+        continue;
+      }
+      const Fate fate = fate_[span.item + i];
+      if (fate == Fate::kExact) plan->exact.push_back(ref);
+      if (fate == Fate::kEstimated) plan->estimated.push_back(ref);
     }
   }
 }

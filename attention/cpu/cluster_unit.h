@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // ClusterUnit: a cluster policy's work: score the clusters, choose what is read exactly, estimate
-// the rest.
+// the rest. error-target over a tree scores the groups first and opens those that the error needs:
+// only their clusters are scored, and a closed group is estimated as a whole.
 #ifndef ATTND_ATTENTION_CPU_CLUSTER_UNIT_H_
 #define ATTND_ATTENTION_CPU_CLUSTER_UNIT_H_
 
@@ -12,6 +13,7 @@
 #include <span>
 
 #include "absl/functional/function_ref.h"
+#include "attention/cpu/cluster_items.h"
 #include "attention/cpu/middle_unit.h"
 #include "attention/cpu/regression_terms.h"
 #include "attention/policy/policy.h"
@@ -26,7 +28,8 @@ class ClusterUnit : public MiddleUnit {
 
   size_t score_items() const override { return segments(); }
   uint64_t ScoreRows(size_t segment) const override {
-    const size_t rows = first_cluster_[segment + 1] - first_cluster_[segment];
+    uint64_t rows = 0;
+    for (const ClusterItems::Span& span : items_.spans_of(segment)) rows += span.count;
     return regression_ ? rows + head_dim_ : rows;  // and the axes
   }
   void Score(size_t segment) override;
@@ -46,23 +49,28 @@ class ClusterUnit : public MiddleUnit {
   void ExportPlan(Plan* plan) const override;
 
  private:
-  // Arrays of one quad are [clusters][4].
+  using Span = ClusterItems::Span;
+
+  // Arrays of one quad are [items][4].
   struct QuadScores {
-    kernels::Queries queries;
+    kernels::Queries queries;         // for centroids
     kernels::SquaredQueries squares;  // unless of the first order
     float* log_mass;                  // and, after Weigh, the weights: exp(log_mass - max)
     float* d2;                        // variance of the members' logits; null for the first order
     float* optimistic;                // mass at the members' best; null for the first order
     float* error2;                    // squared errors times error_unit^2; null for the first order
     float* mass2;                     // with a regression: the part that |o|^2 is times; else null
-    float* estimated_weight;          // the weights, 0 for clusters that are not estimated
+    float* estimated_weight;          // the weights, 0 for items that are not estimated
+    float* group_log_mass;            // [groups][4] of all groups, while some are opened
+    float* group_d2;
+    float* base_dot;  // [segments][4] (DotBase)
     float max[kQuad];                 // scale of the weights
     float sum[kQuad];                 // of all weights
     float dropped_sum[kQuad];
     float missed_sum[kQuad];  // of demoted clusters
     float error_unit[kQuad];
     float mass_unit[kQuad];   // the same, relative to no values
-    float error2_sum[kQuad];  // of the estimated clusters
+    float error2_sum[kQuad];  // of the estimated items
     float mass2_sum[kQuad];
     float shift_norm[kQuad];   // |shift|, in the estimate's unit
     float output_norm[kQuad];  // |o~|; 1 if it was not wanted
@@ -74,19 +82,23 @@ class ClusterUnit : public MiddleUnit {
   size_t segments() const { return view_.segments.size(); }
   bool second_order() const { return policy_.estimator == Estimator::kSecondOrder; }
   size_t LanesOf(size_t quad) const { return std::min(kQuad, group_ - quad * kQuad); }
+  void UseItems();
 
-  uint32_t clusters() const { return first_cluster_.back(); }
+  void ScoreSpan(const Span& span);
+  void OpenGroups(std::span<const QuadState> zones, OrderScratch* order);
+  void ScoreOpened();
   void Weigh();
   void AddToGroupScore(const float* values, const float* lane_factor, size_t lanes);
   void SelectByMass(OrderScratch* order);
   void SelectByError(std::span<const QuadState> zones, OrderScratch* order);
-  void MarkFloor(OrderScratch* order);
+  void MarkFloor(uint32_t items, size_t count, OrderScratch* order);
   void RankErrors();
-  void PerToken();
+  double ClosedError2() const;
   void MeasureErrors(size_t quad, const QuadState& zone, bool relative_to_output);
-  void MeasureSegmentErrors(size_t segment, QuadScores* scores);
+  void MeasureSpanErrors(const Span& span, QuadScores* scores);
   void OutputNorms(size_t quad, const QuadState& zone, float* norms);
   void Estimate();
+  void AddBaseOf(size_t segment, size_t quad);
   void AddShift(size_t quad);
   bool ShareOfFate(Fate fate);
   void SumErrors();
@@ -100,13 +112,18 @@ class ClusterUnit : public MiddleUnit {
   const size_t group_;
   const size_t head_dim_;
   const size_t value_dim_;
+  ClusterItems items_;
   std::span<QuadScores> quads_;
-  std::span<uint32_t> first_cluster_;  // [segments + 1] number of each segment's first cluster
-  std::span<float> group_score_;       // [clusters]
-  std::span<float> share_;             // [clusters] as ShareOfFate left it
-  std::span<Fate> fate_;               // [clusters]
-  std::span<float> size_;              // [clusters] with a regression; else empty
-  std::span<TokenRun> run_memory_;     // [clusters]
+  // Memory for as many items as there are clusters; the first items_.count() are in use.
+  std::span<float> score_memory_;
+  std::span<float> share_memory_;
+  std::span<Fate> fate_memory_;
+  std::span<float> size_memory_;    // with a regression; else empty
+  std::span<float> group_score_;    // [items]
+  std::span<float> share_;          // [items] as ShareOfFate left it
+  std::span<Fate> fate_;            // [items]
+  std::span<float> size_;           // [items] with a regression; else empty
+  std::span<TokenRun> run_memory_;  // [clusters]
   std::span<const TokenRun> runs_;
   std::optional<RegressionTerms> regression_;  // of the second order, if segments have one
   uint64_t estimate_nanos_ = 0;

@@ -26,6 +26,7 @@ size_t RegressionTerms::ArenaBytes(const ModelShape& shape, size_t segments, siz
 RegressionTerms::RegressionTerms(const UnitQuery& query, StepArena* arena)
     : head_dim_(query.view->shape.head_dim),
       value_dim_(query.view->shape.value_dim),
+      dtype_(AxesDType(InfoOf(*query.view->indexes.cluster_form()))),
       quads_(query.quads()) {
   prepared_ = arena->Allocate<kernels::Queries>(quads_);
   variances_ = arena->Allocate<float>(kQuad * head_dim_);
@@ -38,7 +39,7 @@ RegressionTerms::RegressionTerms(const UnitQuery& query, StepArena* arena)
       bounded[c] = std::clamp(scaled, -kQueryMax, kQueryMax);
     }
     float* memory = arena->Allocate<float>(kernels::QueriesFloats(head_dim_)).data();
-    prepared_[quad] = kernels::PrepareQueries(DType::kFp32, bounded.data(), 1, head_dim_, memory);
+    prepared_[quad] = kernels::PrepareQueries(dtype_, bounded.data(), 1, head_dim_, memory);
   }
   rotated_ = arena->Allocate<Rotated>(query.view->segments.size() * quads_);
   for (Rotated& rotated : rotated_) {
@@ -47,12 +48,10 @@ RegressionTerms::RegressionTerms(const UnitQuery& query, StepArena* arena)
   }
 }
 
-const kernels::SquaredQueries& RegressionTerms::Rotate(size_t segment, size_t quad,
-                                                       const ClusterIndex& index) {
+void RegressionTerms::Rotate(size_t segment, size_t quad, const ClusterIndex& index) {
   Rotated& rotated = rotated_[segment * quads_ + quad];
-  kernels::DotRows(DType::kFp32, reinterpret_cast<const std::byte*>(index.axes),
-                   head_dim_ * sizeof(float), head_dim_, head_dim_, prepared_[quad],
-                   rotated.queries);
+  kernels::DotRows(dtype_, index.axes, head_dim_ * DTypeBytes(dtype_), head_dim_, head_dim_,
+                   prepared_[quad], rotated.queries);
   float* const by_lane = rotated.queries + kQuad * head_dim_;
   for (size_t a = 0; a < head_dim_; ++a) {
     for (size_t j = 0; j < kQuad; ++j) by_lane[j * head_dim_ + a] = rotated.queries[a * kQuad + j];
@@ -61,7 +60,6 @@ const kernels::SquaredQueries& RegressionTerms::Rotate(size_t segment, size_t qu
   // along one of next to none.
   rotated.squares = kernels::PrepareSquares(by_lane, 1, head_dim_, by_lane + kQuad * head_dim_,
                                             /*rounded=*/false);
-  return rotated.squares;
 }
 
 void RegressionTerms::AddVariances(const ClusterIndex& index, size_t first, size_t count,
@@ -79,8 +77,8 @@ void RegressionTerms::Shift(size_t segment, size_t quad, const ClusterIndex& ind
       weights[a * kQuad + j] = rotated.queries[a * kQuad + j] * variances_[j * head_dim_ + a];
     }
   }
-  kernels::AddWeightedRows(DType::kFp32, reinterpret_cast<const std::byte*>(index.slopes),
-                           value_dim_ * sizeof(float), head_dim_, value_dim_, weights, shift);
+  kernels::AddWeightedRows(dtype_, index.slopes, value_dim_ * DTypeBytes(dtype_), head_dim_,
+                           value_dim_, weights, shift);
   std::fill(variances_.begin(), variances_.end(), 0.0f);
 }
 

@@ -22,14 +22,18 @@ class RegressionTerms {
   static size_t ArenaBytes(const ModelShape& shape, size_t segments, size_t quads);
   RegressionTerms(const UnitQuery& query, StepArena* arena);
 
-  // The quad's queries along the segment's axes, squared, for DotDeviations.
-  const kernels::SquaredQueries& Rotate(size_t segment, size_t quad, const ClusterIndex& index);
+  // Finds the quad's queries along the segment's axes; index: of the segment's clusters or groups.
+  void Rotate(size_t segment, size_t quad, const ClusterIndex& index);
+  // The same squared, for DotDeviations. After Rotate.
+  const kernels::SquaredQueries& squares(size_t segment, size_t quad) const {
+    return rotated_[segment * quads_ + quad].squares;
+  }
 
-  // Sums up the variances of clusters [first, first + count) of the segment by their weights
+  // Sums up the variances of rows [first, first + count) of the index by their weights
   // ([count][4]) and logits' variances ([count][4]), for Shift.
   void AddVariances(const ClusterIndex& index, size_t first, size_t count, const float* weight,
                     const float* d2);
-  // Adds to shift ([4][value_dim]) what moves the weighted sum of values of the clusters that were
+  // Adds to shift ([4][value_dim]) what moves the weighted sum of values of the rows that were
   // added since the last Shift, all of this segment.
   void Shift(size_t segment, size_t quad, const ClusterIndex& index, float* shift);
 
@@ -41,6 +45,7 @@ class RegressionTerms {
 
   const size_t head_dim_;
   const size_t value_dim_;
+  const DType dtype_;  // of axes and slopes
   const size_t quads_;
   std::span<kernels::Queries> prepared_;  // [quads] for rows of floats
   std::span<Rotated> rotated_;            // [segments][quads]

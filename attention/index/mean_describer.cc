@@ -36,7 +36,7 @@ void MeanDescriber::Start(const ClusteredHead& head) {
 
 uint32_t MeanDescriber::ClusterStart(uint32_t cluster) const {
   uint32_t start = 0;
-  std::memcpy(&start, head_.index + head_.layout->starts + cluster * sizeof(start), sizeof(start));
+  std::memcpy(&start, head_.index + head_.layout->clusters.starts + cluster * sizeof(start), sizeof(start));
   return start;
 }
 
@@ -79,7 +79,7 @@ void MeanDescriber::AddSlot(uint32_t slot) {
 // Writes the cluster's row of every index part.
 void MeanDescriber::EndCluster() {
   const ModelShape& shape = head_.form->shape;
-  const IndexLayout& layout = *head_.layout;
+  const IndexLayout::Clusters& layout = head_.layout->clusters;
   const double size = head_.kmeans->sizes()[head_.kmeans_cluster[cluster_]];
   const size_t key_bytes = shape.head_dim * DTypeBytes(shape.dtype);
   const size_t value_bytes = shape.value_dim * DTypeBytes(shape.dtype);

@@ -25,6 +25,10 @@ constexpr float kDeviationMax = 1e16f;
 // Slopes stay floats, and so does what they make of coordinates, whatever the values.
 constexpr double kSlopeMax = 1e18;
 
+// Clusters of a group that are taken at once.
+constexpr uint32_t kMembersAtOnce = 16;
+static_assert(kMembersAtOnce % kQuad == 0);
+
 // sum[i][...] += sum_j a[j][i] * b[j][...] over `count` rows; a: [count][a_dim], b: [count][b_dim],
 // sum: [a_dim][b_dim]. quad and sums are scratch.
 void AddProducts(const float* a, size_t a_dim, const float* b, size_t b_dim, size_t count,
@@ -53,11 +57,14 @@ void AddFourProducts(const float* x, size_t dim, const float* rows, size_t width
 
 uint64_t RegressionDescriber::ScratchBytes(const SegmentForm& form) {
   const uint64_t dim = form.shape.head_dim, value_dim = form.shape.value_dim;
-  const uint64_t clusters = form.tokens / InfoOf(ClusterForm::kRegression).tokens + 1;
-  return clusters * ((dim + value_dim) * sizeof(float) + sizeof(uint32_t)) +
+  const ClusterFormInfo& info = InfoOf(*form.indexes.cluster_form());
+  const uint64_t clusters = form.tokens / info.tokens + 1;
+  const uint64_t groups =
+      info.fan > 0 ? clusters * (dim * sizeof(float) + sizeof(double) + sizeof(uint32_t)) : 0;
+  return groups + clusters * ((dim + value_dim) * sizeof(float) + sizeof(uint32_t)) +
          uint64_t{kPassChunkTokensMax} * (3 * dim + value_dim) * sizeof(float) +
          dim * dim * (3 * sizeof(double) + sizeof(float)) + dim * value_dim * sizeof(double) +
-         8 * (dim + value_dim) * sizeof(double);
+         dim * value_dim * sizeof(float) + 8 * (dim + value_dim) * sizeof(double);
 }
 
 void RegressionDescriber::Start(const ClusteredHead& head) {
@@ -68,13 +75,27 @@ void RegressionDescriber::Start(const ClusteredHead& head) {
   uint32_t clusters = 0;
   std::memcpy(&clusters, head.index, sizeof(clusters));
   starts_.resize(clusters + 1);
-  std::memcpy(starts_.data(), head.index + head.layout->starts, starts_.size() * sizeof(uint32_t));
+  std::memcpy(starts_.data(), head.index + head.layout->clusters.starts,
+              starts_.size() * sizeof(uint32_t));
+  first_members_.clear();
+  if (head.layout->groups.room > 0) {
+    uint32_t groups = 0;
+    std::memcpy(&groups, head.index + head.layout->groups.count, sizeof(groups));
+    first_members_.resize(groups + 1);
+    std::memcpy(first_members_.data(), head.index + head.layout->groups.first_members,
+                first_members_.size() * sizeof(uint32_t));
+    variances_.resize(clusters * dim_);
+    rests_.resize(clusters);
+    group_centroid_.resize(dim_);
+    group_mean_value_.resize(value_dim_);
+  }
   chunk_tokens_ = static_cast<uint32_t>(std::clamp<size_t>(
       kPassChunkWork / (dim_ * (dim_ + value_dim_)) / kQuad * kQuad, kQuad, kPassChunkTokensMax));
-  keys_.resize(chunk_tokens_ * dim_);
-  values_.resize(chunk_tokens_ * value_dim_);
-  coordinates_.resize(chunk_tokens_ * dim_);
-  quad_.resize(kQuad * std::max<size_t>(dim_, chunk_tokens_));
+  const size_t rows = std::max(chunk_tokens_, kMembersAtOnce);
+  keys_.resize(rows * dim_);
+  values_.resize(rows * value_dim_);
+  coordinates_.resize(rows * dim_);
+  quad_.resize(kQuad * std::max<size_t>(dim_, rows));
   sums_.resize(kQuad * std::max(dim_, value_dim_));
   centroids_.resize(clusters * dim_);
   mean_values_.resize(clusters * value_dim_);
@@ -84,6 +105,8 @@ void RegressionDescriber::Start(const ClusteredHead& head) {
   by_channel_.resize(dim_ * dim_);
   cross_.assign(dim_ * value_dim_, 0.0);
   squares_.assign(dim_, 0.0);
+  slopes_.resize(dim_ * value_dim_);
+  if (head.layout->key_base != 0) StoreBases();
   phase_ = Phase::kMeans;
   next_ = starts_.front();
   cluster_ = 0;
@@ -95,6 +118,17 @@ bool RegressionDescriber::RunChunk() {
     if (axes_.RunChunk()) return true;
     NextPhase();
     return true;
+  }
+  if (phase_ == Phase::kGroups) {
+    AddSomeMembers();
+    if (member_ < first_members_[group_ + 1]) return true;
+    EndGroup();
+    if (++group_ + 1 < first_members_.size()) {
+      StartGroup();
+      return true;
+    }
+    phase_ = Phase::kDone;
+    return false;
   }
   PassSome();
   if (next_ < starts_.back()) return true;
@@ -110,6 +144,13 @@ void RegressionDescriber::NextPhase() {
   next_ = starts_.front();
   cluster_ = 0;
   std::fill(cluster_sum_.begin(), cluster_sum_.end(), 0.0);
+  if (phase_ != Phase::kGroups) return;
+  if (first_members_.empty()) {
+    phase_ = Phase::kDone;
+    return;
+  }
+  group_ = 0;
+  StartGroup();
 }
 
 // A chunk ends with its cluster, so that all its tokens are of one.
@@ -183,11 +224,10 @@ void RegressionDescriber::SumVariances() {
 
 void RegressionDescriber::SumResiduals() {
   FindCoordinates();
-  const auto* slopes = reinterpret_cast<const float*>(head_.index + head_.layout->slopes);
   for (uint32_t i = 0; i < count_; i += kQuad) {
     std::fill_n(sums_.begin(), kQuad * value_dim_, 0.0f);
-    AddFourProducts(coordinates_.data() + i * dim_, dim_, slopes, value_dim_, quad_.data(),
-                    sums_.data());
+    AddFourProducts(coordinates_.data() + i * dim_, dim_, slopes_.data(), value_dim_,
+                    quad_.data(), sums_.data());
     const size_t rows = std::min<size_t>(kQuad, count_ - i);
     for (size_t k = 0; k < rows * value_dim_; ++k) {
       const double rest = double{values_[i * value_dim_ + k]} - sums_[k];
@@ -198,7 +238,7 @@ void RegressionDescriber::SumResiduals() {
 
 // Writes what the phase has found of a cluster.
 void RegressionDescriber::EndCluster(uint32_t cluster) {
-  const IndexLayout& layout = *head_.layout;
+  const IndexLayout::Clusters& part = head_.layout->clusters;
   const double size = starts_[cluster + 1] - starts_[cluster];
   if (phase_ == Phase::kMeans) {
     float* const centroid = centroids_.data() + cluster * dim_;
@@ -207,53 +247,106 @@ void RegressionDescriber::EndCluster(uint32_t cluster) {
     for (size_t c = 0; c < value_dim_; ++c) {
       mean_value[c] = static_cast<float>(cluster_sum_[dim_ + c] / size);
     }
-    StoreMeans(cluster);
-    double norm2 = 0;
-    for (const float x : stored_value_) norm2 += double{x} * x;
-    StoreAt(head_.index + layout.value_norm2, cluster, static_cast<float>(norm2));
-    StoreAt(head_.index + layout.log_size, cluster, static_cast<float>(std::log(size)));
+    StoreMeans(part, cluster, centroid, mean_value, size);
   }
-  if (phase_ == Phase::kVariances) StoreVariances(cluster);
+  if (phase_ == Phase::kVariances) {
+    for (size_t a = 0; a < dim_; ++a) squares_[a] += cluster_sum_[a];
+    if (!first_members_.empty()) {
+      for (size_t a = 0; a < dim_; ++a) {
+        variances_[cluster * dim_ + a] = static_cast<float>(cluster_sum_[a] / size);
+      }
+    }
+    StoreVariances(part, cluster, size);
+  }
   if (phase_ == Phase::kResiduals) {
-    StoreAt(head_.index + layout.spread, cluster,
-            static_cast<float>(std::sqrt(cluster_sum_[0] / size)));
+    if (!first_members_.empty()) rests_[cluster] = cluster_sum_[0] / size;
+    StoreSpread(part, cluster, cluster_sum_[0] / size);
   }
 }
 
-// Leaves the mean value in stored_value_ as the dtype has rounded it: as estimates use it.
-void RegressionDescriber::StoreMeans(uint32_t cluster) {
+// What rows in bytes differ from: the means over the segment.
+void RegressionDescriber::StoreBases() {
+  bases_.resize(dim_ + value_dim_);
+  const bool latent = head_.form->shape.latent;
+  for (size_t c = 0; c < dim_; ++c) {
+    bases_[c] = static_cast<float>(head_.mean[c]);
+    StoreAt(head_.index + head_.layout->key_base, c, bases_[c]);
+  }
+  for (size_t c = 0; c < value_dim_; ++c) {
+    bases_[dim_ + c] = latent ? bases_[c] : static_cast<float>(head_.mean[dim_ + c]);
+    if (!latent) StoreAt(head_.index + head_.layout->value_base, c, bases_[dim_ + c]);
+  }
+}
+
+// Means, |mean value|^2 and the size of a cluster or a group. Leaves the mean value in
+// stored_value_ as it is read back, which is what estimates use.
+void RegressionDescriber::StoreMeans(const IndexLayout::Clusters& part, uint32_t number,
+                                     const float* centroid, const float* mean_value, double size) {
   const ModelShape& shape = head_.form->shape;
-  const size_t element = DTypeBytes(shape.dtype);
-  std::byte* const centroid = head_.index + head_.layout->centroids + cluster * dim_ * element;
-  std::byte* mean_value = centroid;  // of a latent shape, its front
-  FromFloat(shape.dtype, centroids_.data() + cluster * dim_, dim_, centroid);
-  if (!shape.latent) {
-    mean_value = head_.index + head_.layout->mean_values + cluster * value_dim_ * element;
-    FromFloat(shape.dtype, mean_values_.data() + cluster * value_dim_, value_dim_, mean_value);
+  std::byte* const index = head_.index;
+  if (head_.layout->key_base != 0) {
+    const auto store = [&](size_t codes, size_t scales, const float* row, size_t base, size_t dim) {
+      const float scale =
+          CodeByteRow({row, dim}, bases_.data() + base,
+                      reinterpret_cast<int8_t*>(index + codes + size_t{number} * dim));
+      StoreAt(index + scales, number, scale);
+      return scale;
+    };
+    size_t codes = part.centroids + size_t{number} * dim_;
+    float scale = store(part.centroids, part.centroid_scales, centroid, 0, dim_);
+    if (!shape.latent) {
+      codes = part.mean_values + size_t{number} * value_dim_;
+      scale = store(part.mean_values, part.mean_value_scales, mean_value, dim_, value_dim_);
+    }
+    const auto* row = reinterpret_cast<const int8_t*>(index + codes);
+    for (size_t c = 0; c < value_dim_; ++c) stored_value_[c] = bases_[dim_ + c] + scale * row[c];
+  } else {
+    const size_t element = DTypeBytes(shape.dtype);
+    std::byte* row = index + part.centroids + number * dim_ * element;
+    FromFloat(shape.dtype, centroid, dim_, row);
+    if (!shape.latent) {
+      row = index + part.mean_values + number * value_dim_ * element;
+      FromFloat(shape.dtype, mean_value, value_dim_, row);
+    }
+    ToFloat(shape.dtype, row, value_dim_, stored_value_.data());
   }
-  ToFloat(shape.dtype, mean_value, value_dim_, stored_value_.data());
+  double norm2 = 0;
+  for (const float x : stored_value_) norm2 += double{x} * x;
+  StoreAt(index + part.value_norm2, number, static_cast<float>(norm2));
+  StoreAt(index + part.log_size, number, static_cast<float>(std::log(size)));
 }
 
-void RegressionDescriber::StoreVariances(uint32_t cluster) {
-  const double size = starts_[cluster + 1] - starts_[cluster];
+// Of the sums of squares along the axes in cluster_sum_, which it uses up.
+void RegressionDescriber::StoreVariances(const IndexLayout::Clusters& part, uint32_t number,
+                                         double size) {
   const std::span<double> deviations(cluster_sum_.data(), dim_);
-  for (size_t a = 0; a < dim_; ++a) {
-    squares_[a] += deviations[a];
-    deviations[a] = std::sqrt(deviations[a] / size);
-  }
-  auto* codes = reinterpret_cast<uint8_t*>(head_.index + head_.layout->deviation_codes);
-  StoreAt(head_.index + head_.layout->variance_unit, cluster,
-          CodeDeviations(deviations, codes + cluster * dim_ / 2));
+  for (double& x : deviations) x = std::sqrt(x / size);
+  auto* codes = reinterpret_cast<uint8_t*>(head_.index + part.deviation_codes);
+  StoreAt(head_.index + part.variance_unit, number,
+          CodeDeviations(deviations, codes + number * dim_ / 2));
+}
+
+void RegressionDescriber::StoreSpread(const IndexLayout::Clusters& part, uint32_t number,
+                                      double mean_square) {
+  StoreAt(head_.index + part.spread, number, static_cast<float>(std::sqrt(mean_square)));
+}
+
+// Stores `count` numbers as the form has axes and slopes, and leaves them as they are read back.
+void RegressionDescriber::StoreRegressionRow(size_t offset, size_t row, size_t count,
+                                             float* numbers) {
+  const DType dtype = head_.layout->key_base != 0 ? DType::kBf16 : DType::kFp32;
+  std::byte* const to = head_.index + offset + row * count * DTypeBytes(dtype);
+  FromFloat(dtype, numbers, count, to);
+  ToFloat(dtype, to, count, numbers);
 }
 
 void RegressionDescriber::StoreAxes() {
+  std::vector<float> row(dim_);
   for (size_t a = 0; a < dim_; ++a) {
     const std::span<const double> axis = axes_.axis(a);
-    for (size_t c = 0; c < dim_; ++c) {
-      const auto element = static_cast<float>(axis[c]);
-      StoreAt(head_.index + head_.layout->axes, a * dim_ + c, element);
-      by_channel_[c * dim_ + a] = element;
-    }
+    for (size_t c = 0; c < dim_; ++c) row[c] = static_cast<float>(axis[c]);
+    StoreRegressionRow(head_.layout->axes, a, dim_, row.data());
+    for (size_t c = 0; c < dim_; ++c) by_channel_[c * dim_ + a] = row[c];
   }
 }
 
@@ -265,11 +358,80 @@ void RegressionDescriber::StoreSlopes() {
   const double least = kLeastVarianceShare * std::accumulate(squares_.begin(), squares_.end(), 0.0);
   for (size_t a = 0; a < dim_; ++a) {
     const double scale = squares_[a] > least ? 1 / (ridge * squares_[a]) : 0;
+    float* const row = slopes_.data() + a * value_dim_;
     for (size_t c = 0; c < value_dim_; ++c) {
       const double slope = std::clamp(cross_[c * dim_ + a] * scale, -kSlopeMax, kSlopeMax);
-      StoreAt(head_.index + head_.layout->slopes, a * value_dim_ + c, static_cast<float>(slope));
+      row[c] = static_cast<float>(slope);
+    }
+    StoreRegressionRow(head_.layout->slopes, a, value_dim_, row);
+  }
+}
+
+// ---- groups ----
+
+// The group's means, from its clusters' by their sizes.
+void RegressionDescriber::StartGroup() {
+  const uint32_t begin = first_members_[group_], end = first_members_[group_ + 1];
+  std::fill(cluster_sum_.begin(), cluster_sum_.end(), 0.0);
+  for (uint32_t m = begin; m < end; ++m) {
+    const double size = starts_[m + 1] - starts_[m];
+    for (size_t c = 0; c < dim_; ++c) cluster_sum_[c] += size * centroids_[m * dim_ + c];
+    for (size_t c = 0; c < value_dim_; ++c) {
+      cluster_sum_[dim_ + c] += size * mean_values_[m * value_dim_ + c];
     }
   }
+  const double size = starts_[end] - starts_[begin];
+  for (size_t c = 0; c < dim_; ++c) group_centroid_[c] = static_cast<float>(cluster_sum_[c] / size);
+  for (size_t c = 0; c < value_dim_; ++c) {
+    group_mean_value_[c] = static_cast<float>(cluster_sum_[dim_ + c] / size);
+  }
+  StoreMeans(head_.layout->groups, group_, group_centroid_.data(), group_mean_value_.data(), size);
+  std::fill(cluster_sum_.begin(), cluster_sum_.end(), 0.0);
+  group_rest_ = 0;
+  member_ = begin;
+}
+
+// A member's square along an axis is that of its tokens about its own mean, and that of this mean
+// about the group's; so is the square of its rest, as its tokens' rests sum to nothing.
+void RegressionDescriber::AddSomeMembers() {
+  const uint32_t begin = member_;
+  count_ = std::min(kMembersAtOnce, first_members_[group_ + 1] - begin);
+  std::fill(keys_.begin(), keys_.end(), 0.0f);
+  for (uint32_t i = 0; i < count_; ++i) {
+    const float* const centroid = centroids_.data() + (begin + i) * dim_;
+    for (size_t c = 0; c < dim_; ++c) {
+      keys_[i * dim_ + c] =
+          std::clamp(centroid[c] - group_centroid_[c], -kDeviationMax, kDeviationMax);
+    }
+  }
+  FindCoordinates();
+  for (uint32_t i = 0; i < count_; ++i) {
+    const double size = starts_[begin + i + 1] - starts_[begin + i];
+    if (i % kQuad == 0) {
+      std::fill_n(sums_.begin(), kQuad * value_dim_, 0.0f);
+      AddFourProducts(coordinates_.data() + i * dim_, dim_, slopes_.data(), value_dim_,
+                      quad_.data(), sums_.data());
+    }
+    for (size_t a = 0; a < dim_; ++a) {
+      const double y = coordinates_[i * dim_ + a];
+      cluster_sum_[a] += size * (variances_[(begin + i) * dim_ + a] + y * y);
+    }
+    const float* const mean_value = mean_values_.data() + (begin + i) * value_dim_;
+    const float* const explained = sums_.data() + i % kQuad * value_dim_;
+    double rest2 = 0;
+    for (size_t c = 0; c < value_dim_; ++c) {
+      const double rest = double{mean_value[c]} - group_mean_value_[c] - explained[c];
+      rest2 += rest * rest;
+    }
+    group_rest_ += size * (rests_[begin + i] + rest2);
+  }
+  member_ += count_;
+}
+
+void RegressionDescriber::EndGroup() {
+  const double size = starts_[first_members_[group_ + 1]] - starts_[first_members_[group_]];
+  StoreVariances(head_.layout->groups, group_, size);
+  StoreSpread(head_.layout->groups, group_, group_rest_ / size);
 }
 
 }  // namespace attnd::attention

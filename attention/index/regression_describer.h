@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// RegressionDescriber: clusters in the form kRegression: means, principal axes, variances along
-// them, slopes and what is left of the values (docs/POLICIES.md, "Clusters with a regression").
+// RegressionDescriber: clusters in the forms kRegression and kTree: means, principal axes, variances
+// along them, slopes and what is left of the values (docs/POLICIES.md, "Clusters with a
+// regression"). Groups of clusters are described from what is known of their clusters: no further
+// pass over tokens.
 #ifndef ATTND_ATTENTION_INDEX_REGRESSION_DESCRIBER_H_
 #define ATTND_ATTENTION_INDEX_REGRESSION_DESCRIBER_H_
 
@@ -24,8 +26,9 @@ class RegressionDescriber : public ClusterDescriber {
   bool RunChunk() override;
 
  private:
-  // Each but the axes passes over all tokens: every one needs what the one before has found.
-  enum class Phase { kMeans, kMoments, kAxes, kVariances, kResiduals, kDone };
+  // Each but the axes and the groups passes over all tokens: every one needs what the one before
+  // has found.
+  enum class Phase { kMeans, kMoments, kAxes, kVariances, kResiduals, kGroups, kDone };
 
   void NextPhase();
   void PassSome();
@@ -36,10 +39,17 @@ class RegressionDescriber : public ClusterDescriber {
   void SumResiduals();
   void EndCluster(uint32_t cluster);
   void FindCoordinates();
-  void StoreMeans(uint32_t cluster);
+  void StoreBases();
+  void StoreMeans(const IndexLayout::Clusters& part, uint32_t number, const float* centroid,
+                  const float* mean_value, double size);
+  void StoreRegressionRow(size_t offset, size_t row, size_t count, float* numbers);
   void StoreAxes();
-  void StoreVariances(uint32_t cluster);
+  void StoreVariances(const IndexLayout::Clusters& part, uint32_t number, double size);
+  void StoreSpread(const IndexLayout::Clusters& part, uint32_t number, double mean_square);
   void StoreSlopes();
+  void StartGroup();
+  void AddSomeMembers();
+  void EndGroup();
 
   ClusteredHead head_;
   size_t dim_ = 0;  // of keys
@@ -61,11 +71,23 @@ class RegressionDescriber : public ClusterDescriber {
   std::vector<float> centroids_;     // [clusters][dim]
   std::vector<float> mean_values_;   // [clusters][value_dim]
   std::vector<float> stored_value_;  // [value_dim]
+  std::vector<float> bases_;         // [dim + value_dim] of a compact form
   std::vector<double> cluster_sum_;  // of the cluster that a pass is in
   std::vector<double> moments_;      // [dim][dim] sum of keys' products
   std::vector<float> by_channel_;    // [dim][dim] axes, a row for each channel
   std::vector<double> cross_;        // [value_dim][dim] sum of values' products with coordinates
   std::vector<double> squares_;      // [dim] sum of squared coordinates
+  std::vector<float> slopes_;        // [dim][value_dim] as they are stored
+
+  // What groups are made of: of each cluster the mean squares along the axes and that of the rest.
+  std::vector<float> variances_;          // [clusters][dim]
+  std::vector<double> rests_;             // [clusters]
+  std::vector<uint32_t> first_members_;   // [groups + 1]
+  uint32_t group_ = 0;                    // that is described
+  uint32_t member_ = 0;                   // its next cluster
+  double group_rest_ = 0;                 // its tokens' squared rests
+  std::vector<float> group_centroid_;     // [dim]
+  std::vector<float> group_mean_value_;   // [value_dim]
   PrincipalAxes axes_;
 };
 

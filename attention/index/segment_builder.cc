@@ -24,9 +24,17 @@ uint64_t DescriberScratchBytes(const SegmentForm& form, ClusterForm clusters) {
     case ClusterForm::kMeans:
       return 0;  // a few rows
     case ClusterForm::kRegression:
+    case ClusterForm::kTree:
       return RegressionDescriber::ScratchBytes(form);
   }
   return 0;
+}
+
+uint32_t CeilOf(uint32_t n, uint32_t each) { return (n + each - 1) / each; }
+
+TreeClustering::Sizes TreeSizes(uint32_t clustered, const ClusterFormInfo& info) {
+  return {CeilOf(clustered, info.tokens * info.fan), CeilOf(clustered, info.tokens),
+          info.late_share};
 }
 
 }  // namespace
@@ -84,7 +92,11 @@ uint64_t HeadBuilder::ScratchBytes(const SegmentForm& form) {
   const ClusterFormInfo& info = InfoOf(*cluster_form);
   const uint64_t dim = shape.head_dim + (info.value_share > 0 ? shape.value_dim : 0);
   const uint64_t clusters = form.tokens / info.tokens + info.tokens;
-  return bytes + DescriberScratchBytes(form, *cluster_form) +
+  const uint64_t tree =
+      info.fan > 0
+          ? TreeClustering::ScratchBytes(form.tokens, dim, TreeSizes(form.tokens, info))
+          : 0;
+  return bytes + tree + DescriberScratchBytes(form, *cluster_form) +
          uint64_t{form.tokens} * (dim * sizeof(float) + sizeof(uint32_t)) +
          clusters * (dim * (sizeof(float) + sizeof(double)) + 16 * sizeof(uint32_t));
 }
@@ -142,8 +154,9 @@ void HeadBuilder::RunChunk() {
       if (next_ == clustered) StartClustering();
       return;
     case Phase::kCluster:
-      if (kmeans_.RunChunk()) return;
+      if (clusters_->fan > 0 ? tree_.RunChunk() : kmeans_.RunChunk()) return;
       OrderTokens();
+      if (clusters_->fan > 0) StoreGroups();
       phase_ = Phase::kWrite;
       next_ = 0;
       return;
@@ -210,15 +223,19 @@ void HeadBuilder::ScaleChunk() {
 
 void HeadBuilder::StartClustering() {
   const uint32_t clustered = tokens_ - unclustered_;
-  const uint32_t clusters = (clustered + clusters_->tokens - 1) / clusters_->tokens;
+  phase_ = Phase::kCluster;
+  if (clusters_->fan > 0) {
+    return tree_.Start(points_, clustered, point_dim_, TreeSizes(clustered, *clusters_));
+  }
+  const uint32_t clusters = CeilOf(clustered, clusters_->tokens);
   const auto late = static_cast<uint32_t>(clusters_->late_share * clusters);
   kmeans_.Start(points_, clustered, point_dim_, clusters, late);
-  phase_ = Phase::kCluster;
 }
 
 // Slots: the unclustered tokens in place, then the clusters that have members, each in token order.
 void HeadBuilder::OrderTokens() {
-  const std::span<const uint32_t> sizes = kmeans_.sizes();
+  const bool tree = clusters_->fan > 0;
+  const std::span<const uint32_t> sizes = tree ? tree_.sizes() : kmeans_.sizes();
   Segment& segment = *target_->segment_;
   std::byte* head = segment.IndexHead(layer_, kv_head_);
   std::vector<uint32_t> next_slot(sizes.size());
@@ -227,21 +244,37 @@ void HeadBuilder::OrderTokens() {
   for (uint32_t c = 0; c < sizes.size(); ++c) {
     next_slot[c] = slot;
     if (sizes[c] == 0) continue;
-    StoreAt(head + segment.layout_.starts, kept_clusters_.size(), slot);
+    StoreAt(head + segment.layout_.clusters.starts, kept_clusters_.size(), slot);
     kept_clusters_.push_back(c);
     slot += sizes[c];
   }
   const uint32_t clusters = static_cast<uint32_t>(kept_clusters_.size());
-  StoreAt(head + segment.layout_.starts, clusters, slot);
+  StoreAt(head + segment.layout_.clusters.starts, clusters, slot);
   StoreAt(head, 0, clusters);
 
   order_.resize(tokens_);
   std::iota(order_.begin(), order_.begin() + unclustered_, 0u);
-  const std::span<const uint32_t> assignment = kmeans_.assignment();
+  const std::span<const uint32_t> assignment =
+      tree ? tree_.assignment() : kmeans_.assignment();
   for (uint32_t i = 0; i < assignment.size(); ++i) {
     order_[next_slot[assignment[i]]++] = unclustered_ + i;
   }
   CHECK_EQ(slot, tokens_) << "every token lies in a cluster or before them";
+}
+
+// Where each group begins, among the clusters and among the slots.
+void HeadBuilder::StoreGroups() {
+  Segment& segment = *target_->segment_;
+  std::byte* const head = segment.IndexHead(layer_, kv_head_);
+  const IndexLayout::Clusters& groups = segment.layout_.groups;
+  const std::span<const uint32_t> first_members = tree_.first_members();
+  uint32_t slot = unclustered_, cluster = 0;
+  for (size_t g = 0; g < first_members.size(); ++g) {
+    for (; cluster < first_members[g]; ++cluster) slot += tree_.sizes()[cluster];
+    StoreAt(head + groups.starts, g, slot);
+    StoreAt(head + groups.first_members, g, first_members[g]);
+  }
+  StoreAt(head + groups.count, 0, static_cast<uint32_t>(first_members.size() - 1));
 }
 
 // Copies tokens' rows to their slots.
@@ -262,6 +295,7 @@ ClusterDescriber* HeadBuilder::DescriberOf(ClusterForm form) {
     case ClusterForm::kMeans:
       return &means_;
     case ClusterForm::kRegression:
+    case ClusterForm::kTree:
       return &regression_;
   }
   return nullptr;

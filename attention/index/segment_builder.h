@@ -16,6 +16,7 @@
 #include "attention/index/kmeans.h"
 #include "attention/index/mean_describer.h"
 #include "attention/index/regression_describer.h"
+#include "attention/index/tree_clustering.h"
 #include "attention/segment/segment.h"
 
 namespace attnd::attention {
@@ -85,6 +86,7 @@ class HeadBuilder {
   void ScaleChunk();
   void StartClustering();
   void OrderTokens();
+  void StoreGroups();
   void WriteChunk();
   ClusterDescriber* DescriberOf(ClusterForm form);
   void StartDescribing();
@@ -108,7 +110,8 @@ class HeadBuilder {
   size_t point_dim_ = 0;
   std::vector<double> mean_;  // [point_dim]
   double squares_[2] = {};    // if values are clustered: sums over centred keys and values
-  KMeans kmeans_;
+  KMeans kmeans_;        // of forms without groups
+  TreeClustering tree_;  // of forms with groups
   std::vector<uint32_t> order_;          // [tokens] token at each slot of the segment's order
   std::vector<uint32_t> kept_clusters_;  // k-means number of each cluster that has members
   MeanDescriber means_;

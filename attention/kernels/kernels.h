@@ -17,6 +17,7 @@
 
 #include "attention/kernels/softmax_state.h"
 #include "attention/kernels/x86_dot.h"
+#include "attention/segment/index_layout.h"
 #include "attention/segment/pages.h"
 #include "common/dtype.h"
 #include "common/model_shape.h"
@@ -78,6 +79,14 @@ void DotDeviations(const uint8_t* codes, const float* unit, size_t n, size_t dim
 // sum[j] += sum_i weight[i][j] * row[i].   weight: [n][4]; sum: [4][dim].
 void AddWeightedRows(DType dtype, const std::byte* rows, size_t row_bytes, size_t n, size_t dim,
                      const float* weight, float* sum);
+
+// The same over rows in bytes, `stride` bytes apart. q is of floats (PrepareQueries with kFp32).
+// out[i][j] = scales[i] * scale * (q[j] . codes[i]) + base_dot[j].
+void DotByteRows(const ByteRows& rows, size_t stride, size_t n, size_t dim, const Queries& q,
+                 const float* base_dot, float* out);
+// sum[j] += sum_i weight[i][j] * scales[i] * codes[i]: the base is the caller's to add.
+void AddWeightedByteRows(const ByteRows& rows, size_t stride, size_t n, size_t dim,
+                         const float* weight, float* sum);
 
 // max[j] = max(max[j], x[i][j] over i).
 void MaxQuads(const float* x, size_t n, float* max);

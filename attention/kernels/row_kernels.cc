@@ -82,6 +82,36 @@ void AddWeightedRows(DType dtype, const std::byte* rows, size_t row_bytes, size_
   });
 }
 
+void DotByteRows(const ByteRows& rows, size_t stride, size_t n, size_t dim, const Queries& q,
+                 const float* base_dot, float* out) {
+  const auto* codes = reinterpret_cast<const std::byte*>(rows.codes);
+  for (size_t i = 0; i < n; i += kRowBlock) {
+    const RowBlock block = RowBlock::Of(codes, stride, i, n);
+    float* const dots = out + i * kQuad;
+    DotBlock<LoadInt8>(block, block.Ahead().rows, dim, q, dots);
+    for (size_t r = 0; r < block.count; ++r) {
+      for (size_t j = 0; j < kQuad; ++j) {
+        dots[r * kQuad + j] = rows.scales[i + r] * dots[r * kQuad + j] + base_dot[j];
+      }
+    }
+  }
+}
+
+void AddWeightedByteRows(const ByteRows& rows, size_t stride, size_t n, size_t dim,
+                         const float* weight, float* sum) {
+  const auto* codes = reinterpret_cast<const std::byte*>(rows.codes);
+  float scaled[kRowBlock * kQuad];
+  for (size_t i = 0; i < n; i += kRowBlock) {
+    const RowBlock block = RowBlock::Of(codes, stride, i, n);
+    for (size_t r = 0; r < block.count; ++r) {
+      for (size_t j = 0; j < kQuad; ++j) {
+        scaled[r * kQuad + j] = weight[(i + r) * kQuad + j] * rows.scales[i + r];
+      }
+    }
+    AddWeightedBlock<LoadInt8>(block, block.Ahead().rows, dim, scaled, sum);
+  }
+}
+
 void MaxQuads(const float* x, size_t n, float* max) { MaxQuadsImpl(x, n, max); }
 
 void ExpQuads(const float* x, size_t n, const float* max, float* out, float* sum) {
@@ -101,6 +131,8 @@ HWY_EXPORT(TargetName);
 HWY_EXPORT(PrepareQueries);
 HWY_EXPORT(DotRows);
 HWY_EXPORT(AddWeightedRows);
+HWY_EXPORT(DotByteRows);
+HWY_EXPORT(AddWeightedByteRows);
 HWY_EXPORT(MaxQuads);
 HWY_EXPORT(ExpQuads);
 
@@ -118,6 +150,16 @@ void DotRows(DType dtype, const std::byte* rows, size_t row_bytes, size_t n, siz
 void AddWeightedRows(DType dtype, const std::byte* rows, size_t row_bytes, size_t n, size_t dim,
                      const float* weight, float* sum) {
   HWY_DYNAMIC_DISPATCH(AddWeightedRows)(dtype, rows, row_bytes, n, dim, weight, sum);
+}
+
+void DotByteRows(const ByteRows& rows, size_t stride, size_t n, size_t dim, const Queries& q,
+                 const float* base_dot, float* out) {
+  HWY_DYNAMIC_DISPATCH(DotByteRows)(rows, stride, n, dim, q, base_dot, out);
+}
+
+void AddWeightedByteRows(const ByteRows& rows, size_t stride, size_t n, size_t dim,
+                         const float* weight, float* sum) {
+  HWY_DYNAMIC_DISPATCH(AddWeightedByteRows)(rows, stride, n, dim, weight, sum);
 }
 
 void MaxQuads(const float* x, size_t n, float* max) { HWY_DYNAMIC_DISPATCH(MaxQuads)(x, n, max); }

@@ -64,6 +64,21 @@ struct LoadFp32 {
   }
 };
 
+struct LoadInt8 {
+  static constexpr size_t kBytes = 1;
+  static constexpr bool kEvenOdd = false;
+  static HWY_INLINE VF Load(F32 d, const std::byte* p) {
+    const hn::Rebind<int8_t, F32> bytes;
+    const hn::RebindToSigned<F32> wide;
+    return hn::ConvertTo(
+        d, hn::PromoteTo(wide, hn::LoadU(bytes, reinterpret_cast<const int8_t*>(p))));
+  }
+  static HWY_INLINE void LoadTwo(F32 d, const std::byte* p, VF* first, VF* second) {
+    *first = Load(d, p);
+    *second = Load(d, p + hn::Lanes(d) * kBytes);
+  }
+};
+
 // Calls f with the loader of dtype.
 template <typename F>
 HWY_INLINE void WithLoader(DType dtype, F&& f) {

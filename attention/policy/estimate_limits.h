@@ -17,6 +17,12 @@ inline constexpr float kErrorMax = 1e14f;
 // counts as the error that clusters have in common.
 inline constexpr float kMassErrorShare = 0.5f;
 inline constexpr float kCoherentShare = 0.45f;
+// Over a tree: the share of the tolerance that the error of closed groups may take; and the share of
+// the groups that are opened in any case.
+inline constexpr double kClosedErrorShare = 0.5;
+inline constexpr double kOpenedShare = 0.1;
+// And at least so many times the share of clusters that are read in any case.
+inline constexpr double kOpenedPerFloor = 2;
 // An output may cancel to nearly nothing; errors are then relative to this share of the values'
 // root mean square.
 inline constexpr float kLeastNormShare = 1e-3f;

@@ -25,6 +25,7 @@ enum class IndexKind : uint8_t {
   kKeys4 = 5,       // all of each key's channels in 4 bits (Twilight)
   kSummary = 6,     // sums of the keys' features with their values (retrieval with completion)
   kRegression = 7,  // clusters in the form kRegression
+  kTree = 8,        // clusters in the form kTree
 };
 
 // How clusters are made and what describes them. All forms are one index to a query: a segment has
@@ -35,6 +36,8 @@ enum class ClusterForm : uint8_t {
                 // Double-P)
   kRegression,  // clusters of similar keys and values: deviations along the segment's principal
                 // axes, and a regression of values on keys (error-target)
+  kTree,        // the same in smaller clusters, the leaves, and over them groups of leaves that are
+                // described like clusters: a query opens the groups that matter to it
 };
 
 // What the parts of an index and their builders follow from. A builder of clusters reads these
@@ -50,15 +53,23 @@ struct ClusterFormInfo {
   double late_share;
   // Whether a head has principal axes and slopes.
   bool regression;
+  // Clusters of a group on average; 0: there are no groups.
+  uint32_t fan;
+  // Whether centroids and mean values are in bytes (ByteRows), axes and slopes in bf16; else the
+  // former are in the model's dtype, the latter in float32.
+  bool compact;
 };
 
 inline constexpr uint32_t kClusterTokens = 16;
+inline constexpr uint32_t kLeafTokens = 8;
+inline constexpr uint32_t kGroupLeaves = 8;
 inline constexpr double kValueShare = 0.5;
 inline constexpr double kLateShare = 0.25;
 
 inline constexpr ClusterFormInfo kClusterForms[] = {
-    {ClusterForm::kMeans, kClusterTokens, 0, 0, false},
-    {ClusterForm::kRegression, kClusterTokens, kValueShare, kLateShare, true},
+    {ClusterForm::kMeans, kClusterTokens, 0, 0, false, 0, false},
+    {ClusterForm::kRegression, kClusterTokens, kValueShare, kLateShare, true, 0, false},
+    {ClusterForm::kTree, kLeafTokens, kValueShare, kLateShare, true, kGroupLeaves, true},
 };
 
 // The order of a segment's tokens that an index asks for.
@@ -95,6 +106,7 @@ inline constexpr IndexKindInfo kIndexKindInfos[] = {
     {IndexKind::kSummary, "summary", TokenOrder::kEither, std::nullopt, ModelPart::kFeatureMaps},
     {IndexKind::kRegression, "regression", TokenOrder::kClusters, ClusterForm::kRegression,
      ModelPart::kNone},
+    {IndexKind::kTree, "tree", TokenOrder::kClusters, ClusterForm::kTree, ModelPart::kNone},
 };
 
 inline constexpr auto kIndexKinds = [] {

@@ -7,6 +7,8 @@
 #include <numeric>
 #include <vector>
 
+#include "common/dtype.h"
+
 namespace attnd::attention {
 namespace {
 
@@ -37,8 +39,35 @@ class Placer {
   size_t end() const { return end_; }
 
  private:
-  size_t end_ = AlignUp(sizeof(uint32_t));  // behind the cluster count
+  size_t end_ = AlignUp(2 * sizeof(uint32_t));  // behind the numbers of clusters and groups
 };
+
+uint32_t CeilOf(uint32_t n, uint32_t each) { return (n + each - 1) / each; }
+
+IndexLayout::Clusters PlaceClusters(const ModelShape& shape, const ClusterFormInfo& info,
+                                    uint32_t room, bool groups, Placer* placer) {
+  IndexLayout::Clusters clusters;
+  clusters.room = room;
+  clusters.count = groups ? sizeof(uint32_t) : 0;
+  const size_t n = room;
+  const size_t element = info.compact ? sizeof(int8_t) : DTypeBytes(shape.dtype);
+  clusters.centroids = placer->Place(n * shape.head_dim * element);
+  if (info.compact) clusters.centroid_scales = placer->Place(n * sizeof(float));
+  clusters.mean_values = clusters.centroids;
+  clusters.mean_value_scales = clusters.centroid_scales;
+  if (!shape.latent) {
+    clusters.mean_values = placer->Place(n * shape.value_dim * element);
+    if (info.compact) clusters.mean_value_scales = placer->Place(n * sizeof(float));
+  }
+  clusters.deviation_codes = placer->Place(n * shape.head_dim / 2);
+  clusters.variance_unit = placer->Place(n * sizeof(float));
+  clusters.log_size = placer->Place(n * sizeof(float));
+  clusters.spread = placer->Place(n * sizeof(float));
+  clusters.value_norm2 = placer->Place(n * sizeof(float));
+  clusters.starts = placer->Place((n + 1) * sizeof(uint32_t));
+  if (groups) clusters.first_members = placer->Place((n + 1) * sizeof(uint32_t));
+  return clusters;
+}
 
 IndexLayout::Blocks PlaceBlocks(const SegmentForm& form, uint32_t tokens, Placer* placer) {
   IndexLayout::Blocks blocks;
@@ -78,22 +107,22 @@ IndexLayout::IndexLayout(const SegmentForm& form) {
   const ModelShape& shape = form.shape;
   Placer placer;
   if (const auto cluster_form = form.indexes.cluster_form(); cluster_form.has_value()) {
-    const ClusterFormInfo& clusters = InfoOf(*cluster_form);
-    max_clusters = (form.tokens - form.unclustered + clusters.tokens - 1) / clusters.tokens;
-    const size_t n = max_clusters;
-    centroids = placer.Place(n * shape.head_dim * DTypeBytes(shape.dtype));
-    mean_values =
-        shape.latent ? centroids : placer.Place(n * shape.value_dim * DTypeBytes(shape.dtype));
-    deviation_codes = placer.Place(n * shape.head_dim / 2);
-    variance_unit = placer.Place(n * sizeof(float));
-    log_size = placer.Place(n * sizeof(float));
-    spread = placer.Place(n * sizeof(float));
-    value_norm2 = placer.Place(n * sizeof(float));
-    starts = placer.Place((n + 1) * sizeof(uint32_t));
+    const ClusterFormInfo& info = InfoOf(*cluster_form);
+    const uint32_t clustered = form.tokens - form.unclustered;
+    clusters = PlaceClusters(shape, info, CeilOf(clustered, info.tokens), /*groups=*/false, &placer);
     positions = placer.Place(form.tokens * sizeof(uint16_t));
-    if (clusters.regression) {
-      axes = placer.Place(size_t{shape.head_dim} * shape.head_dim * sizeof(float));
-      slopes = placer.Place(size_t{shape.head_dim} * shape.value_dim * sizeof(float));
+    if (info.regression) {
+      const size_t bytes = DTypeBytes(AxesDType(info));
+      axes = placer.Place(size_t{shape.head_dim} * shape.head_dim * bytes);
+      slopes = placer.Place(size_t{shape.head_dim} * shape.value_dim * bytes);
+    }
+    if (info.compact) {
+      key_base = placer.Place(shape.head_dim * sizeof(float));
+      value_base = shape.latent ? key_base : placer.Place(shape.value_dim * sizeof(float));
+    }
+    if (info.fan > 0) {
+      const uint32_t room = CeilOf(clustered, info.tokens * info.fan);
+      groups = PlaceClusters(shape, info, room, /*groups=*/true, &placer);
     }
   }
   if (form.indexes.Has(IndexKind::kBlocks16)) blocks16 = PlaceBlocks(form, 16, &placer);
@@ -115,24 +144,51 @@ IndexLayout::IndexLayout(const SegmentForm& form) {
 
 // ---- parts ----
 
-ClusterIndex ClustersAt(const SegmentForm& form, const IndexLayout& layout, const std::byte* head) {
+namespace {
+
+ClusterIndex ClusterPartsAt(const SegmentForm& form, const IndexLayout& layout,
+                            const IndexLayout::Clusters& part, const std::byte* head) {
+  const ClusterFormInfo& info = InfoOf(*form.indexes.cluster_form());
   ClusterIndex index;
-  if (form.indexes.token_order()) return index;
-  std::memcpy(&index.clusters, head, sizeof(index.clusters));
-  index.centroids = head + layout.centroids;
-  index.mean_values = head + layout.mean_values;
-  index.mean_value_stride_bytes = PageGeometry(form.shape).value_stride_bytes;
-  index.deviation_codes = PartAt<uint8_t>(head, layout.deviation_codes);
-  index.variance_unit = PartAt<float>(head, layout.variance_unit);
-  index.log_size = PartAt<float>(head, layout.log_size);
-  index.spread = PartAt<float>(head, layout.spread);
-  index.value_norm2 = PartAt<float>(head, layout.value_norm2);
-  index.starts = PartAt<uint32_t>(head, layout.starts);
-  if (form.indexes.has_regression()) {
-    index.axes = PartAt<float>(head, layout.axes);
-    index.slopes = PartAt<float>(head, layout.slopes);
+  std::memcpy(&index.clusters, head + part.count, sizeof(index.clusters));
+  if (info.compact) {
+    index.byte_centroids = {PartAt<int8_t>(head, part.centroids),
+                            PartAt<float>(head, part.centroid_scales),
+                            PartAt<float>(head, layout.key_base)};
+    index.byte_mean_values = {PartAt<int8_t>(head, part.mean_values),
+                              PartAt<float>(head, part.mean_value_scales),
+                              PartAt<float>(head, layout.value_base)};
+    index.mean_value_stride_bytes = form.shape.latent ? form.shape.head_dim : form.shape.value_dim;
+  } else {
+    index.centroids = head + part.centroids;
+    index.mean_values = head + part.mean_values;
+    index.mean_value_stride_bytes = PageGeometry(form.shape).value_stride_bytes;
+  }
+  index.deviation_codes = PartAt<uint8_t>(head, part.deviation_codes);
+  index.variance_unit = PartAt<float>(head, part.variance_unit);
+  index.log_size = PartAt<float>(head, part.log_size);
+  index.spread = PartAt<float>(head, part.spread);
+  index.value_norm2 = PartAt<float>(head, part.value_norm2);
+  index.starts = PartAt<uint32_t>(head, part.starts);
+  if (part.first_members != 0) index.first_members = PartAt<uint32_t>(head, part.first_members);
+  if (info.regression) {
+    index.axes = head + layout.axes;
+    index.slopes = head + layout.slopes;
+    index.axes_dtype = AxesDType(info);
   }
   return index;
+}
+
+}  // namespace
+
+ClusterIndex ClustersAt(const SegmentForm& form, const IndexLayout& layout, const std::byte* head) {
+  if (form.indexes.token_order()) return {};
+  return ClusterPartsAt(form, layout, layout.clusters, head);
+}
+
+ClusterIndex GroupsAt(const SegmentForm& form, const IndexLayout& layout, const std::byte* head) {
+  if (layout.groups.room == 0) return {};
+  return ClusterPartsAt(form, layout, layout.groups, head);
 }
 
 BlockIndex BlocksAt(const IndexLayout::Blocks& part, const std::byte* head) {
@@ -172,7 +228,7 @@ constexpr absl::string_view kNothing;
 absl::string_view CheckClusters(const SegmentForm& form, const IndexLayout& layout,
                                 const std::byte* head) {
   const ClusterIndex index = ClustersAt(form, layout, head);
-  if (index.clusters == 0 || index.clusters > layout.max_clusters) {
+  if (index.clusters == 0 || index.clusters > layout.clusters.room) {
     return "a wrong number of clusters";
   }
   if (index.starts[0] != form.unclustered || index.starts[index.clusters] != form.tokens) {
@@ -196,13 +252,58 @@ bool AllFinite(const float* numbers, size_t count) {
   return std::all_of(numbers, numbers + count, [](float x) { return std::isfinite(x); });
 }
 
+// Groups hold all clusters, in their order, and start where their first cluster does.
+absl::string_view CheckGroups(const SegmentForm& form, const IndexLayout& layout,
+                              const std::byte* head) {
+  const ClusterIndex clusters = ClustersAt(form, layout, head);
+  const ClusterIndex groups = GroupsAt(form, layout, head);
+  if (groups.clusters == 0 || groups.clusters > layout.groups.room) {
+    return "a wrong number of groups";
+  }
+  if (groups.first_members[0] != 0 || groups.first_members[groups.clusters] != clusters.clusters) {
+    return "groups that do not hold its clusters";
+  }
+  for (uint32_t g = 0; g <= groups.clusters; ++g) {
+    const uint32_t member = groups.first_members[g];
+    if (g > 0 && member <= groups.first_members[g - 1]) return "a group without clusters";
+    if (member > clusters.clusters || groups.starts[g] != clusters.starts[member]) {
+      return "groups that do not hold its tokens";
+    }
+  }
+  return kNothing;
+}
+
+bool AllFiniteOf(DType dtype, const std::byte* numbers, size_t count) {
+  constexpr size_t kChunk = 256;
+  float chunk[kChunk];
+  for (size_t i = 0; i < count; i += kChunk) {
+    const size_t n = std::min(kChunk, count - i);
+    ToFloat(dtype, numbers + i * DTypeBytes(dtype), n, chunk);
+    if (!AllFinite(chunk, n)) return false;
+  }
+  return true;
+}
+
 absl::string_view CheckRegression(const SegmentForm& form, const IndexLayout& layout,
                                   const std::byte* head) {
   const ClusterIndex index = ClustersAt(form, layout, head);
   const size_t dim = form.shape.head_dim;
-  const bool numbers =
-      AllFinite(index.axes, dim * dim) && AllFinite(index.slopes, dim * form.shape.value_dim);
+  const bool numbers = AllFiniteOf(index.axes_dtype, index.axes, dim * dim) &&
+                       AllFiniteOf(index.axes_dtype, index.slopes, dim * form.shape.value_dim);
   return numbers ? kNothing : "a regression that is no numbers";
+}
+
+absl::string_view CheckByteRows(const ByteRows& rows, size_t count, size_t dim) {
+  if (rows.codes == nullptr) return kNothing;
+  const bool numbers = AllFinite(rows.scales, count) && AllFinite(rows.base, dim);
+  return numbers ? kNothing : "means that are no numbers";
+}
+
+absl::string_view CheckMeans(const SegmentForm& form, const ClusterIndex& index) {
+  const absl::string_view wrong =
+      CheckByteRows(index.byte_centroids, index.clusters, form.shape.head_dim);
+  if (!wrong.empty()) return wrong;
+  return CheckByteRows(index.byte_mean_values, index.clusters, form.shape.value_dim);
 }
 
 absl::string_view CheckLabels(const SegmentForm& form, const IndexLayout& layout,
@@ -233,7 +334,14 @@ absl::string_view CheckSummary(const SegmentForm& form, const IndexLayout& layou
 absl::string_view WrongPartOf(const SegmentForm& form, const IndexLayout& layout,
                               const std::byte* head) {
   absl::string_view wrong;
-  if (form.indexes.clustered()) wrong = CheckClusters(form, layout, head);
+  if (form.indexes.clustered()) {
+    wrong = CheckClusters(form, layout, head);
+    if (wrong.empty()) wrong = CheckMeans(form, ClustersAt(form, layout, head));
+  }
+  if (wrong.empty() && layout.groups.room > 0) {
+    wrong = CheckGroups(form, layout, head);
+    if (wrong.empty()) wrong = CheckMeans(form, GroupsAt(form, layout, head));
+  }
   if (wrong.empty() && form.indexes.has_regression()) wrong = CheckRegression(form, layout, head);
   if (wrong.empty() && form.indexes.Has(IndexKind::kLabels)) {
     wrong = CheckLabels(form, layout, head);

@@ -28,21 +28,36 @@ struct SegmentForm {
   bool operator==(const SegmentForm&) const = default;
 };
 
+// Of the axes and slopes of a form that has them.
+constexpr DType AxesDType(const ClusterFormInfo& info) {
+  return info.compact ? DType::kBf16 : DType::kFp32;
+}
+
+// Vectors in bytes: vector i is base + scales[i] * codes[i], codes from -127 to 127.
+struct ByteRows {
+  const int8_t* codes = nullptr;  // [n, dim]; null: the vectors are in another form
+  const float* scales = nullptr;  // [n]
+  const float* base = nullptr;    // [dim]
+};
+
 // The clusters of one (segment, layer, KV head): what selection reads and what estimation uses; n
-// clusters, in cluster order. Vectors are in the model's dtype. Every pointer points into the
-// segment.
+// clusters, in cluster order. Or its groups of clusters, which are described as clusters are. Every
+// pointer points into the segment.
 //
 // With a regression (docs/POLICIES.md) a member's key deviates from its centroid by its coordinates
 // along the segment's principal axes, and its value from the mean value by what the slopes make of
 // them, and a rest.
 struct ClusterIndex {
   uint32_t clusters = 0;
-  // [n, head_dim] exact mean of the members' keys, rounded to the dtype.
+  // [n, head_dim] exact mean of the members' keys, rounded to the model's dtype. Null if they are
+  // in bytes.
   const std::byte* centroids = nullptr;
   // [n, value_dim], mean_value_stride_bytes from one to the next. Of a latent shape, the front of
   // the centroids: means of the same numbers.
   const std::byte* mean_values = nullptr;
   size_t mean_value_stride_bytes = 0;
+  // The same means of a compact form. A latent shape's rows of values lie in those of keys, too.
+  ByteRows byte_centroids, byte_mean_values;
   // [n, head_dim / 2] standard deviation in 4 bits of each channel, or along each axis: byte j
   // holds channel j in its low half and channel j + head_dim / 2 in its high half. The variance of
   // channel c is variance_unit * code^2.
@@ -53,9 +68,12 @@ struct ClusterIndex {
   const float* spread = nullptr;
   const float* value_norm2 = nullptr;  // [n] |mean_value|^2
   const uint32_t* starts = nullptr;    // [n + 1] first token of each cluster in the segment's order
+  // Of groups: [n + 1] the first cluster of each; else null.
+  const uint32_t* first_members = nullptr;
   // Only with a regression, else null. Row a is of axis a, by descending variance in the segment.
-  const float* axes = nullptr;    // [head_dim, head_dim] unit vectors
-  const float* slopes = nullptr;  // [head_dim, value_dim] change of the value along the axis
+  const std::byte* axes = nullptr;    // [head_dim, head_dim] unit vectors
+  const std::byte* slopes = nullptr;  // [head_dim, value_dim] change of the value along the axis
+  DType axes_dtype = DType::kFp32;    // of axes and slopes
 
   TokenRange range(uint32_t cluster) const { return {starts[cluster], starts[cluster + 1]}; }
   uint32_t size(uint32_t cluster) const { return starts[cluster + 1] - starts[cluster]; }
@@ -98,11 +116,19 @@ struct SummaryIndex {
   const float* t = nullptr;  // [features, value_dim]
 };
 
-// Byte offsets of the index parts inside one (layer, KV head). Clusters have room for
-// `max_clusters`, as empty ones are dropped and so the heads' counts differ. Parts that the form
-// lacks are empty.
+// Byte offsets of the index parts inside one (layer, KV head). Parts that the form lacks are empty.
 struct IndexLayout {
   explicit IndexLayout(const SegmentForm& form);
+
+  // Of clusters, or of groups of them. There is room for `room`, as empty ones are dropped and so
+  // the heads' counts differ. `count` is where the head says how many it has.
+  struct Clusters {
+    uint32_t room = 0;
+    size_t count = 0;
+    size_t centroids = 0, centroid_scales = 0, mean_values = 0, mean_value_scales = 0;
+    size_t deviation_codes = 0, variance_unit = 0, log_size = 0, spread = 0, value_norm2 = 0;
+    size_t starts = 0, first_members = 0;
+  };
 
   struct Blocks {
     uint32_t tokens = 0, first = 0, count = 0;
@@ -113,9 +139,9 @@ struct IndexLayout {
     size_t channel = 0, codes = 0, scale = 0, least = 0;
   };
 
-  uint32_t max_clusters = 0;
-  size_t centroids = 0, mean_values = 0, deviation_codes = 0, variance_unit = 0, log_size = 0,
-         spread = 0, value_norm2 = 0, starts = 0, positions = 0;
+  Clusters clusters, groups;
+  size_t positions = 0;
+  size_t key_base = 0, value_base = 0;  // of rows in bytes
   size_t axes = 0, slopes = 0;
   struct Summary {
     size_t m = 0, u = 0, t = 0;
@@ -129,6 +155,8 @@ struct IndexLayout {
 // The parts of one head's index, whose bytes begin at `head`. Only of kinds that the form has;
 // without clusters ClustersAt gives none.
 ClusterIndex ClustersAt(const SegmentForm& form, const IndexLayout& layout, const std::byte* head);
+// Without groups: none.
+ClusterIndex GroupsAt(const SegmentForm& form, const IndexLayout& layout, const std::byte* head);
 BlockIndex BlocksAt(const IndexLayout::Blocks& part, const std::byte* head);
 KeyCodeIndex KeyCodesAt(const IndexLayout::KeyCodes& part, const std::byte* head);
 SummaryIndex SummaryAt(const IndexLayout& layout, const std::byte* head);

@@ -37,6 +37,22 @@ inline float CodeDeviations(std::span<const double> deviations, uint8_t* codes) 
   return static_cast<float>(unit * unit);
 }
 
+// Codes a row as ByteRows says, base having as many numbers; returns its scale.
+inline float CodeByteRow(std::span<const float> row, const float* base, int8_t* codes) {
+  constexpr double kGreatestCode = 127;
+  double greatest = 0;
+  for (size_t c = 0; c < row.size(); ++c) {
+    greatest = std::max(greatest, std::abs(double{row[c]} - base[c]));
+  }
+  const auto scale = static_cast<float>(greatest / kGreatestCode);
+  for (size_t c = 0; c < row.size(); ++c) {
+    const double code = scale > 0 ? (double{row[c]} - base[c]) / scale : 0;
+    codes[c] =
+        static_cast<int8_t>(std::lround(std::clamp(code, -kGreatestCode, kGreatestCode)));
+  }
+  return scale;
+}
+
 }  // namespace attnd::attention
 
 #endif  // ATTND_ATTENTION_SEGMENT_INDEX_PARTS_H_

@@ -78,6 +78,7 @@ class IndexSet {
 
 inline constexpr IndexSet kClusterIndexes = {IndexKind::kClusters};
 inline constexpr IndexSet kRegressionIndexes = {IndexKind::kRegression};
+inline constexpr IndexSet kTreeIndexes = {IndexKind::kTree};
 
 // Channels of a label: a quarter of the key's, as in Double Sparsity; 128 at most, which is what
 // AsyncTLS takes of a latent key.

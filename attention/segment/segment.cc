@@ -42,7 +42,13 @@ uint64_t Segment::PayloadBytes(const SegmentForm& form) {
 
 ClusterIndex Segment::clusters(uint32_t layer, uint32_t kv_head) const {
   const ClusterIndex index = ClustersAt(form_, layout_, IndexHead(layer, kv_head));
-  DCHECK_LE(index.clusters, layout_.max_clusters);
+  DCHECK_LE(index.clusters, layout_.clusters.room);
+  return index;
+}
+
+ClusterIndex Segment::groups(uint32_t layer, uint32_t kv_head) const {
+  const ClusterIndex index = GroupsAt(form_, layout_, IndexHead(layer, kv_head));
+  DCHECK_LE(index.clusters, layout_.groups.room);
   return index;
 }
 

@@ -63,6 +63,8 @@ class Segment {
 
   // Without clusters: none.
   ClusterIndex clusters(uint32_t layer, uint32_t kv_head) const;
+  // Groups of clusters; none if the form has none.
+  ClusterIndex groups(uint32_t layer, uint32_t kv_head) const;
   // Only of a form that has them. tokens: 16 or 64.
   BlockIndex blocks(uint32_t layer, uint32_t kv_head, uint32_t tokens) const;
   KeyCodeIndex labels(uint32_t layer, uint32_t kv_head) const {

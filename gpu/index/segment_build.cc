@@ -121,7 +121,7 @@ uint64_t SegmentBuild::WriteJobs(uint32_t first, uint32_t count) {
     job.first_row = first_row_;
     job.tokens = segment.tokens();
     job.unclustered = segment.unclustered();
-    job.max_clusters = layout.max_clusters;
+    job.max_clusters = layout.clusters.room;
     job.kv_heads = shape_.kv_heads;
     job.index = segment_->index() + layer * IndexLayerBytes();
     job.pages = segment_->pages() + layer * PagesLayerBytes();

@@ -14,9 +14,10 @@ namespace attnd::gpu {
 // most kSegmentTokensMax tokens.
 inline IndexOffsets OffsetsOf(const attention::IndexLayout& layout) {
   const auto at = [](size_t offset) { return static_cast<uint32_t>(offset); };
-  return {at(layout.centroids),     at(layout.mean_values), at(layout.deviation_codes),
-          at(layout.variance_unit), at(layout.log_size),    at(layout.spread),
-          at(layout.value_norm2),   at(layout.starts),      at(layout.positions)};
+  const attention::IndexLayout::Clusters& clusters = layout.clusters;
+  return {at(clusters.centroids),     at(clusters.mean_values), at(clusters.deviation_codes),
+          at(clusters.variance_unit), at(clusters.log_size),    at(clusters.spread),
+          at(clusters.value_norm2),   at(clusters.starts),      at(layout.positions)};
 }
 
 }  // namespace attnd::gpu

@@ -44,7 +44,7 @@ SegmentDescription DescribeSegment(const Segment& segment) {
   SegmentDescription description;
   description.tokens = segment.tokens();
   description.unclustered = segment.unclustered();
-  description.max_clusters = layout.max_clusters;
+  description.max_clusters = layout.clusters.room;
   description.index_head_bytes = layout.head_bytes;
   description.pages_head_bytes = segment.pages_head_bytes();
   description.offsets = OffsetsOf(layout);

@@ -113,7 +113,7 @@ void StepTotals::AddPlans(const StepWriter& writer, const RowPart& part, const s
         if (fate[c] == kFateExact) plan.exact.push_back({s, c});
         if (fate[c] == kFateEstimated) plan.estimated.push_back({s, c});
       }
-      fate += SlotsFor(segment.layout().max_clusters);
+      fate += SlotsFor(segment.layout().clusters.room);
     }
   }
 }

@@ -17,6 +17,17 @@ oracle::Vector LoadRow(DType dtype, const std::byte* row, size_t dim) {
   return {values.begin(), values.end()};
 }
 
+// Row i of an index's means, in the model's dtype or in bytes, `stride` bytes apart.
+oracle::Vector StoredMean(DType dtype, const std::byte* rows, size_t stride, const ByteRows& bytes,
+                          size_t i, size_t dim) {
+  if (bytes.codes == nullptr) return LoadRow(dtype, rows + i * stride, dim);
+  oracle::Vector row(dim);
+  for (size_t c = 0; c < dim; ++c) {
+    row[c] = double{bytes.base[c]} + double{bytes.scales[i]} * bytes.codes[i * stride + c];
+  }
+  return row;
+}
+
 // Whether the kernels of this processor and target hold squared queries as 15-bit integers
 // (attention/kernels/kernels.h, DotDeviations).
 bool KernelsRoundSquares() {
@@ -26,23 +37,22 @@ bool KernelsRoundSquares() {
   return kernels::PrepareSquares(q.data(), 1, kDim, memory.data()).int16.values != nullptr;
 }
 
-}  // namespace
-
-std::vector<oracle::Cluster> StoredClusters(const Segment& segment, uint32_t layer,
-                                            uint32_t kv_head) {
+std::vector<oracle::Cluster> Stored(const Segment& segment, uint32_t layer, uint32_t kv_head,
+                                    const ClusterIndex& index) {
   const ModelShape& shape = segment.shape();
   const PageGeometry geometry(shape);
-  const ClusterIndex index = segment.clusters(layer, kv_head);
   const std::byte* pages = segment.pages(layer, kv_head);
   const size_t half = shape.head_dim / 2;
   std::vector<oracle::Cluster> clusters;
   for (uint32_t i = 0; i < index.clusters; ++i) {
     oracle::Cluster cluster;
     cluster.size = index.starts[i + 1] - index.starts[i];
-    cluster.centroid =
-        LoadRow(shape.dtype, index.centroids + i * geometry.key_row_bytes, shape.head_dim);
-    cluster.mean_value = LoadRow(shape.dtype, index.mean_values + i * index.mean_value_stride_bytes,
-                                 shape.value_dim);
+    const size_t key_stride = index.centroids != nullptr ? geometry.key_row_bytes : shape.head_dim;
+    cluster.centroid = StoredMean(shape.dtype, index.centroids, key_stride, index.byte_centroids, i,
+                                  shape.head_dim);
+    cluster.mean_value =
+        StoredMean(shape.dtype, index.mean_values, index.mean_value_stride_bytes,
+                   index.byte_mean_values, i, shape.value_dim);
     for (size_t c = 0; c < shape.head_dim; ++c) {
       const uint8_t byte = index.deviation_codes[i * half + c % half];
       const int code = c < half ? byte % 16 : byte / 16;
@@ -60,12 +70,26 @@ std::vector<oracle::Cluster> StoredClusters(const Segment& segment, uint32_t lay
   return clusters;
 }
 
-oracle::Regression StoredRegression(const Segment& segment, uint32_t layer, uint32_t kv_head) {
+}  // namespace
+
+std::vector<oracle::Cluster> StoredClusters(const Segment& segment, uint32_t layer,
+                                            uint32_t kv_head) {
+  return Stored(segment, layer, kv_head, segment.clusters(layer, kv_head));
+}
+
+std::vector<oracle::Cluster> StoredGroups(const Segment& segment, uint32_t layer,
+                                          uint32_t kv_head) {
+  return Stored(segment, layer, kv_head, segment.groups(layer, kv_head));
+}
+
+oracle::Regression StoredRegression(const Segment& segment, uint32_t layer, uint32_t kv_head,
+                                    bool groups) {
   const ModelShape& shape = segment.shape();
   const ClusterIndex index = segment.clusters(layer, kv_head);
   const size_t dim = shape.head_dim;
   oracle::Regression stored;
-  for (const oracle::Cluster& cluster : StoredClusters(segment, layer, kv_head)) {
+  for (const oracle::Cluster& cluster : groups ? StoredGroups(segment, layer, kv_head)
+                                               : StoredClusters(segment, layer, kv_head)) {
     stored.sizes.push_back(cluster.size);
     stored.centroids.push_back(cluster.centroid);
     stored.mean_values.push_back(cluster.mean_value);
@@ -73,10 +97,11 @@ oracle::Regression StoredRegression(const Segment& segment, uint32_t layer, uint
     stored.spread.push_back(cluster.value_spread);
   }
   // A row of the index is an axis, a column of the oracle's matrices.
-  const auto transposed = [dim](const float* rows, size_t width) {
+  const auto transposed = [&](const std::byte* rows, size_t width) {
+    const oracle::Vector numbers = LoadRow(index.axes_dtype, rows, dim * width);
     std::vector<oracle::Vector> columns(width, oracle::Vector(dim));
     for (size_t a = 0; a < dim; ++a) {
-      for (size_t c = 0; c < width; ++c) columns[c][a] = rows[a * width + c];
+      for (size_t c = 0; c < width; ++c) columns[c][a] = numbers[a * width + c];
     }
     return columns;
   };
@@ -141,11 +166,12 @@ oracle::Indices TokensOfBestClusters(const TestRow& row, uint32_t layer, uint32_
   return all;
 }
 
-oracle::RegressionInput MakeRegressionInput(const TestRow& row, uint32_t layer, uint32_t kv_head) {
+oracle::RegressionInput MakeRegressionInput(const TestRow& row, uint32_t layer, uint32_t kv_head,
+                                            bool groups) {
   const ModelShape& shape = row.sequence->spec.shape;
   oracle::RegressionInput input;
   for (const auto& segment : row.sequence->view->segments) {
-    input.segments.push_back(StoredRegression(*segment, layer, kv_head));
+    input.segments.push_back(StoredRegression(*segment, layer, kv_head, groups));
   }
   input.scale = shape.softmax_scale;
   input.value_dim = shape.value_dim;

@@ -78,7 +78,8 @@ void ExpectPayload(const Segment& segment, uint32_t layer, uint32_t kv_head, con
   }
   const ClusterIndex index = segment.clusters(layer, kv_head);
   ASSERT_GE(index.clusters, 1u);
-  ASSERT_LE(index.clusters, (segment.clustered() + kClusterTokens - 1) / kClusterTokens);
+  const uint32_t tokens = InfoOf(*segment.indexes().cluster_form()).tokens;
+  ASSERT_LE(index.clusters, (segment.clustered() + tokens - 1) / tokens);
   ASSERT_EQ(index.starts[0], segment.unclustered());
   ASSERT_EQ(index.starts[index.clusters], segment.tokens());
   for (uint32_t i = 0; i < index.clusters; ++i) {
@@ -155,20 +156,36 @@ std::vector<std::byte> AllBytes(const Segment& segment) {
   };
   for (uint32_t layer = 0; layer < shape.layers; ++layer) {
     for (uint32_t head = 0; head < shape.kv_heads; ++head) {
-      const ClusterIndex index = segment.clusters(layer, head);
-      const size_t n = index.clusters;
-      append(index.centroids, n * shape.head_dim * DTypeBytes(shape.dtype));
-      append(index.mean_values, n * shape.value_dim * DTypeBytes(shape.dtype));
-      append(index.deviation_codes, n * shape.head_dim / 2);
-      append(index.variance_unit, n * sizeof(float));
-      append(index.log_size, n * sizeof(float));
-      append(index.spread, n * sizeof(float));
-      append(index.value_norm2, n * sizeof(float));
-      if (index.axes != nullptr) {
-        append(index.axes, size_t{shape.head_dim} * shape.head_dim * sizeof(float));
-        append(index.slopes, size_t{shape.head_dim} * shape.value_dim * sizeof(float));
+      for (const ClusterIndex& index :
+           {segment.clusters(layer, head), segment.groups(layer, head)}) {
+        const size_t n = index.clusters;
+        if (n == 0) continue;
+        if (index.centroids != nullptr) {
+          append(index.centroids, n * shape.head_dim * DTypeBytes(shape.dtype));
+          append(index.mean_values, n * shape.value_dim * DTypeBytes(shape.dtype));
+        } else {
+          append(index.byte_centroids.codes, n * shape.head_dim);
+          append(index.byte_centroids.scales, n * sizeof(float));
+          append(index.byte_centroids.base, shape.head_dim * sizeof(float));
+          append(index.byte_mean_values.codes, n * index.mean_value_stride_bytes);
+          append(index.byte_mean_values.scales, n * sizeof(float));
+          append(index.byte_mean_values.base, shape.value_dim * sizeof(float));
+        }
+        append(index.deviation_codes, n * shape.head_dim / 2);
+        append(index.variance_unit, n * sizeof(float));
+        append(index.log_size, n * sizeof(float));
+        append(index.spread, n * sizeof(float));
+        append(index.value_norm2, n * sizeof(float));
+        append(index.starts, (n + 1) * sizeof(uint32_t));
+        if (index.first_members != nullptr) {
+          append(index.first_members, (n + 1) * sizeof(uint32_t));
+        }
+        if (index.axes != nullptr) {
+          const size_t element = DTypeBytes(index.axes_dtype);
+          append(index.axes, size_t{shape.head_dim} * shape.head_dim * element);
+          append(index.slopes, size_t{shape.head_dim} * shape.value_dim * element);
+        }
       }
-      append(index.starts, (n + 1) * sizeof(uint32_t));
       append(segment.positions(layer, head).data(), segment.tokens() * sizeof(uint16_t));
       append(segment.pages(layer, head),
              PageGeometry::PagesFor(segment.tokens()) * PageGeometry(shape).page_bytes());

@@ -37,7 +37,7 @@ class Source : public storage::SegmentSource {
     const attention::IndexLayout layout({Shape(), attention::kClusterIndexes, header.tokens, 0});
     const uint32_t clusters = 1, starts[] = {0, header.tokens};
     std::memcpy(index_.data(), &clusters, sizeof(clusters));
-    std::memcpy(index_.data() + layout.starts, starts, sizeof(starts));
+    std::memcpy(index_.data() + layout.clusters.starts, starts, sizeof(starts));
     for (uint32_t place = 0; place < header.tokens; ++place) {
       const auto token = static_cast<uint16_t>(header.tokens - 1 - place);
       std::memcpy(index_.data() + layout.positions + place * sizeof(token), &token, sizeof(token));

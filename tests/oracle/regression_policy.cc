@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <utility>
 
 namespace attnd::oracle {
 
@@ -183,45 +184,77 @@ Vector FirstPassSquaredErrors(const RegressionInput& input, const Vector& query,
   return SquaredErrors(input, query, zones, state.Lse(), state.Out());
 }
 
-ErrorTargetSelection Select(const RegressionInput& input, const std::vector<Vector>& queries,
-                            const std::vector<SoftmaxState>& zones, double tolerance, double floor,
-                            double margin) {
+ErrorTargetSelection SelectAmong(const RegressionInput& input, const std::vector<Vector>& queries,
+                                 const std::vector<SoftmaxState>& zones, double tolerance,
+                                 std::size_t floor_count, const std::vector<bool>& candidates,
+                                 double margin) {
   Require(!queries.empty() && queries.size() == zones.size(),
           "a state of the zones for each query");
   Require(tolerance >= 0.0, "a tolerance of 0 or more");
   const std::vector<Place> places = Places(input);
   const std::size_t count = places.size();
+  Require(candidates.size() == count, "a word on each cluster");
   ErrorTargetSelection result;
   result.errors.assign(count, 0.0);
+  Indices chosen_from;
+  for (std::size_t i = 0; i < count; ++i) {
+    if (candidates[i]) chosen_from.push_back(i);
+  }
   std::vector<Vector> optimistic;
   for (std::size_t h = 0; h < queries.size(); ++h) {
     const Vector errors = FirstPassSquaredErrors(input, queries[h], zones[h]);
     for (std::size_t i = 0; i < count; ++i) {
       result.errors[i] += errors[i] / static_cast<double>(queries.size());
     }
-    optimistic.push_back(OptimisticLogMass(input, queries[h]));
+    const Vector all = OptimisticLogMass(input, queries[h]);
+    Vector& own = optimistic.emplace_back();
+    for (const std::size_t i : chosen_from) own.push_back(all[i]);
   }
-  result.optimistic = GroupImportance(optimistic);
-
-  Vector error_ranking = result.errors;
-  Vector floor_ranking = result.optimistic;
-  for (std::size_t i = 0; i < count; ++i) {
-    error_ranking[i] /= places[i].Size();
-    floor_ranking[i] /= places[i].Size();
+  const Vector importance = GroupImportance(optimistic);
+  result.optimistic.assign(count, 0.0);
+  for (std::size_t k = 0; k < chosen_from.size(); ++k) {
+    result.optimistic[chosen_from[k]] = importance[k];
   }
-  const BudgetCut budget = CutByBudget(result.errors, error_ranking, tolerance, margin);
-  const TopSet top = TakeTop(Range(0, count), floor_ranking, FractionCount(floor, count), margin);
 
-  std::vector<bool> exact = budget.taken;
-  for (const std::size_t i : top.taken) exact[i] = true;
+  // Of the candidates, in their order.
+  Vector errors, error_ranking, floor_ranking;
+  for (const std::size_t i : chosen_from) {
+    errors.push_back(result.errors[i]);
+    error_ranking.push_back(result.errors[i] / places[i].Size());
+    floor_ranking.push_back(result.optimistic[i] / places[i].Size());
+  }
+  double left = 0.0;
+  for (std::size_t i = 0; i < count; ++i) left += candidates[i] ? 0.0 : result.errors[i];
+  // A budget of nothing, unlike a tolerance of nothing, leaves clusters without error.
+  const double budget2 = std::max(tolerance * tolerance - left, 0.0);
+  const double allowed = tolerance > 0.0 ? std::max(std::sqrt(budget2), 1e-300) : 0.0;
+  const BudgetCut budget = CutByBudget(errors, error_ranking, allowed, margin);
+  const std::size_t most = std::min(floor_count, chosen_from.size());
+  const TopSet top = TakeTop(Range(0, chosen_from.size()), floor_ranking, most, margin);
+
+  std::vector<bool> exact(count, false), must(count, false), may(count, false);
+  for (std::size_t k = 0; k < chosen_from.size(); ++k) {
+    exact[chosen_from[k]] = budget.taken[k];
+    must[chosen_from[k]] = budget.must[k] || top.must[k];
+    may[chosen_from[k]] = budget.may[k] || top.may[k];
+  }
+  for (const std::size_t k : top.taken) exact[chosen_from[k]] = true;
   Selection& selection = result.selection;
   selection.must_covered = selection.may_covered = std::vector<bool>(count, true);
   for (std::size_t i = 0; i < count; ++i) {
     (exact[i] ? selection.plan.exact : selection.plan.estimated).push_back(i);
-    selection.must_exact.push_back(budget.must[i] || top.must[i]);
-    selection.may_exact.push_back(budget.may[i] || top.may[i]);
   }
+  selection.must_exact = std::move(must);
+  selection.may_exact = std::move(may);
   return result;
+}
+
+ErrorTargetSelection Select(const RegressionInput& input, const std::vector<Vector>& queries,
+                            const std::vector<SoftmaxState>& zones, double tolerance, double floor,
+                            double margin) {
+  const std::size_t count = ClusterCount(input);
+  return SelectAmong(input, queries, zones, tolerance, FractionCount(floor, count),
+                     std::vector<bool>(count, true), margin);
 }
 
 double PredictedError(const RegressionInput& input, const Vector& query, const SoftmaxState& zones,

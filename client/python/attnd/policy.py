@@ -17,11 +17,12 @@ _WIRE_INDEXES = {
     "keys-4bit": _WIRE.INDEX_KEYS_4BIT,
     "summary": _WIRE.INDEX_SUMMARY,
     "regression": _WIRE.INDEX_REGRESSION,
+    "tree": _WIRE.INDEX_TREE,
 }
 #: What may be built of a sequence's segments (docs/POLICIES.md, "Indexes").
 INDEXES = tuple(_WIRE_INDEXES)
 #: Those that put a segment's tokens into the order of clusters; a sequence has one of them or none.
-CLUSTER_INDEXES = ("clusters", "regression")
+CLUSTER_INDEXES = ("clusters", "regression", "tree")
 
 
 def to_wire_indexes(indexes: Iterable[str]) -> list[int]:

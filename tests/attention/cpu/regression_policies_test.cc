@@ -48,6 +48,11 @@ const Case kCases[] = {
     {8, 1, 256, 32, {900}, 65},
     {12, 1, 80, 64, {650, 800}, 100, true},
     {3, 1, 48, 48, {900, 17}, 65, true},
+    {1, 1, 16, 16, {700}, 70, false, kTreeIndexes},
+    {6, 2, 48, 16, {800, 555, 613}, 1, false, kTreeIndexes},
+    {16, 2, 128, 128, {1024, 700}, 77, false, kTreeIndexes},
+    {12, 1, 80, 64, {1111, 40}, 130, false, {IndexKind::kTree, IndexKind::kLabels}},
+    {3, 1, 48, 48, {900, 17}, 65, true, kTreeIndexes},
 };
 
 std::vector<Policy> Policies() {

@@ -8,6 +8,7 @@
 #include <optional>
 #include <utility>
 
+#include "tests/attention/cpu/tree_check.h"
 #include "tests/attention/oracle_support.h"
 #include "tests/oracle/regression_policy.h"
 
@@ -78,9 +79,11 @@ void CheckStats(const RowStats& stats, const ExpectedStats& expected,
 // The first order knows nothing of a regression.
 class Judge {
  public:
-  Judge(const TestRow& row, uint32_t layer, uint32_t token, uint32_t kv_head)
+  // given: the backend's plan; null where it makes none.
+  Judge(const TestRow& row, uint32_t layer, uint32_t token, uint32_t kv_head, const Plan* given)
       : input_(MakeInput(row, layer, token, kv_head)), policy_(OraclePolicy(row.policy, layer)) {
-    if (!row.sequence->view->indexes.Has(IndexKind::kRegression)) return;
+    if (given != nullptr) plan_ = NumberedPlan(*given, input_);
+    if (!row.sequence->view->indexes.has_regression()) return;
     if (policy_.mass != oracle::MassEstimate::kSecondOrder || !LooksAtClusters(policy_)) return;
     regression_ = MakeRegressionInput(row, layer, kv_head);
     for (const oracle::Vector& query : input_.queries) {
@@ -89,14 +92,29 @@ class Judge {
         state.Add(input_.scale * oracle::Dot(query, input_.zone_keys[t]), input_.zone_values[t]);
       }
     }
+    const bool tree = row.sequence->view->indexes.Has(IndexKind::kTree);
+    if (!tree || given == nullptr || policy_.preset != oracle::Preset::kErrorTarget) return;
+    tree_ = OpenAsGiven(row, layer, kv_head, input_.queries, zones_, *given);
+    input_.segments = tree_->segments;
+    regression_ = tree_->regression;
+    plan_ = tree_->plan;
   }
 
   const oracle::PolicyInput& input() const { return input_; }
+  // The backend's plan, numbered as the oracle does.
+  const oracle::Plan& plan() const { return plan_; }
+  // What is wrong with the groups that were opened.
+  std::string WrongOpening() const { return tree_.has_value() ? tree_->wrong : ""; }
 
   oracle::Selection Select() const {
     if (!regression_.has_value()) return oracle::Select(input_, policy_);
     if (policy_.preset != oracle::Preset::kErrorTarget) {
       return oracle::Select(AlongAxes(), policy_);
+    }
+    if (tree_.has_value()) {
+      return oracle::SelectAmong(*regression_, input_.queries, zones_, policy_.tolerance,
+                                 tree_->floor_count, tree_->candidates)
+          .selection;
     }
     return oracle::Select(*regression_, input_.queries, zones_, policy_.tolerance, policy_.floor)
         .selection;
@@ -121,30 +139,29 @@ class Judge {
   }
 
  private:
-  // Turns everything into the axes' coordinates, each segment's in channels of its own, so that the
-  // oracle of other policies finds the variances of logits that the regression says.
+  // The oracle of other policies has variances by channel. Behind the key's channels every segment
+  // gets channels of its own, for its axes: there queries have their coordinates, means have
+  // nothing, and the segment's clusters have their variances.
   oracle::PolicyInput AlongAxes() const {
     oracle::PolicyInput turned = input_;
     const size_t dim = input_.queries[0].size();
-    const size_t width = dim * input_.segments.size();
-    const auto turn = [&](const oracle::Vector& row, size_t first, size_t last) {
-      oracle::Vector result(width, 0.0);
-      for (size_t s = first; s < last; ++s) {
+    const size_t width = dim * (1 + input_.segments.size());
+    for (oracle::Vector& query : turned.queries) {
+      query.resize(width, 0.0);
+      for (size_t s = 0; s < input_.segments.size(); ++s) {
         const auto& axes = regression_->segments[s].axes;
         for (size_t a = 0; a < dim; ++a) {
-          for (size_t c = 0; c < dim; ++c) result[s * dim + a] += row[c] * axes[c][a];
+          for (size_t c = 0; c < dim; ++c) query[(1 + s) * dim + a] += query[c] * axes[c][a];
         }
       }
-      return result;
-    };
-    for (oracle::Vector& query : turned.queries) query = turn(query, 0, input_.segments.size());
-    for (oracle::Vector& key : turned.zone_keys) key = turn(key, 0, 1);
+    }
+    for (oracle::Vector& key : turned.zone_keys) key.resize(width, 0.0);
     for (size_t s = 0; s < turned.segments.size(); ++s) {
       for (oracle::Cluster& cluster : turned.segments[s]) {
-        cluster.centroid = turn(cluster.centroid, s, s + 1);
+        cluster.centroid.resize(width, 0.0);
         oracle::Vector variance(width, 0.0);
         std::copy(cluster.variance.begin(), cluster.variance.end(),
-                  variance.begin() + static_cast<ptrdiff_t>(s * dim));
+                  variance.begin() + static_cast<ptrdiff_t>((1 + s) * dim));
         cluster.variance = std::move(variance);
         cluster.keys.clear();  // a selection reads none
         cluster.values.clear();
@@ -188,6 +205,8 @@ class Judge {
   oracle::Policy policy_;
   std::optional<oracle::RegressionInput> regression_;
   std::vector<oracle::SoftmaxState> zones_;  // of each head
+  std::optional<OpenedTree> tree_;           // error-target's, over a tree
+  oracle::Plan plan_;
 };
 
 // The same with no cluster that has to be exact.
@@ -257,19 +276,24 @@ void CheckRow(const StepResult& step, size_t r, const TestRow& row, uint32_t lay
   for (uint32_t token = 0; token < row.query_tokens; ++token) {
     for (uint32_t kv_head = 0; kv_head < row.sequence->spec.shape.kv_heads; ++kv_head) {
       SCOPED_TRACE(testing::Message() << "query token " << token << ", KV head " << kv_head);
-      const Judge judge(row, layer, token, kv_head);
+      const Plan* given = nullptr;
+      if (LooksAtClusters(policy) && !row.sequence->view->segments.empty()) {
+        ASSERT_NE(*plan, step.plans.end());
+        given = &*(*plan)++;
+        ASSERT_EQ(given->row, r);
+        ASSERT_EQ(given->query_token, token);
+        ASSERT_EQ(given->kv_head, kv_head);
+        EXPECT_TRUE(std::is_sorted(given->exact.begin(), given->exact.end()));
+        EXPECT_TRUE(std::is_sorted(given->estimated.begin(), given->estimated.end()));
+        EXPECT_TRUE(std::is_sorted(given->closed.begin(), given->closed.end()));
+      }
+      const Judge judge(row, layer, token, kv_head, given);
       const oracle::PolicyInput& input = judge.input();
       const oracle::Selection selection = judge.Select();
       oracle::Plan numbered = selection.plan;
-      if (LooksAtClusters(policy) && !row.sequence->view->segments.empty()) {
-        ASSERT_NE(*plan, step.plans.end());
-        const Plan& given = *(*plan)++;
-        ASSERT_EQ(given.row, r);
-        ASSERT_EQ(given.query_token, token);
-        ASSERT_EQ(given.kv_head, kv_head);
-        EXPECT_TRUE(std::is_sorted(given.exact.begin(), given.exact.end()));
-        EXPECT_TRUE(std::is_sorted(given.estimated.begin(), given.estimated.end()));
-        numbered = NumberedPlan(given, input);
+      if (given != nullptr) {
+        ASSERT_EQ(judge.WrongOpening(), "");
+        numbered = judge.plan();
         ASSERT_EQ(oracle::CheckPlan(options.misses ? Relaxed(selection) : selection, numbered), "");
       }
       const oracle::Answer answer = judge.Answer(numbered);

@@ -25,7 +25,7 @@ TEST(IndexKinds, ValuesAndNamesAreThoseOfFiles) {
       {IndexKind::kClusters, 1, "clusters"},    {IndexKind::kBlocks16, 2, "blocks-16"},
       {IndexKind::kBlocks64, 3, "blocks-64"},   {IndexKind::kLabels, 4, "labels"},
       {IndexKind::kKeys4, 5, "keys-4bit"},      {IndexKind::kSummary, 6, "summary"},
-      {IndexKind::kRegression, 7, "regression"}};
+      {IndexKind::kRegression, 7, "regression"}, {IndexKind::kTree, 8, "tree"}};
   ASSERT_EQ(std::size(kKnown), kIndexKinds.size());
   for (size_t i = 0; i < kIndexKinds.size(); ++i) {
     EXPECT_EQ(kIndexKinds[i], kKnown[i].kind);
@@ -42,6 +42,8 @@ TEST(IndexKinds, ClustersOfAnyFormServe) {
   EXPECT_EQ(IndexSet{IndexKind::kKeys4}.cluster_form(), std::nullopt);
   EXPECT_TRUE(regression.Serves({IndexKind::kClusters, IndexKind::kKeys4}));
   EXPECT_TRUE(kClusterIndexes.Serves(kRegressionIndexes));
+  EXPECT_TRUE(kTreeIndexes.Serves(kRegressionIndexes));
+  EXPECT_TRUE(kTreeIndexes.Serves(kClusterIndexes));
   EXPECT_FALSE(kClusterIndexes.Serves(regression));
   EXPECT_FALSE(IndexSet{IndexKind::kKeys4}.Serves(kClusterIndexes));
   EXPECT_TRUE(kClusterIndexes.Serves({}));
@@ -49,6 +51,7 @@ TEST(IndexKinds, ClustersOfAnyFormServe) {
 
 TEST(IndexKinds, ARegressionIsPartOfAForm) {
   EXPECT_TRUE(kRegressionIndexes.has_regression());
+  EXPECT_TRUE(kTreeIndexes.has_regression());
   EXPECT_TRUE(IndexSet({IndexKind::kRegression, IndexKind::kLabels}).has_regression());
   EXPECT_FALSE(kClusterIndexes.has_regression());
   EXPECT_FALSE(IndexSet{IndexKind::kKeys4}.has_regression());

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What error-target does over a tree, in the oracle's terms: which groups it may open, and the
+// clusters and groups that it then chooses from and estimates.
+#ifndef ATTND_TESTS_ATTENTION_CPU_TREE_CHECK_H_
+#define ATTND_TESTS_ATTENTION_CPU_TREE_CHECK_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "attention/backend.h"
+#include "tests/attention/support.h"
+#include "tests/oracle/policies.h"
+#include "tests/oracle/regression_policy.h"
+
+namespace attnd::attention::test {
+
+// A tree of which some groups are opened. Its clusters are, segment by segment, those of the opened
+// groups and then the closed groups.
+struct OpenedTree {
+  // What is wrong with the choice of the groups; empty if nothing is.
+  std::string wrong;
+  std::vector<std::vector<oracle::Cluster>> segments;
+  oracle::RegressionInput regression;
+  std::vector<bool> candidates;  // which of the clusters may be read: those that are no groups
+  std::size_t floor_count = 0;   // clusters that are read in any case
+  oracle::Plan plan;             // the given plan's
+};
+
+// Opens the groups that the backend's plan does not leave closed.
+OpenedTree OpenAsGiven(const TestRow& row, uint32_t layer, uint32_t kv_head,
+                       const std::vector<oracle::Vector>& queries,
+                       const std::vector<oracle::SoftmaxState>& zones, const Plan& given);
+
+}  // namespace attnd::attention::test
+
+#endif  // ATTND_TESTS_ATTENTION_CPU_TREE_CHECK_H_
