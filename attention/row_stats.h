@@ -40,6 +40,10 @@ struct RowStats {
   uint64_t host_tokens = 0;    // tokens read exactly from host memory
   uint64_t ssd_tokens = 0;     // tokens read exactly whose pages the step read from disk
   uint64_t hbm_tokens = 0;     // tokens read exactly from a device's memory
+  // Of cluster policies on the CPU: rows of the index that were looked at, clusters and groups of
+  // clusters; and all clusters that there are. Both over query tokens and KV heads.
+  uint64_t index_rows = 0;
+  uint64_t clusters = 0;
   StageNanos stages;
 };
 

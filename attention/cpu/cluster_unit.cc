@@ -138,6 +138,7 @@ void ClusterUnit::ScoreSpan(const Span& span) {
                              scores.d2 + offset);
       args.d2 = scores.d2 + offset;
       args.optimistic = scores.optimistic + offset;
+      args.optimism = span.groups ? kGroupOptimism : kOptimism;
     }
     kernels::ClusterScores(args, span.count);
   }

@@ -46,6 +46,8 @@ class ClusterUnit : public MiddleUnit {
   uint64_t exact_tokens() const override { return exact_tokens_; }
   uint64_t estimated_tokens() const override { return estimated_tokens_; }
   uint64_t dropped_tokens() const override { return dropped_tokens_; }
+  uint64_t index_rows() const override { return items_.rows(); }
+  uint64_t clusters() const override { return items_.all_clusters(); }
   void ExportPlan(Plan* plan) const override;
 
  private:

@@ -104,6 +104,9 @@ class MiddleUnit {
   virtual uint64_t exact_tokens() const = 0;
   virtual uint64_t estimated_tokens() const = 0;
   virtual uint64_t dropped_tokens() const = 0;
+  // Of units that choose among clusters: rows of indexes that they looked at, and all clusters.
+  virtual uint64_t index_rows() const { return 0; }
+  virtual uint64_t clusters() const { return 0; }
   virtual void ExportPlan(Plan* plan) const = 0;
 };
 

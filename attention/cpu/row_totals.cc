@@ -35,6 +35,8 @@ void RowTotals::Add(uint32_t row, const UnitReport& report) {
   stats.estimated_tokens += report.estimated_tokens;
   stats.dropped_tokens += report.dropped_tokens;
   stats.missed_tokens += report.missed_tokens;
+  stats.index_rows += report.index_rows;
+  stats.clusters += report.clusters;
   CHECK_LE(report.ssd_tokens, report.zone_tokens + report.exact_tokens)
       << "tokens read from disk are tokens read";
   stats.ssd_tokens += report.ssd_tokens;

@@ -34,6 +34,8 @@ struct UnitReport : MassSums {
   uint64_t dropped_tokens = 0;
   uint64_t missed_tokens = 0;  // of the estimated ones
   uint64_t ssd_tokens = 0;     // of zones and middle: their pages were read from disk for the unit
+  uint64_t index_rows = 0;     // looked at
+  uint64_t clusters = 0;       // of all segments
   StageNanos nanos;
 };
 

@@ -261,6 +261,8 @@ UnitReport StepUnit::Report() const {
   report.estimated_tokens = middle_->estimated_tokens();
   report.dropped_tokens = middle_->dropped_tokens();
   report.missed_tokens = middle_->missed_tokens();
+  report.index_rows = middle_->index_rows();
+  report.clusters = middle_->clusters();
   report.mass_known = middle_->knows_mass();
   report.error_known = middle_->predicts_error();
   return report;

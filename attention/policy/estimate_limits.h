@@ -17,11 +17,15 @@ inline constexpr float kErrorMax = 1e14f;
 // counts as the error that clusters have in common.
 inline constexpr float kMassErrorShare = 0.5f;
 inline constexpr float kCoherentShare = 0.45f;
+// Where a cluster might hold the one token that a query looks for, this token's logit counts as so
+// many standard deviations above the mean. A group has eight times the members of its clusters, so
+// that one of them may lie farther out.
+inline constexpr float kOptimism = 2.0f;
+inline constexpr float kGroupOptimism = 4.0f;
 // Over a tree: the share of the tolerance that the error of closed groups may take; and the share of
-// the groups that are opened in any case.
-inline constexpr double kClosedErrorShare = 0.5;
-inline constexpr double kOpenedShare = 0.1;
-// And at least so many times the share of clusters that are read in any case.
+// the groups that are opened in any case, at least so many times the policy's floor.
+inline constexpr double kClosedErrorShare = 0.3;
+inline constexpr double kOpenedShare = 0.05;
 inline constexpr double kOpenedPerFloor = 2;
 // An output may cancel to nearly nothing; errors are then relative to this share of the values'
 // root mean square.

@@ -72,6 +72,8 @@ void StatsToProto(const attention::RowStats& stats, v1::RowStats* out) {
   out->mutable_tiers()->set_host(stats.host_tokens);
   out->mutable_tiers()->set_ssd(stats.ssd_tokens);
   out->set_missed_tokens(stats.missed_tokens);
+  out->set_index_rows(stats.index_rows);
+  out->set_clusters(stats.clusters);
   if (stats.missed_mass) out->set_missed_mass(*stats.missed_mass);
   v1::StageTimes* const stages = out->mutable_stages();
   stages->set_score_us(Micros(stats.stages.score));

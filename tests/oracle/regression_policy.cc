@@ -64,12 +64,13 @@ double GuardedNorm(const std::vector<Place>& places, const Vector& log_mass,
   return std::max({std::sqrt(SquaredNorm(out)), kNormGuard * std::sqrt(mean_square), kTiny});
 }
 
-// a q . C_i + ln s_i + 2 sqrt(d2_i)
-Vector OptimisticLogMass(const RegressionInput& input, const Vector& query) {
+// a q . C_i + ln s_i + optimism sqrt(d2_i)
+Vector OptimisticLogMass(const RegressionInput& input, const Vector& query, double optimism) {
   const HeadScores scores = Scores(input, query);
   Vector result;
   for (std::size_t i = 0; i < scores.log_mass.size(); ++i) {
-    result.push_back(scores.log_mass[i] - scores.lift[i] + 2.0 * std::sqrt(scores.spread[i]));
+    result.push_back(scores.log_mass[i] - scores.lift[i] +
+                     optimism * std::sqrt(scores.spread[i]));
   }
   return result;
 }
@@ -187,7 +188,7 @@ Vector FirstPassSquaredErrors(const RegressionInput& input, const Vector& query,
 ErrorTargetSelection SelectAmong(const RegressionInput& input, const std::vector<Vector>& queries,
                                  const std::vector<SoftmaxState>& zones, double tolerance,
                                  std::size_t floor_count, const std::vector<bool>& candidates,
-                                 double margin) {
+                                 double optimism, double margin) {
   Require(!queries.empty() && queries.size() == zones.size(),
           "a state of the zones for each query");
   Require(tolerance >= 0.0, "a tolerance of 0 or more");
@@ -206,7 +207,7 @@ ErrorTargetSelection SelectAmong(const RegressionInput& input, const std::vector
     for (std::size_t i = 0; i < count; ++i) {
       result.errors[i] += errors[i] / static_cast<double>(queries.size());
     }
-    const Vector all = OptimisticLogMass(input, queries[h]);
+    const Vector all = OptimisticLogMass(input, queries[h], optimism);
     Vector& own = optimistic.emplace_back();
     for (const std::size_t i : chosen_from) own.push_back(all[i]);
   }
@@ -254,7 +255,7 @@ ErrorTargetSelection Select(const RegressionInput& input, const std::vector<Vect
                             double margin) {
   const std::size_t count = ClusterCount(input);
   return SelectAmong(input, queries, zones, tolerance, FractionCount(floor, count),
-                     std::vector<bool>(count, true), margin);
+                     std::vector<bool>(count, true), /*optimism=*/2.0, margin);
 }
 
 double PredictedError(const RegressionInput& input, const Vector& query, const SoftmaxState& zones,

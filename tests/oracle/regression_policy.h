@@ -81,11 +81,12 @@ ErrorTargetSelection Select(const RegressionInput& input, const std::vector<Vect
                             double margin = 1e-4);
 
 // The same where only some clusters may be read: candidates[i] says whether cluster i may. The errors
-// of the others count first, and the floor takes floor_count of the candidates.
+// of the others count first, and the floor takes floor_count of the candidates. optimism: standard
+// deviations in P.
 ErrorTargetSelection SelectAmong(const RegressionInput& input, const std::vector<Vector>& queries,
                                  const std::vector<SoftmaxState>& zones, double tolerance,
                                  std::size_t floor_count, const std::vector<bool>& candidates,
-                                 double margin = 1e-4);
+                                 double optimism = 2.0, double margin = 1e-4);
 
 // Of one query head's answer with these lse and out, that left the clusters of the set to their
 // estimates; 0 if the set is empty.

@@ -195,6 +195,9 @@ class RowStats:
         missed_tokens: of the estimated tokens, those that the policy would have read exactly had
             their pages been in memory in time (on_miss=estimate).
         missed_mass: their share of the softmax mass; None unless the policy allows such misses.
+        index_rows: rows of the index that a cluster policy looked at, clusters and groups of
+            clusters, summed as tokens are; 0 of other policies and on a GPU.
+        clusters: all clusters that there are, summed likewise.
         stage_us: processor time of score, select, attend and merge, summed over threads; fetch is
             the time that the row waited for pages from disk.
     """
@@ -213,6 +216,8 @@ class RowStats:
     stage_us: dict[str, float]
     missed_tokens: int = 0
     missed_mass: float | None = None
+    index_rows: int = 0
+    clusters: int = 0
 
     @staticmethod
     def from_proto(message: attnd_pb2.RowStats) -> RowStats:
@@ -237,6 +242,8 @@ class RowStats:
             },
             missed_tokens=message.missed_tokens,
             missed_mass=optional("missed_mass"),
+            index_rows=message.index_rows,
+            clusters=message.clusters,
         )
 
 

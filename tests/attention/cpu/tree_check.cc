@@ -69,8 +69,11 @@ OpenedTree OpenAsGiven(const TestRow& row, uint32_t layer, uint32_t kv_head,
   std::sort(tree.plan.estimated.begin(), tree.plan.estimated.end());
   tree.floor_count = oracle::FractionCount(row.policy.floor, oracle::ClusterCount(leaves));
   const double share = std::min(1.0, std::max(kOpenedShare, kOpenedPerFloor * row.policy.floor));
+  const size_t count = oracle::ClusterCount(groups);
   tree.wrong = oracle::CheckPlan(
-      oracle::Select(groups, queries, zones, kClosedErrorShare * row.policy.tolerance, share)
+      oracle::SelectAmong(groups, queries, zones, kClosedErrorShare * row.policy.tolerance,
+                          oracle::FractionCount(share, count), std::vector<bool>(count, true),
+                          kGroupOptimism)
           .selection,
       opening);
   return tree;

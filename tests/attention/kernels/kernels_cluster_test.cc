@@ -53,13 +53,14 @@ TEST_P(ClusterKernelsTest, ClusterScores) {
         args.log_mass = log_mass.data();
         if (second_order) args.d2 = d2.data();
         if (second_order) args.optimistic = optimistic.data();
+        args.optimism = in_place ? 2 : 4;
         kernels::ClusterScores(args, n);
         for (size_t i = 0; i < n * kQuad; ++i) {
           const double base = double{dot[i]} + log_size[i / kQuad];
           const double half = second_order ? std::min(double{d2[i]}, 8.0) / 2 : 0;
           ASSERT_NEAR(log_mass[i], base + half, 1e-6 * (1 + std::fabs(base)));
           if (!second_order) continue;
-          const double best = base + 2 * std::sqrt(d2[i]);
+          const double best = base + args.optimism * std::sqrt(d2[i]);
           ASSERT_NEAR(optimistic[i], best, 1e-6 * (1 + std::fabs(base) + std::fabs(best)));
         }
       }

@@ -79,6 +79,69 @@ std::vector<float> Guarded(size_t size, float fill = 0) {
   return values;
 }
 
+// Rows in bytes that lie as in an index, and a base.
+struct ByteMatrix {
+  ByteMatrix(size_t n, size_t columns, Random* random)
+      : scales(random->Normals(n)), base(random->Normals(columns)), codes(n * columns) {
+    for (int8_t& code : codes) code = static_cast<int8_t>(static_cast<int>(random->Below(255)) - 127);
+  }
+  ByteRows rows() const { return {codes.data(), scales.data(), base.data()}; }
+
+  std::vector<float> scales, base;
+  std::vector<int8_t> codes;
+};
+
+TEST_P(KernelsTest, DotByteRows) {
+  for (size_t dim = 16; dim <= kernels::kDimMax; dim += 16) {
+    for (const size_t n : kCounts) {
+      SCOPED_TRACE(testing::Message() << "seed " << TestSeed() << ", n " << n << ", dim " << dim);
+      const ByteMatrix matrix(n, dim, &random_);
+      const std::vector<float> q = random_.Normals(kQuad * dim), base_dot = random_.Normals(kQuad);
+      constexpr float kScale = 0.3f;
+      std::vector<float> out = Guarded(n * kQuad, kGuard);
+      kernels::DotByteRows(matrix.rows(), dim, n, dim,
+                           PreparedQueries(DType::kFp32, q.data(), kScale, dim).get(),
+                           base_dot.data(), out.data());
+      for (size_t i = 0; i < n * kQuad; ++i) {
+        double sum = base_dot[i % kQuad], size = std::fabs(sum);
+        for (size_t c = 0; c < dim; ++c) {
+          const double term = double{kScale} * q[i % kQuad * dim + c] *
+                              matrix.scales[i / kQuad] * matrix.codes[i / kQuad * dim + c];
+          sum += term;
+          size += std::fabs(term);
+        }
+        ASSERT_NEAR(out[i], sum, kRounding * size);
+      }
+      ASSERT_EQ(out.back(), kGuard);
+    }
+  }
+}
+
+TEST_P(KernelsTest, AddWeightedByteRows) {
+  for (size_t dim = 16; dim <= kernels::kDimMax; dim += 16) {
+    for (const size_t n : kCounts) {
+      SCOPED_TRACE(testing::Message() << "seed " << TestSeed() << ", n " << n << ", dim " << dim);
+      const ByteMatrix matrix(n, dim, &random_);
+      const std::vector<float> weight = random_.Normals(n * kQuad);
+      std::vector<float> sum = Guarded(kQuad * dim, 1);
+      kernels::AddWeightedByteRows(matrix.rows(), dim, n, dim, weight.data(), sum.data());
+      for (size_t j = 0; j < kQuad; ++j) {
+        for (size_t c = 0; c < dim; ++c) {
+          double expected = 1, size = 1;
+          for (size_t i = 0; i < n; ++i) {
+            const double term =
+                double{weight[i * kQuad + j]} * matrix.scales[i] * matrix.codes[i * dim + c];
+            expected += term;
+            size += std::fabs(term);
+          }
+          ASSERT_NEAR(sum[j * dim + c], expected, kRounding * size);
+        }
+      }
+      ASSERT_EQ(sum.back(), kGuard);
+    }
+  }
+}
+
 TEST_P(KernelsTest, DotRows) {
   for (const DType dtype : kDTypes) {
     for (size_t dim = 16; dim <= kernels::kDimMax; dim += 16) {

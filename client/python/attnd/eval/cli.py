@@ -20,6 +20,8 @@ A result, one for each --policy:
                     attnd's attention output, o_dense dense attention of the same query over the
                     same KV
     read_fraction   tokens of the middle read exactly / tokens of the middle
+    index_fraction  rows of the index that cluster policies looked at, clusters and groups of
+                    clusters / clusters; null of other policies and on a GPU
     predicted_error mean of attnd's own prediction of the error; null if the policy makes none
     decode_us       {"p50", "p99"}: round trip of a Decode message (one layer of one token of
                     --batch sequences), seen by the client

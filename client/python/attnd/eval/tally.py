@@ -79,6 +79,8 @@ class Tally:
         self._exact: dict[str, int] = defaultdict(int)  # of each task
         self._middle: dict[str, int] = defaultdict(int)
         self._predicted: list[float | None] = []
+        self._index_rows = 0
+        self._clusters = 0
         self._decode_us: list[float] = []
         self._local_decode_us: list[float] = []
 
@@ -123,6 +125,8 @@ class Tally:
             middle = stats.exact_tokens + stats.estimated_tokens + stats.dropped_tokens
             self._exact[task] += stats.exact_tokens
             self._middle[task] += middle
+            self._index_rows += stats.index_rows
+            self._clusters += stats.clusters
             self._predicted.append(stats.predicted_error_mean)
 
     def figures(self) -> dict[str, Any]:
@@ -143,6 +147,7 @@ class Tally:
             "clear_disagreements": self._clearly_different,
             "relative_error": float(np.mean(self._errors)),
             "read_fraction": _share(sum(self._exact.values()), sum(self._middle.values())),
+            "index_fraction": _share(self._index_rows, self._clusters) if self._clusters else None,
             "predicted_error": mean_prediction(self._predicted),
             "decode_us": _percentiles(self._decode_us),
             "local_decode_us": _percentiles(self._local_decode_us),

@@ -220,6 +220,7 @@ class OpenSequenceRequest(_message.Message):
     INDEX_LABELS: OpenSequenceRequest.Index
     INDEX_REGRESSION: OpenSequenceRequest.Index
     INDEX_SUMMARY: OpenSequenceRequest.Index
+    INDEX_TREE: OpenSequenceRequest.Index
     INDEX_UNSPECIFIED: OpenSequenceRequest.Index
     LAYOUT_CLUSTER_ORDER: OpenSequenceRequest.Layout
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -277,12 +278,14 @@ class RowResult(_message.Message):
     def __init__(self, status: _Optional[_Union[_types_pb2.Status, _Mapping]] = ..., stats: _Optional[_Union[RowStats, _Mapping]] = ...) -> None: ...
 
 class RowStats(_message.Message):
-    __slots__ = ["covered_mass", "dropped_tokens", "estimated_tokens", "exact_mass", "exact_tokens", "missed_mass", "missed_tokens", "predicted_error_max", "predicted_error_mean", "stages", "tiers", "zone_tokens"]
+    __slots__ = ["clusters", "covered_mass", "dropped_tokens", "estimated_tokens", "exact_mass", "exact_tokens", "index_rows", "missed_mass", "missed_tokens", "predicted_error_max", "predicted_error_mean", "stages", "tiers", "zone_tokens"]
+    CLUSTERS_FIELD_NUMBER: _ClassVar[int]
     COVERED_MASS_FIELD_NUMBER: _ClassVar[int]
     DROPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ESTIMATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXACT_MASS_FIELD_NUMBER: _ClassVar[int]
     EXACT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_ROWS_FIELD_NUMBER: _ClassVar[int]
     MISSED_MASS_FIELD_NUMBER: _ClassVar[int]
     MISSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_ERROR_MAX_FIELD_NUMBER: _ClassVar[int]
@@ -290,11 +293,13 @@ class RowStats(_message.Message):
     STAGES_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     ZONE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    clusters: int
     covered_mass: float
     dropped_tokens: int
     estimated_tokens: int
     exact_mass: float
     exact_tokens: int
+    index_rows: int
     missed_mass: float
     missed_tokens: int
     predicted_error_max: float
@@ -302,7 +307,7 @@ class RowStats(_message.Message):
     stages: StageTimes
     tiers: TierTokens
     zone_tokens: int
-    def __init__(self, zone_tokens: _Optional[int] = ..., exact_tokens: _Optional[int] = ..., estimated_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ..., covered_mass: _Optional[float] = ..., exact_mass: _Optional[float] = ..., predicted_error_mean: _Optional[float] = ..., predicted_error_max: _Optional[float] = ..., tiers: _Optional[_Union[TierTokens, _Mapping]] = ..., stages: _Optional[_Union[StageTimes, _Mapping]] = ..., missed_tokens: _Optional[int] = ..., missed_mass: _Optional[float] = ...) -> None: ...
+    def __init__(self, zone_tokens: _Optional[int] = ..., exact_tokens: _Optional[int] = ..., estimated_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ..., covered_mass: _Optional[float] = ..., exact_mass: _Optional[float] = ..., predicted_error_mean: _Optional[float] = ..., predicted_error_max: _Optional[float] = ..., tiers: _Optional[_Union[TierTokens, _Mapping]] = ..., stages: _Optional[_Union[StageTimes, _Mapping]] = ..., missed_tokens: _Optional[int] = ..., missed_mass: _Optional[float] = ..., index_rows: _Optional[int] = ..., clusters: _Optional[int] = ...) -> None: ...
 
 class SealSequenceRequest(_message.Message):
     __slots__ = ["sequence_id"]
