@@ -134,7 +134,7 @@ TEST_P(KernelsTest, AddWeightedByteRows) {
             expected += term;
             size += std::fabs(term);
           }
-          ASSERT_NEAR(sum[j * dim + c], expected, kRounding * size);
+          ASSERT_NEAR(sum[j * dim + c], expected, 2 * kRounding * size);
         }
       }
       ASSERT_EQ(sum.back(), kGuard);
