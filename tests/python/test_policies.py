@@ -143,7 +143,7 @@ def test_the_pruner_over_every_selector(client, selector):
         "quest": ("blocks-16", "keys-4bit"),
         "double-sparsity": ("labels", "keys-4bit"),
     }.get(selector, ("keys-4bit",))
-    needs = "clusters or regression, keys-4bit" if selector == "clusters" else ", ".join(indexes)
+    needs = "clusters or regression or tree, keys-4bit" if selector == "clusters" else ", ".join(indexes)
     if selector not in KEEP_SETS:
         with pytest.raises(attnd.FailedPreconditionError, match=needs):
             client.open_sequence(CASE.model, policy=base, indexes=["blocks-16"])

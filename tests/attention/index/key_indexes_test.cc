@@ -172,7 +172,8 @@ TEST(IndexSet, NumbersAndNames) {
     const IndexSet one = {kind};
     EXPECT_EQ(IndexSet::FromBits(one.bits()), one);
     EXPECT_EQ(one.ToString(), std::string(IndexName(kind)));
-    EXPECT_EQ(one.token_order(), kind != IndexKind::kClusters && kind != IndexKind::kRegression);
+    EXPECT_EQ(one.token_order(), kind != IndexKind::kClusters && kind != IndexKind::kRegression &&
+                                     kind != IndexKind::kTree);
   }
   EXPECT_FALSE(IndexSet::FromBits(1).has_value());
   EXPECT_FALSE(IndexSet::FromBits(1u << 31).has_value());

@@ -382,7 +382,7 @@ TEST(Policy, TokensOfClustersNeedEitherKind) {
       EXPECT_TRUE(absl::IsFailedPrecondition(status));
       EXPECT_THAT(std::string(status.message()),
                   HasSubstr(absl::StrCat("in cluster order with the indexes clusters or "
-                                         "regression, ",
+                                         "regression or tree, ",
                                          IndexName(c.besides), ";")));
     }
   }
