@@ -53,6 +53,8 @@ def main(arguments: list[str]) -> int:
     root, build = (pathlib.Path(argument).resolve() for argument in arguments)
     folders: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
     for source, lines in read_all(root, build).items():
+        if not lines:
+            continue
         for name in (str(pathlib.Path(source).parent), "all"):
             folders[name][0] += sum(lines.values())
             folders[name][1] += len(lines)

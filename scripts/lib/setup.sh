@@ -117,6 +117,7 @@ build_jobs() {
 configure_preset() {
   local preset="$1" log="${ATTND_BUILD}/configure-$1.log"
   shift
+  mkdir -p "${ATTND_BUILD}"
   (cd "${ATTND_ROOT}" && cmake --preset "${preset}" -Wno-dev "$@") >"${log}" 2>&1 || {
     cat "${log}" >&2
     return 1
