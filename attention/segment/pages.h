@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "attention/segment/mirror_slot.h"
+#include "attention/segment/device_copy_slot.h"
 #include "common/aligned_buffer.h"
 #include "common/model_shape.h"
 
@@ -104,13 +104,13 @@ class TailBlock {
   }
   std::byte* data() const { return buffer_.data(); }
   size_t size() const { return buffer_.size(); }
-  const MirrorSlot& mirror() const { return mirror_; }
+  const DeviceCopySlot& device_copy() const { return device_copy_; }
 
  private:
   const uint32_t kv_heads_;
   const size_t run_bytes_;
   const AlignedBuffer buffer_;
-  const MirrorSlot mirror_;
+  const DeviceCopySlot device_copy_;
 };
 
 }  // namespace attnd::attention

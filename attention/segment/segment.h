@@ -12,8 +12,8 @@
 #include <span>
 
 #include "absl/status/status.h"
+#include "attention/segment/device_copy_slot.h"
 #include "attention/segment/index_layout.h"
-#include "attention/segment/mirror_slot.h"
 #include "attention/segment/origin_slot.h"
 #include "attention/segment/paged_payload.h"
 #include "attention/segment/pages.h"
@@ -88,7 +88,7 @@ class Segment {
   std::span<const std::byte> payload_block() const { return {payload_.data(), payload_.size()}; }
   const IndexLayout& layout() const { return layout_; }
   size_t pages_head_bytes() const { return run_bytes_; }
-  const MirrorSlot& mirror() const { return mirror_; }
+  const DeviceCopySlot& device_copy() const { return device_copy_; }
   const std::shared_ptr<const OriginSlot>& origin() const { return origin_; }
 
  private:
@@ -113,7 +113,7 @@ class Segment {
   const AlignedBuffer index_;
   const AlignedBuffer payload_;
   const std::shared_ptr<const PagedPayload> paged_;  // null: the payload is here
-  const MirrorSlot mirror_;
+  const DeviceCopySlot device_copy_;
   const std::shared_ptr<const OriginSlot> origin_;
 };
 

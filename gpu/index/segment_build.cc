@@ -20,7 +20,7 @@ constexpr uint64_t kLayersMax = 8;
 
 }  // namespace
 
-SegmentBuild::SegmentBuild(attention::SegmentBuilder* builder, MirrorStore* store,
+SegmentBuild::SegmentBuild(attention::SegmentBuilder* builder, DeviceCopyStore* store,
                            StreamContext* context, attention::WorkerPool* workers)
     : builder_(builder),
       context_(context),

@@ -14,7 +14,7 @@
 #include "attention/cpu/worker_pool.h"
 #include "attention/index/segment_builder.h"
 #include "gpu/device/device.h"
-#include "gpu/memory/mirror.h"
+#include "gpu/memory/device_copy_store.h"
 #include "gpu/step/stream_context.h"
 #include "gpu/step/uploader.h"
 
@@ -23,7 +23,7 @@ namespace attnd::gpu {
 // Used by one thread, once. Everything it was given must outlive it.
 class SegmentBuild {
  public:
-  SegmentBuild(attention::SegmentBuilder* builder, MirrorStore* store, StreamContext* context,
+  SegmentBuild(attention::SegmentBuilder* builder, DeviceCopyStore* store, StreamContext* context,
                attention::WorkerPool* workers);
 
   // Calls `proceed` between batches of layers. On any error the segment is not built and nothing on

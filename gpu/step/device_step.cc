@@ -22,7 +22,7 @@ constexpr uint64_t kUploadShare = 4;
 
 }  // namespace
 
-DeviceStep::DeviceStep(const attention::StepRequest& request, MirrorStore* store,
+DeviceStep::DeviceStep(const attention::StepRequest& request, DeviceCopyStore* store,
                        StreamContext* context, bool cooperative_groups, bool timed)
     : request_(request),
       context_(context),

@@ -15,7 +15,7 @@
 #include "attention/segment/pages.h"
 #include "attention/segment/segment.h"
 #include "common/model_shape.h"
-#include "gpu/memory/mirror.h"
+#include "gpu/memory/device_copy_store.h"
 #include "gpu/step/step_writer.h"
 #include "gpu/step/stream_context.h"
 
@@ -29,7 +29,7 @@ namespace attnd::gpu {
 // when the work of a stream that uploaded it has ended.
 class Uploader {
  public:
-  Uploader(MirrorStore* store, StreamContext* context) : store_(store), context_(context) {}
+  Uploader(DeviceCopyStore* store, StreamContext* context) : store_(store), context_(context) {}
   // Waits for copies under way.
   ~Uploader() { Release(); }
   Uploader(const Uploader&) = delete;
@@ -65,7 +65,7 @@ class Uploader {
     uint32_t tokens;
   };
 
-  MirrorStore* const store_;
+  DeviceCopyStore* const store_;
   StreamContext* const context_;
   std::vector<std::shared_ptr<Resident>> pins_;
   std::vector<Arrival> arrivals_;

@@ -2,8 +2,8 @@
 //
 // Device copies of segments and tail blocks. Host memory stays the truth: a device copy may be
 // given up at any time, and is made again when a step needs it.
-#ifndef ATTND_GPU_MEMORY_MIRROR_H_
-#define ATTND_GPU_MEMORY_MIRROR_H_
+#ifndef ATTND_GPU_MEMORY_DEVICE_COPY_STORE_H_
+#define ATTND_GPU_MEMORY_DEVICE_COPY_STORE_H_
 
 #include <atomic>
 #include <cstddef>
@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "attention/segment/mirror_slot.h"
+#include "attention/segment/device_copy_slot.h"
 #include "attention/segment/pages.h"
 #include "attention/segment/segment.h"
 #include "common/mutex.h"
@@ -58,10 +58,10 @@ class Resident {
 // Finds and makes residents, and gives up those that no step holds, the least recently used first,
 // to make room. Thread-safe. Device copies keep the store alive, and the store keeps `device`
 // alive.
-class MirrorStore : public std::enable_shared_from_this<MirrorStore> {
+class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
  public:
-  MirrorStore(std::shared_ptr<Device> device, std::unique_ptr<Arena> pages,
-              std::unique_ptr<Arena> index)
+  DeviceCopyStore(std::shared_ptr<Device> device, std::unique_ptr<Arena> pages,
+                  std::unique_ptr<Arena> index)
       : device_(std::move(device)), pages_(std::move(pages)), index_(std::move(index)) {}
 
   // The device's memory for the segment or tail block; the resident says which tokens are there.
@@ -74,8 +74,8 @@ class MirrorStore : public std::enable_shared_from_this<MirrorStore> {
   const Arena& index() const { return *index_; }
 
  private:
-  class DeviceMirror;
-  using Order = std::list<DeviceMirror*>;
+  class Copy;
+  using Order = std::list<Copy*>;
 
   struct Sizes {
     uint64_t index_bytes = 0;  // 0: none
@@ -84,7 +84,7 @@ class MirrorStore : public std::enable_shared_from_this<MirrorStore> {
     uint32_t tokens_max = 0;  // of a layer
   };
 
-  absl::StatusOr<std::shared_ptr<Resident>> Get(const attention::MirrorSlot& slot,
+  absl::StatusOr<std::shared_ptr<Resident>> Get(const attention::DeviceCopySlot& slot,
                                                 const Sizes& sizes);
   absl::StatusOr<std::shared_ptr<Resident>> Make(const Sizes& sizes)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -93,7 +93,7 @@ class MirrorStore : public std::enable_shared_from_this<MirrorStore> {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // False if a step holds every resident.
   bool EvictOldest() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void Forget(DeviceMirror* mirror);
+  void Forget(Copy* copy);
 
   const std::shared_ptr<Device> device_;  // outlives the arenas
   const std::unique_ptr<Arena> pages_;
@@ -106,4 +106,4 @@ class MirrorStore : public std::enable_shared_from_this<MirrorStore> {
 
 }  // namespace attnd::gpu
 
-#endif  // ATTND_GPU_MEMORY_MIRROR_H_
+#endif  // ATTND_GPU_MEMORY_DEVICE_COPY_STORE_H_
