@@ -67,8 +67,9 @@ class CandidateRanges {
     }
   }
 
-  // Brings the ranges in order and gives them as runs. lanes: [candidates][quads] which of a quad's
-  // heads read a candidate, one that none reads being left out; empty: all heads read all.
+  // Sorts the ranges by position and gives them as runs. lanes: [candidates][quads], which of a
+  // quad's heads read a candidate; a candidate that no head reads is left out. Empty lanes: all
+  // heads read all candidates.
   std::span<const TokenRun> ListRuns(std::span<const uint8_t> lanes);
 
  private:

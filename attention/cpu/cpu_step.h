@@ -51,7 +51,7 @@ class CpuStep {
   // Begins a stage; stages of a wave come in the order of kStages.
   void Prepare(Stage stage);
   // The next items of the stage that was prepared, with the pages that they read fetched and kept
-  // until the next call; none when the stage is done. What PageStore::Bring says, if that concerns
+  // until the next call; none when the stage is done. What PageStore::Fetch says, if that concerns
   // all rows.
   absl::StatusOr<ItemRange> NextItems();
   // About how many multiply-adds the items take.

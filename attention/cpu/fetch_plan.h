@@ -37,7 +37,7 @@ class FetchedPages {
 // or a unit, which reads what is there in time and estimates the rest. The plan treats both alike:
 // it lists pages by reader, fetches them group by group, and says which of them are there.
 //
-// The pages of one group are pinned at a time, as many as one call of PageStore::Bring serves: so a
+// The pages of one group are pinned at a time, as many as one call of PageStore::Fetch serves: so a
 // step needs no more memory than one call gives, and never waits for pages while it pins others.
 //
 // Used by one thread.

@@ -48,7 +48,7 @@ class PageFetcher {
   // Makes the next planned pieces readable, at most up to item `end`, and gives them; what the last
   // call gave has been read and is let go. Items behind the last piece need no pages. A piece that
   // is given may stay the next one, if there was no room for all of its pages at a time. None if
-  // all was given. Errors of PageStore::Bring, which are not of one row alone.
+  // all was given. Errors of PageStore::Fetch, which are not of one row alone.
   absl::StatusOr<ItemRange> NextPieces(size_t end);
 
   // What these units chose is read next, as far as it is there in time.

@@ -59,14 +59,14 @@ struct PagePatience {
 class PageStore {
  public:
   virtual ~PageStore() = default;
-  // The most bytes of pages that one call of Bring may ask for.
-  virtual uint64_t bring_bytes_max() const = 0;
+  // The most bytes of pages that one call of Fetch may ask for.
+  virtual uint64_t fetch_bytes_max() const = 0;
   // Pins the pages; those that are not in memory are read at the same time. A page that cannot be
   // read has no data, and its payload's status says why. If `patience` is partial, a page that is
   // not in memory by the deadline has no data either. A caller must not hold pins of this store.
   // DeadlineExceeded, Cancelled; ResourceExhausted if there is no memory; Unavailable when shutting
   // down.
-  virtual absl::StatusOr<std::unique_ptr<PagePins>> Bring(std::span<PageWant> wants,
+  virtual absl::StatusOr<std::unique_ptr<PagePins>> Fetch(std::span<PageWant> wants,
                                                           const PagePatience& patience) = 0;
 };
 

@@ -95,7 +95,7 @@ class Archive {
   // is written if it lies on no disk yet. Nobody sees it before the caller swaps it in.
   absl::StatusOr<std::optional<Swap>> PageOut(Sequence* from, const storage::Proceed& proceed);
   // Whole versions of paged segments.
-  absl::StatusOr<std::vector<Swap>> BringWhole(
+  absl::StatusOr<std::vector<Swap>> PageIn(
       std::span<const std::shared_ptr<const attention::Segment>> paged,
       const storage::Proceed& proceed);
   // Puts away the files of a view's segments that were found damaged while they were read.
@@ -230,9 +230,9 @@ class Archive {
   static bool TailFits(const storage::SegmentFileHeader& header,
                        const storage::SequenceRecord& record, Sequence& fresh);
   absl::StatusOr<storage::SequenceRecord> FindSealed(absl::string_view tenant, uint64_t sealed_id);
-  // What to say of a sealed sequence that could not be brought back: which one has lost something,
-  // or that it is unknown, if it was dropped meanwhile and its segments with it.
-  absl::Status WhyNotBack(const storage::SequenceRecord& record, const absl::Status& status);
+  // What to say of a sealed sequence that could not be resumed: which one has lost something, or
+  // that it is unknown, if it was dropped meanwhile and its segments with it.
+  absl::Status WhyNotResumed(const storage::SequenceRecord& record, const absl::Status& status);
   absl::StatusOr<Opened> OpenTail(const storage::SequenceRecord& record);
   absl::Status LoseIfDamaged(const storage::SegmentRecord& record, absl::Status status);
   std::vector<uint32_t> LengthsAfter(const storage::ChainId& parent);

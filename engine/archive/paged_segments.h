@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // PagedSegments: segments whose pages lie in segment files, and are in memory as far as there is
-// room (docs/DESIGN.md, "Paged segments"). Brings attention's PageStore and storage's PageCache
-// together.
+// room (docs/DESIGN.md, "Paged segments"). The PageStore of attention, on top of storage's
+// PageCache.
 #ifndef ATTND_ENGINE_ARCHIVE_PAGED_SEGMENTS_H_
 #define ATTND_ENGINE_ARCHIVE_PAGED_SEGMENTS_H_
 
@@ -85,8 +85,8 @@ class PagedSegments : public attention::PageStore {
   // Memory that a payload takes beside its pages: tables of pages and of checksums.
   static uint64_t BooksBytes(const storage::SegmentFileHeader& header);
 
-  uint64_t bring_bytes_max() const override { return cache_->lease_bytes_max(); }
-  absl::StatusOr<std::unique_ptr<attention::PagePins>> Bring(
+  uint64_t fetch_bytes_max() const override { return cache_->lease_bytes_max(); }
+  absl::StatusOr<std::unique_ptr<attention::PagePins>> Fetch(
       std::span<attention::PageWant> wants, const attention::PagePatience& patience) override;
 
   // Memory for others; how much.

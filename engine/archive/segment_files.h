@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// SegmentFiles: segments and tails as files of a data folder: writes them, opens them, brings
+// SegmentFiles: segments and tails as files of a data folder: writes them, opens them, reads
 // segments back whole or page by page. Knows nothing of what is sealed: that is Archive's.
 #ifndef ATTND_ENGINE_ARCHIVE_SEGMENT_FILES_H_
 #define ATTND_ENGINE_ARCHIVE_SEGMENT_FILES_H_
@@ -73,8 +73,8 @@ class SegmentFiles {
   absl::StatusOr<SharedSegment> PageOut(const attention::Segment& whole, Opened opened,
                                         StoredFile::Use use);
   // The same segment with its payload in memory.
-  absl::StatusOr<SharedSegment> BringWhole(const attention::Segment& paged,
-                                           const storage::Proceed& proceed);
+  absl::StatusOr<SharedSegment> PageIn(const attention::Segment& paged,
+                                       const storage::Proceed& proceed);
   // All pages of a file, [heads][pages][page_bytes].
   absl::Status ReadAllPages(const storage::SegmentFile& file, std::byte* to,
                             const storage::Proceed& proceed);

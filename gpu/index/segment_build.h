@@ -36,7 +36,7 @@ class SegmentBuild {
  private:
   absl::Status PinAll();
   uint32_t LayersAtOnce() const;
-  absl::Status BringLayers(uint32_t first, uint32_t count);
+  absl::Status UploadLayers(uint32_t first, uint32_t count);
   uint64_t WriteJobs(uint32_t first, uint32_t count);
   absl::Status BuildLayers(uint32_t first, uint32_t count);
   absl::Status TakeLayers(uint32_t first, uint32_t count);

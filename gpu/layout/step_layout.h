@@ -9,7 +9,7 @@
 // everywhere; a stream's memory lies in buffers. A stage is a part of a step with launches of its
 // own. Each stage reads only what earlier stages wrote:
 //
-//   prepare   put uploaded rows into their pages; bring queries into the kernels' arrangement
+//   prepare   put uploaded rows into their pages; arrange queries as the kernels read them
 //   read      read pieces (zones, dense tokens) exactly; score clusters
 //   select    a unit: choose clusters, list their tokens, queue the finish pieces
 //   measure   only if a unit has a tolerance: estimate everything, weigh errors, choose again

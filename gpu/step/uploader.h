@@ -39,12 +39,13 @@ class Uploader {
   absl::StatusOr<Resident*> Pin(const attention::TailBlock& block, uint32_t layers);
 
   // Uploads a layer of a segment, and waits for the upload.
-  absl::Status Bring(Resident* resident, const attention::Segment& segment, uint32_t layer);
+  absl::Status UploadLayer(Resident* resident, const attention::Segment& segment, uint32_t layer);
   // Uploads the layer's first `tokens` tokens of a tail block, which must have been written. The
   // tokens are sent at once, except those of a block that is not full if `later` is not null: these
   // are added to `later`, for the step to upload.
-  absl::Status Bring(Resident* resident, const attention::TailBlock& block, const ModelShape& shape,
-                     uint32_t layer, uint32_t tokens, std::vector<Upload>* later);
+  absl::Status UploadTokens(Resident* resident, const attention::TailBlock& block,
+                            const ModelShape& shape, uint32_t layer, uint32_t tokens,
+                            std::vector<Upload>* later);
 
   // To be called after the stream's work has ended: notes that the tokens uploaded since the last
   // call are on the device.
