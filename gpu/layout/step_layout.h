@@ -5,9 +5,8 @@
 // (cuda/) and the tests' naive loops (tests/gpu/step_reference) read them. Every pointer is a
 // device address. Nothing in here depends on CUDA.
 //
-// Words. A thread block is called a block only in cuda/; a KV block of the tail is a tail block
-// everywhere; a stream's memory lies in buffers. A stage is a part of a step with launches of its
-// own. Each stage reads only what earlier stages wrote:
+// Words. "Block" in the identifiers of cuda/ is a thread block. A stage is a part of a step with
+// launches of its own. Each stage reads only what earlier stages wrote:
 //
 //   prepare   put uploaded rows into their pages; arrange queries as the kernels read them
 //   read      read pieces (zones, dense tokens) exactly; score clusters
