@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// ClusterUnit: a cluster policy's work: score the clusters, choose what is read exactly, estimate
-// the rest.
+// ClusterUnit: the MiddleUnit of cluster policies. It scores the clusters, chooses which ones are
+// read exactly, and estimates or drops the others.
 #ifndef ATTND_ATTENTION_CPU_CLUSTER_UNIT_H_
 #define ATTND_ATTENTION_CPU_CLUSTER_UNIT_H_
 
@@ -27,7 +27,7 @@ class ClusterUnit : public MiddleUnit {
   size_t score_items() const override { return segments(); }
   uint64_t ScoreRows(size_t segment) const override {
     const size_t rows = first_cluster_[segment + 1] - first_cluster_[segment];
-    return regression_ ? rows + head_dim_ : rows;  // and the axes
+    return regression_ ? rows + head_dim_ : rows;  // an axis is a row, too
   }
   void Score(size_t segment) override;
   void Select(std::span<const QuadState> zones, OrderScratch* order) override;
@@ -49,26 +49,26 @@ class ClusterUnit : public MiddleUnit {
   // Arrays of one quad are [clusters][4].
   struct QuadScores {
     kernels::Queries queries;
-    kernels::SquaredQueries squares;  // unless of the first order
+    kernels::SquaredQueries squares;  // not for the first order
     float* log_mass;                  // and, after Weigh, the weights: exp(log_mass - max)
     float* d2;                        // variance of the members' logits; null for the first order
-    float* optimistic;                // mass at the members' best; null for the first order
+    float* optimistic;                // ClusterScoreArgs::optimistic; null for the first order
     float* error2;                    // squared errors times error_unit^2; null for the first order
-    float* mass2;                     // with a regression: the part that |o|^2 is times; else null
+    float* mass2;                     // RegressionErrorArgs::mass2; null without a regression
     float* estimated_weight;          // the weights, 0 for clusters that are not estimated
     float max[kQuad];                 // scale of the weights
     float sum[kQuad];                 // of all weights
-    float dropped_sum[kQuad];
-    float missed_sum[kQuad];  // of demoted clusters
+    float dropped_sum[kQuad];         // of dropped clusters
+    float missed_sum[kQuad];          // of demoted clusters
     float error_unit[kQuad];
-    float mass_unit[kQuad];   // the same, relative to no values
+    float mass_unit[kQuad];   // error_unit without the norm of the output
     float error2_sum[kQuad];  // of the estimated clusters
     float mass2_sum[kQuad];
     float shift_norm[kQuad];   // |shift|, in the estimate's unit
-    float output_norm[kQuad];  // |o~|; 1 if it was not wanted
+    float output_norm[kQuad];  // |o~| of the estimated output; 1 if the cut does not need it
     float least_norm[kQuad];   // floor under |o| in relative errors
     QuadState estimate;
-    float* shift;  // [4][value_dim] what the regression adds to the estimate; else null
+    float* shift;  // [4][value_dim] what the regression adds to the estimate; null without one
   };
 
   size_t segments() const { return view_.segments.size(); }
@@ -103,9 +103,9 @@ class ClusterUnit : public MiddleUnit {
   std::span<QuadScores> quads_;
   std::span<uint32_t> first_cluster_;  // [segments + 1] number of each segment's first cluster
   std::span<float> group_score_;       // [clusters]
-  std::span<float> share_;             // [clusters] as ShareOfFate left it
+  std::span<float> share_;             // [clusters] 1 for the fate of the last ShareOfFate, else 0
   std::span<Fate> fate_;               // [clusters]
-  std::span<float> size_;              // [clusters] with a regression; else empty
+  std::span<float> size_;              // [clusters] members; empty without a regression
   std::span<TokenRun> run_memory_;     // [clusters]
   std::span<const TokenRun> runs_;
   std::optional<RegressionTerms> regression_;  // of the second order, if segments have one
