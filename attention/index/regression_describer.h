@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// RegressionDescriber: clusters in the form kRegression: means, principal axes, variances along
-// them, slopes and what is left of the values (docs/POLICIES.md, "Clusters with a regression").
+// RegressionDescriber: describes clusters of the form kRegression by means, principal axes,
+// variances along the axes, slopes, and the residuals of the values (docs/POLICIES.md, "Clusters
+// with a regression").
 #ifndef ATTND_ATTENTION_INDEX_REGRESSION_DESCRIBER_H_
 #define ATTND_ATTENTION_INDEX_REGRESSION_DESCRIBER_H_
 
@@ -17,14 +18,14 @@ namespace attnd::attention {
 
 class RegressionDescriber : public ClusterDescriber {
  public:
-  // Scratch memory at most.
+  // The most bytes of scratch memory.
   static uint64_t ScratchBytes(const SegmentForm& form);
 
   void Start(const ClusteredHead& head) override;
   bool RunChunk() override;
 
  private:
-  // Each but the axes passes over all tokens: every one needs what the one before has found.
+  // Each phase except kAxes passes over all tokens. A phase needs the results of the phase before.
   enum class Phase { kMeans, kMoments, kAxes, kVariances, kResiduals, kDone };
 
   void NextPhase();
@@ -46,8 +47,8 @@ class RegressionDescriber : public ClusterDescriber {
   size_t value_dim_ = 0;
   Phase phase_ = Phase::kDone;
   uint32_t chunk_tokens_ = 0;
-  uint32_t next_ = 0;     // token of the phase's next chunk
-  uint32_t cluster_ = 0;  // that it is in
+  uint32_t next_ = 0;     // token at which the phase's next chunk begins
+  uint32_t cluster_ = 0;  // in which next_ lies
   std::vector<uint32_t> starts_;
 
   // The chunk's tokens, [chunk_tokens][...], and their clusters.
@@ -62,7 +63,7 @@ class RegressionDescriber : public ClusterDescriber {
   std::vector<float> mean_values_;   // [clusters][value_dim]
   std::vector<float> stored_value_;  // [value_dim]
   std::vector<double> cluster_sum_;  // of the cluster that a pass is in
-  std::vector<double> moments_;      // [dim][dim] sum of keys' products
+  std::vector<double> moments_;      // [dim][dim] sum of products of two channels of a key
   std::vector<float> by_channel_;    // [dim][dim] axes, a row for each channel
   std::vector<double> cross_;        // [value_dim][dim] sum of values' products with coordinates
   std::vector<double> squares_;      // [dim] sum of squared coordinates
