@@ -230,8 +230,8 @@ auto EngineImpl::WithWhole(Sequence* sequence, const std::atomic<bool>* cancelle
   constexpr int kTries = 4;
   for (int tries = 1;; ++tries) {
     if (const auto paged = needed(); !paged.empty()) {
-      const auto swaps = WithRoom(
-          cancelled, [&] { return archive_->BringWhole(paged, UnlessCancelled(cancelled)); });
+      const auto swaps =
+          WithRoom(cancelled, [&] { return archive_->PageIn(paged, UnlessCancelled(cancelled)); });
       ATTND_RETURN_IF_ERROR(swaps.status());
       sequence->SwapSegments(*swaps);
     }

@@ -18,7 +18,7 @@
 #include "common/status.h"
 #include "gpu/index/segment_build.h"
 #include "gpu/memory/arena.h"
-#include "gpu/memory/mirror.h"
+#include "gpu/memory/device_copy_store.h"
 #include "gpu/row_subset.h"
 #include "gpu/step/device_step.h"
 #include "gpu/step/stream_context.h"
@@ -96,7 +96,7 @@ class ContextPool {
 
 // What a backend takes of a device.
 struct Resources {
-  std::shared_ptr<MirrorStore> store;
+  std::shared_ptr<DeviceCopyStore> store;
   std::vector<std::unique_ptr<StreamContext>> contexts;  // the last one builds segments
   uint64_t scratch_bytes = 0;
 };
@@ -116,13 +116,14 @@ absl::StatusOr<Resources> TakeMemory(const CudaBackendOptions& options, uint64_t
                                      TransferCounts* counts) {
   const WaveRoom room = RoomOf(options, memory_bytes);
   const uint64_t contexts = options.streams + 1;
-  const uint64_t mirrors = memory_bytes - contexts * StreamContext::DeviceBytes(room);
+  const uint64_t copy_bytes = memory_bytes - contexts * StreamContext::DeviceBytes(room);
   Resources resources;
   resources.scratch_bytes = contexts * StreamContext::DeviceBytes(room);
-  ATTND_ASSIGN_OR_RETURN(auto index, Arena::Create(device.get(), "index", mirrors / kIndexShare));
-  ATTND_ASSIGN_OR_RETURN(auto pages,
-                         Arena::Create(device.get(), "page", mirrors - mirrors / kIndexShare));
-  resources.store = std::make_shared<MirrorStore>(device, std::move(pages), std::move(index));
+  ATTND_ASSIGN_OR_RETURN(auto index,
+                         Arena::Create(device.get(), "index", copy_bytes / kIndexShare));
+  ATTND_ASSIGN_OR_RETURN(
+      auto pages, Arena::Create(device.get(), "page", copy_bytes - copy_bytes / kIndexShare));
+  resources.store = std::make_shared<DeviceCopyStore>(device, std::move(pages), std::move(index));
   for (uint64_t i = 0; i < contexts; ++i) {
     ATTND_ASSIGN_OR_RETURN(auto context, StreamContext::Create(device.get(), room, counts));
     resources.contexts.push_back(std::move(context));
@@ -304,7 +305,7 @@ class CudaBackend : public Backend {
   const CudaBackendOptions options_;
   const std::shared_ptr<Device> device_;
   const std::shared_ptr<Backend> cpu_;
-  std::shared_ptr<MirrorStore> store_;
+  std::shared_ptr<DeviceCopyStore> store_;
   uint64_t scratch_bytes_ = 0;
 
   // Thread-safe by themselves.

@@ -25,16 +25,16 @@
 
 namespace attnd::attention {
 
-// Of a map's block: multiples of kHeadDimMultiple.
+// The most elements of g0 and of the hidden vector; both sizes are multiples of kHeadDimMultiple.
 inline constexpr uint32_t kMapWidthMax = 512;
-// No weight is greater, no channel of a query or a key counts as more than kMapInputMax: so that
-// everything between them stays within float32.
+// No weight is greater than kMapWeightMax, and no channel of a query or a key counts as more than
+// kMapInputMax, so that all intermediate numbers stay within float32.
 inline constexpr float kMapWeightMax = 1e4f;
 inline constexpr float kMapInputMax = 1e6f;
 // No logarithm of a feature counts as more than this, as no logit is greater.
 inline constexpr float kLogFeatureMax = 1e18f;
 
-// The maps of all heads of one side, [layers * heads of a layer] of each, row-major.
+// The maps of one side (queries or keys); heads = layers * heads of a layer. Row-major.
 struct FeatureMapSide {
   std::vector<float> stem_weight;    // [heads][width][head_dim] W
   std::vector<float> stem_bias;      // [heads][width] b
@@ -57,16 +57,16 @@ struct FeatureMapParts {
   uint32_t inner = 0;       // of the block's hidden vector
   FeatureMapSide query;     // heads: layer * query_heads + query head
   FeatureMapSide key;       // heads: layer * kv_heads + KV head
-  // [layers * query_heads] whether the policy completes this head unless it says otherwise.
+  // [layers * query_heads] whether this head is completed, unless the policy says otherwise.
   std::vector<uint8_t> completed;
-  std::string identity;  // equal for equal maps alone; a hash of what they were made from
+  std::string identity;  // a hash of the file; different maps have different identities
 };
 
 // Immutable: safe from any thread.
 class FeatureMaps {
  public:
-  // InvalidArgument, naming the part and what is allowed: sizes beyond their limits, parts of other
-  // sizes, weights that are not numbers or beyond kMapWeightMax.
+  // InvalidArgument, naming the part and what is allowed, for sizes beyond their limits, for parts
+  // whose sizes do not match, and for weights that are NaN or beyond kMapWeightMax.
   static absl::StatusOr<std::shared_ptr<const FeatureMaps>> Make(FeatureMapParts parts);
 
   const std::string& identity() const { return parts_.identity; }
@@ -74,10 +74,11 @@ class FeatureMaps {
   bool completed(uint32_t layer, uint32_t query_head) const {
     return parts_.completed[size_t{layer} * parts_.query_heads + query_head] != 0;
   }
-  // FailedPrecondition, naming both, if they are of another shape than the model.
+  // FailedPrecondition, naming both shapes, if the maps are for another shape than the model's.
   absl::Status CheckShape(const ModelShape& shape) const;
 
-  // x: [4][head_dim]; log_features: [features][4]. A vector's features depend on nothing but it.
+  // x: [4][head_dim]; log_features: [features][4]. The features of a vector do not depend on the
+  // other vectors of the quad.
   void QueryFeatures(uint32_t layer, uint32_t query_head, const float* x,
                      float* log_features) const {
     Evaluate(parts_.query, size_t{layer} * parts_.query_heads + query_head, x, log_features);

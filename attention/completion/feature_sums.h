@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// FeatureSums: what tokens add to the summary of a (layer, KV head) (Top-K with Linear-Attention
-// Completion, appendix C, equations 34 to 39): with l_j[f] = ln phi_k(k_j)[f],
+// FeatureSums: sums of the learned features of some tokens of a (layer, KV head) (Top-K with
+// Linear-Attention Completion, appendix C, equations 34 to 39). With l_j[f] = ln phi_k(k_j)[f]:
 //   m[f] = max_j l_j[f],  u[f] = sum_j exp(l_j[f] - m[f]),  T[f] = sum_j exp(l_j[f] - m[f]) v_j
 #ifndef ATTND_ATTENTION_COMPLETION_FEATURE_SUMS_H_
 #define ATTND_ATTENTION_COMPLETION_FEATURE_SUMS_H_
@@ -16,23 +16,23 @@
 
 namespace attnd::attention {
 
-// Used by one thread at a time. Sums are in double precision over blocks of 16 tokens in float32;
-// where calls end does not show in them. |v| is at most what a sequence may have: nothing
-// overflows.
+// Used by one thread at a time. Sums are in float32 within blocks of 16 tokens, and in double
+// precision over these blocks. How the tokens are divided among calls of Add changes no bit of
+// them. Nothing overflows, as |v| has a limit when it is appended.
 class FeatureSums {
  public:
-  // Memory that the sums take, aligned to 64 bytes.
+  // Bytes of memory that the sums take; the memory must be aligned to 64 bytes.
   static size_t Bytes(const ModelShape& shape);
 
-  // Sums of no tokens, in `memory`, which holds Bytes. shift: [features] the m to use, as for
-  // tokens of a summary that is there; null: that of the tokens themselves. Everything outlives
-  // this.
+  // Sums of no tokens, in `memory` of Bytes(shape) bytes. shift: [features] the m to use, which is
+  // at least that of the tokens; null: the m of the tokens themselves. maps, shift and memory must
+  // outlive the sums.
   FeatureSums(const FeatureMaps* maps, const ModelShape& shape, uint32_t layer, uint32_t kv_head,
               const float* shift, std::byte* memory);
 
-  // The tokens of a run whose pages are there, all of them, whatever its lanes say.
+  // Adds all tokens of a run, whatever its lanes say. The run's pages must be in memory.
   void Add(const TokenRun& run);
-  // Everything that was added is in what follows; call it once, at the end.
+  // To be called once, at the end: only then do the sums below hold all tokens that were added.
   void Finish();
 
   uint64_t tokens() const { return tokens_; }
@@ -52,7 +52,7 @@ class FeatureSums {
   const uint32_t layer_, kv_head_;
   const bool own_shift_;
   uint64_t tokens_ = 0;
-  size_t pending_ = 0;             // tokens of the block that is being filled
+  size_t pending_ = 0;             // tokens in the block of 16 that is being filled
   std::span<float> keys_;          // [16][head_dim]
   std::span<std::byte> values_;    // [16] rows
   std::span<float> log_features_;  // [4][features][4]

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// BlockSearch: one query token's search for blocks of consecutive tokens by the bounds of their
-// keys (docs/POLICIES.md, "Blocks"; Quest, and AsyncTLS section 4.1, whose form as two matrix
-// products this is).
+// BlockSearch: one query token's search for KV blocks by the bounds of their keys
+// (docs/POLICIES.md, "Blocks"; Quest). The bounds are computed as two matrix products, as in
+// AsyncTLS, section 4.1.
 #ifndef ATTND_ATTENTION_CPU_BLOCK_SEARCH_H_
 #define ATTND_ATTENTION_CPU_BLOCK_SEARCH_H_
 
@@ -17,23 +17,24 @@
 
 namespace attnd::attention {
 
-// The full blocks of all segments, ascending, those that follow each other in one run.
+// The positions of the full blocks of all segments, ascending. Blocks that follow each other share
+// a run.
 std::vector<BlockRun> BlocksOf(const SequenceView& view, uint32_t block_tokens);
 
-// Life: construct, Score(every segment) from any threads, Choose once. Blocks are numbered through
-// all segments; those that are not full have no bounds and no number.
+// Life: construct; Score for every segment, from any threads; Choose once. Full blocks are numbered
+// through all segments. A block that is not full has no bounds and no number.
 class BlockSearch {
  public:
   static size_t CountBlocks(const SequenceView& view, uint32_t block_tokens);
   static size_t ArenaBytes(const ModelShape& shape, size_t blocks);
-  // queries: [quads][4][head_dim] as UnitQuery has them, of this query token or of the one before.
+  // queries: [quads][4][head_dim] as in UnitQuery, of this query token or of the one before it.
   BlockSearch(const UnitQuery& query, const float* queries, uint32_t block_tokens, size_t blocks,
               StepArena* arena);
 
   void Score(size_t segment);
   void Choose(size_t count, OrderScratch* order);
-  // After Choose: for the query token behind this one (PolicyView::recall), if there is a place
-  // to remember it.
+  // After Choose: remembers the chosen blocks for the next query token (PolicyView::recall). Does
+  // nothing if the view has no recall or the query token no position.
   void Remember() const;
 
   // Calls take(segment, tokens of that segment) for each chosen block, in order.
@@ -56,13 +57,14 @@ class BlockSearch {
 
   const UnitQuery query_;
   const uint32_t block_tokens_;
-  kernels::Queries positive_, negative_;  // the group's sums of either, in the first lane
-  std::span<float> scores_;               // [blocks]
-  std::span<Fate> fate_;                  // [blocks]
+  // Lane 0: the group's sums of the queries' positive channels, and of their negative channels.
+  kernels::Queries positive_, negative_;
+  std::span<float> scores_;  // [blocks]
+  std::span<Fate> fate_;     // [blocks]
 };
 
-// Remembers the blocks that one of the observed queries chooses, which stands at `position`.
-// policy: of blocks and labels.
+// Remembers the blocks that observed query token number `observed`, which is at `position`,
+// chooses. policy: one that selects by blocks and labels.
 void RememberBlocksOf(const SequenceView& view, const Policy& policy, uint32_t layer,
                       uint32_t kv_head, const ObservedQueries& queries, uint32_t observed,
                       uint64_t position);

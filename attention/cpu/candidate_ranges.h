@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// CandidateRanges: the tokens of the middle that a TokenUnit looks at or reads, as ranges of
-// segments.
+// CandidateRanges: the tokens of the middle that a TokenUnit ranks or reads, as ranges of segments.
 #ifndef ATTND_ATTENTION_CPU_CANDIDATE_RANGES_H_
 #define ATTND_ATTENTION_CPU_CANDIDATE_RANGES_H_
 
@@ -16,30 +15,31 @@
 
 namespace attnd::attention {
 
-// A range holds either candidates of the unit's selector, which are numbered through in the order
-// in which they were added, or tokens that are always read. Used by one thread.
+// A range holds either candidates of the unit's selector or tokens that are always read. Candidates
+// are numbered in the order in which they are added. Used by one thread.
 class CandidateRanges {
  public:
   static constexpr size_t kAlwaysRead = ~size_t{0};
-  // Tokens of one segment, in its order.
+  // Tokens of one segment, in the segment's order.
   struct Range {
     uint32_t segment = 0;
     TokenRange tokens;
-    // Number of the first token among the candidates, those behind it follow; or kAlwaysRead.
+    // The first token's number as a candidate; the tokens behind it have the next numbers.
+    // kAlwaysRead: these tokens are no candidates.
     size_t candidate = kAlwaysRead;
   };
 
-  // Bytes of an arena for so many ranges, their runs included.
+  // Bytes of an arena for `ranges_max` ranges and their runs.
   static size_t ArenaBytes(size_t ranges_max) {
     return ranges_max * (2 * sizeof(Range) + sizeof(TokenRun));
   }
   CandidateRanges(const UnitQuery& query, size_t ranges_max, StepArena* arena);
 
-  // Candidates: behind all others.
+  // Adds candidates; their numbers follow those of all others.
   void Add(size_t segment, TokenRange tokens);
-  // One candidate; if it follows the last one in its segment, in that one's range.
+  // Adds one candidate: to the last range, if the token follows that range in its segment.
   void AddToken(size_t segment, uint32_t token);
-  // All tokens of the middle, as candidates.
+  // Adds all tokens of the middle as candidates.
   void AddAll();
   void AddAlwaysRead(size_t segment, TokenRange tokens);
 
@@ -47,7 +47,8 @@ class CandidateRanges {
   size_t candidates() const { return candidates_; }
   std::span<const Range> ranges() const { return ranges_.first(count_); }
 
-  // Leaves the candidates that is_kept(number) says, numbered anew. No range is always read yet.
+  // Drops the candidates for which is_kept(number) is false, and numbers the others anew. Must be
+  // called before AddAlwaysRead.
   template <typename IsKept>
   void KeepOnly(const IsKept& is_kept) {
     const std::span<const Range> all = ranges();
@@ -67,8 +68,9 @@ class CandidateRanges {
     }
   }
 
-  // Brings the ranges in order and gives them as runs. lanes: [candidates][quads] which of a quad's
-  // heads read a candidate, one that none reads being left out; empty: all heads read all.
+  // Sorts the ranges by position and gives them as runs. lanes: [candidates][quads], which of a
+  // quad's heads read a candidate; a candidate that no head reads is left out. Empty lanes: all
+  // heads read all candidates.
   std::span<const TokenRun> ListRuns(std::span<const uint8_t> lanes);
 
  private:

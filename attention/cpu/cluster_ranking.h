@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// ClusterRanking: the clusters that one query token gives the greatest mass, for policies that look
-// for tokens inside of them (docs/POLICIES.md, "Selectors of tokens"). Mass is of the first order,
-// a q.C + log s, as clusters-top-k and double-p rank by.
+// ClusterRanking: the clusters to which one query token gives the greatest mass, for policies that
+// look for tokens inside of clusters (docs/POLICIES.md, "Selectors of tokens"). Mass is estimated
+// to the first order, its logarithm as a q.C + log s, as clusters-top-k and double-p do.
 #ifndef ATTND_ATTENTION_CPU_CLUSTER_RANKING_H_
 #define ATTND_ATTENTION_CPU_CLUSTER_RANKING_H_
 
@@ -14,10 +14,10 @@
 
 namespace attnd::attention {
 
-// Clusters of all segments, of either kind.
+// The number of clusters of all segments, whichever form they have.
 size_t CountClusters(const SequenceView& view, uint32_t layer, uint32_t kv_head);
 
-// Life: construct, Score(every segment) from any threads, Choose once. Clusters are numbered
+// Life: construct; Score for every segment, from any threads; Choose once. Clusters are numbered
 // through all segments.
 class ClusterRanking {
  public:
@@ -25,8 +25,8 @@ class ClusterRanking {
   ClusterRanking(const UnitQuery& query, size_t clusters, StepArena* arena);
 
   void Score(size_t segment);
-  // The best ones that have no more than `tokens` tokens together: the longest such prefix of the
-  // ranking, but at least one if `tokens` is not 0.
+  // Chooses the longest prefix of the ranking whose clusters have at most `tokens` tokens together;
+  // at least one cluster, unless `tokens` is 0.
   void Choose(size_t tokens, OrderScratch* order);
 
   // Calls take(segment, tokens of that segment) for each chosen cluster, in order.
@@ -48,7 +48,7 @@ class ClusterRanking {
   void Weigh();
 
   const UnitQuery query_;
-  std::span<float> mass_;      // [quads][clusters][4] logarithms; after Weigh, relative to the max
+  std::span<float> mass_;      // [quads][clusters][4] log mass; after Weigh, exp(log mass - max)
   std::span<float> score_;     // [clusters] sum over the group of each head's share
   std::span<uint32_t> sizes_;  // [clusters] tokens
   std::span<Fate> fate_;       // [clusters]

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// ClusterUnit: a cluster policy's work: score the clusters, choose what is read exactly, estimate
-// the rest. error-target over a tree scores the groups first and opens those that the error needs:
-// only their clusters are scored, and a closed group is estimated as a whole.
+// ClusterUnit: the MiddleUnit of cluster policies. It scores the clusters, chooses which ones are
+// read exactly, and estimates or drops the others. error-target over a tree scores the groups first
+// and opens those that the error needs: only the clusters of opened groups are scored, and a closed
+// group is estimated as a whole.
 #ifndef ATTND_ATTENTION_CPU_CLUSTER_UNIT_H_
 #define ATTND_ATTENTION_CPU_CLUSTER_UNIT_H_
 
@@ -30,7 +31,7 @@ class ClusterUnit : public MiddleUnit {
   uint64_t ScoreRows(size_t segment) const override {
     uint64_t rows = 0;
     for (const ClusterItems::Span& span : items_.spans_of(segment)) rows += span.count;
-    return regression_ ? rows + head_dim_ : rows;  // and the axes
+    return regression_ ? rows + head_dim_ : rows;  // an axis is a row, too
   }
   void Score(size_t segment) override;
   void Select(std::span<const QuadState> zones, OrderScratch* order) override;
@@ -56,29 +57,29 @@ class ClusterUnit : public MiddleUnit {
   // Arrays of one quad are [items][4].
   struct QuadScores {
     kernels::Queries queries;         // for centroids
-    kernels::SquaredQueries squares;  // unless of the first order
+    kernels::SquaredQueries squares;  // not for the first order
     float* log_mass;                  // and, after Weigh, the weights: exp(log_mass - max)
     float* d2;                        // variance of the members' logits; null for the first order
-    float* optimistic;                // mass at the members' best; null for the first order
+    float* optimistic;                // ClusterScoreArgs::optimistic; null for the first order
     float* error2;                    // squared errors times error_unit^2; null for the first order
-    float* mass2;                     // with a regression: the part that |o|^2 is times; else null
+    float* mass2;                     // RegressionErrorArgs::mass2; null without a regression
     float* estimated_weight;          // the weights, 0 for items that are not estimated
     float* group_log_mass;            // [groups][4] of all groups, while some are opened
     float* group_d2;
     float* base_dot;  // [segments][4] (DotBase)
     float max[kQuad];                 // scale of the weights
     float sum[kQuad];                 // of all weights
-    float dropped_sum[kQuad];
-    float missed_sum[kQuad];  // of demoted clusters
+    float dropped_sum[kQuad];         // of dropped clusters
+    float missed_sum[kQuad];          // of demoted clusters
     float error_unit[kQuad];
-    float mass_unit[kQuad];   // the same, relative to no values
+    float mass_unit[kQuad];   // error_unit without the norm of the output
     float error2_sum[kQuad];  // of the estimated items
     float mass2_sum[kQuad];
     float shift_norm[kQuad];   // |shift|, in the estimate's unit
-    float output_norm[kQuad];  // |o~|; 1 if it was not wanted
+    float output_norm[kQuad];  // |o~| of the estimated output; 1 if the cut does not need it
     float least_norm[kQuad];   // floor under |o| in relative errors
     QuadState estimate;
-    float* shift;  // [4][value_dim] what the regression adds to the estimate; else null
+    float* shift;  // [4][value_dim] what the regression adds to the estimate; null without one
   };
 
   size_t segments() const { return view_.segments.size(); }
@@ -120,11 +121,11 @@ class ClusterUnit : public MiddleUnit {
   std::span<float> score_memory_;
   std::span<float> share_memory_;
   std::span<Fate> fate_memory_;
-  std::span<float> size_memory_;    // with a regression; else empty
+  std::span<float> size_memory_;    // empty without a regression
   std::span<float> group_score_;    // [items]
-  std::span<float> share_;          // [items] as ShareOfFate left it
+  std::span<float> share_;          // [items] 1 for the fate of the last ShareOfFate, else 0
   std::span<Fate> fate_;            // [items]
-  std::span<float> size_;           // [items] with a regression; else empty
+  std::span<float> size_;           // [items] tokens; empty without a regression
   std::span<TokenRun> run_memory_;  // [clusters]
   std::span<const TokenRun> runs_;
   std::optional<RegressionTerms> regression_;  // of the second order, if segments have one

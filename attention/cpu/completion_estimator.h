@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// CompletionEstimator: what stands for the tokens of the middle that one (query token, KV head)
-// does not read (docs/POLICIES.md, "Retrieval with completion"; Top-K with Linear-Attention
-// Completion, sections 4 and 5, appendix C): the segments' summaries, scaled to one shift and added
-// up, less the contributions of what is read, evaluated for each query head in the log domain
-// (equations 38 to 43). So no token counts twice.
+// CompletionEstimator: estimates the tokens of the middle that one (query token, KV head) does not
+// read (docs/POLICIES.md, "Retrieval with completion"; Top-K with Linear-Attention Completion,
+// sections 4 and 5, appendix C). The feature sums of the segments are scaled to one shift and added
+// up. The contributions of the tokens that are read are subtracted, so that no token counts twice.
+// The remainder is evaluated for each query head in the log domain (equations 38 to 43).
 #ifndef ATTND_ATTENTION_CPU_COMPLETION_ESTIMATOR_H_
 #define ATTND_ATTENTION_CPU_COMPLETION_ESTIMATOR_H_
 
@@ -19,43 +19,45 @@
 
 namespace attnd::attention {
 
-// Life: construct; Prepare; AddReader for each piece of what is read, then the readers may be fed
-// from any threads, each by one; Estimate once. Sums of the remainder are in double precision.
+// Life: construct; Prepare; AddReader for each piece that is read; give the readers their tokens,
+// different readers from any threads; Estimate once. The remainder is summed in double precision.
 class CompletionEstimator {
  public:
   static size_t ArenaBytes(const SequenceView& view);
   static size_t ReaderBytes(const ModelShape& shape) { return FeatureSums::Bytes(shape); }
-  // The view has feature maps, and its segments summaries.
+  // The view must have feature maps, and its segments feature sums.
   CompletionEstimator(const UnitQuery& query, StepArena* arena);
 
-  // Whether the policy completes a query head of the group; any or all of them.
+  // Whether the policy completes this query head of the group; any query head; all query heads.
   bool completes(size_t head) const;
   bool completes_any() const { return completed_ > 0; }
   bool completes_all() const { return completed_ == query_.view->shape.group(); }
 
-  // The shift of all segments together, and the queries' features.
+  // Computes the common shift of all segments, and the queries' features.
   void Prepare();
   size_t AddReader(StepArena* arena);
   FeatureSums& reader(size_t number) { return readers_[number]; }
 
-  // Folds the remainder of `middle` tokens into the states of the heads that are completed. Nothing
-  // if all were read. A feature of which less than epsilon of the whole is left, or nothing, is
-  // left out: rounding of what was subtracted would count for more than it does.
+  // Merges the estimate of the unread tokens into the states of the heads that are completed;
+  // changes nothing if all `middle` tokens of the middle were read. A feature is left out if the
+  // subtraction leaves nothing of it, or less than the policy's epsilon of its whole sum: the
+  // rounding of the subtraction would be greater than the rest.
   void Estimate(uint64_t middle, std::span<QuadState> states);
-  // ln of the mass that Estimate gave to a head; -infinity for none.
+  // ln of the mass that Estimate added to a head; -infinity if it added none.
   double log_mass(size_t head) const { return log_mass_[head]; }
 
  private:
   void Subtract();
-  // State of one head's remainder: gives ln of its mass, -infinity if no feature is left.
+  // The remainder's mean value for one head, into mean[value_dim]; returns ln of the remainder's
+  // mass, -infinity if no feature is left.
   double Evaluate(size_t head, float* mean) const;
 
   const UnitQuery query_;
   const FeatureMaps& maps_;
   const size_t features_, value_dim_;
   size_t completed_ = 0;             // heads of the group
-  std::span<float> m_;               // [features] of all segments
-  std::span<double> whole_;          // [features] u of all segments
+  std::span<float> m_;               // [features] the common shift: the greatest m of a segment
+  std::span<double> whole_;          // [features] u of all segments together
   std::span<double> u_, t_;          // [features], [features][value_dim] of the remainder
   std::span<float> query_features_;  // [group][features]
   std::span<double> log_mass_;       // [group]

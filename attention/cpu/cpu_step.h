@@ -22,8 +22,8 @@
 
 namespace attnd::attention {
 
-// Owns a wave's units, the pieces that they read, and the totals of all rows; says which stage
-// works on what.
+// Owns a wave's units, the pieces that the units read, and the totals of all rows; divides each
+// stage into items.
 //
 //   while (NextWave(...)) {
 //     for each stage { Prepare; while NextItems gives some { RunItem(each) } }
@@ -31,14 +31,15 @@ namespace attnd::attention {
 //   }
 //   FinishRows;
 //
-// Used by one thread, but for RunItem: distinct items that NextItems gave may run at the same time.
+// Used by one thread, except for RunItem: distinct items of the latest NextItems may run at the
+// same time.
 class CpuStep {
  public:
   enum class Stage {
     kRead,           // zones and dense tokens exactly; score candidates
     kSelect,         // per unit that selects: choose and estimate
     kAttend,         // chosen tokens, exactly, by units that wait for all of their pages
-    kAttendFetched,  // chosen tokens, exactly, by units that estimate what is not there in time
+    kAttendFetched,  // chosen tokens, exactly, by units that estimate pages that miss their time
     kMerge,          // per unit: merge, normalise, statistics
   };
   static constexpr Stage kStages[] = {Stage::kRead, Stage::kSelect, Stage::kAttend,
@@ -46,24 +47,26 @@ class CpuStep {
 
   CpuStep(const StepRequest& request, StepArena* arena);
 
-  // Takes the next units, at least one, up to scratch_bytes of memory. False when none are left.
+  // Takes the next units: as many as fit scratch_bytes of memory, but at least one. False when none
+  // are left.
   bool NextWave(size_t scratch_bytes);
   // Begins a stage; stages of a wave come in the order of kStages.
   void Prepare(Stage stage);
-  // The next items of the stage that was prepared, with the pages that they read fetched and kept
-  // until the next call; none when the stage is done. What PageStore::Bring says, if that concerns
-  // all rows.
+  // The next items of the prepared stage; none when the stage is done. The pages that these items
+  // read are fetched, and stay pinned until the next call. Errors: those of PageStore::Fetch that
+  // concern all rows.
   absl::StatusOr<ItemRange> NextItems();
-  // About how many multiply-adds the items take.
+  // How many multiply-adds the items take, approximately.
   uint64_t Work(const ItemRange& items) const;
   void RunItem(size_t item);
   // Collects what the wave's items measured.
   void FinishWave();
-  // The fault of a row that has no place for it.
+  // Writes the rows' statistics and faults. Returns the fault of a row whose StepRow::fault is
+  // null.
   absl::Status FinishRows() { return totals_.Finish(); }
 
  private:
-  // One item of a unit's scoring. In stage kRead scores are numbered behind all pieces.
+  // One item of a unit's scoring. The items of stage kRead are all pieces, then all scores.
   struct ScoreItem {
     size_t unit = 0;
     size_t item = 0;
@@ -93,7 +96,7 @@ class CpuStep {
 
   // One stage.
   Stage stage_ = Stage::kMerge;
-  bool given_ = false;  // all items, of stages that read no pages
+  bool given_ = false;  // whether a stage that reads no pages has given its items
 };
 
 }  // namespace attnd::attention

@@ -95,11 +95,11 @@ absl::StatusOr<FetchPlan::Group> FetchPlan::Fetch(size_t begin, size_t end,
   CHECK_GE(reader_at(next_use_), begin) << "a reader was passed over before it was served";
   if (reader_at(next_use_) > begin || begin == end) return Group{reader_at(next_use_), 0};
   PageStore* const store = wants_[uses_[next_use_].want].payload->store();
-  const size_t last = GroupEnd(end, store->bring_bytes_max());
+  const size_t last = GroupEnd(end, store->fetch_bytes_max());
   const size_t first_want = uses_[next_use_].want;
   const std::span<PageWant> group =
       std::span<PageWant>(wants_).subspan(first_want, uses_[last - 1].want + 1 - first_want);
-  ATTND_ASSIGN_OR_RETURN(pins_, store->Bring(group, patience));
+  ATTND_ASSIGN_OR_RETURN(pins_, store->Fetch(group, patience));
   next_use_ = last;
   if (reader_at(last) != uses_[last - 1].reader) return Group{reader_at(last), 0};
   CHECK_EQ(uses_[last - 1].reader, begin) << "only the first reader of a group is parted";

@@ -53,7 +53,7 @@ class KeyReader {
     PageStore* const store = segment.paged_payload()->store();
     const auto pages = static_cast<uint32_t>(PageGeometry::PagesFor(segment.tokens()));
     const auto group = static_cast<uint32_t>(
-        std::max<uint64_t>(1, store->bring_bytes_max() / geometry_.page_bytes()));
+        std::max<uint64_t>(1, store->fetch_bytes_max() / geometry_.page_bytes()));
     std::vector<PageWant> wants;
     for (uint32_t first = 0; first < pages; first += group) {
       ATTND_RETURN_IF_ERROR(proceed());
@@ -65,7 +65,7 @@ class KeyReader {
         want.kv_head = kv_head_;
         want.page = page;
       }
-      ATTND_ASSIGN_OR_RETURN(const auto pins, store->Bring(wants, PagePatience()));
+      ATTND_ASSIGN_OR_RETURN(const auto pins, store->Fetch(wants, PagePatience()));
       for (const PageWant& want : wants) {
         if (want.data == nullptr) {
           ATTND_RETURN_IF_ERROR(want.payload->status());

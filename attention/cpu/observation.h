@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Observation: what the last queries of a prompt looked at, and the keep-sets that SnapKV and
-// Ada-SnapKV make of it (docs/POLICIES.md, "Keep-sets"; papers/sparse-frontier, A.1.4, A.1.5).
+// Observation: how important the tokens of a prompt are to its last queries, and the keep-sets that
+// SnapKV and Ada-SnapKV make of that (docs/POLICIES.md, "Keep-sets"; papers/sparse-frontier, A.1.4,
+// A.1.5).
 #ifndef ATTND_ATTENTION_CPU_OBSERVATION_H_
 #define ATTND_ATTENTION_CPU_OBSERVATION_H_
 
@@ -20,11 +21,11 @@
 
 namespace attnd::attention {
 
-// Most that a prompt may have, and what the paper takes.
+// The most query tokens of a prompt that can be observed; the paper observes as many.
 inline constexpr uint32_t kObservedTokensMax = 256;
-// Tokens that the importance of one is averaged over (A.1.4), itself in the middle.
+// A token's importance is averaged over so many tokens, of which it is the middle one (A.1.4).
 inline constexpr uint32_t kPoolingKernel = 21;
-// Of a head's share of the budget, what it gets for sure (A.1.5).
+// The part of its share of the budget that each head keeps in any case under Ada-SnapKV (A.1.5).
 inline constexpr double kAdaptiveLeastShare = 0.2;
 
 // Queries of one layer for the last `tokens` tokens of a prompt, rotated like keys.
@@ -34,22 +35,25 @@ struct ObservedQueries {
   const std::byte* data = nullptr;  // [tokens, query_heads, head_dim]
 };
 
-// The importance of each token of the middle, [tail_begin - sink], to one KV head: the causal
-// softmax over all of the prompt's keys, over observed queries and group the mean or, if
-// `adaptive`, the maximum, then averaged over kPoolingKernel neighbours. The view is in token order
-// and holds the prompt, `prompt_tokens` long. Calls `proceed` between pieces of some milliseconds,
-// whose error ends it; errors of fetching pages.
+// The importance of each token of the middle, [tail_begin - sink], to one KV head: its weight in
+// the causal softmax over all of the prompt's keys; of these weights the mean over observed queries
+// and the group's heads or, if `adaptive`, the maximum; then the average over kPoolingKernel
+// neighbours. The view is in token order and holds the whole prompt, `prompt_tokens` long. Calls
+// `proceed` every few milliseconds. Errors: those of `proceed`, which end the computation, and of
+// fetching pages.
 absl::StatusOr<std::vector<float>> Importance(const SequenceView& view, uint32_t layer,
                                               uint32_t kv_head, uint64_t prompt_tokens,
                                               const ObservedQueries& queries, bool adaptive,
                                               absl::FunctionRef<absl::Status()> proceed);
 
-// Tokens of a middle of so many that a head keeps, or on the mean of a layer's heads.
+// How many tokens of a middle of `middle` tokens a head keeps. Under Ada-SnapKV this is the mean
+// over the heads of a layer.
 size_t KeptShare(const Budget& budget, size_t middle);
 
-// What the heads of one layer keep, ascending numbers of the middle's tokens: the greatest for a
-// budget of each head; if `adaptive`, a fifth of it for each and the rest of all by one ranking,
-// the lower head and then the lower token first. importance: [kv_heads][middle].
+// The tokens that each head of one layer keeps, as ascending numbers in the middle. Each head keeps
+// its share of most important tokens. If `adaptive`, each head keeps kAdaptiveLeastShare of its
+// share, and one ranking of the tokens of all heads gives out the rest of all shares; among equals
+// the lower head comes first, then the lower token. importance: [kv_heads][middle].
 std::vector<std::vector<uint32_t>> ChooseKept(std::span<const std::vector<float>> importance,
                                               const Budget& budget, bool adaptive);
 

@@ -46,7 +46,7 @@ void ListChosenPages(const StepUnit& unit, uint32_t layer, size_t reader, FetchP
     next = (run.range.end - 1) / kPageTokens + 1;
     for (uint32_t page = first; page < next; ++page) {
       bytes += page_bytes;
-      if (bytes > payload->store()->bring_bytes_max()) return;
+      if (bytes > payload->store()->fetch_bytes_max()) return;
       plan->Add(reader, {payload, layer, unit.spec().kv_head, page}, page_bytes, false);
     }
   }

@@ -28,32 +28,33 @@ struct ItemRange {
   size_t size() const { return end - begin; }
 };
 
-// Pages are fetched in one of two ways, both by one FetchPlan. Pieces wait for their pages; one
-// that does not get them fails its row. Units whose policy estimates misses take the pages that
-// are there in time, leave the other clusters to their estimates, and only then have pieces, all of
-// whose pages are there.
+// Pages are fetched in one of two ways, both by one FetchPlan. Pieces wait for their pages; a piece
+// that does not get its pages fails its row. Units whose policy estimates misses take the pages
+// that are in memory in time and estimate the other clusters. Only then are pieces made for such a
+// unit; all of their pages are in memory.
 //
-// Used by one thread, while nobody reads pieces.
+// Used by one thread, while no thread reads pieces.
 class PageFetcher {
  public:
   // The lists are those of the step that owns the fetcher; rows that lose pages fail in `totals`.
   PageFetcher(const StepRequest& request, std::deque<StepUnit>* units, PieceList* pieces,
               RowTotals* totals);
 
-  // Forgets all plans and lets go what was fetched.
+  // Forgets all plans and unpins what was fetched.
   void Clear();
 
-  // The pieces from `first` on, all of which wait, are read next.
+  // Plans the pieces from number `first` on, all of which wait for their pages.
   void PlanPieces(size_t first);
-  // Makes the next planned pieces readable, at most up to item `end`, and gives them; what the last
-  // call gave has been read and is let go. Items behind the last piece need no pages. A piece that
-  // is given may stay the next one, if there was no room for all of its pages at a time. None if
-  // all was given. Errors of PageStore::Bring, which are not of one row alone.
+  // Makes the next planned pieces readable, at most up to item `end`, and returns them; none after
+  // the last ones. The pieces of the last call must have been read: their pages are unpinned. Items
+  // behind the last piece need no pages. If there is no room for all pages of a piece at a time,
+  // the piece is returned again by the next call. Errors: those of PageStore::Fetch, which concern
+  // all rows.
   absl::StatusOr<ItemRange> NextPieces(size_t end);
 
-  // What these units chose is read next, as far as it is there in time.
+  // Plans what these units chose, as far as the pages are in memory in time.
   void PlanUnits(std::vector<size_t> units);
-  // Adds the pieces of the next planned units, readable, and gives them: as NextPieces.
+  // Adds the pieces of the next planned units, makes them readable and returns them, as NextPieces.
   absl::StatusOr<ItemRange> NextUnits();
 
  private:
@@ -71,7 +72,7 @@ class PageFetcher {
   size_t next_piece_ = 0;
   std::vector<size_t> waiting_units_;  // of PlanUnits
   size_t next_unit_ = 0;               // number in waiting_units_
-  // Patience for misses counts from the step's start.
+  // The time that a policy waits for missing pages counts from the step's start.
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 

@@ -17,31 +17,31 @@
 
 namespace attnd::attention {
 
-// Empty states for so many quads, in the arena's memory.
+// Empty states for `quads` quads, in the arena's memory.
 std::span<QuadState> NewStates(size_t quads, size_t value_dim, StepArena* arena);
 
-// Runs of tokens that some quads of one unit read, and the softmax states that come of them.
+// Runs of tokens that some quads of one unit read, and the softmax states of these tokens.
 // Different pieces may be read by different threads at the same time.
 struct Piece {
   size_t unit = 0;              // number of the unit in its wave
-  std::span<TokenRun> runs;     // those that are still to be read
-  size_t runs_now = 0;          // the first so many of them can be read now (PageFetcher)
-  size_t first_quad = 0;        // the piece is of the unit's quads from this one on,
-  std::span<QuadState> states;  // as many as there are states
+  std::span<TokenRun> runs;     // still to be read
+  size_t runs_now = 0;          // so many of the first runs can be read now (PageFetcher)
+  size_t first_quad = 0;        // the unit's first quad that reads the piece
+  std::span<QuadState> states;  // [quads that read the piece]
   uint64_t nanos = 0;           // processor time that reading took
   // Set if the unit ranks the tokens instead of attending to them: number in the middle of the
   // first token that is still to be read.
   std::optional<size_t> ranked_token;
-  // Set if the unit's estimate follows what is read (MiddleUnit::AddReader).
+  // Set if the unit's estimate depends on the tokens that are read (MiddleUnit::AddReader).
   std::optional<size_t> reader;
 };
 
-// Cuts runs into pieces. Where it cuts depends on the reading unit alone, so that neither threads
-// nor other rows of a step change a bit of an answer. One thread at a time; pieces are numbered in
-// the order in which they were added and keep their numbers, not their addresses.
+// Cuts runs into pieces. The cuts depend on the reading unit alone, so that neither threads nor
+// other rows of a step change a bit of an answer. Pieces are numbered in the order in which they
+// are added; they keep their numbers, but not their addresses. Used by one thread at a time.
 class PieceList {
  public:
-  // Who reads: quads [first_quad, first_quad + quads) of a unit.
+  // The readers of a piece: quads [first_quad, first_quad + quads) of a unit.
   struct Readers {
     size_t unit = 0;
     size_t first_quad = 0;
@@ -66,12 +66,13 @@ class PieceList {
   auto begin() const { return pieces_.begin(); }
   auto end() const { return pieces_.end(); }
 
-  // Runs one after another, in pieces of PieceTokens. Runs of paged segments are cut page by page,
-  // and where the kernel's blocks of tokens end, so that such a piece can be read in parts without
+  // Adds runs in pieces of PieceTokens tokens. Runs of paged segments are also cut where pages end
+  // and where blocks of kernels::kRowBlock tokens end, so that a piece can be read in parts without
   // a bit of difference.
   void AddRuns(const Readers& readers, std::span<const TokenRun> runs);
 
-  // One run for each tail block. Pieces end where positions are multiples of PieceTokens.
+  // Adds tokens of the tail, one run for each tail block. Pieces end where positions are multiples
+  // of PieceTokens.
   void AddTail(const Readers& readers, const TailRange& range);
 
  private:

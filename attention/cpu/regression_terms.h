@@ -16,7 +16,8 @@
 
 namespace attnd::attention {
 
-// Of one unit. Rotate distinct segments from any threads; everything else afterwards, from one.
+// Belongs to one unit. Rotate may be called for distinct segments from any threads; everything else
+// is called afterwards, from one thread.
 class RegressionTerms {
  public:
   static size_t ArenaBytes(const ModelShape& shape, size_t segments, size_t quads);
@@ -29,12 +30,12 @@ class RegressionTerms {
     return rotated_[segment * quads_ + quad].squares;
   }
 
-  // Sums up the variances of rows [first, first + count) of the index by their weights
-  // ([count][4]) and logits' variances ([count][4]), for Shift.
+  // Sums up, for Shift, the variances of rows [first, first + count) of the index along the axes.
+  // weight, d2: [count][4] weights of the rows and variances of their members' logits.
   void AddVariances(const ClusterIndex& index, size_t first, size_t count, const float* weight,
                     const float* d2);
-  // Adds to shift ([4][value_dim]) what moves the weighted sum of values of the rows that were
-  // added since the last Shift, all of this segment.
+  // Adds to shift, [4][value_dim], the regression's correction of the weighted sum of mean values.
+  // It is that of the rows given to AddVariances since the last Shift, all of this segment.
   void Shift(size_t segment, size_t quad, const ClusterIndex& index, float* shift);
 
  private:
@@ -47,9 +48,9 @@ class RegressionTerms {
   const size_t value_dim_;
   const DType dtype_;  // of axes and slopes
   const size_t quads_;
-  std::span<kernels::Queries> prepared_;  // [quads] for rows of floats
+  std::span<kernels::Queries> prepared_;  // [quads] for rows in fp32
   std::span<Rotated> rotated_;            // [segments][quads]
-  std::span<float> variances_;            // [4][head_dim] of AddVariances
+  std::span<float> variances_;            // [4][head_dim] sums of AddVariances
 };
 
 }  // namespace attnd::attention

@@ -7,7 +7,7 @@
 
 namespace attnd::attention {
 
-// Adds the time from construction to destruction to a counter.
+// Adds the nanoseconds from construction to destruction to a counter.
 class StageTimer {
  public:
   explicit StageTimer(uint64_t* nanos) : nanos_(nanos), start_(Clock::now()) {}

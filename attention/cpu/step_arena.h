@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// StepArena: scratch memory of one step. Memory is kept between steps, so that running allocates
-// nothing once the arena has grown to the steps it sees.
+// StepArena: scratch memory of one step. The arena keeps its memory between steps, so that a step
+// allocates nothing once the arena has grown.
 #ifndef ATTND_ATTENTION_CPU_STEP_ARENA_H_
 #define ATTND_ATTENTION_CPU_STEP_ARENA_H_
 
@@ -18,8 +18,8 @@
 
 namespace attnd::attention {
 
-// Not thread-safe: one thread allocates, others may use what it handed out. Memory is
-// uninitialised. Throws std::bad_alloc if the system refuses memory.
+// Not thread-safe: one thread allocates; other threads may use the memory that it hands out. This
+// memory is uninitialised. Throws std::bad_alloc if the system refuses memory.
 class StepArena {
  public:
   template <typename T>
@@ -35,7 +35,7 @@ class StepArena {
     handed_out_ = 0;
   }
 
-  // Bytes since Reset, each allocation up to its alignment.
+  // Bytes handed out since Reset, each allocation rounded up to kAlignment.
   size_t handed_out() const { return handed_out_; }
 
   // Gives back blocks beyond `bytes` in all. Call after Reset.

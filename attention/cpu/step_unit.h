@@ -22,14 +22,14 @@
 
 namespace attnd::attention {
 
-// Life: construct; AddFirstPieces; Read all of them, and let middle() score, from any threads. A
+// Life: construct; AddFirstPieces; Read these pieces, and let middle() score, from any threads. A
 // unit that selects goes on: Select; LeaveMissing if it is not to wait for pages; AddChosenPieces;
-// Read those. Then Merge, and Report. Memory is the arena's and the request's.
+// Read the chosen pieces. Then Merge, and Report. The memory belongs to the arena and the request.
 //
-// Used by one thread at a time, but for Read of different pieces.
+// Used by one thread at a time, except that different pieces may be Read at the same time.
 class StepUnit {
  public:
-  // number: of the unit in its wave, which is what its pieces name it by.
+  // number: the unit's number in its wave, by which its pieces name it.
   StepUnit(const StepRequest& request, const UnitSpec& spec, size_t number, StepArena* arena);
 
   const UnitSpec& spec() const { return spec_; }
@@ -37,32 +37,33 @@ class StepUnit {
   const ModelShape& shape() const { return view_.shape; }
   // Null unless the unit selects from the middle.
   MiddleUnit* middle() const { return middle_.get(); }
-  // Multiply-adds that one token takes, about.
+  // How many multiply-adds one token takes, approximately.
   uint64_t WorkPerToken() const;
 
-  // Zones, the middle if it is read densely, and its keys if the unit ranks them.
+  // Adds the zones, the middle if it is read densely, and the middle's keys if the unit ranks them.
   void AddFirstPieces(PieceList* pieces);
-  // What was chosen of the middle.
+  // Adds the chosen tokens of the middle.
   void AddChosenPieces(PieceList* pieces);
   // Reads the runs of a piece that can be read now, the first piece->runs_now ones.
   void Read(Piece* piece) const;
 
   // Chooses from the middle, after the first pieces have been read.
   void Select(const PieceList& pieces);
-  // Whether the unit estimates what is not in memory in time, and has chosen something that may not
-  // be.
+  // Whether the unit estimates pages that are not in memory in time, and has chosen tokens of a
+  // paged segment.
   bool EstimatesMisses() const;
-  // Leaves to their estimate the clusters that have a page outside `pages`.
+  // Estimates, instead of reading them, the chosen clusters that have a page which is not in
+  // memory, as `pages` says.
   void LeaveMissing(const FetchedPages& pages);
 
   // Merges all states, writes the unit's part of the row's outputs, and measures it.
   void Merge(const PieceList& pieces);
 
-  // Accounts of what others do for the unit.
+  // Processor or waiting time that others spent for the unit.
   void AddFetchNanos(uint64_t nanos) { report_.nanos.fetch += nanos; }
   void AddScoreNanos(uint64_t nanos) { report_.nanos.score += nanos; }
   void AddAttendNanos(uint64_t nanos) { report_.nanos.attend += nanos; }
-  // The pages of these tokens of the unit's were read from disk for it.
+  // Notes that the pages of these tokens were read from disk for the unit.
   void CountDiskRead(const TokenRun& run) {
     report_.ssd_tokens += uint64_t{spec_.tokens} * run.range.size();
   }
@@ -91,12 +92,12 @@ class StepUnit {
   StepArena* const arena_;
   float* queries_ = nullptr;              // [quads][4][head_dim]
   std::span<kernels::Queries> prepared_;  // [quads]
-  std::span<QuadState> states_;           // [quads] of the zones, and in the end of everything
+  std::span<QuadState> states_;           // [quads] of the zones; after Merge, of all tokens
   std::unique_ptr<MiddleUnit> middle_;    // null unless the middle is selected from
   // Ranges of pieces, in the order in which they are merged.
   size_t first_pieces_[2] = {0, 0};  // zones and dense tokens
   size_t chosen_pieces_[2] = {0, 0};
-  UnitReport report_;  // without what middle_ says itself
+  UnitReport report_;  // without what middle_ reports
 };
 
 }  // namespace attnd::attention

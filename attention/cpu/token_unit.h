@@ -5,9 +5,9 @@
 // pruner over any of them and over clusters, and retrieval with completion (docs/POLICIES.md).
 //
 // Candidates come from a selector (blocks, labels, both, a keep-set, clusters, the keys themselves,
-// or all tokens), as ranges of a segment; the pruner then makes of them a set for each query head.
-// What belongs to no candidate of its selector (tokens of blocks that are not full, tokens that
-// came behind a keep-set) is always read.
+// or all tokens), as ranges of a segment. The pruner, if there is one, chooses from these
+// candidates for each query head. Tokens that the selector does not rank (those of blocks that are
+// not full, those that came after a keep-set was made) are always read.
 #ifndef ATTND_ATTENTION_CPU_TOKEN_UNIT_H_
 #define ATTND_ATTENTION_CPU_TOKEN_UNIT_H_
 
@@ -29,7 +29,7 @@ namespace attnd::attention {
 
 class TokenUnit : public MiddleUnit {
  public:
-  // query: its view, policy, layer, KV head and `seen`. Its tokens are read in `pieces`.
+  // query: as QueryOf makes it. pieces: the most pieces in which the unit's tokens are read.
   static size_t ArenaBytes(const UnitQuery& query, uint64_t pieces);
   TokenUnit(const UnitQuery& query, StepArena* arena);
 
@@ -52,7 +52,7 @@ class TokenUnit : public MiddleUnit {
   bool predicts_error() const override { return unread_tokens() == 0; }
   uint64_t estimate_nanos() const override { return 0; }
   uint64_t exact_tokens() const override { return exact_tokens_; }
-  // What is not read is estimated if any head of the group is completed.
+  // Unread tokens count as estimated if any head of the group is completed, else as dropped.
   uint64_t estimated_tokens() const override { return estimates() ? unread_tokens() : 0; }
   uint64_t dropped_tokens() const override { return estimates() ? 0 : unread_tokens(); }
   void ExportPlan(Plan* plan) const override;
@@ -66,11 +66,11 @@ class TokenUnit : public MiddleUnit {
   bool pruned() const { return policy_.pruner == Pruner::kTopP; }
   bool estimates() const { return estimator_ != nullptr && estimator_->completes_any(); }
   uint64_t unread_tokens() const { return sizes_.middle - exact_tokens_; }
-  // What all tokens are scored by, in Score.
+  // Whether Score scores all tokens, by their labels or by their keys in 4 bits.
   bool scores_all() const {
     return policy_.selector == Selector::kLabels || policy_.selector == Selector::kAll;
   }
-  // Whether every token of the middle is in the weights that the last cut was made by.
+  // Whether the weights of the last cut are those of all tokens of the middle.
   bool weighs_all() const {
     return pruned() ? policy_.selector == Selector::kAll : ranks_by_keys();
   }
@@ -99,7 +99,7 @@ class TokenUnit : public MiddleUnit {
   const Policy& policy_;
   const std::shared_ptr<const BlockChoice> recalled_;
   const TokenSizes sizes_;
-  // Blocks by this query token, and by the one before it if that one's are searched.
+  // The block searches of this query token, and of the one before it if that one is of this step.
   std::optional<BlockSearch> own_, previous_;
   std::optional<ClusterRanking> ranking_;
   CandidateRanges ranges_;
@@ -107,8 +107,8 @@ class TokenUnit : public MiddleUnit {
   std::span<float> group_score_;  // [sizes_.scored]
   std::span<Fate> fate_;          // [sizes_.scored]
   std::span<uint8_t> lanes_;      // [sizes_.scored][quads] what the pruner keeps
-  std::span<float> scale_;        // [quads][4] of the pruner's weights, or the exhaustive ones
-  std::span<double> outside_;     // [quads][4] weights outside its set, or of what is not read
+  std::span<float> scale_;        // [quads][4] greatest logit, to which the weights are relative
+  std::span<double> outside_;     // [quads][4] sum of the weights that the last cut left out
   std::span<const TokenRun> runs_;
   uint64_t exact_tokens_ = 0;
   std::unique_ptr<CompletionEstimator> estimator_;  // null unless the policy completes

@@ -35,18 +35,17 @@ struct UnitSpec {
 // Quads that hold the query heads of one query token and one KV head.
 size_t QuadsPerToken(const ModelShape& shape);
 
-// Tokens of a full piece of a unit with so many quads. A longer piece for more quads keeps the
-// memory of the pieces' states a small share of what is read.
+// Tokens of a full piece of a unit with `quads` quads. More quads have longer pieces, so that the
+// memory of the pieces' states stays a small share of what is read.
 uint32_t PieceTokens(size_t quads);
 
 // The units of all rows, ascending by row, query token and KV head.
 std::vector<UnitSpec> DivideIntoUnits(const StepRequest& request);
 
-// What the MiddleUnit of a unit is asked, still without queries. The unit's first query token is
-// the one that asks.
+// The UnitQuery of the unit's first query token, still without the numbers of its queries.
 UnitQuery QueryOf(const StepRequest& request, const UnitSpec& spec);
 
-// Most bytes of an arena that a unit takes, its pieces included.
+// The most bytes of an arena that a unit takes, its pieces included.
 size_t UnitBytes(const StepRequest& request, const UnitSpec& spec);
 
 }  // namespace attnd::attention

@@ -15,9 +15,9 @@ namespace attnd::attention {
 // A bounded set of threads (a oneTBB arena). Several callers may use one pool at the same time and
 // then share its threads; a caller works along on its own items. Thread-safe.
 //
-// oneTBB is seen by this class's source file alone: its threads synchronise inside a library that
-// thread sanitizer cannot look into, so that file tells the sanitizer which orders ForEach
-// promises, and no more.
+// Only this class's source file includes oneTBB. The thread sanitizer cannot look into oneTBB's
+// library, where its threads synchronise; the source file therefore tells the sanitizer which
+// orders ForEach promises, and no more.
 class WorkerPool {
  public:
   // `threads` counts the calling thread, and is at least 1.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// KeyIndexBuilder: the indexes of a head that are made of its keys as they lie in the segment:
-// bounds of blocks (Quest), keys in 4 bits (Double Sparsity's labels, Twilight's keys), and sums of
-// their features (retrieval with completion).
+// KeyIndexBuilder: builds the indexes of a head that are made from its keys in the segment's order:
+// bounds of KV blocks (Quest), keys in 4 bits (Double Sparsity's labels, Twilight's keys), and
+// feature sums (retrieval with completion).
 #ifndef ATTND_ATTENTION_INDEX_KEY_INDEX_BUILDER_H_
 #define ATTND_ATTENTION_INDEX_KEY_INDEX_BUILDER_H_
 
@@ -18,8 +18,8 @@
 
 namespace attnd::attention {
 
-// Builds heads one after another, in chunks; keeps its scratch memory between heads. One thread at
-// a time.
+// Builds heads one after another, in chunks; keeps its scratch memory between heads. Used by one
+// thread at a time.
 class KeyIndexBuilder {
  public:
   static uint64_t ScratchBytes(const SegmentForm& form) {
@@ -28,13 +28,13 @@ class KeyIndexBuilder {
            (sums ? FeatureSums::Bytes(form.shape) : 0);
   }
 
-  // What to build for one (layer, KV head). Everything outlives the building.
+  // What to build for one (layer, KV head). What the pointers refer to must outlive the building.
   struct Head {
     const SegmentForm* form = nullptr;
     const IndexLayout* layout = nullptr;
     const std::byte* pages = nullptr;  // of the head, all tokens in place
     std::byte* index = nullptr;        // of the head
-    // What labels are made of, and the maps of a summary.
+    // The choice of label channels, and the feature maps of the sums.
     const PolicyView* state = nullptr;
     uint32_t layer = 0;
     uint32_t kv_head = 0;
@@ -42,7 +42,7 @@ class KeyIndexBuilder {
     size_t number() const { return size_t{layer} * form->shape.kv_heads + kv_head; }
   };
   void Start(const Head& head);
-  // Works on some tokens, a tenth of a millisecond long. True while there is more to do.
+  // Works on some tokens, for about a tenth of a millisecond. True while there is more to do.
   bool RunChunk();
 
  private:
@@ -61,11 +61,11 @@ class KeyIndexBuilder {
 
   Head head_;
   Phase phase_ = Phase::kDone;
-  uint32_t next_ = 0;               // token, or block, of the phase's next piece of work
+  uint32_t next_ = 0;               // token or block at which the phase goes on
   std::vector<float> key_;          // [head_dim]
-  std::vector<float> magnitude_;    // [head_dim] greatest |k|
+  std::vector<float> magnitude_;    // [head_dim] greatest |k| of the channel
   std::vector<float> bounds_;       // [2][head_dim] greatest, least
-  std::vector<uint16_t> channels_;  // of labels; empty until they are chosen
+  std::vector<uint16_t> channels_;  // of labels; empty until the channels are chosen
   AlignedBuffer sums_memory_;
   std::optional<FeatureSums> sums_;
 };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// MeanDescriber: clusters in the form kMeans: mean key, mean value, each channel's deviation and
-// the values' spread (docs/POLICIES.md, "Clusters").
+// MeanDescriber: describes clusters of the form kMeans by mean key, mean value, each channel's
+// deviation and the values' spread (docs/POLICIES.md, "Clusters").
 #ifndef ATTND_ATTENTION_INDEX_MEAN_DESCRIBER_H_
 #define ATTND_ATTENTION_INDEX_MEAN_DESCRIBER_H_
 
@@ -25,9 +25,9 @@ class MeanDescriber : public ClusterDescriber {
   uint32_t ClusterStart(uint32_t cluster) const;
 
   ClusteredHead head_;
-  uint32_t slot_ = 0;             // of the next chunk
-  uint32_t cluster_ = 0;          // that it is in
-  std::vector<double> centroid_;  // less the segment's mean
+  uint32_t slot_ = 0;             // at which the next chunk begins
+  uint32_t cluster_ = 0;          // in which slot_ lies
+  std::vector<double> centroid_;  // less the mean of the segment's keys
   std::vector<double> variance_;  // sum of squared deviations so far
   std::vector<double> value_sum_;
   double value_norm2_sum_ = 0;

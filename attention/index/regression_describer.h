@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// RegressionDescriber: clusters in the forms kRegression and kTree: means, principal axes, variances
-// along them, slopes and what is left of the values (docs/POLICIES.md, "Clusters with a
-// regression"). Groups of clusters are described from what is known of their clusters: no further
-// pass over tokens.
+// RegressionDescriber: describes clusters of the forms kRegression and kTree by means, principal
+// axes, variances along the axes, slopes, and the residuals of the values (docs/POLICIES.md,
+// "Clusters with a regression"). Groups of clusters are described from what is known of their
+// clusters, without a further pass over tokens.
 #ifndef ATTND_ATTENTION_INDEX_REGRESSION_DESCRIBER_H_
 #define ATTND_ATTENTION_INDEX_REGRESSION_DESCRIBER_H_
 
@@ -19,15 +19,15 @@ namespace attnd::attention {
 
 class RegressionDescriber : public ClusterDescriber {
  public:
-  // Scratch memory at most.
+  // The most bytes of scratch memory.
   static uint64_t ScratchBytes(const SegmentForm& form);
 
   void Start(const ClusteredHead& head) override;
   bool RunChunk() override;
 
  private:
-  // Each but the axes and the groups passes over all tokens: every one needs what the one before
-  // has found.
+  // Each phase except kAxes and kGroups passes over all tokens. A phase needs the results of the
+  // phase before.
   enum class Phase { kMeans, kMoments, kAxes, kVariances, kResiduals, kGroups, kDone };
 
   void NextPhase();
@@ -56,8 +56,8 @@ class RegressionDescriber : public ClusterDescriber {
   size_t value_dim_ = 0;
   Phase phase_ = Phase::kDone;
   uint32_t chunk_tokens_ = 0;
-  uint32_t next_ = 0;     // token of the phase's next chunk
-  uint32_t cluster_ = 0;  // that it is in
+  uint32_t next_ = 0;     // token at which the phase's next chunk begins
+  uint32_t cluster_ = 0;  // in which next_ lies
   std::vector<uint32_t> starts_;
 
   // The chunk's tokens, [chunk_tokens][...], and their clusters.
@@ -73,7 +73,7 @@ class RegressionDescriber : public ClusterDescriber {
   std::vector<float> stored_value_;  // [value_dim]
   std::vector<float> bases_;         // [dim + value_dim] of a compact form
   std::vector<double> cluster_sum_;  // of the cluster that a pass is in
-  std::vector<double> moments_;      // [dim][dim] sum of keys' products
+  std::vector<double> moments_;      // [dim][dim] sum of products of two channels of a key
   std::vector<float> by_channel_;    // [dim][dim] axes, a row for each channel
   std::vector<double> cross_;        // [value_dim][dim] sum of values' products with coordinates
   std::vector<double> squares_;      // [dim] sum of squared coordinates

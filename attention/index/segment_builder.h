@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Building a segment from a part of a tail: its order (clustering, or as the tokens came), payload
-// and indexes.
+// Builds a segment from a part of a tail: the order of its tokens (cluster order or token order),
+// its payload and its indexes.
 #ifndef ATTND_ATTENTION_INDEX_SEGMENT_BUILDER_H_
 #define ATTND_ATTENTION_INDEX_SEGMENT_BUILDER_H_
 
@@ -22,12 +22,12 @@
 namespace attnd::attention {
 
 // One segment under construction. Its heads, one for each (layer, KV head), are independent: build
-// each with a HeadBuilder, on any threads, then call Finish once.
+// each head with a HeadBuilder, on any threads, then call Finish once.
 class SegmentBuilder {
  public:
-  // Takes tokens [view->tail_begin, + tokens), which must be in every layer. The first
-  // `unclustered` of them are sink; 1 <= unclustered + 1 <= tokens <= kSegmentTokensMax. Indexes
-  // are those of the view.
+  // The segment takes tokens [view->tail_begin, + tokens), which every layer must have, and the
+  // index set of the view. The first `unclustered` tokens are sink; 1 <= unclustered + 1 <= tokens
+  // <= kSegmentTokensMax.
   SegmentBuilder(std::shared_ptr<const SequenceView> view, uint64_t segment_id, uint32_t tokens,
                  uint32_t unclustered);
 
@@ -35,16 +35,16 @@ class SegmentBuilder {
   bool allocated() const { return segment_->allocated(); }
   uint32_t heads() const { return view_->shape.layers * view_->shape.kv_heads; }
 
-  // For those who build without a HeadBuilder: where the tokens come from, what is being built, and
-  // the index of (layer, KV head) for them to fill.
+  // For callers that build without a HeadBuilder: the view with the tokens, the segment that is
+  // being built, and the memory for the index of (layer, KV head).
   const SequenceView& view() const { return *view_; }
   const Segment& segment() const { return *segment_; }
   std::byte* index_head(uint32_t layer, uint32_t kv_head) {
     return segment_->IndexHead(layer, kv_head);
   }
-  // Checks that a filled index keeps to its sizes and that its order holds every token once, and
-  // copies the tokens' rows in that order. Internal, saying what is wrong. Only of a segment with
-  // clusters and nothing else.
+  // Checks that an index that a caller has filled keeps to its sizes and that its order holds every
+  // token once; copies the tokens' rows in that order. Internal, saying what is wrong. Only for
+  // segments that have clusters and no other index.
   absl::Status TakeHead(uint32_t layer, uint32_t kv_head);
 
   // The finished segment.
@@ -52,7 +52,7 @@ class SegmentBuilder {
 
  private:
   friend class HeadBuilder;
-  // Of the tail block that holds `position`.
+  // The pages of the tail block that holds `position`.
   const std::byte* TailPages(uint32_t layer, uint32_t kv_head, uint64_t position) const;
   // The row of a token of the segment in the tail.
   const std::byte* TailRow(uint32_t layer, uint32_t kv_head, uint32_t token, bool value) const;
@@ -62,21 +62,21 @@ class SegmentBuilder {
   std::shared_ptr<Segment> segment_;
 };
 
-// Builds heads one after another, in quanta; keeps its scratch memory between heads. One thread at
-// a time.
+// Builds heads one after another, in quanta; keeps its scratch memory between heads. Used by one
+// thread at a time.
 class HeadBuilder {
  public:
-  // Scratch memory of building one head.
+  // Bytes of scratch memory for building a head.
   static uint64_t ScratchBytes(const SegmentForm& form);
 
   // `segment` must outlive the building of this head; head < segment->heads().
   void Start(SegmentBuilder* segment, uint32_t head);
-  // Works for about `time`, at least one chunk (at most about a fifth of a millisecond). True when
-  // the head is done.
+  // Works for about `time`, and for at least one chunk, which takes about a fifth of a millisecond
+  // at most. True when the head is done.
   bool Advance(std::chrono::microseconds time);
 
  private:
-  // Without clusters from kWrite on; kScale only if values are clustered, too.
+  // A segment without clusters begins with kWrite. kScale only if values are clustered, too.
   enum class Phase { kLoad, kCentre, kScale, kCluster, kWrite, kDescribe, kKeyIndexes, kDone };
 
   bool clusters_values() const { return clusters_->value_share > 0; }
@@ -99,24 +99,24 @@ class HeadBuilder {
   uint32_t layer_ = 0;
   uint32_t kv_head_ = 0;
   uint32_t tokens_ = 0;                        // of the segment
-  uint32_t unclustered_ = 0;                   // at its start
+  uint32_t unclustered_ = 0;                   // tokens at the segment's start
   const ClusterFormInfo* clusters_ = nullptr;  // null: token order
   Phase phase_ = Phase::kDone;
-  uint32_t next_ = 0;  // token (or slot) of the phase's next chunk
+  uint32_t next_ = 0;  // token or slot at which the phase's next chunk begins
 
-  // What is clustered, [tokens - unclustered][point_dim]: keys, and values behind them if they are
-  // clustered, too; centred after kCentre.
+  // The points that k-means clusters, [tokens - unclustered][point_dim]: a key, with its value
+  // behind it if values are clustered, too. Less their mean after kCentre.
   std::vector<float> points_;
   size_t point_dim_ = 0;
   std::vector<double> mean_;  // [point_dim]
-  double squares_[2] = {};    // if values are clustered: sums over centred keys and values
-  KMeans kmeans_;        // of forms without groups
-  TreeClustering tree_;  // of forms with groups
+  double squares_[2] = {};    // if values are clustered: sums over centred keys, centred values
+  KMeans kmeans_;             // of forms without groups
+  TreeClustering tree_;       // of forms with groups
   std::vector<uint32_t> order_;          // [tokens] token at each slot of the segment's order
   std::vector<uint32_t> kept_clusters_;  // k-means number of each cluster that has members
   MeanDescriber means_;
   RegressionDescriber regression_;
-  ClusterDescriber* describer_ = nullptr;  // of this head's clusters
+  ClusterDescriber* describer_ = nullptr;  // the one for this segment's clusters
   KeyIndexBuilder key_indexes_;
 };
 

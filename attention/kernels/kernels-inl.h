@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the files of vector kernels share. Each of them is compiled once for each instruction set,
-// as Highway's foreach_target.h describes, and this header with it.
+// What the files of vector kernels share. Each of these files, and this header with it, is compiled
+// once for each instruction set, as Highway's foreach_target.h describes.
 #include <cstddef>
 
 #include "hwy/highway.h"
@@ -22,7 +22,7 @@ namespace hn = hwy::HWY_NAMESPACE;
 using F32 = hn::CappedTag<float, 16>;
 using VF = hn::Vec<F32>;
 
-// How far ahead of the arithmetic memory is asked for, along rows that lie side by side.
+// How far ahead of the arithmetic memory is prefetched, along rows that lie side by side.
 constexpr size_t kAheadBytes = 8192;
 
 // Adds the 128-bit blocks of v together: the result's lowest block is the sum.

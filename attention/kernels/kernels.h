@@ -24,8 +24,8 @@
 
 namespace attnd::attention::kernels {
 
-inline constexpr uint32_t kRowBlock = 16;       // rows whose logits are all made before any weight
-inline constexpr size_t kDimMax = kHeadDimMax;  // of the buffers that kernels have on the stack
+inline constexpr uint32_t kRowBlock = 16;       // rows whose logits are made before their weights
+inline constexpr size_t kDimMax = kHeadDimMax;  // of the kernels' buffers on the stack
 static_assert(kDimMax % kHeadDimMultiple == 0 && kHeadDimMultiple % 16 == 0,
               "a row is whole vectors of at most 16 floats");
 static_assert(sizeof(float) * kQuad * kDimMax <= size_t{16} << 10,
@@ -34,11 +34,11 @@ static_assert(sizeof(float) * kQuad * kDimMax <= size_t{16} << 10,
 // Name of the instruction set in use, for example "AVX3".
 const char* TargetName();
 
-// A quad's queries in the forms that dot products with rows of one dtype want; made once, used for
-// many rows. Memory is the maker's.
+// A quad's queries in the forms that dot products with rows of one dtype need; made once, used for
+// many rows. The memory belongs to the caller of PrepareQueries.
 struct Queries {
   const float* arranged = nullptr;  // [4][dim], scaled, in the order of the kernels' loads
-  const uint16_t* bf16 = nullptr;   // [4][dim], not scaled; null unless it serves and is exact
+  const uint16_t* bf16 = nullptr;   // [4][dim], not scaled; null unless usable and exact
   float scale = 1;
 };
 
@@ -55,17 +55,18 @@ Queries PrepareQueries(DType dtype, const float* q, float scale, size_t dim, flo
 void DotRows(DType dtype, const std::byte* rows, size_t row_bytes, size_t n, size_t dim,
              const Queries& q, float* out);
 
-// Squared queries in the forms that DotDeviations wants. Memory is the maker's.
+// Squared queries in the forms that DotDeviations needs. The memory belongs to the caller of
+// PrepareSquares.
 struct SquaredQueries {
   const float* squared = nullptr;  // [4][dim]
-  Int16Squares int16;              // no values where they do not serve
+  Int16Squares int16;              // values is null where they are not used
 };
 
 // Floats of memory that PrepareSquares needs for one quad.
 size_t SquaresFloats(size_t dim);
 
-// (q scale)^2 of q ([4][dim]), at most some 1e33, so that sums over channels stay finite. `memory`
-// holds SquaresFloats(dim), aligned to 64 bytes. With int16 squares only where `rounded`.
+// (q scale)^2 of q ([4][dim]), bounded to about 1e33 so that sums over channels stay finite.
+// `memory` holds SquaresFloats(dim), aligned to 64 bytes. int16 squares are made only if `rounded`.
 SquaredQueries PrepareSquares(const float* q, float scale, size_t dim, float* memory,
                               bool rounded = true);
 
@@ -94,8 +95,8 @@ void MaxQuads(const float* x, size_t n, float* max);
 // out[i][j] = exp(x[i][j] - max[j]);  sum[j] += their sum. out may be x. -infinity gives 0.
 void ExpQuads(const float* x, size_t n, const float* max, float* out, float* sum);
 
-// Both, in place: max[j] is that of x[.][j], x becomes exp(x - max), and sum[j] is what that sums
-// to.
+// MaxQuads and ExpQuads in place: max[j] = max over i of x[i][j]; x becomes exp(x - max); sum[j] is
+// the sum of the new x[.][j].
 inline void SoftmaxQuads(float* x, size_t n, float* max, float* sum) {
   for (size_t j = 0; j < kQuad; ++j) {
     max[j] = kNegativeInfinity;
@@ -112,7 +113,7 @@ void ScaleQuads(const float* x, const float* factor, size_t n, float* out, float
 // total[i] += sum_j x[i][j] * factor[j].   factor: [4]; total: [n].
 void AddAcrossQuads(const float* x, const float* factor, size_t n, float* total);
 
-// Inputs and outputs of ClusterScores, all [n][4] but for the per-cluster [n].
+// Inputs and outputs of ClusterScores, [n][4] except where they say [n].
 struct ClusterScoreArgs {
   const float* dot = nullptr;       // a q.C
   const float* d2 = nullptr;        // variance of the members' logits; null: first order
@@ -127,8 +128,8 @@ void ClusterScores(const ClusterScoreArgs& args, size_t n);
 void ClusterErrors(const float* weight, const float* d2, const float* spread, const float* unit,
                    size_t n, float* error2);
 
-// With a regression, the squared errors of leaving clusters to their estimates, in two parts: of
-// the values, and what the error of the mass is times the squared norm of the output.
+// With a regression, the squared error of estimating a cluster has two parts: the error of the
+// values, and the error of the mass, which counts times the squared norm of the output.
 struct RegressionErrorArgs {
   const float* weight = nullptr;       // [n][4] mass in any unit
   const float* d2 = nullptr;           // [n][4]
@@ -159,10 +160,11 @@ struct CodeQueries {
 void DotCodes(const uint8_t* codes, const float* scale, const float* least, size_t n, size_t width,
               const CodeQueries& queries, float* out);
 
-// Attends `quads` quads to the runs' tokens, in their order, and folds them into their states. q
-// and states: [quads]; lanes that do not read a token see nothing of it. The grouping of sums
-// depends on the tokens' number in the order alone. The tokens pass in blocks of kRowBlock from the
-// first one on: runs that end where a block does may be passed in two calls, with the same bits.
+// Attends `quads` quads to the runs' tokens, in their order, and merges the tokens into the quads'
+// states. q and states: [quads]. A token changes nothing of a lane that does not read it. The
+// grouping of sums depends only on the tokens' numbers in the order: tokens are handled in blocks
+// of kRowBlock from the first one on. So runs may be divided between two calls where a block ends,
+// without a difference of a bit.
 void AttendRuns(const PageGeometry& geometry, std::span<const TokenRun> runs, const Queries* q,
                 size_t quads, QuadState* states);
 

@@ -23,9 +23,9 @@ namespace attnd::attention::kernels {
 namespace HWY_NAMESPACE {
 
 // Loaders of stored elements as floats. Load gives N neighbours. LoadTwo gives 2 N neighbours as
-// two vectors in the order that costs least: for bf16 the even ones, then the odd ones (a shift and
-// a mask, where widening in order would take two shuffles). A dot product does not mind, if the
-// queries stand in the same order (ArrangeQueries).
+// two vectors in the order that costs least: for bf16 the even elements, then the odd ones (a shift
+// and a mask, where widening in order would take two shuffles). The order does not change a dot
+// product if the queries have the same order (ArrangeQueries).
 struct LoadBf16 {
   static constexpr size_t kBytes = 2;
   static constexpr bool kEvenOdd = true;
@@ -94,9 +94,8 @@ HWY_INLINE void WithLoader(DType dtype, F&& f) {
 
 // ---- dot products ----
 
-// Asks for rows that will be wanted soon, a few lines at a time between the arithmetic, as a burst
-// would fill the queues of the cache; the hardware by itself stops following a stream at each 4 KiB
-// page.
+// Prefetches rows, a few cache lines at a time between the arithmetic, as a burst would fill the
+// queues of the cache. The hardware's own prefetcher stops following a stream at each 4 KiB page.
 HWY_INLINE void PrefetchRow(const std::byte* row, size_t bytes) {
   constexpr size_t kCacheLineBytes = 64;
   constexpr int kRead = 0, kIntoSecondLevel = 2;
@@ -105,7 +104,7 @@ HWY_INLINE void PrefetchRow(const std::byte* row, size_t bytes) {
   }
 }
 
-// Rows that share the loads of q: as many sums as the registers hold.
+// Rows that share the loads of q: as many as have sums in registers.
 constexpr size_t kDotRows = HWY_TARGET <= HWY_AVX3 ? 4 : 2;
 
 // sums[r][j] += x[r] * q[j] over one vector.
@@ -149,12 +148,12 @@ HWY_INLINE void DotSomeRows(const std::byte* const* rows, size_t dim, const floa
   }
 }
 
-// Up to kRowBlock rows, wherever they are, and those to ask memory for meanwhile.
+// Up to kRowBlock rows, wherever they lie.
 struct RowBlock {
   const std::byte* rows[kRowBlock];
   size_t count = 0;
 
-  // Rows [first, first + count) of those that lie side by side.
+  // Rows [first, first + count) of n rows that lie side by side.
   static HWY_INLINE RowBlock Of(const std::byte* all, size_t row_bytes, size_t first, size_t n) {
     RowBlock block;
     block.count = HWY_MIN(kRowBlock, n - first);
@@ -169,7 +168,7 @@ struct RowBlock {
   }
 };
 
-// out[i][j] = q[j] . row[i] of a block. ahead: rows that will be wanted soon, as many, or null.
+// out[i][j] = q[j] . row[i] of a block. ahead: as many rows to prefetch meanwhile, or null.
 template <class Loader>
 HWY_INLINE void DotBlock(const RowBlock& block, const std::byte* const* ahead, size_t dim,
                          const Queries& q, float* out) {
@@ -190,8 +189,8 @@ HWY_INLINE void DotBlock(const RowBlock& block, const std::byte* const* ahead, s
 
 // ---- weighted sums ----
 
-// kColumns vectors of each of the four sums stay in registers while all rows pass. sum is that of
-// column `column` onward.
+// AddWeightedBlock for kColumns vectors of columns: their part of each of the four sums stays in
+// registers for all rows. sum: from column `column` on.
 template <class Loader, size_t kColumns>
 HWY_INLINE void AddColumns(const RowBlock& block, const std::byte* const* ahead, size_t column,
                            size_t dim, const float* HWY_RESTRICT weight, float* HWY_RESTRICT sum) {

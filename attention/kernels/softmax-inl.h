@@ -23,7 +23,7 @@ namespace HWY_NAMESPACE {
 
 constexpr float kMinExp = -100.0f;  // exp below is 0 in float, and -infinity must not reach Exp
 
-// The greatest lane of each of four, over the 128-bit blocks of v.
+// The maximum over the 128-bit blocks of v, lane by lane.
 template <class D>
 HWY_INLINE hn::Vec<hn::CappedTag<float, 4>> MaxBlocks([[maybe_unused]] D d, hn::Vec<D> v) {
   if constexpr (hn::MaxLanes(D()) <= 4) {

@@ -15,14 +15,14 @@
 
 namespace attnd::attention {
 
-// Query vectors that are handled together.
+// Query vectors that the kernels handle together.
 inline constexpr size_t kQuad = 4;
 
 // The maximum and the log-sum-exp of no tokens.
 inline constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
 
-// Four softmax states: state j is (max[j], sum[j], values[j][value_dim]). The memory of values is
-// the maker's.
+// Four softmax states: state j is (max[j], sum[j], values[j][value_dim]). The memory of values
+// belongs to whoever makes the state.
 struct QuadState {
   float max[kQuad];
   float sum[kQuad];
@@ -35,12 +35,12 @@ void ClearState(size_t value_dim, QuadState* state);
 // into = into + from. Merging an empty state changes nothing, bit for bit.
 void MergeState(const QuadState& from, size_t value_dim, QuadState* into);
 
-// A sum of weights relative to exp(scale) as one relative to exp(max): infinity if it is that much
-// greater, and nothing stays nothing however far apart the two are. Indexes say of logits what may
-// be off by more than exp can take.
+// Converts a sum of weights relative to exp(scale) into one relative to exp(max). Infinity if scale
+// is too far above max; a sum of 0 stays 0 however far apart they are. They can be far apart, as
+// scores from an index may be far from the true logits.
 double SumAt(double sum, double scale, double max);
 
-// out = values / sum and lse = max + ln(sum) of member `lane`; zeros and -infinity for the empty
+// out = values / sum and lse = max + ln(sum) of state `lane`; zeros and -infinity for the empty
 // state.
 void NormaliseState(const QuadState& state, size_t lane, size_t value_dim, float* out, float* lse);
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// BlockRecall: which blocks a sequence's newest query tokens chose, for the query token after each
-// (AsyncTLS, section 4: a step reads tokens of the blocks that the step before it chose).
+// BlockRecall: which KV blocks each of a sequence's newest query tokens chose, for the query token
+// after it (AsyncTLS, section 4: a step reads tokens of the blocks that the step before it chose).
 #ifndef ATTND_ATTENTION_POLICY_STATE_BLOCK_RECALL_H_
 #define ATTND_ATTENTION_POLICY_STATE_BLOCK_RECALL_H_
 
@@ -18,36 +18,36 @@
 
 namespace attnd::attention {
 
-// Positions of blocks that lie side by side, all full.
+// Positions [begin, end) of full blocks that lie side by side.
 struct BlockRun {
   uint64_t begin = 0;
   uint64_t end = 0;
   bool operator==(const BlockRun&) const = default;
 };
 
-// The blocks that one query token chose for one KV head, and the blocks that it chose from:
-// segments may be added before the next query token, and no choice has searched their blocks.
-// Immutable.
+// The blocks that one query token chose for one KV head, and the blocks that it chose from. The
+// latter are kept because segments may be added before the next query token: their blocks have not
+// been searched. Immutable.
 class BlockChoice {
  public:
-  // searched: ascending. Block number i of them is chosen if is_chosen(i).
+  // searched: ascending. Block number i of the searched blocks was chosen if is_chosen(i).
   BlockChoice(uint32_t block_tokens, std::span<const BlockRun> searched,
               absl::FunctionRef<bool(size_t)> is_chosen);
 
-  // Whether the block from `begin` on was chosen; nothing if that block was not searched.
+  // Whether the block at position `begin` was chosen; nothing if that block was not searched.
   std::optional<bool> Chose(uint64_t begin) const;
   // How many blocks of `runs`, ascending, were not searched.
   size_t CountNew(std::span<const BlockRun> runs) const;
   size_t searched_blocks() const { return searched_blocks_; }
   size_t chosen_blocks() const { return chosen_blocks_; }
 
-  // Memory of a choice from these.
+  // Bytes of memory of a choice from the blocks `searched`.
   static uint64_t Bytes(uint32_t block_tokens, std::span<const BlockRun> searched);
 
  private:
   struct Run {
     BlockRun positions;
-    size_t first = 0;  // number of its first block
+    size_t first = 0;  // number of the run's first block
   };
   static size_t CountBlocks(uint32_t block_tokens, std::span<const BlockRun> runs);
 
@@ -55,30 +55,33 @@ class BlockChoice {
   const size_t searched_blocks_;
   size_t chosen_blocks_ = 0;
   std::vector<Run> searched_;
-  std::vector<uint64_t> chosen_;  // a bit of each block
+  std::vector<uint64_t> chosen_;  // a bit for each searched block
 };
 
-// Kept by (layer, position) of the query token that chose, so that a repeated step repeats its
-// answer. Choices are shared with the recalls of forks. What there is no memory for is not
-// remembered. Thread-safe.
+// Choices are kept by (layer, position) of the query token that chose, so that a repeated step
+// repeats its answer. Choices are shared with the recalls of forks. A choice that the memory budget
+// has no room for is not remembered. Thread-safe.
 class BlockRecall {
  public:
-  // Choices kept of a layer, the newest positions': as many as a speculative step may take back.
+  // For how many positions, the newest ones, a layer keeps choices: as many as a speculative step
+  // may take back.
   static constexpr size_t kPositionsMax = 64;
-  // Gives what holds so many bytes for as long as it lives, or null if there is no room for them.
+  // Returns an object that holds `bytes` of the memory budget for as long as it lives, or null if
+  // there is no room.
   using HoldBytes = std::function<std::shared_ptr<const void>(uint64_t bytes)>;
 
   BlockRecall(uint32_t layers, uint32_t kv_heads, HoldBytes hold);
   BlockRecall(const BlockRecall&) = delete;
   BlockRecall& operator=(const BlockRecall&) = delete;
 
-  // As BlockChoice takes them.
+  // Keeps a BlockChoice, made from the last three arguments.
   void Remember(uint32_t layer, uint32_t kv_head, uint64_t position, uint32_t block_tokens,
                 std::span<const BlockRun> searched, absl::FunctionRef<bool(size_t)> is_chosen);
-  // Null if it is not known.
+  // Null if the choice is not known.
   std::shared_ptr<const BlockChoice> Of(uint32_t layer, uint32_t kv_head, uint64_t position) const;
-  // What tokens below position `length` chose: for a fork, and in place of this one for a sequence
-  // that is cut there. Steps under way over what was there go on writing to this one.
+  // The choices of query tokens below position `length`: for a fork, or for a sequence that is
+  // truncated there, which then uses the result in place of this recall. Steps under way over the
+  // longer history go on writing to this recall.
   std::shared_ptr<BlockRecall> Prefix(uint64_t length);
 
  private:
@@ -89,15 +92,15 @@ class BlockRecall {
   };
   struct Step {
     uint64_t position = 0;
-    // Whether no other recall has the heads: those that are shared are written by nobody.
+    // Whether no other recall has the heads. Shared heads are not written any more.
     bool own = false;
     std::shared_ptr<Heads> heads;
   };
   using Layer = std::vector<Step>;  // by ascending position
 
   bool MakeTables() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // The heads of a query token, this recall's own; null if there is no memory, or if it is older
-  // than all that are kept.
+  // The heads of a query token, not shared with another recall. Null if there is no memory, or if
+  // the query token is older than all that are kept.
   Heads* HeadsOf(Layer* layer, uint64_t position) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static size_t PlaceOf(const Layer& layer, uint64_t position);
 
@@ -106,7 +109,7 @@ class BlockRecall {
   const HoldBytes hold_;
   mutable Mutex mutex_;
   std::shared_ptr<const void> memory_ ABSL_GUARDED_BY(mutex_);  // of layers_
-  // [layers], with room for kPositionsMax and one; none before the first choice.
+  // [layers], each with room for kPositionsMax + 1 steps; empty before the first choice.
   std::vector<Layer> layers_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -16,18 +16,19 @@
 
 namespace attnd::attention {
 
-// Immutable. A shorter history's set shares the list of the longer one's.
+// Immutable. The keep-set of a shorter history shares its positions with that of the longer
+// history.
 struct KeepSet {
   using Positions = std::vector<std::vector<uint32_t>>;
 
-  // The parameters that it was made with: a row under other parameters finds no keep-set.
+  // The parameters that the set was made with. It does not serve a policy with other parameters.
   Budget budget;
   bool adaptive = false;
-  // Tokens below this position were ranked, the sink excepted: segments held them when the set was
-  // made. All tokens from here on are read: the prompt's window, and what came later.
+  // Tokens below this position, except the sink, were ranked: segments held them when the set was
+  // made. All tokens from this position on are read: the prompt's window, and later tokens.
   uint64_t ranked_tokens = 0;
-  // [layers * kv_heads] kept positions of the middle, ascending. Lists may go on beyond
-  // ranked_tokens, as shorter histories share them: KeptBy leaves those positions out.
+  // [layers * kv_heads] kept positions of the middle, ascending. As shorter histories share the
+  // lists, a list may go on beyond ranked_tokens; KeptBy leaves these positions out.
   std::shared_ptr<const Positions> positions;
 
   // head: number among all layers' KV heads.

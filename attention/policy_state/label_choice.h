@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// LabelChoice: which channels of a sequence's keys labels are made of (docs/POLICIES.md, "Labels").
+// LabelChoice: from which channels of a sequence's keys labels are made (docs/POLICIES.md,
+// "Labels").
 #ifndef ATTND_ATTENTION_POLICY_STATE_LABEL_CHOICE_H_
 #define ATTND_ATTENTION_POLICY_STATE_LABEL_CHOICE_H_
 
@@ -17,17 +18,17 @@ namespace attnd::attention {
 
 class Segment;
 
-// For all heads of a model, [layers * kv_heads] of each. Immutable once shared. Both empty: by the
-// keys of the segment alone.
+// The choice for all heads of a model, heads = layers * kv_heads. Immutable once shared. If both
+// vectors are empty, channels are chosen by the keys of the segment alone.
 struct LabelChoice {
-  // [heads][LabelChannels] ascending: found beforehand, in a file or by the first segment, and
-  // taken as they are.
+  // [heads][LabelChannels] ascending. Channels that a file of the model or the first segment has
+  // fixed.
   std::vector<uint16_t> channels;
-  // [heads][head_dim] mean over the query heads of their greatest |q|, from queries that the
-  // prompt had: a channel counts by this times its greatest |k|.
+  // [heads][head_dim] greatest |q| of the prompt's observed queries, the mean over the KV head's
+  // query heads. Channels are ranked by this number times their greatest |k|.
   std::vector<float> query_magnitudes;
 
-  // Of one head, its number among all layers' KV heads; empty if there are none.
+  // head: number among the KV heads of all layers. Empty if there are none.
   std::span<const uint16_t> ChannelsOf(size_t head, const ModelShape& shape) const {
     const size_t count = LabelChannels(shape);
     if (channels.empty()) return {};
@@ -39,13 +40,14 @@ struct LabelChoice {
   }
 };
 
-// The `count` channels of which greatest |k| times query magnitude is largest, the lower of equals
-// first, ascending. query_magnitude: [head_dim] or empty, which counts as 1.
+// The `count` channels with the largest products of greatest |k| and query magnitude, ascending;
+// among equals the lower channel is chosen. query_magnitude: [head_dim], or empty, which counts
+// as 1.
 std::vector<uint16_t> ChooseLabelChannels(std::span<const float> key_magnitude,
                                           std::span<const float> query_magnitude, size_t count);
 
-// The channels of a segment that has labels. All segments of a sequence have those of its first:
-// weights by other channels could not be compared.
+// The channels of a segment that has labels. All segments of a sequence have the channels of its
+// first segment, as weights by different channels could not be compared.
 std::shared_ptr<const LabelChoice> LabelChoiceOf(const Segment& segment);
 
 }  // namespace attnd::attention

@@ -23,13 +23,14 @@
 namespace attnd::attention {
 
 // What steps and segment builders see of a policy state at one moment. Everything in it is
-// immutable but `recall`, which steps write to under its own lock.
+// immutable except `recall`, which steps write to under the recall's own lock.
 struct PolicyView {
-  // Maps that summaries of segments are made with; not null if the indexes have summaries.
+  // The maps of the segments' feature sums; not null if the index set has feature sums.
   std::shared_ptr<const FeatureMaps> feature_maps;
-  // What labels of segments to come are made of; null: of the segment's own keys.
+  // The channels for labels of segments to come; null: chosen by each segment's own keys.
   std::shared_ptr<const LabelChoice> label_choice;
-  // Tokens that a keep-set policy reads; null before the prompt's end, or without observed queries.
+  // The tokens that a keep-set policy reads; null before the prompt's end, or without observed
+  // queries.
   std::shared_ptr<const KeepSet> keep;
   // Blocks that earlier steps chose; null unless the sequence has 64-token blocks and labels.
   std::shared_ptr<BlockRecall> recall;
@@ -37,9 +38,9 @@ struct PolicyView {
 
 // The policy state of one sequence: feature maps, label channels, keep-set and chosen blocks. A new
 // index or policy that keeps something with the sequence adds a part here; the sequence, its views,
-// forks, truncations and segment builders carry the whole.
+// forks, truncations and segment builders carry the state as a whole.
 //
-// Parts are shared by pointer and never changed once shared; chosen blocks alone are written by
+// Parts are shared by pointer and never changed once shared; only the chosen blocks are written by
 // steps. So a copy for another history costs a few pointers: a fork shares the feature maps, the
 // label channels, the keep-set's list of positions and each choice of blocks with its parent.
 //
@@ -60,8 +61,8 @@ struct PolicyView {
 // indexes are those of a two-level selection; label channels are as many as the shape says.
 class PolicyState {
  public:
-  // Gives an object that holds so many bytes of a memory budget as long as it lives.
-  // ResourceExhausted, naming `what`.
+  // Returns an object that holds `bytes` of a memory budget for as long as it lives.
+  // ResourceExhausted, naming `what`, if the budget has no room.
   using HoldBytes =
       std::function<absl::StatusOr<std::shared_ptr<const void>>(uint64_t bytes, const char* what)>;
 
@@ -71,34 +72,37 @@ class PolicyState {
   static uint64_t FixedBytes(const ModelShape& shape, const IndexSet& indexes,
                              const ModelParts& parts);
 
-  // What a sequence sees whose first segment is `first`; null: it has none yet.
+  // The view of a sequence whose first segment is `first`; null if the sequence has no segment yet.
   PolicyView View(const Segment* first);
-  // Changes whenever View would give something else for the same first segment.
+  // Changes whenever View would return something else for the same first segment.
   uint64_t version() const { return version_; }
 
-  // The state of the first `length` tokens, for the sequence itself when it is cut there, and for a
-  // fork. has_segments: whether any segment lies within them. Steps under way over the longer
+  // The state of the first `length` tokens: for the sequence itself when it is truncated, and for a
+  // fork. has_segments: whether a segment lies within these tokens. Steps under way over the longer
   // history go on writing to the longer history's chosen blocks.
   PolicyState Truncated(uint64_t length, bool has_segments) const;
   PolicyState Forked(uint64_t length, bool has_segments) const;
 
   // Whether observed queries weigh the channels of labels.
   bool weighs_labels() const { return indexes_.Has(IndexKind::kLabels); }
-  // Takes one layer's greatest |q| of observed queries, [kv_heads][head_dim], the mean over each
-  // KV head's query heads. Only if weighs_labels(). ResourceExhausted; nothing changed then.
+  // Takes the greatest |q| of one layer's observed queries, [kv_heads][head_dim], the mean over
+  // each KV head's query heads. Only if weighs_labels(). ResourceExhausted, and then nothing is
+  // changed.
   absl::Status WeighLabels(uint32_t layer, std::span<const float> magnitudes);
 
-  // Takes a keep-set; of its tokens only those below `ranked_tokens` are still what it was chosen
-  // from.
+  // Takes a keep-set. Only tokens below `ranked_tokens` are still those from which the set was
+  // chosen.
   void SetKeepSet(std::shared_ptr<const KeepSet> keep, uint64_t ranked_tokens);
   bool has_keep_set() const { return keep_ != nullptr; }
-  // Whether steps of the policy find what they read by; keep-set policies alone ask for something.
+  // Whether the state has what steps of the policy need. Only keep-set policies need something: a
+  // keep-set made with their parameters.
   bool Serves(const Policy& policy) const {
     return policy.selector != Selector::kKeepSet || (keep_ != nullptr && keep_->Serves(policy));
   }
 
  private:
-  // What labels of segments to come are made of; null: of their own keys, or there are no labels.
+  // The channels for labels of segments to come; null: chosen by each segment's own keys, or there
+  // are no labels.
   std::shared_ptr<const LabelChoice> LabelsToCome(const Segment* first);
 
   // Constant.

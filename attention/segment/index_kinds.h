@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The kinds of index that a segment can have: one table with what is said of each. docs/DESIGN.md,
-// "A new index touches", lists what else a new row asks for.
+// The kinds of index that a segment can have, in one table. docs/DESIGN.md, "A new index touches",
+// lists the other files that a new row of the table needs.
 #ifndef ATTND_ATTENTION_SEGMENT_INDEX_KINDS_H_
 #define ATTND_ATTENTION_SEGMENT_INDEX_KINDS_H_
 
@@ -15,8 +15,8 @@
 
 namespace attnd::attention {
 
-// Values are those of files (IndexSet::bits) and of the RPC (OpenSequenceRequest.Index): they never
-// change.
+// The values are also those in files (IndexSet::bits) and in the RPC (OpenSequenceRequest.Index),
+// and never change.
 enum class IndexKind : uint8_t {
   kClusters = 1,    // clusters in the form kMeans
   kBlocks16 = 2,    // each channel's bounds over KV blocks of 16 tokens (Quest)
@@ -28,9 +28,9 @@ enum class IndexKind : uint8_t {
   kTree = 8,        // clusters in the form kTree
 };
 
-// How clusters are made and what describes them. All forms are one index to a query: a segment has
-// at most one of them, and a policy of clusters reads any of them. They are kinds of their own in
-// files and in the RPC.
+// How clusters are made and described. To a query all forms are one index: a segment has at most
+// one form, and a cluster policy reads any form. In files and in the RPC each form is a kind of its
+// own.
 enum class ClusterForm : uint8_t {
   kMeans,       // clusters of similar keys: a mean, and each channel's deviation (RetroInfer,
                 // Double-P)
@@ -40,16 +40,17 @@ enum class ClusterForm : uint8_t {
                 // described like clusters: a query opens the groups that matter to it
 };
 
-// What the parts of an index and their builders follow from. A builder of clusters reads these
-// numbers and not the form, but for what describes a cluster (index/cluster_describer.h).
+// The numbers that determine the parts of an index and how they are built. A builder of clusters
+// reads these numbers instead of the form; only the describer depends on the form
+// (index/cluster_describer.h).
 struct ClusterFormInfo {
   ClusterForm form;
   // Members of a cluster on average (docs/POLICIES.md, "Clusters").
   uint32_t tokens;
-  // 0: keys alone are clustered. Above: keys and values, each over their root mean square distance
-  // from the segment's mean, values with this weight.
+  // 0: only keys are clustered. Above 0: keys and values are clustered, both divided by their root
+  // mean square distance from the segment's mean, and values multiplied by this share.
   double value_share;
-  // Share of the clusters that are made half way (KMeans).
+  // Share of the clusters that are made after half of the iterations (KMeans).
   double late_share;
   // Whether a head has principal axes and slopes.
   bool regression;
@@ -74,28 +75,28 @@ inline constexpr ClusterFormInfo kClusterForms[] = {
 
 // The order of a segment's tokens that an index asks for.
 enum class TokenOrder : uint8_t {
-  kEither,     // it describes each token where it lies, or sums over all
+  kEither,     // the index describes each token in its place, or sums over all tokens
   kPositions,  // token order
-  kClusters,   // cluster order: the index makes it
+  kClusters,   // cluster order, which this index makes
 };
 
 // What an index needs of the model's files (ModelParts).
 enum class ModelPart : uint8_t {
   kNone,
-  kLabelChannels,  // used if there is a file of them
-  kFeatureMaps,    // cannot be built or read without
+  kLabelChannels,  // used if the model has a file of them
+  kFeatureMaps,    // the index cannot be built or read without them
 };
 
 struct IndexKindInfo {
   IndexKind kind;
   absl::string_view name;  // for people: listings and errors
   TokenOrder order;
-  std::optional<ClusterForm> clusters;  // of kinds in cluster order
+  std::optional<ClusterForm> clusters;  // set for kinds in cluster order
   ModelPart needs;
 };
 
-// In the order in which listings name them, and in which their parts lie in a segment: those of
-// clusters before all others (IndexLayout).
+// In the order in which listings name the kinds. In a segment the parts of clusters lie before all
+// others, which lie in this order (IndexLayout).
 inline constexpr IndexKindInfo kIndexKindInfos[] = {
     {IndexKind::kClusters, "clusters", TokenOrder::kClusters, ClusterForm::kMeans,
      ModelPart::kNone},

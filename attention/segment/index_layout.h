@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// IndexLayout: where the parts of a segment's index lie, and what they are once they are found.
+// IndexLayout: where the parts of a segment's index lie, and views of these parts.
 #ifndef ATTND_ATTENTION_SEGMENT_INDEX_LAYOUT_H_
 #define ATTND_ATTENTION_SEGMENT_INDEX_LAYOUT_H_
 
@@ -18,12 +18,12 @@ namespace attnd::attention {
 // A token's place within its segment takes 16 bits.
 inline constexpr uint32_t kSegmentTokensMax = 65536;
 
-// What the sizes of a segment follow from.
+// What determines the sizes of a segment.
 struct SegmentForm {
   ModelShape shape;
   IndexSet indexes = kClusterIndexes;
   uint32_t tokens = 0;       // 1..kSegmentTokensMax
-  uint32_t unclustered = 0;  // the first of them, below `tokens`: of the sink, and in no index
+  uint32_t unclustered = 0;  // sink tokens at the front, fewer than `tokens`; in no cluster
 
   bool operator==(const SegmentForm&) const = default;
 };
@@ -40,20 +40,20 @@ struct ByteRows {
   const float* base = nullptr;    // [dim]
 };
 
-// The clusters of one (segment, layer, KV head): what selection reads and what estimation uses; n
-// clusters, in cluster order. Or its groups of clusters, which are described as clusters are. Every
-// pointer points into the segment.
+// The n clusters of one (segment, layer, KV head), in cluster order: what selection reads and
+// estimates use. Or its n groups of clusters, which are described as clusters are. Every pointer
+// points into the segment.
 //
-// With a regression (docs/POLICIES.md) a member's key deviates from its centroid by its coordinates
-// along the segment's principal axes, and its value from the mean value by what the slopes make of
-// them, and a rest.
+// With a regression (docs/POLICIES.md) a member's key is its centroid plus its coordinates along
+// the segment's principal axes. Its value is the mean value, plus the slopes times these
+// coordinates, plus a residual.
 struct ClusterIndex {
   uint32_t clusters = 0;
   // [n, head_dim] exact mean of the members' keys, rounded to the model's dtype. Null if they are
   // in bytes.
   const std::byte* centroids = nullptr;
-  // [n, value_dim], mean_value_stride_bytes from one to the next. Of a latent shape, the front of
-  // the centroids: means of the same numbers.
+  // [n, value_dim], mean_value_stride_bytes from one to the next. If the shape is latent, these are
+  // the fronts of the centroids.
   const std::byte* mean_values = nullptr;
   size_t mean_value_stride_bytes = 0;
   // The same means of a compact form. A latent shape's rows of values lie in those of keys, too.
@@ -64,13 +64,15 @@ struct ClusterIndex {
   const uint8_t* deviation_codes = nullptr;
   const float* variance_unit = nullptr;  // [n] (largest deviation / 15)^2
   const float* log_size = nullptr;       // [n] ln of the member count
-  // [n] square root of the members' mean |v - mean_value|^2; with a regression, of its rest.
+  // [n] square root of the members' mean |v - mean_value|^2; with a regression, of the residuals'
+  // mean square.
   const float* spread = nullptr;
   const float* value_norm2 = nullptr;  // [n] |mean_value|^2
   const uint32_t* starts = nullptr;    // [n + 1] first token of each cluster in the segment's order
   // Of groups: [n + 1] the first cluster of each; else null.
   const uint32_t* first_members = nullptr;
-  // Only with a regression, else null. Row a is of axis a, by descending variance in the segment.
+  // Null without a regression. Row a is that of axis a; axes come by descending variance in the
+  // segment.
   const std::byte* axes = nullptr;    // [head_dim, head_dim] unit vectors
   const std::byte* slopes = nullptr;  // [head_dim, value_dim] change of the value along the axis
   DType axes_dtype = DType::kFp32;    // of axes and slopes
@@ -79,10 +81,9 @@ struct ClusterIndex {
   uint32_t size(uint32_t cluster) const { return starts[cluster + 1] - starts[cluster]; }
 };
 
-// Channel-wise bounds of the keys of each block of `tokens` consecutive tokens, for one (segment,
-// layer, KV head). Block b holds tokens [b tokens, (b + 1) tokens) of the segment; only blocks that
-// are full have bounds: those from `first` on, `count` of them. The others hold sink tokens, or the
-// segment's last ones.
+// Channel-wise bounds of the keys of each KV block, for one (segment, layer, KV head). Block b
+// holds tokens [b * tokens, (b + 1) * tokens) of the segment. Only full blocks have bounds: `count`
+// blocks, from block `first` on. The others hold sink tokens, or the segment's last tokens.
 struct BlockIndex {
   uint32_t tokens = 0;
   uint32_t first = 0;
@@ -90,7 +91,7 @@ struct BlockIndex {
   const std::byte* greatest = nullptr;  // [count, head_dim] in the model's dtype, exact
   const std::byte* least = nullptr;     // [count, head_dim]
 
-  TokenRange range(uint32_t block) const {  // of 0..count - 1
+  TokenRange range(uint32_t block) const {  // 0 <= block < count
     return {(first + block) * tokens, (first + block + 1) * tokens};
   }
 };
@@ -99,17 +100,17 @@ struct BlockIndex {
 // token t is about least[t] + scale[t] * code, scale = (greatest - least) / 15 over these channels.
 struct KeyCodeIndex {
   uint32_t channels = 0;
-  uint32_t width = 0;  // codes of a token: channels, up to a multiple of 16; 0 beyond channels
+  uint32_t width = 0;  // codes of a token: channels, rounded up to a multiple of 16; padded with 0
   const uint16_t* channel = nullptr;  // [channels], ascending; null: all, in order
   // [tokens, width / 2]: byte j holds code j in its low half and code j + width / 2 in its high.
   const uint8_t* codes = nullptr;
-  const float* scale = nullptr;  // [tokens] 0 where all channels are equal
+  const float* scale = nullptr;  // [tokens] 0 if all channels of the token are equal
   const float* least = nullptr;  // [tokens]
 };
 
-// What stands for a segment's tokens but the sink under learned features, for one (layer, KV head)
-// (FeatureSums says what the sums are; Top-K with Linear-Attention Completion, appendix C). There
-// are as many features as the key has channels.
+// The feature sums of a segment's tokens without the sink, for one (layer, KV head). FeatureSums
+// defines the sums (Top-K with Linear-Attention Completion, appendix C). There are as many features
+// as the key has channels.
 struct SummaryIndex {
   const float* m = nullptr;  // [features] greatest logarithm of a key's feature
   const float* u = nullptr;  // [features] at least 1
@@ -152,22 +153,22 @@ struct IndexLayout {
   size_t head_bytes = 0;
 };
 
-// The parts of one head's index, whose bytes begin at `head`. Only of kinds that the form has;
-// without clusters ClustersAt gives none.
+// The parts of one head's index, whose bytes begin at `head`. To be called only for kinds that the
+// form has, except that ClustersAt returns no clusters if the form has none.
 ClusterIndex ClustersAt(const SegmentForm& form, const IndexLayout& layout, const std::byte* head);
 // Without groups: none.
 ClusterIndex GroupsAt(const SegmentForm& form, const IndexLayout& layout, const std::byte* head);
 BlockIndex BlocksAt(const IndexLayout::Blocks& part, const std::byte* head);
 KeyCodeIndex KeyCodesAt(const IndexLayout::KeyCodes& part, const std::byte* head);
 SummaryIndex SummaryAt(const IndexLayout& layout, const std::byte* head);
-// [tokens] of each token in the segment's order, its place by position.
+// [tokens] for each token in the segment's order, its position minus the segment's first position.
 std::span<const uint16_t> PositionsAt(const SegmentForm& form, const IndexLayout& layout,
                                       const std::byte* head);
 
-// What is wrong with one head's index that came from elsewhere than a HeadBuilder; empty if
-// nothing is: the index keeps to its sizes, its order holds every token once and the unclustered
-// tokens at their places, labels are of channels that the key has, and all numbers of a regression
-// and of a summary are finite.
+// Says what is wrong with one head's index that no HeadBuilder made; empty if nothing is. A correct
+// index keeps to its sizes. Its order holds every token once, and the unclustered tokens at their
+// places. Its labels are of channels that the key has. All numbers of a regression and of feature
+// sums are finite.
 absl::string_view WrongPartOf(const SegmentForm& form, const IndexLayout& layout,
                               const std::byte* head);
 

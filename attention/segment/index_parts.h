@@ -20,8 +20,8 @@ void StoreAt(std::byte* array, size_t index, T value) {
   std::memcpy(array + index * sizeof(T), &value, sizeof(T));
 }
 
-// Packs codes as ClusterIndex::deviation_codes says, an even number of deviations; returns the
-// variance_unit.
+// Packs an even number of deviations into codes, as in ClusterIndex::deviation_codes; returns
+// ClusterIndex::variance_unit.
 inline float CodeDeviations(std::span<const double> deviations, uint8_t* codes) {
   constexpr double kLevels = 15;
   const double greatest = *std::max_element(deviations.begin(), deviations.end());

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // IndexSet: the kinds of index that all segments of a sequence have. It is chosen when a sequence
-// is opened, says which policies can read the sequence, and fixes the order of the tokens inside a
-// segment: cluster order with clusters, token order without.
+// is opened. It determines which policies can read the sequence, and the order of tokens inside a
+// segment: cluster order if the set has clusters, else token order.
 #ifndef ATTND_ATTENTION_SEGMENT_INDEX_SET_H_
 #define ATTND_ATTENTION_SEGMENT_INDEX_SET_H_
 
@@ -28,8 +28,8 @@ class IndexSet {
   constexpr void Add(IndexKind kind) { bits_ |= Bit(kind); }
   constexpr bool HasAll(IndexSet others) const { return (others.bits_ & ~bits_) == 0; }
   constexpr bool empty() const { return bits_ == 0; }
-  // Whether a policy that needs `others` can read these: clusters of one form serve as those of any
-  // other.
+  // Whether a policy that needs the set `others` can read segments with this set. Clusters of any
+  // form serve a policy that needs clusters.
   constexpr bool Serves(IndexSet others) const {
     IndexSet serving = *this;
     for (const IndexKindInfo& info : kIndexKindInfos) {
@@ -38,14 +38,14 @@ class IndexSet {
     return serving.HasAll(others);
   }
 
-  // The form of the clusters; nothing without clusters. Of a valid set, which has at most one.
+  // The form of the clusters; nothing without clusters. A valid set has at most one form.
   constexpr std::optional<ClusterForm> cluster_form() const {
     for (const IndexKindInfo& info : kIndexKindInfos) {
       if (info.clusters.has_value() && Has(info.kind)) return info.clusters;
     }
     return std::nullopt;
   }
-  // Whether clusters come with principal axes and a regression (ClusterFormInfo::regression).
+  // Whether the clusters have principal axes and a regression (ClusterFormInfo::regression).
   constexpr bool has_regression() const {
     const std::optional<ClusterForm> form = cluster_form();
     return form.has_value() && InfoOf(*form).regression;
@@ -61,13 +61,13 @@ class IndexSet {
   }
   bool operator==(const IndexSet&) const = default;
 
-  // InvalidArgument for KV blocks beside clusters, as blocks are of tokens in token order, and for
-  // clusters of two forms.
+  // InvalidArgument for KV blocks beside clusters, as KV blocks need token order, and for clusters
+  // of two forms.
   absl::Status Validate() const;
-  // The names with commas, or "none".
+  // The names of the kinds, separated by commas, or "none".
   std::string ToString() const;
 
-  // As one number, for files.
+  // The set as one number, for files.
   constexpr uint32_t bits() const { return bits_; }
   static std::optional<IndexSet> FromBits(uint32_t bits);
 
@@ -80,7 +80,7 @@ inline constexpr IndexSet kClusterIndexes = {IndexKind::kClusters};
 inline constexpr IndexSet kRegressionIndexes = {IndexKind::kRegression};
 inline constexpr IndexSet kTreeIndexes = {IndexKind::kTree};
 
-// Channels of a label: a quarter of the key's, as in Double Sparsity; 128 at most, which is what
+// How many channels a label has: a quarter of the key's, as in Double Sparsity, but at most 128, as
 // AsyncTLS takes of a latent key.
 inline constexpr uint32_t LabelChannels(const ModelShape& shape) {
   constexpr uint32_t kLabelChannelsMax = 128;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// OriginSlot: where the keeper of segments notes which one a segment is, so that this is found with
-// the segment and dies with it. All versions of a segment, whole and paged, share one slot.
+// OriginSlot: where the keeper of segments (the engine's archive) notes the identity of a segment,
+// so that the note is found with the segment and is freed with it. All versions of a segment, whole
+// and paged, share one slot.
 #ifndef ATTND_ATTENTION_SEGMENT_ORIGIN_SLOT_H_
 #define ATTND_ATTENTION_SEGMENT_ORIGIN_SLOT_H_
 
@@ -12,7 +13,7 @@
 
 namespace attnd::attention {
 
-// What the keeper notes.
+// The keeper's note; the keeper derives its own class.
 class Origin {
  public:
   Origin() = default;

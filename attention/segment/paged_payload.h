@@ -26,8 +26,8 @@ class PagedPayload {
  public:
   virtual ~PagedPayload() = default;
   virtual PageStore* store() const = 0;
-  // Why pages could not be read: DataLoss for a damaged file, Unavailable for a disk's other
-  // faults. OK if pages were missing only because they did not come in time.
+  // Why pages could not be read: DataLoss for a damaged file, Unavailable for other faults of a
+  // disk. OK if pages were missing only because they were not read in time.
   virtual absl::Status status() const = 0;
 };
 
@@ -38,7 +38,7 @@ struct PageWant {
   uint32_t kv_head = 0;
   uint32_t page = 0;
   const std::byte* data = nullptr;  // set once the page is in memory; valid while its pins live
-  bool was_there = false;           // whether it was in memory before
+  bool was_there = false;           // whether it was in memory before the call
 };
 
 // Keeps pages where they are for as long as the object lives: until the step that reads them has
@@ -51,7 +51,7 @@ class PagePins {
 // How long a step waits for pages.
 struct PagePatience {
   std::optional<std::chrono::steady_clock::time_point> deadline;
-  bool partial = false;  // take what is there by then, rather than fail
+  bool partial = false;  // take the pages that are in memory by the deadline, rather than fail
   const std::atomic<bool>* cancelled = nullptr;
 };
 
@@ -59,14 +59,14 @@ struct PagePatience {
 class PageStore {
  public:
   virtual ~PageStore() = default;
-  // The most bytes of pages that one call of Bring may ask for.
-  virtual uint64_t bring_bytes_max() const = 0;
+  // The most bytes of pages that one call of Fetch may ask for.
+  virtual uint64_t fetch_bytes_max() const = 0;
   // Pins the pages; those that are not in memory are read at the same time. A page that cannot be
   // read has no data, and its payload's status says why. If `patience` is partial, a page that is
   // not in memory by the deadline has no data either. A caller must not hold pins of this store.
   // DeadlineExceeded, Cancelled; ResourceExhausted if there is no memory; Unavailable when shutting
   // down.
-  virtual absl::StatusOr<std::unique_ptr<PagePins>> Bring(std::span<PageWant> wants,
+  virtual absl::StatusOr<std::unique_ptr<PagePins>> Fetch(std::span<PageWant> wants,
                                                           const PagePatience& patience) = 0;
 };
 

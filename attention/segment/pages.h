@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "attention/segment/mirror_slot.h"
+#include "attention/segment/device_copy_slot.h"
 #include "common/aligned_buffer.h"
 #include "common/model_shape.h"
 
@@ -42,7 +42,7 @@ struct PageGeometry {
            (stores_values() ? kPageTokens * key_row_bytes : 0) +
            token % kPageTokens * value_stride_bytes;
   }
-  // Copies token `from` of a run of pages to place `to` of another.
+  // Copies token `from` of the pages at `source` to place `to` of the pages at `target`.
   void CopyToken(const std::byte* source, uint64_t from, std::byte* target, uint64_t to) const {
     std::memcpy(target + KeyOffset(to), source + KeyOffset(from), key_row_bytes);
     if (!stores_values()) return;
@@ -53,11 +53,11 @@ struct PageGeometry {
   uint32_t head_dim;
   uint32_t value_dim;
   size_t key_row_bytes;
-  size_t value_row_bytes;     // of its own: 0 if it is the front of its key
+  size_t value_row_bytes;     // 0 if a value is the front of its key
   size_t value_stride_bytes;  // from one value of a page to the next
 };
 
-// Tokens [begin, end) of a run of pages.
+// Tokens [begin, end) of pages that follow one another.
 struct TokenRange {
   uint32_t begin = 0;
   uint32_t end = 0;
@@ -67,22 +67,23 @@ struct TokenRange {
 
 class PagedPayload;
 
-// Tokens [range) of the run of pages that starts at `pages`.
+// Tokens `range` of the pages that follow one another from `pages` on.
 struct TokenRun {
   const std::byte* pages = nullptr;
   TokenRange range;
   // Set, and `pages` null, while the run's pages have not been fetched.
   const PagedPayload* payload = nullptr;
-  // [range.size()][quads] which of a quad's four lanes read the token, a bit each; null: all do.
+  // [range.size()][quads], a bit for each of a quad's four lanes: whether the lane reads the token.
+  // Null: all lanes read all tokens.
   const uint8_t* lanes = nullptr;
 };
 
-// TailBlock: kTailBlockTokens consecutive positions for every (layer, KV head); the unit in which a
-// tail grows and is shared between forks.
+// TailBlock: kTailBlockTokens consecutive positions of every (layer, KV head). A tail grows by tail
+// blocks, and forks share them.
 //
-// Thread-safety: a position's bytes are written once, before the length that covers it is published
-// under the owning sequence's lock; readers read only positions below the length that they were
-// given.
+// Thread-safety: a position's bytes are written once, before the length that covers the position is
+// published under the owning sequence's lock; readers read only positions below the length that
+// they were given.
 inline constexpr uint32_t kTailBlockTokens = 64;
 
 class TailBlock {
@@ -92,25 +93,25 @@ class TailBlock {
         run_bytes_(kTailBlockTokens / kPageTokens * PageGeometry(shape).page_bytes()),
         buffer_(Bytes(shape)) {}
 
-  // Bytes of one block; fits 64 bits for every valid shape.
+  // Bytes of one tail block; fits 64 bits for every valid shape.
   static uint64_t Bytes(const ModelShape& shape) {
     return uint64_t{shape.layers} * shape.kv_heads * kTailBlockTokens * shape.token_bytes();
   }
 
   bool allocated() const { return buffer_.data() != nullptr; }
-  // Pages of (layer, KV head), kTailBlockTokens / kPageTokens of them.
+  // The kTailBlockTokens / kPageTokens pages of (layer, KV head).
   std::byte* pages(uint32_t layer, uint32_t kv_head) const {
     return buffer_.data() + (size_t{layer} * kv_heads_ + kv_head) * run_bytes_;
   }
   std::byte* data() const { return buffer_.data(); }
   size_t size() const { return buffer_.size(); }
-  const MirrorSlot& mirror() const { return mirror_; }
+  const DeviceCopySlot& device_copy() const { return device_copy_; }
 
  private:
   const uint32_t kv_heads_;
   const size_t run_bytes_;
   const AlignedBuffer buffer_;
-  const MirrorSlot mirror_;
+  const DeviceCopySlot device_copy_;
 };
 
 }  // namespace attnd::attention

@@ -12,8 +12,8 @@
 #include <span>
 
 #include "absl/status/status.h"
+#include "attention/segment/device_copy_slot.h"
 #include "attention/segment/index_layout.h"
-#include "attention/segment/mirror_slot.h"
 #include "attention/segment/origin_slot.h"
 #include "attention/segment/paged_payload.h"
 #include "attention/segment/pages.h"
@@ -27,19 +27,20 @@ namespace attnd::attention {
 // belong to no cluster; the others lie in cluster order if there are clusters, and in token order
 // if not. Immutable once SegmentBuilder has handed it over; then safe from any thread.
 //
-// Index and payload live in two blocks of memory, as storage moves only the payload: that of a
-// paged segment lies elsewhere, page by page.
+// Index and payload are two allocations, as only the payload moves to disk: the payload of a paged
+// segment is in a file, and its pages are fetched.
 class Segment {
  public:
-  // Takes the memory, for the index alone if the payload lies elsewhere; allocated() is false if
-  // the system refused it. origin: of the other version that this is one of; null: it is new.
+  // Allocates the index, and the payload if `payload` is null; allocated() is false if the system
+  // refused the memory. payload: not null for a paged segment. origin: that of the segment's other
+  // version; null for a new segment.
   Segment(uint64_t id, const SegmentForm& form, uint64_t first_position,
           std::shared_ptr<const PagedPayload> payload = nullptr,
           std::shared_ptr<const OriginSlot> origin = nullptr);
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
-  // Memory that a segment of that size takes: index and payload.
+  // Bytes of the index and of the payload of such a segment.
   static uint64_t IndexBytes(const SegmentForm& form);
   static uint64_t PayloadBytes(const SegmentForm& form);
 
@@ -58,14 +59,14 @@ class Segment {
   uint32_t unclustered() const { return form_.unclustered; }
   // The segment's share of the middle: all but the sink.
   uint32_t clustered() const { return form_.tokens - form_.unclustered; }
-  // In memory, of its own: without the pages of a paged one.
+  // Bytes of memory that the segment owns; the pages of a paged segment are not counted.
   uint64_t bytes() const { return index_.size() + payload_.size(); }
 
-  // Without clusters: none.
+  // Empty if the segment has no clusters.
   ClusterIndex clusters(uint32_t layer, uint32_t kv_head) const;
   // Groups of clusters; none if the form has none.
   ClusterIndex groups(uint32_t layer, uint32_t kv_head) const;
-  // Only of a form that has them. tokens: 16 or 64.
+  // The following indexes may be asked for only if the segment has them. tokens: 16 or 64.
   BlockIndex blocks(uint32_t layer, uint32_t kv_head, uint32_t tokens) const;
   KeyCodeIndex labels(uint32_t layer, uint32_t kv_head) const {
     return KeyCodesAt(layout_.labels, IndexHead(layer, kv_head));
@@ -76,7 +77,7 @@ class Segment {
   SummaryIndex summary(uint32_t layer, uint32_t kv_head) const {
     return SummaryAt(layout_, IndexHead(layer, kv_head));
   }
-  // Pages of all tokens in the segment's order. Not of a paged segment.
+  // Pages of all tokens in the segment's order. Not for a paged segment.
   const std::byte* pages(uint32_t layer, uint32_t kv_head) const {
     CHECK(!paged()) << "a paged segment's pages come from its PagedPayload";
     return payload_.data() + HeadNumber(layer, kv_head) * run_bytes_;
@@ -84,17 +85,17 @@ class Segment {
   // [tokens] of each token in the segment's order, its position minus first_position.
   std::span<const uint16_t> positions(uint32_t layer, uint32_t kv_head) const;
 
-  // The two blocks, heads one after another by (layer, KV head): a copy elsewhere has the same
-  // offsets. A paged segment's payload is empty.
+  // The memory of index and payload, heads one after another by (layer, KV head). A device copy has
+  // the same offsets. A paged segment's payload is empty.
   std::span<const std::byte> index_block() const { return {index_.data(), index_.size()}; }
   std::span<const std::byte> payload_block() const { return {payload_.data(), payload_.size()}; }
   const IndexLayout& layout() const { return layout_; }
   size_t pages_head_bytes() const { return run_bytes_; }
-  const MirrorSlot& mirror() const { return mirror_; }
+  const DeviceCopySlot& device_copy() const { return device_copy_; }
   const std::shared_ptr<const OriginSlot>& origin() const { return origin_; }
 
  private:
-  friend class HeadBuilder;  // writes it
+  friend class HeadBuilder;  // writes the segment
   friend class SegmentBuilder;
   friend class SegmentLoader;
   friend absl::Status CheckIndexHead(const Segment& segment, uint32_t layer, uint32_t kv_head);
@@ -114,8 +115,8 @@ class Segment {
   const size_t run_bytes_;  // pages of one (layer, KV head)
   const AlignedBuffer index_;
   const AlignedBuffer payload_;
-  const std::shared_ptr<const PagedPayload> paged_;  // null: the payload is here
-  const MirrorSlot mirror_;
+  const std::shared_ptr<const PagedPayload> paged_;  // null: the payload is payload_
+  const DeviceCopySlot device_copy_;
   const std::shared_ptr<const OriginSlot> origin_;
 };
 

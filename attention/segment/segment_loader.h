@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// SegmentLoader: a segment that was built before, from the bytes that its blocks had then.
+// SegmentLoader: makes a segment again from the bytes of its index and payload.
 #ifndef ATTND_ATTENTION_SEGMENT_SEGMENT_LOADER_H_
 #define ATTND_ATTENTION_SEGMENT_SEGMENT_LOADER_H_
 
@@ -15,11 +15,11 @@
 
 namespace attnd::attention {
 
-// Make one, fill both blocks, Check, Finish. One thread at a time; the blocks may be filled by
-// several.
+// Life: construct; fill index_block and payload_block; Check; Finish. Used by one thread at a time,
+// except that several threads may fill the blocks.
 class SegmentLoader {
  public:
-  // Arguments as Segment's. Of a paged one only the index is filled.
+  // Arguments as for Segment. Only the index of a paged segment is filled.
   SegmentLoader(uint64_t id, const SegmentForm& form, uint64_t first_position,
                 std::shared_ptr<const PagedPayload> payload = nullptr,
                 std::shared_ptr<const OriginSlot> origin = nullptr)

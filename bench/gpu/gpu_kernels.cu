@@ -242,7 +242,7 @@ void BenchAll(uint32_t sms, const Selected& selected) {
 }
 
 // A step as the service runs it, between pinned host memory and back: its description and queries
-// are copied there, with new tokens that prepare brings to their place, and its answers back.
+// are copied there, with new tokens that prepare puts into their pages, and its answers back.
 class WholeStep {
  public:
   WholeStep(const StepHeader& step, const Policy& policy, uint32_t dim, uint32_t sms)

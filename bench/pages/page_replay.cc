@@ -45,7 +45,7 @@ struct Outcome {
   double read = 0;     // pages that counted steps read
   double missed = 0;   // of these, not in the pool
   double runs = 0;     // of missed neighbours: reads, once joined
-  double fetched = 0;  // pages that prefetch brought in
+  double fetched = 0;  // pages that were prefetched
   double useful = 0;   // of these, read before they were evicted
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Archive: opening, dropping, listing. Sealing is in seal.cc, bringing back in restore.cc, paging
-// in versions.cc, limits in retention.cc.
+// Archive: opening, dropping, listing. Sealing is in seal.cc, resuming in restore.cc, paging in
+// versions.cc, limits in retention.cc.
 #include "engine/archive/archive.h"
 
 #include <utility>

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Chain ids: names of segments that say what is in them (docs/DESIGN.md, "Idea 2"). Two sequences
-// whose tenant, model and tokens are the same up to a segment's end share that segment, and nobody
-// without the server's secret can make or guess a name.
+// Chain ids: names of segments, made from their contents (docs/DESIGN.md, "Idea 2"). Two sequences
+// whose tenant, model and tokens are the same up to a segment's end share that segment. Nobody
+// without the data folder's secret can make or guess a name.
 #ifndef ATTND_ENGINE_ARCHIVE_CHAIN_H_
 #define ATTND_ENGINE_ARCHIVE_CHAIN_H_
 
@@ -23,10 +23,10 @@ inline constexpr storage::ChainId kNoChain{};
 
 // One segment of a chain.
 struct ChainLink {
-  storage::ChainId parent = kNoChain;  // of the segment before it
+  storage::ChainId parent = kNoChain;  // name of the segment before it
   uint64_t first_position = 0;
   uint32_t unclustered = 0;
-  std::span<const uint32_t> token_ids;  // of all its tokens
+  std::span<const uint32_t> token_ids;  // of all tokens of the segment
 };
 
 // The chains of one tenant and model. Constant: safe from any thread.
@@ -36,12 +36,13 @@ class ChainNames {
 
   // HMAC-SHA256 under the secret. Internal if OpenSSL fails.
   absl::StatusOr<storage::ChainId> NameOf(const ChainLink& link) const;
-  // A name for a segment whose token ids are not known: nobody will find it but by its sequence.
+  // A name for a segment whose token ids are not all known: only its own sequence finds the
+  // segment.
   static absl::StatusOr<storage::ChainId> RandomName();
 
  private:
   const storage::Secret secret_;
-  const std::string owner_;  // all but the link, in a form that no other owner has
+  const std::string owner_;  // tenant and model, encoded so that no other owner has the same bytes
 };
 
 }  // namespace attnd::engine

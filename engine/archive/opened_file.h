@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// OpenedFile: an open segment or tail file together with what it says of itself.
+// OpenedFile: an open segment or tail file with its metadata.
 #ifndef ATTND_ENGINE_ARCHIVE_OPENED_FILE_H_
 #define ATTND_ENGINE_ARCHIVE_OPENED_FILE_H_
 
@@ -20,16 +20,16 @@ struct OpenedFile {
   FileMetadata metadata;
 
   const storage::SegmentFileHeader& header() const { return file->header(); }
-  // Of a segment.
+  // Only of a segment's file.
   attention::SegmentForm form() const {
     return {metadata.args.shape, metadata.args.indexes.value_or(attention::kClusterIndexes),
             header().tokens, header().unclustered};
   }
 };
 
-// Reads header, metadata and table of checksums, and checks that the header's sizes are those that
-// the metadata's model gives: nothing is read or allocated by them before. Errors as
-// SegmentFile::Open's; DataLoss names the file.
+// Reads header, metadata and table of checksums, and checks that the header's sizes are those of
+// the metadata's model, before anything is read or allocated by these sizes. Errors as
+// SegmentFile::Open; DataLoss names the file.
 absl::StatusOr<OpenedFile> OpenSegmentFile(storage::FileSystem* files, storage::IoQueue* queue,
                                            const std::string& path);
 

@@ -101,7 +101,7 @@ uint64_t PagedSegments::BooksBytes(const storage::SegmentFileHeader& header) {
   return PageCache::Source::TableBytes(header) + pages * sizeof(uint32_t) + header.metadata.size();
 }
 
-absl::StatusOr<std::unique_ptr<PagePins>> PagedSegments::Bring(
+absl::StatusOr<std::unique_ptr<PagePins>> PagedSegments::Fetch(
     std::span<PageWant> wants, const attention::PagePatience& patience) {
   if (remembers_) RememberWants(wants);
   std::vector<PageCache::Want> asked;
@@ -113,7 +113,7 @@ absl::StatusOr<std::unique_ptr<PagePins>> PagedSegments::Bring(
   wait.deadline = patience.deadline;
   wait.partial = patience.partial;
   wait.cancelled = patience.cancelled;
-  ATTND_ASSIGN_OR_RETURN(auto lease, cache_->Bring(asked, wait));
+  ATTND_ASSIGN_OR_RETURN(auto lease, cache_->Fetch(asked, wait));
   for (size_t i = 0; i < wants.size(); ++i) {
     wants[i].data = asked[i].data;
     wants[i].was_there = asked[i].was_there;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// PagedSegments: segments whose pages lie in segment files, and are in memory as far as there is
-// room (docs/DESIGN.md, "Paged segments"). Brings attention's PageStore and storage's PageCache
-// together.
+// PagedSegments: the payloads of paged segments (docs/DESIGN.md, "Paged segments"). Their pages lie
+// in segment files, and in memory as far as there is room. Implements attention's PageStore with
+// storage's PageCache.
 #ifndef ATTND_ENGINE_ARCHIVE_PAGED_SEGMENTS_H_
 #define ATTND_ENGINE_ARCHIVE_PAGED_SEGMENTS_H_
 
@@ -23,12 +23,12 @@
 
 namespace attnd::engine {
 
-// One file's pages as a segment's payload. Remembers what steps wanted of each layer last, as the
-// next step will want nearly the same (docs/research/PAGE_POOL.md; papers: AsyncTLS, section 4.2).
-// Thread-safe.
+// One file's pages as a segment's payload. Remembers which pages of each layer the newest steps
+// wanted, as the next step will want nearly the same pages (docs/research/PAGE_POOL.md; papers:
+// AsyncTLS, section 4.2). Thread-safe.
 class FilePayload : public attention::PagedPayload {
  public:
-  // What clients are told of an error.
+  // Converts an error into the one that clients are told.
   using ForClients = std::function<absl::Status(const absl::Status&)>;
 
   FilePayload(attention::PageStore* store, std::shared_ptr<storage::PageCache::Source> source,
@@ -40,15 +40,15 @@ class FilePayload : public attention::PagedPayload {
         wanted_(source_->file().header().layers) {}
 
   attention::PageStore* store() const override { return store_; }
-  // For clients: rows are refused with it.
+  // In the form for clients, as rows are refused with this status.
   absl::Status status() const override;
 
   const std::shared_ptr<storage::PageCache::Source>& source() const { return source_; }
   const std::shared_ptr<StoredFile>& file() const { return use_.file(); }
 
-  // A step wants these pages of a layer, ascending.
+  // Notes the pages that a step wants of a layer, ascending.
   void Remember(uint32_t layer, std::span<const storage::PageCache::PageId> pages) const;
-  // Begins to read what was wanted of the layer last.
+  // Begins to read the pages of the layer that were remembered last.
   void Prefetch(uint32_t layer) const;
 
  private:
@@ -59,9 +59,9 @@ class FilePayload : public attention::PagedPayload {
   const ForClients* const for_clients_;
 
   mutable Mutex mutex_;
-  // [layers] what the newest steps wanted.
+  // [layers] the pages that the newest steps wanted.
   mutable std::vector<std::vector<storage::PageCache::PageId>> wanted_ ABSL_GUARDED_BY(mutex_);
-  mutable absl::Status lost_ ABSL_GUARDED_BY(mutex_);  // what was said of damage; it stays
+  mutable absl::Status lost_ ABSL_GUARDED_BY(mutex_);  // the first DataLoss; it stays
 };
 
 // The payload of a paged segment of this engine.
@@ -76,20 +76,20 @@ class PagedSegments : public attention::PageStore {
   PagedSegments(std::shared_ptr<storage::PageCache> cache, bool remembers,
                 FilePayload::ForClients for_clients)
       : cache_(std::move(cache)), remembers_(remembers), for_clients_(std::move(for_clients)) {}
-  // Nothing is read any more.
+  // Ends all reading.
   ~PagedSegments() override { cache_->Stop(); }
 
   // InvalidArgument if a page of the file is too large for the cache.
   absl::StatusOr<std::shared_ptr<const FilePayload>> Add(
       std::unique_ptr<const storage::SegmentFile> file, StoredFile::Use use);
-  // Memory that a payload takes beside its pages: tables of pages and of checksums.
+  // Bytes of memory that a payload takes beside its pages: tables of pages and of checksums.
   static uint64_t BooksBytes(const storage::SegmentFileHeader& header);
 
-  uint64_t bring_bytes_max() const override { return cache_->lease_bytes_max(); }
-  absl::StatusOr<std::unique_ptr<attention::PagePins>> Bring(
+  uint64_t fetch_bytes_max() const override { return cache_->lease_bytes_max(); }
+  absl::StatusOr<std::unique_ptr<attention::PagePins>> Fetch(
       std::span<attention::PageWant> wants, const attention::PagePatience& patience) override;
 
-  // Memory for others; how much.
+  // Gives back memory of pages; returns how many bytes.
   uint64_t Shrink(uint64_t bytes) { return cache_->Shrink(bytes); }
   uint64_t reclaimable_bytes() const { return cache_->reclaimable_bytes(); }
   storage::PageCacheStats stats() const { return cache_->stats(); }

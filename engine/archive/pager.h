@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Pager: keeps memory and disk within their limits. It moves segments to disk when memory runs
-// short, those of the sequence that was used longest ago first; their indexes stay, so that
-// decoding goes on and reads from disk what it needs. And it drops sealed sequences beyond the
-// limits of retention.
+// short, those of the sequence that was used longest ago first. The segments' indexes stay in
+// memory, so that decoding goes on and reads the pages that it needs from disk. The pager also
+// drops sealed sequences beyond the limits of retention.
 #ifndef ATTND_ENGINE_ARCHIVE_PAGER_H_
 #define ATTND_ENGINE_ARCHIVE_PAGER_H_
 
@@ -24,35 +24,38 @@
 
 namespace attnd::engine {
 
-// Owns a thread. Above the first mark it moves what nobody has used for a while, above the second
-// one anything; and when somebody waits for room, at least a segment.
+// Owns a thread, which works in rounds. Above kIdleMark a round moves segments of sequences that
+// nobody has used for kIdle, above kMark those of any sequence; it stops at kTarget. A round that a
+// caller of MakeRoom waits for moves at least one segment, if any is whole.
 //
-// Invariant: nobody asks for more than two rounds beyond those that have ended.
+// Invariant: nobody waits for a round more than two beyond those that have ended.
 class Pager {
  public:
   using ListSequences = std::function<std::vector<std::shared_ptr<Sequence>>()>;
 
-  // All must outlive it.
+  // archive and budget must outlive the pager, as must what `sequences` uses.
   Pager(Archive* archive, MemoryBudget* budget, ListSequences sequences,
         const RetentionLimits& retention);
   ~Pager() { Shutdown(); }
 
   // ResourceExhausted if the system refuses the thread.
   absl::Status Start();
-  // Waits until a segment has been moved, or a round that began after the call has ended without;
-  // no longer than `until`, or until `cancelled` (may be null) is set. Whether one was moved.
+  // Waits until a segment has been moved, or until a round that began after the call has ended; but
+  // no longer than `until`, or until `cancelled` (may be null) is set. Returns whether a segment
+  // was moved.
   bool MakeRoom(std::chrono::steady_clock::time_point until, const std::atomic<bool>* cancelled);
   void Shutdown();
 
  private:
-  static constexpr double kIdleMark = 0.80;  // shares of the budget
+  static constexpr double kIdleMark = 0.80;  // the marks are shares of the budget
   static constexpr double kMark = 0.90;
   static constexpr double kTarget = 0.75;
   static constexpr std::chrono::seconds kIdle{10};
   static constexpr std::chrono::milliseconds kPeriod{50};
   static constexpr std::chrono::seconds kRetentionPeriod{10};
   static constexpr std::chrono::milliseconds kLookAgain{20};
-  // After a failure nothing is moved unasked for so long, twice as long after each further one.
+  // After a failure no segment is moved unasked for kRestMin, and twice as long after each further
+  // failure.
   static constexpr std::chrono::milliseconds kRestMin{1000};
   static constexpr std::chrono::milliseconds kRestMax{60000};
   static_assert(0 < kTarget && kTarget < kIdleMark && kIdleMark < kMark && kMark < 1);
@@ -70,9 +73,9 @@ class Pager {
   absl::Status Round(bool asked);
   // Sequences with segments that can be moved, the one used longest ago first.
   std::vector<Candidate> Candidates() const;
-  // Moves the sequence's first whole segment. False if it has none any more.
+  // Moves the sequence's first whole segment to disk. False if the sequence has none any more.
   absl::StatusOr<bool> MoveOne(Sequence* sequence);
-  // Of the budget, what cannot be had back at once.
+  // The bytes of the budget that are in use and cannot be reclaimed at once.
   uint64_t HeldBytes() const;
 
   Archive* const archive_;
@@ -80,16 +83,16 @@ class Pager {
   const ListSequences sequences_;
   const RetentionLimits retention_;
 
-  std::chrono::steady_clock::time_point next_retention_;  // the thread's own
+  std::chrono::steady_clock::time_point next_retention_;  // used by the pager's thread alone
 
   std::atomic<bool> stopping_{false};  // set under mutex_
   Mutex mutex_;
   CondVar asked_;
   CondVar done_;
   uint64_t asked_rounds_ ABSL_GUARDED_BY(mutex_) =
-      0;                                         // number of the round that somebody waits for
-  uint64_t rounds_ ABSL_GUARDED_BY(mutex_) = 0;  // that have ended
-  uint64_t moves_ ABSL_GUARDED_BY(mutex_) = 0;   // of segments
+      0;                                         // greatest number of a round that is waited for
+  uint64_t rounds_ ABSL_GUARDED_BY(mutex_) = 0;  // rounds that have ended
+  uint64_t moves_ ABSL_GUARDED_BY(mutex_) = 0;   // segments that were moved
   std::thread thread_;                           // last: it uses everything above
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a client is told of a fault of the disk: what happened, and not where the server keeps its
-// files.
+// What a client is told about a fault of the disk: what happened, but not where the server keeps
+// its files.
 #ifndef ATTND_ENGINE_ARCHIVE_PRIVATE_PATHS_H_
 #define ATTND_ENGINE_ARCHIVE_PRIVATE_PATHS_H_
 
@@ -16,7 +16,7 @@ namespace attnd::engine {
 // numbers, others by "the data folder".
 absl::Status WithoutPaths(const absl::Status& status, absl::string_view root);
 
-// DataLoss for a part of a sequence, in its client's terms.
+// DataLoss for `tokens` positions of a sequence from `first` on, in terms that its client knows.
 absl::Status LostPositions(uint64_t first, uint64_t tokens, const absl::Status& why);
 
 }  // namespace attnd::engine

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the archive's files say of themselves (archive.proto), and a tail's pages.
+// The metadata of the archive's files (archive.proto), and the contents of segments and tails as
+// sources of such files.
 #ifndef ATTND_ENGINE_ARCHIVE_RECORDS_H_
 #define ATTND_ENGINE_ARCHIVE_RECORDS_H_
 
@@ -32,21 +33,23 @@ struct FileMetadata {
   int64_t sealed_unix_s = 0;
 };
 
-// What says which channels a segment's labels are of: equal for equal ones. Empty without labels.
+// Identifies the channels of a segment's labels: equal exactly for equal channels. Empty without
+// labels.
 absl::StatusOr<std::string> LabelChannelsId(const attention::Segment& segment);
 
 std::string EncodeMetadata(const FileMetadata& metadata);
-// DataLoss, saying what is wrong. kind: whether a tail's or a segment's parts must be there.
+// DataLoss, saying what is wrong. kind: whether the metadata must have the parts of a tail or of a
+// segment.
 absl::StatusOr<FileMetadata> DecodeMetadata(const std::string& bytes, storage::SegmentKind kind);
 
-// The runs' parts in [begin, end).
+// The parts of `runs` with positions in [begin, end).
 std::vector<TokenIds::Run> RunsWithin(std::span<const TokenIds::Run> runs, uint64_t begin,
                                       uint64_t end);
 
-// The header of a segment's file, but for names and metadata.
+// The header of a segment's file, without names and metadata.
 storage::SegmentFileHeader HeaderOf(const attention::Segment& segment);
 
-// A segment as a source. It must outlive this.
+// A whole segment as the source of a file. The segment must outlive this object.
 class SegmentBytes : public storage::SegmentSource {
  public:
   explicit SegmentBytes(const attention::Segment& segment) : segment_(segment) {}
@@ -62,18 +65,19 @@ class SegmentBytes : public storage::SegmentSource {
   const attention::Segment& segment_;
 };
 
-// A tail's pages begin where its first block does.
+// The position of a tail's first page: the start of its first tail block.
 inline uint64_t FirstTailPosition(uint64_t tail_begin) {
   return tail_begin / attention::kTailBlockTokens * attention::kTailBlockTokens;
 }
-// Of one head, for positions [tail_begin, end).
+// How many pages a head of a tail with positions [tail_begin, end) has.
 inline uint64_t TailPages(uint64_t tail_begin, uint64_t end) {
   if (end <= tail_begin) return 0;
   return attention::PageGeometry::PagesFor(end - FirstTailPosition(tail_begin));
 }
 
-// The committed positions of a history's tail, in pages from the start of its first block. What
-// Pages gives is good until the next call: it is put together, without what came after.
+// The committed positions of a history's tail, in pages from the start of its first tail block, as
+// the source of a file. The result of Pages is a copy without uncommitted positions, valid until
+// the next call.
 class TailBytes : public storage::SegmentSource {
  public:
   explicit TailBytes(const HistorySnapshot& history);
@@ -88,8 +92,8 @@ class TailBytes : public storage::SegmentSource {
   mutable std::vector<std::byte> run_;
 };
 
-// Appends a tail's pages, [heads][pages][page_bytes] from the start of its first block, to a
-// sequence that ends where the tail begins. ResourceExhausted.
+// Appends a tail's pages, [heads][pages][page_bytes] from the start of its first tail block, to a
+// sequence that ends where the tail begins. ResourceExhausted if there is no memory.
 absl::Status AppendTail(const storage::SegmentFileHeader& header, const std::byte* pages,
                         std::span<const TokenIds::Run> token_ids, Sequence* sequence);
 

@@ -26,7 +26,7 @@ absl::StatusOr<SequenceRecord> Archive::FindSealed(absl::string_view tenant, uin
   return absl::NotFoundError(absl::StrCat("sealed sequence ", sealed_id, " is unknown"));
 }
 
-absl::Status Archive::WhyNotBack(const SequenceRecord& record, const absl::Status& status) {
+absl::Status Archive::WhyNotResumed(const SequenceRecord& record, const absl::Status& status) {
   if (!absl::IsDataLoss(status)) return status;
   ATTND_RETURN_IF_ERROR(FindSealed(record.tenant, record.id).status());
   return absl::DataLossError(
@@ -37,13 +37,13 @@ absl::StatusOr<Archive::Sealed> Archive::OpenSealed(absl::string_view tenant, ui
   Sealed sealed;
   ATTND_ASSIGN_OR_RETURN(sealed.record, Told(FindSealed(tenant, sealed_id)));
   auto tail = OpenTail(sealed.record);
-  if (!tail.ok()) return files_->ForClients(WhyNotBack(sealed.record, tail.status()));
+  if (!tail.ok()) return files_->ForClients(WhyNotResumed(sealed.record, tail.status()));
   sealed.tail = *std::move(tail);
   return sealed;
 }
 
 absl::Status Archive::Resume(const Sealed& sealed, Sequence* fresh, const Proceed& proceed) {
-  return files_->ForClients(WhyNotBack(sealed.record, ResumeNow(sealed, fresh, proceed)));
+  return files_->ForClients(WhyNotResumed(sealed.record, ResumeNow(sealed, fresh, proceed)));
 }
 
 absl::Status Archive::ResumeNow(const Sealed& sealed, Sequence* fresh, const Proceed& proceed) {

@@ -294,8 +294,8 @@ absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::PageOut(const Segment&
   return HoldReservation(loader.Finish(), std::move(reservation));
 }
 
-absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::BringWhole(const Segment& paged,
-                                                                     const Proceed& proceed) {
+absl::StatusOr<SegmentFiles::SharedSegment> SegmentFiles::PageIn(const Segment& paged,
+                                                                 const Proceed& proceed) {
   const attention::SegmentForm& form = paged.form();
   const uint64_t bytes = Segment::IndexBytes(form) + Segment::PayloadBytes(form);
   ATTND_ASSIGN_OR_RETURN(Reservation reservation, budget_->Reserve(bytes, "a sealed segment"));

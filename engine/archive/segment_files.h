@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// SegmentFiles: segments and tails as files of a data folder: writes them, opens them, brings
-// segments back whole or page by page. Knows nothing of what is sealed: that is Archive's.
+// SegmentFiles: writes segments and tails to files of a data folder, opens such files, and reads
+// segments from them, whole or page by page. It does not know what is sealed; Archive does.
 #ifndef ATTND_ENGINE_ARCHIVE_SEGMENT_FILES_H_
 #define ATTND_ENGINE_ARCHIVE_SEGMENT_FILES_H_
 
@@ -32,7 +32,7 @@ namespace attnd::engine {
 
 // Thread-safe. Errors, beside each method's own: DataLoss if a file is damaged or gone;
 // ResourceExhausted for a full disk or memory budget; Unavailable for other faults of the disk;
-// what `proceed` says.
+// the error of `proceed`.
 class SegmentFiles {
  public:
   using SharedSegment = std::shared_ptr<const attention::Segment>;
@@ -45,7 +45,7 @@ class SegmentFiles {
   const storage::DataFolder& folder() const { return folder_; }
   PagedSegments& paged() { return *paged_; }
 
-  // Writes a file, durable when it returns OK; its size.
+  // Writes a file, which is durable when Write returns OK; returns its size in bytes.
   absl::StatusOr<uint64_t> Write(uint64_t number, const storage::SegmentFileHeader& header,
                                  const storage::SegmentSource& source,
                                  const storage::Proceed& proceed);
@@ -56,46 +56,51 @@ class SegmentFiles {
   absl::StatusOr<Opened> OpenFile(uint64_t number);
 
   using SharedHandle = std::shared_ptr<const SegmentHandle>;
-  // A file of that number, which need not be there yet. One object for each number (StoredFile).
+  // The file with this number, which need not exist yet. Only one object for each number
+  // (StoredFile).
   std::shared_ptr<StoredFile> NewFile(uint64_t number, bool recorded) const {
     return std::make_shared<StoredFile>(number, recorded, remove_);
   }
 
-  // The segment of an open file, which must hold one, with its handle: whole, or only its index;
-  // then it is a user of the file.
+  // Reads the segment of an open segment file: whole, or paged, which reads only the index. A paged
+  // segment is a user of the file. handle: the segment's.
   absl::StatusOr<SharedSegment> ReadWhole(const Opened& opened, const SharedHandle& handle,
                                           uint64_t id, const storage::Proceed& proceed);
   absl::StatusOr<SharedSegment> ReadPaged(Opened opened, const SharedHandle& handle,
                                           StoredFile::Use use, uint64_t id,
                                           const storage::Proceed& proceed);
-  // A whole segment with its payload in a file that holds the same. Takes memory for another index
-  // even if the budget has none free: the payload that goes with the old one is much greater.
+  // The paged version of a whole segment, whose payload the open file must hold. Takes memory for a
+  // copy of the index even beyond the budget, as the payload that is freed afterwards is much
+  // larger.
   absl::StatusOr<SharedSegment> PageOut(const attention::Segment& whole, Opened opened,
                                         StoredFile::Use use);
-  // The same segment with its payload in memory.
-  absl::StatusOr<SharedSegment> BringWhole(const attention::Segment& paged,
-                                           const storage::Proceed& proceed);
-  // All pages of a file, [heads][pages][page_bytes].
+  // The whole version of a paged segment: its payload is read into memory.
+  absl::StatusOr<SharedSegment> PageIn(const attention::Segment& paged,
+                                       const storage::Proceed& proceed);
+  // Reads all pages of a file, [heads][pages][page_bytes].
   absl::Status ReadAllPages(const storage::SegmentFile& file, std::byte* to,
                             const storage::Proceed& proceed);
 
   absl::Status Remove(uint64_t number) { return files_->Remove(folder_.SegmentPath(number)); }
-  // Moves a damaged file out of the way and counts it; one that is gone already is not.
+  // Moves a damaged file into quarantine and counts it; does nothing if the file is gone already.
   void PutAway(uint64_t number);
-  // FailedPrecondition if there are segments without a catalogue: a new one would know none of
-  // them, and all would be taken for what a crash left.
+  // FailedPrecondition if there are segment files without a catalogue: a new catalogue would know
+  // none of them, and all would be taken for orphans of a crash.
   absl::Status CheckNotStrayed() const;
-  // FailedPrecondition if a file has a greater number than `last`, the last one that the catalogue
-  // knows to have been given: it is new, or an older one, and has lost what names the file.
+  // FailedPrecondition if a file has a greater number than `last`, the last number that the
+  // catalogue has given: the catalogue is then new or an old copy, and has lost the record of the
+  // file.
   absl::Status CheckNotNewer(uint64_t last) const;
-  // At the start: moves files that are not `known` aside; later: drops some of what lies there.
+  // To be called at the start: moves files that are not `known` aside (Orphans::SetAside).
   absl::Status SetOrphansAside(const Orphans::Numbers& known);
+  // Drops some of the files that lie aside (Orphans::DropSome).
   void DropOrphans() { orphans_.DropSome(std::chrono::steady_clock::now()); }
 
-  // What a client is told: without paths of files. What it is not told goes to on_disk_fault.
+  // The status as a client is told it: without paths of files. If that leaves something out, the
+  // whole status goes to on_disk_fault.
   absl::Status ForClients(const absl::Status& status) const;
 
-  // What files and queues have come to.
+  // Adds the statistics of files and queues.
   void AddStats(ArchiveStats* stats) const;
 
  private:
@@ -112,7 +117,7 @@ class SegmentFiles {
   const std::unique_ptr<storage::FileSystem> files_;
   const storage::DataFolder folder_;
   Reservation page_memory_;  // the page cache's guaranteed part
-  Orphans orphans_;          // of whoever starts, and then keeps to limits: one at a time
+  Orphans orphans_;          // used by one thread at a time: first at the start, then the pager's
 
   mutable Mutex mutex_;
   std::vector<std::unique_ptr<storage::IoQueue>> idle_queues_ ABSL_GUARDED_BY(mutex_);
@@ -122,7 +127,7 @@ class SegmentFiles {
   uint64_t quarantined_files_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t orphan_files_ ABSL_GUARDED_BY(mutex_) = 0;
 
-  // Thread-safe; last, as they use what is above.
+  // Thread-safe. Last, as both use the members above.
   const std::shared_ptr<const StoredFile::Remove> remove_;
   std::unique_ptr<PagedSegments> paged_;  // set by Start
 };

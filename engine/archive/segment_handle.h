@@ -20,25 +20,25 @@
 
 namespace attnd::engine {
 
-// A segment's versions, whole and paged, share one handle and own it: it stands in their
-// OriginSlot. Another upload of the same tokens is another segment with the same name, other bits
-// and a handle of its own. Thread-safe.
+// A segment's versions, whole and paged, share one handle and own it: the handle is in their
+// OriginSlot. Another upload of the same tokens is another segment with the same name, with other
+// bits and a handle of its own. Thread-safe.
 class SegmentHandle : public attention::Origin {
  public:
   using SharedSegment = std::shared_ptr<const attention::Segment>;
   using Versions = std::vector<SharedSegment>;
 
-  // file: as SetFile's, or null.
+  // file: as for SetFile, or null.
   SegmentHandle(const storage::ChainId& name, std::shared_ptr<StoredFile> file)
       : name_(name), file_(std::move(file)) {}
 
-  // Drawn when a name is first needed, or read with the segment's file. It never changes, as files
-  // of the segments behind this one name it as their parent.
+  // The segment's name: made when it is first needed, or read with the segment's file. It never
+  // changes, as files of the segments behind this one name it as their parent.
   const storage::ChainId& name() const { return name_; }
 
-  // The newest file that was written from the segment, or that it was loaded from: it holds these
-  // bits, and no other upload's. Null: there is none. Whether the file is still on disk, the
-  // catalogue says.
+  // The newest file that was written from the segment, or from which the segment was loaded: it
+  // holds the bits of this segment, not those of another upload. Null: there is none. Only the
+  // catalogue knows whether the file is still on disk.
   std::shared_ptr<StoredFile> file() const {
     MutexLock lock(mutex_);
     return file_;
@@ -53,9 +53,9 @@ class SegmentHandle : public attention::Origin {
     return file != nullptr && file->number() == number;
   }
 
-  // Those that are in memory. The handle does not keep them there.
+  // The versions that are in memory. The handle does not keep them alive.
   Versions versions() const;
-  // Once for each version. Its OriginSlot holds this handle.
+  // To be called once for each version, whose OriginSlot must hold this handle.
   void AddVersion(const SharedSegment& segment) const;
 
  private:
@@ -65,24 +65,24 @@ class SegmentHandle : public attention::Origin {
   mutable std::vector<std::weak_ptr<const attention::Segment>> versions_ ABSL_GUARDED_BY(mutex_);
 };
 
-// Null: the segment has no name yet.
+// The segment's handle; null if the segment has no name yet.
 inline std::shared_ptr<const SegmentHandle> HandleOf(const attention::Segment& segment) {
   return std::static_pointer_cast<const SegmentHandle>(segment.origin()->Get());
 }
 
-// Handles of segments in memory, or of those that are being loaded. Does not keep them. One thread
-// at a time.
+// Handles of segments that are in memory or being loaded. Does not keep the handles alive. Used by
+// one thread at a time.
 class SegmentHandles {
  public:
   using Shared = std::shared_ptr<const SegmentHandle>;
 
-  // All of that name.
+  // All handles with this name.
   std::vector<Shared> Find(const storage::ChainId& name) const;
-  // Once for each handle.
+  // To be called once for each handle.
   void Add(const Shared& handle);
 
-  // Entries, those of handles that have ended included: at most twice as many as the others were,
-  // or kFew.
+  // The number of entries, including those of handles that no longer exist: at most twice the
+  // others' number when such entries were last removed, or kFew.
   size_t size() const { return by_name_.size(); }
   static constexpr size_t kFew = 64;
 
@@ -90,14 +90,14 @@ class SegmentHandles {
   void ForgetEnded();
 
   std::multimap<storage::ChainId, std::weak_ptr<const SegmentHandle>> by_name_;
-  size_t most_ = kFew;  // entries before those of handles that have ended go
+  size_t most_ = kFew;  // beyond so many, entries of handles that no longer exist are removed
 };
 
-// The versions of all these handles.
+// The versions in memory of all these handles.
 SegmentHandle::Versions VersionsOf(const std::vector<SegmentHandles::Shared>& handles);
 
-// One that can be read: a paged one, as it takes the least memory, unless its file has been found
-// damaged; or a whole one; if want_whole, only such. Null: there is none.
+// A version that can be read: preferably a paged one, as it takes less memory, unless its file has
+// been found damaged; else a whole one. If want_whole, only a whole one. Null: there is none.
 std::shared_ptr<const attention::Segment> ReadableOf(const SegmentHandle::Versions& versions,
                                                      bool want_whole);
 

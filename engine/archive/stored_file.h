@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// StoredFile: a segment file that this process has written or read. The catalogue decides how long
-// a file stays. A file that the catalogue does not name (its segment was paged out and never
-// sealed, or was dropped while it was read) stays as long as a paged segment reads it.
+// StoredFile: a segment file that this process has written or read. A file that the catalogue names
+// stays as long as its record. A file that the catalogue does not name (its segment was paged out
+// and never sealed, or was dropped while it was read) stays as long as a paged segment reads it.
 #ifndef ATTND_ENGINE_ARCHIVE_STORED_FILE_H_
 #define ATTND_ENGINE_ARCHIVE_STORED_FILE_H_
 
@@ -23,8 +23,8 @@ class StoredFile : public std::enable_shared_from_this<StoredFile> {
   // Deletes a file by its number.
   using Remove = std::function<void(uint64_t number)>;
 
-  // One user of a file: a paged segment, or a load under way. Movable. The last user's end deletes
-  // a file that no record names.
+  // One user of a file: a paged segment, or a load under way. Movable. When the last user ends, a
+  // file that no record names is deleted.
   class Use {
    public:
     Use(Use&&) = default;
@@ -41,8 +41,8 @@ class StoredFile : public std::enable_shared_from_this<StoredFile> {
     std::shared_ptr<StoredFile> file_;  // null once moved from
   };
 
-  // recorded: whether the catalogue names the file. `remove` may end before the file does: what is
-  // to be deleted after that is an orphan of the next start.
+  // recorded: whether the catalogue names the file. `remove` may be destroyed before this object; a
+  // file that should be deleted after that becomes an orphan of the next start.
   StoredFile(uint64_t number, bool recorded, std::weak_ptr<const Remove> remove)
       : number_(number), remove_(std::move(remove)), recorded_(recorded) {}
   ~StoredFile() { CHECK_EQ(users_, 0u) << "a user owns its file"; }
@@ -56,13 +56,13 @@ class StoredFile : public std::enable_shared_from_this<StoredFile> {
     ++users_;
     return Use(shared_from_this());
   }
-  // The catalogue names the file from now on, or may do so.
+  // To be called when the catalogue names the file from now on, or may name it.
   void SetRecorded() {
     MutexLock lock(mutex_);
     recorded_ = true;
   }
-  // The catalogue does not name the file any more. True: the file has users, and goes with the last
-  // of them; false: the caller deletes it.
+  // To be called when the catalogue does not name the file any more. True: the file has users, and
+  // is deleted with the last of them. False: the caller must delete the file.
   bool LeaveToUsers() {
     MutexLock lock(mutex_);
     recorded_ = false;

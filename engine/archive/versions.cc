@@ -52,15 +52,15 @@ absl::StatusOr<Archive::FilePlace> Archive::PlaceToPageOut(const Sequence& from,
   return FilePlace{std::move(written.file), false};
 }
 
-absl::StatusOr<std::vector<Swap>> Archive::BringWhole(std::span<const SharedSegment> paged,
-                                                      const Proceed& proceed) {
+absl::StatusOr<std::vector<Swap>> Archive::PageIn(std::span<const SharedSegment> paged,
+                                                  const Proceed& proceed) {
   std::vector<Swap> swaps;
   for (const SharedSegment& segment : paged) {
-    auto brought = files_->BringWhole(*segment, proceed);
-    if (absl::IsDataLoss(brought.status())) {
-      brought = LostPositions(segment->first_position(), segment->tokens(), brought.status());
+    auto loaded = files_->PageIn(*segment, proceed);
+    if (absl::IsDataLoss(loaded.status())) {
+      loaded = LostPositions(segment->first_position(), segment->tokens(), loaded.status());
     }
-    ATTND_ASSIGN_OR_RETURN(auto whole, Told(std::move(brought)));
+    ATTND_ASSIGN_OR_RETURN(auto whole, Told(std::move(loaded)));
     HandleOf(*whole)->AddVersion(whole);
     swaps.push_back({segment, std::move(whole)});
   }

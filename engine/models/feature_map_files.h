@@ -25,7 +25,7 @@ inline constexpr uint64_t kFeatureMapFileBytesMax = uint64_t{1} << 32;
 
 struct FeatureMapFile {
   std::string fingerprint;                             // of the model
-  std::shared_ptr<const attention::FeatureMaps> maps;  // their identity: SHA-256 of the file
+  std::shared_ptr<const attention::FeatureMaps> maps;  // identity: SHA-256 of the file
 };
 
 // bytes: a whole file. InvalidArgument names the tensor or the metadata, and what is allowed.
@@ -34,11 +34,11 @@ absl::StatusOr<FeatureMapFile> DecodeFeatureMaps(absl::string_view bytes);
 // The maps of a server's models. Constant: safe from any thread.
 class FeatureMapStore {
  public:
-  // At most kModelFilesMax files. InvalidArgument, naming the file: one that cannot be read or
-  // decoded, two of one model.
+  // Reads at most kModelFilesMax files. InvalidArgument, naming the file, if a file cannot be read
+  // or decoded, or if two files are of one model.
   static absl::StatusOr<FeatureMapStore> Load(const std::vector<std::string>& paths);
 
-  // FailedPrecondition if there are none.
+  // The maps of a model. FailedPrecondition if there are none.
   absl::StatusOr<std::shared_ptr<const attention::FeatureMaps>> Of(
       absl::string_view fingerprint) const;
 

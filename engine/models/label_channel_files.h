@@ -29,11 +29,11 @@ struct ModelLabelChannels {
   uint32_t kv_heads = 0;
   uint32_t head_dim = 0;
   uint32_t channels = 0;                                 // of each KV head
-  std::shared_ptr<const attention::LabelChoice> choice;  // with its channels; no magnitudes
+  std::shared_ptr<const attention::LabelChoice> choice;  // with channels, without magnitudes
   std::string identity;                                  // SHA-256 of the tensor
 
-  // FailedPrecondition, naming both, if the model has other layers, KV heads or head_dim, or labels
-  // of another number of channels (attention::LabelChannels).
+  // FailedPrecondition, naming both numbers, if the model has another number of layers or KV heads,
+  // another head_dim, or labels of another number of channels (attention::LabelChannels).
   absl::Status CheckShape(const ModelShape& shape) const;
 };
 
@@ -48,11 +48,11 @@ absl::StatusOr<LabelChannelFile> DecodeLabelChannels(absl::string_view bytes);
 // The label channels of a server's models. Constant: safe from any thread.
 class LabelChannelStore {
  public:
-  // At most kModelFilesMax files of kLabelChannelFileBytesMax bytes. InvalidArgument, naming the
-  // file: one that cannot be read or decoded, two of one model.
+  // Reads at most kModelFilesMax files of at most kLabelChannelFileBytesMax bytes. InvalidArgument,
+  // naming the file, if a file cannot be read or decoded, or if two files are of one model.
   static absl::StatusOr<LabelChannelStore> Load(const std::vector<std::string>& paths);
 
-  // Null if there is no file of the model.
+  // The channels of a model; null if there is no file of the model.
   std::shared_ptr<const ModelLabelChannels> Of(absl::string_view fingerprint) const;
 
  private:

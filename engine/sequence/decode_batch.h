@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// DecodeBatch: one Decode step: checks each row, appends its tokens, hands the good ones to the
-// backend.
+// DecodeBatch: one Decode step: checks each row, appends its tokens, and hands the accepted rows to
+// the backend.
 #ifndef ATTND_ENGINE_SEQUENCE_DECODE_BATCH_H_
 #define ATTND_ENGINE_SEQUENCE_DECODE_BATCH_H_
 
@@ -23,35 +23,36 @@ namespace attnd::engine {
 
 // The one place where a step's message is checked: its limits, its rows, how its tensors divide
 // among the rows, and each row against its sequence. Whoever fills DecodeArgs (the server's
-// conversions, an embedder) owes no more than tensors of as many bytes as they say.
+// conversions, an embedder) need only ensure that tensors have as many bytes as they say.
 //
-// Used by one thread, once: Check, then for each row CheckAlone and, of those that pass, Prepare,
-// then Run. The budget holds the bytes of the answer and of the batch's own lists until the batch
-// ends; then they are the caller's, as the message is.
+// Used by one thread, once: Check; for each row CheckAlone, and Prepare if the row passes; then
+// Run. The batch reserves the bytes of the answer and of its own lists from the budget until it
+// ends; after that the answer's memory is the caller's concern, as the message's is.
 class DecodeBatch {
  public:
   DecodeBatch(const DecodeArgs& args, MemoryBudget* budget, DecodeResult* result)
       : args_(args), budget_(budget), result_(result) {}
 
-  // Limits, and tensors whose sizes contradict the rows or one another: faults of the message.
+  // Checks for faults of the whole message: limits, and tensors whose sizes contradict the rows or
+  // one another.
   absl::Status Check(const EngineOptions& options);
 
   size_t rows() const { return args_.rows.size(); }
-  // What is wrong with row `row` whatever its sequence is, in the order of rows.
+  // What is wrong with row `row` whatever its sequence is. Rows must be checked in their order.
   absl::Status CheckAlone(size_t row);
-  // Checks row `row`, which belongs to `sequence`, and appends its tokens; a fault becomes the
-  // row's status: ResourceExhausted too, if the budget has no room for the step's answer. Gives how
-  // many tokens are new.
+  // Checks row `row`, which belongs to `sequence`, and appends its tokens. A fault becomes the
+  // row's status, also ResourceExhausted if the budget has no room for the step's answer. Returns
+  // how many tokens are new.
   uint64_t Prepare(size_t row, WriterId writer, const attention::Backend& backend,
                    const std::shared_ptr<Sequence>& sequence);
   void Refuse(size_t row, absl::Status status) { result_->rows[row].status = std::move(status); }
 
-  // What accepted rows read.
+  // The accepted rows, as the backend gets them.
   std::span<const attention::StepRow> step_rows() const { return step_rows_; }
   uint64_t sequence_id(size_t step_row) const {
     return args_.rows[step_row_numbers_[step_row]].sequence_id;
   }
-  // Answers the rows that were accepted: into the caller's memory, which is asked for once.
+  // Answers the accepted rows, into the caller's memory, for which it asks once.
   absl::Status Run(attention::Backend* backend, AnswerMemory memory);
 
  private:
@@ -67,14 +68,15 @@ class DecodeBatch {
   absl::Status CheckRow(size_t row, const attention::Backend& backend, Sequence* sequence);
   absl::Status CheckShape(const DecodeRow& row, const ModelShape& shape) const;
   absl::Status CheckValuesShape(const ModelShape& shape) const;
-  // Finite, values within kValueMax; gives the magnitudes.
+  // Checks that the row's numbers are finite, and its values within kValueMax; notes the
+  // magnitudes.
   absl::Status CheckNumbers(size_t row, const ModelShape& shape);
-  // Reserves what the whole step's answer takes, its extents confirmed by a row's shape.
+  // Reserves the bytes of the whole step's answer; a row's shape has confirmed its extents.
   absl::Status ReserveAnswer(const ModelShape& shape);
-  // The caller's memory for the answer, every element NaN: an element that the backend leaves out
-  // is then seen as none, and nothing that lay there before reaches a client.
+  // The caller's memory for the answer, every element set to NaN. So an element that the backend
+  // leaves out is noticed, and no client receives what lay in the memory before.
   absl::StatusOr<AnswerBuffers> TakeMemory(AnswerMemory memory) const;
-  // Appends the row's tokens, if it has any, and gives what its step reads.
+  // Appends the row's tokens, if it has any, and returns what its step reads.
   absl::StatusOr<Snapshot> Take(size_t row, WriterId writer, Sequence* sequence) const;
   void AddStepRow(size_t row, const Sequence& sequence, Snapshot snapshot);
   void ClearFaulty();
@@ -92,13 +94,13 @@ class DecodeBatch {
   Reservation answer_;                    // the answer's bytes and those of the lists below
   std::unordered_set<uint64_t> checked_;  // sequences of the rows that CheckAlone let pass
   std::vector<Place> places_;
-  std::vector<float> key_magnitudes_;  // of the row at hand, by tail block
+  std::vector<float> key_magnitudes_;  // of the row that is being checked, by tail block
   uint64_t query_tokens_ = 0;
   uint64_t new_tokens_ = 0;
   std::vector<attention::StepRow> step_rows_;
   std::vector<size_t> step_row_numbers_;  // row of each step row
   std::vector<std::shared_ptr<Sequence>>
-      sequences_;  // of the accepted rows: their policies are read by the step
+      sequences_;  // of the accepted rows; kept as the step reads their policies
 };
 
 }  // namespace attnd::engine

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Held: an object with the bytes that it holds of a memory budget.
+// Held: an object together with the reservation of its bytes in a memory budget.
 #ifndef ATTND_ENGINE_SEQUENCE_HELD_H_
 #define ATTND_ENGINE_SEQUENCE_HELD_H_
 
@@ -12,7 +12,7 @@
 
 namespace attnd::engine {
 
-// The bytes are given back after the object's end.
+// The reservation ends after the object.
 template <typename T>
 struct Held {
   template <typename... Arguments>
@@ -22,7 +22,7 @@ struct Held {
   T object;
 };
 
-// A segment that holds its bytes of a budget.
+// The segment, with a reservation that ends with it.
 inline std::shared_ptr<const attention::Segment> HoldReservation(
     std::shared_ptr<const attention::Segment> segment, Reservation reservation) {
   auto held = std::make_shared<Held<std::shared_ptr<const attention::Segment>>>(

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Values of latent models: the fronts of their keys, which nobody sends.
+// Values of latent models: a value is the front of its key, and is not sent.
 #ifndef ATTND_ENGINE_SEQUENCE_LATENT_VALUES_H_
 #define ATTND_ENGINE_SEQUENCE_LATENT_VALUES_H_
 
@@ -16,7 +16,8 @@
 
 namespace attnd::engine {
 
-// InvalidArgument if new tokens come with values and the model is latent, or without and it is not.
+// InvalidArgument if new tokens have values and the model is latent, or if they have none and the
+// model is not latent.
 inline absl::Status CheckValuesSent(bool sent, const ModelShape& shape) {
   if (sent != shape.latent) return absl::OkStatus();
   if (sent) {

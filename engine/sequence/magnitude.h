@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Magnitude: how large the numbers of a tensor are, in one pass that also finds NaN and infinities,
-// and how large they may be.
+// Magnitude: the greatest absolute value of a tensor, in one pass that also finds NaN and
+// infinities; and the limit of values.
 #ifndef ATTND_ENGINE_SEQUENCE_MAGNITUDE_H_
 #define ATTND_ENGINE_SEQUENCE_MAGNITUDE_H_
 
@@ -23,8 +23,8 @@
 
 namespace attnd::engine {
 
-// The greatest bit pattern without its sign: numbers of one dtype and their patterns have the same
-// order, with infinity and then NaN above all.
+// The greatest bit pattern of `count` elements, without signs. Patterns have the order of the
+// absolute values, with infinity and then NaN above all others.
 template <typename T>
 T GreatestPattern(const std::byte* source, size_t count) {
   constexpr T kWithoutSign = static_cast<T>(~T{0}) >> 1;
@@ -37,8 +37,8 @@ T GreatestPattern(const std::byte* source, size_t count) {
   return greatest;
 }
 
-// The greatest absolute value of `count` elements; infinity or NaN if an element is one of them, 0
-// of nothing.
+// The greatest absolute value of `count` elements. NaN or infinity if an element is; 0 if there is
+// no element.
 inline float Magnitude(DType dtype, const std::byte* source, size_t count) {
   switch (dtype) {
     case DType::kBf16:
@@ -51,14 +51,14 @@ inline float Magnitude(DType dtype, const std::byte* source, size_t count) {
   return 0;
 }
 
-// Greatest |v| that is taken. The squares of all values that one KV head can have, 2^32 tokens of
-// kHeadDimMax channels, then add up to less than the greatest float. So do the norms of mean values
-// that segments keep, and all sums of values that softmax weighs, as no weight is above 1.
+// The greatest |v| that is accepted. The squares of all values that one KV head can have, 2^32
+// tokens of kHeadDimMax channels, then add up to less than the greatest float. So do the norms of
+// mean values that segments keep, and all sums of values in a softmax, as no weight is above 1.
 inline constexpr float kValueMax = 1e13f;
 static_assert(double{kValueMax} * kValueMax * 4294967296.0 * kHeadDimMax <
               std::numeric_limits<float>::max());
 
-// InvalidArgument if the values in the tensor `name`, of that magnitude, a finite one, are beyond
+// InvalidArgument if the values of the tensor `name`, whose magnitude is finite, are beyond
 // kValueMax.
 inline absl::Status CheckValueMagnitude(float magnitude, absl::string_view name = "v") {
   if (magnitude <= kValueMax) return absl::OkStatus();
@@ -66,8 +66,8 @@ inline absl::Status CheckValueMagnitude(float magnitude, absl::string_view name 
                                                  "; allowed are magnitudes up to ", kValueMax));
 }
 
-// Appends to `magnitudes` that of the tokens in each tail block that [first_position, + tokens)
-// touches. source: [tokens][width], at least 1 token.
+// Appends to `magnitudes`, for each tail block that positions [first_position, + tokens) touch, the
+// magnitude of the tokens in that block. source: [tokens][width], at least 1 token.
 inline void BlockMagnitudes(DType dtype, const std::byte* source, uint64_t first_position,
                             uint64_t tokens, uint64_t width, std::vector<float>* magnitudes) {
   const size_t token_bytes = width * DTypeBytes(dtype);
@@ -79,7 +79,7 @@ inline void BlockMagnitudes(DType dtype, const std::byte* source, uint64_t first
   }
 }
 
-// The magnitude of the keys of tokens [begin, end) of a run of pages.
+// The magnitude of the keys of tokens [begin, end) of the pages from `pages` on.
 inline float KeyMagnitude(const attention::PageGeometry& geometry, const std::byte* pages,
                           uint64_t begin, uint64_t end) {
   float magnitude = 0;

@@ -29,13 +29,13 @@ struct NewTokens {
   uint64_t end_position() const { return first_position + tokens; }
 };
 
-// The rows of new tokens, by token and KV head. The tokens must outlive it.
+// The rows of new tokens, by token and KV head. The tokens must outlive this object.
 class NewRows {
  public:
   NewRows(const NewTokens& tokens, const ModelShape& shape)
       : geometry_(shape), keys_(tokens.keys), values_(tokens.values), kv_heads_(shape.kv_heads) {}
 
-  // Whether the token is equal to the token at `place` of a run of pages.
+  // Whether the token is equal to the token at `place` of the pages from `pages` on.
   bool Equal(uint64_t token, uint32_t head, const std::byte* pages, uint64_t place) const {
     const bool keys_equal = std::memcmp(pages + geometry_.KeyOffset(place), Key(token, head),
                                         geometry_.key_row_bytes) == 0;
@@ -43,7 +43,7 @@ class NewRows {
     return std::memcmp(pages + geometry_.ValueOffset(place), Value(token, head),
                        geometry_.value_row_bytes) == 0;
   }
-  // Writes the token to `place` of a run of pages.
+  // Writes the token to `place` of the pages from `pages` on.
   void CopyTo(uint64_t token, uint32_t head, std::byte* pages, uint64_t place) const {
     std::memcpy(pages + geometry_.KeyOffset(place), Key(token, head), geometry_.key_row_bytes);
     if (!geometry_.stores_values()) return;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What becomes of the queries that a prompt's end comes with: the keep-set of SnapKV's policies,
-// and the blocks that AsyncTLS's first step searches (docs/POLICIES.md).
+// Evaluates the observed queries of a prompt: makes the keep-set of SnapKV's policies and the KV
+// blocks that AsyncTLS's first step searches (docs/POLICIES.md).
 #ifndef ATTND_ENGINE_SEQUENCE_PROMPT_OBSERVER_H_
 #define ATTND_ENGINE_SEQUENCE_PROMPT_OBSERVER_H_
 
@@ -15,11 +15,11 @@
 
 namespace attnd::engine {
 
-// Looks at the queries that the sequence was given for its prompt, which is complete and segmented,
-// on up to `threads` threads, and gives the sequence what it found; the queries are then forgotten.
-// Calls `proceed` between pieces of some milliseconds, on any of the threads. Nothing to do without
-// queries: FailedPrecondition then if the sequence's policy is a keep-set and it has none yet.
-// ResourceExhausted, errors of fetching pages, proceed's.
+// Evaluates the sequence's observed queries on up to `threads` threads, gives the sequence the
+// results, and makes it forget the queries. The prompt must be complete and segmented. Calls
+// `proceed` every few milliseconds, on any of the threads. Without queries there is nothing to do;
+// FailedPrecondition then if the sequence's policy needs a keep-set and the sequence has none.
+// Other errors: ResourceExhausted, those of fetching pages, and those of `proceed`.
 absl::Status ObservePrompt(uint32_t threads, MemoryBudget* budget,
                            absl::FunctionRef<absl::Status()> proceed, Sequence* sequence);
 

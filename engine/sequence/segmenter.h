@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Turning tails into segments: a finished prefill at once, generated tokens in the background.
+// Segmenter: turns tails into segments: finished prefills at once, generated tokens in the
+// background.
 #ifndef ATTND_ENGINE_SEQUENCE_SEGMENTER_H_
 #define ATTND_ENGINE_SEQUENCE_SEGMENTER_H_
 
@@ -22,9 +23,8 @@
 
 namespace attnd::engine {
 
-// StepGate: lets builders make way for steps. A builder asks between quanta; while a step runs or
-// waits it is held back, but never longer than kYieldMax, so that it finishes under load too.
-// Thread-safe.
+// StepGate: lets builders make way for steps. A builder asks between quanta; while a step runs the
+// builder waits, but never longer than kYieldMax, so that it also finishes under load. Thread-safe.
 class StepGate {
  public:
   class Step {  // held while a step runs
@@ -39,7 +39,8 @@ class StepGate {
   };
 
   void YieldToSteps();
-  // Whether a step runs, for those who may wait only where no step would wait for them.
+  // Whether a step runs. Takes no lock, for the auditor: its thread has the lowest priority, and
+  // steps would wait for a lock that it holds.
   bool busy() const { return steps_.load(std::memory_order_relaxed) != 0; }
 
  private:
@@ -55,7 +56,7 @@ class StepGate {
 };
 
 // Builds segments. Owns the background thread. Prefills take turns: each builds one run and then
-// stands behind the others that wait. No exception leaves it.
+// waits behind the others. Its methods throw no exceptions.
 class Segmenter {
  public:
   struct Options {
@@ -63,27 +64,27 @@ class Segmenter {
     uint32_t threads = 1;  // for a finished prefill; fewer if the system refuses some
   };
 
-  // `backend` builds segments where it can; it and the others must outlive the segmenter.
+  // `backend` builds segments where it can. All arguments must outlive the segmenter.
   Segmenter(const Options& options, attention::Backend* backend, MemoryBudget* budget,
             StepGate* gate, EventListener* listener);
   ~Segmenter() { Shutdown(); }
 
-  // Starts the background thread, before anything else is called. ResourceExhausted if the system
-  // refuses it.
+  // Starts the background thread; to be called before any other method. ResourceExhausted if the
+  // system refuses the thread.
   absl::Status Start();
 
-  // Segments what the prefill left outside the window, in runs of segment_tokens; a rest below
-  // kSegmentTokensMin stays in the tail. ResourceExhausted (budget or system), Unavailable
-  // (Shutdown), NotFound (the sequence was closed) and Cancelled (`cancelled` was set) leave a
-  // shorter chain, which is as valid.
+  // Segments the prefill's tokens outside the window, in runs of segment_tokens; a rest of fewer
+  // than kSegmentTokensMin tokens stays in the tail. ResourceExhausted (budget or system),
+  // Unavailable (Shutdown), NotFound (the sequence was closed) and Cancelled (`cancelled` was set)
+  // leave a shorter chain, which is valid, too.
   absl::Status SegmentPrefill(Sequence* sequence, const std::atomic<bool>* cancelled);
 
-  // The same, of whole runs only: for a prompt that is still being uploaded and has no room left.
-  // Runs are the same as SegmentPrefill's.
+  // As SegmentPrefill, but only full runs: for a prompt that is still being uploaded while memory
+  // is short. The runs are those that SegmentPrefill would build.
   absl::Status SegmentWholeRuns(Sequence* sequence, const std::atomic<bool>* cancelled);
 
-  // Tells that `sequence` has grown; queues it when a full run has left its window and no failed
-  // build holds it back (Sequence::DelayBuild).
+  // To be called when `sequence` has grown. Queues the sequence when a full run has left its window
+  // and no failed build holds it back (Sequence::DelayBuild).
   void OnGrown(const std::shared_ptr<Sequence>& sequence);
 
   void WaitUntilIdle();
@@ -92,7 +93,7 @@ class Segmenter {
   static constexpr uint32_t kSegmentTokensMin = 512;
 
  private:
-  // A prefill's place among those that build in turns, from construction to destruction.
+  // A prefill's place among the prefills that take turns, from construction to destruction.
   class Turn {
    public:
     Turn(Segmenter* segmenter, const Sequence& sequence);
@@ -100,7 +101,8 @@ class Segmenter {
     Turn(const Turn&) = delete;
     Turn& operator=(const Turn&) = delete;
 
-    // Until it is this one's turn to build; or why nobody wants the sequence's segments any more.
+    // Waits until it is this prefill's turn to build. An error if nobody wants the sequence's
+    // segments any more.
     absl::Status Wait(const std::atomic<bool>* cancelled);
 
    private:
@@ -109,28 +111,30 @@ class Segmenter {
     const Sequence& sequence_;
   };
 
-  // The first prefill that may build now: one whose sequence the background builds lets the next
-  // one go first. Null while a prefill builds.
+  // The first prefill that may build now: a prefill lets the next one go first while the background
+  // builds for its sequence. Null while a prefill builds.
   const Turn* NextTurn() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Takes the first sequence out of the queue that no prefill builds now; null if there is none.
+  // Takes the first sequence out of the queue for which no prefill builds now; null if there is
+  // none.
   std::shared_ptr<Sequence> TakeQueued() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   void BackgroundLoop();
   absl::Status SegmentInTurns(Sequence* sequence, uint32_t min_tokens,
                               const std::atomic<bool>* cancelled);
-  // One segment, its heads on `threads` threads. False if there was none to build. Nobody else may
-  // build this sequence's segments meanwhile: the caller has its turn, or is the background.
+  // Builds one segment, its heads on `threads` threads. False if there was none to build. No other
+  // thread may build this sequence's segments meanwhile: the caller has its turn, or is the
+  // background.
   absl::StatusOr<bool> BuildNext(Sequence* sequence, uint32_t min_tokens, uint32_t threads,
                                  EventListener::BuildTrigger trigger,
                                  const std::atomic<bool>* cancelled);
   absl::StatusOr<bool> Build(Sequence* sequence, uint32_t min_tokens, uint32_t threads,
                              const std::atomic<bool>* cancelled, uint32_t* installed);
-  // Builds by the backend, or else by HeadBuilders.
+  // Lets the backend build, or else builds with HeadBuilders.
   absl::Status BuildSegment(const Sequence& sequence, attention::SegmentBuilder* builder,
                             uint32_t threads, const std::atomic<bool>* cancelled);
   absl::Status BuildHeads(const Sequence& sequence, attention::SegmentBuilder* builder,
                           uint32_t threads, const std::atomic<bool>* cancelled);
-  // OK while somebody waits for what is being built.
+  // Why a build should end: Shutdown, a closed sequence, a cancelled call. Else OK.
   absl::Status Wanted(const Sequence& sequence, const std::atomic<bool>* cancelled) const;
   bool stopping() const { return stopping_.load(std::memory_order_relaxed); }
 
@@ -144,7 +148,8 @@ class Segmenter {
   CondVar changed_;
   std::deque<std::weak_ptr<Sequence>> queue_ ABSL_GUARDED_BY(mutex_);
   std::deque<const Turn*> turns_ ABSL_GUARDED_BY(mutex_);  // in their order
-  // Who builds; never both of them the same sequence.
+  // The prefill that builds, and the sequence for which the background builds. Never the same
+  // sequence.
   const Turn* building_turn_ ABSL_GUARDED_BY(mutex_) = nullptr;
   const Sequence* background_builds_ ABSL_GUARDED_BY(mutex_) = nullptr;
 

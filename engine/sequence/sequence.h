@@ -44,8 +44,8 @@ struct SegmentJob {
   uint32_t unclustered = 0;
 };
 
-// A history at one moment, for whoever writes it down: its committed positions, which are never
-// written again.
+// A history at one moment, for writing it to disk: its committed positions, whose bytes do not
+// change any more.
 struct HistorySnapshot {
   std::shared_ptr<const attention::SequenceView> view;  // its tail may go on beyond `committed`
   uint64_t committed = 0;
@@ -53,7 +53,7 @@ struct HistorySnapshot {
   std::vector<TokenIds::Run> token_ids;   // of committed positions
 };
 
-// Queries of one layer that a prompt's end came with, and the budget's bytes for them.
+// The observed queries of one layer of a prompt, with the reservation of their bytes.
 struct ObservedLayer {
   Reservation memory;
   DType dtype = DType::kFp32;
@@ -61,7 +61,7 @@ struct ObservedLayer {
   std::vector<std::byte> queries;  // [tokens, query_heads, head_dim]
 };
 
-// A prompt that is complete, with the queries of its last tokens in every layer.
+// A complete prompt, with its observed queries in every layer.
 struct PromptObservation {
   std::shared_ptr<const attention::SequenceView> view;
   uint64_t tokens = 0;                                       // of the prompt
@@ -73,13 +73,13 @@ struct PromptObservation {
   }
 };
 
-// A segment and its other version, paged or whole, which holds the same.
+// A segment and its other version, paged or whole, with the same contents.
 struct Swap {
   std::shared_ptr<const attention::Segment> before;
   std::shared_ptr<const attention::Segment> after;
 };
 
-// Segments that were written down, or that another sequence has, to begin a sequence with.
+// Segments from disk or of another sequence, with which a sequence begins.
 struct RestoredSegments {
   std::vector<std::shared_ptr<const attention::Segment>> segments;  // from position 0 on
   std::vector<float> key_bounds;                                    // [segments][layers]
@@ -104,7 +104,7 @@ struct RestoredSegments {
 // keys. The last `window` committed tokens are in the tail, if there are so many.
 class Sequence {
  public:
-  // A sequence that holds the bytes of its own object. ResourceExhausted.
+  // A sequence that holds the bytes of its own object in the budget. ResourceExhausted.
   static absl::StatusOr<std::shared_ptr<Sequence>> Create(uint64_t id, absl::string_view tenant,
                                                           OpenArgs args, uint64_t max_tokens,
                                                           MemoryBudget* budget);
@@ -120,58 +120,62 @@ class Sequence {
   const attention::IndexSet& indexes() const { return *args_.indexes; }
   // NOLINTEND(bugprone-unchecked-optional-access)
 
-  // Appends, or recognises a repeat, and gives how many tokens are new; errors as Engine::Append
-  // says, state unchanged then.
+  // Appends tokens, or recognises them as a repeat; returns how many tokens are new. Errors as for
+  // Engine::Append; the state is then unchanged.
   absl::StatusOr<uint64_t> Append(WriterId writer, const NewTokens& tokens);
-  // Appends and gives what a step over these tokens reads, in one: no truncation and no new segment
-  // comes in between. FailedPrecondition for a repeat of what a segment covers; OutOfRange, with
-  // nothing appended, if queries of that magnitude could have logits beyond kLogitMax.
+  // Appends tokens and returns what a step over them reads, atomically: no truncation and no new
+  // segment comes in between. FailedPrecondition for a repeat of tokens that a segment covers;
+  // OutOfRange, with nothing appended, if queries of this magnitude could have logits beyond
+  // kLogitMax.
   absl::StatusOr<Snapshot> AppendAndRead(WriterId writer, const NewTokens& tokens,
                                          float query_magnitude);
   // What a query_only step reads. FailedPrecondition unless `position` is the layer's length;
-  // OutOfRange as above.
+  // OutOfRange as for AppendAndRead.
   absl::StatusOr<Snapshot> Read(uint32_t layer, uint64_t position, float query_magnitude);
 
-  // Takes the queries of one layer for the prompt's last tokens, in place of those that it has.
-  // Aborted if another writer holds the sequence, OutOfRange as AppendAndRead.
+  // Takes one layer's observed queries, in place of those that it has. Aborted if another writer
+  // holds the sequence, OutOfRange as for AppendAndRead.
   absl::Status Observe(WriterId writer, uint32_t layer,
                        std::shared_ptr<const ObservedLayer> queries,
                        std::span<const float> head_magnitudes, float magnitude);
-  // The prompt and the queries of all its layers; nothing unless every layer has queries, and no
-  // more of them than tokens.
+  // The prompt with the observed queries of all layers. Nothing unless every layer has queries, and
+  // not for more tokens than the prompt has.
   std::optional<PromptObservation> Observation();
-  // Forgets queries that have been looked at.
+  // Forgets queries that have been evaluated.
   void ForgetObservation(const PromptObservation& observed);
   // Steps from now on read this keep-set. chosen_from: the view that the set was chosen from;
   // tokens that a truncation has taken away since leave the set.
   void SetKeepSet(const std::shared_ptr<const attention::KeepSet>& keep,
                   const attention::SequenceView& chosen_from);
   bool has_keep_set();
-  // FailedPrecondition if the policy reads by a keep-set that the sequence does not have, and there
-  // is something to choose from.
+  // FailedPrecondition if the policy needs a keep-set that the sequence does not have, and there is
+  // a middle to choose from.
   absl::Status CheckKeepSet(const attention::Policy& policy);
 
-  // -> tokens that segments cover. Aborted, as ForkInto, if PagedForLength gives any; nothing
-  // changed then. So are appending and AppendAndRead for repeats of what is in PagedWithin.
+  // Returns how many tokens segments cover afterwards. Truncate and ForkInto: Aborted, with nothing
+  // changed, if PagedForLength(length) is not empty. Append and AppendAndRead: the same, if tokens
+  // are repeated that segments of PagedWithin cover.
   absl::StatusOr<uint64_t> Truncate(uint64_t length);
-  // All that is committed.
+  // All committed positions.
   HistorySnapshot SnapshotHistory();
-  // Paged segments with positions in [begin, end), and those that a truncation or fork to `length`
-  // turns back into tail: they must be whole for it.
+  // PagedWithin: the paged segments with positions in [begin, end). PagedForLength: the paged
+  // segments that a truncation or fork to `length` turns back into tail, for which they must be
+  // whole.
   std::vector<std::shared_ptr<const attention::Segment>> PagedWithin(uint64_t begin, uint64_t end);
   std::vector<std::shared_ptr<const attention::Segment>> PagedForLength(uint64_t length);
-  // Puts segments in place of their other versions, as far as they are in the chain.
+  // Replaces each segment of the chain that is the `before` of a swap by the swap's `after`.
   void SwapSegments(std::span<const Swap> swaps);
   // The segments, from the first on, that `fresh` may begin with: those within token_ids whose
-  // tokens have these ids. None unless both are of one tenant, model, shard and sink, and the model
-  // has a fingerprint; none if they are no more than `known`, whose ids need no second look.
-  // Without token ids: they are the caller's.
+  // tokens have these ids. None unless both sequences have the same tenant, model, shard and sink,
+  // and the model has a fingerprint. None if they cover no more tokens than `known`; the ids of
+  // segments in `known` are not compared again. The result has no token ids, as the caller has
+  // them.
   RestoredSegments PrefixFor(const Sequence& fresh, std::span<const uint32_t> token_ids,
                              const RestoredSegments& known);
-  // Begins a new sequence, which nobody else knows yet, with segments; its tail is then appended.
-  // ResourceExhausted.
+  // Gives a new sequence, which nobody else knows yet, its segments; its tail is appended
+  // afterwards. DataLoss if the segments are no chain of this sequence; ResourceExhausted.
   absl::Status Restore(RestoredSegments restored);
-  // Notes token ids of positions that the sequence has. ResourceExhausted.
+  // Notes token ids of positions of the sequence. ResourceExhausted.
   absl::Status AddTokenIds(std::span<const TokenIds::Run> runs);
   // Fills `child`, a new sequence that nobody else knows yet, with the first `length` (absent: all
   // committed) tokens.
@@ -179,28 +183,29 @@ class Sequence {
 
   // The next segment of at least min_tokens and at most max_tokens outside the window, or nothing.
   std::optional<SegmentJob> NextSegment(uint32_t min_tokens, uint32_t max_tokens);
-  // Whether NextSegment would give one.
+  // Whether NextSegment would return one.
   bool HasSegment(uint32_t min_tokens);
-  // The same, but not while DelayBuild holds the background back.
+  // As HasSegment, but false while DelayBuild holds the background back.
   bool BuildDue(uint32_t min_tokens);
-  // A background build failed: the next one is due when more tokens have come, kBuildDelayMin at
-  // first and twice as many after each further failure, up to kBuildDelayMax. Forgotten with the
-  // next segment or truncation.
+  // To be called when a background build has failed: the next one is due after kBuildDelayMin more
+  // tokens, and after twice as many for each further failure, up to kBuildDelayMax. The next
+  // segment or truncation ends the delay.
   void DelayBuild();
   static constexpr uint64_t kBuildDelayMin = 64;
   static constexpr uint64_t kBuildDelayMax = 8192;
-  // Swaps a built segment in. False if the sequence changed meanwhile, so that it no longer fits.
+  // Adds a built segment to the chain. False if the sequence has changed so that the segment no
+  // longer fits.
   bool Install(const SegmentJob& job, std::shared_ptr<const attention::Segment> segment);
-  // The writer says that its prompt is whole: steps that fed it have been answered, so that their
-  // tokens may become segments. FailedPrecondition if layers differ in length, Aborted if another
-  // writer holds the sequence; nothing changed then.
+  // The writer declares its prompt complete: the steps that appended it have been answered, so that
+  // their tokens may become segments. FailedPrecondition if layers differ in length, Aborted if
+  // another writer holds the sequence; nothing is changed then.
   absl::Status CompletePrefill(WriterId writer);
 
   // Tells builders that nobody wants the sequence any more.
   void Close() { closed_.store(true, std::memory_order_relaxed); }
   bool closed() const { return closed_.load(std::memory_order_relaxed); }
 
-  // When it was last appended to or read.
+  // When the sequence was last appended to or read.
   std::chrono::steady_clock::time_point last_used() const {
     return std::chrono::steady_clock::time_point(
         std::chrono::steady_clock::duration(last_used_.load(std::memory_order_relaxed)));
@@ -214,7 +219,7 @@ class Sequence {
   SequenceInfo Info();
 
  private:
-  // What a shorter history consists of.
+  // The parts of a shorter history.
   struct Prefix {
     size_t segments = 0;  // of the chain
     Tail tail;
@@ -222,7 +227,7 @@ class Sequence {
   static constexpr uint64_t kNoStep = std::numeric_limits<uint64_t>::max();
 
   bool StillFits(const SegmentJob& job) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Where a segment may end: outside the window, before the newest step.
+  // The position up to which segments may reach: outside the window, and before the newest step.
   uint64_t SegmentsEnd() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckAppend(WriterId writer, const NewTokens& tokens)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -275,14 +280,15 @@ class Sequence {
   std::vector<std::shared_ptr<const attention::Segment>> segments_ ABSL_GUARDED_BY(mutex_);
   Tail tail_ ABSL_GUARDED_BY(mutex_);
   std::vector<uint64_t> layer_tokens_ ABSL_GUARDED_BY(mutex_);  // [layers]
-  // Where the newest step began; kept out of segments, however long it is, so that it can be
-  // repeated.
+  // Position at which the newest step began. Its tokens stay out of segments, however many they
+  // are, so that the step can be repeated.
   uint64_t newest_step_ ABSL_GUARDED_BY(mutex_) = kNoStep;
-  // The background builds from this committed length on; grows by build_delay_ with each failure.
+  // The background builds once the committed length is this; grows by build_delay_ with each
+  // failure.
   uint64_t build_from_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t build_delay_ ABSL_GUARDED_BY(mutex_) = 0;
-  // Greatest |k| by segment, [segments][layers], and of all tokens, [layers]. Kept in parts so that
-  // what is dropped takes its bound with it.
+  // Greatest |k| of each segment, [segments][layers], and of all tokens, [layers]. Kept by segment
+  // so that a bound goes with the segment that is dropped.
   std::vector<float> segment_key_bounds_ ABSL_GUARDED_BY(mutex_);
   std::vector<float> key_bounds_ ABSL_GUARDED_BY(mutex_);
   TokenIds token_ids_ ABSL_GUARDED_BY(mutex_);
@@ -291,8 +297,8 @@ class Sequence {
   // [layers] queries of the prompt's last tokens; null where there are none.
   std::vector<std::shared_ptr<const ObservedLayer>> observed_ ABSL_GUARDED_BY(mutex_);
   attention::PolicyState state_ ABSL_GUARDED_BY(mutex_);
-  // Made when asked for; null after a change of segments or blocks, and out of date once the policy
-  // state has another version than when it was made.
+  // The view, made when it is asked for. Null after a change of segments or blocks; out of date if
+  // the policy state's version is not view_state_version_.
   std::shared_ptr<const attention::SequenceView> view_ ABSL_GUARDED_BY(mutex_);
   uint64_t view_state_version_ ABSL_GUARDED_BY(mutex_) = 0;
 };

@@ -22,7 +22,7 @@
 namespace attnd::engine {
 
 // Thread-safety: all methods may be called from any thread. The table's lock is not held while a
-// sequence is used. NotFound, the same for unknown sequences and those of other tenants.
+// sequence is used. NotFound has the same message for unknown sequences and those of other tenants.
 class SequenceTable {
  public:
   explicit SequenceTable(uint32_t max_sequences);
@@ -32,19 +32,19 @@ class SequenceTable {
   // Makes a sequence known. Errors as NewId.
   absl::Status Publish(std::shared_ptr<Sequence> sequence);
   absl::StatusOr<std::shared_ptr<Sequence>> Find(absl::string_view tenant, uint64_t id);
-  // The same for a stream that is about to append: ReleaseWriter looks at this sequence then.
+  // As Find, for a stream that is about to append: ReleaseWriter will visit the sequence.
   absl::StatusOr<std::shared_ptr<Sequence>> FindToWrite(absl::string_view tenant, uint64_t id,
                                                         WriterId writer);
   // Takes a sequence out of the table.
   absl::StatusOr<std::shared_ptr<Sequence>> Remove(absl::string_view tenant, uint64_t id);
-  // Those with ascending ids greater than `after`, at most `count`.
+  // The tenant's sequences with ids greater than `after`, ascending, at most `count` of them.
   std::vector<std::shared_ptr<Sequence>> List(absl::string_view tenant, uint64_t after,
                                               uint32_t count) const;
-  // Every tenant's.
+  // The sequences of all tenants.
   std::vector<std::shared_ptr<Sequence>> All() const;
 
-  // Ends the leases of a writer, which appends no more. Visits what it asked to write to and is
-  // still open; takes no memory.
+  // Ends the leases of a writer, which must not append any more. Visits the open sequences that the
+  // writer asked for with FindToWrite; allocates no memory.
   void ReleaseWriter(WriterId writer);
 
   void StopOpening();
@@ -53,7 +53,7 @@ class SequenceTable {
  private:
   struct Entry {
     std::shared_ptr<Sequence> sequence;
-    std::vector<WriterId> writers;  // that came for it; the lease itself is the sequence's
+    std::vector<WriterId> writers;  // of FindToWrite; the lease itself is in the sequence
   };
 
   using Entries = std::map<uint64_t, Entry>;

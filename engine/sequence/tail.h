@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Tail: a sequence's newest tokens, those that no segment covers.
+// Tail: the newest tokens of a sequence, which no segment covers.
 #ifndef ATTND_ENGINE_SEQUENCE_TAIL_H_
 #define ATTND_ENGINE_SEQUENCE_TAIL_H_
 
@@ -21,12 +21,12 @@
 
 namespace attnd::engine {
 
-// Tail blocks for positions from begin() on, and for each of them the greatest |k| of each layer.
-// The tail knows for how many positions it has blocks; how many positions of a layer are filled,
-// its sequence knows.
+// Tail blocks for positions from begin() on, and for each block the greatest |k| of each layer. The
+// tail knows for how many positions it has blocks; its sequence knows how many positions of a layer
+// are filled.
 //
-// Blocks are shared: views hold them, and a fork's tail holds those that neither history writes to
-// again. So a position is written once, by the sequence whose tail made the block.
+// Blocks are shared: views hold them, and a fork's tail holds the blocks that neither history
+// writes to again. So a position is written once, by the sequence whose tail made the block.
 //
 // Thread-safety: none; the sequence's lock guards it. Readers of a block read only positions below
 // the length that they were given.
@@ -51,30 +51,30 @@ class Tail {
   }
   // [blocks][layers] greatest |k|.
   std::span<const float> key_bounds() const { return key_bounds_; }
-  // [layers] of the block that holds `position`.
+  // [layers] greatest |k| of the block that holds `position`.
   std::span<const float> KeyBoundsAt(uint64_t position) const {
     return std::span<const float>(key_bounds_)
         .subspan(BlockOf(position) * shape_.layers, shape_.layers);
   }
 
-  // Makes the blocks that positions below `end` lack, with room for them in the lists; AddBlocks
-  // adds them. ResourceExhausted; nothing changed then.
+  // Makes the blocks that positions below `end` lack, and room for these blocks in the lists;
+  // AddBlocks then adds the blocks. ResourceExhausted; nothing is changed then.
   absl::StatusOr<Blocks> MakeBlocks(uint64_t end, MemoryBudget* budget);
   void AddBlocks(const Blocks& more) noexcept;
-  // Writes the tokens behind the first `skip`, whose positions have blocks.
+  // Writes the tokens without the first `skip`; their positions must have blocks.
   void Write(const NewTokens& tokens, uint64_t skip);
-  // Raises the bounds of the blocks that tokens behind the first `skip` lie in; gives the greatest
-  // magnitude among them, 0 without any.
+  // Raises the bounds of the blocks in which the tokens without the first `skip` lie; returns the
+  // greatest of these tokens' magnitudes (NewTokens::key_magnitudes), 0 without any.
   float RaiseKeyBounds(const NewTokens& tokens, uint64_t skip);
-  // Whether positions [begin, end) are equal to those of the tokens.
+  // Whether positions [begin, end) hold the same bytes as `tokens`.
   bool Holds(const NewTokens& tokens, uint64_t begin, uint64_t end) const;
-  // Begins the tail at a later position: blocks that lie before it wholly are dropped. Does not
+  // Begins the tail at a later position: drops the blocks that lie wholly before it. Does not
   // throw.
   void DropBefore(uint64_t begin);
 
-  // A tail with positions [begin, length) of a history that consists of `segments` and this tail:
-  // it shares full blocks, and has copies of the block that is written again and of what lies in
-  // segments, which must be whole. ResourceExhausted.
+  // A tail with positions [begin, length) of a history that consists of `segments` and this tail.
+  // It shares full blocks of this tail. It copies the block that will be written again, and the
+  // tokens that lie in segments, which must be whole. ResourceExhausted.
   absl::StatusOr<Tail> CopyOf(uint64_t begin, uint64_t length, Segments segments,
                               MemoryBudget* budget) const;
 
@@ -90,7 +90,7 @@ class Tail {
   std::vector<float> key_bounds_;  // [blocks][layers]
 };
 
-// Raises each of `bounds` to at least its counterpart.
+// Raises each of `bounds` to at least its counterpart in `others`.
 void RaiseAll(std::span<const float> others, float* bounds);
 
 // [layers] greatest |k| of positions [begin, end), which the view's tail holds.

@@ -17,8 +17,8 @@
 
 namespace attnd::engine {
 
-// Pages of kPageIds positions; those without any id take no memory, the others hold theirs of the
-// budget. Not thread-safe: its sequence's lock guards it.
+// Ids are kept in pages of kPageIds positions. A page without any id takes no memory; the others
+// hold their bytes in the budget. Not thread-safe: the sequence's lock guards it.
 class TokenIds {
  private:
   static constexpr uint64_t kPageIds = 1024;
@@ -30,7 +30,7 @@ class TokenIds {
   using Pages = std::vector<std::unique_ptr<Page>>;
 
  public:
-  // Pages for some positions, not yet part of the ids.
+  // New pages for some positions, not yet part of the ids.
   class Room {
    private:
     friend class TokenIds;
@@ -42,8 +42,8 @@ class TokenIds {
 
   // AlreadyExists, naming the entry, if a position is known to have another id.
   absl::Status Check(uint64_t first_position, std::span<const uint32_t> ids) const;
-  // What Store needs for these positions. ResourceExhausted, nothing changed, if the budget has it
-  // not; std::bad_alloc likewise.
+  // The pages that Store needs for these positions. ResourceExhausted if the budget has no room;
+  // throws std::bad_alloc if the system has none. Nothing is changed then.
   absl::StatusOr<Room> MakeRoom(uint64_t first_position, size_t count);
   void Store(uint64_t first_position, std::span<const uint32_t> ids, Room room) noexcept;
 
@@ -52,22 +52,22 @@ class TokenIds {
     uint64_t first_position = 0;
     std::vector<uint32_t> ids;
   };
-  // Those that are known of positions [begin, end), in their order.
+  // The known ids of positions [begin, end), ascending.
   std::vector<Run> Runs(uint64_t begin, uint64_t end) const;
 
-  // Whether these positions have these ids, all of them known.
+  // Whether all of these positions are known to have these ids.
   bool Holds(uint64_t first_position, std::span<const uint32_t> ids) const;
 
   // Forgets positions from `length` on.
   void Truncate(uint64_t length) noexcept;
-  // The ids of the first `length` positions, on memory of their own. Errors as MakeRoom.
+  // A copy of the ids of the first `length` positions. Errors as for MakeRoom.
   absl::StatusOr<TokenIds> Prefix(uint64_t length) const;
 
  private:
   absl::StatusOr<std::unique_ptr<Page>> MakePage() const;
 
   MemoryBudget* budget_;
-  Pages pages_;  // page i holds positions from kPageIds * i; null without ids
+  Pages pages_;  // page i holds positions from kPageIds * i on; null without ids
 };
 
 }  // namespace attnd::engine

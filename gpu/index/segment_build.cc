@@ -20,7 +20,7 @@ constexpr uint64_t kLayersMax = 8;
 
 }  // namespace
 
-SegmentBuild::SegmentBuild(attention::SegmentBuilder* builder, MirrorStore* store,
+SegmentBuild::SegmentBuild(attention::SegmentBuilder* builder, DeviceCopyStore* store,
                            StreamContext* context, attention::WorkerPool* workers)
     : builder_(builder),
       context_(context),
@@ -54,7 +54,7 @@ absl::Status SegmentBuild::Run(absl::FunctionRef<absl::Status()> proceed) {
   for (uint32_t first = 0; first < shape_.layers; first += at_once) {
     ATTND_RETURN_IF_ERROR(proceed());
     const uint32_t count = std::min(at_once, shape_.layers - first);
-    ATTND_RETURN_IF_ERROR(OfDevice(BringLayers(first, count)));
+    ATTND_RETURN_IF_ERROR(OfDevice(UploadLayers(first, count)));
     ATTND_RETURN_IF_ERROR(OfDevice(BuildLayers(first, count)));
     ATTND_RETURN_IF_ERROR(TakeLayers(first, count));
   }
@@ -86,15 +86,15 @@ uint32_t SegmentBuild::LayersAtOnce() const {
                 room.result_bytes / IndexLayerBytes(), room.input_bytes / JobBytes()}));
 }
 
-absl::Status SegmentBuild::BringLayers(uint32_t first, uint32_t count) {
+absl::Status SegmentBuild::UploadLayers(uint32_t first, uint32_t count) {
   const SequenceView& view = builder_->view();
   const uint64_t end = first_row_ + uint64_t{builder_->segment().tokens()};
   for (uint32_t layer = first; layer < first + count; ++layer) {
     for (uint64_t b = 0; b < blocks_.size(); ++b) {
       const auto tokens =
           static_cast<uint32_t>(std::min<uint64_t>(kTailBlockTokens, end - b * kTailBlockTokens));
-      ATTND_RETURN_IF_ERROR(
-          uploader_.Bring(blocks_[b], *view.tail[b], shape_, layer, tokens, /*later=*/nullptr));
+      ATTND_RETURN_IF_ERROR(uploader_.UploadTokens(blocks_[b], *view.tail[b], shape_, layer, tokens,
+                                                   /*later=*/nullptr));
     }
   }
   ATTND_RETURN_IF_ERROR(context_->Flush());  // the input buffer is wanted for the jobs

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// SegmentBuild: builds a segment on the device, whole layers at a time. The host's segment gets the
-// index that the device built and orders its own payload by it; what lies on the device then is the
-// segment's device copy.
+// SegmentBuild: builds a segment on the device, whole layers at a time. The host takes the index
+// that the device has built, and orders its own payload by that index. What the device has built
+// stays there as the segment's device copy.
 #ifndef ATTND_GPU_INDEX_SEGMENT_BUILD_H_
 #define ATTND_GPU_INDEX_SEGMENT_BUILD_H_
 
@@ -14,33 +14,33 @@
 #include "attention/cpu/worker_pool.h"
 #include "attention/index/segment_builder.h"
 #include "gpu/device/device.h"
-#include "gpu/memory/mirror.h"
+#include "gpu/memory/device_copy_store.h"
 #include "gpu/step/stream_context.h"
 #include "gpu/step/uploader.h"
 
 namespace attnd::gpu {
 
-// Used by one thread, once. Everything it was given must outlive it.
+// Used by one thread, once. All arguments of the constructor must outlive it.
 class SegmentBuild {
  public:
-  SegmentBuild(attention::SegmentBuilder* builder, MirrorStore* store, StreamContext* context,
+  SegmentBuild(attention::SegmentBuilder* builder, DeviceCopyStore* store, StreamContext* context,
                attention::WorkerPool* workers);
 
-  // Calls `proceed` between batches of layers. On any error the segment is not built and nothing on
-  // the device counts as a part of it: `proceed`'s; ResourceExhausted if the device has no room;
-  // Internal if it built what no index can be; or the device's.
+  // Calls `proceed` between batches of layers. Errors: that of `proceed`; ResourceExhausted if the
+  // device has no room; Internal if what the device built is no valid index; or the device's. After
+  // an error the segment is not built, and nothing on the device counts as a part of it.
   absl::Status Run(absl::FunctionRef<absl::Status()> proceed);
-  // Whether the error was the device's, which can no longer be used then.
+  // Whether the error was the device's; the device can then no longer be used.
   bool device_failed() const { return device_failed_; }
 
  private:
   absl::Status PinAll();
   uint32_t LayersAtOnce() const;
-  absl::Status BringLayers(uint32_t first, uint32_t count);
+  absl::Status UploadLayers(uint32_t first, uint32_t count);
   uint64_t WriteJobs(uint32_t first, uint32_t count);
   absl::Status BuildLayers(uint32_t first, uint32_t count);
   absl::Status TakeLayers(uint32_t first, uint32_t count);
-  // Notes whether an error of the device's makes it unusable.
+  // Notes whether an error of the device makes it unusable; returns the status.
   absl::Status OfDevice(absl::Status status);
 
   uint64_t IndexLayerBytes() const;
@@ -51,10 +51,10 @@ class SegmentBuild {
   StreamContext* const context_;
   attention::WorkerPool* const workers_;
   const ModelShape& shape_;
-  const uint32_t first_row_;  // of the first tail block
+  const uint32_t first_row_;  // place of the segment's first token in the first tail block
   Uploader uploader_;
   Resident* segment_ = nullptr;
-  std::vector<Resident*> blocks_;
+  std::vector<Resident*> blocks_;  // tail blocks with the segment's tokens
   IndexJob first_job_{};
   bool device_failed_ = false;
 };

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the host tells the device about one layer of a segment that is to be built: its tokens in
-// tail blocks, and where its index and its payload in cluster order go. Plain structures, copied as
-// they are; nothing in here depends on CUDA.
+// What the host tells the device about one layer of a segment to be built: the tail blocks with its
+// tokens, and where the device writes its index and its payload in cluster order. Plain structures,
+// copied as they are. Nothing in here depends on CUDA.
 #ifndef ATTND_GPU_LAYOUT_INDEX_LAYOUT_H_
 #define ATTND_GPU_LAYOUT_INDEX_LAYOUT_H_
 
@@ -11,14 +11,14 @@
 
 namespace attnd::gpu {
 
-// Byte offsets of the parts of one head's index, as attention::IndexLayout has them; the head
-// starts with its cluster count.
+// Byte offsets of the parts of one head's index, as in attention::IndexLayout. The index begins
+// with the head's cluster count.
 struct IndexOffsets {
   uint32_t centroids, mean_values, deviation_codes, variance_unit, log_size, spread, value_norm2,
       starts, positions;
 };
 
-// One layer of a segment, all its KV heads. Tokens are numbered from 0, in position order.
+// One layer of a segment, with all KV heads. Tokens are numbered from 0, by position.
 struct IndexJob {
   const std::byte* const* tail_blocks;  // KV head 0's pages of each tail block, at the layer
   uint64_t tail_block_head_bytes;       // from one KV head to the next
@@ -29,7 +29,7 @@ struct IndexJob {
   uint32_t kv_heads;
   uint32_t reserved;
   std::byte* index;  // of KV head 0
-  std::byte* pages;  // of KV head 0; the segment's order
+  std::byte* pages;  // of KV head 0, in the segment's order
   uint64_t index_head_bytes;
   uint64_t pages_head_bytes;
   IndexOffsets offsets;

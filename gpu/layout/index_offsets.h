@@ -10,8 +10,8 @@
 
 namespace attnd::gpu {
 
-// The offsets as the device has them; a head's index has fewer than 2^32 bytes, as a segment has at
-// most kSegmentTokensMax tokens.
+// The offsets in the device's form. 32 bits suffice: a head's index has fewer than 2^32 bytes, as a
+// segment has at most kSegmentTokensMax tokens.
 inline IndexOffsets OffsetsOf(const attention::IndexLayout& layout) {
   const auto at = [](size_t offset) { return static_cast<uint32_t>(offset); };
   const attention::IndexLayout::Clusters& clusters = layout.clusters;

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the kernels are compiled for: the one list of it. A shape is added by a line of the list, a
-// file cuda/step/step_<dtype>_<head_dim>_<value_dim>.cu and a case of each test that says so.
-// From the list follow
+// The one list of the shapes for which the kernels are compiled. To add a shape, add a line to the
+// list, a file cuda/step/step_<dtype>_<head_dim>_<value_dim>.cu, and a case to each test that asks
+// for one. From the list follow
 //   - validation: CheckShape (device/device.h) refuses every other shape and names these;
 //   - the build: gpu/CMakeLists.txt reads this file and compiles a step_*.cu for each line;
 //   - dispatch: of a step's kernels (cuda/step/step_kernels.h; a line without an instance fails to
 //     link, an instance without a line fails its static_assert) and of an index build's
 //     (cuda/index/index_kernels.cuh);
-//   - the tests' matrix: the tests of parity and tests/gpu/index_check run each line, and fail
-//     where they have no case for one.
+//   - the tests' matrix: the tests of parity and tests/gpu/index_check run each line, and fail if
+//     they have no case for a line.
 #ifndef ATTND_GPU_LAYOUT_KERNEL_SHAPES_H_
 #define ATTND_GPU_LAYOUT_KERNEL_SHAPES_H_
 
@@ -41,7 +41,7 @@ inline constexpr KernelShape kKernelShapes[] = {
     {DType::kFp16, 256, 256},
 };
 inline constexpr size_t kKernelShapeCount = std::size(kKernelShapes);
-// Query heads of a KV head, at most; the kernels take any number up to it.
+// The most query heads of a KV head; the kernels take any number up to it.
 inline constexpr uint32_t kKernelGroupMax = 32;
 
 constexpr bool HasKernels(const KernelShape& shape) {
@@ -51,7 +51,7 @@ constexpr bool HasKernels(const KernelShape& shape) {
   return false;
 }
 
-// An entry of the list as a type, for what is instantiated for it.
+// An entry of the list as a type, for templates that are instantiated for it.
 template <size_t kNumber>
 struct ListedShape {
   static constexpr DType kDtype = kKernelShapes[kNumber].dtype;
@@ -69,7 +69,8 @@ constexpr bool DispatchListedShape(Matches matches, Use use) {
   return try_all(std::make_index_sequence<kKernelShapeCount>());
 }
 
-// The kernels' matrix products take 16 bits an element and whole rows of 64 channels.
+// Whether no entry is there twice, and the kernels can be compiled for each: their matrix products
+// take elements of 16 bits and multiples of 64 channels.
 constexpr bool ListIsSound() {
   for (size_t i = 0; i < kKernelShapeCount; ++i) {
     const KernelShape& shape = kKernelShapes[i];

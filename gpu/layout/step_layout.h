@@ -1,26 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the host tells the device about one step, and where the device puts what it finds: plain
+// What the host tells the device about one step, and where the device writes the results: plain
 // structures that are copied as they are. The host side (step_writer) fills them; the kernels
 // (cuda/) and the tests' naive loops (tests/gpu/step_reference) read them. Every pointer is a
 // device address. Nothing in here depends on CUDA.
 //
-// Words. A thread block is called a block only in cuda/; a KV block of the tail is a tail block
-// everywhere; a stream's memory lies in buffers. A stage is a part of a step with launches of its
-// own. Each stage reads only what earlier stages wrote:
+// Words. "Block" in the identifiers of cuda/ is a thread block. A stage is a part of a step with
+// launches of its own. Each stage reads only what earlier stages wrote:
 //
-//   prepare   put uploaded rows into their pages; bring queries into the kernels' arrangement
+//   prepare   put uploaded rows into their pages; arrange queries as the kernels read them
 //   read      read pieces (zones, dense tokens) exactly; score clusters
-//   select    a unit: choose clusters, list their tokens, queue the finish pieces
+//   select    for each unit: choose clusters, list their tokens, queue their pieces for finish
 //   measure   only if a unit has a tolerance: estimate everything, weigh errors, choose again
-//   finish    chosen tokens exactly, the others' estimate
-//   merge     a unit's states, in an order that their number decides; normalise; statistics
+//   finish    read the chosen tokens exactly, estimate the other clusters
+//   merge     for each unit: merge its states, in the order of their numbers; normalise; statistics
 //
-// A unit of clusters may be answered by a cooperative group instead, in one launch without stages:
-// the thread blocks of one thread block cluster.
+// Instead of by stages, a unit of a cluster policy may be answered by a cooperative group (the
+// thread blocks of one thread block cluster), in a single launch.
 //
-// Work is divided by a row's own lengths alone: what else is in the batch changes no bit of its
-// answer.
+// Work is divided by a row's own lengths alone, so that the other rows of a batch change no bit of
+// its answer.
 #ifndef ATTND_GPU_LAYOUT_STEP_LAYOUT_H_
 #define ATTND_GPU_LAYOUT_STEP_LAYOUT_H_
 
@@ -33,14 +32,16 @@
 
 namespace attnd::gpu {
 
-// Query heads and tokens that a unit handles together: the columns of one matrix instruction.
+// (Query token, query head) pairs that are handled together: the columns of one matrix instruction.
 inline constexpr uint32_t kLanes = 8;
-// Clusters are numbered by slots: a segment's clusters follow one another from a multiple of this,
-// the slots left over are empty. It is also what one score item scores.
+// Clusters are numbered by slots: a segment's clusters follow one another from a multiple of
+// kSlotChunk on; the slots behind its last cluster, up to the next multiple, are empty. A score
+// item scores kSlotChunk slots.
 inline constexpr uint32_t kSlotChunk = 64;
 // Slots that a warp works on at a time.
 inline constexpr uint32_t kStepSlots = 16;
-// Tokens of a piece, unless a row is so long that it would have more than kReadPiecesMax of them.
+// Tokens or slots of a piece, and the most pieces: a row that would have more pieces has longer
+// ones. Only the pieces of a tail always have kReadPieceTokens tokens.
 inline constexpr uint32_t kReadPieceTokens = 512;
 inline constexpr uint32_t kReadPiecesMax = 64;
 inline constexpr uint32_t kChosenPieceTokens = 128;
@@ -52,16 +53,16 @@ inline constexpr uint32_t kEstimatePiecesMax = 64;
 // four thread blocks. So the device holds 37 groups of 12 at once, but only 30 of 14 and 28 of 16,
 // and four rows of eight KV heads have 32 units.
 inline constexpr uint32_t kCoopBlocks[] = {2, 4, 7, 12};
-inline constexpr uint32_t kCoopWarps = 4;        // of each thread block
+inline constexpr uint32_t kCoopWarps = 4;        // of a cooperative group's thread block
 inline constexpr uint32_t kCoopBlockWork = 320;  // see CoopSizeFor
 inline constexpr uint32_t kCoopSizes = sizeof(kCoopBlocks) / sizeof(kCoopBlocks[0]);
 inline constexpr uint32_t kCoopBlocksMax = kCoopBlocks[kCoopSizes - 1];
 inline constexpr uint32_t kCoopSegmentsMax = 32;
 inline constexpr uint32_t kCoopValueDimMax = 128;
-// Clustered tokens of a unit: selection counts two kinds of them in one word.
+// The most clustered tokens of a unit; selection counts two kinds of tokens in one word.
 inline constexpr uint64_t kUnitTokensMax = (uint64_t{1} << 28) - 1;
-// Floats before a state's values: max, sum; in estimate pieces the sums of errors, of second
-// moments and of dropped weights; the rest unused.
+// Floats before a state's values: max and sum; for estimate pieces also the sums of errors, of
+// second moments and of dropped weights. The others are unused.
 inline constexpr uint32_t kStateHead = 8;
 
 enum class UnitKind : uint32_t { kDense, kStreaming, kClusters };
@@ -69,7 +70,7 @@ enum class CutKind : uint32_t { kTopK, kTopP, kErrorBudget };
 
 // One segment of a row at the step's layer.
 struct SegmentRef {
-  const std::byte* index;     // of KV head 0, as attention::IndexLayout says; its first 4 bytes are
+  const std::byte* index;     // of KV head 0, as in attention::IndexLayout; its first 4 bytes are
                               // the cluster count
   const std::byte* pages;     // of KV head 0
   uint64_t index_head_bytes;  // from one KV head to the next
@@ -78,14 +79,14 @@ struct SegmentRef {
   uint32_t tokens;
   uint32_t unclustered;
   uint32_t first_slot;    // a multiple of kSlotChunk
-  uint32_t slots;         // room: the greatest cluster count, rounded up to kSlotChunk
-  uint32_t first_piece;   // of the row's dense pieces; a piece never spans segments
+  uint32_t slots;         // max_clusters, rounded up to kSlotChunk
+  uint32_t first_piece;   // number among the row's dense pieces; a piece never spans segments
   uint32_t max_clusters;  // rows that the index has room for, at least 1
 };
 
-// One row of the batch. A unit is one (row, group of query tokens, KV head), numbered
-// first_unit + token_group * kv_heads + kv_head; it has tiles of kLanes (query token, query head of
-// the group) pairs, numbered token-major.
+// One row of the batch. A unit is one (row, group of query tokens, KV head), with number
+// first_unit + token_group * kv_heads + kv_head. A unit has tiles of kLanes (query token, query
+// head of the KV head) pairs, numbered token-major.
 struct RowRef {
   UnitKind kind;
   CutKind cut;
@@ -94,7 +95,7 @@ struct RowRef {
   uint32_t tokens_per_unit;  // 1 for kClusters
   uint32_t tiles_per_unit;
   uint32_t first_unit;
-  uint32_t first_query_token;  // in the step's queries and outputs
+  uint32_t first_query_token;  // number in the step's queries and outputs
 
   uint32_t segments_begin;  // in StepHeader::segments
   uint32_t segment_count;
@@ -116,11 +117,11 @@ struct RowRef {
   uint32_t first_score_item;      // (unit, slots / kSlotChunk), chunk fastest; tiles share an item
   // Thread blocks of the cooperative group that answers each of the row's units; 0 if the stages
   // answer them. Each thread block of a group leaves one state of zones, one of estimates and one
-  // of chosen tokens: read_pieces and estimate_pieces are coop_blocks then, and the row has no read
-  // items and no score items.
+  // of chosen tokens. So read_pieces and estimate_pieces are then coop_blocks, and the row has no
+  // read items and no score items.
   uint32_t coop_blocks;
 
-  // Places in scratch memory, of the row's first unit; the others follow at the same distance.
+  // Places of the row's first unit in scratch memory; the other units follow at equal distances.
   uint32_t first_state;  // of states; a tile has StatesPerTile: of read pieces, of estimate pieces,
                          // of chosen pieces
   uint64_t first_score;  // of floats in scores: per unit log_mass [lanes][slots], then, for the
@@ -138,13 +139,14 @@ struct RowRef {
 constexpr uint32_t SlotsFor(uint32_t max_clusters) {
   return (max_clusters + kSlotChunk - 1) / kSlotChunk * kSlotChunk;
 }
-// Whether the measure stage chooses for the row.
+// Whether the measure stage chooses the row's clusters.
 constexpr bool HasTolerance(const RowRef& row) {
   return row.kind == UnitKind::kClusters && row.cut == CutKind::kErrorBudget &&
          row.tolerance < std::numeric_limits<double>::infinity();
 }
-// The number in kCoopBlocks of a unit's size: the first for which a thread block has at most
-// kCoopBlockWork, or the last. work: the unit's slots, and the tail tokens that it reads.
+// The size of a unit's cooperative group, as a number in kCoopBlocks: the first size for which a
+// thread block has at most kCoopBlockWork of work, or the last size. work: the unit's slots plus
+// the tail tokens that it reads.
 constexpr uint32_t CoopSizeFor(uint64_t work) {
   uint32_t size = 0;
   while (size + 1 < kCoopSizes && uint64_t{kCoopBlocks[size]} * kCoopBlockWork < work) ++size;
@@ -160,7 +162,7 @@ constexpr uint32_t CoopBlocksFor(const RowRef& row, uint32_t group, uint32_t val
   }
   return kCoopBlocks[CoopSizeFor(row.slots + tail_tokens)];
 }
-// Distances, in elements, between what a row's tiles and units have in scratch memory.
+// Distances, in elements, between the places of a row's tiles and units in scratch memory.
 constexpr uint64_t StatesPerTile(const RowRef& row) {
   if (row.coop_blocks != 0) return uint64_t{3} * row.coop_blocks;
   return uint64_t{row.read_pieces} + row.estimate_pieces +
@@ -171,13 +173,14 @@ constexpr uint64_t ScoresPerUnit(const RowRef& row, uint32_t group) {
 }
 constexpr uint32_t StateFloats(uint32_t value_dim) { return kLanes * (kStateHead + value_dim); }
 
-// A unit that a cooperative group answers: number `unit` of the row.
+// A unit that a cooperative group answers: the row's unit number `unit`.
 struct CoopUnit {
   uint32_t row;
   uint32_t unit;
 };
 
-// Keys and values of new tokens, which arrive with the step. Prepare copies them to their pages.
+// Keys and values of new tokens, which come with the step. The prepare stage copies them to their
+// pages.
 struct UploadRef {
   std::byte* to;
   uint64_t from;   // byte in StepHeader::upload_data
@@ -189,15 +192,15 @@ inline constexpr uint8_t kFateDropped = 0;
 inline constexpr uint8_t kFateEstimated = 1;
 inline constexpr uint8_t kFateExact = 2;
 
-// Slots of one unit in one segment with all addresses that work on them takes. Prepare writes one
-// for every kSlotChunk slots, so that the score stage needs one look and no search; in a
-// cooperative group each warp writes one for its share of each segment.
+// Some slots of one unit in one segment, with all addresses that are needed to work on them. The
+// prepare stage writes a ChunkRef for every kSlotChunk slots, so that the score stage need not
+// search. In a cooperative group each warp writes one for its share of each segment.
 struct ChunkRef {
   const std::byte* head;  // the KV head's index
   float* scores;          // log_mass of lane 0 at the first slot
   uint8_t* fates;         // at the first slot
   IndexOffsets offsets;
-  uint32_t segment;   // of the row
+  uint32_t segment;   // number in the row
   uint32_t first;     // the first slot's cluster
   uint32_t clusters;  // of the segment and KV head; slots beyond are empty
   uint32_t max_clusters;
@@ -209,7 +212,7 @@ struct ChunkRef {
 };
 static_assert(sizeof(ChunkRef) == 128);
 
-// What a unit's selection came to.
+// The result of a unit's selection.
 struct UnitResult {
   uint32_t clusters;
   uint32_t chosen_tokens;
@@ -219,13 +222,13 @@ struct UnitResult {
   uint64_t dropped_tokens;
 };
 
-// By lane, written by select: the scale of weights that estimates use.
+// For each lane, written by the select stage: the scale of the weights that estimates use.
 struct LaneScale {
   float max;  // of log_mass over all clusters
   float sum;  // of all weights
 };
 
-// By query head and token, in the order of StepHeader::lse.
+// For each query token and query head, in the order of StepHeader::lse.
 struct LaneResult {
   float covered_mass;
   float exact_mass;
@@ -233,31 +236,31 @@ struct LaneResult {
   float reserved;
 };
 
-// A piece of a tile's chosen tokens with all addresses that reading it takes. The select or the
-// measure stage queues it, the finish stage reads it.
+// A piece of a tile's chosen tokens, with all addresses that are needed to read it. The select or
+// the measure stage queues pieces, the finish stage reads them.
 struct ChosenPiece {
   const uint32_t* chosen;      // the unit's list
   const SegmentRef* segments;  // of the row
   const uint32_t* fragments;   // of the tile
   float* state;
-  uint32_t begin, end;  // in the list
+  uint32_t begin, end;  // tokens of `chosen`
   uint32_t kv_head;
   uint32_t lanes;
   uint32_t reserved[4];
 };
 static_assert(sizeof(ChosenPiece) == 64);
 
-// Counters in scratch: how many pieces of chosen tokens select and measure have queued; how many of
-// the read pieces, and how many of the queued ones, thread blocks have taken.
+// Counters in scratch memory: how many pieces of chosen tokens the select and measure stages have
+// queued; how many read pieces and how many queued pieces thread blocks have taken.
 enum Cursor : uint32_t { kQueuedPieces, kTakenReadPieces, kTakenFinishPieces, kCursors };
 
-// Words of StepHeader::query_fragments for one tile: the queries' fragments, the squared queries',
-// then kLanes factors of the logits and kLanes of their variances, rounded up.
+// Words of StepHeader::query_fragments for one tile: fragments of the queries and of the squared
+// queries, then kLanes factors of the logits and kLanes factors of their variances, rounded up.
 constexpr uint32_t FragmentWords(uint32_t head_dim) { return head_dim * 8; }
 constexpr uint32_t TileFragmentWords(uint32_t head_dim) { return 2 * FragmentWords(head_dim) + 64; }
 
-// Places and sizes of everything else. Scratch is left as the last step left it; kernels clear what
-// they count with.
+// Places and sizes of everything else. Scratch memory is as the last step left it; kernels clear
+// the counters that they use.
 struct StepHeader {
   uint32_t rows;
   uint32_t units;
@@ -275,10 +278,10 @@ struct StepHeader {
   uint32_t query_dtype;              // DType
   uint32_t coop_counts[kCoopSizes];  // units that groups of kCoopBlocks[i] thread blocks answer
   float softmax_scale;
-  uint32_t reserved;               // in the place of padding: equal headers have equal bytes
+  uint32_t reserved;               // in place of padding, so that equal headers have equal bytes
   uint64_t tail_block_head_bytes;  // of a tail block, from one KV head to the next
 
-  const RowRef* row_refs;  // [rows], by first_unit
+  const RowRef* row_refs;  // [rows], ascending by first_unit
   const SegmentRef* segments;
   const std::byte* const* tail_blocks;  // KV head 0's pages of each tail block, at the step's layer
   const UploadRef* upload_refs;         // [uploads]
@@ -308,7 +311,7 @@ struct StepHeader {
 
 static_assert(offsetof(StepHeader, tail_block_head_bytes) ==
               offsetof(StepHeader, reserved) + sizeof(uint32_t));
-// Host and device compilers agree on these, and structures are copied as bytes.
+// The compilers of host and device agree on these sizes: the structures are copied as bytes.
 static_assert(sizeof(SegmentRef) == 96 && sizeof(RowRef) == 184 && sizeof(StepHeader) == 256);
 static_assert(sizeof(UploadRef) == 24 && sizeof(CoopUnit) == 8);
 static_assert(sizeof(UnitResult) == 32 && sizeof(LaneResult) == 16 && sizeof(LaneScale) == 8);

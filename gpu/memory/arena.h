@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Arena: one allocation of device memory, handed out in parts. The device is asked once, at the
-// start: its own allocator synchronises, and what others take from the device later takes nothing
-// from here.
+// Arena: one allocation of device memory, handed out in ranges. The device allocates only once, at
+// the start, as its own allocator synchronises with the device's work, and so that other users of
+// the device cannot take memory from the arena later.
 #ifndef ATTND_GPU_MEMORY_ARENA_H_
 #define ATTND_GPU_MEMORY_ARENA_H_
 
@@ -24,7 +24,7 @@ namespace attnd::gpu {
 class Arena {
  public:
   static constexpr uint64_t kAlignment =
-      256;  // of allocations, and what their sizes are rounded up to
+      256;  // of allocations, in bytes; sizes are rounded up to it
 
   // Memory from an arena, given back on destruction. Movable.
   class Allocation {
@@ -53,16 +53,16 @@ class Arena {
     uint64_t bytes_ = 0;
   };
 
-  // `name` is for messages. Errors as Device::Allocate's.
+  // `name` is for messages. Errors as for Device::Allocate.
   static absl::StatusOr<std::unique_ptr<Arena>> Create(Device* device, std::string name,
                                                        uint64_t bytes);
-  // All allocations have been returned.
+  // All allocations must have been returned.
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  // The smallest free range that is large enough gives it, in O(log n). ResourceExhausted, saying
-  // what is free, if none is. bytes >= 1.
+  // Allocates from the smallest free range that is large enough, in O(log n). ResourceExhausted,
+  // saying what is free, if no range is large enough. bytes >= 1.
   absl::StatusOr<Allocation> Allocate(uint64_t bytes);
 
   uint64_t capacity() const { return capacity_; }
@@ -81,7 +81,8 @@ class Arena {
   const uint64_t capacity_;
 
   mutable Mutex mutex_;
-  // Free ranges, never empty and never touching: bytes by offset, and (bytes, offset) by size.
+  // Free ranges: bytes by offset, and (bytes, offset) by size. No range is empty, and no two ranges
+  // touch.
   std::map<uint64_t, uint64_t> free_ ABSL_GUARDED_BY(mutex_);
   std::set<std::pair<uint64_t, uint64_t>> by_size_ ABSL_GUARDED_BY(mutex_);
   uint64_t used_ ABSL_GUARDED_BY(mutex_) = 0;

@@ -22,7 +22,7 @@ constexpr uint64_t kUploadShare = 4;
 
 }  // namespace
 
-DeviceStep::DeviceStep(const attention::StepRequest& request, MirrorStore* store,
+DeviceStep::DeviceStep(const attention::StepRequest& request, DeviceCopyStore* store,
                        StreamContext* context, bool cooperative_groups, bool timed)
     : request_(request),
       context_(context),
@@ -115,7 +115,7 @@ absl::Status DeviceStep::PinSegments(uint32_t number, RowMemory* memory) {
   for (const Segment* segment : SegmentsRead(row, rows_[number].kind)) {
     ATTND_RETURN_IF_ERROR(CheckAlive(request_));
     ATTND_ASSIGN_OR_RETURN(Resident* const resident, uploader_.Pin(*segment));
-    ATTND_RETURN_IF_ERROR(uploader_.Bring(resident, *segment, request_.layer));
+    ATTND_RETURN_IF_ERROR(uploader_.UploadLayer(resident, *segment, request_.layer));
     const uint64_t heads = uint64_t{request_.layer} * row.view->shape.kv_heads;
     memory->segments.push_back({resident->index() + heads * segment->layout().head_bytes,
                                 resident->pages() + heads * segment->pages_head_bytes()});
@@ -135,8 +135,8 @@ absl::Status DeviceStep::PinTail(uint32_t number, RowMemory* memory) {
         std::min<uint64_t>(kTailBlockTokens, row.tail_end() - b * kTailBlockTokens));
     const bool with_step = upload_bytes <= context_->room().input_bytes / kUploadShare;
     const size_t known = memory->uploads.size();
-    ATTND_RETURN_IF_ERROR(uploader_.Bring(resident, block, view.shape, request_.layer, tokens,
-                                          with_step ? &memory->uploads : nullptr));
+    ATTND_RETURN_IF_ERROR(uploader_.UploadTokens(resident, block, view.shape, request_.layer,
+                                                 tokens, with_step ? &memory->uploads : nullptr));
     for (size_t i = known; i < memory->uploads.size(); ++i) {
       upload_bytes += memory->uploads[i].bytes;
     }

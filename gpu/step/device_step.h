@@ -10,7 +10,7 @@
 #include "absl/status/status.h"
 #include "attention/backend.h"
 #include "gpu/device/device.h"
-#include "gpu/memory/mirror.h"
+#include "gpu/memory/device_copy_store.h"
 #include "gpu/step/row_description.h"
 #include "gpu/step/step_totals.h"
 #include "gpu/step/step_writer.h"
@@ -23,7 +23,7 @@ namespace attnd::gpu {
 // the work on the device. Invariant: after Run each row is either answered whole or left over.
 class DeviceStep {
  public:
-  DeviceStep(const attention::StepRequest& request, MirrorStore* store, StreamContext* context,
+  DeviceStep(const attention::StepRequest& request, DeviceCopyStore* store, StreamContext* context,
              bool cooperative_groups, bool timed);
 
   // Answers the rows. Cancelled, DeadlineExceeded: nobody waits for the answer any more. Any other

@@ -48,7 +48,7 @@ absl::StatusOr<Resident*> Uploader::Pin(const TailBlock& block, uint32_t layers)
   return pins_.emplace_back(std::move(resident)).get();
 }
 
-absl::Status Uploader::Bring(Resident* resident, const Segment& segment, uint32_t layer) {
+absl::Status Uploader::UploadLayer(Resident* resident, const Segment& segment, uint32_t layer) {
   if (resident->tokens(layer) == segment.tokens()) return absl::OkStatus();
   MutexLock lock(resident->upload_mutex());
   if (resident->tokens(layer) == segment.tokens()) return absl::OkStatus();
@@ -64,8 +64,9 @@ absl::Status Uploader::Bring(Resident* resident, const Segment& segment, uint32_
   return absl::OkStatus();
 }
 
-absl::Status Uploader::Bring(Resident* resident, const TailBlock& block, const ModelShape& shape,
-                             uint32_t layer, uint32_t tokens, std::vector<Upload>* later) {
+absl::Status Uploader::UploadTokens(Resident* resident, const TailBlock& block,
+                                    const ModelShape& shape, uint32_t layer, uint32_t tokens,
+                                    std::vector<Upload>* later) {
   const uint32_t begin = resident->tokens(layer);
   if (begin >= tokens) return absl::OkStatus();
   CHECK_LE(tokens, kTailBlockTokens);

@@ -15,7 +15,7 @@
 #include "attention/segment/pages.h"
 #include "attention/segment/segment.h"
 #include "common/model_shape.h"
-#include "gpu/memory/mirror.h"
+#include "gpu/memory/device_copy_store.h"
 #include "gpu/step/step_writer.h"
 #include "gpu/step/stream_context.h"
 
@@ -29,7 +29,7 @@ namespace attnd::gpu {
 // when the work of a stream that uploaded it has ended.
 class Uploader {
  public:
-  Uploader(MirrorStore* store, StreamContext* context) : store_(store), context_(context) {}
+  Uploader(DeviceCopyStore* store, StreamContext* context) : store_(store), context_(context) {}
   // Waits for copies under way.
   ~Uploader() { Release(); }
   Uploader(const Uploader&) = delete;
@@ -39,12 +39,13 @@ class Uploader {
   absl::StatusOr<Resident*> Pin(const attention::TailBlock& block, uint32_t layers);
 
   // Uploads a layer of a segment, and waits for the upload.
-  absl::Status Bring(Resident* resident, const attention::Segment& segment, uint32_t layer);
+  absl::Status UploadLayer(Resident* resident, const attention::Segment& segment, uint32_t layer);
   // Uploads the layer's first `tokens` tokens of a tail block, which must have been written. The
   // tokens are sent at once, except those of a block that is not full if `later` is not null: these
   // are added to `later`, for the step to upload.
-  absl::Status Bring(Resident* resident, const attention::TailBlock& block, const ModelShape& shape,
-                     uint32_t layer, uint32_t tokens, std::vector<Upload>* later);
+  absl::Status UploadTokens(Resident* resident, const attention::TailBlock& block,
+                            const ModelShape& shape, uint32_t layer, uint32_t tokens,
+                            std::vector<Upload>* later);
 
   // To be called after the stream's work has ended: notes that the tokens uploaded since the last
   // call are on the device.
@@ -65,7 +66,7 @@ class Uploader {
     uint32_t tokens;
   };
 
-  MirrorStore* const store_;
+  DeviceCopyStore* const store_;
   StreamContext* const context_;
   std::vector<std::shared_ptr<Resident>> pins_;
   std::vector<Arrival> arrivals_;

@@ -89,16 +89,16 @@ class PageCache : public std::enable_shared_from_this<PageCache> {
     const std::byte* data = nullptr;  // set once the page is there, good while its lease lives
     bool was_there = false;           // nothing had to be read for it
   };
-  // How long a call of Bring waits.
+  // How long a call of Fetch waits.
   struct Patience {
-    // Past the deadline Bring fails with DeadlineExceeded, or, if `partial`, gives the pages that
+    // Past the deadline Fetch fails with DeadlineExceeded, or, if `partial`, gives the pages that
     // are in memory by then.
     std::optional<std::chrono::steady_clock::time_point> deadline;
     bool partial = false;
     const std::atomic<bool>* cancelled = nullptr;  // may be null; looked at every 20 ms
   };
 
-  // Pins pages from Bring to the lease's end.
+  // Pins pages from Fetch to the lease's end.
   class Lease {
    public:
     explicit Lease(std::shared_ptr<PageCache> cache) : cache_(std::move(cache)) {}
@@ -121,7 +121,7 @@ class PageCache : public std::enable_shared_from_this<PageCache> {
   // of a page that could not be read, or did not come in time if `patience` is partial, stay null;
   // the source's status says why. ResourceExhausted for more than lease_bytes_max, or when no
   // memory can be had; DeadlineExceeded, Cancelled; Unavailable after Stop.
-  absl::StatusOr<std::unique_ptr<Lease>> Bring(std::span<Want> wants, const Patience& patience);
+  absl::StatusOr<std::unique_ptr<Lease>> Fetch(std::span<Want> wants, const Patience& patience);
   // Begins to read those of the pages that are not in memory, after all pages that leases wait for.
   // Without room nothing is read; stats().prefetches_refused counts that.
   struct PageId {
@@ -141,7 +141,7 @@ class PageCache : public std::enable_shared_from_this<PageCache> {
   uint64_t reclaimable_bytes() const;
   PageCacheStats stats() const;
 
-  // Ends the readers. Calls of Bring that wait fail. Idempotent.
+  // Ends the readers. Calls of Fetch that wait fail. Idempotent.
   void Stop();
 
  private:
@@ -166,7 +166,7 @@ class PageCache : public std::enable_shared_from_this<PageCache> {
   // Pages that are to be read for a lease.
   using Missing = std::map<std::shared_ptr<Source>, std::vector<PageFrame*>>;
 
-  absl::StatusOr<std::unique_ptr<Lease>> BringNow(std::span<Want> wants, const Patience& patience);
+  absl::StatusOr<std::unique_ptr<Lease>> FetchNow(std::span<Want> wants, const Patience& patience);
   // Waits until `bytes` more may be pinned, in the order of arrival; then pins them.
   absl::Status TakeTurn(std::span<Want> wants, uint64_t bytes, const Patience& patience,
                         Lease* lease);

@@ -19,16 +19,16 @@ namespace attnd::storage {
 using Clock = std::chrono::steady_clock;
 using State = PageFrame::State;
 
-absl::StatusOr<std::unique_ptr<PageCache::Lease>> PageCache::Bring(std::span<Want> wants,
+absl::StatusOr<std::unique_ptr<PageCache::Lease>> PageCache::Fetch(std::span<Want> wants,
                                                                    const Patience& patience) {
   try {
-    return BringNow(wants, patience);
+    return FetchNow(wants, patience);
   } catch (const std::bad_alloc&) {
     return no_memory_;
   }
 }
 
-absl::StatusOr<std::unique_ptr<PageCache::Lease>> PageCache::BringNow(std::span<Want> wants,
+absl::StatusOr<std::unique_ptr<PageCache::Lease>> PageCache::FetchNow(std::span<Want> wants,
                                                                       const Patience& patience) {
   uint64_t bytes = 0, room_bytes = 0;
   for (Want& want : wants) {

@@ -85,7 +85,7 @@ std::string PartsJob::Name(const BlockRead& read) const {
 
 BlockRead PagesJob::BlocksOf(const Run& run) const {
   const uint64_t begin = PageOffset(run.head, run.first) / kBlockBytes * kBlockBytes;
-  // The padding behind a run's last page shares its block, so that rounding up brings it along.
+  // The padding behind a run's last page shares its block, so that rounding up reads it, too.
   const uint64_t end = RoundUpToBlock(PageOffset(run.head, uint64_t{run.first} + run.count));
   return BlockRead{begin, static_cast<uint32_t>(end - begin), 0, 0};
 }

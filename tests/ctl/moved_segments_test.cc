@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Goal: what an engine wrote agrees with its catalogue, whatever became of a segment between its
-// first file and the seal: `verify` finds nothing wrong, and a catalogue that is made again brings
-// every sealed sequence back. Method: sequences whose segments were moved to disk and brought whole
-// again, sealed, then looked at by the means of attnctl; histories by hand and random ones.
+// first file and the seal: `verify` finds nothing wrong, and with a catalogue that is made again
+// every sealed sequence is resumed. Method: sequences whose segments were moved to disk and read
+// whole again, sealed, then looked at by the means of attnctl; histories by hand and random ones.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -159,7 +159,7 @@ class MovedSegmentsTest : public testing::Test {
 
 // The second segment's file names the first one's as its parent, and stays on disk. The first one
 // comes back to memory, and its paged version ends: its name must not end with that.
-TEST_F(MovedSegmentsTest, AForkThatBringsASegmentWholeDoesNotRenameIt) {
+TEST_F(MovedSegmentsTest, AForkThatPagesASegmentInDoesNotRenameIt) {
   TestSequence sequence = Open();
   Append(&sequence, 2 * kSegment + kWindow);
   TakeMemory();
@@ -172,12 +172,12 @@ TEST_F(MovedSegmentsTest, AForkThatBringsASegmentWholeDoesNotRenameIt) {
   CheckAll();
 }
 
-TEST_F(MovedSegmentsTest, ATruncationThatBringsASegmentWholeDoesNotRenameTheOneBefore) {
+TEST_F(MovedSegmentsTest, ATruncationThatPagesASegmentInDoesNotRenameTheOneBefore) {
   TestSequence sequence = Open();
   Append(&sequence, 3 * kSegment + kWindow);
   TakeMemory();
   const TestSequence whole = Fork(sequence, 3 * kSegment + kWindow);
-  Close(Fork(sequence, kSegment));         // brings the first segment whole
+  Close(Fork(sequence, kSegment));         // reads the first segment whole
   Truncate(&sequence, 2 * kSegment + 10);  // and the last two, for its new tail
   TestSequence other = Open();
   Append(&other, 100);

@@ -387,7 +387,7 @@ class AnswerDigests : public testing::TestWithParam<std::tuple<int64_t, Model>> 
     sequence.Steps(policies, &digests[kHistory]);
   }
 
-  // Resumed page by page, then cut where a segment must be brought whole; and another sequence that
+  // Resumed page by page, then cut where a segment must be read whole; and another sequence that
   // begins with the segments that the prompt's token ids find. Keep-sets are not sealed: what was
   // opened for one goes on under `dense`.
   void LiveFromDisk(const Policy& opened_with, uint64_t sealed_id, Digest* digest) {

@@ -95,7 +95,7 @@ class Histories {
     ASSERT_TRUE(AppendNext(&current(), layer, RandomKv(shape_, tokens, &random_)).ok());
   }
 
-  // Brings every layer to the longest one's length.
+  // Extends every layer to the longest one's length.
   void Level() {
     uint64_t most = 0;
     for (const Kv& layer : current().history.layers) most = std::max(most, layer.tokens);

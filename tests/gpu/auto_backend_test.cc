@@ -224,8 +224,8 @@ TEST_F(AutoEngine, ARowMayAskForAPolicyThatTheDeviceLacks) {
   EXPECT_EQ(OwnerOf(sequence), "cuda");
 }
 
-// Of the device's what is brought back is whole, of the CPU's paged; new sequences that begin with
-// the same prompt are of their own owners.
+// What is resumed of the device's sequences is whole, of the CPU's paged; new sequences that begin
+// with the same prompt are of their own owners.
 TEST_F(AutoEngine, WhatIsResumedOrBegunWithHasItsOwner) {
   Start(/*disk=*/true);
   std::vector<uint32_t> ids(700);

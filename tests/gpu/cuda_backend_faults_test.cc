@@ -145,7 +145,7 @@ TEST_F(CudaBackendFaults, AFullDeviceEvictsWhatWasUsedLast) {
   EXPECT_EQ(stats.fallback_steps, 0u);
   EXPECT_LE(stats.pages.used_bytes, stats.pages.capacity_bytes);
   sequences.clear();
-  EXPECT_EQ(fake.backend->stats().pages.used_bytes, 0u) << "mirrors outlive their blocks";
+  EXPECT_EQ(fake.backend->stats().pages.used_bytes, 0u) << "device copies outlive their blocks";
   EXPECT_EQ(fake.backend->stats().index.used_bytes, 0u);
 }
 

@@ -10,14 +10,14 @@ ask them under every policy that they have the indexes for (probes.py), on_miss=
 At a random moment the server gets SIGKILL, or in a share of the cycles it meets one at a named
 failpoint (faults.py), each of these in its turn; then it is started again on the same data folder.
 This program knows what every acknowledged seal held. After each start all of these must be listed,
-some of them are brought back and their answers compared with plain numpy; a seal or a drop that was
+some of them are resumed and their answers compared with plain numpy; a seal or a drop that was
 under way may have happened or not, but what is listed must be whole. For failpoints of quarantine
 one sealed tail is damaged: it must be DATA_LOSS from then on. In a share of the cycles the server's
 memory is nearly full, so that it moves segments to disk and is killed while it does.
 
 After a share of the cycles, and at the end, attnctl works on a copy of the data folder: `verify`
 must find nothing, and after `rebuild-catalogue` a server on the copy must have every acknowledged
-seal; some of them are brought back there, at the end all. attnctl must have done its work: a
+seal; some of them are resumed there, at the end all. attnctl must have done its work: a
 rebuild that fails, finds no catalogue or too few sequences counts as wrong.
 
 A server that ends by itself, other than at a failpoint, ends the run and counts as wrong; so does a
@@ -92,7 +92,7 @@ class Campaign:
             if happens(self.args.failpoints, cycle):
                 failpoint = min(self.armed, key=self.armed.__getitem__)  # the first one, if equal
                 self.armed[failpoint] += 1
-            # Apart from the failpoints' turns, so that each meets both; but what is brought back
+            # Apart from the failpoints' turns, so that each meets both; but what is resumed
             # to be found damaged needs room.
             pressed = self.dice.random() < self.args.pressure
             self.cycle(failpoint, pressed=pressed and not (failpoint and failpoint.damages))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the crash runs (crash.py) compare after a start: what a server lists and brings back with
+"""What the crash runs (crash.py) compare after a start: what a server lists and resumes with
 what was acknowledged."""
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def seal_to_damage(target: str, known: Known) -> None:
 
 
 def touch_damaged(server: Server, known: Known) -> bool:
-    """Brings back what was damaged: whether it was DATA_LOSS, or the server ended meanwhile."""
+    """Resumes what was damaged: whether it was DATA_LOSS, or the server ended meanwhile."""
     with attnd.Client(server.target, tenant=_DAMAGED.tenant, timeout_s=20) as client:
         try:
             client.open_sequence(_DAMAGED.model, resume=known.damaged)

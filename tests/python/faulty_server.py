@@ -129,7 +129,7 @@ class Life:
         self.tokens += steps
 
     def resumed(self, sealed: attnd.SealResult) -> Life:
-        """The sealed sequence, brought back."""
+        """The sealed sequence, resumed."""
         back = self.client.open_sequence(CASE.model, resume=sealed.sealed_id)
         assert back.tokens_present == sealed.tokens
         return Life(self.client, back.sequence_id, sealed.tokens)

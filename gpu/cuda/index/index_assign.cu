@@ -188,7 +188,7 @@ __device__ __forceinline__ void ScoreColumns(const Keys<Shape::kHeadDim>& keys,
 }
 
 // -------------------------------------------------------------------------------------------------
-// Kernel. Block b: tokens [b % tiles * kBlockTokens, + kBlockTokens) of head b / tiles.
+// Kernel. Thread block b: tokens [b % tiles * kBlockTokens, + kBlockTokens) of head b / tiles.
 // -------------------------------------------------------------------------------------------------
 
 template <typename Shape>

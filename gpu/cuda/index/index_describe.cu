@@ -171,8 +171,8 @@ __device__ __forceinline__ void DescribeValues(const Head& head, Workers workers
 // Kernels.
 // -------------------------------------------------------------------------------------------------
 
-// Clusters [b % blocks * kBlockClusters, + kBlockClusters) of the index of head b / blocks. After
-// SortKernel<true>: the index has its starts and its cluster count.
+// Thread block b: clusters [b % blocks * kBlockClusters, + kBlockClusters) of head b / blocks.
+// Runs after SortKernel<true>: the head's index has its starts and its cluster count.
 template <typename Shape>
 __global__ void __launch_bounds__(kThreads)
     DescribeKernel(const __grid_constant__ IndexPlan plan, uint32_t blocks) {
@@ -192,8 +192,8 @@ __global__ void __launch_bounds__(kThreads)
   ForClusters(first, min(clusters, first + kBlockClusters), starts, describe);
 }
 
-// Slots [b % blocks * kGatherBlockSlots, + kGatherBlockSlots) of head b / blocks: their tokens'
-// rows and their positions. A warp moves the same 16 bytes of several rows at a time.
+// Thread block b: slots [b % blocks * kGatherBlockSlots, + kGatherBlockSlots) of head b / blocks:
+// their tokens' rows and positions. A warp moves the same 16 bytes of several rows at a time.
 __global__ void __launch_bounds__(kThreads)
     GatherKernel(const __grid_constant__ IndexPlan plan, uint32_t blocks) {
   const Head head(plan, blockIdx.x / blocks);

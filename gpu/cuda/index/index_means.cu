@@ -103,7 +103,7 @@ __device__ __forceinline__ void MeanOfMembers(const Head& head, const HeadScale&
 // Kernels.
 // -------------------------------------------------------------------------------------------------
 
-// Block b: keys of tokens [b % chunks * kMeanChunkTokens, + kMeanChunkTokens) of head b / chunks.
+// Thread block b: sums keys [b % chunks * kMeanChunkTokens, + kMeanChunkTokens) of head b / chunks.
 template <typename Shape>
 __global__ void __launch_bounds__(kThreads) SumKernel(const __grid_constant__ IndexPlan plan) {
   constexpr uint32_t kPart = Shape::kHeadDim / 32;
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kThreads) SumKernel(const __grid_constant__ In
   }
 }
 
-// Block b: head b.
+// Thread block b: head b.
 template <typename Shape>
 __global__ void __launch_bounds__(Shape::kHeadDim)
     MeanKernel(const __grid_constant__ IndexPlan plan) {
@@ -198,8 +198,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Moves clusters [b % blocks * kBlockClusters, + kBlockClusters) of head b / blocks to their
-// members' means. An empty cluster keeps its place: it may win tokens again.
+// Thread block b: moves clusters [b % blocks * kBlockClusters, + kBlockClusters) of head b / blocks
+// to their members' means. An empty cluster keeps its place: it may win tokens again.
 template <typename Shape>
 __global__ void __launch_bounds__(kThreads, Shape::kHeadDim <= 192 ? 3 : 2)
     MoveKernel(const __grid_constant__ IndexPlan plan, uint32_t blocks) {

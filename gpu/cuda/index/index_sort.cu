@@ -51,8 +51,8 @@ __device__ __forceinline__ void ForTokens(const uint16_t* assignment, uint32_t b
 }
 
 // -------------------------------------------------------------------------------------------------
-// Kernel. Block b: head b. Shared memory: uint16 [kWarps][clusters], first each warp's count of
-// each cluster, then the place of its next token; 16 bits do, as places end at 65535 (that of a
+// Kernel. Thread block b: head b. Shared memory: uint16 [kWarps][clusters], first each warp's count
+// of each cluster, then the place of its next token; 16 bits do, as places end at 65535 (that of a
 // cluster after the last token may wrap, and is not used).
 // -------------------------------------------------------------------------------------------------
 

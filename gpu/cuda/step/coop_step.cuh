@@ -47,12 +47,12 @@ template <int kKeyDim>
 struct CoopMemory {
   uint32_t fragments[TileFragmentWords(kKeyDim)];
   UnitMemory<ThreadBlockCluster> unit;
-  float4 totals[kCoopBlocksMax][kLanes];  // each block's max and sum of mass, of optimistic mass
+  float4 totals[kCoopBlocksMax][kLanes];  // thread blocks' max and sum of mass, of optimistic mass
   ChunkRef chunks[kCoopWarps][2];
   CoopSegment segments[kCoopSegmentsMax];
 };
 
-// Blocks that a multiprocessor should hold.
+// Thread blocks that a multiprocessor should hold.
 template <int kKeyDim, int kValueDim>
 inline constexpr int kCoopResident = kKeyDim <= 128 ? 4 : 2;
 
@@ -79,7 +79,7 @@ class CoopStep {
       for (auto& box : select.part_boxes) box.Init();
       select.list_box.Init();
     }
-    ThreadBlockCluster::Arrive();  // ShareTotals waits, before the first word to another block
+    ThreadBlockCluster::Arrive();  // ShareTotals waits, before its first word to others
   }
 
   __device__ __forceinline__ void Run() {
@@ -232,7 +232,7 @@ class CoopStep {
   // Zones and chosen tokens; the group's warps take turns, for the tail from the last one on, so
   // that no warp has a page of each zone while others have none.
   __device__ __forceinline__ void Attend() {
-    WaitForKernelBefore();  // it brings the newest tokens
+    WaitForKernelBefore();  // which puts the newest tokens into their pages
     const uint32_t warps = ThreadBlockCluster::blocks() * kCoopWarps,
                    warp = CoopWarp<ThreadBlockCluster>();
     WarpState<kValueDim> state;

@@ -78,7 +78,7 @@ class ThreadBlockCluster {
   // to their own.
   class Mailbox {
    public:
-    // By one thread; the cluster must Sync before the first use.
+    // By one thread; the thread block cluster must Sync before the first use.
     __device__ __forceinline__ void Init() {
       asm volatile(
           "mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(

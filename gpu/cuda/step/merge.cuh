@@ -256,7 +256,7 @@ __device__ __forceinline__ void AnswerLane(const StepHeader& step, const LanePla
 
 // ---- kernels ----
 
-// Block (unit, query head) answers the head's query tokens.
+// Thread block (unit, query head) answers the head's query tokens.
 template <int kValueDim>
 __global__ void __launch_bounds__(kMergeThreads)
     MergeKernel(const __grid_constant__ StepHeader step) {

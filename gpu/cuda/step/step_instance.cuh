@@ -19,7 +19,7 @@
 
 namespace attnd::gpu {
 
-// Blocks that a multiprocessor should hold: as shared memory and registers allow.
+// Thread blocks that a multiprocessor should hold: as shared memory and registers allow.
 template <int kKeyDim, int kValueDim>
 inline constexpr int kAttendBlocks = kKeyDim + kValueDim <= 128   ? 3
                                      : kKeyDim + kValueDim <= 320 ? 2

@@ -27,8 +27,8 @@ constexpr uint64_t kPageBytes = 100;
 class RecordingStore : public PageStore {
  public:
   explicit RecordingStore(uint64_t bytes_max) : bytes_max_(bytes_max) {}
-  uint64_t bring_bytes_max() const override { return bytes_max_; }
-  absl::StatusOr<std::unique_ptr<PagePins>> Bring(std::span<PageWant> wants,
+  uint64_t fetch_bytes_max() const override { return bytes_max_; }
+  absl::StatusOr<std::unique_ptr<PagePins>> Fetch(std::span<PageWant> wants,
                                                   const PagePatience& /*patience*/) override {
     if (!fault.ok()) return fault;
     calls.emplace_back();

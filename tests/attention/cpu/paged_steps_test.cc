@@ -89,7 +89,7 @@ TEST_F(PagedSteps, AnswersAreThoseOfWholeSegments) {
       // A block of the kernel's may have its 16 tokens in as many pages.
       const size_t page_bytes = PageGeometry(shape).page_bytes();
       for (const size_t pages : {size_t{17}, size_t{100}, size_t{1} << 20}) {
-        store.set_bring_bytes_max(pages * page_bytes);
+        store.set_fetch_bytes_max(pages * page_bytes);
         const size_t calls = store.calls();
         ExpectAsWhole(RunStep(backend_.get(), 0, rows), whole, rows);
         if (HasFailure()) return;
@@ -115,12 +115,12 @@ TEST_F(PagedSteps, UnitsThatMayEstimateMissesReadAllThatIsThere) {
   for (TestRow& row : rows) row.sequence = &paged;
   const StepResult whole = RunStep(backend_.get(), 0, whole_rows);
   for (const size_t pages : {size_t{120}, size_t{1} << 20}) {  // 105 are all of a unit's
-    store.set_bring_bytes_max(pages * PageGeometry(sequence.spec.shape).page_bytes());
+    store.set_fetch_bytes_max(pages * PageGeometry(sequence.spec.shape).page_bytes());
     ExpectAsWhole(RunStep(backend_.get(), 0, rows), whole, rows);
     if (HasFailure()) return;
   }
   // With less than a unit wants, the rest is missed.
-  store.set_bring_bytes_max(2 * PageGeometry(sequence.spec.shape).page_bytes());
+  store.set_fetch_bytes_max(2 * PageGeometry(sequence.spec.shape).page_bytes());
   const StepResult step = RunStep(backend_.get(), 0, rows);
   ASSERT_TRUE(step.status.ok()) << step.status;
   for (size_t r = 0; r < rows.size(); ++r) {

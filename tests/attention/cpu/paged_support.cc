@@ -47,7 +47,7 @@ class CopiedPages : public PagePins {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<PagePins>> CopyingStore::Bring(std::span<PageWant> wants,
+absl::StatusOr<std::unique_ptr<PagePins>> CopyingStore::Fetch(std::span<PageWant> wants,
                                                               const PagePatience& patience) {
   EXPECT_FALSE(wants.empty());
   EXPECT_EQ(pinned_, 0u) << "nobody calls it who holds pins";

@@ -24,11 +24,11 @@ namespace attnd::attention::test {
 // are for the time before a step.
 class CopyingStore : public PageStore {
  public:
-  uint64_t bring_bytes_max() const override { return bytes_max_; }
-  absl::StatusOr<std::unique_ptr<PagePins>> Bring(std::span<PageWant> wants,
+  uint64_t fetch_bytes_max() const override { return bytes_max_; }
+  absl::StatusOr<std::unique_ptr<PagePins>> Fetch(std::span<PageWant> wants,
                                                   const PagePatience& patience) override;
 
-  void set_bring_bytes_max(uint64_t bytes) { bytes_max_ = bytes; }
+  void set_fetch_bytes_max(uint64_t bytes) { bytes_max_ = bytes; }
   // Whether a caller who takes what is there in time gets the page.
   void set_in_time(std::function<bool(const PageWant&)> in_time) { in_time_ = std::move(in_time); }
   // Whether pages count as there, and not as read for the step.

@@ -3,12 +3,12 @@
 // Goal: whatever happens to a sealed sequence's files, what comes back is right or DATA_LOSS, other
 // sequences go on, and whoever seals the same tokens again makes it whole. Method: a real engine
 // over a real data folder. In each round a sequence (a segment and a tail) is uploaded, sealed and
-// closed, so that nothing of it is in memory; one of its two files is damaged; it is brought back,
-// and if that goes through, its answers are compared with plain attention. Others, which nobody
-// damages, are brought back now and then, also by an engine that was started anew: one with token
-// ids, one without, and a fork and a truncation of these. Now and then, while a file is damaged,
-// and at the end the catalogue of a copy of the folder is made again from its files: an engine on
-// the copy must have these others, too, and of the damaged one what is right or nothing.
+// closed, so that nothing of it is in memory; one of its two files is damaged; it is resumed, and
+// if that goes through, its answers are compared with plain attention. Others, which nobody
+// damages, are resumed now and then, also by an engine that was started anew: one with token ids,
+// one without, and a fork and a truncation of these. Now and then, while a file is damaged, and at
+// the end the catalogue of a copy of the folder is made again from its files: an engine on the copy
+// must have these others, too, and of the damaged one what is right or nothing.
 //
 //   attnd_archive_corruption --flips=10000 --others=1000 --seed=7
 #include <algorithm>
@@ -172,7 +172,7 @@ class Campaign {
 
   // DataLoss or NotFound, or OK if it came back and answers as it should; anything else ends the
   // program.
-  absl::Status BringBack(Engine* engine, const Sealed& sealed) {
+  absl::Status ResumeAndCompare(Engine* engine, const Sealed& sealed) {
     const auto opened = engine->Resume(kTenant, Args(), sealed.id, nullptr);
     if (absl::IsDataLoss(opened.status()) || absl::IsNotFound(opened.status())) {
       return opened.status();
@@ -195,7 +195,7 @@ class Campaign {
 
   void LookAtOthers(Engine* engine) {
     for (const Sealed& other : others_) {
-      const absl::Status status = BringBack(engine, other);
+      const absl::Status status = ResumeAndCompare(engine, other);
       if (!status.ok()) Fail("a sequence that nobody damaged is lost: " + status.ToString());
     }
   }
@@ -210,7 +210,7 @@ class Campaign {
     Must(ctl::RebuildCatalogue(copy.path(), files.get(), queue.get(), proceed).status(), "rebuild");
     const auto engine = EngineOn(copy.path());
     LookAtOthers(engine.get());
-    if (damaged.has_value() && BringBack(engine.get(), *damaged).ok()) {
+    if (damaged.has_value() && ResumeAndCompare(engine.get(), *damaged).ok()) {
       Fail("a damaged sequence came back after a rebuild");
     }
     ++rebuilt_;
@@ -235,7 +235,7 @@ class Campaign {
     if (rounds_++ % kOtherRounds == 0) LookAtRebuilt(sealed);
     ++done_[kind];
     --left_[kind];
-    const absl::Status status = BringBack(engine_.get(), sealed);
+    const absl::Status status = ResumeAndCompare(engine_.get(), sealed);
     if (absl::IsNotFound(status)) Fail("what the catalogue knows is not found");
     const uint64_t put_away = engine_->archive_stats().quarantined_files - quarantined;
     if (status.ok() || put_away != (kind == kGone ? 0 : 1)) {

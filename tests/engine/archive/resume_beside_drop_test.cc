@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Goal: a sealed sequence that is dropped while it is brought back is unknown, as if the drop had
-// come first, and nothing is called damaged for it. Method: the two halves of resuming, with the
+// Goal: a sealed sequence that is dropped while it is resumed is unknown, as if the drop had come
+// first, and nothing is called damaged for it. Method: the two halves of resuming, with the
 // drop between them.
 #include <gtest/gtest.h>
 

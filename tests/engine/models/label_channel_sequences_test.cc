@@ -200,7 +200,7 @@ TEST_F(LabelChannelSequencesTest, ASequenceKeepsTheChannelsOfItsFirstSegment) {
   }
 }
 
-// What a sequence brought from disk is shared with its channels; what was sealed with others than
+// What a sequence read from disk is shared with its channels; what was sealed with others than
 // the server's is not looked for, as a seal would take the one for the other.
 TEST_F(LabelChannelSequencesTest, PrefixesKeepTheirChannels) {
   const Channels channels = RandomChannels(&random_);

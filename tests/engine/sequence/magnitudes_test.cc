@@ -107,7 +107,7 @@ TEST(MagnitudesTest, KeysCountForAsLongAsTheyAreThere) {
   }
 }
 
-// A chunk that repeats its first part brings only its new keys.
+// A chunk that repeats its first part adds only its new keys.
 TEST(MagnitudesTest, KeysOfAChunkThatRepeatsInPart) {
   Random random(TestSeed());
   const auto engine = MakeEngine(SmallOptions());

@@ -24,13 +24,13 @@ TEST_F(PageCacheEndTest, ADamagedFileGivesNoPagesAndOthersGoOn) {
   for (int file = 0; file < 2; ++file) MakeSource(2, 40, 5000);
   Damage(0, 1, 3);
   std::vector<Want> kept = Wants(0, 0, 10);
-  auto lease = Bring(&kept);
+  auto lease = Fetch(&kept);
   ASSERT_TRUE(lease.ok() && AllHold(0, kept));
   EXPECT_EQ(sources_[0]->status(), absl::OkStatus());
   std::vector<Want> wants = Wants(1, 0, 20);
   wants.push_back(WantOf(0, 43));
   {
-    const auto both = Bring(&wants);
+    const auto both = Fetch(&wants);
     ASSERT_TRUE(both.ok()) << both.status();
     EXPECT_EQ(wants.back().data, nullptr);
     wants.pop_back();
@@ -42,7 +42,7 @@ TEST_F(PageCacheEndTest, ADamagedFileGivesNoPagesAndOthersGoOn) {
   // From now on nothing of it is handed out or read; what is leased stays.
   const uint64_t before = reads();
   std::vector<Want> again = Wants(0, 0, 20);
-  ASSERT_TRUE(Bring(&again).ok());
+  ASSERT_TRUE(Fetch(&again).ok());
   EXPECT_TRUE(AllNull(again));
   cache_->Prefetch(sources_[0], Ids(0, 20, 30));
   EXPECT_EQ(cache_->stats().prefetched_pages, 0u);
@@ -50,7 +50,7 @@ TEST_F(PageCacheEndTest, ADamagedFileGivesNoPagesAndOthersGoOn) {
   EXPECT_TRUE(AllHold(0, kept));
   lease->reset();
   std::vector<Want> other = Wants(1, 0, 60);
-  EXPECT_TRUE(Bring(&other).ok() && AllHold(1, other));
+  EXPECT_TRUE(Fetch(&other).ok() && AllHold(1, other));
   kept.clear(), wants.clear(), again.clear(), other.clear();
   ExpectNothingPinned();
 }
@@ -60,11 +60,11 @@ TEST_F(PageCacheEndTest, AReadErrorPasses) {
   MakeSource(1, 20, kPage);
   gate_->Refuse(absl::UnavailableError("the disk is away"));
   std::vector<Want> wants = Wants(0, 0, 20);
-  ASSERT_TRUE(Bring(&wants).ok());
+  ASSERT_TRUE(Fetch(&wants).ok());
   EXPECT_TRUE(AllNull(wants));
   EXPECT_TRUE(absl::IsUnavailable(sources_[0]->status()));
   gate_->Refuse(absl::OkStatus());
-  const auto lease = Bring(&wants);
+  const auto lease = Fetch(&wants);
   EXPECT_TRUE(lease.ok() && AllHold(0, wants));
 }
 
@@ -88,7 +88,7 @@ TEST_F(PageCacheEndTest, StopEndsEveryWait) {
   for (std::thread& thread : waits) thread.join();
   for (const absl::Status& end : ends) EXPECT_TRUE(absl::IsUnavailable(end)) << end;
   std::vector<Want> wants = Wants(0, 0, 1);
-  EXPECT_TRUE(absl::IsUnavailable(Bring(&wants).status()));
+  EXPECT_TRUE(absl::IsUnavailable(Fetch(&wants).status()));
   const uint64_t before = cache_->stats().prefetched_pages;
   cache_->Prefetch(sources_[1], Ids(1, 0, 20));
   EXPECT_EQ(cache_->stats().prefetched_pages, before);
@@ -101,7 +101,7 @@ TEST_F(PageCacheEndTest, LeasesAndSourcesMayOutliveStopAndTheOwner) {
   MakeCache(Options(2));
   MakeSource(1, 100, kPage);
   std::vector<Want> wants = Wants(0, 0, 50);
-  auto lease = Bring(&wants);
+  auto lease = Fetch(&wants);
   ASSERT_TRUE(lease.ok());
   gate_->Close();
   cache_->Prefetch(sources_[0], Ids(0, 60, 80));
@@ -133,7 +133,7 @@ TEST_F(PageCacheEndTest, ASourceThatDiesTakesItsPagesAlong) {
   for (int file = 0; file < 2; ++file) MakeSource(1, 64, kPage);
   for (int file = 0; file < 2; ++file) {
     std::vector<Want> wants = Wants(file, 0, 64);
-    ASSERT_TRUE(Bring(&wants).ok());
+    ASSERT_TRUE(Fetch(&wants).ok());
   }
   EXPECT_EQ(cache_->stats().resident_bytes, 2u * 64 * kPage);
   sources_[0].reset();
@@ -141,10 +141,10 @@ TEST_F(PageCacheEndTest, ASourceThatDiesTakesItsPagesAlong) {
   // Nobody finds them in the next source of that file, and the other one keeps its own.
   sources_[0] = AddSource(0);
   std::vector<Want> wants = Wants(0, 0, 30), others = Wants(1, 0, 64);
-  const auto lease = Bring(&wants);
+  const auto lease = Fetch(&wants);
   ASSERT_TRUE(lease.ok() && AllHold(0, wants));
   EXPECT_FALSE(wants[0].was_there);
-  const auto other = Bring(&others);
+  const auto other = Fetch(&others);
   ASSERT_TRUE(other.ok() && AllHold(1, others));
   EXPECT_TRUE(others[0].was_there);
 }

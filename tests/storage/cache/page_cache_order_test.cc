@@ -25,10 +25,10 @@ TEST_F(PageCacheOrderTest, PartialPatienceGivesWhatIsThere) {
   MakeCache(Options(1));
   MakeSource(1, 100, kPage);
   std::vector<Want> there = Wants(0, 0, 10), wants = Wants(0, 0, 20);
-  ASSERT_TRUE(Bring(&there).ok());
+  ASSERT_TRUE(Fetch(&there).ok());
   gate_->Close();
   {
-    const auto lease = Bring(&wants, Briefly(/*partial=*/true));
+    const auto lease = Fetch(&wants, Briefly(/*partial=*/true));
     ASSERT_TRUE(lease.ok()) << lease.status();
     const std::vector<Want> first(wants.begin(), wants.begin() + 10);
     EXPECT_TRUE(AllHold(0, first));
@@ -39,7 +39,7 @@ TEST_F(PageCacheOrderTest, PartialPatienceGivesWhatIsThere) {
   // It goes on reading.
   gate_->Open();
   ASSERT_TRUE(EventuallyRead(20));
-  const auto lease = Bring(&wants);
+  const auto lease = Fetch(&wants);
   ASSERT_TRUE(lease.ok());
   EXPECT_TRUE(AllHold(0, wants));
   EXPECT_TRUE(wants.back().was_there);
@@ -50,7 +50,7 @@ TEST_F(PageCacheOrderTest, PartialPatienceReadsNoMoreThanPrefetchesMay) {
   MakeCache(Options(2));
   MakeSource(1, 100, kPage);
   std::vector<Want> wants = Wants(0, 0, 80);
-  const auto lease = Bring(&wants, {{}, /*partial=*/true, nullptr});
+  const auto lease = Fetch(&wants, {{}, /*partial=*/true, nullptr});
   ASSERT_TRUE(lease.ok());
   EXPECT_EQ(cache_->stats().read_bytes, kPrefetchMax);
   const auto middle = wants.begin() + kPrefetchMax / kPage;
@@ -62,11 +62,11 @@ TEST_F(PageCacheOrderTest, PartialPatienceWithoutRoomGivesNothing) {
   MakeCache(Options(1));
   MakeSource(1, 200, kPage);
   std::vector<Want> first = Wants(0, 0, 96), second = Wants(0, 0, 96), one = Wants(0, 0, 1);
-  ASSERT_TRUE(Bring(&one).ok());
+  ASSERT_TRUE(Fetch(&one).ok());
   EXPECT_NE(one[0].data, nullptr);
-  const auto first_lease = Bring(&first), second_lease = Bring(&second);
+  const auto first_lease = Fetch(&first), second_lease = Fetch(&second);
   ASSERT_TRUE(first_lease.ok() && second_lease.ok());
-  EXPECT_TRUE(Bring(&one, Briefly(/*partial=*/true)).ok());
+  EXPECT_TRUE(Fetch(&one, Briefly(/*partial=*/true)).ok());
   EXPECT_TRUE(AllNull(one)) << "a page that is not leased any more";
 }
 
@@ -76,12 +76,12 @@ TEST_F(PageCacheOrderTest, ADeadlineEndsTheWaitAndTheReading) {
   gate_->Close();
   std::vector<Want> begun = Wants(0, 0, 10), queued = Wants(0, 10, 20), fence = Wants(0, 50, 51);
   ASSERT_TRUE(BeginAndGiveUp(&begun));
-  EXPECT_TRUE(absl::IsDeadlineExceeded(Bring(&queued, Briefly()).status()));
+  EXPECT_TRUE(absl::IsDeadlineExceeded(Fetch(&queued, Briefly()).status()));
   EXPECT_TRUE(AllNull(begun) && AllNull(queued));
   EXPECT_EQ(cache_->stats().pinned_bytes, 0u);
   EXPECT_EQ(cache_->stats().waiting_pages, 10u);
   gate_->Open();
-  EXPECT_TRUE(Bring(&fence).ok());
+  EXPECT_TRUE(Fetch(&fence).ok());
   // What nobody waited for any more was not read; what had begun was.
   EXPECT_EQ(reads(), 2u);
   EXPECT_EQ(cache_->stats().read_pages, 11u);
@@ -101,9 +101,9 @@ TEST_F(PageCacheOrderTest, OnReadHearsOfReadsOnly) {
   gate_->Close();
   std::vector<Want> begun = Wants(0, 0, 10), queued = Wants(0, 10, 20), fence = Wants(0, 50, 51);
   ASSERT_TRUE(BeginAndGiveUp(&begun));
-  EXPECT_FALSE(Bring(&queued, Briefly()).ok());
+  EXPECT_FALSE(Fetch(&queued, Briefly()).ok());
   gate_->Open();
-  EXPECT_TRUE(Bring(&fence).ok());
+  EXPECT_TRUE(Fetch(&fence).ok());
   EXPECT_EQ(calls, reads());
   EXPECT_EQ(bytes, cache_->stats().read_bytes);
 }
@@ -123,7 +123,7 @@ TEST_F(PageCacheOrderTest, CancellationEndsBothWaits) {
   cancelled = false;
   {
     std::vector<Want> first = Wants(0, 0, 96), second = Wants(0, 0, 96);
-    const auto first_lease = Bring(&first), second_lease = Bring(&second);
+    const auto first_lease = Fetch(&first), second_lease = Fetch(&second);
     ASSERT_TRUE(first_lease.ok() && second_lease.ok());
     std::thread waits = Leases(0, 0, 1, {{}, false, &cancelled}, &room);
     cancelled = true;
@@ -140,9 +140,9 @@ TEST_F(PageCacheOrderTest, AbandonedReadsMakeOthersWaitNotFail) {
   gate_->Close();
   std::vector<Want> begun = Wants(0, 0, 96), queued = Wants(0, 96, 192);
   ASSERT_TRUE(BeginAndGiveUp(&begun));
-  EXPECT_TRUE(absl::IsDeadlineExceeded(Bring(&queued, Briefly()).status()));
+  EXPECT_TRUE(absl::IsDeadlineExceeded(Fetch(&queued, Briefly()).status()));
   std::vector<Want> wants = Wants(0, 200, 296);
-  const auto lease = Bring(&wants, Briefly());
+  const auto lease = Fetch(&wants, Briefly());
   EXPECT_TRUE(absl::IsDeadlineExceeded(lease.status())) << lease.status();
   absl::Status status;
   std::thread waits = Leases(0, 300, 396, {}, &status);
@@ -163,7 +163,7 @@ TEST_F(PageCacheOrderTest, PrefetchesAreCounted) {
   EXPECT_EQ(cache_->stats().prefetched_pages, 20u);
   for (int twice = 0; twice < 2; ++twice) {
     std::vector<Want> wants = Wants(0, 0, 5);
-    const auto lease = Bring(&wants);
+    const auto lease = Fetch(&wants);
     ASSERT_TRUE(lease.ok() && AllHold(0, wants));
     EXPECT_TRUE(wants[0].was_there);
     EXPECT_EQ(cache_->stats().prefetched_used, 5u);
@@ -171,14 +171,14 @@ TEST_F(PageCacheOrderTest, PrefetchesAreCounted) {
   EXPECT_EQ(cache_->stats().hits, 10u);
   for (uint64_t number = 0; number + 80 <= 800; number += 80) {
     std::vector<Want> wants = Wants(1, number, number + 80);
-    ASSERT_TRUE(Bring(&wants).ok());
+    ASSERT_TRUE(Fetch(&wants).ok());
   }
   EXPECT_EQ(cache_->stats().prefetched_wasted, 15u);
   // One that is on its way is used as well.
   gate_->Close();
   cache_->Prefetch(sources_[1], Ids(1, 0, 10));
   std::vector<Want> late = Wants(1, 0, 2);
-  EXPECT_FALSE(Bring(&late, Briefly()).ok());
+  EXPECT_FALSE(Fetch(&late, Briefly()).ok());
   EXPECT_EQ(cache_->stats().late, 2u);
   EXPECT_EQ(cache_->stats().prefetched_used, 7u);
   EXPECT_EQ(cache_->stats().prefetches_refused, 0u);
@@ -240,7 +240,7 @@ TEST_F(PageCacheOrderTest, ReadsKeepToTheRate) {
   const auto begin = std::chrono::steady_clock::now();
   for (uint64_t number = 0; number < 160; number += 16) {
     std::vector<Want> wants = Wants(0, number, number + 16);
-    const auto lease = Bring(&wants);
+    const auto lease = Fetch(&wants);
     ASSERT_TRUE(lease.ok() && AllHold(0, wants));
   }
   // The last read may begin when there has been time for the others.

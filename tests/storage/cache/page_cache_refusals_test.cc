@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Goal: whatever allocation the system refuses while pages are brought or read ahead, in the
+// Goal: whatever allocation the system refuses while pages are fetched or read ahead, in the
 // caller, in a reader or in its queue, the caller hears RESOURCE_EXHAUSTED or has its pages; no
 // page is lost on its way and nothing stays pinned. Method: each allocation is refused in turn,
 // alone and with the two behind it; then all pages must come.
@@ -52,12 +52,12 @@ class PageCacheRefusalsTest : public PageCacheTest, public testing::WithParamInt
         refused = some.refused();
       }
       {
-        auto lease = Bring(&asked);
+        auto lease = Fetch(&asked);
         ASSERT_TRUE(lease.ok()) << lease.status();
         if (!AllHold(0, asked)) {  // it may have joined a read that was refused memory
           lease = nullptr;
           asked = Wants(0, 0, kPages);
-          lease = Bring(&asked);
+          lease = Fetch(&asked);
           ASSERT_TRUE(lease.ok()) << lease.status();
         }
         ASSERT_TRUE(AllHold(0, asked));
@@ -69,9 +69,9 @@ class PageCacheRefusalsTest : public PageCacheTest, public testing::WithParamInt
   void SetUp() override { MakeFile(PagesHeader(1, 100, kPage, &random_)); }
 };
 
-TEST_P(PageCacheRefusalsTest, Bring) {
+TEST_P(PageCacheRefusalsTest, Fetch) {
   RefuseEach([&](std::vector<Want>* wants, const PageIds& /*ids*/) {
-    const auto lease = Bring(wants);
+    const auto lease = Fetch(wants);
     if (!lease.ok()) {
       EXPECT_TRUE(absl::IsResourceExhausted(lease.status())) << lease.status();
       return;
@@ -84,9 +84,9 @@ TEST_P(PageCacheRefusalsTest, Bring) {
   });
 }
 
-TEST_P(PageCacheRefusalsTest, BringWhatIsThere) {
+TEST_P(PageCacheRefusalsTest, FetchWhatIsThere) {
   RefuseEach([&](std::vector<Want>* wants, const PageIds& /*ids*/) {
-    const auto lease = Bring(wants, {{}, /*partial=*/true, nullptr});
+    const auto lease = Fetch(wants, {{}, /*partial=*/true, nullptr});
     if (!lease.ok()) {
       EXPECT_TRUE(absl::IsResourceExhausted(lease.status())) << lease.status();
     }
@@ -97,7 +97,7 @@ TEST_P(PageCacheRefusalsTest, Prefetch) {
   RefuseEach([&](std::vector<Want>* wants, const PageIds& ids) {
     cache_->Prefetch(sources_[0], ids);
     wants->resize(ids.size());
-    static_cast<void>(Bring(wants));  // until the reader is through
+    static_cast<void>(Fetch(wants));  // until the reader is through
   });
 }
 

@@ -201,7 +201,7 @@ std::thread PageCacheTest::Leases(int file, uint64_t begin, uint64_t end, const 
                                   absl::Status* status) {
   return std::thread([=, this] {
     std::vector<Want> wants = Wants(file, begin, end);
-    const auto lease = Bring(&wants, patience);
+    const auto lease = Fetch(&wants, patience);
     *status = lease.status();
     EXPECT_TRUE(lease.ok() ? AllHold(file, wants) : AllNull(wants));
   });
@@ -210,7 +210,7 @@ std::thread PageCacheTest::Leases(int file, uint64_t begin, uint64_t end, const 
 // A reader that comes too late drops what nobody waits for: then once more.
 bool PageCacheTest::BeginAndGiveUp(std::vector<Want>* wants) {
   return Eventually([&] {
-    EXPECT_TRUE(absl::IsDeadlineExceeded(Bring(wants, Briefly()).status()));
+    EXPECT_TRUE(absl::IsDeadlineExceeded(Fetch(wants, Briefly()).status()));
     return reads() == 1;
   });
 }

@@ -95,8 +95,8 @@ class PageCacheTest : public testing::Test {
   bool Holds(int file, const Want& want) const;
   // Every page is there, and the file's.
   bool AllHold(int file, const std::vector<Want>& wants) const;
-  LeaseOr Bring(std::vector<Want>* wants, const Patience& patience = {}) {
-    return cache_->Bring(*wants, patience);
+  LeaseOr Fetch(std::vector<Want>* wants, const Patience& patience = {}) {
+    return cache_->Fetch(*wants, patience);
   }
   // A thread that leases pages, finds the right ones or none, and says how it ended.
   std::thread Leases(int file, uint64_t begin, uint64_t end, const Patience& patience,

@@ -58,7 +58,7 @@ TEST_F(PageCacheTest, AFileWithPagesTooLargeForItIsRefused) {
   const uint32_t most = 64 << 10;
   MakeSource(1, 2, most);
   std::vector<Want> wants = Wants(0, 0, 2);
-  EXPECT_TRUE(Bring(&wants).ok());
+  EXPECT_TRUE(Fetch(&wants).ok());
   EXPECT_TRUE(AllHold(0, wants));
   const int file = MakeFile(PagesHeader(1, 2, most + 1, &random_));
   auto opened = SegmentFile::Open(files_.get(), queue_.get(), folder_.Path(std::to_string(file)));
@@ -73,7 +73,7 @@ TEST_F(PageCacheTest, PagesThatAreNotThereAreRefused) {
            {2, 0}, {0, 7}, {std::numeric_limits<uint64_t>::max(), 0}, {0, UINT32_MAX}}) {
     std::vector<Want> wants = Wants(0, 0, 1);
     wants.push_back({sources_[0], head, page});
-    EXPECT_TRUE(absl::IsInvalidArgument(Bring(&wants).status())) << head << " " << page;
+    EXPECT_TRUE(absl::IsInvalidArgument(Fetch(&wants).status())) << head << " " << page;
     const std::vector<PageCache::PageId> ids = {{head, page}};
     cache_->Prefetch(sources_[0], ids);
   }
@@ -86,10 +86,10 @@ TEST_F(PageCacheTest, ALeaseTooLargeIsRefused) {
   MakeCache(Options(2));
   MakeSource(1, 200, 4096);
   std::vector<Want> most = Wants(0, 0, kLeaseMax / 4096);
-  EXPECT_TRUE(Bring(&most).ok());
+  EXPECT_TRUE(Fetch(&most).ok());
   EXPECT_TRUE(AllHold(0, most));
   std::vector<Want> wants = Wants(0, 0, kLeaseMax / 4096 + 1);
-  EXPECT_TRUE(absl::IsResourceExhausted(Bring(&wants).status()));
+  EXPECT_TRUE(absl::IsResourceExhausted(Fetch(&wants).status()));
   most.clear(), wants.clear();
   ExpectNothingPinned();
 }
@@ -146,7 +146,7 @@ TEST_F(PageCacheTest, EveryPageIsTheFilesWhateverTheOrder) {
         bytes += PagePool::FrameBytes(PageCacheOptions::kBytesMin,
                                       wants.back().source->file().header().page_bytes);
       }
-      const auto lease = Bring(&wants);
+      const auto lease = Fetch(&wants);
       ASSERT_TRUE(lease.ok()) << lease.status();
       for (size_t w = 0; w < wants.size(); ++w) ASSERT_TRUE(Holds(numbers[w].first, wants[w]));
       lookups += wants.size();
@@ -191,7 +191,7 @@ TEST_F(PageCacheTest, ThreadsSeeTheFilesBytes) {
       MutexLock lock(mutex);
       for (const auto& [file, number] : numbers) wants.push_back(WantOf(file, number));
     }
-    const auto lease = Bring(&wants);
+    const auto lease = Fetch(&wants);
     if (!lease.ok()) {
       ++failed;
       ADD_FAILURE() << lease.status();
@@ -257,11 +257,11 @@ TEST_F(PageCacheTest, LeasedPagesStayWhileOthersGo) {
   MakeSource(1, 40, 4096);
   MakeSource(4, 200, 4096);
   std::vector<Want> kept = Wants(0, 0, 40);
-  auto lease = Bring(&kept);
+  auto lease = Fetch(&kept);
   ASSERT_TRUE(lease.ok()) << lease.status();
   for (uint64_t number = 0; number + 50 <= 800; number += 50) {
     std::vector<Want> wants = Wants(1, number, number + 50);
-    ASSERT_TRUE(Bring(&wants).ok());
+    ASSERT_TRUE(Fetch(&wants).ok());
     ASSERT_TRUE(AllHold(1, wants));
     ASSERT_TRUE(AllHold(0, kept));
   }
@@ -281,25 +281,25 @@ TEST_F(PageCacheTest, RoomIsGivenInOrder) {
   MakeSource(1, 300, 4096);
   const uint64_t most = kLeaseMax / 4096;
   std::vector<Want> first = Wants(0, 0, most), second = Wants(0, 0, most - 1);
-  auto first_lease = Bring(&first), second_lease = Bring(&second);
+  auto first_lease = Fetch(&first), second_lease = Fetch(&second);
   ASSERT_TRUE(first_lease.ok() && second_lease.ok());
   std::atomic<bool> through{false};
   std::thread waits([&] {
     std::vector<Want> wants = Wants(0, 100, 100 + most);
-    const auto lease = Bring(&wants);
+    const auto lease = Fetch(&wants);
     EXPECT_TRUE(lease.ok() && AllHold(0, wants)) << lease.status();
     through = true;
   });
   // There is room for one page, until the thread stands in front of it.
   EXPECT_TRUE(Eventually([&] {
     std::vector<Want> one = Wants(0, 0, 1);
-    return absl::IsDeadlineExceeded(Bring(&one, Briefly()).status());
+    return absl::IsDeadlineExceeded(Fetch(&one, Briefly()).status());
   }));
   EXPECT_FALSE(through);
   std::vector<Want> one = Wants(0, 0, 1);
-  EXPECT_TRUE(absl::IsDeadlineExceeded(Bring(&one, Briefly()).status()));
+  EXPECT_TRUE(absl::IsDeadlineExceeded(Fetch(&one, Briefly()).status()));
   first_lease->reset();
-  EXPECT_TRUE(Bring(&one).ok());  // behind the thread, which gets through
+  EXPECT_TRUE(Fetch(&one).ok());  // behind the thread, which gets through
   waits.join();
   second_lease->reset();
   first.clear(), second.clear(), one.clear();
@@ -319,7 +319,7 @@ TEST_F(PageCacheTest, AllGetThroughWithPagesThatFillTheirSlabsBadly) {
         for (uint64_t i = 0; i < 30; ++i) {
           const uint64_t begin = (t * 17 + i * 7) % 60;
           std::vector<Want> wants = Wants(0, begin, begin + kLeaseMax / page_bytes);
-          const auto lease = Bring(&wants);
+          const auto lease = Fetch(&wants);
           EXPECT_TRUE(lease.ok()) << lease.status();
           EXPECT_TRUE(AllHold(0, wants));
         }
@@ -339,18 +339,18 @@ TEST_F(PageCacheTest, AnotherSizeWaitsForASlab) {
   MakeSource(1, 4, 10000);
   for (uint64_t number = 0; number < 256; number += 64) {
     std::vector<Want> wants = Wants(0, number, number + 64);
-    ASSERT_TRUE(Bring(&wants).ok());
+    ASSERT_TRUE(Fetch(&wants).ok());
   }
   std::vector<Want> scattered;
   for (uint64_t number = 0; number < 256; number += 4) scattered.push_back(WantOf(0, number));
-  auto lease = Bring(&scattered);
+  auto lease = Fetch(&scattered);
   ASSERT_TRUE(lease.ok());
   EXPECT_EQ(cache_->stats().read_pages, 256u) << "they were all there";
   std::vector<Want> wants = Wants(1, 0, 4);
-  EXPECT_TRUE(absl::IsDeadlineExceeded(Bring(&wants, Briefly()).status()));
+  EXPECT_TRUE(absl::IsDeadlineExceeded(Fetch(&wants, Briefly()).status()));
   std::thread waits([&] {
     std::vector<Want> mine = Wants(1, 0, 4);
-    const auto other = Bring(&mine);
+    const auto other = Fetch(&mine);
     EXPECT_TRUE(other.ok() && AllHold(1, mine)) << other.status();
   });
   EXPECT_TRUE(AllHold(0, scattered));

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Device copies of segments and tail blocks. Host memory stays the truth: a device copy may be
-// given up at any time, and is made again when a step needs it.
-#ifndef ATTND_GPU_MEMORY_MIRROR_H_
-#define ATTND_GPU_MEMORY_MIRROR_H_
+// DeviceCopyStore: the device copies of segments and tail blocks. Host memory stays the truth: the
+// device memory of a copy may be given up at any time, and is filled again when a step needs it.
+#ifndef ATTND_GPU_MEMORY_DEVICE_COPY_STORE_H_
+#define ATTND_GPU_MEMORY_DEVICE_COPY_STORE_H_
 
 #include <atomic>
 #include <cstddef>
@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "attention/segment/mirror_slot.h"
+#include "attention/segment/device_copy_slot.h"
 #include "attention/segment/pages.h"
 #include "attention/segment/segment.h"
 #include "common/mutex.h"
@@ -22,13 +22,12 @@
 
 namespace attnd::gpu {
 
-// Device memory of one segment or tail block, with the same byte offsets as in host memory. A
-// reference to a resident pins it: the store gives up only residents without other references.
-// Thread-safe. Invariants: a layer's tokens only grow, and not beyond tokens_max.
+// The device memory of one device copy, with the same byte offsets as in host memory. A reference
+// to a resident pins it: the store gives up only residents without other references. Thread-safe.
+// Invariant: the tokens of a layer only grow, and not beyond tokens_max.
 class Resident {
  public:
-  // `index` is empty for a tail block.
-  // tokens_max: of a layer.
+  // index: empty for a tail block. tokens_max: the most tokens of a layer.
   Resident(Arena::Allocation index, Arena::Allocation pages, uint32_t layers, uint32_t tokens_max)
       : index_(std::move(index)),
         pages_(std::move(pages)),
@@ -38,10 +37,10 @@ class Resident {
   std::byte* index() const { return index_.data(); }
   std::byte* pages() const { return pages_.data(); }
 
-  // How many tokens of the layer are there, from the first one on; of a segment all of them or
-  // none, index and pages together.
+  // How many tokens of the layer, from the first one on, are on the device. For a segment all or
+  // none, and index and pages together.
   uint32_t tokens(uint32_t layer) const { return tokens_[layer].load(std::memory_order_acquire); }
-  // The index and the pages of the layer's first `tokens` tokens have arrived.
+  // To be called when the index and the pages of the layer's first `tokens` tokens have arrived.
   void RaiseTokens(uint32_t layer, uint32_t tokens);
 
   // Held while a segment's layer is uploaded, so that only one step does it.
@@ -55,16 +54,16 @@ class Resident {
   Mutex upload_mutex_;
 };
 
-// Finds and makes residents, and gives up those that no step holds, the least recently used first,
-// to make room. Thread-safe. Device copies keep the store alive, and the store keeps `device`
-// alive.
-class MirrorStore : public std::enable_shared_from_this<MirrorStore> {
+// Finds and makes residents. To make room it gives up residents that no step holds, the least
+// recently used first. Thread-safe. Device copies keep the store alive, and the store keeps
+// `device` alive.
+class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
  public:
-  MirrorStore(std::shared_ptr<Device> device, std::unique_ptr<Arena> pages,
-              std::unique_ptr<Arena> index)
+  DeviceCopyStore(std::shared_ptr<Device> device, std::unique_ptr<Arena> pages,
+                  std::unique_ptr<Arena> index)
       : device_(std::move(device)), pages_(std::move(pages)), index_(std::move(index)) {}
 
-  // The device's memory for the segment or tail block; the resident says which tokens are there.
+  // The device memory for the segment or tail block; Resident::tokens says which tokens it holds.
   // ResourceExhausted if there is no room even after every unpinned resident has been given up.
   absl::StatusOr<std::shared_ptr<Resident>> Get(const attention::Segment& segment);
   absl::StatusOr<std::shared_ptr<Resident>> Get(const attention::TailBlock& block, uint32_t layers);
@@ -74,8 +73,8 @@ class MirrorStore : public std::enable_shared_from_this<MirrorStore> {
   const Arena& index() const { return *index_; }
 
  private:
-  class DeviceMirror;
-  using Order = std::list<DeviceMirror*>;
+  class Copy;
+  using Order = std::list<Copy*>;
 
   struct Sizes {
     uint64_t index_bytes = 0;  // 0: none
@@ -84,16 +83,16 @@ class MirrorStore : public std::enable_shared_from_this<MirrorStore> {
     uint32_t tokens_max = 0;  // of a layer
   };
 
-  absl::StatusOr<std::shared_ptr<Resident>> Get(const attention::MirrorSlot& slot,
+  absl::StatusOr<std::shared_ptr<Resident>> Get(const attention::DeviceCopySlot& slot,
                                                 const Sizes& sizes);
   absl::StatusOr<std::shared_ptr<Resident>> Make(const Sizes& sizes)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // An empty allocation for no bytes.
   absl::StatusOr<Arena::Allocation> Allocate(Arena* arena, uint64_t bytes)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // False if a step holds every resident.
+  // Gives up the least recently used resident that is not pinned. False if all are pinned.
   bool EvictOldest() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void Forget(DeviceMirror* mirror);
+  void Forget(Copy* copy);
 
   const std::shared_ptr<Device> device_;  // outlives the arenas
   const std::unique_ptr<Arena> pages_;
@@ -101,9 +100,9 @@ class MirrorStore : public std::enable_shared_from_this<MirrorStore> {
   std::atomic<uint64_t> evictions_{0};
 
   Mutex mutex_;
-  Order order_ ABSL_GUARDED_BY(mutex_);  // those with a resident, the most recently used last
+  Order order_ ABSL_GUARDED_BY(mutex_);  // copies with a resident, the most recently used last
 };
 
 }  // namespace attnd::gpu
 
-#endif  // ATTND_GPU_MEMORY_MIRROR_H_
+#endif  // ATTND_GPU_MEMORY_DEVICE_COPY_STORE_H_
