@@ -33,15 +33,17 @@ ABSL_FLAG(uint32_t, latent_value_dim, 0,
           "above 0: a latent model, with one KV head whose value is so much of its key");
 ABSL_FLAG(uint32_t, threads, 0, "threads; 0: all cores");
 ABSL_FLAG(uint32_t, rounds, 9, "rounds");
-ABSL_FLAG(std::string, policies,
-          "dense streaming quest double-sparsity twilight twilight:selector=double-sparsity "
-          "twilight:selector=full twilight:selector=clusters asynctls asynctls:lag=0 snapkv "
-          "ada-snapkv clusters-top-k double-p topk-completion topk-completion:selector=quest "
-          "topk-completion:selector=clusters error-target error-target@clusters "
-          "error-target:tolerance=off error-target:tolerance=off@clusters",
-          "policies, separated by spaces: NAME[:key=value,...][@clusters]; a policy reads the "
-          "indexes that it asks for, or clusters without a regression, and what needs no clusters "
-          "reads tokens in order; keep-sets are 1,024 random tokens of each KV head");
+ABSL_FLAG(
+    std::string, policies,
+    "dense streaming quest double-sparsity twilight twilight:selector=double-sparsity "
+    "twilight:selector=full twilight:selector=clusters asynctls asynctls:lag=0 snapkv "
+    "ada-snapkv clusters-top-k double-p topk-completion topk-completion:selector=quest "
+    "topk-completion:selector=clusters error-target error-target@clusters "
+    "error-target:tolerance=off error-target:tolerance=off@clusters error-target@tree "
+    "error-target:tolerance=off@tree",
+    "policies, separated by spaces: NAME[:key=value,...][@clusters|@tree]; a policy reads the "
+    "indexes that it asks for, or clusters without a regression, and what needs no clusters "
+    "reads tokens in order; keep-sets are 1,024 random tokens of each KV head");
 
 namespace attnd::bench {
 namespace {
@@ -93,6 +95,7 @@ int Main() {
                                                     IndexKind::kSummary};
   const SyntheticSequence clusters = make(kClustersAndMore);
   const SyntheticSequence regression = make(attention::kRegressionIndexes);
+  const SyntheticSequence tree = make(attention::kTreeIndexes);
   SyntheticSequence in_order = make({IndexKind::kBlocks16, IndexKind::kBlocks64, IndexKind::kLabels,
                                      IndexKind::kKeys4, IndexKind::kSummary});
   in_order.view = WithKeepSets(*in_order.view, attention::Budget().tokens, 2);
@@ -101,6 +104,7 @@ int Main() {
   const auto backend = attention::MakeCpuBackend(options);
   StepRunner of_clusters(backend.get(), clusters, tokens);
   StepRunner of_regression(backend.get(), regression, tokens);
+  StepRunner of_tree(backend.get(), tree, tokens);
   StepRunner of_order(backend.get(), in_order, tokens);
   std::printf("%llu tokens, %u query heads, %u KV heads, head_dim %u%s, bf16, %u threads, %s\n",
               static_cast<unsigned long long>(tokens), shape.query_heads, shape.kv_heads,
@@ -112,15 +116,18 @@ int Main() {
     const std::pair<std::string, std::string> parts = absl::StrSplit(text, absl::MaxSplits('@', 1));
     Timed& timed = all.emplace_back();
     timed.name = std::string(text);
-    if (!parts.second.empty() && parts.second != "clusters") {
-      std::fprintf(stderr, "%s: allowed behind @ is clusters\n", timed.name.c_str());
+    if (!parts.second.empty() && parts.second != "clusters" && parts.second != "tree") {
+      std::fprintf(stderr, "%s: allowed behind @ is clusters or tree\n", timed.name.c_str());
       return 2;
     }
     timed.policy = ParsePolicyText(parts.first);
     const attention::IndexSet needed = timed.policy.Indexes();
     const bool reads_clusters = needed.clustered();
     const bool regressed = needed.has_regression() && parts.second.empty();
-    timed.runner = regressed ? &of_regression : reads_clusters ? &of_clusters : &of_order;
+    timed.runner = parts.second == "tree" ? &of_tree
+                   : regressed            ? &of_regression
+                   : reads_clusters       ? &of_clusters
+                                          : &of_order;
   }
   for (uint32_t round = 0; round <= absl::GetFlag(FLAGS_rounds); ++round) {
     for (Timed& timed : all) {

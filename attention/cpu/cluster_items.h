@@ -17,7 +17,8 @@ namespace attnd::attention {
 
 // Items are clusters, or groups of clusters that stand for their clusters. At first they are all
 // groups if groups are asked for and the segments have them, else all clusters. Open then makes
-// them the clusters of the opened groups, which are numbered first, and the groups that stay closed.
+// them the clusters of the opened groups, which are numbered first, and the groups that stay
+// closed.
 class ClusterItems {
  public:
   // Items that lie side by side in one segment's index.
@@ -62,11 +63,11 @@ class ClusterItems {
  private:
   void Append(const Span& span);
 
-  std::span<ClusterIndex> indexes_;      // [segments][clusters, groups]
-  std::span<Span> span_memory_;          // the most spans that there can be
+  std::span<ClusterIndex> indexes_;  // [segments][clusters, groups]
+  std::span<Span> span_memory_;      // the most spans that there can be
   std::span<const Span> spans_;
-  std::span<uint32_t> first_span_;       // [segments + 1]
-  uint32_t used_ = 0;                    // of span_memory_
+  std::span<uint32_t> first_span_;  // [segments + 1]
+  uint32_t used_ = 0;               // of span_memory_
   uint32_t count_ = 0;
   uint32_t clusters_ = 0;
   uint32_t all_clusters_ = 0;

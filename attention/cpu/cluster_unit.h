@@ -66,11 +66,11 @@ class ClusterUnit : public MiddleUnit {
     float* estimated_weight;          // the weights, 0 for items that are not estimated
     float* group_log_mass;            // [groups][4] of all groups, while some are opened
     float* group_d2;
-    float* base_dot;  // [segments][4] (DotBase)
-    float max[kQuad];                 // scale of the weights
-    float sum[kQuad];                 // of all weights
-    float dropped_sum[kQuad];         // of dropped clusters
-    float missed_sum[kQuad];          // of demoted clusters
+    float* base_dot;           // [segments][4] (DotBase)
+    float max[kQuad];          // scale of the weights
+    float sum[kQuad];          // of all weights
+    float dropped_sum[kQuad];  // of dropped clusters
+    float missed_sum[kQuad];   // of demoted clusters
     float error_unit[kQuad];
     float mass_unit[kQuad];   // error_unit without the norm of the output
     float error2_sum[kQuad];  // of the estimated items

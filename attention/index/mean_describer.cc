@@ -36,7 +36,8 @@ void MeanDescriber::Start(const ClusteredHead& head) {
 
 uint32_t MeanDescriber::ClusterStart(uint32_t cluster) const {
   uint32_t start = 0;
-  std::memcpy(&start, head_.index + head_.layout->clusters.starts + cluster * sizeof(start), sizeof(start));
+  std::memcpy(&start, head_.index + head_.layout->clusters.starts + cluster * sizeof(start),
+              sizeof(start));
   return start;
 }
 

@@ -226,8 +226,8 @@ void RegressionDescriber::SumResiduals() {
   FindCoordinates();
   for (uint32_t i = 0; i < count_; i += kQuad) {
     std::fill_n(sums_.begin(), kQuad * value_dim_, 0.0f);
-    AddFourProducts(coordinates_.data() + i * dim_, dim_, slopes_.data(), value_dim_,
-                    quad_.data(), sums_.data());
+    AddFourProducts(coordinates_.data() + i * dim_, dim_, slopes_.data(), value_dim_, quad_.data(),
+                    sums_.data());
     const size_t rows = std::min<size_t>(kQuad, count_ - i);
     for (size_t k = 0; k < rows * value_dim_; ++k) {
       const double rest = double{values_[i * value_dim_ + k]} - sums_[k];

@@ -80,14 +80,14 @@ class RegressionDescriber : public ClusterDescriber {
   std::vector<float> slopes_;        // [dim][value_dim] as they are stored
 
   // What groups are made of: of each cluster the mean squares along the axes and that of the rest.
-  std::vector<float> variances_;          // [clusters][dim]
-  std::vector<double> rests_;             // [clusters]
-  std::vector<uint32_t> first_members_;   // [groups + 1]
-  uint32_t group_ = 0;                    // that is described
-  uint32_t member_ = 0;                   // its next cluster
-  double group_rest_ = 0;                 // its tokens' squared rests
-  std::vector<float> group_centroid_;     // [dim]
-  std::vector<float> group_mean_value_;   // [value_dim]
+  std::vector<float> variances_;         // [clusters][dim]
+  std::vector<double> rests_;            // [clusters]
+  std::vector<uint32_t> first_members_;  // [groups + 1]
+  uint32_t group_ = 0;                   // that is described
+  uint32_t member_ = 0;                  // its next cluster
+  double group_rest_ = 0;                // its tokens' squared rests
+  std::vector<float> group_centroid_;    // [dim]
+  std::vector<float> group_mean_value_;  // [value_dim]
   PrincipalAxes axes_;
 };
 

@@ -93,9 +93,8 @@ uint64_t HeadBuilder::ScratchBytes(const SegmentForm& form) {
   const uint64_t dim = shape.head_dim + (info.value_share > 0 ? shape.value_dim : 0);
   const uint64_t clusters = form.tokens / info.tokens + info.tokens;
   const uint64_t tree =
-      info.fan > 0
-          ? TreeClustering::ScratchBytes(form.tokens, dim, TreeSizes(form.tokens, info))
-          : 0;
+      info.fan > 0 ? TreeClustering::ScratchBytes(form.tokens, dim, TreeSizes(form.tokens, info))
+                   : 0;
   return bytes + tree + DescriberScratchBytes(form, *cluster_form) +
          uint64_t{form.tokens} * (dim * sizeof(float) + sizeof(uint32_t)) +
          clusters * (dim * (sizeof(float) + sizeof(double)) + 16 * sizeof(uint32_t));
@@ -254,8 +253,7 @@ void HeadBuilder::OrderTokens() {
 
   order_.resize(tokens_);
   std::iota(order_.begin(), order_.begin() + unclustered_, 0u);
-  const std::span<const uint32_t> assignment =
-      tree ? tree_.assignment() : kmeans_.assignment();
+  const std::span<const uint32_t> assignment = tree ? tree_.assignment() : kmeans_.assignment();
   for (uint32_t i = 0; i < assignment.size(); ++i) {
     order_[next_slot[assignment[i]]++] = unclustered_ + i;
   }

@@ -108,11 +108,11 @@ class HeadBuilder {
   // behind it if values are clustered, too. Less their mean after kCentre.
   std::vector<float> points_;
   size_t point_dim_ = 0;
-  std::vector<double> mean_;  // [point_dim]
-  double squares_[2] = {};    // if values are clustered: sums over centred keys, centred values
-  KMeans kmeans_;             // of forms without groups
-  TreeClustering tree_;       // of forms with groups
-  std::vector<uint32_t> order_;          // [tokens] token at each slot of the segment's order
+  std::vector<double> mean_;     // [point_dim]
+  double squares_[2] = {};       // if values are clustered: sums over centred keys, centred values
+  KMeans kmeans_;                // of forms without groups
+  TreeClustering tree_;          // of forms with groups
+  std::vector<uint32_t> order_;  // [tokens] token at each slot of the segment's order
   std::vector<uint32_t> kept_clusters_;  // k-means number of each cluster that has members
   MeanDescriber means_;
   RegressionDescriber regression_;

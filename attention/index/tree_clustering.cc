@@ -105,8 +105,7 @@ void TreeClustering::StartGroup() {
                 group_points_.data() + size_t{i - begin} * dim_);
   }
   const size_t clusters = clusters_of_group_[group_];
-  clusters_.Start(group_points_, end - begin, dim_, clusters,
-                  LateOf(wanted_.late_share, clusters));
+  clusters_.Start(group_points_, end - begin, dim_, clusters, LateOf(wanted_.late_share, clusters));
 }
 
 void TreeClustering::EndGroup() {

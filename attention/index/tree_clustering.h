@@ -25,9 +25,9 @@ std::vector<uint32_t> DivideAmongGroups(std::span<const uint32_t> sizes, size_t 
 class TreeClustering {
  public:
   struct Sizes {
-    size_t groups = 1;        // 1 <= groups <= clusters
-    size_t clusters = 1;      // of all groups together, at most n
-    double late_share = 0;    // of groups, and of each group's clusters (KMeans)
+    size_t groups = 1;      // 1 <= groups <= clusters
+    size_t clusters = 1;    // of all groups together, at most n
+    double late_share = 0;  // of groups, and of each group's clusters (KMeans)
   };
   // Scratch memory at most.
   static uint64_t ScratchBytes(size_t n, size_t dim, const Sizes& sizes);

@@ -168,7 +168,8 @@ HWY_INLINE void ClusterScoresAt(D d, const ClusterScoreArgs& args, size_t i) {
   const auto capped = hn::Min(d2, hn::Set(d, kVarianceCap));
   hn::StoreU(hn::MulAdd(capped, hn::Set(d, 0.5f), base), d, args.log_mass + i * kQuad);
   if (args.optimistic == nullptr) return;
-  hn::StoreU(hn::MulAdd(hn::Sqrt(d2), hn::Set(d, args.optimism), base), d, args.optimistic + i * kQuad);
+  hn::StoreU(hn::MulAdd(hn::Sqrt(d2), hn::Set(d, args.optimism), base), d,
+             args.optimistic + i * kQuad);
 }
 
 void ClusterScores(const ClusterScoreArgs& args, size_t n) {

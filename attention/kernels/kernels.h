@@ -119,7 +119,7 @@ struct ClusterScoreArgs {
   const float* d2 = nullptr;        // variance of the members' logits; null: first order
   const float* log_size = nullptr;  // [n]
   float* log_mass = nullptr;        // out: dot + log_size + min(d2, 8) / 2; may be dot
-  float* optimistic = nullptr;  // out: dot + log_size + optimism sqrt(d2), null if not wanted
+  float* optimistic = nullptr;      // out: dot + log_size + optimism sqrt(d2), null if not wanted
   float optimism = 0;
 };
 void ClusterScores(const ClusterScoreArgs& args, size_t n);

@@ -70,8 +70,8 @@ struct LoadInt8 {
   static HWY_INLINE VF Load(F32 d, const std::byte* p) {
     const hn::Rebind<int8_t, F32> bytes;
     const hn::RebindToSigned<F32> wide;
-    return hn::ConvertTo(
-        d, hn::PromoteTo(wide, hn::LoadU(bytes, reinterpret_cast<const int8_t*>(p))));
+    return hn::ConvertTo(d,
+                         hn::PromoteTo(wide, hn::LoadU(bytes, reinterpret_cast<const int8_t*>(p))));
   }
   static HWY_INLINE void LoadTwo(F32 d, const std::byte* p, VF* first, VF* second) {
     *first = Load(d, p);

@@ -22,8 +22,8 @@ inline constexpr float kCoherentShare = 0.45f;
 // that one of them may lie farther out.
 inline constexpr float kOptimism = 2.0f;
 inline constexpr float kGroupOptimism = 4.0f;
-// Over a tree: the share of the tolerance that the error of closed groups may take; and the share of
-// the groups that are opened in any case, at least so many times the policy's floor.
+// Over a tree: the share of the tolerance that the error of closed groups may take; and the share
+// of the groups that are opened in any case, at least so many times the policy's floor.
 inline constexpr double kClosedErrorShare = 0.3;
 inline constexpr double kOpenedShare = 0.05;
 inline constexpr double kOpenedPerFloor = 2;

@@ -109,7 +109,8 @@ IndexLayout::IndexLayout(const SegmentForm& form) {
   if (const auto cluster_form = form.indexes.cluster_form(); cluster_form.has_value()) {
     const ClusterFormInfo& info = InfoOf(*cluster_form);
     const uint32_t clustered = form.tokens - form.unclustered;
-    clusters = PlaceClusters(shape, info, CeilOf(clustered, info.tokens), /*groups=*/false, &placer);
+    clusters =
+        PlaceClusters(shape, info, CeilOf(clustered, info.tokens), /*groups=*/false, &placer);
     positions = placer.Place(form.tokens * sizeof(uint16_t));
     if (info.regression) {
       const size_t bytes = DTypeBytes(AxesDType(info));

@@ -47,8 +47,7 @@ inline float CodeByteRow(std::span<const float> row, const float* base, int8_t* 
   const auto scale = static_cast<float>(greatest / kGreatestCode);
   for (size_t c = 0; c < row.size(); ++c) {
     const double code = scale > 0 ? (double{row[c]} - base[c]) / scale : 0;
-    codes[c] =
-        static_cast<int8_t>(std::lround(std::clamp(code, -kGreatestCode, kGreatestCode)));
+    codes[c] = static_cast<int8_t>(std::lround(std::clamp(code, -kGreatestCode, kGreatestCode)));
   }
   return scale;
 }

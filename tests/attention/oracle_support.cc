@@ -50,9 +50,8 @@ std::vector<oracle::Cluster> Stored(const Segment& segment, uint32_t layer, uint
     const size_t key_stride = index.centroids != nullptr ? geometry.key_row_bytes : shape.head_dim;
     cluster.centroid = StoredMean(shape.dtype, index.centroids, key_stride, index.byte_centroids, i,
                                   shape.head_dim);
-    cluster.mean_value =
-        StoredMean(shape.dtype, index.mean_values, index.mean_value_stride_bytes,
-                   index.byte_mean_values, i, shape.value_dim);
+    cluster.mean_value = StoredMean(shape.dtype, index.mean_values, index.mean_value_stride_bytes,
+                                    index.byte_mean_values, i, shape.value_dim);
     for (size_t c = 0; c < shape.head_dim; ++c) {
       const uint8_t byte = index.deviation_codes[i * half + c % half];
       const int code = c < half ? byte % 16 : byte / 16;
@@ -88,8 +87,8 @@ oracle::Regression StoredRegression(const Segment& segment, uint32_t layer, uint
   const ClusterIndex index = segment.clusters(layer, kv_head);
   const size_t dim = shape.head_dim;
   oracle::Regression stored;
-  for (const oracle::Cluster& cluster : groups ? StoredGroups(segment, layer, kv_head)
-                                               : StoredClusters(segment, layer, kv_head)) {
+  for (const oracle::Cluster& cluster :
+       groups ? StoredGroups(segment, layer, kv_head) : StoredClusters(segment, layer, kv_head)) {
     stored.sizes.push_back(cluster.size);
     stored.centroids.push_back(cluster.centroid);
     stored.mean_values.push_back(cluster.mean_value);

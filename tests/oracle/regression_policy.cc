@@ -69,8 +69,7 @@ Vector OptimisticLogMass(const RegressionInput& input, const Vector& query, doub
   const HeadScores scores = Scores(input, query);
   Vector result;
   for (std::size_t i = 0; i < scores.log_mass.size(); ++i) {
-    result.push_back(scores.log_mass[i] - scores.lift[i] +
-                     optimism * std::sqrt(scores.spread[i]));
+    result.push_back(scores.log_mass[i] - scores.lift[i] + optimism * std::sqrt(scores.spread[i]));
   }
   return result;
 }

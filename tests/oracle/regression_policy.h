@@ -80,9 +80,9 @@ ErrorTargetSelection Select(const RegressionInput& input, const std::vector<Vect
                             const std::vector<SoftmaxState>& zones, double tolerance, double floor,
                             double margin = 1e-4);
 
-// The same where only some clusters may be read: candidates[i] says whether cluster i may. The errors
-// of the others count first, and the floor takes floor_count of the candidates. optimism: standard
-// deviations in P.
+// The same where only some clusters may be read: candidates[i] says whether cluster i may. The
+// errors of the others count first, and the floor takes floor_count of the candidates. optimism:
+// standard deviations in P.
 ErrorTargetSelection SelectAmong(const RegressionInput& input, const std::vector<Vector>& queries,
                                  const std::vector<SoftmaxState>& zones, double tolerance,
                                  std::size_t floor_count, const std::vector<bool>& candidates,

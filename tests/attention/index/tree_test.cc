@@ -5,8 +5,6 @@
 // seeded random keys and values. The oracle describes the index's own clusters and groups in double
 // precision, straight from the tokens, in the index's own axes; the index describes groups from
 // their clusters. What is stored in bytes may differ by half a step.
-#include "attention/index/tree_clustering.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -15,6 +13,7 @@
 #include <limits>
 #include <numeric>
 
+#include "attention/index/tree_clustering.h"
 #include "attention/segment/index_parts.h"
 #include "attention/segment/segment_loader.h"
 #include "tests/attention/oracle_support.h"
@@ -42,8 +41,8 @@ TEST(DivideAmongGroupsTest, EachFurtherClusterGoesWhereTokensAreMost) {
       size_t best = sizes.size();
       for (size_t g = 0; g < sizes.size(); ++g) {
         if (expected[g] == sizes[g]) continue;
-        const bool more = best == sizes.size() ||
-                          sizes[g] * expected[best] > sizes[best] * expected[g];
+        const bool more =
+            best == sizes.size() || sizes[g] * expected[best] > sizes[best] * expected[g];
         if (more) best = g;
       }
       ++expected[best];
@@ -108,8 +107,7 @@ void ExpectLevel(const Segment& segment, uint32_t layer, uint32_t kv_head, const
   const ClusterIndex index =
       groups ? segment.groups(layer, kv_head) : segment.clusters(layer, kv_head);
   const oracle::Regression stored = StoredRegression(segment, layer, kv_head, groups);
-  const oracle::Regression expected =
-      oracle::RegressInAxes(keys, values, assignment, stored.axes);
+  const oracle::Regression expected = oracle::RegressInAxes(keys, values, assignment, stored.axes);
   Matrix turned;
   for (const oracle::Vector& key : keys) {
     oracle::Vector& row = turned.emplace_back(key.size(), 0.0);
@@ -127,8 +125,8 @@ void ExpectLevel(const Segment& segment, uint32_t layer, uint32_t kv_head, const
     EXPECT_EQ(stored.sizes[i], expected.sizes[i]);
     EXPECT_FLOAT_EQ(index.log_size[i], static_cast<float>(std::log(expected.sizes[i])));
     ExpectByteRow(index.byte_centroids, shape.head_dim, i, expected.centroids[i], 4);
-    ExpectByteRow(index.byte_mean_values, index.mean_value_stride_bytes, i,
-                  expected.mean_values[i], 4);
+    ExpectByteRow(index.byte_mean_values, index.mean_value_stride_bytes, i, expected.mean_values[i],
+                  4);
     const double norm2 = oracle::SquaredNorm(stored.mean_values[i]);
     EXPECT_NEAR(index.value_norm2[i], norm2, 1e-5 * norm2 + 1e-9);
     const double step = std::sqrt(index.variance_unit[i]);
@@ -140,10 +138,9 @@ void ExpectLevel(const Segment& segment, uint32_t layer, uint32_t kv_head, const
     EXPECT_NEAR(index.spread[i], std::sqrt(rest[i]), 1e-4 * std::sqrt(rest[i]) + 1e-5);
     if (testing::Test::HasFailure()) return;
   }
-  if (groups) return;  // slopes are those of the clusters
+  if (groups) return;                     // slopes are those of the clusters
   constexpr double kRoundedSlope = 4e-3;  // bf16 has 8 bits
-  EXPECT_LE(oracle::SlopeError(keys, values, assignment, stored.axes, stored.slope),
-            kRoundedSlope);
+  EXPECT_LE(oracle::SlopeError(keys, values, assignment, stored.axes, stored.slope), kRoundedSlope);
   EXPECT_LE(oracle::AxesError(keys, assignment, stored.axes).off_diagonal, kRoundedSlope);
 }
 
@@ -177,9 +174,9 @@ TEST_P(TreeIndexTest, PayloadAndIndex) {
 }
 
 const SegmentCase kCases[] = {
-    {64, 64, 0, 1, 0},    {64, 64, 0, 5, 4},          {48, 16, 64, 16, 0}, {128, 64, 100, 17, 0},
-    {80, 80, 63, 513, 0}, {128, 128, 0, 900, 64},     {16, 16, 0, 5000, 0}, {80, 64, 63, 513, 4, true},
-    {48, 48, 0, 700, 0, true},
+    {64, 64, 0, 1, 0},     {64, 64, 0, 5, 4},          {48, 16, 64, 16, 0},
+    {128, 64, 100, 17, 0}, {80, 80, 63, 513, 0},       {128, 128, 0, 900, 64},
+    {16, 16, 0, 5000, 0},  {80, 64, 63, 513, 4, true}, {48, 48, 0, 700, 0, true},
 };
 INSTANTIATE_TEST_SUITE_P(Shapes, TreeIndexTest,
                          testing::ValuesIn(attnd::test::Cross<SegmentCase>(

@@ -83,7 +83,8 @@ std::vector<float> Guarded(size_t size, float fill = 0) {
 struct ByteMatrix {
   ByteMatrix(size_t n, size_t columns, Random* random)
       : scales(random->Normals(n)), base(random->Normals(columns)), codes(n * columns) {
-    for (int8_t& code : codes) code = static_cast<int8_t>(static_cast<int>(random->Below(255)) - 127);
+    for (int8_t& code : codes)
+      code = static_cast<int8_t>(static_cast<int>(random->Below(255)) - 127);
   }
   ByteRows rows() const { return {codes.data(), scales.data(), base.data()}; }
 
@@ -105,8 +106,8 @@ TEST_P(KernelsTest, DotByteRows) {
       for (size_t i = 0; i < n * kQuad; ++i) {
         double sum = base_dot[i % kQuad], size = std::fabs(sum);
         for (size_t c = 0; c < dim; ++c) {
-          const double term = double{kScale} * q[i % kQuad * dim + c] *
-                              matrix.scales[i / kQuad] * matrix.codes[i / kQuad * dim + c];
+          const double term = double{kScale} * q[i % kQuad * dim + c] * matrix.scales[i / kQuad] *
+                              matrix.codes[i / kQuad * dim + c];
           sum += term;
           size += std::fabs(term);
         }

@@ -22,9 +22,9 @@ TEST(IndexKinds, ValuesAndNamesAreThoseOfFiles) {
     const char* name;
   };
   constexpr Known kKnown[] = {
-      {IndexKind::kClusters, 1, "clusters"},    {IndexKind::kBlocks16, 2, "blocks-16"},
-      {IndexKind::kBlocks64, 3, "blocks-64"},   {IndexKind::kLabels, 4, "labels"},
-      {IndexKind::kKeys4, 5, "keys-4bit"},      {IndexKind::kSummary, 6, "summary"},
+      {IndexKind::kClusters, 1, "clusters"},     {IndexKind::kBlocks16, 2, "blocks-16"},
+      {IndexKind::kBlocks64, 3, "blocks-64"},    {IndexKind::kLabels, 4, "labels"},
+      {IndexKind::kKeys4, 5, "keys-4bit"},       {IndexKind::kSummary, 6, "summary"},
       {IndexKind::kRegression, 7, "regression"}, {IndexKind::kTree, 8, "tree"}};
   ASSERT_EQ(std::size(kKnown), kIndexKinds.size());
   for (size_t i = 0; i < kIndexKinds.size(); ++i) {
