@@ -74,6 +74,7 @@ KINDS = (
         _CLUSTERS_EXACT,
         (*_CLUSTERS_LOSSY, "double-sparsity:budget=64"),
     ),
+    Kind(("tree", "labels"), _CLUSTERS_EXACT, (*_CLUSTERS_LOSSY, "double-sparsity:budget=64")),
     Kind(
         ("blocks-64", "labels", "keys-4bit"),
         ("dense", "quest:block=64,budget=100%", "asynctls:blocks=1048576,budget=100%"),

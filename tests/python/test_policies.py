@@ -159,11 +159,12 @@ def test_the_pruner_over_every_selector(client, selector):
     client.close_sequence(sequence)
 
 
-def test_error_target_over_a_regression(client):
+@pytest.mark.parametrize("asked", [None, ["tree"]])
+def test_error_target_over_a_regression(client, asked):
     """What it says of itself is true of this case, and less tolerance reads more."""
-    sequence = opened(client, "error-target")
+    sequence = opened(client, "error-target", asked)
     info = next(i for i in client.list_sequences() if i.sequence_id == sequence)
-    assert info.indexes == ("regression",)
+    assert info.indexes == tuple(asked or ["regression"])
     exact_before = -1
     for at, tolerance in enumerate(("off", "0.3", "0.1", "0.02", "0")):
         results = decoded(client, sequence, TOKENS + at, f"error-target:tolerance={tolerance}")
@@ -178,6 +179,7 @@ def test_error_target_over_a_regression(client):
                 assert error.max() < 2e-5
             else:
                 assert stats.estimated_tokens > 0
+                assert 0 < stats.index_rows <= stats.clusters * (1.2 if asked else 1)
                 assert 0 < stats.predicted_error_mean <= stats.predicted_error_max
                 assert error.mean() < 3 * stats.predicted_error_mean
             exact += stats.exact_tokens

@@ -114,6 +114,8 @@ TEST_F(PagedTest, ARegressionAnswersTheSameBitsFromDisk) {
   CompareWithMemory(attention::kRegressionIndexes);
 }
 
+TEST_F(PagedTest, ATreeAnswersTheSameBitsFromDisk) { CompareWithMemory(attention::kTreeIndexes); }
+
 TEST_F(PagedTest, PagesAreEvictedAndReadAgain) {
   // Room for a fifth of the payload; the rest of the budget is taken by others.
   Start(256 * kMiB);

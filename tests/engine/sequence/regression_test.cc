@@ -178,9 +178,14 @@ TEST_P(RegressionSequences, SealedWithClustersTheyGoOnUnderErrorTarget) {
 
 INSTANTIATE_TEST_SUITE_P(
     Indexes, RegressionSequences,
-    testing::Combine(testing::Values(attention::kRegressionIndexes, kWithLabels), testing::Bool()),
+    testing::Combine(
+        testing::Values(attention::kRegressionIndexes, kWithLabels, attention::kTreeIndexes),
+        testing::Bool()),
     [](const auto& both) {
-      return std::string(std::get<0>(both.param) == kWithLabels ? "WithLabels" : "Alone") +
+      const IndexSet& indexes = std::get<0>(both.param);
+      return std::string(indexes == kWithLabels               ? "WithLabels"
+                         : indexes == attention::kTreeIndexes ? "Tree"
+                                                              : "Alone") +
              (std::get<1>(both.param) ? "Latent" : "");
     });
 
