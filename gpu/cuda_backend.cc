@@ -175,7 +175,8 @@ class CudaBackend : public Backend {
   absl::Status Supports(const Policy& policy) const override {
     const bool dense =
         policy.selector == attention::Selector::kAll && policy.pruner == attention::Pruner::kNone;
-    if (dense || policy.selector == attention::Selector::kNone || policy.cuts_clusters()) {
+    const bool clusters = policy.cuts_clusters() && policy.quantile == 0;
+    if (dense || policy.selector == attention::Selector::kNone || clusters) {
       return absl::OkStatus();
     }
     return absl::UnimplementedError(

@@ -36,15 +36,27 @@ ClusterItems::ClusterItems(const SequenceView& view, uint32_t layer, uint32_t kv
   span_memory_ = arena->Allocate<Span>(SpansMax(all_groups, segments));
   first_span_ = arena->Allocate<uint32_t>(segments + 1);
   first_span_[0] = 0;
-  for (uint32_t s = 0; s < segments; ++s) {
-    const uint32_t rows = indexes_[2 * s + (grouped_ ? 1 : 0)].clusters;
-    if (rows > 0) Append({s, grouped_, 0, rows, count_});
+  TakeWhole(grouped_);
+  rows_ = count_;
+}
+
+// All groups, or all clusters.
+void ClusterItems::TakeWhole(bool groups) {
+  used_ = count_ = 0;
+  for (uint32_t s = 0; s + 1 < first_span_.size(); ++s) {
+    const uint32_t rows = indexes_[2 * s + (groups ? 1 : 0)].clusters;
+    if (rows > 0) Append({s, groups, 0, rows, count_});
     count_ += rows;
     first_span_[s + 1] = used_;
   }
   spans_ = span_memory_.first(used_);
-  clusters_ = grouped_ ? 0 : count_;
-  rows_ = count_;
+  clusters_ = groups ? 0 : count_;
+}
+
+void ClusterItems::OpenAll() {
+  rows_ += all_clusters_ - clusters_;
+  grouped_ = false;
+  TakeWhole(/*groups=*/false);
 }
 
 void ClusterItems::Append(const Span& span) {

@@ -59,9 +59,12 @@ class ClusterItems {
 
   // fate: [count()] kExact for the groups to open.
   void Open(std::span<const Fate> fate);
+  // Makes all clusters the items, whatever they were.
+  void OpenAll();
 
  private:
   void Append(const Span& span);
+  void TakeWhole(bool groups);
 
   std::span<ClusterIndex> indexes_;  // [segments][clusters, groups]
   std::span<Span> span_memory_;      // the most spans that there can be

@@ -3,10 +3,32 @@
 // Policy: what it asks of a sequence.
 #include "attention/policy/policy.h"
 
+#include <cmath>
+
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 
 namespace attnd::attention {
+namespace {
+
+// The number of standard deviations below which a share of a normal distribution lies.
+double NormalQuantile(double share) {
+  double low = -40, high = 40;
+  while (high - low > 1e-9) {
+    const double middle = (low + high) / 2;
+    (std::erfc(-middle / std::sqrt(2.0)) / 2 < share ? low : high) = middle;
+  }
+  return high;
+}
+
+}  // namespace
+
+double ErrorFactor(double share) {
+  static const double x_bias = getenv("X_BIAS") ? atof(getenv("X_BIAS")) : 0;
+  static const double x_spread = getenv("X_SPREAD") ? atof(getenv("X_SPREAD")) : 0.5;
+  return std::exp(x_bias + x_spread * NormalQuantile(share));
+}
+
 IndexSet Policy::Indexes() const {
   IndexSet indexes;
   switch (selector) {
@@ -42,6 +64,12 @@ bool Policy::AllowsClusterOrder() const {
 absl::Status Policy::CheckIndexes(const IndexSet& indexes) const {
   const IndexSet needed = Indexes();
   const bool order = AllowsClusterOrder() || indexes.token_order();
+  if (cuts_clusters() && quantile > 0 && indexes.clustered() && !indexes.has_regression()) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "policy.parameters[quantile] needs a sequence with the index regression or tree; this one "
+        "was opened with ",
+        indexes.ToString()));
+  }
   if (order && indexes.Serves(needed)) return absl::OkStatus();
   const bool clustered = needed.clustered();
   std::vector<absl::string_view> forms, names;

@@ -110,6 +110,9 @@ struct Policy {
   // clusters that are read exactly in any case.
   double tolerance = 0.2;
   double floor = 0.01;
+  // kErrorBudget: 0: the tolerance is for the mean error. Else, above 0 and below 1: the share of
+  // rows (one layer, query head and query token) whose error shall be within the tolerance.
+  double quantile = 0;
 
   // How many candidates a selector takes; kAll and kNone have no budget, and kClusters has one only
   // if its clusters' tokens are the candidates. kBlocks takes budget / block_tokens blocks, rounded
@@ -170,6 +173,10 @@ struct Policy {
   // All parameters of the preset as text, the form that ParsePolicy accepts.
   std::map<std::string, std::string> Parameters() const;
 };
+
+// What an error is times its prediction at most, in a share of rows between 0 and 1: errors over
+// predictions are taken for log-normal (docs/POLICIES.md, "A tolerance for a share of rows").
+double ErrorFactor(double share);
 
 // Makes a policy from a preset's name and overrides. InvalidArgument names the preset or the
 // parameter and what is allowed; Unimplemented for presets of docs/POLICIES.md that this version

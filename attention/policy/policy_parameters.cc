@@ -201,6 +201,21 @@ Parameter Tolerance() {
           [](const Policy& policy) { return FormatDouble(policy.tolerance); }};
 }
 
+Parameter Quantile() {
+  return {"quantile", "mean, or numbers above 0 and below 1",
+          [](const std::string& text, Policy* policy) {
+            double value = 0;
+            if (text != "mean" && (!ParseDouble(text, &value) || value <= 0 || value >= 1)) {
+              return false;
+            }
+            policy->quantile = value;
+            return true;
+          },
+          [](const Policy& policy) {
+            return policy.quantile == 0 ? "mean" : FormatDouble(policy.quantile);
+          }};
+}
+
 Parameter EstimatorPart() {
   return OneOf("estimator", "centroid, second-order",
                {Word("centroid", &Policy::estimator, Estimator::kCentroid),
@@ -227,6 +242,7 @@ void AddClusterParameters(const Policy& policy, std::vector<Parameter>* all) {
       break;
     case Cut::kErrorBudget:  // needs the second-order estimator's variances
       all->push_back(Tolerance());
+      all->push_back(Quantile());
       all->push_back(Share("floor", true, &Policy::floor));
       break;
   }

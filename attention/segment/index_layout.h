@@ -76,6 +76,9 @@ struct ClusterIndex {
   const std::byte* axes = nullptr;    // [head_dim, head_dim] unit vectors
   const std::byte* slopes = nullptr;  // [head_dim, value_dim] change of the value along the axis
   DType axes_dtype = DType::kFp32;    // of axes and slopes
+  // Equal for equal axes and slopes: those of a tree's segments may be copies of an earlier
+  // segment's. 0: not known to equal any others.
+  uint64_t axes_id = 0;
 
   TokenRange range(uint32_t cluster) const { return {starts[cluster], starts[cluster + 1]}; }
   uint32_t size(uint32_t cluster) const { return starts[cluster + 1] - starts[cluster]; }
@@ -144,6 +147,7 @@ struct IndexLayout {
   size_t positions = 0;
   size_t key_base = 0, value_base = 0;  // of rows in bytes
   size_t axes = 0, slopes = 0;
+  size_t axes_id = 0;  // of a compact form
   struct Summary {
     size_t m = 0, u = 0, t = 0;
   };

@@ -29,6 +29,24 @@ absl::Status Damaged(absl::string_view what) {
   return absl::DataLossError(absl::StrCat("the file's metadata has ", what));
 }
 
+// Of values that a checksum says were written so, and that this program does not know.
+absl::Status Newer(absl::string_view what) {
+  return absl::FailedPreconditionError(
+      absl::StrCat("the file's metadata has ", what,
+                   ", which this version does not know: a newer one wrote the file. Run that one; "
+                   "the file stays where it is"));
+}
+
+// The indexes of a file; files from before the field was there have clusters.
+absl::StatusOr<attention::IndexSet> DecodeIndexes(uint32_t bits) {
+  if (bits == 0) return attention::kClusterIndexes;
+  if ((bits & kIndexesGiven) == 0) return Damaged("unknown indexes");
+  const auto indexes = attention::IndexSet::FromBits(bits ^ kIndexesGiven);
+  if (!indexes.has_value()) return Newer(absl::StrCat("indexes ", bits));
+  if (!indexes->Validate().ok()) return Damaged("indexes that exclude each other");
+  return *indexes;
+}
+
 archive::Model EncodeModel(const OpenArgs& args) {
   archive::Model model;
   model.set_fingerprint(args.fingerprint);
@@ -60,23 +78,18 @@ absl::StatusOr<OpenArgs> DecodeModel(const archive::Model& model) {
   args.shape.latent = model.latent();
   if (model.dtype() < static_cast<uint32_t>(DType::kBf16) ||
       model.dtype() > static_cast<uint32_t>(DType::kFp32)) {
-    return Damaged("an unknown dtype");
+    return Newer(absl::StrCat("dtype ", model.dtype()));
   }
   args.shape.dtype = static_cast<DType>(model.dtype());
   if (model.shard_kind() > static_cast<uint32_t>(Shard::Kind::kContext)) {
-    return Damaged("an unknown kind of shard");
+    return Newer(absl::StrCat("shard kind ", model.shard_kind()));
   }
   args.shard = {static_cast<Shard::Kind>(model.shard_kind()), model.shard_index(),
                 model.shard_count()};
   if (const absl::Status shape = args.shape.Validate(); !shape.ok()) {
     return Damaged(shape.message());
   }
-  args.indexes = model.indexes() == 0
-                     ? attention::kClusterIndexes
-                     : attention::IndexSet::FromBits(model.indexes() ^ kIndexesGiven);
-  if (!args.indexes.has_value() || !args.indexes->Validate().ok()) {
-    return Damaged("unknown indexes");
-  }
+  ATTND_ASSIGN_OR_RETURN(args.indexes, DecodeIndexes(model.indexes()));
   args.model_parts.feature_maps_id = model.feature_maps();
   if (args.model_parts.feature_maps_id.empty() ==
       args.indexes->Needs(attention::ModelPart::kFeatureMaps)) {
@@ -107,7 +120,7 @@ absl::Status DecodeSealed(const archive::SealedSequence& sealed, FileMetadata* m
   const std::map<std::string, std::string> parameters(sealed.policy().parameters().begin(),
                                                       sealed.policy().parameters().end());
   auto policy = attention::ParsePolicy(sealed.policy().preset(), parameters);
-  if (!policy.ok()) return Damaged(policy.status().message());
+  if (!policy.ok()) return Newer(absl::StrCat("a policy (", policy.status().message(), ")"));
   metadata->args.policy = *std::move(policy);
   return absl::OkStatus();
 }
@@ -140,6 +153,8 @@ std::string EncodeMetadata(const FileMetadata& metadata) {
     const attention::Policy& policy = metadata.args.policy.value();
     sealed->mutable_policy()->set_preset(policy.preset);
     for (const auto& [name, value] : policy.Parameters()) {
+      // Versions that do not know it read the files of those who do not use it.
+      if (name == "quantile" && policy.quantile == 0) continue;
       (*sealed->mutable_policy()->mutable_parameters())[name] = value;
     }
   }

@@ -38,7 +38,7 @@ struct FileMetadata {
 absl::StatusOr<std::string> LabelChannelsId(const attention::Segment& segment);
 
 std::string EncodeMetadata(const FileMetadata& metadata);
-// DataLoss, saying what is wrong. kind: whether the metadata must have the parts of a tail or of a
+// DataLoss, saying what is wrong; FailedPrecondition for metadata of a newer version. kind: whether the metadata must have the parts of a tail or of a
 // segment.
 absl::StatusOr<FileMetadata> DecodeMetadata(const std::string& bytes, storage::SegmentKind kind);
 

@@ -249,6 +249,42 @@ ErrorTargetSelection SelectAmong(const RegressionInput& input, const std::vector
   return result;
 }
 
+ErrorTargetSelection SelectForHeads(const RegressionInput& input,
+                                    const std::vector<Vector>& queries,
+                                    const std::vector<SoftmaxState>& zones, double tolerance,
+                                    std::size_t floor_count, const std::vector<bool>& candidates,
+                                    double optimism, double margin) {
+  // The floor is the group's; it is that of any tolerance.
+  ErrorTargetSelection all =
+      SelectAmong(input, queries, zones, std::numeric_limits<double>::infinity(), floor_count,
+                  candidates, optimism, margin);
+  Selection& selection = all.selection;
+  std::vector<bool> exact(candidates.size(), false);
+  for (const std::size_t i : selection.plan.exact) exact[i] = true;
+  for (std::size_t h = 0; h < queries.size(); ++h) {
+    const Selection own =
+        SelectAmong(input, {queries[h]}, {zones[h]}, tolerance, 0, candidates, optimism, margin)
+            .selection;
+    for (const std::size_t i : own.plan.exact) exact[i] = true;
+    for (std::size_t i = 0; i < exact.size(); ++i) {
+      selection.must_exact[i] = selection.must_exact[i] || own.must_exact[i];
+      selection.may_exact[i] = selection.may_exact[i] || own.may_exact[i];
+    }
+  }
+  selection.plan = {};
+  for (std::size_t i = 0; i < exact.size(); ++i) {
+    (exact[i] ? selection.plan.exact : selection.plan.estimated).push_back(i);
+  }
+  return all;
+}
+
+double ExpectedError(const RegressionInput& input, const Vector& query, const SoftmaxState& zones,
+                     const Indices& estimated) {
+  SoftmaxState state = zones;
+  state.Merge(Estimate(input, query, Range(0, ClusterCount(input))).state);
+  return PredictedError(input, query, zones, estimated, state.Lse(), state.Out());
+}
+
 ErrorTargetSelection Select(const RegressionInput& input, const std::vector<Vector>& queries,
                             const std::vector<SoftmaxState>& zones, double tolerance, double floor,
                             double margin) {

@@ -88,6 +88,17 @@ ErrorTargetSelection SelectAmong(const RegressionInput& input, const std::vector
                                  std::size_t floor_count, const std::vector<bool>& candidates,
                                  double optimism = 2.0, double margin = 1e-4);
 
+// The same for a tolerance of each head alone: whatever one head's error needs is read.
+ErrorTargetSelection SelectForHeads(const RegressionInput& input,
+                                    const std::vector<Vector>& queries,
+                                    const std::vector<SoftmaxState>& zones, double tolerance,
+                                    std::size_t floor_count, const std::vector<bool>& candidates,
+                                    double optimism = 2.0, double margin = 1e-4);
+
+// PredictedError() of an answer that is all zones and estimates.
+double ExpectedError(const RegressionInput& input, const Vector& query, const SoftmaxState& zones,
+                     const Indices& estimated);
+
 // Of one query head's answer with these lse and out, that left the clusters of the set to their
 // estimates; 0 if the set is empty.
 double PredictedError(const RegressionInput& input, const Vector& query, const SoftmaxState& zones,

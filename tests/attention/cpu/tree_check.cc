@@ -70,10 +70,15 @@ OpenedTree OpenAsGiven(const TestRow& row, uint32_t layer, uint32_t kv_head,
   tree.floor_count = oracle::FractionCount(row.policy.floor, oracle::ClusterCount(leaves));
   const double share = std::min(1.0, std::max(kOpenedShare, kOpenedPerFloor * row.policy.floor));
   const size_t count = oracle::ClusterCount(groups);
+  const bool by_head = row.policy.quantile > 0;
+  // Where no prediction can carry a share of rows, everything is opened and read.
+  if (by_head && given.closed.empty() && given.estimated.empty()) return tree;
+  const double factor = by_head ? ErrorFactor(row.policy.quantile) : 1;
+  const auto select = by_head ? oracle::SelectForHeads : oracle::SelectAmong;
   tree.wrong = oracle::CheckPlan(
-      oracle::SelectAmong(groups, queries, zones, kClosedErrorShare * row.policy.tolerance,
-                          oracle::FractionCount(share, count), std::vector<bool>(count, true),
-                          kGroupOptimism)
+      select(groups, queries, zones, kClosedErrorShare * row.policy.tolerance / factor,
+             oracle::FractionCount(share, count), std::vector<bool>(count, true), kGroupOptimism,
+             /*margin=*/1e-4)
           .selection,
       opening);
   return tree;

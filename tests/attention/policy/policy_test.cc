@@ -92,8 +92,8 @@ TEST(Policy, ParameterNamesOfEachPreset) {
   EXPECT_THAT(names("double-p"), UnorderedElementsAre("sink", "window", "dense_layers", "p1", "p2",
                                                       "estimator", "on_miss", "miss_wait_us"));
   EXPECT_THAT(names("error-target"),
-              UnorderedElementsAre("sink", "window", "dense_layers", "tolerance", "floor",
-                                   "on_miss", "miss_wait_us"));
+              UnorderedElementsAre("sink", "window", "dense_layers", "tolerance", "quantile",
+                                   "floor", "on_miss", "miss_wait_us"));
 }
 
 TEST(Policy, GoodParameters) {
@@ -124,6 +124,8 @@ TEST(Policy, GoodParameters) {
        {{"tolerance", "off"}},
        [](const Policy& p) { return std::isinf(p.tolerance); }},
       {"error-target", {{"tolerance", "3.5"}}, [](const Policy& p) { return p.tolerance == 3.5; }},
+      {"error-target", {{"quantile", "0.95"}}, [](const Policy& p) { return p.quantile == 0.95; }},
+      {"error-target", {{"quantile", "mean"}}, [](const Policy& p) { return p.quantile == 0; }},
       {"quest",
        {{"budget", "1"}},
        [](const Policy& p) {
@@ -196,6 +198,11 @@ TEST(Policy, BadParametersNameTheParameterAndWhatIsAllowed) {
       {"error-target", {{"tolerance", "inf"}}, "or off"},
       {"error-target", {{"tolerance", "nan"}}, "or off"},
       {"error-target", {{"tolerance", "OFF"}}, "or off"},
+      {"error-target", {{"quantile", "0"}}, "above 0 and below 1"},
+      {"error-target", {{"quantile", "1"}}, "above 0 and below 1"},
+      {"error-target", {{"quantile", "-0.5"}}, "above 0 and below 1"},
+      {"error-target", {{"quantile", "nan"}}, "above 0 and below 1"},
+      {"error-target", {{"quantile", "median"}}, "above 0 and below 1"},
       {"error-target", {{"floor", "2"}}, "from 0 to 1"},
       {"quest", {{"budget", "0"}}, "1..1073741824 tokens"},
       {"quest", {{"budget", "0%"}}, "above 0%"},
@@ -361,6 +368,28 @@ TEST(Policy, IndexesThatAreMissingAreNamed) {
     EXPECT_TRUE(absl::IsFailedPrecondition(lacking));
     EXPECT_THAT(std::string(lacking.message()), HasSubstr(c.needed.ToString()));
     EXPECT_THAT(std::string(lacking.message()), HasSubstr("opened in token order"));
+  }
+}
+
+// What predicts the errors of single rows is a regression.
+TEST(Policy, AQuantileNeedsARegression) {
+  const Policy policy = *ParsePolicy("error-target", {{"quantile", "0.95"}});
+  EXPECT_TRUE(policy.CheckIndexes(kRegressionIndexes).ok());
+  EXPECT_TRUE(policy.CheckIndexes(kTreeIndexes).ok());
+  const absl::Status status = policy.CheckIndexes(kClusterIndexes);
+  EXPECT_TRUE(absl::IsFailedPrecondition(status));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("regression or tree"));
+  EXPECT_TRUE(ParsePolicy("error-target")->CheckIndexes(kClusterIndexes).ok());
+}
+
+// A normal distribution's tables: 1.6449 deviations hold 95%.
+TEST(Policy, AGreaterShareOfRowsAsksForMore) {
+  const double half = ErrorFactor(0.5);
+  const double unit = std::log(ErrorFactor(0.841344746) / half);
+  EXPECT_GT(unit, 0);
+  for (const auto& [share, deviations] :
+       {std::pair(0.95, 1.644853627), {0.99, 2.326347874}, {0.05, -1.644853627}}) {
+    EXPECT_NEAR(std::log(ErrorFactor(share) / half), deviations * unit, 1e-6);
   }
 }
 

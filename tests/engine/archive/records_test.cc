@@ -8,6 +8,8 @@
 
 #include <string>
 
+#include "engine/archive/archive.pb.h"
+
 namespace attnd::engine::test {
 namespace {
 
@@ -43,6 +45,39 @@ TEST(ArchiveRecordsTest, ALatentShapeIsReadBack) {
   metadata.args.shape.value_dim = 48;
   EXPECT_TRUE(absl::IsDataLoss(
       DecodeMetadata(EncodeMetadata(metadata), storage::SegmentKind::kClusters).status()));
+}
+
+// What was written so, and is not known, is of a newer version and no damage: nobody puts such a
+// file away.
+TEST(ArchiveRecordsTest, MetadataOfANewerVersionIsNoDamage) {
+  const auto decoded = [](const auto& change, storage::SegmentKind kind) {
+    FileMetadata metadata = MetadataOf("tenant", "model");
+    metadata.sealed_id = 1;
+    metadata.args.policy = *attention::ParsePolicy("error-target");
+    archive::Metadata message;
+    EXPECT_TRUE(message.ParseFromString(EncodeMetadata(metadata)));
+    change(&message);
+    return DecodeMetadata(message.SerializeAsString(), kind).status();
+  };
+  constexpr auto kSegment = storage::SegmentKind::kClusters, kTail = storage::SegmentKind::kTail;
+  const auto indexes = [](uint32_t bits) {
+    return [bits](archive::Metadata* message) { message->mutable_model()->set_indexes(bits); };
+  };
+  EXPECT_TRUE(decoded(indexes(1 | 1u << 8), kSegment).ok());  // a tree
+  EXPECT_TRUE(absl::IsFailedPrecondition(decoded(indexes(1 | 1u << 9), kSegment)));
+  EXPECT_TRUE(absl::IsFailedPrecondition(decoded(indexes(1 | 1u << 1 | 1u << 31), kSegment)));
+  EXPECT_TRUE(absl::IsDataLoss(decoded(indexes(1u << 1), kSegment)));
+  EXPECT_TRUE(absl::IsDataLoss(decoded(indexes(1 | 1u << 1 | 1u << 7), kSegment)));
+  EXPECT_TRUE(absl::IsFailedPrecondition(decoded(
+      [](archive::Metadata* message) { message->mutable_model()->set_dtype(9); }, kSegment)));
+  EXPECT_TRUE(absl::IsFailedPrecondition(decoded(
+      [](archive::Metadata* message) { message->mutable_model()->set_shard_kind(9); }, kSegment)));
+  EXPECT_TRUE(decoded([](archive::Metadata*) {}, kTail).ok());
+  EXPECT_TRUE(absl::IsFailedPrecondition(decoded(
+      [](archive::Metadata* message) {
+        (*message->mutable_sealed()->mutable_policy()->mutable_parameters())["quantile"] = "0.95";
+      },
+      kTail)));
 }
 
 // A tenant is bytes, as storage/catalogue/records.proto says: nobody promised that it is UTF-8.

@@ -19,6 +19,8 @@ A result, one for each --policy:
     relative_error  mean over layers, heads and question tokens of |o - o_dense| / |o_dense|; o is
                     attnd's attention output, o_dense dense attention of the same query over the
                     same KV
+    within          share of rows (one layer, query head and question token) whose error is within the
+                    policy's tolerance; null of policies that name none
     read_fraction   tokens of the middle read exactly / tokens of the middle
     index_fraction  rows of the index that cluster policies looked at, clusters and groups of
                     clusters / clusters; null of other policies and on a GPU

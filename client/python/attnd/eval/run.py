@@ -182,12 +182,14 @@ def describe(result: dict[str, Any]) -> str:
     accuracy = " ".join(
         f"{task} {figures['accuracy']:.3f}" for task, figures in result["tasks"].items()
     )
-    predicted, index = result["predicted_error"], result.get("index_fraction")
+    predicted, index = result["predicted_error"], result["index_fraction"]
+    within = result["within"]
     return (
         f"{result['policy']} ({result['dtype']}): {accuracy}, "
         f"agreement {result['agreement']:.3f}, "
         f"error {result['relative_error']:.3g}, read {result['read_fraction']:.3f}, "
         f"index {'-' if index is None else format(index, '.3f')}, "
+        f"within {'-' if within is None else format(within, '.3f')}, "
         f"predicted {'-' if predicted is None else format(predicted, '.3g')}, "
         f"decode p50 {result['decode_us']['p50']:.0f} us"
     )

@@ -14,6 +14,7 @@ from attnd.eval.local import DenseRun, dense_outputs
 from attnd.eval.paired import difference
 from attnd.eval.remote import RemoteRun
 from attnd.nano import LayerKv, Model
+from attnd.policy import Policy
 from attnd.tensors import Array, dtype_name
 
 # Where the two largest logits are nearer than this, rounding may decide which one is the answer.
@@ -79,6 +80,8 @@ class Tally:
         self._exact: dict[str, int] = defaultdict(int)  # of each task
         self._middle: dict[str, int] = defaultdict(int)
         self._predicted: list[float | None] = []
+        self._tolerance = tolerance_of(policy)
+        self._within: list[float] = []
         self._index_rows = 0
         self._clusters = 0
         self._decode_us: list[float] = []
@@ -118,7 +121,10 @@ class Tally:
         for layer, kv in enumerate(haystack):
             q, k, v, out = (run.layer(name, layer) for name in ("q", "k", "v", "out"))
             dense = dense_outputs(kv, q, k, v, self._dtype, model.config.softmax_scale)
-            self._errors.append(float(relative_errors(out, dense).mean()))
+            errors = relative_errors(out, dense)
+            self._errors.append(float(errors.mean()))
+            if self._tolerance is not None:
+                self._within.append(float((errors <= self._tolerance).mean()))
 
     def _add_stats(self, task: str, run: RemoteRun) -> None:
         for stats in run.stats:
@@ -146,12 +152,22 @@ class Tally:
             "clear_answers": self._clear,
             "clear_disagreements": self._clearly_different,
             "relative_error": float(np.mean(self._errors)),
+            "within": float(np.mean(self._within)) if self._within else None,
             "read_fraction": _share(sum(self._exact.values()), sum(self._middle.values())),
             "index_fraction": _share(self._index_rows, self._clusters) if self._clusters else None,
             "predicted_error": mean_prediction(self._predicted),
             "decode_us": _percentiles(self._decode_us),
             "local_decode_us": _percentiles(self._local_decode_us),
         }
+
+
+def tolerance_of(policy: str) -> float | None:
+    """The error that a policy may make, from its text; None if it names none."""
+    parameters = Policy.parse(policy.partition("@")[0]).parameters
+    try:
+        return float(parameters.get("tolerance", ""))
+    except ValueError:
+        return None
 
 
 def _share(exact: int, middle: int) -> float:

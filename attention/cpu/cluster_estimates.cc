@@ -1,0 +1,363 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "attention/cpu/cluster_estimates.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "attention/cpu/cluster_ranking.h"
+#include "attention/cpu/cluster_rows.h"
+#include "attention/cpu/stage_timer.h"
+#include "attention/kernels/kernels.h"
+#include "attention/policy/estimate_limits.h"
+
+namespace attnd::attention {
+namespace {
+
+// The squared norm of x / divisor. Divides first: a sum of values can be so large that its square
+// is no float, but their mean is as small as they are.
+float MeanNorm2(const float* x, size_t n, float divisor) {
+  float sum = 0;
+  for (size_t c = 0; c < n; ++c) {
+    const float mean = x[c] / divisor;
+    sum += mean * mean;
+  }
+  return sum;
+}
+
+// value * factor, where nothing stays nothing even times infinity.
+float Scaled(float value, float factor) { return value == 0 ? 0 : value * factor; }
+
+}  // namespace
+
+size_t ClusterEstimates::ArenaBytes(const SequenceView& view, uint32_t layer, uint32_t kv_head,
+                                    size_t quads) {
+  constexpr size_t kRounding = size_t{8} * 64;  // of the separate allocations
+  const size_t n = CountClusters(view, layer, kv_head);
+  const bool regression = view.indexes.has_regression();
+  const size_t arrays = regression ? 3 : 2;
+  const size_t value_rows = regression ? 2 : 1;
+  const size_t per_quad = arrays * n * kQuad * sizeof(float) + sizeof(Quad) +
+                          value_rows * kQuad * view.shape.value_dim * sizeof(float) + kRounding;
+  return quads * per_quad + n * sizeof(float) + kRounding;
+}
+
+ClusterEstimates::ClusterEstimates(const UnitQuery& query, ClusterScores* scores, StepArena* arena)
+    : query_(query),
+      shape_(query.view->shape),
+      value_dim_(shape_.value_dim),
+      scores_(scores),
+      quads_(arena->Allocate<Quad>(query.quads())),
+      share_(arena->Allocate<float>(scores->items().all_clusters())) {
+  const size_t n = scores->items().all_clusters();
+  for (Quad& quad : quads_) {
+    quad = Quad{};
+    quad.weight = arena->Allocate<float>(n * kQuad).data();
+    quad.estimate.values = arena->Allocate<float>(kQuad * value_dim_).data();
+    if (scores->second_order()) quad.error2 = arena->Allocate<float>(n * kQuad).data();
+    if (!scores->has_regression()) continue;
+    quad.mass2 = arena->Allocate<float>(n * kQuad).data();
+    quad.shift = arena->Allocate<float>(kQuad * value_dim_).data();
+  }
+}
+
+// ---- sums ----
+
+// share_ = 1 for the items of this fate, 0 for others; returns whether there is one.
+bool ClusterEstimates::MarkShare(std::span<const Fate> fate, Fate wanted) {
+  bool any = false;
+  for (size_t i = 0; i < fate.size(); ++i) {
+    share_[i] = fate[i] == wanted ? 1.0f : 0.0f;
+    any |= fate[i] == wanted;
+  }
+  return any;
+}
+
+void ClusterEstimates::Estimate(std::span<const Fate> fate) {
+  const StageTimer timer(&nanos_);
+  const ClusterItems& items = scores_->items();
+  const bool dropping = MarkShare(fate, Fate::kDropped);
+  for (size_t q = 0; q < quads_.size(); ++q) {
+    std::fill_n(quads_[q].dropped_sum, kQuad, 0.0f);
+    if (!dropping) continue;
+    kernels::ScaleQuads(scores_->quads()[q].log_mass, share_.data(), items.count(), nullptr,
+                        quads_[q].dropped_sum);
+  }
+  MarkShare(fate, Fate::kEstimated);
+  for (size_t q = 0; q < quads_.size(); ++q) {
+    const ClusterScores::Quad& scores = scores_->quads()[q];
+    Quad& quad = quads_[q];
+    ClearState(value_dim_, &quad.estimate);
+    kernels::ScaleQuads(scores.log_mass, share_.data(), items.count(), quad.weight,
+                        quad.estimate.sum);
+    for (size_t lane = 0; lane < kQuad; ++lane) {
+      if (quad.estimate.sum[lane] > 0) quad.estimate.max[lane] = scores.max[lane];
+    }
+    for (size_t s = 0; s < scores_->segments(); ++s) {
+      for (const Span& span : items.spans_of(s)) {
+        AddMeanValues(shape_, items.index_of(span), span.first, span.count,
+                      quad.weight + span.item * kQuad, quad.estimate.values);
+      }
+      AddBaseOf(s, q);
+    }
+    if (scores_->has_regression()) AddShift(q);
+  }
+}
+
+// Adds to the estimate's values what rows in bytes of the segment have in common.
+void ClusterEstimates::AddBaseOf(size_t segment, size_t quad) {
+  const ClusterItems& items = scores_->items();
+  if (items.clusters_of(segment).byte_mean_values.base == nullptr) return;
+  float weight_sum[kQuad] = {0, 0, 0, 0};
+  for (const Span& span : items.spans_of(segment)) {
+    const float* const weight = quads_[quad].weight + span.item * kQuad;
+    for (size_t i = 0; i < span.count * kQuad; ++i) weight_sum[i % kQuad] += weight[i];
+  }
+  AddBase(shape_, items.clusters_of(segment), weight_sum, quads_[quad].estimate.values);
+}
+
+// Moves the estimate's values by what the regression knows of the estimated items.
+void ClusterEstimates::AddShift(size_t quad) {
+  const ClusterItems& items = scores_->items();
+  RegressionTerms* const regression = scores_->regression();
+  Quad& own = quads_[quad];
+  std::fill_n(own.shift, kQuad * value_dim_, 0.0f);
+  for (size_t set = 0; set < regression->sets(); ++set) {
+    for (const Span& span : items.spans()) {
+      if (regression->set_of(span.segment) != set) continue;
+      const size_t offset = span.item * kQuad;
+      regression->AddVariances(items.index_of(span), span.first, span.count, own.weight + offset,
+                               scores_->quads()[quad].d2 + offset);
+    }
+    regression->Shift(set, quad, own.shift);
+  }
+  for (size_t lane = 0; lane < kQuad; ++lane) {
+    const float* shift = own.shift + lane * value_dim_;
+    double norm2 = 0;
+    for (size_t c = 0; c < value_dim_; ++c) {
+      own.estimate.values[lane * value_dim_ + c] += shift[c];
+      norm2 += double{shift[c]} * shift[c];
+    }
+    own.shift_norm[lane] = static_cast<float>(std::sqrt(norm2));
+  }
+}
+
+// values += the estimates of the items that are marked exact.
+void ClusterEstimates::AddExactValues(size_t quad, std::span<const Fate> fate, float* values) {
+  RegressionTerms* const regression = scores_->regression();
+  const size_t sets = regression != nullptr ? regression->sets() : 1;
+  for (size_t set = 0; set < sets; ++set) {
+    bool any = false;
+    for (size_t s = 0; s < scores_->segments(); ++s) {
+      if (regression != nullptr && regression->set_of(s) != set) continue;
+      any |= AddExactOf(s, quad, fate, values);
+    }
+    if (any && regression != nullptr) regression->Shift(set, quad, values);
+  }
+}
+
+// The same of one segment, without the shift; returns whether there is an item.
+bool ClusterEstimates::AddExactOf(size_t segment, size_t quad, std::span<const Fate> fate,
+                                  float* values) {
+  const ClusterItems& items = scores_->items();
+  const ClusterScores::Quad& scores = scores_->quads()[quad];
+  bool any = false;
+  float weight_sum[kQuad] = {0, 0, 0, 0};
+  for (const Span& span : items.spans_of(segment)) {
+    const ClusterIndex& index = items.index_of(span);
+    for (uint32_t i = 0; i < span.count; ++i) {
+      const size_t item = span.item + i;
+      if (fate[item] != Fate::kExact) continue;
+      const float* const weight = scores.log_mass + item * kQuad;
+      AddMeanValues(shape_, index, span.first + i, 1, weight, values);
+      for (size_t j = 0; j < kQuad; ++j) weight_sum[j] += weight[j];
+      any = true;
+      if (!scores_->has_regression()) continue;
+      scores_->regression()->AddVariances(index, span.first + i, 1, weight,
+                                          scores.d2 + item * kQuad);
+    }
+  }
+  if (any) AddBase(shape_, items.clusters_of(segment), weight_sum, values);
+  return any;
+}
+
+// ---- errors ----
+
+void ClusterEstimates::MeasureErrors(std::span<const Fate> fate, std::span<const QuadState> zones,
+                                     bool relative_to_output) {
+  for (size_t q = 0; q < quads_.size(); ++q) MeasureQuad(q, zones[q], relative_to_output, fate);
+}
+
+// Fills error2, mass2 and the units and norms that they are in.
+void ClusterEstimates::MeasureQuad(size_t quad, const QuadState& zone, bool relative_to_output,
+                                   std::span<const Fate> fate) {
+  const ClusterItems& items = scores_->items();
+  const ClusterScores::Quad& scores = scores_->quads()[quad];
+  Quad& own = quads_[quad];
+  float norms[kQuad] = {1, 1, 1, 1};
+  if (relative_to_output) OutputNorms(quad, zone, fate, norms);
+  float second_moment[kQuad] = {0, 0, 0, 0};
+  for (const Span& span : items.spans()) {
+    kernels::ScaleQuads(scores.log_mass + span.item * kQuad,
+                        items.index_of(span).value_norm2 + span.first, span.count, nullptr,
+                        second_moment);
+  }
+  for (size_t lane = 0; lane < kQuad; ++lane) {
+    const float max = std::max(zone.max[lane], scores.max[lane]);
+    const float zone_factor = std::exp(zone.max[lane] - max);
+    const float factor = std::exp(scores.max[lane] - max);
+    const float total = zone.sum[lane] * zone_factor + scores.sum[lane] * factor;
+    // The zone's values enter by their merged state: a lower bound of their second moment.
+    float moment = second_moment[lane] * factor;
+    if (zone.sum[lane] > 0) {
+      const float* zone_values = zone.values + lane * value_dim_;
+      moment += MeanNorm2(zone_values, value_dim_, zone.sum[lane]) * zone.sum[lane] * zone_factor;
+    }
+    own.least_norm[lane] =
+        std::max(kLeastNormShare * std::sqrt(moment / total), std::numeric_limits<float>::min());
+    const float norm = relative_to_output ? std::max(norms[lane], own.least_norm[lane]) : 1.0f;
+    own.output_norm[lane] = norms[lane];
+    own.mass_unit[lane] = factor / total;
+    own.error_unit[lane] = factor / total / norm;
+  }
+  for (const Span& span : items.spans()) MeasureSpan(span, quad);
+}
+
+void ClusterEstimates::MeasureSpan(const Span& span, size_t quad) {
+  const ClusterIndex& index = scores_->items().index_of(span);
+  const ClusterScores::Quad& scores = scores_->quads()[quad];
+  Quad& own = quads_[quad];
+  const size_t offset = span.item * kQuad;
+  if (!scores_->has_regression()) {
+    kernels::ClusterErrors(scores.log_mass + offset, scores.d2 + offset, index.spread + span.first,
+                           own.error_unit, span.count, own.error2 + offset);
+    return;
+  }
+  kernels::RegressionErrorArgs args;
+  args.weight = scores.log_mass + offset;
+  args.d2 = scores.d2 + offset;
+  args.size = scores_->sizes().data() + span.item;
+  args.spread = index.spread + span.first;
+  args.value_norm2 = index.value_norm2 + span.first;
+  args.error_unit = own.error_unit;
+  args.mass_unit = own.mass_unit;
+  args.error2 = own.error2 + offset;
+  args.mass2 = own.mass2 + offset;
+  kernels::RegressionErrors(args, span.count);
+}
+
+// |o~| of each lane: zones exact, every item by its estimate.
+void ClusterEstimates::OutputNorms(size_t quad, const QuadState& zone, std::span<const Fate> fate,
+                                   float* norms) {
+  const ClusterScores::Quad& scores = scores_->quads()[quad];
+  float sums[kQuad * kernels::kDimMax];
+  std::copy_n(quads_[quad].estimate.values, kQuad * value_dim_, sums);
+  AddExactValues(quad, fate, sums);
+  for (size_t lane = 0; lane < kQuad; ++lane) {
+    const float max = std::max(zone.max[lane], scores.max[lane]);
+    const float zone_factor = std::exp(zone.max[lane] - max);
+    const float factor = std::exp(scores.max[lane] - max);
+    float* sum = sums + lane * value_dim_;
+    const float* zone_values = zone.values + lane * value_dim_;
+    for (size_t c = 0; c < value_dim_; ++c) sum[c] = sum[c] * factor + zone_values[c] * zone_factor;
+    const float total = zone.sum[lane] * zone_factor + scores.sum[lane] * factor;
+    norms[lane] = std::sqrt(MeanNorm2(sum, value_dim_, total));
+  }
+}
+
+// The mass's part of an error is relative to mass alone; this makes it times |o~| and relative to
+// that, or to what stands in for it.
+float ClusterEstimates::OutputShare2(const Quad& quad, size_t lane) const {
+  const float share = std::min(1.0f, quad.output_norm[lane] / quad.least_norm[lane]);
+  return share * share;
+}
+
+void ClusterEstimates::AddErrors(std::span<float> score) const {
+  const auto group = static_cast<float>(shape_.group());
+  for (size_t q = 0; q < quads_.size(); ++q) {
+    const Quad& quad = quads_[q];
+    float of_values[kQuad] = {0, 0, 0, 0}, of_mass[kQuad] = {0, 0, 0, 0};
+    for (size_t lane = 0; lane < LanesOf(q); ++lane) {
+      of_values[lane] = 1.0f / group;
+      of_mass[lane] = OutputShare2(quad, lane) / group;
+    }
+    kernels::AddAcrossQuads(quad.error2, of_values, score.size(), score.data());
+    if (!scores_->has_regression()) continue;
+    kernels::AddAcrossQuads(quad.mass2, of_mass, score.size(), score.data());
+  }
+}
+
+void ClusterEstimates::HeadErrors(size_t q, size_t lane, std::span<float> score) const {
+  const Quad& quad = quads_[q];
+  float of_values[kQuad] = {0, 0, 0, 0}, of_mass[kQuad] = {0, 0, 0, 0};
+  of_values[lane] = 1;
+  of_mass[lane] = OutputShare2(quad, lane);
+  std::fill(score.begin(), score.end(), 0.0f);
+  kernels::AddAcrossQuads(quad.error2, of_values, score.size(), score.data());
+  if (!scores_->has_regression()) return;
+  kernels::AddAcrossQuads(quad.mass2, of_mass, score.size(), score.data());
+}
+
+double ClusterEstimates::ExpectedError(size_t q, size_t lane) const {
+  const Quad& quad = quads_[q];
+  if (!scores_->has_regression()) return std::sqrt(quad.error2_sum[lane]);
+  const double coherent = double{kCoherentShare} * quad.shift_norm[lane] * quad.error_unit[lane];
+  return std::sqrt(quad.error2_sum[lane] + OutputShare2(quad, lane) * quad.mass2_sum[lane] +
+                   coherent * coherent);
+}
+
+void ClusterEstimates::SumErrors() {
+  if (!scores_->second_order()) return;
+  const size_t n = scores_->items().count();
+  for (Quad& quad : quads_) {
+    std::fill_n(quad.error2_sum, kQuad, 0.0f);
+    kernels::ScaleQuads(quad.error2, share_.data(), n, nullptr, quad.error2_sum);
+    if (!scores_->has_regression()) continue;
+    std::fill_n(quad.mass2_sum, kQuad, 0.0f);
+    kernels::ScaleQuads(quad.mass2, share_.data(), n, nullptr, quad.mass2_sum);
+  }
+}
+
+// ---- the answer ----
+
+void ClusterEstimates::Miss(size_t item) {
+  for (size_t q = 0; q < quads_.size(); ++q) {
+    for (size_t lane = 0; lane < kQuad; ++lane) {
+      quads_[q].missed_sum[lane] += scores_->quads()[q].log_mass[item * kQuad + lane];
+    }
+  }
+}
+
+void ClusterEstimates::AddTo(std::span<QuadState> states) const {
+  for (size_t q = 0; q < quads_.size(); ++q) MergeState(quads_[q].estimate, value_dim_, &states[q]);
+}
+
+LaneOutcome ClusterEstimates::Outcome(size_t quad, size_t lane, const QuadState& all,
+                                      float output_norm, bool predicts) const {
+  const ClusterScores::Quad& scores = scores_->quads()[quad];
+  const Quad& own = quads_[quad];
+  LaneOutcome outcome;
+  if (scores_->items().count() == 0 || !(all.sum[lane] > 0)) return outcome;
+  const auto mass = [&](float sum) { return SumAt(sum, scores.max[lane], all.max[lane]); };
+  const double sum = all.sum[lane];
+  const double total = sum + mass(own.dropped_sum[lane]);
+  outcome.covered_mass = static_cast<float>(sum / total);
+  outcome.missed_mass = static_cast<float>(mass(own.missed_sum[lane]) / total);
+  outcome.exact_mass =
+      static_cast<float>(std::max(0.0, sum - mass(own.estimate.sum[lane])) / total);
+  if (!predicts || own.error_unit[lane] == 0) return outcome;
+  const float factor = std::exp(scores.max[lane] - all.max[lane]);
+  const float absolute = std::sqrt(own.error2_sum[lane]) / own.error_unit[lane];
+  const float norm = std::max(output_norm, own.least_norm[lane]);
+  outcome.predicted_error = Scaled(absolute, factor / all.sum[lane] / norm);
+  if (!scores_->has_regression()) return outcome;
+  const float mass_error = std::sqrt(own.mass2_sum[lane]) / own.mass_unit[lane];
+  const double of_mass = Scaled(mass_error, factor / all.sum[lane]) * (output_norm / norm);
+  const double coherent =
+      Scaled(kCoherentShare * own.shift_norm[lane], factor / all.sum[lane] / norm);
+  outcome.predicted_error =
+      static_cast<float>(std::hypot(outcome.predicted_error, of_mass, coherent));
+  return outcome;
+}
+
+}  // namespace attnd::attention

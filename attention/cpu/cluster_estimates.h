@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// ClusterEstimates: what a unit's items contribute to the answer where they are not read, and the
+// errors that this makes (docs/POLICIES.md, "error-target").
+#ifndef ATTND_ATTENTION_CPU_CLUSTER_ESTIMATES_H_
+#define ATTND_ATTENTION_CPU_CLUSTER_ESTIMATES_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "attention/cpu/cluster_scores.h"
+#include "attention/cpu/middle_unit.h"
+#include "attention/cpu/selection.h"
+
+namespace attnd::attention {
+
+// Over scores that have been weighed. `fate` is that of the scores' items, in all calls.
+class ClusterEstimates {
+ public:
+  static size_t ArenaBytes(const SequenceView& view, uint32_t layer, uint32_t kv_head,
+                           size_t quads);
+  ClusterEstimates(const UnitQuery& query, ClusterScores* scores, StepArena* arena);
+
+  // Sums up the items to estimate.
+  void Estimate(std::span<const Fate> fate);
+  // Finds the squared errors of leaving each item to its estimate, relative to the norm of the
+  // output that zones and estimates give together, or to nothing. After Estimate of this fate.
+  void MeasureErrors(std::span<const Fate> fate, std::span<const QuadState> zones,
+                     bool relative_to_output);
+  // score += the items' squared errors, mean over the group's heads.   score: [items].
+  void AddErrors(std::span<float> score) const;
+  // score = the items' squared errors of one head alone.   score: [items].
+  void HeadErrors(size_t quad, size_t lane, std::span<float> score) const;
+  // The error that the head's output has if what the last Estimate estimated stays so, as far as is
+  // known before anything is read. After SumErrors.
+  double ExpectedError(size_t quad, size_t lane) const;
+  // Sums the errors of what the last Estimate estimated. After MeasureErrors.
+  void SumErrors();
+  // The item was to be read and is estimated for want of its pages.
+  void Miss(size_t item);
+
+  void AddTo(std::span<QuadState> states) const;
+  // MiddleUnit::Outcome. predicts: whether errors are to be predicted.
+  LaneOutcome Outcome(size_t quad, size_t lane, const QuadState& all, float output_norm,
+                      bool predicts) const;
+  // What summing up took.
+  uint64_t nanos() const { return nanos_; }
+
+ private:
+  using Span = ClusterItems::Span;
+
+  // Of four query heads; arrays are [items][4].
+  struct Quad {
+    float* weight = nullptr;       // the scores' weights, 0 for items that are not estimated
+    float* error2 = nullptr;       // squared errors times error_unit^2; null for the first order
+    float* mass2 = nullptr;        // RegressionErrorArgs::mass2; null without a regression
+    float dropped_sum[kQuad] = {}; // weights of dropped clusters
+    float missed_sum[kQuad] = {};  // of missed ones
+    float error_unit[kQuad] = {};
+    float mass_unit[kQuad] = {};   // error_unit without the norm of the output
+    float error2_sum[kQuad] = {};  // of the estimated items
+    float mass2_sum[kQuad] = {};
+    float output_norm[kQuad] = {}; // |o~| of the estimated output; 1 if errors are relative to nothing
+    float least_norm[kQuad] = {};  // floor under |o| in relative errors
+    QuadState estimate;
+    float* shift = nullptr;        // [4][value_dim] the regression's part of the estimate, or null
+    float shift_norm[kQuad] = {};  // |shift|
+  };
+
+  size_t LanesOf(size_t quad) const { return query_.LanesOf(quad); }
+  float OutputShare2(const Quad& quad, size_t lane) const;
+  bool MarkShare(std::span<const Fate> fate, Fate wanted);
+  void AddBaseOf(size_t segment, size_t quad);
+  void AddShift(size_t quad);
+  void MeasureQuad(size_t quad, const QuadState& zone, bool relative_to_output,
+                   std::span<const Fate> fate);
+  void MeasureSpan(const Span& span, size_t quad);
+  void OutputNorms(size_t quad, const QuadState& zone, std::span<const Fate> fate, float* norms);
+  void AddExactValues(size_t quad, std::span<const Fate> fate, float* values);
+  bool AddExactOf(size_t segment, size_t quad, std::span<const Fate> fate, float* values);
+
+  const UnitQuery query_;
+  const ModelShape& shape_;
+  const size_t value_dim_;
+  ClusterScores* const scores_;
+  std::span<Quad> quads_;
+  std::span<float> share_;  // for as many items as there are clusters: 1 for the marked fate, else 0
+  uint64_t nanos_ = 0;
+};
+
+}  // namespace attnd::attention
+
+#endif  // ATTND_ATTENTION_CPU_CLUSTER_ESTIMATES_H_
