@@ -122,14 +122,13 @@ void ClusterEstimates::AddShift(size_t quad) {
   RegressionTerms* const regression = scores_->regression();
   Quad& own = quads_[quad];
   std::fill_n(own.shift, kQuad * value_dim_, 0.0f);
-  for (size_t set = 0; set < regression->sets(); ++set) {
-    for (const Span& span : items.spans()) {
-      if (regression->set_of(span.segment) != set) continue;
+  for (size_t s = 0; s < scores_->segments(); ++s) {
+    for (const Span& span : items.spans_of(s)) {
       const size_t offset = span.item * kQuad;
       regression->AddVariances(items.index_of(span), span.first, span.count, own.weight + offset,
                                scores_->quads()[quad].d2 + offset);
     }
-    regression->Shift(set, quad, own.shift);
+    regression->Shift(s, quad, items.clusters_of(s), own.shift);
   }
   for (size_t lane = 0; lane < kQuad; ++lane) {
     const float* shift = own.shift + lane * value_dim_;
@@ -144,41 +143,29 @@ void ClusterEstimates::AddShift(size_t quad) {
 
 // values += the estimates of the items that are marked exact.
 void ClusterEstimates::AddExactValues(size_t quad, std::span<const Fate> fate, float* values) {
-  RegressionTerms* const regression = scores_->regression();
-  const size_t sets = regression != nullptr ? regression->sets() : 1;
-  for (size_t set = 0; set < sets; ++set) {
-    bool any = false;
-    for (size_t s = 0; s < scores_->segments(); ++s) {
-      if (regression != nullptr && regression->set_of(s) != set) continue;
-      any |= AddExactOf(s, quad, fate, values);
-    }
-    if (any && regression != nullptr) regression->Shift(set, quad, values);
-  }
-}
-
-// The same of one segment, without the shift; returns whether there is an item.
-bool ClusterEstimates::AddExactOf(size_t segment, size_t quad, std::span<const Fate> fate,
-                                  float* values) {
   const ClusterItems& items = scores_->items();
+  RegressionTerms* const regression = scores_->regression();
   const ClusterScores::Quad& scores = scores_->quads()[quad];
-  bool any = false;
-  float weight_sum[kQuad] = {0, 0, 0, 0};
-  for (const Span& span : items.spans_of(segment)) {
-    const ClusterIndex& index = items.index_of(span);
-    for (uint32_t i = 0; i < span.count; ++i) {
-      const size_t item = span.item + i;
-      if (fate[item] != Fate::kExact) continue;
-      const float* const weight = scores.log_mass + item * kQuad;
-      AddMeanValues(shape_, index, span.first + i, 1, weight, values);
-      for (size_t j = 0; j < kQuad; ++j) weight_sum[j] += weight[j];
-      any = true;
-      if (!scores_->has_regression()) continue;
-      scores_->regression()->AddVariances(index, span.first + i, 1, weight,
-                                          scores.d2 + item * kQuad);
+  for (size_t s = 0; s < scores_->segments(); ++s) {
+    bool any = false;
+    float weight_sum[kQuad] = {0, 0, 0, 0};
+    for (const Span& span : items.spans_of(s)) {
+      const ClusterIndex& index = items.index_of(span);
+      for (uint32_t i = 0; i < span.count; ++i) {
+        const size_t item = span.item + i;
+        if (fate[item] != Fate::kExact) continue;
+        const float* const weight = scores.log_mass + item * kQuad;
+        AddMeanValues(shape_, index, span.first + i, 1, weight, values);
+        for (size_t j = 0; j < kQuad; ++j) weight_sum[j] += weight[j];
+        any = true;
+        if (regression == nullptr) continue;
+        regression->AddVariances(index, span.first + i, 1, weight, scores.d2 + item * kQuad);
+      }
     }
+    if (!any) continue;
+    AddBase(shape_, items.clusters_of(s), weight_sum, values);
+    if (regression != nullptr) regression->Shift(s, quad, items.clusters_of(s), values);
   }
-  if (any) AddBase(shape_, items.clusters_of(segment), weight_sum, values);
-  return any;
 }
 
 // ---- errors ----

@@ -52,16 +52,17 @@ class ClusterEstimates {
 
   // Of four query heads; arrays are [items][4].
   struct Quad {
-    float* weight = nullptr;       // the scores' weights, 0 for items that are not estimated
-    float* error2 = nullptr;       // squared errors times error_unit^2; null for the first order
-    float* mass2 = nullptr;        // RegressionErrorArgs::mass2; null without a regression
-    float dropped_sum[kQuad] = {}; // weights of dropped clusters
-    float missed_sum[kQuad] = {};  // of missed ones
+    float* weight = nullptr;        // the scores' weights, 0 for items that are not estimated
+    float* error2 = nullptr;        // squared errors times error_unit^2; null for the first order
+    float* mass2 = nullptr;         // RegressionErrorArgs::mass2; null without a regression
+    float dropped_sum[kQuad] = {};  // weights of dropped clusters
+    float missed_sum[kQuad] = {};   // of missed ones
     float error_unit[kQuad] = {};
     float mass_unit[kQuad] = {};   // error_unit without the norm of the output
     float error2_sum[kQuad] = {};  // of the estimated items
     float mass2_sum[kQuad] = {};
-    float output_norm[kQuad] = {}; // |o~| of the estimated output; 1 if errors are relative to nothing
+    float output_norm[kQuad] =
+        {};  // |o~| of the estimated output; 1 if errors are relative to nothing
     float least_norm[kQuad] = {};  // floor under |o| in relative errors
     QuadState estimate;
     float* shift = nullptr;        // [4][value_dim] the regression's part of the estimate, or null
@@ -78,14 +79,14 @@ class ClusterEstimates {
   void MeasureSpan(const Span& span, size_t quad);
   void OutputNorms(size_t quad, const QuadState& zone, std::span<const Fate> fate, float* norms);
   void AddExactValues(size_t quad, std::span<const Fate> fate, float* values);
-  bool AddExactOf(size_t segment, size_t quad, std::span<const Fate> fate, float* values);
 
   const UnitQuery query_;
   const ModelShape& shape_;
   const size_t value_dim_;
   ClusterScores* const scores_;
   std::span<Quad> quads_;
-  std::span<float> share_;  // for as many items as there are clusters: 1 for the marked fate, else 0
+  std::span<float>
+      share_;  // for as many items as there are clusters: 1 for the marked fate, else 0
   uint64_t nanos_ = 0;
 };
 

@@ -2,6 +2,8 @@
 #include "attention/cpu/cluster_rows.h"
 
 #include <algorithm>
+#include <cmath>
+#include <optional>
 
 namespace attnd::attention {
 namespace {
@@ -22,9 +24,17 @@ kernels::Queries CentroidQueries(const UnitQuery& query, size_t quad, StepArena*
   const std::optional<ClusterForm> form = query.view->indexes.cluster_form();
   if (!form.has_value() || !InfoOf(*form).compact) return query.prepared[quad];
   const ModelShape& shape = query.view->shape;
-  return kernels::PrepareQueries(
-      DType::kFp32, query.queries + quad * kQuad * shape.head_dim, shape.softmax_scale,
-      shape.head_dim, arena->Allocate<float>(kernels::QueriesFloats(shape.head_dim)).data());
+  const float* const q = query.queries + quad * kQuad * shape.head_dim;
+  float greatest = 0;
+  for (size_t c = 0; c < kQuad * shape.head_dim; ++c) greatest = std::max(greatest, std::abs(q[c]));
+  // Keys may be so small that a product is a modest number while the query times a code is none.
+  constexpr float kLarge = 0x1p90f, kSmaller = 0x1p-40f;
+  const float unit = greatest * shape.softmax_scale > kLarge ? kSmaller : 1.0f;
+  float* const memory = arena->Allocate<float>(kernels::QueriesFloats(shape.head_dim)).data();
+  kernels::Queries queries =
+      kernels::PrepareQueries(DType::kFp32, q, shape.softmax_scale * unit, shape.head_dim, memory);
+  queries.scale = 1 / unit;
+  return queries;
 }
 
 void DotBase(const ModelShape& shape, const ClusterIndex& index, const kernels::Queries& q,
@@ -36,6 +46,7 @@ void DotBase(const ModelShape& shape, const ClusterIndex& index, const kernels::
   }
   kernels::DotRows(DType::kFp32, reinterpret_cast<const std::byte*>(base), 0, 1, shape.head_dim, q,
                    base_dot);
+  for (size_t j = 0; j < kQuad; ++j) base_dot[j] *= q.scale;
 }
 
 void DotCentroids(const ModelShape& shape, const ClusterIndex& index, size_t first, size_t count,

@@ -17,7 +17,8 @@ namespace attnd::attention {
 // Memory of CentroidQueries, at most.
 size_t CentroidQueriesBytes(const ModelShape& shape);
 
-// A quad's queries in the form that the centroids of the sequence's clusters want.
+// A quad's queries in the form that the centroids of the sequence's clusters want. For centroids in
+// bytes they are in units of Queries::scale.
 kernels::Queries CentroidQueries(const UnitQuery& query, size_t quad, StepArena* arena);
 
 // base_dot[j] = scale * q[j] . base: what the dot products with all rows in bytes of a segment have

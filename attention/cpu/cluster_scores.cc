@@ -38,7 +38,7 @@ ClusterScores::ClusterScores(const UnitQuery& query, bool groups, StepArena* are
     first_group_[s + 1] = first_group_[s] + items_.groups_of(s).clusters;
   }
   if (second_order_ && query.view->indexes.has_regression()) {
-    regression_.emplace(query, items_, arena);
+    regression_.emplace(query, arena);
     size_memory_ = arena->Allocate<float>(n);
   }
   UseItems();
@@ -77,8 +77,8 @@ void ClusterScores::Score(size_t segment) {
   for (size_t q = 0; q < quads_.size(); ++q) {
     Quad& quad = quads_[q];
     DotBase(shape_, items_.clusters_of(segment), quad.queries, quad.base_dot + segment * kQuad);
+    if (has_regression()) regression_->Rotate(segment, q, items_.clusters_of(segment));
   }
-  if (has_regression()) regression_->Rotate(segment);
   for (const Span& span : items_.spans_of(segment)) ScoreSpan(span);
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// ClusterScores: what the indexes say of a unit's items (ClusterItems) for one query token: how much
-// mass each has, how far its members' logits spread, and how much mass it might have at best.
+// ClusterScores: what the indexes say of a unit's items (ClusterItems) for one query token: how
+// much mass each has, how far its members' logits spread, and how much mass it might have at best.
 #ifndef ATTND_ATTENTION_CPU_CLUSTER_SCORES_H_
 #define ATTND_ATTENTION_CPU_CLUSTER_SCORES_H_
 
@@ -17,8 +17,8 @@
 
 namespace attnd::attention {
 
-// Life: construct; Score every segment, from any threads; Weigh; if items are groups, Open, and
-// Weigh again.
+// Life: construct; Score every segment, from any threads; Weigh; after Open or OpenAll, which
+// change the items, Weigh again.
 class ClusterScores {
  public:
   using Span = ClusterItems::Span;
@@ -45,7 +45,6 @@ class ClusterScores {
   const ClusterItems& items() const { return items_; }
   size_t segments() const { return first_group_.size() - 1; }
   std::span<Quad> quads() { return quads_; }
-  std::span<const Quad> quads() const { return quads_; }
   // [items] tokens of each; empty without a regression.
   std::span<const float> sizes() const { return sizes_; }
   // Whether variances count.
@@ -76,9 +75,9 @@ class ClusterScores {
   const bool second_order_;
   ClusterItems items_;
   std::span<Quad> quads_;
-  std::span<float> size_memory_;      // for as many items as there are clusters
-  std::span<float> sizes_;            // of the items in use
-  std::span<uint32_t> first_group_;   // [segments + 1] number of each segment's first group
+  std::span<float> size_memory_;     // for as many items as there are clusters
+  std::span<float> sizes_;           // of the items in use
+  std::span<uint32_t> first_group_;  // [segments + 1] number of each segment's first group
   std::optional<RegressionTerms> regression_;
 };
 

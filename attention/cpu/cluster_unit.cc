@@ -150,20 +150,21 @@ void ClusterUnit::SelectByQuantile(std::span<const QuadState> zones, OrderScratc
     CutErrors(tolerance, order);
     estimates_.Estimate(fate_);
     estimates_.SumErrors();
-    double greatest = 0;
+    bool all_within = true;
     for (size_t q = 0; q < scores_.quads().size(); ++q) {
       for (size_t lane = 0; lane < query_.LanesOf(q); ++lane) {
-        greatest = std::max(greatest, estimates_.ExpectedError(q, lane));
+        all_within &= estimates_.ExpectedError(q, lane) <= within;  // not of what is no number
       }
     }
-    if (greatest <= within) return;
+    if (all_within) return;
   }
   scores_.OpenAll();
   UseItems();
   scores_.Weigh();
   std::fill(fate_.begin(), fate_.end(), Fate::kExact);
   estimates_.Estimate(fate_);
-  estimates_.MeasureErrors(fate_, zones, /*relative_to_output=*/true);
+  // For what is missed yet (Demote).
+  estimates_.MeasureErrors(fate_, zones, /*relative_to_output=*/false);
 }
 
 // Marks `wanted` of the first `count` items: those that might hold the one token a retrieval head

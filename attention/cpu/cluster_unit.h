@@ -70,7 +70,7 @@ class ClusterUnit : public MiddleUnit {
   // Memory for as many items as there are clusters; the first items().count() are in use.
   std::span<float> rank_memory_;
   std::span<Fate> fate_memory_;
-  std::span<float> rank_;           // [items] what items are ranked by, over the group
+  std::span<float> rank_;           // [items] what items are ranked by, over the group or of a head
   std::span<Fate> fate_;            // [items]
   std::span<TokenRun> run_memory_;  // [clusters]
   std::span<const TokenRun> runs_;

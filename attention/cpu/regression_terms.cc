@@ -20,12 +20,10 @@ size_t RegressionTerms::ArenaBytes(const ModelShape& shape, size_t segments, siz
   const size_t each = sizeof(Rotated) + RotatedFloats(dim) * sizeof(float) + 3 * kRounding;
   const size_t prepared = sizeof(kernels::Queries) + kernels::QueriesFloats(dim) * sizeof(float) +
                           kQuad * dim * sizeof(float) + 3 * kRounding;
-  return segments * (quads * each + sizeof(Set) + sizeof(uint32_t)) + quads * prepared +
-         kQuad * dim * sizeof(float) + 4 * kRounding;
+  return segments * quads * each + quads * prepared + kQuad * dim * sizeof(float) + 2 * kRounding;
 }
 
-RegressionTerms::RegressionTerms(const UnitQuery& query, const ClusterItems& items,
-                                 StepArena* arena)
+RegressionTerms::RegressionTerms(const UnitQuery& query, StepArena* arena)
     : head_dim_(query.view->shape.head_dim),
       value_dim_(query.view->shape.value_dim),
       dtype_(AxesDType(InfoOf(*query.view->indexes.cluster_form()))),
@@ -43,49 +41,25 @@ RegressionTerms::RegressionTerms(const UnitQuery& query, const ClusterItems& ite
     float* memory = arena->Allocate<float>(kernels::QueriesFloats(head_dim_)).data();
     prepared_[quad] = kernels::PrepareQueries(dtype_, bounded.data(), 1, head_dim_, memory);
   }
-  const size_t segments = query.view->segments.size();
-  set_of_ = arena->Allocate<uint32_t>(segments);
-  sets_ = arena->Allocate<Set>(segments);
-  uint32_t sets = 0;
-  for (size_t s = 0; s < segments; ++s) {
-    const ClusterIndex& index = items.clusters_of(s);
-    uint32_t set = 0;
-    while (set < sets && (index.axes_id == 0 || sets_[set].index->axes_id != index.axes_id)) ++set;
-    if (set == sets) sets_[sets++] = {&index, 0};
-    ++sets_[set].segments;
-    set_of_[s] = set;
-  }
-  sets_ = sets_.first(sets);
-  rotated_ = arena->Allocate<Rotated>(sets * quads_);
+  rotated_ = arena->Allocate<Rotated>(query.view->segments.size() * quads_);
   for (Rotated& rotated : rotated_) {
     rotated = {};
     rotated.queries = arena->Allocate<float>(RotatedFloats(head_dim_)).data();
   }
-  for (size_t set = 0; set < sets; ++set) {
-    if (sets_[set].segments > 1) RotateSet(set);
-  }
 }
 
-void RegressionTerms::Rotate(size_t segment) {
-  if (sets_[set_of_[segment]].segments == 1) RotateSet(set_of_[segment]);
-}
-
-void RegressionTerms::RotateSet(size_t set) {
-  for (size_t quad = 0; quad < quads_; ++quad) {
-    Rotated& rotated = rotated_[set * quads_ + quad];
-    kernels::DotRows(dtype_, sets_[set].index->axes, head_dim_ * DTypeBytes(dtype_), head_dim_,
-                     head_dim_, prepared_[quad], rotated.queries);
-    float* const by_lane = rotated.queries + kQuad * head_dim_;
-    for (size_t a = 0; a < head_dim_; ++a) {
-      for (size_t j = 0; j < kQuad; ++j) {
-        by_lane[j * head_dim_ + a] = rotated.queries[a * kQuad + j];
-      }
-    }
-    // Not rounded: axes' variances differ by orders of magnitude, and a query may well be longest
-    // along one of next to none.
-    rotated.squares = kernels::PrepareSquares(by_lane, 1, head_dim_, by_lane + kQuad * head_dim_,
-                                              /*rounded=*/false);
+void RegressionTerms::Rotate(size_t segment, size_t quad, const ClusterIndex& index) {
+  Rotated& rotated = rotated_[segment * quads_ + quad];
+  kernels::DotRows(dtype_, index.axes, head_dim_ * DTypeBytes(dtype_), head_dim_, head_dim_,
+                   prepared_[quad], rotated.queries);
+  float* const by_lane = rotated.queries + kQuad * head_dim_;
+  for (size_t a = 0; a < head_dim_; ++a) {
+    for (size_t j = 0; j < kQuad; ++j) by_lane[j * head_dim_ + a] = rotated.queries[a * kQuad + j];
   }
+  // Not rounded: axes' variances differ by orders of magnitude, and a query may well be longest
+  // along one of next to none.
+  rotated.squares = kernels::PrepareSquares(by_lane, 1, head_dim_, by_lane + kQuad * head_dim_,
+                                            /*rounded=*/false);
 }
 
 void RegressionTerms::AddVariances(const ClusterIndex& index, size_t first, size_t count,
@@ -95,15 +69,15 @@ void RegressionTerms::AddVariances(const ClusterIndex& index, size_t first, size
                                 variances_.data());
 }
 
-void RegressionTerms::Shift(size_t set, size_t quad, float* shift) {
-  const Rotated& rotated = rotated_[set * quads_ + quad];
+void RegressionTerms::Shift(size_t segment, size_t quad, const ClusterIndex& index, float* shift) {
+  const Rotated& rotated = rotated_[segment * quads_ + quad];
   float weights[kernels::kDimMax * kQuad];
   for (size_t a = 0; a < head_dim_; ++a) {
     for (size_t j = 0; j < kQuad; ++j) {
       weights[a * kQuad + j] = rotated.queries[a * kQuad + j] * variances_[j * head_dim_ + a];
     }
   }
-  kernels::AddWeightedRows(dtype_, sets_[set].index->slopes, value_dim_ * DTypeBytes(dtype_), head_dim_,
+  kernels::AddWeightedRows(dtype_, index.slopes, value_dim_ * DTypeBytes(dtype_), head_dim_,
                            value_dim_, weights, shift);
   std::fill(variances_.begin(), variances_.end(), 0.0f);
 }

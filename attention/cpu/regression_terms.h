@@ -9,7 +9,6 @@
 #include <cstddef>
 #include <span>
 
-#include "attention/cpu/cluster_items.h"
 #include "attention/cpu/middle_unit.h"
 #include "attention/cpu/step_arena.h"
 #include "attention/kernels/kernels.h"
@@ -18,23 +17,17 @@
 namespace attnd::attention {
 
 // Belongs to one unit. Rotate may be called for distinct segments from any threads; everything else
-// is called afterwards, from one thread. Segments with equal axes and slopes (ClusterIndex::axes_id)
-// are one set: queries are turned once for all of them, and shifted once.
+// is called afterwards, from one thread.
 class RegressionTerms {
  public:
   static size_t ArenaBytes(const ModelShape& shape, size_t segments, size_t quads);
-  // items: of the unit; outlives this.
-  RegressionTerms(const UnitQuery& query, const ClusterItems& items, StepArena* arena);
+  RegressionTerms(const UnitQuery& query, StepArena* arena);
 
-  size_t sets() const { return sets_.size(); }
-  size_t set_of(size_t segment) const { return set_of_[segment]; }
-
-  // Finds the queries along the segment's axes. (Those of sets of several segments are there from
-  // the beginning.)
-  void Rotate(size_t segment);
+  // Finds the quad's queries along the segment's axes; index: of the segment's clusters or groups.
+  void Rotate(size_t segment, size_t quad, const ClusterIndex& index);
   // The same squared, for DotDeviations. After Rotate.
   const kernels::SquaredQueries& squares(size_t segment, size_t quad) const {
-    return rotated_[set_of_[segment] * quads_ + quad].squares;
+    return rotated_[segment * quads_ + quad].squares;
   }
 
   // Sums up, for Shift, the variances of rows [first, first + count) of the index along the axes.
@@ -42,8 +35,8 @@ class RegressionTerms {
   void AddVariances(const ClusterIndex& index, size_t first, size_t count, const float* weight,
                     const float* d2);
   // Adds to shift, [4][value_dim], the regression's correction of the weighted sum of mean values.
-  // It is that of the rows given to AddVariances since the last Shift, all of this set.
-  void Shift(size_t set, size_t quad, float* shift);
+  // It is that of the rows given to AddVariances since the last Shift, all of this segment.
+  void Shift(size_t segment, size_t quad, const ClusterIndex& index, float* shift);
 
  private:
   struct Rotated {
@@ -51,21 +44,12 @@ class RegressionTerms {
     kernels::SquaredQueries squares;
   };
 
-  struct Set {
-    const ClusterIndex* index = nullptr;  // of one of its segments
-    size_t segments = 0;
-  };
-
-  void RotateSet(size_t set);
-
   const size_t head_dim_;
   const size_t value_dim_;
   const DType dtype_;  // of axes and slopes
   const size_t quads_;
   std::span<kernels::Queries> prepared_;  // [quads] for rows in fp32
-  std::span<uint32_t> set_of_;            // [segments]
-  std::span<Set> sets_;
-  std::span<Rotated> rotated_;            // [sets][quads]
+  std::span<Rotated> rotated_;            // [segments][quads]
   std::span<float> variances_;            // [4][head_dim] sums of AddVariances
 };
 

@@ -30,8 +30,6 @@ struct ClusteredHead {
   const KMeans* kmeans = nullptr;
   std::span<const uint32_t> kmeans_cluster;  // [clusters] k-means' number of each cluster
   std::span<const uint32_t> order;           // [tokens] token at each slot of the segment's order
-  // Whose axes and slopes are to be taken, of a compact form; else null: the segment's own.
-  const ClusterIndex* axes_from = nullptr;
 };
 
 // Describes heads one after another, in chunks; keeps its scratch memory between heads. Used by one

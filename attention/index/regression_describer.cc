@@ -139,11 +139,7 @@ bool RegressionDescriber::RunChunk() {
 void RegressionDescriber::NextPhase() {
   if (phase_ == Phase::kMoments) axes_.Start(moments_, dim_);
   if (phase_ == Phase::kAxes) StoreAxes();
-  if (phase_ == Phase::kVariances && head_.axes_from == nullptr) StoreSlopes();
-  if (phase_ == Phase::kMeans && head_.axes_from != nullptr) {
-    CopyAxes(*head_.axes_from);
-    phase_ = Phase::kAxes;  // and so the next one is kVariances
-  }
+  if (phase_ == Phase::kVariances) StoreSlopes();
   phase_ = static_cast<Phase>(static_cast<int>(phase_) + 1);
   next_ = starts_.front();
   cluster_ = 0;
@@ -222,7 +218,6 @@ void RegressionDescriber::SumVariances() {
       cluster_sum_[a] += y * y;
     }
   }
-  if (head_.axes_from != nullptr) return;
   AddProducts(values_.data(), value_dim_, coordinates_.data(), dim_, count_, quad_.data(),
               sums_.data(), cross_.data());
 }
@@ -355,36 +350,6 @@ void RegressionDescriber::StoreAxes() {
   }
 }
 
-void RegressionDescriber::CopyAxes(const ClusterIndex& from) {
-  const size_t axis_bytes = dim_ * DTypeBytes(from.axes_dtype);
-  const size_t slope_bytes = value_dim_ * DTypeBytes(from.axes_dtype);
-  std::memcpy(head_.index + head_.layout->axes, from.axes, dim_ * axis_bytes);
-  std::memcpy(head_.index + head_.layout->slopes, from.slopes, dim_ * slope_bytes);
-  StoreAt(head_.index + head_.layout->axes_id, 0, from.axes_id);
-  std::vector<float> row(dim_);
-  for (size_t a = 0; a < dim_; ++a) {
-    ToFloat(from.axes_dtype, from.axes + a * axis_bytes, dim_, row.data());
-    for (size_t c = 0; c < dim_; ++c) by_channel_[c * dim_ + a] = row[c];
-    ToFloat(from.axes_dtype, from.slopes + a * slope_bytes, value_dim_,
-            slopes_.data() + a * value_dim_);
-  }
-}
-
-// Names axes and slopes by what they are: FNV-1a, which two different ones of a sequence share once
-// in 2^64.
-void RegressionDescriber::StoreAxesId() {
-  uint64_t id = 0xcbf29ce484222325;
-  const auto add = [&](size_t offset, size_t count) {
-    const std::byte* const from = head_.index + offset;
-    for (size_t i = 0; i < count * DTypeBytes(DType::kBf16); ++i) {
-      id = (id ^ static_cast<uint64_t>(from[i])) * 0x100000001b3;
-    }
-  };
-  add(head_.layout->axes, dim_ * dim_);
-  add(head_.layout->slopes, dim_ * value_dim_);
-  StoreAt(head_.index + head_.layout->axes_id, 0, std::max<uint64_t>(id, 1));
-}
-
 // Along the axes coordinates have no covariance, so each slope is that of its axis alone. A ridge
 // of head_dim tokens' worth keeps a short segment from fitting its noise.
 void RegressionDescriber::StoreSlopes() {
@@ -400,7 +365,6 @@ void RegressionDescriber::StoreSlopes() {
     }
     StoreRegressionRow(head_.layout->slopes, a, value_dim_, row);
   }
-  if (head_.layout->axes_id != 0) StoreAxesId();
 }
 
 // ---- groups ----

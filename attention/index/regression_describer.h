@@ -44,10 +44,8 @@ class RegressionDescriber : public ClusterDescriber {
                   const float* mean_value, double size);
   void StoreRegressionRow(size_t offset, size_t row, size_t count, float* numbers);
   void StoreAxes();
-  void CopyAxes(const ClusterIndex& from);
   void StoreVariances(const IndexLayout::Clusters& part, uint32_t number, double size);
   void StoreSpread(const IndexLayout::Clusters& part, uint32_t number, double mean_square);
-  void StoreAxesId();
   void StoreSlopes();
   void StartGroup();
   void AddSomeMembers();

@@ -18,8 +18,6 @@ namespace {
 
 // Of loading and writing: a tenth of a millisecond at head_dim 128.
 constexpr uint32_t kRowChunkTokens = 128;
-// Of a segment whose axes serve others.
-constexpr uint32_t kAxesTokensMin = 2048;
 
 uint64_t DescriberScratchBytes(const SegmentForm& form, ClusterForm clusters) {
   switch (clusters) {
@@ -301,18 +299,6 @@ ClusterDescriber* HeadBuilder::DescriberOf(ClusterForm form) {
   return nullptr;
 }
 
-// A tree takes the axes and slopes of the sequence's first segment, if that has tokens enough to
-// tell them well: a step then turns its queries once, and reads one set of axes.
-bool HeadBuilder::FindAxes() {
-  const auto& segments = target_->view_->segments;
-  if (!clusters_->compact || segments.empty()) return false;
-  const Segment& first = *segments.front();
-  if (first.indexes().cluster_form() != clusters_->form) return false;
-  if (first.clustered() < kAxesTokensMin) return false;
-  axes_from_ = first.clusters(layer_, kv_head_);
-  return true;
-}
-
 void HeadBuilder::StartDescribing() {
   const Segment& segment = *target_->segment_;
   ClusteredHead head;
@@ -326,7 +312,6 @@ void HeadBuilder::StartDescribing() {
   head.kmeans = &kmeans_;
   head.kmeans_cluster = kept_clusters_;
   head.order = order_;
-  if (FindAxes()) head.axes_from = &axes_from_;
   describer_ = DescriberOf(clusters_->form);
   describer_->Start(head);
   phase_ = Phase::kDescribe;

@@ -90,7 +90,6 @@ class HeadBuilder {
   void WriteChunk();
   ClusterDescriber* DescriberOf(ClusterForm form);
   void StartDescribing();
-  bool FindAxes();
   void StartKeyIndexes();
   const std::byte* TailRow(uint32_t token, bool value) const {
     return target_->TailRow(layer_, kv_head_, token, value);
@@ -118,7 +117,6 @@ class HeadBuilder {
   MeanDescriber means_;
   RegressionDescriber regression_;
   ClusterDescriber* describer_ = nullptr;  // the one for this segment's clusters
-  ClusterIndex axes_from_;                 // ClusteredHead::axes_from
   KeyIndexBuilder key_indexes_;
 };
 

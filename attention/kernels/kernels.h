@@ -82,7 +82,8 @@ void AddWeightedRows(DType dtype, const std::byte* rows, size_t row_bytes, size_
                      const float* weight, float* sum);
 
 // The same over rows in bytes, `stride` bytes apart. q is of floats (PrepareQueries with kFp32).
-// out[i][j] = scales[i] * scale * (q[j] . codes[i]) + base_dot[j].
+// out[i][j] = scales[i] * q.scale * (arranged[j] . codes[i]) + base_dot[j]: queries so large that
+// their products with codes are no floats may be arranged in other units.
 void DotByteRows(const ByteRows& rows, size_t stride, size_t n, size_t dim, const Queries& q,
                  const float* base_dot, float* out);
 // sum[j] += sum_i weight[i][j] * scales[i] * codes[i]: the base is the caller's to add.

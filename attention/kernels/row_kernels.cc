@@ -91,7 +91,7 @@ void DotByteRows(const ByteRows& rows, size_t stride, size_t n, size_t dim, cons
     DotBlock<LoadInt8>(block, block.Ahead().rows, dim, q, dots);
     for (size_t r = 0; r < block.count; ++r) {
       for (size_t j = 0; j < kQuad; ++j) {
-        dots[r * kQuad + j] = rows.scales[i + r] * dots[r * kQuad + j] + base_dot[j];
+        dots[r * kQuad + j] = rows.scales[i + r] * q.scale * dots[r * kQuad + j] + base_dot[j];
       }
     }
   }

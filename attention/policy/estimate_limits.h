@@ -27,6 +27,10 @@ inline constexpr float kGroupOptimism = 4.0f;
 inline constexpr double kClosedErrorShare = 0.3;
 inline constexpr double kOpenedShare = 0.05;
 inline constexpr double kOpenedPerFloor = 2;
+// The logarithm of a row's error over what its prediction is kept below is taken for normal, with
+// this mean and this standard deviation.
+inline constexpr double kErrorBias = -1.4;
+inline constexpr double kErrorSpread = 1.15;
 // An output may cancel to nearly nothing; errors are then relative to this share of the values'
 // root mean square.
 inline constexpr float kLeastNormShare = 1e-3f;

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "attention/policy/estimate_limits.h"
 
 namespace attnd::attention {
 namespace {
@@ -24,9 +25,7 @@ double NormalQuantile(double share) {
 }  // namespace
 
 double ErrorFactor(double share) {
-  static const double x_bias = getenv("X_BIAS") ? atof(getenv("X_BIAS")) : 0;
-  static const double x_spread = getenv("X_SPREAD") ? atof(getenv("X_SPREAD")) : 0.5;
-  return std::exp(x_bias + x_spread * NormalQuantile(share));
+  return std::exp(kErrorBias + kErrorSpread * NormalQuantile(share));
 }
 
 IndexSet Policy::Indexes() const {

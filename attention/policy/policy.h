@@ -159,7 +159,8 @@ struct Policy {
   }
 
   // The indexes that the policy needs of a sequence's segments (if clusters, clusters of any other
-  // form serve, too), and whether the segments may be in cluster order.
+  // form serve, too, but for a quantile those with a regression alone), and whether the segments
+  // may be in cluster order.
   IndexSet Indexes() const;
   bool AllowsClusterOrder() const;
   // FailedPrecondition, naming the indexes that the sequence must be opened with, if `indexes` are
@@ -174,8 +175,8 @@ struct Policy {
   std::map<std::string, std::string> Parameters() const;
 };
 
-// What an error is times its prediction at most, in a share of rows between 0 and 1: errors over
-// predictions are taken for log-normal (docs/POLICIES.md, "A tolerance for a share of rows").
+// A tolerance for a share of rows, between 0 and 1, over what their predicted errors are to be kept
+// below (docs/POLICIES.md, "A tolerance for a share of rows").
 double ErrorFactor(double share);
 
 // Makes a policy from a preset's name and overrides. InvalidArgument names the preset or the

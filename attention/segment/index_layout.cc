@@ -39,8 +39,7 @@ class Placer {
   size_t end() const { return end_; }
 
  private:
-  // Behind the numbers of clusters and groups, and axes_id.
-  size_t end_ = AlignUp(2 * sizeof(uint32_t) + sizeof(uint64_t));
+  size_t end_ = AlignUp(2 * sizeof(uint32_t));  // behind the numbers of clusters and groups
 };
 
 uint32_t CeilOf(uint32_t n, uint32_t each) { return (n + each - 1) / each; }
@@ -119,7 +118,6 @@ IndexLayout::IndexLayout(const SegmentForm& form) {
       slopes = placer.Place(size_t{shape.head_dim} * shape.value_dim * bytes);
     }
     if (info.compact) {
-      axes_id = 2 * sizeof(uint32_t);
       key_base = placer.Place(shape.head_dim * sizeof(float));
       value_base = shape.latent ? key_base : placer.Place(shape.value_dim * sizeof(float));
     }
@@ -178,9 +176,6 @@ ClusterIndex ClusterPartsAt(const SegmentForm& form, const IndexLayout& layout,
     index.axes = head + layout.axes;
     index.slopes = head + layout.slopes;
     index.axes_dtype = AxesDType(info);
-    if (layout.axes_id != 0) {
-      std::memcpy(&index.axes_id, head + layout.axes_id, sizeof(index.axes_id));
-    }
   }
   return index;
 }

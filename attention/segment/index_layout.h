@@ -76,9 +76,6 @@ struct ClusterIndex {
   const std::byte* axes = nullptr;    // [head_dim, head_dim] unit vectors
   const std::byte* slopes = nullptr;  // [head_dim, value_dim] change of the value along the axis
   DType axes_dtype = DType::kFp32;    // of axes and slopes
-  // Equal for equal axes and slopes: those of a tree's segments may be copies of an earlier
-  // segment's. 0: not known to equal any others.
-  uint64_t axes_id = 0;
 
   TokenRange range(uint32_t cluster) const { return {starts[cluster], starts[cluster + 1]}; }
   uint32_t size(uint32_t cluster) const { return starts[cluster + 1] - starts[cluster]; }
@@ -147,7 +144,6 @@ struct IndexLayout {
   size_t positions = 0;
   size_t key_base = 0, value_base = 0;  // of rows in bytes
   size_t axes = 0, slopes = 0;
-  size_t axes_id = 0;  // of a compact form
   struct Summary {
     size_t m = 0, u = 0, t = 0;
   };
@@ -171,8 +167,8 @@ std::span<const uint16_t> PositionsAt(const SegmentForm& form, const IndexLayout
 
 // Says what is wrong with one head's index that no HeadBuilder made; empty if nothing is. A correct
 // index keeps to its sizes. Its order holds every token once, and the unclustered tokens at their
-// places. Its labels are of channels that the key has. All numbers of a regression and of feature
-// sums are finite.
+// places. Its groups hold all its clusters. Its labels are of channels that the key has. All
+// numbers of a regression, of means in bytes and of feature sums are finite.
 absl::string_view WrongPartOf(const SegmentForm& form, const IndexLayout& layout,
                               const std::byte* head);
 

@@ -51,7 +51,8 @@ absl::StatusOr<OpenedFile> OpenSegmentFile(storage::FileSystem* files, storage::
   ATTND_ASSIGN_OR_RETURN(opened.file, storage::SegmentFile::Open(files, queue, path));
   auto metadata = DecodeMetadata(opened.header().metadata, opened.header().kind);
   if (!metadata.ok()) {
-    return {metadata.status().code(), absl::StrCat(path, ": ", metadata.status().message())};
+    return absl::Status(metadata.status().code(),
+                        absl::StrCat(path, ": ", metadata.status().message()));
   }
   opened.metadata = *std::move(metadata);
   if (!Fits(opened.header(), opened.metadata)) {

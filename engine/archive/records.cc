@@ -33,8 +33,8 @@ absl::Status Damaged(absl::string_view what) {
 absl::Status Newer(absl::string_view what) {
   return absl::FailedPreconditionError(
       absl::StrCat("the file's metadata has ", what,
-                   ", which this version does not know: a newer one wrote the file. Run that one; "
-                   "the file stays where it is"));
+                   ", which this version does not know or allow: another one wrote the file. Run "
+                   "that one; the file stays where it is"));
 }
 
 // The indexes of a file; files from before the field was there have clusters.
@@ -76,8 +76,8 @@ absl::StatusOr<OpenArgs> DecodeModel(const archive::Model& model) {
   args.shape.value_dim = model.value_dim();
   args.shape.softmax_scale = model.softmax_scale();
   args.shape.latent = model.latent();
-  if (model.dtype() < static_cast<uint32_t>(DType::kBf16) ||
-      model.dtype() > static_cast<uint32_t>(DType::kFp32)) {
+  if (model.dtype() < static_cast<uint32_t>(DType::kBf16)) return Damaged("no dtype");
+  if (model.dtype() > static_cast<uint32_t>(DType::kFp32)) {
     return Newer(absl::StrCat("dtype ", model.dtype()));
   }
   args.shape.dtype = static_cast<DType>(model.dtype());

@@ -38,8 +38,8 @@ struct FileMetadata {
 absl::StatusOr<std::string> LabelChannelsId(const attention::Segment& segment);
 
 std::string EncodeMetadata(const FileMetadata& metadata);
-// DataLoss, saying what is wrong; FailedPrecondition for metadata of a newer version. kind: whether the metadata must have the parts of a tail or of a
-// segment.
+// DataLoss, saying what is wrong; FailedPrecondition for metadata of a newer version. kind: whether
+// the metadata must have the parts of a tail or of a segment.
 absl::StatusOr<FileMetadata> DecodeMetadata(const std::string& bytes, storage::SegmentKind kind);
 
 // The parts of `runs` with positions in [begin, end).

@@ -73,7 +73,9 @@ absl::StatusOr<RestoredSegments> Archive::FindPrefixNow(std::span<const uint32_t
   Used(0, chain.back().chain);  // wherever it comes from
   if (chain.back().first_position + chain.back().tokens <= longer_than) return restored;
   const absl::Status loaded = LoadChain(fresh, chain, proceed, &restored);
-  if (!absl::IsDataLoss(loaded)) ATTND_RETURN_IF_ERROR(loaded);  // a damaged one ends the run
+  // A file that is damaged, or of a newer version, ends the run.
+  const bool ends = absl::IsDataLoss(loaded) || absl::IsFailedPrecondition(loaded);
+  if (!ends) ATTND_RETURN_IF_ERROR(loaded);
   return restored.tokens() > longer_than ? std::move(restored) : RestoredSegments();
 }
 

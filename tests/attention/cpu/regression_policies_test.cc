@@ -50,7 +50,6 @@ const Case kCases[] = {
     {3, 1, 48, 48, {900, 17}, 65, true},
     {1, 1, 16, 16, {700}, 70, false, kTreeIndexes},
     {6, 2, 48, 16, {800, 555, 613}, 1, false, kTreeIndexes},
-    {6, 2, 32, 48, {2100, 600, 300}, 1, false, kTreeIndexes},  // the first one's axes are the others'
     {16, 2, 128, 128, {1024, 700}, 77, false, kTreeIndexes},
     {12, 1, 80, 64, {1111, 40}, 130, false, {IndexKind::kTree, IndexKind::kLabels}},
     {3, 1, 48, 48, {900, 17}, 65, true, kTreeIndexes},
@@ -67,11 +66,9 @@ std::vector<Policy> Policies() {
                                                         {"100", "0"}}) {
     policies.push_back(Parse("error-target", {{"tolerance", tolerance}, {"floor", floor}}));
   }
-  for (const auto& [tolerance, quantile] :
-       std::vector<std::pair<std::string, std::string>>{
+  for (const auto& [tolerance, quantile] : std::vector<std::pair<std::string, std::string>>{
            {"0.3", "0.5"}, {"0.1", "0.95"}, {"0.01", "0.99"}}) {
-    policies.push_back(
-        Parse("error-target", {{"tolerance", tolerance}, {"quantile", quantile}}));
+    policies.push_back(Parse("error-target", {{"tolerance", tolerance}, {"quantile", quantile}}));
   }
   return policies;
 }

@@ -156,8 +156,8 @@ class Judge {
   }
 
  private:
-  // A tolerance for a share of rows: the plan is that of the first try with which every head expects
-  // to be within it; of three, each with half the tolerance. Where none does, all is read.
+  // A tolerance for a share of rows: the plan is that of the first try with which every head
+  // expects to be within it; of three, each with half the tolerance. Where none does, all is read.
   std::string WrongQuantilePlan() const {
     constexpr double kClose = 1e-3;
     const double within = policy_.tolerance / ErrorFactor(quantile_);
@@ -174,6 +174,8 @@ class Judge {
       }
       return error;
     };
+    // Of a tree that was opened whole it is not known which groups each try had opened.
+    if (tree_.has_value() && plan_.estimated.empty()) return "";
     std::string wrong;
     for (const double share : {1.0, 0.5, 0.25}) {
       const oracle::Selection selection =

@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <numeric>
 
@@ -182,43 +181,6 @@ const SegmentCase kCases[] = {
 INSTANTIATE_TEST_SUITE_P(Shapes, TreeIndexTest,
                          testing::ValuesIn(attnd::test::Cross<SegmentCase>(
                              kCases, {DType::kBf16, DType::kFp16, DType::kFp32})));
-
-// Axes and slopes of a first segment that is long enough serve the sequence's other segments, whose
-// variances and rests are then of these axes and slopes.
-TEST(TreeIndexTest, SegmentsTakeTheFirstOnesAxes) {
-  for (const auto& [first, shared] : {std::pair(2052u, true), std::pair(2051u, false)}) {
-    SequenceSpec spec;
-    spec.shape = MakeShape(2, 2, 32, 16, DType::kBf16);
-    spec.segment_tokens = {first, 600, 900};
-    spec.indexes = kTreeIndexes;
-    spec.seed = TestSeed();
-    ASSERT_EQ(spec.sink, 4u);
-    const TestSequence sequence = MakeSequence(spec);
-    const auto& segments = sequence.view->segments;
-    for (uint32_t head = 0; head < 2; ++head) {
-      const ClusterIndex of_first = segments[0]->clusters(0, head);
-      EXPECT_NE(of_first.axes_id, 0u);
-      for (size_t s = 1; s < 3; ++s) {
-        const ClusterIndex index = segments[s]->clusters(0, head);
-        EXPECT_EQ(index.axes_id == of_first.axes_id, shared);
-        EXPECT_EQ(index.axes_id, segments[s]->groups(0, head).axes_id);
-        EXPECT_EQ(std::memcmp(index.axes, of_first.axes, 32 * 32 * 2) == 0, shared);
-        EXPECT_EQ(std::memcmp(index.slopes, of_first.slopes, 32 * 16 * 2) == 0, shared);
-        const HeadData& data = sequence.head(0, head);
-        const size_t begin = segments[s]->first_position();
-        const Matrix keys = Rows(data.keys, 32, begin, segments[s]->clustered());
-        const Matrix values = Rows(data.values, 16, begin, segments[s]->clustered());
-        const oracle::Regression stored = StoredRegression(*segments[s], 0, head);
-        const oracle::Vector rest =
-            oracle::ValueSpread(keys, values, AssignmentOf(*segments[s], 0, head), stored.axes,
-                                stored.slope);
-        for (size_t i = 0; i < rest.size(); ++i) {
-          EXPECT_NEAR(stored.spread[i], rest[i], 1e-3 * rest[i] + 1e-6);
-        }
-      }
-    }
-  }
-}
 
 // What comes from elsewhere than a builder is looked at.
 TEST(TreeIndexTest, ATreeThatHoldsOtherClustersIsRefused) {

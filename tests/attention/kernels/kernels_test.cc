@@ -98,11 +98,12 @@ TEST_P(KernelsTest, DotByteRows) {
       SCOPED_TRACE(testing::Message() << "seed " << TestSeed() << ", n " << n << ", dim " << dim);
       const ByteMatrix matrix(n, dim, &random_);
       const std::vector<float> q = random_.Normals(kQuad * dim), base_dot = random_.Normals(kQuad);
-      constexpr float kScale = 0.3f;
+      constexpr float kScale = 0.3f, kUnit = 8;
       std::vector<float> out = Guarded(n * kQuad, kGuard);
-      kernels::DotByteRows(matrix.rows(), dim, n, dim,
-                           PreparedQueries(DType::kFp32, q.data(), kScale, dim).get(),
-                           base_dot.data(), out.data());
+      const PreparedQueries prepared(DType::kFp32, q.data(), kScale / kUnit, dim);
+      kernels::Queries queries = prepared.get();
+      queries.scale = kUnit;
+      kernels::DotByteRows(matrix.rows(), dim, n, dim, queries, base_dot.data(), out.data());
       for (size_t i = 0; i < n * kQuad; ++i) {
         double sum = base_dot[i % kQuad], size = std::fabs(sum);
         for (size_t c = 0; c < dim; ++c) {

@@ -70,12 +70,22 @@ TEST(ArchiveRecordsTest, MetadataOfANewerVersionIsNoDamage) {
   EXPECT_TRUE(absl::IsDataLoss(decoded(indexes(1 | 1u << 1 | 1u << 7), kSegment)));
   EXPECT_TRUE(absl::IsFailedPrecondition(decoded(
       [](archive::Metadata* message) { message->mutable_model()->set_dtype(9); }, kSegment)));
+  EXPECT_TRUE(absl::IsDataLoss(decoded(
+      [](archive::Metadata* message) { message->mutable_model()->set_dtype(0); }, kSegment)));
   EXPECT_TRUE(absl::IsFailedPrecondition(decoded(
       [](archive::Metadata* message) { message->mutable_model()->set_shard_kind(9); }, kSegment)));
   EXPECT_TRUE(decoded([](archive::Metadata*) {}, kTail).ok());
+  EXPECT_TRUE(
+      decoded(
+          [](archive::Metadata* message) {
+            (*message->mutable_sealed()->mutable_policy()->mutable_parameters())["quantile"] =
+                "0.95";
+          },
+          kTail)
+          .ok());
   EXPECT_TRUE(absl::IsFailedPrecondition(decoded(
       [](archive::Metadata* message) {
-        (*message->mutable_sealed()->mutable_policy()->mutable_parameters())["quantile"] = "0.95";
+        (*message->mutable_sealed()->mutable_policy()->mutable_parameters())["of_tomorrow"] = "1";
       },
       kTail)));
 }
