@@ -83,24 +83,7 @@ Metrics::Metrics()
   queued_calls_ = AddGauge("attnd_queued_calls", "Unary calls that wait for a worker");
   process_bytes_ =
       AddGauge("attnd_process_resident_memory_bytes", "Resident memory of the process");
-  for (size_t i = 0; i < device_bytes_.size(); ++i) {
-    device_bytes_[i] = AddGauge("attnd_device_bytes", "Bytes of GPU memory in use, by arena",
-                                {{"arena", kArenaNames[i]}});
-    device_capacity_bytes_[i] =
-        AddGauge("attnd_device_capacity_bytes", "Bytes of GPU memory that an arena has",
-                 {{"arena", kArenaNames[i]}});
-  }
-  const std::string pcie = "attnd_pcie_bytes_total";
-  const std::string pcie_help = "Bytes copied between host and GPU";
-  pcie_bytes_ = {AddCounter(pcie, pcie_help, {{"direction", "to_device"}}),
-                 AddCounter(pcie, pcie_help, {{"direction", "to_host"}})};
-  device_evictions_ = AddCounter("attnd_device_evictions_total",
-                                 "Copies of segments and tail blocks given up to make room");
-  fallback_steps_ = AddCounter("attnd_backend_fallback_steps_total",
-                               "Steps with a row that the CPU answered in the GPU's place");
-  graph_launches_ = AddCounter("attnd_backend_graph_launches_total",
-                               "Launches of a step, or of a part of one, from a CUDA graph");
-  degraded_ = AddGauge("attnd_backend_degraded", "1 if the CPU answers because the GPU has failed");
+  AddDeviceMetrics();
   AddArchiveCounters();
   AddPageMetrics();
   const std::string appended = "attnd_appended_tokens_total";
@@ -123,6 +106,27 @@ Metrics::Metrics()
                .Name("attnd_rpcs_total")
                .Help("Calls that ended, by method and gRPC status code")
                .Register(*registry_);
+}
+
+void Metrics::AddDeviceMetrics() {
+  for (size_t i = 0; i < device_bytes_.size(); ++i) {
+    device_bytes_[i] = AddGauge("attnd_device_bytes", "Bytes of GPU memory in use, by arena",
+                                {{"arena", kArenaNames[i]}});
+    device_capacity_bytes_[i] =
+        AddGauge("attnd_device_capacity_bytes", "Bytes of GPU memory that an arena has",
+                 {{"arena", kArenaNames[i]}});
+  }
+  const std::string pcie = "attnd_pcie_bytes_total";
+  const std::string pcie_help = "Bytes copied between host and GPU";
+  pcie_bytes_ = {AddCounter(pcie, pcie_help, {{"direction", "to_device"}}),
+                 AddCounter(pcie, pcie_help, {{"direction", "to_host"}})};
+  device_evictions_ = AddCounter("attnd_device_evictions_total",
+                                 "Copies of segments and tail blocks given up to make room");
+  fallback_steps_ = AddCounter("attnd_backend_fallback_steps_total",
+                               "Steps with a row that the CPU answered in the GPU's place");
+  graph_launches_ = AddCounter("attnd_backend_graph_launches_total",
+                               "Launches of a step, or of a part of one, from a CUDA graph");
+  degraded_ = AddGauge("attnd_backend_degraded", "1 if the CPU answers because the GPU has failed");
 }
 
 void Metrics::SetBuildInfo(absl::string_view version, absl::string_view simd_target) {

@@ -130,6 +130,7 @@ class Metrics final : public engine::EventListener, public prometheus::Collectab
                                const prometheus::Histogram::BucketBoundaries& buckets);
   void OnRow(const engine::DecodeRowResult& row, Rejection limit);
   void AddArchiveCounters();
+  void AddDeviceMetrics();
   void AddPageMetrics();
   void CollectArchive(const engine::ArchiveStats& stats) const;
   void CollectBackend(const attention::BackendStats& stats) const;
