@@ -261,28 +261,26 @@ float ClusterEstimates::OutputShare2(const Quad& quad, size_t lane) const {
 
 void ClusterEstimates::AddErrors(std::span<float> score) const {
   const auto group = static_cast<float>(shape_.group());
-  for (size_t q = 0; q < quads_.size(); ++q) {
-    const Quad& quad = quads_[q];
-    float of_values[kQuad] = {0, 0, 0, 0}, of_mass[kQuad] = {0, 0, 0, 0};
-    for (size_t lane = 0; lane < LanesOf(q); ++lane) {
-      of_values[lane] = 1.0f / group;
-      of_mass[lane] = OutputShare2(quad, lane) / group;
-    }
-    kernels::AddAcrossQuads(quad.error2, of_values, score.size(), score.data());
-    if (!scores_->has_regression()) continue;
-    kernels::AddAcrossQuads(quad.mass2, of_mass, score.size(), score.data());
-  }
+  for (size_t q = 0; q < quads_.size(); ++q) AddLaneErrors(q, 0, query_.LanesOf(q), group, score);
 }
 
-void ClusterEstimates::HeadErrors(size_t q, size_t lane, std::span<float> score) const {
-  const Quad& quad = quads_[q];
-  float of_values[kQuad] = {0, 0, 0, 0}, of_mass[kQuad] = {0, 0, 0, 0};
-  of_values[lane] = 1;
-  of_mass[lane] = OutputShare2(quad, lane);
+void ClusterEstimates::HeadErrors(size_t quad, size_t lane, std::span<float> score) const {
   std::fill(score.begin(), score.end(), 0.0f);
-  kernels::AddAcrossQuads(quad.error2, of_values, score.size(), score.data());
+  AddLaneErrors(quad, lane, lane + 1, 1, score);
+}
+
+// score += the squared errors of lanes [begin, end) over `divisor`.
+void ClusterEstimates::AddLaneErrors(size_t quad, size_t begin, size_t end, float divisor,
+                                     std::span<float> score) const {
+  const Quad& own = quads_[quad];
+  float of_values[kQuad] = {0, 0, 0, 0}, of_mass[kQuad] = {0, 0, 0, 0};
+  for (size_t lane = begin; lane < end; ++lane) {
+    of_values[lane] = 1.0f / divisor;
+    of_mass[lane] = OutputShare2(own, lane) / divisor;
+  }
+  kernels::AddAcrossQuads(own.error2, of_values, score.size(), score.data());
   if (!scores_->has_regression()) return;
-  kernels::AddAcrossQuads(quad.mass2, of_mass, score.size(), score.data());
+  kernels::AddAcrossQuads(own.mass2, of_mass, score.size(), score.data());
 }
 
 double ClusterEstimates::ExpectedError(size_t q, size_t lane) const {

@@ -69,7 +69,8 @@ class ClusterEstimates {
     float shift_norm[kQuad] = {};  // |shift|
   };
 
-  size_t LanesOf(size_t quad) const { return query_.LanesOf(quad); }
+  void AddLaneErrors(size_t quad, size_t begin, size_t end, float divisor,
+                     std::span<float> score) const;
   float OutputShare2(const Quad& quad, size_t lane) const;
   bool MarkShare(std::span<const Fate> fate, Fate wanted);
   void AddBaseOf(size_t segment, size_t quad);

@@ -23,6 +23,7 @@ size_t ClusterUnit::ArenaBytes(const SequenceView& view, uint32_t layer, uint32_
 ClusterUnit::ClusterUnit(const UnitQuery& query, StepArena* arena)
     : query_(query),
       policy_(*query.policy),
+      error_factor_(policy_.quantile > 0 ? ErrorFactor(policy_.quantile) : 1),
       scores_(query, /*groups=*/policy_.cut == Cut::kErrorBudget, arena),
       estimates_(query, &scores_, arena),
       rank_memory_(arena->Allocate<float>(items().all_clusters())),
@@ -74,16 +75,22 @@ void ClusterUnit::OpenGroups(std::span<const QuadState> zones, OrderScratch* ord
   UseItems();
 }
 
+// rank_ += the first `count` items' shares of each head's mass, mean over the group. mass:
+// [items][4], summing to `sum`.
+void ClusterUnit::AddShares(size_t quad, const float* mass, const float* sum, size_t count) {
+  const auto group = static_cast<float>(query_.view->shape.group());
+  float factor[kQuad] = {0, 0, 0, 0};
+  for (size_t lane = 0; lane < query_.LanesOf(quad); ++lane) {
+    factor[lane] = 1.0f / sum[lane] / group;
+  }
+  kernels::AddAcrossQuads(mass, factor, count, rank_.data());
+}
+
 void ClusterUnit::SelectByMass(OrderScratch* order) {
   std::fill(rank_.begin(), rank_.end(), 0.0f);
-  const auto group = static_cast<float>(query_.view->shape.group());
   for (size_t q = 0; q < scores_.quads().size(); ++q) {
     const ClusterScores::Quad& quad = scores_.quads()[q];
-    float factor[kQuad] = {0, 0, 0, 0};
-    for (size_t lane = 0; lane < query_.LanesOf(q); ++lane) {
-      factor[lane] = 1.0f / quad.sum[lane] / group;
-    }
-    kernels::AddAcrossQuads(quad.log_mass, factor, rank_.size(), rank_.data());
+    AddShares(q, quad.log_mass, quad.sum, rank_.size());
   }
   if (policy_.cut == Cut::kTopP) {
     CutTopP(rank_, policy_.p1, policy_.p2, order, fate_);
@@ -116,7 +123,7 @@ bool ClusterUnit::CutErrors(double tolerance, OrderScratch* order) {
     estimates_.AddErrors(rank_);
     return CutRanked(tolerance, order);
   }
-  const double within = tolerance / ErrorFactor(policy_.quantile);
+  const double within = tolerance / error_factor_;
   bool added = false;
   for (size_t q = 0; q < scores_.quads().size(); ++q) {
     for (size_t lane = 0; lane < query_.LanesOf(q); ++lane) {
@@ -144,7 +151,7 @@ bool ClusterUnit::CutRanked(double tolerance, OrderScratch* order) {
 void ClusterUnit::SelectByQuantile(std::span<const QuadState> zones, OrderScratch* order) {
   constexpr int kTries = 3;
   constexpr double kTighter = 0.5;
-  const double within = policy_.tolerance / ErrorFactor(policy_.quantile);
+  const double within = policy_.tolerance / error_factor_;
   double tolerance = policy_.tolerance;
   for (int i = 0; i < kTries; ++i, tolerance *= kTighter) {
     CutErrors(tolerance, order);
@@ -171,15 +178,11 @@ void ClusterUnit::SelectByQuantile(std::span<const QuadState> zones, OrderScratc
 // is looking for.
 void ClusterUnit::MarkFloor(uint32_t count, size_t wanted, OrderScratch* order) {
   std::fill(rank_.begin(), rank_.end(), 0.0f);
-  const auto group = static_cast<float>(query_.view->shape.group());
   for (size_t q = 0; q < scores_.quads().size(); ++q) {
-    const ClusterScores::Quad& quad = scores_.quads()[q];
-    float max[kQuad], sum[kQuad], factor[kQuad] = {0, 0, 0, 0};
-    kernels::SoftmaxQuads(quad.optimistic, count, max, sum);
-    for (size_t lane = 0; lane < query_.LanesOf(q); ++lane) {
-      factor[lane] = 1.0f / sum[lane] / group;
-    }
-    kernels::AddAcrossQuads(quad.optimistic, factor, count, rank_.data());
+    float* const optimistic = scores_.quads()[q].optimistic;
+    float max[kQuad], sum[kQuad];
+    kernels::SoftmaxQuads(optimistic, count, max, sum);
+    AddShares(q, optimistic, sum, count);
   }
   // By the cost of reading them.
   for (size_t i = 0; scores_.has_regression() && i < count; ++i) rank_[i] /= scores_.sizes()[i];

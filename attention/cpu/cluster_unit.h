@@ -61,10 +61,12 @@ class ClusterUnit : public MiddleUnit {
   bool CutRanked(double tolerance, OrderScratch* order);
   void SelectByQuantile(std::span<const QuadState> zones, OrderScratch* order);
   void MarkFloor(uint32_t count, size_t wanted, OrderScratch* order);
+  void AddShares(size_t quad, const float* mass, const float* sum, size_t count);
   void ListRuns();
 
   const UnitQuery query_;
   const Policy& policy_;
+  const double error_factor_;  // of a quantile (ErrorFactor); else 1
   ClusterScores scores_;
   ClusterEstimates estimates_;
   // Memory for as many items as there are clusters; the first items().count() are in use.

@@ -69,6 +69,7 @@ uint64_t RegressionDescriber::ScratchBytes(const SegmentForm& form) {
 
 void RegressionDescriber::Start(const ClusteredHead& head) {
   head_ = head;
+  info_ = &InfoOf(*head.form->indexes.cluster_form());
   const ModelShape& shape = head.form->shape;
   dim_ = shape.head_dim;
   value_dim_ = shape.value_dim;
@@ -78,7 +79,7 @@ void RegressionDescriber::Start(const ClusteredHead& head) {
   std::memcpy(starts_.data(), head.index + head.layout->clusters.starts,
               starts_.size() * sizeof(uint32_t));
   first_members_.clear();
-  if (head.layout->groups.room > 0) {
+  if (info_->fan > 0) {
     uint32_t groups = 0;
     std::memcpy(&groups, head.index + head.layout->groups.count, sizeof(groups));
     first_members_.resize(groups + 1);
@@ -106,7 +107,7 @@ void RegressionDescriber::Start(const ClusteredHead& head) {
   cross_.assign(dim_ * value_dim_, 0.0);
   squares_.assign(dim_, 0.0);
   slopes_.resize(dim_ * value_dim_);
-  if (head.layout->key_base != 0) StoreBases();
+  if (info_->compact) StoreBases();
   phase_ = Phase::kMeans;
   next_ = starts_.front();
   cluster_ = 0;
@@ -284,7 +285,7 @@ void RegressionDescriber::StoreMeans(const IndexLayout::Clusters& part, uint32_t
                                      const float* centroid, const float* mean_value, double size) {
   const ModelShape& shape = head_.form->shape;
   std::byte* const index = head_.index;
-  if (head_.layout->key_base != 0) {
+  if (info_->compact) {
     const auto store = [&](size_t codes, size_t scales, const float* row, size_t base, size_t dim) {
       const float scale =
           CodeByteRow({row, dim}, bases_.data() + base,
@@ -334,7 +335,7 @@ void RegressionDescriber::StoreSpread(const IndexLayout::Clusters& part, uint32_
 // Stores `count` numbers as the form has axes and slopes, and leaves them as they are read back.
 void RegressionDescriber::StoreRegressionRow(size_t offset, size_t row, size_t count,
                                              float* numbers) {
-  const DType dtype = head_.layout->key_base != 0 ? DType::kBf16 : DType::kFp32;
+  const DType dtype = AxesDType(*info_);
   std::byte* const to = head_.index + offset + row * count * DTypeBytes(dtype);
   FromFloat(dtype, numbers, count, to);
   ToFloat(dtype, to, count, numbers);

@@ -30,11 +30,9 @@ uint64_t DescriberScratchBytes(const SegmentForm& form, ClusterForm clusters) {
   return 0;
 }
 
-uint32_t CeilOf(uint32_t n, uint32_t each) { return (n + each - 1) / each; }
-
-TreeClustering::Sizes TreeSizes(uint32_t clustered, const ClusterFormInfo& info) {
-  return {CeilOf(clustered, info.tokens * info.fan), CeilOf(clustered, info.tokens),
-          info.late_share};
+// As many groups and clusters as the layout has room for.
+TreeClustering::Sizes TreeSizes(const IndexLayout& layout, const ClusterFormInfo& info) {
+  return {layout.groups.room, layout.clusters.room, info.late_share};
 }
 
 }  // namespace
@@ -92,9 +90,9 @@ uint64_t HeadBuilder::ScratchBytes(const SegmentForm& form) {
   const ClusterFormInfo& info = InfoOf(*cluster_form);
   const uint64_t dim = shape.head_dim + (info.value_share > 0 ? shape.value_dim : 0);
   const uint64_t clusters = form.tokens / info.tokens + info.tokens;
-  const uint64_t tree =
-      info.fan > 0 ? TreeClustering::ScratchBytes(form.tokens, dim, TreeSizes(form.tokens, info))
-                   : 0;
+  const uint64_t tree = info.fan > 0 ? TreeClustering::ScratchBytes(
+                                           form.tokens, dim, TreeSizes(IndexLayout(form), info))
+                                     : 0;
   return bytes + tree + DescriberScratchBytes(form, *cluster_form) +
          uint64_t{form.tokens} * (dim * sizeof(float) + sizeof(uint32_t)) +
          clusters * (dim * (sizeof(float) + sizeof(double)) + 16 * sizeof(uint32_t));
@@ -222,11 +220,12 @@ void HeadBuilder::ScaleChunk() {
 
 void HeadBuilder::StartClustering() {
   const uint32_t clustered = tokens_ - unclustered_;
+  const IndexLayout& layout = target_->segment_->layout();
   phase_ = Phase::kCluster;
   if (clusters_->fan > 0) {
-    return tree_.Start(points_, clustered, point_dim_, TreeSizes(clustered, *clusters_));
+    return tree_.Start(points_, clustered, point_dim_, TreeSizes(layout, *clusters_));
   }
-  const uint32_t clusters = CeilOf(clustered, clusters_->tokens);
+  const uint32_t clusters = layout.clusters.room;
   const auto late = static_cast<uint32_t>(clusters_->late_share * clusters);
   kmeans_.Start(points_, clustered, point_dim_, clusters, late);
 }

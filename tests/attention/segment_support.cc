@@ -8,11 +8,31 @@
 #include <cstring>
 #include <span>
 
+#include "attention/segment/segment_loader.h"
+
 namespace attnd::attention::test {
 
 void PrintTo(const SegmentCase& c, std::ostream* out) {
   *out << "dims " << c.head_dim << "/" << c.value_dim << ", tokens " << c.begin << " + " << c.tokens
        << ", unclustered " << c.unclustered << (c.latent ? ", latent" : "");
+}
+
+ModelShape ShapeOf(const SegmentCase& c, DType dtype) {
+  return c.latent ? MakeLatentShape(4, c.head_dim, c.value_dim, dtype, 2)
+                  : MakeShape(4, 2, c.head_dim, c.value_dim, dtype, 2);
+}
+
+absl::Status CheckAfter(const Segment& segment, absl::FunctionRef<void(std::byte* index)> change) {
+  SegmentLoader loader(1, segment.form(), 0);
+  if (!loader.allocated()) {
+    ADD_FAILURE() << "no memory";
+    return absl::ResourceExhaustedError("no memory");
+  }
+  std::copy(segment.index_block().begin(), segment.index_block().end(),
+            loader.index_block().begin());
+  EXPECT_TRUE(loader.Check().ok());
+  change(loader.index_block().data());
+  return loader.Check();
 }
 
 void ExpectBuilt(const SegmentCase& c, const ModelShape& shape, const IndexSet& indexes,

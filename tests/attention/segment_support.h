@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
 #include "tests/attention/support.h"
 #include "tests/oracle/kmeans.h"
 
@@ -24,6 +25,12 @@ struct SegmentCase {
   bool latent = false;
 };
 void PrintTo(const SegmentCase& c, std::ostream* out);
+// Of four query heads, two KV heads unless latent, and two layers.
+ModelShape ShapeOf(const SegmentCase& c, DType dtype);
+
+// What a loader says of a copy of the segment's index after a change to its bytes; of the copy
+// itself it must find nothing wrong.
+absl::Status CheckAfter(const Segment& segment, absl::FunctionRef<void(std::byte* index)> change);
 
 // Builds it of random heads; form, places and payload must be right, and what `index` says of each
 // head.

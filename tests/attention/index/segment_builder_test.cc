@@ -74,10 +74,7 @@ class SegmentBuilderTest : public testing::TestWithParam<std::tuple<SegmentCase,
 
 TEST_P(SegmentBuilderTest, PayloadAndIndex) {
   const auto& [c, dtype] = GetParam();
-  ExpectBuilt(c,
-              c.latent ? MakeLatentShape(4, c.head_dim, c.value_dim, dtype, 2)
-                       : MakeShape(4, 2, c.head_dim, c.value_dim, dtype, 2),
-              kClusterIndexes, ExpectIndex);
+  ExpectBuilt(c, ShapeOf(c, dtype), kClusterIndexes, ExpectIndex);
 }
 
 const SegmentCase kCases[] = {

@@ -15,7 +15,6 @@
 
 #include "attention/index/tree_clustering.h"
 #include "attention/segment/index_parts.h"
-#include "attention/segment/segment_loader.h"
 #include "tests/attention/oracle_support.h"
 #include "tests/attention/segment_support.h"
 #include "tests/attention/support.h"
@@ -167,10 +166,7 @@ class TreeIndexTest : public testing::TestWithParam<std::tuple<SegmentCase, DTyp
 
 TEST_P(TreeIndexTest, PayloadAndIndex) {
   const auto& [c, dtype] = GetParam();
-  ExpectBuilt(c,
-              c.latent ? MakeLatentShape(4, c.head_dim, c.value_dim, dtype, 2)
-                       : MakeShape(4, 2, c.head_dim, c.value_dim, dtype, 2),
-              kTreeIndexes, ExpectTree);
+  ExpectBuilt(c, ShapeOf(c, dtype), kTreeIndexes, ExpectTree);
 }
 
 const SegmentCase kCases[] = {
@@ -192,13 +188,8 @@ TEST(TreeIndexTest, ATreeThatHoldsOtherClustersIsRefused) {
   const uint32_t count = segment->groups(0, 0).clusters;
   ASSERT_GT(count, 2u);
   const auto refused = [&](size_t offset, size_t index, auto value, absl::string_view why) {
-    SegmentLoader loader(1, segment->form(), 0);
-    ASSERT_TRUE(loader.allocated());
-    std::copy(segment->index_block().begin(), segment->index_block().end(),
-              loader.index_block().begin());
-    ASSERT_TRUE(loader.Check().ok());
-    StoreAt(loader.index_block().data() + offset, index, value);
-    const absl::Status status = loader.Check();
+    const absl::Status status =
+        CheckAfter(*segment, [&](std::byte* indexes) { StoreAt(indexes + offset, index, value); });
     EXPECT_TRUE(absl::IsInternal(status)) << status;
     EXPECT_THAT(std::string(status.message()), testing::HasSubstr(why));
   };
