@@ -84,6 +84,11 @@ void ClusterEstimates::Estimate(std::span<const Fate> fate) {
                         quads_[q].dropped_sum);
   }
   MarkShare(fate, Fate::kEstimated);
+  EstimateMarked();
+}
+
+void ClusterEstimates::EstimateMarked() {
+  const ClusterItems& items = scores_->items();
   for (size_t q = 0; q < quads_.size(); ++q) {
     const ClusterScores::Quad& scores = scores_->quads()[q];
     Quad& quad = quads_[q];
@@ -141,48 +146,39 @@ void ClusterEstimates::AddShift(size_t quad) {
   }
 }
 
-// values += the estimates of the items that are marked exact.
-void ClusterEstimates::AddExactValues(size_t quad, std::span<const Fate> fate, float* values) {
-  const ClusterItems& items = scores_->items();
-  RegressionTerms* const regression = scores_->regression();
-  const ClusterScores::Quad& scores = scores_->quads()[quad];
-  for (size_t s = 0; s < scores_->segments(); ++s) {
-    bool any = false;
-    float weight_sum[kQuad] = {0, 0, 0, 0};
-    for (const Span& span : items.spans_of(s)) {
-      const ClusterIndex& index = items.index_of(span);
-      for (uint32_t i = 0; i < span.count; ++i) {
-        const size_t item = span.item + i;
-        if (fate[item] != Fate::kExact) continue;
-        const float* const weight = scores.log_mass + item * kQuad;
-        AddMeanValues(shape_, index, span.first + i, 1, weight, values);
-        for (size_t j = 0; j < kQuad; ++j) weight_sum[j] += weight[j];
-        any = true;
-        if (regression == nullptr) continue;
-        regression->AddVariances(index, span.first + i, 1, weight, scores.d2 + item * kQuad);
+// ---- errors ----
+
+void ClusterEstimates::FindNorms(std::span<const QuadState> zones) {
+  const StageTimer timer(&nanos_);
+  std::fill_n(share_.begin(), scores_->items().count(), 1.0f);
+  EstimateMarked();
+  for (size_t q = 0; q < quads_.size(); ++q) {
+    const ClusterScores::Quad& scores = scores_->quads()[q];
+    const QuadState& zone = zones[q];
+    for (size_t lane = 0; lane < kQuad; ++lane) {
+      const float max = std::max(zone.max[lane], scores.max[lane]);
+      const float zone_factor = std::exp(zone.max[lane] - max);
+      const float factor = std::exp(scores.max[lane] - max);
+      float* const sum = quads_[q].estimate.values + lane * value_dim_;
+      const float* const zone_values = zone.values + lane * value_dim_;
+      for (size_t c = 0; c < value_dim_; ++c) {
+        sum[c] = sum[c] * factor + zone_values[c] * zone_factor;
       }
+      const float total = zone.sum[lane] * zone_factor + scores.sum[lane] * factor;
+      quads_[q].norm[lane] = std::sqrt(MeanNorm2(sum, value_dim_, total));
     }
-    if (!any) continue;
-    AddBase(shape_, items.clusters_of(s), weight_sum, values);
-    if (regression != nullptr) regression->Shift(s, quad, items.clusters_of(s), values);
   }
 }
 
-// ---- errors ----
-
-void ClusterEstimates::MeasureErrors(std::span<const Fate> fate, std::span<const QuadState> zones,
-                                     bool relative_to_output) {
-  for (size_t q = 0; q < quads_.size(); ++q) MeasureQuad(q, zones[q], relative_to_output, fate);
+void ClusterEstimates::MeasureErrors(std::span<const QuadState> zones, bool relative_to_output) {
+  for (size_t q = 0; q < quads_.size(); ++q) MeasureQuad(q, zones[q], relative_to_output);
 }
 
 // Fills error2, mass2 and the units and norms that they are in.
-void ClusterEstimates::MeasureQuad(size_t quad, const QuadState& zone, bool relative_to_output,
-                                   std::span<const Fate> fate) {
+void ClusterEstimates::MeasureQuad(size_t quad, const QuadState& zone, bool relative_to_output) {
   const ClusterItems& items = scores_->items();
   const ClusterScores::Quad& scores = scores_->quads()[quad];
   Quad& own = quads_[quad];
-  float norms[kQuad] = {1, 1, 1, 1};
-  if (relative_to_output) OutputNorms(quad, zone, fate, norms);
   float second_moment[kQuad] = {0, 0, 0, 0};
   for (const Span& span : items.spans()) {
     kernels::ScaleQuads(scores.log_mass + span.item * kQuad,
@@ -202,8 +198,8 @@ void ClusterEstimates::MeasureQuad(size_t quad, const QuadState& zone, bool rela
     }
     own.least_norm[lane] =
         std::max(kLeastNormShare * std::sqrt(moment / total), std::numeric_limits<float>::min());
-    const float norm = relative_to_output ? std::max(norms[lane], own.least_norm[lane]) : 1.0f;
-    own.output_norm[lane] = norms[lane];
+    own.output_norm[lane] = relative_to_output ? own.norm[lane] : 1.0f;
+    const float norm = relative_to_output ? std::max(own.norm[lane], own.least_norm[lane]) : 1.0f;
     own.mass_unit[lane] = factor / total;
     own.error_unit[lane] = factor / total / norm;
   }
@@ -231,25 +227,6 @@ void ClusterEstimates::MeasureSpan(const Span& span, size_t quad) {
   args.error2 = own.error2 + offset;
   args.mass2 = own.mass2 + offset;
   kernels::RegressionErrors(args, span.count);
-}
-
-// |o~| of each lane: zones exact, every item by its estimate.
-void ClusterEstimates::OutputNorms(size_t quad, const QuadState& zone, std::span<const Fate> fate,
-                                   float* norms) {
-  const ClusterScores::Quad& scores = scores_->quads()[quad];
-  float sums[kQuad * kernels::kDimMax];
-  std::copy_n(quads_[quad].estimate.values, kQuad * value_dim_, sums);
-  AddExactValues(quad, fate, sums);
-  for (size_t lane = 0; lane < kQuad; ++lane) {
-    const float max = std::max(zone.max[lane], scores.max[lane]);
-    const float zone_factor = std::exp(zone.max[lane] - max);
-    const float factor = std::exp(scores.max[lane] - max);
-    float* sum = sums + lane * value_dim_;
-    const float* zone_values = zone.values + lane * value_dim_;
-    for (size_t c = 0; c < value_dim_; ++c) sum[c] = sum[c] * factor + zone_values[c] * zone_factor;
-    const float total = zone.sum[lane] * zone_factor + scores.sum[lane] * factor;
-    norms[lane] = std::sqrt(MeanNorm2(sum, value_dim_, total));
-  }
 }
 
 // The mass's part of an error is relative to mass alone; this makes it times |o~| and relative to

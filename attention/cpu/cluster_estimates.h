@@ -24,10 +24,12 @@ class ClusterEstimates {
 
   // Sums up the items to estimate.
   void Estimate(std::span<const Fate> fate);
-  // Finds the squared errors of leaving each item to its estimate, relative to the norm of the
-  // output that zones and estimates give together, or to nothing. After Estimate of this fate.
-  void MeasureErrors(std::span<const Fate> fate, std::span<const QuadState> zones,
-                     bool relative_to_output);
+  // Finds the norms of the outputs that zones and all items' estimates give together. Before
+  // Estimate, which begins anew.
+  void FindNorms(std::span<const QuadState> zones);
+  // Finds the squared errors of leaving each item to its estimate, relative to the norms that
+  // FindNorms found last, of these items or of groups that they are members of; or to nothing.
+  void MeasureErrors(std::span<const QuadState> zones, bool relative_to_output);
   // score += the items' squared errors, mean over the group's heads.   score: [items].
   void AddErrors(std::span<float> score) const;
   // score = the items' squared errors of one head alone.   score: [items].
@@ -61,9 +63,9 @@ class ClusterEstimates {
     float mass_unit[kQuad] = {};   // error_unit without the norm of the output
     float error2_sum[kQuad] = {};  // of the estimated items
     float mass2_sum[kQuad] = {};
-    float output_norm[kQuad] =
-        {};  // |o~| of the estimated output; 1 if errors are relative to nothing
-    float least_norm[kQuad] = {};  // floor under |o| in relative errors
+    float norm[kQuad] = {};         // |o~|, by FindNorms
+    float output_norm[kQuad] = {};  // the same; 1 if errors are relative to nothing
+    float least_norm[kQuad] = {};   // floor under |o| in relative errors
     QuadState estimate;
     float* shift = nullptr;        // [4][value_dim] the regression's part of the estimate, or null
     float shift_norm[kQuad] = {};  // |shift|
@@ -75,19 +77,17 @@ class ClusterEstimates {
   bool MarkShare(std::span<const Fate> fate, Fate wanted);
   void AddBaseOf(size_t segment, size_t quad);
   void AddShift(size_t quad);
-  void MeasureQuad(size_t quad, const QuadState& zone, bool relative_to_output,
-                   std::span<const Fate> fate);
+  void EstimateMarked();
+  void MeasureQuad(size_t quad, const QuadState& zone, bool relative_to_output);
   void MeasureSpan(const Span& span, size_t quad);
-  void OutputNorms(size_t quad, const QuadState& zone, std::span<const Fate> fate, float* norms);
-  void AddExactValues(size_t quad, std::span<const Fate> fate, float* values);
 
   const UnitQuery query_;
   const ModelShape& shape_;
   const size_t value_dim_;
   ClusterScores* const scores_;
   std::span<Quad> quads_;
-  std::span<float>
-      share_;  // for as many items as there are clusters: 1 for the marked fate, else 0
+  // For as many items as there are clusters: 1 for those to sum up, 0 for others.
+  std::span<float> share_;
   uint64_t nanos_ = 0;
 };
 

@@ -43,15 +43,16 @@ void ClusterUnit::Select(std::span<const QuadState> zones, OrderScratch* order) 
     ListRuns();
     return;
   }
-  if (items().grouped()) OpenGroups(zones, order);
+  const bool opened = items().grouped();
+  if (opened) OpenGroups(zones, order);
   scores_.Weigh();
   if (policy_.cut == Cut::kErrorBudget) {
-    SelectByError(zones, order);
+    SelectByError(zones, /*norms_known=*/opened, order);
   } else {
     SelectByMass(order);
     estimates_.Estimate(fate_);
     if (scores_.second_order()) {
-      estimates_.MeasureErrors(fate_, zones, /*relative_to_output=*/false);
+      estimates_.MeasureErrors(zones, /*relative_to_output=*/false);
     }
   }
   estimates_.SumErrors();
@@ -67,8 +68,8 @@ void ClusterUnit::OpenGroups(std::span<const QuadState> zones, OrderScratch* ord
   const double share = std::min(1.0, std::max(kOpenedShare, kOpenedPerFloor * policy_.floor));
   MarkFloor(groups, ShareOf(share, groups), order);
   if (std::isfinite(policy_.tolerance)) {
-    estimates_.Estimate(fate_);
-    estimates_.MeasureErrors(fate_, zones, /*relative_to_output=*/true);
+    estimates_.FindNorms(zones);
+    estimates_.MeasureErrors(zones, /*relative_to_output=*/true);
     CutErrors(kClosedErrorShare * policy_.tolerance, order);
   }
   scores_.Open(fate_);
@@ -102,47 +103,47 @@ void ClusterUnit::SelectByMass(OrderScratch* order) {
   CutTopK(rank_, exact, estimated, order, fate_);
 }
 
-void ClusterUnit::SelectByError(std::span<const QuadState> zones, OrderScratch* order) {
+// norms_known: whether OpenGroups has found the outputs' norms, if there is a tolerance.
+void ClusterUnit::SelectByError(std::span<const QuadState> zones, bool norms_known,
+                                OrderScratch* order) {
   std::fill(fate_.begin(), fate_.end(), Fate::kEstimated);
   const uint32_t clusters = items().clusters();
   MarkFloor(clusters, std::min<size_t>(ShareOf(policy_.floor, items().all_clusters()), clusters),
             order);
-  estimates_.Estimate(fate_);
   const bool limited = std::isfinite(policy_.tolerance);
-  estimates_.MeasureErrors(fate_, zones, limited);
-  if (!limited) return;
-  if (policy_.quantile > 0) return SelectByQuantile(zones, order);
-  if (CutErrors(policy_.tolerance, order)) estimates_.Estimate(fate_);
+  if (limited && !norms_known) estimates_.FindNorms(zones);
+  estimates_.MeasureErrors(zones, /*relative_to_output=*/limited);
+  if (limited && policy_.quantile > 0) return SelectByQuantile(zones, order);
+  if (limited) CutErrors(policy_.tolerance, order);
+  estimates_.Estimate(fate_);
 }
 
 // Marks the items that the error needs: by the mean over the group, or for each of its heads.
-// Returns whether it marked one that was not.
-bool ClusterUnit::CutErrors(double tolerance, OrderScratch* order) {
+void ClusterUnit::CutErrors(double tolerance, OrderScratch* order) {
   if (policy_.quantile == 0) {
     std::fill(rank_.begin(), rank_.end(), 0.0f);
     estimates_.AddErrors(rank_);
-    return CutRanked(tolerance, order);
+    CutRanked(tolerance, order);
+    return;
   }
   const double within = tolerance / error_factor_;
-  bool added = false;
   for (size_t q = 0; q < scores_.quads().size(); ++q) {
     for (size_t lane = 0; lane < query_.LanesOf(q); ++lane) {
       estimates_.HeadErrors(q, lane, rank_);
-      added |= CutRanked(within, order);
+      CutRanked(within, order);
     }
   }
-  return added;
 }
 
 // Of mixed items only clusters are chosen: the errors of groups that stay closed count first.
-bool ClusterUnit::CutRanked(double tolerance, OrderScratch* order) {
+void ClusterUnit::CutRanked(double tolerance, OrderScratch* order) {
   const uint32_t choice = items().grouped() ? items().count() : items().clusters();
   const std::span<const float> closed = rank_.subspan(choice);
   const double closed_error2 = std::accumulate(closed.begin(), closed.end(), 0.0);
   const double budget = std::sqrt(std::max(0.0, tolerance * tolerance - closed_error2));
   const std::span<const float> sizes = scores_.sizes();
-  return CutErrorBudget(rank_.first(choice), sizes.empty() ? sizes : sizes.first(choice), budget,
-                        order, fate_.first(choice));
+  CutErrorBudget(rank_.first(choice), sizes.empty() ? sizes : sizes.first(choice), budget, order,
+                 fate_.first(choice));
 }
 
 // The tolerance holds for a share of the rows: each head's error is to stay below it by what errors
@@ -171,7 +172,7 @@ void ClusterUnit::SelectByQuantile(std::span<const QuadState> zones, OrderScratc
   std::fill(fate_.begin(), fate_.end(), Fate::kExact);
   estimates_.Estimate(fate_);
   // For what is missed yet (Demote).
-  estimates_.MeasureErrors(fate_, zones, /*relative_to_output=*/false);
+  estimates_.MeasureErrors(zones, /*relative_to_output=*/false);
 }
 
 // Marks `wanted` of the first `count` items: those that might hold the one token a retrieval head

@@ -56,9 +56,9 @@ class ClusterUnit : public MiddleUnit {
   void UseItems();
   void OpenGroups(std::span<const QuadState> zones, OrderScratch* order);
   void SelectByMass(OrderScratch* order);
-  void SelectByError(std::span<const QuadState> zones, OrderScratch* order);
-  bool CutErrors(double tolerance, OrderScratch* order);
-  bool CutRanked(double tolerance, OrderScratch* order);
+  void SelectByError(std::span<const QuadState> zones, bool norms_known, OrderScratch* order);
+  void CutErrors(double tolerance, OrderScratch* order);
+  void CutRanked(double tolerance, OrderScratch* order);
   void SelectByQuantile(std::span<const QuadState> zones, OrderScratch* order);
   void MarkFloor(uint32_t count, size_t wanted, OrderScratch* order);
   void AddShares(size_t quad, const float* mass, const float* sum, size_t count);

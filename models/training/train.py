@@ -128,7 +128,7 @@ class Trainer:
         self._trunk: Callable[[Tensor], Tensor] = (
             torch.compile(model.model, dynamic=False) if options.compile else model.model
         )
-        self._optimizers = optimizers_of(model, options.optimizer, options.learning_rate)
+        self._optimizer = optimizer_of(model, options.learning_rate)
         self._steps = 0
         self._tokens = 0
 
@@ -151,17 +151,15 @@ class Trainer:
 
     def _step(self, length: int, elapsed: float) -> StepResult:
         rate = learning_rate_at(self._steps, elapsed, self._options.learning_rate)
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
         texts = max(1, self._options.step_tokens // length)
         batch = self._texts.training_batch(texts, length)
         result = losses(self._model, self._trunk, batch, self._random)
         (result.answer_loss + SAMPLED_WEIGHT * result.sampled_loss).backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), GRADIENT_NORM_MAX)
-        for optimizer in self._optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
         self._steps += 1
         self._tokens += batch.tokens.numel()
         return result
@@ -176,24 +174,15 @@ class Trainer:
         )
 
 
-def optimizers_of(model: Transformer, name: str, rate: float) -> list[torch.optim.Optimizer]:
-    """AdamW for all parameters; or Muon (Keller Jordan, 2024) for the layers' matrices and AdamW
-    for the rest. Muon's steps are scaled to the size of AdamW's, so that both take one rate."""
-    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2 and name == "muon"]
-    taken = {id(p) for p in matrices}
-    rest = [p for p in model.parameters() if id(p) not in taken]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(
-            rest, lr=rate, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY, fused=True
-        )
+def optimizer_of(model: Transformer, rate: float) -> torch.optim.Optimizer:
+    """Norms' weights do not decay: where queries and keys are normed, they alone make a head sharp."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    norms = [p for p in model.parameters() if p.ndim == 1]
+    groups = [
+        {"params": matrices, "weight_decay": WEIGHT_DECAY},
+        {"params": norms, "weight_decay": 0.0},
     ]
-    if matrices:
-        optimizers.append(
-            torch.optim.Muon(
-                matrices, lr=rate, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"
-            )
-        )
-    return optimizers
+    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=True)
 
 
 def shape_of(options: argparse.Namespace) -> Shape | None:
@@ -264,7 +253,6 @@ def parse_options() -> argparse.Namespace:
         help="lengths of texts with their shares of the time",
     )
     training.add_argument("--learning-rate", type=float, default=2e-3, help="its peak")
-    training.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
     training.add_argument("--step-tokens", type=int, default=131072, help="tokens a step")
     training.add_argument("--device", default="cuda")
     training.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from attention import RmsNorm, attention_of, rotations
+from attention import LatentAttention, RmsNorm, attention_of, rotations
 from grammar import VOCABULARY
 from shape import INITIAL_DEVIATION, Shape
 
@@ -80,6 +80,11 @@ class Transformer(nn.Module):
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=INITIAL_DEVIATION)
+        for module in self.modules():
+            # The latent that it reads is normed: with small weights keys and values begin so small
+            # that heads hardly learn.
+            if isinstance(module, LatentAttention):
+                nn.init.normal_(module.kv_b_proj.weight, std=module.kv_b_proj.in_features**-0.5)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [n, hidden], the trunk's -> [n, VOCABULARY]"""

@@ -64,6 +64,19 @@ double GuardedNorm(const std::vector<Place>& places, const Vector& log_mass,
   return std::max({std::sqrt(SquaredNorm(out)), kNormGuard * std::sqrt(mean_square), kTiny});
 }
 
+// Zones and all clusters by their estimates.
+SoftmaxState FirstPass(const RegressionInput& input, const Vector& query,
+                       const SoftmaxState& zones) {
+  SoftmaxState state = zones;
+  state.Merge(Estimate(input, query, Range(0, ClusterCount(input))).state);
+  return state;
+}
+
+Vector FirstPassOut(const RegressionInput& input, const Vector& query, const SoftmaxState& zones) {
+  const RegressionInput& from = input.outputs_of != nullptr ? *input.outputs_of : input;
+  return FirstPass(from, query, zones).Out();
+}
+
 // a q . C_i + ln s_i + optimism sqrt(d2_i)
 Vector OptimisticLogMass(const RegressionInput& input, const Vector& query, double optimism) {
   const HeadScores scores = Scores(input, query);
@@ -179,9 +192,8 @@ Vector SquaredErrors(const RegressionInput& input, const Vector& query, const So
 
 Vector FirstPassSquaredErrors(const RegressionInput& input, const Vector& query,
                               const SoftmaxState& zones) {
-  SoftmaxState state = zones;
-  state.Merge(Estimate(input, query, Range(0, ClusterCount(input))).state);
-  return SquaredErrors(input, query, zones, state.Lse(), state.Out());
+  return SquaredErrors(input, query, zones, FirstPass(input, query, zones).Lse(),
+                       FirstPassOut(input, query, zones));
 }
 
 ErrorTargetSelection SelectAmong(const RegressionInput& input, const std::vector<Vector>& queries,
@@ -280,9 +292,8 @@ ErrorTargetSelection SelectForHeads(const RegressionInput& input,
 
 double ExpectedError(const RegressionInput& input, const Vector& query, const SoftmaxState& zones,
                      const Indices& estimated) {
-  SoftmaxState state = zones;
-  state.Merge(Estimate(input, query, Range(0, ClusterCount(input))).state);
-  return PredictedError(input, query, zones, estimated, state.Lse(), state.Out());
+  return PredictedError(input, query, zones, estimated, FirstPass(input, query, zones).Lse(),
+                        FirstPassOut(input, query, zones));
 }
 
 ErrorTargetSelection Select(const RegressionInput& input, const std::vector<Vector>& queries,

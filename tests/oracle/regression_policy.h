@@ -21,6 +21,7 @@
 #define ATTND_TESTS_ORACLE_REGRESSION_POLICY_H_
 
 #include <cstddef>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -38,6 +39,9 @@ struct RegressionInput {
   // How a query's squared coordinates along a segment's axes are stored for d2: exactly, or each
   // rounded to this many steps of the greatest.
   std::optional<double> square_steps;
+  // Whose first pass gives the outputs that errors are relative to before anything is read: the
+  // groups of which some were opened. Null: this input's own.
+  std::shared_ptr<const RegressionInput> outputs_of;
 };
 
 // Of one query head; each [clusters].
@@ -63,7 +67,8 @@ RegressionEstimate Estimate(const RegressionInput& input, const Vector& query, c
 Vector SquaredErrors(const RegressionInput& input, const Vector& query, const SoftmaxState& zones,
                      double lse, const Vector& out);
 
-// e_i^2 of the first pass: lse and out of the zones and all clusters by their estimates.
+// e_i^2 of the first pass: lse of the zones and all clusters by their estimates, and out of those
+// of outputs_of.
 Vector FirstPassSquaredErrors(const RegressionInput& input, const Vector& query,
                               const SoftmaxState& zones);
 
@@ -95,7 +100,7 @@ ErrorTargetSelection SelectForHeads(const RegressionInput& input,
                                     std::size_t floor_count, const std::vector<bool>& candidates,
                                     double optimism = 2.0, double margin = 1e-4);
 
-// PredictedError() of an answer that is all zones and estimates.
+// PredictedError() relative to the first pass's lse and out.
 double ExpectedError(const RegressionInput& input, const Vector& query, const SoftmaxState& zones,
                      const Indices& estimated);
 

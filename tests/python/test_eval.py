@@ -327,6 +327,18 @@ def test_a_mean_prediction_is_of_every_answer():
     assert tally.mean_prediction([0.0, None]) is None and tally.mean_prediction([]) is None
 
 
+def test_how_often_a_tolerance_is_kept():
+    """Two layers of two heads and four tokens; head 1 of layer 1 is beyond it three times."""
+    kept = tally.KeptTolerance(0.1)
+    kept.add(1, np.array([[0.05, 0.2], [0.1, 0.3]]))
+    kept.add(0, np.array([[0.05, 0.2], [0.0, 0.1]]))
+    kept.add(1, np.array([[0.0, 0.2], [0.2, 0.1]]))
+    kept.add(0, np.zeros((2, 2)))
+    assert kept.within() == 11 / 16
+    p95 = pytest.approx(0.2 + 0.1 * 0.85)
+    assert kept.worst_head() == {"layer": 1, "head": 1, "within": 0.25, "p95": p95}
+
+
 def test_the_widest_window_and_sink_open_the_sequences():
     limits = attnd.Limits(*range(8))
     presets = (attnd.Policy("dense"), attnd.Policy("streaming", {"window": "64"}))

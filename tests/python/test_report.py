@@ -259,7 +259,9 @@ def test_the_table_marks_what_does_not_hold(tmp_path):
 
 
 def test_measurements_are_written_and_read(tmp_path):
-    made = measurement(point("double-p:p1=1", 0.25, 0.125, niah=(1, 2, 3, 4)))
+    worst = {"layer": 1, "head": 3, "within": 0.5, "p95": 0.25}
+    kept = replace(point("error-target"), within=0.75, worst_head=worst, index=0.125)
+    made = measurement(point("double-p:p1=1", 0.25, 0.125, niah=(1, 2, 3, 4)), kept)
     path = tmp_path / "new" / "8192.json"
     results.write(path, made)
     assert results.read(path) == made

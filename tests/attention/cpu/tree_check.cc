@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <utility>
 
 #include "attention/policy/estimate_limits.h"
@@ -28,9 +29,11 @@ OpenedTree OpenAsGiven(const TestRow& row, uint32_t layer, uint32_t kv_head,
                        const std::vector<oracle::SoftmaxState>& zones, const Plan& given) {
   OpenedTree tree;
   const oracle::RegressionInput leaves = MakeRegressionInput(row, layer, kv_head);
-  const oracle::RegressionInput groups = MakeRegressionInput(row, layer, kv_head, true);
+  const auto groups = std::make_shared<const oracle::RegressionInput>(
+      MakeRegressionInput(row, layer, kv_head, /*groups=*/true));
   tree.regression.scale = leaves.scale;
   tree.regression.value_dim = leaves.value_dim;
+  tree.regression.outputs_of = groups;
   oracle::Plan opening;
   std::map<ClusterRef, size_t> number;  // of opened groups' clusters
   size_t group = 0;
@@ -60,7 +63,7 @@ OpenedTree OpenAsGiven(const TestRow& row, uint32_t layer, uint32_t kv_head,
       if (!is_closed(g)) continue;
       tree.plan.estimated.push_back(tree.candidates.size());
       tree.candidates.push_back(false);
-      Append(groups.segments[s], g, &own);
+      Append(groups->segments[s], g, &own);
       clusters.push_back(groups_of[g]);
     }
   }
@@ -69,14 +72,14 @@ OpenedTree OpenAsGiven(const TestRow& row, uint32_t layer, uint32_t kv_head,
   std::sort(tree.plan.estimated.begin(), tree.plan.estimated.end());
   tree.floor_count = oracle::FractionCount(row.policy.floor, oracle::ClusterCount(leaves));
   const double share = std::min(1.0, std::max(kOpenedShare, kOpenedPerFloor * row.policy.floor));
-  const size_t count = oracle::ClusterCount(groups);
+  const size_t count = oracle::ClusterCount(*groups);
   const bool by_head = row.policy.quantile > 0;
   // Where no prediction can carry a share of rows, everything is opened and read.
   if (by_head && given.closed.empty() && given.estimated.empty()) return tree;
   const double factor = by_head ? ErrorFactor(row.policy.quantile) : 1;
   const auto select = by_head ? oracle::SelectForHeads : oracle::SelectAmong;
   tree.wrong = oracle::CheckPlan(
-      select(groups, queries, zones, kClosedErrorShare * row.policy.tolerance / factor,
+      select(*groups, queries, zones, kClosedErrorShare * row.policy.tolerance / factor,
              oracle::FractionCount(share, count), std::vector<bool>(count, true), kGroupOptimism,
              /*margin=*/1e-4)
           .selection,

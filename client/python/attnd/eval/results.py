@@ -11,9 +11,10 @@ A file holds the points of one run, that is of one length, dtype and way to segm
                     answers and answers of each sequence, in the set's order; a policy's
                     differences from it, with bounds, follow (attnd.eval.paired)
     points          of each policy: policy, tasks (as local_dense, and the task's read share),
-                    error, read, predicted (null if the policy predicts none), agreement,
-                    clear_disagreements, and the commit that it was measured at, if that is known;
-                    attnd.eval.cli says what each is
+                    error, read, predicted (null if the policy predicts none), within, worst_head
+                    and index (left out of policies that have none), agreement, clear_disagreements, and the
+                    commit that it was measured at, if that is known; attnd.eval.cli says what each
+                    is
 
 Timings are left out, so that measuring again on another machine changes what differs and no more.
 """
@@ -63,6 +64,9 @@ class Point:
     agreement: float
     clear_disagreements: int
     commit: str | None = None
+    within: float | None = None
+    worst_head: dict[str, float] | None = None
+    index: float | None = None
 
     @property
     def preset(self) -> str:
@@ -175,6 +179,9 @@ def point_of(result: dict[str, Any]) -> Point:
         agreement=result["agreement"],
         clear_disagreements=result["clear_disagreements"],
         commit=result["commit"],
+        within=result["within"],
+        worst_head=result["worst_head"],
+        index=result["index_fraction"],
     )
 
 
@@ -236,6 +243,12 @@ def _point_json(point: Point) -> dict[str, Any]:
         "predicted": None if point.predicted is None else _rounded(point.predicted),
         "agreement": _rounded(point.agreement),
         "clear_disagreements": point.clear_disagreements,
+        **{
+            name: _rounded(share)
+            for name in ("within", "index")
+            if (share := getattr(point, name)) is not None
+        },
+        **({"worst_head": _rounded_all(point.worst_head)} if point.worst_head else {}),
         **({"commit": point.commit} if point.commit else {}),
         "tasks": _tasks_json(point.tasks, read=True),
     }
@@ -259,6 +272,10 @@ def _tasks_from(tasks: dict[str, Any]) -> dict[str, Task]:
         name: Task(tuple(task["right"]), tuple(task["answers"]), task.get("read", 1.0))
         for name, task in tasks.items()
     }
+
+
+def _rounded_all(values: dict[str, float]) -> dict[str, float]:
+    return {name: value if isinstance(value, int) else _rounded(value) for name, value in values.items()}
 
 
 def _rounded(value: float) -> float:

@@ -62,6 +62,37 @@ class Accuracy:
         }
 
 
+class KeptTolerance:
+    """How often rows keep a tolerance: a row is one layer, query head and query token."""
+
+    def __init__(self, tolerance: float) -> None:
+        self._tolerance = tolerance
+        self._errors: dict[int, list[Array]] = defaultdict(list)  # of each layer
+
+    def add(self, layer: int, errors: Array) -> None:
+        """errors: [tokens, query heads]"""
+        self._errors[layer].append(errors)
+
+    def within(self) -> float:
+        """The share of all rows; every layer has as many. After add."""
+        layers = [np.concatenate(errors) for errors in self._errors.values()]
+        return float(np.mean([rows <= self._tolerance for rows in layers]))
+
+    def worst_head(self) -> dict[str, Any]:
+        """The head whose rows keep the tolerance least often: layer, head, the share within, and
+        p95, the 95th percentile of its errors. The first of equals. After add."""
+        worst: dict[str, Any] = {"within": np.inf}
+        for layer, errors in sorted(self._errors.items()):
+            rows = np.concatenate(errors)
+            within = (rows <= self._tolerance).mean(axis=0)
+            head = int(within.argmin())
+            if within[head] < worst["within"]:
+                p95 = float(np.percentile(rows[:, head], 95))
+                share = float(within[head])
+                worst = {"layer": layer, "head": head, "within": share, "p95": p95}
+        return worst
+
+
 class Tally:
     """Figures of one policy."""
 
@@ -80,8 +111,8 @@ class Tally:
         self._exact: dict[str, int] = defaultdict(int)  # of each task
         self._middle: dict[str, int] = defaultdict(int)
         self._predicted: list[float | None] = []
-        self._tolerance = tolerance_of(policy)
-        self._within: list[float] = []
+        tolerance = tolerance_of(policy)
+        self._kept = None if tolerance is None else KeptTolerance(tolerance)
         self._index_rows = 0
         self._clusters = 0
         self._decode_us: list[float] = []
@@ -123,8 +154,8 @@ class Tally:
             dense = dense_outputs(kv, q, k, v, self._dtype, model.config.softmax_scale)
             errors = relative_errors(out, dense)
             self._errors.append(float(errors.mean()))
-            if self._tolerance is not None:
-                self._within.append(float((errors <= self._tolerance).mean()))
+            if self._kept is not None:
+                self._kept.add(layer, errors)
 
     def _add_stats(self, task: str, run: RemoteRun) -> None:
         for stats in run.stats:
@@ -152,7 +183,8 @@ class Tally:
             "clear_answers": self._clear,
             "clear_disagreements": self._clearly_different,
             "relative_error": float(np.mean(self._errors)),
-            "within": float(np.mean(self._within)) if self._within else None,
+            "within": self._kept.within() if self._kept else None,
+            "worst_head": self._kept.worst_head() if self._kept else None,
             "read_fraction": _share(sum(self._exact.values()), sum(self._middle.values())),
             "index_fraction": _share(self._index_rows, self._clusters) if self._clusters else None,
             "predicted_error": mean_prediction(self._predicted),

@@ -43,6 +43,8 @@ from attnd.report import check, document, tables
 from attnd.report.plan import CI, PLAN, Planned
 from attnd.report.workers import Workers
 
+# Of a checkout, as --docs is.
+MODELS = pathlib.Path("models")
 # Measured with one upload; what is done is kept after each, so that a run that ends early loses no
 # more. Parts measured at a time are smaller, as the last ones are waited for.
 _POINTS_AT_ONCE = 10
@@ -108,10 +110,13 @@ def _measure_in_parallel(args: argparse.Namespace, chosen: Sequence[Planned]) ->
         with _client(args, planned) as client:
             parts += _parts(args, planned, client, _POINTS_OF_A_PART)
     parts.sort(key=lambda part: (-part.planned.run.length, -part.indexes))
-    runs = {part.planned.run.length: _run(args, part.planned) for part in parts}
+    prepared = {
+        (part.planned.model, part.planned.eval_set, part.planned.run.length): part.planned
+        for part in parts
+    }
     with Workers(args.jobs) as workers:
-        subject = _subject(args)
-        for run in runs.values():
+        for planned in prepared.values():
+            subject, run = _subject(args, planned), _run(args, planned)
             jobs = [(subject, run, number) for number in range(texts(subject, run))]
             for _ in workers.run(prepare, jobs):
                 pass
@@ -130,7 +135,7 @@ def _parts(
         policies = [policy for policy in policies if kept.find(str(policy)) is None]
     if not policies:
         return
-    taken, missing = offered(client, _subject(args), _run(args, planned), policies)
+    taken, missing = offered(client, _subject(args, planned), _run(args, planned), policies)
     for opening, numbers in by_opening(taken, client.get_server_info().presets).items():
         for start in range(0, len(numbers), points):
             group = tuple(taken[number] for number in numbers[start : start + points])
@@ -148,8 +153,8 @@ def _measure_part(
     if client is None:
         with _client(args, part.planned) as client:
             return _measure_part(args, part, client)
-    run = _run(args, part.planned)
-    return measure(client, _subject(args), run, part.policies, part.missing, bar=args.jobs == 1)
+    subject, run = _subject(args, part.planned), _run(args, part.planned)
+    return measure(client, subject, run, part.policies, part.missing, bar=args.jobs == 1)
 
 
 def _keep(args: argparse.Namespace, planned: Planned, new: Measurement) -> None:
@@ -160,8 +165,10 @@ def _keep(args: argparse.Namespace, planned: Planned, new: Measurement) -> None:
     print(f"{path}: {len(new.points)} points measured", flush=True)
 
 
-def _subject(args: argparse.Namespace) -> Subject:
-    return Subject(args.model, args.eval_set, Cache(args.cache_dir, args.cache_bytes))
+def _subject(args: argparse.Namespace, planned: Planned) -> Subject:
+    model = MODELS / planned.model if planned.model else args.model
+    eval_set = MODELS / planned.eval_set if planned.eval_set else args.eval_set
+    return Subject(model, eval_set, Cache(args.cache_dir, args.cache_bytes))
 
 
 def _run(args: argparse.Namespace, planned: Planned) -> Run:
@@ -171,7 +178,7 @@ def _run(args: argparse.Namespace, planned: Planned) -> Run:
 @contextmanager
 def _client(args: argparse.Namespace, planned: Planned) -> Iterator[Client]:
     """Of the server for a run."""
-    maps = sorted(args.model.glob("feature_maps_*.safetensors"))
+    maps = sorted(_subject(args, planned).folder.glob("feature_maps_*.safetensors"))
     flags = [*planned.run.flags, *(f"--feature-maps={path}" for path in maps)]
     where = nullcontext(args.target) if args.target else running(args.server, flags)
     with where as target, Client(target, tenant="report") as client:
@@ -181,7 +188,7 @@ def _client(args: argparse.Namespace, planned: Planned) -> Iterator[Client]:
 def _subset(args: argparse.Namespace) -> int:
     """A few points, held against references and against what was stored of them before."""
     with _client(args, CI) as client:
-        subject, chosen = _subject(args), CI.chosen(args.presets)
+        subject, chosen = _subject(args, CI), CI.chosen(args.presets)
         taken, missing = offered(client, subject, CI.run, chosen)
         measured = measure(client, subject, CI.run, taken, missing)
         listed = [policy.preset for policy in client.get_server_info().policies]
@@ -246,10 +253,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--limit", type=int, help="sequences a task, to try things (default: all)")
     add("--docs", type=pathlib.Path, default=pathlib.Path("docs"), help="(default: docs)")
-    folder = pathlib.Path("models/nano-llama")
-    add("--model", type=pathlib.Path, default=folder, help=f"(default: {folder})")
+    folder = MODELS / "nano-llama"
+    of_first = "of the runs over the first texts (default: {})"
+    add("--model", type=pathlib.Path, default=folder, help=of_first.format(folder))
     eval_set = folder / "nano_eval.npz"
-    add("--eval-set", type=pathlib.Path, default=eval_set, help=f"(default: {eval_set})")
+    add("--eval-set", type=pathlib.Path, default=eval_set, help=of_first.format(eval_set))
     add("--cache-dir", type=pathlib.Path, default=default_folder(), help="prefilled KV")
     add("--cache-bytes", type=int, default=DEFAULT_MAX_BYTES, help="bound of that folder")
     return parser

@@ -9,6 +9,7 @@ The document is written by hand but for what stands between
 which is made anew of docs/quality/RUN.json:
 
     figures RUN      every point of the run
+    claims RUN       points of a run over second texts, and how far each task lies from dense
     plot RUN         the run's plot, docs/quality/RUN.svg
     references RUN   beside docs/quality/references.json
     calibration      maximum compression that keeps accuracy (attnd.calibrate), of all runs that
@@ -158,6 +159,7 @@ class _Blocks:
         self._references = references
         self._of_run: dict[str, Callable[[str], str]] = {
             "figures": self._figures,
+            "claims": self._claims,
             "plot": self._plot,
             "references": self._beside_references,
         }
@@ -179,6 +181,11 @@ class _Blocks:
     def _figures(self, run: str) -> str:
         measurement = self._measurements[run]
         return f"{tables.caption(measurement)}\n\n{tables.figures(measurement)}"
+
+    def _claims(self, run: str) -> str:
+        measurement = self._measurements[run]
+        made = tables.claims(measurement), tables.by_task(measurement)
+        return "\n\n".join([tables.caption(measurement), *made])
 
     def _plot(self, run: str) -> str:
         measurement = self._measurements[run]

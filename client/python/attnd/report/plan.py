@@ -19,11 +19,19 @@ class Planned:
     Attributes:
         presets: those measured with all points of their series; None is all presets.
         policies: if given, these alone.
+        model, eval_set: below the folder of models; the program's --model and --eval-set if empty.
     """
 
     run: Run
     presets: tuple[str, ...] | None = None
     policies: tuple[Policy, ...] = ()
+    model: str = ""
+    eval_set: str = ""
+
+    @property
+    def second(self) -> bool:
+        """Whether nothing was chosen by its texts."""
+        return bool(self.eval_set)
 
     def chosen(self, presets: Sequence[str] | None) -> list[Policy]:
         """Its policies, of some presets only if these are given."""
@@ -52,6 +60,23 @@ def _middle_points(already: Collection[Policy]) -> Iterator[Policy]:
             yield series.policies[len(series.policies) // 2]
 
 
+# What is claimed of error-target, and what it is compared with.
+SECOND = _policies(
+    "error-target:tolerance=0.1@tree",
+    "error-target:tolerance=0.1@regression",
+    "error-target:tolerance=0.1@clusters",
+    "error-target:tolerance=0.05@tree",
+    "error-target:tolerance=0.2@tree",
+    "error-target:tolerance=0.1,quantile=0.95@tree",
+)
+
+
+def _second(model: str, length: int, eval_set: str = "nano_eval_2.npz") -> Planned:
+    """A run over texts that nothing was chosen by (models/texts)."""
+    run = Run(f"second-{model}-{length}", length)
+    return Planned(run, policies=SECOND, model=model, eval_set=f"texts/{eval_set}")
+
+
 PLAN = (
     Planned(Run("2048", 2048)),
     Planned(Run("8192", 8192)),
@@ -59,6 +84,13 @@ PLAN = (
     # The references cluster the whole middle at once; a segment is 8,192 tokens unless told
     # otherwise, and two of them cluster a little worse (docs/QUALITY.md).
     Planned(Run("16384-one-segment", 16384, segment_tokens=16384), policies=CLUSTER_REFERENCES),
+    *(
+        _second(model, length)
+        for model in ("nano-qwen3", "nano-latent", "nano-llama", "nano-llama-b")
+        for length in (8192, 16384)
+    ),
+    _second("nano-llama-long", 32768, "nano_long_eval_2.npz"),
+    _second("nano-llama-long", 65536, "nano_long_eval_2.npz"),
 )
 
 # By its name alone, so that a change of what it is by default is seen; and what that is, which is

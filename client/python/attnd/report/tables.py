@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from attnd.eval.results import Measurement, Task
+from attnd.eval.results import Measurement, Point, Task
 from attnd.eval.series import SERIES, policies_of
 from attnd.report.check import References, compare
 
@@ -43,8 +43,6 @@ def figures(measurement: Measurement) -> str:
     )
     rows = [("local dense", accuracies(measurement.local_dense, names), *[""] * 6)]
     for point in points:
-        error = f"{point.error:.2g}" if point.error < 1e-3 else f"{point.error:.3f}"
-        predicted = "-" if point.predicted is None else f"{point.predicted:.3f}"
         differences = measurement.minus_dense(point)
         rows.append(
             (
@@ -53,12 +51,74 @@ def figures(measurement: Measurement) -> str:
                 " ".join(str(differences[name]) for name in names),
                 f"{point.agreement:.3f}",
                 str(point.clear_disagreements),
-                error,
-                predicted,
+                _error(point),
+                _predicted(point),
                 f"{point.read:.4f}",
             )
         )
     return table(head, rows)
+
+
+def claims(measurement: Measurement) -> str:
+    """What error-target promises and what it kept: a line for each policy. `predicted / measured`
+    compares means; `within` is the share of rows whose error kept the tolerance, and the worst head
+    that whose rows did so least often, with the 95th percentile of its errors."""
+    head = (
+        "policy",
+        "agreement",
+        "error",
+        "predicted / measured",
+        "within",
+        "worst head",
+        "read",
+        "index",
+    )
+    rows = []
+    for point in measurement.points:
+        ratio = "-" if point.predicted is None else f"{point.predicted / point.error:.2f}"
+        within, index = (
+            "-" if share is None else f"{share:.3f}" for share in (point.within, point.index)
+        )
+        rows.append(
+            (
+                f"`{point.policy}`",
+                f"{point.agreement:.3f}",
+                _error(point),
+                ratio,
+                within,
+                _worst_head(point),
+                f"{100 * point.read:.2f}%",
+                index,
+            )
+        )
+    return table(head, rows)
+
+
+def by_task(measurement: Measurement) -> str:
+    """A line for each task: dense attention's accuracy, and each policy's less that, in points with
+    95% bounds."""
+    policies = [f"`{point.policy}`" for point in measurement.points]
+    apart = [measurement.minus_dense(point) for point in measurement.points]
+    rows = [
+        (name, str(len(dense.right)), short(dense.accuracy), *(str(of[name]) for of in apart))
+        for name, dense in measurement.local_dense.items()
+    ]
+    return table(("task", "texts", "dense", *policies), rows)
+
+
+def _error(point: Point) -> str:
+    return f"{point.error:.2g}" if point.error < 1e-3 else f"{point.error:.3f}"
+
+
+def _worst_head(point: Point) -> str:
+    worst = point.worst_head
+    if worst is None:
+        return "-"
+    return f"{worst['layer']}.{worst['head']}: {short(worst['within'])}, {worst['p95']:.2f}"
+
+
+def _predicted(point: Point) -> str:
+    return "-" if point.predicted is None else f"{point.predicted:.3f}"
 
 
 def caption(measurement: Measurement) -> str:
