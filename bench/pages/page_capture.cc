@@ -96,7 +96,8 @@ std::shared_ptr<const SequenceView> SegmentPrompt(std::shared_ptr<const Sequence
 
 }  // namespace
 
-absl::StatusOr<PageCapture> ReadPageCapture(const std::string& path) {
+absl::StatusOr<PageCapture> ReadPageCapture(const std::string& path,
+                                            attention::IndexSet indexes) {
   std::ifstream file(path, std::ios::binary);
   if (!file) return absl::UnavailableError(absl::StrCat(path, " cannot be read"));
   Header header{};
@@ -109,6 +110,7 @@ absl::StatusOr<PageCapture> ReadPageCapture(const std::string& path) {
   capture.decoded_tokens = header.decoded_tokens;
   auto view = std::make_shared<SequenceView>();
   view->shape = *shape;
+  view->indexes = indexes;
   const uint32_t tokens = header.prompt_tokens + header.decoded_tokens;
   for (uint32_t begin = 0; begin < tokens; begin += kTailBlockTokens) {
     view->tail.push_back(std::make_shared<TailBlock>(*shape));

@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries, keys and values of decoded tokens, for bench/pages/page_trace.cc to select by.
+"""Queries, keys and values of decoded tokens, for bench/pages/page_trace.cc to select by and
+bench/captured_steps.cc to time.
 
 nano-llama reads an evaluation context but for its last tokens, and those are decoded teacher-forced
 with dense attention: with 256 of them, 128 are the context's own running text and 128 are its 16
 questions. What each layer would have sent to attnd is written to one file a context:
 
     python bench/pages/page_trace_capture.py --length 16384 --limit 2 --out build/page-traces
+
+With --join N one file has N contexts, one behind the other: their keys are rotated to their places,
+and only the last one is decoded.
+
+    python bench/pages/page_trace_capture.py --model models/nano-qwen3 \\
+        --eval-set models/nano-llama/nano_eval.npz --limit 2 --join 8 --out build/captures
 
 A file is little-endian: 8 bytes of magic; u32 layers, query_heads, kv_heads, head_dim, prompt
 tokens, decoded tokens; f32 softmax scale; then bf16 for each layer k and v [kv_heads, prompt +
@@ -23,18 +30,20 @@ import numpy as np
 
 from attnd.eval.evalset import TASKS, Example, read_examples
 from attnd.nano import LayerKv, LocalKv, Model
+from attnd.nano.heads import rotate, rotations
 from attnd.tensors import BF16, Array
 
 MAGIC = b"ATNDCAP1"
+# For each layer k, v of all tokens [tokens, kv_heads, head_dim] and q of the decoded ones [decoded,
+# query_heads, head_dim], float32.
+Captured = list[tuple[Array, Array, Array]]
 
 
-def capture(model: Model, prompt: Array, decoded: Array) -> list[tuple[Array, Array, Array]]:
-    """For each layer k, v of all tokens [tokens, kv_heads, head_dim] and q of the decoded ones
-    [decoded, query_heads, head_dim], float32."""
+def capture(model: Model, prompt: Array, decoded: Array) -> Captured:
     layers: list[LayerKv] = model.prefill(prompt)
     tokens = len(prompt) + len(decoded)
     kv = LocalKv(layers, tokens, model.config.softmax_scale)
-    captured: list[tuple[Array, Array, Array]] = []
+    captured: Captured = []
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
         old_k, old_v = layers[layer]
@@ -45,15 +54,30 @@ def capture(model: Model, prompt: Array, decoded: Array) -> list[tuple[Array, Ar
     return captured
 
 
-def write(
-    path: pathlib.Path, model: Model, prompt: Array, captured: Sequence[tuple[Array, Array, Array]]
-) -> None:
+def join(model: Model, parts: Sequence[Captured]) -> Captured:
+    """The contexts one behind the other: all tokens' keys and values, the last one's queries. Each
+    part's positions count from 0."""
+    joined: Captured = []
+    for layer in zip(*parts):
+        keys, queries, offset = [], [], 0
+        for k, _, q in layer:
+            at = np.array([offset])
+            cos, sin = rotations(at, model.config.head_dim, model.config.rope_theta)
+            keys.append(rotate(k, cos, sin))
+            queries.append(rotate(q, cos, sin))
+            offset += len(k)
+        joined.append((np.concatenate(keys), np.concatenate([v for _, v, _ in layer]), queries[-1]))
+    return joined
+
+
+def write(path: pathlib.Path, model: Model, captured: Captured) -> None:
     """Writes one file as the module says."""
     config = model.config
     sizes = (config.layers, config.query_heads, config.kv_heads, config.head_dim)
     decoded = len(captured[0][2])
+    prompt = len(captured[0][0]) - decoded
     with path.open("wb") as file:
-        header = struct.pack("<6If", *sizes, len(prompt), decoded, config.softmax_scale)
+        header = struct.pack("<6If", *sizes, prompt, decoded, config.softmax_scale)
         file.write(MAGIC + header)
         for k, v, q in captured:
             for array in (k.swapaxes(0, 1), v.swapaxes(0, 1), q):
@@ -78,12 +102,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tasks", default=",".join(TASKS), help="separated by commas")
     parser.add_argument("--limit", type=int, default=2, help="contexts of each task")
     parser.add_argument("--decoded", type=int, default=256, help="tokens decoded at its end")
+    parser.add_argument("--join", type=int, default=1, help="contexts of a file")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder of the files")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Writes LENGTH-TASK-NUMBER.capture for each context."""
+    """Writes LENGTH-TASK-NUMBER.capture for each context, or for every --join of them: the task is
+    the last one's."""
     arguments = parse_arguments()
     model = Model.load(arguments.model)
     eval_set = arguments.eval_set or arguments.model / "nano_eval.npz"
@@ -91,11 +117,16 @@ def main() -> None:
     examples = read_examples(eval_set, arguments.length, tasks, arguments.limit)
     arguments.out.mkdir(parents=True, exist_ok=True)
     numbers = dict.fromkeys(tasks, 0)
+    waiting: list[Captured] = []
     for example in examples:
-        prompt, decoded = split(example, arguments.decoded)
-        name = f"{arguments.length}-{example.task}-{numbers[example.task]}.capture"
+        waiting.append(capture(model, *split(example, arguments.decoded)))
+        if len(waiting) < arguments.join:
+            continue
+        length = arguments.length * arguments.join
+        name = f"{length}-{example.task}-{numbers[example.task]}.capture"
         numbers[example.task] += 1
-        write(arguments.out / name, model, prompt, capture(model, prompt, decoded))
+        write(arguments.out / name, model, join(model, waiting))
+        waiting.clear()
         print(arguments.out / name)
 
 
