@@ -41,7 +41,7 @@ struct RegressionInput {
   std::optional<double> square_steps;
   // Whose first pass gives the outputs that errors are relative to before anything is read: the
   // groups of which some were opened. Null: this input's own.
-  std::shared_ptr<const RegressionInput> outputs_of;
+  std::shared_ptr<const RegressionInput> outputs_of = nullptr;
 };
 
 // Of one query head; each [clusters].
