@@ -27,7 +27,6 @@ class Opening:
 
 # What a sequence has that asks for nothing; policies that read no index go with it.
 CLUSTERS = Opening(("clusters",))
-REGRESSION = Opening(("regression",))
 # One upload for all policies over tokens in order; another for those that need feature maps, which a
 # server has for some models only.
 COMPLETION = Opening(tuple(name for name in INDEXES if name not in CLUSTER_INDEXES), observed=True)
@@ -84,9 +83,10 @@ def opening_of(policy: Policy, presets: Iterable[Preset]) -> Opening:
             return Opening((over or "clusters", *others))
         if preset.token_order and not preset.indexes:  # a keep-set, made at the prefill's end
             return Opening((), observed=True, alone=str(policy))
-        if "regression" in preset.indexes:
-            return REGRESSION
-        if preset.indexes and "clusters" not in preset.indexes:
+        own = [index for index in preset.indexes if index in CLUSTER_INDEXES]
+        if own:
+            return Opening((own[0],))
+        if preset.indexes:
             return shared
     return CLUSTERS
 

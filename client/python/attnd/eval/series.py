@@ -92,6 +92,17 @@ SERIES = (
         "tolerance=0.05",
         "tolerance=0.02",
     ),
+    _series(
+        "error-target",
+        "tolerance=off,floor=0.002@regression",
+        "tolerance=off@regression",
+        "tolerance=0.3@regression",
+        "tolerance=0.2@regression",
+        "tolerance=0.1@regression",
+        "tolerance=0.05@regression",
+        "tolerance=0.02@regression",
+        name="error-target over regression",
+    ),
     # What a server with the CUDA backend has of it.
     _series(
         "error-target",
