@@ -96,8 +96,7 @@ std::shared_ptr<const SequenceView> SegmentPrompt(std::shared_ptr<const Sequence
 
 }  // namespace
 
-absl::StatusOr<PageCapture> ReadPageCapture(const std::string& path,
-                                            attention::IndexSet indexes) {
+absl::StatusOr<PageCapture> ReadPageCapture(const std::string& path, attention::IndexSet indexes) {
   std::ifstream file(path, std::ios::binary);
   if (!file) return absl::UnavailableError(absl::StrCat(path, " cannot be read"));
   Header header{};

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Queries, keys and values of decoded tokens, for bench/pages/page_trace.cc to select by and
-bench/captured_steps.cc to time.
+captured_steps.cc beside it to time.
 
 nano-llama reads an evaluation context but for its last tokens, and those are decoded teacher-forced
 with dense attention: with 256 of them, 128 are the context's own running text and 128 are its 16

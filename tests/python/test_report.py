@@ -468,7 +468,7 @@ def test_plots_are_svg_with_every_name_and_the_same_again():
 
 def test_curves_are_by_tokens_read():
     drawn = plots.curves(many_points())
-    assert "dense" not in drawn and "streaming" not in drawn and len(drawn) == 15
+    assert "dense" not in drawn and "streaming" not in drawn and len(drawn) == 16
     for points in drawn.values():
         assert points == sorted(points, key=lambda one: one.read)
 

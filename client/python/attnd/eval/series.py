@@ -94,14 +94,14 @@ SERIES = (
     ),
     _series(
         "error-target",
-        "tolerance=off,floor=0.002@regression",
-        "tolerance=off@regression",
-        "tolerance=0.3@regression",
-        "tolerance=0.2@regression",
-        "tolerance=0.1@regression",
-        "tolerance=0.05@regression",
-        "tolerance=0.02@regression",
-        name="error-target over regression",
+        "tolerance=off,floor=0.002@tree",
+        "tolerance=off@tree",
+        "tolerance=0.3@tree",
+        "tolerance=0.2@tree",
+        "tolerance=0.1@tree",
+        "tolerance=0.05@tree",
+        "tolerance=0.02@tree",
+        name="error-target over a tree",
     ),
     # What a server with the CUDA backend has of it.
     _series(

@@ -5,7 +5,8 @@
 // Random keys have no clusters that matter more than others, so what a policy with a tolerance
 // takes over them says little.
 //
-//   captured_steps --policies="error-target:tolerance=0.1@tree" build/captures/131072-niah-0.capture
+//   captured_steps --policies="error-target:tolerance=0.1@tree"
+//   build/captures/131072-niah-0.capture
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -127,8 +128,8 @@ void Measure(attention::Backend* backend, const std::string& path, const std::st
       const attention::RowStats& stats = steps.stats();
       error += RelativeError(out, expected, capture.view->shape.value_dim);
       exact += static_cast<double>(stats.exact_tokens);
-      middle += static_cast<double>(stats.exact_tokens + stats.estimated_tokens +
-                                    stats.dropped_tokens);
+      middle +=
+          static_cast<double>(stats.exact_tokens + stats.estimated_tokens + stats.dropped_tokens);
       rows += static_cast<double>(stats.index_rows);
       clusters += static_cast<double>(stats.clusters);
       const attention::StageNanos& s = stats.stages;
@@ -137,9 +138,9 @@ void Measure(attention::Backend* backend, const std::string& path, const std::st
     }
   }
   const double ours = Median(seconds), theirs = Median(dense_seconds);
-  std::printf("| %s | %.2f | %.2f | %.1f | %.3f | %.2f%% | %.3f | %.2f |\n", text.c_str(), 1e3 * ours,
-              1e3 * theirs, theirs / ours, error / (count * layers), 100 * exact / middle,
-              rows / clusters, select / stages);
+  std::printf("| %s | %.2f | %.2f | %.1f | %.3f | %.2f%% | %.3f | %.2f |\n", text.c_str(),
+              1e3 * ours, 1e3 * theirs, theirs / ours, error / (count * layers),
+              100 * exact / middle, rows / clusters, select / stages);
   std::fflush(stdout);
 }
 
