@@ -12,9 +12,9 @@ A file holds the points of one run, that is of one length, dtype and way to segm
                     differences from it, with bounds, follow (attnd.eval.paired)
     points          of each policy: policy, tasks (as local_dense, and the task's read share),
                     error, read, predicted (null if the policy predicts none), within, worst_head
-                    and index (left out of policies that have none), agreement, clear_disagreements, and the
-                    commit that it was measured at, if that is known; attnd.eval.cli says what each
-                    is
+                    and index (left out of policies that have none), agreement,
+                    clear_disagreements, and the commit that it was measured at, if that is known;
+                    attnd.eval.cli says what each is
 
 Timings are left out, so that measuring again on another machine changes what differs and no more.
 """

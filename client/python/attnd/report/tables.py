@@ -75,7 +75,7 @@ def claims(measurement: Measurement) -> str:
     )
     rows = []
     for point in measurement.points:
-        ratio = "-" if point.predicted is None else f"{point.predicted / point.error:.2f}"
+        ratio = f"{point.predicted / point.error:.2f}" if point.predicted and point.error else "-"
         within, index = (
             "-" if share is None else f"{share:.3f}" for share in (point.within, point.index)
         )
