@@ -6,7 +6,7 @@
 // takes over them says little.
 //
 //   captured_steps --policies="error-target:tolerance=0.1@tree"
-//   build/captures/131072-niah-0.capture
+//   build/captures/131072-top-0.capture
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -145,8 +145,8 @@ void Measure(attention::Backend* backend, const std::string& path, const std::st
 }
 
 int Main(const std::vector<char*>& arguments) {
-  if (arguments.size() < 2) {
-    std::fprintf(stderr, "usage: captured_steps [--policies=...] CAPTURE...\n");
+  if (arguments.size() < 2 || absl::GetFlag(FLAGS_steps) == 0) {
+    std::fprintf(stderr, "usage: captured_steps [--policies=...] [--steps=1 or more] CAPTURE...\n");
     return 2;
   }
   attention::CpuBackendOptions options;
@@ -155,7 +155,8 @@ int Main(const std::vector<char*>& arguments) {
   const auto backend = attention::MakeCpuBackend(options);
   for (size_t i = 1; i < arguments.size(); ++i) {
     std::printf(
-        "\n%s, %u threads, %s: ms of a token, all layers; medians of %u tokens\n\n"
+        "\n%s, %u threads, %s: ms of a token, all layers; medians of %u tokens, or all there "
+        "are\n\n"
         "| policy | ms | dense ms | times as fast | error | read | index | score + select |\n"
         "|---|---|---|---|---|---|---|---|\n",
         arguments[i], options.threads, std::string(backend->target()).c_str(),

@@ -9,7 +9,7 @@ questions. What each layer would have sent to attnd is written to one file a con
     python bench/pages/page_trace_capture.py --length 16384 --limit 2 --out build/page-traces
 
 With --join N one file has N contexts, one behind the other: their keys are rotated to their places,
-and only the last one is decoded.
+and the queries are the last one's.
 
     python bench/pages/page_trace_capture.py --model models/nano-qwen3 \\
         --eval-set models/nano-llama/nano_eval.npz --limit 2 --join 8 --out build/captures
@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import struct
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -59,14 +60,14 @@ def join(model: Model, parts: Sequence[Captured]) -> Captured:
     part's positions count from 0."""
     joined: Captured = []
     for layer in zip(*parts):
-        keys, queries, offset = [], [], 0
-        for k, _, q in layer:
+        keys, offset = [], 0
+        for k, _, _ in layer:
             at = np.array([offset])
             cos, sin = rotations(at, model.config.head_dim, model.config.rope_theta)
             keys.append(rotate(k, cos, sin))
-            queries.append(rotate(q, cos, sin))
             offset += len(k)
-        joined.append((np.concatenate(keys), np.concatenate([v for _, v, _ in layer]), queries[-1]))
+        q = rotate(layer[-1][2], cos, sin)
+        joined.append((np.concatenate(keys), np.concatenate([v for _, v, _ in layer]), q))
     return joined
 
 
@@ -111,7 +112,11 @@ def main() -> None:
     """Writes LENGTH-TASK-NUMBER.capture for each context, or for every --join of them: the task is
     the last one's."""
     arguments = parse_arguments()
+    if arguments.join < 1:
+        sys.exit("--join is 1 or more")
     model = Model.load(arguments.model)
+    if model.config.latent is not None:
+        sys.exit("a latent model's keys and values do not fit the format")
     eval_set = arguments.eval_set or arguments.model / "nano_eval.npz"
     tasks = arguments.tasks.split(",")
     examples = read_examples(eval_set, arguments.length, tasks, arguments.limit)
@@ -128,6 +133,8 @@ def main() -> None:
         write(arguments.out / name, model, join(model, waiting))
         waiting.clear()
         print(arguments.out / name)
+    if waiting:
+        print(f"{len(waiting)} contexts are too few for a file of {arguments.join}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -136,8 +136,8 @@ class Client:
                 these ids nothing has to be uploaded (``tokens_present``).
             resume: ``SealResult.sealed_id`` of what it shall begin with, all of it; 0 is none.
             indexes: what to build of its segments, names of :data:`attnd.INDEXES`; segments are in
-                cluster order if "clusters", "regression" or "tree" is one of them, else in token order.
-                None: what the policy needs, and clusters if it needs none.
+                cluster order if "clusters", "regression" or "tree" is one of them, else in token
+                order. None: what the policy needs, and clusters if it needs none.
         """
         reply = self._call(
             self._stub.OpenSequence,

@@ -21,8 +21,8 @@ A result, one for each --policy:
                     same KV
     within          share of rows (one layer, query head and question token) whose error is within the
                     policy's tolerance; null of policies that name none
-    worst_head      {"layer", "head", "within", "p95"}: the query head with the least such share, and the
-                    95th percentile of its errors; null as within
+    worst_head      {"layer", "head", "within", "p95"}: the query head with the least such share,
+                    and the 95th percentile of its errors; null as within
     read_fraction   tokens of the middle read exactly / tokens of the middle
     index_fraction  rows of the index that cluster policies looked at, clusters and groups of
                     clusters / clusters; null of other policies and on a GPU

@@ -275,7 +275,9 @@ def _tasks_from(tasks: dict[str, Any]) -> dict[str, Task]:
 
 
 def _rounded_all(values: dict[str, float]) -> dict[str, float]:
-    return {name: value if isinstance(value, int) else _rounded(value) for name, value in values.items()}
+    return {
+        name: value if isinstance(value, int) else _rounded(value) for name, value in values.items()
+    }
 
 
 def _rounded(value: float) -> float:

@@ -28,11 +28,6 @@ class Planned:
     model: str = ""
     eval_set: str = ""
 
-    @property
-    def second(self) -> bool:
-        """Whether nothing was chosen by its texts."""
-        return bool(self.eval_set)
-
     def chosen(self, presets: Sequence[str] | None) -> list[Policy]:
         """Its policies, of some presets only if these are given."""
         all_of_them = self.policies or policies_of(SERIES)
