@@ -25,6 +25,17 @@ float MeanNorm2(const float* x, size_t n, float divisor) {
   return sum;
 }
 
+// What brings a lane's zone and its items to the greater of their maxima, and their sum there.
+struct Together {
+  float zone_factor, factor, total;
+};
+Together WithZone(const QuadState& zone, const ClusterScores::Quad& scores, size_t lane) {
+  const float max = std::max(zone.max[lane], scores.max[lane]);
+  const float zone_factor = std::exp(zone.max[lane] - max);
+  const float factor = std::exp(scores.max[lane] - max);
+  return {zone_factor, factor, zone.sum[lane] * zone_factor + scores.sum[lane] * factor};
+}
+
 // value * factor, where nothing stays nothing even times infinity.
 float Scaled(float value, float factor) { return value == 0 ? 0 : value * factor; }
 
@@ -156,16 +167,13 @@ void ClusterEstimates::FindNorms(std::span<const QuadState> zones) {
     const ClusterScores::Quad& scores = scores_->quads()[q];
     const QuadState& zone = zones[q];
     for (size_t lane = 0; lane < kQuad; ++lane) {
-      const float max = std::max(zone.max[lane], scores.max[lane]);
-      const float zone_factor = std::exp(zone.max[lane] - max);
-      const float factor = std::exp(scores.max[lane] - max);
+      const Together with = WithZone(zone, scores, lane);
       float* const sum = quads_[q].estimate.values + lane * value_dim_;
       const float* const zone_values = zone.values + lane * value_dim_;
       for (size_t c = 0; c < value_dim_; ++c) {
-        sum[c] = sum[c] * factor + zone_values[c] * zone_factor;
+        sum[c] = sum[c] * with.factor + zone_values[c] * with.zone_factor;
       }
-      const float total = zone.sum[lane] * zone_factor + scores.sum[lane] * factor;
-      quads_[q].norm[lane] = std::sqrt(MeanNorm2(sum, value_dim_, total));
+      quads_[q].output_norm[lane] = std::sqrt(MeanNorm2(sum, value_dim_, with.total));
     }
   }
 }
@@ -186,10 +194,7 @@ void ClusterEstimates::MeasureQuad(size_t quad, const QuadState& zone, bool rela
                         second_moment);
   }
   for (size_t lane = 0; lane < kQuad; ++lane) {
-    const float max = std::max(zone.max[lane], scores.max[lane]);
-    const float zone_factor = std::exp(zone.max[lane] - max);
-    const float factor = std::exp(scores.max[lane] - max);
-    const float total = zone.sum[lane] * zone_factor + scores.sum[lane] * factor;
+    const auto [zone_factor, factor, total] = WithZone(zone, scores, lane);
     // The zone's values enter by their merged state: a lower bound of their second moment.
     float moment = second_moment[lane] * factor;
     if (zone.sum[lane] > 0) {
@@ -198,8 +203,9 @@ void ClusterEstimates::MeasureQuad(size_t quad, const QuadState& zone, bool rela
     }
     own.least_norm[lane] =
         std::max(kLeastNormShare * std::sqrt(moment / total), std::numeric_limits<float>::min());
-    own.output_norm[lane] = relative_to_output ? own.norm[lane] : 1.0f;
-    const float norm = relative_to_output ? std::max(own.norm[lane], own.least_norm[lane]) : 1.0f;
+    if (!relative_to_output) own.output_norm[lane] = 1.0f;
+    const float norm =
+        relative_to_output ? std::max(own.output_norm[lane], own.least_norm[lane]) : 1.0f;
     own.mass_unit[lane] = factor / total;
     own.error_unit[lane] = factor / total / norm;
   }

@@ -63,8 +63,7 @@ class ClusterEstimates {
     float mass_unit[kQuad] = {};   // error_unit without the norm of the output
     float error2_sum[kQuad] = {};  // of the estimated items
     float mass2_sum[kQuad] = {};
-    float norm[kQuad] = {};         // |o~|, by FindNorms
-    float output_norm[kQuad] = {};  // the same; 1 if errors are relative to nothing
+    float output_norm[kQuad] = {};  // |o~|, by FindNorms; 1 if errors are relative to nothing
     float least_norm[kQuad] = {};   // floor under |o| in relative errors
     QuadState estimate;
     float* shift = nullptr;        // [4][value_dim] the regression's part of the estimate, or null

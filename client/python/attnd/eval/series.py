@@ -50,6 +50,16 @@ def _twilight(selector: str) -> Series:
     return _series("twilight", *points, name=f"twilight over {selector}")
 
 
+_ERROR_TARGETS = (
+    "tolerance=off,floor=0.002",
+    "tolerance=off",  # the floor alone, 1% of the clusters
+    "tolerance=0.3",
+    "tolerance=0.2",
+    "tolerance=0.1",
+    "tolerance=0.05",
+    "tolerance=0.02",
+)
+
 SERIES = (
     _series("dense"),
     _series("streaming"),
@@ -82,36 +92,16 @@ SERIES = (
         "p1=1,p2=0.95",
     ),
     _series("topk-completion", "budget=0.5%", "budget=1%", "budget=2%", "budget=5%"),
+    _series("error-target", *_ERROR_TARGETS),
     _series(
         "error-target",
-        "tolerance=off,floor=0.002",
-        "tolerance=off",  # the floor alone, 1% of the clusters
-        "tolerance=0.3",
-        "tolerance=0.2",
-        "tolerance=0.1",
-        "tolerance=0.05",
-        "tolerance=0.02",
-    ),
-    _series(
-        "error-target",
-        "tolerance=off,floor=0.002@tree",
-        "tolerance=off@tree",
-        "tolerance=0.3@tree",
-        "tolerance=0.2@tree",
-        "tolerance=0.1@tree",
-        "tolerance=0.05@tree",
-        "tolerance=0.02@tree",
+        *(f"{point}@tree" for point in _ERROR_TARGETS),
         name="error-target over a tree",
     ),
     # What a server with the CUDA backend has of it.
     _series(
         "error-target",
-        "tolerance=off,floor=0.002@clusters",
-        "tolerance=off@clusters",
-        "tolerance=0.3@clusters",
-        "tolerance=0.2@clusters",
-        "tolerance=0.1@clusters",
-        "tolerance=0.05@clusters",
+        *(f"{point}@clusters" for point in _ERROR_TARGETS[:-1]),
         name="error-target over clusters",
     ),
 )
