@@ -66,7 +66,8 @@ void ClusterUnit::OpenGroups(std::span<const QuadState> zones, OrderScratch* ord
   std::fill(fate_.begin(), fate_.end(), Fate::kEstimated);
   const uint32_t groups = items().count();
   const double share = std::min(1.0, std::max(kOpenedShare, kOpenedPerFloor * policy_.floor));
-  MarkFloor(groups, ShareOf(share, groups), order);
+  const size_t least = std::min<size_t>(kOpenedLeast, groups);
+  MarkFloor(groups, std::max(least, ShareOf(share, groups)), order);
   if (std::isfinite(policy_.tolerance)) {
     estimates_.FindNorms(zones);
     estimates_.MeasureErrors(zones, /*relative_to_output=*/true);

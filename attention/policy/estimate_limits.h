@@ -23,10 +23,12 @@ inline constexpr float kCoherentShare = 0.45f;
 inline constexpr float kOptimism = 2.0f;
 inline constexpr float kGroupOptimism = 4.0f;
 // Over a tree: the share of the tolerance that the error of closed groups may take; and the share
-// of the groups that are opened in any case, at least so many times the policy's floor.
+// of the groups that are opened in any case, at least so many times the policy's floor, and at
+// least so many groups: a short text's index costs little, and a few groups hide much of it.
 inline constexpr double kClosedErrorShare = 0.3;
 inline constexpr double kOpenedShare = 0.05;
 inline constexpr double kOpenedPerFloor = 2;
+inline constexpr unsigned kOpenedLeast = 32;
 // The logarithm of a row's error over what its prediction is kept below is taken for normal, with
 // this mean and this standard deviation.
 inline constexpr double kErrorBias = -1.4;

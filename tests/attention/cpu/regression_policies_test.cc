@@ -13,6 +13,7 @@
 #include <memory>
 
 #include "attention/cpu/cpu_backend.h"
+#include "attention/policy/estimate_limits.h"
 #include "tests/attention/cpu/paged_support.h"
 #include "tests/attention/cpu/row_check.h"
 #include "tests/attention/oracle_support.h"
@@ -37,7 +38,8 @@ void PrintTo(const Case& c, std::ostream* out) {
        << c.indexes.ToString();
 }
 
-// Groups 1, 2, 3, 8 and 12; dims that are odd multiples of 16; latent ones; with labels.
+// Groups 1, 2, 3, 8 and 12; dims that are odd multiples of 16; latent ones; with labels. Trees of
+// more than kOpenedLeast groups, and of fewer, of which all are opened.
 const Case kCases[] = {
     {1, 1, 16, 16, {700}, 70},
     {2, 2, 64, 64, {1024, 640}, 90},
@@ -49,9 +51,9 @@ const Case kCases[] = {
     {12, 1, 80, 64, {650, 800}, 100, true},
     {3, 1, 48, 48, {900, 17}, 65, true},
     {1, 1, 16, 16, {700}, 70, false, kTreeIndexes},
-    {6, 2, 48, 16, {800, 555, 613}, 1, false, kTreeIndexes},
+    {6, 2, 48, 16, {2100, 555, 1613}, 1, false, kTreeIndexes},
     {16, 2, 128, 128, {1024, 700}, 77, false, kTreeIndexes},
-    {12, 1, 80, 64, {1111, 40}, 130, false, {IndexKind::kTree, IndexKind::kLabels}},
+    {12, 1, 80, 64, {2611, 40}, 130, false, {IndexKind::kTree, IndexKind::kLabels}},
     {3, 1, 48, 48, {900, 17}, 65, true, kTreeIndexes},
 };
 
@@ -291,6 +293,34 @@ TEST_F(RegressionRows, LessToleranceReadsMore) {
               *step.rows[r - 1].stats.predicted_error_mean * 1.0001f);
   }
   EXPECT_GT(step.rows.back().stats.exact_tokens, step.rows[0].stats.exact_tokens);
+}
+
+// ---- over a tree ----
+
+// Of a short text's groups none is closed; of others kOpenedLeast are opened in any case, those that
+// might hide the one token that a query looks for.
+TEST_F(RegressionRows, TheLeastOfATreesGroupsIsOpened) {
+  const auto closed = [&](std::vector<uint32_t> segments, const std::string& tolerance) {
+    SequenceSpec spec = Spec(std::move(segments), 70);
+    spec.indexes = kTreeIndexes;
+    TestSequence sequence = MakeSequence(spec);
+    const TestRow row = MakeRow(&sequence, Parse("error-target", {{"tolerance", tolerance}}),
+                                spec.tokens() - 1, 1, false, DType::kFp32, 0, TestSeed());
+    RunAndCheckRows(backend_.get(), 0, {&row, 1});
+    const StepResult step = RunStep(backend_.get(), 0, {&row, 1});
+    size_t groups = 0;
+    for (const auto& segment : sequence.view->segments) groups += segment->groups(0, 0).clusters;
+    return std::pair{groups, step.plans[0].closed.size()};
+  };
+  const auto [few, closed_of_few] = closed({700, 640}, "off");
+  EXPECT_LE(few, size_t{kOpenedLeast});
+  EXPECT_EQ(closed_of_few, 0u);
+  const auto [many, closed_of_many] = closed({2400, 640}, "off");
+  EXPECT_GT(many, size_t{kOpenedLeast});
+  EXPECT_EQ(closed_of_many, many - kOpenedLeast);
+  const auto [same, closed_with_tolerance] = closed({2400, 640}, "1");
+  EXPECT_EQ(same, many);
+  EXPECT_GT(closed_with_tolerance, 0u);
 }
 
 // ---- pages that are not there ----

@@ -80,7 +80,8 @@ OpenedTree OpenAsGiven(const TestRow& row, uint32_t layer, uint32_t kv_head,
   const auto select = by_head ? oracle::SelectForHeads : oracle::SelectAmong;
   tree.wrong = oracle::CheckPlan(
       select(*groups, queries, zones, kClosedErrorShare * row.policy.tolerance / factor,
-             oracle::FractionCount(share, count), std::vector<bool>(count, true), kGroupOptimism,
+             std::max(oracle::FractionCount(share, count), std::min<size_t>(kOpenedLeast, count)),
+             std::vector<bool>(count, true), kGroupOptimism,
              /*margin=*/1e-4)
           .selection,
       opening);
