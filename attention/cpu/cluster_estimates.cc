@@ -46,8 +46,8 @@ size_t ClusterEstimates::ArenaBytes(const SequenceView& view, uint32_t layer, ui
   constexpr size_t kRounding = size_t{8} * 64;  // of the separate allocations
   const size_t n = CountClusters(view, layer, kv_head);
   const bool regression = view.indexes.has_regression();
-  const size_t arrays = regression ? 3 : 2;
-  const size_t value_rows = regression ? 2 : 1;
+  const size_t arrays = regression ? 2 : 1;
+  const size_t value_rows = regression ? 4 : 2;
   const size_t per_quad = arrays * n * kQuad * sizeof(float) + sizeof(Quad) +
                           value_rows * kQuad * view.shape.value_dim * sizeof(float) + kRounding;
   return quads * per_quad + n * sizeof(float) + kRounding;
@@ -63,120 +63,193 @@ ClusterEstimates::ClusterEstimates(const UnitQuery& query, ClusterScores* scores
   const size_t n = scores->items().all_clusters();
   for (Quad& quad : quads_) {
     quad = Quad{};
-    quad.weight = arena->Allocate<float>(n * kQuad).data();
-    quad.estimate.values = arena->Allocate<float>(kQuad * value_dim_).data();
+    const auto sum = [&] { return arena->Allocate<float>(kQuad * value_dim_).data(); };
+    quad.sums.values = quad.estimate.values = sum();
+    quad.kept.values = sum();
     if (scores->second_order()) quad.error2 = arena->Allocate<float>(n * kQuad).data();
     if (!scores->has_regression()) continue;
     quad.mass2 = arena->Allocate<float>(n * kQuad).data();
-    quad.shift = arena->Allocate<float>(kQuad * value_dim_).data();
+    quad.sums.shift = sum();
+    quad.kept.shift = sum();
   }
 }
 
 // ---- sums ----
 
-// share_ = 1 for the items of this fate, 0 for others; returns whether there is one.
-bool ClusterEstimates::MarkShare(std::span<const Fate> fate, Fate wanted) {
-  bool any = false;
+// share_ = 1 for the items of this fate, 0 for others; returns how many there are.
+size_t ClusterEstimates::MarkShare(std::span<const Fate> fate, Fate wanted) {
+  size_t count = 0;
   for (size_t i = 0; i < fate.size(); ++i) {
-    share_[i] = fate[i] == wanted ? 1.0f : 0.0f;
-    any |= fate[i] == wanted;
+    const bool is = fate[i] == wanted;
+    share_[i] = is ? 1.0f : 0.0f;
+    count += is ? 1 : 0;
   }
-  return any;
+  return count;
 }
 
 void ClusterEstimates::Estimate(std::span<const Fate> fate) {
   const StageTimer timer(&nanos_);
-  const ClusterItems& items = scores_->items();
-  const bool dropping = MarkShare(fate, Fate::kDropped);
+  const bool dropping = MarkShare(fate, Fate::kDropped) > 0;
   for (size_t q = 0; q < quads_.size(); ++q) {
     std::fill_n(quads_[q].dropped_sum, kQuad, 0.0f);
     if (!dropping) continue;
-    kernels::ScaleQuads(scores_->quads()[q].log_mass, share_.data(), items.count(), nullptr,
+    kernels::ScaleQuads(scores_->quads()[q].log_mass, share_.data(), fate.size(), nullptr,
                         quads_[q].dropped_sum);
   }
-  MarkShare(fate, Fate::kEstimated);
-  EstimateMarked();
-}
-
-void ClusterEstimates::EstimateMarked() {
-  const ClusterItems& items = scores_->items();
+  const Kept kept = UsableSums(MarkShare(fate, Fate::kEstimated));
   for (size_t q = 0; q < quads_.size(); ++q) {
-    const ClusterScores::Quad& scores = scores_->quads()[q];
     Quad& quad = quads_[q];
-    ClearState(value_dim_, &quad.estimate);
-    kernels::ScaleQuads(scores.log_mass, share_.data(), items.count(), quad.weight,
-                        quad.estimate.sum);
-    for (size_t lane = 0; lane < kQuad; ++lane) {
-      if (quad.estimate.sum[lane] > 0) quad.estimate.max[lane] = scores.max[lane];
-    }
-    for (size_t s = 0; s < scores_->segments(); ++s) {
-      for (const Span& span : items.spans_of(s)) {
-        AddMeanValues(shape_, items.index_of(span), span.first, span.count,
-                      quad.weight + span.item * kQuad, quad.estimate.values);
+    SumWeights(q);
+    if (kept == Kept::kNothing) {
+      SumRows({}, q);
+    } else {
+      const bool all = kept == Kept::kAllItems;
+      SumRows(all ? Rows{.share = 0} : Rows{.groups = false}, q);
+      float factor[kQuad];
+      for (size_t lane = 0; lane < kQuad; ++lane) {
+        factor[lane] = std::exp(quad.kept_max[lane] - scores_->quads()[q].max[lane]);
       }
-      AddBaseOf(s, q);
+      AddSums(quad.kept, factor, all ? -1.0f : 1.0f, &quad.sums);
     }
-    if (scores_->has_regression()) AddShift(q);
+    AddShift(q);
   }
 }
 
-// Adds to the estimate's values what rows in bytes of the segment have in common.
-void ClusterEstimates::AddBaseOf(size_t segment, size_t quad) {
-  const ClusterItems& items = scores_->items();
-  if (items.clusters_of(segment).byte_mean_values.base == nullptr) return;
-  float weight_sum[kQuad] = {0, 0, 0, 0};
-  for (const Span& span : items.spans_of(segment)) {
-    const float* const weight = quads_[quad].weight + span.item * kQuad;
-    for (size_t i = 0; i < span.count * kQuad; ++i) weight_sum[i % kQuad] += weight[i];
+// What Estimate begins with if so many items are estimated. A difference of sums is as exact as the
+// greater of them: that is good enough unless next to nothing of it is left, or it is scaled up.
+ClusterEstimates::Kept ClusterEstimates::UsableSums(size_t estimated) const {
+  if (kept_ == Kept::kAllItems && estimated < scores_->items().count() / 2) return Kept::kNothing;
+  // A group's estimate exceeds that of its clusters by exp(kVarianceCap / 2) at most, but for
+  // rounding, and its maximum by as many clusters as it has.
+  constexpr float kLogGreatestFactor = 7;
+  for (size_t q = 0; q < quads_.size(); ++q) {
+    for (size_t lane = 0; lane < kQuad; ++lane) {
+      const float above = quads_[q].kept_max[lane] - scores_->quads()[q].max[lane];
+      if (kept_ != Kept::kNothing && !(above < kLogGreatestFactor)) return Kept::kNothing;
+    }
   }
-  AddBase(shape_, items.clusters_of(segment), weight_sum, quads_[quad].estimate.values);
+  return kept_;
+}
+
+// Makes the estimate's sum that of the marked items' weights.
+void ClusterEstimates::SumWeights(size_t quad) {
+  const ClusterScores::Quad& scores = scores_->quads()[quad];
+  Quad& own = quads_[quad];
+  ClearState(value_dim_, &own.estimate);
+  kernels::ScaleQuads(scores.log_mass, share_.data(), scores_->items().count(), nullptr,
+                      own.estimate.sum);
+  for (size_t lane = 0; lane < kQuad; ++lane) {
+    if (own.estimate.sum[lane] > 0) own.estimate.max[lane] = scores.max[lane];
+  }
+}
+
+// Makes the sums those of `rows`.
+void ClusterEstimates::SumRows(const Rows& rows, size_t quad) {
+  Quad& own = quads_[quad];
+  std::fill_n(own.sums.values, kQuad * value_dim_, 0.0f);
+  if (own.sums.shift != nullptr) std::fill_n(own.sums.shift, kQuad * value_dim_, 0.0f);
+  for (size_t s = 0; s < scores_->segments(); ++s) SumRowsOf(s, rows, quad);
+}
+
+void ClusterEstimates::SumRowsOf(size_t segment, const Rows& rows, size_t quad) {
+  const ClusterItems& items = scores_->items();
+  const ClusterScores::Quad& scores = scores_->quads()[quad];
+  RegressionTerms* const regression = scores_->regression();
+  const Sums& sums = quads_[quad].sums;
+  float weight_sum[kQuad] = {0, 0, 0, 0};
+  bool any = false;
+  const auto add = [&](const ClusterIndex& index, size_t first, uint32_t count, size_t item) {
+    const float* const weight = scores.log_mass + item * kQuad;
+    AddMeanValues(shape_, index, first, count, weight, sums.values);
+    for (size_t i = 0; i < count * kQuad; ++i) weight_sum[i % kQuad] += weight[i];
+    if (regression != nullptr) {
+      regression->AddVariances(index, first, count, weight, scores.d2 + item * kQuad);
+    }
+    any = true;
+  };
+  for (const Span& span : items.spans_of(segment)) {
+    if (span.groups && !rows.groups) continue;
+    const float* const share = share_.data() + span.item;
+    for (uint32_t i = 0, end = 0; i < span.count; i = end) {
+      end = i + 1;
+      if (share[i] != rows.share) continue;
+      while (end < span.count && share[end] == rows.share) ++end;
+      add(items.index_of(span), span.first + i, end - i, span.item + i);
+    }
+  }
+  if (!any) return;
+  AddBase(shape_, items.clusters_of(segment), weight_sum, sums.values);
+  if (regression != nullptr) {
+    regression->Shift(segment, quad, items.clusters_of(segment), sums.shift);
+  }
+}
+
+// to = factor * sums + sign * to.   factor: [4].
+void ClusterEstimates::AddSums(const Sums& sums, const float* factor, float sign, Sums* to) const {
+  for (size_t i = 0; i < kQuad * value_dim_; ++i) {
+    const float f = factor[i / value_dim_];
+    to->values[i] = sums.values[i] * f + sign * to->values[i];
+    if (to->shift != nullptr) to->shift[i] = sums.shift[i] * f + sign * to->shift[i];
+  }
 }
 
 // Moves the estimate's values by what the regression knows of the estimated items.
 void ClusterEstimates::AddShift(size_t quad) {
-  const ClusterItems& items = scores_->items();
-  RegressionTerms* const regression = scores_->regression();
   Quad& own = quads_[quad];
-  std::fill_n(own.shift, kQuad * value_dim_, 0.0f);
-  for (size_t s = 0; s < scores_->segments(); ++s) {
-    for (const Span& span : items.spans_of(s)) {
-      const size_t offset = span.item * kQuad;
-      regression->AddVariances(items.index_of(span), span.first, span.count, own.weight + offset,
-                               scores_->quads()[quad].d2 + offset);
-    }
-    regression->Shift(s, quad, items.clusters_of(s), own.shift);
-  }
+  if (own.sums.shift == nullptr) return;
   for (size_t lane = 0; lane < kQuad; ++lane) {
-    const float* shift = own.shift + lane * value_dim_;
+    const float* shift = own.sums.shift + lane * value_dim_;
     double norm2 = 0;
     for (size_t c = 0; c < value_dim_; ++c) {
-      own.estimate.values[lane * value_dim_ + c] += shift[c];
+      own.sums.values[lane * value_dim_ + c] += shift[c];
       norm2 += double{shift[c]} * shift[c];
     }
     own.shift_norm[lane] = static_cast<float>(std::sqrt(norm2));
   }
 }
 
-// ---- errors ----
-
 void ClusterEstimates::FindNorms(std::span<const QuadState> zones) {
   const StageTimer timer(&nanos_);
   std::fill_n(share_.begin(), scores_->items().count(), 1.0f);
-  EstimateMarked();
+  kept_ = Kept::kAllItems;
   for (size_t q = 0; q < quads_.size(); ++q) {
     const ClusterScores::Quad& scores = scores_->quads()[q];
-    const QuadState& zone = zones[q];
+    Quad& quad = quads_[q];
+    SumWeights(q);
+    SumRows({}, q);
+    std::copy_n(quad.sums.values, kQuad * value_dim_, quad.kept.values);
+    if (quad.kept.shift != nullptr) {
+      std::copy_n(quad.sums.shift, kQuad * value_dim_, quad.kept.shift);
+    }
+    std::copy_n(scores.max, kQuad, quad.kept_max);
+    AddShift(q);
     for (size_t lane = 0; lane < kQuad; ++lane) {
-      const Together with = WithZone(zone, scores, lane);
-      float* const sum = quads_[q].estimate.values + lane * value_dim_;
-      const float* const zone_values = zone.values + lane * value_dim_;
+      const Together with = WithZone(zones[q], scores, lane);
+      float* const sum = quad.sums.values + lane * value_dim_;
+      const float* const zone_values = zones[q].values + lane * value_dim_;
       for (size_t c = 0; c < value_dim_; ++c) {
         sum[c] = sum[c] * with.factor + zone_values[c] * with.zone_factor;
       }
-      quads_[q].output_norm[lane] = std::sqrt(MeanNorm2(sum, value_dim_, with.total));
+      quad.output_norm[lane] = std::sqrt(MeanNorm2(sum, value_dim_, with.total));
+      // What is no number would stay in all differences.
+      if (!std::isfinite(quad.output_norm[lane])) ForgetSums();
     }
   }
 }
+
+void ClusterEstimates::TakeOutOpened(std::span<const Fate> fate) {
+  if (kept_ == Kept::kNothing) return;
+  const StageTimer timer(&nanos_);
+  MarkShare(fate, Fate::kExact);
+  constexpr float kLess[kQuad] = {-1, -1, -1, -1};
+  for (size_t q = 0; q < quads_.size(); ++q) {
+    SumRows({}, q);
+    AddSums(quads_[q].sums, kLess, 1, &quads_[q].kept);
+  }
+  kept_ = Kept::kClosedGroups;
+}
+
+// ---- errors ----
 
 void ClusterEstimates::MeasureErrors(std::span<const QuadState> zones, bool relative_to_output) {
   for (size_t q = 0; q < quads_.size(); ++q) MeasureQuad(q, zones[q], relative_to_output);

@@ -22,11 +22,17 @@ class ClusterEstimates {
                            size_t quads);
   ClusterEstimates(const UnitQuery& query, ClusterScores* scores, StepArena* arena);
 
-  // Sums up the items to estimate.
+  // Sums up the items to estimate. Where sums are kept of which they are most, or all but clusters,
+  // these are what it begins with: few rows are read twice.
   void Estimate(std::span<const Fate> fate);
-  // Finds the norms of the outputs that zones and all items' estimates give together. Before
-  // Estimate, which begins anew.
+  // Finds the norms of the outputs that zones and all items' estimates give together, and keeps the
+  // sums of these estimates.
   void FindNorms(std::span<const QuadState> zones);
+  // The items are groups of which those that are exact are about to be opened: takes these out of
+  // the sums that are kept. From now on the items are these groups' clusters and the other groups.
+  void TakeOutOpened(std::span<const Fate> fate);
+  // Keeps no sums: the items are other ones.
+  void ForgetSums() { kept_ = Kept::kNothing; }
   // Finds the squared errors of leaving each item to its estimate, relative to the norms that
   // FindNorms found last, of these items or of groups that they are members of; or to nothing.
   void MeasureErrors(std::span<const QuadState> zones, bool relative_to_output);
@@ -52,9 +58,24 @@ class ClusterEstimates {
  private:
   using Span = ClusterItems::Span;
 
+  // Of which items the sums are that FindNorms has kept.
+  enum class Kept { kNothing, kAllItems, kClosedGroups };
+
+  // Rows to sum up: those with this share_, and groups among them or not.
+  struct Rows {
+    float share = 1;
+    bool groups = true;
+  };
+
+  // Mean values by weight, and the regression's part of them: [4][value_dim], but shift is null
+  // without a regression.
+  struct Sums {
+    float* values = nullptr;
+    float* shift = nullptr;
+  };
+
   // Of four query heads; arrays are [items][4].
   struct Quad {
-    float* weight = nullptr;        // the scores' weights, 0 for items that are not estimated
     float* error2 = nullptr;        // squared errors times error_unit^2; null for the first order
     float* mass2 = nullptr;         // RegressionErrorArgs::mass2; null without a regression
     float dropped_sum[kQuad] = {};  // weights of dropped clusters
@@ -65,18 +86,23 @@ class ClusterEstimates {
     float mass2_sum[kQuad] = {};
     float output_norm[kQuad] = {};  // |o~|, by FindNorms; 1 if errors are relative to nothing
     float least_norm[kQuad] = {};   // floor under |o| in relative errors
-    QuadState estimate;
-    float* shift = nullptr;        // [4][value_dim] the regression's part of the estimate, or null
-    float shift_norm[kQuad] = {};  // |shift|
+    QuadState estimate;             // its values contain the shift
+    Sums sums;                      // of the estimate; its values are the estimate's
+    float shift_norm[kQuad] = {};   // |shift|
+    Sums kept;                      // with weights at kept_max
+    float kept_max[kQuad] = {};
   };
 
   void AddLaneErrors(size_t quad, size_t begin, size_t end, float divisor,
                      std::span<float> score) const;
   float OutputShare2(const Quad& quad, size_t lane) const;
-  bool MarkShare(std::span<const Fate> fate, Fate wanted);
-  void AddBaseOf(size_t segment, size_t quad);
+  size_t MarkShare(std::span<const Fate> fate, Fate wanted);
+  Kept UsableSums(size_t estimated) const;
+  void SumWeights(size_t quad);
+  void SumRows(const Rows& rows, size_t quad);
+  void SumRowsOf(size_t segment, const Rows& rows, size_t quad);
+  void AddSums(const Sums& sums, const float* factor, float sign, Sums* to) const;
   void AddShift(size_t quad);
-  void EstimateMarked();
   void MeasureQuad(size_t quad, const QuadState& zone, bool relative_to_output);
   void MeasureSpan(const Span& span, size_t quad);
 
@@ -85,8 +111,10 @@ class ClusterEstimates {
   const size_t value_dim_;
   ClusterScores* const scores_;
   std::span<Quad> quads_;
-  // For as many items as there are clusters: 1 for those to sum up, 0 for others.
+  // For as many items as there are clusters: 1 for those to sum up, 0 for others. After Estimate
+  // the estimated ones.
   std::span<float> share_;
+  Kept kept_ = Kept::kNothing;
   uint64_t nanos_ = 0;
 };
 

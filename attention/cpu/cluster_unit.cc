@@ -72,6 +72,7 @@ void ClusterUnit::OpenGroups(std::span<const QuadState> zones, OrderScratch* ord
     estimates_.FindNorms(zones);
     estimates_.MeasureErrors(zones, /*relative_to_output=*/true);
     CutErrors(kClosedErrorShare * policy_.tolerance, order);
+    estimates_.TakeOutOpened(fate_);
   }
   scores_.Open(fate_);
   UseItems();
@@ -168,6 +169,7 @@ void ClusterUnit::SelectByQuantile(std::span<const QuadState> zones, OrderScratc
     if (all_within) return;
   }
   scores_.OpenAll();
+  estimates_.ForgetSums();
   UseItems();
   scores_.Weigh();
   std::fill(fate_.begin(), fate_.end(), Fate::kExact);

@@ -188,6 +188,35 @@ TEST_F(RegressionRows, ShiftsThatMatter) {
   }
 }
 
+// An estimate may be what is left of a sum when the greatest part of it is taken out again.
+TEST_F(RegressionRows, OneTokenOutweighsAll) {
+  for (const IndexSet& indexes : {kClusterIndexes, kRegressionIndexes, kTreeIndexes}) {
+    SequenceSpec spec = Spec({2400, 700}, 40, 4, DType::kFp32);
+    spec.indexes = indexes;
+    TestSequence sequence = MakeSequence(spec);
+    const size_t dim = spec.shape.head_dim;
+    constexpr size_t kToken = 1234;
+    std::vector<TestRow> rows;
+    for (const Policy& policy : Policies()) {
+      // The oracle has quantiles over a regression alone.
+      if (policy.quantile > 0 && !indexes.has_regression()) continue;
+      TestRow row = MakeRow(&sequence, policy, spec.tokens() - 1, 1, false, DType::kFp32, 0,
+                            spec.seed + rows.size());
+      for (const float logit : {15.0f, 60.0f}) {
+        for (size_t i = 0; i < row.queries.size(); ++i) {
+          const size_t kv_head = i / dim / spec.shape.group();
+          const float* const key = sequence.heads[kv_head].keys.data() + kToken * dim;
+          const double norm2 = oracle::SquaredNorm(oracle::Vector(key, key + dim));
+          row.queries[i] =
+              static_cast<float>(logit * key[i % dim] / norm2 / spec.shape.softmax_scale);
+        }
+        rows.push_back(row);
+      }
+    }
+    RunAndCheckRows(backend_.get(), 0, rows);
+  }
+}
+
 // Two far apart halves with the same logits and opposite values: what remains of the output is less
 // than the guard, and errors are relative to that. No zones, of whose values the backend takes a
 // lower bound.
@@ -297,8 +326,8 @@ TEST_F(RegressionRows, LessToleranceReadsMore) {
 
 // ---- over a tree ----
 
-// Of a short text's groups none is closed; of others kOpenedLeast are opened in any case, those that
-// might hide the one token that a query looks for.
+// Of a short text's groups none is closed; of others kOpenedLeast are opened in any case, those
+// that might hide the one token that a query looks for.
 TEST_F(RegressionRows, TheLeastOfATreesGroupsIsOpened) {
   const auto closed = [&](std::vector<uint32_t> segments, const std::string& tolerance) {
     SequenceSpec spec = Spec(std::move(segments), 70);
