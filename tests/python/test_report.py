@@ -259,9 +259,10 @@ def test_the_table_marks_what_does_not_hold(tmp_path):
 
 
 def test_measurements_are_written_and_read(tmp_path):
-    worst = {"layer": 1, "head": 3, "within": 0.5, "p95": 0.25}
-    kept = replace(point("error-target"), within=0.75, worst_head=worst, index=0.125)
-    made = measurement(point("double-p:p1=1", 0.25, 0.125, niah=(1, 2, 3, 4)), kept)
+    heads = results.KvHeads([[0.5, 0.25]], [[0.5, 1.0]], [[1.0, 0.125]], predicted=None)
+    kept = replace(point("error-target"), within=0.75, kv_heads=heads, index=0.125)
+    predicted = replace(point("error-target:tolerance=1"), kv_heads=replace(heads, predicted=[[1.0, 0.5]]))
+    made = measurement(point("double-p:p1=1", 0.25, 0.125, niah=(1, 2, 3, 4)), kept, predicted)
     path = tmp_path / "new" / "8192.json"
     results.write(path, made)
     assert results.read(path) == made

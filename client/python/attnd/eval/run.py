@@ -76,7 +76,13 @@ class _Evaluation:
         self._info = client.get_server_info()
         self._groups = by_opening(settings.policies, self._info.presets)
         self.tallies = [
-            Tally(str(policy), settings.length, settings.dtype, settings.batch)
+            Tally(
+                str(policy),
+                settings.length,
+                settings.dtype,
+                settings.batch,
+                model.config.kv_heads,
+            )
             for policy in settings.policies
         ]
         self._bar = _Bar(examples * (2 + len(self.tallies)), settings.bar)

@@ -63,40 +63,51 @@ class Accuracy:
 
 
 class KeptTolerance:
-    """How often rows keep a tolerance: a row is one layer, query head and query token."""
+    """How often rows keep a tolerance, and what was predicted of them: a row is one layer, query
+    head and query token."""
 
-    def __init__(self, tolerance: float) -> None:
+    def __init__(self, tolerance: float, kv_heads: int) -> None:
         self._tolerance = tolerance
+        self._kv_heads = kv_heads
         self._errors: dict[int, list[Array]] = defaultdict(list)  # of each layer
+        self._predicted: dict[int, list[Sequence[float]]] = defaultdict(list)
 
-    def add(self, layer: int, errors: Array) -> None:
-        """errors: [tokens, query heads]"""
+    def add(self, layer: int, errors: Array, predicted: Iterable[Sequence[float]]) -> None:
+        """errors: [tokens, query heads]; predicted: of each token, [KV heads], or nothing where
+        nothing is predicted."""
         self._errors[layer].append(errors)
+        self._predicted[layer].extend(predicted)
 
     def within(self) -> float:
         """The share of all rows; every layer has as many. After add."""
         layers = [np.concatenate(errors) for errors in self._errors.values()]
         return float(np.mean([rows <= self._tolerance for rows in layers]))
 
-    def worst_head(self) -> dict[str, Any]:
-        """The head whose rows keep the tolerance least often: layer, head, the share within, and
-        p95, the 95th percentile of its errors. The first of equals. After add."""
-        worst: dict[str, Any] = {"within": np.inf}
-        for layer, errors in sorted(self._errors.items()):
-            rows = np.concatenate(errors)
-            within = (rows <= self._tolerance).mean(axis=0)
-            head = int(within.argmin())
-            if within[head] < worst["within"]:
-                p95 = float(np.percentile(rows[:, head], 95))
-                share = float(within[head])
-                worst = {"layer": layer, "head": head, "within": share, "p95": p95}
-        return worst
+    def kv_heads(self) -> dict[str, list[list[float]] | None]:
+        """As attnd.eval.results has it. After add."""
+        layers = [self._of_layer(layer) for layer in sorted(self._errors)]
+        predicted = [self._predicted[layer] for layer in sorted(self._errors)]
+        known = all(len(token) == self._kv_heads for layer in predicted for token in layer)
+        return {
+            "predicted": [np.mean(of, axis=0).tolist() for of in predicted] if known else None,
+            "error": [rows.mean(axis=1).tolist() for rows in layers],
+            "within": [(rows <= self._tolerance).mean(axis=1).tolist() for rows in layers],
+            "p95": [np.percentile(rows, 95, axis=1).tolist() for rows in layers],
+        }
+
+    def _of_layer(self, layer: int) -> Array:
+        """[KV heads, rows] Errors of each KV head's query heads."""
+        rows = np.concatenate(self._errors[layer])
+        by_head: Array = rows.T.reshape(self._kv_heads, -1)
+        return by_head
 
 
 class Tally:
     """Figures of one policy."""
 
-    def __init__(self, policy: str, length: int, dtype: np.dtype[Any], batch: int) -> None:
+    def __init__(
+        self, policy: str, length: int, dtype: np.dtype[Any], batch: int, kv_heads: int
+    ) -> None:
         self._settings = {
             "policy": policy,
             "length": length,
@@ -112,7 +123,7 @@ class Tally:
         self._middle: dict[str, int] = defaultdict(int)
         self._predicted: list[float | None] = []
         tolerance = tolerance_of(policy)
-        self._kept = None if tolerance is None else KeptTolerance(tolerance)
+        self._kept = None if tolerance is None else KeptTolerance(tolerance, kv_heads)
         self._index_rows = 0
         self._clusters = 0
         self._decode_us: list[float] = []
@@ -155,7 +166,8 @@ class Tally:
             errors = relative_errors(out, dense)
             self._errors.append(float(errors.mean()))
             if self._kept is not None:
-                self._kept.add(layer, errors)
+                of_layer = run.stats[layer :: len(haystack)]
+                self._kept.add(layer, errors, (one.predicted_error_of_kv_head for one in of_layer))
 
     def _add_stats(self, task: str, run: RemoteRun) -> None:
         for stats in run.stats:
@@ -184,7 +196,7 @@ class Tally:
             "clear_disagreements": self._clearly_different,
             "relative_error": float(np.mean(self._errors)),
             "within": self._kept.within() if self._kept else None,
-            "worst_head": self._kept.worst_head() if self._kept else None,
+            "kv_heads": self._kept.kv_heads() if self._kept else None,
             "read_fraction": _share(sum(self._exact.values()), sum(self._middle.values())),
             "index_fraction": _share(self._index_rows, self._clusters) if self._clusters else None,
             "predicted_error": mean_prediction(self._predicted),
