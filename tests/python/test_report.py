@@ -132,22 +132,6 @@ def test_measuring_keeps_what_was_not_measured_again(attnd_target, tmp_path, cap
     assert "sequences_per_task was 1 and is 2" in capsys.readouterr().err
 
 
-def test_parts_measured_at_a_time_give_the_same(tmp_path, monkeypatch):
-    require_program()
-    monkeypatch.setattr(document, "PLAN", plan.PLAN[:1])
-    arguments = ["--server", str(PROGRAM), "--run", "2048", "--limit", "1"]
-    arguments += ["--cache-dir", str(tmp_path / "cache"), "--presets", "dense,double-sparsity"]
-    measured = []
-    for jobs in ("1", "2"):
-        docs = tmp_path / jobs
-        (docs / "quality").mkdir(parents=True)
-        (docs / "QUALITY.md").write_text("")
-        (docs / "quality" / "references.json").write_text("{}")
-        assert cli.main([*arguments, "--jobs", jobs, "--docs", str(docs)]) == 0
-        measured.append(results.read(docs / "quality" / "2048.json"))
-    assert measured[0] == measured[1] and len(measured[0].points) == 6
-
-
 def test_workers_give_results_with_their_numbers():
     with workers.Workers(2) as two:
         found = sorted(two.run(divmod, [(7, 2), (9, 4), (1, 1)]))

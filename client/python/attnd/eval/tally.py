@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -50,6 +50,12 @@ class Accuracy:
         self._right[example.task].append(int(right.sum()))
         self._answers[example.task].append(len(right))
 
+    def extend(self, later: Accuracy) -> None:
+        """Adds the sequences of another one after these."""
+        for ours, theirs in ((self._right, later._right), (self._answers, later._answers)):
+            for task, counts in theirs.items():
+                ours[task].extend(counts)
+
     def figures(self) -> dict[str, dict[str, Any]]:
         return {
             task: {
@@ -77,6 +83,12 @@ class KeptTolerance:
         nothing is predicted."""
         self._errors[layer].append(errors)
         self._predicted[layer].extend(predicted)
+
+    def extend(self, later: KeptTolerance) -> None:
+        """Adds the rows of another one after these."""
+        for layer, errors in later._errors.items():
+            self._errors[layer].extend(errors)
+            self._predicted[layer].extend(later._predicted[layer])
 
     def within(self) -> float:
         """The share of all rows; every layer has as many. After add."""
@@ -117,15 +129,15 @@ class Tally:
         self._dtype = dtype
         self._remote = Accuracy()
         self._local = Accuracy()
-        self._answers = self._different = self._clearly_different = self._clear = 0
+        # "answers", those that are "clear", "different" from local attention's, and both.
+        self._counts: Counter[str] = Counter()
         self._errors: list[float] = []  # one mean for each example and layer, of equal weight
-        self._exact: dict[str, int] = defaultdict(int)  # of each task
-        self._middle: dict[str, int] = defaultdict(int)
+        self._exact: Counter[str] = Counter()  # of each task
+        self._middle: Counter[str] = Counter()
         self._predicted: list[float | None] = []
         tolerance = tolerance_of(policy)
         self._kept = None if tolerance is None else KeptTolerance(tolerance, kv_heads)
-        self._index_rows = 0
-        self._clusters = 0
+        self._index: Counter[str] = Counter()  # "rows" that were looked at, "clusters" in all
         self._decode_us: list[float] = []
         self._local_decode_us: list[float] = []
 
@@ -150,14 +162,32 @@ class Tally:
         self._add_errors(model, haystack, run)
         self._add_stats(example.task, run)
 
+    def extend(self, later: Tally) -> None:
+        """Adds the examples of another tally of the same policy after these."""
+        self._remote.extend(later._remote)
+        self._local.extend(later._local)
+        for ours, theirs in (
+            (self._counts, later._counts),
+            (self._exact, later._exact),
+            (self._middle, later._middle),
+            (self._index, later._index),
+        ):
+            ours.update(theirs)
+        self._errors.extend(later._errors)
+        self._predicted.extend(later._predicted)
+        if self._kept is not None and later._kept is not None:
+            self._kept.extend(later._kept)
+        self._decode_us.extend(later._decode_us)
+        self._local_decode_us.extend(later._local_decode_us)
+
     def _add_agreement(self, example: Example, best: Array, dense: DenseRun) -> None:
         before = example.answers - 1
         different = best[before] != dense.best[before]
         clear = dense.gap[before] > CLEAR_GAP
-        self._answers += len(before)
-        self._different += int(different.sum())
-        self._clear += int(clear.sum())
-        self._clearly_different += int((different & clear).sum())
+        self._counts["answers"] += len(before)
+        self._counts["different"] += int(different.sum())
+        self._counts["clear"] += int(clear.sum())
+        self._counts["clearly different"] += int((different & clear).sum())
 
     def _add_errors(self, model: Model, haystack: Sequence[LayerKv], run: RemoteRun) -> None:
         for layer, kv in enumerate(haystack):
@@ -174,8 +204,8 @@ class Tally:
             middle = stats.exact_tokens + stats.estimated_tokens + stats.dropped_tokens
             self._exact[task] += stats.exact_tokens
             self._middle[task] += middle
-            self._index_rows += stats.index_rows
-            self._clusters += stats.clusters
+            self._index["rows"] += stats.index_rows
+            self._index["clusters"] += stats.clusters
             self._predicted.append(stats.predicted_error_mean)
 
     def figures(self) -> dict[str, Any]:
@@ -190,19 +220,24 @@ class Tally:
             **self._settings,
             "tasks": tasks,
             "local_dense": local,
-            "agreement": 1 - self._different / self._answers,
-            "answers": self._answers,
-            "clear_answers": self._clear,
-            "clear_disagreements": self._clearly_different,
+            "agreement": 1 - self._counts["different"] / self._counts["answers"],
+            "answers": self._counts["answers"],
+            "clear_answers": self._counts["clear"],
+            "clear_disagreements": self._counts["clearly different"],
             "relative_error": float(np.mean(self._errors)),
             "within": self._kept.within() if self._kept else None,
             "kv_heads": self._kept.kv_heads() if self._kept else None,
             "read_fraction": _share(sum(self._exact.values()), sum(self._middle.values())),
-            "index_fraction": _share(self._index_rows, self._clusters) if self._clusters else None,
+            "index_fraction": self._index_fraction(),
             "predicted_error": mean_prediction(self._predicted),
             "decode_us": _percentiles(self._decode_us),
             "local_decode_us": _percentiles(self._local_decode_us),
         }
+
+
+    def _index_fraction(self) -> float | None:
+        clusters = self._index["clusters"]
+        return self._index["rows"] / clusters if clusters else None
 
 
 def tolerance_of(policy: str) -> float | None:
