@@ -57,6 +57,7 @@ struct StepRow {
   // True: every query token sees past_tokens. False: query token i is itself in the tail and sees
   // past_tokens + i + 1.
   bool query_only = false;
+  bool want_kv_head_errors = false;  // in stats
   DType query_dtype = DType::kFp32;
   const std::byte* queries = nullptr;  // [query_tokens, query_heads, head_dim]
   float* out = nullptr;                // [query_tokens, query_heads, value_dim]

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 namespace attnd::attention {
 
@@ -33,6 +34,9 @@ struct RowStats {
   // dropped, or estimated without the second order.
   std::optional<float> predicted_error_mean;
   std::optional<float> predicted_error_max;
+  // [kv_heads] Means over each KV head's query heads and the query tokens. Empty unless the row
+  // wants them, and where predicted_error_mean is absent.
+  std::vector<float> kv_head_errors;
   // Share of the clusters that are estimated only because their pages were not in memory in time.
   // Absent where the masses above are absent, and unless the policy allows misses.
   std::optional<float> missed_mass;

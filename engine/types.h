@@ -118,6 +118,7 @@ struct DecodeRow {
   std::span<const uint32_t> token_ids;      // none or [query_tokens]
   std::optional<attention::Policy> policy;  // of this step; absent: the sequence's
   bool query_only = false;                  // nothing is appended
+  bool want_kv_head_errors = false;         // in the row's statistics
   // Not OK: the row was refused before it came to the engine (for example because its policy did
   // not parse). The row's result has this status, and the row is not run.
   absl::Status precheck;

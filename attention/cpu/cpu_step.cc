@@ -57,7 +57,7 @@ void CpuStep::FinishWave() {
   for (const Piece& piece : pieces_) units_[piece.unit].AddAttendNanos(piece.nanos);
   for (const ScoreItem& item : score_items_) units_[item.unit].AddScoreNanos(item.nanos);
   for (const StepUnit& unit : units_) {
-    totals_.Add(unit.spec().row, unit.Report());
+    totals_.Add(unit.spec(), unit.Report());
     if (request_.plans == nullptr || unit.middle() == nullptr) continue;
     unit.ExportPlan(&request_.plans->emplace_back());
   }

@@ -19,7 +19,11 @@ uint64_t TokensSeen(const StepRow& row) {
 }  // namespace
 
 RowTotals::RowTotals(const StepRequest& request) : request_(request), sums_(request.rows.size()) {
-  for (const StepRow& row : request.rows) *row.stats = RowStats();
+  for (size_t r = 0; r < request.rows.size(); ++r) {
+    const StepRow& row = request.rows[r];
+    *row.stats = RowStats();
+    if (row.want_kv_head_errors) sums_[r].kv_head_errors.resize(row.view->shape.kv_heads);
+  }
 }
 
 void RowTotals::Fail(uint32_t row, const absl::Status& why) {
@@ -28,8 +32,8 @@ void RowTotals::Fail(uint32_t row, const absl::Status& why) {
   fault = !why.ok() ? why : absl::UnavailableError("a page could not be read");
 }
 
-void RowTotals::Add(uint32_t row, const UnitReport& report) {
-  RowStats& stats = *request_.rows[row].stats;
+void RowTotals::Add(const UnitSpec& unit, const UnitReport& report) {
+  RowStats& stats = *request_.rows[unit.row].stats;
   stats.zone_tokens += report.zone_tokens;
   stats.exact_tokens += report.exact_tokens;
   stats.estimated_tokens += report.estimated_tokens;
@@ -46,10 +50,11 @@ void RowTotals::Add(uint32_t row, const UnitReport& report) {
   stats.stages.select += report.nanos.select;
   stats.stages.attend += report.nanos.attend;
   stats.stages.merge += report.nanos.merge;
-  Sums& sums = sums_[row];
+  Sums& sums = sums_[unit.row];
   sums.covered_mass += report.covered_mass;
   sums.exact_mass += report.exact_mass;
   sums.error_sum += report.error_sum;
+  if (!sums.kv_head_errors.empty()) sums.kv_head_errors[unit.kv_head] += report.error_sum;
   sums.error_max = std::max(sums.error_max, report.error_max);
   sums.missed_mass += report.missed_mass;
   sums.mass_known &= report.mass_known;
@@ -78,6 +83,10 @@ absl::Status RowTotals::Finish() {
     if (sums.error_known) {
       stats.predicted_error_mean = static_cast<float>(sums.error_sum / lanes);
       stats.predicted_error_max = static_cast<float>(sums.error_max);
+      const double lanes_of_head = lanes / row.view->shape.kv_heads;
+      for (const double sum : sums.kv_head_errors) {
+        stats.kv_head_errors.push_back(static_cast<float>(sum / lanes_of_head));
+      }
     }
     if (row.fault == nullptr) ATTND_RETURN_IF_ERROR(sums.fault);
   }

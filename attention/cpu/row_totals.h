@@ -10,6 +10,7 @@
 
 #include "absl/status/status.h"
 #include "attention/backend.h"
+#include "attention/cpu/unit_spec.h"
 
 namespace attnd::attention {
 
@@ -51,7 +52,7 @@ class RowTotals {
   void Fail(uint32_t row, const absl::Status& why);
   bool failed(uint32_t row) const { return !sums_[row].fault.ok(); }
 
-  void Add(uint32_t row, const UnitReport& report);
+  void Add(const UnitSpec& unit, const UnitReport& report);
 
   // Writes the rows' statistics and faults, after all units have been added. Returns the fault of a
   // row whose StepRow::fault is null.
@@ -60,6 +61,7 @@ class RowTotals {
  private:
   struct Sums : MassSums {
     absl::Status fault;
+    std::vector<double> kv_head_errors;  // [kv_heads] sums; empty unless the row wants them
   };
 
   const StepRequest& request_;

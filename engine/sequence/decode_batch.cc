@@ -241,6 +241,7 @@ void DecodeBatch::AddStepRow(size_t number, const Sequence& sequence, Snapshot s
   step.past_tokens = row.position;
   step.query_tokens = row.query_tokens;
   step.query_only = row.query_only;
+  step.want_kv_head_errors = row.want_kv_head_errors;
   step.query_dtype = args_.q.dtype;
   step.queries = args_.q.data + places_[number].query_token * args_.q_heads * args_.q_head_dim *
                                     DTypeBytes(args_.q.dtype);

@@ -21,6 +21,14 @@ const T* At(const std::byte* results, uint64_t offset) {
 
 }  // namespace
 
+StepTotals::StepTotals(const attention::StepRequest& request)
+    : request_(request), rows_(request.rows.size()) {
+  for (size_t r = 0; r < rows_.size(); ++r) {
+    const StepRow& row = request.rows[r];
+    if (row.want_kv_head_errors) rows_[r].kv_head_errors.resize(row.view->shape.kv_heads);
+  }
+}
+
 void StepTotals::AddWave(const StepWriter& writer, const std::byte* results) {
   for (const RowPart& part : writer.parts()) {
     CopyAnswers(writer, part, results);
@@ -94,6 +102,8 @@ void StepTotals::AddLanes(const StepWriter& writer, const RowPart& part, const s
     totals->exact_mass += lane->exact_mass;
     totals->error_sum += lane->predicted_error;
     totals->error_max = std::max(totals->error_max, double{lane->predicted_error});
+    if (totals->kv_head_errors.empty()) continue;
+    totals->kv_head_errors[i % heads / writer.shape().group] += lane->predicted_error;
   }
 }
 
@@ -145,6 +155,10 @@ void StepTotals::FinishRow(uint32_t number) const {
   if (totals.error_known) {
     stats.predicted_error_mean = static_cast<float>(totals.error_sum / lanes);
     stats.predicted_error_max = static_cast<float>(totals.error_max);
+    const double lanes_of_head = lanes / row.view->shape.kv_heads;
+    for (const double sum : totals.kv_head_errors) {
+      stats.kv_head_errors.push_back(static_cast<float>(sum / lanes_of_head));
+    }
   }
 }
 

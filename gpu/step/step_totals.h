@@ -19,8 +19,7 @@ namespace attnd::gpu {
 // One thread at a time. Rows come in parts, over several waves; row numbers are the request's.
 class StepTotals {
  public:
-  explicit StepTotals(const attention::StepRequest& request)
-      : request_(request), rows_(request.rows.size()) {}
+  explicit StepTotals(const attention::StepRequest& request);
 
   // Takes the results of the writer's wave. results: the result buffer.
   void AddWave(const StepWriter& writer, const std::byte* results);
@@ -35,6 +34,7 @@ class StepTotals {
   struct Row {
     attention::RowStats stats;
     double covered_mass = 0, exact_mass = 0, error_sum = 0, error_max = 0;
+    std::vector<double> kv_head_errors;  // [kv_heads] sums; empty unless the row wants them
     bool mass_known = true;
     bool error_known = true;
     uint64_t query_tokens = 0;  // of the parts that were added

@@ -19,6 +19,7 @@ void ConvertRow(const v1::DecodeRow& proto, const PolicyCatalog& policies, engin
   row->query_tokens = proto.query_tokens();
   row->token_ids = {proto.token_ids().data(), static_cast<size_t>(proto.token_ids_size())};
   row->query_only = proto.query_only();
+  row->want_kv_head_errors = proto.want_kv_head_errors();
   row->policy.reset();
   row->precheck = absl::OkStatus();
   if (!proto.has_policy() || IsAbsent(proto.policy())) return;
@@ -75,6 +76,8 @@ void StatsToProto(const attention::RowStats& stats, v1::RowStats* out) {
   out->set_index_rows(stats.index_rows);
   out->set_clusters(stats.clusters);
   if (stats.missed_mass) out->set_missed_mass(*stats.missed_mass);
+  out->mutable_predicted_error_of_kv_head()->Add(stats.kv_head_errors.begin(),
+                                                 stats.kv_head_errors.end());
   v1::StageTimes* const stages = out->mutable_stages();
   stages->set_score_us(Micros(stats.stages.score));
   stages->set_select_us(Micros(stats.stages.select));

@@ -318,6 +318,7 @@ StepResult RunStep(Backend* backend, uint32_t layer, std::span<const TestRow> ro
     step_row.past_tokens = row.past_tokens;
     step_row.query_tokens = row.query_tokens;
     step_row.query_only = row.query_only;
+    step_row.want_kv_head_errors = row.want_kv_head_errors;
     step_row.query_dtype = row.query_dtype;
     step_row.queries = queries.emplace_back(Stored(row.query_dtype, row.queries)).data();
     step_row.out = target.out.data();

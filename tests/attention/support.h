@@ -126,6 +126,7 @@ struct TestRow {
   uint64_t past_tokens = 0;
   uint32_t query_tokens = 1;
   bool query_only = false;
+  bool want_kv_head_errors = true;
   DType query_dtype = DType::kFp32;
   std::vector<float> queries;  // [query_tokens, query_heads, head_dim], as rounded to query_dtype
   uint64_t seen(uint32_t query_token) const {

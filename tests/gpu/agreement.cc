@@ -77,6 +77,15 @@ std::string CompareShares(const RowStats& device, const RowStats& expected) {
           kErrorTolerance);
   compare("predicted_error_max", device.predicted_error_max, expected.predicted_error_max,
           kErrorTolerance);
+  const size_t kv_heads = device.kv_head_errors.size();
+  if (text.str().empty() && kv_heads != expected.kv_head_errors.size()) {
+    text << kv_heads << " errors of KV heads, should be " << expected.kv_head_errors.size();
+    return text.str();
+  }
+  for (size_t h = 0; h < kv_heads; ++h) {
+    compare("the error of a KV head", device.kv_head_errors[h], expected.kv_head_errors[h],
+            kErrorTolerance);
+  }
   return text.str();
 }
 
@@ -124,7 +133,9 @@ std::string CheckCounts(const oracle::Policy& policy, const oracle::Selection& s
 // A row's statistics, gathered from its units' answers.
 class StatsOfPlans {
  public:
-  void Add(const oracle::PolicyInput& input, const oracle::Policy& policy,
+  explicit StatsOfPlans(uint32_t kv_heads) : kv_head_errors_(kv_heads) {}
+
+  void Add(const oracle::PolicyInput& input, const oracle::Policy& policy, uint32_t kv_head,
            const oracle::Answer& answer) {
     stats_.zone_tokens += input.zone_keys.size();
     stats_.exact_tokens += answer.exact_tokens;
@@ -138,6 +149,7 @@ class StatsOfPlans {
       exact_ += head.exact_mass;
       error_ += head.predicted_error;
       error_max_ = std::max(error_max_, head.predicted_error);
+      kv_head_errors_[kv_head] += head.predicted_error;
     }
   }
 
@@ -148,6 +160,10 @@ class StatsOfPlans {
     if (predicts_) {
       stats_.predicted_error_mean = static_cast<float>(error_ / lanes_);
       stats_.predicted_error_max = static_cast<float>(error_max_);
+      const double lanes_of_head = lanes_ / static_cast<double>(kv_head_errors_.size());
+      for (const double sum : kv_head_errors_) {
+        stats_.kv_head_errors.push_back(static_cast<float>(sum / lanes_of_head));
+      }
     }
     return stats_;
   }
@@ -156,6 +172,7 @@ class StatsOfPlans {
   RowStats stats_;
   bool predicts_ = true;
   double lanes_ = 0, covered_ = 0, exact_ = 0, error_ = 0, error_max_ = 0;
+  std::vector<double> kv_head_errors_;  // sums
 };
 
 // What is wrong with a plan, empty if nothing is.
@@ -210,7 +227,7 @@ JudgedRow JudgeRow(const TestRow& row, uint32_t layer, std::span<const Plan> pla
   JudgedRow judged;
   judged.answer.out.resize(size_t{row.query_tokens} * shape.query_heads * shape.value_dim);
   judged.answer.lse.resize(size_t{row.query_tokens} * shape.query_heads);
-  StatsOfPlans stats;
+  StatsOfPlans stats(shape.kv_heads);
   for (const Plan& plan : plans) {
     oracle::PolicyInput input =
         attention::test::MakeInput(row, layer, plan.query_token, plan.kv_head);
@@ -223,7 +240,7 @@ JudgedRow JudgeRow(const TestRow& row, uint32_t layer, std::span<const Plan> pla
       judged.wrong = text.str();
     }
     const oracle::Answer answer = oracle::Evaluate(input, policy.mass, numbered);
-    stats.Add(input, policy, answer);
+    stats.Add(input, policy, plan.kv_head, answer);
     const size_t first =
         size_t{plan.query_token} * shape.query_heads + plan.kv_head * shape.group();
     for (size_t h = 0; h < shape.group(); ++h) {

@@ -112,6 +112,9 @@ std::vector<Spoiling> Spoilings() {
       {"a NaN among lse", [](RowResult* r) { r->lse.back() = kNan; }},
       {"lse", [](RowResult* r) { r->lse.front() += 0.1f; }},
       {"no prediction", [](RowResult* r) { r->stats.predicted_error_mean.emplace(7.0f); }},
+      {"an error of a KV head too many",
+       [](RowResult* r) { r->stats.kv_head_errors.push_back(0.0f); }},
+      {"a KV head's error", [](RowResult* r) { r->stats.kv_head_errors.assign(2, 7.0f); }},
   };
   for (auto count : {&RowStats::zone_tokens, &RowStats::exact_tokens, &RowStats::estimated_tokens,
                      &RowStats::dropped_tokens, &RowStats::hbm_tokens}) {

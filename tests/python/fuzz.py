@@ -85,6 +85,7 @@ def good_messages(sequence: int, short: int, sealed: int) -> list[tuple[str, lis
         query_tokens=2,
         token_ids=[1, 2],
         policy=attnd.Policy.parse("streaming:sink=1").to_proto(),
+        want_kv_head_errors=True,
     )
     chunk = pb.AppendKvRequest(
         sequence_id=sequence, k=tensor(3, 2), v=tensor(3, 2), token_ids=range(3)

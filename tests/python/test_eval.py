@@ -16,7 +16,7 @@ pytest.importorskip("attnd.nano", reason="attnd[nano] is not installed")
 import attnd  # noqa: E402
 import cases  # noqa: E402
 from attnd.eval import cache as caches  # noqa: E402
-from attnd.eval import agreement, cli, evalset, run, tally  # noqa: E402
+from attnd.eval import agreement, cli, evalset, results, run, tally  # noqa: E402
 from test_nano import FAMILIES, random_weights  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -261,19 +261,22 @@ def test_nano_llama_smoke(attnd_target, tmp_path):
         "--cache-dir",
         str(tmp_path),
     ]
-    for policy in ("dense", "double-p", "error-target", "clusters-top-k", "streaming"):
+    promised = "error-target:tolerance=0.2"
+    for policy in ("dense", "double-p", promised, "clusters-top-k", "streaming"):
         arguments += ["--policy", policy]
     assert cli.main(arguments) == 0
     by_name = {result["policy"]: result for result in json.loads(out.read_text())}
     dense = by_name["dense"]
     assert dense["clear_disagreements"] == 0 and dense["relative_error"] < 1e-5
     assert dense["tasks"]["niah"]["accuracy"] >= 0.9
-    assert by_name["error-target"]["relative_error"] < 0.25
-    assert 0 < by_name["error-target"]["read_fraction"] < by_name["double-p"]["read_fraction"] < 0.6
-    assert (
-        by_name["error-target"]["predicted_error"] > 0
-        and by_name["double-p"]["predicted_error"] is None
-    )
+    kept = by_name[promised]
+    assert kept["relative_error"] < 0.25
+    assert 0 < kept["read_fraction"] < by_name["double-p"]["read_fraction"] < 0.6
+    assert kept["predicted_error"] > 0 and by_name["double-p"]["predicted_error"] is None
+    whole = {"predicted": "predicted_error", "error": "relative_error", "within": "within"}
+    for name, mean in whole.items():
+        assert np.shape(kept["kv_heads"][name]) == (4, 2)
+        assert np.mean(kept["kv_heads"][name]) == pytest.approx(kept[mean], rel=1e-5)
     assert (
         by_name["streaming"]["read_fraction"] == 0 and by_name["streaming"]["relative_error"] > 0.5
     )
@@ -327,16 +330,38 @@ def test_a_mean_prediction_is_of_every_answer():
     assert tally.mean_prediction([0.0, None]) is None and tally.mean_prediction([]) is None
 
 
+def kept_tolerance(last=((0.0, 0.2), (0.04, 0.06))):
+    """Two layers of two KV heads, of a query head each, and four tokens; head 1 of layer 1 is
+    beyond it three times. last: what is predicted of the last two tokens of layer 1."""
+    kept = tally.KeptTolerance(0.1, kv_heads=2)
+    kept.add(1, np.array([[0.05, 0.2], [0.1, 0.3]]), [(0.08, 0.2), (0.08, 0.3)])
+    kept.add(0, np.array([[0.05, 0.2], [0.0, 0.1]]), [(0.1, 0.1)] * 2)
+    kept.add(1, np.array([[0.0, 0.2], [0.2, 0.1]]), last)
+    kept.add(0, np.zeros((2, 2)), [(0.0, 0.1)] * 2)
+    return kept
+
+
 def test_how_often_a_tolerance_is_kept():
-    """Two layers of two heads and four tokens; head 1 of layer 1 is beyond it three times."""
-    kept = tally.KeptTolerance(0.1)
-    kept.add(1, np.array([[0.05, 0.2], [0.1, 0.3]]))
-    kept.add(0, np.array([[0.05, 0.2], [0.0, 0.1]]))
-    kept.add(1, np.array([[0.0, 0.2], [0.2, 0.1]]))
-    kept.add(0, np.zeros((2, 2)))
+    kept = kept_tolerance()
     assert kept.within() == 11 / 16
-    p95 = pytest.approx(0.2 + 0.1 * 0.85)
-    assert kept.worst_head() == {"layer": 1, "head": 1, "within": 0.25, "p95": p95}
+    heads = results.KvHeads(**kept.kv_heads())
+    assert heads.within == [[1.0, 0.75], [0.75, 0.25]] and heads.worst == (1, 1)
+    assert heads.p95[1][1] == pytest.approx(0.2 + 0.1 * 0.85)
+    assert np.allclose(heads.error, [[0.0125, 0.075], [0.0875, 0.2]])
+    assert np.allclose(heads.predicted, [[0.05, 0.1], [0.05, 0.19]])
+
+
+def test_a_reply_that_predicts_nothing_leaves_all_heads_without_predictions():
+    heads = kept_tolerance(last=((0.0, 0.2), ())).kv_heads()
+    assert heads["predicted"] is None and heads["within"][1] == [0.75, 0.25]
+
+
+def test_a_kv_head_has_the_rows_of_its_query_heads():
+    """Query heads 0 and 1 are KV head 0's, 2 and 3 KV head 1's."""
+    kept = tally.KeptTolerance(0.1, kv_heads=2)
+    kept.add(0, np.array([[0.0, 0.2, 0.3, 0.3], [0.0, 0.0, 0.3, 0.1]]), [(0.1, 0.2)] * 2)
+    heads = kept.kv_heads()
+    assert heads["within"] == [[0.75, 0.25]] and np.allclose(heads["error"], [[0.05, 0.25]])
 
 
 def test_the_widest_window_and_sink_open_the_sequences():

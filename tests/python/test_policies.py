@@ -43,10 +43,10 @@ def opened(client, policy, indexes=None, *, queries=True):
     return sequence
 
 
-def decoded(client, sequence, position, policy=None):
+def decoded(client, sequence, position, policy=None, **asked):
     """The answers of every layer for one token."""
     with client.decode_session() as session:
-        row = attnd.Row(sequence, position, 1, policy=policy)
+        row = attnd.Row(sequence, position, 1, policy=policy, **asked)
         return [
             session.step(
                 layer,
@@ -188,6 +188,25 @@ def test_error_target_over_a_regression(client, asked):
     for at, policy in enumerate(("double-p", "clusters-top-k", "dense", "streaming")):
         for result in decoded(client, sequence, TOKENS + 5 + at, policy):
             assert np.isfinite(result.out).all()
+    client.close_sequence(sequence)
+
+
+@pytest.mark.parametrize(
+    "policy, predicted",
+    [("error-target", True), ("dense", True), ("double-p", False), ("streaming", False)],
+)
+def test_kv_heads_have_errors_where_they_are_asked_for_and_predicted(client, policy, predicted):
+    sequence = opened(client, policy)
+    for at, asked in enumerate((False, True)):
+        for result in decoded(client, sequence, TOKENS + at, want_kv_head_errors=asked):
+            stats = result.rows[0].stats
+            assert (stats.predicted_error_mean is not None) == predicted
+            errors = stats.predicted_error_of_kv_head
+            assert len(errors) == (CASE.shape.kv_heads if asked and predicted else 0)
+            if errors:
+                assert np.mean(errors) == pytest.approx(stats.predicted_error_mean, rel=1e-5)
+                assert max(errors) <= stats.predicted_error_max
+                assert (len(set(errors)) > 1) == (policy == "error-target"), "heads differ"
     client.close_sequence(sequence)
 
 

@@ -132,22 +132,6 @@ def test_measuring_keeps_what_was_not_measured_again(attnd_target, tmp_path, cap
     assert "sequences_per_task was 1 and is 2" in capsys.readouterr().err
 
 
-def test_parts_measured_at_a_time_give_the_same(tmp_path, monkeypatch):
-    require_program()
-    monkeypatch.setattr(document, "PLAN", plan.PLAN[:1])
-    arguments = ["--server", str(PROGRAM), "--run", "2048", "--limit", "1"]
-    arguments += ["--cache-dir", str(tmp_path / "cache"), "--presets", "dense,double-sparsity"]
-    measured = []
-    for jobs in ("1", "2"):
-        docs = tmp_path / jobs
-        (docs / "quality").mkdir(parents=True)
-        (docs / "QUALITY.md").write_text("")
-        (docs / "quality" / "references.json").write_text("{}")
-        assert cli.main([*arguments, "--jobs", jobs, "--docs", str(docs)]) == 0
-        measured.append(results.read(docs / "quality" / "2048.json"))
-    assert measured[0] == measured[1] and len(measured[0].points) == 6
-
-
 def test_workers_give_results_with_their_numbers():
     with workers.Workers(2) as two:
         found = sorted(two.run(divmod, [(7, 2), (9, 4), (1, 1)]))
@@ -259,9 +243,10 @@ def test_the_table_marks_what_does_not_hold(tmp_path):
 
 
 def test_measurements_are_written_and_read(tmp_path):
-    worst = {"layer": 1, "head": 3, "within": 0.5, "p95": 0.25}
-    kept = replace(point("error-target"), within=0.75, worst_head=worst, index=0.125)
-    made = measurement(point("double-p:p1=1", 0.25, 0.125, niah=(1, 2, 3, 4)), kept)
+    heads = results.KvHeads([[0.5, 0.25]], [[0.5, 1.0]], [[1.0, 0.125]], predicted=None)
+    kept = replace(point("error-target"), within=0.75, kv_heads=heads, index=0.125)
+    predicted = replace(point("error-target:tolerance=1"), kv_heads=replace(heads, predicted=[[1.0, 0.5]]))
+    made = measurement(point("double-p:p1=1", 0.25, 0.125, niah=(1, 2, 3, 4)), kept, predicted)
     path = tmp_path / "new" / "8192.json"
     results.write(path, made)
     assert results.read(path) == made

@@ -64,6 +64,7 @@ class Row:
         token_ids: none, or one for each token.
         policy: overrides the sequence's policy; a Policy or its text.
         query_only: attend to what is there and append nothing.
+        want_kv_head_errors: whether the statistics have predicted_error_of_kv_head.
     """
 
     sequence_id: int
@@ -72,6 +73,7 @@ class Row:
     token_ids: Sequence[int] = ()
     policy: Policy | str | None = None
     query_only: bool = False
+    want_kv_head_errors: bool = False
 
     def to_proto(self) -> attnd_pb2.DecodeRow:
         policy = as_policy(self.policy)
@@ -82,6 +84,7 @@ class Row:
             token_ids=self.token_ids,
             policy=policy.to_proto() if policy else None,
             query_only=self.query_only,
+            want_kv_head_errors=self.want_kv_head_errors,
         )
 
 

@@ -190,6 +190,8 @@ class RowStats:
         exact_mass: share of it that was read exactly; None likewise.
         predicted_error_mean, predicted_error_max: predicted |o - o_dense| / |o_dense|; None if not
             predicted.
+        predicted_error_of_kv_head: of each KV head, the mean over its query heads and the row's
+            query tokens; empty unless the row wants it, and if not predicted.
         hbm_tokens, host_tokens, ssd_tokens: exactly read tokens, zones included, by where they were
             found.
         missed_tokens: of the estimated tokens, those that the policy would have read exactly had
@@ -218,6 +220,7 @@ class RowStats:
     missed_mass: float | None = None
     index_rows: int = 0
     clusters: int = 0
+    predicted_error_of_kv_head: tuple[float, ...] = ()
 
     @staticmethod
     def from_proto(message: attnd_pb2.RowStats) -> RowStats:
@@ -244,6 +247,7 @@ class RowStats:
             missed_mass=optional("missed_mass"),
             index_rows=message.index_rows,
             clusters=message.clusters,
+            predicted_error_of_kv_head=tuple(message.predicted_error_of_kv_head),
         )
 
 

@@ -41,6 +41,7 @@ void ExpectSame(const RowResult& actual, const RowResult& expected) {
   EXPECT_EQ(a.exact_mass, b.exact_mass);
   EXPECT_EQ(a.predicted_error_mean, b.predicted_error_mean);
   EXPECT_EQ(a.predicted_error_max, b.predicted_error_max);
+  EXPECT_EQ(a.kv_head_errors, b.kv_head_errors);
 }
 
 class CpuBackendDeterminism : public testing::Test {
@@ -207,6 +208,7 @@ TEST_F(CpuBackendDeterminism, AStoppedStepSaysWhyAndLeavesTheBackendUsable) {
                    .past_tokens = row.past_tokens,
                    .query_tokens = row.query_tokens,
                    .query_only = row.query_only,
+                   .want_kv_head_errors = row.want_kv_head_errors,
                    .query_dtype = row.query_dtype,
                    .queries = queries.data(),
                    .out = result.out.data(),

@@ -223,6 +223,27 @@ TEST_F(CpuBackendRows, WithoutSegmentsEveryPolicyIsDense) {
   }
 }
 
+TEST_F(CpuBackendRows, KvHeadsHaveErrorsOnlyWhereTheyAreWanted) {
+  TestSequence sequence = Make({777, 512}, 61);
+  std::vector<TestRow> rows;
+  for (const Policy& policy : ClusterPolicies()) {
+    for (const bool wanted : {true, false}) {
+      rows.push_back(MakeRow(&sequence, policy, sequence.spec.tokens() - 3, 3, false, DType::kBf16,
+                             0, TestSeed()));
+      rows.back().want_kv_head_errors = wanted;
+    }
+  }
+  const StepResult step = RunStep(backend_.get(), 0, rows);
+  ASSERT_TRUE(step.status.ok()) << step.status;
+  for (size_t r = 0; r < rows.size(); r += 2) {
+    SCOPED_TRACE(testing::Message() << Describe(rows[r].policy));
+    const RowStats &with = step.rows[r].stats, &without = step.rows[r + 1].stats;
+    EXPECT_EQ(with.kv_head_errors.size(), with.predicted_error_mean.has_value() ? 2u : 0u);
+    EXPECT_TRUE(without.kv_head_errors.empty());
+    EXPECT_EQ(with.predicted_error_mean, without.predicted_error_mean);
+  }
+}
+
 TEST_F(CpuBackendRows, DenseIsDenseAttentionOverTheOriginalTokens) {
   TestSequence sequence = Make({777, 512}, 61, 4, DType::kFp32);
   const ModelShape& shape = sequence.spec.shape;

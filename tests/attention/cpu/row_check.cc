@@ -34,8 +34,10 @@ bool LooksAtClusters(const oracle::Policy& policy) {
 struct ExpectedStats {
   size_t zone = 0, exact = 0, estimated = 0, dropped = 0, lanes = 0;
   double covered = 0, exact_mass = 0, error = 0, error_max = 0;
+  std::vector<double> kv_head_errors;  // [kv_heads]
 
-  void Add(const oracle::PolicyInput& input, const oracle::Answer& answer) {
+  void Add(const oracle::PolicyInput& input, uint32_t kv_head, const oracle::Answer& answer) {
+    if (kv_head >= kv_head_errors.size()) kv_head_errors.resize(kv_head + 1);
     zone += input.zone_keys.size();
     exact += answer.exact_tokens;
     estimated += answer.estimated_tokens;
@@ -46,9 +48,29 @@ struct ExpectedStats {
       exact_mass += head.exact_mass;
       error += head.predicted_error;
       error_max = std::max(error_max, head.predicted_error);
+      kv_head_errors[kv_head] += head.predicted_error;
     }
   }
 };
+
+// Each KV head's predictions are the oracle's, and the row's are their mean.
+void CheckKvHeadErrors(const RowStats& stats, const ExpectedStats& expected, bool wanted) {
+  if (!wanted || !stats.predicted_error_mean.has_value()) {
+    EXPECT_TRUE(stats.kv_head_errors.empty());
+    return;
+  }
+  const size_t kv_heads = expected.kv_head_errors.size();
+  ASSERT_EQ(stats.kv_head_errors.size(), kv_heads);
+  double sum = 0;
+  for (size_t h = 0; h < kv_heads; ++h) {
+    const double mean = expected.kv_head_errors[h] * static_cast<double>(kv_heads) /
+                        static_cast<double>(expected.lanes);
+    EXPECT_NEAR(stats.kv_head_errors[h], mean, kErrorTolerance * mean) << "KV head " << h;
+    sum += stats.kv_head_errors[h];
+  }
+  EXPECT_FLOAT_EQ(static_cast<float>(sum / static_cast<double>(kv_heads)),
+                  *stats.predicted_error_mean);
+}
 
 void CheckStats(const RowStats& stats, const ExpectedStats& expected,
                 const oracle::Policy& policy) {
@@ -346,10 +368,11 @@ void CheckRow(const StepResult& step, size_t r, const TestRow& row, uint32_t lay
       }
       const oracle::Answer answer = judge.Answer(numbered);
       CheckHeads(step.rows[r], row, token, kv_head, answer);
-      expected.Add(input, answer);
+      expected.Add(input, kv_head, answer);
     }
   }
   CheckStats(step.rows[r].stats, expected, policy);
+  CheckKvHeadErrors(step.rows[r].stats, expected, row.want_kv_head_errors);
 }
 
 void RunAndCheckRows(Backend* backend, uint32_t layer, std::span<const TestRow> rows) {

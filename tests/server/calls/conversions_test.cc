@@ -300,6 +300,7 @@ TEST(Decode, GoodMessage) {
   request.set_output_dtype(v1::DTYPE_FP16);
   request.mutable_rows(0)->add_token_ids(77);
   request.mutable_rows(1)->mutable_policy()->set_preset("streaming");
+  request.mutable_rows(1)->set_want_kv_head_errors(true);
   DecodeStep step;
   ASSERT_TRUE(FromProto(request, kArrival, &step).ok());
   EXPECT_EQ(step.args.layer, 3u);
@@ -313,6 +314,8 @@ TEST(Decode, GoodMessage) {
   EXPECT_FALSE(step.args.rows[0].policy.has_value());
   EXPECT_EQ(step.args.rows[1].policy->preset, "streaming");
   EXPECT_TRUE(step.args.rows[1].query_only);
+  EXPECT_FALSE(step.args.rows[0].want_kv_head_errors);
+  EXPECT_TRUE(step.args.rows[1].want_kv_head_errors);
 }
 
 TEST(Decode, LatentModelsSendNoValues) {

@@ -39,6 +39,7 @@ engine::DecodeResult TwoRows(uint64_t value_dim) {
   result.rows.resize(2);
   result.rows[0].stats.exact_tokens = 5;
   result.rows[0].stats.covered_mass = 0.5f;
+  result.rows[0].stats.kv_head_errors = {0.25f, 0.5f};
   result.rows[0].stats.stages.score = 1500;
   result.rows[0].stats.hbm_tokens = 6;
   result.rows[0].stats.host_tokens = 5;

@@ -21,8 +21,10 @@ A result, one for each --policy:
                     same KV
     within          share of rows (one layer, query head and question token) whose error is within the
                     policy's tolerance; null of policies that name none
-    worst_head      {"layer", "head", "within", "p95"}: the query head with the least such share,
-                    and the 95th percentile of its errors; null as within
+    kv_heads        {"predicted", "error", "within", "p95"}: of each layer a list with a number for
+                    each KV head, over the rows of its query heads: mean predicted error (null if
+                    the policy predicts none), mean error, share within the tolerance and 95th
+                    percentile of the errors; null as within
     read_fraction   tokens of the middle read exactly / tokens of the middle
     index_fraction  rows of the index that cluster policies looked at, clusters and groups of
                     clusters / clusters; null of other policies and on a GPU

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from attnd import Client, FailedPreconditionError, Policy, UnimplementedError
 from attnd.eval.cache import Cache
 from attnd.eval.evalset import Example, read_examples
-from attnd.eval.local import dense_run, observed_queries, prefill
 from attnd.eval.opening import opening_of
 from attnd.eval.remote import open_for
 from attnd.eval.results import Measurement, point_of, task_of
-from attnd.eval.run import Settings, evaluate
+from attnd.eval.run import Settings, figures, tallied
+from attnd.eval.tally import Tally
 from attnd.nano import Model
-from attnd.nano.parallel import single_threaded_blas
 from attnd.tensors import as_dtype
 
 SEGMENT_TOKENS = 8192  # the server's default
@@ -101,11 +100,48 @@ def measure(
         OSError: if the model or the set cannot be read.
         ValueError: if they are not what they should be.
     """
-    model = Model.load(subject.folder)
-    examples = _examples(subject, run)
+    return measurement(subject, run, answered(client, subject, run, policies, bar=bar), not_offered)
+
+
+@dataclass
+class Answered:
+    """What came of a run's texts, or of some.
+
+    Attributes:
+        server: what answered.
+        tallies: of each policy.
+    """
+
+    server: str
+    tallies: list[Tally]
+
+    def extend(self, later: Answered) -> None:
+        """Adds what came of the texts after these."""
+        for ours, theirs in zip(self.tallies, later.tallies):
+            ours.extend(theirs)
+
+
+def answered(
+    client: Client,
+    subject: Subject,
+    run: Run,
+    policies: Sequence[Policy],
+    chosen: slice = slice(None),
+    bar: bool = True,
+) -> Answered:
+    """What the policies make of the run's texts, or of those chosen; raises as measure()."""
+    model, examples = Model.load(subject.folder), _examples(subject, run)[chosen]
     settings = Settings(run.length, policies, as_dtype(run.dtype), run.batch, bar)
-    results = evaluate(client, model, examples, subject.cache, settings)
+    tallies = tallied(client, model, examples, subject.cache, settings)
     info = client.get_server_info()
+    return Answered(f"attnd {info.version}, {info.backends[0]}", tallies)
+
+
+def measurement(
+    subject: Subject, run: Run, whole: Answered, not_offered: Sequence[str] = ()
+) -> Measurement:
+    """The figures of what came of all texts of a run."""
+    results = figures(whole.tallies)
     local_dense = {task: task_of(of) for task, of in results[0]["local_dense"].items()}
     return Measurement(
         run=run.name,
@@ -114,9 +150,9 @@ def measure(
         segment_tokens=run.segment_tokens,
         sequences_per_task=min(len(task.right) for task in local_dense.values()),
         model=subject.folder.resolve().name,
-        fingerprint=model.fingerprint,
+        fingerprint=Model.load(subject.folder).fingerprint,
         eval_set=subject.eval_set.name,
-        server=f"attnd {info.version}, {info.backends[0]}",
+        server=whole.server,
         local_dense=local_dense,
         not_offered=tuple(not_offered),
         points=tuple(point_of(result) for result in results),
@@ -130,20 +166,6 @@ def texts(subject: Subject, run: Run) -> int:
         OSError, ValueError: if the set cannot be read.
     """
     return len(_examples(subject, run))
-
-
-def prepare(subject: Subject, run: Run, number: int) -> None:
-    """Puts into the cache what is computed locally for one of the run's texts, so that measuring
-    finds it there.
-
-    Raises:
-        OSError, ValueError: if the model or the set cannot be read.
-    """
-    model, example = Model.load(subject.folder), _examples(subject, run)[number]
-    with single_threaded_blas():
-        haystack = prefill(model, example, subject.cache, lambda share: None)
-        dense_run(model, example, haystack, as_dtype(run.dtype), subject.cache)
-        observed_queries(model, example, haystack, subject.cache)
 
 
 def _examples(subject: Subject, run: Run) -> list[Example]:

@@ -133,7 +133,7 @@ def run_policy(
         session = stack.enter_context(client.decode_session())
         positions = [len(example.haystack) for example in examples]
         latent = model.config.latent is not None
-        kv = RemoteKv(session, forks, positions, dtype, policy, latent)
+        kv = RemoteKv(session, forks, positions, dtype, policy, latent, want_kv_head_errors=True)
         recorder = _Recorder(kv, [RemoteRun.empty(model.config.layers) for _ in examples], dtype)
         for index in range(QUESTION_TOKENS):
             tokens = np.array([example.questions[index] for example in examples])

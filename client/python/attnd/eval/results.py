@@ -11,7 +11,7 @@ A file holds the points of one run, that is of one length, dtype and way to segm
                     answers and answers of each sequence, in the set's order; a policy's
                     differences from it, with bounds, follow (attnd.eval.paired)
     points          of each policy: policy, tasks (as local_dense, and the task's read share),
-                    error, read, predicted (null if the policy predicts none), within, worst_head
+                    error, read, predicted (null if the policy predicts none), within, kv_heads
                     and index (left out of policies that have none), agreement,
                     clear_disagreements, and the commit that it was measured at, if that is known;
                     attnd.eval.cli says what each is
@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from attnd.eval.commit import checked
@@ -52,6 +52,42 @@ class Task:
         return sum(self.right) / sum(self.answers)
 
 
+# [layers][kv_heads] numbers
+ByHead = list[list[float]]
+
+
+@dataclass(frozen=True)
+class KvHeads:
+    """Of each layer and KV head, over the rows of its query heads.
+
+    Attributes:
+        error, p95: mean and 95th percentile of the measured errors.
+        within: share of rows whose error is within the policy's tolerance.
+        predicted: mean of the predicted errors; None if the policy predicts none.
+    """
+
+    error: ByHead
+    within: ByHead
+    p95: ByHead
+    predicted: ByHead | None
+
+    @property
+    def names(self) -> list[tuple[int, int]]:
+        """Layer and KV head of each."""
+        return [(layer, head) for layer, row in enumerate(self.error) for head in range(len(row))]
+
+    @property
+    def worst(self) -> tuple[int, int]:
+        """The one whose rows keep the tolerance least often; of equals that with the greatest
+        p95."""
+
+        def rank(name: tuple[int, int]) -> tuple[float, float]:
+            layer, head = name
+            return self.within[layer][head], -self.p95[layer][head]
+
+        return min(self.names, key=rank)
+
+
 @dataclass(frozen=True)
 class Point:
     """One policy's figures. Points of one file may have been measured at different commits."""
@@ -65,7 +101,7 @@ class Point:
     clear_disagreements: int
     commit: str | None = None
     within: float | None = None
-    worst_head: dict[str, float] | None = None
+    kv_heads: KvHeads | None = None
     index: float | None = None
 
     @property
@@ -180,7 +216,7 @@ def point_of(result: dict[str, Any]) -> Point:
         clear_disagreements=result["clear_disagreements"],
         commit=result["commit"],
         within=result["within"],
-        worst_head=result["worst_head"],
+        kv_heads=KvHeads(**result["kv_heads"]) if result["kv_heads"] else None,
         index=result["index_fraction"],
     )
 
@@ -248,7 +284,7 @@ def _point_json(point: Point) -> dict[str, Any]:
             for name in ("within", "index")
             if (share := getattr(point, name)) is not None
         },
-        **({"worst_head": _rounded_all(point.worst_head)} if point.worst_head else {}),
+        **({"kv_heads": _kv_heads_json(point.kv_heads)} if point.kv_heads else {}),
         **({"commit": point.commit} if point.commit else {}),
         "tasks": _tasks_json(point.tasks, read=True),
     }
@@ -256,7 +292,8 @@ def _point_json(point: Point) -> dict[str, Any]:
 
 def _point_from(fields: dict[str, Any]) -> Point:
     tasks, commit = _tasks_from(fields["tasks"]), checked(fields.get("commit"))
-    return Point(**{**fields, "tasks": tasks, "commit": commit})
+    heads = KvHeads(**fields["kv_heads"]) if "kv_heads" in fields else None
+    return Point(**{**fields, "tasks": tasks, "commit": commit, "kv_heads": heads})
 
 
 def _tasks_json(tasks: dict[str, Task], read: bool) -> dict[str, Any]:
@@ -274,9 +311,10 @@ def _tasks_from(tasks: dict[str, Any]) -> dict[str, Task]:
     }
 
 
-def _rounded_all(values: dict[str, float]) -> dict[str, float]:
+def _kv_heads_json(heads: KvHeads) -> dict[str, ByHead | None]:
     return {
-        name: value if isinstance(value, int) else _rounded(value) for name, value in values.items()
+        name: None if layers is None else [[_rounded(one) for one in layer] for layer in layers]
+        for name, layers in asdict(heads).items()
     }
 
 

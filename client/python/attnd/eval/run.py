@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -76,7 +76,13 @@ class _Evaluation:
         self._info = client.get_server_info()
         self._groups = by_opening(settings.policies, self._info.presets)
         self.tallies = [
-            Tally(str(policy), settings.length, settings.dtype, settings.batch)
+            Tally(
+                str(policy),
+                settings.length,
+                settings.dtype,
+                settings.batch,
+                model.config.kv_heads,
+            )
             for policy in settings.policies
         ]
         self._bar = _Bar(examples * (2 + len(self.tallies)), settings.bar)
@@ -133,10 +139,10 @@ class _Evaluation:
         return observed_queries(self._model, example, layers, self._cache)
 
 
-def evaluate(
+def tallied(
     client: Client, model: Model, examples: Sequence[Example], cache: Cache, settings: Settings
-) -> list[dict[str, Any]]:
-    """The figures of each policy.
+) -> list[Tally]:
+    """What each policy makes of the examples.
 
     Raises:
         AttndError: if the server fails.
@@ -148,8 +154,20 @@ def evaluate(
                 evaluation.add(batch)
     finally:
         evaluation.close()
+    return evaluation.tallies
+
+
+def figures(tallies: Iterable[Tally]) -> list[dict[str, Any]]:
+    """The figures of each policy; see attnd.eval.cli."""
     measured_at = {"commit": commit.current()}
-    return [{**tally.figures(), **measured_at} for tally in evaluation.tallies]
+    return [{**tally.figures(), **measured_at} for tally in tallies]
+
+
+def evaluate(
+    client: Client, model: Model, examples: Sequence[Example], cache: Cache, settings: Settings
+) -> list[dict[str, Any]]:
+    """Both of these in one."""
+    return figures(tallied(client, model, examples, cache, settings))
 
 
 def _batches(examples: Sequence[Example], size: int) -> Iterator[Sequence[Example]]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -50,6 +50,12 @@ class Accuracy:
         self._right[example.task].append(int(right.sum()))
         self._answers[example.task].append(len(right))
 
+    def extend(self, later: Accuracy) -> None:
+        """Adds the sequences of another one after these."""
+        for ours, theirs in ((self._right, later._right), (self._answers, later._answers)):
+            for task, counts in theirs.items():
+                ours[task].extend(counts)
+
     def figures(self) -> dict[str, dict[str, Any]]:
         return {
             task: {
@@ -63,40 +69,57 @@ class Accuracy:
 
 
 class KeptTolerance:
-    """How often rows keep a tolerance: a row is one layer, query head and query token."""
+    """How often rows keep a tolerance, and what was predicted of them: a row is one layer, query
+    head and query token."""
 
-    def __init__(self, tolerance: float) -> None:
+    def __init__(self, tolerance: float, kv_heads: int) -> None:
         self._tolerance = tolerance
+        self._kv_heads = kv_heads
         self._errors: dict[int, list[Array]] = defaultdict(list)  # of each layer
+        self._predicted: dict[int, list[Sequence[float]]] = defaultdict(list)
 
-    def add(self, layer: int, errors: Array) -> None:
-        """errors: [tokens, query heads]"""
+    def add(self, layer: int, errors: Array, predicted: Iterable[Sequence[float]]) -> None:
+        """errors: [tokens, query heads]; predicted: of each token, [KV heads], or nothing where
+        nothing is predicted."""
         self._errors[layer].append(errors)
+        self._predicted[layer].extend(predicted)
+
+    def extend(self, later: KeptTolerance) -> None:
+        """Adds the rows of another one after these."""
+        for layer, errors in later._errors.items():
+            self._errors[layer].extend(errors)
+            self._predicted[layer].extend(later._predicted[layer])
 
     def within(self) -> float:
         """The share of all rows; every layer has as many. After add."""
         layers = [np.concatenate(errors) for errors in self._errors.values()]
         return float(np.mean([rows <= self._tolerance for rows in layers]))
 
-    def worst_head(self) -> dict[str, Any]:
-        """The head whose rows keep the tolerance least often: layer, head, the share within, and
-        p95, the 95th percentile of its errors. The first of equals. After add."""
-        worst: dict[str, Any] = {"within": np.inf}
-        for layer, errors in sorted(self._errors.items()):
-            rows = np.concatenate(errors)
-            within = (rows <= self._tolerance).mean(axis=0)
-            head = int(within.argmin())
-            if within[head] < worst["within"]:
-                p95 = float(np.percentile(rows[:, head], 95))
-                share = float(within[head])
-                worst = {"layer": layer, "head": head, "within": share, "p95": p95}
-        return worst
+    def kv_heads(self) -> dict[str, list[list[float]] | None]:
+        """As attnd.eval.results has it. After add."""
+        layers = [self._of_layer(layer) for layer in sorted(self._errors)]
+        predicted = [self._predicted[layer] for layer in sorted(self._errors)]
+        known = all(len(token) == self._kv_heads for layer in predicted for token in layer)
+        return {
+            "predicted": [np.mean(of, axis=0).tolist() for of in predicted] if known else None,
+            "error": [rows.mean(axis=1).tolist() for rows in layers],
+            "within": [(rows <= self._tolerance).mean(axis=1).tolist() for rows in layers],
+            "p95": [np.percentile(rows, 95, axis=1).tolist() for rows in layers],
+        }
+
+    def _of_layer(self, layer: int) -> Array:
+        """[KV heads, rows] Errors of each KV head's query heads."""
+        rows = np.concatenate(self._errors[layer])
+        by_head: Array = rows.T.reshape(self._kv_heads, -1)
+        return by_head
 
 
 class Tally:
     """Figures of one policy."""
 
-    def __init__(self, policy: str, length: int, dtype: np.dtype[Any], batch: int) -> None:
+    def __init__(
+        self, policy: str, length: int, dtype: np.dtype[Any], batch: int, kv_heads: int
+    ) -> None:
         self._settings = {
             "policy": policy,
             "length": length,
@@ -106,15 +129,15 @@ class Tally:
         self._dtype = dtype
         self._remote = Accuracy()
         self._local = Accuracy()
-        self._answers = self._different = self._clearly_different = self._clear = 0
+        # "answers", those that are "clear", "different" from local attention's, and both.
+        self._counts: Counter[str] = Counter()
         self._errors: list[float] = []  # one mean for each example and layer, of equal weight
-        self._exact: dict[str, int] = defaultdict(int)  # of each task
-        self._middle: dict[str, int] = defaultdict(int)
+        self._exact: Counter[str] = Counter()  # of each task
+        self._middle: Counter[str] = Counter()
         self._predicted: list[float | None] = []
         tolerance = tolerance_of(policy)
-        self._kept = None if tolerance is None else KeptTolerance(tolerance)
-        self._index_rows = 0
-        self._clusters = 0
+        self._kept = None if tolerance is None else KeptTolerance(tolerance, kv_heads)
+        self._index: Counter[str] = Counter()  # "rows" that were looked at, "clusters" in all
         self._decode_us: list[float] = []
         self._local_decode_us: list[float] = []
 
@@ -139,14 +162,32 @@ class Tally:
         self._add_errors(model, haystack, run)
         self._add_stats(example.task, run)
 
+    def extend(self, later: Tally) -> None:
+        """Adds the examples of another tally of the same policy after these."""
+        self._remote.extend(later._remote)
+        self._local.extend(later._local)
+        for ours, theirs in (
+            (self._counts, later._counts),
+            (self._exact, later._exact),
+            (self._middle, later._middle),
+            (self._index, later._index),
+        ):
+            ours.update(theirs)
+        self._errors.extend(later._errors)
+        self._predicted.extend(later._predicted)
+        if self._kept is not None and later._kept is not None:
+            self._kept.extend(later._kept)
+        self._decode_us.extend(later._decode_us)
+        self._local_decode_us.extend(later._local_decode_us)
+
     def _add_agreement(self, example: Example, best: Array, dense: DenseRun) -> None:
         before = example.answers - 1
         different = best[before] != dense.best[before]
         clear = dense.gap[before] > CLEAR_GAP
-        self._answers += len(before)
-        self._different += int(different.sum())
-        self._clear += int(clear.sum())
-        self._clearly_different += int((different & clear).sum())
+        self._counts["answers"] += len(before)
+        self._counts["different"] += int(different.sum())
+        self._counts["clear"] += int(clear.sum())
+        self._counts["clearly different"] += int((different & clear).sum())
 
     def _add_errors(self, model: Model, haystack: Sequence[LayerKv], run: RemoteRun) -> None:
         for layer, kv in enumerate(haystack):
@@ -155,15 +196,16 @@ class Tally:
             errors = relative_errors(out, dense)
             self._errors.append(float(errors.mean()))
             if self._kept is not None:
-                self._kept.add(layer, errors)
+                of_layer = run.stats[layer :: len(haystack)]
+                self._kept.add(layer, errors, (one.predicted_error_of_kv_head for one in of_layer))
 
     def _add_stats(self, task: str, run: RemoteRun) -> None:
         for stats in run.stats:
             middle = stats.exact_tokens + stats.estimated_tokens + stats.dropped_tokens
             self._exact[task] += stats.exact_tokens
             self._middle[task] += middle
-            self._index_rows += stats.index_rows
-            self._clusters += stats.clusters
+            self._index["rows"] += stats.index_rows
+            self._index["clusters"] += stats.clusters
             self._predicted.append(stats.predicted_error_mean)
 
     def figures(self) -> dict[str, Any]:
@@ -178,19 +220,24 @@ class Tally:
             **self._settings,
             "tasks": tasks,
             "local_dense": local,
-            "agreement": 1 - self._different / self._answers,
-            "answers": self._answers,
-            "clear_answers": self._clear,
-            "clear_disagreements": self._clearly_different,
+            "agreement": 1 - self._counts["different"] / self._counts["answers"],
+            "answers": self._counts["answers"],
+            "clear_answers": self._counts["clear"],
+            "clear_disagreements": self._counts["clearly different"],
             "relative_error": float(np.mean(self._errors)),
             "within": self._kept.within() if self._kept else None,
-            "worst_head": self._kept.worst_head() if self._kept else None,
+            "kv_heads": self._kept.kv_heads() if self._kept else None,
             "read_fraction": _share(sum(self._exact.values()), sum(self._middle.values())),
-            "index_fraction": _share(self._index_rows, self._clusters) if self._clusters else None,
+            "index_fraction": self._index_fraction(),
             "predicted_error": mean_prediction(self._predicted),
             "decode_us": _percentiles(self._decode_us),
             "local_decode_us": _percentiles(self._local_decode_us),
         }
+
+
+    def _index_fraction(self) -> float | None:
+        clusters = self._index["clusters"]
+        return self._index["rows"] / clusters if clusters else None
 
 
 def tolerance_of(policy: str) -> float | None:

@@ -56,15 +56,18 @@ class RemoteKv:
         dtype: npt.DTypeLike = FP32,
         policy: Policy | str | None = None,
         latent: bool = False,
+        want_kv_head_errors: bool = False,
     ) -> None:
         """positions: length of each sequence; dtype: that of the sequences' KV; policy: None is the
-        sequences' own; latent: whether their model is, whose values are not sent."""
+        sequences' own; latent: whether their model is, whose values are not sent;
+        want_kv_head_errors: as Row's."""
         self._session = session
         self._sequence_ids = tuple(sequence_ids)
         self._positions = list(positions)
         self._dtype = dtype
         self._policy = policy
         self._latent = latent
+        self._want_kv_head_errors = want_kv_head_errors
         self._rows: list[Row] = []
         self.last: StepResult | None = None
         self.begin_token()
@@ -75,7 +78,13 @@ class RemoteKv:
             self._sequence_ids
         )
         self._rows = [
-            Row(sequence, position, token_ids=tokens, policy=self._policy)
+            Row(
+                sequence,
+                position,
+                token_ids=tokens,
+                policy=self._policy,
+                want_kv_head_errors=self._want_kv_head_errors,
+            )
             for sequence, position, tokens in zip(self._sequence_ids, self._positions, ids)
         ]
 

@@ -5,7 +5,8 @@ From the root of a checkout, where docs/ and models/ lie:
 
     python -m attnd.report --server build/bin/attnd     measures everything, hours on two cores
     python -m attnd.report --server build/bin/attnd --jobs 16
-                                                        16 parts at a time, each with a server
+                                                        16 parts at a time, each with a server;
+                                                        --parts FOLDER keeps them, to go on later
     python -m attnd.report --server build/bin/attnd --run 8192 --presets quest,twilight
                                                         measures a part; the rest stays
     python -m attnd.report --render                     makes tables and plots of what is there
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+import pickle
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -33,8 +35,17 @@ from dataclasses import dataclass, replace
 
 from attnd import AttndError, Client
 from attnd.eval import results
-from attnd.eval.cache import DEFAULT_MAX_BYTES, Cache, default_folder
-from attnd.eval.measure import Run, Subject, measure, offered, prepare, texts
+from attnd.eval.cache import DEFAULT_MAX_BYTES, Cache, cache_key, default_folder
+from attnd.eval.measure import (
+    Answered,
+    Run,
+    Subject,
+    answered,
+    measure,
+    measurement,
+    offered,
+    texts,
+)
 from attnd.eval.opening import by_opening
 from attnd.eval.results import Measurement
 from attnd.eval.server import running
@@ -46,9 +57,10 @@ from attnd.report.workers import Workers
 # Of a checkout, as --docs is.
 MODELS = pathlib.Path("models")
 # Measured with one upload; what is done is kept after each, so that a run that ends early loses no
-# more. Parts measured at a time are smaller, as the last ones are waited for.
+# more.
 _POINTS_AT_ONCE = 10
-_POINTS_OF_A_PART = 2
+# Parts of a run for each job: the last ones are waited for, and their number of texts is rounded.
+_PARTS_OF_A_JOB = 4
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,19 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # ---- Measuring ----
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Policies of a run that are measured with one upload, which has so many indexes; `missing` as
-    in attnd.eval.measure."""
-
-    planned: Planned
-    indexes: int
-    policies: tuple[Policy, ...]
-    missing: tuple[str, ...]
-
-
 def _measure(args: argparse.Namespace) -> None:
-    """Measures what was asked for, part by part, and keeps what is done after each."""
+    """Measures what was asked for, and keeps what is done after each opening or run."""
     names = args.run or [planned.run.name for planned in PLAN]
     chosen = [planned for planned in PLAN if planned.run.name in names]
     if args.jobs > 1:
@@ -98,63 +99,92 @@ def _measure(args: argparse.Namespace) -> None:
         return
     for planned in chosen:
         with _client(args, planned) as client:
-            for part in _parts(args, planned, client, _POINTS_AT_ONCE):
-                _keep(args, planned, _measure_part(args, part, client))
+            taken, missing = _wanted(args, planned, client)
+            subject, run = _subject(args, planned), _run(args, planned)
+            for numbers in by_opening(taken, client.get_server_info().presets).values():
+                for start in range(0, len(numbers), _POINTS_AT_ONCE):
+                    some = [taken[number] for number in numbers[start : start + _POINTS_AT_ONCE]]
+                    _keep(args, planned, measure(client, subject, run, some, missing))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some texts of a run, with all policies: whoever measures it computes a text's prefill once
+    and needs nobody else."""
+
+    planned: Planned
+    policies: tuple[Policy, ...]
+    texts: slice
+
+    def path(self, folder: pathlib.Path) -> pathlib.Path:
+        """Where it is kept."""
+        policies = cache_key(*map(str, self.policies))[:16]
+        texts = f"{self.texts.start}-{self.texts.stop}"
+        return folder / f"{self.planned.run.name}-{texts}-{policies}.pickle"
 
 
 def _measure_in_parallel(args: argparse.Namespace, chosen: Sequence[Planned]) -> None:
-    """The same, several parts at a time. Those that take longest come first, by the length of
-    their texts and the indexes built of them, so that what all wait for at the end is short."""
+    """The same, several parts at a time. A run is kept when its last part is done, and the next
+    one's parts begin before that."""
     parts: list[_Part] = []
+    refused: dict[str, list[str]] = {}
     for planned in chosen:
         with _client(args, planned) as client:
-            parts += _parts(args, planned, client, _POINTS_OF_A_PART)
-    parts.sort(key=lambda part: (-part.planned.run.length, -part.indexes))
-    prepared = {
-        (part.planned.model, part.planned.eval_set, part.planned.run.length): part.planned
-        for part in parts
-    }
+            taken, refused[planned.run.name] = _wanted(args, planned, client)
+        if taken:
+            count = texts(_subject(args, planned), _run(args, planned))
+            size = min(planned.run.batch, max(1, count // (args.jobs * _PARTS_OF_A_JOB)))
+            starts = range(0, count, size)
+            parts += [_Part(planned, tuple(taken), slice(at, at + size)) for at in starts]
+    done: dict[int, Answered] = {}
     with Workers(args.jobs) as workers:
-        for planned in prepared.values():
-            subject, run = _subject(args, planned), _run(args, planned)
-            jobs = [(subject, run, number) for number in range(texts(subject, run))]
-            for _ in workers.run(prepare, jobs):
-                pass
-        for number, measured in workers.run(_measure_part, [(args, part) for part in parts]):
-            _keep(args, parts[number].planned, measured)
+        for number, answers in workers.run(_answered, [(args, part) for part in parts]):
+            done[number] = answers
+            planned = parts[number].planned
+            numbers = [n for n, part in enumerate(parts) if part.planned is planned]
+            if all(n in done for n in numbers):
+                whole = done.pop(numbers[0])
+                for n in numbers[1:]:
+                    whole.extend(done.pop(n))
+                subject, missing = _subject(args, planned), refused[planned.run.name]
+                _keep(args, planned, measurement(subject, _run(args, planned), whole, missing))
 
 
-def _parts(
-    args: argparse.Namespace, planned: Planned, client: Client, points: int
-) -> Iterator[_Part]:
-    """What is to be measured of a run, in parts of so many points at most."""
+def _wanted(
+    args: argparse.Namespace, planned: Planned, client: Client
+) -> tuple[list[Policy], list[str]]:
+    """What is to be measured of a run, and the presets that the server does not have; these are
+    kept already if nothing is to be measured."""
     path = document.results_path(args.docs, planned.run.name)
     policies = planned.chosen(args.presets)
     if args.missing and path.exists():
         kept = results.read(path)
         policies = [policy for policy in policies if kept.find(str(policy)) is None]
     if not policies:
-        return
+        return [], []
     taken, missing = offered(client, _subject(args, planned), _run(args, planned), policies)
-    for opening, numbers in by_opening(taken, client.get_server_info().presets).items():
-        for start in range(0, len(numbers), points):
-            group = tuple(taken[number] for number in numbers[start : start + points])
-            yield _Part(planned, len(opening.indexes), group, tuple(missing))
     if not taken and not path.exists():
         raise ValueError(f"the server offers none of the presets: {', '.join(missing)}")
     if not taken:
         _keep(args, planned, replace(results.read(path), points=(), not_offered=tuple(missing)))
+    return taken, missing
 
 
-def _measure_part(
-    args: argparse.Namespace, part: _Part, client: Client | None = None
-) -> Measurement:
-    """A part, with a server of its own unless there is a client already."""
-    if client is None:
-        with _client(args, part.planned) as client:
-            return _measure_part(args, part, client)
+def _answered(args: argparse.Namespace, part: _Part) -> Answered:
+    """A part, with a server of its own; as an earlier call kept it, if it did."""
+    kept = part.path(args.parts) if args.parts else None
+    if kept is not None and kept.exists():
+        found: Answered = pickle.loads(kept.read_bytes())
+        return found
     subject, run = _subject(args, part.planned), _run(args, part.planned)
-    return measure(client, subject, run, part.policies, part.missing, bar=args.jobs == 1)
+    with _client(args, part.planned) as client:
+        answers = answered(client, subject, run, part.policies, part.texts, bar=False)
+    if kept is not None:
+        new = kept.with_suffix(".new")
+        new.parent.mkdir(parents=True, exist_ok=True)
+        new.write_bytes(pickle.dumps(answers))
+        new.rename(kept)  # whole or not at all
+    return answers
 
 
 def _keep(args: argparse.Namespace, planned: Planned, new: Measurement) -> None:
@@ -250,6 +280,12 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=1,
         help="parts measured at a time, each with a server (default: 1)",
+    )
+    add(
+        "--parts",
+        type=pathlib.Path,
+        help="with --jobs: a folder that keeps each part, so that the same call goes on where it "
+        "was ended; another for other programs, models, texts or a --limit (default: none)",
     )
     add("--limit", type=int, help="sequences a task, to try things (default: all)")
     add("--docs", type=pathlib.Path, default=pathlib.Path("docs"), help="(default: docs)")

@@ -9,7 +9,8 @@ The document is written by hand but for what stands between
 which is made anew of docs/quality/RUN.json:
 
     figures RUN      every point of the run
-    claims RUN       points of a run over second texts, and how far each task lies from dense
+    claims RUN       points of a run over second texts: figures, the same by layer and KV head, and
+                     how far each task lies from dense
     plot RUN         the run's plot, docs/quality/RUN.svg
     references RUN   beside docs/quality/references.json
     calibration      maximum compression that keeps accuracy (attnd.calibrate), of all runs that
@@ -184,7 +185,11 @@ class _Blocks:
 
     def _claims(self, run: str) -> str:
         measurement = self._measurements[run]
-        made = tables.claims(measurement), tables.by_task(measurement)
+        made = (
+            tables.claims(measurement),
+            tables.by_head(measurement),
+            tables.by_task(measurement),
+        )
         return "\n\n".join([tables.caption(measurement), *made])
 
     def _plot(self, run: str) -> str:

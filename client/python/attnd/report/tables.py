@@ -61,21 +61,18 @@ def figures(measurement: Measurement) -> str:
 
 def claims(measurement: Measurement) -> str:
     """What error-target promises and what it kept: a line for each policy. `predicted / measured`
-    compares means; `within` is the share of rows whose error kept the tolerance, and the worst head
-    that whose rows did so least often, with the 95th percentile of its errors."""
+    compares means; `within` is the share of rows whose error kept the tolerance."""
     head = (
         "policy",
         "agreement",
         "error",
         "predicted / measured",
         "within",
-        "worst head",
         "read",
         "index",
     )
     rows = []
     for point in measurement.points:
-        ratio = f"{point.predicted / point.error:.2f}" if point.predicted and point.error else "-"
         within, index = (
             "-" if share is None else f"{share:.3f}" for share in (point.within, point.index)
         )
@@ -84,14 +81,32 @@ def claims(measurement: Measurement) -> str:
                 f"`{point.policy}`",
                 f"{point.agreement:.3f}",
                 _error(point),
-                ratio,
+                _ratio(point.predicted, point.error),
                 within,
-                _worst_head(point),
                 f"{100 * point.read:.2f}%",
                 index,
             )
         )
     return table(head, rows)
+
+
+def by_head(measurement: Measurement) -> str:
+    """A line for each layer and KV head. Of each policy that names a tolerance: predicted over
+    measured error, the share of rows whose error is beyond the tolerance, and the 95th percentile
+    of the errors; the head that is so most often is bold."""
+    heads = {point.policy: point.kv_heads for point in measurement.points if point.kv_heads}
+    names = next(iter(heads.values())).names if heads else []
+    rows = []
+    for layer, head in names:
+        cells = []
+        for of in heads.values():
+            predicted = None if of.predicted is None else of.predicted[layer][head]
+            ratio = _ratio(predicted, of.error[layer][head])
+            beyond, p95 = short(1 - of.within[layer][head]), f"{of.p95[layer][head]:.2f}"
+            cell = f"{ratio}, {beyond}, {p95}"
+            cells.append(f"**{cell}**" if of.worst == (layer, head) else cell)
+        rows.append((f"{layer}.{head}", *cells))
+    return table(("layer.head", *(f"`{policy}`" for policy in heads)), rows)
 
 
 def by_task(measurement: Measurement) -> str:
@@ -110,11 +125,8 @@ def _error(point: Point) -> str:
     return f"{point.error:.2g}" if point.error < 1e-3 else f"{point.error:.3f}"
 
 
-def _worst_head(point: Point) -> str:
-    worst = point.worst_head
-    if worst is None:
-        return "-"
-    return f"{worst['layer']}.{worst['head']}: {short(worst['within'])}, {worst['p95']:.2f}"
+def _ratio(predicted: float | None, measured: float) -> str:
+    return f"{predicted / measured:.2f}" if predicted and measured else "-"
 
 
 def _predicted(point: Point) -> str:

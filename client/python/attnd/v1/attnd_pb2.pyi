@@ -87,20 +87,22 @@ class DecodeResponse(_message.Message):
     def __init__(self, step_id: _Optional[int] = ..., status: _Optional[_Union[_types_pb2.Status, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[RowResult, _Mapping]]] = ..., out: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., lse: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., queue_us: _Optional[int] = ..., engine_us: _Optional[int] = ...) -> None: ...
 
 class DecodeRow(_message.Message):
-    __slots__ = ["policy", "position", "query_only", "query_tokens", "sequence_id", "token_ids"]
+    __slots__ = ["policy", "position", "query_only", "query_tokens", "sequence_id", "token_ids", "want_kv_head_errors"]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     QUERY_ONLY_FIELD_NUMBER: _ClassVar[int]
     QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    WANT_KV_HEAD_ERRORS_FIELD_NUMBER: _ClassVar[int]
     policy: _types_pb2.Policy
     position: int
     query_only: bool
     query_tokens: int
     sequence_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sequence_id: _Optional[int] = ..., position: _Optional[int] = ..., query_tokens: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., query_only: bool = ...) -> None: ...
+    want_kv_head_errors: bool
+    def __init__(self, sequence_id: _Optional[int] = ..., position: _Optional[int] = ..., query_tokens: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., query_only: bool = ..., want_kv_head_errors: bool = ...) -> None: ...
 
 class DropSealedRequest(_message.Message):
     __slots__ = ["sealed_id"]
@@ -278,7 +280,7 @@ class RowResult(_message.Message):
     def __init__(self, status: _Optional[_Union[_types_pb2.Status, _Mapping]] = ..., stats: _Optional[_Union[RowStats, _Mapping]] = ...) -> None: ...
 
 class RowStats(_message.Message):
-    __slots__ = ["clusters", "covered_mass", "dropped_tokens", "estimated_tokens", "exact_mass", "exact_tokens", "index_rows", "missed_mass", "missed_tokens", "predicted_error_max", "predicted_error_mean", "stages", "tiers", "zone_tokens"]
+    __slots__ = ["clusters", "covered_mass", "dropped_tokens", "estimated_tokens", "exact_mass", "exact_tokens", "index_rows", "missed_mass", "missed_tokens", "predicted_error_max", "predicted_error_mean", "predicted_error_of_kv_head", "stages", "tiers", "zone_tokens"]
     CLUSTERS_FIELD_NUMBER: _ClassVar[int]
     COVERED_MASS_FIELD_NUMBER: _ClassVar[int]
     DROPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -290,6 +292,7 @@ class RowStats(_message.Message):
     MISSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_ERROR_MAX_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_ERROR_MEAN_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_ERROR_OF_KV_HEAD_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     ZONE_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -304,10 +307,11 @@ class RowStats(_message.Message):
     missed_tokens: int
     predicted_error_max: float
     predicted_error_mean: float
+    predicted_error_of_kv_head: _containers.RepeatedScalarFieldContainer[float]
     stages: StageTimes
     tiers: TierTokens
     zone_tokens: int
-    def __init__(self, zone_tokens: _Optional[int] = ..., exact_tokens: _Optional[int] = ..., estimated_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ..., covered_mass: _Optional[float] = ..., exact_mass: _Optional[float] = ..., predicted_error_mean: _Optional[float] = ..., predicted_error_max: _Optional[float] = ..., tiers: _Optional[_Union[TierTokens, _Mapping]] = ..., stages: _Optional[_Union[StageTimes, _Mapping]] = ..., missed_tokens: _Optional[int] = ..., missed_mass: _Optional[float] = ..., index_rows: _Optional[int] = ..., clusters: _Optional[int] = ...) -> None: ...
+    def __init__(self, zone_tokens: _Optional[int] = ..., exact_tokens: _Optional[int] = ..., estimated_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ..., covered_mass: _Optional[float] = ..., exact_mass: _Optional[float] = ..., predicted_error_mean: _Optional[float] = ..., predicted_error_max: _Optional[float] = ..., tiers: _Optional[_Union[TierTokens, _Mapping]] = ..., stages: _Optional[_Union[StageTimes, _Mapping]] = ..., missed_tokens: _Optional[int] = ..., missed_mass: _Optional[float] = ..., index_rows: _Optional[int] = ..., clusters: _Optional[int] = ..., predicted_error_of_kv_head: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class SealSequenceRequest(_message.Message):
     __slots__ = ["sequence_id"]
