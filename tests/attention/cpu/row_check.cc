@@ -19,9 +19,10 @@ namespace {
 constexpr double kOutTolerance = 2e-5;  // relative to the output's norm, or its values' size
 constexpr double kLseTolerance = 2e-5;  // up to an lse of 4; a greater one has more to round
 constexpr double kMassTolerance = 2e-5;
-constexpr double kErrorTolerance = 1e-3;  // relative: sums of squares of differences
-// Absolute: a part of an error is what is left when sums are taken from sums, which round.
-constexpr double kErrorRounding = 1e-9;
+
+// Of a predicted error: relative, for sums of squares of differences; and absolute, as a part of it
+// is what is left when sums are taken from sums, which round.
+double ErrorTolerance(double error) { return 1e-3 * error + 1e-9; }
 
 // A tolerance of nothing is dense: no clusters are looked at, so there is no plan and no prediction
 // to compare.
@@ -65,7 +66,7 @@ void CheckKvHeadErrors(const RowStats& stats, const ExpectedStats& expected, boo
   for (size_t h = 0; h < kv_heads; ++h) {
     const double mean = expected.kv_head_errors[h] * static_cast<double>(kv_heads) /
                         static_cast<double>(expected.lanes);
-    EXPECT_NEAR(stats.kv_head_errors[h], mean, kErrorTolerance * mean) << "KV head " << h;
+    EXPECT_NEAR(stats.kv_head_errors[h], mean, ErrorTolerance(mean)) << "KV head " << h;
     sum += stats.kv_head_errors[h];
   }
   EXPECT_FLOAT_EQ(static_cast<float>(sum / static_cast<double>(kv_heads)),
@@ -95,9 +96,8 @@ void CheckStats(const RowStats& stats, const ExpectedStats& expected,
   ASSERT_EQ(stats.predicted_error_max.has_value(), predicts);
   if (!predicts) return;
   const double mean = expected.error / lanes;
-  const auto near = [](double error) { return kErrorTolerance * error + kErrorRounding; };
-  EXPECT_NEAR(*stats.predicted_error_mean, mean, near(mean));
-  EXPECT_NEAR(*stats.predicted_error_max, expected.error_max, near(expected.error_max));
+  EXPECT_NEAR(*stats.predicted_error_mean, mean, ErrorTolerance(mean));
+  EXPECT_NEAR(*stats.predicted_error_max, expected.error_max, ErrorTolerance(expected.error_max));
 }
 
 // A selection with no cluster that has to be exact.
