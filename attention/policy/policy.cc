@@ -37,7 +37,7 @@ IndexSet Policy::Indexes() const {
     case Selector::kKeepSet:
       break;
     case Selector::kClusters:
-      indexes.Add(cut == Cut::kErrorBudget ? IndexKind::kRegression : IndexKind::kClusters);
+      indexes.Add(cut == Cut::kErrorBudget ? IndexKind::kTree : IndexKind::kClusters);
       break;
     case Selector::kBlocks:
       indexes.Add(block_tokens == 16 ? IndexKind::kBlocks16 : IndexKind::kBlocks64);

@@ -131,7 +131,7 @@ TEST_F(AutoEngine, DefaultIndexesAreTheOwners) {
   EXPECT_EQ(engine_->IndexesOf(policy), attention::kClusterIndexes);
   EXPECT_EQ(Open(Args(shape_, policy)).Info().args.indexes, attention::kClusterIndexes);
   const ModelShape fp32 = MakeShape(2, 4, 2, 128, 128, DType::kFp32);
-  EXPECT_EQ(Open(Args(fp32, policy)).Info().args.indexes, attention::kRegressionIndexes);
+  EXPECT_EQ(Open(Args(fp32, policy)).Info().args.indexes, attention::kTreeIndexes);
 }
 
 TEST_F(AutoEngine, RowsOfBothInOneMessageAreWhatTheyAreAlone) {

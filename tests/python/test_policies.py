@@ -159,12 +159,12 @@ def test_the_pruner_over_every_selector(client, selector):
     client.close_sequence(sequence)
 
 
-@pytest.mark.parametrize("asked", [None, ["tree"]])
-def test_error_target_over_a_regression(client, asked):
+@pytest.mark.parametrize("asked", [None, ["regression"]])
+def test_error_target_over_a_tree_and_a_regression(client, asked):
     """What it says of itself is true of this case, and less tolerance reads more."""
     sequence = opened(client, "error-target", asked)
     info = next(i for i in client.list_sequences() if i.sequence_id == sequence)
-    assert info.indexes == tuple(asked or ["regression"])
+    assert info.indexes == tuple(asked or ["tree"])
     exact_before = -1
     for at, tolerance in enumerate(("off", "0.3", "0.1", "0.02", "0")):
         results = decoded(client, sequence, TOKENS + at, f"error-target:tolerance={tolerance}")

@@ -344,7 +344,7 @@ TEST(Policy, IndexesThatAreMissingAreNamed) {
        false},
       {"asynctls", {}, {IndexKind::kBlocks64, IndexKind::kLabels}, false},
       {"double-p", {}, {IndexKind::kClusters}, true},
-      {"error-target", {}, {IndexKind::kRegression}, true},
+      {"error-target", {}, {IndexKind::kTree}, true},
       {"topk-completion", {}, {IndexKind::kSummary}, true},
       {"topk-completion", {{"completion", "off"}}, {}, true},
       {"topk-completion",

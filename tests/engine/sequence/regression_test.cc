@@ -194,7 +194,7 @@ TEST(RegressionOpening, APolicyWithoutIndexesNamedGetsItsOwn) {
   const auto indexes_of = [&](const char* preset) {
     return OpenSequence(engine.get(), shape, PolicyOf(preset)).Info().args.indexes;
   };
-  EXPECT_EQ(indexes_of("error-target"), attention::kRegressionIndexes);
+  EXPECT_EQ(indexes_of("error-target"), attention::kTreeIndexes);
   EXPECT_EQ(indexes_of("double-p"), attention::kClusterIndexes);
   EXPECT_EQ(indexes_of("clusters-top-k"), attention::kClusterIndexes);
   EXPECT_EQ(indexes_of("dense"), attention::kClusterIndexes);
@@ -221,7 +221,7 @@ TEST(RegressionOpening, ClusterOrderAloneIsTheClustersOfThePolicy) {
     EXPECT_TRUE(id.ok()) << id.status();
     return engine->Info(kTenant, id.value_or(0))->args.indexes;
   };
-  EXPECT_EQ(indexes_of("error-target"), attention::kRegressionIndexes);
+  EXPECT_EQ(indexes_of("error-target"), attention::kTreeIndexes);
   EXPECT_EQ(indexes_of("double-p"), attention::kClusterIndexes);
   EXPECT_EQ(indexes_of("dense"), attention::kClusterIndexes);
   const absl::Status status = open("quest").status();

@@ -95,8 +95,8 @@ SERIES = (
     _series("error-target", *_ERROR_TARGETS),
     _series(
         "error-target",
-        *(f"{point}@tree" for point in _ERROR_TARGETS),
-        name="error-target over a tree",
+        *(f"{point}@regression" for point in _ERROR_TARGETS),
+        name="error-target over a regression",
     ),
     # What a server with the CUDA backend has of it.
     _series(

@@ -45,7 +45,7 @@ _FAMILIES = (
         "estimate the rest",
         {
             "error-target": _Style("#D55E00", "o", width=2.6),
-            "error-target over a tree": _Style("#D55E00", "o", _DOTTED),
+            "error-target over a regression": _Style("#D55E00", "o", _DOTTED),
             "error-target over clusters": _Style("#D55E00", "o", _DASHED),
             "clusters-top-k": _Style("#CC79A7", "D", width=1.8),
             "double-p": _Style("#E69F00", "s", width=1.8),
