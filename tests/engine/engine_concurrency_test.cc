@@ -212,8 +212,12 @@ TEST(EngineConcurrencyTest, EarlySegmentsUnderMoreThanOneHand) {
   threads.emplace_back([&] { shared.Decode(kWriter, 3, false); });
   threads.emplace_back([&] { shared.Decode(2, 2, true); });
   threads.emplace_back([&] { shared.ForkAndTruncate(700, 9000, 50); });
-  shared.End(&threads);
+  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  while (observer.early.load() == 0 && std::chrono::steady_clock::now() < until) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));  // long with a sanitizer
+  }
   EXPECT_GT(observer.early.load(), 0u);
+  shared.End(&threads);
 }
 
 // A fork is seen complete or not at all.

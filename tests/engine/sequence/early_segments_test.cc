@@ -230,9 +230,16 @@ TEST_F(EarlySegmentsTest, OfOtherTokensAreRefused) {
   EXPECT_FALSE(sequence_.Install(*job, segment)) << "too short now";
   StepBy(&sequence_, &history_, kEarly);
   EXPECT_FALSE(sequence_.Install(*job, segment)) << "other tokens";
-  EXPECT_EQ(BuildEarly(&sequence_), 1);
-  EXPECT_FALSE(sequence_.Install(*job, segment)) << "a second time";
+  const auto next = sequence_.NextEarly();
+  ASSERT_TRUE(next.has_value());
+  const auto built = Build(*next);
+  EXPECT_TRUE(sequence_.Install(*next, built));
+  EXPECT_FALSE(sequence_.Install(*next, built)) << "a second time";
   Expect(3, &sequence_, history_);
+  const auto full = sequence_.NextSegment(3 * kEarly, 3 * kEarly);
+  ASSERT_TRUE(full.has_value() && sequence_.Install(*full, Build(*full)));
+  EXPECT_FALSE(sequence_.Install(*next, built)) << "in a full segment";
+  Expect(0, &sequence_, history_);
 }
 
 TEST_F(EarlySegmentsTest, ForksShareThem) {
