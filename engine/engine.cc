@@ -20,8 +20,9 @@ EngineImpl::EngineImpl(const EngineOptions& options, std::unique_ptr<attention::
       listener_(listener),
       budget_(options.memory_budget_bytes),
       sequences_(options.max_sequences),
-      segmenter_({options.segment_tokens, options.index_threads}, backend_.get(), &budget_, &gate_,
-                 listener) {}
+      segmenter_(
+          {options.segment_tokens, options.index_threads, [this] { return !InUse(kNoCopies); }},
+          backend_.get(), &budget_, &gate_, listener) {}
 
 EngineImpl::~EngineImpl() {
   EngineImpl::Shutdown();

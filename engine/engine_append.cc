@@ -109,7 +109,7 @@ absl::Status EngineImpl::Append(absl::string_view tenant, WriterId writer, uint6
                            AppendWithRoom(writer, tokens, chunk, sequence));
     if (chunk.layer == 0) ReportAppended(appended, /*prefill=*/true);
     const bool committed = chunk.layer + 1 == shape.layers;
-    if (archive_ != nullptr && committed && InUse(kEarlySegments)) segmenter_.OnGrown(sequence);
+    if (archive_ != nullptr && committed && InUse(kSegmentsMeanwhile)) segmenter_.OnGrown(sequence);
     return absl::OkStatus();
   });
 }

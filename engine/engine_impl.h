@@ -166,10 +166,13 @@ class EngineImpl final : public Engine {
   // Whether so many eighths of the budget are in use, not counting what can be had back at once.
   bool InUse(uint64_t eighths) const {
     const uint64_t used = budget_.used();
-    return used - std::min(used, archive_->ReclaimableBytes()) > budget_.capacity() / 8 * eighths;
+    const uint64_t reclaimable = archive_ == nullptr ? 0 : archive_->ReclaimableBytes();
+    return used - std::min(used, reclaimable) > budget_.capacity() / 8 * eighths;
   }
+  // Early segments are copies: they leave memory for tokens that have no other place.
+  static constexpr uint64_t kNoCopies = 6;
   // A prompt that could outgrow memory does not wait for its end to become segments...
-  static constexpr uint64_t kEarlySegments = 4;
+  static constexpr uint64_t kSegmentsMeanwhile = 4;
   // ... and waits for them when it would take the room that building them needs.
   static constexpr uint64_t kSegmentsFirst = 6;
 

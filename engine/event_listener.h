@@ -18,7 +18,7 @@ namespace attnd::engine {
 class EventListener {
  public:
   virtual ~EventListener() = default;
-  enum class BuildTrigger { kPrefill, kBackground };
+  enum class BuildTrigger { kPrefill, kBackground, kEarly };
   // New tokens of a sequence's first layer, without repeats.
   virtual void OnAppended(uint64_t /*tokens*/, bool /*prefill*/) {}
   virtual void OnSegmentBuilt(BuildTrigger, uint64_t /*tokens*/,

@@ -157,7 +157,7 @@ absl::Status Segmenter::Wanted(const Sequence& sequence, const std::atomic<bool>
 // ---- background ----
 
 void Segmenter::OnGrown(const std::shared_ptr<Sequence>& sequence) {
-  if (!sequence->BuildDue(options_.segment_tokens)) return;
+  if (!sequence->DueBuild(options_.segment_tokens).has_value()) return;
   MutexLock lock(mutex_);
   for (const auto& queued : queue_) {
     if (!queued.owner_before(sequence) && !sequence.owner_before(queued)) return;
@@ -198,15 +198,24 @@ void Segmenter::BackgroundLoop() {
       if (stopping()) return;
       background_builds_ = sequence.get();
     }
-    const absl::StatusOr<bool> built = BuildNext(sequence.get(), options_.segment_tokens, 1,
-                                                 EventListener::BuildTrigger::kBackground,
-                                                 /*cancelled=*/nullptr);
-    if (!built.ok()) {
-      sequence->DelayBuild();  // the tokens stay in the tail, exact
-    } else if (*built) {
-      OnGrown(sequence);  // behind the others, if a further run has left
-    }
+    if (BuildDue(sequence.get())) OnGrown(sequence);  // behind the others, if more is due
   }
+}
+
+bool Segmenter::BuildDue(Sequence* sequence) {
+  const std::optional<BuildKind> due = sequence->DueBuild(options_.segment_tokens);
+  if (!due.has_value()) return false;
+  const bool early = due == BuildKind::kEarly;
+  if (early && options_.early_allowed != nullptr && !options_.early_allowed()) {
+    sequence->DelayBuild(*due);
+    return false;
+  }
+  const auto trigger =
+      early ? EventListener::BuildTrigger::kEarly : EventListener::BuildTrigger::kBackground;
+  const absl::StatusOr<bool> built =
+      BuildNext(sequence, options_.segment_tokens, 1, trigger, /*cancelled=*/nullptr);
+  if (!built.ok()) sequence->DelayBuild(*due);  // the tokens stay in the tail, exact
+  return built.ok() && *built;
 }
 
 // ---- building ----
@@ -215,43 +224,42 @@ absl::StatusOr<bool> Segmenter::BuildNext(Sequence* sequence, uint32_t min_token
                                           EventListener::BuildTrigger trigger,
                                           const std::atomic<bool>* cancelled) {
   const auto start = std::chrono::steady_clock::now();
-  uint32_t installed = 0;
-  absl::StatusOr<bool> built = false;
+  absl::StatusOr<uint32_t> installed = 0;
   try {
-    built = Build(sequence, min_tokens, threads, cancelled, &installed);
+    const std::optional<SegmentJob> job =
+        trigger == EventListener::BuildTrigger::kEarly
+            ? sequence->NextEarly()
+            : sequence->NextSegment(min_tokens, options_.segment_tokens);
+    if (!job.has_value()) return false;
+    installed = Build(sequence, *job, threads, cancelled);
   } catch (const std::bad_alloc&) {
-    built = NoMemory();
+    installed = NoMemory();
   }
-  if (listener_ == nullptr) return built;
   // What was given up because nobody wants it has not failed.
-  if (!built.ok() && Wanted(*sequence, cancelled).ok()) {
-    listener_->OnSegmentBuildFailed(trigger, built.status());
+  const bool failed = !installed.ok() && Wanted(*sequence, cancelled).ok();
+  if (listener_ != nullptr && failed) listener_->OnSegmentBuildFailed(trigger, installed.status());
+  ATTND_RETURN_IF_ERROR(installed.status());
+  if (listener_ != nullptr && *installed > 0) {
+    listener_->OnSegmentBuilt(trigger, *installed, std::chrono::steady_clock::now() - start);
   }
-  if (installed > 0) {
-    listener_->OnSegmentBuilt(trigger, installed, std::chrono::steady_clock::now() - start);
-  }
-  return built;
+  return true;
 }
 
-absl::StatusOr<bool> Segmenter::Build(Sequence* sequence, uint32_t min_tokens, uint32_t threads,
-                                      const std::atomic<bool>* cancelled, uint32_t* installed) {
-  const std::optional<SegmentJob> job = sequence->NextSegment(min_tokens, options_.segment_tokens);
-  if (!job.has_value()) return false;
-  const attention::SegmentForm form = {sequence->shape(), sequence->indexes(), job->tokens,
-                                       job->unclustered};
+absl::StatusOr<uint32_t> Segmenter::Build(Sequence* sequence, const SegmentJob& job,
+                                          uint32_t threads, const std::atomic<bool>* cancelled) {
+  const attention::SegmentForm form = {sequence->shape(), sequence->indexes(), job.tokens,
+                                       job.unclustered};
   ATTND_ASSIGN_OR_RETURN(
       Reservation memory,
       budget_->Reserve(Segment::IndexBytes(form) + Segment::PayloadBytes(form), "a segment"));
-  SegmentBuilder builder(job->view, next_segment_id_.fetch_add(1, std::memory_order_relaxed),
-                         job->tokens, job->unclustered);
+  SegmentBuilder builder(job.view, next_segment_id_.fetch_add(1, std::memory_order_relaxed),
+                         job.tokens, job.unclustered);
   if (!builder.allocated()) {
     return absl::ResourceExhaustedError("the system refused memory for a segment");
   }
   ATTND_RETURN_IF_ERROR(BuildSegment(*sequence, &builder, threads, cancelled));
-  if (sequence->Install(*job, HoldReservation(builder.Finish(), std::move(memory)))) {
-    *installed = job->tokens;
-  }
-  return true;
+  const bool fits = sequence->Install(job, HoldReservation(builder.Finish(), std::move(memory)));
+  return fits ? job.tokens : 0;
 }
 
 absl::Status Segmenter::BuildSegment(const Sequence& sequence, SegmentBuilder* builder,

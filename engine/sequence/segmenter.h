@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Segmenter: turns tails into segments: finished prefills at once, generated tokens in the
-// background.
+// background, there first into early segments.
 #ifndef ATTND_ENGINE_SEQUENCE_SEGMENTER_H_
 #define ATTND_ENGINE_SEQUENCE_SEGMENTER_H_
 
@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <thread>
 
@@ -62,6 +63,8 @@ class Segmenter {
   struct Options {
     uint32_t segment_tokens = 8192;
     uint32_t threads = 1;  // for a finished prefill; fewer if the system refuses some
+    // Whether there is memory for early segments; null: as long as the budget gives some.
+    std::function<bool()> early_allowed;
   };
 
   // `backend` builds segments where it can. All arguments must outlive the segmenter.
@@ -83,8 +86,8 @@ class Segmenter {
   // is short. The runs are those that SegmentPrefill would build.
   absl::Status SegmentWholeRuns(Sequence* sequence, const std::atomic<bool>* cancelled);
 
-  // To be called when `sequence` has grown. Queues the sequence when a full run has left its window
-  // and no failed build holds it back (Sequence::DelayBuild).
+  // To be called when `sequence` has grown. Queues the sequence when a full run, or one for an
+  // early segment, has left its window and no failed build holds it back (Sequence::DueBuild).
   void OnGrown(const std::shared_ptr<Sequence>& sequence);
 
   void WaitUntilIdle();
@@ -119,6 +122,8 @@ class Segmenter {
   std::shared_ptr<Sequence> TakeQueued() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   void BackgroundLoop();
+  // Builds what is due; whether there was something.
+  bool BuildDue(Sequence* sequence);
   absl::Status SegmentInTurns(Sequence* sequence, uint32_t min_tokens,
                               const std::atomic<bool>* cancelled);
   // Builds one segment, its heads on `threads` threads. False if there was none to build. No other
@@ -127,8 +132,9 @@ class Segmenter {
   absl::StatusOr<bool> BuildNext(Sequence* sequence, uint32_t min_tokens, uint32_t threads,
                                  EventListener::BuildTrigger trigger,
                                  const std::atomic<bool>* cancelled);
-  absl::StatusOr<bool> Build(Sequence* sequence, uint32_t min_tokens, uint32_t threads,
-                             const std::atomic<bool>* cancelled, uint32_t* installed);
+  // Gives how many tokens were installed: all, or none if the segment no longer fits.
+  absl::StatusOr<uint32_t> Build(Sequence* sequence, const SegmentJob& job, uint32_t threads,
+                                 const std::atomic<bool>* cancelled);
   // Lets the backend build, or else builds with HeadBuilders.
   absl::Status BuildSegment(const Sequence& sequence, attention::SegmentBuilder* builder,
                             uint32_t threads, const std::atomic<bool>* cancelled);

@@ -12,6 +12,7 @@
 namespace attnd::engine {
 namespace {
 
+using attention::kTailBlockTokens;
 using attention::Segment;
 using attention::SequenceView;
 using attention::TailBlock;
@@ -106,7 +107,9 @@ absl::StatusOr<Snapshot> Sequence::AppendAndRead(WriterId writer, const NewToken
   ATTND_RETURN_IF_ERROR(
       CheckLogits(tokens.layer, query_magnitude, Greatest(tokens.key_magnitudes)));
   ATTND_ASSIGN_OR_RETURN(TokenIds::Room room, MakeRoom(tokens));
-  Snapshot snapshot{View(), 0};
+  // A repeat of a step whose tokens an early segment has is answered from the tail.
+  const bool in_tail = tokens.first_position >= early_.EndOr(tail_.begin());
+  Snapshot snapshot{in_tail ? View() : HistoryView(), 0};
   snapshot.new_tokens = Take(writer, tokens, std::move(room));
   newest_step_ = tokens.first_position;
   return snapshot;
@@ -241,17 +244,28 @@ absl::StatusOr<Snapshot> Sequence::Read(uint32_t layer, uint64_t position, float
 
 std::shared_ptr<const SequenceView> Sequence::View() {
   if (view_ != nullptr && view_state_version_ == state_.version()) return view_;
+  view_ = MakeView(early_);
+  view_state_version_ = state_.version();
+  return view_;
+}
+
+std::shared_ptr<const SequenceView> Sequence::HistoryView() {
+  return early_.all().empty() ? View() : MakeView(EarlySegments());
+}
+
+std::shared_ptr<SequenceView> Sequence::MakeView(const EarlySegments& early) {
   auto view = std::make_shared<SequenceView>();
   view->shape = args_.shape;
   view->indexes = indexes();
   view->owner = args_.backend;
   view->state = state_.View(segments_.empty() ? nullptr : segments_.front().get());
   view->segments = segments_;
-  view->tail = tail_.blocks();
-  view->tail_begin = tail_.begin();
-  view_ = std::move(view);
-  view_state_version_ = state_.version();
-  return view_;
+  view->segments.insert(view->segments.end(), early.all().begin(), early.all().end());
+  view->tail_begin = early.EndOr(tail_.begin());
+  const uint64_t covered =
+      view->tail_begin / kTailBlockTokens - tail_.begin() / kTailBlockTokens;  // blocks
+  view->tail.assign(tail_.blocks().begin() + static_cast<ptrdiff_t>(covered), tail_.blocks().end());
+  return view;
 }
 
 uint64_t Sequence::CommittedTokens() const {
@@ -283,7 +297,7 @@ SequenceInfo Sequence::Info() {
   info.segmented_tokens = tail_.begin();
   info.segments = static_cast<uint32_t>(segments_.size());
   for (const auto& segment : segments_) info.resident_bytes += segment->bytes();
-  info.resident_bytes += tail_.blocks().size() * TailBlock::Bytes(args_.shape);
+  info.resident_bytes += tail_.blocks().size() * TailBlock::Bytes(args_.shape) + early_.bytes();
   info.layer_tokens = layer_tokens_;
   return info;
 }

@@ -5,6 +5,7 @@
 #ifndef ATTND_ENGINE_SEQUENCE_SEQUENCE_H_
 #define ATTND_ENGINE_SEQUENCE_SEQUENCE_H_
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -23,6 +24,7 @@
 #include "attention/policy_state/policy_state.h"
 #include "common/mutex.h"
 #include "engine/memory_budget.h"
+#include "engine/sequence/early_segments.h"
 #include "engine/sequence/held.h"
 #include "engine/sequence/new_tokens.h"
 #include "engine/sequence/tail.h"
@@ -37,12 +39,15 @@ struct Snapshot {
   uint64_t new_tokens = 0;  // that the call appended
 };
 
-// Tokens [view->tail_begin, + tokens) that may become a segment.
+// Tokens [view->tail_begin, + tokens) that may become a segment, in the tail's place or early.
 struct SegmentJob {
   std::shared_ptr<const attention::SequenceView> view;
   uint32_t tokens = 0;
   uint32_t unclustered = 0;
+  bool early = false;
 };
+
+enum class BuildKind { kSegment, kEarly };
 
 // A history at one moment, for writing it to disk: its committed positions, whose bytes do not
 // change any more.
@@ -89,7 +94,8 @@ struct RestoredSegments {
 };
 
 // A sequence of tokens: a chain of immutable segments from position 0 on, a tail behind them
-// (Tail), and what its policies keep with it (attention::PolicyState).
+// (Tail), and what its policies keep with it (attention::PolicyState). Steps read early segments in
+// place of a long tail's oldest tokens (EarlySegments); nothing else of the sequence knows them.
 //
 // Ownership: segments, tail blocks and parts of the policy state are shared by pointer with views,
 // forks and the archive. A view holds everything that a step reads, for as long as the step lives.
@@ -101,7 +107,8 @@ struct RestoredSegments {
 // Invariants (CheckInvariants): segments are contiguous from position 0 on, have the sequence's
 // shape and indexes, and end where the tail begins; every layer has at least as many tokens as
 // segments cover, and the tail has blocks for all others; each segment has a bound of each layer's
-// keys. The last `window` committed tokens are in the tail, if there are so many.
+// keys. The last `window` committed tokens are in the tail, if there are so many. Early segments
+// are contiguous from where the tail begins on, and hold committed tokens.
 class Sequence {
  public:
   // A sequence that holds the bytes of its own object in the budget. ResourceExhausted.
@@ -185,16 +192,22 @@ class Sequence {
   std::optional<SegmentJob> NextSegment(uint32_t min_tokens, uint32_t max_tokens);
   // Whether NextSegment would return one.
   bool HasSegment(uint32_t min_tokens);
-  // As HasSegment, but false while DelayBuild holds the background back.
-  bool BuildDue(uint32_t min_tokens);
-  // To be called when a background build has failed: the next one is due after kBuildDelayMin more
-  // tokens, and after twice as many for each further failure, up to kBuildDelayMax. The next
-  // segment or truncation ends the delay.
-  void DelayBuild();
+  // The next early segment, or nothing. Only behind a segment, as the first one fixes what all have
+  // in common; only over the index `tree`, whose steps read little besides the tail; and not while
+  // tokens are uploaded, as the end of the prompt makes segments of them.
+  std::optional<SegmentJob> NextEarly();
+  // What the background is to build: a segment of segment_tokens, else an early segment if that is
+  // smaller, else nothing. Also nothing of a kind that DelayBuild holds back.
+  std::optional<BuildKind> DueBuild(uint32_t segment_tokens);
+  // To be called when a background build has failed: the next one of its kind is due after
+  // kBuildDelayMin more tokens, and after twice as many for each further failure, up to
+  // kBuildDelayMax. The next segment or truncation ends the delay; that of early segments ends with
+  // the next of them, too.
+  void DelayBuild(BuildKind kind);
   static constexpr uint64_t kBuildDelayMin = 64;
   static constexpr uint64_t kBuildDelayMax = 8192;
-  // Adds a built segment to the chain. False if the sequence has changed so that the segment no
-  // longer fits.
+  // Adds a built segment to the chain, or to the early segments. False if the sequence has changed
+  // so that the segment no longer fits.
   bool Install(const SegmentJob& job, std::shared_ptr<const attention::Segment> segment);
   // The writer declares its prompt complete: the steps that appended it have been answered, so that
   // their tokens may become segments. FailedPrecondition if layers differ in length, Aborted if
@@ -224,9 +237,20 @@ class Sequence {
     size_t segments = 0;  // of the chain
     Tail tail;
   };
+  // Holds builds back after failures.
+  struct BuildDelay {
+    uint64_t from = 0;    // the committed length at which the next build is due
+    uint64_t tokens = 0;  // grows with each failure
+  };
   static constexpr uint64_t kNoStep = std::numeric_limits<uint64_t>::max();
 
+  bool HasEarly() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool InstallEarly(const SegmentJob& job, std::shared_ptr<const attention::Segment> segment);
   bool StillFits(const SegmentJob& job) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Where the window of a history of `length` tokens begins.
+  uint64_t WindowBegin(uint64_t length) const {
+    return length - std::min<uint64_t>(length, policy().window);
+  }
   // The position up to which segments may reach: outside the window, and before the newest step.
   uint64_t SegmentsEnd() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckAppend(WriterId writer, const NewTokens& tokens)
@@ -248,7 +272,12 @@ class Sequence {
   bool SegmentsHold(const NewTokens& tokens, uint64_t end) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   uint64_t CommittedTokens() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // What steps read; and the same with the whole tail in place of early segments.
   std::shared_ptr<const attention::SequenceView> View() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::shared_ptr<const attention::SequenceView> HistoryView()
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::shared_ptr<attention::SequenceView> MakeView(const EarlySegments& early)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Stops the process if an invariant of the class is broken. After each change of the chain.
   void CheckInvariants() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   size_t SegmentsKept(uint64_t length) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -279,14 +308,13 @@ class Sequence {
   Mutex mutex_;
   std::vector<std::shared_ptr<const attention::Segment>> segments_ ABSL_GUARDED_BY(mutex_);
   Tail tail_ ABSL_GUARDED_BY(mutex_);
+  EarlySegments early_ ABSL_GUARDED_BY(mutex_);
   std::vector<uint64_t> layer_tokens_ ABSL_GUARDED_BY(mutex_);  // [layers]
   // Position at which the newest step began. Its tokens stay out of segments, however many they
   // are, so that the step can be repeated.
   uint64_t newest_step_ ABSL_GUARDED_BY(mutex_) = kNoStep;
-  // The background builds once the committed length is this; grows by build_delay_ with each
-  // failure.
-  uint64_t build_from_ ABSL_GUARDED_BY(mutex_) = 0;
-  uint64_t build_delay_ ABSL_GUARDED_BY(mutex_) = 0;
+  BuildDelay segment_delay_ ABSL_GUARDED_BY(mutex_);
+  BuildDelay early_delay_ ABSL_GUARDED_BY(mutex_);
   // Greatest |k| of each segment, [segments][layers], and of all tokens, [layers]. Kept by segment
   // so that a bound goes with the segment that is dropped.
   std::vector<float> segment_key_bounds_ ABSL_GUARDED_BY(mutex_);
@@ -297,7 +325,7 @@ class Sequence {
   // [layers] queries of the prompt's last tokens; null where there are none.
   std::vector<std::shared_ptr<const ObservedLayer>> observed_ ABSL_GUARDED_BY(mutex_);
   attention::PolicyState state_ ABSL_GUARDED_BY(mutex_);
-  // The view, made when it is asked for. Null after a change of segments or blocks; out of date if
+  // View(), made when it is asked for. Null after a change of segments or blocks; out of date if
   // the policy state's version is not view_state_version_.
   std::shared_ptr<const attention::SequenceView> view_ ABSL_GUARDED_BY(mutex_);
   uint64_t view_state_version_ ABSL_GUARDED_BY(mutex_) = 0;

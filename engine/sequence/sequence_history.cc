@@ -59,9 +59,11 @@ absl::StatusOr<Sequence::Prefix> Sequence::PrefixOf(uint64_t length) {
 
 absl::StatusOr<uint64_t> Sequence::Truncate(uint64_t length) {
   std::vector<std::shared_ptr<const attention::Segment>> dropped;  // die after the lock
+  EarlySegments early;                                             // likewise
   MutexLock lock(mutex_);
   ATTND_ASSIGN_OR_RETURN(Prefix prefix, PrefixOf(length));
   dropped.reserve(segments_.size());  // nothing may fail once something has changed
+  early = early_.Before(WindowBegin(length));
   attention::PolicyState state = state_.Truncated(length, prefix.segments > 0);
   ATTND_RETURN_IF_ERROR(HoldBooks(prefix.tail.blocks().size(), prefix.segments));
   const auto kept = segments_.begin() + static_cast<ptrdiff_t>(prefix.segments);
@@ -70,11 +72,12 @@ absl::StatusOr<uint64_t> Sequence::Truncate(uint64_t length) {
   CountSegments();
   segment_key_bounds_.resize(prefix.segments * args_.shape.layers);
   tail_ = std::move(prefix.tail);
+  std::swap(early_, early);
   SumUpKeyBounds();
   std::fill(layer_tokens_.begin(), layer_tokens_.end(), length);
   newest_step_ = std::min(newest_step_, length);
   state_ = std::move(state);
-  build_from_ = build_delay_ = 0;
+  segment_delay_ = early_delay_ = BuildDelay();
   token_ids_.Truncate(length);
   view_.reset();
   CheckInvariants();
@@ -94,6 +97,7 @@ absl::Status Sequence::ForkInto(std::optional<uint64_t> wanted, Sequence* child)
   child->segment_key_bounds_.assign(segment_key_bounds_.begin(),
                                     segment_key_bounds_.begin() + segments * args_.shape.layers);
   child->tail_ = std::move(prefix.tail);
+  child->early_ = early_.Before(WindowBegin(length));
   child->SumUpKeyBounds();
   std::fill(child->layer_tokens_.begin(), child->layer_tokens_.end(), length);
   child->token_ids_ = std::move(token_ids);
@@ -106,7 +110,7 @@ absl::Status Sequence::ForkInto(std::optional<uint64_t> wanted, Sequence* child)
 HistorySnapshot Sequence::SnapshotHistory() {
   MutexLock lock(mutex_);
   HistorySnapshot history;
-  history.view = View();
+  history.view = HistoryView();
   history.committed = CommittedTokens();
   history.segment_key_bounds = segment_key_bounds_;
   history.token_ids = token_ids_.Runs(0, history.committed);

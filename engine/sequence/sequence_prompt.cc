@@ -35,7 +35,7 @@ std::optional<PromptObservation> Sequence::Observation() {
         return layer != nullptr && layer->tokens <= prompt.tokens;
       });
   if (!complete) return std::nullopt;
-  prompt.view = View();
+  prompt.view = HistoryView();
   prompt.layers = observed_;
   return prompt;
 }

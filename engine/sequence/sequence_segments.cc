@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sequence: its chain of segments: what may become one, putting it in the tail's place, and
-// exchanging whole segments for paged ones and back.
+// Sequence: its chain of segments: what may become one, putting it in the tail's place, early
+// segments before that, and exchanging whole segments for paged ones and back.
 #include <glog/logging.h>
 
 #include <algorithm>
@@ -16,8 +16,7 @@ using attention::kTailBlockTokens;
 using attention::Segment;
 
 uint64_t Sequence::SegmentsEnd() const {
-  const uint64_t committed = CommittedTokens();
-  return std::min(committed - std::min<uint64_t>(committed, policy().window), newest_step_);
+  return std::min(WindowBegin(CommittedTokens()), newest_step_);
 }
 
 bool Sequence::HasSegment(uint32_t min_tokens) {
@@ -25,15 +24,27 @@ bool Sequence::HasSegment(uint32_t min_tokens) {
   return SegmentsEnd() >= tail_.begin() + min_tokens;
 }
 
-bool Sequence::BuildDue(uint32_t min_tokens) {
-  MutexLock lock(mutex_);
-  return SegmentsEnd() >= tail_.begin() + min_tokens && CommittedTokens() >= build_from_;
+bool Sequence::HasEarly() const {
+  if (segments_.empty() || newest_step_ == kNoStep) return false;
+  if (indexes().cluster_form() != attention::ClusterForm::kTree) return false;
+  return SegmentsEnd() >= early_.EndOr(tail_.begin()) + EarlySegments::kTokens;
 }
 
-void Sequence::DelayBuild() {
+std::optional<BuildKind> Sequence::DueBuild(uint32_t segment_tokens) {
   MutexLock lock(mutex_);
-  build_delay_ = std::clamp(2 * build_delay_, kBuildDelayMin, kBuildDelayMax);
-  build_from_ = CommittedTokens() + build_delay_;
+  const uint64_t committed = CommittedTokens();
+  if (SegmentsEnd() >= tail_.begin() + segment_tokens && committed >= segment_delay_.from) {
+    return BuildKind::kSegment;
+  }
+  const bool early = segment_tokens > EarlySegments::kTokens && committed >= early_delay_.from;
+  return early && HasEarly() ? std::optional(BuildKind::kEarly) : std::nullopt;
+}
+
+void Sequence::DelayBuild(BuildKind kind) {
+  MutexLock lock(mutex_);
+  BuildDelay& delay = kind == BuildKind::kEarly ? early_delay_ : segment_delay_;
+  delay.tokens = std::clamp(2 * delay.tokens, kBuildDelayMin, kBuildDelayMax);
+  delay.from = CommittedTokens() + delay.tokens;
 }
 
 std::optional<SegmentJob> Sequence::NextSegment(uint32_t min_tokens, uint32_t max_tokens) {
@@ -43,6 +54,16 @@ std::optional<SegmentJob> Sequence::NextSegment(uint32_t min_tokens, uint32_t ma
   SegmentJob job;
   job.tokens = static_cast<uint32_t>(std::min<uint64_t>(max_tokens, end - tail_.begin()));
   job.unclustered = tail_.begin() == 0 ? policy().sink : 0;
+  job.view = HistoryView();
+  return job;
+}
+
+std::optional<SegmentJob> Sequence::NextEarly() {
+  MutexLock lock(mutex_);
+  if (!HasEarly()) return std::nullopt;
+  SegmentJob job;
+  job.tokens = EarlySegments::kTokens;
+  job.early = true;
   job.view = View();
   return job;
 }
@@ -51,6 +72,7 @@ bool Sequence::Install(const SegmentJob& job, std::shared_ptr<const Segment> seg
   CHECK_EQ(segment->first_position(), job.view->tail_begin);
   CHECK_EQ(segment->tokens(), job.tokens);
   CHECK_EQ(segment->unclustered(), job.unclustered);
+  if (job.early) return InstallEarly(job, std::move(segment));
   // The bounds of the job's whole blocks are known; those of the parts at its ends are looked up
   // here, in positions that are never written again.
   const uint64_t begin = job.view->tail_begin;
@@ -62,8 +84,10 @@ bool Sequence::Install(const SegmentJob& job, std::shared_ptr<const Segment> seg
   RaiseAll(KeyBoundsOf(*job.view, std::max(begin, end_whole * kTailBlockTokens), end),
            bounds.data());
 
+  EarlySegments early;  // dies after the lock
   MutexLock lock(mutex_);
   if (!StillFits(job)) return false;
+  early = early_.From(end);
   for (uint64_t block = first_whole; block < end_whole; ++block) {
     RaiseAll(tail_.KeyBoundsAt(block * kTailBlockTokens), bounds.data());
   }
@@ -72,9 +96,20 @@ bool Sequence::Install(const SegmentJob& job, std::shared_ptr<const Segment> seg
   segments_.push_back(std::move(segment));
   CountSegments();
   tail_.DropBefore(end);
+  std::swap(early_, early);
   // A segment takes the place of several blocks: the lists shrink, which cannot fail.
   HoldBooks(tail_.blocks().size(), segments_.size()).IgnoreError();
-  build_from_ = build_delay_ = 0;
+  segment_delay_ = early_delay_ = BuildDelay();
+  view_.reset();
+  CheckInvariants();
+  return true;
+}
+
+bool Sequence::InstallEarly(const SegmentJob& job, std::shared_ptr<const Segment> segment) {
+  MutexLock lock(mutex_);
+  if (!StillFits(job)) return false;
+  early_.Add(std::move(segment));
+  early_delay_ = BuildDelay();
   view_.reset();
   CheckInvariants();
   return true;
@@ -86,14 +121,18 @@ bool Sequence::StillFits(const SegmentJob& job) const {
   // blocks then differ. A truncation keeps a block only if it keeps all of its positions, which are
   // never written again; it copies or drops the others. The job's view holds the old blocks, so
   // that no new one can have the address of an old one.
-  const uint64_t end = tail_.begin() + job.tokens;
-  if (tail_.begin() != job.view->tail_begin || CommittedTokens() < end + policy().window)
-    return false;
+  const uint64_t begin = job.view->tail_begin;
+  const uint64_t end = begin + job.tokens;
+  if (begin != (job.early ? early_.EndOr(tail_.begin()) : tail_.begin())) return false;
+  if (CommittedTokens() < end + policy().window) return false;
   // A step that is being repeated must stay in the tail until a newer one comes.
   if (end > newest_step_) return false;
-  const uint64_t blocks = (end - 1) / kTailBlockTokens + 1 - tail_.begin() / kTailBlockTokens;
-  return tail_.blocks().size() >= blocks &&
-         std::equal(tail_.blocks().begin(), tail_.blocks().begin() + static_cast<ptrdiff_t>(blocks),
+  const uint64_t tail_block = tail_.begin() / kTailBlockTokens;
+  const uint64_t first_block = begin / kTailBlockTokens - tail_block;
+  const uint64_t end_block = (end - 1) / kTailBlockTokens + 1 - tail_block;
+  return tail_.blocks().size() >= end_block &&
+         std::equal(tail_.blocks().begin() + static_cast<ptrdiff_t>(first_block),
+                    tail_.blocks().begin() + static_cast<ptrdiff_t>(end_block),
                     job.view->tail.begin());
 }
 
@@ -134,6 +173,7 @@ std::vector<std::shared_ptr<const attention::Segment>> Sequence::PagedForLength(
 
 void Sequence::SwapSegments(std::span<const Swap> swaps) {
   std::vector<std::shared_ptr<const attention::Segment>> replaced;  // die after the lock
+  EarlySegments early;                                              // likewise
   MutexLock lock(mutex_);
   for (auto& segment : segments_) {
     for (const Swap& swap : swaps) {
@@ -147,7 +187,11 @@ void Sequence::SwapSegments(std::span<const Swap> swaps) {
     }
   }
   if (replaced.empty()) return;
-  if (!swaps.front().after->paged()) Touch();  // it is wanted whole now
+  if (swaps.front().after->paged()) {
+    std::swap(early_, early);  // memory is short
+  } else {
+    Touch();  // it is wanted whole now
+  }
   view_.reset();
   CountSegments();
 }
@@ -168,6 +212,12 @@ void Sequence::CheckInvariants() const {
     end = segment->end_position();
   }
   CHECK_EQ(end, tail_.begin()) << "segments end where the tail begins";
+  for (const auto& segment : early_.all()) {
+    CHECK_EQ(segment->first_position(), end) << "early segments begin where the tail begins";
+    CHECK(!segment->paged());
+    end = segment->end_position();
+  }
+  CHECK_GE(CommittedTokens(), end) << "early segments hold committed tokens only";
   CHECK_EQ(segment_key_bounds_.size(), segments_.size() * args_.shape.layers);
   CHECK_EQ(tail_.key_bounds().size(), tail_.blocks().size() * args_.shape.layers);
   const auto [least, most] = std::minmax_element(layer_tokens_.begin(), layer_tokens_.end());

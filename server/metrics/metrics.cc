@@ -93,7 +93,8 @@ Metrics::Metrics()
   const std::string built = "attnd_segments_built_total";
   const std::string built_help = "Segments built";
   segments_built_ = {AddCounter(built, built_help, {{"trigger", "prefill"}}),
-                     AddCounter(built, built_help, {{"trigger", "background"}})};
+                     AddCounter(built, built_help, {{"trigger", "background"}}),
+                     AddCounter(built, built_help, {{"trigger", "early"}})};
   segment_build_seconds_ =
       AddHistogram("attnd_segment_build_seconds", "Time to build one segment", {}, BuildBuckets());
   segment_build_failures_ =
@@ -209,7 +210,7 @@ void Metrics::OnAppended(uint64_t tokens, bool prefill) {
 }
 
 void Metrics::OnSegmentBuilt(BuildTrigger trigger, uint64_t, std::chrono::nanoseconds time) {
-  segments_built_[trigger == BuildTrigger::kBackground ? 1 : 0]->Increment();
+  segments_built_[static_cast<size_t>(trigger)]->Increment();
   segment_build_seconds_.Observe(Seconds(time));
 }
 

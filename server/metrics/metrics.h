@@ -190,7 +190,7 @@ class Metrics final : public engine::EventListener, public prometheus::Collectab
   std::vector<PageGauge> page_gauges_;
   FiniteHistogram page_read_seconds_;
   std::array<prometheus::Counter*, 2> appended_tokens_;  // decode, prefill
-  std::array<prometheus::Counter*, 2> segments_built_;   // by BuildTrigger
+  std::array<prometheus::Counter*, 3> segments_built_;   // by BuildTrigger
   FiniteHistogram segment_build_seconds_;
   prometheus::Counter* segment_build_failures_;
   std::array<prometheus::Counter*, kRejections> rejections_;

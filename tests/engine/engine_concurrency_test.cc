@@ -8,6 +8,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -30,14 +31,15 @@ class CountingObserver : public EventListener {
   void OnAppended(uint64_t tokens, bool prefill) override {
     (prefill ? uploaded : generated) += tokens;
   }
-  void OnSegmentBuilt(BuildTrigger, uint64_t tokens, std::chrono::nanoseconds time) override {
-    segmented += tokens;
+  void OnSegmentBuilt(BuildTrigger trigger, uint64_t tokens,
+                      std::chrono::nanoseconds time) override {
+    (trigger == BuildTrigger::kEarly ? early : segmented) += tokens;
     EXPECT_GT(time.count(), 0);
   }
   void OnSegmentBuildFailed(BuildTrigger, const absl::Status& status) override {
     ADD_FAILURE() << status;
   }
-  std::atomic<uint64_t> uploaded{0}, generated{0}, segmented{0};
+  std::atomic<uint64_t> uploaded{0}, generated{0}, segmented{0}, early{0};
 };
 
 // A life of one sequence after another, each checked.
@@ -102,25 +104,24 @@ TEST(EngineConcurrencyTest, LivesSideBySide) {
   EXPECT_GT(observer.segmented.load(), 0u);
 }
 
-// One sequence, shortened and forked by others while it is written: a step answers or is refused,
-// and never reads what is not there.
-TEST(EngineConcurrencyTest, OneSequenceUnderMoreThanOneHand) {
-  SCOPED_TRACE(testing::Message() << "seed " << TestSeed());
-  const auto engine = MakeEngine(SmallOptions());
-  const TestSequence shared =
-      OpenSequence(engine.get(), MakeShape(1, 2, 1, 16, 16, DType::kFp32), PolicyOf("double-p"));
+// One sequence in the hands of several threads. Its answers are right in form, or refused as when
+// another thread was faster.
+struct Shared {
+  Engine* engine;
+  uint64_t id;
+  ModelShape shape;
   std::atomic<bool> stop{false};
   std::atomic<uint64_t> answered{0};
-  std::vector<std::thread> threads;
-  const auto decode = [&](WriterId writer, uint32_t tokens, bool query_only) {
+
+  void Decode(WriterId writer, uint32_t tokens, bool query_only) {
     Random random(TestSeed() + writer);
     while (!stop.load()) {
-      TestSequence mine(engine.get(), shared.id, shared.shape());
+      TestSequence mine(engine, id, shape);
       Row row =
           query_only ? QueryOnlyRow(&mine, 0, tokens, &random) : NextRow(&mine, 0, tokens, &random);
       row.position = mine.Info().layer_tokens[0];
       const Message message(0, {row});
-      const Answer answer = Send(engine.get(), message, writer);
+      const Answer answer = Send(engine, message, writer);
       const absl::Status status = answer.row_status(0);
       if (status.ok()) {
         ++answered;
@@ -133,41 +134,94 @@ TEST(EngineConcurrencyTest, OneSequenceUnderMoreThanOneHand) {
             << status;
       }
     }
-  };
-  threads.emplace_back([&] { decode(1, 200, false); });
-  threads.emplace_back([&] { decode(1, 3, false); });
-  threads.emplace_back([&] { decode(2, 2, true); });
-  threads.emplace_back([&] {
+  }
+  // Forks, and truncates to `least` tokens and more: now and then by at most `depth`, and beyond
+  // `most` always, to any length.
+  void ForkAndTruncate(uint64_t least, uint64_t most, uint64_t depth) {
     Random random(TestSeed());
+    uint64_t answered_before = 0;
     while (!stop.load()) {
-      const auto info = engine->Info(kTenant, shared.id);
+      const auto info = engine->Info(kTenant, id);
       ASSERT_TRUE(info.ok());
-      if (info->committed_tokens > 3000 || random.Below(4) == 0) {
-        const uint64_t length = random.Below(info->committed_tokens + 1);
-        const absl::Status status = engine->Truncate(kTenant, shared.id, length).status();
+      const uint64_t committed = info->committed_tokens;
+      // However slow steps are, they add more than truncations take.
+      const bool grown = answered.load() >= answered_before + 10;
+      if (committed >= least && (committed > most || (grown && random.Below(4) == 0))) {
+        answered_before = answered.load();
+        const uint64_t cut = std::min(committed > most ? committed : depth, committed - least);
+        const uint64_t length = committed - random.Below(cut + 1);
+        const absl::Status status = engine->Truncate(kTenant, id, length).status();
         EXPECT_TRUE(status.ok()) << status;
       } else {
-        const auto fork = engine->Fork(kTenant, shared.id, std::nullopt);
+        const auto fork = engine->Fork(kTenant, id, std::nullopt);
         ASSERT_TRUE(fork.ok()) << fork.status();
         ASSERT_TRUE(engine->Close(kTenant, fork->id).ok());
       }
       std::this_thread::sleep_for(std::chrono::microseconds(random.Below(500)));
     }
-  });
+  }
+  // Lets the threads run for two seconds and closes the sequence.
+  void End(std::vector<std::thread>* threads) {
+    std::this_thread::sleep_for(std::chrono::seconds(2));
+    stop = true;
+    for (std::thread& thread : *threads) thread.join();
+    EXPECT_GT(answered.load(), 0u);
+    ASSERT_TRUE(engine->Close(kTenant, id).ok());
+    engine->WaitForBackground();
+    EXPECT_EQ(engine->usage().resident_bytes, 0u);
+  }
+};
+
+// One sequence, shortened and forked by others while it is written: a step answers or is refused,
+// and never reads what is not there.
+TEST(EngineConcurrencyTest, OneSequenceUnderMoreThanOneHand) {
+  SCOPED_TRACE(testing::Message() << "seed " << TestSeed());
+  const auto engine = MakeEngine(SmallOptions());
+  const TestSequence sequence =
+      OpenSequence(engine.get(), MakeShape(1, 2, 1, 16, 16, DType::kFp32), PolicyOf("double-p"));
+  Shared shared{engine.get(), sequence.id, sequence.shape()};
+  std::vector<std::thread> threads;
+  threads.emplace_back([&] { shared.Decode(1, 200, false); });
+  threads.emplace_back([&] { shared.Decode(1, 3, false); });
+  threads.emplace_back([&] { shared.Decode(2, 2, true); });
+  threads.emplace_back([&] { shared.ForkAndTruncate(0, 3000, 3000); });
   threads.emplace_back([&] {
-    while (!stop.load()) {
+    while (!shared.stop.load()) {
       const auto finished = engine->FinishPrefill(kTenant, 1, shared.id, nullptr);
       EXPECT_TRUE(finished.ok()) << finished.status();
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   });
-  std::this_thread::sleep_for(std::chrono::seconds(2));
-  stop = true;
-  for (std::thread& thread : threads) thread.join();
-  EXPECT_GT(answered.load(), 0u);
-  ASSERT_TRUE(engine->Close(kTenant, shared.id).ok());
-  engine->WaitForBackground();
-  EXPECT_EQ(engine->usage().resident_bytes, 0u);
+  shared.End(&threads);
+}
+
+// The same while early segments are built of what is generated, and full ones take their place.
+TEST(EngineConcurrencyTest, EarlySegmentsUnderMoreThanOneHand) {
+  SCOPED_TRACE(testing::Message() << "seed " << TestSeed());
+  CountingObserver observer;
+  EngineOptions options = SmallOptions();
+  options.segment_tokens = 3000;
+  const auto engine = MakeEngine(options, &observer);
+  OpenArgs args = ArgsOf(MakeShape(1, 2, 1, 16, 16, DType::kFp32), PolicyOf("error-target"));
+  args.indexes = attention::kTreeIndexes;
+  const auto id = engine->Open(kTenant, args);
+  ASSERT_TRUE(id.ok()) << id.status();
+  TestSequence sequence(engine.get(), *id, args.shape);
+  Random random(TestSeed());
+  Prefill(&sequence, 700, &random);
+  FinishPrefill(&sequence);
+  Shared shared{engine.get(), *id, args.shape};
+  std::vector<std::thread> threads;
+  threads.emplace_back([&] { shared.Decode(kWriter, 100, false); });
+  threads.emplace_back([&] { shared.Decode(kWriter, 3, false); });
+  threads.emplace_back([&] { shared.Decode(2, 2, true); });
+  threads.emplace_back([&] { shared.ForkAndTruncate(700, 9000, 10); });
+  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  while (observer.early.load() == 0 && std::chrono::steady_clock::now() < until) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));  // long with a sanitizer
+  }
+  EXPECT_GT(observer.early.load(), 0u);
+  shared.End(&threads);
 }
 
 // A fork is seen complete or not at all.

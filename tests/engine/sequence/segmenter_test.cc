@@ -158,6 +158,46 @@ TEST(SegmenterTest, TheBackgroundSurvivesRefusedAllocations) {
   EXPECT_EQ(engine->usage().resident_bytes, 0u);
 }
 
+// The same for early segments, of which nothing is expected but that they come in the end.
+TEST(SegmenterTest, EarlySegmentsSurviveRefusedAllocations) {
+  Random random(TestSeed());
+  RecordingObserver observer;
+  EngineOptions options = SmallOptions();
+  options.segment_tokens = 2 * EarlySegments::kTokens;
+  const auto engine = MakeEngine(options, &observer);
+  OpenArgs args = ArgsOf(MakeShape(1, 1, 1, 16, 16, DType::kBf16), PolicyOf("dense"));
+  args.indexes = attention::kTreeIndexes;
+  for (uint64_t allocation = 0; allocation < 120; allocation += 3) {
+    SCOPED_TRACE(testing::Message() << "seed " << TestSeed() << " allocation " << allocation);
+    const auto id = engine->Open(kTenant, args);
+    ASSERT_TRUE(id.ok()) << id.status();
+    TestSequence sequence(engine.get(), *id, args.shape);
+    Prefill(&sequence, 600, &random, false);
+    FinishPrefill(&sequence);
+    DecodeNext(&sequence, 0, EarlySegments::kTokens, &random);
+    const size_t built = observer.built();
+    const Message step(0, {NextRow(&sequence, 0, 65, &random)});
+    {
+      const AllocationRefused one(allocation);
+      AnswerVectors memory;
+      DecodeResult result;
+      const absl::Status status = engine->Decode(kTenant, kWriter, step.args, memory, &result);
+      EXPECT_TRUE(status.ok() || one.refused());
+      engine->WaitForBackground();
+    }
+    const Answer again = Send(engine.get(), step);
+    ASSERT_TRUE(again.row_status(0).ok()) << again.row_status(0);
+    Generate(&sequence, Sequence::kBuildDelayMin, &random);
+    engine->WaitForBackground();
+    EXPECT_EQ(observer.built(), built + 1);
+    EXPECT_EQ(sequence.Info().segments, 1u);
+    EXPECT_TRUE(MatchesModel(&sequence, &random));
+    ASSERT_TRUE(engine->Close(kTenant, sequence.id).ok());
+  }
+  EXPECT_GT(observer.failed.load(), 2u);
+  EXPECT_EQ(engine->usage().resident_bytes, 0u);
+}
+
 // A build that cannot succeed is tried seldom, and counted as often as it is tried; when there is
 // room again it succeeds.
 TEST(SegmenterTest, AFailedBackgroundBuildIsNotTriedAtEachToken) {

@@ -27,6 +27,7 @@
 #include "engine/memory_budget.h"
 #include "engine/sequence/magnitude.h"
 #include "engine/sequence/segmenter.h"
+#include "tests/engine/sequence/sequence_fixture.h"
 #include "tests/engine/support.h"
 
 namespace attnd::engine::test {
@@ -34,84 +35,9 @@ namespace {
 
 using attention::Segment;
 
-// As Engine::Open completes them.
-OpenArgs CompleteArgs(const ModelShape& shape, const attention::Policy& policy) {
-  OpenArgs args = ArgsOf(shape, policy);
-  args.indexes = attention::kClusterIndexes;
-  return args;
-}
-
-class SequenceTest : public testing::Test {
+class SequenceTest : public SequenceFixture {
  protected:
-  // Valid until the next call.
-  NewTokens TokensOf(uint64_t first_position, const Kv& kv) {
-    key_magnitudes_.clear();
-    BlockMagnitudes(shape_.dtype, kv.k.bytes.data(), first_position, kv.tokens, shape_.head_dim,
-                    &key_magnitudes_);
-    NewTokens next;
-    next.key_magnitudes = key_magnitudes_;
-    next.first_position = first_position;
-    next.tokens = kv.tokens;
-    next.keys = kv.k.bytes.data();
-    next.values = kv.v.bytes.data();
-    return next;
-  }
-  void Append(uint64_t tokens) {
-    const Kv kv = RandomKv(shape_, tokens, &random_);
-    ASSERT_TRUE(sequence_.Append(kWriter, TokensOf(sequence_.Info().committed_tokens, kv)).ok());
-  }
-  void AppendTo(Sequence* sequence, History* history, uint64_t tokens) {
-    if (tokens == 0) return;
-    const Kv kv = RandomKv(shape_, tokens, &random_);
-    ASSERT_TRUE(sequence->Append(kWriter, TokensOf(history->committed(), kv)).ok());
-    history->Append(0, kv);
-  }
-  // Whether the view's segments and tail hold the keys and values of the history.
-  testing::AssertionResult Holds(const attention::SequenceView& view, const History& history) {
-    const attention::PageGeometry geometry(shape_);
-    const auto same = [&](uint64_t position, const std::byte* pages, uint64_t place) {
-      const Kv& all = history.layers[0];
-      return std::memcmp(pages + geometry.KeyOffset(place),
-                         all.k.bytes.data() + position * geometry.key_row_bytes,
-                         geometry.key_row_bytes) == 0 &&
-             std::memcmp(pages + geometry.ValueOffset(place),
-                         all.v.bytes.data() + position * geometry.value_row_bytes,
-                         geometry.value_row_bytes) == 0;
-    };
-    uint64_t held = 0;
-    for (const auto& segment : view.segments) {
-      const auto positions = segment->positions(0, 0);
-      for (uint64_t slot = 0; slot < positions.size(); ++slot, ++held) {
-        const uint64_t position = segment->first_position() + positions[slot];
-        if (!same(position, segment->pages(0, 0), slot)) {
-          return testing::AssertionFailure() << "position " << position << " in a segment";
-        }
-      }
-    }
-    if (held != view.tail_begin) return testing::AssertionFailure() << held << " in segments";
-    for (uint64_t position = held; position < history.committed(); ++position) {
-      const auto& block = view.tail[position / 64 - held / 64];
-      if (!same(position, block->pages(0, 0), position % 64)) {
-        return testing::AssertionFailure() << "position " << position << " in the tail";
-      }
-    }
-    return testing::AssertionSuccess();
-  }
-  std::shared_ptr<const Segment> Build(const SegmentJob& job) {
-    attention::SegmentBuilder builder(job.view, 1, job.tokens, job.unclustered);
-    attention::HeadBuilder head;
-    head.Start(&builder, 0);
-    while (!head.Advance(std::chrono::microseconds(1000))) {
-    }
-    return builder.Finish();
-  }
-  bool BuildAndInstall(const SegmentJob& job) { return sequence_.Install(job, Build(job)); }
-
-  const ModelShape shape_ = MakeShape(1, 1, 1, 16, 16, DType::kBf16);
-  Random random_{TestSeed()};
-  std::vector<float> key_magnitudes_;
-  MemoryBudget budget_{uint64_t{64} << 20};
-  Sequence sequence_{1, "", CompleteArgs(shape_, PolicyOf("dense")), 1 << 20, &budget_};
+  SequenceTest() : SequenceFixture(attention::kClusterIndexes) {}
 };
 
 TEST_F(SequenceTest, ASegmentLeavesTheWindowAlone) {
@@ -186,7 +112,7 @@ TEST_F(SequenceTest, WhatIsNoChainIsNotRestored) {
   ASSERT_TRUE(next.has_value());
   const auto second = Build(*next);
   const auto restore = [&](std::vector<std::shared_ptr<const Segment>> segments, size_t bounds) {
-    Sequence fresh(2, "", CompleteArgs(shape_, PolicyOf("dense")), 1 << 20, &budget_);
+    Sequence fresh(2, "", ArgsFor(PolicyOf("dense")), 1 << 20, &budget_);
     RestoredSegments restored;
     restored.segments = std::move(segments);
     restored.key_bounds.resize(bounds, 1.0f);
@@ -203,8 +129,7 @@ TEST_F(SequenceTest, WhatIsNoChainIsNotRestored) {
 TEST_F(SequenceTest, WhateverIsInstalledHoldsTheHistory) {
   int installed = 0, refused = 0;
   for (const char* window : {"0", "64"}) {
-    Sequence sequence(2, "", CompleteArgs(shape_, PolicyOf("dense", {{"window", window}})), 1 << 20,
-                      &budget_);
+    Sequence sequence(2, "", ArgsFor(PolicyOf("dense", {{"window", window}})), 1 << 20, &budget_);
     History history(shape_);
     for (int round = 0; round < 120; ++round) {
       SCOPED_TRACE(testing::Message() << "seed " << TestSeed() << " round " << round);
@@ -238,8 +163,7 @@ TEST_F(SequenceTest, WhateverIsInstalledHoldsTheHistory) {
 // A step that was asked for again while a segment of its tokens was being built can be asked for
 // again in its other layers.
 TEST_F(SequenceTest, ASegmentWaitsForARepeatedStep) {
-  Sequence sequence(2, "", CompleteArgs(shape_, PolicyOf("dense", {{"window", "0"}})), 1 << 20,
-                    &budget_);
+  Sequence sequence(2, "", ArgsFor(PolicyOf("dense", {{"window", "0"}})), 1 << 20, &budget_);
   History history(shape_);
   AppendTo(&sequence, &history, 500);
   const Kv step = RandomKv(shape_, 100, &random_);

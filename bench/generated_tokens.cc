@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// How much slower do steps become as generated tokens gather? A prompt over the index `tree`, with
+// keys in short runs around random centres, and forks of it: each generates another number of
+// tokens, one a step. Then the forks take turns in answering steps that add nothing. Prints medians
+// over rounds, the first fork's time over each fork's, and what a fork's generated tokens take of
+// the memory budget.
+//
+//   generated_tokens --prompt=131072 --generated=64,1024,4096,8000
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "absl/flags/flag.h"
+#include "absl/flags/parse.h"
+#include "bench/engine_support.h"
+#include "bench/statistics.h"
+#include "bench/step_runner.h"
+#include "bench/support.h"
+#include "engine/engine.h"
+
+ABSL_FLAG(uint32_t, prompt, 131072, "tokens of the prompt");
+ABSL_FLAG(std::vector<std::string>, generated, std::vector<std::string>({"64", "4096"}),
+          "tokens that each fork generates");
+ABSL_FLAG(uint32_t, kv_heads, 8, "KV heads, with four query heads each");
+ABSL_FLAG(uint32_t, head_dim, 128, "elements of a head");
+ABSL_FLAG(uint32_t, threads, 0, "threads of a step; 0: all cores");
+ABSL_FLAG(uint32_t, rounds, 200, "rounds");
+ABSL_FLAG(std::string, policy, "error-target:tolerance=off", "policy of all steps");
+
+namespace attnd::bench {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr uint32_t kRunTokens = 16;
+constexpr uint32_t kChunkTokens = 8192;
+
+struct Fork {
+  uint64_t id = 0;
+  uint64_t tokens = 0;
+  uint64_t bytes = 0;  // of the budget, for what it generated
+  std::vector<double> microseconds;
+  uint64_t zone_tokens = 0;  // of the last step
+};
+
+class Bench {
+ public:
+  void Run() {
+    const uint64_t prompt = OpenPrompt();
+    std::vector<Fork> forks;
+    for (const std::string& generated : absl::GetFlag(FLAGS_generated)) {
+      forks.push_back(Grow(prompt, std::stoull(generated)));
+    }
+    for (uint32_t round = 0; round <= absl::GetFlag(FLAGS_rounds); ++round) {
+      const auto q = RandomBf16(size_t{shape_.query_heads} * shape_.head_dim, &random_);
+      for (Fork& fork : forks) {
+        const double microseconds = Step(fork.id, fork.tokens, q, nullptr);
+        fork.zone_tokens = result_.rows[0].stats.zone_tokens / shape_.kv_heads;
+        if (round > 0) fork.microseconds.push_back(microseconds);  // the first is a warm-up
+      }
+    }
+    Print(forks);
+  }
+
+ private:
+  // [tokens, kv_heads, head_dim]
+  std::vector<uint16_t> Keys(uint64_t tokens) {
+    std::normal_distribution<float> normal;
+    const size_t width = size_t{shape_.kv_heads} * shape_.head_dim;
+    std::vector<uint16_t> keys(tokens * width);
+    for (size_t i = 0; i < keys.size(); ++i) {
+      if (i % width == 0 && key_number_++ % kRunTokens == 0) {
+        centre_.resize(width);
+        for (float& x : centre_) x = normal(random_);
+      }
+      keys[i] = FloatToBf16(centre_[i % width] + 0.5f * normal(random_));
+    }
+    return keys;
+  }
+
+  uint64_t OpenPrompt() {
+    engine::OpenArgs args;
+    args.shape = shape_;
+    args.policy = ParsePolicyText(absl::GetFlag(FLAGS_policy));
+    args.indexes = attention::kTreeIndexes;
+    const uint64_t id = Must(engine_->Open("", args));
+    engine::AppendChunk chunk;
+    while (chunk.first_position < absl::GetFlag(FLAGS_prompt)) {
+      chunk.tokens =
+          std::min<uint64_t>(kChunkTokens, absl::GetFlag(FLAGS_prompt) - chunk.first_position);
+      const auto k = Keys(chunk.tokens), v = RandomBf16(k.size(), &random_);
+      chunk.k = View(k);
+      chunk.v = View(v);
+      Must(engine_->Append("", id, id, chunk));
+      chunk.first_position += chunk.tokens;
+    }
+    Must(engine_->FinishPrefill("", id, id, nullptr).status());
+    return id;
+  }
+
+  Fork Grow(uint64_t prompt, uint64_t generated) {
+    const uint64_t before = engine_->usage().resident_bytes;
+    Fork fork;
+    fork.id = Must(engine_->Fork("", prompt, absl::GetFlag(FLAGS_prompt))).id;
+    fork.tokens = absl::GetFlag(FLAGS_prompt);
+    const auto q = RandomBf16(size_t{shape_.query_heads} * shape_.head_dim, &random_);
+    for (uint64_t i = 0; i < generated; ++i, ++fork.tokens) {
+      const auto k = Keys(1);
+      Step(fork.id, fork.tokens, q, &k);
+      // As if other layers and the rest of a model took time: a build is not left behind.
+      if (i % kRunTokens == 0) engine_->WaitForBackground();
+    }
+    engine_->WaitForBackground();
+    fork.bytes = engine_->usage().resident_bytes - before;
+    return fork;
+  }
+
+  // A step at `position` that adds a token, or nothing without `k`; microseconds.
+  double Step(uint64_t sequence, uint64_t position, const std::vector<uint16_t>& q,
+              const std::vector<uint16_t>* k) {
+    engine::DecodeRow row;
+    row.sequence_id = sequence;
+    row.position = position;
+    row.query_tokens = 1;
+    row.query_only = k == nullptr;
+    engine::DecodeArgs args;
+    args.rows = {&row, 1};
+    args.q = View(q);
+    args.q_heads = shape_.query_heads;
+    args.q_head_dim = shape_.head_dim;
+    if (k != nullptr) {
+      args.k = args.v = View(*k);
+      args.k_heads = args.v_heads = shape_.kv_heads;
+      args.k_head_dim = args.v_value_dim = shape_.head_dim;
+    }
+    const auto start = Clock::now();
+    Must(engine_->Decode("", sequence, args, memory_, &result_));
+    Must(result_.rows[0].status);
+    return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
+  }
+
+  void Print(const std::vector<Fork>& forks) const {
+    std::printf("%s over a tree, %u tokens, one layer, %u query heads, %u KV heads, head_dim %u\n",
+                absl::GetFlag(FLAGS_policy).c_str(), absl::GetFlag(FLAGS_prompt),
+                shape_.query_heads, shape_.kv_heads, shape_.head_dim);
+    std::printf(
+        "| generated | us, median [p10 .. p90] | speed | zones, tokens | MiB |\n"
+        "|---|---|---|---|---|\n");
+    for (const Fork& fork : forks) {
+      std::vector<double> speed;
+      for (size_t i = 0; i < fork.microseconds.size(); ++i) {
+        speed.push_back(forks.front().microseconds[i] / fork.microseconds[i]);
+      }
+      std::printf("| %llu | %.0f [%.0f .. %.0f] | %.2f | %llu | %.1f |\n",
+                  static_cast<unsigned long long>(fork.tokens - absl::GetFlag(FLAGS_prompt)),
+                  Median(fork.microseconds), Quantile(fork.microseconds, 0.1),
+                  Quantile(fork.microseconds, 0.9), Median(speed),
+                  static_cast<unsigned long long>(fork.zone_tokens),
+                  static_cast<double>(fork.bytes) / (1 << 20));
+    }
+  }
+
+  const ModelShape shape_ = Bf16Shape(1, 4 * absl::GetFlag(FLAGS_kv_heads),
+                                      absl::GetFlag(FLAGS_kv_heads), absl::GetFlag(FLAGS_head_dim));
+  const std::unique_ptr<engine::Engine> engine_ = MakeEngine(absl::GetFlag(FLAGS_threads));
+  std::mt19937_64 random_{1};
+  std::vector<float> centre_;
+  uint64_t key_number_ = 0;
+  engine::AnswerVectors memory_;
+  engine::DecodeResult result_;
+};
+
+}  // namespace
+}  // namespace attnd::bench
+
+int main(int argc, char** argv) {
+  absl::ParseCommandLine(argc, argv);
+  attnd::bench::Bench().Run();
+  return 0;
+}
