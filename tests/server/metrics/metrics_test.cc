@@ -128,6 +128,9 @@ TEST(Metrics, EventsOfTheEngine) {
   metrics.OnAppended(5, true);
   metrics.OnAppended(2, false);
   metrics.OnSegmentBuilt(engine::EventListener::BuildTrigger::kBackground, 8192, milliseconds(3));
+  for (int i = 0; i < 2; ++i) {
+    metrics.OnSegmentBuilt(engine::EventListener::BuildTrigger::kEarly, 1024, milliseconds(1));
+  }
   metrics.OnSegmentBuildFailed(engine::EventListener::BuildTrigger::kPrefill,
                                absl::ResourceExhaustedError("x"));
   auto values = Values(metrics);
@@ -135,7 +138,8 @@ TEST(Metrics, EventsOfTheEngine) {
   EXPECT_EQ(values["attnd_appended_tokens_total{path=decode}"], 2);
   EXPECT_EQ(values["attnd_segments_built_total{trigger=background}"], 1);
   EXPECT_EQ(values["attnd_segments_built_total{trigger=prefill}"], 0);
-  EXPECT_EQ(values["attnd_segment_build_seconds"], 1);
+  EXPECT_EQ(values["attnd_segments_built_total{trigger=early}"], 2);
+  EXPECT_EQ(values["attnd_segment_build_seconds"], 3);
   EXPECT_EQ(values["attnd_segment_build_failures_total"], 1);
 }
 
