@@ -116,17 +116,17 @@ int Main() {
     const std::pair<std::string, std::string> parts = absl::StrSplit(text, absl::MaxSplits('@', 1));
     Timed& timed = all.emplace_back();
     timed.name = std::string(text);
-    if (!parts.second.empty() && parts.second != "clusters" && parts.second != "tree") {
-      std::fprintf(stderr, "%s: allowed behind @ is clusters or tree\n", timed.name.c_str());
+    const std::string& over = parts.second;
+    if (!over.empty() && over != "clusters" && over != "regression" && over != "tree") {
+      std::fprintf(stderr, "%s: behind @ may be clusters, regression, tree\n", timed.name.c_str());
       return 2;
     }
     timed.policy = ParsePolicyText(parts.first);
     const attention::IndexSet needed = timed.policy.Indexes();
-    const bool reads_clusters = needed.clustered();
-    const bool regressed = needed.has_regression() && parts.second.empty();
-    timed.runner = parts.second == "tree" ? &of_tree
-                   : regressed            ? &of_regression
-                   : reads_clusters       ? &of_clusters
+    const bool in_tree = over == "tree" || (over.empty() && needed.Has(IndexKind::kTree));
+    timed.runner = in_tree                ? &of_tree
+                   : over == "regression" ? &of_regression
+                   : needed.clustered()   ? &of_clusters
                                           : &of_order;
   }
   for (uint32_t round = 0; round <= absl::GetFlag(FLAGS_rounds); ++round) {

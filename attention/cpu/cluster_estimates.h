@@ -23,7 +23,7 @@ class ClusterEstimates {
   ClusterEstimates(const UnitQuery& query, ClusterScores* scores, StepArena* arena);
 
   // Sums up the items to estimate. Where sums are kept of which they are most, or all but clusters,
-  // these are what it begins with: few rows are read twice.
+  // these are what it begins with, so that few rows are read twice.
   void Estimate(std::span<const Fate> fate);
   // Finds the norms of the outputs that zones and all items' estimates give together, and keeps the
   // sums of these estimates.

@@ -212,8 +212,12 @@ bool Segmenter::BuildDue(Sequence* sequence) {
   }
   const auto trigger =
       early ? EventListener::BuildTrigger::kEarly : EventListener::BuildTrigger::kBackground;
-  const absl::StatusOr<bool> built =
-      BuildNext(sequence, options_.segment_tokens, 1, trigger, /*cancelled=*/nullptr);
+  const auto build = [&] {
+    return BuildNext(sequence, options_.segment_tokens, 1, trigger, /*cancelled=*/nullptr);
+  };
+  absl::StatusOr<bool> built = build();
+  // Copies must not take the room of the segment that makes them superfluous.
+  if (!early && absl::IsResourceExhausted(built.status()) && sequence->DropEarly()) built = build();
   if (!built.ok()) sequence->DelayBuild(*due);  // the tokens stay in the tail, exact
   return built.ok() && *built;
 }
@@ -235,8 +239,9 @@ absl::StatusOr<bool> Segmenter::BuildNext(Sequence* sequence, uint32_t min_token
   } catch (const std::bad_alloc&) {
     installed = NoMemory();
   }
-  // What was given up because nobody wants it has not failed.
-  const bool failed = !installed.ok() && Wanted(*sequence, cancelled).ok();
+  // What was given up because nobody wants it has not failed, nor has a copy that found no memory.
+  const bool failed = !installed.ok() && trigger != EventListener::BuildTrigger::kEarly &&
+                      Wanted(*sequence, cancelled).ok();
   if (listener_ != nullptr && failed) listener_->OnSegmentBuildFailed(trigger, installed.status());
   ATTND_RETURN_IF_ERROR(installed.status());
   if (listener_ != nullptr && *installed > 0) {

@@ -197,8 +197,11 @@ class Sequence {
   // tokens are uploaded, as the end of the prompt makes segments of them.
   std::optional<SegmentJob> NextEarly();
   // What the background is to build: a segment of segment_tokens, else an early segment if that is
-  // smaller, else nothing. Also nothing of a kind that DelayBuild holds back.
+  // smaller, else nothing. Also nothing of a kind that DelayBuild holds back, and no early segment
+  // in place of a segment that it holds back.
   std::optional<BuildKind> DueBuild(uint32_t segment_tokens);
+  // Gives the early segments' memory back, as far as no view holds it; whether there were any.
+  bool DropEarly();
   // To be called when a background build has failed: the next one of its kind is due after
   // kBuildDelayMin more tokens, and after twice as many for each further failure, up to
   // kBuildDelayMax. The next segment or truncation ends the delay; that of early segments ends with

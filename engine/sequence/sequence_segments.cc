@@ -33,8 +33,9 @@ bool Sequence::HasEarly() const {
 std::optional<BuildKind> Sequence::DueBuild(uint32_t segment_tokens) {
   MutexLock lock(mutex_);
   const uint64_t committed = CommittedTokens();
-  if (SegmentsEnd() >= tail_.begin() + segment_tokens && committed >= segment_delay_.from) {
-    return BuildKind::kSegment;
+  if (SegmentsEnd() >= tail_.begin() + segment_tokens) {
+    // No early segments while a full one waits: they would take its memory.
+    return committed >= segment_delay_.from ? std::optional(BuildKind::kSegment) : std::nullopt;
   }
   const bool early = segment_tokens > EarlySegments::kTokens && committed >= early_delay_.from;
   return early && HasEarly() ? std::optional(BuildKind::kEarly) : std::nullopt;
@@ -116,6 +117,16 @@ bool Sequence::InstallEarly(const SegmentJob& job, std::shared_ptr<const Segment
 }
 
 // Whether the tokens that a job was made from are still there, committed and outside the window.
+bool Sequence::DropEarly() {
+  EarlySegments early;  // dies after the lock
+  MutexLock lock(mutex_);
+  if (early_.all().empty()) return false;
+  std::swap(early_, early);
+  view_.reset();
+  CheckInvariants();
+  return true;
+}
+
 bool Sequence::StillFits(const SegmentJob& job) const {
   // A truncation may have taken the tokens away, and others may have come in their place: the
   // blocks then differ. A truncation keeps a block only if it keeps all of its positions, which are

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "attention/index/segment_builder.h"
 #include "attention/segment/segment.h"
 #include "engine/sequence/early_segments.h"
 #include "engine/sequence/sequence.h"
@@ -150,6 +151,34 @@ TEST_F(EarlyEngineTest, ShortMemoryLeavesTheTailExact) {
   ASSERT_TRUE(engine_->Close(kTenant, filler.id).ok());
   GenerateDense(&sequence, 3 * Sequence::kBuildDelayMin);
   EXPECT_EQ(observer_.early(), 1u);
+  EXPECT_TRUE(MatchesModel(&sequence, &random_));
+}
+
+// Where memory is left for a full segment or for copies of its tokens, the copies go.
+TEST_F(EarlyEngineTest, MakeRoomForTheFullSegment) {
+  EngineOptions options = Options(uint64_t{16} << 20);
+  options.archive.data_dir.clear();  // nothing can move
+  Start(options, &observer_);
+  TestSequence sequence = OpenPrompt(PolicyOf("dense"));
+  GenerateDense(&sequence, 2 * kEarly + 128);
+  ASSERT_EQ(observer_.early(), 2u);
+  const auto bytes = [&](uint32_t tokens) {
+    const attention::SegmentForm form = {shape_, attention::kTreeIndexes, tokens, 0};
+    return attention::Segment::IndexBytes(form) + attention::Segment::PayloadBytes(form);
+  };
+  const uint64_t scratch =
+      attention::HeadBuilder::ScratchBytes({shape_, attention::kTreeIndexes, kSegment, 0});
+  const uint64_t tail = kEarly * shape_.token_bytes();
+  // With the copies there is half of their room too little, and without them half of it too much.
+  const uint64_t wanted = bytes(kSegment) + scratch + tail - bytes(kEarly);
+  TestSequence filler = OpenSequence(engine_.get(), shape_);
+  while (engine_->usage().resident_bytes + wanted < options.memory_budget_bytes) {
+    Prefill(&filler, 64, &random_, false);
+  }
+  GenerateDense(&sequence, kEarly);
+  EXPECT_EQ(observer_.full(), 1u);
+  EXPECT_EQ(observer_.early(), 2u);
+  EXPECT_EQ(sequence.Info().segments, 2u);
   EXPECT_TRUE(MatchesModel(&sequence, &random_));
 }
 

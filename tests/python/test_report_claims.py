@@ -32,7 +32,7 @@ def test_the_tables_of_claims():
     assert lines[2] == "| `dense` | 1.000 | 0 | - | - | 100.00% | - |"
     assert lines[3].endswith("@tree` | 1.000 | 0.100 | 0.90 | 0.750 | 1.25% | 0.250 |")
     lines = tables.by_task(made).splitlines()
-    assert lines[0] == "| task | texts | dense | `dense` | `error-target:tolerance=0.1@tree` |"
+    assert lines[0] == "| task | texts | dense | `dense` | `0.1@tree` |"
     assert lines[2] == "| niah | 4 | .938 | 0 | -3.1\u00b15.7 |"
     assert lines[3] == "| trace | 4 | .938 | 0 | 0 |"
 
@@ -52,7 +52,7 @@ def test_the_table_by_layer_and_kv_head():
     unpredicted = replace(HEADS, predicted=None, within=[[0.75, 0.5], [0.25, 0.5]])
     other = replace(point("error-target:tolerance=0.2@tree"), kv_heads=unpredicted)
     lines = tables.by_head(measurement(first, other)).splitlines()
-    assert lines[0] == f"| layer.head | `{first.policy}` | `{other.policy}` |"
+    assert lines[0] == "| layer.head | `0.1@tree` | `0.2@tree` |"
     assert lines[2:] == [
         "| 0.0 | 0.90, .250, 0.20 | -, .250, 0.20 |",
         "| 0.1 | **1.00, .500, 0.30** | -, .500, 0.30 |",

@@ -183,7 +183,7 @@ class RowStats:
     heads.
 
     Attributes:
-        zone_tokens: tokens that are always exact: sink, window, tail.
+        zone_tokens: tokens that are always exact: sink, window, and the tail behind early segments.
         exact_tokens, estimated_tokens, dropped_tokens: tokens of the middle by what happened to
             them; a token counts once for each KV head, so divide by the model's kv_heads.
         covered_mass: share of the softmax mass read or estimated; None if the policy did not look.

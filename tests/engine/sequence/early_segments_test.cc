@@ -103,6 +103,7 @@ TEST_F(EarlySegmentsTest, AreSmallerThanSegments) {
   EXPECT_EQ(sequence_.DueBuild(kEarly), std::nullopt);
 }
 
+// While a full segment waits for memory, no copies take it.
 TEST_F(EarlySegmentsTest, OfOneKindAloneAreDelayed) {
   Begin(&sequence_, &history_, 2 * kEarly + kWindow);
   sequence_.DelayBuild(BuildKind::kEarly);
@@ -110,6 +111,7 @@ TEST_F(EarlySegmentsTest, OfOneKindAloneAreDelayed) {
   EXPECT_EQ(sequence_.DueBuild(2 * kEarly), BuildKind::kSegment);
   sequence_.DelayBuild(BuildKind::kSegment);
   EXPECT_EQ(sequence_.DueBuild(2 * kEarly), std::nullopt);
+  EXPECT_EQ(sequence_.DueBuild(3 * kEarly), std::nullopt);  // that of early segments lasts
   StepBy(&sequence_, &history_, Sequence::kBuildDelayMin);
   EXPECT_EQ(sequence_.DueBuild(3 * kEarly), BuildKind::kEarly);
   EXPECT_EQ(sequence_.DueBuild(2 * kEarly), BuildKind::kSegment);
@@ -306,17 +308,19 @@ class NoPages : public attention::PagedPayload {
   absl::Status status() const override { return absl::OkStatus(); }
 };
 
-// Segments move to disk because memory is short: copies go first.
+// Segments move to disk because memory is short: copies go with them.
 TEST_F(EarlySegmentsTest, GoWhenSegmentsMoveToDisk) {
   Begin(&sequence_, &history_, kEarly + kWindow);
   ASSERT_EQ(BuildEarly(&sequence_), 1);
-  const auto view = ViewOf(&sequence_);
+  auto view = ViewOf(&sequence_);
   const std::weak_ptr<const attention::Segment> early = view->segments[1];
   const attention::Segment& whole = *view->segments[0];
   const auto paged = std::make_shared<const attention::Segment>(
       whole.id(), whole.form(), 0, std::make_shared<NoPages>(), whole.origin());
   const Swap swap{view->segments[0], paged};
+  view.reset();
   sequence_.SwapSegments({&swap, 1});
+  EXPECT_TRUE(early.expired());
   const auto after = ViewOf(&sequence_);
   EXPECT_EQ(after->segments.size(), 1u);
   EXPECT_EQ(after->tail_begin, kFirst);

@@ -117,7 +117,7 @@ class Answered:
 
     def extend(self, later: Answered) -> None:
         """Adds what came of the texts after these."""
-        for ours, theirs in zip(self.tallies, later.tallies):
+        for ours, theirs in zip(self.tallies, later.tallies, strict=True):
             ours.extend(theirs)
 
 

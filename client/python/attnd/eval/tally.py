@@ -234,7 +234,6 @@ class Tally:
             "local_decode_us": _percentiles(self._local_decode_us),
         }
 
-
     def _index_fraction(self) -> float | None:
         clusters = self._index["clusters"]
         return self._index["rows"] / clusters if clusters else None

@@ -106,19 +106,24 @@ def by_head(measurement: Measurement) -> str:
             cell = f"{ratio}, {beyond}, {p95}"
             cells.append(f"**{cell}**" if of.worst == (layer, head) else cell)
         rows.append((f"{layer}.{head}", *cells))
-    return table(("layer.head", *(f"`{policy}`" for policy in heads)), rows)
+    return table(("layer.head", *(_column(policy) for policy in heads)), rows)
 
 
 def by_task(measurement: Measurement) -> str:
     """A line for each task: dense attention's accuracy, and each policy's less that, in points with
     95% bounds."""
-    policies = [f"`{point.policy}`" for point in measurement.points]
+    policies = [_column(point.policy) for point in measurement.points]
     apart = [measurement.minus_dense(point) for point in measurement.points]
     rows = [
         (name, str(len(dense.right)), short(dense.accuracy), *(str(of[name]) for of in apart))
         for name, dense in measurement.local_dense.items()
     ]
     return table(("task", "texts", "dense", *policies), rows)
+
+
+def _column(policy: str) -> str:
+    """A policy at the head of a column: error-target by its tolerance, which says which it is."""
+    return f"`{policy.removeprefix('error-target:tolerance=')}`"
 
 
 def _error(point: Point) -> str:
