@@ -3,8 +3,8 @@
 // How much slower do steps become as generated tokens gather? A prompt over the index `tree`, with
 // keys in short runs around random centres, and forks of it: each generates another number of
 // tokens, one a step. Then the forks take turns in answering steps that add nothing. Prints medians
-// over rounds, the first fork's time over each fork's, and what a fork's generated tokens take of
-// the memory budget.
+// over rounds, the first fork's median over each fork's, the tokens that a step reads as sink,
+// window and tail, and what a fork's generated tokens take of the memory budget.
 //
 //   generated_tokens --prompt=131072 --generated=64,1024,4096,8000
 #include <algorithm>
@@ -59,7 +59,9 @@ class Bench {
     }
     for (uint32_t round = 0; round <= absl::GetFlag(FLAGS_rounds); ++round) {
       const auto q = RandomBf16(size_t{shape_.query_heads} * shape_.head_dim, &random_);
-      for (Fork& fork : forks) {
+      for (size_t i = 0; i < forks.size(); ++i) {
+        // Whoever is first finds less of what the forks share in the processor's caches.
+        Fork& fork = forks[(round + i) % forks.size()];
         const double microseconds = Step(fork.id, fork.tokens, q, nullptr);
         fork.zone_tokens = result_.rows[0].stats.zone_tokens / shape_.kv_heads;
         if (round > 0) fork.microseconds.push_back(microseconds);  // the first is a warm-up
@@ -153,14 +155,11 @@ class Bench {
         "| generated | us, median [p10 .. p90] | speed | zones, tokens | MiB |\n"
         "|---|---|---|---|---|\n");
     for (const Fork& fork : forks) {
-      std::vector<double> speed;
-      for (size_t i = 0; i < fork.microseconds.size(); ++i) {
-        speed.push_back(forks.front().microseconds[i] / fork.microseconds[i]);
-      }
       std::printf("| %llu | %.0f [%.0f .. %.0f] | %.2f | %llu | %.1f |\n",
                   static_cast<unsigned long long>(fork.tokens - absl::GetFlag(FLAGS_prompt)),
                   Median(fork.microseconds), Quantile(fork.microseconds, 0.1),
-                  Quantile(fork.microseconds, 0.9), Median(speed),
+                  Quantile(fork.microseconds, 0.9),
+                  Median(forks.front().microseconds) / Median(fork.microseconds),
                   static_cast<unsigned long long>(fork.zone_tokens),
                   static_cast<double>(fork.bytes) / (1 << 20));
     }
