@@ -167,6 +167,7 @@ TEST(SegmenterTest, EarlySegmentsSurviveRefusedAllocations) {
   const auto engine = MakeEngine(options, &observer);
   OpenArgs args = ArgsOf(MakeShape(1, 1, 1, 16, 16, DType::kBf16), PolicyOf("dense"));
   args.indexes = attention::kTreeIndexes;
+  size_t put_off = 0;
   for (uint64_t allocation = 0; allocation < 120; allocation += 3) {
     SCOPED_TRACE(testing::Message() << "seed " << TestSeed() << " allocation " << allocation);
     const auto id = engine->Open(kTenant, args);
@@ -184,6 +185,7 @@ TEST(SegmenterTest, EarlySegmentsSurviveRefusedAllocations) {
       const absl::Status status = engine->Decode(kTenant, kWriter, step.args, memory, &result);
       EXPECT_TRUE(status.ok() || one.refused());
       engine->WaitForBackground();
+      if (status.ok() && observer.built() == built) ++put_off;
     }
     const Answer again = Send(engine.get(), step);
     ASSERT_TRUE(again.row_status(0).ok()) << again.row_status(0);
@@ -194,7 +196,8 @@ TEST(SegmenterTest, EarlySegmentsSurviveRefusedAllocations) {
     EXPECT_TRUE(MatchesModel(&sequence, &random));
     ASSERT_TRUE(engine->Close(kTenant, sequence.id).ok());
   }
-  EXPECT_GT(observer.failed.load(), 2u);
+  EXPECT_GT(put_off, 2u);
+  EXPECT_EQ(observer.failed.load(), 0u) << "a copy that finds no memory is no failure";
   EXPECT_EQ(engine->usage().resident_bytes, 0u);
 }
 
