@@ -18,6 +18,19 @@ struct IndexOffsets {
       starts, positions;
 };
 
+// The same of a tree (attention/segment/index_layout.h). Means are rows in bytes; axes and slopes
+// are in bf16.
+struct TreePart {
+  uint32_t count;  // of a uint32_t: how many rows the head has
+  uint32_t centroids, centroid_scales, mean_values, mean_value_scales, deviation_codes,
+      variance_unit, log_size, spread, value_norm2, starts;
+  uint32_t first_members;  // of groups alone
+};
+struct TreeOffsets {
+  TreePart leaves, groups;
+  uint32_t key_base, value_base, axes, slopes, positions;
+};
+
 // One layer of a segment, with all KV heads. Tokens are numbered from 0, by position.
 struct IndexJob {
   const std::byte* const* tail_blocks;  // KV head 0's pages of each tail block, at the layer
@@ -35,6 +48,7 @@ struct IndexJob {
   IndexOffsets offsets;
 };
 static_assert(sizeof(IndexOffsets) == 36 && sizeof(IndexJob) == 112);
+static_assert(sizeof(TreePart) == 48 && sizeof(TreeOffsets) == 116);
 
 }  // namespace attnd::gpu
 

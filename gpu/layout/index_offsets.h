@@ -20,6 +20,28 @@ inline IndexOffsets OffsetsOf(const attention::IndexLayout& layout) {
           at(clusters.value_norm2),   at(clusters.starts),      at(layout.positions)};
 }
 
+inline TreePart TreePartOf(const attention::IndexLayout::Clusters& part) {
+  const auto at = [](size_t offset) { return static_cast<uint32_t>(offset); };
+  return {at(part.count),
+          at(part.centroids),
+          at(part.centroid_scales),
+          at(part.mean_values),
+          at(part.mean_value_scales),
+          at(part.deviation_codes),
+          at(part.variance_unit),
+          at(part.log_size),
+          at(part.spread),
+          at(part.value_norm2),
+          at(part.starts),
+          at(part.first_members)};
+}
+inline TreeOffsets TreeOffsetsOf(const attention::IndexLayout& layout) {
+  const auto at = [](size_t offset) { return static_cast<uint32_t>(offset); };
+  return {TreePartOf(layout.clusters), TreePartOf(layout.groups), at(layout.key_base),
+          at(layout.value_base),       at(layout.axes),           at(layout.slopes),
+          at(layout.positions)};
+}
+
 }  // namespace attnd::gpu
 
 #endif  // ATTND_GPU_LAYOUT_INDEX_OFFSETS_H_
