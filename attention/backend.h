@@ -154,6 +154,10 @@ class Backend {
   virtual absl::Status Supports(const ModelShape& shape) const = 0;
   // Unimplemented, naming what the backend can read, if it cannot read segments with these.
   virtual absl::Status Supports(const IndexSet& indexes) const = 0;
+  // Whether it runs the policy over these indexes, which the policy can read.
+  virtual bool Answers(const Policy& policy, const IndexSet& indexes) const {
+    return Supports(policy).ok() && Supports(indexes).ok();
+  }
   // Whether the backend reads paged segments itself; if not, another backend answers rows over
   // paged segments, more slowly.
   virtual bool ReadsPaged() const { return true; }

@@ -41,9 +41,10 @@ class AutoBackend : public Backend {
   absl::Status Supports(const IndexSet& indexes) const override { return cpu_->Supports(indexes); }
 
   const Backend& OwnerOf(const SequenceNeeds& needs) const override {
-    const bool has_all = device_->Supports(needs.policy).ok() &&
-                         (needs.shape == nullptr || device_->Supports(*needs.shape).ok()) &&
-                         (needs.indexes == nullptr || device_->Supports(*needs.indexes).ok());
+    const bool has_all =
+        device_->Supports(needs.policy).ok() &&
+        (needs.shape == nullptr || device_->Supports(*needs.shape).ok()) &&
+        (needs.indexes == nullptr || device_->Answers(needs.policy, *needs.indexes));
     return has_all ? *device_ : *cpu_;
   }
 
@@ -71,7 +72,7 @@ class AutoBackend : public Backend {
   bool HasOnDevice(const SequenceView& view) const { return view.owner == device_.get(); }
   // By the row alone, so that its bits do not depend on what else is in the batch.
   bool IsDevices(const StepRow& row) const {
-    return HasOnDevice(*row.view) && device_->Supports(*row.policy).ok();
+    return HasOnDevice(*row.view) && device_->Answers(*row.policy, row.view->indexes);
   }
 
   const std::shared_ptr<Backend> cpu_;

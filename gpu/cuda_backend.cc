@@ -29,6 +29,8 @@ namespace {
 using attention::Backend;
 using attention::BackendStats;
 using attention::CheckAlive;
+using attention::kClusterIndexes;
+using attention::kTreeIndexes;
 using attention::Plan;
 using attention::Policy;
 using attention::StepRequest;
@@ -185,9 +187,14 @@ class CudaBackend : public Backend {
                      "it has dense, streaming and the policies that read clusters as a whole"));
   }
   absl::Status Supports(const attention::IndexSet& indexes) const override {
-    if (indexes == attention::kClusterIndexes) return absl::OkStatus();
-    return absl::UnimplementedError(absl::StrCat("indexes are ", indexes.ToString(),
-                                                 "; the CUDA backend reads clusters alone"));
+    if (indexes == kClusterIndexes || indexes == kTreeIndexes) return absl::OkStatus();
+    return absl::UnimplementedError(absl::StrCat(
+        "indexes are ", indexes.ToString(), "; the CUDA backend reads clusters alone, or a tree"));
+  }
+  // A tree's groups are opened by errors; policies that rank by mass look at every leaf.
+  bool Answers(const Policy& policy, const attention::IndexSet& indexes) const override {
+    const bool by_mass = policy.cuts_clusters() && policy.cut != attention::Cut::kErrorBudget;
+    return Backend::Answers(policy, indexes) && !(by_mass && indexes == kTreeIndexes);
   }
   absl::Status Supports(const ModelShape& shape) const override { return CheckShape(shape); }
 
@@ -202,6 +209,9 @@ class CudaBackend : public Backend {
       ATTND_RETURN_IF_ERROR(Supports(*row.policy));
       ATTND_RETURN_IF_ERROR(Supports(row.view->shape));
       ATTND_RETURN_IF_ERROR(Supports(row.view->indexes));
+      if (Answers(*row.policy, row.view->indexes)) continue;
+      return absl::UnimplementedError(absl::StrCat("the CUDA backend does not run policy.preset ",
+                                                   row.policy->preset, " over a tree"));
     }
     const uint64_t number = steps_.fetch_add(1, std::memory_order_relaxed);
     if (degraded_.load(std::memory_order_acquire)) return FallBack(request);

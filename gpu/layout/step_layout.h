@@ -15,6 +15,14 @@
 //   finish    read the chosen tokens exactly, estimate the other clusters
 //   merge     for each unit: merge its states, in the order of their numbers; normalise; statistics
 //
+// Units over trees have stages of their own between prepare and finish. A tree item is a (unit,
+// tile, segment); one thread block works on it.
+//
+//   groups    score a segment's groups, sum up their estimates
+//   open      for each unit: choose the groups to open, number the leaves of these
+//   leaves    score the opened groups' leaves
+//   choose    for each unit: choose leaves, list their tokens, queue their pieces for finish
+//
 // Instead of by stages, a unit of a cluster policy may be answered by a cooperative group (the
 // thread blocks of one thread block cluster), in a single launch.
 //
@@ -38,6 +46,8 @@ inline constexpr uint32_t kLanes = 8;
 // kSlotChunk on; the slots behind its last cluster, up to the next multiple, are empty. A score
 // item scores kSlotChunk slots.
 inline constexpr uint32_t kSlotChunk = 64;
+// The same of a tree's groups.
+inline constexpr uint32_t kGroupSlotChunk = 16;
 // Slots that a warp works on at a time.
 inline constexpr uint32_t kStepSlots = 16;
 // Tokens or slots of a piece, and the most pieces: a row that would have more pieces has longer
@@ -65,7 +75,8 @@ inline constexpr uint64_t kUnitTokensMax = (uint64_t{1} << 28) - 1;
 // second moments and of dropped weights. The others are unused.
 inline constexpr uint32_t kStateHead = 8;
 
-enum class UnitKind : uint32_t { kDense, kStreaming, kClusters };
+// kTree: error-target over a tree of clusters.
+enum class UnitKind : uint32_t { kDense, kStreaming, kClusters, kTree };
 enum class CutKind : uint32_t { kTopK, kTopP, kErrorBudget };
 
 // One segment of a row at the step's layer.
@@ -82,6 +93,14 @@ struct SegmentRef {
   uint32_t slots;         // max_clusters, rounded up to kSlotChunk
   uint32_t first_piece;   // number among the row's dense pieces; a piece never spans segments
   uint32_t max_clusters;  // rows that the index has room for, at least 1
+};
+
+// What a tree has beside its SegmentRef, whose clusters are the leaves.
+struct TreeRef {
+  TreeOffsets offsets;
+  uint32_t max_groups;        // rows that the index has room for, at least 1
+  uint32_t first_group_slot;  // among the row's groups
+  uint32_t group_slots;       // max_groups, rounded up to kGroupSlotChunk
 };
 
 // One row of the batch. A unit is one (row, group of query tokens, KV head), with number
@@ -124,9 +143,17 @@ struct RowRef {
   // Places of the row's first unit in scratch memory; the other units follow at equal distances.
   uint32_t first_state;  // of states; a tile has StatesPerTile: of read pieces, of estimate pieces,
                          // of chosen pieces
+
+  // Of kTree. estimate_pieces is then segment_count.
+  uint32_t group_slots;      // of all segments
+  uint32_t trees_begin;      // in StepHeader::trees
+  uint32_t first_tree_item;  // items of a row: (unit, tile, segment), segment fastest
+
   uint64_t first_score;  // of floats in scores: per unit log_mass [lanes][slots], then, for the
-                         // second order, d2 [lanes][slots], then group_score [slots]
-  uint64_t first_fate;   // of bytes in fates: per unit [slots]
+                         // second order, d2 [lanes][slots], then group_score [slots]; of a tree see
+                         // TreeScores
+  uint64_t first_fate;   // of bytes in fates: per unit [slots], then, of a tree, [group_slots]
+  uint64_t first_word;   // of words in tree_words: per unit TreeWordsPerUnit
   uint64_t first_token;  // of entries in chosen: per unit [clustered_tokens]
   uint64_t clustered_tokens;  // in the row's segments
 
@@ -138,6 +165,9 @@ struct RowRef {
 // Slots of a segment whose index has room for max_clusters clusters.
 constexpr uint32_t SlotsFor(uint32_t max_clusters) {
   return (max_clusters + kSlotChunk - 1) / kSlotChunk * kSlotChunk;
+}
+constexpr uint32_t GroupSlotsFor(uint32_t max_groups) {
+  return (max_groups + kGroupSlotChunk - 1) / kGroupSlotChunk * kGroupSlotChunk;
 }
 // Whether the measure stage chooses the row's clusters.
 constexpr bool HasTolerance(const RowRef& row) {
@@ -163,15 +193,62 @@ constexpr uint32_t CoopBlocksFor(const RowRef& row, uint32_t group, uint32_t val
   return kCoopBlocks[CoopSizeFor(row.slots + tail_tokens)];
 }
 // Distances, in elements, between the places of a row's tiles and units in scratch memory.
+constexpr bool ReadsClusters(const RowRef& row) {
+  return row.kind == UnitKind::kClusters || row.kind == UnitKind::kTree;
+}
 constexpr uint64_t StatesPerTile(const RowRef& row) {
   if (row.coop_blocks != 0) return uint64_t{3} * row.coop_blocks;
   return uint64_t{row.read_pieces} + row.estimate_pieces +
-         (row.kind == UnitKind::kClusters ? kChosenPiecesMax : 0);
+         (ReadsClusters(row) ? kChosenPiecesMax : 0);
 }
+constexpr uint64_t FatesPerUnit(const RowRef& row) { return uint64_t{row.slots} + row.group_slots; }
+
+// A tree's scores, in floats from the unit's first on. Groups are numbered by group slots, leaves
+// of opened groups by items: 0, 1, ... in the order of segments and of the index. `rank` is what
+// they are chosen by, for `weight` see TreeSelector.
+struct TreeScores {
+  uint64_t group_log_mass, group_d2;  // [lanes][group_slots]
+  uint64_t leaf_log_mass, leaf_d2;    // [lanes][slots]
+  uint64_t group_rank, group_weight;  // [group_slots]
+  uint64_t leaf_rank, leaf_weight;    // [slots]
+  uint64_t end;
+};
+constexpr TreeScores TreeScoresOf(const RowRef& row, uint32_t group) {
+  const uint64_t groups = row.group_slots, leaves = row.slots;
+  TreeScores at{};
+  at.group_d2 = groups * group;
+  at.leaf_log_mass = 2 * groups * group;
+  at.leaf_d2 = at.leaf_log_mass + leaves * group;
+  at.group_rank = at.leaf_d2 + leaves * group;
+  at.group_weight = at.group_rank + groups;
+  at.leaf_rank = at.group_weight + groups;
+  at.leaf_weight = at.leaf_rank + leaves;
+  at.end = at.leaf_weight + leaves;
+  return at;
+}
+// A tree unit's words: kTreeNorms floats, the outputs' lengths by lane; then the number of each
+// segment's first item, and that of all items; then, for each item, segment << 16 | leaf.
+inline constexpr uint32_t kTreeNorms = 32;
+
+constexpr uint64_t TreeItems(const RowRef& row) {
+  return kTreeNorms + (uint64_t{row.segment_count} + 1 + 3) / 4 * 4;
+}
+constexpr uint64_t TreeWordsPerUnit(const RowRef& row) { return TreeItems(row) + row.slots; }
+constexpr uint64_t TreeItemsPerTile(const RowRef& row) {
+  return row.kind == UnitKind::kTree ? row.segment_count : 0;
+}
+
 constexpr uint64_t ScoresPerUnit(const RowRef& row, uint32_t group) {
+  if (row.kind == UnitKind::kTree) return TreeScoresOf(row, group).end;
   return uint64_t{row.slots} * (uint64_t{group} * (row.second_order != 0 ? 2 : 1) + 1);
 }
 constexpr uint32_t StateFloats(uint32_t value_dim) { return kLanes * (kStateHead + value_dim); }
+// Of a tree item: its queries along the segment's axes, in floats; and the sums of estimates that
+// it leaves: a state whose values are followed by the slopes' correction of them.
+constexpr uint32_t RotatedFloats(uint32_t head_dim) { return kLanes * (head_dim + 8); }
+constexpr uint32_t TreeStateFloats(uint32_t value_dim) {
+  return kLanes * (kStateHead + 2 * value_dim);
+}
 
 // A unit that a cooperative group answers: the row's unit number `unit`.
 struct CoopUnit {
@@ -278,11 +355,12 @@ struct StepHeader {
   uint32_t query_dtype;              // DType
   uint32_t coop_counts[kCoopSizes];  // units that groups of kCoopBlocks[i] thread blocks answer
   float softmax_scale;
-  uint32_t reserved;               // in place of padding, so that equal headers have equal bytes
+  uint32_t tree_items;
   uint64_t tail_block_head_bytes;  // of a tail block, from one KV head to the next
 
   const RowRef* row_refs;  // [rows], ascending by first_unit
   const SegmentRef* segments;
+  const TreeRef* trees;                 // of the segments of kTree rows
   const std::byte* const* tail_blocks;  // KV head 0's pages of each tail block, at the step's layer
   const UploadRef* upload_refs;         // [uploads]
   const CoopUnit* coop_units;           // by the size of their groups, smaller ones first
@@ -302,6 +380,11 @@ struct StepHeader {
   ChunkRef* chunks;            // [score_items]
   ChosenPiece* chosen_pieces;  // [tiles * kChosenPiecesMax]
   uint32_t* cursors;           // [kCursors]
+  uint32_t* tree_words;
+  float* rotated;        // [tree_items][kLanes][head_dim + 8]: scaled queries along the axes, and
+                         // the dot product with the key base
+  float* tree_states;    // [tree_items][kLanes][kStateHead + 2 value_dim]
+  float* tree_partials;  // [tree_items][kLanes][kStateHead]: sums over the item's opened leaves
 
   // Outputs, copied to the host together.
   float* out;                // [query_tokens][query_heads][value_dim]
@@ -309,11 +392,12 @@ struct StepHeader {
   LaneResult* lane_results;  // [query_tokens][query_heads]
 };
 
+// No padding, so that equal headers have equal bytes.
 static_assert(offsetof(StepHeader, tail_block_head_bytes) ==
-              offsetof(StepHeader, reserved) + sizeof(uint32_t));
+              offsetof(StepHeader, tree_items) + sizeof(uint32_t));
 // The compilers of host and device agree on these sizes: the structures are copied as bytes.
-static_assert(sizeof(SegmentRef) == 96 && sizeof(RowRef) == 184 && sizeof(StepHeader) == 256);
-static_assert(sizeof(UploadRef) == 24 && sizeof(CoopUnit) == 8);
+static_assert(sizeof(SegmentRef) == 96 && sizeof(RowRef) == 200 && sizeof(StepHeader) == 296);
+static_assert(sizeof(UploadRef) == 24 && sizeof(CoopUnit) == 8 && sizeof(TreeRef) == 128);
 static_assert(sizeof(UnitResult) == 32 && sizeof(LaneResult) == 16 && sizeof(LaneScale) == 8);
 static_assert(std::is_trivially_copyable_v<SegmentRef> && std::is_trivially_copyable_v<RowRef> &&
               std::is_trivially_copyable_v<StepHeader> && std::is_trivially_copyable_v<UploadRef>);

@@ -10,6 +10,7 @@
 namespace attnd::gpu {
 namespace {
 
+using attention::IndexKind;
 using attention::kTailBlockTokens;
 using attention::Policy;
 using attention::Segment;
@@ -24,7 +25,8 @@ UnitKind KindOf(const StepRow& row, uint32_t layer) {
   if (policy.selector == Selector::kNone) return UnitKind::kStreaming;
   // Clusters: CudaBackend::Supports lets no others in.
   if (policy.cut == attention::Cut::kErrorBudget && policy.tolerance == 0) return UnitKind::kDense;
-  return row.view->segments.empty() ? UnitKind::kStreaming : UnitKind::kClusters;
+  if (row.view->segments.empty()) return UnitKind::kStreaming;
+  return row.view->indexes.Has(IndexKind::kTree) ? UnitKind::kTree : UnitKind::kClusters;
 }
 
 CutKind CutOf(const Policy& policy) {
@@ -47,7 +49,12 @@ SegmentDescription DescribeSegment(const Segment& segment) {
   description.max_clusters = layout.clusters.room;
   description.index_head_bytes = layout.head_bytes;
   description.pages_head_bytes = segment.pages_head_bytes();
-  description.offsets = OffsetsOf(layout);
+  if (segment.form().indexes.Has(IndexKind::kTree)) {
+    description.max_groups = layout.groups.room;
+    description.tree = TreeOffsetsOf(layout);
+  } else {
+    description.offsets = OffsetsOf(layout);
+  }
   return description;
 }
 
@@ -70,8 +77,9 @@ RowDescription DescribeRow(const StepRow& row, uint32_t layer) {
   CHECK(HasKernels(description.shape.kernel)) << "the backend lets no other shape in";
   description.kind = KindOf(row, layer);
   description.cut = CutOf(policy);
-  description.second_order = description.kind == UnitKind::kClusters &&
-                             policy.estimator == attention::Estimator::kSecondOrder;
+  const bool clusters =
+      description.kind == UnitKind::kClusters || description.kind == UnitKind::kTree;
+  description.second_order = clusters && policy.estimator == attention::Estimator::kSecondOrder;
   description.exact_share = policy.exact_share;
   description.estimated_share = policy.estimated_share;
   description.p1 = policy.p1;

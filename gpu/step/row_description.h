@@ -38,6 +38,9 @@ struct SegmentDescription {
   uint64_t index_head_bytes = 0;
   uint64_t pages_head_bytes = 0;
   IndexOffsets offsets{};
+  // Of a tree; its clusters are the leaves.
+  uint32_t max_groups = 0;
+  TreeOffsets tree{};
 };
 
 // A row: constant while the row is answered, whatever parts it is divided into.
@@ -47,7 +50,7 @@ struct RowDescription {
   // The policy, at the step's layer.
   UnitKind kind = UnitKind::kDense;
   CutKind cut = CutKind::kTopK;
-  bool second_order = false;  // estimates of the second order; kClusters alone
+  bool second_order = false;  // estimates of the second order; not without clusters
   double exact_share = 0, estimated_share = 0;
   double p1 = 0, p2 = 0;
   double tolerance = std::numeric_limits<double>::infinity(), floor = 0;

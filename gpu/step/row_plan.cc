@@ -44,6 +44,7 @@ void PlanPieces(const RowDescription& row, RowRef* ref) {
   const bool dense = row.kind == UnitKind::kDense;
   ref->dense_pieces = dense ? Narrow(DensePieces(row, ref->dense_piece_tokens)) : 0;
   ref->read_pieces = dense ? ref->dense_pieces + ref->tail_pieces : ref->tail_pieces + 1;
+  if (row.kind == UnitKind::kTree) ref->estimate_pieces = ref->segment_count;
   if (row.kind != UnitKind::kClusters) return;
   ref->estimate_piece_slots = PieceSize(kEstimatePieceSlots, uint64_t{1} << 31, kEstimatePiecesMax,
                                         [&](uint64_t slots) { return CeilOf(ref->slots, slots); });
@@ -73,7 +74,8 @@ RowRef PlanRow(const RowDescription& row, uint32_t first_token, uint32_t tokens,
   ref.segment_count = Narrow(row.segments.size());
   for (const SegmentDescription& segment : row.segments) {
     ref.clustered_tokens += segment.tokens - segment.unclustered;
-    if (row.kind == UnitKind::kClusters) ref.slots += SlotsFor(segment.max_clusters);
+    if (ReadsClusters(ref)) ref.slots += SlotsFor(segment.max_clusters);
+    if (row.kind == UnitKind::kTree) ref.group_slots += GroupSlotsFor(segment.max_groups);
   }
   PlanPieces(row, &ref);
   ref.exact_share = row.exact_share;
@@ -91,7 +93,8 @@ RowRef PlanRow(const RowDescription& row, uint32_t first_token, uint32_t tokens,
 }
 
 uint32_t TokensPerUnit(const RowDescription& row) {
-  return row.kind == UnitKind::kClusters ? 1 : std::max(1u, kLanes / row.shape.group);
+  const bool clusters = row.kind == UnitKind::kClusters || row.kind == UnitKind::kTree;
+  return clusters ? 1 : std::max(1u, kLanes / row.shape.group);
 }
 
 uint64_t UnitsOf(const RowDescription& row, uint32_t tokens) {
@@ -118,6 +121,15 @@ SegmentRef PlanSegment(const RowRef& row, const SegmentDescription& segment,
     ref.first_slot = before->first_slot + before->slots;
     ref.first_piece = before->first_piece + Narrow(CeilOf(before->tokens, row.dense_piece_tokens));
   }
+  return ref;
+}
+
+TreeRef PlanTree(const SegmentDescription& segment, const TreeRef* before) {
+  TreeRef ref{};
+  ref.offsets = segment.tree;
+  ref.max_groups = segment.max_groups;
+  ref.group_slots = GroupSlotsFor(segment.max_groups);
+  if (before != nullptr) ref.first_group_slot = before->first_group_slot + before->group_slots;
   return ref;
 }
 

@@ -32,6 +32,9 @@ uint64_t TailBlocksSeen(const RowDescription& row);
 SegmentRef PlanSegment(const RowRef& row, const SegmentDescription& segment,
                        const RowMemory::SegmentPlace& place, const SegmentRef* before);
 
+// The same of what a tree has beside it, in a row of kTree.
+TreeRef PlanTree(const SegmentDescription& segment, const TreeRef* before);
+
 }  // namespace attnd::gpu
 
 #endif  // ATTND_GPU_STEP_ROW_PLAN_H_

@@ -19,6 +19,26 @@ const T* At(const std::byte* results, uint64_t offset) {
   return reinterpret_cast<const T*>(results + offset);
 }
 
+// Clusters [begin, end) of segment s; fate: of its cluster 0.
+void AddClusters(uint32_t s, uint32_t begin, uint32_t end, const uint8_t* fate, Plan* plan) {
+  for (uint32_t c = begin; c < end; ++c) {
+    if (fate[c] == kFateExact) plan->exact.push_back({s, c});
+    if (fate[c] == kFateEstimated) plan->estimated.push_back({s, c});
+  }
+}
+
+// A tree's. Leaves of groups that stay closed have no fate.
+void AddGroups(const attention::ClusterIndex& groups, uint32_t s, const uint8_t* leaf_fate,
+               const uint8_t* group_fate, Plan* plan) {
+  for (uint32_t g = 0; g < groups.clusters; ++g) {
+    if (group_fate[g] == kFateExact) {
+      AddClusters(s, groups.first_members[g], groups.first_members[g + 1], leaf_fate, plan);
+    } else {
+      plan->closed.push_back({s, g});
+    }
+  }
+}
+
 }  // namespace
 
 StepTotals::StepTotals(const attention::StepRequest& request)
@@ -35,7 +55,7 @@ void StepTotals::AddWave(const StepWriter& writer, const std::byte* results) {
     Row& totals = rows_[part.number];
     totals.query_tokens += part.tokens;
     AddZones(part, &totals);
-    if (part.ref.kind != UnitKind::kClusters) continue;
+    if (!ReadsClusters(part.ref)) continue;
     AddUnits(writer, part, results, &totals);
     AddLanes(writer, part, results, &totals);
     if (request_.plans != nullptr) AddPlans(writer, part, results);
@@ -66,7 +86,7 @@ void StepTotals::AddZones(const RowPart& part, Row* totals) {
   totals->stats.zone_tokens += zone * kv_heads;
   const uint64_t clustered = row.history_clustered;
   const uint64_t middle = clustered * part.tokens * kv_heads;
-  if (part.ref.kind == UnitKind::kClusters) return;
+  if (ReadsClusters(part.ref)) return;
   const double lanes = double{1} * part.tokens * row.shape.query_heads();
   totals->covered_mass += lanes;
   totals->exact_mass += lanes;
@@ -116,15 +136,19 @@ void StepTotals::AddPlans(const StepWriter& writer, const RowPart& part, const s
     plan.row = part.number;
     plan.query_token = part.first_token + unit / kv_heads;
     plan.kv_head = unit % kv_heads;
+    const uint8_t* group_fate = fate + part.ref.slots;
     for (uint32_t s = 0; s < row.view->segments.size(); ++s) {
       const Segment& segment = *row.view->segments[s];
-      const uint32_t clusters = segment.clusters(request_.layer, plan.kv_head).clusters;
-      for (uint32_t c = 0; c < clusters; ++c) {
-        if (fate[c] == kFateExact) plan.exact.push_back({s, c});
-        if (fate[c] == kFateEstimated) plan.estimated.push_back({s, c});
+      if (part.ref.kind == UnitKind::kTree) {
+        const auto groups = segment.groups(request_.layer, plan.kv_head);
+        AddGroups(groups, s, fate, group_fate, &plan);
+        group_fate += GroupSlotsFor(segment.layout().groups.room);
+      } else {
+        AddClusters(s, 0, segment.clusters(request_.layer, plan.kv_head).clusters, fate, &plan);
       }
       fate += SlotsFor(segment.layout().clusters.room);
     }
+    fate += part.ref.group_slots;
   }
 }
 

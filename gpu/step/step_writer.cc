@@ -83,6 +83,9 @@ void StepWriter::Add(const RowDescription& row, uint32_t number, uint32_t first_
   ref.first_score = counts_.scores;
   ref.first_fate = counts_.fates;
   ref.first_token = counts_.chosen;
+  ref.trees_begin = Narrow(counts_.trees);
+  ref.first_tree_item = Narrow(counts_.tree_items);
+  ref.first_word = counts_.tree_words;
   measure_ |= HasTolerance(ref);
   const WaveCounts added = CountsOf(row, ref, memory.uploads);
   part.units = added.units;
@@ -117,6 +120,7 @@ void StepWriter::FillHeader(const WavePlaces& places, std::byte* device_input,
   h.read_items = Narrow(counts_.read_items);
   h.score_items = Narrow(counts_.score_items);
   h.uploads = Narrow(counts_.uploads);
+  h.tree_items = Narrow(counts_.tree_items);
   h.query_tokens = Narrow(counts_.query_tokens);
   h.kv_heads = shape_.kv_heads;
   h.head_dim = kernel.head_dim;
@@ -125,7 +129,7 @@ void StepWriter::FillHeader(const WavePlaces& places, std::byte* device_input,
   h.tiles = Narrow(counts_.tiles);
   h.tiles_max = (shape_.group + kLanes - 1) / kLanes;
   for (const RowPart& part : parts_) {
-    if (part.ref.coop_blocks != 0) continue;
+    if (part.ref.coop_blocks != 0 || part.ref.kind == UnitKind::kTree) continue;
     h.estimate_pieces_max = std::max(h.estimate_pieces_max, part.ref.estimate_pieces);
   }
   h.query_dtype = static_cast<uint32_t>(shape_.query_dtype);
@@ -134,6 +138,7 @@ void StepWriter::FillHeader(const WavePlaces& places, std::byte* device_input,
                             (kernel.head_dim + kernel.value_dim) * DTypeBytes(kernel.dtype);
   h.row_refs = At<RowRef>(device_input, places.rows);
   h.segments = At<SegmentRef>(device_input, places.segments);
+  h.trees = At<TreeRef>(device_input, places.trees);
   h.tail_blocks = At<const std::byte*>(device_input, places.tail_blocks);
   h.upload_refs = At<UploadRef>(device_input, places.upload_refs);
   h.coop_units = At<CoopUnit>(device_input, places.coop_units);
@@ -150,18 +155,26 @@ void StepWriter::FillHeader(const WavePlaces& places, std::byte* device_input,
   h.chunks = At<ChunkRef>(device_scratch, places.chunks);
   h.chosen_pieces = At<ChosenPiece>(device_scratch, places.chosen_pieces);
   h.cursors = At<uint32_t>(device_scratch, places.cursors);
+  h.tree_words = At<uint32_t>(device_scratch, places.tree_words);
+  h.rotated = At<float>(device_scratch, places.rotated);
+  h.tree_states = At<float>(device_scratch, places.tree_states);
+  h.tree_partials = At<float>(device_scratch, places.tree_partials);
   h.out = At<float>(results, places.result.out);
   h.lse = At<float>(results, places.result.lse);
   h.lane_results = At<LaneResult>(results, places.result.lane_results);
 }
 
-// The part's segments, tail blocks and queries.
+// The part's segments, trees, tail blocks and queries.
 void StepWriter::WriteRow(const RowPart& part, const RowMemory& memory, const WavePlaces& places,
                           std::byte* input) const {
   const RowDescription& row = *part.row;
   SegmentRef* ref = At<SegmentRef>(input, places.segments) + part.ref.segments_begin;
   for (size_t s = 0; s < row.segments.size(); ++s, ++ref) {
     *ref = PlanSegment(part.ref, row.segments[s], memory.segments[s], s == 0 ? nullptr : ref - 1);
+  }
+  TreeRef* tree = At<TreeRef>(input, places.trees) + part.ref.trees_begin;
+  for (size_t s = 0; row.kind == UnitKind::kTree && s < row.segments.size(); ++s, ++tree) {
+    *tree = PlanTree(row.segments[s], s == 0 ? nullptr : tree - 1);
   }
   std::copy(memory.tail_blocks.begin(), memory.tail_blocks.end(),
             At<const std::byte*>(input, places.tail_blocks) + part.ref.tail_blocks_begin);

@@ -42,6 +42,7 @@ void PlaceInput(const WaveCounts& counts, const WaveShape& shape, WavePlaces* pl
   input.Place(1, sizeof(StepHeader));
   places->rows = input.Place(counts.rows, sizeof(RowRef));
   places->segments = input.Place(counts.segments, sizeof(SegmentRef));
+  places->trees = input.Place(counts.trees, sizeof(TreeRef));
   places->upload_refs = input.Place(counts.uploads, sizeof(UploadRef));
   places->coop_units = input.Place(counts.coop_units, sizeof(CoopUnit));
   places->queries = input.Place(Times(counts.query_tokens, shape.query_heads()),
@@ -68,6 +69,12 @@ void PlaceScratch(const WaveCounts& counts, const WaveShape& shape, WavePlaces* 
   places->chunks = scratch.Place(counts.score_items, sizeof(ChunkRef));
   places->chosen_pieces = scratch.Place(counts.chosen_pieces, sizeof(ChosenPiece));
   places->cursors = scratch.Place(kCursors, sizeof(uint32_t));
+  places->tree_words = scratch.Place(counts.tree_words, sizeof(uint32_t));
+  places->rotated =
+      scratch.Place(counts.tree_items, sizeof(float) * RotatedFloats(shape.kernel.head_dim));
+  places->tree_states =
+      scratch.Place(counts.tree_items, sizeof(float) * TreeStateFloats(shape.kernel.value_dim));
+  places->tree_partials = scratch.Place(counts.tree_items, sizeof(float) * kLanes * kStateHead);
   places->results = scratch.end();
 }
 
@@ -75,27 +82,29 @@ void PlaceScratch(const WaveCounts& counts, const WaveShape& shape, WavePlaces* 
 
 void WaveCounts::Add(const WaveCounts& other) {
   constexpr uint64_t WaveCounts::*kFields[] = {
-      &WaveCounts::rows,        &WaveCounts::units,         &WaveCounts::tiles,
-      &WaveCounts::read_items,  &WaveCounts::score_items,   &WaveCounts::query_tokens,
-      &WaveCounts::states,      &WaveCounts::scores,        &WaveCounts::fates,
-      &WaveCounts::chosen,      &WaveCounts::chosen_pieces, &WaveCounts::coop_units,
-      &WaveCounts::segments,    &WaveCounts::tail_blocks,   &WaveCounts::uploads,
-      &WaveCounts::upload_bytes};
+      &WaveCounts::rows,         &WaveCounts::units,         &WaveCounts::tiles,
+      &WaveCounts::read_items,   &WaveCounts::score_items,   &WaveCounts::query_tokens,
+      &WaveCounts::states,       &WaveCounts::scores,        &WaveCounts::fates,
+      &WaveCounts::chosen,       &WaveCounts::chosen_pieces, &WaveCounts::coop_units,
+      &WaveCounts::segments,     &WaveCounts::tail_blocks,   &WaveCounts::uploads,
+      &WaveCounts::upload_bytes, &WaveCounts::trees,         &WaveCounts::tree_items,
+      &WaveCounts::tree_words};
   static_assert(sizeof(kFields) / sizeof(kFields[0]) * sizeof(uint64_t) == sizeof(WaveCounts));
   for (const auto field : kFields) this->*field = Plus(this->*field, other.*field);
 }
 
 bool WaveCounts::FitHeader() const {
   constexpr uint64_t kNumberMax = std::numeric_limits<uint32_t>::max();
-  for (const uint64_t number : {rows, units, tiles, read_items, score_items, query_tokens, states,
-                                chosen_pieces, coop_units, segments, tail_blocks, uploads}) {
+  for (const uint64_t number :
+       {rows, units, tiles, read_items, score_items, query_tokens, states, chosen_pieces,
+        coop_units, segments, tail_blocks, uploads, trees, tree_items}) {
     if (number > kNumberMax) return false;
   }
   return true;
 }
 
 WaveCounts CountsOf(const RowDescription& row, const RowRef& ref, std::span<const Upload> uploads) {
-  const bool clusters = ref.kind == UnitKind::kClusters;
+  const bool tree = ref.kind == UnitKind::kTree;
   const bool cooperative = ref.coop_blocks != 0;
   WaveCounts counts;
   counts.rows = 1;
@@ -105,12 +114,17 @@ WaveCounts CountsOf(const RowDescription& row, const RowRef& ref, std::span<cons
   counts.coop_units = cooperative ? counts.units : 0;
   counts.read_items = cooperative ? 0 : Times(counts.tiles, ref.read_pieces);
   counts.states = Times(counts.tiles, StatesPerTile(ref));
-  if (clusters) {
-    counts.score_items = cooperative ? 0 : Times(counts.units, ref.slots / kSlotChunk);
+  if (ReadsClusters(ref)) {
+    counts.score_items = cooperative || tree ? 0 : Times(counts.units, ref.slots / kSlotChunk);
     counts.scores = Times(counts.units, ScoresPerUnit(ref, row.shape.group));
-    counts.fates = Times(counts.units, ref.slots);
+    counts.fates = Times(counts.units, FatesPerUnit(ref));
     counts.chosen = Times(counts.units, ref.clustered_tokens);
     counts.chosen_pieces = cooperative ? 0 : Times(counts.tiles, kChosenPiecesMax);
+  }
+  if (tree) {
+    counts.trees = ref.segment_count;
+    counts.tree_items = Times(counts.tiles, ref.segment_count);
+    counts.tree_words = Times(counts.units, TreeWordsPerUnit(ref));
   }
   counts.segments = ref.segment_count;
   counts.tail_blocks = TailBlocksSeen(row);

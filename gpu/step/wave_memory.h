@@ -27,6 +27,7 @@ struct WaveCounts {
   uint64_t rows = 0, units = 0, tiles = 0, read_items = 0, score_items = 0, query_tokens = 0;
   uint64_t states = 0, scores = 0, fates = 0, chosen = 0, chosen_pieces = 0;
   uint64_t coop_units = 0, segments = 0, tail_blocks = 0, uploads = 0, upload_bytes = 0;
+  uint64_t trees = 0, tree_items = 0, tree_words = 0;
 
   void Add(const WaveCounts& other);
   // Whether each number fits the 32 bits that the header and the references have for it.
@@ -45,9 +46,11 @@ struct ResultPlaces {
 
 // Byte offsets of everything in the two buffers.
 struct WavePlaces {
-  uint64_t rows, segments, tail_blocks, upload_refs, coop_units, queries, upload_data, input_bytes;
+  uint64_t rows, segments, trees, tail_blocks, upload_refs, coop_units, queries, upload_data,
+      input_bytes;
   uint64_t query_fragments, states, scores, chosen, score_partials, lane_scales, chunks,
-      chosen_pieces, cursors, results, scratch_bytes;
+      chosen_pieces, cursors, tree_words, rotated, tree_states, tree_partials, results,
+      scratch_bytes;
   ResultPlaces result;
 
   bool Fit(const WaveRoom& room) const {
