@@ -192,20 +192,19 @@ class CudaStream : public Stream {
     const uint32_t coop_units = CoopUnits(header);
     if (coop_units == header.units) return LaunchCooperativeAlone(kernels, header);
     ATTND_RETURN_IF_ERROR(Launched(kernels.prepare(header, main_), "prepare"));
-    const bool clusters = header.score_items > 0;
+    const bool clusters = header.score_items > 0, trees = header.tree_items > 0;
     ATTND_RETURN_IF_ERROR(Read(kernels, header));
     ATTND_RETURN_IF_ERROR(EndStage(kScore));
-    if (clusters) {
-      ATTND_RETURN_IF_ERROR(Launched(LaunchSelect(header, main_), "select"));
-      ATTND_RETURN_IF_ERROR(Join());
-    }
+    if (clusters) ATTND_RETURN_IF_ERROR(Launched(LaunchSelect(header, main_), "select"));
+    if (clusters || trees) ATTND_RETURN_IF_ERROR(Join());
+    if (trees) ATTND_RETURN_IF_ERROR(SelectOfTrees(header));
     ATTND_RETURN_IF_ERROR(EndStage(kSelect));
     if (coop_units > 0) {
       ATTND_RETURN_IF_ERROR(
           Launched(kernels.cooperative(header, /*overlap=*/false, main_), "cooperative groups"));
     }
     if (clusters && measure) ATTND_RETURN_IF_ERROR(Measure(kernels, header));
-    if (clusters) ATTND_RETURN_IF_ERROR(Finish(kernels, header));
+    if (clusters || trees) ATTND_RETURN_IF_ERROR(Finish(kernels, header));
     ATTND_RETURN_IF_ERROR(EndStage(kAttend));
     ATTND_RETURN_IF_ERROR(Launched(kernels.merge(header, main_), "merge"));
     return EndStage(kMerge);
@@ -245,17 +244,25 @@ class CudaStream : public Stream {
     return join_.HoldUp(main_);
   }
 
-  // Pieces that are read in any case; with clusters beside their scores and their selection, and to
-  // be joined.
+  // Pieces that are read in any case; with clusters or trees beside their scores, and to be joined.
   absl::Status Read(const StepKernels& kernels, const StepHeader& header) {
-    const bool clusters = header.score_items > 0;
-    if (clusters) ATTND_RETURN_IF_ERROR(Fork());
+    const bool clusters = header.score_items > 0, trees = header.tree_items > 0;
+    if (clusters || trees) ATTND_RETURN_IF_ERROR(Fork());
     if (header.read_items > 0) {
-      ATTND_RETURN_IF_ERROR(
-          Launched(kernels.read(header, multiprocessors_, clusters ? side_ : main_), "read"));
+      cudaStream_t stream = clusters || trees ? side_ : main_;
+      ATTND_RETURN_IF_ERROR(Launched(kernels.read(header, multiprocessors_, stream), "read"));
+    }
+    if (trees) {
+      ATTND_RETURN_IF_ERROR(Launched(LaunchTreeItems(TreeStage::kGroups, header, main_), "groups"));
     }
     if (!clusters) return absl::OkStatus();
     return Launched(kernels.score(header, multiprocessors_, main_), "score");
+  }
+
+  absl::Status SelectOfTrees(const StepHeader& header) {
+    ATTND_RETURN_IF_ERROR(Launched(LaunchTreeOpen(header, main_), "open"));
+    ATTND_RETURN_IF_ERROR(Launched(LaunchTreeItems(TreeStage::kLeaves, header, main_), "leaves"));
+    return Launched(LaunchTreeChoose(header, main_), "choose");
   }
 
   absl::Status Measure(const StepKernels& kernels, const StepHeader& header) {
@@ -266,7 +273,13 @@ class CudaStream : public Stream {
   // Chosen tokens beside the estimate of the rest.
   absl::Status Finish(const StepKernels& kernels, const StepHeader& header) {
     ATTND_RETURN_IF_ERROR(Fork());
-    ATTND_RETURN_IF_ERROR(Launched(kernels.estimate(header, /*all=*/false, side_), "estimate"));
+    if (header.score_items > 0) {
+      ATTND_RETURN_IF_ERROR(Launched(kernels.estimate(header, /*all=*/false, side_), "estimate"));
+    }
+    if (header.tree_items > 0) {
+      ATTND_RETURN_IF_ERROR(
+          Launched(LaunchTreeItems(TreeStage::kEstimate, header, side_), "estimate of trees"));
+    }
     ATTND_RETURN_IF_ERROR(Launched(kernels.chosen(header, multiprocessors_, main_), "attend"));
     return Join();
   }

@@ -48,6 +48,7 @@ inline constexpr uint32_t kLanes = 8;
 inline constexpr uint32_t kSlotChunk = 64;
 // The same of a tree's groups.
 inline constexpr uint32_t kGroupSlotChunk = 16;
+inline constexpr uint32_t kTreeLanesMax = 32;  // query heads of a KV head (kKernelGroupMax)
 // Slots that a warp works on at a time.
 inline constexpr uint32_t kStepSlots = 16;
 // Tokens or slots of a piece, and the most pieces: a row that would have more pieces has longer
@@ -71,9 +72,18 @@ inline constexpr uint32_t kCoopSegmentsMax = 32;
 inline constexpr uint32_t kCoopValueDimMax = 128;
 // The most clustered tokens of a unit; selection counts two kinds of tokens in one word.
 inline constexpr uint64_t kUnitTokensMax = (uint64_t{1} << 28) - 1;
-// Floats before a state's values: max and sum; for estimate pieces also the sums of errors, of
-// second moments and of dropped weights. The others are unused.
+// Floats before a state's values; those from kHeadErrors on are of estimate pieces alone: sums of
+// squared errors, of second moments, of dropped weights, and over trees of the masses' squared
+// errors.
 inline constexpr uint32_t kStateHead = 8;
+enum StateHead : uint32_t {
+  kHeadMax,
+  kHeadSum,
+  kHeadErrors,
+  kHeadMoments,
+  kHeadDropped,
+  kHeadMassErrors
+};
 
 // kTree: error-target over a tree of clusters.
 enum class UnitKind : uint32_t { kDense, kStreaming, kClusters, kTree };
@@ -226,18 +236,18 @@ constexpr TreeScores TreeScoresOf(const RowRef& row, uint32_t group) {
   at.end = at.leaf_weight + leaves;
   return at;
 }
-// A tree unit's words: kTreeNorms floats, the outputs' lengths by lane; then the number of each
-// segment's first item, and that of all items; then, for each item, segment << 16 | leaf.
-inline constexpr uint32_t kTreeNorms = 32;
-
+// A tree unit's words: for each lane a TreeLane; then the number of each segment's first item, and
+// that of all items; then, for each item, segment << 16 | leaf.
+struct TreeLane {
+  float output_norm;  // of zones and all groups' estimates
+  float least_norm;   // its guard
+  float zone_max, zone_sum;
+};
+inline constexpr uint32_t kTreeLaneWords = kTreeLanesMax * sizeof(TreeLane) / sizeof(uint32_t);
 constexpr uint64_t TreeItems(const RowRef& row) {
-  return kTreeNorms + (uint64_t{row.segment_count} + 1 + 3) / 4 * 4;
+  return kTreeLaneWords + (uint64_t{row.segment_count} + 1 + 3) / 4 * 4;
 }
 constexpr uint64_t TreeWordsPerUnit(const RowRef& row) { return TreeItems(row) + row.slots; }
-constexpr uint64_t TreeItemsPerTile(const RowRef& row) {
-  return row.kind == UnitKind::kTree ? row.segment_count : 0;
-}
-
 constexpr uint64_t ScoresPerUnit(const RowRef& row, uint32_t group) {
   if (row.kind == UnitKind::kTree) return TreeScoresOf(row, group).end;
   return uint64_t{row.slots} * (uint64_t{group} * (row.second_order != 0 ? 2 : 1) + 1);

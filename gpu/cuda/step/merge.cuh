@@ -30,15 +30,16 @@ __device__ __forceinline__ float LeastNorm(float zone_sum, float zone_norm2, flo
 
 // What some states of a lane come to, relative to the lane's maximum, as a vector for one
 // reduction. sums: of the zones, of the other states, and of estimate pieces only: sum, errors,
-// moments, drops.
-inline constexpr int kLaneSums = 6;
-enum LaneSum { kZones, kOthers, kEstimated, kErrors, kMoments, kDropped };
+// moments, drops, errors of masses.
+inline constexpr int kLaneSums = 7;
+enum LaneSum { kZones, kOthers, kEstimated, kErrors, kMoments, kDropped, kMassErrors };
 
 // A lane's states: zones first, then estimates, then chosen tokens; where each kind of them ends.
 struct LaneStates {
   const float* tile;
   uint32_t lane;  // of the tile
   uint32_t zones, estimates, end;
+  const float* corrections = nullptr;  // of the tile over a tree: in the first segment's state
 };
 
 template <int kValueDim>
@@ -144,7 +145,8 @@ class LaneMerger {
       own[kEstimated] += factor * head.y;
       own[kErrors] += head.z;
       own[kMoments] += head.w;
-      own[kDropped] += State(i)[4];
+      own[kDropped] += State(i)[kHeadDropped];
+      own[kMassErrors] += State(i)[kHeadMassErrors];
     }
     return factor;
   }
@@ -191,9 +193,11 @@ __device__ __forceinline__ float2 SquaredNorms(float x, float y, float2 (&memory
 }
 
 // What a lane's sums say of its answer. max: what the sums are relative to, but for the estimates'
-// own sums, which are to scale.max; norms2: of the answer, and of the zones' mean.
+// own sums, which are to scale.max, as is the slopes' correction; norms2: of the answer, and of the
+// zones' mean.
 __device__ __forceinline__ LaneResult ResultOf(const float (&sums)[kLaneSums], float max,
-                                               const LaneScale& scale, float2 norms2) {
+                                               float correction2, const LaneScale& scale,
+                                               float2 norms2) {
   const float sum = sums[kZones] + sums[kOthers];
   // A scale that clusters read exactly share: their estimates may lie far above what they are.
   const float shared = fmaxf(max, scale.max);
@@ -209,8 +213,12 @@ __device__ __forceinline__ LaneResult ResultOf(const float (&sums)[kLaneSums], f
   const float least =
       LeastNorm(sums[kZones] * exact_factor, norms2.y, sums[kMoments] * factor, scale.sum * factor);
   const float norm = fmaxf(sqrtf(norms2.x), least);
-  if (sums[kErrors] > 0) {  // then something is estimated, and scale.max at most max
-    result.predicted_error = sqrtf(sums[kErrors]) * Exp2(scale.max - max) / sum / norm;
+  // Of what is estimated; if something is, scale.max is at most max.
+  const float absolute2 = sums[kErrors] +
+                          correction2 * attention::kCoherentShare * attention::kCoherentShare +
+                          sums[kMassErrors] * norms2.x;
+  if (absolute2 > 0) {
+    result.predicted_error = sqrtf(absolute2) * Exp2(scale.max - max) / sum / norm;
   }
   return result;
 }
@@ -220,6 +228,8 @@ struct MergedLane {
   float max;
   float sums[kLaneSums];
   float zone_value, other_value;
+  float correction2;  // squared length of what slopes add to the estimates, of all threads; over
+                      // trees
 };
 
 // Writes a lane's answer. scale: of the clusters' weights, null without clusters. norms: shared.
@@ -235,11 +245,28 @@ __device__ __forceinline__ void WriteAnswer(const StepHeader& step, const LanePl
   const float2 norms2 = SquaredNorms(value, zone_mean, norms);
   if (threadIdx.x == 0) {
     step.lse[place.slot] = sum > 0 ? (lane.max + log2f(sum)) * kLn2 : -INFINITY;
-    step.lane_results[place.slot] = scale != nullptr && sum > 0
-                                        ? ResultOf(lane.sums, lane.max, *scale, norms2)
-                                        : LaneResult{1, 1, 0, 0};
+    step.lane_results[place.slot] =
+        scale != nullptr && sum > 0
+            ? ResultOf(lane.sums, lane.max, lane.correction2, *scale, norms2)
+            : LaneResult{1, 1, 0, 0};
   }
   __syncthreads();
+}
+
+// The squared length of the slopes' correction, which all segments' estimates make together.
+template <int kValueDim>
+__device__ __forceinline__ float Correction2(const LaneStates& states,
+                                             MergeLaneMemory<kValueDim>* memory) {
+  if (states.corrections == nullptr) return 0;
+  const float* lane = states.corrections + states.lane * (kStateHead + 2 * kValueDim) + kStateHead +
+                      kValueDim + threadIdx.x;
+  float correction = 0;
+  for (uint32_t s = 0; threadIdx.x < kValueDim && s < states.estimates - states.zones; ++s) {
+    correction += lane[uint64_t{s} * TreeStateFloats(kValueDim)];
+  }
+  const float2 norms2 = SquaredNorms(correction, 0, memory->norms);
+  __syncthreads();  // whoever uses that memory next
+  return norms2.x;
 }
 
 // One thread block answers one query of one head.
@@ -251,6 +278,7 @@ __device__ __forceinline__ void AnswerLane(const StepHeader& step, const LanePla
   MergedLane lane;
   lane.max = merger.Max();
   merger.Merge(lane.max, lane.sums, &lane.zone_value, &lane.other_value);
+  lane.correction2 = Correction2<kValueDim>(states, memory);
   WriteAnswer<kValueDim, kMergeWarps>(step, place, lane, scale, memory->norms);
 }
 
@@ -266,7 +294,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   const RowRef* row = RowOfUnit(step, unit_number);
   if (row->coop_blocks != 0) return;
   const UnitPlace unit(step, row, unit_number - row->first_unit);
-  const bool clusters = row->kind == UnitKind::kClusters;
+  const bool clusters = ReadsClusters(*row);
   const uint32_t pairs = unit.tokens * step.group;
   for (uint32_t i = head; i < pairs; i += step.group) {
     const uint32_t tile = i / kLanes, lane = i % kLanes;
@@ -276,6 +304,11 @@ __global__ void __launch_bounds__(kMergeThreads)
     states.zones = row->read_pieces;
     states.estimates = states.zones + row->estimate_pieces;
     states.end = states.estimates;
+    if (row->kind == UnitKind::kTree) {
+      const uint64_t item = row->first_tree_item +
+                            (uint64_t{unit.in_row} * step.tiles_max + tile) * row->segment_count;
+      states.corrections = step.tree_states + item * TreeStateFloats(kValueDim);
+    }
     LaneScale scale;
     if (clusters) {
       states.end += step.unit_results[unit.unit].chosen_pieces;

@@ -96,7 +96,7 @@ __device__ __forceinline__ float* UnitScores(const StepHeader& step, const UnitP
   return step.scores + unit.row->first_score + unit.in_row * ScoresPerUnit(*unit.row, step.group);
 }
 __device__ __forceinline__ uint8_t* UnitFates(const StepHeader& step, const UnitPlace& unit) {
-  return step.fates + unit.row->first_fate + uint64_t{unit.in_row} * unit.row->slots;
+  return step.fates + unit.row->first_fate + unit.in_row * FatesPerUnit(*unit.row);
 }
 __device__ __forceinline__ uint32_t* UnitChosen(const StepHeader& step, const UnitPlace& unit) {
   return step.chosen + unit.row->first_token + unit.in_row * unit.row->clustered_tokens;

@@ -4,6 +4,7 @@
 // works on one unit, as its cut needs all of the unit's scores.
 #include <cstdint>
 
+#include "gpu/cuda/step/chosen_pieces.cuh"
 #include "gpu/cuda/step/matrix.cuh"
 #include "gpu/cuda/step/place.cuh"
 #include "gpu/cuda/step/step_kernels.h"
@@ -116,39 +117,6 @@ __device__ void LoadScales(const StepHeader& step, uint32_t unit, UnitMemory<Thr
   __syncthreads();
 }
 
-// Divides the chosen tokens into pieces and queues them.
-__device__ void QueuePieces(const StepHeader& step, const UnitPlace& unit, UnitResult result,
-                            BlockMemory* memory) {
-  const RowRef& row = *unit.row;
-  const uint32_t even = (result.chosen_tokens + kChosenPiecesMax - 1) / kChosenPiecesMax;
-  result.chosen_piece_tokens =
-      max(kChosenPieceTokens, (even + kPageRows - 1) / kPageRows * kPageRows);
-  result.chosen_pieces =
-      (result.chosen_tokens + result.chosen_piece_tokens - 1) / result.chosen_piece_tokens;
-  const uint32_t count = result.chosen_pieces * step.tiles_max;
-  if (threadIdx.x == 0) {
-    step.unit_results[unit.unit] = result;
-    memory->first_piece = atomicAdd(&step.cursors[kQueuedPieces], count);
-  }
-  __syncthreads();
-  const uint32_t floats = StateFloats(step.value_dim);
-  for (uint32_t i = threadIdx.x; i < count; i += kSelectThreads) {
-    const uint32_t tile = i / result.chosen_pieces, number = i % result.chosen_pieces;
-    const uint64_t state = row.read_pieces + row.estimate_pieces + number;
-    const uint64_t tile_number = uint64_t{unit.unit} * step.tiles_max + tile;
-    ChosenPiece piece = {};
-    piece.chosen = UnitChosen(step, unit);
-    piece.segments = step.segments + row.segments_begin;
-    piece.fragments = step.query_fragments + tile_number * TileFragmentWords(step.head_dim);
-    piece.state = TileStates(step, unit, tile, floats) + state * floats;
-    piece.begin = number * result.chosen_piece_tokens;
-    piece.end = min(piece.begin + result.chosen_piece_tokens, result.chosen_tokens);
-    piece.kv_head = unit.kv_head;
-    piece.lanes = LanesOf(step, unit, tile);
-    step.chosen_pieces[memory->first_piece + i] = piece;
-  }
-}
-
 // ---- kernels ----
 
 // One thread block selects one unit's clusters; of units with a tolerance it marks only the floor.
@@ -167,7 +135,7 @@ __global__ void __launch_bounds__(kSelectThreads)
     selector.RankByMass(/*optimistic=*/true);
     return selector.MarkFloor(selector.CutAt(/*exact=*/true));
   }
-  QueuePieces(step, unit, selector.Select(), &memory);
+  QueuePieces(step, unit, selector.Select(), &memory.first_piece);
 }
 
 // One thread block weighs the errors of one unit with a tolerance, and chooses its clusters.
@@ -185,7 +153,7 @@ __global__ void __launch_bounds__(kSelectThreads)
   selector.MeasureOutputs<kValueDim>();
   selector.RankByError();
   const RankCut cut = selector.CutByError(row->tolerance);
-  QueuePieces(step, unit, selector.Assign(cut, kTakeAll, /*keep=*/true), &memory);
+  QueuePieces(step, unit, selector.Assign(cut, kTakeAll, /*keep=*/true), &memory.first_piece);
 }
 
 }  // namespace

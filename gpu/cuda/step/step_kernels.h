@@ -37,6 +37,12 @@ struct StepKernels {
 cudaError_t ProbeKernels();
 
 cudaError_t LaunchSelect(const StepHeader& step, cudaStream_t stream);
+cudaError_t LaunchTreeOpen(const StepHeader& step, cudaStream_t stream);
+cudaError_t LaunchTreeChoose(const StepHeader& step, cudaStream_t stream);
+
+// The stages over trees that work on tree items. They depend on the channels alone.
+enum class TreeStage { kGroups, kLeaves, kEstimate };
+cudaError_t LaunchTreeItems(TreeStage stage, const StepHeader& step, cudaStream_t stream);
 cudaError_t LaunchMeasure(const StepHeader& step, uint32_t value_dim, cudaStream_t stream);
 
 // The kernels of one entry of kKernelShapes, defined in step_instance.cuh. Each entry is

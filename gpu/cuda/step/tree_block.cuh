@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the thread blocks of a tree's stages share: which item they work on, their queries, and the
+// scores of rows.
+#ifndef ATTND_GPU_CUDA_STEP_TREE_BLOCK_CUH_
+#define ATTND_GPU_CUDA_STEP_TREE_BLOCK_CUH_
+
+#include <algorithm>
+#include <cstdint>
+
+#include "attention/policy/estimate_limits.h"
+#include "gpu/cuda/step/place.cuh"
+#include "gpu/cuda/step/prepare.cuh"
+#include "gpu/cuda/step/score.cuh"
+#include "gpu/cuda/step/tree_rows.cuh"
+
+namespace attnd::gpu {
+
+// Longer queries count as this long: what is summed over channels stays a float.
+inline constexpr float kTreeQueryMax = 1e17f;
+
+__device__ __forceinline__ const RowRef* RowOfTreeItem(const StepHeader& step, uint32_t item) {
+  return step.row_refs + LastNotAfter(step.rows, item,
+                                      [&](uint32_t i) { return step.row_refs[i].first_tree_item; });
+}
+
+// A tree item: one segment of a unit, for one tile of its queries.
+struct TreeItem {
+  const RowRef* row;
+  uint32_t number;  // in the step
+  uint32_t segment;
+  uint32_t tile;
+  UnitPlace unit;
+  const SegmentRef* ref;
+  const TreeRef* tree;
+  const std::byte* head;  // the KV head's index
+
+  __device__ __forceinline__ TreeItem(const StepHeader& step, uint32_t item)
+      : row(RowOfTreeItem(step, item)),
+        number(item),
+        segment((item - row->first_tree_item) % row->segment_count),
+        tile((item - row->first_tree_item) / row->segment_count % row->tiles_per_unit),
+        unit(step, row, (item - row->first_tree_item) / (row->segment_count * row->tiles_per_unit)),
+        ref(step.segments + row->segments_begin + segment),
+        tree(step.trees + row->trees_begin + segment),
+        head(ref->index + unit.kv_head * ref->index_head_bytes) {}
+
+  __device__ __forceinline__ uint32_t CountOf(const TreePart& part) const {
+    return *reinterpret_cast<const uint32_t*>(head + part.count);
+  }
+  __device__ __forceinline__ const float* Floats(uint32_t offset) const {
+    return reinterpret_cast<const float*>(head + offset);
+  }
+};
+
+__device__ __forceinline__ uint32_t* UnitTreeWords(const StepHeader& step, const UnitPlace& unit) {
+  return step.tree_words + unit.row->first_word + unit.in_row * TreeWordsPerUnit(*unit.row);
+}
+// Lane 0's scores of the kind at `offset` (TreeScores).
+__device__ __forceinline__ float* TreeScoresAt(const StepHeader& step, const UnitPlace& unit,
+                                               uint64_t offset) {
+  return UnitScores(step, unit) + offset;
+}
+
+// Static shared memory of a thread block.
+template <int kDim>
+struct TreeBlock {
+  float queries[kLanes][kDim];  // times a power of two, within [-1, 1]; later other vectors
+  float rotated[kLanes][kDim];  // the scaled queries along the axes
+  __align__(16) uint32_t query_words[FragmentWords(kDim)];
+  __align__(16) uint32_t square_words[FragmentWords(kDim)];  // of the squares of `rotated`
+  float logit_factor[kLanes];   // of dot products with `queries`, in log2 units
+  float square_factor[kLanes];  // of dot products with the squares
+  float base_dot[kLanes];       // the logit of the key base, in log2 units
+};
+
+__device__ __forceinline__ float MaxOverWarp(float x) {
+  for (int offset = 16; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, offset));
+  return x;
+}
+__device__ __forceinline__ float SumOfWarp(float x) {
+  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
+  return x;
+}
+
+// Fills queries, query_words, logit_factor and base_dot.
+template <int kDim>
+__device__ __forceinline__ void LoadTreeQueries(const StepHeader& step, const TreeItem& item,
+                                                TreeBlock<kDim>* block) {
+  const uint32_t thread = threadIdx.x % 32;
+  const float* base = item.Floats(item.tree->offsets.key_base);
+  for (uint32_t lane = threadIdx.x / 32; lane < kLanes; lane += kTreeWarps) {
+    const LanePlace place(step, item.unit, item.tile, lane);
+    float x[kDim / 32] = {};
+    if (place.used) LoadQuery(step, place.slot * kDim, x);
+    float greatest = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kDim / 32; ++i) greatest = fmaxf(greatest, fabsf(x[i]));
+    greatest = MaxOverWarp(greatest);
+    int exponent = 0;
+    if (greatest > 0) frexpf(greatest, &exponent);
+    exponent = max(-100, min(exponent, 100));  // so that both factors are numbers
+    const float down = ldexpf(1.0f, -exponent);
+    float dot = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kDim / 32; ++i) {
+      const float scaled = x[i] * down;
+      block->queries[lane][i * 32 + thread] = scaled;
+      dot += scaled * __ldg(base + i * 32 + thread);
+    }
+    dot = SumOfWarp(dot);
+    if (thread == 0) {
+      const float factor = ldexpf(step.softmax_scale, exponent) * kLog2E;
+      block->logit_factor[lane] = factor;
+      block->base_dot[lane] = factor * dot;
+    }
+  }
+  __syncthreads();
+  WriteTreeFragments<kDim>(block->queries, block->query_words);
+  __syncthreads();
+}
+
+// Fills rotated from the queries.
+template <int kDim>
+__device__ __forceinline__ void RotateQueries(const TreeItem& item, TreeBlock<kDim>* block) {
+  const uint32_t warp = threadIdx.x / 32, thread = threadIdx.x % 32;
+  const uint32_t g = thread / 4, t = thread % 4;
+  const std::byte* axes = item.head + item.tree->offsets.axes;
+  const uint4* q = reinterpret_cast<const uint4*>(block->query_words) + thread * 2;
+  const float factor = fminf(block->logit_factor[g] / kLog2E, kTreeQueryMax);
+#pragma unroll 2
+  for (uint32_t n = warp; n < kDim / 8; n += kTreeWarps) {
+    float sum[4] = {};
+    const uint4* row = reinterpret_cast<const uint4*>(axes + (n * 8 + g) * kDim * 2) + t;
+#pragma unroll
+    for (int at = 0; at < kDim / 32; ++at) {
+      const uint4 q0 = q[at * 64], q1 = q[at * 64 + 1];
+      const uint32_t a0[4] = {q0.x, q0.y, q0.z, q0.w};
+      const uint32_t a1[4] = {q1.x, q1.y, q1.z, q1.w};
+      const uint4 x = __ldg(row + at * 4);
+      MultiplyAdd<__nv_bfloat16>(sum, a0, x.x, x.y);
+      MultiplyAdd<__nv_bfloat16>(sum, a1, x.z, x.w);
+    }
+    block->rotated[g][n * 8 + 2 * t] = factor * (sum[0] + sum[2]);
+    block->rotated[g][n * 8 + 2 * t + 1] = factor * (sum[1] + sum[3]);
+  }
+  __syncthreads();
+}
+
+// Fills square_words and square_factor from `rotated`; `queries` then holds something else.
+template <int kDim>
+__device__ __forceinline__ void SquareQueries(TreeBlock<kDim>* block) {
+  const uint32_t thread = threadIdx.x % 32;
+  for (uint32_t lane = threadIdx.x / 32; lane < kLanes; lane += kTreeWarps) {
+    float greatest = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kDim / 32; ++i) {
+      greatest = fmaxf(greatest, fabsf(block->rotated[lane][i * 32 + thread]));
+    }
+    greatest = MaxOverWarp(greatest);
+    const float down = greatest > 0 ? 1 / greatest : 0.0f;
+#pragma unroll
+    for (uint32_t i = 0; i < kDim / 32; ++i) {
+      const float share = block->rotated[lane][i * 32 + thread] * down;
+      block->queries[lane][i * 32 + thread] = share * share;
+    }
+    if (thread == 0) block->square_factor[lane] = greatest * greatest;
+  }
+  __syncthreads();
+  WriteTreeFragments<kDim>(block->queries, block->square_words);
+  __syncthreads();
+}
+
+// Two buffers of rows for each warp, in dynamic shared memory.
+template <int kDim, int kValueDim>
+inline constexpr uint32_t kTreeBufferBytes = kTreeRows * 2 * std::max(kDim, kValueDim);
+
+// Of a thread's rows and lane g, in log2 units; -infinity for missing rows.
+struct TreeRowScores {
+  float log_mass[2][2];
+  float best[2][2];  // the optimistic mass
+  float d2[2][2];
+};
+
+// Scores 16 rows of a part. rows: in one buffer; squares: in the other, where they stay.
+template <int kDim>
+__device__ __forceinline__ TreeRowScores ScoreTreeRows(const TreeBlock<kDim>& block,
+                                                       const std::byte* head, const TreePart& part,
+                                                       const TreeRowSet& set, float optimism,
+                                                       uint32_t rows_at, uint32_t squares_at) {
+  const uint32_t g = threadIdx.x % 32 / 4;
+  uint32_t rows[2][2];
+  RowsOfThread(set, rows);
+  const TreeNumbers scales = TreeNumbers::Load(head + part.centroid_scales, rows);
+  const TreeNumbers sizes = TreeNumbers::Load(head + part.log_size, rows);
+  const TreeNumbers units = TreeNumbers::Load(head + part.variance_unit, rows);
+  ExpandBytes<kDim>(head + part.centroids, set, rows_at);
+  ExpandSquares<kDim>(head + part.deviation_codes, set, squares_at);
+  __syncwarp();
+  float dot[2][4] = {}, variance[2][4] = {};
+  DotTreeRows<kDim>(rows_at, block.query_words, dot);
+  DotTreeRows<kDim>(squares_at, block.square_words, variance);
+  TreeRowScores scores;
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const float logit =
+          block.logit_factor[g] * (dot[n][c] + dot[n][c + 2]) * scales.x[n][c] + block.base_dot[g];
+      float d2 = block.square_factor[g] * (variance[n][c] + variance[n][c + 2]) * units.x[n][c];
+      d2 = fminf(d2, kVarianceMax);
+      const float mean = logit + kLog2E * sizes.x[n][c];
+      const bool there = rows[n][c] != kNoRow;
+      scores.d2[n][c] = d2;
+      scores.best[n][c] = there ? mean + optimism * kLog2E * Sqrt(d2) : -INFINITY;
+      scores.log_mass[n][c] = there ? mean + kLog2E / 2 * fminf(d2, kVarianceCap) : -INFINITY;
+    }
+  }
+  return scores;
+}
+
+// Adds a thread's four numbers.
+__device__ __forceinline__ void AddToTotals(const float (&x)[2][2], Totals* totals) {
+  const float all[4] = {x[0][0], x[0][1], x[1][0], x[1][1]};
+  totals->Add(all);
+}
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_CUDA_STEP_TREE_BLOCK_CUH_

@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Where a ranking of a tree's rows is cut, by one thread block: the digits of the cut's key are
+// found by histograms, the highest first. Weights are integers (counts, or shares in fixed point),
+// so that no sum depends on the order in which threads come.
+#ifndef ATTND_GPU_CUDA_STEP_TREE_CUT_CUH_
+#define ATTND_GPU_CUDA_STEP_TREE_CUT_CUH_
+
+#include <cstdint>
+
+namespace attnd::gpu {
+
+inline constexpr uint32_t kCutThreads = 512;
+inline constexpr uint32_t kCutWarps = kCutThreads / 32;
+inline constexpr uint32_t kCutDigitBits = 11;
+inline constexpr uint32_t kCutDigits = 1u << kCutDigitBits;
+
+using CutWeight = unsigned long long;
+
+// In shared memory.
+struct CutMemory {
+  CutWeight histogram[kCutDigits];
+  CutWeight parts[kCutWarps];
+  CutWeight above;
+  uint32_t digit;
+};
+
+// Sum over the threads before this one, and *total over all. The whole thread block.
+__device__ __forceinline__ CutWeight ScanBlock(CutWeight x, CutMemory* memory, CutWeight* total) {
+  const uint32_t thread = threadIdx.x % 32, warp = threadIdx.x / 32;
+  CutWeight sum = x;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const CutWeight other = __shfl_up_sync(~0u, sum, offset);
+    if (thread >= offset) sum += other;
+  }
+  __syncthreads();  // the parts of the scan before have been read
+  if (thread == 31) memory->parts[warp] = sum;
+  __syncthreads();
+  CutWeight before = 0, all = 0;
+#pragma unroll
+  for (uint32_t w = 0; w < kCutWarps; ++w) {
+    const CutWeight part = memory->parts[w];
+    if (w < warp) before += part;
+    all += part;
+  }
+  *total = all;
+  return before + sum - x;
+}
+
+// Rows are taken in the order of descending keys, the lower number first among equals, as long as
+// those before weigh less than `limit`: rows with greater keys, and of those with `key` itself the
+// ones before which `above` and the equals weigh less.
+struct TreeCut {
+  uint32_t key;
+  CutWeight above;
+  CutWeight limit;
+};
+
+// What a cut is to leave: rows above it weigh at least `weight`, or rows below it at most that.
+enum class CutLimit { kTaken, kLeft };
+
+// keys[i] > 0 of the rows that are there, 0 of others; weight_of(i) of a row.
+template <typename WeightOf>
+__device__ TreeCut FindCut(const uint32_t* keys, uint32_t count, CutLimit kind, CutWeight weight,
+                           WeightOf weight_of, CutMemory* memory) {
+  constexpr uint32_t kOwn = kCutDigits / kCutThreads;
+  TreeCut cut = {0, 0, weight};
+  uint32_t bits = 32;  // of the key that are not known
+  while (bits > 0) {
+    const uint32_t digit_bits = min(bits, kCutDigitBits), shift = bits - digit_bits;
+    for (uint32_t d = threadIdx.x; d < kCutDigits; d += kCutThreads) memory->histogram[d] = 0;
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < count; i += kCutThreads) {
+      const uint32_t key = keys[i];
+      if (key == 0 || (bits < 32 && key >> bits != cut.key >> bits)) continue;
+      const uint32_t digit = key >> shift & ((1u << digit_bits) - 1);
+      if (const CutWeight own = weight_of(i); own != 0) atomicAdd(&memory->histogram[digit], own);
+    }
+    __syncthreads();
+    // A thread has some neighbouring digits, the first thread the greatest.
+    const uint32_t top = kCutDigits - 1 - threadIdx.x * kOwn;
+    CutWeight own = 0, total;
+#pragma unroll
+    for (uint32_t i = 0; i < kOwn; ++i) own += memory->histogram[top - i];
+    CutWeight above = cut.above + ScanBlock(own, memory, &total);
+    if (bits == 32) {
+      if (kind == CutLimit::kLeft) cut.limit = total > weight ? total - weight : 0;
+      if (cut.limit == 0) return {~0u, 0, 0};               // none
+      if (total < cut.limit) return {0, total, cut.limit};  // all
+    }
+    if (above < cut.limit && cut.limit <= above + own) {
+#pragma unroll
+      for (uint32_t i = 0; i < kOwn; ++i) {
+        const CutWeight of_digit = memory->histogram[top - i];
+        if (above < cut.limit && cut.limit <= above + of_digit) {
+          memory->digit = top - i;
+          memory->above = above;
+        }
+        above += of_digit;
+      }
+    }
+    __syncthreads();
+    cut.key |= memory->digit << shift;
+    cut.above = memory->above;
+    bits = shift;
+    __syncthreads();
+  }
+  return cut;
+}
+
+// Calls take(i, taken) for every row, in passes of kCutThreads rows.
+template <typename WeightOf, typename Take>
+__device__ void ApplyCut(const uint32_t* keys, uint32_t count, const TreeCut& cut,
+                         WeightOf weight_of, CutMemory* memory, Take take) {
+  CutWeight above = cut.above;
+  for (uint32_t first = 0; first < count; first += kCutThreads) {
+    const uint32_t i = first + threadIdx.x;
+    const uint32_t key = i < count ? keys[i] : 0;
+    const bool equal = key != 0 && key == cut.key;
+    bool taken = key > cut.key;
+    if (__syncthreads_or(equal)) {
+      CutWeight total;
+      const CutWeight before = above + ScanBlock(equal ? weight_of(i) : 0, memory, &total);
+      taken |= equal && before < cut.limit;
+      above += total;
+    }
+    if (i < count) take(i, taken);
+  }
+}
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_CUDA_STEP_TREE_CUT_CUH_

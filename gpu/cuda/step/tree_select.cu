@@ -1,0 +1,424 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "gpu/cuda/step/chosen_pieces.cuh"
+#include "gpu/cuda/step/step_kernels.h"
+#include "gpu/cuda/step/tree_selector.cuh"
+
+namespace attnd::gpu {
+namespace {
+
+// One, in fixed point: the sum over 2^20 rows of twice that stays an integer of 64 bits.
+constexpr CutWeight kCutOne = CutWeight{1} << 36;
+
+__device__ __forceinline__ CutWeight FixedShare(float share) {
+  return __float2ull_rn(fminf(share, 2.0f) * static_cast<float>(kCutOne));
+}
+
+// Adds a state's maximum and sum to others.
+__device__ __forceinline__ void AddState(float max, float sum, float* max_of_all,
+                                         float* sum_of_all) {
+  if (!(sum > 0)) return;
+  const float greater = fmaxf(*max_of_all, max);
+  *sum_of_all = *sum_of_all * Weight(*max_of_all, greater) + sum * Weight(max, greater);
+  *max_of_all = greater;
+}
+
+// The same over a warp's threads.
+__device__ __forceinline__ void JoinStates(float* max, float* sum) {
+  const float greatest = MaxOverWarp(*max);
+  *sum = SumOfWarp(*sum * Weight(*max, greatest));
+  *max = greatest;
+}
+
+}  // namespace
+
+__device__ TreeLevel TreeSelector::Groups() const {
+  TreeLevel level;
+  level.count = level.stride = row_.group_slots;
+  level.log_mass = scores_ + places_.group_log_mass;
+  level.d2 = scores_ + places_.group_d2;
+  level.keys = reinterpret_cast<uint32_t*>(scores_ + places_.group_rank);
+  level.errors = scores_ + places_.group_weight;
+  level.optimism = attention::kGroupOptimism;
+  return level;
+}
+
+__device__ TreeLevel TreeSelector::Leaves() const {
+  TreeLevel level;
+  level.count = first_items()[row_.segment_count];
+  level.stride = row_.slots;
+  level.log_mass = scores_ + places_.leaf_log_mass;
+  level.d2 = scores_ + places_.leaf_d2;
+  level.keys = reinterpret_cast<uint32_t*>(scores_ + places_.leaf_rank);
+  level.errors = scores_ + places_.leaf_weight;
+  level.optimism = attention::kOptimism;
+  return level;
+}
+
+// ---- what stands before the choice ----
+
+// A warp for each lane: maxima and sums of the zones and of all groups.
+__device__ void TreeSelector::CombineStates() {
+  const uint32_t thread = threadIdx.x % 32;
+  const uint32_t zone_floats = StateFloats(step_.value_dim);
+  for (uint32_t lane = threadIdx.x / 32; lane < step_.group; lane += kCutWarps) {
+    const uint32_t tile = lane / kLanes, in_tile = lane % kLanes;
+    const float* zones =
+        TileStates(step_, unit_, tile, zone_floats) + in_tile * (kStateHead + step_.value_dim);
+    float zone_max = -INFINITY, zone_sum = 0;
+    for (uint32_t i = thread; i < row_.read_pieces; i += 32) {
+      const float* head = zones + uint64_t{i} * zone_floats;
+      AddState(head[kHeadMax], head[kHeadSum], &zone_max, &zone_sum);
+    }
+    JoinStates(&zone_max, &zone_sum);
+    float max = -INFINITY, sum = 0, moments = 0, best_max = -INFINITY, best_sum = 0;
+    for (uint32_t s = thread; s < row_.segment_count; s += 32) {
+      const float* head = StateOfGroups(tile, s) + in_tile * (kStateHead + 2 * step_.value_dim);
+      const float before = max;
+      AddState(head[kTreeMax], head[kTreeSum], &max, &sum);
+      moments = moments * Weight(before, max) + head[kTreeMoments] * Weight(head[kTreeMax], max);
+      AddState(head[kTreeBestMax], head[kTreeBestSum], &best_max, &best_sum);
+    }
+    const float own_max = max;
+    JoinStates(&max, &sum);
+    moments = SumOfWarp(moments * Weight(own_max, max));
+    JoinStates(&best_max, &best_sum);
+    if (thread != 0) continue;
+    memory_->lanes[lane] = {1, 0, zone_max, zone_sum};
+    memory_->sums[lane] = make_float4(max, sum, best_max, best_sum);
+    memory_->moments[lane] = moments;
+  }
+  __syncthreads();
+}
+
+// The lengths of the outputs that zones and all groups' estimates give together. A thread has a
+// lane's channel.
+__device__ void TreeSelector::MeasureOutputs() {
+  const uint32_t dim = step_.value_dim, zone_floats = StateFloats(dim);
+  for (uint32_t i = threadIdx.x; i < step_.group * dim; i += kCutThreads) {
+    const uint32_t lane = i / dim, channel = i % dim, tile = lane / kLanes;
+    const TreeLane& own = memory_->lanes[lane];
+    const float max = memory_->sums[lane].x;
+    const float* zones =
+        TileStates(step_, unit_, tile, zone_floats) + lane % kLanes * (kStateHead + dim);
+    float zone = 0, groups = 0;
+#pragma unroll 4
+    for (uint32_t p = 0; p < row_.read_pieces; ++p) {
+      const float* state = zones + uint64_t{p} * zone_floats;
+      const float factor = state[kHeadSum] > 0 ? Weight(state[kHeadMax], own.zone_max) : 0.0f;
+      zone += factor * state[kStateHead + channel];
+    }
+#pragma unroll 4
+    for (uint32_t s = 0; s < row_.segment_count; ++s) {
+      const float* state = StateOfGroups(tile, s) + lane % kLanes * (kStateHead + 2 * dim);
+      const float factor = Weight(state[kTreeMax], max);
+      groups += factor * (state[kStateHead + channel] + state[kStateHead + dim + channel]);
+    }
+    const float greatest = fmaxf(max, own.zone_max);
+    const float zone_factor = Weight(own.zone_max, greatest), factor = Weight(max, greatest);
+    const float total = own.zone_sum * zone_factor + memory_->sums[lane].y * factor;
+    const float mean = (zone * zone_factor + groups * factor) / total;
+    const float zone_mean = own.zone_sum > 0 ? zone / own.zone_sum : 0.0f;
+    // A warp's channels are one lane's, as value dims are multiples of 32.
+    const float norm2 = SumOfWarp(mean * mean), zone_norm2 = SumOfWarp(zone_mean * zone_mean);
+    if (threadIdx.x % 32 != 0) continue;
+    memory_->norms[lane][0][channel / 32] = norm2;
+    memory_->norms[lane][1][channel / 32] = zone_norm2;
+  }
+  __syncthreads();
+  if (threadIdx.x < step_.group) {
+    const uint32_t lane = threadIdx.x;
+    TreeLane& own = memory_->lanes[lane];
+    float norm2 = 0, zone_norm2 = 0;
+    for (uint32_t i = 0; i < dim / 32; ++i) {
+      norm2 += memory_->norms[lane][0][i];
+      zone_norm2 += memory_->norms[lane][1][i];
+    }
+    const float max = memory_->sums[lane].x, greatest = fmaxf(max, own.zone_max);
+    const float factor = Weight(max, greatest);
+    own.output_norm = sqrtf(norm2);
+    own.least_norm = LeastNorm(own.zone_sum * Weight(own.zone_max, greatest), zone_norm2,
+                               memory_->moments[lane] * factor, memory_->sums[lane].y * factor);
+  }
+  __syncthreads();
+}
+
+// A warp for each lane: sums over the leaves and the closed groups.
+__device__ void TreeSelector::CombinePartials() {
+  const uint32_t thread = threadIdx.x % 32;
+  for (uint32_t lane = threadIdx.x / 32; lane < step_.group; lane += kCutWarps) {
+    float max = -INFINITY, sum = 0, best_max = -INFINITY, best_sum = 0;
+    for (uint32_t s = thread; s < row_.segment_count; s += 32) {
+      const uint64_t item = ItemNumber(lane / kLanes, s);
+      const float4 part = *reinterpret_cast<const float4*>(
+          step_.tree_partials + (item * kLanes + lane % kLanes) * kStateHead);
+      AddState(part.x, part.y, &max, &sum);
+      AddState(part.z, part.w, &best_max, &best_sum);
+    }
+    JoinStates(&max, &sum);
+    JoinStates(&best_max, &best_sum);
+    if (thread == 0) memory_->sums[lane] = make_float4(max, sum, best_max, best_sum);
+  }
+  if (threadIdx.x < step_.group) {
+    memory_->lanes[threadIdx.x] = reinterpret_cast<const TreeLane*>(words_)[threadIdx.x];
+  }
+  __syncthreads();
+}
+
+// limited: errors are relative to the outputs' lengths.
+__device__ void TreeSelector::SetScales(bool limited) {
+  if (threadIdx.x < step_.group) {
+    const TreeLane& lane = memory_->lanes[threadIdx.x];
+    const float4 sums = memory_->sums[threadIdx.x];
+    const float greatest = fmaxf(sums.x, lane.zone_max), factor = Weight(sums.x, greatest);
+    const float total = lane.zone_sum * Weight(lane.zone_max, greatest) + sums.y * factor;
+    TreeLaneScale& scale = memory_->scales[threadIdx.x];
+    scale.max = sums.x;
+    scale.best_max = sums.z;
+    scale.best_share = 1 / (sums.w * step_.group);
+    scale.mass_unit = factor / total;
+    scale.error_unit = scale.mass_unit / (limited ? fmaxf(lane.output_norm, lane.least_norm) : 1);
+    const float share = limited ? fminf(1.0f, lane.output_norm / lane.least_norm) : 1.0f;
+    scale.mass_share2 = share * share;
+  }
+  __syncthreads();
+}
+
+// ---- rankings ----
+
+// Keys by the group's mean share of the optimistic mass, for each token.
+template <typename RowAt>
+__device__ void TreeSelector::RankByBest(const TreeLevel& level, RowAt row_at) {
+  for (uint32_t i = threadIdx.x; i < level.count; i += kCutThreads) {
+    const TreeRow row = row_at(i);
+    float score = 0;
+    for (uint32_t lane = 0; row.there && lane < step_.group; ++lane) {
+      const uint64_t at = uint64_t{lane} * level.stride + i;
+      const TreeLaneScale& scale = memory_->scales[lane];
+      const float d2 = level.d2[at];
+      const float best = level.log_mass[at] + level.optimism * kLog2E * Sqrt(d2) -
+                         kLog2E / 2 * fminf(d2, attention::kVarianceCap);
+      score += Weight(best, scale.best_max) * scale.best_share;
+    }
+    level.keys[i] = row.there ? KeyOf(score / row.tokens()) : 0;
+  }
+  __syncthreads();
+}
+
+// The squared error of leaving row i to its estimate, mean over the group.
+__device__ float TreeSelector::ErrorOf(const TreeLevel& level, uint32_t i,
+                                       const TreeRow& row) const {
+  const float size = row.tokens(), spread = row.Float(row.part->spread);
+  const float value_norm = sqrtf(row.Float(row.part->value_norm2));
+  float error2 = 0;
+  for (uint32_t lane = 0; lane < step_.group; ++lane) {
+    const uint64_t at = uint64_t{lane} * level.stride + i;
+    const TreeLaneScale& scale = memory_->scales[lane];
+    const float capped = fminf(level.d2[at], attention::kVarianceCap), half = capped / 2;
+    const float growth = fminf(Expm1(capped), size - 1);
+    const float weight = Weight(level.log_mass[at], scale.max);
+    const float in_error = weight * scale.error_unit, mass = weight * scale.mass_unit * half;
+    const float rest = fminf(in_error * spread, attention::kErrorMax);
+    const float moved = fminf(in_error * half * value_norm, attention::kErrorMax);
+    error2 += rest * rest * (growth / size) +
+              attention::kMassErrorShare * (moved * moved + mass * mass * scale.mass_share2);
+  }
+  return error2 / step_.group;
+}
+
+template <typename RowAt>
+__device__ void TreeSelector::RankByError(const TreeLevel& level, RowAt row_at) {
+  for (uint32_t i = threadIdx.x; i < level.count; i += kCutThreads) {
+    const TreeRow row = row_at(i);
+    const float error2 = row.there ? ErrorOf(level, i, row) : 0.0f;
+    level.errors[i] = error2;
+    level.keys[i] = row.there ? KeyOf(error2 / row.tokens()) : 0;
+  }
+  __syncthreads();
+}
+
+// Marks the `wanted` rows that might hide the one token that a query looks for; fates of the others
+// are begun with.
+template <typename RowAt, typename FateOf>
+__device__ void TreeSelector::MarkBest(const TreeLevel& level, uint32_t wanted, RowAt row_at,
+                                       FateOf fate_of) {
+  RankByBest(level, row_at);
+  const auto one = [](uint32_t) { return CutWeight{1}; };
+  const TreeCut cut =
+      FindCut(level.keys, level.count, CutLimit::kTaken, wanted, one, &memory_->cut);
+  ApplyCut(level.keys, level.count, cut, one, &memory_->cut,
+           [&](uint32_t i, bool taken) { fate_of(i) = taken ? kFateExact : kFateEstimated; });
+  __syncthreads();
+}
+
+// Marks what must be read for the others' squared errors to stay within the tolerance's square,
+// less what is `spent` of it. After RankByError.
+template <typename FateOf>
+__device__ void TreeSelector::MarkErrors(const TreeLevel& level, double tolerance, CutWeight spent,
+                                         FateOf fate_of) {
+  const auto per_budget = static_cast<float>(1 / (tolerance * tolerance));
+  const auto weight = [&](uint32_t i) { return FixedShare(level.errors[i] * per_budget); };
+  const CutWeight left = kCutOne > spent ? kCutOne - spent : 0;
+  const TreeCut cut =
+      FindCut(level.keys, level.count, CutLimit::kLeft, left, weight, &memory_->cut);
+  ApplyCut(level.keys, level.count, cut, weight, &memory_->cut, [&](uint32_t i, bool taken) {
+    if (taken) fate_of(i) = kFateExact;
+  });
+  __syncthreads();
+}
+
+// ---- the open stage ----
+
+// How many rows of a level the unit's segments have.
+__device__ uint32_t TreeSelector::CountRows(bool groups) {
+  CutWeight rows = 0, total;
+  for (uint32_t s = threadIdx.x; s < row_.segment_count; s += kCutThreads) {
+    const TreeOffsets& offsets = Tree(s).offsets;
+    const uint32_t at = groups ? offsets.groups.count : offsets.leaves.count;
+    rows += *reinterpret_cast<const uint32_t*>(HeadOf(s) + at);
+  }
+  ScanBlock(rows, &memory_->cut, &total);
+  return static_cast<uint32_t>(total);
+}
+
+// Numbers the leaves of opened groups, in the order of segments and groups.
+__device__ void TreeSelector::NumberItems() {
+  uint32_t items_before = 0;
+  for (uint32_t first = 0; first < row_.group_slots; first += kCutThreads) {
+    const uint32_t slot = first + threadIdx.x;
+    uint32_t leaf = 0, leaves = 0, segment = 0;
+    bool begins = false;
+    if (slot < row_.group_slots) {
+      const TreeRow row = GroupAt(slot);
+      segment = SegmentOfGroup(slot);
+      begins = row.row == 0;
+      if (row.there && GroupFate(slot) == kFateExact) {
+        leaf = row.Word(row.part->first_members);
+        leaves = row.Word(row.part->first_members, 1) - leaf;
+      }
+    }
+    CutWeight total;
+    const auto before =
+        items_before + static_cast<uint32_t>(ScanBlock(leaves, &memory_->cut, &total));
+    items_before += static_cast<uint32_t>(total);
+    if (begins) first_items()[segment] = before;
+    for (uint32_t i = 0; i < leaves; ++i) items()[before + i] = segment << 16 | (leaf + i);
+  }
+  if (threadIdx.x == 0) first_items()[row_.segment_count] = items_before;
+}
+
+__device__ void TreeSelector::Open() {
+  CombineStates();
+  MeasureOutputs();
+  SetScales(limited());
+  if (threadIdx.x < step_.group) {
+    reinterpret_cast<TreeLane*>(words_)[threadIdx.x] = memory_->lanes[threadIdx.x];
+  }
+  const TreeLevel level = Groups();
+  const auto row_at = [this](uint32_t slot) { return GroupAt(slot); };
+  const auto fate_of = [this](uint32_t slot) -> uint8_t& { return GroupFate(slot); };
+  const uint32_t groups = CountRows(/*groups=*/true);
+  const double share =
+      fmin(1.0, fmax(attention::kOpenedShare, attention::kOpenedPerFloor * row_.floor));
+  const uint32_t wanted = max(min(attention::kOpenedLeast, groups), ShareOf(share, groups));
+  MarkBest(level, wanted, row_at, fate_of);
+  if (limited()) {
+    RankByError(level, row_at);
+    MarkErrors(level, attention::kClosedErrorShare * row_.tolerance, 0, fate_of);
+  }
+  NumberItems();
+}
+
+// ---- the choose stage ----
+
+// The errors of groups that stay closed, as a share of the tolerance's square.
+__device__ CutWeight TreeSelector::ClosedErrors() {
+  const TreeLevel level = Groups();
+  const auto per_budget = static_cast<float>(1 / (row_.tolerance * row_.tolerance));
+  CutWeight own = 0, total;
+  for (uint32_t slot = threadIdx.x; slot < level.count; slot += kCutThreads) {
+    const TreeRow row = GroupAt(slot);
+    if (!row.there || GroupFate(slot) == kFateExact) continue;
+    own += FixedShare(ErrorOf(level, slot, row) * per_budget);
+  }
+  ScanBlock(own, &memory_->cut, &total);
+  return total;
+}
+
+// Lists the chosen leaves' tokens; returns how many there are.
+__device__ uint32_t TreeSelector::ListTokens(uint32_t count) {
+  uint32_t* list = UnitChosen(step_, unit_);
+  uint32_t tokens_before = 0;
+  for (uint32_t first = 0; first < count; first += kCutThreads) {
+    const uint32_t item = first + threadIdx.x;
+    uint32_t start = 0, tokens = 0;
+    if (item < count && LeafFate(item) == kFateExact) {
+      const TreeRow row = LeafAt(item);
+      start = row.start();
+      tokens = row.tokens();
+    }
+    CutWeight total;
+    const auto before =
+        tokens_before + static_cast<uint32_t>(ScanBlock(tokens, &memory_->cut, &total));
+    tokens_before += static_cast<uint32_t>(total);
+    const uint32_t segment = tokens > 0 ? items()[item] >> 16 << 16 : 0;
+    for (uint32_t i = 0; i < tokens; ++i) list[before + i] = segment | (start + i);
+  }
+  return tokens_before;
+}
+
+__device__ void TreeSelector::Choose() {
+  CombinePartials();
+  SetScales(limited());
+  for (uint32_t i = threadIdx.x; i < step_.tiles_max * kLanes; i += kCutThreads) {
+    const float4 sums = i < step_.group ? memory_->sums[i] : make_float4(-INFINITY, 0, 0, 0);
+    step_.lane_scales[uint64_t{unit_.unit} * step_.tiles_max * kLanes + i] = {sums.x, sums.y};
+  }
+  const TreeLevel level = Leaves();
+  const auto row_at = [this](uint32_t item) { return LeafAt(item); };
+  const auto fate_of = [this](uint32_t item) -> uint8_t& { return LeafFate(item); };
+  const uint32_t wanted = min(ShareOf(row_.floor, CountRows(/*groups=*/false)), level.count);
+  MarkBest(level, wanted, row_at, fate_of);
+  if (limited()) {
+    RankByError(level, row_at);
+    MarkErrors(level, row_.tolerance, ClosedErrors(), fate_of);
+  }
+  UnitResult result = {};
+  result.clusters = level.count;
+  result.chosen_tokens = ListTokens(level.count);
+  result.estimated_tokens = row_.clustered_tokens - result.chosen_tokens;
+  QueuePieces(step_, unit_, result, &memory_->first_piece);
+}
+
+namespace {
+
+// ---- kernels ----
+
+template <bool kOpen>
+__global__ void __launch_bounds__(kCutThreads)
+    TreeSelectKernel(const __grid_constant__ StepHeader step) {
+  __shared__ TreeSelectMemory memory;
+  const RowRef* row = RowOfUnit(step, blockIdx.x);
+  if (row->kind != UnitKind::kTree) return;
+  const UnitPlace unit(step, row, blockIdx.x - row->first_unit);
+  TreeSelector selector(step, unit, &memory);
+  if constexpr (kOpen) {
+    selector.Open();
+  } else {
+    selector.Choose();
+  }
+}
+
+}  // namespace
+
+// ---- launchers ----
+
+cudaError_t LaunchTreeOpen(const StepHeader& step, cudaStream_t stream) {
+  TreeSelectKernel<true><<<step.units, kCutThreads, 0, stream>>>(step);
+  return cudaPeekAtLastError();
+}
+cudaError_t LaunchTreeChoose(const StepHeader& step, cudaStream_t stream) {
+  TreeSelectKernel<false><<<step.units, kCutThreads, 0, stream>>>(step);
+  return cudaPeekAtLastError();
+}
+
+}  // namespace attnd::gpu

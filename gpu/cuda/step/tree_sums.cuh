@@ -1,0 +1,269 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The estimate over rows of one segment's tree, for one tile of queries: weights times mean values,
+// and the slopes' correction of that sum (docs/POLICIES.md, "Clusters with a regression"). The
+// correction is linear in the weighted variances, so that slopes are read once for all rows.
+#ifndef ATTND_GPU_CUDA_STEP_TREE_SUMS_CUH_
+#define ATTND_GPU_CUDA_STEP_TREE_SUMS_CUH_
+
+#include <algorithm>
+#include <cstdint>
+
+#include "attention/policy/estimate_limits.h"
+#include "gpu/cuda/step/tree_block.cuh"
+
+namespace attnd::gpu {
+
+// A warp's sums, spread over its threads as WarpState's are: those without [4] are of lane g,
+// partial over t.
+template <int kDim, int kValueDim>
+struct TreeSums {
+  float max = -INFINITY;
+  float sum = 0;
+  float moments = 0;
+  float errors = 0;       // squared errors of values
+  float mass_errors = 0;  // of masses
+  float values[kValueDim / 16][4] = {};
+  float variances[kDim / 16][4] = {};  // of the weights, along the axes
+};
+
+template <int kRows>
+__device__ __forceinline__ void ScaleLanes(float factor, float (&values)[kRows][4]) {
+  const uint32_t t = threadIdx.x % 4;
+  const float even = __shfl_sync(~0u, factor, 8 * t), odd = __shfl_sync(~0u, factor, 8 * t + 4);
+#pragma unroll
+  for (int m = 0; m < kRows; ++m) {
+    values[m][0] *= even;
+    values[m][1] *= odd;
+    values[m][2] *= even;
+    values[m][3] *= odd;
+  }
+}
+
+// Makes the sums relative to a maximum that is not below `greatest` by much.
+template <int kDim, int kValueDim>
+__device__ __forceinline__ void RaiseMax(float greatest, TreeSums<kDim, kValueDim>* sums) {
+  greatest = MaxOverT(greatest);
+  if (!__any_sync(~0u, greatest > sums->max + kLagLog2)) return;
+  const float max = fmaxf(sums->max, greatest);
+  const float factor = Weight(sums->max, max);
+  sums->max = max;
+  sums->sum *= factor;
+  sums->moments *= factor;
+  ScaleLanes(factor, sums->values);
+  ScaleLanes(factor, sums->variances);
+}
+
+// Adds 16 rows with these weights. Their squared deviations lie at `squares_at`; their mean values
+// are brought to `values_at`.
+template <int kDim, int kValueDim>
+__device__ __forceinline__ void AddTreeEstimates(const std::byte* head, const TreePart& part,
+                                                 const TreeRowSet& set, const float (&weight)[2][2],
+                                                 const float (&d2)[2][2], uint32_t values_at,
+                                                 uint32_t squares_at,
+                                                 TreeSums<kDim, kValueDim>* sums) {
+  uint32_t rows[2][2];
+  RowsOfThread(set, rows);
+  const TreeNumbers scales = TreeNumbers::Load(head + part.mean_value_scales, rows);
+  const TreeNumbers units = TreeNumbers::Load(head + part.variance_unit, rows);
+  float of_values[2][2], of_variances[2][2];
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const float p = weight[n][c];
+      sums->sum += p;
+      of_values[n][c] = p * scales.x[n][c];
+      const float share = __fdividef(kVarianceCap, fmaxf(d2[n][c], kVarianceCap));
+      of_variances[n][c] = p * units.x[n][c] * share;
+    }
+  }
+  ExpandBytes<kValueDim>(head + part.mean_values, set, values_at);
+  __syncwarp();
+  AddTreeRows<kValueDim>(of_values, values_at, sums->values);
+  AddTreeRows<kDim>(of_variances, squares_at, sums->variances);
+}
+
+// Where warps' sums meet, in the place of their buffers.
+template <int kDim, int kValueDim>
+struct TreeMergeMemory {
+  float heads[kTreeWarps][kLanes][kStateHead];  // max, sum, moments, best max, best sum, errors
+  float values[kTreeWarps][kLanes][kValueDim + 4];
+  float variances[kTreeWarps][kLanes][kDim + 4];
+};
+template <int kDim, int kValueDim>
+inline constexpr uint32_t kTreeSharedBytes = std::max<uint32_t>(
+    kTreeWarps * 2 * kTreeBufferBytes<kDim, kValueDim>, sizeof(TreeMergeMemory<kDim, kValueDim>));
+
+// Heads of a tree item's state and of its leaves' partial sums.
+enum TreeHead {
+  kTreeMax,
+  kTreeSum,
+  kTreeMoments,
+  kTreeBestMax,
+  kTreeBestSum,
+  kTreeErrors,
+  kTreeMassErrors
+};
+
+template <int kRows, typename Array>
+__device__ __forceinline__ void StoreLanes(const float (&values)[kRows][4], Array& to) {
+  const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[2 * t + i % 2][m * 16 + i / 2 * 8 + g] = values[m][i];
+  }
+}
+
+// The thread block's sums of an item, in the order of its warps.
+template <int kDim, int kValueDim>
+class TreeFinisher {
+ public:
+  using Memory = TreeMergeMemory<kDim, kValueDim>;
+  using Sums = TreeSums<kDim, kValueDim>;
+  static constexpr uint32_t kLaneFloats = kStateHead + 2 * kValueDim;
+
+  // state: of the item, in StepHeader::tree_states.
+  __device__ TreeFinisher(const TreeItem& item, uint32_t lanes, float* state,
+                          TreeBlock<kDim>* block)
+      : item_(item), lanes_(lanes), state_(state), block_(block) {}
+
+  // Writes the state: head, values with their base, the slopes' correction. best: this warp's.
+  __device__ void Run(Sums* sums, Totals best) {
+    auto* memory = reinterpret_cast<Memory*>(block_memory);
+    const uint32_t warp = threadIdx.x / 32;
+    best.Join();
+    __syncthreads();  // every warp has done with its buffers
+    StoreHead(*sums, best, memory);
+    StoreLanes(sums->values, memory->values[warp]);
+    StoreLanes(sums->variances, memory->variances[warp]);
+    __syncthreads();
+    MergeHeads(*memory);
+    MergeValues(*memory);
+    MergeVariances(*memory);
+    __syncthreads();
+    MultiplySlopes(sums->values);
+    __syncthreads();
+    StoreLanes(sums->values, memory->values[warp]);
+    __syncthreads();
+    AddCorrections(*memory);
+  }
+
+ private:
+  __device__ __forceinline__ void StoreHead(const Sums& sums, const Totals& best, Memory* memory) {
+    const float sum = SumOverT(sums.sum), moments = SumOverT(sums.moments);
+    const float errors = SumOverT(sums.errors), mass_errors = SumOverT(sums.mass_errors);
+    if (threadIdx.x % 4 != 0) return;
+    float* head = memory->heads[threadIdx.x / 32][threadIdx.x % 32 / 4];
+    head[kTreeMax] = sums.max;
+    head[kTreeSum] = sum;
+    head[kTreeMoments] = moments;
+    head[kTreeBestMax] = best.max;
+    head[kTreeBestSum] = best.sum;
+    head[kTreeErrors] = errors;
+    head[kTreeMassErrors] = mass_errors;
+  }
+
+  static __device__ __forceinline__ float MaxOf(const Memory& memory, uint32_t lane, int kind) {
+    float max = -INFINITY;
+    for (uint32_t w = 0; w < kTreeWarps; ++w) max = fmaxf(max, memory.heads[w][lane][kind]);
+    return max;
+  }
+
+  __device__ __forceinline__ void MergeHeads(const Memory& memory) {
+    if (threadIdx.x >= lanes_) return;
+    const uint32_t lane = threadIdx.x;
+    const float max = MaxOf(memory, lane, kTreeMax), best = MaxOf(memory, lane, kTreeBestMax);
+    float head[kStateHead] = {};
+    for (uint32_t w = 0; w < kTreeWarps; ++w) {
+      const float* own = memory.heads[w][lane];
+      const float factor = Weight(own[kTreeMax], max);
+      head[kTreeSum] += factor * own[kTreeSum];
+      head[kTreeMoments] += factor * own[kTreeMoments];
+      head[kTreeBestSum] += Weight(own[kTreeBestMax], best) * own[kTreeBestSum];
+      head[kTreeErrors] += own[kTreeErrors];
+      head[kTreeMassErrors] += own[kTreeMassErrors];
+    }
+    head[kTreeMax] = max;
+    head[kTreeBestMax] = best;
+#pragma unroll
+    for (uint32_t i = 0; i < kStateHead; ++i) state_[lane * kLaneFloats + i] = head[i];
+  }
+
+  __device__ __forceinline__ void MergeValues(const Memory& memory) {
+    const float* base = item_.Floats(item_.tree->offsets.value_base);
+    for (uint32_t i = threadIdx.x; i < lanes_ * kValueDim; i += kTreeThreads) {
+      const uint32_t lane = i / kValueDim, channel = i % kValueDim;
+      const float max = MaxOf(memory, lane, kTreeMax);
+      float value = 0, sum = 0;
+      for (uint32_t w = 0; w < kTreeWarps; ++w) {
+        const float factor = Weight(memory.heads[w][lane][kTreeMax], max);
+        value += factor * memory.values[w][lane][channel];
+        sum += factor * memory.heads[w][lane][kTreeSum];
+      }
+      Value(lane, channel) = value + sum * __ldg(base + channel);
+    }
+  }
+
+  // What the slopes are multiplied by: the query times the weighted variance, along each axis.
+  __device__ __forceinline__ void MergeVariances(const Memory& memory) {
+    for (uint32_t i = threadIdx.x; i < kLanes * kDim; i += kTreeThreads) {
+      const uint32_t lane = i / kDim, axis = i % kDim;
+      const float max = MaxOf(memory, lane, kTreeMax);
+      float variance = 0;
+      for (uint32_t w = 0; w < kTreeWarps; ++w) {
+        variance += Weight(memory.heads[w][lane][kTreeMax], max) * memory.variances[w][lane][axis];
+      }
+      block_->queries[lane][axis] = variance * block_->rotated[lane][axis];
+    }
+  }
+
+  // Each warp takes a share of the axes.
+  __device__ __forceinline__ void MultiplySlopes(float (&sum)[kValueDim / 16][4]) {
+    const uint32_t warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const uint32_t rows_at = warp * 2 * kTreeBufferBytes<kDim, kValueDim>;
+    const std::byte* slopes = item_.head + item_.tree->offsets.slopes;
+#pragma unroll
+    for (int m = 0; m < kValueDim / 16; ++m) sum[m][0] = sum[m][1] = sum[m][2] = sum[m][3] = 0;
+    for (uint32_t first = warp * 16; first < kDim; first += kTreeWarps * 16) {
+      __syncwarp();
+      CopyTreeRows<kValueDim>(slopes + uint64_t{first} * kValueDim * 2, rows_at);
+      CommitCopies();
+      WaitCopies<0>();
+      __syncwarp();
+      float weight[2][2];
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) weight[n][c] = block_->queries[g][first + n * 8 + 2 * t + c];
+      }
+      AddTreeRows<kValueDim>(weight, rows_at, sum);
+    }
+  }
+
+  __device__ __forceinline__ void AddCorrections(const Memory& memory) {
+    for (uint32_t i = threadIdx.x; i < lanes_ * kValueDim; i += kTreeThreads) {
+      const uint32_t lane = i / kValueDim, channel = i % kValueDim;
+      float correction = 0;
+      for (uint32_t w = 0; w < kTreeWarps; ++w) correction += memory.values[w][lane][channel];
+      Correction(lane, channel) = correction;
+    }
+  }
+
+  __device__ __forceinline__ float& Value(uint32_t lane, uint32_t channel) {
+    return state_[lane * kLaneFloats + kStateHead + channel];
+  }
+  __device__ __forceinline__ float& Correction(uint32_t lane, uint32_t channel) {
+    return Value(lane, kValueDim + channel);
+  }
+
+  const TreeItem& item_;
+  const uint32_t lanes_;
+  float* const state_;
+  TreeBlock<kDim>* const block_;
+};
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_CUDA_STEP_TREE_SUMS_CUH_
