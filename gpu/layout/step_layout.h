@@ -213,28 +213,43 @@ constexpr uint64_t StatesPerTile(const RowRef& row) {
 }
 constexpr uint64_t FatesPerUnit(const RowRef& row) { return uint64_t{row.slots} + row.group_slots; }
 
+// What choosing needs of a tree's row, beside its scores.
+struct TreeRowInfo {
+  float tokens;      // 0 of slots without a row
+  float spread;      // as in the index
+  float value_norm;  // of the mean value
+  uint32_t place;    // of a group: its first leaf | leaves << 16; of a leaf: its first token
+};
 // A tree's scores, in floats from the unit's first on. Groups are numbered by group slots, leaves
-// of opened groups by items: 0, 1, ... in the order of segments and of the index. `rank` is what
-// they are chosen by, for `weight` see TreeSelector.
+// of opened groups by items: 0, 1, ... in the order of segments and of the index.
+struct TreeLevelScores {
+  uint64_t log_mass, d2;         // [lanes][rows]
+  uint64_t info;                 // [rows] TreeRowInfo
+  uint64_t best_key, error_key;  // [rows] by what rows are ranked (KeyOf)
+  uint64_t error;                // [rows] squared error of the estimate, mean over the group
+};
 struct TreeScores {
-  uint64_t group_log_mass, group_d2;  // [lanes][group_slots]
-  uint64_t leaf_log_mass, leaf_d2;    // [lanes][slots]
-  uint64_t group_rank, group_weight;  // [group_slots]
-  uint64_t leaf_rank, leaf_weight;    // [slots]
+  TreeLevelScores groups, leaves;
   uint64_t end;
 };
 constexpr TreeScores TreeScoresOf(const RowRef& row, uint32_t group) {
-  const uint64_t groups = row.group_slots, leaves = row.slots;
-  TreeScores at{};
-  at.group_d2 = groups * group;
-  at.leaf_log_mass = 2 * groups * group;
-  at.leaf_d2 = at.leaf_log_mass + leaves * group;
-  at.group_rank = at.leaf_d2 + leaves * group;
-  at.group_weight = at.group_rank + groups;
-  at.leaf_rank = at.group_weight + groups;
-  at.leaf_weight = at.leaf_rank + leaves;
-  at.end = at.leaf_weight + leaves;
-  return at;
+  uint64_t end = 0;
+  const auto level = [&](uint64_t rows) {
+    TreeLevelScores at{};
+    at.info = end;
+    at.log_mass = at.info + rows * (sizeof(TreeRowInfo) / sizeof(float));
+    at.d2 = at.log_mass + rows * group;
+    at.best_key = at.d2 + rows * group;
+    at.error_key = at.best_key + rows;
+    at.error = at.error_key + rows;
+    end = at.error + rows;
+    return at;
+  };
+  TreeScores scores{};
+  scores.groups = level(row.group_slots);
+  scores.leaves = level(row.slots);
+  scores.end = end;
+  return scores;
 }
 // A tree unit's words: for each lane a TreeLane; then the number of each segment's first item, and
 // that of all items; then, for each item, segment << 16 | leaf.
@@ -407,7 +422,8 @@ static_assert(offsetof(StepHeader, tail_block_head_bytes) ==
               offsetof(StepHeader, tree_items) + sizeof(uint32_t));
 // The compilers of host and device agree on these sizes: the structures are copied as bytes.
 static_assert(sizeof(SegmentRef) == 96 && sizeof(RowRef) == 200 && sizeof(StepHeader) == 296);
-static_assert(sizeof(UploadRef) == 24 && sizeof(CoopUnit) == 8 && sizeof(TreeRef) == 128);
+static_assert(sizeof(UploadRef) == 24 && sizeof(CoopUnit) == 8 && sizeof(TreeRef) == 128 &&
+              sizeof(TreeRowInfo) == 16);
 static_assert(sizeof(UnitResult) == 32 && sizeof(LaneResult) == 16 && sizeof(LaneScale) == 8);
 static_assert(std::is_trivially_copyable_v<SegmentRef> && std::is_trivially_copyable_v<RowRef> &&
               std::is_trivially_copyable_v<StepHeader> && std::is_trivially_copyable_v<UploadRef>);

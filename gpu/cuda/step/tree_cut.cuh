@@ -10,7 +10,7 @@
 
 namespace attnd::gpu {
 
-inline constexpr uint32_t kCutThreads = 512;
+inline constexpr uint32_t kCutThreads = 1024;
 inline constexpr uint32_t kCutWarps = kCutThreads / 32;
 inline constexpr uint32_t kCutDigitBits = 11;
 inline constexpr uint32_t kCutDigits = 1u << kCutDigitBits;
@@ -109,23 +109,29 @@ __device__ TreeCut FindCut(const uint32_t* keys, uint32_t count, CutLimit kind, 
   return cut;
 }
 
-// Calls take(i, taken) for every row, in passes of kCutThreads rows.
+// Calls take(i) for every row that the cut takes.
 template <typename WeightOf, typename Take>
 __device__ void ApplyCut(const uint32_t* keys, uint32_t count, const TreeCut& cut,
                          WeightOf weight_of, CutMemory* memory, Take take) {
+  uint32_t equals = 0;
+  for (uint32_t i = threadIdx.x; i < count; i += kCutThreads) {
+    const uint32_t key = keys[i];
+    if (key > cut.key || (key != 0 && key == cut.key)) {
+      equals += key == cut.key ? 1 : 0;
+      if (key > cut.key) take(i);
+    }
+  }
+  if (cut.key == 0 || cut.key == ~0u) return;
+  // As a rule one row has the cut's key, and is taken: without it the others weigh too little.
+  const bool one = __syncthreads_count(equals > 0) == 1 && !__syncthreads_or(equals > 1);
   CutWeight above = cut.above;
   for (uint32_t first = 0; first < count; first += kCutThreads) {
     const uint32_t i = first + threadIdx.x;
-    const uint32_t key = i < count ? keys[i] : 0;
-    const bool equal = key != 0 && key == cut.key;
-    bool taken = key > cut.key;
-    if (__syncthreads_or(equal)) {
-      CutWeight total;
-      const CutWeight before = above + ScanBlock(equal ? weight_of(i) : 0, memory, &total);
-      taken |= equal && before < cut.limit;
-      above += total;
-    }
-    if (i < count) take(i, taken);
+    const bool equal = i < count && keys[i] == cut.key;
+    CutWeight total = 0, before = above;
+    if (!one) before += ScanBlock(equal ? weight_of(i) : 0, memory, &total);
+    if (equal && before < cut.limit) take(i);
+    above += total;
   }
 }
 

@@ -31,27 +31,26 @@ __device__ __forceinline__ void JoinStates(float* max, float* sum) {
 
 }  // namespace
 
-__device__ TreeLevel TreeSelector::Groups() const {
+__device__ TreeLevel TreeSelector::LevelOf(const TreeLevelScores& places, uint32_t count,
+                                           uint32_t stride, float optimism) const {
   TreeLevel level;
-  level.count = level.stride = row_.group_slots;
-  level.log_mass = scores_ + places_.group_log_mass;
-  level.d2 = scores_ + places_.group_d2;
-  level.keys = reinterpret_cast<uint32_t*>(scores_ + places_.group_rank);
-  level.errors = scores_ + places_.group_weight;
-  level.optimism = attention::kGroupOptimism;
+  level.count = count;
+  level.stride = stride;
+  level.log_mass = scores_ + places.log_mass;
+  level.d2 = scores_ + places.d2;
+  level.info = reinterpret_cast<const TreeRowInfo*>(scores_ + places.info);
+  level.best_keys = reinterpret_cast<uint32_t*>(scores_ + places.best_key);
+  level.error_keys = reinterpret_cast<uint32_t*>(scores_ + places.error_key);
+  level.errors = scores_ + places.error;
+  level.optimism = optimism;
   return level;
 }
-
+__device__ TreeLevel TreeSelector::Groups() const {
+  return LevelOf(places_.groups, row_.group_slots, row_.group_slots, attention::kGroupOptimism);
+}
 __device__ TreeLevel TreeSelector::Leaves() const {
-  TreeLevel level;
-  level.count = first_items()[row_.segment_count];
-  level.stride = row_.slots;
-  level.log_mass = scores_ + places_.leaf_log_mass;
-  level.d2 = scores_ + places_.leaf_d2;
-  level.keys = reinterpret_cast<uint32_t*>(scores_ + places_.leaf_rank);
-  level.errors = scores_ + places_.leaf_weight;
-  level.optimism = attention::kOptimism;
-  return level;
+  return LevelOf(places_.leaves, first_items()[row_.segment_count], row_.slots,
+                 attention::kOptimism);
 }
 
 // ---- what stands before the choice ----
@@ -185,84 +184,74 @@ __device__ void TreeSelector::SetScales(bool limited) {
 
 // ---- rankings ----
 
-// Keys by the group's mean share of the optimistic mass, for each token.
-template <typename RowAt>
-__device__ void TreeSelector::RankByBest(const TreeLevel& level, RowAt row_at) {
-  for (uint32_t i = threadIdx.x; i < level.count; i += kCutThreads) {
-    const TreeRow row = row_at(i);
-    float score = 0;
-    for (uint32_t lane = 0; row.there && lane < step_.group; ++lane) {
-      const uint64_t at = uint64_t{lane} * level.stride + i;
-      const TreeLaneScale& scale = memory_->scales[lane];
-      const float d2 = level.d2[at];
-      const float best = level.log_mass[at] + level.optimism * kLog2E * Sqrt(d2) -
-                         kLog2E / 2 * fminf(d2, attention::kVarianceCap);
-      score += Weight(best, scale.best_max) * scale.best_share;
-    }
-    level.keys[i] = row.there ? KeyOf(score / row.tokens()) : 0;
+// The group's mean share of the optimistic mass.
+__device__ float TreeSelector::BestOf(const TreeLevel& level, uint32_t i) const {
+  float score = 0;
+#pragma unroll 4
+  for (uint32_t lane = 0; lane < step_.group; ++lane) {
+    const uint64_t at = uint64_t{lane} * level.stride + i;
+    const TreeLaneScale& scale = memory_->scales[lane];
+    const float d2 = level.d2[at];
+    const float best = level.log_mass[at] + level.optimism * kLog2E * Sqrt(d2) -
+                       kLog2E / 2 * fminf(d2, attention::kVarianceCap);
+    score += Weight(best, scale.best_max) * scale.best_share;
   }
-  __syncthreads();
+  return score;
 }
 
 // The squared error of leaving row i to its estimate, mean over the group.
 __device__ float TreeSelector::ErrorOf(const TreeLevel& level, uint32_t i,
-                                       const TreeRow& row) const {
-  const float size = row.tokens(), spread = row.Float(row.part->spread);
-  const float value_norm = sqrtf(row.Float(row.part->value_norm2));
+                                       const TreeRowInfo& info) const {
   float error2 = 0;
+#pragma unroll 4
   for (uint32_t lane = 0; lane < step_.group; ++lane) {
     const uint64_t at = uint64_t{lane} * level.stride + i;
     const TreeLaneScale& scale = memory_->scales[lane];
     const float capped = fminf(level.d2[at], attention::kVarianceCap), half = capped / 2;
-    const float growth = fminf(Expm1(capped), size - 1);
+    const float growth = fminf(Expm1(capped), info.tokens - 1);
     const float weight = Weight(level.log_mass[at], scale.max);
     const float in_error = weight * scale.error_unit, mass = weight * scale.mass_unit * half;
-    const float rest = fminf(in_error * spread, attention::kErrorMax);
-    const float moved = fminf(in_error * half * value_norm, attention::kErrorMax);
-    error2 += rest * rest * (growth / size) +
+    const float rest = fminf(in_error * info.spread, attention::kErrorMax);
+    const float moved = fminf(in_error * half * info.value_norm, attention::kErrorMax);
+    error2 += rest * rest * (growth / info.tokens) +
               attention::kMassErrorShare * (moved * moved + mass * mass * scale.mass_share2);
   }
   return error2 / step_.group;
 }
 
-template <typename RowAt>
-__device__ void TreeSelector::RankByError(const TreeLevel& level, RowAt row_at) {
+// Keys by the optimistic mass and by the error, of each token: what it costs to read the row.
+__device__ void TreeSelector::Rank(const TreeLevel& level) {
   for (uint32_t i = threadIdx.x; i < level.count; i += kCutThreads) {
-    const TreeRow row = row_at(i);
-    const float error2 = row.there ? ErrorOf(level, i, row) : 0.0f;
+    const TreeRowInfo info = level.info[i];
+    const bool there = info.tokens > 0;
+    level.best_keys[i] = there ? KeyOf(BestOf(level, i) / info.tokens) : 0;
+    if (!limited()) continue;
+    const float error2 = there ? ErrorOf(level, i, info) : 0.0f;
     level.errors[i] = error2;
-    level.keys[i] = row.there ? KeyOf(error2 / row.tokens()) : 0;
+    level.error_keys[i] = there ? KeyOf(error2 / info.tokens) : 0;
   }
   __syncthreads();
 }
 
-// Marks the `wanted` rows that might hide the one token that a query looks for; fates of the others
-// are begun with.
-template <typename RowAt, typename FateOf>
-__device__ void TreeSelector::MarkBest(const TreeLevel& level, uint32_t wanted, RowAt row_at,
-                                       FateOf fate_of) {
-  RankByBest(level, row_at);
-  const auto one = [](uint32_t) { return CutWeight{1}; };
-  const TreeCut cut =
-      FindCut(level.keys, level.count, CutLimit::kTaken, wanted, one, &memory_->cut);
-  ApplyCut(level.keys, level.count, cut, one, &memory_->cut,
-           [&](uint32_t i, bool taken) { fate_of(i) = taken ? kFateExact : kFateEstimated; });
-  __syncthreads();
-}
-
-// Marks what must be read for the others' squared errors to stay within the tolerance's square,
-// less what is `spent` of it. After RankByError.
+// Marks the `wanted` rows that might hide the one token that a query looks for; and those that must
+// be read for the others' squared errors to stay within the tolerance's square, less what is
+// `spent` of it. The others are estimated.
 template <typename FateOf>
-__device__ void TreeSelector::MarkErrors(const TreeLevel& level, double tolerance, CutWeight spent,
-                                         FateOf fate_of) {
-  const auto per_budget = static_cast<float>(1 / (tolerance * tolerance));
-  const auto weight = [&](uint32_t i) { return FixedShare(level.errors[i] * per_budget); };
-  const CutWeight left = kCutOne > spent ? kCutOne - spent : 0;
-  const TreeCut cut =
-      FindCut(level.keys, level.count, CutLimit::kLeft, left, weight, &memory_->cut);
-  ApplyCut(level.keys, level.count, cut, weight, &memory_->cut, [&](uint32_t i, bool taken) {
-    if (taken) fate_of(i) = kFateExact;
-  });
+__device__ void TreeSelector::Mark(const TreeLevel& level, uint32_t wanted, double tolerance,
+                                   CutWeight spent, FateOf fate_of) {
+  Rank(level);
+  for (uint32_t i = threadIdx.x; i < level.count; i += kCutThreads) fate_of(i) = kFateEstimated;
+  const auto take = [&](uint32_t i) { fate_of(i) = kFateExact; };
+  const auto one = [](uint32_t) { return CutWeight{1}; };
+  TreeCut cut = FindCut(level.best_keys, level.count, CutLimit::kTaken, wanted, one, &memory_->cut);
+  ApplyCut(level.best_keys, level.count, cut, one, &memory_->cut, take);
+  if (limited()) {
+    const auto per_budget = static_cast<float>(1 / (tolerance * tolerance));
+    const auto weight = [&](uint32_t i) { return FixedShare(level.errors[i] * per_budget); };
+    const CutWeight left = kCutOne > spent ? kCutOne - spent : 0;
+    cut = FindCut(level.error_keys, level.count, CutLimit::kLeft, left, weight, &memory_->cut);
+    ApplyCut(level.error_keys, level.count, cut, weight, &memory_->cut, take);
+  }
   __syncthreads();
 }
 
@@ -280,30 +269,29 @@ __device__ uint32_t TreeSelector::CountRows(bool groups) {
   return static_cast<uint32_t>(total);
 }
 
-// Numbers the leaves of opened groups, in the order of segments and groups.
+// Numbers the leaves of opened groups, in the order of segments and groups. A thread has some
+// neighbouring slots.
 __device__ void TreeSelector::NumberItems() {
-  uint32_t items_before = 0;
-  for (uint32_t first = 0; first < row_.group_slots; first += kCutThreads) {
-    const uint32_t slot = first + threadIdx.x;
-    uint32_t leaf = 0, leaves = 0, segment = 0;
-    bool begins = false;
-    if (slot < row_.group_slots) {
-      const TreeRow row = GroupAt(slot);
-      segment = SegmentOfGroup(slot);
-      begins = row.row == 0;
-      if (row.there && GroupFate(slot) == kFateExact) {
-        leaf = row.Word(row.part->first_members);
-        leaves = row.Word(row.part->first_members, 1) - leaf;
-      }
-    }
-    CutWeight total;
-    const auto before =
-        items_before + static_cast<uint32_t>(ScanBlock(leaves, &memory_->cut, &total));
-    items_before += static_cast<uint32_t>(total);
-    if (begins) first_items()[segment] = before;
-    for (uint32_t i = 0; i < leaves; ++i) items()[before + i] = segment << 16 | (leaf + i);
+  const TreeLevel level = Groups();
+  const uint32_t each = (level.count + kCutThreads - 1) / kCutThreads;
+  const uint32_t begin = min(threadIdx.x * each, level.count), end = min(begin + each, level.count);
+  uint32_t leaves = 0;
+  for (uint32_t slot = begin; slot < end; ++slot) {
+    if (GroupFate(slot) == kFateExact) leaves += level.info[slot].place >> 16;
   }
-  if (threadIdx.x == 0) first_items()[row_.segment_count] = items_before;
+  CutWeight total;
+  auto item = static_cast<uint32_t>(ScanBlock(leaves, &memory_->cut, &total));
+  uint32_t segment = begin < end ? SegmentOfGroup(begin) : 0;
+  for (uint32_t slot = begin; slot < end; ++slot) {
+    while (slot >= Tree(segment).first_group_slot + Tree(segment).group_slots) ++segment;
+    if (slot == Tree(segment).first_group_slot) first_items()[segment] = item;
+    if (GroupFate(slot) != kFateExact) continue;
+    const uint32_t place = level.info[slot].place;
+    for (uint32_t i = 0; i < place >> 16; ++i) {
+      items()[item++] = segment << 16 | ((place & 0xFFFF) + i);
+    }
+  }
+  if (threadIdx.x == 0) first_items()[row_.segment_count] = static_cast<uint32_t>(total);
 }
 
 __device__ void TreeSelector::Open() {
@@ -313,18 +301,12 @@ __device__ void TreeSelector::Open() {
   if (threadIdx.x < step_.group) {
     reinterpret_cast<TreeLane*>(words_)[threadIdx.x] = memory_->lanes[threadIdx.x];
   }
-  const TreeLevel level = Groups();
-  const auto row_at = [this](uint32_t slot) { return GroupAt(slot); };
-  const auto fate_of = [this](uint32_t slot) -> uint8_t& { return GroupFate(slot); };
   const uint32_t groups = CountRows(/*groups=*/true);
   const double share =
       fmin(1.0, fmax(attention::kOpenedShare, attention::kOpenedPerFloor * row_.floor));
   const uint32_t wanted = max(min(attention::kOpenedLeast, groups), ShareOf(share, groups));
-  MarkBest(level, wanted, row_at, fate_of);
-  if (limited()) {
-    RankByError(level, row_at);
-    MarkErrors(level, attention::kClosedErrorShare * row_.tolerance, 0, fate_of);
-  }
+  Mark(Groups(), wanted, attention::kClosedErrorShare * row_.tolerance, 0,
+       [this](uint32_t slot) -> uint8_t& { return GroupFate(slot); });
   NumberItems();
 }
 
@@ -336,34 +318,33 @@ __device__ CutWeight TreeSelector::ClosedErrors() {
   const auto per_budget = static_cast<float>(1 / (row_.tolerance * row_.tolerance));
   CutWeight own = 0, total;
   for (uint32_t slot = threadIdx.x; slot < level.count; slot += kCutThreads) {
-    const TreeRow row = GroupAt(slot);
-    if (!row.there || GroupFate(slot) == kFateExact) continue;
-    own += FixedShare(ErrorOf(level, slot, row) * per_budget);
+    const TreeRowInfo info = level.info[slot];
+    if (info.tokens == 0 || GroupFate(slot) == kFateExact) continue;
+    own += FixedShare(ErrorOf(level, slot, info) * per_budget);
   }
   ScanBlock(own, &memory_->cut, &total);
   return total;
 }
 
-// Lists the chosen leaves' tokens; returns how many there are.
+// Lists the chosen leaves' tokens; returns how many there are. A thread has some neighbouring
+// items.
 __device__ uint32_t TreeSelector::ListTokens(uint32_t count) {
+  const TreeRowInfo* info = Leaves().info;
   uint32_t* list = UnitChosen(step_, unit_);
-  uint32_t tokens_before = 0;
-  for (uint32_t first = 0; first < count; first += kCutThreads) {
-    const uint32_t item = first + threadIdx.x;
-    uint32_t start = 0, tokens = 0;
-    if (item < count && LeafFate(item) == kFateExact) {
-      const TreeRow row = LeafAt(item);
-      start = row.start();
-      tokens = row.tokens();
-    }
-    CutWeight total;
-    const auto before =
-        tokens_before + static_cast<uint32_t>(ScanBlock(tokens, &memory_->cut, &total));
-    tokens_before += static_cast<uint32_t>(total);
-    const uint32_t segment = tokens > 0 ? items()[item] >> 16 << 16 : 0;
-    for (uint32_t i = 0; i < tokens; ++i) list[before + i] = segment | (start + i);
+  const uint32_t each = (count + kCutThreads - 1) / kCutThreads;
+  const uint32_t begin = min(threadIdx.x * each, count), end = min(begin + each, count);
+  uint32_t tokens = 0;
+  for (uint32_t item = begin; item < end; ++item) {
+    if (LeafFate(item) == kFateExact) tokens += static_cast<uint32_t>(info[item].tokens);
   }
-  return tokens_before;
+  CutWeight total;
+  auto place = static_cast<uint32_t>(ScanBlock(tokens, &memory_->cut, &total));
+  for (uint32_t item = begin; item < end; ++item) {
+    if (LeafFate(item) != kFateExact) continue;
+    const uint32_t segment = items()[item] >> 16 << 16, leaf_tokens = info[item].tokens;
+    for (uint32_t i = 0; i < leaf_tokens; ++i) list[place++] = segment | (info[item].place + i);
+  }
+  return static_cast<uint32_t>(total);
 }
 
 __device__ void TreeSelector::Choose() {
@@ -374,14 +355,9 @@ __device__ void TreeSelector::Choose() {
     step_.lane_scales[uint64_t{unit_.unit} * step_.tiles_max * kLanes + i] = {sums.x, sums.y};
   }
   const TreeLevel level = Leaves();
-  const auto row_at = [this](uint32_t item) { return LeafAt(item); };
-  const auto fate_of = [this](uint32_t item) -> uint8_t& { return LeafFate(item); };
   const uint32_t wanted = min(ShareOf(row_.floor, CountRows(/*groups=*/false)), level.count);
-  MarkBest(level, wanted, row_at, fate_of);
-  if (limited()) {
-    RankByError(level, row_at);
-    MarkErrors(level, row_.tolerance, ClosedErrors(), fate_of);
-  }
+  Mark(level, wanted, row_.tolerance, limited() ? ClosedErrors() : 0,
+       [this](uint32_t item) -> uint8_t& { return LeafFate(item); });
   UnitResult result = {};
   result.clusters = level.count;
   result.chosen_tokens = ListTokens(level.count);

@@ -17,33 +17,16 @@
 
 namespace attnd::gpu {
 
-// A row of a tree's part: a group or a leaf.
-struct TreeRow {
-  const std::byte* head;
-  const TreePart* part;
-  uint32_t row;
-  bool there;
-
-  __device__ __forceinline__ float Float(uint32_t offset) const {
-    return __ldg(reinterpret_cast<const float*>(head + offset) + row);
-  }
-  __device__ __forceinline__ uint32_t Word(uint32_t offset, uint32_t more = 0) const {
-    return __ldg(reinterpret_cast<const uint32_t*>(head + offset) + row + more);
-  }
-  __device__ __forceinline__ uint32_t start() const { return Word(part->starts); }
-  __device__ __forceinline__ uint32_t tokens() const {
-    return Word(part->starts, 1) - Word(part->starts);
-  }
-};
-
 // A unit's rows of one level: what is ranked.
 struct TreeLevel {
   uint32_t count;
   uint32_t stride;  // of lanes
   const float* log_mass;
   const float* d2;
-  uint32_t* keys;
-  float* errors;  // each row's squared error, mean over the group
+  const TreeRowInfo* info;
+  uint32_t* best_keys;
+  uint32_t* error_keys;
+  float* errors;
   float optimism;
 };
 
@@ -100,19 +83,6 @@ class TreeSelector {
     return LastNotAfter(row_.segment_count, slot,
                         [&](uint32_t s) { return Tree(s).first_group_slot; });
   }
-  __device__ __forceinline__ TreeRow GroupAt(uint32_t slot) const {
-    const uint32_t segment = SegmentOfGroup(slot);
-    TreeRow row;
-    row.head = HeadOf(segment);
-    row.part = &Tree(segment).offsets.groups;
-    row.row = slot - Tree(segment).first_group_slot;
-    row.there = row.row < *reinterpret_cast<const uint32_t*>(row.head + row.part->count);
-    return row;
-  }
-  __device__ __forceinline__ TreeRow LeafAt(uint32_t item) const {
-    const uint32_t word = items()[item];
-    return {HeadOf(word >> 16), &Tree(word >> 16).offsets.leaves, word & 0xFFFF, true};
-  }
   __device__ __forceinline__ uint8_t& GroupFate(uint32_t slot) const {
     return fates_[row_.slots + slot];
   }
@@ -137,16 +107,14 @@ class TreeSelector {
   __device__ void MeasureOutputs();
   __device__ void SetScales(bool limited);
 
-  template <typename RowAt>
-  __device__ void RankByBest(const TreeLevel& level, RowAt row_at);
-  template <typename RowAt>
-  __device__ void RankByError(const TreeLevel& level, RowAt row_at);
-  __device__ float ErrorOf(const TreeLevel& level, uint32_t i, const TreeRow& row) const;
-  template <typename RowAt, typename FateOf>
-  __device__ void MarkBest(const TreeLevel& level, uint32_t wanted, RowAt row_at, FateOf fate_of);
+  __device__ TreeLevel LevelOf(const TreeLevelScores& places, uint32_t count, uint32_t stride,
+                               float optimism) const;
+  __device__ void Rank(const TreeLevel& level);
+  __device__ float BestOf(const TreeLevel& level, uint32_t i) const;
+  __device__ float ErrorOf(const TreeLevel& level, uint32_t i, const TreeRowInfo& info) const;
   template <typename FateOf>
-  __device__ void MarkErrors(const TreeLevel& level, double tolerance, CutWeight spent,
-                             FateOf fate_of);
+  __device__ void Mark(const TreeLevel& level, uint32_t wanted, double tolerance, CutWeight spent,
+                       FateOf fate_of);
   __device__ uint32_t CountRows(bool groups);
   __device__ void NumberItems();
   __device__ CutWeight ClosedErrors();

@@ -56,6 +56,37 @@ __device__ __forceinline__ void StoreTreeScores(const TreeRowScores& scores, uin
   }
 }
 
+// What choosing needs of some rows, beside their scores.
+__device__ __forceinline__ TreeRowInfo InfoOf(const TreeItem& item, const TreePart& part,
+                                              uint32_t row) {
+  const auto* starts = reinterpret_cast<const uint32_t*>(item.head + part.starts) + row;
+  TreeRowInfo info;
+  info.place = __ldg(starts);
+  info.tokens = __ldg(starts + 1) - info.place;
+  info.spread = __ldg(item.Floats(part.spread) + row);
+  info.value_norm = sqrtf(__ldg(item.Floats(part.value_norm2) + row));
+  return info;
+}
+
+__device__ __forceinline__ void StoreGroupInfo(const StepHeader& step, const TreeItem& item) {
+  if (item.tile != 0) return;
+  const TreePart& part = item.tree->offsets.groups;
+  const uint32_t groups = item.CountOf(part);
+  const auto* members = reinterpret_cast<const uint32_t*>(item.head + part.first_members);
+  const TreeScores places = TreeScoresOf(*item.row, step.group);
+  auto* to = reinterpret_cast<TreeRowInfo*>(TreeScoresAt(step, item.unit, places.groups.info)) +
+             item.tree->first_group_slot;
+  for (uint32_t i = threadIdx.x; i < item.tree->group_slots; i += kTreeThreads) {
+    TreeRowInfo info = {};
+    if (i < groups) {
+      info = InfoOf(item, part, i);
+      const uint32_t first = __ldg(members + i);
+      info.place = first | (__ldg(members + i + 1) - first) << 16;
+    }
+    to[i] = info;
+  }
+}
+
 template <int kDim>
 __device__ __forceinline__ void StoreRotated(const StepHeader& step, const TreeItem& item,
                                              const TreeBlock<kDim>& block) {
@@ -86,8 +117,8 @@ __device__ __forceinline__ void SumGroups(const StepHeader& step, const TreeItem
   const uint32_t lane = item.tile * kLanes + g;
   const TreeScores places = TreeScoresOf(*item.row, step.group);
   const uint64_t at = uint64_t{lane} * item.row->group_slots + item.tree->first_group_slot;
-  float* log_mass = TreeScoresAt(step, item.unit, places.group_log_mass) + at;
-  float* d2 = TreeScoresAt(step, item.unit, places.group_d2) + at;
+  float* log_mass = TreeScoresAt(step, item.unit, places.groups.log_mass) + at;
+  float* d2 = TreeScoresAt(step, item.unit, places.groups.d2) + at;
   const TreeBuffers<kDim, kValueDim> buffers;
   for (uint32_t first = threadIdx.x / 32 * kTreeRows; first < groups;
        first += kTreeWarps * kTreeRows) {
@@ -121,6 +152,7 @@ __global__ void __launch_bounds__(kTreeThreads)
   __shared__ TreeBlock<kDim> block;
   const TreeItem item(step, blockIdx.x);
   PrefetchSlopes(item, kDim * kValueDim * 2);
+  StoreGroupInfo(step, item);
   LoadTreeQueries<kDim>(step, item, &block);
   RotateQueries<kDim>(item, &block);
   StoreRotated<kDim>(step, item, block);
@@ -154,6 +186,16 @@ struct LeafItems {
   }
 };
 
+__device__ __forceinline__ void StoreLeafInfo(const StepHeader& step, const TreeItem& item,
+                                              const LeafItems& leaves) {
+  if (item.tile != 0) return;
+  const TreeScores places = TreeScoresOf(*item.row, step.group);
+  auto* to = reinterpret_cast<TreeRowInfo*>(TreeScoresAt(step, item.unit, places.leaves.info));
+  for (uint32_t i = leaves.begin + threadIdx.x; i < leaves.end; i += kTreeThreads) {
+    to[i] = InfoOf(item, item.tree->offsets.leaves, leaves.items[i] & 0xFFFF);
+  }
+}
+
 // Adds the masses of the segment's groups that stay closed; of lane g, partial over warps and t.
 template <int kDim>
 __device__ __forceinline__ void AddClosedGroups(const StepHeader& step, const TreeItem& item,
@@ -161,7 +203,7 @@ __device__ __forceinline__ void AddClosedGroups(const StepHeader& step, const Tr
   const uint32_t g = threadIdx.x % 32 / 4, lane = item.tile * kLanes + g;
   if (lane >= step.group) return;
   const TreeScores places = TreeScoresOf(*item.row, step.group);
-  const float* log_mass = TreeScoresAt(step, item.unit, places.group_log_mass) +
+  const float* log_mass = TreeScoresAt(step, item.unit, places.groups.log_mass) +
                           uint64_t{lane} * item.row->group_slots + item.tree->first_group_slot;
   const uint8_t* fates = UnitFates(step, item.unit) + item.row->slots + item.tree->first_group_slot;
   const uint32_t groups = item.CountOf(item.tree->offsets.groups);
@@ -205,6 +247,7 @@ __global__ void __launch_bounds__(kTreeThreads)
   Totals totals[2] = {{-INFINITY, 0}, {-INFINITY, 0}};
   AddClosedGroups<kDim>(step, item, &totals[0]);
   if (leaves.begin < leaves.end) {
+    StoreLeafInfo(step, item, leaves);
     LoadTreeQueries<kDim>(step, item, &block);
     LoadRotated<kDim>(step, item, &block);
     SquareQueries<kDim>(&block);
@@ -212,8 +255,8 @@ __global__ void __launch_bounds__(kTreeThreads)
   const uint32_t lane = item.tile * kLanes + threadIdx.x % 32 / 4;
   const TreeScores places = TreeScoresOf(*item.row, step.group);
   const uint64_t at = uint64_t{lane} * item.row->slots;
-  float* log_mass = TreeScoresAt(step, item.unit, places.leaf_log_mass) + at;
-  float* d2 = TreeScoresAt(step, item.unit, places.leaf_d2) + at;
+  float* log_mass = TreeScoresAt(step, item.unit, places.leaves.log_mass) + at;
+  float* d2 = TreeScoresAt(step, item.unit, places.leaves.d2) + at;
   const TreeBuffers<kDim, kValueDim> buffers;
   for (uint32_t first = leaves.begin + threadIdx.x / 32 * kTreeRows; first < leaves.end;
        first += kTreeWarps * kTreeRows) {
@@ -313,8 +356,8 @@ __device__ __forceinline__ void SumEstimates(const StepHeader& step, const TreeI
   const uint32_t groups = item.CountOf(*source.part), first_slot = item.tree->first_group_slot;
   for (uint32_t first = warp * kTreeRows; first < groups; first += kTreeWarps * kTreeRows) {
     const uint64_t at = uint64_t{lane} * row.group_slots + first_slot + first;
-    source.log_mass = scores(places.group_log_mass) + at;
-    source.d2 = scores(places.group_d2) + at;
+    source.log_mass = scores(places.groups.log_mass) + at;
+    source.d2 = scores(places.groups.d2) + at;
     source.set = RowsInOrder(first, groups);
     const uint32_t own = source.set.own;
     if (own != kNoRow && fates[row.slots + first_slot + own] == kFateExact) {
@@ -328,8 +371,8 @@ __device__ __forceinline__ void SumEstimates(const StepHeader& step, const TreeI
   for (uint32_t first = leaves.begin + warp * kTreeRows; first < leaves.end;
        first += kTreeWarps * kTreeRows) {
     const uint64_t at = uint64_t{lane} * row.slots + first;
-    source.log_mass = scores(places.leaf_log_mass) + at;
-    source.d2 = scores(places.leaf_d2) + at;
+    source.log_mass = scores(places.leaves.log_mass) + at;
+    source.d2 = scores(places.leaves.d2) + at;
     source.set = source.estimated = leaves.Rows(first);
     const uint32_t own = source.set.own;
     if (own != kNoRow && fates[item.ref->first_slot + own] == kFateExact) {
