@@ -72,6 +72,8 @@ inline constexpr uint32_t kCoopSegmentsMax = 32;
 inline constexpr uint32_t kCoopValueDimMax = 128;
 // The most clustered tokens of a unit; selection counts two kinds of tokens in one word.
 inline constexpr uint64_t kUnitTokensMax = (uint64_t{1} << 28) - 1;
+// The most groups, and the most leaves, of a unit's tree: choosing adds them up in words.
+inline constexpr uint32_t kTreeRowsMax = 1u << 20;
 // Floats before a state's values; those from kHeadErrors on are of estimate pieces alone: sums of
 // squared errors, of second moments, of dropped weights, and over trees of the masses' squared
 // errors.
@@ -268,9 +270,10 @@ constexpr uint64_t ScoresPerUnit(const RowRef& row, uint32_t group) {
   return uint64_t{row.slots} * (uint64_t{group} * (row.second_order != 0 ? 2 : 1) + 1);
 }
 constexpr uint32_t StateFloats(uint32_t value_dim) { return kLanes * (kStateHead + value_dim); }
-// Of a tree item: its queries along the segment's axes, in floats; and the sums of estimates that
-// it leaves: a state whose values are followed by the slopes' correction of them.
-constexpr uint32_t RotatedFloats(uint32_t head_dim) { return kLanes * (head_dim + 8); }
+// Of a tree item, in words: its queries along the segment's axes, fragments of the queries and of
+// these squared, factors and offsets of their products; and the sums of estimates that it leaves: a
+// state whose values are followed by the slopes' correction of them.
+constexpr uint32_t TreeQueryWords(uint32_t head_dim) { return kLanes * (3 * head_dim + 4); }
 constexpr uint32_t TreeStateFloats(uint32_t value_dim) {
   return kLanes * (kStateHead + 2 * value_dim);
 }
@@ -406,8 +409,7 @@ struct StepHeader {
   ChosenPiece* chosen_pieces;  // [tiles * kChosenPiecesMax]
   uint32_t* cursors;           // [kCursors]
   uint32_t* tree_words;
-  float* rotated;        // [tree_items][kLanes][head_dim + 8]: scaled queries along the axes, and
-                         // the dot product with the key base
+  float* tree_queries;   // [tree_items][TreeQueryWords]
   float* tree_states;    // [tree_items][kLanes][kStateHead + 2 value_dim]
   float* tree_partials;  // [tree_items][kLanes][kStateHead]: sums over the item's opened leaves
 

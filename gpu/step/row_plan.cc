@@ -54,6 +54,9 @@ void PlanPieces(const RowDescription& row, RowRef* ref) {
 }  // namespace
 
 bool HasPlan(const RowDescription& row) {
+  uint64_t leaves = 0;
+  for (const SegmentDescription& segment : row.segments) leaves += SlotsFor(segment.max_clusters);
+  if (row.kind == UnitKind::kTree && leaves > kTreeRowsMax) return false;
   return row.history_segments <= kSegmentsMax && row.history_tokens <= kUnitTokensMax &&
          row.tail_end() <= std::numeric_limits<uint32_t>::max();
 }

@@ -70,8 +70,8 @@ void PlaceScratch(const WaveCounts& counts, const WaveShape& shape, WavePlaces* 
   places->chosen_pieces = scratch.Place(counts.chosen_pieces, sizeof(ChosenPiece));
   places->cursors = scratch.Place(kCursors, sizeof(uint32_t));
   places->tree_words = scratch.Place(counts.tree_words, sizeof(uint32_t));
-  places->rotated =
-      scratch.Place(counts.tree_items, sizeof(float) * RotatedFloats(shape.kernel.head_dim));
+  places->tree_queries =
+      scratch.Place(counts.tree_items, sizeof(float) * TreeQueryWords(shape.kernel.head_dim));
   places->tree_states =
       scratch.Place(counts.tree_items, sizeof(float) * TreeStateFloats(shape.kernel.value_dim));
   places->tree_partials = scratch.Place(counts.tree_items, sizeof(float) * kLanes * kStateHead);

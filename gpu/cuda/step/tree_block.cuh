@@ -62,17 +62,46 @@ __device__ __forceinline__ float* TreeScoresAt(const StepHeader& step, const Uni
   return UnitScores(step, unit) + offset;
 }
 
+// What the groups stage finds of an item's queries, and leaves for the other stages.
+template <int kDim>
+struct TreeQueries {
+  float rotated[kLanes][kDim];  // the scaled queries along the axes
+  uint32_t query_words[FragmentWords(kDim)];
+  uint32_t square_words[FragmentWords(kDim)];  // of the squares of `rotated`
+  float logit_factor[kLanes];                  // of dot products with query_words, in log2 units
+  float square_factor[kLanes];                 // of dot products with square_words
+  float base_dot[kLanes];                      // the logit of the key base, in log2 units
+  float unused[kLanes];
+};
+
 // Static shared memory of a thread block.
 template <int kDim>
 struct TreeBlock {
-  float queries[kLanes][kDim];  // times a power of two, within [-1, 1]; later other vectors
-  float rotated[kLanes][kDim];  // the scaled queries along the axes
-  __align__(16) uint32_t query_words[FragmentWords(kDim)];
-  __align__(16) uint32_t square_words[FragmentWords(kDim)];  // of the squares of `rotated`
-  float logit_factor[kLanes];   // of dot products with `queries`, in log2 units
-  float square_factor[kLanes];  // of dot products with the squares
-  float base_dot[kLanes];       // the logit of the key base, in log2 units
+  __align__(16) TreeQueries<kDim> q;
+  float vectors[kLanes][kDim];  // queries times a power of two, within [-1, 1]; later others
 };
+
+template <int kDim>
+__device__ __forceinline__ uint4* StoredQueries(const StepHeader& step, const TreeItem& item) {
+  static_assert(sizeof(TreeQueries<kDim>) == TreeQueryWords(kDim) * sizeof(float));
+  return reinterpret_cast<uint4*>(step.tree_queries + uint64_t{item.number} * TreeQueryWords(kDim));
+}
+template <int kDim>
+__device__ __forceinline__ void StoreQueries(const StepHeader& step, const TreeItem& item,
+                                             const TreeBlock<kDim>& block) {
+  uint4* to = StoredQueries<kDim>(step, item);
+  const auto* from = reinterpret_cast<const uint4*>(&block.q);
+  for (uint32_t i = threadIdx.x; i < TreeQueryWords(kDim) / 4; i += kTreeThreads) to[i] = from[i];
+}
+// The first `words` words of them.
+template <int kDim>
+__device__ __forceinline__ void LoadStoredQueries(const StepHeader& step, const TreeItem& item,
+                                                  uint32_t words, TreeBlock<kDim>* block) {
+  const uint4* from = StoredQueries<kDim>(step, item);
+  auto* to = reinterpret_cast<uint4*>(&block->q);
+  for (uint32_t i = threadIdx.x; i < words / 4; i += kTreeThreads) to[i] = from[i];
+  __syncthreads();
+}
 
 __device__ __forceinline__ float MaxOverWarp(float x) {
   for (int offset = 16; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, offset));
@@ -83,7 +112,7 @@ __device__ __forceinline__ float SumOfWarp(float x) {
   return x;
 }
 
-// Fills queries, query_words, logit_factor and base_dot.
+// Fills vectors, query_words, logit_factor and base_dot.
 template <int kDim>
 __device__ __forceinline__ void LoadTreeQueries(const StepHeader& step, const TreeItem& item,
                                                 TreeBlock<kDim>* block) {
@@ -105,18 +134,18 @@ __device__ __forceinline__ void LoadTreeQueries(const StepHeader& step, const Tr
 #pragma unroll
     for (uint32_t i = 0; i < kDim / 32; ++i) {
       const float scaled = x[i] * down;
-      block->queries[lane][i * 32 + thread] = scaled;
+      block->vectors[lane][i * 32 + thread] = scaled;
       dot += scaled * __ldg(base + i * 32 + thread);
     }
     dot = SumOfWarp(dot);
     if (thread == 0) {
       const float factor = ldexpf(step.softmax_scale, exponent) * kLog2E;
-      block->logit_factor[lane] = factor;
-      block->base_dot[lane] = factor * dot;
+      block->q.logit_factor[lane] = factor;
+      block->q.base_dot[lane] = factor * dot;
     }
   }
   __syncthreads();
-  WriteTreeFragments<kDim>(block->queries, block->query_words);
+  WriteTreeFragments<kDim>(block->vectors, block->q.query_words);
   __syncthreads();
 }
 
@@ -126,8 +155,8 @@ __device__ __forceinline__ void RotateQueries(const TreeItem& item, TreeBlock<kD
   const uint32_t warp = threadIdx.x / 32, thread = threadIdx.x % 32;
   const uint32_t g = thread / 4, t = thread % 4;
   const std::byte* axes = item.head + item.tree->offsets.axes;
-  const uint4* q = reinterpret_cast<const uint4*>(block->query_words) + thread * 2;
-  const float factor = fminf(block->logit_factor[g] / kLog2E, kTreeQueryMax);
+  const uint4* q = reinterpret_cast<const uint4*>(block->q.query_words) + thread * 2;
+  const float factor = fminf(block->q.logit_factor[g] / kLog2E, kTreeQueryMax);
 #pragma unroll 2
   for (uint32_t n = warp; n < kDim / 8; n += kTreeWarps) {
     float sum[4] = {};
@@ -141,13 +170,13 @@ __device__ __forceinline__ void RotateQueries(const TreeItem& item, TreeBlock<kD
       MultiplyAdd<__nv_bfloat16>(sum, a0, x.x, x.y);
       MultiplyAdd<__nv_bfloat16>(sum, a1, x.z, x.w);
     }
-    block->rotated[g][n * 8 + 2 * t] = factor * (sum[0] + sum[2]);
-    block->rotated[g][n * 8 + 2 * t + 1] = factor * (sum[1] + sum[3]);
+    block->q.rotated[g][n * 8 + 2 * t] = factor * (sum[0] + sum[2]);
+    block->q.rotated[g][n * 8 + 2 * t + 1] = factor * (sum[1] + sum[3]);
   }
   __syncthreads();
 }
 
-// Fills square_words and square_factor from `rotated`; `queries` then holds something else.
+// Fills square_words and square_factor from `rotated`.
 template <int kDim>
 __device__ __forceinline__ void SquareQueries(TreeBlock<kDim>* block) {
   const uint32_t thread = threadIdx.x % 32;
@@ -155,19 +184,19 @@ __device__ __forceinline__ void SquareQueries(TreeBlock<kDim>* block) {
     float greatest = 0;
 #pragma unroll
     for (uint32_t i = 0; i < kDim / 32; ++i) {
-      greatest = fmaxf(greatest, fabsf(block->rotated[lane][i * 32 + thread]));
+      greatest = fmaxf(greatest, fabsf(block->q.rotated[lane][i * 32 + thread]));
     }
     greatest = MaxOverWarp(greatest);
     const float down = greatest > 0 ? 1 / greatest : 0.0f;
 #pragma unroll
     for (uint32_t i = 0; i < kDim / 32; ++i) {
-      const float share = block->rotated[lane][i * 32 + thread] * down;
-      block->queries[lane][i * 32 + thread] = share * share;
+      const float share = block->q.rotated[lane][i * 32 + thread] * down;
+      block->vectors[lane][i * 32 + thread] = share * share;
     }
-    if (thread == 0) block->square_factor[lane] = greatest * greatest;
+    if (thread == 0) block->q.square_factor[lane] = greatest * greatest;
   }
   __syncthreads();
-  WriteTreeFragments<kDim>(block->queries, block->square_words);
+  WriteTreeFragments<kDim>(block->vectors, block->q.square_words);
   __syncthreads();
 }
 
@@ -184,7 +213,7 @@ struct TreeRowScores {
 
 // Scores 16 rows of a part. rows: in one buffer; squares: in the other, where they stay.
 template <int kDim>
-__device__ __forceinline__ TreeRowScores ScoreTreeRows(const TreeBlock<kDim>& block,
+__device__ __forceinline__ TreeRowScores ScoreTreeRows(const TreeQueries<kDim>& queries,
                                                        const std::byte* head, const TreePart& part,
                                                        const TreeRowSet& set, float optimism,
                                                        uint32_t rows_at, uint32_t squares_at) {
@@ -198,16 +227,16 @@ __device__ __forceinline__ TreeRowScores ScoreTreeRows(const TreeBlock<kDim>& bl
   ExpandSquares<kDim>(head + part.deviation_codes, set, squares_at);
   __syncwarp();
   float dot[2][4] = {}, variance[2][4] = {};
-  DotTreeRows<kDim>(rows_at, block.query_words, dot);
-  DotTreeRows<kDim>(squares_at, block.square_words, variance);
+  DotTreeRows<kDim>(rows_at, queries.query_words, dot);
+  DotTreeRows<kDim>(squares_at, queries.square_words, variance);
   TreeRowScores scores;
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const float logit =
-          block.logit_factor[g] * (dot[n][c] + dot[n][c + 2]) * scales.x[n][c] + block.base_dot[g];
-      float d2 = block.square_factor[g] * (variance[n][c] + variance[n][c + 2]) * units.x[n][c];
+      const float logit = queries.logit_factor[g] * (dot[n][c] + dot[n][c + 2]) * scales.x[n][c] +
+                          queries.base_dot[g];
+      float d2 = queries.square_factor[g] * (variance[n][c] + variance[n][c + 2]) * units.x[n][c];
       d2 = fminf(d2, kVarianceMax);
       const float mean = logit + kLog2E * sizes.x[n][c];
       const bool there = rows[n][c] != kNoRow;

@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "gpu/layout/step_layout.h"
+
 namespace attnd::gpu {
 
 inline constexpr uint32_t kCutThreads = 1024;
@@ -17,9 +19,15 @@ inline constexpr uint32_t kCutDigits = 1u << kCutDigitBits;
 
 using CutWeight = unsigned long long;
 
+// Weights are added up in words of 32 bits, kCutWordBits of each weight to a word: shared memory
+// adds those at once, and 64 bits by trying. So many rows fit.
+inline constexpr uint32_t kCutWords = 4;
+inline constexpr uint32_t kCutWordBits = 12;
+static_assert(kTreeRowsMax <= 1u << (32 - kCutWordBits));
+
 // In shared memory.
 struct CutMemory {
-  CutWeight histogram[kCutDigits];
+  uint32_t histogram[kCutWords][kCutDigits];
   CutWeight parts[kCutWarps];
   CutWeight above;
   uint32_t digit;
@@ -48,6 +56,30 @@ __device__ __forceinline__ CutWeight ScanBlock(CutWeight x, CutMemory* memory, C
   return before + sum - x;
 }
 
+__device__ __forceinline__ void ClearHistogram(CutMemory* memory) {
+  auto* words = reinterpret_cast<uint4*>(memory->histogram);
+  for (uint32_t i = threadIdx.x; i < kCutWords * kCutDigits / 4; i += kCutThreads) {
+    words[i] = make_uint4(0, 0, 0, 0);
+  }
+}
+__device__ __forceinline__ void AddToHistogram(CutWeight weight, uint32_t digit,
+                                               CutMemory* memory) {
+#pragma unroll
+  for (uint32_t w = 0; w < kCutWords; ++w) {
+    const auto part =
+        static_cast<uint32_t>(weight >> w * kCutWordBits) & ((1u << kCutWordBits) - 1);
+    if (part != 0) atomicAdd(&memory->histogram[w][digit], part);
+  }
+}
+__device__ __forceinline__ CutWeight OfDigit(const CutMemory& memory, uint32_t digit) {
+  CutWeight sum = 0;
+#pragma unroll
+  for (uint32_t w = 0; w < kCutWords; ++w) {
+    sum += static_cast<CutWeight>(memory.histogram[w][digit]) << w * kCutWordBits;
+  }
+  return sum;
+}
+
 // Rows are taken in the order of descending keys, the lower number first among equals, as long as
 // those before weigh less than `limit`: rows with greater keys, and of those with `key` itself the
 // ones before which `above` and the equals weigh less.
@@ -69,20 +101,20 @@ __device__ TreeCut FindCut(const uint32_t* keys, uint32_t count, CutLimit kind, 
   uint32_t bits = 32;  // of the key that are not known
   while (bits > 0) {
     const uint32_t digit_bits = min(bits, kCutDigitBits), shift = bits - digit_bits;
-    for (uint32_t d = threadIdx.x; d < kCutDigits; d += kCutThreads) memory->histogram[d] = 0;
+    ClearHistogram(memory);
     __syncthreads();
     for (uint32_t i = threadIdx.x; i < count; i += kCutThreads) {
       const uint32_t key = keys[i];
       if (key == 0 || (bits < 32 && key >> bits != cut.key >> bits)) continue;
       const uint32_t digit = key >> shift & ((1u << digit_bits) - 1);
-      if (const CutWeight own = weight_of(i); own != 0) atomicAdd(&memory->histogram[digit], own);
+      AddToHistogram(weight_of(i), digit, memory);
     }
     __syncthreads();
     // A thread has some neighbouring digits, the first thread the greatest.
     const uint32_t top = kCutDigits - 1 - threadIdx.x * kOwn;
     CutWeight own = 0, total;
 #pragma unroll
-    for (uint32_t i = 0; i < kOwn; ++i) own += memory->histogram[top - i];
+    for (uint32_t i = 0; i < kOwn; ++i) own += OfDigit(*memory, top - i);
     CutWeight above = cut.above + ScanBlock(own, memory, &total);
     if (bits == 32) {
       if (kind == CutLimit::kLeft) cut.limit = total > weight ? total - weight : 0;
@@ -92,7 +124,7 @@ __device__ TreeCut FindCut(const uint32_t* keys, uint32_t count, CutLimit kind, 
     if (above < cut.limit && cut.limit <= above + own) {
 #pragma unroll
       for (uint32_t i = 0; i < kOwn; ++i) {
-        const CutWeight of_digit = memory->histogram[top - i];
+        const CutWeight of_digit = OfDigit(*memory, top - i);
         if (above < cut.limit && cut.limit <= above + of_digit) {
           memory->digit = top - i;
           memory->above = above;

@@ -6,8 +6,9 @@
 namespace attnd::gpu {
 namespace {
 
-// One, in fixed point: the sum over 2^20 rows of twice that stays an integer of 64 bits.
+// One, in fixed point. A row weighs twice that at most.
 constexpr CutWeight kCutOne = CutWeight{1} << 36;
+static_assert(2 * kCutOne < CutWeight{1} << kCutWords * kCutWordBits);
 
 __device__ __forceinline__ CutWeight FixedShare(float share) {
   return __float2ull_rn(fminf(share, 2.0f) * static_cast<float>(kCutOne));

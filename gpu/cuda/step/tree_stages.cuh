@@ -13,12 +13,22 @@
 
 namespace attnd::gpu {
 
-// Asks the second-level cache for what a thread block reads late: the slopes.
-__device__ __forceinline__ void PrefetchSlopes(const TreeItem& item, uint32_t bytes) {
-  const std::byte* slopes = item.head + item.tree->offsets.slopes;
+// Asks the second-level cache for what the thread block will read, so that later loads wait for no
+// more than that cache.
+__device__ __forceinline__ void PrefetchBytes(const std::byte* from, uint32_t bytes) {
   for (uint32_t at = threadIdx.x * 128; at < bytes; at += kTreeThreads * 128) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(slopes + at));
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
   }
+}
+template <int kDim, int kValueDim>
+__device__ __forceinline__ void PrefetchGroups(const TreeItem& item) {
+  const TreeOffsets& offsets = item.tree->offsets;
+  const uint32_t rows = item.tree->max_groups;
+  PrefetchBytes(item.head + offsets.axes, kDim * kDim * 2);
+  PrefetchBytes(item.head + offsets.groups.centroids, rows * kDim);
+  PrefetchBytes(item.head + offsets.groups.deviation_codes, rows * (kDim / 2));
+  PrefetchBytes(item.head + offsets.groups.mean_values, rows * kValueDim);
+  PrefetchBytes(item.head + offsets.slopes, kDim * kValueDim * 2);
 }
 
 // Where a warp's two buffers are.
@@ -37,6 +47,10 @@ __device__ __forceinline__ TreeRowSet RowsInOrder(uint32_t first, uint32_t count
   const uint32_t row = first + threadIdx.x % kTreeRows;
   return {row < count ? row : kNoRow};
 }
+
+// Thread blocks of a tree's stages that a multiprocessor should hold.
+template <int kDim, int kValueDim>
+inline constexpr int kTreeBlocks = kDim + kValueDim <= 256 ? 2 : 1;
 
 // ---- groups ----
 
@@ -87,30 +101,9 @@ __device__ __forceinline__ void StoreGroupInfo(const StepHeader& step, const Tre
   }
 }
 
-template <int kDim>
-__device__ __forceinline__ void StoreRotated(const StepHeader& step, const TreeItem& item,
-                                             const TreeBlock<kDim>& block) {
-  float* out = step.rotated + uint64_t{item.number} * RotatedFloats(kDim);
-  for (uint32_t i = threadIdx.x; i < kLanes * kDim; i += kTreeThreads) {
-    const uint32_t lane = i / kDim;
-    out[lane * (kDim + 8) + i % kDim] = block.rotated[lane][i % kDim];
-  }
-}
-
-template <int kDim>
-__device__ __forceinline__ void LoadRotated(const StepHeader& step, const TreeItem& item,
-                                            TreeBlock<kDim>* block) {
-  const float* in = step.rotated + uint64_t{item.number} * RotatedFloats(kDim);
-  for (uint32_t i = threadIdx.x; i < kLanes * kDim; i += kTreeThreads) {
-    const uint32_t lane = i / kDim;
-    block->rotated[lane][i % kDim] = in[lane * (kDim + 8) + i % kDim];
-  }
-  __syncthreads();
-}
-
 template <int kDim, int kValueDim>
 __device__ __forceinline__ void SumGroups(const StepHeader& step, const TreeItem& item,
-                                          const TreeBlock<kDim>& block,
+                                          const TreeQueries<kDim>& queries,
                                           TreeSums<kDim, kValueDim>* sums, Totals* best) {
   const TreePart& part = item.tree->offsets.groups;
   const uint32_t groups = item.CountOf(part), g = threadIdx.x % 32 / 4;
@@ -125,7 +118,7 @@ __device__ __forceinline__ void SumGroups(const StepHeader& step, const TreeItem
     const TreeRowSet set = RowsInOrder(first, groups);
     __syncwarp();
     const TreeRowScores scores = ScoreTreeRows<kDim>(
-        block, item.head, part, set, attention::kGroupOptimism, buffers.rows, buffers.squares);
+        queries, item.head, part, set, attention::kGroupOptimism, buffers.rows, buffers.squares);
     if (lane < step.group) StoreTreeScores(scores, first, log_mass, d2);
     AddToTotals(scores.best, best);
     const auto& x = scores.log_mass;
@@ -147,19 +140,19 @@ __device__ __forceinline__ void SumGroups(const StepHeader& step, const TreeItem
 }
 
 template <int kDim, int kValueDim>
-__global__ void __launch_bounds__(kTreeThreads)
+__global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
     TreeGroupsKernel(const __grid_constant__ StepHeader step) {
   __shared__ TreeBlock<kDim> block;
   const TreeItem item(step, blockIdx.x);
-  PrefetchSlopes(item, kDim * kValueDim * 2);
-  StoreGroupInfo(step, item);
+  PrefetchGroups<kDim, kValueDim>(item);
   LoadTreeQueries<kDim>(step, item, &block);
   RotateQueries<kDim>(item, &block);
-  StoreRotated<kDim>(step, item, block);
   SquareQueries<kDim>(&block);
+  StoreQueries<kDim>(step, item, block);
   TreeSums<kDim, kValueDim> sums;
   Totals best = {-INFINITY, 0};
-  SumGroups(step, item, block, &sums, &best);
+  StoreGroupInfo(step, item);
+  SumGroups(step, item, block.q, &sums, &best);
   TreeFinisher<kDim, kValueDim>(
       item, LanesOf(step, item.unit, item.tile),
       step.tree_states + uint64_t{item.number} * TreeStateFloats(kValueDim), &block)
@@ -239,7 +232,7 @@ __device__ __forceinline__ void StorePartials(const StepHeader& step, const Tree
 }
 
 template <int kDim, int kValueDim>
-__global__ void __launch_bounds__(kTreeThreads)
+__global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
     TreeLeavesKernel(const __grid_constant__ StepHeader step) {
   __shared__ TreeBlock<kDim> block;
   const TreeItem item(step, blockIdx.x);
@@ -248,9 +241,7 @@ __global__ void __launch_bounds__(kTreeThreads)
   AddClosedGroups<kDim>(step, item, &totals[0]);
   if (leaves.begin < leaves.end) {
     StoreLeafInfo(step, item, leaves);
-    LoadTreeQueries<kDim>(step, item, &block);
-    LoadRotated<kDim>(step, item, &block);
-    SquareQueries<kDim>(&block);
+    LoadStoredQueries<kDim>(step, item, TreeQueryWords(kDim), &block);
   }
   const uint32_t lane = item.tile * kLanes + threadIdx.x % 32 / 4;
   const TreeScores places = TreeScoresOf(*item.row, step.group);
@@ -263,8 +254,8 @@ __global__ void __launch_bounds__(kTreeThreads)
     const TreeRowSet set = leaves.Rows(first);
     __syncwarp();
     const TreeRowScores scores =
-        ScoreTreeRows<kDim>(block, item.head, item.tree->offsets.leaves, set, attention::kOptimism,
-                            buffers.rows, buffers.squares);
+        ScoreTreeRows<kDim>(block.q, item.head, item.tree->offsets.leaves, set,
+                            attention::kOptimism, buffers.rows, buffers.squares);
     const uint32_t t = threadIdx.x % 4;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -341,44 +332,70 @@ __device__ __forceinline__ void AddEstimatedRows(const TreeItem& item, const Est
                    buffers.squares, sums);
 }
 
-// The segment's groups that stay closed, and its leaves that are not read.
+// The rows of an item that may be estimated, sixteen at a time: first its groups, of which those
+// that are opened count as missing, then its leaves.
+class EstimatedRowsOf {
+ public:
+  __device__ EstimatedRowsOf(const StepHeader& step, const TreeItem& item)
+      : item_(item),
+        row_(*item.row),
+        leaves_(step, item),
+        lane_(item.tile * kLanes + threadIdx.x % 32 / 4),
+        fates_(UnitFates(step, item.unit)),
+        groups_(item.CountOf(item.tree->offsets.groups)),
+        group_batches_((groups_ + kTreeRows - 1) / kTreeRows) {
+    const TreeScores places = TreeScoresOf(row_, step.group);
+    group_log_mass_ = TreeScoresAt(step, item.unit, places.groups.log_mass);
+    group_d2_ = TreeScoresAt(step, item.unit, places.groups.d2);
+    leaf_log_mass_ = TreeScoresAt(step, item.unit, places.leaves.log_mass);
+    leaf_d2_ = TreeScoresAt(step, item.unit, places.leaves.d2);
+  }
+
+  __device__ __forceinline__ uint32_t batches() const {
+    return group_batches_ + (leaves_.end - leaves_.begin + kTreeRows - 1) / kTreeRows;
+  }
+  __device__ __forceinline__ EstimatedRows Batch(uint32_t number) const {
+    const bool groups = number < group_batches_;
+    const uint32_t first =
+        groups ? number * kTreeRows : leaves_.begin + (number - group_batches_) * kTreeRows;
+    const uint64_t at =
+        groups ? uint64_t{lane_} * row_.group_slots + item_.tree->first_group_slot + first
+               : uint64_t{lane_} * row_.slots + first;
+    EstimatedRows rows;
+    rows.part = groups ? &item_.tree->offsets.groups : &item_.tree->offsets.leaves;
+    rows.log_mass = (groups ? group_log_mass_ : leaf_log_mass_) + at;
+    rows.d2 = (groups ? group_d2_ : leaf_d2_) + at;
+    rows.set = groups ? RowsInOrder(first, groups_) : leaves_.Rows(first);
+    rows.estimated = rows.set;
+    const uint32_t own = rows.set.own;
+    if (own == kNoRow) return rows;
+    const uint8_t fate = groups ? fates_[row_.slots + item_.tree->first_group_slot + own]
+                                : fates_[item_.ref->first_slot + own];
+    if (fate != kFateExact) return rows;
+    rows.estimated.own = kNoRow;
+    if (groups) rows.set.own = kNoRow;
+    return rows;
+  }
+
+ private:
+  const TreeItem& item_;
+  const RowRef& row_;
+  const LeafItems leaves_;
+  const uint32_t lane_;
+  const uint8_t* const fates_;
+  const float *group_log_mass_, *group_d2_, *leaf_log_mass_, *leaf_d2_;
+  const uint32_t groups_;
+  const uint32_t group_batches_;
+};
+
 template <int kDim, int kValueDim>
 __device__ __forceinline__ void SumEstimates(const StepHeader& step, const TreeItem& item,
                                              TreeSums<kDim, kValueDim>* sums) {
-  const uint32_t warp = threadIdx.x / 32, lane = item.tile * kLanes + threadIdx.x % 32 / 4;
-  const bool used = lane < step.group;
-  const RowRef& row = *item.row;
-  const TreeScores places = TreeScoresOf(row, step.group);
-  const uint8_t* fates = UnitFates(step, item.unit);
-  const auto scores = [&](uint64_t place) { return TreeScoresAt(step, item.unit, place); };
-  EstimatedRows source;
-  source.part = &item.tree->offsets.groups;
-  const uint32_t groups = item.CountOf(*source.part), first_slot = item.tree->first_group_slot;
-  for (uint32_t first = warp * kTreeRows; first < groups; first += kTreeWarps * kTreeRows) {
-    const uint64_t at = uint64_t{lane} * row.group_slots + first_slot + first;
-    source.log_mass = scores(places.groups.log_mass) + at;
-    source.d2 = scores(places.groups.d2) + at;
-    source.set = RowsInOrder(first, groups);
-    const uint32_t own = source.set.own;
-    if (own != kNoRow && fates[row.slots + first_slot + own] == kFateExact) {
-      source.set.own = kNoRow;  // its leaves stand for it
-    }
-    source.estimated = source.set;
-    AddEstimatedRows(item, source, used, sums);
-  }
-  const LeafItems leaves(step, item);
-  source.part = &item.tree->offsets.leaves;
-  for (uint32_t first = leaves.begin + warp * kTreeRows; first < leaves.end;
-       first += kTreeWarps * kTreeRows) {
-    const uint64_t at = uint64_t{lane} * row.slots + first;
-    source.log_mass = scores(places.leaves.log_mass) + at;
-    source.d2 = scores(places.leaves.d2) + at;
-    source.set = source.estimated = leaves.Rows(first);
-    const uint32_t own = source.set.own;
-    if (own != kNoRow && fates[item.ref->first_slot + own] == kFateExact) {
-      source.estimated.own = kNoRow;
-    }
-    AddEstimatedRows(item, source, used, sums);
+  const bool used = item.tile * kLanes + threadIdx.x % 32 / 4 < step.group;
+  const EstimatedRowsOf source(step, item);
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x / 32; i < source.batches(); i += kTreeWarps) {
+    AddEstimatedRows(item, source.Batch(i), used, sums);
   }
 }
 
@@ -409,12 +426,12 @@ __device__ __forceinline__ void StoreEstimate(const StepHeader& step, const Tree
 }
 
 template <int kDim, int kValueDim>
-__global__ void __launch_bounds__(kTreeThreads)
+__global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
     TreeEstimateKernel(const __grid_constant__ StepHeader step) {
   __shared__ TreeBlock<kDim> block;
   const TreeItem item(step, blockIdx.x);
-  PrefetchSlopes(item, kDim * kValueDim * 2);
-  LoadRotated<kDim>(step, item, &block);
+  PrefetchBytes(item.head + item.tree->offsets.slopes, kDim * kValueDim * 2);
+  LoadStoredQueries<kDim>(step, item, kLanes * kDim, &block);
   TreeSums<kDim, kValueDim> sums;
   const uint64_t tile_number = uint64_t{item.unit.unit} * step.tiles_max + item.tile;
   sums.max = step.lane_scales[tile_number * kLanes + threadIdx.x % 32 / 4].max;

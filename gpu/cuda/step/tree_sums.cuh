@@ -87,7 +87,8 @@ __device__ __forceinline__ void AddTreeEstimates(const std::byte* head, const Tr
 // Where warps' sums meet, in the place of their buffers.
 template <int kDim, int kValueDim>
 struct TreeMergeMemory {
-  float heads[kTreeWarps][kLanes][kStateHead];  // max, sum, moments, best max, best sum, errors
+  float heads[kTreeWarps][kLanes][kStateHead];  // TreeHead
+  float factors[kTreeWarps][kLanes];            // to the greatest maximum
   float values[kTreeWarps][kLanes][kValueDim + 4];
   float variances[kTreeWarps][kLanes][kDim + 4];
 };
@@ -139,6 +140,8 @@ class TreeFinisher {
     StoreLanes(sums->values, memory->values[warp]);
     StoreLanes(sums->variances, memory->variances[warp]);
     __syncthreads();
+    SetFactors(memory);
+    __syncthreads();
     MergeHeads(*memory);
     MergeValues(*memory);
     MergeVariances(*memory);
@@ -171,6 +174,13 @@ class TreeFinisher {
     return max;
   }
 
+  static __device__ __forceinline__ void SetFactors(Memory* memory) {
+    if (threadIdx.x >= kTreeWarps * kLanes) return;
+    const uint32_t warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+    memory->factors[warp][lane] =
+        Weight(memory->heads[warp][lane][kTreeMax], MaxOf(*memory, lane, kTreeMax));
+  }
+
   __device__ __forceinline__ void MergeHeads(const Memory& memory) {
     if (threadIdx.x >= lanes_) return;
     const uint32_t lane = threadIdx.x;
@@ -178,7 +188,7 @@ class TreeFinisher {
     float head[kStateHead] = {};
     for (uint32_t w = 0; w < kTreeWarps; ++w) {
       const float* own = memory.heads[w][lane];
-      const float factor = Weight(own[kTreeMax], max);
+      const float factor = memory.factors[w][lane];
       head[kTreeSum] += factor * own[kTreeSum];
       head[kTreeMoments] += factor * own[kTreeMoments];
       head[kTreeBestSum] += Weight(own[kTreeBestMax], best) * own[kTreeBestSum];
@@ -195,10 +205,9 @@ class TreeFinisher {
     const float* base = item_.Floats(item_.tree->offsets.value_base);
     for (uint32_t i = threadIdx.x; i < lanes_ * kValueDim; i += kTreeThreads) {
       const uint32_t lane = i / kValueDim, channel = i % kValueDim;
-      const float max = MaxOf(memory, lane, kTreeMax);
       float value = 0, sum = 0;
       for (uint32_t w = 0; w < kTreeWarps; ++w) {
-        const float factor = Weight(memory.heads[w][lane][kTreeMax], max);
+        const float factor = memory.factors[w][lane];
         value += factor * memory.values[w][lane][channel];
         sum += factor * memory.heads[w][lane][kTreeSum];
       }
@@ -210,12 +219,11 @@ class TreeFinisher {
   __device__ __forceinline__ void MergeVariances(const Memory& memory) {
     for (uint32_t i = threadIdx.x; i < kLanes * kDim; i += kTreeThreads) {
       const uint32_t lane = i / kDim, axis = i % kDim;
-      const float max = MaxOf(memory, lane, kTreeMax);
       float variance = 0;
-      for (uint32_t w = 0; w < kTreeWarps; ++w) {
-        variance += Weight(memory.heads[w][lane][kTreeMax], max) * memory.variances[w][lane][axis];
+      for (uint32_t w = 0; lane < lanes_ && w < kTreeWarps; ++w) {
+        variance += memory.factors[w][lane] * memory.variances[w][lane][axis];
       }
-      block_->queries[lane][axis] = variance * block_->rotated[lane][axis];
+      block_->vectors[lane][axis] = variance * block_->q.rotated[lane][axis];
     }
   }
 
@@ -236,7 +244,7 @@ class TreeFinisher {
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
 #pragma unroll
-        for (int c = 0; c < 2; ++c) weight[n][c] = block_->queries[g][first + n * 8 + 2 * t + c];
+        for (int c = 0; c < 2; ++c) weight[n][c] = block_->vectors[g][first + n * 8 + 2 * t + c];
       }
       AddTreeRows<kValueDim>(weight, rows_at, sum);
     }
