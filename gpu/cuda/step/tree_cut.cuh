@@ -12,7 +12,7 @@
 
 namespace attnd::gpu {
 
-inline constexpr uint32_t kCutThreads = 1024;
+inline constexpr uint32_t kCutThreads = 512;
 inline constexpr uint32_t kCutWarps = kCutThreads / 32;
 inline constexpr uint32_t kCutDigitBits = 11;
 inline constexpr uint32_t kCutDigits = 1u << kCutDigitBits;
@@ -21,7 +21,7 @@ using CutWeight = unsigned long long;
 
 // Weights are added up in words of 32 bits, kCutWordBits of each weight to a word: shared memory
 // adds those at once, and 64 bits by trying. So many rows fit.
-inline constexpr uint32_t kCutWords = 4;
+inline constexpr uint32_t kCutWords = 3;
 inline constexpr uint32_t kCutWordBits = 12;
 static_assert(kTreeRowsMax <= 1u << (32 - kCutWordBits));
 
@@ -45,36 +45,40 @@ __device__ __forceinline__ CutWeight ScanBlock(CutWeight x, CutMemory* memory, C
   __syncthreads();  // the parts of the scan before have been read
   if (thread == 31) memory->parts[warp] = sum;
   __syncthreads();
-  CutWeight before = 0, all = 0;
+  CutWeight part = thread < kCutWarps ? memory->parts[thread] : 0;
 #pragma unroll
-  for (uint32_t w = 0; w < kCutWarps; ++w) {
-    const CutWeight part = memory->parts[w];
-    if (w < warp) before += part;
-    all += part;
+  for (int offset = 1; offset < kCutWarps; offset *= 2) {
+    const CutWeight other = __shfl_up_sync(~0u, part, offset);
+    if (thread >= offset) part += other;
   }
-  *total = all;
-  return before + sum - x;
+  *total = __shfl_sync(~0u, part, kCutWarps - 1);
+  const CutWeight before = __shfl_sync(~0u, part, warp > 0 ? warp - 1 : 0);
+  return (warp > 0 ? before : 0) + sum - x;
 }
 
+// kWords: of the words, those that the weights have.
+template <uint32_t kWords>
 __device__ __forceinline__ void ClearHistogram(CutMemory* memory) {
   auto* words = reinterpret_cast<uint4*>(memory->histogram);
-  for (uint32_t i = threadIdx.x; i < kCutWords * kCutDigits / 4; i += kCutThreads) {
+  for (uint32_t i = threadIdx.x; i < kWords * kCutDigits / 4; i += kCutThreads) {
     words[i] = make_uint4(0, 0, 0, 0);
   }
 }
+template <uint32_t kWords>
 __device__ __forceinline__ void AddToHistogram(CutWeight weight, uint32_t digit,
                                                CutMemory* memory) {
 #pragma unroll
-  for (uint32_t w = 0; w < kCutWords; ++w) {
+  for (uint32_t w = 0; w < kWords; ++w) {
     const auto part =
         static_cast<uint32_t>(weight >> w * kCutWordBits) & ((1u << kCutWordBits) - 1);
     if (part != 0) atomicAdd(&memory->histogram[w][digit], part);
   }
 }
+template <uint32_t kWords>
 __device__ __forceinline__ CutWeight OfDigit(const CutMemory& memory, uint32_t digit) {
   CutWeight sum = 0;
 #pragma unroll
-  for (uint32_t w = 0; w < kCutWords; ++w) {
+  for (uint32_t w = 0; w < kWords; ++w) {
     sum += static_cast<CutWeight>(memory.histogram[w][digit]) << w * kCutWordBits;
   }
   return sum;
@@ -89,6 +93,20 @@ struct TreeCut {
   CutWeight limit;
 };
 
+// How rows are weighed: each as one, or by weight_of(i).
+struct OneEach {
+  static constexpr uint32_t kWords = 1;
+  __device__ __forceinline__ CutWeight operator()(uint32_t) const { return 1; }
+};
+template <typename F>
+struct WeightBy {
+  static constexpr uint32_t kWords = kCutWords;
+  F f;
+  __device__ __forceinline__ CutWeight operator()(uint32_t i) const { return f(i); }
+};
+template <typename F>
+WeightBy(F) -> WeightBy<F>;
+
 // What a cut is to leave: rows above it weigh at least `weight`, or rows below it at most that.
 enum class CutLimit { kTaken, kLeft };
 
@@ -96,25 +114,25 @@ enum class CutLimit { kTaken, kLeft };
 template <typename WeightOf>
 __device__ TreeCut FindCut(const uint32_t* keys, uint32_t count, CutLimit kind, CutWeight weight,
                            WeightOf weight_of, CutMemory* memory) {
-  constexpr uint32_t kOwn = kCutDigits / kCutThreads;
+  constexpr uint32_t kOwn = kCutDigits / kCutThreads, kWords = WeightOf::kWords;
   TreeCut cut = {0, 0, weight};
   uint32_t bits = 32;  // of the key that are not known
   while (bits > 0) {
     const uint32_t digit_bits = min(bits, kCutDigitBits), shift = bits - digit_bits;
-    ClearHistogram(memory);
+    ClearHistogram<kWords>(memory);
     __syncthreads();
     for (uint32_t i = threadIdx.x; i < count; i += kCutThreads) {
       const uint32_t key = keys[i];
       if (key == 0 || (bits < 32 && key >> bits != cut.key >> bits)) continue;
       const uint32_t digit = key >> shift & ((1u << digit_bits) - 1);
-      AddToHistogram(weight_of(i), digit, memory);
+      AddToHistogram<kWords>(weight_of(i), digit, memory);
     }
     __syncthreads();
     // A thread has some neighbouring digits, the first thread the greatest.
     const uint32_t top = kCutDigits - 1 - threadIdx.x * kOwn;
     CutWeight own = 0, total;
 #pragma unroll
-    for (uint32_t i = 0; i < kOwn; ++i) own += OfDigit(*memory, top - i);
+    for (uint32_t i = 0; i < kOwn; ++i) own += OfDigit<kWords>(*memory, top - i);
     CutWeight above = cut.above + ScanBlock(own, memory, &total);
     if (bits == 32) {
       if (kind == CutLimit::kLeft) cut.limit = total > weight ? total - weight : 0;
@@ -124,7 +142,7 @@ __device__ TreeCut FindCut(const uint32_t* keys, uint32_t count, CutLimit kind, 
     if (above < cut.limit && cut.limit <= above + own) {
 #pragma unroll
       for (uint32_t i = 0; i < kOwn; ++i) {
-        const CutWeight of_digit = OfDigit(*memory, top - i);
+        const CutWeight of_digit = OfDigit<kWords>(*memory, top - i);
         if (above < cut.limit && cut.limit <= above + of_digit) {
           memory->digit = top - i;
           memory->above = above;

@@ -15,7 +15,7 @@
 
 namespace attnd::gpu {
 
-inline constexpr uint32_t kTreeWarps = 8;
+inline constexpr uint32_t kTreeWarps = 4;
 inline constexpr uint32_t kTreeThreads = kTreeWarps * 32;
 inline constexpr uint32_t kTreeRows = 16;  // that a warp works on at a time
 inline constexpr uint32_t kNoRow = ~0u;

@@ -7,7 +7,7 @@ namespace attnd::gpu {
 namespace {
 
 // One, in fixed point. A row weighs twice that at most.
-constexpr CutWeight kCutOne = CutWeight{1} << 36;
+constexpr CutWeight kCutOne = CutWeight{1} << 34;
 static_assert(2 * kCutOne < CutWeight{1} << kCutWords * kCutWordBits);
 
 __device__ __forceinline__ CutWeight FixedShare(float share) {
@@ -243,12 +243,12 @@ __device__ void TreeSelector::Mark(const TreeLevel& level, uint32_t wanted, doub
   Rank(level);
   for (uint32_t i = threadIdx.x; i < level.count; i += kCutThreads) fate_of(i) = kFateEstimated;
   const auto take = [&](uint32_t i) { fate_of(i) = kFateExact; };
-  const auto one = [](uint32_t) { return CutWeight{1}; };
+  const OneEach one;
   TreeCut cut = FindCut(level.best_keys, level.count, CutLimit::kTaken, wanted, one, &memory_->cut);
   ApplyCut(level.best_keys, level.count, cut, one, &memory_->cut, take);
   if (limited()) {
     const auto per_budget = static_cast<float>(1 / (tolerance * tolerance));
-    const auto weight = [&](uint32_t i) { return FixedShare(level.errors[i] * per_budget); };
+    const WeightBy weight{[&](uint32_t i) { return FixedShare(level.errors[i] * per_budget); }};
     const CutWeight left = kCutOne > spent ? kCutOne - spent : 0;
     cut = FindCut(level.error_keys, level.count, CutLimit::kLeft, left, weight, &memory_->cut);
     ApplyCut(level.error_keys, level.count, cut, weight, &memory_->cut, take);

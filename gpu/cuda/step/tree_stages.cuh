@@ -50,7 +50,7 @@ __device__ __forceinline__ TreeRowSet RowsInOrder(uint32_t first, uint32_t count
 
 // Thread blocks of a tree's stages that a multiprocessor should hold.
 template <int kDim, int kValueDim>
-inline constexpr int kTreeBlocks = kDim + kValueDim <= 256 ? 2 : 1;
+inline constexpr int kTreeBlocks = kDim + kValueDim <= 256 ? 4 : 2;
 
 // ---- groups ----
 
@@ -201,8 +201,16 @@ __device__ __forceinline__ void AddClosedGroups(const StepHeader& step, const Tr
   const uint8_t* fates = UnitFates(step, item.unit) + item.row->slots + item.tree->first_group_slot;
   const uint32_t groups = item.CountOf(item.tree->offsets.groups);
   const uint32_t own = threadIdx.x / 32 * 4 + threadIdx.x % 4;
-  for (uint32_t i = own; i < groups; i += kTreeWarps * 4) {
-    const float x[1] = {fates[i] == kFateExact ? -INFINITY : log_mass[i]};
+  constexpr uint32_t kAtOnce = 8;
+  for (uint32_t first = own; first < groups; first += kAtOnce * kTreeWarps * 4) {
+    float x[kAtOnce];
+#pragma unroll
+    for (uint32_t k = 0; k < kAtOnce; ++k) {
+      const uint32_t i = first + k * kTreeWarps * 4, at = min(i, groups - 1);
+      const float mass = log_mass[at];
+      const bool closed = i < groups && fates[at] != kFateExact;
+      x[k] = closed ? mass : -INFINITY;
+    }
     totals->Add(x);
   }
 }
