@@ -24,11 +24,23 @@ using attention::test::StepResult;
 using attention::test::TestRow;
 using attention::test::TestSequence;
 
+using attention::kTreeIndexes;
+
 // Groups 1, 3, 4, 8, 12; tails that start within a block and on its edge; more clusters than a slot
-// chunk holds.
+// chunk holds. Trees of more than the 32 groups that are opened in any case, and of fewer; more
+// groups than a slot chunk holds.
 const ParityCase kCases[] = {
-    {1, 1, 64, 64, {}, 150},         {6, 2, 64, 64, {700}, 70},     {4, 1, 128, 128, {640, 512}, 1},
-    {8, 1, 64, 64, {2400, 700}, 90}, {12, 1, 192, 128, {600}, 200}, {2, 2, 256, 256, {576}, 64},
+    {1, 1, 64, 64, {}, 150},
+    {6, 2, 64, 64, {700}, 70},
+    {4, 1, 128, 128, {640, 512}, 1},
+    {8, 1, 64, 64, {2400, 700}, 90},
+    {12, 1, 192, 128, {600}, 200},
+    {2, 2, 256, 256, {576}, 64},
+    {1, 1, 64, 64, {2300}, 70, kTreeIndexes},
+    {6, 2, 64, 64, {2100, 555, 1613}, 1, kTreeIndexes},
+    {12, 1, 192, 128, {2600}, 130, kTreeIndexes},
+    {16, 2, 128, 128, {1024, 700}, 77, kTreeIndexes},
+    {2, 2, 256, 256, {2311, 40}, 64, kTreeIndexes},
 };
 
 class CudaBackendParity : public testing::TestWithParam<std::tuple<ParityCase, DType>> {};
@@ -49,7 +61,8 @@ TEST_P(CudaBackendParity, AnswersStatisticsAndPlansAreTheCpus) {
   EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
   EXPECT_TRUE(fake.backend->Health().ok());
   const bool cooperative = shape.query_heads / shape.kv_heads <= kLanes &&
-                           shape.value_dim <= kCoopValueDimMax && !shape.segments.empty();
+                           shape.value_dim <= kCoopValueDimMax && !shape.segments.empty() &&
+                           shape.indexes == attention::kClusterIndexes;
   EXPECT_EQ(fake.control->coop_units() > 0, cooperative);
 }
 

@@ -31,7 +31,24 @@ FakeBackend MakeFakeBackend(const CudaBackendOptions& options) {
 
 std::unique_ptr<Backend> MakeCpu() { return attention::MakeCpuBackend({.threads = 1}); }
 
-std::vector<Policy> Policies() {
+std::vector<Policy> Policies(const attention::IndexSet& indexes) {
+  if (indexes == attention::kTreeIndexes) {
+    return {
+        Parse("dense"),
+        Parse("streaming"),
+        Parse("error-target"),
+        Parse("error-target", {{"tolerance", "0.02"}, {"floor", "0"}}),
+        Parse("error-target", {{"tolerance", "0.3"}, {"floor", "0.04"}}),
+        Parse("error-target", {{"tolerance", "1"}, {"floor", "0"}}),
+        Parse("error-target", {{"tolerance", "1e-9"}}),
+        Parse("error-target", {{"tolerance", "0"}}),
+        Parse("error-target", {{"tolerance", "off"}}),
+        Parse("error-target", {{"tolerance", "off"}, {"floor", "0"}}),
+        Parse("error-target", {{"tolerance", "off"}, {"floor", "0.4"}}),
+        Parse("error-target", {{"tolerance", "off"}, {"floor", "1"}}),
+        Parse("error-target", {{"dense_layers", "1"}}),
+    };
+  }
   return {
       Parse("dense"),
       Parse("streaming"),
@@ -52,7 +69,7 @@ std::vector<Policy> Policies() {
 
 void PrintTo(const ParityCase& c, std::ostream* out) {
   *out << c.query_heads << "/" << c.kv_heads << " heads, " << c.head_dim << "/" << c.value_dim
-       << ", " << c.segments.size() << " segments";
+       << ", " << c.segments.size() << " segments, " << c.indexes.ToString();
 }
 
 attention::test::SequenceSpec SpecOf(const ParityCase& c, DType dtype) {
@@ -61,6 +78,7 @@ attention::test::SequenceSpec SpecOf(const ParityCase& c, DType dtype) {
                                           /*layers=*/2);
   spec.segment_tokens = c.segments;
   spec.tail_tokens = c.tail;
+  spec.indexes = c.indexes;
   spec.seed = attention::test::TestSeed() + c.head_dim + c.query_heads;
   return spec;
 }
@@ -95,7 +113,7 @@ std::vector<TestRow> RowsOfPolicies(attention::test::TestSequence* sequence, uin
   const auto fitting = static_cast<uint32_t>(std::min<uint64_t>(most, spec.tail_tokens));
   std::vector<TestRow> rows;
   uint64_t seed = spec.seed;
-  for (const Policy& policy : Policies()) {
+  for (const Policy& policy : Policies(spec.indexes)) {
     const uint32_t tokens = 1 + static_cast<uint32_t>(++seed % fitting);
     rows.push_back(MakeRow(sequence, policy, spec.tokens() - tokens, tokens, false, DType::kFp32,
                            layer, seed));

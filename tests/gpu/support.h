@@ -36,14 +36,16 @@ std::unique_ptr<attention::Backend> MakeCpu();
 
 using attention::test::Describe;
 using attention::test::Parse;
-// Every preset, with variants of its parts.
-std::vector<attention::Policy> Policies();
+// Every preset that the backend has over these indexes (clusters, or a tree), with variants of its
+// parts.
+std::vector<attention::Policy> Policies(const attention::IndexSet& indexes);
 
 // A sequence of two layers for the parity tests.
 struct ParityCase {
   uint32_t query_heads, kv_heads, head_dim, value_dim;
   std::vector<uint32_t> segments;
   uint64_t tail;
+  attention::IndexSet indexes = attention::kClusterIndexes;
 };
 void PrintTo(const ParityCase& c, std::ostream* out);
 attention::test::SequenceSpec SpecOf(const ParityCase& c, DType dtype);
