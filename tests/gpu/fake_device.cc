@@ -200,7 +200,8 @@ class FakeStream : public Stream {
         control_->broken_ = true;
       }
       control_->coop_units_ += CoopUnits(header);
-      RunStepReference(run.shape, step, control_->faults_.one_more_exact);
+      RunStepReference(run.shape, step,
+                       {control_->faults_.one_more_exact, control_->faults_.one_more_opened});
       Spoil(run.shape, step, control_->faults_);
       ++control_->steps_;
     });

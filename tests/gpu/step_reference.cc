@@ -244,7 +244,7 @@ class Lanes {
 
 }  // namespace
 
-void RunStepReference(const KernelShape& shape, const StepHeader& header, uint32_t one_more_exact) {
+void RunStepReference(const KernelShape& shape, const StepHeader& header, const OneMore& one_more) {
   for (uint32_t u = 0; u < header.uploads; ++u) {
     const UploadRef& upload = header.upload_refs[u];
     std::memcpy(upload.to, header.upload_data + upload.from, upload.bytes);
@@ -254,15 +254,17 @@ void RunStepReference(const KernelShape& shape, const StepHeader& header, uint32
     for (uint32_t token = 0; token < row.query_tokens; ++token) {
       for (uint32_t kv_head = 0; kv_head < header.kv_heads; ++kv_head) {
         const uint32_t unit = token / row.tokens_per_unit * header.kv_heads + kv_head;
-        const bool one_more =
-            one_more_exact == kEveryUnit || one_more_exact == row.first_unit + unit;
+        const auto is_meant = [&](uint32_t which) {
+          return which == kEveryUnit || which == row.first_unit + unit;
+        };
         const Unit lanes(shape, header, row, token, kv_head);
         UnitResult* result = header.unit_results + row.first_unit + unit;
         uint8_t* fates = header.fates + row.first_fate + unit * FatesPerUnit(row);
         if (row.kind == UnitKind::kTree) {
-          RunTreeReference(lanes, one_more, result, fates);
+          RunTreeReference(lanes, is_meant(one_more.exact), is_meant(one_more.opened), result,
+                           fates);
         } else {
-          Lanes(lanes).Run(one_more, result, fates);
+          Lanes(lanes).Run(is_meant(one_more.exact), result, fates);
         }
       }
     }

@@ -132,11 +132,12 @@ class TreeLanes {
     for (uint32_t s = 0; s < unit.row.segment_count; ++s) trees_.push_back(ReadTree(unit, s));
   }
 
-  void Run(bool one_more_exact) {
+  void Run(bool one_more_exact, bool one_more_opened) {
     OpenGroups();
+    if (one_more_opened) TakeOneMore(items_.size(), &opened_);
     TakeItems();
     Choose();
-    if (one_more_exact) TakeOneMore();
+    if (one_more_exact) TakeOneMore(leaves_, &exact_);
     for (uint32_t head = 0; head < heads(); ++head) Answer(head);
   }
 
@@ -257,16 +258,16 @@ class TreeLanes {
     return Descending(numbers);
   }
 
-  // The planted fault.
-  void TakeOneMore() {
+  // The planted faults: marks the best of the first `count` items that is not marked.
+  void TakeOneMore(size_t count, Marks* marks) const {
     std::vector<Vector> mass;
     for (const Scores& scores : scores_) {
       mass.emplace_back(scores.log_mass.begin(),
-                        scores.log_mass.begin() + static_cast<ptrdiff_t>(leaves_));
+                        scores.log_mass.begin() + static_cast<ptrdiff_t>(count));
     }
     for (const size_t i : Descending(MeanShare(mass))) {
-      if (exact_[i]) continue;
-      exact_[i] = true;
+      if ((*marks)[i]) continue;
+      (*marks)[i] = true;
       return;
     }
   }
@@ -394,9 +395,10 @@ class TreeLanes {
 
 }  // namespace
 
-void RunTreeReference(const Unit& unit, bool one_more_exact, UnitResult* result, uint8_t* fates) {
+void RunTreeReference(const Unit& unit, bool one_more_exact, bool one_more_opened,
+                      UnitResult* result, uint8_t* fates) {
   TreeLanes lanes(unit);
-  lanes.Run(one_more_exact);
+  lanes.Run(one_more_exact, one_more_opened);
   lanes.Report(result, fates);
 }
 

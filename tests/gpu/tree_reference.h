@@ -13,10 +13,10 @@
 namespace attnd::gpu::test {
 
 // Fills the unit's part of out, lse and lane_results, `result`, and its fates: of leaves whose
-// groups are opened, and behind them of groups. one_more_exact: a planted fault, one leaf more is
-// read than the cuts say.
-void RunTreeReference(const reference::Unit& unit, bool one_more_exact, UnitResult* result,
-                      uint8_t* fates);
+// groups are opened, and behind them of groups. Planted faults: one leaf more is read, or one
+// group more opened, than the cuts say.
+void RunTreeReference(const reference::Unit& unit, bool one_more_exact, bool one_more_opened,
+                      UnitResult* result, uint8_t* fates);
 
 }  // namespace attnd::gpu::test
 
