@@ -17,6 +17,7 @@
 namespace attnd::gpu::test {
 namespace {
 
+using attention::test::MakeRow;
 using attention::test::MakeSequence;
 using attention::test::RunStep;
 using attention::test::SequenceSpec;
@@ -90,6 +91,67 @@ TEST(CudaBackendCooperativeGroups, StagesAnswerWhereTheyAreOff) {
   const std::vector<TestRow> rows = RowsOfPolicies(&sequence, /*layer=*/0, 5, DType::kFp32);
   EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
   EXPECT_EQ(fake.control->coop_units(), 0u);
+}
+
+// ---- trees ----
+
+const ParityCase kClustersBesideATree = {6, 2, 64, 64, {2300, 700}, 70};
+const ParityCase kTreeBesideClusters = {6, 2, 64, 64, {2300, 700}, 70, kTreeIndexes};
+
+// Rows of both in one step: each has places of its own.
+TEST(CudaBackendTrees, BesideClustersInOneStep) {
+  TestSequence clusters = MakeSequence(SpecOf(kClustersBesideATree, DType::kBf16));
+  TestSequence tree = MakeSequence(SpecOf(kTreeBesideClusters, DType::kBf16));
+  const FakeBackend fake = MakeFakeBackend();
+  const std::vector<TestRow> of_clusters = RowsOfPolicies(&clusters, 1, 4, DType::kFp32);
+  const std::vector<TestRow> of_tree = RowsOfPolicies(&tree, 1, 4, DType::kFp32);
+  ASSERT_EQ(of_clusters.size(), of_tree.size());
+  std::vector<TestRow> rows;
+  for (size_t r = 0; r < of_tree.size(); ++r) {
+    rows.push_back(of_tree[r]);
+    rows.push_back(of_clusters[r]);
+  }
+  const StepResult both = RunStep(fake.backend.get(), 1, rows);
+  EXPECT_TRUE(Agree(both, RunStep(MakeCpu().get(), 1, rows), rows));
+  for (size_t r = 0; r < rows.size(); ++r) {
+    const StepResult alone = RunStep(fake.backend.get(), 1, {&rows[r], 1});
+    ASSERT_TRUE(alone.status.ok()) << alone.status;
+    EXPECT_TRUE(SameBits(both.rows[r], alone.rows[0])) << "row " << r;
+  }
+  EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
+}
+
+// A row's query tokens are divided among waves, whose plans are put together.
+TEST(CudaBackendTrees, LargeStepsAreAnsweredInWaves) {
+  TestSequence tree = MakeSequence(SpecOf(kTreeBesideClusters, DType::kBf16));
+  const std::vector<TestRow> rows = RowsOfPolicies(&tree, 0, 30, DType::kFp32);
+  CudaBackendOptions options = SmallOptions();
+  options.scratch_bytes = uint64_t{1} << 20;
+  options.input_bytes = uint64_t{1} << 17;
+  options.result_bytes = uint64_t{1} << 16;
+  const FakeBackend small = MakeFakeBackend(options), large = MakeFakeBackend();
+  const StepResult in_waves = RunStep(small.backend.get(), 0, rows);
+  const StepResult at_once = RunStep(large.backend.get(), 0, rows);
+  EXPECT_GT(small.control->steps(), large.control->steps());
+  EXPECT_EQ(small.backend->stats().fallback_steps, 0u);
+  EXPECT_TRUE(Agree(in_waves, RunStep(MakeCpu().get(), 0, rows), rows));
+  ASSERT_EQ(in_waves.rows.size(), at_once.rows.size());
+  for (size_t r = 0; r < rows.size(); ++r) {
+    EXPECT_TRUE(SameBits(in_waves.rows[r], at_once.rows[r])) << "row " << r;
+  }
+}
+
+// Policies that rank by mass look at every leaf, and quantiles choose again: the CPU has them.
+TEST(CudaBackendTrees, OtherPoliciesAreRefused) {
+  TestSequence tree = MakeSequence(SpecOf({2, 1, 64, 64, {700}, 70, kTreeIndexes}, DType::kBf16));
+  const FakeBackend fake = MakeFakeBackend();
+  for (const attention::Policy& policy : {Parse("double-p"), Parse("clusters-top-k"),
+                                          Parse("error-target", {{"quantile", "0.95"}})}) {
+    const TestRow row = MakeRow(&tree, policy, tree.spec.tokens(), 1, true, DType::kFp32, 0, 1);
+    const absl::Status status = RunStep(fake.backend.get(), 0, {&row, 1}).status;
+    EXPECT_TRUE(absl::IsUnimplemented(status)) << status;
+  }
+  EXPECT_EQ(fake.control->steps(), 0u);
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, CudaBackendParity,
