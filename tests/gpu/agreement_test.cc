@@ -50,9 +50,7 @@ class PlantedFaults : public testing::TestWithParam<ParityCase> {
   testing::AssertionResult AgreeUnder(const Faults& faults) {
     std::vector<TestRow> rows = RowsOfPolicies(&sequence_, /*layer=*/0, 5, DType::kFp32);
     // Rows that read all clusters have no other plan, so that any comparison sees a fault in them.
-    std::erase_if(rows, [](const TestRow& row) {
-      return row.policy.exact_share == 1 || row.policy.p2 == 1 || row.policy.floor == 1;
-    });
+    std::erase_if(rows, [](const TestRow& row) { return ReadsAllClusters(row.policy); });
     const FakeBackend fake = MakeFakeBackend();
     fake.control->Set(faults);
     return Agree(RunStep(fake.backend.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows);

@@ -44,6 +44,9 @@ const ParityCase kCases[] = {
     {2, 2, 256, 256, {2311, 40}, 64, kTreeIndexes},
 };
 
+const ParityCase kClustersBesideATree = {6, 2, 64, 64, {2300, 700}, 70};
+const ParityCase kTreeBesideClusters = {6, 2, 64, 64, {2300, 700}, 70, kTreeIndexes};
+
 class CudaBackendParity : public testing::TestWithParam<std::tuple<ParityCase, DType>> {};
 
 TEST_P(CudaBackendParity, AnswersStatisticsAndPlansAreTheCpus) {
@@ -71,16 +74,17 @@ TEST_P(CudaBackendParity, AnswersStatisticsAndPlansAreTheCpus) {
 // clusters are: masses of rows that read all of them exactly stay numbers. Such rows have one plan;
 // others' scores differ by what rounding makes of numbers so large.
 TEST(CudaBackendMasses, OfLargeLogitsAreTheCpus) {
-  SequenceSpec spec = SpecOf(kCases[1], DType::kBf16);
-  spec.key_scale = 60;
-  TestSequence sequence = MakeSequence(spec);
-  const FakeBackend fake = MakeFakeBackend();
-  std::vector<TestRow> rows = RowsOfPolicies(&sequence, /*layer=*/0, 5, DType::kFp32);
-  std::erase_if(
-      rows, [](const TestRow& row) { return row.policy.exact_share != 1 && row.policy.p2 != 1; });
-  ASSERT_FALSE(rows.empty());
-  const StepResult step = RunStep(fake.backend.get(), 0, rows);
-  EXPECT_TRUE(Agree(step, RunStep(MakeCpu().get(), 0, rows), rows));
+  for (const ParityCase& c : {kCases[1], kTreeBesideClusters}) {
+    SequenceSpec spec = SpecOf(c, DType::kBf16);
+    spec.key_scale = 60;
+    TestSequence sequence = MakeSequence(spec);
+    const FakeBackend fake = MakeFakeBackend();
+    std::vector<TestRow> rows = RowsOfPolicies(&sequence, /*layer=*/0, 5, DType::kFp32);
+    std::erase_if(rows, [](const TestRow& row) { return !ReadsAllClusters(row.policy); });
+    ASSERT_FALSE(rows.empty());
+    const StepResult step = RunStep(fake.backend.get(), 0, rows);
+    EXPECT_TRUE(Agree(step, RunStep(MakeCpu().get(), 0, rows), rows));
+  }
 }
 
 TEST(CudaBackendCooperativeGroups, StagesAnswerWhereTheyAreOff) {
@@ -94,9 +98,6 @@ TEST(CudaBackendCooperativeGroups, StagesAnswerWhereTheyAreOff) {
 }
 
 // ---- trees ----
-
-const ParityCase kClustersBesideATree = {6, 2, 64, 64, {2300, 700}, 70};
-const ParityCase kTreeBesideClusters = {6, 2, 64, 64, {2300, 700}, 70, kTreeIndexes};
 
 // Rows of both in one step: each has places of its own.
 TEST(CudaBackendTrees, BesideClustersInOneStep) {
@@ -139,6 +140,13 @@ TEST(CudaBackendTrees, LargeStepsAreAnsweredInWaves) {
   for (size_t r = 0; r < rows.size(); ++r) {
     EXPECT_TRUE(SameBits(in_waves.rows[r], at_once.rows[r])) << "row " << r;
   }
+}
+
+TEST(CudaBackendTrees, OutputsThatAreNextToNothing) {
+  TestSequence sequence = MakeTreeBesideZeros();
+  const std::vector<TestRow> rows = RowsThatLookAtZeros(&sequence);
+  const FakeBackend fake = MakeFakeBackend();
+  EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
 }
 
 // Policies that rank by mass look at every leaf, and quantiles choose again: the CPU has them.

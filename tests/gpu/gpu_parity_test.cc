@@ -212,6 +212,27 @@ TEST(GpuTrees, BesideClustersInOneStep) {
   EXPECT_EQ(gpu->stats().fallback_steps, 0u);
 }
 
+TEST(GpuTrees, OutputsThatAreNextToNothing) {
+  const auto gpu = OnGpu::Make();
+  SKIP_WITHOUT_GPU(gpu);
+  TestSequence sequence = MakeTreeBesideZeros();
+  const std::vector<TestRow> rows = RowsThatLookAtZeros(&sequence);
+  EXPECT_TRUE(Agree(RunStep(gpu.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
+}
+
+// Estimates lie far above what the leaves are; masses of rows that read all stay numbers.
+TEST(GpuTrees, LargeLogits) {
+  const auto gpu = OnGpu::Make();
+  SKIP_WITHOUT_GPU(gpu);
+  SequenceSpec spec = SpecOf(kTreeCases[1], DType::kBf16);
+  spec.key_scale = 60;
+  TestSequence sequence = MakeSequence(spec);
+  std::vector<TestRow> rows = RowsOfPolicies(&sequence, /*layer=*/0, 5, DType::kFp32);
+  std::erase_if(rows, [](const TestRow& row) { return !ReadsAllClusters(row.policy); });
+  ASSERT_FALSE(rows.empty());
+  EXPECT_TRUE(Agree(RunStep(gpu.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
+}
+
 // ---- graphs: steps that repeat ----
 
 class GpuGraphs : public testing::TestWithParam<IndexSet> {

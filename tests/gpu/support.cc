@@ -67,6 +67,10 @@ std::vector<Policy> Policies(const attention::IndexSet& indexes) {
   };
 }
 
+bool ReadsAllClusters(const Policy& policy) {
+  return policy.exact_share == 1 || policy.p2 == 1 || policy.floor == 1;
+}
+
 void PrintTo(const ParityCase& c, std::ostream* out) {
   *out << c.query_heads << "/" << c.kv_heads << " heads, " << c.head_dim << "/" << c.value_dim
        << ", " << c.segments.size() << " segments, " << c.indexes.ToString();
@@ -118,6 +122,40 @@ std::vector<TestRow> RowsOfPolicies(attention::test::TestSequence* sequence, uin
     rows.push_back(MakeRow(sequence, policy, spec.tokens() - tokens, tokens, false, DType::kFp32,
                            layer, seed));
     rows.push_back(MakeRow(sequence, policy, spec.tokens(), tokens, true, dtype, layer, ++seed));
+  }
+  return rows;
+}
+
+attention::test::TestSequence MakeTreeBesideZeros() {
+  attention::test::SequenceSpec spec =
+      SpecOf({4, 2, 64, 64, {2300}, 40, attention::kTreeIndexes}, DType::kBf16);
+  spec.sink = 0;
+  attention::test::TestSequence sequence = MakeSequence(spec);
+  std::vector<attention::test::HeadData> heads = sequence.heads;
+  const size_t dim = spec.shape.head_dim, value_dim = spec.shape.value_dim;
+  for (attention::test::HeadData& head : heads) {
+    for (size_t t = 0; t < spec.tokens(); ++t) {
+      // The first channel says whether a token is of the tail.
+      head.keys[t * dim] = t < spec.segment_tokens[0] ? 0 : 16;
+      if (t < spec.segment_tokens[0]) continue;
+      std::fill_n(head.values.begin() + static_cast<ptrdiff_t>(t * value_dim), value_dim, 0.0f);
+    }
+  }
+  return MakeSequenceOf(spec, std::move(heads));
+}
+
+std::vector<TestRow> RowsThatLookAtZeros(attention::test::TestSequence* sequence) {
+  const attention::test::SequenceSpec& spec = sequence->spec;
+  std::vector<TestRow> rows;
+  for (const float logit : {4.0f, 12.0f, 16.0f, 20.0f, 24.0f}) {
+    for (const char* tolerance : {"0.3", "0.02", "off"}) {
+      TestRow row = MakeRow(sequence, Parse("error-target", {{"tolerance", tolerance}}),
+                            spec.tokens(), 2, true, DType::kFp32, /*layer=*/0, spec.seed);
+      for (size_t i = 0; i < row.queries.size(); i += spec.shape.head_dim) {
+        row.queries[i] = logit / (16 * spec.shape.softmax_scale);
+      }
+      rows.push_back(std::move(row));
+    }
   }
   return rows;
 }

@@ -40,6 +40,9 @@ using attention::test::Parse;
 // parts.
 std::vector<attention::Policy> Policies(const attention::IndexSet& indexes);
 
+// Whether it looks at clusters and reads all of them: such rows have one plan.
+bool ReadsAllClusters(const attention::Policy& policy);
+
 // A sequence of two layers for the parity tests.
 struct ParityCase {
   uint32_t query_heads, kv_heads, head_dim, value_dim;
@@ -57,6 +60,12 @@ std::string ListedDimsWithout(std::span<const ParityCase> cases);
 // 1 to `most` query tokens.
 std::vector<attention::test::TestRow> RowsOfPolicies(attention::test::TestSequence* sequence,
                                                      uint32_t layer, uint32_t most, DType dtype);
+
+// A tree beside a tail of nothing but zeros, and rows whose queries look at that tail more and
+// more: of the last ones' outputs next to nothing is left, so that errors are relative to the least
+// norm.
+attention::test::TestSequence MakeTreeBesideZeros();
+std::vector<attention::test::TestRow> RowsThatLookAtZeros(attention::test::TestSequence* sequence);
 
 }  // namespace attnd::gpu::test
 
