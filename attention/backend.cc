@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "attention/backend.h"
 
+#include "absl/strings/str_cat.h"
+
 namespace attnd::attention {
 
 absl::Status CheckAlive(const StepRequest& request) {
@@ -11,6 +13,13 @@ absl::Status CheckAlive(const StepRequest& request) {
     return absl::DeadlineExceededError("the step's deadline passed");
   }
   return absl::OkStatus();
+}
+
+absl::Status CheckAnswers(const Backend& backend, const Policy& policy, const IndexSet& indexes) {
+  if (backend.Answers(policy, indexes)) return absl::OkStatus();
+  return absl::UnimplementedError(
+      absl::StrCat("the ", backend.name(), " backend does not run policy.preset ", policy.preset,
+                   " over the indexes ", indexes.ToString()));
 }
 
 }  // namespace attnd::attention

@@ -179,6 +179,9 @@ class Backend {
   }
 };
 
+// Unimplemented, naming both, if the backend does not run the policy over these indexes.
+absl::Status CheckAnswers(const Backend& backend, const Policy& policy, const IndexSet& indexes);
+
 }  // namespace attnd::attention
 
 #endif  // ATTND_ATTENTION_BACKEND_H_

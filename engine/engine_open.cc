@@ -84,6 +84,7 @@ absl::StatusOr<std::shared_ptr<Sequence>> EngineImpl::MakeNew(absl::string_view 
   ATTND_RETURN_IF_ERROR(complete.indexes->Validate());
   ATTND_RETURN_IF_ERROR(owner.Supports(*complete.indexes));
   ATTND_RETURN_IF_ERROR(complete.policy->CheckIndexes(*complete.indexes));
+  ATTND_RETURN_IF_ERROR(attention::CheckAnswers(owner, *complete.policy, *complete.indexes));
   ATTND_RETURN_IF_ERROR(complete.policy->CheckShape(complete.shape));
   ATTND_RETURN_IF_ERROR(SetFeatureMaps(&complete));
   ATTND_RETURN_IF_ERROR(SetLabelChannels(&complete));

@@ -209,9 +209,7 @@ class CudaBackend : public Backend {
       ATTND_RETURN_IF_ERROR(Supports(*row.policy));
       ATTND_RETURN_IF_ERROR(Supports(row.view->shape));
       ATTND_RETURN_IF_ERROR(Supports(row.view->indexes));
-      if (Answers(*row.policy, row.view->indexes)) continue;
-      return absl::UnimplementedError(absl::StrCat("the CUDA backend does not run policy.preset ",
-                                                   row.policy->preset, " over a tree"));
+      ATTND_RETURN_IF_ERROR(attention::CheckAnswers(*this, *row.policy, row.view->indexes));
     }
     const uint64_t number = steps_.fetch_add(1, std::memory_order_relaxed);
     if (degraded_.load(std::memory_order_acquire)) return FallBack(request);
@@ -225,7 +223,9 @@ class CudaBackend : public Backend {
   absl::Status BuildSegment(attention::SegmentBuilder* segment,
                             absl::FunctionRef<absl::Status()> proceed) override {
     ATTND_RETURN_IF_ERROR(Supports(segment->view().shape));
-    ATTND_RETURN_IF_ERROR(Supports(segment->view().indexes));
+    if (segment->view().indexes != kClusterIndexes) {
+      return absl::UnimplementedError("the CUDA backend builds clusters alone");
+    }
     ATTND_ASSIGN_OR_RETURN(const ContextPool::Lease context, builders_.Take([&]() -> absl::Status {
       ATTND_RETURN_IF_ERROR(Health());
       return proceed();

@@ -121,6 +121,7 @@ absl::Status DecodeBatch::CheckRow(size_t number, const attention::Backend& back
     ATTND_RETURN_IF_ERROR(backend.Supports(*row.policy));
     ATTND_RETURN_IF_ERROR(row.policy->CheckShape(shape));
     ATTND_RETURN_IF_ERROR(row.policy->CheckIndexes(sequence.indexes()));
+    ATTND_RETURN_IF_ERROR(attention::CheckAnswers(backend, *row.policy, sequence.indexes()));
   }
   ATTND_RETURN_IF_ERROR(
       sequence_of_row->CheckKeepSet(row.policy.has_value() ? *row.policy : sequence.policy()));

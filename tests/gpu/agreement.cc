@@ -7,13 +7,14 @@
 #include <optional>
 #include <sstream>
 
-#include "tests/attention/oracle_support.h"
+#include "tests/attention/cluster_judge.h"
 #include "tests/oracle/policies.h"
 
 namespace attnd::gpu::test {
 
 using attention::Plan;
 using attention::RowStats;
+using attention::test::ClusterJudge;
 using attention::test::Describe;
 using attention::test::RowResult;
 using attention::test::StepResult;
@@ -24,8 +25,6 @@ namespace {
 // The CPU holds squared queries as 15-bit shares of their greatest; scores within a few 1e-5.
 constexpr double kTolerance = 3e-4;  // relative to the size of what is compared
 constexpr double kErrorTolerance = 5e-3;
-// Scores, and sums of them, that lie this near are the same within rounding; relative.
-constexpr double kTieMargin = 1e-4;
 
 // False for NaN.
 bool Close(double a, double b, double tolerance) {
@@ -113,19 +112,27 @@ std::string CompareRows(const RowResult& device, const RowResult& expected, cons
 // ---- Plans ----
 
 // A cut by count takes that many, however near the scores at the cut are.
-std::string CheckCounts(const oracle::Policy& policy, const oracle::Selection& selection,
-                        const oracle::Plan& plan) {
+std::string CheckCounts(const ClusterJudge& judge, const oracle::Selection& selection) {
   std::ostringstream text;
-  const auto check = [&](const char* name, size_t count, const oracle::Cut& cut) {
-    if (count == cut.taken) return;
-    text << count << " clusters are " << name << ", should be " << cut.taken << "; ";
+  const auto check = [&](const char* name, size_t count, size_t taken) {
+    if (count == taken) return;
+    text << count << " clusters are " << name << ", should be " << taken << "; ";
   };
+  const oracle::Policy& policy = judge.policy();
+  const oracle::Plan& plan = judge.plan();
+  const attention::test::OpenedTree* const tree = judge.tree();
   if (policy.preset == oracle::Preset::kClustersTopK) {
-    check("exact", plan.exact.size(), selection.cuts[0]);
-    check("exact or estimated", plan.exact.size() + plan.estimated.size(), selection.cuts[1]);
+    check("exact", plan.exact.size(), selection.cuts[0].taken);
+    check("exact or estimated", plan.exact.size() + plan.estimated.size(), selection.cuts[1].taken);
   }
-  if (policy.preset == oracle::Preset::kErrorTarget && std::isinf(policy.tolerance)) {
-    check("exact", plan.exact.size(), selection.cuts[1]);  // the floor's
+  const bool floor_alone =
+      policy.preset == oracle::Preset::kErrorTarget && std::isinf(policy.tolerance);
+  if (floor_alone && tree == nullptr) check("exact", plan.exact.size(), selection.cuts[1].taken);
+  if (floor_alone && tree != nullptr) {
+    const auto leaves =
+        static_cast<size_t>(std::count(tree->candidates.begin(), tree->candidates.end(), true));
+    check("exact", plan.exact.size(), std::min(tree->floor_count, leaves));
+    check("opened groups", tree->opened, tree->least_opened);
   }
   return text.str();
 }
@@ -176,11 +183,11 @@ class StatsOfPlans {
 };
 
 // What is wrong with a plan, empty if nothing is.
-std::string CheckPlan(const oracle::PolicyInput& input, const oracle::Policy& policy,
-                      const oracle::Plan& plan) {
-  const oracle::Selection selection = oracle::Select(input, policy, kTieMargin);
-  const std::string wrong = oracle::CheckPlan(selection, plan);
-  return wrong.empty() ? CheckCounts(policy, selection, plan) : wrong;
+std::string CheckPlan(const ClusterJudge& judge) {
+  if (!judge.WrongOpening().empty()) return "groups: " + judge.WrongOpening();
+  const oracle::Selection selection = judge.Select();
+  const std::string wrong = oracle::CheckPlan(selection, judge.plan());
+  return wrong.empty() ? CheckCounts(judge, selection) : wrong;
 }
 
 bool SameUnit(const Plan& a, const Plan& b) {
@@ -196,7 +203,7 @@ std::span<const Plan> PlansOf(uint32_t row, const std::vector<Plan>& plans) {
 
 bool SamePlans(std::span<const Plan> a, std::span<const Plan> b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const Plan& x, const Plan& y) {
-    return x.exact == y.exact && x.estimated == y.estimated;
+    return x.exact == y.exact && x.estimated == y.estimated && x.closed == y.closed;
   });
 }
 
@@ -223,24 +230,22 @@ testing::AssertionResult PlansAreNear(const StepResult& device, const StepResult
 
 JudgedRow JudgeRow(const TestRow& row, uint32_t layer, std::span<const Plan> plans) {
   const attnd::ModelShape& shape = row.sequence->spec.shape;
-  const oracle::Policy policy = attention::test::OraclePolicy(row.policy, layer);
   JudgedRow judged;
   judged.answer.out.resize(size_t{row.query_tokens} * shape.query_heads * shape.value_dim);
   judged.answer.lse.resize(size_t{row.query_tokens} * shape.query_heads);
   StatsOfPlans stats(shape.kv_heads);
   for (const Plan& plan : plans) {
-    oracle::PolicyInput input =
-        attention::test::MakeInput(row, layer, plan.query_token, plan.kv_head);
-    input.square_steps.reset();  // devices do not round squares as the CPU's kernels do
-    const oracle::Plan numbered = attention::test::NumberedPlan(plan, input);
-    const std::string wrong = CheckPlan(input, policy, numbered);
+    // Devices do not round squares as the CPU's kernels do.
+    const ClusterJudge judge(row, layer, plan.query_token, plan.kv_head, &plan,
+                             /*rounded_squares=*/false);
+    const std::string wrong = CheckPlan(judge);
     if (!wrong.empty() && judged.wrong.empty()) {
       std::ostringstream text;
       text << "query token " << plan.query_token << ", KV head " << plan.kv_head << ": " << wrong;
       judged.wrong = text.str();
     }
-    const oracle::Answer answer = oracle::Evaluate(input, policy.mass, numbered);
-    stats.Add(input, policy, plan.kv_head, answer);
+    const oracle::Answer answer = judge.Answer(judge.plan());
+    stats.Add(judge.input(), judge.policy(), plan.kv_head, answer);
     const size_t first =
         size_t{plan.query_token} * shape.query_heads + plan.kv_head * shape.group();
     for (size_t h = 0; h < shape.group(); ++h) {

@@ -39,51 +39,71 @@ using testing::AnyOf;
 using testing::HasSubstr;
 
 const ParityCase kCase = {6, 2, 64, 64, {700}, 70};
+// Some groups stay closed.
+const ParityCase kTreeCase = {6, 2, 64, 64, {2600}, 70, attention::kTreeIndexes};
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 // ---- faults of the device ----
 
-class PlantedFaults : public testing::Test {
+class PlantedFaults : public testing::TestWithParam<ParityCase> {
  protected:
   testing::AssertionResult AgreeUnder(const Faults& faults) {
     std::vector<TestRow> rows = RowsOfPolicies(&sequence_, /*layer=*/0, 5, DType::kFp32);
     // Rows that read all clusters have no other plan, so that any comparison sees a fault in them.
-    std::erase_if(
-        rows, [](const TestRow& row) { return row.policy.exact_share == 1 || row.policy.p2 == 1; });
+    std::erase_if(rows, [](const TestRow& row) { return ReadsAllClusters(row.policy); });
     const FakeBackend fake = MakeFakeBackend();
     fake.control->Set(faults);
     return Agree(RunStep(fake.backend.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows);
   }
-  TestSequence sequence_ = MakeSequence(SpecOf(kCase, DType::kBf16));
-};
-
-TEST_F(PlantedFaults, NoneIsAgreement) { EXPECT_TRUE(AgreeUnder({})); }
-TEST_F(PlantedFaults, OneClusterMoreInEveryUnit) {
-  EXPECT_FALSE(AgreeUnder({.one_more_exact = kEveryUnit}));
-}
-TEST_F(PlantedFaults, OneClusterMoreInEveryUnitAndNan) {
-  EXPECT_FALSE(AgreeUnder({.one_more_exact = kEveryUnit, .nan_output = true}));
-}
-TEST_F(PlantedFaults, Nan) { EXPECT_FALSE(AgreeUnder({.nan_output = true})); }
-TEST_F(PlantedFaults, CountsThatAreOffByOne) { EXPECT_FALSE(AgreeUnder({.miscounted = true})); }
-
-// In one unit alone, where so few plans differ that it is the definition of the policy that
-// refuses.
-TEST_F(PlantedFaults, OneClusterMoreInOneUnit) {
-  for (const Policy& policy :
-       {Parse("clusters-top-k", {{"exact", "0.25"}, {"estimated", "0.5"}}),
-        Parse("double-p", {{"p1", "0.8"}, {"p2", "0.5"}}), Parse("error-target"),
-        Parse("error-target", {{"tolerance", "0.02"}})}) {
+  // Faults in query token 2, KV head 1 alone, where so few plans differ that it is the definition
+  // of the policy that refuses.
+  void ExpectRefused(const Policy& policy, const Faults& faults,
+                     const testing::Matcher<const char*>& why) {
     SCOPED_TRACE(Describe(policy));
     const std::vector<TestRow> rows = {MakeRow(&sequence_, policy, sequence_.spec.tokens(),
                                                /*query_tokens=*/4, true, DType::kFp32, 1, 1)};
     const StepResult cpu = RunStep(MakeCpu().get(), 1, rows);
     const FakeBackend fake = MakeFakeBackend();
     EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 1, rows), cpu, rows));
-    fake.control->Set({.one_more_exact = 5});  // query token 2, KV head 1
+    fake.control->Set(faults);
     EXPECT_THAT(Agree(RunStep(fake.backend.get(), 1, rows), cpu, rows).message(),
-                AllOf(HasSubstr("query token 2, KV head 1"),
-                      AnyOf(HasSubstr("may not be"), HasSubstr("clusters are exact"))));
+                AllOf(HasSubstr("query token 2, KV head 1"), why));
+  }
+  static constexpr uint32_t kUnit = 5;
+  TestSequence sequence_ = MakeSequence(SpecOf(GetParam(), DType::kBf16));
+};
+INSTANTIATE_TEST_SUITE_P(Indexes, PlantedFaults, testing::Values(kCase, kTreeCase),
+                         [](const auto& c) { return c.param.indexes.ToString(); });
+
+TEST_P(PlantedFaults, NoneIsAgreement) { EXPECT_TRUE(AgreeUnder({})); }
+TEST_P(PlantedFaults, OneClusterMoreInEveryUnit) {
+  EXPECT_FALSE(AgreeUnder({.one_more_exact = kEveryUnit}));
+}
+TEST_P(PlantedFaults, OneClusterMoreInEveryUnitAndNan) {
+  EXPECT_FALSE(AgreeUnder({.one_more_exact = kEveryUnit, .nan_output = true}));
+}
+TEST_P(PlantedFaults, Nan) { EXPECT_FALSE(AgreeUnder({.nan_output = true})); }
+TEST_P(PlantedFaults, CountsThatAreOffByOne) { EXPECT_FALSE(AgreeUnder({.miscounted = true})); }
+
+TEST_P(PlantedFaults, OneClusterMoreInOneUnit) {
+  std::vector<Policy> policies = {Parse("error-target"),
+                                  Parse("error-target", {{"tolerance", "0.02"}}),
+                                  Parse("error-target", {{"tolerance", "off"}})};
+  if (GetParam().indexes == attention::kClusterIndexes) {
+    policies.push_back(Parse("clusters-top-k", {{"exact", "0.25"}, {"estimated", "0.5"}}));
+    policies.push_back(Parse("double-p", {{"p1", "0.8"}, {"p2", "0.5"}}));
+  }
+  for (const Policy& policy : policies) {
+    ExpectRefused(policy, {.one_more_exact = kUnit},
+                  AnyOf(HasSubstr("may not be"), HasSubstr("clusters are exact")));
+  }
+}
+
+TEST_P(PlantedFaults, OneGroupMoreInOneUnit) {
+  if (GetParam().indexes != attention::kTreeIndexes) return;
+  for (const char* tolerance : {"off", "0.3", "1"}) {
+    ExpectRefused(Parse("error-target", {{"tolerance", tolerance}}), {.one_more_opened = kUnit},
+                  HasSubstr("groups: "));
   }
 }
 
@@ -129,8 +149,12 @@ std::vector<Spoiling> Spoilings() {
   return all;
 }
 
-TEST(Agreement, ComparesEachNumberOfEachRow) {
-  TestSequence sequence = MakeSequence(SpecOf(kCase, DType::kBf16));
+class Agreement : public testing::TestWithParam<ParityCase> {};
+INSTANTIATE_TEST_SUITE_P(Indexes, Agreement, testing::Values(kCase, kTreeCase),
+                         [](const auto& c) { return c.param.indexes.ToString(); });
+
+TEST_P(Agreement, ComparesEachNumberOfEachRow) {
+  TestSequence sequence = MakeSequence(SpecOf(GetParam(), DType::kBf16));
   const std::vector<TestRow> rows = RowsOfPolicies(&sequence, /*layer=*/1, 2, DType::kFp32);
   const StepResult cpu = RunStep(MakeCpu().get(), 1, rows);
   ASSERT_TRUE(Agree(cpu, cpu, rows));
@@ -143,7 +167,7 @@ TEST(Agreement, ComparesEachNumberOfEachRow) {
   }
 }
 
-TEST(Agreement, NothingIsNoAgreement) {
+TEST(AgreementTest, NothingIsNoAgreement) {
   TestSequence sequence = MakeSequence(SpecOf(kCase, DType::kBf16));
   const std::vector<TestRow> rows = {
       MakeRow(&sequence, Parse("double-p"), 700, 1, true, DType::kFp32, 0, 1)};
@@ -268,6 +292,104 @@ TEST_F(Ties, AreRare) {
   std::vector<Plan> plans = cpu_.plans;
   for (Plan& plan : plans) Exchange(AtTheCut(plan, /*near=*/true), &plan);
   EXPECT_THAT(Agree(RightUnder(plans), cpu_, rows_).message(), HasSubstr("plans differ"));
+}
+
+// The same of a tree, whose groups lie at a cut of their own: nothing is read but estimates.
+class TreeTies : public testing::Test {
+ protected:
+  static SequenceSpec Spec(double key_scale) {
+    SequenceSpec spec = SpecOf(kTreeCase, DType::kBf16);
+    spec.key_scale = key_scale;
+    return spec;
+  }
+  explicit TreeTies(double key_scale = 1e-6) : sequence_(MakeSequence(Spec(key_scale))) {}
+
+  // The leaves of a group, as the plan lists them.
+  std::vector<ClusterRef> LeavesOf(const ClusterRef& group, uint32_t kv_head) const {
+    const auto index = sequence_.view->segments[group.segment]->groups(0, kv_head);
+    std::vector<ClusterRef> leaves;
+    for (uint32_t c = index.first_members[group.cluster];
+         c < index.first_members[group.cluster + 1]; ++c) {
+      leaves.push_back({group.segment, c});
+    }
+    return leaves;
+  }
+  ClusterRef FirstOpened(const Plan& plan) const {
+    ClusterRef group{0, 0};
+    while (std::count(plan.closed.begin(), plan.closed.end(), group) > 0) ++group.cluster;
+    return group;
+  }
+  void Open(const ClusterRef& group, Plan* plan) const {
+    std::erase(plan->closed, group);
+    for (const ClusterRef& leaf : LeavesOf(group, plan->kv_head)) plan->estimated.push_back(leaf);
+    std::sort(plan->estimated.begin(), plan->estimated.end());
+  }
+  void Close(const ClusterRef& group, Plan* plan) const {
+    plan->closed.push_back(group);
+    std::sort(plan->closed.begin(), plan->closed.end());
+    for (const ClusterRef& leaf : LeavesOf(group, plan->kv_head)) {
+      std::erase(plan->estimated, leaf);
+    }
+  }
+  StepResult RightUnder(const std::vector<Plan>& plans) const {
+    StepResult step = cpu_;
+    step.plans = plans;
+    step.rows[0] = JudgeRow(rows_[0], 0, plans).answer;
+    return step;
+  }
+  // Plans of which one has opened its last closed group, and closed its first opened one.
+  std::vector<Plan> Exchanged() const {
+    std::vector<Plan> plans = cpu_.plans;
+    const ClusterRef opened = FirstOpened(plans[kUnit]), closed = plans[kUnit].closed.back();
+    Open(closed, &plans[kUnit]);
+    Close(opened, &plans[kUnit]);
+    return plans;
+  }
+
+  static constexpr size_t kUnit = 3;  // query token 1, KV head 1
+  TestSequence sequence_;
+  const std::vector<TestRow> rows_ = {
+      MakeRow(&sequence_, Parse("error-target", {{"tolerance", "off"}, {"floor", "0"}}),
+              sequence_.spec.tokens(), /*query_tokens=*/8, true, DType::kFp32, 0, 1)};
+  const StepResult cpu_ = RunStep(MakeCpu().get(), 0, rows_);
+};
+
+TEST_F(TreeTies, GroupsMayFallEitherWay) {
+  EXPECT_TRUE(Agree(RightUnder(Exchanged()), cpu_, rows_));
+}
+
+TEST_F(TreeTies, AreComparedUnderTheDevicesPlan) {
+  const StepResult right = RightUnder(Exchanged());
+  for (const Spoiling& spoiling : Spoilings()) {
+    StepResult wrong = right;
+    spoiling.apply(&wrong.rows[0]);
+    EXPECT_FALSE(Agree(wrong, cpu_, rows_)) << spoiling.name;
+  }
+}
+
+TEST_F(TreeTies, DoNotChangeHowManyAreOpened) {
+  std::vector<Plan> plans = cpu_.plans;
+  Open(plans[kUnit].closed.back(), &plans[kUnit]);
+  EXPECT_THAT(Agree(RightUnder(plans), cpu_, rows_).message(), HasSubstr("opened groups"));
+  plans = cpu_.plans;
+  Close(FirstOpened(plans[kUnit]), &plans[kUnit]);
+  EXPECT_THAT(Agree(RightUnder(plans), cpu_, rows_).message(), HasSubstr("opened groups"));
+}
+
+// A leaf that is neither read nor estimated is no tie.
+TEST_F(TreeTies, LeaveNothingOut) {
+  std::vector<Plan> plans = cpu_.plans;
+  plans[kUnit].estimated.pop_back();
+  EXPECT_FALSE(Agree(RightUnder(plans), cpu_, rows_));
+}
+
+class TreesWithoutTies : public TreeTies {
+ protected:
+  TreesWithoutTies() : TreeTies(/*key_scale=*/1) {}
+};
+
+TEST_F(TreesWithoutTies, OpenWhatTheDefinitionSays) {
+  EXPECT_THAT(Agree(RightUnder(Exchanged()), cpu_, rows_).message(), HasSubstr("groups: "));
 }
 
 }  // namespace

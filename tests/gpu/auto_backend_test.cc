@@ -121,15 +121,29 @@ TEST_F(AutoEngine, WhatTheDeviceLacksIsTheCpus) {
   EXPECT_EQ(owner(Args(MakeLatentShape(2, 4, 128, 128, DType::kBf16))), "cpu");
   EXPECT_EQ(owner(Args(shape_, std::nullopt, IndexSet())), "cpu") << "token order";
   EXPECT_EQ(owner(Args(shape_, PolicyOf("error-target"), attention::kRegressionIndexes)), "cpu");
+  // A tree is the device's where errors open its groups.
+  using attention::kTreeIndexes;
+  for (const char* preset : {"dense", "streaming", "error-target"}) {
+    EXPECT_EQ(owner(Args(shape_, PolicyOf(preset), kTreeIndexes)), "cuda") << preset;
+  }
+  for (const char* preset : {"clusters-top-k", "double-p"}) {
+    EXPECT_EQ(owner(Args(shape_, PolicyOf(preset), kTreeIndexes)), "cpu") << preset;
+  }
+  EXPECT_EQ(owner(Args(shape_, PolicyOf("error-target", {{"quantile", "0.95"}}), kTreeIndexes)),
+            "cpu");
+  EXPECT_EQ(
+      owner(Args(shape_, PolicyOf("error-target"), IndexSet{IndexKind::kTree, IndexKind::kLabels})),
+      "cpu");
   EXPECT_EQ(owner(Args(shape_, std::nullopt, IndexSet{IndexKind::kClusters, IndexKind::kKeys4})),
             "cpu");
 }
 
-// The device's defaults stay what the device can read; the CPU's are the CPU's.
+// error-target's index is a tree, whoever answers.
 TEST_F(AutoEngine, DefaultIndexesAreTheOwners) {
   const attention::Policy policy = PolicyOf("error-target");
-  EXPECT_EQ(engine_->IndexesOf(policy), attention::kClusterIndexes);
-  EXPECT_EQ(Open(Args(shape_, policy)).Info().args.indexes, attention::kClusterIndexes);
+  EXPECT_EQ(engine_->IndexesOf(policy), attention::kTreeIndexes);
+  EXPECT_EQ(Open(Args(shape_, policy)).Info().args.indexes, attention::kTreeIndexes);
+  EXPECT_EQ(OwnerOf(Open(Args(shape_, policy))), "cuda");
   const ModelShape fp32 = MakeShape(2, 4, 2, 128, 128, DType::kFp32);
   EXPECT_EQ(Open(Args(fp32, policy)).Info().args.indexes, attention::kTreeIndexes);
 }
@@ -146,6 +160,8 @@ TEST_F(AutoEngine, RowsOfBothInOneMessageAreWhatTheyAreAlone) {
       {Args(MakeLatentShape(2, 4, 128, 128, DType::kBf16)), false},
       {Args(shape_, PolicyOf("quest", {{"budget", "64"}})), false},
       {Args(shape_, PolicyOf("error-target"), attention::kRegressionIndexes), false},
+      {Args(shape_, PolicyOf("error-target"), attention::kTreeIndexes), true},
+      {Args(shape_, PolicyOf("double-p"), attention::kTreeIndexes), false},
   };
   std::vector<TestSequence> sequences;
   for (const Case& c : cases) sequences.push_back(OpenFilled(c.args, 700));
@@ -222,6 +238,38 @@ TEST_F(AutoEngine, ARowMayAskForAPolicyThatTheDeviceLacks) {
   EXPECT_FALSE(ReadByDevice(answer, 0));
   EXPECT_TRUE(IsDense(message, answer, 0));
   EXPECT_EQ(OwnerOf(sequence), "cuda");
+}
+
+// The device answers rows that open a tree's groups by errors.
+TEST_F(AutoEngine, RowsOfADevicesTreeMayBeTheCpus) {
+  TestSequence sequence =
+      OpenFilled(Args(shape_, PolicyOf("error-target"), attention::kTreeIndexes), 2700);
+  EXPECT_EQ(OwnerOf(sequence), "cuda");
+  struct Case {
+    attention::Policy policy;
+    bool on_device;
+  };
+  const std::vector<Case> cases = {
+      {PolicyOf("error-target"), true},
+      {PolicyOf("double-p"), false},
+      {PolicyOf("clusters-top-k"), false},
+      {PolicyOf("error-target", {{"quantile", "0.95"}}), false},
+      {PolicyOf("error-target", {{"tolerance", "off"}}), true},
+      {PolicyOf("dense"), true},
+  };
+  for (const Case& c : cases) {
+    SCOPED_TRACE(attention::test::Describe(c.policy));
+    Row row = QueryOnlyRow(&sequence, 1, 2, &random_);
+    row.policy = c.policy;
+    const Message message(1, {row});
+    const Answer answer = engine::test::Send(engine_.get(), message);
+    ASSERT_TRUE(answer.row_status(0).ok()) << answer.row_status(0);
+    EXPECT_EQ(ReadByDevice(answer, 0), c.on_device);
+    if (c.policy.preset == "dense") {
+      EXPECT_TRUE(IsDense(message, answer, 0));
+    }
+  }
+  EXPECT_EQ(engine_->backend().stats().fallback_steps, 0u);
 }
 
 // What is resumed of the device's sequences is whole, of the CPU's paged; new sequences that begin

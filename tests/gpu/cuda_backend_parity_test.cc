@@ -17,6 +17,7 @@
 namespace attnd::gpu::test {
 namespace {
 
+using attention::test::MakeRow;
 using attention::test::MakeSequence;
 using attention::test::RunStep;
 using attention::test::SequenceSpec;
@@ -24,12 +25,27 @@ using attention::test::StepResult;
 using attention::test::TestRow;
 using attention::test::TestSequence;
 
+using attention::kTreeIndexes;
+
 // Groups 1, 3, 4, 8, 12; tails that start within a block and on its edge; more clusters than a slot
-// chunk holds.
+// chunk holds. Trees of more than the 32 groups that are opened in any case, and of fewer; more
+// groups than a slot chunk holds.
 const ParityCase kCases[] = {
-    {1, 1, 64, 64, {}, 150},         {6, 2, 64, 64, {700}, 70},     {4, 1, 128, 128, {640, 512}, 1},
-    {8, 1, 64, 64, {2400, 700}, 90}, {12, 1, 192, 128, {600}, 200}, {2, 2, 256, 256, {576}, 64},
+    {1, 1, 64, 64, {}, 150},
+    {6, 2, 64, 64, {700}, 70},
+    {4, 1, 128, 128, {640, 512}, 1},
+    {8, 1, 64, 64, {2400, 700}, 90},
+    {12, 1, 192, 128, {600}, 200},
+    {2, 2, 256, 256, {576}, 64},
+    {1, 1, 64, 64, {2300}, 70, kTreeIndexes},
+    {6, 2, 64, 64, {2100, 555, 1613}, 1, kTreeIndexes},
+    {12, 1, 192, 128, {2600}, 130, kTreeIndexes},
+    {16, 2, 128, 128, {1024, 700}, 77, kTreeIndexes},
+    {2, 2, 256, 256, {2311, 40}, 64, kTreeIndexes},
 };
+
+const ParityCase kClustersBesideATree = {6, 2, 64, 64, {2300, 700}, 70};
+const ParityCase kTreeBesideClusters = {6, 2, 64, 64, {2300, 700}, 70, kTreeIndexes};
 
 class CudaBackendParity : public testing::TestWithParam<std::tuple<ParityCase, DType>> {};
 
@@ -49,7 +65,8 @@ TEST_P(CudaBackendParity, AnswersStatisticsAndPlansAreTheCpus) {
   EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
   EXPECT_TRUE(fake.backend->Health().ok());
   const bool cooperative = shape.query_heads / shape.kv_heads <= kLanes &&
-                           shape.value_dim <= kCoopValueDimMax && !shape.segments.empty();
+                           shape.value_dim <= kCoopValueDimMax && !shape.segments.empty() &&
+                           shape.indexes == attention::kClusterIndexes;
   EXPECT_EQ(fake.control->coop_units() > 0, cooperative);
 }
 
@@ -57,16 +74,17 @@ TEST_P(CudaBackendParity, AnswersStatisticsAndPlansAreTheCpus) {
 // clusters are: masses of rows that read all of them exactly stay numbers. Such rows have one plan;
 // others' scores differ by what rounding makes of numbers so large.
 TEST(CudaBackendMasses, OfLargeLogitsAreTheCpus) {
-  SequenceSpec spec = SpecOf(kCases[1], DType::kBf16);
-  spec.key_scale = 60;
-  TestSequence sequence = MakeSequence(spec);
-  const FakeBackend fake = MakeFakeBackend();
-  std::vector<TestRow> rows = RowsOfPolicies(&sequence, /*layer=*/0, 5, DType::kFp32);
-  std::erase_if(
-      rows, [](const TestRow& row) { return row.policy.exact_share != 1 && row.policy.p2 != 1; });
-  ASSERT_FALSE(rows.empty());
-  const StepResult step = RunStep(fake.backend.get(), 0, rows);
-  EXPECT_TRUE(Agree(step, RunStep(MakeCpu().get(), 0, rows), rows));
+  for (const ParityCase& c : {kCases[1], kTreeBesideClusters}) {
+    SequenceSpec spec = SpecOf(c, DType::kBf16);
+    spec.key_scale = 60;
+    TestSequence sequence = MakeSequence(spec);
+    const FakeBackend fake = MakeFakeBackend();
+    std::vector<TestRow> rows = RowsOfPolicies(&sequence, /*layer=*/0, 5, DType::kFp32);
+    std::erase_if(rows, [](const TestRow& row) { return !ReadsAllClusters(row.policy); });
+    ASSERT_FALSE(rows.empty());
+    const StepResult step = RunStep(fake.backend.get(), 0, rows);
+    EXPECT_TRUE(Agree(step, RunStep(MakeCpu().get(), 0, rows), rows));
+  }
 }
 
 TEST(CudaBackendCooperativeGroups, StagesAnswerWhereTheyAreOff) {
@@ -77,6 +95,71 @@ TEST(CudaBackendCooperativeGroups, StagesAnswerWhereTheyAreOff) {
   const std::vector<TestRow> rows = RowsOfPolicies(&sequence, /*layer=*/0, 5, DType::kFp32);
   EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
   EXPECT_EQ(fake.control->coop_units(), 0u);
+}
+
+// ---- trees ----
+
+// Rows of both in one step: each has places of its own.
+TEST(CudaBackendTrees, BesideClustersInOneStep) {
+  TestSequence clusters = MakeSequence(SpecOf(kClustersBesideATree, DType::kBf16));
+  TestSequence tree = MakeSequence(SpecOf(kTreeBesideClusters, DType::kBf16));
+  const FakeBackend fake = MakeFakeBackend();
+  const std::vector<TestRow> of_clusters = RowsOfPolicies(&clusters, 1, 4, DType::kFp32);
+  const std::vector<TestRow> of_tree = RowsOfPolicies(&tree, 1, 4, DType::kFp32);
+  ASSERT_EQ(of_clusters.size(), of_tree.size());
+  std::vector<TestRow> rows;
+  for (size_t r = 0; r < of_tree.size(); ++r) {
+    rows.push_back(of_tree[r]);
+    rows.push_back(of_clusters[r]);
+  }
+  const StepResult both = RunStep(fake.backend.get(), 1, rows);
+  EXPECT_TRUE(Agree(both, RunStep(MakeCpu().get(), 1, rows), rows));
+  for (size_t r = 0; r < rows.size(); ++r) {
+    const StepResult alone = RunStep(fake.backend.get(), 1, {&rows[r], 1});
+    ASSERT_TRUE(alone.status.ok()) << alone.status;
+    EXPECT_TRUE(SameBits(both.rows[r], alone.rows[0])) << "row " << r;
+  }
+  EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
+}
+
+// A row's query tokens are divided among waves, whose plans are put together.
+TEST(CudaBackendTrees, LargeStepsAreAnsweredInWaves) {
+  TestSequence tree = MakeSequence(SpecOf(kTreeBesideClusters, DType::kBf16));
+  const std::vector<TestRow> rows = RowsOfPolicies(&tree, 0, 30, DType::kFp32);
+  CudaBackendOptions options = SmallOptions();
+  options.scratch_bytes = uint64_t{1} << 20;
+  options.input_bytes = uint64_t{1} << 17;
+  options.result_bytes = uint64_t{1} << 16;
+  const FakeBackend small = MakeFakeBackend(options), large = MakeFakeBackend();
+  const StepResult in_waves = RunStep(small.backend.get(), 0, rows);
+  const StepResult at_once = RunStep(large.backend.get(), 0, rows);
+  EXPECT_GT(small.control->steps(), large.control->steps());
+  EXPECT_EQ(small.backend->stats().fallback_steps, 0u);
+  EXPECT_TRUE(Agree(in_waves, RunStep(MakeCpu().get(), 0, rows), rows));
+  ASSERT_EQ(in_waves.rows.size(), at_once.rows.size());
+  for (size_t r = 0; r < rows.size(); ++r) {
+    EXPECT_TRUE(SameBits(in_waves.rows[r], at_once.rows[r])) << "row " << r;
+  }
+}
+
+TEST(CudaBackendTrees, OutputsThatAreNextToNothing) {
+  TestSequence sequence = MakeTreeBesideZeros();
+  const std::vector<TestRow> rows = RowsThatLookAtZeros(&sequence);
+  const FakeBackend fake = MakeFakeBackend();
+  EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
+}
+
+// Policies that rank by mass look at every leaf, and quantiles choose again: the CPU has them.
+TEST(CudaBackendTrees, OtherPoliciesAreRefused) {
+  TestSequence tree = MakeSequence(SpecOf({2, 1, 64, 64, {700}, 70, kTreeIndexes}, DType::kBf16));
+  const FakeBackend fake = MakeFakeBackend();
+  for (const attention::Policy& policy : {Parse("double-p"), Parse("clusters-top-k"),
+                                          Parse("error-target", {{"quantile", "0.95"}})}) {
+    const TestRow row = MakeRow(&tree, policy, tree.spec.tokens(), 1, true, DType::kFp32, 0, 1);
+    const absl::Status status = RunStep(fake.backend.get(), 0, {&row, 1}).status;
+    EXPECT_TRUE(absl::IsUnimplemented(status)) << status;
+  }
+  EXPECT_EQ(fake.control->steps(), 0u);
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, CudaBackendParity,

@@ -83,16 +83,39 @@ class CudaEngine : public testing::Test {
   std::unique_ptr<Engine> engine_;
 };
 
-// The regression is the CPU backend's alone: what the server says of error-target can be opened.
-TEST_F(CudaEngine, ErrorTargetHasClusters) {
+// The regression is the CPU backend's alone, and so are policies that look at every leaf of a tree:
+// what the server says of error-target can be opened.
+TEST_F(CudaEngine, ErrorTargetHasATree) {
   Start();
-  EXPECT_EQ(engine_->IndexesOf(PolicyOf("error-target")), attention::kClusterIndexes);
-  EXPECT_EQ(Open(PolicyOf("error-target")).Info().args.indexes, attention::kClusterIndexes);
-  engine::OpenArgs args = ArgsOf(shape_, PolicyOf("error-target"));
-  args.indexes = attention::kRegressionIndexes;
-  const absl::Status status = engine_->Open(kTenant, args).status();
-  EXPECT_TRUE(absl::IsUnimplemented(status)) << status;
-  EXPECT_THAT(std::string(status.message()), HasSubstr("indexes are regression"));
+  EXPECT_EQ(engine_->IndexesOf(PolicyOf("error-target")), attention::kTreeIndexes);
+  EXPECT_EQ(Open(PolicyOf("error-target")).Info().args.indexes, attention::kTreeIndexes);
+  const auto refusal = [&](const attention::Policy& policy, const attention::IndexSet& indexes) {
+    engine::OpenArgs args = ArgsOf(shape_, policy);
+    args.indexes = indexes;
+    const absl::Status status = engine_->Open(kTenant, args).status();
+    EXPECT_TRUE(absl::IsUnimplemented(status)) << status;
+    return std::string(status.message());
+  };
+  EXPECT_THAT(refusal(PolicyOf("error-target"), attention::kRegressionIndexes),
+              HasSubstr("indexes are regression"));
+  EXPECT_THAT(refusal(PolicyOf("double-p"), attention::kTreeIndexes),
+              HasSubstr("policy.preset double-p over the indexes tree"));
+}
+
+TEST_F(CudaEngine, ARowThatLooksAtEveryLeafIsRefused) {
+  Start();
+  TestSequence sequence = Open(PolicyOf("error-target"));
+  Prefill(&sequence, 700, &random_);
+  FinishPrefill(&sequence);
+  const auto status = [&](const char* preset) {
+    engine::test::Row row = QueryOnlyRow(&sequence, 0, 1, &random_);
+    row.policy = PolicyOf(preset);
+    return engine::test::Send(engine_.get(), engine::test::Message(0, {row})).row_status(0);
+  };
+  EXPECT_TRUE(status("dense").ok());
+  EXPECT_TRUE(status("error-target").ok());
+  EXPECT_TRUE(absl::IsUnimplemented(status("double-p"))) << status("double-p");
+  EXPECT_EQ(engine_->backend().stats().fallback_steps, 0u);
 }
 
 TEST_F(CudaEngine, PrefillsAreSegmentedOnTheDevice) {

@@ -37,7 +37,7 @@ std::string KindOfStep(const StepRun& run) {
 void Spoil(const KernelShape& shape, const StepHeader& header, const Faults& faults) {
   for (uint32_t r = 0; faults.nan_output && r < header.rows; ++r) {
     const RowRef& row = header.row_refs[r];
-    if (row.kind != UnitKind::kClusters) continue;
+    if (!ReadsClusters(row)) continue;
     const uint64_t lanes =
         uint64_t{header.kv_heads} * header.group * (row.first_query_token + row.query_tokens);
     header.out[lanes * shape.value_dim - 1] = std::nanf("");
@@ -200,7 +200,8 @@ class FakeStream : public Stream {
         control_->broken_ = true;
       }
       control_->coop_units_ += CoopUnits(header);
-      RunStepReference(run.shape, step, control_->faults_.one_more_exact);
+      RunStepReference(run.shape, step,
+                       {control_->faults_.one_more_exact, control_->faults_.one_more_opened});
       Spoil(run.shape, step, control_->faults_);
       ++control_->steps_;
     });

@@ -31,9 +31,10 @@ struct Faults {
   uint64_t launches = 1;               // and so many after it
   bool bad_index = false;              // BuildIndexes leaves an order that is none
   // Wrong answers of steps that succeed, to see the tests' comparison refuse them.
-  uint32_t one_more_exact = kNoUnit;  // of this unit's clusters: the best one that is not exact
-  bool nan_output = false;            // the last number of each row of clusters
-  bool miscounted = false;            // a token too many in each unit of clusters
+  uint32_t one_more_exact = kNoUnit;   // of this unit's clusters: the best one that is not exact
+  uint32_t one_more_opened = kNoUnit;  // of this unit's groups, the same
+  bool nan_output = false;             // the last number of each row of clusters
+  bool miscounted = false;             // a token too many in each unit of clusters
 };
 
 // What a test sees of a device that a backend owns. Thread-safe.

@@ -27,6 +27,9 @@ namespace attnd::gpu::test {
 namespace {
 
 using attention::Backend;
+using attention::IndexSet;
+using attention::kClusterIndexes;
+using attention::kTreeIndexes;
 using attention::Policy;
 using attention::test::MakeSequence;
 using attention::test::RunStep;
@@ -93,6 +96,19 @@ const ParityCase kCases[] = {
     {4, 1, 192, 128, {600}, 100},
 };
 
+// Trees: of fewer groups than the 32 that are opened in any case, and of more; segments of one
+// group; early segments behind whole ones.
+const ParityCase kTreeCases[] = {
+    {1, 1, 64, 64, {2300}, 150, kTreeIndexes},
+    {6, 2, 64, 64, {2100, 555, 1613}, 1, kTreeIndexes},
+    {4, 1, 128, 128, {1024, 700}, 77, kTreeIndexes},
+    {12, 1, 192, 128, {2600}, 200, kTreeIndexes},
+    {2, 2, 256, 256, {2311, 40}, 64, kTreeIndexes},
+    {8, 2, 128, 128, {8192, 8192, 1024, 1024}, 1300, kTreeIndexes},
+    {32, 1, 128, 128, {3000}, 66, kTreeIndexes},
+    {4, 1, 192, 128, {2200, 17}, 100, kTreeIndexes},
+};
+
 // Who answers units of clusters.
 enum class Answer { kByGroups, kByStages };
 void PrintTo(Answer answer, std::ostream* out) {
@@ -156,19 +172,78 @@ INSTANTIATE_TEST_SUITE_P(Shapes, GpuParity,
                          testing::Combine(testing::ValuesIn(kCases),
                                           testing::ValuesIn(ListedDTypes()),
                                           testing::Values(Answer::kByGroups, Answer::kByStages)));
+INSTANTIATE_TEST_SUITE_P(Trees, GpuParity,
+                         testing::Combine(testing::ValuesIn(kTreeCases),
+                                          testing::ValuesIn(ListedDTypes()),
+                                          testing::Values(Answer::kByStages)));
 
-TEST(GpuParityMatrix, HasEveryListedShape) { EXPECT_EQ(ListedDimsWithout(kCases), ""); }
+TEST(GpuParityMatrix, HasEveryListedShape) {
+  EXPECT_EQ(ListedDimsWithout(kCases), "");
+  EXPECT_EQ(ListedDimsWithout(kTreeCases), "");
+}
+
+// One step has rows of both: each is what it is in a step with its like.
+TEST(GpuTrees, BesideClustersInOneStep) {
+  const auto gpu = OnGpu::Make();
+  SKIP_WITHOUT_GPU(gpu);
+  ParityCase c = {4, 2, 128, 128, {3000, 700}, 90};
+  TestSequence clusters = MakeSequence(SpecOf(c, DType::kBf16));
+  c.indexes = kTreeIndexes;
+  TestSequence tree = MakeSequence(SpecOf(c, DType::kBf16));
+  std::vector<TestRow> of_clusters, of_tree;
+  for (const auto& [sequence, rows] :
+       {std::pair{&clusters, &of_clusters}, std::pair{&tree, &of_tree}}) {
+    for (TestRow& row : RowsOfPolicies(sequence, /*layer=*/1, /*most=*/4, DType::kFp32)) {
+      rows->push_back(std::move(row));
+    }
+  }
+  ASSERT_EQ(of_clusters.size(), of_tree.size());
+  std::vector<TestRow> rows;
+  for (size_t r = 0; r < of_tree.size(); ++r) {
+    rows.push_back(of_tree[r]);
+    rows.push_back(of_clusters[r]);
+  }
+  const StepResult both = RunStep(gpu.get(), 1, rows);
+  EXPECT_TRUE(Agree(both, RunStep(MakeCpu().get(), 1, rows), rows));
+  const StepResult alone[] = {RunStep(gpu.get(), 1, of_tree), RunStep(gpu.get(), 1, of_clusters)};
+  for (size_t r = 0; r < rows.size(); ++r) {
+    EXPECT_TRUE(SameBits(both.rows[r], alone[r % 2].rows[r / 2])) << "row " << r;
+  }
+  EXPECT_EQ(gpu->stats().fallback_steps, 0u);
+}
+
+TEST(GpuTrees, OutputsThatAreNextToNothing) {
+  const auto gpu = OnGpu::Make();
+  SKIP_WITHOUT_GPU(gpu);
+  TestSequence sequence = MakeTreeBesideZeros();
+  const std::vector<TestRow> rows = RowsThatLookAtZeros(&sequence);
+  EXPECT_TRUE(Agree(RunStep(gpu.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
+}
+
+// Estimates lie far above what the leaves are; masses of rows that read all stay numbers.
+TEST(GpuTrees, LargeLogits) {
+  const auto gpu = OnGpu::Make();
+  SKIP_WITHOUT_GPU(gpu);
+  SequenceSpec spec = SpecOf(kTreeCases[1], DType::kBf16);
+  spec.key_scale = 60;
+  TestSequence sequence = MakeSequence(spec);
+  std::vector<TestRow> rows = RowsOfPolicies(&sequence, /*layer=*/0, 5, DType::kFp32);
+  std::erase_if(rows, [](const TestRow& row) { return !ReadsAllClusters(row.policy); });
+  ASSERT_FALSE(rows.empty());
+  EXPECT_TRUE(Agree(RunStep(gpu.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
+}
 
 // ---- graphs: steps that repeat ----
 
-class GpuGraphs : public testing::Test {
+class GpuGraphs : public testing::TestWithParam<IndexSet> {
  protected:
   void SetUp() override {
     SequenceSpec spec;
     spec.shape = attention::test::MakeShape(/*query_heads=*/4, /*kv_heads=*/2, /*head_dim=*/64,
                                             /*value_dim=*/64, DType::kBf16, /*layers=*/2);
-    spec.segment_tokens = {1500};
+    spec.segment_tokens = {2500};  // a tree has groups that stay closed
     spec.tail_tokens = 40;
+    spec.indexes = GetParam();
     spec.seed = attention::test::TestSeed();
     sequence_ = std::make_unique<TestSequence>(MakeSequence(spec));
   }
@@ -196,8 +271,8 @@ class GpuGraphs : public testing::Test {
 };
 
 // One graph serves both layers, whose queries, tokens and answers differ: by cooperative groups
-// alone, and by the stages.
-TEST_F(GpuGraphs, BothLayersShareOne) {
+// alone, and by the stages, which a tree always has.
+TEST_P(GpuGraphs, BothLayersShareOne) {
   for (const bool groups : {true, false}) {
     const auto gpu = OnGpu::Make(groups, /*timed_steps=*/0);
     SKIP_WITHOUT_GPU(gpu);
@@ -205,8 +280,11 @@ TEST_F(GpuGraphs, BothLayersShareOne) {
     StepResult first[2];
     for (uint32_t layer = 0; layer < 2; ++layer) {
       rows[layer] = Rows(layer, [](const Policy& policy) {
-        return policy.selector == attention::Selector::kClusters && policy.dense_layers == 0 &&
-               (policy.cut != attention::Cut::kErrorBudget || std::isinf(policy.tolerance));
+        if (policy.selector != attention::Selector::kClusters || policy.dense_layers > 0) {
+          return false;
+        }
+        if (GetParam() == kTreeIndexes) return policy.tolerance > 0;
+        return policy.cut != attention::Cut::kErrorBudget || std::isinf(policy.tolerance);
       });
       ASSERT_FALSE(rows[layer].empty());
       first[layer] = FirstStep(gpu.get(), layer, rows[layer]);
@@ -222,7 +300,7 @@ TEST_F(GpuGraphs, BothLayersShareOne) {
 }
 
 // More kinds of steps than graphs are kept, in turns and together.
-TEST_F(GpuGraphs, ManyKindsTakeTurns) {
+TEST_P(GpuGraphs, ManyKindsTakeTurns) {
   const auto gpu = OnGpu::Make(/*cooperative_groups=*/true, /*timed_steps=*/0);
   SKIP_WITHOUT_GPU(gpu);
   const std::vector<TestRow> all = Rows(/*layer=*/1, [](const Policy&) { return true; });
@@ -244,10 +322,17 @@ TEST_F(GpuGraphs, ManyKindsTakeTurns) {
   EXPECT_GT(gpu->stats().graph_launches, kinds.size());
 }
 
+INSTANTIATE_TEST_SUITE_P(Indexes, GpuGraphs, testing::Values(kClusterIndexes, kTreeIndexes),
+                         [](const auto& c) { return c.param.ToString(); });
+
 // More clusters than one pass of selection holds, of a cooperative group (12,288 slots) and of a
-// thread block (8,192).
-TEST(GpuSelection, SecondPassesAgreeWithTheCpu) {
+// thread block (8,192); and a tree of 3,752 groups, of which a small tolerance opens all: 30,000
+// leaves.
+class GpuSelection : public testing::TestWithParam<IndexSet> {};
+
+TEST_P(GpuSelection, SecondPassesAgreeWithTheCpu) {
   SequenceSpec spec;
+  spec.indexes = GetParam();
   spec.shape = attention::test::MakeShape(/*query_heads=*/2, /*kv_heads=*/1, /*head_dim=*/64,
                                           /*value_dim=*/64, DType::kBf16, /*layers=*/1);
   spec.segment_tokens = {60000, 60000, 60000, 60000};
@@ -257,6 +342,7 @@ TEST(GpuSelection, SecondPassesAgreeWithTheCpu) {
   SKIP_WITHOUT_GPU(any);
   TestSequence sequence = MakeSequence(spec);
   for (const bool groups : {true, false}) {
+    if (groups && GetParam() == kTreeIndexes) continue;  // no cooperative group answers them
     const auto gpu = OnGpu::Make(groups);
     ASSERT_NE(gpu, nullptr) << OnGpu::why_not;
     std::vector<TestRow> rows;
@@ -268,6 +354,9 @@ TEST(GpuSelection, SecondPassesAgreeWithTheCpu) {
     EXPECT_EQ(gpu->stats().fallback_steps, 0u);
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Indexes, GpuSelection, testing::Values(kClusterIndexes, kTreeIndexes),
+                         [](const auto& c) { return c.param.ToString(); });
 
 // Histories whose segments the device builds, against the engine tests' model in double precision.
 TEST(GpuEngine, HistoriesAnswerAsLocalAttentionDoes) {

@@ -51,7 +51,8 @@ class Checker {
   }
 
   void Row(const RowRef& row) {
-    const bool clusters = row.kind == UnitKind::kClusters;
+    const bool tree = row.kind == UnitKind::kTree;
+    const bool clusters = tree || row.kind == UnitKind::kClusters;
     const bool dense = row.kind == UnitKind::kDense;
     Equal("first_unit", row.first_unit, units_);
     Equal("first_query_token", row.first_query_token, query_tokens_);
@@ -61,17 +62,22 @@ class Checker {
     Equal("first_score", row.first_score, scores_);
     Equal("first_fate", row.first_fate, fates_);
     Equal("first_token", row.first_token, chosen_);
+    Equal("trees_begin", row.trees_begin, trees_);
+    Equal("first_tree_item", row.first_tree_item, tree_items_);
+    Equal("first_word", row.first_word, tree_words_);
     Equal("tokens_per_unit", row.tokens_per_unit, clusters ? 1 : std::max(1u, kLanes / h_.group));
     Equal("tiles_per_unit", row.tiles_per_unit,
           CeilOf(uint64_t{row.tokens_per_unit} * h_.group, kLanes));
     if (row.query_tokens == 0) Fail("query_tokens is 0");
     Segments(row);
+    Trees(row);
     Tail(row);
     if (row.coop_blocks != 0) return Cooperative(row);
     Equal("read_pieces", row.read_pieces,
           dense ? row.dense_pieces + row.tail_pieces : row.tail_pieces + 1);
     if (!clusters) Equal("estimate_pieces", row.estimate_pieces, 0);
-    if (clusters) {
+    if (tree) Equal("estimate_pieces", row.estimate_pieces, row.segment_count);
+    if (clusters && !tree) {
       Equal("estimate_pieces", row.estimate_pieces, CeilOf(row.slots, row.estimate_piece_slots));
       Equal("estimate_piece_slots % kSlotChunk", row.estimate_piece_slots % kSlotChunk, 0);
       if (row.estimate_pieces > kEstimatePiecesMax) Fail("too many estimate pieces");
@@ -80,11 +86,12 @@ class Checker {
     read_items_ += tiles * row.read_pieces;
     states_ += tiles * (row.read_pieces + row.estimate_pieces + (clusters ? kChosenPiecesMax : 0));
     if (!clusters) return;
-    score_items_ += UnitsOf(row) * row.slots / kSlotChunk;
     chosen_pieces_ += tiles * kChosenPiecesMax;
+    if (row.cut == CutKind::kErrorBudget) Equal("second_order", row.second_order, 1);
+    if (tree) return;
+    score_items_ += UnitsOf(row) * row.slots / kSlotChunk;
     estimate_pieces_max_ = std::max(estimate_pieces_max_, row.estimate_pieces);
     needs_measure_ |= row.cut == CutKind::kErrorBudget && std::isfinite(row.tolerance);
-    if (row.cut == CutKind::kErrorBudget) Equal("second_order", row.second_order, 1);
   }
 
   uint64_t UnitsOf(const RowRef& row) const {
@@ -100,6 +107,15 @@ class Checker {
       scores_ += units * (h_.group * row.slots * (row.second_order != 0 ? 2 : 1) + row.slots);
       fates_ += units * row.slots;
       chosen_ += units * row.clustered_tokens;
+    }
+    if (row.kind == UnitKind::kTree) {
+      const uint64_t rows = row.slots + row.group_slots;
+      scores_ += units * (2 * h_.group * rows + 2 * rows);
+      fates_ += units * rows;
+      chosen_ += units * row.clustered_tokens;
+      trees_ += row.segment_count;
+      tree_items_ += units * row.tiles_per_unit * row.segment_count;
+      tree_words_ += units * (kTreeNorms + CeilOf(row.segment_count + 1, 4) * 4 + row.slots);
     }
     return units * row.tiles_per_unit;
   }
@@ -123,6 +139,64 @@ class Checker {
     }
   }
 
+  // What a row over trees has beside its segments.
+  void Trees(const RowRef& row) {
+    if (row.kind != UnitKind::kTree) return Equal("group_slots", row.group_slots, 0);
+    if (row.coop_blocks != 0) Fail("a cooperative group over a tree");
+    if (row.cut != CutKind::kErrorBudget) Fail("a tree that is cut by mass");
+    if (!(row.tolerance > 0)) Fail("a tree without a tolerance");
+    if (h_.group > kTreeNorms) Fail("more heads than a tree unit has norms");
+    Held("trees", h_.trees + row.trees_begin, row.segment_count * sizeof(TreeRef));
+    if (!wrong_.empty()) return;
+    uint64_t slots = 0;
+    for (uint32_t s = 0; s < row.segment_count && wrong_.empty(); ++s) {
+      const TreeRef& tree = h_.trees[row.trees_begin + s];
+      const SegmentRef& segment = h_.segments[row.segments_begin + s];
+      Equal("first_group_slot", tree.first_group_slot, slots);
+      Equal("max_groups", tree.max_groups, CeilOf(segment.tokens - segment.unclustered, 64));
+      Equal("a tree's group_slots", tree.group_slots,
+            CeilOf(tree.max_groups, kGroupSlotChunk) * kGroupSlotChunk);
+      slots += tree.group_slots;
+      Offsets(segment, tree);
+    }
+    Equal("group_slots", row.group_slots, slots);
+  }
+
+  // A tree's parts lie in the order of docs/FORMAT.md, apart from one another, in the head's index.
+  void Offsets(const SegmentRef& segment, const TreeRef& tree) {
+    const uint64_t dim = shape_.head_dim, value_dim = shape_.value_dim;
+    uint64_t end = 0;
+    const auto part = [&](const char* name, uint64_t at, uint64_t bytes) {
+      Equal(name, at, CeilOf(end, 64) * 64);
+      end = at + bytes;
+    };
+    const auto rows = [&](const TreePart& at, uint64_t room) {
+      part("centroids", at.centroids, room * dim);
+      part("centroid_scales", at.centroid_scales, room * 4);
+      part("mean_values", at.mean_values, room * value_dim);
+      part("mean_value_scales", at.mean_value_scales, room * 4);
+      part("deviation_codes", at.deviation_codes, room * dim / 2);
+      part("variance_unit", at.variance_unit, room * 4);
+      part("log_size", at.log_size, room * 4);
+      part("spread", at.spread, room * 4);
+      part("value_norm2", at.value_norm2, room * 4);
+      part("starts", at.starts, (room + 1) * 4);
+    };
+    const TreeOffsets& at = tree.offsets;
+    Equal("the number of leaves", at.leaves.count, 0);
+    Equal("the number of groups", at.groups.count, 4);
+    end = 8;
+    rows(at.leaves, segment.max_clusters);
+    part("positions", at.positions, uint64_t{segment.tokens} * 2);
+    part("axes", at.axes, 2 * dim * dim);
+    part("slopes", at.slopes, 2 * dim * value_dim);
+    part("key_base", at.key_base, 4 * dim);
+    part("value_base", at.value_base, 4 * value_dim);
+    rows(at.groups, tree.max_groups);
+    part("first_members", at.groups.first_members, (uint64_t{tree.max_groups} + 1) * 4);
+    if (end > segment.index_head_bytes) Fail("a tree's parts exceed its index");
+  }
+
   void CooperativeUnits() {
     uint64_t first = 0;
     for (uint32_t size = 0; size < kCoopSizes; ++size) {
@@ -135,6 +209,15 @@ class Checker {
     }
   }
 
+  // A row that looks at no clusters does not say what its segments have.
+  static uint64_t TokensACluster(const RowRef& row, const SegmentRef& segment) {
+    constexpr uint64_t kOfClusters = 16, kOfLeaves = 8;
+    if (row.kind == UnitKind::kTree) return kOfLeaves;
+    if (row.kind == UnitKind::kClusters) return kOfClusters;
+    const uint64_t leaves = CeilOf(segment.tokens - segment.unclustered, kOfLeaves);
+    return segment.max_clusters == leaves ? kOfLeaves : kOfClusters;
+  }
+
   void Segments(const RowRef& row) {
     uint64_t slots = 0, pieces = 0, clustered = 0;
     Held("segments", h_.segments + row.segments_begin, row.segment_count * sizeof(SegmentRef));
@@ -145,14 +228,16 @@ class Checker {
       Held("a segment's pages", segment.pages, h_.kv_heads * segment.pages_head_bytes);
       if (segment.tokens <= segment.unclustered) Fail("a segment has no clusters");
       Equal("first_slot", segment.first_slot, slots);
-      Equal("max_clusters", segment.max_clusters, CeilOf(segment.tokens - segment.unclustered, 16));
+      Equal("max_clusters", segment.max_clusters,
+            CeilOf(segment.tokens - segment.unclustered, TokensACluster(row, segment)));
       Equal("slots", segment.slots, CeilOf(segment.max_clusters, kSlotChunk) * kSlotChunk);
       Equal("first_piece", segment.first_piece, pieces);
       slots += segment.slots;
       pieces += CeilOf(segment.tokens, row.dense_piece_tokens);
       clustered += segment.tokens - segment.unclustered;
     }
-    Equal("slots", row.slots, row.kind == UnitKind::kClusters ? slots : 0);
+    const bool clusters = row.kind == UnitKind::kClusters || row.kind == UnitKind::kTree;
+    Equal("slots", row.slots, clusters ? slots : 0);
     Equal("dense_pieces", row.dense_pieces, row.kind == UnitKind::kDense ? pieces : 0);
     Equal("clustered_tokens", row.clustered_tokens, clustered);
     if (row.dense_pieces > std::max(kReadPiecesMax, row.segment_count)) Fail("too many pieces");
@@ -178,6 +263,7 @@ class Checker {
     Equal("query_tokens", h_.query_tokens, query_tokens_);
     Equal("read_items", h_.read_items, read_items_);
     Equal("score_items", h_.score_items, score_items_);
+    Equal("tree_items", h_.tree_items, tree_items_);
     Equal("estimate_pieces_max", h_.estimate_pieces_max, estimate_pieces_max_);
     Equal("head_dim", h_.head_dim, shape_.head_dim);
     Equal("value_dim", h_.value_dim, shape_.value_dim);
@@ -220,6 +306,11 @@ class Checker {
     part("chunks", h_.chunks, score_items_ * sizeof(ChunkRef));
     part("chosen_pieces", h_.chosen_pieces, chosen_pieces_ * sizeof(ChosenPiece));
     part("cursors", h_.cursors, kCursors * sizeof(uint32_t));
+    part("tree_words", h_.tree_words, tree_words_ * sizeof(uint32_t));
+    part("rotated", h_.rotated, tree_items_ * kLanes * (shape_.head_dim + 8) * sizeof(float));
+    part("tree_states", h_.tree_states,
+         tree_items_ * kLanes * (kStateHead + 2 * shape_.value_dim) * sizeof(float));
+    part("tree_partials", h_.tree_partials, tree_items_ * kLanes * kStateHead * sizeof(float));
     part("out", h_.out, lanes * shape_.value_dim * sizeof(float));
     part("lse", h_.lse, lanes * sizeof(float));
     part("lane_results", h_.lane_results, lanes * sizeof(LaneResult));
@@ -238,6 +329,7 @@ class Checker {
   std::string wrong_;
   uint64_t units_ = 0, tiles_ = 0, query_tokens_ = 0, read_items_ = 0, score_items_ = 0;
   uint64_t states_ = 0, scores_ = 0, fates_ = 0, chosen_ = 0, chosen_pieces_ = 0;
+  uint64_t trees_ = 0, tree_items_ = 0, tree_words_ = 0;
   uint32_t estimate_pieces_max_ = 0;
   bool needs_measure_ = false;
   std::array<std::vector<CoopUnit>, kCoopSizes> coop_units_;

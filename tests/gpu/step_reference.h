@@ -20,11 +20,17 @@ namespace attnd::gpu::test {
 inline constexpr uint32_t kNoUnit = std::numeric_limits<uint32_t>::max();
 inline constexpr uint32_t kEveryUnit = kNoUnit - 1;
 
+// Planted faults: this unit, if it is of clusters, reads one cluster more than its cuts say; or
+// opens one group more. It is otherwise right.
+struct OneMore {
+  uint32_t exact = kNoUnit;
+  uint32_t opened = kNoUnit;
+};
+
 // Puts the uploads in place, fills out, lse, lane_results, unit_results and fates. Every address in
-// the header can be read here. one_more_exact: a planted fault, this unit, if it is of clusters,
-// reads one cluster more than its cuts say and is otherwise right.
+// the header can be read here.
 void RunStepReference(const KernelShape& shape, const StepHeader& header,
-                      uint32_t one_more_exact = kNoUnit);
+                      const OneMore& one_more = {});
 
 // Builds one layer: clusters by k-means as docs/POLICIES.md says, the index, the pages in cluster
 // order.

@@ -31,7 +31,24 @@ FakeBackend MakeFakeBackend(const CudaBackendOptions& options) {
 
 std::unique_ptr<Backend> MakeCpu() { return attention::MakeCpuBackend({.threads = 1}); }
 
-std::vector<Policy> Policies() {
+std::vector<Policy> Policies(const attention::IndexSet& indexes) {
+  if (indexes == attention::kTreeIndexes) {
+    return {
+        Parse("dense"),
+        Parse("streaming"),
+        Parse("error-target"),
+        Parse("error-target", {{"tolerance", "0.02"}, {"floor", "0"}}),
+        Parse("error-target", {{"tolerance", "0.3"}, {"floor", "0.04"}}),
+        Parse("error-target", {{"tolerance", "1"}, {"floor", "0"}}),
+        Parse("error-target", {{"tolerance", "1e-9"}}),
+        Parse("error-target", {{"tolerance", "0"}}),
+        Parse("error-target", {{"tolerance", "off"}}),
+        Parse("error-target", {{"tolerance", "off"}, {"floor", "0"}}),
+        Parse("error-target", {{"tolerance", "off"}, {"floor", "0.4"}}),
+        Parse("error-target", {{"tolerance", "off"}, {"floor", "1"}}),
+        Parse("error-target", {{"dense_layers", "1"}}),
+    };
+  }
   return {
       Parse("dense"),
       Parse("streaming"),
@@ -50,9 +67,13 @@ std::vector<Policy> Policies() {
   };
 }
 
+bool ReadsAllClusters(const Policy& policy) {
+  return policy.exact_share == 1 || policy.p2 == 1 || policy.floor == 1;
+}
+
 void PrintTo(const ParityCase& c, std::ostream* out) {
   *out << c.query_heads << "/" << c.kv_heads << " heads, " << c.head_dim << "/" << c.value_dim
-       << ", " << c.segments.size() << " segments";
+       << ", " << c.segments.size() << " segments, " << c.indexes.ToString();
 }
 
 attention::test::SequenceSpec SpecOf(const ParityCase& c, DType dtype) {
@@ -61,6 +82,7 @@ attention::test::SequenceSpec SpecOf(const ParityCase& c, DType dtype) {
                                           /*layers=*/2);
   spec.segment_tokens = c.segments;
   spec.tail_tokens = c.tail;
+  spec.indexes = c.indexes;
   spec.seed = attention::test::TestSeed() + c.head_dim + c.query_heads;
   return spec;
 }
@@ -95,11 +117,45 @@ std::vector<TestRow> RowsOfPolicies(attention::test::TestSequence* sequence, uin
   const auto fitting = static_cast<uint32_t>(std::min<uint64_t>(most, spec.tail_tokens));
   std::vector<TestRow> rows;
   uint64_t seed = spec.seed;
-  for (const Policy& policy : Policies()) {
+  for (const Policy& policy : Policies(spec.indexes)) {
     const uint32_t tokens = 1 + static_cast<uint32_t>(++seed % fitting);
     rows.push_back(MakeRow(sequence, policy, spec.tokens() - tokens, tokens, false, DType::kFp32,
                            layer, seed));
     rows.push_back(MakeRow(sequence, policy, spec.tokens(), tokens, true, dtype, layer, ++seed));
+  }
+  return rows;
+}
+
+attention::test::TestSequence MakeTreeBesideZeros() {
+  attention::test::SequenceSpec spec =
+      SpecOf({4, 2, 64, 64, {2300}, 40, attention::kTreeIndexes}, DType::kBf16);
+  spec.sink = 0;
+  attention::test::TestSequence sequence = MakeSequence(spec);
+  std::vector<attention::test::HeadData> heads = sequence.heads;
+  const size_t dim = spec.shape.head_dim, value_dim = spec.shape.value_dim;
+  for (attention::test::HeadData& head : heads) {
+    for (size_t t = 0; t < spec.tokens(); ++t) {
+      // The first channel says whether a token is of the tail.
+      head.keys[t * dim] = t < spec.segment_tokens[0] ? 0 : 16;
+      if (t < spec.segment_tokens[0]) continue;
+      std::fill_n(head.values.begin() + static_cast<ptrdiff_t>(t * value_dim), value_dim, 0.0f);
+    }
+  }
+  return MakeSequenceOf(spec, std::move(heads));
+}
+
+std::vector<TestRow> RowsThatLookAtZeros(attention::test::TestSequence* sequence) {
+  const attention::test::SequenceSpec& spec = sequence->spec;
+  std::vector<TestRow> rows;
+  for (const float logit : {4.0f, 12.0f, 16.0f, 20.0f, 24.0f}) {
+    for (const char* tolerance : {"0.3", "0.02", "off"}) {
+      TestRow row = MakeRow(sequence, Parse("error-target", {{"tolerance", tolerance}}),
+                            spec.tokens(), 2, true, DType::kFp32, /*layer=*/0, spec.seed);
+      for (size_t i = 0; i < row.queries.size(); i += spec.shape.head_dim) {
+        row.queries[i] = logit / (16 * spec.shape.softmax_scale);
+      }
+      rows.push_back(std::move(row));
+    }
   }
   return rows;
 }

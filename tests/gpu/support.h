@@ -36,14 +36,19 @@ std::unique_ptr<attention::Backend> MakeCpu();
 
 using attention::test::Describe;
 using attention::test::Parse;
-// Every preset, with variants of its parts.
-std::vector<attention::Policy> Policies();
+// Every preset that the backend has over these indexes (clusters, or a tree), with variants of its
+// parts.
+std::vector<attention::Policy> Policies(const attention::IndexSet& indexes);
+
+// Whether it looks at clusters and reads all of them: such rows have one plan.
+bool ReadsAllClusters(const attention::Policy& policy);
 
 // A sequence of two layers for the parity tests.
 struct ParityCase {
   uint32_t query_heads, kv_heads, head_dim, value_dim;
   std::vector<uint32_t> segments;
   uint64_t tail;
+  attention::IndexSet indexes = attention::kClusterIndexes;
 };
 void PrintTo(const ParityCase& c, std::ostream* out);
 attention::test::SequenceSpec SpecOf(const ParityCase& c, DType dtype);
@@ -55,6 +60,12 @@ std::string ListedDimsWithout(std::span<const ParityCase> cases);
 // 1 to `most` query tokens.
 std::vector<attention::test::TestRow> RowsOfPolicies(attention::test::TestSequence* sequence,
                                                      uint32_t layer, uint32_t most, DType dtype);
+
+// A tree beside a tail of nothing but zeros, and rows whose queries look at that tail more and
+// more: of the last ones' outputs next to nothing is left, so that errors are relative to the least
+// norm.
+attention::test::TestSequence MakeTreeBesideZeros();
+std::vector<attention::test::TestRow> RowsThatLookAtZeros(attention::test::TestSequence* sequence);
 
 }  // namespace attnd::gpu::test
 

@@ -8,9 +8,8 @@
 #include <optional>
 #include <utility>
 
-#include "tests/attention/cpu/tree_check.h"
+#include "tests/attention/cluster_judge.h"
 #include "tests/attention/oracle_support.h"
-#include "tests/oracle/regression_policy.h"
 
 namespace attnd::attention::test {
 namespace {
@@ -23,13 +22,6 @@ constexpr double kMassTolerance = 2e-5;
 // Of a predicted error: relative, for sums of squares of differences; and absolute, as a part of it
 // is what is left when sums are taken from sums, which round.
 double ErrorTolerance(double error) { return 1e-3 * error + 1e-9; }
-
-// A tolerance of nothing is dense: no clusters are looked at, so there is no plan and no prediction
-// to compare.
-bool LooksAtClusters(const oracle::Policy& policy) {
-  return policy.preset != oracle::Preset::kDense && policy.preset != oracle::Preset::kStreaming &&
-         !(policy.preset == oracle::Preset::kErrorTarget && policy.tolerance == 0);
-}
 
 // What a row's statistics must be, gathered from the oracle's answers.
 struct ExpectedStats {
@@ -99,193 +91,6 @@ void CheckStats(const RowStats& stats, const ExpectedStats& expected,
   EXPECT_NEAR(*stats.predicted_error_mean, mean, ErrorTolerance(mean));
   EXPECT_NEAR(*stats.predicted_error_max, expected.error_max, ErrorTolerance(expected.error_max));
 }
-
-// A selection with no cluster that has to be exact.
-oracle::Selection Relaxed(oracle::Selection selection) {
-  std::fill(selection.must_exact.begin(), selection.must_exact.end(), false);
-  return selection;
-}
-
-// What the policy's definition says of one (query token, KV head), over clusters of either kind.
-// The first order knows nothing of a regression.
-class Judge {
- public:
-  // given: the backend's plan; null where it makes none.
-  Judge(const TestRow& row, uint32_t layer, uint32_t token, uint32_t kv_head, const Plan* given)
-      : input_(MakeInput(row, layer, token, kv_head)),
-        policy_(OraclePolicy(row.policy, layer)),
-        quantile_(row.policy.quantile) {
-    if (given != nullptr) plan_ = NumberedPlan(*given, input_);
-    if (!row.sequence->view->indexes.has_regression()) return;
-    if (policy_.mass != oracle::MassEstimate::kSecondOrder || !LooksAtClusters(policy_)) return;
-    regression_ = MakeRegressionInput(row, layer, kv_head);
-    for (const oracle::Vector& query : input_.queries) {
-      oracle::SoftmaxState& state = zones_.emplace_back(input_.value_dim);
-      for (size_t t = 0; t < input_.zone_keys.size(); ++t) {
-        state.Add(input_.scale * oracle::Dot(query, input_.zone_keys[t]), input_.zone_values[t]);
-      }
-    }
-    const bool tree = row.sequence->view->indexes.Has(IndexKind::kTree);
-    if (!tree || given == nullptr || policy_.preset != oracle::Preset::kErrorTarget) return;
-    tree_ = OpenAsGiven(row, layer, kv_head, input_.queries, zones_, *given);
-    input_.segments = tree_->segments;
-    regression_ = tree_->regression;
-    plan_ = tree_->plan;
-  }
-
-  const oracle::PolicyInput& input() const { return input_; }
-  // The backend's plan, numbered as the oracle does.
-  const oracle::Plan& plan() const { return plan_; }
-  // What is wrong with the groups that were opened.
-  std::string WrongOpening() const { return tree_.has_value() ? tree_->wrong : ""; }
-  // What is wrong with the plan; empty if nothing is. missed: clusters may be estimated for want of
-  // their pages.
-  std::string WrongPlan(bool missed) const {
-    if (regression_.has_value() && quantile_ > 0 && std::isfinite(policy_.tolerance)) {
-      return WrongQuantilePlan();
-    }
-    const oracle::Selection selection = Select();
-    return oracle::CheckPlan(missed ? Relaxed(selection) : selection, plan_);
-  }
-
-  oracle::Selection Select() const {
-    if (!regression_.has_value()) return oracle::Select(input_, policy_);
-    if (policy_.preset != oracle::Preset::kErrorTarget) {
-      return oracle::Select(AlongAxes(), policy_);
-    }
-    if (tree_.has_value()) {
-      return oracle::SelectAmong(*regression_, input_.queries, zones_, policy_.tolerance,
-                                 tree_->floor_count, tree_->candidates)
-          .selection;
-    }
-    return oracle::Select(*regression_, input_.queries, zones_, policy_.tolerance, policy_.floor)
-        .selection;
-  }
-
-  oracle::Answer Answer(const oracle::Plan& plan) const {
-    if (!regression_.has_value()) return oracle::Evaluate(input_, policy_.mass, plan);
-    oracle::Answer answer;
-    std::vector<const oracle::Cluster*> clusters;
-    for (const auto& segment : input_.segments) {
-      for (const oracle::Cluster& cluster : segment) clusters.push_back(&cluster);
-    }
-    size_t tokens = 0;
-    for (const oracle::Cluster* cluster : clusters) tokens += cluster->keys.size();
-    for (const size_t i : plan.exact) answer.exact_tokens += clusters[i]->keys.size();
-    for (const size_t i : plan.estimated) answer.estimated_tokens += clusters[i]->keys.size();
-    answer.dropped_tokens = tokens - answer.exact_tokens - answer.estimated_tokens;
-    for (size_t h = 0; h < input_.queries.size(); ++h) {
-      answer.heads.push_back(HeadAnswer(h, plan, clusters));
-    }
-    return answer;
-  }
-
- private:
-  // A tolerance for a share of rows: the plan is that of the first try with which every head
-  // expects to be within it; of three, each with half the tolerance. Where none does, all is read.
-  std::string WrongQuantilePlan() const {
-    constexpr double kClose = 1e-3;
-    const double within = policy_.tolerance / ErrorFactor(quantile_);
-    const size_t count = oracle::ClusterCount(*regression_);
-    const std::vector<bool> candidates =
-        tree_.has_value() ? tree_->candidates : std::vector<bool>(count, true);
-    const size_t floor =
-        tree_.has_value() ? tree_->floor_count : oracle::FractionCount(policy_.floor, count);
-    const auto greatest = [&](const oracle::Plan& plan) {
-      double error = 0;
-      for (size_t h = 0; h < zones_.size(); ++h) {
-        error = std::max(error, oracle::ExpectedError(*regression_, input_.queries[h], zones_[h],
-                                                      plan.estimated));
-      }
-      return error;
-    };
-    // Of a tree that was opened whole it is not known which groups each try had opened.
-    if (tree_.has_value() && plan_.estimated.empty()) return "";
-    std::string wrong;
-    for (const double share : {1.0, 0.5, 0.25}) {
-      const oracle::Selection selection =
-          oracle::SelectForHeads(*regression_, input_.queries, zones_, share * within, floor,
-                                 candidates)
-              .selection;
-      wrong = oracle::CheckPlan(selection, plan_);
-      if (wrong.empty() && greatest(plan_) <= within * (1 + kClose)) return "";
-      if (greatest(selection.plan) <= within * (1 - kClose)) {
-        return wrong.empty() ? "is not within the tolerance" : wrong;
-      }
-    }
-    return plan_.estimated.empty() ? "" : wrong;
-  }
-
-  // The oracle of other policies has variances by channel. Behind the key's channels every segment
-  // gets channels of its own, for its axes: there queries have their coordinates, means have
-  // nothing, and the segment's clusters have their variances.
-  oracle::PolicyInput AlongAxes() const {
-    oracle::PolicyInput turned = input_;
-    const size_t dim = input_.queries[0].size();
-    const size_t width = dim * (1 + input_.segments.size());
-    for (oracle::Vector& query : turned.queries) {
-      query.resize(width, 0.0);
-      for (size_t s = 0; s < input_.segments.size(); ++s) {
-        const auto& axes = regression_->segments[s].axes;
-        for (size_t a = 0; a < dim; ++a) {
-          for (size_t c = 0; c < dim; ++c) query[(1 + s) * dim + a] += query[c] * axes[c][a];
-        }
-      }
-    }
-    for (oracle::Vector& key : turned.zone_keys) key.resize(width, 0.0);
-    for (size_t s = 0; s < turned.segments.size(); ++s) {
-      for (oracle::Cluster& cluster : turned.segments[s]) {
-        cluster.centroid.resize(width, 0.0);
-        oracle::Vector variance(width, 0.0);
-        std::copy(cluster.variance.begin(), cluster.variance.end(),
-                  variance.begin() + static_cast<ptrdiff_t>((1 + s) * dim));
-        cluster.variance = std::move(variance);
-        cluster.keys.clear();  // a selection reads none
-        cluster.values.clear();
-      }
-    }
-    turned.square_steps.reset();  // they are of each segment's own greatest
-    return turned;
-  }
-
-  oracle::HeadAnswer HeadAnswer(size_t h, const oracle::Plan& plan,
-                                const std::vector<const oracle::Cluster*>& clusters) const {
-    const oracle::Vector& query = input_.queries[h];
-    oracle::SoftmaxState state = zones_[h];
-    for (const size_t i : plan.exact) {
-      for (size_t t = 0; t < clusters[i]->keys.size(); ++t) {
-        state.Add(input_.scale * oracle::Dot(query, clusters[i]->keys[t]), clusters[i]->values[t]);
-      }
-    }
-    const double exact_lse = state.Lse();
-    state.Merge(oracle::Estimate(*regression_, query, plan.estimated).state);
-    oracle::Indices dropped;
-    for (size_t i = 0; i < clusters.size(); ++i) {
-      if (std::count(plan.exact.begin(), plan.exact.end(), i) == 0 &&
-          std::count(plan.estimated.begin(), plan.estimated.end(), i) == 0) {
-        dropped.push_back(i);
-      }
-    }
-    oracle::SoftmaxState all = state;
-    all.Merge(oracle::Estimate(*regression_, query, dropped).state);
-    oracle::HeadAnswer answer;
-    answer.out = state.Out();
-    answer.lse = state.Lse();
-    answer.covered_mass = std::exp(state.Lse() - all.Lse());
-    answer.exact_mass = std::exp(exact_lse - all.Lse());
-    answer.predicted_error = oracle::PredictedError(*regression_, query, zones_[h], plan.estimated,
-                                                    answer.lse, answer.out);
-    return answer;
-  }
-
-  oracle::PolicyInput input_;
-  oracle::Policy policy_;
-  double quantile_ = 0;
-  std::optional<oracle::RegressionInput> regression_;
-  std::vector<oracle::SoftmaxState> zones_;  // of each head
-  std::optional<OpenedTree> tree_;           // error-target's, over a tree
-  oracle::Plan plan_;
-};
 
 }  // namespace
 
@@ -359,7 +164,7 @@ void CheckRow(const StepResult& step, size_t r, const TestRow& row, uint32_t lay
         EXPECT_TRUE(std::is_sorted(given->estimated.begin(), given->estimated.end()));
         EXPECT_TRUE(std::is_sorted(given->closed.begin(), given->closed.end()));
       }
-      const Judge judge(row, layer, token, kv_head, given);
+      const ClusterJudge judge(row, layer, token, kv_head, given);
       const oracle::PolicyInput& input = judge.input();
       oracle::Plan numbered = given != nullptr ? judge.plan() : judge.Select().plan;
       if (given != nullptr) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tests/attention/cpu/tree_check.h"
+#include "tests/attention/tree_check.h"
 
 #include <algorithm>
 #include <map>
@@ -73,6 +73,9 @@ OpenedTree OpenAsGiven(const TestRow& row, uint32_t layer, uint32_t kv_head,
   tree.floor_count = oracle::FractionCount(row.policy.floor, oracle::ClusterCount(leaves));
   const double share = std::min(1.0, std::max(kOpenedShare, kOpenedPerFloor * row.policy.floor));
   const size_t count = oracle::ClusterCount(*groups);
+  tree.opened = opening.exact.size();
+  tree.least_opened =
+      std::max(oracle::FractionCount(share, count), std::min<size_t>(kOpenedLeast, count));
   const bool by_head = row.policy.quantile > 0;
   // Where no prediction can carry a share of rows, everything is opened and read.
   if (by_head && given.closed.empty() && given.estimated.empty()) return tree;
@@ -80,8 +83,7 @@ OpenedTree OpenAsGiven(const TestRow& row, uint32_t layer, uint32_t kv_head,
   const auto select = by_head ? oracle::SelectForHeads : oracle::SelectAmong;
   tree.wrong = oracle::CheckPlan(
       select(*groups, queries, zones, kClosedErrorShare * row.policy.tolerance / factor,
-             std::max(oracle::FractionCount(share, count), std::min<size_t>(kOpenedLeast, count)),
-             std::vector<bool>(count, true), kGroupOptimism,
+             tree.least_opened, std::vector<bool>(count, true), kGroupOptimism,
              /*margin=*/1e-4)
           .selection,
       opening);

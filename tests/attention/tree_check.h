@@ -2,8 +2,8 @@
 //
 // What error-target does over a tree, in the oracle's terms: which groups it may open, and the
 // clusters and groups that it then chooses from and estimates.
-#ifndef ATTND_TESTS_ATTENTION_CPU_TREE_CHECK_H_
-#define ATTND_TESTS_ATTENTION_CPU_TREE_CHECK_H_
+#ifndef ATTND_TESTS_ATTENTION_TREE_CHECK_H_
+#define ATTND_TESTS_ATTENTION_TREE_CHECK_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -26,6 +26,8 @@ struct OpenedTree {
   oracle::RegressionInput regression;
   std::vector<bool> candidates;  // which of the clusters may be read: those that are no groups
   std::size_t floor_count = 0;   // clusters that are read in any case
+  std::size_t opened = 0;        // groups
+  std::size_t least_opened = 0;  // groups that are opened in any case
   oracle::Plan plan;             // the given plan's
 };
 
@@ -36,4 +38,4 @@ OpenedTree OpenAsGiven(const TestRow& row, uint32_t layer, uint32_t kv_head,
 
 }  // namespace attnd::attention::test
 
-#endif  // ATTND_TESTS_ATTENTION_CPU_TREE_CHECK_H_
+#endif  // ATTND_TESTS_ATTENTION_TREE_CHECK_H_

@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/gpu/unit_reference.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+namespace attnd::gpu::test::reference {
+namespace {
+
+constexpr uint32_t kPage = 16;       // tokens
+constexpr uint32_t kTailBlock = 64;  // tokens
+
+}  // namespace
+
+double Dot(const Vector& a, const Vector& b) {
+  return std::inner_product(a.begin(), a.end(), b.begin(), 0.0);
+}
+
+double Norm(const Vector& v) { return std::sqrt(Dot(v, v)); }
+
+Vector Load(DType dtype, const std::byte* row, size_t dim) {
+  std::vector<float> floats(dim);
+  ToFloat(dtype, row, dim, floats.data());
+  return {floats.begin(), floats.end()};
+}
+
+size_t ShareOf(double share, size_t n) {
+  const double count = std::ceil(share * static_cast<double>(n) * (1 - 1e-9));
+  return std::min(n, static_cast<size_t>(std::max(count, 0.0)));
+}
+
+std::vector<size_t> Descending(const Vector& scores) {
+  std::vector<size_t> order(scores.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t a, size_t b) { return scores[a] > scores[b]; });
+  return order;
+}
+
+Vector MeanShare(const std::vector<Vector>& logs) {
+  Vector mean(logs.at(0).size(), 0.0);
+  for (const Vector& log : logs) {
+    if (log.empty()) continue;
+    const double max = *std::max_element(log.begin(), log.end());
+    double sum = 0;
+    for (const double x : log) sum += std::exp(x - max);
+    for (size_t i = 0; i < log.size(); ++i) {
+      mean[i] += std::exp(log[i] - max) / sum / static_cast<double>(logs.size());
+    }
+  }
+  return mean;
+}
+
+void Softmax::Add(double log_weight, const Vector& value) {
+  if (log_weight > max) {
+    const double factor = std::exp(max - log_weight);
+    sum *= factor;
+    for (double& v : values) v *= factor;
+    max = log_weight;
+  }
+  const double weight = std::exp(log_weight - max);
+  sum += weight;
+  for (size_t c = 0; c < values.size(); ++c) values[c] += weight * value[c];
+}
+
+double Softmax::lse() const { return sum > 0 ? max + std::log(sum) : max; }
+
+Vector Softmax::Out() const {
+  Vector out(values.size(), 0.0);
+  for (size_t c = 0; c < out.size() && sum > 0; ++c) out[c] = values[c] / sum;
+  return out;
+}
+
+double ShareIn(const Softmax& part, double lse) {
+  return part.sum > 0 ? std::exp(part.lse() - lse) : 0;
+}
+
+Vector Variances(const std::byte* codes, double unit, uint32_t head_dim) {
+  Vector variances;
+  const uint32_t half = head_dim / 2;
+  for (uint32_t j = 0; j < head_dim; ++j) {
+    const auto byte = std::to_integer<uint32_t>(codes[j % half]);
+    const double code = j < half ? byte % 16 : byte / 16;
+    variances.push_back(unit * code * code);
+  }
+  return variances;
+}
+
+Pages::Pages(const KernelShape& s)
+    : shape(s),
+      key_bytes(s.head_dim * DTypeBytes(s.dtype)),
+      value_bytes(s.value_dim * DTypeBytes(s.dtype)) {}
+uint64_t Pages::page_bytes() const { return kPage * (key_bytes + value_bytes); }
+Vector Pages::key(const std::byte* pages, uint64_t token) const {
+  const uint64_t at = token / kPage * page_bytes() + token % kPage * key_bytes;
+  return Load(shape.dtype, pages + at, shape.head_dim);
+}
+Vector Pages::value(const std::byte* pages, uint64_t token) const {
+  const uint64_t at =
+      token / kPage * page_bytes() + kPage * key_bytes + token % kPage * value_bytes;
+  return Load(shape.dtype, pages + at, shape.value_dim);
+}
+
+Unit::Unit(const KernelShape& s, const StepHeader& h, const RowRef& r, uint32_t t, uint32_t kv)
+    : shape(s), header(h), row(r), token(t), kv_head(kv), pages(s) {
+  const auto dtype = static_cast<DType>(header.query_dtype);
+  for (uint32_t head = 0; head < header.group; ++head) {
+    queries.push_back(Load(dtype, header.queries + Slot(head) * shape.head_dim * DTypeBytes(dtype),
+                           shape.head_dim));
+  }
+}
+
+uint64_t Unit::Slot(uint32_t head) const {
+  const uint64_t heads = uint64_t{header.kv_heads} * header.group;
+  return (row.first_query_token + token) * heads + kv_head * header.group + head;
+}
+
+const std::byte* Unit::PagesOf(uint32_t s) const {
+  return SegmentAt(s).pages + kv_head * SegmentAt(s).pages_head_bytes;
+}
+const std::byte* Unit::IndexOf(uint32_t s) const {
+  return SegmentAt(s).index + kv_head * SegmentAt(s).index_head_bytes;
+}
+
+std::vector<Token> Unit::ReadTokens() const {
+  std::vector<Token> tokens;
+  for (uint32_t s = 0; s < row.segment_count; ++s) {
+    const SegmentRef& segment = SegmentAt(s);
+    const uint32_t end = row.kind == UnitKind::kDense ? segment.tokens : segment.unclustered;
+    for (uint32_t t = 0; t < end; ++t) {
+      tokens.push_back({pages.key(PagesOf(s), t), pages.value(PagesOf(s), t)});
+    }
+  }
+  const uint32_t limit = row.tail_limit + token * row.causal;
+  for (uint32_t t = row.tail_begin; t < limit; ++t) {
+    const std::byte* block = header.tail_blocks[row.tail_blocks_begin + t / kTailBlock] +
+                             kv_head * header.tail_block_head_bytes;
+    tokens.push_back({pages.key(block, t % kTailBlock), pages.value(block, t % kTailBlock)});
+  }
+  return tokens;
+}
+
+Softmax Unit::StateOf(uint32_t head, const std::vector<Token>& tokens) const {
+  Softmax state(shape.value_dim);
+  for (const Token& t : tokens) {
+    state.Add(header.softmax_scale * Dot(queries[head], t.key), t.value);
+  }
+  return state;
+}
+
+void Unit::AddTokens(uint32_t head, uint32_t segment, uint32_t begin, uint32_t end,
+                     Softmax* state) const {
+  const std::byte* from = PagesOf(segment);
+  for (uint32_t t = begin; t < end; ++t) {
+    state->Add(header.softmax_scale * Dot(queries[head], pages.key(from, t)), pages.value(from, t));
+  }
+}
+
+void Unit::Write(uint32_t head, const Softmax& state) const {
+  const Vector out = state.Out();
+  float* target = header.out + Slot(head) * shape.value_dim;
+  for (size_t c = 0; c < out.size(); ++c) target[c] = static_cast<float>(out[c]);
+  header.lse[Slot(head)] = static_cast<float>(state.lse());
+}
+
+}  // namespace attnd::gpu::test::reference
