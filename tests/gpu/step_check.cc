@@ -110,12 +110,12 @@ class Checker {
     }
     if (row.kind == UnitKind::kTree) {
       const uint64_t rows = row.slots + row.group_slots;
-      scores_ += units * (2 * h_.group * rows + 2 * rows);
+      scores_ += units * rows * (2 * h_.group + 3 + 4);  // masses, variances, rankings, numbers
       fates_ += units * rows;
       chosen_ += units * row.clustered_tokens;
       trees_ += row.segment_count;
       tree_items_ += units * row.tiles_per_unit * row.segment_count;
-      tree_words_ += units * (kTreeNorms + CeilOf(row.segment_count + 1, 4) * 4 + row.slots);
+      tree_words_ += units * (4 * 32 + CeilOf(row.segment_count + 1, 4) * 4 + row.slots);
     }
     return units * row.tiles_per_unit;
   }
@@ -145,7 +145,7 @@ class Checker {
     if (row.coop_blocks != 0) Fail("a cooperative group over a tree");
     if (row.cut != CutKind::kErrorBudget) Fail("a tree that is cut by mass");
     if (!(row.tolerance > 0)) Fail("a tree without a tolerance");
-    if (h_.group > kTreeNorms) Fail("more heads than a tree unit has norms");
+    if (h_.group > 32) Fail("more heads than a tree unit has room for");
     Held("trees", h_.trees + row.trees_begin, row.segment_count * sizeof(TreeRef));
     if (!wrong_.empty()) return;
     uint64_t slots = 0;
@@ -307,7 +307,8 @@ class Checker {
     part("chosen_pieces", h_.chosen_pieces, chosen_pieces_ * sizeof(ChosenPiece));
     part("cursors", h_.cursors, kCursors * sizeof(uint32_t));
     part("tree_words", h_.tree_words, tree_words_ * sizeof(uint32_t));
-    part("rotated", h_.rotated, tree_items_ * kLanes * (shape_.head_dim + 8) * sizeof(float));
+    part("tree_queries", h_.tree_queries,
+         tree_items_ * kLanes * (3 * shape_.head_dim + 4) * sizeof(float));
     part("tree_states", h_.tree_states,
          tree_items_ * kLanes * (kStateHead + 2 * shape_.value_dim) * sizeof(float));
     part("tree_partials", h_.tree_partials, tree_items_ * kLanes * kStateHead * sizeof(float));
