@@ -110,7 +110,7 @@ class Checker {
     }
     if (row.kind == UnitKind::kTree) {
       const uint64_t rows = row.slots + row.group_slots;
-      scores_ += units * (2 * h_.group * rows + 2 * rows);
+      scores_ += units * (uint64_t{2} * h_.group * rows + 2 * rows);
       fates_ += units * rows;
       chosen_ += units * row.clustered_tokens;
       trees_ += row.segment_count;
