@@ -257,8 +257,8 @@ constexpr TreeScores TreeScoresOf(const RowRef& row, uint32_t group) {
 // that of all items; then, for each item, segment << 16 | leaf.
 struct TreeLane {
   float output_norm;  // of zones and all groups' estimates
-  float least_norm;   // its guard
   float zone_max, zone_sum;
+  float zone_norm2;  // squared length of the zones' mean
 };
 inline constexpr uint32_t kTreeLaneWords = kTreeLanesMax * sizeof(TreeLane) / sizeof(uint32_t);
 constexpr uint64_t TreeItems(const RowRef& row) {

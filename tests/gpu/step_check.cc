@@ -110,7 +110,8 @@ class Checker {
     }
     if (row.kind == UnitKind::kTree) {
       const uint64_t rows = row.slots + row.group_slots;
-      scores_ += units * rows * (2 * h_.group + 3 + 4);  // masses, variances, rankings, numbers
+      scores_ +=
+          units * rows * (uint64_t{2} * h_.group + 3 + 4);  // masses, variances, ranks, numbers
       fates_ += units * rows;
       chosen_ += units * row.clustered_tokens;
       trees_ += row.segment_count;

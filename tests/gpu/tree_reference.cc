@@ -109,11 +109,11 @@ std::vector<Item> ReadItems(const std::byte* index, const TreePart& at, const Tr
 Tree ReadTree(const Unit& unit, uint32_t segment) {
   const TreeOffsets& at = unit.header.trees[unit.row.trees_begin + segment].offsets;
   const std::byte* index = unit.IndexOf(segment);
-  const uint32_t dim = unit.shape.head_dim, value_dim = unit.shape.value_dim;
+  const size_t dim = unit.shape.head_dim, value_dim = unit.shape.value_dim;
   Tree tree;
   tree.key_base = Floats(index + at.key_base, dim);
   tree.value_base = Floats(index + at.value_base, value_dim);
-  for (uint32_t a = 0; a < dim; ++a) {
+  for (size_t a = 0; a < dim; ++a) {
     tree.axes.push_back(Load(DType::kBf16, index + at.axes + 2 * a * dim, dim));
     tree.slopes.push_back(Load(DType::kBf16, index + at.slopes + 2 * a * value_dim, value_dim));
   }

@@ -113,7 +113,7 @@ Unit::Unit(const KernelShape& s, const StepHeader& h, const RowRef& r, uint32_t 
 
 uint64_t Unit::Slot(uint32_t head) const {
   const uint64_t heads = uint64_t{header.kv_heads} * header.group;
-  return (row.first_query_token + token) * heads + kv_head * header.group + head;
+  return (row.first_query_token + token) * heads + uint64_t{kv_head} * header.group + head;
 }
 
 const std::byte* Unit::PagesOf(uint32_t s) const {

@@ -30,6 +30,24 @@ __device__ __forceinline__ void JoinStates(float* max, float* sum) {
   *max = greatest;
 }
 
+// What some heads (TreeHead) come to, over a warp.
+struct SumsOfHeads {
+  float max = -INFINITY, sum = 0, moments = 0, best_max = -INFINITY, best_sum = 0;
+
+  __device__ __forceinline__ void Add(const float* head) {
+    const float before = max;
+    AddState(head[kTreeMax], head[kTreeSum], &max, &sum);
+    moments = moments * Weight(before, max) + head[kTreeMoments] * Weight(head[kTreeMax], max);
+    AddState(head[kTreeBestMax], head[kTreeBestSum], &best_max, &best_sum);
+  }
+  __device__ __forceinline__ void Join() {
+    const float before = max;
+    JoinStates(&max, &sum);
+    moments = SumOfWarp(moments * Weight(before, max));
+    JoinStates(&best_max, &best_sum);
+  }
+};
+
 }  // namespace
 
 __device__ TreeLevel TreeSelector::LevelOf(const TreeLevelScores& places, uint32_t count,
@@ -70,22 +88,15 @@ __device__ void TreeSelector::CombineStates() {
       AddState(head[kHeadMax], head[kHeadSum], &zone_max, &zone_sum);
     }
     JoinStates(&zone_max, &zone_sum);
-    float max = -INFINITY, sum = 0, moments = 0, best_max = -INFINITY, best_sum = 0;
+    SumsOfHeads sums;
     for (uint32_t s = thread; s < row_.segment_count; s += 32) {
-      const float* head = StateOfGroups(tile, s) + in_tile * (kStateHead + 2 * step_.value_dim);
-      const float before = max;
-      AddState(head[kTreeMax], head[kTreeSum], &max, &sum);
-      moments = moments * Weight(before, max) + head[kTreeMoments] * Weight(head[kTreeMax], max);
-      AddState(head[kTreeBestMax], head[kTreeBestSum], &best_max, &best_sum);
+      sums.Add(StateOfGroups(tile, s) + in_tile * (kStateHead + 2 * step_.value_dim));
     }
-    const float own_max = max;
-    JoinStates(&max, &sum);
-    moments = SumOfWarp(moments * Weight(own_max, max));
-    JoinStates(&best_max, &best_sum);
+    sums.Join();
     if (thread != 0) continue;
-    memory_->lanes[lane] = {1, 0, zone_max, zone_sum};
-    memory_->sums[lane] = make_float4(max, sum, best_max, best_sum);
-    memory_->moments[lane] = moments;
+    memory_->lanes[lane] = {1, zone_max, zone_sum, 0};
+    memory_->sums[lane] = make_float4(sums.max, sums.sum, sums.best_max, sums.best_sum);
+    memory_->moments[lane] = sums.moments;
   }
   __syncthreads();
 }
@@ -133,11 +144,8 @@ __device__ void TreeSelector::MeasureOutputs() {
       norm2 += memory_->norms[lane][0][i];
       zone_norm2 += memory_->norms[lane][1][i];
     }
-    const float max = memory_->sums[lane].x, greatest = fmaxf(max, own.zone_max);
-    const float factor = Weight(max, greatest);
     own.output_norm = sqrtf(norm2);
-    own.least_norm = LeastNorm(own.zone_sum * Weight(own.zone_max, greatest), zone_norm2,
-                               memory_->moments[lane] * factor, memory_->sums[lane].y * factor);
+    own.zone_norm2 = zone_norm2;
   }
   __syncthreads();
 }
@@ -146,17 +154,15 @@ __device__ void TreeSelector::MeasureOutputs() {
 __device__ void TreeSelector::CombinePartials() {
   const uint32_t thread = threadIdx.x % 32;
   for (uint32_t lane = threadIdx.x / 32; lane < step_.group; lane += kCutWarps) {
-    float max = -INFINITY, sum = 0, best_max = -INFINITY, best_sum = 0;
+    SumsOfHeads sums;
     for (uint32_t s = thread; s < row_.segment_count; s += 32) {
       const uint64_t item = ItemNumber(lane / kLanes, s);
-      const float4 part = *reinterpret_cast<const float4*>(
-          step_.tree_partials + (item * kLanes + lane % kLanes) * kStateHead);
-      AddState(part.x, part.y, &max, &sum);
-      AddState(part.z, part.w, &best_max, &best_sum);
+      sums.Add(step_.tree_partials + (item * kLanes + lane % kLanes) * kStateHead);
     }
-    JoinStates(&max, &sum);
-    JoinStates(&best_max, &best_sum);
-    if (thread == 0) memory_->sums[lane] = make_float4(max, sum, best_max, best_sum);
+    sums.Join();
+    if (thread != 0) continue;
+    memory_->sums[lane] = make_float4(sums.max, sums.sum, sums.best_max, sums.best_sum);
+    memory_->moments[lane] = sums.moments;
   }
   if (threadIdx.x < step_.group) {
     memory_->lanes[threadIdx.x] = reinterpret_cast<const TreeLane*>(words_)[threadIdx.x];
@@ -171,13 +177,15 @@ __device__ void TreeSelector::SetScales(bool limited) {
     const float4 sums = memory_->sums[threadIdx.x];
     const float greatest = fmaxf(sums.x, lane.zone_max), factor = Weight(sums.x, greatest);
     const float total = lane.zone_sum * Weight(lane.zone_max, greatest) + sums.y * factor;
+    const float least = LeastNorm(lane.zone_sum * Weight(lane.zone_max, greatest), lane.zone_norm2,
+                                  memory_->moments[threadIdx.x] * factor, sums.y * factor);
     TreeLaneScale& scale = memory_->scales[threadIdx.x];
     scale.max = sums.x;
     scale.best_max = sums.z;
     scale.best_share = 1 / (sums.w * step_.group);
     scale.mass_unit = factor / total;
-    scale.error_unit = scale.mass_unit / (limited ? fmaxf(lane.output_norm, lane.least_norm) : 1);
-    const float share = limited ? fminf(1.0f, lane.output_norm / lane.least_norm) : 1.0f;
+    scale.error_unit = scale.mass_unit / (limited ? fmaxf(lane.output_norm, least) : 1);
+    const float share = limited ? fminf(1.0f, lane.output_norm / least) : 1.0f;
     scale.mass_share2 = share * share;
   }
   __syncthreads();

@@ -44,8 +44,8 @@ struct TreeSelectMemory {
   CutMemory cut;
   TreeLane lanes[kTreeLanesMax];
   TreeLaneScale scales[kTreeLanesMax];
-  float4 sums[kTreeLanesMax];  // max and sum of masses, max and sum of optimistic masses
-  float moments[kTreeLanesMax];
+  float4 sums[kTreeLanesMax];        // max and sum of masses, max and sum of optimistic masses
+  float moments[kTreeLanesMax];      // second moments of values, by mass
   float norms[kTreeLanesMax][2][8];  // parts of squared norms: output, zones
   uint32_t first_piece;
 };

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "gpu/cuda/step/step_kernels.h"
+#include "gpu/cuda/step/tree_estimate.cuh"
 #include "gpu/cuda/step/tree_stages.cuh"
 
 namespace attnd::gpu {

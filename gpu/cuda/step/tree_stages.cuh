@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The stages over trees in which a thread block works on one tree item: groups, leaves, and the
-// finish stage's estimate.
+// The stages over trees in which a thread block works on one tree item, but for the finish stage's
+// estimate (tree_estimate.cuh): groups, leaves.
 #ifndef ATTND_GPU_CUDA_STEP_TREE_STAGES_CUH_
 #define ATTND_GPU_CUDA_STEP_TREE_STAGES_CUH_
 
 #include <cstdint>
 
 #include "attention/policy/estimate_limits.h"
-#include "gpu/cuda/step/estimate.cuh"
 #include "gpu/cuda/step/tree_sums.cuh"
 
 namespace attnd::gpu {
@@ -189,54 +188,111 @@ __device__ __forceinline__ void StoreLeafInfo(const StepHeader& step, const Tree
   }
 }
 
-// Adds the masses of the segment's groups that stay closed; of lane g, partial over warps and t.
-template <int kDim>
+// The masses of some rows, and their values' second moments; of lane g, partial over warps and t.
+struct MassTotals {
+  float max = -INFINITY, sum = 0, moments = 0;
+
+  template <int kCount>
+  __device__ __forceinline__ void Add(const float (&x)[kCount], const float (&norm2)[kCount]) {
+    float greatest = max;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) greatest = fmaxf(greatest, x[i]);
+    const float factor = Weight(max, greatest);
+    sum *= factor;
+    moments *= factor;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float weight = Weight(x[i], greatest);
+      sum += weight;
+      moments += weight * norm2[i];
+    }
+    max = greatest;
+  }
+  // Over the threads that share g.
+  __device__ __forceinline__ void Join() {
+    const float greatest = MaxOverT(max), factor = Weight(max, greatest);
+    sum = SumOverT(sum * factor);
+    moments = SumOverT(moments * factor);
+    max = greatest;
+  }
+};
+
+// Adds the segment's groups that stay closed.
 __device__ __forceinline__ void AddClosedGroups(const StepHeader& step, const TreeItem& item,
-                                                Totals* totals) {
+                                                MassTotals* totals) {
   const uint32_t g = threadIdx.x % 32 / 4, lane = item.tile * kLanes + g;
   if (lane >= step.group) return;
   const TreeScores places = TreeScoresOf(*item.row, step.group);
+  const uint32_t slot = item.tree->first_group_slot;
   const float* log_mass = TreeScoresAt(step, item.unit, places.groups.log_mass) +
-                          uint64_t{lane} * item.row->group_slots + item.tree->first_group_slot;
-  const uint8_t* fates = UnitFates(step, item.unit) + item.row->slots + item.tree->first_group_slot;
+                          uint64_t{lane} * item.row->group_slots + slot;
+  const auto* info =
+      reinterpret_cast<const TreeRowInfo*>(TreeScoresAt(step, item.unit, places.groups.info)) +
+      slot;
+  const uint8_t* fates = UnitFates(step, item.unit) + item.row->slots + slot;
   const uint32_t groups = item.CountOf(item.tree->offsets.groups);
   const uint32_t own = threadIdx.x / 32 * 4 + threadIdx.x % 4;
   constexpr uint32_t kAtOnce = 8;
   for (uint32_t first = own; first < groups; first += kAtOnce * kTreeWarps * 4) {
-    float x[kAtOnce];
+    float x[kAtOnce], norm2[kAtOnce];
 #pragma unroll
     for (uint32_t k = 0; k < kAtOnce; ++k) {
       const uint32_t i = first + k * kTreeWarps * 4, at = min(i, groups - 1);
-      const float mass = log_mass[at];
+      const float mass = log_mass[at], norm = info[at].value_norm;
       const bool closed = i < groups && fates[at] != kFateExact;
       x[k] = closed ? mass : -INFINITY;
+      norm2[k] = norm * norm;
     }
-    totals->Add(x);
+    totals->Add(x, norm2);
   }
 }
 
-// The item's partial sums: masses of its leaves and closed groups, optimistic masses of its leaves.
+__device__ __forceinline__ void AddLeafMass(const TreeItem& item, const TreeRowSet& set,
+                                            const TreeRowScores& scores, MassTotals* totals) {
+  uint32_t rows[2][2];
+  RowsOfThread(set, rows);
+  const auto norms = TreeNumbers::Load(item.head + item.tree->offsets.leaves.value_norm2, rows);
+  const auto& x = scores.log_mass;
+  const float mass[4] = {x[0][0], x[0][1], x[1][0], x[1][1]};
+  const float norm2[4] = {norms.x[0][0], norms.x[0][1], norms.x[1][0], norms.x[1][1]};
+  totals->Add(mass, norm2);
+}
+
+// The item's partial sums: masses and moments of its leaves and closed groups, optimistic masses of
+// its leaves.
 __device__ __forceinline__ void StorePartials(const StepHeader& step, const TreeItem& item,
-                                              Totals (&totals)[2]) {
-  __shared__ float2 parts[2][kTreeWarps][kLanes];
-  const uint32_t warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
-#pragma unroll
-  for (int kind = 0; kind < 2; ++kind) {
-    totals[kind].Join();
-    if (threadIdx.x % 4 == 0)
-      parts[kind][warp][g] = make_float2(totals[kind].max, totals[kind].sum);
+                                              MassTotals mass, Totals best) {
+  __shared__ float parts[kTreeWarps][kLanes][kStateHead];
+  const uint32_t warp = threadIdx.x / 32;
+  mass.Join();
+  best.Join();
+  if (threadIdx.x % 4 == 0) {
+    float* part = parts[warp][threadIdx.x % 32 / 4];
+    part[kTreeMax] = mass.max;
+    part[kTreeSum] = mass.sum;
+    part[kTreeMoments] = mass.moments;
+    part[kTreeBestMax] = best.max;
+    part[kTreeBestSum] = best.sum;
   }
   __syncthreads();
-  if (threadIdx.x >= 2 * kLanes) return;
-  const uint32_t kind = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  float max = -INFINITY, sum = 0;
-  for (uint32_t w = 0; w < kTreeWarps; ++w) max = fmaxf(max, parts[kind][w][lane].x);
+  if (threadIdx.x >= kLanes) return;
+  const uint32_t lane = threadIdx.x;
+  float head[kStateHead] = {};
+  head[kTreeMax] = head[kTreeBestMax] = -INFINITY;
   for (uint32_t w = 0; w < kTreeWarps; ++w) {
-    sum += Weight(parts[kind][w][lane].x, max) * parts[kind][w][lane].y;
+    head[kTreeMax] = fmaxf(head[kTreeMax], parts[w][lane][kTreeMax]);
+    head[kTreeBestMax] = fmaxf(head[kTreeBestMax], parts[w][lane][kTreeBestMax]);
   }
-  float* out = step.tree_partials + (uint64_t{item.number} * kLanes + lane) * kStateHead + kind * 2;
-  out[0] = max;
-  out[1] = sum;
+  for (uint32_t w = 0; w < kTreeWarps; ++w) {
+    const float* part = parts[w][lane];
+    const float factor = Weight(part[kTreeMax], head[kTreeMax]);
+    head[kTreeSum] += factor * part[kTreeSum];
+    head[kTreeMoments] += factor * part[kTreeMoments];
+    head[kTreeBestSum] += Weight(part[kTreeBestMax], head[kTreeBestMax]) * part[kTreeBestSum];
+  }
+  float* out = step.tree_partials + (uint64_t{item.number} * kLanes + lane) * kStateHead;
+#pragma unroll
+  for (uint32_t i = 0; i < kStateHead; ++i) out[i] = head[i];
 }
 
 template <int kDim, int kValueDim>
@@ -245,8 +301,9 @@ __global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
   __shared__ TreeBlock<kDim> block;
   const TreeItem item(step, blockIdx.x);
   const LeafItems leaves(step, item);
-  Totals totals[2] = {{-INFINITY, 0}, {-INFINITY, 0}};
-  AddClosedGroups<kDim>(step, item, &totals[0]);
+  MassTotals mass;
+  Totals best = {-INFINITY, 0};
+  AddClosedGroups(step, item, &mass);
   if (leaves.begin < leaves.end) {
     StoreLeafInfo(step, item, leaves);
     LoadStoredQueries<kDim>(step, item, TreeQueryWords(kDim), &block);
@@ -275,180 +332,10 @@ __global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
         d2[number] = scores.d2[n][c];
       }
     }
-    AddToTotals(scores.log_mass, &totals[0]);
-    AddToTotals(scores.best, &totals[1]);
+    AddLeafMass(item, set, scores, &mass);
+    AddToTotals(scores.best, &best);
   }
-  StorePartials(step, item, totals);
-}
-
-// ---- estimate ----
-
-// Some rows of one part, their scores and whether they are estimated.
-struct EstimatedRows {
-  const TreePart* part;
-  const float* log_mass;  // of lane g, at row 0 of the warp's sixteen
-  const float* d2;
-  TreeRowSet set;        // of rows that are there
-  TreeRowSet estimated;  // the same, but for those that are not estimated
-};
-
-// What estimated rows add to the sums of errors.
-template <int kDim, int kValueDim>
-__device__ __forceinline__ void AddErrors(float weight, float d2, float size, float spread,
-                                          float norm2, TreeSums<kDim, kValueDim>* sums) {
-  const float capped = fminf(d2, kVarianceCap), half = capped / 2;
-  // Among s weights none can have more than all: their relative variance is at most s - 1.
-  const float growth = fminf(Expm1(capped), size - 1);
-  const float rest = weight * spread, mass = weight * half;
-  sums->errors +=
-      rest * rest * __fdividef(growth, size) + attention::kMassErrorShare * mass * mass * norm2;
-  sums->mass_errors += attention::kMassErrorShare * mass * mass;
-}
-
-template <int kDim, int kValueDim>
-__device__ __forceinline__ void AddEstimatedRows(const TreeItem& item, const EstimatedRows& source,
-                                                 bool used, TreeSums<kDim, kValueDim>* sums) {
-  const TreeBuffers<kDim, kValueDim> buffers;
-  const uint32_t t = threadIdx.x % 4;
-  uint32_t rows[2][2], estimated[2][2];
-  RowsOfThread(source.set, rows);
-  RowsOfThread(source.estimated, estimated);
-  const TreeNumbers norms = TreeNumbers::Load(item.head + source.part->value_norm2, rows);
-  const TreeNumbers spreads = TreeNumbers::Load(item.head + source.part->spread, estimated);
-  const TreeNumbers sizes = TreeNumbers::Load(item.head + source.part->log_size, estimated);
-  float weight[2][2], d2[2][2];
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const uint32_t at = n * 8 + 2 * t + c;
-      const bool there = used && rows[n][c] != kNoRow;
-      const float p = there ? Weight(source.log_mass[at], sums->max) : 0.0f;
-      const bool is = there && estimated[n][c] != kNoRow;
-      sums->moments += p * norms.x[n][c];
-      d2[n][c] = is ? source.d2[at] : 0.0f;
-      weight[n][c] = is ? p : 0.0f;
-      if (!is) continue;
-      const float size = rintf(Exp2(sizes.x[n][c] * kLog2E));
-      AddErrors(p, d2[n][c], size, spreads.x[n][c], norms.x[n][c], sums);
-    }
-  }
-  if (!__any_sync(~0u, source.estimated.own != kNoRow)) return;
-  __syncwarp();
-  ExpandSquares<kDim>(item.head + source.part->deviation_codes, source.estimated, buffers.squares);
-  AddTreeEstimates(item.head, *source.part, source.estimated, weight, d2, buffers.rows,
-                   buffers.squares, sums);
-}
-
-// The rows of an item that may be estimated, sixteen at a time: first its groups, of which those
-// that are opened count as missing, then its leaves.
-class EstimatedRowsOf {
- public:
-  __device__ EstimatedRowsOf(const StepHeader& step, const TreeItem& item)
-      : item_(item),
-        row_(*item.row),
-        leaves_(step, item),
-        lane_(item.tile * kLanes + threadIdx.x % 32 / 4),
-        fates_(UnitFates(step, item.unit)),
-        groups_(item.CountOf(item.tree->offsets.groups)),
-        group_batches_((groups_ + kTreeRows - 1) / kTreeRows) {
-    const TreeScores places = TreeScoresOf(row_, step.group);
-    group_log_mass_ = TreeScoresAt(step, item.unit, places.groups.log_mass);
-    group_d2_ = TreeScoresAt(step, item.unit, places.groups.d2);
-    leaf_log_mass_ = TreeScoresAt(step, item.unit, places.leaves.log_mass);
-    leaf_d2_ = TreeScoresAt(step, item.unit, places.leaves.d2);
-  }
-
-  __device__ __forceinline__ uint32_t batches() const {
-    return group_batches_ + (leaves_.end - leaves_.begin + kTreeRows - 1) / kTreeRows;
-  }
-  __device__ __forceinline__ EstimatedRows Batch(uint32_t number) const {
-    const bool groups = number < group_batches_;
-    const uint32_t first =
-        groups ? number * kTreeRows : leaves_.begin + (number - group_batches_) * kTreeRows;
-    const uint64_t at =
-        groups ? uint64_t{lane_} * row_.group_slots + item_.tree->first_group_slot + first
-               : uint64_t{lane_} * row_.slots + first;
-    EstimatedRows rows;
-    rows.part = groups ? &item_.tree->offsets.groups : &item_.tree->offsets.leaves;
-    rows.log_mass = (groups ? group_log_mass_ : leaf_log_mass_) + at;
-    rows.d2 = (groups ? group_d2_ : leaf_d2_) + at;
-    rows.set = groups ? RowsInOrder(first, groups_) : leaves_.Rows(first);
-    rows.estimated = rows.set;
-    const uint32_t own = rows.set.own;
-    if (own == kNoRow) return rows;
-    const uint8_t fate = groups ? fates_[row_.slots + item_.tree->first_group_slot + own]
-                                : fates_[item_.ref->first_slot + own];
-    if (fate != kFateExact) return rows;
-    rows.estimated.own = kNoRow;
-    if (groups) rows.set.own = kNoRow;
-    return rows;
-  }
-
- private:
-  const TreeItem& item_;
-  const RowRef& row_;
-  const LeafItems leaves_;
-  const uint32_t lane_;
-  const uint8_t* const fates_;
-  const float *group_log_mass_, *group_d2_, *leaf_log_mass_, *leaf_d2_;
-  const uint32_t groups_;
-  const uint32_t group_batches_;
-};
-
-template <int kDim, int kValueDim>
-__device__ __forceinline__ void SumEstimates(const StepHeader& step, const TreeItem& item,
-                                             TreeSums<kDim, kValueDim>* sums) {
-  const bool used = item.tile * kLanes + threadIdx.x % 32 / 4 < step.group;
-  const EstimatedRowsOf source(step, item);
-#pragma unroll 1
-  for (uint32_t i = threadIdx.x / 32; i < source.batches(); i += kTreeWarps) {
-    AddEstimatedRows(item, source.Batch(i), used, sums);
-  }
-}
-
-// The item's estimate as a state of the tile.
-template <int kValueDim>
-__device__ __forceinline__ void StoreEstimate(const StepHeader& step, const TreeItem& item,
-                                              uint32_t lanes) {
-  constexpr uint32_t kFrom = kStateHead + 2 * kValueDim, kTo = kStateHead + kValueDim;
-  const float* from = step.tree_states + uint64_t{item.number} * TreeStateFloats(kValueDim);
-  constexpr uint32_t kFloats = StateFloats(kValueDim);
-  float* to = TileStates(step, item.unit, item.tile, kFloats) +
-              (uint64_t{item.row->read_pieces} + item.segment) * kFloats;
-  __syncthreads();
-  for (uint32_t i = threadIdx.x; i < lanes * kValueDim; i += kTreeThreads) {
-    const uint32_t lane = i / kValueDim, channel = i % kValueDim;
-    const float* value = from + lane * kFrom + kStateHead + channel;
-    to[lane * kTo + kStateHead + channel] = value[0] + value[kValueDim];
-  }
-  if (threadIdx.x >= lanes) return;
-  const float* head = from + threadIdx.x * kFrom;
-  float* head_out = to + threadIdx.x * kTo;
-  head_out[kHeadMax] = head[kTreeMax];
-  head_out[kHeadSum] = head[kTreeSum];
-  head_out[kHeadErrors] = head[kTreeErrors];
-  head_out[kHeadMoments] = head[kTreeMoments];
-  head_out[kHeadDropped] = 0;
-  head_out[kHeadMassErrors] = head[kTreeMassErrors];
-}
-
-template <int kDim, int kValueDim>
-__global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
-    TreeEstimateKernel(const __grid_constant__ StepHeader step) {
-  __shared__ TreeBlock<kDim> block;
-  const TreeItem item(step, blockIdx.x);
-  PrefetchBytes(item.head + item.tree->offsets.slopes, kDim * kValueDim * 2);
-  LoadStoredQueries<kDim>(step, item, kLanes * kDim, &block);
-  TreeSums<kDim, kValueDim> sums;
-  const uint64_t tile_number = uint64_t{item.unit.unit} * step.tiles_max + item.tile;
-  sums.max = step.lane_scales[tile_number * kLanes + threadIdx.x % 32 / 4].max;
-  SumEstimates(step, item, &sums);
-  const uint32_t lanes = LanesOf(step, item.unit, item.tile);
-  TreeFinisher<kDim, kValueDim>(
-      item, lanes, step.tree_states + uint64_t{item.number} * TreeStateFloats(kValueDim), &block)
-      .Run(&sums, {-INFINITY, 0});
-  StoreEstimate<kValueDim>(step, item, lanes);
+  StorePartials(step, item, mass, best);
 }
 
 }  // namespace attnd::gpu

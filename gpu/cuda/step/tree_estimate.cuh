@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The finish stage over trees: the estimate of one tree item's groups that stay closed, and of its
+// leaves that are not read.
+#ifndef ATTND_GPU_CUDA_STEP_TREE_ESTIMATE_CUH_
+#define ATTND_GPU_CUDA_STEP_TREE_ESTIMATE_CUH_
+
+#include <cstdint>
+
+#include "attention/policy/estimate_limits.h"
+#include "gpu/cuda/step/estimate.cuh"
+#include "gpu/cuda/step/tree_stages.cuh"
+
+namespace attnd::gpu {
+
+// Some rows of one part, their scores and whether they are estimated.
+struct EstimatedRows {
+  const TreePart* part;
+  const float* log_mass;  // of lane g, at row 0 of the warp's sixteen
+  const float* d2;
+  TreeRowSet set;        // of rows that are there
+  TreeRowSet estimated;  // the same, but for those that are not estimated
+};
+
+// What estimated rows add to the sums of errors.
+template <int kDim, int kValueDim>
+__device__ __forceinline__ void AddErrors(float weight, float d2, float size, float spread,
+                                          float norm2, TreeSums<kDim, kValueDim>* sums) {
+  const float capped = fminf(d2, kVarianceCap), half = capped / 2;
+  // Among s weights none can have more than all: their relative variance is at most s - 1.
+  const float growth = fminf(Expm1(capped), size - 1);
+  const float rest = weight * spread, mass = weight * half;
+  sums->errors +=
+      rest * rest * __fdividef(growth, size) + attention::kMassErrorShare * mass * mass * norm2;
+  sums->mass_errors += attention::kMassErrorShare * mass * mass;
+}
+
+template <int kDim, int kValueDim>
+__device__ __forceinline__ void AddEstimatedRows(const TreeItem& item, const EstimatedRows& source,
+                                                 bool used, TreeSums<kDim, kValueDim>* sums) {
+  const TreeBuffers<kDim, kValueDim> buffers;
+  const uint32_t t = threadIdx.x % 4;
+  uint32_t rows[2][2], estimated[2][2];
+  RowsOfThread(source.set, rows);
+  RowsOfThread(source.estimated, estimated);
+  const TreeNumbers norms = TreeNumbers::Load(item.head + source.part->value_norm2, rows);
+  const TreeNumbers spreads = TreeNumbers::Load(item.head + source.part->spread, estimated);
+  const TreeNumbers sizes = TreeNumbers::Load(item.head + source.part->log_size, estimated);
+  float weight[2][2], d2[2][2];
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const uint32_t at = n * 8 + 2 * t + c;
+      const bool there = used && rows[n][c] != kNoRow;
+      const float p = there ? Weight(source.log_mass[at], sums->max) : 0.0f;
+      const bool is = there && estimated[n][c] != kNoRow;
+      sums->moments += p * norms.x[n][c];
+      d2[n][c] = is ? source.d2[at] : 0.0f;
+      weight[n][c] = is ? p : 0.0f;
+      if (!is) continue;
+      const float size = rintf(Exp2(sizes.x[n][c] * kLog2E));
+      AddErrors(p, d2[n][c], size, spreads.x[n][c], norms.x[n][c], sums);
+    }
+  }
+  if (!__any_sync(~0u, source.estimated.own != kNoRow)) return;
+  __syncwarp();
+  ExpandSquares<kDim>(item.head + source.part->deviation_codes, source.estimated, buffers.squares);
+  AddTreeEstimates(item.head, *source.part, source.estimated, weight, d2, buffers.rows,
+                   buffers.squares, sums);
+}
+
+// The rows of an item that may be estimated, sixteen at a time: first its groups, of which those
+// that are opened count as missing, then its leaves.
+class EstimatedRowsOf {
+ public:
+  __device__ EstimatedRowsOf(const StepHeader& step, const TreeItem& item)
+      : item_(item),
+        row_(*item.row),
+        leaves_(step, item),
+        lane_(item.tile * kLanes + threadIdx.x % 32 / 4),
+        fates_(UnitFates(step, item.unit)),
+        groups_(item.CountOf(item.tree->offsets.groups)),
+        group_batches_((groups_ + kTreeRows - 1) / kTreeRows) {
+    const TreeScores places = TreeScoresOf(row_, step.group);
+    group_log_mass_ = TreeScoresAt(step, item.unit, places.groups.log_mass);
+    group_d2_ = TreeScoresAt(step, item.unit, places.groups.d2);
+    leaf_log_mass_ = TreeScoresAt(step, item.unit, places.leaves.log_mass);
+    leaf_d2_ = TreeScoresAt(step, item.unit, places.leaves.d2);
+  }
+
+  __device__ __forceinline__ uint32_t batches() const {
+    return group_batches_ + (leaves_.end - leaves_.begin + kTreeRows - 1) / kTreeRows;
+  }
+  __device__ __forceinline__ EstimatedRows Batch(uint32_t number) const {
+    const bool groups = number < group_batches_;
+    const uint32_t first =
+        groups ? number * kTreeRows : leaves_.begin + (number - group_batches_) * kTreeRows;
+    const uint64_t at =
+        groups ? uint64_t{lane_} * row_.group_slots + item_.tree->first_group_slot + first
+               : uint64_t{lane_} * row_.slots + first;
+    EstimatedRows rows;
+    rows.part = groups ? &item_.tree->offsets.groups : &item_.tree->offsets.leaves;
+    rows.log_mass = (groups ? group_log_mass_ : leaf_log_mass_) + at;
+    rows.d2 = (groups ? group_d2_ : leaf_d2_) + at;
+    rows.set = groups ? RowsInOrder(first, groups_) : leaves_.Rows(first);
+    rows.estimated = rows.set;
+    const uint32_t own = rows.set.own;
+    if (own == kNoRow) return rows;
+    const uint8_t fate = groups ? fates_[row_.slots + item_.tree->first_group_slot + own]
+                                : fates_[item_.ref->first_slot + own];
+    if (fate != kFateExact) return rows;
+    rows.estimated.own = kNoRow;
+    if (groups) rows.set.own = kNoRow;
+    return rows;
+  }
+
+ private:
+  const TreeItem& item_;
+  const RowRef& row_;
+  const LeafItems leaves_;
+  const uint32_t lane_;
+  const uint8_t* const fates_;
+  const float *group_log_mass_, *group_d2_, *leaf_log_mass_, *leaf_d2_;
+  const uint32_t groups_;
+  const uint32_t group_batches_;
+};
+
+template <int kDim, int kValueDim>
+__device__ __forceinline__ void SumEstimates(const StepHeader& step, const TreeItem& item,
+                                             TreeSums<kDim, kValueDim>* sums) {
+  const bool used = item.tile * kLanes + threadIdx.x % 32 / 4 < step.group;
+  const EstimatedRowsOf source(step, item);
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x / 32; i < source.batches(); i += kTreeWarps) {
+    AddEstimatedRows(item, source.Batch(i), used, sums);
+  }
+}
+
+// The item's estimate as a state of the tile.
+template <int kValueDim>
+__device__ __forceinline__ void StoreEstimate(const StepHeader& step, const TreeItem& item,
+                                              uint32_t lanes) {
+  constexpr uint32_t kFrom = kStateHead + 2 * kValueDim, kTo = kStateHead + kValueDim;
+  const float* from = step.tree_states + uint64_t{item.number} * TreeStateFloats(kValueDim);
+  constexpr uint32_t kFloats = StateFloats(kValueDim);
+  float* to = TileStates(step, item.unit, item.tile, kFloats) +
+              (uint64_t{item.row->read_pieces} + item.segment) * kFloats;
+  __syncthreads();
+  for (uint32_t i = threadIdx.x; i < lanes * kValueDim; i += kTreeThreads) {
+    const uint32_t lane = i / kValueDim, channel = i % kValueDim;
+    const float* value = from + lane * kFrom + kStateHead + channel;
+    to[lane * kTo + kStateHead + channel] = value[0] + value[kValueDim];
+  }
+  if (threadIdx.x >= lanes) return;
+  const float* head = from + threadIdx.x * kFrom;
+  float* head_out = to + threadIdx.x * kTo;
+  head_out[kHeadMax] = head[kTreeMax];
+  head_out[kHeadSum] = head[kTreeSum];
+  head_out[kHeadErrors] = head[kTreeErrors];
+  head_out[kHeadMoments] = head[kTreeMoments];
+  head_out[kHeadDropped] = 0;
+  head_out[kHeadMassErrors] = head[kTreeMassErrors];
+}
+
+template <int kDim, int kValueDim>
+__global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
+    TreeEstimateKernel(const __grid_constant__ StepHeader step) {
+  __shared__ TreeBlock<kDim> block;
+  const TreeItem item(step, blockIdx.x);
+  PrefetchBytes(item.head + item.tree->offsets.slopes, kDim * kValueDim * 2);
+  LoadStoredQueries<kDim>(step, item, kLanes * kDim, &block);
+  TreeSums<kDim, kValueDim> sums;
+  const uint64_t tile_number = uint64_t{item.unit.unit} * step.tiles_max + item.tile;
+  sums.max = step.lane_scales[tile_number * kLanes + threadIdx.x % 32 / 4].max;
+  SumEstimates(step, item, &sums);
+  const uint32_t lanes = LanesOf(step, item.unit, item.tile);
+  TreeFinisher<kDim, kValueDim>(
+      item, lanes, step.tree_states + uint64_t{item.number} * TreeStateFloats(kValueDim), &block)
+      .Run(&sums, {-INFINITY, 0});
+  StoreEstimate<kValueDim>(step, item, lanes);
+}
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_CUDA_STEP_TREE_ESTIMATE_CUH_
