@@ -215,7 +215,7 @@ class CudaBackend : public Backend {
   absl::Status BuildSegment(attention::SegmentBuilder* segment,
                             absl::FunctionRef<absl::Status()> proceed) override {
     ATTND_RETURN_IF_ERROR(Supports(segment->view().shape));
-    ATTND_RETURN_IF_ERROR(Supports(segment->view().indexes));
+    ATTND_RETURN_IF_ERROR(CheckBuilt(segment->view().indexes));
     ATTND_ASSIGN_OR_RETURN(const ContextPool::Lease context, builders_.Take([&]() -> absl::Status {
       ATTND_RETURN_IF_ERROR(Health());
       return proceed();
@@ -249,6 +249,16 @@ class CudaBackend : public Backend {
   }
 
  private:
+  // Unimplemented for indexes that the device does not build.
+  static absl::Status CheckBuilt(const attention::IndexSet& indexes) {
+    if (indexes == attention::kClusterIndexes || indexes == attention::kTreeIndexes) {
+      return absl::OkStatus();
+    }
+    return absl::UnimplementedError(absl::StrCat("indexes are ", indexes.ToString(),
+                                                 "; the CUDA backend builds clusters or a tree, "
+                                                 "each alone"));
+  }
+
   absl::Status StepOnDevice(const StepRequest& request, bool timed) {
     std::vector<Plan> plans;
     std::vector<uint32_t> left_over;

@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The check of trees that the device builds, as index_check.cu checks the index `clusters`.
+#ifndef ATTND_TESTS_GPU_TREE_CHECK_CUH_
+#define ATTND_TESTS_GPU_TREE_CHECK_CUH_
+
+namespace attnd::gpu::test {
+
+// Prints a table; returns how many cases failed. Every shape of kKernelShapes has a case.
+int RunTreeChecks();
+
+}  // namespace attnd::gpu::test
+
+#endif  // ATTND_TESTS_GPU_TREE_CHECK_CUH_
