@@ -41,8 +41,8 @@ struct IndexJob {
   uint32_t max_clusters;  // the index's room: of a tree, its leaves
   uint32_t kv_heads;
   uint32_t max_groups;  // of a tree; 0: the index is of the kind `clusters`
-  std::byte* index;  // of KV head 0
-  std::byte* pages;  // of KV head 0, in the segment's order
+  std::byte* index;     // of KV head 0
+  std::byte* pages;     // of KV head 0, in the segment's order
   uint64_t index_head_bytes;
   uint64_t pages_head_bytes;
   IndexOffsets offsets;  // of a tree only `positions`

@@ -8,7 +8,8 @@
 //   - the sum of squared distances, on average within 1% of Lloyd's algorithm run here;
 //   - that both runs gave the same bytes.
 // Then the same of trees (tree_check.cuh). Prints tables; exits with 1 if anything failed. With
-// --trees: trees alone. With --bench: device times of 128K tokens x 8 KV heads x 32 layers instead.
+// --trees [TEXT]: trees alone, of the cases whose names contain TEXT. With --bench: device times of
+// 128K tokens x 8 KV heads x 32 layers instead.
 //
 // A program of its own, built on a machine with a GPU by nvcc alone, from the repository root:
 //   nvcc -std=c++20 --expt-relaxed-constexpr -arch=sm_90 -O3 -I. -Xcompiler -pthread -o index_check
@@ -136,7 +137,9 @@ int RunChecks() {
 
 int main(int argc, char** argv) {
   const std::string option = argc > 1 ? argv[1] : "";
-  if (option == "--trees") return attnd::gpu::test::RunTreeChecks() == 0 ? 0 : 1;
+  if (option == "--trees") {
+    return attnd::gpu::test::RunTreeChecks(argc > 2 ? argv[2] : "") == 0 ? 0 : 1;
+  }
   if (option == "--bench") {
     for (const bool tree : {false, true}) {
       for (const uint32_t layers : {32u, 8u, 1u}) attnd::gpu::test::BenchIndexes(layers, tree);

@@ -155,17 +155,17 @@ void BenchIndexes(uint32_t layers, bool tree) {
   float ms = 0;
   CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
   std::printf("%s, %u layers a call (scratch %.1f MB): %u calls, %.4f s together, %.3f ms each\n",
-              tree ? "trees" : "clusters", layers,
-              static_cast<double>(bench.scratch_bytes()) / 1e6, calls, ms / 1e3, ms / calls);
+              tree ? "trees" : "clusters", layers, static_cast<double>(bench.scratch_bytes()) / 1e6,
+              calls, ms / 1e3, ms / calls);
 
   LaunchTimer timer;
   for (uint32_t i = 0; i < calls; ++i) bench.Build(&timer);
   timer.Mark(nullptr);
   CHECK_CUDA(cudaDeviceSynchronize());
   const auto seconds = timer.Seconds();
-  constexpr const char* kNames[kIndexLaunches] = {"centre", "seed",  "assign", "sort",
+  constexpr const char* kNames[kIndexLaunches] = {"centre", "seed",     "assign", "sort",
                                                   "move",   "describe", "gather", "leaves",
-                                                  "means",  "moments", "axes", "slopes"};
+                                                  "means",  "moments",  "axes",   "slopes"};
   double sum = 0;
   for (uint32_t s = 0; s < kIndexLaunches; ++s) {
     if (seconds[s] == 0) continue;

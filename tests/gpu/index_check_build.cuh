@@ -81,7 +81,7 @@ inline HeadRows MakeRows(const Case& c, uint32_t head) {
 
 // The rows of all heads of one job, in tail blocks that lie in memory last first.
 inline std::vector<std::byte> TailBlocks(const Case& c, const Layout& layout, const HeadRows* heads,
-                                  uint32_t block_count) {
+                                         uint32_t block_count) {
   const size_t run_bytes = kTailBlockTokens / kPageTokens * layout.page_bytes;
   std::vector<std::byte> blocks(block_count * c.kv_heads * run_bytes, std::byte{0x7f});
   for (uint32_t h = 0; h < c.kv_heads; ++h) {
@@ -100,7 +100,7 @@ inline std::vector<std::byte> TailBlocks(const Case& c, const Layout& layout, co
 
 // Builds the case's indexes, twice: [2] of all index bytes, then all payload bytes.
 inline std::array<std::vector<std::byte>, 2> BuildTwice(const Case& c, const Layout& layout,
-                                                 const std::vector<HeadRows>& rows) {
+                                                        const std::vector<HeadRows>& rows) {
   const uint32_t block_count = (c.first_row + c.tokens + kTailBlockTokens - 1) / kTailBlockTokens;
   const size_t run_bytes = kTailBlockTokens / kPageTokens * layout.page_bytes;
   const size_t block_bytes = c.kv_heads * run_bytes;
@@ -109,8 +109,8 @@ inline std::array<std::vector<std::byte>, 2> BuildTwice(const Case& c, const Lay
   DeviceBytes pointers(c.jobs * block_count * sizeof(std::byte*));
   DeviceBytes output(index_bytes + c.jobs * c.kv_heads * layout.pages_bytes);
   DeviceBytes device_jobs(c.jobs * sizeof(IndexJob));
-  DeviceBytes scratch(c.jobs *
-                      cuda::BuildScratchBytes(c.shape, c.kv_heads, c.tokens, layout.max_groups > 0));
+  DeviceBytes scratch(
+      c.jobs * cuda::BuildScratchBytes(c.shape, c.kv_heads, c.tokens, layout.max_groups > 0));
 
   std::vector<std::byte> all_blocks;
   std::vector<const std::byte*> addresses;
@@ -148,7 +148,7 @@ inline std::array<std::vector<std::byte>, 2> BuildTwice(const Case& c, const Lay
     CHECK_CUDA(cudaMemset(output.data(), 0xab, output.size()));
     CHECK_CUDA(cudaMemset(scratch.data(), run == 0 ? 0xff : 0x3c, scratch.size()));
     CHECK_CUDA(cuda::BuildIndexes(c.shape, jobs[0], reinterpret_cast<IndexJob*>(device_jobs.data()),
-                            c.jobs, scratch.data(), nullptr));
+                                  c.jobs, scratch.data(), nullptr));
     CHECK_CUDA(cudaDeviceSynchronize());
     results[static_cast<size_t>(run)] = output.Download();
   }

@@ -417,12 +417,12 @@ class TreeHead {
   const uint64_t key_bytes_, value_bytes_;
   std::byte* const index_;
   std::byte* const pages_;
-  std::vector<Rows> rows_;         // [tokens]
-  Matrix keys_, values_;           // of clustered tokens, numbered from 0
-  Members all_;                    // clustered tokens
-  Vector once_;                    // a 1 for each
-  Vector key_base_, value_base_;   // means over the segment
-  std::vector<Members> leaves_;    // group by group
+  std::vector<Rows> rows_;        // [tokens]
+  Matrix keys_, values_;          // of clustered tokens, numbered from 0
+  Members all_;                   // clustered tokens
+  Vector once_;                   // a 1 for each
+  Vector key_base_, value_base_;  // means over the segment
+  std::vector<Members> leaves_;   // group by group
   std::vector<Members> group_tokens_;
   Members first_members_;
   Matrix key_rest_, value_rest_;

@@ -72,7 +72,8 @@ void ExpectTrees(const Segment& segment, const Tail& tail) {
 
 class TreeBuild : public testing::Test {
  protected:
-  const testing::ScopedTrace trace_{__FILE__, __LINE__, testing::Message() << "seed " << TestSeed()};
+  const testing::ScopedTrace trace_{__FILE__, __LINE__,
+                                    testing::Message() << "seed " << TestSeed()};
   const ModelShape shape_ = MakeShape(4, 2, 64, 64, DType::kBf16, 2);
 };
 

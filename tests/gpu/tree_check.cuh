@@ -4,10 +4,13 @@
 #ifndef ATTND_TESTS_GPU_TREE_CHECK_CUH_
 #define ATTND_TESTS_GPU_TREE_CHECK_CUH_
 
+#include <string>
+
 namespace attnd::gpu::test {
 
-// Prints a table; returns how many cases failed. Every shape of kKernelShapes has a case.
-int RunTreeChecks();
+// Runs the cases whose names contain `only` and prints a table; returns how many failed. Every
+// shape of kKernelShapes has a case.
+int RunTreeChecks(const std::string& only = "");
 
 }  // namespace attnd::gpu::test
 

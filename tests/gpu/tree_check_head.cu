@@ -84,11 +84,13 @@ void TreeHeadCheck::CheckGroups() {
 
 void TreeHeadCheck::CheckPayload() {
   const auto zeros = [&](size_t at, size_t bytes) {
-    return std::all_of(pages_ + at, pages_ + at + bytes, [](std::byte b) { return b == std::byte{}; });
+    return std::all_of(pages_ + at, pages_ + at + bytes,
+                       [](std::byte b) { return b == std::byte{}; });
   };
   for (uint32_t slot = 0; slot < case_.tokens; ++slot) {
     const size_t token = Read<uint16_t>(layout_.tree.positions, slot);
-    if (std::memcmp(pages_ + layout_.Key(slot), &rows_.keys[token * dim_], layout_.key_bytes) != 0 ||
+    if (std::memcmp(pages_ + layout_.Key(slot), &rows_.keys[token * dim_], layout_.key_bytes) !=
+            0 ||
         std::memcmp(pages_ + layout_.Value(slot), &rows_.values[token * value_dim_],
                     layout_.value_bytes) != 0) {
       return Fail("payload of slot %u", slot);
@@ -149,9 +151,10 @@ void TreeHeadCheck::Centre(uint32_t begin, uint32_t end, Rows* keys, Rows* value
     for (uint32_t i = begin; i < end; ++i) {
       for (uint32_t k = 0; k < dim; ++k) {
         rows->push_back(ToDouble(case_.shape.dtype, source[size_t{order_[i]} * dim + k]));
-        (*mean)[k] += rows->back() / (end - begin);
+        (*mean)[k] += rows->back();  // exact where all rows are equal
       }
     }
+    for (double& m : *mean) m /= end - begin;
     for (size_t i = 0; i < rows->size(); ++i) (*rows)[i] -= (*mean)[i % dim];
   };
   centre(rows_.keys, dim_, keys, key_mean);
@@ -233,15 +236,14 @@ void TreeHeadCheck::CheckPart(const TreePart& part, const std::vector<uint32_t>&
                value_mean.data(), value_dim_);
     double norm2 = 0;
     for (uint32_t k = 0; k < value_dim_; ++k) {
-      const double stored =
-          Read<float>(layout_.tree.value_base, k) +
-          double{Read<float>(part.mean_value_scales, i)} *
-              Read<int8_t>(part.mean_values, size_t{i} * value_dim_ + k);
+      const double stored = Read<float>(layout_.tree.value_base, k) +
+                            double{Read<float>(part.mean_value_scales, i)} *
+                                Read<int8_t>(part.mean_values, size_t{i} * value_dim_ + k);
       norm2 += stored * stored;
     }
     CheckFloat("value_norm2", i, Read<float>(part.value_norm2, i), norm2, 1e-5 * norm2 + 1e-30);
-    CheckFloat("log_size", i, Read<float>(part.log_size, i),
-               std::log(static_cast<double>(count)), 1e-5);
+    CheckFloat("log_size", i, Read<float>(part.log_size, i), std::log(static_cast<double>(count)),
+               1e-5);
     const Rows turned = Turn(keys, count);
     CheckVariances(part, i, turned, count);
     CheckSpread(part, i, turned, values, count);
@@ -338,8 +340,8 @@ void TreeHeadCheck::CheckObjective() {
     }
   }
   const double got = Objective(own);
-  const double want = Objective(ReferenceLeaves(points_, dim, layout_.max_groups,
-                                                layout_.max_clusters));
+  const double want =
+      Objective(ReferenceLeaves(points_, dim, layout_.max_groups, layout_.max_clusters));
   // Points are of length 1; what is left of equal ones is rounding.
   const double negligible = 1e-6 * static_cast<double>(order_.size());
   findings_.objective_ratio = (got + negligible) / (want + negligible);

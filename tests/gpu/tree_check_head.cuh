@@ -21,16 +21,18 @@ namespace attnd::gpu::test {
 struct TreeFindings {
   std::string failure;  // the first
   uint32_t leaves = 0, groups = 0;
-  uint32_t greatest = 0;        // group's tokens
-  double objective_ratio = 1;   // of leaves, to the reference's
-  double off_diagonal = 0;      // greatest moment between axes, relative to all
-  double slope_error = 0;       // of predicted values, relative to values
-  double deviation_error = 0;   // greatest, beyond half a step, relative to the leaf's
-  double spread_error = 0;      // greatest, relative to the values'
+  uint32_t greatest = 0;       // group's tokens
+  double objective_ratio = 1;  // of leaves, to the reference's
+  double off_diagonal = 0;     // greatest moment between axes, relative to all
+  double slope_error = 0;      // of predicted values, relative to values
+  double deviation_error = 0;  // greatest, beyond half a step, relative to the leaf's
+  double spread_error = 0;     // greatest, relative to the values'
 };
 
 // Bounds. Products are of tf32 numbers, which have 10 bits of mantissa; axes and slopes have 8.
-inline constexpr double kTreeRatioMax = 1.05;
+// A token that two clusters are equally good for may go either way, which leads a single head to
+// somewhat better or worse leaves than the reference's.
+inline constexpr double kTreeRatioMax = 1.08;
 inline constexpr double kOffDiagonalMax = 6e-3;
 inline constexpr double kSlopeErrorMax = 6e-3;
 inline constexpr double kDeviationErrorMax = 2e-3;

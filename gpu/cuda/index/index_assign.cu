@@ -137,9 +137,10 @@ __device__ __forceinline__ void CopyTile(const Head& head, uint32_t number, Tile
 
 // Scores columns [column, + kColumns) of a tile and offers them; `first_cluster` is the first's.
 template <typename Shape, typename Rows>
-__device__ __forceinline__ void ScoreColumns(
-    const Keys<Shape::kHeadDim, Rows>& keys, const Tile<Shape::kHeadDim>& tile, uint32_t column,
-    uint32_t first_cluster, Best<Tuning<Shape::kHeadDim>::kRowTiles>* best) {
+__device__ __forceinline__ void ScoreColumns(const Keys<Shape::kHeadDim, Rows>& keys,
+                                             const Tile<Shape::kHeadDim>& tile, uint32_t column,
+                                             uint32_t first_cluster,
+                                             Best<Tuning<Shape::kHeadDim>::kRowTiles>* best) {
   constexpr uint32_t kColumns = Tuning<Shape::kHeadDim>::kColumns;
   constexpr uint32_t kRowTiles = Tuning<Shape::kHeadDim>::kRowTiles;
   const uint32_t lane = threadIdx.x % 32;
@@ -261,7 +262,7 @@ cudaError_t LaunchAssign(const KernelShape& shape, const IndexPlan& plan, cudaSt
     // Values' size is none of this kernel's business.
     using Given = decltype(constant);
     return Launch<ShapeConstant<typename Given::Element, Given::kHeadDim, 0>, KeyRows>(plan,
-                                                                                      stream);
+                                                                                       stream);
   });
 }
 

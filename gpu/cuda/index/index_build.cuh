@@ -61,8 +61,9 @@ uint64_t BuildScratchBytes(const KernelShape& shape, uint32_t kv_heads, uint32_t
 
 // Enqueues the build of `count` >= 1 jobs (on the device), all with the sizes of `first_job` (a
 // host copy of the first): tokens, unclustered, max_clusters, max_groups and kv_heads. `scratch` is
-// aligned to 256 and has BuildScratchBytes for each job. Index parts are written for as many clusters as there
-// are, the rest is left as it is; rows of the last page beyond the tokens become zeros.
+// aligned to 256 and has BuildScratchBytes for each job. Index parts are written for as many
+// clusters as there are, the rest is left as it is; rows of the last page beyond the tokens become
+// zeros.
 //
 // cudaErrorInvalidValue, and nothing was enqueued, for a shape without kernels or sizes out of
 // range; otherwise what the launches said.

@@ -12,8 +12,8 @@ namespace {
 
 constexpr uint32_t kThreads = 1024;
 constexpr uint32_t kSweepsMax = 14;  // convergence is quadratic: some eight sweeps do
-// Elements of at most this share of the trace count as 0.
-constexpr float kNothing = 1e-8f;
+// Elements of at most this share of the trace count as 0: axes are stored with 8 bits.
+constexpr float kNothing = 1e-6f;
 constexpr uint32_t kSharedBytesMax = 200 << 10;
 
 template <uint32_t kDim>
@@ -77,6 +77,7 @@ template <uint32_t kDim>
 __device__ __forceinline__ void RotateVectors(const Rotation* rotations, float* vectors) {
   for (uint32_t i = threadIdx.x; i < kDim / 2 * kDim; i += kThreads) {
     const Rotation rows = rotations[i / kDim];
+    if (rows.s == 0) continue;
     float* low = vectors + rows.p * kDim + i % kDim;
     float* high = vectors + rows.q * kDim + i % kDim;
     const float a = *low, b = *high;

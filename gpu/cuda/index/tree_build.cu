@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "gpu/cuda/index/tree_build.cuh"
-
 #include <algorithm>
 
+#include "gpu/cuda/index/tree_build.cuh"
 #include "gpu/cuda/index/tree_kernels.cuh"
 
 namespace attnd::gpu::cuda {

@@ -42,8 +42,7 @@ __device__ __forceinline__ void StoreDeviations(const Head& head, const TreePlan
     return;
   }
   const uint32_t leaf = head.At<const uint16_t>(plan.scratch.leaf_of_slot)[place];
-  const float* mean =
-      head.At<const float>(plan.scratch.means) + uint64_t{leaf} * kPointDim<Shape>;
+  const float* mean = head.At<const float>(plan.scratch.means) + uint64_t{leaf} * kPointDim<Shape>;
   const uint32_t slot = plan.base.unclustered + place;
   StoreRowDeviations<typename Shape::Element, Shape::kHeadDim / 32, true>(OrderedKey(head, slot),
                                                                           mean, to);

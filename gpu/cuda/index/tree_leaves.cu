@@ -38,8 +38,11 @@ struct Group {
   const uint16_t* tokens;  // of the members; null: points are the members' own
   uint32_t stride;         // of points and of centroids
 
+  __device__ __forceinline__ uint32_t PointNumber(uint32_t member) const {
+    return tokens == nullptr ? member : tokens[member];
+  }
   __device__ __forceinline__ const __half* Point(uint32_t member) const {
-    return points + uint64_t{tokens == nullptr ? member : tokens[member]} * stride;
+    return points + uint64_t{PointNumber(member)} * stride;
   }
   __device__ __forceinline__ __half* Centroid(uint32_t leaf) const {
     return centroids + uint64_t{leaf} * stride;
@@ -85,9 +88,8 @@ __device__ __forceinline__ void SetNorms(const Group& group) {
   __syncthreads();
   for (uint32_t c = threadIdx.x / 32; c < group.active; c += kWarps) {
     float norm2 = 0;
-    ForPairs<kDim>(group.Centroid(c), [&](uint32_t, uint32_t, float2 x) {
-      norm2 += x.x * x.x + x.y * x.y;
-    });
+    ForPairs<kDim>(group.Centroid(c),
+                   [&](uint32_t, uint32_t, float2 x) { norm2 += x.x * x.x + x.y * x.y; });
     norm2 = WarpSum(norm2);
     if (threadIdx.x % 32 == 0) group.half_norms[c] = norm2 / 2;
   }
@@ -224,30 +226,45 @@ __device__ __forceinline__ void Sort(const Group& group) {
   __syncthreads();
 }
 
-// Centroids to their members' means, two channels a thread. An empty leaf keeps its place.
+// Centroids to their members' means, a warp each. An empty leaf keeps its place.
 template <uint32_t kDim>
 __device__ __forceinline__ void Move(const Group& group) {
-  constexpr uint32_t kPairs = kDim / 2;
-  for (uint32_t i = threadIdx.x; i < group.active * kPairs; i += kThreads) {
-    const uint32_t c = i / kPairs, pair = i % kPairs;
+  const uint32_t lane = threadIdx.x % 32;
+  for (uint32_t c = threadIdx.x / 32; c < group.active; c += kWarps) {
     const uint32_t begin = group.starts[c], end = group.starts[c + 1];
     if (begin == end) continue;
-    float2 sum = {0, 0};
+    float2 sum[kDim / 64] = {};
     for (uint32_t run = begin; run < end; run += 32) {  // as in MoveKernel of the groups
-      float2 some = {0, 0};
-      for (uint32_t place = run; place < min(end, run + 32); ++place) {
-        const auto* row = reinterpret_cast<const uint32_t*>(group.Point(group.list[place]));
-        const float2 x = Fp16::Unpack(row[pair]);
-        some.x += x.x;
-        some.y += x.y;
+      const uint32_t own = group.PointNumber(group.list[min(run + lane, end - 1)]);
+      float2 some[kDim / 64] = {};
+#pragma unroll 4
+      for (uint32_t i = 0; i < min(32u, end - run); ++i) {
+        const uint32_t number = __shfl_sync(kAllLanes, own, i);
+        ForPairs<kDim>(group.points + uint64_t{number} * group.stride,
+                       [&](uint32_t p, uint32_t, float2 x) {
+                         some[p].x += x.x;
+                         some[p].y += x.y;
+                       });
       }
-      sum.x += some.x;
-      sum.y += some.y;
+#pragma unroll
+      for (uint32_t p = 0; p < kDim / 64; ++p) {
+        sum[p].x += some[p].x;
+        sum[p].y += some[p].y;
+      }
     }
     const auto size = static_cast<float>(end - begin);
-    reinterpret_cast<uint32_t*>(group.Centroid(c))[pair] = Fp16::Pack(sum.x / size, sum.y / size);
+    float norm2 = 0;
+#pragma unroll
+    for (uint32_t p = 0; p < kDim / 64; ++p) {
+      const uint32_t stored = Fp16::Pack(sum[p].x / size, sum[p].y / size);
+      reinterpret_cast<uint32_t*>(group.Centroid(c))[lane + 32 * p] = stored;
+      const float2 x = Fp16::Unpack(stored);
+      norm2 += x.x * x.x + x.y * x.y;
+    }
+    norm2 = WarpSum(norm2);
+    if (lane == 0) group.half_norms[c] = norm2 / 2;
   }
-  SetNorms<kDim>(group);
+  __syncthreads();
 }
 
 // The late leaves, as SpreadKernel and SplitKernel make late groups. Returns the active ones.
@@ -351,8 +368,7 @@ __device__ __forceinline__ void PlaceGlobal(const Head& head, const TreePlan& pl
   group->points = PointsOf(head);
   group->tokens = head.At<const uint16_t>(plan.base.layout.order) + begin;
   group->stride = kDim;
-  group->centroids =
-      head.At<__half>(plan.scratch.large_centroids) + uint64_t{first} * kDim;
+  group->centroids = head.At<__half>(plan.scratch.large_centroids) + uint64_t{first} * kDim;
   auto* floats = head.At<float>(plan.scratch.large_floats) + first;
   group->half_norms = floats;
   group->spreads = floats + room;

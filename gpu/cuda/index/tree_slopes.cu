@@ -80,7 +80,8 @@ __global__ void __launch_bounds__(kThreads) SlopeKernel(const __grid_constant__ 
   __syncthreads();
   float sums[kBlockRows];
   for (uint32_t column = threadIdx.x; column < kDim; column += kThreads) {
-    Multiply<kDim>(axes, [&](uint32_t k) { return moments[k * kAll + column]; }, sums);
+    Multiply<kDim>(
+        axes, [&](uint32_t k) { return moments[k * kAll + column]; }, sums);
 #pragma unroll
     for (uint32_t r = 0; r < kBlockRows; ++r) turned[r][column] = sums[r];
   }
@@ -90,7 +91,8 @@ __global__ void __launch_bounds__(kThreads) SlopeKernel(const __grid_constant__ 
   auto* slopes = PartOf<uint16_t>(head, head.job.tree.slopes);
   const float ridge = 1 + static_cast<float>(kDim) / static_cast<float>(plan.base.tokens);
   for (uint32_t column = threadIdx.x; column < Shape::kValueDim; column += kThreads) {
-    Multiply<kDim>(axes, [&](uint32_t k) { return moments[k * kAll + kDim + column]; }, sums);
+    Multiply<kDim>(
+        axes, [&](uint32_t k) { return moments[k * kAll + kDim + column]; }, sums);
 #pragma unroll
     for (uint32_t r = 0; r < kBlockRows; ++r) {
       slopes[(first + r) * Shape::kValueDim + column] =
