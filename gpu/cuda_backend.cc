@@ -223,9 +223,7 @@ class CudaBackend : public Backend {
   absl::Status BuildSegment(attention::SegmentBuilder* segment,
                             absl::FunctionRef<absl::Status()> proceed) override {
     ATTND_RETURN_IF_ERROR(Supports(segment->view().shape));
-    if (segment->view().indexes != kClusterIndexes) {
-      return absl::UnimplementedError("the CUDA backend builds clusters alone");
-    }
+    ATTND_RETURN_IF_ERROR(Supports(segment->view().indexes));
     ATTND_ASSIGN_OR_RETURN(const ContextPool::Lease context, builders_.Take([&]() -> absl::Status {
       ATTND_RETURN_IF_ERROR(Health());
       return proceed();

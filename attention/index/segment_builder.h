@@ -44,7 +44,7 @@ class SegmentBuilder {
   }
   // Checks that an index that a caller has filled keeps to its sizes and that its order holds every
   // token once; copies the tokens' rows in that order. Internal, saying what is wrong. Only for
-  // segments that have clusters and no other index.
+  // segments that have clusters of any form and no other index.
   absl::Status TakeHead(uint32_t layer, uint32_t kv_head);
 
   // The finished segment.

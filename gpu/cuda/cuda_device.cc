@@ -24,6 +24,10 @@ namespace {
 
 // The kernels say these again, as they include nothing of absl's.
 static_assert(cuda::kIndexClusterTokens == attention::kClusterTokens);
+static_assert(cuda::kIndexLeafTokens == attention::kLeafTokens);
+static_assert(cuda::kIndexGroupTokens == attention::kLeafTokens * attention::kGroupLeaves);
+static_assert(cuda::kIndexValueShare == attention::kValueShare);
+static_assert(cuda::kIndexLateShare == attention::kLateShare);
 static_assert(cuda::kIndexIterations == attention::kKMeansIterations);
 static_assert(cuda::kIndexTokensMax == attention::kSegmentTokensMax);
 static_assert(cuda::kIndexPageTokens == attention::kPageTokens);
@@ -154,8 +158,9 @@ class CudaStream : public Stream {
                             const IndexJob* device_jobs, uint32_t count,
                             std::byte* scratch) override {
     ATTND_RETURN_IF_ERROR(UseDevice(device_));
-    if (cuda::BuildScratchBytes(shape, first_job.kv_heads, first_job.tokens) >
-        IndexScratchBytes(shape, first_job.kv_heads, first_job.tokens)) {
+    const bool tree = first_job.max_groups != 0;
+    if (cuda::BuildScratchBytes(shape, first_job.kv_heads, first_job.tokens, tree) >
+        IndexScratchBytes(shape, first_job.kv_heads, first_job.tokens, tree)) {
       return absl::ResourceExhaustedError("building a segment takes more scratch than was planned");
     }
     return Launched(cuda::BuildIndexes(shape, first_job, device_jobs, count, scratch, main_),

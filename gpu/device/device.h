@@ -32,8 +32,9 @@ inline KernelShape KernelShapeOf(const ModelShape& shape) {
   return {shape.dtype, shape.head_dim, shape.value_dim};
 }
 
-// Bytes of scratch memory for building one layer of a segment of `tokens` tokens.
-uint64_t IndexScratchBytes(const KernelShape& shape, uint32_t kv_heads, uint32_t tokens);
+// Bytes of scratch memory for building one layer of a segment of `tokens` tokens, with a tree or
+// with the index `clusters`.
+uint64_t IndexScratchBytes(const KernelShape& shape, uint32_t kv_heads, uint32_t tokens, bool tree);
 
 // Device time of a step, by stage.
 struct StageSeconds {

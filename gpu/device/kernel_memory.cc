@@ -5,18 +5,44 @@
 
 namespace attnd::gpu {
 
-// A bound on what cuda/index_build.cu lays out for a head: its mean in parts, centroids as
-// fragments in whole tiles of clusters, assignment and order of its tokens. The device compares.
-uint64_t IndexScratchBytes(const KernelShape& shape, uint32_t kv_heads, uint32_t tokens) {
+namespace {
+
+constexpr uint64_t kRounding = uint64_t{32} * 256;  // of the parts' places
+
+// A bound on what cuda/index/index_build.cu lays out for a head: its mean in parts, centroids as
+// fragments in whole tiles of clusters, assignment and order of its tokens.
+uint64_t ClustersBytes(const KernelShape& shape, uint64_t tokens) {
   constexpr uint64_t kClusterTokens = 16, kTileClusters = 128, kMeanChunkTokens = 128;
-  constexpr uint64_t kRounding = uint64_t{16} * 256;  // of the parts' places
   const uint64_t clusters = tokens / kClusterTokens + 1 + kTileClusters;
   const uint64_t chunks = tokens / kMeanChunkTokens + 1;
-  const uint64_t head = uint64_t{tokens} * 2 * sizeof(uint16_t) +
-                        clusters * (shape.head_dim * sizeof(uint16_t) + 2 * sizeof(float)) +
-                        chunks * (shape.head_dim * sizeof(double) + sizeof(float)) +
-                        shape.head_dim * sizeof(float) + kRounding;
-  return kv_heads * head;
+  return tokens * 2 * sizeof(uint16_t) +
+         clusters * (shape.head_dim * sizeof(uint16_t) + 2 * sizeof(float)) +
+         chunks * (shape.head_dim * sizeof(double) + sizeof(float)) +
+         shape.head_dim * sizeof(float) + kRounding;
+}
+
+// Of what cuda/index/tree_build.cu lays out: for each token its places, for each leaf and group
+// what is known of it, exact means and variances among it; centroids in whole tiles of groups; and
+// matrices of moments, in parts, and of all.
+uint64_t TreeBytes(const KernelShape& shape, uint64_t tokens) {
+  constexpr uint64_t kLeafTokens = 8, kGroupTokens = 64, kTileGroups = 64, kChunkTokens = 1024;
+  const uint64_t leaves = tokens / kLeafTokens + 1, groups = tokens / kGroupTokens + 1;
+  const uint64_t chunks = tokens / kChunkTokens + 1;
+  const uint64_t point = shape.head_dim + shape.value_dim;
+  const uint64_t means = (leaves + 5 * groups) * point, variances = (leaves + groups) * point;
+  const uint64_t matrix = uint64_t{shape.head_dim} * point;
+  return tokens * 3 * sizeof(uint16_t) + (means + variances) * sizeof(float) +
+         (leaves + 8 * groups) * 10 * sizeof(uint32_t) +
+         (groups + kTileGroups) * (point + 2) * sizeof(uint16_t) +
+         chunks * (point + 2) * sizeof(double) + (chunks + 3) * matrix * sizeof(float) + kRounding;
+}
+
+}  // namespace
+
+// The device compares it with what it lays out.
+uint64_t IndexScratchBytes(const KernelShape& shape, uint32_t kv_heads, uint32_t tokens,
+                           bool tree) {
+  return kv_heads * (tree ? TreeBytes(shape, tokens) : ClustersBytes(shape, tokens));
 }
 
 }  // namespace attnd::gpu

@@ -80,7 +80,8 @@ absl::Status SegmentBuild::PinAll() {
 uint32_t SegmentBuild::LayersAtOnce() const {
   const WaveRoom& room = context_->room();
   const uint64_t scratch_bytes =
-      IndexScratchBytes(KernelShapeOf(shape_), shape_.kv_heads, builder_->segment().tokens());
+      IndexScratchBytes(KernelShapeOf(shape_), shape_.kv_heads, builder_->segment().tokens(),
+                        builder_->segment().layout().groups.room > 0);
   return static_cast<uint32_t>(
       std::min({kLayersMax, room.scratch_bytes / scratch_bytes,
                 room.result_bytes / IndexLayerBytes(), room.input_bytes / JobBytes()}));
@@ -122,12 +123,14 @@ uint64_t SegmentBuild::WriteJobs(uint32_t first, uint32_t count) {
     job.tokens = segment.tokens();
     job.unclustered = segment.unclustered();
     job.max_clusters = layout.clusters.room;
+    job.max_groups = layout.groups.room;
     job.kv_heads = shape_.kv_heads;
     job.index = segment_->index() + layer * IndexLayerBytes();
     job.pages = segment_->pages() + layer * PagesLayerBytes();
     job.index_head_bytes = layout.head_bytes;
     job.pages_head_bytes = segment.pages_head_bytes();
     job.offsets = OffsetsOf(layout);
+    if (job.max_groups > 0) job.tree = TreeOffsetsOf(layout);
   }
   first_job_ = jobs[0];
   return count * JobBytes();

@@ -38,16 +38,17 @@ struct IndexJob {
   uint32_t first_row;  // token 0's place in the first tail block, below kTailBlockTokens
   uint32_t tokens;
   uint32_t unclustered;   // the first tokens, which keep their places
-  uint32_t max_clusters;  // ceil((tokens - unclustered) / kClusterTokens)
+  uint32_t max_clusters;  // the index's room: of a tree, its leaves
   uint32_t kv_heads;
-  uint32_t reserved;
-  std::byte* index;  // of KV head 0
-  std::byte* pages;  // of KV head 0, in the segment's order
+  uint32_t max_groups;  // of a tree; 0: the index is of the kind `clusters`
+  std::byte* index;     // of KV head 0
+  std::byte* pages;     // of KV head 0, in the segment's order
   uint64_t index_head_bytes;
   uint64_t pages_head_bytes;
-  IndexOffsets offsets;
+  IndexOffsets offsets;  // of a tree only `positions`
+  TreeOffsets tree;      // of a tree alone
 };
-static_assert(sizeof(IndexOffsets) == 36 && sizeof(IndexJob) == 112);
+static_assert(sizeof(IndexOffsets) == 36 && sizeof(IndexJob) == 224);
 static_assert(sizeof(TreePart) == 48 && sizeof(TreeOffsets) == 116);
 
 }  // namespace attnd::gpu

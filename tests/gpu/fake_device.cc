@@ -13,6 +13,7 @@
 #include "common/status.h"
 #include "tests/gpu/step_check.h"
 #include "tests/gpu/step_reference.h"
+#include "tests/gpu/tree_build_reference.h"
 
 namespace attnd::gpu::test {
 namespace {
@@ -135,14 +136,19 @@ class FakeStream : public Stream {
     MutexLock lock(control_->mutex_);
     ATTND_RETURN_IF_ERROR(control_->Call());
     EXPECT_TRUE(control_->Owns(
-        scratch, count * IndexScratchBytes(shape, first_job.kv_heads, first_job.tokens)));
+        scratch, count * IndexScratchBytes(shape, first_job.kv_heads, first_job.tokens,
+                                           first_job.max_groups != 0)));
     work_.push_back([this, shape, first_job, device_jobs, count]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
       EXPECT_EQ(std::memcmp(&first_job, device_jobs, sizeof(first_job)), 0);
       for (uint32_t i = 0; i < count; ++i) {
         const IndexJob& job = device_jobs[i];
         EXPECT_TRUE(control_->Owns(job.index, job.kv_heads * job.index_head_bytes));
         EXPECT_TRUE(control_->Owns(job.pages, job.kv_heads * job.pages_head_bytes));
-        BuildIndexReference(shape, job);
+        if (job.max_groups != 0) {
+          BuildTreeReference(shape, job);
+        } else {
+          BuildIndexReference(shape, job);
+        }
         if (control_->faults_.bad_index) {  // one token twice, another not at all
           auto* positions = reinterpret_cast<uint16_t*>(job.index + job.offsets.positions);
           positions[job.tokens - 1] = positions[job.tokens - 2];

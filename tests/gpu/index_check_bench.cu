@@ -81,15 +81,15 @@ class Bench {
   static constexpr KernelShape kShape = {DType::kBf16, 128, 128};
   static constexpr uint32_t kTokens = 8192, kHeads = 8;
 
-  explicit Bench(uint32_t layers)
+  Bench(uint32_t layers, bool tree)
       : layers_(layers),
-        layout_(kShape, kTokens, 0),
+        layout_(kShape, kTokens, 0, tree),
         tail_(size_t{layers} * kHeads * layout_.pages_bytes),
         pointers_(layers * kBlocks * sizeof(std::byte*)),
         index_(size_t{layers} * kHeads * layout_.head_bytes),
         pages_(size_t{layers} * kHeads * layout_.pages_bytes),
         jobs_(layers * sizeof(IndexJob)),
-        scratch_(layers * BuildScratchBytes(kShape, kHeads, kTokens)) {
+        scratch_(layers * BuildScratchBytes(kShape, kHeads, kTokens, tree)) {
     const size_t run_bytes = kTailBlockTokens / kPageTokens * layout_.page_bytes;
     // Heads of a layer share centres; keys and values too, which does no harm here.
     FillKernel<<<132 * 16, 256>>>(reinterpret_cast<__nv_bfloat16*>(tail_.data()), tail_.size() / 2,
@@ -107,12 +107,14 @@ class Bench {
       job.tail_block_head_bytes = run_bytes;
       job.tokens = kTokens;
       job.max_clusters = layout_.max_clusters;
+      job.max_groups = layout_.max_groups;
       job.kv_heads = kHeads;
       job.index = index_.data() + size_t{l} * kHeads * layout_.head_bytes;
       job.pages = pages_.data() + size_t{l} * kHeads * layout_.pages_bytes;
       job.index_head_bytes = layout_.head_bytes;
       job.pages_head_bytes = layout_.pages_bytes;
       job.offsets = layout_.offsets;
+      job.tree = layout_.tree;
       jobs.push_back(job);
     }
     pointers_.Upload(addresses.data());
@@ -136,9 +138,9 @@ class Bench {
 
 }  // namespace
 
-void BenchIndexes(uint32_t layers) {
+void BenchIndexes(uint32_t layers, bool tree) {
   constexpr uint32_t kSegments = 16, kLayers = 32;
-  Bench bench(layers);
+  Bench bench(layers, tree);
   const uint32_t calls = kSegments * kLayers / layers;
   bench.Build(nullptr);
   CHECK_CUDA(cudaDeviceSynchronize());
@@ -152,9 +154,9 @@ void BenchIndexes(uint32_t layers) {
   CHECK_CUDA(cudaDeviceSynchronize());
   float ms = 0;
   CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
-  std::printf("%u layers a call (scratch %.1f MB): %u calls, %.4f s together, %.3f ms each\n",
-              layers, static_cast<double>(bench.scratch_bytes()) / 1e6, calls, ms / 1e3,
-              ms / calls);
+  std::printf("%s, %u layers a call (scratch %.1f MB): %u calls, %.4f s together, %.3f ms each\n",
+              tree ? "trees" : "clusters", layers, static_cast<double>(bench.scratch_bytes()) / 1e6,
+              calls, ms / 1e3, ms / calls);
 
   LaunchTimer timer;
   for (uint32_t i = 0; i < calls; ++i) bench.Build(&timer);
@@ -162,14 +164,18 @@ void BenchIndexes(uint32_t layers) {
   CHECK_CUDA(cudaDeviceSynchronize());
   const auto seconds = timer.Seconds();
   constexpr const char* kNames[kIndexLaunches] = {"centre", "seed",     "assign", "sort",
-                                                  "move",   "describe", "gather"};
+                                                  "move",   "describe", "gather", "leaves",
+                                                  "means",  "moments",  "axes",   "slopes"};
   double sum = 0;
   for (uint32_t s = 0; s < kIndexLaunches; ++s) {
+    if (seconds[s] == 0) continue;
     std::printf("  %-8s %.4f s\n", kNames[s], seconds[s]);
     sum += seconds[s];
   }
-  const double products = 2.0 * Bench::kTokens * (Bench::kTokens / kClusterTokens) * 128 *
-                          Bench::kHeads * kSegments * kLayers * kIterations;
+  // Of a tree: of its groups, whose points are keys and values.
+  const double row = (tree ? 256.0 / kGroupTokens : 128.0 / kClusterTokens) * Bench::kTokens;
+  const double products =
+      2.0 * Bench::kTokens * row * Bench::kHeads * kSegments * kLayers * kIterations;
   std::printf("  sum      %.4f s with events between; assign at %.0f TFLOP/s\n", sum,
               products / seconds[static_cast<size_t>(IndexLaunch::kAssign)] / 1e12);
 }

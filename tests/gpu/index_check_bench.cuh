@@ -8,9 +8,9 @@
 
 namespace attnd::gpu::test {
 
-// Builds the indexes of 128K tokens x 8 KV heads x 32 layers, in calls of `layers` layers of one
-// segment, and prints times.
-void BenchIndexes(uint32_t layers);
+// Builds the indexes (trees, or of the kind `clusters`) of 128K tokens x 8 KV heads x 32 layers, in
+// calls of `layers` layers of one segment, and prints times.
+void BenchIndexes(uint32_t layers, bool tree);
 
 }  // namespace attnd::gpu::test
 

@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "tests/gpu/index_check_build.cuh"
 #include "tests/gpu/index_check_support.cuh"
 
 namespace attnd::gpu::test {
@@ -23,29 +24,6 @@ namespace attnd::gpu::test {
 inline constexpr double kHeadRatioMax = 1.05;
 // Multiply-adds of one iteration of the reference that are worth waiting for.
 inline constexpr double kReferenceWork = 2e9;
-
-enum class Data {
-  kMixture,    // Gaussians around more centres than clusters, a few large channels
-  kEqualKeys,  // one key
-  kFewKeys,    // five keys: most clusters lose their members, the others have hundreds
-  kOutlier,    // a mixture with one token far off
-  kHuge,       // a mixture times 1e30 (bf16) or 1e3 (fp16)
-  kTiny,       // a mixture times 1e-30 (bf16) or 1e-5 (fp16)
-};
-
-struct Case {
-  const char* name;
-  KernelShape shape;
-  uint32_t tokens, unclustered, first_row, jobs, kv_heads;
-  Data data;
-  uint32_t seed;
-};
-
-// Rows of one head of one job.
-struct HeadRows {
-  std::vector<uint16_t> keys;    // [tokens][head_dim]
-  std::vector<uint16_t> values;  // [tokens][value_dim]
-};
 
 struct Lloyd {
   const std::vector<double>& points;  // [n][dim]

@@ -20,6 +20,7 @@
 namespace attnd::gpu::test {
 
 inline constexpr uint32_t kPageTokens = 16, kTailBlockTokens = 64, kClusterTokens = 16;
+inline constexpr uint32_t kLeafTokens = 8, kGroupTokens = 64;
 inline constexpr uint32_t kIterations = 10;
 
 inline void Check(cudaError_t error, const char* what) {
@@ -52,30 +53,76 @@ class DeviceBytes {
   void* data_ = nullptr;
 };
 
+// Gives parts of an index their places.
+class PartPlacer {
+ public:
+  uint32_t Place(size_t bytes) {
+    const size_t offset = end_;
+    end_ = (end_ + bytes + 63) / 64 * 64;
+    return static_cast<uint32_t>(offset);
+  }
+  size_t end() const { return end_; }
+
+ private:
+  size_t end_ = 64;  // behind the numbers of clusters and groups
+};
+
+inline TreePart PlaceTreePart(const KernelShape& shape, size_t n, PartPlacer* placer) {
+  TreePart part = {};
+  part.centroids = placer->Place(n * shape.head_dim);
+  part.centroid_scales = placer->Place(n * 4);
+  part.mean_values = placer->Place(n * shape.value_dim);
+  part.mean_value_scales = placer->Place(n * 4);
+  part.deviation_codes = placer->Place(n * shape.head_dim / 2);
+  part.variance_unit = placer->Place(n * 4);
+  part.log_size = placer->Place(n * 4);
+  part.spread = placer->Place(n * 4);
+  part.value_norm2 = placer->Place(n * 4);
+  part.starts = placer->Place((n + 1) * 4);
+  return part;
+}
+
 struct Layout {
-  Layout(const KernelShape& shape, uint32_t tokens, uint32_t unclustered)
-      : max_clusters((tokens - unclustered + kClusterTokens - 1) / kClusterTokens),
-        key_bytes(shape.head_dim * 2),
+  Layout(const KernelShape& shape, uint32_t tokens, uint32_t unclustered, bool with_tree = false)
+      : key_bytes(shape.head_dim * 2),
         value_bytes(shape.value_dim * 2),
         page_bytes(kPageTokens * (key_bytes + value_bytes)),
         pages_bytes(size_t{(tokens + kPageTokens - 1) / kPageTokens} * page_bytes) {
+    const uint32_t each = with_tree ? kLeafTokens : kClusterTokens;
+    max_clusters = (tokens - unclustered + each - 1) / each;
+    if (with_tree) {
+      max_groups = (tokens - unclustered + kGroupTokens - 1) / kGroupTokens;
+      PlaceTree(shape, tokens);
+    } else {
+      PlaceClusters(shape, tokens);
+    }
+  }
+  void PlaceClusters(const KernelShape& shape, uint32_t tokens) {
     const size_t n = max_clusters;
-    size_t end = 64;
-    const auto place = [&end](size_t bytes) {
-      const size_t offset = end;
-      end = (end + bytes + 63) / 64 * 64;
-      return static_cast<uint32_t>(offset);
-    };
-    offsets.centroids = place(n * key_bytes);
-    offsets.mean_values = place(n * value_bytes);
-    offsets.deviation_codes = place(n * shape.head_dim / 2);
-    offsets.variance_unit = place(n * 4);
-    offsets.log_size = place(n * 4);
-    offsets.spread = place(n * 4);
-    offsets.value_norm2 = place(n * 4);
-    offsets.starts = place((n + 1) * 4);
-    offsets.positions = place(tokens * 2);
-    head_bytes = end;
+    PartPlacer placer;
+    offsets.centroids = placer.Place(n * key_bytes);
+    offsets.mean_values = placer.Place(n * value_bytes);
+    offsets.deviation_codes = placer.Place(n * shape.head_dim / 2);
+    offsets.variance_unit = placer.Place(n * 4);
+    offsets.log_size = placer.Place(n * 4);
+    offsets.spread = placer.Place(n * 4);
+    offsets.value_norm2 = placer.Place(n * 4);
+    offsets.starts = placer.Place((n + 1) * 4);
+    offsets.positions = placer.Place(tokens * 2);
+    head_bytes = placer.end();
+  }
+  void PlaceTree(const KernelShape& shape, uint32_t tokens) {
+    PartPlacer placer;
+    tree.leaves = PlaceTreePart(shape, max_clusters, &placer);
+    tree.positions = offsets.positions = placer.Place(tokens * 2);
+    tree.axes = placer.Place(size_t{2} * shape.head_dim * shape.head_dim);
+    tree.slopes = placer.Place(size_t{2} * shape.head_dim * shape.value_dim);
+    tree.key_base = placer.Place(shape.head_dim * 4);
+    tree.value_base = placer.Place(shape.value_dim * 4);
+    tree.groups = PlaceTreePart(shape, max_groups, &placer);
+    tree.groups.first_members = placer.Place((max_groups + 1) * 4);
+    tree.groups.count = 4;
+    head_bytes = placer.end();
   }
   size_t Key(uint32_t place) const {
     return place / kPageTokens * page_bytes + place % kPageTokens * key_bytes;
@@ -85,11 +132,13 @@ struct Layout {
            place % kPageTokens * value_bytes;
   }
 
-  uint32_t max_clusters;
+  uint32_t max_clusters = 0;  // of a tree: leaves
+  uint32_t max_groups = 0;    // of a tree alone
   size_t key_bytes, value_bytes, page_bytes;
   size_t pages_bytes;  // of one head's payload
   size_t head_bytes = 0;
-  IndexOffsets offsets;
+  IndexOffsets offsets = {};
+  TreeOffsets tree = {};
 };
 
 inline double ToDouble(DType type, uint16_t bits) {

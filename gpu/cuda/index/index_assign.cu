@@ -1,30 +1,47 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Assignment: each token's closest centroid, on tensor cores. A warp keeps its tokens' keys in
+// Assignment: each token's closest centroid, on tensor cores. A warp keeps its tokens' rows in
 // registers, the centroids pass by through shared memory, and scores go straight into a running
-// maximum: they are never stored.
+// maximum: they are never stored. Rows are keys, or the points of a tree, which take as many
+// channels as keys and values together.
 #include <cuda_pipeline_primitives.h>
 #include <math_constants.h>
 
 #include "gpu/cuda/index/index_kernels.cuh"
+#include "gpu/cuda/index/index_mma.cuh"
+#include "gpu/cuda/index/tree_kernels.cuh"
 
 namespace attnd::gpu::cuda {
 namespace {
 
 constexpr uint32_t kWarps = 8;
 constexpr uint32_t kThreads = kWarps * 32;
-constexpr uint32_t kRowTiles = 2;  // of a warp, each of 16 tokens; a B operand serves both
-constexpr uint32_t kWarpTokens = kRowTiles * 16;
-constexpr uint32_t kBlockTokens = kWarps * kWarpTokens;
 constexpr uint32_t kBuffers = 3;
 
-// Columns: of 8 clusters, scored together. Keys take kHeadDim / 2 registers of a thread and scores
-// 8 of each column, so that small heads leave room for two thread blocks: one loads its keys while
-// the other computes.
-template <uint32_t kHeadDim>
+// Row tiles: of a warp, each of 16 tokens; a B operand serves all. Columns: of 8 clusters, scored
+// together. Rows take kDim / 4 registers of a thread for each row tile and scores 4 of each column,
+// so that small heads leave room for two thread blocks: one loads its rows while the other
+// computes.
+template <uint32_t kDim>
 struct Tuning {
+  static constexpr uint32_t kRowTiles = kDim <= 256 ? 2 : 1;
   static constexpr uint32_t kColumns = 4;
-  static constexpr uint32_t kBlocksPerSm = kHeadDim <= 128 ? 2 : 1;
+  static constexpr uint32_t kBlocksPerSm = kDim <= 128 ? 2 : 1;
+  static constexpr uint32_t kWarpTokens = kRowTiles * 16;
+  static constexpr uint32_t kBlockTokens = kWarps * kWarpTokens;
+};
+
+// Where rows are.
+struct KeyRows {
+  static __device__ __forceinline__ const std::byte* At(const Head& head, uint32_t token) {
+    return head.KeyRow(head.plan.unclustered + token);
+  }
+};
+template <uint32_t kDim>
+struct PointRows {
+  static __device__ __forceinline__ const std::byte* At(const Head& head, uint32_t token) {
+    return reinterpret_cast<const std::byte*>(PointsOf(head) + uint64_t{token} * kDim);
+  }
 };
 
 // A buffer of the pipeline in shared memory.
@@ -34,29 +51,11 @@ struct Tile {
   float bias[kTileClusters];
 };
 
-// d = a b + c for a 16 x 16 by 16 x 8 tile.
-template <typename Element>
-__device__ __forceinline__ void MultiplyAdd(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
-                                            uint32_t b1, const float (&c)[4]) {
-  if constexpr (Element::kDtype == DType::kBf16) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]),
-          "f"(c[2]), "f"(c[3]));
-  } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]),
-          "f"(c[2]), "f"(c[3]));
-  }
-}
-
 // A warp's keys as A operands. Lane 4 g + q has channels 32 i + 8 q + [0, 8) of tokens g and g + 8
 // of a row tile, as the channels that FragmentOffset gives lane 4 g + q of cluster g.
-template <uint32_t kHeadDim>
+template <uint32_t kHeadDim, typename Rows>
 struct Keys {
+  static constexpr uint32_t kRowTiles = Tuning<kHeadDim>::kRowTiles;
   uint32_t a[kRowTiles][kHeadDim / 16][4];
 
   // Rows beyond the last token repeat it.
@@ -65,8 +64,7 @@ struct Keys {
 #pragma unroll
     for (uint32_t r = 0; r < kRowTiles * 2; ++r) {
       const uint32_t token = min(first_token + r * 8 + lane / 4, head.plan.tokens - 1);
-      const auto* row =
-          reinterpret_cast<const uint4*>(head.KeyRow(head.plan.unclustered + token)) + lane % 4;
+      const auto* row = reinterpret_cast<const uint4*>(Rows::At(head, token)) + lane % 4;
 #pragma unroll
       for (uint32_t i = 0; i < kHeadDim / 32; ++i) {
         const uint4 v = __ldg(row + i * 4);
@@ -80,6 +78,7 @@ struct Keys {
 };
 
 // The best cluster so far of a thread's tokens: rows g + 8 r of its warp.
+template <uint32_t kRowTiles>
 struct Best {
   float score[kRowTiles * 2];
   uint32_t cluster[kRowTiles * 2];  // without the lane's part of the number
@@ -137,11 +136,13 @@ __device__ __forceinline__ void CopyTile(const Head& head, uint32_t number, Tile
 }
 
 // Scores columns [column, + kColumns) of a tile and offers them; `first_cluster` is the first's.
-template <typename Shape>
-__device__ __forceinline__ void ScoreColumns(const Keys<Shape::kHeadDim>& keys,
+template <typename Shape, typename Rows>
+__device__ __forceinline__ void ScoreColumns(const Keys<Shape::kHeadDim, Rows>& keys,
                                              const Tile<Shape::kHeadDim>& tile, uint32_t column,
-                                             uint32_t first_cluster, Best* best) {
+                                             uint32_t first_cluster,
+                                             Best<Tuning<Shape::kHeadDim>::kRowTiles>* best) {
   constexpr uint32_t kColumns = Tuning<Shape::kHeadDim>::kColumns;
+  constexpr uint32_t kRowTiles = Tuning<Shape::kHeadDim>::kRowTiles;
   const uint32_t lane = threadIdx.x % 32;
   float scores[kRowTiles][kColumns][4];
 #pragma unroll
@@ -189,28 +190,30 @@ __device__ __forceinline__ void ScoreColumns(const Keys<Shape::kHeadDim>& keys,
 
 // -------------------------------------------------------------------------------------------------
 // Kernel. Thread block b: tokens [b % tiles * kBlockTokens, + kBlockTokens) of head b / tiles.
+// Tuning has kBlockTokens.
 // -------------------------------------------------------------------------------------------------
 
-template <typename Shape>
+template <typename Shape, typename Rows>
 __global__ void __launch_bounds__(kThreads, Tuning<Shape::kHeadDim>::kBlocksPerSm)
     AssignKernel(const __grid_constant__ IndexPlan plan, uint32_t token_tiles) {
   using SharedTile = Tile<Shape::kHeadDim>;
-  constexpr uint32_t kColumns = Tuning<Shape::kHeadDim>::kColumns;
+  using Tuned = Tuning<Shape::kHeadDim>;
+  constexpr uint32_t kColumns = Tuned::kColumns, kRowTiles = Tuned::kRowTiles;
   extern __shared__ __align__(16) unsigned char shared[];
   auto* buffers = reinterpret_cast<SharedTile*>(shared);  // [kBuffers]
 
   const Head head(plan, blockIdx.x / token_tiles);
   const uint32_t cluster_tiles = plan.padded_clusters / kTileClusters;
   const uint32_t first_token =
-      blockIdx.x % token_tiles * kBlockTokens + threadIdx.x / 32 * kWarpTokens;
+      blockIdx.x % token_tiles * Tuned::kBlockTokens + threadIdx.x / 32 * Tuned::kWarpTokens;
 #pragma unroll
   for (uint32_t t = 0; t < kBuffers - 1; ++t) {
     if (t < cluster_tiles) CopyTile(head, t, buffers + t);
     __pipeline_commit();
   }
-  Keys<Shape::kHeadDim> keys;
+  Keys<Shape::kHeadDim, Rows> keys;
   keys.Load(head, first_token);
-  Best best;
+  Best<kRowTiles> best;
   best.Clear();
 
   for (uint32_t t = 0; t < cluster_tiles; ++t) {
@@ -222,7 +225,7 @@ __global__ void __launch_bounds__(kThreads, Tuning<Shape::kHeadDim>::kBlocksPerS
     const SharedTile& tile = buffers[t % kBuffers];
 #pragma unroll 1
     for (uint32_t column = 0; column < kTileClusters / 8; column += kColumns) {
-      ScoreColumns<Shape>(keys, tile, column, t * kTileClusters + column * 8, &best);
+      ScoreColumns<Shape, Rows>(keys, tile, column, t * kTileClusters + column * 8, &best);
     }
   }
 
@@ -236,6 +239,18 @@ __global__ void __launch_bounds__(kThreads, Tuning<Shape::kHeadDim>::kBlocksPerS
   }
 }
 
+template <typename Shape, typename Rows>
+cudaError_t Launch(const IndexPlan& plan, cudaStream_t stream) {
+  constexpr uint32_t kSharedBytes = kBuffers * sizeof(Tile<Shape::kHeadDim>);
+  const cudaError_t error = cudaFuncSetAttribute(
+      AssignKernel<Shape, Rows>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (error != cudaSuccess) return error;
+  const uint32_t token_tiles = CeilDiv(plan.tokens, Tuning<Shape::kHeadDim>::kBlockTokens);
+  AssignKernel<Shape, Rows>
+      <<<plan.heads * token_tiles, kThreads, kSharedBytes, stream>>>(plan, token_tiles);
+  return cudaGetLastError();
+}
+
 }  // namespace
 
 // -------------------------------------------------------------------------------------------------
@@ -246,15 +261,16 @@ cudaError_t LaunchAssign(const KernelShape& shape, const IndexPlan& plan, cudaSt
   return DispatchShape(shape, [&](auto constant) {
     // Values' size is none of this kernel's business.
     using Given = decltype(constant);
-    using Shape = ShapeConstant<typename Given::Element, Given::kHeadDim, 0>;
-    constexpr uint32_t kSharedBytes = kBuffers * sizeof(Tile<Shape::kHeadDim>);
-    const cudaError_t error = cudaFuncSetAttribute(
-        AssignKernel<Shape>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-    if (error != cudaSuccess) return error;
-    const uint32_t token_tiles = CeilDiv(plan.tokens, kBlockTokens);
-    AssignKernel<Shape>
-        <<<plan.heads * token_tiles, kThreads, kSharedBytes, stream>>>(plan, token_tiles);
-    return cudaGetLastError();
+    return Launch<ShapeConstant<typename Given::Element, Given::kHeadDim, 0>, KeyRows>(plan,
+                                                                                       stream);
+  });
+}
+
+cudaError_t LaunchAssignPoints(const KernelShape& shape, const IndexPlan& plan,
+                               cudaStream_t stream) {
+  return DispatchShape(shape, [&](auto constant) {
+    constexpr uint32_t kDim = kPointDim<decltype(constant)>;
+    return Launch<ShapeConstant<Fp16, kDim, 0>, PointRows<kDim>>(plan, stream);
   });
 }
 

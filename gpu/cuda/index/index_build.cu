@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "gpu/cuda/index/index_build.cuh"
 #include "gpu/cuda/index/index_kernels.cuh"
+#include "gpu/cuda/index/tree_build.cuh"
 
 namespace attnd::gpu::cuda {
 namespace {
@@ -54,14 +55,19 @@ IndexPlan PlanOf(const KernelShape& shape, const IndexJob& first_job, const Inde
 
 bool InRange(const KernelShape& shape, const IndexJob& job, uint32_t count) {
   const auto known = DispatchShape(shape, [](auto) { return cudaSuccess; });
+  const bool tree = job.max_groups != 0;
+  const uint32_t clustered = job.tokens - job.unclustered;
   return known == cudaSuccess && count >= 1 && job.kv_heads >= 1 && job.tokens <= kIndexTokensMax &&
          job.unclustered < job.tokens && job.first_row < kIndexTailBlockTokens &&
-         job.max_clusters == CeilDiv(job.tokens - job.unclustered, kIndexClusterTokens);
+         job.max_clusters == CeilDiv(clustered, tree ? kIndexLeafTokens : kIndexClusterTokens) &&
+         (!tree || job.max_groups == CeilDiv(clustered, kIndexGroupTokens));
 }
 
 }  // namespace
 
-uint64_t BuildScratchBytes(const KernelShape& shape, uint32_t kv_heads, uint32_t tokens) {
+uint64_t BuildScratchBytes(const KernelShape& shape, uint32_t kv_heads, uint32_t tokens,
+                           bool tree) {
+  if (tree) return TreeScratchBytes(shape, kv_heads, tokens);
   return uint64_t{LayOut(shape, tokens).head_bytes} * kv_heads;
 }
 
@@ -69,6 +75,9 @@ cudaError_t BuildIndexes(const KernelShape& shape, const IndexJob& first_job, co
                          uint32_t count, std::byte* scratch, cudaStream_t stream,
                          IndexLaunchListener* listener) {
   if (!InRange(shape, first_job, count)) return cudaErrorInvalidValue;
+  if (first_job.max_groups != 0) {
+    return BuildTrees(shape, first_job, jobs, count, scratch, stream, listener);
+  }
   const IndexPlan plan = PlanOf(shape, first_job, jobs, count, scratch);
   cudaError_t error = cudaSuccess;
   const auto run = [&](IndexLaunch kind, auto launch) {

@@ -23,14 +23,31 @@
 namespace attnd::gpu::cuda {
 
 inline constexpr uint32_t kIndexClusterTokens = 16;    // attention::kClusterTokens
+inline constexpr uint32_t kIndexLeafTokens = 8;        // attention::kLeafTokens
+inline constexpr uint32_t kIndexGroupTokens = 64;      // kLeafTokens * attention::kGroupLeaves
+inline constexpr double kIndexValueShare = 0.5;        // attention::kValueShare
+inline constexpr double kIndexLateShare = 0.25;        // attention::kLateShare
 inline constexpr uint32_t kIndexIterations = 10;       // attention::kKMeansIterations
 inline constexpr uint32_t kIndexTokensMax = 65536;     // attention::kSegmentTokensMax
 inline constexpr uint32_t kIndexPageTokens = 16;       // attention::kPageTokens
 inline constexpr uint32_t kIndexTailBlockTokens = 64;  // attention::kTailBlockTokens
 
-// The launches of a build, by kind.
-enum class IndexLaunch : uint32_t { kCentre, kSeed, kAssign, kSort, kMove, kDescribe, kGather };
-inline constexpr uint32_t kIndexLaunches = 7;
+// The launches of a build, by kind; the last ones are a tree's alone.
+enum class IndexLaunch : uint32_t {
+  kCentre,
+  kSeed,
+  kAssign,
+  kSort,
+  kMove,
+  kDescribe,
+  kGather,
+  kLeaves,
+  kMeans,
+  kMoments,
+  kAxes,
+  kSlopes,
+};
+inline constexpr uint32_t kIndexLaunches = 12;
 
 // Told of every launch, before it. For measurements.
 class IndexLaunchListener {
@@ -39,13 +56,14 @@ class IndexLaunchListener {
   virtual void Launching(IndexLaunch kind, cudaStream_t stream) = 0;
 };
 
-// Scratch bytes of one job. A multiple of 256.
-uint64_t BuildScratchBytes(const KernelShape& shape, uint32_t kv_heads, uint32_t tokens);
+// Scratch bytes of one job, which is a tree or of the kind `clusters`. A multiple of 256.
+uint64_t BuildScratchBytes(const KernelShape& shape, uint32_t kv_heads, uint32_t tokens, bool tree);
 
 // Enqueues the build of `count` >= 1 jobs (on the device), all with the sizes of `first_job` (a
-// host copy of the first): tokens, unclustered, max_clusters and kv_heads. `scratch` is aligned to
-// 256 and has BuildScratchBytes for each job. Index parts are written for as many clusters as there
-// are, the rest is left as it is; rows of the last page beyond the tokens become zeros.
+// host copy of the first): tokens, unclustered, max_clusters, max_groups and kv_heads. `scratch` is
+// aligned to 256 and has BuildScratchBytes for each job. Index parts are written for as many
+// clusters as there are, the rest is left as it is; rows of the last page beyond the tokens become
+// zeros.
 //
 // cudaErrorInvalidValue, and nothing was enqueued, for a shape without kernels or sizes out of
 // range; otherwise what the launches said.

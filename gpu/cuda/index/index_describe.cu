@@ -2,6 +2,7 @@
 //
 // What the index says about each cluster, from its members' keys and values in double, as the CPU
 // does; and the payload in the segment's order.
+#include "gpu/cuda/index/index_codes.cuh"
 #include "gpu/cuda/index/index_kernels.cuh"
 #include "gpu/cuda/index/index_workers.cuh"
 
@@ -9,7 +10,6 @@ namespace attnd::gpu::cuda {
 namespace {
 
 constexpr uint32_t kThreads = kBlockWarps * 32;
-constexpr double kDeviationLevels = 15;  // 4 bits
 constexpr uint32_t kGatherWarpSlots = 8;
 constexpr uint32_t kGatherBlockSlots = kBlockWarps * kGatherWarpSlots;
 
@@ -21,27 +21,6 @@ __device__ __forceinline__ void StoreRow(std::byte* row, const double (&values)[
   for (uint32_t p = 0; p < kPart / 2; ++p) {
     to[p] = Element::Pack(static_cast<float>(values[2 * p]), static_cast<float>(values[2 * p + 1]));
   }
-}
-
-// deviations: this lane's. codes: [head_dim / 2], channel j low and channel j + head_dim / 2 high;
-// the latter is the same of lane + 16. Returns what a code of 1 stands for.
-template <uint32_t kPart>
-__device__ __forceinline__ double StoreCodes(const double (&deviations)[kPart], uint8_t* codes) {
-  const uint32_t lane = threadIdx.x % 32;
-  double greatest = 0;
-#pragma unroll
-  for (uint32_t e = 0; e < kPart; ++e) greatest = max(greatest, deviations[e]);
-  greatest = WarpMax(greatest);
-#pragma unroll
-  for (uint32_t e = 0; e < kPart; ++e) {
-    // Halves round away from zero, as in lround.
-    const auto code =
-        greatest == 0 ? 0u
-                      : static_cast<uint32_t>(kDeviationLevels * deviations[e] / greatest + 0.5);
-    const uint32_t high = __shfl_down_sync(kAllLanes, code, 16);
-    if (lane < 16) codes[lane * kPart + e] = static_cast<uint8_t>(code | high << 4);
-  }
-  return greatest / kDeviationLevels;
 }
 
 // Pass one over a cluster's keys: their mean; pass two: their deviations about it. Both for this

@@ -2,6 +2,7 @@
 //
 // Tokens by cluster: a stable counting sort of one head by one thread block. Each warp counts its
 // own run of tokens, so that no order of arrival shows in the result.
+#include "gpu/cuda/index/index_block.cuh"
 #include "gpu/cuda/index/index_kernels.cuh"
 
 namespace attnd::gpu::cuda {
@@ -9,46 +10,6 @@ namespace {
 
 constexpr uint32_t kWarps = 16;
 constexpr uint32_t kThreads = kWarps * 32;
-
-// Exclusive prefix sum over the thread block's threads; *total gets the sum. sums: shared,
-// [kWarps].
-__device__ __forceinline__ uint32_t BlockPrefix(uint32_t value, uint32_t* sums, uint32_t* total) {
-  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  uint32_t prefix = value;
-#pragma unroll
-  for (uint32_t step = 1; step < 32; step *= 2) {
-    const uint32_t other = __shfl_up_sync(kAllLanes, prefix, step);
-    if (lane >= step) prefix += other;
-  }
-  __syncthreads();  // none still reads the last call's sums
-  if (lane == 31) sums[warp] = prefix;
-  __syncthreads();
-  uint32_t before = 0, all = 0;
-#pragma unroll
-  for (uint32_t w = 0; w < kWarps; ++w) {
-    if (w < warp) before += sums[w];
-    all += sums[w];
-  }
-  *total = all;
-  return before + prefix - value;
-}
-
-// Calls use(valid, token, cluster, rank, size) for a warp's tokens in order, 32 at a time: `rank`
-// counts the earlier ones among the 32 that have the same cluster, `size` all of them. All lanes
-// are called, those without a token with valid = false.
-template <typename Use>
-__device__ __forceinline__ void ForTokens(const uint16_t* assignment, uint32_t begin, uint32_t end,
-                                          Use use) {
-  const uint32_t lane = threadIdx.x % 32;
-  for (uint32_t base = begin; base < end; base += 32) {
-    const uint32_t token = base + lane;
-    // Lanes without a token share a number that no cluster has.
-    const uint32_t cluster = token < end ? assignment[token] : 0xffffffffu;
-    const uint32_t same = __match_any_sync(kAllLanes, cluster);
-    const uint32_t rank = __popc(same & ((1u << lane) - 1));
-    use(token < end, token, cluster, rank, static_cast<uint32_t>(__popc(same)));
-  }
-}
 
 // -------------------------------------------------------------------------------------------------
 // Kernel. Thread block b: head b. Shared memory: uint16 [kWarps][clusters], first each warp's count
@@ -90,7 +51,7 @@ __global__ void __launch_bounds__(kThreads) SortKernel(const __grid_constant__ I
       for (uint32_t w = 0; w < kWarps; ++w) size += places[w * plan.clusters + cluster];
     }
     uint32_t total;
-    const uint32_t start = next_place + BlockPrefix(size, sums, &total);
+    const uint32_t start = next_place + BlockPrefix<kWarps>(size, sums, &total);
     next_place += total;
     if (valid) {
       starts[cluster] = start;
@@ -104,7 +65,7 @@ __global__ void __launch_bounds__(kThreads) SortKernel(const __grid_constant__ I
     }
     if constexpr (kLast) {
       uint32_t kept_here;
-      const uint32_t number = kept + BlockPrefix(size != 0, sums, &kept_here);
+      const uint32_t number = kept + BlockPrefix<kWarps>(size != 0, sums, &kept_here);
       kept += kept_here;
       if (size != 0) index_starts[number] = plan.unclustered + start;
     }

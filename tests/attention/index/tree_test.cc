@@ -15,17 +15,13 @@
 
 #include "attention/index/tree_clustering.h"
 #include "attention/segment/index_parts.h"
-#include "tests/attention/oracle_support.h"
 #include "tests/attention/segment_support.h"
 #include "tests/attention/support.h"
+#include "tests/attention/tree_support.h"
 #include "tests/cross.h"
-#include "tests/oracle/kmeans.h"
-#include "tests/oracle/regression.h"
 
 namespace attnd::attention::test {
 namespace {
-
-using Matrix = std::vector<oracle::Vector>;
 
 TEST(DivideAmongGroupsTest, EachFurtherClusterGoesWhereTokensAreMost) {
   Random random(TestSeed());
@@ -87,79 +83,6 @@ TEST(TreeClusteringTest, PointsThatAreEqual) {
   }
   EXPECT_EQ(tree.sizes().size(), 1u);
   EXPECT_EQ(tree.sizes()[0], kPoints);
-}
-
-// A step of rows in bytes: the greatest difference from the base over 127. Half of it is rounded
-// away, and a little more by float32.
-void ExpectByteRow(const ByteRows& rows, size_t stride, size_t i, const oracle::Vector& mean,
-                   double size) {
-  for (size_t c = 0; c < mean.size(); ++c) {
-    const double stored =
-        double{rows.base[c]} + double{rows.scales[i]} * rows.codes[i * stride + c];
-    EXPECT_NEAR(stored, mean[c], 0.5001 * rows.scales[i] + 1e-6 * size) << "channel " << c;
-  }
-}
-
-void ExpectLevel(const Segment& segment, uint32_t layer, uint32_t kv_head, const Matrix& keys,
-                 const Matrix& values, const std::vector<size_t>& assignment, bool groups) {
-  const ModelShape& shape = segment.shape();
-  const ClusterIndex index =
-      groups ? segment.groups(layer, kv_head) : segment.clusters(layer, kv_head);
-  const oracle::Regression stored = StoredRegression(segment, layer, kv_head, groups);
-  const oracle::Regression expected = oracle::RegressInAxes(keys, values, assignment, stored.axes);
-  Matrix turned;
-  for (const oracle::Vector& key : keys) {
-    oracle::Vector& row = turned.emplace_back(key.size(), 0.0);
-    for (size_t c = 0; c < key.size(); ++c) {
-      for (size_t a = 0; a < key.size(); ++a) row[a] += key[c] * stored.axes[c][a];
-    }
-  }
-  const oracle::SegmentIndex rotated =
-      oracle::SummariseAssignment(turned, values, assignment, index.clusters);
-  const oracle::Vector rest =
-      oracle::ValueSpread(keys, values, assignment, stored.axes, stored.slope);
-  ASSERT_EQ(expected.sizes.size(), index.clusters);
-  for (uint32_t i = 0; i < index.clusters; ++i) {
-    SCOPED_TRACE(testing::Message() << (groups ? "group " : "cluster ") << i);
-    EXPECT_EQ(stored.sizes[i], expected.sizes[i]);
-    EXPECT_FLOAT_EQ(index.log_size[i], static_cast<float>(std::log(expected.sizes[i])));
-    ExpectByteRow(index.byte_centroids, shape.head_dim, i, expected.centroids[i], 4);
-    ExpectByteRow(index.byte_mean_values, index.mean_value_stride_bytes, i, expected.mean_values[i],
-                  4);
-    const double norm2 = oracle::SquaredNorm(stored.mean_values[i]);
-    EXPECT_NEAR(index.value_norm2[i], norm2, 1e-5 * norm2 + 1e-9);
-    const double step = std::sqrt(index.variance_unit[i]);
-    for (size_t a = 0; a < shape.head_dim; ++a) {
-      const double deviation = std::sqrt(rotated.clusters[i].variance[a]);
-      EXPECT_NEAR(std::sqrt(stored.variances[i][a]), deviation, 0.5001 * step + 2e-5)
-          << "axis " << a;
-    }
-    EXPECT_NEAR(index.spread[i], std::sqrt(rest[i]), 1e-4 * std::sqrt(rest[i]) + 1e-5);
-    if (testing::Test::HasFailure()) return;
-  }
-  if (groups) return;                     // slopes are those of the clusters
-  constexpr double kRoundedSlope = 4e-3;  // bf16 has 8 bits
-  EXPECT_LE(oracle::SlopeError(keys, values, assignment, stored.axes, stored.slope), kRoundedSlope);
-  EXPECT_LE(oracle::AxesError(keys, assignment, stored.axes).off_diagonal, kRoundedSlope);
-}
-
-void ExpectTree(const Segment& segment, uint32_t layer, uint32_t kv_head, const HeadData& data) {
-  EXPECT_TRUE(CheckIndexHead(segment, layer, kv_head).ok());
-  const ModelShape& shape = segment.shape();
-  const size_t first = segment.first_position() + segment.unclustered();
-  const Matrix keys = Rows(data.keys, shape.head_dim, first, segment.clustered());
-  const Matrix values = Rows(data.values, shape.value_dim, first, segment.clustered());
-  std::vector<size_t> assignment = AssignmentOf(segment, layer, kv_head);
-  ExpectLevel(segment, layer, kv_head, keys, values, assignment, /*groups=*/false);
-  const ClusterIndex groups = segment.groups(layer, kv_head);
-  std::vector<size_t> group_of(segment.clusters(layer, kv_head).clusters);
-  for (uint32_t g = 0; g < groups.clusters; ++g) {
-    for (uint32_t c = groups.first_members[g]; c < groups.first_members[g + 1]; ++c) {
-      group_of[c] = g;
-    }
-  }
-  for (size_t& cluster : assignment) cluster = group_of[cluster];
-  ExpectLevel(segment, layer, kv_head, keys, values, assignment, /*groups=*/true);
 }
 
 class TreeIndexTest : public testing::TestWithParam<std::tuple<SegmentCase, DType>> {};

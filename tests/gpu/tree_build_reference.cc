@@ -1,0 +1,438 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/gpu/tree_build_reference.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+#include "common/dtype.h"
+
+namespace attnd::gpu::test {
+namespace {
+
+using Vector = std::vector<double>;
+using Matrix = std::vector<Vector>;
+using Members = std::vector<uint32_t>;  // tokens or points, ascending
+
+constexpr uint32_t kPage = 16;       // tokens
+constexpr uint32_t kTailBlock = 64;  // tokens
+constexpr int kIterations = 10;
+
+template <typename T>
+void Write(std::byte* base, uint64_t index, T value) {
+  std::memcpy(base + index * sizeof(T), &value, sizeof(T));
+}
+void WriteFloat(std::byte* base, uint64_t index, double value) {
+  Write<float>(base, index, static_cast<float>(value));
+}
+
+double Distance2(const Vector& a, const Vector& b) {
+  double sum = 0;
+  for (size_t i = 0; i < a.size(); ++i) sum += (a[i] - b[i]) * (a[i] - b[i]);
+  return sum;
+}
+
+// The mean of those of `rows` that `members` names, each as often as `weights` says.
+Vector MeanOf(const Matrix& rows, const Members& members, const Vector& weights) {
+  Vector mean(rows[0].size(), 0.0);
+  double all = 0;
+  for (const uint32_t m : members) all += weights[m];
+  for (const uint32_t m : members) {
+    for (size_t c = 0; c < mean.size(); ++c) mean[c] += weights[m] * rows[m][c] / all;
+  }
+  return mean;
+}
+
+// ---- k-means ----
+
+// The late centres: the farthest members of the widest clusters.
+void Split(const Matrix& points, const Members& assignment, size_t centres_max, Matrix* centres) {
+  const size_t early = centres->size();
+  Vector spread(early, 0.0), greatest(early, -1.0);
+  Members farthest(early, 0);
+  for (uint32_t i = 0; i < points.size(); ++i) {
+    const uint32_t c = assignment[i];
+    const double distance = Distance2(points[i], (*centres)[c]);
+    spread[c] += distance;
+    if (distance > greatest[c]) {
+      greatest[c] = distance;
+      farthest[c] = i;
+    }
+  }
+  Members widest(early);
+  std::iota(widest.begin(), widest.end(), 0u);
+  std::stable_sort(widest.begin(), widest.end(),
+                   [&](uint32_t a, uint32_t b) { return spread[a] > spread[b]; });
+  for (size_t i = 0; i < early && centres->size() < centres_max; ++i) {
+    // What is left of equal points is rounding.
+    if (spread[widest[i]] > 1e-20) centres->push_back(points[farthest[widest[i]]]);
+  }
+}
+
+// The members of each of `count` clusters of all points; empty ones are left out.
+std::vector<Members> KMeans(const Matrix& points, size_t count) {
+  const size_t n = points.size(), early = count - count / 4;
+  Matrix centres;
+  for (size_t c = 0; c < early; ++c) centres.push_back(points[c * n / early]);
+  Members assignment(n);
+  std::vector<Members> clusters;
+  for (int iteration = 0; iteration < kIterations; ++iteration) {
+    for (size_t c = 0; c < clusters.size(); ++c) {
+      if (!clusters[c].empty()) centres[c] = MeanOf(points, clusters[c], Vector(n, 1.0));
+    }
+    if (iteration == kIterations / 2) Split(points, assignment, count, &centres);
+    clusters.assign(centres.size(), {});
+    for (uint32_t i = 0; i < n; ++i) {
+      uint32_t closest = 0;
+      double least = std::numeric_limits<double>::infinity();
+      for (uint32_t c = 0; c < centres.size(); ++c) {
+        const double distance = Distance2(points[i], centres[c]);
+        if (distance < least) {
+          least = distance;
+          closest = c;
+        }
+      }
+      assignment[i] = closest;
+      clusters[closest].push_back(i);
+    }
+  }
+  std::erase_if(clusters, [](const Members& members) { return members.empty(); });
+  return clusters;
+}
+
+// How many of `leaves` each group gets.
+Members Divide(const std::vector<Members>& groups, size_t leaves) {
+  Members result(groups.size(), 1);
+  for (size_t given = groups.size(); given < leaves; ++given) {
+    size_t best = groups.size();
+    double most = 0;
+    for (size_t g = 0; g < groups.size(); ++g) {
+      const double each = static_cast<double>(groups[g].size()) / result[g];
+      if (result[g] < groups[g].size() && each > most) {
+        most = each;
+        best = g;
+      }
+    }
+    if (best == groups.size()) break;
+    ++result[best];
+  }
+  return result;
+}
+
+// ---- axes ----
+
+// Rotates rows and columns p and q so that nothing is between them.
+void Rotate(size_t p, size_t q, Matrix* matrix, Matrix* axes) {
+  Matrix& m = *matrix;
+  const double angle = 0.5 * std::atan2(2 * m[p][q], m[p][p] - m[q][q]);
+  const double c = std::cos(angle), s = std::sin(angle);
+  for (size_t k = 0; k < m.size(); ++k) {
+    const double a = m[k][p], b = m[k][q];
+    m[k][p] = c * a + s * b;
+    m[k][q] = c * b - s * a;
+  }
+  for (Matrix* each : {matrix, axes}) {
+    for (size_t k = 0; k < m.size(); ++k) {
+      const double a = (*each)[p][k], b = (*each)[q][k];
+      (*each)[p][k] = c * a + s * b;
+      (*each)[q][k] = c * b - s * a;
+    }
+  }
+}
+
+// Rows: unit vectors by descending eigenvalue.
+Matrix Eigenvectors(Matrix matrix) {
+  const size_t n = matrix.size();
+  Matrix axes(n, Vector(n, 0.0));
+  double trace = 0;
+  for (size_t i = 0; i < n; ++i) {
+    axes[i][i] = 1;
+    trace += matrix[i][i];
+  }
+  for (bool rotated = true; rotated;) {
+    rotated = false;
+    for (size_t p = 0; p < n; ++p) {
+      for (size_t q = p + 1; q < n; ++q) {
+        if (!(std::abs(matrix[p][q]) > 1e-9 * trace)) continue;
+        rotated = true;
+        Rotate(p, q, &matrix, &axes);
+      }
+    }
+  }
+  std::vector<size_t> order(n);
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::sort(order.begin(), order.end(),
+            [&](size_t a, size_t b) { return matrix[a][a] > matrix[b][b]; });
+  Matrix sorted;
+  for (const size_t i : order) sorted.push_back(axes[i]);
+  return sorted;
+}
+
+// One KV head of a job.
+class TreeHead {
+ public:
+  TreeHead(const KernelShape& shape, const IndexJob& job, uint32_t kv_head)
+      : shape_(shape),
+        job_(job),
+        key_bytes_(shape.head_dim * DTypeBytes(shape.dtype)),
+        value_bytes_(shape.value_dim * DTypeBytes(shape.dtype)),
+        index_(job.index + kv_head * job.index_head_bytes),
+        pages_(job.pages + kv_head * job.pages_head_bytes) {
+    for (uint32_t t = 0; t < job.tokens; ++t) {
+      const uint64_t row = job.first_row + t;
+      const std::byte* block =
+          job.tail_blocks[row / kTailBlock] + kv_head * job.tail_block_head_bytes;
+      rows_.push_back({block + KeyAt(row % kTailBlock), block + ValueAt(row % kTailBlock)});
+      if (t < job.unclustered) continue;
+      keys_.push_back(Load(rows_.back().key, shape.head_dim));
+      values_.push_back(Load(rows_.back().value, shape.value_dim));
+    }
+  }
+
+  void Build() {
+    all_.resize(keys_.size());
+    std::iota(all_.begin(), all_.end(), 0u);
+    once_.assign(keys_.size(), 1.0);
+    Cluster();
+    Place();
+    DescribeMeans();
+    FindAxes();
+    FindSlopes();
+    DescribeParts(job_.tree.leaves, leaves_);
+    DescribeParts(job_.tree.groups, group_tokens_);
+  }
+
+ private:
+  struct Rows {
+    const std::byte* key;
+    const std::byte* value;
+  };
+
+  uint64_t PageBytes() const { return kPage * (key_bytes_ + value_bytes_); }
+  uint64_t KeyAt(uint64_t t) const { return t / kPage * PageBytes() + t % kPage * key_bytes_; }
+  uint64_t ValueAt(uint64_t t) const {
+    return t / kPage * PageBytes() + kPage * key_bytes_ + t % kPage * value_bytes_;
+  }
+  Vector Load(const std::byte* row, uint32_t dim) const {
+    std::vector<float> floats(dim);
+    ToFloat(shape_.dtype, row, dim, floats.data());
+    return {floats.begin(), floats.end()};
+  }
+
+  // The mean, and 1 over the root mean square distance from it.
+  double InverseLength(const Matrix& rows, const Vector& mean) const {
+    double squares = 0;
+    for (const Vector& row : rows) squares += Distance2(row, mean);
+    return 1 / std::max(std::sqrt(squares / static_cast<double>(rows.size())), 1e-30);
+  }
+
+  // Groups of keys and values, then each group's leaves.
+  void Cluster() {
+    key_base_ = MeanOf(keys_, all_, once_);
+    value_base_ = MeanOf(values_, all_, once_);
+    const double key_scale = InverseLength(keys_, key_base_);
+    const double value_scale = 0.5 * InverseLength(values_, value_base_);
+    Matrix points;
+    for (size_t i = 0; i < keys_.size(); ++i) {
+      Vector& point = points.emplace_back();
+      for (size_t c = 0; c < shape_.head_dim; ++c) {
+        point.push_back((keys_[i][c] - key_base_[c]) * key_scale);
+      }
+      for (size_t c = 0; c < shape_.value_dim; ++c) {
+        point.push_back((values_[i][c] - value_base_[c]) * value_scale);
+      }
+    }
+    group_tokens_ = KMeans(points, job_.max_groups);
+    const Members shares = Divide(group_tokens_, job_.max_clusters);
+    for (size_t g = 0; g < group_tokens_.size(); ++g) {
+      first_members_.push_back(static_cast<uint32_t>(leaves_.size()));
+      Matrix own;
+      for (const uint32_t token : group_tokens_[g]) own.push_back(points[token]);
+      for (Members& leaf : KMeans(own, shares[g])) {
+        for (uint32_t& member : leaf) member = group_tokens_[g][member];
+        leaves_.push_back(std::move(leaf));
+      }
+    }
+    first_members_.push_back(static_cast<uint32_t>(leaves_.size()));
+  }
+
+  // Numbers, starts, positions, and the pages in that order.
+  void Place() {
+    const TreePart& leaves = job_.tree.leaves;
+    const TreePart& groups = job_.tree.groups;
+    Write<uint32_t>(index_, leaves.count / sizeof(uint32_t), leaves_.size());
+    Write<uint32_t>(index_, groups.count / sizeof(uint32_t), group_tokens_.size());
+    std::vector<uint32_t> order(job_.unclustered), starts;
+    std::iota(order.begin(), order.end(), 0u);
+    for (const Members& leaf : leaves_) {
+      starts.push_back(static_cast<uint32_t>(order.size()));
+      for (const uint32_t token : leaf) order.push_back(job_.unclustered + token);
+    }
+    starts.push_back(job_.tokens);
+    for (size_t i = 0; i < starts.size(); ++i) Write(index_ + leaves.starts, i, starts[i]);
+    for (size_t g = 0; g < first_members_.size(); ++g) {
+      Write(index_ + groups.first_members, g, first_members_[g]);
+      Write(index_ + groups.starts, g, starts[first_members_[g]]);
+    }
+    for (uint32_t slot = 0; slot < job_.tokens; ++slot) {
+      Write<uint16_t>(index_ + job_.tree.positions, slot, static_cast<uint16_t>(order[slot]));
+      std::memcpy(pages_ + KeyAt(slot), rows_[order[slot]].key, key_bytes_);
+      std::memcpy(pages_ + ValueAt(slot), rows_[order[slot]].value, value_bytes_);
+    }
+  }
+
+  // What is left of keys and values, about their leaves' means.
+  void DescribeMeans() {
+    for (size_t c = 0; c < key_base_.size(); ++c) {
+      WriteFloat(index_ + job_.tree.key_base, c, key_base_[c]);
+    }
+    for (size_t c = 0; c < value_base_.size(); ++c) {
+      WriteFloat(index_ + job_.tree.value_base, c, value_base_[c]);
+    }
+    key_rest_ = keys_;
+    value_rest_ = values_;
+    for (const Members& leaf : leaves_) {
+      const Vector key = MeanOf(keys_, leaf, once_), value = MeanOf(values_, leaf, once_);
+      for (const uint32_t token : leaf) {
+        for (size_t c = 0; c < key.size(); ++c) key_rest_[token][c] -= key[c];
+        for (size_t c = 0; c < value.size(); ++c) value_rest_[token][c] -= value[c];
+      }
+    }
+  }
+
+  // Stores numbers as bf16, and leaves them as they are read back.
+  void StoreRow(uint32_t offset, size_t row, Vector* numbers) {
+    std::vector<float> floats(numbers->begin(), numbers->end());
+    std::byte* to = index_ + offset + row * floats.size() * sizeof(uint16_t);
+    FromFloat(DType::kBf16, floats.data(), floats.size(), to);
+    ToFloat(DType::kBf16, to, floats.size(), floats.data());
+    numbers->assign(floats.begin(), floats.end());
+  }
+
+  void FindAxes() {
+    Matrix moments(shape_.head_dim, Vector(shape_.head_dim, 0.0));
+    for (const Vector& key : key_rest_) {
+      for (size_t a = 0; a < key.size(); ++a) {
+        for (size_t b = 0; b < key.size(); ++b) moments[a][b] += key[a] * key[b];
+      }
+    }
+    axes_ = Eigenvectors(std::move(moments));
+    for (size_t a = 0; a < axes_.size(); ++a) StoreRow(job_.tree.axes, a, &axes_[a]);
+  }
+
+  Vector Turned(const Vector& key) const {
+    Vector result;
+    for (const Vector& axis : axes_) {
+      result.push_back(std::inner_product(axis.begin(), axis.end(), key.begin(), 0.0));
+    }
+    return result;
+  }
+
+  void FindSlopes() {
+    Vector squares(shape_.head_dim, 0.0);
+    slopes_.assign(shape_.head_dim, Vector(shape_.value_dim, 0.0));
+    for (size_t i = 0; i < keys_.size(); ++i) {
+      const Vector y = Turned(key_rest_[i]);
+      for (size_t a = 0; a < y.size(); ++a) {
+        squares[a] += y[a] * y[a];
+        for (size_t c = 0; c < shape_.value_dim; ++c) slopes_[a][c] += y[a] * value_rest_[i][c];
+      }
+    }
+    const double ridge = 1 + shape_.head_dim / static_cast<double>(keys_.size());
+    const double all = std::accumulate(squares.begin(), squares.end(), 0.0);
+    for (size_t a = 0; a < squares.size(); ++a) {
+      for (double& slope : slopes_[a]) {
+        slope = squares[a] > 1e-12 * all ? slope / (ridge * squares[a]) : 0;
+      }
+      StoreRow(job_.tree.slopes, a, &slopes_[a]);
+    }
+  }
+
+  // A row in bytes; returns it as it is read back.
+  Vector StoreBytes(uint32_t codes, uint32_t scales, size_t row, const Vector& mean,
+                    const Vector& base) {
+    double greatest = 0;
+    for (size_t c = 0; c < mean.size(); ++c) {
+      greatest = std::max(greatest, std::abs(mean[c] - base[c]));
+    }
+    const double scale = greatest / 127;
+    WriteFloat(index_ + scales, row, scale);
+    Vector stored = base;
+    for (size_t c = 0; c < mean.size(); ++c) {
+      const double code = scale > 0 ? std::round((mean[c] - base[c]) / scale) : 0;
+      Write<int8_t>(index_ + codes, row * mean.size() + c, static_cast<int8_t>(code));
+      stored[c] += scale * code;
+    }
+    return stored;
+  }
+
+  // Leaves or groups, each from its own tokens: a group's follow from its leaves' only to spare
+  // time.
+  void DescribeParts(const TreePart& part, const std::vector<Members>& all) {
+    for (size_t i = 0; i < all.size(); ++i) {
+      const auto size = static_cast<double>(all[i].size());
+      const Vector key = MeanOf(keys_, all[i], once_), value = MeanOf(values_, all[i], once_);
+      Vector variance(key.size(), 0.0);
+      double rest2 = 0;
+      for (const uint32_t token : all[i]) {
+        Vector difference = keys_[token], rest = values_[token];
+        for (size_t c = 0; c < key.size(); ++c) difference[c] -= key[c];
+        const Vector y = Turned(difference);
+        for (size_t c = 0; c < value.size(); ++c) {
+          rest[c] -= value[c];
+          for (size_t a = 0; a < y.size(); ++a) rest[c] -= y[a] * slopes_[a][c];
+          rest2 += rest[c] * rest[c] / size;
+        }
+        for (size_t a = 0; a < y.size(); ++a) variance[a] += y[a] * y[a] / size;
+      }
+      StoreBytes(part.centroids, part.centroid_scales, i, key, key_base_);
+      const Vector stored =
+          StoreBytes(part.mean_values, part.mean_value_scales, i, value, value_base_);
+      StoreVariances(part, i, variance);
+      WriteFloat(index_ + part.log_size, i, std::log(size));
+      WriteFloat(index_ + part.spread, i, std::sqrt(rest2));
+      WriteFloat(index_ + part.value_norm2, i,
+                 std::inner_product(stored.begin(), stored.end(), stored.begin(), 0.0));
+    }
+  }
+
+  void StoreVariances(const TreePart& part, size_t row, const Vector& variance) {
+    const double greatest = std::sqrt(*std::max_element(variance.begin(), variance.end()));
+    const size_t half = variance.size() / 2;
+    const auto code = [&](size_t a) {
+      return greatest == 0 ? 0l : std::lround(15 * std::sqrt(variance[a]) / greatest);
+    };
+    for (size_t a = 0; a < half; ++a) {
+      index_[part.deviation_codes + row * half + a] =
+          static_cast<std::byte>(code(a) + 16 * code(a + half));
+    }
+    WriteFloat(index_ + part.variance_unit, row, greatest / 15 * (greatest / 15));
+  }
+
+  const KernelShape& shape_;
+  const IndexJob& job_;
+  const uint64_t key_bytes_, value_bytes_;
+  std::byte* const index_;
+  std::byte* const pages_;
+  std::vector<Rows> rows_;        // [tokens]
+  Matrix keys_, values_;          // of clustered tokens, numbered from 0
+  Members all_;                   // clustered tokens
+  Vector once_;                   // a 1 for each
+  Vector key_base_, value_base_;  // means over the segment
+  std::vector<Members> leaves_;   // group by group
+  std::vector<Members> group_tokens_;
+  Members first_members_;
+  Matrix key_rest_, value_rest_;
+  Matrix axes_, slopes_;
+};
+
+}  // namespace
+
+void BuildTreeReference(const KernelShape& shape, const IndexJob& job) {
+  for (uint32_t head = 0; head < job.kv_heads; ++head) TreeHead(shape, job, head).Build();
+}
+
+}  // namespace attnd::gpu::test
