@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Memory that the kernels need, known without CUDA: the host side plans with it in every build.
+#include <algorithm>
+
 #include "gpu/device/device.h"
 
 namespace attnd::gpu {
@@ -23,18 +25,21 @@ uint64_t ClustersBytes(const KernelShape& shape, uint64_t tokens) {
 
 // Of what cuda/index/tree_build.cu lays out: for each token its places, for each leaf and group
 // what is known of it, exact means and variances among it; centroids in whole tiles of groups; and
-// matrices of moments, in parts, and of all.
+// matrices of moments, in parts, and of all; the rotations that make axes take the parts' place.
 uint64_t TreeBytes(const KernelShape& shape, uint64_t tokens) {
   constexpr uint64_t kLeafTokens = 8, kGroupTokens = 64, kTileGroups = 64, kChunkTokens = 1024;
+  constexpr uint64_t kSweeps = 12;
   const uint64_t leaves = tokens / kLeafTokens + 1, groups = tokens / kGroupTokens + 1;
   const uint64_t chunks = tokens / kChunkTokens + 1;
   const uint64_t point = shape.head_dim + shape.value_dim;
   const uint64_t means = (leaves + 5 * groups) * point, variances = (leaves + groups) * point;
-  const uint64_t matrix = uint64_t{shape.head_dim} * point;
+  const uint64_t dim = shape.head_dim, matrix = dim * point;
+  const uint64_t rotations = dim * dim + kSweeps * dim * (dim / 2 + 1) + dim;
   return tokens * 3 * sizeof(uint16_t) + (means + variances) * sizeof(float) +
          (leaves + 8 * groups) * 10 * sizeof(uint32_t) +
          (groups + kTileGroups) * (point + 2) * sizeof(uint16_t) +
-         chunks * (point + 2) * sizeof(double) + (chunks + 3) * matrix * sizeof(float) + kRounding;
+         chunks * (point + 2) * sizeof(double) +
+         (std::max(chunks * matrix, rotations) + 2 * matrix) * sizeof(float) + kRounding;
 }
 
 }  // namespace

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Clustering and indexing segments on the device: what the CPU's SegmentBuilder does, for many
-// layers at once (docs/POLICIES.md, "Clusters").
+// layers at once (docs/POLICIES.md, "Clusters" and "A tree of clusters").
 //
 // The same input gives the same bytes: no sum depends on the order in which threads run. Centroids
-// are rounded to the dtype while iterating, as tensor cores take them, so that a token close to the
-// middle between two clusters may go to the other one than on the CPU; everything that the index
-// says about its clusters is computed from their members in double.
+// are rounded to the dtype (a tree's to fp16) while iterating, as tensor cores take them, so that a
+// token close to the middle between two clusters may go to the other one than on the CPU;
+// everything that the index says about its clusters is computed from their members in double, but
+// for axes, slopes, variances and rests of a tree: these are products of tf32 numbers.
 //
 // Plain CUDA: no library of absl's is needed to link it.
 #ifndef ATTND_GPU_CUDA_INDEX_INDEX_BUILD_CUH_

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "common/dtype.h"
+#include "gpu/layout/kernel_shapes.h"
 
 namespace attnd::gpu::cuda {
 

@@ -56,8 +56,9 @@ void LayOut(const KernelShape& shape, uint32_t tokens, ScratchLayout* base, Tree
   tree->means = placer.Place<float>(std::max(leaves, (large + 1) / 2) * point);
   tree->large_centroids = tree->means;
   tree->group_means = placer.Place<float>(groups * point);
-  tree->partial_moments = placer.Place<float>(std::max(moment_chunks * point, 2 * dim) * dim);
-  tree->rotation = tree->partial_moments;
+  tree->partial_moments = placer.Place<float>(
+      std::max<uint64_t>(moment_chunks * point * dim, AxesWords(shape.head_dim)));
+  tree->rotations = tree->partial_moments;
   tree->moments = placer.Place<float>(dim * point);
   tree->maps = placer.Place<float>(dim * point);
   tree->variances = placer.Place<float>(leaves * dim);

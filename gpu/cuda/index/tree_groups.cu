@@ -12,6 +12,8 @@ namespace attnd::gpu::cuda {
 namespace {
 
 constexpr uint32_t kThreads = kBlockWarps * 32;
+// Groups that a thread block moves: one for each warp, as their members are many.
+constexpr uint32_t kMoveGroups = kBlockWarps;
 
 // A centroid as the assignment's operand, with minus half of its squared length.
 template <uint32_t kDim>
@@ -84,8 +86,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Thread block b: moves groups [b % blocks * kBlockClusters, + kBlockClusters) of head b / blocks
-// to their members' means. An empty one keeps its place: it may win tokens again.
+// Thread block b: moves groups [b % blocks * kMoveGroups, + kMoveGroups) of head b / blocks to
+// their members' means. An empty one keeps its place: it may win tokens again.
 template <uint32_t kDim>
 __global__ void __launch_bounds__(kThreads)
     MoveKernel(const __grid_constant__ TreePlan plan, uint32_t blocks) {
@@ -120,8 +122,8 @@ __global__ void __launch_bounds__(kThreads)
     for (uint32_t e = 0; e < kDim / 32; ++e) sum[e] /= static_cast<float>(end - begin);
     if (workers.Leads()) StoreCentroid<kDim>(head, cluster, sum);
   };
-  const uint32_t first = blockIdx.x % blocks * kBlockClusters;
-  ForClusters(first, min(plan.base.clusters, first + kBlockClusters), starts, move);
+  const uint32_t first = blockIdx.x % blocks * kMoveGroups;
+  ForClusters(first, min(plan.base.clusters, first + kMoveGroups), starts, move);
 }
 
 // Each warp of a thread block: an early group's sum of squared distances from its moved centroid,
@@ -202,7 +204,7 @@ cudaError_t LaunchTreeSeed(const KernelShape& shape, const TreePlan& plan, cudaS
 
 cudaError_t LaunchTreeMove(const KernelShape& shape, const TreePlan& plan, cudaStream_t stream) {
   return DispatchShape(shape, [&](auto constant) {
-    const uint32_t blocks = CeilDiv(plan.base.clusters, kBlockClusters);
+    const uint32_t blocks = CeilDiv(plan.base.clusters, kMoveGroups);
     MoveKernel<kPointDim<decltype(constant)>>
         <<<plan.base.heads * blocks, kThreads, 0, stream>>>(plan, blocks);
     return cudaGetLastError();

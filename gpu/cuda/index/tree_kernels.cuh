@@ -44,7 +44,7 @@ struct TreeScratch {
   // Sums of products of a key's channel with one of a key or a value, both less the leaf's mean.
   uint32_t partial_moments;  // float [moment chunk][head_dim][head_dim + value_dim]
   uint32_t moments;          // float [head_dim][head_dim + value_dim]
-  uint32_t rotation;         // float [2][head_dim][head_dim]; where partial_moments were
+  uint32_t rotations;        // AxesWords words of tree_axes.cu; where partial_moments were
   // What a key's deviation is multiplied with: [channel][axis], then [channel][channel of the value
   // that the slopes predict].
   uint32_t maps;             // float [head_dim][head_dim + value_dim]
@@ -53,6 +53,14 @@ struct TreeScratch {
   uint32_t group_variances;  // float [groups][head_dim]
   uint32_t group_rests;      // float [groups]
 };
+
+inline constexpr uint32_t kSweepsMax = 12;  // of Jacobi rotations
+
+// Scratch words of tree_axes.cu: the matrix, the rounds with their rotations' sines, and ranks.
+__host__ __device__ constexpr uint32_t RoundsMax(uint32_t dim) { return kSweepsMax * (dim - 1); }
+__host__ __device__ constexpr uint32_t AxesWords(uint32_t dim) {
+  return dim * dim + RoundsMax(dim) * (dim / 2 + 1) + 1 + dim;
+}
 
 struct TreePlan {
   IndexPlan base;  // clusters: the groups; key_bytes and so on as they are

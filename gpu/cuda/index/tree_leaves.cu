@@ -15,11 +15,11 @@
 namespace attnd::gpu::cuda {
 namespace {
 
-constexpr uint32_t kWarps = 4;
+constexpr uint32_t kWarps = 8;
 constexpr uint32_t kThreads = kWarps * 32;
-// What shared memory holds: three thread blocks of an SM where points have 256 channels.
-constexpr uint32_t kMembersMax = 112;
-constexpr uint32_t kLeavesMax = 24;
+// What shared memory holds: two thread blocks of an SM where points have 256 channels.
+constexpr uint32_t kMembersMax = 176;
+constexpr uint32_t kLeavesMax = 32;
 constexpr uint32_t kRowPadding = 8;  // halves, so that eight rows' 16 bytes lie in eight banks
 
 // A group that is divided. Arrays lie in shared or in global memory.
