@@ -18,6 +18,7 @@
 #include "tests/attention/segment_support.h"
 #include "tests/attention/tree_support.h"
 #include "tests/gpu/support.h"
+#include "tests/oracle/joint_kmeans.h"
 
 namespace attnd::gpu::test {
 namespace {
@@ -28,13 +29,16 @@ using attention::kTreeIndexes;
 using attention::Segment;
 using attention::SegmentBuilder;
 using attention::SequenceView;
+using attention::test::AssignmentOf;
 using attention::test::ExpectPayload;
 using attention::test::ExpectTree;
 using attention::test::HeadData;
+using attention::test::InertiaOf;
 using attention::test::MakeHeadData;
 using attention::test::MakeShape;
 using attention::test::MakeTailView;
 using attention::test::Random;
+using attention::test::Rows;
 using attention::test::Skip;
 using attention::test::TestSeed;
 
@@ -103,6 +107,29 @@ TEST_F(TreeBuild, TreesAreWhatTheirDefinitionSays) {
     EXPECT_EQ(fake.control->builds(), 2u) << "layers";
     ExpectTrees(*builder.Finish(), tail);
     if (HasFailure()) return;
+  }
+}
+
+// The device's leaves are as good as those of the CPU's builder, and as many.
+TEST_F(TreeBuild, LeavesAreAsGoodAsTheCpus) {
+  const Tail tail(shape_, 0, 700);
+  const FakeBackend fake = MakeFakeBackend();
+  SegmentBuilder builder = tail.Builder();
+  ASSERT_TRUE(fake.backend->BuildSegment(&builder, Proceed).ok());
+  const auto built = builder.Finish();
+  const auto expected = attention::test::BuildSegment(tail.view, tail.tokens, 0);
+  for (uint32_t h = 0; h < tail.heads.size(); ++h) {
+    const uint32_t layer = h / shape_.kv_heads, head = h % shape_.kv_heads;
+    const auto features = oracle::JointFeatures(
+        Rows(tail.heads[h].keys, shape_.head_dim, 0, tail.tokens),
+        Rows(tail.heads[h].values, shape_.value_dim, 0, tail.tokens), attention::kValueShare);
+    const auto inertia = [&](const Segment& segment) {
+      return InertiaOf(features, AssignmentOf(segment, layer, head),
+                       segment.clusters(layer, head).clusters);
+    };
+    EXPECT_NEAR(inertia(*built), inertia(*expected), 0.02 * inertia(*expected));
+    EXPECT_NEAR(built->clusters(layer, head).clusters, expected->clusters(layer, head).clusters, 4);
+    EXPECT_NEAR(built->groups(layer, head).clusters, expected->groups(layer, head).clusters, 1);
   }
 }
 
