@@ -36,7 +36,7 @@ using attention::Policy;
 using attention::StepRequest;
 using attention::StepRow;
 
-constexpr uint64_t kIndexShare = 10;   // of the device copies' memory: an index is a 12th of pages
+constexpr uint64_t kIndexShare = 8;    // of the device copies' memory: a tree is an eighth of pages
 constexpr uint64_t kContextShare = 4;  // of the device memory, for all streams
 constexpr uint64_t kInputShare = 4;    // of a stream's memory, at most
 constexpr uint64_t kBufferBytesMin = uint64_t{1} << 16;

@@ -353,11 +353,12 @@ __device__ __forceinline__ void StoreState(const WarpState<kValueDim>& state,
     float* state_out = out + lane * (kStateHead + kValueDim);
     state_out[kStateHead + channel] = value;
     if (channel == 0) {
-      state_out[0] = max;
-      state_out[1] = total;
-      state_out[2] = error;
-      state_out[3] = moment;
-      state_out[4] = drop;
+      state_out[kHeadMax] = max;
+      state_out[kHeadSum] = total;
+      state_out[kHeadErrors] = error;
+      state_out[kHeadMoments] = moment;
+      state_out[kHeadDropped] = drop;
+      state_out[kHeadMassErrors] = 0;  // only trees tell them apart
     }
   }
   __syncthreads();
