@@ -13,7 +13,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib/setup.sh"
 build="${ATTND_BUILD}/bundle-build"
 bundle="${ATTND_BUILD}/bundle"
 size_max_mib=60
-programs=(attnd attnd_gpu_parity_test gpu_kernels gpu_index_check service_decode)
+programs=(attnd attnd_gpu_parity_test gpu_kernels gpu_index_check gpu_steps service_decode)
 
 # True for libraries that belong to the C library, which a program must take from the machine it runs on.
 of_glibc() {

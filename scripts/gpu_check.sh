@@ -130,6 +130,7 @@ service_steps() {
 echo "Checks"
 check kernels ./gpu_kernels --check
 check indexes ./gpu_index_check
+check steps ./gpu_steps --check --rows=2 --tokens=20000
 check parity parity
 if skips nano-llama; then
   :
@@ -144,6 +145,8 @@ fi
 echo "Benchmarks"
 check kernel_times ./gpu_kernels --bench
 check index_times ./gpu_index_check --bench
+# Of trees: the CPU builds the indexes, which takes most of the time.
+check step_times ./gpu_steps --rows=1 --policies="dense@tree error-target:tolerance=off,floor=0.01@tree"
 log="${out}/service_server.txt" check service_times with_server service_steps
 if skips peers; then
   :

@@ -42,7 +42,7 @@ esac
 def run(tmp_path):
     """Runs the script in a bundle of stubs, with some of the environment changed."""
     bundle = tmp_path / "bundle"
-    stubs = {"attnd": ATTND, "attnd_gpu_parity_test": PARITY, "gpu_kernels": "", "gpu_index_check": "",
+    stubs = {"attnd": ATTND, "attnd_gpu_parity_test": PARITY, "gpu_kernels": "", "gpu_index_check": "", "gpu_steps": "",
              "service_decode": "", "bin/python3": PYTHON}
     for name, code in stubs.items():
         path = bundle / name

@@ -111,6 +111,7 @@ struct Case {
   std::string name;
   attention::Policy policy;
   Batch* batch;
+  double read = 0;
   std::vector<double> wait, score, select, attend, merge, device;
 };
 
@@ -141,8 +142,11 @@ double ReadShare(const Batch& batch) {
   return all > 0 ? exact / all : 0;
 }
 
-void Check(Backend* gpu, Backend* cpu, std::vector<Case>* cases, const ModelShape& shape,
+// Whether the GPU answered everything, as the CPU does.
+bool Check(Backend* gpu, Backend* cpu, std::vector<Case>* cases, const ModelShape& shape,
            const std::map<std::string, std::vector<SyntheticSequence>>& sequences) {
+  constexpr double kApartMax = 1e-3;  // relative to an output's length
+  bool agree = true;
   std::printf(
       "| policy | outputs apart | read by GPU, CPU | predicted error by GPU, CPU |\n"
       "|---|---|---|---|\n");
@@ -152,13 +156,16 @@ void Check(Backend* gpu, Backend* cpu, std::vector<Case>* cases, const ModelShap
     Batch other(shape, sequences.at(index), absl::GetFlag(FLAGS_tokens));
     c.batch->Run(gpu, c.policy);
     other.Run(cpu, c.policy);
-    std::printf("| %s | %.2e | %.4f%% %.4f%% | %.5f %.5f |\n", c.name.c_str(),
-                Apart(*c.batch, other, shape.value_dim), 100 * ReadShare(*c.batch),
-                100 * ReadShare(other), c.batch->stats()[0].predicted_error_mean.value_or(-1),
+    const double apart = Apart(*c.batch, other, shape.value_dim);
+    agree &= apart <= kApartMax;
+    std::printf("| %s | %.2e | %.4f%% %.4f%% | %.5f %.5f |\n", c.name.c_str(), apart,
+                100 * ReadShare(*c.batch), 100 * ReadShare(other),
+                c.batch->stats()[0].predicted_error_mean.value_or(-1),
                 other.stats()[0].predicted_error_mean.value_or(-1));
   }
   std::printf("steps that the CPU answered in the GPU's place: %llu\n",
               static_cast<unsigned long long>(gpu->stats().fallback_steps));
+  return agree && gpu->stats().fallback_steps == 0;
 }
 
 // Runs a case on the backend whose steps are timed, and adds the stages' times.
@@ -170,6 +177,7 @@ void TimeStages(Backend* gpu, Case* c) {
   const double select = 1e6 * (after.select_seconds - before.select_seconds);
   const double attend = 1e6 * (after.attend_seconds - before.attend_seconds);
   const double merge = 1e6 * (after.merge_seconds - before.merge_seconds);
+  c->read = ReadShare(*c->batch);
   c->score.push_back(score);
   c->select.push_back(select);
   c->attend.push_back(attend);
@@ -200,7 +208,7 @@ void Time(const std::shared_ptr<Backend>& cpu, std::vector<Case>* cases) {
     const double device = Median(c.device);
     std::printf("| %s | %.1f | %.2f | %.1f | %.1f | %.1f | %.1f | %.1f | %.2f%% |\n",
                 c.name.c_str(), device, dense / device, Median(c.score), Median(c.select),
-                Median(c.attend), Median(c.merge), Median(c.wait), 100 * ReadShare(*c.batch));
+                Median(c.attend), Median(c.merge), Median(c.wait), 100 * c.read);
   }
 }
 
@@ -236,17 +244,16 @@ int Main() {
     auto& batch = batches[index];
     if (batch == nullptr) batch = std::make_unique<Batch>(shape, own, tokens);
     cases.push_back(
-        {std::string(text), ParsePolicyText(parts.first), batch.get(), {}, {}, {}, {}, {}, {}});
+        {std::string(text), ParsePolicyText(parts.first), batch.get(), 0, {}, {}, {}, {}, {}, {}});
   }
   std::printf("\n%u x %llu tokens, %u query heads, %u KV heads of %u\n", absl::GetFlag(FLAGS_rows),
               static_cast<unsigned long long>(tokens), shape.query_heads, shape.kv_heads,
               shape.head_dim);
   if (absl::GetFlag(FLAGS_check)) {
     const auto gpu = MakeGpu(cpu, /*timed_steps=*/0);
-    Check(gpu.get(), cpu.get(), &cases, shape, sequences);
-  } else {
-    Time(cpu, &cases);
+    return Check(gpu.get(), cpu.get(), &cases, shape, sequences) ? 0 : 1;
   }
+  Time(cpu, &cases);
   return 0;
 }
 
