@@ -247,7 +247,7 @@ class Ties : public testing::Test {
       &sequence_,
       Parse("clusters-top-k",
             {{"exact", ShareBetweenTies()}, {"estimated", "1"}, {"estimator", "second-order"}}),
-      sequence_.spec.tokens(), /*query_tokens=*/8, true, DType::kFp32, 0, 1)};
+      sequence_.spec.tokens(), /*query_tokens=*/3, true, DType::kFp32, 0, 1)};
   const StepResult cpu_ = RunStep(MakeCpu().get(), 0, rows_);
 };
 
@@ -350,7 +350,7 @@ class TreeTies : public testing::Test {
   TestSequence sequence_;
   const std::vector<TestRow> rows_ = {
       MakeRow(&sequence_, Parse("error-target", {{"tolerance", "off"}, {"floor", "0"}}),
-              sequence_.spec.tokens(), /*query_tokens=*/8, true, DType::kFp32, 0, 1)};
+              sequence_.spec.tokens(), /*query_tokens=*/3, true, DType::kFp32, 0, 1)};
   const StepResult cpu_ = RunStep(MakeCpu().get(), 0, rows_);
 };
 

@@ -39,9 +39,9 @@ const ParityCase kCases[] = {
     {2, 2, 256, 256, {576}, 64},
     {1, 1, 64, 64, {2300}, 70, kTreeIndexes},
     {6, 2, 64, 64, {2100, 555, 1613}, 1, kTreeIndexes},
-    {12, 1, 192, 128, {2600}, 130, kTreeIndexes},
+    {12, 1, 192, 128, {700}, 130, kTreeIndexes},
     {16, 2, 128, 128, {1024, 700}, 77, kTreeIndexes},
-    {2, 2, 256, 256, {2311, 40}, 64, kTreeIndexes},
+    {2, 2, 256, 256, {600, 40}, 64, kTreeIndexes},
 };
 
 const ParityCase kClustersBesideATree = {6, 2, 64, 64, {2300, 700}, 70};
@@ -125,7 +125,7 @@ TEST(CudaBackendTrees, BesideClustersInOneStep) {
 // A row's query tokens are divided among waves, whose plans are put together.
 TEST(CudaBackendTrees, LargeStepsAreAnsweredInWaves) {
   TestSequence tree = MakeSequence(SpecOf(kTreeBesideClusters, DType::kBf16));
-  const std::vector<TestRow> rows = RowsOfPolicies(&tree, 0, 30, DType::kFp32);
+  const std::vector<TestRow> rows = RowsOfPolicies(&tree, 0, 12, DType::kFp32);
   CudaBackendOptions options = SmallOptions();
   options.scratch_bytes = uint64_t{1} << 20;
   options.input_bytes = uint64_t{1} << 17;
