@@ -35,10 +35,10 @@ static_assert(cuda::kIndexTailBlockTokens == attention::kTailBlockTokens);
 
 // The least compute capability that the kernels run on: asynchronous copies, bf16 products.
 constexpr int kCapabilityMin = 80;
-// What the largest kernels ask of a thread block's shared memory (attention of head_dim 256: four
-// warps' rings of three pages of 16 KiB). Devices with less (compute
-// capability 8.0, 8.6, 8.9, 12.0) need smaller rings: those that pass have 9.0 or 10.0.
-constexpr size_t kSharedBytesMin = size_t{192} << 10;
+// What the largest kernels ask of a thread block's shared memory (leaves of head_dim 256: a group's
+// points; attention of head_dim 256 takes 192 KiB). Devices with less (compute capability 8.0, 8.6,
+// 8.9, 12.0) need smaller ones: those that pass have 9.0 or 10.0.
+constexpr size_t kSharedBytesMin = size_t{216} << 10;
 
 // Why the kernels cannot run on a device; empty if they can.
 std::string WhyNot(int device, const cudaDeviceProp& properties) {

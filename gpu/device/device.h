@@ -38,8 +38,9 @@ uint64_t IndexScratchBytes(const KernelShape& shape, uint32_t kv_heads, uint32_t
 
 // Device time of a step, by stage.
 struct StageSeconds {
-  double score = 0;  // prepare and read: zones and dense tokens are read while clusters are scored
-  double select = 0;
+  double score = 0;  // prepare and read: zones and dense tokens are read while clusters are scored;
+                     // over trees, groups
+  double select = 0;  // over trees: open, leaves, choose, and the end of reading
   double attend =
       0;  // measure and finish; cooperative groups, and prepare if they answer all units
   double merge = 0;

@@ -123,7 +123,7 @@ struct RowRef {
   CutKind cut;
   uint32_t second_order;  // 1: estimates of the second order, with predicted errors
   uint32_t query_tokens;
-  uint32_t tokens_per_unit;  // 1 for kClusters
+  uint32_t tokens_per_unit;  // 1 for kClusters and kTree
   uint32_t tiles_per_unit;
   uint32_t first_unit;
   uint32_t first_query_token;  // number in the step's queries and outputs
@@ -142,7 +142,7 @@ struct RowRef {
   uint32_t tail_pieces;      // of kReadPieceTokens, counted from tail token 0; the sink is piece
                              // read_pieces - 1 of units that are not kDense
   uint32_t read_pieces;      // of a unit's tile
-  uint32_t estimate_pieces;  // of a unit's tile; 0 unless kClusters
+  uint32_t estimate_pieces;  // of a unit's tile; 0 unless kClusters or kTree
   uint32_t estimate_piece_slots;  // a multiple of kSlotChunk
   uint32_t first_read_item;       // items of a row: (unit, tile, piece), piece fastest
   uint32_t first_score_item;      // (unit, slots / kSlotChunk), chunk fastest; tiles share an item
@@ -273,7 +273,7 @@ constexpr uint32_t StateFloats(uint32_t value_dim) { return kLanes * (kStateHead
 // Of a tree item, in words: its queries along the segment's axes, fragments of the queries and of
 // these squared, factors and offsets of their products; and the sums of estimates that it leaves: a
 // state whose values are followed by the slopes' correction of them.
-constexpr uint32_t TreeQueryWords(uint32_t head_dim) { return kLanes * (3 * head_dim + 4); }
+constexpr uint32_t TreeQueryWords(uint32_t head_dim) { return kLanes * (3 * head_dim + 3); }
 constexpr uint32_t TreeStateFloats(uint32_t value_dim) {
   return kLanes * (kStateHead + 2 * value_dim);
 }
@@ -319,7 +319,7 @@ static_assert(sizeof(ChunkRef) == 128);
 
 // The result of a unit's selection.
 struct UnitResult {
-  uint32_t clusters;
+  uint32_t clusters;  // that it chose from: of a tree the opened groups' leaves
   uint32_t chosen_tokens;
   uint32_t chosen_pieces;
   uint32_t chosen_piece_tokens;
@@ -327,7 +327,8 @@ struct UnitResult {
   uint64_t dropped_tokens;
 };
 
-// For each lane, written by the select stage: the scale of the weights that estimates use.
+// For each lane, written by the select stage, over trees by choose: the scale of the weights that
+// estimates use.
 struct LaneScale {
   float max;  // of log_mass over all clusters
   float sum;  // of all weights
@@ -341,8 +342,8 @@ struct LaneResult {
   float reserved;
 };
 
-// A piece of a tile's chosen tokens, with all addresses that are needed to read it. The select or
-// the measure stage queues pieces, the finish stage reads them.
+// A piece of a tile's chosen tokens, with all addresses that are needed to read it. The select,
+// the measure or the choose stage queues pieces, the finish stage reads them.
 struct ChosenPiece {
   const uint32_t* chosen;      // the unit's list
   const SegmentRef* segments;  // of the row
@@ -355,8 +356,8 @@ struct ChosenPiece {
 };
 static_assert(sizeof(ChosenPiece) == 64);
 
-// Counters in scratch memory: how many pieces of chosen tokens the select and measure stages have
-// queued; how many read pieces and how many queued pieces thread blocks have taken.
+// Counters in scratch memory: how many pieces of chosen tokens have been queued; how many read
+// pieces and how many queued pieces thread blocks have taken.
 enum Cursor : uint32_t { kQueuedPieces, kTakenReadPieces, kTakenFinishPieces, kCursors };
 
 // Words of StepHeader::query_fragments for one tile: fragments of the queries and of the squared
@@ -411,7 +412,8 @@ struct StepHeader {
   uint32_t* tree_words;
   float* tree_queries;   // [tree_items][TreeQueryWords]
   float* tree_states;    // [tree_items][kLanes][kStateHead + 2 value_dim]
-  float* tree_partials;  // [tree_items][kLanes][kStateHead]: sums over the item's opened leaves
+  float* tree_partials;  // [tree_items][kLanes][kStateHead]: sums over the item's leaves and closed
+                         // groups
 
   // Outputs, copied to the host together.
   float* out;                // [query_tokens][query_heads][value_dim]

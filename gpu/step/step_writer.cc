@@ -31,6 +31,7 @@ uint64_t QueryBytes(const WaveShape& shape) {
 void StepWriter::Begin(const WaveShape& shape, bool with_fates) {
   CHECK_GE(shape.group, 1u);
   CHECK_LE(shape.group, kKernelGroupMax);
+  static_assert(kKernelGroupMax <= kTreeLanesMax);
   shape_ = shape;
   with_fates_ = with_fates;
   counts_ = WaveCounts();

@@ -98,9 +98,8 @@ __global__ void __launch_bounds__(kAttendWarps * 32, (kEstimateBlocks<kValueDim>
   const uint32_t tile = blockIdx.x / step.estimate_pieces_max;
   const uint32_t unit_number = tile / step.tiles_max;
   const RowRef* row = RowOfUnit(step, unit_number);
-  if (piece >= row->estimate_pieces || row->coop_blocks != 0 || (all && !HasTolerance(*row))) {
-    return;
-  }
+  if (row->kind != UnitKind::kClusters || row->coop_blocks != 0) return;
+  if (piece >= row->estimate_pieces || (all && !HasTolerance(*row))) return;
   const UnitPlace unit(step, row, unit_number - row->first_unit);
   EstimatePiece<T, kValueDim>(step, unit, tile % step.tiles_max, piece, all);
 }

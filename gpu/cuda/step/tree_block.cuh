@@ -71,14 +71,14 @@ struct TreeQueries {
   float logit_factor[kLanes];                  // of dot products with query_words, in log2 units
   float square_factor[kLanes];                 // of dot products with square_words
   float base_dot[kLanes];                      // the logit of the key base, in log2 units
-  float unused[kLanes];
 };
 
 // Static shared memory of a thread block.
 template <int kDim>
 struct TreeBlock {
   __align__(16) TreeQueries<kDim> q;
-  float vectors[kLanes][kDim];  // queries times a power of two, within [-1, 1]; later others
+  // Queries times a power of two, within [-1, 1] unless they are beyond 2^100; later others.
+  float vectors[kLanes][kDim];
 };
 
 template <int kDim>

@@ -29,9 +29,11 @@ __device__ __forceinline__ void AddErrors(float weight, float d2, float size, fl
   const float capped = fminf(d2, kVarianceCap), half = capped / 2;
   // Among s weights none can have more than all: their relative variance is at most s - 1.
   const float growth = fminf(Expm1(capped), size - 1);
-  const float rest = weight * spread, mass = weight * half;
+  const float mass = weight * half;
+  const float rest = fminf(weight * spread, attention::kErrorMax);
+  const float moved = fminf(mass * sqrtf(norm2), attention::kErrorMax);
   sums->errors +=
-      rest * rest * __fdividef(growth, size) + attention::kMassErrorShare * mass * mass * norm2;
+      rest * rest * __fdividef(growth, size) + attention::kMassErrorShare * moved * moved;
   sums->mass_errors += attention::kMassErrorShare * mass * mass;
 }
 

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cfloat>
+
 #include "gpu/cuda/step/chosen_pieces.cuh"
 #include "gpu/cuda/step/step_kernels.h"
 #include "gpu/cuda/step/tree_selector.cuh"
@@ -12,6 +14,11 @@ static_assert(2 * kCutOne < CutWeight{1} << kCutWords * kCutWordBits);
 
 __device__ __forceinline__ CutWeight FixedShare(float share) {
   return __float2ull_rn(fminf(share, 2.0f) * static_cast<float>(kCutOne));
+}
+
+// Makes a squared error a share of the tolerance's square.
+__device__ __forceinline__ float PerBudget(double tolerance) {
+  return static_cast<float>(fmin(1 / (tolerance * tolerance), static_cast<double>(FLT_MAX)));
 }
 
 // Adds a state's maximum and sum to others.
@@ -170,8 +177,8 @@ __device__ void TreeSelector::CombinePartials() {
   __syncthreads();
 }
 
-// limited: errors are relative to the outputs' lengths.
-__device__ void TreeSelector::SetScales(bool limited) {
+// With a tolerance errors are relative to the outputs' lengths.
+__device__ void TreeSelector::SetScales() {
   if (threadIdx.x < step_.group) {
     const TreeLane& lane = memory_->lanes[threadIdx.x];
     const float4 sums = memory_->sums[threadIdx.x];
@@ -184,8 +191,8 @@ __device__ void TreeSelector::SetScales(bool limited) {
     scale.best_max = sums.z;
     scale.best_share = 1 / (sums.w * step_.group);
     scale.mass_unit = factor / total;
-    scale.error_unit = scale.mass_unit / (limited ? fmaxf(lane.output_norm, least) : 1);
-    const float share = limited ? fminf(1.0f, lane.output_norm / least) : 1.0f;
+    scale.error_unit = scale.mass_unit / (limited() ? fmaxf(lane.output_norm, least) : 1);
+    const float share = limited() ? fminf(1.0f, lane.output_norm / least) : 1.0f;
     scale.mass_share2 = share * share;
   }
   __syncthreads();
@@ -255,7 +262,7 @@ __device__ void TreeSelector::Mark(const TreeLevel& level, uint32_t wanted, doub
   TreeCut cut = FindCut(level.best_keys, level.count, CutLimit::kTaken, wanted, one, &memory_->cut);
   ApplyCut(level.best_keys, level.count, cut, one, &memory_->cut, take);
   if (limited()) {
-    const auto per_budget = static_cast<float>(1 / (tolerance * tolerance));
+    const float per_budget = PerBudget(tolerance);
     const WeightBy weight{[&](uint32_t i) { return FixedShare(level.errors[i] * per_budget); }};
     const CutWeight left = kCutOne > spent ? kCutOne - spent : 0;
     cut = FindCut(level.error_keys, level.count, CutLimit::kLeft, left, weight, &memory_->cut);
@@ -306,7 +313,7 @@ __device__ void TreeSelector::NumberItems() {
 __device__ void TreeSelector::Open() {
   CombineStates();
   MeasureOutputs();
-  SetScales(limited());
+  SetScales();
   if (threadIdx.x < step_.group) {
     reinterpret_cast<TreeLane*>(words_)[threadIdx.x] = memory_->lanes[threadIdx.x];
   }
@@ -324,7 +331,7 @@ __device__ void TreeSelector::Open() {
 // The errors of groups that stay closed, as a share of the tolerance's square.
 __device__ CutWeight TreeSelector::ClosedErrors() {
   const TreeLevel level = Groups();
-  const auto per_budget = static_cast<float>(1 / (row_.tolerance * row_.tolerance));
+  const float per_budget = PerBudget(row_.tolerance);
   CutWeight own = 0, total;
   for (uint32_t slot = threadIdx.x; slot < level.count; slot += kCutThreads) {
     const TreeRowInfo info = level.info[slot];
@@ -358,7 +365,7 @@ __device__ uint32_t TreeSelector::ListTokens(uint32_t count) {
 
 __device__ void TreeSelector::Choose() {
   CombinePartials();
-  SetScales(limited());
+  SetScales();
   for (uint32_t i = threadIdx.x; i < step_.tiles_max * kLanes; i += kCutThreads) {
     const float4 sums = i < step_.group ? memory_->sums[i] : make_float4(-INFINITY, 0, 0, 0);
     step_.lane_scales[uint64_t{unit_.unit} * step_.tiles_max * kLanes + i] = {sums.x, sums.y};

@@ -5,7 +5,6 @@
 #ifndef ATTND_GPU_CUDA_STEP_TREE_SELECTOR_CUH_
 #define ATTND_GPU_CUDA_STEP_TREE_SELECTOR_CUH_
 
-#include <cfloat>
 #include <cstdint>
 
 #include "attention/policy/estimate_limits.h"
@@ -105,7 +104,7 @@ class TreeSelector {
   __device__ void CombineStates();
   __device__ void CombinePartials();
   __device__ void MeasureOutputs();
-  __device__ void SetScales(bool limited);
+  __device__ void SetScales();
 
   __device__ TreeLevel LevelOf(const TreeLevelScores& places, uint32_t count, uint32_t stride,
                                float optimism) const;

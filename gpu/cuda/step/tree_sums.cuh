@@ -78,6 +78,7 @@ __device__ __forceinline__ void AddTreeEstimates(const std::byte* head, const Tr
       of_variances[n][c] = p * units.x[n][c] * share;
     }
   }
+  __syncwarp();  // others may still read what lies there
   ExpandBytes<kValueDim>(head + part.mean_values, set, values_at);
   __syncwarp();
   AddTreeRows<kValueDim>(of_values, values_at, sums->values);
