@@ -1,27 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <numeric>
 #include <vector>
 
 #include "common/dtype.h"
+#include "tests/gpu/job_reference.h"
 #include "tests/gpu/step_reference.h"
 
 namespace attnd::gpu::test {
 namespace {
 
-using Vector = std::vector<double>;
+using reference::Vector;
+using reference::Write;
 
-constexpr uint32_t kPage = 16;       // tokens
-constexpr uint32_t kTailBlock = 64;  // tokens
 constexpr int kIterations = 10;
-
-template <typename T>
-void Write(std::byte* base, uint64_t index, T value) {
-  std::memcpy(base + index * sizeof(T), &value, sizeof(T));
-}
 
 void Store(DType dtype, const Vector& row, std::byte* target) {
   const std::vector<float> floats(row.begin(), row.end());
@@ -34,17 +28,8 @@ class Head {
   Head(const KernelShape& shape, const IndexJob& job, uint32_t kv_head)
       : shape_(shape),
         job_(job),
-        key_bytes_(shape.head_dim * DTypeBytes(shape.dtype)),
-        value_bytes_(shape.value_dim * DTypeBytes(shape.dtype)),
         index_(job.index + kv_head * job.index_head_bytes),
-        pages_(job.pages + kv_head * job.pages_head_bytes) {
-    for (uint32_t t = 0; t < job.tokens; ++t) {
-      const uint64_t row = job.first_row + t;
-      const std::byte* block =
-          job.tail_blocks[row / kTailBlock] + kv_head * job.tail_block_head_bytes;
-      rows_.push_back({block + KeyAt(row % kTailBlock), block + ValueAt(row % kTailBlock)});
-    }
-  }
+        tokens_(shape, job, kv_head) {}
 
   void Build() {
     Cluster();
@@ -53,22 +38,6 @@ class Head {
   }
 
  private:
-  struct Rows {
-    const std::byte* key;
-    const std::byte* value;
-  };
-
-  uint64_t PageBytes() const { return kPage * (key_bytes_ + value_bytes_); }
-  uint64_t KeyAt(uint64_t t) const { return t / kPage * PageBytes() + t % kPage * key_bytes_; }
-  uint64_t ValueAt(uint64_t t) const {
-    return t / kPage * PageBytes() + kPage * key_bytes_ + t % kPage * value_bytes_;
-  }
-  Vector Load(const std::byte* row, uint32_t dim) const {
-    std::vector<float> floats(dim);
-    ToFloat(shape_.dtype, row, dim, floats.data());
-    return {floats.begin(), floats.end()};
-  }
-
   // k-means over keys less their mean; clusters without members are left out.
   void Cluster() {
     const uint32_t n = job_.tokens - job_.unclustered;
@@ -76,7 +45,7 @@ class Head {
     std::vector<Vector> points;
     Vector mean(shape_.head_dim, 0.0);
     for (uint32_t i = 0; i < n; ++i) {
-      points.push_back(Load(rows_[job_.unclustered + i].key, shape_.head_dim));
+      points.push_back(tokens_.Key(job_.unclustered + i));
       for (size_t c = 0; c < mean.size(); ++c) mean[c] += points[i][c] / n;
     }
     for (Vector& point : points) {
@@ -136,27 +105,23 @@ class Head {
       order.insert(order.end(), members_[c].begin(), members_[c].end());
     }
     Write<uint32_t>(index_ + job_.offsets.starts, members_.size(), job_.tokens);
-    for (uint32_t slot = 0; slot < job_.tokens; ++slot) {
-      Write<uint16_t>(index_ + job_.offsets.positions, slot, static_cast<uint16_t>(order[slot]));
-      std::memcpy(pages_ + KeyAt(slot), rows_[order[slot]].key, key_bytes_);
-      std::memcpy(pages_ + ValueAt(slot), rows_[order[slot]].value, value_bytes_);
-    }
+    tokens_.Place(order, index_ + job_.offsets.positions);
   }
 
   void Summarise(uint32_t c) {
     const double size = static_cast<double>(members_[c].size());
     Vector key_mean(shape_.head_dim, 0.0), value_mean(shape_.value_dim, 0.0);
     for (const uint32_t token : members_[c]) {
-      const Vector key = Load(rows_[token].key, shape_.head_dim);
-      const Vector value = Load(rows_[token].value, shape_.value_dim);
+      const Vector key = tokens_.Key(token);
+      const Vector value = tokens_.Value(token);
       for (size_t i = 0; i < key.size(); ++i) key_mean[i] += key[i] / size;
       for (size_t i = 0; i < value.size(); ++i) value_mean[i] += value[i] / size;
     }
     Vector deviation(shape_.head_dim, 0.0);
     double spread2 = 0, norm2 = 0;
     for (const uint32_t token : members_[c]) {
-      const Vector key = Load(rows_[token].key, shape_.head_dim);
-      const Vector value = Load(rows_[token].value, shape_.value_dim);
+      const Vector key = tokens_.Key(token);
+      const Vector value = tokens_.Value(token);
       for (size_t i = 0; i < key.size(); ++i)
         deviation[i] += std::pow(key[i] - key_mean[i], 2) / size;
       for (size_t i = 0; i < value.size(); ++i) {
@@ -174,8 +139,10 @@ class Head {
       index_[job_.offsets.deviation_codes + c * half + i] =
           static_cast<std::byte>(code(i) + 16 * code(i + half));
     }
-    Store(shape_.dtype, key_mean, index_ + job_.offsets.centroids + c * key_bytes_);
-    Store(shape_.dtype, value_mean, index_ + job_.offsets.mean_values + c * value_bytes_);
+    const uint64_t element = DTypeBytes(shape_.dtype);
+    Store(shape_.dtype, key_mean, index_ + job_.offsets.centroids + c * shape_.head_dim * element);
+    Store(shape_.dtype, value_mean,
+          index_ + job_.offsets.mean_values + c * shape_.value_dim * element);
     const auto write = [&](uint32_t offset, double value) {
       Write<float>(index_ + offset, c, static_cast<float>(value));
     };
@@ -187,10 +154,8 @@ class Head {
 
   const KernelShape& shape_;
   const IndexJob& job_;
-  const uint64_t key_bytes_, value_bytes_;
   std::byte* const index_;
-  std::byte* const pages_;
-  std::vector<Rows> rows_;                      // [tokens]
+  const reference::JobTokens tokens_;
   std::vector<std::vector<uint32_t>> members_;  // tokens of each cluster
 };
 

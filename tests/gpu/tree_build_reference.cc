@@ -3,28 +3,22 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <numeric>
 #include <vector>
 
-#include "common/dtype.h"
+#include "tests/gpu/job_reference.h"
 
 namespace attnd::gpu::test {
 namespace {
 
-using Vector = std::vector<double>;
+using reference::Vector;
+using reference::Write;
 using Matrix = std::vector<Vector>;
 using Members = std::vector<uint32_t>;  // tokens or points, ascending
 
-constexpr uint32_t kPage = 16;       // tokens
-constexpr uint32_t kTailBlock = 64;  // tokens
 constexpr int kIterations = 10;
 
-template <typename T>
-void Write(std::byte* base, uint64_t index, T value) {
-  std::memcpy(base + index * sizeof(T), &value, sizeof(T));
-}
 void WriteFloat(std::byte* base, uint64_t index, double value) {
   Write<float>(base, index, static_cast<float>(value));
 }
@@ -177,18 +171,11 @@ class TreeHead {
   TreeHead(const KernelShape& shape, const IndexJob& job, uint32_t kv_head)
       : shape_(shape),
         job_(job),
-        key_bytes_(shape.head_dim * DTypeBytes(shape.dtype)),
-        value_bytes_(shape.value_dim * DTypeBytes(shape.dtype)),
         index_(job.index + kv_head * job.index_head_bytes),
-        pages_(job.pages + kv_head * job.pages_head_bytes) {
-    for (uint32_t t = 0; t < job.tokens; ++t) {
-      const uint64_t row = job.first_row + t;
-      const std::byte* block =
-          job.tail_blocks[row / kTailBlock] + kv_head * job.tail_block_head_bytes;
-      rows_.push_back({block + KeyAt(row % kTailBlock), block + ValueAt(row % kTailBlock)});
-      if (t < job.unclustered) continue;
-      keys_.push_back(Load(rows_.back().key, shape.head_dim));
-      values_.push_back(Load(rows_.back().value, shape.value_dim));
+        tokens_(shape, job, kv_head) {
+    for (uint32_t t = job.unclustered; t < job.tokens; ++t) {
+      keys_.push_back(tokens_.Key(t));
+      values_.push_back(tokens_.Value(t));
     }
   }
 
@@ -206,22 +193,6 @@ class TreeHead {
   }
 
  private:
-  struct Rows {
-    const std::byte* key;
-    const std::byte* value;
-  };
-
-  uint64_t PageBytes() const { return kPage * (key_bytes_ + value_bytes_); }
-  uint64_t KeyAt(uint64_t t) const { return t / kPage * PageBytes() + t % kPage * key_bytes_; }
-  uint64_t ValueAt(uint64_t t) const {
-    return t / kPage * PageBytes() + kPage * key_bytes_ + t % kPage * value_bytes_;
-  }
-  Vector Load(const std::byte* row, uint32_t dim) const {
-    std::vector<float> floats(dim);
-    ToFloat(shape_.dtype, row, dim, floats.data());
-    return {floats.begin(), floats.end()};
-  }
-
   // The mean, and 1 over the root mean square distance from it.
   double InverseLength(const Matrix& rows, const Vector& mean) const {
     double squares = 0;
@@ -277,11 +248,7 @@ class TreeHead {
       Write(index_ + groups.first_members, g, first_members_[g]);
       Write(index_ + groups.starts, g, starts[first_members_[g]]);
     }
-    for (uint32_t slot = 0; slot < job_.tokens; ++slot) {
-      Write<uint16_t>(index_ + job_.tree.positions, slot, static_cast<uint16_t>(order[slot]));
-      std::memcpy(pages_ + KeyAt(slot), rows_[order[slot]].key, key_bytes_);
-      std::memcpy(pages_ + ValueAt(slot), rows_[order[slot]].value, value_bytes_);
-    }
+    tokens_.Place(order, index_ + job_.tree.positions);
   }
 
   // What is left of keys and values, about their leaves' means.
@@ -414,10 +381,8 @@ class TreeHead {
 
   const KernelShape& shape_;
   const IndexJob& job_;
-  const uint64_t key_bytes_, value_bytes_;
   std::byte* const index_;
-  std::byte* const pages_;
-  std::vector<Rows> rows_;        // [tokens]
+  const reference::JobTokens tokens_;
   Matrix keys_, values_;          // of clustered tokens, numbered from 0
   Members all_;                   // clustered tokens
   Vector once_;                   // a 1 for each

@@ -92,14 +92,17 @@ Pages::Pages(const KernelShape& s)
       key_bytes(s.head_dim * DTypeBytes(s.dtype)),
       value_bytes(s.value_dim * DTypeBytes(s.dtype)) {}
 uint64_t Pages::page_bytes() const { return kPage * (key_bytes + value_bytes); }
+uint64_t Pages::key_at(uint64_t token) const {
+  return token / kPage * page_bytes() + token % kPage * key_bytes;
+}
+uint64_t Pages::value_at(uint64_t token) const {
+  return token / kPage * page_bytes() + kPage * key_bytes + token % kPage * value_bytes;
+}
 Vector Pages::key(const std::byte* pages, uint64_t token) const {
-  const uint64_t at = token / kPage * page_bytes() + token % kPage * key_bytes;
-  return Load(shape.dtype, pages + at, shape.head_dim);
+  return Load(shape.dtype, pages + key_at(token), shape.head_dim);
 }
 Vector Pages::value(const std::byte* pages, uint64_t token) const {
-  const uint64_t at =
-      token / kPage * page_bytes() + kPage * key_bytes + token % kPage * value_bytes;
-  return Load(shape.dtype, pages + at, shape.value_dim);
+  return Load(shape.dtype, pages + value_at(token), shape.value_dim);
 }
 
 Unit::Unit(const KernelShape& s, const StepHeader& h, const RowRef& r, uint32_t t, uint32_t kv)

@@ -64,6 +64,8 @@ struct Pages {
   explicit Pages(const KernelShape& shape);
   Vector key(const std::byte* pages, uint64_t token) const;
   Vector value(const std::byte* pages, uint64_t token) const;
+  uint64_t key_at(uint64_t token) const;
+  uint64_t value_at(uint64_t token) const;
   const KernelShape shape;
   const uint64_t key_bytes, value_bytes;
 

@@ -100,19 +100,10 @@ struct Best {
   // The best of the four lanes that share a row.
   __device__ __forceinline__ uint32_t Reduce(uint32_t r) {
     const uint32_t lane = threadIdx.x % 32;
-    float s = score[r];
+    const float s = score[r];
     // A lane that was offered nothing finite would name a cluster of its own that may not exist.
-    uint32_t c = s == -CUDART_INF_F ? 0 : cluster[r] + lane % 4 * 2;
-#pragma unroll
-    for (int step = 1; step <= 2; step *= 2) {
-      const float other_s = __shfl_xor_sync(kAllLanes, s, step);
-      const uint32_t other_c = __shfl_xor_sync(kAllLanes, c, step);
-      if (other_s > s || (other_s == s && other_c < c)) {
-        s = other_s;
-        c = other_c;
-      }
-    }
-    return c;
+    const uint32_t c = s == -CUDART_INF_F ? 0 : cluster[r] + lane % 4 * 2;
+    return BestOfLanes(s, c);
   }
 };
 

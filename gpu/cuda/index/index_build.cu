@@ -7,7 +7,6 @@ namespace attnd::gpu::cuda {
 namespace {
 
 constexpr uint32_t kPartAlignment = 256;
-constexpr uint32_t kElementBytes = 2;
 
 // For a segment of `tokens` of which none is unclustered: no other needs more.
 ScratchLayout LayOut(const KernelShape& shape, uint32_t tokens) {
@@ -36,19 +35,7 @@ ScratchLayout LayOut(const KernelShape& shape, uint32_t tokens) {
 
 IndexPlan PlanOf(const KernelShape& shape, const IndexJob& first_job, const IndexJob* jobs,
                  uint32_t count, std::byte* scratch) {
-  IndexPlan plan;
-  plan.jobs = jobs;
-  plan.scratch = scratch;
-  plan.heads = count * first_job.kv_heads;
-  plan.kv_heads = first_job.kv_heads;
-  plan.unclustered = first_job.unclustered;
-  plan.tokens = first_job.tokens - first_job.unclustered;
-  plan.clusters = CeilDiv(plan.tokens, kIndexClusterTokens);
-  plan.padded_clusters = CeilDiv(plan.clusters, kTileClusters) * kTileClusters;
-  plan.mean_chunks = CeilDiv(plan.tokens, kMeanChunkTokens);
-  plan.key_bytes = shape.head_dim * kElementBytes;
-  plan.value_bytes = shape.value_dim * kElementBytes;
-  plan.page_bytes = kIndexPageTokens * (plan.key_bytes + plan.value_bytes);
+  IndexPlan plan = PlanWithoutLayout(shape, first_job, jobs, count, scratch, kIndexClusterTokens);
   plan.layout = LayOut(shape, first_job.tokens);
   return plan;
 }
@@ -79,23 +66,18 @@ cudaError_t BuildIndexes(const KernelShape& shape, const IndexJob& first_job, co
     return BuildTrees(shape, first_job, jobs, count, scratch, stream, listener);
   }
   const IndexPlan plan = PlanOf(shape, first_job, jobs, count, scratch);
-  cudaError_t error = cudaSuccess;
-  const auto run = [&](IndexLaunch kind, auto launch) {
-    if (error != cudaSuccess) return;
-    if (listener != nullptr) listener->Launching(kind, stream);
-    error = launch();
-  };
-  run(IndexLaunch::kCentre, [&] { return LaunchCentre(shape, plan, stream); });
-  run(IndexLaunch::kSeed, [&] { return LaunchSeed(shape, plan, stream); });
+  IndexLaunches launches(listener, stream);
+  launches.Run(IndexLaunch::kCentre, [&] { return LaunchCentre(shape, plan, stream); });
+  launches.Run(IndexLaunch::kSeed, [&] { return LaunchSeed(shape, plan, stream); });
   for (uint32_t i = 1; i <= kIndexIterations; ++i) {
     const bool last = i == kIndexIterations;
-    run(IndexLaunch::kAssign, [&] { return LaunchAssign(shape, plan, stream); });
-    run(IndexLaunch::kSort, [&] { return LaunchSort(plan, last, stream); });
-    if (!last) run(IndexLaunch::kMove, [&] { return LaunchMove(shape, plan, stream); });
+    launches.Run(IndexLaunch::kAssign, [&] { return LaunchAssign(shape, plan, stream); });
+    launches.Run(IndexLaunch::kSort, [&] { return LaunchSort(plan, last, stream); });
+    if (!last) launches.Run(IndexLaunch::kMove, [&] { return LaunchMove(shape, plan, stream); });
   }
-  run(IndexLaunch::kDescribe, [&] { return LaunchDescribe(shape, plan, stream); });
-  run(IndexLaunch::kGather, [&] { return LaunchGather(plan, stream); });
-  return error;
+  launches.Run(IndexLaunch::kDescribe, [&] { return LaunchDescribe(shape, plan, stream); });
+  launches.Run(IndexLaunch::kGather, [&] { return LaunchGather(plan, stream); });
+  return launches.error();
 }
 
 }  // namespace attnd::gpu::cuda

@@ -23,6 +23,7 @@
 
 namespace attnd::gpu::cuda {
 
+__host__ __device__ constexpr uint32_t CeilDiv(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 inline constexpr uint32_t kTileClusters = 64;       // of one buffer of the assignment's ring
 inline constexpr uint32_t kMeanChunkTokens = 1024;  // of one thread block, summing keys
 
@@ -63,6 +64,47 @@ struct IndexPlan {
   uint32_t value_bytes;
   uint32_t page_bytes;
   ScratchLayout layout;
+};
+
+inline constexpr uint32_t kElementBytes = 2;
+// A plan but for its layout. cluster_tokens: of a cluster, or of a tree's group.
+inline IndexPlan PlanWithoutLayout(const KernelShape& shape, const IndexJob& first_job,
+                                   const IndexJob* jobs, uint32_t count, std::byte* scratch,
+                                   uint32_t cluster_tokens) {
+  IndexPlan plan = {};
+  plan.jobs = jobs;
+  plan.scratch = scratch;
+  plan.heads = count * first_job.kv_heads;
+  plan.kv_heads = first_job.kv_heads;
+  plan.unclustered = first_job.unclustered;
+  plan.tokens = first_job.tokens - first_job.unclustered;
+  plan.clusters = CeilDiv(plan.tokens, cluster_tokens);
+  plan.padded_clusters = CeilDiv(plan.clusters, kTileClusters) * kTileClusters;
+  plan.mean_chunks = CeilDiv(plan.tokens, kMeanChunkTokens);
+  plan.key_bytes = shape.head_dim * kElementBytes;
+  plan.value_bytes = shape.value_dim * kElementBytes;
+  plan.page_bytes = kIndexPageTokens * (plan.key_bytes + plan.value_bytes);
+  return plan;
+}
+
+// Launches one after another, until one fails.
+class IndexLaunches {
+ public:
+  // listener: may be null.
+  IndexLaunches(IndexLaunchListener* listener, cudaStream_t stream)
+      : listener_(listener), stream_(stream) {}
+  template <typename Launch>
+  void Run(IndexLaunch kind, Launch launch) {
+    if (error_ != cudaSuccess) return;
+    if (listener_ != nullptr) listener_->Launching(kind, stream_);
+    error_ = launch();
+  }
+  cudaError_t error() const { return error_; }
+
+ private:
+  IndexLaunchListener* const listener_;
+  const cudaStream_t stream_;
+  cudaError_t error_ = cudaSuccess;
 };
 
 // Launchers, by IndexLaunch; cudaErrorInvalidValue for a shape that they have no kernel for.
@@ -133,8 +175,6 @@ cudaError_t DispatchShape(const KernelShape& shape, Use use) {
 }
 
 // ---- Places. ----
-
-__host__ __device__ constexpr uint32_t CeilDiv(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 
 // The element of (cluster, channel) in ScratchLayout::fragments. A lane's 8 elements are 8 channels
 // of one cluster that follow one another: the order of a product's channels is free, as long as
@@ -225,6 +265,21 @@ __device__ __forceinline__ void ForRows(uint32_t begin, uint32_t end, Row row, U
     }
     fold();
   }
+}
+
+// The number with the greatest score of the four lanes that share a row of a product, the lowest of
+// equals.
+__device__ __forceinline__ uint32_t BestOfLanes(float score, uint32_t number) {
+#pragma unroll
+  for (int step = 1; step <= 2; step *= 2) {
+    const float other_score = __shfl_xor_sync(kAllLanes, score, step);
+    const uint32_t other = __shfl_xor_sync(kAllLanes, number, step);
+    if (other_score > score || (other_score == score && other < number)) {
+      score = other_score;
+      number = other;
+    }
+  }
+  return number;
 }
 
 // Every lane gets the result; the same on all lanes, as addition commutes.

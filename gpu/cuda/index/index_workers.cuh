@@ -53,6 +53,22 @@ struct WholeBlock {
   }
 };
 
+// Adds the rows of a range to sum, this lane's channels. row: as ForRows has it.
+template <typename Element, uint32_t kPart, typename Row>
+__device__ __forceinline__ void AddRows(MemberRange range, Row row, double (&sum)[kPart]) {
+  ForRows<kPart / 2>(
+      range.begin, range.end, row,
+      [&](const uint32_t(&pairs)[kPart / 2]) {
+#pragma unroll
+        for (uint32_t p = 0; p < kPart / 2; ++p) {
+          const float2 x = Element::Unpack(pairs[p]);
+          sum[2 * p] += x.x;
+          sum[2 * p + 1] += x.y;
+        }
+      },
+      [] {});
+}
+
 // Calls work(workers, cluster, begin, end) for clusters [first, last): once by one warp, or once by
 // each of the thread block's warps. starts: [last + 1], the members' places.
 template <typename Work>

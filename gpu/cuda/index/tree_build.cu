@@ -70,21 +70,9 @@ void LayOut(const KernelShape& shape, uint32_t tokens, ScratchLayout* base, Tree
 
 TreePlan PlanOf(const KernelShape& shape, const IndexJob& first_job, const IndexJob* jobs,
                 uint32_t count, std::byte* scratch) {
-  constexpr uint32_t kElementBytes = 2;
   TreePlan plan = {};
   IndexPlan& base = plan.base;
-  base.jobs = jobs;
-  base.scratch = scratch;
-  base.heads = count * first_job.kv_heads;
-  base.kv_heads = first_job.kv_heads;
-  base.unclustered = first_job.unclustered;
-  base.tokens = first_job.tokens - first_job.unclustered;
-  base.clusters = CeilDiv(base.tokens, kIndexGroupTokens);
-  base.padded_clusters = CeilDiv(base.clusters, kTileClusters) * kTileClusters;
-  base.mean_chunks = CeilDiv(base.tokens, kMeanChunkTokens);
-  base.key_bytes = shape.head_dim * kElementBytes;
-  base.value_bytes = shape.value_dim * kElementBytes;
-  base.page_bytes = kIndexPageTokens * (base.key_bytes + base.value_bytes);
+  base = PlanWithoutLayout(shape, first_job, jobs, count, scratch, kIndexGroupTokens);
   plan.late_groups = LateOf(base.clusters);
   plan.leaves = CeilDiv(base.tokens, kIndexLeafTokens);
   plan.moment_chunks = CeilDiv(base.tokens, kMomentChunkTokens);
@@ -105,32 +93,29 @@ cudaError_t BuildTrees(const KernelShape& shape, const IndexJob& first_job, cons
                        uint32_t count, std::byte* scratch, cudaStream_t stream,
                        IndexLaunchListener* listener) {
   const TreePlan plan = PlanOf(shape, first_job, jobs, count, scratch);
-  cudaError_t error = cudaSuccess;
-  const auto run = [&](IndexLaunch kind, auto launch) {
-    if (error != cudaSuccess) return;
-    if (listener != nullptr) listener->Launching(kind, stream);
-    error = launch();
-  };
-  run(IndexLaunch::kCentre, [&] { return LaunchTreePoints(shape, plan, stream); });
-  run(IndexLaunch::kSeed, [&] { return LaunchTreeSeed(shape, plan, stream); });
+  IndexLaunches launches(listener, stream);
+  launches.Run(IndexLaunch::kCentre, [&] { return LaunchTreePoints(shape, plan, stream); });
+  launches.Run(IndexLaunch::kSeed, [&] { return LaunchTreeSeed(shape, plan, stream); });
   for (uint32_t i = 0; i < kIndexIterations; ++i) {
-    if (i != 0) run(IndexLaunch::kMove, [&] { return LaunchTreeMove(shape, plan, stream); });
+    if (i != 0)
+      launches.Run(IndexLaunch::kMove, [&] { return LaunchTreeMove(shape, plan, stream); });
     if (i == kIndexIterations / 2) {
-      run(IndexLaunch::kMove, [&] { return LaunchTreeSplit(shape, plan, stream); });
+      launches.Run(IndexLaunch::kMove, [&] { return LaunchTreeSplit(shape, plan, stream); });
     }
-    run(IndexLaunch::kAssign, [&] { return LaunchAssignPoints(shape, plan.base, stream); });
-    run(IndexLaunch::kSort, [&] { return LaunchSort(plan.base, /*last=*/false, stream); });
+    launches.Run(IndexLaunch::kAssign,
+                 [&] { return LaunchAssignPoints(shape, plan.base, stream); });
+    launches.Run(IndexLaunch::kSort, [&] { return LaunchSort(plan.base, /*last=*/false, stream); });
   }
-  run(IndexLaunch::kSort, [&] { return LaunchTreeDivide(plan, stream); });
-  run(IndexLaunch::kLeaves, [&] { return LaunchTreeLeaves(shape, plan, stream); });
-  run(IndexLaunch::kSort, [&] { return LaunchTreeFinish(plan, stream); });
-  run(IndexLaunch::kGather, [&] { return LaunchGather(plan.base, stream); });
-  run(IndexLaunch::kMeans, [&] { return LaunchTreeMeans(shape, plan, stream); });
-  run(IndexLaunch::kMoments, [&] { return LaunchTreeMoments(shape, plan, stream); });
-  run(IndexLaunch::kAxes, [&] { return LaunchTreeAxes(shape, plan, stream); });
-  run(IndexLaunch::kSlopes, [&] { return LaunchTreeSlopes(shape, plan, stream); });
-  run(IndexLaunch::kDescribe, [&] { return LaunchTreeDescribe(shape, plan, stream); });
-  return error;
+  launches.Run(IndexLaunch::kSort, [&] { return LaunchTreeDivide(plan, stream); });
+  launches.Run(IndexLaunch::kLeaves, [&] { return LaunchTreeLeaves(shape, plan, stream); });
+  launches.Run(IndexLaunch::kSort, [&] { return LaunchTreeFinish(plan, stream); });
+  launches.Run(IndexLaunch::kGather, [&] { return LaunchGather(plan.base, stream); });
+  launches.Run(IndexLaunch::kMeans, [&] { return LaunchTreeMeans(shape, plan, stream); });
+  launches.Run(IndexLaunch::kMoments, [&] { return LaunchTreeMoments(shape, plan, stream); });
+  launches.Run(IndexLaunch::kAxes, [&] { return LaunchTreeAxes(shape, plan, stream); });
+  launches.Run(IndexLaunch::kSlopes, [&] { return LaunchTreeSlopes(shape, plan, stream); });
+  launches.Run(IndexLaunch::kDescribe, [&] { return LaunchTreeDescribe(shape, plan, stream); });
+  return launches.error();
 }
 
 }  // namespace attnd::gpu::cuda

@@ -131,20 +131,6 @@ __device__ __forceinline__ void ScoreTile(const Group& group, const uint32_t (&a
   }
 }
 
-// The leaf with the greatest score of the four lanes that share a row, the lowest of equals.
-__device__ __forceinline__ uint32_t BestOfLanes(float score, uint32_t leaf) {
-#pragma unroll
-  for (int step = 1; step <= 2; step *= 2) {
-    const float other_score = __shfl_xor_sync(kAllLanes, score, step);
-    const uint32_t other = __shfl_xor_sync(kAllLanes, leaf, step);
-    if (other_score > score || (other_score == score && other < leaf)) {
-      score = other_score;
-      leaf = other;
-    }
-  }
-  return leaf;
-}
-
 // Each member's closest centroid. A warp has 16 members at a time.
 template <uint32_t kDim>
 __device__ __forceinline__ void Assign(const Group& group) {

@@ -80,17 +80,7 @@ __device__ __forceinline__ void MeanOf(Workers workers, uint32_t begin, uint32_t
                                        double* shared, float (&mean)[kPart]) {
   const MemberRange part = workers.Part(begin, end);
   double sum[kPart] = {};
-  ForRows<kPart / 2>(
-      part.begin, part.end, row,
-      [&](const uint32_t(&pairs)[kPart / 2]) {
-#pragma unroll
-        for (uint32_t p = 0; p < kPart / 2; ++p) {
-          const float2 x = Element::Unpack(pairs[p]);
-          sum[2 * p] += x.x;
-          sum[2 * p + 1] += x.y;
-        }
-      },
-      [] {});
+  AddRows<Element>(part, row, sum);
   workers.Sum(sum, shared);
 #pragma unroll
   for (uint32_t e = 0; e < kPart; ++e) mean[e] = static_cast<float>(sum[e] / (end - begin));

@@ -24,17 +24,7 @@ __device__ __forceinline__ MemberRange WarpTokens(const IndexPlan& plan, uint32_
 template <typename Element, uint32_t kPart, typename Row>
 __device__ __forceinline__ void SumRows(MemberRange tokens, Row row, double* sums) {
   double sum[kPart] = {};
-  ForRows<kPart / 2>(
-      tokens.begin, tokens.end, row,
-      [&](const uint32_t(&pairs)[kPart / 2]) {
-#pragma unroll
-        for (uint32_t p = 0; p < kPart / 2; ++p) {
-          const float2 x = Element::Unpack(pairs[p]);
-          sum[2 * p] += x.x;
-          sum[2 * p + 1] += x.y;
-        }
-      },
-      [] {});
+  AddRows<Element>(tokens, row, sum);
 #pragma unroll
   for (uint32_t e = 0; e < kPart; ++e) sums[threadIdx.x % 32 * kPart + e] = sum[e];
 }

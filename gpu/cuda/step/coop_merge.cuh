@@ -52,7 +52,7 @@ __device__ __forceinline__ void LoadShare(const float* tile, uint32_t lane, uint
     const uint32_t i = k * 32 + thread;
     if (i >= states) continue;
     share->heads[k] = *reinterpret_cast<const float4*>(state(i));
-    share->dropped[k] = state(i)[4];
+    share->dropped[k] = state(i)[kHeadDropped];
   }
 #pragma unroll
   for (uint32_t k = 0; k < CoopShare::kOwn; ++k) {

@@ -88,6 +88,27 @@ __device__ __forceinline__ void CopyRun(uint32_t to, const std::byte* from, uint
   }
 }
 
+// Products of 8 kBlocks rows in shared memory with a tile's vectors: (sum[n][c] + sum[n][c + 2]) is
+// that of row 8 n + 2t + c and lane g. fragments: the vectors as the left sides of products.
+template <typename T, int kDim, uint32_t (*kPlace)(uint32_t, uint32_t), int kBlocks>
+__device__ __forceinline__ void DotRows(uint32_t rows, const uint32_t* fragments,
+                                        float (&sum)[kBlocks][4]) {
+  const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const uint4* q = reinterpret_cast<const uint4*>(fragments) + threadIdx.x % 32 * 2;
+#pragma unroll
+  for (int block = 0; block < kDim / 32; ++block) {
+    const uint4 q0 = q[block * 64], q1 = q[block * 64 + 1];
+    const uint32_t a0[4] = {q0.x, q0.y, q0.z, q0.w};
+    const uint32_t a1[4] = {q1.x, q1.y, q1.z, q1.w};
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      const uint4 row = LoadShared16(rows + kPlace(n * 8 + g, block * 4 + t));
+      MultiplyAdd<T>(sum[n], a0, row.x, row.y);
+      MultiplyAdd<T>(sum[n], a1, row.z, row.w);
+    }
+  }
+}
+
 }  // namespace attnd::gpu
 
 #endif  // ATTND_GPU_CUDA_STEP_ROWS_CUH_

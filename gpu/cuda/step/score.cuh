@@ -106,26 +106,6 @@ class ClusterCopier {
   bool second_order_;
 };
 
-// Products of a buffer's clusters with a tile: sum[n][c] for cluster 8 n + 2t + c, lane g.
-template <typename T, int kDim>
-__device__ __forceinline__ void DotCentroids(uint32_t buffer, const uint32_t* fragments,
-                                             float (&sum)[kWarpClusters / 8][4]) {
-  const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  const uint4* q = reinterpret_cast<const uint4*>(fragments) + threadIdx.x % 32 * 2;
-#pragma unroll
-  for (int block = 0; block < kDim / 32; ++block) {
-    const uint4 q0 = q[block * 64], q1 = q[block * 64 + 1];
-    const uint32_t a0[4] = {q0.x, q0.y, q0.z, q0.w};
-    const uint32_t a1[4] = {q1.x, q1.y, q1.z, q1.w};
-#pragma unroll
-    for (int n = 0; n < kWarpClusters / 8; ++n) {
-      const uint4 key = LoadShared16(buffer + KeyChunk<kDim * 2>(n * 8 + g, block * 4 + t));
-      MultiplyAdd<T>(sum[n], a0, key.x, key.y);
-      MultiplyAdd<T>(sum[n], a1, key.z, key.w);
-    }
-  }
-}
-
 template <typename T, int kDim>
 __device__ __forceinline__ void SumVariances(uint32_t buffer, const uint32_t* fragments,
                                              float (&sum)[kWarpClusters / 8][4]) {
@@ -173,7 +153,7 @@ __device__ __forceinline__ void ScoreClusters(const LaneScores& lane, uint32_t b
   constexpr int kColumns = kWarpClusters / 8;
   const uint32_t t = threadIdx.x % 4;
   float dot[kColumns][4] = {}, variance[kColumns][4] = {};
-  DotCentroids<T, kDim>(buffer, fragments, dot);
+  DotRows<T, kDim, KeyChunk<kDim * 2>>(buffer, fragments, dot);
   if (lane.second_order) SumVariances<T, kDim>(buffer, fragments, variance);
 
   float mass[kColumns * 2], optimistic[kColumns * 2];

@@ -48,6 +48,23 @@ struct TreeRowSet {
   __device__ __forceinline__ uint32_t At(uint32_t i) const { return __shfl_sync(~0u, own, i); }
 };
 
+// Rows of kRowBytes, 16 bytes a thread at a time; missing ones are 0.
+template <int kRowBytes, uint32_t kLoads>
+__device__ __forceinline__ void LoadTreeRows(const std::byte* from, const TreeRowSet& rows,
+                                             uint4 (&raw)[kLoads]) {
+  constexpr uint32_t kChunks = kRowBytes / 16;
+#pragma unroll
+  for (uint32_t i = 0; i < kLoads; ++i) {
+    const uint32_t at = i * 32 + threadIdx.x % 32;
+    const uint32_t row = rows.At(at / kChunks);
+    raw[i] = make_uint4(0, 0, 0, 0);
+    if (row != kNoRow) {
+      raw[i] =
+          __ldg(reinterpret_cast<const uint4*>(from + uint64_t{row} * kRowBytes) + at % kChunks);
+    }
+  }
+}
+
 // Rows of bytes into shared memory at `to`; missing ones become 0.
 template <int kDim>
 __device__ __forceinline__ void ExpandBytes(const std::byte* codes, const TreeRowSet& rows,
@@ -56,15 +73,7 @@ __device__ __forceinline__ void ExpandBytes(const std::byte* codes, const TreeRo
   constexpr uint32_t kLoads = kTreeRows * kChunks / 32;
   const uint32_t thread = threadIdx.x % 32;
   uint4 raw[kLoads];
-#pragma unroll
-  for (uint32_t i = 0; i < kLoads; ++i) {
-    const uint32_t at = i * 32 + thread;
-    const uint32_t row = rows.At(at / kChunks);
-    raw[i] = make_uint4(0, 0, 0, 0);
-    if (row != kNoRow) {
-      raw[i] = __ldg(reinterpret_cast<const uint4*>(codes + uint64_t{row} * kDim) + at % kChunks);
-    }
-  }
+  LoadTreeRows<kDim>(codes, rows, raw);
 #pragma unroll
   for (uint32_t i = 0; i < kLoads; ++i) {
     const uint32_t at = i * 32 + thread, row = at / kChunks, chunk = at % kChunks * 2;
@@ -95,16 +104,7 @@ __device__ __forceinline__ void ExpandSquares(const std::byte* codes, const Tree
   constexpr uint32_t kLoads = kTreeRows * kChunks / 32;
   const uint32_t thread = threadIdx.x % 32;
   uint4 raw[kLoads];
-#pragma unroll
-  for (uint32_t i = 0; i < kLoads; ++i) {
-    const uint32_t at = i * 32 + thread;
-    const uint32_t row = rows.At(at / kChunks);
-    raw[i] = make_uint4(0, 0, 0, 0);
-    if (row != kNoRow) {
-      raw[i] =
-          __ldg(reinterpret_cast<const uint4*>(codes + uint64_t{row} * (kDim / 2)) + at % kChunks);
-    }
-  }
+  LoadTreeRows<kDim / 2>(codes, rows, raw);
 #pragma unroll
   for (uint32_t i = 0; i < kLoads; ++i) {
     const uint32_t at = i * 32 + thread, row = at / kChunks, chunk = at % kChunks * 2;
@@ -130,20 +130,7 @@ __device__ __forceinline__ void CopyTreeRows(const std::byte* from, uint32_t to)
 template <int kDim>
 __device__ __forceinline__ void DotTreeRows(uint32_t rows, const uint32_t* fragments,
                                             float (&sum)[2][4]) {
-  const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  const uint4* q = reinterpret_cast<const uint4*>(fragments) + threadIdx.x % 32 * 2;
-#pragma unroll
-  for (int block = 0; block < kDim / 32; ++block) {
-    const uint4 q0 = q[block * 64], q1 = q[block * 64 + 1];
-    const uint32_t a0[4] = {q0.x, q0.y, q0.z, q0.w};
-    const uint32_t a1[4] = {q1.x, q1.y, q1.z, q1.w};
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const uint4 row = LoadShared16(rows + TreeChunk<kDim * 2>(n * 8 + g, block * 4 + t));
-      MultiplyAdd<__nv_bfloat16>(sum[n], a0, row.x, row.y);
-      MultiplyAdd<__nv_bfloat16>(sum[n], a1, row.z, row.w);
-    }
-  }
+  DotRows<__nv_bfloat16, kDim, TreeChunk<kDim * 2>>(rows, fragments, sum);
 }
 
 // values += weights * the 16 rows at `rows`.
