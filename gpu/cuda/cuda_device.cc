@@ -265,9 +265,9 @@ class CudaStream : public Stream {
   }
 
   absl::Status SelectOfTrees(const StepHeader& header) {
-    ATTND_RETURN_IF_ERROR(Launched(LaunchTreeOpen(header, main_), "open"));
+    ATTND_RETURN_IF_ERROR(Launched(LaunchTreeOpen(header, has_cooperative_groups_, main_), "open"));
     ATTND_RETURN_IF_ERROR(Launched(LaunchTreeItems(TreeStage::kLeaves, header, main_), "leaves"));
-    return Launched(LaunchTreeChoose(header, main_), "choose");
+    return Launched(LaunchTreeChoose(header, has_cooperative_groups_, main_), "choose");
   }
 
   absl::Status Measure(const StepKernels& kernels, const StepHeader& header) {

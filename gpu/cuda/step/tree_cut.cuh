@@ -1,21 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Where a ranking of a tree's rows is cut, by one thread block: the digits of the cut's key are
-// found by histograms, the highest first. Weights are integers (counts, or shares in fixed point),
-// so that no sum depends on the order in which threads come.
+// Where rankings of a tree's rows are cut, by the thread blocks of one thread block cluster, each
+// of which has a range of the rows. The digits of a cut's key are found by histograms, the highest
+// first. Weights are integers (counts, or shares in fixed point), so that no sum depends on the
+// order in which threads come, nor on how many thread blocks there are.
 #ifndef ATTND_GPU_CUDA_STEP_TREE_CUT_CUH_
 #define ATTND_GPU_CUDA_STEP_TREE_CUT_CUH_
 
 #include <cstdint>
 
+#include "gpu/cuda/step/cooperative_group.cuh"
 #include "gpu/layout/step_layout.h"
 
 namespace attnd::gpu {
 
-inline constexpr uint32_t kCutThreads = 512;
-inline constexpr uint32_t kCutWarps = kCutThreads / 32;
-inline constexpr uint32_t kCutDigitBits = 11;
+// The thread blocks that share a unit: one where there are no thread block clusters.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+using CutBlocks = ThreadBlock;
+#else
+using CutBlocks = ThreadBlockCluster;
+#endif
+inline constexpr uint32_t kCutBlocksMax = 8;
+inline constexpr uint32_t kCutDigitBits = 8;
 inline constexpr uint32_t kCutDigits = 1u << kCutDigitBits;
+inline constexpr uint32_t kCutThreads = kCutDigits;  // each sums up one digit
+inline constexpr uint32_t kCutWarps = kCutThreads / 32;
 
 using CutWeight = unsigned long long;
 
@@ -25,12 +34,34 @@ inline constexpr uint32_t kCutWords = 3;
 inline constexpr uint32_t kCutWordBits = 12;
 static_assert(kTreeRowsMax <= 1u << (32 - kCutWordBits));
 
+// Rows are taken in the order of descending keys, the lower number first among equals, as long as
+// those before weigh less than `limit`.
+struct TreeCut {
+  uint32_t key = 0;     // rows with greater keys are taken, ...
+  uint32_t equals = 0;  // ... and of the thread block's rows with this key, so many, ...
+  CutWeight above = 0;  // ... those before which this and the equals before them weigh less than
+  CutWeight limit = 0;  // this
+  bool known = false;
+};
+
+// What a cut is to leave: rows above it weigh at least `weight`, or rows below it at most that.
+enum class CutLimit { kTaken, kLeft };
+
+// One digit of a ranking's rows.
+struct CutDigit {
+  uint32_t rows = 0;
+  CutWeight weight = 0;
+};
+
 // In shared memory.
 struct CutMemory {
-  uint32_t histogram[kCutWords][kCutDigits];
+  uint32_t rows[2][kCutDigits];
+  uint4 weights[2][kCutDigits];  // kCutWords words of the weights, and rows
   CutWeight parts[kCutWarps];
-  CutWeight above;
-  uint32_t digit;
+  struct {
+    uint32_t digit, equals, rows;
+    CutWeight above, before;
+  } found;
 };
 
 // Sum over the threads before this one, and *total over all. The whole thread block.
@@ -45,145 +76,165 @@ __device__ __forceinline__ CutWeight ScanBlock(CutWeight x, CutMemory* memory, C
   __syncthreads();  // the parts of the scan before have been read
   if (thread == 31) memory->parts[warp] = sum;
   __syncthreads();
-  CutWeight part = thread < kCutWarps ? memory->parts[thread] : 0;
+  CutWeight before = 0, all = 0;
 #pragma unroll
-  for (int offset = 1; offset < kCutWarps; offset *= 2) {
-    const CutWeight other = __shfl_up_sync(~0u, part, offset);
-    if (thread >= offset) part += other;
+  for (uint32_t w = 0; w < kCutWarps; ++w) {
+    if (w == warp) before = all;
+    all += memory->parts[w];
   }
-  *total = __shfl_sync(~0u, part, kCutWarps - 1);
-  const CutWeight before = __shfl_sync(~0u, part, warp > 0 ? warp - 1 : 0);
-  return (warp > 0 ? before : 0) + sum - x;
+  *total = all;
+  return before + sum - x;
 }
 
-// kWords: of the words, those that the weights have.
-template <uint32_t kWords>
-__device__ __forceinline__ void ClearHistogram(CutMemory* memory) {
-  auto* words = reinterpret_cast<uint4*>(memory->histogram);
-  for (uint32_t i = threadIdx.x; i < kWords * kCutDigits / 4; i += kCutThreads) {
-    words[i] = make_uint4(0, 0, 0, 0);
-  }
-}
-template <uint32_t kWords>
-__device__ __forceinline__ void AddToHistogram(CutWeight weight, uint32_t digit,
-                                               CutMemory* memory) {
-#pragma unroll
-  for (uint32_t w = 0; w < kWords; ++w) {
-    const auto part =
-        static_cast<uint32_t>(weight >> w * kCutWordBits) & ((1u << kCutWordBits) - 1);
-    if (part != 0) atomicAdd(&memory->histogram[w][digit], part);
-  }
-}
-template <uint32_t kWords>
-__device__ __forceinline__ CutWeight OfDigit(const CutMemory& memory, uint32_t digit) {
-  CutWeight sum = 0;
-#pragma unroll
-  for (uint32_t w = 0; w < kWords; ++w) {
-    sum += static_cast<CutWeight>(memory.histogram[w][digit]) << w * kCutWordBits;
-  }
-  return sum;
-}
-
-// Rows are taken in the order of descending keys, the lower number first among equals, as long as
-// those before weigh less than `limit`: rows with greater keys, and of those with `key` itself the
-// ones before which `above` and the equals weigh less.
-struct TreeCut {
-  uint32_t key;
-  CutWeight above;
-  CutWeight limit;
+// A thread block's rows; keys are 0 of rows that are not there.
+struct RankedRows {
+  const uint32_t* keys;
+  uint32_t count;
 };
 
-// How rows are weighed: each as one, or by weight_of(i).
+// How rows are weighed: each as one, or by a function of their number in the thread block.
 struct OneEach {
-  static constexpr uint32_t kWords = 1;
+  static constexpr bool kOne = true;
   __device__ __forceinline__ CutWeight operator()(uint32_t) const { return 1; }
 };
 template <typename F>
 struct WeightBy {
-  static constexpr uint32_t kWords = kCutWords;
+  static constexpr bool kOne = false;
   F f;
   __device__ __forceinline__ CutWeight operator()(uint32_t i) const { return f(i); }
 };
 template <typename F>
 WeightBy(F) -> WeightBy<F>;
 
-// What a cut is to leave: rows above it weigh at least `weight`, or rows below it at most that.
-enum class CutLimit { kTaken, kLeft };
-
-// keys[i] > 0 of the rows that are there, 0 of others; weight_of(i) of a row.
+// Finds one ranking's cut, a digit a round. All thread blocks do the same, and in each round, in
+// this order: Clear, a __syncthreads, Add, a CutBlocks::Sync, Narrow.
 template <typename WeightOf>
-__device__ TreeCut FindCut(const uint32_t* keys, uint32_t count, CutLimit kind, CutWeight weight,
-                           WeightOf weight_of, CutMemory* memory) {
-  constexpr uint32_t kOwn = kCutDigits / kCutThreads, kWords = WeightOf::kWords;
-  TreeCut cut = {0, 0, weight};
-  uint32_t bits = 32;  // of the key that are not known
-  while (bits > 0) {
-    const uint32_t digit_bits = min(bits, kCutDigitBits), shift = bits - digit_bits;
-    ClearHistogram<kWords>(memory);
-    __syncthreads();
-    for (uint32_t i = threadIdx.x; i < count; i += kCutThreads) {
-      const uint32_t key = keys[i];
-      if (key == 0 || (bits < 32 && key >> bits != cut.key >> bits)) continue;
-      const uint32_t digit = key >> shift & ((1u << digit_bits) - 1);
-      AddToHistogram<kWords>(weight_of(i), digit, memory);
-    }
-    __syncthreads();
-    // A thread has some neighbouring digits, the first thread the greatest.
-    const uint32_t top = kCutDigits - 1 - threadIdx.x * kOwn;
-    CutWeight own = 0, total;
-#pragma unroll
-    for (uint32_t i = 0; i < kOwn; ++i) own += OfDigit<kWords>(*memory, top - i);
-    CutWeight above = cut.above + ScanBlock(own, memory, &total);
-    if (bits == 32) {
-      if (kind == CutLimit::kLeft) cut.limit = total > weight ? total - weight : 0;
-      if (cut.limit == 0) return {~0u, 0, 0};               // none
-      if (total < cut.limit) return {0, total, cut.limit};  // all
-    }
-    if (above < cut.limit && cut.limit <= above + own) {
-#pragma unroll
-      for (uint32_t i = 0; i < kOwn; ++i) {
-        const CutWeight of_digit = OfDigit<kWords>(*memory, top - i);
-        if (above < cut.limit && cut.limit <= above + of_digit) {
-          memory->digit = top - i;
-          memory->above = above;
-        }
-        above += of_digit;
-      }
-    }
-    __syncthreads();
-    cut.key |= memory->digit << shift;
-    cut.above = memory->above;
-    bits = shift;
-    __syncthreads();
-  }
-  return cut;
-}
+class CutFinder {
+ public:
+  __device__ __forceinline__ CutFinder(const RankedRows& rows, CutLimit kind, CutWeight weight,
+                                       const WeightOf& weight_of, CutMemory* memory)
+      : rows_(rows), kind_(kind), weight_(weight), weight_of_(weight_of), memory_(memory) {}
 
-// Calls take(i) for every row that the cut takes.
-template <typename WeightOf, typename Take>
-__device__ void ApplyCut(const uint32_t* keys, uint32_t count, const TreeCut& cut,
-                         WeightOf weight_of, CutMemory* memory, Take take) {
-  uint32_t equals = 0;
-  for (uint32_t i = threadIdx.x; i < count; i += kCutThreads) {
-    const uint32_t key = keys[i];
-    if (key > cut.key || (key != 0 && key == cut.key)) {
-      equals += key == cut.key ? 1 : 0;
-      if (key > cut.key) take(i);
+  // What the round at `shift` adds to.
+  __device__ __forceinline__ void Clear(uint32_t shift) const {
+    if constexpr (WeightOf::kOne) {
+      memory_->rows[Buffer(shift)][threadIdx.x] = 0;
+    } else {
+      memory_->weights[Buffer(shift)][threadIdx.x] = make_uint4(0, 0, 0, 0);
     }
   }
-  if (cut.key == 0 || cut.key == ~0u) return;
-  // As a rule one row has the cut's key, and is taken: without it the others weigh too little.
-  const bool one = __syncthreads_count(equals > 0) == 1 && !__syncthreads_or(equals > 1);
-  CutWeight above = cut.above;
-  for (uint32_t first = 0; first < count; first += kCutThreads) {
-    const uint32_t i = first + threadIdx.x;
-    const bool equal = i < count && keys[i] == cut.key;
-    CutWeight total = 0, before = above;
-    if (!one) before += ScanBlock(equal ? weight_of(i) : 0, memory, &total);
-    if (equal && before < cut.limit) take(i);
-    above += total;
+
+  __device__ __forceinline__ void Add(uint32_t shift) const {
+    if (cut_.known) return;
+    const uint32_t above = shift + kCutDigitBits;
+    for (uint32_t i = threadIdx.x; i < rows_.count; i += kCutThreads) {
+      const uint32_t key = rows_.keys[i];
+      if (key == 0 || (above < 32 && (key ^ cut_.key) >> above != 0)) continue;
+      AddRow(weight_of_(i), key >> shift & (kCutDigits - 1), Buffer(shift));
+    }
   }
-}
+
+  __device__ __forceinline__ void Narrow(uint32_t shift) {
+    if (cut_.known) return;
+    const uint32_t digit = kCutDigits - 1 - threadIdx.x;
+    CutDigit own;
+    CutWeight before = 0;
+#pragma unroll
+    for (uint32_t rank = 0; rank < kCutBlocksMax; ++rank) {
+      if (rank >= CutBlocks::blocks()) break;
+      const CutDigit part = Read(digit, Buffer(shift), rank);
+      if (rank < CutBlocks::rank()) before += part.weight;
+      own.rows += part.rows;
+      own.weight += part.weight;
+    }
+    CutWeight total;
+    const CutWeight above = cut_.above + ScanBlock(own.weight, memory_, &total);
+    if (shift + kCutDigitBits == 32 && !Begin(total)) return;
+    if (above < cut_.limit && cut_.limit <= above + own.weight) {
+      memory_->found = {digit, Read(digit, Buffer(shift), CutBlocks::rank()).rows, own.rows, above,
+                        before};
+    }
+    __syncthreads();
+    const auto& found = memory_->found;
+    cut_.key |= found.digit << shift;
+    cut_.above = found.above;
+    if (shift == 0) {
+      cut_.equals = found.equals;
+      cut_.above += found.before;
+    } else if (found.rows == 1) {
+      // The one row is taken: without it the others weigh too little.
+      cut_.key = cut_.key > 0 ? cut_.key - 1 : 0;
+      cut_.known = true;
+    }
+  }
+
+  __device__ __forceinline__ const TreeCut& cut() const { return cut_; }
+
+  // Whether the thread block's row `i` is taken; i may lie behind its rows. The whole thread block,
+  // which asks for kCutThreads neighbouring rows at a time, in their order.
+  __device__ __forceinline__ bool Takes(uint32_t i) {
+    const uint32_t key = i < rows_.count ? rows_.keys[i] : 0;
+    bool takes = key > cut_.key;
+    if (cut_.equals == 0) return takes;
+    const bool equal = key == cut_.key && key != 0;
+    const CutWeight weight = equal ? weight_of_(i) : 0;
+    CutWeight total = 0, before = 0;
+    if (cut_.equals > 1) before = ScanBlock(weight, memory_, &total);
+    takes = takes || (equal && cut_.above + before < cut_.limit);
+    cut_.above += total;
+    return takes;
+  }
+
+ private:
+  static __device__ __forceinline__ uint32_t Buffer(uint32_t shift) {
+    return shift / kCutDigitBits % 2;
+  }
+
+  __device__ __forceinline__ void AddRow(CutWeight weight, uint32_t digit, uint32_t buffer) const {
+    if constexpr (WeightOf::kOne) {
+      atomicAdd(&memory_->rows[buffer][digit], 1);
+    } else {
+      auto* words = reinterpret_cast<uint32_t*>(&memory_->weights[buffer][digit]);
+#pragma unroll
+      for (uint32_t w = 0; w < kCutWords; ++w) {
+        const auto part =
+            static_cast<uint32_t>(weight >> w * kCutWordBits) & ((1u << kCutWordBits) - 1);
+        if (part != 0) atomicAdd(words + w, part);
+      }
+      atomicAdd(words + kCutWords, 1);
+    }
+  }
+
+  __device__ __forceinline__ CutDigit Read(uint32_t digit, uint32_t buffer, uint32_t rank) const {
+    CutDigit sum;
+    if constexpr (WeightOf::kOne) {
+      sum.rows = CutBlocks::Read(&memory_->rows[buffer][digit], rank);
+      sum.weight = sum.rows;
+    } else {
+      const uint4 words = CutBlocks::Read(&memory_->weights[buffer][digit], rank);
+      sum.rows = words.w;
+      sum.weight = words.x + (static_cast<CutWeight>(words.y) << kCutWordBits) +
+                   (static_cast<CutWeight>(words.z) << 2 * kCutWordBits);
+    }
+    return sum;
+  }
+
+  // With the weight of all rows; whether there is a cut to look for.
+  __device__ __forceinline__ bool Begin(CutWeight total) {
+    cut_.limit = kind_ == CutLimit::kTaken ? weight_ : total > weight_ ? total - weight_ : 0;
+    if (cut_.limit > 0 && total >= cut_.limit) return true;
+    cut_.key = cut_.limit == 0 ? ~0u : 0;  // none, or all
+    cut_.known = true;
+    return false;
+  }
+
+  const RankedRows rows_;
+  const CutLimit kind_;
+  const CutWeight weight_;
+  const WeightOf weight_of_;
+  CutMemory* const memory_;
+  TreeCut cut_;
+};
 
 }  // namespace attnd::gpu
 

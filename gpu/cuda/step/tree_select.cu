@@ -60,14 +60,22 @@ struct SumsOfHeads {
 __device__ TreeLevel TreeSelector::LevelOf(const TreeLevelScores& places, uint32_t count,
                                            uint32_t stride, float optimism) const {
   TreeLevel level;
+  const uint32_t each = (count + CutBlocks::blocks() - 1) / CutBlocks::blocks();
   level.count = count;
+  level.begin = min(CutBlocks::rank() * each, count);
+  level.own = min(each, count - level.begin);
   level.stride = stride;
   level.log_mass = scores_ + places.log_mass;
   level.d2 = scores_ + places.d2;
   level.info = reinterpret_cast<const TreeRowInfo*>(scores_ + places.info);
-  level.best_keys = reinterpret_cast<uint32_t*>(scores_ + places.best_key);
-  level.error_keys = reinterpret_cast<uint32_t*>(scores_ + places.error_key);
-  level.errors = scores_ + places.error;
+  const auto rows_of = [&](auto* shared, uint64_t place) {
+    return each <= kRankedRows
+               ? shared
+               : reinterpret_cast<decltype(shared)>(scores_ + place) + level.begin;
+  };
+  level.best_keys = rows_of(memory_->best_keys, places.best_key);
+  level.error_keys = rows_of(memory_->error_keys, places.error_key);
+  level.errors = rows_of(memory_->errors, places.error);
   level.optimism = optimism;
   return level;
 }
@@ -108,51 +116,64 @@ __device__ void TreeSelector::CombineStates() {
   __syncthreads();
 }
 
-// The lengths of the outputs that zones and all groups' estimates give together. A thread has a
-// lane's channel.
-__device__ void TreeSelector::MeasureOutputs() {
-  const uint32_t dim = step_.value_dim, zone_floats = StateFloats(dim);
-  for (uint32_t i = threadIdx.x; i < step_.group * dim; i += kCutThreads) {
-    const uint32_t lane = i / dim, channel = i % dim, tile = lane / kLanes;
-    const TreeLane& own = memory_->lanes[lane];
-    const float max = memory_->sums[lane].x;
-    const float* zones =
-        TileStates(step_, unit_, tile, zone_floats) + lane % kLanes * (kStateHead + dim);
-    float zone = 0, groups = 0;
-#pragma unroll 4
-    for (uint32_t p = 0; p < row_.read_pieces; ++p) {
-      const float* state = zones + uint64_t{p} * zone_floats;
-      const float factor = state[kHeadSum] > 0 ? Weight(state[kHeadMax], own.zone_max) : 0.0f;
-      zone += factor * state[kStateHead + channel];
-    }
-#pragma unroll 4
-    for (uint32_t s = 0; s < row_.segment_count; ++s) {
-      const float* state = StateOfGroups(tile, s) + lane % kLanes * (kStateHead + 2 * dim);
-      const float factor = Weight(state[kTreeMax], max);
-      groups += factor * (state[kStateHead + channel] + state[kStateHead + dim + channel]);
-    }
-    const float greatest = fmaxf(max, own.zone_max);
-    const float zone_factor = Weight(own.zone_max, greatest), factor = Weight(max, greatest);
-    const float total = own.zone_sum * zone_factor + memory_->sums[lane].y * factor;
-    const float mean = (zone * zone_factor + groups * factor) / total;
-    const float zone_mean = own.zone_sum > 0 ? zone / own.zone_sum : 0.0f;
-    // A warp's channels are one lane's, as value dims are multiples of 32.
-    const float norm2 = SumOfWarp(mean * mean), zone_norm2 = SumOfWarp(zone_mean * zone_mean);
-    if (threadIdx.x % 32 != 0) continue;
-    memory_->norms[lane][0][channel / 32] = norm2;
-    memory_->norms[lane][1][channel / 32] = zone_norm2;
+// Squared lengths of some of a lane's channels: of the output that zones and all groups' estimates
+// give together, and of the zones' mean. A thread has a channel, each warp some of the states.
+__device__ float2 TreeSelector::OutputPart(uint32_t lane, uint32_t chunk) {
+  const uint32_t dim = step_.value_dim, zone_floats = StateFloats(dim), tile = lane / kLanes;
+  const uint32_t warp = threadIdx.x / 32, thread = threadIdx.x % 32;
+  const uint32_t channel = chunk * kOutputChannels + thread;
+  const TreeLane& own = memory_->lanes[lane];
+  const float max = memory_->sums[lane].x;
+  const float* zones =
+      TileStates(step_, unit_, tile, zone_floats) + lane % kLanes * (kStateHead + dim);
+  float zone = 0, groups = 0;
+#pragma unroll 2
+  for (uint32_t p = warp; p < row_.read_pieces; p += kCutWarps) {
+    const float* state = zones + uint64_t{p} * zone_floats;
+    const float factor = state[kHeadSum] > 0 ? Weight(state[kHeadMax], own.zone_max) : 0.0f;
+    zone += factor * state[kStateHead + channel];
   }
+#pragma unroll 4
+  for (uint32_t s = warp; s < row_.segment_count; s += kCutWarps) {
+    const float* state = StateOfGroups(tile, s) + lane % kLanes * (kStateHead + 2 * dim);
+    const float factor = Weight(state[kTreeMax], max);
+    groups += factor * (state[kStateHead + channel] + state[kStateHead + dim + channel]);
+  }
+  __syncthreads();  // the part before has been read
+  memory_->outputs[warp][0][thread] = zone;
+  memory_->outputs[warp][1][thread] = groups;
   __syncthreads();
+  zone = groups = 0;
+  for (uint32_t w = 0; w < kCutWarps; ++w) {
+    zone += memory_->outputs[w][0][thread];
+    groups += memory_->outputs[w][1][thread];
+  }
+  const float greatest = fmaxf(max, own.zone_max);
+  const float zone_factor = Weight(own.zone_max, greatest), factor = Weight(max, greatest);
+  const float total = own.zone_sum * zone_factor + memory_->sums[lane].y * factor;
+  const float mean = (zone * zone_factor + groups * factor) / total;
+  const float zone_mean = own.zone_sum > 0 ? zone / own.zone_sum : 0.0f;
+  return {SumOfWarp(mean * mean), SumOfWarp(zone_mean * zone_mean)};
+}
+
+// Each thread block measures some parts of outputs, which all of them then add up.
+__device__ void TreeSelector::MeasureOutputs() {
+  const uint32_t chunks = step_.value_dim / kOutputChannels, blocks = CutBlocks::blocks();
+  for (uint32_t i = CutBlocks::rank(); i < step_.group * chunks; i += blocks) {
+    const float2 norms2 = OutputPart(i / chunks, i % chunks);
+    if (threadIdx.x == 0) memory_->norms[i / blocks] = norms2;
+  }
+  CutBlocks::Sync();
   if (threadIdx.x < step_.group) {
-    const uint32_t lane = threadIdx.x;
-    TreeLane& own = memory_->lanes[lane];
     float norm2 = 0, zone_norm2 = 0;
-    for (uint32_t i = 0; i < dim / 32; ++i) {
-      norm2 += memory_->norms[lane][0][i];
-      zone_norm2 += memory_->norms[lane][1][i];
+    for (uint32_t c = 0; c < chunks; ++c) {
+      const uint32_t i = threadIdx.x * chunks + c;
+      const float2 part = CutBlocks::Read(&memory_->norms[i / blocks], i % blocks);
+      norm2 += part.x;
+      zone_norm2 += part.y;
     }
-    own.output_norm = sqrtf(norm2);
-    own.zone_norm2 = zone_norm2;
+    memory_->lanes[threadIdx.x].output_norm = sqrtf(norm2);
+    memory_->lanes[threadIdx.x].zone_norm2 = zone_norm2;
   }
   __syncthreads();
 }
@@ -237,41 +258,90 @@ __device__ float TreeSelector::ErrorOf(const TreeLevel& level, uint32_t i,
 
 // Keys by the optimistic mass and by the error, of each token: what it costs to read the row.
 __device__ void TreeSelector::Rank(const TreeLevel& level) {
-  for (uint32_t i = threadIdx.x; i < level.count; i += kCutThreads) {
-    const TreeRowInfo info = level.info[i];
+  for (uint32_t i = threadIdx.x; i < level.own; i += kCutThreads) {
+    const TreeRowInfo info = level.info[level.begin + i];
     const bool there = info.tokens > 0;
-    level.best_keys[i] = there ? KeyOf(BestOf(level, i) / info.tokens) : 0;
+    level.best_keys[i] = there ? KeyOf(BestOf(level, level.begin + i) / info.tokens) : 0;
     if (!limited()) continue;
-    const float error2 = there ? ErrorOf(level, i, info) : 0.0f;
+    const float error2 = there ? ErrorOf(level, level.begin + i, info) : 0.0f;
     level.errors[i] = error2;
     level.error_keys[i] = there ? KeyOf(error2 / info.tokens) : 0;
   }
-  __syncthreads();
 }
 
 // Marks the `wanted` rows that might hide the one token that a query looks for; and those that must
 // be read for the others' squared errors to stay within the tolerance's square, less what is
-// `spent` of it. The others are estimated.
-template <typename FateOf>
-__device__ void TreeSelector::Mark(const TreeLevel& level, uint32_t wanted, double tolerance,
-                                   CutWeight spent, FateOf fate_of) {
+// `spent` of it. The others are estimated. Puts marked rows' sizes, and 0 of others, in the place
+// of their keys; returns the sum of the thread block's own.
+template <typename FateOf, typename SizeOf>
+__device__ uint32_t TreeSelector::Mark(const TreeLevel& level, uint32_t wanted, double tolerance,
+                                       CutWeight spent, FateOf fate_of, SizeOf size_of) {
   Rank(level);
-  for (uint32_t i = threadIdx.x; i < level.count; i += kCutThreads) fate_of(i) = kFateEstimated;
-  const auto take = [&](uint32_t i) { fate_of(i) = kFateExact; };
-  const OneEach one;
-  TreeCut cut = FindCut(level.best_keys, level.count, CutLimit::kTaken, wanted, one, &memory_->cut);
-  ApplyCut(level.best_keys, level.count, cut, one, &memory_->cut, take);
-  if (limited()) {
-    const float per_budget = PerBudget(tolerance);
-    const WeightBy weight{[&](uint32_t i) { return FixedShare(level.errors[i] * per_budget); }};
-    const CutWeight left = kCutOne > spent ? kCutOne - spent : 0;
-    cut = FindCut(level.error_keys, level.count, CutLimit::kLeft, left, weight, &memory_->cut);
-    ApplyCut(level.error_keys, level.count, cut, weight, &memory_->cut, take);
+  const float per_budget = PerBudget(tolerance);
+  const WeightBy error_of{[&](uint32_t i) { return FixedShare(level.errors[i] * per_budget); }};
+  CutFinder best({level.best_keys, level.own}, CutLimit::kTaken, wanted, OneEach(), &memory_->cut);
+  CutFinder errors({level.error_keys, limited() ? level.own : 0}, CutLimit::kLeft,
+                   kCutOne > spent ? kCutOne - spent : 0, error_of, &memory_->cut);
+#pragma unroll 1
+  for (int shift = 32 - kCutDigitBits; shift >= 0; shift -= kCutDigitBits) {
+    best.Clear(shift);
+    if (limited()) errors.Clear(shift);
+    __syncthreads();
+    best.Add(shift);
+    if (limited()) errors.Add(shift);
+    CutBlocks::Sync();
+    best.Narrow(shift);
+    if (limited()) errors.Narrow(shift);
+    if (best.cut().known && (!limited() || errors.cut().known)) break;
   }
   __syncthreads();
+  uint32_t size = 0;
+#pragma unroll 1
+  for (uint32_t first = 0; first < level.own; first += kCutThreads) {
+    const uint32_t i = first + threadIdx.x;
+    bool takes = best.Takes(i);
+    if (limited()) takes = errors.Takes(i) || takes;
+    if (i >= level.own) continue;
+    fate_of(level.begin + i) = takes ? kFateExact : kFateEstimated;
+    level.best_keys[i] = takes ? size_of(level.info[level.begin + i]) : 0;
+    size += level.best_keys[i];
+  }
+  CutWeight total;
+  ScanBlock(size, &memory_->cut, &total);
+  return static_cast<uint32_t>(total);
 }
 
-// ---- the open stage ----
+// Of a sum over thread blocks: that of the ones before this one.
+__device__ CutWeight TreeSelector::BeforeBlock(TreeShare share, CutWeight own, CutWeight* total) {
+  if (threadIdx.x == 0) memory_->shares[share] = own;
+  CutBlocks::Sync();
+  CutWeight before = 0, all = 0;
+  for (uint32_t rank = 0; rank < CutBlocks::blocks(); ++rank) {
+    if (rank == CutBlocks::rank()) before = all;
+    all += CutBlocks::Read(&memory_->shares[share], rank);
+  }
+  *total = all;
+  return before;
+}
+
+// Calls put(row, size, number) for the thread block's marked rows: number is the sum of the sizes
+// before. Puts every row's number in the place of its error's key. size: of the thread block's
+// rows; returns that of all.
+template <typename Put>
+__device__ uint32_t TreeSelector::List(const TreeLevel& level, uint32_t size, Put put) {
+  CutWeight all;
+  auto number = static_cast<uint32_t>(BeforeBlock(kListedShare, size, &all));
+#pragma unroll 1
+  for (uint32_t first = 0; first < level.own; first += kCutThreads) {
+    const uint32_t i = first + threadIdx.x, own = i < level.own ? level.best_keys[i] : 0;
+    CutWeight total;
+    const uint32_t at = number + static_cast<uint32_t>(ScanBlock(own, &memory_->cut, &total));
+    if (i < level.own) level.error_keys[i] = at;
+    if (own > 0) put(level.begin + i, own, at);
+    number += static_cast<uint32_t>(total);
+  }
+  return static_cast<uint32_t>(all);
+}
 
 // How many rows of a level the unit's segments have.
 __device__ uint32_t TreeSelector::CountRows(bool groups) {
@@ -285,45 +355,39 @@ __device__ uint32_t TreeSelector::CountRows(bool groups) {
   return static_cast<uint32_t>(total);
 }
 
-// Numbers the leaves of opened groups, in the order of segments and groups. A thread has some
-// neighbouring slots.
-__device__ void TreeSelector::NumberItems() {
-  const TreeLevel level = Groups();
-  const uint32_t each = (level.count + kCutThreads - 1) / kCutThreads;
-  const uint32_t begin = min(threadIdx.x * each, level.count), end = min(begin + each, level.count);
-  uint32_t leaves = 0;
-  for (uint32_t slot = begin; slot < end; ++slot) {
-    if (GroupFate(slot) == kFateExact) leaves += level.info[slot].place >> 16;
+// ---- the open stage ----
+
+// Numbers the leaves of opened groups, in the order of segments and groups.
+__device__ void TreeSelector::NumberItems(const TreeLevel& level, uint32_t leaves) {
+  const uint32_t all = List(level, leaves, [&](uint32_t slot, uint32_t count, uint32_t item) {
+    const uint32_t segment = SegmentOfGroup(slot), first = level.info[slot].place & 0xFFFF;
+    for (uint32_t i = 0; i < count; ++i) items()[item + i] = segment << 16 | (first + i);
+  });
+  __syncthreads();
+  for (uint32_t s = threadIdx.x; s < row_.segment_count; s += kCutThreads) {
+    const uint32_t slot = Tree(s).first_group_slot - level.begin;  // wraps for those before
+    if (slot < level.own) first_items()[s] = level.error_keys[slot];
   }
-  CutWeight total;
-  auto item = static_cast<uint32_t>(ScanBlock(leaves, &memory_->cut, &total));
-  uint32_t segment = begin < end ? SegmentOfGroup(begin) : 0;
-  for (uint32_t slot = begin; slot < end; ++slot) {
-    while (slot >= Tree(segment).first_group_slot + Tree(segment).group_slots) ++segment;
-    if (slot == Tree(segment).first_group_slot) first_items()[segment] = item;
-    if (GroupFate(slot) != kFateExact) continue;
-    const uint32_t place = level.info[slot].place;
-    for (uint32_t i = 0; i < place >> 16; ++i) {
-      items()[item++] = segment << 16 | ((place & 0xFFFF) + i);
-    }
-  }
-  if (threadIdx.x == 0) first_items()[row_.segment_count] = static_cast<uint32_t>(total);
+  if (threadIdx.x == 0 && CutBlocks::rank() == 0) first_items()[row_.segment_count] = all;
 }
 
 __device__ void TreeSelector::Open() {
   CombineStates();
-  MeasureOutputs();
+  if (limited()) MeasureOutputs();
   SetScales();
-  if (threadIdx.x < step_.group) {
+  if (threadIdx.x < step_.group && CutBlocks::rank() == 0) {
     reinterpret_cast<TreeLane*>(words_)[threadIdx.x] = memory_->lanes[threadIdx.x];
   }
   const uint32_t groups = CountRows(/*groups=*/true);
   const double share =
       fmin(1.0, fmax(attention::kOpenedShare, attention::kOpenedPerFloor * row_.floor));
   const uint32_t wanted = max(min(attention::kOpenedLeast, groups), ShareOf(share, groups));
-  Mark(Groups(), wanted, attention::kClosedErrorShare * row_.tolerance, 0,
-       [this](uint32_t slot) -> uint8_t& { return GroupFate(slot); });
-  NumberItems();
+  const TreeLevel level = Groups();
+  const uint32_t leaves = Mark(
+      level, wanted, attention::kClosedErrorShare * row_.tolerance, 0,
+      [this](uint32_t slot) -> uint8_t& { return GroupFate(slot); },
+      [](const TreeRowInfo& info) { return info.place >> 16; });
+  NumberItems(level, leaves);
 }
 
 // ---- the choose stage ----
@@ -332,53 +396,46 @@ __device__ void TreeSelector::Open() {
 __device__ CutWeight TreeSelector::ClosedErrors() {
   const TreeLevel level = Groups();
   const float per_budget = PerBudget(row_.tolerance);
-  CutWeight own = 0, total;
-  for (uint32_t slot = threadIdx.x; slot < level.count; slot += kCutThreads) {
+  CutWeight own = 0, of_block, total;
+  for (uint32_t i = threadIdx.x; i < level.own; i += kCutThreads) {
+    const uint32_t slot = level.begin + i;
     const TreeRowInfo info = level.info[slot];
     if (info.tokens == 0 || GroupFate(slot) == kFateExact) continue;
     own += FixedShare(ErrorOf(level, slot, info) * per_budget);
   }
-  ScanBlock(own, &memory_->cut, &total);
+  ScanBlock(own, &memory_->cut, &of_block);
+  BeforeBlock(kSpentShare, of_block, &total);
   return total;
 }
 
-// Lists the chosen leaves' tokens; returns how many there are. A thread has some neighbouring
-// items.
-__device__ uint32_t TreeSelector::ListTokens(uint32_t count) {
-  const TreeRowInfo* info = Leaves().info;
+// Lists the chosen leaves' tokens; returns how many there are.
+__device__ uint32_t TreeSelector::ListTokens(const TreeLevel& level, uint32_t tokens) {
   uint32_t* list = UnitChosen(step_, unit_);
-  const uint32_t each = (count + kCutThreads - 1) / kCutThreads;
-  const uint32_t begin = min(threadIdx.x * each, count), end = min(begin + each, count);
-  uint32_t tokens = 0;
-  for (uint32_t item = begin; item < end; ++item) {
-    if (LeafFate(item) == kFateExact) tokens += static_cast<uint32_t>(info[item].tokens);
-  }
-  CutWeight total;
-  auto place = static_cast<uint32_t>(ScanBlock(tokens, &memory_->cut, &total));
-  for (uint32_t item = begin; item < end; ++item) {
-    if (LeafFate(item) != kFateExact) continue;
-    const uint32_t segment = items()[item] >> 16 << 16, leaf_tokens = info[item].tokens;
-    for (uint32_t i = 0; i < leaf_tokens; ++i) list[place++] = segment | (info[item].place + i);
-  }
-  return static_cast<uint32_t>(total);
+  return List(level, tokens, [&](uint32_t item, uint32_t count, uint32_t place) {
+    const uint32_t segment = items()[item] >> 16 << 16, first = level.info[item].place;
+    for (uint32_t i = 0; i < count; ++i) list[place + i] = segment | (first + i);
+  });
 }
 
 __device__ void TreeSelector::Choose() {
   CombinePartials();
   SetScales();
-  for (uint32_t i = threadIdx.x; i < step_.tiles_max * kLanes; i += kCutThreads) {
+  const bool first = CutBlocks::rank() == 0;
+  for (uint32_t i = threadIdx.x; first && i < step_.tiles_max * kLanes; i += kCutThreads) {
     const float4 sums = i < step_.group ? memory_->sums[i] : make_float4(-INFINITY, 0, 0, 0);
     step_.lane_scales[uint64_t{unit_.unit} * step_.tiles_max * kLanes + i] = {sums.x, sums.y};
   }
   const TreeLevel level = Leaves();
   const uint32_t wanted = min(ShareOf(row_.floor, CountRows(/*groups=*/false)), level.count);
-  Mark(level, wanted, row_.tolerance, limited() ? ClosedErrors() : 0,
-       [this](uint32_t item) -> uint8_t& { return LeafFate(item); });
+  const uint32_t tokens = Mark(
+      level, wanted, row_.tolerance, limited() ? ClosedErrors() : 0,
+      [this](uint32_t item) -> uint8_t& { return LeafFate(item); },
+      [](const TreeRowInfo& info) { return static_cast<uint32_t>(info.tokens); });
   UnitResult result = {};
   result.clusters = level.count;
-  result.chosen_tokens = ListTokens(level.count);
+  result.chosen_tokens = ListTokens(level, tokens);
   result.estimated_tokens = row_.clustered_tokens - result.chosen_tokens;
-  QueuePieces(step_, unit_, result, &memory_->first_piece);
+  if (first) QueuePieces(step_, unit_, result, &memory_->first_piece);
 }
 
 namespace {
@@ -389,28 +446,42 @@ template <bool kOpen>
 __global__ void __launch_bounds__(kCutThreads)
     TreeSelectKernel(const __grid_constant__ StepHeader step) {
   __shared__ TreeSelectMemory memory;
-  const RowRef* row = RowOfUnit(step, blockIdx.x);
+  const uint32_t number = blockIdx.x / CutBlocks::blocks();
+  const RowRef* row = RowOfUnit(step, number);
   if (row->kind != UnitKind::kTree) return;
-  const UnitPlace unit(step, row, blockIdx.x - row->first_unit);
+  const UnitPlace unit(step, row, number - row->first_unit);
   TreeSelector selector(step, unit, &memory);
   if constexpr (kOpen) {
     selector.Open();
   } else {
     selector.Choose();
   }
+  CutBlocks::Sync();  // others may read this one's memory
+}
+
+cudaError_t Launch(void (*kernel)(StepHeader), const StepHeader& step, bool share_units,
+                   cudaStream_t stream) {
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {kCutBlocksMax, 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = step.units * (share_units ? kCutBlocksMax : 1);
+  config.blockDim = kCutThreads;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = share_units ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, step);
 }
 
 }  // namespace
 
 // ---- launchers ----
 
-cudaError_t LaunchTreeOpen(const StepHeader& step, cudaStream_t stream) {
-  TreeSelectKernel<true><<<step.units, kCutThreads, 0, stream>>>(step);
-  return cudaPeekAtLastError();
+cudaError_t LaunchTreeOpen(const StepHeader& step, bool share_units, cudaStream_t stream) {
+  return Launch(TreeSelectKernel<true>, step, share_units, stream);
 }
-cudaError_t LaunchTreeChoose(const StepHeader& step, cudaStream_t stream) {
-  TreeSelectKernel<false><<<step.units, kCutThreads, 0, stream>>>(step);
-  return cudaPeekAtLastError();
+cudaError_t LaunchTreeChoose(const StepHeader& step, bool share_units, cudaStream_t stream) {
+  return Launch(TreeSelectKernel<false>, step, share_units, stream);
 }
 
 }  // namespace attnd::gpu

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What of a unit's tree is opened, and what is read exactly (docs/POLICIES.md, "error-target"): one
-// thread block works on one unit, as a cut needs all of the unit's scores.
+// What of a unit's tree is opened, and what is read exactly (docs/POLICIES.md, "error-target"). A
+// cut needs all of the unit's scores, so the thread blocks of one thread block cluster work on it:
+// each ranks a range of its rows.
 #ifndef ATTND_GPU_CUDA_STEP_TREE_SELECTOR_CUH_
 #define ATTND_GPU_CUDA_STEP_TREE_SELECTOR_CUH_
 
@@ -16,9 +17,14 @@
 
 namespace attnd::gpu {
 
-// A unit's rows of one level: what is ranked.
+// Rows of a thread block whose ranking lies in shared memory.
+inline constexpr uint32_t kRankedRows = 1024;
+
+// A unit's rows of one level, and of these the thread block's own, [begin, begin + own): what is
+// ranked. Keys and errors are those of its own rows.
 struct TreeLevel {
   uint32_t count;
+  uint32_t begin, own;
   uint32_t stride;  // of lanes
   const float* log_mass;
   const float* d2;
@@ -39,13 +45,25 @@ struct TreeLaneScale {
   float mass_share2;
 };
 
+// Sums that thread blocks tell each other.
+enum TreeShare { kSpentShare, kListedShare, kTreeShares };
+
+// A warp's channels of an output.
+inline constexpr uint32_t kOutputChannels = 32;
+inline constexpr uint32_t kOutputChunksMax = 8;  // of a lane
+
 struct TreeSelectMemory {
   CutMemory cut;
+  uint32_t best_keys[kRankedRows];
+  uint32_t error_keys[kRankedRows];
+  float errors[kRankedRows];
   TreeLane lanes[kTreeLanesMax];
   TreeLaneScale scales[kTreeLanesMax];
-  float4 sums[kTreeLanesMax];        // max and sum of masses, max and sum of optimistic masses
-  float moments[kTreeLanesMax];      // second moments of values, by mass
-  float norms[kTreeLanesMax][2][8];  // parts of squared norms: output, zones
+  float4 sums[kTreeLanesMax];    // max and sum of masses, max and sum of optimistic masses
+  float moments[kTreeLanesMax];  // second moments of values, by mass
+  float outputs[kCutWarps][2][kOutputChannels];          // parts of sums: of zones, of groups
+  float2 norms[kTreeLanesMax * kOutputChunksMax];        // squared: of an output's channels, zones'
+  CutWeight shares[kTreeShares];
   uint32_t first_piece;
 };
 
@@ -104,6 +122,7 @@ class TreeSelector {
   __device__ void CombineStates();
   __device__ void CombinePartials();
   __device__ void MeasureOutputs();
+  __device__ float2 OutputPart(uint32_t lane, uint32_t chunk);
   __device__ void SetScales();
 
   __device__ TreeLevel LevelOf(const TreeLevelScores& places, uint32_t count, uint32_t stride,
@@ -111,13 +130,16 @@ class TreeSelector {
   __device__ void Rank(const TreeLevel& level);
   __device__ float BestOf(const TreeLevel& level, uint32_t i) const;
   __device__ float ErrorOf(const TreeLevel& level, uint32_t i, const TreeRowInfo& info) const;
-  template <typename FateOf>
-  __device__ void Mark(const TreeLevel& level, uint32_t wanted, double tolerance, CutWeight spent,
-                       FateOf fate_of);
+  template <typename FateOf, typename SizeOf>
+  __device__ uint32_t Mark(const TreeLevel& level, uint32_t wanted, double tolerance,
+                           CutWeight spent, FateOf fate_of, SizeOf size_of);
+  template <typename Put>
+  __device__ uint32_t List(const TreeLevel& level, uint32_t size, Put put);
   __device__ uint32_t CountRows(bool groups);
-  __device__ void NumberItems();
+  __device__ CutWeight BeforeBlock(TreeShare share, CutWeight own, CutWeight* total);
+  __device__ void NumberItems(const TreeLevel& level, uint32_t leaves);
   __device__ CutWeight ClosedErrors();
-  __device__ uint32_t ListTokens(uint32_t count);
+  __device__ uint32_t ListTokens(const TreeLevel& level, uint32_t tokens);
 
   const StepHeader& step_;
   const UnitPlace& unit_;
