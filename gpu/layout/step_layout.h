@@ -270,10 +270,10 @@ constexpr uint64_t ScoresPerUnit(const RowRef& row, uint32_t group) {
   return uint64_t{row.slots} * (uint64_t{group} * (row.second_order != 0 ? 2 : 1) + 1);
 }
 constexpr uint32_t StateFloats(uint32_t value_dim) { return kLanes * (kStateHead + value_dim); }
-// Of a tree item, in words: its queries along the segment's axes, fragments of the queries and of
-// these squared, factors and offsets of their products; and the sums of estimates that it leaves: a
-// state whose values are followed by the slopes' correction of them.
-constexpr uint32_t TreeQueryWords(uint32_t head_dim) { return kLanes * (3 * head_dim + 3); }
+// Of a tree item, in words: its queries along the segment's axes, three bytes of each number of the
+// queries and of these squared, factors and offsets of their products; and the sums of estimates
+// that it leaves: a state whose values are followed by the slopes' correction of them.
+constexpr uint32_t TreeQueryWords(uint32_t head_dim) { return kLanes * (5 * head_dim / 2 + 3); }
 constexpr uint32_t TreeStateFloats(uint32_t value_dim) {
   return kLanes * (kStateHead + 2 * value_dim);
 }

@@ -309,7 +309,7 @@ class Checker {
     part("cursors", h_.cursors, kCursors * sizeof(uint32_t));
     part("tree_words", h_.tree_words, tree_words_ * sizeof(uint32_t));
     part("tree_queries", h_.tree_queries,
-         tree_items_ * kLanes * (3 * shape_.head_dim + 3) * sizeof(float));
+         tree_items_ * kLanes * (5 * shape_.head_dim / 2 + 3) * sizeof(float));
     part("tree_states", h_.tree_states,
          tree_items_ * kLanes * (kStateHead + 2 * shape_.value_dim) * sizeof(float));
     part("tree_partials", h_.tree_partials, tree_items_ * kLanes * kStateHead * sizeof(float));

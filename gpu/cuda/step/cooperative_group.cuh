@@ -11,7 +11,6 @@
 #define ATTND_GPU_CUDA_STEP_COOPERATIVE_GROUP_CUH_
 
 #include <cstdint>
-#include <cstring>
 
 #include "gpu/layout/step_layout.h"
 
@@ -26,11 +25,8 @@ class ThreadBlock {
 
   static __device__ __forceinline__ uint32_t rank() { return 0; }
   static __device__ __forceinline__ uint32_t blocks() { return 1; }
-  static __device__ __forceinline__ void Sync() { __syncthreads(); }
-  template <typename Word>
-  static __device__ __forceinline__ Word Read(const Word* place, uint32_t /*rank*/) {
-    return *place;
-  }
+  static __device__ __forceinline__ void Arrive() {}
+  static __device__ __forceinline__ void Wait() { __syncthreads(); }
 
   struct Mailbox {
     __device__ __forceinline__ void Init() {}
@@ -77,31 +73,6 @@ class ThreadBlockCluster {
     asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(Remote(place, rank)),
                  "f"(word.x), "f"(word.y), "f"(word.z), "f"(word.w)
                  : "memory");
-  }
-
-  // The word in the same place of a thread block's shared memory. A Sync lies between its writing
-  // and this, and another between this and the next writing or the thread block's end.
-  template <typename Word>
-  static __device__ __forceinline__ Word Read(const Word* place, uint32_t rank) {
-    static_assert(sizeof(Word) == 4 || sizeof(Word) == 8 || sizeof(Word) == 16);
-    const uint32_t from = Remote(place, rank);
-    uint32_t bits[4];
-    if constexpr (sizeof(Word) == 16) {
-      asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(bits[0]), "=r"(bits[1]), "=r"(bits[2]), "=r"(bits[3])
-                   : "r"(from)
-                   : "memory");
-    } else if constexpr (sizeof(Word) == 8) {
-      asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];"
-                   : "=r"(bits[0]), "=r"(bits[1])
-                   : "r"(from)
-                   : "memory");
-    } else {
-      asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(bits[0]) : "r"(from) : "memory");
-    }
-    Word word;
-    memcpy(&word, bits, sizeof(Word));
-    return word;
   }
 
   // Each thread block has a mailbox at the same place of its shared memory. In each use the threads

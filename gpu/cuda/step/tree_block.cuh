@@ -66,11 +66,11 @@ __device__ __forceinline__ float* TreeScoresAt(const StepHeader& step, const Uni
 template <int kDim>
 struct TreeQueries {
   float rotated[kLanes][kDim];  // the scaled queries along the axes
-  uint32_t query_words[FragmentWords(kDim)];
-  uint32_t square_words[FragmentWords(kDim)];  // of the squares of `rotated`
-  float logit_factor[kLanes];                  // of dot products with query_words, in log2 units
-  float square_factor[kLanes];                 // of dot products with square_words
-  float base_dot[kLanes];                      // the logit of the key base, in log2 units
+  std::byte query_digits[kQueryDigits * kDigitBytes<kDim>];
+  std::byte square_digits[kQueryDigits * kDigitBytes<kDim>];  // of the squares of `rotated`
+  float logit_factor[kLanes];   // of dot products with the queries' numbers, in log2 units
+  float square_factor[kLanes];  // of dot products with the squares' numbers
+  float base_dot[kLanes];       // the logit of the key base, in log2 units
 };
 
 // Static shared memory of a thread block.
@@ -79,6 +79,7 @@ struct TreeBlock {
   __align__(16) TreeQueries<kDim> q;
   // Queries times a power of two, within [-1, 1] unless they are beyond 2^100; later others.
   float vectors[kLanes][kDim];
+  __align__(16) uint32_t query_words[FragmentWords(kDim)];  // of the same
 };
 
 template <int kDim>
@@ -112,7 +113,7 @@ __device__ __forceinline__ float SumOfWarp(float x) {
   return x;
 }
 
-// Fills vectors, query_words, logit_factor and base_dot.
+// Fills vectors, query_words, query_digits, logit_factor and base_dot.
 template <int kDim>
 __device__ __forceinline__ void LoadTreeQueries(const StepHeader& step, const TreeItem& item,
                                                 TreeBlock<kDim>* block) {
@@ -135,6 +136,7 @@ __device__ __forceinline__ void LoadTreeQueries(const StepHeader& step, const Tr
     for (uint32_t i = 0; i < kDim / 32; ++i) {
       const float scaled = x[i] * down;
       block->vectors[lane][i * 32 + thread] = scaled;
+      StoreDigits<kDim>(scaled, i * 32 + thread, lane, block->q.query_digits);
       dot += scaled * __ldg(base + i * 32 + thread);
     }
     dot = SumOfWarp(dot);
@@ -145,7 +147,7 @@ __device__ __forceinline__ void LoadTreeQueries(const StepHeader& step, const Tr
     }
   }
   __syncthreads();
-  WriteTreeFragments<kDim>(block->vectors, block->q.query_words);
+  WriteTreeFragments<kDim>(block->vectors, block->query_words);
   __syncthreads();
 }
 
@@ -155,7 +157,7 @@ __device__ __forceinline__ void RotateQueries(const TreeItem& item, TreeBlock<kD
   const uint32_t warp = threadIdx.x / 32, thread = threadIdx.x % 32;
   const uint32_t g = thread / 4, t = thread % 4;
   const std::byte* axes = item.head + item.tree->offsets.axes;
-  const uint4* q = reinterpret_cast<const uint4*>(block->q.query_words) + thread * 2;
+  const uint4* q = reinterpret_cast<const uint4*>(block->query_words) + thread * 2;
   const float factor = fminf(block->q.logit_factor[g] / kLog2E, kTreeQueryMax);
 #pragma unroll 2
   for (uint32_t n = warp; n < kDim / 8; n += kTreeWarps) {
@@ -176,7 +178,7 @@ __device__ __forceinline__ void RotateQueries(const TreeItem& item, TreeBlock<kD
   __syncthreads();
 }
 
-// Fills square_words and square_factor from `rotated`.
+// Fills square_digits and square_factor from `rotated`.
 template <int kDim>
 __device__ __forceinline__ void SquareQueries(TreeBlock<kDim>* block) {
   const uint32_t thread = threadIdx.x % 32;
@@ -191,18 +193,13 @@ __device__ __forceinline__ void SquareQueries(TreeBlock<kDim>* block) {
 #pragma unroll
     for (uint32_t i = 0; i < kDim / 32; ++i) {
       const float share = block->q.rotated[lane][i * 32 + thread] * down;
-      block->vectors[lane][i * 32 + thread] = share * share;
+      StoreDigits<kDim>(share * share, ChannelOfAxis<kDim>(i * 32 + thread), lane,
+                        block->q.square_digits);
     }
     if (thread == 0) block->q.square_factor[lane] = greatest * greatest;
   }
   __syncthreads();
-  WriteTreeFragments<kDim>(block->vectors, block->q.square_words);
-  __syncthreads();
 }
-
-// Two buffers of rows for each warp, in dynamic shared memory.
-template <int kDim, int kValueDim>
-inline constexpr uint32_t kTreeBufferBytes = kTreeRows * 2 * std::max(kDim, kValueDim);
 
 // Of a thread's rows and lane g, in log2 units; -infinity for missing rows.
 struct TreeRowScores {
@@ -211,33 +208,41 @@ struct TreeRowScores {
   float d2[2][2];
 };
 
-// Scores 16 rows of a part. rows: in one buffer; squares: in the other, where they stay.
+// Scores 16 rows of a part.
 template <int kDim>
 __device__ __forceinline__ TreeRowScores ScoreTreeRows(const TreeQueries<kDim>& queries,
                                                        const std::byte* head, const TreePart& part,
-                                                       const TreeRowSet& set, float optimism,
-                                                       uint32_t rows_at, uint32_t squares_at) {
+                                                       const TreeRowSet& set, float optimism) {
   const uint32_t g = threadIdx.x % 32 / 4;
+  const ScoredRows<kDim> scored(head, part, set);
   uint32_t rows[2][2];
   RowsOfThread(set, rows);
   const TreeNumbers scales = TreeNumbers::Load(head + part.centroid_scales, rows);
   const TreeNumbers sizes = TreeNumbers::Load(head + part.log_size, rows);
   const TreeNumbers units = TreeNumbers::Load(head + part.variance_unit, rows);
-  ExpandBytes<kDim>(head + part.centroids, set, rows_at);
-  ExpandSquares<kDim>(head + part.deviation_codes, set, squares_at);
-  __syncwarp();
-  float dot[2][4] = {}, variance[2][4] = {};
-  DotTreeRows<kDim>(rows_at, queries.query_words, dot);
-  DotTreeRows<kDim>(squares_at, queries.square_words, variance);
+  ByteProducts dots[2], variances[2];
+#pragma unroll
+  for (uint32_t block = 0; block < ScoredRows<kDim>::kBlocks; ++block) {
+    uint4 digits[kQueryDigits];
+    LoadDigits<kDim>(queries.query_digits, block, digits);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) dots[n].template Add<true>(digits, scored.bytes[n][block]);
+    LoadDigits<kDim>(queries.square_digits, block, digits);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const uint2 codes = scored.codes[n][block];
+      variances[n].template Add<false>(digits, SixteenSquares(codes));
+    }
+  }
+  const float logit_factor = queries.logit_factor[g] * (1 / kQueryOne);
+  const float square_factor = queries.square_factor[g] * (1 / kQueryOne);
   TreeRowScores scores;
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const float logit = queries.logit_factor[g] * (dot[n][c] + dot[n][c + 2]) * scales.x[n][c] +
-                          queries.base_dot[g];
-      float d2 = queries.square_factor[g] * (variance[n][c] + variance[n][c + 2]) * units.x[n][c];
-      d2 = fminf(d2, kVarianceMax);
+      const float logit = logit_factor * dots[n].Sum(c) * scales.x[n][c] + queries.base_dot[g];
+      const float d2 = fminf(square_factor * variances[n].Sum(c) * units.x[n][c], kVarianceMax);
       const float mean = logit + kLog2E * sizes.x[n][c];
       const bool there = rows[n][c] != kNoRow;
       scores.d2[n][c] = d2;

@@ -47,19 +47,20 @@ struct TreeCut {
 // What a cut is to leave: rows above it weigh at least `weight`, or rows below it at most that.
 enum class CutLimit { kTaken, kLeft };
 
-// One digit of a ranking's rows.
-struct CutDigit {
-  uint32_t rows = 0;
-  CutWeight weight = 0;
-};
-
 // In shared memory.
 struct CutMemory {
-  uint32_t rows[2][kCutDigits];
-  uint4 weights[2][kCutDigits];  // kCutWords words of the weights, and rows
+  // What thread blocks send each other, in turn to the first and the second half.
+  CutWeight weights[2][kCutBlocksMax][kCutDigits];
+  uint32_t rows[2][kCutBlocksMax][kCutDigits];
+  CutWeight shares[2][kCutBlocksMax];
+  CutBlocks::Mailbox boxes[2];
+  // Of the thread block's rows: how many have a digit, and their weights.
+  uint32_t row_counts[kCutDigits];
+  uint32_t weight_words[kCutWords][kCutDigits];
   CutWeight parts[kCutWarps];
   struct {
-    uint32_t digit, equals, rows;
+    uint32_t digit;
+    bool only;  // one row alone has it
     CutWeight above, before;
   } found;
 };
@@ -106,8 +107,62 @@ struct WeightBy {
 template <typename F>
 WeightBy(F) -> WeightBy<F>;
 
-// Finds one ranking's cut, a digit a round. All thread blocks do the same, and in each round, in
-// this order: Clear, a __syncthreads, Add, a CutBlocks::Sync, Narrow.
+// What the thread blocks of a unit tell each other. Each use has a mailbox of two in turn: nobody
+// begins with one before all have done with what it held.
+class CutExchange {
+ public:
+  // The whole thread block; Begin must end before anything is sent.
+  __device__ __forceinline__ explicit CutExchange(CutMemory* memory) : memory_(memory) {
+    if (threadIdx.x == 0) {
+      memory->boxes[0].Init();
+      memory->boxes[1].Init();
+    }
+    memory->row_counts[threadIdx.x] = 0;
+#pragma unroll
+    for (uint32_t w = 0; w < kCutWords; ++w) memory->weight_words[w][threadIdx.x] = 0;
+    CutBlocks::Arrive();
+  }
+  __device__ __forceinline__ void Begin() { CutBlocks::Wait(); }
+
+  __device__ __forceinline__ uint32_t half() const { return uses_ % 2; }
+  template <typename Word>
+  __device__ __forceinline__ void Send(Word* place, Word word, uint32_t rank) {
+    memory_->boxes[half()].Send(place, word, rank);
+  }
+  template <typename Word>
+  __device__ __forceinline__ void SendToAll(Word* place, Word word) {
+#pragma unroll
+    for (uint32_t rank = 0; rank < kCutBlocksMax; ++rank) {
+      if (rank < CutBlocks::blocks()) Send(place, word, rank);
+    }
+  }
+  // bytes: that all thread blocks send to this one.
+  __device__ __forceinline__ void Await(uint32_t bytes) {
+    memory_->boxes[half()].Await(bytes, uses_ / 2);
+    ++uses_;
+  }
+
+  // A sum over the thread blocks, and *before of those before this one. All threads have x.
+  __device__ __forceinline__ CutWeight Sum(CutWeight x, CutWeight* before) {
+    CutWeight* shares = memory_->shares[half()];
+    const uint32_t rank = CutBlocks::rank(), blocks = CutBlocks::blocks();
+    if (threadIdx.x < blocks) Send(shares + rank, x, threadIdx.x);
+    Await(blocks * sizeof(CutWeight));
+    CutWeight sum = 0;
+    for (uint32_t b = 0; b < blocks; ++b) {
+      if (b == rank) *before = sum;
+      sum += shares[b];
+    }
+    return sum;
+  }
+
+ private:
+  CutMemory* const memory_;
+  uint32_t uses_ = 0;
+};
+
+// Finds one ranking's cut, a digit a round. All thread blocks do the same, in each round in this
+// order: Add, a __syncthreads, Send, the exchange's Await, Narrow.
 template <typename WeightOf>
 class CutFinder {
  public:
@@ -115,56 +170,65 @@ class CutFinder {
                                        const WeightOf& weight_of, CutMemory* memory)
       : rows_(rows), kind_(kind), weight_(weight), weight_of_(weight_of), memory_(memory) {}
 
-  // What the round at `shift` adds to.
-  __device__ __forceinline__ void Clear(uint32_t shift) const {
-    if constexpr (WeightOf::kOne) {
-      memory_->rows[Buffer(shift)][threadIdx.x] = 0;
-    } else {
-      memory_->weights[Buffer(shift)][threadIdx.x] = make_uint4(0, 0, 0, 0);
-    }
-  }
-
   __device__ __forceinline__ void Add(uint32_t shift) const {
     if (cut_.known) return;
     const uint32_t above = shift + kCutDigitBits;
     for (uint32_t i = threadIdx.x; i < rows_.count; i += kCutThreads) {
       const uint32_t key = rows_.keys[i];
       if (key == 0 || (above < 32 && (key ^ cut_.key) >> above != 0)) continue;
-      AddRow(weight_of_(i), key >> shift & (kCutDigits - 1), Buffer(shift));
+      AddRow(weight_of_(i), key >> shift & (kCutDigits - 1));
     }
   }
 
-  __device__ __forceinline__ void Narrow(uint32_t shift) {
+  // A digit a thread, the greatest first; returns how many bytes every thread block gets.
+  __device__ __forceinline__ uint32_t Send(CutExchange* exchange) {
+    if (cut_.known) return 0;
+    const uint32_t digit = Digit(), rank = CutBlocks::rank();
+    if constexpr (WeightOf::kOne) {
+      const uint32_t rows = memory_->row_counts[digit];
+      memory_->row_counts[digit] = 0;
+      exchange->SendToAll(&memory_->rows[exchange->half()][rank][digit], rows);
+    } else {
+      CutWeight weight = 0;
+#pragma unroll
+      for (uint32_t w = 0; w < kCutWords; ++w) {
+        weight += static_cast<CutWeight>(memory_->weight_words[w][digit]) << w * kCutWordBits;
+        memory_->weight_words[w][digit] = 0;
+      }
+      exchange->SendToAll(&memory_->weights[exchange->half()][rank][digit], weight);
+    }
+    return CutBlocks::blocks() * kCutDigits * (WeightOf::kOne ? 4 : 8);
+  }
+
+  // half: of the exchange that was awaited.
+  __device__ __forceinline__ void Narrow(uint32_t shift, uint32_t half) {
     if (cut_.known) return;
-    const uint32_t digit = kCutDigits - 1 - threadIdx.x;
-    CutDigit own;
-    CutWeight before = 0;
+    CutWeight own = 0, before = 0;
 #pragma unroll
     for (uint32_t rank = 0; rank < kCutBlocksMax; ++rank) {
-      if (rank >= CutBlocks::blocks()) break;
-      const CutDigit part = Read(digit, Buffer(shift), rank);
-      if (rank < CutBlocks::rank()) before += part.weight;
-      own.rows += part.rows;
-      own.weight += part.weight;
+      if (rank >= CutBlocks::blocks()) continue;
+      const CutWeight part = WeightOf::kOne ? memory_->rows[half][rank][Digit()]
+                                            : memory_->weights[half][rank][Digit()];
+      if (rank < CutBlocks::rank()) before += part;
+      own += part;
     }
     CutWeight total;
-    const CutWeight above = cut_.above + ScanBlock(own.weight, memory_, &total);
+    const CutWeight above = cut_.above + ScanBlock(own, memory_, &total);
     if (shift + kCutDigitBits == 32 && !Begin(total)) return;
-    if (above < cut_.limit && cut_.limit <= above + own.weight) {
-      memory_->found = {digit, Read(digit, Buffer(shift), CutBlocks::rank()).rows, own.rows, above,
-                        before};
+    if (above < cut_.limit && cut_.limit <= above + own) {
+      memory_->found = {Digit(), WeightOf::kOne && own == 1, above, before};
     }
     __syncthreads();
     const auto& found = memory_->found;
     cut_.key |= found.digit << shift;
     cut_.above = found.above;
-    if (shift == 0) {
-      cut_.equals = found.equals;
-      cut_.above += found.before;
-    } else if (found.rows == 1) {
+    if (found.only) {
       // The one row is taken: without it the others weigh too little.
       cut_.key = cut_.key > 0 ? cut_.key - 1 : 0;
       cut_.known = true;
+    } else if (shift == 0) {
+      cut_.above += found.before;
+      CountEquals();
     }
   }
 
@@ -186,37 +250,30 @@ class CutFinder {
   }
 
  private:
-  static __device__ __forceinline__ uint32_t Buffer(uint32_t shift) {
-    return shift / kCutDigitBits % 2;
-  }
+  static __device__ __forceinline__ uint32_t Digit() { return kCutDigits - 1 - threadIdx.x; }
 
-  __device__ __forceinline__ void AddRow(CutWeight weight, uint32_t digit, uint32_t buffer) const {
+  __device__ __forceinline__ void AddRow(CutWeight weight, uint32_t digit) const {
     if constexpr (WeightOf::kOne) {
-      atomicAdd(&memory_->rows[buffer][digit], 1);
+      atomicAdd(&memory_->row_counts[digit], 1);
     } else {
-      auto* words = reinterpret_cast<uint32_t*>(&memory_->weights[buffer][digit]);
 #pragma unroll
       for (uint32_t w = 0; w < kCutWords; ++w) {
         const auto part =
             static_cast<uint32_t>(weight >> w * kCutWordBits) & ((1u << kCutWordBits) - 1);
-        if (part != 0) atomicAdd(words + w, part);
+        if (part != 0) atomicAdd(&memory_->weight_words[w][digit], part);
       }
-      atomicAdd(words + kCutWords, 1);
     }
   }
 
-  __device__ __forceinline__ CutDigit Read(uint32_t digit, uint32_t buffer, uint32_t rank) const {
-    CutDigit sum;
-    if constexpr (WeightOf::kOne) {
-      sum.rows = CutBlocks::Read(&memory_->rows[buffer][digit], rank);
-      sum.weight = sum.rows;
-    } else {
-      const uint4 words = CutBlocks::Read(&memory_->weights[buffer][digit], rank);
-      sum.rows = words.w;
-      sum.weight = words.x + (static_cast<CutWeight>(words.y) << kCutWordBits) +
-                   (static_cast<CutWeight>(words.z) << 2 * kCutWordBits);
+  // How many of the thread block's rows have the cut's key.
+  __device__ __forceinline__ void CountEquals() {
+    uint32_t equals = 0;
+    for (uint32_t i = threadIdx.x; i < rows_.count; i += kCutThreads) {
+      equals += rows_.keys[i] == cut_.key && cut_.key != 0 ? 1 : 0;
     }
-    return sum;
+    CutWeight total;
+    ScanBlock(equals, memory_, &total);
+    cut_.equals = static_cast<uint32_t>(total);
   }
 
   // With the weight of all rows; whether there is a cut to look for.

@@ -40,7 +40,6 @@ __device__ __forceinline__ void AddErrors(float weight, float d2, float size, fl
 template <int kDim, int kValueDim>
 __device__ __forceinline__ void AddEstimatedRows(const TreeItem& item, const EstimatedRows& source,
                                                  bool used, TreeSums<kDim, kValueDim>* sums) {
-  const TreeBuffers<kDim, kValueDim> buffers;
   const uint32_t t = threadIdx.x % 4;
   uint32_t rows[2][2], estimated[2][2];
   RowsOfThread(source.set, rows);
@@ -66,10 +65,7 @@ __device__ __forceinline__ void AddEstimatedRows(const TreeItem& item, const Est
     }
   }
   if (!__any_sync(~0u, source.estimated.own != kNoRow)) return;
-  __syncwarp();
-  ExpandSquares<kDim>(item.head + source.part->deviation_codes, source.estimated, buffers.squares);
-  AddTreeEstimates(item.head, *source.part, source.estimated, weight, d2, buffers.rows,
-                   buffers.squares, sums);
+  AddTreeEstimates(item.head, *source.part, estimated, weight, d2, sums);
 }
 
 // The rows of an item that may be estimated, sixteen at a time: first its groups, of which those

@@ -69,9 +69,8 @@ __device__ TreeLevel TreeSelector::LevelOf(const TreeLevelScores& places, uint32
   level.d2 = scores_ + places.d2;
   level.info = reinterpret_cast<const TreeRowInfo*>(scores_ + places.info);
   const auto rows_of = [&](auto* shared, uint64_t place) {
-    return each <= kRankedRows
-               ? shared
-               : reinterpret_cast<decltype(shared)>(scores_ + place) + level.begin;
+    return each <= kRankedRows ? shared
+                               : reinterpret_cast<decltype(shared)>(scores_ + place) + level.begin;
   };
   level.best_keys = rows_of(memory_->best_keys, places.best_key);
   level.error_keys = rows_of(memory_->error_keys, places.error_key);
@@ -118,7 +117,7 @@ __device__ void TreeSelector::CombineStates() {
 
 // Squared lengths of some of a lane's channels: of the output that zones and all groups' estimates
 // give together, and of the zones' mean. A thread has a channel, each warp some of the states.
-__device__ float2 TreeSelector::OutputPart(uint32_t lane, uint32_t chunk) {
+__device__ CutWeight TreeSelector::OutputPart(uint32_t lane, uint32_t chunk) {
   const uint32_t dim = step_.value_dim, zone_floats = StateFloats(dim), tile = lane / kLanes;
   const uint32_t warp = threadIdx.x / 32, thread = threadIdx.x % 32;
   const uint32_t channel = chunk * kOutputChannels + thread;
@@ -153,24 +152,27 @@ __device__ float2 TreeSelector::OutputPart(uint32_t lane, uint32_t chunk) {
   const float total = own.zone_sum * zone_factor + memory_->sums[lane].y * factor;
   const float mean = (zone * zone_factor + groups * factor) / total;
   const float zone_mean = own.zone_sum > 0 ? zone / own.zone_sum : 0.0f;
-  return {SumOfWarp(mean * mean), SumOfWarp(zone_mean * zone_mean)};
+  const float norm2 = SumOfWarp(mean * mean), zone_norm2 = SumOfWarp(zone_mean * zone_mean);
+  return static_cast<CutWeight>(__float_as_uint(zone_norm2)) << 32 | __float_as_uint(norm2);
 }
 
-// Each thread block measures some parts of outputs, which all of them then add up.
+// Each thread block measures some parts of outputs, and sends them to all.
 __device__ void TreeSelector::MeasureOutputs() {
-  const uint32_t chunks = step_.value_dim / kOutputChannels, blocks = CutBlocks::blocks();
-  for (uint32_t i = CutBlocks::rank(); i < step_.group * chunks; i += blocks) {
-    const float2 norms2 = OutputPart(i / chunks, i % chunks);
-    if (threadIdx.x == 0) memory_->norms[i / blocks] = norms2;
+  const uint32_t chunks = step_.value_dim / kOutputChannels, parts = step_.group * chunks;
+  exchange_.Begin();
+  for (uint32_t i = CutBlocks::rank(); i < parts; i += CutBlocks::blocks()) {
+    const CutWeight norms2 = OutputPart(i / chunks, i % chunks);
+    if (threadIdx.x < CutBlocks::blocks()) {
+      exchange_.Send(&memory_->norms[i], norms2, threadIdx.x);
+    }
   }
-  CutBlocks::Sync();
+  exchange_.Await(parts * sizeof(CutWeight));
   if (threadIdx.x < step_.group) {
     float norm2 = 0, zone_norm2 = 0;
     for (uint32_t c = 0; c < chunks; ++c) {
-      const uint32_t i = threadIdx.x * chunks + c;
-      const float2 part = CutBlocks::Read(&memory_->norms[i / blocks], i % blocks);
-      norm2 += part.x;
-      zone_norm2 += part.y;
+      const CutWeight part = memory_->norms[threadIdx.x * chunks + c];
+      norm2 += __uint_as_float(static_cast<uint32_t>(part));
+      zone_norm2 += __uint_as_float(static_cast<uint32_t>(part >> 32));
     }
     memory_->lanes[threadIdx.x].output_norm = sqrtf(norm2);
     memory_->lanes[threadIdx.x].zone_norm2 = zone_norm2;
@@ -221,51 +223,47 @@ __device__ void TreeSelector::SetScales() {
 
 // ---- rankings ----
 
-// The group's mean share of the optimistic mass.
-__device__ float TreeSelector::BestOf(const TreeLevel& level, uint32_t i) const {
-  float score = 0;
+// Of row i, as means over the group: x, the share of the optimistic mass; y, with a tolerance: the
+// squared error of leaving the row to its estimate.
+__device__ __forceinline__ float2 TreeSelector::ScoreOf(const TreeLevel& level, uint32_t i,
+                                                        const TreeRowInfo& info) const {
+  float best_share = 0, error2 = 0;
 #pragma unroll 4
   for (uint32_t lane = 0; lane < step_.group; ++lane) {
     const uint64_t at = uint64_t{lane} * level.stride + i;
+    const float log_mass = __ldg(level.log_mass + at), d2 = __ldg(level.d2 + at);
     const TreeLaneScale& scale = memory_->scales[lane];
-    const float d2 = level.d2[at];
-    const float best = level.log_mass[at] + level.optimism * kLog2E * Sqrt(d2) -
-                       kLog2E / 2 * fminf(d2, attention::kVarianceCap);
-    score += Weight(best, scale.best_max) * scale.best_share;
-  }
-  return score;
-}
-
-// The squared error of leaving row i to its estimate, mean over the group.
-__device__ float TreeSelector::ErrorOf(const TreeLevel& level, uint32_t i,
-                                       const TreeRowInfo& info) const {
-  float error2 = 0;
-#pragma unroll 4
-  for (uint32_t lane = 0; lane < step_.group; ++lane) {
-    const uint64_t at = uint64_t{lane} * level.stride + i;
-    const TreeLaneScale& scale = memory_->scales[lane];
-    const float capped = fminf(level.d2[at], attention::kVarianceCap), half = capped / 2;
+    const float capped = fminf(d2, attention::kVarianceCap), half = capped / 2;
+    const float best = log_mass + level.optimism * kLog2E * Sqrt(d2) - kLog2E * half;
+    best_share += Weight(best, scale.best_max) * scale.best_share;
+    if (!limited()) continue;
     const float growth = fminf(Expm1(capped), info.tokens - 1);
-    const float weight = Weight(level.log_mass[at], scale.max);
+    const float weight = Weight(log_mass, scale.max);
     const float in_error = weight * scale.error_unit, mass = weight * scale.mass_unit * half;
     const float rest = fminf(in_error * info.spread, attention::kErrorMax);
     const float moved = fminf(in_error * half * info.value_norm, attention::kErrorMax);
-    error2 += rest * rest * (growth / info.tokens) +
+    error2 += rest * rest * __fdividef(growth, info.tokens) +
               attention::kMassErrorShare * (moved * moved + mass * mass * scale.mass_share2);
   }
-  return error2 / step_.group;
+  return {best_share, error2 / step_.group};
+}
+
+__device__ __forceinline__ TreeRowInfo InfoAt(const TreeLevel& level, uint32_t i) {
+  const float4 info = __ldg(reinterpret_cast<const float4*>(level.info) + i);
+  return {info.x, info.y, info.z, __float_as_uint(info.w)};
 }
 
 // Keys by the optimistic mass and by the error, of each token: what it costs to read the row.
 __device__ void TreeSelector::Rank(const TreeLevel& level) {
+#pragma unroll 2
   for (uint32_t i = threadIdx.x; i < level.own; i += kCutThreads) {
-    const TreeRowInfo info = level.info[level.begin + i];
+    const TreeRowInfo info = InfoAt(level, level.begin + i);
+    const float2 score = ScoreOf(level, level.begin + i, info);
     const bool there = info.tokens > 0;
-    level.best_keys[i] = there ? KeyOf(BestOf(level, level.begin + i) / info.tokens) : 0;
+    level.best_keys[i] = there ? KeyOf(__fdividef(score.x, info.tokens)) : 0;
     if (!limited()) continue;
-    const float error2 = there ? ErrorOf(level, level.begin + i, info) : 0.0f;
-    level.errors[i] = error2;
-    level.error_keys[i] = there ? KeyOf(error2 / info.tokens) : 0;
+    level.errors[i] = there ? score.y : 0;
+    level.error_keys[i] = there ? KeyOf(__fdividef(score.y, info.tokens)) : 0;
   }
 }
 
@@ -284,17 +282,17 @@ __device__ uint32_t TreeSelector::Mark(const TreeLevel& level, uint32_t wanted, 
                    kCutOne > spent ? kCutOne - spent : 0, error_of, &memory_->cut);
 #pragma unroll 1
   for (int shift = 32 - kCutDigitBits; shift >= 0; shift -= kCutDigitBits) {
-    best.Clear(shift);
-    if (limited()) errors.Clear(shift);
-    __syncthreads();
     best.Add(shift);
     if (limited()) errors.Add(shift);
-    CutBlocks::Sync();
-    best.Narrow(shift);
-    if (limited()) errors.Narrow(shift);
+    __syncthreads();
+    const uint32_t half = exchange_.half();
+    uint32_t bytes = best.Send(&exchange_);
+    if (limited()) bytes += errors.Send(&exchange_);
+    exchange_.Await(bytes);
+    best.Narrow(shift, half);
+    if (limited()) errors.Narrow(shift, half);
     if (best.cut().known && (!limited() || errors.cut().known)) break;
   }
-  __syncthreads();
   uint32_t size = 0;
 #pragma unroll 1
   for (uint32_t first = 0; first < level.own; first += kCutThreads) {
@@ -303,55 +301,56 @@ __device__ uint32_t TreeSelector::Mark(const TreeLevel& level, uint32_t wanted, 
     if (limited()) takes = errors.Takes(i) || takes;
     if (i >= level.own) continue;
     fate_of(level.begin + i) = takes ? kFateExact : kFateEstimated;
-    level.best_keys[i] = takes ? size_of(level.info[level.begin + i]) : 0;
+    level.best_keys[i] = takes ? size_of(InfoAt(level, level.begin + i)) : 0;
     size += level.best_keys[i];
   }
-  CutWeight total;
-  ScanBlock(size, &memory_->cut, &total);
-  return static_cast<uint32_t>(total);
-}
-
-// Of a sum over thread blocks: that of the ones before this one.
-__device__ CutWeight TreeSelector::BeforeBlock(TreeShare share, CutWeight own, CutWeight* total) {
-  if (threadIdx.x == 0) memory_->shares[share] = own;
-  CutBlocks::Sync();
-  CutWeight before = 0, all = 0;
-  for (uint32_t rank = 0; rank < CutBlocks::blocks(); ++rank) {
-    if (rank == CutBlocks::rank()) before = all;
-    all += CutBlocks::Read(&memory_->shares[share], rank);
-  }
-  *total = all;
-  return before;
+  return SumOfBlock(size);
 }
 
 // Calls put(row, size, number) for the thread block's marked rows: number is the sum of the sizes
 // before. Puts every row's number in the place of its error's key. size: of the thread block's
-// rows; returns that of all.
+// rows; returns that of all. A warp has some neighbouring rows.
 template <typename Put>
 __device__ uint32_t TreeSelector::List(const TreeLevel& level, uint32_t size, Put put) {
-  CutWeight all;
-  auto number = static_cast<uint32_t>(BeforeBlock(kListedShare, size, &all));
+  const uint32_t each = (level.own + kCutThreads - 1) / kCutThreads * 32;
+  const uint32_t begin = min(threadIdx.x / 32 * each, level.own),
+                 end = min(begin + each, level.own);
+  const uint32_t thread = threadIdx.x % 32;
+  uint32_t own = 0;
+  for (uint32_t i = begin + thread; i < end; i += 32) own += level.best_keys[i];
+  CutWeight before, of_block;
+  const CutWeight all = exchange_.Sum(size, &before);
+  const CutWeight in_block = ScanBlock(own, &memory_->cut, &of_block);
+  uint32_t number = static_cast<uint32_t>(before + __shfl_sync(~0u, in_block, 0));
 #pragma unroll 1
-  for (uint32_t first = 0; first < level.own; first += kCutThreads) {
-    const uint32_t i = first + threadIdx.x, own = i < level.own ? level.best_keys[i] : 0;
-    CutWeight total;
-    const uint32_t at = number + static_cast<uint32_t>(ScanBlock(own, &memory_->cut, &total));
-    if (i < level.own) level.error_keys[i] = at;
-    if (own > 0) put(level.begin + i, own, at);
-    number += static_cast<uint32_t>(total);
+  for (uint32_t first = begin; first < end; first += 32) {
+    const uint32_t i = first + thread, of_row = i < end ? level.best_keys[i] : 0;
+    uint32_t sum = of_row;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const uint32_t other = __shfl_up_sync(~0u, sum, offset);
+      if (thread >= offset) sum += other;
+    }
+    if (i < end) level.error_keys[i] = number + sum - of_row;
+    if (of_row > 0) put(level.begin + i, of_row, number + sum - of_row);
+    number += __shfl_sync(~0u, sum, 31);
   }
   return static_cast<uint32_t>(all);
 }
 
-// How many rows of a level the unit's segments have.
-__device__ uint32_t TreeSelector::CountRows(bool groups) {
-  CutWeight rows = 0, total;
+// This thread's share of how many rows of a level the unit's segments have.
+__device__ uint32_t TreeSelector::OwnCounts(bool groups) const {
+  uint32_t rows = 0;
   for (uint32_t s = threadIdx.x; s < row_.segment_count; s += kCutThreads) {
     const TreeOffsets& offsets = Tree(s).offsets;
     const uint32_t at = groups ? offsets.groups.count : offsets.leaves.count;
-    rows += *reinterpret_cast<const uint32_t*>(HeadOf(s) + at);
+    rows += __ldg(reinterpret_cast<const uint32_t*>(HeadOf(s) + at));
   }
-  ScanBlock(rows, &memory_->cut, &total);
+  return rows;
+}
+__device__ uint32_t TreeSelector::SumOfBlock(uint32_t x) {
+  CutWeight total;
+  ScanBlock(x, &memory_->cut, &total);
   return static_cast<uint32_t>(total);
 }
 
@@ -360,7 +359,7 @@ __device__ uint32_t TreeSelector::CountRows(bool groups) {
 // Numbers the leaves of opened groups, in the order of segments and groups.
 __device__ void TreeSelector::NumberItems(const TreeLevel& level, uint32_t leaves) {
   const uint32_t all = List(level, leaves, [&](uint32_t slot, uint32_t count, uint32_t item) {
-    const uint32_t segment = SegmentOfGroup(slot), first = level.info[slot].place & 0xFFFF;
+    const uint32_t segment = SegmentOfGroup(slot), first = InfoAt(level, slot).place & 0xFFFF;
     for (uint32_t i = 0; i < count; ++i) items()[item + i] = segment << 16 | (first + i);
   });
   __syncthreads();
@@ -372,13 +371,18 @@ __device__ void TreeSelector::NumberItems(const TreeLevel& level, uint32_t leave
 }
 
 __device__ void TreeSelector::Open() {
+  const uint32_t own_counts = OwnCounts(/*groups=*/true);
   CombineStates();
-  if (limited()) MeasureOutputs();
+  if (limited()) {
+    MeasureOutputs();
+  } else {
+    exchange_.Begin();
+  }
   SetScales();
   if (threadIdx.x < step_.group && CutBlocks::rank() == 0) {
     reinterpret_cast<TreeLane*>(words_)[threadIdx.x] = memory_->lanes[threadIdx.x];
   }
-  const uint32_t groups = CountRows(/*groups=*/true);
+  const uint32_t groups = SumOfBlock(own_counts);
   const double share =
       fmin(1.0, fmax(attention::kOpenedShare, attention::kOpenedPerFloor * row_.floor));
   const uint32_t wanted = max(min(attention::kOpenedLeast, groups), ShareOf(share, groups));
@@ -396,37 +400,39 @@ __device__ void TreeSelector::Open() {
 __device__ CutWeight TreeSelector::ClosedErrors() {
   const TreeLevel level = Groups();
   const float per_budget = PerBudget(row_.tolerance);
-  CutWeight own = 0, of_block, total;
+  CutWeight own = 0, of_block, before;
   for (uint32_t i = threadIdx.x; i < level.own; i += kCutThreads) {
     const uint32_t slot = level.begin + i;
-    const TreeRowInfo info = level.info[slot];
-    if (info.tokens == 0 || GroupFate(slot) == kFateExact) continue;
-    own += FixedShare(ErrorOf(level, slot, info) * per_budget);
+    const TreeRowInfo info = InfoAt(level, slot);
+    const bool closed = info.tokens > 0 && GroupFate(slot) != kFateExact;
+    const float error2 = ScoreOf(level, slot, info).y;
+    if (closed) own += FixedShare(error2 * per_budget);
   }
   ScanBlock(own, &memory_->cut, &of_block);
-  BeforeBlock(kSpentShare, of_block, &total);
-  return total;
+  return exchange_.Sum(of_block, &before);
 }
 
 // Lists the chosen leaves' tokens; returns how many there are.
 __device__ uint32_t TreeSelector::ListTokens(const TreeLevel& level, uint32_t tokens) {
   uint32_t* list = UnitChosen(step_, unit_);
   return List(level, tokens, [&](uint32_t item, uint32_t count, uint32_t place) {
-    const uint32_t segment = items()[item] >> 16 << 16, first = level.info[item].place;
+    const uint32_t segment = items()[item] >> 16 << 16, first = InfoAt(level, item).place;
     for (uint32_t i = 0; i < count; ++i) list[place + i] = segment | (first + i);
   });
 }
 
 __device__ void TreeSelector::Choose() {
+  const TreeLevel level = Leaves();
+  const uint32_t own_counts = OwnCounts(/*groups=*/false);
   CombinePartials();
   SetScales();
+  exchange_.Begin();
   const bool first = CutBlocks::rank() == 0;
   for (uint32_t i = threadIdx.x; first && i < step_.tiles_max * kLanes; i += kCutThreads) {
     const float4 sums = i < step_.group ? memory_->sums[i] : make_float4(-INFINITY, 0, 0, 0);
     step_.lane_scales[uint64_t{unit_.unit} * step_.tiles_max * kLanes + i] = {sums.x, sums.y};
   }
-  const TreeLevel level = Leaves();
-  const uint32_t wanted = min(ShareOf(row_.floor, CountRows(/*groups=*/false)), level.count);
+  const uint32_t wanted = min(ShareOf(row_.floor, SumOfBlock(own_counts)), level.count);
   const uint32_t tokens = Mark(
       level, wanted, row_.tolerance, limited() ? ClosedErrors() : 0,
       [this](uint32_t item) -> uint8_t& { return LeafFate(item); },
@@ -445,28 +451,31 @@ namespace {
 template <bool kOpen>
 __global__ void __launch_bounds__(kCutThreads)
     TreeSelectKernel(const __grid_constant__ StepHeader step) {
-  __shared__ TreeSelectMemory memory;
   const uint32_t number = blockIdx.x / CutBlocks::blocks();
   const RowRef* row = RowOfUnit(step, number);
   if (row->kind != UnitKind::kTree) return;
   const UnitPlace unit(step, row, number - row->first_unit);
-  TreeSelector selector(step, unit, &memory);
+  TreeSelector selector(step, unit, reinterpret_cast<TreeSelectMemory*>(block_memory));
   if constexpr (kOpen) {
     selector.Open();
   } else {
     selector.Choose();
   }
-  CutBlocks::Sync();  // others may read this one's memory
 }
 
 cudaError_t Launch(void (*kernel)(StepHeader), const StepHeader& step, bool share_units,
                    cudaStream_t stream) {
+  constexpr uint32_t kBytes = sizeof(TreeSelectMemory);
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int{kBytes});
+  if (error != cudaSuccess) return error;
   cudaLaunchAttribute cluster = {};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {kCutBlocksMax, 1, 1};
   cudaLaunchConfig_t config = {};
   config.gridDim = step.units * (share_units ? kCutBlocksMax : 1);
   config.blockDim = kCutThreads;
+  config.dynamicSmemBytes = kBytes;
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = share_units ? 1 : 0;

@@ -45,9 +45,6 @@ struct TreeLaneScale {
   float mass_share2;
 };
 
-// Sums that thread blocks tell each other.
-enum TreeShare { kSpentShare, kListedShare, kTreeShares };
-
 // A warp's channels of an output.
 inline constexpr uint32_t kOutputChannels = 32;
 inline constexpr uint32_t kOutputChunksMax = 8;  // of a lane
@@ -61,9 +58,9 @@ struct TreeSelectMemory {
   TreeLaneScale scales[kTreeLanesMax];
   float4 sums[kTreeLanesMax];    // max and sum of masses, max and sum of optimistic masses
   float moments[kTreeLanesMax];  // second moments of values, by mass
-  float outputs[kCutWarps][2][kOutputChannels];          // parts of sums: of zones, of groups
-  float2 norms[kTreeLanesMax * kOutputChunksMax];        // squared: of an output's channels, zones'
-  CutWeight shares[kTreeShares];
+  float outputs[kCutWarps][2][kOutputChannels];  // parts of sums: of zones, of groups
+  // Squared lengths of an output's channels (low half) and of the zones' mean.
+  CutWeight norms[kTreeLanesMax * kOutputChunksMax];
   uint32_t first_piece;
 };
 
@@ -74,6 +71,7 @@ class TreeSelector {
         unit_(unit),
         row_(*unit.row),
         memory_(memory),
+        exchange_(&memory->cut),
         places_(TreeScoresOf(row_, step.group)),
         scores_(UnitScores(step, unit)),
         fates_(UnitFates(step, unit)),
@@ -122,21 +120,20 @@ class TreeSelector {
   __device__ void CombineStates();
   __device__ void CombinePartials();
   __device__ void MeasureOutputs();
-  __device__ float2 OutputPart(uint32_t lane, uint32_t chunk);
+  __device__ CutWeight OutputPart(uint32_t lane, uint32_t chunk);
   __device__ void SetScales();
 
   __device__ TreeLevel LevelOf(const TreeLevelScores& places, uint32_t count, uint32_t stride,
                                float optimism) const;
   __device__ void Rank(const TreeLevel& level);
-  __device__ float BestOf(const TreeLevel& level, uint32_t i) const;
-  __device__ float ErrorOf(const TreeLevel& level, uint32_t i, const TreeRowInfo& info) const;
+  __device__ float2 ScoreOf(const TreeLevel& level, uint32_t i, const TreeRowInfo& info) const;
   template <typename FateOf, typename SizeOf>
   __device__ uint32_t Mark(const TreeLevel& level, uint32_t wanted, double tolerance,
                            CutWeight spent, FateOf fate_of, SizeOf size_of);
   template <typename Put>
   __device__ uint32_t List(const TreeLevel& level, uint32_t size, Put put);
-  __device__ uint32_t CountRows(bool groups);
-  __device__ CutWeight BeforeBlock(TreeShare share, CutWeight own, CutWeight* total);
+  __device__ uint32_t OwnCounts(bool groups) const;
+  __device__ uint32_t SumOfBlock(uint32_t x);
   __device__ void NumberItems(const TreeLevel& level, uint32_t leaves);
   __device__ CutWeight ClosedErrors();
   __device__ uint32_t ListTokens(const TreeLevel& level, uint32_t tokens);
@@ -145,6 +142,7 @@ class TreeSelector {
   const UnitPlace& unit_;
   const RowRef& row_;
   TreeSelectMemory* const memory_;
+  CutExchange exchange_;
   const TreeScores places_;
   float* const scores_;
   uint8_t* const fates_;

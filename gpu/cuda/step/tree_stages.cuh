@@ -30,17 +30,6 @@ __device__ __forceinline__ void PrefetchGroups(const TreeItem& item) {
   PrefetchBytes(item.head + offsets.slopes, kDim * kValueDim * 2);
 }
 
-// Where a warp's two buffers are.
-template <int kDim, int kValueDim>
-struct TreeBuffers {
-  uint32_t rows, squares;
-  __device__ __forceinline__ TreeBuffers() {
-    constexpr uint32_t kBytes = kTreeBufferBytes<kDim, kValueDim>;
-    rows = threadIdx.x / 32 * 2 * kBytes;
-    squares = rows + kBytes;
-  }
-};
-
 // Rows [first, first + 16) of `count`.
 __device__ __forceinline__ TreeRowSet RowsInOrder(uint32_t first, uint32_t count) {
   const uint32_t row = first + threadIdx.x % kTreeRows;
@@ -49,7 +38,7 @@ __device__ __forceinline__ TreeRowSet RowsInOrder(uint32_t first, uint32_t count
 
 // Thread blocks of a tree's stages that a multiprocessor should hold.
 template <int kDim, int kValueDim>
-inline constexpr int kTreeBlocks = kDim + kValueDim <= 256 ? 4 : 2;
+inline constexpr int kTreeBlocks = kDim + kValueDim <= 256 ? 2 : 1;
 
 // ---- groups ----
 
@@ -111,13 +100,11 @@ __device__ __forceinline__ void SumGroups(const StepHeader& step, const TreeItem
   const uint64_t at = uint64_t{lane} * item.row->group_slots + item.tree->first_group_slot;
   float* log_mass = TreeScoresAt(step, item.unit, places.groups.log_mass) + at;
   float* d2 = TreeScoresAt(step, item.unit, places.groups.d2) + at;
-  const TreeBuffers<kDim, kValueDim> buffers;
   for (uint32_t first = threadIdx.x / 32 * kTreeRows; first < groups;
        first += kTreeWarps * kTreeRows) {
     const TreeRowSet set = RowsInOrder(first, groups);
-    __syncwarp();
-    const TreeRowScores scores = ScoreTreeRows<kDim>(
-        queries, item.head, part, set, attention::kGroupOptimism, buffers.rows, buffers.squares);
+    const TreeRowScores scores =
+        ScoreTreeRows<kDim>(queries, item.head, part, set, attention::kGroupOptimism);
     if (lane < step.group) StoreTreeScores(scores, first, log_mass, d2);
     AddToTotals(scores.best, best);
     const auto& x = scores.log_mass;
@@ -134,7 +121,7 @@ __device__ __forceinline__ void SumGroups(const StepHeader& step, const TreeItem
         sums->moments += weight[n][c] * norms.x[n][c];
       }
     }
-    AddTreeEstimates(item.head, part, set, weight, scores.d2, buffers.rows, buffers.squares, sums);
+    AddTreeEstimates(item.head, part, rows, weight, scores.d2, sums);
   }
 }
 
@@ -313,14 +300,11 @@ __global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
   const uint64_t at = uint64_t{lane} * item.row->slots;
   float* log_mass = TreeScoresAt(step, item.unit, places.leaves.log_mass) + at;
   float* d2 = TreeScoresAt(step, item.unit, places.leaves.d2) + at;
-  const TreeBuffers<kDim, kValueDim> buffers;
   for (uint32_t first = leaves.begin + threadIdx.x / 32 * kTreeRows; first < leaves.end;
        first += kTreeWarps * kTreeRows) {
     const TreeRowSet set = leaves.Rows(first);
-    __syncwarp();
-    const TreeRowScores scores =
-        ScoreTreeRows<kDim>(block.q, item.head, item.tree->offsets.leaves, set,
-                            attention::kOptimism, buffers.rows, buffers.squares);
+    const TreeRowScores scores = ScoreTreeRows<kDim>(block.q, item.head, item.tree->offsets.leaves,
+                                                     set, attention::kOptimism);
     const uint32_t t = threadIdx.x % 4;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {

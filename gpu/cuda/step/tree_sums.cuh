@@ -6,7 +6,6 @@
 #ifndef ATTND_GPU_CUDA_STEP_TREE_SUMS_CUH_
 #define ATTND_GPU_CUDA_STEP_TREE_SUMS_CUH_
 
-#include <algorithm>
 #include <cstdint>
 
 #include "attention/policy/estimate_limits.h"
@@ -14,8 +13,8 @@
 
 namespace attnd::gpu {
 
-// A warp's sums, spread over its threads as WarpState's are: those without [4] are of lane g,
-// partial over t.
+// A warp's sums, spread over its threads: those without [4] are of lane g, partial over t; the
+// channels of the others are in the order of SumOrder.
 template <int kDim, int kValueDim>
 struct TreeSums {
   float max = -INFINITY;
@@ -54,16 +53,15 @@ __device__ __forceinline__ void RaiseMax(float greatest, TreeSums<kDim, kValueDi
   ScaleLanes(factor, sums->variances);
 }
 
-// Adds 16 rows with these weights. Their squared deviations lie at `squares_at`; their mean values
-// are brought to `values_at`.
+// Adds 16 rows with these weights; d2: of the rows.
 template <int kDim, int kValueDim>
 __device__ __forceinline__ void AddTreeEstimates(const std::byte* head, const TreePart& part,
-                                                 const TreeRowSet& set, const float (&weight)[2][2],
-                                                 const float (&d2)[2][2], uint32_t values_at,
-                                                 uint32_t squares_at,
+                                                 const uint32_t (&rows)[2][2],
+                                                 const float (&weight)[2][2],
+                                                 const float (&d2)[2][2],
                                                  TreeSums<kDim, kValueDim>* sums) {
-  uint32_t rows[2][2];
-  RowsOfThread(set, rows);
+  const ByteRows<kValueDim> values(head + part.mean_values, rows);
+  const CodeRows<kDim> codes(head + part.deviation_codes, rows);
   const TreeNumbers scales = TreeNumbers::Load(head + part.mean_value_scales, rows);
   const TreeNumbers units = TreeNumbers::Load(head + part.variance_unit, rows);
   float of_values[2][2], of_variances[2][2];
@@ -78,14 +76,11 @@ __device__ __forceinline__ void AddTreeEstimates(const std::byte* head, const Tr
       of_variances[n][c] = p * units.x[n][c] * share;
     }
   }
-  __syncwarp();  // others may still read what lies there
-  ExpandBytes<kValueDim>(head + part.mean_values, set, values_at);
-  __syncwarp();
-  AddTreeRows<kValueDim>(of_values, values_at, sums->values);
-  AddTreeRows<kDim>(of_variances, squares_at, sums->variances);
+  values.AddTo(of_values, sums->values);
+  codes.AddTo(of_variances, sums->variances);
 }
 
-// Where warps' sums meet, in the place of their buffers.
+// Where warps' sums meet.
 template <int kDim, int kValueDim>
 struct TreeMergeMemory {
   float heads[kTreeWarps][kLanes][kStateHead];  // TreeHead
@@ -94,8 +89,7 @@ struct TreeMergeMemory {
   float variances[kTreeWarps][kLanes][kDim + 4];
 };
 template <int kDim, int kValueDim>
-inline constexpr uint32_t kTreeSharedBytes = std::max<uint32_t>(
-    kTreeWarps * 2 * kTreeBufferBytes<kDim, kValueDim>, sizeof(TreeMergeMemory<kDim, kValueDim>));
+inline constexpr uint32_t kTreeSharedBytes = sizeof(TreeMergeMemory<kDim, kValueDim>);
 
 // Heads of a tree item's state and of its leaves' partial sums.
 enum TreeHead {
@@ -107,16 +101,6 @@ enum TreeHead {
   kTreeErrors,
   kTreeMassErrors
 };
-
-template <int kRows, typename Array>
-__device__ __forceinline__ void StoreLanes(const float (&values)[kRows][4], Array& to) {
-  const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-#pragma unroll
-  for (int m = 0; m < kRows; ++m) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) to[2 * t + i % 2][m * 16 + i / 2 * 8 + g] = values[m][i];
-  }
-}
 
 // The thread block's sums of an item, in the order of its warps.
 template <int kDim, int kValueDim>
@@ -136,10 +120,10 @@ class TreeFinisher {
     auto* memory = reinterpret_cast<Memory*>(block_memory);
     const uint32_t warp = threadIdx.x / 32;
     best.Join();
-    __syncthreads();  // every warp has done with its buffers
     StoreHead(*sums, best, memory);
-    StoreLanes(sums->values, memory->values[warp]);
-    StoreLanes(sums->variances, memory->variances[warp]);
+    StoreSums<kValueDim>(sums->values, memory->values[warp]);
+    StoreSums<kDim / 2>(sums->variances, memory->variances[warp]);
+    const HalfRows<kValueDim> slopes(SlopesOf(warp));  // on their way while heads are merged
     __syncthreads();
     SetFactors(memory);
     __syncthreads();
@@ -147,9 +131,8 @@ class TreeFinisher {
     MergeValues(*memory);
     MergeVariances(*memory);
     __syncthreads();
-    MultiplySlopes(sums->values);
-    __syncthreads();
-    StoreLanes(sums->values, memory->values[warp]);
+    MultiplySlopes(slopes, sums->values);
+    StoreSums<kValueDim>(sums->values, memory->values[warp]);
     __syncthreads();
     AddCorrections(*memory);
   }
@@ -228,26 +211,32 @@ class TreeFinisher {
     }
   }
 
-  // Each warp takes a share of the axes.
-  __device__ __forceinline__ void MultiplySlopes(float (&sum)[kValueDim / 16][4]) {
+  // The slopes of the sixteen axes of a share; of the last one's, if there are no more.
+  __device__ __forceinline__ const std::byte* SlopesOf(uint32_t share) const {
+    const uint32_t axis = min(share, kDim / 16u - 1) * 16;
+    return item_.head + item_.tree->offsets.slopes + uint64_t{axis} * kValueDim * 2;
+  }
+  // Each warp takes shares of sixteen axes.
+  __device__ __forceinline__ void MultiplySlopes(const HalfRows<kValueDim>& first,
+                                                 float (&sum)[kValueDim / 16][4]) {
     const uint32_t warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const uint32_t rows_at = warp * 2 * kTreeBufferBytes<kDim, kValueDim>;
-    const std::byte* slopes = item_.head + item_.tree->offsets.slopes;
 #pragma unroll
     for (int m = 0; m < kValueDim / 16; ++m) sum[m][0] = sum[m][1] = sum[m][2] = sum[m][3] = 0;
-    for (uint32_t first = warp * 16; first < kDim; first += kTreeWarps * 16) {
-      __syncwarp();
-      CopyTreeRows<kValueDim>(slopes + uint64_t{first} * kValueDim * 2, rows_at);
-      CommitCopies();
-      WaitCopies<0>();
-      __syncwarp();
+    const auto add = [&](uint32_t share, const HalfRows<kValueDim>& slopes) {
       float weight[2][2];
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
 #pragma unroll
-        for (int c = 0; c < 2; ++c) weight[n][c] = block_->vectors[g][first + n * 8 + 2 * t + c];
+        for (int c = 0; c < 2; ++c) {
+          weight[n][c] = block_->vectors[g][share * 16 + n * 8 + 2 * t + c];
+        }
       }
-      AddTreeRows<kValueDim>(weight, rows_at, sum);
+      slopes.AddTo(weight, sum);
+    };
+    if (warp < kDim / 16) add(warp, first);
+#pragma unroll 1
+    for (uint32_t share = warp + kTreeWarps; share < kDim / 16; share += kTreeWarps) {
+      add(share, HalfRows<kValueDim>(SlopesOf(share)));
     }
   }
 
