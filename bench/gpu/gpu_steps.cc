@@ -185,18 +185,21 @@ void TimeStages(Backend* gpu, Case* c) {
   c->device.push_back(score + select + attend + merge);
 }
 
+// Enough equal steps for the next ones to run from a graph.
+void WarmUp(Backend* gpu, const Case& c) {
+  for (int i = 0; i < 12; ++i) c.batch->Run(gpu, c.policy);
+}
+
 void Time(const std::shared_ptr<Backend>& cpu, std::vector<Case>* cases) {
   {
     const auto gpu = MakeGpu(cpu, /*timed_steps=*/1);
-    for (Case& c : *cases) c.batch->Run(gpu.get(), c.policy);
+    for (Case& c : *cases) WarmUp(gpu.get(), c);
     for (uint32_t round = 0; round < absl::GetFlag(FLAGS_rounds); ++round) {
       for (Case& c : *cases) TimeStages(gpu.get(), &c);
     }
   }
   const auto gpu = MakeGpu(cpu, /*timed_steps=*/0);
-  for (Case& c : *cases) {
-    for (int i = 0; i < 12; ++i) c.batch->Run(gpu.get(), c.policy);
-  }
+  for (Case& c : *cases) WarmUp(gpu.get(), c);
   for (uint32_t round = 0; round < absl::GetFlag(FLAGS_rounds); ++round) {
     for (Case& c : *cases) c.wait.push_back(c.batch->Run(gpu.get(), c.policy));
   }

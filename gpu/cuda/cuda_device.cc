@@ -87,6 +87,15 @@ class Event {
   absl::Status Record(cudaStream_t stream) {
     return CudaStatus(cudaEventRecord(event_, stream), "recording an event");
   }
+  // When the stream comes by, also in each run of a graph that it captures.
+  absl::Status RecordTime(cudaStream_t stream) {
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    ATTND_RETURN_IF_ERROR(
+        CudaStatus(cudaStreamIsCapturing(stream, &capture), "asking for a capture"));
+    const unsigned flags =
+        capture == cudaStreamCaptureStatusNone ? cudaEventRecordDefault : cudaEventRecordExternal;
+    return CudaStatus(cudaEventRecordWithFlags(event_, stream, flags), "recording an event");
+  }
   absl::Status HoldUp(cudaStream_t stream) {
     return CudaStatus(cudaStreamWaitEvent(stream, event_, 0), "waiting for an event");
   }
@@ -141,11 +150,9 @@ class CudaStream : public Stream {
 
   absl::Status RunStep(const StepRun& run) override {
     ATTND_RETURN_IF_ERROR(UseDevice(device_));
-    const auto enqueue = [&] { return Enqueue(run); };
-    ran_from_graph_ = false;
     timed_ = run.timed;
-    // Events between a graph's stages would be those of its capture.
-    absl::Status status = timed_ ? enqueue() : graphs_.Run(run, main_, enqueue, &ran_from_graph_);
+    absl::Status status = graphs_.Run(
+        run, main_, [&] { return Enqueue(run); }, &ran_from_graph_);
     // Nothing of a step that was given up half-way may run on, beside whoever gets its memory next.
     if (!status.ok()) {
       for (cudaStream_t stream : {side_, main_}) static_cast<void>(cudaStreamSynchronize(stream));
@@ -237,7 +244,7 @@ class CudaStream : public Stream {
                       absl::StrCat("copying ", bytes, " bytes"));
   }
   absl::Status EndStage(StageEnd stage) {
-    return timed_ ? stage_ends_[stage].Record(main_) : absl::OkStatus();
+    return timed_ ? stage_ends_[stage].RecordTime(main_) : absl::OkStatus();
   }
   // From here on work on side_ follows what main_ has so far; Join is the way back.
   absl::Status Fork() {

@@ -164,7 +164,8 @@ struct RowRef {
   uint64_t first_score;  // of floats in scores: per unit log_mass [lanes][slots], then, for the
                          // second order, d2 [lanes][slots], then group_score [slots]; of a tree see
                          // TreeScores
-  uint64_t first_fate;   // of bytes in fates: per unit [slots], then, of a tree, [group_slots]
+  uint64_t first_fate;   // of bytes in fates: per unit [slots] (of a tree by its leaves' items),
+                         // then, of a tree, [group_slots]
   uint64_t first_word;   // of words in tree_words: per unit TreeWordsPerUnit
   uint64_t first_token;  // of entries in chosen: per unit [clustered_tokens]
   uint64_t clustered_tokens;  // in the row's segments

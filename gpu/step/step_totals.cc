@@ -19,24 +19,28 @@ const T* At(const std::byte* results, uint64_t offset) {
   return reinterpret_cast<const T*>(results + offset);
 }
 
-// Clusters [begin, end) of segment s; fate: of its cluster 0.
+// Clusters [begin, end) of segment s; fate: of `begin`.
 void AddClusters(uint32_t s, uint32_t begin, uint32_t end, const uint8_t* fate, Plan* plan) {
-  for (uint32_t c = begin; c < end; ++c) {
-    if (fate[c] == kFateExact) plan->exact.push_back({s, c});
-    if (fate[c] == kFateEstimated) plan->estimated.push_back({s, c});
+  for (uint32_t c = begin; c < end; ++c, ++fate) {
+    if (*fate == kFateExact) plan->exact.push_back({s, c});
+    if (*fate == kFateEstimated) plan->estimated.push_back({s, c});
   }
 }
 
-// A tree's. Leaves of groups that stay closed have no fate.
-void AddGroups(const attention::ClusterIndex& groups, uint32_t s, const uint8_t* leaf_fate,
-               const uint8_t* group_fate, Plan* plan) {
+// A tree's. leaf_fate: of the leaves of its opened groups, one after another. Returns where the
+// next segment's begin.
+const uint8_t* AddGroups(const attention::ClusterIndex& groups, uint32_t s,
+                         const uint8_t* leaf_fate, const uint8_t* group_fate, Plan* plan) {
   for (uint32_t g = 0; g < groups.clusters; ++g) {
     if (group_fate[g] == kFateExact) {
-      AddClusters(s, groups.first_members[g], groups.first_members[g + 1], leaf_fate, plan);
+      const uint32_t begin = groups.first_members[g], end = groups.first_members[g + 1];
+      AddClusters(s, begin, end, leaf_fate, plan);
+      leaf_fate += end - begin;
     } else {
       plan->closed.push_back({s, g});
     }
   }
+  return leaf_fate;
 }
 
 }  // namespace
@@ -136,19 +140,21 @@ void StepTotals::AddPlans(const StepWriter& writer, const RowPart& part, const s
     plan.row = part.number;
     plan.query_token = part.first_token + unit / kv_heads;
     plan.kv_head = unit % kv_heads;
+    const uint8_t* own_fate = fate;
     const uint8_t* group_fate = fate + part.ref.slots;
     for (uint32_t s = 0; s < row.view->segments.size(); ++s) {
       const Segment& segment = *row.view->segments[s];
       if (part.ref.kind == UnitKind::kTree) {
         const auto groups = segment.groups(request_.layer, plan.kv_head);
-        AddGroups(groups, s, fate, group_fate, &plan);
+        own_fate = AddGroups(groups, s, own_fate, group_fate, &plan);
         group_fate += GroupSlotsFor(segment.layout().groups.room);
       } else {
-        AddClusters(s, 0, segment.clusters(request_.layer, plan.kv_head).clusters, fate, &plan);
+        const uint32_t clusters = segment.clusters(request_.layer, plan.kv_head).clusters;
+        AddClusters(s, 0, clusters, own_fate, &plan);
+        own_fate += SlotsFor(segment.layout().clusters.room);
       }
-      fate += SlotsFor(segment.layout().clusters.room);
     }
-    fate += part.ref.group_slots;
+    fate += FatesPerUnit(part.ref);
   }
 }
 

@@ -144,14 +144,13 @@ class TreeLanes {
   void Report(UnitResult* result, uint8_t* fates) const {
     *result = UnitResult{};
     for (const Tree& tree : trees_) result->clusters += static_cast<uint32_t>(tree.leaves.size());
+    uint8_t* leaf = fates;
     for (size_t i = 0; i < items_.size(); ++i) {
       const Item& item = *items_[i];
       const uint32_t tokens = item.end - item.begin;
       if (exact_[i]) result->chosen_tokens += tokens;
       if (!exact_[i]) result->estimated_tokens += tokens;
-      if (item.group) continue;
-      fates[unit_.SegmentAt(item.segment).first_slot + item.row] =
-          exact_[i] ? kFateExact : kFateEstimated;
+      if (!item.group) *leaf++ = exact_[i] ? kFateExact : kFateEstimated;
     }
     size_t number = 0;
     for (uint32_t s = 0; s < trees_.size(); ++s) {

@@ -16,8 +16,8 @@ bool SameWork(const StepRun& a, const StepRun& b) {
   // Equal bytes are equal headers; -0.0 and 0.0 may count as two, which costs a graph.
   // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison)
   const bool same_header = std::memcmp(&a.header, &b.header, sizeof a.header) == 0;
-  return same_header && a.shape == b.shape && a.measure == b.measure && a.input == b.input &&
-         a.device_input == b.device_input && a.input_bytes == b.input_bytes &&
+  return same_header && a.shape == b.shape && a.measure == b.measure && a.timed == b.timed &&
+         a.input == b.input && a.device_input == b.device_input && a.input_bytes == b.input_bytes &&
          a.device_results == b.device_results && a.results == b.results &&
          a.result_bytes == b.result_bytes;
 }

@@ -20,11 +20,14 @@ using CutBlocks = ThreadBlock;
 #else
 using CutBlocks = ThreadBlockCluster;
 #endif
-inline constexpr uint32_t kCutBlocksMax = 8;
-inline constexpr uint32_t kCutDigitBits = 8;
-inline constexpr uint32_t kCutDigits = 1u << kCutDigitBits;
-inline constexpr uint32_t kCutThreads = kCutDigits;  // each sums up one digit
+// So many that those of 32 units are on an H100 at once, two on a multiprocessor.
+inline constexpr uint32_t kCutBlocksMax = 7;
+inline constexpr uint32_t kCutThreads = 512;
 inline constexpr uint32_t kCutWarps = kCutThreads / 32;
+// A key's digits: its exponent, as it is a float's bits, then what follows.
+inline constexpr uint32_t kCutDigits = 256;
+inline constexpr uint32_t kCutRounds = 4;
+static_assert(kCutThreads >= kCutDigits);
 
 using CutWeight = unsigned long long;
 
@@ -117,9 +120,11 @@ class CutExchange {
       memory->boxes[0].Init();
       memory->boxes[1].Init();
     }
-    memory->row_counts[threadIdx.x] = 0;
+    if (threadIdx.x < kCutDigits) {
+      memory->row_counts[threadIdx.x] = 0;
 #pragma unroll
-    for (uint32_t w = 0; w < kCutWords; ++w) memory->weight_words[w][threadIdx.x] = 0;
+      for (uint32_t w = 0; w < kCutWords; ++w) memory->weight_words[w][threadIdx.x] = 0;
+    }
     CutBlocks::Arrive();
   }
   __device__ __forceinline__ void Begin() { CutBlocks::Wait(); }
@@ -161,6 +166,11 @@ class CutExchange {
   uint32_t uses_ = 0;
 };
 
+// Where the digit of a round begins, as a bit of the key.
+__device__ __forceinline__ uint32_t CutShift(uint32_t round) {
+  return round + 1 < kCutRounds ? 23 - 8 * round : 0;
+}
+
 // Finds one ranking's cut, a digit a round. All thread blocks do the same, in each round in this
 // order: Add, a __syncthreads, Send, the exchange's Await, Narrow.
 template <typename WeightOf>
@@ -170,63 +180,62 @@ class CutFinder {
                                        const WeightOf& weight_of, CutMemory* memory)
       : rows_(rows), kind_(kind), weight_(weight), weight_of_(weight_of), memory_(memory) {}
 
-  __device__ __forceinline__ void Add(uint32_t shift) const {
+  // A warp's rows share few exponents, and shared memory adds to one place one after another: so
+  // the first round adds a warp's rows up before.
+  __device__ __forceinline__ void Add(uint32_t round) const {
     if (cut_.known) return;
-    const uint32_t above = shift + kCutDigitBits;
-    for (uint32_t i = threadIdx.x; i < rows_.count; i += kCutThreads) {
-      const uint32_t key = rows_.keys[i];
-      if (key == 0 || (above < 32 && (key ^ cut_.key) >> above != 0)) continue;
-      AddRow(weight_of_(i), key >> shift & (kCutDigits - 1));
+    const uint32_t shift = CutShift(round), above = round > 0 ? CutShift(round - 1) : 31;
+    const uint32_t mask = (1u << (above - shift)) - 1;
+#pragma unroll 1
+    for (uint32_t first = threadIdx.x / 32 * 32; first < rows_.count; first += kCutThreads) {
+      const uint32_t i = first + threadIdx.x % 32, key = i < rows_.count ? rows_.keys[i] : 0;
+      const bool counts = key != 0 && (round == 0 || (key ^ cut_.key) >> above == 0);
+      const CutWeight weight = counts ? weight_of_(i) : 0;
+      const uint32_t digit = key >> shift & mask;
+      if (round == 0) {
+        AddWarp(counts, weight, digit);
+      } else if (counts) {
+        AddRow(weight, digit);
+      }
     }
   }
 
   // A digit a thread, the greatest first; returns how many bytes every thread block gets.
   __device__ __forceinline__ uint32_t Send(CutExchange* exchange) {
     if (cut_.known) return 0;
-    const uint32_t digit = Digit(), rank = CutBlocks::rank();
-    if constexpr (WeightOf::kOne) {
-      const uint32_t rows = memory_->row_counts[digit];
-      memory_->row_counts[digit] = 0;
-      exchange->SendToAll(&memory_->rows[exchange->half()][rank][digit], rows);
-    } else {
-      CutWeight weight = 0;
-#pragma unroll
-      for (uint32_t w = 0; w < kCutWords; ++w) {
-        weight += static_cast<CutWeight>(memory_->weight_words[w][digit]) << w * kCutWordBits;
-        memory_->weight_words[w][digit] = 0;
-      }
-      exchange->SendToAll(&memory_->weights[exchange->half()][rank][digit], weight);
-    }
+    if (threadIdx.x < kCutDigits) SendDigit(exchange);
     return CutBlocks::blocks() * kCutDigits * (WeightOf::kOne ? 4 : 8);
   }
 
   // half: of the exchange that was awaited.
-  __device__ __forceinline__ void Narrow(uint32_t shift, uint32_t half) {
+  __device__ __forceinline__ void Narrow(uint32_t round, uint32_t half) {
     if (cut_.known) return;
     CutWeight own = 0, before = 0;
+    if (threadIdx.x < kCutDigits) {
 #pragma unroll
-    for (uint32_t rank = 0; rank < kCutBlocksMax; ++rank) {
-      if (rank >= CutBlocks::blocks()) continue;
-      const CutWeight part = WeightOf::kOne ? memory_->rows[half][rank][Digit()]
-                                            : memory_->weights[half][rank][Digit()];
-      if (rank < CutBlocks::rank()) before += part;
-      own += part;
+      for (uint32_t rank = 0; rank < kCutBlocksMax; ++rank) {
+        if (rank >= CutBlocks::blocks()) continue;
+        const CutWeight part = WeightOf::kOne ? memory_->rows[half][rank][Digit()]
+                                              : memory_->weights[half][rank][Digit()];
+        if (rank < CutBlocks::rank()) before += part;
+        own += part;
+      }
     }
     CutWeight total;
     const CutWeight above = cut_.above + ScanBlock(own, memory_, &total);
-    if (shift + kCutDigitBits == 32 && !Begin(total)) return;
+    if (round == 0 && !Begin(total)) return;
     if (above < cut_.limit && cut_.limit <= above + own) {
       memory_->found = {Digit(), WeightOf::kOne && own == 1, above, before};
     }
     __syncthreads();
     const auto& found = memory_->found;
-    cut_.key |= found.digit << shift;
+    cut_.key |= found.digit << CutShift(round);
     cut_.above = found.above;
     if (found.only) {
       // The one row is taken: without it the others weigh too little.
       cut_.key = cut_.key > 0 ? cut_.key - 1 : 0;
       cut_.known = true;
-    } else if (shift == 0) {
+    } else if (round + 1 == kCutRounds) {
       cut_.above += found.before;
       CountEquals();
     }
@@ -234,17 +243,20 @@ class CutFinder {
 
   __device__ __forceinline__ const TreeCut& cut() const { return cut_; }
 
-  // Whether the thread block's row `i` is taken; i may lie behind its rows. The whole thread block,
-  // which asks for kCutThreads neighbouring rows at a time, in their order.
-  __device__ __forceinline__ bool Takes(uint32_t i) {
+  // Whether row `i` with this key is taken, if at most one of the thread block's rows has the cut's
+  // key.
+  __device__ __forceinline__ bool Takes(uint32_t key) const {
+    return key > cut_.key || (cut_.equals != 0 && key == cut_.key && cut_.above < cut_.limit);
+  }
+  // The same however many have. The whole thread block, which asks for kCutThreads neighbouring
+  // rows at a time, in their order; i may lie behind the last one.
+  __device__ __forceinline__ bool TakesInOrder(uint32_t i) {
     const uint32_t key = i < rows_.count ? rows_.keys[i] : 0;
-    bool takes = key > cut_.key;
-    if (cut_.equals == 0) return takes;
-    const bool equal = key == cut_.key && key != 0;
-    const CutWeight weight = equal ? weight_of_(i) : 0;
-    CutWeight total = 0, before = 0;
-    if (cut_.equals > 1) before = ScanBlock(weight, memory_, &total);
-    takes = takes || (equal && cut_.above + before < cut_.limit);
+    if (cut_.equals <= 1) return key != 0 && Takes(key);
+    const bool equal = key == cut_.key;
+    CutWeight total;
+    const CutWeight before = ScanBlock(equal ? weight_of_(i) : 0, memory_, &total);
+    const bool takes = key > cut_.key || (equal && cut_.above + before < cut_.limit);
     cut_.above += total;
     return takes;
   }
@@ -252,16 +264,49 @@ class CutFinder {
  private:
   static __device__ __forceinline__ uint32_t Digit() { return kCutDigits - 1 - threadIdx.x; }
 
+  static __device__ __forceinline__ uint32_t WordOf(CutWeight weight, uint32_t word) {
+    return static_cast<uint32_t>(weight >> word * kCutWordBits) & ((1u << kCutWordBits) - 1);
+  }
+  // The words that weights of a digit are added up in.
+  static constexpr uint32_t kWords = WeightOf::kOne ? 1 : kCutWords;
+  __device__ __forceinline__ uint32_t* Place(uint32_t word, uint32_t digit) const {
+    return WeightOf::kOne ? &memory_->row_counts[digit] : &memory_->weight_words[word][digit];
+  }
+
   __device__ __forceinline__ void AddRow(CutWeight weight, uint32_t digit) const {
-    if constexpr (WeightOf::kOne) {
-      atomicAdd(&memory_->row_counts[digit], 1);
-    } else {
 #pragma unroll
-      for (uint32_t w = 0; w < kCutWords; ++w) {
-        const auto part =
-            static_cast<uint32_t>(weight >> w * kCutWordBits) & ((1u << kCutWordBits) - 1);
-        if (part != 0) atomicAdd(&memory_->weight_words[w][digit], part);
+    for (uint32_t w = 0; w < kWords; ++w) {
+      const uint32_t part = WordOf(weight, w);
+      if (part != 0) atomicAdd(Place(w, digit), part);
+    }
+  }
+  __device__ __forceinline__ void AddWarp(bool counts, CutWeight weight, uint32_t digit) const {
+    uint32_t left = __ballot_sync(~0u, counts);
+    while (left != 0) {
+      const uint32_t leader = __ffs(left) - 1;
+      const uint32_t of_leader = __shfl_sync(~0u, digit, leader);
+      const bool same = counts && digit == of_leader;
+#pragma unroll
+      for (uint32_t w = 0; w < kWords; ++w) {
+        const uint32_t sum = __reduce_add_sync(~0u, same ? WordOf(weight, w) : 0);
+        if (threadIdx.x % 32 == leader && sum != 0) atomicAdd(Place(w, digit), sum);
       }
+      left &= ~__ballot_sync(~0u, same);
+    }
+  }
+
+  __device__ __forceinline__ void SendDigit(CutExchange* exchange) const {
+    const uint32_t digit = Digit(), rank = CutBlocks::rank(), half = exchange->half();
+    CutWeight weight = 0;
+#pragma unroll
+    for (uint32_t w = 0; w < kWords; ++w) {
+      weight += static_cast<CutWeight>(*Place(w, digit)) << w * kCutWordBits;
+      *Place(w, digit) = 0;
+    }
+    if constexpr (WeightOf::kOne) {
+      exchange->SendToAll(&memory_->rows[half][rank][digit], static_cast<uint32_t>(weight));
+    } else {
+      exchange->SendToAll(&memory_->weights[half][rank][digit], weight);
     }
   }
 

@@ -47,21 +47,25 @@ __device__ __forceinline__ void AddEstimatedRows(const TreeItem& item, const Est
   const TreeNumbers norms = TreeNumbers::Load(item.head + source.part->value_norm2, rows);
   const TreeNumbers spreads = TreeNumbers::Load(item.head + source.part->spread, estimated);
   const TreeNumbers sizes = TreeNumbers::Load(item.head + source.part->log_size, estimated);
-  float weight[2][2], d2[2][2];
+  float log_mass[2][2], weight[2][2], d2[2][2];
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const uint32_t at = n * 8 + 2 * t + c;
-      const bool there = used && rows[n][c] != kNoRow;
-      const float p = there ? Weight(source.log_mass[at], sums->max) : 0.0f;
-      const bool is = there && estimated[n][c] != kNoRow;
+      log_mass[n][c] = used && rows[n][c] != kNoRow ? source.log_mass[at] : -INFINITY;
+      d2[n][c] = used && estimated[n][c] != kNoRow ? source.d2[at] : 0.0f;
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const float p = Weight(log_mass[n][c], sums->max);
       sums->moments += p * norms.x[n][c];
-      d2[n][c] = is ? source.d2[at] : 0.0f;
-      weight[n][c] = is ? p : 0.0f;
-      if (!is) continue;
+      weight[n][c] = estimated[n][c] != kNoRow ? p : 0.0f;
       const float size = rintf(Exp2(sizes.x[n][c] * kLog2E));
-      AddErrors(p, d2[n][c], size, spreads.x[n][c], norms.x[n][c], sums);
+      AddErrors(weight[n][c], d2[n][c], size, spreads.x[n][c], norms.x[n][c], sums);
     }
   }
   if (!__any_sync(~0u, source.estimated.own != kNoRow)) return;
@@ -90,6 +94,7 @@ class EstimatedRowsOf {
   __device__ __forceinline__ uint32_t batches() const {
     return group_batches_ + (leaves_.end - leaves_.begin + kTreeRows - 1) / kTreeRows;
   }
+  // Without rows behind the last one.
   __device__ __forceinline__ EstimatedRows Batch(uint32_t number) const {
     const bool groups = number < group_batches_;
     const uint32_t first =
@@ -106,7 +111,7 @@ class EstimatedRowsOf {
     const uint32_t own = rows.set.own;
     if (own == kNoRow) return rows;
     const uint8_t fate = groups ? fates_[row_.slots + item_.tree->first_group_slot + own]
-                                : fates_[item_.ref->first_slot + own];
+                                : fates_[first + threadIdx.x % kTreeRows];
     if (fate != kFateExact) return rows;
     rows.estimated.own = kNoRow;
     if (groups) rows.set.own = kNoRow;
@@ -129,9 +134,12 @@ __device__ __forceinline__ void SumEstimates(const StepHeader& step, const TreeI
                                              TreeSums<kDim, kValueDim>* sums) {
   const bool used = item.tile * kLanes + threadIdx.x % 32 / 4 < step.group;
   const EstimatedRowsOf source(step, item);
+  EstimatedRows rows = source.Batch(threadIdx.x / 32);
 #pragma unroll 1
   for (uint32_t i = threadIdx.x / 32; i < source.batches(); i += kTreeWarps) {
-    AddEstimatedRows(item, source.Batch(i), used, sums);
+    const EstimatedRows next = source.Batch(i + kTreeWarps);  // on its way meanwhile
+    AddEstimatedRows(item, rows, used, sums);
+    rows = next;
   }
 }
 

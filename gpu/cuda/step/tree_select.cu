@@ -21,40 +21,6 @@ __device__ __forceinline__ float PerBudget(double tolerance) {
   return static_cast<float>(fmin(1 / (tolerance * tolerance), static_cast<double>(FLT_MAX)));
 }
 
-// Adds a state's maximum and sum to others.
-__device__ __forceinline__ void AddState(float max, float sum, float* max_of_all,
-                                         float* sum_of_all) {
-  if (!(sum > 0)) return;
-  const float greater = fmaxf(*max_of_all, max);
-  *sum_of_all = *sum_of_all * Weight(*max_of_all, greater) + sum * Weight(max, greater);
-  *max_of_all = greater;
-}
-
-// The same over a warp's threads.
-__device__ __forceinline__ void JoinStates(float* max, float* sum) {
-  const float greatest = MaxOverWarp(*max);
-  *sum = SumOfWarp(*sum * Weight(*max, greatest));
-  *max = greatest;
-}
-
-// What some heads (TreeHead) come to, over a warp.
-struct SumsOfHeads {
-  float max = -INFINITY, sum = 0, moments = 0, best_max = -INFINITY, best_sum = 0;
-
-  __device__ __forceinline__ void Add(const float* head) {
-    const float before = max;
-    AddState(head[kTreeMax], head[kTreeSum], &max, &sum);
-    moments = moments * Weight(before, max) + head[kTreeMoments] * Weight(head[kTreeMax], max);
-    AddState(head[kTreeBestMax], head[kTreeBestSum], &best_max, &best_sum);
-  }
-  __device__ __forceinline__ void Join() {
-    const float before = max;
-    JoinStates(&max, &sum);
-    moments = SumOfWarp(moments * Weight(before, max));
-    JoinStates(&best_max, &best_sum);
-  }
-};
-
 }  // namespace
 
 __device__ TreeLevel TreeSelector::LevelOf(const TreeLevelScores& places, uint32_t count,
@@ -227,23 +193,33 @@ __device__ void TreeSelector::SetScales() {
 // squared error of leaving the row to its estimate.
 __device__ __forceinline__ float2 TreeSelector::ScoreOf(const TreeLevel& level, uint32_t i,
                                                         const TreeRowInfo& info) const {
+  constexpr uint32_t kAtOnce = 4;  // lanes
   float best_share = 0, error2 = 0;
-#pragma unroll 4
-  for (uint32_t lane = 0; lane < step_.group; ++lane) {
-    const uint64_t at = uint64_t{lane} * level.stride + i;
-    const float log_mass = __ldg(level.log_mass + at), d2 = __ldg(level.d2 + at);
-    const TreeLaneScale& scale = memory_->scales[lane];
-    const float capped = fminf(d2, attention::kVarianceCap), half = capped / 2;
-    const float best = log_mass + level.optimism * kLog2E * Sqrt(d2) - kLog2E * half;
-    best_share += Weight(best, scale.best_max) * scale.best_share;
-    if (!limited()) continue;
-    const float growth = fminf(Expm1(capped), info.tokens - 1);
-    const float weight = Weight(log_mass, scale.max);
-    const float in_error = weight * scale.error_unit, mass = weight * scale.mass_unit * half;
-    const float rest = fminf(in_error * info.spread, attention::kErrorMax);
-    const float moved = fminf(in_error * half * info.value_norm, attention::kErrorMax);
-    error2 += rest * rest * __fdividef(growth, info.tokens) +
-              attention::kMassErrorShare * (moved * moved + mass * mass * scale.mass_share2);
+#pragma unroll 1
+  for (uint32_t first = 0; first < step_.group; first += kAtOnce) {
+    float log_mass[kAtOnce], d2[kAtOnce];
+#pragma unroll
+    for (uint32_t k = 0; k < kAtOnce; ++k) {
+      const uint64_t at = uint64_t{min(first + k, step_.group - 1)} * level.stride + i;
+      log_mass[k] = first + k < step_.group ? __ldg(level.log_mass + at) : -INFINITY;
+      d2[k] = __ldg(level.d2 + at);
+    }
+#pragma unroll
+    for (uint32_t k = 0; k < kAtOnce; ++k) {
+      const TreeLaneScale& scale = memory_->scales[first + k];
+      const float capped = fminf(d2[k], attention::kVarianceCap), half = capped / 2;
+      const float best = log_mass[k] + level.optimism * kLog2E * Sqrt(d2[k]) - kLog2E * half;
+      if (log_mass[k] != -INFINITY) best_share += Exp2(best - scale.best_max) * scale.best_share;
+      const float growth = fminf(Expm1(capped), info.tokens - 1);
+      const float weight = Weight(log_mass[k], scale.max);
+      const float in_error = weight * scale.error_unit, mass = weight * scale.mass_unit * half;
+      const float rest = fminf(in_error * info.spread, attention::kErrorMax);
+      const float moved = fminf(in_error * half * info.value_norm, attention::kErrorMax);
+      if (log_mass[k] != -INFINITY) {
+        error2 += rest * rest * __fdividef(growth, info.tokens) +
+                  attention::kMassErrorShare * (moved * moved + mass * mass * scale.mass_share2);
+      }
+    }
   }
   return {best_share, error2 / step_.group};
 }
@@ -255,7 +231,7 @@ __device__ __forceinline__ TreeRowInfo InfoAt(const TreeLevel& level, uint32_t i
 
 // Keys by the optimistic mass and by the error, of each token: what it costs to read the row.
 __device__ void TreeSelector::Rank(const TreeLevel& level) {
-#pragma unroll 2
+#pragma unroll 1
   for (uint32_t i = threadIdx.x; i < level.own; i += kCutThreads) {
     const TreeRowInfo info = InfoAt(level, level.begin + i);
     const float2 score = ScoreOf(level, level.begin + i, info);
@@ -281,28 +257,38 @@ __device__ uint32_t TreeSelector::Mark(const TreeLevel& level, uint32_t wanted, 
   CutFinder errors({level.error_keys, limited() ? level.own : 0}, CutLimit::kLeft,
                    kCutOne > spent ? kCutOne - spent : 0, error_of, &memory_->cut);
 #pragma unroll 1
-  for (int shift = 32 - kCutDigitBits; shift >= 0; shift -= kCutDigitBits) {
-    best.Add(shift);
-    if (limited()) errors.Add(shift);
+  for (uint32_t round = 0; round < kCutRounds; ++round) {
+    best.Add(round);
+    if (limited()) errors.Add(round);
     __syncthreads();
     const uint32_t half = exchange_.half();
     uint32_t bytes = best.Send(&exchange_);
     if (limited()) bytes += errors.Send(&exchange_);
     exchange_.Await(bytes);
-    best.Narrow(shift, half);
-    if (limited()) errors.Narrow(shift, half);
+    best.Narrow(round, half);
+    if (limited()) errors.Narrow(round, half);
     if (best.cut().known && (!limited() || errors.cut().known)) break;
   }
   uint32_t size = 0;
-#pragma unroll 1
-  for (uint32_t first = 0; first < level.own; first += kCutThreads) {
-    const uint32_t i = first + threadIdx.x;
-    bool takes = best.Takes(i);
-    if (limited()) takes = errors.Takes(i) || takes;
-    if (i >= level.own) continue;
+  const auto mark = [&](uint32_t i, bool takes) {
     fate_of(level.begin + i) = takes ? kFateExact : kFateEstimated;
     level.best_keys[i] = takes ? size_of(InfoAt(level, level.begin + i)) : 0;
     size += level.best_keys[i];
+  };
+  if (best.cut().equals <= 1 && errors.cut().equals <= 1) {
+#pragma unroll 2
+    for (uint32_t i = threadIdx.x; i < level.own; i += kCutThreads) {
+      const uint32_t key = level.best_keys[i];
+      mark(i, key != 0 && (best.Takes(key) || (limited() && errors.Takes(level.error_keys[i]))));
+    }
+  } else {
+#pragma unroll 1
+    for (uint32_t first = 0; first < level.own; first += kCutThreads) {
+      const uint32_t i = first + threadIdx.x;
+      bool takes = best.TakesInOrder(i);
+      if (limited()) takes = errors.TakesInOrder(i) || takes;
+      if (i < level.own) mark(i, takes);
+    }
   }
   return SumOfBlock(size);
 }
@@ -449,7 +435,7 @@ namespace {
 // ---- kernels ----
 
 template <bool kOpen>
-__global__ void __launch_bounds__(kCutThreads)
+__global__ void __launch_bounds__(kCutThreads, 2)
     TreeSelectKernel(const __grid_constant__ StepHeader step) {
   const uint32_t number = blockIdx.x / CutBlocks::blocks();
   const RowRef* row = RowOfUnit(step, number);

@@ -88,11 +88,9 @@ class TreeSelector {
   __device__ __forceinline__ const TreeRef& Tree(uint32_t segment) const {
     return step_.trees[row_.trees_begin + segment];
   }
-  __device__ __forceinline__ const SegmentRef& SegmentAt(uint32_t segment) const {
-    return step_.segments[row_.segments_begin + segment];
-  }
   __device__ __forceinline__ const std::byte* HeadOf(uint32_t segment) const {
-    return SegmentAt(segment).index + unit_.kv_head * SegmentAt(segment).index_head_bytes;
+    const SegmentRef& ref = step_.segments[row_.segments_begin + segment];
+    return ref.index + unit_.kv_head * ref.index_head_bytes;
   }
   __device__ __forceinline__ uint32_t SegmentOfGroup(uint32_t slot) const {
     return LastNotAfter(row_.segment_count, slot,
@@ -101,10 +99,7 @@ class TreeSelector {
   __device__ __forceinline__ uint8_t& GroupFate(uint32_t slot) const {
     return fates_[row_.slots + slot];
   }
-  __device__ __forceinline__ uint8_t& LeafFate(uint32_t item) const {
-    const uint32_t word = items()[item];
-    return fates_[SegmentAt(word >> 16).first_slot + (word & 0xFFFF)];
-  }
+  __device__ __forceinline__ uint8_t& LeafFate(uint32_t item) const { return fates_[item]; }
   __device__ __forceinline__ uint64_t ItemNumber(uint32_t tile, uint32_t segment) const {
     return row_.first_tree_item +
            (uint64_t{unit_.in_row} * row_.tiles_per_unit + tile) * row_.segment_count + segment;

@@ -158,7 +158,7 @@ struct LeafItems {
     begin = words[kTreeLaneWords + item.segment];
     end = words[kTreeLaneWords + item.segment + 1];
   }
-  // Sixteen items from `first` on.
+  // Sixteen items from `first` on, which may lie behind the last one.
   __device__ __forceinline__ TreeRowSet Rows(uint32_t first) const {
     const uint32_t item = first + threadIdx.x % kTreeRows;
     return {item < end ? items[item] & 0xFFFF : kNoRow};
@@ -300,9 +300,10 @@ __global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
   const uint64_t at = uint64_t{lane} * item.row->slots;
   float* log_mass = TreeScoresAt(step, item.unit, places.leaves.log_mass) + at;
   float* d2 = TreeScoresAt(step, item.unit, places.leaves.d2) + at;
-  for (uint32_t first = leaves.begin + threadIdx.x / 32 * kTreeRows; first < leaves.end;
-       first += kTreeWarps * kTreeRows) {
-    const TreeRowSet set = leaves.Rows(first);
+  const uint32_t own = leaves.begin + threadIdx.x / 32 * kTreeRows;
+  TreeRowSet set = leaves.Rows(own), next;
+  for (uint32_t first = own; first < leaves.end; first += kTreeWarps * kTreeRows, set = next) {
+    next = leaves.Rows(first + kTreeWarps * kTreeRows);  // on its way meanwhile
     const TreeRowScores scores = ScoreTreeRows<kDim>(block.q, item.head, item.tree->offsets.leaves,
                                                      set, attention::kOptimism);
     const uint32_t t = threadIdx.x % 4;
