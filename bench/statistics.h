@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <numeric>
 #include <vector>
 
 namespace attnd::bench {
@@ -18,6 +19,10 @@ inline double Quantile(std::vector<double> samples, double share) {
 }
 
 inline double Median(const std::vector<double>& samples) { return Quantile(samples, 0.5); }
+
+inline double Mean(const std::vector<double>& samples) {
+  return std::accumulate(samples.begin(), samples.end(), 0.0) / static_cast<double>(samples.size());
+}
 
 }  // namespace attnd::bench
 

@@ -33,6 +33,14 @@ attention::Policy ParsePolicyText(const std::string& text) {
   return *std::move(policy);
 }
 
+attention::IndexSet ParseIndexName(const std::string& name) {
+  for (const attention::IndexKindInfo& info : attention::kIndexKindInfos) {
+    if (info.name == name && info.clusters.has_value()) return {info.kind};
+  }
+  Must(absl::InvalidArgumentError("no index of clusters is named " + name));
+  return {};
+}
+
 StepRunner::StepRunner(attention::Backend* backend, const SyntheticSequence& sequence,
                        uint64_t tokens)
     : backend_(backend), queries_(MakeQueries(sequence.view->shape, 7)) {

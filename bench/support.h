@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <random>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -31,6 +32,15 @@ template <typename T>
 T Must(absl::StatusOr<T> value) {
   Must(value.status());
   return *std::move(value);
+}
+
+// Calls work() on so many threads, of which this one is one.
+template <typename Work>
+void OnThreads(uint32_t threads, const Work& work) {
+  std::vector<std::thread> others;
+  for (uint32_t i = 1; i < threads; ++i) others.emplace_back(work);
+  work();
+  for (std::thread& other : others) other.join();
 }
 
 // A bf16 model whose keys and values are of one width.

@@ -8,22 +8,19 @@
 #include <iterator>
 #include <numeric>
 #include <random>
-#include <thread>
 #include <utility>
 
 #include "attention/completion/feature_maps.h"
-#include "attention/index/segment_builder.h"
 #include "attention/policy_state/keep_set.h"
+#include "bench/build_segment.h"
 #include "bench/support.h"
 #include "common/dtype.h"
 
 namespace attnd::bench {
 namespace {
 
-using attention::HeadBuilder;
 using attention::kTailBlockTokens;
 using attention::PageGeometry;
-using attention::SegmentBuilder;
 using attention::SequenceView;
 using attention::TailBlock;
 
@@ -51,28 +48,27 @@ void FillHead(const ModelShape& shape, std::byte* pages, uint64_t seed) {
   }
 }
 
-void FillBlock(const ModelShape& shape, const TailBlock& block, uint64_t seed) {
-  for (uint32_t layer = 0; layer < shape.layers; ++layer) {
-    for (uint32_t head = 0; head < shape.kv_heads; ++head) {
-      FillHead(shape, block.pages(layer, head), seed * 1000003 + layer * 1009 + head);
-    }
+// Appends whole blocks of tokens from `made` on until there are `want` of them.
+void AppendBlocks(uint64_t made, uint64_t want, uint64_t seed, uint32_t threads,
+                  SequenceView* view) {
+  const ModelShape& shape = view->shape;
+  const size_t first = view->tail.size();
+  for (uint64_t at = made; at < want; at += kTailBlockTokens) {
+    view->tail.push_back(std::make_shared<TailBlock>(shape));
   }
-}
-
-void BuildHeads(SegmentBuilder* builder, uint32_t threads) {
-  std::atomic<uint32_t> next{0};
-  const auto work = [&] {
-    HeadBuilder heads;
-    for (uint32_t head = next++; head < builder->heads(); head = next++) {
-      heads.Start(builder, head);
-      while (!heads.Advance(std::chrono::milliseconds(10))) {
-      }
+  const uint64_t heads = uint64_t{shape.layers} * shape.kv_heads;
+  const uint64_t parts = (view->tail.size() - first) * heads;
+  std::atomic<uint64_t> next{0};
+  OnThreads(threads, [&] {
+    for (uint64_t part = next++; part < parts; part = next++) {
+      const uint64_t block = part / heads;
+      const auto layer = static_cast<uint32_t>(part % heads / shape.kv_heads);
+      const auto head = static_cast<uint32_t>(part % shape.kv_heads);
+      const uint64_t block_seed = seed + made + block * kTailBlockTokens;
+      FillHead(shape, view->tail[first + block]->pages(layer, head),
+               block_seed * 1000003 + layer * 1009 + head);
     }
-  };
-  std::vector<std::thread> workers;
-  for (uint32_t i = 1; i < threads; ++i) workers.emplace_back(work);
-  work();
-  for (std::thread& worker : workers) worker.join();
+  });
 }
 
 // Maps of the sizes that attnd.completion.train makes, with features near 1.
@@ -128,31 +124,19 @@ SyntheticSequence MakeSyntheticSequence(const ModelShape& shape, uint64_t tokens
   uint64_t made = 0;  // tokens that exist, whole blocks
   while (true) {
     const uint64_t want = std::min<uint64_t>(tokens, view->tail_begin + segment_tokens + kWindow);
-    for (; made < want; made += kTailBlockTokens) {
-      auto block = std::make_shared<TailBlock>(shape);
-      FillBlock(shape, *block, seed + made);
-      view->tail.push_back(std::move(block));
-    }
+    AppendBlocks(made, want, seed, threads, view.get());
+    while (made < want) made += kTailBlockTokens;
     const uint64_t left = tokens - view->tail_begin;
     if (left < kWindow + 512) break;
     const auto count = static_cast<uint32_t>(std::min<uint64_t>(segment_tokens, left - kWindow));
     const auto start = std::chrono::steady_clock::now();
-    SegmentBuilder builder(view, sequence.view == nullptr ? 1 : 2, count,
-                           view->tail_begin == 0 ? kSink : 0);
-    BuildHeads(&builder, threads);
+    auto next = std::make_shared<SequenceView>(*WithSegment(view, count, kSink, threads));
     sequence.build_seconds +=
         std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     sequence.segmented_tokens += count;
-    auto next = std::make_shared<SequenceView>(*view);
-    next->segments.push_back(builder.Finish());
-    next->tail_begin += count;
     if (indexes.Has(attention::IndexKind::kLabels) && next->state.label_choice == nullptr) {
       next->state.label_choice = attention::LabelChoiceOf(*next->segments.front());
     }
-    next->tail.erase(
-        next->tail.begin(),
-        next->tail.begin() + static_cast<ptrdiff_t>(next->tail_begin / kTailBlockTokens -
-                                                    view->tail_begin / kTailBlockTokens));
     view = std::move(next);
   }
   sequence.view = std::move(view);

@@ -38,6 +38,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+uint32_t Threads() {
+  return absl::GetFlag(FLAGS_threads) != 0 ? absl::GetFlag(FLAGS_threads)
+                                           : std::thread::hardware_concurrency();
+}
+
 // Steps of one query token over a capture.
 class CapturedSteps {
  public:
@@ -96,20 +101,12 @@ double RelativeError(const std::vector<float>& out, const std::vector<float>& de
   return sum / static_cast<double>(heads);
 }
 
-attention::IndexSet IndexNamed(const std::string& policy, const std::string& name) {
-  for (const attention::IndexKindInfo& info : attention::kIndexKindInfos) {
-    if (info.name == name && info.clusters.has_value()) return {info.kind};
-  }
-  Must(absl::InvalidArgumentError(policy + ": no index of clusters is named " + name));
-  return {};
-}
-
 // Times one policy over a capture, and prints its line.
 void Measure(attention::Backend* backend, const std::string& path, const std::string& text) {
   const std::pair<std::string, std::string> parts = absl::StrSplit(text, absl::MaxSplits('@', 1));
   const attention::Policy policy = ParsePolicyText(parts.first);
   const attention::Policy dense = ParsePolicyText("dense");
-  const PageCapture capture = Must(ReadPageCapture(path, IndexNamed(text, parts.second)));
+  const PageCapture capture = Must(ReadPageCapture(path, ParseIndexName(parts.second), Threads()));
   Must(policy.CheckIndexes(capture.view->indexes));
   CapturedSteps steps(backend, capture);
 
@@ -150,8 +147,7 @@ int Main(const std::vector<char*>& arguments) {
     return 2;
   }
   attention::CpuBackendOptions options;
-  options.threads = absl::GetFlag(FLAGS_threads) != 0 ? absl::GetFlag(FLAGS_threads)
-                                                      : std::thread::hardware_concurrency();
+  options.threads = Threads();
   const auto backend = attention::MakeCpuBackend(options);
   for (size_t i = 1; i < arguments.size(); ++i) {
     std::printf(

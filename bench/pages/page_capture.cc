@@ -2,12 +2,11 @@
 #include "bench/pages/page_capture.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <fstream>
 
 #include "absl/strings/str_cat.h"
-#include "attention/index/segment_builder.h"
+#include "bench/build_segment.h"
 
 namespace attnd::bench {
 namespace {
@@ -66,37 +65,20 @@ void ReadRows(std::ifstream& file, uint32_t layer, uint32_t tokens, bool values,
   }
 }
 
-std::shared_ptr<const SequenceView> AddSegment(const std::shared_ptr<const SequenceView>& view,
-                                               uint32_t tokens) {
-  const uint64_t number = view->segments.size();
-  attention::SegmentBuilder builder(view, number + 1, tokens, number == 0 ? kSink : 0);
-  attention::HeadBuilder heads;
-  for (uint32_t head = 0; head < builder.heads(); ++head) {
-    heads.Start(&builder, head);
-    while (!heads.Advance(std::chrono::milliseconds(10))) {
-    }
-  }
-  auto next = std::make_shared<SequenceView>(*view);
-  next->segments.push_back(builder.Finish());
-  next->tail_begin += tokens;
-  const uint64_t dropped =
-      next->tail_begin / kTailBlockTokens - view->tail_begin / kTailBlockTokens;
-  next->tail.erase(next->tail.begin(), next->tail.begin() + static_cast<ptrdiff_t>(dropped));
-  return next;
-}
-
 std::shared_ptr<const SequenceView> SegmentPrompt(std::shared_ptr<const SequenceView> view,
-                                                  uint64_t prompt_tokens) {
+                                                  uint64_t prompt_tokens, uint32_t threads) {
   while (prompt_tokens >= view->tail_begin + kWindow + kSegmentTokensMin) {
     const uint64_t left = prompt_tokens - kWindow - view->tail_begin;
-    view = AddSegment(view, static_cast<uint32_t>(std::min<uint64_t>(left, kSegmentTokens)));
+    view = WithSegment(view, static_cast<uint32_t>(std::min<uint64_t>(left, kSegmentTokens)), kSink,
+                       threads);
   }
   return view;
 }
 
 }  // namespace
 
-absl::StatusOr<PageCapture> ReadPageCapture(const std::string& path, attention::IndexSet indexes) {
+absl::StatusOr<PageCapture> ReadPageCapture(const std::string& path, attention::IndexSet indexes,
+                                            uint32_t threads) {
   std::ifstream file(path, std::ios::binary);
   if (!file) return absl::UnavailableError(absl::StrCat(path, " cannot be read"));
   Header header{};
@@ -124,7 +106,7 @@ absl::StatusOr<PageCapture> ReadPageCapture(const std::string& path, attention::
               static_cast<std::streamsize>(layer_bytes));
   }
   if (!file) return absl::DataLossError(absl::StrCat(path, " ends early"));
-  capture.view = SegmentPrompt(std::move(view), header.prompt_tokens);
+  capture.view = SegmentPrompt(std::move(view), header.prompt_tokens, threads);
   return capture;
 }
 

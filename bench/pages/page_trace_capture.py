@@ -14,6 +14,9 @@ and the queries are the last one's.
     python bench/pages/page_trace_capture.py --model models/nano-qwen3 \\
         --eval-set models/nano-llama/nano_eval.npz --limit 2 --join 8 --out build/captures
 
+With --one-layer all layers' heads are those of one layer: for a GPU, one layer of nano-qwen3, whose
+four layers have two KV heads each, then has as many as one of a large model.
+
 A file is little-endian: 8 bytes of magic; u32 layers, query_heads, kv_heads, head_dim, prompt
 tokens, decoded tokens; f32 softmax scale; then bf16 for each layer k and v [kv_heads, prompt +
 decoded, head_dim] and q [decoded, query_heads, head_dim].
@@ -71,10 +74,16 @@ def join(model: Model, parts: Sequence[Captured]) -> Captured:
     return joined
 
 
+def as_one_layer(captured: Captured) -> Captured:
+    """All layers' heads side by side."""
+    return [tuple(np.concatenate(arrays, axis=1) for arrays in zip(*captured))]
+
+
 def write(path: pathlib.Path, model: Model, captured: Captured) -> None:
     """Writes one file as the module says."""
     config = model.config
-    sizes = (config.layers, config.query_heads, config.kv_heads, config.head_dim)
+    k, _, q = captured[0]
+    sizes = (len(captured), q.shape[1], k.shape[1], config.head_dim)
     decoded = len(captured[0][2])
     prompt = len(captured[0][0]) - decoded
     with path.open("wb") as file:
@@ -104,6 +113,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=2, help="contexts of each task")
     parser.add_argument("--decoded", type=int, default=256, help="tokens decoded at its end")
     parser.add_argument("--join", type=int, default=1, help="contexts of a file")
+    parser.add_argument("--stride", type=int, help="new contexts of the next file; default: --join")
+    parser.add_argument("--one-layer", action="store_true", help="all layers' heads as one layer's")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder of the files")
     return parser.parse_args()
 
@@ -114,6 +125,9 @@ def main() -> None:
     arguments = parse_arguments()
     if arguments.join < 1:
         sys.exit("--join is 1 or more")
+    stride = arguments.stride or arguments.join
+    if not 1 <= stride <= arguments.join:
+        sys.exit(f"--stride is 1 .. {arguments.join}")
     model = Model.load(arguments.model)
     if model.config.latent is not None:
         sys.exit("a latent model's keys and values do not fit the format")
@@ -130,10 +144,13 @@ def main() -> None:
         length = arguments.length * arguments.join
         name = f"{length}-{example.task}-{numbers[example.task]}.capture"
         numbers[example.task] += 1
-        write(arguments.out / name, model, join(model, waiting))
-        waiting.clear()
+        captured = join(model, waiting)
+        write(
+            arguments.out / name, model, as_one_layer(captured) if arguments.one_layer else captured
+        )
+        del waiting[:stride]
         print(arguments.out / name)
-    if waiting:
+    if len(waiting) > arguments.join - stride:
         print(f"{len(waiting)} contexts are too few for a file of {arguments.join}", file=sys.stderr)
 
 

@@ -203,12 +203,11 @@ class CudaStream : public Stream {
     ATTND_RETURN_IF_ERROR(EndStage(kStart));
     const uint32_t coop_units = CoopUnits(header);
     if (coop_units == header.units) return LaunchCooperativeAlone(kernels, header);
-    ATTND_RETURN_IF_ERROR(Launched(kernels.prepare(header, main_), "prepare"));
     const bool clusters = header.score_items > 0, trees = header.tree_items > 0;
-    ATTND_RETURN_IF_ERROR(Read(kernels, header));
+    ATTND_RETURN_IF_ERROR(Score(kernels, header));
     ATTND_RETURN_IF_ERROR(EndStage(kScore));
     if (clusters) ATTND_RETURN_IF_ERROR(Launched(LaunchSelect(header, main_), "select"));
-    if (clusters || trees) ATTND_RETURN_IF_ERROR(Join());
+    if (clusters) ATTND_RETURN_IF_ERROR(Join());
     if (trees) ATTND_RETURN_IF_ERROR(SelectOfTrees(header));
     ATTND_RETURN_IF_ERROR(EndStage(kSelect));
     if (coop_units > 0) {
@@ -256,19 +255,24 @@ class CudaStream : public Stream {
     return join_.HoldUp(main_);
   }
 
-  // Pieces that are read in any case; with clusters or trees beside their scores, and to be joined.
-  absl::Status Read(const StepKernels& kernels, const StepHeader& header) {
+  // Uploads, scores, and the pieces that are read in any case. With clusters these pieces are left
+  // on side_, to be joined. Groups of trees need nothing of prepare.
+  absl::Status Score(const StepKernels& kernels, const StepHeader& header) {
     const bool clusters = header.score_items > 0, trees = header.tree_items > 0;
-    if (clusters || trees) ATTND_RETURN_IF_ERROR(Fork());
+    if (trees) {
+      ATTND_RETURN_IF_ERROR(Fork());
+      ATTND_RETURN_IF_ERROR(Launched(LaunchTreeItems(TreeStage::kGroups, header, side_), "groups"));
+    }
+    ATTND_RETURN_IF_ERROR(Launched(kernels.prepare(header, main_), "prepare"));
+    if (clusters) ATTND_RETURN_IF_ERROR(Fork());
     if (header.read_items > 0) {
-      cudaStream_t stream = clusters || trees ? side_ : main_;
+      cudaStream_t stream = clusters ? side_ : main_;
       ATTND_RETURN_IF_ERROR(Launched(kernels.read(header, multiprocessors_, stream), "read"));
     }
-    if (trees) {
-      ATTND_RETURN_IF_ERROR(Launched(LaunchTreeItems(TreeStage::kGroups, header, main_), "groups"));
+    if (clusters) {
+      ATTND_RETURN_IF_ERROR(Launched(kernels.score(header, multiprocessors_, main_), "score"));
     }
-    if (!clusters) return absl::OkStatus();
-    return Launched(kernels.score(header, multiprocessors_, main_), "score");
+    return trees ? Join() : absl::OkStatus();
   }
 
   absl::Status SelectOfTrees(const StepHeader& header) {

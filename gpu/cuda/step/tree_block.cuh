@@ -208,30 +208,38 @@ struct TreeRowScores {
   float d2[2][2];
 };
 
-// Scores 16 rows of a part.
+// What scores of 16 rows of a part are made of.
+template <int kDim>
+struct TreeRows {
+  uint32_t rows[2][2];
+  ScoredRows<kDim> scored;
+  TreeNumbers scales, sizes, units;
+
+  __device__ __forceinline__ TreeRows(const std::byte* head, const TreePart& part,
+                                      const TreeRowSet& set)
+      : scored(head, part, set) {
+    RowsOfThread(set, rows);
+    scales = TreeNumbers::Load(head + part.centroid_scales, rows);
+    sizes = TreeNumbers::Load(head + part.log_size, rows);
+    units = TreeNumbers::Load(head + part.variance_unit, rows);
+  }
+};
+
 template <int kDim>
 __device__ __forceinline__ TreeRowScores ScoreTreeRows(const TreeQueries<kDim>& queries,
-                                                       const std::byte* head, const TreePart& part,
-                                                       const TreeRowSet& set, float optimism) {
+                                                       const TreeRows<kDim>& of, float optimism) {
   const uint32_t g = threadIdx.x % 32 / 4;
-  const ScoredRows<kDim> scored(head, part, set);
-  uint32_t rows[2][2];
-  RowsOfThread(set, rows);
-  const TreeNumbers scales = TreeNumbers::Load(head + part.centroid_scales, rows);
-  const TreeNumbers sizes = TreeNumbers::Load(head + part.log_size, rows);
-  const TreeNumbers units = TreeNumbers::Load(head + part.variance_unit, rows);
   ByteProducts dots[2], variances[2];
 #pragma unroll
   for (uint32_t block = 0; block < ScoredRows<kDim>::kBlocks; ++block) {
     uint4 digits[kQueryDigits];
     LoadDigits<kDim>(queries.query_digits, block, digits);
 #pragma unroll
-    for (int n = 0; n < 2; ++n) dots[n].template Add<true>(digits, scored.bytes[n][block]);
+    for (int n = 0; n < 2; ++n) dots[n].template Add<true>(digits, of.scored.bytes[n][block]);
     LoadDigits<kDim>(queries.square_digits, block, digits);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      const uint2 codes = scored.codes[n][block];
-      variances[n].template Add<false>(digits, SixteenSquares(codes));
+      variances[n].template Add<false>(digits, SixteenSquares(of.scored.codes[n][block]));
     }
   }
   const float logit_factor = queries.logit_factor[g] * (1 / kQueryOne);
@@ -241,10 +249,10 @@ __device__ __forceinline__ TreeRowScores ScoreTreeRows(const TreeQueries<kDim>& 
   for (int n = 0; n < 2; ++n) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const float logit = logit_factor * dots[n].Sum(c) * scales.x[n][c] + queries.base_dot[g];
-      const float d2 = fminf(square_factor * variances[n].Sum(c) * units.x[n][c], kVarianceMax);
-      const float mean = logit + kLog2E * sizes.x[n][c];
-      const bool there = rows[n][c] != kNoRow;
+      const float logit = logit_factor * dots[n].Sum(c) * of.scales.x[n][c] + queries.base_dot[g];
+      const float d2 = fminf(square_factor * variances[n].Sum(c) * of.units.x[n][c], kVarianceMax);
+      const float mean = logit + kLog2E * of.sizes.x[n][c];
+      const bool there = of.rows[n][c] != kNoRow;
       scores.d2[n][c] = d2;
       scores.best[n][c] = there ? mean + optimism * kLog2E * Sqrt(d2) : -INFINITY;
       scores.log_mass[n][c] = there ? mean + kLog2E / 2 * fminf(d2, kVarianceCap) : -INFINITY;

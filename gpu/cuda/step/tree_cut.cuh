@@ -37,6 +37,28 @@ inline constexpr uint32_t kCutWords = 3;
 inline constexpr uint32_t kCutWordBits = 12;
 static_assert(kTreeRowsMax <= 1u << (32 - kCutWordBits));
 
+// Most rows share a few digits, and shared memory adds to one place one after another: so a warp's
+// threads add to several copies of a sum.
+inline constexpr uint32_t kCutCopies = 4;
+struct __align__(16) CutSum {
+  uint32_t copies[kCutCopies];
+
+  __device__ __forceinline__ void Add(uint32_t x) {
+    atomicAdd(&copies[threadIdx.x % kCutCopies], x);
+  }
+  // The sum, which is 0 from then on.
+  __device__ __forceinline__ uint32_t Take() {
+    uint32_t sum = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kCutCopies; i += 4) {
+      auto* four = reinterpret_cast<uint4*>(copies + i);
+      sum += four->x + four->y + four->z + four->w;
+      *four = {};
+    }
+    return sum;
+  }
+};
+
 // Rows are taken in the order of descending keys, the lower number first among equals, as long as
 // those before weigh less than `limit`.
 struct TreeCut {
@@ -58,8 +80,8 @@ struct CutMemory {
   CutWeight shares[2][kCutBlocksMax];
   CutBlocks::Mailbox boxes[2];
   // Of the thread block's rows: how many have a digit, and their weights.
-  uint32_t row_counts[kCutDigits];
-  uint32_t weight_words[kCutWords][kCutDigits];
+  CutSum row_counts[kCutDigits];
+  CutSum weight_words[kCutWords][kCutDigits];
   CutWeight parts[kCutWarps];
   struct {
     uint32_t digit;
@@ -121,9 +143,9 @@ class CutExchange {
       memory->boxes[1].Init();
     }
     if (threadIdx.x < kCutDigits) {
-      memory->row_counts[threadIdx.x] = 0;
+      memory->row_counts[threadIdx.x] = {};
 #pragma unroll
-      for (uint32_t w = 0; w < kCutWords; ++w) memory->weight_words[w][threadIdx.x] = 0;
+      for (uint32_t w = 0; w < kCutWords; ++w) memory->weight_words[w][threadIdx.x] = {};
     }
     CutBlocks::Arrive();
   }
@@ -180,23 +202,15 @@ class CutFinder {
                                        const WeightOf& weight_of, CutMemory* memory)
       : rows_(rows), kind_(kind), weight_(weight), weight_of_(weight_of), memory_(memory) {}
 
-  // A warp's rows share few exponents, and shared memory adds to one place one after another: so
-  // the first round adds a warp's rows up before.
   __device__ __forceinline__ void Add(uint32_t round) const {
     if (cut_.known) return;
     const uint32_t shift = CutShift(round), above = round > 0 ? CutShift(round - 1) : 31;
     const uint32_t mask = (1u << (above - shift)) - 1;
-#pragma unroll 1
-    for (uint32_t first = threadIdx.x / 32 * 32; first < rows_.count; first += kCutThreads) {
-      const uint32_t i = first + threadIdx.x % 32, key = i < rows_.count ? rows_.keys[i] : 0;
-      const bool counts = key != 0 && (round == 0 || (key ^ cut_.key) >> above == 0);
-      const CutWeight weight = counts ? weight_of_(i) : 0;
-      const uint32_t digit = key >> shift & mask;
-      if (round == 0) {
-        AddWarp(counts, weight, digit);
-      } else if (counts) {
-        AddRow(weight, digit);
-      }
+#pragma unroll 2
+    for (uint32_t i = threadIdx.x; i < rows_.count; i += kCutThreads) {
+      const uint32_t key = rows_.keys[i];
+      if (key == 0 || (round > 0 && (key ^ cut_.key) >> above != 0)) continue;
+      AddRow(weight_of_(i), key >> shift & mask);
     }
   }
 
@@ -269,29 +283,14 @@ class CutFinder {
   }
   // The words that weights of a digit are added up in.
   static constexpr uint32_t kWords = WeightOf::kOne ? 1 : kCutWords;
-  __device__ __forceinline__ uint32_t* Place(uint32_t word, uint32_t digit) const {
-    return WeightOf::kOne ? &memory_->row_counts[digit] : &memory_->weight_words[word][digit];
+  __device__ __forceinline__ CutSum& Place(uint32_t word, uint32_t digit) const {
+    return WeightOf::kOne ? memory_->row_counts[digit] : memory_->weight_words[word][digit];
   }
-
   __device__ __forceinline__ void AddRow(CutWeight weight, uint32_t digit) const {
 #pragma unroll
     for (uint32_t w = 0; w < kWords; ++w) {
       const uint32_t part = WordOf(weight, w);
-      if (part != 0) atomicAdd(Place(w, digit), part);
-    }
-  }
-  __device__ __forceinline__ void AddWarp(bool counts, CutWeight weight, uint32_t digit) const {
-    uint32_t left = __ballot_sync(~0u, counts);
-    while (left != 0) {
-      const uint32_t leader = __ffs(left) - 1;
-      const uint32_t of_leader = __shfl_sync(~0u, digit, leader);
-      const bool same = counts && digit == of_leader;
-#pragma unroll
-      for (uint32_t w = 0; w < kWords; ++w) {
-        const uint32_t sum = __reduce_add_sync(~0u, same ? WordOf(weight, w) : 0);
-        if (threadIdx.x % 32 == leader && sum != 0) atomicAdd(Place(w, digit), sum);
-      }
-      left &= ~__ballot_sync(~0u, same);
+      if (part != 0) Place(w, digit).Add(part);
     }
   }
 
@@ -300,8 +299,7 @@ class CutFinder {
     CutWeight weight = 0;
 #pragma unroll
     for (uint32_t w = 0; w < kWords; ++w) {
-      weight += static_cast<CutWeight>(*Place(w, digit)) << w * kCutWordBits;
-      *Place(w, digit) = 0;
+      weight += static_cast<CutWeight>(Place(w, digit).Take()) << w * kCutWordBits;
     }
     if constexpr (WeightOf::kOne) {
       exchange->SendToAll(&memory_->rows[half][rank][digit], static_cast<uint32_t>(weight));

@@ -13,13 +13,23 @@
 
 namespace attnd::gpu {
 
-// Some rows of one part, their scores and whether they are estimated.
+// Sixteen rows of one part and where their scores are. What became of them is asked for late, so
+// that its load may be on its way while other rows are worked on.
 struct EstimatedRows {
   const TreePart* part;
-  const float* log_mass;  // of lane g, at row 0 of the warp's sixteen
+  const float* log_mass;  // of lane g, at row 0 of the sixteen
   const float* d2;
-  TreeRowSet set;        // of rows that are there
-  TreeRowSet estimated;  // the same, but for those that are not estimated
+  TreeRowSet set;
+  uint8_t fate;  // of the thread's own row, if there is one
+  bool groups;
+
+  // Those that have a share in the moments: opened groups' leaves stand for them.
+  __device__ __forceinline__ TreeRowSet Counted() const {
+    return {groups && fate == kFateExact ? kNoRow : set.own};
+  }
+  __device__ __forceinline__ TreeRowSet Estimated() const {
+    return {fate == kFateExact ? kNoRow : set.own};
+  }
 };
 
 // What estimated rows add to the sums of errors.
@@ -31,7 +41,7 @@ __device__ __forceinline__ void AddErrors(float weight, float d2, float size, fl
   const float growth = fminf(Expm1(capped), size - 1);
   const float mass = weight * half;
   const float rest = fminf(weight * spread, attention::kErrorMax);
-  const float moved = fminf(mass * sqrtf(norm2), attention::kErrorMax);
+  const float moved = fminf(mass * Sqrt(norm2), attention::kErrorMax);
   sums->errors +=
       rest * rest * __fdividef(growth, size) + attention::kMassErrorShare * moved * moved;
   sums->mass_errors += attention::kMassErrorShare * mass * mass;
@@ -41,9 +51,11 @@ template <int kDim, int kValueDim>
 __device__ __forceinline__ void AddEstimatedRows(const TreeItem& item, const EstimatedRows& source,
                                                  bool used, TreeSums<kDim, kValueDim>* sums) {
   const uint32_t t = threadIdx.x % 4;
+  const TreeRowSet all_estimated = source.Estimated();
   uint32_t rows[2][2], estimated[2][2];
-  RowsOfThread(source.set, rows);
-  RowsOfThread(source.estimated, estimated);
+  RowsOfThread(source.Counted(), rows);
+  RowsOfThread(all_estimated, estimated);
+  const EstimateRows<kDim, kValueDim> estimates(item.head, *source.part, estimated);
   const TreeNumbers norms = TreeNumbers::Load(item.head + source.part->value_norm2, rows);
   const TreeNumbers spreads = TreeNumbers::Load(item.head + source.part->spread, estimated);
   const TreeNumbers sizes = TreeNumbers::Load(item.head + source.part->log_size, estimated);
@@ -68,8 +80,8 @@ __device__ __forceinline__ void AddEstimatedRows(const TreeItem& item, const Est
       AddErrors(weight[n][c], d2[n][c], size, spreads.x[n][c], norms.x[n][c], sums);
     }
   }
-  if (!__any_sync(~0u, source.estimated.own != kNoRow)) return;
-  AddTreeEstimates(item.head, *source.part, estimated, weight, d2, sums);
+  if (!__any_sync(~0u, all_estimated.own != kNoRow)) return;
+  AddTreeEstimates(estimates, weight, d2, sums);
 }
 
 // The rows of an item that may be estimated, sixteen at a time: first its groups, of which those
@@ -107,14 +119,12 @@ class EstimatedRowsOf {
     rows.log_mass = (groups ? group_log_mass_ : leaf_log_mass_) + at;
     rows.d2 = (groups ? group_d2_ : leaf_d2_) + at;
     rows.set = groups ? RowsInOrder(first, groups_) : leaves_.Rows(first);
-    rows.estimated = rows.set;
-    const uint32_t own = rows.set.own;
-    if (own == kNoRow) return rows;
-    const uint8_t fate = groups ? fates_[row_.slots + item_.tree->first_group_slot + own]
-                                : fates_[first + threadIdx.x % kTreeRows];
-    if (fate != kFateExact) return rows;
-    rows.estimated.own = kNoRow;
-    if (groups) rows.set.own = kNoRow;
+    rows.groups = groups;
+    const uint32_t own = first + threadIdx.x % kTreeRows;
+    rows.fate = kFateExact;
+    if (own < (groups ? groups_ : leaves_.end)) {
+      rows.fate = fates_[groups ? row_.slots + item_.tree->first_group_slot + own : own];
+    }
     return rows;
   }
 

@@ -17,8 +17,9 @@
 
 namespace attnd::gpu {
 
-// Rows of a thread block whose ranking lies in shared memory.
-inline constexpr uint32_t kRankedRows = 1024;
+// Rows of a thread block whose ranking lies in shared memory: seven have the leaves of 128K tokens,
+// and two thread blocks fit on a multiprocessor.
+inline constexpr uint32_t kRankedRows = 3072;
 
 // A unit's rows of one level, and of these the thread block's own, [begin, begin + own): what is
 // ranked. Keys and errors are those of its own rows.

@@ -102,16 +102,15 @@ __device__ __forceinline__ void SumGroups(const StepHeader& step, const TreeItem
   float* d2 = TreeScoresAt(step, item.unit, places.groups.d2) + at;
   for (uint32_t first = threadIdx.x / 32 * kTreeRows; first < groups;
        first += kTreeWarps * kTreeRows) {
-    const TreeRowSet set = RowsInOrder(first, groups);
-    const TreeRowScores scores =
-        ScoreTreeRows<kDim>(queries, item.head, part, set, attention::kGroupOptimism);
+    const TreeRows<kDim> of(item.head, part, RowsInOrder(first, groups));
+    const auto& rows = of.rows;
+    const TreeNumbers norms = TreeNumbers::Load(item.head + part.value_norm2, rows);
+    const TreeRowScores scores = ScoreTreeRows<kDim>(queries, of, attention::kGroupOptimism);
+    const EstimateRows<kDim, kValueDim> estimates(item.head, part, rows);
     if (lane < step.group) StoreTreeScores(scores, first, log_mass, d2);
     AddToTotals(scores.best, best);
     const auto& x = scores.log_mass;
     RaiseMax(fmaxf(fmaxf(x[0][0], x[0][1]), fmaxf(x[1][0], x[1][1])), sums);
-    uint32_t rows[2][2];
-    RowsOfThread(set, rows);
-    const TreeNumbers norms = TreeNumbers::Load(item.head + part.value_norm2, rows);
     float weight[2][2];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -121,7 +120,7 @@ __device__ __forceinline__ void SumGroups(const StepHeader& step, const TreeItem
         sums->moments += weight[n][c] * norms.x[n][c];
       }
     }
-    AddTreeEstimates(item.head, part, rows, weight, scores.d2, sums);
+    AddTreeEstimates(estimates, weight, scores.d2, sums);
   }
 }
 
@@ -234,11 +233,19 @@ __device__ __forceinline__ void AddClosedGroups(const StepHeader& step, const Tr
   }
 }
 
-__device__ __forceinline__ void AddLeafMass(const TreeItem& item, const TreeRowSet& set,
-                                            const TreeRowScores& scores, MassTotals* totals) {
-  uint32_t rows[2][2];
-  RowsOfThread(set, rows);
-  const auto norms = TreeNumbers::Load(item.head + item.tree->offsets.leaves.value_norm2, rows);
+// Sixteen leaves, and their values' second moments.
+template <int kDim>
+struct ScoredLeaves {
+  TreeRows<kDim> rows;
+  TreeNumbers norms;
+
+  __device__ __forceinline__ ScoredLeaves(const TreeItem& item, const TreeRowSet& set)
+      : rows(item.head, item.tree->offsets.leaves, set),
+        norms(TreeNumbers::Load(item.head + item.tree->offsets.leaves.value_norm2, rows.rows)) {}
+};
+
+__device__ __forceinline__ void AddLeafMass(const TreeRowScores& scores, const TreeNumbers& norms,
+                                            MassTotals* totals) {
   const auto& x = scores.log_mass;
   const float mass[4] = {x[0][0], x[0][1], x[1][0], x[1][1]};
   const float norm2[4] = {norms.x[0][0], norms.x[0][1], norms.x[1][0], norms.x[1][1]};
@@ -300,12 +307,16 @@ __global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
   const uint64_t at = uint64_t{lane} * item.row->slots;
   float* log_mass = TreeScoresAt(step, item.unit, places.leaves.log_mass) + at;
   float* d2 = TreeScoresAt(step, item.unit, places.leaves.d2) + at;
+  constexpr uint32_t kStride = kTreeWarps * kTreeRows;
   const uint32_t own = leaves.begin + threadIdx.x / 32 * kTreeRows;
-  TreeRowSet set = leaves.Rows(own), next;
-  for (uint32_t first = own; first < leaves.end; first += kTreeWarps * kTreeRows, set = next) {
-    next = leaves.Rows(first + kTreeWarps * kTreeRows);  // on its way meanwhile
-    const TreeRowScores scores = ScoreTreeRows<kDim>(block.q, item.head, item.tree->offsets.leaves,
-                                                     set, attention::kOptimism);
+  ScoredLeaves<kDim> next(item, leaves.Rows(own));
+  TreeRowSet after = leaves.Rows(own + kStride);
+#pragma unroll 1
+  for (uint32_t first = own; first < leaves.end; first += kStride) {
+    const ScoredLeaves<kDim> of = next;
+    next = ScoredLeaves<kDim>(item, after);  // on their way meanwhile, as are the items behind them
+    after = leaves.Rows(first + 2 * kStride);
+    const TreeRowScores scores = ScoreTreeRows<kDim>(block.q, of.rows, attention::kOptimism);
     const uint32_t t = threadIdx.x % 4;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -317,7 +328,7 @@ __global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
         d2[number] = scores.d2[n][c];
       }
     }
-    AddLeafMass(item, set, scores, &mass);
+    AddLeafMass(scores, of.norms, &mass);
     AddToTotals(scores.best, &best);
   }
   StorePartials(step, item, mass, best);

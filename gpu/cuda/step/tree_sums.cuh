@@ -53,17 +53,27 @@ __device__ __forceinline__ void RaiseMax(float greatest, TreeSums<kDim, kValueDi
   ScaleLanes(factor, sums->variances);
 }
 
+// What estimates of 16 rows of a part are made of.
+template <int kDim, int kValueDim>
+struct EstimateRows {
+  ByteRows<kValueDim> values;
+  CodeRows<kDim> codes;
+  TreeNumbers scales, units;
+
+  __device__ __forceinline__ EstimateRows(const std::byte* head, const TreePart& part,
+                                          const uint32_t (&rows)[2][2])
+      : values(head + part.mean_values, rows),
+        codes(head + part.deviation_codes, rows),
+        scales(TreeNumbers::Load(head + part.mean_value_scales, rows)),
+        units(TreeNumbers::Load(head + part.variance_unit, rows)) {}
+};
+
 // Adds 16 rows with these weights; d2: of the rows.
 template <int kDim, int kValueDim>
-__device__ __forceinline__ void AddTreeEstimates(const std::byte* head, const TreePart& part,
-                                                 const uint32_t (&rows)[2][2],
+__device__ __forceinline__ void AddTreeEstimates(const EstimateRows<kDim, kValueDim>& rows,
                                                  const float (&weight)[2][2],
                                                  const float (&d2)[2][2],
                                                  TreeSums<kDim, kValueDim>* sums) {
-  const ByteRows<kValueDim> values(head + part.mean_values, rows);
-  const CodeRows<kDim> codes(head + part.deviation_codes, rows);
-  const TreeNumbers scales = TreeNumbers::Load(head + part.mean_value_scales, rows);
-  const TreeNumbers units = TreeNumbers::Load(head + part.variance_unit, rows);
   float of_values[2][2], of_variances[2][2];
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
@@ -71,13 +81,13 @@ __device__ __forceinline__ void AddTreeEstimates(const std::byte* head, const Tr
     for (int c = 0; c < 2; ++c) {
       const float p = weight[n][c];
       sums->sum += p;
-      of_values[n][c] = p * scales.x[n][c];
+      of_values[n][c] = p * rows.scales.x[n][c];
       const float share = __fdividef(kVarianceCap, fmaxf(d2[n][c], kVarianceCap));
-      of_variances[n][c] = p * units.x[n][c] * share;
+      of_variances[n][c] = p * rows.units.x[n][c] * share;
     }
   }
-  values.AddTo(of_values, sums->values);
-  codes.AddTo(of_variances, sums->variances);
+  rows.values.AddTo(of_values, sums->values);
+  rows.codes.AddTo(of_variances, sums->variances);
 }
 
 // Where warps' sums meet.

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Segments of a sequence that no engine has.
+#ifndef ATTND_BENCH_BUILD_SEGMENT_H_
+#define ATTND_BENCH_BUILD_SEGMENT_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "attention/backend.h"
+
+namespace attnd::bench {
+
+// The view with its tail's first `tokens` tokens as a segment, built on `threads` threads. The
+// sequence's first segment leaves `sink` tokens out of its indexes.
+std::shared_ptr<const attention::SequenceView> WithSegment(
+    const std::shared_ptr<const attention::SequenceView>& view, uint32_t tokens, uint32_t sink,
+    uint32_t threads);
+
+}  // namespace attnd::bench
+
+#endif  // ATTND_BENCH_BUILD_SEGMENT_H_
