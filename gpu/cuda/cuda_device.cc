@@ -276,9 +276,9 @@ class CudaStream : public Stream {
   }
 
   absl::Status SelectOfTrees(const StepHeader& header) {
-    ATTND_RETURN_IF_ERROR(Launched(LaunchTreeOpen(header, has_cooperative_groups_, main_), "open"));
+    ATTND_RETURN_IF_ERROR(Launched(LaunchTreeOpen(header, main_), "open"));
     ATTND_RETURN_IF_ERROR(Launched(LaunchTreeItems(TreeStage::kLeaves, header, main_), "leaves"));
-    return Launched(LaunchTreeChoose(header, has_cooperative_groups_, main_), "choose");
+    return Launched(LaunchTreeChoose(header, main_), "choose");
   }
 
   absl::Status Measure(const StepKernels& kernels, const StepHeader& header) {
@@ -286,7 +286,8 @@ class CudaStream : public Stream {
     return Launched(LaunchMeasure(header, header.value_dim, main_), "measure");
   }
 
-  // Chosen tokens beside the estimate of the rest.
+  // Chosen tokens beside the estimate of the rest, which comes first: its thread blocks take
+  // longer.
   absl::Status Finish(const StepKernels& kernels, const StepHeader& header) {
     ATTND_RETURN_IF_ERROR(Fork());
     if (header.score_items > 0) {

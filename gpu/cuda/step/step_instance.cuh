@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "gpu/cuda/step/attend.cuh"
+#include "gpu/cuda/step/cluster_launch.h"
 #include "gpu/cuda/step/coop_step.cuh"
 #include "gpu/cuda/step/estimate.cuh"
 #include "gpu/cuda/step/merge.cuh"
@@ -160,42 +161,6 @@ cudaError_t LaunchMerge(const StepHeader& step, cudaStream_t stream) {
   return cudaPeekAtLastError();
 }
 
-// How cooperative groups of some size are launched: each is a thread block cluster.
-class ClusterLaunch {
- public:
-  // overlap: beside the end of the kernel before, which lets it.
-  ClusterLaunch(uint32_t groups, uint32_t blocks, uint32_t shared_bytes, bool overlap,
-                cudaStream_t stream) {
-    attributes_[0].id = cudaLaunchAttributeClusterDimension;
-    attributes_[0].val.clusterDim = {blocks, 1, 1};
-    attributes_[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes_[1].val.programmaticStreamSerializationAllowed = 1;
-    config_.gridDim = groups * blocks;
-    config_.blockDim = kCoopThreads;
-    config_.dynamicSmemBytes = shared_bytes;
-    config_.stream = stream;
-    config_.attrs = attributes_;
-    config_.numAttrs = overlap ? 2 : 1;
-  }
-  ClusterLaunch(const ClusterLaunch&) = delete;
-  ClusterLaunch& operator=(const ClusterLaunch&) = delete;
-
-  const cudaLaunchConfig_t& config() const { return config_; }
-
-  // What a kernel needs before it is launched so.
-  template <typename Kernel>
-  static cudaError_t Allow(Kernel kernel, uint32_t shared_bytes) {
-    const cudaError_t error = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
-    if (error != cudaSuccess) return error;
-    return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  }
-
- private:
-  cudaLaunchAttribute attributes_[2] = {};
-  cudaLaunchConfig_t config_ = {};
-};
-
 // One launch for each size of cooperative group.
 template <typename T, int kKeyDim, int kValueDim>
 cudaError_t LaunchCooperative(const StepHeader& step, bool overlap, cudaStream_t stream) {
@@ -206,8 +171,8 @@ cudaError_t LaunchCooperative(const StepHeader& step, bool overlap, cudaStream_t
   for (uint32_t size = 0; size < kCoopSizes && error == cudaSuccess; ++size) {
     const uint32_t count = step.coop_counts[size];
     if (count == 0) continue;
-    const ClusterLaunch launch(count, kCoopBlocks[size], kSharedBytes, overlap && first == 0,
-                               stream);
+    const ClusterLaunch launch(count, kCoopBlocks[size], kCoopThreads, kSharedBytes,
+                               overlap && first == 0, stream);
     error = cudaLaunchKernelEx(&launch.config(), kernel, step, first);
     first += count;
   }
@@ -223,10 +188,9 @@ cudaError_t CountGroups(int* at_once) {
   cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
   if (error == cudaSuccess) error = ClusterLaunch::Allow(kernel, kSharedBytes);
   if (error != cudaSuccess) return error;
-  // Code for less, which a newer device may run, has an empty kernel here.
-  if (attributes.ptxVersion < 90) return cudaSuccess;
-  const ClusterLaunch launch(1, kCoopBlocksMax, kSharedBytes, /*overlap=*/false, nullptr);
-  return cudaOccupancyMaxActiveClusters(at_once, kernel, &launch.config());
+  if (attributes.ptxVersion < kClusterPtxVersion) return cudaSuccess;
+  *at_once = ClusterLaunch::AtOnce(kernel, kCoopBlocksMax, kCoopThreads, kSharedBytes);
+  return cudaSuccess;
 }
 
 template <typename T, int kKeyDim, int kValueDim>

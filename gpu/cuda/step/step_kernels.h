@@ -37,9 +37,8 @@ struct StepKernels {
 cudaError_t ProbeKernels();
 
 cudaError_t LaunchSelect(const StepHeader& step, cudaStream_t stream);
-// share_units: several thread blocks share a unit, as a thread block cluster.
-cudaError_t LaunchTreeOpen(const StepHeader& step, bool share_units, cudaStream_t stream);
-cudaError_t LaunchTreeChoose(const StepHeader& step, bool share_units, cudaStream_t stream);
+cudaError_t LaunchTreeOpen(const StepHeader& step, cudaStream_t stream);
+cudaError_t LaunchTreeChoose(const StepHeader& step, cudaStream_t stream);
 
 // The stages over trees that work on tree items. They depend on the channels alone.
 enum class TreeStage { kGroups, kLeaves, kEstimate };

@@ -22,6 +22,8 @@ using CutBlocks = ThreadBlockCluster;
 #endif
 // So many that those of 32 units are on an H100 at once, two on a multiprocessor.
 inline constexpr uint32_t kCutBlocksMax = 7;
+// A thread block that is alone in its cluster may not write to itself as to another.
+inline constexpr uint32_t kCutBlocksMin = 2;
 inline constexpr uint32_t kCutThreads = 512;
 inline constexpr uint32_t kCutWarps = kCutThreads / 32;
 // A key's digits: its exponent, as it is a float's bits, then what follows.

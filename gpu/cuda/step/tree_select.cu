@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <array>
 #include <cfloat>
 
 #include "gpu/cuda/step/chosen_pieces.cuh"
+#include "gpu/cuda/step/cluster_launch.h"
 #include "gpu/cuda/step/step_kernels.h"
 #include "gpu/cuda/step/tree_selector.cuh"
 
@@ -430,9 +432,9 @@ __device__ void TreeSelector::Choose() {
   if (first) QueuePieces(step_, unit_, result, &memory_->first_piece);
 }
 
-namespace {
-
 // ---- kernels ----
+
+namespace {
 
 template <bool kOpen>
 __global__ void __launch_bounds__(kCutThreads, 2)
@@ -449,34 +451,50 @@ __global__ void __launch_bounds__(kCutThreads, 2)
   }
 }
 
-cudaError_t Launch(void (*kernel)(StepHeader), const StepHeader& step, bool share_units,
-                   cudaStream_t stream) {
-  constexpr uint32_t kBytes = sizeof(TreeSelectMemory);
+constexpr uint32_t kSelectBytes = sizeof(TreeSelectMemory);
+
+// How many units a device works on at once, by the number of their thread blocks; none without
+// thread block clusters. A process's devices are of one kind.
+using UnitsAtOnce = std::array<int, kCutBlocksMax + 1>;
+UnitsAtOnce CountUnits(void (*kernel)(StepHeader)) {
+  UnitsAtOnce units = {};
+  cudaFuncAttributes attributes;
+  const bool clusters = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess &&
+                        attributes.ptxVersion >= kClusterPtxVersion;
+  for (uint32_t blocks = kCutBlocksMin; clusters && blocks <= kCutBlocksMax; ++blocks) {
+    units[blocks] = ClusterLaunch::AtOnce(kernel, blocks, kCutThreads, kSelectBytes);
+  }
+  return units;
+}
+
+// The most thread blocks with which all units are there at once; what is chosen does not depend on
+// their number.
+uint32_t BlocksOfUnit(const UnitsAtOnce& at_once, uint32_t units) {
+  if (at_once[kCutBlocksMin] == 0) return 1;
+  uint32_t blocks = kCutBlocksMax;
+  while (blocks > kCutBlocksMin && at_once[blocks] < static_cast<int>(units)) --blocks;
+  return blocks;
+}
+
+template <bool kOpen>
+cudaError_t Launch(const StepHeader& step, cudaStream_t stream) {
+  constexpr auto kKernel = TreeSelectKernel<kOpen>;
   const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int{kBytes});
+      cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int{kSelectBytes});
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {kCutBlocksMax, 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = step.units * (share_units ? kCutBlocksMax : 1);
-  config.blockDim = kCutThreads;
-  config.dynamicSmemBytes = kBytes;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = share_units ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, step);
+  static const UnitsAtOnce kAtOnce = CountUnits(kKernel);
+  const uint32_t blocks = BlocksOfUnit(kAtOnce, step.units);
+  const ClusterLaunch launch(step.units, blocks, kCutThreads, kSelectBytes, false, stream);
+  return cudaLaunchKernelEx(&launch.config(), kKernel, step);
 }
 
 }  // namespace
 
-// ---- launchers ----
-
-cudaError_t LaunchTreeOpen(const StepHeader& step, bool share_units, cudaStream_t stream) {
-  return Launch(TreeSelectKernel<true>, step, share_units, stream);
+cudaError_t LaunchTreeOpen(const StepHeader& step, cudaStream_t stream) {
+  return Launch<true>(step, stream);
 }
-cudaError_t LaunchTreeChoose(const StepHeader& step, bool share_units, cudaStream_t stream) {
-  return Launch(TreeSelectKernel<false>, step, share_units, stream);
+cudaError_t LaunchTreeChoose(const StepHeader& step, cudaStream_t stream) {
+  return Launch<false>(step, stream);
 }
 
 }  // namespace attnd::gpu
