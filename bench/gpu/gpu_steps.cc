@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One layer's decode steps on a GPU, by policy: the GPU's own time (between events, kernel by
-// kernel), by stage, and the time that a caller of the backend waits (kernels from a graph, copies
-// and host work with them). All policies take turns; times are medians over rounds, what was read
-// and the errors means. Keys are in short runs around random centres, or a trained model's: then
-// each round has the next query of each capture (page_trace_capture.py --one-layer).
+// One layer's decode steps on a GPU, by policy: the GPU's own time (between events of a graph), by
+// stage, and the time that a caller of the backend waits (kernels from a graph, copies and host
+// work with them). All policies take turns; times are medians over rounds, what was read and the
+// errors means. Keys are in short runs around random centres, or a trained model's: then each round
+// has the next query of each capture (page_trace_capture.py --one-layer).
 //
 //   gpu_steps --rows=4 --tokens=131072
 //   gpu_steps --rows=4 build/captures/131072-*.capture: rows take the captures in turn

@@ -46,6 +46,9 @@ StepRows::StepRows(std::vector<RowSource> sources)
       outputs_(sources_.size() * shape().query_heads * shape().value_dim),
       lse_(sources_.size() * shape().query_heads) {
   for (size_t r = 0; r < rows_.size(); ++r) {
+    if (!(sources_[r].view->shape == shape())) {
+      Must(absl::InvalidArgumentError("rows of a step are of models of one shape"));
+    }
     attention::StepRow& row = rows_[r];
     row.view = sources_[r].view;
     row.query_tokens = 1;
@@ -103,7 +106,7 @@ Apart ApartOf(const std::vector<float>& a, const std::vector<float>& b, size_t v
     }
     const double apart = std::sqrt(apart2 / norm2);
     result.mean += apart / static_cast<double>(a.size() / value_dim);
-    result.worst = apart <= result.worst ? result.worst : apart;
+    if (!std::isnan(result.worst) && !(apart <= result.worst)) result.worst = apart;
   }
   return result;
 }

@@ -125,7 +125,7 @@ def main() -> None:
     arguments = parse_arguments()
     if arguments.join < 1:
         sys.exit("--join is 1 or more")
-    stride = arguments.stride or arguments.join
+    stride = arguments.join if arguments.stride is None else arguments.stride
     if not 1 <= stride <= arguments.join:
         sys.exit(f"--stride is 1 .. {arguments.join}")
     model = Model.load(arguments.model)
@@ -137,6 +137,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     numbers = dict.fromkeys(tasks, 0)
     waiting: list[Captured] = []
+    in_files = 0  # of those waiting
     for example in examples:
         waiting.append(capture(model, *split(example, arguments.decoded)))
         if len(waiting) < arguments.join:
@@ -149,8 +150,9 @@ def main() -> None:
             arguments.out / name, model, as_one_layer(captured) if arguments.one_layer else captured
         )
         del waiting[:stride]
+        in_files = len(waiting)
         print(arguments.out / name)
-    if len(waiting) > arguments.join - stride:
+    if len(waiting) > in_files:
         print(f"{len(waiting)} contexts are too few for a file of {arguments.join}", file=sys.stderr)
 
 

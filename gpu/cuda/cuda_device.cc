@@ -207,7 +207,7 @@ class CudaStream : public Stream {
     ATTND_RETURN_IF_ERROR(Score(kernels, header));
     ATTND_RETURN_IF_ERROR(EndStage(kScore));
     if (clusters) ATTND_RETURN_IF_ERROR(Launched(LaunchSelect(header, main_), "select"));
-    if (clusters) ATTND_RETURN_IF_ERROR(Join());
+    if (clusters && !trees) ATTND_RETURN_IF_ERROR(Join());
     if (trees) ATTND_RETURN_IF_ERROR(SelectOfTrees(header));
     ATTND_RETURN_IF_ERROR(EndStage(kSelect));
     if (coop_units > 0) {
@@ -255,8 +255,8 @@ class CudaStream : public Stream {
     return join_.HoldUp(main_);
   }
 
-  // Uploads, scores, and the pieces that are read in any case. With clusters these pieces are left
-  // on side_, to be joined. Groups of trees need nothing of prepare.
+  // Uploads, scores, and the pieces that are read in any case. With clusters alone these pieces
+  // are left on side_, to be joined. Groups of trees need nothing of prepare.
   absl::Status Score(const StepKernels& kernels, const StepHeader& header) {
     const bool clusters = header.score_items > 0, trees = header.tree_items > 0;
     if (trees) {

@@ -15,7 +15,8 @@
 //   finish    read the chosen tokens exactly, estimate the other clusters
 //   merge     for each unit: merge its states, in the order of their numbers; normalise; statistics
 //
-// Units over trees have stages of their own between prepare and finish. A tree item is a (unit,
+// Units over trees have stages of their own before finish, of which groups needs nothing of prepare
+// and runs beside it. A tree item is a (unit,
 // tile, segment); one thread block works on it.
 //
 //   groups    score a segment's groups, sum up their estimates

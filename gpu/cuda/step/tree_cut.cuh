@@ -259,13 +259,14 @@ class CutFinder {
 
   __device__ __forceinline__ const TreeCut& cut() const { return cut_; }
 
-  // Whether row `i` with this key is taken, if at most one of the thread block's rows has the cut's
+  // Whether a row with this key is taken, if at most one of the thread block's rows has the cut's
   // key.
   __device__ __forceinline__ bool Takes(uint32_t key) const {
     return key > cut_.key || (cut_.equals != 0 && key == cut_.key && cut_.above < cut_.limit);
   }
-  // The same however many have. The whole thread block, which asks for kCutThreads neighbouring
-  // rows at a time, in their order; i may lie behind the last one.
+  // Whether row `i` is taken, however many rows have the cut's key. The whole thread block, which
+  // asks for kCutThreads neighbouring rows at a time, in their order; i may lie behind the last
+  // one.
   __device__ __forceinline__ bool TakesInOrder(uint32_t i) {
     const uint32_t key = i < rows_.count ? rows_.keys[i] : 0;
     if (cut_.equals <= 1) return key != 0 && Takes(key);

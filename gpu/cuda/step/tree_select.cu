@@ -452,27 +452,27 @@ __global__ void __launch_bounds__(kCutThreads, 2)
 }
 
 constexpr uint32_t kSelectBytes = sizeof(TreeSelectMemory);
-
-// How many units a device works on at once, by the number of their thread blocks; none without
-// thread block clusters. A process's devices are of one kind.
-using UnitsAtOnce = std::array<int, kCutBlocksMax + 1>;
+// How many units the process's devices work on at once, by the number of their thread blocks.
+struct UnitsAtOnce {
+  bool clusters = false;  // of thread blocks
+  std::array<int, kCutBlocksMax + 1> units = {};
+};
 UnitsAtOnce CountUnits(void (*kernel)(StepHeader)) {
-  UnitsAtOnce units = {};
+  UnitsAtOnce at_once;
   cudaFuncAttributes attributes;
-  const bool clusters = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess &&
-                        attributes.ptxVersion >= kClusterPtxVersion;
-  for (uint32_t blocks = kCutBlocksMin; clusters && blocks <= kCutBlocksMax; ++blocks) {
-    units[blocks] = ClusterLaunch::AtOnce(kernel, blocks, kCutThreads, kSelectBytes);
+  if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) return at_once;
+  at_once.clusters = attributes.ptxVersion >= kClusterPtxVersion;
+  for (uint32_t blocks = kCutBlocksMin; at_once.clusters && blocks <= kCutBlocksMax; ++blocks) {
+    at_once.units[blocks] = ClusterLaunch::AtOnce(kernel, blocks, kCutThreads, kSelectBytes);
   }
-  return units;
+  return at_once;
 }
 
-// The most thread blocks with which all units are there at once; what is chosen does not depend on
-// their number.
+// The most with which all units are there at once; what is chosen does not depend on their number.
 uint32_t BlocksOfUnit(const UnitsAtOnce& at_once, uint32_t units) {
-  if (at_once[kCutBlocksMin] == 0) return 1;
+  if (!at_once.clusters) return 1;
   uint32_t blocks = kCutBlocksMax;
-  while (blocks > kCutBlocksMin && at_once[blocks] < static_cast<int>(units)) --blocks;
+  while (blocks > kCutBlocksMin && at_once.units[blocks] < static_cast<int>(units)) --blocks;
   return blocks;
 }
 
