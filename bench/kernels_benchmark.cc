@@ -112,7 +112,7 @@ void BM_AssignClosest(benchmark::State& state) {
   std::vector<uint32_t> assignment(kRows);
   for (auto _ : state) {
     AssignClosest(points.data(), kRows, dim, centroids.data(), half_norms.data(), kClusters,
-                  assignment.data());
+                  kClusters, assignment.data());
     benchmark::DoNotOptimize(assignment.data());
   }
   CountRows(state, kRows);

@@ -13,7 +13,7 @@ namespace {
 constexpr size_t kLanes = 16;  // the kernel's padding
 // Multiply-adds of a chunk: a tenth of a millisecond.
 constexpr size_t kChunkWork = size_t{2} << 20;
-constexpr size_t kChunkPointsMin = 4;               // what the kernel takes at once
+constexpr size_t kChunkPointsMin = 8;               // what the kernel takes at once
 constexpr size_t kChunkElements = size_t{1} << 15;  // of centroids that are set
 
 }  // namespace
@@ -63,11 +63,13 @@ bool KMeans::RunChunk() {
 }
 
 void KMeans::AssignSome() {
-  const size_t count =
-      std::min(n_ - next_, std::max(kChunkPointsMin, kChunkWork / (stride_ * dim_) / 4 * 4));
+  // The late clusters are made after half of the iterations.
+  const size_t clusters = iteration_ < kKMeansIterations / 2 ? early_ : clusters_;
+  const size_t points = kChunkWork / (clusters * dim_) / kChunkPointsMin * kChunkPointsMin;
+  const size_t count = std::min(n_ - next_, std::max(kChunkPointsMin, points));
   const float* point = points_.data() + next_ * dim_;
-  kernels::AssignClosest(point, count, dim_, centroids_t_.data(), half_norms_.data(), stride_,
-                         assignment_.data() + next_);
+  kernels::AssignClosest(point, count, dim_, centroids_t_.data(), half_norms_.data(), clusters,
+                         stride_, assignment_.data() + next_);
   for (size_t i = 0; i < count; ++i, point += dim_) {
     const uint32_t cluster = assignment_[next_ + i];
     double* sum = sums_.data() + cluster * dim_;

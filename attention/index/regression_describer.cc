@@ -116,7 +116,7 @@ void RegressionDescriber::Start(const ClusteredHead& head) {
 bool RegressionDescriber::RunChunk() {
   if (phase_ == Phase::kDone) return false;
   if (phase_ == Phase::kAxes) {
-    if (axes_.RunChunk()) return true;
+    axes_.Find(moments_, dim_);
     NextPhase();
     return true;
   }
@@ -138,7 +138,6 @@ bool RegressionDescriber::RunChunk() {
 }
 
 void RegressionDescriber::NextPhase() {
-  if (phase_ == Phase::kMoments) axes_.Start(moments_, dim_);
   if (phase_ == Phase::kAxes) StoreAxes();
   if (phase_ == Phase::kVariances) StoreSlopes();
   phase_ = static_cast<Phase>(static_cast<int>(phase_) + 1);

@@ -72,7 +72,7 @@ class HeadBuilder {
   // `segment` must outlive the building of this head; head < segment->heads().
   void Start(SegmentBuilder* segment, uint32_t head);
   // Works for about `time`, and for at least one chunk, which takes about a fifth of a millisecond
-  // at most. True when the head is done.
+  // at most, but for a head's axes (PrincipalAxes::Find). True when the head is done.
   bool Advance(std::chrono::microseconds time);
 
  private:

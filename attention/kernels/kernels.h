@@ -170,10 +170,10 @@ void AttendRuns(const PageGeometry& geometry, std::span<const TokenRun> runs, co
                 size_t quads, QuadState* states);
 
 // k-means assignment. points: [n][dim] floats; centroids_t: [dim][stride], transposed, stride a
-// multiple of 16 and at least `clusters`; half_norms: [stride] |c|^2 / 2, +infinity in the padding.
-// assignment[i] = the cluster with the least |point - centroid|, the lower one of equals.
+// multiple of 16 and at least `clusters`; half_norms: [stride] |c|^2 / 2, +infinity from `clusters`
+// on. assignment[i] = the cluster with the least |point - centroid|, the lower one of equals.
 void AssignClosest(const float* points, size_t n, size_t dim, const float* centroids_t,
-                   const float* half_norms, size_t stride, uint32_t* assignment);
+                   const float* half_norms, size_t clusters, size_t stride, uint32_t* assignment);
 
 }  // namespace attnd::attention::kernels
 

@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <ctime>
 #include <memory>
 #include <string>
 #include <thread>
@@ -101,12 +102,20 @@ double RelativeError(const std::vector<float>& out, const std::vector<float>& de
   return sum / static_cast<double>(heads);
 }
 
+// Processor time since `start`, on all threads, for 8,192 tokens and eight heads.
+double BuildSeconds(const ModelShape& shape, uint32_t tokens, std::clock_t start) {
+  const double seconds = static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC;
+  return seconds * 8192 / tokens * 8 / (shape.layers * shape.kv_heads);
+}
+
 // Times one policy over a capture, and prints its line.
 void Measure(attention::Backend* backend, const std::string& path, const std::string& text) {
   const std::pair<std::string, std::string> parts = absl::StrSplit(text, absl::MaxSplits('@', 1));
   const attention::Policy policy = ParsePolicyText(parts.first);
   const attention::Policy dense = ParsePolicyText("dense");
+  const std::clock_t start = std::clock();
   const PageCapture capture = Must(ReadPageCapture(path, ParseIndexName(parts.second), Threads()));
+  const double build = BuildSeconds(capture.view->shape, capture.prompt_tokens, start);
   Must(policy.CheckIndexes(capture.view->indexes));
   CapturedSteps steps(backend, capture);
 
@@ -135,9 +144,9 @@ void Measure(attention::Backend* backend, const std::string& path, const std::st
     }
   }
   const double ours = Median(seconds), theirs = Median(dense_seconds);
-  std::printf("| %s | %.2f | %.2f | %.1f | %.3f | %.2f%% | %.3f | %.2f |\n", text.c_str(),
+  std::printf("| %s | %.2f | %.2f | %.1f | %.3f | %.2f%% | %.3f | %.2f | %.2f |\n", text.c_str(),
               1e3 * ours, 1e3 * theirs, theirs / ours, error / (count * layers),
-              100 * exact / middle, rows / clusters, select / stages);
+              100 * exact / middle, rows / clusters, select / stages, build);
   std::fflush(stdout);
 }
 
@@ -152,9 +161,10 @@ int Main(const std::vector<char*>& arguments) {
   for (size_t i = 1; i < arguments.size(); ++i) {
     std::printf(
         "\n%s, %u threads, %s: ms of a token, all layers; medians of %u tokens, or all there "
-        "are\n\n"
-        "| policy | ms | dense ms | times as fast | error | read | index | score + select |\n"
-        "|---|---|---|---|---|---|---|---|\n",
+        "are; building: processor seconds for 8,192 tokens and eight heads\n\n"
+        "| policy | ms | dense ms | times as fast | error | read | index | score + select | "
+        "building |\n"
+        "|---|---|---|---|---|---|---|---|---|\n",
         arguments[i], options.threads, std::string(backend->target()).c_str(),
         absl::GetFlag(FLAGS_steps));
     for (const auto text : absl::StrSplit(absl::GetFlag(FLAGS_policies), ' ', absl::SkipEmpty())) {

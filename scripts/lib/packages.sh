@@ -17,6 +17,7 @@ ATTND_BUILD_PACKAGES=(
   git
   libabsl-dev
   libbenchmark-dev
+  libeigen3-dev
   libgmock-dev
   libgoogle-glog-dev
   libgrpc++-dev

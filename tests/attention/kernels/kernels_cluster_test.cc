@@ -228,7 +228,7 @@ TEST_P(ClusterKernelsTest, AddWeightedVariancesOfInfiniteSpread) {
 TEST_P(ClusterKernelsTest, AssignClosest) {
   for (const size_t dim : {16, 48, 64, 128, 512, 576}) {
     for (const size_t clusters : {1, 2, 15, 16, 17, 33, 64, 90}) {
-      for (const size_t n : {1, 3, 4, 9}) {
+      for (const size_t n : {1, 3, 4, 9, 17}) {
         SCOPED_TRACE(testing::Message() << "seed " << TestSeed() << ", dim " << dim << ", clusters "
                                         << clusters << ", n " << n);
         const size_t stride = (clusters + 15) / 16 * 16;
@@ -248,8 +248,8 @@ TEST_P(ClusterKernelsTest, AssignClosest) {
           half_norms[c] = static_cast<float>(norm2 / 2);
         }
         std::vector<uint32_t> assignment(n + 1, 777);
-        kernels::AssignClosest(points.data(), n, dim, transposed.data(), half_norms.data(), stride,
-                               assignment.data());
+        kernels::AssignClosest(points.data(), n, dim, transposed.data(), half_norms.data(),
+                               clusters, stride, assignment.data());
         for (size_t i = 0; i < n; ++i) {
           const auto distance2 = [&](size_t c) {
             double sum = 0;
@@ -279,7 +279,7 @@ TEST_P(ClusterKernelsTest, AssignClosestTakesTheLowestOfEquals) {
     const std::vector<float> points(5 * kDim, 1.0f);
     uint32_t assignment[5];
     kernels::AssignClosest(points.data(), 5, kDim, transposed.data(), half_norms.data(), kStride,
-                           assignment);
+                           kStride, assignment);
     for (const uint32_t cluster : assignment) ASSERT_EQ(cluster, first);
   }
 }
