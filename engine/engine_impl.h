@@ -113,8 +113,7 @@ class EngineImpl final : public Engine {
   // What a policy asks for of one backend, as IndexesOf says.
   static attention::IndexSet IndexesOn(const attention::Backend& backend,
                                        const attention::Policy& policy);
-  // What a sequence is opened with if nothing was said. Of a latent shape no tree: the axes of
-  // its long keys would take more memory than the clusters do.
+  // What a sequence is opened with if nothing was said.
   attention::IndexSet IndexesFor(const OpenArgs& args) const;
   // Those of the model, if its indexes need any.
   absl::Status SetFeatureMaps(OpenArgs* args) const;

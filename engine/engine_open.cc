@@ -23,8 +23,6 @@ attention::IndexSet EngineImpl::IndexesOf(const attention::Policy& policy) const
 attention::IndexSet EngineImpl::IndexesFor(const OpenArgs& args) const {
   const attention::IndexSet asked = IndexesOn(*args.backend, *args.policy);
   if (args.cluster_order && !asked.clustered()) return kClusters;
-  const bool own_choice = args.policy->quantile > 0;  // which clusters alone cannot serve
-  if (args.shape.latent && asked.has_regression() && !own_choice) return kClusters;
   return asked.empty() && args.policy->CheckIndexes(kClusters).ok() ? kClusters : asked;
 }
 

@@ -201,12 +201,14 @@ TEST(RegressionOpening, APolicyWithoutIndexesNamedGetsItsOwn) {
   EXPECT_EQ(indexes_of("streaming"), attention::kClusterIndexes);
 }
 
-// Their axes would take more memory than their clusters; asked for, they are built.
-TEST(RegressionOpening, LatentShapesGetClusters) {
+TEST(RegressionOpening, LatentShapesGetWhatOtherShapesGet) {
   const auto engine = MakeEngine(SmallOptions());
   const ModelShape latent = MakeLatentShape(1, 4, 48, 32, DType::kBf16);
-  const TestSequence sequence = OpenSequence(engine.get(), latent, PolicyOf("error-target"));
-  EXPECT_EQ(sequence.Info().args.indexes, attention::kClusterIndexes);
+  const auto indexes_of = [&](const char* preset) {
+    return OpenSequence(engine.get(), latent, PolicyOf(preset)).Info().args.indexes;
+  };
+  EXPECT_EQ(indexes_of("error-target"), attention::kTreeIndexes);
+  EXPECT_EQ(indexes_of("double-p"), attention::kClusterIndexes);
 }
 
 TEST(RegressionOpening, ClusterOrderAloneIsTheClustersOfThePolicy) {
