@@ -349,8 +349,38 @@ double ClusterEstimates::ExpectedError(size_t q, size_t lane) const {
   const Quad& quad = quads_[q];
   if (!scores_->has_regression()) return std::sqrt(quad.error2_sum[lane]);
   const double coherent = double{kCoherentShare} * quad.shift_norm[lane] * quad.error_unit[lane];
+  // mass_unit is a weight's share of the mass, and weights are relative to max.
+  const double log_total = scores_->quads()[q].max[lane] - std::log(double{quad.mass_unit[lane]});
+  const double hidden = HiddenError(q, lane, log_total);
   return std::sqrt(quad.error2_sum[lane] + OutputShare2(quad, lane) * quad.mass2_sum[lane] +
-                   coherent * coherent);
+                   coherent * coherent + hidden * hidden);
+}
+
+// Sums the squares of what the estimated items may hide, whose logarithms may lie far apart.
+void ClusterEstimates::SumHidden(size_t quad) {
+  const float* const hidden = scores_->quads()[quad].hidden;
+  const size_t n = scores_->items().count();
+  for (size_t lane = 0; lane < kQuad; ++lane) {
+    float max = kNegativeInfinity;
+    for (size_t i = 0; i < n; ++i) {
+      if (share_[i] != 0) max = std::max(max, hidden[i * kQuad + lane]);
+    }
+    quads_[quad].log_hidden[lane] = max;
+    if (max == kNegativeInfinity) continue;
+    double sum = 0;
+    for (size_t i = 0; i < n; ++i) {
+      if (share_[i] != 0) sum += std::exp(2 * (double{hidden[i * kQuad + lane]} - max));
+    }
+    quads_[quad].log_hidden[lane] = max + static_cast<float>(std::log(sum) / 2);
+  }
+}
+
+// What the error may be for want of a token that an estimated item hides.   log_total: of the mass
+// that is known.
+double ClusterEstimates::HiddenError(size_t quad, size_t lane, double log_total) const {
+  if (!scores_->has_hidden()) return 0;
+  const double log_hidden = quads_[quad].log_hidden[lane];
+  return std::sqrt(double{kHiddenShare}) / (1 + std::exp(log_total - log_hidden));
 }
 
 void ClusterEstimates::SumErrors() {
@@ -363,6 +393,7 @@ void ClusterEstimates::SumErrors() {
     std::fill_n(quad.mass2_sum, kQuad, 0.0f);
     kernels::ScaleQuads(quad.mass2, share_.data(), n, nullptr, quad.mass2_sum);
   }
+  for (size_t q = 0; scores_->has_hidden() && q < quads_.size(); ++q) SumHidden(q);
 }
 
 // ---- the answer ----
@@ -402,8 +433,9 @@ LaneOutcome ClusterEstimates::Outcome(size_t quad, size_t lane, const QuadState&
   const double of_mass = Scaled(mass_error, factor / all.sum[lane]) * (output_norm / norm);
   const double coherent =
       Scaled(kCoherentShare * own.shift_norm[lane], factor / all.sum[lane] / norm);
-  outcome.predicted_error =
-      static_cast<float>(std::hypot(outcome.predicted_error, of_mass, coherent));
+  const double hidden = HiddenError(quad, lane, all.max[lane] + std::log(sum));
+  outcome.predicted_error = static_cast<float>(
+      std::hypot(std::hypot(outcome.predicted_error, of_mass, coherent), hidden));
   return outcome;
 }
 

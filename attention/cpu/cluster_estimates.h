@@ -84,6 +84,7 @@ class ClusterEstimates {
     float mass_unit[kQuad] = {};   // error_unit without the norm of the output
     float error2_sum[kQuad] = {};  // of the estimated items
     float mass2_sum[kQuad] = {};
+    float log_hidden[kQuad] = {};   // of the estimated items; unless scores_->has_hidden() unused
     float output_norm[kQuad] = {};  // |o~|, by FindNorms; 1 if errors are relative to nothing
     float least_norm[kQuad] = {};   // floor under |o| in relative errors
     QuadState estimate;             // its values contain the shift
@@ -96,6 +97,8 @@ class ClusterEstimates {
   void AddLaneErrors(size_t quad, size_t begin, size_t end, float divisor,
                      std::span<float> score) const;
   float OutputShare2(const Quad& quad, size_t lane) const;
+  void SumHidden(size_t quad);
+  double HiddenError(size_t quad, size_t lane, double log_total) const;
   size_t MarkShare(std::span<const Fate> fate, Fate wanted);
   Kept UsableSums(size_t estimated) const;
   void SumWeights(size_t quad);

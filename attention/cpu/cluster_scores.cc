@@ -16,8 +16,9 @@ size_t ClusterScores::ArenaBytes(const SequenceView& view, uint32_t layer, uint3
   const size_t segments = view.segments.size();
   size_t groups = 0;
   for (const auto& segment : view.segments) groups += segment->groups(layer, kv_head).clusters;
-  const size_t per_quad = (3 * n + 2 * groups + segments) * kQuad * sizeof(float) + sizeof(Quad) +
-                          CentroidQueriesBytes(view.shape) +
+  const size_t arrays = view.shape.latent ? 4 : 3;
+  const size_t per_quad = (arrays * n + 2 * groups + segments) * kQuad * sizeof(float) +
+                          sizeof(Quad) + CentroidQueriesBytes(view.shape) +
                           kernels::SquaresFloats(view.shape.head_dim) * sizeof(float) + kRounding;
   const bool regression = view.indexes.has_regression();
   return quads * per_quad + n * sizeof(float) + (segments + 1) * sizeof(uint32_t) +
@@ -56,6 +57,7 @@ ClusterScores::ClusterScores(const UnitQuery& query, bool groups, StepArena* are
     if (!second_order_) continue;
     quad.d2 = arena->Allocate<float>(n * kQuad).data();
     quad.optimistic = arena->Allocate<float>(n * kQuad).data();
+    if (has_hidden()) quad.hidden = arena->Allocate<float>(n * kQuad).data();
     if (has_regression()) continue;
     quad.squares = kernels::PrepareSquares(
         query.queries + q * kQuad * shape_.head_dim, shape_.softmax_scale, shape_.head_dim,
@@ -116,7 +118,20 @@ void ClusterScores::ScoreSpan(const Span& span) {
   }
 }
 
+// Before log masses become weights, of which those of the greatest hidden masses may be nothing.
+void ClusterScores::FindHidden() {
+  for (const Span& span : items_.spans()) {
+    const size_t offset = span.item * kQuad;
+    for (Quad& quad : quads_) {
+      kernels::HiddenMass(quad.log_mass + offset, quad.d2 + offset,
+                          span.groups ? kGroupOptimism : kOptimism, span.count,
+                          quad.hidden + offset);
+    }
+  }
+}
+
 void ClusterScores::Weigh() {
+  if (has_hidden()) FindHidden();
   for (Quad& quad : quads_) {
     kernels::SoftmaxQuads(quad.log_mass, items_.count(), quad.max, quad.sum);
   }

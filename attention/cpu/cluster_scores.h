@@ -30,6 +30,7 @@ class ClusterScores {
     float* log_mass = nullptr;        // and, after Weigh, the weights: exp(log_mass - max)
     float* d2 = nullptr;              // variance of the members' logits; null for the first order
     float* optimistic = nullptr;      // ClusterScoreArgs::optimistic; null for the first order
+    float* hidden = nullptr;          // kernels::HiddenMass, after Weigh; null unless has_hidden()
     float* base_dot = nullptr;        // [segments][4] (DotBase)
     float* group_log_mass = nullptr;  // [groups][4] of all groups, until some are opened
     float* group_d2 = nullptr;
@@ -52,6 +53,9 @@ class ClusterScores {
   // Of the second order, if segments have one; else null.
   RegressionTerms* regression() { return regression_.has_value() ? &*regression_ : nullptr; }
   bool has_regression() const { return regression_.has_value(); }
+  // Whether what items may hide is found: with a regression, of latent shapes. Variances of other
+  // shapes' logits are seldom beyond what estimates count.
+  bool has_hidden() const { return has_regression() && shape_.latent; }
 
   // About how many rows of the index Score reads.
   uint64_t ScoreRows(size_t segment) const;
@@ -67,6 +71,7 @@ class ClusterScores {
  private:
   void ScoreSpan(const Span& span);
   void ScoreItems();
+  void FindHidden();
   void KeepScores(const Span& span);
   void UseItems();
 

@@ -180,6 +180,18 @@ void ClusterScores(const ClusterScoreArgs& args, size_t n) {
   for (; i < n; ++i) ClusterScoresAt(hn::CappedTag<float, 4>(), args, i);
 }
 
+void HiddenMass(const float* log_mass, const float* d2, float optimism, size_t n, float* hidden) {
+  const hn::CappedTag<float, 4> d4;
+  const auto cap = hn::Set(d4, kVarianceCap);
+  const auto none = hn::Set(d4, -std::numeric_limits<float>::infinity());
+  for (size_t i = 0; i < n * kQuad; i += kQuad) {
+    const auto spread = hn::LoadU(d4, d2 + i);
+    const auto beyond = hn::Sub(hn::Sqrt(spread), hn::Sqrt(cap));
+    const auto most = hn::MulAdd(beyond, hn::Set(d4, optimism), hn::LoadU(d4, log_mass + i));
+    hn::StoreU(hn::IfThenElse(hn::Gt(spread, cap), most, none), d4, hidden + i);
+  }
+}
+
 template <class D>
 HWY_INLINE void ClusterErrorsAt(D d, const float* weight, const float* d2, const float* spread,
                                 const float* unit, size_t i, float* error2) {
@@ -305,6 +317,7 @@ HWY_EXPORT(DotDeviations);
 HWY_EXPORT(ScaleQuads);
 HWY_EXPORT(AddAcrossQuads);
 HWY_EXPORT(ClusterScores);
+HWY_EXPORT(HiddenMass);
 HWY_EXPORT(ClusterErrors);
 HWY_EXPORT(RegressionErrors);
 HWY_EXPORT(AddWeightedVariances);
@@ -338,6 +351,10 @@ void AddAcrossQuads(const float* x, const float* factor, size_t n, float* total)
 
 void ClusterScores(const ClusterScoreArgs& args, size_t n) {
   HWY_DYNAMIC_DISPATCH(ClusterScores)(args, n);
+}
+
+void HiddenMass(const float* log_mass, const float* d2, float optimism, size_t n, float* hidden) {
+  HWY_DYNAMIC_DISPATCH(HiddenMass)(log_mass, d2, optimism, n, hidden);
 }
 
 void ClusterErrors(const float* weight, const float* d2, const float* spread, const float* unit,

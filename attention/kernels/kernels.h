@@ -169,6 +169,12 @@ void DotCodes(const uint8_t* codes, const float* scale, const float* least, size
 void AttendRuns(const PageGeometry& geometry, std::span<const TokenRun> runs, const Queries* q,
                 size_t quads, QuadState* states);
 
+// What clusters may hide: where the variance of a cluster's logits exceeds kVarianceCap, its mass
+// is estimated as if the variance were that, and a member `optimism` standard deviations above the
+// mean has exp(optimism (sqrt(d2) - sqrt(kVarianceCap))) times as much. hidden = the logarithm of
+// that, -infinity for other clusters. log_mass, d2, hidden: [n][4].
+void HiddenMass(const float* log_mass, const float* d2, float optimism, size_t n, float* hidden);
+
 // k-means assignment. points: [n][dim] floats; centroids_t: [dim][stride], transposed, stride a
 // multiple of 16 and at least `clusters`; half_norms: [stride] |c|^2 / 2, +infinity from `clusters`
 // on. assignment[i] = the cluster with the least |point - centroid|, the lower one of equals.

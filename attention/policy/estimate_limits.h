@@ -22,6 +22,9 @@ inline constexpr float kCoherentShare = 0.45f;
 // that one of them may lie farther out.
 inline constexpr float kOptimism = 2.0f;
 inline constexpr float kGroupOptimism = 4.0f;
+// Of a latent shape with a regression: the square of a predicted error grows by this share of the
+// square of the mass that estimated clusters may hide (HiddenMass).
+inline constexpr float kHiddenShare = 0.1f;
 // Over a tree: the share of the tolerance that the error of closed groups may take; and the share
 // of the groups that are opened in any case, at least so many times the policy's floor, and at
 // least so many groups: a short text's index costs little, and a few groups hide much of it.

@@ -33,6 +33,8 @@ ClusterJudge::ClusterJudge(const TestRow& row, uint32_t layer, uint32_t token, u
   if (!row.sequence->view->indexes.has_regression()) return;
   if (policy_.mass != oracle::MassEstimate::kSecondOrder || !LooksAtClusters(policy_)) return;
   regression_ = MakeRegressionInput(row, layer, kv_head);
+  const bool latent = row.sequence->view->shape.latent;
+  if (latent) regression_->hidden_deviations.assign(oracle::ClusterCount(*regression_), 2.0);
   for (const oracle::Vector& query : input_.queries) {
     oracle::SoftmaxState& state = zones_.emplace_back(input_.value_dim);
     for (size_t t = 0; t < input_.zone_keys.size(); ++t) {
@@ -44,6 +46,9 @@ ClusterJudge::ClusterJudge(const TestRow& row, uint32_t layer, uint32_t token, u
   tree_ = OpenAsGiven(row, layer, kv_head, input_.queries, zones_, *given);
   input_.segments = tree_->segments;
   regression_ = tree_->regression;
+  for (size_t i = 0; latent && i < tree_->candidates.size(); ++i) {
+    regression_->hidden_deviations.push_back(tree_->candidates[i] ? 2.0 : 4.0);
+  }
   plan_ = tree_->plan;
 }
 

@@ -14,6 +14,7 @@ namespace {
 constexpr double kSpreadCap = 8.0;  // of d2
 constexpr double kMassWeight = 0.5;
 constexpr double kCoherent = 0.45;
+constexpr double kHiddenShare = 0.1;
 constexpr double kNormGuard = 1e-3;  // share of the values' root mean square
 constexpr double kTiny = 0x1p-126;   // the least normal float
 
@@ -304,6 +305,22 @@ ErrorTargetSelection Select(const RegressionInput& input, const std::vector<Vect
                      std::vector<bool>(count, true), /*optimism=*/2.0, margin);
 }
 
+// The share of all mass that tokens hidden in estimated clusters would have: a cluster beyond the
+// cap has exp(k (sqrt(d2) - sqrt(cap))) times its estimate in a token k deviations above its mean.
+double HiddenShare(const RegressionInput& input, const Vector& query, const Indices& estimated,
+                   double lse) {
+  if (input.hidden_deviations.empty()) return 0.0;
+  const HeadScores scores = Scores(input, query);
+  double sum = 0.0;  // of squares, as shares of the known mass; beyond any number if so
+  for (const std::size_t i : estimated) {
+    if (!(scores.spread[i] > kSpreadCap)) continue;
+    const double above = std::sqrt(scores.spread[i]) - std::sqrt(kSpreadCap);
+    sum += std::exp(2.0 * (scores.log_mass[i] + input.hidden_deviations[i] * above - lse));
+  }
+  const double hidden = std::sqrt(sum);
+  return std::isinf(hidden) ? 1.0 : hidden / (hidden + 1.0);
+}
+
 double PredictedError(const RegressionInput& input, const Vector& query, const SoftmaxState& zones,
                       const Indices& estimated, double lse, const Vector& out) {
   if (estimated.empty()) return 0.0;
@@ -313,7 +330,8 @@ double PredictedError(const RegressionInput& input, const Vector& query, const S
   const RegressionEstimate estimate = Estimate(input, query, estimated);
   const double norm = GuardedNorm(Places(input), Scores(input, query).log_mass, zones, lse, out);
   const double shift = kCoherent * std::exp(estimate.state.m - lse) * estimate.shift_norm / norm;
-  return std::sqrt(sum + shift * shift);
+  const double hidden = HiddenShare(input, query, estimated, lse);
+  return std::sqrt(sum + shift * shift + kHiddenShare * hidden * hidden);
 }
 
 }  // namespace attnd::oracle

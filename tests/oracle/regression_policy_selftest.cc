@@ -93,6 +93,27 @@ TEST(RegressionEstimate, HandComputed) {
   EXPECT_EQ(nothing.shift_norm, 0.0);
 }
 
+// A query of 4: d2 = 16, sqrt(16) = 4, sqrt(8) = 2.83. A token two deviations above the mean has
+// exp(2 (4 - 2.83)) times the estimate, which is all mass, and so 1 - 1 / (1 + that) of it.
+TEST(RegressionErrors, HiddenMassHandComputed) {
+  RegressionInput input{{OnePair()}, 1.0, 1, {}};
+  const SoftmaxState none(1);
+  const RegressionEstimate all = Estimate(input, {4.0}, {0});
+  const auto predicted = [&] {
+    return PredictedError(input, {4.0}, none, {0}, all.state.Lse(), all.state.Out());
+  };
+  const double without = predicted();
+  for (const double deviations : {2.0, 4.0, 600.0}) {
+    input.hidden_deviations = {deviations};
+    const double share = 1 - 1 / (1 + std::exp(deviations * (4 - std::sqrt(8.0))));
+    EXPECT_NEAR(predicted(), std::sqrt(without * without + 0.1 * share * share), kClose);
+  }
+  // Below the cap nothing is hidden: d2 = 1.
+  const RegressionEstimate one = Estimate(input, {1.0}, {0});
+  EXPECT_NEAR(PredictedError(input, {1.0}, none, {0}, one.state.Lse(), one.state.Out()),
+              std::sqrt(13.0 / 64.0 + std::pow(0.45 / 4.0, 2)), kClose);
+}
+
 TEST(RegressionErrors, HandComputed) {
   // q = 1: d2 = 1, l = 1/2, Z = 2 exp(1/2), H = 2/3 Z, o~ = 8/3. The weights' variance is
   // min(e - 1, s - 1) = 1. e^2 = (1/9 / 2 + 1/2 * 1/4 (4 + 64/9)) / (64/9) = 13/64.

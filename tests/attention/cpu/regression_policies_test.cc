@@ -324,6 +324,37 @@ TEST_F(RegressionRows, LessToleranceReadsMore) {
   EXPECT_GT(step.rows.back().stats.exact_tokens, step.rows[0].stats.exact_tokens);
 }
 
+// Queries of a latent shape that are so long that logits within a cluster lie far apart: what
+// clusters may hide counts.
+TEST_F(RegressionRows, WhatClustersOfALatentShapeHideIsTold) {
+  for (const IndexSet& indexes : {kRegressionIndexes, kTreeIndexes}) {
+    SequenceSpec spec = Spec({6000}, 70);
+    spec.shape = MakeShape(3, 1, 48, 48, DType::kFp32);
+    spec.shape.latent = true;
+    spec.indexes = indexes;
+    TestSequence sequence = MakeSequence(spec);
+    float greatest = 0;  // predicted error
+    // Longer ones make a tree's groups equal: their optimistic masses are all nothing beside one.
+    for (const float length : {1.0f, 3.0f, 5.0f, 8.0f, 30.0f}) {
+      SCOPED_TRACE(testing::Message() << spec << ", queries " << length << " times as long");
+      std::vector<TestRow> rows;
+      for (const auto& parameters : std::vector<std::map<std::string, std::string>>{
+               {{"tolerance", "off"}},
+               {{"tolerance", "0.1"}},
+               {{"tolerance", "0.2"}, {"quantile", "0.9"}}}) {
+        rows.push_back(MakeRow(&sequence, Parse("error-target", parameters), spec.tokens() - 1, 1,
+                               false, DType::kFp32, 0, spec.seed));
+        for (float& x : rows.back().queries) x *= length;
+      }
+      RunAndCheckRows(backend_.get(), 0, rows);
+      if (HasFatalFailure()) return;
+      const StepResult step = RunStep(backend_.get(), 0, {rows.data(), 1});
+      greatest = std::max(greatest, *step.rows[0].stats.predicted_error_max);
+    }
+    EXPECT_GT(greatest, 0.3f);
+  }
+}
+
 // ---- over a tree ----
 
 // Of a short text's groups none is closed; of others kOpenedLeast are opened in any case, those
