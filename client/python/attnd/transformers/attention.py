@@ -102,7 +102,8 @@ def _check(
 ) -> None:
     """Refuses what attention() would compute wrongly."""
     for name, meaning in _REFUSED.items():
-        if kwargs.get(name) not in (None, False):
+        value = kwargs.get(name)
+        if value is not None and value is not False:
             raise ValueError(f"{name} is given: attnd does not support {meaning}")
     if dropout:
         raise ValueError(f"dropout is {dropout}: attnd does not train, call model.eval()")
