@@ -14,13 +14,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from transformers_models import TINY, attached, generate, load, local, prompt, tiny, torch
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+pytest.importorskip("transformers", reason="Transformers is not installed")
 
 import attnd
 from attnd.transformers import Attachment, fingerprint
 from attnd.transformers.arrays import to_numpy, to_torch
 from attnd.transformers.columns import Columns
 from attnd.transformers.messages import split
+from transformers_models import TINY, attached, generate, load, local, prompt, tiny, torch
 
 CLOSED_WITHIN_S = 10.0
 
@@ -234,7 +237,10 @@ def test_columns_tell_padding_from_tokens():
     assert (step.positions, step.tokens()) == ([3, 2], [2, 1])
     mask = step.local_mask(torch.device("cpu"))
     assert mask.shape == (2, 1, 2, 5)
-    assert mask[1, 0].tolist() == [[False, True, True, True, False], [False, True, True, False, True]]
+    assert mask[1, 0].tolist() == [
+        [False, True, True, True, False],
+        [False, True, True, False, True],
+    ]
     columns.select([1, 1, 0])
     assert columns.tokens() == [3, 3, 5]
     columns.crop(4)

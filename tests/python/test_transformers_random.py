@@ -12,10 +12,14 @@ import copy
 import random
 
 import pytest
-from transformers_models import TINY, attached, load, torch
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+pytest.importorskip("transformers", reason="Transformers is not installed")
+
 from transformers.cache_utils import DynamicCache
 
 from attnd.transformers.cache import _CROP_REMOVES
+from transformers_models import TINY, attached, load, torch
 
 ROWS_MAX = 5
 OPERATIONS = 14

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of Transformers for the tests: tiny random ones, and the nano models of this repository."""
+"""Models of Transformers for the tests: tiny random ones, and this repository's nano models."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ import functools
 import pathlib
 
 import numpy as np
-import pytest
+import torch
+import transformers
+from transformers.cache_utils import DynamicCache
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-transformers = pytest.importorskip("transformers", reason="Transformers is not installed")
-
-from transformers.cache_utils import DynamicCache  # noqa: E402
-
-import attnd.transformers  # noqa: E402
+import attnd.transformers
 
 # Models this small gain nothing from threads, which would take the server's processors from it.
 torch.set_num_threads(1)

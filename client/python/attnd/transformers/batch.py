@@ -223,8 +223,7 @@ class RemoteBatch:
         if self._session is None:
             self._session = self._server.client.decode_session()
         rows = [
-            Row(self.sequence_ids[p.row], step.positions[p.row] + p.start, p.tokens)
-            for p in pieces
+            Row(self.sequence_ids[p.row], step.positions[p.row] + p.start, p.tokens) for p in pieces
         ]
         begun = time.monotonic()
         result = self._session.step(layer, rows, q, k, v, output_dtype=q.dtype)

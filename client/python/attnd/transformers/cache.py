@@ -72,9 +72,7 @@ class AttndLayer(CacheLayerMixin):
     ) -> torch.Tensor:
         """What update() was called for; as RemoteBatch.attend()."""
         past = self.columns - query.shape[2]
-        return self._batch.attend(
-            self._number, past, module, query, key, value, mask, scaling
-        )
+        return self._batch.attend(self._number, past, module, query, key, value, mask, scaling)
 
     def drop(self) -> None:
         """Forgets the prompt's keys and values."""
