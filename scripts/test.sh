@@ -41,11 +41,9 @@ stage_release() {
 # tests/python/conftest.py gives. One more process than cores, as tests wait for servers.
 pytest_at_once=(-n "$(($(nproc) + 1))" --dist loadfile --no-loadscope-reorder)
 # build/venv has no PyTorch, and a skipped test would count as failed.
-without_transformers=(--ignore-glob='*/test_transformers*')
+pytest_without_transformers=("${pytest_at_once[@]}" --ignore-glob='*/test_transformers*')
 
-stage_python() {
-  run_pytest "${pytest_at_once[@]}" "${without_transformers[@]}" tests/python tests/scripts models/training
-}
+stage_python() { run_pytest "${pytest_without_transformers[@]}" tests/python tests/scripts models/training; }
 
 # Apart from the stage python, because PyTorch takes gigabytes of downloads and not every machine can have it.
 stage_transformers() {
@@ -66,7 +64,7 @@ stage_asan() {
 
 stage_asan_python() {
   [[ -x "${ATTND_BUILD}/asan/bin/attnd" ]] || check "asan server build" build_preset asan "-DATTND_FULL=${full}" attnd
-  ATTND_BIN="${ATTND_BUILD}/asan/bin/attnd" run_pytest "${pytest_at_once[@]}" "${without_transformers[@]}" tests/python -k bad_input
+  ATTND_BIN="${ATTND_BUILD}/asan/bin/attnd" run_pytest "${pytest_without_transformers[@]}" tests/python -k bad_input
 }
 
 stage_tsan() {

@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -60,14 +61,19 @@ def test_close_and_the_end_of_the_attachment_close_all(attnd_target, open_sequen
 
 
 def test_a_forgotten_cache_is_closed(attnd_target, open_sequences):
-    """Without the collector of cycles: nothing of a cache is one."""
+    """Without the collector of cycles: nothing of a cache is one, the prompt's keys included."""
     model, ids = load(TINY[0]), prompt(TINY[0], 2, 30)
     with attached(model, attnd_target) as attachment:
         gc.disable()
         try:
             generate(model, ids, attachment.new_cache())
-            with torch.no_grad():  # a prompt alone, whose keys are still here
-                model(ids, past_key_values=attachment.new_cache())
+            prompt_alone = attachment.new_cache()
+            with torch.no_grad():
+                model(ids, past_key_values=prompt_alone)
+            keys = weakref.ref(prompt_alone.layers[0].keys)
+            assert keys() is not None
+            del prompt_alone
+            assert keys() is None
             assert_none_soon(open_sequences)
         finally:
             gc.enable()
