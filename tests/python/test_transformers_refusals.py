@@ -213,6 +213,22 @@ def test_a_cache_after_a_failed_pass_is_refused(attachment, monkeypatch):
             model(ids[:, :1], past_key_values=cache)
 
 
+def test_another_attention_over_the_cache_is_refused(attachment):
+    """It would see the new keys alone. Also another model's."""
+    model, other, ids = load(TINY[0]), tiny(TINY[0], seed=1), prompt(TINY[0], 1, 9)
+    with torch.no_grad():
+        cache = attachment.new_cache()
+        model(ids, past_key_values=cache)
+        model(ids[:, :1], past_key_values=cache)
+        with pytest.raises(ValueError, match="a model that does not attend with attnd"):
+            other(ids[:, :1], past_key_values=cache)
+        cache = attachment.new_cache()
+        model(ids, past_key_values=cache)
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(ValueError, match="the model's attention is 'sdpa'"):
+            model(ids[:, :1], past_key_values=cache)
+
+
 def test_a_closed_cache_and_a_closed_attachment_are_refused(attnd_target, sequences):
     model, ids = load(TINY[0]), prompt(TINY[0], 1, 9)
     with attached(model, attnd_target) as attachment:

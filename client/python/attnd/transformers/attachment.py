@@ -64,8 +64,8 @@ class Attachment:
     ) -> None:
         self._info = client.get_server_info()
         self._policy = as_policy(policy)
-        layers = model.config.get_text_config().num_hidden_layers
-        self._server = Server(client, self._info.limits, fingerprint, layers, StatsCounter())
+        config = model.config.get_text_config()
+        self._server = Server(client, self._info.limits, fingerprint, config, StatsCounter())
         self._model = model
         self._before = model.config._attn_implementation
         _set_attention(model, attention.NAME)

@@ -9,10 +9,8 @@ import torch
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import AttentionInterface
 
+from attnd.transformers.batch import NAME
 from attnd.transformers.cache import MARK
-
-#: What ``model.set_attn_implementation`` is given.
-NAME = "attnd"
 
 # Arguments that change what attention computes, and that attnd does not have.
 _REFUSED = {

@@ -24,6 +24,9 @@ from attnd.transformers.messages import Piece, split
 from attnd.transformers.server import Server
 from attnd.transformers.upload import Uploader
 
+#: The name of attnd's attention function among those of Transformers.
+NAME = "attnd"
+
 # Queries of the prompt's last tokens that policies may look at, and that the server takes at most.
 OBSERVED_TOKENS = 256
 # Room in a Decode message for everything but tensors.
@@ -56,6 +59,7 @@ class RemoteBatch:
         self._columns = Columns()
         self._step: Step | None = None
         self._attended = server.layers  # layers that have attended in the newest pass
+        self._awaited = False  # whether a layer was updated and has not attended yet
         self._observed: dict[int, torch.Tensor] = {}
         self._uploader: Uploader | None = None
         self._session: DecodeSession | None = None
@@ -69,6 +73,28 @@ class RemoteBatch:
     def columns(self) -> int:
         """Columns of the cache, padding included."""
         return len(self._columns)
+
+    def expect_attention(self) -> None:
+        """Called before a layer attends: another attention function than attnd's would see the new
+        keys alone.
+
+        Raises:
+            ValueError: if the cache is closed, or its model or the last caller attends otherwise.
+        """
+        if self.closed:
+            raise ValueError("this cache is closed: attachment.new_cache() makes another one")
+        called = self._server.config._attn_implementation
+        if called != NAME:
+            raise ValueError(
+                f"the model's attention is {called!r}, its cache needs {NAME!r}: the attachment is "
+                f"closed, or set_attn_implementation() was called"
+            )
+        if self._awaited:
+            raise ValueError(
+                "a pass over this cache failed, or was made by a model that does not attend with "
+                "attnd: the cache is of no more use"
+            )
+        self._awaited = True
 
     def attend(
         self,
@@ -102,8 +128,6 @@ class RemoteBatch:
             ValueError: if shapes or masks contradict those before.
             AttndError: if the server fails; the cache is then of no more use.
         """
-        if self.closed:
-            raise ValueError("this cache is closed: attachment.new_cache() makes another one")
         rows, _, new, _ = query.shape
         self._check_shape(shape_of(self._server.layers, query, key, value, scaling), rows)
         step = self._begin(past, rows, new, mask)
@@ -144,6 +168,7 @@ class RemoteBatch:
         if self._step is None or past + new != self.columns:
             raise ValueError(f"a layer has {past} columns, the cache {self.columns}")
         self._attended += 1
+        self._awaited = False
         return self._step
 
     def _upload(self, layer: int, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
@@ -290,6 +315,7 @@ class RemoteBatch:
         self._shape = self._step = None
         self._columns = Columns()
         self._attended = self.layers
+        self._awaited = False
         self._observed.clear()
 
     def close(self) -> None:

@@ -44,6 +44,7 @@ class AttndLayer(CacheLayerMixin):
         """Takes the new columns' keys and values, [rows, kv_heads, new, dim]. Returns the keys and
         values of all columns while the prompt lasts, later the new ones; the keys are marked with
         this layer, which attend() belongs to."""
+        self._batch.expect_attention()
         self.lazy_initialization(key_states, value_states)
         new = key_states.shape[-2]
         if new == 1 and self.columns:

@@ -8,7 +8,7 @@ import queue
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from attnd.client import Client
 from attnd.errors import AttndError
@@ -27,15 +27,20 @@ class Server:
         client: for calls; any thread may use it.
         limits: sizes that the server accepts.
         fingerprint: names the model.
-        layers: attention layers of the model.
+        config: the model's, of its text part; says which attention function the model calls.
         counter: counts the answers.
     """
 
     client: Client
     limits: Limits
     fingerprint: str
-    layers: int
+    config: Any
     counter: StatsCounter
+
+    @property
+    def layers(self) -> int:
+        """Attention layers of the model."""
+        return int(self.config.num_hidden_layers)
 
 
 class Closable(Protocol):
