@@ -13,6 +13,7 @@ import time
 import weakref
 from dataclasses import replace
 
+import grpc
 import numpy as np
 import pytest
 
@@ -20,10 +21,13 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 pytest.importorskip("transformers", reason="Transformers is not installed")
 
 import attnd
-from attnd.transformers import Attachment, fingerprint
+from attnd.results import RowResult, RowStats, StepResult
+from attnd.transformers import Attachment, Stats, fingerprint
 from attnd.transformers.arrays import to_numpy, to_torch
 from attnd.transformers.columns import Columns
 from attnd.transformers.messages import split
+from attnd.transformers.stats import StatsCounter
+from attnd.v1 import attnd_pb2
 from transformers_models import TINY, attached, generate, load, local, prompt, tiny, torch
 
 CLOSED_WITHIN_S = 10.0
@@ -261,6 +265,38 @@ def test_tensors_keep_their_bits(dtype):
     array.flags.writeable = False
     assert torch.equal(to_torch(array, tensor.device), tensor.transpose(0, 1))
     assert np.array_equal(array.astype(np.float32), tensor.transpose(0, 1).float().numpy())
+
+
+def test_stats_are_means_over_rows():
+    """Zones count as read; a row without a prediction is left out of the mean error."""
+    row = RowStats.from_proto(attnd_pb2.RowStats())
+    rows = [
+        replace(
+            row,
+            zone_tokens=10,
+            exact_tokens=20,
+            estimated_tokens=60,
+            predicted_error_mean=0.1,
+            predicted_error_max=0.4,
+        ),
+        replace(row, zone_tokens=30, dropped_tokens=80),
+        replace(row, predicted_error_mean=0.3, predicted_error_max=0.3),
+    ]
+    results = tuple(RowResult(grpc.StatusCode.OK, "", stats) for stats in rows)
+    counter = StatsCounter()
+    counter.add(StepResult(np.zeros(0), np.zeros(0), results[:2], 1000, 2000), wait_s=0.5)
+    counter.add(StepResult(np.zeros(0), np.zeros(0), results[2:], 0, 1000), wait_s=0.25)
+    assert counter.snapshot() == Stats(
+        answers=2,
+        read_share=0.3,
+        estimated_share=0.3,
+        dropped_share=0.4,
+        predicted_error=pytest.approx(0.2),
+        predicted_error_max=0.4,
+        wait_s=0.75,
+        server_s=pytest.approx(0.004),
+    )
+    assert "not predicted" in str(Stats(answers=1))
 
 
 def test_names_tell_models_apart():

@@ -15,20 +15,18 @@ from attnd.client import DecodeSession
 from attnd.errors import NotFoundError, UnavailableError
 from attnd.model import Model, ModelShape
 from attnd.policy import Policy
-from attnd.requests import KvChunk, Row
+from attnd.requests import Row
 from attnd.tensors import Array
 from attnd.transformers.arrays import to_numpy, to_torch
-from attnd.transformers.columns import Columns, Step
+from attnd.transformers.columns import Columns, Step, columns_of, tokens_of
 from attnd.transformers.identity import shape_of
 from attnd.transformers.messages import Piece, split
+from attnd.transformers.prompt import Prompt
 from attnd.transformers.server import Server
-from attnd.transformers.upload import Uploader
 
 #: The name of attnd's attention function among those of Transformers.
 NAME = "attnd"
 
-# Queries of the prompt's last tokens that policies may look at, and that the server takes at most.
-OBSERVED_TOKENS = 256
 # Room in a Decode message for everything but tensors.
 _MESSAGE_OVERHEAD_BYTES = 64 << 10
 
@@ -41,7 +39,6 @@ class RemoteBatch:
     or columns cropped: from then on the server holds all keys and values and answers.
 
     Attributes:
-        prompt: whether the prompt lasts.
         closed: whether close() was called.
         sequence_ids: the server's names of the rows.
     """
@@ -52,22 +49,25 @@ class RemoteBatch:
         self._server = server
         self._policy = policy
         self._observe = observe
-        self.prompt = True
         self.closed = False
         self.sequence_ids: list[int] = []
+        self._prompt: Prompt | None = Prompt(server.client, observe)
         self._shape: ModelShape | None = None
         self._columns = Columns()
         self._step: Step | None = None
         self._attended = server.layers  # layers that have attended in the newest pass
         self._awaited = False  # whether a layer was updated and has not attended yet
-        self._observed: dict[int, torch.Tensor] = {}
-        self._uploader: Uploader | None = None
         self._session: DecodeSession | None = None
 
     @property
     def layers(self) -> int:
         """Attention layers of the model."""
         return self._server.layers
+
+    @property
+    def prompt_lasts(self) -> bool:
+        """Whether layers still attend locally."""
+        return self._prompt is not None
 
     @property
     def columns(self) -> int:
@@ -131,11 +131,10 @@ class RemoteBatch:
         rows, _, new, _ = query.shape
         self._check_shape(shape_of(self._server.layers, query, key, value, scaling), rows)
         step = self._begin(past, rows, new, mask)
-        if not self.prompt:
+        if self._prompt is None:
             return self._decode(layer, query, key, value, step)
-        self._upload(layer, key[:, :, past:], value[:, :, past:], step)
-        if self._observe:
-            self._remember(layer, query)
+        new_key, new_value = key[:, :, past:], value[:, :, past:]
+        self._prompt.add(self.sequence_ids, layer, step, query, new_key, new_value)
         local = ALL_ATTENTION_FUNCTIONS["sdpa"]
         mask = step.local_mask(query.device)
         return local(module, query, key, value, mask, dropout=0.0, scaling=scaling)[0]
@@ -171,51 +170,18 @@ class RemoteBatch:
         self._awaited = False
         return self._step
 
-    def _upload(self, layer: int, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
-        """Queues the new columns' keys and values, [rows, kv_heads, new, dim]."""
-        if self._uploader is None:
-            self._uploader = Uploader(self._server.client)
-        k, v = (to_numpy(_tokens(tensor, step)) for tensor in (key, value))
-        start = 0
-        for row, count in enumerate(step.tokens()):
-            part = slice(start, start + count)
-            start += count
-            if count:
-                chunk = KvChunk(layer, step.positions[row], k[part], v[part])
-                self._uploader.put(self.sequence_ids[row], chunk)
-
-    def _remember(self, layer: int, query: torch.Tensor) -> None:
-        before = self._observed.get(layer)
-        queries = query if before is None else torch.cat([before, query], 2)
-        self._observed[layer] = queries[:, :, -OBSERVED_TOKENS:]
-
     def end_prompt(self) -> None:
         """Waits until the server holds the whole prompt and has indexed it. Does nothing later, and
         before there is a prompt."""
-        if not (self.prompt and self.columns):
+        if self._prompt is None or not self.columns:
             return
-        if self._uploader is not None:
-            self._uploader.finish()
-            self._uploader.close()
-            self._uploader = None
-        for row, tokens in enumerate(self._columns.tokens()):
-            if tokens:
-                self._server.client.append_kv(
-                    self.sequence_ids[row],
-                    (),
-                    prefill_complete=True,
-                    observed_queries=self._queries_of(row),
-                )
-        self._observed.clear()
-        self.prompt = False
+        self._prompt.complete(self.sequence_ids, self._columns)
+        self._end_upload()
 
-    def _queries_of(self, row: int) -> list[Array] | None:
-        """Of each layer, [tokens, query_heads, head_dim] of the prompt's last tokens."""
-        if not self._observe:
-            return None
-        layers = [self._observed[layer][row].transpose(0, 1) for layer in sorted(self._observed)]
-        present = torch.from_numpy(self._columns.last(row, len(layers[0])))
-        return [to_numpy(queries[present.to(queries.device)]) for queries in layers]
+    def _end_upload(self) -> None:
+        if self._prompt is not None:
+            self._prompt.close()
+            self._prompt = None
 
     def _decode(
         self,
@@ -225,17 +191,17 @@ class RemoteBatch:
         value: torch.Tensor,
         step: Step,
     ) -> torch.Tensor:
-        q, k, v = (to_numpy(_tokens(tensor, step)) for tensor in (query, key, value))
+        q, k, v = (to_numpy(tokens_of(tensor, step)) for tensor in (query, key, value))
         out = np.empty((*q.shape[:2], v.shape[2]), q.dtype)
-        most = self._tokens_of_message(q, k, v)
+        most = self._most_tokens(q, k, v)
         start = 0
         for pieces in split(step.tokens(), most, self._server.limits.max_rows):
             part = slice(start, start + sum(piece.tokens for piece in pieces))
             out[part] = self._exchange(layer, pieces, step, q[part], k[part], v[part])
             start = part.stop
-        return _columns_of(to_torch(out, query.device), step)
+        return columns_of(to_torch(out, query.device), step)
 
-    def _tokens_of_message(self, *tensors: Array) -> int:
+    def _most_tokens(self, *tensors: Array) -> int:
         limits = self._server.limits
         token_bytes = sum(tensor[0].nbytes for tensor in tensors if len(tensor))
         room = (limits.max_message_bytes - _MESSAGE_OVERHEAD_BYTES) // max(1, token_bytes)
@@ -297,7 +263,9 @@ class RemoteBatch:
         """A batch of its own with the same columns; segments are shared on the server."""
         self.end_prompt()
         batch = RemoteBatch(self._server, self._policy, self._observe)
-        batch._shape, batch.prompt = self._shape, self.prompt
+        batch._shape = self._shape
+        if self._prompt is None:
+            batch._end_upload()
         batch._columns = self._columns.copy()
         try:
             for sequence in self.sequence_ids:
@@ -311,19 +279,16 @@ class RemoteBatch:
         """Closes the sequences; the next pass begins a new prompt."""
         self.close()
         self.closed = False
-        self.prompt = True
+        self._prompt = Prompt(self._server.client, self._observe)
         self._shape = self._step = None
         self._columns = Columns()
         self._attended = self.layers
         self._awaited = False
-        self._observed.clear()
 
     def close(self) -> None:
         """Closes the sequences. Does nothing the second time."""
         self.closed = True
-        if self._uploader is not None:
-            self._uploader.close()
-            self._uploader = None
+        self._end_upload()
         if self._session is not None:
             self._session.close()
             self._session = None
@@ -335,20 +300,3 @@ class RemoteBatch:
             # A server that is gone has closed them itself.
             with contextlib.suppress(NotFoundError, UnavailableError):
                 self._server.client.close_sequence(sequence)
-
-
-def _tokens(tensor: torch.Tensor, step: Step) -> torch.Tensor:
-    """[rows, heads, new, dim] -> [tokens, heads, dim], row by row, without columns of padding."""
-    columns = tensor.transpose(1, 2)
-    if step.full:
-        return columns.reshape(-1, *columns.shape[2:])
-    return columns[torch.from_numpy(step.present).to(tensor.device)]
-
-
-def _columns_of(tokens: torch.Tensor, step: Step) -> torch.Tensor:
-    """[tokens, heads, dim] -> [rows, new, heads, dim], zeros where there is no token."""
-    if step.full:
-        return tokens.reshape(*step.present.shape, *tokens.shape[1:])
-    out = tokens.new_zeros((*step.present.shape, *tokens.shape[1:]))
-    out[torch.from_numpy(step.present).to(tokens.device)] = tokens
-    return out

@@ -50,7 +50,7 @@ class AttndLayer(CacheLayerMixin):
         if new == 1 and self.columns:
             self._batch.end_prompt()
         self.columns += new
-        if self._batch.prompt:
+        if self._batch.prompt_lasts:
             if self.keys is not None:
                 key_states = torch.cat([self.keys, key_states], dim=-2)
                 value_states = torch.cat([self.values, value_states], dim=-2)
@@ -153,7 +153,7 @@ class AttndCache(Cache):
         """Waits until the server holds the prompt and has indexed it, as the first step would; the
         local copy is dropped. Useful to time a prompt by itself."""
         self._batch.end_prompt()
-        if not self._batch.prompt:
+        if not self._batch.prompt_lasts:
             self._drop()
 
     def reset(self) -> None:

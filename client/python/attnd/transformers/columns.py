@@ -128,3 +128,20 @@ class Columns:
     def crop(self, columns: int) -> None:
         """Only the first `columns` stay."""
         self._present = self._present[:, :columns]
+
+
+def tokens_of(columns: torch.Tensor, step: Step) -> torch.Tensor:
+    """[rows, heads, new, dim] -> [tokens, heads, dim], row by row, without columns of padding."""
+    rows = columns.transpose(1, 2)
+    if step.full:
+        return rows.reshape(-1, *rows.shape[2:])
+    return rows[torch.from_numpy(step.present).to(columns.device)]
+
+
+def columns_of(tokens: torch.Tensor, step: Step) -> torch.Tensor:
+    """[tokens, heads, dim] -> [rows, new, heads, dim], zeros where there is no token."""
+    if step.full:
+        return tokens.reshape(*step.present.shape, *tokens.shape[1:])
+    out = tokens.new_zeros((*step.present.shape, *tokens.shape[1:]))
+    out[torch.from_numpy(step.present).to(tokens.device)] = tokens
+    return out
