@@ -157,7 +157,7 @@ def test_an_assistant_model(attnd_target):
     """Another model proposes tokens; its own attention stays here."""
     model, assistant, ids = load(TINY[0]), tiny(TINY[0], seed=1), prompt(TINY[0], 1, 70)
     # Transformers before 5.23 knows no least length beside an assistant.
-    options = {"assistant_model": assistant, "min_new_tokens": 0}
+    options = {"assistant_model": assistant, "min_new_tokens": None}
     expected = local(model, ids, **options)
     with attached(model, attnd_target) as attachment:
         got = generate(model, ids, attachment.new_cache(), **options)

@@ -11,7 +11,7 @@ from attnd.client import Client
 from attnd.eval.opening import opening_of
 from attnd.policy import Policy, as_policy
 from attnd.transformers import attention, identity
-from attnd.transformers.batch import RemoteBatch
+from attnd.transformers.batch import NAME, RemoteBatch
 from attnd.transformers.cache import AttndCache
 from attnd.transformers.refusals import check_model
 from attnd.transformers.server import Reaper, Server
@@ -68,7 +68,7 @@ class Attachment:
         self._server = Server(client, self._info.limits, fingerprint, config, StatsCounter())
         self._model = model
         self._before = model.config._attn_implementation
-        _set_attention(model, attention.NAME)
+        _set_attention(model, NAME)
         self._reaper = Reaper(client)
 
     def __enter__(self) -> Attachment:

@@ -26,6 +26,8 @@ class AttndLayer(CacheLayerMixin):
     is_compileable = False
     is_sliding = False
     is_croppable = True
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
 
     def __init__(self, number: int, batch: RemoteBatch) -> None:
         super().__init__()

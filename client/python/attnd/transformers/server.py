@@ -69,7 +69,7 @@ class Reaper:
     def stopped(self) -> bool:
         return not self._finalizer.alive
 
-    def watch(self, cache: Closable, held: Closable) -> weakref.finalize:
+    def watch(self, cache: Closable, held: Closable) -> weakref.finalize[[Closable], Closable]:
         """Has `held` closed soon after nobody has the cache any more; then errors of the server are
         dropped, as nobody waits for them. The caller detaches what it closes itself."""
         self._caches.add(cache)
