@@ -51,6 +51,7 @@ stage_transformers() {
   if [[ "${version}" == none ]]; then
     skip_stage "ATTND_TRANSFORMERS_VERSION=none"
   elif ! setup_transformers_venv "${version}"; then
+    [[ -z "${ATTND_TRANSFORMERS_VERSION:-}" ]] || die "Transformers ${version} cannot be installed here"
     skip_stage "PyTorch or Transformers cannot be installed here"
   else
     ATTND_VENV="${ATTND_TRANSFORMERS_VENV}" run_pytest "${pytest_at_once[@]}" tests/python/test_transformers*.py
