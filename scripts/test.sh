@@ -7,11 +7,14 @@
 #   format         clang-format would change nothing
 #   release        optimised build of everything, ctest
 #   python         pytest against the release server: clients, model runner, end to end, deployment, scripts, training texts
+#   transformers   pytest with PyTorch and Transformers in build/venv-transformers: attnd.transformers
 #   asan           address and undefined-behaviour sanitizers: build of everything but the benchmarks, ctest
 #   asan_python    the end-to-end bad-input tests against the sanitized server
 #   tsan           thread sanitizer: in-process tests of what has threads, ctest
 #   clang          clang compiles what is written for single instruction sets
 #   tidy           clang-tidy over the product's C++ sources, with clang's warnings and thread-safety analysis
+#
+# ATTND_TRANSFORMERS_VERSION=4.57.6 chooses the version of Transformers, ATTND_TRANSFORMERS_VERSION=none skips the stage.
 #
 # --full takes longer and leaves nothing out: docs/TESTING.md lists what it does more.
 set -euo pipefail
@@ -20,7 +23,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib/setup.sh"
 # shellcheck source=scripts/lib/stages.sh
 source "${ATTND_ROOT}/scripts/lib/stages.sh"
 
-all_stages=(format release python asan asan_python tsan clang tidy)
+all_stages=(format release python transformers asan asan_python tsan clang tidy)
 # Apart from the test-results of build folders, the release build's too, which their stages remove first.
 ATTND_RESULTS="${ATTND_BUILD}/test-run"
 export ASAN_OPTIONS="detect_leaks=1:strict_string_checks=1:${ASAN_OPTIONS:-}"
@@ -37,8 +40,23 @@ stage_release() {
 # A file of tests runs in one process, as its tests may share a server; files run side by side, in the order that
 # tests/python/conftest.py gives. One more process than cores, as tests wait for servers.
 pytest_at_once=(-n "$(($(nproc) + 1))" --dist loadfile --no-loadscope-reorder)
+# build/venv has no PyTorch, and a skipped test would count as failed.
+pytest_without_transformers=("${pytest_at_once[@]}" --ignore-glob='*/test_transformers*')
 
-stage_python() { run_pytest "${pytest_at_once[@]}" tests/python tests/scripts models/training; }
+stage_python() { run_pytest "${pytest_without_transformers[@]}" tests/python tests/scripts models/training; }
+
+# Apart from the stage python, because PyTorch takes gigabytes of downloads and not every machine can have it.
+stage_transformers() {
+  local version="${ATTND_TRANSFORMERS_VERSION:-5.23.0}"
+  if [[ "${version}" == none ]]; then
+    skip_stage "ATTND_TRANSFORMERS_VERSION=none"
+  elif ! setup_transformers_venv "${version}"; then
+    [[ -z "${ATTND_TRANSFORMERS_VERSION:-}" ]] || die "Transformers ${version} cannot be installed here"
+    skip_stage "PyTorch or Transformers cannot be installed here"
+  else
+    ATTND_VENV="${ATTND_TRANSFORMERS_VENV}" run_pytest "${pytest_at_once[@]}" tests/python/test_transformers*.py
+  fi
+}
 
 stage_asan() {
   check "asan build" build_preset asan "-DATTND_FULL=${full}"
@@ -47,7 +65,7 @@ stage_asan() {
 
 stage_asan_python() {
   [[ -x "${ATTND_BUILD}/asan/bin/attnd" ]] || check "asan server build" build_preset asan "-DATTND_FULL=${full}" attnd
-  ATTND_BIN="${ATTND_BUILD}/asan/bin/attnd" run_pytest "${pytest_at_once[@]}" tests/python -k bad_input
+  ATTND_BIN="${ATTND_BUILD}/asan/bin/attnd" run_pytest "${pytest_without_transformers[@]}" tests/python -k bad_input
 }
 
 stage_tsan() {

@@ -7,6 +7,7 @@
 ATTND_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 ATTND_BUILD="${ATTND_ROOT}/build"
 ATTND_VENV="${ATTND_BUILD}/venv"
+ATTND_TRANSFORMERS_VENV="${ATTND_BUILD}/venv-transformers"
 ATTND_TOOLS="${ATTND_BUILD}/tools"
 # shellcheck source=scripts/lib/packages.sh
 source "${ATTND_ROOT}/scripts/lib/packages.sh"
@@ -85,21 +86,34 @@ setup_prometheus() {
   export PATH="${ATTND_TOOLS}/usr/bin:${PATH}"
 }
 
-# Makes build/venv with the Python client (editable), its extra "nano" and the test packages.
-setup_venv() {
-  local requirements="${ATTND_ROOT}/scripts/requirements.txt"
-  local stamp="${ATTND_VENV}/.attnd-stamp" want
-  want="$(cat "${requirements}" "${ATTND_ROOT}/client/python/pyproject.toml" | sha256sum) ${ATTND_ROOT}"
-  if [[ -f "${stamp}" && "$(cat "${stamp}")" == "${want}" ]] && "${ATTND_VENV}/bin/python" -c 'import attnd' 2>/dev/null; then
-    echo "venv: up to date"
+# make_venv FOLDER REQUIREMENTS EXTRA MODULE [PACKAGE...]: makes a Python environment with the Python client (editable),
+# one of the client's extras and what else is named; MODULE must then be there to import. Returns 1 if it cannot be made.
+make_venv() {
+  local venv="$1" requirements="$2" extra="$3" module="$4" stamp="$1/.attnd-stamp" want
+  shift 4
+  want="$(cat "${requirements}" "${ATTND_ROOT}/client/python/pyproject.toml" | sha256sum) ${ATTND_ROOT} $*"
+  if [[ -f "${stamp}" && "$(cat "${stamp}")" == "${want}" ]] && "${venv}/bin/python" -c "import ${module}" 2>/dev/null; then
+    echo "${venv##*/}: up to date"
     return
   fi
-  say "Making the Python environment in build/venv"
-  "${ATTND_VENV}/bin/python" -c 'import pip' 2>/dev/null || python3 -m venv --clear "${ATTND_VENV}"
-  PIP_DISABLE_PIP_VERSION_CHECK=1 "${ATTND_VENV}/bin/python" -m pip install --quiet --retries 5 \
-    -r "${requirements}" -e "${ATTND_ROOT}/client/python[nano]"
-  "${ATTND_VENV}/bin/python" -c 'import attnd' || die "the client cannot be imported from build/venv"
+  say "Making the Python environment in build/${venv##*/}"
+  "${venv}/bin/python" -c 'import pip' 2>/dev/null || python3 -m venv --clear "${venv}" || return 1
+  PIP_DISABLE_PIP_VERSION_CHECK=1 "${venv}/bin/python" -m pip install --quiet --retries 5 \
+    -r "${requirements}" -e "${ATTND_ROOT}/client/python[${extra}]" "$@" || return 1
+  "${venv}/bin/python" -c "import ${module}" || return 1
   printf '%s' "${want}" >"${stamp}"
+}
+
+# Makes build/venv, which every stage but transformers uses.
+setup_venv() {
+  make_venv "${ATTND_VENV}" "${ATTND_ROOT}/scripts/requirements.txt" nano attnd ||
+    die "the Python environment in build/venv cannot be made"
+}
+
+# Makes build/venv-transformers, with PyTorch and the version of Transformers that is named.
+setup_transformers_venv() {
+  make_venv "${ATTND_TRANSFORMERS_VENV}" "${ATTND_ROOT}/scripts/requirements-transformers.txt" \
+    transformers attnd.transformers "transformers==$1"
 }
 
 # Compilers at once: one for each core, but no more than memory allows at 1.5 GiB each.

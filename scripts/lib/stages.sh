@@ -6,7 +6,7 @@
 #
 # A stage's counts are lines `PASSED FAILED SKIPPED` in ATTND_RESULTS/NAME.counts. Nothing passes by being left out: a
 # runner that ends with an error has failed even if every test that it counted passed; so has a stage that passed
-# nothing, and a test that was skipped for a reason that is not in may_skip.txt.
+# nothing, but for one that says why (skip_stage), and a test that was skipped for a reason that is not in may_skip.txt.
 
 # tally PASSED FAILED [SKIPPED]: adds to the running stage's counts.
 tally() { echo "$1 $2 ${3:-0}" >>"${ATTND_RESULTS}/${stage}.counts"; }
@@ -22,6 +22,12 @@ check() {
     tally 0 1
     return 1
   fi
+}
+
+# skip_stage REASON: the running stage says that it runs nothing; it has not failed.
+skip_stage() {
+  echo "SKIPPED: stage ${stage}: $*"
+  touch "${ATTND_RESULTS}/${stage}.skipped"
 }
 
 # tally_results STATUS REPORT [CASES]: counts the JUnit file of a runner that ended with STATUS. CASES is a folder with a
@@ -88,14 +94,14 @@ run_stages() {
     if ((status != 0 && failed == 0)); then
       echo "FAILED: stage ${stage} ended with ${status}" >&2
       failed=1
-    elif ((passed == 0 && failed == 0)); then
+    elif ((passed == 0 && failed == 0)) && [[ ! -e "${ATTND_RESULTS}/${stage}.skipped" ]]; then
       echo "FAILED: stage ${stage} ran nothing" >&2
       failed=1
     fi
     passed_all=$((passed_all + passed))
     failed_all=$((failed_all + failed))
-    summary+=("$(printf '%-12s %5d s %6d passed %4d failed %4d skipped' \
-      "${stage}" $((SECONDS - started)) "${passed}" "${failed}" "${skipped}")")
+    summary+=("$(printf '%-12s %5d s %6d passed %4d failed %4d skipped%s' "${stage}" $((SECONDS - started)) \
+      "${passed}" "${failed}" "${skipped}" "$([[ ! -e "${ATTND_RESULTS}/${stage}.skipped" ]] || echo ': not run')")")
   done
   say "Done"
   longest || echo "FAILED: the lists of what took longest" >&2

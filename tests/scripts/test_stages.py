@@ -105,6 +105,8 @@ def run_stages(tmp_path, stages, before=""):
     ("tally 2 0; exit 5", 1, "2 passed, 1 failed"),
     (":", 1, "0 passed, 1 failed"),
     ("tally 0 0 9", 1, "0 passed, 1 failed"),
+    ("skip_stage no network", 0, "0 passed, 0 failed"),
+    ("skip_stage no network; exit 5", 1, "0 passed, 1 failed"),
 ])
 def test_stages(tmp_path, body, status, last):
     done = run_stages(tmp_path, {"one": body})

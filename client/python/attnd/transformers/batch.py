@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of one cache on the server."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from attnd.client import DecodeSession
+from attnd.errors import NotFoundError, UnavailableError
+from attnd.model import Model, ModelShape
+from attnd.policy import Policy
+from attnd.requests import Row
+from attnd.tensors import Array
+from attnd.transformers.arrays import to_numpy, to_torch
+from attnd.transformers.columns import Columns, Step, columns_of, tokens_of
+from attnd.transformers.identity import shape_of
+from attnd.transformers.messages import Piece, split
+from attnd.transformers.prompt import Prompt
+from attnd.transformers.server import Server
+
+#: The name of attnd's attention function among those of Transformers.
+NAME = "attnd"
+
+# Room in a Decode message for everything but tensors.
+_MESSAGE_OVERHEAD_BYTES = 64 << 10
+
+
+class RemoteBatch:
+    """The sequences of one cache, one for each row of the batch. For one thread.
+
+    While the *prompt* lasts, layers attend locally, over keys that they keep, and these are
+    uploaded meanwhile. The prompt ends with the first pass of one token, or when rows are selected
+    or columns cropped: from then on the server holds all keys and values and answers.
+
+    Attributes:
+        closed: whether close() was called.
+        sequence_ids: the server's names of the rows.
+    """
+
+    def __init__(self, server: Server, policy: Policy | None, observe: bool) -> None:
+        """policy: of all rows, None is the server's default; observe: whether the policy looks at
+        queries of the prompt."""
+        self._server = server
+        self._policy = policy
+        self._observe = observe
+        self.closed = False
+        self.sequence_ids: list[int] = []
+        self._prompt: Prompt | None = Prompt(server.client, observe)
+        self._shape: ModelShape | None = None
+        self._columns = Columns()
+        self._step: Step | None = None
+        self._attended = server.layers  # layers that have attended in the newest pass
+        self._awaited = False  # whether a layer was updated and has not attended yet
+        self._session: DecodeSession | None = None
+
+    @property
+    def layers(self) -> int:
+        """Attention layers of the model."""
+        return self._server.layers
+
+    @property
+    def prompt_lasts(self) -> bool:
+        """Whether layers still attend locally."""
+        return self._prompt is not None
+
+    @property
+    def columns(self) -> int:
+        """Columns of the cache, padding included."""
+        return len(self._columns)
+
+    def expect_attention(self) -> None:
+        """Called before a layer attends: another attention function than attnd's would see the new
+        keys alone.
+
+        Raises:
+            ValueError: if the cache is closed, or its model or the last caller attends otherwise.
+        """
+        if self.closed:
+            raise ValueError("this cache is closed: attachment.new_cache() makes another one")
+        called = self._server.config._attn_implementation
+        if called != NAME:
+            raise ValueError(
+                f"the model's attention is {called!r}, its cache needs {NAME!r}: the attachment is "
+                f"closed, or set_attn_implementation() was called"
+            )
+        if self._awaited:
+            raise ValueError(
+                "a pass over this cache failed, or was made by a model that does not attend with "
+                "attnd: the cache is of no more use"
+            )
+        self._awaited = True
+
+    def attend(
+        self,
+        layer: int,
+        past: int,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        """Attention of one layer in one pass, which adds the new columns to it.
+
+        Args:
+            layer: its number.
+            past: columns that it had before.
+            module: the model's attention layer.
+            query: [rows, query_heads, new, head_dim].
+            key: [rows, kv_heads, columns, head_dim] while the prompt lasts: all columns; later
+                the new ones only.
+            value: [rows, kv_heads, the same columns, value_dim].
+            mask: [rows, all columns] nonzero where a column holds a token; None: all do.
+            scaling: logits are scaling * q.k; None is 1/sqrt(head_dim).
+
+        Returns:
+            [rows, new, query_heads, value_dim], zeros for columns that hold no token, but while the
+            prompt lasts.
+
+        Raises:
+            ValueError: if shapes or masks contradict those before.
+            AttndError: if the server fails; the cache is then of no more use.
+        """
+        rows, _, new, _ = query.shape
+        self._check_shape(shape_of(self._server.layers, query, key, value, scaling), rows)
+        step = self._begin(past, rows, new, mask)
+        if self._prompt is None:
+            return self._decode(layer, query, key, value, step)
+        new_key, new_value = key[:, :, past:], value[:, :, past:]
+        self._prompt.add(self.sequence_ids, layer, step, query, new_key, new_value)
+        local = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        mask = step.local_mask(query.device)
+        return local(module, query, key, value, mask, dropout=0.0, scaling=scaling)[0]
+
+    def _check_shape(self, shape: ModelShape, rows: int) -> None:
+        """Opens the sequences when the first layer attends; later layers must have its shape."""
+        if self._shape is None:
+            self._shape = shape
+            self._columns.begin(rows)
+            model = Model(self._server.fingerprint, shape)
+            for _ in range(rows):
+                opened = self._server.client.open_sequence(model, policy=self._policy)
+                self.sequence_ids.append(opened.sequence_id)
+        elif shape != self._shape:
+            raise ValueError(
+                f"a layer attends with {shape}, the first one with {self._shape}: "
+                f"attnd has one shape for all layers of a model"
+            )
+
+    def _begin(self, past: int, rows: int, new: int, mask: torch.Tensor | None) -> Step:
+        """The step of a pass: made by the first layer that attends in it."""
+        if past == self.columns:
+            if self._attended != self._server.layers:
+                raise ValueError(
+                    f"the pass before attended in {self._attended} of {self.layers} layers: "
+                    f"it failed, or layers of this model have no attention"
+                )
+            self._step = self._columns.append(rows, new, mask)
+            self._attended = 0
+        if self._step is None or past + new != self.columns:
+            raise ValueError(f"a layer has {past} columns, the cache {self.columns}")
+        self._attended += 1
+        self._awaited = False
+        return self._step
+
+    def end_prompt(self) -> None:
+        """Waits until the server holds the whole prompt and has indexed it. Does nothing later, and
+        before there is a prompt."""
+        if self._prompt is None or not self.columns:
+            return
+        self._prompt.complete(self.sequence_ids, self._columns)
+        self._end_upload()
+
+    def _end_upload(self) -> None:
+        if self._prompt is not None:
+            self._prompt.close()
+            self._prompt = None
+
+    def _decode(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        step: Step,
+    ) -> torch.Tensor:
+        q, k, v = (to_numpy(tokens_of(tensor, step)) for tensor in (query, key, value))
+        out = np.empty((*q.shape[:2], v.shape[2]), q.dtype)
+        most = self._most_tokens(q, k, v)
+        start = 0
+        for pieces in split(step.tokens(), most, self._server.limits.max_rows):
+            part = slice(start, start + sum(piece.tokens for piece in pieces))
+            out[part] = self._exchange(layer, pieces, step, q[part], k[part], v[part])
+            start = part.stop
+        return columns_of(to_torch(out, query.device), step)
+
+    def _most_tokens(self, *tensors: Array) -> int:
+        limits = self._server.limits
+        token_bytes = sum(tensor[0].nbytes for tensor in tensors if len(tensor))
+        room = (limits.max_message_bytes - _MESSAGE_OVERHEAD_BYTES) // max(1, token_bytes)
+        return max(1, min(limits.max_query_tokens, room))
+
+    def _exchange(
+        self, layer: int, pieces: Sequence[Piece], step: Step, q: Array, k: Array, v: Array
+    ) -> Array:
+        """One Decode message and its answer, [tokens, query_heads, value_dim]."""
+        if self._session is None:
+            self._session = self._server.client.decode_session()
+        rows = [
+            Row(self.sequence_ids[p.row], step.positions[p.row] + p.start, p.tokens) for p in pieces
+        ]
+        begun = time.monotonic()
+        result = self._session.step(layer, rows, q, k, v, output_dtype=q.dtype)
+        self._server.counter.add(result, time.monotonic() - begun)
+        return result.out
+
+    def select(self, indices: Sequence[int]) -> None:
+        """The rows become these ones of the old rows: the second use of a row is a fork of its
+        sequence, and sequences of unused rows are closed.
+
+        Raises:
+            IndexError: if there is no such row.
+            AttndError: if a sequence cannot be forked; the rows are then as before.
+        """
+        self.end_prompt()
+        kept = {index: self.sequence_ids[index] for index in indices}
+        used: set[int] = set()
+        forks: list[int] = []
+        chosen: list[int] = []
+        try:
+            for index in indices:
+                if index in used:
+                    forks.append(self._server.client.fork_sequence(kept[index]))
+                    chosen.append(forks[-1])
+                else:
+                    chosen.append(kept[index])
+                used.add(index)
+        except BaseException:
+            self._close_sequences(forks)
+            raise
+        unused = set(self.sequence_ids) - set(chosen)
+        self.sequence_ids = chosen
+        self._columns.select(indices)
+        self._close_sequences(sorted(unused))
+
+    def crop(self, columns: int) -> None:
+        """Only the first `columns` stay."""
+        self.end_prompt()
+        before = self._columns.tokens()
+        self._columns.crop(columns)
+        for sequence, old, length in zip(self.sequence_ids, before, self._columns.tokens()):
+            if length != old:
+                self._server.client.truncate_sequence(sequence, length)
+
+    def fork(self) -> RemoteBatch:
+        """A batch of its own with the same columns; segments are shared on the server."""
+        self.end_prompt()
+        batch = RemoteBatch(self._server, self._policy, self._observe)
+        batch._shape = self._shape
+        if self._prompt is None:
+            batch._end_upload()
+        batch._columns = self._columns.copy()
+        try:
+            for sequence in self.sequence_ids:
+                batch.sequence_ids.append(self._server.client.fork_sequence(sequence))
+        except BaseException:
+            batch.close()
+            raise
+        return batch
+
+    def reset(self) -> None:
+        """Closes the sequences; the next pass begins a new prompt."""
+        self.close()
+        self.closed = False
+        self._prompt = Prompt(self._server.client, self._observe)
+        self._shape = self._step = None
+        self._columns = Columns()
+        self._attended = self.layers
+        self._awaited = False
+
+    def close(self) -> None:
+        """Closes the sequences. Does nothing the second time."""
+        self.closed = True
+        self._end_upload()
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+        sequences, self.sequence_ids = self.sequence_ids, []
+        self._close_sequences(sequences)
+
+    def _close_sequences(self, sequences: Sequence[int]) -> None:
+        for sequence in sequences:
+            # A server that is gone has closed them itself.
+            with contextlib.suppress(NotFoundError, UnavailableError):
+                self._server.client.close_sequence(sequence)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server that a model is attached to, and the thread that closes what nobody holds any more."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from attnd.client import Client
+from attnd.errors import AttndError
+from attnd.results import Limits
+from attnd.transformers.stats import StatsCounter
+
+# Seconds that a process which ends waits for the server to close its sequences.
+_STOP_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """What all caches of an attached model share.
+
+    Attributes:
+        client: for calls; any thread may use it.
+        limits: sizes that the server accepts.
+        fingerprint: names the model.
+        config: the model's, of its text part; says which attention function the model calls.
+        counter: counts the answers.
+    """
+
+    client: Client
+    limits: Limits
+    fingerprint: str
+    config: Any
+    counter: StatsCounter
+
+    @property
+    def layers(self) -> int:
+        """Attention layers of the model."""
+        return int(self.config.num_hidden_layers)
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+class Reaper:
+    """Closes what the caches hold on the server when these are forgotten, and the client when the
+    reaper is.
+
+    A cache is forgotten wherever Python's collector runs, which may be inside a call of gRPC: no
+    call may be made there. So a thread makes it; a SimpleQueue may be filled from anywhere.
+    """
+
+    def __init__(self, client: Client) -> None:
+        things: queue.SimpleQueue[Closable | None] = queue.SimpleQueue()
+        thread = threading.Thread(
+            target=_close_all, args=(things, client), name="attnd-reaper", daemon=True
+        )
+        thread.start()
+        self._things = things
+        self._caches: weakref.WeakSet[Closable] = weakref.WeakSet()
+        self._finalizer = weakref.finalize(self, _stop, things, thread)
+
+    @property
+    def stopped(self) -> bool:
+        return not self._finalizer.alive
+
+    def watch(self, cache: Closable, held: Closable) -> weakref.finalize[[Closable], Closable]:
+        """Has `held` closed soon after nobody has the cache any more; then errors of the server are
+        dropped, as nobody waits for them. The caller detaches what it closes itself."""
+        self._caches.add(cache)
+        return weakref.finalize(cache, self._things.put, held)
+
+    def stop(self) -> None:
+        """Closes all caches, then the client. Does nothing the second time."""
+        for cache in list(self._caches):
+            cache.close()
+        self._finalizer()
+
+
+def _stop(things: queue.SimpleQueue[Closable | None], thread: threading.Thread) -> None:
+    """Ends the thread when it has closed all. Only the main thread waits: another one may be
+    gRPC's."""
+    things.put(None)
+    if threading.current_thread() is threading.main_thread():
+        thread.join(_STOP_TIMEOUT_S)
+
+
+def _close_all(things: queue.SimpleQueue[Closable | None], client: Client) -> None:
+    while (thing := things.get()) is not None:
+        with contextlib.suppress(AttndError):
+            thing.close()
+        del thing
+    client.shutdown()

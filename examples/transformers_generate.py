@@ -1,0 +1,130 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Generates with a model of Transformers, with attention computed here and answered by attnd.
+
+    examples/transformers_generate.py --target unix:/run/user/1000/attnd/attnd.sock
+
+prints the tokens of both, the tokens a second of both, and what the server read. The prompt is text
+if the model's folder has a tokenizer, otherwise token ids; docs/MODEL_SERVER.md is the guide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import Cache, DynamicCache
+
+import attnd.transformers
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--target", required=True, help="the server: unix:PATH or HOST:PORT")
+    add("--model", default=str(ROOT / "models/nano-llama"), help="a Hugging Face folder")
+    add("--policy", action="append", help="may come several times; default dense and error-target")
+    add("--prompt", help="text, for a folder with a tokenizer")
+    add("--token-ids", help="a prompt's token ids, separated by commas")
+    add("--prompt-tokens", type=int, default=2048, help="without a prompt: tokens of a stored text")
+    add("--new-tokens", type=int, default=32, help="tokens to generate (default 32)")
+    add("--dtype", choices=DTYPES, default="fp32", help="of the model (default fp32)")
+    add("--threads", type=int, help="of PyTorch on the CPU (default: as many as cores)")
+    add("--device", default="cpu", help="of the model (default cpu)")
+    return parser.parse_args()
+
+
+def prompt_of(options: argparse.Namespace, tokenizer: Any) -> torch.Tensor:
+    """[1, tokens] ids of the prompt."""
+    if options.token_ids:
+        return torch.tensor([[int(token) for token in options.token_ids.split(",")]])
+    if options.prompt is None:
+        return stored_text(options.prompt_tokens)
+    if tokenizer is None:
+        raise SystemExit(f"--prompt: {options.model} has no tokenizer, give --token-ids")
+    return tokenizer(options.prompt, return_tensors="pt").input_ids
+
+
+def stored_text(tokens: int) -> torch.Tensor:
+    """The beginning of a text that the nano models read; texts have up to 16,384 tokens."""
+    with np.load(ROOT / "models/nano-llama/nano_eval.npz") as texts:
+        sizes = sorted(int(name.split("_")[1]) for name in texts if name.startswith("tokens_"))
+        size = next((size for size in sizes if size >= tokens), sizes[-1])
+        return torch.from_numpy(texts[f"tokens_{size}"][:1, :tokens].astype(np.int64))
+
+
+def tokenizer_of(folder: str) -> Any:
+    """The folder's tokenizer; None if it has none."""
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    if not any((pathlib.Path(folder) / name).exists() for name in names):
+        return None
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """New tokens, and seconds: for the prompt with the server's index over it, and for the rest."""
+
+    tokens: list[int]
+    prompt_s: float
+    tokens_s: float
+
+
+def generate(model: Any, ids: torch.Tensor, cache: Cache, new_tokens: int) -> Answer:
+    """Chooses tokens greedily."""
+    begun = time.monotonic()
+    with torch.inference_mode():
+        model(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+    if isinstance(cache, attnd.transformers.AttndCache):
+        cache.end_prompt()
+    prompt_done = time.monotonic()
+    answer = model.generate(
+        ids,
+        past_key_values=cache,
+        do_sample=False,
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        pad_token_id=0,
+    )
+    done = time.monotonic()
+    new = answer[0, ids.shape[1] :].tolist()
+    return Answer(new, prompt_done - begun, done - prompt_done)
+
+
+def show(title: str, answer: Answer, tokenizer: Any) -> None:
+    said = answer.tokens if tokenizer is None else repr(tokenizer.decode(answer.tokens))
+    speed = len(answer.tokens) / answer.tokens_s
+    print(f"{title}: prompt {answer.prompt_s:.2f} s, then {speed:.1f} tokens/s\n  {said}")
+
+
+def main() -> None:
+    options = arguments()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    tokenizer = tokenizer_of(options.model)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=DTYPES[options.dtype])
+    model = model.to(options.device).eval()
+    ids = prompt_of(options, tokenizer).to(options.device)
+    print(f"prompt: {ids.shape[1]} tokens")
+
+    show("local", generate(model, ids, DynamicCache(), options.new_tokens), tokenizer)
+    for policy in options.policy or ["dense", "error-target:tolerance=0.1"]:
+        with attnd.transformers.attach(model, options.target, policy=policy) as attachment:
+            with attachment.new_cache() as cache:
+                show(policy, generate(model, ids, cache, options.new_tokens), tokenizer)
+            print(f"  {attachment.stats}")
+
+
+if __name__ == "__main__":
+    main()
