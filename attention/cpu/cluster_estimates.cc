@@ -27,13 +27,13 @@ float MeanNorm2(const float* x, size_t n, float divisor) {
 
 // What brings a lane's zone and its items to the greater of their maxima, and their sum there.
 struct Together {
-  float zone_factor, factor, total;
+  float max, zone_factor, factor, total;
 };
 Together WithZone(const QuadState& zone, const ClusterScores::Quad& scores, size_t lane) {
   const float max = std::max(zone.max[lane], scores.max[lane]);
   const float zone_factor = std::exp(zone.max[lane] - max);
   const float factor = std::exp(scores.max[lane] - max);
-  return {zone_factor, factor, zone.sum[lane] * zone_factor + scores.sum[lane] * factor};
+  return {max, zone_factor, factor, zone.sum[lane] * zone_factor + scores.sum[lane] * factor};
 }
 
 // value * factor, where nothing stays nothing even times infinity.
@@ -273,7 +273,7 @@ void ClusterEstimates::MeasureQuad(size_t quad, const QuadState& zone, bool rela
                         second_moment);
   }
   for (size_t lane = 0; lane < kQuad; ++lane) {
-    const auto [zone_factor, factor, total] = WithZone(zone, scores, lane);
+    const auto [max, zone_factor, factor, total] = WithZone(zone, scores, lane);
     // The zone's values enter by their merged state: a lower bound of their second moment.
     float moment = second_moment[lane] * factor;
     if (zone.sum[lane] > 0) {
@@ -285,6 +285,7 @@ void ClusterEstimates::MeasureQuad(size_t quad, const QuadState& zone, bool rela
     if (!relative_to_output) own.output_norm[lane] = 1.0f;
     const float norm =
         relative_to_output ? std::max(own.output_norm[lane], own.least_norm[lane]) : 1.0f;
+    own.log_total[lane] = max + std::log(double{total});
     own.mass_unit[lane] = factor / total;
     own.error_unit[lane] = factor / total / norm;
   }
@@ -349,9 +350,7 @@ double ClusterEstimates::ExpectedError(size_t q, size_t lane) const {
   const Quad& quad = quads_[q];
   if (!scores_->has_regression()) return std::sqrt(quad.error2_sum[lane]);
   const double coherent = double{kCoherentShare} * quad.shift_norm[lane] * quad.error_unit[lane];
-  // mass_unit is a weight's share of the mass, and weights are relative to max.
-  const double log_total = scores_->quads()[q].max[lane] - std::log(double{quad.mass_unit[lane]});
-  const double hidden = HiddenError(q, lane, log_total);
+  const double hidden = HiddenError(q, lane, quad.log_total[lane]);
   return std::sqrt(quad.error2_sum[lane] + OutputShare2(quad, lane) * quad.mass2_sum[lane] +
                    coherent * coherent + hidden * hidden);
 }
@@ -366,17 +365,19 @@ void ClusterEstimates::SumHidden(size_t quad) {
       if (share_[i] != 0) max = std::max(max, hidden[i * kQuad + lane]);
     }
     quads_[quad].log_hidden[lane] = max;
-    if (max == kNegativeInfinity) continue;
+    if (!std::isfinite(max)) continue;
+    // What is far below the greatest adds nothing, and most items hide nothing at all.
+    constexpr float kNothing = 20;
     double sum = 0;
     for (size_t i = 0; i < n; ++i) {
-      if (share_[i] != 0) sum += std::exp(2 * (double{hidden[i * kQuad + lane]} - max));
+      const float below = max - hidden[i * kQuad + lane];
+      if (share_[i] != 0 && below < kNothing) sum += std::exp(-2 * double{below});
     }
     quads_[quad].log_hidden[lane] = max + static_cast<float>(std::log(sum) / 2);
   }
 }
 
-// What the error may be for want of a token that an estimated item hides.   log_total: of the mass
-// that is known.
+// What the error may be if an estimated item hides a token.   log_total: of the mass that is known.
 double ClusterEstimates::HiddenError(size_t quad, size_t lane, double log_total) const {
   if (!scores_->has_hidden()) return 0;
   const double log_hidden = quads_[quad].log_hidden[lane];
@@ -423,7 +424,10 @@ LaneOutcome ClusterEstimates::Outcome(size_t quad, size_t lane, const QuadState&
   outcome.missed_mass = static_cast<float>(mass(own.missed_sum[lane]) / total);
   outcome.exact_mass =
       static_cast<float>(std::max(0.0, sum - mass(own.estimate.sum[lane])) / total);
-  if (!predicts || own.error_unit[lane] == 0) return outcome;
+  if (!predicts) return outcome;
+  const double hidden = HiddenError(quad, lane, all.max[lane] + std::log(sum));
+  outcome.predicted_error = static_cast<float>(hidden);
+  if (own.error_unit[lane] == 0) return outcome;
   const float factor = std::exp(scores.max[lane] - all.max[lane]);
   const float absolute = std::sqrt(own.error2_sum[lane]) / own.error_unit[lane];
   const float norm = std::max(output_norm, own.least_norm[lane]);
@@ -433,7 +437,6 @@ LaneOutcome ClusterEstimates::Outcome(size_t quad, size_t lane, const QuadState&
   const double of_mass = Scaled(mass_error, factor / all.sum[lane]) * (output_norm / norm);
   const double coherent =
       Scaled(kCoherentShare * own.shift_norm[lane], factor / all.sum[lane] / norm);
-  const double hidden = HiddenError(quad, lane, all.max[lane] + std::log(sum));
   outcome.predicted_error = static_cast<float>(
       std::hypot(std::hypot(outcome.predicted_error, of_mass, coherent), hidden));
   return outcome;

@@ -82,9 +82,10 @@ class ClusterEstimates {
     float missed_sum[kQuad] = {};   // of missed ones
     float error_unit[kQuad] = {};
     float mass_unit[kQuad] = {};   // error_unit without the norm of the output
+    double log_total[kQuad] = {};  // of all mass, zones and estimates; the units may be 0 beside it
     float error2_sum[kQuad] = {};  // of the estimated items
     float mass2_sum[kQuad] = {};
-    float log_hidden[kQuad] = {};   // of the estimated items; unless scores_->has_hidden() unused
+    float log_hidden[kQuad] = {};   // what the estimated items hide, if scores_->has_hidden()
     float output_norm[kQuad] = {};  // |o~|, by FindNorms; 1 if errors are relative to nothing
     float least_norm[kQuad] = {};   // floor under |o| in relative errors
     QuadState estimate;             // its values contain the shift

@@ -118,7 +118,7 @@ void ClusterScores::ScoreSpan(const Span& span) {
   }
 }
 
-// Before log masses become weights, of which those of the greatest hidden masses may be nothing.
+// Before log masses become weights: the weight of an item that hides the most may be 0.
 void ClusterScores::FindHidden() {
   for (const Span& span : items_.spans()) {
     const size_t offset = span.item * kQuad;
@@ -131,7 +131,7 @@ void ClusterScores::FindHidden() {
 }
 
 void ClusterScores::Weigh() {
-  if (has_hidden()) FindHidden();
+  if (has_hidden() && !items_.grouped()) FindHidden();
   for (Quad& quad : quads_) {
     kernels::SoftmaxQuads(quad.log_mass, items_.count(), quad.max, quad.sum);
   }

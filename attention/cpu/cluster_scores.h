@@ -53,8 +53,8 @@ class ClusterScores {
   // Of the second order, if segments have one; else null.
   RegressionTerms* regression() { return regression_.has_value() ? &*regression_ : nullptr; }
   bool has_regression() const { return regression_.has_value(); }
-  // Whether what items may hide is found: with a regression, of latent shapes. Variances of other
-  // shapes' logits are seldom beyond what estimates count.
+  // Whether what items may hide is found: with a regression, of latent shapes. The predictions of
+  // others are right without it, and a GPU's do not have it (docs/research/ERROR_TARGET.md).
   bool has_hidden() const { return has_regression() && shape_.latent; }
 
   // About how many rows of the index Score reads.

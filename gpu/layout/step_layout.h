@@ -16,8 +16,7 @@
 //   merge     for each unit: merge its states, in the order of their numbers; normalise; statistics
 //
 // Units over trees have stages of their own before finish, of which groups needs nothing of prepare
-// and runs beside it. A tree item is a (unit,
-// tile, segment); one thread block works on it.
+// and runs beside it. A tree item is a (unit, tile, segment); one thread block works on it.
 //
 //   groups    score a segment's groups, sum up their estimates
 //   open      for each unit: choose the groups to open, number the leaves of these

@@ -113,7 +113,7 @@ setup_venv() {
 # Makes build/venv-transformers, with PyTorch and the version of Transformers that is named.
 setup_transformers_venv() {
   make_venv "${ATTND_TRANSFORMERS_VENV}" "${ATTND_ROOT}/scripts/requirements-transformers.txt" \
-    transformers attnd.transformers "transformers==$1"
+    transformers "torch, transformers" "transformers==$1"
 }
 
 # Compilers at once: one for each core, but no more than memory allows at 1.5 GiB each.

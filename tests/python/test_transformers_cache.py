@@ -64,6 +64,61 @@ def test_close_and_the_end_of_the_attachment_close_all(attnd_target, open_sequen
     kept.close()
 
 
+def test_a_sequence_that_cannot_be_closed_holds_up_nothing_else(
+    attnd_target, open_sequences, monkeypatch
+):
+    """The others are closed, the model has its attention back, and the error is raised."""
+    model, ids = load(TINY[0]), prompt(TINY[0], 2, 30)
+    before = model.config._attn_implementation
+    attachment = attached(model, attnd_target)
+    first, second = attachment.new_cache(), attachment.new_cache()
+    for cache in (first, second):
+        generate(model, ids, cache)
+    stuck = first.sequence_ids[0]
+    close = attnd.Client.close_sequence
+
+    def close_others(client, sequence, *args, **kwargs):
+        if sequence == stuck:
+            raise attnd.AttndError(grpc.StatusCode.DEADLINE_EXCEEDED, "stuck")
+        return close(client, sequence, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(attnd.Client, "close_sequence", close_others)
+        with pytest.raises(attnd.AttndError, match="stuck"):
+            attachment.close()
+    assert open_sequences() == 1
+    assert model.config._attn_implementation == before
+    with attnd.Client(attnd_target, tenant="test") as client:
+        client.close_sequence(stuck)
+
+
+def test_a_closed_or_failed_cache_does_not_come_back(attnd_target, open_sequences, monkeypatch):
+    model, ids = load(TINY[0]), prompt(TINY[0], 2, 30)
+    with attached(model, attnd_target) as attachment:
+        closed, failed = attachment.new_cache(), attachment.new_cache()
+        for cache in (closed, failed):
+            generate(model, ids, cache)
+        closed.close()
+        for use in (closed.reset, closed.fork, lambda: copy.deepcopy(closed)):
+            with pytest.raises(ValueError, match="closed"):
+                use()
+        with monkeypatch.context() as patch:
+            patch.setattr(attnd.DecodeSession, "step", lambda *a, **k: 1 / 0)
+            with pytest.raises(ZeroDivisionError), torch.no_grad():
+                model(ids[:, -1:], past_key_values=failed)
+        with pytest.raises(ValueError, match="of no more use"):
+            failed.fork()
+    assert open_sequences() == 0
+
+
+def test_a_model_is_attached_once(attnd_target):
+    model = tiny(TINY[0])
+    with attached(model, attnd_target):
+        with pytest.raises(ValueError, match="attached already"):
+            attached(model, attnd_target)
+    attached(model, attnd_target).close()
+
+
 def test_a_forgotten_cache_is_closed(attnd_target, open_sequences):
     """Without the collector of cycles: nothing of a cache is one, the prompt's keys included."""
     model, ids = load(TINY[0]), prompt(TINY[0], 2, 30)

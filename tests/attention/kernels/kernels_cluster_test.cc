@@ -87,6 +87,28 @@ TEST_P(ClusterKernelsTest, ClusterErrors) {
   }
 }
 
+// At the cap and below it, where a product's rounding may make it negative, nothing is hidden.
+TEST_P(ClusterKernelsTest, HiddenMass) {
+  const std::vector<float> d2 = {0.0f, -1e-6f, 8.0f, 8.01f, 9.0f, 100.0f, 3000.0f, kInfinity};
+  const std::vector<float> log_mass = {3.0f, 3.0f, 3.0f, -2.0f, -90.0f, 5.0f, -1.0f, 1.0f};
+  for (const float deviations : {2.0f, 4.0f}) {
+    std::vector<float> hidden(d2.size() + 1, 7.0f);
+    kernels::HiddenMass(log_mass.data(), d2.data(), deviations, d2.size() / kQuad, hidden.data());
+    for (size_t i = 0; i < d2.size(); ++i) {
+      const double most =
+          log_mass[i] + deviations * (std::sqrt(std::max(d2[i], 0.0f)) - std::sqrt(8.0));
+      if (!(d2[i] > 8)) {
+        EXPECT_EQ(hidden[i], -kInfinity);
+      } else if (d2[i] == kInfinity) {
+        EXPECT_EQ(hidden[i], kInfinity);
+      } else {
+        EXPECT_NEAR(hidden[i], most, 1e-6 * (std::fabs(most) + 100));
+      }
+    }
+    EXPECT_EQ(hidden.back(), 7.0f);
+  }
+}
+
 // Where an output cancels to nothing its unit is huge: no NaN, also for a cluster without
 // deviation, and sums over many clusters stay finite.
 TEST_P(ClusterKernelsTest, ClusterErrorsOfVanishingOutputs) {
@@ -266,6 +288,26 @@ TEST_P(ClusterKernelsTest, AssignClosest) {
         ASSERT_EQ(assignment[n], 777u);
       }
     }
+  }
+}
+
+// Clusters beyond those that are there have centroids of anything, and do not count.
+TEST_P(ClusterKernelsTest, AssignClosestLooksAtClustersThatAreThere) {
+  constexpr size_t kDim = 32, kStride = 64, kCount = 11;
+  const std::vector<float> points = random_.Normals(kCount * kDim);
+  for (const size_t clusters : {1, 5, 16, 17, 32, 40}) {
+    std::vector<float> transposed = random_.Normals(kDim * kStride), half_norms(kStride, kInfinity);
+    for (size_t c = 0; c < clusters; ++c) {
+      half_norms[c] = 0;
+      for (size_t k = 0; k < kDim; ++k)
+        half_norms[c] += std::pow(transposed[k * kStride + c], 2) / 2;
+    }
+    uint32_t all[kCount], some[kCount];
+    kernels::AssignClosest(points.data(), kCount, kDim, transposed.data(), half_norms.data(),
+                           kStride, kStride, all);
+    kernels::AssignClosest(points.data(), kCount, kDim, transposed.data(), half_norms.data(),
+                           clusters, kStride, some);
+    for (size_t i = 0; i < kCount; ++i) ASSERT_EQ(some[i], all[i]) << clusters << " clusters";
   }
 }
 

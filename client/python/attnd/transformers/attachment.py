@@ -42,11 +42,16 @@ def attach(
             :func:`fingerprint` makes it of the config and the weights.
 
     Raises:
-        ValueError: if the model has attention that attnd would not compute right, or the target is
-            neither form.
+        ValueError: if the model has attention that attnd would not compute right, or is attached
+            already, or the target is neither form.
         AttndError: if the server cannot be reached.
     """
     check_model(model)
+    if model.config.get_text_config()._attn_implementation == NAME:
+        raise ValueError(
+            "the model is attached already: close its attachment first, or, if that is lost, call "
+            'model.set_attn_implementation("sdpa")'
+        )
     name = fingerprint or identity.fingerprint(model)
     client = Client(target, tenant=tenant, timeout_s=timeout_s)
     try:
@@ -84,11 +89,17 @@ class Attachment:
 
     def close(self) -> None:
         """Closes all caches and the connection, and gives the model its attention function back.
-        Does nothing the second time."""
+        Does nothing the second time.
+
+        Raises:
+            AttndError: if a cache could not be closed on the server; all else is done.
+        """
         if self._reaper.stopped:
             return
-        self._reaper.stop()
-        _set_attention(self._model, self._before)
+        try:
+            self._reaper.stop()
+        finally:
+            _set_attention(self._model, self._before)
 
     def new_cache(self, *, policy: Policy | str | None = None) -> AttndCache:
         """An empty cache for ``past_key_values``; policy: None is the attachment's.

@@ -38,7 +38,7 @@ def padding_mask(
     *args: Any, attention_mask: torch.Tensor | None = None, mask_function: Any = None, **kwargs: Any
 ) -> torch.Tensor | None:
     """The mask that attention() gets: [rows, columns], nonzero where a column holds a token, or
-    None if all do. A mask of queries by keys is never built.
+    None if all do. No mask of queries by keys is built here.
 
     Raises:
         ValueError: if the pattern is not plain causal order.

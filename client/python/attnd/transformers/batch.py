@@ -29,6 +29,10 @@ NAME = "attnd"
 
 # Room in a Decode message for everything but tensors.
 _MESSAGE_OVERHEAD_BYTES = 64 << 10
+_OF_NO_USE = (
+    "a pass over this cache failed, or was made by a model that does not attend with attnd: the "
+    "cache is of no more use"
+)
 
 
 class RemoteBatch:
@@ -81,8 +85,7 @@ class RemoteBatch:
         Raises:
             ValueError: if the cache is closed, or its model or the last caller attends otherwise.
         """
-        if self.closed:
-            raise ValueError("this cache is closed: attachment.new_cache() makes another one")
+        self.check_open()
         called = self._server.config._attn_implementation
         if called != NAME:
             raise ValueError(
@@ -90,11 +93,19 @@ class RemoteBatch:
                 f"closed, or set_attn_implementation() was called"
             )
         if self._awaited:
-            raise ValueError(
-                "a pass over this cache failed, or was made by a model that does not attend with "
-                "attnd: the cache is of no more use"
-            )
+            raise ValueError(_OF_NO_USE)
         self._awaited = True
+
+    def check_open(self) -> None:
+        """Raises a ValueError if the cache is closed."""
+        if self.closed:
+            raise ValueError("this cache is closed: attachment.new_cache() makes another one")
+
+    def check_whole(self) -> None:
+        """Raises a ValueError if the cache is closed, or its last pass failed."""
+        self.check_open()
+        if self._awaited or self._attended != self.layers:
+            raise ValueError(_OF_NO_USE)
 
     def attend(
         self,
@@ -260,7 +271,11 @@ class RemoteBatch:
                 self._server.client.truncate_sequence(sequence, length)
 
     def fork(self) -> RemoteBatch:
-        """A batch of its own with the same columns; segments are shared on the server."""
+        """A batch of its own with the same columns; segments are shared on the server.
+
+        Raises:
+            AttndError: if a sequence cannot be forked.
+        """
         self.end_prompt()
         batch = RemoteBatch(self._server, self._policy, self._observe)
         batch._shape = self._shape
@@ -276,7 +291,12 @@ class RemoteBatch:
         return batch
 
     def reset(self) -> None:
-        """Closes the sequences; the next pass begins a new prompt."""
+        """Closes the sequences; the next pass begins a new prompt.
+
+        Raises:
+            ValueError: if the cache is closed.
+        """
+        self.check_open()
         self.close()
         self.closed = False
         self._prompt = Prompt(self._server.client, self._observe)
@@ -296,7 +316,12 @@ class RemoteBatch:
         self._close_sequences(sequences)
 
     def _close_sequences(self, sequences: Sequence[int]) -> None:
-        for sequence in sequences:
-            # A server that is gone has closed them itself.
-            with contextlib.suppress(NotFoundError, UnavailableError):
-                self._server.client.close_sequence(sequence)
+        """Closes all of them; the error of one that cannot be closed comes after the others."""
+        with contextlib.ExitStack() as stack:
+            for sequence in sequences:
+                stack.callback(self._close_sequence, sequence)
+
+    def _close_sequence(self, sequence: int) -> None:
+        # A server that is gone has closed it itself.
+        with contextlib.suppress(NotFoundError, UnavailableError):
+            self._server.client.close_sequence(sequence)

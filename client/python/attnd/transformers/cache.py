@@ -144,8 +144,10 @@ class AttndCache(Cache):
         """A cache with the same contents; the server shares what both have.
 
         Raises:
+            ValueError: if this cache is closed, or its last pass failed.
             AttndError: if the server has no room for it.
         """
+        self._batch.check_whole()
         self.end_prompt()
         forked = AttndCache(self._batch.fork(), self._reaper)
         forked._set_columns()
@@ -159,7 +161,11 @@ class AttndCache(Cache):
             self._drop()
 
     def reset(self) -> None:
-        """Empties the cache; its sequences are closed."""
+        """Empties the cache; its sequences are closed.
+
+        Raises:
+            ValueError: if the cache is closed.
+        """
         self._batch.reset()
         self._drop()
         self._set_columns()

@@ -13,7 +13,7 @@ from attnd.transformers.arrays import numpy_dtype
 
 # Entries of a config that do not change what a model computes.
 _NO_MATHEMATICS = ("_name_or_path", "transformers_version", "_attn_implementation")
-# Elements of each tensor that go into the name as they are, beside the sum of all.
+# Elements of each tensor, at most, that go into the name as they are, beside the sum of all.
 _SAMPLES = 64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -24,8 +24,8 @@ def fingerprint(model: torch.nn.Module) -> str:
 
     The hash goes over the config as JSON (without its path, its version of Transformers and its
     attention function) and, for each tensor by name, over the sum of its elements' bits as integers
-    and 64 elements at even distances: the weights are read once, on their own device. Only weights
-    that are chosen to collide, such as a permutation of a tensor that spares these 64 elements,
+    and up to 64 elements at even distances: the weights are read once, on their own device. Only weights
+    that are chosen to collide, such as a permutation of a tensor that spares these elements,
     have the same name.
 
     Raises:
@@ -52,7 +52,7 @@ def _content(tensor: torch.Tensor) -> bytes:
     if tensor.numel() == 0:
         return b""
     bits = tensor.contiguous().reshape(-1).view(_INTEGERS[min(8, tensor.element_size())])
-    sample = bits[:: max(1, len(bits) // _SAMPLES)].cpu().numpy().tobytes()
+    sample = bits[:: -(-len(bits) // _SAMPLES)].cpu().numpy().tobytes()
     return sample + int(bits.sum(dtype=torch.int64)).to_bytes(8, "little", signed=True)
 
 

@@ -61,7 +61,8 @@ class Prompt:
         if self._observe:
             before = self._observed.get(layer)
             queries = query if before is None else torch.cat([before, query], 2)
-            self._observed[layer] = queries[:, :, -OBSERVED_TOKENS:]
+            # A view would keep the whole prompt's queries.
+            self._observed[layer] = queries[:, :, -OBSERVED_TOKENS:].clone()
 
     def complete(self, sequence_ids: Sequence[int], columns: Columns) -> None:
         """Waits until the server has all, and indexes it. Errors as of add()."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 import weakref
@@ -15,6 +16,7 @@ from attnd.errors import AttndError
 from attnd.results import Limits
 from attnd.transformers.stats import StatsCounter
 
+_LOGGER = logging.getLogger(__name__)
 # Seconds that a process which ends waits for the server to close its sequences.
 _STOP_TIMEOUT_S = 10.0
 
@@ -76,10 +78,15 @@ class Reaper:
         return weakref.finalize(cache, self._things.put, held)
 
     def stop(self) -> None:
-        """Closes all caches, then the client. Does nothing the second time."""
-        for cache in list(self._caches):
-            cache.close()
-        self._finalizer()
+        """Closes all caches, then the client. Does nothing the second time.
+
+        Raises:
+            AttndError: the first of the caches that could not be closed; the others are.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._finalizer)
+            for cache in list(self._caches):
+                stack.callback(cache.close)
 
 
 def _stop(things: queue.SimpleQueue[Closable | None], thread: threading.Thread) -> None:
@@ -91,8 +98,14 @@ def _stop(things: queue.SimpleQueue[Closable | None], thread: threading.Thread) 
 
 
 def _close_all(things: queue.SimpleQueue[Closable | None], client: Client) -> None:
-    while (thing := things.get()) is not None:
-        with contextlib.suppress(AttndError):
-            thing.close()
-        del thing
-    client.shutdown()
+    try:
+        while (thing := things.get()) is not None:
+            try:
+                thing.close()
+            except AttndError:
+                pass  # nobody waits for it
+            except Exception:
+                _LOGGER.exception("closing a forgotten cache")
+            del thing
+    finally:
+        client.shutdown()
