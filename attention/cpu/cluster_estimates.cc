@@ -50,7 +50,8 @@ size_t ClusterEstimates::ArenaBytes(const SequenceView& view, uint32_t layer, ui
   const size_t value_rows = regression ? 4 : 2;
   const size_t per_quad = arrays * n * kQuad * sizeof(float) + sizeof(Quad) +
                           value_rows * kQuad * view.shape.value_dim * sizeof(float) + kRounding;
-  return quads * per_quad + n * sizeof(float) + kRounding;
+  const size_t hidden = view.shape.latent ? n * kQuad * sizeof(float) : 0;
+  return quads * per_quad + n * sizeof(float) + hidden + kRounding;
 }
 
 ClusterEstimates::ClusterEstimates(const UnitQuery& query, ClusterScores* scores, StepArena* arena)
@@ -61,6 +62,7 @@ ClusterEstimates::ClusterEstimates(const UnitQuery& query, ClusterScores* scores
       quads_(arena->Allocate<Quad>(query.quads())),
       share_(arena->Allocate<float>(scores->items().all_clusters())) {
   const size_t n = scores->items().all_clusters();
+  if (scores->has_hidden()) hidden_squares_ = arena->Allocate<float>(n * kQuad);
   for (Quad& quad : quads_) {
     quad = Quad{};
     const auto sum = [&] { return arena->Allocate<float>(kQuad * value_dim_).data(); };
@@ -359,21 +361,18 @@ double ClusterEstimates::ExpectedError(size_t q, size_t lane) const {
 void ClusterEstimates::SumHidden(size_t quad) {
   const float* const hidden = scores_->quads()[quad].hidden;
   const size_t n = scores_->items().count();
+  for (size_t i = 0; i < n; ++i) {
+    for (size_t lane = 0; lane < kQuad; ++lane) {
+      const size_t at = i * kQuad + lane;
+      hidden_squares_[at] = share_[i] != 0 ? 2 * hidden[at] : kNegativeInfinity;
+    }
+  }
+  float max[kQuad], sum[kQuad];
+  kernels::SoftmaxQuads(hidden_squares_.data(), n, max, sum);
   for (size_t lane = 0; lane < kQuad; ++lane) {
-    float max = kNegativeInfinity;
-    for (size_t i = 0; i < n; ++i) {
-      if (share_[i] != 0) max = std::max(max, hidden[i * kQuad + lane]);
-    }
-    quads_[quad].log_hidden[lane] = max;
-    if (!std::isfinite(max)) continue;
-    // What is far below the greatest adds nothing, and most items hide nothing at all.
-    constexpr float kNothing = 20;
-    double sum = 0;
-    for (size_t i = 0; i < n; ++i) {
-      const float below = max - hidden[i * kQuad + lane];
-      if (share_[i] != 0 && below < kNothing) sum += std::exp(-2 * double{below});
-    }
-    quads_[quad].log_hidden[lane] = max + static_cast<float>(std::log(sum) / 2);
+    // No sum: nothing is hidden, or what is has no bounds.
+    const float log_square = sum[lane] > 0 ? max[lane] + std::log(sum[lane]) : max[lane];
+    quads_[quad].log_hidden[lane] = log_square / 2;
   }
 }
 

@@ -118,6 +118,7 @@ class ClusterEstimates {
   // For as many items as there are clusters: 1 for those to sum up, 0 for others. After Estimate
   // the estimated ones.
   std::span<float> share_;
+  std::span<float> hidden_squares_;  // scratch, [items][4]; empty unless scores_->has_hidden()
   Kept kept_ = Kept::kNothing;
   uint64_t nanos_ = 0;
 };
