@@ -127,7 +127,8 @@ class Engine {
                                                              uint64_t after, uint32_t count) = 0;
   virtual ArchiveStats archive_stats() const = 0;
 
-  // Ends every lease of a writer: its stream has ended, and no call of it is under way.
+  // Lets go every sequence that the writer holds: its stream has ended, and no call of it is under
+  // way.
   virtual void ReleaseWriter(WriterId writer) = 0;
 
   virtual Usage usage() const = 0;

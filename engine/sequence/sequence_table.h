@@ -43,7 +43,7 @@ class SequenceTable {
   // The sequences of all tenants.
   std::vector<std::shared_ptr<Sequence>> All() const;
 
-  // Ends the leases of a writer, which must not append any more. Visits the open sequences that the
+  // Lets go the sequences of a writer, which must not append any more. Visits the open sequences that the
   // writer asked for with FindToWrite; allocates no memory.
   void ReleaseWriter(WriterId writer);
 
@@ -53,7 +53,7 @@ class SequenceTable {
  private:
   struct Entry {
     std::shared_ptr<Sequence> sequence;
-    std::vector<WriterId> writers;  // of FindToWrite; the lease itself is in the sequence
+    std::vector<WriterId> writers;  // of FindToWrite; the sequence knows which one holds it
   };
 
   using Entries = std::map<uint64_t, Entry>;

@@ -228,8 +228,8 @@ void AppendReactor::FinishLocked(const absl::Status& status) {
   if (!handlers_->ends->Enqueue(&end_)) End();  // there is room for every stream's one end
 }
 
-// Leases end before the client can see that the stream has. The object may be gone when this
-// returns.
+// The stream lets its sequences go before the client can see that it has ended. The object may be
+// gone when this returns.
 void AppendReactor::End() {
   handlers_->engine->ReleaseWriter(writer_);
   Finish(ToGrpc(final_status_));

@@ -26,7 +26,7 @@ namespace attnd::server {
 //   kReading --chunk--> kAppending --taken--> kReading ...
 //   kReading --end of messages--> kCompleting --answer made--> kFinished
 //   kCompleting --client gone while the prompt waits for its turn--> kFinished
-//   any state --error--> kFinished --on a thread for ends: leases end, Finish--> OnDone
+//   any state --error--> kFinished --on a thread for ends: sequences let go, Finish--> OnDone
 //
 // Threads and lifetime as in DecodeReactor.
 class AppendReactor final : public grpc::ServerReadReactor<grpc::ByteBuffer>,
@@ -70,7 +70,7 @@ class AppendReactor final : public grpc::ServerReadReactor<grpc::ByteBuffer>,
   // Hands the work of `state` to its executor, or ends the stream if the queue is full.
   void Submit(State state);
   // Ends the stream if its finished prompt still waits in the queue, so that a client that has gone
-  // does not hold its lease until the prompt's turn.
+  // does not hold its sequence until the prompt's turn.
   void LeaveQueueLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The chunk was taken: reads the next, or ends.
   void Continue(const absl::Status& status);

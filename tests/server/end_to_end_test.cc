@@ -100,7 +100,7 @@ TEST_F(EndToEndTest, AStreamsWriterHoldsItsSequenceUntilItEnds) {
   EXPECT_EQ(Upload(sequence, 1, &layers, false).error_code(), StatusCode::ABORTED);
   holder->WritesDone();
   EXPECT_TRUE(holder->Finish().ok());
-  EXPECT_EQ(Outcome(Send(second)).first, 0);  // at once: leases end before the stream does
+  EXPECT_EQ(Outcome(Send(second)).first, 0);  // at once: it is let go before the stream ends
 }
 
 TEST_F(EndToEndTest, TenantsDoNotSeeEachOther) {

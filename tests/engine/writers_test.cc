@@ -3,7 +3,7 @@
 // Goal: a sequence has one writer from the first token that it takes until that writer's stream
 // ends, and what is counted as appended is what was new. Method: random appends (good, bad,
 // repeated), steps, closed sequences and ended streams of several writers beside a plain model of
-// the leases.
+// who writes what.
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -27,51 +27,51 @@ class AppendedObserver : public EventListener {
   uint64_t uploaded = 0, generated = 0;
 };
 
-TEST(LeasesTest, OneWriterUntilItsStreamEnds) {
+TEST(WritersTest, OneWriterUntilItsStreamEnds) {
   Random random(TestSeed());
   const auto engine = MakeEngine(SmallOptions());
   const ModelShape shape = MakeShape(1, 1, 1, 16, 16, DType::kFp32);
-  struct Lease {
+  struct Written {
     TestSequence sequence;
     std::optional<WriterId> writer;
   };
-  std::vector<Lease> leases;
+  std::vector<Written> all;
   int aborted = 0;
   for (int step = 0; step < 3000; ++step) {
     SCOPED_TRACE(testing::Message() << "seed " << TestSeed() << " step " << step);
-    if (leases.size() < 5) leases.push_back({OpenSequence(engine.get(), shape), std::nullopt});
-    const size_t number = random.Below(leases.size());
-    Lease& lease = leases[number];
+    if (all.size() < 5) all.push_back({OpenSequence(engine.get(), shape), std::nullopt});
+    const size_t number = random.Below(all.size());
+    Written& written = all[number];
     const WriterId writer = 1 + random.Below(4);
-    lease.sequence.writer = writer;
-    const bool mine = !lease.writer.has_value() || *lease.writer == writer;
+    written.sequence.writer = writer;
+    const bool mine = !written.writer.has_value() || *written.writer == writer;
     switch (random.Below(12)) {
       case 0:
-        ASSERT_TRUE(engine->Close(kTenant, lease.sequence.id).ok());
-        leases.erase(leases.begin() + static_cast<ptrdiff_t>(number));
+        ASSERT_TRUE(engine->Close(kTenant, written.sequence.id).ok());
+        all.erase(all.begin() + static_cast<ptrdiff_t>(number));
         break;
       case 1:
         engine->ReleaseWriter(writer);
-        for (Lease& each : leases) {
+        for (Written& each : all) {
           if (each.writer == writer) each.writer.reset();
         }
         break;
-      case 2: {  // refused whoever sends it: takes no lease
+      case 2: {  // refused whoever sends it: makes nobody the writer
         Kv kv = RandomKv(shape, 1, &random);
         kv.v.Set(0, 1e30f);
-        EXPECT_EQ(AppendNext(&lease.sequence, 0, kv).code(), StatusCode::kInvalidArgument);
+        EXPECT_EQ(AppendNext(&written.sequence, 0, kv).code(), StatusCode::kInvalidArgument);
         break;
       }
       case 3:  // asking is not writing
-        EXPECT_TRUE(SendRow(QueryOnlyRow(&lease.sequence, 0, 1, &random), 0).row_status(0).ok());
+        EXPECT_TRUE(SendRow(QueryOnlyRow(&written.sequence, 0, 1, &random), 0).row_status(0).ok());
         break;
       default: {
         const absl::Status status =
             random.Below(2) == 0
-                ? AppendNext(&lease.sequence, 0, RandomKv(shape, 1 + random.Below(3), &random))
-                : DecodeNext(&lease.sequence, 0, 1, &random).row_status(0);
+                ? AppendNext(&written.sequence, 0, RandomKv(shape, 1 + random.Below(3), &random))
+                : DecodeNext(&written.sequence, 0, 1, &random).row_status(0);
         ASSERT_EQ(status.code(), mine ? StatusCode::kOk : StatusCode::kAborted) << status;
-        if (mine) lease.writer = writer;
+        if (mine) written.writer = writer;
         if (!mine) ++aborted;
       }
     }
@@ -80,7 +80,7 @@ TEST(LeasesTest, OneWriterUntilItsStreamEnds) {
 }
 
 // Streams end while their sequences are closed: what one does the other finds done or half done.
-TEST(LeasesTest, StreamsEndWhileTheirSequencesClose) {
+TEST(WritersTest, StreamsEndWhileTheirSequencesClose) {
   Random random(TestSeed());
   const auto engine = MakeEngine(SmallOptions());
   const ModelShape shape = MakeShape(1, 1, 1, 16, 16, DType::kFp32);
@@ -96,11 +96,11 @@ TEST(LeasesTest, StreamsEndWhileTheirSequencesClose) {
     for (const TestSequence& sequence : sequences) {
       EXPECT_TRUE(engine->Close(kTenant, sequence.id).ok());
     }
-    release.join();
+    rewritten.join();
   }
 }
 
-TEST(LeasesTest, RepeatsAreNotCountedAgain) {
+TEST(WritersTest, RepeatsAreNotCountedAgain) {
   Random random(TestSeed());
   AppendedObserver observer;
   const auto engine = MakeEngine(SmallOptions(), &observer);
