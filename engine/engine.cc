@@ -19,7 +19,8 @@ EngineImpl::EngineImpl(const EngineOptions& options, std::unique_ptr<attention::
       backend_(std::move(backend)),
       listener_(listener),
       budget_(options.memory_budget_bytes),
-      sequences_(options.max_sequences),
+      sequences_(options.max_sequences, options.lease_clock),
+      lease_watch_(&sequences_, listener),
       segmenter_(
           {options.segment_tokens, options.index_threads, [this] { return !InUse(kNoCopies); }},
           backend_.get(), &budget_, &gate_, listener) {}
@@ -52,12 +53,18 @@ absl::Status EngineImpl::Start() {
     auditor_ = std::make_unique<Auditor>(options_.audit, &budget_, &gate_, listener_);
     ATTND_RETURN_IF_ERROR(auditor_->Start());
   }
+  ATTND_RETURN_IF_ERROR(lease_watch_.Start());
   return segmenter_.Start();
 }
 
 absl::StatusOr<SequenceInfo> EngineImpl::Info(absl::string_view tenant, uint64_t sequence_id) {
   ATTND_ASSIGN_OR_RETURN(auto sequence, sequences_.Find(tenant, sequence_id));
   return sequence->Info();
+}
+
+absl::StatusOr<Lease::Call> EngineImpl::BeginCall(absl::string_view tenant, uint64_t sequence_id) {
+  ATTND_ASSIGN_OR_RETURN(CalledSequence called, sequences_.Find(tenant, sequence_id));
+  return std::move(called.call);
 }
 
 absl::Status EngineImpl::Close(absl::string_view tenant, uint64_t sequence_id) {
@@ -69,8 +76,9 @@ absl::Status EngineImpl::Close(absl::string_view tenant, uint64_t sequence_id) {
 std::vector<SequenceInfo> EngineImpl::List(absl::string_view tenant, uint64_t after,
                                            uint32_t count) {
   std::vector<SequenceInfo> infos;
-  for (const auto& sequence : sequences_.List(tenant, after, count)) {
+  for (const auto& [sequence, lease_left] : sequences_.List(tenant, after, count)) {
     infos.push_back(sequence->Info());
+    infos.back().lease_left = lease_left;
   }
   return infos;
 }
@@ -80,10 +88,11 @@ void EngineImpl::WaitForBackground() {
   if (auditor_ != nullptr) auditor_->WaitUntilIdle();
 }
 
-// Shutdown: 1. no new sequences, 2. no segments are built, 3. no rows are audited, 4. no segments
-// are moved to disk.
+// Shutdown: 1. no new sequences, 2. no sequences are closed for their leases, 3. no segments are
+// built, 4. no rows are audited, 5. no segments are moved to disk.
 void EngineImpl::Shutdown() {
   EngineImpl::StopOpening();
+  lease_watch_.Shutdown();
   segmenter_.Shutdown();
   if (auditor_ != nullptr) auditor_->Shutdown();
   if (pager_ != nullptr) pager_->Shutdown();

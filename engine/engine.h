@@ -19,6 +19,7 @@
 #include "attention/segment/index_set.h"
 #include "engine/answer_memory.h"
 #include "engine/event_listener.h"
+#include "engine/lease.h"
 #include "engine/options.h"
 #include "engine/types.h"
 
@@ -48,9 +49,9 @@ class Engine {
   virtual attention::IndexSet IndexesOf(const attention::Policy& policy) const = 0;
 
   // ResourceExhausted at max_sequences or at a full budget, Unavailable after StopOpening or
-  // Shutdown, InvalidArgument for the shape, Unimplemented for the policy or for a shape that the
-  // backend lacks, FailedPrecondition for a summary without feature maps of the model, and for
-  // label channels of another shape than the model's.
+  // Shutdown, InvalidArgument for the shape and the lease, Unimplemented for the policy or for a
+  // shape that the backend lacks, FailedPrecondition for a summary without feature maps of the
+  // model, and for label channels of another shape than the model's.
   virtual absl::StatusOr<uint64_t> Open(absl::string_view tenant, const OpenArgs& args) = 0;
 
   // InvalidArgument (shape, dtype, NaN, |v| beyond kValueMax), FailedPrecondition (gap),
@@ -77,6 +78,12 @@ class Engine {
                                                       const std::atomic<bool>* cancelled) = 0;
   virtual absl::StatusOr<SequenceInfo> Info(absl::string_view tenant, uint64_t sequence_id) = 0;
 
+  // Holds the sequence's lease until the result ends. Every method that names a sequence does so by
+  // itself, for as long as it runs; this one is for callers whose call begins before (in a queue),
+  // lasts longer (an upload of several chunks), or has nothing else to say. The result does not
+  // keep the sequence from Close, and must end before the engine does.
+  virtual absl::StatusOr<Lease::Call> BeginCall(absl::string_view tenant, uint64_t sequence_id) = 0;
+
   static constexpr std::chrono::seconds kRoomWait{30};
   // Whether a step over this sequence may have to wait for the disk; false for unknown ones.
   virtual bool MayReadDisk(absl::string_view tenant, uint64_t sequence_id) = 0;
@@ -97,7 +104,7 @@ class Engine {
   virtual absl::StatusOr<SequenceInfo> Fork(absl::string_view tenant, uint64_t sequence_id,
                                             std::optional<uint64_t> length) = 0;
   virtual absl::Status Close(absl::string_view tenant, uint64_t sequence_id) = 0;
-  // Ascending ids greater than `after`, at most `count`.
+  // Ascending ids greater than `after`, at most `count`. No lease is renewed.
   virtual std::vector<SequenceInfo> List(absl::string_view tenant, uint64_t after,
                                          uint32_t count) = 0;
 

@@ -106,10 +106,12 @@ absl::Status EngineImpl::Append(absl::string_view tenant, WriterId writer, uint6
     tokens.token_ids = chunk.token_ids;
     tokens.key_magnitudes = key_magnitudes;
     ATTND_ASSIGN_OR_RETURN(const uint64_t appended,
-                           AppendWithRoom(writer, tokens, chunk, sequence));
+                           AppendWithRoom(writer, tokens, chunk, sequence.shared));
     if (chunk.layer == 0) ReportAppended(appended, /*prefill=*/true);
     const bool committed = chunk.layer + 1 == shape.layers;
-    if (archive_ != nullptr && committed && InUse(kSegmentsMeanwhile)) segmenter_.OnGrown(sequence);
+    if (archive_ != nullptr && committed && InUse(kSegmentsMeanwhile)) {
+      segmenter_.OnGrown(sequence.shared);
+    }
     return absl::OkStatus();
   });
 }

@@ -17,7 +17,7 @@ absl::Status EngineImpl::Decode(absl::string_view tenant, WriterId writer, const
                                 AnswerMemory memory, DecodeResult* result) {
   const auto start = std::chrono::steady_clock::now();
   *result = DecodeResult();
-  std::vector<std::shared_ptr<Sequence>> grown;
+  StepSequences sequences;
   absl::Status status = WithinMemory([&]() -> absl::Status {
     DecodeBatch batch(args, &budget_, result);
     ATTND_RETURN_IF_ERROR(batch.Check(options_));
@@ -27,7 +27,7 @@ absl::Status EngineImpl::Decode(absl::string_view tenant, WriterId writer, const
     }
     std::optional<StepGate::Step> step;
     step.emplace(&gate_);
-    PrepareRows(tenant, writer, args, &batch, &grown, result);
+    PrepareRows(tenant, writer, args, &batch, &sequences, result);
     result->validate_time = std::chrono::steady_clock::now() - start;
     // One that may wait for the disk does not hold builders up.
     if (PrefetchNextLayer(args.layer, batch.step_rows())) step.reset();
@@ -36,30 +36,33 @@ absl::Status EngineImpl::Decode(absl::string_view tenant, WriterId writer, const
     if (auditor_ != nullptr) OfferToAudit(args.layer, batch);
     return absl::OkStatus();
   });
-  for (const auto& sequence : grown) segmenter_.OnGrown(sequence);
+  for (const auto& sequence : sequences.grown) segmenter_.OnGrown(sequence);
   return status;
 }
 
 void EngineImpl::PrepareRows(absl::string_view tenant, WriterId writer, const DecodeArgs& args,
-                             DecodeBatch* batch, std::vector<std::shared_ptr<Sequence>>* grown,
-                             DecodeResult* result) {
+                             DecodeBatch* batch, StepSequences* sequences, DecodeResult* result) {
   for (size_t i = 0; i < batch->rows(); ++i) {
     if (absl::Status fault = batch->CheckAlone(i); !fault.ok()) {
       batch->Refuse(i, std::move(fault));
       continue;
     }
     const DecodeRow& row = args.rows[i];
-    auto sequence = row.query_only ? sequences_.Find(tenant, row.sequence_id)
-                                   : sequences_.FindToWrite(tenant, row.sequence_id, writer);
-    if (!sequence.ok()) {
-      batch->Refuse(i, std::move(sequence).status());
+    auto called = row.query_only ? sequences_.Find(tenant, row.sequence_id)
+                                 : sequences_.FindToWrite(tenant, row.sequence_id, writer);
+    if (!called.ok()) {
+      batch->Refuse(i, std::move(called).status());
       continue;
     }
-    const uint64_t appended = batch->Prepare(i, writer, *backend_, *sequence);
+    const std::shared_ptr<Sequence>& sequence = called->shared;
+    if (called->call.lease() > std::chrono::seconds(0)) {
+      sequences->calls.push_back(std::move(called->call));
+    }
+    const uint64_t appended = batch->Prepare(i, writer, *backend_, sequence);
     if (!result->rows[i].status.ok() || row.query_only) continue;
     if (args.layer == 0) ReportAppended(appended, /*prefill=*/false);
     // A position is committed with its last layer.
-    if (args.layer + 1 == (*sequence)->shape().layers) grown->push_back(*std::move(sequence));
+    if (args.layer + 1 == sequence->shape().layers) sequences->grown.push_back(sequence);
   }
 }
 

@@ -31,6 +31,7 @@
 #include "engine/models/feature_map_files.h"
 #include "engine/models/label_channel_files.h"
 #include "engine/sequence/decode_batch.h"
+#include "engine/sequence/lease_watch.h"
 #include "engine/sequence/segmenter.h"
 #include "engine/sequence/sequence.h"
 #include "engine/sequence/sequence_table.h"
@@ -72,6 +73,7 @@ class EngineImpl final : public Engine {
                                               uint64_t sequence_id,
                                               const std::atomic<bool>* cancelled) override;
   absl::StatusOr<SequenceInfo> Info(absl::string_view tenant, uint64_t sequence_id) override;
+  absl::StatusOr<Lease::Call> BeginCall(absl::string_view tenant, uint64_t sequence_id) override;
   bool MayReadDisk(absl::string_view tenant, uint64_t sequence_id) override;
   bool MayMakeRoom() const override { return archive_ != nullptr; }
 
@@ -99,7 +101,9 @@ class EngineImpl final : public Engine {
   ArchiveStats archive_stats() const override;
 
   void ReleaseWriter(WriterId writer) override { sequences_.ReleaseWriter(writer); }
-  Usage usage() const override { return {budget_.used(), budget_.capacity(), sequences_.size()}; }
+  Usage usage() const override {
+    return {budget_.used(), budget_.capacity(), sequences_.size(), sequences_.leased()};
+  }
   void WaitForBackground() override;
   void StopOpening() override { sequences_.StopOpening(); }
   void Shutdown() override;
@@ -140,10 +144,14 @@ class EngineImpl final : public Engine {
 
   // Steps (engine_decode.cc).
 
-  // Refuses or appends each row; adds to `grown` the sequences that have newly committed tokens.
+  // What a step keeps until it ends.
+  struct StepSequences {
+    std::vector<Lease::Call> calls;                // of its rows
+    std::vector<std::shared_ptr<Sequence>> grown;  // have newly committed tokens
+  };
+  // Refuses or appends each row.
   void PrepareRows(absl::string_view tenant, WriterId writer, const DecodeArgs& args,
-                   DecodeBatch* batch, std::vector<std::shared_ptr<Sequence>>* grown,
-                   DecodeResult* result);
+                   DecodeBatch* batch, StepSequences* sequences, DecodeResult* result);
   // Of rows whose sequences are paged, begins to read what the next layer wanted last; whether
   // there are any.
   bool PrefetchNextLayer(uint32_t layer, std::span<const attention::StepRow> rows) const;
@@ -207,6 +215,7 @@ class EngineImpl final : public Engine {
   std::unique_ptr<Auditor> auditor_;  // set by Start; null where nothing is audited
   std::atomic<uint64_t> reused_tokens_{0};
 
+  LeaseWatch lease_watch_;
   Segmenter segmenter_;  // last: its thread uses everything above
 };
 

@@ -2,13 +2,24 @@
 //
 // EngineImpl: new sequences: what they are made with, and prefixes that are known already.
 #include <algorithm>
+#include <chrono>
 #include <memory>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "engine/engine_impl.h"
+#include "engine/lease.h"
 
 namespace attnd::engine {
+namespace {
+
+absl::Status CheckLease(std::chrono::seconds lease) {
+  if (lease >= std::chrono::seconds(0) && lease <= kLeaseMax) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("lease_seconds is ", lease.count(), "; allowed are 0..", kLeaseMax.count()));
+}
+
+}  // namespace
 
 attention::IndexSet EngineImpl::IndexesOn(const attention::Backend& backend,
                                           const attention::Policy& policy) {
@@ -67,6 +78,7 @@ absl::StatusOr<std::shared_ptr<Sequence>> EngineImpl::MakeNew(absl::string_view 
         "model.shard is ", args.shard.index, " of ", args.shard.count, "; allowed are up to ",
         kShardsMax, " shards and an index below their number"));
   }
+  ATTND_RETURN_IF_ERROR(CheckLease(args.lease));
   OpenArgs complete = args;
   if (!complete.policy.has_value()) complete.policy = options_.default_policy;
   const attention::Backend& owner =
@@ -95,7 +107,8 @@ absl::Status EngineImpl::BeginWithKnown(std::span<const uint32_t> token_ids,
   const auto reusable = token_ids.first(token_ids.size() - window);
   RestoredSegments longest;
   const storage::Proceed proceed = UnlessCancelled(cancelled);
-  for (const auto& other : sequences_.List(fresh->tenant(), 0, options_.max_sequences)) {
+  for (const auto& [other, lease_left] :
+       sequences_.List(fresh->tenant(), 0, options_.max_sequences)) {
     ATTND_RETURN_IF_ERROR(proceed());
     RestoredSegments prefix = other->PrefixFor(*fresh, reusable, longest);
     if (prefix.tokens() > 0) longest = std::move(prefix);

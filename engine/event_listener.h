@@ -31,6 +31,8 @@ class EventListener {
   // One of the two for each row that was picked for an audit.
   virtual void OnAudited(const AuditedRow&) {}
   virtual void OnAuditSkipped(AuditSkip) {}
+  // A sequence was closed because no call had named it for its lease.
+  virtual void OnLeaseEnded(uint64_t /*sequence_id*/, std::chrono::seconds /*lease*/) {}
 };
 
 }  // namespace attnd::engine

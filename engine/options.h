@@ -13,6 +13,7 @@
 #include "absl/status/status.h"
 #include "attention/policy/policy.h"
 #include "engine/audit/audit.h"
+#include "engine/lease.h"
 
 namespace attnd::engine {
 
@@ -59,6 +60,8 @@ struct EngineOptions {
   std::vector<std::string> feature_maps;
   // Files of label channels, likewise (engine/models/label_channel_files.h).
   std::vector<std::string> label_channels;
+  // The time by which leases count; empty: the machine's steady clock.
+  Lease::Clock lease_clock;
 
   // InvalidArgument names the option and its range.
   absl::Status Validate() const;

@@ -63,6 +63,9 @@ struct OpenArgs {
   // a resumed sequence, the indexes that it was sealed with.
   std::optional<attention::IndexSet> indexes;
   bool cluster_order = false;
+  // Time without a call until the sequence is closed, up to kLeaseMax (engine/lease.h); 0: it stays
+  // open until Close. Forks have the same lease; sealed sequences have none.
+  std::chrono::seconds lease{0};
   // Set by the engine: the parts of the model's files that the indexes need.
   attention::ModelParts model_parts;
   // Set by the engine: the backend that owns the sequence. The backend lives as long as the engine.
@@ -78,6 +81,8 @@ struct SequenceInfo {
   uint32_t segments = 0;
   uint64_t resident_bytes = 0;
   std::vector<uint64_t> layer_tokens;  // [layers]
+  // Of a listing: what is left of args.lease; all of it while a call is under way.
+  std::chrono::nanoseconds lease_left{0};
 };
 
 // One chunk of a prefill: tokens [first_position, + tokens) of one layer.
@@ -198,6 +203,7 @@ struct Usage {
   uint64_t resident_bytes = 0;
   uint64_t capacity_bytes = 0;
   uint64_t sequences = 0;
+  uint64_t leased_sequences = 0;  // those of them that have a lease
 };
 
 }  // namespace attnd::engine
