@@ -89,6 +89,9 @@ class TimedEngine final : public engine::Engine {
   absl::StatusOr<engine::SequenceInfo> Info(absl::string_view tenant, uint64_t id) override {
     return engine_->Info(tenant, id);
   }
+  absl::StatusOr<engine::Lease::Call> BeginCall(absl::string_view tenant, uint64_t id) override {
+    return engine_->BeginCall(tenant, id);
+  }
   absl::StatusOr<uint64_t> Truncate(absl::string_view tenant, uint64_t id,
                                     uint64_t length) override {
     return engine_->Truncate(tenant, id, length);

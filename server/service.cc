@@ -64,6 +64,12 @@ ServerUnaryReactor* AttndService::CloseSequence(CallbackServerContext* context,
       "CloseSequence", handlers_, context, request, reply);
 }
 
+ServerUnaryReactor* AttndService::RenewLease(CallbackServerContext* context,
+                                             const ByteBuffer* request, ByteBuffer* reply) {
+  return StartUnaryCall<v1::RenewLeaseRequest, v1::RenewLeaseResponse>("RenewLease", handlers_,
+                                                                       context, request, reply);
+}
+
 ServerUnaryReactor* AttndService::ListSequences(CallbackServerContext* context,
                                                 const ByteBuffer* request, ByteBuffer* reply) {
   return StartUnaryCall<v1::ListSequencesRequest, v1::ListSequencesResponse>(

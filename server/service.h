@@ -26,7 +26,7 @@ using RawAttndService = RawService<
     v1::Attnd::WithRawCallbackMethod_TruncateSequence,
     v1::Attnd::WithRawCallbackMethod_ForkSequence, v1::Attnd::WithRawCallbackMethod_SealSequence,
     v1::Attnd::WithRawCallbackMethod_ListSealed, v1::Attnd::WithRawCallbackMethod_DropSealed,
-    v1::Attnd::WithRawCallbackMethod_CloseSequence,
+    v1::Attnd::WithRawCallbackMethod_CloseSequence, v1::Attnd::WithRawCallbackMethod_RenewLease,
     v1::Attnd::WithRawCallbackMethod_ListSequences>::Type;
 
 // Thread-safety: gRPC calls from several threads. Nothing here waits: all that may is handed to
@@ -60,6 +60,9 @@ class AttndService final : public RawAttndService {
   grpc::ServerUnaryReactor* CloseSequence(grpc::CallbackServerContext* context,
                                           const grpc::ByteBuffer* request,
                                           grpc::ByteBuffer* reply) override;
+  grpc::ServerUnaryReactor* RenewLease(grpc::CallbackServerContext* context,
+                                       const grpc::ByteBuffer* request,
+                                       grpc::ByteBuffer* reply) override;
   grpc::ServerUnaryReactor* ListSequences(grpc::CallbackServerContext* context,
                                           const grpc::ByteBuffer* request,
                                           grpc::ByteBuffer* reply) override;

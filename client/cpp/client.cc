@@ -56,6 +56,11 @@ class ClientImpl final : public Client {
     request.set_sequence_id(sequence_id);
     return Once(&v1::Attnd::Stub::CloseSequence, request).status();
   }
+  absl::StatusOr<v1::RenewLeaseResponse> RenewLease(uint64_t sequence_id) override {
+    v1::RenewLeaseRequest request;
+    request.set_sequence_id(sequence_id);
+    return Repeated(&v1::Attnd::Stub::RenewLease, request);
+  }
   absl::StatusOr<v1::SealSequenceResponse> SealSequence(uint64_t sequence_id) override {
     v1::SealSequenceRequest request;
     request.set_sequence_id(sequence_id);

@@ -129,6 +129,9 @@ class Client {
   virtual absl::StatusOr<v1::ForkSequenceResponse> ForkSequence(
       const v1::ForkSequenceRequest& request) = 0;
   virtual absl::Status CloseSequence(uint64_t sequence_id) = 0;
+  // Repeated after Unavailable. For pauses longer than OpenSequenceRequest.lease_seconds; any other
+  // call that names the sequence renews its lease, too.
+  virtual absl::StatusOr<v1::RenewLeaseResponse> RenewLease(uint64_t sequence_id) = 0;
   virtual absl::StatusOr<v1::SealSequenceResponse> SealSequence(uint64_t sequence_id) = 0;
   virtual absl::Status DropSealed(uint64_t sealed_id) = 0;
 

@@ -7,6 +7,7 @@
 #include "common/status.h"
 #include "glog/logging.h"
 #include "server/calls/step_conversions.h"
+#include "server/calls/wire_check.h"
 
 namespace attnd::server {
 
@@ -43,7 +44,16 @@ void AppendReactor::OnReadDone(bool ok) {
     if (!ok && (cancelled_.load() || context_->IsCancelled())) return FinishLocked(ClientGone());
     state_ = ok ? State::kAppending : State::kCompleting;
   }
+  if (ok && messages_ == 0) HoldLease();
   Submit(ok ? State::kAppending : State::kCompleting);
+}
+
+// An upload's client may compute for as long as it likes between two chunks. The id of a sequence
+// that is not there is refused later.
+void AppendReactor::HoldLease() {
+  const auto id = FindVarint(bytes_, v1::AppendKvRequest::kSequenceIdFieldNumber);
+  auto call = handlers_->engine->BeginCall(tenant_, id.value_or(0));
+  if (call.ok()) lease_call_ = *std::move(call);
 }
 
 void AppendReactor::Submit(State state) {
@@ -232,6 +242,7 @@ void AppendReactor::FinishLocked(const absl::Status& status) {
 // gone when this returns.
 void AppendReactor::End() {
   handlers_->engine->ReleaseWriter(writer_);
+  lease_call_.End();
   Finish(ToGrpc(final_status_));
 }
 

@@ -53,6 +53,8 @@ class AppendReactor final : public grpc::ServerReadReactor<grpc::ByteBuffer>,
   enum class State : uint8_t { kReading, kAppending, kCompleting, kFinished };
 
   void Run() override;
+  // From the first message on, which may wait for its turn.
+  void HoldLease();
   void TakeMessage();
   // Parses the message, checks the fields that a stream may set only once, then takes the message's
   // parts.
@@ -93,6 +95,7 @@ class AppendReactor final : public grpc::ServerReadReactor<grpc::ByteBuffer>,
   bool parsed_ = false;  // request_ is the message
   uint64_t messages_ = 0;
   uint64_t sequence_id_ = 0;
+  engine::Lease::Call lease_call_;  // until the stream ends
   bool prefill_complete_ = false;
   bool observed_ = false;        // the engine has this message's observed queries
   bool waits_for_room_ = false;  // the message was handed on to HandlerContext::room_waits

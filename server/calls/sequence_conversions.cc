@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/calls/sequence_conversions.h"
 
+#include <chrono>
 #include <cmath>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
@@ -138,6 +140,7 @@ absl::StatusOr<engine::OpenArgs> FromProto(const v1::OpenSequenceRequest& reques
     return Invalid("token_ids", " has ", request.token_ids_size(), " entries; allowed are 0..",
                    max_sequence_tokens);
   }
+  args.lease = std::chrono::seconds(request.lease_seconds());
   if (request.has_policy() && !IsAbsent(request.policy())) {
     ATTND_ASSIGN_OR_RETURN(args.policy, policies.Parse(request.policy()));
   }
@@ -167,6 +170,9 @@ void ToProto(const engine::SequenceInfo& info, v1::SequenceInfo* out) {
   out->set_segmented_tokens(info.segmented_tokens);
   out->set_segments(info.segments);
   out->set_resident_bytes(info.resident_bytes);
+  out->set_lease_seconds(static_cast<uint32_t>(info.args.lease.count()));
+  out->set_lease_left_seconds(
+      static_cast<uint32_t>(std::chrono::ceil<std::chrono::seconds>(info.lease_left).count()));
   out->mutable_layer_tokens()->Add(info.layer_tokens.begin(), info.layer_tokens.end());
   if (!info.args.indexes.has_value()) return;
   IndexesToProto(*info.args.indexes, out->mutable_indexes());

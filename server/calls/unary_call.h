@@ -19,6 +19,7 @@
 #include "grpcpp/support/server_callback.h"
 #include "server/calls/handler.h"
 #include "server/calls/unary_handlers.h"
+#include "server/calls/wire_check.h"
 
 namespace attnd::server {
 
@@ -26,6 +27,21 @@ namespace attnd::server {
 inline absl::Status RefuseAtShutdown(HandlerContext* handlers) {
   handlers->metrics->OnRejected(Rejection::kShutdown);
   return ShuttingDown();
+}
+
+// Holds the lease of the sequence that the request names, if it names one and the sequence is open:
+// the call may wait long for its turn.
+template <typename Request>
+engine::Lease::Call HoldLease(HandlerContext* handlers, const grpc::CallbackServerContext& context,
+                              const grpc::ByteBuffer& request) {
+  if constexpr (requires { Request::kSequenceIdFieldNumber; }) {
+    const auto tenant = TenantOf(context);
+    const auto id = FindVarint(request, Request::kSequenceIdFieldNumber);
+    if (!tenant.ok() || !id.has_value()) return {};
+    auto call = handlers->engine->BeginCall(*tenant, *id);
+    if (call.ok()) return *std::move(call);
+  }
+  return {};
 }
 
 // Makes the call for the tenant that it names.
@@ -65,6 +81,7 @@ class UnaryCall final : public grpc::ServerUnaryReactor, private StepExecutor::T
       call->End(RefuseAtShutdown(handlers));
       return call;
     }
+    call->lease_call_ = HoldLease<Request>(handlers, *context, *request);
     call->open_ = true;
     handlers->open_calls->Begin();
     if (workers == nullptr) {
@@ -113,6 +130,7 @@ class UnaryCall final : public grpc::ServerUnaryReactor, private StepExecutor::T
   void End(const absl::Status& status) {
     CHECK(!std::exchange(ended_, true)) << method_ << " is answered twice";
     handlers_->metrics->OnRpc(method_, status.code());
+    lease_call_.End();
     Finish(ToGrpc(status));
   }
 
@@ -121,8 +139,9 @@ class UnaryCall final : public grpc::ServerUnaryReactor, private StepExecutor::T
   grpc::CallbackServerContext* const context_;
   const grpc::ByteBuffer* const request_;
   grpc::ByteBuffer* const reply_;
-  bool open_ = false;   // counted as such; written before the call runs
-  bool ended_ = false;  // by whoever answers the call, which Start or Run does
+  engine::Lease::Call lease_call_;  // of the sequence that the call names
+  bool open_ = false;               // counted as such; written before the call runs
+  bool ended_ = false;              // by whoever answers the call, which Start or Run does
   std::atomic<bool> cancelled_{false};
 };
 

@@ -187,6 +187,14 @@ absl::Status Handle(const UnaryContext& context, const v1::CloseSequenceRequest&
   return context.engine.Close(context.tenant, request.sequence_id());
 }
 
+absl::Status Handle(const UnaryContext& context, const v1::RenewLeaseRequest& request,
+                    v1::RenewLeaseResponse* reply) {
+  ATTND_ASSIGN_OR_RETURN(const engine::Lease::Call call,
+                         context.engine.BeginCall(context.tenant, request.sequence_id()));
+  reply->set_lease_seconds(static_cast<uint32_t>(call.lease().count()));
+  return absl::OkStatus();
+}
+
 absl::Status Handle(const UnaryContext& context, const v1::ListSequencesRequest& request,
                     v1::ListSequencesResponse* reply) {
   const uint32_t page_size = request.page_size() != 0 ? request.page_size() : kListPageMax;

@@ -44,6 +44,8 @@ absl::Status Handle(const UnaryContext& context, const v1::DropSealedRequest& re
                     v1::DropSealedResponse* reply);
 absl::Status Handle(const UnaryContext& context, const v1::CloseSequenceRequest& request,
                     v1::CloseSequenceResponse* reply);
+absl::Status Handle(const UnaryContext& context, const v1::RenewLeaseRequest& request,
+                    v1::RenewLeaseResponse* reply);
 absl::Status Handle(const UnaryContext& context, const v1::ListSequencesRequest& request,
                     v1::ListSequencesResponse* reply);
 

@@ -78,6 +78,9 @@ Metrics::Metrics()
   capacity_bytes_ =
       AddGauge("attnd_capacity_bytes", "Bytes that a tier may hold", {{"tier", "host"}});
   sequences_ = AddGauge("attnd_sequences", "Open sequences");
+  leased_sequences_ = AddGauge("attnd_leased_sequences", "Open sequences that have a lease");
+  leases_ended_ = AddCounter("attnd_leases_ended_total",
+                             "Sequences closed because no call named them for their lease");
   streams_ = AddGauge("attnd_streams", "Open Decode and AppendKv streams");
   queue_depth_ = AddGauge("attnd_queue_depth", "Steps that wait for a worker");
   queued_calls_ = AddGauge("attnd_queued_calls", "Unary calls that wait for a worker");
@@ -225,6 +228,12 @@ void Metrics::OnDiskFault(const absl::Status& status) {
   LOG_EVERY_T(WARNING, 1) << "a call or row was refused for a fault of the disk: " << status;
 }
 
+void Metrics::OnLeaseEnded(uint64_t sequence_id, std::chrono::seconds lease) {
+  leases_ended_->Increment();
+  LOG_EVERY_T(INFO, 1) << "sequence " << sequence_id
+                       << " was closed: no call named it for its lease, " << lease.count() << " s";
+}
+
 void Metrics::SetSources(GaugeSources sources) {
   sources_ = std::move(sources);
   has_device_ = sources_.backend && sources_.backend().pages.capacity_bytes > 0;
@@ -336,6 +345,7 @@ std::vector<prometheus::MetricFamily> Metrics::Collect() const {
     resident_bytes_->Set(static_cast<double>(usage.resident_bytes));
     capacity_bytes_->Set(static_cast<double>(usage.capacity_bytes));
     sequences_->Set(static_cast<double>(usage.sequences));
+    leased_sequences_->Set(static_cast<double>(usage.leased_sequences));
   }
   if (sources_.streams) streams_->Set(static_cast<double>(sources_.streams()));
   if (sources_.queue_depth) queue_depth_->Set(static_cast<double>(sources_.queue_depth()));

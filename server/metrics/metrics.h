@@ -113,6 +113,7 @@ class Metrics final : public engine::EventListener, public prometheus::Collectab
   void OnDiskFault(const absl::Status& status) override;
   void OnAudited(const engine::AuditedRow& row) override { audit_metrics_.OnAudited(row); }
   void OnAuditSkipped(engine::AuditSkip why) override { audit_metrics_.OnSkipped(why); }
+  void OnLeaseEnded(uint64_t sequence_id, std::chrono::seconds lease) override;
 
   std::vector<prometheus::MetricFamily> Collect() const override;
 
@@ -161,6 +162,8 @@ class Metrics final : public engine::EventListener, public prometheus::Collectab
   prometheus::Gauge* resident_bytes_;
   prometheus::Gauge* capacity_bytes_;
   prometheus::Gauge* sequences_;
+  prometheus::Gauge* leased_sequences_;
+  prometheus::Counter* leases_ended_;
   prometheus::Gauge* streams_;
   prometheus::Gauge* queue_depth_;
   prometheus::Gauge* queued_calls_;

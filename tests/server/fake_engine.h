@@ -85,6 +85,11 @@ class FakeEngine final : public engine::Engine {
     if (gone_) return absl::NotFoundError("sequence_id is unknown");
     return engine::SequenceInfo();
   }
+  // All sequences have one lease.
+  absl::StatusOr<engine::Lease::Call> BeginCall(absl::string_view, uint64_t) override {
+    return engine::Lease::Call(lease_);
+  }
+  bool lease_held() const { return lease_->in_call(); }
   absl::Status Decode(absl::string_view, engine::WriterId, const engine::DecodeArgs& args,
                       engine::AnswerMemory memory, engine::DecodeResult* result) override {
     if (!WaitIfHeld(args.cancelled)) return absl::CancelledError("cancelled");
@@ -187,6 +192,8 @@ class FakeEngine final : public engine::Engine {
 
   const engine::EngineOptions options_;
   const std::unique_ptr<attention::Backend> backend_;
+  const std::shared_ptr<engine::Lease> lease_ =
+      std::make_shared<engine::Lease>(std::chrono::seconds(600), &std::chrono::steady_clock::now);
   std::atomic<bool> held_{false}, calls_held_{false}, writers_held_{false}, gone_{false};
   std::atomic<bool> opening_stopped_{false};
   std::atomic<int> calls_waiting_{0}, calls_done_{0}, chunks_{0}, observed_{0};
