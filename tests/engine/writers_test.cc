@@ -96,7 +96,7 @@ TEST(WritersTest, StreamsEndWhileTheirSequencesClose) {
     for (const TestSequence& sequence : sequences) {
       EXPECT_TRUE(engine->Close(kTenant, sequence.id).ok());
     }
-    rewritten.join();
+    release.join();
   }
 }
 

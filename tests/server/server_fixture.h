@@ -39,7 +39,7 @@ class FakeEngineFixture : public ::testing::Test {
 class RealEngineFixture : public ::testing::Test {
  protected:
   void StartServer() {
-    engine_ = MakeTestEngine(options_, on_disk_);
+    engine_ = MakeTestEngine(options_, on_disk_, lease_clock_);
     server_ = std::make_unique<TestServer>(options_, engine_.get());
     stub_ = server_->NewStub();
   }
@@ -47,6 +47,7 @@ class RealEngineFixture : public ::testing::Test {
   TempDir directory_;
   server::ServerOptions options_ = TestOptions(directory_.path());
   bool on_disk_ = false;  // whether segments may go to disk
+  engine::Lease::Clock lease_clock_;
   std::unique_ptr<engine::Engine> engine_;
   std::unique_ptr<TestServer> server_;
   std::unique_ptr<v1::Attnd::Stub> stub_;

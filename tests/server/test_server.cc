@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <utility>
 
 #include "attention/cpu/cpu_backend.h"
 #include "common/dtype.h"
@@ -35,9 +36,11 @@ server::ServerOptions TestOptions(const std::string& directory) {
   return options;
 }
 
-std::unique_ptr<engine::Engine> MakeTestEngine(const server::ServerOptions& options, bool on_disk) {
+std::unique_ptr<engine::Engine> MakeTestEngine(const server::ServerOptions& options, bool on_disk,
+                                               engine::Lease::Clock lease_clock) {
   engine::EngineOptions engine_options = server::ToEngineOptions(options, server::Machine());
   if (on_disk) engine_options.archive = server::ToArchiveOptions(options);
+  engine_options.lease_clock = std::move(lease_clock);
   auto engine = engine::Engine::Create(
       engine_options, attention::MakeCpuBackend({.threads = options.step_threads}), nullptr);
   if (!engine.ok()) Die(engine.status());

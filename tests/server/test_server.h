@@ -21,8 +21,10 @@ namespace attnd::testing {
 server::ServerOptions TestOptions(const std::string& directory);
 
 // The engine that the server's options ask for; without its archive in data_dir unless `on_disk`.
+// lease_clock: as EngineOptions'.
 std::unique_ptr<engine::Engine> MakeTestEngine(const server::ServerOptions& options,
-                                               bool on_disk = false);
+                                               bool on_disk = false,
+                                               engine::Lease::Clock lease_clock = nullptr);
 
 // A directory that dies with this.
 class TempDir {

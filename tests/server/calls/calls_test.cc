@@ -248,5 +248,36 @@ TEST_F(CallsTest, ShutdownEndsAPrefillWithUnavailable) {
   EXPECT_EQ(prefill.Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
 }
 
+// A call may wait for minutes behind prefills: the sequence that it names must still be there.
+TEST_F(CallsTest, ACallThatWaitsHoldsTheLeaseOfItsSequence) {
+  StartServer();
+  engine_.Hold();
+  v1::OpenSequenceRequest resume = SmallModel();
+  resume.set_resume_sealed_id(1);
+  std::vector<std::unique_ptr<Call>> running;
+  for (int i = 0; i < 4; ++i) running.push_back(Start(Function(&Stub::OpenSequence, resume)));
+  ASSERT_TRUE(engine_.WaitForWaiting(4));
+  EXPECT_FALSE(engine_.lease_held());
+  v1::SealSequenceRequest seal;
+  seal.set_sequence_id(1);
+  const auto queued = Start(Function(&Stub::SealSequence, seal));
+  EXPECT_TRUE(Within([&] { return engine_.lease_held(); }));
+  EXPECT_EQ(engine_.waiting(), 4) << "the seal does not run";
+  engine_.Release();
+  EXPECT_TRUE(queued->Wait().ok());
+  EXPECT_FALSE(engine_.lease_held());  // at once: it ends before the client can see its answer
+}
+
+TEST_F(CallsTest, APrefillThatWaitsHoldsTheLeaseOfItsSequence) {
+  StartServer();
+  engine_.Hold();
+  Prefill prefill(*server_);
+  ASSERT_TRUE(engine_.WaitForWaiting(1));
+  EXPECT_TRUE(engine_.lease_held());
+  engine_.Release();
+  EXPECT_TRUE(prefill.Finish().ok());
+  EXPECT_FALSE(engine_.lease_held());
+}
+
 }  // namespace
 }  // namespace attnd::testing

@@ -133,6 +133,7 @@ TEST(Metrics, EventsOfTheEngine) {
   }
   metrics.OnSegmentBuildFailed(engine::EventListener::BuildTrigger::kPrefill,
                                absl::ResourceExhaustedError("x"));
+  metrics.OnLeaseEnded(17, std::chrono::seconds(600));
   auto values = Values(metrics);
   EXPECT_EQ(values["attnd_appended_tokens_total{path=prefill}"], 5);
   EXPECT_EQ(values["attnd_appended_tokens_total{path=decode}"], 2);
@@ -141,6 +142,7 @@ TEST(Metrics, EventsOfTheEngine) {
   EXPECT_EQ(values["attnd_segments_built_total{trigger=early}"], 2);
   EXPECT_EQ(values["attnd_segment_build_seconds"], 3);
   EXPECT_EQ(values["attnd_segment_build_failures_total"], 1);
+  EXPECT_EQ(values["attnd_leases_ended_total"], 1);
 }
 
 TEST(Metrics, AuditsAreToldByPolicy) {
