@@ -124,6 +124,7 @@ def good_messages(sequence: int, short: int, sealed: int) -> list[tuple[str, lis
         ("SealSequence", [pb.SealSequenceRequest(sequence_id=short)]),
         ("ListSealed", [pb.ListSealedRequest(page_size=10)]),
         ("DropSealed", [pb.DropSealedRequest(sealed_id=sealed)]),
+        ("RenewLease", [pb.RenewLeaseRequest(sequence_id=sequence)]),
         ("CloseSequence", [pb.CloseSequenceRequest(sequence_id=sequence)]),
         ("ListSequences", [pb.ListSequencesRequest(page_size=10)]),
     ]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -72,6 +73,12 @@ class Sequence:
     token_ids: dict[int, int] = field(default_factory=dict)
     segmented: int = 0
     writer: object = None  # the stream that appends, if one does
+    lease_seconds: int = 0  # 0: none
+    used_s: float = field(default_factory=time.monotonic)  # when a call last named it
+
+    @property
+    def lease_left_s(self) -> float:
+        return self.used_s + self.lease_seconds - time.monotonic() if self.lease_seconds else 0
 
     @property
     def shape(self) -> types_pb2.ModelShape:

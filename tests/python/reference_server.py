@@ -10,7 +10,9 @@ lock serialises everything.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
+import time
 from concurrent import futures
 from typing import Any
 
@@ -61,10 +63,19 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
     def _tenant(self, context: Any) -> str:
         return dict(context.invocation_metadata()).get("attnd-tenant", "")
 
+    def _close_ended(self) -> None:
+        """Closes sequences whose leases have ended. The one lock keeps this apart from calls, but for
+        an upload's pauses, during which leases end here."""
+        for number, sequence in list(self._sequences.items()):
+            if sequence.lease_seconds and sequence.lease_left_s <= 0:
+                del self._sequences[number]
+
     def _find(self, sequence_id: int, tenant: str) -> Sequence:
+        self._close_ended()
         sequence = self._sequences.get(sequence_id)
         if sequence is None or sequence.tenant != tenant:
             refuse(grpc.StatusCode.NOT_FOUND, f"sequence_id {sequence_id}: no such sequence")
+        sequence.used_s = time.monotonic()
         return sequence
 
     def _unary(self, name: str, context: Any, answer: Any) -> Any:
@@ -131,6 +142,7 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
             check(not (clusters and blocks), "indexes: clusters or blocks")
             check_policy(request.policy)
             check(len(request.token_ids) <= LIMITS.max_sequence_tokens, "token_ids: too many")
+            check(request.lease_seconds <= 604800, "lease_seconds must be 0..604800")
             check(
                 len(self._sequences) < LIMITS.max_sequences,
                 "max_sequences",
@@ -142,6 +154,7 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
             )
             if request.resume_sealed_id:
                 child = self._copy(self._find_sealed(request.resume_sealed_id, tenant))
+                child.lease_seconds = request.lease_seconds
                 return pb.OpenSequenceResponse(
                     sequence_id=child.id, tokens_present=child.committed, backend="reference"
                 )
@@ -150,6 +163,7 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
             for _ in range(shape.layers):
                 sequence.k.append(np.zeros((0, shape.kv_heads, shape.head_dim), sequence.dtype))
                 sequence.v.append(np.zeros((0, shape.kv_heads, sequence.value_dim), sequence.dtype))
+            sequence.lease_seconds = request.lease_seconds
             self._sequences[number] = sequence
             return pb.OpenSequenceResponse(sequence_id=number, backend="reference")
 
@@ -180,6 +194,7 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
             length = request.length if request.HasField("length") else parent.committed
             check(length <= parent.committed, f"length: at most {parent.committed}", PRECONDITION)
             child = self._copy(parent)
+            child.lease_seconds = parent.lease_seconds
             self._cut(child, length)
             return pb.ForkSequenceResponse(sequence_id=child.id, committed_tokens=length)
 
@@ -246,9 +261,17 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
 
         return self._unary("CloseSequence", context, answer)
 
+    def RenewLease(self, request, context):  # noqa: N802
+        def answer(tenant):
+            sequence = self._find(request.sequence_id, tenant)
+            return pb.RenewLeaseResponse(lease_seconds=sequence.lease_seconds)
+
+        return self._unary("RenewLease", context, answer)
+
     def ListSequences(self, request, context):  # noqa: N802
         def answer(tenant):
             check(request.page_size <= 1000, "page_size must be 0..1000")
+            self._close_ended()
             found = [
                 s
                 for s in self._sequences.values()
@@ -266,6 +289,8 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
                     resident_bytes=sum(x.nbytes for x in (*s.k, *s.v)),
                     layer_tokens=[len(k) for k in s.k],
                     backend="reference",
+                    lease_seconds=s.lease_seconds,
+                    lease_left_seconds=math.ceil(max(0, s.lease_left_s)),
                 )
                 for s in page
             ]

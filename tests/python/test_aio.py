@@ -19,7 +19,10 @@ async def _whole_life(server):
     case = Case.random(605)
     async with attnd.aio.Client(server, tenant="aio") as client:
         assert (await client.get_server_info()).limits.max_rows > 0
-        sequence = (await client.open_sequence(case.model, policy="dense")).sequence_id
+        sequence = (
+            await client.open_sequence(case.model, policy="dense", lease_seconds=100)
+        ).sequence_id
+        assert await client.renew_lease(sequence) == 100
         chunks = attnd.layer_chunks(case.layers(slice(0, 600)), token_ids=range(600))
         appended = await client.append_kv(sequence, chunks, prefill_complete=True)
         assert appended.committed_tokens == 600

@@ -72,6 +72,16 @@ OPEN = {
     "unknown layout": (lambda r: setattr(r, "layout", 9), "INVALID_ARGUMENT", "layout"),
     "unknown index": (lambda r: r.indexes.append(9), "INVALID_ARGUMENT", "index"),
     "many indexes": (lambda r: r.indexes.extend([1] * 9), "INVALID_ARGUMENT", "indexes"),
+    "long lease": (
+        lambda r: setattr(r, "lease_seconds", 604801),
+        "INVALID_ARGUMENT",
+        "lease_seconds",
+    ),
+    "absurd lease": (
+        lambda r: setattr(r, "lease_seconds", 4294967295),
+        "INVALID_ARGUMENT",
+        "lease_seconds",
+    ),
     "unknown policy": (policy("best"), "INVALID_ARGUMENT", "preset|best"),
     "unknown parameter": (policy("double-p", p3="1"), "INVALID_ARGUMENT", "p3"),
     "parameter is no number": (policy("double-p", p1="much"), "INVALID_ARGUMENT", "p1"),

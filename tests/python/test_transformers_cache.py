@@ -217,6 +217,90 @@ def test_a_process_that_ends_closes_its_sequences(attnd_target, open_sequences, 
     assert open_sequences() == 0
 
 
+KILLED = PROGRAM.replace("sys.argv[1])", "sys.argv[1], lease_seconds=1)") + """
+sys.stdout.flush()
+import time
+time.sleep(100)
+"""
+
+
+def test_a_process_that_is_killed_leaves_its_sequences_to_their_leases(
+    attnd_target, open_sequences, request
+):
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, attnd_target],
+        cwd=request.path.parent,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout.readline().strip() == "2"
+        finally:
+            process.kill()
+    assert_none_soon(open_sequences)
+
+
+def test_a_cache_has_a_lease(attnd_target):
+    model, ids = load(TINY[0]), prompt(TINY[0], 2, 30)
+    with attnd.Client(attnd_target, tenant="test") as client:
+        for options, expected in (({}, 600), ({"lease_seconds": 0}, 0), ({"lease_seconds": 9}, 9)):
+            with attached(model, attnd_target, **options) as attachment:
+                cache = attachment.new_cache()
+                generate(model, ids, cache)
+                forked = cache.fork()
+                leases = [info.lease_seconds for info in client.list_sequences()]
+                assert leases == [expected] * 4
+                forked.close()
+
+
+def test_a_cache_whose_lease_ended_says_what_to_do(attnd_target, open_sequences):
+    """In each of the calls that may come next; then the cache is of no more use."""
+    model, ids = load(TINY[0]), prompt(TINY[0], 2, 30)
+    advice = r"its lease has ended.*new cache.*lease of 1 s.*lease_seconds.*renew_lease"
+    with attached(model, attnd_target, lease_seconds=1) as attachment, torch.no_grad():
+        uploaded, *caches = [attachment.new_cache() for _ in range(5)]
+        for cache in caches:
+            generate(model, ids, cache)
+        model(ids, past_key_values=uploaded)
+        assert_none_soon(open_sequences)
+        stepped, forked, cropped, selected = caches
+        with pytest.raises(attnd.NotFoundError, match=advice):
+            model(ids[:, -1:], past_key_values=stepped)
+        with pytest.raises(ValueError, match="of no more use"):
+            model(ids[:, -1:], past_key_values=stepped)
+        with pytest.raises(attnd.NotFoundError, match=advice):
+            model(ids[:, -1:], past_key_values=uploaded)
+        with pytest.raises(attnd.NotFoundError, match=advice):
+            forked.fork()
+        with pytest.raises(attnd.NotFoundError, match=advice):
+            cropped.crop(-3)
+        with pytest.raises(attnd.NotFoundError, match=advice):
+            selected.batch_repeat_interleave(2)
+        with pytest.raises(attnd.NotFoundError, match=advice):
+            selected.renew_lease()
+        again = attachment.new_cache()
+        assert generate(model, ids, again).sequences.shape == (2, 42)
+
+
+def test_renew_lease_bridges_a_pause(attnd_target, open_sequences):
+    model, ids = load(TINY[0]), prompt(TINY[0], 2, 30)
+    with attached(model, attnd_target, lease_seconds=2) as attachment:
+        kept, left = attachment.new_cache(), attachment.new_cache()
+        for cache in (kept, left):
+            generate(model, ids, cache)
+        due = time.monotonic() + CLOSED_WITHIN_S
+        while open_sequences() > 2:
+            assert time.monotonic() < due, "the cache that nobody renews outlives its lease"
+            kept.renew_lease()
+            time.sleep(0.1)
+        more = torch.cat([ids, prompt(TINY[0], 2, 15)], 1)
+        assert generate(model, more, kept).sequences.shape == (2, 57)
+        left.close()
+        kept.close()
+        with pytest.raises(ValueError, match="closed"):
+            kept.renew_lease()
+
+
 def test_a_cache_begins_anew_after_reset(attnd_target, open_sequences):
     model = load(TINY[0])
     with attached(model, attnd_target) as attachment:

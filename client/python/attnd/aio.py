@@ -111,10 +111,11 @@ class Client:
         token_ids: Sequence[int] = (),
         resume: int = 0,
         indexes: Sequence[str] | None = None,
+        lease_seconds: int = 0,
         timeout_s: float | None = None,
     ) -> OpenedSequence:
         """Opens a sequence; see :meth:`attnd.Client.open_sequence`."""
-        request = requests.open_request(model, policy, token_ids, resume, indexes)
+        request = requests.open_request(model, policy, token_ids, resume, indexes, lease_seconds)
         reply = await self._call(self._stub.OpenSequence, request, timeout_s)
         return OpenedSequence.from_proto(reply)
 
@@ -200,6 +201,11 @@ class Client:
         """Forgets a sequence."""
         request = attnd_pb2.CloseSequenceRequest(sequence_id=sequence_id)
         await self._call(self._stub.CloseSequence, request, timeout_s)
+
+    async def renew_lease(self, sequence_id: int, *, timeout_s: float | None = None) -> int:
+        """Renews a sequence's lease; see :meth:`attnd.Client.renew_lease`."""
+        request = attnd_pb2.RenewLeaseRequest(sequence_id=sequence_id)
+        return int((await self._call(self._stub.RenewLease, request, timeout_s)).lease_seconds)
 
     async def list_sequences(
         self, *, timeout_s: float | None = None

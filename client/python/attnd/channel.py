@@ -17,7 +17,7 @@ STEP_BACKOFF_S = (0.05, 0.2, 0.8)
 Metadata = tuple[tuple[str, str], ...]
 Option = tuple[str, Union[int, str]]
 
-# Calls that only read are repeated when the server cannot be reached; all others are the caller's
+# Calls that only read, or renew a lease, are repeated when the server cannot be reached; all others are the caller's
 # decision, because the first one may have taken effect. (Steps of a Decode stream are idempotent,
 # and DecodeSession repeats them.)
 _SERVICE_CONFIG = {
@@ -26,6 +26,7 @@ _SERVICE_CONFIG = {
             "name": [
                 {"service": "attnd.v1.Attnd", "method": "GetServerInfo"},
                 {"service": "attnd.v1.Attnd", "method": "ListSequences"},
+                {"service": "attnd.v1.Attnd", "method": "RenewLease"},
             ],
             "retryPolicy": {
                 "maxAttempts": 4,

@@ -125,6 +125,7 @@ class Client:
         token_ids: Sequence[int] = (),
         resume: int = 0,
         indexes: Sequence[str] | None = None,
+        lease_seconds: int = 0,
         timeout_s: float | None = None,
     ) -> OpenedSequence:
         """Opens a sequence, empty or with what the server has on disk.
@@ -138,10 +139,13 @@ class Client:
             indexes: what to build of its segments, names of :data:`attnd.INDEXES`; segments are in
                 cluster order if "clusters", "regression" or "tree" is one of them, else in token
                 order. None: what the policy needs, and clusters if it needs none.
+            lease_seconds: the server closes the sequence when no call has named it for so long, at
+                most a week, so that a client that is killed leaves nothing behind; 0 is never.
+                Forks have the same lease. :meth:`renew_lease` bridges a longer pause.
         """
         reply = self._call(
             self._stub.OpenSequence,
-            requests.open_request(model, policy, token_ids, resume, indexes),
+            requests.open_request(model, policy, token_ids, resume, indexes, lease_seconds),
             timeout_s,
         )
         return OpenedSequence.from_proto(reply)
@@ -238,6 +242,12 @@ class Client:
         """Forgets a sequence."""
         request = attnd_pb2.CloseSequenceRequest(sequence_id=sequence_id)
         self._call(self._stub.CloseSequence, request, timeout_s)
+
+    def renew_lease(self, sequence_id: int, *, timeout_s: float | None = None) -> int:
+        """Renews a sequence's lease, as every call that names the sequence does, and does nothing
+        else; returns its seconds, 0 if the sequence has none."""
+        request = attnd_pb2.RenewLeaseRequest(sequence_id=sequence_id)
+        return int(self._call(self._stub.RenewLease, request, timeout_s).lease_seconds)
 
     def list_sequences(self, *, timeout_s: float | None = None) -> Iterator[SequenceInfo]:
         """The tenant's sequences by ascending id, read page by page. The timeout is for each

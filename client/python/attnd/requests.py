@@ -112,10 +112,11 @@ def open_request(
     token_ids: Sequence[int],
     resume: int,
     indexes: Sequence[str] | None,
+    lease_seconds: int,
 ) -> attnd_pb2.OpenSequenceRequest:
     """
     Raises:
-        ValueError: if an index is none of INDEXES.
+        ValueError: if an index is none of INDEXES, or lease_seconds is no 32-bit number.
     """
     chosen = as_policy(policy)
     request = attnd_pb2.OpenSequenceRequest(
@@ -123,6 +124,7 @@ def open_request(
         policy=chosen.to_proto() if chosen else None,
         token_ids=token_ids,
         resume_sealed_id=resume,
+        lease_seconds=lease_seconds,
     )
     if indexes is not None:
         request.indexes.extend(to_wire_indexes(indexes))

@@ -148,7 +148,8 @@ class AppendedKv:
 @dataclass(frozen=True)
 class SequenceInfo:
     """One sequence of a listing; layer_tokens differ only while a prompt or a step is being
-    sent. backend: as OpenedSequence's."""
+    sent. backend: as OpenedSequence's. lease_seconds: 0 is no lease; lease_left_seconds: until the
+    lease ends unless a call names the sequence before."""
 
     sequence_id: int
     model: Model
@@ -160,6 +161,8 @@ class SequenceInfo:
     layer_tokens: tuple[int, ...]
     indexes: tuple[str, ...] = ()
     backend: str = ""
+    lease_seconds: int = 0
+    lease_left_seconds: int = 0
 
     @staticmethod
     def from_proto(message: attnd_pb2.SequenceInfo) -> SequenceInfo:
@@ -174,6 +177,8 @@ class SequenceInfo:
             layer_tokens=tuple(message.layer_tokens),
             indexes=from_wire_indexes(message.indexes),
             backend=message.backend,
+            lease_seconds=message.lease_seconds,
+            lease_left_seconds=message.lease_left_seconds,
         )
 
 

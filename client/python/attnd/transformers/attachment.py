@@ -13,6 +13,7 @@ from attnd.policy import Policy, as_policy
 from attnd.transformers import attention, identity
 from attnd.transformers.batch import NAME, RemoteBatch
 from attnd.transformers.cache import AttndCache
+from attnd.transformers.leases import DEFAULT_LEASE_SECONDS
 from attnd.transformers.refusals import check_model
 from attnd.transformers.server import Reaper, Server
 from attnd.transformers.stats import Stats, StatsCounter
@@ -26,6 +27,7 @@ def attach(
     tenant: str = "",
     timeout_s: float = channels.DEFAULT_TIMEOUT_S,
     fingerprint: str = "",
+    lease_seconds: int = DEFAULT_LEASE_SECONDS,
 ) -> Attachment:
     """Has a model's attention answered by attnd, until the attachment is closed.
 
@@ -40,6 +42,9 @@ def attach(
             no limit.
         fingerprint: names the model's weights on the server, at most 256 bytes; empty:
             :func:`fingerprint` makes it of the config and the weights.
+        lease_seconds: the server closes a cache's sequences when nothing has called them for so
+            long, at most a week, as it happens when this process is killed. A pause of the model
+            that is longer loses the cache; AttndCache.renew_lease() bridges it. 0: never.
 
     Raises:
         ValueError: if the model has attention that attnd would not compute right, or is attached
@@ -55,7 +60,7 @@ def attach(
     name = fingerprint or identity.fingerprint(model)
     client = Client(target, tenant=tenant, timeout_s=timeout_s)
     try:
-        return Attachment(model, client, name, policy)
+        return Attachment(model, client, name, policy, lease_seconds)
     except BaseException:
         client.shutdown()
         raise
@@ -65,12 +70,19 @@ class Attachment:
     """Made by :func:`attach`; use it in a ``with`` statement, or call close()."""
 
     def __init__(
-        self, model: Any, client: Client, fingerprint: str, policy: Policy | str | None
+        self,
+        model: Any,
+        client: Client,
+        fingerprint: str,
+        policy: Policy | str | None,
+        lease_seconds: int = DEFAULT_LEASE_SECONDS,
     ) -> None:
         self._info = client.get_server_info()
         self._policy = as_policy(policy)
         config = model.config.get_text_config()
-        self._server = Server(client, self._info.limits, fingerprint, config, StatsCounter())
+        self._server = Server(
+            client, self._info.limits, fingerprint, config, StatsCounter(), lease_seconds
+        )
         self._model = model
         self._before = model.config._attn_implementation
         _set_attention(model, NAME)

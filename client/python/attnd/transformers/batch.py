@@ -20,6 +20,7 @@ from attnd.tensors import Array
 from attnd.transformers.arrays import to_numpy, to_torch
 from attnd.transformers.columns import Columns, Step, columns_of, tokens_of
 from attnd.transformers.identity import shape_of
+from attnd.transformers.leases import explained
 from attnd.transformers.messages import Piece, split
 from attnd.transformers.prompt import Prompt
 from attnd.transformers.server import Server
@@ -145,7 +146,8 @@ class RemoteBatch:
         if self._prompt is None:
             return self._decode(layer, query, key, value, step)
         new_key, new_value = key[:, :, past:], value[:, :, past:]
-        self._prompt.add(self.sequence_ids, layer, step, query, new_key, new_value)
+        with self._explained():
+            self._prompt.add(self.sequence_ids, layer, step, query, new_key, new_value)
         local = ALL_ATTENTION_FUNCTIONS["sdpa"]
         mask = step.local_mask(query.device)
         return local(module, query, key, value, mask, dropout=0.0, scaling=scaling)[0]
@@ -157,7 +159,9 @@ class RemoteBatch:
             self._columns.begin(rows)
             model = Model(self._server.fingerprint, shape)
             for _ in range(rows):
-                opened = self._server.client.open_sequence(model, policy=self._policy)
+                opened = self._server.client.open_sequence(
+                    model, policy=self._policy, lease_seconds=self._server.lease_seconds
+                )
                 self.sequence_ids.append(opened.sequence_id)
         elif shape != self._shape:
             raise ValueError(
@@ -186,7 +190,8 @@ class RemoteBatch:
         before there is a prompt."""
         if self._prompt is None or not self.columns:
             return
-        self._prompt.complete(self.sequence_ids, self._columns)
+        with self._explained():
+            self._prompt.complete(self.sequence_ids, self._columns)
         self._end_upload()
 
     def _end_upload(self) -> None:
@@ -228,7 +233,8 @@ class RemoteBatch:
             Row(self.sequence_ids[p.row], step.positions[p.row] + p.start, p.tokens) for p in pieces
         ]
         begun = time.monotonic()
-        result = self._session.step(layer, rows, q, k, v, output_dtype=q.dtype)
+        with self._explained():
+            result = self._session.step(layer, rows, q, k, v, output_dtype=q.dtype)
         self._server.counter.add(result, time.monotonic() - begun)
         return result.out
 
@@ -248,7 +254,7 @@ class RemoteBatch:
         try:
             for index in indices:
                 if index in used:
-                    forks.append(self._server.client.fork_sequence(kept[index]))
+                    forks.append(self._fork_sequence(kept[index]))
                     chosen.append(forks[-1])
                 else:
                     chosen.append(kept[index])
@@ -268,7 +274,8 @@ class RemoteBatch:
         self._columns.crop(columns)
         for sequence, old, length in zip(self.sequence_ids, before, self._columns.tokens()):
             if length != old:
-                self._server.client.truncate_sequence(sequence, length)
+                with self._explained():
+                    self._server.client.truncate_sequence(sequence, length)
 
     def fork(self) -> RemoteBatch:
         """A batch of its own with the same columns; segments are shared on the server.
@@ -284,11 +291,29 @@ class RemoteBatch:
         batch._columns = self._columns.copy()
         try:
             for sequence in self.sequence_ids:
-                batch.sequence_ids.append(self._server.client.fork_sequence(sequence))
+                batch.sequence_ids.append(self._fork_sequence(sequence))
         except BaseException:
             batch.close()
             raise
         return batch
+
+    def renew_lease(self) -> None:
+        """Renews the sequences' leases.
+
+        Raises:
+            NotFoundError: if one has ended.
+        """
+        for sequence in self.sequence_ids:
+            with self._explained():
+                self._server.client.renew_lease(sequence)
+
+    def _fork_sequence(self, sequence: int) -> int:
+        with self._explained():
+            return self._server.client.fork_sequence(sequence)
+
+    def _explained(self) -> contextlib.AbstractContextManager[None]:
+        """Where calls name sequences, which may have been closed."""
+        return explained(self._server.lease_seconds)
 
     def reset(self) -> None:
         """Closes the sequences; the next pass begins a new prompt.

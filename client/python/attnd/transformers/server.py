@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from attnd.client import Client
 from attnd.errors import AttndError
 from attnd.results import Limits
+from attnd.transformers.leases import DEFAULT_LEASE_SECONDS
 from attnd.transformers.stats import StatsCounter
 
 _LOGGER = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ class Server:
         fingerprint: names the model.
         config: the model's, of its text part; says which attention function the model calls.
         counter: counts the answers.
+        lease_seconds: of the caches' sequences; 0 is none.
     """
 
     client: Client
@@ -38,6 +40,7 @@ class Server:
     fingerprint: str
     config: Any
     counter: StatsCounter
+    lease_seconds: int = DEFAULT_LEASE_SECONDS
 
     @property
     def layers(self) -> int:

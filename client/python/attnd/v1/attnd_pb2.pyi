@@ -209,7 +209,7 @@ class ListSequencesResponse(_message.Message):
     def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceInfo, _Mapping]]] = ..., next_after_sequence_id: _Optional[int] = ...) -> None: ...
 
 class OpenSequenceRequest(_message.Message):
-    __slots__ = ["indexes", "layout", "model", "policy", "resume_sealed_id", "token_ids"]
+    __slots__ = ["indexes", "layout", "lease_seconds", "model", "policy", "resume_sealed_id", "token_ids"]
     class Index(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = []
     class Layout(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
@@ -228,17 +228,19 @@ class OpenSequenceRequest(_message.Message):
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_TOKEN_ORDER: OpenSequenceRequest.Layout
     LAYOUT_UNSPECIFIED: OpenSequenceRequest.Layout
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     RESUME_SEALED_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     indexes: _containers.RepeatedScalarFieldContainer[OpenSequenceRequest.Index]
     layout: OpenSequenceRequest.Layout
+    lease_seconds: int
     model: _types_pb2.Model
     policy: _types_pb2.Policy
     resume_sealed_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, model: _Optional[_Union[_types_pb2.Model, _Mapping]] = ..., layout: _Optional[_Union[OpenSequenceRequest.Layout, str]] = ..., indexes: _Optional[_Iterable[_Union[OpenSequenceRequest.Index, str]]] = ..., policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., resume_sealed_id: _Optional[int] = ...) -> None: ...
+    def __init__(self, model: _Optional[_Union[_types_pb2.Model, _Mapping]] = ..., layout: _Optional[_Union[OpenSequenceRequest.Layout, str]] = ..., indexes: _Optional[_Iterable[_Union[OpenSequenceRequest.Index, str]]] = ..., policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., resume_sealed_id: _Optional[int] = ..., lease_seconds: _Optional[int] = ...) -> None: ...
 
 class OpenSequenceResponse(_message.Message):
     __slots__ = ["backend", "sequence_id", "tokens_present"]
@@ -270,6 +272,18 @@ class PresetInfo(_message.Message):
     layout: OpenSequenceRequest.Layout
     policy: _types_pb2.Policy
     def __init__(self, policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., allowed: _Optional[_Mapping[str, str]] = ..., indexes: _Optional[_Iterable[_Union[OpenSequenceRequest.Index, str]]] = ..., layout: _Optional[_Union[OpenSequenceRequest.Layout, str]] = ..., backend: _Optional[str] = ...) -> None: ...
+
+class RenewLeaseRequest(_message.Message):
+    __slots__ = ["sequence_id"]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    def __init__(self, sequence_id: _Optional[int] = ...) -> None: ...
+
+class RenewLeaseResponse(_message.Message):
+    __slots__ = ["lease_seconds"]
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    lease_seconds: int
+    def __init__(self, lease_seconds: _Optional[int] = ...) -> None: ...
 
 class RowResult(_message.Message):
     __slots__ = ["stats", "status"]
@@ -344,12 +358,14 @@ class SealedSequence(_message.Message):
     def __init__(self, sealed_id: _Optional[int] = ..., tokens: _Optional[int] = ..., sealed_unix_s: _Optional[int] = ...) -> None: ...
 
 class SequenceInfo(_message.Message):
-    __slots__ = ["backend", "committed_tokens", "indexes", "layer_tokens", "layout", "model", "policy", "resident_bytes", "segmented_tokens", "segments", "sequence_id"]
+    __slots__ = ["backend", "committed_tokens", "indexes", "layer_tokens", "layout", "lease_left_seconds", "lease_seconds", "model", "policy", "resident_bytes", "segmented_tokens", "segments", "sequence_id"]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     INDEXES_FIELD_NUMBER: _ClassVar[int]
     LAYER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    LEASE_LEFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -361,13 +377,15 @@ class SequenceInfo(_message.Message):
     indexes: _containers.RepeatedScalarFieldContainer[OpenSequenceRequest.Index]
     layer_tokens: _containers.RepeatedScalarFieldContainer[int]
     layout: OpenSequenceRequest.Layout
+    lease_left_seconds: int
+    lease_seconds: int
     model: _types_pb2.Model
     policy: _types_pb2.Policy
     resident_bytes: int
     segmented_tokens: int
     segments: int
     sequence_id: int
-    def __init__(self, sequence_id: _Optional[int] = ..., model: _Optional[_Union[_types_pb2.Model, _Mapping]] = ..., policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., committed_tokens: _Optional[int] = ..., segmented_tokens: _Optional[int] = ..., segments: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., layer_tokens: _Optional[_Iterable[int]] = ..., indexes: _Optional[_Iterable[_Union[OpenSequenceRequest.Index, str]]] = ..., layout: _Optional[_Union[OpenSequenceRequest.Layout, str]] = ..., backend: _Optional[str] = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[int] = ..., model: _Optional[_Union[_types_pb2.Model, _Mapping]] = ..., policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., committed_tokens: _Optional[int] = ..., segmented_tokens: _Optional[int] = ..., segments: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., layer_tokens: _Optional[_Iterable[int]] = ..., indexes: _Optional[_Iterable[_Union[OpenSequenceRequest.Index, str]]] = ..., layout: _Optional[_Union[OpenSequenceRequest.Layout, str]] = ..., backend: _Optional[str] = ..., lease_seconds: _Optional[int] = ..., lease_left_seconds: _Optional[int] = ...) -> None: ...
 
 class StageTimes(_message.Message):
     __slots__ = ["attend_us", "fetch_us", "merge_us", "score_us", "select_us"]

@@ -60,6 +60,11 @@ class AttndStub(object):
                 request_serializer=attnd_dot_v1_dot_attnd__pb2.DropSealedRequest.SerializeToString,
                 response_deserializer=attnd_dot_v1_dot_attnd__pb2.DropSealedResponse.FromString,
                 )
+        self.RenewLease = channel.unary_unary(
+                '/attnd.v1.Attnd/RenewLease',
+                request_serializer=attnd_dot_v1_dot_attnd__pb2.RenewLeaseRequest.SerializeToString,
+                response_deserializer=attnd_dot_v1_dot_attnd__pb2.RenewLeaseResponse.FromString,
+                )
         self.CloseSequence = channel.unary_unary(
                 '/attnd.v1.Attnd/CloseSequence',
                 request_serializer=attnd_dot_v1_dot_attnd__pb2.CloseSequenceRequest.SerializeToString,
@@ -125,8 +130,8 @@ class AttndServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ForkSequence(self, request, context):
-        """A new sequence with the same committed tokens; segments are shared, not copied. RESOURCE_EXHAUSTED at
-        max_sequences, or if the memory budget has no room for the copied part of the tail.
+        """A new sequence with the same committed tokens and a lease of the same length; segments are shared, not copied.
+        RESOURCE_EXHAUSTED at max_sequences, or if the memory budget has no room for the copied part of the tail.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -153,6 +158,14 @@ class AttndServicer(object):
     def DropSealed(self, request, context):
         """Forgets a sealed sequence; each of its files is deleted as soon as no other sealed sequence needs the file.
         Sequences that were resumed from it go on. NOT_FOUND the second time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RenewLease(self, request, context):
+        """Renews the lease of a sequence that no other call names for a while. Cheap, and allowed for sequences without a
+        lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -220,6 +233,11 @@ def add_AttndServicer_to_server(servicer, server):
                     servicer.DropSealed,
                     request_deserializer=attnd_dot_v1_dot_attnd__pb2.DropSealedRequest.FromString,
                     response_serializer=attnd_dot_v1_dot_attnd__pb2.DropSealedResponse.SerializeToString,
+            ),
+            'RenewLease': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewLease,
+                    request_deserializer=attnd_dot_v1_dot_attnd__pb2.RenewLeaseRequest.FromString,
+                    response_serializer=attnd_dot_v1_dot_attnd__pb2.RenewLeaseResponse.SerializeToString,
             ),
             'CloseSequence': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseSequence,
@@ -391,6 +409,23 @@ class Attnd(object):
         return grpc.experimental.unary_unary(request, target, '/attnd.v1.Attnd/DropSealed',
             attnd_dot_v1_dot_attnd__pb2.DropSealedRequest.SerializeToString,
             attnd_dot_v1_dot_attnd__pb2.DropSealedResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def RenewLease(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/attnd.v1.Attnd/RenewLease',
+            attnd_dot_v1_dot_attnd__pb2.RenewLeaseRequest.SerializeToString,
+            attnd_dot_v1_dot_attnd__pb2.RenewLeaseResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
