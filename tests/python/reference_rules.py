@@ -77,8 +77,13 @@ class Sequence:
     used_s: float = field(default_factory=time.monotonic)  # when a call last named it
 
     @property
-    def lease_left_s(self) -> float:
-        return self.used_s + self.lease_seconds - time.monotonic() if self.lease_seconds else 0
+    def lease_left_seconds(self) -> int:
+        left = self.used_s + self.lease_seconds - time.monotonic()
+        return math.ceil(max(0, left)) if self.lease_seconds else 0
+
+    @property
+    def lease_ended(self) -> bool:
+        return self.lease_seconds > 0 and self.lease_left_seconds == 0
 
     @property
     def shape(self) -> types_pb2.ModelShape:

@@ -10,7 +10,6 @@ lock serialises everything.
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 import time
 from concurrent import futures
@@ -64,11 +63,9 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
         return dict(context.invocation_metadata()).get("attnd-tenant", "")
 
     def _close_ended(self) -> None:
-        """Closes sequences whose leases have ended. The one lock keeps this apart from calls, but for
-        an upload's pauses, during which leases end here."""
-        for number, sequence in list(self._sequences.items()):
-            if sequence.lease_seconds and sequence.lease_left_s <= 0:
-                del self._sequences[number]
+        """Closes sequences whose leases have ended, also under an upload that pauses."""
+        for sequence in [s for s in self._sequences.values() if s.lease_ended]:
+            del self._sequences[sequence.id]
 
     def _find(self, sequence_id: int, tenant: str) -> Sequence:
         self._close_ended()
@@ -290,7 +287,7 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
                     layer_tokens=[len(k) for k in s.k],
                     backend="reference",
                     lease_seconds=s.lease_seconds,
-                    lease_left_seconds=math.ceil(max(0, s.lease_left_s)),
+                    lease_left_seconds=s.lease_left_seconds,
                 )
                 for s in page
             ]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leases as clients use them: a sequence that no call names for its lease is closed, above all that
-of a client which was killed. Both servers, by the real clock: leases of a second. What happens under
-calls is in tests/engine/leases_test.cc and tests/server/leases_test.cc, by a clock of the test's."""
+of a client which was killed. Both servers, by the real clock: leases of a second. Calls under way
+are in tests/engine/leases_test.cc and tests/server/leases_test.cc, by a clock of the test's."""
 
 from __future__ import annotations
 

@@ -209,15 +209,11 @@ class Client:
         request = attnd_pb2.ForkSequenceRequest(sequence_id=sequence_id, length=length)
         return int(self._call(self._stub.ForkSequence, request, timeout_s).sequence_id)
 
-    def seal_sequence(
-        self, sequence_id: int, *, timeout_s: float | None = None
-    ) -> SealResult:
+    def seal_sequence(self, sequence_id: int, *, timeout_s: float | None = None) -> SealResult:
         """Writes all committed tokens to the server's disk; they are safe when this returns. The
         sequence goes on. It takes as long as the disk does: mind the timeout for long ones."""
         request = attnd_pb2.SealSequenceRequest(sequence_id=sequence_id)
-        return SealResult.from_proto(
-            self._call(self._stub.SealSequence, request, timeout_s)
-        )
+        return SealResult.from_proto(self._call(self._stub.SealSequence, request, timeout_s))
 
     def drop_sealed(self, sealed_id: int, *, timeout_s: float | None = None) -> None:
         """Forgets a sealed sequence; what was resumed from it goes on."""
