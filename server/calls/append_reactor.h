@@ -26,7 +26,7 @@ namespace attnd::server {
 //   kReading --chunk--> kAppending --taken--> kReading ...
 //   kReading --end of messages--> kCompleting --answer made--> kFinished
 //   kCompleting --client gone while the prompt waits for its turn--> kFinished
-//   any state --error--> kFinished --on a thread for ends: sequences let go, Finish--> OnDone
+//   any state --error--> kFinished --on a thread for ends: ReleaseWriter, Finish--> OnDone
 //
 // Threads and lifetime as in DecodeReactor.
 class AppendReactor final : public grpc::ServerReadReactor<grpc::ByteBuffer>,

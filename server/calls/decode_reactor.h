@@ -24,7 +24,7 @@ namespace attnd::server {
 // flight.
 //
 //   kReading --message--> kStepping --reply made--> kWriting --reply written--> kReading ...
-//   any state --FinishLocked--> kFinished --on a thread for ends: sequences let go, Finish--> OnDone
+//   any state --FinishLocked--> kFinished --on a thread for ends: ReleaseWriter, Finish--> OnDone
 //
 // Who calls: gRPC's threads (OnReadDone, OnWriteDone, OnCancel, OnDone), a worker or a gRPC thread
 // (Run), the registry (Stop, Abort, CheckReply), the thread for ends (End). Finish is called once,
