@@ -81,7 +81,9 @@ struct Plan {
   // Of cluster policies.
   std::vector<ClusterRef> exact;      // ascending
   std::vector<ClusterRef> estimated;  // ascending
-  std::vector<ClusterRef> closed;     // groups that were estimated as a whole, ascending
+  // Groups, and sections, that were estimated as a whole, ascending. A closed section's groups are
+  // in no list.
+  std::vector<ClusterRef> closed, closed_sections;
   // Of the others: positions of the middle that each query head reads, ascending; one list for the
   // group if its heads share it.
   std::vector<std::vector<uint64_t>> positions;

@@ -6,6 +6,7 @@
 #include <cstddef>
 
 #include "attention/index/segment_builder.h"
+#include "attention/segment/run_tokens.h"
 #include "bench/support.h"
 
 namespace attnd::bench {
@@ -33,7 +34,8 @@ void BuildHeads(SegmentBuilder* builder, uint32_t threads) {
 std::shared_ptr<const SequenceView> WithSegment(const std::shared_ptr<const SequenceView>& view,
                                                 uint32_t tokens, uint32_t sink, uint32_t threads) {
   const uint64_t number = view->segments.size();
-  SegmentBuilder builder(view, number + 1, tokens, number == 0 ? sink : 0);
+  SegmentBuilder builder(view, number + 1, tokens, number == 0 ? sink : 0,
+                         attention::WantsSections(view->indexes, tokens));
   BuildHeads(&builder, threads);
   auto next = std::make_shared<SequenceView>(*view);
   next->segments.push_back(builder.Finish());

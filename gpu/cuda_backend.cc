@@ -224,6 +224,9 @@ class CudaBackend : public Backend {
                             absl::FunctionRef<absl::Status()> proceed) override {
     ATTND_RETURN_IF_ERROR(Supports(segment->view().shape));
     ATTND_RETURN_IF_ERROR(Supports(segment->view().indexes));
+    if (segment->segment().form().sections) {
+      return absl::UnimplementedError("this backend builds no sections");
+    }
     ATTND_ASSIGN_OR_RETURN(const ContextPool::Lease context, builders_.Take([&]() -> absl::Status {
       ATTND_RETURN_IF_ERROR(Health());
       return proceed();

@@ -106,7 +106,7 @@ void ClusterEstimates::Estimate(std::span<const Fate> fate) {
       SumRows({}, q);
     } else {
       const bool all = kept == Kept::kAllItems;
-      SumRows(all ? Rows{.share = 0} : Rows{.groups = false}, q);
+      SumRows(all ? Rows{.share = 0} : Rows{.last = kLeaves}, q);
       float factor[kQuad];
       for (size_t lane = 0; lane < kQuad; ++lane) {
         factor[lane] = std::exp(quad.kept_max[lane] - scores_->quads()[q].max[lane]);
@@ -121,12 +121,12 @@ void ClusterEstimates::Estimate(std::span<const Fate> fate) {
 // greater of them: that is good enough unless next to nothing of it is left, or it is scaled up.
 ClusterEstimates::Kept ClusterEstimates::UsableSums(size_t estimated) const {
   if (kept_ == Kept::kAllItems && estimated < scores_->items().count() / 2) return Kept::kNothing;
-  // A group's estimate exceeds that of its clusters by exp(kVarianceCap / 2) at most, but for
-  // rounding, and its maximum by as many clusters as it has.
-  constexpr float kLogGreatestFactor = 7;
+  // The estimate of a group, or a section, exceeds that of its clusters by exp(kVarianceCap / 2) at
+  // most, but for rounding, and its maximum by as many clusters as it has.
+  constexpr float kLogGreatestFactor = 9;
   for (size_t q = 0; q < quads_.size(); ++q) {
     for (size_t lane = 0; lane < kQuad; ++lane) {
-      const float above = quads_[q].kept_max[lane] - scores_->quads()[q].max[lane];
+      const float above = quads_[q].summed_max[lane] - scores_->quads()[q].max[lane];
       if (kept_ != Kept::kNothing && !(above < kLogGreatestFactor)) return Kept::kNothing;
     }
   }
@@ -170,7 +170,7 @@ void ClusterEstimates::SumRowsOf(size_t segment, const Rows& rows, size_t quad) 
     any = true;
   };
   for (const Span& span : items.spans_of(segment)) {
-    if (span.groups && !rows.groups) continue;
+    if (span.level < rows.first || span.level > rows.last) continue;
     const float* const share = share_.data() + span.item;
     for (uint32_t i = 0, end = 0; i < span.count; i = end) {
       end = i + 1;
@@ -180,9 +180,9 @@ void ClusterEstimates::SumRowsOf(size_t segment, const Rows& rows, size_t quad) 
     }
   }
   if (!any) return;
-  AddBase(shape_, items.clusters_of(segment), weight_sum, sums.values);
+  AddBase(shape_, items.index_of(segment, kLeaves), weight_sum, sums.values);
   if (regression != nullptr) {
-    regression->Shift(segment, quad, items.clusters_of(segment), sums.shift);
+    regression->Shift(segment, quad, items.index_of(segment, kLeaves), sums.shift);
   }
 }
 
@@ -217,17 +217,21 @@ void ClusterEstimates::AddShift(size_t quad) {
 void ClusterEstimates::FindNorms(std::span<const QuadState> zones) {
   const StageTimer timer(&nanos_);
   std::fill_n(share_.begin(), scores_->items().count(), 1.0f);
-  kept_ = Kept::kAllItems;
+  const TreeLevel opening = scores_->items().opening();
+  // What is kept is of the levels above: only those of this level are to be added.
+  const bool more = UsableSums(0) == Kept::kAbove;
+  kept_ = opening == kLeaves ? Kept::kAllItems : Kept::kAbove;
   for (size_t q = 0; q < quads_.size(); ++q) {
     const ClusterScores::Quad& scores = scores_->quads()[q];
     Quad& quad = quads_[q];
     SumWeights(q);
-    SumRows({}, q);
-    std::copy_n(quad.sums.values, kQuad * value_dim_, quad.kept.values);
-    if (quad.kept.shift != nullptr) {
-      std::copy_n(quad.sums.shift, kQuad * value_dim_, quad.kept.shift);
+    SumRows({.first = opening, .last = more ? opening : kSections}, q);
+    Keep(more, q);
+    if (opening != kLeaves) {
+      SumRows({.last = static_cast<TreeLevel>(opening - 1)}, q);
+      constexpr float kOnce[kQuad] = {1, 1, 1, 1};
+      AddSums(quad.kept, kOnce, 1, &quad.sums);
     }
-    std::copy_n(scores.max, kQuad, quad.kept_max);
     AddShift(q);
     for (size_t lane = 0; lane < kQuad; ++lane) {
       const Together with = WithZone(zones[q], scores, lane);
@@ -243,18 +247,38 @@ void ClusterEstimates::FindNorms(std::span<const QuadState> zones) {
   }
 }
 
+// Keeps the sums as they are, or adds them to those that are kept.
+void ClusterEstimates::Keep(bool more, size_t quad) {
+  Quad& own = quads_[quad];
+  const float* const max = scores_->quads()[quad].max;
+  float factor[kQuad];
+  for (size_t lane = 0; lane < kQuad; ++lane) {
+    factor[lane] = more ? std::exp(own.kept_max[lane] - max[lane]) : 0;
+  }
+  if (more) AddSums(own.kept, factor, 1, &own.sums);
+  std::copy_n(own.sums.values, kQuad * value_dim_, own.kept.values);
+  if (own.kept.shift != nullptr) {
+    std::copy_n(own.sums.shift, kQuad * value_dim_, own.kept.shift);
+  }
+  for (size_t lane = 0; lane < kQuad; ++lane) {
+    own.kept_max[lane] = max[lane];
+    own.summed_max[lane] = more ? std::max(own.summed_max[lane], max[lane]) : max[lane];
+  }
+}
+
 void ClusterEstimates::TakeOutOpened(std::span<const Fate> fate) {
   if (kept_ == Kept::kNothing) return;
   const StageTimer timer(&nanos_);
+  const TreeLevel opening = scores_->items().opening();
   // Of a short text most are opened: the others are then fewer to sum, and nothing is lost.
-  const bool most = MarkShare(fate, Fate::kExact) > fate.size() / 2;
+  const uint32_t items = scores_->items().begin(opening + 1) - scores_->items().begin(opening);
+  const bool most = MarkShare(fate, Fate::kExact) > items / 2;
   const float sign = most ? 1.0f : -1.0f;
   const float factor[kQuad] = {sign, sign, sign, sign};
   for (size_t q = 0; q < quads_.size(); ++q) {
-    SumRows({.share = most ? 0.0f : 1.0f}, q);
+    SumRows({.share = most ? 0.0f : 1.0f, .first = opening}, q);
     AddSums(quads_[q].sums, factor, most ? 0.0f : 1.0f, &quads_[q].kept);
   }
-  kept_ = Kept::kClosedGroups;
 }
 
 // ---- errors ----

@@ -26,15 +26,15 @@ class ClusterEstimates {
   // these are what it begins with, so that few rows are read twice.
   void Estimate(std::span<const Fate> fate);
   // Finds the norms of the outputs that zones and all items' estimates give together, and keeps the
-  // sums of these estimates.
+  // sums of the estimates of items from level opening() on.
   void FindNorms(std::span<const QuadState> zones);
-  // The items are groups of which those that are exact are about to be opened: takes these out of
-  // the sums that are kept. From now on the items are these groups' clusters and the other groups.
+  // Of the items of level opening() those that are exact are about to be opened: takes these out of
+  // the sums that are kept. From now on they are the sums of the items of that level and above.
   void TakeOutOpened(std::span<const Fate> fate);
   // Keeps no sums: the items are other ones.
   void ForgetSums() { kept_ = Kept::kNothing; }
   // Finds the squared errors of leaving each item to its estimate, relative to the norms that
-  // FindNorms found last, of these items or of groups that they are members of; or to nothing.
+  // FindNorms found last, of these items or of those that they were members of; or to nothing.
   void MeasureErrors(std::span<const QuadState> zones, bool relative_to_output);
   // score += the items' squared errors, mean over the group's heads.   score: [items].
   void AddErrors(std::span<float> score) const;
@@ -58,13 +58,13 @@ class ClusterEstimates {
  private:
   using Span = ClusterItems::Span;
 
-  // Of which items the sums are that FindNorms has kept.
-  enum class Kept { kNothing, kAllItems, kClosedGroups };
+  // Of which items the sums are that are kept: all from a level on.
+  enum class Kept { kNothing, kAllItems, kAbove };
 
-  // Rows to sum up: those with this share_, and groups among them or not.
+  // Items to sum up: those with this share_ of the levels from `first` to `last`.
   struct Rows {
     float share = 1;
-    bool groups = true;
+    TreeLevel first = kLeaves, last = kSections;
   };
 
   // Mean values by weight, and the regression's part of them: [4][value_dim], but shift is null
@@ -93,6 +93,7 @@ class ClusterEstimates {
     float shift_norm[kQuad] = {};   // |shift|
     Sums kept;                      // with weights at kept_max
     float kept_max[kQuad] = {};
+    float summed_max[kQuad] = {};  // the greatest kept_max of what is in them
   };
 
   void AddLaneErrors(size_t quad, size_t begin, size_t end, float divisor,
@@ -106,6 +107,7 @@ class ClusterEstimates {
   void SumRows(const Rows& rows, size_t quad);
   void SumRowsOf(size_t segment, const Rows& rows, size_t quad);
   void AddSums(const Sums& sums, const float* factor, float sign, Sums* to) const;
+  void Keep(bool more, size_t quad);
   void AddShift(size_t quad);
   void MeasureQuad(size_t quad, const QuadState& zone, bool relative_to_output);
   void MeasureSpan(const Span& span, size_t quad);

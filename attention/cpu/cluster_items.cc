@@ -3,102 +3,145 @@
 
 #include <glog/logging.h>
 
+#include <algorithm>
+
 namespace attnd::attention {
 namespace {
 
-// Groups are opened and closed in turns at worst: as many spans as groups, and one more for each
-// segment. At first there is a span for each segment.
-size_t SpansMax(size_t groups, size_t segments) { return groups + 2 * segments; }
+// Rows are opened and closed in turns at worst: as many spans as there are rows above the clusters,
+// and one more of each level for each segment.
+size_t SpansMax(size_t rows_above, size_t segments) { return rows_above + kTreeLevels * segments; }
 
 }  // namespace
 
 size_t ClusterItems::ArenaBytes(const SequenceView& view, uint32_t layer, uint32_t kv_head) {
-  constexpr size_t kRounding = size_t{3} * 64;  // of the separate allocations
+  constexpr size_t kRounding = size_t{4} * 64;  // of the separate allocations
   const size_t segments = view.segments.size();
-  size_t groups = 0;
-  for (const auto& segment : view.segments) groups += segment->groups(layer, kv_head).clusters;
-  return 2 * segments * sizeof(ClusterIndex) + SpansMax(groups, segments) * sizeof(Span) +
-         (segments + 1) * sizeof(uint32_t) + kRounding;
+  size_t above = 0;
+  for (const auto& segment : view.segments) {
+    for (const TreeLevel level : {kGroups, kSections}) {
+      above += segment->level(level, layer, kv_head).clusters;
+    }
+  }
+  return kTreeLevels * segments * sizeof(ClusterIndex) +
+         2 * SpansMax(above, segments) * sizeof(Span) + (segments + 1) * sizeof(uint32_t) +
+         kRounding;
 }
 
-ClusterItems::ClusterItems(const SequenceView& view, uint32_t layer, uint32_t kv_head, bool groups,
+ClusterItems::ClusterItems(const SequenceView& view, uint32_t layer, uint32_t kv_head, bool levels,
                            StepArena* arena) {
   const size_t segments = view.segments.size();
-  indexes_ = arena->Allocate<ClusterIndex>(2 * segments);
-  uint32_t all_groups = 0;
+  indexes_ = arena->Allocate<ClusterIndex>(kTreeLevels * segments);
   for (size_t s = 0; s < segments; ++s) {
-    indexes_[2 * s] = view.segments[s]->clusters(layer, kv_head);
-    indexes_[2 * s + 1] = view.segments[s]->groups(layer, kv_head);
-    all_clusters_ += indexes_[2 * s].clusters;
-    all_groups += indexes_[2 * s + 1].clusters;
+    for (const TreeLevel level : {kLeaves, kGroups, kSections}) {
+      ClusterIndex& index = indexes_[kTreeLevels * s + level];
+      index = view.segments[s]->level(level, layer, kv_head);
+      all_[level] += index.clusters;
+    }
   }
-  grouped_ = groups && all_groups > 0;
-  span_memory_ = arena->Allocate<Span>(SpansMax(all_groups, segments));
+  for (auto& memory : span_memory_) {
+    memory = arena->Allocate<Span>(SpansMax(all_[kGroups] + all_[kSections], segments));
+  }
   first_span_ = arena->Allocate<uint32_t>(segments + 1);
   first_span_[0] = 0;
-  TakeWhole(grouped_);
-  rows_ = count_;
+  TakeWhole(levels);
+  rows_ = count();
 }
 
-// All groups, or all clusters.
-void ClusterItems::TakeWhole(bool groups) {
-  used_ = count_ = 0;
-  for (uint32_t s = 0; s + 1 < first_span_.size(); ++s) {
-    const uint32_t rows = indexes_[2 * s + (groups ? 1 : 0)].clusters;
-    if (rows > 0) Append({s, groups, 0, rows, count_});
-    count_ += rows;
+// Each segment's highest level, or all clusters.
+void ClusterItems::TakeWhole(bool levels) {
+  used_ = 0;
+  for (uint32_t s = 0; s < segments(); ++s) {
+    TreeLevel level = levels ? kSections : kLeaves;
+    while (level != kLeaves && index_of(s, level).clusters == 0) {
+      level = static_cast<TreeLevel>(level - 1);
+    }
+    const uint32_t rows = index_of(s, level).clusters;
+    if (rows > 0) Append({s, level, 0, rows, 0});
     first_span_[s + 1] = used_;
   }
-  spans_ = span_memory_.first(used_);
-  clusters_ = groups ? 0 : count_;
+  NumberItems();
+  SetOpening(kTreeLevels);
+}
+
+// The next level that can be opened below this one.
+void ClusterItems::SetOpening(uint32_t below) {
+  do {
+    --below;
+  } while (below > kLeaves && begins_[below] == begins_[below + 1]);
+  opening_ = static_cast<TreeLevel>(below);
 }
 
 void ClusterItems::OpenAll() {
-  rows_ += all_clusters_ - clusters_;
-  grouped_ = false;
-  TakeWhole(/*groups=*/false);
+  rows_ += all_clusters() - clusters();
+  TakeWhole(/*levels=*/false);
 }
 
 void ClusterItems::Append(const Span& span) {
-  CHECK_LT(used_, span_memory_.size());
-  span_memory_[used_++] = span;
+  CHECK_LT(used_, span_memory_[memory_].size());
+  span_memory_[memory_][used_++] = span;
+}
+
+// Counts each level's items and numbers the spans' first ones.
+void ClusterItems::NumberItems() {
+  const std::span<Span> spans = span_memory_[memory_].first(used_);
+  begins_ = {};
+  for (const Span& span : spans) begins_[span.level + 1] += span.count;
+  for (size_t level = 0; level < kTreeLevels; ++level) begins_[level + 1] += begins_[level];
+  std::array<uint32_t, kTreeLevels + 1> next = begins_;
+  for (Span& span : spans) {
+    span.item = next[span.level];
+    next[span.level] += span.count;
+  }
+  spans_ = spans;
 }
 
 void ClusterItems::Open(std::span<const Fate> fate) {
-  CHECK(grouped_);
-  const size_t segments = first_span_.size() - 1;
-  clusters_ = 0;
-  for (size_t s = 0, group = 0; s < segments; ++s) {
-    const ClusterIndex& index = indexes_[2 * s + 1];
-    for (uint32_t g = 0; g < index.clusters; ++g, ++group) {
-      if (fate[group] != Fate::kExact) continue;
-      clusters_ += index.first_members[g + 1] - index.first_members[g];
-    }
-  }
-  rows_ += clusters_;
+  CHECK_NE(opening_, kLeaves);
+  const std::span<const Span> before = spans_;
+  memory_ = 1 - memory_;
   used_ = 0;
-  uint32_t next_cluster = 0, next_group = clusters_;
-  for (uint32_t s = 0, first_group = 0; s < segments; ++s) {
-    const ClusterIndex& index = indexes_[2 * s + 1];
-    for (const bool opened : {true, false}) {
-      uint32_t& next = opened ? next_cluster : next_group;
-      for (uint32_t g = 0, end = 0; g < index.clusters; g = end) {
-        const auto is_opened = [&](uint32_t i) { return fate[first_group + i] == Fate::kExact; };
-        end = g + 1;
-        if (is_opened(g) != opened) continue;
-        while (end < index.clusters && is_opened(end) == opened) ++end;
-        const uint32_t first = opened ? index.first_members[g] : g;
-        const uint32_t count = (opened ? index.first_members[end] : end) - first;
-        Append({s, !opened, first, count, next});
-        next += count;
-      }
+  for (uint32_t s = 0, end = 0; s < segments(); ++s) {
+    const uint32_t begin = end;
+    end = first_span_[s + 1];
+    const std::span<const Span> spans = before.subspan(begin, end - begin);
+    for (const Span& span : spans) {
+      if (span.level < opening_) Append(span);
     }
-    first_group += index.clusters;
+    AppendRuns(spans, fate, /*opened=*/true);
+    AppendRuns(spans, fate, /*opened=*/false);
+    for (const Span& span : spans) {
+      if (span.level > opening_) Append(span);
+    }
     first_span_[s + 1] = used_;
   }
-  spans_ = span_memory_.first(used_);
-  count_ = next_group;
-  grouped_ = false;
+  NumberItems();
+  SetOpening(opening_);
+}
+
+// Of one segment's spans, runs of rows of level opening(): the members of those that are opened, or
+// those that are not.
+void ClusterItems::AppendRuns(std::span<const Span> spans, std::span<const Fate> fate,
+                              bool opened) {
+  for (const Span& span : spans) {
+    if (span.level != opening_) continue;
+    const ClusterIndex& index = index_of(span);
+    const auto is = [&](uint32_t i) { return (fate[span.item + i] == Fate::kExact) == opened; };
+    for (uint32_t i = 0, end = 0; i < span.count; i = end) {
+      end = i + 1;
+      if (!is(i)) continue;
+      while (end < span.count && is(end)) ++end;
+      const uint32_t row = span.first + i, row_end = span.first + end;
+      if (!opened) {
+        Append({span.segment, opening_, row, row_end - row, 0});
+        continue;
+      }
+      const uint32_t first = index.first_members[row];
+      const uint32_t members = index.first_members[row_end] - first;
+      Append({span.segment, static_cast<TreeLevel>(opening_ - 1), first, members, 0});
+      rows_ += members;
+    }
+  }
 }
 
 }  // namespace attnd::attention

@@ -8,35 +8,45 @@
 #include "attention/policy/estimate_limits.h"
 
 namespace attnd::attention {
+namespace {
+
+float OptimismOf(TreeLevel level) { return level == kLeaves ? kOptimism : kGroupOptimism; }
+
+}  // namespace
 
 size_t ClusterScores::ArenaBytes(const SequenceView& view, uint32_t layer, uint32_t kv_head,
                                  size_t quads) {
   constexpr size_t kRounding = size_t{12} * 64;  // of the separate allocations
   const size_t n = CountClusters(view, layer, kv_head);
   const size_t segments = view.segments.size();
-  size_t groups = 0;
-  for (const auto& segment : view.segments) groups += segment->groups(layer, kv_head).clusters;
+  size_t kept = 0;
+  for (const auto& segment : view.segments) {
+    for (const TreeLevel level : {kGroups, kSections}) {
+      kept += segment->level(level, layer, kv_head).clusters;
+    }
+  }
   const size_t arrays = view.shape.latent ? 4 : 3;
-  const size_t per_quad = (arrays * n + 2 * groups + segments) * kQuad * sizeof(float) +
+  const size_t per_quad = (arrays * n + 2 * kept + segments) * kQuad * sizeof(float) +
                           sizeof(Quad) + CentroidQueriesBytes(view.shape) +
                           kernels::SquaresFloats(view.shape.head_dim) * sizeof(float) + kRounding;
   const bool regression = view.indexes.has_regression();
-  return quads * per_quad + n * sizeof(float) + (segments + 1) * sizeof(uint32_t) +
+  return quads * per_quad + n * sizeof(float) + 2 * segments * sizeof(uint32_t) +
          ClusterItems::ArenaBytes(view, layer, kv_head) + kRounding +
          (regression ? RegressionTerms::ArenaBytes(view.shape, segments, quads) : 0);
 }
 
-ClusterScores::ClusterScores(const UnitQuery& query, bool groups, StepArena* arena)
+ClusterScores::ClusterScores(const UnitQuery& query, bool levels, StepArena* arena)
     : query_(query),
       shape_(query.view->shape),
       second_order_(query.policy->estimator == Estimator::kSecondOrder),
-      items_(*query.view, query.layer, query.kv_head, groups, arena) {
+      items_(*query.view, query.layer, query.kv_head, levels, arena) {
   const size_t n = items_.all_clusters();
-  const size_t segments = query.view->segments.size();
-  first_group_ = arena->Allocate<uint32_t>(segments + 1);
-  first_group_[0] = 0;
-  for (size_t s = 0; s < segments; ++s) {
-    first_group_[s + 1] = first_group_[s] + items_.groups_of(s).clusters;
+  const size_t segments = items_.segments();
+  first_kept_ = arena->Allocate<uint32_t>(2 * segments);
+  uint32_t kept = 0;
+  for (size_t i = 0; i < first_kept_.size(); ++i) {
+    first_kept_[i] = kept;
+    kept += items_.index_of(i % segments, i < segments ? kGroups : kSections).clusters;
   }
   if (second_order_ && query.view->indexes.has_regression()) {
     regression_.emplace(query, arena);
@@ -50,9 +60,9 @@ ClusterScores::ClusterScores(const UnitQuery& query, bool groups, StepArena* are
     quad.queries = CentroidQueries(query, q, arena);
     quad.log_mass = arena->Allocate<float>(n * kQuad).data();
     quad.base_dot = arena->Allocate<float>(segments * kQuad).data();
-    if (items_.grouped()) {
-      quad.group_log_mass = arena->Allocate<float>(items_.count() * kQuad).data();
-      quad.group_d2 = arena->Allocate<float>(items_.count() * kQuad).data();
+    if (items_.opening() != kLeaves) {
+      quad.kept_log_mass = arena->Allocate<float>(kept * kQuad).data();
+      quad.kept_d2 = arena->Allocate<float>(kept * kQuad).data();
     }
     if (!second_order_) continue;
     quad.d2 = arena->Allocate<float>(n * kQuad).data();
@@ -78,8 +88,9 @@ uint64_t ClusterScores::ScoreRows(size_t segment) const {
 void ClusterScores::Score(size_t segment) {
   for (size_t q = 0; q < quads_.size(); ++q) {
     Quad& quad = quads_[q];
-    DotBase(shape_, items_.clusters_of(segment), quad.queries, quad.base_dot + segment * kQuad);
-    if (has_regression()) regression_->Rotate(segment, q, items_.clusters_of(segment));
+    DotBase(shape_, items_.index_of(segment, kLeaves), quad.queries,
+            quad.base_dot + segment * kQuad);
+    if (has_regression()) regression_->Rotate(segment, q, items_.index_of(segment, kLeaves));
   }
   for (const Span& span : items_.spans_of(segment)) ScoreSpan(span);
 }
@@ -107,15 +118,11 @@ void ClusterScores::ScoreSpan(const Span& span) {
                              quad.d2 + offset);
       args.d2 = quad.d2 + offset;
       args.optimistic = quad.optimistic + offset;
-      args.optimism = span.groups ? kGroupOptimism : kOptimism;
+      args.optimism = OptimismOf(span.level);
     }
     kernels::ClusterScores(args, span.count);
   }
-  if (!items_.grouped()) return;
-  for (Quad& quad : quads_) {
-    std::copy_n(quad.log_mass + offset, span.count * kQuad, quad.group_log_mass + offset);
-    std::copy_n(quad.d2 + offset, span.count * kQuad, quad.group_d2 + offset);
-  }
+  if (span.level != kLeaves) KeepScores(span);
 }
 
 // Before log masses become weights: the weight of an item that hides the most may be 0.
@@ -123,51 +130,64 @@ void ClusterScores::FindHidden() {
   for (const Span& span : items_.spans()) {
     const size_t offset = span.item * kQuad;
     for (Quad& quad : quads_) {
-      kernels::HiddenMass(quad.log_mass + offset, quad.d2 + offset,
-                          span.groups ? kGroupOptimism : kOptimism, span.count,
-                          quad.hidden + offset);
+      kernels::HiddenMass(quad.log_mass + offset, quad.d2 + offset, OptimismOf(span.level),
+                          span.count, quad.hidden + offset);
     }
   }
 }
 
 void ClusterScores::Weigh() {
-  if (has_hidden() && !items_.grouped()) FindHidden();
+  if (has_hidden() && items_.opening() == kLeaves) FindHidden();
   for (Quad& quad : quads_) {
     kernels::SoftmaxQuads(quad.log_mass, items_.count(), quad.max, quad.sum);
   }
 }
 
 void ClusterScores::Open(std::span<const Fate> fate) {
+  const auto exposed = static_cast<TreeLevel>(items_.opening() - 1);
   items_.Open(fate);
-  ScoreItems();
+  ScoreItems(exposed);
 }
 
 void ClusterScores::OpenAll() {
   items_.OpenAll();
-  ScoreItems();
+  ScoreItems(kLeaves);
 }
 
-void ClusterScores::ScoreItems() {
+// exposed: the level of the items that are new. Others of that level are scored again: only those
+// above it need nothing but their masses and variances from now on.
+void ClusterScores::ScoreItems(TreeLevel exposed) {
   UseItems();
   for (const Span& span : items_.spans()) {
-    if (span.groups) {
-      KeepScores(span);
+    if (span.level > exposed) {
+      RestoreScores(span);
     } else {
       ScoreSpan(span);
     }
   }
 }
 
-// Of groups that stay closed.
+size_t ClusterScores::KeptRow(const Span& span) const {
+  return first_kept_[span.segment + (span.level == kGroups ? 0 : segments())] + span.first;
+}
+
 void ClusterScores::KeepScores(const Span& span) {
+  const size_t from = span.item * kQuad, to = KeptRow(span) * kQuad;
+  for (Quad& quad : quads_) {
+    std::copy_n(quad.log_mass + from, span.count * kQuad, quad.kept_log_mass + to);
+    std::copy_n(quad.d2 + from, span.count * kQuad, quad.kept_d2 + to);
+  }
+}
+
+void ClusterScores::RestoreScores(const Span& span) {
   const ClusterIndex& index = items_.index_of(span);
   for (uint32_t i = 0; i < span.count; ++i) {
     sizes_[span.item + i] = static_cast<float>(index.size(span.first + i));
   }
-  const size_t from = (first_group_[span.segment] + span.first) * kQuad, to = span.item * kQuad;
+  const size_t from = KeptRow(span) * kQuad, to = span.item * kQuad;
   for (Quad& quad : quads_) {
-    std::copy_n(quad.group_log_mass + from, span.count * kQuad, quad.log_mass + to);
-    std::copy_n(quad.group_d2 + from, span.count * kQuad, quad.d2 + to);
+    std::copy_n(quad.kept_log_mass + from, span.count * kQuad, quad.log_mass + to);
+    std::copy_n(quad.kept_d2 + from, span.count * kQuad, quad.d2 + to);
   }
 }
 

@@ -32,19 +32,19 @@ class ClusterScores {
     float* optimistic = nullptr;      // ClusterScoreArgs::optimistic; null for the first order
     float* hidden = nullptr;          // kernels::HiddenMass, after Weigh; null unless has_hidden()
     float* base_dot = nullptr;        // [segments][4] (DotBase)
-    float* group_log_mass = nullptr;  // [groups][4] of all groups, until some are opened
-    float* group_d2 = nullptr;
+    float* kept_log_mass = nullptr;   // [rows above clusters][4] of those that were items
+    float* kept_d2 = nullptr;
     float max[kQuad] = {};  // scale of the weights
     float sum[kQuad] = {};  // of all weights
   };
 
   static size_t ArenaBytes(const SequenceView& view, uint32_t layer, uint32_t kv_head,
                            size_t quads);
-  // groups: whether items are to be groups first, where the segments have them.
-  ClusterScores(const UnitQuery& query, bool groups, StepArena* arena);
+  // levels: of ClusterItems.
+  ClusterScores(const UnitQuery& query, bool levels, StepArena* arena);
 
   const ClusterItems& items() const { return items_; }
-  size_t segments() const { return first_group_.size() - 1; }
+  size_t segments() const { return items_.segments(); }
   std::span<Quad> quads() { return quads_; }
   // [items] tokens of each; empty without a regression.
   std::span<const float> sizes() const { return sizes_; }
@@ -62,17 +62,18 @@ class ClusterScores {
   void Score(size_t segment);
   // Turns log masses into weights relative to each head's greatest.
   void Weigh();
-  // Opens the groups that are marked exact, of items that are all groups, and scores what items
-  // are then.
+  // ClusterItems::Open, and scores what the items are then.
   void Open(std::span<const Fate> fate);
   // Makes all clusters the items, and scores them.
   void OpenAll();
 
  private:
   void ScoreSpan(const Span& span);
-  void ScoreItems();
+  void ScoreItems(TreeLevel exposed);
   void FindHidden();
+  size_t KeptRow(const Span& span) const;
   void KeepScores(const Span& span);
+  void RestoreScores(const Span& span);
   void UseItems();
 
   const UnitQuery query_;
@@ -80,9 +81,9 @@ class ClusterScores {
   const bool second_order_;
   ClusterItems items_;
   std::span<Quad> quads_;
-  std::span<float> size_memory_;     // for as many items as there are clusters
-  std::span<float> sizes_;           // of the items in use
-  std::span<uint32_t> first_group_;  // [segments + 1] number of each segment's first group
+  std::span<float> size_memory_;    // for as many items as there are clusters
+  std::span<float> sizes_;          // of the items in use
+  std::span<uint32_t> first_kept_;  // [segments] of each one's first group, then first section
   std::optional<RegressionTerms> regression_;
 };
 

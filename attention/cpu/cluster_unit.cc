@@ -24,7 +24,7 @@ ClusterUnit::ClusterUnit(const UnitQuery& query, StepArena* arena)
     : query_(query),
       policy_(*query.policy),
       error_factor_(policy_.quantile > 0 ? ErrorFactor(policy_.quantile) : 1),
-      scores_(query, /*groups=*/policy_.cut == Cut::kErrorBudget, arena),
+      scores_(query, /*levels=*/policy_.cut == Cut::kErrorBudget, arena),
       estimates_(query, &scores_, arena),
       rank_memory_(arena->Allocate<float>(items().all_clusters())),
       fate_memory_(arena->Allocate<Fate>(items().all_clusters())),
@@ -43,8 +43,8 @@ void ClusterUnit::Select(std::span<const QuadState> zones, OrderScratch* order) 
     ListRuns();
     return;
   }
-  const bool opened = items().grouped();
-  if (opened) OpenGroups(zones, order);
+  const bool opened = items().opening() != kLeaves;
+  while (items().opening() != kLeaves) OpenSome(zones, order);
   scores_.Weigh();
   if (policy_.cut == Cut::kErrorBudget) {
     SelectByError(zones, /*norms_known=*/opened, order);
@@ -59,41 +59,43 @@ void ClusterUnit::Select(std::span<const QuadState> zones, OrderScratch* order) 
   ListRuns();
 }
 
-// Opens the groups that the error needs and those that might hide a token that a retrieval head is
-// looking for. The errors of those that stay closed take a share of the tolerance at most.
-void ClusterUnit::OpenGroups(std::span<const QuadState> zones, OrderScratch* order) {
+// Opens the groups, or the sections, that the error needs and those that might hide a token that a
+// retrieval head is looking for. The errors of those that stay closed take a share of the tolerance
+// at most.
+void ClusterUnit::OpenSome(std::span<const QuadState> zones, OrderScratch* order) {
   scores_.Weigh();
   std::fill(fate_.begin(), fate_.end(), Fate::kEstimated);
-  const uint32_t groups = items().count();
+  const TreeLevel level = items().opening();
   const double share = std::min(1.0, std::max(kOpenedShare, kOpenedPerFloor * policy_.floor));
-  const size_t least = std::min<size_t>(kOpenedLeast, groups);
-  MarkFloor(groups, std::max(least, ShareOf(share, groups)), order);
+  MarkFloor(std::max<size_t>(kOpenedLeast, ShareOf(share, items().all(level))), order);
   if (std::isfinite(policy_.tolerance)) {
     estimates_.FindNorms(zones);
     estimates_.MeasureErrors(zones, /*relative_to_output=*/true);
-    CutErrors(kClosedErrorShare * policy_.tolerance, order);
+    const double closed = level == kGroups ? kClosedErrorShare : kClosedSectionsShare;
+    CutErrors(closed * policy_.tolerance, order);
     estimates_.TakeOutOpened(fate_);
   }
   scores_.Open(fate_);
   UseItems();
 }
 
-// rank_ += the first `count` items' shares of each head's mass, mean over the group. mass:
-// [items][4], summing to `sum`.
-void ClusterUnit::AddShares(size_t quad, const float* mass, const float* sum, size_t count) {
+// rank += some items' shares of each head's mass, mean over the group. mass: [items][4], summing to
+// `sum`.
+void ClusterUnit::AddShares(size_t quad, const float* mass, const float* sum,
+                            std::span<float> rank) const {
   const auto group = static_cast<float>(query_.view->shape.group());
   float factor[kQuad] = {0, 0, 0, 0};
   for (size_t lane = 0; lane < query_.LanesOf(quad); ++lane) {
     factor[lane] = 1.0f / sum[lane] / group;
   }
-  kernels::AddAcrossQuads(mass, factor, count, rank_.data());
+  kernels::AddAcrossQuads(mass, factor, rank.size(), rank.data());
 }
 
 void ClusterUnit::SelectByMass(OrderScratch* order) {
   std::fill(rank_.begin(), rank_.end(), 0.0f);
   for (size_t q = 0; q < scores_.quads().size(); ++q) {
     const ClusterScores::Quad& quad = scores_.quads()[q];
-    AddShares(q, quad.log_mass, quad.sum, rank_.size());
+    AddShares(q, quad.log_mass, quad.sum, rank_);
   }
   if (policy_.cut == Cut::kTopP) {
     CutTopP(rank_, policy_.p1, policy_.p2, order, fate_);
@@ -105,13 +107,11 @@ void ClusterUnit::SelectByMass(OrderScratch* order) {
   CutTopK(rank_, exact, estimated, order, fate_);
 }
 
-// norms_known: whether OpenGroups has found the outputs' norms, if there is a tolerance.
+// norms_known: whether OpenSome has found the outputs' norms, if there is a tolerance.
 void ClusterUnit::SelectByError(std::span<const QuadState> zones, bool norms_known,
                                 OrderScratch* order) {
   std::fill(fate_.begin(), fate_.end(), Fate::kEstimated);
-  const uint32_t clusters = items().clusters();
-  MarkFloor(clusters, std::min<size_t>(ShareOf(policy_.floor, items().all_clusters()), clusters),
-            order);
+  MarkFloor(ShareOf(policy_.floor, items().all_clusters()), order);
   const bool limited = std::isfinite(policy_.tolerance);
   if (limited && !norms_known) estimates_.FindNorms(zones);
   estimates_.MeasureErrors(zones, /*relative_to_output=*/limited);
@@ -137,15 +137,23 @@ void ClusterUnit::CutErrors(double tolerance, OrderScratch* order) {
   }
 }
 
-// Of mixed items only clusters are chosen: the errors of groups that stay closed count first.
+// Only items of the level at which some may be opened are chosen, or clusters at last: the errors
+// of what stays closed above it count first. What lies below it is not decided yet.
 void ClusterUnit::CutRanked(double tolerance, OrderScratch* order) {
-  const uint32_t choice = items().grouped() ? items().count() : items().clusters();
-  const std::span<const float> closed = rank_.subspan(choice);
+  const auto [begin, end] = Choice();
+  const std::span<const float> closed = rank_.subspan(end);
   const double closed_error2 = std::accumulate(closed.begin(), closed.end(), 0.0);
   const double budget = std::sqrt(std::max(0.0, tolerance * tolerance - closed_error2));
   const std::span<const float> sizes = scores_.sizes();
-  CutErrorBudget(rank_.first(choice), sizes.empty() ? sizes : sizes.first(choice), budget, order,
-                 fate_.first(choice));
+  const uint32_t count = end - begin;
+  CutErrorBudget(rank_.subspan(begin, count), sizes.empty() ? sizes : sizes.subspan(begin, count),
+                 budget, order, fate_.subspan(begin, count));
+}
+
+// The items of which some are to be opened, or read.
+ClusterUnit::Range ClusterUnit::Choice() const {
+  const TreeLevel level = items().opening();
+  return {items().begin(level), items().begin(level + 1)};
 }
 
 // The tolerance holds for a share of the rows: each head's error is to stay below it by what errors
@@ -178,19 +186,24 @@ void ClusterUnit::SelectByQuantile(std::span<const QuadState> zones, OrderScratc
   estimates_.MeasureErrors(zones, /*relative_to_output=*/false);
 }
 
-// Marks `wanted` of the first `count` items: those that might hold the one token a retrieval head
-// is looking for.
-void ClusterUnit::MarkFloor(uint32_t count, size_t wanted, OrderScratch* order) {
-  std::fill(rank_.begin(), rank_.end(), 0.0f);
+// Marks `wanted` of the items to choose from, or all: those that might hold the one token a
+// retrieval head is looking for.
+void ClusterUnit::MarkFloor(size_t wanted, OrderScratch* order) {
+  const auto [begin, end] = Choice();
+  const uint32_t count = end - begin;
+  const std::span<float> rank = rank_.subspan(begin, count);
+  std::fill(rank.begin(), rank.end(), 0.0f);
   for (size_t q = 0; q < scores_.quads().size(); ++q) {
-    float* const optimistic = scores_.quads()[q].optimistic;
+    float* const optimistic = scores_.quads()[q].optimistic + begin * kQuad;
     float max[kQuad], sum[kQuad];
     kernels::SoftmaxQuads(optimistic, count, max, sum);
-    AddShares(q, optimistic, sum, count);
+    AddShares(q, optimistic, sum, rank);
   }
   // By the cost of reading them.
-  for (size_t i = 0; scores_.has_regression() && i < count; ++i) rank_[i] /= scores_.sizes()[i];
-  MarkTop(rank_.first(count), wanted, order, fate_.first(count));
+  for (size_t i = 0; scores_.has_regression() && i < count; ++i) {
+    rank[i] /= scores_.sizes()[begin + i];
+  }
+  MarkTop(rank, std::min<size_t>(wanted, count), order, fate_.subspan(begin, count));
 }
 
 void ClusterUnit::ListRuns() {
@@ -225,7 +238,7 @@ void ClusterUnit::ListRuns() {
 
 void ClusterUnit::Demote(absl::FunctionRef<bool(uint32_t segment, uint32_t page)> there) {
   for (const Span& span : items().spans()) {
-    if (span.groups || !query_.view->segments[span.segment]->paged()) continue;
+    if (span.level != kLeaves || !query_.view->segments[span.segment]->paged()) continue;
     for (uint32_t i = 0; i < span.count; ++i) {
       const size_t item = span.item + i;
       if (fate_[item] != Fate::kExact) continue;
@@ -251,8 +264,8 @@ void ClusterUnit::ExportPlan(Plan* plan) const {
   for (const Span& span : items().spans()) {
     for (uint32_t i = 0; i < span.count; ++i) {
       const ClusterRef ref{span.segment, span.first + i};
-      if (span.groups) {
-        plan->closed.push_back(ref);
+      if (span.level != kLeaves) {
+        (span.level == kGroups ? plan->closed : plan->closed_sections).push_back(ref);
         continue;
       }
       const Fate fate = fate_[span.item + i];

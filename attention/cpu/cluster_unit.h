@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // ClusterUnit: the MiddleUnit of cluster policies. It scores the clusters, chooses which ones are
-// read exactly, and estimates or drops the others. error-target over a tree scores the groups first
-// and opens those that the error needs: only the clusters of opened groups are scored, and a closed
-// group is estimated as a whole.
+// read exactly, and estimates or drops the others. error-target over a tree scores the sections or
+// groups first and opens those that the error needs: only the members of opened ones are scored,
+// and a closed one is estimated as a whole.
 #ifndef ATTND_ATTENTION_CPU_CLUSTER_UNIT_H_
 #define ATTND_ATTENTION_CPU_CLUSTER_UNIT_H_
 
@@ -54,14 +54,18 @@ class ClusterUnit : public MiddleUnit {
 
   const ClusterItems& items() const { return scores_.items(); }
   void UseItems();
-  void OpenGroups(std::span<const QuadState> zones, OrderScratch* order);
+  struct Range {
+    uint32_t begin = 0, end = 0;
+  };
+  Range Choice() const;
+  void OpenSome(std::span<const QuadState> zones, OrderScratch* order);
   void SelectByMass(OrderScratch* order);
   void SelectByError(std::span<const QuadState> zones, bool norms_known, OrderScratch* order);
   void CutErrors(double tolerance, OrderScratch* order);
   void CutRanked(double tolerance, OrderScratch* order);
   void SelectByQuantile(std::span<const QuadState> zones, OrderScratch* order);
-  void MarkFloor(uint32_t count, size_t wanted, OrderScratch* order);
-  void AddShares(size_t quad, const float* mass, const float* sum, size_t count);
+  void MarkFloor(size_t wanted, OrderScratch* order);
+  void AddShares(size_t quad, const float* mass, const float* sum, std::span<float> rank) const;
   void ListRuns();
 
   const UnitQuery query_;

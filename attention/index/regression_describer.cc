@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <numeric>
+#include <utility>
 
 #include "attention/kernels/kernels.h"
 #include "attention/segment/index_parts.h"
@@ -20,12 +21,12 @@ constexpr uint32_t kPassChunkTokensMax = 64;
 // another.
 constexpr double kLeastVarianceShare = 1e-12;
 // Keys deviate from their centroid at most by this, so that sums of their products stay floats:
-// over 4,096 clusters and 576 axes, 2.4e38. Hardly a query may look at keys this large.
-constexpr float kDeviationMax = 1e16f;
+// over 8,192 clusters and 576 axes, 2.3e38. Hardly a query may look at keys this large.
+constexpr float kDeviationMax = 7e15f;
 // Slopes stay floats, and so does what they make of coordinates, whatever the values.
 constexpr double kSlopeMax = 1e18;
 
-// Clusters of a group that are taken at once.
+// Clusters of a union that are taken at once.
 constexpr uint32_t kMembersAtOnce = 16;
 static_assert(kMembersAtOnce % kQuad == 0);
 
@@ -59,9 +60,9 @@ uint64_t RegressionDescriber::ScratchBytes(const SegmentForm& form) {
   const uint64_t dim = form.shape.head_dim, value_dim = form.shape.value_dim;
   const ClusterFormInfo& info = InfoOf(*form.indexes.cluster_form());
   const uint64_t clusters = form.tokens / info.tokens + 1;
-  const uint64_t groups =
-      info.fan > 0 ? clusters * (dim * sizeof(float) + sizeof(double) + sizeof(uint32_t)) : 0;
-  return groups + clusters * ((dim + value_dim) * sizeof(float) + sizeof(uint32_t)) +
+  const uint64_t unions =
+      info.fan > 0 ? clusters * (dim * sizeof(float) + sizeof(double) + sizeof(Union)) : 0;
+  return unions + clusters * ((dim + value_dim) * sizeof(float) + sizeof(uint32_t)) +
          uint64_t{kPassChunkTokensMax} * (3 * dim + value_dim) * sizeof(float) +
          dim * dim * (3 * sizeof(double) + sizeof(float)) + dim * value_dim * sizeof(double) +
          dim * value_dim * sizeof(float) + 8 * (dim + value_dim) * sizeof(double);
@@ -78,17 +79,12 @@ void RegressionDescriber::Start(const ClusteredHead& head) {
   starts_.resize(clusters + 1);
   std::memcpy(starts_.data(), head.index + head.layout->clusters.starts,
               starts_.size() * sizeof(uint32_t));
-  first_members_.clear();
-  if (info_->fan > 0) {
-    uint32_t groups = 0;
-    std::memcpy(&groups, head.index + head.layout->groups.count, sizeof(groups));
-    first_members_.resize(groups + 1);
-    std::memcpy(first_members_.data(), head.index + head.layout->groups.first_members,
-                first_members_.size() * sizeof(uint32_t));
+  ListUnions();
+  if (!unions_.empty()) {
     variances_.resize(clusters * dim_);
     rests_.resize(clusters);
-    group_centroid_.resize(dim_);
-    group_mean_value_.resize(value_dim_);
+    union_centroid_.resize(dim_);
+    union_mean_value_.resize(value_dim_);
   }
   chunk_tokens_ = static_cast<uint32_t>(std::clamp<size_t>(
       kPassChunkWork / (dim_ * (dim_ + value_dim_)) / kQuad * kQuad, kQuad, kPassChunkTokensMax));
@@ -120,12 +116,12 @@ bool RegressionDescriber::RunChunk() {
     NextPhase();
     return true;
   }
-  if (phase_ == Phase::kGroups) {
+  if (phase_ == Phase::kUnions) {
     AddSomeMembers();
-    if (member_ < first_members_[group_ + 1]) return true;
-    EndGroup();
-    if (++group_ + 1 < first_members_.size()) {
-      StartGroup();
+    if (member_ < unions_[union_].end) return true;
+    EndUnion();
+    if (++union_ < unions_.size()) {
+      StartUnion();
       return true;
     }
     phase_ = Phase::kDone;
@@ -144,13 +140,13 @@ void RegressionDescriber::NextPhase() {
   next_ = starts_.front();
   cluster_ = 0;
   std::fill(cluster_sum_.begin(), cluster_sum_.end(), 0.0);
-  if (phase_ != Phase::kGroups) return;
-  if (first_members_.empty()) {
+  if (phase_ != Phase::kUnions) return;
+  if (unions_.empty()) {
     phase_ = Phase::kDone;
     return;
   }
-  group_ = 0;
-  StartGroup();
+  union_ = 0;
+  StartUnion();
 }
 
 // A chunk ends with its cluster, so that all its tokens are of one.
@@ -251,7 +247,7 @@ void RegressionDescriber::EndCluster(uint32_t cluster) {
   }
   if (phase_ == Phase::kVariances) {
     for (size_t a = 0; a < dim_; ++a) squares_[a] += cluster_sum_[a];
-    if (!first_members_.empty()) {
+    if (!unions_.empty()) {
       for (size_t a = 0; a < dim_; ++a) {
         variances_[cluster * dim_ + a] = static_cast<float>(cluster_sum_[a] / size);
       }
@@ -259,7 +255,7 @@ void RegressionDescriber::EndCluster(uint32_t cluster) {
     StoreVariances(part, cluster, size);
   }
   if (phase_ == Phase::kResiduals) {
-    if (!first_members_.empty()) rests_[cluster] = cluster_sum_[0] / size;
+    if (!unions_.empty()) rests_[cluster] = cluster_sum_[0] / size;
     StoreSpread(part, cluster, cluster_sum_[0] / size);
   }
 }
@@ -278,7 +274,7 @@ void RegressionDescriber::StoreBases() {
   }
 }
 
-// Means, |mean value|^2 and the size of a cluster or a group. Leaves the mean value in
+// Means, |mean value|^2 and the size of a cluster or a union. Leaves the mean value in
 // stored_value_ as it is read back, which is what estimates use.
 void RegressionDescriber::StoreMeans(const IndexLayout::Clusters& part, uint32_t number,
                                      const float* centroid, const float* mean_value, double size) {
@@ -367,11 +363,31 @@ void RegressionDescriber::StoreSlopes() {
   }
 }
 
-// ---- groups ----
+// ---- unions of clusters ----
 
-// The group's means, from its clusters' by their sizes.
-void RegressionDescriber::StartGroup() {
-  const uint32_t begin = first_members_[group_], end = first_members_[group_ + 1];
+void RegressionDescriber::ListUnions() {
+  unions_.clear();
+  std::vector<uint32_t> clusters;  // first of each row, and their number, of the level below
+  for (uint32_t c = 0; c < starts_.size(); ++c) clusters.push_back(c);
+  for (const TreeLevel level : {kGroups, kSections}) {
+    const IndexLayout::Clusters& part = head_.layout->level(level);
+    if (part.room == 0) return;
+    uint32_t count = 0;
+    std::memcpy(&count, head_.index + part.count, sizeof(count));
+    std::vector<uint32_t> members(count + 1);
+    std::memcpy(members.data(), head_.index + part.first_members,
+                members.size() * sizeof(uint32_t));
+    for (uint32_t& member : members) member = clusters[member];
+    clusters = std::move(members);
+    for (uint32_t i = 0; i < count; ++i) {
+      unions_.push_back({&part, i, clusters[i], clusters[i + 1]});
+    }
+  }
+}
+
+// The union's means, from its clusters' by their sizes.
+void RegressionDescriber::StartUnion() {
+  const auto [part, number, begin, end] = unions_[union_];
   std::fill(cluster_sum_.begin(), cluster_sum_.end(), 0.0);
   for (uint32_t m = begin; m < end; ++m) {
     const double size = starts_[m + 1] - starts_[m];
@@ -381,27 +397,27 @@ void RegressionDescriber::StartGroup() {
     }
   }
   const double size = starts_[end] - starts_[begin];
-  for (size_t c = 0; c < dim_; ++c) group_centroid_[c] = static_cast<float>(cluster_sum_[c] / size);
+  for (size_t c = 0; c < dim_; ++c) union_centroid_[c] = static_cast<float>(cluster_sum_[c] / size);
   for (size_t c = 0; c < value_dim_; ++c) {
-    group_mean_value_[c] = static_cast<float>(cluster_sum_[dim_ + c] / size);
+    union_mean_value_[c] = static_cast<float>(cluster_sum_[dim_ + c] / size);
   }
-  StoreMeans(head_.layout->groups, group_, group_centroid_.data(), group_mean_value_.data(), size);
+  StoreMeans(*part, number, union_centroid_.data(), union_mean_value_.data(), size);
   std::fill(cluster_sum_.begin(), cluster_sum_.end(), 0.0);
-  group_rest_ = 0;
+  union_rest_ = 0;
   member_ = begin;
 }
 
 // A member's square along an axis is that of its tokens about its own mean, and that of this mean
-// about the group's; so is the square of its rest, as its tokens' rests sum to nothing.
+// about the union's; so is the square of its rest, as its tokens' rests sum to nothing.
 void RegressionDescriber::AddSomeMembers() {
   const uint32_t begin = member_;
-  count_ = std::min(kMembersAtOnce, first_members_[group_ + 1] - begin);
+  count_ = std::min(kMembersAtOnce, unions_[union_].end - begin);
   std::fill(keys_.begin(), keys_.end(), 0.0f);
   for (uint32_t i = 0; i < count_; ++i) {
     const float* const centroid = centroids_.data() + (begin + i) * dim_;
     for (size_t c = 0; c < dim_; ++c) {
       keys_[i * dim_ + c] =
-          std::clamp(centroid[c] - group_centroid_[c], -kDeviationMax, kDeviationMax);
+          std::clamp(centroid[c] - union_centroid_[c], -kDeviationMax, kDeviationMax);
     }
   }
   FindCoordinates();
@@ -420,18 +436,19 @@ void RegressionDescriber::AddSomeMembers() {
     const float* const explained = sums_.data() + i % kQuad * value_dim_;
     double rest2 = 0;
     for (size_t c = 0; c < value_dim_; ++c) {
-      const double rest = double{mean_value[c]} - group_mean_value_[c] - explained[c];
+      const double rest = double{mean_value[c]} - union_mean_value_[c] - explained[c];
       rest2 += rest * rest;
     }
-    group_rest_ += size * (rests_[begin + i] + rest2);
+    union_rest_ += size * (rests_[begin + i] + rest2);
   }
   member_ += count_;
 }
 
-void RegressionDescriber::EndGroup() {
-  const double size = starts_[first_members_[group_ + 1]] - starts_[first_members_[group_]];
-  StoreVariances(head_.layout->groups, group_, size);
-  StoreSpread(head_.layout->groups, group_, group_rest_ / size);
+void RegressionDescriber::EndUnion() {
+  const auto [part, number, begin, end] = unions_[union_];
+  const double size = starts_[end] - starts_[begin];
+  StoreVariances(*part, number, size);
+  StoreSpread(*part, number, union_rest_ / size);
 }
 
 }  // namespace attnd::attention

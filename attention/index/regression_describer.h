@@ -2,7 +2,7 @@
 //
 // RegressionDescriber: describes clusters of the forms kRegression and kTree by means, principal
 // axes, variances along the axes, slopes, and the residuals of the values (docs/POLICIES.md,
-// "Clusters with a regression"). Groups of clusters are described from what is known of their
+// "Clusters with a regression"). Groups and sections are described from what is known of their
 // clusters, without a further pass over tokens.
 #ifndef ATTND_ATTENTION_INDEX_REGRESSION_DESCRIBER_H_
 #define ATTND_ATTENTION_INDEX_REGRESSION_DESCRIBER_H_
@@ -26,9 +26,16 @@ class RegressionDescriber : public ClusterDescriber {
   bool RunChunk() override;
 
  private:
-  // Each phase except kAxes and kGroups passes over all tokens. A phase needs the results of the
+  // Each phase except kAxes and kUnions passes over all tokens. A phase needs the results of the
   // phase before.
-  enum class Phase { kMeans, kMoments, kAxes, kVariances, kResiduals, kGroups, kDone };
+  enum class Phase { kMeans, kMoments, kAxes, kVariances, kResiduals, kUnions, kDone };
+
+  // Clusters that lie side by side and are described together: a group, or a section.
+  struct Union {
+    const IndexLayout::Clusters* part = nullptr;
+    uint32_t number = 0;          // row of the part
+    uint32_t begin = 0, end = 0;  // its clusters
+  };
 
   void NextPhase();
   void PassSome();
@@ -47,9 +54,10 @@ class RegressionDescriber : public ClusterDescriber {
   void StoreVariances(const IndexLayout::Clusters& part, uint32_t number, double size);
   void StoreSpread(const IndexLayout::Clusters& part, uint32_t number, double mean_square);
   void StoreSlopes();
-  void StartGroup();
+  void ListUnions();
+  void StartUnion();
   void AddSomeMembers();
-  void EndGroup();
+  void EndUnion();
 
   ClusteredHead head_;
   const ClusterFormInfo* info_ = nullptr;  // of the head's clusters
@@ -80,15 +88,15 @@ class RegressionDescriber : public ClusterDescriber {
   std::vector<double> squares_;      // [dim] sum of squared coordinates
   std::vector<float> slopes_;        // [dim][value_dim] as they are stored
 
-  // What groups are made of: of each cluster the mean squares along the axes and that of the rest.
-  std::vector<float> variances_;         // [clusters][dim]
-  std::vector<double> rests_;            // [clusters]
-  std::vector<uint32_t> first_members_;  // [groups + 1]
-  uint32_t group_ = 0;                   // that is described
+  // What unions are made of: of each cluster the mean squares along the axes and that of the rest.
+  std::vector<float> variances_;  // [clusters][dim]
+  std::vector<double> rests_;     // [clusters]
+  std::vector<Union> unions_;
+  size_t union_ = 0;                     // that is described
   uint32_t member_ = 0;                  // its next cluster
-  double group_rest_ = 0;                // its tokens' squared rests
-  std::vector<float> group_centroid_;    // [dim]
-  std::vector<float> group_mean_value_;  // [value_dim]
+  double union_rest_ = 0;                // its tokens' squared rests
+  std::vector<float> union_centroid_;    // [dim]
+  std::vector<float> union_mean_value_;  // [value_dim]
   PrincipalAxes axes_;
 };
 

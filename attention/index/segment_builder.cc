@@ -32,16 +32,20 @@ uint64_t DescriberScratchBytes(const SegmentForm& form, ClusterForm clusters) {
 
 // As many groups and clusters as the layout has room for.
 TreeClustering::Sizes TreeSizes(const IndexLayout& layout, const ClusterFormInfo& info) {
-  return {layout.groups.room, layout.clusters.room, info.late_share};
+  TreeClustering::Sizes sizes{{}, info.late_share};
+  for (const size_t room : {layout.sections.room, layout.groups.room, layout.clusters.room}) {
+    if (room > 0) sizes.levels.push_back(room);
+  }
+  return sizes;
 }
 
 }  // namespace
 
 SegmentBuilder::SegmentBuilder(std::shared_ptr<const SequenceView> view, uint64_t segment_id,
-                               uint32_t tokens, uint32_t unclustered)
+                               uint32_t tokens, uint32_t unclustered, bool sections)
     : view_(std::move(view)),
       segment_(std::make_shared<Segment>(
-          segment_id, SegmentForm{view_->shape, view_->indexes, tokens, unclustered},
+          segment_id, SegmentForm{view_->shape, view_->indexes, tokens, unclustered, sections},
           view_->tail_begin)) {
   const uint64_t end = view_->tail_begin + tokens;
   const uint64_t first_block = view_->tail_begin / kTailBlockTokens;
@@ -152,8 +156,11 @@ void HeadBuilder::RunChunk() {
       return;
     case Phase::kCluster:
       if (clusters_->fan > 0 ? tree_.RunChunk() : kmeans_.RunChunk()) return;
-      OrderTokens();
-      if (clusters_->fan > 0) StoreGroups();
+      if (clusters_->fan > 0) {
+        OrderByTree();
+      } else {
+        OrderTokens();
+      }
       phase_ = Phase::kWrite;
       next_ = 0;
       return;
@@ -232,8 +239,7 @@ void HeadBuilder::StartClustering() {
 
 // Slots: the unclustered tokens in place, then the clusters that have members, each in token order.
 void HeadBuilder::OrderTokens() {
-  const bool tree = clusters_->fan > 0;
-  const std::span<const uint32_t> sizes = tree ? tree_.sizes() : kmeans_.sizes();
+  const std::span<const uint32_t> sizes = kmeans_.sizes();
   Segment& segment = *target_->segment_;
   std::byte* head = segment.IndexHead(layer_, kv_head_);
   std::vector<uint32_t> next_slot(sizes.size());
@@ -252,26 +258,40 @@ void HeadBuilder::OrderTokens() {
 
   order_.resize(tokens_);
   std::iota(order_.begin(), order_.begin() + unclustered_, 0u);
-  const std::span<const uint32_t> assignment = tree ? tree_.assignment() : kmeans_.assignment();
+  const std::span<const uint32_t> assignment = kmeans_.assignment();
   for (uint32_t i = 0; i < assignment.size(); ++i) {
     order_[next_slot[assignment[i]]++] = unclustered_ + i;
   }
   CHECK_EQ(slot, tokens_) << "every token lies in a cluster or before them";
 }
 
-// Where each group begins, among the clusters and among the slots.
-void HeadBuilder::StoreGroups() {
+// The same of a tree, and where the rows of its other levels begin: among those of the level below,
+// and among the slots.
+void HeadBuilder::OrderByTree() {
   Segment& segment = *target_->segment_;
   std::byte* const head = segment.IndexHead(layer_, kv_head_);
-  const IndexLayout::Clusters& groups = segment.layout_.groups;
-  const std::span<const uint32_t> first_members = tree_.first_members();
-  uint32_t slot = unclustered_, cluster = 0;
-  for (size_t g = 0; g < first_members.size(); ++g) {
-    for (; cluster < first_members[g]; ++cluster) slot += tree_.sizes()[cluster];
-    StoreAt(head + groups.starts, g, slot);
-    StoreAt(head + groups.first_members, g, first_members[g]);
+  order_.resize(tokens_);
+  std::iota(order_.begin(), order_.begin() + unclustered_, 0u);
+  for (size_t i = 0; i < tree_.order().size(); ++i) {
+    order_[unclustered_ + i] = unclustered_ + tree_.order()[i];
   }
-  StoreAt(head + groups.count, 0, static_cast<uint32_t>(first_members.size() - 1));
+  // Begins of the rows of the level below, then of this level's.
+  std::vector<uint32_t> starts(tree_.starts().begin(), tree_.starts().end());
+  for (uint32_t& start : starts) start += unclustered_;
+  for (const TreeLevel level : {kLeaves, kGroups, kSections}) {
+    const IndexLayout::Clusters& part = segment.layout_.level(level);
+    if (part.room == 0) break;
+    if (level != kLeaves) {
+      const std::span<const uint32_t> members = tree_.first_members(level);
+      for (size_t i = 0; i < members.size(); ++i) {
+        StoreAt(head + part.first_members, i, members[i]);
+        starts[i] = starts[members[i]];  // members[i] >= i: it is not overwritten yet
+      }
+      starts.resize(members.size());
+    }
+    for (size_t i = 0; i < starts.size(); ++i) StoreAt(head + part.starts, i, starts[i]);
+    StoreAt(head + part.count, 0, static_cast<uint32_t>(starts.size() - 1));
+  }
 }
 
 // Copies tokens' rows to their slots.

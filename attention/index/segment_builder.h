@@ -27,9 +27,9 @@ class SegmentBuilder {
  public:
   // The segment takes tokens [view->tail_begin, + tokens), which every layer must have, and the
   // index set of the view. The first `unclustered` tokens are sink; 1 <= unclustered + 1 <= tokens
-  // <= kSegmentTokensMax.
+  // <= kSegmentTokensMax. sections: SegmentForm::sections.
   SegmentBuilder(std::shared_ptr<const SequenceView> view, uint64_t segment_id, uint32_t tokens,
-                 uint32_t unclustered);
+                 uint32_t unclustered, bool sections = false);
 
   // False if the system refused the memory; nothing else may be called then.
   bool allocated() const { return segment_->allocated(); }
@@ -86,7 +86,7 @@ class HeadBuilder {
   void ScaleChunk();
   void StartClustering();
   void OrderTokens();
-  void StoreGroups();
+  void OrderByTree();
   void WriteChunk();
   ClusterDescriber* DescriberOf(ClusterForm form);
   void StartDescribing();

@@ -4,6 +4,7 @@
 #include <glog/logging.h>
 
 #include <algorithm>
+#include <numeric>
 #include <queue>
 
 namespace attnd::attention {
@@ -45,10 +46,11 @@ std::vector<uint32_t> DivideAmongGroups(std::span<const uint32_t> sizes, size_t 
 }
 
 uint64_t TreeClustering::ScratchBytes(size_t n, size_t dim, const Sizes& sizes) {
-  // All points may be in one group: then its clusters are all clusters.
-  const uint64_t rows = sizes.groups + sizes.clusters + 32;
+  // All points may be in one cluster down to the last level: it is then divided into all clusters.
+  const uint64_t rows = sizes.levels.back() + 32;
+  const uint64_t lists = (4 + sizes.levels.size()) * uint64_t{sizes.levels.back() + 1} + 3 * n;
   return rows * (dim * (sizeof(float) + sizeof(double)) + 16 * sizeof(uint32_t)) +
-         uint64_t{n} * (dim * sizeof(float) + 4 * sizeof(uint32_t));
+         uint64_t{n} * dim * sizeof(float) + lists * sizeof(uint32_t);
 }
 
 void TreeClustering::Start(std::span<const float> points, size_t n, size_t dim,
@@ -57,68 +59,71 @@ void TreeClustering::Start(std::span<const float> points, size_t n, size_t dim,
   n_ = n;
   dim_ = dim;
   wanted_ = sizes;
-  grouped_ = false;
-  group_ = 0;
-  assignment_.resize(n);
-  sizes_.clear();
-  first_members_.assign(1, 0);
-  groups_.Start(points, n, dim, sizes.groups, LateOf(sizes.late_share, sizes.groups));
+  order_.resize(n);
+  std::iota(order_.begin(), order_.end(), 0u);
+  level_ = 0;
+  starts_.assign({0, static_cast<uint32_t>(n)});
+  first_members_.assign(wanted_.levels.size(), {});
+  StartLevel();
 }
 
 bool TreeClustering::RunChunk() {
-  if (!grouped_) {
-    if (groups_.RunChunk()) return true;
-    grouped_ = true;
-    ListMembers();
-    StartGroup();
+  if (kmeans_.RunChunk()) return true;
+  EndParent();
+  if (++parent_ < clusters_of_parent_.size()) {
+    StartParent();
     return true;
   }
-  if (clusters_.RunChunk()) return true;
-  EndGroup();
-  if (++group_ == clusters_of_group_.size()) return false;
-  StartGroup();
+  if (++level_ == wanted_.levels.size()) return false;
+  StartLevel();
   return true;
 }
 
-// Groups without members are left out.
-void TreeClustering::ListMembers() {
-  const std::span<const uint32_t> sizes = groups_.sizes();
-  std::vector<uint32_t> next(sizes.size());
-  std::vector<uint32_t> kept;
+// The clusters of the level before are the parents now.
+void TreeClustering::StartLevel() {
+  parents_ = starts_;
+  std::vector<uint32_t> sizes(parents_.size() - 1);
+  for (size_t p = 0; p < sizes.size(); ++p) sizes[p] = parents_[p + 1] - parents_[p];
+  clusters_of_parent_ = DivideAmongGroups(sizes, std::max(wanted_.levels[level_], sizes.size()));
+  parent_ = 0;
   starts_.assign(1, 0);
-  for (size_t g = 0; g < sizes.size(); ++g) {
-    next[g] = starts_.back();
-    if (sizes[g] == 0) continue;
-    kept.push_back(sizes[g]);
-    starts_.push_back(starts_.back() + sizes[g]);
-  }
-  members_.resize(n_);
-  for (uint32_t i = 0; i < n_; ++i) members_[next[groups_.assignment()[i]]++] = i;
-  clusters_of_group_ = DivideAmongGroups(kept, wanted_.clusters);
+  first_members_[level_].assign(1, 0);
+  StartParent();
 }
 
-void TreeClustering::StartGroup() {
-  const uint32_t begin = starts_[group_], end = starts_[group_ + 1];
-  group_points_.resize(size_t{end - begin} * dim_);
-  for (uint32_t i = begin; i < end; ++i) {
-    std::copy_n(points_.data() + size_t{members_[i]} * dim_, dim_,
-                group_points_.data() + size_t{i - begin} * dim_);
+void TreeClustering::StartParent() {
+  const uint32_t begin = parents_[parent_], count = parents_[parent_ + 1] - begin;
+  std::span<const float> points = points_;
+  if (parents_.size() > 2) {
+    parent_points_.resize(size_t{count} * dim_);
+    for (uint32_t i = 0; i < count; ++i) {
+      std::copy_n(points_.data() + size_t{order_[begin + i]} * dim_, dim_,
+                  parent_points_.data() + size_t{i} * dim_);
+    }
+    points = parent_points_;
   }
-  const size_t clusters = clusters_of_group_[group_];
-  clusters_.Start(group_points_, end - begin, dim_, clusters, LateOf(wanted_.late_share, clusters));
+  const size_t clusters = clusters_of_parent_[parent_];
+  kmeans_.Start(points, count, dim_, clusters, LateOf(wanted_.late_share, clusters));
 }
 
-void TreeClustering::EndGroup() {
-  number_.assign(clusters_of_group_[group_], 0);
-  for (size_t c = 0; c < number_.size(); ++c) {
-    number_[c] = static_cast<uint32_t>(sizes_.size());
-    if (clusters_.sizes()[c] > 0) sizes_.push_back(clusters_.sizes()[c]);
+// Sorts the parent's points by their clusters. Clusters without members are left out.
+void TreeClustering::EndParent() {
+  const uint32_t begin = parents_[parent_];
+  const std::span<const uint32_t> assignment = kmeans_.assignment();
+  uint32_t end = begin;
+  next_.clear();
+  for (const uint32_t size : kmeans_.sizes()) {
+    next_.push_back(end);
+    if (size == 0) continue;
+    end += size;
+    starts_.push_back(end);
   }
-  first_members_.push_back(static_cast<uint32_t>(sizes_.size()));
-  const uint32_t begin = starts_[group_];
-  for (uint32_t i = 0; i < clusters_.assignment().size(); ++i) {
-    assignment_[members_[begin + i]] = number_[clusters_.assignment()[i]];
+  first_members_[level_].push_back(static_cast<uint32_t>(starts_.size() - 1));
+  sorted_.resize(assignment.size());
+  for (uint32_t i = 0; i < assignment.size(); ++i) {
+    sorted_[next_[assignment[i]]++ - begin] = order_[begin + i];
   }
+  std::copy(sorted_.begin(), sorted_.end(), order_.begin() + begin);
 }
 
 }  // namespace attnd::attention

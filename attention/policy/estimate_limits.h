@@ -19,7 +19,7 @@ inline constexpr float kMassErrorShare = 0.5f;
 inline constexpr float kCoherentShare = 0.45f;
 // Where a cluster might hold the one token that a query looks for, this token's logit counts as so
 // many standard deviations above the mean. A group has eight times the members of its clusters, so
-// that one of them may lie farther out.
+// that one of them may lie farther out; a section counts like a group.
 inline constexpr float kOptimism = 2.0f;
 inline constexpr float kGroupOptimism = 4.0f;
 // Of a latent shape with a regression: the square of a predicted error grows by this share of the
@@ -27,8 +27,10 @@ inline constexpr float kGroupOptimism = 4.0f;
 inline constexpr float kHiddenShare = 0.1f;
 // Over a tree: the share of the tolerance that the error of closed groups may take; and the share
 // of the groups that are opened in any case, at least so many times the policy's floor, and at
-// least so many groups: a short text's index costs little, and a few groups hide much of it.
+// least so many groups: a short text's index costs little, and a few groups hide much of it. The
+// same of sections.
 inline constexpr double kClosedErrorShare = 0.3;
+inline constexpr double kClosedSectionsShare = 0.2;
 inline constexpr double kOpenedShare = 0.05;
 inline constexpr double kOpenedPerFloor = 2;
 inline constexpr unsigned kOpenedLeast = 32;

@@ -36,8 +36,9 @@ enum class ClusterForm : uint8_t {
                 // Double-P)
   kRegression,  // clusters of similar keys and values: deviations along the segment's principal
                 // axes, and a regression of values on keys (error-target)
-  kTree,        // the same in smaller clusters, the leaves, and over them groups of leaves that are
-                // described like clusters: a query opens the groups that matter to it
+  kTree,        // the same in smaller clusters, the leaves, over them groups of leaves, and over
+                // these sections of groups, which are described like clusters: a query opens the
+                // sections and the groups that matter to it
 };
 
 // The numbers that determine the parts of an index and how they are built. A builder of clusters
@@ -54,7 +55,8 @@ struct ClusterFormInfo {
   double late_share;
   // Whether a head has principal axes and slopes.
   bool regression;
-  // Clusters of a group on average; 0: there are no groups.
+  // Clusters of a group, and groups of a section (SegmentForm::sections), on average; 0: there are
+  // none.
   uint32_t fan;
   // Whether centroids and mean values are in bytes (ByteRows), axes and slopes in bf16; else the
   // former are in the model's dtype, the latter in float32.
@@ -63,14 +65,14 @@ struct ClusterFormInfo {
 
 inline constexpr uint32_t kClusterTokens = 16;
 inline constexpr uint32_t kLeafTokens = 8;
-inline constexpr uint32_t kGroupLeaves = 8;
+inline constexpr uint32_t kTreeFan = 8;
 inline constexpr double kValueShare = 0.5;
 inline constexpr double kLateShare = 0.25;
 
 inline constexpr ClusterFormInfo kClusterForms[] = {
     {ClusterForm::kMeans, kClusterTokens, 0, 0, false, 0, false},
     {ClusterForm::kRegression, kClusterTokens, kValueShare, kLateShare, true, 0, false},
-    {ClusterForm::kTree, kLeafTokens, kValueShare, kLateShare, true, kGroupLeaves, true},
+    {ClusterForm::kTree, kLeafTokens, kValueShare, kLateShare, true, kTreeFan, true},
 };
 
 // The order of a segment's tokens that an index asks for.
@@ -132,8 +134,8 @@ constexpr bool CheckIndexKinds() {
   for (size_t i = 0; i < std::size(kIndexKindInfos); ++i) {
     const IndexKindInfo& info = kIndexKindInfos[i];
     const auto value = static_cast<uint32_t>(info.kind);
-    // Bit 0 of a set's bits is taken (engine/archive/records.cc), and there are 32 of them.
-    if (value < 1 || value > 31) return false;
+    // Of a set's 32 bits the first and the last are taken (engine/archive/records.cc).
+    if (value < 1 || value > 30) return false;
     if ((info.order == TokenOrder::kClusters) != info.clusters.has_value()) return false;
     for (size_t j = 0; j < i; ++j) {
       if (kIndexKindInfos[j].kind == info.kind) return false;

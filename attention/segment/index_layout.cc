@@ -39,16 +39,16 @@ class Placer {
   size_t end() const { return end_; }
 
  private:
-  size_t end_ = AlignUp(2 * sizeof(uint32_t));  // behind the numbers of clusters and groups
+  size_t end_ = AlignUp(kTreeLevels * sizeof(uint32_t));  // behind the numbers of each level's rows
 };
 
 uint32_t CeilOf(uint32_t n, uint32_t each) { return (n + each - 1) / each; }
 
 IndexLayout::Clusters PlaceClusters(const ModelShape& shape, const ClusterFormInfo& info,
-                                    uint32_t room, bool groups, Placer* placer) {
+                                    uint32_t room, TreeLevel level, Placer* placer) {
   IndexLayout::Clusters clusters;
   clusters.room = room;
-  clusters.count = groups ? sizeof(uint32_t) : 0;
+  clusters.count = level * sizeof(uint32_t);
   const size_t n = room;
   const size_t element = info.compact ? sizeof(int8_t) : DTypeBytes(shape.dtype);
   clusters.centroids = placer->Place(n * shape.head_dim * element);
@@ -65,7 +65,7 @@ IndexLayout::Clusters PlaceClusters(const ModelShape& shape, const ClusterFormIn
   clusters.spread = placer->Place(n * sizeof(float));
   clusters.value_norm2 = placer->Place(n * sizeof(float));
   clusters.starts = placer->Place((n + 1) * sizeof(uint32_t));
-  if (groups) clusters.first_members = placer->Place((n + 1) * sizeof(uint32_t));
+  if (level != kLeaves) clusters.first_members = placer->Place((n + 1) * sizeof(uint32_t));
   return clusters;
 }
 
@@ -109,8 +109,7 @@ IndexLayout::IndexLayout(const SegmentForm& form) {
   if (const auto cluster_form = form.indexes.cluster_form(); cluster_form.has_value()) {
     const ClusterFormInfo& info = InfoOf(*cluster_form);
     const uint32_t clustered = form.tokens - form.unclustered;
-    clusters =
-        PlaceClusters(shape, info, CeilOf(clustered, info.tokens), /*groups=*/false, &placer);
+    clusters = PlaceClusters(shape, info, CeilOf(clustered, info.tokens), kLeaves, &placer);
     positions = placer.Place(form.tokens * sizeof(uint16_t));
     if (info.regression) {
       const size_t bytes = DTypeBytes(AxesDType(info));
@@ -122,8 +121,10 @@ IndexLayout::IndexLayout(const SegmentForm& form) {
       value_base = shape.latent ? key_base : placer.Place(shape.value_dim * sizeof(float));
     }
     if (info.fan > 0) {
-      const uint32_t room = CeilOf(clustered, info.tokens * info.fan);
-      groups = PlaceClusters(shape, info, room, /*groups=*/true, &placer);
+      const uint32_t group_tokens = info.tokens * info.fan;
+      groups = PlaceClusters(shape, info, CeilOf(clustered, group_tokens), kGroups, &placer);
+      const uint32_t room = form.sections ? CeilOf(clustered, group_tokens * info.fan) : 0;
+      if (room > 0) sections = PlaceClusters(shape, info, room, kSections, &placer);
     }
   }
   if (form.indexes.Has(IndexKind::kBlocks16)) blocks16 = PlaceBlocks(form, 16, &placer);
@@ -182,14 +183,11 @@ ClusterIndex ClusterPartsAt(const SegmentForm& form, const IndexLayout& layout,
 
 }  // namespace
 
-ClusterIndex ClustersAt(const SegmentForm& form, const IndexLayout& layout, const std::byte* head) {
-  if (form.indexes.token_order()) return {};
-  return ClusterPartsAt(form, layout, layout.clusters, head);
-}
-
-ClusterIndex GroupsAt(const SegmentForm& form, const IndexLayout& layout, const std::byte* head) {
-  if (layout.groups.room == 0) return {};
-  return ClusterPartsAt(form, layout, layout.groups, head);
+ClusterIndex LevelAt(const SegmentForm& form, const IndexLayout& layout, TreeLevel level,
+                     const std::byte* head) {
+  const IndexLayout::Clusters& part = layout.level(level);
+  if (part.room == 0) return {};
+  return ClusterPartsAt(form, layout, part, head);
 }
 
 BlockIndex BlocksAt(const IndexLayout::Blocks& part, const std::byte* head) {
@@ -228,7 +226,7 @@ constexpr absl::string_view kNothing;
 
 absl::string_view CheckClusters(const SegmentForm& form, const IndexLayout& layout,
                                 const std::byte* head) {
-  const ClusterIndex index = ClustersAt(form, layout, head);
+  const ClusterIndex index = LevelAt(form, layout, kLeaves, head);
   if (index.clusters == 0 || index.clusters > layout.clusters.room) {
     return "a wrong number of clusters";
   }
@@ -253,22 +251,26 @@ bool AllFinite(const float* numbers, size_t count) {
   return std::all_of(numbers, numbers + count, [](float x) { return std::isfinite(x); });
 }
 
-// Groups hold all clusters, in their order, and start where their first cluster does.
-absl::string_view CheckGroups(const SegmentForm& form, const IndexLayout& layout,
-                              const std::byte* head) {
-  const ClusterIndex clusters = ClustersAt(form, layout, head);
-  const ClusterIndex groups = GroupsAt(form, layout, head);
-  if (groups.clusters == 0 || groups.clusters > layout.groups.room) {
-    return "a wrong number of groups";
+// A level holds all of the level below, in its order, and its rows start where their first members
+// do.
+absl::string_view CheckLevel(const SegmentForm& form, const IndexLayout& layout, TreeLevel level,
+                             const std::byte* head) {
+  const bool groups = level == kGroups;
+  const ClusterIndex members = LevelAt(form, layout, static_cast<TreeLevel>(level - 1), head);
+  const ClusterIndex index = LevelAt(form, layout, level, head);
+  if (index.clusters == 0 || index.clusters > layout.level(level).room) {
+    return groups ? "a wrong number of groups" : "a wrong number of sections";
   }
-  if (groups.first_members[0] != 0 || groups.first_members[groups.clusters] != clusters.clusters) {
-    return "groups that do not hold its clusters";
+  if (index.first_members[0] != 0 || index.first_members[index.clusters] != members.clusters) {
+    return groups ? "groups that do not hold its clusters" : "sections that do not hold its groups";
   }
-  for (uint32_t g = 0; g <= groups.clusters; ++g) {
-    const uint32_t member = groups.first_members[g];
-    if (g > 0 && member <= groups.first_members[g - 1]) return "a group without clusters";
-    if (member > clusters.clusters || groups.starts[g] != clusters.starts[member]) {
-      return "groups that do not hold its tokens";
+  for (uint32_t i = 0; i <= index.clusters; ++i) {
+    const uint32_t member = index.first_members[i];
+    if (i > 0 && member <= index.first_members[i - 1]) {
+      return groups ? "a group without clusters" : "a section without groups";
+    }
+    if (member > members.clusters || index.starts[i] != members.starts[member]) {
+      return groups ? "groups that do not hold its tokens" : "sections that do not hold its tokens";
     }
   }
   return kNothing;
@@ -287,7 +289,7 @@ bool AllFiniteOf(DType dtype, const std::byte* numbers, size_t count) {
 
 absl::string_view CheckRegression(const SegmentForm& form, const IndexLayout& layout,
                                   const std::byte* head) {
-  const ClusterIndex index = ClustersAt(form, layout, head);
+  const ClusterIndex index = LevelAt(form, layout, kLeaves, head);
   const size_t dim = form.shape.head_dim;
   const bool numbers = AllFiniteOf(index.axes_dtype, index.axes, dim * dim) &&
                        AllFiniteOf(index.axes_dtype, index.slopes, dim * form.shape.value_dim);
@@ -337,11 +339,12 @@ absl::string_view WrongPartOf(const SegmentForm& form, const IndexLayout& layout
   absl::string_view wrong;
   if (form.indexes.clustered()) {
     wrong = CheckClusters(form, layout, head);
-    if (wrong.empty()) wrong = CheckMeans(form, ClustersAt(form, layout, head));
+    if (wrong.empty()) wrong = CheckMeans(form, LevelAt(form, layout, kLeaves, head));
   }
-  if (wrong.empty() && layout.groups.room > 0) {
-    wrong = CheckGroups(form, layout, head);
-    if (wrong.empty()) wrong = CheckMeans(form, GroupsAt(form, layout, head));
+  for (const TreeLevel level : {kGroups, kSections}) {
+    if (!wrong.empty() || layout.level(level).room == 0) continue;
+    wrong = CheckLevel(form, layout, level, head);
+    if (wrong.empty()) wrong = CheckMeans(form, LevelAt(form, layout, level, head));
   }
   if (wrong.empty() && form.indexes.has_regression()) wrong = CheckRegression(form, layout, head);
   if (wrong.empty() && form.indexes.Has(IndexKind::kLabels)) {

@@ -24,6 +24,9 @@ struct SegmentForm {
   IndexSet indexes = kClusterIndexes;
   uint32_t tokens = 0;       // 1..kSegmentTokensMax
   uint32_t unclustered = 0;  // sink tokens at the front, fewer than `tokens`; in no cluster
+  // Whether a tree has sections over its groups (FORMAT.md, "Inside an index of the kind `tree`").
+  // They make a long segment cheaper to search; files from before there were any have none.
+  bool sections = false;
 
   bool operator==(const SegmentForm&) const = default;
 };
@@ -41,8 +44,8 @@ struct ByteRows {
 };
 
 // The n clusters of one (segment, layer, KV head), in cluster order: what selection reads and
-// estimates use. Or its n groups of clusters, which are described as clusters are. Every pointer
-// points into the segment.
+// estimates use. Or its n groups of clusters, or n sections of groups, which are described as
+// clusters are. Every pointer points into the segment.
 //
 // With a regression (docs/POLICIES.md) a member's key is its centroid plus its coordinates along
 // the segment's principal axes. Its value is the mean value, plus the slopes times these
@@ -69,7 +72,7 @@ struct ClusterIndex {
   const float* spread = nullptr;
   const float* value_norm2 = nullptr;  // [n] |mean_value|^2
   const uint32_t* starts = nullptr;    // [n + 1] first token of each cluster in the segment's order
-  // Of groups: [n + 1] the first cluster of each; else null.
+  // Of groups [n + 1] the first cluster of each, of sections its first group; of clusters null.
   const uint32_t* first_members = nullptr;
   // Null without a regression. Row a is that of axis a; axes come by descending variance in the
   // segment.
@@ -117,12 +120,17 @@ struct SummaryIndex {
   const float* t = nullptr;  // [features, value_dim]
 };
 
+// The levels of a tree, each described like clusters: what one has of the level below are its
+// members.
+enum TreeLevel : uint32_t { kLeaves = 0, kGroups = 1, kSections = 2, kTreeLevels = 3 };
+
 // Byte offsets of the index parts inside one (layer, KV head). Parts that the form lacks are empty.
 struct IndexLayout {
   explicit IndexLayout(const SegmentForm& form);
 
-  // Of clusters, or of groups of them. There is room for `room`, as empty ones are dropped and so
-  // the heads' counts differ. `count` is where the head says how many it has.
+  // Of clusters, of groups of them, or of sections of groups. There is room for `room`, as empty
+  // ones are dropped and so the heads' counts differ. `count` is where the head says how many it
+  // has.
   struct Clusters {
     uint32_t room = 0;
     size_t count = 0;
@@ -140,7 +148,11 @@ struct IndexLayout {
     size_t channel = 0, codes = 0, scale = 0, least = 0;
   };
 
-  Clusters clusters, groups;
+  // Of a form without groups, or without sections, these have no room.
+  Clusters clusters, groups, sections;
+  const Clusters& level(TreeLevel level) const {
+    return level == kLeaves ? clusters : level == kGroups ? groups : sections;
+  }
   size_t positions = 0;
   size_t key_base = 0, value_base = 0;  // of rows in bytes
   size_t axes = 0, slopes = 0;
@@ -154,10 +166,10 @@ struct IndexLayout {
 };
 
 // The parts of one head's index, whose bytes begin at `head`. To be called only for kinds that the
-// form has, except that ClustersAt returns no clusters if the form has none.
-ClusterIndex ClustersAt(const SegmentForm& form, const IndexLayout& layout, const std::byte* head);
-// Without groups: none.
-ClusterIndex GroupsAt(const SegmentForm& form, const IndexLayout& layout, const std::byte* head);
+// form has, except that LevelAt returns no rows of a level that the form does not have.
+// Clusters of all forms are of level kLeaves.
+ClusterIndex LevelAt(const SegmentForm& form, const IndexLayout& layout, TreeLevel level,
+                     const std::byte* head);
 BlockIndex BlocksAt(const IndexLayout::Blocks& part, const std::byte* head);
 KeyCodeIndex KeyCodesAt(const IndexLayout::KeyCodes& part, const std::byte* head);
 SummaryIndex SummaryAt(const IndexLayout& layout, const std::byte* head);
@@ -167,8 +179,9 @@ std::span<const uint16_t> PositionsAt(const SegmentForm& form, const IndexLayout
 
 // Says what is wrong with one head's index that no HeadBuilder made; empty if nothing is. A correct
 // index keeps to its sizes. Its order holds every token once, and the unclustered tokens at their
-// places. Its groups hold all its clusters. Its labels are of channels that the key has. All
-// numbers of a regression, of means in bytes and of feature sums are finite.
+// places. Its groups hold all its clusters, and its sections all its groups. Its labels are of
+// channels that the key has. All numbers of a regression, of means in bytes and of feature sums are
+// finite.
 absl::string_view WrongPartOf(const SegmentForm& form, const IndexLayout& layout,
                               const std::byte* head);
 

@@ -30,6 +30,7 @@ Segment::Segment(uint64_t id, const SegmentForm& form, uint64_t first_position,
   CHECK_LE(form_.tokens, kSegmentTokensMax);
   CHECK_LT(form_.unclustered, form_.tokens);
   CHECK(form_.indexes.Validate().ok()) << form_.indexes.ToString();
+  CHECK(!form_.sections || layout_.groups.room > 0) << "sections hold groups";
 }
 
 uint64_t Segment::IndexBytes(const SegmentForm& form) {
@@ -40,15 +41,9 @@ uint64_t Segment::PayloadBytes(const SegmentForm& form) {
   return uint64_t{form.shape.layers} * form.shape.kv_heads * RunBytes(form);
 }
 
-ClusterIndex Segment::clusters(uint32_t layer, uint32_t kv_head) const {
-  const ClusterIndex index = ClustersAt(form_, layout_, IndexHead(layer, kv_head));
-  DCHECK_LE(index.clusters, layout_.clusters.room);
-  return index;
-}
-
-ClusterIndex Segment::groups(uint32_t layer, uint32_t kv_head) const {
-  const ClusterIndex index = GroupsAt(form_, layout_, IndexHead(layer, kv_head));
-  DCHECK_LE(index.clusters, layout_.groups.room);
+ClusterIndex Segment::level(TreeLevel level, uint32_t layer, uint32_t kv_head) const {
+  const ClusterIndex index = LevelAt(form_, layout_, level, IndexHead(layer, kv_head));
+  DCHECK_LE(index.clusters, layout_.level(level).room);
   return index;
 }
 

@@ -63,9 +63,15 @@ class Segment {
   uint64_t bytes() const { return index_.size() + payload_.size(); }
 
   // Empty if the segment has no clusters.
-  ClusterIndex clusters(uint32_t layer, uint32_t kv_head) const;
+  ClusterIndex clusters(uint32_t layer, uint32_t kv_head) const {
+    return level(kLeaves, layer, kv_head);
+  }
   // Groups of clusters; none if the form has none.
-  ClusterIndex groups(uint32_t layer, uint32_t kv_head) const;
+  ClusterIndex groups(uint32_t layer, uint32_t kv_head) const {
+    return level(kGroups, layer, kv_head);
+  }
+  // None if the form does not have that level.
+  ClusterIndex level(TreeLevel level, uint32_t layer, uint32_t kv_head) const;
   // The following indexes may be asked for only if the segment has them. tokens: 16 or 64.
   BlockIndex blocks(uint32_t layer, uint32_t kv_head, uint32_t tokens) const;
   KeyCodeIndex labels(uint32_t layer, uint32_t kv_head) const {

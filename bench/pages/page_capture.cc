@@ -6,6 +6,7 @@
 #include <fstream>
 
 #include "absl/strings/str_cat.h"
+#include "attention/segment/run_tokens.h"
 #include "bench/build_segment.h"
 
 namespace attnd::bench {
@@ -69,8 +70,8 @@ std::shared_ptr<const SequenceView> SegmentPrompt(std::shared_ptr<const Sequence
                                                   uint64_t prompt_tokens, uint32_t threads) {
   while (prompt_tokens >= view->tail_begin + kWindow + kSegmentTokensMin) {
     const uint64_t left = prompt_tokens - kWindow - view->tail_begin;
-    view = WithSegment(view, static_cast<uint32_t>(std::min<uint64_t>(left, kSegmentTokens)), kSink,
-                       threads);
+    const uint32_t run = attention::RunTokens(view->indexes, view->tail_begin, kSegmentTokens);
+    view = WithSegment(view, static_cast<uint32_t>(std::min<uint64_t>(left, run)), kSink, threads);
   }
   return view;
 }

@@ -23,9 +23,9 @@ bool TailFits(const SegmentFileHeader& header, const FileMetadata& metadata) {
          header.index_head_bytes == 0;
 }
 
-bool SegmentFits(const SegmentFileHeader& header, const OpenArgs& args) {
-  const attention::SegmentForm form = {args.shape, *args.indexes, header.tokens,
-                                       header.unclustered};
+bool SegmentFits(const SegmentFileHeader& header, const FileMetadata& metadata) {
+  const attention::SegmentForm form = {metadata.args.shape, *metadata.args.indexes, header.tokens,
+                                       header.unclustered, metadata.sections};
   return header.tokens >= 1 && header.tokens <= attention::kSegmentTokensMax &&
          header.unclustered < header.tokens &&
          header.pages == PageGeometry::PagesFor(header.tokens) &&
@@ -40,7 +40,7 @@ bool Fits(const SegmentFileHeader& header, const FileMetadata& metadata) {
   const bool pages_fit = header.pages == 0 || header.page_bytes == PageGeometry(shape).page_bytes();
   if (!of_model || !pages_fit) return false;
   return header.kind == storage::SegmentKind::kTail ? TailFits(header, metadata)
-                                                    : SegmentFits(header, metadata.args);
+                                                    : SegmentFits(header, metadata);
 }
 
 }  // namespace

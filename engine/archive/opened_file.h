@@ -23,7 +23,7 @@ struct OpenedFile {
   // Only of a segment's file.
   attention::SegmentForm form() const {
     return {metadata.args.shape, metadata.args.indexes.value_or(attention::kClusterIndexes),
-            header().tokens, header().unclustered};
+            header().tokens, header().unclustered, metadata.sections};
   }
 };
 

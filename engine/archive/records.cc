@@ -22,7 +22,9 @@ using attention::PageGeometry;
 using storage::SegmentFileHeader;
 using storage::SegmentKind;
 
-constexpr uint32_t kIndexesGiven = 1;  // in Model.indexes: no kind has this bit
+// In Model.indexes; no kind has these bits (CheckIndexKinds).
+constexpr uint32_t kIndexesGiven = 1;
+constexpr uint32_t kSections = uint32_t{1} << 31;  // attention::SegmentForm::sections
 constexpr uint64_t kPositionsMax = uint64_t{1} << 40;
 
 absl::Status Damaged(absl::string_view what) {
@@ -41,13 +43,16 @@ absl::Status Newer(absl::string_view what) {
 absl::StatusOr<attention::IndexSet> DecodeIndexes(uint32_t bits) {
   if (bits == 0) return attention::kClusterIndexes;
   if ((bits & kIndexesGiven) == 0) return Damaged("unknown indexes");
-  const auto indexes = attention::IndexSet::FromBits(bits ^ kIndexesGiven);
+  const auto indexes = attention::IndexSet::FromBits(bits & ~(kIndexesGiven | kSections));
   if (!indexes.has_value()) return Newer(absl::StrCat("indexes ", bits));
   if (!indexes->Validate().ok()) return Damaged("indexes that exclude each other");
+  if ((bits & kSections) != 0 && indexes->cluster_form() != attention::ClusterForm::kTree) {
+    return Damaged("sections without a tree");
+  }
   return *indexes;
 }
 
-archive::Model EncodeModel(const OpenArgs& args) {
+archive::Model EncodeModel(const OpenArgs& args, bool sections) {
   archive::Model model;
   model.set_fingerprint(args.fingerprint);
   model.set_layers(args.shape.layers);
@@ -61,7 +66,9 @@ archive::Model EncodeModel(const OpenArgs& args) {
   model.set_shard_index(args.shard.index);
   model.set_shard_count(args.shard.count);
   model.set_latent(args.shape.latent);
-  if (args.indexes.has_value()) model.set_indexes(args.indexes->bits() | kIndexesGiven);
+  if (args.indexes.has_value()) {
+    model.set_indexes(args.indexes->bits() | kIndexesGiven | (sections ? kSections : 0));
+  }
   model.set_feature_maps(args.model_parts.feature_maps_id);
   return model;
 }
@@ -137,7 +144,7 @@ absl::StatusOr<std::string> LabelChannelsId(const attention::Segment& segment) {
 std::string EncodeMetadata(const FileMetadata& metadata) {
   archive::Metadata message;
   message.set_tenant(metadata.tenant);
-  *message.mutable_model() = EncodeModel(metadata.args);
+  *message.mutable_model() = EncodeModel(metadata.args, metadata.sections);
   for (const TokenIds::Run& run : metadata.token_ids) {
     archive::TokenRun* out = message.add_token_runs();
     out->set_first_position(run.first_position);
@@ -172,6 +179,7 @@ absl::StatusOr<FileMetadata> DecodeMetadata(const std::string& bytes, SegmentKin
     ATTND_RETURN_IF_ERROR(DecodeSealed(message.sealed(), &metadata));
     return metadata;
   }
+  metadata.sections = (message.model().indexes() & kSections) != 0;
   metadata.label_channels = message.label_channels();
   metadata.key_bounds.assign(message.key_bounds().begin(), message.key_bounds().end());
   const bool finite = std::all_of(metadata.key_bounds.begin(), metadata.key_bounds.end(),

@@ -27,6 +27,7 @@ struct FileMetadata {
   std::vector<TokenIds::Run> token_ids;
   std::vector<float> key_bounds;  // of segments: [layers]
   std::string label_channels;     // of segments: LabelChannelsId, or empty in older files
+  bool sections = false;          // of segments: SegmentForm::sections
   // Of tails.
   uint64_t sealed_id = 0;
   uint64_t tokens = 0;

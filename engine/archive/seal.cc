@@ -167,6 +167,7 @@ absl::StatusOr<Archive::Written> Archive::WriteSegment(const Sequence& sequence,
       RunsWithin(history.token_ids, segment.first_position(), segment.end_position());
   const auto bounds = history.segment_key_bounds.begin() + static_cast<ptrdiff_t>(i * layers);
   metadata.key_bounds.assign(bounds, bounds + layers);
+  metadata.sections = segment.form().sections;
   ATTND_ASSIGN_OR_RETURN(metadata.label_channels, LabelChannelsId(segment));
   header.metadata = EncodeMetadata(metadata);
   ATTND_ASSIGN_OR_RETURN(const uint64_t number, catalogue_->TakeNumbers(1));

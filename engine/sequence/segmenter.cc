@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "attention/segment/run_tokens.h"
 #include "common/status.h"
 
 namespace attnd::engine {
@@ -120,20 +121,23 @@ const Segmenter::Turn* Segmenter::NextTurn() const {
 }
 
 absl::Status Segmenter::SegmentPrefill(Sequence* sequence, const std::atomic<bool>* cancelled) {
-  return SegmentInTurns(sequence, kSegmentTokensMin, cancelled);
+  return SegmentInTurns(sequence, /*whole_runs=*/false, cancelled);
 }
 
 absl::Status Segmenter::SegmentWholeRuns(Sequence* sequence, const std::atomic<bool>* cancelled) {
-  return SegmentInTurns(sequence, options_.segment_tokens, cancelled);
+  return SegmentInTurns(sequence, /*whole_runs=*/true, cancelled);
 }
 
-absl::Status Segmenter::SegmentInTurns(Sequence* sequence, uint32_t min_tokens,
+absl::Status Segmenter::SegmentInTurns(Sequence* sequence, bool whole_runs,
                                        const std::atomic<bool>* cancelled) {
+  const uint32_t short_run = options_.segment_tokens;
+  const uint32_t min_tokens = whole_runs ? short_run : kSegmentTokensMin;
   try {
     while (sequence->HasSegment(min_tokens)) {
       Turn turn(this, *sequence);
       ATTND_RETURN_IF_ERROR(turn.Wait(cancelled));
-      ATTND_RETURN_IF_ERROR(BuildNext(sequence, min_tokens, options_.threads,
+      const uint32_t run = whole_runs ? short_run : sequence->PromptRun(short_run);
+      ATTND_RETURN_IF_ERROR(BuildNext(sequence, min_tokens, run, options_.threads,
                                       EventListener::BuildTrigger::kPrefill, cancelled)
                                 .status());
     }
@@ -213,7 +217,8 @@ bool Segmenter::BuildDue(Sequence* sequence) {
   const auto trigger =
       early ? EventListener::BuildTrigger::kEarly : EventListener::BuildTrigger::kBackground;
   const auto build = [&] {
-    return BuildNext(sequence, options_.segment_tokens, 1, trigger, /*cancelled=*/nullptr);
+    return BuildNext(sequence, options_.segment_tokens, options_.segment_tokens, 1, trigger,
+                     /*cancelled=*/nullptr);
   };
   absl::StatusOr<bool> built = build();
   // Copies must not take the room of the segment that makes them superfluous.
@@ -224,18 +229,23 @@ bool Segmenter::BuildDue(Sequence* sequence) {
 
 // ---- building ----
 
-absl::StatusOr<bool> Segmenter::BuildNext(Sequence* sequence, uint32_t min_tokens, uint32_t threads,
+absl::StatusOr<bool> Segmenter::BuildNext(Sequence* sequence, uint32_t min_tokens,
+                                          uint32_t max_tokens, uint32_t threads,
                                           EventListener::BuildTrigger trigger,
                                           const std::atomic<bool>* cancelled) {
   const auto start = std::chrono::steady_clock::now();
   absl::StatusOr<uint32_t> installed = 0;
   try {
-    const std::optional<SegmentJob> job =
-        trigger == EventListener::BuildTrigger::kEarly
-            ? sequence->NextEarly()
-            : sequence->NextSegment(min_tokens, options_.segment_tokens);
+    std::optional<SegmentJob> job = trigger == EventListener::BuildTrigger::kEarly
+                                        ? sequence->NextEarly()
+                                        : sequence->NextSegment(min_tokens, max_tokens);
     if (!job.has_value()) return false;
     installed = Build(sequence, *job, threads, cancelled);
+    // A segment is built beside the tail that it replaces: a shorter one may still find room.
+    if (absl::IsResourceExhausted(installed.status()) && job->tokens > options_.segment_tokens) {
+      job = sequence->NextSegment(min_tokens, options_.segment_tokens);
+      if (job.has_value()) installed = Build(sequence, *job, threads, cancelled);
+    }
   } catch (const std::bad_alloc&) {
     installed = NoMemory();
   }
@@ -252,13 +262,15 @@ absl::StatusOr<bool> Segmenter::BuildNext(Sequence* sequence, uint32_t min_token
 
 absl::StatusOr<uint32_t> Segmenter::Build(Sequence* sequence, const SegmentJob& job,
                                           uint32_t threads, const std::atomic<bool>* cancelled) {
+  const bool sections =
+      !sequence->on_device() && attention::WantsSections(sequence->indexes(), job.tokens);
   const attention::SegmentForm form = {sequence->shape(), sequence->indexes(), job.tokens,
-                                       job.unclustered};
+                                       job.unclustered, sections};
   ATTND_ASSIGN_OR_RETURN(
       Reservation memory,
       budget_->Reserve(Segment::IndexBytes(form) + Segment::PayloadBytes(form), "a segment"));
   SegmentBuilder builder(job.view, next_segment_id_.fetch_add(1, std::memory_order_relaxed),
-                         job.tokens, job.unclustered);
+                         job.tokens, job.unclustered, sections);
   if (!builder.allocated()) {
     return absl::ResourceExhaustedError("the system refused memory for a segment");
   }

@@ -61,8 +61,8 @@ class StepGate {
 class Segmenter {
  public:
   struct Options {
-    uint32_t segment_tokens = 8192;
-    uint32_t threads = 1;  // for a finished prefill; fewer if the system refuses some
+    uint32_t segment_tokens = 8192;  // of generated tokens, and at a prompt's beginning
+    uint32_t threads = 1;            // for a finished prefill; fewer if the system refuses some
     // Whether there is memory for early segments; null: as long as the budget gives some.
     std::function<bool()> early_allowed;
   };
@@ -76,14 +76,14 @@ class Segmenter {
   // system refuses the thread.
   absl::Status Start();
 
-  // Segments the prefill's tokens outside the window, in runs of segment_tokens; a rest of fewer
-  // than kSegmentTokensMin tokens stays in the tail. ResourceExhausted (budget or system),
-  // Unavailable (Shutdown), NotFound (the sequence was closed) and Cancelled (`cancelled` was set)
-  // leave a shorter chain, which is valid, too.
+  // Segments the prefill's tokens outside the window, in runs of Sequence::PromptRun, or of
+  // segment_tokens where memory is short; a rest of fewer than kSegmentTokensMin tokens stays in
+  // the tail. ResourceExhausted (budget or system), Unavailable (Shutdown), NotFound (the sequence
+  // was closed) and Cancelled (`cancelled` was set) leave a shorter chain, which is valid, too.
   absl::Status SegmentPrefill(Sequence* sequence, const std::atomic<bool>* cancelled);
 
-  // As SegmentPrefill, but only full runs: for a prompt that is still being uploaded while memory
-  // is short. The runs are those that SegmentPrefill would build.
+  // Only full runs of segment_tokens: for a prompt that is still being uploaded while memory is
+  // short.
   absl::Status SegmentWholeRuns(Sequence* sequence, const std::atomic<bool>* cancelled);
 
   // To be called when `sequence` has grown. Queues the sequence when a full run, or one for an
@@ -124,13 +124,13 @@ class Segmenter {
   void BackgroundLoop();
   // Builds what is due; whether there was something.
   bool BuildDue(Sequence* sequence);
-  absl::Status SegmentInTurns(Sequence* sequence, uint32_t min_tokens,
+  absl::Status SegmentInTurns(Sequence* sequence, bool whole_runs,
                               const std::atomic<bool>* cancelled);
   // Builds one segment, its heads on `threads` threads. False if there was none to build. No other
   // thread may build this sequence's segments meanwhile: the caller has its turn, or is the
   // background.
-  absl::StatusOr<bool> BuildNext(Sequence* sequence, uint32_t min_tokens, uint32_t threads,
-                                 EventListener::BuildTrigger trigger,
+  absl::StatusOr<bool> BuildNext(Sequence* sequence, uint32_t min_tokens, uint32_t max_tokens,
+                                 uint32_t threads, EventListener::BuildTrigger trigger,
                                  const std::atomic<bool>* cancelled);
   // Gives how many tokens were installed: all, or none if the segment no longer fits.
   absl::StatusOr<uint32_t> Build(Sequence* sequence, const SegmentJob& job, uint32_t threads,

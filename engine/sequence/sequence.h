@@ -125,6 +125,8 @@ class Sequence {
   // NOLINTBEGIN(bugprone-unchecked-optional-access): Engine::Open sets them
   const attention::Policy& policy() const { return *args_.policy; }
   const attention::IndexSet& indexes() const { return *args_.indexes; }
+  // Whether a device answers the sequence's rows, and builds its segments.
+  bool on_device() const { return args_.backend != nullptr && !args_.backend->device().empty(); }
   // NOLINTEND(bugprone-unchecked-optional-access)
 
   // Appends tokens, or recognises them as a repeat; returns how many tokens are new. Errors as for
@@ -190,6 +192,11 @@ class Sequence {
 
   // The next segment of at least min_tokens and at most max_tokens outside the window, or nothing.
   std::optional<SegmentJob> NextSegment(uint32_t min_tokens, uint32_t max_tokens);
+  // Tokens of the segment that a prompt's next ones are to become (attention::RunTokens), at least
+  // `least`. Longer runs than `least` are for trees that the CPU answers and builds, and for tokens
+  // without ids: what has ids is cut alike in every sequence, so that prompts find one another's
+  // beginnings.
+  uint32_t PromptRun(uint32_t least);
   // Whether NextSegment would return one.
   bool HasSegment(uint32_t min_tokens);
   // The next early segment, or nothing. Only behind a segment, as the first one fixes what all have

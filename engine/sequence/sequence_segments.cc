@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "attention/segment/run_tokens.h"
 #include "engine/sequence/sequence.h"
 
 namespace attnd::engine {
@@ -22,6 +23,14 @@ uint64_t Sequence::SegmentsEnd() const {
 bool Sequence::HasSegment(uint32_t min_tokens) {
   MutexLock lock(mutex_);
   return SegmentsEnd() >= tail_.begin() + min_tokens;
+}
+
+uint32_t Sequence::PromptRun(uint32_t least) {
+  if (on_device()) return least;
+  MutexLock lock(mutex_);
+  const uint64_t begin = tail_.begin();
+  if (!token_ids_.Runs(begin, begin + 1).empty()) return least;
+  return attention::RunTokens(indexes(), begin, least);
 }
 
 bool Sequence::HasEarly() const {

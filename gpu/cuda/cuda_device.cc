@@ -25,7 +25,7 @@ namespace {
 // The kernels say these again, as they include nothing of absl's.
 static_assert(cuda::kIndexClusterTokens == attention::kClusterTokens);
 static_assert(cuda::kIndexLeafTokens == attention::kLeafTokens);
-static_assert(cuda::kIndexGroupTokens == attention::kLeafTokens * attention::kGroupLeaves);
+static_assert(cuda::kIndexGroupTokens == attention::kLeafTokens * attention::kTreeFan);
 static_assert(cuda::kIndexValueShare == attention::kValueShare);
 static_assert(cuda::kIndexLateShare == attention::kLateShare);
 static_assert(cuda::kIndexIterations == attention::kKMeansIterations);

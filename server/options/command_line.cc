@@ -46,7 +46,8 @@ ABSL_FLAG(uint32_t, max_query_tokens, Defaults().max_query_tokens,
           "query tokens of a Decode message, all rows together");
 ABSL_FLAG(ByteSize, max_message_bytes, ByteSize{Defaults().max_message_bytes},
           "largest message in either direction");
-ABSL_FLAG(uint32_t, segment_tokens, Defaults().segment_tokens, "tokens of a segment");
+ABSL_FLAG(uint32_t, segment_tokens, Defaults().segment_tokens,
+          "tokens of a segment of generated text, and of a prompt's first segments");
 ABSL_FLAG(std::string, default_policy, "dense",
           "policy of sequences that choose none: NAME or NAME:key=value,key=value");
 ABSL_FLAG(uint32_t, reply_timeout_s, Defaults().reply_timeout_s,

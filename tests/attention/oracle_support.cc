@@ -73,22 +73,21 @@ std::vector<oracle::Cluster> Stored(const Segment& segment, uint32_t layer, uint
 
 std::vector<oracle::Cluster> StoredClusters(const Segment& segment, uint32_t layer,
                                             uint32_t kv_head) {
-  return Stored(segment, layer, kv_head, segment.clusters(layer, kv_head));
+  return StoredLevel(segment, kLeaves, layer, kv_head);
 }
 
-std::vector<oracle::Cluster> StoredGroups(const Segment& segment, uint32_t layer,
-                                          uint32_t kv_head) {
-  return Stored(segment, layer, kv_head, segment.groups(layer, kv_head));
+std::vector<oracle::Cluster> StoredLevel(const Segment& segment, TreeLevel level, uint32_t layer,
+                                         uint32_t kv_head) {
+  return Stored(segment, layer, kv_head, segment.level(level, layer, kv_head));
 }
 
 oracle::Regression StoredRegression(const Segment& segment, uint32_t layer, uint32_t kv_head,
-                                    bool groups) {
+                                    TreeLevel level) {
   const ModelShape& shape = segment.shape();
   const ClusterIndex index = segment.clusters(layer, kv_head);
   const size_t dim = shape.head_dim;
   oracle::Regression stored;
-  for (const oracle::Cluster& cluster :
-       groups ? StoredGroups(segment, layer, kv_head) : StoredClusters(segment, layer, kv_head)) {
+  for (const oracle::Cluster& cluster : StoredLevel(segment, level, layer, kv_head)) {
     stored.sizes.push_back(cluster.size);
     stored.centroids.push_back(cluster.centroid);
     stored.mean_values.push_back(cluster.mean_value);
@@ -165,12 +164,11 @@ oracle::Indices TokensOfBestClusters(const TestRow& row, uint32_t layer, uint32_
   return all;
 }
 
-oracle::RegressionInput MakeRegressionInput(const TestRow& row, uint32_t layer, uint32_t kv_head,
-                                            bool groups) {
+oracle::RegressionInput MakeRegressionInput(const TestRow& row, uint32_t layer, uint32_t kv_head) {
   const ModelShape& shape = row.sequence->spec.shape;
   oracle::RegressionInput input;
   for (const auto& segment : row.sequence->view->segments) {
-    input.segments.push_back(StoredRegression(*segment, layer, kv_head, groups));
+    input.segments.push_back(StoredRegression(*segment, layer, kv_head));
   }
   input.scale = shape.softmax_scale;
   input.value_dim = shape.value_dim;

@@ -24,13 +24,13 @@ namespace attnd::attention::test {
 std::vector<oracle::Cluster> StoredClusters(const Segment& segment, uint32_t layer,
                                             uint32_t kv_head);
 
-// The same of a tree's groups, whose members are tokens, too.
-std::vector<oracle::Cluster> StoredGroups(const Segment& segment, uint32_t layer, uint32_t kv_head);
+// The same of a level of a tree, whose members are tokens, too.
+std::vector<oracle::Cluster> StoredLevel(const Segment& segment, TreeLevel level, uint32_t layer,
+                                         uint32_t kv_head);
 
-// The regression of a segment that has one, as its index stores it: over its clusters, or over its
-// groups.
+// The regression of a segment that has one, as its index stores it, over the rows of a level.
 oracle::Regression StoredRegression(const Segment& segment, uint32_t layer, uint32_t kv_head,
-                                    bool groups = false);
+                                    TreeLevel level = kLeaves);
 
 // What one (query token, KV head) of a row sees.
 oracle::PolicyInput MakeInput(const TestRow& row, uint32_t layer, uint32_t query_token,
@@ -42,8 +42,7 @@ oracle::Indices TokensOfBestClusters(const TestRow& row, uint32_t layer, uint32_
                                      uint32_t kv_head, size_t tokens);
 
 // The regressions of all segments that a row's query tokens see.
-oracle::RegressionInput MakeRegressionInput(const TestRow& row, uint32_t layer, uint32_t kv_head,
-                                            bool groups = false);
+oracle::RegressionInput MakeRegressionInput(const TestRow& row, uint32_t layer, uint32_t kv_head);
 
 // A backend's plan with clusters numbered through.
 oracle::Plan NumberedPlan(const Plan& plan, const oracle::PolicyInput& input);

@@ -47,11 +47,11 @@ void ExpectBuilt(const SegmentCase& c, const ModelShape& shape, const IndexSet& 
     heads.push_back(MakeHeadData(shape, c.begin + c.tokens + 5, &random));
   }
   const auto view = Skip(MakeTailView(shape, c.begin + c.tokens + 5, heads, indexes), c.begin);
-  const auto segment = BuildSegment(view, c.tokens, c.unclustered, 42);
+  const auto segment = BuildSegment(view, c.tokens, c.unclustered, 42, kBuildQuantumUs, c.sections);
   EXPECT_EQ(segment->id(), 42u);
   EXPECT_EQ(segment->first_position(), c.begin);
   EXPECT_EQ(segment->end_position(), c.begin + c.tokens);
-  const SegmentForm form = {shape, indexes, c.tokens, c.unclustered};
+  const SegmentForm form = {shape, indexes, c.tokens, c.unclustered, c.sections};
   EXPECT_EQ(segment->form(), form);
   EXPECT_EQ(segment->bytes(), Segment::IndexBytes(form) + Segment::PayloadBytes(form));
   for (uint32_t h = 0; h < heads.size(); ++h) {

@@ -23,6 +23,7 @@ struct SegmentCase {
   uint32_t begin;  // tokens of the sequence before the segment
   uint32_t tokens, unclustered;
   bool latent = false;
+  bool sections = false;
 };
 void PrintTo(const SegmentCase& c, std::ostream* out);
 // Of four query heads, two KV heads unless latent, and two layers.

@@ -71,6 +71,7 @@ struct SequenceSpec {
   uint32_t sink = 4;                     // unclustered tokens of the first segment
   uint64_t seed = 1;
   IndexSet indexes = kClusterIndexes;
+  uint32_t sections_above = kSegmentTokensMax;      // longer segments have sections
   std::shared_ptr<const FeatureMaps> feature_maps;  // of indexes with a summary
   double key_scale = 1, value_scale = 1;            // factors on keys and values of unit size
 
@@ -98,10 +99,12 @@ std::shared_ptr<const SequenceView> MakeTailView(const ModelShape& shape, uint64
                                                  const std::vector<HeadData>& heads,
                                                  const IndexSet& indexes = kClusterIndexes);
 
+inline constexpr int64_t kBuildQuantumUs = 1000000;
 // Turns the first `tokens` of the view's tail into a segment; `quantum_us` at a time.
 std::shared_ptr<const Segment> BuildSegment(const std::shared_ptr<const SequenceView>& view,
                                             uint32_t tokens, uint32_t unclustered, uint64_t id = 1,
-                                            int64_t quantum_us = 1000000);
+                                            int64_t quantum_us = kBuildQuantumUs,
+                                            bool sections = false);
 
 struct TestSequence {
   SequenceSpec spec;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <string>
 #include <utility>
 
 #include "attention/policy/estimate_limits.h"
@@ -22,71 +23,178 @@ void Append(const oracle::Regression& from, size_t i, oracle::Regression* to) {
   to->spread.push_back(from.spread[i]);
 }
 
+// TreeRows of a segment's index, of any level.
+struct Row {
+  TreeLevel level = kLeaves;
+  uint32_t number = 0;
+};
+using TreeRows = std::vector<std::vector<Row>>;  // of each segment
+
+// One query token and KV head of a row, over the levels of its trees.
+class Levels {
+ public:
+  Levels(const TestRow& row, uint32_t layer, uint32_t kv_head, const Plan& given)
+      : row_(row), layer_(layer), kv_head_(kv_head), given_(given) {}
+
+  size_t segments() const { return row_.sequence->view->segments.size(); }
+  ClusterIndex index(size_t segment, TreeLevel level) const {
+    return row_.sequence->view->segments[segment]->level(level, layer_, kv_head_);
+  }
+  size_t count(TreeLevel level) const {
+    size_t count = 0;
+    for (size_t s = 0; s < segments(); ++s) count += index(s, level).clusters;
+    return count;
+  }
+  bool is_closed(uint32_t segment, const Row& row) const {
+    const auto& closed = row.level == kSections ? given_.closed_sections : given_.closed;
+    return row.level != kLeaves &&
+           std::binary_search(closed.begin(), closed.end(), ClusterRef{segment, row.number});
+  }
+
+  // Each segment's highest level.
+  TreeRows Highest() const {
+    TreeRows rows(segments());
+    for (size_t s = 0; s < segments(); ++s) {
+      const TreeLevel level = index(s, kSections).clusters > 0 ? kSections : kGroups;
+      for (uint32_t i = 0; i < index(s, level).clusters; ++i) rows[s].push_back({level, i});
+    }
+    return rows;
+  }
+  // The members of the rows of `level` that are not closed in their place; those that are behind
+  // them.
+  TreeRows Opened(const TreeRows& rows, TreeLevel level) const {
+    TreeRows result(segments());
+    for (uint32_t s = 0; s < segments(); ++s) {
+      std::vector<Row> closed;
+      for (const Row& row : rows[s]) {
+        if (row.level > level || is_closed(s, row)) {
+          closed.push_back(row);
+        } else if (row.level < level) {
+          result[s].push_back(row);
+        } else {
+          const ClusterIndex of = index(s, level);
+          for (uint32_t m = of.first_members[row.number]; m < of.first_members[row.number + 1];
+               ++m) {
+            result[s].push_back({static_cast<TreeLevel>(level - 1), m});
+          }
+        }
+      }
+      result[s].insert(result[s].end(), closed.begin(), closed.end());
+    }
+    return result;
+  }
+
+  // What the oracle chooses from over these rows.
+  oracle::RegressionInput Input(const TreeRows& rows) const {
+    oracle::RegressionInput input = MakeRegressionInput(row_, layer_, kv_head_);
+    for (size_t s = 0; s < segments(); ++s) {
+      const Segment& segment = *row_.sequence->view->segments[s];
+      std::map<TreeLevel, oracle::Regression> levels;
+      oracle::Regression& own = input.segments[s];
+      own.sizes.clear();
+      own.centroids.clear();
+      own.mean_values.clear();
+      own.variances.clear();
+      own.spread.clear();
+      for (const Row& row : rows[s]) {
+        if (!levels.contains(row.level)) {
+          levels[row.level] = StoredRegression(segment, layer_, kv_head_, row.level);
+        }
+        Append(levels[row.level], row.number, &own);
+      }
+    }
+    return input;
+  }
+  std::vector<oracle::Cluster> Clusters(size_t segment, const std::vector<Row>& rows) const {
+    std::map<TreeLevel, std::vector<oracle::Cluster>> levels;
+    std::vector<oracle::Cluster> clusters;
+    for (const Row& row : rows) {
+      if (!levels.contains(row.level)) {
+        levels[row.level] =
+            StoredLevel(*row_.sequence->view->segments[segment], row.level, layer_, kv_head_);
+      }
+      clusters.push_back(levels[row.level][row.number]);
+    }
+    return clusters;
+  }
+
+ private:
+  const TestRow& row_;
+  const uint32_t layer_, kv_head_;
+  const Plan& given_;
+};
+
+// What is wrong with the plan's choice of the rows of `level` that it opens, of these rows.
+std::string WrongOpening(const TestRow& row, const Levels& levels, const TreeRows& rows,
+                         TreeLevel level, oracle::RegressionInput input,
+                         const std::vector<oracle::Vector>& queries,
+                         const std::vector<oracle::SoftmaxState>& zones, OpenedTree* tree) {
+  std::vector<bool> candidates;
+  oracle::Plan opening;
+  for (uint32_t s = 0; s < rows.size(); ++s) {
+    for (const Row& each : rows[s]) {
+      const bool opens = each.level == level && !levels.is_closed(s, each);
+      (opens ? opening.exact : opening.estimated).push_back(candidates.size());
+      candidates.push_back(each.level == level);
+      input.undecided.push_back(each.level < level);
+    }
+  }
+  const bool groups = level == kGroups;
+  const double share = std::min(1.0, std::max(kOpenedShare, kOpenedPerFloor * row.policy.floor));
+  const size_t least =
+      std::max<size_t>(oracle::FractionCount(share, levels.count(level)), kOpenedLeast);
+  if (groups) {
+    tree->opened = opening.exact.size();
+    tree->least_opened = std::min<size_t>(least, std::ranges::count(candidates, true));
+  }
+  const bool by_head = row.policy.quantile > 0;
+  const double factor = by_head ? ErrorFactor(row.policy.quantile) : 1;
+  const auto select = by_head ? oracle::SelectForHeads : oracle::SelectAmong;
+  const double closed = groups ? kClosedErrorShare : kClosedSectionsShare;
+  const std::string wrong =
+      oracle::CheckPlan(select(input, queries, zones, closed * row.policy.tolerance / factor, least,
+                               candidates, kGroupOptimism, /*margin=*/1e-4)
+                            .selection,
+                        opening);
+  return wrong.empty() ? "" : (groups ? "groups: " : "sections: ") + wrong;
+}
+
 }  // namespace
 
 OpenedTree OpenAsGiven(const TestRow& row, uint32_t layer, uint32_t kv_head,
                        const std::vector<oracle::Vector>& queries,
                        const std::vector<oracle::SoftmaxState>& zones, const Plan& given) {
   OpenedTree tree;
-  const oracle::RegressionInput leaves = MakeRegressionInput(row, layer, kv_head);
-  const auto groups = std::make_shared<const oracle::RegressionInput>(
-      MakeRegressionInput(row, layer, kv_head, /*groups=*/true));
-  tree.regression.scale = leaves.scale;
-  tree.regression.value_dim = leaves.value_dim;
-  tree.regression.outputs_of = groups;
-  oracle::Plan opening;
+  const Levels levels(row, layer, kv_head, given);
+  const TreeRows highest = levels.Highest();
+  const TreeRows groups = levels.Opened(highest, kSections);
+  const auto of_groups = std::make_shared<const oracle::RegressionInput>(levels.Input(groups));
+  const TreeRows leaves = levels.Opened(groups, kGroups);
+  tree.regression = levels.Input(leaves);
+  tree.regression.outputs_of = of_groups;
   std::map<ClusterRef, size_t> number;  // of opened groups' clusters
-  size_t group = 0;
-  for (uint32_t s = 0; s < leaves.segments.size(); ++s) {
-    const Segment& segment = *row.sequence->view->segments[s];
-    const ClusterIndex index = segment.groups(layer, kv_head);
-    const auto clusters_of = StoredClusters(segment, layer, kv_head);
-    const auto groups_of = StoredGroups(segment, layer, kv_head);
-    oracle::Regression& own = tree.regression.segments.emplace_back();
-    own.axes = leaves.segments[s].axes;
-    own.slope = leaves.segments[s].slope;
-    std::vector<oracle::Cluster>& clusters = tree.segments.emplace_back();
-    const auto is_closed = [&](uint32_t g) {
-      return std::binary_search(given.closed.begin(), given.closed.end(), ClusterRef{s, g});
-    };
-    for (uint32_t g = 0; g < index.clusters; ++g, ++group) {
-      (is_closed(g) ? opening.estimated : opening.exact).push_back(group);
-      for (uint32_t c = index.first_members[g]; c < index.first_members[g + 1]; ++c) {
-        if (is_closed(g)) break;
-        number[{s, c}] = tree.candidates.size();
-        tree.candidates.push_back(true);
-        Append(leaves.segments[s], c, &own);
-        clusters.push_back(clusters_of[c]);
-      }
-    }
-    for (uint32_t g = 0; g < index.clusters; ++g) {
-      if (!is_closed(g)) continue;
-      tree.plan.estimated.push_back(tree.candidates.size());
-      tree.candidates.push_back(false);
-      Append(groups->segments[s], g, &own);
-      clusters.push_back(groups_of[g]);
+  for (uint32_t s = 0; s < leaves.size(); ++s) {
+    tree.segments.push_back(levels.Clusters(s, leaves[s]));
+    for (const Row& each : leaves[s]) {
+      const bool is_leaf = each.level == kLeaves;
+      if (is_leaf) number[{s, each.number}] = tree.candidates.size();
+      if (!is_leaf) tree.plan.estimated.push_back(tree.candidates.size());
+      tree.candidates.push_back(is_leaf);
     }
   }
   for (const ClusterRef& ref : given.exact) tree.plan.exact.push_back(number.at(ref));
   for (const ClusterRef& ref : given.estimated) tree.plan.estimated.push_back(number.at(ref));
   std::sort(tree.plan.estimated.begin(), tree.plan.estimated.end());
-  tree.floor_count = oracle::FractionCount(row.policy.floor, oracle::ClusterCount(leaves));
-  const double share = std::min(1.0, std::max(kOpenedShare, kOpenedPerFloor * row.policy.floor));
-  const size_t count = oracle::ClusterCount(*groups);
-  tree.opened = opening.exact.size();
-  tree.least_opened =
-      std::max(oracle::FractionCount(share, count), std::min<size_t>(kOpenedLeast, count));
-  const bool by_head = row.policy.quantile > 0;
+  tree.floor_count = oracle::FractionCount(row.policy.floor, levels.count(kLeaves));
   // Where no prediction can carry a share of rows, everything is opened and read.
-  if (by_head && given.closed.empty() && given.estimated.empty()) return tree;
-  const double factor = by_head ? ErrorFactor(row.policy.quantile) : 1;
-  const auto select = by_head ? oracle::SelectForHeads : oracle::SelectAmong;
-  tree.wrong = oracle::CheckPlan(
-      select(*groups, queries, zones, kClosedErrorShare * row.policy.tolerance / factor,
-             tree.least_opened, std::vector<bool>(count, true), kGroupOptimism,
-             /*margin=*/1e-4)
-          .selection,
-      opening);
+  const bool all = given.closed.empty() && given.closed_sections.empty() && given.estimated.empty();
+  if (levels.count(kSections) > 0 && !(all && row.policy.quantile > 0)) {
+    tree.wrong =
+        WrongOpening(row, levels, highest, kSections, levels.Input(highest), queries, zones, &tree);
+  }
+  const std::string wrong =
+      WrongOpening(row, levels, groups, kGroups, *of_groups, queries, zones, &tree);
+  if (tree.wrong.empty() && !(all && row.policy.quantile > 0)) tree.wrong = wrong;
   return tree;
 }
 

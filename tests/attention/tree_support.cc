@@ -27,11 +27,10 @@ void ExpectByteRow(const ByteRows& rows, size_t stride, size_t i, const oracle::
 }
 
 void ExpectLevel(const Segment& segment, uint32_t layer, uint32_t kv_head, const Matrix& keys,
-                 const Matrix& values, const std::vector<size_t>& assignment, bool groups) {
+                 const Matrix& values, const std::vector<size_t>& assignment, TreeLevel level) {
   const ModelShape& shape = segment.shape();
-  const ClusterIndex index =
-      groups ? segment.groups(layer, kv_head) : segment.clusters(layer, kv_head);
-  const oracle::Regression stored = StoredRegression(segment, layer, kv_head, groups);
+  const ClusterIndex index = segment.level(level, layer, kv_head);
+  const oracle::Regression stored = StoredRegression(segment, layer, kv_head, level);
   const oracle::Regression expected = oracle::RegressInAxes(keys, values, assignment, stored.axes);
   Matrix turned;
   for (const oracle::Vector& key : keys) {
@@ -46,7 +45,7 @@ void ExpectLevel(const Segment& segment, uint32_t layer, uint32_t kv_head, const
       oracle::ValueSpread(keys, values, assignment, stored.axes, stored.slope);
   ASSERT_EQ(expected.sizes.size(), index.clusters);
   for (uint32_t i = 0; i < index.clusters; ++i) {
-    SCOPED_TRACE(testing::Message() << (groups ? "group " : "cluster ") << i);
+    SCOPED_TRACE(testing::Message() << "level " << level << ", row " << i);
     EXPECT_EQ(stored.sizes[i], expected.sizes[i]);
     EXPECT_FLOAT_EQ(index.log_size[i], static_cast<float>(std::log(expected.sizes[i])));
     ExpectByteRow(index.byte_centroids, shape.head_dim, i, expected.centroids[i], 4);
@@ -63,7 +62,7 @@ void ExpectLevel(const Segment& segment, uint32_t layer, uint32_t kv_head, const
     EXPECT_NEAR(index.spread[i], std::sqrt(rest[i]), 1e-4 * std::sqrt(rest[i]) + 1e-5);
     if (testing::Test::HasFailure()) return;
   }
-  if (groups) return;                     // slopes are those of the clusters
+  if (level != kLeaves) return;           // slopes are those of the clusters
   constexpr double kRoundedSlope = 4e-3;  // bf16 has 8 bits
   EXPECT_LE(oracle::SlopeError(keys, values, assignment, stored.axes, stored.slope), kRoundedSlope);
   EXPECT_LE(oracle::AxesError(keys, assignment, stored.axes).off_diagonal, kRoundedSlope);
@@ -78,16 +77,16 @@ void ExpectTree(const Segment& segment, uint32_t layer, uint32_t kv_head, const 
   const Matrix keys = Rows(data.keys, shape.head_dim, first, segment.clustered());
   const Matrix values = Rows(data.values, shape.value_dim, first, segment.clustered());
   std::vector<size_t> assignment = AssignmentOf(segment, layer, kv_head);
-  ExpectLevel(segment, layer, kv_head, keys, values, assignment, /*groups=*/false);
-  const ClusterIndex groups = segment.groups(layer, kv_head);
-  std::vector<size_t> group_of(segment.clusters(layer, kv_head).clusters);
-  for (uint32_t g = 0; g < groups.clusters; ++g) {
-    for (uint32_t c = groups.first_members[g]; c < groups.first_members[g + 1]; ++c) {
-      group_of[c] = g;
-    }
+  ExpectLevel(segment, layer, kv_head, keys, values, assignment, kLeaves);
+  EXPECT_EQ(segment.level(kSections, layer, kv_head).clusters > 0, segment.form().sections);
+  for (const TreeLevel level : {kGroups, kSections}) {
+    const ClusterIndex index = segment.level(level, layer, kv_head);
+    if (index.clusters == 0) return;
+    std::vector<size_t> parent_of;  // of each row of the level below
+    for (uint32_t i = 0; i < index.clusters; ++i) parent_of.resize(index.first_members[i + 1], i);
+    for (size_t& row : assignment) row = parent_of.at(row);
+    ExpectLevel(segment, layer, kv_head, keys, values, assignment, level);
   }
-  for (size_t& cluster : assignment) cluster = group_of[cluster];
-  ExpectLevel(segment, layer, kv_head, keys, values, assignment, /*groups=*/true);
 }
 
 }  // namespace attnd::attention::test

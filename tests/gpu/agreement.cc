@@ -184,7 +184,7 @@ class StatsOfPlans {
 
 // What is wrong with a plan, empty if nothing is.
 std::string CheckPlan(const ClusterJudge& judge) {
-  if (!judge.WrongOpening().empty()) return "groups: " + judge.WrongOpening();
+  if (!judge.WrongOpening().empty()) return judge.WrongOpening();
   const oracle::Selection selection = judge.Select();
   const std::string wrong = oracle::CheckPlan(selection, judge.plan());
   return wrong.empty() ? CheckCounts(judge, selection) : wrong;

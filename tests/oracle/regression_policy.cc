@@ -237,7 +237,10 @@ ErrorTargetSelection SelectAmong(const RegressionInput& input, const std::vector
     floor_ranking.push_back(result.optimistic[i] / places[i].Size());
   }
   double left = 0.0;
-  for (std::size_t i = 0; i < count; ++i) left += candidates[i] ? 0.0 : result.errors[i];
+  for (std::size_t i = 0; i < count; ++i) {
+    const bool counts = !candidates[i] && (input.undecided.empty() || !input.undecided[i]);
+    left += counts ? result.errors[i] : 0.0;
+  }
   // A budget of nothing, unlike a tolerance of nothing, leaves clusters without error.
   const double budget2 = std::max(tolerance * tolerance - left, 0.0);
   const double allowed = tolerance > 0.0 ? std::max(std::sqrt(budget2), 1e-300) : 0.0;

@@ -42,6 +42,8 @@ struct RegressionInput {
   // Whose first pass gives the outputs that errors are relative to before anything is read: the
   // groups of which some were opened. Null: this input's own.
   std::shared_ptr<const RegressionInput> outputs_of = nullptr;
+  // Which clusters are chosen from later: their errors count in no budget. Empty: none.
+  std::vector<bool> undecided = {};
   // Of each cluster, at how many deviations above its mean a token may be hidden; empty where
   // hidden tokens do not count.
   Vector hidden_deviations = {};

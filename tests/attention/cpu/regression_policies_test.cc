@@ -383,6 +383,54 @@ TEST_F(RegressionRows, TheLeastOfATreesGroupsIsOpened) {
   EXPECT_GT(closed_with_tolerance, 0u);
 }
 
+// Of a long segment sections are opened first, then groups of these and of a segment that has no
+// sections, then the clusters of these are read or estimated. Each of the three choices is right,
+// and so is the answer.
+TEST_F(RegressionRows, SectionsAreOpenedBeforeGroups) {
+  SequenceSpec spec = Spec({6000, 30000}, 70);
+  spec.shape = MakeShape(2, 1, 16, 16, DType::kFp32);
+  spec.indexes = kTreeIndexes;
+  spec.sections_above = 8192;
+  TestSequence sequence = MakeSequence(spec);
+  const auto& segments = sequence.view->segments;
+  ASSERT_EQ(segments[0]->level(kSections, 0, 0).clusters, 0u);
+  const uint32_t sections = segments[1]->level(kSections, 0, 0).clusters;
+  ASSERT_GT(sections, kOpenedLeast);
+  const auto step_of = [&](const std::map<std::string, std::string>& parameters, double length) {
+    TestRow row = MakeRow(&sequence, Parse("error-target", parameters), spec.tokens() - 1, 1, false,
+                          DType::kFp32, 0, spec.seed);
+    for (float& x : row.queries) x *= static_cast<float>(length);
+    RunAndCheckRows(backend_.get(), 0, {&row, 1});
+    return RunStep(backend_.get(), 0, {&row, 1});
+  };
+  size_t closed_sections = 0, closed_groups = 0;
+  for (const double length : {1.0, 6.0}) {
+    for (const auto& parameters : std::vector<std::map<std::string, std::string>>{
+             {{"tolerance", "off"}},
+             {{"tolerance", "0.3"}},
+             {{"tolerance", "0.02"}, {"floor", "0.002"}},
+             {{"tolerance", "0.3"}, {"quantile", "0.8"}}}) {
+      SCOPED_TRACE(testing::Message() << "queries " << length << " times as long");
+      const StepResult step = step_of(parameters, length);
+      if (HasFatalFailure()) return;
+      closed_sections += step.plans[0].closed_sections.size();
+      closed_groups += step.plans[0].closed.size();
+      // What was looked at: every row of the highest levels, and the members of what was opened.
+      const Plan& plan = step.plans[0];
+      uint64_t rows = sections + segments[0]->groups(0, 0).clusters;
+      rows += segments[1]->groups(0, 0).clusters;
+      for (const ClusterRef& ref : plan.closed_sections) {
+        const ClusterIndex index = segments[1]->level(kSections, 0, 0);
+        rows -= index.first_members[ref.cluster + 1] - index.first_members[ref.cluster];
+      }
+      rows += plan.exact.size() + plan.estimated.size();
+      EXPECT_EQ(step.rows[0].stats.index_rows, rows);
+    }
+  }
+  EXPECT_GT(closed_sections, 0u);
+  EXPECT_GT(closed_groups, 0u);
+}
+
 // ---- pages that are not there ----
 
 // What was to be read and is not there is estimated like the rest: with its shift, its part of the

@@ -163,6 +163,7 @@ void CheckRow(const StepResult& step, size_t r, const TestRow& row, uint32_t lay
         EXPECT_TRUE(std::is_sorted(given->exact.begin(), given->exact.end()));
         EXPECT_TRUE(std::is_sorted(given->estimated.begin(), given->estimated.end()));
         EXPECT_TRUE(std::is_sorted(given->closed.begin(), given->closed.end()));
+        EXPECT_TRUE(std::is_sorted(given->closed_sections.begin(), given->closed_sections.end()));
       }
       const ClusterJudge judge(row, layer, token, kv_head, given);
       const oracle::PolicyInput& input = judge.input();

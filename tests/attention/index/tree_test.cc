@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Goal: a tree is what its definition says (docs/POLICIES.md, "A tree of clusters"): clusters of
-// some eight tokens in groups, and both levels described from the tokens that they have. Method:
-// seeded random keys and values. The oracle describes the index's own clusters and groups in double
-// precision, straight from the tokens, in the index's own axes; the index describes groups from
-// their clusters. What is stored in bytes may differ by half a step.
+// some eight tokens in groups, these in sections, and all levels described from the tokens that
+// they have. Method: seeded random keys and values. The oracle describes the index's own clusters
+// and groups in double precision, straight from the tokens, in the index's own axes; the index
+// describes groups and sections from their clusters. What is stored in bytes may differ by half a
+// step.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -46,30 +47,50 @@ TEST(DivideAmongGroupsTest, EachFurtherClusterGoesWhereTokensAreMost) {
   }
 }
 
-TEST(TreeClusteringTest, GroupsAreMadeOfWholeClustersAndNoneIsEmpty) {
+// At every level clusters hold whole clusters of the level below, and none is empty; the order
+// holds every point once, and a cluster's points by their numbers.
+TEST(TreeClusteringTest, LevelsAreMadeOfWholeClusters) {
   constexpr size_t kDim = 16;
   Random random(TestSeed());
   SCOPED_TRACE(testing::Message() << "seed " << TestSeed());
   for (const size_t n : {1u, 7u, 64u, 65u, 700u, 3000u}) {
-    const std::vector<float> points = random.Normals(n * kDim);
-    TreeClustering tree, again;
-    const TreeClustering::Sizes sizes{(n + 63) / 64, (n + 7) / 8, 0.25};
-    for (TreeClustering* each : {&tree, &again}) {
-      each->Start(points, n, kDim, sizes);
-      while (each->RunChunk()) {
+    for (const size_t levels : {1u, 2u, 3u}) {
+      SCOPED_TRACE(testing::Message() << n << " points, " << levels << " levels");
+      const std::vector<float> points = random.Normals(n * kDim);
+      TreeClustering::Sizes sizes{{(n + 511) / 512, (n + 63) / 64, (n + 7) / 8}, 0.25};
+      sizes.levels.erase(sizes.levels.begin(), sizes.levels.end() - static_cast<int>(levels));
+      TreeClustering tree, again;
+      for (TreeClustering* each : {&tree, &again}) {
+        each->Start(points, n, kDim, sizes);
+        while (each->RunChunk()) {
+        }
+      }
+      EXPECT_TRUE(std::ranges::equal(tree.order(), again.order()));
+      EXPECT_TRUE(std::ranges::equal(tree.starts(), again.starts()));
+      std::vector<uint32_t> sorted(tree.order().begin(), tree.order().end());
+      std::ranges::sort(sorted);
+      std::vector<uint32_t> all(n);
+      std::iota(all.begin(), all.end(), 0u);
+      EXPECT_EQ(sorted, all);
+      std::span<const uint32_t> starts = tree.starts();
+      EXPECT_LE(starts.size(), sizes.levels.back() + 1);
+      EXPECT_EQ(starts.front(), 0u);
+      EXPECT_EQ(starts.back(), n);
+      EXPECT_TRUE(std::ranges::is_sorted(starts, std::less_equal<>()));
+      for (size_t c = 0; c + 1 < starts.size(); ++c) {
+        EXPECT_TRUE(std::ranges::is_sorted(
+            tree.order().subspan(starts[c], starts[c + 1] - starts[c]), std::less_equal<>()));
+      }
+      size_t below = starts.size() - 1;
+      for (size_t above = 1; above < levels; ++above) {
+        const std::span<const uint32_t> first = tree.first_members(above);
+        EXPECT_LE(first.size(), sizes.levels[levels - 1 - above] + 1);
+        EXPECT_EQ(first.front(), 0u);
+        EXPECT_EQ(first.back(), below);
+        EXPECT_TRUE(std::ranges::is_sorted(first, std::less_equal<>()));
+        below = first.size() - 1;
       }
     }
-    EXPECT_TRUE(std::ranges::equal(tree.assignment(), again.assignment()));
-    ASSERT_EQ(tree.assignment().size(), n);
-    std::vector<uint32_t> counts(tree.sizes().size());
-    for (const uint32_t cluster : tree.assignment()) ++counts.at(cluster);
-    EXPECT_TRUE(std::ranges::equal(tree.sizes(), counts));
-    EXPECT_EQ(std::ranges::count(counts, 0u), 0);
-    EXPECT_LE(counts.size(), sizes.clusters);
-    EXPECT_LE(tree.first_members().size(), sizes.groups + 1);
-    EXPECT_EQ(tree.first_members().front(), 0u);
-    EXPECT_EQ(tree.first_members().back(), counts.size());
-    EXPECT_TRUE(std::ranges::is_sorted(tree.first_members(), std::less_equal<>()));
   }
 }
 
@@ -78,11 +99,10 @@ TEST(TreeClusteringTest, PointsThatAreEqual) {
   constexpr size_t kDim = 16, kPoints = 500;
   const std::vector<float> points(kPoints * kDim, 1.5f);
   TreeClustering tree;
-  tree.Start(points, kPoints, kDim, {8, 63, 0.25});
+  tree.Start(points, kPoints, kDim, {{2, 8, 63}, 0.25});
   while (tree.RunChunk()) {
   }
-  EXPECT_EQ(tree.sizes().size(), 1u);
-  EXPECT_EQ(tree.sizes()[0], kPoints);
+  EXPECT_THAT(tree.starts(), testing::ElementsAre(0, kPoints));
 }
 
 class TreeIndexTest : public testing::TestWithParam<std::tuple<SegmentCase, DType>> {};
@@ -93,9 +113,18 @@ TEST_P(TreeIndexTest, PayloadAndIndex) {
 }
 
 const SegmentCase kCases[] = {
-    {64, 64, 0, 1, 0},     {64, 64, 0, 5, 4},          {48, 16, 64, 16, 0},
-    {128, 64, 100, 17, 0}, {80, 80, 63, 513, 0},       {128, 128, 0, 900, 64},
-    {16, 16, 0, 5000, 0},  {80, 64, 63, 513, 4, true}, {48, 48, 0, 700, 0, true},
+    {64, 64, 0, 1, 0},
+    {64, 64, 0, 5, 4},
+    {48, 16, 64, 16, 0},
+    {128, 64, 100, 17, 0},
+    {80, 80, 63, 513, 0},
+    {128, 128, 0, 900, 64},
+    {16, 16, 0, 5000, 0},
+    {80, 64, 63, 513, 4, true},
+    {48, 48, 0, 700, 0, true},
+    {16, 16, 0, 1, 0, false, true},
+    {16, 32, 0, 5000, 0, false, true},
+    {48, 48, 5, 1700, 3, true, true},
 };
 INSTANTIATE_TEST_SUITE_P(Shapes, TreeIndexTest,
                          testing::ValuesIn(attnd::test::Cross<SegmentCase>(
@@ -105,8 +134,9 @@ INSTANTIATE_TEST_SUITE_P(Shapes, TreeIndexTest,
 TEST(TreeIndexTest, ATreeThatHoldsOtherClustersIsRefused) {
   const ModelShape shape = MakeShape(1, 1, 32, 16, DType::kFp32);
   Random random(TestSeed());
-  const HeadData data{random.Normals(600 * 32), random.Normals(600 * 16)};
-  const auto segment = BuildSegment(MakeTailView(shape, 600, {data}, kTreeIndexes), 600, 0);
+  const HeadData data{random.Normals(1600 * 32), random.Normals(1600 * 16)};
+  const auto segment = BuildSegment(MakeTailView(shape, 1600, {data}, kTreeIndexes), 1600, 0, 1,
+                                    kBuildQuantumUs, /*sections=*/true);
   const IndexLayout::Clusters& groups = segment->layout().groups;
   const uint32_t count = segment->groups(0, 0).clusters;
   ASSERT_GT(count, 2u);
@@ -123,8 +153,17 @@ TEST(TreeIndexTest, ATreeThatHoldsOtherClustersIsRefused) {
   refused(groups.first_members, 1, uint32_t{0}, "group");
   refused(groups.first_members, 1, ~uint32_t{0}, "groups");
   refused(groups.starts, 1, uint32_t{0}, "groups");
+  const IndexLayout::Clusters& sections = segment->layout().sections;
+  ASSERT_GT(segment->level(kSections, 0, 0).clusters, 2u);
+  refused(sections.count, 0, uint32_t{0}, "number of sections");
+  refused(sections.count, 0, sections.room + 1, "number of sections");
+  refused(sections.first_members, 0, uint32_t{1}, "sections that do not hold its groups");
+  refused(sections.first_members, 1, uint32_t{0}, "section without groups");
+  refused(sections.first_members, 1, ~uint32_t{0}, "sections that do not hold its tokens");
+  refused(sections.starts, 1, uint32_t{0}, "sections that do not hold its tokens");
   for (const float damage : {std::nanf(""), std::numeric_limits<float>::infinity()}) {
     refused(groups.centroid_scales, 0, damage, "means");
+    refused(sections.mean_value_scales, 0, damage, "means");
     refused(segment->layout().clusters.mean_value_scales, 1, damage, "means");
     refused(segment->layout().key_base, 3, damage, "means");
     refused(segment->layout().axes, 0, uint16_t{0x7fc0}, "regression");

@@ -67,13 +67,14 @@ class PagedTest : public ArchiveFixture {
     }
   }
 
-  void CompareWithMemory(attention::IndexSet indexes = attention::kClusterIndexes);
+  void CompareWithMemory(attention::IndexSet indexes = attention::kClusterIndexes,
+                         uint64_t tokens = 5000);
 };
 // The life of a sequence whose pages lie on disk, beside its twin in memory.
-void PagedTest::CompareWithMemory(attention::IndexSet indexes) {
+void PagedTest::CompareWithMemory(attention::IndexSet indexes, uint64_t tokens) {
   Start(256 * kMiB);
   TestSequence whole = Open(std::nullopt, indexes);
-  Prefill(&whole, 5000, &random_);  // 5 MB of payload
+  Prefill(&whole, tokens, &random_);
   FinishPrefill(&whole);
   const uint64_t sealed_id = Seal(whole).sealed_id;
   const uint64_t read_before = engine_->archive_stats().read_bytes;
@@ -82,7 +83,7 @@ void PagedTest::CompareWithMemory(attention::IndexSet indexes) {
   History history = whole.history;
   ASSERT_TRUE(engine_->Close(kTenant, whole.id).ok());
   TestSequence paged = Resume(sealed_id, history).value();
-  const uint64_t payload = 5000 * shape_.token_bytes() * shape_.layers * shape_.kv_heads;
+  const uint64_t payload = tokens * shape_.token_bytes() * shape_.layers * shape_.kv_heads;
   EXPECT_LT(engine_->archive_stats().read_bytes - read_before, payload / 2)
       << "only indexes and the tail are read";
   EXPECT_TRUE(engine_->MayReadDisk(kTenant, paged.id));
@@ -115,6 +116,12 @@ TEST_F(PagedTest, ARegressionAnswersTheSameBitsFromDisk) {
 }
 
 TEST_F(PagedTest, ATreeAnswersTheSameBitsFromDisk) { CompareWithMemory(attention::kTreeIndexes); }
+
+// A prompt's last segment is long enough for sections.
+TEST_F(PagedTest, ATreeWithSectionsAnswersTheSameBitsFromDisk) {
+  shape_ = MakeShape(1, 2, 1, 32, 32, DType::kBf16);
+  CompareWithMemory(attention::kTreeIndexes, 26000);
+}
 
 TEST_F(PagedTest, PagesAreEvictedAndReadAgain) {
   // Room for a fifth of the payload; the rest of the budget is taken by others.

@@ -59,6 +59,23 @@ TEST_F(PrefixesTest, PrefixesAreReusedByThoseWhoMay) {
   EXPECT_EQ(Reused(ids, kTenant, ""), 0u);
 }
 
+// Over a tree runs grow with a prompt, but not where token ids are given: prompts of all lengths
+// share their segments.
+TEST_F(PrefixesTest, ATreesPromptWithIdsHasShortRuns) {
+  OpenArgs args = Args();
+  args.indexes = attention::kTreeIndexes;
+  const std::vector<uint32_t> ids = Ids(5000);
+  const History contents = Contents(5000);
+  TestSequence sequence = Open(args);
+  Upload(&sequence, ids, 0, contents);
+  EXPECT_EQ(sequence.Info().segmented_tokens, 4608u);
+  EXPECT_EQ(sequence.Info().segments, 9u);
+  const auto opened = engine_->OpenReusing(
+      kTenant, args, std::vector<uint32_t>(ids.begin(), ids.begin() + 3000), nullptr);
+  ASSERT_TRUE(opened.ok()) << opened.status();
+  EXPECT_EQ(opened->tokens_present, 2560u);
+}
+
 // Whoever is longer, memory or disk, is what the new sequence begins with.
 TEST_F(PrefixesTest, TheLongestPrefixCounts) {
   const std::vector<uint32_t> ids = Ids(2000);

@@ -34,9 +34,17 @@ void ExpectReadBack(const FileMetadata& metadata) {
   EXPECT_EQ(back->args.fingerprint, metadata.args.fingerprint);
   EXPECT_EQ(back->args.shape, metadata.args.shape);
   EXPECT_EQ(back->key_bounds, metadata.key_bounds);
+  EXPECT_EQ(back->sections, metadata.sections);
 }
 
 TEST(ArchiveRecordsTest, MetadataIsReadBack) { ExpectReadBack(MetadataOf("tenant", "model")); }
+
+TEST(ArchiveRecordsTest, SectionsAreReadBack) {
+  FileMetadata metadata = MetadataOf("tenant", "model");
+  metadata.args.indexes = attention::kTreeIndexes;
+  metadata.sections = true;
+  ExpectReadBack(metadata);
+}
 
 TEST(ArchiveRecordsTest, ALatentShapeIsReadBack) {
   FileMetadata metadata = MetadataOf("tenant", "model");
@@ -63,9 +71,11 @@ TEST(ArchiveRecordsTest, MetadataOfANewerVersionIsNoDamage) {
   const auto indexes = [](uint32_t bits) {
     return [bits](archive::Metadata* message) { message->mutable_model()->set_indexes(bits); };
   };
-  EXPECT_TRUE(decoded(indexes(1 | 1u << 8), kSegment).ok());  // a tree
+  EXPECT_TRUE(decoded(indexes(1 | 1u << 8), kSegment).ok());             // a tree
+  EXPECT_TRUE(decoded(indexes(1 | 1u << 8 | 1u << 31), kSegment).ok());  // with sections
+  EXPECT_TRUE(absl::IsDataLoss(decoded(indexes(1 | 1u << 1 | 1u << 31), kSegment)));
   EXPECT_TRUE(absl::IsFailedPrecondition(decoded(indexes(1 | 1u << 9), kSegment)));
-  EXPECT_TRUE(absl::IsFailedPrecondition(decoded(indexes(1 | 1u << 1 | 1u << 31), kSegment)));
+  EXPECT_TRUE(absl::IsFailedPrecondition(decoded(indexes(1 | 1u << 1 | 1u << 30), kSegment)));
   EXPECT_TRUE(absl::IsDataLoss(decoded(indexes(1u << 1), kSegment)));
   EXPECT_TRUE(absl::IsDataLoss(decoded(indexes(1 | 1u << 1 | 1u << 7), kSegment)));
   EXPECT_TRUE(absl::IsFailedPrecondition(decoded(

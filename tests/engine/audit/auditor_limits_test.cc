@@ -168,8 +168,8 @@ TEST_F(AuditorLimitsTest, AFullBudgetDropsAndTheStepIsAnswered) {
   Ask(&sequence, 1);
   engine_->WaitForBackground();
   EXPECT_EQ(observer_.audited().size(), 1u);
-  // Down to less than a tail block, then to room for an answer (some 600 bytes), which two
-  // sequences of nothing leave, and none for an audit (some 5,000).
+  // Down to less than a tail block, then to room for an answer (some 600 bytes), which a sequence
+  // of nothing leaves, and none for an audit (some 5,000).
   TestSequence filler = OpenSequence(engine_.get(), shape);
   while (AppendNext(&filler, 0, RandomKv(shape, 64, &random_)).ok()) continue;
   std::vector<uint64_t> empty;
@@ -177,8 +177,8 @@ TEST_F(AuditorLimitsTest, AFullBudgetDropsAndTheStepIsAnswered) {
        id = engine_->Open(kTenant, ArgsOf(shape))) {
     empty.push_back(*id);
   }
-  ASSERT_GE(empty.size(), 2u);
-  for (size_t i = 0; i < 2; ++i) ASSERT_TRUE(engine_->Close(kTenant, empty[i]).ok());
+  ASSERT_GE(empty.size(), 1u);
+  ASSERT_TRUE(engine_->Close(kTenant, empty[0]).ok());
   const Usage usage = engine_->usage();
   ASSERT_LT(usage.capacity_bytes - usage.resident_bytes, 4000u);
   Ask(&sequence, 5);

@@ -79,7 +79,7 @@ TEST_P(AuditorShapeTest, FindsWhatAnIndependentComputationFinds) {
   const auto engine = MakeEngine(AuditingOptions(), &observer);
   TestSequence sequence = OpenSequence(engine.get(), shape, PolicyOf("error-target"));
   Prefill(&sequence, 1700, &random);
-  ASSERT_EQ(FinishPrefill(&sequence).segmented_tokens, 1536u);
+  ASSERT_EQ(FinishPrefill(&sequence).segmented_tokens, 1636u);  // in runs of 512, 512, 612
   for (const attention::Policy& policy : LossyPolicies()) {
     SCOPED_TRACE(policy.preset);
     for (uint32_t layer = 0; layer < shape.layers; ++layer) {

@@ -46,6 +46,10 @@ class RecordingObserver : public EventListener {
     const std::lock_guard<std::mutex> lock(mutex_);
     return built_.size();
   }
+  std::vector<uint64_t> runs() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return built_;
+  }
   std::atomic<uint64_t> failed{0};
 
  private:
@@ -156,6 +160,44 @@ TEST(SegmenterTest, TheBackgroundSurvivesRefusedAllocations) {
   }
   EXPECT_GT(observer.failed.load(), 2u);
   EXPECT_EQ(engine->usage().resident_bytes, 0u);
+}
+
+// A prompt's segments over a tree grow with what lies before them, and over other indexes do not.
+// Where a long one finds no room, a short one is built in its place, and nothing has failed.
+TEST(SegmenterTest, APromptsRunsGrowWhereThereIsRoom) {
+  constexpr uint64_t kTokens = 16384 + 9216;
+  const ModelShape shape = MakeShape(1, 1, 1, 16, 16, DType::kBf16);
+  uint64_t budget = uint64_t{256} << 20;
+  for (const bool tree : {true, false}) {
+    for (const bool room : {true, false}) {
+      Random random(TestSeed());
+      SCOPED_TRACE(testing::Message() << "seed " << TestSeed());
+      RecordingObserver observer;
+      EngineOptions options = SmallOptions();
+      options.memory_budget_bytes = budget;
+      const auto engine = MakeEngine(options, &observer);
+      OpenArgs args = ArgsOf(shape, PolicyOf("dense"));
+      args.indexes = tree ? attention::kTreeIndexes : attention::kClusterIndexes;
+      const auto id = engine->Open(kTenant, args);
+      ASSERT_TRUE(id.ok()) << id.status();
+      TestSequence sequence(engine.get(), *id, args.shape);
+      Prefill(&sequence, kTokens + 64, &random, false);
+      if (room) budget = engine->usage().resident_bytes + (uint64_t{1} << 20);
+      EXPECT_EQ(FinishPrefill(&sequence).segmented_tokens, kTokens);
+      const std::vector<uint64_t> runs = observer.runs();
+      if (tree && room) {
+        EXPECT_THAT(runs, testing::ElementsAre(512, 512, 1024, 2048, 4096, 8192, 9216));
+      } else if (tree) {
+        EXPECT_THAT(runs, testing::Not(testing::Contains(testing::Ge(4096u))));
+        EXPECT_THAT(runs, testing::Contains(512u));
+      } else {
+        EXPECT_THAT(runs, testing::Each(512u));
+      }
+      EXPECT_EQ(observer.failed.load(), 0u);
+      EXPECT_TRUE(MatchesModel(&sequence, &random));
+    }
+    budget = uint64_t{256} << 20;
+  }
 }
 
 // The same for early segments, of which nothing is expected but that they come in the end.
