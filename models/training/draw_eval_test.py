@@ -23,7 +23,11 @@ TRAINING = pathlib.Path(__file__).parent
 ROOT = TRAINING.parents[1]
 TEXTS = ROOT / "models" / "texts"
 TASKS = ["niah", "trace", "before", "top", *CHECKS]
-SETS = {"nano_eval_2.npz": [2048, 8192, 16384], "nano_long_eval_2.npz": [32768, 65536]}
+SETS = {
+    "nano_eval_2.npz": [2048, 8192, 16384],
+    "nano_long_eval_2.npz": [32768, 65536],
+    "nano_latent_eval_2.npz": [8192, 16384],
+}
 PARTS = ("task", "tokens", "answer_mask", "seeds")
 LENGTHS = [(name, length) for name, lengths in SETS.items() for length in lengths]
 

@@ -95,7 +95,6 @@ def uploaded(
                 haystack.layers,
                 dtype,
                 latent=model.config.latent is not None,
-                token_ids=example.haystack.tolist(),
                 observed_queries=haystack.observed,
             )
             sequences.append(sequence)

@@ -141,6 +141,8 @@ def _predicted(point: Point) -> str:
 def caption(measurement: Measurement) -> str:
     """What a run was, in a line."""
     segments = f"segments of {measurement.segment_tokens:,} tokens"
+    if measurement.length > 2 * measurement.segment_tokens:
+        segments += " and, over a tree, more"
     return (
         f"{measurement.length:,} tokens, {measurement.dtype}, {segments}, "
         f"{_texts(measurement)}, {measurement.answers} answer tokens "
