@@ -71,10 +71,14 @@ class Lease {
  private:
   static TimePoint::rep Ticks(TimePoint time) { return time.time_since_epoch().count(); }
 
-  void Begin() { calls_.fetch_add(1, std::memory_order_relaxed); }
+  void Begin() { calls_.fetch_add(1, std::memory_order_acquire); }
   void End() {
-    // Of two calls that end at once the earlier one's time may stay: they differ by microseconds.
-    idle_since_.store(Ticks(clock_()), std::memory_order_relaxed);
+    // The latest end counts, whichever call comes to write its own last.
+    const TimePoint::rep now = Ticks(clock_());
+    TimePoint::rep known = idle_since_.load(std::memory_order_relaxed);
+    while (known < now &&
+           !idle_since_.compare_exchange_weak(known, now, std::memory_order_relaxed)) {
+    }
     CHECK_GT(calls_.fetch_sub(1, std::memory_order_release), 0u) << "a call ends twice";
   }
 

@@ -66,13 +66,12 @@ absl::StatusOr<SequenceTable::Entries::iterator> SequenceTable::Lookup(absl::str
 }
 
 absl::Status SequenceTable::WhyUnknown(absl::string_view tenant, uint64_t id) const {
-  const auto ended = ended_.find(id);
-  if (ended == ended_.end() || ended->second.tenant != tenant) {
+  const auto ended = std::ranges::find_if(ended_, [&](const Ended& each) { return each.id == id; });
+  if (ended == ended_.end() || ended->tenant != tenant) {
     return absl::NotFoundError(absl::StrCat("sequence_id ", id, " is unknown"));
   }
   return absl::NotFoundError(absl::StrCat("sequence_id ", id, " is unknown: no call named it for ",
-                                          ended->second.lease.count(),
-                                          " s, so its lease has ended"));
+                                          ended->lease.count(), " s, so its lease has ended"));
 }
 
 absl::StatusOr<CalledSequence> SequenceTable::Find(absl::string_view tenant, uint64_t id) {
@@ -137,11 +136,11 @@ std::shared_ptr<Sequence> SequenceTable::TakeEnded() {
 
 void SequenceTable::RememberEnded(const Sequence& sequence) {
   try {
-    ended_.emplace(sequence.id(), Ended{sequence.tenant(), sequence.args().lease});
+    ended_.push_back({sequence.id(), sequence.tenant(), sequence.args().lease});
   } catch (const std::bad_alloc&) {
     return;  // its NotFound says less
   }
-  if (ended_.size() > kEndedMax) ended_.erase(ended_.begin());
+  if (ended_.size() > kEndedMax) ended_.pop_front();
 }
 
 std::vector<SequenceTable::Listed> SequenceTable::List(absl::string_view tenant, uint64_t after,

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <set>
@@ -87,6 +88,7 @@ class SequenceTable {
 
   using Entries = std::map<uint64_t, Entry>;
   struct Ended {
+    uint64_t id = 0;
     std::string tenant;
     std::chrono::seconds lease;
   };
@@ -112,7 +114,7 @@ class SequenceTable {
   // The same relation from the writer's side.
   std::unordered_map<WriterId, std::unordered_set<uint64_t>> writers_ ABSL_GUARDED_BY(mutex_);
   std::set<std::pair<Lease::TimePoint, uint64_t>> due_ ABSL_GUARDED_BY(mutex_);  // and ids
-  std::map<uint64_t, Ended> ended_ ABSL_GUARDED_BY(mutex_);  // by id, the newest ones
+  std::deque<Ended> ended_ ABSL_GUARDED_BY(mutex_);  // the newest ends, the last one behind
   uint64_t next_id_ ABSL_GUARDED_BY(mutex_);
   bool open_ ABSL_GUARDED_BY(mutex_) = true;
 };

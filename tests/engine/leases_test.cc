@@ -306,7 +306,7 @@ TEST_F(LeasesTest, LeasesEndWhileOthersUseTheEngine) {
         TestSequence sequence = OpenSequence(engine_.get(), shape_);
         const auto leased = engine_->Open(kTenant, Leased(seconds(1)));
         ASSERT_TRUE(leased.ok()) << leased.status();
-        for (uint64_t i = random.Below(20); i > 0; --i) {
+        for (uint64_t i = random.Below(6); i > 0; --i) {
           const auto call = engine_->BeginCall(kTenant, *leased);
           engine_->Fork(kTenant, *leased, std::nullopt).status().IgnoreError();
           clock_.Advance(milliseconds(random.Below(100)));

@@ -150,6 +150,7 @@ TEST_F(SequenceTableTest, AListingTellsWhatIsLeft) {
 
 // The owner is told why, for some time; nobody else is.
 TEST_F(SequenceTableTest, NotFoundSaysThatTheLeaseHasEnded) {
+  const uint64_t oldest = Open(seconds(100));
   const uint64_t id = Open(seconds(7));
   const uint64_t closed = Open(seconds(7));
   ASSERT_TRUE(table_.Remove(kTenant, closed).ok());
@@ -167,6 +168,9 @@ TEST_F(SequenceTableTest, NotFoundSaysThatTheLeaseHasEnded) {
   clock_.Advance(seconds(1));
   ASSERT_EQ(TakeAllEnded().size(), 1024u);
   EXPECT_THAT(message(kTenant, id), Not(HasSubstr("lease")));
+  clock_.Advance(seconds(100));
+  ASSERT_EQ(TakeAllEnded(), std::vector<uint64_t>{oldest});
+  EXPECT_THAT(message(kTenant, oldest), HasSubstr("lease")) << "the newest end, not the newest id";
 }
 
 }  // namespace
