@@ -17,9 +17,9 @@ STEP_BACKOFF_S = (0.05, 0.2, 0.8)
 Metadata = tuple[tuple[str, str], ...]
 Option = tuple[str, Union[int, str]]
 
-# Calls that only read, or renew a lease, are repeated when the server cannot be reached; all others are the caller's
-# decision, because the first one may have taken effect. (Steps of a Decode stream are idempotent,
-# and DecodeSession repeats them.)
+# Calls that only read, or renew a lease, are repeated when the server cannot be reached; all others
+# are the caller's decision, because the first one may have taken effect. (Steps of a Decode stream
+# are idempotent, and DecodeSession repeats them.)
 _SERVICE_CONFIG = {
     "methodConfig": [
         {

@@ -13,7 +13,7 @@ from attnd.policy import Policy, as_policy
 from attnd.transformers import attention, identity
 from attnd.transformers.batch import NAME, RemoteBatch
 from attnd.transformers.cache import AttndCache
-from attnd.transformers.leases import DEFAULT_LEASE_SECONDS
+from attnd.transformers.leases import DEFAULT_LEASE_SECONDS, check_lease
 from attnd.transformers.refusals import check_model
 from attnd.transformers.server import Reaper, Server
 from attnd.transformers.stats import Stats, StatsCounter
@@ -42,15 +42,16 @@ def attach(
             no limit.
         fingerprint: names the model's weights on the server, at most 256 bytes; empty:
             :func:`fingerprint` makes it of the config and the weights.
-        lease_seconds: the server closes a cache's sequences when nothing has called them for so
-            long, at most a week, as it happens when this process is killed. A pause of the model
-            that is longer loses the cache; AttndCache.renew_lease() bridges it. 0: never.
+        lease_seconds: the server closes a cache's sequences when this process was killed, stopped
+            or cut off from it for so long; a thread renews their leases meanwhile, whatever the
+            model does. 0..604800, at most a week; 0: never, and no thread.
 
     Raises:
         ValueError: if the model has attention that attnd would not compute right, or is attached
-            already, or the target is neither form.
+            already, or the target is neither form, or lease_seconds are not 0..604800.
         AttndError: if the server cannot be reached.
     """
+    check_lease(lease_seconds)
     check_model(model)
     if model.config.get_text_config()._attn_implementation == NAME:
         raise ValueError(
@@ -86,7 +87,7 @@ class Attachment:
         self._model = model
         self._before = model.config._attn_implementation
         _set_attention(model, NAME)
-        self._reaper = Reaper(client)
+        self._reaper = Reaper(client, lease_seconds)
 
     def __enter__(self) -> Attachment:
         return self

@@ -45,7 +45,7 @@ class RemoteBatch:
 
     Attributes:
         closed: whether close() was called.
-        sequence_ids: the server's names of the rows.
+        sequence_ids: the server's names of the rows; another thread may read them.
     """
 
     def __init__(self, server: Server, policy: Policy | None, observe: bool) -> None:
@@ -296,16 +296,6 @@ class RemoteBatch:
             batch.close()
             raise
         return batch
-
-    def renew_lease(self) -> None:
-        """Renews the sequences' leases.
-
-        Raises:
-            NotFoundError: if one has ended.
-        """
-        for sequence in self.sequence_ids:
-            with self._explained():
-                self._server.client.renew_lease(sequence)
 
     def _fork_sequence(self, sequence: int) -> int:
         with self._explained():

@@ -160,17 +160,6 @@ class AttndCache(Cache):
         if not self._batch.prompt_lasts:
             self._drop()
 
-    def renew_lease(self) -> None:
-        """Keeps the server from closing the cache during a pause, for another lease (the
-        lease_seconds of attach()). Every call over the cache does so, too.
-
-        Raises:
-            ValueError: if the cache is closed.
-            NotFoundError: if the lease has ended before.
-        """
-        self._batch.check_open()
-        self._batch.renew_lease()
-
     def reset(self) -> None:
         """Empties the cache; its sequences are closed.
 

@@ -13,6 +13,17 @@ from attnd.errors import AttndError, NotFoundError
 #: Seconds without a call after which the server closes a cache's sequences. Long enough for a model
 #: that is slow, short enough that what a killed process held is free again soon.
 DEFAULT_LEASE_SECONDS = 600
+#: The longest lease that the server gives: a week.
+MAX_LEASE_SECONDS = 604800
+
+
+def check_lease(lease_seconds: int) -> None:
+    """
+    Raises:
+        ValueError: if the server gives no such lease.
+    """
+    if not 0 <= lease_seconds <= MAX_LEASE_SECONDS:
+        raise ValueError(f"lease_seconds={lease_seconds}: allowed are 0..{MAX_LEASE_SECONDS}")
 
 
 @contextlib.contextmanager
@@ -36,6 +47,7 @@ def _advice(lease_seconds: int) -> str:
     if not lease_seconds:
         return f"{begin}."
     return (
-        f"{begin}. If the model paused for more than the lease of {lease_seconds} s, give attach() "
-        f"more lease_seconds, or call the cache's renew_lease() in pauses."
+        f"{begin}. Leases are renewed while this process runs and reaches the server: if it was "
+        f"stopped or cut off for more than its lease of {lease_seconds} s, and may be again, give "
+        f"attach() more lease_seconds."
     )

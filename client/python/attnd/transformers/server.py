@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server that a model is attached to, and the thread that closes what nobody holds any more."""
+"""The server that a model is attached to, and what becomes of the caches' sequences on it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 import weakref
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from attnd.client import Client
 from attnd.errors import AttndError
 from attnd.results import Limits
 from attnd.transformers.leases import DEFAULT_LEASE_SECONDS
+from attnd.transformers.renewal import Leased, Renewer
 from attnd.transformers.stats import StatsCounter
 
 _LOGGER = logging.getLogger(__name__)
@@ -52,32 +54,40 @@ class Closable(Protocol):
     def close(self) -> None: ...
 
 
+class Held(Closable, Leased, Protocol):
+    """What a cache holds on the server."""
+
+
 class Reaper:
     """Closes what the caches hold on the server when these are forgotten, and the client when the
-    reaper is.
+    reaper is; until then their leases are renewed.
 
     A cache is forgotten wherever Python's collector runs, which may be inside a call of gRPC: no
     call may be made there. So a thread makes it; a SimpleQueue may be filled from anywhere.
     """
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, lease_seconds: int) -> None:
+        """lease_seconds: of all that is watched; 0 is none."""
         things: queue.SimpleQueue[Closable | None] = queue.SimpleQueue()
         thread = threading.Thread(
             target=_close_all, args=(things, client), name="attnd-reaper", daemon=True
         )
         thread.start()
         self._things = things
+        self._renewer = Renewer(client, lease_seconds)
         self._caches: weakref.WeakSet[Closable] = weakref.WeakSet()
-        self._finalizer = weakref.finalize(self, _stop, things, thread)
+        self._finalizer = weakref.finalize(self, _stop, things, thread, self._renewer)
 
     @property
     def stopped(self) -> bool:
         return not self._finalizer.alive
 
-    def watch(self, cache: Closable, held: Closable) -> weakref.finalize[[Closable], Closable]:
-        """Has `held` closed soon after nobody has the cache any more; then errors of the server are
-        dropped, as nobody waits for them. The caller detaches what it closes itself."""
+    def watch(self, cache: Closable, held: Held) -> weakref.finalize[[Closable], Closable]:
+        """Has the leases of `held` renewed, and has it closed soon after nobody has the cache any
+        more; then errors of the server are dropped, as nobody waits for them. The caller detaches
+        what it closes itself."""
         self._caches.add(cache)
+        self._renewer.watch(held)
         return weakref.finalize(cache, self._things.put, held)
 
     def stop(self) -> None:
@@ -92,12 +102,17 @@ class Reaper:
                 stack.callback(cache.close)
 
 
-def _stop(things: queue.SimpleQueue[Closable | None], thread: threading.Thread) -> None:
-    """Ends the thread when it has closed all. Only the main thread waits: another one may be
-    gRPC's."""
+def _stop(
+    things: queue.SimpleQueue[Closable | None], thread: threading.Thread, renewer: Renewer
+) -> None:
+    """Ends the threads, the reaper's when it has closed all. Only the main thread waits: another
+    one may be gRPC's."""
+    renewer.end()
     things.put(None)
     if threading.current_thread() is threading.main_thread():
+        due = time.monotonic() + _STOP_TIMEOUT_S
         thread.join(_STOP_TIMEOUT_S)
+        renewer.join(max(0.0, due - time.monotonic()))  # the closed client has cancelled its call
 
 
 def _close_all(things: queue.SimpleQueue[Closable | None], client: Client) -> None:
