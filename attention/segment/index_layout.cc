@@ -258,7 +258,8 @@ absl::string_view CheckLevel(const SegmentForm& form, const IndexLayout& layout,
   const bool groups = level == kGroups;
   const ClusterIndex members = LevelAt(form, layout, static_cast<TreeLevel>(level - 1), head);
   const ClusterIndex index = LevelAt(form, layout, level, head);
-  if (index.clusters == 0 || index.clusters > layout.level(level).room) {
+  const bool of_level = index.first_members != nullptr;
+  if (!of_level || index.clusters == 0 || index.clusters > layout.level(level).room) {
     return groups ? "a wrong number of groups" : "a wrong number of sections";
   }
   if (index.first_members[0] != 0 || index.first_members[index.clusters] != members.clusters) {

@@ -134,9 +134,10 @@ INSTANTIATE_TEST_SUITE_P(Shapes, TreeIndexTest,
 TEST(TreeIndexTest, ATreeThatHoldsOtherClustersIsRefused) {
   const ModelShape shape = MakeShape(1, 1, 32, 16, DType::kFp32);
   Random random(TestSeed());
-  const HeadData data{random.Normals(1600 * 32), random.Normals(1600 * 16)};
-  const auto segment = BuildSegment(MakeTailView(shape, 1600, {data}, kTreeIndexes), 1600, 0, 1,
-                                    kBuildQuantumUs, /*sections=*/true);
+  constexpr size_t kTokens = 1600;
+  const HeadData data{random.Normals(kTokens * 32), random.Normals(kTokens * 16)};
+  const auto segment = BuildSegment(MakeTailView(shape, kTokens, {data}, kTreeIndexes), kTokens, 0,
+                                    1, kBuildQuantumUs, /*sections=*/true);
   const IndexLayout::Clusters& groups = segment->layout().groups;
   const uint32_t count = segment->groups(0, 0).clusters;
   ASSERT_GT(count, 2u);
