@@ -8,6 +8,7 @@
 #include "attention/cpu/selection.h"
 #include "attention/kernels/kernels.h"
 #include "attention/kernels/softmax_state.h"
+#include "attention/policy/estimate_limits.h"
 #include "common/status.h"
 
 namespace attnd::attention {
@@ -198,10 +199,10 @@ std::vector<std::vector<uint32_t>> ChooseKept(std::span<const std::vector<float>
   const size_t middle = importance.front().size();
   const size_t share = KeptShare(budget, middle);
   // A product that falls short of a whole number only by rounding counts as that number.
-  constexpr double kRounding = 1e-9;
-  const size_t sure = adaptive ? static_cast<size_t>(std::floor(
-                                     kAdaptiveLeastShare * static_cast<double>(share) + kRounding))
-                               : share;
+  const size_t sure =
+      adaptive ? static_cast<size_t>(
+                     std::floor(kAdaptiveLeastShare * static_cast<double>(share) + kShareRounding))
+               : share;
   OrderScratch scratch;
   std::vector<Fate> fate(heads * middle, Fate::kDropped);
   for (size_t head = 0; head < heads; ++head) {
