@@ -251,11 +251,13 @@ void ClusterEstimates::FindNorms(std::span<const QuadState> zones) {
 void ClusterEstimates::Keep(bool more, size_t quad) {
   Quad& own = quads_[quad];
   const float* const max = scores_->quads()[quad].max;
-  float factor[kQuad];
-  for (size_t lane = 0; lane < kQuad; ++lane) {
-    factor[lane] = more ? std::exp(own.kept_max[lane] - max[lane]) : 0;
+  if (more) {
+    float factor[kQuad];
+    for (size_t lane = 0; lane < kQuad; ++lane) {
+      factor[lane] = std::exp(own.kept_max[lane] - max[lane]);
+    }
+    AddSums(own.kept, factor, 1, &own.sums);
   }
-  if (more) AddSums(own.kept, factor, 1, &own.sums);
   std::copy_n(own.sums.values, kQuad * value_dim_, own.kept.values);
   if (own.kept.shift != nullptr) {
     std::copy_n(own.sums.shift, kQuad * value_dim_, own.kept.shift);
@@ -271,8 +273,7 @@ void ClusterEstimates::TakeOutOpened(std::span<const Fate> fate) {
   const StageTimer timer(&nanos_);
   const TreeLevel opening = scores_->items().opening();
   // Of a short text most are opened: the others are then fewer to sum, and nothing is lost.
-  const uint32_t items = scores_->items().begin(opening + 1) - scores_->items().begin(opening);
-  const bool most = MarkShare(fate, Fate::kExact) > items / 2;
+  const bool most = MarkShare(fate, Fate::kExact) > scores_->items().count(opening) / 2;
   const float sign = most ? 1.0f : -1.0f;
   const float factor[kQuad] = {sign, sign, sign, sign};
   for (size_t q = 0; q < quads_.size(); ++q) {

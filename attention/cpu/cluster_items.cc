@@ -3,7 +3,7 @@
 
 #include <glog/logging.h>
 
-#include <algorithm>
+#include "attention/cpu/cluster_ranking.h"
 
 namespace attnd::attention {
 namespace {
@@ -17,12 +17,7 @@ size_t SpansMax(size_t rows_above, size_t segments) { return rows_above + kTreeL
 size_t ClusterItems::ArenaBytes(const SequenceView& view, uint32_t layer, uint32_t kv_head) {
   constexpr size_t kRounding = size_t{4} * 64;  // of the separate allocations
   const size_t segments = view.segments.size();
-  size_t above = 0;
-  for (const auto& segment : view.segments) {
-    for (const TreeLevel level : {kGroups, kSections}) {
-      above += segment->level(level, layer, kv_head).clusters;
-    }
-  }
+  const size_t above = CountAboveClusters(view, layer, kv_head);
   return kTreeLevels * segments * sizeof(ClusterIndex) +
          2 * SpansMax(above, segments) * sizeof(Span) + (segments + 1) * sizeof(uint32_t) +
          kRounding;
@@ -68,7 +63,7 @@ void ClusterItems::TakeWhole(bool levels) {
 void ClusterItems::SetOpening(uint32_t below) {
   do {
     --below;
-  } while (below > kLeaves && begins_[below] == begins_[below + 1]);
+  } while (below > kLeaves && count(static_cast<TreeLevel>(below)) == 0);
   opening_ = static_cast<TreeLevel>(below);
 }
 

@@ -52,7 +52,8 @@ class ClusterItems {
   uint32_t count() const { return begins_[kTreeLevels]; }
   // Of the items, those of a level are numbered from begin(level) to begin(level + 1) - 1.
   uint32_t begin(uint32_t level) const { return begins_[level]; }
-  uint32_t clusters() const { return begins_[kGroups]; }
+  uint32_t count(TreeLevel level) const { return begins_[level + 1] - begins_[level]; }
+  uint32_t clusters() const { return count(kLeaves); }
   // Rows of a level in all segments, items or not. There are never more items than clusters.
   uint32_t all(TreeLevel level) const { return all_[level]; }
   uint32_t all_clusters() const { return all_[kLeaves]; }

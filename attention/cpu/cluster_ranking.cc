@@ -14,6 +14,16 @@ size_t CountClusters(const SequenceView& view, uint32_t layer, uint32_t kv_head)
   return clusters;
 }
 
+size_t CountAboveClusters(const SequenceView& view, uint32_t layer, uint32_t kv_head) {
+  size_t rows = 0;
+  for (const auto& segment : view.segments) {
+    for (const TreeLevel level : {kGroups, kSections}) {
+      rows += segment->level(level, layer, kv_head).clusters;
+    }
+  }
+  return rows;
+}
+
 size_t ClusterRanking::ArenaBytes(const ModelShape& shape, size_t clusters) {
   constexpr size_t kRounding = size_t{5} * 64;  // of the separate allocations
   const size_t quads = (shape.group() + kQuad - 1) / kQuad;

@@ -16,6 +16,8 @@ namespace attnd::attention {
 
 // The number of clusters of all segments, whichever form they have.
 size_t CountClusters(const SequenceView& view, uint32_t layer, uint32_t kv_head);
+// The groups and sections above them.
+size_t CountAboveClusters(const SequenceView& view, uint32_t layer, uint32_t kv_head);
 
 // Life: construct; Score for every segment, from any threads; Choose once. Clusters are numbered
 // through all segments.

@@ -19,12 +19,7 @@ size_t ClusterScores::ArenaBytes(const SequenceView& view, uint32_t layer, uint3
   constexpr size_t kRounding = size_t{12} * 64;  // of the separate allocations
   const size_t n = CountClusters(view, layer, kv_head);
   const size_t segments = view.segments.size();
-  size_t kept = 0;
-  for (const auto& segment : view.segments) {
-    for (const TreeLevel level : {kGroups, kSections}) {
-      kept += segment->level(level, layer, kv_head).clusters;
-    }
-  }
+  const size_t kept = CountAboveClusters(view, layer, kv_head);
   const size_t arrays = view.shape.latent ? 4 : 3;
   const size_t per_quad = (arrays * n + 2 * kept + segments) * kQuad * sizeof(float) +
                           sizeof(Quad) + CentroidQueriesBytes(view.shape) +
