@@ -150,6 +150,7 @@ void ClusterEstimates::SumRows(const Rows& rows, size_t quad) {
   Quad& own = quads_[quad];
   std::fill_n(own.sums.values, kQuad * value_dim_, 0.0f);
   if (own.sums.shift != nullptr) std::fill_n(own.sums.shift, kQuad * value_dim_, 0.0f);
+  std::fill_n(own.sums.variances, kQuad, 0.0f);
   for (size_t s = 0; s < scores_->segments(); ++s) SumRowsOf(s, rows, quad);
 }
 
@@ -157,7 +158,7 @@ void ClusterEstimates::SumRowsOf(size_t segment, const Rows& rows, size_t quad) 
   const ClusterItems& items = scores_->items();
   const ClusterScores::Quad& scores = scores_->quads()[quad];
   RegressionTerms* const regression = scores_->regression();
-  const Sums& sums = quads_[quad].sums;
+  Sums& sums = quads_[quad].sums;
   float weight_sum[kQuad] = {0, 0, 0, 0};
   bool any = false;
   const auto add = [&](const ClusterIndex& index, size_t first, uint32_t count, size_t item) {
@@ -182,7 +183,7 @@ void ClusterEstimates::SumRowsOf(size_t segment, const Rows& rows, size_t quad) 
   if (!any) return;
   AddBase(shape_, items.index_of(segment, kLeaves), weight_sum, sums.values);
   if (regression != nullptr) {
-    regression->Shift(segment, quad, items.index_of(segment, kLeaves), sums.shift);
+    regression->Shift(segment, quad, items.index_of(segment, kLeaves), sums.shift, sums.variances);
   }
 }
 
@@ -196,7 +197,11 @@ void ClusterEstimates::AddSums(const Sums& sums, const float* factor, float sign
     }
   };
   add(sums.values, to->values);
-  if (to->shift != nullptr) add(sums.shift, to->shift);
+  if (to->shift == nullptr) return;
+  add(sums.shift, to->shift);
+  for (size_t lane = 0; lane < kQuad; ++lane) {
+    to->variances[lane] = sums.variances[lane] * factor[lane] + sign * to->variances[lane];
+  }
 }
 
 // Moves the estimate's values by what the regression knows of the estimated items.
@@ -210,7 +215,10 @@ void ClusterEstimates::AddShift(size_t quad) {
       own.sums.values[lane * value_dim_ + c] += shift[c];
       norm2 += double{shift[c]} * shift[c];
     }
-    own.shift_norm[lane] = static_cast<float>(std::sqrt(norm2));
+    // What is left of a difference may be rounding alone.
+    const float variance = own.sums.variances[lane] / own.estimate.sum[lane];
+    own.coherent[lane] =
+        variance > 0 ? static_cast<float>(std::sqrt(norm2 * std::min(variance, kVarianceCap))) : 0;
   }
 }
 
@@ -261,6 +269,7 @@ void ClusterEstimates::Keep(bool more, size_t quad) {
   std::copy_n(own.sums.values, kQuad * value_dim_, own.kept.values);
   if (own.kept.shift != nullptr) {
     std::copy_n(own.sums.shift, kQuad * value_dim_, own.kept.shift);
+    std::copy_n(own.sums.variances, kQuad, own.kept.variances);
   }
   for (size_t lane = 0; lane < kQuad; ++lane) {
     own.kept_max[lane] = max[lane];
@@ -376,10 +385,10 @@ void ClusterEstimates::AddLaneErrors(size_t quad, size_t begin, size_t end, floa
 double ClusterEstimates::ExpectedError(size_t q, size_t lane) const {
   const Quad& quad = quads_[q];
   if (!scores_->has_regression()) return std::sqrt(quad.error2_sum[lane]);
-  const double coherent = double{kCoherentShare} * quad.shift_norm[lane] * quad.error_unit[lane];
+  const double own2 = quad.error2_sum[lane] + OutputShare2(quad, lane) * quad.mass2_sum[lane];
+  const double coherent = double{kCoherentShare} * quad.coherent[lane] * quad.error_unit[lane];
   const double hidden = HiddenError(q, lane, quad.log_total[lane]);
-  return std::sqrt(quad.error2_sum[lane] + OutputShare2(quad, lane) * quad.mass2_sum[lane] +
-                   coherent * coherent + hidden * hidden);
+  return std::hypot(kIndependentShare * std::sqrt(own2), coherent, hidden);
 }
 
 // Sums the squares of what the estimated items may hide, whose logarithms may lie far apart.
@@ -460,9 +469,9 @@ LaneOutcome ClusterEstimates::Outcome(size_t quad, size_t lane, const QuadState&
   const float mass_error = std::sqrt(own.mass2_sum[lane]) / own.mass_unit[lane];
   const double of_mass = Scaled(mass_error, factor / all.sum[lane]) * (output_norm / norm);
   const double coherent =
-      Scaled(kCoherentShare * own.shift_norm[lane], factor / all.sum[lane] / norm);
-  outcome.predicted_error = static_cast<float>(
-      std::hypot(std::hypot(outcome.predicted_error, of_mass, coherent), hidden));
+      Scaled(kCoherentShare * own.coherent[lane], factor / all.sum[lane] / norm);
+  const double independent = kIndependentShare * std::hypot(outcome.predicted_error, of_mass);
+  outcome.predicted_error = static_cast<float>(std::hypot(independent, coherent, hidden));
   return outcome;
 }
 

@@ -68,10 +68,11 @@ class ClusterEstimates {
   };
 
   // Mean values by weight, and the regression's part of them: [4][value_dim], but shift is null
-  // without a regression.
+  // without a regression; and the variances of logits by weight, with one.
   struct Sums {
     float* values = nullptr;
     float* shift = nullptr;
+    float variances[kQuad] = {};
   };
 
   // Of four query heads; arrays are [items][4].
@@ -90,7 +91,7 @@ class ClusterEstimates {
     float least_norm[kQuad] = {};   // floor under |o| in relative errors
     QuadState estimate;             // its values contain the shift
     Sums sums;                      // of the estimate; its values are the estimate's
-    float shift_norm[kQuad] = {};   // |shift|
+    float coherent[kQuad] = {};     // |shift| times the root of the mean variance
     Sums kept;                      // with weights at kept_max
     float kept_max[kQuad] = {};
     float summed_max[kQuad] = {};  // the greatest kept_max of what is in them

@@ -69,12 +69,15 @@ void RegressionTerms::AddVariances(const ClusterIndex& index, size_t first, size
                                 variances_.data());
 }
 
-void RegressionTerms::Shift(size_t segment, size_t quad, const ClusterIndex& index, float* shift) {
+void RegressionTerms::Shift(size_t segment, size_t quad, const ClusterIndex& index, float* shift,
+                            float (&variances)[kQuad]) {
   const Rotated& rotated = rotated_[segment * quads_ + quad];
   float weights[kernels::kDimMax * kQuad];
   for (size_t a = 0; a < head_dim_; ++a) {
     for (size_t j = 0; j < kQuad; ++j) {
-      weights[a * kQuad + j] = rotated.queries[a * kQuad + j] * variances_[j * head_dim_ + a];
+      const float query = rotated.queries[a * kQuad + j];
+      weights[a * kQuad + j] = query * variances_[j * head_dim_ + a];
+      variances[j] += query * weights[a * kQuad + j];
     }
   }
   kernels::AddWeightedRows(dtype_, index.slopes, value_dim_ * DTypeBytes(dtype_), head_dim_,

@@ -34,9 +34,11 @@ class RegressionTerms {
   // weight, d2: [count][4] weights of the rows and variances of their members' logits.
   void AddVariances(const ClusterIndex& index, size_t first, size_t count, const float* weight,
                     const float* d2);
-  // Adds to shift, [4][value_dim], the regression's correction of the weighted sum of mean values.
-  // It is that of the rows given to AddVariances since the last Shift, all of this segment.
-  void Shift(size_t segment, size_t quad, const ClusterIndex& index, float* shift);
+  // Adds to shift, [4][value_dim], the regression's correction of the weighted sum of mean values,
+  // and to variances the weighted sum of the variances of logits, capped at kVarianceCap. Both are
+  // those of the rows given to AddVariances since the last Shift, all of this segment.
+  void Shift(size_t segment, size_t quad, const ClusterIndex& index, float* shift,
+             float (&variances)[kQuad]);
 
  private:
   struct Rotated {

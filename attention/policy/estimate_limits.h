@@ -13,10 +13,13 @@ inline constexpr float kVarianceCap = 8.0f;
 // stays a float.
 inline constexpr float kErrorMax = 1e14f;
 // With a regression (docs/POLICIES.md, "error-target"): the weight of the error of a cluster's mass
-// beside the error of its values; and the share of the slopes' correction of an estimate that
-// counts as the error that clusters have in common.
+// beside the error of its values.
 inline constexpr float kMassErrorShare = 0.5f;
-inline constexpr float kCoherentShare = 0.45f;
+// How much the parts of a predicted error with a regression count: the clusters' own errors; and
+// the error that clusters have in common, relative to the slopes' correction of their estimate
+// times the root of their logits' mean variance.
+inline constexpr float kIndependentShare = 1.2f;
+inline constexpr float kCoherentShare = 0.7f;
 // Where a cluster might hold the one token that a query looks for, this token's logit counts as so
 // many standard deviations above the mean. A group has eight times the members of its clusters, so
 // that one of them may lie farther out; a section counts like a group.

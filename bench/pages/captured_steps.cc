@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Steps over the keys, values and queries of a trained model (bench/pages/page_trace_capture.py),
-// each beside dense attention of the same queries: how many times as fast, and with what error.
+// each beside dense attention of the same queries: how many times as fast, with what error, and
+// with what share of that error predicted.
 // Random keys have no clusters that matter more than others, so what a policy with a tolerance
 // takes over them says little.
 //
@@ -120,7 +121,8 @@ void Measure(attention::Backend* backend, const std::string& path, const std::st
   CapturedSteps steps(backend, capture);
 
   std::vector<double> seconds, dense_seconds;  // of a token, all layers
-  double error = 0, exact = 0, middle = 0, rows = 0, clusters = 0, select = 0, stages = 0;
+  double error = 0, predicted = 0, exact = 0, middle = 0, rows = 0, clusters = 0, select = 0,
+         stages = 0;
   std::vector<float> out, expected;
   const uint32_t layers = capture.view->shape.layers;
   const uint32_t count = std::min(absl::GetFlag(FLAGS_steps), capture.decoded_tokens);
@@ -132,6 +134,7 @@ void Measure(attention::Backend* backend, const std::string& path, const std::st
       dense_seconds.back() += steps.Run(dense, layer, token, &expected);
       seconds.back() += steps.Run(policy, layer, token, &out);
       const attention::RowStats& stats = steps.stats();
+      predicted += stats.predicted_error_mean.value_or(NAN);
       error += RelativeError(out, expected, capture.view->shape.value_dim);
       exact += static_cast<double>(stats.exact_tokens);
       middle +=
@@ -144,9 +147,9 @@ void Measure(attention::Backend* backend, const std::string& path, const std::st
     }
   }
   const double ours = Median(seconds), theirs = Median(dense_seconds);
-  std::printf("| %s | %.2f | %.2f | %.1f | %.3f | %.2f%% | %.3f | %.2f | %.2f |\n", text.c_str(),
-              1e3 * ours, 1e3 * theirs, theirs / ours, error / (count * layers),
-              100 * exact / middle, rows / clusters, select / stages, build);
+  std::printf("| %s | %.2f | %.2f | %.1f | %.3f | %.2f | %.2f%% | %.3f | %.2f | %.2f |\n",
+              text.c_str(), 1e3 * ours, 1e3 * theirs, theirs / ours, error / (count * layers),
+              predicted / error, 100 * exact / middle, rows / clusters, select / stages, build);
   std::fflush(stdout);
 }
 
@@ -162,9 +165,10 @@ int Main(const std::vector<char*>& arguments) {
     std::printf(
         "\n%s, %u threads, %s: ms of a token, all layers; medians of %u tokens, or all there "
         "are; building: processor seconds for 8,192 tokens and eight heads\n\n"
-        "| policy | ms | dense ms | times as fast | error | read | index | score + select | "
+        "| policy | ms | dense ms | times as fast | error | predicted / error | read | index | "
+        "score + select | "
         "building |\n"
-        "|---|---|---|---|---|---|---|---|---|\n",
+        "|---|---|---|---|---|---|---|---|---|---|\n",
         arguments[i], options.threads, std::string(backend->target()).c_str(),
         absl::GetFlag(FLAGS_steps));
     for (const auto text : absl::StrSplit(absl::GetFlag(FLAGS_policies), ' ', absl::SkipEmpty())) {

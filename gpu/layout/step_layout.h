@@ -76,7 +76,7 @@ inline constexpr uint64_t kUnitTokensMax = (uint64_t{1} << 28) - 1;
 inline constexpr uint32_t kTreeRowsMax = 1u << 20;
 // Floats before a state's values; those from kHeadErrors on are of estimate pieces alone: sums of
 // squared errors, of second moments, of dropped weights, and over trees of the masses' squared
-// errors.
+// errors and of the variances of logits.
 inline constexpr uint32_t kStateHead = 8;
 enum StateHead : uint32_t {
   kHeadMax,
@@ -84,7 +84,8 @@ enum StateHead : uint32_t {
   kHeadErrors,
   kHeadMoments,
   kHeadDropped,
-  kHeadMassErrors
+  kHeadMassErrors,
+  kHeadLogitVariances
 };
 
 // kTree: error-target over a tree of clusters.

@@ -31,7 +31,8 @@ constexpr double kOpenedPerFloor = 2;
 constexpr size_t kOpenedLeast = 32;
 constexpr double kClosedErrorShare = 0.3;  // of the tolerance
 constexpr double kMassErrorShare = 0.5;
-constexpr double kCommonErrorShare = 0.45;
+constexpr double kOwnErrorShare = 1.2;
+constexpr double kCommonErrorShare = 0.7;
 constexpr double kNormShare = 1e-3;  // of r
 
 // A leaf or a group, as its segment's index describes it.
@@ -371,13 +372,18 @@ class TreeLanes {
     if (std::count(estimated.begin(), estimated.end(), true) == 0) return;
     const double first = Estimate(head, Marks(items_.size(), true), Zone(head)).state.lse();
     const Scale scale = {state.lse(), Norm(state.Out()), LeastNorm(head, first)};
-    double error2 = 0;
+    double error2 = 0, mass = 0, variances = 0;
     for (size_t i = 0; i < items_.size(); ++i) {
-      if (estimated[i]) error2 += SquaredError(head, i, scale);
+      if (!estimated[i]) continue;
+      error2 += SquaredError(head, i, scale);
+      const double share = std::exp(scores_[head].log_mass[i] - scale.lse);
+      mass += share;
+      variances += share * Capped(scores_[head].d2[i]);
     }
-    const double common =
-        kCommonErrorShare * Norm(shift) / state.sum / std::max(scale.output_norm, scale.least_norm);
-    result.predicted_error = static_cast<float>(std::sqrt(error2 + common * common));
+    const double common = kCommonErrorShare * std::sqrt(variances / mass) * Norm(shift) /
+                          state.sum / std::max(scale.output_norm, scale.least_norm);
+    result.predicted_error =
+        static_cast<float>(std::hypot(kOwnErrorShare * std::sqrt(error2), common));
   }
 
   const Unit& unit_;

@@ -13,7 +13,8 @@ namespace {
 
 constexpr double kSpreadCap = 8.0;  // of d2
 constexpr double kMassWeight = 0.5;
-constexpr double kCoherent = 0.45;
+constexpr double kIndependent = 1.2;
+constexpr double kCoherent = 0.7;
 constexpr double kHiddenShare = 0.1;
 constexpr double kNormGuard = 1e-3;  // share of the values' root mean square
 constexpr double kTiny = 0x1p-126;   // the least normal float
@@ -152,8 +153,12 @@ HeadScores Scores(const RegressionInput& input, const Vector& query) {
 RegressionEstimate Estimate(const RegressionInput& input, const Vector& query, const Indices& set) {
   const std::vector<Place> places = Places(input);
   const HeadScores scores = Scores(input, query);
-  RegressionEstimate estimate{SoftmaxState(input.value_dim), Vector(input.value_dim, 0.0), 0.0};
+  RegressionEstimate estimate{SoftmaxState(input.value_dim), Vector(input.value_dim, 0.0)};
   for (const std::size_t i : set) estimate.state.Add(scores.log_mass.at(i), places[i].MeanValue());
+  for (const std::size_t i : set) {
+    estimate.variance += std::exp(scores.log_mass[i] - estimate.state.Lse()) *
+                         std::min(scores.spread[i], kSpreadCap);
+  }
 
   for (const Regression& segment : input.segments) {
     Vector moved(query.size(), 0.0);  // sum of Z_i f_i w_i over the set's clusters of this segment
@@ -332,9 +337,11 @@ double PredictedError(const RegressionInput& input, const Vector& query, const S
   for (const std::size_t i : estimated) sum += errors.at(i);
   const RegressionEstimate estimate = Estimate(input, query, estimated);
   const double norm = GuardedNorm(Places(input), Scores(input, query).log_mass, zones, lse, out);
-  const double shift = kCoherent * std::exp(estimate.state.m - lse) * estimate.shift_norm / norm;
+  const double shift = std::exp(estimate.state.m - lse) * estimate.shift_norm / norm;
+  const double coherent = kCoherent * shift * std::sqrt(estimate.variance);
   const double hidden = HiddenShare(input, query, estimated, lse);
-  return std::sqrt(sum + shift * shift + kHiddenShare * hidden * hidden);
+  return std::sqrt(kIndependent * kIndependent * sum + coherent * coherent +
+                   kHiddenShare * hidden * hidden);
 }
 
 }  // namespace attnd::oracle

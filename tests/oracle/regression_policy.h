@@ -64,6 +64,7 @@ struct RegressionEstimate {
   // H, as n is: times exp(-state.m). All 0 for the empty set.
   Vector shift;             // [value_dim]
   double shift_norm = 0.0;  // |shift|
+  double variance = 0.0;    // of logits in the set's clusters, at most 8 each; mean by mass
 };
 RegressionEstimate Estimate(const RegressionInput& input, const Vector& query, const Indices& set);
 

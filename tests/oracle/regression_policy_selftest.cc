@@ -111,7 +111,7 @@ TEST(RegressionErrors, HiddenMassHandComputed) {
   // Below the cap nothing is hidden: d2 = 1.
   const RegressionEstimate one = Estimate(input, {1.0}, {0});
   EXPECT_NEAR(PredictedError(input, {1.0}, none, {0}, one.state.Lse(), one.state.Out()),
-              std::sqrt(13.0 / 64.0 + std::pow(0.45 / 4.0, 2)), kClose);
+              std::sqrt(1.44 * 13.0 / 64.0 + std::pow(0.7 / 4.0, 2)), kClose);
 }
 
 TEST(RegressionErrors, HandComputed) {
@@ -122,10 +122,10 @@ TEST(RegressionErrors, HandComputed) {
   ExpectNear(FirstPassSquaredErrors(input, {1.0}, none), {13.0 / 64.0}, kClose);
   EXPECT_EQ(FirstPassSquaredErrors(input, {0.0}, none), Vector({0.0}));
 
-  // All alone and estimated, the answer is o~: the shift adds (0.45 * 2/3 / (8/3))^2.
+  // All alone and estimated, the answer is o~: the shift adds (0.7 * 2/3 / (8/3))^2.
   const RegressionEstimate all = Estimate(input, {1.0}, {0});
   EXPECT_NEAR(PredictedError(input, {1.0}, none, {0}, all.state.Lse(), all.state.Out()),
-              std::sqrt(13.0 / 64.0 + std::pow(0.45 / 4.0, 2)), kClose);
+              std::sqrt(1.44 * 13.0 / 64.0 + std::pow(0.7 / 4.0, 2)), kClose);
   EXPECT_EQ(PredictedError(input, {1.0}, none, {}, all.state.Lse(), all.state.Out()), 0.0);
   // A zone of as much mass and value -8/3 + 2: o~ = 1, p = 1/2.
   SoftmaxState zone(1);
@@ -291,13 +291,13 @@ TEST(RegressionPolicy, PredictionsHaveTheErrorsOfTheEstimatedAndTheShift) {
       SoftmaxState answer = random.zones[h];
       answer.Merge(estimate.state);
       const double norm = std::sqrt(SquaredNorm(answer.Out()));
-      const double shift =
-          0.45 * estimate.shift_norm * std::exp(estimate.state.m - answer.Lse()) / norm;
+      const double shift = 0.7 * std::sqrt(estimate.variance) * estimate.shift_norm *
+                           std::exp(estimate.state.m - answer.Lse()) / norm;
       const Vector errors = SquaredErrors(random.input, random.queries[h], random.zones[h],
                                           answer.Lse(), answer.Out());
       const double predicted = PredictedError(random.input, random.queries[h], random.zones[h], set,
                                               answer.Lse(), answer.Out());
-      EXPECT_NEAR(predicted * predicted, Sum(errors, set) + shift * shift,
+      EXPECT_NEAR(predicted * predicted, 1.44 * Sum(errors, set) + shift * shift,
                   1e-9 * predicted * predicted);
       // Twice the answer's length, or twice its mass, is half the relative shift and less error.
       Vector longer = answer.Out();

@@ -358,7 +358,7 @@ __device__ __forceinline__ void StoreState(const WarpState<kValueDim>& state,
       state_out[kHeadErrors] = error;
       state_out[kHeadMoments] = moment;
       state_out[kHeadDropped] = drop;
-      state_out[kHeadMassErrors] = 0;  // only trees tell them apart
+      state_out[kHeadMassErrors] = state_out[kHeadLogitVariances] = 0;  // of trees alone
     }
   }
   __syncthreads();

@@ -138,6 +138,7 @@ __device__ __forceinline__ MergedLane MergeCoop(const float* tile, uint32_t lane
   LoadShare<kValueDim>(tile, lane, 3 * blocks, &share);
   MergedLane merged;
   merged.max = MaxOfHeads(share);
+  merged.tree = false;
   merged.correction2 = 0;
   float factors[2];
   AddHeads(share, blocks, factors, &merged);

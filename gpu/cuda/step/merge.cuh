@@ -30,9 +30,18 @@ __device__ __forceinline__ float LeastNorm(float zone_sum, float zone_norm2, flo
 
 // What some states of a lane come to, relative to the lane's maximum, as a vector for one
 // reduction. sums: of the zones, of the other states, and of estimate pieces only: sum, errors,
-// moments, drops, errors of masses.
-inline constexpr int kLaneSums = 7;
-enum LaneSum { kZones, kOthers, kEstimated, kErrors, kMoments, kDropped, kMassErrors };
+// moments, drops, errors of masses, variances of logits.
+inline constexpr int kLaneSums = 8;
+enum LaneSum {
+  kZones,
+  kOthers,
+  kEstimated,
+  kErrors,
+  kMoments,
+  kDropped,
+  kMassErrors,
+  kLogitVariances
+};
 
 // A lane's states: zones first, then estimates, then chosen tokens; where each kind of them ends.
 struct LaneStates {
@@ -147,6 +156,7 @@ class LaneMerger {
       own[kMoments] += head.w;
       own[kDropped] += State(i)[kHeadDropped];
       own[kMassErrors] += State(i)[kHeadMassErrors];
+      own[kLogitVariances] += factor * State(i)[kHeadLogitVariances];
     }
     return factor;
   }
@@ -192,12 +202,34 @@ __device__ __forceinline__ float2 SquaredNorms(float x, float y, float2 (&memory
   return sum;
 }
 
-// What a lane's sums say of its answer. max: what the sums are relative to, but for the estimates'
-// own sums, which are to scale.max, as is the slopes' correction; norms2: of the answer, and of the
-// zones' mean.
-__device__ __forceinline__ LaneResult ResultOf(const float (&sums)[kLaneSums], float max,
-                                               float correction2, const LaneScale& scale,
+// A lane's values, of thread c < kValueDim those of channel c, and its sums, relative to `max`; but
+// errors, moments, drops and the slopes' correction are relative to the LaneScale's.
+struct MergedLane {
+  float max;
+  float sums[kLaneSums];
+  float zone_value, other_value;
+  bool tree;
+  float correction2;  // over trees: squared length of what slopes add to the estimates, of all
+                      // threads
+};
+
+// The square of what the estimates err by, not yet relative to the answer, whose squared norm is
+// given.
+__device__ __forceinline__ float SquaredError(const MergedLane& lane, float norm2) {
+  using attention::kCoherentShare;
+  using attention::kIndependentShare;
+  const float(&sums)[kLaneSums] = lane.sums;
+  if (!lane.tree) return sums[kErrors];
+  const float variance = sums[kEstimated] > 0 ? sums[kLogitVariances] / sums[kEstimated] : 0.0f;
+  return kIndependentShare * kIndependentShare * (sums[kErrors] + sums[kMassErrors] * norm2) +
+         kCoherentShare * kCoherentShare * lane.correction2 * variance;
+}
+
+// What a lane's sums say of its answer. norms2: of the answer, and of the zones' mean.
+__device__ __forceinline__ LaneResult ResultOf(const MergedLane& lane, const LaneScale& scale,
                                                float2 norms2) {
+  const float(&sums)[kLaneSums] = lane.sums;
+  const float max = lane.max;
   const float sum = sums[kZones] + sums[kOthers];
   // A scale that clusters read exactly share: their estimates may lie far above what they are.
   const float shared = fmaxf(max, scale.max);
@@ -214,23 +246,12 @@ __device__ __forceinline__ LaneResult ResultOf(const float (&sums)[kLaneSums], f
       LeastNorm(sums[kZones] * exact_factor, norms2.y, sums[kMoments] * factor, scale.sum * factor);
   const float norm = fmaxf(sqrtf(norms2.x), least);
   // Of what is estimated; if something is, scale.max is at most max.
-  const float absolute2 = sums[kErrors] +
-                          correction2 * attention::kCoherentShare * attention::kCoherentShare +
-                          sums[kMassErrors] * norms2.x;
+  const float absolute2 = SquaredError(lane, norms2.x);
   if (absolute2 > 0) {
     result.predicted_error = sqrtf(absolute2) * Exp2(scale.max - max) / sum / norm;
   }
   return result;
 }
-
-// A lane's values, of thread c < kValueDim those of channel c, and its sums, relative to `max`.
-struct MergedLane {
-  float max;
-  float sums[kLaneSums];
-  float zone_value, other_value;
-  float correction2;  // squared length of what slopes add to the estimates, of all threads; over
-                      // trees
-};
 
 // Writes a lane's answer. scale: of the clusters' weights, null without clusters. norms: shared.
 template <int kValueDim, uint32_t kWarps>
@@ -246,9 +267,7 @@ __device__ __forceinline__ void WriteAnswer(const StepHeader& step, const LanePl
   if (threadIdx.x == 0) {
     step.lse[place.slot] = sum > 0 ? (lane.max + log2f(sum)) * kLn2 : -INFINITY;
     step.lane_results[place.slot] =
-        scale != nullptr && sum > 0
-            ? ResultOf(lane.sums, lane.max, lane.correction2, *scale, norms2)
-            : LaneResult{1, 1, 0, 0};
+        scale != nullptr && sum > 0 ? ResultOf(lane, *scale, norms2) : LaneResult{1, 1, 0, 0};
   }
   __syncthreads();
 }
@@ -278,6 +297,7 @@ __device__ __forceinline__ void AnswerLane(const StepHeader& step, const LanePla
   MergedLane lane;
   lane.max = merger.Max();
   merger.Merge(lane.max, lane.sums, &lane.zone_value, &lane.other_value);
+  lane.tree = states.corrections != nullptr;
   lane.correction2 = Correction2<kValueDim>(states, memory);
   WriteAnswer<kValueDim, kMergeWarps>(step, place, lane, scale, memory->norms);
 }

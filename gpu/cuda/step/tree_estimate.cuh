@@ -45,6 +45,7 @@ __device__ __forceinline__ void AddErrors(float weight, float d2, float size, fl
   sums->errors +=
       rest * rest * __fdividef(growth, size) + attention::kMassErrorShare * moved * moved;
   sums->mass_errors += attention::kMassErrorShare * mass * mass;
+  sums->logit_variances += weight * capped;
 }
 
 template <int kDim, int kValueDim>
@@ -177,6 +178,7 @@ __device__ __forceinline__ void StoreEstimate(const StepHeader& step, const Tree
   head_out[kHeadMoments] = head[kTreeMoments];
   head_out[kHeadDropped] = 0;
   head_out[kHeadMassErrors] = head[kTreeMassErrors];
+  head_out[kHeadLogitVariances] = head[kTreeLogitVariances];
 }
 
 template <int kDim, int kValueDim>

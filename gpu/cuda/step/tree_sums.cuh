@@ -22,6 +22,7 @@ struct TreeSums {
   float moments = 0;
   float errors = 0;       // squared errors of values
   float mass_errors = 0;  // of masses
+  float logit_variances = 0;
   float values[kValueDim / 16][4] = {};
   float variances[kDim / 16][4] = {};  // of the weights, along the axes
 };
@@ -109,7 +110,8 @@ enum TreeHead {
   kTreeBestMax,
   kTreeBestSum,
   kTreeErrors,
-  kTreeMassErrors
+  kTreeMassErrors,
+  kTreeLogitVariances
 };
 
 // Adds a state's maximum and sum to others.
@@ -185,6 +187,7 @@ class TreeFinisher {
   __device__ __forceinline__ void StoreHead(const Sums& sums, const Totals& best, Memory* memory) {
     const float sum = SumOverT(sums.sum), moments = SumOverT(sums.moments);
     const float errors = SumOverT(sums.errors), mass_errors = SumOverT(sums.mass_errors);
+    const float logit_variances = SumOverT(sums.logit_variances);
     if (threadIdx.x % 4 != 0) return;
     float* head = memory->heads[threadIdx.x / 32][threadIdx.x % 32 / 4];
     head[kTreeMax] = sums.max;
@@ -194,6 +197,7 @@ class TreeFinisher {
     head[kTreeBestSum] = best.sum;
     head[kTreeErrors] = errors;
     head[kTreeMassErrors] = mass_errors;
+    head[kTreeLogitVariances] = logit_variances;
   }
 
   static __device__ __forceinline__ float MaxOf(const Memory& memory, uint32_t lane, int kind) {
@@ -222,6 +226,7 @@ class TreeFinisher {
       head[kTreeBestSum] += Weight(own[kTreeBestMax], best) * own[kTreeBestSum];
       head[kTreeErrors] += own[kTreeErrors];
       head[kTreeMassErrors] += own[kTreeMassErrors];
+      head[kTreeLogitVariances] += own[kTreeLogitVariances];
     }
     head[kTreeMax] = max;
     head[kTreeBestMax] = best;
