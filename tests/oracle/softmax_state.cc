@@ -5,10 +5,11 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "tests/oracle/infinity.h"
+
 namespace attnd::oracle {
 
 namespace {
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 }  // namespace
 
 void Require(bool condition, const char* what) {
