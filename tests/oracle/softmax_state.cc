@@ -9,9 +9,6 @@
 
 namespace attnd::oracle {
 
-namespace {
-}  // namespace
-
 void Require(bool condition, const char* what) {
   if (condition) return;
   std::fprintf(stderr, "oracle: expected %s\n", what);
