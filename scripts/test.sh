@@ -45,13 +45,21 @@ pytest_without_transformers=("${pytest_at_once[@]}" --ignore-glob='*/test_transf
 
 stage_python() { run_pytest "${pytest_without_transformers[@]}" tests/python tests/scripts models/training; }
 
+transformers_version="${ATTND_TRANSFORMERS_VERSION:-5.23.0}"
+
+# Starts to make the environment of the stage transformers, which then waits for it: a download, and one process that
+# unpacks it, would leave the cores idle.
+start_transformers_venv() {
+  [[ " $* " == *" transformers "* && "${transformers_version}" != none ]] || return 0
+  setup_transformers_venv "${transformers_version}" >"${ATTND_BUILD}/venv-transformers.log" 2>&1 9>&- &
+}
+
 # Apart from the stage python, because PyTorch takes gigabytes of downloads and not every machine can have it.
 stage_transformers() {
-  local version="${ATTND_TRANSFORMERS_VERSION:-5.23.0}"
-  if [[ "${version}" == none ]]; then
+  if [[ "${transformers_version}" == none ]]; then
     skip_stage "ATTND_TRANSFORMERS_VERSION=none"
-  elif ! setup_transformers_venv "${version}"; then
-    [[ -z "${ATTND_TRANSFORMERS_VERSION:-}" ]] || die "Transformers ${version} cannot be installed here"
+  elif ! setup_transformers_venv "${transformers_version}"; then
+    [[ -z "${ATTND_TRANSFORMERS_VERSION:-}" ]] || die "Transformers ${transformers_version} cannot be installed here"
     skip_stage "PyTorch or Transformers cannot be installed here"
   else
     ATTND_VENV="${ATTND_TRANSFORMERS_VENV}" run_pytest "${pytest_at_once[@]}" tests/python/test_transformers*.py
@@ -126,4 +134,5 @@ say "Set-up"
 setup_packages "${ATTND_BUILD_PACKAGES[@]}" "${ATTND_PYTHON_PACKAGES[@]}" "${ATTND_CHECK_PACKAGES[@]}"
 setup_prometheus
 setup_venv
+start_transformers_venv "${stages[@]}"
 run_stages "${stages[@]}"

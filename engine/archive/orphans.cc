@@ -10,7 +10,6 @@
 #include "common/status.h"
 
 namespace attnd::engine {
-using storage::StoredFile;
 
 absl::StatusOr<uint64_t> Orphans::SetAside(const Numbers& known, TimePoint now) {
   CHECK(aside_.empty() && bytes_ == 0) << "once, at the start";
@@ -18,7 +17,7 @@ absl::StatusOr<uint64_t> Orphans::SetAside(const Numbers& known, TimePoint now) 
   std::vector<uint64_t> unknown;
   Numbers kept;
   uint64_t removed = 0;
-  for (const StoredFile& file : stored) {
+  for (const storage::StoredFile& file : stored) {
     if (file.temporary) {
       ATTND_RETURN_IF_ERROR(files_->Remove(file.path));
       ++removed;
@@ -31,7 +30,7 @@ absl::StatusOr<uint64_t> Orphans::SetAside(const Numbers& known, TimePoint now) 
   ATTND_RETURN_IF_ERROR(TakeBackKnown(known, kept));
   ATTND_RETURN_IF_ERROR(folder_->SetAside(unknown));
   ATTND_ASSIGN_OR_RETURN(const auto aside, folder_->ListOrphans());
-  for (const StoredFile& file : aside) {
+  for (const storage::StoredFile& file : aside) {
     if (known.count(file.number) != 0) continue;
     aside_.push_back(file);
     bytes_ += file.bytes;
@@ -43,7 +42,7 @@ absl::StatusOr<uint64_t> Orphans::SetAside(const Numbers& known, TimePoint now) 
 
 absl::Status Orphans::TakeBackKnown(const Numbers& known, const Numbers& kept) {
   ATTND_ASSIGN_OR_RETURN(auto aside, folder_->ListOrphans());
-  std::erase_if(aside, [&](const StoredFile& file) {
+  std::erase_if(aside, [&](const storage::StoredFile& file) {
     return known.count(file.number) == 0 || kept.count(file.number) != 0;
   });
   return folder_->TakeBack(aside);
@@ -56,7 +55,7 @@ void Orphans::DropSome(TimePoint now) {
       const auto free = files_->FreeBytes(folder_->root());
       if (!free.ok() || bytes_ <= *free) return;
     }
-    StoredFile file = std::move(aside_.front());
+    storage::StoredFile file = std::move(aside_.front());
     aside_.pop_front();
     const absl::Status removed = files_->Remove(file.path);
     if (removed.ok() || absl::IsNotFound(removed)) {

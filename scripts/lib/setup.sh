@@ -87,7 +87,7 @@ setup_prometheus() {
 }
 
 # make_venv FOLDER REQUIREMENTS EXTRA MODULE [PACKAGE...]: makes a Python environment with the Python client (editable),
-# one of the client's extras and what else is named; MODULE must then be there to import. Returns 1 if it cannot be made.
+# one of the client's extras and what else pip is told; MODULE must then be there to import. Returns 1 if it cannot be made.
 make_venv() {
   local venv="$1" requirements="$2" extra="$3" module="$4" stamp="$1/.attnd-stamp" want
   shift 4
@@ -110,10 +110,15 @@ setup_venv() {
     die "the Python environment in build/venv cannot be made"
 }
 
-# Makes build/venv-transformers, with PyTorch and the version of Transformers that is named.
+# Makes build/venv-transformers, with PyTorch and the version of Transformers that is named. Two calls at once wait for
+# each other.
 setup_transformers_venv() {
-  make_venv "${ATTND_TRANSFORMERS_VENV}" "${ATTND_ROOT}/scripts/requirements-transformers.txt" \
-    transformers "torch, transformers" "transformers==$1"
+  (
+    flock 8
+    # Python compiles those of PyTorch's 2 GB of sources that are imported, when they are.
+    make_venv "${ATTND_TRANSFORMERS_VENV}" "${ATTND_ROOT}/scripts/requirements-transformers.txt" \
+      transformers "torch, transformers" --no-compile "transformers==$1"
+  ) 8>"${ATTND_TRANSFORMERS_VENV}.lock"
 }
 
 # Compilers at once: one for each core, but no more than memory allows at 1.5 GiB each.

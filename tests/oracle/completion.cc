@@ -3,15 +3,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
+#include "tests/oracle/infinity.h"
 #include "tests/oracle/policies.h"  // FractionCount
 
 namespace attnd::oracle {
 
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 FeatureSummary EmptySummary(std::size_t features, std::size_t value_dim) {
   Require(features > 0, "at least one feature");

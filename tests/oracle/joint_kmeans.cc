@@ -3,16 +3,15 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <numeric>
 
+#include "tests/oracle/infinity.h"
 #include "tests/oracle/rows.h"
 
 namespace attnd::oracle {
 
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int kIterations = 5;  // before the late centres, and again after
 constexpr double kLeastLength = 1e-30;
 constexpr double kCountSlack = 1e-9;      // relative, of split * clusters

@@ -3,13 +3,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
+
+#include "tests/oracle/infinity.h"
 
 namespace attnd::oracle {
 
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kRoundingSlack = 1e-9;  // relative, of min_share * B
 
 enum class Aggregate { kMean, kMaximum };

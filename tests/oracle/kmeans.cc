@@ -4,13 +4,12 @@
 #include <algorithm>
 #include <cmath>
 
+#include "tests/oracle/infinity.h"
 #include "tests/oracle/rows.h"
 
 namespace attnd::oracle {
 
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 std::vector<Vector> Centred(const std::vector<Vector>& keys) {
   const Vector mean = MeanOf(keys);

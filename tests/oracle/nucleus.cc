@@ -2,13 +2,12 @@
 #include "tests/oracle/nucleus.h"
 
 #include <algorithm>
-#include <limits>
+
+#include "tests/oracle/infinity.h"
 
 namespace attnd::oracle {
 
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 double SumFrom(const Vector& weights, double threshold) {
   double sum = 0.0;

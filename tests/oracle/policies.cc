@@ -3,16 +3,15 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <numeric>
 
+#include "tests/oracle/infinity.h"
 #include "tests/oracle/softmax_state.h"
 
 namespace attnd::oracle {
 
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kSpreadCap = 8.0;  // of d2_i, where it becomes a mass or an error
 // |o| is taken as at least this share of the values' root mean square.
 constexpr double kNormGuard = 1e-3;

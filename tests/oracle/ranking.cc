@@ -3,16 +3,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <numeric>
 
+#include "tests/oracle/infinity.h"
 #include "tests/oracle/policies.h"  // FractionCount
 
 namespace attnd::oracle {
 
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 void RequireAscending(const Indices& candidates) {
   for (std::size_t i = 1; i < candidates.size(); ++i) {

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
+#include "tests/oracle/infinity.h"
 #include "tests/oracle/kmeans.h"
 #include "tests/oracle/rows.h"
 #include "tests/oracle/symmetric_eigen.h"
@@ -13,7 +13,6 @@ namespace attnd::oracle {
 
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNothing = 1e-24;  // share of all spread below which an axis has none
 
 using Members = std::vector<std::vector<std::size_t>>;  // [clusters][members]

@@ -8,15 +8,14 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <random>
 #include <vector>
 
+#include "tests/oracle/infinity.h"
 #include "tests/oracle/softmax_state.h"
 
 namespace attnd::oracle {
 
-inline constexpr double kInfinity = std::numeric_limits<double>::infinity();
 inline constexpr double kClose = 1e-12;
 using Indices = std::vector<std::size_t>;
 

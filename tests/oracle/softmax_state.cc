@@ -5,11 +5,9 @@
 #include <cstdio>
 #include <cstdlib>
 
-namespace attnd::oracle {
+#include "tests/oracle/infinity.h"
 
-namespace {
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-}  // namespace
+namespace attnd::oracle {
 
 void Require(bool condition, const char* what) {
   if (condition) return;

@@ -34,9 +34,14 @@ STOP_TIMEOUT_S = 20.0
 SERVERS = os.environ.get("ATTND_TEST_SERVERS", "reference,attnd").split(",")
 # The files that take longest come first: none is then left running alone at the end of a run.
 LONG_FILES = (
-    "test_compat",
-    "test_crash",
+    "test_report",
+    "test_parts",
+    "test_eval",
     "test_soak",
+    "test_crash",
+    "test_leases",
+    "test_compat",
+    "test_calibrate",
     "test_attnctl",
     "test_prometheus",
     "test_stages",
