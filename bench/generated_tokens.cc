@@ -212,8 +212,7 @@ class Bench {
                 absl::GetFlag(FLAGS_policy).c_str(), absl::GetFlag(FLAGS_prompt),
                 shape_.query_heads, shape_.kv_heads, shape_.head_dim);
     std::printf(
-        "| generated | us, median [p10 .. p90] | speed | zones, tokens | error | MiB | segments "
-        "built | "
+        "| generated | us, median [p10 .. p90] | speed | zones, tokens | error | MiB | built | "
         "ms of building |\n"
         "|---|---|---|---|---|---|---|---|\n");
     for (const Fork& fork : forks) {

@@ -27,9 +27,9 @@ class EarlySegments {
  public:
   using Segments = std::vector<std::shared_ptr<const attention::Segment>>;
 
-  // The lengths of early segments are multiples of LeastTokens: enough tokens for axes and slopes
-  // to cost a step less than reading the tokens. What is left over is read exactly. A multiple of
-  // kTokens, which it is unless heads are latent.
+  // The lengths of early segments are multiples of LeastTokens: so many that axes and slopes cost a
+  // step less than reading the tokens. What is left over is read exactly. LeastTokens is kTokens,
+  // or a multiple of it where heads are latent.
   static constexpr uint32_t kTokens = 512;
   static uint32_t LeastTokens(const ModelShape& shape);
 
