@@ -18,13 +18,15 @@ namespace attnd::bench {
 inline constexpr uint32_t kSegmentTokens = 8192;
 
 // An engine with more memory than benchmarks take; a step uses `threads` threads, 0: all cores.
-inline std::unique_ptr<engine::Engine> MakeEngine(uint32_t threads) {
+// `listener`, if any, must outlive the engine.
+inline std::unique_ptr<engine::Engine> MakeEngine(uint32_t threads,
+                                                  engine::EventListener* listener = nullptr) {
   engine::EngineOptions options;
   options.memory_budget_bytes = uint64_t{8} << 30;
   options.segment_tokens = kSegmentTokens;
   attention::CpuBackendOptions backend;
   backend.threads = threads;
-  return Must(engine::Engine::Create(options, attention::MakeCpuBackend(backend), nullptr));
+  return Must(engine::Engine::Create(options, attention::MakeCpuBackend(backend), listener));
 }
 
 // The first `elements` of bf16 numbers.

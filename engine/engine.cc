@@ -3,6 +3,7 @@
 // EngineImpl: its life, from Create to Shutdown, and what it says of its sequences.
 #include "engine/engine.h"
 
+#include <algorithm>
 #include <chrono>
 #include <memory>
 #include <utility>
@@ -86,6 +87,15 @@ std::vector<SequenceInfo> EngineImpl::List(absl::string_view tenant, uint64_t af
 void EngineImpl::WaitForBackground() {
   segmenter_.WaitUntilIdle();
   if (auditor_ != nullptr) auditor_->WaitUntilIdle();
+}
+
+bool EngineImpl::DropCopies() {
+  if (!InUse(kNoCopies)) return false;
+  // Steps use sequences while they are being ordered, so each time is read once.
+  std::vector<std::pair<std::chrono::steady_clock::time_point, std::shared_ptr<Sequence>>> all;
+  for (auto& sequence : sequences_.All()) all.emplace_back(sequence->last_used(), sequence);
+  std::sort(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  return std::any_of(all.begin(), all.end(), [](const auto& s) { return s.second->DropEarly(); });
 }
 
 // Shutdown: 1. no new sequences, 2. no sequences are closed for their leases, 3. no segments are

@@ -131,14 +131,15 @@ absl::StatusOr<uint64_t> EngineImpl::AppendWithRoom(WriterId writer, const NewTo
   };
   const uint64_t most = options_.max_sequence_tokens;
   const bool fits = tokens.tokens <= most && tokens.first_position <= most - tokens.tokens;
-  if (archive_ == nullptr || !fits) return append();
+  if (!fits) return append();
+  if (archive_ == nullptr) return WithoutCopies(append);
   const bool segments_first =
       InUse(kSegmentsFirst) && sequence->HasSegment(options_.segment_tokens);
   if (!chunk.may_wait && segments_first) {
     return absl::ResourceExhaustedError(
         "the memory budget has no room before the sequence's tokens are segments");
   }
-  if (!chunk.may_wait) return append();
+  if (!chunk.may_wait) return WithoutCopies(append);
   return WithRoom(chunk.cancelled, [&]() -> absl::StatusOr<uint64_t> {
     if (InUse(kSegmentsFirst)) {
       // Building comes first: what the chunk took would be missing for it.

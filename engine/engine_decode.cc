@@ -58,7 +58,10 @@ void EngineImpl::PrepareRows(absl::string_view tenant, WriterId writer, const De
     if (called->call.lease() > std::chrono::seconds(0)) {
       sequences->calls.push_back(std::move(called->call));
     }
-    const uint64_t appended = batch->Prepare(i, writer, *backend_, sequence);
+    uint64_t appended = batch->Prepare(i, writer, *backend_, sequence);
+    while (absl::IsResourceExhausted(result->rows[i].status) && DropCopies()) {
+      appended = batch->Prepare(i, writer, *backend_, sequence);
+    }
     if (!result->rows[i].status.ok() || row.query_only) continue;
     if (args.layer == 0) ReportAppended(appended, /*prefill=*/false);
     // A position is committed with its last layer.

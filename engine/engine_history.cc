@@ -27,7 +27,7 @@ absl::StatusOr<SequenceInfo> EngineImpl::Fork(absl::string_view tenant, uint64_t
     ATTND_RETURN_IF_ERROR(WithWhole(
         parent.get(), nullptr,
         [&] { return parent->PagedForLength(length.value_or(parent->Info().committed_tokens)); },
-        [&] { return parent->ForkInto(length, child.get()); }));
+        [&] { return WithoutCopies([&] { return parent->ForkInto(length, child.get()); }); }));
     absl::StatusOr<SequenceInfo> info = child->Info();  // nothing may fail once others know it
     ATTND_RETURN_IF_ERROR(sequences_.Publish(std::move(child)));
     return info;

@@ -183,7 +183,14 @@ class EngineImpl final : public Engine {
   // ... and waits for them when it would take the room that building them needs.
   static constexpr uint64_t kSegmentsFirst = 6;
 
-  // Repeats `call` while it finds no room in the budget and segments can be moved to disk.
+  // Drops the early segments of one sequence, the one used longest ago. False if there are none, or
+  // if enough of the budget is free for it not to be what a caller lacks. Not under any lock.
+  bool DropCopies();
+  // Repeats `call` while it finds no room in the budget and there are copies to drop.
+  template <typename F>
+  auto WithoutCopies(const F& call) -> decltype(call());
+  // Repeats `call` while it finds no room in the budget and copies can be dropped or segments moved
+  // to disk.
   template <typename F>
   auto WithRoom(const std::atomic<bool>* cancelled, const F& call) -> decltype(call());
   // Repeats `call` until none of the segments that it needs whole is paged.
@@ -220,13 +227,20 @@ class EngineImpl final : public Engine {
 };
 
 template <typename F>
+auto EngineImpl::WithoutCopies(const F& call) -> decltype(call()) {
+  auto result = call();
+  while (absl::IsResourceExhausted(StatusOf(result)) && DropCopies()) result = call();
+  return result;
+}
+
+template <typename F>
 auto EngineImpl::WithRoom(const std::atomic<bool>* cancelled, const F& call) -> decltype(call()) {
   const auto until = std::chrono::steady_clock::now() + kRoomWait;
   // Rounds of the pager that moved nothing: room may have come meanwhile, made by other rounds or
   // by the call itself.
   constexpr int kFruitlessMax = 3;
   for (int fruitless = 0;;) {
-    auto result = call();
+    auto result = WithoutCopies(call);
     if (archive_ == nullptr || !absl::IsResourceExhausted(StatusOf(result))) return result;
     const bool gone = cancelled != nullptr && cancelled->load(std::memory_order_relaxed);
     const bool late = std::chrono::steady_clock::now() > until;

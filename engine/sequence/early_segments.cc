@@ -8,14 +8,39 @@
 
 namespace attnd::engine {
 
+uint32_t EarlySegments::LeastTokens(const ModelShape& shape) {
+  // Of a tree's head, in bf16.
+  const uint32_t axes_bytes = 2 * shape.head_dim * (shape.head_dim + shape.value_dim);
+  const uint32_t run_bytes = kTokens * shape.token_bytes();
+  return (axes_bytes + run_bytes - 1) / run_bytes * kTokens;
+}
+
 uint64_t EarlySegments::bytes() const {
   uint64_t bytes = 0;
   for (const auto& segment : segments_) bytes += segment->bytes();
   return bytes;
 }
 
+uint64_t EarlySegments::NextBegin(uint64_t tail_begin, uint64_t end, uint32_t tokens_max) const {
+  uint64_t begin = EndOr(tail_begin);
+  for (auto last = segments_.rbegin(); last != segments_.rend(); ++last) {
+    const bool joins =
+        (*last)->tokens() <= 2 * (end - begin) && end - (*last)->first_position() <= tokens_max;
+    if (!joins) break;
+    begin = (*last)->first_position();
+  }
+  return begin;
+}
+
+bool EarlySegments::Fits(uint64_t tail_begin, uint64_t begin, uint64_t end) const {
+  return end > EndOr(tail_begin) && begin == Before(begin).EndOr(tail_begin);
+}
+
 void EarlySegments::Add(std::shared_ptr<const attention::Segment> segment) {
-  CHECK_EQ(segment->first_position(), EndOr(segment->first_position()));
+  const uint64_t begin = segment->first_position();
+  CHECK_GT(segment->end_position(), EndOr(begin));
+  while (!segments_.empty() && segments_.back()->first_position() >= begin) segments_.pop_back();
+  CHECK_EQ(begin, EndOr(begin));
   segments_.push_back(std::move(segment));
 }
 

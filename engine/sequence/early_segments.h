@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention/segment/segment.h"
+#include "common/model_shape.h"
 
 namespace attnd::engine {
 
@@ -17,15 +18,20 @@ namespace attnd::engine {
 // writes it down reads the tail. So early segments may be dropped at any time, are on no disk, and
 // need no moving when a full segment takes their place.
 //
+// The first ones are small, and longer ones take their place as tokens gather (NextBegin): each
+// segment has axes and slopes of its own, which every step reads.
+//
 // Segments are shared by pointer, with views and forks. Thread-safety: none; the sequence's lock
 // guards it. Invariant: each segment begins where the one before it ends.
 class EarlySegments {
  public:
   using Segments = std::vector<std::shared_ptr<const attention::Segment>>;
 
-  // Of each early segment. Large enough that its axes and slopes, which it has like any other
-  // segment, cost a step less than reading its tokens; what is left over is read exactly.
-  static constexpr uint32_t kTokens = 1024;
+  // The lengths of early segments are multiples of LeastTokens: so many that axes and slopes cost a
+  // step less than reading the tokens. What is left over is read exactly. LeastTokens is kTokens,
+  // or a multiple of it where heads are latent.
+  static constexpr uint32_t kTokens = 512;
+  static uint32_t LeastTokens(const ModelShape& shape);
 
   const Segments& all() const { return segments_; }
   // Where the tail begins that is left for steps to read; `begin` is where the whole tail begins.
@@ -34,7 +40,16 @@ class EarlySegments {
   }
   uint64_t bytes() const;
 
-  // `segment` begins at EndOr(the tail's begin).
+  // Where a segment of at most `tokens_max` tokens is to begin that ends at `end`, behind all that
+  // there are: it has the tokens of the last segments, too, as long as each is at most twice as
+  // long as what follows it (docs/PERFORMANCE.md has the other rules that were tried). So each
+  // segment is more than twice as long as all behind it, and whenever a token is indexed anew its
+  // segment grows by half or more.
+  uint64_t NextBegin(uint64_t tail_begin, uint64_t end, uint32_t tokens_max) const;
+  // Whether Add may be given a segment of [begin, end).
+  bool Fits(uint64_t tail_begin, uint64_t begin, uint64_t end) const;
+  // Adds a segment that reaches further than all that there are, in place of those from its begin
+  // on.
   void Add(std::shared_ptr<const attention::Segment> segment);
   // Those that lie before `end`.
   EarlySegments Before(uint64_t end) const;

@@ -234,24 +234,27 @@ absl::StatusOr<bool> Segmenter::BuildNext(Sequence* sequence, uint32_t min_token
                                           EventListener::BuildTrigger trigger,
                                           const std::atomic<bool>* cancelled) {
   const auto start = std::chrono::steady_clock::now();
+  const bool early = trigger == EventListener::BuildTrigger::kEarly;
+  const auto next = [&](uint32_t most) {
+    return early ? sequence->NextEarly(most) : sequence->NextSegment(min_tokens, most);
+  };
+  const uint32_t short_tokens =
+      early ? EarlySegments::LeastTokens(sequence->shape()) : options_.segment_tokens;
   absl::StatusOr<uint32_t> installed = 0;
   try {
-    std::optional<SegmentJob> job = trigger == EventListener::BuildTrigger::kEarly
-                                        ? sequence->NextEarly()
-                                        : sequence->NextSegment(min_tokens, max_tokens);
+    std::optional<SegmentJob> job = next(max_tokens);
     if (!job.has_value()) return false;
     installed = Build(sequence, *job, threads, cancelled);
-    // A segment is built beside the tail that it replaces: a shorter one may still find room.
-    if (absl::IsResourceExhausted(installed.status()) && job->tokens > options_.segment_tokens) {
-      job = sequence->NextSegment(min_tokens, options_.segment_tokens);
+    // A segment is built beside what it replaces: a shorter one may still find room.
+    if (absl::IsResourceExhausted(installed.status()) && job->tokens > short_tokens) {
+      job = next(short_tokens);
       if (job.has_value()) installed = Build(sequence, *job, threads, cancelled);
     }
   } catch (const std::bad_alloc&) {
     installed = NoMemory();
   }
   // What was given up because nobody wants it has not failed, nor has a copy that found no memory.
-  const bool failed = !installed.ok() && trigger != EventListener::BuildTrigger::kEarly &&
-                      Wanted(*sequence, cancelled).ok();
+  const bool failed = !installed.ok() && !early && Wanted(*sequence, cancelled).ok();
   if (listener_ != nullptr && failed) listener_->OnSegmentBuildFailed(trigger, installed.status());
   ATTND_RETURN_IF_ERROR(installed.status());
   if (listener_ != nullptr && *installed > 0) {

@@ -199,10 +199,11 @@ class Sequence {
   uint32_t PromptRun(uint32_t least);
   // Whether NextSegment would return one.
   bool HasSegment(uint32_t min_tokens);
-  // The next early segment, or nothing. Only behind a segment, as the first one fixes what all have
-  // in common; only over the index `tree`, whose steps read little besides the tail; and not while
+  // The next early segment, of at most max_tokens >= EarlySegments::LeastTokens, or nothing. It may
+  // take the place of earlier ones. Only behind a segment, as the first one fixes what all have in
+  // common; only over the index `tree`, whose steps read little besides the tail; and not while
   // tokens are uploaded, as the end of the prompt makes segments of them.
-  std::optional<SegmentJob> NextEarly();
+  std::optional<SegmentJob> NextEarly(uint32_t max_tokens);
   // What the background is to build: a segment of segment_tokens, else an early segment if that is
   // smaller, else nothing. Also nothing of a kind that DelayBuild holds back, and no early segment
   // in place of a segment that it holds back.

@@ -36,7 +36,7 @@ uint32_t Sequence::PromptRun(uint32_t least) {
 bool Sequence::HasEarly() const {
   if (segments_.empty() || newest_step_ == kNoStep) return false;
   if (indexes().cluster_form() != attention::ClusterForm::kTree) return false;
-  return SegmentsEnd() >= early_.EndOr(tail_.begin()) + EarlySegments::kTokens;
+  return SegmentsEnd() >= early_.EndOr(tail_.begin()) + EarlySegments::LeastTokens(shape());
 }
 
 std::optional<BuildKind> Sequence::DueBuild(uint32_t segment_tokens) {
@@ -46,7 +46,8 @@ std::optional<BuildKind> Sequence::DueBuild(uint32_t segment_tokens) {
     // No early segments while a full one waits: they would take its memory.
     return committed >= segment_delay_.from ? std::optional(BuildKind::kSegment) : std::nullopt;
   }
-  const bool early = segment_tokens > EarlySegments::kTokens && committed >= early_delay_.from;
+  const bool early =
+      segment_tokens > EarlySegments::LeastTokens(shape()) && committed >= early_delay_.from;
   return early && HasEarly() ? std::optional(BuildKind::kEarly) : std::nullopt;
 }
 
@@ -68,13 +69,20 @@ std::optional<SegmentJob> Sequence::NextSegment(uint32_t min_tokens, uint32_t ma
   return job;
 }
 
-std::optional<SegmentJob> Sequence::NextEarly() {
+std::optional<SegmentJob> Sequence::NextEarly(uint32_t max_tokens) {
+  const uint64_t least = EarlySegments::LeastTokens(shape());
+  CHECK_GE(max_tokens, least);
   MutexLock lock(mutex_);
   if (!HasEarly()) return std::nullopt;
+  // All that has gathered: the background may have been busy.
+  const uint64_t fresh = early_.EndOr(tail_.begin());
+  const uint64_t end =
+      fresh + std::min<uint64_t>(SegmentsEnd() - fresh, max_tokens) / least * least;
+  const uint64_t begin = early_.NextBegin(tail_.begin(), end, max_tokens);
   SegmentJob job;
-  job.tokens = EarlySegments::kTokens;
+  job.tokens = static_cast<uint32_t>(end - begin);
   job.early = true;
-  job.view = View();
+  job.view = MakeView(early_.Before(begin));
   return job;
 }
 
@@ -116,8 +124,10 @@ bool Sequence::Install(const SegmentJob& job, std::shared_ptr<const Segment> seg
 }
 
 bool Sequence::InstallEarly(const SegmentJob& job, std::shared_ptr<const Segment> segment) {
+  EarlySegments early;  // dies after the lock
   MutexLock lock(mutex_);
   if (!StillFits(job)) return false;
+  early = early_;
   early_.Add(std::move(segment));
   early_delay_ = BuildDelay();
   view_.reset();
@@ -125,7 +135,6 @@ bool Sequence::InstallEarly(const SegmentJob& job, std::shared_ptr<const Segment
   return true;
 }
 
-// Whether the tokens that a job was made from are still there, committed and outside the window.
 bool Sequence::DropEarly() {
   EarlySegments early;  // dies after the lock
   MutexLock lock(mutex_);
@@ -136,6 +145,7 @@ bool Sequence::DropEarly() {
   return true;
 }
 
+// Whether the tokens that a job was made from are still there, committed and outside the window.
 bool Sequence::StillFits(const SegmentJob& job) const {
   // A truncation may have taken the tokens away, and others may have come in their place: the
   // blocks then differ. A truncation keeps a block only if it keeps all of its positions, which are
@@ -143,7 +153,8 @@ bool Sequence::StillFits(const SegmentJob& job) const {
   // that no new one can have the address of an old one.
   const uint64_t begin = job.view->tail_begin;
   const uint64_t end = begin + job.tokens;
-  if (begin != (job.early ? early_.EndOr(tail_.begin()) : tail_.begin())) return false;
+  const bool in_place = job.early ? early_.Fits(tail_.begin(), begin, end) : begin == tail_.begin();
+  if (!in_place) return false;
   if (CommittedTokens() < end + policy().window) return false;
   // A step that is being repeated must stay in the tail until a newer one comes.
   if (end > newest_step_) return false;

@@ -18,6 +18,7 @@
 #include <thread>
 #include <vector>
 
+#include "engine/sequence/early_segments.h"
 #include "tests/engine/support.h"
 
 namespace attnd::engine::test {
@@ -34,12 +35,14 @@ class CountingObserver : public EventListener {
   void OnSegmentBuilt(BuildTrigger trigger, uint64_t tokens,
                       std::chrono::nanoseconds time) override {
     (trigger == BuildTrigger::kEarly ? early : segmented) += tokens;
+    if (trigger == BuildTrigger::kEarly && tokens > EarlySegments::kTokens) ++longer;
     EXPECT_GT(time.count(), 0);
   }
   void OnSegmentBuildFailed(BuildTrigger, const absl::Status& status) override {
     ADD_FAILURE() << status;
   }
   std::atomic<uint64_t> uploaded{0}, generated{0}, segmented{0}, early{0};
+  std::atomic<uint64_t> longer{0};  // early segments of more than the least length
 };
 
 // A life of one sequence after another, each checked.
@@ -195,7 +198,8 @@ TEST(EngineConcurrencyTest, OneSequenceUnderMoreThanOneHand) {
   shared.End(&threads);
 }
 
-// The same while early segments are built of what is generated, and full ones take their place.
+// The same while early segments are built of what is generated, and longer and full ones take their
+// place.
 TEST(EngineConcurrencyTest, EarlySegmentsUnderMoreThanOneHand) {
   SCOPED_TRACE(testing::Message() << "seed " << TestSeed());
   CountingObserver observer;
@@ -217,10 +221,10 @@ TEST(EngineConcurrencyTest, EarlySegmentsUnderMoreThanOneHand) {
   threads.emplace_back([&] { shared.Decode(2, 2, true); });
   threads.emplace_back([&] { shared.ForkAndTruncate(700, 9000, 10); });
   const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-  while (observer.early.load() == 0 && std::chrono::steady_clock::now() < until) {
+  while (observer.longer.load() == 0 && std::chrono::steady_clock::now() < until) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));  // long with a sanitizer
   }
-  EXPECT_GT(observer.early.load(), 0u);
+  EXPECT_GT(observer.longer.load(), 0u);
   shared.End(&threads);
 }
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Goal: early segments change what a step reads and nothing else: answers, what is sealed, and what
-// callers are told; and their memory is counted, left to others where it is short, and given back.
-// Method: engines whose policies read every token, so that each answer must be the oracle's.
+// Goal: early segments, also those that take the place of shorter ones, change what a step reads
+// and nothing else: answers, what is sealed, and what callers are told; and their memory is
+// counted, left to others where it is short, and given back. Method: engines whose policies read
+// every token, so that each answer must be the oracle's.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -29,13 +30,14 @@ class TriggerObserver : public EventListener {
  public:
   void OnSegmentBuilt(BuildTrigger trigger, uint64_t tokens, std::chrono::nanoseconds) override {
     ++built[static_cast<size_t>(trigger)];
-    EXPECT_TRUE(trigger != BuildTrigger::kEarly || tokens == kEarly) << tokens;
+    if (trigger == BuildTrigger::kEarly) last_early = tokens;
   }
   void OnSegmentBuildFailed(BuildTrigger, const absl::Status&) override { ++failed; }
   uint64_t early() const { return built[static_cast<size_t>(BuildTrigger::kEarly)]; }
   uint64_t full() const { return built[static_cast<size_t>(BuildTrigger::kBackground)]; }
 
   std::array<std::atomic<uint64_t>, 3> built{};
+  std::atomic<uint64_t> last_early{0};  // its tokens
   std::atomic<uint64_t> failed{0};
 };
 
@@ -76,7 +78,29 @@ class EarlyEngineTest : public ArchiveFixture {
     }
   }
 
-  static constexpr uint32_t kSegment = 3 * kEarly;
+  uint64_t TokenBytes() const {
+    return uint64_t{shape_.layers} * shape_.kv_heads * shape_.token_bytes();
+  }
+  // What a segment takes of the budget, and with its builder.
+  uint64_t Bytes(uint32_t tokens) const {
+    const attention::SegmentForm form = {shape_, attention::kTreeIndexes, tokens, 0};
+    return attention::Segment::IndexBytes(form) + attention::Segment::PayloadBytes(form);
+  }
+  uint64_t BytesOfBuilding(uint32_t tokens) const {
+    return Bytes(tokens) +
+           attention::HeadBuilder::ScratchBytes({shape_, attention::kTreeIndexes, tokens, 0});
+  }
+  // Another sequence takes memory until at most so much is free.
+  TestSequence FillUntilFree(uint64_t bytes) {
+    TestSequence filler = OpenSequence(engine_.get(), shape_);
+    const Usage usage = engine_->usage();
+    while (!HasFailure() && engine_->usage().resident_bytes + bytes < usage.capacity_bytes) {
+      Prefill(&filler, 64, &random_, false);
+    }
+    return filler;
+  }
+
+  static constexpr uint32_t kSegment = 6 * kEarly;
   static constexpr uint32_t kStep = 64;
   TriggerObserver observer_;
   uint64_t zone_tokens_ = 0;  // of the last step, summed over its tokens and KV heads
@@ -92,8 +116,9 @@ TEST_F(EarlyEngineTest, PoliciesThatReadAllAnswerDensely) {
     observer_.built[2] = observer_.built[1] = 0;
     const uint64_t before = engine_->usage().resident_bytes;
     TestSequence sequence = OpenPrompt(policy);
-    GenerateDense(&sequence, 2 * kEarly + 128);
-    EXPECT_EQ(observer_.early(), 2u);
+    GenerateDense(&sequence, 5 * kEarly + 128);
+    EXPECT_EQ(observer_.early(), 5u);
+    EXPECT_EQ(observer_.last_early.load(), 5 * kEarly);
     EXPECT_EQ(observer_.full(), 0u);
     // Of each token: the sink and the tail behind the early segments.
     EXPECT_LT(zone_tokens_, uint64_t{kStep} * 2 * (4 + kEarly));
@@ -118,13 +143,12 @@ TEST_F(EarlyEngineTest, TheirMemoryIsCountedAndComesBack) {
   const uint64_t before = sequence.Info().resident_bytes, used = engine_->usage().resident_bytes;
   Generate(&sequence, 2 * kEarly, &random_);
   engine_->WaitForBackground();
-  ASSERT_EQ(observer_.early(), 2u);
-  const attention::SegmentForm form = {shape_, attention::kTreeIndexes, kEarly, 0};
-  const uint64_t copies =
-      2 * (attention::Segment::IndexBytes(form) + attention::Segment::PayloadBytes(form));
-  const uint64_t tail = 2 * kEarly * shape_.token_bytes();
+  ASSERT_EQ(observer_.last_early.load(), 2 * kEarly);
+  const uint64_t copies = Bytes(2 * kEarly);
+  const uint64_t tail = 2 * kEarly * TokenBytes();
   EXPECT_GE(sequence.Info().resident_bytes, before + tail + copies);
   EXPECT_GE(engine_->usage().resident_bytes, used + tail + copies);
+  EXPECT_LT(engine_->usage().resident_bytes, used + tail + copies + Bytes(kEarly));
   ASSERT_TRUE(engine_->Truncate(kTenant, sequence.id, length).ok());
   sequence.history.Truncate(length);
   EXPECT_EQ(sequence.Info().resident_bytes, before);
@@ -139,10 +163,7 @@ TEST_F(EarlyEngineTest, ShortMemoryLeavesTheTailExact) {
   options.archive.data_dir.clear();  // nothing can move
   Start(options, &observer_);
   TestSequence sequence = OpenPrompt(PolicyOf("dense"));
-  TestSequence filler = OpenSequence(engine_.get(), shape_);
-  while (engine_->usage().resident_bytes < options.memory_budget_bytes * 13 / 16) {
-    Prefill(&filler, 64, &random_, false);
-  }
+  const TestSequence filler = FillUntilFree(options.memory_budget_bytes * 3 / 16);
   const uint64_t length = sequence.history.committed();
   GenerateDense(&sequence, kEarly + 128);
   EXPECT_EQ(observer_.early(), 0u);
@@ -160,26 +181,68 @@ TEST_F(EarlyEngineTest, MakeRoomForTheFullSegment) {
   options.archive.data_dir.clear();  // nothing can move
   Start(options, &observer_);
   TestSequence sequence = OpenPrompt(PolicyOf("dense"));
-  GenerateDense(&sequence, 2 * kEarly + 128);
-  ASSERT_EQ(observer_.early(), 2u);
-  const auto bytes = [&](uint32_t tokens) {
-    const attention::SegmentForm form = {shape_, attention::kTreeIndexes, tokens, 0};
-    return attention::Segment::IndexBytes(form) + attention::Segment::PayloadBytes(form);
-  };
-  const uint64_t scratch =
-      attention::HeadBuilder::ScratchBytes({shape_, attention::kTreeIndexes, kSegment, 0});
-  const uint64_t tail = kEarly * shape_.token_bytes();
-  // With the copies there is half of their room too little, and without them half of it too much.
-  const uint64_t wanted = bytes(kSegment) + scratch + tail - bytes(kEarly);
-  TestSequence filler = OpenSequence(engine_.get(), shape_);
-  while (engine_->usage().resident_bytes + wanted < options.memory_budget_bytes) {
-    Prefill(&filler, 64, &random_, false);
-  }
-  GenerateDense(&sequence, kEarly);
+  GenerateDense(&sequence, 4 * kEarly + 128);
+  ASSERT_EQ(observer_.early(), 4u);
+  // Of 3 and 1 times the least. With these copies there is half of their room too little, and
+  // without them half of it too much.
+  const uint64_t copies = Bytes(3 * kEarly) + Bytes(kEarly);
+  const uint64_t tail = 2 * kEarly * TokenBytes();
+  const TestSequence filler = FillUntilFree(BytesOfBuilding(kSegment) + tail - copies / 2);
+  GenerateDense(&sequence, 2 * kEarly);
   EXPECT_EQ(observer_.full(), 1u);
-  EXPECT_EQ(observer_.early(), 2u);
   EXPECT_EQ(sequence.Info().segments, 2u);
   EXPECT_TRUE(MatchesModel(&sequence, &random_));
+}
+
+// A longer one that finds no room leaves those that it was to replace, and the rest of its tokens
+// get one of their own; once there is room it comes.
+TEST_F(EarlyEngineTest, AreLeftShortWhereMemoryIs) {
+  // Room for building one of the least length beside what there is, not for twice as long a one; a
+  // quarter of the budget, without which none is built.
+  const uint64_t room = (BytesOfBuilding(kEarly) + BytesOfBuilding(2 * kEarly)) / 2;
+  EngineOptions options = Options(room * 15 / 4);
+  options.archive.data_dir.clear();  // nothing can move
+  Start(options, &observer_);
+  TestSequence sequence = OpenPrompt(PolicyOf("dense"));
+  GenerateDense(&sequence, 2 * kEarly - 64);
+  ASSERT_EQ(observer_.early(), 1u);
+  const TestSequence filler = FillUntilFree(room + 128 * TokenBytes());
+  GenerateDense(&sequence, 128);
+  EXPECT_EQ(observer_.early(), 2u);
+  EXPECT_EQ(observer_.last_early.load(), kEarly);
+  EXPECT_LT(zone_tokens_, uint64_t{kStep} * 2 * (4 + 4 * kStep)) << "of each token";
+  ASSERT_TRUE(engine_->Close(kTenant, filler.id).ok());
+  GenerateDense(&sequence, kEarly);
+  EXPECT_EQ(observer_.early(), 3u);
+  EXPECT_EQ(observer_.last_early.load(), 3 * kEarly);
+  EXPECT_EQ(observer_.failed.load(), 0u);
+  EXPECT_TRUE(MatchesModel(&sequence, &random_));
+}
+
+// Who finds no room gets that of copies, those of the sequence first that was used longest ago.
+TEST_F(EarlyEngineTest, MakeRoomForOthers) {
+  EngineOptions options = Options(uint64_t{8} << 20);
+  options.archive.data_dir.clear();  // nothing can move
+  Start(options, &observer_);
+  TestSequence idle = OpenPrompt(PolicyOf("dense")), used = OpenPrompt(PolicyOf("dense"));
+  for (TestSequence* sequence : {&idle, &used}) GenerateDense(sequence, 2 * kEarly + 64);
+  ASSERT_EQ(observer_.early(), 4u);
+  const uint64_t of_idle = idle.Info().resident_bytes, of_used = used.Info().resident_bytes;
+  // An upload.
+  TestSequence filler = FillUntilFree(128 * TokenBytes());
+  EXPECT_EQ(idle.Info().resident_bytes, of_idle);
+  Prefill(&filler, 256, &random_, false);
+  EXPECT_EQ(idle.Info().resident_bytes, of_idle - Bytes(2 * kEarly));
+  EXPECT_EQ(used.Info().resident_bytes, of_used);
+  // Steps.
+  while (!HasFailure() &&
+         engine_->usage().resident_bytes + 256 * TokenBytes() < options.memory_budget_bytes) {
+    Prefill(&filler, 64, &random_, false);
+  }
+  GenerateDense(&idle, 256);
+  EXPECT_LT(used.Info().resident_bytes, of_used);
+  EXPECT_EQ(observer_.early(), 4u) << "none comes while memory is short";
+  for (TestSequence* sequence : {&idle, &used}) EXPECT_TRUE(MatchesModel(sequence, &random_));
 }
 
 // What is written down is the tail.
@@ -188,7 +251,7 @@ TEST_F(EarlyEngineTest, AreNotSealed) {
   TestSequence sequence = OpenPrompt(PolicyOf("dense"));
   Generate(&sequence, 2 * kEarly + 64, &random_);
   engine_->WaitForBackground();
-  ASSERT_EQ(observer_.early(), 2u);
+  ASSERT_EQ(observer_.last_early.load(), 2 * kEarly);
   const SealResult sealed = Seal(sequence);
   EXPECT_EQ(sealed.segments, 1u);
   EXPECT_EQ(Files().size(), 2u);  // the segment's and the tail's
@@ -197,9 +260,10 @@ TEST_F(EarlyEngineTest, AreNotSealed) {
   auto resumed = Resume(sealed.sealed_id, sequence.history);
   ASSERT_TRUE(resumed.ok()) << resumed.status();
   EXPECT_EQ(resumed->Info().segments, 1u);
+  const uint64_t built = observer_.early();
   Generate(&*resumed, 2, &random_, /*check=*/false);
   engine_->WaitForBackground();
-  EXPECT_EQ(observer_.early(), 4u) << "they are built anew";
+  EXPECT_EQ(observer_.early(), built + 1) << "of all tokens at once";
   EXPECT_TRUE(MatchesModel(&*resumed, &random_));
 }
 

@@ -22,6 +22,7 @@ namespace attnd::engine::test {
 namespace {
 
 constexpr uint32_t kEarly = EarlySegments::kTokens;
+constexpr uint32_t kMost = 16 * kEarly;
 constexpr uint32_t kFirst = 512;  // tokens of the first segment
 constexpr uint64_t kWindow = 64;
 
@@ -45,13 +46,23 @@ class EarlySegmentsTest : public SequenceFixture {
     ASSERT_TRUE(sequence->Install(*job, Build(*job)));
     StepBy(sequence, history, tail - kWindow);
   }
-  // As many early segments as there are to build.
-  int BuildEarly(Sequence* sequence) {
+  // As many early segments as there are to build; those of kEarly tokens take no other's place.
+  int BuildEarly(Sequence* sequence, uint32_t max_tokens = kEarly) {
     int built = 0;
-    for (; const auto job = sequence->NextEarly(); ++built) {
+    for (; const auto job = sequence->NextEarly(max_tokens); ++built) {
       EXPECT_TRUE(sequence->Install(*job, Build(*job)));
     }
     return built;
+  }
+  // Lengths of the early segments, in kEarly.
+  std::vector<uint64_t> Lengths(Sequence* sequence) {
+    std::vector<uint64_t> lengths;
+    for (const auto& segment : ViewOf(sequence)->segments) {
+      if (segment->first_position() >= sequence->Info().segmented_tokens) {
+        lengths.push_back(segment->tokens() / kEarly);
+      }
+    }
+    return lengths;
   }
   std::shared_ptr<const attention::SequenceView> ViewOf(Sequence* sequence) {
     const uint64_t length = sequence->Info().committed_tokens;
@@ -75,7 +86,7 @@ class EarlySegmentsTest : public SequenceFixture {
 
 TEST_F(EarlySegmentsTest, StandForTheOldestTokensOfTheTail) {
   Begin(&sequence_, &history_, kEarly + kWindow - 1);
-  EXPECT_FALSE(sequence_.NextEarly().has_value()) << "a token is in the window";
+  EXPECT_FALSE(sequence_.NextEarly(kEarly).has_value()) << "a token is in the window";
   StepBy(&sequence_, &history_, 2);
   EXPECT_EQ(BuildEarly(&sequence_), 1);
   Expect(1, &sequence_, history_);
@@ -83,6 +94,102 @@ TEST_F(EarlySegmentsTest, StandForTheOldestTokensOfTheTail) {
   EXPECT_EQ(BuildEarly(&sequence_), 2);
   Expect(3, &sequence_, history_);
   EXPECT_EQ(sequence_.Info().segments, 1u);
+}
+
+// Each takes the place of those before it that are at most twice as long as what follows them: by
+// hand.
+TEST_F(EarlySegmentsTest, LongerOnesTakeThePlaceOfShort) {
+  const std::vector<uint64_t> lengths[] = {{1},    {2},     {3},     {3, 1}, {5},    {5, 1},
+                                           {5, 2}, {8},     {8, 1},  {8, 2}, {8, 3}, {8, 3, 1},
+                                           {13},   {13, 1}, {13, 2}, {13, 3}};
+  Begin(&sequence_, &history_, kWindow + 2);
+  uint64_t end = kFirst;
+  for (const std::vector<uint64_t>& expected : lengths) {
+    SCOPED_TRACE(testing::Message() << "behind " << end);
+    StepBy(&sequence_, &history_, kEarly);
+    end += kEarly;
+    const auto before = ViewOf(&sequence_);
+    EXPECT_EQ(BuildEarly(&sequence_, kMost), 1);
+    EXPECT_EQ(Lengths(&sequence_), expected);
+    const auto after = ViewOf(&sequence_);
+    EXPECT_EQ(after->tail_begin, end);
+    EXPECT_TRUE(Holds(*after, history_));
+    EXPECT_TRUE(Holds(*before, history_)) << "of a step under way";
+    EXPECT_TRUE(Holds(*sequence_.SnapshotHistory().view, history_));
+  }
+}
+
+// Of a latent head axes and slopes are larger.
+TEST_F(EarlySegmentsTest, HaveMoreBytesOfTokensThanOfAxes) {
+  ModelShape latent = MakeShape(1, 16, 1, 576, 512, DType::kBf16);
+  latent.latent = true;
+  EXPECT_EQ(EarlySegments::LeastTokens(latent), 1536u);
+  latent.dtype = DType::kFp32;
+  EXPECT_EQ(EarlySegments::LeastTokens(latent), 1024u);
+  for (const DType dtype : {DType::kBf16, DType::kFp32}) {
+    EXPECT_EQ(EarlySegments::LeastTokens(MakeShape(2, 8, 2, 256, 256, dtype)), kEarly);
+  }
+}
+
+// The background may be late, and may have failed to build the longer ones.
+TEST_F(EarlySegmentsTest, TakeWhatHasGathered) {
+  Begin(&sequence_, &history_, 3 * kEarly + kWindow + 2);
+  EXPECT_EQ(BuildEarly(&sequence_, kMost), 1);
+  EXPECT_EQ(Lengths(&sequence_), std::vector<uint64_t>{3});
+  for (int i = 0; i < 3; ++i) {
+    StepBy(&sequence_, &history_, kEarly);
+    EXPECT_EQ(BuildEarly(&sequence_, kEarly), 1);
+  }
+  EXPECT_EQ(Lengths(&sequence_), (std::vector<uint64_t>{3, 1, 1, 1}));
+  StepBy(&sequence_, &history_, kEarly);
+  const auto job = sequence_.NextEarly(6 * kEarly);
+  ASSERT_TRUE(job.has_value());
+  EXPECT_EQ(job->tokens, 4 * kEarly) << "no longer than it may be";
+  EXPECT_EQ(BuildEarly(&sequence_, kMost), 1);
+  EXPECT_EQ(Lengths(&sequence_), std::vector<uint64_t>{7});
+  EXPECT_TRUE(Holds(*ViewOf(&sequence_), history_));
+}
+
+// Whatever becomes of a longer one, every token is read once, and short ones that it was to replace
+// answer until then.
+TEST_F(EarlySegmentsTest, LongerOnesComeInWholeOrNotAtAll) {
+  Begin(&sequence_, &history_, 2 * kEarly + kWindow + 2);
+  ASSERT_EQ(BuildEarly(&sequence_), 2);
+  StepBy(&sequence_, &history_, 2 * kEarly);
+  const auto job = sequence_.NextEarly(kMost);
+  ASSERT_TRUE(job.has_value());
+  EXPECT_EQ(job->tokens, 4 * kEarly);
+  const auto longer = Build(*job);
+  Expect(2, &sequence_, history_);
+
+  // Some of the tokens got a segment of their own: it still fits, and takes that one's place.
+  const auto next = sequence_.NextEarly(kEarly);
+  ASSERT_TRUE(next.has_value() && sequence_.Install(*next, Build(*next)));
+  Expect(3, &sequence_, history_);
+  ASSERT_TRUE(sequence_.Install(*job, longer));
+  EXPECT_EQ(Lengths(&sequence_), std::vector<uint64_t>{4});
+  EXPECT_FALSE(sequence_.Install(*next, Build(*next))) << "it has these tokens";
+  EXPECT_TRUE(Holds(*ViewOf(&sequence_), history_));
+
+  // What lay before it is gone: it begins at no border any more.
+  StepBy(&sequence_, &history_, kEarly);
+  const auto behind = sequence_.NextEarly(kMost);
+  ASSERT_TRUE(behind.has_value());
+  EXPECT_EQ(behind->tokens, kEarly);
+  ASSERT_TRUE(sequence_.DropEarly());
+  EXPECT_FALSE(sequence_.Install(*behind, Build(*behind)));
+  ASSERT_TRUE(sequence_.Install(*job, longer)) << "it needs nothing before it";
+
+  // A truncation that cuts it drops the whole of it.
+  const uint64_t length = kFirst + 3 * kEarly + kWindow;
+  ASSERT_TRUE(sequence_.Truncate(length).ok());
+  history_.Truncate(length);
+  Expect(0, &sequence_, history_);
+  EXPECT_FALSE(sequence_.Install(*job, longer));
+  StepBy(&sequence_, &history_, kEarly);
+  EXPECT_FALSE(sequence_.Install(*job, longer)) << "other tokens";
+  EXPECT_EQ(BuildEarly(&sequence_, kMost), 1);
+  EXPECT_TRUE(Holds(*ViewOf(&sequence_), history_));
 }
 
 TEST_F(EarlySegmentsTest, AreDueWhenNoFullSegmentIs) {
@@ -120,18 +227,18 @@ TEST_F(EarlySegmentsTest, OfOneKindAloneAreDelayed) {
 // The first segment fixes what all have in common, and takes the sink.
 TEST_F(EarlySegmentsTest, NeedASegmentBeforeThem) {
   StepBy(&sequence_, &history_, 2 * kEarly);
-  EXPECT_FALSE(sequence_.NextEarly().has_value());
+  EXPECT_FALSE(sequence_.NextEarly(kEarly).has_value());
 }
 
 // The end of a prompt makes segments of it. What is generated afterwards may be early again.
 TEST_F(EarlySegmentsTest, AreNotBuiltWhileTokensAreUploaded) {
   Begin(&sequence_, &history_, kWindow + 2);
   AppendTo(&sequence_, &history_, 2 * kEarly);
-  EXPECT_FALSE(sequence_.NextEarly().has_value());
+  EXPECT_FALSE(sequence_.NextEarly(kEarly).has_value());
   ASSERT_TRUE(sequence_.CompletePrefill(kWriter).ok());
-  EXPECT_FALSE(sequence_.NextEarly().has_value());
+  EXPECT_FALSE(sequence_.NextEarly(kEarly).has_value());
   StepBy(&sequence_, &history_, 2);
-  EXPECT_TRUE(sequence_.NextEarly().has_value());
+  EXPECT_TRUE(sequence_.NextEarly(kEarly).has_value());
 }
 
 // The papers' policies read their generated tokens exactly until a segment is full.
@@ -146,7 +253,7 @@ TEST_F(EarlySegmentsTest, AreOfTreesAlone) {
     Sequence sequence(2, "", args, 1 << 20, &budget_);
     History history(shape_);
     Begin(&sequence, &history, 2 * kEarly);
-    EXPECT_EQ(sequence.NextEarly().has_value(), indexes.Has(IndexKind::kTree))
+    EXPECT_EQ(sequence.NextEarly(kEarly).has_value(), indexes.Has(IndexKind::kTree))
         << indexes.ToString();
   }
 }
@@ -222,7 +329,7 @@ TEST_F(EarlySegmentsTest, OfOtherTokensAreRefused) {
   Begin(&sequence_, &history_, 2 * kEarly + kWindow + 50);
   ASSERT_EQ(BuildEarly(&sequence_), 2);
   StepBy(&sequence_, &history_, kEarly);
-  const auto job = sequence_.NextEarly();
+  const auto job = sequence_.NextEarly(kEarly);
   ASSERT_TRUE(job.has_value());
   EXPECT_EQ(job->view->tail_begin, kFirst + 2 * kEarly);
   const auto segment = Build(*job);
@@ -232,7 +339,7 @@ TEST_F(EarlySegmentsTest, OfOtherTokensAreRefused) {
   EXPECT_FALSE(sequence_.Install(*job, segment)) << "too short now";
   StepBy(&sequence_, &history_, kEarly);
   EXPECT_FALSE(sequence_.Install(*job, segment)) << "other tokens";
-  const auto next = sequence_.NextEarly();
+  const auto next = sequence_.NextEarly(kEarly);
   ASSERT_TRUE(next.has_value());
   const auto built = Build(*next);
   EXPECT_TRUE(sequence_.Install(*next, built));
@@ -268,7 +375,7 @@ TEST_F(EarlySegmentsTest, ForksShareThem) {
 // Anything that changes a history, in any order: all that steps read and all that would be written
 // down hold every token once.
 TEST_F(EarlySegmentsTest, HoldTheHistoryWhateverHappens) {
-  std::array<int, 2> installed = {};
+  std::array<int, 3> installed = {};  // full, early, early of more than the least
   for (const char* window : {"0", "64"}) {
     auto sequence = std::make_unique<Sequence>(
         2, "", ArgsFor(PolicyOf("dense", {{"window", window}})), 1 << 20, &budget_);
@@ -276,8 +383,9 @@ TEST_F(EarlySegmentsTest, HoldTheHistoryWhateverHappens) {
     AppendTo(sequence.get(), &history, 700);
     for (int round = 0; round < 250; ++round) {
       SCOPED_TRACE(testing::Message() << "seed " << TestSeed() << " round " << round);
-      StepBy(sequence.get(), &history, 300 + random_.Below(700));
-      auto job = round % 4 == 0 ? sequence->NextSegment(512, 4 * kEarly) : sequence->NextEarly();
+      StepBy(sequence.get(), &history, 200 + random_.Below(700));
+      auto job = round % 8 == 0 ? sequence->NextSegment(512, 8 * kEarly)
+                                : sequence->NextEarly(random_.Below(4) == 0 ? kEarly : kMost);
       const auto segment = job.has_value() ? Build(*job) : nullptr;
       if (random_.Below(4) == 0) {
         const uint64_t most = history.committed() > 10 * kEarly ? 9 * kEarly : 2 * kEarly;
@@ -293,13 +401,16 @@ TEST_F(EarlySegmentsTest, HoldTheHistoryWhateverHappens) {
         ASSERT_TRUE(sequence->ForkInto(std::nullopt, child.get()).ok());
         sequence = std::move(child);
       }
-      if (segment != nullptr && sequence->Install(*job, segment)) ++installed[job->early ? 1 : 0];
+      if (segment != nullptr && sequence->Install(*job, segment)) {
+        ++installed[!job->early ? 0 : segment->tokens() == kEarly ? 1 : 2];
+      }
       ASSERT_TRUE(Holds(*ViewOf(sequence.get()), history));
       ASSERT_TRUE(Holds(*sequence->SnapshotHistory().view, history));
     }
   }
   EXPECT_GT(installed[0], 30);
   EXPECT_GT(installed[1], 30);
+  EXPECT_GT(installed[2], 30);
 }
 
 class NoPages : public attention::PagedPayload {
