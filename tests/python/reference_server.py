@@ -137,6 +137,10 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
                 "layout: cluster order has clusters",
             )
             check(not (clusters and blocks), "indexes: clusters or blocks")
+            check(
+                not request.HasField("tree"),
+                "tree: there is none to have leaf_tokens, fan and levels",
+            )
             check_policy(request.policy)
             check(len(request.token_ids) <= LIMITS.max_sequence_tokens, "token_ids: too many")
             check(request.lease_seconds <= 604800, "lease_seconds must be 0..604800")

@@ -125,6 +125,7 @@ class Client:
         token_ids: Sequence[int] = (),
         resume: int = 0,
         indexes: Sequence[str] | None = None,
+        tree: TreeOptions | None = None,
         lease_seconds: int = 0,
         timeout_s: float | None = None,
     ) -> OpenedSequence:
@@ -139,13 +140,17 @@ class Client:
             indexes: what to build of its segments, names of :data:`attnd.INDEXES`; segments are in
                 cluster order if "clusters", "regression" or "tree" is one of them, else in token
                 order. None: what the policy needs, and clusters if it needs none.
+            tree: sizes of the tree among the indexes; None is the server's defaults, or of a
+                resumed sequence the sizes that it was sealed with.
             lease_seconds: the server closes the sequence when no call has named it for so long, at
                 most a week, so that a client that is killed leaves nothing behind; 0 is never.
                 Forks have the same lease. :meth:`renew_lease` bridges a longer pause.
         """
         reply = self._call(
             self._stub.OpenSequence,
-            requests.open_request(model, policy, token_ids, resume, indexes, lease_seconds),
+            requests.open_request(
+                model, policy, token_ids, resume, indexes, lease_seconds, tree
+            ),
             timeout_s,
         )
         return OpenedSequence.from_proto(reply)
