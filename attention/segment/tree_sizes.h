@@ -6,6 +6,7 @@
 #define ATTND_ATTENTION_SEGMENT_TREE_SIZES_H_
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <iterator>
 #include <optional>

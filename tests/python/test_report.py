@@ -342,8 +342,9 @@ def test_a_trees_sizes_are_part_of_the_policys_text():
     assert str(policy) == text
     sizes = TreeOptions(leaf_tokens=12, fan=16, levels=2)
     assert opening.opening_of(policy, []) == opening.Opening(("tree",), tree=sizes)
-    others = [opening.parse_policy(f"dense@tree{rest}") for rest in ("", ":fan=4", ":fan=4")]
-    assert [str(other) for other in others] == ["dense@tree", "dense@tree:fan=4", "dense@tree:fan=4"]
+    texts = ["dense@tree", "dense@tree:fan=4", "dense@tree:fan=4"]
+    others = [opening.parse_policy(text) for text in texts]
+    assert [str(other) for other in others] == texts
     assert list(opening.by_opening(others, []).values()) == [[0], [1, 2]]
     for wrong in ("@clusters:fan=4", "@tree:height=4", "@tree:fan=x", "@tree:fan", "@tree:"):
         with pytest.raises(ValueError, match="policy"):

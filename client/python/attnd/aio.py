@@ -24,7 +24,7 @@ from attnd.errors import (
     from_rpc_error,
 )
 from attnd.model import Model
-from attnd.policy import Policy
+from attnd.policy import Policy, TreeOptions
 from attnd.requests import KvChunk, Row
 from attnd.results import (
     AppendedKv,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of the KV a query reads exactly: a preset's name and its parameters; and the indexes that
-it reads."""
+"""How much of the KV a query reads exactly: a preset's name and its parameters; and the indexes
+that it reads."""
 
 from __future__ import annotations
 
