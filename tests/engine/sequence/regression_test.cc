@@ -180,17 +180,17 @@ TEST_P(RegressionSequences, SealedWithClustersTheyGoOnUnderErrorTarget) {
 
 INSTANTIATE_TEST_SUITE_P(Indexes, RegressionSequences,
                          testing::Combine(testing::Values(attention::kRegressionIndexes,
-                                                          kWithLabels, attention::kTreeIndexes,
-                                                          kSmallFan),
+                                                          kWithLabels, attention::kTreeIndexes),
                                           testing::Bool()),
                          [](const auto& both) {
                            const IndexSet& indexes = std::get<0>(both.param);
                            return std::string(indexes == kWithLabels               ? "WithLabels"
                                               : indexes == attention::kTreeIndexes ? "Tree"
-                                              : indexes == kSmallFan               ? "SmallFan"
                                                                                    : "Alone") +
                                   (std::get<1>(both.param) ? "Latent" : "");
                          });
+INSTANTIATE_TEST_SUITE_P(SmallFan, RegressionSequences,
+                         testing::Values(std::tuple(kSmallFan, false)));
 
 TEST(RegressionOpening, APolicyWithoutIndexesNamedGetsItsOwn) {
   const auto engine = MakeEngine(SmallOptions());
