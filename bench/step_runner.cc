@@ -7,6 +7,7 @@
 #include <map>
 #include <utility>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_split.h"
 #include "bench/support.h"
 #include "common/dtype.h"
@@ -15,17 +16,46 @@ namespace attnd::bench {
 
 using Clock = std::chrono::steady_clock;
 
-attention::Policy ParsePolicyText(const std::string& text) {
-  const std::vector<std::string> halves = absl::StrSplit(text, absl::MaxSplits(':', 1));
+namespace {
+
+struct NamedParameters {
+  std::string name;
   std::map<std::string, std::string> parameters;
+};
+
+// NAME[:key=value,...]
+NamedParameters Split(const std::string& text) {
+  const std::vector<std::string> halves = absl::StrSplit(text, absl::MaxSplits(':', 1));
+  NamedParameters split{halves[0], {}};
   if (halves.size() == 2) {
     for (const auto& item : absl::StrSplit(halves[1], ',')) {
       const std::pair<std::string, std::string> pair =
           absl::StrSplit(item, absl::MaxSplits('=', 1));
-      parameters.insert(pair);
+      split.parameters.insert(pair);
     }
   }
-  auto policy = attention::ParsePolicy(halves[0], parameters);
+  return split;
+}
+
+attention::TreeSizes ParseTreeSizes(const std::map<std::string, std::string>& parameters) {
+  attention::TreeSizes sizes;
+  for (const auto& [key, value] : parameters) {
+    uint32_t* const size = key == "leaf_tokens" ? &sizes.leaf_tokens
+                           : key == "fan"       ? &sizes.fan
+                           : key == "levels"    ? &sizes.levels
+                                                : nullptr;
+    if (size == nullptr || !absl::SimpleAtoi(value, size)) {
+      Must(absl::InvalidArgumentError("a tree has no " + key + "=" + value));
+    }
+  }
+  return sizes;
+}
+
+}  // namespace
+
+attention::Policy ParsePolicyText(const std::string& text) {
+  const auto [name, parameters] = Split(text);
+  auto policy = attention::ParsePolicy(name, parameters);
   if (!policy.ok()) {
     std::fprintf(stderr, "%s\n", policy.status().ToString().c_str());
     std::exit(2);
@@ -33,12 +63,16 @@ attention::Policy ParsePolicyText(const std::string& text) {
   return *std::move(policy);
 }
 
-attention::IndexSet ParseIndexName(const std::string& name) {
+attention::IndexSet ParseIndexText(const std::string& text) {
+  const auto [name, parameters] = Split(text);
+  attention::IndexSet indexes;
   for (const attention::IndexKindInfo& info : attention::kIndexKindInfos) {
-    if (info.name == name && info.clusters.has_value()) return {info.kind};
+    if (info.name == name && info.clusters.has_value()) indexes.Add(info.kind);
   }
-  Must(absl::InvalidArgumentError("no index of clusters is named " + name));
-  return {};
+  if (indexes.empty()) Must(absl::InvalidArgumentError("no index of clusters is named " + name));
+  if (!parameters.empty()) indexes.set_tree_sizes(ParseTreeSizes(parameters));
+  Must(indexes.Validate());
+  return indexes;
 }
 
 StepRunner::StepRunner(attention::Backend* backend, const SyntheticSequence& sequence,

@@ -17,8 +17,9 @@ namespace attnd::bench {
 // NAME[:key=value,...]; ends the program for what is none.
 attention::Policy ParsePolicyText(const std::string& text);
 
-// The index of clusters of that name; ends the program if there is none.
-attention::IndexSet ParseIndexName(const std::string& name);
+// NAME[:key=value,...], an index of clusters; a tree's keys are fields of TreeSizes. Ends the
+// program for what is none.
+attention::IndexSet ParseIndexText(const std::string& text);
 
 class StepRunner {
  public:

@@ -13,6 +13,21 @@
 namespace attnd::engine {
 namespace {
 
+// Gives the sizes that are asked for to the tree among the indexes.
+absl::Status SetTreeSizes(OpenArgs* args) {
+  if (!args->tree.has_value()) return absl::OkStatus();
+  const attention::IndexSet indexes = args->indexes.value_or(args->policy->Indexes());
+  if (!indexes.Has(attention::IndexKind::kTree)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("tree is given, and indexes are ", indexes.ToString(),
+                     ": allowed is tree among them, or no indexes and a policy that needs tree"));
+  }
+  args->indexes = indexes;
+  args->indexes->set_tree_sizes(*args->tree);
+  args->tree.reset();
+  return absl::OkStatus();
+}
+
 absl::Status CheckLease(std::chrono::seconds lease) {
   if (lease >= std::chrono::seconds(0) && lease <= kLeaseMax) return absl::OkStatus();
   return absl::InvalidArgumentError(
@@ -81,6 +96,7 @@ absl::StatusOr<std::shared_ptr<Sequence>> EngineImpl::MakeNew(absl::string_view 
   ATTND_RETURN_IF_ERROR(CheckLease(args.lease));
   OpenArgs complete = args;
   if (!complete.policy.has_value()) complete.policy = options_.default_policy;
+  ATTND_RETURN_IF_ERROR(SetTreeSizes(&complete));
   const attention::Backend& owner =
       backend_->OwnerOf({.policy = *complete.policy,
                          .shape = &complete.shape,

@@ -57,6 +57,11 @@ absl::StatusOr<SealResult> EngineImpl::Seal(absl::string_view tenant, uint64_t s
 absl::StatusOr<OpenResult> EngineImpl::Resume(absl::string_view tenant, const OpenArgs& args,
                                               uint64_t sealed_id,
                                               const std::atomic<bool>* cancelled) {
+  if (args.tree.has_value()) {
+    return absl::InvalidArgumentError(
+        "tree must be absent where resume_sealed_id is given: a resumed sequence keeps its tree's "
+        "sizes");
+  }
   return WithinMemory([&]() -> absl::StatusOr<OpenResult> {
     ATTND_ASSIGN_OR_RETURN(Archive* const archive, GetArchive());
     ATTND_ASSIGN_OR_RETURN(const Archive::Sealed sealed, archive->OpenSealed(tenant, sealed_id));
@@ -64,6 +69,10 @@ absl::StatusOr<OpenResult> EngineImpl::Resume(absl::string_view tenant, const Op
     OpenArgs wanted = args;
     if (!wanted.policy.has_value()) wanted.policy = before.policy;
     if (!wanted.indexes.has_value()) wanted.indexes = before.indexes;
+    // Whoever names the kinds alone leaves the sizes to the sealed sequence.
+    if (wanted.indexes->Has(attention::IndexKind::kTree)) {
+      wanted.indexes->set_tree_sizes(before.indexes->tree_sizes());
+    }
     if (wanted.cluster_order && wanted.indexes->token_order()) {
       return absl::FailedPreconditionError(
           "layout is cluster order; the sealed sequence is in token order");

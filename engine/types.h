@@ -63,6 +63,11 @@ struct OpenArgs {
   // a resumed sequence, the indexes that it was sealed with.
   std::optional<attention::IndexSet> indexes;
   bool cluster_order = false;
+  // The sizes of the tree among the indexes, which, where absent, are those that the policy needs.
+  // Absent: the sizes that `indexes` has; of a resumed sequence those that it was sealed with.
+  // InvalidArgument by Open where the indexes have no tree, and by Resume. Of a sequence always
+  // absent: the engine moves the sizes to the indexes.
+  std::optional<attention::TreeSizes> tree;
   // Time without a call until the sequence is closed, up to kLeaseMax (engine/lease.h); 0: it stays
   // open until Close. Forks have the same lease; sealed sequences have none.
   std::chrono::seconds lease{0};

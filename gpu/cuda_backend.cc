@@ -188,8 +188,9 @@ class CudaBackend : public Backend {
   }
   absl::Status Supports(const attention::IndexSet& indexes) const override {
     if (indexes == kClusterIndexes || indexes == kTreeIndexes) return absl::OkStatus();
-    return absl::UnimplementedError(absl::StrCat(
-        "indexes are ", indexes.ToString(), "; the CUDA backend reads clusters alone, or a tree"));
+    return absl::UnimplementedError(absl::StrCat("indexes are ", indexes.ToString(),
+                                                 "; the CUDA backend reads clusters alone, or a "
+                                                 "tree of the default sizes"));
   }
   // A tree's groups are opened by errors; policies that rank by mass look at every leaf.
   bool Answers(const Policy& policy, const attention::IndexSet& indexes) const override {

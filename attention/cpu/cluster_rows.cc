@@ -21,8 +21,8 @@ size_t CentroidQueriesBytes(const ModelShape& shape) {
 }
 
 kernels::Queries CentroidQueries(const UnitQuery& query, size_t quad, StepArena* arena) {
-  const std::optional<ClusterForm> form = query.view->indexes.cluster_form();
-  if (!form.has_value() || !InfoOf(*form).compact) return query.prepared[quad];
+  const std::optional<ClusterFormInfo> clusters = query.view->indexes.clusters();
+  if (!clusters.has_value() || !clusters->compact) return query.prepared[quad];
   const ModelShape& shape = query.view->shape;
   const float* const q = query.queries + quad * kQuad * shape.head_dim;
   float greatest = 0;

@@ -26,7 +26,7 @@ size_t RegressionTerms::ArenaBytes(const ModelShape& shape, size_t segments, siz
 RegressionTerms::RegressionTerms(const UnitQuery& query, StepArena* arena)
     : head_dim_(query.view->shape.head_dim),
       value_dim_(query.view->shape.value_dim),
-      dtype_(AxesDType(InfoOf(*query.view->indexes.cluster_form()))),
+      dtype_(AxesDType(*query.view->indexes.clusters())),
       quads_(query.quads()) {
   prepared_ = arena->Allocate<kernels::Queries>(quads_);
   variances_ = arena->Allocate<float>(kQuad * head_dim_);

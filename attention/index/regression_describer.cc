@@ -58,7 +58,7 @@ void AddFourProducts(const float* x, size_t dim, const float* rows, size_t width
 
 uint64_t RegressionDescriber::ScratchBytes(const SegmentForm& form) {
   const uint64_t dim = form.shape.head_dim, value_dim = form.shape.value_dim;
-  const ClusterFormInfo& info = InfoOf(*form.indexes.cluster_form());
+  const ClusterFormInfo info = *form.indexes.clusters();
   const uint64_t clusters = form.tokens / info.tokens + 1;
   const uint64_t unions =
       info.fan > 0 ? clusters * (dim * sizeof(float) + sizeof(double) + sizeof(Union)) : 0;
@@ -70,7 +70,7 @@ uint64_t RegressionDescriber::ScratchBytes(const SegmentForm& form) {
 
 void RegressionDescriber::Start(const ClusteredHead& head) {
   head_ = head;
-  info_ = &InfoOf(*head.form->indexes.cluster_form());
+  info_ = *head.form->indexes.clusters();
   const ModelShape& shape = head.form->shape;
   dim_ = shape.head_dim;
   value_dim_ = shape.value_dim;
@@ -103,7 +103,7 @@ void RegressionDescriber::Start(const ClusteredHead& head) {
   cross_.assign(dim_ * value_dim_, 0.0);
   squares_.assign(dim_, 0.0);
   slopes_.resize(dim_ * value_dim_);
-  if (info_->compact) StoreBases();
+  if (info_.compact) StoreBases();
   phase_ = Phase::kMeans;
   next_ = starts_.front();
   cluster_ = 0;
@@ -280,7 +280,7 @@ void RegressionDescriber::StoreMeans(const IndexLayout::Clusters& part, uint32_t
                                      const float* centroid, const float* mean_value, double size) {
   const ModelShape& shape = head_.form->shape;
   std::byte* const index = head_.index;
-  if (info_->compact) {
+  if (info_.compact) {
     const auto store = [&](size_t codes, size_t scales, const float* row, size_t base, size_t dim) {
       const float scale =
           CodeByteRow({row, dim}, bases_.data() + base,
@@ -330,7 +330,7 @@ void RegressionDescriber::StoreSpread(const IndexLayout::Clusters& part, uint32_
 // Stores `count` numbers as the form has axes and slopes, and leaves them as they are read back.
 void RegressionDescriber::StoreRegressionRow(size_t offset, size_t row, size_t count,
                                              float* numbers) {
-  const DType dtype = AxesDType(*info_);
+  const DType dtype = AxesDType(info_);
   std::byte* const to = head_.index + offset + row * count * DTypeBytes(dtype);
   FromFloat(dtype, numbers, count, to);
   ToFloat(dtype, to, count, numbers);

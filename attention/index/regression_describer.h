@@ -60,8 +60,8 @@ class RegressionDescriber : public ClusterDescriber {
   void EndUnion();
 
   ClusteredHead head_;
-  const ClusterFormInfo* info_ = nullptr;  // of the head's clusters
-  size_t dim_ = 0;                         // of keys
+  ClusterFormInfo info_{};  // of the head's clusters
+  size_t dim_ = 0;          // of keys
   size_t value_dim_ = 0;
   Phase phase_ = Phase::kDone;
   uint32_t chunk_tokens_ = 0;

@@ -31,7 +31,7 @@ uint64_t DescriberScratchBytes(const SegmentForm& form, ClusterForm clusters) {
 }
 
 // As many groups and clusters as the layout has room for.
-TreeClustering::Sizes TreeSizes(const IndexLayout& layout, const ClusterFormInfo& info) {
+TreeClustering::Sizes RoomsOf(const IndexLayout& layout, const ClusterFormInfo& info) {
   TreeClustering::Sizes sizes{{}, info.late_share};
   for (const size_t room : {layout.sections.room, layout.groups.room, layout.clusters.room}) {
     if (room > 0) sizes.levels.push_back(room);
@@ -42,12 +42,11 @@ TreeClustering::Sizes TreeSizes(const IndexLayout& layout, const ClusterFormInfo
 }  // namespace
 
 SegmentBuilder::SegmentBuilder(std::shared_ptr<const SequenceView> view, uint64_t segment_id,
-                               uint32_t tokens, uint32_t unclustered, bool sections)
+                               const SegmentForm& form)
     : view_(std::move(view)),
-      segment_(std::make_shared<Segment>(
-          segment_id, SegmentForm{view_->shape, view_->indexes, tokens, unclustered, sections},
-          view_->tail_begin)) {
-  const uint64_t end = view_->tail_begin + tokens;
+      segment_(std::make_shared<Segment>(segment_id, form, view_->tail_begin)) {
+  CHECK(form.shape == view_->shape && form.indexes == view_->indexes) << "of the view";
+  const uint64_t end = view_->tail_begin + form.tokens;
   const uint64_t first_block = view_->tail_begin / kTailBlockTokens;
   CHECK_LE(end, (first_block + view_->tail.size()) * kTailBlockTokens)
       << "the view's tail has the tokens";
@@ -89,15 +88,15 @@ uint64_t HeadBuilder::ScratchBytes(const SegmentForm& form) {
   const ModelShape& shape = form.shape;
   const uint64_t bytes =
       KeyIndexBuilder::ScratchBytes(form) + uint64_t{form.tokens} * sizeof(uint32_t);
-  const auto cluster_form = form.indexes.cluster_form();
-  if (!cluster_form.has_value()) return bytes;
-  const ClusterFormInfo& info = InfoOf(*cluster_form);
+  const auto cluster_info = form.indexes.clusters();
+  if (!cluster_info.has_value()) return bytes;
+  const ClusterFormInfo& info = *cluster_info;
   const uint64_t dim = shape.head_dim + (info.value_share > 0 ? shape.value_dim : 0);
   const uint64_t clusters = form.tokens / info.tokens + info.tokens;
   const uint64_t tree = info.fan > 0 ? TreeClustering::ScratchBytes(
-                                           form.tokens, dim, TreeSizes(IndexLayout(form), info))
+                                           form.tokens, dim, RoomsOf(IndexLayout(form), info))
                                      : 0;
-  return bytes + tree + DescriberScratchBytes(form, *cluster_form) +
+  return bytes + tree + DescriberScratchBytes(form, info.form) +
          uint64_t{form.tokens} * (dim * sizeof(float) + sizeof(uint32_t)) +
          clusters * (dim * (sizeof(float) + sizeof(double)) + 16 * sizeof(uint32_t));
 }
@@ -110,9 +109,8 @@ void HeadBuilder::Start(SegmentBuilder* segment, uint32_t head) {
   tokens_ = segment->segment_->tokens();
   unclustered_ = segment->segment_->unclustered();
   next_ = 0;
-  const auto cluster_form = segment->segment_->indexes().cluster_form();
-  clusters_ = cluster_form.has_value() ? &InfoOf(*cluster_form) : nullptr;
-  if (clusters_ == nullptr) {
+  clusters_ = segment->segment_->indexes().clusters();
+  if (!clusters_.has_value()) {
     order_.resize(tokens_);
     std::iota(order_.begin(), order_.end(), 0u);
     phase_ = Phase::kWrite;
@@ -167,7 +165,7 @@ void HeadBuilder::RunChunk() {
     case Phase::kWrite:
       WriteChunk();
       if (next_ < tokens_) return;
-      if (clusters_ == nullptr) return StartKeyIndexes();
+      if (!clusters_.has_value()) return StartKeyIndexes();
       StartDescribing();
       return;
     case Phase::kDescribe:
@@ -230,7 +228,7 @@ void HeadBuilder::StartClustering() {
   const IndexLayout& layout = target_->segment_->layout();
   phase_ = Phase::kCluster;
   if (clusters_->fan > 0) {
-    return tree_.Start(points_, clustered, point_dim_, TreeSizes(layout, *clusters_));
+    return tree_.Start(points_, clustered, point_dim_, RoomsOf(layout, *clusters_));
   }
   const uint32_t clusters = layout.clusters.room;
   const auto late = static_cast<uint32_t>(clusters_->late_share * clusters);
@@ -303,7 +301,7 @@ void HeadBuilder::WriteChunk() {
   for (; next_ < end; ++next_) {
     const uint32_t token = order_[next_];
     target_->CopyToken(layer_, kv_head_, token, next_);
-    if (clusters_ != nullptr) StoreAt(positions, next_, static_cast<uint16_t>(token));
+    if (clusters_.has_value()) StoreAt(positions, next_, static_cast<uint16_t>(token));
   }
 }
 

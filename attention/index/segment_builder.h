@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "attention/backend.h"
@@ -25,11 +26,10 @@ namespace attnd::attention {
 // each head with a HeadBuilder, on any threads, then call Finish once.
 class SegmentBuilder {
  public:
-  // The segment takes tokens [view->tail_begin, + tokens), which every layer must have, and the
-  // index set of the view. The first `unclustered` tokens are sink; 1 <= unclustered + 1 <= tokens
-  // <= kSegmentTokensMax. sections: SegmentForm::sections.
-  SegmentBuilder(std::shared_ptr<const SequenceView> view, uint64_t segment_id, uint32_t tokens,
-                 uint32_t unclustered, bool sections = false);
+  // The segment takes tokens [view->tail_begin, + form.tokens), which every layer must have; the
+  // form's shape and indexes are those of the view.
+  SegmentBuilder(std::shared_ptr<const SequenceView> view, uint64_t segment_id,
+                 const SegmentForm& form);
 
   // False if the system refused the memory; nothing else may be called then.
   bool allocated() const { return segment_->allocated(); }
@@ -98,9 +98,9 @@ class HeadBuilder {
   SegmentBuilder* target_ = nullptr;
   uint32_t layer_ = 0;
   uint32_t kv_head_ = 0;
-  uint32_t tokens_ = 0;                        // of the segment
-  uint32_t unclustered_ = 0;                   // tokens at the segment's start
-  const ClusterFormInfo* clusters_ = nullptr;  // null: token order
+  uint32_t tokens_ = 0;                      // of the segment
+  uint32_t unclustered_ = 0;                 // tokens at the segment's start
+  std::optional<ClusterFormInfo> clusters_;  // nothing: token order
   Phase phase_ = Phase::kDone;
   uint32_t next_ = 0;  // token or slot at which the phase's next chunk begins
 

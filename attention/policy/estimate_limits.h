@@ -21,8 +21,8 @@ inline constexpr float kMassErrorShare = 0.5f;
 inline constexpr float kIndependentShare = 1.2f;
 inline constexpr float kCoherentShare = 0.7f;
 // Where a cluster might hold the one token that a query looks for, this token's logit counts as so
-// many standard deviations above the mean. A group has eight times the members of its clusters, so
-// that one of them may lie farther out; a section counts like a group.
+// many standard deviations above the mean. A group has the members of several clusters, so that one
+// of them may lie farther out; a section counts like a group.
 inline constexpr float kOptimism = 2.0f;
 inline constexpr float kGroupOptimism = 4.0f;
 // Of a latent shape with a regression: the square of a predicted error grows by this share of the

@@ -12,6 +12,7 @@
 #include <optional>
 
 #include "absl/strings/string_view.h"
+#include "attention/segment/tree_sizes.h"
 
 namespace attnd::attention {
 
@@ -41,9 +42,9 @@ enum class ClusterForm : uint8_t {
                 // sections and the groups that matter to it
 };
 
-// The numbers that determine the parts of an index and how they are built. A builder of clusters
-// reads these numbers instead of the form; only the describer depends on the form
-// (index/cluster_describer.h).
+// The numbers that determine the parts of an index and how they are built (IndexSet::clusters). A
+// builder of clusters reads these numbers instead of the form; only the describer depends on the
+// form (index/cluster_describer.h).
 struct ClusterFormInfo {
   ClusterForm form;
   // Members of a cluster on average (docs/POLICIES.md, "Clusters").
@@ -64,15 +65,15 @@ struct ClusterFormInfo {
 };
 
 inline constexpr uint32_t kClusterTokens = 16;
-inline constexpr uint32_t kLeafTokens = 8;
-inline constexpr uint32_t kTreeFan = 8;
 inline constexpr double kValueShare = 0.5;
 inline constexpr double kLateShare = 0.25;
 
+// A tree's row has the default sizes; a sequence may have others.
 inline constexpr ClusterFormInfo kClusterForms[] = {
     {ClusterForm::kMeans, kClusterTokens, 0, 0, false, 0, false},
     {ClusterForm::kRegression, kClusterTokens, kValueShare, kLateShare, true, 0, false},
-    {ClusterForm::kTree, kLeafTokens, kValueShare, kLateShare, true, kTreeFan, true},
+    {ClusterForm::kTree, TreeSizes{}.leaf_tokens, kValueShare, kLateShare, true, TreeSizes{}.fan,
+     true},
 };
 
 // The order of a segment's tokens that an index asks for.
@@ -124,18 +125,20 @@ constexpr const IndexKindInfo& InfoOf(IndexKind kind) {
   }
   return kIndexKindInfos[0];  // CheckIndexKinds: every kind has its row
 }
-constexpr const ClusterFormInfo& InfoOf(ClusterForm form) {
-  return kClusterForms[static_cast<size_t>(form)];
-}
 constexpr absl::string_view IndexName(IndexKind kind) { return InfoOf(kind).name; }
+
+// The first bit of a set's 32 that stores the sizes of a tree (IndexSet::bits).
+inline constexpr uint32_t kTreeSizesBit = 25;
+// The bits of a set's 32 that are no kind's and no size's: the first and the last one. Files use
+// them (engine/archive/records.cc).
+static_assert(kTreeSizesBit + TreeSizes::kBits == 31);
 
 // The relations between the tables, checked when this is compiled.
 constexpr bool CheckIndexKinds() {
   for (size_t i = 0; i < std::size(kIndexKindInfos); ++i) {
     const IndexKindInfo& info = kIndexKindInfos[i];
     const auto value = static_cast<uint32_t>(info.kind);
-    // Of a set's 32 bits the first and the last are taken (engine/archive/records.cc).
-    if (value < 1 || value > 30) return false;
+    if (value < 1 || value >= kTreeSizesBit) return false;
     if ((info.order == TokenOrder::kClusters) != info.clusters.has_value()) return false;
     for (size_t j = 0; j < i; ++j) {
       if (kIndexKindInfos[j].kind == info.kind) return false;

@@ -106,8 +106,8 @@ const T* PartAt(const std::byte* head, size_t offset) {
 IndexLayout::IndexLayout(const SegmentForm& form) {
   const ModelShape& shape = form.shape;
   Placer placer;
-  if (const auto cluster_form = form.indexes.cluster_form(); cluster_form.has_value()) {
-    const ClusterFormInfo& info = InfoOf(*cluster_form);
+  if (const auto cluster_info = form.indexes.clusters(); cluster_info.has_value()) {
+    const ClusterFormInfo& info = *cluster_info;
     const uint32_t clustered = form.tokens - form.unclustered;
     clusters = PlaceClusters(shape, info, CeilOf(clustered, info.tokens), kLeaves, &placer);
     positions = placer.Place(form.tokens * sizeof(uint16_t));
@@ -150,7 +150,7 @@ namespace {
 
 ClusterIndex ClusterPartsAt(const SegmentForm& form, const IndexLayout& layout,
                             const IndexLayout::Clusters& part, const std::byte* head) {
-  const ClusterFormInfo& info = InfoOf(*form.indexes.cluster_form());
+  const ClusterFormInfo info = *form.indexes.clusters();
   ClusterIndex index;
   std::memcpy(&index.clusters, head + part.count, sizeof(index.clusters));
   if (info.compact) {

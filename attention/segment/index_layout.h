@@ -24,7 +24,8 @@ struct SegmentForm {
   IndexSet indexes = kClusterIndexes;
   uint32_t tokens = 0;       // 1..kSegmentTokensMax
   uint32_t unclustered = 0;  // sink tokens at the front, fewer than `tokens`; in no cluster
-  // Whether a tree has sections over its groups (FORMAT.md, "Inside an index of the kind `tree`").
+  // Whether a tree of three levels has sections over its groups (FORMAT.md, "Inside an index of the
+  // kind `tree`").
   // They make a long segment cheaper to search; files from before there were any have none.
   bool sections = false;
 

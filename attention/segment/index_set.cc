@@ -5,10 +5,16 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "common/status.h"
 
 namespace attnd::attention {
 
 absl::Status IndexSet::Validate() const {
+  ATTND_RETURN_IF_ERROR(tree_sizes_.Validate());
+  if (tree_sizes_ != TreeSizes{} && !Has(IndexKind::kTree)) {
+    return absl::InvalidArgumentError(absl::StrCat("tree is given, and indexes are ", ToString(),
+                                                   ": allowed is tree among them"));
+  }
   std::vector<absl::string_view> forms;
   bool positions = false;
   for (const IndexKindInfo& info : kIndexKindInfos) {
@@ -30,9 +36,13 @@ absl::Status IndexSet::Validate() const {
 
 std::string IndexSet::ToString() const {
   if (empty()) return "none";
-  std::vector<absl::string_view> names;
+  std::vector<std::string> names;
   for (const IndexKindInfo& info : kIndexKindInfos) {
-    if (Has(info.kind)) names.push_back(info.name);
+    if (Has(info.kind)) names.emplace_back(info.name);
+    if (info.kind == IndexKind::kTree && tree_sizes_ != TreeSizes{} && Has(info.kind)) {
+      absl::StrAppend(&names.back(), " of leaf_tokens ", tree_sizes_.leaf_tokens, ", fan ",
+                      tree_sizes_.fan, ", levels ", tree_sizes_.levels);
+    }
   }
   return absl::StrJoin(names, ", ");
 }
@@ -42,7 +52,12 @@ std::optional<IndexSet> IndexSet::FromBits(uint32_t bits) {
   for (const IndexKind kind : kIndexKinds) {
     if ((bits & Bit(kind)) != 0) set.Add(kind);
   }
-  if (set.bits_ != bits) return std::nullopt;
+  if ((bits >> kTreeSizesBit) != 0) {
+    const auto sizes = TreeSizes::FromBits(bits >> kTreeSizesBit);
+    if (!sizes.has_value() || !set.Has(IndexKind::kTree)) return std::nullopt;
+    set.set_tree_sizes(*sizes);
+  }
+  if (set.bits() != bits) return std::nullopt;
   return set;
 }
 

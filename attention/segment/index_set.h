@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// IndexSet: the kinds of index that all segments of a sequence have. It is chosen when a sequence
-// is opened. It determines which policies can read the sequence, and the order of tokens inside a
-// segment: cluster order if the set has clusters, else token order.
+// IndexSet: the kinds of index that all segments of a sequence have, and the sizes of a tree among
+// them. It is chosen when a sequence is opened. The kinds determine which policies can read the
+// sequence, and the order of tokens inside a segment: cluster order if the set has clusters, else
+// token order.
 #ifndef ATTND_ATTENTION_SEGMENT_INDEX_SET_H_
 #define ATTND_ATTENTION_SEGMENT_INDEX_SET_H_
 
@@ -24,10 +25,11 @@ class IndexSet {
     for (const IndexKind kind : kinds) Add(kind);
   }
 
-  constexpr bool Has(IndexKind kind) const { return (bits_ & Bit(kind)) != 0; }
-  constexpr void Add(IndexKind kind) { bits_ |= Bit(kind); }
-  constexpr bool HasAll(IndexSet others) const { return (others.bits_ & ~bits_) == 0; }
-  constexpr bool empty() const { return bits_ == 0; }
+  constexpr bool Has(IndexKind kind) const { return (kinds_ & Bit(kind)) != 0; }
+  constexpr void Add(IndexKind kind) { kinds_ |= Bit(kind); }
+  // All kinds of the others, in whatever sizes.
+  constexpr bool HasAll(IndexSet others) const { return (others.kinds_ & ~kinds_) == 0; }
+  constexpr bool empty() const { return kinds_ == 0; }
   // Whether a policy that needs the set `others` can read segments with this set. Clusters of any
   // form serve a policy that needs clusters.
   constexpr bool Serves(IndexSet others) const {
@@ -45,10 +47,27 @@ class IndexSet {
     }
     return std::nullopt;
   }
+  // The numbers of the clusters' form, with the sizes that this set's tree has; nothing without
+  // clusters.
+  constexpr std::optional<ClusterFormInfo> clusters() const {
+    const std::optional<ClusterForm> form = cluster_form();
+    if (!form.has_value()) return std::nullopt;
+    ClusterFormInfo info = kClusterForms[static_cast<size_t>(*form)];
+    if (form == ClusterForm::kTree) {
+      info.tokens = tree_sizes_.leaf_tokens;
+      info.fan = tree_sizes_.fan;
+    }
+    return info;
+  }
+  // Of sets without a tree, the defaults. Sets of equal kinds with other sizes are not equal.
+  constexpr const TreeSizes& tree_sizes() const { return tree_sizes_; }
+  constexpr void set_tree_sizes(const TreeSizes& sizes) { tree_sizes_ = sizes; }
+  // Whether segments may have sections (SegmentForm::sections).
+  constexpr bool has_sections() const { return Has(IndexKind::kTree) && tree_sizes_.sections(); }
   // Whether the clusters have principal axes and a regression (ClusterFormInfo::regression).
   constexpr bool has_regression() const {
-    const std::optional<ClusterForm> form = cluster_form();
-    return form.has_value() && InfoOf(*form).regression;
+    const std::optional<ClusterFormInfo> info = clusters();
+    return info.has_value() && info->regression;
   }
   constexpr bool clustered() const { return cluster_form().has_value(); }
   constexpr bool token_order() const { return !clustered(); }
@@ -61,19 +80,23 @@ class IndexSet {
   }
   bool operator==(const IndexSet&) const = default;
 
-  // InvalidArgument for KV blocks beside clusters, as KV blocks need token order, and for clusters
-  // of two forms.
+  // InvalidArgument for KV blocks beside clusters, as KV blocks need token order, for clusters of
+  // two forms, and for sizes of a tree that are not allowed, or without a tree.
   absl::Status Validate() const;
-  // The names of the kinds, separated by commas, or "none".
+  // The names of the kinds, separated by commas, or "none"; behind a tree's name its sizes, if they
+  // are not the defaults.
   std::string ToString() const;
 
-  // The set as one number, for files.
-  constexpr uint32_t bits() const { return bits_; }
+  // The set as one number, for files: a bit for each kind, and from kTreeSizesBit on the sizes of a
+  // tree. Only of valid sizes.
+  constexpr uint32_t bits() const { return kinds_ | tree_sizes_.bits() << kTreeSizesBit; }
+  // Nothing for bits that are no kind's, and for sizes that are unknown or without a tree.
   static std::optional<IndexSet> FromBits(uint32_t bits);
 
  private:
   static constexpr uint32_t Bit(IndexKind kind) { return 1u << static_cast<uint32_t>(kind); }
-  uint32_t bits_ = 0;
+  uint32_t kinds_ = 0;
+  TreeSizes tree_sizes_;
 };
 
 inline constexpr IndexSet kClusterIndexes = {IndexKind::kClusters};

@@ -29,7 +29,7 @@ inline uint32_t RunTokens(const IndexSet& indexes, uint64_t before, uint32_t lea
 // "Sections").
 inline constexpr uint32_t kSectionsAbove = 8192;
 inline bool WantsSections(const IndexSet& indexes, uint32_t tokens) {
-  return indexes.cluster_form() == ClusterForm::kTree && tokens > kSectionsAbove;
+  return indexes.has_sections() && tokens > kSectionsAbove;
 }
 
 }  // namespace attnd::attention

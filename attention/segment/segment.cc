@@ -30,7 +30,7 @@ Segment::Segment(uint64_t id, const SegmentForm& form, uint64_t first_position,
   CHECK_LE(form_.tokens, kSegmentTokensMax);
   CHECK_LT(form_.unclustered, form_.tokens);
   CHECK(form_.indexes.Validate().ok()) << form_.indexes.ToString();
-  CHECK(!form_.sections || layout_.groups.room > 0) << "sections hold groups";
+  CHECK(!form_.sections || form_.indexes.has_sections()) << form_.indexes.ToString();
 }
 
 uint64_t Segment::IndexBytes(const SegmentForm& form) {

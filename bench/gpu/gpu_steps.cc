@@ -161,7 +161,7 @@ ModelShape ShapeOfFlags() {
 // The step's rows over an index; captures: paths, in turn, or none.
 std::unique_ptr<StepRows> MakeRows(const std::vector<std::string>& captures,
                                    const std::string& index) {
-  const attention::IndexSet indexes = ParseIndexName(index);
+  const attention::IndexSet indexes = ParseIndexText(index);
   std::vector<RowSource> sources;
   for (uint32_t r = 0; r < absl::GetFlag(FLAGS_rows); ++r) {
     sources.push_back(

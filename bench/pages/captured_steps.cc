@@ -31,7 +31,8 @@
 ABSL_FLAG(std::string, policies,
           "error-target:tolerance=0.1@tree error-target:tolerance=0.1@regression "
           "error-target:tolerance=0.1@clusters double-p@clusters",
-          "separated by spaces: NAME[:key=value,...]@INDEX, an index of clusters");
+          "separated by spaces: NAME[:key=value,...]@INDEX, an index of clusters, a tree also with "
+          "its sizes: tree:leaf_tokens=12,fan=16,levels=2");
 ABSL_FLAG(uint32_t, steps, 32, "decoded tokens, the capture's last ones");
 ABSL_FLAG(uint32_t, threads, 0, "threads; 0: all cores");
 
@@ -109,13 +110,23 @@ double BuildSeconds(const ModelShape& shape, uint32_t tokens, std::clock_t start
   return seconds * 8192 / tokens * 8 / (shape.layers * shape.kv_heads);
 }
 
+// Bytes of the segments' indexes over bytes of their payload.
+double IndexShare(const attention::SequenceView& view) {
+  double index = 0, payload = 0;
+  for (const auto& segment : view.segments) {
+    index += static_cast<double>(attention::Segment::IndexBytes(segment->form()));
+    payload += static_cast<double>(attention::Segment::PayloadBytes(segment->form()));
+  }
+  return index / payload;
+}
+
 // Times one policy over a capture, and prints its line.
 void Measure(attention::Backend* backend, const std::string& path, const std::string& text) {
   const std::pair<std::string, std::string> parts = absl::StrSplit(text, absl::MaxSplits('@', 1));
   const attention::Policy policy = ParsePolicyText(parts.first);
   const attention::Policy dense = ParsePolicyText("dense");
   const std::clock_t start = std::clock();
-  const PageCapture capture = Must(ReadPageCapture(path, ParseIndexName(parts.second), Threads()));
+  const PageCapture capture = Must(ReadPageCapture(path, ParseIndexText(parts.second), Threads()));
   const double build = BuildSeconds(capture.view->shape, capture.prompt_tokens, start);
   Must(policy.CheckIndexes(capture.view->indexes));
   CapturedSteps steps(backend, capture);
@@ -147,9 +158,10 @@ void Measure(attention::Backend* backend, const std::string& path, const std::st
     }
   }
   const double ours = Median(seconds), theirs = Median(dense_seconds);
-  std::printf("| %s | %.2f | %.2f | %.1f | %.3f | %.2f | %.2f%% | %.3f | %.2f | %.2f |\n",
+  std::printf("| %s | %.2f | %.2f | %.1f | %.3f | %.2f | %.2f%% | %.3f | %.2f | %.2f | %.3f |\n",
               text.c_str(), 1e3 * ours, 1e3 * theirs, theirs / ours, error / (count * layers),
-              predicted / error, 100 * exact / middle, rows / clusters, select / stages, build);
+              predicted / error, 100 * exact / middle, rows / clusters, select / stages, build,
+              IndexShare(*capture.view));
   std::fflush(stdout);
 }
 
@@ -164,11 +176,11 @@ int Main(const std::vector<char*>& arguments) {
   for (size_t i = 1; i < arguments.size(); ++i) {
     std::printf(
         "\n%s, %u threads, %s: ms of a token, all layers; medians of %u tokens, or all there "
-        "are; building: processor seconds for 8,192 tokens and eight heads\n\n"
+        "are; building: processor seconds for 8,192 tokens and eight heads; index bytes: share of "
+        "the payload\n\n"
         "| policy | ms | dense ms | times as fast | error | predicted / error | read | index | "
-        "score + select | "
-        "building |\n"
-        "|---|---|---|---|---|---|---|---|---|---|\n",
+        "score + select | building | index bytes |\n"
+        "|---|---|---|---|---|---|---|---|---|---|---|\n",
         arguments[i], options.threads, std::string(backend->target()).c_str(),
         absl::GetFlag(FLAGS_steps));
     for (const auto text : absl::StrSplit(absl::GetFlag(FLAGS_policies), ' ', absl::SkipEmpty())) {

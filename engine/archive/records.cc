@@ -22,7 +22,7 @@ using attention::PageGeometry;
 using storage::SegmentFileHeader;
 using storage::SegmentKind;
 
-// In Model.indexes; no kind has these bits (CheckIndexKinds).
+// In Model.indexes; no set of indexes has these bits (attention::kTreeSizesBit).
 constexpr uint32_t kIndexesGiven = 1;
 constexpr uint32_t kSections = uint32_t{1} << 31;  // attention::SegmentForm::sections
 constexpr uint64_t kPositionsMax = uint64_t{1} << 40;
@@ -48,6 +48,9 @@ absl::StatusOr<attention::IndexSet> DecodeIndexes(uint32_t bits) {
   if (!indexes->Validate().ok()) return Damaged("indexes that exclude each other");
   if ((bits & kSections) != 0 && indexes->cluster_form() != attention::ClusterForm::kTree) {
     return Damaged("sections without a tree");
+  }
+  if ((bits & kSections) != 0 && !indexes->has_sections()) {
+    return Newer("sections over a tree of two levels");
   }
   return *indexes;
 }

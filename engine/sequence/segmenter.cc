@@ -272,8 +272,7 @@ absl::StatusOr<uint32_t> Segmenter::Build(Sequence* sequence, const SegmentJob& 
   ATTND_ASSIGN_OR_RETURN(
       Reservation memory,
       budget_->Reserve(Segment::IndexBytes(form) + Segment::PayloadBytes(form), "a segment"));
-  SegmentBuilder builder(job.view, next_segment_id_.fetch_add(1, std::memory_order_relaxed),
-                         job.tokens, job.unclustered, sections);
+  SegmentBuilder builder(job.view, next_segment_id_.fetch_add(1, std::memory_order_relaxed), form);
   if (!builder.allocated()) {
     return absl::ResourceExhaustedError("the system refused memory for a segment");
   }

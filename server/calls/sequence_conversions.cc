@@ -101,6 +101,22 @@ absl::StatusOr<std::optional<attention::IndexSet>> IndexesFromProto(
   return indexes;
 }
 
+// A size of 0 is the default.
+absl::StatusOr<attention::TreeSizes> FromProto(const v1::TreeOptions& tree) {
+  attention::TreeSizes sizes;
+  if (tree.leaf_tokens() != 0) sizes.leaf_tokens = tree.leaf_tokens();
+  if (tree.fan() != 0) sizes.fan = tree.fan();
+  if (tree.levels() != 0) sizes.levels = tree.levels();
+  ATTND_RETURN_IF_ERROR(sizes.Validate());
+  return sizes;
+}
+
+void ToProto(const attention::TreeSizes& sizes, v1::TreeOptions* out) {
+  out->set_leaf_tokens(sizes.leaf_tokens);
+  out->set_fan(sizes.fan);
+  out->set_levels(sizes.levels);
+}
+
 void IndexesToProto(const attention::IndexSet& indexes, google::protobuf::RepeatedField<int>* out) {
   for (const attention::IndexKind kind : attention::kIndexKinds) {
     if (indexes.Has(kind)) out->Add(static_cast<v1::OpenSequenceRequest::Index>(kind));
@@ -135,6 +151,9 @@ absl::StatusOr<engine::OpenArgs> FromProto(const v1::OpenSequenceRequest& reques
   ATTND_ASSIGN_OR_RETURN(args.shape, ShapeFromProto(model.shape()));
   ATTND_ASSIGN_OR_RETURN(args.shard, ShardFromProto(model.shard()));
   ATTND_ASSIGN_OR_RETURN(args.indexes, IndexesFromProto(request));
+  if (request.has_tree()) {
+    ATTND_ASSIGN_OR_RETURN(args.tree, FromProto(request.tree()));
+  }
   args.cluster_order = request.layout() == v1::OpenSequenceRequest::LAYOUT_CLUSTER_ORDER;
   if (static_cast<uint64_t>(request.token_ids_size()) > max_sequence_tokens) {
     return Invalid("token_ids", " has ", request.token_ids_size(), " entries; allowed are 0..",
@@ -176,6 +195,9 @@ void ToProto(const engine::SequenceInfo& info, v1::SequenceInfo* out) {
   out->mutable_layer_tokens()->Add(info.layer_tokens.begin(), info.layer_tokens.end());
   if (!info.args.indexes.has_value()) return;
   IndexesToProto(*info.args.indexes, out->mutable_indexes());
+  if (info.args.indexes->Has(attention::IndexKind::kTree)) {
+    ToProto(info.args.indexes->tree_sizes(), out->mutable_tree());
+  }
   out->set_layout(info.args.indexes->token_order() ? v1::OpenSequenceRequest::LAYOUT_TOKEN_ORDER
                                                    : v1::OpenSequenceRequest::LAYOUT_CLUSTER_ORDER);
 }

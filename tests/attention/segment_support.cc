@@ -98,7 +98,7 @@ void ExpectPayload(const Segment& segment, uint32_t layer, uint32_t kv_head, con
   }
   const ClusterIndex index = segment.clusters(layer, kv_head);
   ASSERT_GE(index.clusters, 1u);
-  const uint32_t tokens = InfoOf(*segment.indexes().cluster_form()).tokens;
+  const uint32_t tokens = segment.indexes().clusters()->tokens;
   ASSERT_LE(index.clusters, (segment.clustered() + tokens - 1) / tokens);
   ASSERT_EQ(index.starts[0], segment.unclustered());
   ASSERT_EQ(index.starts[index.clusters], segment.tokens());

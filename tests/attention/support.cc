@@ -200,7 +200,7 @@ std::shared_ptr<const SequenceView> MakeTailView(const ModelShape& shape, uint64
 std::shared_ptr<const Segment> BuildSegment(const std::shared_ptr<const SequenceView>& view,
                                             uint32_t tokens, uint32_t unclustered, uint64_t id,
                                             int64_t quantum_us, bool sections) {
-  SegmentBuilder builder(view, id, tokens, unclustered, sections);
+  SegmentBuilder builder(view, id, {view->shape, view->indexes, tokens, unclustered, sections});
   EXPECT_TRUE(builder.allocated());
   HeadBuilder head_builder;
   for (uint32_t head = 0; head < builder.heads(); ++head) {
@@ -238,7 +238,8 @@ TestSequence MakeSequenceOf(const SequenceSpec& spec, std::vector<HeadData> head
   for (size_t s = 0; s < spec.segment_tokens.size(); ++s) {
     auto next = std::make_shared<SequenceView>(*view);
     const uint32_t unclustered = s == 0 ? spec.sink : 0;
-    const bool sections = spec.segment_tokens[s] > spec.sections_above;
+    const bool sections =
+        spec.indexes.has_sections() && spec.segment_tokens[s] > spec.sections_above;
     next->segments.push_back(
         BuildSegment(view, spec.segment_tokens[s], unclustered, s + 1, kBuildQuantumUs, sections));
     next->tail_begin = view->tail_begin + spec.segment_tokens[s];

@@ -71,7 +71,7 @@ struct SequenceSpec {
   uint32_t sink = 4;                     // unclustered tokens of the first segment
   uint64_t seed = 1;
   IndexSet indexes = kClusterIndexes;
-  uint32_t sections_above = kSegmentTokensMax;      // longer segments have sections
+  uint32_t sections_above = kSegmentTokensMax;      // longer ones may have sections
   std::shared_ptr<const FeatureMaps> feature_maps;  // of indexes with a summary
   double key_scale = 1, value_scale = 1;            // factors on keys and values of unit size
 

@@ -31,7 +31,8 @@ bool SameRuns(const FileMetadata& a, const FileMetadata& b) {
 
 bool Same(const FileMetadata& a, const FileMetadata& b) {
   return a.tenant == b.tenant && a.args.fingerprint == b.args.fingerprint &&
-         a.args.shape == b.args.shape && SameRuns(a, b) && a.key_bounds == b.key_bounds &&
+         a.args.shape == b.args.shape && a.args.indexes == b.args.indexes &&
+         a.sections == b.sections && SameRuns(a, b) && a.key_bounds == b.key_bounds &&
          a.sealed_id == b.sealed_id && a.tokens == b.tokens && a.sealed_unix_s == b.sealed_unix_s;
 }
 

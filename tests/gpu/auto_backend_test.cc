@@ -20,6 +20,7 @@
 #include "tests/engine/support.h"
 #include "tests/gpu/support.h"
 #include "tests/temporary_folder.h"
+#include "tests/tree_indexes.h"
 
 namespace attnd::gpu::test {
 namespace {
@@ -136,6 +137,15 @@ TEST_F(AutoEngine, WhatTheDeviceLacksIsTheCpus) {
       "cpu");
   EXPECT_EQ(owner(Args(shape_, std::nullopt, IndexSet{IndexKind::kClusters, IndexKind::kKeys4})),
             "cpu");
+  // And so are trees of other sizes than the default ones, whether or not the index is named.
+  for (const attention::TreeSizes& sizes :
+       {attention::TreeSizes{12, 8, 3}, attention::TreeSizes{8, 4, 3},
+        attention::TreeSizes{8, 8, 2}}) {
+    EXPECT_EQ(owner(Args(shape_, PolicyOf("error-target"), attnd::test::TreeOf(sizes))), "cpu");
+    OpenArgs args = Args(shape_, PolicyOf("error-target"));
+    args.tree = sizes;
+    EXPECT_EQ(owner(args), "cpu");
+  }
 }
 
 // error-target's index is a tree, whoever answers.
@@ -287,6 +297,7 @@ TEST_F(AutoEngine, WhatIsResumedOrBegunWithHasItsOwner) {
   std::vector<Case> cases = {
       {Args(shape_), "cuda"},
       {Args(shape_, std::nullopt, attention::kRegressionIndexes), "cpu"},
+      {Args(shape_, std::nullopt, attnd::test::TreeOf({12, 8, 3})), "cpu"},
       {Args(shape_, std::nullopt, IndexSet()), "cpu"},
   };
   for (Case& c : cases) {

@@ -17,6 +17,7 @@
 #include "engine/engine.h"
 #include "tests/engine/support.h"
 #include "tests/gpu/support.h"
+#include "tests/tree_indexes.h"
 
 namespace attnd::gpu::test {
 namespace {
@@ -98,6 +99,8 @@ TEST_F(CudaEngine, ErrorTargetHasATree) {
   };
   EXPECT_THAT(refusal(PolicyOf("error-target"), attention::kRegressionIndexes),
               HasSubstr("indexes are regression"));
+  EXPECT_THAT(refusal(PolicyOf("error-target"), attnd::test::TreeOf({12, 8, 3})),
+              HasSubstr("a tree of the default sizes"));
   EXPECT_THAT(refusal(PolicyOf("double-p"), attention::kTreeIndexes),
               HasSubstr("policy.preset double-p over the indexes tree"));
 }

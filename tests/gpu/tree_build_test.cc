@@ -55,7 +55,9 @@ struct Tail {
     }
     view = Skip(MakeTailView(shape, begin + tokens + 5, heads, indexes), begin);
   }
-  SegmentBuilder Builder(uint32_t unclustered = 0) const { return {view, 7, tokens, unclustered}; }
+  SegmentBuilder Builder(uint32_t unclustered = 0) const {
+    return {view, 7, {view->shape, view->indexes, tokens, unclustered}};
+  }
 
   const uint32_t tokens;
   std::vector<HeadData> heads;

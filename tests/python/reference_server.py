@@ -132,11 +132,9 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
             check(all(1 <= index <= 5 for index in request.indexes), "indexes: unknown index")
             clusters, blocks = 1 in request.indexes, {2, 3} & set(request.indexes)
             check(request.layout != 2 or not clusters, "layout: token order has no clusters")
-            check(
-                request.layout != 1 or clusters or not request.indexes,
-                "layout: cluster order has clusters",
-            )
+            check(request.layout != 1 or clusters or not request.indexes, "layout: no clusters")
             check(not (clusters and blocks), "indexes: clusters or blocks")
+            check(not request.HasField("tree"), "tree: none to have leaf_tokens, fan, levels")
             check_policy(request.policy)
             check(len(request.token_ids) <= LIMITS.max_sequence_tokens, "token_ids: too many")
             check(request.lease_seconds <= 604800, "lease_seconds must be 0..604800")

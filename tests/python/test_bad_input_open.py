@@ -72,6 +72,18 @@ OPEN = {
     "unknown layout": (lambda r: setattr(r, "layout", 9), "INVALID_ARGUMENT", "layout"),
     "unknown index": (lambda r: r.indexes.append(9), "INVALID_ARGUMENT", "index"),
     "many indexes": (lambda r: r.indexes.extend([1] * 9), "INVALID_ARGUMENT", "indexes"),
+    "unknown leaf size": (
+        lambda r: setattr(r.tree, "leaf_tokens", 10),
+        "INVALID_ARGUMENT",
+        "leaf_tokens",
+    ),
+    "unknown fan": (lambda r: setattr(r.tree, "fan", 4294967295), "INVALID_ARGUMENT", "fan"),
+    "unknown levels": (lambda r: setattr(r.tree, "levels", 1), "INVALID_ARGUMENT", "levels"),
+    "tree without a tree": (
+        lambda r: (r.indexes.append(1), setattr(r.tree, "fan", 4)),
+        "INVALID_ARGUMENT",
+        "tree",
+    ),
     "long lease": (
         lambda r: setattr(r, "lease_seconds", 604801),
         "INVALID_ARGUMENT",

@@ -17,7 +17,7 @@ pytest.importorskip("attnd.nano", reason="attnd[nano] is not installed")
 pytest.importorskip("matplotlib", reason="attnd[report] is not installed")
 pytest.importorskip("scipy", reason="attnd[calibrate] is not installed")
 import attnd  # noqa: E402
-from attnd import Policy, Preset  # noqa: E402
+from attnd import Policy, Preset, TreeOptions  # noqa: E402
 from attnd.eval import opening, results, series  # noqa: E402
 from attnd.eval import server as servers  # noqa: E402
 from attnd.report import check, cli, document, plan, plots, tables, workers  # noqa: E402
@@ -334,6 +334,21 @@ def test_a_selector_says_what_is_uploaded_for_it():
     assert kept.observed and kept.alone == "twilight:selector=snapkv,p=0.9"
     assert "keys-4bit" in kept.indexes and "summary" not in kept.indexes
     assert "summary" in of("topk-completion:selector=ada-snapkv").indexes
+
+
+def test_a_trees_sizes_are_part_of_the_policys_text():
+    text = "error-target:tolerance=0.1@tree:leaf_tokens=12,fan=16,levels=2"
+    policy = opening.parse_policy(text)
+    assert str(policy) == text
+    sizes = TreeOptions(leaf_tokens=12, fan=16, levels=2)
+    assert opening.opening_of(policy, []) == opening.Opening(("tree",), tree=sizes)
+    texts = ["dense@tree", "dense@tree:fan=4", "dense@tree:fan=4"]
+    others = [opening.parse_policy(text) for text in texts]
+    assert [str(other) for other in others] == texts
+    assert list(opening.by_opening(others, []).values()) == [[0], [1, 2]]
+    for wrong in ("@clusters:fan=4", "@tree:height=4", "@tree:fan=x", "@tree:fan", "@tree:"):
+        with pytest.raises(ValueError, match="policy"):
+            opening.parse_policy(f"dense{wrong}")
 
 
 # ---- The document ----

@@ -128,6 +128,51 @@ TEST_F(EndToEndTest, WhatClientsAreToldOfABadStep) {
   }
 }
 
+// Sizes of a tree: what is refused says why and leaves nothing; what is taken is listed whole.
+TEST_F(EndToEndTest, SizesOfATree) {
+  const auto open = [&](const auto& change) {
+    v1::OpenSequenceRequest request = Model();
+    request.mutable_policy()->set_preset("error-target");
+    change(&request);
+    v1::OpenSequenceResponse reply;
+    return stub_->OpenSequence(Context().get(), request, &reply);
+  };
+  const auto refused = [&](const char* told, const auto& change) {
+    const grpc::Status status = open(change);
+    EXPECT_EQ(status.error_code(), StatusCode::INVALID_ARGUMENT) << told;
+    EXPECT_THAT(status.error_message(), HasSubstr(told));
+  };
+  const std::string before = State();
+  refused("tree.leaf_tokens is 9; allowed are 8, 12, 16",
+          [](auto* r) { r->mutable_tree()->set_leaf_tokens(9); });
+  refused("tree.fan is 1; allowed are 4, 8, 16", [](auto* r) { r->mutable_tree()->set_fan(1); });
+  refused("tree.levels is 4294967295; allowed are 2, 3",
+          [](auto* r) { r->mutable_tree()->set_levels(~0u); });
+  refused("tree is given, and indexes are regression", [](auto* r) {
+    r->add_indexes(v1::OpenSequenceRequest::INDEX_REGRESSION);
+    r->mutable_tree();
+  });
+  refused("tree is given, and indexes are none", [](auto* r) {
+    r->mutable_policy()->set_preset("dense");
+    r->mutable_tree()->set_leaf_tokens(12);
+  });
+  refused("tree must be absent where resume_sealed_id is given", [](auto* r) {
+    r->set_resume_sealed_id(1);
+    r->mutable_tree();
+  });
+  EXPECT_EQ(State(), before);
+
+  EXPECT_TRUE(open([](auto*) {}).ok());
+  EXPECT_TRUE(open([](auto* r) { r->mutable_tree()->set_leaf_tokens(12); }).ok());
+  EXPECT_TRUE(open([](auto* r) { r->mutable_policy()->set_preset("dense"); }).ok());
+  v1::ListSequencesResponse listed;
+  ASSERT_TRUE(stub_->ListSequences(Context().get(), {}, &listed).ok());
+  ASSERT_EQ(listed.sequences_size(), 3);
+  EXPECT_EQ(listed.sequences(0).tree().ShortDebugString(), "leaf_tokens: 8 fan: 8 levels: 3");
+  EXPECT_EQ(listed.sequences(1).tree().ShortDebugString(), "leaf_tokens: 12 fan: 8 levels: 3");
+  EXPECT_FALSE(listed.sequences(2).has_tree());
+}
+
 TEST_F(EndToEndTest, OneBadRowLeavesTheOthersTheirAnswer) {
   const uint64_t good = Open(), other = Open();
   std::vector<Layer> layers, ignored;

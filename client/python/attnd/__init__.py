@@ -21,7 +21,7 @@ from attnd.errors import (
     UnimplementedError,
 )
 from attnd.model import Model, ModelShape, Shard
-from attnd.policy import INDEXES, Policy, Preset
+from attnd.policy import INDEXES, Policy, Preset, TreeOptions
 from attnd.requests import KvChunk, Row, layer_chunks
 from attnd.results import (
     AppendedKv,
@@ -72,6 +72,7 @@ __all__ = [
     "ServerInfo",
     "Shard",
     "StepResult",
+    "TreeOptions",
     "UnavailableError",
     "UnimplementedError",
     "layer_chunks",

@@ -24,7 +24,7 @@ from attnd.errors import (
     from_rpc_error,
 )
 from attnd.model import Model
-from attnd.policy import Policy
+from attnd.policy import Policy, TreeOptions
 from attnd.requests import KvChunk, Row
 from attnd.results import (
     AppendedKv,
@@ -111,11 +111,14 @@ class Client:
         token_ids: Sequence[int] = (),
         resume: int = 0,
         indexes: Sequence[str] | None = None,
+        tree: TreeOptions | None = None,
         lease_seconds: int = 0,
         timeout_s: float | None = None,
     ) -> OpenedSequence:
         """Opens a sequence; see :meth:`attnd.Client.open_sequence`."""
-        request = requests.open_request(model, policy, token_ids, resume, indexes, lease_seconds)
+        request = requests.open_request(
+            model, policy, token_ids, resume, indexes, lease_seconds, tree
+        )
         reply = await self._call(self._stub.OpenSequence, request, timeout_s)
         return OpenedSequence.from_proto(reply)
 

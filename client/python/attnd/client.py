@@ -22,7 +22,7 @@ from attnd.errors import (
     from_rpc_error,
 )
 from attnd.model import Model
-from attnd.policy import Policy
+from attnd.policy import Policy, TreeOptions
 from attnd.requests import KvChunk, Row
 from attnd.results import (
     AppendedKv,
@@ -58,8 +58,7 @@ class Client:
         Args:
             target: unix:PATH or HOST:PORT.
             tenant: whose sequences these are; of meaning on a Unix socket only.
-            timeout_s: seconds that a call, or a step of a decode session, may take; uploads have
-                a limit of their own, see :meth:`append_kv`.
+            timeout_s: seconds for a call or a step of a decode session; uploads: :meth:`append_kv`.
             credentials: of a proxy that speaks TLS; None is plain text, as attnd itself speaks.
 
         Raises:
@@ -125,6 +124,7 @@ class Client:
         token_ids: Sequence[int] = (),
         resume: int = 0,
         indexes: Sequence[str] | None = None,
+        tree: TreeOptions | None = None,
         lease_seconds: int = 0,
         timeout_s: float | None = None,
     ) -> OpenedSequence:
@@ -139,13 +139,14 @@ class Client:
             indexes: what to build of its segments, names of :data:`attnd.INDEXES`; segments are in
                 cluster order if "clusters", "regression" or "tree" is one of them, else in token
                 order. None: what the policy needs, and clusters if it needs none.
+            tree: sizes of the index "tree"; None: the defaults, or those of what is resumed.
             lease_seconds: the server closes the sequence when no call has named it for so long, at
                 most a week, so that a client that is killed leaves nothing behind; 0 is never.
                 Forks have the same lease. :meth:`renew_lease` bridges a longer pause.
         """
         reply = self._call(
             self._stub.OpenSequence,
-            requests.open_request(model, policy, token_ids, resume, indexes, lease_seconds),
+            requests.open_request(model, policy, token_ids, resume, indexes, lease_seconds, tree),
             timeout_s,
         )
         return OpenedSequence.from_proto(reply)

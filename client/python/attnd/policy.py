@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of the KV a query reads exactly: a preset's name and its parameters."""
+"""How much of the KV a query reads exactly: a preset's name and its parameters; and the indexes
+that it reads."""
 
 from __future__ import annotations
 
@@ -42,6 +43,49 @@ def from_wire_indexes(indexes: Iterable[int]) -> tuple[str, ...]:
     return tuple(names[index] for index in indexes if index in names)
 
 
+def parse_pairs(text: str, whole: str) -> dict[str, str]:
+    """Reads key=value,... , which is a part of the text ``whole``.
+
+    Raises:
+        ValueError: if a part is not key=value, or a key is empty or comes twice.
+    """
+    pairs: dict[str, str] = {}
+    for part in text.split(","):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not (key and equals and value):
+            raise ValueError(f"policy {whole!r}: {part!r} is not key=value")
+        if key in pairs:
+            raise ValueError(f"policy {whole!r}: {key!r} comes twice")
+        pairs[key] = value
+    return pairs
+
+
+@dataclass(frozen=True)
+class TreeOptions:
+    """Sizes of the index "tree"; 0 is the server's default. The server checks them.
+
+    Attributes:
+        leaf_tokens: tokens of a leaf on average.
+        fan: leaves of a group, and groups of a section, on average.
+        levels: 2 is leaves and groups; with 3 long segments have sections of groups, too.
+    """
+
+    leaf_tokens: int = 0
+    fan: int = 0
+    levels: int = 0
+
+    def __str__(self) -> str:
+        """key=value,... of the sizes that are not 0."""
+        return ",".join(f"{key}={value}" for key, value in vars(self).items() if value)
+
+    def to_proto(self) -> attnd_pb2.TreeOptions:
+        return attnd_pb2.TreeOptions(**vars(self))
+
+    @staticmethod
+    def from_proto(message: attnd_pb2.TreeOptions) -> TreeOptions:
+        return TreeOptions(message.leaf_tokens, message.fan, message.levels)
+
+
 @dataclass(frozen=True)
 class Policy:
     """A preset (docs/POLICIES.md) and the parameters that differ from its defaults.
@@ -64,14 +108,7 @@ class Policy:
             ValueError: if a part is not key=value, or a key is empty or comes twice.
         """
         preset, colon, rest = (piece.strip() for piece in text.partition(":"))
-        parameters: dict[str, str] = {}
-        for part in rest.split(",") if colon else ():
-            key, equals, value = (piece.strip() for piece in part.partition("="))
-            if not (key and equals and value):
-                raise ValueError(f"policy {text!r}: {part!r} is not key=value")
-            if key in parameters:
-                raise ValueError(f"policy {text!r}: {key!r} comes twice")
-            parameters[key] = value
+        parameters = parse_pairs(rest, text) if colon else {}
         if not preset:
             raise ValueError(f"policy {text!r} names no preset")
         return Policy(preset, parameters)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy.typing as npt
 
 from attnd.model import Model
-from attnd.policy import CLUSTER_INDEXES, Policy, as_policy, to_wire_indexes
+from attnd.policy import CLUSTER_INDEXES, Policy, TreeOptions, as_policy, to_wire_indexes
 from attnd.tensors import Array, to_tensor, to_wire_dtype
 from attnd.v1 import attnd_pb2, types_pb2
 
@@ -113,10 +113,12 @@ def open_request(
     resume: int,
     indexes: Sequence[str] | None,
     lease_seconds: int,
+    tree: TreeOptions | None,
 ) -> attnd_pb2.OpenSequenceRequest:
     """
     Raises:
-        ValueError: if an index is none of INDEXES, or lease_seconds is no 32-bit number.
+        ValueError: if an index is none of INDEXES, or lease_seconds or a size of the tree is no
+            32-bit number.
     """
     chosen = as_policy(policy)
     request = attnd_pb2.OpenSequenceRequest(
@@ -125,6 +127,7 @@ def open_request(
         token_ids=token_ids,
         resume_sealed_id=resume,
         lease_seconds=lease_seconds,
+        tree=tree.to_proto() if tree else None,
     )
     if indexes is not None:
         request.indexes.extend(to_wire_indexes(indexes))

@@ -9,7 +9,7 @@ import grpc
 
 from attnd.errors import status_code
 from attnd.model import Model
-from attnd.policy import Policy, Preset, from_wire_indexes
+from attnd.policy import Policy, Preset, TreeOptions, from_wire_indexes
 from attnd.tensors import Array, from_tensor
 from attnd.v1 import attnd_pb2
 
@@ -149,7 +149,7 @@ class AppendedKv:
 class SequenceInfo:
     """One sequence of a listing; layer_tokens differ only while a prompt or a step is being
     sent. backend: as OpenedSequence's. lease_seconds: 0 is no lease; lease_left_seconds: until the
-    lease ends unless a call names the sequence before."""
+    lease ends unless a call names the sequence before. tree: None without a tree."""
 
     sequence_id: int
     model: Model
@@ -163,6 +163,7 @@ class SequenceInfo:
     backend: str = ""
     lease_seconds: int = 0
     lease_left_seconds: int = 0
+    tree: TreeOptions | None = None
 
     @staticmethod
     def from_proto(message: attnd_pb2.SequenceInfo) -> SequenceInfo:
@@ -179,6 +180,7 @@ class SequenceInfo:
             backend=message.backend,
             lease_seconds=message.lease_seconds,
             lease_left_seconds=message.lease_left_seconds,
+            tree=TreeOptions.from_proto(message.tree) if message.HasField("tree") else None,
         )
 
 

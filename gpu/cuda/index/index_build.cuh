@@ -24,8 +24,8 @@
 namespace attnd::gpu::cuda {
 
 inline constexpr uint32_t kIndexClusterTokens = 16;    // attention::kClusterTokens
-inline constexpr uint32_t kIndexLeafTokens = 8;        // attention::kLeafTokens
-inline constexpr uint32_t kIndexGroupTokens = 64;      // kLeafTokens * attention::kTreeFan
+inline constexpr uint32_t kIndexLeafTokens = 8;        // attention::TreeSizes::leaf_tokens
+inline constexpr uint32_t kIndexGroupTokens = 64;      // with its fan, TreeSizes::fan
 inline constexpr double kIndexValueShare = 0.5;        // attention::kValueShare
 inline constexpr double kIndexLateShare = 0.25;        // attention::kLateShare
 inline constexpr uint32_t kIndexIterations = 10;       // attention::kKMeansIterations

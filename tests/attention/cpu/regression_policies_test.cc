@@ -13,13 +13,13 @@
 #include <memory>
 
 #include "attention/cpu/cpu_backend.h"
-#include "attention/policy/estimate_limits.h"
 #include "tests/attention/cpu/paged_support.h"
 #include "tests/attention/cpu/row_check.h"
 #include "tests/attention/oracle_support.h"
 #include "tests/attention/support.h"
 #include "tests/cross.h"
 #include "tests/oracle/regression_policy.h"
+#include "tests/tree_indexes.h"
 
 namespace attnd::attention::test {
 namespace {
@@ -55,6 +55,13 @@ const Case kCases[] = {
     {16, 2, 128, 128, {1024, 700}, 77, false, kTreeIndexes},
     {12, 1, 80, 64, {2611, 40}, 130, false, {IndexKind::kTree, IndexKind::kLabels}},
     {3, 1, 48, 48, {900, 17}, 65, true, kTreeIndexes},
+};
+
+// Trees of other sizes.
+const std::tuple<Case, DType> kSizedCases[] = {
+    {{6, 2, 48, 16, {1600, 555, 613}, 1, false, attnd::test::TreeOf({12, 4, 3})}, DType::kBf16},
+    {{12, 1, 80, 64, {2611, 40}, 130, true, attnd::test::TreeOf({16, 4, 2})}, DType::kFp32},
+    {{4, 1, 32, 32, {4500, 640}, 66, false, attnd::test::TreeOf({8, 16, 2})}, DType::kFp16},
 };
 
 std::vector<Policy> Policies() {
@@ -100,6 +107,7 @@ TEST_P(RegressionPolicies, PlanAnswerAndStatisticsAreTheOracles) {
 INSTANTIATE_TEST_SUITE_P(Shapes, RegressionPolicies,
                          testing::ValuesIn(attnd::test::Cross<Case>(
                              kCases, {DType::kBf16, DType::kFp16, DType::kFp32}, {1, 3})));
+INSTANTIATE_TEST_SUITE_P(Sizes, RegressionPolicies, testing::ValuesIn(kSizedCases));
 
 class RegressionRows : public testing::Test {
  protected:
@@ -353,82 +361,6 @@ TEST_F(RegressionRows, WhatClustersOfALatentShapeHideIsTold) {
     }
     EXPECT_GT(greatest, 0.3f);
   }
-}
-
-// ---- over a tree ----
-
-// Of a short text's groups none is closed; of others kOpenedLeast are opened in any case, those
-// that might hide the one token that a query looks for.
-TEST_F(RegressionRows, TheLeastOfATreesGroupsIsOpened) {
-  const auto closed = [&](std::vector<uint32_t> segments, const std::string& tolerance) {
-    SequenceSpec spec = Spec(std::move(segments), 70);
-    spec.indexes = kTreeIndexes;
-    TestSequence sequence = MakeSequence(spec);
-    const TestRow row = MakeRow(&sequence, Parse("error-target", {{"tolerance", tolerance}}),
-                                spec.tokens() - 1, 1, false, DType::kFp32, 0, TestSeed());
-    RunAndCheckRows(backend_.get(), 0, {&row, 1});
-    const StepResult step = RunStep(backend_.get(), 0, {&row, 1});
-    size_t groups = 0;
-    for (const auto& segment : sequence.view->segments) groups += segment->groups(0, 0).clusters;
-    return std::pair{groups, step.plans[0].closed.size()};
-  };
-  const auto [few, closed_of_few] = closed({700, 640}, "off");
-  EXPECT_LE(few, size_t{kOpenedLeast});
-  EXPECT_EQ(closed_of_few, 0u);
-  const auto [many, closed_of_many] = closed({2400, 640}, "off");
-  EXPECT_GT(many, size_t{kOpenedLeast});
-  EXPECT_EQ(closed_of_many, many - kOpenedLeast);
-  const auto [same, closed_with_tolerance] = closed({2400, 640}, "1");
-  EXPECT_EQ(same, many);
-  EXPECT_GT(closed_with_tolerance, 0u);
-}
-
-// Of a long segment sections are opened first, then groups of these and of a segment that has no
-// sections, then the clusters of these are read or estimated. Each of the three choices is right,
-// and so is the answer.
-TEST_F(RegressionRows, SectionsAreOpenedBeforeGroups) {
-  SequenceSpec spec = Spec({6000, 30000}, 70);
-  spec.shape = MakeShape(2, 1, 16, 16, DType::kFp32);
-  spec.indexes = kTreeIndexes;
-  spec.sections_above = 8192;
-  TestSequence sequence = MakeSequence(spec);
-  const auto& segments = sequence.view->segments;
-  ASSERT_EQ(segments[0]->level(kSections, 0, 0).clusters, 0u);
-  const uint32_t sections = segments[1]->level(kSections, 0, 0).clusters;
-  ASSERT_GT(sections, kOpenedLeast);
-  const auto step_of = [&](const std::map<std::string, std::string>& parameters, double length) {
-    TestRow row = MakeRow(&sequence, Parse("error-target", parameters), spec.tokens() - 1, 1, false,
-                          DType::kFp32, 0, spec.seed);
-    for (float& x : row.queries) x *= static_cast<float>(length);
-    RunAndCheckRows(backend_.get(), 0, {&row, 1});
-    return RunStep(backend_.get(), 0, {&row, 1});
-  };
-  size_t closed_sections = 0, closed_groups = 0;
-  for (const double length : {1.0, 6.0}) {
-    for (const auto& parameters : std::vector<std::map<std::string, std::string>>{
-             {{"tolerance", "off"}},
-             {{"tolerance", "0.3"}},
-             {{"tolerance", "0.02"}, {"floor", "0.002"}},
-             {{"tolerance", "0.3"}, {"quantile", "0.8"}}}) {
-      SCOPED_TRACE(testing::Message() << "queries " << length << " times as long");
-      const StepResult step = step_of(parameters, length);
-      if (HasFatalFailure()) return;
-      closed_sections += step.plans[0].closed_sections.size();
-      closed_groups += step.plans[0].closed.size();
-      // What was looked at: every row of the highest levels, and the members of what was opened.
-      const Plan& plan = step.plans[0];
-      uint64_t rows = sections + segments[0]->groups(0, 0).clusters;
-      rows += segments[1]->groups(0, 0).clusters;
-      for (const ClusterRef& ref : plan.closed_sections) {
-        const ClusterIndex index = segments[1]->level(kSections, 0, 0);
-        rows -= index.first_members[ref.cluster + 1] - index.first_members[ref.cluster];
-      }
-      rows += plan.exact.size() + plan.estimated.size();
-      EXPECT_EQ(step.rows[0].stats.index_rows, rows);
-    }
-  }
-  EXPECT_GT(closed_sections, 0u);
-  EXPECT_GT(closed_groups, 0u);
 }
 
 // ---- pages that are not there ----

@@ -270,7 +270,7 @@ TEST_P(HeadBuilderQuanta, TheSameBytesHoweverTheTimeIsCut) {
     EXPECT_EQ(AllBytes(*BuildSegment(view, 1500, 4, 1, quantum_us)), expected) << quantum_us;
   }
   // Heads in any order, two builders taking turns.
-  SegmentBuilder builder(view, 1, 1500, 4);
+  SegmentBuilder builder(view, 1, {shape, GetParam(), 1500, 4});
   HeadBuilder one, other;
   for (const auto& [first, second] : {std::pair(3u, 0u), std::pair(2u, 1u)}) {
     one.Start(&builder, first);
@@ -298,7 +298,7 @@ TEST(HeadBuilderChunks, AChunkIsASmallPartOfTheWork) {
     const ModelShape shape = MakeShape(1, 1, head_dim, 16, DType::kBf16);
     Random random(TestSeed());
     const auto view = MakeTailView(shape, kTokens, {MakeHeadData(shape, kTokens, &random)});
-    SegmentBuilder builder(view, 1, kTokens, 0);
+    SegmentBuilder builder(view, 1, {shape, kClusterIndexes, kTokens, 0});
     HeadBuilder head;
     head.Start(&builder, 0);
     uint64_t chunks = 1;

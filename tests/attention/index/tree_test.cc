@@ -20,6 +20,7 @@
 #include "tests/attention/support.h"
 #include "tests/attention/tree_support.h"
 #include "tests/cross.h"
+#include "tests/tree_indexes.h"
 
 namespace attnd::attention::test {
 namespace {
@@ -129,6 +130,39 @@ const SegmentCase kCases[] = {
 INSTANTIATE_TEST_SUITE_P(Shapes, TreeIndexTest,
                          testing::ValuesIn(attnd::test::Cross<SegmentCase>(
                              kCases, {DType::kBf16, DType::kFp16, DType::kFp32})));
+
+// Trees of other sizes: they have room for as many rows of each level as their sizes say, use
+// nearly all of it, and are described as those of the default sizes are.
+TEST(TreeIndexTest, OtherSizes) {
+  struct Case {
+    TreeSizes sizes;
+    SegmentCase segment;
+    uint32_t leaves, groups, sections;  // as POLICIES.md has them
+  };
+  const Case cases[] = {
+      {{12, 8, 3}, {16, 32, 0, 2000, 0, false, true}, 167, 21, 3},
+      {{16, 16, 3}, {32, 16, 5, 1700, 4, false, true}, 106, 7, 1},
+      {{16, 4, 3}, {48, 48, 0, 1000, 0, true, true}, 63, 16, 4},
+      {{8, 4, 2}, {16, 16, 0, 900, 0}, 113, 29, 0},
+      {{12, 16, 2}, {64, 64, 0, 1500, 64}, 120, 8, 0},
+      {{8, 16, 3}, {16, 16, 0, 1, 0, false, true}, 1, 1, 1},
+  };
+  for (const Case& c : cases) {
+    const IndexSet indexes = attnd::test::TreeOf(c.sizes);
+    SCOPED_TRACE(indexes.ToString());
+    ExpectBuilt(
+        c.segment, ShapeOf(c.segment, DType::kFp32), indexes,
+        [&](const Segment& segment, uint32_t layer, uint32_t kv_head, const HeadData& data) {
+          ExpectTree(segment, layer, kv_head, data);
+          for (const auto& [level, rows] :
+               {std::pair(kLeaves, c.leaves), std::pair(kGroups, c.groups),
+                std::pair(kSections, c.sections)}) {
+            EXPECT_EQ(segment.layout().level(level).room, rows);
+            EXPECT_GE(segment.level(level, layer, kv_head).clusters, rows - rows / 8);
+          }
+        });
+  }
+}
 
 // What comes from elsewhere than a builder is looked at.
 TEST(TreeIndexTest, ATreeThatHoldsOtherClustersIsRefused) {

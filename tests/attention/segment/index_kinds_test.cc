@@ -7,8 +7,10 @@
 #include "attention/segment/index_kinds.h"
 
 #include <cstdint>
+#include <string>
 
 #include "attention/segment/index_set.h"
+#include "attention/segment/run_tokens.h"
 #include "attention/segment/segment.h"
 #include "gtest/gtest.h"
 
@@ -58,6 +60,68 @@ TEST(IndexKinds, ARegressionIsPartOfAForm) {
   EXPECT_FALSE(IndexSet().has_regression());
 }
 
+// ---- sizes of a tree ----
+
+// Files hold these numbers: the default sizes' is that of a tree from before there were others.
+TEST(TreeSizesTest, NumbersAreThoseOfFiles) {
+  for (uint32_t leaf = 0; leaf < 3; ++leaf) {
+    for (uint32_t fan = 0; fan < 3; ++fan) {
+      for (uint32_t levels = 0; levels < 2; ++levels) {
+        constexpr uint32_t kLeaves[] = {8, 12, 16}, kFans[] = {8, 4, 16}, kLevels[] = {3, 2};
+        const TreeSizes sizes = {kLeaves[leaf], kFans[fan], kLevels[levels]};
+        IndexSet set = {IndexKind::kTree, IndexKind::kLabels};
+        set.set_tree_sizes(sizes);
+        EXPECT_TRUE(set.Validate().ok());
+        EXPECT_EQ(set.bits(), 1u << 8 | 1u << 4 | leaf << 25 | fan << 27 | levels << 29);
+        const auto back = IndexSet::FromBits(set.bits());
+        ASSERT_TRUE(back.has_value());
+        EXPECT_EQ(*back, set);
+        EXPECT_EQ(back->tree_sizes(), sizes);
+        EXPECT_EQ(back->has_sections(), levels == 0);
+        EXPECT_EQ(back->clusters()->tokens, sizes.leaf_tokens);
+        EXPECT_EQ(back->clusters()->fan, sizes.fan);
+      }
+    }
+  }
+  for (const uint32_t unknown : {3u << 25, 3u << 27, 2u << 29, 3u << 29}) {
+    EXPECT_FALSE(IndexSet::FromBits(1u << 8 | unknown).has_value()) << unknown;
+  }
+  EXPECT_FALSE(IndexSet::FromBits(1u << 7 | 1u << 25).has_value()) << "sizes without a tree";
+}
+
+TEST(TreeSizesTest, SetsOfOtherSizesAreOfTheSameKindsAndNotEqual) {
+  IndexSet other = kTreeIndexes;
+  other.set_tree_sizes({12, 16, 2});
+  EXPECT_FALSE(other == kTreeIndexes);
+  EXPECT_TRUE(other.HasAll(kTreeIndexes));
+  EXPECT_TRUE(other.Serves(kTreeIndexes));
+  EXPECT_TRUE(kTreeIndexes.Serves(other));
+  EXPECT_EQ(other.ToString(), "tree of leaf_tokens 12, fan 16, levels 2");
+}
+
+TEST(TreeSizesTest, WhatIsNotAllowedIsNamed) {
+  const auto wrong = [](const TreeSizes& sizes, IndexSet indexes = kTreeIndexes) {
+    indexes.set_tree_sizes(sizes);
+    const absl::Status status = indexes.Validate();
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+    return std::string(status.message());
+  };
+  EXPECT_EQ(wrong({9, 8, 3}), "tree.leaf_tokens is 9; allowed are 8, 12, 16");
+  EXPECT_EQ(wrong({8, 5, 3}), "tree.fan is 5; allowed are 4, 8, 16");
+  EXPECT_EQ(wrong({8, 8, 4}), "tree.levels is 4; allowed are 2, 3");
+  EXPECT_EQ(wrong({12, 8, 3}, kRegressionIndexes),
+            "tree is given, and indexes are regression: allowed is tree among them");
+}
+
+TEST(TreeSizesTest, SegmentsOfTwoLevelsWantNoSections) {
+  EXPECT_TRUE(WantsSections(kTreeIndexes, 8193));
+  EXPECT_FALSE(WantsSections(kTreeIndexes, 8192));
+  EXPECT_FALSE(WantsSections(kRegressionIndexes, 8193));
+  IndexSet two = kTreeIndexes;
+  two.set_tree_sizes({8, 8, 2});
+  EXPECT_FALSE(WantsSections(two, kSegmentTokensMax));
+}
+
 TEST(IndexKinds, NeedsOfTheModelsFiles) {
   EXPECT_TRUE(IndexSet{IndexKind::kSummary}.Needs(ModelPart::kFeatureMaps));
   EXPECT_FALSE(IndexSet{IndexKind::kSummary}.Needs(ModelPart::kLabelChannels));
@@ -76,6 +140,7 @@ TEST(SegmentInvariants, AFormThatCannotBeStopsTheProcess) {
   EXPECT_DEATH(Segment(1, {shape, kClusterIndexes, 0, 0}, 0), "form_.tokens");
   const IndexSet both = {IndexKind::kClusters, IndexKind::kRegression};
   EXPECT_DEATH(Segment(1, {shape, both, 20, 4}, 0), "Validate");
+  EXPECT_DEATH(Segment(1, {shape, kRegressionIndexes, 20, 4, true}, 0), "has_sections");
   const Segment segment(1, {shape, {IndexKind::kBlocks16}, 40, 0}, 0);
   EXPECT_EQ(segment.blocks(0, 0, 16).count, 2u);
   EXPECT_DEATH(static_cast<void>(segment.blocks(0, 0, 64)), "blocks of that size");

@@ -12,6 +12,7 @@
 
 #include "tests/engine/archive/archive_fixture.h"
 #include "tests/engine/support.h"
+#include "tests/tree_indexes.h"
 
 namespace attnd::engine::test {
 namespace {
@@ -74,6 +75,49 @@ TEST_F(PrefixesTest, ATreesPromptWithIdsHasShortRuns) {
       kTenant, args, std::vector<uint32_t>(ids.begin(), ids.begin() + 3000), nullptr);
   ASSERT_TRUE(opened.ok()) << opened.status();
   EXPECT_EQ(opened->tokens_present, 2560u);
+}
+
+// Trees of other sizes are other indexes: in memory and from disk a prompt finds segments of its
+// own sizes alone. A resumed sequence keeps those it was sealed with.
+TEST_F(PrefixesTest, ATreesSegmentsAreThoseOfItsSizes) {
+  const std::vector<uint32_t> ids = Ids(1200);
+  const History contents = Contents(1200);
+  const attention::TreeSizes kSizes[] = {{}, {12, 4, 3}, {12, 4, 2}};
+  const auto args_of = [&](const attention::TreeSizes& sizes) {
+    OpenArgs args = Args();
+    args.indexes = attnd::test::TreeOf(sizes);
+    return args;
+  };
+  const auto present = [&](const attention::TreeSizes& sizes) {
+    const auto opened = engine_->OpenReusing(kTenant, args_of(sizes), ids, nullptr);
+    EXPECT_TRUE(opened.ok()) << opened.status();
+    EXPECT_TRUE(engine_->Close(kTenant, opened->sequence_id).ok());
+    return opened->tokens_present;
+  };
+  std::vector<uint64_t> sealed;
+  for (const attention::TreeSizes& sizes : kSizes) {
+    EXPECT_EQ(present(sizes), 0u);
+    TestSequence sequence = Open(args_of(sizes));
+    Upload(&sequence, ids, 0, contents);
+    EXPECT_EQ(present(sizes), 1024u) << "in memory";
+    sealed.push_back(Seal(sequence).sealed_id);
+  }
+  Start();
+  for (size_t i = 0; i < sealed.size(); ++i) {
+    EXPECT_EQ(present(kSizes[i]), 1024u) << "on disk";
+    // Whoever names the kind leaves the sizes to the sealed sequence.
+    OpenArgs args = Args();
+    args.indexes = attention::kTreeIndexes;
+    const auto resumed = engine_->Resume(kTenant, args, sealed[i], nullptr);
+    ASSERT_TRUE(resumed.ok()) << resumed.status();
+    TestSequence sequence = Adopt(resumed->sequence_id, contents);
+    EXPECT_EQ(sequence.Info().args.indexes->tree_sizes(), kSizes[i]);
+    EXPECT_TRUE(MatchesModel(&sequence, &random_));
+    args.tree = kSizes[i];
+    const absl::Status asked = engine_->Resume(kTenant, args, sealed[i], nullptr).status();
+    EXPECT_TRUE(absl::IsInvalidArgument(asked)) << asked;
+  }
+  EXPECT_EQ(engine_->archive_stats().quarantined_files, 0u);
 }
 
 // Whoever is longer, memory or disk, is what the new sequence begins with.

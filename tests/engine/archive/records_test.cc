@@ -9,6 +9,7 @@
 #include <string>
 
 #include "engine/archive/archive.pb.h"
+#include "tests/tree_indexes.h"
 
 namespace attnd::engine::test {
 namespace {
@@ -35,6 +36,7 @@ void ExpectReadBack(const FileMetadata& metadata) {
   EXPECT_EQ(back->args.shape, metadata.args.shape);
   EXPECT_EQ(back->key_bounds, metadata.key_bounds);
   EXPECT_EQ(back->sections, metadata.sections);
+  EXPECT_EQ(back->args.indexes, metadata.args.indexes.value_or(attention::kClusterIndexes));
 }
 
 TEST(ArchiveRecordsTest, MetadataIsReadBack) { ExpectReadBack(MetadataOf("tenant", "model")); }
@@ -43,6 +45,16 @@ TEST(ArchiveRecordsTest, SectionsAreReadBack) {
   FileMetadata metadata = MetadataOf("tenant", "model");
   metadata.args.indexes = attention::kTreeIndexes;
   metadata.sections = true;
+  ExpectReadBack(metadata);
+}
+
+TEST(ArchiveRecordsTest, ATreesSizesAreReadBack) {
+  FileMetadata metadata = MetadataOf("tenant", "model");
+  metadata.args.indexes = attnd::test::TreeOf({12, 16, 3});
+  metadata.sections = true;
+  ExpectReadBack(metadata);
+  metadata.args.indexes = attnd::test::TreeOf({16, 4, 2});
+  metadata.sections = false;
   ExpectReadBack(metadata);
 }
 
@@ -76,6 +88,12 @@ TEST(ArchiveRecordsTest, MetadataOfANewerVersionIsNoDamage) {
   EXPECT_TRUE(absl::IsDataLoss(decoded(indexes(1 | 1u << 1 | 1u << 31), kSegment)));
   EXPECT_TRUE(absl::IsFailedPrecondition(decoded(indexes(1 | 1u << 9), kSegment)));
   EXPECT_TRUE(absl::IsFailedPrecondition(decoded(indexes(1 | 1u << 1 | 1u << 30), kSegment)));
+  // Sizes of a tree: known ones, unknown ones, sizes of no tree, sections over two levels.
+  EXPECT_TRUE(decoded(indexes(1 | 1u << 8 | 1u << 25 | 2u << 27 | 1u << 29), kSegment).ok());
+  for (const uint32_t unknown : {1u << 8 | 3u << 25, 1u << 8 | 3u << 27, 1u << 8 | 2u << 29,
+                                 1u << 1 | 1u << 25, 1u << 8 | 1u << 29 | 1u << 31}) {
+    EXPECT_TRUE(absl::IsFailedPrecondition(decoded(indexes(1 | unknown), kSegment))) << unknown;
+  }
   EXPECT_TRUE(absl::IsDataLoss(decoded(indexes(1u << 1), kSegment)));
   EXPECT_TRUE(absl::IsDataLoss(decoded(indexes(1 | 1u << 1 | 1u << 7), kSegment)));
   EXPECT_TRUE(absl::IsFailedPrecondition(decoded(

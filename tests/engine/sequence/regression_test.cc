@@ -15,6 +15,7 @@
 
 #include "tests/engine/support.h"
 #include "tests/temporary_folder.h"
+#include "tests/tree_indexes.h"
 
 namespace attnd::engine::test {
 namespace {
@@ -24,6 +25,7 @@ using attention::IndexSet;
 using testing::HasSubstr;
 
 constexpr IndexSet kWithLabels = {IndexKind::kRegression, IndexKind::kLabels};
+constexpr IndexSet kSmallFan = attnd::test::TreeOf({12, 4, 3});
 
 class RegressionSequences : public testing::TestWithParam<std::tuple<IndexSet, bool>> {
  protected:
@@ -187,6 +189,8 @@ INSTANTIATE_TEST_SUITE_P(Indexes, RegressionSequences,
                                                                                    : "Alone") +
                                   (std::get<1>(both.param) ? "Latent" : "");
                          });
+INSTANTIATE_TEST_SUITE_P(SmallFan, RegressionSequences,
+                         testing::Values(std::tuple(kSmallFan, false)));
 
 TEST(RegressionOpening, APolicyWithoutIndexesNamedGetsItsOwn) {
   const auto engine = MakeEngine(SmallOptions());
@@ -229,6 +233,40 @@ TEST(RegressionOpening, ClusterOrderAloneIsTheClustersOfThePolicy) {
   const absl::Status status = open("quest").status();
   EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
   EXPECT_THAT(std::string(status.message()), HasSubstr("blocks-16"));
+}
+
+// The sizes that are asked for go with the indexes that are asked for, or with the policy's; forks
+// have them, too.
+TEST(RegressionOpening, ATreeHasTheSizesThatAreAskedFor) {
+  const auto engine = MakeEngine(SmallOptions());
+  const auto open = [&](const char* preset, const std::optional<IndexSet>& indexes,
+                        const attention::TreeSizes& sizes) {
+    OpenArgs args = ArgsOf(MakeShape(1, 2, 1, 32, 32, DType::kBf16), PolicyOf(preset));
+    args.indexes = indexes;
+    args.tree = sizes;
+    return engine->Open(kTenant, args);
+  };
+  for (const auto& [preset, indexes] :
+       {std::pair("error-target", std::optional<IndexSet>()),
+        std::pair("dense", std::optional<IndexSet>(attention::kTreeIndexes))}) {
+    const auto id = open(preset, indexes, {12, 16, 2});
+    ASSERT_TRUE(id.ok()) << id.status();
+    const IndexSet expected = attnd::test::TreeOf({12, 16, 2});
+    EXPECT_EQ(engine->Info(kTenant, *id)->args.indexes, expected);
+    const auto fork = engine->Fork(kTenant, *id, std::nullopt);
+    ASSERT_TRUE(fork.ok()) << fork.status();
+    EXPECT_EQ(fork->args.indexes, expected);
+  }
+  const auto refusal = [&](const char* preset, const std::optional<IndexSet>& indexes,
+                           const attention::TreeSizes& sizes) {
+    const absl::Status status = open(preset, indexes, sizes).status();
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+    return std::string(status.message());
+  };
+  EXPECT_THAT(refusal("error-target", std::nullopt, {10, 8, 3}), HasSubstr("8, 12, 16"));
+  EXPECT_THAT(refusal("dense", std::nullopt, {}), HasSubstr("indexes are none"));
+  EXPECT_THAT(refusal("error-target", attention::kRegressionIndexes, {}),
+              HasSubstr("indexes are regression"));
 }
 
 TEST(RegressionOpening, WhatDoesNotFitIsRefused) {

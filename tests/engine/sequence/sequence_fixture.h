@@ -92,7 +92,8 @@ class SequenceFixture : public testing::Test {
     return testing::AssertionSuccess();
   }
   std::shared_ptr<const attention::Segment> Build(const SegmentJob& job) {
-    attention::SegmentBuilder builder(job.view, 1, job.tokens, job.unclustered);
+    attention::SegmentBuilder builder(
+        job.view, 1, {job.view->shape, job.view->indexes, job.tokens, job.unclustered});
     attention::HeadBuilder head;
     head.Start(&builder, 0);
     while (!head.Advance(std::chrono::microseconds(1000))) {

@@ -111,6 +111,12 @@ TEST(OpenSequence, WrongFieldsAreNamed) {
        [](auto* r) { r->mutable_model()->mutable_shard()->set_count(4097); }},
       {"model.shard.index", kInvalid,
        [](auto* r) { r->mutable_model()->mutable_shard()->set_index(1); }},
+      {"tree.leaf_tokens is 4; allowed are 8, 12, 16", kInvalid,
+       [](auto* r) { r->mutable_tree()->set_leaf_tokens(4); }},
+      {"tree.fan is 32; allowed are 4, 8, 16", kInvalid,
+       [](auto* r) { r->mutable_tree()->set_fan(32); }},
+      {"tree.levels is 1; allowed are 2, 3", kInvalid,
+       [](auto* r) { r->mutable_tree()->set_levels(1); }},
       {"token_ids", kInvalid, [](auto* r) { r->mutable_token_ids()->Resize(101, 0); }},
       {"psychic", kInvalid, [](auto* r) { r->mutable_policy()->set_preset("psychic"); }},
       {"policy.preset", kInvalid,
@@ -166,6 +172,18 @@ TEST(OpenSequence, LayoutAndIndexes) {
     EXPECT_EQ(args->indexes, c.expected);
     EXPECT_EQ(args->cluster_order, c.layout == Request::LAYOUT_CLUSTER_ORDER);
   }
+}
+
+TEST(OpenSequence, SizesOfATree) {
+  v1::OpenSequenceRequest request = GoodOpen();
+  EXPECT_FALSE(FromProto(request, 100)->tree.has_value());
+  v1::TreeOptions* const tree = request.mutable_tree();
+  EXPECT_EQ(FromProto(request, 100)->tree, attention::TreeSizes());
+  tree->set_leaf_tokens(12);
+  EXPECT_EQ(FromProto(request, 100)->tree, (attention::TreeSizes{12, 8, 3}));
+  tree->set_fan(4);
+  tree->set_levels(2);
+  EXPECT_EQ(FromProto(request, 100)->tree, (attention::TreeSizes{12, 4, 2}));
 }
 
 TEST(OpenSequence, PresetsSayWhatTheyNeed) {

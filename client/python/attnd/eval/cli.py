@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         "--policy",
         type=_policy,
         action="append",
-        help="NAME[:key=value,...]; may be repeated (default: dense)",
+        help="NAME[:key=value,...][@INDEX[:key=value,...]]; may be repeated (default: dense)",
     )
     add("--json", type=pathlib.Path, help="file for the results")
     add(

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from attnd.policy import CLUSTER_INDEXES, INDEXES, Policy, Preset
+from attnd.policy import CLUSTER_INDEXES, INDEXES, Policy, Preset, TreeOptions, parse_pairs
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,13 @@ class Opening:
         observed: whether the queries of the prompt's last tokens are uploaded, too.
         alone: text of the only policy that the upload is good for, where what the end of the
             prefill leaves is the policy's own; empty if policies share it.
+        tree: sizes of the tree among the indexes; None is the server's defaults.
     """
 
     indexes: tuple[str, ...]
     observed: bool = False
     alone: str = ""
+    tree: TreeOptions | None = None
 
 
 # What a sequence has that asks for nothing; policies that read no index go with it.
@@ -41,37 +43,57 @@ class PolicyOver(Policy):
 
     Attributes:
         index: its name; the policy must be able to read it.
+        tree: sizes of the index "tree"; None is the server's defaults.
     """
 
     index: str = ""
+    tree: TreeOptions | None = None
 
     def __str__(self) -> str:
         """The text that parse_policy() reads."""
-        return f"{super().__str__()}@{self.index}"
+        sizes = f":{self.tree}" if self.tree else ""
+        return f"{super().__str__()}@{self.index}{sizes}"
 
 
 def parse_policy(text: str) -> Policy:
-    """Reads NAME[:key=value,...][@INDEX], for example "error-target:tolerance=0.1@clusters".
+    """Reads NAME[:key=value,...][@INDEX[:key=value,...]], for example
+    "error-target:tolerance=0.1@clusters" or "error-target@tree:leaf_tokens=12,fan=16,levels=2".
 
     Raises:
-        ValueError: as Policy.parse, and if the index is none of INDEXES.
+        ValueError: as Policy.parse, if the index is none of INDEXES, and for keys of an index that
+            are not sizes of a tree.
     """
-    policy, at, index = text.partition("@")
+    policy, at, over = text.partition("@")
     parsed = Policy.parse(policy)
     if not at:
         return parsed
+    index, colon, sizes = over.partition(":")
     if index not in INDEXES:
         raise ValueError(f"policy {text!r}: index {index!r} is none of {', '.join(INDEXES)}")
-    return PolicyOver(parsed.preset, parsed.parameters, index)
+    tree = _parse_tree(index, sizes, text) if colon else None
+    return PolicyOver(parsed.preset, parsed.parameters, index, tree)
+
+
+def _parse_tree(index: str, sizes: str, text: str) -> TreeOptions:
+    """The sizes of a tree in key=value,... , a part of a policy's text."""
+    known = [field.name for field in fields(TreeOptions)] if index == "tree" else []
+    pairs = parse_pairs(sizes, text)
+    wrong = [key for key, value in pairs.items() if key not in known or not value.isdecimal()]
+    if wrong:
+        raise ValueError(
+            f"policy {text!r}: index {index!r} has no number {wrong[0]!r}; it has "
+            f"{', '.join(known) or 'none'}"
+        )
+    return TreeOptions(**{key: int(value) for key, value in pairs.items()})
 
 
 def opening_of(policy: Policy, presets: Iterable[Preset]) -> Opening:
     """The opening that a policy needs, from what the server says of its preset; unknown presets,
     which the server will refuse, go with the clusters."""
     selector = policy.parameters.get("selector")
-    over = policy.index if isinstance(policy, PolicyOver) else ""
+    over, tree = (policy.index, policy.tree) if isinstance(policy, PolicyOver) else ("", None)
     if over and selector != "clusters":
-        return Opening((over,))
+        return Opening((over,), tree=tree)
     for preset in presets:
         if preset.policy.preset != policy.preset:
             continue
@@ -80,7 +102,7 @@ def opening_of(policy: Policy, presets: Iterable[Preset]) -> Opening:
             return Opening(shared.indexes, observed=True, alone=str(policy))
         if selector == "clusters":
             others = (i for i in preset.indexes if not i.startswith("blocks"))
-            return Opening((over or "clusters", *others))
+            return Opening((over or "clusters", *others), tree=tree)
         if preset.token_order and not preset.indexes:  # a keep-set, made at the prefill's end
             return Opening((), observed=True, alone=str(policy))
         own = [index for index in preset.indexes if index in CLUSTER_INDEXES]

@@ -55,7 +55,7 @@ def open_for(
 ) -> int:
     """An empty sequence over which the policy may be asked for."""
     opened = client.open_sequence(
-        model.attnd_model(dtype), policy=policy, indexes=opening.indexes
+        model.attnd_model(dtype), policy=policy, indexes=opening.indexes, tree=opening.tree
     )
     return opened.sequence_id
 

@@ -209,7 +209,7 @@ class ListSequencesResponse(_message.Message):
     def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceInfo, _Mapping]]] = ..., next_after_sequence_id: _Optional[int] = ...) -> None: ...
 
 class OpenSequenceRequest(_message.Message):
-    __slots__ = ["indexes", "layout", "lease_seconds", "model", "policy", "resume_sealed_id", "token_ids"]
+    __slots__ = ["indexes", "layout", "lease_seconds", "model", "policy", "resume_sealed_id", "token_ids", "tree"]
     class Index(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = []
     class Layout(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
@@ -233,6 +233,7 @@ class OpenSequenceRequest(_message.Message):
     POLICY_FIELD_NUMBER: _ClassVar[int]
     RESUME_SEALED_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TREE_FIELD_NUMBER: _ClassVar[int]
     indexes: _containers.RepeatedScalarFieldContainer[OpenSequenceRequest.Index]
     layout: OpenSequenceRequest.Layout
     lease_seconds: int
@@ -240,7 +241,8 @@ class OpenSequenceRequest(_message.Message):
     policy: _types_pb2.Policy
     resume_sealed_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, model: _Optional[_Union[_types_pb2.Model, _Mapping]] = ..., layout: _Optional[_Union[OpenSequenceRequest.Layout, str]] = ..., indexes: _Optional[_Iterable[_Union[OpenSequenceRequest.Index, str]]] = ..., policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., resume_sealed_id: _Optional[int] = ..., lease_seconds: _Optional[int] = ...) -> None: ...
+    tree: TreeOptions
+    def __init__(self, model: _Optional[_Union[_types_pb2.Model, _Mapping]] = ..., layout: _Optional[_Union[OpenSequenceRequest.Layout, str]] = ..., indexes: _Optional[_Iterable[_Union[OpenSequenceRequest.Index, str]]] = ..., policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., resume_sealed_id: _Optional[int] = ..., lease_seconds: _Optional[int] = ..., tree: _Optional[_Union[TreeOptions, _Mapping]] = ...) -> None: ...
 
 class OpenSequenceResponse(_message.Message):
     __slots__ = ["backend", "sequence_id", "tokens_present"]
@@ -358,7 +360,7 @@ class SealedSequence(_message.Message):
     def __init__(self, sealed_id: _Optional[int] = ..., tokens: _Optional[int] = ..., sealed_unix_s: _Optional[int] = ...) -> None: ...
 
 class SequenceInfo(_message.Message):
-    __slots__ = ["backend", "committed_tokens", "indexes", "layer_tokens", "layout", "lease_left_seconds", "lease_seconds", "model", "policy", "resident_bytes", "segmented_tokens", "segments", "sequence_id"]
+    __slots__ = ["backend", "committed_tokens", "indexes", "layer_tokens", "layout", "lease_left_seconds", "lease_seconds", "model", "policy", "resident_bytes", "segmented_tokens", "segments", "sequence_id", "tree"]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     INDEXES_FIELD_NUMBER: _ClassVar[int]
@@ -372,6 +374,7 @@ class SequenceInfo(_message.Message):
     SEGMENTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    TREE_FIELD_NUMBER: _ClassVar[int]
     backend: str
     committed_tokens: int
     indexes: _containers.RepeatedScalarFieldContainer[OpenSequenceRequest.Index]
@@ -385,7 +388,8 @@ class SequenceInfo(_message.Message):
     segmented_tokens: int
     segments: int
     sequence_id: int
-    def __init__(self, sequence_id: _Optional[int] = ..., model: _Optional[_Union[_types_pb2.Model, _Mapping]] = ..., policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., committed_tokens: _Optional[int] = ..., segmented_tokens: _Optional[int] = ..., segments: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., layer_tokens: _Optional[_Iterable[int]] = ..., indexes: _Optional[_Iterable[_Union[OpenSequenceRequest.Index, str]]] = ..., layout: _Optional[_Union[OpenSequenceRequest.Layout, str]] = ..., backend: _Optional[str] = ..., lease_seconds: _Optional[int] = ..., lease_left_seconds: _Optional[int] = ...) -> None: ...
+    tree: TreeOptions
+    def __init__(self, sequence_id: _Optional[int] = ..., model: _Optional[_Union[_types_pb2.Model, _Mapping]] = ..., policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., committed_tokens: _Optional[int] = ..., segmented_tokens: _Optional[int] = ..., segments: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., layer_tokens: _Optional[_Iterable[int]] = ..., indexes: _Optional[_Iterable[_Union[OpenSequenceRequest.Index, str]]] = ..., layout: _Optional[_Union[OpenSequenceRequest.Layout, str]] = ..., backend: _Optional[str] = ..., lease_seconds: _Optional[int] = ..., lease_left_seconds: _Optional[int] = ..., tree: _Optional[_Union[TreeOptions, _Mapping]] = ...) -> None: ...
 
 class StageTimes(_message.Message):
     __slots__ = ["attend_us", "fetch_us", "merge_us", "score_us", "select_us"]
@@ -410,6 +414,16 @@ class TierTokens(_message.Message):
     host: int
     ssd: int
     def __init__(self, hbm: _Optional[int] = ..., host: _Optional[int] = ..., ssd: _Optional[int] = ...) -> None: ...
+
+class TreeOptions(_message.Message):
+    __slots__ = ["fan", "leaf_tokens", "levels"]
+    FAN_FIELD_NUMBER: _ClassVar[int]
+    LEAF_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LEVELS_FIELD_NUMBER: _ClassVar[int]
+    fan: int
+    leaf_tokens: int
+    levels: int
+    def __init__(self, leaf_tokens: _Optional[int] = ..., fan: _Optional[int] = ..., levels: _Optional[int] = ...) -> None: ...
 
 class TruncateSequenceRequest(_message.Message):
     __slots__ = ["length", "sequence_id"]
