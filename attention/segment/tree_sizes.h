@@ -5,7 +5,6 @@
 #ifndef ATTND_ATTENTION_SEGMENT_TREE_SIZES_H_
 #define ATTND_ATTENTION_SEGMENT_TREE_SIZES_H_
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
@@ -14,6 +13,14 @@
 #include "absl/status/status.h"
 
 namespace attnd::attention {
+
+// Where a size is in a list that has it.
+template <size_t kCount>
+constexpr uint32_t PlaceOf(uint32_t size, const uint32_t (&list)[kCount]) {
+  uint32_t place = 0;
+  while (place + 1 < kCount && list[place] != size) ++place;
+  return place;
+}
 
 struct TreeSizes {
   uint32_t leaf_tokens = 8;  // members of a leaf on average
@@ -35,8 +42,8 @@ struct TreeSizes {
   // The sizes as one number of kBits bits, for files; the defaults are 0. Only of valid sizes.
   static constexpr uint32_t kBits = 6;
   constexpr uint32_t bits() const {
-    return NumberOf(leaf_tokens, kLeafTokens) | NumberOf(fan, kFans) << 2 |
-           NumberOf(levels, kLevels) << 4;
+    return PlaceOf(leaf_tokens, kLeafTokens) | PlaceOf(fan, kFans) << 2 |
+           PlaceOf(levels, kLevels) << 4;
   }
   // Nothing for a number that no sizes have.
   static constexpr std::optional<TreeSizes> FromBits(uint32_t bits) {
@@ -45,12 +52,6 @@ struct TreeSizes {
       return std::nullopt;
     }
     return TreeSizes{kLeafTokens[leaf], kFans[fan], kLevels[levels]};
-  }
-
- private:
-  template <size_t kCount>
-  static constexpr uint32_t NumberOf(uint32_t size, const uint32_t (&allowed)[kCount]) {
-    return static_cast<uint32_t>(std::ranges::find(allowed, size) - std::begin(allowed));
   }
 };
 static_assert(TreeSizes{}.bits() == 0);

@@ -102,7 +102,7 @@ absl::StatusOr<std::optional<attention::IndexSet>> IndexesFromProto(
 }
 
 // A size of 0 is the default.
-absl::StatusOr<attention::TreeSizes> FromProto(const v1::TreeOptions& tree) {
+absl::StatusOr<attention::TreeSizes> TreeFromProto(const v1::TreeOptions& tree) {
   attention::TreeSizes sizes;
   if (tree.leaf_tokens() != 0) sizes.leaf_tokens = tree.leaf_tokens();
   if (tree.fan() != 0) sizes.fan = tree.fan();
@@ -152,7 +152,7 @@ absl::StatusOr<engine::OpenArgs> FromProto(const v1::OpenSequenceRequest& reques
   ATTND_ASSIGN_OR_RETURN(args.shard, ShardFromProto(model.shard()));
   ATTND_ASSIGN_OR_RETURN(args.indexes, IndexesFromProto(request));
   if (request.has_tree()) {
-    ATTND_ASSIGN_OR_RETURN(args.tree, FromProto(request.tree()));
+    ATTND_ASSIGN_OR_RETURN(args.tree, TreeFromProto(request.tree()));
   }
   args.cluster_order = request.layout() == v1::OpenSequenceRequest::LAYOUT_CLUSTER_ORDER;
   if (static_cast<uint64_t>(request.token_ids_size()) > max_sequence_tokens) {

@@ -38,23 +38,6 @@ def test_who_has_a_sequence(client):
     assert listed[opened.sequence_id] == opened.backend
 
 
-def test_a_trees_sizes_are_kept(attnd_target):
-    model = attnd.Model("", cases.SHAPE)
-    sizes = attnd.TreeOptions(leaf_tokens=12, levels=2)
-    with attnd.Client(attnd_target, tenant="trees", timeout_s=60) as client:
-        for options in ({"indexes": ["tree"], "tree": sizes}, {"indexes": ["tree"]}, {}):
-            client.open_sequence(model, policy="dense", **options)
-        listed = list(client.list_sequences())
-        for info in listed:
-            client.close_sequence(info.sequence_id)
-        with pytest.raises(attnd.InvalidArgumentError, match="fan is 5; allowed are 4, 8, 16"):
-            client.open_sequence(model, indexes=["tree"], tree=attnd.TreeOptions(fan=5))
-        with pytest.raises(ValueError):
-            client.open_sequence(model, indexes=["tree"], tree=attnd.TreeOptions(fan=-1))
-    kept = [attnd.TreeOptions(12, 8, 2), attnd.TreeOptions(8, 8, 3), None]
-    assert [info.tree for info in listed] == kept
-
-
 @pytest.mark.parametrize("tokens", [1, 3, 64, 65, 700])
 def test_dense_equals_the_oracle(client, tokens):
     case = Case.random(tokens + 3)

@@ -254,3 +254,20 @@ def test_sealed_and_resumed_it_answers_the_same(client, preset):
         np.testing.assert_array_equal(one, other)
     client.close_sequence(back.sequence_id)
     client.drop_sealed(sealed.sealed_id)
+
+
+def test_a_trees_sizes_are_kept(attnd_target):
+    model = attnd.Model("", CASE.shape)
+    sizes = attnd.TreeOptions(leaf_tokens=12, levels=2)
+    with attnd.Client(attnd_target, tenant="trees", timeout_s=60) as client:
+        for options in ({"indexes": ["tree"], "tree": sizes}, {"indexes": ["tree"]}, {}):
+            client.open_sequence(model, policy="dense", **options)
+        listed = list(client.list_sequences())
+        for info in listed:
+            client.close_sequence(info.sequence_id)
+        with pytest.raises(attnd.InvalidArgumentError, match="fan is 5; allowed are 4, 8, 16"):
+            client.open_sequence(model, indexes=["tree"], tree=attnd.TreeOptions(fan=5))
+        with pytest.raises(ValueError):
+            client.open_sequence(model, indexes=["tree"], tree=attnd.TreeOptions(fan=-1))
+    kept = [attnd.TreeOptions(12, 8, 2), attnd.TreeOptions(8, 8, 3), None]
+    assert [info.tree for info in listed] == kept
