@@ -29,7 +29,7 @@ class EarlySegments {
 
   // The lengths of early segments are multiples of LeastTokens: so many that axes and slopes cost a
   // step less than reading the tokens. What is left over is read exactly. LeastTokens is kTokens,
-  // or a multiple of it where heads are latent.
+  // or a multiple of it where a head has more than 512 channels.
   static constexpr uint32_t kTokens = 512;
   static uint32_t LeastTokens(const ModelShape& shape);
 
@@ -43,8 +43,8 @@ class EarlySegments {
   // Where a segment of at most `tokens_max` tokens is to begin that ends at `end`, behind all that
   // there are: it has the tokens of the last segments, too, as long as each is at most twice as
   // long as what follows it (docs/PERFORMANCE.md has the other rules that were tried). So each
-  // segment is more than twice as long as all behind it, and whenever a token is indexed anew its
-  // segment grows by half or more.
+  // segment is more than twice as long as the next, unless memory was short, and whenever a token is
+  // indexed anew its segment grows by half or more.
   uint64_t NextBegin(uint64_t tail_begin, uint64_t end, uint32_t tokens_max) const;
   // Whether Add may be given a segment of [begin, end).
   bool Fits(uint64_t tail_begin, uint64_t begin, uint64_t end) const;

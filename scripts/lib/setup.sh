@@ -97,6 +97,7 @@ make_venv() {
     return
   fi
   say "Making the Python environment in build/${venv##*/}"
+  rm -f "${stamp}"  # of what is there from now on, if this is interrupted
   "${venv}/bin/python" -c 'import pip' 2>/dev/null || python3 -m venv --clear "${venv}" || return 1
   PIP_DISABLE_PIP_VERSION_CHECK=1 "${venv}/bin/python" -m pip install --quiet --retries 5 \
     -r "${requirements}" -e "${ATTND_ROOT}/client/python[${extra}]" "$@" || return 1

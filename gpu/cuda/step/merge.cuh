@@ -28,8 +28,8 @@ __device__ __forceinline__ float LeastNorm(float zone_sum, float zone_norm2, flo
   return fmaxf(attention::kLeastNormShare * sqrtf(moment), FLT_MIN);
 }
 
-// What some states of a lane come to, relative to the lane's maximum, as a vector for one
-// reduction. sums: of the zones, of the other states, and of estimate pieces only: sum, errors,
+// What some states of a lane come to, as a vector for one reduction (MergedLane says what they are
+// relative to). sums: of the zones, of the other states, and of estimate pieces only: sum, errors,
 // moments, drops, errors of masses, variances of logits.
 inline constexpr int kLaneSums = 8;
 enum LaneSum {
