@@ -134,12 +134,12 @@ INSTANTIATE_TEST_SUITE_P(Shapes, TreeIndexTest,
 // Trees of other sizes: they have room for as many rows of each level as their sizes say, use
 // nearly all of it, and are described as those of the default sizes are.
 TEST(TreeIndexTest, OtherSizes) {
-  struct Case {
+  struct Sizes {
     TreeSizes sizes;
     SegmentCase segment;
     uint32_t leaves, groups, sections;  // as POLICIES.md has them
   };
-  const Case cases[] = {
+  const Sizes cases[] = {
       {{12, 8, 3}, {16, 32, 0, 2000, 0, false, true}, 167, 21, 3},
       {{16, 16, 3}, {32, 16, 5, 1700, 4, false, true}, 106, 7, 1},
       {{16, 4, 3}, {48, 48, 0, 1000, 0, true, true}, 63, 16, 4},
@@ -147,7 +147,7 @@ TEST(TreeIndexTest, OtherSizes) {
       {{12, 16, 2}, {64, 64, 0, 1500, 64}, 120, 8, 0},
       {{8, 16, 3}, {16, 16, 0, 1, 0, false, true}, 1, 1, 1},
   };
-  for (const Case& c : cases) {
+  for (const Sizes& c : cases) {
     const IndexSet indexes = attnd::test::TreeOf(c.sizes);
     SCOPED_TRACE(indexes.ToString());
     ExpectBuilt(
