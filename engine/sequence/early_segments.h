@@ -43,8 +43,8 @@ class EarlySegments {
   // Where a segment of at most `tokens_max` tokens is to begin that ends at `end`, behind all that
   // there are: it has the tokens of the last segments, too, as long as each is at most twice as
   // long as what follows it (docs/PERFORMANCE.md has the other rules that were tried). So each
-  // segment is more than twice as long as the next, unless memory was short, and whenever a token is
-  // indexed anew its segment grows by half or more.
+  // segment is more than twice as long as the next, unless memory was short, and whenever a token
+  // is indexed anew its segment grows by half or more.
   uint64_t NextBegin(uint64_t tail_begin, uint64_t end, uint32_t tokens_max) const;
   // Whether Add may be given a segment of [begin, end).
   bool Fits(uint64_t tail_begin, uint64_t begin, uint64_t end) const;
