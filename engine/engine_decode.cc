@@ -58,11 +58,12 @@ void EngineImpl::PrepareRows(absl::string_view tenant, WriterId writer, const De
     if (called->call.lease() > std::chrono::seconds(0)) {
       sequences->calls.push_back(std::move(called->call));
     }
-    uint64_t appended = batch->Prepare(i, writer, *backend_, sequence);
-    while (absl::IsResourceExhausted(result->rows[i].status) && DropCopies()) {
+    uint64_t appended = 0;
+    const absl::Status prepared = WithoutCopies([&] {
       appended = batch->Prepare(i, writer, *backend_, sequence);
-    }
-    if (!result->rows[i].status.ok() || row.query_only) continue;
+      return result->rows[i].status;
+    });
+    if (!prepared.ok() || row.query_only) continue;
     if (args.layer == 0) ReportAppended(appended, /*prefill=*/false);
     // A position is committed with its last layer.
     if (args.layer + 1 == sequence->shape().layers) sequences->grown.push_back(sequence);
