@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 
 #include "attention/cpu/cluster_ranking.h"
@@ -72,7 +73,13 @@ void ClusterUnit::OpenSome(std::span<const QuadState> zones, OrderScratch* order
     estimates_.FindNorms(zones);
     estimates_.MeasureErrors(zones, /*relative_to_output=*/true);
     const double closed = level == kGroups ? kClosedErrorShare : kClosedSectionsShare;
-    CutErrors(closed * policy_.tolerance, order);
+    if (policy_.quantile == 0) {
+      CutErrors(closed * policy_.tolerance, order);
+    } else {
+      HeadErrorLimits limits;
+      limits.fill(kClosedShareOfHeads * closed * policy_.tolerance / error_factor_);
+      CutHeadErrors(limits, order);
+    }
     estimates_.TakeOutOpened(fate_);
   }
   scores_.Open(fate_);
@@ -120,19 +127,22 @@ void ClusterUnit::SelectByError(std::span<const QuadState> zones, bool norms_kno
   estimates_.Estimate(fate_);
 }
 
-// Marks the items that the error needs: by the mean over the group, or for each of its heads.
+// Marks the items that the group's mean error needs.
 void ClusterUnit::CutErrors(double tolerance, OrderScratch* order) {
-  if (policy_.quantile == 0) {
-    std::fill(rank_.begin(), rank_.end(), 0.0f);
-    estimates_.AddErrors(rank_);
-    CutRanked(tolerance, order);
-    return;
-  }
-  const double within = tolerance / error_factor_;
+  std::fill(rank_.begin(), rank_.end(), 0.0f);
+  estimates_.AddErrors(rank_);
+  CutRanked(tolerance, order);
+}
+
+// Marks the items that any of the heads needs, so that its own errors stay within its limit; a head
+// without a limit needs none.
+void ClusterUnit::CutHeadErrors(const HeadErrorLimits& limits, OrderScratch* order) {
   for (size_t q = 0; q < scores_.quads().size(); ++q) {
     for (size_t lane = 0; lane < query_.LanesOf(q); ++lane) {
+      const double limit = limits[q * kQuad + lane];
+      if (std::isinf(limit)) continue;
       estimates_.HeadErrors(q, lane, rank_);
-      CutRanked(within, order);
+      CutRanked(limit, order);
     }
   }
 }
@@ -156,34 +166,60 @@ ClusterUnit::Range ClusterUnit::Choice() const {
   return {items().begin(level), items().begin(level + 1)};
 }
 
-// The tolerance holds for a share of the rows: each head's error is to stay below it by what errors
-// exceed their prediction by in so many rows. The part of an error that clusters have in common is
-// known only once they are chosen, so that the choice is made again with less; at last all is read.
+// The tolerance holds for a share of the rows: each head's predicted error is to stay below it by
+// what errors exceed their prediction by in so many rows. If the error of what is closed leaves no
+// way to that, everything is opened; if clusters cannot be told apart well enough, all is read.
 void ClusterUnit::SelectByQuantile(std::span<const QuadState> zones, OrderScratch* order) {
-  constexpr int kTries = 3;
-  constexpr double kTighter = 0.5;
-  const double within = policy_.tolerance / error_factor_;
-  double tolerance = policy_.tolerance;
-  for (int i = 0; i < kTries; ++i, tolerance *= kTighter) {
-    CutErrors(tolerance, order);
-    estimates_.Estimate(fate_);
-    estimates_.SumErrors();
-    bool all_within = true;
-    for (size_t q = 0; q < scores_.quads().size(); ++q) {
-      for (size_t lane = 0; lane < query_.LanesOf(q); ++lane) {
-        all_within &= estimates_.ExpectedError(q, lane) <= within;  // not of what is no number
-      }
-    }
-    if (all_within) return;
+  constexpr int kTries = 5, kTriesBesideClosed = 2;
+  const bool closed = items().count() > items().clusters();
+  if (CutUntilWithin(closed ? kTriesBesideClosed : kTries, order)) return;
+  if (closed) {
+    OpenAll();
+    std::fill(fate_.begin(), fate_.end(), Fate::kEstimated);
+    MarkFloor(ShareOf(policy_.floor, items().all_clusters()), order);
+    estimates_.FindNorms(zones);
+    estimates_.MeasureErrors(zones, /*relative_to_output=*/true);
+    if (CutUntilWithin(kTries, order)) return;
   }
-  scores_.OpenAll();
-  estimates_.ForgetSums();
-  UseItems();
-  scores_.Weigh();
+  OpenAll();
   std::fill(fate_.begin(), fate_.end(), Fate::kExact);
   estimates_.Estimate(fate_);
   // For what is missed yet (Demote).
   estimates_.MeasureErrors(zones, /*relative_to_output=*/false);
+}
+
+// Chooses and sums up, with less left to estimates of those heads whose predicted error is too
+// great yet, as the part of it that clusters have in common is known only once they are chosen.
+// Whether all heads are within the tolerance.
+bool ClusterUnit::CutUntilWithin(int tries, OrderScratch* order) {
+  // By more than what is missing: the part in common does not fall as fast as what is left.
+  constexpr double kSlack = 0.8;
+  const double within = policy_.tolerance / error_factor_;
+  HeadErrorLimits limits, wanted;
+  limits.fill(within / kIndependentShare);
+  wanted = limits;
+  for (int i = 0; i < tries; ++i) {
+    CutHeadErrors(wanted, order);
+    estimates_.Estimate(fate_);
+    estimates_.SumErrors();
+    bool all_within = true;
+    for (size_t head = 0; head < query_.view->shape.group(); ++head) {
+      const double expected = estimates_.ExpectedError(head / kQuad, head % kQuad);
+      const bool is_within = expected <= within;  // not what is no number
+      all_within &= is_within;
+      if (!is_within) limits[head] *= std::isfinite(expected) ? kSlack * within / expected : 0;
+      wanted[head] = is_within ? std::numeric_limits<double>::infinity() : limits[head];
+    }
+    if (all_within) return true;
+  }
+  return false;
+}
+
+void ClusterUnit::OpenAll() {
+  scores_.OpenAll();
+  estimates_.ForgetSums();
+  UseItems();
+  scores_.Weigh();
 }
 
 // Marks `wanted` of the items to choose from, or all: those that might hold the one token a

@@ -7,6 +7,7 @@
 #ifndef ATTND_ATTENTION_CPU_CLUSTER_UNIT_H_
 #define ATTND_ATTENTION_CPU_CLUSTER_UNIT_H_
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -16,6 +17,7 @@
 #include "attention/cpu/cluster_scores.h"
 #include "attention/cpu/middle_unit.h"
 #include "attention/policy/policy.h"
+#include "common/model_shape.h"
 
 namespace attnd::attention {
 
@@ -57,13 +59,18 @@ class ClusterUnit : public MiddleUnit {
   struct Range {
     uint32_t begin = 0, end = 0;
   };
+  // What the errors of each of the group's heads may come to; infinity: no limit.
+  using HeadErrorLimits = std::array<double, kGroupMax>;
   Range Choice() const;
   void OpenSome(std::span<const QuadState> zones, OrderScratch* order);
   void SelectByMass(OrderScratch* order);
   void SelectByError(std::span<const QuadState> zones, bool norms_known, OrderScratch* order);
   void CutErrors(double tolerance, OrderScratch* order);
+  void CutHeadErrors(const HeadErrorLimits& limits, OrderScratch* order);
   void CutRanked(double tolerance, OrderScratch* order);
   void SelectByQuantile(std::span<const QuadState> zones, OrderScratch* order);
+  bool CutUntilWithin(int tries, OrderScratch* order);
+  void OpenAll();
   void MarkFloor(size_t wanted, OrderScratch* order);
   void AddShares(size_t quad, const float* mass, const float* sum, std::span<float> rank) const;
   void ListRuns();

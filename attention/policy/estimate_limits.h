@@ -34,12 +34,15 @@ inline constexpr float kHiddenShare = 0.1f;
 // same of sections.
 inline constexpr double kClosedErrorShare = 0.3;
 inline constexpr double kClosedSectionsShare = 0.2;
+// With a quantile, the part of these shares that each head's error of what is closed may take: what
+// is closed stays an error, whatever is read beside it.
+inline constexpr double kClosedShareOfHeads = 0.5;
 inline constexpr double kOpenedShare = 0.05;
 inline constexpr double kOpenedPerFloor = 2;
 inline constexpr unsigned kOpenedLeast = 32;
 // The logarithm of a row's error over what its prediction is kept below is taken for normal, with
 // this mean and this standard deviation.
-inline constexpr double kErrorBias = -1.4;
+inline constexpr double kErrorBias = -1.35;
 inline constexpr double kErrorSpread = 1.15;
 // An output may cancel to nearly nothing; errors are then relative to this share of the values'
 // root mean square.

@@ -93,35 +93,55 @@ oracle::Answer ClusterJudge::Answer(const oracle::Plan& plan) const {
 }
 
 std::string ClusterJudge::WrongQuantilePlan() const {
-  constexpr double kClose = 1e-3;
+  constexpr int kTries = 5, kTriesBesideClosed = 2;
+  const std::vector<double> limits(
+      zones_.size(), policy_.tolerance / ErrorFactor(quantile_) / oracle::kIndependent);
+  const bool closed = tree_.has_value() && tree_->closed;
+  const bool anew = tree_.has_value() && tree_->opened_anew;
+  if (!anew) {
+    const std::string wrong =
+        WrongTries(*regression_, closed ? kTriesBesideClosed : kTries, limits);
+    if (wrong.empty() || closed || !tree_.has_value()) {
+      return plan_.estimated.empty() && !closed ? "" : wrong;
+    }
+  }
+  if (plan_.estimated.empty()) return "";
+  oracle::RegressionInput whole = *regression_;
+  whole.outputs_of.reset();  // found anew
+  return WrongTries(whole, kTries, limits);
+}
+
+std::string ClusterJudge::WrongTries(const oracle::RegressionInput& input, int tries,
+                                     std::vector<double> limits) const {
+  constexpr double kClose = 1e-3, kSlack = 0.8;
   const double within = policy_.tolerance / ErrorFactor(quantile_);
-  const size_t count = oracle::ClusterCount(*regression_);
+  const size_t count = oracle::ClusterCount(input);
   const std::vector<bool> candidates =
       tree_.has_value() ? tree_->candidates : std::vector<bool>(count, true);
   const size_t floor =
       tree_.has_value() ? tree_->floor_count : oracle::FractionCount(policy_.floor, count);
-  const auto greatest = [&](const oracle::Plan& plan) {
-    double error = 0;
-    for (size_t h = 0; h < zones_.size(); ++h) {
-      error = std::max(
-          error, oracle::ExpectedError(*regression_, input_.queries[h], zones_[h], plan.estimated));
-    }
-    return error;
+  const oracle::Selection selection =
+      oracle::SelectForHeads(input, input_.queries, zones_, limits, floor, candidates).selection;
+  const auto expected = [&](size_t head, const oracle::Plan& plan) {
+    return oracle::ExpectedError(input, input_.queries[head], zones_[head], plan.estimated);
   };
-  // Of a tree that was opened whole it is not known which groups each try had opened.
-  if (tree_.has_value() && plan_.estimated.empty()) return "";
-  std::string wrong;
-  for (const double share : {1.0, 0.5, 0.25}) {
-    const oracle::Selection selection = oracle::SelectForHeads(*regression_, input_.queries, zones_,
-                                                               share * within, floor, candidates)
-                                            .selection;
-    wrong = oracle::CheckPlan(selection, plan_);
-    if (wrong.empty() && greatest(plan_) <= within * (1 + kClose)) return "";
-    if (greatest(selection.plan) <= within * (1 - kClose)) {
-      return wrong.empty() ? "is not within the tolerance" : wrong;
-    }
+  // Limits of the next try. A head on the edge may have been taken for either.
+  std::vector<double> next = limits, next_at_edges = limits;
+  bool given_within = true;
+  for (size_t head = 0; head < zones_.size(); ++head) {
+    const double error = expected(head, selection.plan);
+    const double tighter = limits[head] * kSlack * within / error;
+    if (error > within * (1 + kClose)) next[head] = tighter;
+    if (error > within * (1 - kClose)) next_at_edges[head] = tighter;
+    given_within &= expected(head, plan_) <= within * (1 + kClose);
   }
-  return plan_.estimated.empty() ? "" : wrong;
+  std::string wrong = oracle::CheckPlan(selection, plan_);
+  if (wrong.empty() && given_within) return "";
+  if (next_at_edges == limits) return wrong.empty() ? "is not within the tolerance" : wrong;
+  if (tries == 1) return "no try is within the tolerance";
+  if (next != limits) wrong = WrongTries(input, tries - 1, next);
+  if (wrong.empty() || next_at_edges == next) return wrong;
+  return WrongTries(input, tries - 1, next_at_edges);
 }
 
 oracle::PolicyInput ClusterJudge::AlongAxes() const {

@@ -46,9 +46,13 @@ class ClusterJudge {
   oracle::Answer Answer(const oracle::Plan& plan) const;
 
  private:
-  // A tolerance for a share of rows: the plan is that of the first try with which every head
-  // expects to be within it; of three, each with half the tolerance. Where none does, all is read.
+  // A tolerance for a share of rows: the plan is that of the first of some tries with which every
+  // head expects to be within it; each try leaves less to estimates of those heads that do not.
+  // Where none does, everything is opened, with tries anew, and at last all is read.
   std::string WrongQuantilePlan() const;
+  // What is wrong with the plan if it is one of so many tries, with these limits of the first.
+  std::string WrongTries(const oracle::RegressionInput& input, int tries,
+                         std::vector<double> limits) const;
   // The oracle of other policies has variances by channel. Behind the key's channels every segment
   // gets channels of its own, for its axes: there queries have their coordinates, means have
   // nothing, and the segment's clusters have their variances.

@@ -149,13 +149,15 @@ std::string WrongOpening(const TestRow& row, const Levels& levels, const TreeRow
   }
   const bool by_head = row.policy.quantile > 0;
   const double factor = by_head ? ErrorFactor(row.policy.quantile) : 1;
-  const auto select = by_head ? oracle::SelectForHeads : oracle::SelectAmong;
   const double closed = groups ? kClosedErrorShare : kClosedSectionsShare;
-  const std::string wrong =
-      oracle::CheckPlan(select(input, queries, zones, closed * row.policy.tolerance / factor, least,
-                               candidates, kGroupOptimism, /*margin=*/1e-4)
-                            .selection,
-                        opening);
+  const double tolerance = closed * row.policy.tolerance / factor;
+  const std::vector<double> of_heads(queries.size(), kClosedShareOfHeads * tolerance);
+  const oracle::ErrorTargetSelection selection =
+      by_head ? oracle::SelectForHeads(input, queries, zones, of_heads, least, candidates,
+                                       kGroupOptimism)
+              : oracle::SelectAmong(input, queries, zones, tolerance, least, candidates,
+                                    kGroupOptimism);
+  const std::string wrong = oracle::CheckPlan(selection.selection, opening);
   return wrong.empty() ? "" : (groups ? "groups: " : "sections: ") + wrong;
 }
 
@@ -186,15 +188,18 @@ OpenedTree OpenAsGiven(const TestRow& row, uint32_t layer, uint32_t kv_head,
   for (const ClusterRef& ref : given.estimated) tree.plan.estimated.push_back(number.at(ref));
   std::sort(tree.plan.estimated.begin(), tree.plan.estimated.end());
   tree.floor_count = oracle::FractionCount(row.policy.floor, levels.count(kLeaves));
-  // Where no prediction can carry a share of rows, everything is opened and read.
-  const bool all = given.closed.empty() && given.closed_sections.empty() && given.estimated.empty();
-  if (levels.count(kSections) > 0 && !(all && row.policy.quantile > 0)) {
-    tree.wrong =
+  std::string wrong;
+  if (levels.count(kSections) > 0) {
+    wrong =
         WrongOpening(row, levels, highest, kSections, levels.Input(highest), queries, zones, &tree);
   }
-  const std::string wrong =
+  const std::string of_opening =
       WrongOpening(row, levels, groups, kGroups, *of_groups, queries, zones, &tree);
-  if (tree.wrong.empty() && !(all && row.policy.quantile > 0)) tree.wrong = wrong;
+  if (wrong.empty()) wrong = of_opening;
+  // With a quantile everything is opened where the errors of what was closed are too great.
+  tree.closed = !given.closed.empty() || !given.closed_sections.empty();
+  tree.opened_anew = !wrong.empty() && !tree.closed && row.policy.quantile > 0;
+  if (!tree.opened_anew) tree.wrong = wrong;
   return tree;
 }
 

@@ -13,7 +13,6 @@ namespace {
 
 constexpr double kSpreadCap = 8.0;  // of d2
 constexpr double kMassWeight = 0.5;
-constexpr double kIndependent = 1.2;
 constexpr double kCoherent = 0.7;
 constexpr double kHiddenShare = 0.1;
 constexpr double kNormGuard = 1e-3;  // share of the values' root mean square
@@ -272,9 +271,11 @@ ErrorTargetSelection SelectAmong(const RegressionInput& input, const std::vector
 
 ErrorTargetSelection SelectForHeads(const RegressionInput& input,
                                     const std::vector<Vector>& queries,
-                                    const std::vector<SoftmaxState>& zones, double tolerance,
-                                    std::size_t floor_count, const std::vector<bool>& candidates,
-                                    double optimism, double margin) {
+                                    const std::vector<SoftmaxState>& zones,
+                                    const std::vector<double>& tolerances, std::size_t floor_count,
+                                    const std::vector<bool>& candidates, double optimism,
+                                    double margin) {
+  Require(tolerances.size() == queries.size(), "a tolerance of each head");
   // The floor is the group's; it is that of any tolerance.
   ErrorTargetSelection all =
       SelectAmong(input, queries, zones, std::numeric_limits<double>::infinity(), floor_count,
@@ -284,7 +285,7 @@ ErrorTargetSelection SelectForHeads(const RegressionInput& input,
   for (const std::size_t i : selection.plan.exact) exact[i] = true;
   for (std::size_t h = 0; h < queries.size(); ++h) {
     const Selection own =
-        SelectAmong(input, {queries[h]}, {zones[h]}, tolerance, 0, candidates, optimism, margin)
+        SelectAmong(input, {queries[h]}, {zones[h]}, tolerances[h], 0, candidates, optimism, margin)
             .selection;
     for (const std::size_t i : own.plan.exact) exact[i] = true;
     for (std::size_t i = 0; i < exact.size(); ++i) {

@@ -99,12 +99,17 @@ ErrorTargetSelection SelectAmong(const RegressionInput& input, const std::vector
                                  std::size_t floor_count, const std::vector<bool>& candidates,
                                  double optimism = 2.0, double margin = 1e-4);
 
-// The same for a tolerance of each head alone: whatever one head's error needs is read.
+// The same for tolerances of each head alone, infinity for none: whatever one head's error needs is
+// read.
 ErrorTargetSelection SelectForHeads(const RegressionInput& input,
                                     const std::vector<Vector>& queries,
-                                    const std::vector<SoftmaxState>& zones, double tolerance,
-                                    std::size_t floor_count, const std::vector<bool>& candidates,
-                                    double optimism = 2.0, double margin = 1e-4);
+                                    const std::vector<SoftmaxState>& zones,
+                                    const std::vector<double>& tolerances, std::size_t floor_count,
+                                    const std::vector<bool>& candidates, double optimism = 2.0,
+                                    double margin = 1e-4);
+
+// How much the clusters' own errors count in a prediction.
+inline constexpr double kIndependent = 1.2;
 
 // PredictedError() relative to the first pass's lse and out.
 double ExpectedError(const RegressionInput& input, const Vector& query, const SoftmaxState& zones,

@@ -67,17 +67,25 @@ SECOND = _policies(
 )
 
 
-def _second(model: str, length: int, dtype: str = "fp32") -> Planned:
-    """A run over texts that nothing was chosen by (models/texts)."""
+def _second(model: str, length: int, dtype: str = "fp32", limit: int | None = None) -> Planned:
+    """A run over texts that nothing was chosen by (models/texts), or over so many of each task."""
     eval_set = "nano_eval_2.npz" if length <= 16384 else "nano_long_eval_2.npz"
     if model == "nano-latent":  # its figures over the others led to a change
         eval_set = "nano_latent_eval_2.npz"
     name = f"second-{model}-{length}" + ("" if dtype == "fp32" else f"-{dtype}")
-    run = Run(name, length, dtype)
+    run = Run(name, length, dtype, limit=limit)
     return Planned(run, policies=SECOND, model=model, eval_set=f"texts/{eval_set}")
 
 
 _SECOND_MODELS = ("nano-qwen3", "nano-latent", "nano-llama", "nano-llama-b")
+
+
+def _second_of_each(length: int, dtype: str, latent_limit: int) -> Iterator[Planned]:
+    """Of the latent model, whose indexes take the longest to build, fewer texts."""
+    for model in _SECOND_MODELS:
+        yield _second(model, length, dtype, latent_limit if model == "nano-latent" else None)
+
+
 
 PLAN = (
     Planned(Run("2048", 2048)),
@@ -88,9 +96,9 @@ PLAN = (
     Planned(Run("16384-one-segment", 16384, segment_tokens=16384), policies=CLUSTER_REFERENCES),
     # In order of importance, as measuring may end early.
     *(_second(model, 8192) for model in _SECOND_MODELS),
-    *(_second(model, 16384) for model in _SECOND_MODELS),
+    *_second_of_each(16384, "fp32", latent_limit=8),
     _second("nano-llama-long", 32768),
-    *(_second(model, 8192, "bf16") for model in _SECOND_MODELS),
+    *_second_of_each(8192, "bf16", latent_limit=16),
     _second("nano-llama-long", 65536),
 )
 
