@@ -101,11 +101,8 @@ std::string ClusterJudge::WrongQuantilePlan() const {
   if (!anew) {
     const std::string wrong =
         WrongTries(*regression_, closed ? kTriesBesideClosed : kTries, limits);
-    if (wrong.empty() || closed || !tree_.has_value()) {
-      return plan_.estimated.empty() && !closed ? "" : wrong;
-    }
+    if (wrong.empty() || closed || !tree_.has_value()) return wrong;
   }
-  if (plan_.estimated.empty()) return "";
   oracle::RegressionInput whole = *regression_;
   whole.outputs_of.reset();  // found anew
   return WrongTries(whole, kTries, limits);
@@ -130,15 +127,15 @@ std::string ClusterJudge::WrongTries(const oracle::RegressionInput& input, int t
   bool given_within = true;
   for (size_t head = 0; head < zones_.size(); ++head) {
     const double error = expected(head, selection.plan);
-    const double tighter = limits[head] * kSlack * within / error;
-    if (error > within * (1 + kClose)) next[head] = tighter;
-    if (error > within * (1 - kClose)) next_at_edges[head] = tighter;
+    const double tighter = std::isfinite(error) ? limits[head] * kSlack * within / error : 0;
+    if (!(error <= within * (1 + kClose))) next[head] = tighter;
+    if (!(error <= within * (1 - kClose))) next_at_edges[head] = tighter;
     given_within &= expected(head, plan_) <= within * (1 + kClose);
   }
   std::string wrong = oracle::CheckPlan(selection, plan_);
   if (wrong.empty() && given_within) return "";
   if (next_at_edges == limits) return wrong.empty() ? "is not within the tolerance" : wrong;
-  if (tries == 1) return "no try is within the tolerance";
+  if (tries == 1) return plan_.estimated.empty() ? "" : "no try is within the tolerance";
   if (next != limits) wrong = WrongTries(input, tries - 1, next);
   if (wrong.empty() || next_at_edges == next) return wrong;
   return WrongTries(input, tries - 1, next_at_edges);

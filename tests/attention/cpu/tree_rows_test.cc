@@ -107,6 +107,38 @@ void TreeRows::ExpectSectionsFirst(const SequenceSpec& spec) {
   EXPECT_GT(closed_groups, 0u);
 }
 
+// A quantile ends with the first try that every head predicts to be within its bound: beside closed
+// groups, or with everything opened; and where no try does, everything is read.
+TEST_F(TreeRows, AQuantileTriesUntilAllHeadsAreWithin) {
+  SequenceSpec spec = Spec(MakeShape(4, 1, 32, 32, DType::kFp32), {2600, 700});
+  spec.shape.latent = true;  // values follow keys, so that clusters err together
+  TestSequence sequence = MakeSequence(spec);
+  int beside_closed = 0, opened = 0, read = 0;
+  for (const float length : {1.0f, 3.0f, 12.0f}) {
+    for (const char* const tolerance : {"0.02", "0.037", "0.06", "0.11", "0.2", "0.5", "1"}) {
+      for (const char* const quantile : {"0.3", "0.8", "0.9", "0.99"}) {
+        const Policy policy =
+            Parse("error-target", {{"tolerance", tolerance}, {"quantile", quantile}});
+        TestRow row =
+            MakeRow(&sequence, policy, spec.tokens() - 1, 1, false, DType::kFp32, 0, spec.seed);
+        for (float& x : row.queries) x *= length;
+        SCOPED_TRACE(testing::Message() << "queries " << length << " times as long, tolerance "
+                                        << tolerance << ", quantile " << quantile);
+        RunAndCheckRows(backend_.get(), 0, {&row, 1});
+        if (HasFatalFailure()) return;
+        const Plan plan = RunStep(backend_.get(), 0, {&row, 1}).plans[0];
+        const bool closed = !plan.closed.empty();
+        beside_closed += closed ? 1 : 0;
+        opened += !closed && !plan.estimated.empty() ? 1 : 0;
+        read += !closed && plan.estimated.empty() ? 1 : 0;
+      }
+    }
+  }
+  EXPECT_GT(beside_closed, 0);
+  EXPECT_GT(opened, 0);
+  EXPECT_GT(read, 0);
+}
+
 TEST_F(TreeRows, SectionsAreOpenedBeforeGroups) {
   SequenceSpec spec = Spec(MakeShape(2, 1, 16, 16, DType::kFp32), {6000, 30000});
   spec.sections_above = 8192;
