@@ -34,8 +34,8 @@ def run(tmp_path, body):
     return done, said.read_text().splitlines() if said.exists() else []
 
 
-def test_a_stage_waits_for_its_build(tmp_path):
-    done, said = run(tmp_path, "build_ahead build_one build_two; sleep 0.2; build_one; build_two")
+def test_a_stage_waits_for_its_build(tmp_path):  # which another stage, a subshell, has started
+    done, said = run(tmp_path, "(set -e; build_ahead build_one build_two); sleep 0.2; build_one; build_two")
     assert done.returncode == 0, done.stderr
     low = os.nice(0) + 10
     assert said[:2] == [f"begins one -DX=Y at {low}", "ends one"]
