@@ -22,6 +22,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib/setup.sh"
 # shellcheck source=scripts/lib/stages.sh
 source "${ATTND_ROOT}/scripts/lib/stages.sh"
+# shellcheck source=scripts/lib/ahead.sh
+source "${ATTND_ROOT}/scripts/lib/ahead.sh"
 
 all_stages=(format release python transformers asan asan_python tsan clang tidy)
 # Apart from the test-results of build folders, the release build's too, which their stages remove first.
@@ -32,8 +34,12 @@ export TSAN_OPTIONS="second_deadlock_stack=1:${TSAN_OPTIONS:-}"
 
 stage_format() { check clang-format "${ATTND_ROOT}/scripts/format.sh" --check; }
 
+build_asan() { build_locked asan "-DATTND_FULL=${full}" "$@"; }
+build_tsan() { build_locked tsan "-DATTND_FULL=${full}"; }
+
 stage_release() {
   check "release build" build_preset release
+  build_ahead "${builds_ahead[@]}"
   run_ctest "${ATTND_BUILD}"
 }
 
@@ -43,15 +49,22 @@ pytest_at_once=(-n "$(($(nproc) + 1))" --dist loadfile --no-loadscope-reorder)
 # build/venv has no PyTorch, and a skipped test would count as failed.
 pytest_without_transformers=("${pytest_at_once[@]}" --ignore-glob='*/test_transformers*')
 
-stage_python() { run_pytest "${pytest_without_transformers[@]}" tests/python tests/scripts models/training; }
+stage_python() {
+  setup_venv
+  build_ahead "${builds_ahead[@]}"
+  run_pytest "${pytest_without_transformers[@]}" tests/python tests/scripts models/training
+}
 
 transformers_version="${ATTND_TRANSFORMERS_VERSION:-5.23.0}"
 
-# Starts to make the environment of the stage transformers, which then waits for it: a download, and one process that
-# unpacks it, would leave the cores idle.
-start_transformers_venv() {
-  [[ " $* " == *" transformers "* && "${transformers_version}" != none ]] || return 0
-  setup_transformers_venv "${transformers_version}" >"${ATTND_BUILD}/venv-transformers.log" 2>&1 9>&- &
+# Starts to make the Python environments, for which the stages of Python then wait: downloads, and one process that unpacks
+# them, would leave the cores idle.
+start_venvs() {
+  (
+    [[ " $* " != *python* ]] || setup_venv >"${ATTND_BUILD}/venv.log" 2>&1
+    [[ " $* " == *" transformers "* && "${transformers_version}" != none ]] || exit 0
+    setup_transformers_venv "${transformers_version}" >"${ATTND_BUILD}/venv-transformers.log" 2>&1
+  ) 9>&- &
 }
 
 # Apart from the stage python, because PyTorch takes gigabytes of downloads and not every machine can have it.
@@ -62,22 +75,25 @@ stage_transformers() {
     [[ -z "${ATTND_TRANSFORMERS_VERSION:-}" ]] || die "Transformers ${transformers_version} cannot be installed here"
     skip_stage "PyTorch or Transformers cannot be installed here"
   else
+    build_ahead "${builds_ahead[@]}"
     ATTND_VENV="${ATTND_TRANSFORMERS_VENV}" run_pytest "${pytest_at_once[@]}" tests/python/test_transformers*.py
   fi
 }
 
 stage_asan() {
-  check "asan build" build_preset asan "-DATTND_FULL=${full}"
+  check "asan build" build_asan
+  build_ahead "${builds_ahead[@]}"
   run_ctest "${ATTND_BUILD}/asan"
 }
 
 stage_asan_python() {
-  [[ -x "${ATTND_BUILD}/asan/bin/attnd" ]] || check "asan server build" build_preset asan "-DATTND_FULL=${full}" attnd
+  setup_venv
+  [[ -x "${ATTND_BUILD}/asan/bin/attnd" ]] || check "asan server build" build_asan attnd
   ATTND_BIN="${ATTND_BUILD}/asan/bin/attnd" run_pytest "${pytest_without_transformers[@]}" tests/python -k bad_input
 }
 
 stage_tsan() {
-  check "tsan build" build_preset tsan "-DATTND_FULL=${full}"
+  check "tsan build" build_tsan
   run_ctest "${ATTND_BUILD}/tsan"
 }
 
@@ -125,6 +141,11 @@ for stage in "${stages[@]}"; do
   [[ " ${all_stages[*]} " == *" ${stage} "* ]] || die "no stage ${stage}; there are: ${all_stages[*]}"
 done
 
+builds_ahead=()
+for stage in asan tsan; do
+  [[ " ${stages[*]} " != *" ${stage} "* ]] || builds_ahead+=("build_${stage}")
+done
+
 # Two runs in one checkout would write over each other's builds and results.
 mkdir -p "${ATTND_BUILD}"
 exec 9>"${ATTND_BUILD}/test.lock"
@@ -133,6 +154,6 @@ flock -n 9 || die "another scripts/test.sh is running in this checkout"
 say "Set-up"
 setup_packages "${ATTND_BUILD_PACKAGES[@]}" "${ATTND_PYTHON_PACKAGES[@]}" "${ATTND_CHECK_PACKAGES[@]}"
 setup_prometheus
-setup_venv
-start_transformers_venv "${stages[@]}"
+start_venvs "${stages[@]}"
+trap stop_ahead EXIT
 run_stages "${stages[@]}"

@@ -34,7 +34,7 @@ std::vector<std::tuple<Case, DType>> Cross(
   return cross;
 }
 
-// How often a random test is repeated: a third of `all` under a sanitizer.
+// How often a random test, or one of a race, is repeated: a third of `all` under a sanitizer.
 constexpr int Repetitions(int all) {
 #if (defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)) && !defined(ATTND_FULL)
   return all / 3;

@@ -105,14 +105,16 @@ make_venv() {
   printf '%s' "${want}" >"${stamp}"
 }
 
-# Makes build/venv, which every stage but transformers uses.
+# Makes build/venv, which the stages of Python but transformers use. Two calls at once wait for each other.
 setup_venv() {
-  make_venv "${ATTND_VENV}" "${ATTND_ROOT}/scripts/requirements.txt" nano attnd ||
-    die "the Python environment in build/venv cannot be made"
+  mkdir -p "${ATTND_BUILD}"
+  (
+    flock 8
+    make_venv "${ATTND_VENV}" "${ATTND_ROOT}/scripts/requirements.txt" nano attnd
+  ) 8>"${ATTND_VENV}.lock" || die "the Python environment in build/venv cannot be made"
 }
 
-# Makes build/venv-transformers, with PyTorch and the version of Transformers that is named. Two calls at once wait for
-# each other.
+# Makes build/venv-transformers, with PyTorch and the version of Transformers that is named. Two calls at once, likewise.
 setup_transformers_venv() {
   (
     flock 8

@@ -25,7 +25,7 @@ bool LooksAtClusters(const oracle::Policy& policy) {
 
 ClusterJudge::ClusterJudge(const TestRow& row, uint32_t layer, uint32_t token, uint32_t kv_head,
                            const Plan* given, bool rounded_squares)
-    : input_(MakeInput(row, layer, token, kv_head)),
+    : input_(MakeInput(row, layer, token, kv_head, given)),
       policy_(OraclePolicy(row.policy, layer)),
       quantile_(row.policy.quantile) {
   if (!rounded_squares) input_.square_steps.reset();
@@ -82,9 +82,9 @@ oracle::Answer ClusterJudge::Answer(const oracle::Plan& plan) const {
     for (const oracle::Cluster& cluster : segment) clusters.push_back(&cluster);
   }
   size_t tokens = 0;
-  for (const oracle::Cluster* cluster : clusters) tokens += cluster->keys.size();
-  for (const size_t i : plan.exact) answer.exact_tokens += clusters[i]->keys.size();
-  for (const size_t i : plan.estimated) answer.estimated_tokens += clusters[i]->keys.size();
+  for (const oracle::Cluster* cluster : clusters) tokens += cluster->Tokens();
+  for (const size_t i : plan.exact) answer.exact_tokens += clusters[i]->Tokens();
+  for (const size_t i : plan.estimated) answer.estimated_tokens += clusters[i]->Tokens();
   answer.dropped_tokens = tokens - answer.exact_tokens - answer.estimated_tokens;
   for (size_t h = 0; h < input_.queries.size(); ++h) {
     answer.heads.push_back(HeadAnswer(h, plan, clusters));
@@ -174,22 +174,23 @@ oracle::HeadAnswer ClusterJudge::HeadAnswer(
     size_t h, const oracle::Plan& plan, const std::vector<const oracle::Cluster*>& clusters) const {
   const oracle::Vector& query = input_.queries[h];
   oracle::SoftmaxState state = zones_[h];
+  std::vector<bool> dropped(clusters.size(), true);
   for (const size_t i : plan.exact) {
+    dropped[i] = false;
+    oracle::Require(clusters[i]->keys.size() == clusters[i]->Tokens(), "members of what is read");
     for (size_t t = 0; t < clusters[i]->keys.size(); ++t) {
       state.Add(input_.scale * oracle::Dot(query, clusters[i]->keys[t]), clusters[i]->values[t]);
     }
   }
   const double exact_lse = state.Lse();
   state.Merge(oracle::Estimate(*regression_, query, plan.estimated).state);
-  oracle::Indices dropped;
+  for (const size_t i : plan.estimated) dropped[i] = false;
+  oracle::Indices left;
   for (size_t i = 0; i < clusters.size(); ++i) {
-    if (std::count(plan.exact.begin(), plan.exact.end(), i) == 0 &&
-        std::count(plan.estimated.begin(), plan.estimated.end(), i) == 0) {
-      dropped.push_back(i);
-    }
+    if (dropped[i]) left.push_back(i);
   }
   oracle::SoftmaxState all = state;
-  all.Merge(oracle::Estimate(*regression_, query, dropped).state);
+  all.Merge(oracle::Estimate(*regression_, query, left).state);
   oracle::HeadAnswer answer;
   answer.out = state.Out();
   answer.lse = state.Lse();

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/attention/oracle_support.h"
 
+#include <algorithm>
+#include <set>
 #include <span>
 #include <utility>
 
@@ -12,9 +14,15 @@ namespace attnd::attention::test {
 namespace {
 
 oracle::Vector LoadRow(DType dtype, const std::byte* row, size_t dim) {
-  std::vector<float> values(dim);
-  ToFloat(dtype, row, dim, values.data());
-  return {values.begin(), values.end()};
+  constexpr size_t kPart = 64;
+  float part[kPart];
+  oracle::Vector values(dim);
+  for (size_t first = 0; first < dim; first += kPart) {
+    const size_t count = std::min(kPart, dim - first);
+    ToFloat(dtype, row + first * DTypeBytes(dtype), count, part);
+    std::copy(part, part + count, values.begin() + static_cast<ptrdiff_t>(first));
+  }
+  return values;
 }
 
 // Row i of an index's means, in the model's dtype or in bytes, `stride` bytes apart.
@@ -37,48 +45,52 @@ bool KernelsRoundSquares() {
   return kernels::PrepareSquares(q.data(), 1, kDim, memory.data()).int16.values != nullptr;
 }
 
-std::vector<oracle::Cluster> Stored(const Segment& segment, uint32_t layer, uint32_t kv_head,
-                                    const ClusterIndex& index) {
-  const ModelShape& shape = segment.shape();
-  const PageGeometry geometry(shape);
-  const std::byte* pages = segment.pages(layer, kv_head);
+// Row i of an index without its members.
+oracle::Cluster WithoutMembers(const ModelShape& shape, const ClusterIndex& index, uint32_t i) {
   const size_t half = shape.head_dim / 2;
-  std::vector<oracle::Cluster> clusters;
-  for (uint32_t i = 0; i < index.clusters; ++i) {
-    oracle::Cluster cluster;
-    cluster.size = index.starts[i + 1] - index.starts[i];
-    const size_t key_stride = index.centroids != nullptr ? geometry.key_row_bytes : shape.head_dim;
-    cluster.centroid = StoredMean(shape.dtype, index.centroids, key_stride, index.byte_centroids, i,
-                                  shape.head_dim);
-    cluster.mean_value = StoredMean(shape.dtype, index.mean_values, index.mean_value_stride_bytes,
-                                    index.byte_mean_values, i, shape.value_dim);
-    for (size_t c = 0; c < shape.head_dim; ++c) {
-      const uint8_t byte = index.deviation_codes[i * half + c % half];
-      const int code = c < half ? byte % 16 : byte / 16;
-      cluster.variance.push_back(double{index.variance_unit[i]} * code * code);
-    }
-    cluster.value_spread = double{index.spread[i]} * index.spread[i];
-    for (uint32_t slot = index.starts[i]; slot < index.starts[i + 1]; ++slot) {
-      cluster.keys.push_back(
-          LoadRow(shape.dtype, pages + geometry.KeyOffset(slot), shape.head_dim));
-      cluster.values.push_back(
-          LoadRow(shape.dtype, pages + geometry.ValueOffset(slot), shape.value_dim));
-    }
-    clusters.push_back(std::move(cluster));
+  const size_t key_stride =
+      index.centroids != nullptr ? PageGeometry(shape).key_row_bytes : shape.head_dim;
+  oracle::Cluster cluster;
+  cluster.size = index.starts[i + 1] - index.starts[i];
+  cluster.centroid =
+      StoredMean(shape.dtype, index.centroids, key_stride, index.byte_centroids, i, shape.head_dim);
+  cluster.mean_value = StoredMean(shape.dtype, index.mean_values, index.mean_value_stride_bytes,
+                                  index.byte_mean_values, i, shape.value_dim);
+  cluster.variance.reserve(shape.head_dim);
+  for (size_t c = 0; c < shape.head_dim; ++c) {
+    const uint8_t byte = index.deviation_codes[i * half + c % half];
+    const int code = c < half ? byte % 16 : byte / 16;
+    cluster.variance.push_back(double{index.variance_unit[i]} * code * code);
   }
-  return clusters;
+  cluster.value_spread = double{index.spread[i]} * index.spread[i];
+  return cluster;
 }
 
 }  // namespace
 
 std::vector<oracle::Cluster> StoredClusters(const Segment& segment, uint32_t layer,
                                             uint32_t kv_head) {
-  return StoredLevel(segment, kLeaves, layer, kv_head);
+  std::vector<oracle::Cluster> clusters;
+  for (uint32_t i = 0; i < segment.clusters(layer, kv_head).clusters; ++i) {
+    clusters.push_back(StoredRow(segment, kLeaves, layer, kv_head, i, /*members=*/true));
+  }
+  return clusters;
 }
 
-std::vector<oracle::Cluster> StoredLevel(const Segment& segment, TreeLevel level, uint32_t layer,
-                                         uint32_t kv_head) {
-  return Stored(segment, layer, kv_head, segment.level(level, layer, kv_head));
+oracle::Cluster StoredRow(const Segment& segment, TreeLevel level, uint32_t layer, uint32_t kv_head,
+                          uint32_t i, bool members) {
+  const ModelShape& shape = segment.shape();
+  const ClusterIndex index = segment.level(level, layer, kv_head);
+  oracle::Cluster cluster = WithoutMembers(shape, index, i);
+  if (!members) return cluster;
+  const PageGeometry geometry(shape);
+  const std::byte* pages = segment.pages(layer, kv_head);
+  for (uint32_t slot = index.starts[i]; slot < index.starts[i + 1]; ++slot) {
+    cluster.keys.push_back(LoadRow(shape.dtype, pages + geometry.KeyOffset(slot), shape.head_dim));
+    cluster.values.push_back(
+        LoadRow(shape.dtype, pages + geometry.ValueOffset(slot), shape.value_dim));
+  }
+  return cluster;
 }
 
 oracle::Regression StoredRegression(const Segment& segment, uint32_t layer, uint32_t kv_head,
@@ -87,11 +99,13 @@ oracle::Regression StoredRegression(const Segment& segment, uint32_t layer, uint
   const ClusterIndex index = segment.clusters(layer, kv_head);
   const size_t dim = shape.head_dim;
   oracle::Regression stored;
-  for (const oracle::Cluster& cluster : StoredLevel(segment, level, layer, kv_head)) {
+  const ClusterIndex means = segment.level(level, layer, kv_head);
+  for (uint32_t i = 0; i < means.clusters; ++i) {
+    oracle::Cluster cluster = WithoutMembers(shape, means, i);
     stored.sizes.push_back(cluster.size);
-    stored.centroids.push_back(cluster.centroid);
-    stored.mean_values.push_back(cluster.mean_value);
-    stored.variances.push_back(cluster.variance);
+    stored.centroids.push_back(std::move(cluster.centroid));
+    stored.mean_values.push_back(std::move(cluster.mean_value));
+    stored.variances.push_back(std::move(cluster.variance));
     stored.spread.push_back(cluster.value_spread);
   }
   // A row of the index is an axis, a column of the oracle's matrices.
@@ -109,7 +123,7 @@ oracle::Regression StoredRegression(const Segment& segment, uint32_t layer, uint
 }
 
 oracle::PolicyInput MakeInput(const TestRow& row, uint32_t layer, uint32_t query_token,
-                              uint32_t kv_head) {
+                              uint32_t kv_head, const Plan* reads) {
   const TestSequence& sequence = *row.sequence;
   const ModelShape& shape = sequence.spec.shape;
   const HeadData& data = sequence.head(layer, kv_head);
@@ -128,8 +142,15 @@ oracle::PolicyInput MakeInput(const TestRow& row, uint32_t layer, uint32_t query
   for (const oracle::Vector& value : Rows(data.values, shape.value_dim, tail_begin, tail)) {
     input.zone_values.push_back(value);
   }
-  for (const auto& segment : sequence.view->segments) {
-    input.segments.push_back(StoredClusters(*segment, layer, kv_head));
+  const auto& segments = sequence.view->segments;
+  std::set<ClusterRef> read;
+  if (reads != nullptr) read = {reads->exact.begin(), reads->exact.end()};
+  for (uint32_t s = 0; s < segments.size(); ++s) {
+    std::vector<oracle::Cluster>& clusters = input.segments.emplace_back();
+    for (uint32_t i = 0; i < segments[s]->clusters(layer, kv_head).clusters; ++i) {
+      const bool members = reads == nullptr || read.contains({s, i});
+      clusters.push_back(StoredRow(*segments[s], kLeaves, layer, kv_head, i, members));
+    }
   }
   input.scale = shape.softmax_scale;
   input.value_dim = shape.value_dim;

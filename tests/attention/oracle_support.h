@@ -24,17 +24,19 @@ namespace attnd::attention::test {
 std::vector<oracle::Cluster> StoredClusters(const Segment& segment, uint32_t layer,
                                             uint32_t kv_head);
 
-// The same of a level of a tree, whose members are tokens, too.
-std::vector<oracle::Cluster> StoredLevel(const Segment& segment, TreeLevel level, uint32_t layer,
-                                         uint32_t kv_head);
+// The same of row i of a level of a tree, whose members are tokens, too; without members unless
+// they are asked for.
+oracle::Cluster StoredRow(const Segment& segment, TreeLevel level, uint32_t layer, uint32_t kv_head,
+                          uint32_t i, bool members);
 
 // The regression of a segment that has one, as its index stores it, over the rows of a level.
 oracle::Regression StoredRegression(const Segment& segment, uint32_t layer, uint32_t kv_head,
                                     TreeLevel level = kLeaves);
 
-// What one (query token, KV head) of a row sees.
+// What one (query token, KV head) of a row sees. reads: a plan that is all that will be evaluated;
+// only the clusters that the plan reads get their members, which takes most of the time.
 oracle::PolicyInput MakeInput(const TestRow& row, uint32_t layer, uint32_t query_token,
-                              uint32_t kv_head);
+                              uint32_t kv_head, const Plan* reads = nullptr);
 
 // Positions of the tokens in the clusters that a budget of `tokens` takes by first-order mass, for
 // one query token and one KV head; ascending.

@@ -212,6 +212,10 @@ std::shared_ptr<const Segment> BuildSegment(const std::shared_ptr<const Sequence
 }
 
 TestSequence MakeSequence(const SequenceSpec& spec) {
+  return MakeSequenceOf(spec, MakeHeads(spec));
+}
+
+std::vector<HeadData> MakeHeads(const SequenceSpec& spec) {
   std::vector<HeadData> heads;
   Random random(spec.seed);
   for (uint32_t h = 0; h < spec.shape.layers * spec.shape.kv_heads; ++h) {
@@ -220,7 +224,7 @@ TestSequence MakeSequence(const SequenceSpec& spec) {
     Scale(spec.shape.dtype, spec.value_scale, &data.values);
     if (spec.shape.latent) data.values = FrontsOf(spec.shape, data.keys);
   }
-  return MakeSequenceOf(spec, std::move(heads));
+  return heads;
 }
 
 TestSequence MakeSequenceOf(const SequenceSpec& spec, std::vector<HeadData> heads) {

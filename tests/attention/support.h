@@ -116,6 +116,8 @@ struct TestSequence {
   }
 };
 TestSequence MakeSequence(const SequenceSpec& spec);
+// Its keys and values alone.
+std::vector<HeadData> MakeHeads(const SequenceSpec& spec);
 // The same with given keys and values, which must be representable in the dtype.
 TestSequence MakeSequenceOf(const SequenceSpec& spec, std::vector<HeadData> heads);
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -34,7 +35,11 @@ using TreeRows = std::vector<std::vector<Row>>;  // of each segment
 class Levels {
  public:
   Levels(const TestRow& row, uint32_t layer, uint32_t kv_head, const Plan& given)
-      : row_(row), layer_(layer), kv_head_(kv_head), given_(given) {}
+      : row_(row),
+        layer_(layer),
+        kv_head_(kv_head),
+        given_(given),
+        read_(given.exact.begin(), given.exact.end()) {}
 
   size_t segments() const { return row_.sequence->view->segments.size(); }
   ClusterIndex index(size_t segment, TreeLevel level) const {
@@ -105,15 +110,13 @@ class Levels {
     }
     return input;
   }
-  std::vector<oracle::Cluster> Clusters(size_t segment, const std::vector<Row>& rows) const {
-    std::map<TreeLevel, std::vector<oracle::Cluster>> levels;
+  // With the members of those that the plan reads.
+  std::vector<oracle::Cluster> Clusters(uint32_t segment, const std::vector<Row>& rows) const {
     std::vector<oracle::Cluster> clusters;
     for (const Row& row : rows) {
-      if (!levels.contains(row.level)) {
-        levels[row.level] =
-            StoredLevel(*row_.sequence->view->segments[segment], row.level, layer_, kv_head_);
-      }
-      clusters.push_back(levels[row.level][row.number]);
+      const bool read = row.level == kLeaves && read_.contains({segment, row.number});
+      clusters.push_back(StoredRow(*row_.sequence->view->segments[segment], row.level, layer_,
+                                   kv_head_, row.number, read));
     }
     return clusters;
   }
@@ -122,6 +125,7 @@ class Levels {
   const TestRow& row_;
   const uint32_t layer_, kv_head_;
   const Plan& given_;
+  const std::set<ClusterRef> read_;
 };
 
 // What is wrong with the plan's choice of the rows of `level` that it opens, of these rows.

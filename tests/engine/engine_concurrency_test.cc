@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "engine/sequence/early_segments.h"
+#include "tests/cross.h"
 #include "tests/engine/support.h"
 
 namespace attnd::engine::test {
@@ -242,7 +243,7 @@ TEST(EngineConcurrencyTest, ForksAppearComplete) {
       }
     }
   });
-  for (int i = 0; i < 300; ++i) {
+  for (int i = 0; i < attnd::test::Repetitions(300); ++i) {
     const auto fork = engine->Fork(kTenant, parent.id, std::nullopt);
     ASSERT_TRUE(fork.ok()) << fork.status();
     ASSERT_TRUE(engine->Close(kTenant, fork->id).ok());

@@ -346,24 +346,22 @@ testing::AssertionResult IsDense(const Message& message, const Answer& answer, s
   const ModelShape& shape = row.sequence->shape();
   const RowAnswer found = AnswerOf(message, answer, number);
   const Kv& all = row.sequence->history.layers[message.args.layer];
-  const auto rows = [](const std::vector<double>& flat, uint64_t first, uint64_t dim) {
-    const auto begin = flat.begin() + static_cast<ptrdiff_t>(first * dim);
-    return oracle::Vector(begin, begin + static_cast<ptrdiff_t>(dim));
-  };
   for (uint64_t kv_head = 0; kv_head < shape.kv_heads; ++kv_head) {
-    std::vector<oracle::Vector> keys, values;  // what the query token sees
+    const oracle::StridedRows keys{all.k.values.data() + kv_head * shape.head_dim, KeyWidth(shape)};
+    const oracle::StridedRows values{all.v.values.data() + kv_head * shape.value_dim,
+                                     ValueWidth(shape)};
     for (uint64_t i = 0; i < uint64_t{row.query_tokens} * shape.group(); ++i) {
       const uint64_t token = i / shape.group();
       const uint64_t head = kv_head * shape.group() + i % shape.group();
       const uint64_t slot = token * shape.query_heads + head;
       const uint64_t seen = row.query_only ? row.position : row.position + token + 1;
-      for (uint64_t j = keys.size(); j < seen; ++j) {
-        keys.push_back(rows(all.k.values, j * shape.kv_heads + kv_head, shape.head_dim));
-        values.push_back(rows(all.v.values, j * shape.kv_heads + kv_head, shape.value_dim));
-      }
+      oracle::Require(seen * KeyWidth(shape) <= all.k.values.size() &&
+                          seen * ValueWidth(shape) <= all.v.values.size(),
+                      "a history of what the query token sees");
+      const auto query = row.q.values.begin() + static_cast<ptrdiff_t>(slot * shape.head_dim);
       const oracle::HeadOutput right =
-          oracle::DenseHead(rows(row.q.values, slot, shape.head_dim), keys, values,
-                            shape.softmax_scale, shape.value_dim);
+          oracle::DenseHead(oracle::Vector(query, query + static_cast<ptrdiff_t>(shape.head_dim)),
+                            keys, values, seen, shape.softmax_scale, shape.value_dim);
       oracle::Vector out(shape.value_dim);
       for (uint64_t c = 0; c < shape.value_dim; ++c) out[c] = found.out[slot * shape.value_dim + c];
       const double error = oracle::RelativeError(out, right.out);

@@ -20,9 +20,19 @@ double Dot(const Vector& a, const Vector& b) {
 double Norm(const Vector& v) { return std::sqrt(Dot(v, v)); }
 
 Vector Load(DType dtype, const std::byte* row, size_t dim) {
-  std::vector<float> floats(dim);
-  ToFloat(dtype, row, dim, floats.data());
-  return {floats.begin(), floats.end()};
+  Vector values(dim);
+  LoadTo(dtype, row, &values);
+  return values;
+}
+
+void LoadTo(DType dtype, const std::byte* row, Vector* values) {
+  constexpr size_t kPart = 64;
+  float part[kPart];
+  for (size_t first = 0; first < values->size(); first += kPart) {
+    const size_t count = std::min(kPart, values->size() - first);
+    ToFloat(dtype, row + first * DTypeBytes(dtype), count, part);
+    std::copy(part, part + count, values->begin() + static_cast<ptrdiff_t>(first));
+  }
 }
 
 size_t ShareOf(double share, size_t n) {
@@ -78,6 +88,7 @@ double ShareIn(const Softmax& part, double lse) {
 
 Vector Variances(const std::byte* codes, double unit, uint32_t head_dim) {
   Vector variances;
+  variances.reserve(head_dim);
   const uint32_t half = head_dim / 2;
   for (uint32_t j = 0; j < head_dim; ++j) {
     const auto byte = std::to_integer<uint32_t>(codes[j % half]);
@@ -155,8 +166,11 @@ Softmax Unit::StateOf(uint32_t head, const std::vector<Token>& tokens) const {
 void Unit::AddTokens(uint32_t head, uint32_t segment, uint32_t begin, uint32_t end,
                      Softmax* state) const {
   const std::byte* from = PagesOf(segment);
+  Vector key(shape.head_dim), value(shape.value_dim);  // one memory for all tokens
   for (uint32_t t = begin; t < end; ++t) {
-    state->Add(header.softmax_scale * Dot(queries[head], pages.key(from, t)), pages.value(from, t));
+    LoadTo(shape.dtype, from + pages.key_at(t), &key);
+    LoadTo(shape.dtype, from + pages.value_at(t), &value);
+    state->Add(header.softmax_scale * Dot(queries[head], key), value);
   }
 }
 

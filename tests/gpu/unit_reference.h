@@ -24,6 +24,8 @@ inline constexpr double kVarianceMax = 8;  // docs/POLICIES.md: d2's cap before 
 double Dot(const Vector& a, const Vector& b);
 double Norm(const Vector& v);
 Vector Load(DType dtype, const std::byte* row, size_t dim);
+// As many numbers as there are values.
+void LoadTo(DType dtype, const std::byte* row, Vector* values);
 
 template <typename T>
 T Read(const std::byte* base, uint64_t index) {

@@ -6,24 +6,51 @@
 
 namespace attnd::oracle {
 
+namespace {
+
 // Two passes, the maximum first: not the running state that SoftmaxState keeps, so that each checks
-// the other.
-HeadOutput DenseHead(const Vector& query, const std::vector<Vector>& keys,
-                     const std::vector<Vector>& values, double scale, std::size_t value_dim) {
-  Require(keys.size() == values.size(), "a value for each key");
+// the other. key_at and value_at give a token's first numbers.
+template <typename KeyAt, typename ValueAt>
+HeadOutput Attend(const Vector& query, std::size_t tokens, const KeyAt& key_at,
+                  const ValueAt& value_at, double scale, std::size_t value_dim) {
   HeadOutput result{Vector(value_dim, 0.0), -std::numeric_limits<double>::infinity()};
-  if (keys.empty()) return result;
-  Vector logits;
-  for (const Vector& key : keys) logits.push_back(scale * Dot(query, key));
+  if (tokens == 0) return result;
+  Vector logits(tokens, 0.0);
+  for (std::size_t j = 0; j < tokens; ++j) {
+    const double* const key = key_at(j);
+    double product = 0.0;
+    for (std::size_t c = 0; c < query.size(); ++c) product += query[c] * key[c];
+    logits[j] = scale * product;
+  }
   const double maximum = *std::max_element(logits.begin(), logits.end());
   double mass = 0.0;
   for (const double logit : logits) mass += std::exp(logit - maximum);
   result.lse = maximum + std::log(mass);
-  for (std::size_t j = 0; j < keys.size(); ++j) {
+  for (std::size_t j = 0; j < tokens; ++j) {
+    const double* const value = value_at(j);
     const double weight = std::exp(logits[j] - result.lse);
-    for (std::size_t c = 0; c < value_dim; ++c) result.out[c] += weight * values[j][c];
+    for (std::size_t c = 0; c < value_dim; ++c) result.out[c] += weight * value[c];
   }
   return result;
+}
+
+}  // namespace
+
+HeadOutput DenseHead(const Vector& query, const std::vector<Vector>& keys,
+                     const std::vector<Vector>& values, double scale, std::size_t value_dim) {
+  Require(keys.size() == values.size(), "a value for each key");
+  for (const Vector& key : keys) Require(key.size() == query.size(), "keys of the query's size");
+  for (const Vector& value : values) Require(value.size() >= value_dim, "whole values");
+  return Attend(
+      query, keys.size(), [&](std::size_t j) { return keys[j].data(); },
+      [&](std::size_t j) { return values[j].data(); }, scale, value_dim);
+}
+
+HeadOutput DenseHead(const Vector& query, StridedRows keys, StridedRows values, std::size_t tokens,
+                     double scale, std::size_t value_dim) {
+  return Attend(
+      query, tokens, [&](std::size_t j) { return keys.first + j * keys.stride; },
+      [&](std::size_t j) { return values.first + j * values.stride; }, scale, value_dim);
 }
 
 DenseOutput DenseAttention(const DenseInput& input) {

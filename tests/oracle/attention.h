@@ -20,6 +20,14 @@ struct HeadOutput {
 HeadOutput DenseHead(const Vector& query, const std::vector<Vector>& keys,
                      const std::vector<Vector>& values, double scale, std::size_t value_dim);
 
+// The same of rows that lie `stride` numbers apart: nothing is copied.
+struct StridedRows {
+  const double* first = nullptr;
+  std::size_t stride = 0;
+};
+HeadOutput DenseHead(const Vector& query, StridedRows keys, StridedRows values, std::size_t tokens,
+                     double scale, std::size_t value_dim);
+
 // One layer of one row, in the layouts of the RPC: query i of query_tokens sees the first past + i
 // + 1 tokens. Query head h reads KV head h / (query_heads / kv_heads).
 struct DenseInput {

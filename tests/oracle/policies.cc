@@ -376,11 +376,11 @@ std::string CheckPlan(const Selection& selection, const Plan& plan) {
     }
   }
   for (std::size_t i = 0; i < count; ++i) {
-    const std::string name = "cluster " + std::to_string(i);
-    if (selection.must_exact[i] && !exact[i]) return name + " must be exact and is not";
-    if (exact[i] && !selection.may_exact[i]) return name + " is exact and may not be";
-    if (selection.must_covered[i] && !covered[i]) return name + " is dropped and may not be";
-    if (covered[i] && !selection.may_covered[i]) return name + " must be dropped and is not";
+    const auto said = [&](const char* what) { return "cluster " + std::to_string(i) + what; };
+    if (selection.must_exact[i] && !exact[i]) return said(" must be exact and is not");
+    if (exact[i] && !selection.may_exact[i]) return said(" is exact and may not be");
+    if (selection.must_covered[i] && !covered[i]) return said(" is dropped and may not be");
+    if (covered[i] && !selection.may_covered[i]) return said(" must be dropped and is not");
   }
   return "";
 }
@@ -391,14 +391,15 @@ Answer Evaluate(const PolicyInput& input, MassEstimate mass, const Plan& plan) {
   Answer answer;
   for (const std::size_t i : plan.exact) {
     dropped.at(i) = false;
-    answer.exact_tokens += clusters[i]->keys.size();
+    Require(clusters[i]->keys.size() == clusters[i]->Tokens(), "members of a cluster that is read");
+    answer.exact_tokens += clusters[i]->Tokens();
   }
   for (const std::size_t i : plan.estimated) {
     dropped.at(i) = false;
-    answer.estimated_tokens += clusters[i]->keys.size();
+    answer.estimated_tokens += clusters[i]->Tokens();
   }
   for (std::size_t i = 0; i < clusters.size(); ++i) {
-    if (dropped[i]) answer.dropped_tokens += clusters[i]->keys.size();
+    if (dropped[i]) answer.dropped_tokens += clusters[i]->Tokens();
   }
 
   for (const Vector& query : input.queries) {

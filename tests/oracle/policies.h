@@ -46,8 +46,11 @@ struct Cluster {
   Vector mean_value;  // [value_dim] as stored
   Vector variance;    // [head_dim] dequantised
   double value_spread = 0.0;
-  std::vector<Vector> keys;    // [size][head_dim] the members
+  // The members; a cluster that no plan reads may be without.
+  std::vector<Vector> keys;    // [size][head_dim]
   std::vector<Vector> values;  // [size][value_dim]
+
+  std::size_t Tokens() const { return static_cast<std::size_t>(size); }
 };
 
 // The clusters of a segment with 4-bit variances, centroids and mean values as they are in double.

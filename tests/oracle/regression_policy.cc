@@ -114,16 +114,20 @@ BudgetCut CutByBudget(const Vector& errors, const Vector& ranking, double tolera
     remainder += errors[order[rank - 1]];
     cut.taken[order[rank - 1]] = remainder > budget;
   }
+  std::reverse(order.begin(), order.end());
+  Vector sums = {0.0};  // of the errors of so many clusters, the lowest of the ranking
+  for (const std::size_t i : order) sums.push_back(sums.back() + errors[i]);
+  // How many clusters, from the lowest on, are `before` a place of the ranking.
+  const auto so_many = [&](const auto& before) {
+    return std::partition_point(order.begin(), order.end(), before) - order.begin();
+  };
   for (std::size_t i = 0; i < count; ++i) {
-    double least = errors[i];
-    double most = errors[i];
-    for (std::size_t j = 0; j < count; ++j) {
-      if (j == i) continue;
-      if (ranking[j] * (1.0 + margin) < ranking[i]) least += errors[j];
-      if (ranking[j] <= ranking[i] * (1.0 + margin)) most += errors[j];
-    }
-    cut.must[i] = least > budget * (1.0 + margin);
-    cut.may[i] = most > budget * (1.0 - margin);
+    const auto surely_below =
+        so_many([&](std::size_t j) { return ranking[j] * (1.0 + margin) < ranking[i]; });
+    const auto maybe_below = so_many(  // itself, too
+        [&](std::size_t j) { return ranking[j] <= ranking[i] * (1.0 + margin); });
+    cut.must[i] = errors[i] + sums[surely_below] > budget * (1.0 + margin);
+    cut.may[i] = sums[maybe_below] > budget * (1.0 - margin);
   }
   return cut;
 }

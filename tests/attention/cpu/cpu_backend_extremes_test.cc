@@ -35,7 +35,10 @@ std::vector<Policy> Policies() {
 class CpuBackendExtremes : public testing::TestWithParam<std::tuple<DType, IndexSet>> {
  protected:
   static DType dtype() { return std::get<0>(GetParam()); }
-  TestSequence Make(double key_scale, double value_scale) {
+  static TestSequence Make(double key_scale, double value_scale) {
+    return MakeSequence(Spec(key_scale, value_scale));
+  }
+  static SequenceSpec Spec(double key_scale, double value_scale) {
     SequenceSpec spec;
     spec.shape = MakeShape(5, 1, 64, 32, dtype());
     spec.indexes = std::get<1>(GetParam());
@@ -44,7 +47,7 @@ class CpuBackendExtremes : public testing::TestWithParam<std::tuple<DType, Index
     spec.seed = TestSeed();
     spec.key_scale = key_scale;
     spec.value_scale = value_scale;
-    return MakeSequence(spec);
+    return spec;
   }
 
   StepResult Run(TestSequence* sequence, double query_scale) {
@@ -154,9 +157,10 @@ TEST_P(CpuBackendExtremes, WhatAnEngineTakesGivesNumbers) {
   for (const double key_scale : {0.0, 1e-45, 1e-10, 1.0, 1e17, 1e30, 3e38}) {
     // Keys that lie further apart than the greatest float have no clusters without a regression.
     if (key_scale > 1e38 && !std::get<1>(GetParam()).has_regression()) continue;
+    const SequenceSpec spec = Spec(key_scale, 1);
+    const std::vector<HeadData> unscaled = MakeHeads(spec);
     for (const double value_scale : {1e-45, 1.0, kValueMax}) {
-      TestSequence sequence = Make(key_scale, 1);
-      std::vector<HeadData> heads = sequence.heads;
+      std::vector<HeadData> heads = unscaled;
       const double most = fp16 ? 65504 : kValueMax;
       double greatest = 1e-45;
       for (HeadData& head : heads) {
@@ -166,7 +170,7 @@ TEST_P(CpuBackendExtremes, WhatAnEngineTakesGivesNumbers) {
         head.values = Rounded(dtype(), head.values);
         for (const float key : head.keys) greatest = std::max(greatest, std::fabs(double{key}));
       }
-      sequence = MakeSequenceOf(sequence.spec, heads);
+      TestSequence sequence = MakeSequenceOf(spec, std::move(heads));
       const double longest =
           std::min(3e38, kLogitMax / sequence.spec.shape.softmax_scale / 64 / greatest);
       for (const double share : {1.0, 1e-3, 1e-18, 1e-30}) {

@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <set>
 #include <vector>
 
 #include "tests/storage/files/segment_samples.h"
@@ -58,10 +57,15 @@ PageFrame* Put(PagePool* pool, PageTable* table, uint64_t slot, uint32_t page_by
   return frame;
 }
 
-// Of how many pages nothing is in memory.
+// Of how many pages nothing is in memory. Random operations spend their time here, compiled without
+// optimisation.
 size_t Missing(const PageTable& table) {
-  return static_cast<size_t>(std::count_if(
-      table.begin(), table.end(), [](const PageEntry& entry) { return entry.frame == nullptr; }));
+  size_t missing = 0;
+  const PageEntry* const end = table.data() + table.size();
+  for (const PageEntry* entry = table.data(); entry != end; ++entry) {
+    if (entry->frame == nullptr) ++missing;
+  }
+  return missing;
 }
 
 // What should be in the pool.
@@ -111,20 +115,19 @@ class PoolModel {
   // Finds out which pages the pool has evicted, and compares everything.
   void Check() {
     std::erase_if(pages_, [&](const Page& page) {
-      if (page.table == nullptr || (*page.table)[page.slot].frame == page.frame) return false;
+      if (!Evicted(page)) return false;
       EXPECT_EQ((*page.table)[page.slot].frame, nullptr);
       EXPECT_TRUE(page.ready && page.pins == 0) << "a page in use was evicted";
       ++evictions_;
       if (page.prefetched) ++wasted_;
       return true;
     });
-    uint64_t resident = 0;
-    std::set<const std::byte*> seen;
+    uint64_t resident = 0, torn = 0;
     for (const Page& page : pages_) {
       resident += page.page_bytes;
-      EXPECT_TRUE(seen.insert(page.frame->data).second) << "a frame was handed out twice";
-      EXPECT_TRUE(PatternHolds(page)) << "two frames share memory";
+      if (!PatternHolds(page)) ++torn;
     }
+    EXPECT_EQ(torn, 0u) << "two frames share memory";
     size_t in_tables = 0;
     for (const PageTable& table : tables_) {
       in_tables += kSlots - Missing(table);
@@ -145,6 +148,11 @@ class PoolModel {
   template <typename Do>
   void OnOne(Do what) {
     if (!pages_.empty()) what(&pages_[random_.Below(pages_.size())]);
+  }
+
+  // A page that was dropped is pinned, and stays.
+  static bool Evicted(const Page& page) {
+    return page.table != nullptr && (*page.table)[page.slot].frame != page.frame;
   }
 
   // First and last word: neighbours that overlap would meet there.
@@ -174,6 +182,10 @@ class PoolModel {
     }
     ASSERT_EQ(frame->page_bytes, page_bytes);
     ASSERT_EQ(frame->pins, 0u);
+    for (const Page& page : pages_) {
+      if (Evicted(page)) continue;  // its frame may be this one, or gone with its slab
+      EXPECT_TRUE(page.frame != frame && page.frame->data != frame->data) << "handed out twice";
+    }
     pool_.Fill(frame, table, slot);
     pool_.Pin(frame);
     frame->prefetched = random_.Below(3) == 0;
