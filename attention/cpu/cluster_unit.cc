@@ -77,7 +77,7 @@ void ClusterUnit::OpenSome(std::span<const QuadState> zones, OrderScratch* order
       CutErrors(closed * policy_.tolerance, order);
     } else {
       HeadErrorLimits limits;
-      limits.fill(kClosedShareOfHeads * closed * policy_.tolerance / error_factor_);
+      limits.fill(kQuantileClosedShare * closed * policy_.tolerance / error_factor_);
       CutHeadErrors(limits, order);
     }
     estimates_.TakeOutOpened(fate_);
@@ -134,8 +134,8 @@ void ClusterUnit::CutErrors(double tolerance, OrderScratch* order) {
   CutRanked(tolerance, order);
 }
 
-// Marks the items that any of the heads needs, so that its own errors stay within its limit; a head
-// without a limit needs none.
+// Marks the items that any head needs for its errors, without the part in common, to stay within
+// the head's limit; a head with an infinite limit needs none.
 void ClusterUnit::CutHeadErrors(const HeadErrorLimits& limits, OrderScratch* order) {
   for (size_t q = 0; q < scores_.quads().size(); ++q) {
     for (size_t lane = 0; lane < query_.LanesOf(q); ++lane) {
@@ -167,21 +167,19 @@ ClusterUnit::Range ClusterUnit::Choice() const {
 }
 
 // The tolerance holds for a share of the rows: each head's predicted error is to stay below it by
-// what errors exceed their prediction by in so many rows. If the error of what is closed leaves no
-// way to that, everything is opened; if clusters cannot be told apart well enough, all is read.
+// what errors exceed their prediction by in so many rows. If two tries beside what is closed do not
+// lead there, everything is opened; if five more do not, all is read.
 void ClusterUnit::SelectByQuantile(std::span<const QuadState> zones, OrderScratch* order) {
-  constexpr int kTries = 5, kTriesBesideClosed = 2;
   const bool closed = items().count() > items().clusters();
-  if (CutUntilWithin(closed ? kTriesBesideClosed : kTries, order)) return;
+  if (CutUntilWithin(closed ? kQuantileTriesBesideClosed : kQuantileTries, order)) return;
   if (closed) {
     OpenAll();
     std::fill(fate_.begin(), fate_.end(), Fate::kEstimated);
     MarkFloor(ShareOf(policy_.floor, items().all_clusters()), order);
     estimates_.FindNorms(zones);
     estimates_.MeasureErrors(zones, /*relative_to_output=*/true);
-    if (CutUntilWithin(kTries, order)) return;
+    if (CutUntilWithin(kQuantileTries, order)) return;
   }
-  OpenAll();
   std::fill(fate_.begin(), fate_.end(), Fate::kExact);
   estimates_.Estimate(fate_);
   // For what is missed yet (Demote).
@@ -192,8 +190,6 @@ void ClusterUnit::SelectByQuantile(std::span<const QuadState> zones, OrderScratc
 // great yet, as the part of it that clusters have in common is known only once they are chosen.
 // Whether all heads are within the tolerance.
 bool ClusterUnit::CutUntilWithin(int tries, OrderScratch* order) {
-  // By more than what is missing: the part in common does not fall as fast as what is left.
-  constexpr double kSlack = 0.8;
   const double within = policy_.tolerance / error_factor_;
   HeadErrorLimits limits, wanted;
   limits.fill(within / kIndependentShare);
@@ -207,7 +203,8 @@ bool ClusterUnit::CutUntilWithin(int tries, OrderScratch* order) {
       const double expected = estimates_.ExpectedError(head / kQuad, head % kQuad);
       const bool is_within = expected <= within;  // not what is no number
       all_within &= is_within;
-      if (!is_within) limits[head] *= std::isfinite(expected) ? kSlack * within / expected : 0;
+      if (!is_within)
+        limits[head] *= std::isfinite(expected) ? kQuantileSlack * within / expected : 0;
       wanted[head] = is_within ? std::numeric_limits<double>::infinity() : limits[head];
     }
     if (all_within) return true;

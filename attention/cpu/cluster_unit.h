@@ -3,7 +3,7 @@
 // ClusterUnit: the MiddleUnit of cluster policies. It scores the clusters, chooses which ones are
 // read exactly, and estimates or drops the others. error-target over a tree scores the sections or
 // groups first and opens those that the error needs: only the members of opened ones are scored,
-// and a closed one is estimated as a whole.
+// and a closed one is estimated as a whole. A quantile may need everything opened.
 #ifndef ATTND_ATTENTION_CPU_CLUSTER_UNIT_H_
 #define ATTND_ATTENTION_CPU_CLUSTER_UNIT_H_
 

@@ -34,12 +34,18 @@ inline constexpr float kHiddenShare = 0.1f;
 // same of sections.
 inline constexpr double kClosedErrorShare = 0.3;
 inline constexpr double kClosedSectionsShare = 0.2;
-// With a quantile, the part of these shares that each head's error of what is closed may take: what
-// is closed stays an error, whatever is read beside it.
-inline constexpr double kClosedShareOfHeads = 0.5;
 inline constexpr double kOpenedShare = 0.05;
 inline constexpr double kOpenedPerFloor = 2;
 inline constexpr unsigned kOpenedLeast = 32;
+// With a quantile: of the shares of the tolerance above, what is closed may take this part for each
+// head, as reading more cannot lower its error; how often clusters are chosen, beside what is
+// closed and with everything open; and what a head's limit becomes, in parts of what its predicted
+// error asks for: the error that clusters have in common does not fall as fast as what is
+// estimated.
+inline constexpr double kQuantileClosedShare = 0.5;
+inline constexpr int kQuantileTriesBesideClosed = 2;
+inline constexpr int kQuantileTries = 5;
+inline constexpr double kQuantileSlack = 0.8;
 // The logarithm of a row's error over what its prediction is kept below is taken for normal, with
 // this mean and this standard deviation.
 inline constexpr double kErrorBias = -1.35;

@@ -93,15 +93,12 @@ oracle::Answer ClusterJudge::Answer(const oracle::Plan& plan) const {
 }
 
 std::string ClusterJudge::WrongQuantilePlan() const {
-  constexpr int kTries = 5, kTriesBesideClosed = 2;
+  constexpr int kTries = 5, kTriesBesideClosed = 2;  // docs/POLICIES.md
   const std::vector<double> limits(
       zones_.size(), policy_.tolerance / ErrorFactor(quantile_) / oracle::kIndependent);
   const bool closed = tree_.has_value() && tree_->closed;
-  const bool anew = tree_.has_value() && tree_->opened_anew;
-  if (!anew) {
-    const std::string wrong =
-        WrongTries(*regression_, closed ? kTriesBesideClosed : kTries, limits);
-    if (wrong.empty() || closed || !tree_.has_value()) return wrong;
+  if (!tree_.has_value() || !tree_->opened_anew) {
+    return WrongTries(*regression_, closed ? kTriesBesideClosed : kTries, limits);
   }
   oracle::RegressionInput whole = *regression_;
   whole.outputs_of.reset();  // found anew
@@ -134,7 +131,8 @@ std::string ClusterJudge::WrongTries(const oracle::RegressionInput& input, int t
   }
   std::string wrong = oracle::CheckPlan(selection, plan_);
   if (wrong.empty() && given_within) return "";
-  if (next_at_edges == limits) return wrong.empty() ? "is not within the tolerance" : wrong;
+  if (wrong.empty()) wrong = "is not within the tolerance";
+  if (next_at_edges == limits) return wrong;
   if (tries == 1) return plan_.estimated.empty() ? "" : "no try is within the tolerance";
   if (next != limits) wrong = WrongTries(input, tries - 1, next);
   if (wrong.empty() || next_at_edges == next) return wrong;

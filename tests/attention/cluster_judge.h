@@ -46,11 +46,12 @@ class ClusterJudge {
   oracle::Answer Answer(const oracle::Plan& plan) const;
 
  private:
-  // A tolerance for a share of rows: the plan is that of the first of some tries with which every
-  // head expects to be within it; each try leaves less to estimates of those heads that do not.
-  // Where none does, everything is opened, with tries anew, and at last all is read.
+  // A tolerance for a share of rows: clusters are chosen until every head expects to be within its
+  // bound, with less left to estimates of the heads that do not. If that fails beside what is
+  // closed, everything is opened and they are chosen anew; if it fails again, all is read.
   std::string WrongQuantilePlan() const;
-  // What is wrong with the plan if it is one of so many tries, with these limits of the first.
+  // What is wrong with the plan as the outcome of at most `tries` choices. limits: of the heads, in
+  // the first one.
   std::string WrongTries(const oracle::RegressionInput& input, int tries,
                          std::vector<double> limits) const;
   // The oracle of other policies has variances by channel. Behind the key's channels every segment

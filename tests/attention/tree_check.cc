@@ -155,7 +155,7 @@ std::string WrongOpening(const TestRow& row, const Levels& levels, const TreeRow
   const double factor = by_head ? ErrorFactor(row.policy.quantile) : 1;
   const double closed = groups ? kClosedErrorShare : kClosedSectionsShare;
   const double tolerance = closed * row.policy.tolerance / factor;
-  const std::vector<double> of_heads(queries.size(), kClosedShareOfHeads * tolerance);
+  const std::vector<double> of_heads(queries.size(), kQuantileClosedShare * tolerance);
   const oracle::ErrorTargetSelection selection =
       by_head ? oracle::SelectForHeads(input, queries, zones, of_heads, least, candidates,
                                        kGroupOptimism)

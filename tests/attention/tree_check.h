@@ -22,9 +22,8 @@ namespace attnd::attention::test {
 struct OpenedTree {
   // What is wrong with the choice of what is opened; empty if nothing is.
   std::string wrong;
-  bool closed = false;  // whether anything stays closed
-  bool opened_anew =
-      false;  // that nothing does is not for the errors of what would have been closed
+  bool closed = false;       // whether anything stays closed
+  bool opened_anew = false;  // everything is open, though the first choice closes something
   std::vector<std::vector<oracle::Cluster>> segments;
   oracle::RegressionInput regression;
   std::vector<bool> candidates;  // which of the clusters may be read: the leaves

@@ -93,6 +93,7 @@ void TreeRows::ExpectSectionsFirst(const SequenceSpec& spec) {
       closed_groups += step.plans[0].closed.size();
       // What was looked at: every row of the highest levels, and the members of what was opened.
       const Plan& plan = step.plans[0];
+      if (parameters.contains("quantile") && plan.closed.empty()) continue;  // opened anew
       uint64_t rows = sections + segments[0]->groups(0, 0).clusters;
       rows += segments[1]->groups(0, 0).clusters;
       for (const ClusterRef& ref : plan.closed_sections) {

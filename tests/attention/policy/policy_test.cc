@@ -382,7 +382,7 @@ TEST(Policy, AQuantileNeedsARegression) {
   EXPECT_TRUE(ParsePolicy("error-target")->CheckIndexes(kClusterIndexes).ok());
 }
 
-// A normal distribution's tables: 1.6449 deviations hold 95%.
+// A normal distribution's tables: 1.6449 deviations hold 95%. The factors are POLICIES.md's.
 TEST(Policy, AGreaterShareOfRowsAsksForMore) {
   const double half = ErrorFactor(0.5);
   const double unit = std::log(ErrorFactor(0.841344746) / half);
@@ -391,6 +391,8 @@ TEST(Policy, AGreaterShareOfRowsAsksForMore) {
        {std::pair(0.95, 1.644853627), {0.99, 2.326347874}, {0.05, -1.644853627}}) {
     EXPECT_NEAR(std::log(ErrorFactor(share) / half), deviations * unit, 1e-6);
   }
+  EXPECT_NEAR(ErrorFactor(0.95), 1.719, 1e-3);
+  EXPECT_NEAR(ErrorFactor(0.99), 3.763, 1e-3);
 }
 
 // Of clusters either kind will do, and what else is needed is named beside them.

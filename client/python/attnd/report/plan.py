@@ -68,7 +68,8 @@ SECOND = _policies(
 
 
 def _second(model: str, length: int, dtype: str = "fp32", limit: int | None = None) -> Planned:
-    """A run over texts that nothing was chosen by (models/texts), or over so many of each task."""
+    """A run over texts that nothing was chosen by (models/texts); over `limit` of each task, if
+    that is given."""
     eval_set = "nano_eval_2.npz" if length <= 16384 else "nano_long_eval_2.npz"
     if model == "nano-latent":  # its figures over the others led to a change
         eval_set = "nano_latent_eval_2.npz"
@@ -84,7 +85,6 @@ def _second_of_each(length: int, dtype: str, latent_limit: int) -> Iterator[Plan
     """Of the latent model, whose indexes take the longest to build, fewer texts."""
     for model in _SECOND_MODELS:
         yield _second(model, length, dtype, latent_limit if model == "nano-latent" else None)
-
 
 
 PLAN = (
