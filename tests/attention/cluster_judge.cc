@@ -54,7 +54,7 @@ ClusterJudge::ClusterJudge(const TestRow& row, uint32_t layer, uint32_t token, u
 
 std::string ClusterJudge::WrongPlan(bool missed) const {
   if (regression_.has_value() && quantile_ > 0 && std::isfinite(policy_.tolerance)) {
-    return WrongQuantilePlan();
+    return WrongQuantilePlan(missed);
   }
   const oracle::Selection selection = Select();
   return oracle::CheckPlan(missed ? Relaxed(selection) : selection, plan_);
@@ -92,21 +92,21 @@ oracle::Answer ClusterJudge::Answer(const oracle::Plan& plan) const {
   return answer;
 }
 
-std::string ClusterJudge::WrongQuantilePlan() const {
+std::string ClusterJudge::WrongQuantilePlan(bool missed) const {
   constexpr int kTries = 5, kTriesBesideClosed = 2;  // docs/POLICIES.md
   const std::vector<double> limits(
       zones_.size(), policy_.tolerance / ErrorFactor(quantile_) / oracle::kIndependent);
   const bool closed = tree_.has_value() && tree_->closed;
   if (!tree_.has_value() || !tree_->opened_anew) {
-    return WrongTries(*regression_, closed ? kTriesBesideClosed : kTries, limits);
+    return WrongTries(*regression_, closed ? kTriesBesideClosed : kTries, limits, missed);
   }
   oracle::RegressionInput whole = *regression_;
   whole.outputs_of.reset();  // found anew
-  return WrongTries(whole, kTries, limits);
+  return WrongTries(whole, kTries, limits, missed);
 }
 
 std::string ClusterJudge::WrongTries(const oracle::RegressionInput& input, int tries,
-                                     std::vector<double> limits) const {
+                                     const std::vector<double>& limits, bool missed) const {
   constexpr double kClose = 1e-3, kSlack = 0.8;
   const double within = policy_.tolerance / ErrorFactor(quantile_);
   const size_t count = oracle::ClusterCount(input);
@@ -121,22 +121,22 @@ std::string ClusterJudge::WrongTries(const oracle::RegressionInput& input, int t
   };
   // Limits of the next try. A head on the edge may have been taken for either.
   std::vector<double> next = limits, next_at_edges = limits;
-  bool given_within = true;
+  bool given_within = true;  // which misses cannot be held to
   for (size_t head = 0; head < zones_.size(); ++head) {
     const double error = expected(head, selection.plan);
     const double tighter = std::isfinite(error) ? limits[head] * kSlack * within / error : 0;
     if (!(error <= within * (1 + kClose))) next[head] = tighter;
     if (!(error <= within * (1 - kClose))) next_at_edges[head] = tighter;
-    given_within &= expected(head, plan_) <= within * (1 + kClose);
+    given_within &= missed || expected(head, plan_) <= within * (1 + kClose);
   }
-  std::string wrong = oracle::CheckPlan(selection, plan_);
+  std::string wrong = oracle::CheckPlan(missed ? Relaxed(selection) : selection, plan_);
   if (wrong.empty() && given_within) return "";
   if (wrong.empty()) wrong = "is not within the tolerance";
   if (next_at_edges == limits) return wrong;
-  if (tries == 1) return plan_.estimated.empty() ? "" : "no try is within the tolerance";
-  if (next != limits) wrong = WrongTries(input, tries - 1, next);
+  if (tries == 1) return plan_.estimated.empty() || missed ? "" : "no try is within the tolerance";
+  if (next != limits) wrong = WrongTries(input, tries - 1, next, missed);
   if (wrong.empty() || next_at_edges == next) return wrong;
-  return WrongTries(input, tries - 1, next_at_edges);
+  return WrongTries(input, tries - 1, next_at_edges, missed);
 }
 
 oracle::PolicyInput ClusterJudge::AlongAxes() const {

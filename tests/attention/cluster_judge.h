@@ -49,11 +49,11 @@ class ClusterJudge {
   // A tolerance for a share of rows: clusters are chosen until every head expects to be within its
   // bound, with less left to estimates of the heads that do not. If that fails beside what is
   // closed, everything is opened and they are chosen anew; if it fails again, all is read.
-  std::string WrongQuantilePlan() const;
+  std::string WrongQuantilePlan(bool missed) const;
   // What is wrong with the plan as the outcome of at most `tries` choices. limits: of the heads, in
   // the first one.
   std::string WrongTries(const oracle::RegressionInput& input, int tries,
-                         std::vector<double> limits) const;
+                         const std::vector<double>& limits, bool missed) const;
   // The oracle of other policies has variances by channel. Behind the key's channels every segment
   // gets channels of its own, for its axes: there queries have their coordinates, means have
   // nothing, and the segment's clusters have their variances.

@@ -380,6 +380,7 @@ TEST_F(RegressionRows, MissedClustersAreEstimatedAndPredicted) {
          std::vector<std::pair<std::string, std::map<std::string, std::string>>>{
              {"error-target", {{"tolerance", "0.001"}}},
              {"error-target", {{"tolerance", "0.05"}}},
+             {"error-target", {{"tolerance", "0.05"}, {"quantile", "0.9"}}},
              {"error-target", {{"tolerance", "off"}, {"floor", "0.3"}}},
              {"double-p", {{"p1", "1"}, {"p2", "0.9"}, {"estimator", "second-order"}}}}) {
       auto with_miss = parameters;
