@@ -65,6 +65,13 @@ class TimedEngine final : public engine::Engine {
     return status;
   }
 
+  absl::StatusOr<std::unique_ptr<engine::Pass>> BeginPass(absl::string_view tenant,
+                                                          engine::WriterId writer,
+                                                          std::span<const engine::DecodeRow> rows,
+                                                          uint32_t layers) override {
+    return engine_->BeginPass(tenant, writer, rows, layers);
+  }
+
   const engine::EngineOptions& options() const override { return engine_->options(); }
   const attention::Backend& backend() const override { return engine_->backend(); }
   attention::IndexSet IndexesOf(const attention::Policy& policy) const override {
