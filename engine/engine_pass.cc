@@ -77,9 +77,8 @@ class EngineImpl::PassImpl final : public Pass {
   };
 
   absl::StatusOr<CalledSequence> Find(const DecodeRow& row) const {
-    return row.query_only
-               ? engine_->sequences_.Find(tenant_, row.sequence_id)
-               : engine_->sequences_.FindToWrite(tenant_, row.sequence_id, writer_);
+    return row.query_only ? engine_->sequences_.Find(tenant_, row.sequence_id)
+                          : engine_->sequences_.FindToWrite(tenant_, row.sequence_id, writer_);
   }
 
   absl::Status BeginRow(size_t number) {
@@ -88,9 +87,8 @@ class EngineImpl::PassImpl final : public Pass {
     Sequence* const sequence = called.get();
     const ModelShape& shape = sequence->shape();
     if (shape.layers != layers_) {
-      return absl::InvalidArgumentError(absl::StrCat("pass.layers is ", layers_,
-                                                     "; the sequence has ", shape.layers,
-                                                     " layers"));
+      return absl::InvalidArgumentError(
+          absl::StrCat("pass.layers is ", layers_, "; the sequence has ", shape.layers, " layers"));
     }
     ATTND_RETURN_IF_ERROR(DecodeBatch::CheckPolicy(row, *engine_->backend_, sequence));
     ATTND_ASSIGN_OR_RETURN(const uint64_t bytes, DecodeBatch::AnswerBytes(rows_, shape));
@@ -100,8 +98,7 @@ class EngineImpl::PassImpl final : public Pass {
     if (row.query_only) return absl::OkStatus();
     RowState& state = state_[number];
     ATTND_ASSIGN_OR_RETURN(
-        state.lengths,
-        sequence->BeginPass(writer_, row.position, row.query_tokens, row.token_ids));
+        state.lengths, sequence->BeginPass(writer_, row.position, row.query_tokens, row.token_ids));
     state.sequence = called.shared;
     return absl::OkStatus();
   }

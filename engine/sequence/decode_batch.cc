@@ -15,8 +15,7 @@
 
 namespace attnd::engine {
 
-absl::Status DecodeBatch::CheckRows(std::span<const DecodeRow> rows,
-                                    const EngineOptions& options) {
+absl::Status DecodeBatch::CheckRows(std::span<const DecodeRow> rows, const EngineOptions& options) {
   if (rows.empty() || rows.size() > options.max_rows) {
     return absl::InvalidArgumentError(
         absl::StrCat("rows has ", rows.size(), " entries; allowed are 1..", options.max_rows));
@@ -25,10 +24,9 @@ absl::Status DecodeBatch::CheckRows(std::span<const DecodeRow> rows,
   for (size_t i = 0; i < rows.size(); ++i) {
     const uint32_t tokens = rows[i].query_tokens;
     if (tokens == 0 || tokens > options.max_query_tokens - before) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("rows[", i, "].query_tokens is ", tokens, "; allowed are 1..",
-                       options.max_query_tokens, " (max_query_tokens) in all rows together, ",
-                       before, " are in the rows before"));
+      return absl::InvalidArgumentError(absl::StrCat(
+          "rows[", i, "].query_tokens is ", tokens, "; allowed are 1..", options.max_query_tokens,
+          " (max_query_tokens) in all rows together, ", before, " are in the rows before"));
     }
     before += tokens;
   }

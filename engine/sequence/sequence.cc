@@ -135,22 +135,23 @@ absl::Status Sequence::CheckAppend(WriterId writer, const NewTokens& tokens) {
 absl::Status Sequence::CheckGap(uint32_t layer, uint64_t position) const {
   const uint64_t length = layer_tokens_[layer];
   if (position <= length) return absl::OkStatus();
-  return absl::FailedPreconditionError(absl::StrCat("position ", position, " leaves a gap in layer ",
-                                                    layer, "; the position expected is ", length));
+  return absl::FailedPreconditionError(absl::StrCat("position ", position,
+                                                    " leaves a gap in layer ", layer,
+                                                    "; the position expected is ", length));
 }
 
 absl::Status Sequence::CheckLength(uint64_t position, uint64_t tokens) const {
   if (position <= max_tokens_ && tokens <= max_tokens_ - position) return absl::OkStatus();
-  return absl::ResourceExhaustedError(absl::StrCat(
-      "the sequence would have ", position + tokens, " tokens; allowed are ", max_tokens_));
+  return absl::ResourceExhaustedError(absl::StrCat("the sequence would have ", position + tokens,
+                                                   " tokens; allowed are ", max_tokens_));
 }
 
 absl::Status Sequence::CheckStepPosition(uint32_t layer, uint64_t position) const {
   // Its answer cannot be given again: a segment's tokens are not in order, and some are estimated.
   if (position >= tail_.begin()) return absl::OkStatus();
-  return absl::FailedPreconditionError(absl::StrCat(
-      "position ", position, " lies in a finished segment; steps from ", tail_.begin(),
-      " on can be repeated, the position expected is ", layer_tokens_[layer]));
+  return absl::FailedPreconditionError(
+      absl::StrCat("position ", position, " lies in a finished segment; steps from ", tail_.begin(),
+                   " on can be repeated, the position expected is ", layer_tokens_[layer]));
 }
 
 // All that appending may fail at.

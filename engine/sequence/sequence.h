@@ -278,8 +278,8 @@ class Sequence {
   uint64_t SegmentsEnd() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckAppend(WriterId writer, const NewTokens& tokens)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // FailedPrecondition, naming the position expected: of a step that a segment covers, and of tokens
-  // that would leave a gap. ResourceExhausted beyond max_tokens_.
+  // FailedPrecondition, naming the position expected: of a step that a segment covers, and of
+  // tokens that would leave a gap. ResourceExhausted beyond max_tokens_.
   absl::Status CheckStepPosition(uint32_t layer, uint64_t position) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckGap(uint32_t layer, uint64_t position) const

@@ -142,9 +142,8 @@ absl::Status DecodeReactor::Answer() {
   };
   const Clock::time_point start = Clock::now();
   absl::Status status =
-      pass_ != nullptr
-          ? pass_->Step(step_.args, memory, &result_)
-          : handlers_->engine->Decode(tenant_, writer_, step_.args, memory, &result_);
+      pass_ != nullptr ? pass_->Step(step_.args, memory, &result_)
+                       : handlers_->engine->Decode(tenant_, writer_, step_.args, memory, &result_);
   engine_time_ = Clock::now() - start;
   if (status.ok() && pass_ != nullptr && pass_options_.stats == v1::Pass::STATS_OF_PASS) {
     pass_stats_.Add(result_);
@@ -172,12 +171,12 @@ absl::Status DecodeReactor::BeginAnswer() {
 
 absl::Status DecodeReactor::BeginPass() {
   if (pass_options_.deadline.has_value()) {
-    step_.args.deadline = std::min(step_.args.deadline.value_or(*pass_options_.deadline),
-                                   *pass_options_.deadline);
+    step_.args.deadline =
+        std::min(step_.args.deadline.value_or(*pass_options_.deadline), *pass_options_.deadline);
   }
   pass_stats_.Start(step_.rows.size());
-  ATTND_ASSIGN_OR_RETURN(pass_, handlers_->engine->BeginPass(tenant_, writer_, step_.rows,
-                                                             pass_options_.layers));
+  ATTND_ASSIGN_OR_RETURN(
+      pass_, handlers_->engine->BeginPass(tenant_, writer_, step_.rows, pass_options_.layers));
   for (engine::DecodeRow& row : step_.rows) row.token_ids = {};  // of this message
   return absl::OkStatus();
 }
@@ -191,13 +190,13 @@ absl::Status DecodeReactor::ContinueAnswer() {
         "rows has 0 entries, which goes on with a pass; the stream is in none");
   }
   if (request_.layer() != pass_->layer()) {
-    return absl::InvalidArgumentError(absl::StrCat("layer is ", request_.layer(),
-                                                   "; the pass goes on with ", pass_->layer()));
+    return absl::InvalidArgumentError(
+        absl::StrCat("layer is ", request_.layer(), "; the pass goes on with ", pass_->layer()));
   }
   ATTND_RETURN_IF_ERROR(LaterFromProto(request_, arrival_, &step_));
   if (pass_options_.deadline.has_value()) {
-    step_.args.deadline = std::min(step_.args.deadline.value_or(*pass_options_.deadline),
-                                   *pass_options_.deadline);
+    step_.args.deadline =
+        std::min(step_.args.deadline.value_or(*pass_options_.deadline), *pass_options_.deadline);
   }
   return CheckReplySize();
 }
@@ -216,9 +215,9 @@ absl::Status DecodeReactor::CheckReplyFits() const {
   if (bytes <= max_bytes) return absl::OkStatus();
   handlers_->metrics->OnRejected(Rejection::kMessage);
   const bool given_up = pass_ != nullptr && !LastLayer();
-  return absl::ResourceExhaustedError(absl::StrCat(
-      "max_message_bytes: the reply has ", bytes, " bytes; allowed are ", max_bytes,
-      given_up ? "; the pass is given up" : "; the step's tokens have been appended"));
+  return absl::ResourceExhaustedError(
+      absl::StrCat("max_message_bytes: the reply has ", bytes, " bytes; allowed are ", max_bytes,
+                   given_up ? "; the pass is given up" : "; the step's tokens have been appended"));
 }
 
 // Before anything is computed or taken from memory: a small query may ask for wide values. The

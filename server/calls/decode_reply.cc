@@ -136,8 +136,8 @@ void DecodeReply::Refuse(uint64_t step_id, const absl::Status& status) {
   ToProto(status, front_.mutable_status());
 }
 
-void DecodeReply::FinishPrefills(
-    uint64_t step_id, std::span<const absl::StatusOr<engine::PrefillResult>> prefills) {
+void DecodeReply::FinishPrefills(uint64_t step_id,
+                                 std::span<const absl::StatusOr<engine::PrefillResult>> prefills) {
   ClearTensors();
   front_.Clear();
   front_.set_step_id(step_id);

@@ -180,16 +180,14 @@ absl::Status LaterFromProto(const v1::DecodeRequest& request, steady_clock::time
   }
   engine::DecodeArgs& args = step->args;
   args.layer = request.layer();
-  ATTND_RETURN_IF_ERROR(
-      ConvertLater(request.q(), "q", &args.q, &args.q_heads, &args.q_head_dim));
+  ATTND_RETURN_IF_ERROR(ConvertLater(request.q(), "q", &args.q, &args.q_heads, &args.q_head_dim));
   const bool appends = args.k.elements > 0;
   if (request.has_k() != appends) {
     return Invalid("k", appends ? " is absent" : " is present",
                    "; the pass's first message has it the other way");
   }
   if (appends) {
-    ATTND_RETURN_IF_ERROR(
-        ConvertLater(request.k(), "k", &args.k, &args.k_heads, &args.k_head_dim));
+    ATTND_RETURN_IF_ERROR(ConvertLater(request.k(), "k", &args.k, &args.k_heads, &args.k_head_dim));
   }
   if (request.has_v() != (args.v.elements > 0)) {
     return Invalid("v", request.has_v() ? " is present" : " is absent",
