@@ -182,12 +182,10 @@ absl::Status DecodeReactor::BeginPass() {
 }
 
 absl::Status DecodeReactor::ContinueAnswer() {
-  if (request_.has_pass() && pass_ == nullptr) {
-    return absl::InvalidArgumentError("rows has 0 entries where pass is given");
-  }
   if (pass_ == nullptr) {
-    return absl::FailedPreconditionError(
-        "rows has 0 entries, which goes on with a pass; the stream is in none");
+    return absl::InvalidArgumentError(absl::StrCat("rows has 0 entries; allowed are 1..",
+                                                   handlers_->options->max_rows,
+                                                   ", as the stream is in no pass"));
   }
   if (request_.layer() != pass_->layer()) {
     return absl::InvalidArgumentError(
