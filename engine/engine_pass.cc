@@ -88,7 +88,7 @@ class EngineImpl::PassImpl final : public Pass {
     const ModelShape& shape = sequence->shape();
     if (shape.layers != layers_) {
       return absl::InvalidArgumentError(
-          absl::StrCat("pass.layers is ", layers_, "; the sequence has ", shape.layers, " layers"));
+          absl::StrCat("begin_pass.layers is ", layers_, "; the sequence has ", shape.layers, " layers"));
     }
     ATTND_RETURN_IF_ERROR(DecodeBatch::CheckPolicy(row, *engine_->backend_, sequence));
     ATTND_ASSIGN_OR_RETURN(const uint64_t bytes, DecodeBatch::AnswerBytes(rows_, shape));

@@ -162,11 +162,11 @@ absl::Status DecodeReactor::BeginAnswer() {
   const ServerOptions& options = *handlers_->options;
   ATTND_RETURN_IF_ERROR(FromProto(request_, arrival_, &step_, options.policies));
   step_.args.cancelled = &cancelled_;
-  if (request_.has_pass()) {
+  if (request_.has_begin_pass()) {
     ATTND_ASSIGN_OR_RETURN(pass_options_, PassFromProto(request_, arrival_));
   }
   ATTND_RETURN_IF_ERROR(CheckReplySize());
-  return request_.has_pass() ? BeginPass() : absl::OkStatus();
+  return request_.has_begin_pass() ? BeginPass() : absl::OkStatus();
 }
 
 absl::Status DecodeReactor::BeginPass() {
@@ -265,8 +265,9 @@ void DecodeReactor::QueuePrefills() {
 
 absl::Status DecodeReactor::CheckPrefills() const {
   const v1::DecodeRequest& r = request_;
-  const bool others = r.rows_size() > 0 || r.has_q() || r.has_k() || r.has_v() || r.has_pass() ||
-                      r.layer() != 0 || r.deadline_us() != 0 || r.output_dtype() != 0;
+  const bool others = r.rows_size() > 0 || r.has_q() || r.has_k() || r.has_v() ||
+                      r.has_begin_pass() || r.layer() != 0 || r.deadline_us() != 0 ||
+                      r.output_dtype() != 0;
   if (others) {
     return absl::InvalidArgumentError(
         "complete_prefills is there beside other fields; allowed is step_id");

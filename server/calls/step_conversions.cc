@@ -171,9 +171,9 @@ absl::Status FromProto(const v1::DecodeRequest& request, steady_clock::time_poin
 
 absl::Status LaterFromProto(const v1::DecodeRequest& request, steady_clock::time_point arrival,
                             DecodeStep* step) {
-  if (request.has_pass() || request.deadline_us() != 0 ||
+  if (request.has_begin_pass() || request.deadline_us() != 0 ||
       request.output_dtype() != v1::DTYPE_UNSPECIFIED) {
-    return Invalid(request.has_pass()           ? "pass"
+    return Invalid(request.has_begin_pass()     ? "begin_pass"
                    : request.deadline_us() != 0 ? "deadline_us"
                                                 : "output_dtype",
                    " is there in a message without rows: the first message of a pass declares it");
@@ -203,17 +203,18 @@ absl::Status LaterFromProto(const v1::DecodeRequest& request, steady_clock::time
 
 absl::StatusOr<PassOptions> PassFromProto(const v1::DecodeRequest& request,
                                           steady_clock::time_point arrival) {
-  const v1::Pass& proto = request.pass();
+  const v1::Pass& proto = request.begin_pass();
   PassOptions pass;
   pass.layers = proto.layers();
   if (pass.layers == 0 || pass.layers > kLayersMax) {
-    return Invalid("pass.layers", " is ", pass.layers, "; allowed are 1..", kLayersMax);
+    return Invalid("begin_pass.layers", " is ", pass.layers, "; allowed are 1..", kLayersMax);
   }
   if (request.layer() != 0) {
     return Invalid("layer", " is ", request.layer(), "; a pass begins with layer 0");
   }
   if (!v1::Pass::Stats_IsValid(proto.stats())) {
-    return Invalid("pass.stats", " is ", static_cast<int>(proto.stats()), ", which is unknown");
+    return Invalid("begin_pass.stats", " is ", static_cast<int>(proto.stats()),
+                   ", which is unknown");
   }
   pass.deadline = Deadline(arrival, proto.deadline_us());
   pass.want_lse = proto.want_lse();

@@ -24,7 +24,7 @@ from attnd.results import RowResult, RowStats, StepResult
 from attnd.transformers import Attachment, Stats, fingerprint
 from attnd.transformers.arrays import to_numpy, to_torch
 from attnd.transformers.columns import Columns
-from attnd.transformers.messages import split
+from attnd.splitting import split
 from attnd.transformers.stats import StatsCounter
 from attnd.v1 import attnd_pb2
 from transformers_models import TINY, attached, generate, load, local, prompt, tiny, torch

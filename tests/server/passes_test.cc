@@ -70,7 +70,7 @@ class PassTest : public EndToEndTest {
   }
   // The same messages as those of a pass.
   static std::vector<v1::DecodeRequest> AsPass(std::vector<v1::DecodeRequest> layers) {
-    layers[0].mutable_pass()->set_layers(kLayers);
+    layers[0].mutable_begin_pass()->set_layers(kLayers);
     for (size_t i = 1; i < layers.size(); ++i) {
       layers[i].clear_rows();
       for (v1::Tensor* tensor :
@@ -144,8 +144,8 @@ TEST_F(PassTest, RepliesHaveWhatIsAskedFor) {
   uint64_t position = 0;
   for (const auto stats : {v1::Pass::STATS_NONE, v1::Pass::STATS_EACH_LAYER}) {
     auto pass = Pass(sequence, position++);
-    pass[0].mutable_pass()->set_stats(stats);
-    pass[0].mutable_pass()->set_want_lse(true);
+    pass[0].mutable_begin_pass()->set_stats(stats);
+    pass[0].mutable_begin_pass()->set_want_lse(true);
     for (const v1::DecodeRequest& message : pass) {
       const v1::DecodeResponse reply = stream->Send(message);
       ASSERT_EQ(reply.status().code(), 0) << reply.status().message();
@@ -181,8 +181,8 @@ TEST_F(PassTest, WhatEndsAPassEarly) {
        spoiled([](auto* r) { r->mutable_v()->mutable_data()->push_back(0); })},
       {"a deadline", 3, "deadline_us", spoiled([](auto* r) { r->set_deadline_us(1); })},
       {"a dtype", 3, "output_dtype", spoiled([](auto* r) { r->set_output_dtype(v1::DTYPE_FP32); })},
-      {"a declaration without rows", 3, "pass is there",
-       spoiled([](auto* r) { r->mutable_pass()->set_layers(2); })},
+      {"a declaration without rows", 3, "begin_pass is there",
+       spoiled([](auto* r) { r->mutable_begin_pass()->set_layers(2); })},
       {"a layer by itself", 0, "",
        [this](uint64_t sequence) {
          v1::DecodeRequest next = Step(sequence, 5);
@@ -222,12 +222,14 @@ TEST_F(PassTest, BadDeclarations) {
   const auto stream = NewStream();
   const std::string before = State();
   const std::pair<const char*, std::function<void(v1::DecodeRequest*)>> cases[] = {
-      {"pass.layers is 0; allowed are 1..1024", [](auto* r) { r->mutable_pass()->set_layers(0); }},
-      {"pass.layers is 1025", [](auto* r) { r->mutable_pass()->set_layers(1025); }},
-      {"pass.layers is 3; the sequence has 2", [](auto* r) { r->mutable_pass()->set_layers(3); }},
+      {"begin_pass.layers is 0; allowed are 1..1024",
+       [](auto* r) { r->mutable_begin_pass()->set_layers(0); }},
+      {"begin_pass.layers is 1025", [](auto* r) { r->mutable_begin_pass()->set_layers(1025); }},
+      {"begin_pass.layers is 3; the sequence has 2",
+       [](auto* r) { r->mutable_begin_pass()->set_layers(3); }},
       {"layer is 1; a pass begins", [](auto* r) { r->set_layer(1); }},
-      {"pass.stats is 9",
-       [](auto* r) { r->mutable_pass()->set_stats(static_cast<v1::Pass::Stats>(9)); }},
+      {"begin_pass.stats is 9",
+       [](auto* r) { r->mutable_begin_pass()->set_stats(static_cast<v1::Pass::Stats>(9)); }},
       {"rows has 0 entries", [](auto* r) { r->clear_rows(); }},
       {"complete_prefills is there beside", [](auto* r) { r->add_complete_prefills(1); }},
   };
@@ -249,7 +251,7 @@ TEST_F(PassTest, AFailedRowLeavesThePass) {
     v1::DecodeRequest message = Step(good, 5, 1, layer), other = Step(bad, 5, 1, layer);
     if (layer == 1) reinterpret_cast<float*>(other.mutable_q()->mutable_data()->data())[0] = NAN;
     if (layer == 0) message.add_rows()->CopyFrom(other.rows(0));
-    if (layer == 0) message.mutable_pass()->set_layers(kLayers);
+    if (layer == 0) message.mutable_begin_pass()->set_layers(kLayers);
     if (layer == 1) message.clear_rows();
     for (const auto& [to, from] :
          {std::pair(message.mutable_q(), &other.q()), std::pair(message.mutable_k(), &other.k()),
@@ -311,13 +313,13 @@ TEST_F(PassTest, DeadlinesEndThePass) {
   const uint64_t sequence = NewSequence(5);
   const auto stream = NewStream();
   auto pass = Pass(sequence, 5);
-  pass[0].mutable_pass()->set_deadline_us(200'000);
+  pass[0].mutable_begin_pass()->set_deadline_us(200'000);
   EXPECT_EQ(stream->Send(pass[0]).status().code(), 0);
   std::this_thread::sleep_for(std::chrono::milliseconds(250));
   EXPECT_EQ(Outcome(stream->Send(pass[1])).first, StatusCode::DEADLINE_EXCEEDED);
   EXPECT_EQ(LayerTokens(sequence), (std::vector<uint64_t>{5, 5}));
   // What was lost is sent again.
-  pass[0].mutable_pass()->clear_deadline_us();
+  pass[0].mutable_begin_pass()->clear_deadline_us();
   for (const v1::DecodeRequest& layer : pass) EXPECT_EQ(stream->Send(layer).status().code(), 0);
 }
 
