@@ -23,6 +23,10 @@ class EngineImpl::PassImpl final : public Pass {
       : engine_(engine), tenant_(tenant), writer_(writer), layers_(layers) {
     rows_.assign(rows.begin(), rows.end());
     state_.resize(rows.size());
+    for (size_t i = 0; i < rows.size(); ++i) {
+      state_[i].token_ids.assign(rows[i].token_ids.begin(), rows[i].token_ids.end());
+      rows_[i].token_ids = state_[i].token_ids;
+    }
   }
   ~PassImpl() override { GiveUp(); }
 
@@ -36,7 +40,6 @@ class EngineImpl::PassImpl final : public Pass {
       }
       if (status.ok()) status = engine_->WithoutCopies([&] { return BeginRow(i); });
       state_[i].status = std::move(status);
-      rows_[i].token_ids = {};  // the caller's memory; BeginRow has noted them
     }
   }
 
@@ -63,15 +66,18 @@ class EngineImpl::PassImpl final : public Pass {
       state_[i].status = result->rows[i].status;
       GiveUpRow(i);
     }
+    if (layer_ == 0) ForgetTokenIds();
     if (++layer_ == layers_) ReportCommitted();
     return status;
   }
 
  private:
   struct RowState {
-    absl::Status status;  // not OK: the row is out of the pass
-    // What GiveUpRow needs; none of a row that appends nothing.
-    std::shared_ptr<Sequence> sequence;
+    absl::Status status;              // not OK: the row is out of the pass
+    std::vector<uint32_t> token_ids;  // until layer 0 has them
+    // What GiveUpRow needs; none of a row that appends nothing. A closed sequence need not wait for
+    // the pass's end.
+    std::weak_ptr<Sequence> sequence;
     std::vector<uint64_t> lengths;  // [layers] when the pass was declared
     uint64_t new_tokens = 0;
   };
@@ -87,18 +93,20 @@ class EngineImpl::PassImpl final : public Pass {
     Sequence* const sequence = called.get();
     const ModelShape& shape = sequence->shape();
     if (shape.layers != layers_) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("begin_pass.layers is ", layers_, "; the sequence has ", shape.layers, " layers"));
+      return absl::InvalidArgumentError(absl::StrCat(
+          "begin_pass.layers is ", layers_, "; the sequence has ", shape.layers, " layers"));
     }
     ATTND_RETURN_IF_ERROR(DecodeBatch::CheckPolicy(row, *engine_->backend_, sequence));
-    ATTND_ASSIGN_OR_RETURN(const uint64_t bytes, DecodeBatch::AnswerBytes(rows_, shape));
+    ATTND_ASSIGN_OR_RETURN(const uint64_t answer_bytes, DecodeBatch::AnswerBytes(rows_, shape));
+    const uint64_t row_bytes = sizeof(DecodeRow) + sizeof(RowState) + layers_ * sizeof(uint64_t);
+    const uint64_t bytes = answer_bytes + rows_.size() * row_bytes;  // up to some MiB more
     if (bytes > answer_.bytes()) {
       ATTND_RETURN_IF_ERROR(engine_->budget_.Resize(&answer_, bytes, "a pass's answers"));
     }
     if (row.query_only) return absl::OkStatus();
     RowState& state = state_[number];
-    ATTND_ASSIGN_OR_RETURN(
-        state.lengths, sequence->BeginPass(writer_, row.position, row.query_tokens, row.token_ids));
+    ATTND_ASSIGN_OR_RETURN(state.lengths,
+                           sequence->BeginPass(writer_, row.position, row.query_tokens));
     state.sequence = called.shared;
     return absl::OkStatus();
   }
@@ -124,6 +132,13 @@ class EngineImpl::PassImpl final : public Pass {
     if (layer_ + 1 == layers_) sequences->grown.push_back(sequence);
   }
 
+  void ForgetTokenIds() {
+    for (size_t i = 0; i < rows_.size(); ++i) {
+      rows_[i].token_ids = {};
+      state_[i].token_ids = {};
+    }
+  }
+
   void ReportCommitted() {
     for (const RowState& state : state_) {
       if (state.status.ok()) engine_->ReportAppended(state.new_tokens, /*prefill=*/false);
@@ -132,9 +147,9 @@ class EngineImpl::PassImpl final : public Pass {
 
   void GiveUpRow(size_t number) {
     RowState& state = state_[number];
-    if (state.sequence == nullptr) return;
-    state.sequence->GiveUpPass(writer_, state.lengths);
-    state.sequence = nullptr;
+    const std::shared_ptr<Sequence> sequence = state.sequence.lock();
+    if (sequence != nullptr) sequence->GiveUpPass(writer_, state.lengths);
+    state.sequence.reset();
   }
 
   void GiveUp() {
@@ -148,8 +163,8 @@ class EngineImpl::PassImpl final : public Pass {
   const std::string tenant_;
   const WriterId writer_;
   const uint32_t layers_;
-  std::vector<DecodeRow> rows_;  // without token ids
-  Reservation answer_;           // the greatest answer of a layer
+  std::vector<DecodeRow> rows_;  // token ids until layer 0 has them
+  Reservation answer_;           // the greatest answer of a layer, and the lists below
 
   std::vector<RowState> state_;  // [rows]
   uint32_t layer_ = 0;

@@ -139,13 +139,11 @@ class Sequence {
   // kLogitMax.
   absl::StatusOr<Snapshot> AppendAndRead(WriterId writer, const NewTokens& tokens,
                                          float query_magnitude);
-  // Before a pass appends these tokens to every layer: checks what does not depend on their bytes,
-  // makes the sequence the writer's, notes the token ids, and makes room in the tail, so that
-  // appending finds it. Returns the lengths of all layers, for GiveUpPass. Errors as for
-  // AppendAndRead; the state is then unchanged.
+  // Before a pass appends tokens to every layer: checks what does not depend on their bytes and
+  // makes room in the tail, so that appending finds it. Returns the lengths of all layers, for
+  // GiveUpPass. Errors as for AppendAndRead; the state is then unchanged.
   absl::StatusOr<std::vector<uint64_t>> BeginPass(WriterId writer, uint64_t position,
-                                                  uint64_t tokens,
-                                                  std::span<const uint32_t> token_ids);
+                                                  uint64_t tokens);
   // Takes back what the writer has appended since BeginPass returned these lengths. Nothing if the
   // sequence has another writer. Never fails: the tokens' bytes stay in the tail behind the layers'
   // lengths. Whoever appends the same bytes there again finds them; other bytes get other blocks.

@@ -11,8 +11,7 @@
 namespace attnd::engine {
 
 absl::StatusOr<std::vector<uint64_t>> Sequence::BeginPass(WriterId writer, uint64_t position,
-                                                          uint64_t tokens,
-                                                          std::span<const uint32_t> token_ids) {
+                                                          uint64_t tokens) {
   MutexLock lock(mutex_);
   const auto shortest = std::min_element(layer_tokens_.begin(), layer_tokens_.end());
   const auto layer = static_cast<uint32_t>(shortest - layer_tokens_.begin());
@@ -20,19 +19,15 @@ absl::StatusOr<std::vector<uint64_t>> Sequence::BeginPass(WriterId writer, uint6
   ATTND_RETURN_IF_ERROR(CheckGap(layer, position));
   ATTND_RETURN_IF_ERROR(CheckLength(position, tokens));
   ATTND_RETURN_IF_ERROR(CheckWriter(writer));
-  ATTND_RETURN_IF_ERROR(token_ids_.Check(position, token_ids));
   std::vector<uint64_t> lengths = layer_tokens_;
-  ATTND_ASSIGN_OR_RETURN(TokenIds::Room room, token_ids_.MakeRoom(position, token_ids.size()));
   ATTND_RETURN_IF_ERROR(GrowTail(position + tokens));
-  token_ids_.Store(position, token_ids, std::move(room));
-  writer_ = writer;
   Touch();
   return lengths;
 }
 
 void Sequence::GiveUpPass(WriterId writer, std::span<const uint64_t> lengths) {
   MutexLock lock(mutex_);
-  if (writer_ != writer) return;
+  if (writer_.has_value() && *writer_ != writer) return;
   CHECK_EQ(lengths.size(), layer_tokens_.size());
   // A truncation meanwhile may have left less.
   for (size_t i = 0; i < lengths.size(); ++i) {
@@ -40,6 +35,10 @@ void Sequence::GiveUpPass(WriterId writer, std::span<const uint64_t> lengths) {
   }
   token_ids_.Truncate(*std::max_element(layer_tokens_.begin(), layer_tokens_.end()));
   if (newest_step_ != kNoStep) newest_step_ = std::min(newest_step_, CommittedTokens());
+  // Blocks that no layer has come to.
+  if (tail_.DropFrom(*std::max_element(layer_written_.begin(), layer_written_.end()))) {
+    view_.reset();
+  }
   CheckInvariants();
 }
 

@@ -111,6 +111,16 @@ void Tail::DropBefore(uint64_t begin) {
   begin_ = begin;
 }
 
+bool Tail::DropFrom(uint64_t position) noexcept {
+  const uint64_t first = begin_ / kTailBlockTokens;
+  const uint64_t end = (std::max(position, begin_) + kTailBlockTokens - 1) / kTailBlockTokens;
+  const size_t kept = end <= first ? 0 : end - first;
+  if (kept >= blocks_.size()) return false;
+  blocks_.resize(kept);
+  key_bounds_.resize(kept * shape_.layers);
+  return true;
+}
+
 absl::StatusOr<Tail> Tail::CopyOf(uint64_t begin, uint64_t length, Segments segments,
                                   MemoryBudget* budget) const {
   const uint32_t layers = shape_.layers;

@@ -73,6 +73,9 @@ class Tail {
   // throw.
   void DropBefore(uint64_t begin);
 
+  // Drops the blocks that hold only positions from `position` on; whether there were any.
+  bool DropFrom(uint64_t position) noexcept;
+
   // A tail with positions [begin, length) of a history that consists of `segments` and this tail.
   // It shares full blocks of this tail. It copies the block that will be written again, and the
   // tokens that lie in segments, which must be whole. ResourceExhausted.

@@ -343,6 +343,23 @@ TEST_F(PassesTest, NoRoomIsSaidBeforeTheFirstLayer) {
   EXPECT_EQ(sequence.Info().layer_tokens[0], 0u);
 }
 
+// A declaration whose first layer is refused makes nobody the writer, and gives its blocks back.
+TEST_F(PassesTest, ARefusedFirstLayerLeavesNothing) {
+  TestSequence sequence = OpenSequence(engine_.get(), shape_);
+  Prefill(&sequence, 3, &random_);
+  engine_->ReleaseWriter(kWriter);
+  const State before = StateOf(&sequence);
+  const uint64_t used = engine_->usage().resident_bytes;
+  const Layers layers = NextPass({&sequence}, 300, &random_);
+  std::unique_ptr<Pass> pass = Begin(engine_.get(), layers, kWriter + 1);
+  layers[0]->args.q.elements -= 1;
+  EXPECT_EQ(StepOf(pass.get(), *layers[0]).status.code(), StatusCode::kInvalidArgument);
+  pass.reset();
+  EXPECT_TRUE(Unchanged(&sequence, before));
+  EXPECT_LE(engine_->usage().resident_bytes, used + 4096);
+  EXPECT_TRUE(DecodeNext(&sequence, 0, 1, &random_).row_status(0).ok());
+}
+
 // Token ids are those of the tokens that stay.
 TEST_F(PassesTest, TokenIdsGoWithTheirTokens) {
   TestSequence sequence = OpenSequence(engine_.get(), shape_);
