@@ -68,6 +68,37 @@ void Keep(const Layers& layers, size_t row) {
 
 class PassesTest : public testing::Test {
  protected:
+  // What comes between two passes, if anything. Whether it changes the sequence, so that a pass
+  // that was given up cannot be replayed.
+  bool Changes(TestSequence* any, int* cut) {
+    switch (random_.Below(12)) {
+      case 0: {
+        const uint64_t length = random_.Below(any->history.committed() + 1);
+        EXPECT_TRUE(engine_->Truncate(kTenant, any->id, length).ok());
+        any->history.Truncate(length);
+        ++*cut;
+        return true;
+      }
+      case 1: {
+        const auto fork = engine_->Fork(kTenant, any->id, std::nullopt);
+        EXPECT_TRUE(fork.ok());
+        TestSequence child(engine_.get(), fork->id, shape_);
+        child.history = any->history;
+        EXPECT_TRUE(MatchesModel(&child, &random_));
+        EXPECT_TRUE(engine_->Close(kTenant, child.id).ok());
+        return false;
+      }
+      case 2:  // single layers, and an upload, where a pass was given up
+        Generate(any, 1, &random_);
+        return true;
+      case 3:
+        Prefill(any, 1 + random_.Below(70), &random_);
+        return true;
+      default:
+        return false;
+    }
+  }
+
   Random random_{TestSeed()};
   const testing::ScopedTrace trace_{__FILE__, __LINE__, "seed " + std::to_string(TestSeed())};
   std::unique_ptr<Engine> engine_ = MakeEngine(SmallOptions());
@@ -161,37 +192,12 @@ TEST_F(PassesTest, RandomHistories) {
     }
     if (end < layers.size()) {
       // Kept for a replay, unless something comes in between.
-      for (const auto& message : layers)
+      for (const auto& message : layers) {
         last.push_back(std::make_unique<Message>(message->args.layer, message->rows));
+      }
     }
     TestSequence& any = sequences[random_.Below(sequences.size())];
-    switch (random_.Below(12)) {
-      case 0: {
-        const uint64_t length = random_.Below(any.history.committed() + 1);
-        ASSERT_TRUE(engine_->Truncate(kTenant, any.id, length).ok());
-        any.history.Truncate(length);
-        last.clear();
-        ++cut;
-        break;
-      }
-      case 1: {
-        const auto fork = engine_->Fork(kTenant, any.id, std::nullopt);
-        ASSERT_TRUE(fork.ok());
-        TestSequence child(engine_.get(), fork->id, shape_);
-        child.history = any.history;
-        ASSERT_TRUE(MatchesModel(&child, &random_));
-        ASSERT_TRUE(engine_->Close(kTenant, child.id).ok());
-        break;
-      }
-      case 2:  // single layers, and an upload, where a pass was given up
-        Generate(&any, 1, &random_);
-        last.clear();
-        break;
-      case 3:
-        Prefill(&any, 1 + random_.Below(70), &random_);
-        last.clear();
-        break;
-    }
+    if (Changes(&any, &cut)) last.clear();
   }
   EXPECT_GT(given_up, 50);
   EXPECT_GT(replays, 20);

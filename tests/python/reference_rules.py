@@ -235,3 +235,9 @@ def nan_like(request: pb.DecodeRequest, tokens: int) -> types_pb2.Tensor:
     return write_tensor(
         np.full((tokens, *request.q.shape[1:]), np.nan), request.output_dtype or request.q.dtype
     )
+
+
+def lengths_of(sequence: Sequence) -> pb.AppendKvResponse:
+    return pb.AppendKvResponse(
+        committed_tokens=sequence.committed, segmented_tokens=sequence.segmented
+    )

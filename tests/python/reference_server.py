@@ -35,6 +35,7 @@ from reference_rules import (
     check,
     check_policy,
     check_shape,
+    lengths_of,
     nan_like,
     read_tensor,
     read_values,
@@ -315,10 +316,7 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
                     self._append_chunk(self._find(sequence_id, tenant), request, stream)
                     complete = request.prefill_complete
             with self._lock:
-                sequence = self._find(sequence_id, tenant)
-                return pb.AppendKvResponse(
-                    committed_tokens=sequence.committed, segmented_tokens=sequence.segmented
-                )
+                return lengths_of(self._find(sequence_id, tenant))
         except Refused as error:
             context.abort(error.code, error.message)
         finally:
@@ -344,16 +342,11 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
 
     def _complete(self, sequence: Sequence) -> pb.AppendKvResponse:
         lengths = {len(k) for k in sequence.k}
-        check(
-            len(lengths) == 1,
-            f"prefill_complete: layers' lengths differ: {lengths}",
-            PRECONDITION,
-        )
+        differ = f"prefill_complete: layers' lengths differ: {lengths}"
+        check(len(lengths) == 1, differ, PRECONDITION)
         if sequence.committed - WINDOW >= SEGMENT_MIN:
             sequence.segmented = sequence.committed - WINDOW
-        return pb.AppendKvResponse(
-            committed_tokens=sequence.committed, segmented_tokens=sequence.segmented
-        )
+        return lengths_of(sequence)
 
     def Decode(self, request_iterator, context):  # noqa: N802
         self.calls.append("Decode")
