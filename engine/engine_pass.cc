@@ -56,7 +56,7 @@ class EngineImpl::PassImpl final : public Pass {
     const auto prepare = [&](StepSequences* sequences) {
       for (size_t i = 0; i < rows_.size(); ++i) PrepareRow(i, &batch, sequences, result);
     };
-    const absl::Status status = engine_->RunStep(step, memory, &batch, prepare, result);
+    absl::Status status = engine_->RunStep(step, memory, &batch, prepare, result);
     if (!status.ok()) {
       GiveUp();
       return status;
