@@ -21,6 +21,7 @@
 #include "engine/event_listener.h"
 #include "engine/lease.h"
 #include "engine/options.h"
+#include "engine/pass.h"
 #include "engine/types.h"
 
 namespace attnd::attention {
@@ -98,6 +99,13 @@ class Engine {
   // undefined. Faults of single rows are in the result.
   virtual absl::Status Decode(absl::string_view tenant, WriterId writer, const DecodeArgs& args,
                               AnswerMemory memory, DecodeResult* result) = 0;
+
+  // Declares a pass over these rows, of models with so many layers (engine/pass.h). InvalidArgument
+  // for the numbers of rows and of query tokens; faults of single rows are in the results of the
+  // pass's steps. The rows are copied.
+  virtual absl::StatusOr<std::unique_ptr<Pass>> BeginPass(absl::string_view tenant, WriterId writer,
+                                                          std::span<const DecodeRow> rows,
+                                                          uint32_t layers) = 0;
 
   virtual absl::StatusOr<uint64_t> Truncate(absl::string_view tenant, uint64_t sequence_id,
                                             uint64_t length) = 0;  // -> segmented tokens

@@ -15,25 +15,34 @@ namespace attnd::engine {
 
 absl::Status EngineImpl::Decode(absl::string_view tenant, WriterId writer, const DecodeArgs& args,
                                 AnswerMemory memory, DecodeResult* result) {
-  const auto start = std::chrono::steady_clock::now();
   *result = DecodeResult();
+  DecodeBatch batch(args, &budget_, result);
+  const auto prepare = [&](StepSequences* sequences) {
+    PrepareRows(tenant, writer, args, &batch, sequences, result);
+  };
+  return RunStep(args, memory, &batch, prepare, result);
+}
+
+absl::Status EngineImpl::RunStep(const DecodeArgs& args, AnswerMemory memory, DecodeBatch* batch,
+                                 absl::FunctionRef<void(StepSequences*)> prepare,
+                                 DecodeResult* result) {
+  const auto start = std::chrono::steady_clock::now();
   StepSequences sequences;
   absl::Status status = WithinMemory([&]() -> absl::Status {
-    DecodeBatch batch(args, &budget_, result);
-    ATTND_RETURN_IF_ERROR(batch.Check(options_));
+    ATTND_RETURN_IF_ERROR(batch->Check(options_));
     // After Check: a message that nobody could answer is told so, however late it is.
     if (args.deadline.has_value() && start > *args.deadline) {
       return absl::DeadlineExceededError("the step's deadline passed before it began");
     }
     std::optional<StepGate::Step> step;
     step.emplace(&gate_);
-    PrepareRows(tenant, writer, args, &batch, &sequences, result);
+    prepare(&sequences);
     result->validate_time = std::chrono::steady_clock::now() - start;
     // One that may wait for the disk does not hold builders up.
-    if (PrefetchNextLayer(args.layer, batch.step_rows())) step.reset();
-    ATTND_RETURN_IF_ERROR(batch.Run(backend_.get(), memory));
-    PutAwayDamaged(batch, *result);
-    if (auditor_ != nullptr) OfferToAudit(args.layer, batch);
+    if (PrefetchNextLayer(args.layer, batch->step_rows())) step.reset();
+    ATTND_RETURN_IF_ERROR(batch->Run(backend_.get(), memory));
+    PutAwayDamaged(*batch, *result);
+    if (auditor_ != nullptr) OfferToAudit(args.layer, *batch);
     return absl::OkStatus();
   });
   for (const auto& sequence : sequences.grown) segmenter_.OnGrown(sequence);

@@ -2,8 +2,8 @@
 //
 // EngineImpl: the engine itself, behind the interface of engine/engine.h. Its methods stand in
 // files by what they are about: engine.cc (life cycle, listing), engine_open.cc (new sequences),
-// engine_append.cc (prefills), engine_decode.cc (steps), engine_history.cc (truncating, forking),
-// engine_sealed.cc (sequences on disk).
+// engine_append.cc (prefills), engine_decode.cc (steps), engine_pass.cc (passes), engine_history.cc
+// (truncating, forking), engine_sealed.cc (sequences on disk).
 #ifndef ATTND_ENGINE_ENGINE_IMPL_H_
 #define ATTND_ENGINE_ENGINE_IMPL_H_
 
@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -79,6 +80,9 @@ class EngineImpl final : public Engine {
 
   absl::Status Decode(absl::string_view tenant, WriterId writer, const DecodeArgs& args,
                       AnswerMemory memory, DecodeResult* result) override;
+  absl::StatusOr<std::unique_ptr<Pass>> BeginPass(absl::string_view tenant, WriterId writer,
+                                                  std::span<const DecodeRow> rows,
+                                                  uint32_t layers) override;
 
   absl::StatusOr<uint64_t> Truncate(absl::string_view tenant, uint64_t sequence_id,
                                     uint64_t length) override;
@@ -109,6 +113,7 @@ class EngineImpl final : public Engine {
   void Shutdown() override;
 
  private:
+  class PassImpl;  // engine_pass.cc
   static constexpr uint32_t kShardsMax = 4096;
   static constexpr attention::IndexSet kClusters = attention::kClusterIndexes;
 
@@ -149,6 +154,10 @@ class EngineImpl final : public Engine {
     std::vector<Lease::Call> calls;                // of its rows
     std::vector<std::shared_ptr<Sequence>> grown;  // have newly committed tokens
   };
+  // Runs a step: checks the message, has `prepare` refuse or append each row of the batch, and
+  // answers. The segmenter hears of the sequences that have grown, whatever came of the step.
+  absl::Status RunStep(const DecodeArgs& args, AnswerMemory memory, DecodeBatch* batch,
+                       absl::FunctionRef<void(StepSequences*)> prepare, DecodeResult* result);
   // Refuses or appends each row.
   void PrepareRows(absl::string_view tenant, WriterId writer, const DecodeArgs& args,
                    DecodeBatch* batch, StepSequences* sequences, DecodeResult* result);

@@ -72,17 +72,35 @@ struct AppendOptions {
 // A Decode stream: send a message for one layer of a batch, wait for its reply. While it lives it
 // is the writer of the sequences that it appends to.
 //
+// Passes: a message with begin_pass declares that the messages of the model's other layers follow,
+// which have no rows then, and q, k and v may have data alone (docs in the proto, Decode):
+//
+//   v1::DecodeRequest request;                       // rows, q, k and v of layer 0
+//   request.mutable_begin_pass()->set_layers(layers);
+//   session->Step(request, &reply, timeout);
+//   for (uint32_t layer = 1; layer < layers; ++layer) {
+//     request.Clear();
+//     request.set_layer(layer);
+//     request.mutable_q()->set_data(...);            // and k, v
+//     session->Step(request, &reply, timeout);
+//   }
+//
 // A step that ends with Unavailable (the connection broke, the server restarts) is repeated on a
 // new stream, ClientOptions::attempts times in all and within the step's timeout: steps are
 // idempotent by sequence, layer and position, so that one whose reply was lost is answered again
 // and appends nothing twice. The server may notice the old stream's end later than the client: a
 // repeated step whose rows are ABORTED, because the old stream still writes, is repeated once more.
+// Within a pass all of its messages are repeated, of which the session keeps copies; a pass of more
+// than kRepeatedBytesMax is not repeated: the step is Unavailable, and the caller may repeat the
+// pass.
 // A server that was restarted has lost its sequences: their rows are then NOT_FOUND.
 //
 // Not thread-safe. Must not outlive its Client.
 class DecodeSession {
  public:
-  // Ends the stream, without waiting for anything in flight.
+  static constexpr uint64_t kRepeatedBytesMax = uint64_t{64} << 20;
+
+  // Ends the stream, without waiting for anything in flight. A pass under way is given up.
   virtual ~DecodeSession() = default;
   DecodeSession(const DecodeSession&) = delete;
   DecodeSession& operator=(const DecodeSession&) = delete;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/rpc_status.h"
@@ -131,10 +132,25 @@ class DecodeSessionImpl final : public DecodeSession {
 
  private:
   void Open() { stream_ = std::make_unique<Stream>(stub_, make_context_()); }
+  // Sends the messages of the pass that were answered before, if `again`, then this one. The reply
+  // is the first one that makes the others needless, or this message's.
+  absl::Status Exchange(const v1::DecodeRequest& request, bool again, v1::DecodeResponse* reply,
+                        Clock::time_point limit);
+  // Keeps what must be sent again if the next step finds the stream broken.
+  void KeepForRepeat(const v1::DecodeRequest& request, const v1::DecodeResponse& reply);
+  void EndPass() {
+    pass_.clear();
+    pass_bytes_ = pass_layers_ = 0;
+  }
 
   v1::Attnd::Stub* const stub_;
   const ContextMaker make_context_;
   const int attempts_;
+  // The pass under way: its layers, 0 without one; its messages so far, unless their bytes are more
+  // than kRepeatedBytesMax.
+  uint64_t pass_layers_ = 0;
+  uint64_t pass_bytes_ = 0;
+  std::vector<v1::DecodeRequest> pass_;
   std::unique_ptr<Stream> stream_;
   absl::Status ended_;  // why the session is of no further use
 };
@@ -144,11 +160,17 @@ absl::Status DecodeSessionImpl::Step(const v1::DecodeRequest& request, v1::Decod
   if (!ended_.ok()) return ended_;
   const Clock::time_point limit = Clock::now() + timeout;
   milliseconds pause = kFirstPause;
+  const bool later_layer = request.rows_size() == 0 && request.complete_prefills_size() == 0;
+  if (!later_layer) EndPass();
   absl::Status first;  // why the step had to be repeated: it says more than what came of that
   for (int attempt = 1;; ++attempt, pause *= 4) {
-    ended_ = stream_->Exchange(request, reply, limit);
-    const bool last = attempt >= attempts_ || Clock::now() + pause >= limit;
-    if (ended_.ok() && (last || attempt == 1 || !AnyAborted(*reply))) return ended_;
+    ended_ = Exchange(request, attempt > 1, reply, limit);
+    const bool last =
+        attempt >= attempts_ || Clock::now() + pause >= limit || pass_bytes_ > kRepeatedBytesMax;
+    if (ended_.ok() && (last || attempt == 1 || !AnyAborted(*reply))) {
+      KeepForRepeat(request, *reply);
+      return ended_;
+    }
     if (!ended_.ok() && (last || !absl::IsUnavailable(ended_))) break;
     if (first.ok()) first = ended_;
     std::this_thread::sleep_for(pause);
@@ -159,6 +181,28 @@ absl::Status DecodeSessionImpl::Step(const v1::DecodeRequest& request, v1::Decod
         absl::StrCat(first.message(), "; repeated in vain: ", ended_.message()));
   }
   return ended_;
+}
+
+absl::Status DecodeSessionImpl::Exchange(const v1::DecodeRequest& request, bool again,
+                                         v1::DecodeResponse* reply, Clock::time_point limit) {
+  for (const v1::DecodeRequest& before : pass_) {
+    if (!again) break;
+    absl::Status status = stream_->Exchange(before, reply, limit);
+    if (!status.ok()) return status;
+    if (reply->status().code() == 0 && !AnyAborted(*reply)) continue;
+    reply->set_step_id(request.step_id());
+    return status;
+  }
+  return stream_->Exchange(request, reply, limit);
+}
+
+void DecodeSessionImpl::KeepForRepeat(const v1::DecodeRequest& request,
+                                      const v1::DecodeResponse& reply) {
+  if (request.has_begin_pass()) pass_layers_ = request.begin_pass().layers();
+  if (reply.status().code() != 0 || request.layer() + 1 >= pass_layers_) return EndPass();
+  pass_bytes_ += request.ByteSizeLong();
+  if (pass_bytes_ > kRepeatedBytesMax) return pass_.clear();
+  pass_.push_back(request);
 }
 
 absl::Status DecodeSessionImpl::Finish(milliseconds timeout) {

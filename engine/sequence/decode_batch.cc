@@ -15,23 +15,31 @@
 
 namespace attnd::engine {
 
-absl::Status DecodeBatch::Check(const EngineOptions& options) {
-  if (args_.rows.empty() || args_.rows.size() > options.max_rows) {
-    return absl::InvalidArgumentError(absl::StrCat("rows has ", args_.rows.size(),
-                                                   " entries; allowed are 1..", options.max_rows));
+absl::Status DecodeBatch::CheckRows(std::span<const DecodeRow> rows, const EngineOptions& options) {
+  if (rows.empty() || rows.size() > options.max_rows) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("rows has ", rows.size(), " entries; allowed are 1..", options.max_rows));
   }
+  uint64_t before = 0;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const uint32_t tokens = rows[i].query_tokens;
+    if (tokens == 0 || tokens > options.max_query_tokens - before) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "rows[", i, "].query_tokens is ", tokens, "; allowed are 1..", options.max_query_tokens,
+          " (max_query_tokens) in all rows together, ", before, " are in the rows before"));
+    }
+    before += tokens;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status DecodeBatch::Check(const EngineOptions& options) {
+  ATTND_RETURN_IF_ERROR(CheckRows(args_.rows, options));
   places_.reserve(rows());
   step_rows_.reserve(rows());
   step_row_numbers_.reserve(rows());
   sequences_.reserve(rows());
-  for (size_t i = 0; i < args_.rows.size(); ++i) {
-    const DecodeRow& row = args_.rows[i];
-    if (row.query_tokens == 0 || row.query_tokens > options.max_query_tokens - query_tokens_) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("rows[", i, "].query_tokens is ", row.query_tokens, "; allowed are 1..",
-                       options.max_query_tokens, " (max_query_tokens) in all rows together, ",
-                       query_tokens_, " are in the rows before"));
-    }
+  for (const DecodeRow& row : args_.rows) {
     places_.push_back({query_tokens_, new_tokens_, 0});
     query_tokens_ += row.query_tokens;
     if (!row.query_only) new_tokens_ += row.query_tokens;
@@ -72,23 +80,32 @@ absl::Status DecodeBatch::CheckTensor(const char* name, const TensorView& tensor
 absl::Status DecodeBatch::CheckAlone(size_t number) {
   CHECK_EQ(places_.size(), rows()) << "a message's rows are looked at before the message";
   const DecodeRow& row = args_.rows[number];
+  ATTND_RETURN_IF_ERROR(CheckRowAlone(row));
+  if (checked_.insert(row.sequence_id).second) return absl::OkStatus();
+  return StandsTwice(row.sequence_id);
+}
+
+absl::Status DecodeBatch::CheckRowAlone(const DecodeRow& row) {
   if (!row.token_ids.empty() && row.token_ids.size() != row.query_tokens) {
     return absl::InvalidArgumentError(absl::StrCat("token_ids has ", row.token_ids.size(),
                                                    " entries; allowed are none or query_tokens (",
                                                    row.query_tokens, ")"));
   }
-  ATTND_RETURN_IF_ERROR(row.precheck);
-  if (checked_.insert(row.sequence_id).second) return absl::OkStatus();
+  return row.precheck;
+}
+
+absl::Status DecodeBatch::StandsTwice(uint64_t sequence_id) {
   return absl::InvalidArgumentError(
-      absl::StrCat("sequence_id ", row.sequence_id, " stands in an earlier row"));
+      absl::StrCat("sequence_id ", sequence_id, " stands in an earlier row"));
 }
 
 uint64_t DecodeBatch::Prepare(size_t row, WriterId writer, const attention::Backend& backend,
                               const std::shared_ptr<Sequence>& sequence) {
-  CHECK(checked_.contains(args_.rows[row].sequence_id)) << "CheckAlone did not let the row pass";
+  CHECK(declared_answer_ != nullptr || checked_.contains(args_.rows[row].sequence_id))
+      << "CheckAlone did not let the row pass";
   absl::Status& status = result_->rows[row].status;
   status = CheckRow(row, backend, sequence.get());
-  if (status.ok()) status = ReserveAnswer(sequence->shape());
+  if (status.ok() && declared_answer_ == nullptr) status = ReserveAnswer(sequence->shape());
   if (!status.ok()) return 0;
   absl::StatusOr<Snapshot> snapshot = Take(row, writer, sequence.get());
   if (!snapshot.ok()) {
@@ -111,26 +128,31 @@ absl::Status DecodeBatch::CheckRow(size_t number, const attention::Backend& back
         absl::StrCat("layer is ", args_.layer, "; the sequence has layers 0..", shape.layers - 1));
   }
   ATTND_RETURN_IF_ERROR(CheckShape(row, shape));
-  if (row.policy.has_value()) {
-    const attention::Policy& own = sequence.policy();
-    if (row.policy->window > own.window || row.policy->sink > own.sink) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "policy.parameters sink and window are ", row.policy->sink, " and ", row.policy->window,
-          "; allowed are at most the sequence's, ", own.sink, " and ", own.window));
-    }
-    ATTND_RETURN_IF_ERROR(backend.Supports(*row.policy));
-    ATTND_RETURN_IF_ERROR(row.policy->CheckShape(shape));
-    ATTND_RETURN_IF_ERROR(row.policy->CheckIndexes(sequence.indexes()));
-    ATTND_RETURN_IF_ERROR(attention::CheckAnswers(backend, *row.policy, sequence.indexes()));
+  if (declared_answer_ == nullptr) {
+    ATTND_RETURN_IF_ERROR(CheckPolicy(row, backend, sequence_of_row));
   }
-  ATTND_RETURN_IF_ERROR(
-      sequence_of_row->CheckKeepSet(row.policy.has_value() ? *row.policy : sequence.policy()));
   // All rows of a reply share one tensor; without v the first row accepted says what it is like.
   if (result_->value_dim != 0 && result_->value_dim != shape.value_dim) {
     return absl::InvalidArgumentError(absl::StrCat("the sequence's value_dim is ", shape.value_dim,
                                                    "; the message's is ", result_->value_dim));
   }
   return CheckNumbers(number, shape);
+}
+
+absl::Status DecodeBatch::CheckPolicy(const DecodeRow& row, const attention::Backend& backend,
+                                      Sequence* sequence) {
+  const attention::Policy& own = sequence->policy();
+  if (!row.policy.has_value()) return sequence->CheckKeepSet(own);
+  if (row.policy->window > own.window || row.policy->sink > own.sink) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "policy.parameters sink and window are ", row.policy->sink, " and ", row.policy->window,
+        "; allowed are at most the sequence's, ", own.sink, " and ", own.window));
+  }
+  ATTND_RETURN_IF_ERROR(backend.Supports(*row.policy));
+  ATTND_RETURN_IF_ERROR(row.policy->CheckShape(sequence->shape()));
+  ATTND_RETURN_IF_ERROR(row.policy->CheckIndexes(sequence->indexes()));
+  ATTND_RETURN_IF_ERROR(attention::CheckAnswers(backend, *row.policy, sequence->indexes()));
+  return sequence->CheckKeepSet(*row.policy);
 }
 
 absl::Status DecodeBatch::CheckShape(const DecodeRow& row, const ModelShape& shape) const {
@@ -200,15 +222,22 @@ absl::Status DecodeBatch::CheckNumbers(size_t number, const ModelShape& shape) {
   return CheckLatentValues(shape, data(args_.k, place.new_token, shape.head_dim), row.query_tokens);
 }
 
-absl::Status DecodeBatch::ReserveAnswer(const ModelShape& shape) {
+absl::StatusOr<uint64_t> DecodeBatch::AnswerBytes(std::span<const DecodeRow> rows,
+                                                  const ModelShape& shape) {
+  uint64_t query_tokens = 0;  // within max_query_tokens
+  for (const DecodeRow& row : rows) query_tokens += row.query_tokens;
   const uint64_t row_bytes = sizeof(Place) + sizeof(attention::StepRow) + sizeof(DecodeRowResult) +
                              sizeof(size_t) + sizeof(std::shared_ptr<Sequence>);
   const uint64_t lane_bytes = (uint64_t{shape.value_dim} + 1) * sizeof(float);
-  const auto lanes_bytes = CheckedProduct({query_tokens_, shape.query_heads, lane_bytes});
+  const auto lanes_bytes = CheckedProduct({query_tokens, shape.query_heads, lane_bytes});
   if (!lanes_bytes.has_value()) {
     return absl::ResourceExhaustedError("the step's answer is larger than memory can be");
   }
-  const uint64_t bytes = rows() * row_bytes + *lanes_bytes;
+  return rows.size() * row_bytes + *lanes_bytes;
+}
+
+absl::Status DecodeBatch::ReserveAnswer(const ModelShape& shape) {
+  ATTND_ASSIGN_OR_RETURN(const uint64_t bytes, AnswerBytes(args_.rows, shape));
   if (bytes <= answer_.bytes()) return absl::OkStatus();
   return budget_->Resize(&answer_, bytes, "the step's answer");
 }
@@ -229,6 +258,7 @@ absl::StatusOr<Snapshot> DecodeBatch::Take(size_t number, WriterId writer,
     tokens.values = args_.v.data + first * shape.value_dim * DTypeBytes(shape.dtype);
   }
   tokens.token_ids = row.token_ids;
+  tokens.of_pass = declared_answer_ != nullptr;
   tokens.key_magnitudes = key_magnitudes_;
   return sequence->AppendAndRead(writer, tokens, place.query_magnitude);
 }
@@ -258,7 +288,7 @@ absl::StatusOr<AnswerBuffers> DecodeBatch::TakeMemory(AnswerMemory memory) const
   const AnswerExtents extents = {query_tokens_, args_.q_heads, result_->value_dim};
   CHECK_LE(extents.lse_floats(), args_.q.elements);
   CHECK(step_rows_.empty() ||
-        answer_.bytes() >= (extents.out_floats() + extents.lse_floats()) * sizeof(float))
+        held_bytes() >= (extents.out_floats() + extents.lse_floats()) * sizeof(float))
       << "an answer that the memory budget does not hold";
   ATTND_ASSIGN_OR_RETURN(const AnswerBuffers buffers, memory(extents));
   CHECK_EQ(buffers.out.size(), extents.out_floats());

@@ -28,10 +28,30 @@ namespace attnd::engine {
 // Used by one thread, once: Check; for each row CheckAlone, and Prepare if the row passes; then
 // Run. The batch reserves the bytes of the answer and of its own lists from the budget until it
 // ends; after that the answer's memory is the caller's concern, as the message's is.
+//
+// A step of a pass: what holds for all layers was checked and reserved when the pass was declared
+// (CheckRows, CheckPolicy, AnswerBytes); Prepare checks the rest, and CheckAlone is not called.
 class DecodeBatch {
  public:
   DecodeBatch(const DecodeArgs& args, MemoryBudget* budget, DecodeResult* result)
       : args_(args), budget_(budget), result_(result) {}
+  // Of a pass, which holds its answers' bytes.
+  DecodeBatch(const DecodeArgs& args, const Reservation& answer, DecodeResult* result)
+      : args_(args), budget_(nullptr), result_(result), declared_answer_(&answer) {}
+
+  // What a declaration and a message have to check alike.
+
+  // InvalidArgument for a number of rows or of query tokens that is not allowed.
+  static absl::Status CheckRows(std::span<const DecodeRow> rows, const EngineOptions& options);
+  // What is wrong with a row whatever its sequence and the rows before it are.
+  static absl::Status CheckRowAlone(const DecodeRow& row);
+  // Whether the row's policy can be answered over the sequence.
+  static absl::Status CheckPolicy(const DecodeRow& row, const attention::Backend& backend,
+                                  Sequence* sequence);
+  // Bytes that a step's answer and lists take. ResourceExhausted if no memory could hold them.
+  static absl::StatusOr<uint64_t> AnswerBytes(std::span<const DecodeRow> rows,
+                                              const ModelShape& shape);
+  static absl::Status StandsTwice(uint64_t sequence_id);
 
   // Checks for faults of the whole message: limits, and tensors whose sizes contradict the rows or
   // one another.
@@ -66,6 +86,10 @@ class DecodeBatch {
   absl::Status CheckTensor(const char* name, const TensorView& tensor, uint64_t tokens,
                            uint64_t heads, uint64_t dim) const;
   absl::Status CheckRow(size_t row, const attention::Backend& backend, Sequence* sequence);
+  // Bytes of the budget that hold the answer.
+  uint64_t held_bytes() const {
+    return declared_answer_ != nullptr ? declared_answer_->bytes() : answer_.bytes();
+  }
   absl::Status CheckShape(const DecodeRow& row, const ModelShape& shape) const;
   absl::Status CheckValuesShape(const ModelShape& shape) const;
   // Checks that the row's numbers are finite, and its values within kValueMax; notes the
@@ -89,8 +113,9 @@ class DecodeBatch {
   }
 
   const DecodeArgs& args_;
-  MemoryBudget* const budget_;
+  MemoryBudget* const budget_;  // null in a pass
   DecodeResult* const result_;
+  const Reservation* const declared_answer_ = nullptr;  // of a pass
   Reservation answer_;                    // the answer's bytes and those of the lists below
   std::unordered_set<uint64_t> checked_;  // sequences of the rows that CheckAlone let pass
   std::vector<Place> places_;

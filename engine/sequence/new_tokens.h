@@ -23,6 +23,8 @@ struct NewTokens {
   const std::byte* keys = nullptr;
   const std::byte* values = nullptr;
   std::span<const uint32_t> token_ids;  // none or [tokens]
+  // Whether a pass appends them, so that layer 0 must still have them when other layers get them.
+  bool of_pass = false;
   // Greatest absolute value of the keys in each tail block that the tokens touch (BlockMagnitudes).
   std::span<const float> key_magnitudes;
 

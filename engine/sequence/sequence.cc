@@ -66,6 +66,7 @@ Sequence::Sequence(uint64_t id, std::string tenant, OpenArgs args, uint64_t max_
       budget_(budget),
       tail_(args_.shape),
       layer_tokens_(args_.shape.layers, 0),
+      layer_written_(args_.shape.layers, 0),
       key_bounds_(args_.shape.layers, 0),
       token_ids_(budget),
       state_(MakeState(args_, budget)) {}
@@ -96,16 +97,16 @@ absl::StatusOr<uint64_t> Sequence::Append(WriterId writer, const NewTokens& toke
 absl::StatusOr<Snapshot> Sequence::AppendAndRead(WriterId writer, const NewTokens& tokens,
                                                  float query_magnitude) {
   MutexLock lock(mutex_);
-  // Its answer cannot be given again: a segment's tokens are not in order, and some are estimated.
-  if (tokens.first_position < tail_.begin()) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("position ", tokens.first_position, " lies in a finished segment; steps from ",
-                     tail_.begin(), " on can be repeated, the position expected is ",
-                     layer_tokens_[tokens.layer]));
-  }
+  ATTND_RETURN_IF_ERROR(CheckStepPosition(tokens.layer, tokens.first_position));
   ATTND_RETURN_IF_ERROR(CheckAppend(writer, tokens));
-  ATTND_RETURN_IF_ERROR(
-      CheckLogits(tokens.layer, query_magnitude, Greatest(tokens.key_magnitudes)));
+  const float key_magnitude = Greatest(tokens.key_magnitudes);
+  absl::Status logits = CheckLogits(tokens.layer, query_magnitude, key_magnitude);
+  if (!logits.ok() && layer_written_[tokens.layer] > layer_tokens_[tokens.layer]) {
+    // The greatest key may be one that was given up.
+    ATTND_RETURN_IF_ERROR(ForgetGivenUp());
+    logits = CheckLogits(tokens.layer, query_magnitude, key_magnitude);
+  }
+  ATTND_RETURN_IF_ERROR(logits);
   ATTND_ASSIGN_OR_RETURN(TokenIds::Room room, MakeRoom(tokens));
   // A repeat of a step whose tokens an early segment has is answered from the tail.
   const bool in_tail = tokens.first_position >= early_.EndOr(tail_.begin());
@@ -117,25 +118,49 @@ absl::StatusOr<Snapshot> Sequence::AppendAndRead(WriterId writer, const NewToken
 
 absl::Status Sequence::CheckAppend(WriterId writer, const NewTokens& tokens) {
   const uint64_t length = layer_tokens_[tokens.layer];
-  if (tokens.first_position > length) {
-    return absl::FailedPreconditionError(absl::StrCat("position ", tokens.first_position,
-                                                      " leaves a gap in layer ", tokens.layer,
-                                                      "; the position expected is ", length));
-  }
-  if (tokens.tokens > max_tokens_ - tokens.first_position) {
-    return absl::ResourceExhaustedError(absl::StrCat("the sequence would have ",
-                                                     tokens.first_position + tokens.tokens,
-                                                     " tokens; allowed are ", max_tokens_));
-  }
+  ATTND_RETURN_IF_ERROR(CheckGap(tokens.layer, tokens.first_position));
+  ATTND_RETURN_IF_ERROR(CheckLength(tokens.first_position, tokens.tokens));
   const uint64_t end = tokens.first_position + tokens.tokens;
   const uint64_t repeated = std::min(end, length) - tokens.first_position;
+  if (tokens.of_pass && tokens.layer > 0 && layer_tokens_[0] < end) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "the sequence was truncated while a pass appended to it; the position expected is ",
+        CommittedTokens()));
+  }
   ATTND_RETURN_IF_ERROR(CheckWriter(writer));
   ATTND_RETURN_IF_ERROR(CheckRepeat(tokens, repeated));
   return token_ids_.Check(tokens.first_position, tokens.token_ids);
 }
 
+absl::Status Sequence::CheckGap(uint32_t layer, uint64_t position) const {
+  const uint64_t length = layer_tokens_[layer];
+  if (position <= length) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat("position ", position,
+                                                    " leaves a gap in layer ", layer,
+                                                    "; the position expected is ", length));
+}
+
+absl::Status Sequence::CheckLength(uint64_t position, uint64_t tokens) const {
+  if (position <= max_tokens_ && tokens <= max_tokens_ - position) return absl::OkStatus();
+  return absl::ResourceExhaustedError(absl::StrCat("the sequence would have ", position + tokens,
+                                                   " tokens; allowed are ", max_tokens_));
+}
+
+absl::Status Sequence::CheckStepPosition(uint32_t layer, uint64_t position) const {
+  // Its answer cannot be given again: a segment's tokens are not in order, and some are estimated.
+  if (position >= tail_.begin()) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat("position ", position, " lies in a finished segment; steps from ", tail_.begin(),
+                   " on can be repeated, the position expected is ", layer_tokens_[layer]));
+}
+
 // All that appending may fail at.
 absl::StatusOr<TokenIds::Room> Sequence::MakeRoom(const NewTokens& tokens) {
+  const uint64_t length = layer_tokens_[tokens.layer];
+  const uint64_t written = std::min(tokens.end_position(), layer_written_[tokens.layer]);
+  if (written > length && !tail_.Holds(tokens, length, written)) {
+    ATTND_RETURN_IF_ERROR(ForgetGivenUp());
+  }
   ATTND_ASSIGN_OR_RETURN(TokenIds::Room room,
                          token_ids_.MakeRoom(tokens.first_position, tokens.token_ids.size()));
   ATTND_RETURN_IF_ERROR(GrowTail(tokens.first_position + tokens.tokens));
@@ -150,7 +175,10 @@ uint64_t Sequence::Take(WriterId writer, const NewTokens& tokens, TokenIds::Room
   writer_ = writer;
   Touch();
   token_ids_.Store(tokens.first_position, tokens.token_ids, std::move(room));
-  tail_.Write(tokens, repeated);
+  uint64_t& written = layer_written_[tokens.layer];
+  // What was given up there is equal: MakeRoom has forgotten it otherwise.
+  tail_.Write(tokens, std::min(end, written) - tokens.first_position);
+  written = std::max(written, end);
   float& bound = key_bounds_[tokens.layer];
   bound = std::max(bound, tail_.RaiseKeyBounds(tokens, repeated));
   length = std::max(length, end);

@@ -107,7 +107,8 @@ struct RestoredSegments {
 // Invariants (CheckInvariants): segments are contiguous from position 0 on, have the sequence's
 // shape and indexes, and end where the tail begins; every layer has at least as many tokens as
 // segments cover, and the tail has blocks for all others; each segment has a bound of each layer's
-// keys. The last `window` committed tokens are in the tail, if there are so many. Early segments
+// keys. No layer has fewer written positions than tokens, nor more than the tail has blocks for.
+// The last `window` committed tokens are in the tail, if there are so many. Early segments
 // are contiguous from where the tail begins on, and hold committed tokens.
 class Sequence {
  public:
@@ -138,6 +139,15 @@ class Sequence {
   // kLogitMax.
   absl::StatusOr<Snapshot> AppendAndRead(WriterId writer, const NewTokens& tokens,
                                          float query_magnitude);
+  // Before a pass appends tokens to every layer: checks what does not depend on their bytes and
+  // makes room in the tail, so that appending finds it. Returns the lengths of all layers, for
+  // GiveUpPass. Errors as for AppendAndRead; the state is then unchanged.
+  absl::StatusOr<std::vector<uint64_t>> BeginPass(WriterId writer, uint64_t position,
+                                                  uint64_t tokens);
+  // Takes back what the writer has appended since BeginPass returned these lengths. Nothing if the
+  // sequence has another writer. Never fails: the tokens' bytes stay in the tail behind the layers'
+  // lengths. Whoever appends the same bytes there again finds them; other bytes get other blocks.
+  void GiveUpPass(WriterId writer, std::span<const uint64_t> lengths);
   // What a query_only step reads. FailedPrecondition unless `position` is the layer's length;
   // OutOfRange as for AppendAndRead.
   absl::StatusOr<Snapshot> Read(uint32_t layer, uint64_t position, float query_magnitude);
@@ -266,6 +276,16 @@ class Sequence {
   uint64_t SegmentsEnd() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckAppend(WriterId writer, const NewTokens& tokens)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // FailedPrecondition, naming the position expected: of a step that a segment covers, and of
+  // tokens that would leave a gap. ResourceExhausted beyond max_tokens_.
+  absl::Status CheckStepPosition(uint32_t layer, uint64_t position) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckGap(uint32_t layer, uint64_t position) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckLength(uint64_t position, uint64_t tokens) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Replaces the tail's blocks in which passes wrote tokens and gave them up. ResourceExhausted.
+  absl::Status ForgetGivenUp() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<TokenIds::Room> MakeRoom(const NewTokens& tokens)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   uint64_t Take(WriterId writer, const NewTokens& tokens, TokenIds::Room room) noexcept
@@ -321,6 +341,9 @@ class Sequence {
   Tail tail_ ABSL_GUARDED_BY(mutex_);
   EarlySegments early_ ABSL_GUARDED_BY(mutex_);
   std::vector<uint64_t> layer_tokens_ ABSL_GUARDED_BY(mutex_);  // [layers]
+  // [layers] Positions of the tail below this one have been written, at least layer_tokens_; the
+  // positions between the two were given up.
+  std::vector<uint64_t> layer_written_ ABSL_GUARDED_BY(mutex_);
   // Position at which the newest step began. Its tokens stay out of segments, however many they
   // are, so that the step can be repeated.
   uint64_t newest_step_ ABSL_GUARDED_BY(mutex_) = kNoStep;

@@ -75,6 +75,7 @@ absl::StatusOr<uint64_t> Sequence::Truncate(uint64_t length) {
   std::swap(early_, early);
   SumUpKeyBounds();
   std::fill(layer_tokens_.begin(), layer_tokens_.end(), length);
+  layer_written_ = layer_tokens_;
   newest_step_ = std::min(newest_step_, length);
   state_ = std::move(state);
   segment_delay_ = early_delay_ = BuildDelay();
@@ -100,6 +101,7 @@ absl::Status Sequence::ForkInto(std::optional<uint64_t> wanted, Sequence* child)
   child->early_ = early_.Before(WindowBegin(length));
   child->SumUpKeyBounds();
   std::fill(child->layer_tokens_.begin(), child->layer_tokens_.end(), length);
+  child->layer_written_ = child->layer_tokens_;
   child->token_ids_ = std::move(token_ids);
   child->state_ = state_.Forked(length, prefix.segments > 0);
   child->view_.reset();
@@ -156,6 +158,7 @@ absl::Status Sequence::Restore(RestoredSegments restored) {
   SumUpKeyBounds();
   tail_ = Tail(args_.shape, segments_.empty() ? 0 : segments_.back()->end_position());
   std::fill(layer_tokens_.begin(), layer_tokens_.end(), tail_.begin());
+  layer_written_ = layer_tokens_;
   view_.reset();
   CheckInvariants();
   return absl::OkStatus();

@@ -254,6 +254,10 @@ void Sequence::CheckInvariants() const {
   const auto [least, most] = std::minmax_element(layer_tokens_.begin(), layer_tokens_.end());
   CHECK_GE(*least, tail_.begin()) << "segments hold committed tokens only";
   CHECK_LE(*most, tail_.blocks_end()) << "all other tokens have a place in the tail";
+  for (size_t i = 0; i < layer_tokens_.size(); ++i) {
+    CHECK_GE(layer_written_[i], layer_tokens_[i]) << "tokens that were not written";
+    CHECK_LE(layer_written_[i], tail_.blocks_end());
+  }
 }
 
 }  // namespace attnd::engine

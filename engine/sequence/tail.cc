@@ -111,6 +111,16 @@ void Tail::DropBefore(uint64_t begin) {
   begin_ = begin;
 }
 
+bool Tail::DropFrom(uint64_t position) noexcept {
+  const uint64_t first = begin_ / kTailBlockTokens;
+  const uint64_t end = (std::max(position, begin_) + kTailBlockTokens - 1) / kTailBlockTokens;
+  const size_t kept = end <= first ? 0 : end - first;
+  if (kept >= blocks_.size()) return false;
+  blocks_.resize(kept);
+  key_bounds_.resize(kept * shape_.layers);
+  return true;
+}
+
 absl::StatusOr<Tail> Tail::CopyOf(uint64_t begin, uint64_t length, Segments segments,
                                   MemoryBudget* budget) const {
   const uint32_t layers = shape_.layers;
@@ -127,29 +137,56 @@ absl::StatusOr<Tail> Tail::CopyOf(uint64_t begin, uint64_t length, Segments segm
     ATTND_ASSIGN_OR_RETURN(auto copy, MakeTailBlock(shape_, budget));
     tail.blocks_.push_back(std::move(copy));
     const uint64_t last = std::min(end, length);
-    if (last > begin_) CopyFromTail(std::max(first, begin_), last, &tail);
+    if (last <= begin_) continue;
+    for (uint32_t layer = 0; layer < layers; ++layer) {
+      CopyFromTail(layer, std::max(first, begin_), last, &tail);
+    }
   }
   CopyFromSegments(segments, std::min(length, begin_), &tail);
   CHECK_GE(tail.blocks_end(), length);
   return tail;
 }
 
-// Positions [begin, end), all of one block, into the same block of `target`.
-void Tail::CopyFromTail(uint64_t begin, uint64_t end, Tail* target) const {
+absl::StatusOr<Tail> Tail::Without(std::span<const uint64_t> lengths, MemoryBudget* budget) const {
+  CHECK_EQ(lengths.size(), shape_.layers);
+  const auto [least, most] = std::minmax_element(lengths.begin(), lengths.end());
+  CHECK_GE(*least, begin_);
+  CHECK_LE(*most, blocks_end());
+  Tail tail(shape_, begin_);
+  const uint64_t first_block = begin_ / kTailBlockTokens;
+  const size_t shared = *least / kTailBlockTokens - first_block;
+  const size_t needed = *most == begin_ ? 0 : (*most - 1) / kTailBlockTokens + 1 - first_block;
+  tail.blocks_.assign(blocks_.begin(), blocks_.begin() + static_cast<ptrdiff_t>(shared));
+  tail.key_bounds_.assign(key_bounds_.begin(),
+                          key_bounds_.begin() + static_cast<ptrdiff_t>(shared * shape_.layers));
+  for (size_t block = shared; block < needed; ++block) {
+    ATTND_ASSIGN_OR_RETURN(auto copy, MakeTailBlock(shape_, budget));
+    tail.blocks_.push_back(std::move(copy));
+    tail.key_bounds_.resize(tail.blocks_.size() * shape_.layers, 0);
+    const uint64_t block_begin = (first_block + block) * kTailBlockTokens;
+    for (uint32_t layer = 0; layer < shape_.layers; ++layer) {
+      const uint64_t begin = std::max(begin_, block_begin);
+      const uint64_t end = std::min(lengths[layer], block_begin + kTailBlockTokens);
+      if (begin < end) CopyFromTail(layer, begin, end, &tail);
+    }
+  }
+  return tail;
+}
+
+// Positions [begin, end) of one layer, all of one block, into the same block of `target`.
+void Tail::CopyFromTail(uint32_t layer, uint64_t begin, uint64_t end, Tail* target) const {
   const PageGeometry geometry(shape_);
   const TailBlock& source = *blocks_[BlockOf(begin)];
   const size_t number = target->BlockOf(begin);
-  for (uint32_t layer = 0; layer < shape_.layers; ++layer) {
-    float& bound = target->key_bounds_[number * shape_.layers + layer];
-    for (uint32_t head = 0; head < shape_.kv_heads; ++head) {
-      const std::byte* pages = source.pages(layer, head);
-      for (uint64_t position = begin; position < end; ++position) {
-        const uint64_t place = position % kTailBlockTokens;
-        geometry.CopyToken(pages, place, target->blocks_[number]->pages(layer, head), place);
-      }
-      const uint64_t place = begin % kTailBlockTokens;
-      bound = std::max(bound, KeyMagnitude(geometry, pages, place, place + (end - begin)));
+  float& bound = target->key_bounds_[number * shape_.layers + layer];
+  for (uint32_t head = 0; head < shape_.kv_heads; ++head) {
+    const std::byte* pages = source.pages(layer, head);
+    for (uint64_t position = begin; position < end; ++position) {
+      const uint64_t place = position % kTailBlockTokens;
+      geometry.CopyToken(pages, place, target->blocks_[number]->pages(layer, head), place);
     }
+    const uint64_t place = begin % kTailBlockTokens;
+    bound = std::max(bound, KeyMagnitude(geometry, pages, place, place + (end - begin)));
   }
 }
 

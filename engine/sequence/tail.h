@@ -26,7 +26,8 @@ namespace attnd::engine {
 // are filled.
 //
 // Blocks are shared: views hold them, and a fork's tail holds the blocks that neither history
-// writes to again. So a position is written once, by the sequence whose tail made the block.
+// writes to again. So a position is written once, by the sequence whose tail made the block. A
+// position that a pass gave up is written again only in another block (Without).
 //
 // Thread-safety: none; the sequence's lock guards it. Readers of a block read only positions below
 // the length that they were given.
@@ -72,16 +73,22 @@ class Tail {
   // throw.
   void DropBefore(uint64_t begin);
 
+  // Drops the blocks that hold only positions from `position` on; whether there were any.
+  bool DropFrom(uint64_t position) noexcept;
+
   // A tail with positions [begin, length) of a history that consists of `segments` and this tail.
   // It shares full blocks of this tail. It copies the block that will be written again, and the
   // tokens that lie in segments, which must be whole. ResourceExhausted.
   absl::StatusOr<Tail> CopyOf(uint64_t begin, uint64_t length, Segments segments,
                               MemoryBudget* budget) const;
+  // This tail with the first lengths[layer] positions of each layer and nothing behind them: blocks
+  // that are full in every layer are shared, the others are copied. ResourceExhausted.
+  absl::StatusOr<Tail> Without(std::span<const uint64_t> lengths, MemoryBudget* budget) const;
 
  private:
   size_t BlockOf(uint64_t position) const;
   std::byte* Pages(uint32_t layer, uint32_t kv_head, uint64_t position) const;
-  void CopyFromTail(uint64_t begin, uint64_t end, Tail* target) const;
+  void CopyFromTail(uint32_t layer, uint64_t begin, uint64_t end, Tail* target) const;
   static void CopyFromSegments(Segments segments, uint64_t end, Tail* target);
 
   ModelShape shape_;

@@ -179,9 +179,7 @@ absl::Status AppendReactor::Complete() {
     result.segmented_tokens = info.segmented_tokens;
   }
   v1::AppendKvResponse reply;
-  reply.set_committed_tokens(result.committed_tokens);
-  reply.set_segmented_tokens(result.segmented_tokens);
-  reply.set_index_build_us(Micros(result.build_time));
+  ToProto(result, &reply);
   return Serialize(reply, reply_);
 }
 

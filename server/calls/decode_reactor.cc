@@ -34,6 +34,7 @@ DecodeReactor::DecodeReactor(HandlerContext* handlers, grpc::CallbackServerConte
 
 void DecodeReactor::OnReadDone(bool ok) {
   arrival_ = Clock::now();
+  is_step_ = true;
   {
     const MutexLock lock(mutex_);
     if (state_ == State::kFinished) return;
@@ -41,7 +42,9 @@ void DecodeReactor::OnReadDone(bool ok) {
     if (!ok) return FinishLocked(EndOfMessages());
     state_ = State::kStepping;
   }
-  if (handlers_->steps->Submit(this)) return;
+  // A pass has its place: refusing one of its layers would waste those before.
+  const auto place = pass_ != nullptr ? StepExecutor::Place::kAlways : StepExecutor::Place::kIfFree;
+  if (handlers_->steps->Submit(this, place)) return;
   RefuseQueued();
 }
 
@@ -83,50 +86,124 @@ absl::Status DecodeReactor::EndOfMessages() {
 void DecodeReactor::Run() {
   // Once the reply is on its way the stream may end on another thread before this one has left.
   const std::shared_ptr<DecodeReactor> self = self_;
-  const bool second_time = std::exchange(on_disk_worker_, false);
-  if (!second_time && !TakeMessage()) return;
-  if (!second_time && MayReadDisk()) {
-    on_disk_worker_ = true;
-    if (handlers_->disk_steps->Enqueue(this)) return;
-    on_disk_worker_ = false;
-    return RefuseQueued();
+  switch (std::exchange(work_, Work::kMessage)) {
+    case Work::kMessage:
+      if (!TakeMessage()) return;
+      if (request_.complete_prefills_size() > 0) return QueuePrefills();
+      return MayReadDisk() ? StepOnDisk() : Step();
+    case Work::kDiskStep:
+      return Step();
+    case Work::kPrefills:
+      return CompletePrefills();
   }
+}
+
+void DecodeReactor::StepOnDisk() {
+  const bool continues = request_.rows_size() == 0;
+  work_ = Work::kDiskStep;
+  if (handlers_->disk_steps->Enqueue(
+          this, continues ? StepExecutor::Place::kAlways : StepExecutor::Place::kIfFree)) {
+    return;
+  }
+  work_ = Work::kMessage;
+  RefuseQueued();
+}
+
+void DecodeReactor::Step() {
   const Clock::time_point start = Clock::now();
   queue_time_ = start - arrival_;
   engine_time_ = Clock::duration::zero();
   if (const absl::Status status = Answer(); !status.ok()) Refuse(status);
+  if (pass_ != nullptr && pass_->layer() == pass_options_.layers) pass_.reset();
   WriteReply();
 }
 
 bool DecodeReactor::MayReadDisk() const {
+  engine::Engine* const engine = handlers_->engine;
+  if (request_.rows_size() == 0) {
+    return pass_ != nullptr &&
+           std::any_of(step_.rows.begin(), step_.rows.end(), [&](const engine::DecodeRow& row) {
+             return engine->MayReadDisk(tenant_, row.sequence_id);
+           });
+  }
   const uint32_t rows_max = handlers_->options->max_rows;  // a message of more is refused
   const int rows = std::min(request_.rows_size(), static_cast<int>(rows_max));
   for (int i = 0; i < rows; ++i) {
-    if (handlers_->engine->MayReadDisk(tenant_, request_.rows(i).sequence_id())) return true;
+    if (engine->MayReadDisk(tenant_, request_.rows(i).sequence_id())) return true;
   }
   return false;
 }
 
 absl::Status DecodeReactor::Answer() {
-  const ServerOptions& options = *handlers_->options;
-  ATTND_RETURN_IF_ERROR(FromProto(request_, arrival_, &step_, options.policies));
-  if (absl::Status status = CheckReplySize(); !status.ok()) {
-    handlers_->metrics->OnRejected(Rejection::kMessage);
-    return status;
-  }
-  step_.args.cancelled = &cancelled_;
-  reply_.Start(step_id_, step_.output_dtype);
+  ATTND_RETURN_IF_ERROR(request_.rows_size() > 0 ? BeginAnswer() : ContinueAnswer());
+  reply_.Start(step_id_, step_.output_dtype, PartsOfReply());
   const auto memory = [this](const engine::AnswerExtents& extents) {
     return reply_.Provide(extents);
   };
   const Clock::time_point start = Clock::now();
-  absl::Status status = handlers_->engine->Decode(tenant_, writer_, step_.args, memory, &result_);
+  absl::Status status =
+      pass_ != nullptr ? pass_->Step(step_.args, memory, &result_)
+                       : handlers_->engine->Decode(tenant_, writer_, step_.args, memory, &result_);
   engine_time_ = Clock::now() - start;
-  if (status.ok()) status = reply_.Finish(result_);
+  if (status.ok() && pass_ != nullptr && pass_options_.stats == v1::Pass::STATS_OF_PASS) {
+    pass_stats_.Add(result_);
+    status = reply_.Finish(LastLayer() ? pass_stats_.Total(result_) : result_);
+  } else if (status.ok()) {
+    status = reply_.Finish(result_);
+  }
   if (absl::IsResourceExhausted(status)) handlers_->metrics->OnRejected(Rejection::kMemory);
   ATTND_RETURN_IF_ERROR(status);
   step_code_ = absl::StatusCode::kOk;
   return CheckReplyFits();
+}
+
+absl::Status DecodeReactor::BeginAnswer() {
+  pass_.reset();
+  const ServerOptions& options = *handlers_->options;
+  ATTND_RETURN_IF_ERROR(FromProto(request_, arrival_, &step_, options.policies));
+  step_.args.cancelled = &cancelled_;
+  if (request_.has_begin_pass()) {
+    ATTND_ASSIGN_OR_RETURN(pass_options_, PassFromProto(request_, arrival_));
+  }
+  ATTND_RETURN_IF_ERROR(CheckReplySize());
+  return request_.has_begin_pass() ? BeginPass() : absl::OkStatus();
+}
+
+absl::Status DecodeReactor::BeginPass() {
+  if (pass_options_.deadline.has_value()) {
+    step_.args.deadline =
+        std::min(step_.args.deadline.value_or(*pass_options_.deadline), *pass_options_.deadline);
+  }
+  pass_stats_.Start(step_.rows.size());
+  ATTND_ASSIGN_OR_RETURN(
+      pass_, handlers_->engine->BeginPass(tenant_, writer_, step_.rows, pass_options_.layers));
+  for (engine::DecodeRow& row : step_.rows) row.token_ids = {};  // of this message
+  return absl::OkStatus();
+}
+
+absl::Status DecodeReactor::ContinueAnswer() {
+  if (pass_ == nullptr) {
+    return absl::InvalidArgumentError(absl::StrCat("rows has 0 entries; allowed are 1..",
+                                                   handlers_->options->max_rows,
+                                                   ", as the stream is in no pass"));
+  }
+  if (request_.layer() != pass_->layer()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("layer is ", request_.layer(), "; the pass goes on with ", pass_->layer()));
+  }
+  ATTND_RETURN_IF_ERROR(LaterFromProto(request_, arrival_, &step_));
+  if (pass_options_.deadline.has_value()) {
+    step_.args.deadline =
+        std::min(step_.args.deadline.value_or(*pass_options_.deadline), *pass_options_.deadline);
+  }
+  return CheckReplySize();
+}
+
+DecodeReply::Parts DecodeReactor::PartsOfReply() const {
+  if (pass_ == nullptr) return {};
+  const bool stats = pass_options_.stats == v1::Pass::STATS_EACH_LAYER ||
+                     (pass_options_.stats == v1::Pass::STATS_OF_PASS && LastLayer());
+  return {stats ? ReplyRows::kAll : ReplyRows::kIfFaulty, pass_options_.want_lse};
 }
 
 // Statistics and refusals of many rows count, too: what CheckReplySize cannot foresee.
@@ -135,9 +212,10 @@ absl::Status DecodeReactor::CheckReplyFits() const {
   const uint64_t max_bytes = handlers_->options->max_message_bytes;
   if (bytes <= max_bytes) return absl::OkStatus();
   handlers_->metrics->OnRejected(Rejection::kMessage);
-  return absl::ResourceExhaustedError(absl::StrCat("max_message_bytes: the reply has ", bytes,
-                                                   " bytes; allowed are ", max_bytes,
-                                                   "; the step's tokens have been appended"));
+  const bool given_up = pass_ != nullptr && !LastLayer();
+  return absl::ResourceExhaustedError(
+      absl::StrCat("max_message_bytes: the reply has ", bytes, " bytes; allowed are ", max_bytes,
+                   given_up ? "; the pass is given up" : "; the step's tokens have been appended"));
 }
 
 // Before anything is computed or taken from memory: a small query may ask for wide values. The
@@ -157,12 +235,72 @@ absl::Status DecodeReactor::CheckReplySize() const {
     }
   }
   if (bytes(value_dim) <= max_bytes) return absl::OkStatus();
+  handlers_->metrics->OnRejected(Rejection::kMessage);
   return absl::ResourceExhaustedError(absl::StrCat("max_message_bytes: the reply would have ",
                                                    bytes(value_dim), " bytes; allowed are ",
                                                    max_bytes));
 }
 
+void DecodeReactor::QueuePrefills() {
+  pass_.reset();
+  is_step_ = false;
+  if (const absl::Status status = CheckPrefills(); !status.ok()) {
+    Refuse(status);
+    return WriteReply();
+  }
+  for (const uint64_t id : request_.complete_prefills()) {
+    auto call = handlers_->engine->BeginCall(tenant_, id);
+    if (call.ok()) prefill_calls_.push_back(*std::move(call));
+  }
+  work_ = Work::kPrefills;
+  if (handlers_->prefills->Enqueue(this)) {
+    if (!cancelled_.load()) return;
+    const MutexLock lock(mutex_);
+    return LeaveQueueLocked();  // OnCancel may have come before it was queued
+  }
+  work_ = Work::kMessage;
+  prefill_calls_.clear();
+  RefuseQueued();
+}
+
+absl::Status DecodeReactor::CheckPrefills() const {
+  const v1::DecodeRequest& r = request_;
+  const bool others = r.rows_size() > 0 || r.has_q() || r.has_k() || r.has_v() ||
+                      r.has_begin_pass() || r.layer() != 0 || r.deadline_us() != 0 ||
+                      r.output_dtype() != 0;
+  if (others) {
+    return absl::InvalidArgumentError(
+        "complete_prefills is there beside other fields; allowed is step_id");
+  }
+  return absl::OkStatus();
+}
+
+void DecodeReactor::CompletePrefills() {
+  queue_time_ = Clock::now() - arrival_;
+  std::vector<absl::StatusOr<engine::PrefillResult>> results;
+  for (const uint64_t id : request_.complete_prefills()) results.push_back(CompletePrefill(id));
+  engine_time_ = Clock::now() - arrival_ - queue_time_;
+  reply_.FinishPrefills(step_id_, results);
+  prefill_calls_.clear();
+  WriteReply();
+}
+
+absl::StatusOr<engine::PrefillResult> DecodeReactor::CompletePrefill(uint64_t sequence_id) {
+  auto result = handlers_->engine->FinishPrefill(tenant_, writer_, sequence_id, &cancelled_);
+  if (absl::IsResourceExhausted(result.status())) {
+    handlers_->metrics->OnRejected(Rejection::kMemory);
+  }
+  return result;
+}
+
+void DecodeReactor::LeaveQueueLocked() {
+  if (state_ != State::kStepping || !handlers_->prefills->Withdraw(this)) return;
+  FinishLocked(abort_status_.ok() ? ClientGone() : abort_status_);
+}
+
+// Gives the pass up, too.
 void DecodeReactor::Refuse(const absl::Status& status) {
+  pass_.reset();
   step_code_ = status.code();
   reply_.Refuse(step_id_, status);
 }
@@ -193,6 +331,7 @@ void DecodeReactor::OnWriteDone(bool ok) {
 }
 
 void DecodeReactor::RecordStep() {
+  if (!is_step_) return;
   Metrics* const metrics = handlers_->metrics;
   metrics->OnStep(step_code_, step_code_ == absl::StatusCode::kOk ? &result_ : nullptr,
                   {step_.rows, handlers_->options->max_sequence_tokens});
@@ -208,7 +347,11 @@ void DecodeReactor::ReleaseLargeMessages() {
   if (reply_.ReleaseLarge(trimmer)) result_ = engine::DecodeResult();
 }
 
-void DecodeReactor::OnCancel() { cancelled_.store(true); }
+void DecodeReactor::OnCancel() {
+  cancelled_.store(true);
+  const MutexLock lock(mutex_);
+  LeaveQueueLocked();
+}
 
 void DecodeReactor::OnDone() {
   const std::shared_ptr<DecodeReactor> self = std::move(self_);  // may be the last reference
@@ -249,6 +392,7 @@ void DecodeReactor::AbortLocked(const absl::Status& status) {
   grpc_call_cancel_with_status(context_->c_call(),
                                static_cast<grpc_status_code>(converted.error_code()),
                                converted.error_message().c_str(), nullptr);
+  LeaveQueueLocked();
 }
 
 void DecodeReactor::FinishLocked(const absl::Status& status) {
@@ -261,7 +405,9 @@ void DecodeReactor::FinishLocked(const absl::Status& status) {
 // The stream lets its sequences go before the client can see that it has ended. The object may be
 // gone when this returns.
 void DecodeReactor::End() {
+  pass_.reset();  // given up, before another writer can come
   handlers_->engine->ReleaseWriter(writer_);
+  prefill_calls_.clear();
   Finish(ToGrpc(final_status_));
 }
 

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "attnd/v1/attnd.pb.h"
@@ -16,6 +17,7 @@
 #include "grpcpp/support/server_callback.h"
 #include "server/calls/decode_reply.h"
 #include "server/calls/handler.h"
+#include "server/calls/pass_stats.h"
 #include "server/calls/step_conversions.h"
 
 namespace attnd::server {
@@ -24,7 +26,10 @@ namespace attnd::server {
 // flight.
 //
 //   kReading --message--> kStepping --reply made--> kWriting --reply written--> kReading ...
-//   any state --FinishLocked--> kFinished --on a thread for ends: ReleaseWriter, Finish--> OnDone
+//   any state --FinishLocked--> kFinished
+//     --on a thread for ends: the pass is given up, ReleaseWriter, Finish--> OnDone
+//
+// Apart from that a stream is idle or in a pass (the proto, Decode): pass_ is null or not.
 //
 // Who calls: gRPC's threads (OnReadDone, OnWriteDone, OnCancel, OnDone), a worker or a gRPC thread
 // (Run), the registry (Stop, Abort, CheckReply), the thread for ends (End). Finish is called once,
@@ -53,13 +58,33 @@ class DecodeReactor final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
   using Clock = std::chrono::steady_clock;
   enum class State : uint8_t { kReading, kStepping, kWriting, kFinished };
 
+  // What Run does next.
+  enum class Work : uint8_t { kMessage, kDiskStep, kPrefills };
+
   void Run() override;
   // Parses the message. False if the bytes are no message, or a message that is refused unparsed:
   // then it was answered, or the stream was ended.
   bool TakeMessage();
   // Whether a row may have to wait for the disk.
   bool MayReadDisk() const;
+  // Hands the step on to the workers that may wait for the disk.
+  void StepOnDisk();
+  void Step();
   absl::Status Answer();
+  // Fills step_ from a message that begins something, and begins the pass that it declares.
+  absl::Status BeginAnswer();
+  // Fills step_ from a message that goes on with the pass.
+  absl::Status ContinueAnswer();
+  absl::Status BeginPass();
+  bool LastLayer() const { return pass_options_.layers == request_.layer() + 1; }
+  DecodeReply::Parts PartsOfReply() const;
+  // Segments the prompts of complete_prefills: has workers do so; does so.
+  void QueuePrefills();
+  void CompletePrefills();
+  absl::Status CheckPrefills() const;
+  absl::StatusOr<engine::PrefillResult> CompletePrefill(uint64_t sequence_id);
+  // Finishes the stream if it waits for a prefill's worker in vain.
+  void LeaveQueueLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckReplySize() const;
   absl::Status CheckReplyFits() const;
   absl::Status EndOfMessages() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -94,7 +119,13 @@ class DecodeReactor final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
   engine::DecodeResult result_;
   absl::StatusCode step_code_ = absl::StatusCode::kOk;
   Clock::time_point arrival_;
-  bool on_disk_worker_ = false;  // the step was handed on to HandlerContext::disk_steps
+  Work work_ = Work::kMessage;
+  // The pass that the stream is in; null: idle.
+  std::unique_ptr<engine::Pass> pass_;
+  PassOptions pass_options_;  // of pass_
+  PassStats pass_stats_;      // likewise
+  bool is_step_ = false;      // the message asks for a step, and is counted as one
+  std::vector<engine::Lease::Call> prefill_calls_;  // while prefills wait or run
   Clock::duration queue_time_{0};
   Clock::duration engine_time_{0};
 

@@ -78,8 +78,9 @@ grpc::Slice WireData::Release() {
   return {data, std::exchange(bytes_, 0), free, data};
 }
 
-void DecodeReply::Start(uint64_t step_id, DType output_dtype) {
+void DecodeReply::Start(uint64_t step_id, DType output_dtype, const Parts& parts) {
   ClearTensors();
+  parts_ = parts;
   output_dtype_ = output_dtype;
   front_.set_step_id(step_id);
   front_.clear_status();
@@ -114,12 +115,16 @@ absl::Status DecodeReply::Finish(const engine::DecodeResult& result) {
                            WireData::Make(extents_.out_floats() * DTypeBytes(output_dtype_)));
     FromFloat(output_dtype_, converted_.data(), extents_.out_floats(), out_.data.data());
   }
-  ToProto(result, &front_);
+  ToProto(result, parts_.rows, &front_);
   const auto [tokens, heads, value_dim] = extents_;
   out_.head = TensorHead(v1::DecodeResponse::kOutFieldNumber, output_dtype_,
                          {tokens, heads, value_dim}, out_.data.size());
-  lse_.head = TensorHead(v1::DecodeResponse::kLseFieldNumber, DType::kFp32, {tokens, heads},
-                         lse_.data.size());
+  if (parts_.lse) {
+    lse_.head = TensorHead(v1::DecodeResponse::kLseFieldNumber, DType::kFp32, {tokens, heads},
+                           lse_.data.size());
+  } else {
+    lse_ = Field();
+  }
   has_tensors_ = true;
   return absl::OkStatus();
 }
@@ -129,6 +134,18 @@ void DecodeReply::Refuse(uint64_t step_id, const absl::Status& status) {
   front_.Clear();
   front_.set_step_id(step_id);
   ToProto(status, front_.mutable_status());
+}
+
+void DecodeReply::FinishPrefills(uint64_t step_id,
+                                 std::span<const absl::StatusOr<engine::PrefillResult>> prefills) {
+  ClearTensors();
+  front_.Clear();
+  front_.set_step_id(step_id);
+  for (const absl::StatusOr<engine::PrefillResult>& prefill : prefills) {
+    v1::RowResult* const row = front_.add_rows();
+    ToProto(prefill.status(), row->mutable_status());
+    if (prefill.ok()) ToProto(*prefill, row->mutable_prefill());
+  }
 }
 
 uint64_t DecodeReply::ByteSize() const {
@@ -145,8 +162,10 @@ void DecodeReply::Serialize(uint64_t queue_us, uint64_t engine_us, grpc::ByteBuf
   sent_bytes_ = out_.data.size() + lse_.data.size();
   if (has_tensors_) {
     if (out_.data.size() > 0) slices[count++] = out_.data.Release();
-    slices[count++] = grpc::Slice(lse_.head);
-    slices[count++] = lse_.data.Release();
+    if (parts_.lse) {
+      slices[count++] = grpc::Slice(lse_.head);
+      slices[count++] = lse_.data.Release();
+    }
   }
   v1::DecodeResponse times;
   times.set_queue_us(queue_us);

@@ -19,6 +19,7 @@
 #include "grpcpp/support/byte_buffer.h"
 #include "grpcpp/support/slice.h"
 #include "server/calls/heap_trimmer.h"
+#include "server/calls/step_conversions.h"
 
 namespace attnd::server {
 
@@ -56,8 +57,14 @@ class WireData {
 // One thread at a time. Memory of an earlier reply is used again.
 class DecodeReply {
  public:
+  // Which parts of an answer are told.
+  struct Parts {
+    ReplyRows rows = ReplyRows::kAll;
+    bool lse = true;
+  };
   // Begins the reply to the message with this id; its answer will have elements of `output_dtype`.
-  void Start(uint64_t step_id, DType output_dtype);
+  void Start(uint64_t step_id, DType output_dtype, const Parts& parts);
+  void Start(uint64_t step_id, DType output_dtype) { Start(step_id, output_dtype, Parts()); }
   // The engine's AnswerMemory. ResourceExhausted if the system refuses it.
   absl::StatusOr<engine::AnswerBuffers> Provide(const engine::AnswerExtents& extents);
   // Takes the rows' results; the memory that Provide gave holds the answer. ResourceExhausted if
@@ -65,6 +72,9 @@ class DecodeReply {
   absl::Status Finish(const engine::DecodeResult& result);
   // Replaces the reply by a refusal: the message was refused, or ran out of time.
   void Refuse(uint64_t step_id, const absl::Status& status);
+  // The reply to complete_prefills, a row for each, in place of Start, Provide and Finish.
+  void FinishPrefills(uint64_t step_id,
+                      std::span<const absl::StatusOr<engine::PrefillResult>> prefills);
 
   // Bytes of the reply without its times, which take fewer than kTimesBytesMax.
   uint64_t ByteSize() const;
@@ -86,6 +96,7 @@ class DecodeReply {
   void ClearTensors();
 
   DType output_dtype_ = DType::kFp32;
+  Parts parts_;
   engine::AnswerExtents extents_;
   v1::DecodeResponse front_;  // step_id, status and rows
   Field out_;

@@ -58,6 +58,26 @@ std::optional<steady_clock::time_point> Deadline(steady_clock::time_point arriva
   return arrival + std::chrono::microseconds(deadline_us);
 }
 
+// A tensor of a later layer of a pass, whose first layer's stands in the other arguments. It may
+// have data alone.
+absl::Status ConvertLater(const v1::Tensor& tensor, absl::string_view field,
+                          engine::TensorView* view, uint64_t* heads, uint64_t* dim) {
+  if (tensor.dtype() != v1::DTYPE_UNSPECIFIED || tensor.shape_size() != 0) {
+    ATTND_ASSIGN_OR_RETURN(const Tensor3 whole, FromProto(tensor, field));
+    *view = whole.view;
+    *heads = whole.heads;
+    *dim = whole.dim;
+    return absl::OkStatus();
+  }
+  const uint64_t bytes = view->elements * DTypeBytes(view->dtype);  // as they were sent before
+  if (tensor.data().size() != bytes) {
+    return Invalid(field, ".data has ", tensor.data().size(), " bytes; the pass's first layer has ",
+                   bytes);
+  }
+  view->data = reinterpret_cast<const std::byte*>(tensor.data().data());
+  return absl::OkStatus();
+}
+
 float Micros(uint64_t nanos) { return static_cast<float>(nanos) * 1e-3f; }
 
 void StatsToProto(const attention::RowStats& stats, v1::RowStats* out) {
@@ -144,17 +164,87 @@ absl::Status FromProto(const v1::DecodeRequest& request, steady_clock::time_poin
   step->args.q = q.view;
   step->args.q_heads = q.heads;
   step->args.q_head_dim = q.dim;
-  step->args.deadline = Deadline(arrival, request.deadline_us());
+  step->deadline_us = request.deadline_us();
+  step->args.deadline = Deadline(arrival, step->deadline_us);
   return absl::OkStatus();
 }
 
-void ToProto(const engine::DecodeResult& result, v1::DecodeResponse* reply) {
+absl::Status LaterFromProto(const v1::DecodeRequest& request, steady_clock::time_point arrival,
+                            DecodeStep* step) {
+  if (request.has_begin_pass() || request.deadline_us() != 0 ||
+      request.output_dtype() != v1::DTYPE_UNSPECIFIED) {
+    return Invalid(request.has_begin_pass()     ? "begin_pass"
+                   : request.deadline_us() != 0 ? "deadline_us"
+                                                : "output_dtype",
+                   " is there in a message without rows: the first message of a pass declares it");
+  }
+  engine::DecodeArgs& args = step->args;
+  args.layer = request.layer();
+  ATTND_RETURN_IF_ERROR(ConvertLater(request.q(), "q", &args.q, &args.q_heads, &args.q_head_dim));
+  const bool appends = args.k.elements > 0;
+  if (request.has_k() != appends) {
+    return Invalid("k", appends ? " is absent" : " is present",
+                   "; the pass's first message has it the other way");
+  }
+  if (appends) {
+    ATTND_RETURN_IF_ERROR(ConvertLater(request.k(), "k", &args.k, &args.k_heads, &args.k_head_dim));
+  }
+  if (request.has_v() != (args.v.elements > 0)) {
+    return Invalid("v", request.has_v() ? " is present" : " is absent",
+                   "; the pass's first message has it the other way");
+  }
+  if (request.has_v()) {
+    ATTND_RETURN_IF_ERROR(
+        ConvertLater(request.v(), "v", &args.v, &args.v_heads, &args.v_value_dim));
+  }
+  args.deadline = Deadline(arrival, step->deadline_us);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<PassOptions> PassFromProto(const v1::DecodeRequest& request,
+                                          steady_clock::time_point arrival) {
+  const v1::Pass& proto = request.begin_pass();
+  PassOptions pass;
+  pass.layers = proto.layers();
+  if (pass.layers == 0 || pass.layers > kLayersMax) {
+    return Invalid("begin_pass.layers", " is ", pass.layers, "; allowed are 1..", kLayersMax);
+  }
+  if (request.layer() != 0) {
+    return Invalid("layer", " is ", request.layer(), "; a pass begins with layer 0");
+  }
+  if (!v1::Pass::Stats_IsValid(proto.stats())) {
+    return Invalid("begin_pass.stats", " is ", static_cast<int>(proto.stats()),
+                   ", which is unknown");
+  }
+  pass.deadline = Deadline(arrival, proto.deadline_us());
+  pass.want_lse = proto.want_lse();
+  pass.stats = proto.stats();
+  return pass;
+}
+
+void ToProto(const engine::DecodeResult& result, ReplyRows rows, v1::DecodeResponse* reply) {
   reply->mutable_rows()->Clear();
+  if (rows == ReplyRows::kIfFaulty) {
+    const bool faulty = std::any_of(result.rows.begin(), result.rows.end(),
+                                    [](const auto& row) { return !row.status.ok(); });
+    if (!faulty) return;
+    for (const engine::DecodeRowResult& row : result.rows) {
+      ToProto(row.status, reply->add_rows()->mutable_status());
+    }
+    return;
+  }
   for (const engine::DecodeRowResult& row : result.rows) {
     v1::RowResult* const out = reply->add_rows();
     ToProto(row.status, out->mutable_status());
     if (row.status.ok()) StatsToProto(row.stats, out->mutable_stats());
   }
+}
+
+void ToProto(const engine::PrefillResult& result, v1::AppendKvResponse* reply) {
+  reply->set_committed_tokens(result.committed_tokens);
+  reply->set_segmented_tokens(result.segmented_tokens);
+  reply->set_index_build_us(static_cast<uint64_t>(
+      std::chrono::duration_cast<std::chrono::microseconds>(result.build_time).count()));
 }
 
 }  // namespace attnd::server

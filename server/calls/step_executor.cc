@@ -24,18 +24,18 @@ StepExecutor::~StepExecutor() {
   CHECK_EQ(running_, 0u);
 }
 
-bool StepExecutor::Submit(Task* task) {
-  if (!TryBeginInline()) return Enqueue(task);
+bool StepExecutor::Submit(Task* task, Place place) {
+  if (!TryBeginInline()) return Enqueue(task, place);
   task->Run();
   EndInline();
   return true;
 }
 
-bool StepExecutor::Enqueue(Task* task) {
+bool StepExecutor::Enqueue(Task* task, Place place) {
   CHECK(task != nullptr);
   {
     const MutexLock lock(mutex_);
-    if (queue_.size() >= options_.queue_max) return false;
+    if (place == Place::kIfFree && queue_.size() >= options_.queue_max) return false;
     queue_.push_back(task);
   }
   work_.NotifyOne();

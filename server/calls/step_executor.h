@@ -6,7 +6,8 @@
 // (docs/research/RPC_SERVER_STYLES.md), so a few steps may run at once on the gRPC threads that
 // read them: the inline slots. There are fewer slots than such threads, so that one is always free
 // to see cancellations, new streams and health checks. Everything else waits in a bounded queue for
-// a fixed set of workers; when the queue is full the step is refused.
+// a fixed set of workers; when the queue is full the step is refused. What goes on with something
+// that has begun (a pass) is not: its caller bounds how many such tasks there are.
 #ifndef ATTND_SERVER_CALLS_STEP_EXECUTOR_H_
 #define ATTND_SERVER_CALLS_STEP_EXECUTOR_H_
 
@@ -35,7 +36,7 @@ class StepExecutor {
   struct Options {
     uint32_t workers = 1;       // tasks that run at the same time, inline ones included
     uint32_t inline_slots = 0;  // tasks of them that may run inside Submit
-    size_t queue_max = 1;       // tasks that may wait
+    size_t queue_max = 1;       // tasks that may wait; Place::kAlways goes beyond
   };
 
   explicit StepExecutor(const Options& options);
@@ -44,11 +45,13 @@ class StepExecutor {
   // Runs the queued tasks, then joins the workers. No task may be submitted any more.
   ~StepExecutor();
 
+  // Whether a task may be refused a place in the queue.
+  enum class Place { kIfFree, kAlways };
   // Runs `task` now, if an inline slot is free and no task waits; else queues it. False if the
-  // queue is full: the task is then not taken.
-  bool Submit(Task* task);
+  // queue is full: the task is then not taken. Always true with kAlways.
+  bool Submit(Task* task, Place place = Place::kIfFree);
   // Never inline.
-  bool Enqueue(Task* task);
+  bool Enqueue(Task* task, Place place = Place::kIfFree);
   // Takes a waiting task out of the queue. False if the task does not wait: it runs, has run, or
   // was never queued.
   bool Withdraw(Task* task);

@@ -33,6 +33,7 @@ uint32_t FixedBytes(WireFormatLite::WireType type) {
 uint64_t EntriesMax(const FieldDescriptor& field, const ServerOptions& options) {
   const std::string& name = field.full_name();
   if (name == "attnd.v1.DecodeRequest.rows") return options.max_rows;
+  if (name == "attnd.v1.DecodeRequest.complete_prefills") return options.max_rows;
   if (name == "attnd.v1.DecodeRow.token_ids") return options.max_query_tokens;
   if (name == "attnd.v1.AppendKvRequest.token_ids" ||
       name == "attnd.v1.OpenSequenceRequest.token_ids") {

@@ -145,5 +145,37 @@ TEST_F(DecodeSessionTest, OtherFaultsAreNotRepeated) {
   EXPECT_EQ(server_->Metric("attnd_steps_total{code=OK}"), 1);
 }
 
+// A pass whose server goes away is sent again from its first layer.
+TEST_F(DecodeSessionTest, APassIsRepeatedWhole) {
+  StartServer(RealEngine());
+  Connect();
+  v1::OpenSequenceRequest model = SmallModel();
+  model.mutable_model()->mutable_shape()->set_layers(3);
+  const uint64_t sequence = client_->OpenSequence(model)->sequence_id();
+  const auto twin = client_->OpenSequence(model)->sequence_id();
+  const auto session = client_->StartDecode(), other = client_->StartDecode();
+  for (uint32_t layer = 0; layer < 3; ++layer) {
+    v1::DecodeRequest request = SmallStep(sequence, 0, 2.0f + static_cast<float>(layer));
+    request.set_layer(layer);
+    v1::DecodeRequest single = request;
+    single.mutable_rows(0)->set_sequence_id(twin);
+    if (layer == 0) request.mutable_begin_pass()->set_layers(3);
+    if (layer > 0) request.clear_rows();
+    if (layer == 2) {
+      StopServer();
+      StartServer(RealEngine());
+      EXPECT_EQ(client_->ListSequences()->at(0).layer_tokens(0), 0u);  // given up
+    }
+    v1::DecodeResponse reply, expected;
+    const absl::Status status = session->Step(request, &reply, 10s);
+    ASSERT_TRUE(status.ok()) << status;
+    ASSERT_EQ(reply.status().code(), 0) << reply.status().message();
+    ASSERT_TRUE(other->Step(single, &expected, 10s).ok());
+    EXPECT_EQ(reply.out().data(), expected.out().data());
+    EXPECT_EQ(reply.step_id(), request.step_id());
+  }
+  EXPECT_EQ(client_->ListSequences()->at(0).committed_tokens(), 1u);
+}
+
 }  // namespace
 }  // namespace attnd::testing

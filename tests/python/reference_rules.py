@@ -222,3 +222,22 @@ def append(
     sequence.token_ids.update({position + offset: token for offset, token in enumerate(ids)})
     sequence.k[layer] = np.concatenate([sequence.k[layer], k[known:]])
     sequence.v[layer] = np.concatenate([sequence.v[layer], v[known:]])
+
+
+def row_result(error: Refused | None, stats: pb.RowStats | None = None) -> pb.RowResult:
+    if error is None:
+        return pb.RowResult(status=types_pb2.Status(), stats=stats)
+    return pb.RowResult(status=types_pb2.Status(code=error.code.value[0], message=error.message))
+
+
+def nan_like(request: pb.DecodeRequest, tokens: int) -> types_pb2.Tensor:
+    check(len(request.q.shape) == 3, "q.shape must have 3 dimensions")
+    return write_tensor(
+        np.full((tokens, *request.q.shape[1:]), np.nan), request.output_dtype or request.q.dtype
+    )
+
+
+def lengths_of(sequence: Sequence) -> pb.AppendKvResponse:
+    return pb.AppendKvResponse(
+        committed_tokens=sequence.committed, segmented_tokens=sequence.segmented
+    )

@@ -21,6 +21,7 @@ import numpy as np
 import oracle
 from attnd.v1 import attnd_pb2 as pb
 from attnd.v1 import attnd_pb2_grpc, types_pb2
+from reference_passes import DecodeState, Failed
 from reference_rules import (
     DTYPES,
     LIMITS,
@@ -34,9 +35,12 @@ from reference_rules import (
     check,
     check_policy,
     check_shape,
+    lengths_of,
+    nan_like,
     read_tensor,
     read_values,
     refuse,
+    row_result,
     write_tensor,
 )
 
@@ -312,10 +316,7 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
                     self._append_chunk(self._find(sequence_id, tenant), request, stream)
                     complete = request.prefill_complete
             with self._lock:
-                sequence = self._find(sequence_id, tenant)
-                return pb.AppendKvResponse(
-                    committed_tokens=sequence.committed, segmented_tokens=sequence.segmented
-                )
+                return lengths_of(self._find(sequence_id, tenant))
         except Refused as error:
             context.abort(error.code, error.message)
         finally:
@@ -337,18 +338,24 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
             self._claim(sequence, stream)
             append(sequence, request.layer, request.first_position, k, v, request.token_ids, 0)
         if request.prefill_complete:
-            lengths = {len(k) for k in sequence.k}
-            check(
-                len(lengths) == 1,
-                f"prefill_complete: layers' lengths differ: {lengths}",
-                PRECONDITION,
-            )
-            if sequence.committed - WINDOW >= SEGMENT_MIN:
-                sequence.segmented = sequence.committed - WINDOW
+            self._complete(sequence)
+
+    def _complete(self, sequence: Sequence) -> pb.AppendKvResponse:
+        lengths = {len(k) for k in sequence.k}
+        differ = f"prefill_complete: layers' lengths differ: {lengths}"
+        check(len(lengths) == 1, differ, PRECONDITION)
+        if sequence.committed - WINDOW >= SEGMENT_MIN:
+            sequence.segmented = sequence.committed - WINDOW
+        return lengths_of(sequence)
 
     def Decode(self, request_iterator, context):  # noqa: N802
         self.calls.append("Decode")
         tenant, stream = self._tenant(context), object()
+        state = DecodeState(
+            lambda request, failed: self._answer(request, tenant, stream, failed),
+            lambda sequence_id: self._find(sequence_id, tenant),
+            lambda sequence_id: self._complete(self._find(sequence_id, tenant)),
+        )
         try:
             for request in request_iterator:
                 if self.unavailable > 0:
@@ -357,18 +364,22 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
                 if self.pause_s:
                     threading.Event().wait(self.pause_s)
                 with self._lock:
-                    yield self._step(request, tenant, stream)
+                    yield self._step(request, state)
         finally:
+            with self._lock:
+                state.give_up()
             self._release(stream)
 
-    def _step(self, request: pb.DecodeRequest, tenant: str, stream: object) -> pb.DecodeResponse:
+    def _step(self, request: pb.DecodeRequest, state: DecodeState) -> pb.DecodeResponse:
         try:
-            return self._answer(request, tenant, stream)
+            return state.step(request)
         except Refused as error:
             status = types_pb2.Status(code=error.code.value[0], message=error.message)
             return pb.DecodeResponse(step_id=request.step_id, status=status)
 
-    def _answer(self, request: pb.DecodeRequest, tenant: str, stream: object) -> pb.DecodeResponse:
+    def _answer(
+        self, request: pb.DecodeRequest, tenant: str, stream: object, failed: Failed
+    ) -> pb.DecodeResponse:
         rows = request.rows
         check(1 <= len(rows) <= LIMITS.max_rows, f"rows must be 1..{LIMITS.max_rows}")
         check(len({row.sequence_id for row in rows}) == len(rows), "rows: a sequence comes twice")
@@ -381,8 +392,10 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
         new_tokens = sum(row.query_tokens for row in rows if not row.query_only)
         check(request.output_dtype in (0, *DTYPES), "output_dtype is unknown")
         found = []
-        for row in rows:
+        for number, row in enumerate(rows):
             try:
+                if number in failed:
+                    raise failed[number]
                 found.append(self._find(row.sequence_id, tenant))
             except Refused as error:
                 found.append(error)
@@ -467,19 +480,6 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
             tiers=pb.TierTokens(host=heads * sum(seen)),
             stages=pb.StageTimes(attend_us=1),
         )
-
-
-def row_result(error: Refused | None, stats: pb.RowStats | None = None) -> pb.RowResult:
-    if error is None:
-        return pb.RowResult(status=types_pb2.Status(), stats=stats)
-    return pb.RowResult(status=types_pb2.Status(code=error.code.value[0], message=error.message))
-
-
-def nan_like(request: pb.DecodeRequest, tokens: int) -> types_pb2.Tensor:
-    check(len(request.q.shape) == 3, "q.shape must have 3 dimensions")
-    return write_tensor(
-        np.full((tokens, *request.q.shape[1:]), np.nan), request.output_dtype or request.q.dtype
-    )
 
 
 def start(address: str) -> tuple[grpc.Server, Servicer]:

@@ -3,6 +3,7 @@
 where not. The reference server fails on demand."""
 
 import asyncio
+import dataclasses
 import threading
 import time
 
@@ -11,7 +12,7 @@ import pytest
 
 import attnd
 import attnd.aio
-import attnd.client as attnd_client
+import attnd.session as attnd_session
 import cases
 from cases import Case, assert_near, lengths, opened, step
 
@@ -84,7 +85,7 @@ def test_a_step_waits_no_longer_than_told(session_parts):
 
 def test_the_watchdog_strikes_only_what_is_armed():
     """An answer that comes just in time must not have the next step cancelled."""
-    watchdog = attnd_client._Watchdog()
+    watchdog = attnd_session._Watchdog()
     watchdog.stop()
     armed, struck = [False], []
 
@@ -154,7 +155,7 @@ def test_calls_have_deadlines(session_parts):
 def test_messages_that_the_server_would_refuse_are_not_sent(session_parts):
     client, servicer, case, sequence = session_parts
     with client.decode_session() as session:
-        session._max_message_bytes = 100
+        session._limits = dataclasses.replace(session._limits, max_message_bytes=100)
         with pytest.raises(attnd.ResourceExhaustedError, match="max_message_bytes"):
             step(session, case, sequence, 0, slice(20, 21))
     assert servicer.calls.count("Decode") == 0

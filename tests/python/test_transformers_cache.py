@@ -24,7 +24,7 @@ from attnd.results import RowResult, RowStats, StepResult
 from attnd.transformers import Attachment, Stats, fingerprint
 from attnd.transformers.arrays import to_numpy, to_torch
 from attnd.transformers.columns import Columns
-from attnd.transformers.messages import split
+from attnd.splitting import split
 from attnd.transformers.stats import StatsCounter
 from attnd.v1 import attnd_pb2
 from transformers_models import TINY, attached, generate, load, local, prompt, tiny, torch
@@ -85,7 +85,7 @@ def test_a_closed_or_failed_cache_does_not_come_back(attnd_target, open_sequence
             with pytest.raises(ValueError, match="closed"):
                 use()
         with monkeypatch.context() as patch:
-            patch.setattr(attnd.DecodeSession, "step", lambda *a, **k: 1 / 0)
+            patch.setattr(attnd.Pass, "step", lambda *a, **k: 1 / 0)
             with pytest.raises(ZeroDivisionError), torch.no_grad():
                 model(ids[:, -1:], past_key_values=failed)
         with pytest.raises(ValueError, match="of no more use"):
@@ -138,7 +138,7 @@ def test_a_forgotten_attachment_closes_its_caches_when_these_are_forgotten(
 def test_a_failed_call_leaves_nothing_open(attnd_target, open_sequences, monkeypatch):
     model, ids = load(TINY[0]), prompt(TINY[0], 2, 30)
     with attached(model, attnd_target) as attachment:
-        monkeypatch.setattr(attnd.DecodeSession, "step", lambda *a, **k: 1 / 0)
+        monkeypatch.setattr(attnd.Pass, "step", lambda *a, **k: 1 / 0)
         with pytest.raises(ZeroDivisionError), attachment.new_cache() as cache:
             generate(model, ids, cache)
         assert open_sequences() == 0
@@ -220,12 +220,12 @@ def test_one_prompt_serves_several_copies(attnd_target):
 class SmallLimits(attnd.Client):
     """A client of a server that takes 7 tokens and 2 rows a message."""
 
-    def get_server_info(self, **options):
-        info = super().get_server_info(**options)
-        return replace(info, limits=replace(info.limits, max_query_tokens=7, max_rows=2))
+    @property
+    def limits(self):
+        return replace(super().limits, max_query_tokens=7, max_rows=2)
 
 
-def test_steps_are_split_to_the_servers_limits(attnd_target):
+def test_steps_are_split_to_the_servers_limits(attnd_target, monkeypatch):
     """Three rows of 20 new columns, padding among them, in messages of 7 tokens."""
     model, ids = load(TINY[0]), prompt(TINY[0], 3, 60)
     mask = torch.ones_like(ids)
@@ -238,15 +238,22 @@ def test_steps_are_split_to_the_servers_limits(attnd_target):
         cache = attachment.new_cache()
         model(ids[:, :39], past_key_values=cache)
         model(ids[:, 39:40], past_key_values=cache)
-        answers = attachment.stats.answers
-        assert answers == 3 * 2
+        assert attachment.stats.answers == 3
+        messages = []
+        exchange = attnd.DecodeSession._exchange
+        monkeypatch.setattr(
+            attnd.DecodeSession,
+            "_exchange",
+            lambda *arguments: messages.append(1) or exchange(*arguments),
+        )
         got = model(
             ids[:, 40:],
             attention_mask=mask,
             past_key_values=cache,
             position_ids=torch.arange(40, 60)[None].expand(3, -1),
         ).logits
-        assert attachment.stats.answers - answers >= 3 * 55 / 7
+        assert attachment.stats.answers == 3 + 3
+        assert len(messages) >= 3 * 55 / 7
     assert (got - expected[:, 40:])[mask[:, 40:].bool()].abs().max() < 2e-3
 
 

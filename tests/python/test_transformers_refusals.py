@@ -205,7 +205,7 @@ def test_a_cache_after_a_failed_pass_is_refused(attachment, monkeypatch):
     model, ids, cache = load(TINY[0]), prompt(TINY[0], 1, 9), attachment.new_cache()
     with torch.no_grad():
         model(ids, past_key_values=cache)
-        monkeypatch.setattr(attnd.DecodeSession, "step", lambda *a, **k: 1 / 0)
+        monkeypatch.setattr(attnd.Pass, "step", lambda *a, **k: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model(ids[:, :1], past_key_values=cache)
         monkeypatch.undo()

@@ -85,7 +85,8 @@ TEST_F(EndToEndTest, WhatClientsAreToldOfABadStep) {
     std::function<void(v1::DecodeRequest*)> spoil;
   };
   const std::vector<Case> cases = {
-      {"rows has 0 entries; allowed are 1..1024", [](auto* r) { r->clear_rows(); }},
+      {"rows has 0 entries; allowed are 1..1024, as the stream is in no pass",
+       [](auto* r) { r->clear_rows(); }},
       {"rows[0].query_tokens is 0; allowed are 1..4096 (max_query_tokens) in all rows together, 0 "
        "are in the rows before",
        [](auto* r) { r->mutable_rows(0)->set_query_tokens(0); }},

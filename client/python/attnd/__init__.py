@@ -5,7 +5,7 @@
 ``ml_dtypes.bfloat16``, ``float16`` or ``float32``.
 """
 
-from attnd.client import Client, DecodeSession
+from attnd.client import Client
 from attnd.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -21,10 +21,12 @@ from attnd.errors import (
     UnimplementedError,
 )
 from attnd.model import Model, ModelShape, Shard
+from attnd.passes import Pass
 from attnd.policy import INDEXES, Policy, Preset, TreeOptions
 from attnd.requests import KvChunk, Row, layer_chunks
 from attnd.results import (
     AppendedKv,
+    LayerResult,
     Limits,
     OpenedSequence,
     RowResult,
@@ -35,6 +37,7 @@ from attnd.results import (
     ServerInfo,
     StepResult,
 )
+from attnd.session import DecodeSession
 from attnd.tensors import BF16, FP16, FP32
 
 __version__ = "0.1.0"
@@ -54,11 +57,13 @@ __all__ = [
     "FailedPreconditionError",
     "InvalidArgumentError",
     "KvChunk",
+    "LayerResult",
     "Limits",
     "Model",
     "ModelShape",
     "NotFoundError",
     "OpenedSequence",
+    "Pass",
     "Policy",
     "Preset",
     "ResourceExhaustedError",

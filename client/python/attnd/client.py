@@ -3,36 +3,28 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Callable
 
 import grpc
-import numpy.typing as npt
 
 from attnd import channel as channels
 from attnd import replies, requests
-from attnd.errors import (
-    DeadlineExceededError,
-    ResourceExhaustedError,
-    UnavailableError,
-    from_rpc_error,
-)
+from attnd.errors import from_rpc_error
 from attnd.model import Model
 from attnd.policy import Policy, TreeOptions
-from attnd.requests import KvChunk, Row
+from attnd.requests import KvChunk
 from attnd.results import (
     AppendedKv,
+    Limits,
     OpenedSequence,
     SealedSequence,
     SealResult,
     SequenceInfo,
     ServerInfo,
-    StepResult,
 )
+from attnd.session import DecodeSession
 from attnd.tensors import Array
 from attnd.v1 import attnd_pb2, attnd_pb2_grpc
 
@@ -74,7 +66,7 @@ class Client:
         self._stub: Any = attnd_pb2_grpc.AttndStub(self._channel)  # type: ignore[no-untyped-call]
         self._metadata = channels.tenant_metadata(tenant)
         self._timeout_s = timeout_s
-        self._max_message_bytes = 0  # not asked yet
+        self._limits: Limits | None = None  # not asked yet
 
     def __enter__(self) -> Client:
         return self
@@ -106,15 +98,18 @@ class Client:
         reached."""
         request = attnd_pb2.GetServerInfoRequest()
         info = ServerInfo.from_proto(self._call(self._stub.GetServerInfo, request, timeout_s))
-        self._max_message_bytes = info.limits.max_message_bytes
+        self._limits = info.limits
         return info
+
+    @property
+    def limits(self) -> Limits:
+        """Sizes that the server accepts; asked once."""
+        return self._limits or self.get_server_info().limits
 
     @property
     def max_message_bytes(self) -> int:
         """Largest message that the server takes; asked once."""
-        if not self._max_message_bytes:
-            self.get_server_info()
-        return self._max_message_bytes
+        return self.limits.max_message_bytes
 
     def open_sequence(
         self,
@@ -260,9 +255,7 @@ class Client:
 
     def decode_session(self) -> DecodeSession:
         """A stream of decode steps; use it in a `with` statement."""
-        return DecodeSession(
-            self._stub.Decode, self._metadata, self._timeout_s, self.max_message_bytes
-        )
+        return DecodeSession(self._stub.Decode, self._metadata, self._timeout_s, self.limits)
 
 
 class _Upload:
@@ -283,218 +276,3 @@ class _Upload:
         except Exception as error:
             self.error = error
             raise
-
-
-class _Stream:
-    """One Decode call: requests go through a queue, replies are read in order."""
-
-    def __init__(self, method: Callable[..., Any], metadata: channels.Metadata) -> None:
-        self._requests: queue.SimpleQueue[attnd_pb2.DecodeRequest | None] = queue.SimpleQueue()
-        self._replies = method(iter(self._requests.get, None), metadata=metadata)
-
-    def exchange(self, request: attnd_pb2.DecodeRequest) -> attnd_pb2.DecodeResponse:
-        self._requests.put(request)
-        try:
-            reply: attnd_pb2.DecodeResponse = next(self._replies)
-            return reply
-        except StopIteration:
-            raise UnavailableError(
-                grpc.StatusCode.UNAVAILABLE, "the server ended the stream"
-            ) from None
-
-    def cancel(self) -> None:
-        self._replies.cancel()
-        self._requests.put(None)
-
-    def finish(self) -> None:
-        """Says that no more steps come, and waits until the server has ended the stream."""
-        self._requests.put(None)
-        try:
-            for _ in self._replies:
-                pass
-        except grpc.RpcError:
-            pass  # nothing was in flight: how the stream ended concerns nobody
-
-
-class _Watchdog:
-    """Cancels what takes too long. Arming costs a lock that nobody holds, so that a step does not
-    pay for a timer.
-
-    What has been disarmed never expires, nor does it make what is armed next expire: the watching
-    thread looks and acts under the lock.
-    """
-
-    _PERIOD_S = 0.05
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._due: float | None = None  # guarded by the lock, as the next two
-        self._expire: Callable[[], None] = lambda: None
-        self._expired = False
-        self._stopped = threading.Event()
-        threading.Thread(target=self._watch, name="attnd-decode-watchdog", daemon=True).start()
-
-    def arm(self, timeout_s: float, expire: Callable[[], None]) -> None:
-        """expire: called at most once, on another thread, before disarm() returns; must not
-        wait."""
-        with self._lock:
-            self._expired = False
-            self._expire = expire
-            self._due = time.monotonic() + timeout_s
-
-    def disarm(self) -> bool:
-        """Whether the time was over before this."""
-        with self._lock:
-            self._due = None
-            return self._expired
-
-    def stop(self) -> None:
-        self._stopped.set()
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(self._PERIOD_S):
-            self.check(time.monotonic())
-
-    def check(self, now: float) -> None:
-        """Expires what is due."""
-        with self._lock:
-            if self._due is not None and now > self._due:
-                self._due = None
-                self._expired = True
-                self._expire()
-
-
-class DecodeSession:
-    """A stream of decode steps, for one thread. Made by :meth:`Client.decode_session`.
-
-    When the server cannot be reached, a step opens a new stream and is sent again: steps are
-    idempotent by (sequence, layer, position). After any other failure of the stream the next step
-    opens a new one.
-    """
-
-    def __init__(
-        self,
-        method: Callable[..., Any],
-        metadata: channels.Metadata,
-        timeout_s: float,
-        max_message_bytes: int,
-    ) -> None:
-        self._method = method
-        self._metadata = metadata
-        self._timeout_s = timeout_s
-        self._max_message_bytes = max_message_bytes
-        self._stream: _Stream | None = None
-        self._watchdog = _Watchdog()
-        self._step_id = 0
-
-    def __enter__(self) -> DecodeSession:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Ends the stream; the sequences may then have another writer."""
-        if self._stream is not None:
-            stream, self._stream = self._stream, None
-            self._watchdog.arm(self._timeout_s, stream.cancel)
-            stream.finish()
-            self._watchdog.disarm()
-        self._watchdog.stop()
-
-    def step(
-        self,
-        layer: int,
-        rows: Sequence[Row],
-        q: Array,
-        k: Array | None = None,
-        v: Array | None = None,
-        *,
-        deadline_us: int = 0,
-        output_dtype: npt.DTypeLike | None = None,
-        timeout_s: float | None = None,
-        raise_on_row_error: bool = True,
-    ) -> StepResult:
-        """Answers attention for one layer of a batch and appends the new tokens.
-
-        Args:
-            layer: layer of every row.
-            rows: the batch; each sequence at most once.
-            q: [sum of query_tokens, query_heads, head_dim], rows one after the other; bf16, fp16 or
-                fp32.
-            k: [sum over rows without query_only, kv_heads, head_dim] in the model's dtype; None if
-                all are query_only.
-            v: [the same tokens, kv_heads, value_dim] in the model's dtype; None if all are
-                query_only or of latent models, which share no message with others that append.
-            deadline_us: time that the server may take; 0 is no limit.
-            output_dtype: element type of the answer; None is q's.
-            timeout_s: seconds to wait for the answer, retries included; None is the client's
-                timeout. It is seen up to 50 ms late.
-            raise_on_row_error: whether a failed row raises; otherwise look at the result's rows.
-
-        Raises:
-            RowError: if a row failed; its `result` has the other rows' answers.
-            AttndError: if the step failed as a whole.
-            ValueError: if a dtype is none of the three.
-        """
-        self._step_id += 1
-        request = requests.decode_request(
-            self._step_id, layer, rows, q, k, v, deadline_us, output_dtype
-        )
-        if request.ByteSize() > self._max_message_bytes:
-            message = channels.too_large(request.ByteSize(), self._max_message_bytes)
-            raise ResourceExhaustedError(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
-        reply = self._exchange(request, self._timeout_s if timeout_s is None else timeout_s)
-        failed = replies.step_error(self._step_id, reply)
-        if failed is not None:
-            raise failed
-        result = StepResult.from_proto(reply)
-        failed_row = replies.row_error(rows, result) if raise_on_row_error else None
-        if failed_row is not None:
-            raise failed_row
-        return result
-
-    def _exchange(
-        self, request: attnd_pb2.DecodeRequest, timeout_s: float
-    ) -> attnd_pb2.DecodeResponse:
-        """Sends a step until it is answered, again after each of STEP_BACKOFF_S."""
-        due = time.monotonic() + timeout_s
-        for attempt, backoff_s in enumerate((*channels.STEP_BACKOFF_S, None)):
-            try:
-                reply = self._attempt(request, due - time.monotonic())
-                # The server may not have noticed yet that the stream before this one has ended.
-                if attempt == 0 or backoff_s is None or not replies.any_aborted(reply):
-                    return reply
-            except UnavailableError:
-                if backoff_s is None or time.monotonic() + backoff_s > due:
-                    raise
-            time.sleep(backoff_s)
-        raise AssertionError("unreachable: the last attempt returns or raises")
-
-    def _attempt(
-        self, request: attnd_pb2.DecodeRequest, timeout_s: float
-    ) -> attnd_pb2.DecodeResponse:
-        if self._stream is None:
-            self._stream = _Stream(self._method, self._metadata)
-        stream = self._stream
-        self._watchdog.arm(timeout_s, stream.cancel)
-        try:
-            reply = stream.exchange(request)
-        except BaseException as error:
-            expired = self._watchdog.disarm()
-            self._stream = None
-            stream.cancel()
-            if expired:
-                message = f"no answer within {timeout_s:.3f} s; repeating the step is safe"
-                raise DeadlineExceededError(grpc.StatusCode.DEADLINE_EXCEEDED, message) from None
-            if isinstance(error, grpc.RpcError):
-                raise from_rpc_error(error) from None
-            raise
-        if self._watchdog.disarm():  # just in time: the answer counts, the stream is gone
-            self._stream = None
-        return reply

@@ -9,7 +9,7 @@ import grpc
 
 from attnd.errors import AttndError, RowError, error_of, status_code
 from attnd.requests import Row
-from attnd.results import AppendedKv, StepResult
+from attnd.results import AppendedKv, LayerResult, StepResult
 from attnd.v1 import attnd_pb2
 
 
@@ -30,7 +30,18 @@ def step_error(step_id: int, message: attnd_pb2.DecodeResponse) -> AttndError | 
     return None
 
 
-def row_error(rows: Sequence[Row], result: StepResult) -> RowError | None:
+def prefilled(row: attnd_pb2.RowResult) -> AppendedKv:
+    """What became of one sequence of complete_prefills.
+
+    Raises:
+        AttndError: if it could not be segmented.
+    """
+    if row.status.code:
+        raise error_of(status_code(row.status.code), row.status.message)
+    return appended(row.prefill)
+
+
+def row_error(rows: Sequence[Row], result: StepResult | LayerResult) -> RowError | None:
     """The error of the first row that failed; None if all are OK."""
     for index, (row, outcome) in enumerate(zip(rows, result.rows)):
         if not outcome.ok:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from attnd.model import Model
 from attnd.policy import CLUSTER_INDEXES, Policy, TreeOptions, as_policy, to_wire_indexes
-from attnd.tensors import Array, to_tensor, to_wire_dtype
+from attnd.tensors import Array, as_dtype, to_tensor, to_wire_dtype
 from attnd.v1 import attnd_pb2, types_pb2
 
 # Room in a message for everything but tensors and token ids.
@@ -86,6 +86,38 @@ class Row:
             query_only=self.query_only,
             want_kv_head_errors=self.want_kv_head_errors,
         )
+
+
+    def part(self, start: int, tokens: int) -> Row:
+        """The row of `tokens` of these tokens, from number `start` on."""
+        return replace(
+            self,
+            position=self.position if self.query_only else self.position + start,
+            query_tokens=tokens,
+            token_ids=self.token_ids[start : start + tokens],
+        )
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """Of :meth:`attnd.DecodeSession.begin_pass`."""
+
+    deadline_us: int = 0
+    pass_deadline_us: int = 0
+    output_dtype: npt.DTypeLike | None = None
+    want_lse: bool = False
+    stats: str = "pass"
+
+    def __post_init__(self) -> None:
+        if self.stats not in _STATS:
+            raise ValueError(f"stats is {self.stats!r}: one of {', '.join(_STATS)}")
+
+
+_STATS = {
+    "pass": attnd_pb2.Pass.STATS_OF_PASS,
+    "layer": attnd_pb2.Pass.STATS_EACH_LAYER,
+    "none": attnd_pb2.Pass.STATS_NONE,
+}
 
 
 def layer_chunks(
@@ -211,3 +243,43 @@ def decode_request(
         if output_dtype is None
         else to_wire_dtype(output_dtype),
     )
+
+
+def pass_request(
+    step_id: int,
+    layers: int,
+    rows: Sequence[Row],
+    q: Array,
+    k: Array | None,
+    v: Array | None,
+    options: PassOptions,
+) -> attnd_pb2.DecodeRequest:
+    """The message that declares a pass and has its first layer."""
+    request = decode_request(step_id, 0, rows, q, k, v, options.deadline_us, options.output_dtype)
+    request.begin_pass.CopyFrom(
+        attnd_pb2.Pass(
+            layers=layers,
+            deadline_us=options.pass_deadline_us,
+            want_lse=options.want_lse,
+            stats=_STATS[options.stats],
+        )
+    )
+    return request
+
+
+def layer_request(
+    step_id: int, layer: int, q: Array, k: Array | None, v: Array | None
+) -> attnd_pb2.DecodeRequest:
+    """The message of a later layer of a pass."""
+    return attnd_pb2.DecodeRequest(
+        step_id=step_id,
+        layer=layer,
+        q=to_tensor(q),
+        k=None if k is None else to_tensor(k),
+        v=None if v is None else to_tensor(v),
+    )
+
+
+def itemsize(output_dtype: npt.DTypeLike | None, q: Array) -> int:
+    """Bytes of an element of the answer."""
+    return q.dtype.itemsize if output_dtype is None else as_dtype(output_dtype).itemsize

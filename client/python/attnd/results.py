@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import grpc
 
 from attnd.errors import status_code
 from attnd.model import Model
 from attnd.policy import Policy, Preset, TreeOptions, from_wire_indexes
+from attnd.splitting import Piece
 from attnd.tensors import Array, from_tensor
 from attnd.v1 import attnd_pb2
 
@@ -270,6 +273,14 @@ class RowResult:
     def ok(self) -> bool:
         return self.code is grpc.StatusCode.OK
 
+    @staticmethod
+    def from_proto(message: attnd_pb2.RowResult) -> RowResult:
+        return RowResult(
+            status_code(message.status.code),
+            message.status.message,
+            RowStats.from_proto(message.stats),
+        )
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -293,16 +304,91 @@ class StepResult:
 
     @staticmethod
     def from_proto(message: attnd_pb2.DecodeResponse) -> StepResult:
-        rows = tuple(
-            RowResult(
-                status_code(row.status.code), row.status.message, RowStats.from_proto(row.stats)
-            )
-            for row in message.rows
-        )
         return StepResult(
             out=from_tensor(message.out),
             lse=from_tensor(message.lse),
-            rows=rows,
+            rows=tuple(map(RowResult.from_proto, message.rows)),
             queue_us=message.queue_us,
             engine_us=message.engine_us,
         )
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """The answer to one layer of a pass.
+
+    Attributes:
+        out: as StepResult's.
+        lse: as StepResult's; None unless the pass wants it.
+        rows: one outcome for each row, in order; empty if all are OK and the pass has no statistics
+            to tell with this layer.
+        queue_us, engine_us: as StepResult's.
+    """
+
+    out: Array
+    lse: Array | None
+    rows: tuple[RowResult, ...]
+    queue_us: int
+    engine_us: int
+
+    @staticmethod
+    def from_proto(message: attnd_pb2.DecodeResponse) -> LayerResult:
+        return LayerResult(
+            out=from_tensor(message.out),
+            lse=from_tensor(message.lse) if message.HasField("lse") else None,
+            rows=tuple(map(RowResult.from_proto, message.rows)),
+            queue_us=message.queue_us,
+            engine_us=message.engine_us,
+        )
+
+
+# Of RowStats, how parts are put together; all other fields are sums.
+_MEANS = ("covered_mass", "exact_mass", "predicted_error_mean", "missed_mass")
+
+
+def merged_stats(parts: Sequence[tuple[RowStats, int]]) -> RowStats:
+    """The statistics of parts of a row, each with its weight: counts are sums, shares and errors
+    means over the parts that have them."""
+
+    def mean(name: str) -> float | None:
+        found = [(getattr(s, name), w) for s, w in parts if getattr(s, name) is not None]
+        total = sum(weight for _, weight in found)
+        return sum(value * weight for value, weight in found) / total if found else None
+
+    values: dict[str, Any] = {name: mean(name) for name in _MEANS}
+    largest = [s.predicted_error_max for s, _ in parts if s.predicted_error_max is not None]
+    values["predicted_error_max"] = max(largest) if largest else None
+    values["stage_us"] = {
+        stage: sum(s.stage_us[stage] for s, _ in parts) for stage in parts[0][0].stage_us
+    }
+    heads = [(s.predicted_error_of_kv_head, w) for s, w in parts if s.predicted_error_of_kv_head]
+    weight = sum(w for _, w in heads)
+    values["predicted_error_of_kv_head"] = tuple(
+        sum(errors[head] * w for errors, w in heads) / weight
+        for head in range(len(heads[0][0]) if heads else 0)
+    )
+    for field in fields(RowStats):
+        if field.name not in values:
+            values[field.name] = sum(getattr(s, field.name) for s, _ in parts)
+    return RowStats(**values)
+
+
+def merged_rows(
+    count: int, results: Sequence[tuple[Sequence[Piece], StepResult]]
+) -> tuple[RowResult, ...]:
+    """The outcomes of `count` rows whose pieces were answered by several messages: the first
+    failure, or the statistics of all pieces."""
+    of_row: list[list[tuple[RowResult, int]]] = [[] for _ in range(count)]
+    for pieces, result in results:
+        for piece, row in zip(pieces, result.rows):
+            of_row[piece.row].append((row, piece.tokens))
+    merged = []
+    for outcomes in of_row:
+        failed = next((row for row, _ in outcomes if not row.ok), None)
+        merged.append(
+            failed
+            or RowResult(
+                outcomes[0][0].code, "", merged_stats([(row.stats, n) for row, n in outcomes])
+            )
+        )
+    return tuple(merged)

@@ -69,7 +69,7 @@ v1::Tensor TensorOf(DType dtype, const std::vector<uint64_t>& shape, size_t elem
 std::string Expected(uint64_t step_id, DType dtype, const engine::AnswerExtents& extents) {
   v1::DecodeResponse message;
   message.set_step_id(step_id);
-  ToProto(TwoRows(extents.value_dim), &message);
+  ToProto(TwoRows(extents.value_dim), ReplyRows::kAll, &message);
   *message.mutable_out() = TensorOf(
       dtype, {extents.query_tokens, extents.query_heads, extents.value_dim}, extents.out_floats());
   *message.mutable_lse() =

@@ -146,8 +146,8 @@ TEST_F(WireCheckTest, EveryRepeatedFieldIsKnownHere) {
       {"AppendKv.v.shape", kEntriesMax},     {"AppendKv.observed_queries.shape", kEntriesMax},
       {"AppendKv.token_ids", 300},           {"Decode.rows", 4},
       {"Decode.rows.token_ids", 300},        {"Decode.rows.policy.parameters", kParametersMax},
-      {"Decode.q.shape", kEntriesMax},       {"Decode.k.shape", kEntriesMax},
-      {"Decode.v.shape", kEntriesMax},
+      {"Decode.q.shape", kEntriesMax},       {"Decode.complete_prefills", 4},
+      {"Decode.k.shape", kEntriesMax},       {"Decode.v.shape", kEntriesMax},
   };
   std::map<std::string, uint64_t> found;
   const auto* const service = v1::DecodeRequest::descriptor()->file()->FindServiceByName("Attnd");

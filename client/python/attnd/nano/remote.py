@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from attnd.client import Client, DecodeSession
+from attnd.client import Client
+from attnd.session import DecodeSession
 from attnd.nano.model import LayerKv
 from attnd.policy import Policy
 from attnd.requests import Row, layer_chunks

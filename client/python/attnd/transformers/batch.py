@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from attnd.client import DecodeSession
+from attnd.passes import Pass
+from attnd.session import DecodeSession
 from attnd.errors import NotFoundError, UnavailableError
 from attnd.model import Model, ModelShape
 from attnd.policy import Policy
@@ -21,15 +22,12 @@ from attnd.transformers.arrays import to_numpy, to_torch
 from attnd.transformers.columns import Columns, Step, columns_of, tokens_of
 from attnd.transformers.identity import shape_of
 from attnd.transformers.leases import explained
-from attnd.transformers.messages import Piece, split
 from attnd.transformers.prompt import Prompt
 from attnd.transformers.server import Server
 
 #: The name of attnd's attention function among those of Transformers.
 NAME = "attnd"
 
-# Room in a Decode message for everything but tensors.
-_MESSAGE_OVERHEAD_BYTES = 64 << 10
 _OF_NO_USE = (
     "a pass over this cache failed, or was made by a model that does not attend with attnd: the "
     "cache is of no more use"
@@ -63,6 +61,7 @@ class RemoteBatch:
         self._attended = server.layers  # layers that have attended in the newest pass
         self._awaited = False  # whether a layer was updated and has not attended yet
         self._session: DecodeSession | None = None
+        self._pass: Pass | None = None  # of the newest model's pass, if the server answers it
 
     @property
     def layers(self) -> int:
@@ -208,33 +207,33 @@ class RemoteBatch:
         step: Step,
     ) -> torch.Tensor:
         q, k, v = (to_numpy(tokens_of(tensor, step)) for tensor in (query, key, value))
-        out = np.empty((*q.shape[:2], v.shape[2]), q.dtype)
-        most = self._most_tokens(q, k, v)
-        start = 0
-        for pieces in split(step.tokens(), most, self._server.limits.max_rows):
-            part = slice(start, start + sum(piece.tokens for piece in pieces))
-            out[part] = self._exchange(layer, pieces, step, q[part], k[part], v[part])
-            start = part.stop
+        if not len(q):  # columns of padding alone
+            out = np.empty((0, q.shape[1], v.shape[2]), q.dtype)
+        else:
+            out = self._exchange(layer, step, q, k, v)
         return columns_of(to_torch(out, query.device), step)
 
-    def _most_tokens(self, *tensors: Array) -> int:
-        limits = self._server.limits
-        token_bytes = sum(tensor[0].nbytes for tensor in tensors if len(tensor))
-        room = (limits.max_message_bytes - _MESSAGE_OVERHEAD_BYTES) // max(1, token_bytes)
-        return max(1, min(limits.max_query_tokens, room))
-
-    def _exchange(
-        self, layer: int, pieces: Sequence[Piece], step: Step, q: Array, k: Array, v: Array
-    ) -> Array:
-        """One Decode message and its answer, [tokens, query_heads, value_dim]."""
+    def _exchange(self, layer: int, step: Step, q: Array, k: Array, v: Array) -> Array:
+        """A layer's answer, [tokens, query_heads, value_dim]."""
         if self._session is None:
             self._session = self._server.client.decode_session()
-        rows = [
-            Row(self.sequence_ids[p.row], step.positions[p.row] + p.start, p.tokens) for p in pieces
-        ]
+        if layer == 0:
+            rows = [
+                Row(sequence, position, tokens)
+                for sequence, position, tokens in zip(
+                    self.sequence_ids, step.positions, step.tokens()
+                )
+                if tokens
+            ]
+            self._pass = self._session.begin_pass(self.layers, rows, output_dtype=q.dtype)
+        if self._pass is None or self._pass.layer != layer:
+            raise ValueError(
+                f"layer {layer} attends where another one is expected: attnd answers the layers of "
+                f"a model in their order"
+            )
         begun = time.monotonic()
         with self._explained():
-            result = self._session.step(layer, rows, q, k, v, output_dtype=q.dtype)
+            result = self._pass.step(q, k, v)
         self._server.counter.add(result, time.monotonic() - begun)
         return result.out
 

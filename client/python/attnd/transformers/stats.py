@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from attnd.results import RowStats, StepResult
+from attnd.results import LayerResult, RowStats
 
 
 @dataclass(frozen=True)
@@ -14,13 +14,12 @@ class Stats:
     """Means over all that attnd answered; the local prompt is not part of them.
 
     Attributes:
-        answers: Decode messages that were answered: one for each layer of each step, more if a step
-            was too large for one message.
+        answers: layers that were answered: as many as the model has, for each of its passes.
         read_share: tokens read exactly, of all tokens that the queries could see, 0..1; the first
             and the newest tokens, which are always read, count as read.
         estimated_share: tokens estimated from the index, likewise.
         dropped_share: tokens left out, likewise.
-        predicted_error: mean over answers and rows of the predicted |o - o_dense| / |o_dense|; None
+        predicted_error: mean over passes and rows of the predicted |o - o_dense| / |o_dense|; None
             if the policy predicts none.
         predicted_error_max: the largest one of a query head and token; None likewise.
         wait_s: time that the model waited for the answers, in seconds, the transport included.
@@ -64,7 +63,7 @@ class StatsCounter:
         with self._lock:
             self._clear()
 
-    def add(self, result: StepResult, wait_s: float) -> None:
+    def add(self, result: LayerResult, wait_s: float) -> None:
         """Counts a reply that took wait_s seconds to come."""
         with self._lock:
             self._answers += 1

@@ -49,7 +49,9 @@ class CloseSequenceResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ["deadline_us", "k", "layer", "output_dtype", "q", "rows", "step_id", "v"]
+    __slots__ = ["begin_pass", "complete_prefills", "deadline_us", "k", "layer", "output_dtype", "q", "rows", "step_id", "v"]
+    BEGIN_PASS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_PREFILLS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_US_FIELD_NUMBER: _ClassVar[int]
     K_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +60,8 @@ class DecodeRequest(_message.Message):
     ROWS_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     V_FIELD_NUMBER: _ClassVar[int]
+    begin_pass: Pass
+    complete_prefills: _containers.RepeatedScalarFieldContainer[int]
     deadline_us: int
     k: _types_pb2.Tensor
     layer: int
@@ -66,7 +70,7 @@ class DecodeRequest(_message.Message):
     rows: _containers.RepeatedCompositeFieldContainer[DecodeRow]
     step_id: int
     v: _types_pb2.Tensor
-    def __init__(self, step_id: _Optional[int] = ..., layer: _Optional[int] = ..., deadline_us: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[DecodeRow, _Mapping]]] = ..., q: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., k: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., output_dtype: _Optional[_Union[_types_pb2.DType, str]] = ...) -> None: ...
+    def __init__(self, step_id: _Optional[int] = ..., layer: _Optional[int] = ..., deadline_us: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[DecodeRow, _Mapping]]] = ..., q: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., k: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., output_dtype: _Optional[_Union[_types_pb2.DType, str]] = ..., begin_pass: _Optional[_Union[Pass, _Mapping]] = ..., complete_prefills: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DecodeResponse(_message.Message):
     __slots__ = ["engine_us", "lse", "out", "queue_us", "rows", "status", "step_id"]
@@ -254,6 +258,23 @@ class OpenSequenceResponse(_message.Message):
     tokens_present: int
     def __init__(self, sequence_id: _Optional[int] = ..., tokens_present: _Optional[int] = ..., backend: _Optional[str] = ...) -> None: ...
 
+class Pass(_message.Message):
+    __slots__ = ["deadline_us", "layers", "stats", "want_lse"]
+    class Stats(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = []
+    DEADLINE_US_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    STATS_EACH_LAYER: Pass.Stats
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    STATS_NONE: Pass.Stats
+    STATS_OF_PASS: Pass.Stats
+    WANT_LSE_FIELD_NUMBER: _ClassVar[int]
+    deadline_us: int
+    layers: int
+    stats: Pass.Stats
+    want_lse: bool
+    def __init__(self, layers: _Optional[int] = ..., deadline_us: _Optional[int] = ..., want_lse: bool = ..., stats: _Optional[_Union[Pass.Stats, str]] = ...) -> None: ...
+
 class PresetInfo(_message.Message):
     __slots__ = ["allowed", "backend", "indexes", "layout", "policy"]
     class AllowedEntry(_message.Message):
@@ -288,12 +309,14 @@ class RenewLeaseResponse(_message.Message):
     def __init__(self, lease_seconds: _Optional[int] = ...) -> None: ...
 
 class RowResult(_message.Message):
-    __slots__ = ["stats", "status"]
+    __slots__ = ["prefill", "stats", "status"]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
+    prefill: AppendKvResponse
     stats: RowStats
     status: _types_pb2.Status
-    def __init__(self, status: _Optional[_Union[_types_pb2.Status, _Mapping]] = ..., stats: _Optional[_Union[RowStats, _Mapping]] = ...) -> None: ...
+    def __init__(self, status: _Optional[_Union[_types_pb2.Status, _Mapping]] = ..., stats: _Optional[_Union[RowStats, _Mapping]] = ..., prefill: _Optional[_Union[AppendKvResponse, _Mapping]] = ...) -> None: ...
 
 class RowStats(_message.Message):
     __slots__ = ["clusters", "covered_mass", "dropped_tokens", "estimated_tokens", "exact_mass", "exact_tokens", "index_rows", "missed_mass", "missed_tokens", "predicted_error_max", "predicted_error_mean", "predicted_error_of_kv_head", "stages", "tiers", "zone_tokens"]

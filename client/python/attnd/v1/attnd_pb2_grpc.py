@@ -116,6 +116,40 @@ class AttndServicer(object):
         row's result, changes nothing, and leaves the other rows their answers. The stream goes on in both cases. One reply
         is in flight at a time: the next message is read when the reply has been written; a reply left unread for
         reply_timeout_s ends the stream with RESOURCE_EXHAUSTED.
+
+        A message stands alone, or is one layer of a pass. A pass is a model's forward pass: the same rows in every layer,
+        from layer 0 to the last. The message of layer 0 declares the pass (DecodeRequest.begin_pass): its rows are
+        checked, and memory for their tokens and answers is reserved, once for all layers. The messages of later layers
+        have layer, q, k and v alone. The stream has two states:
+
+        state             message                          what happens, and the state after it
+        ----------------  -------------------------------  ------------------------------------------------------------
+        idle              rows without begin_pass           the layer is answered; idle
+        idle              rows and begin_pass               layer 0 is answered; in a pass at layer 1
+        idle              complete_prefills                 prompts are segmented; idle
+        idle              none of these                     INVALID_ARGUMENT; idle
+        in a pass at n    neither rows nor the above,       the layer is answered; in a pass at n + 1, or idle if n is
+        and layer is n                    the last layer
+        in a pass at n    likewise, layer is not n          INVALID_ARGUMENT; the pass is given up; idle
+        in a pass at n    rows, or complete_prefills        the pass is given up; then as in idle
+        in a pass at n    the stream ends, by whomever      the pass is given up
+
+        Errors. A message that is refused as a whole (the reply's status is not OK) or misses a deadline gives its pass up:
+        the stream is idle. A row that fails leaves the pass: the pass is given up for this row alone, each later reply of
+        the pass has the row's status again, and what later messages hold for the row is not looked at. The other rows go
+        on.
+
+        Giving up. The tokens that the pass has appended to a row's sequence are taken back from all layers: the sequence
+        is as it was when the pass was declared, whatever became of the client. Tokens that were there before stay, also
+        those that the pass has repeated. Token ids go with their tokens. So a sequence has tokens of a pass in all layers
+        or in none: a row's tokens are committed when the last layer is answered, before its reply is sent.
+
+        Replay. A pass may be declared again, on this stream or another one, with the same q, k and v: layers that have the
+        tokens answer again without appending, as a repeated row does (DecodeRow.position), the others append. So a client
+        that lost a reply sends the whole pass again. A pass that was given up may also be declared with other tokens.
+
+        Queues. max_queued_steps refuses messages that stand alone and declarations. A later layer of a pass always finds a
+        place.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

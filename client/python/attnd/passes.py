@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passes of the synchronous decode session."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from attnd import replies, requests
+from attnd.requests import Row
+from attnd.results import LayerResult, RowResult, RowStats, merged_stats
+from attnd.tensors import Array
+from attnd.v1 import attnd_pb2
+
+if TYPE_CHECKING:
+    from attnd.session import DecodeSession
+
+# A pass of more bytes is not repeated by itself: its messages are not kept.
+_REPEATED_BYTES_MAX = 64 << 20
+
+
+class Pass:
+    """A step of each layer over the same rows. Made by :meth:`DecodeSession.begin_pass`.
+
+    A row that fails leaves the pass: nothing of it stays in its sequence, and later layers say so
+    again. An error of the whole pass, and another step of the session, give the pass up: nothing of
+    any row stays. A pass that was given up may be begun again.
+
+    A pass whose layers are longer than a message may be goes to the server as steps of single
+    layers; an error then leaves the tokens of the layers before.
+
+    Attributes:
+        layer: the next one; layers if the pass is complete.
+    """
+
+    def __init__(
+        self,
+        session: DecodeSession,
+        layers: int,
+        rows: Sequence[Row],
+        options: requests.PassOptions,
+        raise_on_row_error: bool,
+    ) -> None:
+        self.layer = 0
+        self._session = session
+        self._layers = layers
+        self._rows = tuple(rows)
+        self._options = options
+        self._raise_on_row_error = raise_on_row_error
+        self._divided = False
+        self._stats: list[tuple[RowResult, ...]] = []  # of the layers so far, if divided
+        self._sent: list[attnd_pb2.DecodeRequest] = []  # to be repeated
+        self._sent_bytes = 0
+
+    def step(
+        self,
+        q: Array,
+        k: Array | None = None,
+        v: Array | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> LayerResult:
+        """Answers the next layer; arrays, timeout_s and errors as in
+        :meth:`DecodeSession.step`, shapes and dtypes alike in all layers.
+
+        Raises:
+            ValueError: also if the pass is complete or was given up.
+        """
+        if self._session._pass is not self or self.layer == self._layers:
+            raise ValueError("the pass is complete, failed, or gave way to another step")
+        if self.layer == 0:
+            fits = self._session._fits(self._rows, q, k, v, self._options.output_dtype)
+            self._divided = not fits
+        self._session._pass = None  # unless this step succeeds
+        answer = self._single_layer if self._divided else self._layer_of_pass
+        result = answer(q, k, v, timeout_s)
+        self.layer += 1
+        self._session._pass = self
+        failed = replies.row_error(self._rows, result) if self._raise_on_row_error else None
+        if failed is not None:
+            raise failed
+        return result
+
+    def _layer_of_pass(
+        self, q: Array, k: Array | None, v: Array | None, timeout_s: float | None
+    ) -> LayerResult:
+        step_id = self._session._next_id()
+        if self.layer == 0:
+            request = requests.pass_request(step_id, self._layers, self._rows, q, k, v, self._options)
+        else:
+            request = requests.layer_request(step_id, self.layer, q, k, v)
+        repeat = self._sent_bytes <= _REPEATED_BYTES_MAX
+        reply = self._session._checked(request, timeout_s, self._sent, repeat)
+        self._sent_bytes += request.ByteSize()
+        self._sent.append(request)
+        if self._sent_bytes > _REPEATED_BYTES_MAX:
+            self._sent.clear()
+        return LayerResult.from_proto(reply)
+
+    def _single_layer(
+        self, q: Array, k: Array | None, v: Array | None, timeout_s: float | None
+    ) -> LayerResult:
+        options = self._options
+        result = self._session.step(
+            self.layer,
+            self._rows,
+            q,
+            k,
+            v,
+            deadline_us=options.deadline_us,
+            output_dtype=options.output_dtype,
+            timeout_s=timeout_s,
+            raise_on_row_error=False,
+        )
+        self._stats.append(result.rows)
+        last = self.layer + 1 == self._layers
+        rows = result.rows if options.stats == "layer" else ()
+        if options.stats == "pass" and last:
+            rows = tuple(map(_over_layers, zip(*self._stats)))
+        if not rows and not all(row.ok for row in result.rows):
+            rows = result.rows
+        lse = result.lse if options.want_lse else None
+        return LayerResult(result.out, lse, rows, result.queue_us, result.engine_us)
+
+
+def _over_layers(layers: tuple[RowResult, ...]) -> RowResult:
+    """One row's result over all layers: the first failure, or the statistics of all."""
+    for row in layers:
+        if not row.ok:
+            return row
+    stats: list[tuple[RowStats, int]] = [(row.stats, 1) for row in layers]
+    return RowResult(layers[0].code, "", merged_stats(stats))

@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// EngineImpl: passes: a step of each layer over the same rows.
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "engine/engine_impl.h"
+#include "glog/logging.h"
+
+namespace attnd::engine {
+
+// Thread-safety: as Pass's. Sequences are looked up again in each step, so that a pass neither
+// keeps a closed one open nor holds a lease between two messages.
+class EngineImpl::PassImpl final : public Pass {
+ public:
+  PassImpl(EngineImpl* engine, absl::string_view tenant, WriterId writer,
+           std::span<const DecodeRow> rows, uint32_t layers)
+      : engine_(engine), tenant_(tenant), writer_(writer), layers_(layers) {
+    rows_.assign(rows.begin(), rows.end());
+    state_.resize(rows.size());
+    for (size_t i = 0; i < rows.size(); ++i) {
+      state_[i].token_ids.assign(rows[i].token_ids.begin(), rows[i].token_ids.end());
+      rows_[i].token_ids = state_[i].token_ids;
+    }
+  }
+  ~PassImpl() override { GiveUp(); }
+
+  // Checks and reserves for every row; a row that fails is out of the pass.
+  void Begin() {
+    std::unordered_set<uint64_t> before;
+    for (size_t i = 0; i < rows_.size(); ++i) {
+      absl::Status status = DecodeBatch::CheckRowAlone(rows_[i]);
+      if (status.ok() && !before.insert(rows_[i].sequence_id).second) {
+        status = DecodeBatch::StandsTwice(rows_[i].sequence_id);
+      }
+      if (status.ok()) status = engine_->WithoutCopies([&] { return BeginRow(i); });
+      state_[i].status = std::move(status);
+    }
+  }
+
+  uint32_t layer() const override { return layer_; }
+  bool given_up() const override { return given_up_; }
+
+  absl::Status Step(const DecodeArgs& args, AnswerMemory memory, DecodeResult* result) override {
+    CHECK(!given_up_ && layer_ < layers_) << "a step of a pass that is over";
+    *result = DecodeResult();
+    DecodeArgs step = args;
+    step.layer = layer_;
+    step.rows = rows_;
+    DecodeBatch batch(step, answer_, result);
+    const auto prepare = [&](StepSequences* sequences) {
+      for (size_t i = 0; i < rows_.size(); ++i) PrepareRow(i, &batch, sequences, result);
+    };
+    absl::Status status = engine_->RunStep(step, memory, &batch, prepare, result);
+    if (!status.ok()) {
+      GiveUp();
+      return status;
+    }
+    for (size_t i = 0; i < rows_.size(); ++i) {
+      if (!state_[i].status.ok() || result->rows[i].status.ok()) continue;
+      state_[i].status = result->rows[i].status;
+      GiveUpRow(i);
+    }
+    if (layer_ == 0) ForgetTokenIds();
+    if (++layer_ == layers_) ReportCommitted();
+    return status;
+  }
+
+ private:
+  struct RowState {
+    absl::Status status;              // not OK: the row is out of the pass
+    std::vector<uint32_t> token_ids;  // until layer 0 has them
+    // What GiveUpRow needs; none of a row that appends nothing. A closed sequence need not wait for
+    // the pass's end.
+    std::weak_ptr<Sequence> sequence;
+    std::vector<uint64_t> lengths;  // [layers] when the pass was declared
+    uint64_t new_tokens = 0;
+  };
+
+  absl::StatusOr<CalledSequence> Find(const DecodeRow& row) const {
+    return row.query_only ? engine_->sequences_.Find(tenant_, row.sequence_id)
+                          : engine_->sequences_.FindToWrite(tenant_, row.sequence_id, writer_);
+  }
+
+  absl::Status BeginRow(size_t number) {
+    const DecodeRow& row = rows_[number];
+    ATTND_ASSIGN_OR_RETURN(const CalledSequence called, Find(row));
+    Sequence* const sequence = called.get();
+    const ModelShape& shape = sequence->shape();
+    if (shape.layers != layers_) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "begin_pass.layers is ", layers_, "; the sequence has ", shape.layers, " layers"));
+    }
+    ATTND_RETURN_IF_ERROR(DecodeBatch::CheckPolicy(row, *engine_->backend_, sequence));
+    ATTND_ASSIGN_OR_RETURN(const uint64_t answer_bytes, DecodeBatch::AnswerBytes(rows_, shape));
+    const uint64_t row_bytes = sizeof(DecodeRow) + sizeof(RowState) + layers_ * sizeof(uint64_t);
+    const uint64_t bytes = answer_bytes + rows_.size() * row_bytes;  // up to some MiB more
+    if (bytes > answer_.bytes()) {
+      ATTND_RETURN_IF_ERROR(engine_->budget_.Resize(&answer_, bytes, "a pass's answers"));
+    }
+    if (row.query_only) return absl::OkStatus();
+    RowState& state = state_[number];
+    ATTND_ASSIGN_OR_RETURN(state.lengths,
+                           sequence->BeginPass(writer_, row.position, row.query_tokens));
+    state.sequence = called.shared;
+    return absl::OkStatus();
+  }
+
+  void PrepareRow(size_t number, DecodeBatch* batch, StepSequences* sequences,
+                  DecodeResult* result) {
+    RowState& state = state_[number];
+    if (!state.status.ok()) return batch->Refuse(number, state.status);
+    auto called = Find(rows_[number]);
+    if (!called.ok()) return batch->Refuse(number, std::move(called).status());
+    const std::shared_ptr<Sequence> sequence = called->shared;
+    if (called->call.lease() > std::chrono::seconds(0)) {
+      sequences->calls.push_back(std::move(called->call));
+    }
+    uint64_t appended = 0;
+    const absl::Status prepared = engine_->WithoutCopies([&] {
+      appended = batch->Prepare(number, writer_, *engine_->backend_, sequence);
+      return result->rows[number].status;
+    });
+    if (!prepared.ok() || rows_[number].query_only) return;
+    if (layer_ == 0) state.new_tokens = appended;
+    // A position is committed with its last layer.
+    if (layer_ + 1 == layers_) sequences->grown.push_back(sequence);
+  }
+
+  void ForgetTokenIds() {
+    for (size_t i = 0; i < rows_.size(); ++i) {
+      rows_[i].token_ids = {};
+      state_[i].token_ids = {};
+    }
+  }
+
+  void ReportCommitted() {
+    for (const RowState& state : state_) {
+      if (state.status.ok()) engine_->ReportAppended(state.new_tokens, /*prefill=*/false);
+    }
+  }
+
+  void GiveUpRow(size_t number) {
+    RowState& state = state_[number];
+    const std::shared_ptr<Sequence> sequence = state.sequence.lock();
+    if (sequence != nullptr) sequence->GiveUpPass(writer_, state.lengths);
+    state.sequence.reset();
+  }
+
+  void GiveUp() {
+    if (layer_ == layers_) return;
+    given_up_ = true;
+    for (size_t i = 0; i < rows_.size(); ++i) GiveUpRow(i);
+  }
+
+  // Constant after Begin.
+  EngineImpl* const engine_;
+  const std::string tenant_;
+  const WriterId writer_;
+  const uint32_t layers_;
+  std::vector<DecodeRow> rows_;  // token ids until layer 0 has them
+  Reservation answer_;           // the greatest answer of a layer, and the lists below
+
+  std::vector<RowState> state_;  // [rows]
+  uint32_t layer_ = 0;
+  bool given_up_ = false;
+};
+
+absl::StatusOr<std::unique_ptr<Pass>> EngineImpl::BeginPass(absl::string_view tenant,
+                                                            WriterId writer,
+                                                            std::span<const DecodeRow> rows,
+                                                            uint32_t layers) {
+  return WithinMemory([&]() -> absl::StatusOr<std::unique_ptr<Pass>> {
+    ATTND_RETURN_IF_ERROR(DecodeBatch::CheckRows(rows, options_));
+    auto pass = std::make_unique<PassImpl>(this, tenant, writer, rows, layers);
+    pass->Begin();
+    return std::unique_ptr<Pass>(std::move(pass));
+  });
+}
+
+}  // namespace attnd::engine

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Pass: a model's forward pass over some rows: a step of each layer, of which each row's tokens are
+// appended to all layers or to none.
+#ifndef ATTND_ENGINE_PASS_H_
+#define ATTND_ENGINE_PASS_H_
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "engine/answer_memory.h"
+#include "engine/types.h"
+
+namespace attnd::engine {
+
+// Made by Engine::BeginPass, which has checked the rows, and reserved memory for their tokens and
+// for the answers of each layer. For one thread at a time; ends before its engine and before
+// Engine::ReleaseWriter of its writer.
+//
+//   layer 0 --Step--> layer 1 --Step--> ... last layer --Step--> complete
+//   any layer --Step fails as a whole--> given up
+//
+// A row that fails leaves the pass: what the pass has appended for the row is taken back, and the
+// row has the same status in each later step. A row is committed by the step of the last layer. The
+// destructor gives up a pass that is not complete: nothing of it stays.
+class Pass {
+ public:
+  virtual ~Pass() = default;
+  Pass(const Pass&) = delete;
+  Pass& operator=(const Pass&) = delete;
+
+  // The layer of the next step; the number of layers if the pass is complete.
+  virtual uint32_t layer() const = 0;
+  virtual bool given_up() const = 0;
+
+  // Answers the next layer of a pass that is neither complete nor given up, as Engine::Decode does
+  // with args of this layer and these rows. `args` has the tensors, deadline and cancelled; its
+  // layer and rows are of no meaning.
+  virtual absl::Status Step(const DecodeArgs& args, AnswerMemory memory, DecodeResult* result) = 0;
+
+ protected:
+  Pass() = default;
+};
+
+}  // namespace attnd::engine
+
+#endif  // ATTND_ENGINE_PASS_H_
