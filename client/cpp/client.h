@@ -90,9 +90,9 @@ struct AppendOptions {
 // idempotent by sequence, layer and position, so that one whose reply was lost is answered again
 // and appends nothing twice. The server may notice the old stream's end later than the client: a
 // repeated step whose rows are ABORTED, because the old stream still writes, is repeated once more.
-// Within a pass all of its messages are repeated, of which the session keeps copies; a pass of more
-// than kRepeatedBytesMax is not repeated: the step is Unavailable, and the caller may repeat the
-// pass.
+// Within a pass all of its messages are repeated, of which the session keeps copies. A pass of more
+// than kRepeatedBytesMax is not repeated, nor one that a row has left, nor one whose earlier
+// layers now fail: the step is Unavailable, and the caller may repeat the pass in a new session.
 // A server that was restarted has lost its sequences: their rows are then NOT_FOUND.
 //
 // Not thread-safe. Must not outlive its Client.

@@ -119,6 +119,18 @@ bool AnyAborted(const v1::DecodeResponse& reply) {
   });
 }
 
+// Why a reply leaves out a row that its message had, or all of them; OK if none.
+absl::Status FirstFailure(const v1::DecodeResponse& reply) {
+  const auto status_of = [](const v1::Status& status) {
+    return absl::Status(static_cast<absl::StatusCode>(status.code()), status.message());
+  };
+  absl::Status status = status_of(reply.status());
+  for (int row = 0; status.ok() && row < reply.rows_size(); ++row) {
+    status = status_of(reply.rows(row).status());
+  }
+  return status;
+}
+
 class DecodeSessionImpl final : public DecodeSession {
  public:
   DecodeSessionImpl(v1::Attnd::Stub* stub, ContextMaker context, int attempts)
@@ -132,8 +144,8 @@ class DecodeSessionImpl final : public DecodeSession {
 
  private:
   void Open() { stream_ = std::make_unique<Stream>(stub_, make_context_()); }
-  // Sends the messages of the pass that were answered before, if `again`, then this one. The reply
-  // is the first one that makes the others needless, or this message's.
+  // Sends the messages of the pass that were answered before, if `again`, then this one, whose
+  // reply it is. Unavailable if one of those is not answered as before.
   absl::Status Exchange(const v1::DecodeRequest& request, bool again, v1::DecodeResponse* reply,
                         Clock::time_point limit);
   // Keeps what must be sent again if the next step finds the stream broken.
@@ -141,14 +153,17 @@ class DecodeSessionImpl final : public DecodeSession {
   void EndPass() {
     pass_.clear();
     pass_bytes_ = pass_layers_ = 0;
+    repeatable_ = true;
   }
 
   v1::Attnd::Stub* const stub_;
   const ContextMaker make_context_;
   const int attempts_;
-  // The pass under way: its layers, 0 without one; its messages so far, unless their bytes are more
-  // than kRepeatedBytesMax.
+  // The pass under way: its layers, 0 without one; its messages so far while it can be repeated.
+  // It cannot if their bytes are more than kRepeatedBytesMax, nor once a row has left it: the row
+  // might take part again, with what was sent in its place since.
   uint64_t pass_layers_ = 0;
+  bool repeatable_ = true;
   uint64_t pass_bytes_ = 0;
   std::vector<v1::DecodeRequest> pass_;
   std::unique_ptr<Stream> stream_;
@@ -165,8 +180,7 @@ absl::Status DecodeSessionImpl::Step(const v1::DecodeRequest& request, v1::Decod
   absl::Status first;  // why the step had to be repeated: it says more than what came of that
   for (int attempt = 1;; ++attempt, pause *= 4) {
     ended_ = Exchange(request, attempt > 1, reply, limit);
-    const bool last =
-        attempt >= attempts_ || Clock::now() + pause >= limit || pass_bytes_ > kRepeatedBytesMax;
+    const bool last = attempt >= attempts_ || Clock::now() + pause >= limit || !repeatable_;
     if (ended_.ok() && (last || attempt == 1 || !AnyAborted(*reply))) {
       KeepForRepeat(request, *reply);
       return ended_;
@@ -187,11 +201,12 @@ absl::Status DecodeSessionImpl::Exchange(const v1::DecodeRequest& request, bool 
                                          v1::DecodeResponse* reply, Clock::time_point limit) {
   for (const v1::DecodeRequest& before : pass_) {
     if (!again) break;
-    absl::Status status = stream_->Exchange(before, reply, limit);
-    if (!status.ok()) return status;
-    if (reply->status().code() == 0 && !AnyAborted(*reply)) continue;
-    reply->set_step_id(request.step_id());
-    return status;
+    if (absl::Status status = stream_->Exchange(before, reply, limit); !status.ok()) return status;
+    const absl::Status failure = FirstFailure(*reply);
+    if (failure.ok()) continue;
+    return absl::UnavailableError(
+        absl::StrCat("layer ", before.layer(),
+                     " of the pass failed when it was sent again: ", failure.message()));
   }
   return stream_->Exchange(request, reply, limit);
 }
@@ -201,7 +216,8 @@ void DecodeSessionImpl::KeepForRepeat(const v1::DecodeRequest& request,
   if (request.has_begin_pass()) pass_layers_ = request.begin_pass().layers();
   if (reply.status().code() != 0 || request.layer() + 1 >= pass_layers_) return EndPass();
   pass_bytes_ += request.ByteSizeLong();
-  if (pass_bytes_ > kRepeatedBytesMax) return pass_.clear();
+  repeatable_ = repeatable_ && pass_bytes_ <= kRepeatedBytesMax && FirstFailure(reply).ok();
+  if (!repeatable_) return pass_.clear();
   pass_.push_back(request);
 }
 

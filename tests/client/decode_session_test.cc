@@ -177,5 +177,61 @@ TEST_F(DecodeSessionTest, APassIsRepeatedWhole) {
   EXPECT_EQ(client_->ListSequences()->at(0).committed_tokens(), 1u);
 }
 
+// Layer 0 and layer 1 of a pass over two layers.
+v1::DecodeRequest FirstLayer(uint64_t sequence) {
+  v1::DecodeRequest request = SmallStep(sequence, 0);
+  request.mutable_begin_pass()->set_layers(request.layer() + 2);
+  return request;
+}
+v1::DecodeRequest SecondLayer() {
+  v1::DecodeRequest request = SmallStep(0, 0);
+  request.clear_rows();
+  request.set_layer(1);
+  return request;
+}
+
+v1::OpenSequenceRequest TwoLayers() {
+  v1::OpenSequenceRequest model = SmallModel();
+  model.mutable_model()->mutable_shape()->set_layers(2);
+  return model;
+}
+
+// Sent again the row might take part, with what was sent in its place.
+TEST_F(DecodeSessionTest, APassThatARowHasLeftIsNotRepeated) {
+  StartServer(RealEngine());
+  Connect();
+  const uint64_t sequence = client_->OpenSequence(TwoLayers())->sequence_id();
+  const auto session = client_->StartDecode();
+  v1::DecodeResponse reply;
+  ASSERT_TRUE(session->Step(FirstLayer(sequence + 1), &reply, 10s).ok());
+  ASSERT_EQ(reply.rows(0).status().code(), grpc::StatusCode::NOT_FOUND);
+  StopServer();
+  StartServer(RealEngine());
+  EXPECT_EQ(session->Step(SecondLayer(), &reply, 10s).code(), absl::StatusCode::kUnavailable);
+}
+
+// A reply of another layer is never a step's answer.
+TEST_F(DecodeSessionTest, APassThatFailsWhenItIsRepeatedIsUnavailable) {
+  StartServer(RealEngine());
+  Connect();
+  const uint64_t sequence = client_->OpenSequence(TwoLayers())->sequence_id();
+  const auto session = client_->StartDecode();
+  v1::DecodeResponse reply;
+  ASSERT_TRUE(session->Step(FirstLayer(sequence), &reply, 10s).ok());
+  ASSERT_EQ(reply.rows_size(), 0) << reply.rows(0).status().message();
+  StopServer();
+  StartServer(RealEngine());
+  const auto stub = server_->NewStub();
+  grpc::ClientContext context;
+  const auto writer = stub->Decode(&context);
+  v1::DecodeResponse written;
+  ASSERT_TRUE(writer->Write(SmallStep(sequence, 0)) && writer->Read(&written));
+  const absl::Status status = session->Step(SecondLayer(), &reply, 2s);
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "layer 0 of the pass failed")) << status;
+  writer->WritesDone();
+  EXPECT_TRUE(writer->Finish().ok());
+}
+
 }  // namespace
 }  // namespace attnd::testing
