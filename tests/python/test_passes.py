@@ -5,12 +5,15 @@ layers and of the float64 oracle, what fails leaves nothing, and a broken stream
 import dataclasses
 import random
 
+import grpc
 import numpy as np
 import pytest
 
 import attnd
+import attnd.passes
 import cases
 from cases import Case, assert_near, lengths, opened, step
+from reference_rules import refuse
 
 SEED = 20261125
 
@@ -213,3 +216,137 @@ def test_bad_arguments(client):
                 case.q[0, tokens], *case.sent(0, tokens)
             )
     assert lengths(client, sequence) == (20, 20)
+
+
+@pytest.fixture
+def two_sequences(reference):
+    """Of a model of four layers, 20 tokens each."""
+    target, servicer = reference
+    case = Case.random(22, dataclasses.replace(cases.SHAPE, layers=4))
+    with attnd.Client(target, timeout_s=20) as client:
+        yield client, servicer, case, [opened(client, case, 20) for _ in range(2)]
+
+
+def both(whole, case, number, tokens: slice, **options):
+    """A layer of a pass over two sequences with the same contents."""
+    parts = (np.tile(part[number, tokens], (2, 1, 1)) for part in (case.q, case.k, case.v))
+    return whole.step(*parts, **options)
+
+
+def fails_once(servicer, sequence, at_layer):
+    """The next row of this sequence in this layer fails; a repetition would not."""
+    attend, left = servicer._attend, [1]
+
+    def attend_or_fail(row, found, number, *arrays):
+        if found.id == sequence and number == at_layer and left:
+            left.clear()
+            refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, "told to fail")
+        return attend(row, found, number, *arrays)
+
+    servicer._attend = attend_or_fail
+
+
+def test_no_answer_is_that_of_another_layer(two_sequences):
+    """A stream breaks, and another one takes a sequence before the pass is repeated."""
+    client, servicer, case, sequences = two_sequences
+    tokens, release = slice(20, 21), servicer._release
+
+    def release_and_take(stream):
+        release(stream)
+        servicer._sequences[sequences[1]].writer = "another"
+
+    with client.decode_session() as session:
+        rows = [attnd.Row(sequence, 20) for sequence in sequences]
+        whole = session.begin_pass(4, rows, raise_on_row_error=False)
+        for number in range(3):
+            both(whole, case, number, tokens)
+        servicer._release = release_and_take
+        servicer.unavailable = 1
+        with pytest.raises(attnd.AbortedError, match="another stream writes it"):
+            both(whole, case, 3, tokens)
+        with pytest.raises(ValueError, match="failed"):
+            both(whole, case, 3, tokens)
+        servicer._release = release
+        run(session, case, sequences[0], tokens)  # the session is still good
+        servicer._sequences[sequences[1]].writer = None
+    assert [lengths(client, sequence) for sequence in sequences] == [(21,) * 4, (20,) * 4]
+
+
+def test_a_sequence_that_is_free_again_is_waited_for(two_sequences):
+    client, servicer, case, sequences = two_sequences
+    tokens, release, claim, left = slice(20, 21), servicer._release, servicer._claim, []
+
+    def release_and_take(stream):
+        release(stream)
+        left.extend([1, 1])
+
+    def claim_or_refuse(sequence, stream):
+        if left and sequence.id == sequences[1]:
+            left.pop()
+            refuse(grpc.StatusCode.ABORTED, "sequence_id: another stream writes it")
+        claim(sequence, stream)
+
+    servicer._claim = claim_or_refuse
+    with client.decode_session() as session:
+        whole = session.begin_pass(4, [attnd.Row(sequence, 20) for sequence in sequences])
+        for number in range(4):
+            if number == 2:
+                servicer._release = release_and_take
+                servicer.unavailable = 1
+            out = both(whole, case, number, tokens).out
+            servicer._release = release
+            expected = np.tile(case.expected(number, tokens)[0], (2, 1, 1))
+            np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
+    assert not left
+    assert [lengths(client, sequence) for sequence in sequences] == [(21,) * 4] * 2
+
+
+def test_a_row_that_left_does_not_come_back(two_sequences):
+    client, servicer, case, sequences = two_sequences
+    tokens = slice(20, 21)
+    fails_once(servicer, sequences[1], 1)
+    with client.decode_session() as session:
+        rows = [attnd.Row(sequence, 20) for sequence in sequences]
+        whole = session.begin_pass(4, rows, raise_on_row_error=False)
+        both(whole, case, 0, tokens)
+        assert [row.ok for row in both(whole, case, 1, tokens).rows] == [True, False]
+        assert whole._sent == []
+        servicer.unavailable = 1
+        with pytest.raises(attnd.UnavailableError, match="not repeated because a row had left it"):
+            both(whole, case, 2, tokens)
+        assert [lengths(client, sequence) for sequence in sequences] == [(20,) * 4] * 2
+        run(session, case, sequences[0], tokens)
+
+
+@pytest.mark.parametrize("kept", ["all", "no room", "a row left"])
+def test_an_answer_just_in_time_breaks_no_pass(two_sequences, monkeypatch, kept):
+    """The watchdog cancels the stream as the answer comes: the next layer is on a new stream."""
+    client, servicer, case, sequences = two_sequences
+    tokens = slice(20, 21)
+    if kept == "no room":
+        monkeypatch.setattr(attnd.passes, "_REPEATED_BYTES_MAX", 0)
+    elif kept == "a row left":
+        fails_once(servicer, sequences[1], 0)
+    with client.decode_session() as session:
+        rows = [attnd.Row(sequence, 20) for sequence in sequences]
+        whole = session.begin_pass(4, rows, raise_on_row_error=False)
+        both(whole, case, 0, tokens)
+        disarm = session._watchdog.disarm
+
+        def just_in_time():
+            disarm()
+            session._stream.cancel()
+            return True
+
+        with monkeypatch.context() as late:
+            late.setattr(session._watchdog, "disarm", just_in_time)
+            both(whole, case, 1, tokens)
+        if kept != "all":
+            with pytest.raises(attnd.UnavailableError, match="not repeated because"):
+                both(whole, case, 2, tokens)
+            return
+        for number in (2, 3):
+            out = both(whole, case, number, tokens).out[:1]
+            expected = case.expected(number, tokens)[0]
+            np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
+    assert [lengths(client, sequence) for sequence in sequences] == [(21,) * 4] * 2

@@ -15,7 +15,7 @@ from attnd.v1 import attnd_pb2
 if TYPE_CHECKING:
     from attnd.session import DecodeSession
 
-# A pass of more bytes is not repeated by itself: its messages are not kept.
+# A pass of more bytes is not repeated: its messages are not kept.
 _REPEATED_BYTES_MAX = 64 << 20
 
 
@@ -25,6 +25,11 @@ class Pass:
     A row that fails leaves the pass: nothing of it stays in its sequence, and later layers say so
     again. An error of the whole pass, and another step of the session, give the pass up: nothing of
     any row stays. A pass that was given up may be begun again.
+
+    A pass whose stream breaks is sent again on a new one, unless a row has left it, whose arrays in
+    later layers may be anything, or it is too large to be kept: then it is given up with an
+    :class:`UnavailableError` that says so. If another stream has become a row's writer meanwhile,
+    it is given up with an :class:`AbortedError`.
 
     A pass whose layers are longer than a message may be goes to the server as steps of single
     layers; an error then leaves the tokens of the layers before.
@@ -51,6 +56,7 @@ class Pass:
         self._stats: list[tuple[RowResult, ...]] = []  # of the layers so far, if divided
         self._sent: list[attnd_pb2.DecodeRequest] = []  # to be repeated
         self._sent_bytes = 0
+        self._alone = ""  # why what was sent is not kept
 
     def step(
         self,
@@ -89,13 +95,18 @@ class Pass:
             request = requests.pass_request(step_id, self._layers, self._rows, q, k, v, self._options)
         else:
             request = requests.layer_request(step_id, self.layer, q, k, v)
-        repeat = self._sent_bytes <= _REPEATED_BYTES_MAX
-        reply = self._session._checked(request, timeout_s, self._sent, repeat)
+        reply = self._session._checked(request, timeout_s, self._sent, self._alone)
+        result = LayerResult.from_proto(reply)
         self._sent_bytes += request.ByteSize()
-        self._sent.append(request)
-        if self._sent_bytes > _REPEATED_BYTES_MAX:
+        if not all(row.ok for row in result.rows):
+            self._alone = "a row had left it"
+        elif self._sent_bytes > _REPEATED_BYTES_MAX:
+            self._alone = self._alone or f"it has more than {_REPEATED_BYTES_MAX} bytes"
+        if self._alone:
             self._sent.clear()
-        return LayerResult.from_proto(reply)
+        else:
+            self._sent.append(request)
+        return result
 
     def _single_layer(
         self, q: Array, k: Array | None, v: Array | None, timeout_s: float | None

@@ -49,7 +49,13 @@ def row_error(rows: Sequence[Row], result: StepResult | LayerResult) -> RowError
     return None
 
 
+def first_aborted(message: attnd_pb2.DecodeResponse) -> str | None:
+    """What is said of the first row that was refused because another stream writes its sequence;
+    None if there is no such row."""
+    aborted = grpc.StatusCode.ABORTED.value[0]
+    return next((row.status.message for row in message.rows if row.status.code == aborted), None)
+
+
 def any_aborted(message: attnd_pb2.DecodeResponse) -> bool:
     """Whether a row was refused because another stream writes its sequence."""
-    aborted = grpc.StatusCode.ABORTED.value[0]
-    return any(row.status.code == aborted for row in message.rows)
+    return first_aborted(message) is not None

@@ -87,7 +87,6 @@ class Row:
             want_kv_head_errors=self.want_kv_head_errors,
         )
 
-
     def part(self, start: int, tokens: int) -> Row:
         """The row of `tokens` of these tokens, from number `start` on."""
         return replace(

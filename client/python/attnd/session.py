@@ -17,6 +17,7 @@ import numpy.typing as npt
 from attnd import channel as channels
 from attnd import replies, requests
 from attnd.errors import (
+    AbortedError,
     DeadlineExceededError,
     ResourceExhaustedError,
     UnavailableError,
@@ -112,12 +113,22 @@ class _Watchdog:
                 self._expire()
 
 
+class _StillWrittenError(AbortedError):
+    """As a pass is repeated, another stream is a sequence's writer, perhaps the one that broke."""
+
+
+def _not_repeated(what: str, why: str) -> UnavailableError:
+    return UnavailableError(
+        grpc.StatusCode.UNAVAILABLE, f"{what}; the pass is not repeated because {why}"
+    )
+
+
 class DecodeSession:
     """A stream of decode steps, for one thread. Made by :meth:`Client.decode_session`.
 
     When the server cannot be reached, a step opens a new stream and is sent again: steps are
-    idempotent by (sequence, layer, position). Of a pass all messages are sent again. After any
-    other failure of the stream the next step opens a new one.
+    idempotent by (sequence, layer, position). Of a pass all messages are sent again, unless it says
+    why not (:class:`Pass`). After any other failure of the stream the next step opens a new one.
     """
 
     def __init__(
@@ -365,9 +376,9 @@ class DecodeSession:
         request: attnd_pb2.DecodeRequest,
         timeout_s: float | None,
         before: Sequence[attnd_pb2.DecodeRequest] = (),
-        repeat: bool = True,
+        alone: str = "",
     ) -> attnd_pb2.DecodeResponse:
-        """The reply to a message; before, repeat: as _exchange().
+        """The reply to a message; before, alone: as _exchange().
 
         Raises:
             AttndError: if the message is too large, was refused as a whole, or got no reply.
@@ -376,7 +387,7 @@ class DecodeSession:
             message = channels.too_large(request.ByteSize(), self._limits.max_message_bytes)
             raise ResourceExhaustedError(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        reply = self._exchange(request, limit_s, before, repeat)
+        reply = self._exchange(request, limit_s, before, alone)
         failed = replies.step_error(request.step_id, reply)
         if failed is not None:
             raise failed
@@ -387,21 +398,34 @@ class DecodeSession:
         request: attnd_pb2.DecodeRequest,
         timeout_s: float,
         before: Sequence[attnd_pb2.DecodeRequest],
-        repeat: bool,
+        alone: str,
     ) -> attnd_pb2.DecodeResponse:
-        """Sends a step until it is answered, if `repeat` again after each of STEP_BACKOFF_S; each
-        time but the first the messages `before` it go ahead, which were answered once."""
+        """Sends a step until it is answered, again after each of STEP_BACKOFF_S.
+
+        Args:
+            before: messages of its pass, answered once, that go ahead of it on a new stream.
+            alone: why these were not kept, so that it can go on their stream only; or empty.
+        """
         due = time.monotonic() + timeout_s
-        backoffs_s = channels.STEP_BACKOFF_S if repeat else ()
-        for attempt, backoff_s in enumerate((*backoffs_s, None)):
+        if alone and self._stream is None:
+            raise _not_repeated("its stream has ended", alone)
+        for attempt, backoff_s in enumerate((*channels.STEP_BACKOFF_S, None)):
+            ahead = before if attempt or self._stream is None else ()
+            last = backoff_s is None or time.monotonic() + backoff_s > due
             try:
-                reply = self._attempt_all(request, due, before if attempt else ())
+                reply = self._attempt_all(request, due, ahead)
                 # The server may not have noticed yet that the stream before this one has ended.
-                if attempt == 0 or backoff_s is None or not replies.any_aborted(reply):
+                if last or not (attempt or ahead) or not replies.any_aborted(reply):
                     return reply
-            except UnavailableError:
+            except _StillWrittenError:
+                if last:
+                    raise
+            except UnavailableError as error:
+                if alone:
+                    raise _not_repeated(error.message, alone) from None
                 if backoff_s is None or time.monotonic() + backoff_s > due:
                     raise
+            assert backoff_s is not None
             time.sleep(backoff_s)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
@@ -411,12 +435,20 @@ class DecodeSession:
         due: float,
         before: Sequence[attnd_pb2.DecodeRequest],
     ) -> attnd_pb2.DecodeResponse:
-        """The reply to `request`, or the first one that makes it needless."""
+        """The reply to `request`, which follows messages that were answered once.
+
+        Raises:
+            _StillWrittenError: if one of these is now refused for a row.
+            AttndError: if one of these is now refused as a whole, or a message got no reply.
+        """
         for message in before:
             reply = self._attempt(message, due - time.monotonic())
-            if reply.status.code or replies.any_aborted(reply):
-                reply.step_id = request.step_id
-                return reply
+            failed = replies.step_error(message.step_id, reply)
+            if failed is not None:
+                raise failed
+            aborted = replies.first_aborted(reply)
+            if aborted is not None:
+                raise _StillWrittenError(grpc.StatusCode.ABORTED, aborted)
         return self._attempt(request, due - time.monotonic())
 
     def _attempt(
