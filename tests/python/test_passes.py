@@ -4,6 +4,7 @@ layers and of the float64 oracle, what fails leaves nothing, and a broken stream
 
 import dataclasses
 import random
+import time
 
 import grpc
 import numpy as np
@@ -350,3 +351,47 @@ def test_an_answer_just_in_time_breaks_no_pass(two_sequences, monkeypatch, kept)
             expected = case.expected(number, tokens)[0]
             np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
     assert [lengths(client, sequence) for sequence in sequences] == [(21,) * 4] * 2
+
+
+def test_the_deadline_of_a_long_pass(reference):
+    target, servicer = reference
+    case = Case.random(120)
+    told, answer = [], servicer._answer
+
+    def answer_and_note(request, *rest):
+        told.append(request.deadline_us)
+        return answer(request, *rest)
+
+    servicer._answer = answer_and_note
+    with attnd.Client(target, timeout_s=20) as client, client.decode_session() as session:
+        sequence = opened(client, case, 20, complete=False)
+        session._limits = dataclasses.replace(session._limits, max_query_tokens=30)
+        whole = session.begin_pass(2, [attnd.Row(sequence, 20, 100)], pass_deadline_us=10_000_000)
+        tokens = slice(20, 120)
+        for number in range(2):
+            whole.step(case.q[number, tokens], *case.sent(number, tokens))
+        assert told[0] > told[-1] > 0 and told[0] <= 10_000_000
+        other = opened(client, case, 20, complete=False)
+        whole = session.begin_pass(2, [attnd.Row(other, 20, 100)], pass_deadline_us=300_000)
+        whole.step(case.q[0, tokens], *case.sent(0, tokens))
+        time.sleep(0.35)
+        with pytest.raises(attnd.DeadlineExceededError, match="pass_deadline_us"):
+            whole.step(case.q[1, tokens], *case.sent(1, tokens))
+
+
+def test_a_row_that_fails_ends_a_long_pass(client):
+    case = Case.random(80, dataclasses.replace(cases.SHAPE, layers=3))
+    sequences = [opened(client, case, 20, complete=False) for _ in range(2)]
+    tokens, rows = slice(20, 80), [attnd.Row(sequence, 20, 60) for sequence in sequences]
+    with client.decode_session() as session:
+        session._limits = dataclasses.replace(session._limits, max_query_tokens=45)
+        whole = session.begin_pass(3, rows, raise_on_row_error=False)
+        both(whole, case, 0, tokens)
+        client.close_sequence(sequences[0])
+        answer = both(whole, case, 1, tokens)
+        assert [row.ok for row in answer.rows] == [False, True]
+        assert answer.rows[0].code is grpc.StatusCode.NOT_FOUND
+        assert np.isnan(answer.out[:60]).all() and not np.isnan(answer.out[60:]).any()
+        with pytest.raises(ValueError, match="failed"):
+            both(whole, case, 2, tokens)
+    assert lengths(client, sequences[1]) == (80, 80, 20)

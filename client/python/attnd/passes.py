@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import grpc
+
 from attnd import replies, requests
+from attnd.errors import DeadlineExceededError
 from attnd.requests import Row
 from attnd.results import LayerResult, RowResult, RowStats, merged_stats
 from attnd.tensors import Array
@@ -32,7 +36,8 @@ class Pass:
     it is given up with an :class:`AbortedError`.
 
     A pass whose layers are longer than a message may be goes to the server as steps of single
-    layers; an error then leaves the tokens of the layers before.
+    layers; an error then leaves the tokens of the layers before, and the first row that fails ends
+    the pass.
 
     Attributes:
         layer: the next one; layers if the pass is complete.
@@ -57,6 +62,7 @@ class Pass:
         self._sent: list[attnd_pb2.DecodeRequest] = []  # to be repeated
         self._sent_bytes = 0
         self._alone = ""  # why what was sent is not kept
+        self._due: float | None = None  # time.monotonic(), of a divided pass
 
     def step(
         self,
@@ -81,7 +87,9 @@ class Pass:
         answer = self._single_layer if self._divided else self._layer_of_pass
         result = answer(q, k, v, timeout_s)
         self.layer += 1
-        self._session._pass = self
+        # Of single layers a later one would append what the row's failed layer has not.
+        if not self._divided or all(row.ok for row in self._stats[-1]):
+            self._session._pass = self
         failed = replies.row_error(self._rows, result) if self._raise_on_row_error else None
         if failed is not None:
             raise failed
@@ -118,7 +126,7 @@ class Pass:
             q,
             k,
             v,
-            deadline_us=options.deadline_us,
+            deadline_us=self._layer_deadline_us(),
             output_dtype=options.output_dtype,
             timeout_s=timeout_s,
             raise_on_row_error=False,
@@ -132,6 +140,20 @@ class Pass:
             rows = result.rows
         lse = result.lse if options.want_lse else None
         return LayerResult(result.out, lse, rows, result.queue_us, result.engine_us)
+
+    def _layer_deadline_us(self) -> int:
+        """Of a single layer: its own limit, or what is left of that of the pass."""
+        own, whole = self._options.deadline_us, self._options.pass_deadline_us
+        if not whole:
+            return own
+        now = time.monotonic()
+        if self._due is None:
+            self._due = now + whole / 1e6
+        left = int((self._due - now) * 1e6)
+        if left <= 0:
+            message = f"pass_deadline_us: {whole} are over before layer {self.layer}"
+            raise DeadlineExceededError(grpc.StatusCode.DEADLINE_EXCEEDED, message)
+        return min(own, left) if own else left
 
 
 def _over_layers(layers: tuple[RowResult, ...]) -> RowResult:

@@ -363,10 +363,24 @@ class DecodeSession:
                 timeout_s,
             )
             results.append((pieces, result))
+        merged = merged_rows(len(rows), results)
+        # Where all rows of a message failed, its answer has no dimensions of values.
+        widest = max((result.out for _, result in results), key=lambda out: out.shape[2])
+        out = np.full((sum(asked), *widest.shape[1:]), np.nan, widest.dtype)
+        lse = np.concatenate([result.lse for _, result in results])
+        done = 0
+        for _, result in results:
+            if result.out.shape[2] == widest.shape[2]:
+                out[done : done + len(result.out)] = result.out
+            done += len(result.out)
+        for number, row in enumerate(merged):
+            if not row.ok:  # also what was answered of it before it failed
+                out[starts[number] : starts[number + 1]] = np.nan
+                lse[starts[number] : starts[number + 1]] = np.nan
         return StepResult(
-            out=np.concatenate([result.out for _, result in results]),
-            lse=np.concatenate([result.lse for _, result in results]),
-            rows=merged_rows(len(rows), results),
+            out=out,
+            lse=lse,
+            rows=merged,
             queue_us=sum(result.queue_us for _, result in results),
             engine_us=sum(result.engine_us for _, result in results),
         )
