@@ -67,7 +67,7 @@ class EngineImpl::PassImpl final : public Pass {
       GiveUpRow(i);
     }
     if (layer_ == 0) ForgetTokenIds();
-    if (++layer_ == layers_) ReportCommitted();
+    if (++layer_ == layers_) Complete();
     return status;
   }
 
@@ -75,10 +75,9 @@ class EngineImpl::PassImpl final : public Pass {
   struct RowState {
     absl::Status status;              // not OK: the row is out of the pass
     std::vector<uint32_t> token_ids;  // until layer 0 has them
-    // What GiveUpRow needs; none of a row that appends nothing. A closed sequence need not wait for
-    // the pass's end.
+    // In which the pass is declared; none of a row that appends nothing. A closed sequence need not
+    // wait for the pass's end.
     std::weak_ptr<Sequence> sequence;
-    std::vector<uint64_t> lengths;  // [layers] when the pass was declared
     uint64_t new_tokens = 0;
   };
 
@@ -98,15 +97,14 @@ class EngineImpl::PassImpl final : public Pass {
     }
     ATTND_RETURN_IF_ERROR(DecodeBatch::CheckPolicy(row, *engine_->backend_, sequence));
     ATTND_ASSIGN_OR_RETURN(const uint64_t answer_bytes, DecodeBatch::AnswerBytes(rows_, shape));
-    const uint64_t row_bytes = sizeof(DecodeRow) + sizeof(RowState) + layers_ * sizeof(uint64_t);
+    const uint64_t row_bytes = sizeof(DecodeRow) + sizeof(RowState) + Sequence::PassBytes(layers_);
     const uint64_t bytes = answer_bytes + rows_.size() * row_bytes;  // up to some MiB more
     if (bytes > answer_.bytes()) {
       ATTND_RETURN_IF_ERROR(engine_->budget_.Resize(&answer_, bytes, "a pass's answers"));
     }
     if (row.query_only) return absl::OkStatus();
     RowState& state = state_[number];
-    ATTND_ASSIGN_OR_RETURN(state.lengths,
-                           sequence->BeginPass(writer_, row.position, row.query_tokens));
+    ATTND_RETURN_IF_ERROR(sequence->BeginPass(writer_, row.position, row.query_tokens));
     state.sequence = called.shared;
     return absl::OkStatus();
   }
@@ -139,16 +137,20 @@ class EngineImpl::PassImpl final : public Pass {
     }
   }
 
-  void ReportCommitted() {
-    for (const RowState& state : state_) {
-      if (state.status.ok()) engine_->ReportAppended(state.new_tokens, /*prefill=*/false);
+  void Complete() {
+    for (RowState& state : state_) {
+      if (!state.status.ok()) continue;
+      const std::shared_ptr<Sequence> sequence = state.sequence.lock();
+      if (sequence != nullptr) sequence->CompletePass(writer_);
+      state.sequence.reset();
+      engine_->ReportAppended(state.new_tokens, /*prefill=*/false);
     }
   }
 
   void GiveUpRow(size_t number) {
     RowState& state = state_[number];
     const std::shared_ptr<Sequence> sequence = state.sequence.lock();
-    if (sequence != nullptr) sequence->GiveUpPass(writer_, state.lengths);
+    if (sequence != nullptr) sequence->GiveUpPass(writer_);
     state.sequence.reset();
   }
 

@@ -173,6 +173,9 @@ uint64_t Sequence::Take(WriterId writer, const NewTokens& tokens, TokenIds::Room
   const uint64_t end = tokens.first_position + tokens.tokens;
   const uint64_t repeated = std::min(end, length) - tokens.first_position;
   writer_ = writer;
+  if (tokens.of_pass) {
+    if (const auto pass = PassOf(writer); pass != passes_.end()) pass->appended = true;
+  }
   Touch();
   token_ids_.Store(tokens.first_position, tokens.token_ids, std::move(room));
   uint64_t& written = layer_written_[tokens.layer];

@@ -139,15 +139,20 @@ class Sequence {
   // kLogitMax.
   absl::StatusOr<Snapshot> AppendAndRead(WriterId writer, const NewTokens& tokens,
                                          float query_magnitude);
-  // Before a pass appends tokens to every layer: checks what does not depend on their bytes and
-  // makes room in the tail, so that appending finds it. Returns the lengths of all layers, for
-  // GiveUpPass. Errors as for AppendAndRead; the state is then unchanged.
-  absl::StatusOr<std::vector<uint64_t>> BeginPass(WriterId writer, uint64_t position,
-                                                  uint64_t tokens);
-  // Takes back what the writer has appended since BeginPass returned these lengths. Nothing if the
-  // sequence has another writer. Never fails: the tokens' bytes stay in the tail behind the layers'
-  // lengths. Whoever appends the same bytes there again finds them; other bytes get other blocks.
-  void GiveUpPass(WriterId writer, std::span<const uint64_t> lengths);
+  // Declares a pass, which appends tokens to every layer by AppendAndRead (NewTokens::of_pass):
+  // checks what does not depend on their bytes and makes room in the tail, so that appending finds
+  // it. Errors as for AppendAndRead, and FailedPrecondition if the writer is in a pass; the state
+  // is then unchanged. One of the two calls below ends the pass, before ReleaseWriter.
+  absl::Status BeginPass(WriterId writer, uint64_t position, uint64_t tokens);
+  void CompletePass(WriterId writer);
+  // What a declared pass takes, which its caller counts.
+  static uint64_t PassBytes(uint32_t layers) {
+    return 2 * sizeof(DeclaredPass) + layers * sizeof(uint64_t);
+  }
+  // Takes back what the writer's pass has appended, and the room that it has left. Never fails: the
+  // tokens' bytes stay in the tail behind the layers' lengths. Whoever appends the same bytes there
+  // again finds them; other bytes get other blocks.
+  void GiveUpPass(WriterId writer);
   // What a query_only step reads. FailedPrecondition unless `position` is the layer's length;
   // OutOfRange as for AppendAndRead.
   absl::StatusOr<Snapshot> Read(uint32_t layer, uint64_t position, float query_magnitude);
@@ -258,6 +263,13 @@ class Sequence {
     size_t segments = 0;  // of the chain
     Tail tail;
   };
+  // A pass that is neither complete nor given up.
+  struct DeclaredPass {
+    WriterId writer;
+    uint64_t end;                   // of the positions that it has room for
+    std::vector<uint64_t> lengths;  // [layers] when it was declared
+    bool appended;                  // then its writer is the sequence's until the pass is over
+  };
   // Holds builds back after failures.
   struct BuildDelay {
     uint64_t from = 0;    // the committed length at which the next build is due
@@ -284,6 +296,9 @@ class Sequence {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckLength(uint64_t position, uint64_t tokens) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::vector<DeclaredPass>::iterator PassOf(WriterId writer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The end of the positions that passes have room for; 0 without passes.
+  uint64_t PassesEnd() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Replaces the tail's blocks in which passes wrote tokens and gave them up. ResourceExhausted.
   absl::Status ForgetGivenUp() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<TokenIds::Room> MakeRoom(const NewTokens& tokens)
@@ -356,6 +371,7 @@ class Sequence {
   TokenIds token_ids_ ABSL_GUARDED_BY(mutex_);
   Reservation books_ ABSL_GUARDED_BY(mutex_);  // for the lists of segments and blocks
   std::optional<WriterId> writer_ ABSL_GUARDED_BY(mutex_);
+  std::vector<DeclaredPass> passes_ ABSL_GUARDED_BY(mutex_);  // counted by who declared them
   // [layers] queries of the prompt's last tokens; null where there are none.
   std::vector<std::shared_ptr<const ObservedLayer>> observed_ ABSL_GUARDED_BY(mutex_);
   attention::PolicyState state_ ABSL_GUARDED_BY(mutex_);

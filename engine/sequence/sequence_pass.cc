@@ -4,14 +4,14 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "common/status.h"
 #include "engine/sequence/sequence.h"
 #include "glog/logging.h"
 
 namespace attnd::engine {
 
-absl::StatusOr<std::vector<uint64_t>> Sequence::BeginPass(WriterId writer, uint64_t position,
-                                                          uint64_t tokens) {
+absl::Status Sequence::BeginPass(WriterId writer, uint64_t position, uint64_t tokens) {
   MutexLock lock(mutex_);
   const auto shortest = std::min_element(layer_tokens_.begin(), layer_tokens_.end());
   const auto layer = static_cast<uint32_t>(shortest - layer_tokens_.begin());
@@ -19,27 +19,56 @@ absl::StatusOr<std::vector<uint64_t>> Sequence::BeginPass(WriterId writer, uint6
   ATTND_RETURN_IF_ERROR(CheckGap(layer, position));
   ATTND_RETURN_IF_ERROR(CheckLength(position, tokens));
   ATTND_RETURN_IF_ERROR(CheckWriter(writer));
-  std::vector<uint64_t> lengths = layer_tokens_;
-  ATTND_RETURN_IF_ERROR(GrowTail(position + tokens));
+  if (PassOf(writer) != passes_.end()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("a pass of this writer over sequence ", id_, " is not over"));
+  }
+  passes_.push_back({writer, position + tokens, layer_tokens_, /*appended=*/false});
+  if (absl::Status grown = GrowTail(position + tokens); !grown.ok()) {
+    passes_.pop_back();
+    return grown;
+  }
   Touch();
-  return lengths;
+  return absl::OkStatus();
 }
 
-void Sequence::GiveUpPass(WriterId writer, std::span<const uint64_t> lengths) {
+void Sequence::CompletePass(WriterId writer) {
   MutexLock lock(mutex_);
-  if (writer_.has_value() && *writer_ != writer) return;
-  CHECK_EQ(lengths.size(), layer_tokens_.size());
-  // A truncation meanwhile may have left less.
-  for (size_t i = 0; i < lengths.size(); ++i) {
-    layer_tokens_[i] = std::min(layer_tokens_[i], lengths[i]);
+  const auto pass = PassOf(writer);
+  if (pass != passes_.end()) passes_.erase(pass);
+}
+
+void Sequence::GiveUpPass(WriterId writer) {
+  MutexLock lock(mutex_);
+  const auto pass = PassOf(writer);
+  if (pass == passes_.end()) return;
+  const DeclaredPass given_up = std::move(*pass);
+  passes_.erase(pass);
+  // Who has appended is the writer until its stream ends, which is after its pass. Who has not may
+  // find that another stream has written and ended meanwhile.
+  if (given_up.appended && writer_ == writer) {
+    // A truncation meanwhile may have left less.
+    for (size_t i = 0; i < layer_tokens_.size(); ++i) {
+      layer_tokens_[i] = std::min(layer_tokens_[i], given_up.lengths[i]);
+    }
+    token_ids_.Truncate(*std::max_element(layer_tokens_.begin(), layer_tokens_.end()));
+    if (newest_step_ != kNoStep) newest_step_ = std::min(newest_step_, CommittedTokens());
   }
-  token_ids_.Truncate(*std::max_element(layer_tokens_.begin(), layer_tokens_.end()));
-  if (newest_step_ != kNoStep) newest_step_ = std::min(newest_step_, CommittedTokens());
-  // Blocks that no layer has come to.
-  if (tail_.DropFrom(*std::max_element(layer_written_.begin(), layer_written_.end()))) {
-    view_.reset();
-  }
+  // Blocks that no layer has come to, and no other pass has reserved.
+  const uint64_t written = *std::max_element(layer_written_.begin(), layer_written_.end());
+  if (tail_.DropFrom(std::max(written, PassesEnd()))) view_.reset();
   CheckInvariants();
+}
+
+std::vector<Sequence::DeclaredPass>::iterator Sequence::PassOf(WriterId writer) {
+  return std::find_if(passes_.begin(), passes_.end(),
+                      [writer](const DeclaredPass& pass) { return pass.writer == writer; });
+}
+
+uint64_t Sequence::PassesEnd() const {
+  uint64_t end = 0;
+  for (const DeclaredPass& pass : passes_) end = std::max(end, pass.end);
+  return end;
 }
 
 absl::Status Sequence::ForgetGivenUp() {
