@@ -166,7 +166,6 @@ class TimedEngine final : public engine::Engine {
     TimedPass(std::unique_ptr<engine::Pass> pass, int64_t begin_ns, std::atomic<int64_t>* last_ns)
         : pass_(std::move(pass)), begin_ns_(begin_ns), last_ns_(last_ns) {}
     uint32_t layer() const override { return pass_->layer(); }
-    bool given_up() const override { return pass_->given_up(); }
     absl::Status Step(const engine::DecodeArgs& args, engine::AnswerMemory memory,
                       engine::DecodeResult* result) override {
       const auto start = Clock::now();

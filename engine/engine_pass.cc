@@ -44,7 +44,6 @@ class EngineImpl::PassImpl final : public Pass {
   }
 
   uint32_t layer() const override { return layer_; }
-  bool given_up() const override { return given_up_; }
 
   absl::Status Step(const DecodeArgs& args, AnswerMemory memory, DecodeResult* result) override {
     CHECK(!given_up_ && layer_ < layers_) << "a step of a pass that is over";
@@ -112,7 +111,10 @@ class EngineImpl::PassImpl final : public Pass {
   void PrepareRow(size_t number, DecodeBatch* batch, StepSequences* sequences,
                   DecodeResult* result) {
     RowState& state = state_[number];
-    if (!state.status.ok()) return batch->Refuse(number, state.status);
+    if (!state.status.ok()) {
+      result->rows[number].told_before = layer_ > 0;
+      return batch->Refuse(number, state.status);
+    }
     auto called = Find(rows_[number]);
     if (!called.ok()) return batch->Refuse(number, std::move(called).status());
     const std::shared_ptr<Sequence> sequence = called->shared;
@@ -179,6 +181,7 @@ absl::StatusOr<std::unique_ptr<Pass>> EngineImpl::BeginPass(absl::string_view te
                                                             uint32_t layers) {
   return WithinMemory([&]() -> absl::StatusOr<std::unique_ptr<Pass>> {
     ATTND_RETURN_IF_ERROR(DecodeBatch::CheckRows(rows, options_));
+    if (layers == 0) return absl::InvalidArgumentError("begin_pass.layers is 0");
     auto pass = std::make_unique<PassImpl>(this, tenant, writer, rows, layers);
     pass->Begin();
     return std::unique_ptr<Pass>(std::move(pass));

@@ -31,7 +31,6 @@ class Pass {
 
   // The layer of the next step; the number of layers if the pass is complete.
   virtual uint32_t layer() const = 0;
-  virtual bool given_up() const = 0;
 
   // Answers the next layer of a pass that is neither complete nor given up, as Engine::Decode does
   // with args of this layer and these rows. `args` has the tensors, deadline and cancelled; its

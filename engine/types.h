@@ -154,6 +154,8 @@ struct DecodeArgs {
 
 struct DecodeRowResult {
   absl::Status status;
+  bool told_before =
+      false;  // the status is that of an earlier layer, in which the row left its pass
   attention::RowStats stats;
 };
 

@@ -35,7 +35,7 @@ uint64_t ObjectBytes(absl::string_view tenant, const OpenArgs& args) {
   return sizeof(Sequence) + kTableEntryBytes + tenant.size() + args.fingerprint.size() +
          args.policy->preset.size() +
          attention::PolicyState::FixedBytes(args.shape, *args.indexes, args.model_parts) +
-         args.shape.layers * (sizeof(uint64_t) + sizeof(float));
+         args.shape.layers * (2 * sizeof(uint64_t) + sizeof(float));
   // NOLINTEND(bugprone-unchecked-optional-access)
 }
 
@@ -99,14 +99,8 @@ absl::StatusOr<Snapshot> Sequence::AppendAndRead(WriterId writer, const NewToken
   MutexLock lock(mutex_);
   ATTND_RETURN_IF_ERROR(CheckStepPosition(tokens.layer, tokens.first_position));
   ATTND_RETURN_IF_ERROR(CheckAppend(writer, tokens));
-  const float key_magnitude = Greatest(tokens.key_magnitudes);
-  absl::Status logits = CheckLogits(tokens.layer, query_magnitude, key_magnitude);
-  if (!logits.ok() && layer_written_[tokens.layer] > layer_tokens_[tokens.layer]) {
-    // The greatest key may be one that was given up.
-    ATTND_RETURN_IF_ERROR(ForgetGivenUp());
-    logits = CheckLogits(tokens.layer, query_magnitude, key_magnitude);
-  }
-  ATTND_RETURN_IF_ERROR(logits);
+  ATTND_RETURN_IF_ERROR(
+      CheckLogits(tokens.layer, query_magnitude, Greatest(tokens.key_magnitudes)));
   ATTND_ASSIGN_OR_RETURN(TokenIds::Room room, MakeRoom(tokens));
   // A repeat of a step whose tokens an early segment has is answered from the tail.
   const bool in_tail = tokens.first_position >= early_.EndOr(tail_.begin());
@@ -189,8 +183,16 @@ uint64_t Sequence::Take(WriterId writer, const NewTokens& tokens, TokenIds::Room
   return tokens.tokens - repeated;
 }
 
-absl::Status Sequence::CheckLogits(uint32_t layer, float query_magnitude,
-                                   float key_magnitude) const {
+absl::Status Sequence::CheckLogits(uint32_t layer, float query_magnitude, float key_magnitude) {
+  absl::Status logits = LogitsWithBounds(layer, query_magnitude, key_magnitude);
+  if (logits.ok() || layer_written_[layer] == layer_tokens_[layer]) return logits;
+  // The greatest key may be one that was given up.
+  ATTND_RETURN_IF_ERROR(ForgetGivenUp());
+  return LogitsWithBounds(layer, query_magnitude, key_magnitude);
+}
+
+absl::Status Sequence::LogitsWithBounds(uint32_t layer, float query_magnitude,
+                                        float key_magnitude) const {
   const double query = double{query_magnitude} * args_.shape.softmax_scale;
   const double key = std::max(key_magnitude, key_bounds_[layer]);
   if (query <= kLogitMax && key <= kLogitMax && query * key * args_.shape.head_dim <= kLogitMax) {
@@ -303,6 +305,15 @@ uint64_t Sequence::CommittedTokens() const {
   return *std::min_element(layer_tokens_.begin(), layer_tokens_.end());
 }
 
+uint64_t Sequence::KeptTokens() const {
+  uint64_t tokens = CommittedTokens();
+  for (const DeclaredPass& pass : passes_) {
+    if (!pass.appended) continue;
+    tokens = std::min(tokens, *std::min_element(pass.lengths.begin(), pass.lengths.end()));
+  }
+  return tokens;
+}
+
 absl::Status Sequence::CompletePrefill(WriterId writer) {
   MutexLock lock(mutex_);
   ATTND_RETURN_IF_ERROR(CheckWriter(writer));
@@ -324,7 +335,7 @@ SequenceInfo Sequence::Info() {
   SequenceInfo info;
   info.id = id_;
   info.args = args_;
-  info.committed_tokens = CommittedTokens();
+  info.committed_tokens = KeptTokens();
   info.segmented_tokens = tail_.begin();
   info.segments = static_cast<uint32_t>(segments_.size());
   for (const auto& segment : segments_) info.resident_bytes += segment->bytes();

@@ -306,7 +306,11 @@ class Sequence {
   uint64_t Take(WriterId writer, const NewTokens& tokens, TokenIds::Room room) noexcept
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status HoldBooks(size_t blocks, size_t segments) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status CheckLogits(uint32_t layer, float query_magnitude, float key_magnitude) const
+  // OutOfRange if logits could be beyond kLogitMax. Forgets what passes gave up before it says so,
+  // ResourceExhausted.
+  absl::Status CheckLogits(uint32_t layer, float query_magnitude, float key_magnitude)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status LogitsWithBounds(uint32_t layer, float query_magnitude, float key_magnitude) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Aborted if a segment with positions in [begin, end) is paged.
   absl::Status CheckWhole(uint64_t begin, uint64_t end) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -318,6 +322,9 @@ class Sequence {
   bool SegmentsHold(const NewTokens& tokens, uint64_t end) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   uint64_t CommittedTokens() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The committed tokens that no open pass may take back, whose last layer has them before it is
+  // answered.
+  uint64_t KeptTokens() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // What steps read; and the same with the whole tail in place of early segments.
   std::shared_ptr<const attention::SequenceView> View() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::shared_ptr<const attention::SequenceView> HistoryView()

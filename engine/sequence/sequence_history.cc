@@ -46,9 +46,9 @@ size_t Sequence::SegmentsKept(uint64_t length) const {
 }
 
 absl::StatusOr<Sequence::Prefix> Sequence::PrefixOf(uint64_t length) {
-  if (length > CommittedTokens()) {
+  if (length > KeptTokens()) {
     return absl::FailedPreconditionError(absl::StrCat("length is ", length, "; the sequence has ",
-                                                      CommittedTokens(), " committed tokens"));
+                                                      KeptTokens(), " committed tokens"));
   }
   Prefix prefix{SegmentsKept(length), Tail(args_.shape)};
   const uint64_t begin = prefix.segments == 0 ? 0 : segments_[prefix.segments - 1]->end_position();
@@ -87,7 +87,7 @@ absl::StatusOr<uint64_t> Sequence::Truncate(uint64_t length) {
 
 absl::Status Sequence::ForkInto(std::optional<uint64_t> wanted, Sequence* child) {
   MutexLock lock(mutex_);
-  const uint64_t length = wanted.value_or(CommittedTokens());
+  const uint64_t length = wanted.value_or(KeptTokens());
   ATTND_ASSIGN_OR_RETURN(Prefix prefix, PrefixOf(length));
   ATTND_ASSIGN_OR_RETURN(TokenIds token_ids, token_ids_.Prefix(length));
   MutexLock child_lock(child->mutex_);
@@ -113,7 +113,7 @@ HistorySnapshot Sequence::SnapshotHistory() {
   MutexLock lock(mutex_);
   HistorySnapshot history;
   history.view = HistoryView();
-  history.committed = CommittedTokens();
+  history.committed = KeptTokens();
   history.segment_key_bounds = segment_key_bounds_;
   history.token_ids = token_ids_.Runs(0, history.committed);
   return history;

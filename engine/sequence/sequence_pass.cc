@@ -72,7 +72,9 @@ uint64_t Sequence::PassesEnd() const {
 }
 
 absl::Status Sequence::ForgetGivenUp() {
-  ATTND_ASSIGN_OR_RETURN(Tail tail, tail_.Without(layer_tokens_, budget_));
+  const uint64_t longest = *std::max_element(layer_tokens_.begin(), layer_tokens_.end());
+  ATTND_ASSIGN_OR_RETURN(Tail tail, tail_.Without(layer_tokens_, layer_written_,
+                                                  std::max(longest, PassesEnd()), budget_));
   tail_ = std::move(tail);
   layer_written_ = layer_tokens_;
   SumUpKeyBounds();

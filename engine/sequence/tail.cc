@@ -147,27 +147,30 @@ absl::StatusOr<Tail> Tail::CopyOf(uint64_t begin, uint64_t length, Segments segm
   return tail;
 }
 
-absl::StatusOr<Tail> Tail::Without(std::span<const uint64_t> lengths, MemoryBudget* budget) const {
+absl::StatusOr<Tail> Tail::Without(std::span<const uint64_t> lengths,
+                                   std::span<const uint64_t> written, uint64_t end,
+                                   MemoryBudget* budget) const {
   CHECK_EQ(lengths.size(), shape_.layers);
-  const auto [least, most] = std::minmax_element(lengths.begin(), lengths.end());
-  CHECK_GE(*least, begin_);
-  CHECK_LE(*most, blocks_end());
-  Tail tail(shape_, begin_);
-  const uint64_t first_block = begin_ / kTailBlockTokens;
-  const size_t shared = *least / kTailBlockTokens - first_block;
-  const size_t needed = *most == begin_ ? 0 : (*most - 1) / kTailBlockTokens + 1 - first_block;
-  tail.blocks_.assign(blocks_.begin(), blocks_.begin() + static_cast<ptrdiff_t>(shared));
-  tail.key_bounds_.assign(key_bounds_.begin(),
-                          key_bounds_.begin() + static_cast<ptrdiff_t>(shared * shape_.layers));
-  for (size_t block = shared; block < needed; ++block) {
-    ATTND_ASSIGN_OR_RETURN(auto copy, MakeTailBlock(shape_, budget));
-    tail.blocks_.push_back(std::move(copy));
-    tail.key_bounds_.resize(tail.blocks_.size() * shape_.layers, 0);
-    const uint64_t block_begin = (first_block + block) * kTailBlockTokens;
-    for (uint32_t layer = 0; layer < shape_.layers; ++layer) {
-      const uint64_t begin = std::max(begin_, block_begin);
-      const uint64_t end = std::min(lengths[layer], block_begin + kTailBlockTokens);
-      if (begin < end) CopyFromTail(layer, begin, end, &tail);
+  CHECK_EQ(written.size(), shape_.layers);
+  CHECK_GE(*std::min_element(lengths.begin(), lengths.end()), begin_);
+  CHECK_LE(*std::max_element(lengths.begin(), lengths.end()), std::min(end, blocks_end()));
+  const uint32_t layers = shape_.layers;
+  Tail tail = *this;
+  tail.DropFrom(end);
+  for (size_t block = 0; block < tail.blocks_.size(); ++block) {
+    const uint64_t block_begin =
+        std::max(begin_, (begin_ / kTailBlockTokens + block) * kTailBlockTokens);
+    const uint64_t block_end = (block_begin / kTailBlockTokens + 1) * kTailBlockTokens;
+    bool given_up = false;
+    for (uint32_t layer = 0; layer < layers; ++layer) {
+      given_up |= std::max(lengths[layer], block_begin) < std::min(written[layer], block_end);
+    }
+    if (!given_up) continue;
+    ATTND_ASSIGN_OR_RETURN(tail.blocks_[block], MakeTailBlock(shape_, budget));
+    std::fill_n(tail.key_bounds_.begin() + static_cast<ptrdiff_t>(block * layers), layers, 0.0f);
+    for (uint32_t layer = 0; layer < layers; ++layer) {
+      const uint64_t layer_end = std::min(lengths[layer], block_end);
+      if (block_begin < layer_end) CopyFromTail(layer, block_begin, layer_end, &tail);
     }
   }
   return tail;

@@ -81,9 +81,11 @@ class Tail {
   // tokens that lie in segments, which must be whole. ResourceExhausted.
   absl::StatusOr<Tail> CopyOf(uint64_t begin, uint64_t length, Segments segments,
                               MemoryBudget* budget) const;
-  // This tail with the first lengths[layer] positions of each layer and nothing behind them: blocks
-  // that are full in every layer are shared, the others are copied. ResourceExhausted.
-  absl::StatusOr<Tail> Without(std::span<const uint64_t> lengths, MemoryBudget* budget) const;
+  // This tail, in blocks up to position `end`, without positions [lengths[layer], written[layer])
+  // of each layer, behind which nothing is written: blocks that have such positions are copied
+  // without them, the others are shared. ResourceExhausted.
+  absl::StatusOr<Tail> Without(std::span<const uint64_t> lengths, std::span<const uint64_t> written,
+                               uint64_t end, MemoryBudget* budget) const;
 
  private:
   size_t BlockOf(uint64_t position) const;

@@ -114,7 +114,7 @@ void DecodeReactor::Step() {
   queue_time_ = start - arrival_;
   engine_time_ = Clock::duration::zero();
   if (const absl::Status status = Answer(); !status.ok()) Refuse(status);
-  if (pass_ != nullptr && pass_->layer() == pass_options_.layers) pass_.reset();
+  if (pass_ != nullptr && PassIsComplete()) pass_.reset();
   WriteReply();
 }
 
@@ -152,7 +152,7 @@ absl::Status DecodeReactor::Answer() {
     status = reply_.Finish(result_);
   }
   if (absl::IsResourceExhausted(status)) handlers_->metrics->OnRejected(Rejection::kMemory);
-  ATTND_RETURN_IF_ERROR(status);
+  if (!status.ok()) return pass_ != nullptr && PassIsComplete() ? AfterCommit(status) : status;
   step_code_ = absl::StatusCode::kOk;
   return CheckReplyFits();
 }
@@ -212,10 +212,19 @@ absl::Status DecodeReactor::CheckReplyFits() const {
   const uint64_t max_bytes = handlers_->options->max_message_bytes;
   if (bytes <= max_bytes) return absl::OkStatus();
   handlers_->metrics->OnRejected(Rejection::kMessage);
-  const bool given_up = pass_ != nullptr && !LastLayer();
-  return absl::ResourceExhaustedError(
+  absl::Status status = absl::ResourceExhaustedError(
       absl::StrCat("max_message_bytes: the reply has ", bytes, " bytes; allowed are ", max_bytes,
-                   given_up ? "; the pass is given up" : "; the step's tokens have been appended"));
+                   pass_ == nullptr    ? "; the step's tokens have been appended"
+                   : !PassIsComplete() ? "; the pass is given up"
+                                       : ""));
+  return pass_ != nullptr && PassIsComplete() ? AfterCommit(status) : status;
+}
+
+// The reply of the last layer is refused, not the layer.
+absl::Status DecodeReactor::AfterCommit(const absl::Status& status) {
+  return {status.code(), absl::StrCat(status.message(),
+                                      "; the pass is complete and its tokens are committed: "
+                                      "repeat the pass to learn its answers")};
 }
 
 // Before anything is computed or taken from memory: a small query may ask for wide values. The

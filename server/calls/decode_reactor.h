@@ -87,6 +87,8 @@ class DecodeReactor final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
   void LeaveQueueLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckReplySize() const;
   absl::Status CheckReplyFits() const;
+  static absl::Status AfterCommit(const absl::Status& status);
+  bool PassIsComplete() const { return pass_->layer() == pass_options_.layers; }
   absl::Status EndOfMessages() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Refuse(const absl::Status& status);
   void RefuseQueued();

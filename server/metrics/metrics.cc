@@ -151,6 +151,7 @@ void Metrics::OnStep(absl::StatusCode code, const engine::DecodeResult* result,
   attention::StageNanos total;
   for (size_t i = 0; i < result->rows.size(); ++i) {
     const engine::DecodeRowResult& row = result->rows[i];
+    if (row.told_before) continue;  // counted when it left its pass
     OnRow(row, i < rows.rows.size() && !rows.rows[i].query_only
                    ? TokensRejection(rows.rows[i].position, rows.rows[i].query_tokens,
                                      rows.max_sequence_tokens)

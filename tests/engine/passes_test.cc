@@ -200,6 +200,7 @@ TEST_F(PassesTest, AGivenUpKeyIsNoBound) {
   for (size_t i = 0; i < large.q.values.size(); ++i) large.q.Set(i, 1e6f);
   const Answer answer = SendRow(large, 0);
   EXPECT_TRUE(answer.row_status(0).ok()) << answer.row_status(0);
+  EXPECT_TRUE(MatchesModel(&sequence, &random_));
 }
 
 TEST_F(PassesTest, ATruncationMeanwhileEndsTheRow) {
@@ -282,7 +283,6 @@ TEST_F(PassesTest, AFaultOfTheMessageGivesThePassUp) {
     const Layers layers = NextPass({&sequence}, 1, &random_);
     const std::unique_ptr<Pass> pass = Begin(engine_.get(), layers);
     EXPECT_TRUE(StepOf(pass.get(), *layers[0]).status.ok());
-    EXPECT_FALSE(pass->given_up());
     Message& message = *layers[1];
     if (late) {
       message.args.deadline = std::chrono::steady_clock::now() - std::chrono::seconds(1);
@@ -291,7 +291,6 @@ TEST_F(PassesTest, AFaultOfTheMessageGivesThePassUp) {
     }
     EXPECT_EQ(StepOf(pass.get(), message).status.code(),
               late ? StatusCode::kDeadlineExceeded : StatusCode::kInvalidArgument);
-    EXPECT_TRUE(pass->given_up());
     EXPECT_TRUE(MatchesModel(&sequence, &random_));
   }
 }

@@ -108,10 +108,8 @@ class FakeEngine final : public engine::Engine {
   absl::StatusOr<std::unique_ptr<engine::Pass>> BeginPass(absl::string_view, engine::WriterId,
                                                           std::span<const engine::DecodeRow> rows,
                                                           uint32_t) override {
-    ++passes_;
     return std::make_unique<FakePass>(this, rows);
   }
-  int passes() const { return passes_; }
   int passes_over() const { return passes_over_; }
   absl::StatusOr<uint64_t> Truncate(absl::string_view, uint64_t, uint64_t) override {
     WaitForCall();
@@ -176,7 +174,6 @@ class FakeEngine final : public engine::Engine {
         : engine_(engine), rows_(rows.begin(), rows.end()) {}
     ~FakePass() override { ++engine_->passes_over_; }
     uint32_t layer() const override { return layer_; }
-    bool given_up() const override { return false; }
     absl::Status Step(const engine::DecodeArgs& args, engine::AnswerMemory memory,
                       engine::DecodeResult* result) override {
       engine::DecodeArgs step = args;
@@ -229,7 +226,7 @@ class FakeEngine final : public engine::Engine {
   std::atomic<bool> opening_stopped_{false};
   std::atomic<int> calls_waiting_{0}, calls_done_{0}, chunks_{0}, observed_{0};
   std::atomic<int> observes_refused_{0}, chunks_refused_{0};
-  std::atomic<int> passes_{0}, passes_over_{0};
+  std::atomic<int> passes_over_{0};
   std::atomic<int> waiting_{0}, decoded_{0}, cancelled_{0}, released_writers_{0};
   std::atomic<uint64_t> value_dim_{16}, next_id_{1};
 };
