@@ -155,10 +155,8 @@ Value DescribeTime(const Load& load, const engine::SequenceCut& cut, const Index
       .Set("all_sequences_seconds", one * static_cast<double>(load.sequences))
       .Set("estimate",
            load.gpu_memory_bytes == 0
-               ? "one KV head of random keys, indexed on this machine's CPU, times all; the "
-                 "server's index_threads divide the time"
-               : "one KV head of random keys, indexed on this machine's CPU, times all; the GPU "
-                 "takes less");
+               ? "from random keys, on this machine; the server's index_threads divide it"
+               : "from random keys, on this machine's CPU; the GPU takes less");
 }
 
 }  // namespace
