@@ -86,7 +86,8 @@ Value DescribePlaces(const Load& load, const LoadSize& size) {
   places.Add("indexes", "memory", host.index_bytes)
       .Add("tails", "memory", host.tail_bytes)
       .Add("early segments (copies)", "memory", host.early_bytes)
-      .Add("lists and tables", "memory", host.books_bytes);
+      .Add("lists", "memory", host.books_bytes);
+  if (host.disk_bytes != 0) places.Add("tables of pages on disk", "memory", host.file_books_bytes);
   if (load.memory_bytes != 0) {
     places.Add("page memory", "memory", host.page_memory_bytes);
   }

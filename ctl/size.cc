@@ -150,21 +150,23 @@ uint64_t BuildingBytes(const Load& load, const engine::SequenceCut& cut) {
          attention::HeadBuilder::ScratchBytes(form);
 }
 
-// Payload that a pager which must free `bytes` moves to disk: of one sequence after the other, a
+// Moves payload to disk as a pager does which must free `bytes`: of one sequence after the other, a
 // segment at a time.
-uint64_t MovedBytes(const Load& load, const SequenceSize& sequence, uint64_t bytes) {
+void MoveToDisk(const Load& load, const SequenceSize& sequence, uint64_t bytes, HostSize* host) {
   const uint64_t freed = sequence.payload_bytes - sequence.file_books_bytes;
-  if (freed == 0) return 0;
+  if (freed == 0) return;
   const uint64_t whole = std::min(load.sequences, bytes / freed);
-  uint64_t moved = whole * sequence.payload_bytes;
-  uint64_t left = bytes - whole * freed;
-  if (whole == load.sequences) return moved;
+  host->disk_bytes = whole * sequence.payload_bytes;
+  host->file_books_bytes = whole * sequence.file_books_bytes;
+  uint64_t left = whole == load.sequences ? 0 : bytes - whole * freed;
   for (const SegmentForm& form : sequence.cut.segments) {
     if (left == 0) break;
-    moved += Segment::PayloadBytes(form);
-    left -= std::min(left, Segment::PayloadBytes(form) - FileBooksBytes(form));
+    const uint64_t payload = Segment::PayloadBytes(form), books = FileBooksBytes(form);
+    host->disk_bytes += payload;
+    host->file_books_bytes += books;
+    left -= std::min(left, payload - books);
   }
-  return moved;
+  host->payload_bytes -= host->disk_bytes;
 }
 
 // Beyond the budget's mark payload lies on disk, until the target is reached.
@@ -175,8 +177,8 @@ void DivideTiers(const Load& load, const SequenceSize& sequence, uint64_t held, 
   }
   const uint64_t target = ShareOf(engine::Pager::kTarget, load.memory_bytes);
   if (held > ShareOf(engine::Pager::kMark, load.memory_bytes)) {
-    host->disk_bytes = MovedBytes(load, sequence, held - target);
-    host->payload_bytes -= host->disk_bytes;
+    // A GPU needs all in memory: what does not fit is missing.
+    if (load.gpu_memory_bytes == 0) MoveToDisk(load, sequence, held - target, host);
   } else if (held <= target) {
     host->early_bytes = std::min(load.sequences * sequence.early_bytes, target - held);
   }

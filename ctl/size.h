@@ -54,6 +54,7 @@ struct HostSize {
   uint64_t tail_bytes = 0;
   uint64_t early_bytes = 0;  // 0 if they find no room: then steps read the whole tail
   uint64_t books_bytes = 0;
+  uint64_t file_books_bytes = 0;   // tables of the pages on disk
   uint64_t page_memory_bytes = 0;  // kept for pages from disk
   uint64_t building_bytes = 0;     // room for building one segment of segment_tokens
   uint64_t needed_bytes = 0;       // the least memory budget that the load runs in
