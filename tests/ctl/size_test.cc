@@ -13,7 +13,7 @@
 #include <ostream>
 #include <string>
 
-#include "attention/segment/pages.h"
+#include "attention/index/segment_builder.h"
 #include "attention/segment/segment.h"
 #include "ctl/describe_size.h"
 #include "engine/archive/pager.h"
@@ -166,6 +166,10 @@ TEST(SizeTest, MissingBytesOfMemory) {
   load.memory_bytes = 64 * kGib;
   const LoadSize size = Sized(load);
   const SequenceSize& one = size.sequence;
+  const attention::SegmentForm& first = one.cut.segments.front();
+  EXPECT_EQ(size.host.building_bytes,
+            attention::Segment::IndexBytes(first) + attention::Segment::PayloadBytes(first) +
+                uint64_t{8192} * 131072 + attention::HeadBuilder::ScratchBytes(first));
   const uint64_t least =
       16 * (one.index_bytes + one.tail_bytes + one.books_bytes + one.file_books_bytes) + kGib +
       size.host.building_bytes;
@@ -190,14 +194,23 @@ TEST(SizeTest, WholeSegmentsLieOnDisk) {
   load.sequences = 16;
   load.memory_bytes = 64 * kGib;
   const LoadSize size = Sized(load);
-  const uint64_t held = size.host.payload_bytes + size.host.file_books_bytes +
-                        16 * size.sequence.pinned_bytes() + size.host.page_memory_bytes;
-  EXPECT_GT(size.host.file_books_bytes, 0u);
-  EXPECT_LT(size.host.file_books_bytes, 16 * size.sequence.file_books_bytes);
-  EXPECT_EQ(size.host.payload_bytes + size.host.disk_bytes, 16 * size.sequence.payload_bytes);
-  EXPECT_LE(held, 48 * kGib);
-  EXPECT_GT(held + uint64_t{32768} * 131072, 48 * kGib) << "less than a segment below";
-  EXPECT_EQ(size.host.payload_bytes % (uint64_t{64} * 131072), 0u);
+  const SequenceSize& one = size.sequence;
+  const uint64_t all = 16 * (one.payload_bytes + one.pinned_bytes()) + size.host.page_memory_bytes;
+  uint64_t held = all, moved = 0, tables = 0;
+  for (int i = 0; i < 16; ++i) {
+    for (const auto& form : one.cut.segments) {
+      if (held <= 48 * kGib) break;
+      const uint64_t payload = attention::Segment::PayloadBytes(form);
+      // All pages are alike, and so are their rows of the tables.
+      const uint64_t rows = payload / 8192 * one.file_books_bytes / (one.payload_bytes / 8192);
+      moved += payload;
+      tables += rows;
+      held -= payload - rows;
+    }
+  }
+  EXPECT_EQ(size.host.disk_bytes, moved);
+  EXPECT_EQ(size.host.payload_bytes, 16 * one.payload_bytes - moved);
+  EXPECT_EQ(size.host.file_books_bytes, tables);
   // All of it in memory: its ninth tenth is enough.
   load.memory_bytes = 512 * kGib;
   EXPECT_EQ(Sized(load).host.disk_bytes, 0u);
@@ -257,6 +270,17 @@ TEST(SizeTest, Gpu) {
   load.sequences = 2;
   load.memory_bytes = 32 * kGib;
   EXPECT_EQ(Sized(load).fitting_sequences, 1u);
+}
+
+// Of short prompts axes are a large part: their indexes fill their memory first.
+TEST(SizeTest, IndexesFillTheirPartOfTheGpu) {
+  Load load = LoadOf(Llama8b(), 600);
+  load.sequences = 1000;
+  load.gpu_memory_bytes = 64 * kGib;
+  const LoadSize size = Sized(load);
+  EXPECT_FALSE(size.fits);
+  EXPECT_EQ(size.fitting_sequences, size.gpu->index_capacity / size.sequence.index_bytes);
+  EXPECT_GT(size.gpu->pages_capacity / (size.gpu->pages_bytes / 1000), size.fitting_sequences);
 }
 
 TEST(SizeTest, WhatIsWrongIsNamed) {
