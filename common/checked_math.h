@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Products of sizes that came from outside.
+// Sums and products of sizes that came from outside.
 #ifndef ATTND_COMMON_CHECKED_MATH_H_
 #define ATTND_COMMON_CHECKED_MATH_H_
 
@@ -18,6 +18,35 @@ constexpr std::optional<uint64_t> CheckedProduct(std::initializer_list<uint64_t>
   }
   return product;
 }
+
+// A sum or product of sizes, or that it overflowed 64 bits: which every number that is made of it
+// knows, too.
+class CheckedSize {
+ public:
+  constexpr CheckedSize(uint64_t number = 0) : number_(number) {}  // NOLINT: a number is one
+  // Nothing after an overflow.
+  constexpr std::optional<uint64_t> get() const { return number_; }
+
+  constexpr CheckedSize& operator+=(const CheckedSize& other) { return *this = *this + other; }
+  friend constexpr CheckedSize operator+(const CheckedSize& a, const CheckedSize& b) {
+    CheckedSize sum;
+    uint64_t number = 0;
+    const bool fits = a.number_.has_value() && b.number_.has_value() &&
+                      !__builtin_add_overflow(*a.number_, *b.number_, &number);
+    sum.number_ = fits ? std::optional(number) : std::nullopt;
+    return sum;
+  }
+  friend constexpr CheckedSize operator*(const CheckedSize& a, const CheckedSize& b) {
+    CheckedSize product;
+    product.number_ = a.number_.has_value() && b.number_.has_value()
+                          ? CheckedProduct({*a.number_, *b.number_})
+                          : std::nullopt;
+    return product;
+  }
+
+ private:
+  std::optional<uint64_t> number_;
+};
 
 }  // namespace attnd
 

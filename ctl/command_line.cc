@@ -11,6 +11,9 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
+#include "common/byte_size.h"
+#include "common/checked_math.h"
 #include "common/status.h"
 
 namespace attnd::ctl {
@@ -32,11 +35,20 @@ enum Option : int {
   kNoSeal = 'n',
   kKeepOpen = 'k',
   kOrphans = 'O',
+  kModel = 'M',
+  kContext = 'c',
+  kSequences = 'q',
+  kGenerated = 'g',
+  kDType = 'D',
+  kIndex = 'x',
+  kMemory = 'R',
+  kPageMemory = 'P',
+  kGpuMemory = 'G',
   kJson = 'j',
   kHelp = 'h',
 };
 
-constexpr std::array<option, 14> kOptions = {{
+constexpr std::array<option, 23> kOptions = {{
     {"data-dir", required_argument, nullptr, kDataDir},
     {"server", required_argument, nullptr, kServer},
     {"tenant", required_argument, nullptr, kTenant},
@@ -48,6 +60,15 @@ constexpr std::array<option, 14> kOptions = {{
     {"no-seal", no_argument, nullptr, kNoSeal},
     {"keep-open", no_argument, nullptr, kKeepOpen},
     {"orphans", no_argument, nullptr, kOrphans},
+    {"model", required_argument, nullptr, kModel},
+    {"context", required_argument, nullptr, kContext},
+    {"sequences", required_argument, nullptr, kSequences},
+    {"generated", required_argument, nullptr, kGenerated},
+    {"dtype", required_argument, nullptr, kDType},
+    {"index", required_argument, nullptr, kIndex},
+    {"memory", required_argument, nullptr, kMemory},
+    {"page-memory", required_argument, nullptr, kPageMemory},
+    {"gpu-memory", required_argument, nullptr, kGpuMemory},
     {"json", no_argument, nullptr, kJson},
     {"help", no_argument, nullptr, kHelp},
     {nullptr, 0, nullptr, 0},
@@ -61,7 +82,7 @@ struct Command {
   bool ids;  // whether its arguments are ids
 };
 
-constexpr std::array<Command, 10> kCommands = {{
+constexpr std::array<Command, 11> kCommands = {{
     {"list", "dstS", 0, 0, false},
     {"inspect", "di", 1, 1, false},
     {"verify", "dam", 0, kManyArguments, true},
@@ -71,6 +92,7 @@ constexpr std::array<Command, 10> kCommands = {{
     {"seal", "st", 1, 1, true},
     {"drop", "st", 1, 1, true},
     {"import", "stnk", 1, 1, false},
+    {"size", "MicqgDxRPG", 0, 0, false},
     {"help", "", 0, 0, false},
 }};
 
@@ -82,8 +104,74 @@ const char* NameOf(int letter) {
   return found == kOptions.end() ? "" : found->name;
 }
 
+absl::Status TakeBytes(int letter, const std::string& value, uint64_t* bytes) {
+  ByteSize size;
+  std::string error;
+  if (!AbslParseFlag(value, &size, &error) || size.bytes == 0) {
+    return Wrong(absl::StrCat("--", NameOf(letter), " is '", value, "'; ",
+                              error.empty() ? "allowed are bytes from 1 on" : error));
+  }
+  *bytes = size.bytes;
+  return absl::OkStatus();
+}
+
+// A number of tokens or sequences; k means 1,024 of them.
+absl::Status TakeCount(int letter, const std::string& value, uint64_t* count) {
+  absl::string_view digits = value;
+  const uint64_t unit = absl::ConsumeSuffix(&digits, "k") ? 1024 : 1;
+  const bool only_digits =
+      !digits.empty() && digits.find_first_not_of("0123456789") == absl::string_view::npos;
+  uint64_t number = 0;
+  const bool taken = only_digits && absl::SimpleAtoi(digits, &number);
+  const auto product = CheckedProduct({number, unit});
+  if (!taken || !product.has_value() || *product == 0) {
+    return Wrong(absl::StrCat("--", NameOf(letter), " is '", value,
+                              "'; allowed are numbers from 1 on; 128k is 131072"));
+  }
+  *count = *product;
+  return absl::OkStatus();
+}
+
+// Those of `size`.
+absl::Status TakeSizeOption(int letter, const std::string& value, CommandLine* line) {
+  switch (letter) {
+    case kModel:
+      if (value.empty()) return Wrong("--model is empty");
+      line->model = value;
+      return absl::OkStatus();
+    case kDType:
+      line->dtype = value;
+      return absl::OkStatus();
+    case kIndex:
+      line->index = value;
+      return absl::OkStatus();
+    case kContext:
+      return TakeCount(letter, value, &line->context);
+    case kGenerated:
+      return TakeCount(letter, value, &line->generated);
+    case kSequences:
+      return TakeCount(letter, value, &line->sequences);
+    case kMemory:
+      return TakeBytes(letter, value, &line->memory_bytes);
+    case kPageMemory:
+      return TakeBytes(letter, value, &line->page_memory_bytes);
+    default:
+      return TakeBytes(letter, value, &line->gpu_memory_bytes);
+  }
+}
+
 absl::Status TakeOption(int letter, const std::string& value, CommandLine* line) {
   switch (letter) {
+    case kModel:
+    case kContext:
+    case kSequences:
+    case kGenerated:
+    case kDType:
+    case kIndex:
+    case kMemory:
+    case kPageMemory:
+    case kGpuMemory:
+      return TakeSizeOption(letter, value, line);
     case kDataDir:
       if (value.empty()) return Wrong("--data-dir is empty");
       line->data_dir = std::filesystem::absolute(value).lexically_normal().string();
@@ -187,6 +275,11 @@ absl::Status CheckTogether(const CommandLine& line) {
   if (command == "verify" && line.all && !line.ids.empty()) {
     return Wrong("verify wants either --all or ids");
   }
+  if (command == "size") {
+    if (line.model.empty()) return Wrong("size wants --model");
+    if (line.context == 0) return Wrong("size wants --context");
+    if (line.sequences == 0) return Wrong("size wants --sequences");
+  }
   if (line.no_seal && line.keep_open) return Wrong("--keep-open does not go with --no-seal");
   uint64_t id = 0;
   if (command == "inspect" && line.data_dir.empty() && absl::SimpleAtoi(line.arguments[0], &id)) {
@@ -247,6 +340,18 @@ On a data folder (reads only, and may run beside the server, unless it says othe
       secret is left alone
   attnctl export ID --data-dir DIR --out FILE.safetensors
       keys, values and token ids of a sealed sequence
+
+On nothing:
+  attnctl size --model config.json --context N --sequences N [--generated N] [--token-ids]
+      [--dtype bf16|fp16|fp32] [--index NAME] [--memory BYTES] [--page-memory BYTES]
+      [--gpu-memory BYTES]
+      what so many sequences of a model take and where that lies, what a step reads of one, how long
+      indexing takes on this machine, and what does not fit (exit status 1). Numbers of tokens may
+      end with k: 128k is 131072; BYTES with KiB, MiB, GiB, TiB. The model's file is a Hugging Face
+      config.json. --context: tokens of each prompt, --generated: of each answer; --token-ids:
+      prompts come with ids; --index: tree, if not given; --memory, --page-memory, --gpu-memory: as
+      the server's memory_budget_bytes, page_memory_bytes, device_memory_bytes. Without
+      --gpu-memory the CPU answers
 
 On a running server (ADDRESS: unix:PATH or HOST:PORT; without --tenant the tenant ""):
   attnctl list --server ADDRESS [--tenant T]

@@ -22,6 +22,15 @@ struct CommandLine {
   std::optional<std::string> tenant;
   std::string out;
   uint64_t mib_per_s = 0;  // 0: no limit
+  std::string model;       // path of a config.json
+  std::string dtype;       // "bf16", "fp16", "fp32"; empty: as the model's file says
+  std::string index;       // the name of an index; empty: the default
+  uint64_t context = 0;    // tokens; 0: not given
+  uint64_t generated = 0;  // tokens
+  uint64_t sequences = 0;  // 0: not given
+  uint64_t memory_bytes = 0;
+  uint64_t page_memory_bytes = 0;
+  uint64_t gpu_memory_bytes = 0;
   bool segments = false;
   bool token_ids = false;
   bool all = false;

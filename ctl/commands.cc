@@ -13,12 +13,16 @@
 #include "common/status.h"
 #include "ctl/data_reader.h"
 #include "ctl/describe.h"
+#include "ctl/describe_size.h"
 #include "ctl/export.h"
 #include "ctl/import.h"
+#include "ctl/index_time.h"
 #include "ctl/metered_queue.h"
+#include "ctl/model_config.h"
 #include "ctl/new_secret.h"
 #include "ctl/progress.h"
 #include "ctl/rebuild.h"
+#include "ctl/size.h"
 #include "ctl/verify.h"
 
 namespace attnd::ctl {
@@ -170,6 +174,50 @@ absl::StatusOr<Outcome> RunExport(const CommandLine& line) {
                      .Set("bytes", result->bytes)};
 }
 
+// ---- on nothing ----
+
+absl::StatusOr<ModelConfig> ReadModel(const CommandLine& line) {
+  std::optional<DType> dtype;
+  if (!line.dtype.empty()) {
+    dtype = DTypeOf(line.dtype);
+    if (!dtype.has_value()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--dtype is '", line.dtype, "'; allowed are bf16, fp16 and fp32"));
+    }
+  }
+  return ReadModelConfig(line.model, dtype);
+}
+
+absl::StatusOr<attention::IndexSet> IndexesNamed(const std::string& name) {
+  if (name.empty()) return attention::kTreeIndexes;
+  std::string names;
+  for (const attention::IndexKind kind : attention::kIndexKinds) {
+    if (name == attention::IndexName(kind)) return attention::IndexSet{kind};
+    absl::StrAppend(&names, names.empty() ? "" : ", ", attention::IndexName(kind));
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("--index is '", name, "'; allowed is one of ", names));
+}
+
+absl::StatusOr<Outcome> RunSize(const CommandLine& line) {
+  ATTND_ASSIGN_OR_RETURN(const ModelConfig model, ReadModel(line));
+  Load load;
+  load.shape = model.shape;
+  ATTND_ASSIGN_OR_RETURN(load.indexes, IndexesNamed(line.index));
+  load.sequences = line.sequences;
+  load.context_tokens = line.context;
+  load.generated_tokens = line.generated;
+  load.token_ids = line.token_ids;
+  load.memory_bytes = line.memory_bytes;
+  load.page_memory_bytes = line.page_memory_bytes;
+  load.gpu_memory_bytes = line.gpu_memory_bytes;
+  ATTND_ASSIGN_OR_RETURN(const LoadSize size, SizeOf(load));
+  const auto time = MeasureIndexing(load.shape, load.indexes, load.segment_tokens);
+  if (!time.ok() && !absl::IsUnimplemented(time.status())) return time.status();
+  return Outcome{DescribeSize(model, load, size, time.ok() ? std::optional(*time) : std::nullopt),
+                 !size.fits};
+}
+
 // ---- on a running server ----
 
 // They are drawn from 63 bits, which JSON's numbers do not hold.
@@ -248,6 +296,7 @@ absl::StatusOr<Outcome> RunCommand(const CommandLine& line) {
   if (line.command == "seal") return RunSeal(line);
   if (line.command == "drop") return RunDrop(line);
   if (line.command == "import") return RunImport(line);
+  if (line.command == "size") return RunSize(line);
   return absl::InternalError(line.command + " is not done");
 }
 

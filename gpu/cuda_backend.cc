@@ -17,6 +17,7 @@
 #include "common/mutex.h"
 #include "common/status.h"
 #include "gpu/index/segment_build.h"
+#include "gpu/layout/memory_split.h"
 #include "gpu/memory/arena.h"
 #include "gpu/memory/device_copy_store.h"
 #include "gpu/row_subset.h"
@@ -36,9 +37,6 @@ using attention::Policy;
 using attention::StepRequest;
 using attention::StepRow;
 
-constexpr uint64_t kIndexShare = 8;    // of the device copies' memory: a tree is an eighth of pages
-constexpr uint64_t kContextShare = 4;  // of the device memory, for all streams
-constexpr uint64_t kInputShare = 4;    // of a stream's memory, at most
 constexpr uint64_t kBufferBytesMin = uint64_t{1} << 16;
 // How often a step that waits for a stream looks whether it is still wanted.
 constexpr std::chrono::microseconds kPoll{2000};
@@ -104,13 +102,10 @@ struct Resources {
 };
 
 WaveRoom RoomOf(const CudaBackendOptions& options, uint64_t memory_bytes) {
-  const uint64_t share = memory_bytes / kContextShare / (options.streams + 1);
-  const auto whole = [](uint64_t bytes) { return bytes / Arena::kAlignment * Arena::kAlignment; };
-  WaveRoom room;
-  room.input_bytes = whole(std::min(options.input_bytes, share / kInputShare));
-  room.scratch_bytes = whole(std::min(options.scratch_bytes, share - room.input_bytes));
-  room.result_bytes = whole(options.result_bytes);
-  return room;
+  const StreamMemory stream =
+      StreamMemoryOf(memory_bytes, options.streams, {options.input_bytes, options.scratch_bytes});
+  return {stream.input_bytes, stream.scratch_bytes,
+          options.result_bytes / kDeviceAlignment * kDeviceAlignment};
 }
 
 absl::StatusOr<Resources> TakeMemory(const CudaBackendOptions& options, uint64_t memory_bytes,
@@ -118,13 +113,12 @@ absl::StatusOr<Resources> TakeMemory(const CudaBackendOptions& options, uint64_t
                                      TransferCounts* counts) {
   const WaveRoom room = RoomOf(options, memory_bytes);
   const uint64_t contexts = options.streams + 1;
-  const uint64_t copy_bytes = memory_bytes - contexts * StreamContext::DeviceBytes(room);
+  const CopyMemory copies =
+      CopyMemoryOf(memory_bytes, options.streams, {room.input_bytes, room.scratch_bytes});
   Resources resources;
   resources.scratch_bytes = contexts * StreamContext::DeviceBytes(room);
-  ATTND_ASSIGN_OR_RETURN(auto index,
-                         Arena::Create(device.get(), "index", copy_bytes / kIndexShare));
-  ATTND_ASSIGN_OR_RETURN(
-      auto pages, Arena::Create(device.get(), "page", copy_bytes - copy_bytes / kIndexShare));
+  ATTND_ASSIGN_OR_RETURN(auto index, Arena::Create(device.get(), "index", copies.index_bytes));
+  ATTND_ASSIGN_OR_RETURN(auto pages, Arena::Create(device.get(), "page", copies.pages_bytes));
   resources.store = std::make_shared<DeviceCopyStore>(device, std::move(pages), std::move(index));
   for (uint64_t i = 0; i < contexts; ++i) {
     ATTND_ASSIGN_OR_RETURN(auto context, StreamContext::Create(device.get(), room, counts));

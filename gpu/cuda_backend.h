@@ -14,6 +14,7 @@
 #include "absl/status/statusor.h"
 #include "attention/backend.h"
 #include "gpu/device/device.h"
+#include "gpu/layout/memory_split.h"
 
 namespace attnd::gpu {
 
@@ -21,13 +22,13 @@ struct CudaBackendOptions {
   // Device memory to take, at least kDeviceMemoryBytesMin. 0: nine tenths of the device's memory,
   // or as much as other processes have left.
   uint64_t device_memory_bytes = 0;
-  uint32_t streams = 4;  // steps on the device at once, 1..kStreamsMax
+  uint32_t streams = kDeviceStreams;  // steps on the device at once, 1..kStreamsMax
   // Memory of each stream, at least 2^16 of each kind. All streams together, with the stream that
   // builds segments, take at most a quarter of the device memory.
-  uint64_t scratch_bytes = uint64_t{1} << 30;
-  uint64_t input_bytes = uint64_t{32} << 20;   // pinned and on the device
-  uint64_t result_bytes = uint64_t{32} << 20;  // pinned
-  uint32_t timed_steps = 64;                   // one step in so many is timed; 0: none
+  uint64_t scratch_bytes = StreamMemory{}.scratch_bytes;
+  uint64_t input_bytes = StreamMemory{}.input_bytes;  // pinned and on the device
+  uint64_t result_bytes = uint64_t{32} << 20;         // pinned
+  uint32_t timed_steps = 64;                          // one step in so many is timed; 0: none
   // Whether cooperative groups may answer units (step_layout.h), where the device has them; else
   // the stages do.
   bool cooperative_groups = true;
@@ -40,7 +41,6 @@ struct CudaBackendOptions {
 };
 
 inline constexpr uint32_t kStreamsMax = 64;
-inline constexpr uint64_t kDeviceMemoryBytesMin = uint64_t{16} << 20;
 
 // The backend takes its device memory at once. InvalidArgument for the options, ResourceExhausted
 // if the device has less memory; other errors as Device's. `cpu` answers what the device cannot.

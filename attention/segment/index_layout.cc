@@ -49,6 +49,7 @@ IndexLayout::Clusters PlaceClusters(const ModelShape& shape, const ClusterFormIn
   IndexLayout::Clusters clusters;
   clusters.room = room;
   clusters.count = level * sizeof(uint32_t);
+  const size_t begin = placer->end();
   const size_t n = room;
   const size_t element = info.compact ? sizeof(int8_t) : DTypeBytes(shape.dtype);
   clusters.centroids = placer->Place(n * shape.head_dim * element);
@@ -66,6 +67,7 @@ IndexLayout::Clusters PlaceClusters(const ModelShape& shape, const ClusterFormIn
   clusters.value_norm2 = placer->Place(n * sizeof(float));
   clusters.starts = placer->Place((n + 1) * sizeof(uint32_t));
   if (level != kLeaves) clusters.first_members = placer->Place((n + 1) * sizeof(uint32_t));
+  clusters.rows_bytes = placer->end() - begin;
   return clusters;
 }
 
@@ -115,6 +117,7 @@ IndexLayout::IndexLayout(const SegmentForm& form) {
       const size_t bytes = DTypeBytes(AxesDType(info));
       axes = placer.Place(size_t{shape.head_dim} * shape.head_dim * bytes);
       slopes = placer.Place(size_t{shape.head_dim} * shape.value_dim * bytes);
+      axes_bytes = placer.end() - axes;
     }
     if (info.compact) {
       key_base = placer.Place(shape.head_dim * sizeof(float));

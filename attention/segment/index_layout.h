@@ -134,6 +134,7 @@ struct IndexLayout {
   // has.
   struct Clusters {
     uint32_t room = 0;
+    size_t rows_bytes = 0;  // of all rows together
     size_t count = 0;
     size_t centroids = 0, centroid_scales = 0, mean_values = 0, mean_value_scales = 0;
     size_t deviation_codes = 0, variance_unit = 0, log_size = 0, spread = 0, value_norm2 = 0;
@@ -157,6 +158,7 @@ struct IndexLayout {
   size_t positions = 0;
   size_t key_base = 0, value_base = 0;  // of rows in bytes
   size_t axes = 0, slopes = 0;
+  size_t axes_bytes = 0;  // of axes and slopes together
   struct Summary {
     size_t m = 0, u = 0, t = 0;
   };

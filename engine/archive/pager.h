@@ -46,10 +46,11 @@ class Pager {
   bool MakeRoom(std::chrono::steady_clock::time_point until, const std::atomic<bool>* cancelled);
   void Shutdown();
 
- private:
   static constexpr double kIdleMark = 0.80;  // the marks are shares of the budget
   static constexpr double kMark = 0.90;
   static constexpr double kTarget = 0.75;
+
+ private:
   static constexpr std::chrono::seconds kIdle{10};
   static constexpr std::chrono::milliseconds kPeriod{50};
   static constexpr std::chrono::seconds kRetentionPeriod{10};

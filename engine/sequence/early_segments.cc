@@ -21,13 +21,21 @@ uint64_t EarlySegments::bytes() const {
   return bytes;
 }
 
-uint64_t EarlySegments::NextBegin(uint64_t tail_begin, uint64_t end, uint32_t tokens_max) const {
-  uint64_t begin = EndOr(tail_begin);
-  for (auto last = segments_.rbegin(); last != segments_.rend(); ++last) {
-    const bool joins =
-        (*last)->tokens() <= 2 * (end - begin) && end - (*last)->first_position() <= tokens_max;
+std::vector<EarlyRun> EarlySegments::Runs() const {
+  std::vector<EarlyRun> runs;
+  for (const auto& segment : segments_) {
+    runs.push_back({segment->first_position(), segment->end_position()});
+  }
+  return runs;
+}
+
+uint64_t EarlySegments::NextBegin(std::span<const EarlyRun> runs, uint64_t tail_begin, uint64_t end,
+                                  uint32_t tokens_max) {
+  uint64_t begin = runs.empty() ? tail_begin : runs.back().end;
+  for (auto last = runs.rbegin(); last != runs.rend(); ++last) {
+    const bool joins = last->tokens() <= 2 * (end - begin) && end - last->begin <= tokens_max;
     if (!joins) break;
-    begin = (*last)->first_position();
+    begin = last->begin;
   }
   return begin;
 }

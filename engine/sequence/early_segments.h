@@ -6,10 +6,12 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "attention/segment/segment.h"
 #include "common/model_shape.h"
+#include "engine/sequence/segment_rules.h"
 
 namespace attnd::engine {
 
@@ -40,12 +42,15 @@ class EarlySegments {
   }
   uint64_t bytes() const;
 
-  // Where a segment of at most `tokens_max` tokens is to begin that ends at `end`, behind all that
-  // there are: it has the tokens of the last segments, too, as long as each is at most twice as
-  // long as what follows it (docs/PERFORMANCE.md has the other rules that were tried). So each
-  // segment is more than twice as long as the next, unless memory was short, and whenever a token
-  // is indexed anew its segment grows by half or more.
-  uint64_t NextBegin(uint64_t tail_begin, uint64_t end, uint32_t tokens_max) const;
+  std::vector<EarlyRun> Runs() const;
+
+  // Where a segment of at most `tokens_max` tokens is to begin that ends at `end`, behind all
+  // `runs` that there are: it has the tokens of the last segments, too, as long as each is at most
+  // twice as long as what follows it (docs/PERFORMANCE.md has the other rules that were tried). So
+  // each segment is more than twice as long as the next, unless memory was short, and whenever a
+  // token is indexed anew its segment grows by half or more.
+  static uint64_t NextBegin(std::span<const EarlyRun> runs, uint64_t tail_begin, uint64_t end,
+                            uint32_t tokens_max);
   // Whether Add may be given a segment of [begin, end).
   bool Fits(uint64_t tail_begin, uint64_t begin, uint64_t end) const;
   // Adds a segment that reaches further than all that there are, in place of those from its begin

@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "attention/segment/run_tokens.h"
 #include "common/status.h"
 
 namespace attnd::engine {
@@ -265,10 +264,8 @@ absl::StatusOr<bool> Segmenter::BuildNext(Sequence* sequence, uint32_t min_token
 
 absl::StatusOr<uint32_t> Segmenter::Build(Sequence* sequence, const SegmentJob& job,
                                           uint32_t threads, const std::atomic<bool>* cancelled) {
-  const bool sections =
-      !sequence->on_device() && attention::WantsSections(sequence->indexes(), job.tokens);
-  const attention::SegmentForm form = {sequence->shape(), sequence->indexes(), job.tokens,
-                                       job.unclustered, sections};
+  const attention::SegmentForm form = SegmentFormOf(
+      sequence->shape(), sequence->indexes(), job.tokens, job.unclustered, sequence->on_device());
   ATTND_ASSIGN_OR_RETURN(
       Reservation memory,
       budget_->Reserve(Segment::IndexBytes(form) + Segment::PayloadBytes(form), "a segment"));

@@ -20,6 +20,7 @@
 #include "common/mutex.h"
 #include "engine/event_listener.h"
 #include "engine/memory_budget.h"
+#include "engine/sequence/segment_rules.h"
 #include "engine/sequence/sequence.h"
 
 namespace attnd::engine {
@@ -93,7 +94,7 @@ class Segmenter {
   void WaitUntilIdle();
   void Shutdown();
 
-  static constexpr uint32_t kSegmentTokensMin = 512;
+  static constexpr uint32_t kSegmentTokensMin = engine::kSegmentTokensMin;
 
  private:
   // A prefill's place among the prefills that take turns, from construction to destruction.

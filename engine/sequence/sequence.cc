@@ -28,17 +28,6 @@ constexpr uint64_t kTableEntryBytes = 256;
 // Views' lists are not counted.
 constexpr uint64_t kListEntryBytes = 4 * sizeof(std::shared_ptr<const Segment>);
 
-// Of what belongs to a sequence whatever its length: the object and its place, its texts, and the
-// fixed part of its policy state.
-uint64_t ObjectBytes(absl::string_view tenant, const OpenArgs& args) {
-  // NOLINTBEGIN(bugprone-unchecked-optional-access): Engine::Open sets them
-  return sizeof(Sequence) + kTableEntryBytes + tenant.size() + args.fingerprint.size() +
-         args.policy->preset.size() +
-         attention::PolicyState::FixedBytes(args.shape, *args.indexes, args.model_parts) +
-         args.shape.layers * (2 * sizeof(uint64_t) + sizeof(float));
-  // NOLINTEND(bugprone-unchecked-optional-access)
-}
-
 attention::PolicyState MakeState(const OpenArgs& args, MemoryBudget* budget) {
   const auto hold = [budget](uint64_t bytes,
                              const char* what) -> absl::StatusOr<std::shared_ptr<const void>> {
@@ -70,6 +59,20 @@ Sequence::Sequence(uint64_t id, std::string tenant, OpenArgs args, uint64_t max_
       key_bounds_(args_.shape.layers, 0),
       token_ids_(budget),
       state_(MakeState(args_, budget)) {}
+
+// The object and its place, its texts, and the fixed part of its policy state.
+uint64_t Sequence::ObjectBytes(absl::string_view tenant, const OpenArgs& args) {
+  // NOLINTBEGIN(bugprone-unchecked-optional-access): Engine::Open sets them
+  return sizeof(Sequence) + kTableEntryBytes + tenant.size() + args.fingerprint.size() +
+         args.policy->preset.size() +
+         attention::PolicyState::FixedBytes(args.shape, *args.indexes, args.model_parts) +
+         args.shape.layers * (2 * sizeof(uint64_t) + sizeof(float));
+  // NOLINTEND(bugprone-unchecked-optional-access)
+}
+
+uint64_t Sequence::ListBytes(const ModelShape& shape, uint64_t entries) {
+  return entries * (kListEntryBytes + 2 * sizeof(float) * shape.layers);
+}
 
 absl::StatusOr<std::shared_ptr<Sequence>> Sequence::Create(uint64_t id, absl::string_view tenant,
                                                            OpenArgs args, uint64_t max_tokens,
@@ -257,8 +260,7 @@ absl::Status Sequence::GrowTail(uint64_t end) {
 
 // Bytes of the lists for so many blocks and segments.
 absl::Status Sequence::HoldBooks(size_t blocks, size_t segments) {
-  const uint64_t entry = kListEntryBytes + 2 * sizeof(float) * args_.shape.layers;
-  return budget_->Resize(&books_, (blocks + segments) * entry, "a sequence's lists");
+  return budget_->Resize(&books_, ListBytes(args_.shape, blocks + segments), "a sequence's lists");
 }
 
 // ---- reading ----

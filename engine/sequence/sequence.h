@@ -27,6 +27,7 @@
 #include "engine/sequence/early_segments.h"
 #include "engine/sequence/held.h"
 #include "engine/sequence/new_tokens.h"
+#include "engine/sequence/segment_rules.h"
 #include "engine/sequence/tail.h"
 #include "engine/sequence/token_ids.h"
 #include "engine/types.h"
@@ -118,6 +119,11 @@ class Sequence {
                                                           MemoryBudget* budget);
   Sequence(uint64_t id, std::string tenant, OpenArgs args, uint64_t max_tokens,
            MemoryBudget* budget);
+
+  // Bytes that a sequence takes of the budget besides tokens, indexes and token ids: of its own
+  // object, and of the lists of its tail blocks and segments, `entries` together.
+  static uint64_t ObjectBytes(absl::string_view tenant, const OpenArgs& args);
+  static uint64_t ListBytes(const ModelShape& shape, uint64_t entries);
 
   uint64_t id() const { return id_; }
   const std::string& tenant() const { return tenant_; }
@@ -282,7 +288,7 @@ class Sequence {
   bool StillFits(const SegmentJob& job) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Where the window of a history of `length` tokens begins.
   uint64_t WindowBegin(uint64_t length) const {
-    return length - std::min<uint64_t>(length, policy().window);
+    return engine::WindowBegin(length, policy().window);
   }
   // The position up to which segments may reach: outside the window, and before the newest step.
   uint64_t SegmentsEnd() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "attention/segment/run_tokens.h"
+#include "engine/sequence/segment_rules.h"
 #include "engine/sequence/sequence.h"
 
 namespace attnd::engine {
@@ -26,16 +26,14 @@ bool Sequence::HasSegment(uint32_t min_tokens) {
 }
 
 uint32_t Sequence::PromptRun(uint32_t least) {
-  if (on_device()) return least;
   MutexLock lock(mutex_);
   const uint64_t begin = tail_.begin();
-  if (!token_ids_.Runs(begin, begin + 1).empty()) return least;
-  return attention::RunTokens(indexes(), begin, least);
+  const bool has_ids = !token_ids_.Runs(begin, begin + 1).empty();
+  return PromptRunTokens(indexes(), begin, least, on_device(), has_ids);
 }
 
 bool Sequence::HasEarly() const {
-  if (segments_.empty() || newest_step_ == kNoStep) return false;
-  if (indexes().cluster_form() != attention::ClusterForm::kTree) return false;
+  if (newest_step_ == kNoStep || !HasEarlySegments(indexes(), !segments_.empty())) return false;
   return SegmentsEnd() >= early_.EndOr(tail_.begin()) + EarlySegments::LeastTokens(shape());
 }
 
@@ -60,29 +58,25 @@ void Sequence::DelayBuild(BuildKind kind) {
 
 std::optional<SegmentJob> Sequence::NextSegment(uint32_t min_tokens, uint32_t max_tokens) {
   MutexLock lock(mutex_);
-  const uint64_t end = SegmentsEnd();
-  if (end < tail_.begin() + min_tokens) return std::nullopt;
   SegmentJob job;
-  job.tokens = static_cast<uint32_t>(std::min<uint64_t>(max_tokens, end - tail_.begin()));
-  job.unclustered = tail_.begin() == 0 ? policy().sink : 0;
+  job.tokens = NextSegmentTokens(tail_.begin(), SegmentsEnd(), min_tokens, max_tokens);
+  if (job.tokens == 0) return std::nullopt;
+  job.unclustered = UnclusteredTokens(tail_.begin(), policy().sink);
   job.view = HistoryView();
   return job;
 }
 
 std::optional<SegmentJob> Sequence::NextEarly(uint32_t max_tokens) {
-  const uint64_t least = EarlySegments::LeastTokens(shape());
+  const uint32_t least = EarlySegments::LeastTokens(shape());
   CHECK_GE(max_tokens, least);
   MutexLock lock(mutex_);
   if (!HasEarly()) return std::nullopt;
-  // All that has gathered: the background may have been busy.
-  const uint64_t fresh = early_.EndOr(tail_.begin());
-  const uint64_t end =
-      fresh + std::min<uint64_t>(SegmentsEnd() - fresh, max_tokens) / least * least;
-  const uint64_t begin = early_.NextBegin(tail_.begin(), end, max_tokens);
+  const auto run = NextEarlyRun(early_.Runs(), tail_.begin(), SegmentsEnd(), least, max_tokens);
+  if (!run.has_value()) return std::nullopt;
   SegmentJob job;
-  job.tokens = static_cast<uint32_t>(end - begin);
+  job.tokens = static_cast<uint32_t>(run->tokens());
   job.early = true;
-  job.view = MakeView(early_.Before(begin));
+  job.view = MakeView(early_.Before(run->begin));
   return job;
 }
 

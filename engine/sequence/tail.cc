@@ -44,7 +44,7 @@ std::byte* Tail::Pages(uint32_t layer, uint32_t kv_head, uint64_t position) cons
 absl::StatusOr<Tail::Blocks> Tail::MakeBlocks(uint64_t end, MemoryBudget* budget) {
   Blocks more;
   if (end <= blocks_end()) return more;
-  const uint64_t needed = (end - 1) / kTailBlockTokens + 1 - begin_ / kTailBlockTokens;
+  const uint64_t needed = BlocksOf(begin_, end);
   while (blocks_.size() + more.size() < needed) {
     ATTND_ASSIGN_OR_RETURN(auto block, MakeTailBlock(shape_, budget));
     more.push_back(std::move(block));

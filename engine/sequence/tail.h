@@ -58,6 +58,13 @@ class Tail {
         .subspan(BlockOf(position) * shape_.layers, shape_.layers);
   }
 
+  // Blocks of a tail with positions [begin, end).
+  static uint64_t BlocksOf(uint64_t begin, uint64_t end) {
+    return end <= begin
+               ? 0
+               : (end - 1) / attention::kTailBlockTokens + 1 - begin / attention::kTailBlockTokens;
+  }
+
   // Makes the blocks that positions below `end` lack, and room for these blocks in the lists;
   // AddBlocks then adds the blocks. ResourceExhausted; nothing is changed then.
   absl::StatusOr<Blocks> MakeBlocks(uint64_t end, MemoryBudget* budget);

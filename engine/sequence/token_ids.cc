@@ -35,9 +35,7 @@ bool TokenIds::Holds(uint64_t first_position, std::span<const uint32_t> ids) con
 }
 
 absl::StatusOr<std::unique_ptr<TokenIds::Page>> TokenIds::MakePage() const {
-  // With its pointer, in a vector that may be twice as long as needed.
-  ATTND_ASSIGN_OR_RETURN(Reservation reservation,
-                         budget_->Reserve(sizeof(Page) + 2 * sizeof(void*), "token ids"));
+  ATTND_ASSIGN_OR_RETURN(Reservation reservation, budget_->Reserve(kPageBytes, "token ids"));
   auto page = std::make_unique<Page>();
   page->reservation = std::move(reservation);
   return page;

@@ -27,6 +27,8 @@ class TokenIds {
     uint32_t ids[kPageIds];
     std::bitset<kPageIds> known;
   };
+  // With its pointer, in a vector that may be twice as long as needed.
+  static constexpr uint64_t kPageBytes = sizeof(Page) + 2 * sizeof(void*);
   using Pages = std::vector<std::unique_ptr<Page>>;
 
  public:
@@ -37,6 +39,9 @@ class TokenIds {
     Pages pages;  // null where there is one already
     uint64_t first_page = 0;
   };
+
+  // What the ids of positions [0, count) take.
+  static uint64_t BytesOf(uint64_t count) { return (count + kPageIds - 1) / kPageIds * kPageBytes; }
 
   explicit TokenIds(MemoryBudget* budget) : budget_(budget) {}
 

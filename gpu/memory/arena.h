@@ -17,14 +17,14 @@
 #include "absl/status/statusor.h"
 #include "common/mutex.h"
 #include "gpu/device/device.h"
+#include "gpu/layout/memory_split.h"
 
 namespace attnd::gpu {
 
 // Thread-safe. Must outlive its allocations; `device` must outlive it.
 class Arena {
  public:
-  static constexpr uint64_t kAlignment =
-      256;  // of allocations, in bytes; sizes are rounded up to it
+  static constexpr uint64_t kAlignment = kDeviceAlignment;
 
   // Memory from an arena, given back on destruction. Movable.
   class Allocation {

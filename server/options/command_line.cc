@@ -14,13 +14,13 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "common/byte_size.h"
 #include "common/status.h"
 #include "google/protobuf/descriptor.h"
 #include "google/protobuf/message.h"
-#include "server/options/byte_size.h"
 
 using Defaults = attnd::server::ServerOptions;
-using attnd::server::ByteSize;
+using attnd::ByteSize;
 
 // Named as the fields of attnd.v1.ServerConfig, which documents them in full.
 ABSL_FLAG(std::string, listen, "",

@@ -48,6 +48,20 @@ TEST(CommandLineTest, EveryCommand) {
   EXPECT_TRUE(Parse("drop 7 --server h:1").ok());
   EXPECT_TRUE(Parse("import f --server h:1 --no-seal")->no_seal);
   EXPECT_TRUE(Parse("import f --server h:1 --keep-open")->keep_open);
+  const auto size = Parse(
+      "size --model m.json --context 128k --sequences 16 --generated=4k --dtype fp16 --index "
+      "regression --memory 64GiB --page-memory 256MiB --gpu-memory 1TiB --token-ids");
+  ASSERT_TRUE(size.ok()) << size.status();
+  EXPECT_EQ(size->model, "m.json");
+  EXPECT_EQ(size->context, 131072u);
+  EXPECT_EQ(size->generated, 4096u);
+  EXPECT_EQ(size->sequences, 16u);
+  EXPECT_EQ(size->dtype, "fp16");
+  EXPECT_EQ(size->index, "regression");
+  EXPECT_EQ(size->memory_bytes, uint64_t{64} << 30);
+  EXPECT_EQ(size->page_memory_bytes, uint64_t{256} << 20);
+  EXPECT_EQ(size->gpu_memory_bytes, uint64_t{1} << 40);
+  EXPECT_TRUE(size->token_ids);
   for (const char* help : {"help", "--help", "-- help", "list --help"}) {
     EXPECT_EQ(Parse(help)->command, "help") << help;
   }
@@ -79,6 +93,21 @@ TEST(CommandLineTest, WhatIsWrongIsNamed) {
       {"export 7 --data-dir /d", "export wants --out"},
       {"seal 7", "seal wants --server"},
       {"import f --server s --no-seal --keep-open", "does not go with"},
+      {"size --context 1 --sequences 1", "size wants --model"},
+      {"size --model m --sequences 1", "size wants --context"},
+      {"size --model m --context 1", "size wants --sequences"},
+      {"size --model=", "--model is empty"},
+      {"size --context 0", "--context is '0'; allowed are numbers from 1 on"},
+      {"size --context 128K", "--context is '128K'; allowed"},
+      {"size --context k", "--context is 'k'; allowed"},
+      {"size --context -1", "--context is '-1'; allowed"},
+      {"size --context 18014398509481984k", "--context is '18014398509481984k'; allowed"},
+      {"size --sequences 1.5", "--sequences is '1.5'; allowed"},
+      {"size --memory 64GB", "--memory is '64GB'; allowed are bytes, or a whole number of KiB"},
+      {"size --gpu-memory 0", "--gpu-memory is '0'; allowed are bytes from 1 on"},
+      {"size --model m --context 1 --sequences 1 --data-dir /d", "size does not know --data-dir"},
+      {"size m --model m --context 1 --sequences 1", "size has 1 arguments"},
+      {"list --data-dir /d --model m", "list does not know --model"},
   };
   for (const auto& [line, message] : wrong) {
     const auto parsed = Parse(line);
@@ -89,7 +118,7 @@ TEST(CommandLineTest, WhatIsWrongIsNamed) {
 
 TEST(CommandLineTest, UsageNamesEveryCommand) {
   for (const char* command : {"list", "inspect", "verify", "rebuild-catalogue", "new-secret",
-                              "export", "seal", "drop", "import"}) {
+                              "export", "seal", "drop", "import", "size"}) {
     EXPECT_THAT(UsageText(), HasSubstr(std::string("attnctl ") + command));
   }
 }

@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
+#include "common/byte_size.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "server/options/byte_size.h"
 #include "server/options/command_line.h"
 
 namespace attnd::server {

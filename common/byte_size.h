@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // ByteSize: a number of bytes on the command line, "12GiB" as well as "12884901888".
-#ifndef ATTND_SERVER_OPTIONS_BYTE_SIZE_H_
-#define ATTND_SERVER_OPTIONS_BYTE_SIZE_H_
+#ifndef ATTND_COMMON_BYTE_SIZE_H_
+#define ATTND_COMMON_BYTE_SIZE_H_
 
 #include <cstdint>
 #include <string>
 
 #include "absl/strings/string_view.h"
 
-namespace attnd::server {
+namespace attnd {
 
 struct ByteSize {
   uint64_t bytes = 0;
@@ -20,6 +20,6 @@ bool AbslParseFlag(absl::string_view text, ByteSize* size, std::string* error);
 // The number alone.
 std::string AbslUnparseFlag(ByteSize size);
 
-}  // namespace attnd::server
+}  // namespace attnd
 
-#endif  // ATTND_SERVER_OPTIONS_BYTE_SIZE_H_
+#endif  // ATTND_COMMON_BYTE_SIZE_H_

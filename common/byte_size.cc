@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/options/byte_size.h"
+#include "common/byte_size.h"
 
 #include <limits>
 #include <utility>
@@ -9,7 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 
-namespace attnd::server {
+namespace attnd {
 
 bool AbslParseFlag(absl::string_view text, ByteSize* size, std::string* error) {
   constexpr std::pair<absl::string_view, int> kUnits[] = {
@@ -35,4 +35,4 @@ bool AbslParseFlag(absl::string_view text, ByteSize* size, std::string* error) {
 
 std::string AbslUnparseFlag(ByteSize size) { return absl::StrCat(size.bytes); }
 
-}  // namespace attnd::server
+}  // namespace attnd

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// How the CUDA backend divides its device memory among streams, indexes and pages.
+#ifndef ATTND_GPU_LAYOUT_MEMORY_SPLIT_H_
+#define ATTND_GPU_LAYOUT_MEMORY_SPLIT_H_
+
+#include <algorithm>
+#include <cstdint>
+
+namespace attnd::gpu {
+
+inline constexpr uint64_t kDeviceMemoryBytesMin = uint64_t{16} << 20;
+// Of allocations of device memory, in bytes; sizes are rounded up to it.
+inline constexpr uint64_t kDeviceAlignment = 256;
+inline constexpr uint64_t AlignedBytes(uint64_t bytes) {
+  return (bytes + kDeviceAlignment - 1) / kDeviceAlignment * kDeviceAlignment;
+}
+
+// Device memory of a stream's steps, or the most of it.
+struct StreamMemory {
+  uint64_t input_bytes = uint64_t{32} << 20;
+  uint64_t scratch_bytes = uint64_t{1} << 30;
+  uint64_t bytes() const { return input_bytes + scratch_bytes; }
+};
+inline constexpr uint32_t kDeviceStreams = 4;
+
+// Of each of `streams` streams for steps and one for building: at most a quarter of the device
+// memory for all.
+inline StreamMemory StreamMemoryOf(uint64_t device_bytes, uint32_t streams,
+                                   const StreamMemory& most = {}) {
+  constexpr uint64_t kStreamsShare = 4;  // of the device memory
+  constexpr uint64_t kInputShare = 4;    // of a stream's memory, at most
+  const auto whole = [](uint64_t bytes) { return bytes / kDeviceAlignment * kDeviceAlignment; };
+  const uint64_t share = device_bytes / kStreamsShare / (streams + 1);
+  StreamMemory memory;
+  memory.input_bytes = whole(std::min(most.input_bytes, share / kInputShare));
+  memory.scratch_bytes = whole(std::min(most.scratch_bytes, share - memory.input_bytes));
+  return memory;
+}
+
+struct CopyMemory {
+  uint64_t index_bytes = 0;
+  uint64_t pages_bytes = 0;
+};
+
+// For the copies of segments and tail blocks: what the streams leave.
+inline CopyMemory CopyMemoryOf(uint64_t device_bytes, uint32_t streams,
+                               const StreamMemory& stream) {
+  constexpr uint64_t kIndexShare = 8;  // of the copies' memory: a tree is an eighth of pages
+  const uint64_t copies = device_bytes - (uint64_t{streams} + 1) * stream.bytes();
+  return {copies / kIndexShare, copies - copies / kIndexShare};
+}
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_LAYOUT_MEMORY_SPLIT_H_
