@@ -307,6 +307,20 @@ TEST_F(PassesTest, NoRoomIsSaidBeforeTheFirstLayer) {
   EXPECT_EQ(sequence.Info().layer_tokens[0], 0u);
 }
 
+// What a pass needs it takes when it is declared: later layers want no more.
+TEST_F(PassesTest, RoomForAllLayersIsTakenAtOnce) {
+  TestSequence sequence = OpenSequence(engine_.get(), shape_);
+  Prefill(&sequence, 3, &random_);
+  constexpr uint64_t kTokens = 300;
+  const uint64_t used = engine_->usage().resident_bytes;
+  const Layers layers = NextPass({&sequence}, kTokens, &random_);
+  std::unique_ptr<Pass> pass = Begin(engine_.get(), layers);
+  const uint64_t bytes = uint64_t{shape_.layers} * shape_.kv_heads * shape_.token_bytes();
+  EXPECT_GE(engine_->usage().resident_bytes, used + kTokens * bytes);
+  pass.reset();
+  EXPECT_LE(engine_->usage().resident_bytes, used + 4096);
+}
+
 // A declaration whose first layer is refused makes nobody the writer, and gives its blocks back.
 TEST_F(PassesTest, ARefusedFirstLayerLeavesNothing) {
   TestSequence sequence = OpenSequence(engine_.get(), shape_);
