@@ -142,14 +142,16 @@ class AttndServicer(object):
         Giving up. The tokens that the pass has appended to a row's sequence are taken back from all layers: the sequence
         is as it was when the pass was declared, whatever became of the client. Tokens that were there before stay, also
         those that the pass has repeated. Token ids go with their tokens. So a sequence has tokens of a pass in all layers
-        or in none: a row's tokens are committed when the last layer is answered, before its reply is sent.
+        or in none: a row's tokens are committed when the last layer is answered, before its reply is sent. If that reply
+        is refused or lost (no memory for it, more than max_message_bytes, the stream ends), the tokens may be committed:
+        repeat the pass to learn.
 
         Replay. A pass may be declared again, on this stream or another one, with the same q, k and v: layers that have the
         tokens answer again without appending, as a repeated row does (DecodeRow.position), the others append. So a client
         that lost a reply sends the whole pass again. A pass that was given up may also be declared with other tokens.
 
-        Queues. max_queued_steps refuses messages that stand alone and declarations. A later layer of a pass always finds a
-        place.
+        Queues. max_queued_steps refuses messages that stand alone and declarations, unless the stream is in a pass: its
+        next message always finds a place, whatever it is. A stream has one message in the queue.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
