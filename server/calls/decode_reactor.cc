@@ -114,7 +114,7 @@ void DecodeReactor::Step() {
   queue_time_ = start - arrival_;
   engine_time_ = Clock::duration::zero();
   if (const absl::Status status = Answer(); !status.ok()) Refuse(status);
-  if (pass_ != nullptr && PassIsComplete()) pass_.reset();
+  if (PassIsComplete()) pass_.reset();
   WriteReply();
 }
 
@@ -152,7 +152,7 @@ absl::Status DecodeReactor::Answer() {
     status = reply_.Finish(result_);
   }
   if (absl::IsResourceExhausted(status)) handlers_->metrics->OnRejected(Rejection::kMemory);
-  if (!status.ok()) return pass_ != nullptr && PassIsComplete() ? AfterCommit(status) : status;
+  if (!status.ok()) return PassIsComplete() ? AfterCommit(status) : status;
   step_code_ = absl::StatusCode::kOk;
   return CheckReplyFits();
 }
@@ -212,12 +212,12 @@ absl::Status DecodeReactor::CheckReplyFits() const {
   const uint64_t max_bytes = handlers_->options->max_message_bytes;
   if (bytes <= max_bytes) return absl::OkStatus();
   handlers_->metrics->OnRejected(Rejection::kMessage);
-  absl::Status status = absl::ResourceExhaustedError(
-      absl::StrCat("max_message_bytes: the reply has ", bytes, " bytes; allowed are ", max_bytes,
-                   pass_ == nullptr    ? "; the step's tokens have been appended"
-                   : !PassIsComplete() ? "; the pass is given up"
-                                       : ""));
-  return pass_ != nullptr && PassIsComplete() ? AfterCommit(status) : status;
+  const char* tokens = "";
+  if (pass_ == nullptr) tokens = "; the step's tokens have been appended";
+  if (pass_ != nullptr && !PassIsComplete()) tokens = "; the pass is given up";
+  const absl::Status status = absl::ResourceExhaustedError(absl::StrCat(
+      "max_message_bytes: the reply has ", bytes, " bytes; allowed are ", max_bytes, tokens));
+  return PassIsComplete() ? AfterCommit(status) : status;
 }
 
 // The reply of the last layer is refused, not the layer.

@@ -77,6 +77,10 @@ class DecodeReactor final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
   absl::Status ContinueAnswer();
   absl::Status BeginPass();
   bool LastLayer() const { return pass_options_.layers == request_.layer() + 1; }
+  // Whether the stream's pass has answered its last layer.
+  bool PassIsComplete() const { return pass_ != nullptr && pass_->layer() == pass_options_.layers; }
+  // A refusal of the reply to a complete pass.
+  static absl::Status AfterCommit(const absl::Status& status);
   DecodeReply::Parts PartsOfReply() const;
   // Segments the prompts of complete_prefills: has workers do so; does so.
   void QueuePrefills();
@@ -87,8 +91,6 @@ class DecodeReactor final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
   void LeaveQueueLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckReplySize() const;
   absl::Status CheckReplyFits() const;
-  static absl::Status AfterCommit(const absl::Status& status);
-  bool PassIsComplete() const { return pass_->layer() == pass_options_.layers; }
   absl::Status EndOfMessages() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Refuse(const absl::Status& status);
   void RefuseQueued();
