@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// TimedDevice: another device that notes when it is given a step and when the answer is there.
+#ifndef ATTND_BENCH_GPU_TIMED_DEVICE_H_
+#define ATTND_BENCH_GPU_TIMED_DEVICE_H_
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "common/status.h"
+#include "gpu/device/device.h"
+
+namespace attnd::bench {
+
+// Of the last step. One step at a time.
+struct DeviceTimes {
+  std::chrono::steady_clock::time_point given, answered;
+};
+
+class TimedStream : public gpu::Stream {
+ public:
+  TimedStream(std::unique_ptr<gpu::Stream> stream, std::shared_ptr<DeviceTimes> times)
+      : stream_(std::move(stream)), times_(std::move(times)) {}
+
+  absl::Status CopyToDevice(std::byte* to, const std::byte* from, size_t bytes) override {
+    return stream_->CopyToDevice(to, from, bytes);
+  }
+  absl::Status CopyToHost(std::byte* to, const std::byte* from, size_t bytes) override {
+    return stream_->CopyToHost(to, from, bytes);
+  }
+  bool has_cooperative_groups() const override { return stream_->has_cooperative_groups(); }
+  absl::Status RunStep(const gpu::StepRun& run) override {
+    times_->given = std::chrono::steady_clock::now();
+    return stream_->RunStep(run);
+  }
+  bool ran_from_graph() const override { return stream_->ran_from_graph(); }
+  absl::Status BuildIndexes(const gpu::KernelShape& shape, const gpu::IndexJob& first_job,
+                            const gpu::IndexJob* device_jobs, uint32_t count,
+                            std::byte* scratch) override {
+    return stream_->BuildIndexes(shape, first_job, device_jobs, count, scratch);
+  }
+  absl::Status Synchronize() override {
+    absl::Status status = stream_->Synchronize();
+    times_->answered = std::chrono::steady_clock::now();
+    return status;
+  }
+  absl::StatusOr<gpu::StageSeconds> stage_seconds() override { return stream_->stage_seconds(); }
+
+ private:
+  const std::unique_ptr<gpu::Stream> stream_;
+  const std::shared_ptr<DeviceTimes> times_;
+};
+
+class TimedDevice : public gpu::Device {
+ public:
+  TimedDevice(std::unique_ptr<gpu::Device> device, std::shared_ptr<DeviceTimes> times)
+      : device_(std::move(device)), times_(std::move(times)) {}
+
+  const std::string& name() const override { return device_->name(); }
+  uint64_t memory_bytes() const override { return device_->memory_bytes(); }
+  absl::StatusOr<std::byte*> Allocate(size_t bytes) override { return device_->Allocate(bytes); }
+  void Free(std::byte* memory) override { device_->Free(memory); }
+  absl::StatusOr<std::byte*> AllocatePinned(size_t bytes) override {
+    return device_->AllocatePinned(bytes);
+  }
+  void FreePinned(std::byte* memory) override { device_->FreePinned(memory); }
+  absl::StatusOr<std::unique_ptr<gpu::Stream>> NewStream() override {
+    ATTND_ASSIGN_OR_RETURN(auto stream, device_->NewStream());
+    return std::make_unique<TimedStream>(std::move(stream), times_);
+  }
+
+ private:
+  const std::unique_ptr<gpu::Device> device_;
+  const std::shared_ptr<DeviceTimes> times_;
+};
+
+}  // namespace attnd::bench
+
+#endif  // ATTND_BENCH_GPU_TIMED_DEVICE_H_
