@@ -28,11 +28,12 @@ void Store(std::byte* target, T value) {
 // Branch-free over a block so that compilers vectorise it.
 template <typename T, T kExponent>
 bool BlockFinite(const std::byte* source, size_t count) {
-  bool bad = false;
+  T bad = 0;  // of the elements' width, or a vector of elements would have to be narrowed
   for (size_t i = 0; i < count; ++i) {
-    bad |= (Load<T>(source + i * sizeof(T)) & kExponent) == kExponent;
+    const bool all_ones = (Load<T>(source + i * sizeof(T)) & kExponent) == kExponent;
+    bad |= static_cast<T>(all_ones ? ~T{0} : T{0});
   }
-  return !bad;
+  return bad == 0;
 }
 
 }  // namespace
