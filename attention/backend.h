@@ -21,6 +21,7 @@
 #include "attention/policy/policy.h"
 #include "attention/policy_state/policy_state.h"
 #include "attention/row_stats.h"
+#include "attention/segment/device_copy_slot.h"
 #include "attention/segment/index_set.h"
 #include "attention/segment/pages.h"
 #include "attention/segment/segment.h"
@@ -46,6 +47,8 @@ struct SequenceView {
   // What the sequence keeps for its policies. The recalled blocks are the one part of a view that
   // steps write to.
   PolicyView state;
+  // What a backend with memory of its own has found out about the view.
+  DeviceCopySlot device_copy;
 };
 
 // One sequence's part of a step. Buffers belong to the caller and live until Step returns.

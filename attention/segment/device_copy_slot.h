@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// DeviceCopySlot: holds a backend's device copy of a segment or tail block, so that the copy is
-// found with the segment or block and is freed with it.
+// DeviceCopySlot: holds a backend's device copy of a segment, tail block or view, so that the copy
+// is found with the segment, block or view and is freed with it.
 #ifndef ATTND_ATTENTION_SEGMENT_DEVICE_COPY_SLOT_H_
 #define ATTND_ATTENTION_SEGMENT_DEVICE_COPY_SLOT_H_
 
@@ -28,9 +28,19 @@ class DeviceCopy {
   const void* const owner_;
 };
 
-// Holds one device copy. A cache: the slot changes nothing of the segment or block. Thread-safe.
+// Holds one device copy. A cache: the slot changes nothing of what it belongs to. Thread-safe. The
+// slot of a copied object is empty, as the copy may become something else before it is used.
 class DeviceCopySlot {
  public:
+  DeviceCopySlot() = default;
+  DeviceCopySlot(const DeviceCopySlot& /*other*/) {}
+  DeviceCopySlot& operator=(const DeviceCopySlot&) = delete;
+
+  // The owner's device copy; null if there is none.
+  std::shared_ptr<DeviceCopy> Get(const void* owner) const {
+    MutexLock lock(mutex_);
+    return copy_ != nullptr && copy_->owner() == owner ? copy_ : nullptr;
+  }
   // The owner's device copy. If there is none, a new one from `make`, which replaces a copy of any
   // other owner. `make` runs under the slot's lock: it must not ask for other slots.
   std::shared_ptr<DeviceCopy> GetOrMake(

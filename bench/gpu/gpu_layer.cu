@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
+#include <cstdlib>
 #include <limits>
 
 #include "bench/gpu/gpu_layer.cuh"
@@ -56,7 +58,8 @@ Layer::~Layer() {
   for (void* p : memory_) cudaFree(p);
 }
 
-RowDescription Layer::Describe(const Policy& policy, uint32_t number) const {
+RowDescription Layer::Describe(const Policy& policy, uint32_t number,
+                               std::vector<SegmentDescription>* segments) const {
   RowDescription row;
   row.shape = {.kernel = {DType::kBf16, shape_.dim, shape_.dim},
                .kv_heads = shape_.kv_heads,
@@ -76,15 +79,16 @@ RowDescription Layer::Describe(const Policy& policy, uint32_t number) const {
   row.tail_limit = row.tail_begin + shape_.tail - shape_.query_tokens + 1;
   for (uint32_t s = 0; s < segments_of_row_; ++s) {
     const HostSegment& segment = segments_[number * segments_of_row_ + s];
-    row.segments.push_back({.tokens = segment.tokens,
-                            .unclustered = segment.unclustered,
-                            .max_clusters = segment.clusters,
-                            .index_head_bytes = segment.index_head_bytes,
-                            .pages_head_bytes = segment.pages_head_bytes,
-                            .offsets = segment.offsets});
+    segments->push_back({.tokens = segment.tokens,
+                         .unclustered = segment.unclustered,
+                         .max_clusters = segment.clusters,
+                         .index_head_bytes = segment.index_head_bytes,
+                         .pages_head_bytes = segment.pages_head_bytes,
+                         .offsets = segment.offsets});
     row.history_tokens += segment.tokens;
     row.history_clustered += segment.tokens - segment.unclustered;
   }
+  row.segments = *segments;
   row.history_segments = segments_of_row_;
   return row;
 }
@@ -104,10 +108,16 @@ StepHeader Layer::Plan(const Policy& policy, bool cooperative_groups) {
   constexpr uint64_t kAll = std::numeric_limits<uint64_t>::max();
   StepWriter writer({kAll, kAll, kAll}, cooperative_groups);
   std::vector<RowDescription> rows;
-  for (uint32_t r = 0; r < shape_.rows; ++r) rows.push_back(Describe(policy, r));
+  std::vector<std::vector<SegmentDescription>> segments(shape_.rows);
+  for (uint32_t r = 0; r < shape_.rows; ++r) rows.push_back(Describe(policy, r, &segments[r]));
   writer.Begin(rows[0].shape, /*with_fates=*/true);
   for (uint32_t r = 0; r < shape_.rows; ++r) {
-    writer.Add(rows[r], r, /*first_token=*/0, shape_.query_tokens, MemoryOf(r));
+    auto part = writer.Plan(rows[r], r, /*first_token=*/0, /*uploads=*/{});
+    if (!part.has_value()) {
+      std::fprintf(stderr, "row %u has no plan\n", r);
+      std::exit(2);
+    }
+    writer.Add(*part, MemoryOf(r));
   }
   const WavePlaces places = writer.places();
   std::vector<std::byte> input(places.input_bytes);

@@ -72,8 +72,9 @@ class Layer {
   uint64_t PageBytes() const { return kPageRows * 2 * RowBytes(); }
   uint64_t BlockHeadBytes() const { return kTailBlockRows / kPageRows * PageBytes(); }
 
-  // One row of the layer.
-  RowDescription Describe(const Policy& policy, uint32_t number) const;
+  // One row of the layer; its segments go to `segments`.
+  RowDescription Describe(const Policy& policy, uint32_t number,
+                          std::vector<SegmentDescription>* segments) const;
   RowMemory MemoryOf(uint32_t number) const;
 
   void AddSegment(uint32_t tokens, uint32_t unclustered, bool consistent);

@@ -23,6 +23,7 @@ constexpr uint64_t kLayersMax = 8;
 SegmentBuild::SegmentBuild(attention::SegmentBuilder* builder, DeviceCopyStore* store,
                            StreamContext* context, attention::WorkerPool* workers)
     : builder_(builder),
+      store_(store),
       context_(context),
       workers_(workers),
       shape_(builder->view().shape),
@@ -66,14 +67,15 @@ absl::Status SegmentBuild::Run(absl::FunctionRef<absl::Status()> proceed) {
 }
 
 absl::Status SegmentBuild::PinAll() {
-  ATTND_ASSIGN_OR_RETURN(segment_, uploader_.Pin(builder_->segment()));
   const uint64_t blocks =
       (first_row_ + uint64_t{builder_->segment().tokens()} - 1) / kTailBlockTokens + 1;
+  std::vector<std::shared_ptr<DeviceCopyStore::Copy>> copies = {store_->Find(builder_->segment())};
   for (uint64_t b = 0; b < blocks; ++b) {
-    ATTND_ASSIGN_OR_RETURN(Resident* const block,
-                           uploader_.Pin(*builder_->view().tail[b], shape_.layers));
-    blocks_.push_back(block);
+    copies.push_back(store_->Find(*builder_->view().tail[b], shape_.layers));
   }
+  ATTND_RETURN_IF_ERROR(uploader_.Pin(copies, &blocks_));
+  segment_ = blocks_.front();
+  blocks_.erase(blocks_.begin());
   return absl::OkStatus();
 }
 

@@ -48,6 +48,7 @@ class SegmentBuild {
   uint64_t JobBytes() const;  // of one layer in the input buffer
 
   attention::SegmentBuilder* const builder_;
+  DeviceCopyStore* const store_;
   StreamContext* const context_;
   attention::WorkerPool* const workers_;
   const ModelShape& shape_;

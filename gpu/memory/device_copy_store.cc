@@ -23,14 +23,15 @@ void Resident::RaiseTokens(uint32_t layer, uint32_t tokens) {
 }
 
 // The device copy in the slot of a segment or tail block, which lives as long as the segment or
-// block; its resident comes and goes. Its fields are guarded by the store's mutex. Invariant: it
-// stands in the store's order exactly while it has a resident.
+// block, or longer, if it is kept; its resident comes and goes. Resident and place are guarded by
+// the store's mutex. Invariant: it stands in the store's order exactly while it has a resident.
 class DeviceCopyStore::Copy : public DeviceCopy {
  public:
-  explicit Copy(std::shared_ptr<DeviceCopyStore> store)
-      : DeviceCopy(store.get()), store_(std::move(store)) {}
+  Copy(std::shared_ptr<DeviceCopyStore> store, const Sizes& of)
+      : DeviceCopy(store.get()), sizes(of), store_(std::move(store)) {}
   ~Copy() override { store_->Forget(this); }
 
+  const Sizes sizes;
   std::shared_ptr<Resident> resident;
   Order::iterator place;  // in the store's order, if there is a resident
 
@@ -38,31 +39,38 @@ class DeviceCopyStore::Copy : public DeviceCopy {
   const std::shared_ptr<DeviceCopyStore> store_;
 };
 
-absl::StatusOr<std::shared_ptr<Resident>> DeviceCopyStore::Get(const attention::Segment& segment) {
-  return Get(segment.device_copy(), {segment.index_block().size(), segment.payload_block().size(),
-                                     segment.shape().layers, segment.tokens()});
+std::shared_ptr<DeviceCopyStore::Copy> DeviceCopyStore::Find(const attention::Segment& segment) {
+  return Find(segment.device_copy(), {segment.index_block().size(), segment.payload_block().size(),
+                                      segment.shape().layers, segment.tokens()});
 }
 
-absl::StatusOr<std::shared_ptr<Resident>> DeviceCopyStore::Get(const attention::TailBlock& block,
-                                                               uint32_t layers) {
-  return Get(block.device_copy(), {0, block.size(), layers, attention::kTailBlockTokens});
+std::shared_ptr<DeviceCopyStore::Copy> DeviceCopyStore::Find(const attention::TailBlock& block,
+                                                             uint32_t layers) {
+  return Find(block.device_copy(), {0, block.size(), layers, attention::kTailBlockTokens});
 }
 
-absl::StatusOr<std::shared_ptr<Resident>> DeviceCopyStore::Get(const DeviceCopySlot& slot,
-                                                               const Sizes& sizes) {
-  const std::shared_ptr<DeviceCopy> held =
-      slot.GetOrMake(this, [this] { return std::make_shared<Copy>(shared_from_this()); });
-  auto& copy = static_cast<Copy&>(*held);
+std::shared_ptr<DeviceCopyStore::Copy> DeviceCopyStore::Find(const DeviceCopySlot& slot,
+                                                             const Sizes& sizes) {
+  return std::static_pointer_cast<Copy>(
+      slot.GetOrMake(this, [&] { return std::make_shared<Copy>(shared_from_this(), sizes); }));
+}
+
+absl::Status DeviceCopyStore::Pin(std::span<const std::shared_ptr<Copy>> copies,
+                                  std::vector<std::shared_ptr<Resident>>* pins) {
   MutexLock lock(mutex_);
-  if (copy.resident != nullptr) {
-    CHECK_EQ(*copy.place, &copy) << "a copy with a resident stands in the order";
-    order_.splice(order_.end(), order_, copy.place);
-    return copy.resident;
+  for (const std::shared_ptr<Copy>& held : copies) {
+    Copy& copy = *held;
+    if (copy.resident == nullptr) {
+      ATTND_ASSIGN_OR_RETURN(std::shared_ptr<Resident> resident, Make(copy.sizes));
+      copy.place = order_.insert(order_.end(), &copy);
+      copy.resident = std::move(resident);
+    } else {
+      CHECK_EQ(*copy.place, &copy) << "a copy with a resident stands in the order";
+      order_.splice(order_.end(), order_, copy.place);
+    }
+    pins->push_back(copy.resident);
   }
-  ATTND_ASSIGN_OR_RETURN(std::shared_ptr<Resident> resident, Make(sizes));
-  copy.place = order_.insert(order_.end(), &copy);
-  copy.resident = std::move(resident);
-  return copy.resident;
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::shared_ptr<Resident>> DeviceCopyStore::Make(const Sizes& sizes) {

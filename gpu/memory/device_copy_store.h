@@ -10,8 +10,10 @@
 #include <cstdint>
 #include <list>
 #include <memory>
+#include <span>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "attention/segment/device_copy_slot.h"
 #include "attention/segment/pages.h"
@@ -63,17 +65,23 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
                   std::unique_ptr<Arena> index)
       : device_(std::move(device)), pages_(std::move(pages)), index_(std::move(index)) {}
 
-  // The device memory for the segment or tail block; Resident::tokens says which tokens it holds.
-  // ResourceExhausted if there is no room even after every unpinned resident has been given up.
-  absl::StatusOr<std::shared_ptr<Resident>> Get(const attention::Segment& segment);
-  absl::StatusOr<std::shared_ptr<Resident>> Get(const attention::TailBlock& block, uint32_t layers);
+  // The device copy of a segment or tail block, with or without memory at the moment. Whoever keeps
+  // it need not find it again as long as the segment or block lives.
+  class Copy;
+  std::shared_ptr<Copy> Find(const attention::Segment& segment);
+  std::shared_ptr<Copy> Find(const attention::TailBlock& block, uint32_t layers);
+
+  // Appends the copies' memory, which stays while it is referred to; Resident::tokens says which
+  // tokens it holds. ResourceExhausted if there is no room for a copy even after every unpinned
+  // resident has been given up; `pins` then has those of the copies before.
+  absl::Status Pin(std::span<const std::shared_ptr<Copy>> copies,
+                   std::vector<std::shared_ptr<Resident>>* pins);
 
   uint64_t evictions() const { return evictions_.load(std::memory_order_relaxed); }
   const Arena& pages() const { return *pages_; }
   const Arena& index() const { return *index_; }
 
  private:
-  class Copy;
   using Order = std::list<Copy*>;
 
   struct Sizes {
@@ -83,8 +91,7 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
     uint32_t tokens_max = 0;  // of a layer
   };
 
-  absl::StatusOr<std::shared_ptr<Resident>> Get(const attention::DeviceCopySlot& slot,
-                                                const Sizes& sizes);
+  std::shared_ptr<Copy> Find(const attention::DeviceCopySlot& slot, const Sizes& sizes);
   absl::StatusOr<std::shared_ptr<Resident>> Make(const Sizes& sizes)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // An empty allocation for no bytes.

@@ -69,7 +69,20 @@ WaveShape WaveShapeOf(const StepRow& row) {
           .query_dtype = row.query_dtype};
 }
 
-RowDescription DescribeRow(const StepRow& row, uint32_t layer) {
+HistoryDescription DescribeHistory(const attention::SequenceView& view) {
+  HistoryDescription history;
+  history.segments.reserve(view.segments.size());
+  for (const auto& segment : view.segments) {
+    history.segments.push_back(DescribeSegment(*segment));
+    if (segment->unclustered() > 0) history.sink_segments = history.segments.size();
+    history.tokens += segment->tokens();
+    history.clustered += segment->clustered();
+  }
+  CHECK_EQ(history.tokens, view.tail_begin) << "segments cover all that the tail does not";
+  return history;
+}
+
+RowDescription DescribeRow(const StepRow& row, uint32_t layer, const HistoryDescription& history) {
   const attention::SequenceView& view = *row.view;
   const Policy& policy = *row.policy;
   RowDescription description;
@@ -95,28 +108,14 @@ RowDescription DescribeRow(const StepRow& row, uint32_t layer) {
   description.tail_limit = row.past_tokens - first_block_token + (row.query_only ? 0 : 1);
   description.causal = !row.query_only;
 
-  for (const Segment* segment : SegmentsRead(row, description.kind)) {
-    description.segments.push_back(DescribeSegment(*segment));
+  description.segments = history.segments;
+  if (description.kind == UnitKind::kStreaming) {
+    description.segments = description.segments.first(history.sink_segments);
   }
-  description.history_segments = view.segments.size();
-  description.history_tokens = view.tail_begin;
-  uint64_t covered = 0;
-  for (const auto& segment : view.segments) {
-    covered += segment->tokens();
-    description.history_clustered += segment->clustered();
-  }
-  CHECK_EQ(covered, view.tail_begin) << "segments cover all that the tail does not";
+  description.history_segments = history.segments.size();
+  description.history_tokens = history.tokens;
+  description.history_clustered = history.clustered;
   return description;
-}
-
-std::vector<const Segment*> SegmentsRead(const StepRow& row, UnitKind kind) {
-  std::vector<const Segment*> segments;
-  for (const auto& segment : row.view->segments) {
-    if (kind != UnitKind::kStreaming || segment->unclustered() > 0) {
-      segments.push_back(segment.get());
-    }
-  }
-  return segments;
 }
 
 }  // namespace attnd::gpu

@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "gpu/step/device_step.h"
 
+#include <glog/logging.h>
+
 #include <algorithm>
+#include <optional>
+#include <span>
 #include <utility>
 
 #include "common/status.h"
@@ -13,7 +17,6 @@ namespace {
 
 using attention::kTailBlockTokens;
 using attention::Plan;
-using attention::Segment;
 using attention::StepRow;
 
 // The share of the input buffer, 1 / kUploadShare, that one row's uploads may take. The rest of its
@@ -25,6 +28,7 @@ constexpr uint64_t kUploadShare = 4;
 DeviceStep::DeviceStep(const attention::StepRequest& request, DeviceCopyStore* store,
                        StreamContext* context, bool cooperative_groups, bool timed)
     : request_(request),
+      store_(store),
       context_(context),
       timed_(timed),
       writer_(context->room(), cooperative_groups && context->stream().has_cooperative_groups()),
@@ -74,23 +78,24 @@ void DeviceStep::LeaveOver(uint32_t row) {
 // wave has run and made room.
 absl::Status DeviceStep::RunRow(uint32_t number) {
   const StepRow& row = request_.rows[number];
-  // Pages that are not in memory are the CPU's, too.
-  const auto& segments = row.view->segments;
-  if (std::any_of(segments.begin(), segments.end(), [](const auto& s) { return s->paged(); })) {
+  Row& own = rows_[number];
+  own.history = DeviceHistory::Of(*row.view, store_);
+  if (own.history->paged()) {  // pages that are not in memory are the CPU's, too
     LeaveOver(number);
     return absl::OkStatus();
   }
-  const RowDescription& description = rows_[number] = DescribeRow(row, request_.layer);
+  own.description = DescribeRow(row, request_.layer, own.history->description());
   uint32_t token = 0;
   while (token < row.query_tokens) {
     RowMemory memory;
     const size_t mark = uploader_.Mark();
     absl::Status pinned = Pin(number, &memory);
     if (!pinned.ok() && !absl::IsResourceExhausted(pinned)) return pinned;
-    const uint32_t tokens = pinned.ok() ? writer_.Fitting(description, token, memory.uploads) : 0;
-    if (tokens > 0) {
-      writer_.Add(description, number, token, tokens, std::move(memory));
-      token += tokens;
+    std::optional<PlannedPart> part;
+    if (pinned.ok()) part = writer_.Plan(own.description, number, token, memory.uploads);
+    if (part.has_value()) {
+      token += part->part.tokens;
+      writer_.Add(*part, std::move(memory));
       continue;
     }
     uploader_.ForgetSince(mark);
@@ -111,37 +116,48 @@ absl::Status DeviceStep::Pin(uint32_t row, RowMemory* memory) {
 }
 
 absl::Status DeviceStep::PinSegments(uint32_t number, RowMemory* memory) {
-  const StepRow& row = request_.rows[number];
-  for (const Segment* segment : SegmentsRead(row, rows_[number].kind)) {
-    ATTND_RETURN_IF_ERROR(CheckAlive(request_));
-    ATTND_ASSIGN_OR_RETURN(Resident* const resident, uploader_.Pin(*segment));
-    ATTND_RETURN_IF_ERROR(uploader_.UploadLayer(resident, *segment, request_.layer));
-    const uint64_t heads = uint64_t{request_.layer} * row.view->shape.kv_heads;
-    memory->segments.push_back({resident->index() + heads * segment->layout().head_bytes,
-                                resident->pages() + heads * segment->pages_head_bytes()});
+  const attention::SequenceView& view = *request_.rows[number].view;
+  const DeviceHistory& history = *rows_[number].history;
+  const std::span<const SegmentDescription> segments = rows_[number].description.segments;
+  residents_.clear();
+  ATTND_RETURN_IF_ERROR(uploader_.Pin(history.segments().first(segments.size()), &residents_));
+  const uint64_t heads = uint64_t{request_.layer} * view.shape.kv_heads;
+  memory->segments.reserve(segments.size());
+  for (size_t s = 0; s < segments.size(); ++s) {
+    Resident* const resident = residents_[s];
+    if (resident->tokens(request_.layer) != segments[s].tokens) {
+      ATTND_RETURN_IF_ERROR(CheckAlive(request_));
+      ATTND_RETURN_IF_ERROR(uploader_.UploadLayer(resident, *view.segments[s], request_.layer));
+    }
+    memory->segments.push_back({resident->index() + heads * segments[s].index_head_bytes,
+                                resident->pages() + heads * segments[s].pages_head_bytes});
   }
   return absl::OkStatus();
 }
 
 absl::Status DeviceStep::PinTail(uint32_t number, RowMemory* memory) {
   const attention::SequenceView& view = *request_.rows[number].view;
-  const RowDescription& row = rows_[number];
+  const DeviceHistory& history = *rows_[number].history;
+  const RowDescription& row = rows_[number].description;
   const uint64_t tail_blocks = TailBlocksSeen(row);
+  CHECK_LE(tail_blocks, view.tail.size()) << "the row sees tokens that its view has not";
+  residents_.clear();
+  ATTND_RETURN_IF_ERROR(uploader_.Pin(history.tail_blocks().first(tail_blocks), &residents_));
   uint64_t upload_bytes = 0;
+  memory->tail_blocks.reserve(tail_blocks);
   for (uint64_t b = 0; b < tail_blocks; ++b) {
-    const attention::TailBlock& block = *view.tail[b];
-    ATTND_ASSIGN_OR_RETURN(Resident* const resident, uploader_.Pin(block, view.shape.layers));
     const auto tokens = static_cast<uint32_t>(
         std::min<uint64_t>(kTailBlockTokens, row.tail_end() - b * kTailBlockTokens));
     const bool with_step = upload_bytes <= context_->room().input_bytes / kUploadShare;
     const size_t known = memory->uploads.size();
-    ATTND_RETURN_IF_ERROR(uploader_.UploadTokens(resident, block, view.shape, request_.layer,
-                                                 tokens, with_step ? &memory->uploads : nullptr));
+    ATTND_RETURN_IF_ERROR(uploader_.UploadTokens(residents_[b], *view.tail[b], view.shape,
+                                                 request_.layer, tokens,
+                                                 with_step ? &memory->uploads : nullptr));
     for (size_t i = known; i < memory->uploads.size(); ++i) {
       upload_bytes += memory->uploads[i].bytes;
     }
-    memory->tail_blocks.push_back(resident->pages() +
-                                  request_.layer * (block.size() / view.shape.layers));
+    memory->tail_blocks.push_back(residents_[b]->pages() +
+                                  request_.layer * history.tail_block_layer_bytes());
   }
   return absl::OkStatus();
 }

@@ -5,12 +5,14 @@
 #define ATTND_GPU_STEP_DEVICE_STEP_H_
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "attention/backend.h"
 #include "gpu/device/device.h"
 #include "gpu/memory/device_copy_store.h"
+#include "gpu/step/device_history.h"
 #include "gpu/step/row_description.h"
 #include "gpu/step/step_totals.h"
 #include "gpu/step/step_writer.h"
@@ -51,12 +53,20 @@ class DeviceStep {
   void LeaveOver(uint32_t row);
   bool IsLeftOver(uint32_t row) const;
 
+  struct Row {
+    // Kept as long as the step: its description points into it.
+    std::shared_ptr<const DeviceHistory> history;
+    RowDescription description;
+  };
+
   const attention::StepRequest& request_;
+  DeviceCopyStore* const store_;
   StreamContext* const context_;
   const bool timed_;
   StepWriter writer_;
   StepTotals totals_;
-  std::vector<RowDescription> rows_;  // of the request's rows; the writer points at them
+  std::vector<Row> rows_;  // of the request's rows; the writer points at their descriptions
+  std::vector<Resident*> residents_;  // of the row that is being pinned
   Uploader uploader_;
   std::vector<uint32_t> left_over_;
   StageSeconds seconds_;

@@ -12,7 +12,7 @@
 
 namespace attnd::gpu {
 
-// `value`, which must fit: HasPlan bounds what follows from a row, StepWriter::Fitting what follows
+// `value`, which must fit: HasPlan bounds what follows from a row, StepWriter::Plan what follows
 // from a wave.
 inline uint32_t Narrow(uint64_t value) {
   CHECK_LE(value, std::numeric_limits<uint32_t>::max());

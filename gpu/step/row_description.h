@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <span>
 #include <vector>
 
 #include "common/dtype.h"
@@ -65,8 +66,9 @@ struct RowDescription {
   uint64_t tail_limit = 0;
   bool causal = true;
 
-  // The segments that the row reads; a streaming row reads only the segments that hold its sink.
-  std::vector<SegmentDescription> segments;
+  // The segments that the row reads, in memory of whoever describes it; a streaming row reads only
+  // the segments that hold its sink.
+  std::span<const SegmentDescription> segments;
   // Of all segments of the row's history.
   uint64_t history_segments = 0;
   uint64_t history_tokens = 0;

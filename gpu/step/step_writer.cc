@@ -40,40 +40,50 @@ void StepWriter::Begin(const WaveShape& shape, bool with_fates) {
   measure_ = false;
 }
 
-uint32_t StepWriter::Fitting(const RowDescription& row, uint32_t first_token,
-                             std::span<const Upload> uploads) const {
+std::optional<PlannedPart> StepWriter::Plan(const RowDescription& row, uint32_t number,
+                                            uint32_t first_token,
+                                            std::span<const Upload> uploads) const {
+  CHECK(row.shape == shape_) << "a row of another wave";
   CHECK_LT(first_token, row.query_tokens);
-  if (!HasPlan(row)) return 0;
+  if (!HasPlan(row)) return std::nullopt;
   const uint32_t unit = TokensPerUnit(row);
   const uint32_t rest = row.query_tokens - first_token;
-  const auto fits = [&](uint64_t units) {
+  const auto plan = [&](uint64_t units) {
     const uint32_t tokens = Narrow(std::min<uint64_t>(rest, units * unit));
+    PlannedPart planned;
+    planned.part = {.row = &row,
+                    .number = number,
+                    .first_token = first_token,
+                    .tokens = tokens,
+                    .units = 0,
+                    .ref = PlanRow(row, first_token, tokens, cooperative_groups_)};
+    planned.counts = CountsOf(row, planned.part.ref, uploads);
+    planned.part.units = planned.counts.units;
+    return planned;
+  };
+  const auto fits = [&](const PlannedPart& planned) {
     WaveCounts counts = counts_;
-    counts.Add(CountsOf(row, PlanRow(row, first_token, tokens, cooperative_groups_), uploads));
+    counts.Add(planned.counts);
     return counts.FitHeader() && PlacesOf(counts, shape_, with_fates_).Fit(room_);
   };
   uint64_t most = (uint64_t{rest} + unit - 1) / unit;
-  if (fits(most)) return rest;
+  PlannedPart planned = plan(most);
+  if (fits(planned)) return planned;
   uint64_t least = 0;  // fits; `most` does not
   while (most - least > 1) {
     const uint64_t middle = least + (most - least) / 2;
-    (fits(middle) ? least : most) = middle;
+    (fits(plan(middle)) ? least : most) = middle;
   }
-  return Narrow(least * unit);
+  if (least == 0) return std::nullopt;
+  return plan(least);
 }
 
-void StepWriter::Add(const RowDescription& row, uint32_t number, uint32_t first_token,
-                     uint32_t tokens, RowMemory memory) {
-  CHECK(row.shape == shape_) << "a row of another wave";
-  CHECK(tokens >= 1 && tokens <= row.query_tokens && first_token <= row.query_tokens - tokens);
+void StepWriter::Add(PlannedPart planned, RowMemory memory) {
+  const RowDescription& row = *planned.part.row;
   CHECK_EQ(memory.segments.size(), row.segments.size());
   CHECK_EQ(memory.tail_blocks.size(), TailBlocksSeen(row));
-  RowPart& part = parts_.emplace_back();
-  part.row = &row;
-  part.number = number;
-  part.first_token = first_token;
-  part.tokens = tokens;
-  RowRef& ref = part.ref = PlanRow(row, first_token, tokens, cooperative_groups_);
+  CHECK_EQ(memory.uploads.size(), planned.counts.uploads);
+  RowRef& ref = planned.part.ref;
   ref.first_unit = Narrow(counts_.units);
   ref.first_query_token = Narrow(counts_.query_tokens);
   ref.segments_begin = Narrow(counts_.segments);
@@ -88,9 +98,8 @@ void StepWriter::Add(const RowDescription& row, uint32_t number, uint32_t first_
   ref.first_tree_item = Narrow(counts_.tree_items);
   ref.first_word = counts_.tree_words;
   measure_ |= HasTolerance(ref);
-  const WaveCounts added = CountsOf(row, ref, memory.uploads);
-  part.units = added.units;
-  counts_.Add(added);
+  counts_.Add(planned.counts);
+  parts_.push_back(planned.part);
   memories_.push_back(std::move(memory));
 }
 

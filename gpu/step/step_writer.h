@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -28,7 +29,13 @@ struct RowPart {
   RowRef ref;
 };
 
-// One thread at a time. Use: Begin; Fitting and Add for each row; Write; read the wave's parts.
+// A part that fits a wave, and what it adds to the wave.
+struct PlannedPart {
+  RowPart part;
+  WaveCounts counts;
+};
+
+// One thread at a time. Use: Begin; Plan and Add for each row; Write; read the wave's parts.
 class StepWriter {
  public:
   // cooperative_groups: whether the device has cooperative groups.
@@ -38,13 +45,13 @@ class StepWriter {
   // An empty wave of rows of this shape. with_fates: fates are results.
   void Begin(const WaveShape& shape, bool with_fates);
 
-  // How many query tokens of the row, from first_token on, fit the rest of the wave with the
-  // uploads: whole units; 0 if not even one.
-  uint32_t Fitting(const RowDescription& row, uint32_t first_token,
-                   std::span<const Upload> uploads) const;
-  // Adds a part that fits. `row` and what uploads point at must stay until Write.
-  void Add(const RowDescription& row, uint32_t number, uint32_t first_token, uint32_t tokens,
-           RowMemory memory);
+  // As many query tokens of row `number`, from first_token on, as fit the rest of the wave with the
+  // uploads: whole units, or all that are left; none if not even one unit fits.
+  std::optional<PlannedPart> Plan(const RowDescription& row, uint32_t number, uint32_t first_token,
+                                  std::span<const Upload> uploads) const;
+  // Adds what was planned since the last part was added. The row's description and what uploads
+  // point at must stay until Write.
+  void Add(PlannedPart planned, RowMemory memory);
   bool empty() const { return parts_.empty(); }
   // Byte offsets in the two buffers, and the bytes of each that the wave takes so far.
   WavePlaces places() const { return PlacesOf(counts_, shape_, with_fates_); }

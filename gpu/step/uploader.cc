@@ -4,7 +4,6 @@
 #include <glog/logging.h>
 
 #include <algorithm>
-#include <utility>
 
 #include "common/status.h"
 
@@ -38,14 +37,12 @@ void AddRows(const PageGeometry& geometry, const std::byte* from, std::byte* to,
 
 }  // namespace
 
-absl::StatusOr<Resident*> Uploader::Pin(const Segment& segment) {
-  ATTND_ASSIGN_OR_RETURN(auto resident, store_->Get(segment));
-  return pins_.emplace_back(std::move(resident)).get();
-}
-
-absl::StatusOr<Resident*> Uploader::Pin(const TailBlock& block, uint32_t layers) {
-  ATTND_ASSIGN_OR_RETURN(auto resident, store_->Get(block, layers));
-  return pins_.emplace_back(std::move(resident)).get();
+absl::Status Uploader::Pin(std::span<const std::shared_ptr<DeviceCopyStore::Copy>> copies,
+                           std::vector<Resident*>* residents) {
+  const size_t before = pins_.size();
+  ATTND_RETURN_IF_ERROR(store_->Pin(copies, &pins_));
+  for (size_t i = before; i < pins_.size(); ++i) residents->push_back(pins_[i].get());
+  return absl::OkStatus();
 }
 
 absl::Status Uploader::UploadLayer(Resident* resident, const Segment& segment, uint32_t layer) {
@@ -77,16 +74,13 @@ absl::Status Uploader::UploadTokens(Resident* resident, const TailBlock& block,
     return context_->Send(to, block.pages(layer, 0), layer_bytes);
   }
   const PageGeometry geometry(shape);
-  std::vector<Upload> rows;
+  std::vector<Upload> now;
+  std::vector<Upload>* const rows = later != nullptr ? later : &now;
   for (uint32_t head = 0; head < shape.kv_heads; ++head) {
     AddRows(geometry, block.pages(layer, head), to + head * (layer_bytes / shape.kv_heads), begin,
-            tokens, &rows);
+            tokens, rows);
   }
-  if (later != nullptr) {
-    later->insert(later->end(), rows.begin(), rows.end());
-    return absl::OkStatus();
-  }
-  for (const Upload& row : rows) {
+  for (const Upload& row : now) {
     ATTND_RETURN_IF_ERROR(context_->Send(row.to, row.from, row.bytes));
   }
   return absl::OkStatus();

@@ -8,10 +8,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
 #include "attention/segment/pages.h"
 #include "attention/segment/segment.h"
 #include "common/model_shape.h"
@@ -35,14 +35,15 @@ class Uploader {
   Uploader(const Uploader&) = delete;
   Uploader& operator=(const Uploader&) = delete;
 
-  absl::StatusOr<Resident*> Pin(const attention::Segment& segment);
-  absl::StatusOr<Resident*> Pin(const attention::TailBlock& block, uint32_t layers);
+  // Appends the copies' residents, in order.
+  absl::Status Pin(std::span<const std::shared_ptr<DeviceCopyStore::Copy>> copies,
+                   std::vector<Resident*>* residents);
 
-  // Uploads a layer of a segment, and waits for the upload.
+  // Uploads a layer of a segment, unless it is on the device, and waits for the upload.
   absl::Status UploadLayer(Resident* resident, const attention::Segment& segment, uint32_t layer);
-  // Uploads the layer's first `tokens` tokens of a tail block, which must have been written. The
-  // tokens are sent at once, except those of a block that is not full if `later` is not null: these
-  // are added to `later`, for the step to upload.
+  // Uploads what the device lacks of the layer's first `tokens` tokens of a tail block, which must
+  // have been written. They are sent at once, except those of a block that is not full if `later`
+  // is not null: these are added to `later`, for the step to upload.
   absl::Status UploadTokens(Resident* resident, const attention::TailBlock& block,
                             const ModelShape& shape, uint32_t layer, uint32_t tokens,
                             std::vector<Upload>* later);
