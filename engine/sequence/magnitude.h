@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -27,14 +28,17 @@ namespace attnd::engine {
 // absolute values, with infinity and then NaN above all others.
 template <typename T>
 T GreatestPattern(const std::byte* source, size_t count) {
-  constexpr T kWithoutSign = static_cast<T>(~T{0}) >> 1;
-  T greatest = 0;
+  // Signed, as every vector unit has the maximum of signed 16-bit numbers; without the sign's bit
+  // none is below zero.
+  using Pattern = std::make_signed_t<T>;
+  constexpr auto kWithoutSign = std::numeric_limits<Pattern>::max();
+  Pattern greatest = 0;
   for (size_t i = 0; i < count; ++i) {
-    T bits;
+    Pattern bits;
     std::memcpy(&bits, source + i * sizeof(T), sizeof(T));
-    greatest = std::max<T>(greatest, bits & kWithoutSign);
+    greatest = std::max(greatest, static_cast<Pattern>(bits & kWithoutSign));
   }
-  return greatest;
+  return static_cast<T>(greatest);
 }
 
 // The greatest absolute value of `count` elements. NaN or infinity if an element is; 0 if there is

@@ -33,13 +33,14 @@ using attention::test::TestSeed;
 using attention::test::TestSequence;
 
 // Two layers, two segments and a tail of three blocks: 1.4 MiB of device copies.
-TestSequence Sequence(uint64_t seed, const attention::IndexSet& indexes = attention::kTreeIndexes) {
+TestSequence MakeHistory(uint64_t seed,
+                         const attention::IndexSet& indexes = attention::kTreeIndexes) {
   SequenceSpec spec = SpecOf({4, 2, 64, 64, {700, 600}, 120, indexes}, DType::kBf16);
   spec.seed = TestSeed() + seed;
   return MakeSequence(spec);
 }
 
-std::vector<TestRow> RowsOf(TestSequence* sequence, uint32_t layer) {
+std::vector<TestRow> RowsOverHistory(TestSequence* sequence, uint32_t layer) {
   std::vector<TestRow> rows;
   for (const char* preset : {"error-target", "streaming", "dense"}) {
     rows.push_back(MakeRow(sequence, Parse(preset), sequence->spec.tokens() - 1, 1, false,
@@ -49,10 +50,10 @@ std::vector<TestRow> RowsOf(TestSequence* sequence, uint32_t layer) {
 }
 
 // Steps of both layers over the sequence's view, compared with the CPU's.
-void ExpectCpus(attention::Backend* backend, TestSequence* sequence) {
+void ExpectCpusAnswers(attention::Backend* backend, TestSequence* sequence) {
   const auto cpu = MakeCpu();
   for (uint32_t layer = 0; layer < 2; ++layer) {
-    const std::vector<TestRow> rows = RowsOf(sequence, layer);
+    const std::vector<TestRow> rows = RowsOverHistory(sequence, layer);
     EXPECT_TRUE(Agree(RunStep(backend, layer, rows), RunStep(cpu.get(), layer, rows), rows))
         << "layer " << layer;
   }
@@ -78,7 +79,7 @@ class DeviceHistoryTest : public testing::Test {
     return pins;
   }
 
-  TestSequence sequence_ = Sequence(0);
+  TestSequence sequence_ = MakeHistory(0);
 };
 
 TEST_F(DeviceHistoryTest, IsFoundWithItsViewAndDiesWithIt) {
@@ -167,17 +168,17 @@ TEST(DeviceHistorySteps, MemoryIsGivenUpBetweenSteps) {
   CudaBackendOptions options = SmallOptions();
   options.device_memory_bytes = kDeviceMemoryBytesMin;
   const FakeBackend fake = MakeFakeBackend(options);
-  TestSequence sequence = Sequence(0);
-  ExpectCpus(fake.backend.get(), &sequence);
+  TestSequence sequence = MakeHistory(0);
+  ExpectCpusAnswers(fake.backend.get(), &sequence);
   EXPECT_EQ(fake.backend->stats().evictions, 0u);
   std::vector<TestSequence> others;
   for (uint64_t s = 1; s <= 16; ++s) {
-    others.push_back(Sequence(s));
-    EXPECT_TRUE(RunStep(fake.backend.get(), 0, RowsOf(&others.back(), 0)).status.ok());
+    others.push_back(MakeHistory(s));
+    EXPECT_TRUE(RunStep(fake.backend.get(), 0, RowsOverHistory(&others.back(), 0)).status.ok());
   }
   const uint64_t evictions = fake.backend->stats().evictions;
   EXPECT_GT(evictions, 0u);
-  ExpectCpus(fake.backend.get(), &sequence);
+  ExpectCpusAnswers(fake.backend.get(), &sequence);
   EXPECT_GT(fake.backend->stats().evictions, evictions) << "the sequence was on the device";
   EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
 }
@@ -185,18 +186,18 @@ TEST(DeviceHistorySteps, MemoryIsGivenUpBetweenSteps) {
 // As after a truncation: blocks of other tokens, in place of those that steps have read.
 TEST(DeviceHistorySteps, OtherBlocksInThePlaceOfOld) {
   const FakeBackend fake = MakeFakeBackend();
-  TestSequence sequence = Sequence(0), other = Sequence(1);
+  TestSequence sequence = MakeHistory(0), other = MakeHistory(1);
   const std::shared_ptr<const SequenceView> old = sequence.view;
-  ExpectCpus(fake.backend.get(), &sequence);
-  const StepResult before = RunStep(fake.backend.get(), 0, RowsOf(&sequence, 0));
+  ExpectCpusAnswers(fake.backend.get(), &sequence);
+  const StepResult before = RunStep(fake.backend.get(), 0, RowsOverHistory(&sequence, 0));
   auto changed = std::make_shared<SequenceView>(*old);
   changed->tail.back() = other.view->tail.back();
   sequence.view = changed;
-  ExpectCpus(fake.backend.get(), &sequence);
-  const StepResult after = RunStep(fake.backend.get(), 0, RowsOf(&sequence, 0));
+  ExpectCpusAnswers(fake.backend.get(), &sequence);
+  const StepResult after = RunStep(fake.backend.get(), 0, RowsOverHistory(&sequence, 0));
   EXPECT_FALSE(SameBits(before.rows[0], after.rows[0]));
   sequence.view = old;
-  const StepResult again = RunStep(fake.backend.get(), 0, RowsOf(&sequence, 0));
+  const StepResult again = RunStep(fake.backend.get(), 0, RowsOverHistory(&sequence, 0));
   for (size_t r = 0; r < again.rows.size(); ++r) {
     EXPECT_TRUE(SameBits(before.rows[r], again.rows[r])) << "row " << r;
   }
@@ -213,21 +214,21 @@ TEST(DeviceHistorySteps, SegmentsComeAndGo) {
     ASSERT_EQ(whole.tokens(), fewer.tokens());
     const auto heads = attention::test::MakeHeads(whole);
     TestSequence sequence = MakeSequenceOf(fewer, heads);
-    ExpectCpus(fake.backend.get(), &sequence);
+    ExpectCpusAnswers(fake.backend.get(), &sequence);
     const auto before = sequence.view;
     sequence.view = MakeSequenceOf(whole, heads).view;
-    ExpectCpus(fake.backend.get(), &sequence);
+    ExpectCpusAnswers(fake.backend.get(), &sequence);
     sequence.view = before;
-    ExpectCpus(fake.backend.get(), &sequence);
+    ExpectCpusAnswers(fake.backend.get(), &sequence);
   }
 }
 
 TEST(DeviceHistorySteps, BackendsTakeTurnsOverOneView) {
-  TestSequence sequence = Sequence(0);
+  TestSequence sequence = MakeHistory(0);
   const FakeBackend one = MakeFakeBackend(), other = MakeFakeBackend();
   for (int round = 0; round < 2; ++round) {
-    ExpectCpus(one.backend.get(), &sequence);
-    ExpectCpus(other.backend.get(), &sequence);
+    ExpectCpusAnswers(one.backend.get(), &sequence);
+    ExpectCpusAnswers(other.backend.get(), &sequence);
   }
 }
 
@@ -235,10 +236,10 @@ TEST(DeviceHistorySteps, BackendsTakeTurnsOverOneView) {
 TEST(DeviceHistorySteps, ADroppedViewLeavesNothing) {
   const FakeBackend fake = MakeFakeBackend();
   {
-    TestSequence sequence = Sequence(0);
-    ExpectCpus(fake.backend.get(), &sequence);
+    TestSequence sequence = MakeHistory(0);
+    ExpectCpusAnswers(fake.backend.get(), &sequence);
     sequence.view = std::make_shared<SequenceView>(*sequence.view);
-    ExpectCpus(fake.backend.get(), &sequence);
+    ExpectCpusAnswers(fake.backend.get(), &sequence);
     EXPECT_GT(fake.backend->stats().pages.used_bytes, 0u);
   }
   EXPECT_EQ(fake.backend->stats().pages.used_bytes, 0u);
@@ -247,8 +248,8 @@ TEST(DeviceHistorySteps, ADroppedViewLeavesNothing) {
 
 TEST(DeviceHistorySteps, ANewViewMayBeReadByManyAtOnce) {
   const FakeBackend fake = MakeFakeBackend();
-  TestSequence sequence = Sequence(0);
-  const std::vector<TestRow> rows = RowsOf(&sequence, 0);
+  TestSequence sequence = MakeHistory(0);
+  const std::vector<TestRow> rows = RowsOverHistory(&sequence, 0);
   const StepResult expected = RunStep(fake.backend.get(), 0, rows);
   for (int round = 0; round < 4; ++round) {
     sequence.view = std::make_shared<SequenceView>(*sequence.view);
