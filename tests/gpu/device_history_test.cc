@@ -172,7 +172,7 @@ TEST(DeviceHistorySteps, MemoryIsGivenUpBetweenSteps) {
   ExpectCpusAnswers(fake.backend.get(), &sequence);
   EXPECT_EQ(fake.backend->stats().evictions, 0u);
   std::vector<TestSequence> others;
-  for (uint64_t s = 1; s <= 16; ++s) {
+  for (uint64_t s = 1; s <= 10; ++s) {
     others.push_back(MakeHistory(s));
     EXPECT_TRUE(RunStep(fake.backend.get(), 0, RowsOverHistory(&others.back(), 0)).status.ok());
   }
