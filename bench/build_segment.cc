@@ -32,11 +32,12 @@ void BuildHeads(SegmentBuilder* builder, uint32_t threads) {
 }  // namespace
 
 std::shared_ptr<const SequenceView> WithSegment(const std::shared_ptr<const SequenceView>& view,
-                                                uint32_t tokens, uint32_t sink, uint32_t threads) {
+                                                uint32_t tokens, uint32_t sink, uint32_t threads,
+                                                bool sections) {
   const uint64_t number = view->segments.size();
   SegmentBuilder builder(view, number + 1,
                          {view->shape, view->indexes, tokens, number == 0 ? sink : 0,
-                          attention::WantsSections(view->indexes, tokens)});
+                          sections && attention::WantsSections(view->indexes, tokens)});
   BuildHeads(&builder, threads);
   auto next = std::make_shared<SequenceView>(*view);
   next->segments.push_back(builder.Finish());

@@ -12,6 +12,7 @@
 
 #include "attention/completion/feature_maps.h"
 #include "attention/policy_state/keep_set.h"
+#include "attention/segment/run_tokens.h"
 #include "bench/build_segment.h"
 #include "bench/support.h"
 #include "common/dtype.h"
@@ -113,7 +114,7 @@ std::shared_ptr<const attention::FeatureMaps> RandomFeatureMaps(const ModelShape
 
 SyntheticSequence MakeSyntheticSequence(const ModelShape& shape, uint64_t tokens,
                                         uint32_t segment_tokens, uint32_t threads, uint64_t seed,
-                                        attention::IndexSet indexes) {
+                                        attention::IndexSet indexes, SegmentCut cut) {
   SyntheticSequence sequence;
   auto view = std::make_shared<SequenceView>();
   view->shape = shape;
@@ -123,14 +124,19 @@ SyntheticSequence MakeSyntheticSequence(const ModelShape& shape, uint64_t tokens
   }
   uint64_t made = 0;  // tokens that exist, whole blocks
   while (true) {
-    const uint64_t want = std::min<uint64_t>(tokens, view->tail_begin + segment_tokens + kWindow);
+    const uint32_t run = cut == SegmentCut::kEqual
+                             ? segment_tokens
+                             : attention::RunTokens(indexes, view->tail_begin, segment_tokens);
+    const uint64_t want = std::min<uint64_t>(tokens, view->tail_begin + run + kWindow);
     AppendBlocks(made, want, seed, threads, view.get());
     while (made < want) made += kTailBlockTokens;
     const uint64_t left = tokens - view->tail_begin;
     if (left < kWindow + 512) break;
-    const auto count = static_cast<uint32_t>(std::min<uint64_t>(segment_tokens, left - kWindow));
+    const auto count = static_cast<uint32_t>(std::min<uint64_t>(run, left - kWindow));
     const auto start = std::chrono::steady_clock::now();
-    auto next = std::make_shared<SequenceView>(*WithSegment(view, count, kSink, threads));
+    auto next =
+        std::make_shared<SequenceView>(*WithSegment(view, count, kSink, threads,
+                                                    /*sections=*/cut == SegmentCut::kEqual));
     sequence.build_seconds +=
         std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     sequence.segmented_tokens += count;

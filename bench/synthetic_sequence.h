@@ -18,11 +18,16 @@ struct SyntheticSequence {
   uint64_t segmented_tokens = 0;
 };
 
-// `tokens` tokens of keys in short runs around random centres, and normal values; segments of
-// segment_tokens, the last 64 tokens in the tail. Indexes with a summary get random feature maps.
+// How a synthetic sequence is cut into segments: all of segment_tokens; or as a prompt that a
+// device answers, from segment_tokens on longer and longer (RunTokens), without sections.
+enum class SegmentCut { kEqual, kOfDevice };
+
+// `tokens` tokens of keys in short runs around random centres, and normal values; the last 64
+// tokens in the tail. Indexes with a summary get random feature maps.
 SyntheticSequence MakeSyntheticSequence(const ModelShape& shape, uint64_t tokens,
                                         uint32_t segment_tokens, uint32_t threads, uint64_t seed,
-                                        attention::IndexSet indexes = attention::kClusterIndexes);
+                                        attention::IndexSet indexes = attention::kClusterIndexes,
+                                        SegmentCut cut = SegmentCut::kEqual);
 
 // A view's copy with keep-sets of `tokens` random tokens of the middle for each KV head.
 std::shared_ptr<const attention::SequenceView> WithKeepSets(const attention::SequenceView& view,

@@ -38,6 +38,8 @@ ABSL_FLAG(uint32_t, kv_heads, 8, "KV heads");
 ABSL_FLAG(uint32_t, threads, 0, "threads that build indexes; 0: all cores");
 ABSL_FLAG(uint32_t, rounds, 50, "rounds");
 ABSL_FLAG(bool, check, false, "compare with the CPU backend");
+ABSL_FLAG(bool, equal_segments, false,
+          "random keys in segments of 8,192 tokens, not in those of a prompt that a GPU answers");
 ABSL_FLAG(std::string, policies,
           "dense error-target:tolerance=off,floor=0.02@clusters error-target@clusters "
           "error-target:tolerance=off,floor=0.01@tree error-target@tree "
@@ -164,10 +166,12 @@ std::unique_ptr<StepRows> MakeRows(const std::vector<std::string>& captures,
   const attention::IndexSet indexes = ParseIndexText(index);
   std::vector<RowSource> sources;
   for (uint32_t r = 0; r < absl::GetFlag(FLAGS_rows); ++r) {
-    sources.push_back(
-        captures.empty()
-            ? RandomRow(ShapeOfFlags(), absl::GetFlag(FLAGS_tokens), r, indexes, Threads())
-            : CapturedRow(captures[r % captures.size()], indexes, Threads()));
+    sources.push_back(captures.empty()
+                          ? RandomRow(ShapeOfFlags(), absl::GetFlag(FLAGS_tokens), r, indexes,
+                                      Threads(),
+                                      absl::GetFlag(FLAGS_equal_segments) ? SegmentCut::kEqual
+                                                                          : SegmentCut::kOfDevice)
+                          : CapturedRow(captures[r % captures.size()], indexes, Threads()));
   }
   return std::make_unique<StepRows>(std::move(sources));
 }

@@ -18,9 +18,10 @@ constexpr uint32_t kSegmentTokens = 8192;
 }  // namespace
 
 RowSource RandomRow(const ModelShape& shape, uint64_t tokens, uint64_t seed,
-                    attention::IndexSet indexes, uint32_t threads) {
+                    attention::IndexSet indexes, uint32_t threads, SegmentCut cut) {
   RowSource source;
-  source.view = MakeSyntheticSequence(shape, tokens, kSegmentTokens, threads, seed, indexes).view;
+  source.view =
+      MakeSyntheticSequence(shape, tokens, kSegmentTokens, threads, seed, indexes, cut).view;
   source.tokens = tokens;
   const std::vector<float> queries = MakeQueries(shape, 100 + seed);
   source.queries.resize(queries.size() * sizeof(float));
@@ -29,7 +30,7 @@ RowSource RandomRow(const ModelShape& shape, uint64_t tokens, uint64_t seed,
 }
 
 RowSource CapturedRow(const std::string& path, attention::IndexSet indexes, uint32_t threads) {
-  PageCapture capture = Must(ReadPageCapture(path, indexes, threads));
+  PageCapture capture = Must(ReadPageCapture(path, indexes, threads, /*sections=*/false));
   RowSource source;
   source.view = std::move(capture.view);
   source.tokens = uint64_t{capture.prompt_tokens} + capture.decoded_tokens;

@@ -12,6 +12,7 @@
 
 #include "attention/backend.h"
 #include "attention/policy/policy.h"
+#include "bench/synthetic_sequence.h"
 
 namespace attnd::bench {
 
@@ -27,9 +28,9 @@ struct RowSource {
 
 // Keys in short runs around random centres, and one random query.
 RowSource RandomRow(const ModelShape& shape, uint64_t tokens, uint64_t seed,
-                    attention::IndexSet indexes, uint32_t threads);
+                    attention::IndexSet indexes, uint32_t threads, SegmentCut cut);
 // The first layer of a capture (bench/pages/page_trace_capture.py), and its decoded tokens'
-// queries.
+// queries; segments as a device builds them.
 RowSource CapturedRow(const std::string& path, attention::IndexSet indexes, uint32_t threads);
 
 // Rows of one query token each.

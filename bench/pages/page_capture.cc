@@ -67,11 +67,13 @@ void ReadRows(std::ifstream& file, uint32_t layer, uint32_t tokens, bool values,
 }
 
 std::shared_ptr<const SequenceView> SegmentPrompt(std::shared_ptr<const SequenceView> view,
-                                                  uint64_t prompt_tokens, uint32_t threads) {
+                                                  uint64_t prompt_tokens, uint32_t threads,
+                                                  bool sections) {
   while (prompt_tokens >= view->tail_begin + kWindow + kSegmentTokensMin) {
     const uint64_t left = prompt_tokens - kWindow - view->tail_begin;
     const uint32_t run = attention::RunTokens(view->indexes, view->tail_begin, kSegmentTokens);
-    view = WithSegment(view, static_cast<uint32_t>(std::min<uint64_t>(left, run)), kSink, threads);
+    view = WithSegment(view, static_cast<uint32_t>(std::min<uint64_t>(left, run)), kSink, threads,
+                       sections);
   }
   return view;
 }
@@ -79,7 +81,7 @@ std::shared_ptr<const SequenceView> SegmentPrompt(std::shared_ptr<const Sequence
 }  // namespace
 
 absl::StatusOr<PageCapture> ReadPageCapture(const std::string& path, attention::IndexSet indexes,
-                                            uint32_t threads) {
+                                            uint32_t threads, bool sections) {
   std::ifstream file(path, std::ios::binary);
   if (!file) return absl::UnavailableError(absl::StrCat(path, " cannot be read"));
   Header header{};
@@ -107,7 +109,7 @@ absl::StatusOr<PageCapture> ReadPageCapture(const std::string& path, attention::
               static_cast<std::streamsize>(layer_bytes));
   }
   if (!file) return absl::DataLossError(absl::StrCat(path, " ends early"));
-  capture.view = SegmentPrompt(std::move(view), header.prompt_tokens, threads);
+  capture.view = SegmentPrompt(std::move(view), header.prompt_tokens, threads, sections);
   return capture;
 }
 

@@ -27,8 +27,8 @@ class Cutter {
   void TakePrompt(uint64_t tokens) {
     const uint64_t end = WindowBegin(tokens, rules_.window);
     while (true) {
-      const uint32_t run = PromptRunTokens(rules_.indexes, begin_, rules_.segment_tokens,
-                                           rules_.on_device, rules_.has_ids);
+      const uint32_t run =
+          PromptRunTokens(rules_.indexes, begin_, rules_.segment_tokens, rules_.has_ids);
       const uint32_t next = NextSegmentTokens(begin_, end, kSegmentTokensMin, run);
       if (next == 0) break;
       AddSegment(next);

@@ -27,11 +27,10 @@ inline uint64_t WindowBegin(uint64_t length, uint32_t window) {
 }
 
 // Tokens of the segment that a prompt's next tokens, from `begin` on, are to become: at least
-// `least`. on_device: whether a device answers the sequence. has_ids: whether the next token has an
-// id.
+// `least`. has_ids: whether the next token has an id.
 inline uint32_t PromptRunTokens(const attention::IndexSet& indexes, uint64_t begin, uint32_t least,
-                                bool on_device, bool has_ids) {
-  return on_device || has_ids ? least : attention::RunTokens(indexes, begin, least);
+                                bool has_ids) {
+  return has_ids ? least : attention::RunTokens(indexes, begin, least);
 }
 
 // Tokens of the next segment of a tail of which [begin, end) may become segments; 0 if these are

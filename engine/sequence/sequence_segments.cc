@@ -29,7 +29,7 @@ uint32_t Sequence::PromptRun(uint32_t least) {
   MutexLock lock(mutex_);
   const uint64_t begin = tail_.begin();
   const bool has_ids = !token_ids_.Runs(begin, begin + 1).empty();
-  return PromptRunTokens(indexes(), begin, least, on_device(), has_ids);
+  return PromptRunTokens(indexes(), begin, least, has_ids);
 }
 
 bool Sequence::HasEarly() const {

@@ -79,17 +79,18 @@ class LaunchTimer : public IndexLaunchListener {
 class Bench {
  public:
   static constexpr KernelShape kShape = {DType::kBf16, 128, 128};
-  static constexpr uint32_t kTokens = 8192, kHeads = 8;
+  static constexpr uint32_t kHeads = 8;
 
-  Bench(uint32_t layers, bool tree)
+  Bench(uint32_t layers, bool tree, uint32_t tokens)
       : layers_(layers),
-        layout_(kShape, kTokens, 0, tree),
+        layout_(kShape, tokens, 0, tree),
         tail_(size_t{layers} * kHeads * layout_.pages_bytes),
-        pointers_(layers * kBlocks * sizeof(std::byte*)),
+        pointers_(layers * (tokens / kTailBlockTokens) * sizeof(std::byte*)),
         index_(size_t{layers} * kHeads * layout_.head_bytes),
         pages_(size_t{layers} * kHeads * layout_.pages_bytes),
         jobs_(layers * sizeof(IndexJob)),
-        scratch_(layers * BuildScratchBytes(kShape, kHeads, kTokens, tree)) {
+        scratch_(layers * BuildScratchBytes(kShape, kHeads, tokens, tree)) {
+    const uint32_t blocks = tokens / kTailBlockTokens;
     const size_t run_bytes = kTailBlockTokens / kPageTokens * layout_.page_bytes;
     // Heads of a layer share centres; keys and values too, which does no harm here.
     FillKernel<<<132 * 16, 256>>>(reinterpret_cast<__nv_bfloat16*>(tail_.data()), tail_.size() / 2,
@@ -98,14 +99,14 @@ class Bench {
     std::vector<const std::byte*> addresses;
     std::vector<IndexJob> jobs;
     for (uint32_t l = 0; l < layers; ++l) {
-      for (uint32_t b = 0; b < kBlocks; ++b) {
-        addresses.push_back(tail_.data() + (size_t{l} * kBlocks + b) * kHeads * run_bytes);
+      for (uint32_t b = 0; b < blocks; ++b) {
+        addresses.push_back(tail_.data() + (size_t{l} * blocks + b) * kHeads * run_bytes);
       }
       IndexJob job = {};
       job.tail_blocks =
-          reinterpret_cast<const std::byte* const*>(pointers_.data()) + size_t{l} * kBlocks;
+          reinterpret_cast<const std::byte* const*>(pointers_.data()) + size_t{l} * blocks;
       job.tail_block_head_bytes = run_bytes;
-      job.tokens = kTokens;
+      job.tokens = tokens;
       job.max_clusters = layout_.max_clusters;
       job.max_groups = layout_.max_groups;
       job.kv_heads = kHeads;
@@ -129,7 +130,6 @@ class Bench {
   size_t scratch_bytes() const { return scratch_.size(); }
 
  private:
-  static constexpr uint32_t kBlocks = kTokens / kTailBlockTokens;
   const uint32_t layers_;
   const Layout layout_;
   DeviceBytes tail_, pointers_, index_, pages_, jobs_, scratch_;
@@ -138,10 +138,11 @@ class Bench {
 
 }  // namespace
 
-void BenchIndexes(uint32_t layers, bool tree) {
-  constexpr uint32_t kSegments = 16, kLayers = 32;
-  Bench bench(layers, tree);
-  const uint32_t calls = kSegments * kLayers / layers;
+void BenchIndexes(uint32_t layers, bool tree, uint32_t segment_tokens) {
+  constexpr uint32_t kTokens = 131072, kLayers = 32;
+  const uint32_t segments = kTokens / segment_tokens;
+  Bench bench(layers, tree, segment_tokens);
+  const uint32_t calls = segments * kLayers / layers;
   bench.Build(nullptr);
   CHECK_CUDA(cudaDeviceSynchronize());
 
@@ -154,9 +155,11 @@ void BenchIndexes(uint32_t layers, bool tree) {
   CHECK_CUDA(cudaDeviceSynchronize());
   float ms = 0;
   CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
-  std::printf("%s, %u layers a call (scratch %.1f MB): %u calls, %.4f s together, %.3f ms each\n",
-              tree ? "trees" : "clusters", layers, static_cast<double>(bench.scratch_bytes()) / 1e6,
-              calls, ms / 1e3, ms / calls);
+  std::printf(
+      "%s of %u tokens, %u layers a call (scratch %.1f MB): %u calls, %.4f s together, %.3f ms "
+      "each\n",
+      tree ? "trees" : "clusters", segment_tokens, layers,
+      static_cast<double>(bench.scratch_bytes()) / 1e6, calls, ms / 1e3, ms / calls);
 
   LaunchTimer timer;
   for (uint32_t i = 0; i < calls; ++i) bench.Build(&timer);
@@ -173,9 +176,8 @@ void BenchIndexes(uint32_t layers, bool tree) {
     sum += seconds[s];
   }
   // Of a tree: of its groups, whose points are keys and values.
-  const double row = (tree ? 256.0 / kGroupTokens : 128.0 / kClusterTokens) * Bench::kTokens;
-  const double products =
-      2.0 * Bench::kTokens * row * Bench::kHeads * kSegments * kLayers * kIterations;
+  const double row = (tree ? 256.0 / kGroupTokens : 128.0 / kClusterTokens) * segment_tokens;
+  const double products = 2.0 * kTokens * row * Bench::kHeads * kLayers * kIterations;
   std::printf("  sum      %.4f s with events between; assign at %.0f TFLOP/s\n", sum,
               products / seconds[static_cast<size_t>(IndexLaunch::kAssign)] / 1e12);
 }

@@ -9,8 +9,8 @@
 namespace attnd::gpu::test {
 
 // Builds the indexes (trees, or of the kind `clusters`) of 128K tokens x 8 KV heads x 32 layers, in
-// calls of `layers` layers of one segment, and prints times.
-void BenchIndexes(uint32_t layers, bool tree);
+// calls of `layers` layers of one segment of `segment_tokens`, and prints times.
+void BenchIndexes(uint32_t layers, bool tree, uint32_t segment_tokens);
 
 }  // namespace attnd::gpu::test
 
