@@ -16,9 +16,10 @@
 //   merge     for each unit: merge its states, in the order of their numbers; normalise; statistics
 //
 // Units over trees have stages of their own before finish, of which groups needs nothing of prepare
-// and runs beside it. A tree item is a (unit, tile, segment); one thread block works on it.
+// and runs beside it. A tree item is a (unit, tile, slice): a slice is some neighbouring groups of
+// one segment, with their leaves. One thread block works on an item.
 //
-//   groups    score a segment's groups, sum up their estimates
+//   groups    score a slice's groups, sum up their estimates
 //   open      for each unit: choose the groups to open, number the leaves of these
 //   leaves    score the opened groups' leaves
 //   choose    for each unit: choose leaves, list their tokens, queue their pieces for finish
@@ -48,7 +49,11 @@ inline constexpr uint32_t kLanes = 8;
 inline constexpr uint32_t kSlotChunk = 64;
 // The same of a tree's groups.
 inline constexpr uint32_t kGroupSlotChunk = 16;
-inline constexpr uint32_t kTreeLanesMax = 32;  // query heads of a KV head (kKernelGroupMax)
+// Groups of a tree item's slice, at least and at most; see TreeSliceGroupsFor.
+inline constexpr uint32_t kTreeSliceGroupsMin = 128;
+inline constexpr uint32_t kTreeSliceGroupsMax = 512;
+inline constexpr uint32_t kTreeSlicesWanted = 32;  // of a row
+inline constexpr uint32_t kTreeLanesMax = 32;      // query heads of a KV head (kKernelGroupMax)
 // Slots that a warp works on at a time.
 inline constexpr uint32_t kStepSlots = 16;
 // Tokens or slots of a piece, and the most pieces: a row that would have more pieces has longer
@@ -114,6 +119,8 @@ struct TreeRef {
   uint32_t max_groups;        // rows that the index has room for, at least 1
   uint32_t first_group_slot;  // among the row's groups
   uint32_t group_slots;       // max_groups, rounded up to kGroupSlotChunk
+  uint32_t first_slice;       // among the row's slices
+  uint32_t slices;            // at least 1
 };
 
 // One row of the batch. A unit is one (row, group of query tokens, KV head), with number
@@ -157,10 +164,12 @@ struct RowRef {
   uint32_t first_state;  // of states; a tile has StatesPerTile: of read pieces, of estimate pieces,
                          // of chosen pieces
 
-  // Of kTree. estimate_pieces is then segment_count.
-  uint32_t group_slots;      // of all segments
-  uint32_t trees_begin;      // in StepHeader::trees
-  uint32_t first_tree_item;  // items of a row: (unit, tile, segment), segment fastest
+  // Of kTree. estimate_pieces is then tree_slices.
+  uint32_t group_slots;        // of all segments
+  uint32_t trees_begin;        // in StepHeader::trees
+  uint32_t first_tree_item;    // items of a row: (unit, tile, slice), slice fastest
+  uint32_t tree_slices;        // of all segments
+  uint32_t tree_slice_groups;  // of a slice; a segment's last slice may have fewer
 
   uint64_t first_score;  // of floats in scores: per unit log_mass [lanes][slots], then, for the
                          // second order, d2 [lanes][slots], then group_score [slots]; of a tree see
@@ -182,6 +191,16 @@ constexpr uint32_t SlotsFor(uint32_t max_clusters) {
 }
 constexpr uint32_t GroupSlotsFor(uint32_t max_groups) {
   return (max_groups + kGroupSlotChunk - 1) / kGroupSlotChunk * kGroupSlotChunk;
+}
+// Groups of a slice of a row that has so many group slots: what an item does once, whatever its
+// size, takes longer than a slice of the least size, but few slices leave multiprocessors idle.
+constexpr uint32_t TreeSliceGroupsFor(uint32_t group_slots) {
+  uint32_t groups = kTreeSliceGroupsMin;
+  while (groups < kTreeSliceGroupsMax && groups * kTreeSlicesWanted < group_slots) groups *= 2;
+  return groups;
+}
+constexpr uint32_t TreeSlicesFor(uint32_t group_slots, uint32_t slice_groups) {
+  return (group_slots + slice_groups - 1) / slice_groups;
 }
 // Whether the measure stage chooses the row's clusters.
 constexpr bool HasTolerance(const RowRef& row) {
@@ -255,7 +274,7 @@ constexpr TreeScores TreeScoresOf(const RowRef& row, uint32_t group) {
   scores.end = end;
   return scores;
 }
-// A tree unit's words: for each lane a TreeLane; then the number of each segment's first item, and
+// A tree unit's words: for each lane a TreeLane; then the number of each slice's first item, and
 // that of all items; then, for each item, segment << 16 | leaf.
 struct TreeLane {
   float output_norm;  // of zones and all groups' estimates
@@ -264,7 +283,7 @@ struct TreeLane {
 };
 inline constexpr uint32_t kTreeLaneWords = kTreeLanesMax * sizeof(TreeLane) / sizeof(uint32_t);
 constexpr uint64_t TreeItems(const RowRef& row) {
-  return kTreeLaneWords + (uint64_t{row.segment_count} + 1 + 3) / 4 * 4;
+  return kTreeLaneWords + (uint64_t{row.tree_slices} + 1 + 3) / 4 * 4;
 }
 constexpr uint64_t TreeWordsPerUnit(const RowRef& row) { return TreeItems(row) + row.slots; }
 constexpr uint64_t ScoresPerUnit(const RowRef& row, uint32_t group) {
@@ -427,8 +446,8 @@ struct StepHeader {
 static_assert(offsetof(StepHeader, tail_block_head_bytes) ==
               offsetof(StepHeader, tree_items) + sizeof(uint32_t));
 // The compilers of host and device agree on these sizes: the structures are copied as bytes.
-static_assert(sizeof(SegmentRef) == 96 && sizeof(RowRef) == 200 && sizeof(StepHeader) == 296);
-static_assert(sizeof(UploadRef) == 24 && sizeof(CoopUnit) == 8 && sizeof(TreeRef) == 128 &&
+static_assert(sizeof(SegmentRef) == 96 && sizeof(RowRef) == 208 && sizeof(StepHeader) == 296);
+static_assert(sizeof(UploadRef) == 24 && sizeof(CoopUnit) == 8 && sizeof(TreeRef) == 136 &&
               sizeof(TreeRowInfo) == 16);
 static_assert(sizeof(UnitResult) == 32 && sizeof(LaneResult) == 16 && sizeof(LaneScale) == 8);
 static_assert(std::is_trivially_copyable_v<SegmentRef> && std::is_trivially_copyable_v<RowRef> &&

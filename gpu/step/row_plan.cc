@@ -44,7 +44,13 @@ void PlanPieces(const RowDescription& row, RowRef* ref) {
   const bool dense = row.kind == UnitKind::kDense;
   ref->dense_pieces = dense ? Narrow(DensePieces(row, ref->dense_piece_tokens)) : 0;
   ref->read_pieces = dense ? ref->dense_pieces + ref->tail_pieces : ref->tail_pieces + 1;
-  if (row.kind == UnitKind::kTree) ref->estimate_pieces = ref->segment_count;
+  if (row.kind == UnitKind::kTree) {
+    ref->tree_slice_groups = TreeSliceGroupsFor(ref->group_slots);
+    for (const SegmentDescription& segment : row.segments) {
+      ref->tree_slices += TreeSlicesFor(GroupSlotsFor(segment.max_groups), ref->tree_slice_groups);
+    }
+    ref->estimate_pieces = ref->tree_slices;
+  }
   if (row.kind != UnitKind::kClusters) return;
   ref->estimate_piece_slots = PieceSize(kEstimatePieceSlots, uint64_t{1} << 31, kEstimatePiecesMax,
                                         [&](uint64_t slots) { return CeilOf(ref->slots, slots); });
@@ -127,12 +133,16 @@ SegmentRef PlanSegment(const RowRef& row, const SegmentDescription& segment,
   return ref;
 }
 
-TreeRef PlanTree(const SegmentDescription& segment, const TreeRef* before) {
+TreeRef PlanTree(const RowRef& row, const SegmentDescription& segment, const TreeRef* before) {
   TreeRef ref{};
   ref.offsets = segment.tree;
   ref.max_groups = segment.max_groups;
   ref.group_slots = GroupSlotsFor(segment.max_groups);
-  if (before != nullptr) ref.first_group_slot = before->first_group_slot + before->group_slots;
+  ref.slices = TreeSlicesFor(ref.group_slots, row.tree_slice_groups);
+  if (before != nullptr) {
+    ref.first_group_slot = before->first_group_slot + before->group_slots;
+    ref.first_slice = before->first_slice + before->slices;
+  }
   return ref;
 }
 

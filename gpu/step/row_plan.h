@@ -33,7 +33,7 @@ SegmentRef PlanSegment(const RowRef& row, const SegmentDescription& segment,
                        const RowMemory::SegmentPlace& place, const SegmentRef* before);
 
 // The same of what a tree has beside it, in a row of kTree.
-TreeRef PlanTree(const SegmentDescription& segment, const TreeRef* before);
+TreeRef PlanTree(const RowRef& row, const SegmentDescription& segment, const TreeRef* before);
 
 }  // namespace attnd::gpu
 

@@ -184,7 +184,7 @@ void StepWriter::WriteRow(const RowPart& part, const RowMemory& memory, const Wa
   }
   TreeRef* tree = At<TreeRef>(input, places.trees) + part.ref.trees_begin;
   for (size_t s = 0; row.kind == UnitKind::kTree && s < row.segments.size(); ++s, ++tree) {
-    *tree = PlanTree(row.segments[s], s == 0 ? nullptr : tree - 1);
+    *tree = PlanTree(part.ref, row.segments[s], s == 0 ? nullptr : tree - 1);
   }
   std::copy(memory.tail_blocks.begin(), memory.tail_blocks.end(),
             At<const std::byte*>(input, places.tail_blocks) + part.ref.tail_blocks_begin);

@@ -123,7 +123,7 @@ WaveCounts CountsOf(const RowDescription& row, const RowRef& ref, std::span<cons
   }
   if (tree) {
     counts.trees = ref.segment_count;
-    counts.tree_items = Times(counts.tiles, ref.segment_count);
+    counts.tree_items = Times(counts.tiles, ref.tree_slices);
     counts.tree_words = Times(counts.units, TreeWordsPerUnit(ref));
   }
   counts.segments = ref.segment_count;

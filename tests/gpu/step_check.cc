@@ -76,7 +76,7 @@ class Checker {
     Equal("read_pieces", row.read_pieces,
           dense ? row.dense_pieces + row.tail_pieces : row.tail_pieces + 1);
     if (!clusters) Equal("estimate_pieces", row.estimate_pieces, 0);
-    if (tree) Equal("estimate_pieces", row.estimate_pieces, row.segment_count);
+    if (tree) Equal("estimate_pieces", row.estimate_pieces, row.tree_slices);
     if (clusters && !tree) {
       Equal("estimate_pieces", row.estimate_pieces, CeilOf(row.slots, row.estimate_piece_slots));
       Equal("estimate_piece_slots % kSlotChunk", row.estimate_piece_slots % kSlotChunk, 0);
@@ -115,8 +115,8 @@ class Checker {
       fates_ += units * rows;
       chosen_ += units * row.clustered_tokens;
       trees_ += row.segment_count;
-      tree_items_ += units * row.tiles_per_unit * row.segment_count;
-      tree_words_ += units * (4 * 32 + CeilOf(row.segment_count + 1, 4) * 4 + row.slots);
+      tree_items_ += units * row.tiles_per_unit * row.tree_slices;
+      tree_words_ += units * (4 * 32 + CeilOf(row.tree_slices + 1, 4) * 4 + row.slots);
     }
     return units * row.tiles_per_unit;
   }
@@ -149,7 +149,11 @@ class Checker {
     if (h_.group > 32) Fail("more heads than a tree unit has room for");
     Held("trees", h_.trees + row.trees_begin, row.segment_count * sizeof(TreeRef));
     if (!wrong_.empty()) return;
-    uint64_t slots = 0;
+    if (row.tree_slice_groups % kGroupSlotChunk != 0 || row.tree_slice_groups < 128 ||
+        row.tree_slice_groups > 512) {
+      return Fail("tree_slice_groups is out of range");
+    }
+    uint64_t slots = 0, slices = 0;
     for (uint32_t s = 0; s < row.segment_count && wrong_.empty(); ++s) {
       const TreeRef& tree = h_.trees[row.trees_begin + s];
       const SegmentRef& segment = h_.segments[row.segments_begin + s];
@@ -157,9 +161,13 @@ class Checker {
       Equal("max_groups", tree.max_groups, CeilOf(segment.tokens - segment.unclustered, 64));
       Equal("a tree's group_slots", tree.group_slots,
             CeilOf(tree.max_groups, kGroupSlotChunk) * kGroupSlotChunk);
+      Equal("first_slice", tree.first_slice, slices);
+      Equal("a tree's slices", tree.slices, CeilOf(tree.group_slots, row.tree_slice_groups));
       slots += tree.group_slots;
+      slices += tree.slices;
       Offsets(segment, tree);
     }
+    Equal("tree_slices", row.tree_slices, slices);
     Equal("group_slots", row.group_slots, slots);
   }
 

@@ -48,7 +48,7 @@ struct LaneStates {
   const float* tile;
   uint32_t lane;  // of the tile
   uint32_t zones, estimates, end;
-  const float* corrections = nullptr;  // of the tile over a tree: in the first segment's state
+  const float* corrections = nullptr;  // of the tile over a tree: in the first slice's state
 };
 
 template <int kValueDim>
@@ -272,7 +272,7 @@ __device__ __forceinline__ void WriteAnswer(const StepHeader& step, const LanePl
   __syncthreads();
 }
 
-// The squared length of the slopes' correction, which all segments' estimates make together.
+// The squared length of the slopes' correction, which all slices' estimates make together.
 template <int kValueDim>
 __device__ __forceinline__ float Correction2(const LaneStates& states,
                                              MergeLaneMemory<kValueDim>* memory) {
@@ -325,8 +325,8 @@ __global__ void __launch_bounds__(kMergeThreads)
     states.estimates = states.zones + row->estimate_pieces;
     states.end = states.estimates;
     if (row->kind == UnitKind::kTree) {
-      const uint64_t item = row->first_tree_item +
-                            (uint64_t{unit.in_row} * step.tiles_max + tile) * row->segment_count;
+      const uint64_t item =
+          row->first_tree_item + (uint64_t{unit.in_row} * step.tiles_max + tile) * row->tree_slices;
       states.corrections = step.tree_states + item * TreeStateFloats(kValueDim);
     }
     LaneScale scale;

@@ -24,10 +24,25 @@ __device__ __forceinline__ const RowRef* RowOfTreeItem(const StepHeader& step, u
                                       [&](uint32_t i) { return step.row_refs[i].first_tree_item; });
 }
 
-// A tree item: one segment of a unit, for one tile of its queries.
+// The row's segment that a slice belongs to: the last one whose first slice is not behind it. The
+// whole warp, whose threads look at 32 segments at once.
+__device__ __forceinline__ uint32_t SegmentOfSlice(const StepHeader& step, const RowRef& row,
+                                                   uint32_t slice) {
+  uint32_t before = 0;
+  for (uint32_t first = 0; first < row.segment_count; first += 32) {
+    const uint32_t segment = first + threadIdx.x % 32;
+    const bool begun =
+        segment < row.segment_count && step.trees[row.trees_begin + segment].first_slice <= slice;
+    before += __popc(__ballot_sync(~0u, begun));
+  }
+  return before - 1;
+}
+
+// A tree item: one slice of a unit's groups, for one tile of its queries.
 struct TreeItem {
   const RowRef* row;
   uint32_t number;  // in the step
+  uint32_t slice;   // of the row
   uint32_t segment;
   uint32_t tile;
   UnitPlace unit;
@@ -38,15 +53,23 @@ struct TreeItem {
   __device__ __forceinline__ TreeItem(const StepHeader& step, uint32_t item)
       : row(RowOfTreeItem(step, item)),
         number(item),
-        segment((item - row->first_tree_item) % row->segment_count),
-        tile((item - row->first_tree_item) / row->segment_count % row->tiles_per_unit),
-        unit(step, row, (item - row->first_tree_item) / (row->segment_count * row->tiles_per_unit)),
+        slice((item - row->first_tree_item) % row->tree_slices),
+        segment(SegmentOfSlice(step, *row, slice)),
+        tile((item - row->first_tree_item) / row->tree_slices % row->tiles_per_unit),
+        unit(step, row, (item - row->first_tree_item) / (row->tree_slices * row->tiles_per_unit)),
         ref(step.segments + row->segments_begin + segment),
         tree(step.trees + row->trees_begin + segment),
         head(ref->index + unit.kv_head * ref->index_head_bytes) {}
 
-  __device__ __forceinline__ uint32_t CountOf(const TreePart& part) const {
-    return *reinterpret_cast<const uint32_t*>(head + part.count);
+  // The slice's first group, among the segment's.
+  __device__ __forceinline__ uint32_t first_group() const {
+    return (slice - tree->first_slice) * row->tree_slice_groups;
+  }
+  // The end of the slice's groups: the segment may have fewer than its index has room for.
+  __device__ __forceinline__ uint32_t groups_end() const {
+    const TreePart& part = tree->offsets.groups;
+    const uint32_t groups = *reinterpret_cast<const uint32_t*>(head + part.count);
+    return max(first_group(), min(groups, first_group() + row->tree_slice_groups));
   }
   __device__ __forceinline__ const float* Floats(uint32_t offset) const {
     return reinterpret_cast<const float*>(head + offset);

@@ -95,8 +95,9 @@ class EstimatedRowsOf {
         leaves_(step, item),
         lane_(item.tile * kLanes + threadIdx.x % 32 / 4),
         fates_(UnitFates(step, item.unit)),
-        groups_(item.CountOf(item.tree->offsets.groups)),
-        group_batches_((groups_ + kTreeRows - 1) / kTreeRows) {
+        first_group_(item.first_group()),
+        groups_end_(item.groups_end()),
+        group_batches_((groups_end_ - first_group_ + kTreeRows - 1) / kTreeRows) {
     const TreeScores places = TreeScoresOf(row_, step.group);
     group_log_mass_ = TreeScoresAt(step, item.unit, places.groups.log_mass);
     group_d2_ = TreeScoresAt(step, item.unit, places.groups.d2);
@@ -110,8 +111,8 @@ class EstimatedRowsOf {
   // Without rows behind the last one.
   __device__ __forceinline__ EstimatedRows Batch(uint32_t number) const {
     const bool groups = number < group_batches_;
-    const uint32_t first =
-        groups ? number * kTreeRows : leaves_.begin + (number - group_batches_) * kTreeRows;
+    const uint32_t first = groups ? first_group_ + number * kTreeRows
+                                  : leaves_.begin + (number - group_batches_) * kTreeRows;
     const uint64_t at =
         groups ? uint64_t{lane_} * row_.group_slots + item_.tree->first_group_slot + first
                : uint64_t{lane_} * row_.slots + first;
@@ -119,11 +120,11 @@ class EstimatedRowsOf {
     rows.part = groups ? &item_.tree->offsets.groups : &item_.tree->offsets.leaves;
     rows.log_mass = (groups ? group_log_mass_ : leaf_log_mass_) + at;
     rows.d2 = (groups ? group_d2_ : leaf_d2_) + at;
-    rows.set = groups ? RowsInOrder(first, groups_) : leaves_.Rows(first);
+    rows.set = groups ? RowsInOrder(first, groups_end_) : leaves_.Rows(first);
     rows.groups = groups;
     const uint32_t own = first + threadIdx.x % kTreeRows;
     rows.fate = kFateExact;
-    if (own < (groups ? groups_ : leaves_.end)) {
+    if (own < (groups ? groups_end_ : leaves_.end)) {
       rows.fate = fates_[groups ? row_.slots + item_.tree->first_group_slot + own : own];
     }
     return rows;
@@ -136,7 +137,7 @@ class EstimatedRowsOf {
   const uint32_t lane_;
   const uint8_t* const fates_;
   const float *group_log_mass_, *group_d2_, *leaf_log_mass_, *leaf_d2_;
-  const uint32_t groups_;
+  const uint32_t first_group_, groups_end_;
   const uint32_t group_batches_;
 };
 
@@ -162,7 +163,7 @@ __device__ __forceinline__ void StoreEstimate(const StepHeader& step, const Tree
   const float* from = step.tree_states + uint64_t{item.number} * TreeStateFloats(kValueDim);
   constexpr uint32_t kFloats = StateFloats(kValueDim);
   float* to = TileStates(step, item.unit, item.tile, kFloats) +
-              (uint64_t{item.row->read_pieces} + item.segment) * kFloats;
+              (uint64_t{item.row->read_pieces} + item.slice) * kFloats;
   __syncthreads();
   for (uint32_t i = threadIdx.x; i < lanes * kValueDim; i += kTreeThreads) {
     const uint32_t lane = i / kValueDim, channel = i % kValueDim;

@@ -50,8 +50,7 @@ __device__ TreeLevel TreeSelector::Groups() const {
   return LevelOf(places_.groups, row_.group_slots, row_.group_slots, attention::kGroupOptimism);
 }
 __device__ TreeLevel TreeSelector::Leaves() const {
-  return LevelOf(places_.leaves, first_items()[row_.segment_count], row_.slots,
-                 attention::kOptimism);
+  return LevelOf(places_.leaves, first_items()[row_.tree_slices], row_.slots, attention::kOptimism);
 }
 
 // ---- what stands before the choice ----
@@ -71,7 +70,7 @@ __device__ void TreeSelector::CombineStates() {
     }
     JoinStates(&zone_max, &zone_sum);
     SumsOfHeads sums;
-    for (uint32_t s = thread; s < row_.segment_count; s += 32) {
+    for (uint32_t s = thread; s < row_.tree_slices; s += 32) {
       sums.Add(StateOfGroups(tile, s) + in_tile * (kStateHead + 2 * step_.value_dim));
     }
     sums.Join();
@@ -101,7 +100,7 @@ __device__ CutWeight TreeSelector::OutputPart(uint32_t lane, uint32_t chunk) {
     zone += factor * state[kStateHead + channel];
   }
 #pragma unroll 4
-  for (uint32_t s = warp; s < row_.segment_count; s += kCutWarps) {
+  for (uint32_t s = warp; s < row_.tree_slices; s += kCutWarps) {
     const float* state = StateOfGroups(tile, s) + lane % kLanes * (kStateHead + 2 * dim);
     const float factor = Weight(state[kTreeMax], max);
     groups += factor * (state[kStateHead + channel] + state[kStateHead + dim + channel]);
@@ -153,7 +152,7 @@ __device__ void TreeSelector::CombinePartials() {
   const uint32_t thread = threadIdx.x % 32;
   for (uint32_t lane = threadIdx.x / 32; lane < step_.group; lane += kCutWarps) {
     SumsOfHeads sums;
-    for (uint32_t s = thread; s < row_.segment_count; s += 32) {
+    for (uint32_t s = thread; s < row_.tree_slices; s += 32) {
       const uint64_t item = ItemNumber(lane / kLanes, s);
       sums.Add(step_.tree_partials + (item * kLanes + lane % kLanes) * kStateHead);
     }
@@ -352,10 +351,13 @@ __device__ void TreeSelector::NumberItems(const TreeLevel& level, uint32_t leave
   });
   __syncthreads();
   for (uint32_t s = threadIdx.x; s < row_.segment_count; s += kCutThreads) {
-    const uint32_t slot = Tree(s).first_group_slot - level.begin;  // wraps for those before
-    if (slot < level.own) first_items()[s] = level.error_keys[slot];
+    const TreeRef& tree = Tree(s);
+    uint32_t slot = tree.first_group_slot - level.begin;  // wraps for those before
+    for (uint32_t i = 0; i < tree.slices; ++i, slot += row_.tree_slice_groups) {
+      if (slot < level.own) first_items()[tree.first_slice + i] = level.error_keys[slot];
+    }
   }
-  if (threadIdx.x == 0 && CutBlocks::rank() == 0) first_items()[row_.segment_count] = all;
+  if (threadIdx.x == 0 && CutBlocks::rank() == 0) first_items()[row_.tree_slices] = all;
 }
 
 __device__ void TreeSelector::Open() {

@@ -101,13 +101,13 @@ class TreeSelector {
     return fates_[row_.slots + slot];
   }
   __device__ __forceinline__ uint8_t& LeafFate(uint32_t item) const { return fates_[item]; }
-  __device__ __forceinline__ uint64_t ItemNumber(uint32_t tile, uint32_t segment) const {
+  __device__ __forceinline__ uint64_t ItemNumber(uint32_t tile, uint32_t slice) const {
     return row_.first_tree_item +
-           (uint64_t{unit_.in_row} * row_.tiles_per_unit + tile) * row_.segment_count + segment;
+           (uint64_t{unit_.in_row} * row_.tiles_per_unit + tile) * row_.tree_slices + slice;
   }
-  // What the groups stage left of a segment.
-  __device__ __forceinline__ const float* StateOfGroups(uint32_t tile, uint32_t segment) const {
-    return step_.tree_states + ItemNumber(tile, segment) * TreeStateFloats(step_.value_dim);
+  // What the groups stage left of a slice.
+  __device__ __forceinline__ const float* StateOfGroups(uint32_t tile, uint32_t slice) const {
+    return step_.tree_states + ItemNumber(tile, slice) * TreeStateFloats(step_.value_dim);
   }
   __device__ TreeLevel Groups() const;
   __device__ TreeLevel Leaves() const;

@@ -22,11 +22,15 @@ __device__ __forceinline__ void PrefetchBytes(const std::byte* from, uint32_t by
 template <int kDim, int kValueDim>
 __device__ __forceinline__ void PrefetchGroups(const TreeItem& item) {
   const TreeOffsets& offsets = item.tree->offsets;
-  const uint32_t rows = item.tree->max_groups;
+  const uint32_t first = item.first_group();
+  const uint32_t rows = min(item.tree->max_groups - first, item.row->tree_slice_groups);
+  const auto prefetch_rows = [&](uint32_t part, uint32_t row_bytes) {
+    PrefetchBytes(item.head + part + uint64_t{first} * row_bytes, rows * row_bytes);
+  };
   PrefetchBytes(item.head + offsets.axes, kDim * kDim * 2);
-  PrefetchBytes(item.head + offsets.groups.centroids, rows * kDim);
-  PrefetchBytes(item.head + offsets.groups.deviation_codes, rows * (kDim / 2));
-  PrefetchBytes(item.head + offsets.groups.mean_values, rows * kValueDim);
+  prefetch_rows(offsets.groups.centroids, kDim);
+  prefetch_rows(offsets.groups.deviation_codes, kDim / 2);
+  prefetch_rows(offsets.groups.mean_values, kValueDim);
   PrefetchBytes(item.head + offsets.slopes, kDim * kValueDim * 2);
 }
 
@@ -73,12 +77,13 @@ __device__ __forceinline__ TreeRowInfo InfoOf(const TreeItem& item, const TreePa
 __device__ __forceinline__ void StoreGroupInfo(const StepHeader& step, const TreeItem& item) {
   if (item.tile != 0) return;
   const TreePart& part = item.tree->offsets.groups;
-  const uint32_t groups = item.CountOf(part);
+  const uint32_t first_group = item.first_group(), groups = item.groups_end();
   const auto* members = reinterpret_cast<const uint32_t*>(item.head + part.first_members);
   const TreeScores places = TreeScoresOf(*item.row, step.group);
   auto* to = reinterpret_cast<TreeRowInfo*>(TreeScoresAt(step, item.unit, places.groups.info)) +
              item.tree->first_group_slot;
-  for (uint32_t i = threadIdx.x; i < item.tree->group_slots; i += kTreeThreads) {
+  const uint32_t slots_end = min(item.tree->group_slots, first_group + item.row->tree_slice_groups);
+  for (uint32_t i = first_group + threadIdx.x; i < slots_end; i += kTreeThreads) {
     TreeRowInfo info = {};
     if (i < groups) {
       info = InfoOf(item, part, i);
@@ -94,13 +99,13 @@ __device__ __forceinline__ void SumGroups(const StepHeader& step, const TreeItem
                                           const TreeQueries<kDim>& queries,
                                           TreeSums<kDim, kValueDim>* sums, Totals* best) {
   const TreePart& part = item.tree->offsets.groups;
-  const uint32_t groups = item.CountOf(part), g = threadIdx.x % 32 / 4;
+  const uint32_t groups = item.groups_end(), g = threadIdx.x % 32 / 4;
   const uint32_t lane = item.tile * kLanes + g;
   const TreeScores places = TreeScoresOf(*item.row, step.group);
   const uint64_t at = uint64_t{lane} * item.row->group_slots + item.tree->first_group_slot;
   float* log_mass = TreeScoresAt(step, item.unit, places.groups.log_mass) + at;
   float* d2 = TreeScoresAt(step, item.unit, places.groups.d2) + at;
-  for (uint32_t first = threadIdx.x / 32 * kTreeRows; first < groups;
+  for (uint32_t first = item.first_group() + threadIdx.x / 32 * kTreeRows; first < groups;
        first += kTreeWarps * kTreeRows) {
     const TreeRows<kDim> of(item.head, part, RowsInOrder(first, groups));
     const auto& rows = of.rows;
@@ -146,7 +151,7 @@ __global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
 
 // ---- leaves ----
 
-// Items [begin, end) of a unit's opened leaves are those of the segment.
+// Items [begin, end) of a unit's opened leaves are those of the slice.
 struct LeafItems {
   const uint32_t* items;
   uint32_t begin, end;
@@ -154,8 +159,8 @@ struct LeafItems {
   __device__ __forceinline__ LeafItems(const StepHeader& step, const TreeItem& item) {
     const uint32_t* words = UnitTreeWords(step, item.unit);
     items = words + TreeItems(*item.row);
-    begin = words[kTreeLaneWords + item.segment];
-    end = words[kTreeLaneWords + item.segment + 1];
+    begin = words[kTreeLaneWords + item.slice];
+    end = words[kTreeLaneWords + item.slice + 1];
   }
   // Sixteen items from `first` on, which may lie behind the last one.
   __device__ __forceinline__ TreeRowSet Rows(uint32_t first) const {
@@ -203,7 +208,7 @@ struct MassTotals {
   }
 };
 
-// Adds the segment's groups that stay closed.
+// Adds the slice's groups that stay closed.
 __device__ __forceinline__ void AddClosedGroups(const StepHeader& step, const TreeItem& item,
                                                 MassTotals* totals) {
   const uint32_t g = threadIdx.x % 32 / 4, lane = item.tile * kLanes + g;
@@ -216,8 +221,8 @@ __device__ __forceinline__ void AddClosedGroups(const StepHeader& step, const Tr
       reinterpret_cast<const TreeRowInfo*>(TreeScoresAt(step, item.unit, places.groups.info)) +
       slot;
   const uint8_t* fates = UnitFates(step, item.unit) + item.row->slots + slot;
-  const uint32_t groups = item.CountOf(item.tree->offsets.groups);
-  const uint32_t own = threadIdx.x / 32 * 4 + threadIdx.x % 4;
+  const uint32_t groups = item.groups_end();
+  const uint32_t own = item.first_group() + threadIdx.x / 32 * 4 + threadIdx.x % 4;
   constexpr uint32_t kAtOnce = 8;
   for (uint32_t first = own; first < groups; first += kAtOnce * kTreeWarps * 4) {
     float x[kAtOnce], norm2[kAtOnce];
