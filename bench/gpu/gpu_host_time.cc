@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <string>
 #include <utility>
@@ -225,6 +226,10 @@ class EngineSteps {
     chunk.tokens = segments * options.segment_tokens + kWindow;
     const auto k = RandomBf16(chunk.tokens * shape_.kv_heads * shape_.head_dim, &random_);
     chunk.k = chunk.v = View(k);
+    // Tokens with ids become segments of one size; without them a prompt's segments grow.
+    std::vector<uint32_t> ids(chunk.tokens);
+    std::iota(ids.begin(), ids.end(), 0u);
+    chunk.token_ids = ids;
     for (; chunk.layer < shape_.layers; ++chunk.layer) {
       Must(engine_->Append("", id, id, chunk));
     }
