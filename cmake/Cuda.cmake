@@ -26,3 +26,13 @@ if(ATTND_CUDA STREQUAL "ON" OR (ATTND_CUDA STREQUAL "AUTO" AND NOT ATTND_SANITIZ
   endif()
 endif()
 message(STATUS "CUDA kernels: ${ATTND_HAS_CUDA}")
+
+# Several programs with the kernels in each are large: scripts/bundle.sh has the kernels once, in a shared library.
+option(ATTND_CUDA_SHARED "The kernels as a shared library, beside the CUDA runtime's" OFF)
+if(ATTND_CUDA_SHARED)
+  set(ATTND_CUDA_RUNTIME Shared)
+  set(ATTND_CUDART CUDA::cudart)
+else()
+  set(ATTND_CUDA_RUNTIME Static)
+  set(ATTND_CUDART CUDA::cudart_static)
+endif()

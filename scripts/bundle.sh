@@ -40,7 +40,7 @@ export CCACHE_BASEDIR="${ATTND_ROOT}" CCACHE_NOHASHDIR=1 CCACHE_SLOPPINESS=pch_d
 
 say "Building with CUDA (log: build/bundle-build.log)"
 {
-  cmake --preset release -B "${build}" -Wno-dev -DATTND_CUDA=ON \
+  cmake --preset release -B "${build}" -Wno-dev -DATTND_CUDA=ON -DATTND_CUDA_SHARED=ON \
     -DCMAKE_CUDA_ARCHITECTURES="${ATTND_CUDA_ARCHITECTURES:-90}" -DCMAKE_CUDA_FLAGS=--compress-mode=size &&
     cmake --build "${build}" --target "${programs[@]}"
 } >"${ATTND_BUILD}/bundle-build.log" 2>&1 ||
