@@ -44,8 +44,8 @@ struct SequenceView {
   // Block i holds positions [64 (b + i), 64 (b + i + 1)), b = tail_begin / 64.
   std::vector<std::shared_ptr<const TailBlock>> tail;
   uint64_t tail_begin = 0;  // first position that no segment covers
-  // What the sequence keeps for its policies. The recalled blocks are the one part of a view that
-  // steps write to.
+  // What the sequence keeps for its policies. Steps write to the recalled blocks, and to
+  // device_copy, alone.
   PolicyView state;
   // What a backend with memory of its own has found out about the view.
   DeviceCopySlot device_copy;

@@ -131,6 +131,10 @@ echo "Checks"
 check kernels ./gpu_kernels --check
 check indexes ./gpu_index_check
 check steps ./gpu_steps --check --rows=2 --tokens=20000
+# Segments of several slices of a tree's groups, and a row so long that its slices are larger.
+trees="error-target:tolerance=off,floor=0.01@tree error-target@tree"
+check long_steps ./gpu_steps --check --rows=2 --tokens=70000 --policies="${trees}"
+check longest_steps ./gpu_steps --check --rows=1 --tokens=300000 --query_heads=4 --kv_heads=1 --policies="${trees}"
 check parity parity
 if skips nano-llama; then
   :

@@ -285,6 +285,9 @@ absl::Status Segmenter::BuildSegment(const Sequence& sequence, SegmentBuilder* b
     return Wanted(sequence, cancelled);
   });
   if (built.ok()) return built;
+  // The backend may have room for a shorter one, which BuildNext then asks for.
+  const bool is_long = builder->segment().tokens() > options_.segment_tokens;
+  if (absl::IsResourceExhausted(built) && is_long) return built;
   // Whatever kept the backend from it, what is still wanted can be built here.
   ATTND_RETURN_IF_ERROR(Wanted(sequence, cancelled));
   const uint64_t scratch_bytes = HeadBuilder::ScratchBytes(builder->segment().form());

@@ -73,9 +73,10 @@ absl::Status SegmentBuild::PinAll() {
   for (uint64_t b = 0; b < blocks; ++b) {
     copies.push_back(store_->Find(*builder_->view().tail[b], shape_.layers));
   }
-  ATTND_RETURN_IF_ERROR(uploader_.Pin(copies, &blocks_));
-  segment_ = blocks_.front();
-  blocks_.erase(blocks_.begin());
+  std::vector<Resident*> residents;
+  ATTND_RETURN_IF_ERROR(uploader_.Pin(copies, &residents));
+  segment_ = residents.front();
+  blocks_.assign(residents.begin() + 1, residents.end());
   return absl::OkStatus();
 }
 
@@ -84,9 +85,12 @@ uint32_t SegmentBuild::LayersAtOnce() const {
   const uint64_t scratch_bytes =
       IndexScratchBytes(KernelShapeOf(shape_), shape_.kv_heads, builder_->segment().tokens(),
                         builder_->segment().layout().groups.room > 0);
+  if (HeadsFetchedAtOnce() == 0) return 0;
   return static_cast<uint32_t>(
-      std::min({kLayersMax, room.scratch_bytes / scratch_bytes,
-                room.result_bytes / IndexLayerBytes(), room.input_bytes / JobBytes()}));
+      std::min({kLayersMax, room.scratch_bytes / scratch_bytes, room.input_bytes / JobBytes()}));
+}
+uint64_t SegmentBuild::HeadsFetchedAtOnce() const {
+  return context_->room().result_bytes / builder_->segment().layout().head_bytes;
 }
 
 absl::Status SegmentBuild::UploadLayers(uint32_t first, uint32_t count) {
@@ -143,14 +147,26 @@ absl::Status SegmentBuild::BuildLayers(uint32_t first, uint32_t count) {
   const auto* device_jobs = reinterpret_cast<const IndexJob*>(context_->device_input());
   ATTND_RETURN_IF_ERROR(context_->stream().BuildIndexes(
       KernelShapeOf(shape_), first_job_, device_jobs, count, context_->device_scratch()));
-  ATTND_RETURN_IF_ERROR(
-      context_->Fetch(segment_->index() + first * IndexLayerBytes(), count * IndexLayerBytes()));
-  return context_->Synchronize();
+  return FetchLayers(first, count);
+}
+
+// In pieces of as many heads as the result buffer holds: a layer's index may be larger than that.
+absl::Status SegmentBuild::FetchLayers(uint32_t first, uint32_t count) {
+  const uint64_t head_bytes = builder_->segment().layout().head_bytes;
+  const uint64_t heads = uint64_t{count} * shape_.kv_heads, at_once = HeadsFetchedAtOnce();
+  const std::byte* from = segment_->index() + first * IndexLayerBytes();
+  std::byte* to = builder_->index_head(first, 0);
+  for (uint64_t head = 0; head < heads; head += at_once) {
+    const uint64_t bytes = std::min(at_once, heads - head) * head_bytes;
+    ATTND_RETURN_IF_ERROR(context_->Fetch(from + head * head_bytes, bytes));
+    ATTND_RETURN_IF_ERROR(context_->Synchronize());
+    std::memcpy(to + head * head_bytes, context_->results(), bytes);
+  }
+  return absl::OkStatus();
 }
 
 absl::Status SegmentBuild::TakeLayers(uint32_t first, uint32_t count) {
   const uint32_t kv_heads = shape_.kv_heads;
-  std::memcpy(builder_->index_head(first, 0), context_->results(), count * IndexLayerBytes());
   std::vector<absl::Status> taken(size_t{count} * kv_heads);
   workers_->ForEach(taken.size(), [&](size_t i) {
     taken[i] = builder_->TakeHead(first + static_cast<uint32_t>(i / kv_heads),

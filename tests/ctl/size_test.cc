@@ -255,7 +255,7 @@ TEST(SizeTest, Gpu) {
   load.gpu_memory_bytes = 64 * kGib;
   const LoadSize size = Sized(load);
   ASSERT_TRUE(size.gpu.has_value());
-  EXPECT_EQ(size.sequence.cut.segments.size(), 16u);
+  EXPECT_EQ(size.sequence.cut.segments.size(), 6u);
   for (const auto& form : size.sequence.cut.segments) EXPECT_FALSE(form.sections);
   EXPECT_EQ(size.host.payload_bytes, 2 * size.sequence.payload_bytes) << "a copy in memory";
   EXPECT_EQ(size.gpu->pages_bytes, 32 * kGib);
@@ -264,11 +264,12 @@ TEST(SizeTest, Gpu) {
   EXPECT_EQ(size.gpu->index_capacity, copies / 8);
   EXPECT_EQ(size.gpu->pages_capacity, copies - copies / 8);
   EXPECT_TRUE(size.fits);
-  load.sequences = 4;
+  load.sequences = 6;
   const LoadSize more = Sized(load);
   EXPECT_FALSE(more.fits);
-  EXPECT_EQ(more.gpu->pages_missing, 64 * kGib - size.gpu->pages_capacity);
-  EXPECT_EQ(more.gpu->index_missing, 4 * size.sequence.index_bytes - size.gpu->index_capacity);
+  EXPECT_EQ(more.gpu->pages_missing, 96 * kGib - size.gpu->pages_capacity);
+  ASSERT_GT(6 * size.sequence.index_bytes, size.gpu->index_capacity);
+  EXPECT_EQ(more.gpu->index_missing, 6 * size.sequence.index_bytes - size.gpu->index_capacity);
   EXPECT_EQ(more.fitting_sequences, 3u);
   EXPECT_GT(more.host.missing_bytes, 0u) << "nothing of it may lie on disk alone";
   load.sequences = 2;

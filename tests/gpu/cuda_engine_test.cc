@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "gpu/device/device.h"
 #include "tests/engine/support.h"
 #include "tests/gpu/support.h"
 #include "tests/tree_indexes.h"
@@ -228,6 +229,40 @@ TEST_F(CudaEngine, WithoutScratchForItTheCpuBuilds) {
   Prefill(&sequence, 700, &random_);
   EXPECT_EQ(FinishPrefill(&sequence).segmented_tokens, 512u);
   EXPECT_EQ(control_->builds(), 0u);
+  EXPECT_TRUE(MatchesModel(&sequence, &random_));
+}
+
+// A prompt's segments grow: 512, 512, 1,024 tokens.
+TEST_F(CudaEngine, ALongSegmentIsBuiltOnTheDevice) {
+  Start();
+  TestSequence sequence = Open(PolicyOf("error-target"));
+  Prefill(&sequence, 2200, &random_);
+  EXPECT_EQ(FinishPrefill(&sequence).segmented_tokens, 2048u);
+  EXPECT_EQ(control_->builds(), 3u * shape_.layers);
+  EXPECT_TRUE(MatchesModel(&sequence, &random_));
+}
+
+TEST_F(CudaEngine, ALongSegmentWithoutScratchIsBuiltShortOnTheDevice) {
+  CudaBackendOptions options = SmallOptions();
+  options.scratch_bytes =
+      IndexScratchBytes(KernelShapeOf(shape_), shape_.kv_heads, 1024, /*tree=*/true) - 1;
+  Start(options);
+  TestSequence sequence = Open(PolicyOf("error-target"));
+  Prefill(&sequence, 2200, &random_);
+  EXPECT_EQ(FinishPrefill(&sequence).segmented_tokens, 3 * 512u + 600u);
+  EXPECT_EQ(control_->builds(), 4u * shape_.layers) << "512 tokens and the rest for the long one";
+  EXPECT_TRUE(MatchesModel(&sequence, &random_));
+}
+
+TEST_F(CudaEngine, AnIndexIsFetchedInPieces) {
+  CudaBackendOptions options = SmallOptions();
+  options.result_bytes = uint64_t{1} << 16;  // less than eight heads' index takes
+  Start(options);
+  const ModelShape many_heads = engine::test::MakeShape(2, 8, 8, 64, 64, DType::kBf16);
+  TestSequence sequence = OpenSequence(engine_.get(), many_heads, PolicyOf("error-target"));
+  Prefill(&sequence, 700, &random_);
+  EXPECT_EQ(FinishPrefill(&sequence).segmented_tokens, 512u);
+  EXPECT_EQ(control_->builds(), 1u * many_heads.layers);
   EXPECT_TRUE(MatchesModel(&sequence, &random_));
 }
 
