@@ -142,8 +142,9 @@ int main(int argc, char** argv) {
   }
   if (option == "--bench") {
     for (const bool tree : {false, true}) {
-      for (const uint32_t layers : {32u, 8u, 1u})
+      for (const uint32_t layers : {32u, 8u, 1u}) {
         attnd::gpu::test::BenchIndexes(layers, tree, 8192);
+      }
     }
     // As long prompts have them.
     for (const uint32_t layers : {8u, 1u}) attnd::gpu::test::BenchIndexes(layers, true, 32768);
