@@ -39,6 +39,14 @@ inline constexpr uint32_t kCutWords = 3;
 inline constexpr uint32_t kCutWordBits = 12;
 static_assert(kTreeRowsMax <= 1u << (32 - kCutWordBits));
 
+// One, in fixed point. A row weighs twice that at most.
+inline constexpr CutWeight kCutOne = CutWeight{1} << 34;
+static_assert(2 * kCutOne < CutWeight{1} << kCutWords * kCutWordBits);
+
+__device__ __forceinline__ CutWeight FixedShare(float share) {
+  return __float2ull_rn(fminf(share, 2.0f) * static_cast<float>(kCutOne));
+}
+
 // Most rows share a few digits, and shared memory adds to one place one after another: so a warp's
 // threads add to several copies of a sum.
 inline constexpr uint32_t kCutCopies = 4;

@@ -10,14 +10,6 @@
 namespace attnd::gpu {
 namespace {
 
-// One, in fixed point. A row weighs twice that at most.
-constexpr CutWeight kCutOne = CutWeight{1} << 34;
-static_assert(2 * kCutOne < CutWeight{1} << kCutWords * kCutWordBits);
-
-__device__ __forceinline__ CutWeight FixedShare(float share) {
-  return __float2ull_rn(fminf(share, 2.0f) * static_cast<float>(kCutOne));
-}
-
 // Makes a squared error a share of the tolerance's square.
 __device__ __forceinline__ float PerBudget(double tolerance) {
   return static_cast<float>(fmin(1 / (tolerance * tolerance), static_cast<double>(FLT_MAX)));
