@@ -114,8 +114,7 @@ class Bench {
       Must(engine_->Decode("", sequence, args, memory_, &result_));
       Must(result_.rows[0].status);
       if (latencies_us == nullptr) continue;
-      latencies_us->push_back(
-          std::chrono::duration<double, std::micro>(Clock::now() - start).count());
+      latencies_us->push_back(MicrosBetween(start, Clock::now()));
     }
   }
 

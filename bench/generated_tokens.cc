@@ -204,7 +204,7 @@ class Bench {
     const auto start = Clock::now();
     Must(engine_->Decode("", sequence, args, memory_, &result_));
     Must(result_.rows[0].status);
-    return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
+    return MicrosBetween(start, Clock::now());
   }
 
   void Print(const std::vector<Fork>& forks) const {

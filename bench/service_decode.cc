@@ -102,9 +102,7 @@ Times Decode(DecodeSession* session, uint64_t sequence, uint64_t first, int step
     FillTensor(kKvHeads, 7 + static_cast<uint64_t>(i), request.mutable_v());
     const auto start = std::chrono::steady_clock::now();
     Must(session->Step(request, &reply, 60s));
-    times.trip.push_back(
-        std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start)
-            .count());
+    times.trip.push_back(MicrosBetween(start, std::chrono::steady_clock::now()));
     const v1::Status& status = reply.status().code() != 0 ? reply.status() : reply.rows(0).status();
     if (status.code() != 0) Must(absl::InternalError(status.message()));
     times.engine.push_back(static_cast<double>(reply.engine_us()));

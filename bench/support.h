@@ -4,6 +4,7 @@
 #ifndef ATTND_BENCH_SUPPORT_H_
 #define ATTND_BENCH_SUPPORT_H_
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -19,6 +20,11 @@
 #include "common/model_shape.h"
 
 namespace attnd::bench {
+
+inline double MicrosBetween(std::chrono::steady_clock::time_point begin,
+                            std::chrono::steady_clock::time_point end) {
+  return std::chrono::duration<double, std::micro>(end - begin).count();
+}
 
 // Ends the program, saying why, unless the status is OK.
 inline void Must(const absl::Status& status) {

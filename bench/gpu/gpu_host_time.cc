@@ -62,10 +62,6 @@ using Clock = std::chrono::steady_clock;
 constexpr uint32_t kWarmUpSteps = 64;
 constexpr uint32_t kSink = 4;
 
-double MicrosBetween(Clock::time_point begin, Clock::time_point end) {
-  return std::chrono::duration<double, std::micro>(end - begin).count();
-}
-
 std::unique_ptr<gpu::Device> MakeDevice() {
   if (absl::GetFlag(FLAGS_device) == "cuda") return Must(gpu::OpenCudaDevice());
   return std::make_unique<IdleDevice>();

@@ -75,8 +75,7 @@ double StepRows::Run(attention::Backend* backend, const attention::Policy& polic
   request.rows = rows_;
   const auto start = std::chrono::steady_clock::now();
   Must(backend->Step(request));
-  const auto end = std::chrono::steady_clock::now();
-  return std::chrono::duration<double, std::micro>(end - start).count();
+  return MicrosBetween(start, std::chrono::steady_clock::now());
 }
 
 double StepRows::ReadShare() const {
