@@ -118,7 +118,17 @@ struct BackendStats {
   Arena scratch;  // of steps and of building; all of it in use from the start
   uint64_t bytes_to_device = 0;
   uint64_t bytes_to_host = 0;
-  uint64_t evictions = 0;       // copies given up to make room
+  uint64_t evictions = 0;  // copies given up to make room
+  // Of the cache of pages whose segments' payload lies in host memory. A page that is used several
+  // times in a step may count several times.
+  struct PageCache {
+    uint64_t lookups = 0;      // pages of chosen tokens
+    uint64_t fetched = 0;      // of them, that were missed and copied into the cache
+    uint64_t in_place = 0;     // of them, that found no frame and were read where they lie
+    uint64_t host_tokens = 0;  // chosen tokens (of a KV head) of the last two
+    uint64_t bytes = 0;        // of the cache now; 0 while everything fits the device
+  };
+  PageCache cache;
   uint64_t steps = 0;           // answered, by the device or by the CPU
   uint64_t fallback_steps = 0;  // steps with a row that the CPU answered in the device's place
   uint64_t graph_launches = 0;  // launches that repeated a whole earlier step's graph

@@ -114,7 +114,8 @@ absl::StatusOr<Resources> TakeMemory(const CudaBackendOptions& options, uint64_t
   const WaveRoom room = RoomOf(options, memory_bytes);
   const uint64_t contexts = options.streams + 1;
   const CopyMemory copies =
-      CopyMemoryOf(memory_bytes, options.streams, {room.input_bytes, room.scratch_bytes});
+      CopyMemoryOf(memory_bytes, options.streams, {room.input_bytes, room.scratch_bytes},
+                   options.page_memory_bytes);
   Resources resources;
   resources.scratch_bytes = contexts * StreamContext::DeviceBytes(room);
   ATTND_ASSIGN_OR_RETURN(auto index, Arena::Create(device.get(), "index", copies.index_bytes));
@@ -245,6 +246,10 @@ class CudaBackend : public Backend {
     stats.graph_launches = transfers_.graph_launches.load(std::memory_order_relaxed);
     stats.steps = steps_.load(std::memory_order_relaxed);
     stats.fallback_steps = fallback_steps_.load(std::memory_order_relaxed);
+    stats.cache = {page_lookups_.load(std::memory_order_relaxed),
+                   pages_fetched_.load(std::memory_order_relaxed),
+                   pages_in_place_.load(std::memory_order_relaxed),
+                   host_tokens_.load(std::memory_order_relaxed), store_->cache_bytes()};
     MutexLock lock(times_mutex_);
     stats.timed_steps = timed_steps_;
     stats.score_seconds = times_.score;
@@ -271,6 +276,7 @@ class CudaBackend : public Backend {
       plans = step.Finish();
       left_over = step.left_over();
       if (timed) AddTimes(step.seconds());
+      AddPages(step.pages());
     }
     if (!left_over.empty()) {
       fallback_steps_.fetch_add(1, std::memory_order_relaxed);
@@ -299,6 +305,14 @@ class CudaBackend : public Backend {
     if (options_.on_degraded) options_.on_degraded(status);
   }
 
+  void AddPages(const PageCounts& pages) {
+    if (pages.looked_up == 0) return;
+    page_lookups_.fetch_add(pages.looked_up, std::memory_order_relaxed);
+    pages_fetched_.fetch_add(pages.missed, std::memory_order_relaxed);
+    pages_in_place_.fetch_add(pages.in_place, std::memory_order_relaxed);
+    host_tokens_.fetch_add(pages.host_tokens, std::memory_order_relaxed);
+  }
+
   void AddTimes(const StageSeconds& seconds) {
     MutexLock lock(times_mutex_);
     ++timed_steps_;
@@ -320,6 +334,7 @@ class CudaBackend : public Backend {
   TransferCounts transfers_;
   std::atomic<uint64_t> steps_{0};
   std::atomic<uint64_t> fallback_steps_{0};
+  std::atomic<uint64_t> page_lookups_{0}, pages_fetched_{0}, pages_in_place_{0}, host_tokens_{0};
   std::atomic<bool> degraded_{false};
 
   mutable Mutex health_mutex_;
@@ -340,6 +355,10 @@ absl::Status CudaBackendOptions::Validate() const {
   if (device_memory_bytes != 0) {
     ATTND_RETURN_IF_ERROR(
         CheckRange("device_memory_bytes", device_memory_bytes, kDeviceMemoryBytesMin, kBytesMax));
+  }
+  if (page_memory_bytes != 0) {
+    ATTND_RETURN_IF_ERROR(
+        CheckRange("page_memory_bytes", page_memory_bytes, kBufferBytesMin, kBytesMax));
   }
   ATTND_RETURN_IF_ERROR(CheckRange("streams", streams, 1, kStreamsMax));
   ATTND_RETURN_IF_ERROR(CheckRange("scratch_bytes", scratch_bytes, kBufferBytesMin, kBytesMax));

@@ -22,6 +22,10 @@ struct CudaBackendOptions {
   // Device memory to take, at least kDeviceMemoryBytesMin. 0: nine tenths of the device's memory,
   // or as much as other processes have left.
   uint64_t device_memory_bytes = 0;
+  // Of it, for pages of segments and tails; indexes have what pages and streams leave. 0: seven
+  // eighths of what streams leave, which is the share of pages where everything fits. Where it does
+  // not, this memory becomes a cache of pages (memory/device_copy_store.h).
+  uint64_t page_memory_bytes = 0;
   uint32_t streams = kDeviceStreams;  // steps on the device at once, 1..kStreamsMax
   // Memory of each stream, at least 2^16 of each kind. All streams together, with the stream that
   // builds segments, take at most a quarter of the device memory.

@@ -23,6 +23,9 @@ class DeviceCopy {
   DeviceCopy& operator=(const DeviceCopy&) = delete;
 
   const void* owner() const { return owner_; }
+  // Called when the slot lets go of it, at the latest when what the slot belongs to dies: from then
+  // on the copy, which others may still hold, must not refer to the memory of that.
+  virtual void SlotLetsGo() {}
 
  private:
   const void* const owner_;
@@ -35,6 +38,9 @@ class DeviceCopySlot {
   DeviceCopySlot() = default;
   DeviceCopySlot(const DeviceCopySlot& /*other*/) {}
   DeviceCopySlot& operator=(const DeviceCopySlot&) = delete;
+  ~DeviceCopySlot() {
+    if (copy_ != nullptr) copy_->SlotLetsGo();
+  }
 
   // The owner's device copy; null if there is none.
   std::shared_ptr<DeviceCopy> Get(const void* owner) const {
@@ -45,10 +51,14 @@ class DeviceCopySlot {
   // other owner. `make` runs under the slot's lock: it must not ask for other slots.
   std::shared_ptr<DeviceCopy> GetOrMake(
       const void* owner, absl::FunctionRef<std::shared_ptr<DeviceCopy>()> make) const {
-    std::shared_ptr<DeviceCopy> other;  // dies after the lock
-    MutexLock lock(mutex_);
-    if (copy_ == nullptr || copy_->owner() != owner) other = std::exchange(copy_, make());
-    return copy_;
+    std::shared_ptr<DeviceCopy> other, own;  // the other one dies after the lock
+    {
+      MutexLock lock(mutex_);
+      if (copy_ == nullptr || copy_->owner() != owner) other = std::exchange(copy_, make());
+      own = copy_;
+    }
+    if (other != nullptr) other->SlotLetsGo();
+    return own;
   }
 
  private:

@@ -71,6 +71,14 @@ bool RunsCooperativeGroups(int device) {
   return true;
 }
 
+// Whether kernels find host memory that is mapped for them at the host's own addresses.
+bool MapsHostMemory(int device) {
+  int same_addresses = 0;
+  return cudaDeviceGetAttribute(&same_addresses, cudaDevAttrCanUseHostPointerForRegisteredMem,
+                                device) == cudaSuccess &&
+         same_addresses != 0;
+}
+
 // The device is a setting of each thread; streams are used from any.
 absl::Status UseDevice(int device) { return CudaStatus(cudaSetDevice(device), "choosing the GPU"); }
 
@@ -287,8 +295,8 @@ class CudaStream : public Stream {
     return Launched(LaunchMeasure(header, header.value_dim, main_), "measure");
   }
 
-  // Chosen tokens beside the estimate of the rest, which comes first: its thread blocks take
-  // longer.
+  // Chosen tokens, and before them pages that come from host memory, beside the estimate of the
+  // rest, which comes first: its thread blocks take longer.
   absl::Status Finish(const StepKernels& kernels, const StepHeader& header) {
     ATTND_RETURN_IF_ERROR(Fork());
     if (header.score_items > 0) {
@@ -297,6 +305,9 @@ class CudaStream : public Stream {
     if (header.tree_items > 0) {
       ATTND_RETURN_IF_ERROR(
           Launched(LaunchTreeItems(TreeStage::kEstimate, header, side_), "estimate of trees"));
+    }
+    if (header.cache.set_count > 0) {
+      ATTND_RETURN_IF_ERROR(Launched(LaunchFetch(header, main_), "fetch"));
     }
     ATTND_RETURN_IF_ERROR(Launched(kernels.chosen(header, multiprocessors_, main_), "attend"));
     return Join();
@@ -321,7 +332,8 @@ class CudaDevice : public Device {
         name_(properties.name),
         memory_bytes_(properties.totalGlobalMem),
         multiprocessors_(static_cast<uint32_t>(properties.multiProcessorCount)),
-        has_cooperative_groups_(RunsCooperativeGroups(device)) {}
+        has_cooperative_groups_(RunsCooperativeGroups(device)),
+        maps_host_memory_(MapsHostMemory(device)) {}
 
   const std::string& name() const override { return name_; }
   uint64_t memory_bytes() const override { return memory_bytes_; }
@@ -347,6 +359,30 @@ class CudaDevice : public Device {
   void FreePinned(std::byte* memory) override {
     if (memory != nullptr && UseDevice(device_).ok()) static_cast<void>(cudaFreeHost(memory));
   }
+  bool maps_host_memory() const override { return maps_host_memory_; }
+  absl::Status MapHostMemory(const std::byte* memory, size_t bytes) override {
+    ATTND_RETURN_IF_ERROR(UseDevice(device_));
+    const cudaError_t error = cudaHostRegister(const_cast<std::byte*>(memory), bytes,
+                                               cudaHostRegisterPortable | cudaHostRegisterMapped);
+    if (error == cudaSuccess) return absl::OkStatus();
+    static_cast<void>(cudaGetLastError());  // a device that has failed says so again
+    return absl::ResourceExhaustedError(
+        absl::StrCat("mapping ", bytes, " bytes of host memory: ", cudaGetErrorString(error)));
+  }
+  void UnmapHostMemory(const std::byte* memory) override {
+    if (!UseDevice(device_).ok()) return;
+    static_cast<void>(cudaHostUnregister(const_cast<std::byte*>(memory)));
+  }
+  absl::Status Clear(std::byte* memory, size_t bytes) override {
+    ATTND_RETURN_IF_ERROR(UseDevice(device_));
+    cudaStream_t stream = nullptr;
+    ATTND_RETURN_IF_ERROR(
+        CudaStatus(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "creating a stream"));
+    cudaError_t error = cudaMemsetAsync(memory, 0, bytes, stream);
+    if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
+    static_cast<void>(cudaStreamDestroy(stream));
+    return CudaStatus(error, absl::StrCat("clearing ", bytes, " bytes"));
+  }
   absl::StatusOr<std::unique_ptr<Stream>> NewStream() override {
     auto stream = std::make_unique<CudaStream>(device_, multiprocessors_, has_cooperative_groups_);
     ATTND_RETURN_IF_ERROR(stream->Create());
@@ -359,6 +395,7 @@ class CudaDevice : public Device {
   const uint64_t memory_bytes_;
   const uint32_t multiprocessors_;
   const bool has_cooperative_groups_;
+  const bool maps_host_memory_;
 };
 
 }  // namespace

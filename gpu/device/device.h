@@ -99,6 +99,15 @@ class Device {
   // Pinned host memory, which the device can copy from and to.
   virtual absl::StatusOr<std::byte*> AllocatePinned(size_t bytes) = 0;
   virtual void FreePinned(std::byte* memory) = 0;
+  // Whether kernels can read host memory that others have allocated; a constant of the device.
+  virtual bool maps_host_memory() const = 0;
+  // Lets kernels read `bytes` of host memory at the host's own addresses, until it is unmapped. The
+  // range consists of whole pages of the system's, none of which is mapped already. It takes some
+  // 0.3 s a GiB. ResourceExhausted if the system does not let it be pinned.
+  virtual absl::Status MapHostMemory(const std::byte* memory, size_t bytes) = 0;
+  virtual void UnmapHostMemory(const std::byte* memory) = 0;  // what MapHostMemory was given
+  // Fills device memory with zeros, and waits for it. No step may use the memory.
+  virtual absl::Status Clear(std::byte* memory, size_t bytes) = 0;
   virtual absl::StatusOr<std::unique_ptr<Stream>> NewStream() = 0;
 };
 

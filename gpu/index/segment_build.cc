@@ -74,7 +74,7 @@ absl::Status SegmentBuild::PinAll() {
     copies.push_back(store_->Find(*builder_->view().tail[b], shape_.layers));
   }
   std::vector<Resident*> residents;
-  ATTND_RETURN_IF_ERROR(uploader_.Pin(copies, &residents));
+  ATTND_RETURN_IF_ERROR(uploader_.Pin(copies, PagesIn::kDeviceMemory, &residents));
   segment_ = residents.front();
   blocks_.assign(residents.begin() + 1, residents.end());
   return absl::OkStatus();

@@ -30,6 +30,13 @@ struct KernelShape {
   bool operator==(const KernelShape&) const = default;
 };
 
+// Tokens of a page, and bytes of one KV head's page: keys, then values (attention/segment/pages.h).
+inline constexpr uint32_t kPageRows = 16;
+constexpr uint32_t PageBytesOf(const KernelShape& shape) {
+  return kPageRows * (shape.head_dim + shape.value_dim) *
+         static_cast<uint32_t>(DTypeBytes(shape.dtype));
+}
+
 inline constexpr KernelShape kKernelShapes[] = {
     {DType::kBf16, 64, 64},    //
     {DType::kBf16, 128, 128},  //

@@ -12,6 +12,8 @@
 //   read      read pieces (zones, dense tokens) exactly; score clusters
 //   select    for each unit: choose clusters, list their tokens, queue their pieces for finish
 //   measure   only if a unit has a tolerance: estimate everything, weigh errors, choose again
+//   fetch     only if a row's pages lie in host memory: look up the pages of chosen tokens in the
+//             cache, and fetch those that it misses (page_cache.h); beside finish's estimates
 //   finish    read the chosen tokens exactly, estimate the other clusters
 //   merge     for each unit: merge its states, in the order of their numbers; normalise; statistics
 //
@@ -38,6 +40,7 @@
 #include <type_traits>
 
 #include "gpu/layout/index_layout.h"
+#include "gpu/layout/page_cache.h"
 
 namespace attnd::gpu {
 
@@ -111,6 +114,9 @@ struct SegmentRef {
   uint32_t slots;         // max_clusters, rounded up to kSlotChunk
   uint32_t first_piece;   // number among the row's dense pieces; a piece never spans segments
   uint32_t max_clusters;  // rows that the index has room for, at least 1
+  // Number, for the page cache, of KV head 0's first page, if the pages lie in host memory; 0 if
+  // they lie in the device's.
+  uint64_t first_page;
 };
 
 // What a tree has beside its SegmentRef, whose clusters are the leaves.
@@ -170,6 +176,8 @@ struct RowRef {
   uint32_t first_tree_item;    // items of a row: (unit, tile, slice), slice fastest
   uint32_t tree_slices;        // of all segments
   uint32_t tree_slice_groups;  // of a slice; a segment's last slice may have fewer
+
+  uint32_t in_host_memory;  // 1 if pages of one of its segments are; changes nothing of the plan
 
   uint64_t first_score;  // of floats in scores: per unit log_mass [lanes][slots], then, for the
                          // second order, d2 [lanes][slots], then group_score [slots]; of a tree see
@@ -346,6 +354,12 @@ struct UnitResult {
   uint32_t chosen_piece_tokens;
   uint64_t estimated_tokens;
   uint64_t dropped_tokens;
+  // Of pages in host memory, counted by the fetch stage. A page counts once for each 32 tokens of
+  // the list that it has tokens in.
+  uint32_t pages;         // that chosen tokens lie in
+  uint32_t missed_pages;  // of them, that were fetched into the cache
+  uint32_t host_pages;    // of them, that are read where they lie
+  uint32_t host_tokens;   // chosen tokens of the last two kinds of pages
 };
 
 // For each lane, written by the select stage, over trees by choose: the scale of the weights that
@@ -373,7 +387,8 @@ struct ChosenPiece {
   uint32_t begin, end;  // tokens of `chosen`
   uint32_t kv_head;
   uint32_t lanes;
-  uint32_t reserved[4];
+  const std::byte* frames;  // of the page cache
+  uint32_t reserved[2];
 };
 static_assert(sizeof(ChosenPiece) == 64);
 
@@ -416,13 +431,14 @@ struct StepHeader {
   const CoopUnit* coop_units;           // by the size of their groups, smaller ones first
   const std::byte* upload_data;
   const std::byte* queries;  // [query_tokens][kv_heads * group][head_dim] of query_dtype
+  PageCacheRef cache;        // set_count is 0 if no row has pages in host memory
 
   // Scratch.
   uint32_t* query_fragments;  // [tiles][TileFragmentWords]
   float* states;              // [state][kLanes][kStateHead + value_dim]
   float* scores;
   uint8_t* fates;
-  uint32_t* chosen;            // segment << 16 | token in the segment's order
+  uint32_t* chosen;            // segment << 16 | token in the segment's order; see kCachedToken
   float* score_partials;       // [score_items][tile][kLanes][2][2]: max and sum of log_mass, then
                                // of the optimistic mass, over the item's clusters
   LaneScale* lane_scales;      // [tiles][kLanes]
@@ -446,10 +462,10 @@ struct StepHeader {
 static_assert(offsetof(StepHeader, tail_block_head_bytes) ==
               offsetof(StepHeader, tree_items) + sizeof(uint32_t));
 // The compilers of host and device agree on these sizes: the structures are copied as bytes.
-static_assert(sizeof(SegmentRef) == 96 && sizeof(RowRef) == 208 && sizeof(StepHeader) == 296);
+static_assert(sizeof(SegmentRef) == 104 && sizeof(RowRef) == 216 && sizeof(StepHeader) == 328);
 static_assert(sizeof(UploadRef) == 24 && sizeof(CoopUnit) == 8 && sizeof(TreeRef) == 136 &&
               sizeof(TreeRowInfo) == 16);
-static_assert(sizeof(UnitResult) == 32 && sizeof(LaneResult) == 16 && sizeof(LaneScale) == 8);
+static_assert(sizeof(UnitResult) == 48 && sizeof(LaneResult) == 16 && sizeof(LaneScale) == 8);
 static_assert(std::is_trivially_copyable_v<SegmentRef> && std::is_trivially_copyable_v<RowRef> &&
               std::is_trivially_copyable_v<StepHeader> && std::is_trivially_copyable_v<UploadRef>);
 

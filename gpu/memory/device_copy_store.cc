@@ -3,6 +3,7 @@
 
 #include <glog/logging.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "common/status.h"
@@ -11,6 +12,16 @@ namespace attnd::gpu {
 
 using attention::DeviceCopy;
 using attention::DeviceCopySlot;
+
+namespace {
+
+// Residents that were not used for so long make room for others' before a cache of pages does.
+constexpr std::chrono::seconds kIdle{10};
+// One part in so many of the page memory stays for tails and for segments that are being built when
+// there is a cache.
+constexpr uint64_t kCacheShare = 8;
+
+}  // namespace
 
 void Resident::RaiseTokens(uint32_t layer, uint32_t tokens) {
   CHECK_LT(layer, tokens_.size());
@@ -30,18 +41,24 @@ class DeviceCopyStore::Copy : public DeviceCopy {
   Copy(std::shared_ptr<DeviceCopyStore> store, const Sizes& of)
       : DeviceCopy(store.get()), sizes(of), store_(std::move(store)) {}
   ~Copy() override { store_->Forget(this); }
+  void SlotLetsGo() override { store_->LetGo(this); }
 
   const Sizes sizes;
   std::shared_ptr<Resident> resident;
   Order::iterator place;  // in the store's order, if there is a resident
+  Clock::time_point last_use;
+  bool let_go = false;  // by its slot: host memory may be no more
 
  private:
   const std::shared_ptr<DeviceCopyStore> store_;
 };
 
 std::shared_ptr<DeviceCopyStore::Copy> DeviceCopyStore::Find(const attention::Segment& segment) {
-  return Find(segment.device_copy(), {segment.index_block().size(), segment.payload_block().size(),
-                                      segment.shape().layers, segment.tokens()});
+  const attention::PageGeometry pages(segment.shape());
+  return Find(segment.device_copy(),
+              {segment.index_block().size(), segment.payload_block().size(), segment.shape().layers,
+               segment.tokens(), segment.payload_block().data(),
+               static_cast<uint32_t>(pages.page_bytes())});
 }
 
 std::shared_ptr<DeviceCopyStore::Copy> DeviceCopyStore::Find(const attention::TailBlock& block,
@@ -55,59 +72,140 @@ std::shared_ptr<DeviceCopyStore::Copy> DeviceCopyStore::Find(const DeviceCopySlo
       slot.GetOrMake(this, [&] { return std::make_shared<Copy>(shared_from_this(), sizes); }));
 }
 
-absl::Status DeviceCopyStore::Pin(std::span<const std::shared_ptr<Copy>> copies,
+absl::Status DeviceCopyStore::Pin(std::span<const std::shared_ptr<Copy>> copies, PagesIn pages_in,
                                   std::vector<std::shared_ptr<Resident>>* pins) {
   MutexLock lock(mutex_);
+  // Before anything is pinned: what is pinned cannot make room for a cache.
+  if (pages_in == PagesIn::kAnyMemory && cache_ == nullptr && device_->maps_host_memory() &&
+      !MakeRoom(copies)) {
+    const auto segment = std::find_if(copies.begin(), copies.end(), [](const auto& copy) {
+      return copy->sizes.host_pages != nullptr;
+    });
+    if (segment != copies.end()) StartCache((*segment)->sizes.page_bytes);
+  }
   for (const std::shared_ptr<Copy>& held : copies) {
     Copy& copy = *held;
     if (copy.resident == nullptr) {
-      ATTND_ASSIGN_OR_RETURN(std::shared_ptr<Resident> resident, Make(copy.sizes));
+      ATTND_ASSIGN_OR_RETURN(std::shared_ptr<Resident> resident,
+                             Make(copy.sizes, copy.let_go ? PagesIn::kDeviceMemory : pages_in));
       copy.place = order_.insert(order_.end(), &copy);
       copy.resident = std::move(resident);
     } else {
       CHECK_EQ(*copy.place, &copy) << "a copy with a resident stands in the order";
       order_.splice(order_.end(), order_, copy.place);
     }
+    copy.last_use = Clock::now();
     pins->push_back(copy.resident);
   }
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::shared_ptr<Resident>> DeviceCopyStore::Make(const Sizes& sizes) {
-  ATTND_ASSIGN_OR_RETURN(Arena::Allocation pages, Allocate(pages_.get(), sizes.pages_bytes));
+std::shared_ptr<PageCache> DeviceCopyStore::CacheOf(uint32_t page_bytes) {
+  MutexLock lock(mutex_);
+  return cache_ != nullptr && cache_->page_bytes() == page_bytes ? cache_ : nullptr;
+}
+
+uint64_t DeviceCopyStore::cache_bytes() const {
+  MutexLock lock(mutex_);
+  return cache_ == nullptr ? 0 : cache_->frames() * cache_->page_bytes();
+}
+
+absl::StatusOr<std::shared_ptr<Resident>> DeviceCopyStore::Make(const Sizes& sizes,
+                                                                PagesIn pages_in) {
+  Arena::Allocation pages;
+  std::unique_ptr<HostPages> host_pages;
+  const bool may_stay =
+      pages_in == PagesIn::kAnyMemory && sizes.host_pages != nullptr && device_->maps_host_memory();
+  if (may_stay) {
+    // What a cache leaves is for tails and for what is being built.
+    if (cache_ == nullptr) {
+      absl::StatusOr<Arena::Allocation> room = pages_->Allocate(sizes.pages_bytes);
+      if (room.ok()) pages = *std::move(room);
+    }
+  } else {
+    ATTND_ASSIGN_OR_RETURN(pages, Allocate(pages_.get(), sizes.pages_bytes));
+  }
   ATTND_ASSIGN_OR_RETURN(Arena::Allocation index, Allocate(index_.get(), sizes.index_bytes));
-  return std::make_shared<Resident>(std::move(index), std::move(pages), sizes.layers,
-                                    sizes.tokens_max);
+  if (pages.data() == nullptr) {
+    CHECK(may_stay);
+    host_pages = std::make_unique<HostPages>(
+        device_.get(), std::span(sizes.host_pages, sizes.pages_bytes), sizes.layers, next_page_);
+    next_page_ += sizes.pages_bytes / sizes.page_bytes;
+    CHECK_LT(next_page_, kPageNumbersEnd);
+    ++in_host_memory_;
+  }
+  return std::make_shared<Resident>(std::move(index), std::move(pages), std::move(host_pages),
+                                    sizes.layers, sizes.tokens_max);
 }
 
 absl::StatusOr<Arena::Allocation> DeviceCopyStore::Allocate(Arena* arena, uint64_t bytes) {
   if (bytes == 0) return Arena::Allocation();
   absl::StatusOr<Arena::Allocation> allocation = arena->Allocate(bytes);
   // What the whole arena could not hold is no reason to empty it.
-  while (!allocation.ok() && bytes <= arena->capacity() && EvictOldest()) {
+  while (!allocation.ok() && bytes <= arena->capacity() &&
+         EvictOldest(arena, Clock::duration::zero())) {
     allocation = arena->Allocate(bytes);
   }
   return allocation;
 }
 
-bool DeviceCopyStore::EvictOldest() {
-  for (const auto copy : order_) {
+bool DeviceCopyStore::EvictOldest(const Arena* arena, Clock::duration idle) {
+  const Clock::time_point now = Clock::now();
+  for (Copy* const copy : order_) {
+    CHECK(copy->resident != nullptr) << "the order has copies with a resident alone";
+    if (now - copy->last_use < idle) return false;  // and all behind it
     // New references are given out under the mutex only: nobody can come to hold it meanwhile.
     if (copy->resident.use_count() > 1) continue;
-    CHECK(copy->resident != nullptr) << "the order has copies with a resident alone";
-    order_.erase(copy->place);
-    copy->resident.reset();
+    const bool frees = arena == pages_.get() ? copy->resident->pages() != nullptr
+                                             : copy->resident->index() != nullptr;
+    if (!frees) continue;
+    GiveUp(copy);
     evictions_.fetch_add(1, std::memory_order_relaxed);
     return true;
   }
   return false;
 }
 
+void DeviceCopyStore::GiveUp(Copy* copy) {
+  order_.erase(copy->place);
+  const bool was_in_host_memory = copy->resident->host_pages() != nullptr;
+  copy->resident.reset();
+  if (!was_in_host_memory) return;
+  CHECK_GT(in_host_memory_, 0u);
+  if (--in_host_memory_ == 0) cache_.reset();
+}
+
+bool DeviceCopyStore::MakeRoom(std::span<const std::shared_ptr<Copy>> copies) {
+  uint64_t wanted = 0;
+  for (const std::shared_ptr<Copy>& copy : copies) {
+    if (copy->resident == nullptr) wanted += copy->sizes.pages_bytes;
+  }
+  while (wanted > pages_->capacity() - pages_->used()) {
+    if (!EvictOldest(pages_.get(), kIdle)) return false;
+  }
+  return true;
+}
+
+void DeviceCopyStore::StartCache(uint32_t page_bytes) {
+  const uint64_t bytes = pages_->capacity() / kCacheShare * (kCacheShare - 1);
+  absl::StatusOr<Arena::Allocation> memory = Allocate(pages_.get(), bytes);
+  if (!memory.ok()) return;
+  absl::StatusOr<std::shared_ptr<PageCache>> cache =
+      PageCache::Create(device_.get(), *std::move(memory), page_bytes);
+  if (cache.ok()) cache_ = *std::move(cache);
+}
+
+void DeviceCopyStore::LetGo(Copy* copy) {
+  MutexLock lock(mutex_);
+  copy->let_go = true;
+  if (copy->resident == nullptr || copy->resident->host_pages() == nullptr) return;
+  CHECK_EQ(copy->resident.use_count(), 1) << "a segment dies under a step that reads its pages";
+  GiveUp(copy);
+}
+
 void DeviceCopyStore::Forget(Copy* copy) {
   MutexLock lock(mutex_);
-  if (copy->resident == nullptr) return;
-  order_.erase(copy->place);
-  copy->resident.reset();
+  if (copy->resident != nullptr) GiveUp(copy);
 }
 
 }  // namespace attnd::gpu

@@ -2,10 +2,16 @@
 //
 // DeviceCopyStore: the device copies of segments and tail blocks. Host memory stays the truth: the
 // device memory of a copy may be given up at any time, and is filled again when a step needs it.
+//
+// While there is room, pages lie in device memory, and nothing is ever looked up. When segments
+// that are in use need more, most of the page memory becomes a cache of pages, and segments get
+// device memory for their indexes alone: their pages are mapped where they lie in host memory. The
+// memory is pages' again when no such segment is left.
 #ifndef ATTND_GPU_MEMORY_DEVICE_COPY_STORE_H_
 #define ATTND_GPU_MEMORY_DEVICE_COPY_STORE_H_
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <list>
@@ -21,6 +27,8 @@
 #include "common/mutex.h"
 #include "gpu/device/device.h"
 #include "gpu/memory/arena.h"
+#include "gpu/memory/host_pages.h"
+#include "gpu/memory/page_cache.h"
 
 namespace attnd::gpu {
 
@@ -29,15 +37,21 @@ namespace attnd::gpu {
 // Invariant: the tokens of a layer only grow, and not beyond tokens_max.
 class Resident {
  public:
-  // index: empty for a tail block. tokens_max: the most tokens of a layer.
-  Resident(Arena::Allocation index, Arena::Allocation pages, uint32_t layers, uint32_t tokens_max)
+  // index: empty for a tail block. tokens_max: the most tokens of a layer. host_pages: null if the
+  // pages lie in device memory; then `pages` is not empty.
+  Resident(Arena::Allocation index, Arena::Allocation pages, std::unique_ptr<HostPages> host_pages,
+           uint32_t layers, uint32_t tokens_max)
       : index_(std::move(index)),
         pages_(std::move(pages)),
+        host_pages_(std::move(host_pages)),
         tokens_max_(tokens_max),
         tokens_(layers) {}
 
   std::byte* index() const { return index_.data(); }
+  // Null if the pages lie in host memory.
   std::byte* pages() const { return pages_.data(); }
+  // Null if the pages lie in device memory. To be changed under upload_mutex() alone.
+  HostPages* host_pages() const { return host_pages_.get(); }
 
   // How many tokens of the layer, from the first one on, are on the device. For a segment all or
   // none, and index and pages together.
@@ -51,10 +65,14 @@ class Resident {
  private:
   const Arena::Allocation index_;
   const Arena::Allocation pages_;
+  const std::unique_ptr<HostPages> host_pages_;
   const uint32_t tokens_max_;
   std::vector<std::atomic<uint32_t>> tokens_;  // [layers]
   Mutex upload_mutex_;
 };
+
+// Where the pages of a segment may lie.
+enum class PagesIn { kDeviceMemory, kAnyMemory };
 
 // Finds and makes residents. To make room it gives up residents that no step holds, the least
 // recently used first. Thread-safe. Device copies keep the store alive, and the store keeps
@@ -72,33 +90,52 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   std::shared_ptr<Copy> Find(const attention::TailBlock& block, uint32_t layers);
 
   // Appends the copies' memory, which stays while it is referred to; Resident::tokens says which
-  // tokens it holds. ResourceExhausted if there is no room for a copy even after every unpinned
+  // tokens it holds. pages_in: of copies that have no memory yet; a tail block's are in device
+  // memory in any case. ResourceExhausted if there is no room for a copy even after every unpinned
   // resident has been given up; `pins` then has those of the copies before.
-  absl::Status Pin(std::span<const std::shared_ptr<Copy>> copies,
+  absl::Status Pin(std::span<const std::shared_ptr<Copy>> copies, PagesIn pages_in,
                    std::vector<std::shared_ptr<Resident>>* pins);
 
+  // The cache of pages of so many bytes; null if there is none, or one of other pages: pages in
+  // host memory are then read where they lie.
+  std::shared_ptr<PageCache> CacheOf(uint32_t page_bytes);
+
+  // Of the cache of pages; 0 if there is none.
+  uint64_t cache_bytes() const;
   uint64_t evictions() const { return evictions_.load(std::memory_order_relaxed); }
   const Arena& pages() const { return *pages_; }
   const Arena& index() const { return *index_; }
 
  private:
   using Order = std::list<Copy*>;
+  using Clock = std::chrono::steady_clock;
 
   struct Sizes {
     uint64_t index_bytes = 0;  // 0: none
     uint64_t pages_bytes = 0;
     uint32_t layers = 0;
     uint32_t tokens_max = 0;  // of a layer
+    // Of a segment; a tail block's pages change, so they are not read where they lie.
+    const std::byte* host_pages = nullptr;
+    uint32_t page_bytes = 0;
   };
 
   std::shared_ptr<Copy> Find(const attention::DeviceCopySlot& slot, const Sizes& sizes);
-  absl::StatusOr<std::shared_ptr<Resident>> Make(const Sizes& sizes)
+  absl::StatusOr<std::shared_ptr<Resident>> Make(const Sizes& sizes, PagesIn pages_in)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // An empty allocation for no bytes.
+  // An empty allocation for no bytes. Gives up residents to make room.
   absl::StatusOr<Arena::Allocation> Allocate(Arena* arena, uint64_t bytes)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Gives up the least recently used resident that is not pinned. False if all are pinned.
-  bool EvictOldest() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Gives up the least recently used resident that has memory of the arena, is not pinned, and was
+  // last used at least `idle` ago. False if there is none.
+  bool EvictOldest(const Arena* arena, Clock::duration idle) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void GiveUp(Copy* copy) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Whether the page memory has room for all pages of the copies, after giving up what is idle.
+  bool MakeRoom(std::span<const std::shared_ptr<Copy>> copies)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Makes a cache of most of the page memory, if what is pinned leaves that much.
+  void StartCache(uint32_t page_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void LetGo(Copy* copy);
   void Forget(Copy* copy);
 
   const std::shared_ptr<Device> device_;  // outlives the arenas
@@ -106,8 +143,11 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   const std::unique_ptr<Arena> index_;
   std::atomic<uint64_t> evictions_{0};
 
-  Mutex mutex_;
+  mutable Mutex mutex_;
   Order order_ ABSL_GUARDED_BY(mutex_);  // copies with a resident, the most recently used last
+  std::shared_ptr<PageCache> cache_ ABSL_GUARDED_BY(mutex_);  // null: pages have all of the memory
+  uint64_t in_host_memory_ ABSL_GUARDED_BY(mutex_) = 0;       // residents whose pages are
+  uint64_t next_page_ ABSL_GUARDED_BY(mutex_) = 1;            // number that no segment has had
 };
 
 }  // namespace attnd::gpu

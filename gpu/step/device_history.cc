@@ -34,6 +34,7 @@ DeviceHistory::DeviceHistory(const SequenceView& view, std::shared_ptr<DeviceCop
       store_(std::move(store)),
       description_(DescribeHistory(view)),
       tail_block_layer_bytes_(TailBlock::Bytes(view.shape) / view.shape.layers),
+      page_bytes_(PageBytesOf(KernelShapeOf(view.shape))),
       paged_(std::any_of(view.segments.begin(), view.segments.end(),
                          [](const auto& segment) { return segment->paged(); })) {
   segments_.reserve(view.segments.size());

@@ -36,11 +36,13 @@ class DeviceHistory : public attention::DeviceCopy {
   Copies segments() const { return segments_; }  // of the view's segments
   Copies tail_blocks() const { return tail_; }   // of the view's tail blocks
   uint64_t tail_block_layer_bytes() const { return tail_block_layer_bytes_; }
+  uint32_t page_bytes() const { return page_bytes_; }
 
  private:
   const std::shared_ptr<DeviceCopyStore> store_;
   const HistoryDescription description_;
   const uint64_t tail_block_layer_bytes_;
+  const uint32_t page_bytes_;
   bool paged_ = false;
   std::vector<std::shared_ptr<DeviceCopyStore::Copy>> segments_, tail_;
 };

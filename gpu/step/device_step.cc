@@ -120,7 +120,8 @@ absl::Status DeviceStep::PinSegments(uint32_t number, RowMemory* memory) {
   const DeviceHistory& history = *rows_[number].history;
   const std::span<const SegmentDescription> segments = rows_[number].description.segments;
   residents_.clear();
-  ATTND_RETURN_IF_ERROR(uploader_.Pin(history.segments().first(segments.size()), &residents_));
+  ATTND_RETURN_IF_ERROR(
+      uploader_.Pin(history.segments().first(segments.size()), PagesIn::kAnyMemory, &residents_));
   const uint64_t heads = uint64_t{request_.layer} * view.shape.kv_heads;
   memory->segments.reserve(segments.size());
   for (size_t s = 0; s < segments.size(); ++s) {
@@ -129,8 +130,16 @@ absl::Status DeviceStep::PinSegments(uint32_t number, RowMemory* memory) {
       ATTND_RETURN_IF_ERROR(CheckAlive(request_));
       ATTND_RETURN_IF_ERROR(uploader_.UploadLayer(resident, *view.segments[s], request_.layer));
     }
-    memory->segments.push_back({resident->index() + heads * segments[s].index_head_bytes,
-                                resident->pages() + heads * segments[s].pages_head_bytes});
+    const uint64_t pages_bytes = heads * segments[s].pages_head_bytes;
+    RowMemory::SegmentPlace place;
+    place.index = resident->index() + heads * segments[s].index_head_bytes;
+    if (const HostPages* host = resident->host_pages(); host != nullptr) {
+      place.pages = host->data() + pages_bytes;
+      place.first_page = host->first_page() + pages_bytes / history.page_bytes();
+    } else {
+      place.pages = resident->pages() + pages_bytes;
+    }
+    memory->segments.push_back(place);
   }
   return absl::OkStatus();
 }
@@ -142,7 +151,8 @@ absl::Status DeviceStep::PinTail(uint32_t number, RowMemory* memory) {
   const uint64_t tail_blocks = TailBlocksSeen(row);
   CHECK_LE(tail_blocks, view.tail.size()) << "the row sees tokens that its view has not";
   residents_.clear();
-  ATTND_RETURN_IF_ERROR(uploader_.Pin(history.tail_blocks().first(tail_blocks), &residents_));
+  ATTND_RETURN_IF_ERROR(
+      uploader_.Pin(history.tail_blocks().first(tail_blocks), PagesIn::kDeviceMemory, &residents_));
   uint64_t upload_bytes = 0;
   memory->tail_blocks.reserve(tail_blocks);
   for (uint64_t b = 0; b < tail_blocks; ++b) {
@@ -182,6 +192,14 @@ absl::Status DeviceStep::RunWave() {
 absl::Status DeviceStep::LaunchWave() {
   ATTND_RETURN_IF_ERROR(CheckAlive(request_));
   ATTND_RETURN_IF_ERROR(context_->Flush());
+  std::optional<PageCache::Use> cache;
+  if (writer_.in_host_memory()) {
+    // Other steps that use the cache wait until this one has ended.
+    if (auto found = store_->CacheOf(PageBytesOf(writer_.shape().kernel)); found != nullptr) {
+      cache.emplace(std::move(found));
+      writer_.SetCache(cache->ref(), cache->clock());
+    }
+  }
   const uint64_t input_bytes =
       writer_.Write(context_->input(), context_->device_input(), context_->device_scratch());
   ATTND_RETURN_IF_ERROR(context_->RunStep(writer_.shape().kernel, writer_.header(),
@@ -195,6 +213,7 @@ absl::Status DeviceStep::LaunchWave() {
   }
   uploader_.SetArrived();
   totals_.AddWave(writer_, context_->results());
+  if (cache.has_value()) cache->Finish(totals_.TakePages());
   if (!timed_) return absl::OkStatus();
   totals_.AddStages(writer_, wave);
   seconds_.score += wave.score;

@@ -93,6 +93,7 @@ struct RowMemory {
   struct SegmentPlace {
     const std::byte* index;  // of KV head 0
     const std::byte* pages;
+    uint64_t first_page = 0;  // as SegmentRef::first_page
   };
   std::vector<SegmentPlace> segments;         // of RowDescription::segments
   std::vector<const std::byte*> tail_blocks;  // KV head 0's pages of the blocks that the row sees

@@ -13,8 +13,8 @@ namespace {
 
 using attention::kTailBlockTokens;
 
-// Entries of `chosen` have 16 bits for the segment's number.
-constexpr uint64_t kSegmentsMax = 65536;
+// Entries of `chosen` have 15 bits for the segment's number.
+constexpr uint64_t kSegmentsMax = kCachedToken >> 16;
 
 constexpr uint64_t CeilOf(uint64_t n, uint64_t divisor) { return (n + divisor - 1) / divisor; }
 
@@ -126,6 +126,7 @@ SegmentRef PlanSegment(const RowRef& row, const SegmentDescription& segment,
   ref.unclustered = segment.unclustered;
   ref.slots = SlotsFor(segment.max_clusters);
   ref.max_clusters = segment.max_clusters;
+  ref.first_page = place.first_page;
   if (before != nullptr) {
     ref.first_slot = before->first_slot + before->slots;
     ref.first_piece = before->first_piece + Narrow(CeilOf(before->tokens, row.dense_piece_tokens));

@@ -88,6 +88,7 @@ void StepTotals::AddZones(const RowPart& part, Row* totals) {
     zone += row.history_unclustered() + row.TailLimit(i) - row.tail_begin;
   }
   totals->stats.zone_tokens += zone * kv_heads;
+  totals->stats.host_tokens += part.host_unclustered * part.tokens * kv_heads;
   const uint64_t clustered = row.history_clustered;
   const uint64_t middle = clustered * part.tokens * kv_heads;
   if (ReadsClusters(part.ref)) return;
@@ -96,6 +97,8 @@ void StepTotals::AddZones(const RowPart& part, Row* totals) {
   totals->exact_mass += lanes;
   if (part.ref.kind == UnitKind::kDense) {
     totals->stats.exact_tokens += middle;
+    totals->stats.host_tokens +=
+        (part.host_tokens - part.host_unclustered) * part.tokens * kv_heads;
   } else if (middle > 0) {
     totals->stats.dropped_tokens += middle;
     totals->mass_known = totals->error_known = false;
@@ -106,7 +109,18 @@ void StepTotals::AddUnits(const StepWriter& writer, const RowPart& part, const s
                           Row* totals) {
   const UnitResult* unit =
       At<UnitResult>(results, writer.results().unit_results) + part.ref.first_unit;
+  const bool counted = writer.CountsPages(part);
   for (uint64_t i = 0; i < part.units; ++i, ++unit) {
+    if (counted) {
+      pages_since_ += unit->pages;
+      pages_.looked_up += unit->pages;
+      pages_.missed += unit->missed_pages;
+      pages_.in_place += unit->host_pages;
+      pages_.host_tokens += unit->host_tokens;
+      totals->stats.host_tokens += unit->host_tokens;
+    } else if (part.ref.in_host_memory != 0) {  // at most
+      totals->stats.host_tokens += unit->chosen_tokens;
+    }
     totals->stats.exact_tokens += unit->chosen_tokens;
     totals->stats.estimated_tokens += unit->estimated_tokens;
     totals->stats.dropped_tokens += unit->dropped_tokens;
@@ -176,7 +190,8 @@ void StepTotals::FinishRow(uint32_t number) const {
   const Row& totals = rows_[number];
   CHECK_EQ(totals.query_tokens, row.query_tokens) << "parts of the row are missing, or came twice";
   RowStats& stats = *row.stats = totals.stats;
-  stats.hbm_tokens = stats.zone_tokens + stats.exact_tokens;
+  CHECK_LE(stats.host_tokens, stats.zone_tokens + stats.exact_tokens);
+  stats.hbm_tokens = stats.zone_tokens + stats.exact_tokens - stats.host_tokens;
   const double lanes = double{1} * row.query_tokens * row.view->shape.query_heads;
   if (totals.mass_known) {
     stats.covered_mass = static_cast<float>(totals.covered_mass / lanes);

@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "attention/backend.h"
@@ -15,6 +16,14 @@
 #include "gpu/step/step_writer.h"
 
 namespace attnd::gpu {
+
+// Of pages of chosen tokens that lie in host memory (UnitResult).
+struct PageCounts {
+  uint64_t looked_up = 0;
+  uint64_t missed = 0;       // of them, fetched into the cache
+  uint64_t in_place = 0;     // of them, read where they lie
+  uint64_t host_tokens = 0;  // that came from host memory
+};
 
 // One thread at a time. Rows come in parts, over several waves; row numbers are the request's.
 class StepTotals {
@@ -27,6 +36,10 @@ class StepTotals {
   void AddStages(const StepWriter& writer, const StageSeconds& seconds);
   // Fills the statistics of a row whose parts have all been added.
   void FinishRow(uint32_t row) const;
+  // Pages of the cache that the waves have looked up since the last call.
+  uint64_t TakePages() { return std::exchange(pages_since_, 0); }
+  // What became of all pages that were looked up.
+  const PageCounts& pages() const { return pages_; }
   // Plans of the rows' cluster units, in the order of waves.
   std::vector<attention::Plan>& plans() { return plans_; }
 
@@ -43,8 +56,8 @@ class StepTotals {
   // Outputs and log-sum-exps of the part.
   void CopyAnswers(const StepWriter& writer, const RowPart& part, const std::byte* results) const;
   static void AddZones(const RowPart& part, Row* totals);
-  static void AddUnits(const StepWriter& writer, const RowPart& part, const std::byte* results,
-                       Row* totals);
+  void AddUnits(const StepWriter& writer, const RowPart& part, const std::byte* results,
+                Row* totals);
   static void AddLanes(const StepWriter& writer, const RowPart& part, const std::byte* results,
                        Row* totals);
   void AddPlans(const StepWriter& writer, const RowPart& part, const std::byte* results);
@@ -52,6 +65,8 @@ class StepTotals {
   const attention::StepRequest& request_;
   std::vector<Row> rows_;
   std::vector<attention::Plan> plans_;
+  PageCounts pages_;
+  uint64_t pages_since_ = 0;
 };
 
 }  // namespace attnd::gpu

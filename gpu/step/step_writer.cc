@@ -38,6 +38,8 @@ void StepWriter::Begin(const WaveShape& shape, bool with_fates) {
   parts_.clear();
   memories_.clear();
   measure_ = false;
+  in_host_memory_ = false;
+  cache_ = {};
 }
 
 std::optional<PlannedPart> StepWriter::Plan(const RowDescription& row, uint32_t number,
@@ -98,6 +100,13 @@ void StepWriter::Add(PlannedPart planned, RowMemory memory) {
   ref.first_tree_item = Narrow(counts_.tree_items);
   ref.first_word = counts_.tree_words;
   measure_ |= HasTolerance(ref);
+  for (size_t s = 0; s < row.segments.size(); ++s) {
+    if (memory.segments[s].first_page == 0) continue;
+    ref.in_host_memory = 1;
+    planned.part.host_tokens += row.segments[s].tokens;
+    planned.part.host_unclustered += row.segments[s].unclustered;
+  }
+  in_host_memory_ |= ref.in_host_memory != 0 && ref.coop_blocks == 0 && ReadsClusters(ref);
   counts_.Add(planned.counts);
   parts_.push_back(planned.part);
   memories_.push_back(std::move(memory));
@@ -112,6 +121,7 @@ uint64_t StepWriter::Write(std::byte* input, std::byte* device_input, std::byte*
   WriteCoopUnits(At<CoopUnit>(input, places.coop_units));
   CHECK_EQ(CoopUnits(header_), counts_.coop_units);
   std::memcpy(input, &header_, sizeof(header_));
+  *At<CacheClock>(input, places.cache_clock) = clock_;
   for (size_t i = 0; i < parts_.size(); ++i) {
     At<RowRef>(input, places.rows)[i] = parts_[i].ref;
     WriteRow(parts_[i], memories_[i], places, input);
@@ -154,6 +164,8 @@ void StepWriter::FillHeader(const WavePlaces& places, std::byte* device_input,
   h.coop_units = At<CoopUnit>(device_input, places.coop_units);
   h.upload_data = device_input + places.upload_data;
   h.queries = device_input + places.queries;
+  h.cache = cache_;
+  if (cache_.set_count > 0) h.cache.clock = At<CacheClock>(device_input, places.cache_clock);
   h.query_fragments = At<uint32_t>(device_scratch, places.query_fragments);
   h.states = At<float>(device_scratch, places.states);
   h.scores = At<float>(device_scratch, places.scores);

@@ -27,6 +27,9 @@ struct RowPart {
   uint32_t tokens = 0;
   uint64_t units = 0;
   RowRef ref;
+  // Of the row's segments whose pages lie in host memory.
+  uint64_t host_tokens = 0;
+  uint64_t host_unclustered = 0;  // of them
 };
 
 // A part that fits a wave, and what it adds to the wave.
@@ -53,6 +56,13 @@ class StepWriter {
   // point at must stay until Write.
   void Add(PlannedPart planned, RowMemory memory);
   bool empty() const { return parts_.empty(); }
+  // Whether a row's chosen tokens may lie in host memory, so that the wave could use a page cache.
+  bool in_host_memory() const { return in_host_memory_; }
+  // The page cache of the wave. To be called before Write, if at all.
+  void SetCache(const PageCacheRef& cache, const CacheClock& clock) {
+    cache_ = cache;
+    clock_ = clock;
+  }
   // Byte offsets in the two buffers, and the bytes of each that the wave takes so far.
   WavePlaces places() const { return PlacesOf(counts_, shape_, with_fates_); }
 
@@ -63,6 +73,11 @@ class StepWriter {
   const StepHeader& header() const { return header_; }
   const ResultPlaces& results() const { return results_; }
   const std::byte* device_results() const { return device_results_; }
+  // Whether the device has counted the pages of the part's chosen tokens.
+  bool CountsPages(const RowPart& part) const {
+    return header_.cache.set_count > 0 && part.ref.in_host_memory != 0 &&
+           part.ref.coop_blocks == 0 && ReadsClusters(part.ref);
+  }
 
   bool measure() const { return measure_; }  // whether a unit has a tolerance
   std::span<const RowPart> parts() const { return parts_; }
@@ -87,6 +102,9 @@ class StepWriter {
   std::vector<RowPart> parts_;
   std::vector<RowMemory> memories_;  // of the parts
   bool measure_ = false;
+  bool in_host_memory_ = false;
+  PageCacheRef cache_{};
+  CacheClock clock_{};
 
   // Of the wave that was written last.
   StepHeader header_{};

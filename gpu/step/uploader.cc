@@ -38,9 +38,9 @@ void AddRows(const PageGeometry& geometry, const std::byte* from, std::byte* to,
 }  // namespace
 
 absl::Status Uploader::Pin(std::span<const std::shared_ptr<DeviceCopyStore::Copy>> copies,
-                           std::vector<Resident*>* residents) {
+                           PagesIn pages_in, std::vector<Resident*>* residents) {
   const size_t before = pins_.size();
-  ATTND_RETURN_IF_ERROR(store_->Pin(copies, &pins_));
+  ATTND_RETURN_IF_ERROR(store_->Pin(copies, pages_in, &pins_));
   for (size_t i = before; i < pins_.size(); ++i) residents->push_back(pins_[i].get());
   return absl::OkStatus();
 }
@@ -55,7 +55,11 @@ absl::Status Uploader::UploadLayer(Resident* resident, const Segment& segment, u
     return context_->Send(to + layer * bytes, block.data() + layer * bytes, bytes);
   };
   ATTND_RETURN_IF_ERROR(send(resident->index(), segment.index_block()));
-  ATTND_RETURN_IF_ERROR(send(resident->pages(), segment.payload_block()));
+  if (resident->host_pages() != nullptr) {
+    ATTND_RETURN_IF_ERROR(resident->host_pages()->MapLayer(layer));
+  } else {
+    ATTND_RETURN_IF_ERROR(send(resident->pages(), segment.payload_block()));
+  }
   ATTND_RETURN_IF_ERROR(context_->Synchronize());
   resident->RaiseTokens(layer, segment.tokens());
   return absl::OkStatus();

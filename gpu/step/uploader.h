@@ -35,11 +35,12 @@ class Uploader {
   Uploader(const Uploader&) = delete;
   Uploader& operator=(const Uploader&) = delete;
 
-  // Appends the copies' residents, in order.
-  absl::Status Pin(std::span<const std::shared_ptr<DeviceCopyStore::Copy>> copies,
+  // Appends the copies' residents, in order. pages_in: as DeviceCopyStore::Pin.
+  absl::Status Pin(std::span<const std::shared_ptr<DeviceCopyStore::Copy>> copies, PagesIn pages_in,
                    std::vector<Resident*>* residents);
 
-  // Uploads a layer of a segment, unless it is on the device, and waits for the upload.
+  // Uploads a layer of a segment, unless it is on the device, and waits for the upload. Of a
+  // segment whose pages stay in host memory: uploads the index, and maps the pages.
   absl::Status UploadLayer(Resident* resident, const attention::Segment& segment, uint32_t layer);
   // Uploads what the device lacks of the layer's first `tokens` tokens of a tail block, which must
   // have been written. They are sent at once, except those of a block that is not full if `later`

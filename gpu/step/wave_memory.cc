@@ -40,6 +40,7 @@ class Placer {
 void PlaceInput(const WaveCounts& counts, const WaveShape& shape, WavePlaces* places) {
   Placer input;
   input.Place(1, sizeof(StepHeader));
+  places->cache_clock = input.Place(1, sizeof(CacheClock));
   places->rows = input.Place(counts.rows, sizeof(RowRef));
   places->segments = input.Place(counts.segments, sizeof(SegmentRef));
   places->trees = input.Place(counts.trees, sizeof(TreeRef));

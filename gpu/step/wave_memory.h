@@ -46,8 +46,8 @@ struct ResultPlaces {
 
 // Byte offsets of everything in the two buffers.
 struct WavePlaces {
-  uint64_t rows, segments, trees, tail_blocks, upload_refs, coop_units, queries, upload_data,
-      input_bytes;
+  uint64_t cache_clock, rows, segments, trees, tail_blocks, upload_refs, coop_units, queries,
+      upload_data, input_bytes;
   uint64_t query_fragments, states, scores, chosen, score_partials, lane_scales, chunks,
       chosen_pieces, cursors, tree_words, tree_queries, tree_states, tree_partials, results,
       scratch_bytes;

@@ -74,7 +74,7 @@ class DeviceHistoryTest : public testing::Test {
   static std::vector<std::shared_ptr<Resident>> Pin(DeviceCopyStore* store,
                                                     DeviceHistory::Copies copies) {
     std::vector<std::shared_ptr<Resident>> pins;
-    EXPECT_TRUE(store->Pin(copies, &pins).ok());
+    EXPECT_TRUE(store->Pin(copies, PagesIn::kAnyMemory, &pins).ok());
     EXPECT_EQ(pins.size(), copies.size());
     return pins;
   }
@@ -136,7 +136,7 @@ TEST_F(DeviceHistoryTest, PinsNothingByItself) {
     const auto pins = Pin(store.get(), segments.first(1));
     pins[0]->RaiseTokens(0, sequence_.view->segments[0]->tokens());
     std::vector<std::shared_ptr<Resident>> both;
-    EXPECT_TRUE(absl::IsResourceExhausted(store->Pin(segments, &both)));
+    EXPECT_TRUE(absl::IsResourceExhausted(store->Pin(segments, PagesIn::kAnyMemory, &both)));
     EXPECT_EQ(both, pins) << "the copies before the one without room are pinned";
     EXPECT_EQ(store->evictions(), 0u);
   }

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -95,6 +96,26 @@ absl::Status FakeControl::Call() {
     broken_ = true;
   }
   return broken_ ? Fault() : absl::OkStatus();
+}
+
+uint64_t FakeControl::mapped_bytes() const {
+  MutexLock lock(mutex_);
+  uint64_t bytes = 0;
+  for (const auto& [address, size] : mapped_) bytes += size;
+  return bytes;
+}
+
+bool FakeControl::Maps(const void* address, uint64_t bytes) const {
+  const auto* at = static_cast<const std::byte*>(address);
+  const std::byte* end = at + bytes;
+  while (at < end) {
+    auto part = mapped_.upper_bound(at);
+    if (part == mapped_.begin()) return false;
+    --part;
+    if (at >= part->first + part->second) return false;
+    at = part->first + part->second;
+  }
+  return true;
 }
 
 bool FakeControl::Owns(const void* address, uint64_t bytes) const {
@@ -194,8 +215,11 @@ class FakeStream : public Stream {
       EXPECT_EQ(std::memcmp(&header, run.device_input, sizeof(header)), 0);
       EXPECT_EQ(
           CheckStep(run.shape, header, run.measure,
-                    [this](const void* address, uint64_t bytes)
-                        ABSL_NO_THREAD_SAFETY_ANALYSIS { return control_->Owns(address, bytes); }),
+                    {[this](const void* address, uint64_t bytes)
+                         ABSL_NO_THREAD_SAFETY_ANALYSIS { return control_->Owns(address, bytes); },
+                     [this](const void* address, uint64_t bytes) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+                       return control_->Maps(address, bytes);
+                     }}),
           "");
       for (uint32_t u = 0; u < header.uploads; ++u) {
         control_->uploads_ += header.upload_refs[u].bytes;
@@ -221,8 +245,10 @@ class FakeStream : public Stream {
 
 class FakeDevice : public Device {
  public:
-  FakeDevice(uint64_t memory_bytes, std::shared_ptr<FakeControl> control)
-      : memory_bytes_(memory_bytes), control_(std::move(control)) {}
+  FakeDevice(uint64_t memory_bytes, bool maps_host_memory, std::shared_ptr<FakeControl> control)
+      : memory_bytes_(memory_bytes),
+        maps_host_memory_(maps_host_memory),
+        control_(std::move(control)) {}
 
   const std::string& name() const override { return name_; }
   uint64_t memory_bytes() const override { return memory_bytes_; }
@@ -257,6 +283,33 @@ class FakeDevice : public Device {
     control_->pinned_.erase(memory);
     std::free(memory);
   }
+  bool maps_host_memory() const override { return maps_host_memory_; }
+  absl::Status MapHostMemory(const std::byte* memory, size_t bytes) override {
+    MutexLock lock(control_->mutex_);
+    Faults& faults = control_->faults_;
+    if (faults.mapping == 0) return absl::ResourceExhaustedError("the fake device maps no more");
+    if (faults.mapping != kNever) --faults.mapping;
+    constexpr uint64_t kSystemPage = 4096;
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(memory) % kSystemPage, 0u);
+    EXPECT_EQ(bytes % kSystemPage, 0u);
+    const auto after = control_->mapped_.lower_bound(memory);
+    EXPECT_TRUE(after == control_->mapped_.end() || memory + bytes <= after->first);
+    EXPECT_TRUE(after == control_->mapped_.begin() ||
+                std::prev(after)->first + std::prev(after)->second <= memory);
+    control_->mapped_.emplace(memory, bytes);
+    return absl::OkStatus();
+  }
+  void UnmapHostMemory(const std::byte* memory) override {
+    MutexLock lock(control_->mutex_);
+    EXPECT_EQ(control_->mapped_.erase(memory), 1u);
+  }
+  absl::Status Clear(std::byte* memory, size_t bytes) override {
+    MutexLock lock(control_->mutex_);
+    EXPECT_TRUE(Inside(control_->memory_, memory, bytes));
+    if (control_->broken_) return Fault();
+    std::memset(memory, 0, bytes);
+    return absl::OkStatus();
+  }
   absl::StatusOr<std::unique_ptr<Stream>> NewStream() override {
     return std::make_unique<FakeStream>(control_);
   }
@@ -272,12 +325,13 @@ class FakeDevice : public Device {
 
   const std::string name_ = "fake";
   const uint64_t memory_bytes_;
+  const bool maps_host_memory_;
   const std::shared_ptr<FakeControl> control_;
 };
 
-FakePair MakeFakeDevice(uint64_t memory_bytes) {
+FakePair MakeFakeDevice(uint64_t memory_bytes, bool maps_host_memory) {
   auto control = std::make_shared<FakeControl>();
-  return {std::make_unique<FakeDevice>(memory_bytes, control), control};
+  return {std::make_unique<FakeDevice>(memory_bytes, maps_host_memory, control), control};
 }
 
 }  // namespace attnd::gpu::test

@@ -30,6 +30,7 @@ struct Faults {
   uint64_t launch = kNever;            // the n-th RunStep from now on finds no memory
   uint64_t launches = 1;               // and so many after it
   bool bad_index = false;              // BuildIndexes leaves an order that is none
+  uint64_t mapping = kNever;  // the n-th MapHostMemory from now on is refused, and all after
   // Wrong answers of steps that succeed, to see the tests' comparison refuse them.
   uint32_t one_more_exact = kNoUnit;   // of this unit's clusters: the best one that is not exact
   uint32_t one_more_opened = kNoUnit;  // of this unit's groups, the same
@@ -41,12 +42,13 @@ struct Faults {
 class FakeControl {
  public:
   void Set(const Faults& faults);
-  uint64_t allocations() const;  // live ones
-  uint64_t steps() const;        // that were run
-  uint64_t uploads() const;      // bytes that came by UploadRefs
-  uint64_t builds() const;       // layers that were built
-  uint64_t coop_units() const;   // of steps, that cooperative groups answer
-  uint64_t kinds() const;        // of steps that one graph could not launch together
+  uint64_t allocations() const;   // live ones
+  uint64_t steps() const;         // that were run
+  uint64_t uploads() const;       // bytes that came by UploadRefs
+  uint64_t builds() const;        // layers that were built
+  uint64_t coop_units() const;    // of steps, that cooperative groups answer
+  uint64_t kinds() const;         // of steps that one graph could not launch together
+  uint64_t mapped_bytes() const;  // of host memory
 
  private:
   friend class FakeDevice;
@@ -56,12 +58,15 @@ class FakeControl {
   absl::Status Call() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether [address, + bytes) is the device's.
   bool Owns(const void* address, uint64_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Whether all of it is host memory that is mapped, perhaps in several parts.
+  bool Maps(const void* address, uint64_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   mutable Mutex mutex_;
   Faults faults_ ABSL_GUARDED_BY(mutex_);
   bool broken_ ABSL_GUARDED_BY(mutex_) = false;
   std::map<const std::byte*, uint64_t> memory_ ABSL_GUARDED_BY(mutex_);  // bytes by address
   std::map<const std::byte*, uint64_t> pinned_ ABSL_GUARDED_BY(mutex_);
+  std::map<const std::byte*, uint64_t> mapped_ ABSL_GUARDED_BY(mutex_);
   uint64_t allocated_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t steps_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t uploads_ ABSL_GUARDED_BY(mutex_) = 0;
@@ -75,7 +80,7 @@ struct FakePair {
   std::unique_ptr<Device> device;
   std::shared_ptr<FakeControl> control;
 };
-FakePair MakeFakeDevice(uint64_t memory_bytes);
+FakePair MakeFakeDevice(uint64_t memory_bytes, bool maps_host_memory = false);
 
 }  // namespace attnd::gpu::test
 

@@ -18,8 +18,8 @@ uint64_t CeilOf(uint64_t n, uint64_t divisor) { return (n + divisor - 1) / divis
 class Checker {
  public:
   Checker(const KernelShape& shape, const StepHeader& header, bool measure,
-          const std::function<bool(const void*, uint64_t)>& owns)
-      : shape_(shape), h_(header), measure_(measure), owns_(owns) {}
+          const MemoryCheck& memory)
+      : shape_(shape), h_(header), measure_(measure), memory_(memory) {}
 
   std::string Run() {
     Equal("tiles_max", h_.tiles_max, CeilOf(h_.group, kLanes));
@@ -47,7 +47,8 @@ class Checker {
     Fail(text.str());
   }
   void Held(const char* what, const void* address, uint64_t bytes) {
-    if (bytes > 0 && !owns_(address, bytes)) Fail(std::string(what) + " is not device memory");
+    if (bytes > 0 && !memory_.owns(address, bytes))
+      Fail(std::string(what) + " is not device memory");
   }
 
   void Row(const RowRef& row) {
@@ -206,6 +207,21 @@ class Checker {
     if (end > segment.index_head_bytes) Fail("a tree's parts exceed its index");
   }
 
+  void Cache() {
+    if (!wants_cache_) Fail("a page cache that no row wants");
+    const PageCacheRef& cache = h_.cache;
+    Held("cache.sets", cache.sets, cache.set_count * sizeof(CacheSet));
+    Held("cache.frames", cache.frames, uint64_t{cache.set_count} * kCacheWays * cache.page_bytes);
+    Held("cache.clock", cache.clock, sizeof(CacheClock));
+    const auto frames = reinterpret_cast<uintptr_t>(cache.frames);
+    if (frames < reinterpret_cast<uintptr_t>(cache.sets + cache.set_count)) {
+      Fail("the cache's sets and frames overlap");
+    }
+    if (frames % 16 != 0) Fail("frames are not aligned");
+    Equal("cache.page_bytes", cache.page_bytes,
+          16 * uint64_t{shape_.head_dim + shape_.value_dim} * DTypeBytes(shape_.dtype));
+  }
+
   void CooperativeUnits() {
     uint64_t first = 0;
     for (uint32_t size = 0; size < kCoopSizes; ++size) {
@@ -229,12 +245,19 @@ class Checker {
 
   void Segments(const RowRef& row) {
     uint64_t slots = 0, pieces = 0, clustered = 0;
+    bool in_host_memory = false;
     Held("segments", h_.segments + row.segments_begin, row.segment_count * sizeof(SegmentRef));
     if (!wrong_.empty()) return;
     for (uint32_t s = 0; s < row.segment_count; ++s) {
       const SegmentRef& segment = h_.segments[row.segments_begin + s];
       Held("a segment's index", segment.index, h_.kv_heads * segment.index_head_bytes);
-      Held("a segment's pages", segment.pages, h_.kv_heads * segment.pages_head_bytes);
+      const uint64_t pages_bytes = h_.kv_heads * segment.pages_head_bytes;
+      if (segment.first_page == 0) {
+        Held("a segment's pages", segment.pages, pages_bytes);
+      } else {
+        in_host_memory = true;
+        if (!memory_.maps(segment.pages, pages_bytes)) Fail("pages in host memory are not mapped");
+      }
       if (segment.tokens <= segment.unclustered) Fail("a segment has no clusters");
       Equal("first_slot", segment.first_slot, slots);
       Equal("max_clusters", segment.max_clusters,
@@ -249,6 +272,8 @@ class Checker {
     Equal("slots", row.slots, clusters ? slots : 0);
     Equal("dense_pieces", row.dense_pieces, row.kind == UnitKind::kDense ? pieces : 0);
     Equal("clustered_tokens", row.clustered_tokens, clustered);
+    Equal("in_host_memory", row.in_host_memory, in_host_memory ? 1 : 0);
+    wants_cache_ |= in_host_memory && clusters && row.coop_blocks == 0;
     if (row.dense_pieces > std::max(kReadPiecesMax, row.segment_count)) Fail("too many pieces");
   }
 
@@ -277,6 +302,7 @@ class Checker {
     Equal("head_dim", h_.head_dim, shape_.head_dim);
     Equal("value_dim", h_.value_dim, shape_.value_dim);
     Equal("measure", measure_ ? 1 : 0, needs_measure_ ? 1 : 0);
+    if (h_.cache.set_count > 0) Cache();
   }
 
   void Uploads() {
@@ -335,13 +361,14 @@ class Checker {
   const KernelShape& shape_;
   const StepHeader& h_;
   const bool measure_;
-  const std::function<bool(const void*, uint64_t)>& owns_;
+  const MemoryCheck& memory_;
   std::string wrong_;
   uint64_t units_ = 0, tiles_ = 0, query_tokens_ = 0, read_items_ = 0, score_items_ = 0;
   uint64_t states_ = 0, scores_ = 0, fates_ = 0, chosen_ = 0, chosen_pieces_ = 0;
   uint64_t trees_ = 0, tree_items_ = 0, tree_words_ = 0;
   uint32_t estimate_pieces_max_ = 0;
   bool needs_measure_ = false;
+  bool wants_cache_ = false;  // a row's chosen tokens may lie in host memory
   std::array<std::vector<CoopUnit>, kCoopSizes> coop_units_;
   std::vector<std::pair<uintptr_t, uintptr_t>> parts_;
 };
@@ -349,8 +376,8 @@ class Checker {
 }  // namespace
 
 std::string CheckStep(const KernelShape& shape, const StepHeader& header, bool measure,
-                      const std::function<bool(const void*, uint64_t)>& owns) {
-  return Checker(shape, header, measure, owns).Run();
+                      const MemoryCheck& memory) {
+  return Checker(shape, header, measure, memory).Run();
 }
 
 }  // namespace attnd::gpu::test

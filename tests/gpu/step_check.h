@@ -15,9 +15,14 @@
 
 namespace attnd::gpu::test {
 
-// What is wrong, or nothing. `owns` says whether so many bytes at an address are the device's.
+// Whether so many bytes at an address are the device's; are host memory that is mapped for it.
+struct MemoryCheck {
+  std::function<bool(const void*, uint64_t)> owns, maps;
+};
+
+// What is wrong, or nothing.
 std::string CheckStep(const KernelShape& shape, const StepHeader& header, bool measure,
-                      const std::function<bool(const void*, uint64_t)>& owns);
+                      const MemoryCheck& memory);
 
 }  // namespace attnd::gpu::test
 

@@ -22,8 +22,8 @@ CudaBackendOptions SmallOptions() {
   return options;
 }
 
-FakeBackend MakeFakeBackend(const CudaBackendOptions& options) {
-  FakePair fake = MakeFakeDevice(uint64_t{1} << 30);
+FakeBackend MakeFakeBackend(const CudaBackendOptions& options, bool maps_host_memory) {
+  FakePair fake = MakeFakeDevice(uint64_t{1} << 30, maps_host_memory);
   auto backend = MakeCudaBackend(options, std::move(fake.device), MakeCpu());
   EXPECT_TRUE(backend.ok()) << backend.status();
   return {std::move(fake.control), *std::move(backend)};

@@ -30,7 +30,8 @@ struct FakeBackend {
   std::shared_ptr<FakeControl> control;
   std::unique_ptr<attention::Backend> backend;
 };
-FakeBackend MakeFakeBackend(const CudaBackendOptions& options = SmallOptions());
+FakeBackend MakeFakeBackend(const CudaBackendOptions& options = SmallOptions(),
+                            bool maps_host_memory = false);
 
 std::unique_ptr<attention::Backend> MakeCpu();
 

@@ -32,9 +32,10 @@ inline constexpr float kLagLog2 = 8.0f;
 struct TokenSource {
   const std::byte* pages = nullptr;               // of a run of pages, or
   const std::byte* const* tail_blocks = nullptr;  // or
-  const uint32_t* chosen = nullptr;               // segment << 16 | token
+  const uint32_t* chosen = nullptr;               // as StepHeader::chosen
   const SegmentRef* segments = nullptr;
-  uint64_t head_offset = 0;  // of the KV head in a tail block
+  const std::byte* frames = nullptr;  // of the page cache
+  uint64_t head_offset = 0;           // of the KV head in a tail block
   uint32_t kv_head = 0;
   uint32_t begin = 0;
   uint32_t end = 0;
@@ -170,6 +171,16 @@ class PageReader {
     return source_.chosen[min(token, source_.end - 1)];
   }
 
+  // The page of an entry of the list.
+  __device__ __forceinline__ const std::byte* ChosenPage(uint32_t token) const {
+    if ((token & kCachedToken) != 0) {
+      return source_.frames + uint64_t{(token & ~kCachedToken) / kPageRows} * kPageBytes;
+    }
+    const SegmentRef& segment = source_.segments[token >> 16];
+    return segment.pages + source_.kv_head * segment.pages_head_bytes +
+           uint64_t{(token & 0xFFFF) / kPageRows} * kPageBytes;
+  }
+
   // token: what TokenAt gave for `page`.
   __device__ __forceinline__ void CopyPage(uint32_t page, uint32_t token, int buffer) const {
     const uint32_t keys = ring_ + buffer * kPageBytes, values = keys + kPageRows * kKeyBytes;
@@ -196,10 +207,7 @@ class PageReader {
       });
       return;
     }
-    const SegmentRef& segment = source_.segments[token >> 16];
-    token &= 0xFFFF;
-    const std::byte* at = segment.pages + source_.kv_head * segment.pages_head_bytes +
-                          uint64_t{token / kPageRows} * kPageBytes;
+    const std::byte* at = ChosenPage(token);
     const std::byte* key = at + token % kPageRows * kKeyBytes;
     const std::byte* value = at + kPageRows * kKeyBytes + token % kPageRows * kValueBytes;
     CopyRows<kKeyBytes, KeyChunk<kKeyBytes>>(
@@ -413,6 +421,7 @@ __device__ void AttendChosen(const ChosenPiece& piece) {
   TokenSource source;
   source.chosen = piece.chosen;
   source.segments = piece.segments;
+  source.frames = piece.frames;
   source.kv_head = piece.kv_head;
   source.begin = piece.begin;
   source.end = piece.end;

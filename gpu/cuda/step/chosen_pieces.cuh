@@ -39,6 +39,7 @@ __device__ __forceinline__ void QueuePieces(const StepHeader& step, const UnitPl
     piece.end = min(piece.begin + result.chosen_piece_tokens, result.chosen_tokens);
     piece.kv_head = unit.kv_head;
     piece.lanes = LanesOf(step, unit, tile);
+    piece.frames = step.cache.frames;
     step.chosen_pieces[*first_piece + i] = piece;
   }
 }

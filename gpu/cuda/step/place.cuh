@@ -7,11 +7,11 @@
 
 #include <cstdint>
 
+#include "gpu/layout/kernel_shapes.h"
 #include "gpu/layout/step_layout.h"
 
 namespace attnd::gpu {
 
-inline constexpr uint32_t kPageRows = 16;
 inline constexpr uint32_t kTailBlockRows = 64;
 
 // Last i in [0, n) with first(i) <= item; first(0) is 0. Each look is a wait for memory.

@@ -44,6 +44,8 @@ cudaError_t LaunchTreeChoose(const StepHeader& step, cudaStream_t stream);
 enum class TreeStage { kGroups, kLeaves, kEstimate };
 cudaError_t LaunchTreeItems(TreeStage stage, const StepHeader& step, cudaStream_t stream);
 cudaError_t LaunchMeasure(const StepHeader& step, uint32_t value_dim, cudaStream_t stream);
+// Only if the step has a page cache.
+cudaError_t LaunchFetch(const StepHeader& step, cudaStream_t stream);
 
 // The kernels of one entry of kKernelShapes, defined in step_instance.cuh. Each entry is
 // instantiated in a file of its own, step_<dtype>_<head_dim>_<value_dim>.cu.

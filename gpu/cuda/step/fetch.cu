@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The fetch stage: finds the pages of chosen tokens in the page cache, fetches what is not there
+// from host memory, and writes into the list of tokens where they lie now. No host thread takes
+// part. Which tokens a unit has, and their order, is not changed, so that no bit of an answer
+// depends on what the cache holds.
+#include <cstdint>
+
+#include "gpu/cuda/step/place.cuh"
+#include "gpu/cuda/step/step_kernels.h"
+#include "gpu/layout/page_cache.h"
+
+namespace attnd::gpu {
+namespace {
+
+constexpr uint32_t kFetchWarps = 8;
+// Thread blocks of a unit. Together they take 2,048 tokens of the list at a time.
+constexpr uint32_t kFetchBlocks = 8;
+
+struct DeviceMemory {
+  static __device__ __forceinline__ uint64_t Load(const uint64_t* from) {
+    return *const_cast<const volatile uint64_t*>(from);
+  }
+  static __device__ __forceinline__ float Load(const float* from) {
+    return *const_cast<const volatile float*>(from);
+  }
+  static __device__ __forceinline__ uint64_t Swap(uint64_t* at, uint64_t from, uint64_t to) {
+    static_assert(sizeof(unsigned long long) == sizeof(uint64_t));
+    return atomicCAS(reinterpret_cast<unsigned long long*>(at), from, to);
+  }
+};
+
+// A warp copies a page, with 4 KiB of it on their way at a time.
+__device__ __forceinline__ void CopyPage(const std::byte* from, std::byte* to, uint32_t bytes) {
+  constexpr uint32_t kAtOnce = 8;
+  const auto* source = reinterpret_cast<const uint4*>(from);
+  auto* target = reinterpret_cast<uint4*>(to);
+  const uint32_t chunks = bytes / sizeof(uint4);
+  for (uint32_t first = threadIdx.x % 32; first < chunks; first += 32 * kAtOnce) {
+    uint4 data[kAtOnce];
+#pragma unroll
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
+      if (first + i * 32 < chunks) data[i] = __ldcs(source + first + i * 32);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
+      if (first + i * 32 < chunks) target[first + i * 32] = data[i];
+    }
+  }
+}
+
+// The page that an entry of the list lies in.
+struct ChosenPage {
+  uint64_t number = 0;  // 0: of a page in device memory, or no entry
+  const std::byte* at = nullptr;
+
+  __device__ __forceinline__ ChosenPage(const PageCacheRef& cache, const SegmentRef& segment,
+                                        uint32_t kv_head, uint32_t token) {
+    if (segment.first_page == 0) return;
+    const uint64_t page = token / kPageRows;
+    number = segment.first_page + kv_head * (segment.pages_head_bytes / cache.page_bytes) + page;
+    at = segment.pages + kv_head * segment.pages_head_bytes + page * cache.page_bytes;
+  }
+  __device__ __forceinline__ ChosenPage() = default;
+};
+
+// Counts of a warp, and then of a thread block.
+struct FetchCounts {
+  uint32_t pages = 0, missed_pages = 0, host_pages = 0, host_tokens = 0;
+};
+
+// Thirty-two entries of a unit's list, a lane each. Each run of entries of one page has a leader,
+// its first lane, which finds the page's frame for all.
+__device__ __forceinline__ void FetchTokens(const PageCacheRef& cache, const CacheClock& clock,
+                                            const ChosenPage& page, uint32_t* entry,
+                                            FetchCounts* counts) {
+  const uint32_t lane = threadIdx.x % 32;
+  const uint64_t before = __shfl_up_sync(~0u, page.number, 1);
+  const bool leads = page.number != 0 && (lane == 0 || before != page.number);
+  FoundFrame found = {kNoFrame, false};
+  if (leads) found = FindFrame<DeviceMemory>(cache, clock, page.number);
+  const uint32_t leaders = __ballot_sync(~0u, leads);
+  const uint32_t missed = __ballot_sync(~0u, found.fetch);
+  for (uint32_t rest = missed; rest != 0; rest &= rest - 1) {
+    const int leader = __ffs(static_cast<int>(rest)) - 1;
+    const auto from = __shfl_sync(~0u, reinterpret_cast<uint64_t>(page.at), leader);
+    const uint32_t frame = __shfl_sync(~0u, found.frame, leader);
+    CopyPage(reinterpret_cast<const std::byte*>(from),
+             cache.frames + uint64_t{frame} * cache.page_bytes, cache.page_bytes);
+  }
+  const int leader = 31 - __clz(static_cast<int>(leaders & (~0u >> (31 - lane))));
+  const uint32_t frame = __shfl_sync(~0u, found.frame, max(leader, 0));
+  const bool of_host = page.number != 0;
+  if (of_host && frame != kNoFrame) *entry = kCachedToken | frame * kPageRows | *entry % kPageRows;
+  const bool moved = of_host && (frame == kNoFrame || (missed >> max(leader, 0) & 1) != 0);
+  counts->pages += __popc(leaders);
+  counts->missed_pages += __popc(missed);
+  counts->host_pages += __popc(__ballot_sync(~0u, leads && found.frame == kNoFrame));
+  counts->host_tokens += __popc(__ballot_sync(~0u, moved));
+}
+
+__global__ void __launch_bounds__(kFetchWarps * 32)
+    FetchKernel(const __grid_constant__ StepHeader step) {
+  const uint32_t number = blockIdx.x / kFetchBlocks;
+  const RowRef* row = RowOfUnit(step, number);
+  if (row->in_host_memory == 0 || row->coop_blocks != 0 || !ReadsClusters(*row)) return;
+  const UnitPlace unit(step, row, number - row->first_unit);
+  const SegmentRef* segments = step.segments + row->segments_begin;
+  UnitResult* result = &step.unit_results[number];
+  const CacheClock clock = *step.cache.clock;
+  uint32_t* chosen = UnitChosen(step, unit);
+  const uint32_t tokens = result->chosen_tokens;
+  const uint32_t warp = blockIdx.x % kFetchBlocks * kFetchWarps + threadIdx.x / 32;
+  FetchCounts counts;
+  for (uint32_t first = warp * 32; first < tokens; first += kFetchBlocks * kFetchWarps * 32) {
+    const uint32_t i = first + threadIdx.x % 32;
+    const bool used = i < tokens;
+    uint32_t entry = used ? chosen[i] : 0;
+    const uint32_t before = entry;
+    const ChosenPage page =
+        used ? ChosenPage(step.cache, segments[entry >> 16], unit.kv_head, entry & 0xFFFF)
+             : ChosenPage();
+    FetchTokens(step.cache, clock, page, &entry, &counts);
+    if (entry != before) chosen[i] = entry;
+  }
+  if (threadIdx.x % 32 != 0) return;
+  if (counts.pages != 0) atomicAdd(&result->pages, counts.pages);
+  if (counts.missed_pages != 0) atomicAdd(&result->missed_pages, counts.missed_pages);
+  if (counts.host_pages != 0) atomicAdd(&result->host_pages, counts.host_pages);
+  if (counts.host_tokens != 0) atomicAdd(&result->host_tokens, counts.host_tokens);
+}
+
+}  // namespace
+
+cudaError_t LaunchFetch(const StepHeader& step, cudaStream_t stream) {
+  FetchKernel<<<step.units * kFetchBlocks, kFetchWarps * 32, 0, stream>>>(step);
+  return cudaPeekAtLastError();
+}
+
+}  // namespace attnd::gpu

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The page cache: some pages of segments whose payload lies in host memory, in frames of device
+// memory. Only the device changes what is in the cache: the fetch stage of a step looks up the
+// pages of chosen tokens, and copies those that it misses from host memory (cuda/step/fetch.cu).
+//
+// The cache is set-associative. A page may lie in the kCacheWays frames of one set, which the
+// page's number decides. So there is no table of pages, no list of frames and no address to be
+// corrected when a segment dies: its numbers are never asked for again, and its frames age. What a
+// frame holds is said in one place, its owner word, which changes by compare and swap alone.
+//
+// Which page goes: of the set, the one of least worth that the running step does not use. Each step
+// in which a page is used adds one to its worth, and a worth halves in the time in which
+// kCacheHalfLife times the cache's pages are used: LFU with ageing among kCacheWays frames
+// (docs/research/PAGE_POOL.md; there a page keeps its worth when it goes, here it starts anew).
+#ifndef ATTND_GPU_LAYOUT_PAGE_CACHE_H_
+#define ATTND_GPU_LAYOUT_PAGE_CACHE_H_
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+
+namespace attnd::gpu {
+
+// The same code on the device and, for tests, on the host.
+#ifdef __CUDACC__
+#define ATTND_ON_DEVICE __device__ __forceinline__
+#else
+#define ATTND_ON_DEVICE inline
+#endif
+
+inline constexpr uint32_t kCacheWays = 8;
+inline constexpr uint32_t kCacheHalfLife = 4;
+inline constexpr uint32_t kNoFrame = ~uint32_t{0};
+// Looks at a set before a page is read where it lies: each look that fails has seen others change
+// the set.
+inline constexpr uint32_t kCacheLooks = 8;
+// An entry of StepHeader::chosen whose page is in the cache: kCachedToken | frame * 16 | row of the
+// page. So a row has at most kCachedToken >> 16 segments, and a cache kFramesMax frames.
+inline constexpr uint32_t kCachedToken = uint32_t{1} << 31;
+inline constexpr uint32_t kFramesMax = uint32_t{1} << 27;
+// Page numbers begin at 1 and end below 2^48; no two segments share one.
+inline constexpr uint32_t kStepBits = 16;
+inline constexpr uint64_t kPageNumbersEnd = uint64_t{1} << 48;
+
+// A set's frames follow one another: frame = set * kCacheWays + way.
+struct CacheSet {
+  // page << kStepBits | the last step that used it; 0: none. Steps are counted modulo 2^16: a page
+  // that was used a whole round ago counts as used now, which keeps it for a step.
+  uint64_t owners[kCacheWays];
+  float worths[kCacheWays];  // log2
+  uint32_t reserved[kCacheWays];
+};
+static_assert(sizeof(CacheSet) == 128);
+
+// Comes with each step, whose header is the same from step to step.
+struct CacheClock {
+  uint32_t step;  // modulo 2^kStepBits
+  float age;      // half-lives since the cache began: log2 of what a use is worth now
+};
+
+struct PageCacheRef {
+  std::byte* frames;  // [kCacheWays * set_count][page_bytes]
+  CacheSet* sets;     // [set_count]
+  const CacheClock* clock;
+  uint32_t set_count;   // 0: no cache
+  uint32_t page_bytes;  // of one KV head's page; a multiple of 16
+};
+static_assert(sizeof(PageCacheRef) == 32);
+
+struct FoundFrame {
+  uint32_t frame;  // kNoFrame: the page is to be read where it lies
+  bool fetch;      // the caller must fill the frame
+};
+
+ATTND_ON_DEVICE uint32_t CacheSetOf(uint64_t page, uint32_t set_count) {
+  const uint64_t mixed = (page * 0x9E3779B97F4A7C15u) >> 32;
+  return static_cast<uint32_t>((mixed * set_count) >> 32);
+}
+
+// log2(2^worth + 2^age).
+ATTND_ON_DEVICE float WorthAfterUse(float worth, float age) {
+  const float most = worth > age ? worth : age, least = worth > age ? age : worth;
+  return most + log2f(1.0f + exp2f(least - most));
+}
+
+// The frame of a page, for the whole step: no step evicts what it uses itself. One step at a time
+// uses a cache; any of its threads may ask. The page is in the frame when the step's fetch stage
+// has ended. Two threads that ask for one page at once may fill two frames, which is a waste and no
+// fault. Memory::Load(address) reads what others may change, Memory::Swap(address, from, to) sets
+// `to` if `from` is there, and returns what was there.
+template <typename Memory>
+ATTND_ON_DEVICE FoundFrame FindFrame(const PageCacheRef& cache, const CacheClock& clock,
+                                     uint64_t page) {
+  constexpr uint64_t kStepMask = (uint64_t{1} << kStepBits) - 1;
+  const uint32_t number = CacheSetOf(page, cache.set_count);
+  CacheSet& set = cache.sets[number];
+  const uint64_t taken = page << kStepBits | clock.step;
+  for (uint32_t look = 0; look < kCacheLooks; ++look) {
+    uint32_t hit = kCacheWays, victim = kCacheWays;
+    uint64_t hit_owner = 0, victim_owner = 0;
+    float hit_worth = 0, least = INFINITY;
+    for (uint32_t way = 0; way < kCacheWays; ++way) {
+      const uint64_t owner = Memory::Load(&set.owners[way]);
+      const float worth = Memory::Load(&set.worths[way]);
+      if (owner >> kStepBits == page) {
+        hit = way;
+        hit_owner = owner;
+        hit_worth = worth;
+      }
+      const bool in_use = owner != 0 && (owner & kStepMask) == clock.step;
+      const float own = owner == 0 ? -INFINITY : worth;
+      if (!in_use && (victim == kCacheWays || own < least)) {
+        victim = way;
+        victim_owner = owner;
+        least = own;
+      }
+    }
+    if (hit < kCacheWays) {
+      if (hit_owner == taken) return {number * kCacheWays + hit, false};
+      const uint64_t before = Memory::Swap(&set.owners[hit], hit_owner, taken);
+      if (before != hit_owner && before != taken) continue;
+      if (before == hit_owner) set.worths[hit] = WorthAfterUse(hit_worth, clock.age);
+      return {number * kCacheWays + hit, false};
+    }
+    if (victim == kCacheWays) break;  // the step uses the whole set
+    if (Memory::Swap(&set.owners[victim], victim_owner, taken) == victim_owner) {
+      set.worths[victim] = clock.age;
+      return {number * kCacheWays + victim, true};
+    }
+  }
+  return {kNoFrame, false};
+}
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_LAYOUT_PAGE_CACHE_H_

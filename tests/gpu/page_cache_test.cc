@@ -1,0 +1,343 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Goal: segments that the device has no room for are answered from where they lie in host memory,
+// with the bits of a device that has room, and whatever becomes of device and host memory
+// meanwhile; a cache's frames hold what their owner words say. Method: the look-up itself, which
+// host and device share, against a map, by one thread and by several; steps over a fake device that
+// is too small, which checks every address that it is told.
+#include "gpu/layout/page_cache.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cmath>
+#include <map>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "common/aligned_buffer.h"
+#include "gpu/memory/host_pages.h"
+#include "tests/gpu/agreement.h"
+#include "tests/gpu/support.h"
+
+namespace attnd::gpu::test {
+namespace {
+
+using attention::kTreeIndexes;
+using attention::test::MakeRow;
+using attention::test::MakeSequence;
+using attention::test::MakeShape;
+using attention::test::Random;
+using attention::test::RunStep;
+using attention::test::SequenceSpec;
+using attention::test::StepResult;
+using attention::test::TestRow;
+using attention::test::TestSeed;
+using attention::test::TestSequence;
+
+// ---- the look-up ----
+
+struct HostMemory {
+  static uint64_t Load(const uint64_t* from) {
+    return std::atomic_ref(*const_cast<uint64_t*>(from)).load();
+  }
+  static float Load(const float* from) { return std::atomic_ref(*const_cast<float*>(from)).load(); }
+  static uint64_t Swap(uint64_t* at, uint64_t from, uint64_t to) {
+    std::atomic_ref(*at).compare_exchange_strong(from, to);
+    return from;
+  }
+};
+
+class PageCacheLookUp : public testing::Test {
+ protected:
+  static constexpr uint32_t kSets = 16, kFrames = kSets * kCacheWays;
+
+  FoundFrame Find(uint64_t page) {
+    const FoundFrame found = FindFrame<HostMemory>(ref_, clock_, page);
+    if (found.fetch) content_[found.frame] = page;
+    return found;
+  }
+  void NextStep(double age = 0.01) {
+    clock_.step = (clock_.step + 1) % (1u << kStepBits);
+    clock_.age += static_cast<float>(age);
+  }
+
+  const uint64_t seed_ = TestSeed();
+  const testing::ScopedTrace trace_{__FILE__, __LINE__, testing::Message() << "seed " << seed_};
+  std::vector<CacheSet> sets_ = std::vector<CacheSet>(kSets);
+  PageCacheRef ref_ = {nullptr, sets_.data(), nullptr, kSets, 4096};
+  CacheClock clock_ = {0, 0};
+  std::map<uint32_t, uint64_t> content_;  // page by frame, as filled
+};
+
+TEST_F(PageCacheLookUp, FramesHoldWhatWasAskedFor) {
+  Random random(seed_);
+  uint64_t hits = 0, misses = 0, in_place = 0;
+  for (int step = 0; step < 2000; ++step, NextStep()) {
+    std::map<uint64_t, uint32_t> own;  // frame by page, of this step
+    std::set<uint32_t> frames;
+    for (uint32_t i = 0; i < 60; ++i) {
+      // Pages of small numbers are asked for more often.
+      const auto page = static_cast<uint64_t>(std::exp(random.Uniform() * 7));
+      const FoundFrame found = Find(page);
+      if (const auto before = own.find(page); before != own.end()) {
+        if (before->second == kNoFrame) continue;  // another page's frame stayed in use
+        EXPECT_EQ(found.frame, before->second) << "a page moved within a step";
+        EXPECT_FALSE(found.fetch);
+        continue;
+      }
+      own[page] = found.frame;
+      if (found.frame == kNoFrame) {
+        ++in_place;
+        continue;
+      }
+      ++(found.fetch ? misses : hits);
+      ASSERT_LT(found.frame, kFrames);
+      EXPECT_EQ(content_.at(found.frame), page);
+      EXPECT_TRUE(frames.insert(found.frame).second) << "two pages of a step share a frame";
+    }
+  }
+  EXPECT_GT(hits, misses);
+  EXPECT_GT(misses, 1000u);
+  EXPECT_LT(in_place, misses / 10);
+}
+
+TEST_F(PageCacheLookUp, WhatAStepUsesStays) {
+  std::vector<uint64_t> pages;  // of one set, one more than it holds
+  for (uint64_t page = 1; pages.size() <= kCacheWays; ++page) {
+    if (CacheSetOf(page, kSets) == 3) pages.push_back(page);
+  }
+  for (uint32_t i = 0; i < kCacheWays; ++i) {
+    const FoundFrame found = Find(pages[i]);
+    EXPECT_TRUE(found.fetch);
+    EXPECT_EQ(found.frame / kCacheWays, 3u);
+  }
+  EXPECT_EQ(Find(pages[kCacheWays]).frame, kNoFrame);
+  NextStep();
+  EXPECT_TRUE(Find(pages[kCacheWays]).fetch);
+}
+
+TEST_F(PageCacheLookUp, ThePageOfLeastWorthGoes) {
+  std::vector<uint64_t> pages;
+  for (uint64_t page = 1; pages.size() <= kCacheWays; ++page) {
+    if (CacheSetOf(page, kSets) == 0) pages.push_back(page);
+  }
+  for (uint32_t i = 0; i < kCacheWays; ++i) Find(pages[i]);
+  for (int round = 0; round < 3; ++round) {  // all but number 5 again
+    NextStep();
+    for (uint32_t i = 0; i < kCacheWays; ++i) {
+      if (i != 5) {
+        EXPECT_FALSE(Find(pages[i]).fetch);
+      }
+    }
+  }
+  NextStep();
+  EXPECT_TRUE(Find(pages[kCacheWays]).fetch);
+  NextStep();
+  EXPECT_TRUE(Find(pages[5]).fetch);
+  // It took the place of the one that had come last: one use, if a recent one, for its four.
+  NextStep();
+  EXPECT_TRUE(Find(pages[kCacheWays]).fetch);
+  // Long ago, many uses are worth less than one now.
+  NextStep(/*age=*/20);
+  EXPECT_TRUE(Find(pages[5]).fetch);
+  NextStep();
+  const uint64_t others = Find(pages[0]).fetch ? 1 : 0;
+  EXPECT_LE(others, 1u);
+  EXPECT_FALSE(Find(pages[5]).fetch);
+}
+
+// Threads of one step: whatever the order of their looks, a frame that one was told is that page's
+// when all have ended.
+TEST_F(PageCacheLookUp, ThreadsOfAStepAgree) {
+  constexpr uint32_t kThreads = 4, kPages = 400;
+  for (int step = 0; step < 200; ++step, NextStep()) {
+    std::vector<std::vector<std::pair<uint64_t, FoundFrame>>> found(kThreads);
+    std::vector<std::thread> threads;
+    for (uint32_t t = 0; t < kThreads; ++t) {
+      threads.emplace_back([&, t] {
+        Random random(seed_ + 1000 * static_cast<uint64_t>(step) + t);
+        for (int i = 0; i < 40; ++i) {
+          const uint64_t page = 1 + random.Below(kPages);
+          found[t].emplace_back(page, FindFrame<HostMemory>(ref_, clock_, page));
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    for (const auto& of_thread : found) {
+      for (const auto& [page, frame] : of_thread) {
+        if (frame.frame == kNoFrame) continue;
+        const CacheSet& set = sets_[frame.frame / kCacheWays];
+        EXPECT_EQ(set.owners[frame.frame % kCacheWays], page << kStepBits | clock_.step);
+      }
+    }
+  }
+}
+
+// ---- steps ----
+
+// 2,048 tokens in segments and a tail, two layers of two KV heads: 2 MiB of pages.
+TestSequence HostSequence(uint64_t seed, const attention::IndexSet& indexes) {
+  SequenceSpec spec;
+  spec.shape = MakeShape(4, 2, 64, 64, DType::kBf16, 2);
+  spec.segment_tokens = {1500, 548};
+  spec.tail_tokens = 70;
+  spec.indexes = indexes;
+  spec.seed = TestSeed() + seed;
+  return MakeSequence(spec);
+}
+
+constexpr uint64_t kFewPages = uint64_t{1100} << 10;  // an eighth of it holds the tail
+CudaBackendOptions OfPages(uint64_t bytes) {
+  CudaBackendOptions options = SmallOptions();
+  options.page_memory_bytes = bytes;
+  return options;
+}
+
+std::vector<TestRow> RowsOf(TestSequence* sequence, uint32_t layer) {
+  return RowsOfPolicies(sequence, layer, 3, DType::kFp32);
+}
+
+void ExpectSameBits(const StepResult& a, const StepResult& b) {
+  ASSERT_TRUE(a.status.ok()) << a.status;
+  ASSERT_TRUE(b.status.ok()) << b.status;
+  ASSERT_EQ(a.rows.size(), b.rows.size());
+  for (size_t r = 0; r < a.rows.size(); ++r) {
+    EXPECT_EQ(a.rows[r].out, b.rows[r].out) << "row " << r;
+    EXPECT_EQ(a.rows[r].lse, b.rows[r].lse) << "row " << r;
+  }
+}
+
+class PageCacheSteps : public testing::TestWithParam<attention::IndexSet> {
+ protected:
+  const uint64_t seed_ = TestSeed();
+  const testing::ScopedTrace trace_{__FILE__, __LINE__, testing::Message() << "seed " << seed_};
+};
+
+TEST_P(PageCacheSteps, BitsAreThoseOfADeviceWithRoom) {
+  TestSequence sequence = HostSequence(0, GetParam());
+  const FakeBackend large = MakeFakeBackend(SmallOptions(), true);
+  for (uint32_t layer = 0; layer < 2; ++layer) {
+    const std::vector<TestRow> rows = RowsOf(&sequence, layer);
+    const StepResult resident = RunStep(large.backend.get(), layer, rows);
+    EXPECT_EQ(large.control->mapped_bytes(), 0u);
+    EXPECT_EQ(large.backend->stats().cache.bytes, 0u);
+    // With a cache of most of the pages, and of few.
+    for (const uint64_t bytes : {uint64_t{1800} << 10, kFewPages}) {
+      SCOPED_TRACE(bytes);
+      const FakeBackend fake = MakeFakeBackend(OfPages(bytes), true);
+      const StepResult step = RunStep(fake.backend.get(), layer, rows);
+      ExpectSameBits(step, resident);
+      EXPECT_TRUE(Agree(step, RunStep(MakeCpu().get(), layer, rows), rows));
+      EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
+      EXPECT_GT(fake.backend->stats().cache.bytes, bytes / 2);
+      EXPECT_GT(fake.control->mapped_bytes(), 0u);
+      for (size_t r = 0; r < rows.size(); ++r) {
+        const attention::RowStats& stats = step.rows[r].stats;
+        EXPECT_EQ(stats.host_tokens + stats.hbm_tokens, stats.zone_tokens + stats.exact_tokens);
+        if (rows[r].policy.selector == attention::Selector::kAll) {
+          EXPECT_EQ(stats.host_tokens, 2048u * 2 * rows[r].query_tokens);
+        }
+      }
+    }
+  }
+}
+
+// The rows' own statistics say which memory tokens came from; nothing else of them differs.
+TEST_P(PageCacheSteps, StepsRepeatWithOneHeader) {
+  TestSequence sequence = HostSequence(0, GetParam());
+  const FakeBackend fake = MakeFakeBackend(OfPages(kFewPages), true);
+  std::vector<TestRow> rows = RowsOf(&sequence, 0);
+  const StepResult first = RunStep(fake.backend.get(), 0, rows);
+  ExpectSameBits(RunStep(fake.backend.get(), 0, rows), first);
+  const uint64_t kinds = fake.control->kinds();
+  const uint64_t sent = fake.backend->stats().bytes_to_device;
+  ExpectSameBits(RunStep(fake.backend.get(), 0, rows), first);
+  EXPECT_EQ(fake.control->kinds(), kinds) << "a graph could not launch the step again";
+  EXPECT_LT(fake.backend->stats().bytes_to_device - sent, 100000u);  // no index again
+}
+
+TEST_P(PageCacheSteps, MemoryIsGivenBackWithTheSequences) {
+  const FakeBackend fake = MakeFakeBackend(OfPages(kFewPages), true);
+  {
+    TestSequence sequence = HostSequence(0, GetParam());
+    const std::vector<TestRow> rows = RowsOf(&sequence, 1);
+    ASSERT_TRUE(RunStep(fake.backend.get(), 1, rows).status.ok());
+    EXPECT_GT(fake.control->mapped_bytes(), 0u);
+  }
+  EXPECT_EQ(fake.control->mapped_bytes(), 0u);
+  EXPECT_EQ(fake.backend->stats().cache.bytes, 0u);
+  EXPECT_EQ(fake.backend->stats().pages.used_bytes, 0u);
+  EXPECT_EQ(fake.backend->stats().index.used_bytes, 0u);
+}
+
+TEST_P(PageCacheSteps, WithoutPinnedMemoryTheCpuAnswers) {
+  TestSequence sequence = HostSequence(0, GetParam());
+  const FakeBackend fake = MakeFakeBackend(OfPages(kFewPages), true);
+  fake.control->Set({.mapping = 0});
+  const std::vector<TestRow> rows = RowsOf(&sequence, 0);
+  EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
+  EXPECT_EQ(fake.backend->stats().fallback_steps, 1u);
+  EXPECT_TRUE(fake.backend->Health().ok());
+}
+
+// Sequences that are resident make room when others do not fit; all are answered, in turns and in
+// one batch.
+TEST_P(PageCacheSteps, ResidentsMakeRoom) {
+  const FakeBackend fake = MakeFakeBackend(OfPages(uint64_t{5} << 20), true);
+  std::vector<TestSequence> sequences;
+  for (uint64_t s = 0; s < 4; ++s) sequences.push_back(HostSequence(s, GetParam()));
+  std::vector<StepResult> alone;
+  std::vector<TestRow> all;
+  for (int round = 0; round < 2; ++round) {
+    for (TestSequence& sequence : sequences) {
+      const std::vector<TestRow> rows = RowsOf(&sequence, 0);
+      const StepResult step = RunStep(fake.backend.get(), 0, rows);
+      EXPECT_TRUE(Agree(step, RunStep(MakeCpu().get(), 0, rows), rows));
+      if (round == 0) continue;
+      alone.push_back(step);
+      all.insert(all.end(), rows.begin(), rows.end());
+    }
+  }
+  EXPECT_GT(fake.backend->stats().cache.bytes, 0u);
+  EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
+  const StepResult together = RunStep(fake.backend.get(), 0, all);
+  ASSERT_TRUE(together.status.ok()) << together.status;
+  size_t row = 0;
+  for (const StepResult& step : alone) {
+    for (const auto& expected : step.rows) {
+      EXPECT_EQ(together.rows[row].out, expected.out) << "row " << row;
+      ++row;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Indexes, PageCacheSteps,
+                         testing::Values(attention::kClusterIndexes, kTreeIndexes));
+
+// ---- mapping ----
+
+// Layers that begin and end within a page of the system's.
+TEST(HostPagesTest, PartsOfAllLayersAreTheMemory) {
+  constexpr uint64_t kPage = 4096;
+  for (const uint64_t layer_bytes : {kPage, kPage / 2 * 5, uint64_t{1280}, kPage * 3 + 256}) {
+    for (const uint32_t layers : {1u, 2u, 5u, 9u}) {
+      FakePair fake = MakeFakeDevice(uint64_t{1} << 20, true);
+      const AlignedBuffer memory(layer_bytes * layers);
+      {
+        HostPages pages(fake.device.get(), {memory.data(), memory.size()}, layers, 1);
+        for (uint32_t layer = layers; layer-- > 0;) ASSERT_TRUE(pages.MapLayer(layer).ok());
+        EXPECT_EQ(fake.control->mapped_bytes(), (memory.size() + kPage - 1) / kPage * kPage);
+      }
+      EXPECT_EQ(fake.control->mapped_bytes(), 0u);
+      HostPages one(fake.device.get(), {memory.data(), memory.size()}, layers, 1);
+      ASSERT_TRUE(one.MapLayer(layers / 2).ok());
+      EXPECT_GE(fake.control->mapped_bytes(), layer_bytes);
+      EXPECT_LE(fake.control->mapped_bytes(), 2 * (layer_bytes + kPage));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace attnd::gpu::test
