@@ -42,6 +42,7 @@ class StepRows {
   double Run(attention::Backend* backend, const attention::Policy& policy, uint32_t number = 0);
 
   const ModelShape& shape() const { return sources_.front().view->shape; }
+  const std::vector<RowSource>& sources() const { return sources_; }
   // Of the first row.
   uint64_t tokens() const { return sources_.front().tokens; }
   // Of the last step: [rows][query_heads][value_dim].
