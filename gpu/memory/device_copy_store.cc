@@ -75,13 +75,13 @@ std::shared_ptr<DeviceCopyStore::Copy> DeviceCopyStore::Find(const DeviceCopySlo
 absl::Status DeviceCopyStore::Pin(std::span<const std::shared_ptr<Copy>> copies, PagesIn pages_in,
                                   std::vector<std::shared_ptr<Resident>>* pins) {
   MutexLock lock(mutex_);
-  // Before anything is pinned: what is pinned cannot make room for a cache.
   if (pages_in == PagesIn::kAnyMemory && cache_ == nullptr && device_->maps_host_memory() &&
-      !MakeRoom(copies)) {
-    const auto segment = std::find_if(copies.begin(), copies.end(), [](const auto& copy) {
-      return copy->sizes.host_pages != nullptr;
-    });
-    if (segment != copies.end()) StartCache((*segment)->sizes.page_bytes);
+      !copies.empty() && copies.front()->sizes.host_pages != nullptr && !MakeRoom(copies)) {
+    // What is pinned cannot make room for a cache. So nothing of these copies is pinned yet, and a
+    // caller that has pinned others is to release them first.
+    if (!StartCache(copies.front()->sizes.page_bytes) && !pins->empty()) {
+      return absl::ResourceExhaustedError("what is pinned leaves no room for a cache of pages");
+    }
   }
   for (const std::shared_ptr<Copy>& held : copies) {
     Copy& copy = *held;
@@ -102,6 +102,8 @@ absl::Status DeviceCopyStore::Pin(std::span<const std::shared_ptr<Copy>> copies,
 
 std::shared_ptr<PageCache> DeviceCopyStore::CacheOf(uint32_t page_bytes) {
   MutexLock lock(mutex_);
+  // As others' pins may have been in the way when pages were left in host memory.
+  if (cache_ == nullptr && in_host_memory_ > 0) StartCache(page_bytes);
   return cache_ != nullptr && cache_->page_bytes() == page_bytes ? cache_ : nullptr;
 }
 
@@ -186,13 +188,14 @@ bool DeviceCopyStore::MakeRoom(std::span<const std::shared_ptr<Copy>> copies) {
   return true;
 }
 
-void DeviceCopyStore::StartCache(uint32_t page_bytes) {
+bool DeviceCopyStore::StartCache(uint32_t page_bytes) {
   const uint64_t bytes = pages_->capacity() / kCacheShare * (kCacheShare - 1);
   absl::StatusOr<Arena::Allocation> memory = Allocate(pages_.get(), bytes);
-  if (!memory.ok()) return;
+  if (!memory.ok()) return false;
   absl::StatusOr<std::shared_ptr<PageCache>> cache =
       PageCache::Create(device_.get(), *std::move(memory), page_bytes);
   if (cache.ok()) cache_ = *std::move(cache);
+  return cache.ok();
 }
 
 void DeviceCopyStore::LetGo(Copy* copy) {

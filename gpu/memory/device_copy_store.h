@@ -133,8 +133,8 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   // Whether the page memory has room for all pages of the copies, after giving up what is idle.
   bool MakeRoom(std::span<const std::shared_ptr<Copy>> copies)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Makes a cache of most of the page memory, if what is pinned leaves that much.
-  void StartCache(uint32_t page_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Makes a cache of most of the page memory. False if what is pinned does not leave that much.
+  bool StartCache(uint32_t page_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void LetGo(Copy* copy);
   void Forget(Copy* copy);
 

@@ -109,7 +109,7 @@ TEST_P(GpuPageCache, BitsDoNotDependOnIt) {
   }
   EXPECT_EQ(resident->stats().cache.lookups, 0u);
   // Of most pages, of few, and of so few that a step does not find room for its own.
-  for (const double share : {0.9, 0.2, 0.07}) {
+  for (const double share : {0.9, 0.3, 0.15}) {
     SCOPED_TRACE(share);
     const auto paged = MakeGpu(static_cast<uint64_t>(share * static_cast<double>(bytes)));
     ASSERT_NE(paged, nullptr);

@@ -313,6 +313,24 @@ TEST_P(PageCacheSteps, ResidentsMakeRoom) {
   }
 }
 
+// The rows before the one that does not fit have pinned what would have to make room: they are
+// answered first.
+TEST_P(PageCacheSteps, ABatchThatDoesNotFitIsAnsweredInWaves) {
+  const FakeBackend fake = MakeFakeBackend(OfPages(uint64_t{5} << 20), true);
+  std::vector<TestSequence> sequences;
+  std::vector<TestRow> rows;
+  for (uint64_t s = 0; s < 4; ++s) sequences.push_back(HostSequence(s, GetParam()));
+  for (TestSequence& sequence : sequences) {
+    for (TestRow& row : RowsOf(&sequence, 0)) rows.push_back(std::move(row));
+  }
+  for (int round = 0; round < 2; ++round) {
+    EXPECT_TRUE(
+        Agree(RunStep(fake.backend.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
+    EXPECT_GT(fake.backend->stats().cache.bytes, uint64_t{4} << 20);
+    EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Indexes, PageCacheSteps,
                          testing::Values(attention::kClusterIndexes, kTreeIndexes));
 
