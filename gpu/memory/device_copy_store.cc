@@ -190,6 +190,12 @@ bool DeviceCopyStore::MakeRoom(std::span<const std::shared_ptr<Copy>> copies) {
 
 bool DeviceCopyStore::StartCache(uint32_t page_bytes) {
   const uint64_t bytes = pages_->capacity() / kCacheShare * (kCacheShare - 1);
+  uint64_t pinned = 0;
+  for (const Copy* copy : order_) {
+    const bool held = copy->resident.use_count() > 1 && copy->resident->pages() != nullptr;
+    if (held) pinned += copy->sizes.pages_bytes;
+  }
+  if (pinned > pages_->capacity() - bytes) return false;  // before anything is given up
   absl::StatusOr<Arena::Allocation> memory = Allocate(pages_.get(), bytes);
   if (!memory.ok()) return false;
   absl::StatusOr<std::shared_ptr<PageCache>> cache =
