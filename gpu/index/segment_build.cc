@@ -28,6 +28,7 @@ SegmentBuild::SegmentBuild(attention::SegmentBuilder* builder, DeviceCopyStore* 
       workers_(workers),
       shape_(builder->view().shape),
       first_row_(static_cast<uint32_t>(builder->view().tail_begin % kTailBlockTokens)),
+      block_count_((first_row_ + uint64_t{builder->segment().tokens()} - 1) / kTailBlockTokens + 1),
       uploader_(store, context) {}
 
 absl::Status SegmentBuild::OfDevice(absl::Status status) {
@@ -41,24 +42,38 @@ uint64_t SegmentBuild::IndexLayerBytes() const {
 uint64_t SegmentBuild::PagesLayerBytes() const {
   return uint64_t{shape_.kv_heads} * builder_->segment().pages_head_bytes();
 }
+uint64_t SegmentBuild::BlockLayerBytes() const {
+  return builder_->view().tail[0]->size() / shape_.layers;
+}
 uint64_t SegmentBuild::JobBytes() const {
-  return sizeof(IndexJob) + blocks_.size() * sizeof(const std::byte*);
+  return sizeof(IndexJob) + block_count_ * sizeof(const std::byte*);
+}
+
+std::byte* SegmentBuild::IndexAt(uint32_t layer) const {
+  return stays() ? segment_->index() + layer * IndexLayerBytes()
+                 : work_.index.data() + (layer - first_layer_) * IndexLayerBytes();
+}
+std::byte* SegmentBuild::PagesAt(uint32_t layer) const {
+  return stays() ? segment_->pages() + layer * PagesLayerBytes()
+                 : work_.pages.data() + (layer - first_layer_) * PagesLayerBytes();
+}
+std::byte* SegmentBuild::BlockAt(uint64_t b, uint32_t layer) const {
+  if (stays()) return blocks_[b]->pages() + layer * BlockLayerBytes();
+  return work_.pages.data() + layers_at_once_ * PagesLayerBytes() +
+         ((layer - first_layer_) * block_count_ + b) * BlockLayerBytes();
 }
 
 absl::Status SegmentBuild::Run(absl::FunctionRef<absl::Status()> proceed) {
-  ATTND_RETURN_IF_ERROR(PinAll());
-  const uint32_t at_once = LayersAtOnce();
-  if (at_once == 0) {
-    return absl::ResourceExhaustedError(
-        "building a segment needs more scratch memory than a stream of the device has");
-  }
-  for (uint32_t first = 0; first < shape_.layers; first += at_once) {
+  ATTND_RETURN_IF_ERROR(TakeMemory());
+  for (uint32_t first = 0; first < shape_.layers; first += layers_at_once_) {
     ATTND_RETURN_IF_ERROR(proceed());
-    const uint32_t count = std::min(at_once, shape_.layers - first);
+    const uint32_t count = std::min(layers_at_once_, shape_.layers - first);
+    first_layer_ = first;
     ATTND_RETURN_IF_ERROR(OfDevice(UploadLayers(first, count)));
     ATTND_RETURN_IF_ERROR(OfDevice(BuildLayers(first, count)));
     ATTND_RETURN_IF_ERROR(TakeLayers(first, count));
   }
+  if (!stays()) return absl::OkStatus();
   // Only now: a segment that is given up will be built by others, with other clusters.
   for (uint32_t layer = 0; layer < shape_.layers; ++layer) {
     segment_->RaiseTokens(layer, builder_->segment().tokens());
@@ -66,11 +81,34 @@ absl::Status SegmentBuild::Run(absl::FunctionRef<absl::Status()> proceed) {
   return absl::OkStatus();
 }
 
+absl::Status SegmentBuild::TakeMemory() {
+  layers_at_once_ = LayersAtOnce();
+  if (layers_at_once_ == 0) {
+    return absl::ResourceExhaustedError(
+        "building a segment needs more scratch memory than a stream of the device has");
+  }
+  absl::Status pinned = PinAll();
+  if (!absl::IsResourceExhausted(pinned)) return pinned;
+  uploader_.Release();
+  return BorrowForLayers();
+}
+
+absl::Status SegmentBuild::BorrowForLayers() {
+  const uint64_t pages_bytes = PagesLayerBytes() + block_count_ * BlockLayerBytes();
+  while (true) {
+    auto work = store_->Borrow(layers_at_once_ * IndexLayerBytes(), layers_at_once_ * pages_bytes);
+    if (work.ok()) {
+      work_ = *std::move(work);
+      return absl::OkStatus();
+    }
+    if (layers_at_once_ == 1) return work.status();
+    layers_at_once_ /= 2;
+  }
+}
+
 absl::Status SegmentBuild::PinAll() {
-  const uint64_t blocks =
-      (first_row_ + uint64_t{builder_->segment().tokens()} - 1) / kTailBlockTokens + 1;
   std::vector<std::shared_ptr<DeviceCopyStore::Copy>> copies = {store_->Find(builder_->segment())};
-  for (uint64_t b = 0; b < blocks; ++b) {
+  for (uint64_t b = 0; b < block_count_; ++b) {
     copies.push_back(store_->Find(*builder_->view().tail[b], shape_.layers));
   }
   std::vector<Resident*> residents;
@@ -97,11 +135,13 @@ absl::Status SegmentBuild::UploadLayers(uint32_t first, uint32_t count) {
   const SequenceView& view = builder_->view();
   const uint64_t end = first_row_ + uint64_t{builder_->segment().tokens()};
   for (uint32_t layer = first; layer < first + count; ++layer) {
-    for (uint64_t b = 0; b < blocks_.size(); ++b) {
+    for (uint64_t b = 0; b < block_count_; ++b) {
       const auto tokens =
           static_cast<uint32_t>(std::min<uint64_t>(kTailBlockTokens, end - b * kTailBlockTokens));
-      ATTND_RETURN_IF_ERROR(uploader_.UploadTokens(blocks_[b], *view.tail[b], shape_, layer, tokens,
-                                                   /*later=*/nullptr));
+      ATTND_RETURN_IF_ERROR(
+          stays() ? uploader_.UploadTokens(blocks_[b], *view.tail[b], shape_, layer, tokens,
+                                           /*later=*/nullptr)
+                  : uploader_.SendTokens(BlockAt(b, layer), *view.tail[b], shape_, layer, tokens));
     }
   }
   ATTND_RETURN_IF_ERROR(context_->Flush());  // the input buffer is wanted for the jobs
@@ -113,26 +153,25 @@ absl::Status SegmentBuild::UploadLayers(uint32_t first, uint32_t count) {
 uint64_t SegmentBuild::WriteJobs(uint32_t first, uint32_t count) {
   const Segment& segment = builder_->segment();
   const IndexLayout& layout = segment.layout();
-  const uint64_t block_layer_bytes = builder_->view().tail[0]->size() / shape_.layers;
   auto* jobs = reinterpret_cast<IndexJob*>(context_->input());
   const uint64_t lists = count * sizeof(IndexJob);
-  const uint64_t list_bytes = blocks_.size() * sizeof(const std::byte*);
+  const uint64_t list_bytes = block_count_ * sizeof(const std::byte*);
   for (uint32_t i = 0; i < count; ++i) {
-    const uint64_t layer = first + i;
+    const uint32_t layer = first + i;
     const uint64_t list = lists + i * list_bytes;
     auto* pages = reinterpret_cast<const std::byte**>(context_->input() + list);
-    for (const Resident* block : blocks_) *pages++ = block->pages() + layer * block_layer_bytes;
+    for (uint64_t b = 0; b < block_count_; ++b) *pages++ = BlockAt(b, layer);
     IndexJob& job = jobs[i] = IndexJob{};
     job.tail_blocks = reinterpret_cast<const std::byte* const*>(context_->device_input() + list);
-    job.tail_block_head_bytes = block_layer_bytes / shape_.kv_heads;
+    job.tail_block_head_bytes = BlockLayerBytes() / shape_.kv_heads;
     job.first_row = first_row_;
     job.tokens = segment.tokens();
     job.unclustered = segment.unclustered();
     job.max_clusters = layout.clusters.room;
     job.max_groups = layout.groups.room;
     job.kv_heads = shape_.kv_heads;
-    job.index = segment_->index() + layer * IndexLayerBytes();
-    job.pages = segment_->pages() + layer * PagesLayerBytes();
+    job.index = IndexAt(layer);
+    job.pages = PagesAt(layer);
     job.index_head_bytes = layout.head_bytes;
     job.pages_head_bytes = segment.pages_head_bytes();
     job.offsets = OffsetsOf(layout);
@@ -154,7 +193,7 @@ absl::Status SegmentBuild::BuildLayers(uint32_t first, uint32_t count) {
 absl::Status SegmentBuild::FetchLayers(uint32_t first, uint32_t count) {
   const uint64_t head_bytes = builder_->segment().layout().head_bytes;
   const uint64_t heads = uint64_t{count} * shape_.kv_heads, at_once = HeadsFetchedAtOnce();
-  const std::byte* from = segment_->index() + first * IndexLayerBytes();
+  const std::byte* from = IndexAt(first);
   std::byte* to = builder_->index_head(first, 0);
   for (uint64_t head = 0; head < heads; head += at_once) {
     const uint64_t bytes = std::min(at_once, heads - head) * head_bytes;

@@ -2,7 +2,8 @@
 //
 // SegmentBuild: builds a segment on the device, whole layers at a time. The host takes the index
 // that the device has built, and orders its own payload by that index. What the device has built
-// stays there as the segment's device copy.
+// stays there as the segment's device copy; where there is no room for that, layers are built in
+// memory that is given back, and steps upload the index as they upload any other.
 #ifndef ATTND_GPU_INDEX_SEGMENT_BUILD_H_
 #define ATTND_GPU_INDEX_SEGMENT_BUILD_H_
 
@@ -34,8 +35,16 @@ class SegmentBuild {
   bool device_failed() const { return device_failed_; }
 
  private:
+  // Finds memory for all that stays, or for the work alone.
+  absl::Status TakeMemory();
   absl::Status PinAll();
-  uint32_t LayersAtOnce() const;
+  absl::Status BorrowForLayers();
+  bool stays() const { return segment_ != nullptr; }
+  // Where a layer of the running batch, and of tail block b, lies on the device.
+  std::byte* IndexAt(uint32_t layer) const;
+  std::byte* PagesAt(uint32_t layer) const;
+  std::byte* BlockAt(uint64_t b, uint32_t layer) const;
+  uint32_t LayersAtOnce() const;  // as streams have room for
   uint64_t HeadsFetchedAtOnce() const;
   absl::Status UploadLayers(uint32_t first, uint32_t count);
   uint64_t WriteJobs(uint32_t first, uint32_t count);
@@ -47,6 +56,7 @@ class SegmentBuild {
 
   uint64_t IndexLayerBytes() const;
   uint64_t PagesLayerBytes() const;
+  uint64_t BlockLayerBytes() const;
   uint64_t JobBytes() const;  // of one layer in the input buffer
 
   attention::SegmentBuilder* const builder_;
@@ -54,10 +64,16 @@ class SegmentBuild {
   StreamContext* const context_;
   attention::WorkerPool* const workers_;
   const ModelShape& shape_;
-  const uint32_t first_row_;  // place of the segment's first token in the first tail block
+  const uint32_t first_row_;    // place of the segment's first token in the first tail block
+  const uint64_t block_count_;  // tail blocks with the segment's tokens
   Uploader uploader_;
+  uint32_t layers_at_once_ = 0;
+  // If what is built stays:
   Resident* segment_ = nullptr;
-  std::vector<Resident*> blocks_;  // tail blocks with the segment's tokens
+  std::vector<Resident*> blocks_;
+  // If not, for a batch's layers: their indexes; their pages, and then their tail blocks.
+  DeviceCopyStore::WorkMemory work_;
+  uint32_t first_layer_ = 0;  // of the running batch
   IndexJob first_job_{};
   bool device_failed_ = false;
 };

@@ -17,9 +17,9 @@ namespace {
 
 // Residents that were not used for so long make room for others' before a cache of pages does.
 constexpr std::chrono::seconds kIdle{10};
-// One part in so many of the page memory stays for tails and for segments that are being built when
-// there is a cache.
-constexpr uint64_t kCacheShare = 8;
+// Shares of the page memory, one part in so many, that a cache leaves for tails and for building:
+// at first, and at most.
+constexpr uint64_t kReserveShare = 8, kReserveShareMost = 2;
 
 }  // namespace
 
@@ -52,6 +52,13 @@ class DeviceCopyStore::Copy : public DeviceCopy {
  private:
   const std::shared_ptr<DeviceCopyStore> store_;
 };
+
+DeviceCopyStore::DeviceCopyStore(std::shared_ptr<Device> device, std::unique_ptr<Arena> pages,
+                                 std::unique_ptr<Arena> index)
+    : device_(std::move(device)),
+      pages_(std::move(pages)),
+      index_(std::move(index)),
+      reserve_(pages_->capacity() / kReserveShare) {}
 
 std::shared_ptr<DeviceCopyStore::Copy> DeviceCopyStore::Find(const attention::Segment& segment) {
   const attention::PageGeometry pages(segment.shape());
@@ -100,6 +107,15 @@ absl::Status DeviceCopyStore::Pin(std::span<const std::shared_ptr<Copy>> copies,
   return absl::OkStatus();
 }
 
+absl::StatusOr<DeviceCopyStore::WorkMemory> DeviceCopyStore::Borrow(uint64_t index_bytes,
+                                                                    uint64_t pages_bytes) {
+  MutexLock lock(mutex_);
+  WorkMemory memory;
+  ATTND_ASSIGN_OR_RETURN(memory.pages, Allocate(pages_.get(), pages_bytes));
+  ATTND_ASSIGN_OR_RETURN(memory.index, Allocate(index_.get(), index_bytes));
+  return memory;
+}
+
 std::shared_ptr<PageCache> DeviceCopyStore::CacheOf(uint32_t page_bytes) {
   MutexLock lock(mutex_);
   // As others' pins may have been in the way when pages were left in host memory.
@@ -143,12 +159,35 @@ absl::StatusOr<std::shared_ptr<Resident>> DeviceCopyStore::Make(const Sizes& siz
 absl::StatusOr<Arena::Allocation> DeviceCopyStore::Allocate(Arena* arena, uint64_t bytes) {
   if (bytes == 0) return Arena::Allocation();
   absl::StatusOr<Arena::Allocation> allocation = arena->Allocate(bytes);
+  if (allocation.ok()) return allocation;
+  // A cache that leaves too little makes room for a smaller one.
+  if (arena == pages_.get() && cache_ != nullptr && ReserveFor(bytes)) cache_.reset();
+  const uint64_t cache_bytes =
+      arena == pages_.get() && cache_ != nullptr ? cache_->memory_bytes() : 0;
+  allocation = arena->Allocate(bytes);
   // What the whole arena could not hold is no reason to empty it.
-  while (!allocation.ok() && bytes <= arena->capacity() &&
+  while (!allocation.ok() && bytes <= arena->capacity() - cache_bytes &&
          EvictOldest(arena, Clock::duration::zero())) {
     allocation = arena->Allocate(bytes);
   }
   return allocation;
+}
+
+uint64_t DeviceCopyStore::PinnedPageBytes() const {
+  uint64_t bytes = 0;
+  for (const Copy* copy : order_) {
+    const bool pinned = copy->resident.use_count() > 1 && copy->resident->pages() != nullptr;
+    if (pinned) bytes += copy->sizes.pages_bytes;
+  }
+  return bytes;
+}
+
+bool DeviceCopyStore::ReserveFor(uint64_t bytes) {
+  const uint64_t pinned = PinnedPageBytes() + bytes;
+  const uint64_t most = pages_->capacity() / kReserveShareMost;
+  if (pinned <= reserve_ || reserve_ == most) return false;
+  reserve_ = std::min(most, std::max(2 * reserve_, pinned));
+  return true;
 }
 
 bool DeviceCopyStore::EvictOldest(const Arena* arena, Clock::duration idle) {
@@ -189,14 +228,8 @@ bool DeviceCopyStore::MakeRoom(std::span<const std::shared_ptr<Copy>> copies) {
 }
 
 bool DeviceCopyStore::StartCache(uint32_t page_bytes) {
-  const uint64_t bytes = pages_->capacity() / kCacheShare * (kCacheShare - 1);
-  uint64_t pinned = 0;
-  for (const Copy* copy : order_) {
-    const bool held = copy->resident.use_count() > 1 && copy->resident->pages() != nullptr;
-    if (held) pinned += copy->sizes.pages_bytes;
-  }
-  if (pinned > pages_->capacity() - bytes) return false;  // before anything is given up
-  absl::StatusOr<Arena::Allocation> memory = Allocate(pages_.get(), bytes);
+  if (PinnedPageBytes() > reserve_) return false;  // before anything is given up
+  absl::StatusOr<Arena::Allocation> memory = Allocate(pages_.get(), pages_->capacity() - reserve_);
   if (!memory.ok()) return false;
   absl::StatusOr<std::shared_ptr<PageCache>> cache =
       PageCache::Create(device_.get(), *std::move(memory), page_bytes);

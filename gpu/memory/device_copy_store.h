@@ -80,8 +80,7 @@ enum class PagesIn { kDeviceMemory, kAnyMemory };
 class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
  public:
   DeviceCopyStore(std::shared_ptr<Device> device, std::unique_ptr<Arena> pages,
-                  std::unique_ptr<Arena> index)
-      : device_(std::move(device)), pages_(std::move(pages)), index_(std::move(index)) {}
+                  std::unique_ptr<Arena> index);
 
   // The device copy of a segment or tail block, with or without memory at the moment. Whoever keeps
   // it need not find it again as long as the segment or block lives.
@@ -95,6 +94,12 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   // resident has been given up; `pins` then has those of the copies before.
   absl::Status Pin(std::span<const std::shared_ptr<Copy>> copies, PagesIn pages_in,
                    std::vector<std::shared_ptr<Resident>>* pins);
+
+  // Memory for work that leaves no copies behind. ResourceExhausted as Pin.
+  struct WorkMemory {
+    Arena::Allocation index, pages;
+  };
+  absl::StatusOr<WorkMemory> Borrow(uint64_t index_bytes, uint64_t pages_bytes);
 
   // The cache of pages of so many bytes; null if there is none, or one of other pages: pages in
   // host memory are then read where they lie.
@@ -130,6 +135,11 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   // last used at least `idle` ago. False if there is none.
   bool EvictOldest(const Arena* arena, Clock::duration idle) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void GiveUp(Copy* copy) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Of page memory that cannot be given up now.
+  uint64_t PinnedPageBytes() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Raises what a cache is to leave, for so many bytes beside what is pinned. False if it leaves
+  // that much already, or as much as it ever will.
+  bool ReserveFor(uint64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether the page memory has room for all pages of the copies, after giving up what is idle.
   bool MakeRoom(std::span<const std::shared_ptr<Copy>> copies)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -146,6 +156,7 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   mutable Mutex mutex_;
   Order order_ ABSL_GUARDED_BY(mutex_);  // copies with a resident, the most recently used last
   std::shared_ptr<PageCache> cache_ ABSL_GUARDED_BY(mutex_);  // null: pages have all of the memory
+  uint64_t reserve_ ABSL_GUARDED_BY(mutex_);                  // page memory that a cache leaves
   uint64_t in_host_memory_ ABSL_GUARDED_BY(mutex_) = 0;       // residents whose pages are
   uint64_t next_page_ ABSL_GUARDED_BY(mutex_) = 1;            // number that no segment has had
 };

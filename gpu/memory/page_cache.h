@@ -44,6 +44,7 @@ class PageCache {
                                                            uint32_t page_bytes);
 
   uint32_t page_bytes() const { return ref_.page_bytes; }
+  uint64_t memory_bytes() const { return memory_.bytes(); }
   uint64_t frames() const { return uint64_t{ref_.set_count} * kCacheWays; }
 
  private:

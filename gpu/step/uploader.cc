@@ -18,8 +18,8 @@ using attention::TailBlock;
 
 // Rows of tokens [begin, end) of one head of a tail block: for each page its keys and its values,
 // or all of it.
-void AddRows(const PageGeometry& geometry, const std::byte* from, std::byte* to, uint32_t begin,
-             uint32_t end, std::vector<Upload>* rows) {
+void AddHeadRows(const PageGeometry& geometry, const std::byte* from, std::byte* to, uint32_t begin,
+                 uint32_t end, std::vector<Upload>* rows) {
   while (begin < end) {
     const uint32_t page_end = std::min(end, (begin / kPageTokens + 1) * kPageTokens);
     const uint32_t tokens = page_end - begin;
@@ -32,6 +32,16 @@ void AddRows(const PageGeometry& geometry, const std::byte* from, std::byte* to,
       rows->push_back({to + value, from + value, tokens * geometry.value_row_bytes});
     }
     begin = page_end;
+  }
+}
+
+// The same of all heads of a layer. to: the block's layer.
+void AddRows(const TailBlock& block, const ModelShape& shape, uint32_t layer, std::byte* to,
+             uint32_t begin, uint32_t end, std::vector<Upload>* rows) {
+  const PageGeometry geometry(shape);
+  const uint64_t head_bytes = block.size() / shape.layers / shape.kv_heads;
+  for (uint32_t head = 0; head < shape.kv_heads; ++head) {
+    AddHeadRows(geometry, block.pages(layer, head), to + head * head_bytes, begin, end, rows);
   }
 }
 
@@ -77,14 +87,24 @@ absl::Status Uploader::UploadTokens(Resident* resident, const TailBlock& block,
   if (begin == 0 && tokens == kTailBlockTokens) {
     return context_->Send(to, block.pages(layer, 0), layer_bytes);
   }
-  const PageGeometry geometry(shape);
   std::vector<Upload> now;
-  std::vector<Upload>* const rows = later != nullptr ? later : &now;
-  for (uint32_t head = 0; head < shape.kv_heads; ++head) {
-    AddRows(geometry, block.pages(layer, head), to + head * (layer_bytes / shape.kv_heads), begin,
-            tokens, rows);
+  AddRows(block, shape, layer, to, begin, tokens, later != nullptr ? later : &now);
+  return SendAll(now);
+}
+
+absl::Status Uploader::SendTokens(std::byte* to, const TailBlock& block, const ModelShape& shape,
+                                  uint32_t layer, uint32_t tokens) {
+  CHECK_LE(tokens, kTailBlockTokens);
+  if (tokens == kTailBlockTokens) {
+    return context_->Send(to, block.pages(layer, 0), block.size() / shape.layers);
   }
-  for (const Upload& row : now) {
+  std::vector<Upload> rows;
+  AddRows(block, shape, layer, to, 0, tokens, &rows);
+  return SendAll(rows);
+}
+
+absl::Status Uploader::SendAll(std::span<const Upload> rows) {
+  for (const Upload& row : rows) {
     ATTND_RETURN_IF_ERROR(context_->Send(row.to, row.from, row.bytes));
   }
   return absl::OkStatus();

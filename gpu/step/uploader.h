@@ -49,6 +49,11 @@ class Uploader {
                             const ModelShape& shape, uint32_t layer, uint32_t tokens,
                             std::vector<Upload>* later);
 
+  // Sends the first `tokens` tokens of a layer of a tail block, which must have been written, to
+  // `to`, which has room for the block's layer.
+  absl::Status SendTokens(std::byte* to, const attention::TailBlock& block, const ModelShape& shape,
+                          uint32_t layer, uint32_t tokens);
+
   // To be called after the stream's work has ended: notes that the tokens uploaded since the last
   // call are on the device.
   void SetArrived();
@@ -67,6 +72,8 @@ class Uploader {
     uint32_t layer;
     uint32_t tokens;
   };
+
+  absl::Status SendAll(std::span<const Upload> rows);
 
   DeviceCopyStore* const store_;
   StreamContext* const context_;

@@ -50,8 +50,8 @@ constexpr int kHistoryRounds = 25;
 
 class CudaEngine : public testing::Test {
  protected:
-  void Start(const CudaBackendOptions& options = SmallOptions()) {
-    FakeBackend fake = MakeFakeBackend(options);
+  void Start(const CudaBackendOptions& options = SmallOptions(), bool maps_host_memory = false) {
+    FakeBackend fake = MakeFakeBackend(options, maps_host_memory);
     control_ = fake.control;
     auto engine = Engine::Create(engine::test::SmallOptions(), std::move(fake.backend), nullptr);
     ASSERT_TRUE(engine.ok()) << engine.status();
@@ -264,6 +264,36 @@ TEST_F(CudaEngine, AnIndexIsFetchedInPieces) {
   EXPECT_EQ(FinishPrefill(&sequence).segmented_tokens, 512u);
   EXPECT_EQ(control_->builds(), 1u * many_heads.layers);
   EXPECT_TRUE(MatchesModel(&sequence, &random_));
+}
+
+// A sequence has 3 MiB of pages and more: its long segment is built a layer at a time in memory
+// that is given back, and all are read where they lie.
+TEST_F(CudaEngine, ASequenceMayBeLargerThanTheDevice) {
+  CudaBackendOptions options = SmallOptions();
+  options.page_memory_bytes = uint64_t{2700} << 10;
+  Start(options, /*maps_host_memory=*/true);
+  TestSequence sequence = Open(PolicyOf("error-target"));
+  Prefill(&sequence, 3300, &random_);
+  EXPECT_GE(FinishPrefill(&sequence).segmented_tokens, 3072u);
+  EXPECT_GE(control_->builds(), 4u * shape_.layers);
+  EXPECT_TRUE(MatchesModel(&sequence, &random_));
+  EXPECT_GT(control_->mapped_bytes(), 0u);
+  EXPECT_GT(stats().cache.bytes, 0u);
+  absl::StatusOr<TestSequence> fork = Fork(sequence, 3200);
+  ASSERT_TRUE(fork.ok()) << fork.status();
+  for (int round = 0; round < 2; ++round) {
+    Generate(&sequence, 20, &random_, /*check=*/false);
+    Generate(&*fork, 20, &random_, /*check=*/false);
+  }
+  Truncate(&sequence, 3230);
+  EXPECT_TRUE(MatchesModel(&sequence, &random_));
+  EXPECT_TRUE(MatchesModel(&*fork, &random_));
+  EXPECT_EQ(stats().fallback_steps, 0u);
+  ASSERT_TRUE(engine_->Close(kTenant, sequence.id).ok());
+  ASSERT_TRUE(engine_->Close(kTenant, fork->id).ok());
+  EXPECT_EQ(control_->mapped_bytes(), 0u);
+  engine_.reset();
+  EXPECT_EQ(control_->mapped_bytes(), 0u);
 }
 
 TEST_F(CudaEngine, ModelsWithoutKernelsAreRefusedWhenOpened) {
