@@ -50,6 +50,12 @@ class IdleDevice : public gpu::Device {
     return Map(bytes, PROT_READ | PROT_WRITE);
   }
   void FreePinned(std::byte* memory) override { Unmap(memory); }
+  bool maps_host_memory() const override { return false; }
+  absl::Status MapHostMemory(const std::byte* /*memory*/, size_t /*bytes*/) override {
+    return absl::ResourceExhaustedError("the idle device maps nothing");
+  }
+  void UnmapHostMemory(const std::byte* /*memory*/) override {}
+  absl::Status Clear(std::byte* /*memory*/, size_t /*bytes*/) override { return absl::OkStatus(); }
   absl::StatusOr<std::unique_ptr<gpu::Stream>> NewStream() override {
     return std::make_unique<IdleStream>();
   }

@@ -70,6 +70,14 @@ class TimedDevice : public gpu::Device {
     return device_->AllocatePinned(bytes);
   }
   void FreePinned(std::byte* memory) override { device_->FreePinned(memory); }
+  bool maps_host_memory() const override { return device_->maps_host_memory(); }
+  absl::Status MapHostMemory(const std::byte* memory, size_t bytes) override {
+    return device_->MapHostMemory(memory, bytes);
+  }
+  void UnmapHostMemory(const std::byte* memory) override { device_->UnmapHostMemory(memory); }
+  absl::Status Clear(std::byte* memory, size_t bytes) override {
+    return device_->Clear(memory, bytes);
+  }
   absl::StatusOr<std::unique_ptr<gpu::Stream>> NewStream() override {
     ATTND_ASSIGN_OR_RETURN(auto stream, device_->NewStream());
     return std::make_unique<TimedStream>(std::move(stream), times_);
