@@ -132,7 +132,7 @@ class Decoding {
         AppendChunk(ids_.back(), at, from, count);
         at += count;
       }
-      Must(engine_->FinishPrefill("", ids_.back(), kWriter, nullptr).status());
+      Must(engine_->FinishPrefill("", kWriter, ids_.back(), nullptr).status());
     }
     const auto info = Must(engine_->Info("", ids_.back()));
     std::printf("%u x %llu tokens of %u layers: %.1f s of appending and building, %llu segments\n",
@@ -200,7 +200,7 @@ class Decoding {
     chunk.v = view(capture_.v);
     chunk.may_wait = true;
     for (; chunk.layer < shape_.layers; ++chunk.layer) {
-      Must(engine_->Append("", id, kWriter, chunk));
+      Must(engine_->Append("", kWriter, id, chunk));
     }
   }
 

@@ -116,6 +116,11 @@ absl::StatusOr<DeviceCopyStore::WorkMemory> DeviceCopyStore::Borrow(uint64_t ind
   return memory;
 }
 
+bool DeviceCopyStore::MakeCache(uint32_t page_bytes) {
+  MutexLock lock(mutex_);
+  return cache_ == nullptr && device_->maps_host_memory() && StartCache(page_bytes);
+}
+
 std::shared_ptr<PageCache> DeviceCopyStore::CacheOf(uint32_t page_bytes) {
   MutexLock lock(mutex_);
   // As others' pins may have been in the way when pages were left in host memory.

@@ -101,6 +101,10 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   };
   absl::StatusOr<WorkMemory> Borrow(uint64_t index_bytes, uint64_t pages_bytes);
 
+  // To be called without pins when copies that are pinned together, segments and then tail blocks,
+  // do not fit beside each other. Whether a cache of pages has been made, with which they may.
+  bool MakeCache(uint32_t page_bytes);
+
   // The cache of pages of so many bytes; null if there is none, or one of other pages: pages in
   // host memory are then read where they lie.
   std::shared_ptr<PageCache> CacheOf(uint32_t page_bytes);

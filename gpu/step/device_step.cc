@@ -101,7 +101,8 @@ absl::Status DeviceStep::RunRow(uint32_t number) {
     uploader_.ForgetSince(mark);
     if (writer_.empty()) {  // alone it does not fit either
       uploader_.Release();
-      LeaveOver(number);
+      const uint32_t page_bytes = own.history->page_bytes();
+      if (pinned.ok() || !store_->MakeCache(page_bytes)) LeaveOver(number);
     } else {
       ATTND_RETURN_IF_ERROR(RunWave());
     }

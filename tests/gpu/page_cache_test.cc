@@ -313,6 +313,17 @@ TEST_P(PageCacheSteps, ResidentsMakeRoom) {
   }
 }
 
+// The segments fit, and then the tail does not.
+TEST_P(PageCacheSteps, ATailMakesRoom) {
+  TestSequence sequence = HostSequence(0, GetParam());
+  const uint64_t segments = 2048 * uint64_t{1024};  // bytes of pages
+  const FakeBackend fake = MakeFakeBackend(OfPages(segments + 4096), true);
+  const std::vector<TestRow> rows = RowsOf(&sequence, 0);
+  EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
+  EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
+  EXPECT_GT(fake.backend->stats().cache.bytes, 0u);
+}
+
 // The rows before the one that does not fit have pinned what would have to make room: they are
 // answered first.
 TEST_P(PageCacheSteps, ABatchThatDoesNotFitIsAnsweredInWaves) {
