@@ -126,7 +126,8 @@ struct BackendStats {
     uint64_t fetched = 0;      // of them, that were missed and copied into the cache
     uint64_t in_place = 0;     // of them, that found no frame and were read where they lie
     uint64_t host_tokens = 0;  // chosen tokens (of a KV head) of the last two
-    uint64_t bytes = 0;        // of the cache now; 0 while everything fits the device
+    uint64_t fetched_bytes = 0;
+    uint64_t bytes = 0;  // of the cache now; 0 while everything fits the device
   };
   PageCache cache;
   uint64_t steps = 0;           // answered, by the device or by the CPU

@@ -44,11 +44,12 @@ enum Option : int {
   kMemory = 'R',
   kPageMemory = 'P',
   kGpuMemory = 'G',
+  kGpuPageMemory = 'H',
   kJson = 'j',
   kHelp = 'h',
 };
 
-constexpr std::array<option, 23> kOptions = {{
+constexpr std::array<option, 24> kOptions = {{
     {"data-dir", required_argument, nullptr, kDataDir},
     {"server", required_argument, nullptr, kServer},
     {"tenant", required_argument, nullptr, kTenant},
@@ -69,6 +70,7 @@ constexpr std::array<option, 23> kOptions = {{
     {"memory", required_argument, nullptr, kMemory},
     {"page-memory", required_argument, nullptr, kPageMemory},
     {"gpu-memory", required_argument, nullptr, kGpuMemory},
+    {"gpu-page-memory", required_argument, nullptr, kGpuPageMemory},
     {"json", no_argument, nullptr, kJson},
     {"help", no_argument, nullptr, kHelp},
     {nullptr, 0, nullptr, 0},
@@ -92,7 +94,7 @@ constexpr std::array<Command, 11> kCommands = {{
     {"seal", "st", 1, 1, true},
     {"drop", "st", 1, 1, true},
     {"import", "stnk", 1, 1, false},
-    {"size", "MicqgDxRPG", 0, 0, false},
+    {"size", "MicqgDxRPGH", 0, 0, false},
     {"help", "", 0, 0, false},
 }};
 
@@ -155,8 +157,10 @@ absl::Status TakeSizeOption(int letter, const std::string& value, CommandLine* l
       return TakeBytes(letter, value, &line->memory_bytes);
     case kPageMemory:
       return TakeBytes(letter, value, &line->page_memory_bytes);
-    default:
+    case kGpuMemory:
       return TakeBytes(letter, value, &line->gpu_memory_bytes);
+    default:
+      return TakeBytes(letter, value, &line->gpu_page_memory_bytes);
   }
 }
 
@@ -171,6 +175,7 @@ absl::Status TakeOption(int letter, const std::string& value, CommandLine* line)
     case kMemory:
     case kPageMemory:
     case kGpuMemory:
+    case kGpuPageMemory:
       return TakeSizeOption(letter, value, line);
     case kDataDir:
       if (value.empty()) return Wrong("--data-dir is empty");
@@ -344,14 +349,14 @@ On a data folder (reads only, and may run beside the server, unless it says othe
 On nothing:
   attnctl size --model config.json --context N --sequences N [--generated N] [--token-ids]
       [--dtype bf16|fp16|fp32] [--index NAME] [--memory BYTES] [--page-memory BYTES]
-      [--gpu-memory BYTES]
+      [--gpu-memory BYTES] [--gpu-page-memory BYTES]
       what so many sequences of a model take and where that lies, what a step reads of one, how long
       indexing takes on this machine, and what does not fit (exit status 1). Numbers of tokens may
       end with k: 128k is 131072; BYTES with KiB, MiB, GiB, TiB. The model's file is a Hugging Face
       config.json. --context: tokens of each prompt, --generated: of each answer; --token-ids:
-      prompts come with ids; --index: tree, if not given; --memory, --page-memory, --gpu-memory: as
-      the server's memory_budget_bytes, page_memory_bytes, device_memory_bytes. Without
-      --gpu-memory the CPU answers
+      prompts come with ids; --index: tree, if not given; --memory, --page-memory, --gpu-memory,
+      --gpu-page-memory: as the server's memory_budget_bytes, page_memory_bytes,
+      device_memory_bytes, device_page_memory_bytes. Without --gpu-memory the CPU answers
 
 On a running server (ADDRESS: unix:PATH or HOST:PORT; without --tenant the tenant ""):
   attnctl list --server ADDRESS [--tenant T]

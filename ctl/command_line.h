@@ -31,6 +31,7 @@ struct CommandLine {
   uint64_t memory_bytes = 0;
   uint64_t page_memory_bytes = 0;
   uint64_t gpu_memory_bytes = 0;
+  uint64_t gpu_page_memory_bytes = 0;
   bool segments = false;
   bool token_ids = false;
   bool all = false;

@@ -211,6 +211,7 @@ absl::StatusOr<Outcome> RunSize(const CommandLine& line) {
   load.memory_bytes = line.memory_bytes;
   load.page_memory_bytes = line.page_memory_bytes;
   load.gpu_memory_bytes = line.gpu_memory_bytes;
+  load.gpu_page_memory_bytes = line.gpu_page_memory_bytes;
   ATTND_ASSIGN_OR_RETURN(const LoadSize size, SizeOf(load));
   const auto time = MeasureIndexing(load.shape, load.indexes, load.segment_tokens);
   if (!time.ok() && !absl::IsUnimplemented(time.status())) return time.status();

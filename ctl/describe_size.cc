@@ -93,7 +93,11 @@ Value DescribePlaces(const Load& load, const LoadSize& size) {
   }
   places.Add("building a segment", "memory, at times", host.building_bytes);
   if (size.gpu.has_value()) {
-    places.Add("copies of pages", "GPU", size.gpu->pages_bytes)
+    const bool cached = size.gpu->cache_bytes > 0;
+    places
+        .Add(cached ? "a cache of pages" : "copies of pages", "GPU",
+             cached ? size.gpu->cache_bytes : size.gpu->pages_bytes)
+        .Add("copies of tails", "GPU", size.gpu->tail_bytes)
         .Add("copies of indexes", "GPU", size.gpu->index_bytes);
   }
   return places.Take();
@@ -104,11 +108,17 @@ void AddMissing(const char* what, uint64_t bytes, Value* rows) {
   rows->Add(Value::Object().Set("where", what).Set("bytes", bytes).Set("size", BytesText(bytes)));
 }
 
+// Of the segments' keys and values, what the GPU's memory holds at a time.
+double GpuShare(const GpuSize& gpu) {
+  if (gpu.cache_bytes == 0) return 1;
+  return static_cast<double>(gpu.cache_bytes) / static_cast<double>(gpu.pages_bytes);
+}
+
 Value DescribeFit(const Load& load, const LoadSize& size) {
   Value missing = Value::List();
   AddMissing("memory budget", size.host.missing_bytes, &missing);
   if (size.gpu.has_value()) {
-    AddMissing("GPU memory for pages", size.gpu->pages_missing, &missing);
+    AddMissing("GPU memory for tails", size.gpu->tail_missing, &missing);
     AddMissing("GPU memory for indexes", size.gpu->index_missing, &missing);
   }
   Value fit = Value::Object();
@@ -117,6 +127,7 @@ Value DescribeFit(const Load& load, const LoadSize& size) {
   if (size.gpu.has_value()) {
     fit.Set("gpu_memory_bytes", load.gpu_memory_bytes)
         .Set("gpu_pages_capacity_bytes", size.gpu->pages_capacity)
+        .Set("gpu_pages_share", GpuShare(*size.gpu))
         .Set("gpu_index_capacity_bytes", size.gpu->index_capacity);
   }
   return fit.Set("fits", size.fits)

@@ -54,7 +54,11 @@ absl::Status CheckMemory(const Load& load) {
 }
 
 absl::Status CheckGpu(const Load& load) {
-  if (load.gpu_memory_bytes == 0) return absl::OkStatus();
+  if (load.gpu_memory_bytes == 0) {
+    return load.gpu_page_memory_bytes == 0
+               ? absl::OkStatus()
+               : WrongLoad("--gpu-page-memory is given without --gpu-memory");
+  }
   ATTND_RETURN_IF_ERROR(CheckCount("--gpu-memory", load.gpu_memory_bytes,
                                    gpu::kDeviceMemoryBytesMin, uint64_t{1} << 50));
   const ModelShape& shape = load.shape;
@@ -126,6 +130,8 @@ absl::StatusOr<SequenceSize> SequenceSizeOf(const Load& load) {
   }
   const CheckedSize tail = CheckedSize(size.cut.tail_blocks) * TailBlock::Bytes(load.shape);
   ATTND_ASSIGN_OR_RETURN(size.payload_bytes, Whole(payload));
+  ATTND_ASSIGN_OR_RETURN(size.tail_bytes, Whole(CheckedSize(needs.tail) * load.sequences));
+  ATTND_RETURN_IF_ERROR(Whole(CheckedSize(size.pages_bytes) + size.tail_bytes).status());
   ATTND_ASSIGN_OR_RETURN(size.index_bytes, Whole(index));
   ATTND_ASSIGN_OR_RETURN(size.file_books_bytes, Whole(file_books));
   ATTND_ASSIGN_OR_RETURN(size.early_bytes, Whole(early));
@@ -250,12 +256,12 @@ uint64_t FittingInMemory(const Load& load, const SequenceSize& sequence, const H
 // ---- a GPU ----
 
 struct GpuNeeds {
-  uint64_t pages = 0, index = 0;  // of a sequence
+  uint64_t pages = 0, tail = 0, index = 0;  // of a sequence
 };
 
 // Copies of segments and early segments as wholes, and of the tail blocks behind them.
 absl::StatusOr<GpuNeeds> GpuNeedsOf(const Load& load, const SequenceSize& sequence) {
-  CheckedSize pages, index;
+  CheckedSize pages, tail, index;
   for (const auto* list : {&sequence.cut.segments, &sequence.cut.early}) {
     for (const SegmentForm& form : *list) {
       pages += gpu::AlignedBytes(Segment::PayloadBytes(form));
@@ -263,9 +269,10 @@ absl::StatusOr<GpuNeeds> GpuNeedsOf(const Load& load, const SequenceSize& sequen
     }
   }
   const uint64_t blocks = engine::Tail::BlocksOf(sequence.cut.early_end, sequence.cut.length);
-  pages += CheckedSize(blocks) * gpu::AlignedBytes(TailBlock::Bytes(load.shape));
+  tail += CheckedSize(blocks) * gpu::AlignedBytes(TailBlock::Bytes(load.shape));
   GpuNeeds needs;
   ATTND_ASSIGN_OR_RETURN(needs.pages, Whole(pages));
+  ATTND_ASSIGN_OR_RETURN(needs.tail, Whole(tail));
   ATTND_ASSIGN_OR_RETURN(needs.index, Whole(index));
   return needs;
 }
@@ -274,16 +281,22 @@ absl::StatusOr<GpuSize> GpuSizeOf(const Load& load, const SequenceSize& sequence
                                   uint64_t* fitting) {
   ATTND_ASSIGN_OR_RETURN(const GpuNeeds needs, GpuNeedsOf(load, sequence));
   const gpu::StreamMemory stream = gpu::StreamMemoryOf(load.gpu_memory_bytes, gpu::kDeviceStreams);
-  const gpu::CopyMemory copies =
-      gpu::CopyMemoryOf(load.gpu_memory_bytes, gpu::kDeviceStreams, stream);
+  const gpu::CopyMemory copies = gpu::CopyMemoryOf(load.gpu_memory_bytes, gpu::kDeviceStreams,
+                                                   stream, load.gpu_page_memory_bytes);
   GpuSize size;
   ATTND_ASSIGN_OR_RETURN(size.pages_bytes, Whole(CheckedSize(needs.pages) * load.sequences));
   ATTND_ASSIGN_OR_RETURN(size.index_bytes, Whole(CheckedSize(needs.index) * load.sequences));
   size.pages_capacity = copies.pages_bytes / gpu::kDeviceAlignment * gpu::kDeviceAlignment;
   size.index_capacity = copies.index_bytes / gpu::kDeviceAlignment * gpu::kDeviceAlignment;
-  size.pages_missing = size.pages_bytes - std::min(size.pages_bytes, size.pages_capacity);
+  uint64_t tail_capacity = size.pages_capacity;
+  if (size.pages_bytes + size.tail_bytes > size.pages_capacity) {
+    tail_capacity /= gpu::kCacheReserveShareMost;
+    size.cache_bytes = size.pages_capacity - std::max(size.pages_capacity / gpu::kCacheReserveShare,
+                                                      std::min(size.tail_bytes, tail_capacity));
+  }
+  size.tail_missing = size.tail_bytes - std::min(size.tail_bytes, tail_capacity);
   size.index_missing = size.index_bytes - std::min(size.index_bytes, size.index_capacity);
-  *fitting = std::min({*fitting, Fitting(size.pages_capacity, needs.pages, 0, load.sequences),
+  *fitting = std::min({*fitting, Fitting(tail_capacity, needs.tail, 0, load.sequences),
                        Fitting(size.index_capacity, needs.index, 0, load.sequences)});
   return size;
 }

@@ -22,12 +22,13 @@ struct Load {
   attention::IndexSet indexes = attention::kTreeIndexes;
   uint32_t segment_tokens = engine::EngineOptions().segment_tokens;
   uint64_t sequences = 1;
-  uint64_t context_tokens = 0;     // of the prompt of each sequence
-  uint64_t generated_tokens = 0;   // by steps behind it
-  bool token_ids = false;          // whether prompts come with token ids
-  uint64_t memory_bytes = 0;       // the memory budget; 0: not said
-  uint64_t page_memory_bytes = 0;  // as ArchiveOptions
-  uint64_t gpu_memory_bytes = 0;   // 0: the CPU answers
+  uint64_t context_tokens = 0;         // of the prompt of each sequence
+  uint64_t generated_tokens = 0;       // by steps behind it
+  bool token_ids = false;              // whether prompts come with token ids
+  uint64_t memory_bytes = 0;           // the memory budget; 0: not said
+  uint64_t page_memory_bytes = 0;      // as ArchiveOptions
+  uint64_t gpu_memory_bytes = 0;       // 0: the CPU answers
+  uint64_t gpu_page_memory_bytes = 0;  // of it, for pages; 0: the backend's share
 };
 
 // The longest history that a server can be told to allow.
@@ -63,7 +64,11 @@ struct HostSize {
 
 // Bytes of all sequences on a GPU.
 struct GpuSize {
-  uint64_t pages_bytes = 0, pages_capacity = 0, pages_missing = 0;
+  // Keys and values: of segments, and of tails, which lie on the GPU in any case.
+  uint64_t pages_bytes = 0, tail_bytes = 0;
+  uint64_t pages_capacity = 0, tail_missing = 0;
+  // If not all fit: those of segments then stay in host memory, and so much is a cache of them.
+  uint64_t cache_bytes = 0;
   uint64_t index_bytes = 0, index_capacity = 0, index_missing = 0;
 };
 

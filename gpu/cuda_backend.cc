@@ -249,7 +249,9 @@ class CudaBackend : public Backend {
     stats.cache = {page_lookups_.load(std::memory_order_relaxed),
                    pages_fetched_.load(std::memory_order_relaxed),
                    pages_in_place_.load(std::memory_order_relaxed),
-                   host_tokens_.load(std::memory_order_relaxed), store_->cache_bytes()};
+                   host_tokens_.load(std::memory_order_relaxed),
+                   fetched_bytes_.load(std::memory_order_relaxed),
+                   store_->cache_bytes()};
     MutexLock lock(times_mutex_);
     stats.timed_steps = timed_steps_;
     stats.score_seconds = times_.score;
@@ -311,6 +313,7 @@ class CudaBackend : public Backend {
     pages_fetched_.fetch_add(pages.missed, std::memory_order_relaxed);
     pages_in_place_.fetch_add(pages.in_place, std::memory_order_relaxed);
     host_tokens_.fetch_add(pages.host_tokens, std::memory_order_relaxed);
+    fetched_bytes_.fetch_add(pages.fetched_bytes, std::memory_order_relaxed);
   }
 
   void AddTimes(const StageSeconds& seconds) {
@@ -334,7 +337,8 @@ class CudaBackend : public Backend {
   TransferCounts transfers_;
   std::atomic<uint64_t> steps_{0};
   std::atomic<uint64_t> fallback_steps_{0};
-  std::atomic<uint64_t> page_lookups_{0}, pages_fetched_{0}, pages_in_place_{0}, host_tokens_{0};
+  std::atomic<uint64_t> page_lookups_{0}, pages_fetched_{0}, pages_in_place_{0}, host_tokens_{0},
+      fetched_bytes_{0};
   std::atomic<bool> degraded_{false};
 
   mutable Mutex health_mutex_;

@@ -28,6 +28,7 @@ absl::StatusOr<std::unique_ptr<Backend>> MakeCuda(const ServerOptions& options,
   ATTND_ASSIGN_OR_RETURN(std::unique_ptr<gpu::Device> device, open_device());
   gpu::CudaBackendOptions cuda;
   cuda.device_memory_bytes = options.device_memory_bytes;
+  cuda.page_memory_bytes = options.device_page_memory_bytes;
   cuda.streams = std::min(options.step_workers, gpu::kStreamsMax);
   cuda.build_threads = options.index_threads;
   cuda.on_degraded = [](const absl::Status& status) {

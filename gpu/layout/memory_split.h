@@ -56,6 +56,10 @@ inline CopyMemory CopyMemoryOf(uint64_t device_bytes, uint32_t streams, const St
   return {copies / kIndexShare, copies - copies / kIndexShare};
 }
 
+// Of page memory, where it is a cache of pages in host memory: shares, one part in so many, that
+// the cache leaves for tails and for building, at first and at most.
+inline constexpr uint64_t kCacheReserveShare = 8, kCacheReserveShareMost = 2;
+
 }  // namespace attnd::gpu
 
 #endif  // ATTND_GPU_LAYOUT_MEMORY_SPLIT_H_

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "common/status.h"
+#include "gpu/layout/memory_split.h"
 
 namespace attnd::gpu {
 
@@ -17,9 +18,6 @@ namespace {
 
 // Residents that were not used for so long make room for others' before a cache of pages does.
 constexpr std::chrono::seconds kIdle{10};
-// Shares of the page memory, one part in so many, that a cache leaves for tails and for building:
-// at first, and at most.
-constexpr uint64_t kReserveShare = 8, kReserveShareMost = 2;
 
 }  // namespace
 
@@ -58,7 +56,7 @@ DeviceCopyStore::DeviceCopyStore(std::shared_ptr<Device> device, std::unique_ptr
     : device_(std::move(device)),
       pages_(std::move(pages)),
       index_(std::move(index)),
-      reserve_(pages_->capacity() / kReserveShare) {}
+      reserve_(pages_->capacity() / kCacheReserveShare) {}
 
 std::shared_ptr<DeviceCopyStore::Copy> DeviceCopyStore::Find(const attention::Segment& segment) {
   const attention::PageGeometry pages(segment.shape());
@@ -189,7 +187,7 @@ uint64_t DeviceCopyStore::PinnedPageBytes() const {
 
 bool DeviceCopyStore::ReserveFor(uint64_t bytes) {
   const uint64_t pinned = PinnedPageBytes() + bytes;
-  const uint64_t most = pages_->capacity() / kReserveShareMost;
+  const uint64_t most = pages_->capacity() / kCacheReserveShareMost;
   if (pinned <= reserve_ || reserve_ == most) return false;
   reserve_ = std::min(most, std::max(2 * reserve_, pinned));
   return true;

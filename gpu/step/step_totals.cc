@@ -115,6 +115,7 @@ void StepTotals::AddUnits(const StepWriter& writer, const RowPart& part, const s
       pages_since_ += unit->pages;
       pages_.looked_up += unit->pages;
       pages_.missed += unit->missed_pages;
+      pages_.fetched_bytes += uint64_t{unit->missed_pages} * writer.header().cache.page_bytes;
       pages_.in_place += unit->host_pages;
       pages_.host_tokens += unit->host_tokens;
       totals->stats.host_tokens += unit->host_tokens;

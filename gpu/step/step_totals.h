@@ -23,6 +23,7 @@ struct PageCounts {
   uint64_t missed = 0;       // of them, fetched into the cache
   uint64_t in_place = 0;     // of them, read where they lie
   uint64_t host_tokens = 0;  // that came from host memory
+  uint64_t fetched_bytes = 0;
 };
 
 // One thread at a time. Rows come in parts, over several waves; row numbers are the request's.

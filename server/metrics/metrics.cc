@@ -16,6 +16,8 @@ const char* const kRejectionNames[kRejections] = {"queue",  "streams", "sequence
 const char* const kStageNames[kStages] = {"queue",  "validate", "score",  "select", "fetch",
                                           "attend", "merge",    "engine", "rpc"};
 
+constexpr char kLookupHelp[] = "Pages looked up in a tier";
+constexpr char kHitHelp[] = "Pages found in a tier";
 const char* const kArenaNames[] = {"pages", "index", "scratch"};
 
 Buckets StageBuckets() {
@@ -121,9 +123,18 @@ void Metrics::AddDeviceMetrics() {
                  {{"arena", kArenaNames[i]}});
   }
   const std::string pcie = "attnd_pcie_bytes_total";
-  const std::string pcie_help = "Bytes copied between host and GPU";
-  pcie_bytes_ = {AddCounter(pcie, pcie_help, {{"direction", "to_device"}}),
-                 AddCounter(pcie, pcie_help, {{"direction", "to_host"}})};
+  const std::string pcie_help = "Bytes moved between host and GPU";
+  pcie_bytes_ = {AddCounter(pcie, pcie_help, {{"direction", "to_device"}, {"path", "copy"}}),
+                 AddCounter(pcie, pcie_help, {{"direction", "to_host"}, {"path", "copy"}}),
+                 AddCounter(pcie, pcie_help, {{"direction", "to_device"}, {"path", "fetch"}})};
+  device_lookup_pages_ =
+      AddCounter("attnd_tier_lookup_pages_total", kLookupHelp, {{"tier", "hbm"}});
+  device_hit_pages_ = AddCounter("attnd_tier_hit_pages_total", kHitHelp, {{"tier", "hbm"}});
+  device_pages_in_place_ =
+      AddCounter("attnd_device_pages_in_place_total",
+                 "Pages without room in the GPU's cache, read where they lie in host memory");
+  device_cache_bytes_ = AddGauge("attnd_device_cache_bytes",
+                                 "Bytes of GPU memory that are a cache of pages; 0: all fit");
   device_evictions_ = AddCounter("attnd_device_evictions_total",
                                  "Copies of segments and tail blocks given up to make room");
   fallback_steps_ = AddCounter("attnd_backend_fallback_steps_total",
@@ -249,6 +260,11 @@ void Metrics::CollectBackend(const attention::BackendStats& stats) const {
   MutexLock lock(collect_mutex_);
   Follow(pcie_bytes_[0], stats.bytes_to_device);
   Follow(pcie_bytes_[1], stats.bytes_to_host);
+  Follow(pcie_bytes_[2], stats.cache.fetched_bytes);
+  Follow(device_lookup_pages_, stats.cache.lookups);
+  Follow(device_hit_pages_, stats.cache.lookups - stats.cache.fetched - stats.cache.in_place);
+  Follow(device_pages_in_place_, stats.cache.in_place);
+  device_cache_bytes_->Set(static_cast<double>(stats.cache.bytes));
   Follow(device_evictions_, stats.evictions);
   Follow(fallback_steps_, stats.fallback_steps);
   Follow(graph_launches_, stats.graph_launches);
@@ -291,11 +307,9 @@ void Metrics::AddPageMetrics() {
   };
   // Read first and raised last, as those of tokens.
   const std::string hit = "attnd_tier_hit_pages_total";
-  const std::string hit_help = "Pages found in a tier";
-  AddCounter(hit, hit_help, {{"tier", "host"}});
-  count(&PageCacheStats::lookups, "attnd_tier_lookup_pages_total", "Pages looked up in a tier",
-        {{"tier", "host"}});
-  count(&PageCacheStats::hits, hit.c_str(), hit_help.c_str(), {{"tier", "host"}});
+  AddCounter(hit, kHitHelp, {{"tier", "host"}});
+  count(&PageCacheStats::lookups, "attnd_tier_lookup_pages_total", kLookupHelp, {{"tier", "host"}});
+  count(&PageCacheStats::hits, hit.c_str(), kHitHelp, {{"tier", "host"}});
   count(&PageCacheStats::late, "attnd_pages_late_total",
         "Pages that were being read already when a step asked for them");
   count(&PageCacheStats::read_pages, "attnd_pages_read_total", "Pages read from disk");

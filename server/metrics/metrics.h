@@ -170,7 +170,12 @@ class Metrics final : public engine::EventListener, public prometheus::Collectab
   prometheus::Gauge* process_bytes_;
   std::array<prometheus::Gauge*, 3> device_bytes_;           // by arena
   std::array<prometheus::Gauge*, 3> device_capacity_bytes_;  // by arena
-  std::array<prometheus::Counter*, 2> pcie_bytes_;           // to the device, to the host
+  // Copied to the device, to the host; fetched by the device.
+  std::array<prometheus::Counter*, 3> pcie_bytes_;
+  prometheus::Counter* device_lookup_pages_;
+  prometheus::Counter* device_hit_pages_;
+  prometheus::Counter* device_pages_in_place_;
+  prometheus::Gauge* device_cache_bytes_;
   prometheus::Counter* device_evictions_;
   prometheus::Counter* fallback_steps_;
   prometheus::Counter* graph_launches_;

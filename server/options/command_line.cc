@@ -66,6 +66,8 @@ ABSL_FLAG(std::string, backend, Defaults().backend,
           "what answers steps: cpu; cuda; auto: a GPU, and the CPU what it cannot run");
 ABSL_FLAG(ByteSize, device_memory_bytes, ByteSize{Defaults().device_memory_bytes},
           "bytes of GPU memory to take; 0: nine tenths, or what others leave");
+ABSL_FLAG(ByteSize, device_page_memory_bytes, ByteSize{Defaults().device_page_memory_bytes},
+          "of them, bytes for keys and values, a cache where these need more; 0: seven eighths");
 ABSL_FLAG(std::string, io, Defaults().io,
           "how files are read and written: uring; threads; auto: io_uring where it is allowed");
 ABSL_FLAG(ByteSize, page_memory_bytes, ByteSize{Defaults().page_memory_bytes},
@@ -125,6 +127,7 @@ constexpr const char* kFlagNames[] = {"listen",
                                       "min_ping_interval_s",
                                       "backend",
                                       "device_memory_bytes",
+                                      "device_page_memory_bytes",
                                       "io",
                                       "page_memory_bytes",
                                       "page_readers",

@@ -76,9 +76,14 @@ absl::Status CheckBackend(const ServerOptions& options) {
     return absl::InvalidArgumentError(absl::StrCat("backend is '", options.backend.substr(0, 64),
                                                    "'; allowed are auto, cpu, cuda"));
   }
+  constexpr uint64_t kBytesMax = uint64_t{1} << 50;
+  if (options.device_page_memory_bytes != 0) {
+    ATTND_RETURN_IF_ERROR(CheckRange("device_page_memory_bytes", options.device_page_memory_bytes,
+                                     uint64_t{1} << 16, kBytesMax));
+  }
   if (options.device_memory_bytes == 0) return absl::OkStatus();
   return CheckRange("device_memory_bytes", options.device_memory_bytes, gpu::kDeviceMemoryBytesMin,
-                    uint64_t{1} << 50);
+                    kBytesMax);
 }
 
 engine::AuditOptions ToAuditOptions(const ServerOptions& options) {
@@ -261,6 +266,7 @@ absl::Status ApplyConfig(const v1::ServerConfig& config, ServerOptions* options)
   ATTND_APPLY(min_ping_interval_s);
   ATTND_APPLY(backend);
   ATTND_APPLY(device_memory_bytes);
+  ATTND_APPLY(device_page_memory_bytes);
   ATTND_APPLY(io);
   ATTND_APPLY(page_memory_bytes);
   ATTND_APPLY(page_readers);

@@ -68,6 +68,7 @@ struct ServerOptions {
   uint32_t min_ping_interval_s = 10;
   std::string backend = "auto";
   uint64_t device_memory_bytes = 0;
+  uint64_t device_page_memory_bytes = 0;
   std::string io = "auto";
   uint64_t page_memory_bytes = 0;
   uint32_t page_readers = 4;

@@ -50,7 +50,8 @@ TEST(CommandLineTest, EveryCommand) {
   EXPECT_TRUE(Parse("import f --server h:1 --keep-open")->keep_open);
   const auto size = Parse(
       "size --model m.json --context 128k --sequences 16 --generated=4k --dtype fp16 --index "
-      "regression --memory 64GiB --page-memory 256MiB --gpu-memory 1TiB --token-ids");
+      "regression --memory 64GiB --page-memory 256MiB --gpu-memory 1TiB --gpu-page-memory "
+      "1GiB --token-ids");
   ASSERT_TRUE(size.ok()) << size.status();
   EXPECT_EQ(size->model, "m.json");
   EXPECT_EQ(size->context, 131072u);
@@ -61,6 +62,7 @@ TEST(CommandLineTest, EveryCommand) {
   EXPECT_EQ(size->memory_bytes, uint64_t{64} << 30);
   EXPECT_EQ(size->page_memory_bytes, uint64_t{256} << 20);
   EXPECT_EQ(size->gpu_memory_bytes, uint64_t{1} << 40);
+  EXPECT_EQ(size->gpu_page_memory_bytes, uint64_t{1} << 30);
   EXPECT_TRUE(size->token_ids);
   for (const char* help : {"help", "--help", "-- help", "list --help"}) {
     EXPECT_EQ(Parse(help)->command, "help") << help;

@@ -258,7 +258,8 @@ TEST(SizeTest, Gpu) {
   EXPECT_EQ(size.sequence.cut.segments.size(), 6u);
   for (const auto& form : size.sequence.cut.segments) EXPECT_FALSE(form.sections);
   EXPECT_EQ(size.host.payload_bytes, 2 * size.sequence.payload_bytes) << "a copy in memory";
-  EXPECT_EQ(size.gpu->pages_bytes, 32 * kGib);
+  EXPECT_EQ(size.gpu->pages_bytes + size.gpu->tail_bytes, 32 * kGib);
+  EXPECT_EQ(size.gpu->cache_bytes, 0u);
   // Five streams have 1 GiB and 32 MiB each; an eighth of what is left is for indexes.
   const uint64_t copies = 64 * kGib - 5 * (kGib + (32 << 20));
   EXPECT_EQ(size.gpu->index_capacity, copies / 8);
@@ -267,10 +268,19 @@ TEST(SizeTest, Gpu) {
   load.sequences = 6;
   const LoadSize more = Sized(load);
   EXPECT_FALSE(more.fits);
-  EXPECT_EQ(more.gpu->pages_missing, 96 * kGib - size.gpu->pages_capacity);
+  EXPECT_EQ(more.gpu->cache_bytes, size.gpu->pages_capacity - size.gpu->pages_capacity / 8);
+  EXPECT_EQ(more.gpu->tail_missing, 0u) << "segments' pages may stay in host memory";
   ASSERT_GT(6 * size.sequence.index_bytes, size.gpu->index_capacity);
   EXPECT_EQ(more.gpu->index_missing, 6 * size.sequence.index_bytes - size.gpu->index_capacity);
   EXPECT_EQ(more.fitting_sequences, 3u);
+  load.memory_bytes = 128 * kGib;
+  load.gpu_page_memory_bytes = 24 * kGib;  // a quarter; indexes have the rest
+  const LoadSize cached = Sized(load);
+  EXPECT_TRUE(cached.fits);
+  EXPECT_EQ(cached.gpu->pages_capacity, 24 * kGib);
+  EXPECT_EQ(cached.gpu->cache_bytes, 21 * kGib);
+  load.gpu_page_memory_bytes = 0;
+  load.memory_bytes = 64 * kGib;
   EXPECT_GT(more.host.missing_bytes, 0u) << "nothing of it may lie on disk alone";
   load.sequences = 2;
   load.memory_bytes = 32 * kGib;
@@ -285,7 +295,8 @@ TEST(SizeTest, IndexesFillTheirPartOfTheGpu) {
   const LoadSize size = Sized(load);
   EXPECT_FALSE(size.fits);
   EXPECT_EQ(size.fitting_sequences, size.gpu->index_capacity / size.sequence.index_bytes);
-  EXPECT_GT(size.gpu->pages_capacity / (size.gpu->pages_bytes / 1000), size.fitting_sequences);
+  const uint64_t each = (size.gpu->pages_bytes + size.gpu->tail_bytes) / 1000;
+  EXPECT_GT(size.gpu->pages_capacity / each, size.fitting_sequences);
 }
 
 TEST(SizeTest, WhatIsWrongIsNamed) {
@@ -308,6 +319,9 @@ TEST(SizeTest, WhatIsWrongIsNamed) {
   load.memory_bytes = kGib / 2;
   EXPECT_THAT(message(load), HasSubstr("page_memory_bytes is 1073741824; allowed are"));
   load.page_memory_bytes = 0;
+  load.gpu_page_memory_bytes = kGib;
+  EXPECT_THAT(message(load), HasSubstr("--gpu-page-memory is given without --gpu-memory"));
+  load.gpu_page_memory_bytes = 0;
   load.gpu_memory_bytes = 1;
   EXPECT_THAT(message(load), HasSubstr("--gpu-memory is 1; allowed are 16777216.."));
   load.gpu_memory_bytes = kGib;

@@ -118,6 +118,24 @@ bool FakeControl::Maps(const void* address, uint64_t bytes) const {
   return true;
 }
 
+void FakeControl::CheckNumbers(const KernelShape& shape, const StepHeader& header) {
+  for (uint32_t r = 0; r < header.rows; ++r) {
+    for (uint32_t s = 0; s < header.row_refs[r].segment_count; ++s) {
+      const SegmentRef& segment = header.segments[header.row_refs[r].segments_begin + s];
+      if (segment.first_page == 0) continue;
+      const uint64_t count = header.kv_heads * segment.pages_head_bytes / PageBytesOf(shape);
+      const auto [own, added] =
+          numbered_pages_.insert({segment.first_page, {count, segment.pages}});
+      EXPECT_EQ(own->second.count, count);
+      EXPECT_EQ(own->second.at, segment.pages) << "page " << segment.first_page;
+      const auto after = std::next(own);
+      EXPECT_TRUE(after == numbered_pages_.end() || own->first + count <= after->first);
+      EXPECT_TRUE(own == numbered_pages_.begin() ||
+                  std::prev(own)->first + std::prev(own)->second.count <= own->first);
+    }
+  }
+}
+
 bool FakeControl::Owns(const void* address, uint64_t bytes) const {
   return Inside(memory_, address, bytes);
 }
@@ -221,6 +239,7 @@ class FakeStream : public Stream {
                        return control_->Maps(address, bytes);
                      }}),
           "");
+      control_->CheckNumbers(run.shape, header);
       for (uint32_t u = 0; u < header.uploads; ++u) {
         control_->uploads_ += header.upload_refs[u].bytes;
       }

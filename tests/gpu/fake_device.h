@@ -58,6 +58,9 @@ class FakeControl {
   absl::Status Call() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether [address, + bytes) is the device's.
   bool Owns(const void* address, uint64_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Expects that a number names one page of one layer for ever: a cache would give other bytes.
+  void CheckNumbers(const KernelShape& shape, const StepHeader& header)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether all of it is host memory that is mapped, perhaps in several parts.
   bool Maps(const void* address, uint64_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
@@ -67,6 +70,12 @@ class FakeControl {
   std::map<const std::byte*, uint64_t> memory_ ABSL_GUARDED_BY(mutex_);  // bytes by address
   std::map<const std::byte*, uint64_t> pinned_ ABSL_GUARDED_BY(mutex_);
   std::map<const std::byte*, uint64_t> mapped_ ABSL_GUARDED_BY(mutex_);
+  // Pages in host memory that steps were told of, by their first number.
+  struct NumberedPages {
+    uint64_t count;
+    const std::byte* at;
+  };
+  std::map<uint64_t, NumberedPages> numbered_pages_ ABSL_GUARDED_BY(mutex_);
   uint64_t allocated_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t steps_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t uploads_ ABSL_GUARDED_BY(mutex_) = 0;

@@ -278,6 +278,12 @@ TEST(Metrics, ADeviceIsATierAndHasArenas) {
   metrics.OnStep(absl::StatusCode::kOk, &result);
   Values(metrics);
   backend.bytes_to_device = 50;
+  backend.cache = {.lookups = 20,
+                   .fetched = 4,
+                   .in_place = 2,
+                   .host_tokens = 30,
+                   .fetched_bytes = 4096,
+                   .bytes = 8192};
   auto values = Values(metrics);
   EXPECT_EQ(values["attnd_tier_lookup_tokens_total{tier=hbm}"], 18);
   EXPECT_EQ(values["attnd_tier_hit_tokens_total{tier=hbm}"], 14);
@@ -287,8 +293,13 @@ TEST(Metrics, ADeviceIsATierAndHasArenas) {
   EXPECT_EQ(values["attnd_device_bytes{arena=pages}"], 10);
   EXPECT_EQ(values["attnd_device_bytes{arena=index}"], 20);
   EXPECT_EQ(values["attnd_device_capacity_bytes{arena=scratch}"], 300);
-  EXPECT_EQ(values["attnd_pcie_bytes_total{direction=to_device}"], 50);
-  EXPECT_EQ(values["attnd_pcie_bytes_total{direction=to_host}"], 6);
+  EXPECT_EQ(values["attnd_pcie_bytes_total{direction=to_device,path=copy}"], 50);
+  EXPECT_EQ(values["attnd_pcie_bytes_total{direction=to_host,path=copy}"], 6);
+  EXPECT_EQ(values["attnd_pcie_bytes_total{direction=to_device,path=fetch}"], 4096);
+  EXPECT_EQ(values["attnd_tier_lookup_pages_total{tier=hbm}"], 20);
+  EXPECT_EQ(values["attnd_tier_hit_pages_total{tier=hbm}"], 14);
+  EXPECT_EQ(values["attnd_device_pages_in_place_total"], 2);
+  EXPECT_EQ(values["attnd_device_cache_bytes"], 8192);
   EXPECT_EQ(values["attnd_device_evictions_total"], 7);
   EXPECT_EQ(values["attnd_backend_fallback_steps_total"], 8);
   EXPECT_EQ(values["attnd_backend_graph_launches_total"], 9);

@@ -84,6 +84,7 @@ TEST(ServerOptions, WrongOnesNameTheField) {
       {"grpc_memory_bytes", [](auto* o) { o->grpc_memory_bytes = 2 * o->max_message_bytes; }},
       {"backend", [](auto* o) { o->backend = "gpu"; }},
       {"device_memory_bytes", [](auto* o) { o->device_memory_bytes = 1; }},
+      {"device_page_memory_bytes", [](auto* o) { o->device_page_memory_bytes = 65535; }},
       {"min_ping_interval_s", [](auto* o) { o->min_ping_interval_s = 0; }},
       {"min_ping_interval_s", [](auto* o) { o->min_ping_interval_s = 3601; }},
   };
