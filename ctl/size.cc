@@ -130,8 +130,6 @@ absl::StatusOr<SequenceSize> SequenceSizeOf(const Load& load) {
   }
   const CheckedSize tail = CheckedSize(size.cut.tail_blocks) * TailBlock::Bytes(load.shape);
   ATTND_ASSIGN_OR_RETURN(size.payload_bytes, Whole(payload));
-  ATTND_ASSIGN_OR_RETURN(size.tail_bytes, Whole(CheckedSize(needs.tail) * load.sequences));
-  ATTND_RETURN_IF_ERROR(Whole(CheckedSize(size.pages_bytes) + size.tail_bytes).status());
   ATTND_ASSIGN_OR_RETURN(size.index_bytes, Whole(index));
   ATTND_ASSIGN_OR_RETURN(size.file_books_bytes, Whole(file_books));
   ATTND_ASSIGN_OR_RETURN(size.early_bytes, Whole(early));
@@ -285,6 +283,8 @@ absl::StatusOr<GpuSize> GpuSizeOf(const Load& load, const SequenceSize& sequence
                                                    stream, load.gpu_page_memory_bytes);
   GpuSize size;
   ATTND_ASSIGN_OR_RETURN(size.pages_bytes, Whole(CheckedSize(needs.pages) * load.sequences));
+  ATTND_ASSIGN_OR_RETURN(size.tail_bytes, Whole(CheckedSize(needs.tail) * load.sequences));
+  ATTND_RETURN_IF_ERROR(Whole(CheckedSize(size.pages_bytes) + size.tail_bytes).status());
   ATTND_ASSIGN_OR_RETURN(size.index_bytes, Whole(CheckedSize(needs.index) * load.sequences));
   size.pages_capacity = copies.pages_bytes / gpu::kDeviceAlignment * gpu::kDeviceAlignment;
   size.index_capacity = copies.index_bytes / gpu::kDeviceAlignment * gpu::kDeviceAlignment;

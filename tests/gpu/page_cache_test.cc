@@ -342,6 +342,48 @@ TEST_P(PageCacheSteps, ABatchThatDoesNotFitIsAnsweredInWaves) {
   }
 }
 
+// Host memory has every byte: the CPU goes on, and what was mapped is unmapped in the end.
+TEST_P(PageCacheSteps, AFailureAtAnyCallLosesNothing) {
+  TestSequence sequence = HostSequence(0, GetParam());
+  std::vector<TestRow> rows = RowsOf(&sequence, 0);
+  rows.resize(4);
+  const auto cpu = MakeCpu();
+  uint64_t failures = 0;
+  for (uint64_t call = 0;; ++call) {
+    SCOPED_TRACE(call);
+    FakeBackend fake = MakeFakeBackend(OfPages(kFewPages), true);
+    fake.control->Set({.call = call});
+    for (int step = 0; step < 2; ++step) {
+      EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, rows), RunStep(cpu.get(), 0, rows), rows));
+    }
+    const bool failed = !fake.backend->Health().ok();
+    failures += failed ? 1 : 0;
+    fake.backend.reset();
+    if (!failed) break;
+  }
+  EXPECT_GT(failures, 4u);
+}
+
+// Of device memory, at the start and for the cache; of mapped memory, layer by layer.
+TEST_P(PageCacheSteps, RefusedMemoryLosesNothing) {
+  TestSequence sequence = HostSequence(0, GetParam());
+  const auto cpu = MakeCpu();
+  for (uint64_t mapping = 0; mapping < 5; ++mapping) {
+    SCOPED_TRACE(mapping);
+    const FakeBackend fake = MakeFakeBackend(OfPages(kFewPages), true);
+    fake.control->Set({.mapping = mapping});
+    for (const uint32_t layer : {0, 1, 0}) {
+      const std::vector<TestRow> rows = RowsOf(&sequence, layer);
+      EXPECT_TRUE(
+          Agree(RunStep(fake.backend.get(), layer, rows), RunStep(cpu.get(), layer, rows), rows));
+    }
+    EXPECT_TRUE(fake.backend->Health().ok());
+    if (mapping < 4) {
+      EXPECT_GT(fake.backend->stats().fallback_steps, 0u);
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Indexes, PageCacheSteps,
                          testing::Values(attention::kClusterIndexes, kTreeIndexes));
 
