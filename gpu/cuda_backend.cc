@@ -187,11 +187,6 @@ class CudaBackend : public Backend {
                                                  "; the CUDA backend reads clusters alone, or a "
                                                  "tree of the default sizes"));
   }
-  // A tree's groups are opened by errors; policies that rank by mass look at every leaf.
-  bool Answers(const Policy& policy, const attention::IndexSet& indexes) const override {
-    const bool by_mass = policy.cuts_clusters() && policy.cut != attention::Cut::kErrorBudget;
-    return Backend::Answers(policy, indexes) && !(by_mass && indexes == kTreeIndexes);
-  }
   absl::Status Supports(const ModelShape& shape) const override { return CheckShape(shape); }
 
   absl::Status Health() const override {

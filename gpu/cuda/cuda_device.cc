@@ -270,7 +270,7 @@ class CudaStream : public Stream {
     const bool clusters = header.score_items > 0, trees = header.tree_items > 0;
     if (trees) {
       ATTND_RETURN_IF_ERROR(Fork());
-      ATTND_RETURN_IF_ERROR(Launched(LaunchTreeItems(TreeStage::kGroups, header, side_), "groups"));
+      ATTND_RETURN_IF_ERROR(ScoreTrees(header));
     }
     ATTND_RETURN_IF_ERROR(Launched(kernels.prepare(header, main_), "prepare"));
     if (clusters) ATTND_RETURN_IF_ERROR(Fork());
@@ -284,10 +284,30 @@ class CudaStream : public Stream {
     return trees ? Join() : absl::OkStatus();
   }
 
+  static uint32_t TreeRows(const StepHeader& header, TreeChoice choice) {
+    return header.tree_rows[static_cast<uint32_t>(choice)];
+  }
+  absl::Status ScoreTrees(const StepHeader& header) {
+    if (TreeRows(header, TreeChoice::kByMass) > 0) {
+      ATTND_RETURN_IF_ERROR(Launched(LaunchTreeWhole(header, side_), "whole"));
+    }
+    if (TreeRows(header, TreeChoice::kByError) == 0) return absl::OkStatus();
+    return Launched(LaunchTreeGroups(header, side_), "groups");
+  }
   absl::Status SelectOfTrees(const StepHeader& header) {
-    ATTND_RETURN_IF_ERROR(Launched(LaunchTreeOpen(header, main_), "open"));
-    ATTND_RETURN_IF_ERROR(Launched(LaunchTreeItems(TreeStage::kLeaves, header, main_), "leaves"));
-    return Launched(LaunchTreeChoose(header, main_), "choose");
+    const bool by_error = TreeRows(header, TreeChoice::kByError) > 0;
+    if (by_error) ATTND_RETURN_IF_ERROR(Launched(LaunchTreeOpen(header, main_), "open"));
+    ATTND_RETURN_IF_ERROR(Launched(LaunchTreeLeaves(header, main_), "leaves"));
+    if (by_error) ATTND_RETURN_IF_ERROR(Launched(LaunchTreeChoose(header, main_), "choose"));
+    if (TreeRows(header, TreeChoice::kByMass) == 0) return absl::OkStatus();
+    return Launched(LaunchTreeChooseByMass(header, main_), "choose by mass");
+  }
+  absl::Status EstimateTrees(const StepHeader& header) {
+    if (TreeRows(header, TreeChoice::kByError) > 0) {
+      ATTND_RETURN_IF_ERROR(Launched(LaunchTreeEstimate(header, side_), "estimate of trees"));
+    }
+    if (TreeRows(header, TreeChoice::kByMass) == 0) return absl::OkStatus();
+    return Launched(LaunchTreeEstimateByMass(header, side_), "estimate of trees by mass");
   }
 
   absl::Status Measure(const StepKernels& kernels, const StepHeader& header) {
@@ -302,10 +322,7 @@ class CudaStream : public Stream {
     if (header.score_items > 0) {
       ATTND_RETURN_IF_ERROR(Launched(kernels.estimate(header, /*all=*/false, side_), "estimate"));
     }
-    if (header.tree_items > 0) {
-      ATTND_RETURN_IF_ERROR(
-          Launched(LaunchTreeItems(TreeStage::kEstimate, header, side_), "estimate of trees"));
-    }
+    if (header.tree_items > 0) ATTND_RETURN_IF_ERROR(EstimateTrees(header));
     if (header.cache.set_count > 0) {
       ATTND_RETURN_IF_ERROR(Launched(LaunchFetch(header, main_), "fetch"));
     }

@@ -26,6 +26,10 @@
 //   leaves    score the opened groups' leaves
 //   choose    for each unit: choose leaves, list their tokens, queue their pieces for finish
 //
+// Units that rank leaves by mass look at all of them. In place of groups and open they have
+//
+//   whole     open all groups of a slice, number their leaves
+//
 // Instead of by stages, a unit of a cluster policy may be answered by a cooperative group (the
 // thread blocks of one thread block cluster), in a single launch.
 //
@@ -96,7 +100,7 @@ enum StateHead : uint32_t {
   kHeadLogitVariances
 };
 
-// kTree: error-target over a tree of clusters.
+// kTree: clusters that are the leaves of a tree.
 enum class UnitKind : uint32_t { kDense, kStreaming, kClusters, kTree };
 enum class CutKind : uint32_t { kTopK, kTopP, kErrorBudget };
 
@@ -209,6 +213,15 @@ constexpr uint32_t TreeSliceGroupsFor(uint32_t group_slots) {
 }
 constexpr uint32_t TreeSlicesFor(uint32_t group_slots, uint32_t slice_groups) {
   return (group_slots + slice_groups - 1) / slice_groups;
+}
+// How a tree's row chooses leaves: kByError opens groups before, kByMass looks at all leaves.
+enum class TreeChoice : uint32_t { kByError, kByMass };
+inline constexpr uint32_t kTreeChoices = 2;
+constexpr TreeChoice ChoiceOf(const RowRef& row) {
+  return row.cut == CutKind::kErrorBudget ? TreeChoice::kByError : TreeChoice::kByMass;
+}
+constexpr bool Chooses(const RowRef& row, TreeChoice choice) {
+  return row.kind == UnitKind::kTree && ChoiceOf(row) == choice;
 }
 // Whether the measure stage chooses the row's clusters.
 constexpr bool HasTolerance(const RowRef& row) {
@@ -421,7 +434,8 @@ struct StepHeader {
   uint32_t coop_counts[kCoopSizes];  // units that groups of kCoopBlocks[i] thread blocks answer
   float softmax_scale;
   uint32_t tree_items;
-  uint64_t tail_block_head_bytes;  // of a tail block, from one KV head to the next
+  uint32_t tree_rows[kTreeChoices];  // rows of each TreeChoice
+  uint64_t tail_block_head_bytes;    // of a tail block, from one KV head to the next
 
   const RowRef* row_refs;  // [rows], ascending by first_unit
   const SegmentRef* segments;
@@ -460,9 +474,9 @@ struct StepHeader {
 
 // No padding, so that equal headers have equal bytes.
 static_assert(offsetof(StepHeader, tail_block_head_bytes) ==
-              offsetof(StepHeader, tree_items) + sizeof(uint32_t));
+              offsetof(StepHeader, tree_rows) + sizeof(StepHeader::tree_rows));
 // The compilers of host and device agree on these sizes: the structures are copied as bytes.
-static_assert(sizeof(SegmentRef) == 104 && sizeof(RowRef) == 216 && sizeof(StepHeader) == 328);
+static_assert(sizeof(SegmentRef) == 104 && sizeof(RowRef) == 216 && sizeof(StepHeader) == 336);
 static_assert(sizeof(UploadRef) == 24 && sizeof(CoopUnit) == 8 && sizeof(TreeRef) == 136 &&
               sizeof(TreeRowInfo) == 16);
 static_assert(sizeof(UnitResult) == 48 && sizeof(LaneResult) == 16 && sizeof(LaneScale) == 8);

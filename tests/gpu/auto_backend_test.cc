@@ -122,13 +122,10 @@ TEST_F(AutoEngine, WhatTheDeviceLacksIsTheCpus) {
   EXPECT_EQ(owner(Args(MakeLatentShape(2, 4, 128, 128, DType::kBf16))), "cpu");
   EXPECT_EQ(owner(Args(shape_, std::nullopt, IndexSet())), "cpu") << "token order";
   EXPECT_EQ(owner(Args(shape_, PolicyOf("error-target"), attention::kRegressionIndexes)), "cpu");
-  // A tree is the device's where errors open its groups.
+  // A tree is the device's, but for a quantile.
   using attention::kTreeIndexes;
-  for (const char* preset : {"dense", "streaming", "error-target"}) {
+  for (const char* preset : {"dense", "streaming", "error-target", "clusters-top-k", "double-p"}) {
     EXPECT_EQ(owner(Args(shape_, PolicyOf(preset), kTreeIndexes)), "cuda") << preset;
-  }
-  for (const char* preset : {"clusters-top-k", "double-p"}) {
-    EXPECT_EQ(owner(Args(shape_, PolicyOf(preset), kTreeIndexes)), "cpu") << preset;
   }
   EXPECT_EQ(owner(Args(shape_, PolicyOf("error-target", {{"quantile", "0.95"}}), kTreeIndexes)),
             "cpu");
@@ -171,7 +168,7 @@ TEST_F(AutoEngine, RowsOfBothInOneMessageAreWhatTheyAreAlone) {
       {Args(shape_, PolicyOf("quest", {{"budget", "64"}})), false},
       {Args(shape_, PolicyOf("error-target"), attention::kRegressionIndexes), false},
       {Args(shape_, PolicyOf("error-target"), attention::kTreeIndexes), true},
-      {Args(shape_, PolicyOf("double-p"), attention::kTreeIndexes), false},
+      {Args(shape_, PolicyOf("double-p"), attention::kTreeIndexes), true},
   };
   std::vector<TestSequence> sequences;
   for (const Case& c : cases) sequences.push_back(OpenFilled(c.args, 700));
@@ -250,7 +247,7 @@ TEST_F(AutoEngine, ARowMayAskForAPolicyThatTheDeviceLacks) {
   EXPECT_EQ(OwnerOf(sequence), "cuda");
 }
 
-// The device answers rows that open a tree's groups by errors.
+// The device answers rows over its trees, but for a quantile.
 TEST_F(AutoEngine, RowsOfADevicesTreeMayBeTheCpus) {
   TestSequence sequence =
       OpenFilled(Args(shape_, PolicyOf("error-target"), attention::kTreeIndexes), 2700);
@@ -261,8 +258,8 @@ TEST_F(AutoEngine, RowsOfADevicesTreeMayBeTheCpus) {
   };
   const std::vector<Case> cases = {
       {PolicyOf("error-target"), true},
-      {PolicyOf("double-p"), false},
-      {PolicyOf("clusters-top-k"), false},
+      {PolicyOf("double-p"), true},
+      {PolicyOf("clusters-top-k"), true},
       {PolicyOf("error-target", {{"quantile", "0.95"}}), false},
       {PolicyOf("error-target", {{"tolerance", "off"}}), true},
       {PolicyOf("dense"), true},

@@ -47,6 +47,17 @@ std::vector<Policy> Policies(const attention::IndexSet& indexes) {
         Parse("error-target", {{"tolerance", "off"}, {"floor", "0.4"}}),
         Parse("error-target", {{"tolerance", "off"}, {"floor", "1"}}),
         Parse("error-target", {{"dense_layers", "1"}}),
+        Parse("clusters-top-k"),
+        Parse("clusters-top-k",
+              {{"exact", "0.3"}, {"estimated", "1"}, {"estimator", "second-order"}}),
+        Parse("clusters-top-k", {{"exact", "0.1"}, {"estimator", "second-order"}}),
+        Parse("clusters-top-k", {{"exact", "0.0001"}, {"estimated", "0"}}),
+        Parse("clusters-top-k", {{"exact", "1"}}),
+        Parse("double-p"),
+        Parse("double-p", {{"p1", "0.99"}, {"p2", "0.8"}, {"estimator", "second-order"}}),
+        Parse("double-p", {{"p1", "1"}, {"p2", "0.5"}, {"estimator", "second-order"}}),
+        Parse("double-p", {{"p1", "0.0001"}, {"p2", "0.0001"}}),
+        Parse("double-p", {{"p1", "1"}, {"p2", "1"}}),
     };
   }
   return {

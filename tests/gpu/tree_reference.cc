@@ -129,15 +129,24 @@ Tree ReadTree(const Unit& unit, uint32_t segment) {
 class TreeLanes {
  public:
   explicit TreeLanes(const Unit& unit)
-      : unit_(unit), limited_(std::isfinite(unit.row.tolerance)), zone_(unit.ReadTokens()) {
+      : unit_(unit),
+        by_mass_(unit.row.cut != CutKind::kErrorBudget),
+        limited_(std::isfinite(unit.row.tolerance)),
+        zone_(unit.ReadTokens()) {
     for (uint32_t s = 0; s < unit.row.segment_count; ++s) trees_.push_back(ReadTree(unit, s));
   }
 
   void Run(bool one_more_exact, bool one_more_opened) {
-    OpenGroups();
+    for (const Tree& tree : trees_) {
+      for (const Item& group : tree.groups) items_.push_back(&group);
+    }
+    opened_.assign(items_.size(), by_mass_);
+    if (!by_mass_) OpenGroups();
     if (one_more_opened) TakeOneMore(items_.size(), &opened_);
     TakeItems();
-    Choose();
+    exact_.assign(items_.size(), false);
+    dropped_.assign(items_.size(), false);
+    by_mass_ ? ChooseByMass() : Choose();
     if (one_more_exact) TakeOneMore(leaves_, &exact_);
     for (uint32_t head = 0; head < heads(); ++head) Answer(head);
   }
@@ -149,9 +158,11 @@ class TreeLanes {
     for (size_t i = 0; i < items_.size(); ++i) {
       const Item& item = *items_[i];
       const uint32_t tokens = item.end - item.begin;
-      if (exact_[i]) result->chosen_tokens += tokens;
-      if (!exact_[i]) result->estimated_tokens += tokens;
-      if (!item.group) *leaf++ = exact_[i] ? kFateExact : kFateEstimated;
+      const uint8_t fate = FateOf(i);
+      if (fate == kFateExact) result->chosen_tokens += tokens;
+      if (fate == kFateEstimated) result->estimated_tokens += tokens;
+      if (fate == kFateDropped) result->dropped_tokens += tokens;
+      if (!item.group) *leaf++ = fate;
     }
     size_t number = 0;
     for (uint32_t s = 0; s < trees_.size(); ++s) {
@@ -167,18 +178,17 @@ class TreeLanes {
   using Marks = std::vector<bool>;
 
   size_t heads() const { return unit_.queries.size(); }
+  uint8_t FateOf(size_t i) const {
+    return exact_[i] ? kFateExact : dropped_[i] ? kFateDropped : kFateEstimated;
+  }
 
   // ---- choices ----
 
   // All groups are the items; the outputs that errors are relative to stay those found here.
   void OpenGroups() {
-    for (const Tree& tree : trees_) {
-      for (const Item& group : tree.groups) items_.push_back(&group);
-    }
     Score();
     const size_t n = items_.size();
     const double share = std::min(1.0, std::max(kOpenedShare, kOpenedPerFloor * unit_.row.floor));
-    opened_.assign(n, false);
     MarkFloor(n, std::max(ShareOf(share, n), std::min(kOpenedLeast, n)), kGroupOptimism, &opened_);
     if (!limited_) return;
     for (uint32_t head = 0; head < heads(); ++head) {
@@ -209,9 +219,28 @@ class TreeLanes {
   void Choose() {
     size_t all = 0;
     for (const Tree& tree : trees_) all += tree.leaves.size();
-    exact_.assign(items_.size(), false);
     MarkFloor(leaves_, std::min(ShareOf(unit_.row.floor, all), leaves_), kLeafOptimism, &exact_);
     if (limited_) MarkErrors(leaves_, unit_.row.tolerance, &exact_);
+  }
+
+  // All leaves are the items.
+  void ChooseByMass() {
+    const RowRef& row = unit_.row;
+    const size_t n = items_.size();
+    const size_t exact = ShareOf(row.exact_share, n);
+    const size_t kept = exact + std::min(ShareOf(row.estimated_share, n), n - exact);
+    const Vector mass = MeanShare(LogMasses(n));
+    double before = 0;
+    size_t rank = 0;
+    for (const size_t i : Descending(mass)) {
+      const auto within = [&](double p, size_t count) {
+        return row.cut == CutKind::kTopP ? p >= 1 || before < p : rank < count;
+      };
+      exact_[i] = within(row.p2, exact);
+      dropped_[i] = !within(row.p1, kept);
+      before += mass[i];
+      ++rank;
+    }
   }
 
   // Of the first `count` items the `wanted` of most optimistic mass for each token.
@@ -252,6 +281,16 @@ class TreeLanes {
     for (const size_t i : order) (*marks)[i] = true;
   }
 
+  // Of the first `count` items, of each head.
+  std::vector<Vector> LogMasses(size_t count) const {
+    std::vector<Vector> mass;
+    for (const Scores& scores : scores_) {
+      mass.emplace_back(scores.log_mass.begin(),
+                        scores.log_mass.begin() + static_cast<ptrdiff_t>(count));
+    }
+    return mass;
+  }
+
   // By the number for each token that is read, descending.
   std::vector<size_t> ByToken(Vector numbers) const {
     for (size_t i = 0; i < numbers.size(); ++i) numbers[i] /= items_[i]->tokens();
@@ -260,12 +299,7 @@ class TreeLanes {
 
   // The planted faults: marks the best of the first `count` items that is not marked.
   void TakeOneMore(size_t count, Marks* marks) const {
-    std::vector<Vector> mass;
-    for (const Scores& scores : scores_) {
-      mass.emplace_back(scores.log_mass.begin(),
-                        scores.log_mass.begin() + static_cast<ptrdiff_t>(count));
-    }
-    for (const size_t i : Descending(MeanShare(mass))) {
+    for (const size_t i : Descending(MeanShare(LogMasses(count)))) {
       if ((*marks)[i]) continue;
       (*marks)[i] = true;
       return;
@@ -276,9 +310,10 @@ class TreeLanes {
 
   static double Capped(double d2) { return std::min(d2, kVarianceMax); }
 
-  // The head's scaled query along the segment's axes.
+  // The head's scaled query along the segment's axes; nothing in the first order.
   Vector Rotated(uint32_t head, uint32_t segment) const {
     Vector rotated;
+    if (unit_.row.second_order == 0) return Vector(trees_[segment].axes.size(), 0.0);
     for (const Vector& axis : trees_[segment].axes) {
       rotated.push_back(unit_.header.softmax_scale * Dot(axis, unit_.queries[head]));
     }
@@ -358,9 +393,10 @@ class TreeLanes {
 
   void Answer(uint32_t head) {
     Marks estimated(items_.size(), false);
-    Softmax read = Zone(head);
+    Softmax read = Zone(head), dropped(unit_.shape.value_dim);
     for (size_t i = 0; i < items_.size(); ++i) {
-      estimated[i] = !exact_[i];
+      estimated[i] = FateOf(i) == kFateEstimated;
+      if (FateOf(i) == kFateDropped) dropped.Add(scores_[head].log_mass[i], items_[i]->mean_value);
       if (exact_[i]) {
         unit_.AddTokens(head, items_[i]->segment, items_[i]->begin, items_[i]->end, &read);
       }
@@ -368,7 +404,9 @@ class TreeLanes {
     const auto [state, shift] = Estimate(head, estimated, read);
     unit_.Write(head, state);
     LaneResult& result = unit_.header.lane_results[unit_.Slot(head)];
-    result = {1, static_cast<float>(ShareIn(read, state.lse())), 0, 0};
+    const double covered = 1 / (1 + ShareIn(dropped, state.lse()));
+    result = {static_cast<float>(covered), static_cast<float>(ShareIn(read, state.lse()) * covered),
+              0, 0};
     if (std::count(estimated.begin(), estimated.end(), true) == 0) return;
     const double first = Estimate(head, Marks(items_.size(), true), Zone(head)).state.lse();
     const Scale scale = {state.lse(), Norm(state.Out()), LeastNorm(head, first)};
@@ -387,7 +425,7 @@ class TreeLanes {
   }
 
   const Unit& unit_;
-  const bool limited_;
+  const bool by_mass_, limited_;
   const std::vector<Token> zone_;
   std::vector<Tree> trees_;         // [segments]
   std::vector<const Item*> items_;  // that are chosen among, and behind leaves_ those that are not
@@ -395,7 +433,7 @@ class TreeLanes {
   std::vector<Scores> scores_;      // [group], of items_
   Vector output_norms_;             // [group], of a tolerance
   Marks opened_;                    // [groups]
-  Marks exact_;                     // [items]
+  Marks exact_, dropped_;           // [items]
 };
 
 }  // namespace

@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <array>
 #include <cfloat>
 
-#include "gpu/cuda/step/chosen_pieces.cuh"
-#include "gpu/cuda/step/cluster_launch.h"
 #include "gpu/cuda/step/step_kernels.h"
 #include "gpu/cuda/step/tree_selector.cuh"
+#include "gpu/cuda/step/tree_unit_launch.cuh"
 
 namespace attnd::gpu {
 namespace {
@@ -17,34 +15,9 @@ __device__ __forceinline__ float PerBudget(double tolerance) {
 
 }  // namespace
 
-__device__ TreeLevel TreeSelector::LevelOf(const TreeLevelScores& places, uint32_t count,
-                                           uint32_t stride, float optimism) const {
-  TreeLevel level;
-  const uint32_t each = (count + CutBlocks::blocks() - 1) / CutBlocks::blocks();
-  level.count = count;
-  level.begin = min(CutBlocks::rank() * each, count);
-  level.own = min(each, count - level.begin);
-  level.stride = stride;
-  level.log_mass = scores_ + places.log_mass;
-  level.d2 = scores_ + places.d2;
-  level.info = reinterpret_cast<const TreeRowInfo*>(scores_ + places.info);
-  const auto rows_of = [&](auto* shared, uint64_t place) {
-    return each <= kRankedRows ? shared
-                               : reinterpret_cast<decltype(shared)>(scores_ + place) + level.begin;
-  };
-  level.best_keys = rows_of(memory_->best_keys, places.best_key);
-  level.error_keys = rows_of(memory_->error_keys, places.error_key);
-  level.errors = rows_of(memory_->errors, places.error);
-  level.optimism = optimism;
-  return level;
-}
 __device__ TreeLevel TreeSelector::Groups() const {
   return LevelOf(places_.groups, row_.group_slots, row_.group_slots, attention::kGroupOptimism);
 }
-__device__ TreeLevel TreeSelector::Leaves() const {
-  return LevelOf(places_.leaves, first_items()[row_.tree_slices], row_.slots, attention::kOptimism);
-}
-
 // ---- what stands before the choice ----
 
 // A warp for each lane: maxima and sums of the zones and of all groups.
@@ -139,26 +112,6 @@ __device__ void TreeSelector::MeasureOutputs() {
   __syncthreads();
 }
 
-// A warp for each lane: sums over the leaves and the closed groups.
-__device__ void TreeSelector::CombinePartials() {
-  const uint32_t thread = threadIdx.x % 32;
-  for (uint32_t lane = threadIdx.x / 32; lane < step_.group; lane += kCutWarps) {
-    SumsOfHeads sums;
-    for (uint32_t s = thread; s < row_.tree_slices; s += 32) {
-      const uint64_t item = ItemNumber(lane / kLanes, s);
-      sums.Add(step_.tree_partials + (item * kLanes + lane % kLanes) * kStateHead);
-    }
-    sums.Join();
-    if (thread != 0) continue;
-    memory_->sums[lane] = make_float4(sums.max, sums.sum, sums.best_max, sums.best_sum);
-    memory_->moments[lane] = sums.moments;
-  }
-  if (threadIdx.x < step_.group) {
-    memory_->lanes[threadIdx.x] = reinterpret_cast<const TreeLane*>(words_)[threadIdx.x];
-  }
-  __syncthreads();
-}
-
 // With a tolerance errors are relative to the outputs' lengths.
 __device__ void TreeSelector::SetScales() {
   if (threadIdx.x < step_.group) {
@@ -215,11 +168,6 @@ __device__ __forceinline__ float2 TreeSelector::ScoreOf(const TreeLevel& level, 
     }
   }
   return {best_share, error2 / step_.group};
-}
-
-__device__ __forceinline__ TreeRowInfo InfoAt(const TreeLevel& level, uint32_t i) {
-  const float4 info = __ldg(reinterpret_cast<const float4*>(level.info) + i);
-  return {info.x, info.y, info.z, __float_as_uint(info.w)};
 }
 
 // Keys by the optimistic mass and by the error, of each token: what it costs to read the row.
@@ -286,37 +234,6 @@ __device__ uint32_t TreeSelector::Mark(const TreeLevel& level, uint32_t wanted, 
   return SumOfBlock(size);
 }
 
-// Calls put(row, size, number) for the thread block's marked rows: number is the sum of the sizes
-// before. Puts every row's number in the place of its error's key. size: of the thread block's
-// rows; returns that of all. A warp has some neighbouring rows.
-template <typename Put>
-__device__ uint32_t TreeSelector::List(const TreeLevel& level, uint32_t size, Put put) {
-  const uint32_t each = (level.own + kCutThreads - 1) / kCutThreads * 32;
-  const uint32_t begin = min(threadIdx.x / 32 * each, level.own),
-                 end = min(begin + each, level.own);
-  const uint32_t thread = threadIdx.x % 32;
-  uint32_t own = 0;
-  for (uint32_t i = begin + thread; i < end; i += 32) own += level.best_keys[i];
-  CutWeight before, of_block;
-  const CutWeight all = exchange_.Sum(size, &before);
-  const CutWeight in_block = ScanBlock(own, &memory_->cut, &of_block);
-  uint32_t number = static_cast<uint32_t>(before + __shfl_sync(~0u, in_block, 0));
-#pragma unroll 1
-  for (uint32_t first = begin; first < end; first += 32) {
-    const uint32_t i = first + thread, of_row = i < end ? level.best_keys[i] : 0;
-    uint32_t sum = of_row;
-#pragma unroll
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const uint32_t other = __shfl_up_sync(~0u, sum, offset);
-      if (thread >= offset) sum += other;
-    }
-    if (i < end) level.error_keys[i] = number + sum - of_row;
-    if (of_row > 0) put(level.begin + i, of_row, number + sum - of_row);
-    number += __shfl_sync(~0u, sum, 31);
-  }
-  return static_cast<uint32_t>(all);
-}
-
 // This thread's share of how many rows of a level the unit's segments have.
 __device__ uint32_t TreeSelector::OwnCounts(bool groups) const {
   uint32_t rows = 0;
@@ -327,12 +244,6 @@ __device__ uint32_t TreeSelector::OwnCounts(bool groups) const {
   }
   return rows;
 }
-__device__ uint32_t TreeSelector::SumOfBlock(uint32_t x) {
-  CutWeight total;
-  ScanBlock(x, &memory_->cut, &total);
-  return static_cast<uint32_t>(total);
-}
-
 // ---- the open stage ----
 
 // Numbers the leaves of opened groups, in the order of segments and groups.
@@ -394,26 +305,17 @@ __device__ CutWeight TreeSelector::ClosedErrors() {
   return exchange_.Sum(of_block, &before);
 }
 
-// Lists the chosen leaves' tokens; returns how many there are.
-__device__ uint32_t TreeSelector::ListTokens(const TreeLevel& level, uint32_t tokens) {
-  uint32_t* list = UnitChosen(step_, unit_);
-  return List(level, tokens, [&](uint32_t item, uint32_t count, uint32_t place) {
-    const uint32_t segment = items()[item] >> 16 << 16, first = InfoAt(level, item).place;
-    for (uint32_t i = 0; i < count; ++i) list[place + i] = segment | (first + i);
-  });
-}
-
 __device__ void TreeSelector::Choose() {
   const TreeLevel level = Leaves();
   const uint32_t own_counts = OwnCounts(/*groups=*/false);
+  if (threadIdx.x < step_.group) {
+    memory_->lanes[threadIdx.x] = reinterpret_cast<const TreeLane*>(words_)[threadIdx.x];
+  }
   CombinePartials();
   SetScales();
   exchange_.Begin();
   const bool first = CutBlocks::rank() == 0;
-  for (uint32_t i = threadIdx.x; first && i < step_.tiles_max * kLanes; i += kCutThreads) {
-    const float4 sums = i < step_.group ? memory_->sums[i] : make_float4(-INFINITY, 0, 0, 0);
-    step_.lane_scales[uint64_t{unit_.unit} * step_.tiles_max * kLanes + i] = {sums.x, sums.y};
-  }
+  if (first) StoreLaneScales();
   const uint32_t wanted = min(ShareOf(row_.floor, SumOfBlock(own_counts)), level.count);
   const uint32_t tokens = Mark(
       level, wanted, row_.tolerance, limited() ? ClosedErrors() : 0,
@@ -435,7 +337,7 @@ __global__ void __launch_bounds__(kCutThreads, 2)
     TreeSelectKernel(const __grid_constant__ StepHeader step) {
   const uint32_t number = blockIdx.x / CutBlocks::blocks();
   const RowRef* row = RowOfUnit(step, number);
-  if (row->kind != UnitKind::kTree) return;
+  if (!Chooses(*row, TreeChoice::kByError)) return;
   const UnitPlace unit(step, row, number - row->first_unit);
   TreeSelector selector(step, unit, reinterpret_cast<TreeSelectMemory*>(block_memory));
   if constexpr (kOpen) {
@@ -445,50 +347,13 @@ __global__ void __launch_bounds__(kCutThreads, 2)
   }
 }
 
-constexpr uint32_t kSelectBytes = sizeof(TreeSelectMemory);
-// How many units the process's devices work on at once, by the number of their thread blocks.
-struct UnitsAtOnce {
-  bool clusters = false;  // of thread blocks
-  std::array<int, kCutBlocksMax + 1> units = {};
-};
-UnitsAtOnce CountUnits(void (*kernel)(StepHeader)) {
-  UnitsAtOnce at_once;
-  cudaFuncAttributes attributes;
-  if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) return at_once;
-  at_once.clusters = attributes.ptxVersion >= kClusterPtxVersion;
-  for (uint32_t blocks = kCutBlocksMin; at_once.clusters && blocks <= kCutBlocksMax; ++blocks) {
-    at_once.units[blocks] = ClusterLaunch::AtOnce(kernel, blocks, kCutThreads, kSelectBytes);
-  }
-  return at_once;
-}
-
-// The most with which all units are there at once; what is chosen does not depend on their number.
-uint32_t BlocksOfUnit(const UnitsAtOnce& at_once, uint32_t units) {
-  if (!at_once.clusters) return 1;
-  uint32_t blocks = kCutBlocksMax;
-  while (blocks > kCutBlocksMin && at_once.units[blocks] < static_cast<int>(units)) --blocks;
-  return blocks;
-}
-
-template <bool kOpen>
-cudaError_t Launch(const StepHeader& step, cudaStream_t stream) {
-  constexpr auto kKernel = TreeSelectKernel<kOpen>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int{kSelectBytes});
-  if (error != cudaSuccess) return error;
-  static const UnitsAtOnce kAtOnce = CountUnits(kKernel);
-  const uint32_t blocks = BlocksOfUnit(kAtOnce, step.units);
-  const ClusterLaunch launch(step.units, blocks, kCutThreads, kSelectBytes, false, stream);
-  return cudaLaunchKernelEx(&launch.config(), kKernel, step);
-}
-
 }  // namespace
 
 cudaError_t LaunchTreeOpen(const StepHeader& step, cudaStream_t stream) {
-  return Launch<true>(step, stream);
+  return LaunchTreeUnits<TreeSelectKernel<true>>(step, stream);
 }
 cudaError_t LaunchTreeChoose(const StepHeader& step, cudaStream_t stream) {
-  return Launch<false>(step, stream);
+  return LaunchTreeUnits<TreeSelectKernel<false>>(step, stream);
 }
 
 }  // namespace attnd::gpu

@@ -134,6 +134,7 @@ __global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
     TreeGroupsKernel(const __grid_constant__ StepHeader step) {
   __shared__ TreeBlock<kDim> block;
   const TreeItem item(step, blockIdx.x);
+  if (ChoiceOf(*item.row) != TreeChoice::kByError) return;
   PrefetchGroups<kDim, kValueDim>(item);
   LoadTreeQueries<kDim>(step, item, &block);
   RotateQueries<kDim>(item, &block);
@@ -212,7 +213,7 @@ struct MassTotals {
 __device__ __forceinline__ void AddClosedGroups(const StepHeader& step, const TreeItem& item,
                                                 MassTotals* totals) {
   const uint32_t g = threadIdx.x % 32 / 4, lane = item.tile * kLanes + g;
-  if (lane >= step.group) return;
+  if (lane >= step.group || ChoiceOf(*item.row) == TreeChoice::kByMass) return;
   const TreeScores places = TreeScoresOf(*item.row, step.group);
   const uint32_t slot = item.tree->first_group_slot;
   const float* log_mass = TreeScoresAt(step, item.unit, places.groups.log_mass) +
