@@ -172,8 +172,7 @@ class CudaBackend : public Backend {
   absl::Status Supports(const Policy& policy) const override {
     const bool dense =
         policy.selector == attention::Selector::kAll && policy.pruner == attention::Pruner::kNone;
-    const bool clusters = policy.cuts_clusters() && policy.quantile == 0;
-    if (dense || policy.selector == attention::Selector::kNone || clusters) {
+    if (dense || policy.selector == attention::Selector::kNone || policy.cuts_clusters()) {
       return absl::OkStatus();
     }
     return absl::UnimplementedError(
@@ -186,6 +185,11 @@ class CudaBackend : public Backend {
     return absl::UnimplementedError(absl::StrCat("indexes are ", indexes.ToString(),
                                                  "; the CUDA backend reads clusters alone, or a "
                                                  "tree of the default sizes"));
+  }
+  // A quantile's predictions need a tree's slopes.
+  bool Answers(const Policy& policy, const attention::IndexSet& indexes) const override {
+    const bool answers = policy.quantile == 0 || indexes == kTreeIndexes;
+    return answers && Backend::Answers(policy, indexes);
   }
   absl::Status Supports(const ModelShape& shape) const override { return CheckShape(shape); }
 

@@ -144,12 +144,28 @@ TEST(CudaBackendTrees, OutputsThatAreNextToNothing) {
   EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
 }
 
-// Quantiles choose again: the CPU has them.
-TEST(CudaBackendTrees, QuantilesAreRefused) {
-  TestSequence tree = MakeSequence(SpecOf({2, 1, 64, 64, {700}, 70, kTreeIndexes}, DType::kBf16));
+// Beside closed groups, and with all opened.
+TEST(CudaBackendTrees, AQuantileTriesUntilAllHeadsAreWithin) {
+  for (const ParityCase& c : {ParityCase{1, 1, 64, 64, {2600, 700}, 70, kTreeIndexes},
+                              ParityCase{4, 1, 64, 64, {2600, 700}, 70, kTreeIndexes}}) {
+    TestSequence sequence = MakeTreeOfKeys(c, DType::kBf16);
+    SCOPED_TRACE(testing::Message() << sequence.spec);
+    const FakeBackend fake = MakeFakeBackend();
+    const std::vector<TestRow> rows = RowsOfQuantiles(&sequence, /*layer=*/0);
+    const StepResult step = RunStep(fake.backend.get(), 0, rows);
+    EXPECT_TRUE(Agree(step, RunStep(MakeCpu().get(), 0, rows), rows));
+    const QuantileEnds ends = EndsOf(step.plans);
+    EXPECT_GT(ends.closed, 0);
+    EXPECT_GT(ends.opened, 0);
+  }
+}
+
+// A quantile's predictions need slopes.
+TEST(CudaBackendTrees, QuantilesHaveNothingElse) {
+  TestSequence clusters = MakeSequence(SpecOf({2, 1, 64, 64, {700}, 70}, DType::kBf16));
   const FakeBackend fake = MakeFakeBackend();
-  const TestRow row = MakeRow(&tree, Parse("error-target", {{"quantile", "0.95"}}),
-                              tree.spec.tokens(), 1, true, DType::kFp32, 0, 1);
+  const TestRow row = MakeRow(&clusters, Parse("error-target", {{"quantile", "0.95"}}),
+                              clusters.spec.tokens(), 1, true, DType::kFp32, 0, 1);
   const absl::Status status = RunStep(fake.backend.get(), 0, {&row, 1}).status;
   EXPECT_TRUE(absl::IsUnimplemented(status)) << status;
   EXPECT_EQ(fake.control->steps(), 0u);

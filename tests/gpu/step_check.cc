@@ -88,7 +88,9 @@ class Checker {
     states_ += tiles * (row.read_pieces + row.estimate_pieces + (clusters ? kChosenPiecesMax : 0));
     if (!clusters) return;
     chosen_pieces_ += tiles * kChosenPiecesMax;
-    if (row.cut == CutKind::kErrorBudget) Equal("second_order", row.second_order, 1);
+    const bool by_head = row.cut == CutKind::kHeadBudget;
+    if (by_head && !tree) Fail("budgets of heads without a tree");
+    if (row.cut == CutKind::kErrorBudget || by_head) Equal("second_order", row.second_order, 1);
     if (tree) return;
     score_items_ += UnitsOf(row) * row.slots / kSlotChunk;
     estimate_pieces_max_ = std::max(estimate_pieces_max_, row.estimate_pieces);
@@ -117,7 +119,8 @@ class Checker {
       chosen_ += units * row.clustered_tokens;
       trees_ += row.segment_count;
       tree_items_ += units * row.tiles_per_unit * row.tree_slices;
-      tree_words_ += units * (4 * 32 + CeilOf(row.tree_slices + 1, 4) * 4 + row.slots);
+      const uint64_t tries = row.cut == CutKind::kHeadBudget ? 2 + 32 : 0;
+      tree_words_ += units * (4 * 32 + CeilOf(row.tree_slices + 1, 4) * 4 + row.slots + tries);
     }
     return units * row.tiles_per_unit;
   }
@@ -146,8 +149,12 @@ class Checker {
     if (row.kind != UnitKind::kTree) return Equal("group_slots", row.group_slots, 0);
     if (row.coop_blocks != 0) Fail("a cooperative group over a tree");
     const bool by_error = row.cut == CutKind::kErrorBudget;
-    ++tree_rows_[by_error ? 0 : 1];
-    if (by_error && !(row.tolerance > 0)) Fail("a tree without a tolerance");
+    const bool by_head = row.cut == CutKind::kHeadBudget;
+    ++tree_rows_[by_error ? 0 : by_head ? 2 : 1];
+    if ((by_error || by_head) && !(row.tolerance > 0)) Fail("a tree without a tolerance");
+    if (by_head && !(row.tolerance < INFINITY && row.head_tolerance > 0)) {
+      Fail("heads without a tolerance");
+    }
     if (h_.group > 32) Fail("more heads than a tree unit has room for");
     Held("trees", h_.trees + row.trees_begin, row.segment_count * sizeof(TreeRef));
     if (!wrong_.empty()) return;
@@ -301,6 +308,7 @@ class Checker {
     Equal("tree_items", h_.tree_items, tree_items_);
     Equal("tree rows by error", h_.tree_rows[0], tree_rows_[0]);
     Equal("tree rows by mass", h_.tree_rows[1], tree_rows_[1]);
+    Equal("tree rows by head", h_.tree_rows[2], tree_rows_[2]);
     Equal("estimate_pieces_max", h_.estimate_pieces_max, estimate_pieces_max_);
     Equal("head_dim", h_.head_dim, shape_.head_dim);
     Equal("value_dim", h_.value_dim, shape_.value_dim);

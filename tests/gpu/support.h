@@ -80,6 +80,18 @@ std::vector<T> Alternating(const std::vector<T>& a, const std::vector<T>& b) {
 attention::test::TestSequence MakeTreeBesideZeros();
 std::vector<attention::test::TestRow> RowsThatLookAtZeros(attention::test::TestSequence* sequence);
 
+// A tree whose values follow keys, so that clusters err together; and rows of quantiles whose
+// queries are longer and longer: of some all groups are opened, as the first choices are not within
+// the tolerance.
+attention::test::TestSequence MakeTreeOfKeys(const ParityCase& c, DType dtype);
+std::vector<attention::test::TestRow> RowsOfQuantiles(attention::test::TestSequence* sequence,
+                                                      uint32_t layer);
+// How many plans of a step leave groups closed, and how many do not.
+struct QuantileEnds {
+  int closed = 0, opened = 0;
+};
+QuantileEnds EndsOf(const std::vector<attention::Plan>& plans);
+
 }  // namespace attnd::gpu::test
 
 #endif  // ATTND_TESTS_GPU_SUPPORT_H_

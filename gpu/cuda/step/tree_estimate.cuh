@@ -210,6 +210,9 @@ __global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
   __shared__ TreeBlock<kDim> block;
   const TreeItem item(step, blockIdx.x);
   if (ChoiceOf(*item.row) != kChoice) return;
+  if constexpr (kChoice == TreeChoice::kByHead) {
+    if (PhaseOf(step, item.unit) == TreePhase::kDone) return;
+  }
   PrefetchBytes(item.head + item.tree->offsets.slopes, kDim * kValueDim * 2);
   LoadStoredQueries<kDim>(step, item, kLanes * kDim, &block);
   TreeSums<kDim, kValueDim> sums;

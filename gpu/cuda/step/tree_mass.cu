@@ -21,9 +21,6 @@ class MassSelector : public TreeUnit {
  private:
   __device__ void Rank(const TreeLevel& level);
   template <typename WeightOf>
-  __device__ CutFinder<WeightOf> CutAt(const TreeLevel& level, CutWeight limit,
-                                       const WeightOf& weight_of);
-  template <typename WeightOf>
   __device__ UnitResult Mark(const TreeLevel& level, CutWeight exact_limit, CutWeight kept_limit,
                              const WeightOf& weight_of);
   __device__ UnitResult MarkByCount(const TreeLevel& level);
@@ -50,27 +47,15 @@ __device__ void MassSelector::Rank(const TreeLevel& level) {
   }
 }
 
-template <typename WeightOf>
-__device__ CutFinder<WeightOf> MassSelector::CutAt(const TreeLevel& level, CutWeight limit,
-                                                   const WeightOf& weight_of) {
-  CutFinder cut({level.best_keys, level.own}, CutLimit::kTaken, limit, weight_of, &memory_->cut);
-#pragma unroll 1
-  for (uint32_t round = 0; round < kCutRounds && !cut.cut().known; ++round) {
-    cut.Add(round);
-    __syncthreads();
-    const uint32_t half = exchange_.half();
-    exchange_.Await(cut.Send(&exchange_));
-    cut.Narrow(round, half);
-  }
-  return cut;
-}
-
 // Leaves above the first cut are read, others above the second one estimated.
 template <typename WeightOf>
 __device__ UnitResult MassSelector::Mark(const TreeLevel& level, CutWeight exact_limit,
                                          CutWeight kept_limit, const WeightOf& weight_of) {
-  CutFinder exact = CutAt(level, exact_limit, weight_of);
-  CutFinder kept = CutAt(level, kept_limit, weight_of);
+  const RankedRows rows = {level.best_keys, level.own};
+  CutFinder exact(rows, CutLimit::kTaken, exact_limit, weight_of, &memory_->cut);
+  CutFinder kept(rows, CutLimit::kTaken, kept_limit, weight_of, &memory_->cut);
+  Find(&exact);
+  Find(&kept);
   uint32_t exact_tokens = 0, estimated_tokens = 0;
 #pragma unroll 1
   for (uint32_t first = 0; first < level.own; first += kCutThreads) {

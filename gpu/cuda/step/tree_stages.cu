@@ -13,7 +13,7 @@ cudaError_t LaunchTreeGroups(const StepHeader& step, cudaStream_t stream) {
 }
 cudaError_t LaunchTreeLeaves(const StepHeader& step, cudaStream_t stream) {
   return LaunchTreeKernel(step, stream, []<typename Shape>(Shape) -> TreeKernel {
-    return TreeLeavesKernel<Shape::kHeadDim, Shape::kValueDim>;
+    return TreeLeavesKernel<Shape::kHeadDim, Shape::kValueDim, /*kReopened=*/false>;
   });
 }
 cudaError_t LaunchTreeEstimate(const StepHeader& step, cudaStream_t stream) {

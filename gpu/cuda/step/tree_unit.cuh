@@ -96,6 +96,8 @@ class TreeUnit {
   __device__ TreeLevel Leaves() const;
   __device__ void CombinePartials();
   __device__ __forceinline__ void StoreLaneScales() const;
+  template <typename WeightOf>
+  __device__ void Find(CutFinder<WeightOf>* cut);
   template <typename Put>
   __device__ uint32_t List(const TreeLevel& level, uint32_t size, Put put);
   __device__ uint32_t SumOfBlock(uint32_t x);
@@ -159,6 +161,19 @@ __device__ __forceinline__ void TreeUnit::StoreLaneScales() const {
   for (uint32_t i = threadIdx.x; i < step_.tiles_max * kLanes; i += kCutThreads) {
     const float4 sums = i < step_.group ? memory_->sums[i] : make_float4(-INFINITY, 0, 0, 0);
     step_.lane_scales[uint64_t{unit_.unit} * step_.tiles_max * kLanes + i] = {sums.x, sums.y};
+  }
+}
+
+// Finds one cut.
+template <typename WeightOf>
+__device__ void TreeUnit::Find(CutFinder<WeightOf>* cut) {
+#pragma unroll 1
+  for (uint32_t round = 0; round < kCutRounds && !cut->cut().known; ++round) {
+    cut->Add(round);
+    __syncthreads();
+    const uint32_t half = exchange_.half();
+    exchange_.Await(cut->Send(&exchange_));
+    cut->Narrow(round, half);
   }
 }
 

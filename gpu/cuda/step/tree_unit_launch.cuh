@@ -13,19 +13,18 @@
 
 namespace attnd::gpu {
 
-inline constexpr uint32_t kTreeSelectBytes = sizeof(TreeSelectMemory);
 // How many units the process's devices work on at once, by the number of their thread blocks.
 struct UnitsAtOnce {
   bool clusters = false;  // of thread blocks
   std::array<int, kCutBlocksMax + 1> units = {};
 };
-inline UnitsAtOnce CountUnits(void (*kernel)(StepHeader)) {
+inline UnitsAtOnce CountUnits(void (*kernel)(StepHeader), uint32_t shared_bytes) {
   UnitsAtOnce at_once;
   cudaFuncAttributes attributes;
   if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) return at_once;
   at_once.clusters = attributes.ptxVersion >= kClusterPtxVersion;
   for (uint32_t blocks = kCutBlocksMin; at_once.clusters && blocks <= kCutBlocksMax; ++blocks) {
-    at_once.units[blocks] = ClusterLaunch::AtOnce(kernel, blocks, kCutThreads, kTreeSelectBytes);
+    at_once.units[blocks] = ClusterLaunch::AtOnce(kernel, blocks, kCutThreads, shared_bytes);
   }
   return at_once;
 }
@@ -39,14 +38,14 @@ inline uint32_t BlocksOfUnit(const UnitsAtOnce& at_once, uint32_t units) {
 }
 
 // Launches a kernel that works on the step's units.
-template <void (*kKernel)(StepHeader)>
+template <void (*kKernel)(StepHeader), uint32_t kSharedBytes = sizeof(TreeSelectMemory)>
 cudaError_t LaunchTreeUnits(const StepHeader& step, cudaStream_t stream) {
-  const cudaError_t error = cudaFuncSetAttribute(
-      kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int{kTreeSelectBytes});
+  const cudaError_t error =
+      cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int{kSharedBytes});
   if (error != cudaSuccess) return error;
-  static const UnitsAtOnce kAtOnce = CountUnits(kKernel);
+  static const UnitsAtOnce kAtOnce = CountUnits(kKernel, kSharedBytes);
   const uint32_t blocks = BlocksOfUnit(kAtOnce, step.units);
-  const ClusterLaunch launch(step.units, blocks, kCutThreads, kTreeSelectBytes, false, stream);
+  const ClusterLaunch launch(step.units, blocks, kCutThreads, kSharedBytes, false, stream);
   return cudaLaunchKernelEx(&launch.config(), kKernel, step);
 }
 
