@@ -192,7 +192,7 @@ std::vector<TestRow> RowsOfQuantiles(attention::test::TestSequence* sequence, ui
   const attention::test::SequenceSpec& spec = sequence->spec;
   std::vector<TestRow> rows;
   uint64_t seed = spec.seed;
-  for (const float length : {0.1f, 1.0f, 3.0f, 12.0f}) {
+  for (const float length : {0.1f, 0.5f, 1.5f, 4.0f}) {
     for (const char* const tolerance : {"0.00001", "0.002", "0.02", "0.06", "0.11", "0.5"}) {
       for (const char* const quantile : {"0.3", "0.8", "0.95"}) {
         const Policy policy =
