@@ -172,8 +172,7 @@ class CudaBackend : public Backend {
   absl::Status Supports(const Policy& policy) const override {
     const bool dense =
         policy.selector == attention::Selector::kAll && policy.pruner == attention::Pruner::kNone;
-    const bool clusters = policy.cuts_clusters() && policy.quantile == 0;
-    if (dense || policy.selector == attention::Selector::kNone || clusters) {
+    if (dense || policy.selector == attention::Selector::kNone || policy.cuts_clusters()) {
       return absl::OkStatus();
     }
     return absl::UnimplementedError(
@@ -187,10 +186,10 @@ class CudaBackend : public Backend {
                                                  "; the CUDA backend reads clusters alone, or a "
                                                  "tree of the default sizes"));
   }
-  // A tree's groups are opened by errors; policies that rank by mass look at every leaf.
+  // A quantile's predictions need a tree's slopes.
   bool Answers(const Policy& policy, const attention::IndexSet& indexes) const override {
-    const bool by_mass = policy.cuts_clusters() && policy.cut != attention::Cut::kErrorBudget;
-    return Backend::Answers(policy, indexes) && !(by_mass && indexes == kTreeIndexes);
+    const bool answers = policy.quantile == 0 || indexes == kTreeIndexes;
+    return answers && Backend::Answers(policy, indexes);
   }
   absl::Status Supports(const ModelShape& shape) const override { return CheckShape(shape); }
 

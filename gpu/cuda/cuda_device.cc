@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "attention/index/kmeans.h"
+#include "attention/policy/estimate_limits.h"
 #include "attention/segment/pages.h"
 #include "attention/segment/segment.h"
 #include "common/status.h"
@@ -270,7 +271,7 @@ class CudaStream : public Stream {
     const bool clusters = header.score_items > 0, trees = header.tree_items > 0;
     if (trees) {
       ATTND_RETURN_IF_ERROR(Fork());
-      ATTND_RETURN_IF_ERROR(Launched(LaunchTreeItems(TreeStage::kGroups, header, side_), "groups"));
+      ATTND_RETURN_IF_ERROR(ScoreTrees(header));
     }
     ATTND_RETURN_IF_ERROR(Launched(kernels.prepare(header, main_), "prepare"));
     if (clusters) ATTND_RETURN_IF_ERROR(Fork());
@@ -284,10 +285,53 @@ class CudaStream : public Stream {
     return trees ? Join() : absl::OkStatus();
   }
 
+  static bool HasTreeRows(const StepHeader& header, TreeChoice choice) {
+    return header.tree_rows[static_cast<uint32_t>(choice)] > 0;
+  }
+  absl::Status ScoreTrees(const StepHeader& header) {
+    if (HasTreeRows(header, TreeChoice::kByMass)) {
+      ATTND_RETURN_IF_ERROR(Launched(LaunchTreeWhole(header, side_), "whole"));
+    }
+    const bool groups =
+        HasTreeRows(header, TreeChoice::kByError) || HasTreeRows(header, TreeChoice::kByHead);
+    return groups ? Launched(LaunchTreeGroups(header, side_), "groups") : absl::OkStatus();
+  }
   absl::Status SelectOfTrees(const StepHeader& header) {
-    ATTND_RETURN_IF_ERROR(Launched(LaunchTreeOpen(header, main_), "open"));
-    ATTND_RETURN_IF_ERROR(Launched(LaunchTreeItems(TreeStage::kLeaves, header, main_), "leaves"));
-    return Launched(LaunchTreeChoose(header, main_), "choose");
+    const bool by_error = HasTreeRows(header, TreeChoice::kByError);
+    const bool by_head = HasTreeRows(header, TreeChoice::kByHead);
+    if (by_error) ATTND_RETURN_IF_ERROR(Launched(LaunchTreeOpen(header, main_), "open"));
+    if (by_head) ATTND_RETURN_IF_ERROR(Launched(LaunchTreeOpenByHead(header, main_), "open"));
+    ATTND_RETURN_IF_ERROR(Launched(LaunchTreeLeaves(header, main_), "leaves"));
+    if (by_error) ATTND_RETURN_IF_ERROR(Launched(LaunchTreeChoose(header, main_), "choose"));
+    if (HasTreeRows(header, TreeChoice::kByMass)) {
+      ATTND_RETURN_IF_ERROR(Launched(LaunchTreeChooseByMass(header, main_), "choose by mass"));
+    }
+    return by_head ? ChooseByHead(header) : absl::OkStatus();
+  }
+  // So many choices with their estimates.
+  absl::Status Try(const StepHeader& header, int times) {
+    for (int i = 0; i < times; ++i) {
+      ATTND_RETURN_IF_ERROR(Launched(LaunchTreeTry(header, main_), "try"));
+      ATTND_RETURN_IF_ERROR(Launched(LaunchTreeEstimateByHead(header, main_), "estimate"));
+    }
+    return absl::OkStatus();
+  }
+  // As many launches as the unit that needs most; others have nothing to do in them.
+  absl::Status ChooseByHead(const StepHeader& header) {
+    ATTND_RETURN_IF_ERROR(Try(header, attention::kQuantileTriesBesideClosed));
+    ATTND_RETURN_IF_ERROR(Launched(LaunchTreeTry(header, main_), "try"));
+    ATTND_RETURN_IF_ERROR(Launched(LaunchTreeReopen(header, main_), "reopen"));
+    ATTND_RETURN_IF_ERROR(Launched(LaunchTreePrepare(header, main_), "prepare"));
+    ATTND_RETURN_IF_ERROR(Launched(LaunchTreeEstimateByHead(header, main_), "estimate"));
+    ATTND_RETURN_IF_ERROR(Try(header, attention::kQuantileTries + 1));
+    return Launched(LaunchTreeList(header, main_), "list");
+  }
+  absl::Status EstimateTrees(const StepHeader& header) {
+    if (HasTreeRows(header, TreeChoice::kByError)) {
+      ATTND_RETURN_IF_ERROR(Launched(LaunchTreeEstimate(header, side_), "estimate of trees"));
+    }
+    if (!HasTreeRows(header, TreeChoice::kByMass)) return absl::OkStatus();
+    return Launched(LaunchTreeEstimateByMass(header, side_), "estimate of trees by mass");
   }
 
   absl::Status Measure(const StepKernels& kernels, const StepHeader& header) {
@@ -302,10 +346,7 @@ class CudaStream : public Stream {
     if (header.score_items > 0) {
       ATTND_RETURN_IF_ERROR(Launched(kernels.estimate(header, /*all=*/false, side_), "estimate"));
     }
-    if (header.tree_items > 0) {
-      ATTND_RETURN_IF_ERROR(
-          Launched(LaunchTreeItems(TreeStage::kEstimate, header, side_), "estimate of trees"));
-    }
+    if (header.tree_items > 0) ATTND_RETURN_IF_ERROR(EstimateTrees(header));
     if (header.cache.set_count > 0) {
       ATTND_RETURN_IF_ERROR(Launched(LaunchFetch(header, main_), "fetch"));
     }

@@ -26,6 +26,21 @@
 //   leaves    score the opened groups' leaves
 //   choose    for each unit: choose leaves, list their tokens, queue their pieces for finish
 //
+// Units that rank leaves by mass look at all of them. In place of groups and open they have
+//
+//   whole     open all groups of a slice, number their leaves
+//
+// Units with a budget for each head try several choices. Behind leaves they have
+//
+//   try       for each unit: judge the estimate of the last choice, choose more leaves; twice, then
+//             judge once more. Behind each choice:
+//   estimate  what the choice leaves to estimates, as in finish, which has none for these units
+//   reopen    of units that are not within their budgets: open all groups, number their leaves
+//   leaves    score these
+//   prepare   for each such unit: leave all to estimates, whose sum tells the outputs' lengths
+//   try       as before; five times and once more
+//   list      for each unit: list tokens, queue their pieces for finish
+//
 // Instead of by stages, a unit of a cluster policy may be answered by a cooperative group (the
 // thread blocks of one thread block cluster), in a single launch.
 //
@@ -96,9 +111,10 @@ enum StateHead : uint32_t {
   kHeadLogitVariances
 };
 
-// kTree: error-target over a tree of clusters.
+// kTree: clusters that are the leaves of a tree.
 enum class UnitKind : uint32_t { kDense, kStreaming, kClusters, kTree };
-enum class CutKind : uint32_t { kTopK, kTopP, kErrorBudget };
+// kHeadBudget: an error budget for each query head; over trees alone.
+enum class CutKind : uint32_t { kTopK, kTopP, kErrorBudget, kHeadBudget };
 
 // One segment of a row at the step's layer.
 struct SegmentRef {
@@ -181,7 +197,7 @@ struct RowRef {
 
   uint64_t first_score;  // of floats in scores: per unit log_mass [lanes][slots], then, for the
                          // second order, d2 [lanes][slots], then group_score [slots]; of a tree see
-                         // TreeScores
+                         // TreeScores (tree_layout.h)
   uint64_t first_fate;   // of bytes in fates: per unit [slots] (of a tree by its leaves' items),
                          // then, of a tree, [group_slots]
   uint64_t first_word;   // of words in tree_words: per unit TreeWordsPerUnit
@@ -190,7 +206,8 @@ struct RowRef {
 
   double exact_share, estimated_share;  // kTopK
   double p1, p2;                        // kTopP
-  double tolerance, floor;              // kErrorBudget; infinity for "off"
+  double tolerance, floor;              // kErrorBudget, kHeadBudget; infinity for "off"
+  double head_tolerance;  // kHeadBudget: what a head's predicted error is to be within
 };
 
 // Slots of a segment whose index has room for max_clusters clusters.
@@ -209,6 +226,17 @@ constexpr uint32_t TreeSliceGroupsFor(uint32_t group_slots) {
 }
 constexpr uint32_t TreeSlicesFor(uint32_t group_slots, uint32_t slice_groups) {
   return (group_slots + slice_groups - 1) / slice_groups;
+}
+// How a tree's row chooses leaves: kByError opens groups before; kByMass looks at all leaves;
+// kByHead does as kByError, again and again until every head's error is within its tolerance.
+enum class TreeChoice : uint32_t { kByError, kByMass, kByHead };
+inline constexpr uint32_t kTreeChoices = 3;
+constexpr TreeChoice ChoiceOf(const RowRef& row) {
+  if (row.cut == CutKind::kErrorBudget) return TreeChoice::kByError;
+  return row.cut == CutKind::kHeadBudget ? TreeChoice::kByHead : TreeChoice::kByMass;
+}
+constexpr bool Chooses(const RowRef& row, TreeChoice choice) {
+  return row.kind == UnitKind::kTree && ChoiceOf(row) == choice;
 }
 // Whether the measure stage chooses the row's clusters.
 constexpr bool HasTolerance(const RowRef& row) {
@@ -244,69 +272,7 @@ constexpr uint64_t StatesPerTile(const RowRef& row) {
 }
 constexpr uint64_t FatesPerUnit(const RowRef& row) { return uint64_t{row.slots} + row.group_slots; }
 
-// What choosing needs of a tree's row, beside its scores.
-struct TreeRowInfo {
-  float tokens;      // 0 of slots without a row
-  float spread;      // as in the index
-  float value_norm;  // of the mean value
-  uint32_t place;    // of a group: its first leaf | leaves << 16; of a leaf: its first token
-};
-// A tree's scores, in floats from the unit's first on. Groups are numbered by group slots, leaves
-// of opened groups by items: 0, 1, ... in the order of segments and of the index.
-struct TreeLevelScores {
-  uint64_t log_mass, d2;         // [lanes][rows]
-  uint64_t info;                 // [rows] TreeRowInfo
-  uint64_t best_key, error_key;  // [rows] by what rows are ranked (KeyOf)
-  uint64_t error;                // [rows] squared error of the estimate, mean over the group
-};
-struct TreeScores {
-  TreeLevelScores groups, leaves;
-  uint64_t end;
-};
-constexpr TreeScores TreeScoresOf(const RowRef& row, uint32_t group) {
-  uint64_t end = 0;
-  const auto level = [&](uint64_t rows) {
-    TreeLevelScores at{};
-    at.info = end;
-    at.log_mass = at.info + rows * (sizeof(TreeRowInfo) / sizeof(float));
-    at.d2 = at.log_mass + rows * group;
-    at.best_key = at.d2 + rows * group;
-    at.error_key = at.best_key + rows;
-    at.error = at.error_key + rows;
-    end = at.error + rows;
-    return at;
-  };
-  TreeScores scores{};
-  scores.groups = level(row.group_slots);
-  scores.leaves = level(row.slots);
-  scores.end = end;
-  return scores;
-}
-// A tree unit's words: for each lane a TreeLane; then the number of each slice's first item, and
-// that of all items; then, for each item, segment << 16 | leaf.
-struct TreeLane {
-  float output_norm;  // of zones and all groups' estimates
-  float zone_max, zone_sum;
-  float zone_norm2;  // squared length of the zones' mean
-};
-inline constexpr uint32_t kTreeLaneWords = kTreeLanesMax * sizeof(TreeLane) / sizeof(uint32_t);
-constexpr uint64_t TreeItems(const RowRef& row) {
-  return kTreeLaneWords + (uint64_t{row.tree_slices} + 1 + 3) / 4 * 4;
-}
-constexpr uint64_t TreeWordsPerUnit(const RowRef& row) { return TreeItems(row) + row.slots; }
-constexpr uint64_t ScoresPerUnit(const RowRef& row, uint32_t group) {
-  if (row.kind == UnitKind::kTree) return TreeScoresOf(row, group).end;
-  return uint64_t{row.slots} * (uint64_t{group} * (row.second_order != 0 ? 2 : 1) + 1);
-}
 constexpr uint32_t StateFloats(uint32_t value_dim) { return kLanes * (kStateHead + value_dim); }
-// Of a tree item, in words: its queries along the segment's axes, three bytes of each number of the
-// queries and of these squared, factors and offsets of their products; and the sums of estimates
-// that it leaves: a state whose values are followed by the slopes' correction of them.
-constexpr uint32_t TreeQueryWords(uint32_t head_dim) { return kLanes * (5 * head_dim / 2 + 3); }
-constexpr uint32_t TreeStateFloats(uint32_t value_dim) {
-  return kLanes * (kStateHead + 2 * value_dim);
-}
-
 // A unit that a cooperative group answers: the row's unit number `unit`.
 struct CoopUnit {
   uint32_t row;
@@ -421,6 +387,8 @@ struct StepHeader {
   uint32_t coop_counts[kCoopSizes];  // units that groups of kCoopBlocks[i] thread blocks answer
   float softmax_scale;
   uint32_t tree_items;
+  uint32_t tree_rows[kTreeChoices];  // rows of each TreeChoice
+  uint32_t reserved;
   uint64_t tail_block_head_bytes;  // of a tail block, from one KV head to the next
 
   const RowRef* row_refs;  // [rows], ascending by first_unit
@@ -460,11 +428,10 @@ struct StepHeader {
 
 // No padding, so that equal headers have equal bytes.
 static_assert(offsetof(StepHeader, tail_block_head_bytes) ==
-              offsetof(StepHeader, tree_items) + sizeof(uint32_t));
+              offsetof(StepHeader, reserved) + sizeof(StepHeader::reserved));
 // The compilers of host and device agree on these sizes: the structures are copied as bytes.
-static_assert(sizeof(SegmentRef) == 104 && sizeof(RowRef) == 216 && sizeof(StepHeader) == 328);
-static_assert(sizeof(UploadRef) == 24 && sizeof(CoopUnit) == 8 && sizeof(TreeRef) == 136 &&
-              sizeof(TreeRowInfo) == 16);
+static_assert(sizeof(SegmentRef) == 104 && sizeof(RowRef) == 224 && sizeof(StepHeader) == 344);
+static_assert(sizeof(UploadRef) == 24 && sizeof(CoopUnit) == 8 && sizeof(TreeRef) == 136);
 static_assert(sizeof(UnitResult) == 48 && sizeof(LaneResult) == 16 && sizeof(LaneScale) == 8);
 static_assert(std::is_trivially_copyable_v<SegmentRef> && std::is_trivially_copyable_v<RowRef> &&
               std::is_trivially_copyable_v<StepHeader> && std::is_trivially_copyable_v<UploadRef>);

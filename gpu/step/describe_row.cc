@@ -3,6 +3,8 @@
 
 #include <glog/logging.h>
 
+#include <cmath>
+
 #include "attention/segment/pages.h"
 #include "gpu/device/device.h"
 #include "gpu/layout/index_offsets.h"
@@ -29,6 +31,12 @@ UnitKind KindOf(const StepRow& row, uint32_t layer) {
   return row.view->indexes.Has(IndexKind::kTree) ? UnitKind::kTree : UnitKind::kClusters;
 }
 
+// Whether the tolerance is for a share of rows, and there is one.
+bool HasHeadBudgets(const Policy& policy) {
+  return policy.cut == attention::Cut::kErrorBudget && policy.quantile > 0 &&
+         std::isfinite(policy.tolerance);
+}
+
 CutKind CutOf(const Policy& policy) {
   switch (policy.cut) {
     case attention::Cut::kTopK:
@@ -36,7 +44,7 @@ CutKind CutOf(const Policy& policy) {
     case attention::Cut::kTopP:
       return CutKind::kTopP;
     case attention::Cut::kErrorBudget:
-      return CutKind::kErrorBudget;
+      return HasHeadBudgets(policy) ? CutKind::kHeadBudget : CutKind::kErrorBudget;
   }
   return CutKind::kTopK;
 }
@@ -99,6 +107,9 @@ RowDescription DescribeRow(const StepRow& row, uint32_t layer, const HistoryDesc
   description.p2 = policy.p2;
   description.tolerance = policy.tolerance;
   description.floor = policy.floor;
+  if (HasHeadBudgets(policy)) {
+    description.head_tolerance = policy.tolerance / attention::ErrorFactor(policy.quantile);
+  }
 
   description.query_tokens = row.query_tokens;
   description.queries = row.queries;

@@ -55,6 +55,7 @@ struct RowDescription {
   double exact_share = 0, estimated_share = 0;
   double p1 = 0, p2 = 0;
   double tolerance = std::numeric_limits<double>::infinity(), floor = 0;
+  double head_tolerance = 0;
 
   // The query tokens, in host memory.
   uint32_t query_tokens = 0;           // at least 1

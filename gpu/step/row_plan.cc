@@ -93,6 +93,7 @@ RowRef PlanRow(const RowDescription& row, uint32_t first_token, uint32_t tokens,
   ref.p2 = row.p2;
   ref.tolerance = row.tolerance;
   ref.floor = row.floor;
+  ref.head_tolerance = row.head_tolerance;
   if (cooperative_groups) {
     ref.coop_blocks =
         CoopBlocksFor(ref, row.shape.group, row.shape.kernel.value_dim, row.tail_end());

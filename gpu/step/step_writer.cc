@@ -149,7 +149,11 @@ void StepWriter::FillHeader(const WavePlaces& places, std::byte* device_input,
   h.tiles = Narrow(counts_.tiles);
   h.tiles_max = (shape_.group + kLanes - 1) / kLanes;
   for (const RowPart& part : parts_) {
-    if (part.ref.coop_blocks != 0 || part.ref.kind == UnitKind::kTree) continue;
+    if (part.ref.kind == UnitKind::kTree) {
+      ++h.tree_rows[static_cast<uint32_t>(ChoiceOf(part.ref))];
+      continue;
+    }
+    if (part.ref.coop_blocks != 0) continue;
     h.estimate_pieces_max = std::max(h.estimate_pieces_max, part.ref.estimate_pieces);
   }
   h.query_dtype = static_cast<uint32_t>(shape_.query_dtype);

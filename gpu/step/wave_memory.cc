@@ -3,6 +3,7 @@
 
 #include <limits>
 
+#include "gpu/layout/tree_layout.h"
 #include "gpu/step/row_plan.h"
 
 namespace attnd::gpu {

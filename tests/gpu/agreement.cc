@@ -185,9 +185,8 @@ class StatsOfPlans {
 // What is wrong with a plan, empty if nothing is.
 std::string CheckPlan(const ClusterJudge& judge) {
   if (!judge.WrongOpening().empty()) return judge.WrongOpening();
-  const oracle::Selection selection = judge.Select();
-  const std::string wrong = oracle::CheckPlan(selection, judge.plan());
-  return wrong.empty() ? CheckCounts(judge, selection) : wrong;
+  const std::string wrong = judge.WrongPlan(/*missed=*/false);
+  return wrong.empty() ? CheckCounts(judge, judge.Select()) : wrong;
 }
 
 bool SameUnit(const Plan& a, const Plan& b) {

@@ -106,12 +106,7 @@ TEST(CudaBackendTrees, BesideClustersInOneStep) {
   const FakeBackend fake = MakeFakeBackend();
   const std::vector<TestRow> of_clusters = RowsOfPolicies(&clusters, 1, 4, DType::kFp32);
   const std::vector<TestRow> of_tree = RowsOfPolicies(&tree, 1, 4, DType::kFp32);
-  ASSERT_EQ(of_clusters.size(), of_tree.size());
-  std::vector<TestRow> rows;
-  for (size_t r = 0; r < of_tree.size(); ++r) {
-    rows.push_back(of_tree[r]);
-    rows.push_back(of_clusters[r]);
-  }
+  const std::vector<TestRow> rows = Alternating(of_tree, of_clusters);
   const StepResult both = RunStep(fake.backend.get(), 1, rows);
   EXPECT_TRUE(Agree(both, RunStep(MakeCpu().get(), 1, rows), rows));
   for (size_t r = 0; r < rows.size(); ++r) {
@@ -149,16 +144,30 @@ TEST(CudaBackendTrees, OutputsThatAreNextToNothing) {
   EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
 }
 
-// Policies that rank by mass look at every leaf, and quantiles choose again: the CPU has them.
-TEST(CudaBackendTrees, OtherPoliciesAreRefused) {
-  TestSequence tree = MakeSequence(SpecOf({2, 1, 64, 64, {700}, 70, kTreeIndexes}, DType::kBf16));
-  const FakeBackend fake = MakeFakeBackend();
-  for (const attention::Policy& policy : {Parse("double-p"), Parse("clusters-top-k"),
-                                          Parse("error-target", {{"quantile", "0.95"}})}) {
-    const TestRow row = MakeRow(&tree, policy, tree.spec.tokens(), 1, true, DType::kFp32, 0, 1);
-    const absl::Status status = RunStep(fake.backend.get(), 0, {&row, 1}).status;
-    EXPECT_TRUE(absl::IsUnimplemented(status)) << status;
+// Beside closed groups, and with all opened.
+TEST(CudaBackendTrees, AQuantileTriesUntilAllHeadsAreWithin) {
+  for (const ParityCase& c : {ParityCase{1, 1, 64, 64, {2600, 700}, 70, kTreeIndexes},
+                              ParityCase{4, 1, 64, 64, {2600, 700}, 70, kTreeIndexes}}) {
+    TestSequence sequence = MakeTreeOfKeys(c, DType::kBf16);
+    SCOPED_TRACE(testing::Message() << sequence.spec);
+    const FakeBackend fake = MakeFakeBackend();
+    const std::vector<TestRow> rows = RowsOfQuantiles(&sequence, /*layer=*/0);
+    const StepResult step = RunStep(fake.backend.get(), 0, rows);
+    EXPECT_TRUE(Agree(step, RunStep(MakeCpu().get(), 0, rows), rows));
+    const QuantileEnds ends = EndsOf(step.plans);
+    EXPECT_GT(ends.closed, 0);
+    EXPECT_GT(ends.opened, 0);
   }
+}
+
+// A quantile's predictions need slopes.
+TEST(CudaBackendTrees, QuantilesHaveNothingElse) {
+  TestSequence clusters = MakeSequence(SpecOf({2, 1, 64, 64, {700}, 70}, DType::kBf16));
+  const FakeBackend fake = MakeFakeBackend();
+  const TestRow row = MakeRow(&clusters, Parse("error-target", {{"quantile", "0.95"}}),
+                              clusters.spec.tokens(), 1, true, DType::kFp32, 0, 1);
+  const absl::Status status = RunStep(fake.backend.get(), 0, {&row, 1}).status;
+  EXPECT_TRUE(absl::IsUnimplemented(status)) << status;
   EXPECT_EQ(fake.control->steps(), 0u);
 }
 

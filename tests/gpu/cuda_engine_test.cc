@@ -85,8 +85,7 @@ class CudaEngine : public testing::Test {
   std::unique_ptr<Engine> engine_;
 };
 
-// The regression is the CPU backend's alone, and so are policies that look at every leaf of a tree:
-// what the server says of error-target can be opened.
+// The regression is the CPU backend's alone: what the server says of error-target can be opened.
 TEST_F(CudaEngine, ErrorTargetHasATree) {
   Start();
   EXPECT_EQ(engine_->IndexesOf(PolicyOf("error-target")), attention::kTreeIndexes);
@@ -102,11 +101,9 @@ TEST_F(CudaEngine, ErrorTargetHasATree) {
               HasSubstr("indexes are regression"));
   EXPECT_THAT(refusal(PolicyOf("error-target"), attnd::test::TreeOf({12, 8, 3})),
               HasSubstr("a tree of the default sizes"));
-  EXPECT_THAT(refusal(PolicyOf("double-p"), attention::kTreeIndexes),
-              HasSubstr("policy.preset double-p over the indexes tree"));
 }
 
-TEST_F(CudaEngine, ARowThatLooksAtEveryLeafIsRefused) {
+TEST_F(CudaEngine, ARowThatLooksAtEveryLeafIsAnswered) {
   Start();
   TestSequence sequence = Open(PolicyOf("error-target"));
   Prefill(&sequence, 700, &random_);
@@ -118,7 +115,8 @@ TEST_F(CudaEngine, ARowThatLooksAtEveryLeafIsRefused) {
   };
   EXPECT_TRUE(status("dense").ok());
   EXPECT_TRUE(status("error-target").ok());
-  EXPECT_TRUE(absl::IsUnimplemented(status("double-p"))) << status("double-p");
+  EXPECT_TRUE(status("double-p").ok()) << status("double-p");
+  EXPECT_TRUE(status("clusters-top-k").ok()) << status("clusters-top-k");
   EXPECT_EQ(engine_->backend().stats().fallback_steps, 0u);
 }
 

@@ -197,17 +197,14 @@ TEST(GpuTrees, BesideClustersInOneStep) {
       rows->push_back(std::move(row));
     }
   }
-  ASSERT_EQ(of_clusters.size(), of_tree.size());
-  std::vector<TestRow> rows;
-  for (size_t r = 0; r < of_tree.size(); ++r) {
-    rows.push_back(of_tree[r]);
-    rows.push_back(of_clusters[r]);
-  }
+  const std::vector<TestRow> rows = Alternating(of_tree, of_clusters);
   const StepResult both = RunStep(gpu.get(), 1, rows);
   EXPECT_TRUE(Agree(both, RunStep(MakeCpu().get(), 1, rows), rows));
-  const StepResult alone[] = {RunStep(gpu.get(), 1, of_tree), RunStep(gpu.get(), 1, of_clusters)};
+  const StepResult trees = RunStep(gpu.get(), 1, of_tree);
+  const StepResult others = RunStep(gpu.get(), 1, of_clusters);
+  const auto alone = Alternating(trees.rows, others.rows);
   for (size_t r = 0; r < rows.size(); ++r) {
-    EXPECT_TRUE(SameBits(both.rows[r], alone[r % 2].rows[r / 2])) << "row " << r;
+    EXPECT_TRUE(SameBits(both.rows[r], alone[r])) << "row " << r;
   }
   EXPECT_EQ(gpu->stats().fallback_steps, 0u);
 }
@@ -232,6 +229,42 @@ TEST(GpuTrees, LargeLogits) {
   ASSERT_FALSE(rows.empty());
   EXPECT_TRUE(Agree(RunStep(gpu.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
 }
+
+// Quantiles that end beside closed groups, and with all opened. A row's bits depend on itself
+// alone, though its neighbours need more choices than it does.
+class GpuQuantiles : public testing::TestWithParam<std::tuple<ParityCase, DType>> {};
+
+TEST_P(GpuQuantiles, AgreeHoweverManyChoicesTheyTake) {
+  const auto gpu = OnGpu::Make();
+  SKIP_WITHOUT_GPU(gpu);
+  TestSequence sequence = MakeTreeOfKeys(std::get<0>(GetParam()), std::get<1>(GetParam()));
+  for (const uint32_t layer : {0, 1}) {
+    const std::vector<TestRow> rows = RowsOfQuantiles(&sequence, layer);
+    const StepResult step = RunStep(gpu.get(), layer, rows);
+    EXPECT_TRUE(Agree(step, RunStep(MakeCpu().get(), layer, rows), rows)) << "layer " << layer;
+    const QuantileEnds ends = EndsOf(step.plans);
+    EXPECT_GT(ends.closed, 0);
+    EXPECT_GE(ends.opened, layer == 0 && sequence.spec.shape.head_dim == 64 ? 1 : 0);
+    for (size_t r = 0; r < rows.size(); ++r) {
+      const StepResult alone = RunStep(gpu.get(), layer, std::span<const TestRow>(&rows[r], 1));
+      EXPECT_TRUE(SameBits(step.rows[r], alone.rows[0])) << "row " << r << ", alone";
+    }
+  }
+  EXPECT_EQ(gpu->stats().fallback_steps, 0u);
+}
+
+const ParityCase kQuantileCases[] = {
+    {1, 1, 64, 64, {2600, 700}, 70, kTreeIndexes},
+    {4, 1, 64, 64, {2600, 700}, 70, kTreeIndexes},
+    {4, 1, 128, 128, {2600, 700}, 70, kTreeIndexes},
+    {16, 2, 128, 128, {4096, 1024, 1024}, 200, kTreeIndexes},
+    {32, 1, 128, 128, {3000}, 66, kTreeIndexes},
+    {12, 1, 192, 128, {2600, 40}, 600, kTreeIndexes},
+    {4, 2, 256, 256, {2600, 300}, 1, kTreeIndexes},
+};
+INSTANTIATE_TEST_SUITE_P(Shapes, GpuQuantiles,
+                         testing::Combine(testing::ValuesIn(kQuantileCases),
+                                          testing::ValuesIn(ListedDTypes())));
 
 // ---- graphs: steps that repeat ----
 

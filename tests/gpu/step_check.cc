@@ -88,7 +88,9 @@ class Checker {
     states_ += tiles * (row.read_pieces + row.estimate_pieces + (clusters ? kChosenPiecesMax : 0));
     if (!clusters) return;
     chosen_pieces_ += tiles * kChosenPiecesMax;
-    if (row.cut == CutKind::kErrorBudget) Equal("second_order", row.second_order, 1);
+    const bool by_head = row.cut == CutKind::kHeadBudget;
+    if (by_head && !tree) Fail("budgets of heads without a tree");
+    if (row.cut == CutKind::kErrorBudget || by_head) Equal("second_order", row.second_order, 1);
     if (tree) return;
     score_items_ += UnitsOf(row) * row.slots / kSlotChunk;
     estimate_pieces_max_ = std::max(estimate_pieces_max_, row.estimate_pieces);
@@ -117,7 +119,8 @@ class Checker {
       chosen_ += units * row.clustered_tokens;
       trees_ += row.segment_count;
       tree_items_ += units * row.tiles_per_unit * row.tree_slices;
-      tree_words_ += units * (4 * 32 + CeilOf(row.tree_slices + 1, 4) * 4 + row.slots);
+      const uint64_t tries = row.cut == CutKind::kHeadBudget ? 2 + 32 : 0;
+      tree_words_ += units * (4 * 32 + CeilOf(row.tree_slices + 1, 4) * 4 + row.slots + tries);
     }
     return units * row.tiles_per_unit;
   }
@@ -145,8 +148,13 @@ class Checker {
   void Trees(const RowRef& row) {
     if (row.kind != UnitKind::kTree) return Equal("group_slots", row.group_slots, 0);
     if (row.coop_blocks != 0) Fail("a cooperative group over a tree");
-    if (row.cut != CutKind::kErrorBudget) Fail("a tree that is cut by mass");
-    if (!(row.tolerance > 0)) Fail("a tree without a tolerance");
+    const bool by_error = row.cut == CutKind::kErrorBudget;
+    const bool by_head = row.cut == CutKind::kHeadBudget;
+    ++tree_rows_[by_error ? 0 : by_head ? 2 : 1];
+    if ((by_error || by_head) && !(row.tolerance > 0)) Fail("a tree without a tolerance");
+    if (by_head && !(row.tolerance < INFINITY && row.head_tolerance > 0)) {
+      Fail("heads without a tolerance");
+    }
     if (h_.group > 32) Fail("more heads than a tree unit has room for");
     Held("trees", h_.trees + row.trees_begin, row.segment_count * sizeof(TreeRef));
     if (!wrong_.empty()) return;
@@ -298,6 +306,9 @@ class Checker {
     Equal("read_items", h_.read_items, read_items_);
     Equal("score_items", h_.score_items, score_items_);
     Equal("tree_items", h_.tree_items, tree_items_);
+    Equal("tree rows by error", h_.tree_rows[0], tree_rows_[0]);
+    Equal("tree rows by mass", h_.tree_rows[1], tree_rows_[1]);
+    Equal("tree rows by head", h_.tree_rows[2], tree_rows_[2]);
     Equal("estimate_pieces_max", h_.estimate_pieces_max, estimate_pieces_max_);
     Equal("head_dim", h_.head_dim, shape_.head_dim);
     Equal("value_dim", h_.value_dim, shape_.value_dim);
@@ -367,6 +378,7 @@ class Checker {
   uint64_t states_ = 0, scores_ = 0, fates_ = 0, chosen_ = 0, chosen_pieces_ = 0;
   uint64_t trees_ = 0, tree_items_ = 0, tree_words_ = 0;
   uint32_t estimate_pieces_max_ = 0;
+  uint32_t tree_rows_[kTreeChoices] = {};
   bool needs_measure_ = false;
   bool wants_cache_ = false;  // a row's chosen tokens may lie in host memory
   std::array<std::vector<CoopUnit>, kCoopSizes> coop_units_;

@@ -47,6 +47,22 @@ std::vector<Policy> Policies(const attention::IndexSet& indexes) {
         Parse("error-target", {{"tolerance", "off"}, {"floor", "0.4"}}),
         Parse("error-target", {{"tolerance", "off"}, {"floor", "1"}}),
         Parse("error-target", {{"dense_layers", "1"}}),
+        Parse("error-target", {{"quantile", "0.95"}}),
+        Parse("error-target", {{"quantile", "0.9"}, {"tolerance", "1"}, {"floor", "0"}}),
+        Parse("error-target", {{"quantile", "0.5"}, {"tolerance", "3"}}),
+        Parse("error-target", {{"quantile", "0.99"}, {"tolerance", "0.01"}}),
+        Parse("error-target", {{"quantile", "0.9"}, {"tolerance", "off"}}),
+        Parse("clusters-top-k"),
+        Parse("clusters-top-k",
+              {{"exact", "0.3"}, {"estimated", "1"}, {"estimator", "second-order"}}),
+        Parse("clusters-top-k", {{"exact", "0.1"}, {"estimator", "second-order"}}),
+        Parse("clusters-top-k", {{"exact", "0.0001"}, {"estimated", "0"}}),
+        Parse("clusters-top-k", {{"exact", "1"}}),
+        Parse("double-p"),
+        Parse("double-p", {{"p1", "0.99"}, {"p2", "0.8"}, {"estimator", "second-order"}}),
+        Parse("double-p", {{"p1", "1"}, {"p2", "0.5"}, {"estimator", "second-order"}}),
+        Parse("double-p", {{"p1", "0.0001"}, {"p2", "0.0001"}}),
+        Parse("double-p", {{"p1", "1"}, {"p2", "1"}}),
     };
   }
   return {
@@ -158,6 +174,43 @@ std::vector<TestRow> RowsThatLookAtZeros(attention::test::TestSequence* sequence
     }
   }
   return rows;
+}
+
+attention::test::TestSequence MakeTreeOfKeys(const ParityCase& c, DType dtype) {
+  const attention::test::SequenceSpec spec = SpecOf(c, dtype);
+  std::vector<attention::test::HeadData> heads = MakeSequence(spec).heads;
+  for (attention::test::HeadData& head : heads) {
+    for (size_t t = 0; t < spec.tokens(); ++t) {
+      std::copy_n(head.keys.begin() + static_cast<ptrdiff_t>(t * c.head_dim), c.value_dim,
+                  head.values.begin() + static_cast<ptrdiff_t>(t * c.value_dim));
+    }
+  }
+  return MakeSequenceOf(spec, std::move(heads));
+}
+
+std::vector<TestRow> RowsOfQuantiles(attention::test::TestSequence* sequence, uint32_t layer) {
+  const attention::test::SequenceSpec& spec = sequence->spec;
+  std::vector<TestRow> rows;
+  uint64_t seed = spec.seed;
+  for (const float length : {0.1f, 0.5f, 1.5f, 4.0f}) {
+    for (const char* const tolerance : {"0.00001", "0.002", "0.02", "0.06", "0.11", "0.5"}) {
+      for (const char* const quantile : {"0.3", "0.8", "0.95"}) {
+        const Policy policy =
+            Parse("error-target", {{"tolerance", tolerance}, {"quantile", quantile}});
+        TestRow row =
+            MakeRow(sequence, policy, spec.tokens(), 1, true, DType::kFp32, layer, ++seed);
+        for (float& x : row.queries) x *= length;
+        rows.push_back(std::move(row));
+      }
+    }
+  }
+  return rows;
+}
+
+QuantileEnds EndsOf(const std::vector<attention::Plan>& plans) {
+  QuantileEnds ends;
+  for (const attention::Plan& plan : plans) ++(plan.closed.empty() ? ends.opened : ends.closed);
+  return ends;
 }
 
 }  // namespace attnd::gpu::test

@@ -6,6 +6,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -62,11 +63,34 @@ std::string ListedDimsWithout(std::span<const ParityCase> cases);
 std::vector<attention::test::TestRow> RowsOfPolicies(attention::test::TestSequence* sequence,
                                                      uint32_t layer, uint32_t most, DType dtype);
 
+// The elements of both in turn, then what is left of the longer one.
+template <typename T>
+std::vector<T> Alternating(const std::vector<T>& a, const std::vector<T>& b) {
+  std::vector<T> both;
+  for (size_t i = 0; i < std::max(a.size(), b.size()); ++i) {
+    if (i < a.size()) both.push_back(a[i]);
+    if (i < b.size()) both.push_back(b[i]);
+  }
+  return both;
+}
+
 // A tree beside a tail of nothing but zeros, and rows whose queries look at that tail more and
 // more: of the last ones' outputs next to nothing is left, so that errors are relative to the least
 // norm.
 attention::test::TestSequence MakeTreeBesideZeros();
 std::vector<attention::test::TestRow> RowsThatLookAtZeros(attention::test::TestSequence* sequence);
+
+// A tree whose values follow keys, so that clusters err together; and rows of quantiles whose
+// queries are longer and longer: of some all groups are opened, as the first choices are not within
+// the tolerance.
+attention::test::TestSequence MakeTreeOfKeys(const ParityCase& c, DType dtype);
+std::vector<attention::test::TestRow> RowsOfQuantiles(attention::test::TestSequence* sequence,
+                                                      uint32_t layer);
+// How many plans of a step leave groups closed, and how many do not.
+struct QuantileEnds {
+  int closed = 0, opened = 0;
+};
+QuantileEnds EndsOf(const std::vector<attention::Plan>& plans);
 
 }  // namespace attnd::gpu::test
 

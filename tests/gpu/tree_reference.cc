@@ -3,25 +3,29 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
+#include <numeric>
 #include <utility>
 #include <vector>
+
+#include "tests/gpu/tree_index_reference.h"
 
 namespace attnd::gpu::test {
 namespace {
 
 using reference::Descending;
 using reference::Dot;
+using reference::Item;
 using reference::kVarianceMax;
-using reference::Load;
 using reference::MeanShare;
 using reference::Norm;
-using reference::Read;
+using reference::ReadTree;
 using reference::ShareIn;
 using reference::ShareOf;
 using reference::Softmax;
 using reference::Token;
+using reference::Tree;
 using reference::Unit;
-using reference::Variances;
 using reference::Vector;
 
 // docs/POLICIES.md, "error-target".
@@ -34,24 +38,9 @@ constexpr double kMassErrorShare = 0.5;
 constexpr double kOwnErrorShare = 1.2;
 constexpr double kCommonErrorShare = 0.7;
 constexpr double kNormShare = 1e-3;  // of r
-
-// A leaf or a group, as its segment's index describes it.
-struct Item {
-  uint32_t segment, row;  // row: of the segment's leaves or groups
-  bool group;
-  Vector centroid, mean_value, variance;
-  double log_size, spread, value_norm2;
-  uint32_t begin, end;  // tokens in the segment's order
-  double tokens() const { return end - begin; }
-};
-
-// One segment's tree, for one KV head.
-struct Tree {
-  Vector key_base, value_base;
-  std::vector<Vector> axes, slopes;  // [head_dim] rows
-  std::vector<Item> leaves, groups;
-  std::vector<uint32_t> first_members;  // of each group, and the number of leaves
-};
+constexpr double kHeadClosedShare = 0.5;
+constexpr int kTriesBesideClosed = 2, kTries = 5;
+constexpr double kSlack = 0.8;
 
 // What one head makes of some items.
 struct Scores {
@@ -67,77 +56,26 @@ struct Scale {
   double lse, output_norm, least_norm;
 };
 
-Vector ByteRow(const std::byte* codes, double scale, const Vector& base, size_t row) {
-  Vector values = base;
-  for (size_t c = 0; c < base.size(); ++c) {
-    values[c] += scale * Read<int8_t>(codes, row * base.size() + c);
-  }
-  return values;
-}
-
-Vector Floats(const std::byte* at, size_t count) {
-  Vector values;
-  for (size_t i = 0; i < count; ++i) values.push_back(Read<float>(at, i));
-  return values;
-}
-
-std::vector<Item> ReadItems(const std::byte* index, const TreePart& at, const Tree& tree,
-                            uint32_t segment, bool groups) {
-  std::vector<Item> items;
-  const size_t dim = tree.key_base.size();
-  const uint32_t count = Read<uint32_t>(index + at.count, 0);
-  for (uint32_t i = 0; i < count; ++i) {
-    Item item;
-    item.segment = segment;
-    item.row = i;
-    item.group = groups;
-    item.centroid =
-        ByteRow(index + at.centroids, Read<float>(index + at.centroid_scales, i), tree.key_base, i);
-    item.mean_value = ByteRow(index + at.mean_values, Read<float>(index + at.mean_value_scales, i),
-                              tree.value_base, i);
-    item.variance = Variances(index + at.deviation_codes + i * dim / 2,
-                              Read<float>(index + at.variance_unit, i), static_cast<uint32_t>(dim));
-    item.log_size = Read<float>(index + at.log_size, i);
-    item.spread = Read<float>(index + at.spread, i);
-    item.value_norm2 = Read<float>(index + at.value_norm2, i);
-    item.begin = Read<uint32_t>(index + at.starts, i);
-    item.end = Read<uint32_t>(index + at.starts, i + 1);
-    items.push_back(std::move(item));
-  }
-  return items;
-}
-
-Tree ReadTree(const Unit& unit, uint32_t segment) {
-  const TreeOffsets& at = unit.header.trees[unit.row.trees_begin + segment].offsets;
-  const std::byte* index = unit.IndexOf(segment);
-  const size_t dim = unit.shape.head_dim, value_dim = unit.shape.value_dim;
-  Tree tree;
-  tree.key_base = Floats(index + at.key_base, dim);
-  tree.value_base = Floats(index + at.value_base, value_dim);
-  for (size_t a = 0; a < dim; ++a) {
-    tree.axes.push_back(Load(DType::kBf16, index + at.axes + 2 * a * dim, dim));
-    tree.slopes.push_back(Load(DType::kBf16, index + at.slopes + 2 * a * value_dim, value_dim));
-  }
-  tree.leaves = ReadItems(index, at.leaves, tree, segment, false);
-  tree.groups = ReadItems(index, at.groups, tree, segment, true);
-  for (size_t g = 0; g <= tree.groups.size(); ++g) {
-    tree.first_members.push_back(Read<uint32_t>(index + at.groups.first_members, g));
-  }
-  return tree;
-}
-
 class TreeLanes {
  public:
   explicit TreeLanes(const Unit& unit)
-      : unit_(unit), limited_(std::isfinite(unit.row.tolerance)), zone_(unit.ReadTokens()) {
+      : unit_(unit),
+        by_mass_(unit.row.cut == CutKind::kTopK || unit.row.cut == CutKind::kTopP),
+        by_head_(unit.row.cut == CutKind::kHeadBudget),
+        limited_(std::isfinite(unit.row.tolerance)),
+        zone_(unit.ReadTokens()) {
     for (uint32_t s = 0; s < unit.row.segment_count; ++s) trees_.push_back(ReadTree(unit, s));
   }
 
   void Run(bool one_more_exact, bool one_more_opened) {
-    OpenGroups();
+    for (const Tree& tree : trees_) {
+      for (const Item& group : tree.groups) items_.push_back(&group);
+    }
+    opened_.assign(items_.size(), by_mass_);
+    if (!by_mass_) OpenGroups();
     if (one_more_opened) TakeOneMore(items_.size(), &opened_);
     TakeItems();
-    Choose();
+    by_mass_ ? ChooseByMass() : by_head_ ? ChooseByHead() : Choose();
     if (one_more_exact) TakeOneMore(leaves_, &exact_);
     for (uint32_t head = 0; head < heads(); ++head) Answer(head);
   }
@@ -149,9 +87,11 @@ class TreeLanes {
     for (size_t i = 0; i < items_.size(); ++i) {
       const Item& item = *items_[i];
       const uint32_t tokens = item.end - item.begin;
-      if (exact_[i]) result->chosen_tokens += tokens;
-      if (!exact_[i]) result->estimated_tokens += tokens;
-      if (!item.group) *leaf++ = exact_[i] ? kFateExact : kFateEstimated;
+      const uint8_t fate = FateOf(i);
+      if (fate == kFateExact) result->chosen_tokens += tokens;
+      if (fate == kFateEstimated) result->estimated_tokens += tokens;
+      if (fate == kFateDropped) result->dropped_tokens += tokens;
+      if (!item.group) *leaf++ = fate;
     }
     size_t number = 0;
     for (uint32_t s = 0; s < trees_.size(); ++s) {
@@ -167,24 +107,38 @@ class TreeLanes {
   using Marks = std::vector<bool>;
 
   size_t heads() const { return unit_.queries.size(); }
+  uint8_t FateOf(size_t i) const {
+    return exact_[i] ? kFateExact : dropped_[i] ? kFateDropped : kFateEstimated;
+  }
 
   // ---- choices ----
 
+  std::vector<uint32_t> AllHeads() const {
+    std::vector<uint32_t> all(heads());
+    std::iota(all.begin(), all.end(), 0u);
+    return all;
+  }
+
   // All groups are the items; the outputs that errors are relative to stay those found here.
   void OpenGroups() {
-    for (const Tree& tree : trees_) {
-      for (const Item& group : tree.groups) items_.push_back(&group);
-    }
     Score();
     const size_t n = items_.size();
     const double share = std::min(1.0, std::max(kOpenedShare, kOpenedPerFloor * unit_.row.floor));
-    opened_.assign(n, false);
     MarkFloor(n, std::max(ShareOf(share, n), std::min(kOpenedLeast, n)), kGroupOptimism, &opened_);
     if (!limited_) return;
+    FindNorms();
+    if (!by_head_)
+      return MarkErrors(n, kClosedErrorShare * unit_.row.tolerance, AllHeads(), &opened_);
+    const double limit = kHeadClosedShare * kClosedErrorShare * unit_.row.head_tolerance;
+    for (uint32_t head = 0; head < heads(); ++head) MarkErrors(n, limit, {head}, &opened_);
+  }
+
+  void FindNorms() {
+    output_norms_.clear();
     for (uint32_t head = 0; head < heads(); ++head) {
-      output_norms_.push_back(Norm(Estimate(head, Marks(n, true), Zone(head)).state.Out()));
+      const Estimated all = Estimate(head, Marks(items_.size(), true), Zone(head));
+      output_norms_.push_back(Norm(all.state.Out()));
     }
-    MarkErrors(n, kClosedErrorShare * unit_.row.tolerance, &opened_);
   }
 
   // The items become the leaves of opened groups, and behind them the groups that stay closed.
@@ -203,15 +157,85 @@ class TreeLanes {
     }
     leaves_ = items_.size();
     items_.insert(items_.end(), closed.begin(), closed.end());
+    exact_.assign(items_.size(), false);
+    dropped_.assign(items_.size(), false);
     Score();
   }
 
   void Choose() {
+    MarkLeafFloor();
+    if (limited_) MarkErrors(leaves_, unit_.row.tolerance, AllHeads(), &exact_);
+  }
+  void MarkLeafFloor() {
     size_t all = 0;
     for (const Tree& tree : trees_) all += tree.leaves.size();
-    exact_.assign(items_.size(), false);
     MarkFloor(leaves_, std::min(ShareOf(unit_.row.floor, all), leaves_), kLeafOptimism, &exact_);
-    if (limited_) MarkErrors(leaves_, unit_.row.tolerance, &exact_);
+  }
+
+  // Beside closed groups, then with all open; then all is read.
+  void ChooseByHead() {
+    const bool closed = leaves_ < items_.size();
+    MarkLeafFloor();
+    if (TryUntilWithin(closed ? kTriesBesideClosed : kTries)) return;
+    if (closed) {
+      opened_.assign(opened_.size(), true);
+      TakeItems();
+      MarkLeafFloor();
+      FindNorms();
+      if (TryUntilWithin(kTries)) return;
+    }
+    exact_.assign(items_.size(), true);
+  }
+
+  bool TryUntilWithin(int tries) {
+    const double within = unit_.row.head_tolerance;
+    Vector limits(heads(), within / kOwnErrorShare), wanted = limits;
+    for (; tries > 0; --tries) {
+      bool all_within = true;
+      for (uint32_t head = 0; head < heads(); ++head) {
+        if (std::isfinite(wanted[head])) MarkErrors(leaves_, wanted[head], {head}, &exact_);
+      }
+      for (uint32_t head = 0; head < heads(); ++head) {
+        const double expected = ExpectedError(head);
+        const bool is_within = expected <= within;
+        if (!is_within) limits[head] *= std::isfinite(expected) ? kSlack * within / expected : 0;
+        wanted[head] = is_within ? std::numeric_limits<double>::infinity() : limits[head];
+        all_within = all_within && is_within;
+      }
+      if (all_within) return true;
+    }
+    return false;
+  }
+
+  // Of what is not read, before anything is read.
+  double ExpectedError(uint32_t head) const {
+    Marks estimated = exact_;
+    estimated.flip();
+    const Softmax first = Estimate(head, Marks(items_.size(), true), Zone(head)).state;
+    const Scale scale = {first.lse(), output_norms_[head], LeastNorm(head, first.lse())};
+    const Estimated left = Estimate(head, estimated, Zone(head));
+    return PredictedError(head, estimated, scale,
+                          Norm(left.shift) * std::exp(left.state.max - first.lse()));
+  }
+
+  // All leaves are the items.
+  void ChooseByMass() {
+    const RowRef& row = unit_.row;
+    const size_t n = items_.size();
+    const size_t exact = ShareOf(row.exact_share, n);
+    const size_t kept = exact + std::min(ShareOf(row.estimated_share, n), n - exact);
+    const Vector mass = MeanShare(LogMasses(n));
+    double before = 0;
+    size_t rank = 0;
+    for (const size_t i : Descending(mass)) {
+      const auto within = [&](double p, size_t count) {
+        return row.cut == CutKind::kTopP ? p >= 1 || before < p : rank < count;
+      };
+      exact_[i] = within(row.p2, exact);
+      dropped_[i] = !within(row.p1, kept);
+      before += mass[i];
+      ++rank;
+    }
   }
 
   // Of the first `count` items the `wanted` of most optimistic mass for each token.
@@ -228,15 +252,16 @@ class TreeLanes {
     for (size_t k = 0; k < wanted; ++k) (*marks)[order[k]] = true;
   }
 
-  // Of the first `count` items those that leave too much of an error; that of the others counts
-  // first.
-  void MarkErrors(size_t count, double tolerance, Marks* marks) const {
+  // Of the first `count` items those that leave too much of an error, mean over some heads; that of
+  // the others counts first.
+  void MarkErrors(size_t count, double tolerance, const std::vector<uint32_t>& of_heads,
+                  Marks* marks) const {
     Vector error2(items_.size(), 0.0);
-    for (uint32_t head = 0; head < heads(); ++head) {
+    for (const uint32_t head : of_heads) {
       const Softmax first = Estimate(head, Marks(items_.size(), true), Zone(head)).state;
       const Scale scale = {first.lse(), output_norms_[head], LeastNorm(head, first.lse())};
       for (size_t i = 0; i < items_.size(); ++i) {
-        error2[i] += SquaredError(head, i, scale) / static_cast<double>(heads());
+        error2[i] += SquaredError(head, i, scale) / static_cast<double>(of_heads.size());
       }
     }
     double budget = tolerance * tolerance;
@@ -252,6 +277,16 @@ class TreeLanes {
     for (const size_t i : order) (*marks)[i] = true;
   }
 
+  // Of the first `count` items, of each head.
+  std::vector<Vector> LogMasses(size_t count) const {
+    std::vector<Vector> mass;
+    for (const Scores& scores : scores_) {
+      mass.emplace_back(scores.log_mass.begin(),
+                        scores.log_mass.begin() + static_cast<ptrdiff_t>(count));
+    }
+    return mass;
+  }
+
   // By the number for each token that is read, descending.
   std::vector<size_t> ByToken(Vector numbers) const {
     for (size_t i = 0; i < numbers.size(); ++i) numbers[i] /= items_[i]->tokens();
@@ -260,12 +295,7 @@ class TreeLanes {
 
   // The planted faults: marks the best of the first `count` items that is not marked.
   void TakeOneMore(size_t count, Marks* marks) const {
-    std::vector<Vector> mass;
-    for (const Scores& scores : scores_) {
-      mass.emplace_back(scores.log_mass.begin(),
-                        scores.log_mass.begin() + static_cast<ptrdiff_t>(count));
-    }
-    for (const size_t i : Descending(MeanShare(mass))) {
+    for (const size_t i : Descending(MeanShare(LogMasses(count)))) {
       if ((*marks)[i]) continue;
       (*marks)[i] = true;
       return;
@@ -276,9 +306,10 @@ class TreeLanes {
 
   static double Capped(double d2) { return std::min(d2, kVarianceMax); }
 
-  // The head's scaled query along the segment's axes.
+  // The head's scaled query along the segment's axes; nothing in the first order.
   Vector Rotated(uint32_t head, uint32_t segment) const {
     Vector rotated;
+    if (unit_.row.second_order == 0) return Vector(trees_[segment].axes.size(), 0.0);
     for (const Vector& axis : trees_[segment].axes) {
       rotated.push_back(unit_.header.softmax_scale * Dot(axis, unit_.queries[head]));
     }
@@ -358,9 +389,10 @@ class TreeLanes {
 
   void Answer(uint32_t head) {
     Marks estimated(items_.size(), false);
-    Softmax read = Zone(head);
+    Softmax read = Zone(head), dropped(unit_.shape.value_dim);
     for (size_t i = 0; i < items_.size(); ++i) {
-      estimated[i] = !exact_[i];
+      estimated[i] = FateOf(i) == kFateEstimated;
+      if (FateOf(i) == kFateDropped) dropped.Add(scores_[head].log_mass[i], items_[i]->mean_value);
       if (exact_[i]) {
         unit_.AddTokens(head, items_[i]->segment, items_[i]->begin, items_[i]->end, &read);
       }
@@ -368,10 +400,19 @@ class TreeLanes {
     const auto [state, shift] = Estimate(head, estimated, read);
     unit_.Write(head, state);
     LaneResult& result = unit_.header.lane_results[unit_.Slot(head)];
-    result = {1, static_cast<float>(ShareIn(read, state.lse())), 0, 0};
+    const double covered = 1 / (1 + ShareIn(dropped, state.lse()));
+    result = {static_cast<float>(covered), static_cast<float>(ShareIn(read, state.lse()) * covered),
+              0, 0};
     if (std::count(estimated.begin(), estimated.end(), true) == 0) return;
     const double first = Estimate(head, Marks(items_.size(), true), Zone(head)).state.lse();
     const Scale scale = {state.lse(), Norm(state.Out()), LeastNorm(head, first)};
+    result.predicted_error =
+        static_cast<float>(PredictedError(head, estimated, scale, Norm(shift) / state.sum));
+  }
+
+  // moved: the length of what the slopes add to the output.
+  double PredictedError(uint32_t head, const Marks& estimated, const Scale& scale,
+                        double moved) const {
     double error2 = 0, mass = 0, variances = 0;
     for (size_t i = 0; i < items_.size(); ++i) {
       if (!estimated[i]) continue;
@@ -380,14 +421,14 @@ class TreeLanes {
       mass += share;
       variances += share * Capped(scores_[head].d2[i]);
     }
-    const double common = kCommonErrorShare * std::sqrt(variances / mass) * Norm(shift) /
-                          state.sum / std::max(scale.output_norm, scale.least_norm);
-    result.predicted_error =
-        static_cast<float>(std::hypot(kOwnErrorShare * std::sqrt(error2), common));
+    if (mass == 0) return 0;
+    const double common = kCommonErrorShare * std::sqrt(variances / mass) * moved /
+                          std::max(scale.output_norm, scale.least_norm);
+    return std::hypot(kOwnErrorShare * std::sqrt(error2), common);
   }
 
   const Unit& unit_;
-  const bool limited_;
+  const bool by_mass_, by_head_, limited_;
   const std::vector<Token> zone_;
   std::vector<Tree> trees_;         // [segments]
   std::vector<const Item*> items_;  // that are chosen among, and behind leaves_ those that are not
@@ -395,7 +436,7 @@ class TreeLanes {
   std::vector<Scores> scores_;      // [group], of items_
   Vector output_norms_;             // [group], of a tolerance
   Marks opened_;                    // [groups]
-  Marks exact_;                     // [items]
+  Marks exact_, dropped_;           // [items]
 };
 
 }  // namespace

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a unit of UnitKind::kTree must give (docs/POLICIES.md, "error-target", over a `tree`), by
-// plain loops over the index bytes.
+// What a unit of UnitKind::kTree must give (docs/POLICIES.md, "error-target", over a `tree`; of
+// policies that rank by mass, "Clusters"), by plain loops over the index bytes.
 #ifndef ATTND_TESTS_GPU_TREE_REFERENCE_H_
 #define ATTND_TESTS_GPU_TREE_REFERENCE_H_
 

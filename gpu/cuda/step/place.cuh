@@ -9,6 +9,7 @@
 
 #include "gpu/layout/kernel_shapes.h"
 #include "gpu/layout/step_layout.h"
+#include "gpu/layout/tree_layout.h"
 
 namespace attnd::gpu {
 

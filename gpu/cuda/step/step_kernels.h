@@ -37,13 +37,26 @@ struct StepKernels {
 cudaError_t ProbeKernels();
 
 cudaError_t LaunchSelect(const StepHeader& step, cudaStream_t stream);
+cudaError_t LaunchMeasure(const StepHeader& step, uint32_t value_dim, cudaStream_t stream);
+
+// The stages over trees, of which leaves is for all rows. They depend on the channels alone.
+cudaError_t LaunchTreeLeaves(const StepHeader& step, cudaStream_t stream);
+// Of rows by error, and groups of those by head.
+cudaError_t LaunchTreeGroups(const StepHeader& step, cudaStream_t stream);
 cudaError_t LaunchTreeOpen(const StepHeader& step, cudaStream_t stream);
 cudaError_t LaunchTreeChoose(const StepHeader& step, cudaStream_t stream);
-
-// The stages over trees that work on tree items. They depend on the channels alone.
-enum class TreeStage { kGroups, kLeaves, kEstimate };
-cudaError_t LaunchTreeItems(TreeStage stage, const StepHeader& step, cudaStream_t stream);
-cudaError_t LaunchMeasure(const StepHeader& step, uint32_t value_dim, cudaStream_t stream);
+cudaError_t LaunchTreeEstimate(const StepHeader& step, cudaStream_t stream);
+// Of rows by mass.
+cudaError_t LaunchTreeWhole(const StepHeader& step, cudaStream_t stream);
+cudaError_t LaunchTreeChooseByMass(const StepHeader& step, cudaStream_t stream);
+cudaError_t LaunchTreeEstimateByMass(const StepHeader& step, cudaStream_t stream);
+// Of rows by head. Reopen scores the leaves, too.
+cudaError_t LaunchTreeOpenByHead(const StepHeader& step, cudaStream_t stream);
+cudaError_t LaunchTreeTry(const StepHeader& step, cudaStream_t stream);
+cudaError_t LaunchTreeEstimateByHead(const StepHeader& step, cudaStream_t stream);
+cudaError_t LaunchTreeReopen(const StepHeader& step, cudaStream_t stream);
+cudaError_t LaunchTreePrepare(const StepHeader& step, cudaStream_t stream);
+cudaError_t LaunchTreeList(const StepHeader& step, cudaStream_t stream);
 // Only if the step has a page cache.
 cudaError_t LaunchFetch(const StepHeader& step, cudaStream_t stream);
 

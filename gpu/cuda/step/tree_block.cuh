@@ -79,6 +79,14 @@ struct TreeItem {
 __device__ __forceinline__ uint32_t* UnitTreeWords(const StepHeader& step, const UnitPlace& unit) {
   return step.tree_words + unit.row->first_word + unit.in_row * TreeWordsPerUnit(*unit.row);
 }
+// Of a unit of TreeChoice::kByHead.
+__device__ __forceinline__ TreeTries* TriesOf(const StepHeader& step, const UnitPlace& unit) {
+  uint32_t* words = UnitTreeWords(step, unit) + TreeItems(*unit.row) + unit.row->slots;
+  return reinterpret_cast<TreeTries*>(words);
+}
+__device__ __forceinline__ TreePhase PhaseOf(const StepHeader& step, const UnitPlace& unit) {
+  return TriesOf(step, unit)->phase;
+}
 // Lane 0's scores of the kind at `offset` (TreeScores).
 __device__ __forceinline__ float* TreeScoresAt(const StepHeader& step, const UnitPlace& unit,
                                                uint64_t offset) {

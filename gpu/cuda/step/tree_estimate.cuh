@@ -28,7 +28,10 @@ struct EstimatedRows {
     return {groups && fate == kFateExact ? kNoRow : set.own};
   }
   __device__ __forceinline__ TreeRowSet Estimated() const {
-    return {fate == kFateExact ? kNoRow : set.own};
+    return {fate == kFateEstimated ? set.own : kNoRow};
+  }
+  __device__ __forceinline__ TreeRowSet Dropped() const {
+    return {fate == kFateDropped ? set.own : kNoRow};
   }
 };
 
@@ -85,11 +88,26 @@ __device__ __forceinline__ void AddEstimatedRows(const TreeItem& item, const Est
   AddTreeEstimates(estimates, weight, d2, sums);
 }
 
+// What dropped rows add to the sum of their weights.
+__device__ __forceinline__ void AddDroppedRows(const EstimatedRows& source, bool used, float max,
+                                               float* sum) {
+  const uint32_t t = threadIdx.x % 4;
+  uint32_t rows[2][2];
+  RowsOfThread(source.Dropped(), rows);
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      if (used && rows[n][c] != kNoRow) *sum += Weight(source.log_mass[n * 8 + 2 * t + c], max);
+    }
+  }
+}
+
 // The rows of an item that may be estimated, sixteen at a time: first its groups, of which those
-// that are opened count as missing, then its leaves.
+// that are opened count as missing, then its leaves. with_groups: whether any may be closed.
 class EstimatedRowsOf {
  public:
-  __device__ EstimatedRowsOf(const StepHeader& step, const TreeItem& item)
+  __device__ EstimatedRowsOf(const StepHeader& step, const TreeItem& item, bool with_groups)
       : item_(item),
         row_(*item.row),
         leaves_(step, item),
@@ -97,7 +115,7 @@ class EstimatedRowsOf {
         fates_(UnitFates(step, item.unit)),
         first_group_(item.first_group()),
         groups_end_(item.groups_end()),
-        group_batches_((groups_end_ - first_group_ + kTreeRows - 1) / kTreeRows) {
+        group_batches_(with_groups ? (groups_end_ - first_group_ + kTreeRows - 1) / kTreeRows : 0) {
     const TreeScores places = TreeScoresOf(row_, step.group);
     group_log_mass_ = TreeScoresAt(step, item.unit, places.groups.log_mass);
     group_d2_ = TreeScoresAt(step, item.unit, places.groups.d2);
@@ -141,22 +159,26 @@ class EstimatedRowsOf {
   const uint32_t group_batches_;
 };
 
-template <int kDim, int kValueDim>
+// dropped: this thread's share of the dropped rows' weights; stays as it is if none may be dropped.
+template <int kDim, int kValueDim, TreeChoice kChoice>
 __device__ __forceinline__ void SumEstimates(const StepHeader& step, const TreeItem& item,
-                                             TreeSums<kDim, kValueDim>* sums) {
+                                             TreeSums<kDim, kValueDim>* sums, float* dropped) {
+  constexpr bool kByMass = kChoice == TreeChoice::kByMass;
   const bool used = item.tile * kLanes + threadIdx.x % 32 / 4 < step.group;
-  const EstimatedRowsOf source(step, item);
+  const EstimatedRowsOf source(step, item, /*with_groups=*/!kByMass);
   EstimatedRows rows = source.Batch(threadIdx.x / 32);
 #pragma unroll 1
   for (uint32_t i = threadIdx.x / 32; i < source.batches(); i += kTreeWarps) {
     const EstimatedRows next = source.Batch(i + kTreeWarps);  // on its way meanwhile
     AddEstimatedRows(item, rows, used, sums);
+    if constexpr (kByMass) AddDroppedRows(rows, used, sums->max, dropped);
     rows = next;
   }
 }
 
-// The item's estimate as a state of the tile.
-template <int kValueDim>
+// The item's estimate as a state of the tile. TreeFinisher has put the dropped weights in the place
+// of another sum.
+template <int kValueDim, TreeChoice kChoice>
 __device__ __forceinline__ void StoreEstimate(const StepHeader& step, const TreeItem& item,
                                               uint32_t lanes) {
   constexpr uint32_t kFrom = kStateHead + 2 * kValueDim, kTo = kStateHead + kValueDim;
@@ -177,27 +199,32 @@ __device__ __forceinline__ void StoreEstimate(const StepHeader& step, const Tree
   head_out[kHeadSum] = head[kTreeSum];
   head_out[kHeadErrors] = head[kTreeErrors];
   head_out[kHeadMoments] = head[kTreeMoments];
-  head_out[kHeadDropped] = 0;
+  head_out[kHeadDropped] = kChoice == TreeChoice::kByMass ? head[kTreeBestSum] : 0.0f;
   head_out[kHeadMassErrors] = head[kTreeMassErrors];
   head_out[kHeadLogitVariances] = head[kTreeLogitVariances];
 }
 
-template <int kDim, int kValueDim>
+template <int kDim, int kValueDim, TreeChoice kChoice>
 __global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
     TreeEstimateKernel(const __grid_constant__ StepHeader step) {
   __shared__ TreeBlock<kDim> block;
   const TreeItem item(step, blockIdx.x);
+  if (ChoiceOf(*item.row) != kChoice) return;
+  if constexpr (kChoice == TreeChoice::kByHead) {
+    if (PhaseOf(step, item.unit) == TreePhase::kDone) return;
+  }
   PrefetchBytes(item.head + item.tree->offsets.slopes, kDim * kValueDim * 2);
   LoadStoredQueries<kDim>(step, item, kLanes * kDim, &block);
   TreeSums<kDim, kValueDim> sums;
   const uint64_t tile_number = uint64_t{item.unit.unit} * step.tiles_max + item.tile;
   sums.max = step.lane_scales[tile_number * kLanes + threadIdx.x % 32 / 4].max;
-  SumEstimates(step, item, &sums);
+  Totals dropped = {kChoice == TreeChoice::kByMass ? sums.max : -INFINITY, 0};
+  SumEstimates<kDim, kValueDim, kChoice>(step, item, &sums, &dropped.sum);
   const uint32_t lanes = LanesOf(step, item.unit, item.tile);
   TreeFinisher<kDim, kValueDim>(
       item, lanes, step.tree_states + uint64_t{item.number} * TreeStateFloats(kValueDim), &block)
-      .Run(&sums, {-INFINITY, 0});
-  StoreEstimate<kValueDim>(step, item, lanes);
+      .Run(&sums, dropped);
+  StoreEstimate<kValueDim, kChoice>(step, item, lanes);
 }
 
 }  // namespace attnd::gpu

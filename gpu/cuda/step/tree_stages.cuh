@@ -134,6 +134,7 @@ __global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
     TreeGroupsKernel(const __grid_constant__ StepHeader step) {
   __shared__ TreeBlock<kDim> block;
   const TreeItem item(step, blockIdx.x);
+  if (ChoiceOf(*item.row) == TreeChoice::kByMass) return;
   PrefetchGroups<kDim, kValueDim>(item);
   LoadTreeQueries<kDim>(step, item, &block);
   RotateQueries<kDim>(item, &block);
@@ -179,6 +180,11 @@ __device__ __forceinline__ void StoreLeafInfo(const StepHeader& step, const Tree
   }
 }
 
+__device__ __forceinline__ bool IsReopened(const StepHeader& step, const TreeItem& item) {
+  return ChoiceOf(*item.row) == TreeChoice::kByHead &&
+         PhaseOf(step, item.unit) == TreePhase::kReopen;
+}
+
 // The masses of some rows, and their values' second moments; of lane g, partial over warps and t.
 struct MassTotals {
   float max = -INFINITY, sum = 0, moments = 0;
@@ -212,7 +218,7 @@ struct MassTotals {
 __device__ __forceinline__ void AddClosedGroups(const StepHeader& step, const TreeItem& item,
                                                 MassTotals* totals) {
   const uint32_t g = threadIdx.x % 32 / 4, lane = item.tile * kLanes + g;
-  if (lane >= step.group) return;
+  if (lane >= step.group || ChoiceOf(*item.row) == TreeChoice::kByMass) return;
   const TreeScores places = TreeScoresOf(*item.row, step.group);
   const uint32_t slot = item.tree->first_group_slot;
   const float* log_mass = TreeScoresAt(step, item.unit, places.groups.log_mass) +
@@ -294,11 +300,13 @@ __device__ __forceinline__ void StorePartials(const StepHeader& step, const Tree
   for (uint32_t i = 0; i < kStateHead; ++i) out[i] = head[i];
 }
 
-template <int kDim, int kValueDim>
+// kReopened: of units whose groups have all been opened after a first choice; else of all.
+template <int kDim, int kValueDim, bool kReopened>
 __global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
     TreeLeavesKernel(const __grid_constant__ StepHeader step) {
   __shared__ TreeBlock<kDim> block;
   const TreeItem item(step, blockIdx.x);
+  if (kReopened && !IsReopened(step, item)) return;
   const LeafItems leaves(step, item);
   MassTotals mass;
   Totals best = {-INFINITY, 0};

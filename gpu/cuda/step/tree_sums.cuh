@@ -161,7 +161,8 @@ class TreeFinisher {
                           TreeBlock<kDim>* block)
       : item_(item), lanes_(lanes), state_(state), block_(block) {}
 
-  // Writes the state: head, values with their base, the slopes' correction. best: this warp's.
+  // Writes the state: head, values with their base, the slopes' correction. best: this thread's
+  // share of another sum of masses.
   __device__ void Run(Sums* sums, Totals best) {
     auto* memory = reinterpret_cast<Memory*>(block_memory);
     const uint32_t warp = threadIdx.x / 32;

@@ -1,0 +1,270 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a unit's errors are: the errors of leaving groups and leaves to their estimates, beside the
+// length of the output (docs/POLICIES.md, "error-target").
+#ifndef ATTND_GPU_CUDA_STEP_TREE_ERRORS_CUH_
+#define ATTND_GPU_CUDA_STEP_TREE_ERRORS_CUH_
+
+#include <cfloat>
+#include <cstdint>
+
+#include "attention/policy/estimate_limits.h"
+#include "gpu/cuda/step/tree_unit.cuh"
+#include "gpu/cuda/step/unit_selector.cuh"
+
+namespace attnd::gpu {
+
+// Makes a squared error a share of the tolerance's square.
+__device__ __forceinline__ float PerBudget(double tolerance) {
+  return static_cast<float>(fmin(1 / (tolerance * tolerance), static_cast<double>(FLT_MAX)));
+}
+
+class TreeErrors : public TreeUnit {
+ public:
+  using TreeUnit::TreeUnit;
+
+ protected:
+  __device__ __forceinline__ const TreeRef& Tree(uint32_t segment) const {
+    return step_.trees[row_.trees_begin + segment];
+  }
+  __device__ __forceinline__ const std::byte* HeadOf(uint32_t segment) const {
+    const SegmentRef& ref = step_.segments[row_.segments_begin + segment];
+    return ref.index + unit_.kv_head * ref.index_head_bytes;
+  }
+  __device__ __forceinline__ uint32_t SegmentOfGroup(uint32_t slot) const {
+    return LastNotAfter(row_.segment_count, slot,
+                        [&](uint32_t s) { return Tree(s).first_group_slot; });
+  }
+  __device__ __forceinline__ uint8_t& GroupFate(uint32_t slot) const {
+    return fates_[row_.slots + slot];
+  }
+  // What the groups stage, or since then the estimate, left of a slice.
+  __device__ __forceinline__ const float* StateOfGroups(uint32_t tile, uint32_t slice) const {
+    return step_.tree_states + ItemNumber(tile, slice) * TreeStateFloats(step_.value_dim);
+  }
+  __device__ TreeLevel Groups() const;
+  __device__ __forceinline__ bool limited() const { return row_.tolerance < INFINITY; }
+
+  __device__ void CombineStates();
+  template <typename PartOf>
+  __device__ uint32_t MeasureParts(PartOf part_of);
+  __device__ void MeasureOutputs();
+  __device__ CutWeight OutputPart(uint32_t lane, uint32_t chunk);
+  __device__ void SetScales();
+
+  static __device__ float ErrorOf(const TreeLaneScale& scale, float log_mass, float d2,
+                                  const TreeRowInfo& info);
+  __device__ float2 ScoreOf(const TreeLevel& level, uint32_t i, const TreeRowInfo& info) const;
+  __device__ uint32_t OwnCounts(bool groups) const;
+  __device__ uint32_t OpenedInAnyCase(uint32_t groups) const;
+  __device__ void NumberItems(const TreeLevel& level, uint32_t leaves);
+  __device__ __forceinline__ TreeLane* stored_lanes() const {
+    return reinterpret_cast<TreeLane*>(words_);
+  }
+};
+
+inline __device__ TreeLevel TreeErrors::Groups() const {
+  return LevelOf(places_.groups, row_.group_slots, row_.group_slots, attention::kGroupOptimism);
+}
+
+// ---- what stands before the choice ----
+
+// A warp for each lane: maxima and sums of the zones and of all groups.
+inline __device__ void TreeErrors::CombineStates() {
+  const uint32_t thread = threadIdx.x % 32;
+  const uint32_t zone_floats = StateFloats(step_.value_dim);
+  for (uint32_t lane = threadIdx.x / 32; lane < step_.group; lane += kCutWarps) {
+    const uint32_t tile = lane / kLanes, in_tile = lane % kLanes;
+    const float* zones =
+        TileStates(step_, unit_, tile, zone_floats) + in_tile * (kStateHead + step_.value_dim);
+    float zone_max = -INFINITY, zone_sum = 0;
+    for (uint32_t i = thread; i < row_.read_pieces; i += 32) {
+      const float* head = zones + uint64_t{i} * zone_floats;
+      AddState(head[kHeadMax], head[kHeadSum], &zone_max, &zone_sum);
+    }
+    JoinStates(&zone_max, &zone_sum);
+    SumsOfHeads sums;
+    for (uint32_t s = thread; s < row_.tree_slices; s += 32) {
+      sums.Add(StateOfGroups(tile, s) + in_tile * (kStateHead + 2 * step_.value_dim));
+    }
+    sums.Join();
+    if (thread != 0) continue;
+    memory_->lanes[lane] = {1, zone_max, zone_sum, 0};
+    memory_->sums[lane] = make_float4(sums.max, sums.sum, sums.best_max, sums.best_sum);
+    memory_->moments[lane] = sums.moments;
+  }
+  __syncthreads();
+}
+
+// Squared lengths of some of a lane's channels: of the output that zones and all groups' estimates
+// give together, and of the zones' mean. A thread has a channel, each warp some of the states.
+inline __device__ CutWeight TreeErrors::OutputPart(uint32_t lane, uint32_t chunk) {
+  const uint32_t dim = step_.value_dim, zone_floats = StateFloats(dim), tile = lane / kLanes;
+  const uint32_t warp = threadIdx.x / 32, thread = threadIdx.x % 32;
+  const uint32_t channel = chunk * kOutputChannels + thread;
+  const TreeLane& own = memory_->lanes[lane];
+  const float max = memory_->sums[lane].x;
+  const float* zones =
+      TileStates(step_, unit_, tile, zone_floats) + lane % kLanes * (kStateHead + dim);
+  float zone = 0, groups = 0;
+#pragma unroll 2
+  for (uint32_t p = warp; p < row_.read_pieces; p += kCutWarps) {
+    const float* state = zones + uint64_t{p} * zone_floats;
+    const float factor = state[kHeadSum] > 0 ? Weight(state[kHeadMax], own.zone_max) : 0.0f;
+    zone += factor * state[kStateHead + channel];
+  }
+#pragma unroll 4
+  for (uint32_t s = warp; s < row_.tree_slices; s += kCutWarps) {
+    const float* state = StateOfGroups(tile, s) + lane % kLanes * (kStateHead + 2 * dim);
+    const float factor = Weight(state[kTreeMax], max);
+    groups += factor * (state[kStateHead + channel] + state[kStateHead + dim + channel]);
+  }
+  __syncthreads();  // the part before has been read
+  memory_->outputs[warp][0][thread] = zone;
+  memory_->outputs[warp][1][thread] = groups;
+  __syncthreads();
+  zone = groups = 0;
+  for (uint32_t w = 0; w < kCutWarps; ++w) {
+    zone += memory_->outputs[w][0][thread];
+    groups += memory_->outputs[w][1][thread];
+  }
+  const float greatest = fmaxf(max, own.zone_max);
+  const float zone_factor = Weight(own.zone_max, greatest), factor = Weight(max, greatest);
+  const float total = own.zone_sum * zone_factor + memory_->sums[lane].y * factor;
+  const float mean = (zone * zone_factor + groups * factor) / total;
+  const float zone_mean = own.zone_sum > 0 ? zone / own.zone_sum : 0.0f;
+  const float norm2 = SumOfWarp(mean * mean), zone_norm2 = SumOfWarp(zone_mean * zone_mean);
+  return static_cast<CutWeight>(__float_as_uint(zone_norm2)) << 32 | __float_as_uint(norm2);
+}
+
+// Two squared lengths (TreeSelectMemory::norms) of each lane's channels, kOutputChannels at a time:
+// each thread block measures some, and sends them to all. Returns how many there are of a lane.
+template <typename PartOf>
+__device__ uint32_t TreeErrors::MeasureParts(PartOf part_of) {
+  const uint32_t chunks = step_.value_dim / kOutputChannels, parts = step_.group * chunks;
+  for (uint32_t i = CutBlocks::rank(); i < parts; i += CutBlocks::blocks()) {
+    const CutWeight norms2 = part_of(i / chunks, i % chunks);
+    if (threadIdx.x < CutBlocks::blocks()) {
+      exchange_.Send(&memory_->norms[i], norms2, threadIdx.x);
+    }
+  }
+  exchange_.Await(parts * sizeof(CutWeight));
+  return chunks;
+}
+
+// Finds the outputs' lengths, and the zones'.
+inline __device__ void TreeErrors::MeasureOutputs() {
+  exchange_.Begin();
+  const uint32_t chunks =
+      MeasureParts([this](uint32_t lane, uint32_t chunk) { return OutputPart(lane, chunk); });
+  if (threadIdx.x < step_.group) {
+    float norm2 = 0, zone_norm2 = 0;
+    for (uint32_t c = 0; c < chunks; ++c) {
+      const CutWeight part = memory_->norms[threadIdx.x * chunks + c];
+      norm2 += __uint_as_float(static_cast<uint32_t>(part));
+      zone_norm2 += __uint_as_float(static_cast<uint32_t>(part >> 32));
+    }
+    memory_->lanes[threadIdx.x].output_norm = sqrtf(norm2);
+    memory_->lanes[threadIdx.x].zone_norm2 = zone_norm2;
+  }
+  __syncthreads();
+}
+
+// With a tolerance errors are relative to the outputs' lengths.
+inline __device__ void TreeErrors::SetScales() {
+  if (threadIdx.x < step_.group) {
+    const TreeLane& lane = memory_->lanes[threadIdx.x];
+    const float4 sums = memory_->sums[threadIdx.x];
+    const float greatest = fmaxf(sums.x, lane.zone_max), factor = Weight(sums.x, greatest);
+    const float total = lane.zone_sum * Weight(lane.zone_max, greatest) + sums.y * factor;
+    const float least = LeastNorm(lane.zone_sum * Weight(lane.zone_max, greatest), lane.zone_norm2,
+                                  memory_->moments[threadIdx.x] * factor, sums.y * factor);
+    TreeLaneScale& scale = memory_->scales[threadIdx.x];
+    scale.max = sums.x;
+    scale.best_max = sums.z;
+    scale.best_share = 1 / (sums.w * step_.group);
+    scale.mass_unit = factor / total;
+    scale.error_unit = scale.mass_unit / (limited() ? fmaxf(lane.output_norm, least) : 1);
+    const float share = limited() ? fminf(1.0f, lane.output_norm / least) : 1.0f;
+    scale.mass_share2 = share * share;
+  }
+  __syncthreads();
+}
+
+// The squared error of leaving a row to its estimate.
+__device__ __forceinline__ float TreeErrors::ErrorOf(const TreeLaneScale& scale, float log_mass,
+                                                     float d2, const TreeRowInfo& info) {
+  const float capped = fminf(d2, attention::kVarianceCap), half = capped / 2;
+  const float growth = fminf(Expm1(capped), info.tokens - 1);
+  const float weight = Weight(log_mass, scale.max);
+  const float in_error = weight * scale.error_unit, mass = weight * scale.mass_unit * half;
+  const float rest = fminf(in_error * info.spread, attention::kErrorMax);
+  const float moved = fminf(in_error * half * info.value_norm, attention::kErrorMax);
+  return rest * rest * __fdividef(growth, info.tokens) +
+         attention::kMassErrorShare * (moved * moved + mass * mass * scale.mass_share2);
+}
+
+// Of row i, as means over the group: x, the share of the optimistic mass; y, with a tolerance: the
+// squared error of leaving the row to its estimate.
+__device__ __forceinline__ float2 TreeErrors::ScoreOf(const TreeLevel& level, uint32_t i,
+                                                      const TreeRowInfo& info) const {
+  constexpr uint32_t kAtOnce = 4;  // lanes
+  float best_share = 0, error2 = 0;
+#pragma unroll 1
+  for (uint32_t first = 0; first < step_.group; first += kAtOnce) {
+    float log_mass[kAtOnce], d2[kAtOnce];
+#pragma unroll
+    for (uint32_t k = 0; k < kAtOnce; ++k) {
+      const uint64_t at = uint64_t{min(first + k, step_.group - 1)} * level.stride + i;
+      log_mass[k] = first + k < step_.group ? __ldg(level.log_mass + at) : -INFINITY;
+      d2[k] = __ldg(level.d2 + at);
+    }
+#pragma unroll
+    for (uint32_t k = 0; k < kAtOnce; ++k) {
+      const TreeLaneScale& scale = memory_->scales[first + k];
+      const float half = fminf(d2[k], attention::kVarianceCap) / 2;
+      const float best = log_mass[k] + level.optimism * kLog2E * Sqrt(d2[k]) - kLog2E * half;
+      if (log_mass[k] != -INFINITY) best_share += Exp2(best - scale.best_max) * scale.best_share;
+      if (log_mass[k] != -INFINITY) error2 += ErrorOf(scale, log_mass[k], d2[k], info);
+    }
+  }
+  return {best_share, error2 / step_.group};
+}
+
+// This thread's share of how many rows of a level the unit's segments have.
+inline __device__ uint32_t TreeErrors::OwnCounts(bool groups) const {
+  uint32_t rows = 0;
+  for (uint32_t s = threadIdx.x; s < row_.segment_count; s += kCutThreads) {
+    const TreeOffsets& offsets = Tree(s).offsets;
+    const uint32_t at = groups ? offsets.groups.count : offsets.leaves.count;
+    rows += __ldg(reinterpret_cast<const uint32_t*>(HeadOf(s) + at));
+  }
+  return rows;
+}
+// How many of the groups are opened, whatever their errors.
+inline __device__ uint32_t TreeErrors::OpenedInAnyCase(uint32_t groups) const {
+  const double share =
+      fmin(1.0, fmax(attention::kOpenedShare, attention::kOpenedPerFloor * row_.floor));
+  return max(min(attention::kOpenedLeast, groups), ShareOf(share, groups));
+}
+
+// Numbers the leaves of opened groups, in the order of segments and groups.
+inline __device__ void TreeErrors::NumberItems(const TreeLevel& level, uint32_t leaves) {
+  const uint32_t all = List(level, leaves, [&](uint32_t slot, uint32_t count, uint32_t item) {
+    const uint32_t segment = SegmentOfGroup(slot), first = InfoAt(level, slot).place & 0xFFFF;
+    for (uint32_t i = 0; i < count; ++i) items()[item + i] = segment << 16 | (first + i);
+  });
+  __syncthreads();
+  for (uint32_t s = threadIdx.x; s < row_.segment_count; s += kCutThreads) {
+    const TreeRef& tree = Tree(s);
+    uint32_t slot = tree.first_group_slot - level.begin;  // wraps for those before
+    for (uint32_t i = 0; i < tree.slices; ++i, slot += row_.tree_slice_groups) {
+      if (slot < level.own) first_items()[tree.first_slice + i] = level.error_keys[slot];
+    }
+  }
+  if (threadIdx.x == 0 && CutBlocks::rank() == 0) first_items()[row_.tree_slices] = all;
+}
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_CUDA_STEP_TREE_ERRORS_CUH_

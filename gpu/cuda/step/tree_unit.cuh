@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the stages that choose among a tree unit's rows have in common, whatever they rank by. A
+// choice needs all of the unit's scores, so the thread blocks of one thread block cluster work on
+// it: each ranks a range of the rows.
+#ifndef ATTND_GPU_CUDA_STEP_TREE_UNIT_CUH_
+#define ATTND_GPU_CUDA_STEP_TREE_UNIT_CUH_
+
+#include <cstdint>
+
+#include "attention/policy/estimate_limits.h"
+#include "gpu/cuda/step/chosen_pieces.cuh"
+#include "gpu/cuda/step/merge.cuh"
+#include "gpu/cuda/step/tree_block.cuh"
+#include "gpu/cuda/step/tree_cut.cuh"
+#include "gpu/cuda/step/tree_sums.cuh"
+
+namespace attnd::gpu {
+
+// Rows of a thread block whose ranking lies in shared memory: seven have the leaves of 128K tokens,
+// and two thread blocks fit on a multiprocessor.
+inline constexpr uint32_t kRankedRows = 3072;
+
+// A unit's rows of one level, and of these the thread block's own, [begin, begin + own): what is
+// ranked. Keys and errors are those of its own rows.
+struct TreeLevel {
+  uint32_t count;
+  uint32_t begin, own;
+  uint32_t stride;  // of lanes
+  const float* log_mass;
+  const float* d2;
+  const TreeRowInfo* info;
+  uint32_t* best_keys;
+  uint32_t* error_keys;
+  float* errors;
+  float optimism;
+};
+
+// For each lane, of one level's rows.
+struct TreeLaneScale {
+  float max;         // of the logarithms of mass
+  float best_max;    // of the optimistic ones
+  float best_share;  // what a weight to that maximum counts in the mean over the group
+  float error_unit;  // makes a weight a share of the output's mass over the output's length
+  float mass_unit;   // a share of the mass
+  float mass_share2;
+};
+
+// A warp's channels of an output.
+inline constexpr uint32_t kOutputChannels = 32;
+inline constexpr uint32_t kOutputChunksMax = 8;  // of a lane
+
+struct TreeSelectMemory {
+  CutMemory cut;
+  uint32_t best_keys[kRankedRows];
+  uint32_t error_keys[kRankedRows];
+  float errors[kRankedRows];
+  TreeLane lanes[kTreeLanesMax];
+  TreeLaneScale scales[kTreeLanesMax];
+  float4 sums[kTreeLanesMax];    // max and sum of masses, max and sum of optimistic masses
+  float moments[kTreeLanesMax];  // second moments of values, by mass
+  float outputs[kCutWarps][2][kOutputChannels];  // parts of sums: of zones, of groups
+  // Squared lengths of an output's channels (low half) and of the zones' mean.
+  CutWeight norms[kTreeLanesMax * kOutputChunksMax];
+  uint32_t first_piece;
+};
+
+__device__ __forceinline__ TreeRowInfo InfoAt(const TreeLevel& level, uint32_t i) {
+  const float4 info = __ldg(reinterpret_cast<const float4*>(level.info) + i);
+  return {info.x, info.y, info.z, __float_as_uint(info.w)};
+}
+
+class TreeUnit {
+ public:
+  __device__ TreeUnit(const StepHeader& step, const UnitPlace& unit, TreeSelectMemory* memory)
+      : step_(step),
+        unit_(unit),
+        row_(*unit.row),
+        memory_(memory),
+        exchange_(&memory->cut),
+        places_(TreeScoresOf(row_, step.group)),
+        scores_(UnitScores(step, unit)),
+        fates_(UnitFates(step, unit)),
+        words_(UnitTreeWords(step, unit)) {}
+
+ protected:
+  __device__ __forceinline__ uint32_t* first_items() const { return words_ + kTreeLaneWords; }
+  __device__ __forceinline__ uint32_t* items() const { return words_ + TreeItems(row_); }
+  __device__ __forceinline__ uint8_t& LeafFate(uint32_t item) const { return fates_[item]; }
+  __device__ __forceinline__ uint64_t ItemNumber(uint32_t tile, uint32_t slice) const {
+    return row_.first_tree_item +
+           (uint64_t{unit_.in_row} * row_.tiles_per_unit + tile) * row_.tree_slices + slice;
+  }
+  __device__ TreeLevel LevelOf(const TreeLevelScores& places, uint32_t count, uint32_t stride,
+                               float optimism) const;
+  __device__ TreeLevel Leaves() const;
+  __device__ void CombinePartials();
+  __device__ __forceinline__ void StoreLaneScales() const;
+  template <typename WeightOf>
+  __device__ void Find(CutFinder<WeightOf>* cut);
+  template <typename Put>
+  __device__ uint32_t List(const TreeLevel& level, uint32_t size, Put put);
+  __device__ uint32_t SumOfBlock(uint32_t x);
+  __device__ uint32_t ListTokens(const TreeLevel& level, uint32_t tokens);
+
+  const StepHeader& step_;
+  const UnitPlace& unit_;
+  const RowRef& row_;
+  TreeSelectMemory* const memory_;
+  CutExchange exchange_;
+  const TreeScores places_;
+  float* const scores_;
+  uint8_t* const fates_;
+  uint32_t* const words_;
+};
+
+inline __device__ TreeLevel TreeUnit::LevelOf(const TreeLevelScores& places, uint32_t count,
+                                              uint32_t stride, float optimism) const {
+  TreeLevel level;
+  const uint32_t each = (count + CutBlocks::blocks() - 1) / CutBlocks::blocks();
+  level.count = count;
+  level.begin = min(CutBlocks::rank() * each, count);
+  level.own = min(each, count - level.begin);
+  level.stride = stride;
+  level.log_mass = scores_ + places.log_mass;
+  level.d2 = scores_ + places.d2;
+  level.info = reinterpret_cast<const TreeRowInfo*>(scores_ + places.info);
+  const auto rows_of = [&](auto* shared, uint64_t place) {
+    return each <= kRankedRows ? shared
+                               : reinterpret_cast<decltype(shared)>(scores_ + place) + level.begin;
+  };
+  level.best_keys = rows_of(memory_->best_keys, places.best_key);
+  level.error_keys = rows_of(memory_->error_keys, places.error_key);
+  level.errors = rows_of(memory_->errors, places.error);
+  level.optimism = optimism;
+  return level;
+}
+inline __device__ TreeLevel TreeUnit::Leaves() const {
+  return LevelOf(places_.leaves, first_items()[row_.tree_slices], row_.slots, attention::kOptimism);
+}
+
+// A warp for each lane: sums over the leaves and the closed groups.
+inline __device__ void TreeUnit::CombinePartials() {
+  const uint32_t thread = threadIdx.x % 32;
+  for (uint32_t lane = threadIdx.x / 32; lane < step_.group; lane += kCutWarps) {
+    SumsOfHeads sums;
+    for (uint32_t s = thread; s < row_.tree_slices; s += 32) {
+      const uint64_t item = ItemNumber(lane / kLanes, s);
+      sums.Add(step_.tree_partials + (item * kLanes + lane % kLanes) * kStateHead);
+    }
+    sums.Join();
+    if (thread != 0) continue;
+    memory_->sums[lane] = make_float4(sums.max, sums.sum, sums.best_max, sums.best_sum);
+    memory_->moments[lane] = sums.moments;
+  }
+  __syncthreads();
+}
+
+// The scale of the estimates' weights. One thread block of the unit.
+__device__ __forceinline__ void TreeUnit::StoreLaneScales() const {
+  for (uint32_t i = threadIdx.x; i < step_.tiles_max * kLanes; i += kCutThreads) {
+    const float4 sums = i < step_.group ? memory_->sums[i] : make_float4(-INFINITY, 0, 0, 0);
+    step_.lane_scales[uint64_t{unit_.unit} * step_.tiles_max * kLanes + i] = {sums.x, sums.y};
+  }
+}
+
+// Finds one cut.
+template <typename WeightOf>
+__device__ void TreeUnit::Find(CutFinder<WeightOf>* cut) {
+#pragma unroll 1
+  for (uint32_t round = 0; round < kCutRounds && !cut->cut().known; ++round) {
+    cut->Add(round);
+    __syncthreads();
+    const uint32_t half = exchange_.half();
+    exchange_.Await(cut->Send(&exchange_));
+    cut->Narrow(round, half);
+  }
+}
+
+// Calls put(row, size, number) for the thread block's marked rows: number is the sum of the sizes
+// before. Puts every row's number in the place of its error's key. size: of the thread block's
+// rows; returns that of all. A warp has some neighbouring rows.
+template <typename Put>
+__device__ uint32_t TreeUnit::List(const TreeLevel& level, uint32_t size, Put put) {
+  const uint32_t each = (level.own + kCutThreads - 1) / kCutThreads * 32;
+  const uint32_t begin = min(threadIdx.x / 32 * each, level.own),
+                 end = min(begin + each, level.own);
+  const uint32_t thread = threadIdx.x % 32;
+  uint32_t own = 0;
+  for (uint32_t i = begin + thread; i < end; i += 32) own += level.best_keys[i];
+  CutWeight before, of_block;
+  const CutWeight all = exchange_.Sum(size, &before);
+  const CutWeight in_block = ScanBlock(own, &memory_->cut, &of_block);
+  uint32_t number = static_cast<uint32_t>(before + __shfl_sync(~0u, in_block, 0));
+#pragma unroll 1
+  for (uint32_t first = begin; first < end; first += 32) {
+    const uint32_t i = first + thread, of_row = i < end ? level.best_keys[i] : 0;
+    uint32_t sum = of_row;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const uint32_t other = __shfl_up_sync(~0u, sum, offset);
+      if (thread >= offset) sum += other;
+    }
+    if (i < end) level.error_keys[i] = number + sum - of_row;
+    if (of_row > 0) put(level.begin + i, of_row, number + sum - of_row);
+    number += __shfl_sync(~0u, sum, 31);
+  }
+  return static_cast<uint32_t>(all);
+}
+
+inline __device__ uint32_t TreeUnit::SumOfBlock(uint32_t x) {
+  CutWeight total;
+  ScanBlock(x, &memory_->cut, &total);
+  return static_cast<uint32_t>(total);
+}
+
+// Lists the chosen leaves' tokens; returns how many there are.
+inline __device__ uint32_t TreeUnit::ListTokens(const TreeLevel& level, uint32_t tokens) {
+  uint32_t* list = UnitChosen(step_, unit_);
+  return List(level, tokens, [&](uint32_t item, uint32_t count, uint32_t place) {
+    const uint32_t segment = items()[item] >> 16 << 16, first = InfoAt(level, item).place;
+    for (uint32_t i = 0; i < count; ++i) list[place + i] = segment | (first + i);
+  });
+}
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_CUDA_STEP_TREE_UNIT_CUH_
