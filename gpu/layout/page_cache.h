@@ -87,8 +87,8 @@ ATTND_ON_DEVICE float WorthAfterUse(float worth, float age) {
 // The frame of a page, for the whole step: no step evicts what it uses itself. One step at a time
 // uses a cache; any of its threads may ask. The page is in the frame when the step's fetch stage
 // has ended. Two threads that ask for one page at once may fill two frames, which is a waste and no
-// fault. Memory::Load(address) reads what others may change, Memory::Swap(address, from, to) sets
-// `to` if `from` is there, and returns what was there.
+// fault. Memory::Load(address) reads what others may change, Memory::Store(address, value) changes
+// it, Memory::Swap(address, from, to) sets `to` if `from` is there, and returns what was there.
 template <typename Memory>
 ATTND_ON_DEVICE FoundFrame FindFrame(const PageCacheRef& cache, const CacheClock& clock,
                                      uint64_t page) {
@@ -120,12 +120,12 @@ ATTND_ON_DEVICE FoundFrame FindFrame(const PageCacheRef& cache, const CacheClock
       if (hit_owner == taken) return {number * kCacheWays + hit, false};
       const uint64_t before = Memory::Swap(&set.owners[hit], hit_owner, taken);
       if (before != hit_owner && before != taken) continue;
-      if (before == hit_owner) set.worths[hit] = WorthAfterUse(hit_worth, clock.age);
+      if (before == hit_owner) Memory::Store(&set.worths[hit], WorthAfterUse(hit_worth, clock.age));
       return {number * kCacheWays + hit, false};
     }
     if (victim == kCacheWays) break;  // the step uses the whole set
     if (Memory::Swap(&set.owners[victim], victim_owner, taken) == victim_owner) {
-      set.worths[victim] = clock.age;
+      Memory::Store(&set.worths[victim], clock.age);
       return {number * kCacheWays + victim, true};
     }
   }

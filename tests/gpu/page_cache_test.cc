@@ -43,6 +43,7 @@ struct HostMemory {
     return std::atomic_ref(*const_cast<uint64_t*>(from)).load();
   }
   static float Load(const float* from) { return std::atomic_ref(*const_cast<float*>(from)).load(); }
+  static void Store(float* to, float value) { std::atomic_ref(*to).store(value); }
   static uint64_t Swap(uint64_t* at, uint64_t from, uint64_t to) {
     std::atomic_ref(*at).compare_exchange_strong(from, to);
     return from;

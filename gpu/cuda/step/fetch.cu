@@ -24,6 +24,9 @@ struct DeviceMemory {
   static __device__ __forceinline__ float Load(const float* from) {
     return *const_cast<const volatile float*>(from);
   }
+  static __device__ __forceinline__ void Store(float* to, float value) {
+    *static_cast<volatile float*>(to) = value;
+  }
   static __device__ __forceinline__ uint64_t Swap(uint64_t* at, uint64_t from, uint64_t to) {
     static_assert(sizeof(unsigned long long) == sizeof(uint64_t));
     return atomicCAS(reinterpret_cast<unsigned long long*>(at), from, to);
