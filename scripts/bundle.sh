@@ -13,7 +13,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib/setup.sh"
 build="${ATTND_BUILD}/bundle-build"
 bundle="${ATTND_BUILD}/bundle"
 size_max_mib=60
-programs=(attnd attnd_gpu_parity_test gpu_kernels gpu_index_check gpu_steps service_decode)
+programs=(attnd attnd_gpu_parity_test gpu_kernels gpu_index_check gpu_steps gpu_host_time service_decode)
 
 # True for libraries that belong to the C library, which a program must take from the machine it runs on.
 of_glibc() {
@@ -38,6 +38,7 @@ setup_packages "${ATTND_BUILD_PACKAGES[@]}" "${ATTND_BUNDLE_PACKAGES[@]}"
 # As the presets have it, whose environment a build outside their folders does not get: one compiler cache for all.
 export CCACHE_BASEDIR="${ATTND_ROOT}" CCACHE_NOHASHDIR=1 CCACHE_SLOPPINESS=pch_defines,time_macros
 
+mkdir -p "${ATTND_BUILD}"
 say "Building with CUDA (log: build/bundle-build.log)"
 {
   cmake --preset release -B "${build}" -Wno-dev -DATTND_CUDA=ON -DATTND_CUDA_SHARED=ON \

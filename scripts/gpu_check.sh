@@ -151,6 +151,7 @@ check kernel_times ./gpu_kernels --bench
 check index_times ./gpu_index_check --bench
 # Of trees: the CPU builds the indexes, which takes most of the time.
 check step_times ./gpu_steps --rows=1 --policies="dense@tree error-target:tolerance=off,floor=0.01@tree"
+check host_times ./gpu_host_time --device=cuda --engine_steps=128
 log="${out}/service_server.txt" check service_times with_server service_steps
 if skips peers; then
   :
