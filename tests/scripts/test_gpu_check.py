@@ -43,7 +43,7 @@ def run(tmp_path):
     """Runs the script in a bundle of stubs, with some of the environment changed."""
     bundle = tmp_path / "bundle"
     stubs = {"attnd": ATTND, "attnd_gpu_parity_test": PARITY, "gpu_kernels": "", "gpu_index_check": "", "gpu_steps": "",
-             "service_decode": "", "bin/python3": PYTHON}
+             "gpu_host_time": "", "service_decode": "", "bin/python3": PYTHON}
     for name, code in stubs.items():
         path = bundle / name
         path.parent.mkdir(parents=True, exist_ok=True)
