@@ -88,6 +88,7 @@ absl::Status DeviceCopyStore::Pin(std::span<const std::shared_ptr<Copy>> copies,
       return absl::ResourceExhaustedError("what is pinned leaves no room for a cache of pages");
     }
   }
+  const Clock::time_point now = Clock::now();
   for (const std::shared_ptr<Copy>& held : copies) {
     Copy& copy = *held;
     if (copy.resident == nullptr) {
@@ -99,7 +100,7 @@ absl::Status DeviceCopyStore::Pin(std::span<const std::shared_ptr<Copy>> copies,
       CHECK_EQ(*copy.place, &copy) << "a copy with a resident stands in the order";
       order_.splice(order_.end(), order_, copy.place);
     }
-    copy.last_use = Clock::now();
+    copy.last_use = now;
     pins->push_back(copy.resident);
   }
   return absl::OkStatus();
