@@ -22,6 +22,8 @@ namespace attnd::server {
 
 inline constexpr size_t kListenMax = 8;
 inline constexpr size_t kSocketPathBytesMax = 107;  // sun_path less its final zero
+// What the second socket's path has behind the first one's.
+inline constexpr char kMemorySocketSuffix[] = ".memory";
 
 // Where the server listens: unix:PATH or HOST:PORT.
 struct ListenAddress {
@@ -81,6 +83,11 @@ struct ServerOptions {
   double audit_cpu_share = engine::AuditOptions().cpu_share;
   std::vector<std::string> feature_maps;    // files
   std::vector<std::string> label_channels;  // files
+  bool allow_client_memory = false;
+  uint64_t client_memory_bytes = uint64_t{1} << 30;
+  uint32_t max_memory_regions = 1024;
+  uint32_t max_memory_clients = 64;
+  uint32_t max_memory_passes = 64;
 
   // What requests may name: the built-in presets and, from ApplyConfig on, those of policy_file.
   PolicyCatalog policies;
@@ -92,6 +99,9 @@ struct ServerOptions {
 
   // The addresses of `listen`, or the default. Only after Validate().
   std::vector<ListenAddress> ListenAddresses() const;
+  // Where clients register memory: beside the first Unix socket. Only after Validate(), with
+  // allow_client_memory.
+  std::string MemorySocketPath() const;
   std::chrono::seconds reply_timeout() const { return std::chrono::seconds(reply_timeout_s); }
 };
 
