@@ -45,7 +45,10 @@ absl::StatusOr<std::unique_ptr<Region>> Region::Create(uint64_t bytes, Descripto
   Descriptor fd(memfd_create("attnd-region", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd.valid()) return Refused("memfd_create", bytes);
   // Sets the size too, and takes the pages now: touching them later cannot fail.
-  if (fallocate(fd.get(), 0, 0, static_cast<off_t>(bytes)) != 0) return Refused("fallocate", bytes);
+  int failed = 0;
+  do failed = fallocate(fd.get(), 0, 0, static_cast<off_t>(bytes));
+  while (failed != 0 && errno == EINTR);
+  if (failed != 0) return Refused("fallocate", bytes);
   if (fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) return Refused("F_ADD_SEALS", bytes);
   auto region = MapAll(fd.get(), bytes);
   if (region.ok()) *descriptor = std::move(fd);

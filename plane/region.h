@@ -44,8 +44,8 @@ class Region {
   // Rounds up to whole pages. `bytes` is at most 2^62.
   static uint64_t WholePages(uint64_t bytes);
   // The server's: makes memory of WholePages(bytes), 1 or more. `descriptor` is for the client
-  // alone; the mapping does not need it. ResourceExhausted if the system refuses memory or a
-  // descriptor.
+  // alone; the mapping does not need it. ResourceExhausted if the system refuses. Limits are the
+  // caller's: before Linux refuses memory that it does not have, it ends processes.
   static absl::StatusOr<std::unique_ptr<Region>> Create(uint64_t bytes, Descriptor* descriptor);
   // The client's: maps what a server has made. InvalidArgument if the file is shorter, or could
   // shrink.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <new>
 #include <optional>
 #include <utility>
@@ -99,8 +100,9 @@ absl::Status MemoryPass::Check() {
                      " bytes; allowed are ", bytes_max));
   }
   const uint64_t lanes = args.q.elements / args.q_head_dim;
-  return CheckOutputs(
-      {.query_tokens = lanes / args.q_heads, .query_heads = args.q_heads, .value_dim = ValueDim()});
+  declared_ = {
+      .query_tokens = lanes / args.q_heads, .query_heads = args.q_heads, .value_dim = ValueDim()};
+  return CheckOutputs(declared_);
 }
 
 absl::Status MemoryPass::CheckInput(absl::string_view field, const engine::TensorView& tensor,
@@ -196,6 +198,7 @@ absl::Status MemoryPass::AnswerLayer(engine::Pass* pass, engine::DecodeResult* r
   args.deadline =
       Earlier(DeadlineAt(arrival, stream_.step->deadline_us), stream_.options->deadline);
   CopyIn(layer);
+  extents_ = {};
   Clock::time_point start, end;
   absl::Status status;
   RunStep([&] {
@@ -239,6 +242,11 @@ absl::StatusOr<engine::AnswerBuffers> MemoryPass::Provide(const engine::AnswerEx
 }
 
 void MemoryPass::CopyOut(uint32_t layer) {
+  if (extents_.out_floats() == 0) {  // no row is left, and the engine has written nothing
+    extents_ = declared_;
+    out_.assign(extents_.out_floats(), std::numeric_limits<float>::quiet_NaN());
+    lse_.assign(extents_.lse_floats(), std::numeric_limits<float>::quiet_NaN());
+  }
   FromFloat(stream_.step->output_dtype, out_.data(), extents_.out_floats(),
             region_.data() + plane::LayerOffset(out_span_, layer));
   if (!stream_.options->want_lse) return;

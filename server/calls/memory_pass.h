@@ -94,6 +94,8 @@ class MemoryPass {
   Input q_, k_, v_;  // constant after Declare, but for the copies' bytes
   plane::ServerTurns turns_;
 
+  // What the declaration says of the answers; value_dim is 0 where nobody knows it.
+  engine::AnswerExtents declared_;
   // The answer of a layer, as the engine writes it.
   engine::AnswerExtents extents_;
   std::vector<float> out_;

@@ -54,6 +54,8 @@ class FakeEngine final : public engine::Engine {
   bool WaitForWaiting(int count) const {
     return Within([&] { return waiting_ >= count; });
   }
+  // The first element of the last step's q, as it was when the step was let go.
+  float first_of_q() const { return first_of_q_; }
   // Elements of `out` for each query token.
   void set_value_dim(uint64_t value_dim) { value_dim_ = value_dim; }
 
@@ -93,6 +95,9 @@ class FakeEngine final : public engine::Engine {
   absl::Status Decode(absl::string_view, engine::WriterId, const engine::DecodeArgs& args,
                       engine::AnswerMemory memory, engine::DecodeResult* result) override {
     if (!WaitIfHeld(args.cancelled)) return absl::CancelledError("cancelled");
+    float first = 0;
+    ToFloat(args.q.dtype, args.q.data, 1, &first);
+    first_of_q_ = first;
     ++decoded_;
     uint64_t tokens = 0;
     for (const engine::DecodeRow& row : args.rows) tokens += row.query_tokens;
@@ -228,6 +233,7 @@ class FakeEngine final : public engine::Engine {
   std::atomic<int> observes_refused_{0}, chunks_refused_{0};
   std::atomic<int> passes_over_{0};
   std::atomic<int> waiting_{0}, decoded_{0}, cancelled_{0}, released_writers_{0};
+  std::atomic<float> first_of_q_{0};
   std::atomic<uint64_t> value_dim_{16}, next_id_{1};
 };
 
