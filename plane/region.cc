@@ -25,11 +25,11 @@ absl::Status Refused(const char* call, uint64_t bytes) {
 
 }  // namespace
 
-Descriptor::~Descriptor() {
+OwnedFd::~OwnedFd() {
   if (fd_ >= 0) close(fd_);
 }
 
-Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
+OwnedFd& OwnedFd::operator=(OwnedFd&& other) noexcept {
   std::swap(fd_, other.fd_);
   return *this;
 }
@@ -39,10 +39,10 @@ uint64_t Region::WholePages(uint64_t bytes) {
   return (bytes + page - 1) / page * page;
 }
 
-absl::StatusOr<std::unique_ptr<Region>> Region::Create(uint64_t bytes, Descriptor* descriptor) {
+absl::StatusOr<std::unique_ptr<Region>> Region::Create(uint64_t bytes, OwnedFd* descriptor) {
   CHECK(bytes > 0 && bytes <= kBytesMax) << bytes;
   bytes = WholePages(bytes);
-  Descriptor fd(memfd_create("attnd-region", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  OwnedFd fd(memfd_create("attnd-region", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd.valid()) return Refused("memfd_create", bytes);
   // Sets the size too, and takes the pages now: touching them later cannot fail.
   int failed = 0;
@@ -55,7 +55,7 @@ absl::StatusOr<std::unique_ptr<Region>> Region::Create(uint64_t bytes, Descripto
   return region;
 }
 
-absl::StatusOr<std::unique_ptr<Region>> Region::Map(const Descriptor& descriptor, uint64_t bytes) {
+absl::StatusOr<std::unique_ptr<Region>> Region::Map(const OwnedFd& descriptor, uint64_t bytes) {
   struct stat info {};
   if (fstat(descriptor.get(), &info) != 0 || info.st_size < 0 ||
       static_cast<uint64_t>(info.st_size) < bytes) {

@@ -15,13 +15,13 @@
 namespace attnd::plane {
 
 // Owns a file descriptor. Movable.
-class Descriptor {
+class OwnedFd {
  public:
-  Descriptor() = default;
-  explicit Descriptor(int fd) : fd_(fd) {}
-  ~Descriptor();
-  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Descriptor& operator=(Descriptor&& other) noexcept;
+  OwnedFd() = default;
+  explicit OwnedFd(int fd) : fd_(fd) {}
+  ~OwnedFd();
+  OwnedFd(OwnedFd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  OwnedFd& operator=(OwnedFd&& other) noexcept;
 
   int get() const { return fd_; }
   bool valid() const { return fd_ >= 0; }
@@ -46,10 +46,10 @@ class Region {
   // The server's: makes memory of WholePages(bytes), 1 or more. `descriptor` is for the client
   // alone; the mapping does not need it. ResourceExhausted if the system refuses. Limits are the
   // caller's: before Linux refuses memory that it does not have, it ends processes.
-  static absl::StatusOr<std::unique_ptr<Region>> Create(uint64_t bytes, Descriptor* descriptor);
+  static absl::StatusOr<std::unique_ptr<Region>> Create(uint64_t bytes, OwnedFd* descriptor);
   // The client's: maps what a server has made. InvalidArgument if the file is shorter, or could
   // shrink.
-  static absl::StatusOr<std::unique_ptr<Region>> Map(const Descriptor& descriptor, uint64_t bytes);
+  static absl::StatusOr<std::unique_ptr<Region>> Map(const OwnedFd& descriptor, uint64_t bytes);
   ~Region();
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;

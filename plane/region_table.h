@@ -39,7 +39,7 @@ struct RegionInfo {
 
 struct RegisteredRegion {
   RegionInfo info;
-  Descriptor descriptor;  // for the client
+  OwnedFd descriptor;  // for the client
 };
 
 class RegionTable;

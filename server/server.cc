@@ -110,7 +110,8 @@ class ServerImpl final : public Server {
                          .queued_calls = [this] { return calls_.queue_depth(); },
                          .backend = [engine] { return engine->backend().stats(); },
                          .degraded = [engine] { return !engine->backend().Health().ok(); },
-                         .archive = [engine] { return engine->archive_stats(); }});
+                         .archive = [engine] { return engine->archive_stats(); },
+                         .client_memory = [this] { return MemoryUsage(); }});
   }
   ~ServerImpl() override {
     Shutdown(ShutdownLimits());
@@ -125,6 +126,7 @@ class ServerImpl final : public Server {
   void SetLimits(grpc::ServerBuilder* builder) const;
   absl::Status Build(const std::vector<ListenAddress>& addresses);
   void SetServing();
+  ClientMemoryUsage MemoryUsage() const;
 
   const ServerOptions options_;
   const Machine machine_;
@@ -156,11 +158,14 @@ absl::Status ServerImpl::Listen() {
     locks.push_back(std::move(lock));
   }
   if (memory_ != nullptr) {
-    ATTND_ASSIGN_OR_RETURN(memory_socket_,
-                           MemorySocket::Listen({.path = options_.MemorySocketPath(),
-                                                 .user = geteuid(),
-                                                 .clients_max = options_.max_memory_clients},
-                                                memory_->regions()));
+    ATTND_ASSIGN_OR_RETURN(
+        memory_socket_,
+        MemorySocket::Listen(
+            {.path = options_.MemorySocketPath(),
+             .user = geteuid(),
+             .clients_max = options_.max_memory_clients,
+             .on_full = [this] { handlers_.metrics->OnRejected(Rejection::kClientMemory); }},
+            memory_->regions()));
   }
   ATTND_RETURN_IF_ERROR(Build(addresses));
   SetServing();
@@ -212,6 +217,12 @@ absl::Status ServerImpl::Build(const std::vector<ListenAddress>& addresses) {
     addresses_.push_back(bound.ToString());
   }
   return absl::OkStatus();
+}
+
+ClientMemoryUsage ServerImpl::MemoryUsage() const {
+  if (memory_ == nullptr) return {};
+  const plane::RegionTable::Usage usage = memory_->regions()->usage();
+  return {.regions = usage.regions, .bytes = usage.bytes, .passes = memory_->passes()};
 }
 
 void ServerImpl::SetServing() {

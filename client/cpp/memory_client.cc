@@ -16,7 +16,7 @@
 namespace attnd {
 namespace {
 
-using plane::Descriptor;
+using plane::OwnedFd;
 
 constexpr size_t kPacketBytesMax = 4096;
 
@@ -29,7 +29,7 @@ absl::Status SystemError(const char* call) {
 }
 
 // Receives a packet, and the descriptor that it may carry. -1 with errno as recvmsg.
-ssize_t Receive(int socket, char* packet, size_t packet_bytes, Descriptor* descriptor) {
+ssize_t Receive(int socket, char* packet, size_t packet_bytes, OwnedFd* descriptor) {
   iovec part = {packet, packet_bytes};
   alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
   msghdr message{};
@@ -44,7 +44,7 @@ ssize_t Receive(int socket, char* packet, size_t packet_bytes, Descriptor* descr
       head->cmsg_len == CMSG_LEN(sizeof(int))) {
     int fd = -1;
     std::memcpy(&fd, CMSG_DATA(head), sizeof(fd));
-    *descriptor = Descriptor(fd);
+    *descriptor = OwnedFd(fd);
   }
   return bytes;
 }
@@ -71,7 +71,7 @@ absl::StatusOr<std::unique_ptr<MemoryClient>> MemoryClient::Connect(
                                                    sizeof(address.sun_path) - 1));
   }
   std::memcpy(address.sun_path, socket.data(), socket.size());
-  Descriptor descriptor(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  OwnedFd descriptor(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   if (!descriptor.valid()) return SystemError("socket");
   const auto micros = std::chrono::duration_cast<std::chrono::microseconds>(timeout).count();
   const timeval limit = {.tv_sec = static_cast<time_t>(micros / 1'000'000),
@@ -87,7 +87,7 @@ absl::StatusOr<std::unique_ptr<MemoryClient>> MemoryClient::Connect(
 }
 
 absl::StatusOr<v1::MemoryReply> MemoryClient::Call(const v1::MemoryRequest& request,
-                                                   Descriptor* descriptor) {
+                                                   OwnedFd* descriptor) {
   const std::string bytes = request.SerializeAsString();
   // A server that has sent the client away may have closed: its reply is there all the same.
   const bool sent = send(socket_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL) ==
@@ -112,7 +112,7 @@ absl::StatusOr<ClientRegion> MemoryClient::Register(uint64_t bytes, const std::s
   v1::MemoryRequest request;
   request.mutable_register_region()->set_bytes(bytes);
   request.mutable_register_region()->set_tenant(tenant);
-  Descriptor descriptor;
+  OwnedFd descriptor;
   const auto reply = Call(request, &descriptor);
   if (!reply.ok()) return reply.status();
   auto memory = plane::Region::Map(descriptor, reply->register_region().bytes());
@@ -123,14 +123,14 @@ absl::StatusOr<ClientRegion> MemoryClient::Register(uint64_t bytes, const std::s
 absl::Status MemoryClient::Unregister(uint64_t region_id) {
   v1::MemoryRequest request;
   request.mutable_unregister_region()->set_region_id(region_id);
-  Descriptor none;
+  OwnedFd none;
   return Call(request, &none).status();
 }
 
 absl::StatusOr<std::vector<v1::RegionInfo>> MemoryClient::List() {
   v1::MemoryRequest request;
   request.mutable_list_regions();
-  Descriptor none;
+  OwnedFd none;
   const auto reply = Call(request, &none);
   if (!reply.ok()) return reply.status();
   const auto& regions = reply->list_regions().regions();

@@ -44,11 +44,11 @@ class MemoryClient {
   absl::StatusOr<std::vector<v1::RegionInfo>> List();
 
  private:
-  explicit MemoryClient(plane::Descriptor socket) : socket_(std::move(socket)) {}
+  explicit MemoryClient(plane::OwnedFd socket) : socket_(std::move(socket)) {}
   absl::StatusOr<v1::MemoryReply> Call(const v1::MemoryRequest& request,
-                                       plane::Descriptor* descriptor);
+                                       plane::OwnedFd* descriptor);
 
-  const plane::Descriptor socket_;
+  const plane::OwnedFd socket_;
 };
 
 }  // namespace attnd

@@ -25,7 +25,7 @@ struct Layout {
   uint64_t q = 0, k = 0, v = 0, out = 0, lse = 0, end = 0;
 };
 
-uint64_t ElementBytes(v1::DType dtype) { return dtype == v1::DTYPE_FP32 ? 4 : 2; }
+uint64_t BytesOf(v1::DType dtype) { return dtype == v1::DTYPE_FP32 ? 4 : 2; }
 
 DecodeStream::Clock::time_point SystemLimit(steady_clock::time_point limit) {
   return DecodeStream::Clock::now() +
@@ -48,16 +48,16 @@ struct Extents {
 
   // Bytes of tensors of so many tokens.
   CheckedSize q(uint64_t tokens) const {
-    return CheckedSize(tokens) * query_heads * head_dim * ElementBytes(query_dtype);
+    return CheckedSize(tokens) * query_heads * head_dim * BytesOf(query_dtype);
   }
   CheckedSize k(uint64_t tokens) const {
-    return CheckedSize(tokens) * kv_heads * head_dim * ElementBytes(kv_dtype);
+    return CheckedSize(tokens) * kv_heads * head_dim * BytesOf(kv_dtype);
   }
   CheckedSize v(uint64_t tokens) const {
-    return latent ? 0 : CheckedSize(tokens) * kv_heads * value_dim * ElementBytes(kv_dtype);
+    return latent ? 0 : CheckedSize(tokens) * kv_heads * value_dim * BytesOf(kv_dtype);
   }
   CheckedSize out(uint64_t tokens) const {
-    return CheckedSize(tokens) * query_heads * value_dim * ElementBytes(output_dtype);
+    return CheckedSize(tokens) * query_heads * value_dim * BytesOf(output_dtype);
   }
   CheckedSize lse(uint64_t tokens) const {
     return CheckedSize(tokens) * query_heads * sizeof(float);

@@ -61,7 +61,7 @@ absl::StatusOr<Tensor3> FromProto(const v1::Tensor& tensor, absl::string_view fi
   return result;
 }
 
-absl::StatusOr<Tensor3> ShapeFromProto(const v1::Tensor& tensor, absl::string_view field) {
+absl::StatusOr<Tensor3> WithoutDataFromProto(const v1::Tensor& tensor, absl::string_view field) {
   uint64_t bytes = 0;
   ATTND_ASSIGN_OR_RETURN(const Tensor3 result, ConvertShape(tensor, field, &bytes));
   if (!tensor.data().empty()) {

@@ -312,6 +312,7 @@ void DecodeReactor::QueueMemoryPass() {
   work_ = Work::kMemoryPass;
   if (handlers_->memory->BeginPass(this)) return;
   work_ = Work::kMessage;
+  handlers_->metrics->OnRejected(Rejection::kClientMemory);
   Refuse(absl::ResourceExhaustedError(absl::StrCat(
       "max_memory_passes: ", handlers_->options->max_memory_passes, " are under way")));
   WriteReply();

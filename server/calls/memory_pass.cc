@@ -21,7 +21,7 @@ namespace {
 
 constexpr uint32_t kSpinUsMax = 10'000;
 
-plane::Span FromProto(const v1::PassSpan& proto) { return {proto.offset(), proto.layer_stride()}; }
+plane::Span ToSpan(const v1::PassSpan& proto) { return {proto.offset(), proto.layer_stride()}; }
 
 uint64_t Bytes(const engine::TensorView& tensor) {
   return tensor.elements * DTypeBytes(tensor.dtype);  // does not overflow: conversions.cc
@@ -55,11 +55,11 @@ MemoryPass::MemoryPass(const Stream& stream, const v1::PassMemory& proto, plane:
     : stream_(stream),
       region_(std::move(region)),
       spin_(proto.spin_us()),
-      out_span_(FromProto(proto.out())),
-      lse_span_(FromProto(proto.lse())),
-      q_{.span = FromProto(proto.q()), .copy = nullptr},
-      k_{.span = FromProto(proto.k()), .copy = nullptr},
-      v_{.span = FromProto(proto.v()), .copy = nullptr},
+      out_span_(ToSpan(proto.out())),
+      lse_span_(ToSpan(proto.lse())),
+      q_{.span = ToSpan(proto.q()), .copy = nullptr},
+      k_{.span = ToSpan(proto.k()), .copy = nullptr},
+      v_{.span = ToSpan(proto.v()), .copy = nullptr},
       turns_(reinterpret_cast<plane::Words*>(region_.data() + proto.words_offset()),
              proto.first_epoch(), stream.options->layers) {
   stats_.Start(stream.step->rows.size());

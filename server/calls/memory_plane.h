@@ -37,12 +37,17 @@ class MemoryPlane {
     const MutexLock lock(mutex_);
     --passes_;
   }
+  // Passes under way.
+  uint32_t passes() const {
+    const MutexLock lock(mutex_);
+    return passes_;
+  }
 
  private:
   const uint32_t passes_max_;
   plane::RegionTable regions_;
 
-  Mutex mutex_;
+  mutable Mutex mutex_;
   uint32_t passes_ ABSL_GUARDED_BY(mutex_) = 0;
 
   // One for each pass: a pass waits for its client, and must not wait for another's.

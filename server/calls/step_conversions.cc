@@ -34,7 +34,7 @@ void ConvertRow(const v1::DecodeRow& proto, const PolicyCatalog& policies, engin
 // A tensor of a message that stands alone or declares a pass.
 absl::StatusOr<Tensor3> ConvertTensor(const v1::DecodeRequest& request, const v1::Tensor& tensor,
                                       absl::string_view field) {
-  return request.begin_pass().has_memory() ? ShapeFromProto(tensor, field)
+  return request.begin_pass().has_memory() ? WithoutDataFromProto(tensor, field)
                                            : FromProto(tensor, field);
 }
 

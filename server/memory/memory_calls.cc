@@ -11,14 +11,14 @@ namespace attnd::server {
 namespace {
 
 // As of the metadata attnd-tenant.
-constexpr size_t kTenantBytesMax = 256;
+constexpr size_t kRegionTenantBytesMax = 256;
 
 absl::Status Register(const v1::RegisterRegionRequest& request, plane::OwnerId owner,
-                      plane::RegionTable* regions, plane::Descriptor* descriptor,
+                      plane::RegionTable* regions, plane::OwnedFd* descriptor,
                       v1::RegisterRegionResponse* reply) {
-  if (request.tenant().size() > kTenantBytesMax) {
-    return absl::InvalidArgumentError(absl::StrCat("tenant has ", request.tenant().size(),
-                                                   " bytes; allowed are 0..", kTenantBytesMax));
+  if (request.tenant().size() > kRegionTenantBytesMax) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "tenant has ", request.tenant().size(), " bytes; allowed are 0..", kRegionTenantBytesMax));
   }
   ATTND_ASSIGN_OR_RETURN(plane::RegisteredRegion region,
                          regions->Register(owner, request.tenant(), request.bytes()));
@@ -29,7 +29,7 @@ absl::Status Register(const v1::RegisterRegionRequest& request, plane::OwnerId o
 }
 
 absl::Status Answer(const v1::MemoryRequest& request, plane::OwnerId owner,
-                    plane::RegionTable* regions, plane::Descriptor* descriptor,
+                    plane::RegionTable* regions, plane::OwnedFd* descriptor,
                     v1::MemoryReply* reply) {
   switch (request.call_case()) {
     case v1::MemoryRequest::kRegisterRegion:
@@ -64,7 +64,7 @@ v1::MemoryReply MemoryRefusal(const absl::Status& status) {
 }
 
 v1::MemoryReply AnswerMemoryCall(absl::string_view packet, plane::OwnerId owner,
-                                 plane::RegionTable* regions, plane::Descriptor* descriptor) {
+                                 plane::RegionTable* regions, plane::OwnedFd* descriptor) {
   if (packet.size() > kMemoryPacketBytesMax) {
     return MemoryRefusal(absl::InvalidArgumentError(
         absl::StrCat("the packet has more than ", kMemoryPacketBytesMax, " bytes")));

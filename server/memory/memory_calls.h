@@ -20,7 +20,7 @@ inline constexpr uint32_t kClientRegionsMax = 64;
 // The reply to a packet, of whatever bytes. `descriptor`: what the reply's packet carries; none of
 // most.
 v1::MemoryReply AnswerMemoryCall(absl::string_view packet, plane::OwnerId owner,
-                                 plane::RegionTable* regions, plane::Descriptor* descriptor);
+                                 plane::RegionTable* regions, plane::OwnedFd* descriptor);
 
 // A reply that says nothing but the status.
 v1::MemoryReply MemoryRefusal(const absl::Status& status);

@@ -22,7 +22,7 @@
 namespace attnd::server {
 namespace {
 
-using plane::Descriptor;
+using plane::OwnedFd;
 
 constexpr int kBacklog = 64;
 // Between two looks after the system had no descriptor for a client: the client stays in the queue.
@@ -33,12 +33,12 @@ absl::Status SystemError(const std::string& path, const char* call) {
       absl::StrCat("allow_client_memory: ", path, ": ", call, ": ", std::strerror(errno)));
 }
 
-absl::StatusOr<Descriptor> Bind(const std::string& path) {
+absl::StatusOr<OwnedFd> Bind(const std::string& path) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   CHECK_LT(path.size(), sizeof(address.sun_path));  // options.cc
   std::memcpy(address.sun_path, path.data(), path.size());
-  Descriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  OwnedFd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!socket.valid()) return SystemError(path, "socket");
   {
     const PrivateUmask mask;
@@ -52,7 +52,7 @@ absl::StatusOr<Descriptor> Bind(const std::string& path) {
 
 // Sends a packet with the descriptor, if there is one. False if the client is gone or does not
 // read.
-bool Send(int socket, const v1::MemoryReply& reply, const Descriptor& descriptor) {
+bool SendPacket(int socket, const v1::MemoryReply& reply, const OwnedFd& descriptor) {
   std::string bytes = reply.SerializeAsString();
   iovec part = {bytes.data(), bytes.size()};
   alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
@@ -78,15 +78,15 @@ bool Send(int socket, const v1::MemoryReply& reply, const Descriptor& descriptor
 absl::StatusOr<std::unique_ptr<MemorySocket>> MemorySocket::Listen(const Options& options,
                                                                    plane::RegionTable* regions) {
   ATTND_ASSIGN_OR_RETURN(const FileLock lock, PrepareSocket(options.path));  // until it is bound
-  ATTND_ASSIGN_OR_RETURN(Descriptor listener, Bind(options.path));
-  Descriptor wake(eventfd(0, EFD_CLOEXEC));
+  ATTND_ASSIGN_OR_RETURN(OwnedFd listener, Bind(options.path));
+  OwnedFd wake(eventfd(0, EFD_CLOEXEC));
   if (!wake.valid()) return SystemError(options.path, "eventfd");
   return std::unique_ptr<MemorySocket>(
       new MemorySocket(options, regions, std::move(listener), std::move(wake)));
 }
 
-MemorySocket::MemorySocket(const Options& options, plane::RegionTable* regions, Descriptor listener,
-                           Descriptor wake)
+MemorySocket::MemorySocket(const Options& options, plane::RegionTable* regions, OwnedFd listener,
+                           OwnedFd wake)
     : options_(options),
       regions_(regions),
       listener_(std::move(listener)),
@@ -126,7 +126,7 @@ void MemorySocket::Main() {
 }
 
 void MemorySocket::Accept() {
-  Descriptor socket(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  OwnedFd socket(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
   if (!socket.valid()) {
     if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) {
       poll(nullptr, 0, kFullPauseMs);
@@ -134,7 +134,7 @@ void MemorySocket::Accept() {
     return;
   }
   if (const absl::Status status = Admit(socket.get()); !status.ok()) {
-    Send(socket.get(), MemoryRefusal(status), Descriptor());
+    Send(socket.get(), MemoryRefusal(status), OwnedFd());
     return;
   }
   connections_.push_back({.socket = std::move(socket), .owner = next_owner_++});
@@ -157,6 +157,12 @@ absl::Status MemorySocket::Admit(int socket) const {
   return absl::OkStatus();
 }
 
+bool MemorySocket::Send(int socket, const v1::MemoryReply& reply, const OwnedFd& descriptor) const {
+  const auto code = static_cast<absl::StatusCode>(reply.status().code());
+  if (code == absl::StatusCode::kResourceExhausted && options_.on_full) options_.on_full();
+  return SendPacket(socket, reply, descriptor);
+}
+
 bool MemorySocket::Serve(const Connection& connection) {
   // One byte more shows that a packet is too long. Descriptors that a client sends are closed by
   // the kernel, as there is no room for them.
@@ -164,7 +170,7 @@ bool MemorySocket::Serve(const Connection& connection) {
   const ssize_t bytes = recv(connection.socket.get(), packet.data(), packet.size(), MSG_DONTWAIT);
   if (bytes < 0) return errno == EAGAIN || errno == EINTR;
   if (bytes == 0) return false;
-  Descriptor descriptor;
+  OwnedFd descriptor;
   const v1::MemoryReply reply = AnswerMemoryCall({packet.data(), static_cast<size_t>(bytes)},
                                                  connection.owner, regions_, &descriptor);
   return Send(connection.socket.get(), reply, descriptor);

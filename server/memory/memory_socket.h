@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -16,6 +17,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "attnd/v1/memory.pb.h"
 #include "plane/region_table.h"
 
 namespace attnd::server {
@@ -33,6 +35,8 @@ class MemorySocket {
     // Whose processes are answered, as SO_PEERCRED names them: the server's own user.
     uid_t user = 0;
     uint32_t clients_max = 1;
+    // Called on the socket's thread when a client or a region is refused for a limit. May be empty.
+    std::function<void()> on_full;
   };
   // Makes the socket (mode 0600) and answers when it returns. `regions` outlives the result. As
   // PrepareSocket (server/net/unix_socket.h) if something is in the way; Unavailable if the system
@@ -48,24 +52,26 @@ class MemorySocket {
 
  private:
   struct Connection {
-    plane::Descriptor socket;
+    plane::OwnedFd socket;
     plane::OwnerId owner = 0;
   };
 
-  MemorySocket(const Options& options, plane::RegionTable* regions, plane::Descriptor listener,
-               plane::Descriptor wake);
+  MemorySocket(const Options& options, plane::RegionTable* regions, plane::OwnedFd listener,
+               plane::OwnedFd wake);
   void Main();
   void Accept();
   // Why a client that has just connected is sent away.
   absl::Status Admit(int socket) const;
+  // Sends the reply, and has a refusal counted. False if the client is gone or does not read.
+  bool Send(int socket, const v1::MemoryReply& reply, const plane::OwnedFd& descriptor) const;
   // Answers one packet. False if the connection is over.
   bool Serve(const Connection& connection);
   void End(size_t number);
 
   const Options options_;
   plane::RegionTable* const regions_;
-  const plane::Descriptor listener_;
-  const plane::Descriptor wake_;  // an eventfd: readable when the thread shall end
+  const plane::OwnedFd listener_;
+  const plane::OwnedFd wake_;  // an eventfd: readable when the thread shall end
 
   // Of the thread.
   std::vector<Connection> connections_;

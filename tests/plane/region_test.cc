@@ -17,7 +17,7 @@ namespace attnd::plane {
 namespace {
 
 TEST(RegionTest, BothSidesSeeTheSameBytes) {
-  Descriptor descriptor;
+  OwnedFd descriptor;
   const auto server = Region::Create(5000, &descriptor);
   ASSERT_TRUE(server.ok()) << server.status();
   EXPECT_EQ((*server)->bytes(), 8192u);
@@ -30,7 +30,7 @@ TEST(RegionTest, BothSidesSeeTheSameBytes) {
 }
 
 TEST(RegionTest, NobodyCanShrinkItOrMakeItGrow) {
-  Descriptor descriptor;
+  OwnedFd descriptor;
   const auto region = Region::Create(8192, &descriptor);
   ASSERT_TRUE(region.ok());
   EXPECT_NE(ftruncate(descriptor.get(), 4096), 0);
@@ -44,23 +44,23 @@ TEST(RegionTest, NobodyCanShrinkItOrMakeItGrow) {
 }
 
 TEST(RegionTest, AClientRefusesAFileThatIsShortOrCouldShrink) {
-  Descriptor descriptor;
+  OwnedFd descriptor;
   ASSERT_TRUE(Region::Create(4096, &descriptor).ok());
   EXPECT_TRUE(absl::IsInvalidArgument(Region::Map(descriptor, 4097).status()));
-  const Descriptor unsealed(memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  const OwnedFd unsealed(memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   ASSERT_EQ(ftruncate(unsealed.get(), 8192), 0);
   EXPECT_TRUE(absl::IsInvalidArgument(Region::Map(unsealed, 8192).status()));
-  EXPECT_TRUE(absl::IsInvalidArgument(Region::Map(Descriptor(), 8192).status()));
+  EXPECT_TRUE(absl::IsInvalidArgument(Region::Map(OwnedFd(), 8192).status()));
 }
 
 // Not by asking for too much: the system would end processes before it refuses.
 TEST(RegionTest, WhatTheSystemRefusesIsAnError) {
-  const Descriptor next(dup(STDERR_FILENO));
+  const OwnedFd next(dup(STDERR_FILENO));
   rlimit limit{};
   ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &limit), 0);
   const rlimit none = {.rlim_cur = static_cast<rlim_t>(next.get()), .rlim_max = limit.rlim_max};
   ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &none), 0);
-  Descriptor descriptor;
+  OwnedFd descriptor;
   const auto region = Region::Create(4096, &descriptor);
   ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &limit), 0);
   EXPECT_TRUE(absl::IsResourceExhausted(region.status())) << region.status();

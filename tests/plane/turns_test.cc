@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Goal: client and server take turns, and neither passes on a word that an earlier pass left, a
-// later layer's, or another value. Method: both ends over two mappings of one region; each layer's
-// data is checked on the other side.
+// later layer's, or another value. Method: both ends over one region, in two mappings as in two
+// processes, and in one, where the thread sanitizer sees both sides; each layer's data is checked
+// on the other side.
 #include "plane/turns.h"
 
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <ostream>
 #include <thread>
 
 #include "gtest/gtest.h"
@@ -21,15 +23,26 @@ namespace {
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 
-class TurnsTest : public ::testing::TestWithParam<std::chrono::microseconds> {
+struct Case {
+  std::chrono::microseconds spin;
+  bool one_mapping;
+};
+void PrintTo(const Case& test, std::ostream* out) {
+  *out << "spin of " << test.spin.count() << " us, " << (test.one_mapping ? 1 : 2) << " mappings";
+}
+
+class TurnsTest : public ::testing::TestWithParam<Case> {
  protected:
   TurnsTest() {
-    Descriptor descriptor;
+    OwnedFd descriptor;
     server_memory_ = *Region::Create(4096, &descriptor);
     client_memory_ = *Region::Map(descriptor, 4096);
   }
   Words* server_words() { return reinterpret_cast<Words*>(server_memory_->data()); }
-  Words* client_words() { return reinterpret_cast<Words*>(client_memory_->data()); }
+  const Region& client_memory() {
+    return GetParam().one_mapping ? *server_memory_ : *client_memory_;
+  }
+  Words* client_words() { return reinterpret_cast<Words*>(client_memory().data()); }
   static uint64_t* Cell(const Region& region, size_t number) {
     return reinterpret_cast<uint64_t*>(region.data() + 1024) + 64 * number;
   }
@@ -39,7 +52,9 @@ class TurnsTest : public ::testing::TestWithParam<std::chrono::microseconds> {
 
   std::unique_ptr<Region> server_memory_, client_memory_;
 };
-INSTANTIATE_TEST_SUITE_P(Waits, TurnsTest, ::testing::Values(0us, 50us));
+INSTANTIATE_TEST_SUITE_P(Waits, TurnsTest,
+                         ::testing::Values(Case{0us, false}, Case{50us, false}, Case{0us, true},
+                                           Case{50us, true}));
 
 TEST_P(TurnsTest, LayersAreAnsweredInOrder) {
   constexpr uint32_t kPasses = 200, kLayers = 16;
@@ -50,7 +65,7 @@ TEST_P(TurnsTest, LayersAreAnsweredInOrder) {
       ServerTurns turns(server_words(), first.exchange(0), kLayers);
       for (uint32_t layer = 0; layer < kLayers; ++layer) {
         ASSERT_EQ(turns.layer(), layer);
-        ASSERT_TRUE(turns.AwaitRing({.limit = Clock::now() + 30s, .spin = GetParam()}).ok());
+        ASSERT_TRUE(turns.AwaitRing({.limit = Clock::now() + 30s, .spin = GetParam().spin}).ok());
         ASSERT_EQ(*Cell(*server_memory_, 0), uint64_t{pass} * kLayers + layer);
         *Cell(*server_memory_, 1) = 3 * *Cell(*server_memory_, 0);
         turns.Answer(layer);
@@ -62,11 +77,11 @@ TEST_P(TurnsTest, LayersAreAnsweredInOrder) {
     const uint32_t epoch = turns.Begin(kLayers);
     ASSERT_NE(epoch, 0u);
     for (uint64_t layer = 0; layer < kLayers; ++layer) {
-      *Cell(*client_memory_, 0) = pass * kLayers + layer;
+      *Cell(client_memory(), 0) = pass * kLayers + layer;
       turns.Ring();
       if (layer == 0) first = epoch;  // after the first layer is there
-      ASSERT_EQ(turns.Await(GetParam(), Clock::now() + 30s), ClientTurns::Answer::kLayer);
-      ASSERT_EQ(*Cell(*client_memory_, 1), 3 * (pass * kLayers + layer));
+      ASSERT_EQ(turns.Await(GetParam().spin, Clock::now() + 30s), ClientTurns::Answer::kLayer);
+      ASSERT_EQ(*Cell(client_memory(), 1), 3 * (pass * kLayers + layer));
       ASSERT_EQ(turns.failed_rows(), layer);
     }
   }
@@ -90,7 +105,7 @@ TEST_P(TurnsTest, AWordThatWasLeftBehindIsNoTurn) {
   ServerTurns next(server_words(), second, 2);
   EXPECT_TRUE(absl::IsDeadlineExceeded(next.AwaitRing(Until(30ms))));
   client.Ring();
-  EXPECT_EQ(client.Await(GetParam(), Clock::now() + 30ms), ClientTurns::Answer::kNone);
+  EXPECT_EQ(client.Await(GetParam().spin, Clock::now() + 30ms), ClientTurns::Answer::kNone);
   EXPECT_TRUE(next.AwaitRing(Until(10s)).ok());
 }
 
@@ -114,7 +129,7 @@ TEST_P(TurnsTest, AGivenUpPassWakesItsClient) {
     std::this_thread::sleep_for(20ms);
     turns.GiveUp(2);
   });
-  EXPECT_EQ(client.Await(GetParam(), Clock::now() + 10s), ClientTurns::Answer::kOver);
+  EXPECT_EQ(client.Await(GetParam().spin, Clock::now() + 10s), ClientTurns::Answer::kOver);
   EXPECT_EQ(client.failed_rows(), 2u);
   server.join();
 }
@@ -136,7 +151,7 @@ TEST_P(TurnsTest, WaitingEnds) {
   const ServerTurns server(server_words(), client.Begin(1), 1);
   std::atomic<bool> cancelled{false}, stopping{false};
   const ServerTurns::Wait wait = {.limit = Clock::now() + 60s,
-                                  .spin = GetParam(),
+                                  .spin = GetParam().spin,
                                   .cancelled = &cancelled,
                                   .stopping = &stopping};
   for (std::atomic<bool>* flag : {&cancelled, &stopping}) {

@@ -150,7 +150,7 @@ def test_a_pass_that_is_refused_leaves_its_session(client):
             whole.step()
         with pytest.raises(ValueError, match="complete or failed"):
             whole.step()
-        # One that nobody rings for is given up by the server, and its client is told at its next step.
+        # One that nobody rings for is given up by the server; its client is told at its next step.
         whole = session.begin_pass([row])
         whole.step()
         assert layer_tokens(client, sequence) == [PROMPT + 1, PROMPT]
@@ -309,9 +309,7 @@ def test_a_server_that_ends_is_noticed(folder, end):
                 time.sleep(0.2)
                 start = time.monotonic()
                 expected = (
-                    attnd.DeadlineExceededError
-                    if end == signal.SIGSTOP
-                    else attnd.UnavailableError
+                    attnd.DeadlineExceededError if end == signal.SIGSTOP else attnd.UnavailableError
                 )
                 with pytest.raises(expected):
                     whole.step(timeout_s=1)

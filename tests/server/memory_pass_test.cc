@@ -329,6 +329,10 @@ TEST_F(HeldMemoryPassTest, PassesBeyondTheirLimitAreRefused) {
   const v1::DecodeResponse refused = third.Reply();
   EXPECT_EQ(refused.status().code(), StatusCode::RESOURCE_EXHAUSTED);
   EXPECT_THAT(refused.status().message(), HasSubstr("max_memory_passes: 2"));
+  EXPECT_EQ(server_->Metric("attnd_rejections_total{reason=client_memory}"), 1);
+  EXPECT_EQ(server_->Metric("attnd_memory_passes"), 2);
+  EXPECT_EQ(server_->Metric("attnd_memory_regions"), 3);
+  EXPECT_EQ(server_->Metric("attnd_memory_region_bytes"), 3 * MemoryPassClient::kRegionBytes);
   first.Ring(1);
   EXPECT_EQ(first.Reply().status().code(), 0);
   EXPECT_EQ(third.Pass(1, 0).status().code(), 0);

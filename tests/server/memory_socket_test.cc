@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <filesystem>
@@ -37,8 +38,11 @@ using ::testing::HasSubstr;
 class MemorySocketTest : public ::testing::Test {
  protected:
   void Listen(uint32_t clients_max = 4, uid_t user = geteuid()) {
-    auto socket = server::MemorySocket::Listen(
-        {.path = path_, .user = user, .clients_max = clients_max}, &regions_);
+    auto socket = server::MemorySocket::Listen({.path = path_,
+                                                .user = user,
+                                                .clients_max = clients_max,
+                                                .on_full = [this] { ++refused_; }},
+                                               &regions_);
     ASSERT_TRUE(socket.ok()) << socket.status();
     socket_ = *std::move(socket);
   }
@@ -48,15 +52,15 @@ class MemorySocketTest : public ::testing::Test {
     return *std::move(client);
   }
   // A connection without a client's manners.
-  plane::Descriptor Connect() {
-    plane::Descriptor fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  plane::OwnedFd Connect() {
+    plane::OwnedFd fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
     sockaddr_un address{};
     address.sun_family = AF_UNIX;
     std::memcpy(address.sun_path, path_.data(), path_.size());
     EXPECT_EQ(connect(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
     return fd;
   }
-  static v1::MemoryReply Ask(const plane::Descriptor& fd, const std::string& packet) {
+  static v1::MemoryReply Ask(const plane::OwnedFd& fd, const std::string& packet) {
     EXPECT_EQ(send(fd.get(), packet.data(), packet.size(), MSG_NOSIGNAL),
               static_cast<ssize_t>(packet.size()));
     std::array<char, 4096> bytes;
@@ -74,6 +78,7 @@ class MemorySocketTest : public ::testing::Test {
   const std::string path_ = directory_.path() + "/run/attnd.sock.memory";
   plane::RegionTable regions_{
       {.bytes_max = 1 << 20, .regions_max = 100, .client_regions_max = server::kClientRegionsMax}};
+  std::atomic<int> refused_{0};
   std::unique_ptr<server::MemorySocket> socket_;
 };
 
@@ -161,13 +166,14 @@ TEST_F(MemorySocketTest, ClientsBeyondTheirLimitAreRefused) {
   const auto refused = NewClient()->List();
   EXPECT_TRUE(absl::IsResourceExhausted(refused.status())) << refused.status();
   EXPECT_THAT(std::string(refused.status().message()), HasSubstr("max_memory_clients: 2"));
+  EXPECT_EQ(refused_, 1);
   first.reset();
   EXPECT_TRUE(Within([&] { return NewClient()->List().ok(); }));
 }
 
 TEST_F(MemorySocketTest, AnyBytesAreAnswered) {
   Listen();
-  const plane::Descriptor fd = Connect();
+  const plane::OwnedFd fd = Connect();
   EXPECT_EQ(Ask(fd, "\xff").status().code(), 3);
   EXPECT_THAT(Ask(fd, std::string(4097, 'x')).status().message(), HasSubstr("4096 bytes"));
   EXPECT_EQ(Ask(fd, std::string(100'000, 'x')).status().code(), 3);
@@ -188,7 +194,7 @@ TEST_F(MemorySocketTest, AnyBytesAreAnswered) {
 
 TEST_F(MemorySocketTest, DescriptorsThatAClientSendsAreClosed) {
   Listen();
-  const plane::Descriptor fd = Connect();
+  const plane::OwnedFd fd = Connect();
   v1::MemoryRequest list;
   list.mutable_list_regions();
   std::string bytes = list.SerializeAsString();
@@ -218,7 +224,7 @@ TEST_F(MemorySocketTest, DescriptorsThatAClientSendsAreClosed) {
 // One that never reads its answers is disconnected; the others do not wait for it.
 TEST_F(MemorySocketTest, AClientThatDoesNotReadIsDisconnected) {
   Listen();
-  const plane::Descriptor fd = Connect();
+  const plane::OwnedFd fd = Connect();
   v1::MemoryRequest list;
   list.mutable_list_regions();
   const std::string bytes = list.SerializeAsString();
@@ -232,8 +238,8 @@ TEST_F(MemorySocketTest, AClientThatDoesNotReadIsDisconnected) {
 TEST_F(MemorySocketTest, AServerThatListensThereStays) {
   Listen();
   plane::RegionTable others({.bytes_max = 1, .regions_max = 1, .client_regions_max = 1});
-  const auto second =
-      server::MemorySocket::Listen({.path = path_, .user = geteuid(), .clients_max = 1}, &others);
+  const auto second = server::MemorySocket::Listen(
+      {.path = path_, .user = geteuid(), .clients_max = 1, .on_full = nullptr}, &others);
   EXPECT_TRUE(absl::IsAlreadyExists(second.status())) << second.status();
   EXPECT_TRUE(NewClient()->List().ok());
 }

@@ -280,8 +280,8 @@ class Client:
             shape: of the models of all sequences.
             query_tokens_max: query tokens of a pass, all rows together.
             query_dtype, output_dtype: element types of q and out; None: the shape's, and q's.
-            spin_us: how long both sides look for the other's turn before they sleep, up to 10,000: a
-                shorter round trip for a core on each side.
+            spin_us: how long both sides look for the other's turn before they sleep, up to 10,000:
+                a shorter round trip for a core on each side.
             socket: the second socket's path; None: the target's with ".memory" behind it.
 
         Raises:

@@ -96,7 +96,8 @@ class _Tensor:
         return math.ceil(bytes_ / _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
     def array(self, memory: Any, tokens: int) -> Array:
-        return np.ndarray((tokens, self.heads, self.dim), self.dtype, memory, self.offset)
+        array: Array = np.ndarray((tokens, self.heads, self.dim), self.dtype, memory, self.offset)
+        return array
 
     def shape(self, tokens: int) -> types_pb2.Tensor:
         wire = to_wire_dtype(self.dtype)
@@ -173,8 +174,8 @@ class MemorySession:
         self.close()
 
     def close(self) -> None:
-        """Ends the stream and unregisters the region; a pass under way is given up. Arrays of passes
-        stay readable."""
+        """Ends the stream and unregisters the region; a pass under way is given up. Arrays of
+        passes stay readable."""
         self._pass = None
         self._ended = self._ended or ValueError("the session is closed")
         self._stream.close()
@@ -223,7 +224,11 @@ class MemorySession:
         )
         self._step_id += 1
         request = requests.memory_pass_request(
-            self._step_id, self._shape.layers, rows, options, self._tensors(query_tokens, new_tokens)
+            self._step_id,
+            self._shape.layers,
+            rows,
+            options,
+            self._tensors(query_tokens, new_tokens),
         )
         memory = request.begin_pass.memory
         memory.region_id = self._region.id
@@ -283,9 +288,9 @@ class MemorySession:
             self._stream.close()
             self._ended = error
             raise
-        error = replies.step_error(self._step_id, reply)
-        if error is not None:
-            raise error
+        refused = replies.step_error(self._step_id, reply)
+        if refused is not None:
+            raise refused
         return reply
 
 
@@ -361,17 +366,15 @@ class MemoryPass:
         self.rows = tuple(map(RowResult.from_proto, reply.rows))
         if self._raise_on_row_error and not all(row.ok for row in self.rows):
             lse = None if self.lse is None else self.lse.copy()
-            result = LayerResult(
-                self.out.copy(), lse, self.rows, reply.queue_us, reply.engine_us
-            )
+            result = LayerResult(self.out.copy(), lse, self.rows, reply.queue_us, reply.engine_us)
             failed = replies.row_error(self._declared, result)
             if failed is not None:
                 raise failed
 
 
 def as_torch(array: Array) -> Any:
-    """A torch tensor of the same memory, for arrays of a pass: also of bfloat16, which numpy's DLPack
-    does not know. Needs torch."""
+    """A torch tensor of the same memory, for arrays of a pass: also of bfloat16, which numpy's
+    DLPack does not know. Needs torch."""
     import torch
 
     if array.dtype == BF16:

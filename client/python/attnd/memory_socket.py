@@ -92,9 +92,7 @@ class MemorySocket:
         request.list_regions.SetInParent()
         return list(self._call(request)[0].list_regions.regions)
 
-    def _call(
-        self, request: memory_pb2.MemoryRequest
-    ) -> tuple[memory_pb2.MemoryReply, list[int]]:
+    def _call(self, request: memory_pb2.MemoryRequest) -> tuple[memory_pb2.MemoryReply, list[int]]:
         descriptors: list[int] = []
         try:
             try:
