@@ -214,6 +214,8 @@ absl::Status MemoryPass::AnswerLayer(engine::Pass* pass, engine::DecodeResult* r
         std::count_if(result->rows.begin(), result->rows.end(),
                       [](const engine::DecodeRowResult& row) { return !row.status.ok(); }));
   }
+  // Before the answer wakes the client: the system may put the client on this core, where it would
+  // wait for this thread.
   Metrics* const metrics = stream_.handlers->metrics;
   if (absl::IsResourceExhausted(status)) metrics->OnRejected(Rejection::kMemory);
   metrics->OnStep(status.code(), status.ok() ? result : nullptr,
