@@ -36,6 +36,9 @@ class FakeEngine final : public engine::Engine {
   // So does ReleaseWriter.
   void HoldWriters() { writers_held_ = true; }
   void ReleaseWriters() { writers_held_ = false; }
+  // So does the end of a pass: what it has appended is still there.
+  void HoldPassEnds() { pass_ends_held_ = true; }
+  void ReleasePassEnds() { pass_ends_held_ = false; }
   // Every sequence has been closed: builds are given up.
   void LoseSequences() { gone_ = true; }
   int waiting() const { return waiting_; }
@@ -177,7 +180,10 @@ class FakeEngine final : public engine::Engine {
    public:
     FakePass(FakeEngine* engine, std::span<const engine::DecodeRow> rows)
         : engine_(engine), rows_(rows.begin(), rows.end()) {}
-    ~FakePass() override { ++engine_->passes_over_; }
+    ~FakePass() override {
+      WaitWhile(engine_->pass_ends_held_);
+      ++engine_->passes_over_;
+    }
     uint32_t layer() const override { return layer_; }
     absl::Status Step(const engine::DecodeArgs& args, engine::AnswerMemory memory,
                       engine::DecodeResult* result) override {
@@ -228,6 +234,7 @@ class FakeEngine final : public engine::Engine {
   const std::shared_ptr<engine::Lease> lease_ =
       std::make_shared<engine::Lease>(std::chrono::seconds(600), &std::chrono::steady_clock::now);
   std::atomic<bool> held_{false}, calls_held_{false}, writers_held_{false}, gone_{false};
+  std::atomic<bool> pass_ends_held_{false};
   std::atomic<bool> opening_stopped_{false};
   std::atomic<int> calls_waiting_{0}, calls_done_{0}, chunks_{0}, observed_{0};
   std::atomic<int> observes_refused_{0}, chunks_refused_{0};

@@ -9,6 +9,7 @@
 #include <functional>
 #include <limits>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -317,6 +318,21 @@ TEST_F(HeldMemoryPassTest, ADeadlineEndsAPassThatNobodyRingsFor) {
   ASSERT_TRUE(client.WaitFor(2));
   EXPECT_EQ(engine_.passes_over(), 1);
   EXPECT_EQ(client.Reply().status().code(), StatusCode::DEADLINE_EXCEEDED);
+}
+
+TEST_F(HeldMemoryPassTest, AClientIsToldWhenThePassHasBeenTakenBack) {
+  StartServer();
+  MemoryPassClient client(*server_);
+  ASSERT_TRUE(client.Declare(client.Declaration()));
+  client.Ring(0);
+  ASSERT_TRUE(client.WaitFor(0));
+  engine_.HoldPassEnds();
+  plane::WriteWord(&client.words()->ring, client.epoch() + 7);
+  std::this_thread::sleep_for(100ms);
+  EXPECT_EQ(plane::ReadWord(&client.words()->answer), client.epoch());
+  engine_.ReleasePassEnds();
+  EXPECT_TRUE(client.WaitFor(2));
+  EXPECT_EQ(client.Reply().status().code(), StatusCode::INVALID_ARGUMENT);
 }
 
 TEST_F(HeldMemoryPassTest, PassesBeyondTheirLimitAreRefused) {
