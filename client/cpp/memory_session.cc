@@ -167,7 +167,7 @@ absl::Status MemorySessionImpl::Begin(std::span<const v1::DecodeRow> rows, const
   SetArrays(query_tokens, new_tokens, pass.want_lse());
   SetRequest(rows, pass, deadline_us, query_tokens, new_tokens);
   // The stream's start alone may have to be waited for; a step's timeout sees to the rest.
-  const absl::Status status =
+  absl::Status status =
       stream_->Send(request_, &reply_, DecodeStream::Clock::now() + std::chrono::seconds(10));
   if (!status.ok()) return EndSession(status);
   state_ = State::kInPass;

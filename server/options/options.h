@@ -53,6 +53,7 @@ struct ServerOptions {
   uint32_t step_threads = 0;
   uint32_t step_workers = 4;
   uint32_t max_queued_steps = 1024;
+  uint32_t max_memory_passes = 64;
   uint32_t index_threads = 0;
   uint32_t max_sequences = 4096;
   uint64_t max_sequence_tokens = uint64_t{4} << 20;
@@ -65,6 +66,7 @@ struct ServerOptions {
   uint32_t reply_timeout_s = 30;
   bool allow_insecure_tcp = false;
   bool allow_remote_metrics = false;
+  bool allow_client_memory = false;
   uint32_t max_connection_streams = 4096;
   uint64_t grpc_memory_bytes = 0;
   uint32_t min_ping_interval_s = 10;
@@ -83,11 +85,9 @@ struct ServerOptions {
   double audit_cpu_share = engine::AuditOptions().cpu_share;
   std::vector<std::string> feature_maps;    // files
   std::vector<std::string> label_channels;  // files
-  bool allow_client_memory = false;
   uint64_t client_memory_bytes = uint64_t{1} << 30;
   uint32_t max_memory_regions = 1024;
   uint32_t max_memory_clients = 64;
-  uint32_t max_memory_passes = 64;
 
   // What requests may name: the built-in presets and, from ApplyConfig on, those of policy_file.
   PolicyCatalog policies;
