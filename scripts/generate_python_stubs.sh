@@ -22,10 +22,11 @@ plugin="$(command -v grpc_python_plugin)" || {
 
 mkdir -p "${folder}"
 cd "${root}/proto"
-protoc -I. --python_out="${folder}" --pyi_out="${folder}" attnd/v1/types.proto attnd/v1/attnd.proto attnd/v1/config.proto
+protoc -I. --python_out="${folder}" --pyi_out="${folder}" attnd/v1/types.proto attnd/v1/attnd.proto attnd/v1/config.proto \
+  attnd/v1/memory.proto
 protoc -I. --plugin=protoc-gen-grpc="${plugin}" --grpc_out="${folder}" attnd/v1/attnd.proto
 # The generators write no licence line.
-for file in "${folder}"/attnd/v1/{types,attnd,config}_pb2.{py,pyi} "${folder}"/attnd/v1/attnd_pb2_grpc.py; do
+for file in "${folder}"/attnd/v1/{types,attnd,config,memory}_pb2.{py,pyi} "${folder}"/attnd/v1/attnd_pb2_grpc.py; do
   { echo "# SPDX-License-Identifier: Apache-2.0" && cat "${file}"; } >"${file}.new"
   mv "${file}.new" "${file}"
 done

@@ -109,8 +109,11 @@ void WarnOfSlowIo(const engine::ArchiveStats& stats) {
 }
 
 void WarnOfMuchMemory(const ServerOptions& options, const Machine& machine) {
-  if (options.memory_budget_bytes <= machine.memory_bytes) return;
-  LOG(WARNING) << "memory_budget_bytes is " << options.memory_budget_bytes
+  const uint64_t clients = options.allow_client_memory ? options.client_memory_bytes : 0;
+  if (options.memory_budget_bytes + clients <= machine.memory_bytes) return;  // each at most 2^50
+  const std::string shared =
+      clients > 0 ? absl::StrCat(", client_memory_bytes is ", clients, " beside it") : "";
+  LOG(WARNING) << "memory_budget_bytes is " << options.memory_budget_bytes << shared
                << ", and the machine, or "
                << "the process's control group, has " << machine.memory_bytes
                << ": the system will end the process before the budget is full";

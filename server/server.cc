@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/server.h"
 
+#include <unistd.h>
+
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -13,6 +15,9 @@
 #include "grpcpp/server.h"
 #include "grpcpp/server_builder.h"
 #include "server/calls/handler.h"
+#include "server/calls/memory_plane.h"
+#include "server/memory/memory_calls.h"
+#include "server/memory/memory_socket.h"
 #include "server/net/connections.h"
 #include "server/net/unix_socket.h"
 #include "server/service.h"
@@ -52,6 +57,12 @@ StepExecutor::Options CallOptions(const ServerOptions& options) {
   return {.workers = kCallWorkers, .inline_slots = 0, .queue_max = options.max_queued_steps};
 }
 
+plane::RegionLimits MemoryLimits(const ServerOptions& options) {
+  return {.bytes_max = options.client_memory_bytes,
+          .regions_max = options.max_memory_regions,
+          .client_regions_max = kClientRegionsMax};
+}
+
 // Each open stream ends once.
 StepExecutor::Options EndOptions(const ServerOptions& options) {
   return {.workers = 1, .inline_slots = 0, .queue_max = options.max_streams};
@@ -71,6 +82,9 @@ class ServerImpl final : public Server {
         prefills_(PrefillOptions(options)),
         calls_(CallOptions(options)),
         ends_(EndOptions(options)),
+        memory_(options.allow_client_memory ? std::make_unique<MemoryPlane>(
+                                                  MemoryLimits(options), options.max_memory_passes)
+                                            : nullptr),
         requests_(options, &trimmer_),
         service_(&handlers_) {
     // Never given back. The last use of gRPC that ends joins a thread that may be asleep for 10 s,
@@ -86,6 +100,7 @@ class ServerImpl final : public Server {
     handlers_.prefills = &prefills_;
     handlers_.calls = &calls_;
     handlers_.ends = &ends_;
+    handlers_.memory = memory_.get();
     handlers_.requests = &requests_;
     handlers_.trimmer = &trimmer_;
     handlers_.open_calls = &open_calls_;
@@ -95,7 +110,8 @@ class ServerImpl final : public Server {
                          .queued_calls = [this] { return calls_.queue_depth(); },
                          .backend = [engine] { return engine->backend().stats(); },
                          .degraded = [engine] { return !engine->backend().Health().ok(); },
-                         .archive = [engine] { return engine->archive_stats(); }});
+                         .archive = [engine] { return engine->archive_stats(); },
+                         .client_memory = [this] { return MemoryUsage(); }});
   }
   ~ServerImpl() override {
     Shutdown(ShutdownLimits());
@@ -110,6 +126,7 @@ class ServerImpl final : public Server {
   void SetLimits(grpc::ServerBuilder* builder) const;
   absl::Status Build(const std::vector<ListenAddress>& addresses);
   void SetServing();
+  ClientMemoryUsage MemoryUsage() const;
 
   const ServerOptions options_;
   const Machine machine_;
@@ -124,10 +141,12 @@ class ServerImpl final : public Server {
   StepExecutor prefills_;
   StepExecutor calls_;
   StepExecutor ends_;
+  const std::unique_ptr<MemoryPlane> memory_;  // null: clients share no memory
   RequestParser requests_;
   AttndService service_;
   std::unique_ptr<grpc::Server> server_;
   std::vector<std::string> addresses_;
+  std::unique_ptr<MemorySocket> memory_socket_;  // null before Listen and without memory_
 };
 
 absl::Status ServerImpl::Listen() {
@@ -137,6 +156,16 @@ absl::Status ServerImpl::Listen() {
     if (!address.is_unix()) continue;
     ATTND_ASSIGN_OR_RETURN(FileLock lock, PrepareSocket(address.path));
     locks.push_back(std::move(lock));
+  }
+  if (memory_ != nullptr) {
+    ATTND_ASSIGN_OR_RETURN(
+        memory_socket_,
+        MemorySocket::Listen(
+            {.path = options_.MemorySocketPath(),
+             .user = geteuid(),
+             .clients_max = options_.max_memory_clients,
+             .on_full = [this] { handlers_.metrics->OnRejected(Rejection::kClientMemory); }},
+            memory_->regions()));
   }
   ATTND_RETURN_IF_ERROR(Build(addresses));
   SetServing();
@@ -190,6 +219,12 @@ absl::Status ServerImpl::Build(const std::vector<ListenAddress>& addresses) {
   return absl::OkStatus();
 }
 
+ClientMemoryUsage ServerImpl::MemoryUsage() const {
+  if (memory_ == nullptr) return {};
+  const plane::RegionTable::Usage usage = memory_->regions()->usage();
+  return {.regions = usage.regions, .bytes = usage.bytes, .passes = memory_->passes()};
+}
+
 void ServerImpl::SetServing() {
   grpc::HealthCheckServiceInterface* const health = server_->GetHealthCheckService();
   health->SetServingStatus(v1::Attnd::service_full_name(), true);
@@ -212,9 +247,11 @@ void ServerImpl::Shutdown(const ShutdownLimits& limits) {
       LOG(ERROR) << "shutdown: " << streams_.size() << " streams do not end";
     }
   }
-  // 5. Calls that run are answered.
+  // 5. No pass is left that uses clients' memory, which goes now.
+  memory_socket_.reset();
+  // 6. Calls that run are answered.
   if (!open_calls_.WaitUntilNone(limits.calls)) LOG(WARNING) << "shutdown: calls do not end";
-  // 6. Clients read what they were told, then nobody is heard any more: gRPC would answer with
+  // 7. Clients read what they were told, then nobody is heard any more: gRPC would answer with
   // CANCELLED from here on.
   std::vector<ListenAddress> bound;
   for (const std::string& text : addresses_) {
@@ -233,7 +270,7 @@ void ServerImpl::Shutdown(const ShutdownLimits& limits) {
     }
   }
   ShutdownSockets(bound, limits.read);
-  // 7. gRPC ends.
+  // 8. gRPC ends.
   server_->Shutdown(std::chrono::system_clock::now() + limits.server);
   server_->Wait();
   server_.reset();

@@ -17,11 +17,14 @@
 //   calls/sequence_conversions  messages that open and list sequences;
 //   calls/step_conversions   messages of the two streams
 //   calls/decode_reply       a Decode reply, made as the bytes that are sent
+//   calls/memory_pass        a pass whose layers lie in memory that the client shares
+//   calls/memory_plane       the regions of that memory, and the threads that wait for its clients
 //   calls/stream_registry    the open streams: their limit, their end, the clock of unread replies
 //   calls/open_calls         counts unary calls under way, for a shutdown
 //   calls/heap_trimmer       gives the memory of large messages back to the system
 //
-// Beside it: options/ (flags, limits, presets), metrics/ (Prometheus), net/ (sockets, connections).
+// Beside it: options/ (flags, limits, presets), metrics/ (Prometheus), net/ (sockets, connections),
+// memory/ (the second socket, at which clients register memory).
 #ifndef ATTND_SERVER_SERVER_H_
 #define ATTND_SERVER_SERVER_H_
 

@@ -10,6 +10,8 @@
 #include "client/cpp/chunker.h"
 #include "client/cpp/decode_session.h"
 #include "client/cpp/health.h"
+#include "client/cpp/memory_client.h"
+#include "client/cpp/memory_session_impl.h"
 #include "client/cpp/rpc_status.h"
 #include "grpcpp/channel.h"
 #include "grpcpp/client_context.h"
@@ -77,13 +79,11 @@ class ClientImpl final : public Client {
                                                 std::span<const uint32_t> token_ids,
                                                 const AppendOptions& options) override;
   std::unique_ptr<DecodeSession> StartDecode() override {
-    const auto make_context = [this] {
-      auto context = std::make_unique<grpc::ClientContext>();
-      AddTenant(context.get());
-      return context;
-    };
-    return client::MakeDecodeSession(stub_.get(), make_context, options_.attempts);
+    return client::MakeDecodeSession(
+        stub_.get(), [this] { return NewStreamContext(); }, options_.attempts);
   }
+  absl::StatusOr<std::unique_ptr<MemorySession>> StartMemoryDecode(
+      const MemorySessionOptions& options) override;
 
  private:
   template <typename Request, typename Reply>
@@ -91,6 +91,12 @@ class ClientImpl final : public Client {
 
   void AddTenant(grpc::ClientContext* context) const {
     if (!options_.tenant.empty()) context->AddMetadata(kTenantKey, options_.tenant);
+  }
+
+  std::unique_ptr<grpc::ClientContext> NewStreamContext() const {
+    auto context = std::make_unique<grpc::ClientContext>();
+    AddTenant(context.get());
+    return context;
   }
 
   template <typename Request, typename Reply>
@@ -193,6 +199,18 @@ absl::StatusOr<v1::AppendKvResponse> ClientImpl::AppendKv(uint64_t sequence_id,
   absl::Status status = client::FromGrpc(stream->Finish());
   if (!status.ok()) return status;
   return reply;
+}
+
+absl::StatusOr<std::unique_ptr<MemorySession>> ClientImpl::StartMemoryDecode(
+    const MemorySessionOptions& options) {
+  MemorySessionOptions resolved = options;
+  if (resolved.socket.empty()) {
+    auto socket = MemoryClient::SocketOf(options_.target);
+    if (!socket.ok()) return socket.status();
+    resolved.socket = *std::move(socket);
+  }
+  return client::MakeMemorySession(stub_.get(), NewStreamContext(), options_.tenant, resolved,
+                                   options_.timeout);
 }
 
 absl::Status CheckOptions(const ClientOptions& options) {

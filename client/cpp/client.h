@@ -29,6 +29,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "attnd/v1/attnd.pb.h"
+#include "client/cpp/memory_session.h"
 
 namespace attnd {
 
@@ -167,6 +168,12 @@ class Client {
 
   // Opens a Decode stream, without waiting. The server may be away: the first step tries again.
   virtual std::unique_ptr<DecodeSession> StartDecode() = 0;
+  // Registers memory that client and server share, and opens a Decode stream for passes over it.
+  // The server must run on this machine, for this user, with --allow-client-memory. InvalidArgument
+  // for options that cannot work and for targets other than unix:PATH; Unavailable if nobody
+  // listens for memory there; otherwise as the proto's RegisterRegionRequest.
+  virtual absl::StatusOr<std::unique_ptr<MemorySession>> StartMemoryDecode(
+      const MemorySessionOptions& options) = 0;
 
  protected:
   Client() = default;

@@ -7,110 +7,15 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "client/cpp/rpc_status.h"
-#include "grpcpp/completion_queue.h"
+#include "client/cpp/decode_stream.h"
 
 namespace attnd::client {
 namespace {
 
-using Clock = std::chrono::system_clock;
+using Clock = DecodeStream::Clock;
 using std::chrono::milliseconds;
 
 constexpr milliseconds kFirstPause{50};  // between attempts of a step; four times as long each time
-
-// One stream. The blocking stream of gRPC cannot wait with a limit, so this one drives a completion
-// queue, on the caller's own thread. Operations are waited for one by one: whatever completes is
-// the one that was started.
-class Stream {
- public:
-  Stream(v1::Attnd::Stub* stub, std::unique_ptr<grpc::ClientContext> context)
-      : context_(std::move(context)), stream_(stub->PrepareAsyncDecode(context_.get(), &queue_)) {
-    stream_->StartCall(nullptr);
-    ++pending_;
-  }
-  ~Stream() {
-    context_->TryCancel();
-    queue_.Shutdown();
-    void* tag = nullptr;
-    bool ok = false;
-    while (queue_.Next(&tag, &ok)) continue;
-  }
-  Stream(const Stream&) = delete;
-  Stream& operator=(const Stream&) = delete;
-
-  // After an error the stream is of no further use.
-  absl::Status Exchange(const v1::DecodeRequest& request, v1::DecodeResponse* reply,
-                        Clock::time_point limit);
-  absl::Status Finish(Clock::time_point limit);
-
- private:
-  // Waits for everything that was started, and clears *ok if any of it failed. When the time is
-  // over it cancels the stream, so that nothing is pending in any case: what gRPC reads into
-  // belongs to the caller again.
-  absl::Status Await(Clock::time_point limit, bool* ok);
-  // The status with which the stream ended; only after an operation failed or the last message was
-  // sent.
-  absl::Status FinalStatus(Clock::time_point limit);
-
-  grpc::CompletionQueue queue_;
-  const std::unique_ptr<grpc::ClientContext> context_;
-  const std::unique_ptr<grpc::ClientAsyncReaderWriter<v1::DecodeRequest, v1::DecodeResponse>>
-      stream_;
-  int pending_ = 0;      // operations started and not yet waited for
-  grpc::Status status_;  // filled by gRPC when the stream has ended
-  v1::DecodeResponse rest_;
-};
-
-absl::Status Stream::Exchange(const v1::DecodeRequest& request, v1::DecodeResponse* reply,
-                              Clock::time_point limit) {
-  // The stream's start may still be pending: a write must wait for it.
-  bool ok = true;
-  absl::Status status = pending_ > 0 ? Await(limit, &ok) : absl::OkStatus();
-  if (status.ok() && ok) {
-    stream_->Write(request, nullptr);
-    stream_->Read(reply, nullptr);
-    pending_ += 2;
-    status = Await(limit, &ok);
-  }
-  if (!status.ok() || ok) return status;
-  status = FinalStatus(limit);
-  return status.ok() ? absl::UnavailableError("the server ended the stream") : status;
-}
-
-absl::Status Stream::Finish(Clock::time_point limit) {
-  bool ok = true;
-  absl::Status status = pending_ > 0 ? Await(limit, &ok) : absl::OkStatus();
-  if (status.ok() && ok) {
-    stream_->WritesDone(nullptr);
-    stream_->Read(&rest_, nullptr);  // ends when the stream does
-    pending_ += 2;
-    status = Await(limit, &ok);
-  }
-  return status.ok() ? FinalStatus(limit) : status;
-}
-
-absl::Status Stream::Await(Clock::time_point limit, bool* ok) {
-  bool late = false;
-  for (; pending_ > 0; --pending_) {
-    void* tag = nullptr;
-    bool one = false;
-    if (!late && queue_.AsyncNext(&tag, &one, limit) != grpc::CompletionQueue::GOT_EVENT) {
-      late = true;
-      context_->TryCancel();
-    }
-    if (late) queue_.Next(&tag, &one);
-    *ok = *ok && one;
-  }
-  return late ? absl::DeadlineExceededError("no reply in time") : absl::OkStatus();
-}
-
-absl::Status Stream::FinalStatus(Clock::time_point limit) {
-  stream_->Finish(&status_, nullptr);
-  ++pending_;
-  bool ok = true;
-  const absl::Status status = Await(limit, &ok);
-  return status.ok() ? FromGrpc(status_) : status;
-}
 
 // Whether the stream before this one still holds a sequence.
 bool AnyAborted(const v1::DecodeResponse& reply) {
@@ -143,7 +48,7 @@ class DecodeSessionImpl final : public DecodeSession {
   absl::Status Finish(milliseconds timeout) override;
 
  private:
-  void Open() { stream_ = std::make_unique<Stream>(stub_, make_context_()); }
+  void Open() { stream_ = std::make_unique<DecodeStream>(stub_, make_context_()); }
   // Sends the messages of the pass that were answered before, if `again`, then this one, whose
   // reply it is. Unavailable if one of those is not answered as before.
   absl::Status Exchange(const v1::DecodeRequest& request, bool again, v1::DecodeResponse* reply,
@@ -166,7 +71,7 @@ class DecodeSessionImpl final : public DecodeSession {
   bool repeatable_ = true;
   uint64_t pass_bytes_ = 0;
   std::vector<v1::DecodeRequest> pass_;
-  std::unique_ptr<Stream> stream_;
+  std::unique_ptr<DecodeStream> stream_;
   absl::Status ended_;  // why the session is of no further use
 };
 

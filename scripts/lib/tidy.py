@@ -30,7 +30,7 @@ import re
 import subprocess
 import sys
 
-FOLDERS = ("common", "attention", "storage", "engine", "gpu", "server", "client/cpp", "ctl")
+FOLDERS = ("common", "plane", "attention", "storage", "engine", "gpu", "server", "client/cpp", "ctl")
 ELSEWHERE = re.compile(r"gpu/(.*/)?(cuda/.*|no_cuda_device\.cc)")
 INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]+["<]([^">]+)[">]', re.MULTILINE)
 IMPORT = re.compile(rb'^[ \t]*import[ \t]+(?:public[ \t]+)?"([^"]+)"', re.MULTILINE)

@@ -23,7 +23,11 @@ absl::StatusOr<DType> FromProto(v1::DType dtype, absl::string_view field) {
   }
 }
 
-absl::StatusOr<Tensor3> FromProto(const v1::Tensor& tensor, absl::string_view field) {
+namespace {
+
+// All but the data, which the shape wants to have `data_bytes`.
+absl::StatusOr<Tensor3> ConvertShape(const v1::Tensor& tensor, absl::string_view field,
+                                     uint64_t* data_bytes) {
   Tensor3 result;
   ATTND_ASSIGN_OR_RETURN(result.view.dtype,
                          FromProto(tensor.dtype(), std::string(field) + ".dtype"));
@@ -40,12 +44,30 @@ absl::StatusOr<Tensor3> FromProto(const v1::Tensor& tensor, absl::string_view fi
     return Invalid(field, ".shape is [", result.tokens, ", ", result.heads, ", ", result.dim,
                    "]: its product is 0 or too large");
   }
-  if (tensor.data().size() != *bytes) {
-    return Invalid(field, ".data has ", tensor.data().size(), " bytes; the shape makes it ",
-                   *bytes);
-  }
+  *data_bytes = *bytes;
   result.view.elements = *elements;
+  return result;
+}
+
+}  // namespace
+
+absl::StatusOr<Tensor3> FromProto(const v1::Tensor& tensor, absl::string_view field) {
+  uint64_t bytes = 0;
+  ATTND_ASSIGN_OR_RETURN(Tensor3 result, ConvertShape(tensor, field, &bytes));
+  if (tensor.data().size() != bytes) {
+    return Invalid(field, ".data has ", tensor.data().size(), " bytes; the shape makes it ", bytes);
+  }
   result.view.data = reinterpret_cast<const std::byte*>(tensor.data().data());
+  return result;
+}
+
+absl::StatusOr<Tensor3> WithoutDataFromProto(const v1::Tensor& tensor, absl::string_view field) {
+  uint64_t bytes = 0;
+  ATTND_ASSIGN_OR_RETURN(const Tensor3 result, ConvertShape(tensor, field, &bytes));
+  if (!tensor.data().empty()) {
+    return Invalid(field, ".data has ", tensor.data().size(),
+                   " bytes; in a pass over memory the data lies in the region");
+  }
   return result;
 }
 

@@ -47,6 +47,8 @@ struct Tensor3 {
 absl::StatusOr<DType> FromProto(v1::DType dtype, absl::string_view field);
 // Points into `tensor`. Extents are at least 1, and the data has exactly their product of elements.
 absl::StatusOr<Tensor3> FromProto(const v1::Tensor& tensor, absl::string_view field);
+// The same of a tensor whose data lies elsewhere, and which has none: the view's data is null.
+absl::StatusOr<Tensor3> WithoutDataFromProto(const v1::Tensor& tensor, absl::string_view field);
 // True if the message has neither a preset nor a parameter.
 bool IsAbsent(const v1::Policy& policy);
 

@@ -9,6 +9,8 @@
 #include "common/status.h"
 #include "glog/logging.h"
 #include "grpc/grpc.h"
+#include "server/calls/memory_pass.h"
+#include "server/calls/memory_plane.h"
 
 namespace attnd::server {
 
@@ -90,11 +92,14 @@ void DecodeReactor::Run() {
     case Work::kMessage:
       if (!TakeMessage()) return;
       if (request_.complete_prefills_size() > 0) return QueuePrefills();
+      if (request_.begin_pass().has_memory()) return QueueMemoryPass();
       return MayReadDisk() ? StepOnDisk() : Step();
     case Work::kDiskStep:
       return Step();
     case Work::kPrefills:
       return CompletePrefills();
+    case Work::kMemoryPass:
+      return AnswerMemoryPass();
   }
 }
 
@@ -170,10 +175,7 @@ absl::Status DecodeReactor::BeginAnswer() {
 }
 
 absl::Status DecodeReactor::BeginPass() {
-  if (pass_options_.deadline.has_value()) {
-    step_.args.deadline =
-        std::min(step_.args.deadline.value_or(*pass_options_.deadline), *pass_options_.deadline);
-  }
+  step_.args.deadline = Earlier(step_.args.deadline, pass_options_.deadline);
   pass_stats_.Start(step_.rows.size());
   ATTND_ASSIGN_OR_RETURN(
       pass_, handlers_->engine->BeginPass(tenant_, writer_, step_.rows, pass_options_.layers));
@@ -192,10 +194,7 @@ absl::Status DecodeReactor::ContinueAnswer() {
         absl::StrCat("layer is ", request_.layer(), "; the pass goes on with ", pass_->layer()));
   }
   ATTND_RETURN_IF_ERROR(LaterFromProto(request_, arrival_, &step_));
-  if (pass_options_.deadline.has_value()) {
-    step_.args.deadline =
-        std::min(step_.args.deadline.value_or(*pass_options_.deadline), *pass_options_.deadline);
-  }
+  step_.args.deadline = Earlier(step_.args.deadline, pass_options_.deadline);
   return CheckReplySize();
 }
 
@@ -302,6 +301,53 @@ absl::StatusOr<engine::PrefillResult> DecodeReactor::CompletePrefill(uint64_t se
   return result;
 }
 
+void DecodeReactor::QueueMemoryPass() {
+  pass_.reset();
+  is_step_ = false;  // its layers are
+  if (handlers_->memory == nullptr) {
+    Refuse(absl::FailedPreconditionError(
+        "begin_pass.memory: the server was started without --allow-client-memory"));
+    return WriteReply();
+  }
+  work_ = Work::kMemoryPass;
+  if (handlers_->memory->BeginPass(this)) return;
+  work_ = Work::kMessage;
+  handlers_->metrics->OnRejected(Rejection::kClientMemory);
+  Refuse(absl::ResourceExhaustedError(absl::StrCat(
+      "max_memory_passes: ", handlers_->options->max_memory_passes, " are under way")));
+  WriteReply();
+}
+
+void DecodeReactor::AnswerMemoryPass() {
+  queue_time_ = Clock::now() - arrival_;
+  absl::Status status = RunMemoryPass();
+  engine_time_ = Clock::now() - arrival_ - queue_time_;
+  handlers_->memory->EndPass();
+  if (status.ok()) {
+    const bool stats = pass_options_.stats == v1::Pass::STATS_OF_PASS;
+    reply_.FinishMemoryPass(step_id_, result_, stats ? ReplyRows::kAll : ReplyRows::kIfFaulty);
+    status = CheckReplyFits();
+  }
+  if (!status.ok()) Refuse(status);
+  WriteReply();
+}
+
+absl::Status DecodeReactor::RunMemoryPass() {
+  ATTND_RETURN_IF_ERROR(FromProto(request_, arrival_, &step_, handlers_->options->policies));
+  step_.args.cancelled = &cancelled_;
+  ATTND_ASSIGN_OR_RETURN(pass_options_, PassFromProto(request_, arrival_));
+  ATTND_ASSIGN_OR_RETURN(const std::unique_ptr<MemoryPass> pass,
+                         MemoryPass::Declare({.handlers = handlers_,
+                                              .tenant = &tenant_,
+                                              .writer = writer_,
+                                              .step = &step_,
+                                              .options = &pass_options_,
+                                              .cancelled = &cancelled_,
+                                              .stopping = &stopping_},
+                                             request_.begin_pass().memory()));
+  return pass->Run(&result_);
+}
+
 void DecodeReactor::LeaveQueueLocked() {
   if (state_ != State::kStepping || !handlers_->prefills->Withdraw(this)) return;
   FinishLocked(abort_status_.ok() ? ClientGone() : abort_status_);
@@ -373,6 +419,7 @@ void DecodeReactor::OnDone() {
 }
 
 void DecodeReactor::Stop() {
+  stopping_.store(true);
   const MutexLock lock(mutex_);
   stop_requested_ = true;
   if (state_ == State::kReading) FinishLocked(ShuttingDown());

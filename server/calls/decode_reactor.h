@@ -59,7 +59,7 @@ class DecodeReactor final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
   enum class State : uint8_t { kReading, kStepping, kWriting, kFinished };
 
   // What Run does next.
-  enum class Work : uint8_t { kMessage, kDiskStep, kPrefills };
+  enum class Work : uint8_t { kMessage, kDiskStep, kPrefills, kMemoryPass };
 
   void Run() override;
   // Parses the message. False if the bytes are no message, or a message that is refused unparsed:
@@ -87,6 +87,10 @@ class DecodeReactor final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
   void CompletePrefills();
   absl::Status CheckPrefills() const;
   absl::StatusOr<engine::PrefillResult> CompletePrefill(uint64_t sequence_id);
+  // Answers a pass over memory from its declaration to its end: has a thread do so; does so.
+  void QueueMemoryPass();
+  void AnswerMemoryPass();
+  absl::Status RunMemoryPass();
   // Finishes the stream if it waits for a prefill's worker in vain.
   void LeaveQueueLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckReplySize() const;
@@ -112,6 +116,8 @@ class DecodeReactor final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
 
   // Set from any thread; the engine looks at it between stages.
   std::atomic<bool> cancelled_{false};
+  // Set from any thread; a pass over memory looks at it between turns.
+  std::atomic<bool> stopping_{false};
 
   // Belong to gRPC while reading or writing, to the step while stepping.
   grpc::ByteBuffer request_bytes_;  // of a message that has not been parsed

@@ -148,6 +148,14 @@ void DecodeReply::FinishPrefills(uint64_t step_id,
   }
 }
 
+void DecodeReply::FinishMemoryPass(uint64_t step_id, const engine::DecodeResult& result,
+                                   ReplyRows rows) {
+  ClearTensors();
+  front_.Clear();
+  front_.set_step_id(step_id);
+  ToProto(result, rows, &front_);
+}
+
 uint64_t DecodeReply::ByteSize() const {
   uint64_t bytes = front_.ByteSizeLong();
   if (!has_tensors_) return bytes;

@@ -76,6 +76,10 @@ class DecodeReply {
   void FinishPrefills(uint64_t step_id,
                       std::span<const absl::StatusOr<engine::PrefillResult>> prefills);
 
+  // The reply to a pass over memory, whose tensors lie there, in place of Start, Provide and
+  // Finish.
+  void FinishMemoryPass(uint64_t step_id, const engine::DecodeResult& result, ReplyRows rows);
+
   // Bytes of the reply without its times, which take fewer than kTimesBytesMax.
   uint64_t ByteSize() const;
   static constexpr uint64_t kTimesBytesMax = 64;

@@ -36,6 +36,8 @@ inline constexpr uint32_t kCallWorkers = 4;
 inline constexpr char kTenantKey[] = "attnd-tenant";
 inline constexpr size_t kTenantBytesMax = 256;
 
+class MemoryPlane;
+
 // The parts of a server that handlers use. Owned by Server; outlives every call.
 struct HandlerContext {
   const ServerOptions* options = nullptr;
@@ -55,6 +57,8 @@ struct HandlerContext {
   StepExecutor* calls = nullptr;
   // Ends of streams: they may wait for the locks of sequences too. Never full.
   StepExecutor* ends = nullptr;
+  // Passes over memory that clients share. Null without allow_client_memory.
+  MemoryPlane* memory = nullptr;
   // From bytes to messages.
   const RequestParser* requests = nullptr;
   HeapTrimmer* trimmer = nullptr;

@@ -31,31 +31,30 @@ void ConvertRow(const v1::DecodeRow& proto, const PolicyCatalog& policies, engin
   }
 }
 
+// A tensor of a message that stands alone or declares a pass.
+absl::StatusOr<Tensor3> ConvertTensor(const v1::DecodeRequest& request, const v1::Tensor& tensor,
+                                      absl::string_view field) {
+  return request.begin_pass().has_memory() ? WithoutDataFromProto(tensor, field)
+                                           : FromProto(tensor, field);
+}
+
 // k and v of the rows that append. A message that needs k and has none is told what an empty tensor
 // lacks; v is absent if the rows' models are latent.
 absl::Status ConvertNewTokens(const v1::DecodeRequest& request, engine::DecodeArgs* args) {
   const bool appends = std::any_of(request.rows().begin(), request.rows().end(),
                                    [](const v1::DecodeRow& row) { return !row.query_only(); });
   if (request.has_k() || appends) {
-    ATTND_ASSIGN_OR_RETURN(const Tensor3 k, FromProto(request.k(), "k"));
+    ATTND_ASSIGN_OR_RETURN(const Tensor3 k, ConvertTensor(request, request.k(), "k"));
     args->k = k.view;
     args->k_heads = k.heads;
     args->k_head_dim = k.dim;
   }
   if (!request.has_v()) return absl::OkStatus();
-  ATTND_ASSIGN_OR_RETURN(const Tensor3 v, FromProto(request.v(), "v"));
+  ATTND_ASSIGN_OR_RETURN(const Tensor3 v, ConvertTensor(request, request.v(), "v"));
   args->v = v.view;
   args->v_heads = v.heads;
   args->v_value_dim = v.dim;
   return absl::OkStatus();
-}
-
-// arrival + deadline_us, or nothing where there is no limit or it lies beyond the clock.
-std::optional<steady_clock::time_point> Deadline(steady_clock::time_point arrival,
-                                                 uint64_t deadline_us) {
-  constexpr uint64_t kForever = uint64_t{1} << 50;  // 35 years in microseconds
-  if (deadline_us == 0 || deadline_us >= kForever) return std::nullopt;
-  return arrival + std::chrono::microseconds(deadline_us);
 }
 
 // A tensor of a later layer of a pass, whose first layer's stands in the other arguments. It may
@@ -108,6 +107,17 @@ void StatsToProto(const attention::RowStats& stats, v1::RowStats* out) {
 
 }  // namespace
 
+OptionalTime DeadlineAt(steady_clock::time_point arrival, uint64_t deadline_us) {
+  constexpr uint64_t kForever = uint64_t{1} << 50;  // 35 years in microseconds
+  if (deadline_us == 0 || deadline_us >= kForever) return std::nullopt;
+  return arrival + std::chrono::microseconds(deadline_us);
+}
+
+OptionalTime Earlier(const OptionalTime& a, const OptionalTime& b) {
+  if (!a.has_value() || !b.has_value()) return a.has_value() ? a : b;
+  return std::min(*a, *b);
+}
+
 absl::StatusOr<engine::ObservedChunk> ObservedFromProto(const v1::AppendKvRequest& request) {
   ATTND_ASSIGN_OR_RETURN(const Tensor3 queries,
                          FromProto(request.observed_queries(), "observed_queries"));
@@ -153,7 +163,7 @@ absl::Status FromProto(const v1::DecodeRequest& request, steady_clock::time_poin
   for (int i = 0; i < rows; ++i) {
     ConvertRow(request.rows(i), policies, &step->rows[static_cast<size_t>(i)]);
   }
-  ATTND_ASSIGN_OR_RETURN(const Tensor3 q, FromProto(request.q(), "q"));
+  ATTND_ASSIGN_OR_RETURN(const Tensor3 q, ConvertTensor(request, request.q(), "q"));
   ATTND_RETURN_IF_ERROR(ConvertNewTokens(request, &step->args));
   step->output_dtype = q.view.dtype;
   if (request.output_dtype() != v1::DTYPE_UNSPECIFIED) {
@@ -165,7 +175,7 @@ absl::Status FromProto(const v1::DecodeRequest& request, steady_clock::time_poin
   step->args.q_heads = q.heads;
   step->args.q_head_dim = q.dim;
   step->deadline_us = request.deadline_us();
-  step->args.deadline = Deadline(arrival, step->deadline_us);
+  step->args.deadline = DeadlineAt(arrival, step->deadline_us);
   return absl::OkStatus();
 }
 
@@ -197,7 +207,7 @@ absl::Status LaterFromProto(const v1::DecodeRequest& request, steady_clock::time
     ATTND_RETURN_IF_ERROR(
         ConvertLater(request.v(), "v", &args.v, &args.v_heads, &args.v_value_dim));
   }
-  args.deadline = Deadline(arrival, step->deadline_us);
+  args.deadline = DeadlineAt(arrival, step->deadline_us);
   return absl::OkStatus();
 }
 
@@ -216,7 +226,7 @@ absl::StatusOr<PassOptions> PassFromProto(const v1::DecodeRequest& request,
     return Invalid("begin_pass.stats", " is ", static_cast<int>(proto.stats()),
                    ", which is unknown");
   }
-  pass.deadline = Deadline(arrival, proto.deadline_us());
+  pass.deadline = DeadlineAt(arrival, proto.deadline_us());
   pass.want_lse = proto.want_lse();
   pass.stats = proto.stats();
   return pass;

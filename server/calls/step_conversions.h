@@ -24,6 +24,12 @@ absl::StatusOr<engine::AppendChunk> FromProto(const v1::AppendKvRequest& request
 // The request's observed_queries, which must be there.
 absl::StatusOr<engine::ObservedChunk> ObservedFromProto(const v1::AppendKvRequest& request);
 
+// arrival + deadline_us, or nothing where there is no limit or it lies beyond the clock.
+using OptionalTime = std::optional<std::chrono::steady_clock::time_point>;
+OptionalTime DeadlineAt(std::chrono::steady_clock::time_point arrival, uint64_t deadline_us);
+// The earlier of two deadlines, either of which may be absent.
+OptionalTime Earlier(const OptionalTime& a, const OptionalTime& b);
+
 // A Decode message as the engine wants it. A stream keeps one from step to step, so that its memory
 // is used again.
 struct DecodeStep {
@@ -34,7 +40,8 @@ struct DecodeStep {
   uint64_t deadline_us = 0;  // of each message
 };
 // Fills `step` from `request`, which must outlive its use. A policy that does not parse is its
-// row's fault (precheck); any error returned concerns the message.
+// row's fault (precheck); any error returned concerns the message. The tensors of a pass over
+// memory have shapes alone: their views have no data yet.
 absl::Status FromProto(const v1::DecodeRequest& request,
                        std::chrono::steady_clock::time_point arrival, DecodeStep* step,
                        const PolicyCatalog& policies = PolicyCatalog());
@@ -46,7 +53,7 @@ absl::Status LaterFromProto(const v1::DecodeRequest& request,
 // A pass as its first message declares it.
 struct PassOptions {
   uint32_t layers = 0;
-  std::optional<std::chrono::steady_clock::time_point> deadline;  // of the whole pass
+  OptionalTime deadline;  // of the whole pass
   bool want_lse = false;
   v1::Pass::Stats stats = v1::Pass::STATS_OF_PASS;
 };

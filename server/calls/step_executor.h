@@ -4,10 +4,11 @@
 //
 // Handing a step to another thread costs a wake-up, half of a bare round trip
 // (docs/research/RPC_SERVER_STYLES.md), so a few steps may run at once on the gRPC threads that
-// read them: the inline slots. There are fewer slots than such threads, so that one is always free
-// to see cancellations, new streams and health checks. Everything else waits in a bounded queue for
-// a fixed set of workers; when the queue is full the step is refused. What goes on with something
-// that has begun (a pass) is not: its caller bounds how many such tasks there are.
+// read them, or that wait for a client's memory: the inline slots. There are fewer slots than such
+// threads, so that one is always free to see cancellations, new streams and health checks.
+// Everything else waits in a bounded queue for a fixed set of workers; when the queue is full the
+// step is refused. What goes on with something that has begun (a pass) is not: its caller bounds
+// how many such tasks there are.
 #ifndef ATTND_SERVER_CALLS_STEP_EXECUTOR_H_
 #define ATTND_SERVER_CALLS_STEP_EXECUTOR_H_
 

@@ -33,6 +33,14 @@ void FillLimits(const UnaryContext& context, v1::Limits* limits) {
   limits->set_max_queued_steps(context.options.max_queued_steps);
 }
 
+void FillClientMemory(const ServerOptions& options, v1::ClientMemory* memory) {
+  memory->set_socket(options.MemorySocketPath());
+  memory->set_bytes(options.client_memory_bytes);
+  memory->set_regions(options.max_memory_regions);
+  memory->set_clients(options.max_memory_clients);
+  memory->set_passes(options.max_memory_passes);
+}
+
 void RecordRefusedSequence(const UnaryContext& context, const absl::Status& status) {
   if (absl::IsUnavailable(status)) context.metrics.OnRejected(Rejection::kShutdown);
   if (!absl::IsResourceExhausted(status)) return;
@@ -100,6 +108,9 @@ absl::Status Handle(const UnaryContext& context, const v1::GetServerInfoRequest&
   ListNamed(context, reply);
   ToProto(context.engine.options().default_policy, reply->mutable_default_policy());
   FillLimits(context, reply->mutable_limits());
+  if (context.options.allow_client_memory) {
+    FillClientMemory(context.options, reply->mutable_client_memory());
+  }
   return absl::OkStatus();
 }
 

@@ -11,8 +11,9 @@ namespace {
 
 using Buckets = FiniteHistogram::Buckets;
 
-const char* const kRejectionNames[kRejections] = {"queue",  "streams", "sequences",     "memory",
-                                                  "tokens", "message", "reply_timeout", "shutdown"};
+const char* const kRejectionNames[kRejections] = {"queue",         "streams",       "sequences",
+                                                  "memory",        "tokens",        "message",
+                                                  "reply_timeout", "client_memory", "shutdown"};
 const char* const kStageNames[kStages] = {"queue",  "validate", "score",  "select", "fetch",
                                           "attend", "merge",    "engine", "rpc"};
 
@@ -88,6 +89,7 @@ Metrics::Metrics()
   queued_calls_ = AddGauge("attnd_queued_calls", "Unary calls that wait for a worker");
   process_bytes_ =
       AddGauge("attnd_process_resident_memory_bytes", "Resident memory of the process");
+  AddClientMemoryMetrics();
   AddDeviceMetrics();
   AddArchiveCounters();
   AddPageMetrics();
@@ -112,6 +114,13 @@ Metrics::Metrics()
                .Name("attnd_rpcs_total")
                .Help("Calls that ended, by method and gRPC status code")
                .Register(*registry_);
+}
+
+void Metrics::AddClientMemoryMetrics() {
+  memory_regions_ =
+      AddGauge("attnd_memory_regions", "Regions of memory that clients share with the server");
+  memory_region_bytes_ = AddGauge("attnd_memory_region_bytes", "Bytes of these regions");
+  memory_passes_ = AddGauge("attnd_memory_passes", "Passes over such memory under way");
 }
 
 void Metrics::AddDeviceMetrics() {
@@ -365,6 +374,12 @@ std::vector<prometheus::MetricFamily> Metrics::Collect() const {
   if (sources_.streams) streams_->Set(static_cast<double>(sources_.streams()));
   if (sources_.queue_depth) queue_depth_->Set(static_cast<double>(sources_.queue_depth()));
   if (sources_.queued_calls) queued_calls_->Set(static_cast<double>(sources_.queued_calls()));
+  if (sources_.client_memory) {
+    const ClientMemoryUsage usage = sources_.client_memory();
+    memory_regions_->Set(static_cast<double>(usage.regions));
+    memory_region_bytes_->Set(static_cast<double>(usage.bytes));
+    memory_passes_->Set(static_cast<double>(usage.passes));
+  }
   if (sources_.backend) CollectBackend(sources_.backend());
   if (sources_.degraded) degraded_->Set(sources_.degraded() ? 1 : 0);
   if (sources_.archive) CollectArchive(sources_.archive());

@@ -41,9 +41,10 @@ enum class Rejection : uint8_t {
   kTokens,        // max_sequence_tokens
   kMessage,       // max_message_bytes
   kReplyTimeout,  // the client did not read
+  kClientMemory,  // client_memory_bytes, max_memory_regions, max_memory_clients, max_memory_passes
   kShutdown,      // the server is ending
 };
-inline constexpr size_t kRejections = 8;
+inline constexpr size_t kRejections = 9;
 
 // Where a step's time went; the label `stage`. Score to merge are processor time, summed over
 // threads and rows; the others are elapsed time (kFetch: what rows waited for pages from disk).
@@ -71,6 +72,13 @@ struct StepRows {
   uint64_t max_sequence_tokens = std::numeric_limits<uint64_t>::max();
 };
 
+// Memory that clients share with the server.
+struct ClientMemoryUsage {
+  uint64_t regions = 0;
+  uint64_t bytes = 0;
+  uint64_t passes = 0;  // under way
+};
+
 // Values that are read when Prometheus asks. Called from the exposer's threads.
 struct GaugeSources {
   std::function<engine::Usage()> usage = nullptr;
@@ -80,6 +88,7 @@ struct GaugeSources {
   std::function<attention::BackendStats()> backend = nullptr;
   std::function<bool()> degraded = nullptr;
   std::function<engine::ArchiveStats()> archive = nullptr;
+  std::function<ClientMemoryUsage()> client_memory = nullptr;
 };
 
 // Owns its registry: nothing global. Pointers to every metric of the hot path are kept, so that
@@ -131,6 +140,7 @@ class Metrics final : public engine::EventListener, public prometheus::Collectab
                                const prometheus::Histogram::BucketBoundaries& buckets);
   void OnRow(const engine::DecodeRowResult& row, Rejection limit);
   void AddArchiveCounters();
+  void AddClientMemoryMetrics();
   void AddDeviceMetrics();
   void AddPageMetrics();
   void CollectArchive(const engine::ArchiveStats& stats) const;
@@ -167,6 +177,9 @@ class Metrics final : public engine::EventListener, public prometheus::Collectab
   prometheus::Gauge* streams_;
   prometheus::Gauge* queue_depth_;
   prometheus::Gauge* queued_calls_;
+  prometheus::Gauge* memory_regions_;
+  prometheus::Gauge* memory_region_bytes_;
+  prometheus::Gauge* memory_passes_;
   prometheus::Gauge* process_bytes_;
   std::array<prometheus::Gauge*, 3> device_bytes_;           // by arena
   std::array<prometheus::Gauge*, 3> device_capacity_bytes_;  // by arena

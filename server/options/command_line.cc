@@ -94,6 +94,15 @@ ABSL_FLAG(std::string, feature_maps, "",
           "files of feature maps for topk-completion, comma separated or repeated");
 ABSL_FLAG(std::string, label_channels, "",
           "files of label channels for double-sparsity and asynctls, comma separated or repeated");
+ABSL_FLAG(bool, allow_client_memory, Defaults().allow_client_memory,
+          "let clients of this user share memory with the server: a second socket, PATH.memory");
+ABSL_FLAG(ByteSize, client_memory_bytes, ByteSize{Defaults().client_memory_bytes},
+          "bytes of all memory that clients share");
+ABSL_FLAG(uint32_t, max_memory_regions, Defaults().max_memory_regions,
+          "regions of shared memory, of all clients");
+ABSL_FLAG(uint32_t, max_memory_clients, Defaults().max_memory_clients, "clients that share memory");
+ABSL_FLAG(uint32_t, max_memory_passes, Defaults().max_memory_passes,
+          "passes over shared memory at once, each with a thread of its own");
 ABSL_FLAG(std::string, config, "", "file with these options in protobuf text format");
 ABSL_FLAG(std::string, probe, "",
           "ask the server at this address for its health and exit: 0 if it serves");
@@ -140,7 +149,12 @@ constexpr const char* kFlagNames[] = {"listen",
                                       "audit_share",
                                       "audit_cpu_share",
                                       "feature_maps",
-                                      "label_channels"};
+                                      "label_channels",
+                                      "allow_client_memory",
+                                      "client_memory_bytes",
+                                      "max_memory_regions",
+                                      "max_memory_clients",
+                                      "max_memory_passes"};
 
 // Flags that may be repeated, as their fields are.
 bool MayRepeat(const std::string& name) {

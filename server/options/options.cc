@@ -121,7 +121,35 @@ absl::Status CheckPaths(const ServerOptions& options) {
   return absl::OkStatus();
 }
 
+absl::Status CheckClientMemory(const ServerOptions& options) {
+  ATTND_RETURN_IF_ERROR(CheckRange("client_memory_bytes", options.client_memory_bytes,
+                                   uint64_t{1} << 12, uint64_t{1} << 50));
+  ATTND_RETURN_IF_ERROR(CheckRange("max_memory_regions", options.max_memory_regions, 1, 1u << 20));
+  ATTND_RETURN_IF_ERROR(CheckRange("max_memory_clients", options.max_memory_clients, 1, 4096));
+  ATTND_RETURN_IF_ERROR(CheckRange("max_memory_passes", options.max_memory_passes, 1, 1024));
+  if (!options.allow_client_memory) return absl::OkStatus();
+  const std::string path = options.MemorySocketPath();
+  if (path.empty()) {
+    return absl::InvalidArgumentError(
+        "allow_client_memory: listen has no Unix socket, beside which clients could register "
+        "memory");
+  }
+  if (path.size() > kSocketPathBytesMax) {
+    return absl::InvalidArgumentError(absl::StrCat("allow_client_memory: the path ", path, " has ",
+                                                   path.size(), " bytes; allowed are 1..",
+                                                   kSocketPathBytesMax));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
+
+std::string ServerOptions::MemorySocketPath() const {
+  for (const ListenAddress& address : ListenAddresses()) {
+    if (address.is_unix()) return address.path + kMemorySocketSuffix;
+  }
+  return "";
+}
 
 bool ListenAddress::is_loopback() const {
   return is_unix() || host == "localhost" || host == "::1" ||
@@ -206,6 +234,7 @@ absl::Status ServerOptions::Validate() const {
   ATTND_RETURN_IF_ERROR(ToAuditOptions(*this).Validate());
   ATTND_RETURN_IF_ERROR(CheckBackend(*this));
   ATTND_RETURN_IF_ERROR(CheckIo(*this));
+  ATTND_RETURN_IF_ERROR(CheckClientMemory(*this));
   return CheckGrpc(*this);
 }
 
@@ -277,6 +306,11 @@ absl::Status ApplyConfig(const v1::ServerConfig& config, ServerOptions* options)
   ATTND_APPLY(retain_s);
   ATTND_APPLY(audit_share);
   ATTND_APPLY(audit_cpu_share);
+  ATTND_APPLY(allow_client_memory);
+  ATTND_APPLY(client_memory_bytes);
+  ATTND_APPLY(max_memory_regions);
+  ATTND_APPLY(max_memory_clients);
+  ATTND_APPLY(max_memory_passes);
 #undef ATTND_APPLY
   return absl::OkStatus();
 }

@@ -22,6 +22,8 @@ namespace attnd::server {
 
 inline constexpr size_t kListenMax = 8;
 inline constexpr size_t kSocketPathBytesMax = 107;  // sun_path less its final zero
+// What the second socket's path has behind the first one's.
+inline constexpr char kMemorySocketSuffix[] = ".memory";
 
 // Where the server listens: unix:PATH or HOST:PORT.
 struct ListenAddress {
@@ -51,6 +53,7 @@ struct ServerOptions {
   uint32_t step_threads = 0;
   uint32_t step_workers = 4;
   uint32_t max_queued_steps = 1024;
+  uint32_t max_memory_passes = 64;
   uint32_t index_threads = 0;
   uint32_t max_sequences = 4096;
   uint64_t max_sequence_tokens = uint64_t{4} << 20;
@@ -63,6 +66,7 @@ struct ServerOptions {
   uint32_t reply_timeout_s = 30;
   bool allow_insecure_tcp = false;
   bool allow_remote_metrics = false;
+  bool allow_client_memory = false;
   uint32_t max_connection_streams = 4096;
   uint64_t grpc_memory_bytes = 0;
   uint32_t min_ping_interval_s = 10;
@@ -82,6 +86,9 @@ struct ServerOptions {
   double audit_cpu_share = engine::AuditOptions().cpu_share;
   std::vector<std::string> feature_maps;    // files
   std::vector<std::string> label_channels;  // files
+  uint64_t client_memory_bytes = uint64_t{1} << 30;
+  uint32_t max_memory_regions = 1024;
+  uint32_t max_memory_clients = 64;
 
   // What requests may name: the built-in presets and, from ApplyConfig on, those of policy_file.
   PolicyCatalog policies;
@@ -93,6 +100,9 @@ struct ServerOptions {
 
   // The addresses of `listen`, or the default. Only after Validate().
   std::vector<ListenAddress> ListenAddresses() const;
+  // Where clients register memory: beside the first Unix socket. Only after Validate(), with
+  // allow_client_memory.
+  std::string MemorySocketPath() const;
   std::chrono::seconds reply_timeout() const { return std::chrono::seconds(reply_timeout_s); }
 };
 

@@ -16,7 +16,7 @@ TABLE_COLUMNS = 200
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^()\s]+)\)|!\[[^\]]*\]\(([^()\s]+)\)")
 # Folders whose names, at the start of a path, mean this repository's.
 FOLDERS = ("attention", "bench", "client", "cmake", "common", "ctl", "deploy", "docs", "engine", "examples", "gpu",
-           "models", "proto", "scripts", "server", "storage", "tests")
+           "models", "plane", "proto", "scripts", "server", "storage", "tests")
 NAMED = re.compile(rf"(?<![\w./~-])((?:{'|'.join(FOLDERS)})/[\w./-]*[\w/])(?!\*)")
 
 

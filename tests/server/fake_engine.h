@@ -36,6 +36,9 @@ class FakeEngine final : public engine::Engine {
   // So does ReleaseWriter.
   void HoldWriters() { writers_held_ = true; }
   void ReleaseWriters() { writers_held_ = false; }
+  // So does the end of a pass: what it has appended is still there.
+  void HoldPassEnds() { pass_ends_held_ = true; }
+  void ReleasePassEnds() { pass_ends_held_ = false; }
   // Every sequence has been closed: builds are given up.
   void LoseSequences() { gone_ = true; }
   int waiting() const { return waiting_; }
@@ -54,6 +57,8 @@ class FakeEngine final : public engine::Engine {
   bool WaitForWaiting(int count) const {
     return Within([&] { return waiting_ >= count; });
   }
+  // The first element of the last step's q, as it was when the step was let go.
+  float first_of_q() const { return first_of_q_; }
   // Elements of `out` for each query token.
   void set_value_dim(uint64_t value_dim) { value_dim_ = value_dim; }
 
@@ -93,6 +98,9 @@ class FakeEngine final : public engine::Engine {
   absl::Status Decode(absl::string_view, engine::WriterId, const engine::DecodeArgs& args,
                       engine::AnswerMemory memory, engine::DecodeResult* result) override {
     if (!WaitIfHeld(args.cancelled)) return absl::CancelledError("cancelled");
+    float first = 0;
+    ToFloat(args.q.dtype, args.q.data, 1, &first);
+    first_of_q_ = first;
     ++decoded_;
     uint64_t tokens = 0;
     for (const engine::DecodeRow& row : args.rows) tokens += row.query_tokens;
@@ -172,7 +180,10 @@ class FakeEngine final : public engine::Engine {
    public:
     FakePass(FakeEngine* engine, std::span<const engine::DecodeRow> rows)
         : engine_(engine), rows_(rows.begin(), rows.end()) {}
-    ~FakePass() override { ++engine_->passes_over_; }
+    ~FakePass() override {
+      WaitWhile(engine_->pass_ends_held_);
+      ++engine_->passes_over_;
+    }
     uint32_t layer() const override { return layer_; }
     absl::Status Step(const engine::DecodeArgs& args, engine::AnswerMemory memory,
                       engine::DecodeResult* result) override {
@@ -223,11 +234,13 @@ class FakeEngine final : public engine::Engine {
   const std::shared_ptr<engine::Lease> lease_ =
       std::make_shared<engine::Lease>(std::chrono::seconds(600), &std::chrono::steady_clock::now);
   std::atomic<bool> held_{false}, calls_held_{false}, writers_held_{false}, gone_{false};
+  std::atomic<bool> pass_ends_held_{false};
   std::atomic<bool> opening_stopped_{false};
   std::atomic<int> calls_waiting_{0}, calls_done_{0}, chunks_{0}, observed_{0};
   std::atomic<int> observes_refused_{0}, chunks_refused_{0};
   std::atomic<int> passes_over_{0};
   std::atomic<int> waiting_{0}, decoded_{0}, cancelled_{0}, released_writers_{0};
+  std::atomic<float> first_of_q_{0};
   std::atomic<uint64_t> value_dim_{16}, next_id_{1};
 };
 

@@ -20,6 +20,7 @@ from attnd.errors import (
     UnavailableError,
     UnimplementedError,
 )
+from attnd.memory import MemoryPass, MemorySession, as_torch
 from attnd.model import Model, ModelShape, Shard
 from attnd.passes import Pass
 from attnd.policy import INDEXES, Policy, Preset, TreeOptions
@@ -59,6 +60,8 @@ __all__ = [
     "KvChunk",
     "LayerResult",
     "Limits",
+    "MemoryPass",
+    "MemorySession",
     "Model",
     "ModelShape",
     "NotFoundError",
@@ -80,5 +83,6 @@ __all__ = [
     "TreeOptions",
     "UnavailableError",
     "UnimplementedError",
+    "as_torch",
     "layer_chunks",
 ]

@@ -8,11 +8,14 @@ from types import TracebackType
 from typing import Any, Callable
 
 import grpc
+import numpy.typing as npt
 
 from attnd import channel as channels
 from attnd import replies, requests
 from attnd.errors import from_rpc_error
-from attnd.model import Model
+from attnd.memory import MemorySession
+from attnd.memory_socket import memory_socket_of
+from attnd.model import Model, ModelShape
 from attnd.policy import Policy, TreeOptions
 from attnd.requests import KvChunk
 from attnd.results import (
@@ -64,6 +67,8 @@ class Client:
             else grpc.insecure_channel(address, options)
         )
         self._stub: Any = attnd_pb2_grpc.AttndStub(self._channel)  # type: ignore[no-untyped-call]
+        self._target = target
+        self._tenant = tenant
         self._metadata = channels.tenant_metadata(tenant)
         self._timeout_s = timeout_s
         self._limits: Limits | None = None  # not asked yet
@@ -256,6 +261,47 @@ class Client:
     def decode_session(self) -> DecodeSession:
         """A stream of decode steps; use it in a `with` statement."""
         return DecodeSession(self._stub.Decode, self._metadata, self._timeout_s, self.limits)
+
+    def memory_session(
+        self,
+        shape: ModelShape,
+        *,
+        query_tokens_max: int = 1,
+        query_dtype: npt.DTypeLike | None = None,
+        output_dtype: npt.DTypeLike | None = None,
+        spin_us: int = 0,
+        socket: str | None = None,
+    ) -> MemorySession:
+        """A stream of decode passes whose arrays lie in memory that is shared with the server; use
+        it in a `with` statement. The server must run on this machine, for this user, with
+        --allow-client-memory; Linux on x86-64.
+
+        Args:
+            shape: of the models of all sequences.
+            query_tokens_max: query tokens of a pass, all rows together.
+            query_dtype, output_dtype: element types of q and out; None: the shape's, and q's.
+            spin_us: how long both sides look for the other's turn before they sleep, up to 10,000:
+                a shorter round trip for a core on each side.
+            socket: the second socket's path; None: the target's with ".memory" behind it.
+
+        Raises:
+            AttndError: as RegisterRegionRequest of memory.proto says; UnavailableError if nobody
+                listens for memory there.
+            NotImplementedError: on other machines.
+            ValueError: for sizes out of range, and a target that is no Unix socket.
+        """
+        return MemorySession(
+            self._stub.Decode,
+            self._metadata,
+            self._tenant,
+            self._timeout_s,
+            shape,
+            query_tokens_max,
+            query_dtype,
+            output_dtype,
+            spin_us,
+            memory_socket_of(self._target) if socket is None else socket,
+        )
 
 
 class _Upload:

@@ -255,15 +255,38 @@ def pass_request(
 ) -> attnd_pb2.DecodeRequest:
     """The message that declares a pass and has its first layer."""
     request = decode_request(step_id, 0, rows, q, k, v, options.deadline_us, options.output_dtype)
-    request.begin_pass.CopyFrom(
-        attnd_pb2.Pass(
-            layers=layers,
-            deadline_us=options.pass_deadline_us,
-            want_lse=options.want_lse,
-            stats=_STATS[options.stats],
-        )
-    )
+    request.begin_pass.CopyFrom(_pass(layers, options))
     return request
+
+
+def memory_pass_request(
+    step_id: int,
+    layers: int,
+    rows: Sequence[Row],
+    options: PassOptions,
+    tensors: Iterable[tuple[str, types_pb2.Tensor]],
+) -> attnd_pb2.DecodeRequest:
+    """The message that declares a pass over memory, but for where it lies there. `tensors`: shapes,
+    by the field's name."""
+    request = attnd_pb2.DecodeRequest(
+        step_id=step_id,
+        deadline_us=options.deadline_us,
+        rows=[row.to_proto() for row in rows],
+        begin_pass=_pass(layers, options),
+        **dict(tensors),
+    )
+    if options.output_dtype is not None:
+        request.output_dtype = to_wire_dtype(options.output_dtype)
+    return request
+
+
+def _pass(layers: int, options: PassOptions) -> attnd_pb2.Pass:
+    return attnd_pb2.Pass(
+        layers=layers,
+        deadline_us=options.pass_deadline_us,
+        want_lse=options.want_lse,
+        stats=_STATS[options.stats],
+    )
 
 
 def layer_request(

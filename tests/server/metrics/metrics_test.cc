@@ -63,6 +63,9 @@ TEST(Metrics, EveryPromisedNameIsThereFromTheStart) {
                                  "segment_build_failures_total",
                                  "queue_depth",
                                  "queued_calls",
+                                 "memory_regions",
+                                 "memory_region_bytes",
+                                 "memory_passes",
                                  "rejections_total",
                                  "device_bytes",
                                  "device_capacity_bytes",
@@ -325,13 +328,15 @@ TEST(Metrics, TheArchivesCountersFollowIt) {
 TEST(Metrics, GaugesAreReadWhenAsked) {
   Metrics metrics;
   size_t streams = 3;
-  metrics.SetSources({.usage =
-                          [] {
-                            return engine::Usage{10, 20, 30};
-                          },
-                      .streams = [&] { return streams; },
-                      .queue_depth = [] { return size_t{7}; },
-                      .queued_calls = [] { return size_t{8}; }});
+  metrics.SetSources(
+      {.usage =
+           [] {
+             return engine::Usage{10, 20, 30};
+           },
+       .streams = [&] { return streams; },
+       .queue_depth = [] { return size_t{7}; },
+       .queued_calls = [] { return size_t{8}; },
+       .client_memory = [] { return ClientMemoryUsage{.regions = 1, .bytes = 2, .passes = 3}; }});
   EXPECT_EQ(Values(metrics)["attnd_streams"], 3);
   streams = 4;
   auto values = Values(metrics);
@@ -341,6 +346,9 @@ TEST(Metrics, GaugesAreReadWhenAsked) {
   EXPECT_EQ(values["attnd_sequences"], 30);
   EXPECT_EQ(values["attnd_queue_depth"], 7);
   EXPECT_EQ(values["attnd_queued_calls"], 8);
+  EXPECT_EQ(values["attnd_memory_regions"], 1);
+  EXPECT_EQ(values["attnd_memory_region_bytes"], 2);
+  EXPECT_EQ(values["attnd_memory_passes"], 3);
   EXPECT_GT(values["attnd_process_resident_memory_bytes"], 1e6);
 }
 

@@ -38,6 +38,20 @@ class AppendKvResponse(_message.Message):
     segmented_tokens: int
     def __init__(self, committed_tokens: _Optional[int] = ..., segmented_tokens: _Optional[int] = ..., index_build_us: _Optional[int] = ...) -> None: ...
 
+class ClientMemory(_message.Message):
+    __slots__ = ["bytes", "clients", "passes", "regions", "socket"]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    CLIENTS_FIELD_NUMBER: _ClassVar[int]
+    PASSES_FIELD_NUMBER: _ClassVar[int]
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    clients: int
+    passes: int
+    regions: int
+    socket: str
+    def __init__(self, socket: _Optional[str] = ..., bytes: _Optional[int] = ..., regions: _Optional[int] = ..., clients: _Optional[int] = ..., passes: _Optional[int] = ...) -> None: ...
+
 class CloseSequenceRequest(_message.Message):
     __slots__ = ["sequence_id"]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -139,9 +153,10 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ["backend_status", "backends", "default_policy", "device", "limits", "policies", "presets", "simd_target", "version"]
+    __slots__ = ["backend_status", "backends", "client_memory", "default_policy", "device", "limits", "policies", "presets", "simd_target", "version"]
     BACKENDS_FIELD_NUMBER: _ClassVar[int]
     BACKEND_STATUS_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_MEMORY_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_POLICY_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
@@ -151,6 +166,7 @@ class GetServerInfoResponse(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     backend_status: str
     backends: _containers.RepeatedScalarFieldContainer[str]
+    client_memory: ClientMemory
     default_policy: _types_pb2.Policy
     device: str
     limits: Limits
@@ -158,7 +174,7 @@ class GetServerInfoResponse(_message.Message):
     presets: _containers.RepeatedCompositeFieldContainer[PresetInfo]
     simd_target: str
     version: str
-    def __init__(self, version: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., policies: _Optional[_Iterable[_Union[_types_pb2.Policy, _Mapping]]] = ..., default_policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., simd_target: _Optional[str] = ..., device: _Optional[str] = ..., backend_status: _Optional[str] = ..., presets: _Optional[_Iterable[_Union[PresetInfo, _Mapping]]] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., policies: _Optional[_Iterable[_Union[_types_pb2.Policy, _Mapping]]] = ..., default_policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., simd_target: _Optional[str] = ..., device: _Optional[str] = ..., backend_status: _Optional[str] = ..., presets: _Optional[_Iterable[_Union[PresetInfo, _Mapping]]] = ..., client_memory: _Optional[_Union[ClientMemory, _Mapping]] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ["max_message_bytes", "max_query_tokens", "max_queued_steps", "max_rows", "max_sequence_tokens", "max_sequences", "max_streams", "memory_budget_bytes"]
@@ -259,11 +275,12 @@ class OpenSequenceResponse(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., tokens_present: _Optional[int] = ..., backend: _Optional[str] = ...) -> None: ...
 
 class Pass(_message.Message):
-    __slots__ = ["deadline_us", "layers", "stats", "want_lse"]
+    __slots__ = ["deadline_us", "layers", "memory", "stats", "want_lse"]
     class Stats(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = []
     DEADLINE_US_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     STATS_EACH_LAYER: Pass.Stats
     STATS_FIELD_NUMBER: _ClassVar[int]
     STATS_NONE: Pass.Stats
@@ -271,9 +288,40 @@ class Pass(_message.Message):
     WANT_LSE_FIELD_NUMBER: _ClassVar[int]
     deadline_us: int
     layers: int
+    memory: PassMemory
     stats: Pass.Stats
     want_lse: bool
-    def __init__(self, layers: _Optional[int] = ..., deadline_us: _Optional[int] = ..., want_lse: bool = ..., stats: _Optional[_Union[Pass.Stats, str]] = ...) -> None: ...
+    def __init__(self, layers: _Optional[int] = ..., deadline_us: _Optional[int] = ..., want_lse: bool = ..., stats: _Optional[_Union[Pass.Stats, str]] = ..., memory: _Optional[_Union[PassMemory, _Mapping]] = ...) -> None: ...
+
+class PassMemory(_message.Message):
+    __slots__ = ["first_epoch", "k", "lse", "out", "q", "region_id", "spin_us", "v", "words_offset"]
+    FIRST_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    K_FIELD_NUMBER: _ClassVar[int]
+    LSE_FIELD_NUMBER: _ClassVar[int]
+    OUT_FIELD_NUMBER: _ClassVar[int]
+    Q_FIELD_NUMBER: _ClassVar[int]
+    REGION_ID_FIELD_NUMBER: _ClassVar[int]
+    SPIN_US_FIELD_NUMBER: _ClassVar[int]
+    V_FIELD_NUMBER: _ClassVar[int]
+    WORDS_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    first_epoch: int
+    k: PassSpan
+    lse: PassSpan
+    out: PassSpan
+    q: PassSpan
+    region_id: int
+    spin_us: int
+    v: PassSpan
+    words_offset: int
+    def __init__(self, region_id: _Optional[int] = ..., words_offset: _Optional[int] = ..., first_epoch: _Optional[int] = ..., q: _Optional[_Union[PassSpan, _Mapping]] = ..., k: _Optional[_Union[PassSpan, _Mapping]] = ..., v: _Optional[_Union[PassSpan, _Mapping]] = ..., out: _Optional[_Union[PassSpan, _Mapping]] = ..., lse: _Optional[_Union[PassSpan, _Mapping]] = ..., spin_us: _Optional[int] = ...) -> None: ...
+
+class PassSpan(_message.Message):
+    __slots__ = ["layer_stride", "offset"]
+    LAYER_STRIDE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    layer_stride: int
+    offset: int
+    def __init__(self, offset: _Optional[int] = ..., layer_stride: _Optional[int] = ...) -> None: ...
 
 class PresetInfo(_message.Message):
     __slots__ = ["allowed", "backend", "indexes", "layout", "policy"]

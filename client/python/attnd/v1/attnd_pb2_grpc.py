@@ -134,6 +134,11 @@ class AttndServicer(object):
         in a pass at n    rows, or complete_prefills        the pass is given up; then as in idle
         in a pass at n    the stream ends, by whomever      the pass is given up
 
+        A pass over memory (Pass.memory) has no messages for its layers: they lie in memory that the client shares with the
+        server, on the same machine. Its declaration is a message of the state idle with one reply, which comes when all
+        layers have been answered, or the pass is given up; the stream is idle then. Everything below holds for it, too,
+        where a layer is a turn (PassMemory) in place of a message.
+
         Errors. A message that is refused as a whole (the reply's status is not OK) or misses a deadline gives its pass up:
         the stream is idle. A row that fails leaves the pass: the pass is given up for this row alone, each later reply of
         the pass has the row's status again, and what later messages hold for the row is not looked at. The other rows go

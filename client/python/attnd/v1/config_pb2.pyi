@@ -24,12 +24,14 @@ class PolicyFile(_message.Message):
     def __init__(self, policies: _Optional[_Iterable[_Union[NamedPolicy, _Mapping]]] = ...) -> None: ...
 
 class ServerConfig(_message.Message):
-    __slots__ = ["allow_insecure_tcp", "allow_remote_metrics", "audit_cpu_share", "audit_share", "backend", "data_dir", "default_policy", "device_memory_bytes", "device_page_memory_bytes", "disk_read_bytes_per_s", "disk_step_workers", "feature_maps", "grpc_memory_bytes", "index_threads", "io", "label_channels", "listen", "max_connection_streams", "max_message_bytes", "max_query_tokens", "max_queued_steps", "max_rows", "max_sequence_tokens", "max_sequences", "max_streams", "memory_budget_bytes", "metrics_listen", "min_ping_interval_s", "page_memory_bytes", "page_prefetch", "page_readers", "policy_file", "reply_timeout_s", "retain_bytes", "retain_s", "segment_tokens", "step_threads", "step_workers"]
+    __slots__ = ["allow_client_memory", "allow_insecure_tcp", "allow_remote_metrics", "audit_cpu_share", "audit_share", "backend", "client_memory_bytes", "data_dir", "default_policy", "device_memory_bytes", "device_page_memory_bytes", "disk_read_bytes_per_s", "disk_step_workers", "feature_maps", "grpc_memory_bytes", "index_threads", "io", "label_channels", "listen", "max_connection_streams", "max_memory_clients", "max_memory_passes", "max_memory_regions", "max_message_bytes", "max_query_tokens", "max_queued_steps", "max_rows", "max_sequence_tokens", "max_sequences", "max_streams", "memory_budget_bytes", "metrics_listen", "min_ping_interval_s", "page_memory_bytes", "page_prefetch", "page_readers", "policy_file", "reply_timeout_s", "retain_bytes", "retain_s", "segment_tokens", "step_threads", "step_workers"]
+    ALLOW_CLIENT_MEMORY_FIELD_NUMBER: _ClassVar[int]
     ALLOW_INSECURE_TCP_FIELD_NUMBER: _ClassVar[int]
     ALLOW_REMOTE_METRICS_FIELD_NUMBER: _ClassVar[int]
     AUDIT_CPU_SHARE_FIELD_NUMBER: _ClassVar[int]
     AUDIT_SHARE_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     DATA_DIR_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_POLICY_FIELD_NUMBER: _ClassVar[int]
     DEVICE_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +45,9 @@ class ServerConfig(_message.Message):
     LABEL_CHANNELS_FIELD_NUMBER: _ClassVar[int]
     LISTEN_FIELD_NUMBER: _ClassVar[int]
     MAX_CONNECTION_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MEMORY_CLIENTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MEMORY_PASSES_FIELD_NUMBER: _ClassVar[int]
+    MAX_MEMORY_REGIONS_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_QUEUED_STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -63,11 +68,13 @@ class ServerConfig(_message.Message):
     SEGMENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_THREADS_FIELD_NUMBER: _ClassVar[int]
     STEP_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    allow_client_memory: bool
     allow_insecure_tcp: bool
     allow_remote_metrics: bool
     audit_cpu_share: float
     audit_share: float
     backend: str
+    client_memory_bytes: int
     data_dir: str
     default_policy: _types_pb2.Policy
     device_memory_bytes: int
@@ -81,6 +88,9 @@ class ServerConfig(_message.Message):
     label_channels: _containers.RepeatedScalarFieldContainer[str]
     listen: _containers.RepeatedScalarFieldContainer[str]
     max_connection_streams: int
+    max_memory_clients: int
+    max_memory_passes: int
+    max_memory_regions: int
     max_message_bytes: int
     max_query_tokens: int
     max_queued_steps: int
@@ -101,4 +111,4 @@ class ServerConfig(_message.Message):
     segment_tokens: int
     step_threads: int
     step_workers: int
-    def __init__(self, listen: _Optional[_Iterable[str]] = ..., data_dir: _Optional[str] = ..., metrics_listen: _Optional[str] = ..., memory_budget_bytes: _Optional[int] = ..., step_threads: _Optional[int] = ..., step_workers: _Optional[int] = ..., max_queued_steps: _Optional[int] = ..., index_threads: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., max_streams: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_query_tokens: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., segment_tokens: _Optional[int] = ..., default_policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., reply_timeout_s: _Optional[int] = ..., allow_insecure_tcp: bool = ..., max_connection_streams: _Optional[int] = ..., grpc_memory_bytes: _Optional[int] = ..., min_ping_interval_s: _Optional[int] = ..., backend: _Optional[str] = ..., device_memory_bytes: _Optional[int] = ..., io: _Optional[str] = ..., page_memory_bytes: _Optional[int] = ..., page_readers: _Optional[int] = ..., disk_read_bytes_per_s: _Optional[int] = ..., disk_step_workers: _Optional[int] = ..., page_prefetch: bool = ..., retain_bytes: _Optional[int] = ..., retain_s: _Optional[int] = ..., policy_file: _Optional[_Iterable[str]] = ..., audit_share: _Optional[float] = ..., audit_cpu_share: _Optional[float] = ..., feature_maps: _Optional[_Iterable[str]] = ..., label_channels: _Optional[_Iterable[str]] = ..., allow_remote_metrics: bool = ..., device_page_memory_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, listen: _Optional[_Iterable[str]] = ..., data_dir: _Optional[str] = ..., metrics_listen: _Optional[str] = ..., memory_budget_bytes: _Optional[int] = ..., step_threads: _Optional[int] = ..., step_workers: _Optional[int] = ..., max_queued_steps: _Optional[int] = ..., index_threads: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., max_streams: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_query_tokens: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., segment_tokens: _Optional[int] = ..., default_policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., reply_timeout_s: _Optional[int] = ..., allow_insecure_tcp: bool = ..., max_connection_streams: _Optional[int] = ..., grpc_memory_bytes: _Optional[int] = ..., min_ping_interval_s: _Optional[int] = ..., backend: _Optional[str] = ..., device_memory_bytes: _Optional[int] = ..., io: _Optional[str] = ..., page_memory_bytes: _Optional[int] = ..., page_readers: _Optional[int] = ..., disk_read_bytes_per_s: _Optional[int] = ..., disk_step_workers: _Optional[int] = ..., page_prefetch: bool = ..., retain_bytes: _Optional[int] = ..., retain_s: _Optional[int] = ..., policy_file: _Optional[_Iterable[str]] = ..., audit_share: _Optional[float] = ..., audit_cpu_share: _Optional[float] = ..., feature_maps: _Optional[_Iterable[str]] = ..., label_channels: _Optional[_Iterable[str]] = ..., allow_remote_metrics: bool = ..., allow_client_memory: bool = ..., client_memory_bytes: _Optional[int] = ..., max_memory_regions: _Optional[int] = ..., max_memory_clients: _Optional[int] = ..., max_memory_passes: _Optional[int] = ..., device_page_memory_bytes: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that is shared with a server on this machine: its second Unix socket
+(proto/attnd/v1/memory.proto)."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+from dataclasses import dataclass
+
+import grpc
+
+from attnd.errors import DeadlineExceededError, UnavailableError, error_of, status_code
+from attnd.v1 import memory_pb2
+
+_PACKET_BYTES_MAX = 4096
+
+
+@dataclass(frozen=True)
+class Region:
+    """A region as its client has it.
+
+    Attributes:
+        id: what passes name it by.
+        memory: its bytes, all zero at first. They stay mapped while anything refers to them.
+    """
+
+    id: int
+    memory: mmap.mmap
+
+
+def memory_socket_of(target: str) -> str:
+    """The second socket's path of a target.
+
+    Raises:
+        ValueError: if the target is not unix:PATH.
+    """
+    if not target.startswith("unix:"):
+        raise ValueError(f"target {target!r}: memory is shared over a Unix socket alone, unix:PATH")
+    path = target[len("unix:") :]
+    return (path[2:] if path.startswith("//") else path) + ".memory"
+
+
+class MemorySocket:
+    """One connection, for one thread. Its end, also by this process's, unregisters its regions.
+
+    Each method raises an :class:`attnd.AttndError`, with the codes of memory.proto;
+    :class:`attnd.UnavailableError` if nobody listens or the connection broke, and
+    :class:`attnd.DeadlineExceededError` if no answer came in time: the connection is of no further
+    use then.
+    """
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(timeout_s)
+        try:
+            self._socket.connect(path)
+        except OSError as error:
+            self._socket.close()
+            raise UnavailableError(
+                grpc.StatusCode.UNAVAILABLE, f"the memory socket {path}: {error}"
+            ) from None
+
+    def close(self) -> None:
+        """Unregisters the regions. Their memory stays mapped here while anything refers to it."""
+        self._socket.close()
+
+    def register(self, size: int, tenant: str = "") -> Region:
+        """Makes a region of `size` bytes, rounded up to whole pages, for passes of `tenant`."""
+        request = memory_pb2.MemoryRequest()
+        request.register_region.bytes = size
+        request.register_region.tenant = tenant
+        reply, descriptors = self._call(request)
+        try:
+            region = reply.register_region
+            memory = mmap.mmap(descriptors[0], region.bytes, mmap.MAP_SHARED)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        return Region(region.region_id, memory)
+
+    def unregister(self, region_id: int) -> None:
+        """No pass may begin with the region any more; one that uses it goes on to its end."""
+        request = memory_pb2.MemoryRequest()
+        request.unregister_region.region_id = region_id
+        self._call(request)
+
+    def list_regions(self) -> list[memory_pb2.RegionInfo]:
+        """This connection's, by ascending id."""
+        request = memory_pb2.MemoryRequest()
+        request.list_regions.SetInParent()
+        return list(self._call(request)[0].list_regions.regions)
+
+    def _call(self, request: memory_pb2.MemoryRequest) -> tuple[memory_pb2.MemoryReply, list[int]]:
+        descriptors: list[int] = []
+        try:
+            try:
+                self._socket.send(request.SerializeToString())
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # a server that sends a client away says why before it closes
+            try:
+                packet, descriptors, _, _ = socket.recv_fds(self._socket, _PACKET_BYTES_MAX, 1)
+            except ConnectionResetError:
+                packet, descriptors, _, _ = socket.recv_fds(self._socket, _PACKET_BYTES_MAX, 1)
+        except socket.timeout:
+            raise DeadlineExceededError(
+                grpc.StatusCode.DEADLINE_EXCEEDED, "the memory socket did not answer in time"
+            ) from None
+        except OSError as error:
+            raise UnavailableError(
+                grpc.StatusCode.UNAVAILABLE, f"the memory socket: {error}"
+            ) from None
+        if not packet:
+            raise UnavailableError(
+                grpc.StatusCode.UNAVAILABLE, "the memory socket: the server ended the connection"
+            )
+        reply = memory_pb2.MemoryReply.FromString(packet)
+        if reply.status.code:
+            raise error_of(status_code(reply.status.code), reply.status.message)
+        return reply, descriptors

@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plane/region_table.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "glog/logging.h"
+
+namespace attnd::plane {
+
+RegionUse::~RegionUse() {
+  if (table_ != nullptr) table_->EndUse(id_);
+}
+
+RegionUse& RegionUse::operator=(RegionUse&& other) noexcept {
+  std::swap(table_, other.table_);
+  std::swap(id_, other.id_);
+  std::swap(region_, other.region_);
+  return *this;
+}
+
+RegionTable::~RegionTable() {
+  const MutexLock lock(mutex_);
+  for (const auto& [id, entry] : entries_) CHECK(!entry.in_use) << "a pass outlives its region";
+}
+
+absl::Status RegionTable::CheckRoomLocked(OwnerId owner, uint64_t bytes) const {
+  if (entries_.size() + pending_ >= limits_.regions_max) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("max_memory_regions: ", limits_.regions_max, " regions are registered"));
+  }
+  const auto own = std::count_if(entries_.begin(), entries_.end(),
+                                 [&](const auto& entry) { return entry.second.owner == owner; });
+  if (static_cast<uint64_t>(own) >= limits_.client_regions_max) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "this client has registered ", own, " regions; allowed are ", limits_.client_regions_max));
+  }
+  // Before it is rounded up, which could overflow.
+  if (bytes > limits_.bytes_max || Region::WholePages(bytes) > limits_.bytes_max - bytes_) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("client_memory_bytes: a region of ", bytes, " bytes, while ", bytes_,
+                     " are registered; allowed are ", limits_.bytes_max, " in all"));
+  }
+  return absl::OkStatus();
+}
+
+uint64_t RegionTable::NewIdLocked() {
+  uint64_t id = 0;
+  while (id == 0 || entries_.contains(id)) {
+    id = uint64_t{random_()} << 32 | random_();
+  }
+  return id;
+}
+
+absl::StatusOr<RegisteredRegion> RegionTable::Register(OwnerId owner, absl::string_view tenant,
+                                                       uint64_t bytes) {
+  if (bytes == 0) return absl::InvalidArgumentError("bytes is 0; allowed are 1 and more");
+  {
+    const MutexLock lock(mutex_);
+    if (absl::Status status = CheckRoomLocked(owner, bytes); !status.ok()) return status;
+    bytes = Region::WholePages(bytes);
+    bytes_ += bytes;
+    ++pending_;
+  }
+  // Without the lock: taking the pages of a large region takes milliseconds.
+  RegisteredRegion result;
+  auto region = Region::Create(bytes, &result.descriptor);
+  const MutexLock lock(mutex_);
+  --pending_;
+  if (!region.ok()) {
+    bytes_ -= bytes;
+    return region.status();
+  }
+  CHECK_EQ((*region)->bytes(), bytes);
+  const uint64_t id = NewIdLocked();
+  result.info = {.id = id, .bytes = bytes, .in_use = false};
+  entries_[id] = {.region = *std::move(region), .tenant = std::string(tenant), .owner = owner};
+  return result;
+}
+
+void RegionTable::RemoveLocked(uint64_t id, std::vector<std::unique_ptr<Region>>* unmapped) {
+  const auto found = entries_.find(id);
+  found->second.gone = true;
+  if (found->second.in_use) return;
+  bytes_ -= found->second.region->bytes();
+  unmapped->push_back(std::move(found->second.region));
+  entries_.erase(found);
+}
+
+absl::Status RegionTable::Unregister(OwnerId owner, uint64_t id) {
+  std::vector<std::unique_ptr<Region>> unmapped;  // after the lock
+  const MutexLock lock(mutex_);
+  const auto found = entries_.find(id);
+  if (found == entries_.end() || found->second.owner != owner || found->second.gone) {
+    return absl::NotFoundError(absl::StrCat("region_id ", id, " is no region of this client"));
+  }
+  RemoveLocked(id, &unmapped);
+  return absl::OkStatus();
+}
+
+std::vector<RegionInfo> RegionTable::List(OwnerId owner) const {
+  std::vector<RegionInfo> result;
+  {
+    const MutexLock lock(mutex_);
+    for (const auto& [id, entry] : entries_) {
+      if (entry.owner != owner || entry.gone) continue;
+      result.push_back({.id = id, .bytes = entry.region->bytes(), .in_use = entry.in_use});
+    }
+  }
+  std::sort(result.begin(), result.end(),
+            [](const RegionInfo& a, const RegionInfo& b) { return a.id < b.id; });
+  return result;
+}
+
+void RegionTable::RemoveOwner(OwnerId owner) {
+  std::vector<std::unique_ptr<Region>> unmapped;  // after the lock
+  const MutexLock lock(mutex_);
+  std::vector<uint64_t> ids;
+  for (const auto& [id, entry] : entries_) {
+    if (entry.owner == owner) ids.push_back(id);
+  }
+  for (const uint64_t id : ids) RemoveLocked(id, &unmapped);
+}
+
+absl::StatusOr<RegionUse> RegionTable::Use(absl::string_view tenant, uint64_t id) {
+  const MutexLock lock(mutex_);
+  const auto found = entries_.find(id);
+  if (found == entries_.end() || found->second.gone || found->second.tenant != tenant) {
+    return absl::NotFoundError(
+        absl::StrCat("begin_pass.memory.region_id ", id, " is not registered"));
+  }
+  if (found->second.in_use) {
+    return absl::AbortedError(
+        absl::StrCat("begin_pass.memory.region_id ", id, " is in use by another pass"));
+  }
+  found->second.in_use = true;
+  return RegionUse(this, id, found->second.region.get());
+}
+
+void RegionTable::EndUse(uint64_t id) {
+  std::vector<std::unique_ptr<Region>> unmapped;  // after the lock
+  const MutexLock lock(mutex_);
+  const auto found = entries_.find(id);
+  CHECK(found != entries_.end() && found->second.in_use) << "a region is given back twice";
+  found->second.in_use = false;
+  if (found->second.gone) RemoveLocked(id, &unmapped);
+}
+
+RegionTable::Usage RegionTable::usage() const {
+  const MutexLock lock(mutex_);
+  Usage usage = {.regions = entries_.size(), .bytes = bytes_, .in_use = 0};
+  for (const auto& [id, entry] : entries_) usage.in_use += entry.in_use ? 1 : 0;
+  return usage;
+}
+
+}  // namespace attnd::plane

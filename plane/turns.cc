@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plane/turns.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "glog/logging.h"
+#include "plane/word_wait.h"
+
+namespace attnd::plane {
+namespace {
+
+using std::chrono::steady_clock;
+
+bool IsSet(const std::atomic<bool>* flag) { return flag != nullptr && flag->load(); }
+
+}  // namespace
+
+absl::Status ServerTurns::AwaitRing(const Wait& wait) const {
+  CHECK_LT(layer_, layers_) << "a turn of a pass that is over";
+  const uint32_t epoch = first_epoch_ + layer_, before = epoch - 1;
+  std::chrono::microseconds spin = wait.spin;
+  while (true) {
+    // Before the word: a client that is gone, or a server that ends, begins no further layer.
+    if (IsSet(wait.cancelled)) return absl::CancelledError("the pass was cancelled");
+    if (IsSet(wait.stopping)) return absl::UnavailableError("the server is shutting down");
+    const auto now = steady_clock::now();
+    const uint32_t ring =
+        AwaitChange(&words_->ring, before, spin, std::min(wait.limit, now + kLookPeriod));
+    if (ring == epoch) return absl::OkStatus();
+    if (ring != before) {
+      return absl::InvalidArgumentError(absl::StrCat("the ring word is ", ring, "; layer ", layer_,
+                                                     " has epoch ", epoch,
+                                                     ", and the word before it is ", before));
+    }
+    if (steady_clock::now() >= wait.limit) {
+      return absl::DeadlineExceededError(
+          absl::StrCat("layer ", layer_, " of the pass was not rung for in time"));
+    }
+    spin = std::chrono::microseconds(0);
+  }
+}
+
+void ServerTurns::Answer(uint32_t failed_rows) {
+  CHECK_LT(layer_, layers_) << "an answer of a pass that is over";
+  Write(first_epoch_ + layer_++, failed_rows);
+}
+
+void ServerTurns::GiveUp(uint32_t failed_rows) {
+  layer_ = layers_;
+  Write(first_epoch_ + layers_, failed_rows);
+}
+
+void ServerTurns::Write(uint32_t epoch, uint32_t failed_rows) {
+  words_->failed_rows = failed_rows;
+  WriteWord(&words_->answer, epoch);
+}
+
+uint32_t ClientTurns::Begin(uint32_t layers) {
+  // Behind the epoch of "over" of the pass before, and never the word's present value less one.
+  first_epoch_ += layers_ + 1;
+  layers_ = layers;
+  rung_ = 0;
+  WriteWord(&words_->ring, first_epoch_ - 1);
+  return first_epoch_;
+}
+
+void ClientTurns::Ring() {
+  CHECK_LT(rung_, layers_) << "a layer beyond the pass";
+  WriteWord(&words_->ring, first_epoch_ + rung_++);
+}
+
+ClientTurns::Answer ClientTurns::Await(std::chrono::microseconds spin,
+                                       steady_clock::time_point limit) const {
+  CHECK_GT(rung_, 0u) << "nothing was rung for";
+  const uint32_t epoch = first_epoch_ + rung_ - 1;
+  while (true) {
+    const uint32_t answer = ReadWord(&words_->answer);
+    if (answer == epoch) return Answer::kLayer;
+    if (answer == first_epoch_ + layers_) return Answer::kOver;
+    if (steady_clock::now() >= limit) return Answer::kNone;
+    AwaitChange(&words_->answer, answer, spin, limit);
+    spin = std::chrono::microseconds(0);
+  }
+}
+
+}  // namespace attnd::plane

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Words: how client and server take turns over shared memory, one layer of a pass at a time.
+//
+// A pass over memory of `layers` layers has the epochs first .. first + layers, in arithmetic of 32
+// bits (the proto, PassMemory.first_epoch). Each side writes words of its own and waits for the
+// other side's:
+//
+//   client   writes q, k and v of layer n, then ring = first + n       ("n is there")
+//   server   reads them, answers, writes out and lse, then
+//            answer = first + n                                        ("n is answered")
+//   server   answer = first + layers: the pass is given up, or was never begun; the reply on the
+//            Decode stream says why
+//
+// A word is written last and with release, and read with acquire, so that a side that sees an
+// epoch also sees the data that it stands for. After a write the writer wakes the futex of the
+// word. An epoch names one layer of one pass: what a word has been left at by an earlier pass, or
+// by a replay of an earlier graph, is never taken for a turn.
+//
+// Both words lie in memory that the client can write at any time. So the server believes `ring`
+// only where it is the epoch that the server waits for, and never reads back what the server wrote.
+#ifndef ATTND_PLANE_WORDS_H_
+#define ATTND_PLANE_WORDS_H_
+
+#include <cstddef>
+#include <cstdint>
+
+namespace attnd::plane {
+
+// Every offset and stride in a region is a multiple of this: a cache line, so that the words of one
+// side do not share a line with anything of the other.
+inline constexpr uint64_t kAlignmentBytes = 64;
+
+struct Words {
+  // Written by the client: the epoch of the last layer that is there.
+  alignas(kAlignmentBytes) uint32_t ring;
+  // Written by the server: the epoch of the last layer that is answered, or that the pass is over.
+  alignas(kAlignmentBytes) uint32_t answer;
+  // Written by the server before `answer`: rows that have left the pass so far. Their parts of out
+  // and lse are NaN.
+  uint32_t failed_rows;
+};
+static_assert(sizeof(Words) == 128 && offsetof(Words, answer) == 64 &&
+              offsetof(Words, failed_rows) == 68);
+
+}  // namespace attnd::plane
+
+#endif  // ATTND_PLANE_WORDS_H_

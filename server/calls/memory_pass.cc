@@ -1,0 +1,277 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/calls/memory_pass.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <new>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "common/checked_math.h"
+#include "common/dtype.h"
+#include "common/mutex.h"
+#include "common/status.h"
+#include "server/calls/conversions.h"
+#include "server/calls/memory_plane.h"
+
+namespace attnd::server {
+namespace {
+
+constexpr uint32_t kSpinUsMax = 10'000;
+
+plane::Span ToSpan(const v1::PassSpan& proto) { return {proto.offset(), proto.layer_stride()}; }
+
+uint64_t Bytes(const engine::TensorView& tensor) {
+  return tensor.elements * DTypeBytes(tensor.dtype);  // does not overflow: conversions.cc
+}
+
+// Work that another thread does while this one waits for it.
+class AwaitedTask final : public StepExecutor::Task {
+ public:
+  explicit AwaitedTask(absl::FunctionRef<void()> work) : work_(work) {}
+  void Run() override {
+    work_();
+    const MutexLock lock(mutex_);
+    done_ = true;
+    changed_.NotifyOne();
+  }
+  void Await() {
+    const MutexLock lock(mutex_);
+    while (!done_) changed_.Wait(mutex_);
+  }
+
+ private:
+  const absl::FunctionRef<void()> work_;
+  Mutex mutex_;
+  CondVar changed_;
+  bool done_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
+}  // namespace
+
+MemoryPass::MemoryPass(const Stream& stream, const v1::PassMemory& proto, plane::RegionUse region)
+    : stream_(stream),
+      region_(std::move(region)),
+      spin_(proto.spin_us()),
+      out_span_(ToSpan(proto.out())),
+      lse_span_(ToSpan(proto.lse())),
+      q_{.span = ToSpan(proto.q()), .copy = nullptr},
+      k_{.span = ToSpan(proto.k()), .copy = nullptr},
+      v_{.span = ToSpan(proto.v()), .copy = nullptr},
+      turns_(reinterpret_cast<plane::Words*>(region_.data() + proto.words_offset()),
+             proto.first_epoch(), stream.options->layers) {
+  stats_.Start(stream.step->rows.size());
+}
+
+absl::StatusOr<std::unique_ptr<MemoryPass>> MemoryPass::Declare(const Stream& stream,
+                                                                const v1::PassMemory& proto) {
+  if (stream.options->stats == v1::Pass::STATS_EACH_LAYER) {
+    return Invalid("begin_pass.stats",
+                   " is STATS_EACH_LAYER; allowed are STATS_OF_PASS and STATS_NONE over memory");
+  }
+  if (proto.spin_us() > kSpinUsMax) {
+    return Invalid("begin_pass.memory.spin_us", " is ", proto.spin_us(), "; allowed are 0..",
+                   kSpinUsMax);
+  }
+  ATTND_ASSIGN_OR_RETURN(plane::RegionUse region, stream.handlers->memory->regions()->Use(
+                                                      *stream.tenant, proto.region_id()));
+  ATTND_RETURN_IF_ERROR(plane::CheckSpan("begin_pass.memory.words",
+                                         {.offset = proto.words_offset(), .layer_stride = 0},
+                                         sizeof(plane::Words), 1, region.bytes()));
+  std::unique_ptr<MemoryPass> pass(new MemoryPass(stream, proto, std::move(region)));
+  ATTND_RETURN_IF_ERROR(pass->Check());
+  ATTND_RETURN_IF_ERROR(pass->MakeCopies());
+  return pass;
+}
+
+absl::Status MemoryPass::Check() {
+  const engine::DecodeArgs& args = stream_.step->args;
+  ATTND_RETURN_IF_ERROR(CheckInput("begin_pass.memory.q", args.q, &q_));
+  ATTND_RETURN_IF_ERROR(CheckInput("begin_pass.memory.k", args.k, &k_));
+  ATTND_RETURN_IF_ERROR(CheckInput("begin_pass.memory.v", args.v, &v_));
+  const uint64_t bytes = q_.bytes + k_.bytes + v_.bytes;  // each at most a region's
+  const uint64_t bytes_max = stream_.handlers->options->max_message_bytes;
+  if (bytes > bytes_max) {
+    stream_.handlers->metrics->OnRejected(Rejection::kMessage);
+    return absl::ResourceExhaustedError(
+        absl::StrCat("max_message_bytes: q, k and v of a layer have ", bytes,
+                     " bytes; allowed are ", bytes_max));
+  }
+  const uint64_t lanes = args.q.elements / args.q_head_dim;
+  declared_ = {
+      .query_tokens = lanes / args.q_heads, .query_heads = args.q_heads, .value_dim = ValueDim()};
+  return CheckOutputs(declared_);
+}
+
+absl::Status MemoryPass::CheckInput(absl::string_view field, const engine::TensorView& tensor,
+                                    Input* input) const {
+  if (tensor.elements == 0) return absl::OkStatus();  // absent
+  ATTND_RETURN_IF_ERROR(plane::CheckSpan(field, input->span, Bytes(tensor), stream_.options->layers,
+                                         region_.bytes()));
+  input->bytes = Bytes(tensor);
+  return absl::OkStatus();
+}
+
+absl::Status MemoryPass::CheckOutputs(const engine::AnswerExtents& extents) const {
+  const auto out_bytes =
+      CheckedProduct({extents.query_tokens, extents.query_heads, extents.value_dim,
+                      DTypeBytes(stream_.step->output_dtype)});
+  const auto lse_bytes = CheckedProduct({extents.query_tokens, extents.query_heads, sizeof(float)});
+  const uint64_t bytes_max = stream_.handlers->options->max_message_bytes;
+  if (!out_bytes || !lse_bytes || *out_bytes > bytes_max || *lse_bytes > bytes_max - *out_bytes) {
+    stream_.handlers->metrics->OnRejected(Rejection::kMessage);
+    return absl::ResourceExhaustedError(
+        absl::StrCat("max_message_bytes: out and lse of a layer would have more than the ",
+                     bytes_max, " bytes allowed"));
+  }
+  const uint32_t layers = stream_.options->layers;
+  ATTND_RETURN_IF_ERROR(
+      plane::CheckSpan("begin_pass.memory.out", out_span_, *out_bytes, layers, region_.bytes()));
+  if (!stream_.options->want_lse) return absl::OkStatus();
+  return plane::CheckSpan("begin_pass.memory.lse", lse_span_, *lse_bytes, layers, region_.bytes());
+}
+
+uint64_t MemoryPass::ValueDim() const {
+  const engine::DecodeArgs& args = stream_.step->args;
+  if (args.v.elements > 0) return args.v_value_dim;
+  uint64_t value_dim = 0;
+  for (const engine::DecodeRow& row : stream_.step->rows) {
+    const auto info = stream_.handlers->engine->Info(*stream_.tenant, row.sequence_id);
+    if (info.ok()) value_dim = std::max<uint64_t>(value_dim, info->args.shape.value_dim);
+  }
+  return value_dim;
+}
+
+absl::Status MemoryPass::MakeCopies() {
+  engine::DecodeArgs& args = stream_.step->args;
+  ATTND_RETURN_IF_ERROR(MakeCopy(&args.q, &q_));
+  ATTND_RETURN_IF_ERROR(MakeCopy(&args.k, &k_));
+  return MakeCopy(&args.v, &v_);
+}
+
+absl::Status MemoryPass::MakeCopy(engine::TensorView* tensor, Input* input) {
+  if (input->bytes == 0) return absl::OkStatus();
+  input->copy.reset(new (std::nothrow) std::byte[input->bytes]);
+  if (input->copy == nullptr) {
+    return absl::ResourceExhaustedError("the system refused memory for a layer of the pass");
+  }
+  tensor->data = input->copy.get();
+  return absl::OkStatus();
+}
+
+absl::Status MemoryPass::Run(engine::DecodeResult* result) {
+  auto pass = stream_.handlers->engine->BeginPass(*stream_.tenant, stream_.writer,
+                                                  stream_.step->rows, stream_.options->layers);
+  absl::Status status = pass.ok() ? RunLayers(pass->get(), result) : pass.status();
+  if (status.ok()) return status;
+  // Taken back before the client can know that the pass is over.
+  if (pass.ok()) pass->reset();
+  turns_.GiveUp(failed_rows_);
+  return status;
+}
+
+absl::Status MemoryPass::RunLayers(engine::Pass* pass, engine::DecodeResult* result) {
+  while (pass->layer() < stream_.options->layers) {
+    ATTND_RETURN_IF_ERROR(AwaitRing());
+    ATTND_RETURN_IF_ERROR(AnswerLayer(pass, result));
+    turns_.Answer(failed_rows_);
+  }
+  if (stream_.options->stats == v1::Pass::STATS_OF_PASS) *result = stats_.Total(*result);
+  return absl::OkStatus();
+}
+
+absl::Status MemoryPass::AwaitRing() const {
+  const Clock::time_point latest = Clock::now() + stream_.handlers->options->reply_timeout();
+  return turns_.AwaitRing({.limit = std::min(stream_.options->deadline.value_or(latest), latest),
+                           .spin = spin_,
+                           .cancelled = stream_.cancelled,
+                           .stopping = stream_.stopping});
+}
+
+absl::Status MemoryPass::AnswerLayer(engine::Pass* pass, engine::DecodeResult* result) {
+  const Clock::time_point arrival = Clock::now();
+  engine::DecodeArgs& args = stream_.step->args;
+  const uint32_t layer = pass->layer();
+  args.layer = layer;
+  args.deadline =
+      Earlier(DeadlineAt(arrival, stream_.step->deadline_us), stream_.options->deadline);
+  CopyIn(layer);
+  extents_ = {};
+  Clock::time_point start, end;
+  absl::Status status;
+  RunStep([&] {
+    start = Clock::now();
+    status = pass->Step(
+        args, [this](const engine::AnswerExtents& extents) { return Provide(extents); }, result);
+    end = Clock::now();
+  });
+  if (status.ok()) {
+    CopyOut(layer);
+    stats_.Add(*result);
+    failed_rows_ = static_cast<uint32_t>(
+        std::count_if(result->rows.begin(), result->rows.end(),
+                      [](const engine::DecodeRowResult& row) { return !row.status.ok(); }));
+  }
+  // Before the answer wakes the client: the system may put the client on this core, where it would
+  // wait for this thread.
+  Metrics* const metrics = stream_.handlers->metrics;
+  if (absl::IsResourceExhausted(status)) metrics->OnRejected(Rejection::kMemory);
+  metrics->OnStep(status.code(), status.ok() ? result : nullptr,
+                  {stream_.step->rows, stream_.handlers->options->max_sequence_tokens});
+  metrics->OnStage(Stage::kQueue, start - arrival);
+  metrics->OnStage(Stage::kEngine, end - start);
+  metrics->OnStage(Stage::kRpc, Clock::now() - end);
+  return status;
+}
+
+void MemoryPass::CopyIn(uint32_t layer) {
+  for (const Input* input : {&q_, &k_, &v_}) {
+    if (input->bytes == 0) continue;
+    std::memcpy(input->copy.get(), region_.data() + plane::LayerOffset(input->span, layer),
+                input->bytes);
+  }
+}
+
+absl::StatusOr<engine::AnswerBuffers> MemoryPass::Provide(const engine::AnswerExtents& extents) {
+  // Again, as now the sequences themselves have said how wide their values are.
+  ATTND_RETURN_IF_ERROR(CheckOutputs(extents));
+  extents_ = extents;
+  out_.resize(extents.out_floats());
+  lse_.resize(extents.lse_floats());
+  return engine::AnswerBuffers{.out = out_, .lse = lse_};
+}
+
+void MemoryPass::CopyOut(uint32_t layer) {
+  if (extents_.out_floats() == 0) {  // no row is left, and the engine has written nothing
+    extents_ = declared_;
+    out_.assign(extents_.out_floats(), std::numeric_limits<float>::quiet_NaN());
+    lse_.assign(extents_.lse_floats(), std::numeric_limits<float>::quiet_NaN());
+  }
+  FromFloat(stream_.step->output_dtype, out_.data(), extents_.out_floats(),
+            region_.data() + plane::LayerOffset(out_span_, layer));
+  if (!stream_.options->want_lse) return;
+  std::memcpy(region_.data() + plane::LayerOffset(lse_span_, layer), lse_.data(),
+              extents_.lse_floats() * sizeof(float));
+}
+
+void MemoryPass::RunStep(absl::FunctionRef<void()> step) const {
+  AwaitedTask task(step);
+  // A pass has its place, as one whose layers are messages.
+  if (MayReadDisk()) {
+    stream_.handlers->disk_steps->Enqueue(&task, StepExecutor::Place::kAlways);
+  } else {
+    stream_.handlers->steps->Submit(&task, StepExecutor::Place::kAlways);
+  }
+  task.Await();
+}
+
+bool MemoryPass::MayReadDisk() const {
+  const auto& rows = stream_.step->rows;
+  return std::any_of(rows.begin(), rows.end(), [&](const engine::DecodeRow& row) {
+    return stream_.handlers->engine->MayReadDisk(*stream_.tenant, row.sequence_id);
+  });
+}
+
+}  // namespace attnd::server

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// MemoryPass: a pass whose layers lie in memory that the client shares (the proto, PassMemory).
+#ifndef ATTND_SERVER_CALLS_MEMORY_PASS_H_
+#define ATTND_SERVER_CALLS_MEMORY_PASS_H_
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "attnd/v1/attnd.pb.h"
+#include "engine/engine.h"
+#include "plane/pass_memory.h"
+#include "plane/region_table.h"
+#include "plane/turns.h"
+#include "server/calls/handler.h"
+#include "server/calls/pass_stats.h"
+#include "server/calls/step_conversions.h"
+
+namespace attnd::server {
+
+// Between the client's memory and the engine stand buffers of the server's own: each byte of q, k
+// and v is read once, before anything is checked, and each byte of out and lse is written once,
+// when the engine is done. So nothing that has been checked can change any more, and the engine
+// never sees memory that somebody else writes. Offsets come from the declaration, never from the
+// memory.
+//
+// One thread, which Run occupies: it waits for the client's turns.
+class MemoryPass {
+ public:
+  // What the stream has made of the declaration. All of it outlives the MemoryPass.
+  struct Stream {
+    HandlerContext* handlers = nullptr;
+    const std::string* tenant = nullptr;
+    engine::WriterId writer = 0;
+    DecodeStep* step = nullptr;  // its tensors have no data until Declare gives them some
+    const PassOptions* options = nullptr;
+    const std::atomic<bool>* cancelled = nullptr;
+    const std::atomic<bool>* stopping = nullptr;  // the server ends
+  };
+
+  // Takes the region and checks where everything lies in it. Errors are those of PassMemory;
+  // ResourceExhausted if a layer has more than max_message_bytes one way, or the system refuses the
+  // buffers.
+  static absl::StatusOr<std::unique_ptr<MemoryPass>> Declare(const Stream& stream,
+                                                             const v1::PassMemory& proto);
+
+  // Begins the engine's pass and answers its layers as the client rings for them. OK, with the
+  // rows' results in `result`, if all were answered; else the pass was given up, and the client's
+  // words say so. Called once.
+  absl::Status Run(engine::DecodeResult* result);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  // A tensor that the client writes: where it lies, and the server's copy of one layer.
+  struct Input {
+    plane::Span span;
+    std::unique_ptr<std::byte[]> copy;  // null: the declaration has no such tensor
+    uint64_t bytes = 0;
+  };
+
+  MemoryPass(const Stream& stream, const v1::PassMemory& proto, plane::RegionUse region);
+  absl::Status Check();
+  absl::Status CheckInput(absl::string_view field, const engine::TensorView& tensor,
+                          Input* input) const;
+  // Of a layer: out and lse.
+  absl::Status CheckOutputs(const engine::AnswerExtents& extents) const;
+  // The widest values that the rows' sequences have, as far as that is known.
+  uint64_t ValueDim() const;
+  absl::Status MakeCopies();
+  static absl::Status MakeCopy(engine::TensorView* tensor, Input* input);
+  absl::Status RunLayers(engine::Pass* pass, engine::DecodeResult* result);
+  absl::Status AwaitRing() const;
+  absl::Status AnswerLayer(engine::Pass* pass, engine::DecodeResult* result);
+  void CopyIn(uint32_t layer);
+  void CopyOut(uint32_t layer);
+  absl::StatusOr<engine::AnswerBuffers> Provide(const engine::AnswerExtents& extents);
+  // On the threads that steps run on.
+  void RunStep(absl::FunctionRef<void()> step) const;
+  bool MayReadDisk() const;
+
+  const Stream stream_;
+  const plane::RegionUse region_;
+  const std::chrono::microseconds spin_;
+  const plane::Span out_span_;
+  const plane::Span lse_span_;
+  Input q_, k_, v_;  // constant after Declare, but for the copies' bytes
+  plane::ServerTurns turns_;
+
+  // What the declaration says of the answers; value_dim is 0 where nobody knows it.
+  engine::AnswerExtents declared_;
+  // The answer of a layer, as the engine writes it.
+  engine::AnswerExtents extents_;
+  std::vector<float> out_;
+  std::vector<float> lse_;
+  PassStats stats_;
+  uint32_t failed_rows_ = 0;
+};
+
+}  // namespace attnd::server
+
+#endif  // ATTND_SERVER_CALLS_MEMORY_PASS_H_

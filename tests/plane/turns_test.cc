@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Goal: client and server take turns, and neither passes on a word that an earlier pass left, a
+// later layer's, or another value. Method: both ends over one region, in two mappings as in two
+// processes, and in one, where the thread sanitizer sees both sides; each layer's data is checked
+// on the other side.
+#include "plane/turns.h"
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <ostream>
+#include <thread>
+
+#include "gtest/gtest.h"
+#include "plane/region.h"
+#include "plane/word_wait.h"
+
+namespace attnd::plane {
+namespace {
+
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+
+struct Case {
+  std::chrono::microseconds spin;
+  bool one_mapping;
+};
+void PrintTo(const Case& test, std::ostream* out) {
+  *out << "spin of " << test.spin.count() << " us, " << (test.one_mapping ? 1 : 2) << " mappings";
+}
+
+class TurnsTest : public ::testing::TestWithParam<Case> {
+ protected:
+  TurnsTest() {
+    OwnedFd descriptor;
+    server_memory_ = *Region::Create(4096, &descriptor);
+    client_memory_ = *Region::Map(descriptor, 4096);
+  }
+  Words* server_words() { return reinterpret_cast<Words*>(server_memory_->data()); }
+  const Region& client_memory() {
+    return GetParam().one_mapping ? *server_memory_ : *client_memory_;
+  }
+  Words* client_words() { return reinterpret_cast<Words*>(client_memory().data()); }
+  static uint64_t* Cell(const Region& region, size_t number) {
+    return reinterpret_cast<uint64_t*>(region.data() + 1024) + 64 * number;
+  }
+  static ServerTurns::Wait Until(std::chrono::milliseconds time) {
+    return {.limit = Clock::now() + time};
+  }
+
+  std::unique_ptr<Region> server_memory_, client_memory_;
+};
+INSTANTIATE_TEST_SUITE_P(Waits, TurnsTest,
+                         ::testing::Values(Case{0us, false}, Case{50us, false}, Case{0us, true},
+                                           Case{50us, true}));
+
+TEST_P(TurnsTest, LayersAreAnsweredInOrder) {
+  constexpr uint32_t kPasses = 200, kLayers = 16;
+  std::atomic<uint32_t> first{0};  // of the pass that is declared, 0 while there is none
+  std::thread server([&] {
+    for (uint32_t pass = 0; pass < kPasses; ++pass) {
+      while (first == 0) std::this_thread::yield();
+      ServerTurns turns(server_words(), first.exchange(0), kLayers);
+      for (uint32_t layer = 0; layer < kLayers; ++layer) {
+        ASSERT_EQ(turns.layer(), layer);
+        ASSERT_TRUE(turns.AwaitRing({.limit = Clock::now() + 30s, .spin = GetParam().spin}).ok());
+        ASSERT_EQ(*Cell(*server_memory_, 0), uint64_t{pass} * kLayers + layer);
+        *Cell(*server_memory_, 1) = 3 * *Cell(*server_memory_, 0);
+        turns.Answer(layer);
+      }
+    }
+  });
+  ClientTurns turns(client_words());
+  for (uint32_t pass = 0; pass < kPasses; ++pass) {
+    const uint32_t epoch = turns.Begin(kLayers);
+    ASSERT_NE(epoch, 0u);
+    for (uint64_t layer = 0; layer < kLayers; ++layer) {
+      *Cell(client_memory(), 0) = pass * kLayers + layer;
+      turns.Ring();
+      if (layer == 0) first = epoch;  // after the first layer is there
+      ASSERT_EQ(turns.Await(GetParam().spin, Clock::now() + 30s), ClientTurns::Answer::kLayer);
+      ASSERT_EQ(*Cell(client_memory(), 1), 3 * (pass * kLayers + layer));
+      ASSERT_EQ(turns.failed_rows(), layer);
+    }
+  }
+  server.join();
+}
+
+TEST_P(TurnsTest, AWordThatWasLeftBehindIsNoTurn) {
+  ClientTurns client(client_words());
+  const uint32_t first = client.Begin(2);
+  client.Ring();
+  ServerTurns server(server_words(), first, 2);
+  ASSERT_TRUE(server.AwaitRing(Until(10s)).ok());
+  server.Answer(0);
+  ASSERT_EQ(client.Await(0us, Clock::now() + 10s), ClientTurns::Answer::kLayer);
+  // The server waits for layer 1, the word still has layer 0's epoch.
+  EXPECT_TRUE(absl::IsDeadlineExceeded(server.AwaitRing(Until(30ms))));
+  server.GiveUp(0);
+  // A new pass: neither side sees anything of the old one.
+  const uint32_t second = client.Begin(2);
+  EXPECT_GT(second, first + 2);
+  ServerTurns next(server_words(), second, 2);
+  EXPECT_TRUE(absl::IsDeadlineExceeded(next.AwaitRing(Until(30ms))));
+  client.Ring();
+  EXPECT_EQ(client.Await(GetParam().spin, Clock::now() + 30ms), ClientTurns::Answer::kNone);
+  EXPECT_TRUE(next.AwaitRing(Until(10s)).ok());
+}
+
+TEST_P(TurnsTest, AnotherValueGivesThePassUp) {
+  for (const int64_t off : {int64_t{1}, int64_t{-2}, int64_t{1} << 31}) {
+    ClientTurns client(client_words());
+    const uint32_t first = client.Begin(3);
+    WriteWord(&client_words()->ring, first + static_cast<uint32_t>(off));
+    const ServerTurns server(server_words(), first, 3);
+    EXPECT_TRUE(absl::IsInvalidArgument(server.AwaitRing(Until(10s)))) << off;
+  }
+}
+
+TEST_P(TurnsTest, AGivenUpPassWakesItsClient) {
+  ClientTurns client(client_words());
+  const uint32_t first = client.Begin(3);
+  client.Ring();
+  std::thread server([&] {
+    ServerTurns turns(server_words(), first, 3);
+    EXPECT_TRUE(turns.AwaitRing(Until(10s)).ok());
+    std::this_thread::sleep_for(20ms);
+    turns.GiveUp(2);
+  });
+  EXPECT_EQ(client.Await(GetParam().spin, Clock::now() + 10s), ClientTurns::Answer::kOver);
+  EXPECT_EQ(client.failed_rows(), 2u);
+  server.join();
+}
+
+TEST_P(TurnsTest, EpochsGoOverTheEndOf32Bits) {
+  constexpr uint32_t kFirst = 0xFFFFFFFE;
+  WriteWord(&client_words()->ring, kFirst - 1);
+  ServerTurns server(server_words(), kFirst, 4);
+  for (const uint32_t epoch : {0xFFFFFFFEu, 0xFFFFFFFFu, 0u, 1u}) {
+    WriteWord(&client_words()->ring, epoch);
+    ASSERT_TRUE(server.AwaitRing(Until(10s)).ok()) << epoch;
+    server.Answer(0);
+    EXPECT_EQ(ReadWord(&client_words()->answer), epoch);
+  }
+}
+
+TEST_P(TurnsTest, WaitingEnds) {
+  ClientTurns client(client_words());
+  const ServerTurns server(server_words(), client.Begin(1), 1);
+  std::atomic<bool> cancelled{false}, stopping{false};
+  const ServerTurns::Wait wait = {.limit = Clock::now() + 60s,
+                                  .spin = GetParam().spin,
+                                  .cancelled = &cancelled,
+                                  .stopping = &stopping};
+  for (std::atomic<bool>* flag : {&cancelled, &stopping}) {
+    const auto start = Clock::now();
+    std::thread other([&] {
+      std::this_thread::sleep_for(30ms);
+      *flag = true;
+    });
+    const absl::Status status = server.AwaitRing(wait);
+    EXPECT_EQ(status.code(),
+              flag == &cancelled ? absl::StatusCode::kCancelled : absl::StatusCode::kUnavailable);
+    EXPECT_LT(Clock::now() - start, 5s);
+    other.join();
+    *flag = false;
+  }
+}
+
+}  // namespace
+}  // namespace attnd::plane
