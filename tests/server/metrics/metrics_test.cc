@@ -296,9 +296,9 @@ TEST(Metrics, ADeviceIsATierAndHasArenas) {
   EXPECT_EQ(values["attnd_device_bytes{arena=pages}"], 10);
   EXPECT_EQ(values["attnd_device_bytes{arena=index}"], 20);
   EXPECT_EQ(values["attnd_device_capacity_bytes{arena=scratch}"], 300);
-  EXPECT_EQ(values["attnd_pcie_bytes_total{direction=to_device,path=copy}"], 50);
-  EXPECT_EQ(values["attnd_pcie_bytes_total{direction=to_host,path=copy}"], 6);
-  EXPECT_EQ(values["attnd_pcie_bytes_total{direction=to_device,path=fetch}"], 4096);
+  EXPECT_EQ(values["attnd_pcie_bytes_total{direction=to_device}{path=copy}"], 50);
+  EXPECT_EQ(values["attnd_pcie_bytes_total{direction=to_host}{path=copy}"], 6);
+  EXPECT_EQ(values["attnd_pcie_bytes_total{direction=to_device}{path=fetch}"], 4096);
   EXPECT_EQ(values["attnd_tier_lookup_pages_total{tier=hbm}"], 20);
   EXPECT_EQ(values["attnd_tier_hit_pages_total{tier=hbm}"], 14);
   EXPECT_EQ(values["attnd_device_pages_in_place_total"], 2);
