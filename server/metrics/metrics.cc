@@ -136,9 +136,10 @@ void Metrics::AddDeviceMetrics() {
   pcie_bytes_ = {AddCounter(pcie, pcie_help, {{"direction", "to_device"}, {"path", "copy"}}),
                  AddCounter(pcie, pcie_help, {{"direction", "to_host"}, {"path", "copy"}}),
                  AddCounter(pcie, pcie_help, {{"direction", "to_device"}, {"path", "fetch"}})};
+  // Hits come first on the page: who reads them before look-ups never sees more hits than these.
+  device_hit_pages_ = AddCounter("attnd_tier_hit_pages_total", kHitHelp, {{"tier", "hbm"}});
   device_lookup_pages_ =
       AddCounter("attnd_tier_lookup_pages_total", kLookupHelp, {{"tier", "hbm"}});
-  device_hit_pages_ = AddCounter("attnd_tier_hit_pages_total", kHitHelp, {{"tier", "hbm"}});
   device_pages_in_place_ =
       AddCounter("attnd_device_pages_in_place_total",
                  "Pages without room in the GPU's cache, read where they lie in host memory");
