@@ -43,7 +43,7 @@ std::unique_ptr<Backend> MakeGpu(uint64_t page_memory_bytes, uint32_t timed_step
   return backend.ok() ? *std::move(backend) : nullptr;
 }
 
-#define SKIP_WITHOUT_GPU(backend)                                               \
+#define SKIP_IF_NO_GPU(backend)                                                 \
   if ((backend) == nullptr) {                                                   \
     ASSERT_TRUE(GpusIn("/dev").empty()) << "there is a GPU that is not opened"; \
     GTEST_SKIP() << "no GPU";                                                   \
@@ -98,7 +98,7 @@ class GpuPageCache : public testing::TestWithParam<Case> {
 
 TEST_P(GpuPageCache, BitsDoNotDependOnIt) {
   const auto resident = MakeGpu(0);
-  SKIP_WITHOUT_GPU(resident);
+  SKIP_IF_NO_GPU(resident);
   TestSequence sequence = Make(0);
   const uint64_t bytes = PageBytes(sequence);
   std::vector<StepResult> expected;
@@ -136,7 +136,7 @@ TEST_P(GpuPageCache, BitsDoNotDependOnIt) {
 TEST_P(GpuPageCache, ARepeatedStepFetchesNothing) {
   TestSequence sequence = Make(1);
   const auto paged = MakeGpu(PageBytes(sequence) / 10 * 9);
-  SKIP_WITHOUT_GPU(paged);
+  SKIP_IF_NO_GPU(paged);
   const std::vector<TestRow> rows = Rows(&sequence, 1, TestSeed());
   const StepResult first = RunStep(paged.get(), 1, rows);
   const auto before = paged->stats().cache;
@@ -149,7 +149,7 @@ TEST_P(GpuPageCache, ARepeatedStepFetchesNothing) {
 
 TEST_P(GpuPageCache, ThreadsShareIt) {
   const auto resident = MakeGpu(0);
-  SKIP_WITHOUT_GPU(resident);
+  SKIP_IF_NO_GPU(resident);
   constexpr uint32_t kThreads = 3, kSteps = 30;
   std::vector<TestSequence> sequences;
   uint64_t bytes = 0;

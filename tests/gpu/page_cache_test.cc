@@ -196,11 +196,11 @@ CudaBackendOptions OfPages(uint64_t bytes) {
   return options;
 }
 
-std::vector<TestRow> RowsOf(TestSequence* sequence, uint32_t layer) {
+std::vector<TestRow> RowsOfLayer(TestSequence* sequence, uint32_t layer) {
   return RowsOfPolicies(sequence, layer, 3, DType::kFp32);
 }
 
-void ExpectSameBits(const StepResult& a, const StepResult& b) {
+void ExpectSameOutputs(const StepResult& a, const StepResult& b) {
   ASSERT_TRUE(a.status.ok()) << a.status;
   ASSERT_TRUE(b.status.ok()) << b.status;
   ASSERT_EQ(a.rows.size(), b.rows.size());
@@ -220,7 +220,7 @@ TEST_P(PageCacheSteps, BitsAreThoseOfADeviceWithRoom) {
   TestSequence sequence = HostSequence(0, GetParam());
   const FakeBackend large = MakeFakeBackend(SmallOptions(), true);
   for (uint32_t layer = 0; layer < 2; ++layer) {
-    const std::vector<TestRow> rows = RowsOf(&sequence, layer);
+    const std::vector<TestRow> rows = RowsOfLayer(&sequence, layer);
     const StepResult resident = RunStep(large.backend.get(), layer, rows);
     EXPECT_EQ(large.control->mapped_bytes(), 0u);
     EXPECT_EQ(large.backend->stats().cache.bytes, 0u);
@@ -229,7 +229,7 @@ TEST_P(PageCacheSteps, BitsAreThoseOfADeviceWithRoom) {
       SCOPED_TRACE(bytes);
       const FakeBackend fake = MakeFakeBackend(OfPages(bytes), true);
       const StepResult step = RunStep(fake.backend.get(), layer, rows);
-      ExpectSameBits(step, resident);
+      ExpectSameOutputs(step, resident);
       EXPECT_TRUE(Agree(step, RunStep(MakeCpu().get(), layer, rows), rows));
       EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
       EXPECT_GT(fake.backend->stats().cache.bytes, bytes / 2);
@@ -249,13 +249,13 @@ TEST_P(PageCacheSteps, BitsAreThoseOfADeviceWithRoom) {
 TEST_P(PageCacheSteps, StepsRepeatWithOneHeader) {
   TestSequence sequence = HostSequence(0, GetParam());
   const FakeBackend fake = MakeFakeBackend(OfPages(kFewPages), true);
-  std::vector<TestRow> rows = RowsOf(&sequence, 0);
+  std::vector<TestRow> rows = RowsOfLayer(&sequence, 0);
   rows.resize(20);  // whose queries take less than an index
   const StepResult first = RunStep(fake.backend.get(), 0, rows);
-  ExpectSameBits(RunStep(fake.backend.get(), 0, rows), first);
+  ExpectSameOutputs(RunStep(fake.backend.get(), 0, rows), first);
   const uint64_t kinds = fake.control->kinds();
   const uint64_t sent = fake.backend->stats().bytes_to_device;
-  ExpectSameBits(RunStep(fake.backend.get(), 0, rows), first);
+  ExpectSameOutputs(RunStep(fake.backend.get(), 0, rows), first);
   EXPECT_EQ(fake.control->kinds(), kinds) << "a graph could not launch the step again";
   EXPECT_LT(fake.backend->stats().bytes_to_device - sent, 100000u);  // no index again
 }
@@ -264,7 +264,7 @@ TEST_P(PageCacheSteps, MemoryIsGivenBackWithTheSequences) {
   const FakeBackend fake = MakeFakeBackend(OfPages(kFewPages), true);
   {
     TestSequence sequence = HostSequence(0, GetParam());
-    const std::vector<TestRow> rows = RowsOf(&sequence, 1);
+    const std::vector<TestRow> rows = RowsOfLayer(&sequence, 1);
     ASSERT_TRUE(RunStep(fake.backend.get(), 1, rows).status.ok());
     EXPECT_GT(fake.control->mapped_bytes(), 0u);
   }
@@ -278,7 +278,7 @@ TEST_P(PageCacheSteps, WithoutPinnedMemoryTheCpuAnswers) {
   TestSequence sequence = HostSequence(0, GetParam());
   const FakeBackend fake = MakeFakeBackend(OfPages(kFewPages), true);
   fake.control->Set({.mapping = 0});
-  const std::vector<TestRow> rows = RowsOf(&sequence, 0);
+  const std::vector<TestRow> rows = RowsOfLayer(&sequence, 0);
   EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
   EXPECT_EQ(fake.backend->stats().fallback_steps, 1u);
   EXPECT_TRUE(fake.backend->Health().ok());
@@ -294,7 +294,7 @@ TEST_P(PageCacheSteps, ResidentsMakeRoom) {
   std::vector<TestRow> all;
   for (int round = 0; round < 2; ++round) {
     for (TestSequence& sequence : sequences) {
-      const std::vector<TestRow> rows = RowsOf(&sequence, 0);
+      const std::vector<TestRow> rows = RowsOfLayer(&sequence, 0);
       const StepResult step = RunStep(fake.backend.get(), 0, rows);
       EXPECT_TRUE(Agree(step, RunStep(MakeCpu().get(), 0, rows), rows));
       if (round == 0) continue;
@@ -320,7 +320,7 @@ TEST_P(PageCacheSteps, ATailMakesRoom) {
   TestSequence sequence = HostSequence(0, GetParam());
   const uint64_t segments = 2048 * uint64_t{1024};  // bytes of pages
   const FakeBackend fake = MakeFakeBackend(OfPages(segments + 4096), true);
-  const std::vector<TestRow> rows = RowsOf(&sequence, 0);
+  const std::vector<TestRow> rows = RowsOfLayer(&sequence, 0);
   EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
   EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
   EXPECT_GT(fake.backend->stats().cache.bytes, 0u);
@@ -334,7 +334,7 @@ TEST_P(PageCacheSteps, ABatchThatDoesNotFitIsAnsweredInWaves) {
   std::vector<TestRow> rows;
   for (uint64_t s = 0; s < 4; ++s) sequences.push_back(HostSequence(s, GetParam()));
   for (TestSequence& sequence : sequences) {
-    for (TestRow& row : RowsOf(&sequence, 0)) rows.push_back(std::move(row));
+    for (TestRow& row : RowsOfLayer(&sequence, 0)) rows.push_back(std::move(row));
   }
   for (int round = 0; round < 2; ++round) {
     EXPECT_TRUE(
@@ -347,7 +347,7 @@ TEST_P(PageCacheSteps, ABatchThatDoesNotFitIsAnsweredInWaves) {
 // Host memory has every byte: the CPU goes on, and what was mapped is unmapped in the end.
 TEST_P(PageCacheSteps, AFailureAtAnyCallLosesNothing) {
   TestSequence sequence = HostSequence(0, GetParam());
-  std::vector<TestRow> rows = RowsOf(&sequence, 0);
+  std::vector<TestRow> rows = RowsOfLayer(&sequence, 0);
   rows.resize(4);
   const auto cpu = MakeCpu();
   uint64_t failures = 0;
@@ -375,7 +375,7 @@ TEST_P(PageCacheSteps, RefusedMemoryLosesNothing) {
     const FakeBackend fake = MakeFakeBackend(OfPages(kFewPages), true);
     fake.control->Set({.mapping = mapping});
     for (const uint32_t layer : {0, 1, 0}) {
-      const std::vector<TestRow> rows = RowsOf(&sequence, layer);
+      const std::vector<TestRow> rows = RowsOfLayer(&sequence, layer);
       EXPECT_TRUE(
           Agree(RunStep(fake.backend.get(), layer, rows), RunStep(cpu.get(), layer, rows), rows));
     }
