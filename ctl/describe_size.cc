@@ -111,7 +111,7 @@ void AddMissing(const char* what, uint64_t bytes, Value* rows) {
 // Of the segments' keys and values, what the GPU's memory holds at a time.
 double GpuShare(const GpuSize& gpu) {
   if (gpu.cache_bytes == 0) return 1;
-  return static_cast<double>(gpu.cache_bytes) / static_cast<double>(gpu.pages_bytes);
+  return std::min(1.0, static_cast<double>(gpu.cache_bytes) / static_cast<double>(gpu.pages_bytes));
 }
 
 Value DescribeFit(const Load& load, const LoadSize& size) {

@@ -289,7 +289,7 @@ absl::StatusOr<GpuSize> GpuSizeOf(const Load& load, const SequenceSize& sequence
   size.pages_capacity = copies.pages_bytes / gpu::kDeviceAlignment * gpu::kDeviceAlignment;
   size.index_capacity = copies.index_bytes / gpu::kDeviceAlignment * gpu::kDeviceAlignment;
   uint64_t tail_capacity = size.pages_capacity;
-  if (size.pages_bytes + size.tail_bytes > size.pages_capacity) {
+  if (size.pages_bytes > 0 && size.pages_bytes + size.tail_bytes > size.pages_capacity) {
     tail_capacity /= gpu::kCacheReserveShareMost;
     size.cache_bytes = size.pages_capacity - std::max(size.pages_capacity / gpu::kCacheReserveShare,
                                                       std::min(size.tail_bytes, tail_capacity));

@@ -245,13 +245,13 @@ class CudaBackend : public Backend {
     stats.graph_launches = transfers_.graph_launches.load(std::memory_order_relaxed);
     stats.steps = steps_.load(std::memory_order_relaxed);
     stats.fallback_steps = fallback_steps_.load(std::memory_order_relaxed);
-    stats.cache = {page_lookups_.load(std::memory_order_relaxed),
-                   pages_fetched_.load(std::memory_order_relaxed),
-                   pages_in_place_.load(std::memory_order_relaxed),
-                   host_tokens_.load(std::memory_order_relaxed),
-                   fetched_bytes_.load(std::memory_order_relaxed),
-                   store_->cache_bytes()};
-    MutexLock lock(times_mutex_);
+    stats.cache.bytes = store_->cache_bytes();
+    MutexLock lock(totals_mutex_);
+    stats.cache.lookups = pages_.looked_up;
+    stats.cache.fetched = pages_.missed;
+    stats.cache.in_place = pages_.in_place;
+    stats.cache.host_tokens = pages_.host_tokens;
+    stats.cache.fetched_bytes = pages_.fetched_bytes;
     stats.timed_steps = timed_steps_;
     stats.score_seconds = times_.score;
     stats.select_seconds = times_.select;
@@ -308,15 +308,16 @@ class CudaBackend : public Backend {
 
   void AddPages(const PageCounts& pages) {
     if (pages.looked_up == 0) return;
-    page_lookups_.fetch_add(pages.looked_up, std::memory_order_relaxed);
-    pages_fetched_.fetch_add(pages.missed, std::memory_order_relaxed);
-    pages_in_place_.fetch_add(pages.in_place, std::memory_order_relaxed);
-    host_tokens_.fetch_add(pages.host_tokens, std::memory_order_relaxed);
-    fetched_bytes_.fetch_add(pages.fetched_bytes, std::memory_order_relaxed);
+    MutexLock lock(totals_mutex_);  // so that no reader sees more hits than look-ups
+    pages_.looked_up += pages.looked_up;
+    pages_.missed += pages.missed;
+    pages_.in_place += pages.in_place;
+    pages_.host_tokens += pages.host_tokens;
+    pages_.fetched_bytes += pages.fetched_bytes;
   }
 
   void AddTimes(const StageSeconds& seconds) {
-    MutexLock lock(times_mutex_);
+    MutexLock lock(totals_mutex_);
     ++timed_steps_;
     times_.score += seconds.score;
     times_.select += seconds.select;
@@ -336,15 +337,14 @@ class CudaBackend : public Backend {
   TransferCounts transfers_;
   std::atomic<uint64_t> steps_{0};
   std::atomic<uint64_t> fallback_steps_{0};
-  std::atomic<uint64_t> page_lookups_{0}, pages_fetched_{0}, pages_in_place_{0}, host_tokens_{0},
-      fetched_bytes_{0};
   std::atomic<bool> degraded_{false};
 
   mutable Mutex health_mutex_;
   absl::Status health_ ABSL_GUARDED_BY(health_mutex_);
-  mutable Mutex times_mutex_;
-  uint64_t timed_steps_ ABSL_GUARDED_BY(times_mutex_) = 0;
-  StageSeconds times_ ABSL_GUARDED_BY(times_mutex_);
+  mutable Mutex totals_mutex_;
+  uint64_t timed_steps_ ABSL_GUARDED_BY(totals_mutex_) = 0;
+  StageSeconds times_ ABSL_GUARDED_BY(totals_mutex_);
+  PageCounts pages_ ABSL_GUARDED_BY(totals_mutex_);
 
   // Last: their streams use what stands above.
   ContextPool streams_;

@@ -3,6 +3,7 @@
 
 #include <glog/logging.h>
 
+#include <algorithm>
 #include <iterator>
 
 #include "absl/strings/str_cat.h"
@@ -37,23 +38,71 @@ Arena::~Arena() {
 }
 
 absl::StatusOr<Arena::Allocation> Arena::Allocate(uint64_t bytes) {
-  CHECK_GE(bytes, 1u);
   MutexLock lock(mutex_);
-  // Beyond the capacity before it is rounded up, so that rounding cannot overflow.
-  const uint64_t rounded =
-      bytes > capacity_ ? bytes : (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  const uint64_t rounded = Rounded(bytes);
   const auto fitting = by_size_.lower_bound({rounded, 0});
-  if (fitting == by_size_.end()) {
-    const uint64_t largest = by_size_.empty() ? 0 : by_size_.rbegin()->first;
-    return absl::ResourceExhaustedError(absl::StrCat(
-        "the device's ", name_, " arena of ", capacity_, " bytes has ", capacity_ - used_,
-        " free, ", largest, " of them together; ", bytes, " are needed"));
+  if (fitting == by_size_.end()) return NoRoom(bytes);
+  const uint64_t offset = fitting->second;
+  return Take(free_.find(offset), offset, rounded);
+}
+
+absl::StatusOr<Arena::Allocation> Arena::AllocateAtEnd(uint64_t bytes) {
+  MutexLock lock(mutex_);
+  const uint64_t rounded = Rounded(bytes);
+  for (auto range = free_.end(); range != free_.begin();) {
+    --range;
+    const uint64_t end = range->first + range->second;
+    if (range->second >= rounded) return Take(range, end - rounded, rounded);
   }
-  const auto [size, offset] = *fitting;
-  RemoveFree(free_.find(offset));
-  if (size > rounded) AddFree(offset + rounded, size - rounded);
-  used_ += rounded;
-  return Allocation(this, offset, rounded);
+  return NoRoom(bytes);
+}
+
+absl::StatusOr<Arena::Allocation> Arena::AllocateFront(uint64_t bytes) {
+  MutexLock lock(mutex_);
+  const uint64_t rounded = Rounded(bytes);
+  const auto front = free_.begin();
+  if (front == free_.end() || front->first != 0 || front->second < rounded) return NoRoom(bytes);
+  return Take(front, 0, rounded);
+}
+
+uint64_t Arena::Rounded(uint64_t bytes) const {
+  CHECK_GE(bytes, 1u);
+  // Beyond the capacity before it is rounded up, so that rounding cannot overflow.
+  return bytes > capacity_ ? bytes : (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+absl::Status Arena::NoRoom(uint64_t bytes) const {
+  const uint64_t largest = by_size_.empty() ? 0 : by_size_.rbegin()->first;
+  return absl::ResourceExhaustedError(absl::StrCat(
+      "the device's ", name_, " arena of ", capacity_, " bytes has ", capacity_ - used_, " free, ",
+      largest, " of them together; ", bytes, " are needed"));
+}
+
+Arena::Allocation Arena::Take(std::map<uint64_t, uint64_t>::iterator range, uint64_t begin,
+                              uint64_t bytes) {
+  const uint64_t first = range->first, end = range->first + range->second;
+  CHECK(first <= begin && begin + bytes <= end);
+  RemoveFree(range);
+  if (first < begin) AddFree(first, begin - first);
+  if (begin + bytes < end) AddFree(begin + bytes, end - begin - bytes);
+  used_ += bytes;
+  return Allocation(this, begin, bytes);
+}
+
+uint64_t Arena::UsedOfFront(uint64_t bytes) const {
+  MutexLock lock(mutex_);
+  uint64_t used = bytes;
+  for (const auto& [offset, size] : free_) {
+    if (offset >= bytes) break;
+    used -= std::min(offset + size, bytes) - offset;
+  }
+  return used;
+}
+
+uint64_t Arena::ShareOfFront(uint64_t bytes, const Allocation& allocation) const {
+  CHECK_EQ(allocation.arena_, this);
+  const uint64_t end = std::min(allocation.offset_ + allocation.bytes_, bytes);
+  return end - std::min(allocation.offset_, end);
 }
 
 uint64_t Arena::used() const {

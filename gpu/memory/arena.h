@@ -64,12 +64,25 @@ class Arena {
   // Allocates from the smallest free range that is large enough, in O(log n). ResourceExhausted,
   // saying what is free, if no range is large enough. bytes >= 1.
   absl::StatusOr<Allocation> Allocate(uint64_t bytes);
+  // The same from the end of the last range that is large enough.
+  absl::StatusOr<Allocation> AllocateAtEnd(uint64_t bytes);
+  // The arena's first bytes. ResourceExhausted unless all of them are free.
+  absl::StatusOr<Allocation> AllocateFront(uint64_t bytes);
 
   uint64_t capacity() const { return capacity_; }
   uint64_t used() const;
+  // Of the arena's first `bytes`, those that are allocated.
+  uint64_t UsedOfFront(uint64_t bytes) const;
+  // Of the arena's first `bytes`, those that are the allocation's.
+  uint64_t ShareOfFront(uint64_t bytes, const Allocation& allocation) const;
 
  private:
   Arena(Device* device, std::string name, std::byte* base, uint64_t capacity);
+  uint64_t Rounded(uint64_t bytes) const;
+  // Takes [begin, + bytes) out of a free range that has it.
+  Allocation Take(std::map<uint64_t, uint64_t>::iterator range, uint64_t begin, uint64_t bytes)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status NoRoom(uint64_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Return(uint64_t offset, uint64_t bytes);
   void AddFree(uint64_t offset, uint64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void RemoveFree(std::map<uint64_t, uint64_t>::iterator range)

@@ -32,8 +32,8 @@ void Resident::RaiseTokens(uint32_t layer, uint32_t tokens) {
 }
 
 // The device copy in the slot of a segment or tail block, which lives as long as the segment or
-// block, or longer, if it is kept; its resident comes and goes. Resident and place are guarded by
-// the store's mutex. Invariant: it stands in the store's order exactly while it has a resident.
+// block, or longer, if it is kept; its resident comes and goes. All but `sizes` is guarded by the
+// store's mutex. Invariant: it stands in the store's order exactly while it has a resident.
 class DeviceCopyStore::Copy : public DeviceCopy {
  public:
   Copy(std::shared_ptr<DeviceCopyStore> store, const Sizes& of)
@@ -41,11 +41,15 @@ class DeviceCopyStore::Copy : public DeviceCopy {
   ~Copy() override { store_->Forget(this); }
   void SlotLetsGo() override { store_->LetGo(this); }
 
+  bool is_tail() const { return sizes.index_bytes == 0; }
+  bool in_host_memory() const { return resident != nullptr && resident->host_pages() != nullptr; }
+
   const Sizes sizes;
   std::shared_ptr<Resident> resident;
   Order::iterator place;  // in the store's order, if there is a resident
   Clock::time_point last_use;
-  bool let_go = false;  // by its slot: host memory may be no more
+  uint64_t first_page = 0;  // for the page cache; 0: not numbered yet
+  bool let_go = false;      // by its slot: host memory may be no more
 
  private:
   const std::shared_ptr<DeviceCopyStore> store_;
@@ -80,28 +84,29 @@ std::shared_ptr<DeviceCopyStore::Copy> DeviceCopyStore::Find(const DeviceCopySlo
 absl::Status DeviceCopyStore::Pin(std::span<const std::shared_ptr<Copy>> copies, PagesIn pages_in,
                                   std::vector<std::shared_ptr<Resident>>* pins) {
   MutexLock lock(mutex_);
-  if (pages_in == PagesIn::kAnyMemory && cache_ == nullptr && device_->maps_host_memory() &&
-      !copies.empty() && copies.front()->sizes.host_pages != nullptr && !MakeRoom(copies)) {
+  if (mapping_refused_ && in_host_memory_ > 0) GiveUpHostPages();
+  const Clock::time_point now = Clock::now();
+  for (const std::shared_ptr<Copy>& copy : copies) {  // so that none of them makes room for another
+    if (copy->resident == nullptr) continue;
+    CHECK_EQ(*copy->place, copy.get()) << "a copy with a resident stands in the order";
+    order_.splice(order_.end(), order_, copy->place);
+    copy->last_use = now;
+  }
+  if (pages_in == PagesIn::kAnyMemory && WantCache(copies)) {
     // What is pinned cannot make room for a cache. So nothing of these copies is pinned yet, and a
     // caller that has pinned others is to release them first.
     if (!StartCache(copies.front()->sizes.page_bytes) && !pins->empty()) {
       return absl::ResourceExhaustedError("what is pinned leaves no room for a cache of pages");
     }
   }
-  const Clock::time_point now = Clock::now();
-  for (const std::shared_ptr<Copy>& held : copies) {
-    Copy& copy = *held;
-    if (copy.resident == nullptr) {
-      ATTND_ASSIGN_OR_RETURN(std::shared_ptr<Resident> resident,
-                             Make(copy.sizes, copy.let_go ? PagesIn::kDeviceMemory : pages_in));
-      copy.place = order_.insert(order_.end(), &copy);
-      copy.resident = std::move(resident);
-    } else {
-      CHECK_EQ(*copy.place, &copy) << "a copy with a resident stands in the order";
-      order_.splice(order_.end(), order_, copy.place);
+  for (const std::shared_ptr<Copy>& copy : copies) {
+    absl::Status made = MakeResident(copy.get(), pages_in);
+    if (!made.ok()) {
+      EndUnusedCache();  // it may have been made for these copies
+      return made;
     }
-    copy.last_use = now;
-    pins->push_back(copy.resident);
+    copy->last_use = now;
+    pins->push_back(copy->resident);
   }
   return absl::OkStatus();
 }
@@ -110,21 +115,35 @@ absl::StatusOr<DeviceCopyStore::WorkMemory> DeviceCopyStore::Borrow(uint64_t ind
                                                                     uint64_t pages_bytes) {
   MutexLock lock(mutex_);
   WorkMemory memory;
-  ATTND_ASSIGN_OR_RETURN(memory.pages, Allocate(pages_.get(), pages_bytes));
-  ATTND_ASSIGN_OR_RETURN(memory.index, Allocate(index_.get(), index_bytes));
+  ATTND_ASSIGN_OR_RETURN(memory.pages, Allocate(pages_.get(), pages_bytes, Use::kWork));
+  ATTND_ASSIGN_OR_RETURN(memory.index, Allocate(index_.get(), index_bytes, Use::kWork));
   return memory;
 }
 
 bool DeviceCopyStore::MakeCache(uint32_t page_bytes) {
   MutexLock lock(mutex_);
-  return cache_ == nullptr && device_->maps_host_memory() && StartCache(page_bytes);
+  return cache_ == nullptr && MapsHostMemory() && StartCache(page_bytes);
 }
 
 std::shared_ptr<PageCache> DeviceCopyStore::CacheOf(uint32_t page_bytes) {
   MutexLock lock(mutex_);
-  // As others' pins may have been in the way when pages were left in host memory.
-  if (cache_ == nullptr && in_host_memory_ > 0) StartCache(page_bytes);
   return cache_ != nullptr && cache_->page_bytes() == page_bytes ? cache_ : nullptr;
+}
+
+void DeviceCopyStore::NoteMappingRefused(const absl::Status& status) {
+  MutexLock lock(mutex_);
+  if (!mapping_refused_) {
+    LOG(WARNING) << "keys and values that do not fit the GPU's memory are the CPU's: " << status;
+  }
+  mapping_refused_ = true;
+}
+
+void DeviceCopyStore::GiveUpHostPages() {
+  std::vector<Copy*> copies;
+  for (Copy* copy : order_) {
+    if (copy->in_host_memory() && copy->resident.use_count() == 1) copies.push_back(copy);
+  }
+  for (Copy* copy : copies) GiveUp(copy);
 }
 
 uint64_t DeviceCopyStore::cache_bytes() const {
@@ -132,62 +151,77 @@ uint64_t DeviceCopyStore::cache_bytes() const {
   return cache_ == nullptr ? 0 : cache_->frames() * cache_->page_bytes();
 }
 
-absl::StatusOr<std::shared_ptr<Resident>> DeviceCopyStore::Make(const Sizes& sizes,
-                                                                PagesIn pages_in) {
+absl::Status DeviceCopyStore::MakeResident(Copy* copy, PagesIn pages_in) {
+  if (copy->resident != nullptr) return absl::OkStatus();
+  const bool may_stay = pages_in == PagesIn::kAnyMemory && CanBeMapped(*copy);
+  const Sizes& sizes = copy->sizes;
   Arena::Allocation pages;
-  std::unique_ptr<HostPages> host_pages;
-  const bool may_stay =
-      pages_in == PagesIn::kAnyMemory && sizes.host_pages != nullptr && device_->maps_host_memory();
-  if (may_stay) {
-    // What a cache leaves is for tails and for what is being built.
-    if (cache_ == nullptr) {
-      absl::StatusOr<Arena::Allocation> room = pages_->Allocate(sizes.pages_bytes);
-      if (room.ok()) pages = *std::move(room);
+  if (!may_stay) {
+    ATTND_ASSIGN_OR_RETURN(pages, Allocate(pages_.get(), sizes.pages_bytes,
+                                           copy->is_tail() ? Use::kTail : Use::kSegment));
+  } else if (cache_ == nullptr) {  // what a cache leaves is for tails and for what is being built
+    absl::StatusOr<Arena::Allocation> room = pages_->Allocate(sizes.pages_bytes);
+    while (!room.ok() && EvictOldest(pages_.get(), kIdle)) {
+      room = pages_->Allocate(sizes.pages_bytes);
     }
-  } else {
-    ATTND_ASSIGN_OR_RETURN(pages, Allocate(pages_.get(), sizes.pages_bytes));
+    if (room.ok()) pages = *std::move(room);
   }
-  ATTND_ASSIGN_OR_RETURN(Arena::Allocation index, Allocate(index_.get(), sizes.index_bytes));
+  ATTND_ASSIGN_OR_RETURN(Arena::Allocation index,
+                         Allocate(index_.get(), sizes.index_bytes, Use::kSegment));
+  std::unique_ptr<HostPages> host_pages;
   if (pages.data() == nullptr) {
     CHECK(may_stay);
-    host_pages = std::make_unique<HostPages>(
-        device_.get(), std::span(sizes.host_pages, sizes.pages_bytes), sizes.layers, next_page_);
-    next_page_ += sizes.pages_bytes / sizes.page_bytes;
-    CHECK_LT(next_page_, kPageNumbersEnd);
+    if (copy->first_page == 0) {
+      copy->first_page = next_page_;
+      next_page_ += sizes.pages_bytes / sizes.page_bytes;
+      CHECK_LT(next_page_, kPageNumbersEnd);
+    }
+    host_pages =
+        std::make_unique<HostPages>(device_.get(), std::span(sizes.host_pages, sizes.pages_bytes),
+                                    sizes.layers, copy->first_page);
     ++in_host_memory_;
   }
-  return std::make_shared<Resident>(std::move(index), std::move(pages), std::move(host_pages),
-                                    sizes.layers, sizes.tokens_max);
+  copy->resident = std::make_shared<Resident>(
+      std::move(index), std::move(pages), std::move(host_pages), sizes.layers, sizes.tokens_max);
+  copy->place = order_.insert(order_.end(), copy);
+  return absl::OkStatus();
 }
 
-absl::StatusOr<Arena::Allocation> DeviceCopyStore::Allocate(Arena* arena, uint64_t bytes) {
+bool DeviceCopyStore::CanBeMapped(const Copy& copy) const {
+  return copy.sizes.host_pages != nullptr && !copy.let_go && MapsHostMemory();
+}
+
+absl::StatusOr<Arena::Allocation> DeviceCopyStore::Allocate(Arena* arena, uint64_t bytes, Use use) {
   if (bytes == 0) return Arena::Allocation();
-  absl::StatusOr<Arena::Allocation> allocation = arena->Allocate(bytes);
-  if (allocation.ok()) return allocation;
-  // A cache that leaves too little makes room for a smaller one.
-  if (arena == pages_.get() && cache_ != nullptr && ReserveFor(bytes)) cache_.reset();
-  const uint64_t cache_bytes =
-      arena == pages_.get() && cache_ != nullptr ? cache_->memory_bytes() : 0;
-  allocation = arena->Allocate(bytes);
-  // What the whole arena could not hold is no reason to empty it.
+  // A cache takes the front.
+  const auto allocate = [&] {
+    return use == Use::kSegment ? arena->Allocate(bytes) : arena->AllocateAtEnd(bytes);
+  };
+  absl::StatusOr<Arena::Allocation> allocation = allocate();
+  uint64_t cache_bytes = 0;
+  if (arena == pages_.get() && cache_ != nullptr && !allocation.ok()) {
+    cache_bytes = cache_->memory_bytes();
+    if (use == Use::kTail && ReserveFor(bytes)) {  // a smaller cache will come
+      const bool in_use = cache_.use_count() > 1;
+      cache_.reset();
+      if (in_use) return allocation;  // a step has its memory for a while
+      cache_bytes = 0;
+      allocation = allocate();
+    }
+  }
+  // What the arena could not hold in any case is no reason to empty it.
   while (!allocation.ok() && bytes <= arena->capacity() - cache_bytes &&
          EvictOldest(arena, Clock::duration::zero())) {
-    allocation = arena->Allocate(bytes);
+    allocation = allocate();
   }
   return allocation;
 }
 
-uint64_t DeviceCopyStore::PinnedPageBytes() const {
-  uint64_t bytes = 0;
-  for (const Copy* copy : order_) {
-    const bool pinned = copy->resident.use_count() > 1 && copy->resident->pages() != nullptr;
-    if (pinned) bytes += copy->sizes.pages_bytes;
-  }
-  return bytes;
-}
-
 bool DeviceCopyStore::ReserveFor(uint64_t bytes) {
-  const uint64_t pinned = PinnedPageBytes() + bytes;
+  uint64_t pinned = bytes;
+  for (const Copy* copy : order_) {
+    if (copy->resident.use_count() > 1) pinned += copy->resident->pages_bytes();
+  }
   const uint64_t most = pages_->capacity() / kCacheReserveShareMost;
   if (pinned <= reserve_ || reserve_ == most) return false;
   reserve_ = std::min(most, std::max(2 * reserve_, pinned));
@@ -211,13 +245,28 @@ bool DeviceCopyStore::EvictOldest(const Arena* arena, Clock::duration idle) {
   return false;
 }
 
-void DeviceCopyStore::GiveUp(Copy* copy) {
+std::shared_ptr<Resident> DeviceCopyStore::GiveUp(Copy* copy) {
   order_.erase(copy->place);
-  const bool was_in_host_memory = copy->resident->host_pages() != nullptr;
-  copy->resident.reset();
-  if (!was_in_host_memory) return;
-  CHECK_GT(in_host_memory_, 0u);
-  if (--in_host_memory_ == 0) cache_.reset();
+  std::shared_ptr<Resident> resident = std::exchange(copy->resident, nullptr);
+  if (resident->host_pages() != nullptr) {
+    CHECK_GT(in_host_memory_, 0u);
+    --in_host_memory_;
+    EndUnusedCache();
+  }
+  return resident;
+}
+
+void DeviceCopyStore::EndUnusedCache() {
+  if (in_host_memory_ > 0) return;
+  cache_.reset();
+  reserve_ = pages_->capacity() / kCacheReserveShare;
+}
+
+bool DeviceCopyStore::WantCache(std::span<const std::shared_ptr<Copy>> copies) {
+  if (cache_ != nullptr || copies.empty() || !CanBeMapped(*copies.front())) return false;
+  const bool some_without = std::any_of(copies.begin(), copies.end(),
+                                        [](const auto& copy) { return copy->in_host_memory(); });
+  return some_without || !MakeRoom(copies);
 }
 
 bool DeviceCopyStore::MakeRoom(std::span<const std::shared_ptr<Copy>> copies) {
@@ -232,26 +281,43 @@ bool DeviceCopyStore::MakeRoom(std::span<const std::shared_ptr<Copy>> copies) {
 }
 
 bool DeviceCopyStore::StartCache(uint32_t page_bytes) {
-  if (PinnedPageBytes() > reserve_) return false;  // before anything is given up
-  absl::StatusOr<Arena::Allocation> memory = Allocate(pages_.get(), pages_->capacity() - reserve_);
+  const uint64_t bytes = pages_->capacity() - reserve_;
+  std::vector<Copy*> in_the_way;
+  uint64_t can_go = 0;
+  for (Copy* copy : order_) {
+    if (copy->resident.use_count() > 1 || copy->resident->pages() == nullptr) continue;
+    const uint64_t share = copy->resident->ShareOfFront(*pages_, bytes);
+    if (share == 0) continue;
+    can_go += share;
+    in_the_way.push_back(copy);
+  }
+  if (pages_->UsedOfFront(bytes) != can_go) return false;  // before anything is given up
+  for (Copy* copy : in_the_way) GiveUp(copy);
+  evictions_.fetch_add(in_the_way.size(), std::memory_order_relaxed);
+  absl::StatusOr<Arena::Allocation> memory = pages_->AllocateFront(bytes);
   if (!memory.ok()) return false;
   absl::StatusOr<std::shared_ptr<PageCache>> cache =
       PageCache::Create(device_.get(), *std::move(memory), page_bytes);
-  if (cache.ok()) cache_ = *std::move(cache);
-  return cache.ok();
+  if (!cache.ok()) return false;
+  cache_ = *std::move(cache);
+  return true;
 }
 
 void DeviceCopyStore::LetGo(Copy* copy) {
+  std::shared_ptr<Resident> gone;  // is unmapped after the lock
   MutexLock lock(mutex_);
   copy->let_go = true;
-  if (copy->resident == nullptr || copy->resident->host_pages() == nullptr) return;
+  if (!copy->in_host_memory()) return;
+  // Steps keep the segments that they read. (A slot that another backend takes would let go under a
+  // step, too: one backend at a time may step over a segment in host memory.)
   CHECK_EQ(copy->resident.use_count(), 1) << "a segment dies under a step that reads its pages";
-  GiveUp(copy);
+  gone = GiveUp(copy);
 }
 
 void DeviceCopyStore::Forget(Copy* copy) {
+  std::shared_ptr<Resident> gone;
   MutexLock lock(mutex_);
-  if (copy->resident != nullptr) GiveUp(copy);
+  if (copy->resident != nullptr) gone = GiveUp(copy);
 }
 
 }  // namespace attnd::gpu

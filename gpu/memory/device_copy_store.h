@@ -50,6 +50,11 @@ class Resident {
   std::byte* index() const { return index_.data(); }
   // Null if the pages lie in host memory.
   std::byte* pages() const { return pages_.data(); }
+  uint64_t pages_bytes() const { return pages_.bytes(); }
+  // As Arena::ShareOfFront of the pages, which must be the arena's.
+  uint64_t ShareOfFront(const Arena& arena, uint64_t bytes) const {
+    return arena.ShareOfFront(bytes, pages_);
+  }
   // Null if the pages lie in device memory. To be changed under upload_mutex() alone.
   HostPages* host_pages() const { return host_pages_.get(); }
 
@@ -101,9 +106,12 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   };
   absl::StatusOr<WorkMemory> Borrow(uint64_t index_bytes, uint64_t pages_bytes);
 
-  // To be called without pins when copies that are pinned together, segments and then tail blocks,
-  // do not fit beside each other. Whether a cache of pages has been made, with which they may.
+  // To be called without pins when a row's tail blocks do not fit beside its segments. Whether a
+  // cache of pages has been made, with which they may.
   bool MakeCache(uint32_t page_bytes);
+  // To be called when mapping a copy's pages has failed. From then on no pages stay in host memory,
+  // and copies that do not fit have no resident.
+  void NoteMappingRefused(const absl::Status& status);
 
   // The cache of pages of so many bytes; null if there is none, or one of other pages: pages in
   // host memory are then read where they lie.
@@ -130,24 +138,39 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   };
 
   std::shared_ptr<Copy> Find(const attention::DeviceCopySlot& slot, const Sizes& sizes);
-  absl::StatusOr<std::shared_ptr<Resident>> Make(const Sizes& sizes, PagesIn pages_in)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // What memory is for: a segment; a tail block, for which a cache makes room; work.
+  enum class Use { kSegment, kTail, kWork };
+
+  bool MapsHostMemory() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return device_->maps_host_memory() && !mapping_refused_;
+  }
+  bool CanBeMapped(const Copy& copy) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Gives the copy a resident, if it has none.
+  absl::Status MakeResident(Copy* copy, PagesIn pages_in) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // An empty allocation for no bytes. Gives up residents to make room.
-  absl::StatusOr<Arena::Allocation> Allocate(Arena* arena, uint64_t bytes)
+  absl::StatusOr<Arena::Allocation> Allocate(Arena* arena, uint64_t bytes, Use use)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Raises what the next cache is to leave, for so many bytes beside the pinned copies. False if it
+  // leaves that much already, or as much as it ever will.
+  bool ReserveFor(uint64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Gives up the least recently used resident that has memory of the arena, is not pinned, and was
   // last used at least `idle` ago. False if there is none.
   bool EvictOldest(const Arena* arena, Clock::duration idle) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void GiveUp(Copy* copy) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Of page memory that cannot be given up now.
-  uint64_t PinnedPageBytes() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Raises what a cache is to leave, for so many bytes beside what is pinned. False if it leaves
-  // that much already, or as much as it ever will.
-  bool ReserveFor(uint64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Takes the copy's resident, which others may hold, from it.
+  std::shared_ptr<Resident> GiveUp(Copy* copy) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Gives up all residents with pages in host memory that are not pinned.
+  void GiveUpHostPages() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Ends the cache if no pages lie in host memory any more.
+  void EndUnusedCache() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Whether a cache is to be made before these copies of segments are pinned: some are read in
+  // place for want of one, or there is no room for the pages of all, even without what is idle.
+  bool WantCache(std::span<const std::shared_ptr<Copy>> copies)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether the page memory has room for all pages of the copies, after giving up what is idle.
   bool MakeRoom(std::span<const std::shared_ptr<Copy>> copies)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Makes a cache of most of the page memory. False if what is pinned does not leave that much.
+  // Makes a cache of all page memory but the reserve, in whose place nothing may be pinned or lent.
+  // False, and nothing has been given up, if something is.
   bool StartCache(uint32_t page_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void LetGo(Copy* copy);
   void Forget(Copy* copy);
@@ -163,6 +186,7 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   uint64_t reserve_ ABSL_GUARDED_BY(mutex_);                  // page memory that a cache leaves
   uint64_t in_host_memory_ ABSL_GUARDED_BY(mutex_) = 0;       // residents whose pages are
   uint64_t next_page_ ABSL_GUARDED_BY(mutex_) = 1;            // number that no segment has had
+  bool mapping_refused_ ABSL_GUARDED_BY(mutex_) = false;      // by the system: none is tried again
 };
 
 }  // namespace attnd::gpu

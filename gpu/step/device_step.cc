@@ -101,8 +101,8 @@ absl::Status DeviceStep::RunRow(uint32_t number) {
     uploader_.ForgetSince(mark);
     if (writer_.empty()) {  // alone it does not fit either
       uploader_.Release();
-      const uint32_t page_bytes = own.history->page_bytes();
-      if (pinned.ok() || !store_->MakeCache(page_bytes)) LeaveOver(number);
+      // A tail alone is in want of page memory; what else a row lacks a cache does not give.
+      if (!tail_refused_ || !store_->MakeCache(own.history->page_bytes())) LeaveOver(number);
     } else {
       ATTND_RETURN_IF_ERROR(RunWave());
     }
@@ -112,8 +112,11 @@ absl::Status DeviceStep::RunRow(uint32_t number) {
 }
 
 absl::Status DeviceStep::Pin(uint32_t row, RowMemory* memory) {
+  tail_refused_ = false;
   ATTND_RETURN_IF_ERROR(PinSegments(row, memory));
-  return PinTail(row, memory);
+  absl::Status tail = PinTail(row, memory);
+  tail_refused_ = absl::IsResourceExhausted(tail);
+  return tail;
 }
 
 absl::Status DeviceStep::PinSegments(uint32_t number, RowMemory* memory) {

@@ -69,6 +69,7 @@ class DeviceStep {
   std::vector<Row> rows_;  // of the request's rows; the writer points at their descriptions
   std::vector<Resident*> residents_;  // of the row that is being pinned
   Uploader uploader_;
+  bool tail_refused_ = false;  // of the row that was pinned last, for want of room
   std::vector<uint32_t> left_over_;
   StageSeconds seconds_;
 };

@@ -64,12 +64,16 @@ absl::Status Uploader::UploadLayer(Resident* resident, const Segment& segment, u
     const uint64_t bytes = block.size() / layers;
     return context_->Send(to + layer * bytes, block.data() + layer * bytes, bytes);
   };
-  ATTND_RETURN_IF_ERROR(send(resident->index(), segment.index_block()));
   if (resident->host_pages() != nullptr) {
-    ATTND_RETURN_IF_ERROR(resident->host_pages()->MapLayer(layer));
+    absl::Status mapped = resident->host_pages()->MapLayer(layer);
+    if (!mapped.ok()) {
+      store_->NoteMappingRefused(mapped);
+      return mapped;
+    }
   } else {
     ATTND_RETURN_IF_ERROR(send(resident->pages(), segment.payload_block()));
   }
+  ATTND_RETURN_IF_ERROR(send(resident->index(), segment.index_block()));
   ATTND_RETURN_IF_ERROR(context_->Synchronize());
   resident->RaiseTokens(layer, segment.tokens());
   return absl::OkStatus();
