@@ -104,18 +104,18 @@ TEST_F(PageMemory, TailsAreNotInTheWay) {
 
 // A build finds what the cache leaves, or nothing; the cache stays as it is.
 TEST_F(PageMemory, BuildsDoNotTouchTheCache) {
-  Start(16 * kMib);
-  const TestSequence large = TokensOf({20000}, 1), built = TokensOf({4000}, 2);
+  Start(4 * kMib);
+  const TestSequence large = TokensOf({5000}, 1), built = TokensOf({1000}, 2);
   const auto of_large = Of(large), of_built = Of(built);
   Pins pins;
   ASSERT_TRUE(store_->Pin(of_large->segments(), PagesIn::kAnyMemory, &pins).ok());
   const uint64_t bytes = store_->cache_bytes();
-  EXPECT_GT(bytes, 13 * kMib);
+  EXPECT_GT(bytes, 3 * kMib);
   Pins build;
   EXPECT_TRUE(
       absl::IsResourceExhausted(store_->Pin(of_built->segments(), PagesIn::kDeviceMemory, &build)));
   EXPECT_EQ(store_->cache_bytes(), bytes);
-  EXPECT_TRUE(store_->Borrow(kMib, kMib).ok());
+  EXPECT_TRUE(store_->Borrow(kMib, kMib / 4).ok());
   EXPECT_EQ(store_->cache_bytes(), bytes);
 }
 
@@ -168,8 +168,8 @@ TEST_F(PageMemory, ACacheInUseIsWaitedFor) {
 
 // Where indexes do not fit, a cache of pages is of no use, and none stays behind.
 TEST_F(PageMemory, AnIndexWithoutRoomLeavesNoCache) {
-  const TestSequence large = TokensOf({20000}, 1), small = TokensOf({300}, 2);
-  Start(8 * kMib, large.view->segments[0]->index_block().size() / 2);
+  const TestSequence large = TokensOf({5000}, 1), small = TokensOf({300}, 2);
+  Start(4 * kMib, large.view->segments[0]->index_block().size() / 2);
   Pins pins;
   EXPECT_TRUE(absl::IsResourceExhausted(PinAll(*Of(large), &pins)));
   EXPECT_EQ(store_->cache_bytes(), 0u);
