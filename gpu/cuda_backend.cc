@@ -245,13 +245,10 @@ class CudaBackend : public Backend {
     stats.graph_launches = transfers_.graph_launches.load(std::memory_order_relaxed);
     stats.steps = steps_.load(std::memory_order_relaxed);
     stats.fallback_steps = fallback_steps_.load(std::memory_order_relaxed);
-    stats.cache.bytes = store_->cache_bytes();
+    const uint64_t cache_bytes = store_->cache_bytes();
     MutexLock lock(totals_mutex_);
-    stats.cache.lookups = pages_.looked_up;
-    stats.cache.fetched = pages_.missed;
-    stats.cache.in_place = pages_.in_place;
-    stats.cache.host_tokens = pages_.host_tokens;
-    stats.cache.fetched_bytes = pages_.fetched_bytes;
+    stats.cache = pages_;
+    stats.cache.bytes = cache_bytes;
     stats.timed_steps = timed_steps_;
     stats.score_seconds = times_.score;
     stats.select_seconds = times_.select;
@@ -306,11 +303,11 @@ class CudaBackend : public Backend {
     if (options_.on_degraded) options_.on_degraded(status);
   }
 
-  void AddPages(const PageCounts& pages) {
-    if (pages.looked_up == 0) return;
+  void AddPages(const BackendStats::PageCache& pages) {
+    if (pages.lookups == 0) return;
     MutexLock lock(totals_mutex_);  // so that no reader sees more hits than look-ups
-    pages_.looked_up += pages.looked_up;
-    pages_.missed += pages.missed;
+    pages_.lookups += pages.lookups;
+    pages_.fetched += pages.fetched;
     pages_.in_place += pages.in_place;
     pages_.host_tokens += pages.host_tokens;
     pages_.fetched_bytes += pages.fetched_bytes;
@@ -344,7 +341,7 @@ class CudaBackend : public Backend {
   mutable Mutex totals_mutex_;
   uint64_t timed_steps_ ABSL_GUARDED_BY(totals_mutex_) = 0;
   StageSeconds times_ ABSL_GUARDED_BY(totals_mutex_);
-  PageCounts pages_ ABSL_GUARDED_BY(totals_mutex_);
+  BackendStats::PageCache pages_ ABSL_GUARDED_BY(totals_mutex_);
 
   // Last: their streams use what stands above.
   ContextPool streams_;

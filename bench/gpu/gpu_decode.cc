@@ -11,7 +11,6 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
-#include <cstring>
 #include <fstream>
 #include <memory>
 #include <string>
@@ -21,6 +20,7 @@
 #include "absl/flags/parse.h"
 #include "attention/cpu/cpu_backend.h"
 #include "bench/engine_support.h"
+#include "bench/pages/page_capture.h"
 #include "bench/statistics.h"
 #include "bench/step_runner.h"
 #include "bench/support.h"
@@ -50,42 +50,35 @@ double SecondsSince(Clock::time_point begin) {
 
 // One layer of a capture, token by token as the engine takes it.
 struct Capture {
-  uint32_t query_heads = 0, kv_heads = 0, head_dim = 0, tokens = 0, queries = 0;
-  float softmax_scale = 0;
+  ModelShape shape;  // of one layer
+  uint32_t tokens = 0, queries = 0;
   std::vector<uint16_t> k, v;  // [tokens][kv_heads][head_dim]
   std::vector<uint16_t> q;     // [queries][query_heads][head_dim]
 
   explicit Capture(const std::string& path) {
     std::ifstream file(path, std::ios::binary);
-    char magic[8];
-    uint32_t numbers[6];
-    file.read(magic, sizeof(magic));
-    file.read(reinterpret_cast<char*>(numbers), sizeof(numbers));
-    file.read(reinterpret_cast<char*>(&softmax_scale), sizeof(softmax_scale));
-    if (!file || std::memcmp(magic, "ATNDCAP1", sizeof(magic)) != 0 || numbers[0] != 1) {
-      Must(absl::InvalidArgumentError(path + " is no capture of one layer"));
-    }
-    query_heads = numbers[1];
-    kv_heads = numbers[2];
-    head_dim = numbers[3];
-    tokens = numbers[4] + numbers[5];
-    queries = numbers[5];
+    CaptureHeader header{};
+    shape = Must(ReadCaptureHeader(path, &file, &header));
+    if (shape.layers != 1) Must(absl::InvalidArgumentError(path + " has more than one layer"));
+    tokens = header.prompt_tokens + header.decoded_tokens;
+    queries = header.decoded_tokens;
     for (std::vector<uint16_t>* of : {&k, &v}) ReadHeads(&file, of);
-    q.resize(size_t{queries} * query_heads * head_dim);
+    q.resize(size_t{queries} * shape.query_heads * shape.head_dim);
     file.read(reinterpret_cast<char*>(q.data()), static_cast<std::streamsize>(q.size() * 2));
     if (!file) Must(absl::DataLossError(path + " is too short"));
   }
 
  private:
   void ReadHeads(std::ifstream* file, std::vector<uint16_t>* to) const {
-    to->resize(size_t{tokens} * kv_heads * head_dim);
-    std::vector<uint16_t> head(size_t{tokens} * head_dim);
-    for (uint32_t h = 0; h < kv_heads; ++h) {
+    to->resize(size_t{tokens} * shape.kv_heads * shape.head_dim);
+    std::vector<uint16_t> head(size_t{tokens} * shape.head_dim);
+    for (uint32_t h = 0; h < shape.kv_heads; ++h) {
       file->read(reinterpret_cast<char*>(head.data()),
                  static_cast<std::streamsize>(head.size() * 2));
       for (size_t t = 0; t < tokens; ++t) {
-        std::copy_n(head.begin() + static_cast<ptrdiff_t>(t * head_dim), head_dim,
-                    to->begin() + static_cast<ptrdiff_t>((t * kv_heads + h) * head_dim));
+        std::copy_n(
+            head.begin() + static_cast<ptrdiff_t>(t * shape.head_dim), shape.head_dim,
+            to->begin() + static_cast<ptrdiff_t>((t * shape.kv_heads + h) * shape.head_dim));
       }
     }
   }
@@ -109,11 +102,8 @@ std::unique_ptr<engine::Engine> MakeGpuEngine() {
 class Decoding {
  public:
   Decoding(engine::Engine* engine, const Capture& capture)
-      : engine_(engine),
-        capture_(capture),
-        shape_(Bf16Shape(absl::GetFlag(FLAGS_layers), capture.query_heads, capture.kv_heads,
-                         capture.head_dim)) {
-    shape_.softmax_scale = capture.softmax_scale;
+      : engine_(engine), capture_(capture), shape_(capture.shape) {
+    shape_.layers = absl::GetFlag(FLAGS_layers);
   }
 
   void Prefill() {

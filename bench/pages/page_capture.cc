@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <fstream>
 
 #include "absl/strings/str_cat.h"
 #include "attention/segment/run_tokens.h"
@@ -24,15 +23,7 @@ constexpr uint32_t kWindow = 64;
 constexpr char kMagic[8] = {'A', 'T', 'N', 'D', 'C', 'A', 'P', '1'};
 constexpr uint32_t kTokensMax = 1 << 20;
 
-// What a file starts with.
-struct Header {
-  char magic[8];
-  uint32_t layers, query_heads, kv_heads, head_dim, prompt_tokens, decoded_tokens;
-  float softmax_scale;
-};
-static_assert(sizeof(Header) == 36);
-
-absl::StatusOr<ModelShape> CheckHeader(const Header& header) {
+absl::StatusOr<ModelShape> CheckHeader(const CaptureHeader& header) {
   if (std::memcmp(header.magic, kMagic, sizeof(kMagic)) != 0) {
     return absl::DataLossError("it is no capture");
   }
@@ -80,14 +71,21 @@ std::shared_ptr<const SequenceView> SegmentPrompt(std::shared_ptr<const Sequence
 
 }  // namespace
 
+absl::StatusOr<ModelShape> ReadCaptureHeader(const std::string& path, std::ifstream* file,
+                                             CaptureHeader* header) {
+  if (!*file) return absl::UnavailableError(absl::StrCat(path, " cannot be read"));
+  file->read(reinterpret_cast<char*>(header), sizeof(*header));
+  absl::StatusOr<ModelShape> shape = CheckHeader(*header);
+  if (!shape.ok()) return absl::DataLossError(absl::StrCat(path, ": ", shape.status().message()));
+  return shape;
+}
+
 absl::StatusOr<PageCapture> ReadPageCapture(const std::string& path, attention::IndexSet indexes,
                                             uint32_t threads, bool sections) {
   std::ifstream file(path, std::ios::binary);
-  if (!file) return absl::UnavailableError(absl::StrCat(path, " cannot be read"));
-  Header header{};
-  file.read(reinterpret_cast<char*>(&header), sizeof(header));
-  const absl::StatusOr<ModelShape> shape = CheckHeader(header);
-  if (!shape.ok()) return absl::DataLossError(absl::StrCat(path, ": ", shape.status().message()));
+  CaptureHeader header{};
+  const absl::StatusOr<ModelShape> shape = ReadCaptureHeader(path, &file, &header);
+  if (!shape.ok()) return shape.status();
 
   PageCapture capture;
   capture.prompt_tokens = header.prompt_tokens;

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <fstream>
 #include <memory>
 #include <string>
 #include <vector>
@@ -15,6 +16,19 @@
 #include "attention/backend.h"
 
 namespace attnd::bench {
+
+// What a capture's file starts with.
+struct CaptureHeader {
+  char magic[8];
+  uint32_t layers, query_heads, kv_heads, head_dim, prompt_tokens, decoded_tokens;
+  float softmax_scale;
+};
+static_assert(sizeof(CaptureHeader) == 36);
+
+// Reads it from the start of `file`, which was opened at `path`, and checks it; returns the model's
+// shape. Unavailable or DataLoss, naming the path.
+absl::StatusOr<ModelShape> ReadCaptureHeader(const std::string& path, std::ifstream* file,
+                                             CaptureHeader* header);
 
 struct PageCapture {
   std::shared_ptr<const attention::SequenceView> view;  // the prompt in segments, then the tail

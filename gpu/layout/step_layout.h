@@ -265,6 +265,10 @@ constexpr uint32_t CoopBlocksFor(const RowRef& row, uint32_t group, uint32_t val
 constexpr bool ReadsClusters(const RowRef& row) {
   return row.kind == UnitKind::kClusters || row.kind == UnitKind::kTree;
 }
+// Whether the fetch stage looks up the pages of the row's chosen tokens, if the step has a cache.
+constexpr bool LooksUpPages(const RowRef& row) {
+  return row.in_host_memory != 0 && row.coop_blocks == 0 && ReadsClusters(row);
+}
 constexpr uint64_t StatesPerTile(const RowRef& row) {
   if (row.coop_blocks != 0) return uint64_t{3} * row.coop_blocks;
   return uint64_t{row.read_pieces} + row.estimate_pieces +

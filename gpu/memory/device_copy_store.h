@@ -96,7 +96,8 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   // Appends the copies' memory, which stays while it is referred to; Resident::tokens says which
   // tokens it holds. pages_in: of copies that have no memory yet; a tail block's are in device
   // memory in any case. ResourceExhausted if there is no room for a copy even after every unpinned
-  // resident has been given up; `pins` then has those of the copies before.
+  // resident has been given up, `pins` then has those of the copies before; or if the copies want a
+  // cache of pages, for which what `pins` has already may leave no room.
   absl::Status Pin(std::span<const std::shared_ptr<Copy>> copies, PagesIn pages_in,
                    std::vector<std::shared_ptr<Resident>>* pins);
 

@@ -216,8 +216,9 @@ absl::Status DeviceStep::LaunchWave() {
     ATTND_ASSIGN_OR_RETURN(wave, context_->stream().stage_seconds());
   }
   uploader_.SetArrived();
+  const uint64_t looked_up = totals_.pages().lookups;
   totals_.AddWave(writer_, context_->results());
-  if (cache.has_value()) cache->Finish(totals_.TakePages());
+  if (cache.has_value()) cache->Finish(totals_.pages().lookups - looked_up);
   if (!timed_) return absl::OkStatus();
   totals_.AddStages(writer_, wave);
   seconds_.score += wave.score;

@@ -38,7 +38,7 @@ class DeviceStep {
   std::vector<attention::Plan> Finish();
 
   const StageSeconds& seconds() const { return seconds_; }  // if timed
-  const PageCounts& pages() const { return totals_.pages(); }
+  const attention::BackendStats::PageCache& pages() const { return totals_.pages(); }
 
  private:
   absl::Status RunRow(uint32_t row);

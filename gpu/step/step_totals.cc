@@ -112,9 +112,8 @@ void StepTotals::AddUnits(const StepWriter& writer, const RowPart& part, const s
   const bool counted = writer.CountsPages(part);
   for (uint64_t i = 0; i < part.units; ++i, ++unit) {
     if (counted) {
-      pages_since_ += unit->pages;
-      pages_.looked_up += unit->pages;
-      pages_.missed += unit->missed_pages;
+      pages_.lookups += unit->pages;
+      pages_.fetched += unit->missed_pages;
       pages_.fetched_bytes += uint64_t{unit->missed_pages} * writer.header().cache.page_bytes;
       pages_.in_place += unit->host_pages;
       pages_.host_tokens += unit->host_tokens;

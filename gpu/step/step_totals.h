@@ -8,7 +8,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <utility>
 #include <vector>
 
 #include "attention/backend.h"
@@ -16,15 +15,6 @@
 #include "gpu/step/step_writer.h"
 
 namespace attnd::gpu {
-
-// Of pages of chosen tokens that lie in host memory (UnitResult).
-struct PageCounts {
-  uint64_t looked_up = 0;
-  uint64_t missed = 0;       // of them, fetched into the cache
-  uint64_t in_place = 0;     // of them, read where they lie
-  uint64_t host_tokens = 0;  // that came from host memory
-  uint64_t fetched_bytes = 0;
-};
 
 // One thread at a time. Rows come in parts, over several waves; row numbers are the request's.
 class StepTotals {
@@ -37,10 +27,8 @@ class StepTotals {
   void AddStages(const StepWriter& writer, const StageSeconds& seconds);
   // Fills the statistics of a row whose parts have all been added.
   void FinishRow(uint32_t row) const;
-  // Pages of the cache that the waves have looked up since the last call.
-  uint64_t TakePages() { return std::exchange(pages_since_, 0); }
-  // What became of all pages that were looked up.
-  const PageCounts& pages() const { return pages_; }
+  // What became of the pages that the waves have looked up; without the cache's size.
+  const attention::BackendStats::PageCache& pages() const { return pages_; }
   // Plans of the rows' cluster units, in the order of waves.
   std::vector<attention::Plan>& plans() { return plans_; }
 
@@ -66,8 +54,7 @@ class StepTotals {
   const attention::StepRequest& request_;
   std::vector<Row> rows_;
   std::vector<attention::Plan> plans_;
-  PageCounts pages_;
-  uint64_t pages_since_ = 0;
+  attention::BackendStats::PageCache pages_;
 };
 
 }  // namespace attnd::gpu

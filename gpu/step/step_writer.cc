@@ -106,7 +106,7 @@ void StepWriter::Add(PlannedPart planned, RowMemory memory) {
     planned.part.host_tokens += row.segments[s].tokens;
     planned.part.host_unclustered += row.segments[s].unclustered;
   }
-  in_host_memory_ |= ref.in_host_memory != 0 && ref.coop_blocks == 0 && ReadsClusters(ref);
+  in_host_memory_ |= LooksUpPages(ref);
   counts_.Add(planned.counts);
   parts_.push_back(planned.part);
   memories_.push_back(std::move(memory));

@@ -75,8 +75,7 @@ class StepWriter {
   const std::byte* device_results() const { return device_results_; }
   // Whether the device has counted the pages of the part's chosen tokens.
   bool CountsPages(const RowPart& part) const {
-    return header_.cache.set_count > 0 && part.ref.in_host_memory != 0 &&
-           part.ref.coop_blocks == 0 && ReadsClusters(part.ref);
+    return header_.cache.set_count > 0 && LooksUpPages(part.ref);
   }
 
   bool measure() const { return measure_; }  // whether a unit has a tolerance

@@ -86,11 +86,8 @@ absl::Status Uploader::UploadTokens(Resident* resident, const TailBlock& block,
   if (begin >= tokens) return absl::OkStatus();
   CHECK_LE(tokens, kTailBlockTokens);
   arrivals_.push_back({resident, layer, tokens});
-  const uint64_t layer_bytes = block.size() / shape.layers;
-  std::byte* to = resident->pages() + layer * layer_bytes;
-  if (begin == 0 && tokens == kTailBlockTokens) {
-    return context_->Send(to, block.pages(layer, 0), layer_bytes);
-  }
+  std::byte* to = resident->pages() + layer * (block.size() / shape.layers);
+  if (begin == 0 && tokens == kTailBlockTokens) return SendTokens(to, block, shape, layer, tokens);
   std::vector<Upload> now;
   AddRows(block, shape, layer, to, begin, tokens, later != nullptr ? later : &now);
   return SendAll(now);

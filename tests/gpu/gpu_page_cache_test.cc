@@ -10,8 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "gpu/device/device.h"
-#include "tests/gpu/machine_gpus.h"
+#include "tests/gpu/on_gpu.h"
 #include "tests/gpu/support.h"
 
 namespace attnd::gpu::test {
@@ -29,25 +28,15 @@ using attention::test::TestRow;
 using attention::test::TestSeed;
 using attention::test::TestSequence;
 
-std::unique_ptr<Backend> MakeGpu(uint64_t page_memory_bytes, uint32_t timed_steps = 0) {
-  auto device = OpenCudaDevice();
-  if (!device.ok()) return nullptr;
+std::unique_ptr<Backend> MakeGpu(uint64_t page_memory_bytes) {
   CudaBackendOptions options = SmallOptions();
   options.device_memory_bytes = uint64_t{1} << 30;
   options.scratch_bytes = uint64_t{64} << 20;
   options.page_memory_bytes = page_memory_bytes;
   options.cooperative_groups = false;  // they read pages where they lie
-  options.timed_steps = timed_steps;
-  auto backend = MakeCudaBackend(options, *std::move(device), MakeCpu());
-  EXPECT_TRUE(backend.ok()) << backend.status();
-  return backend.ok() ? *std::move(backend) : nullptr;
+  options.timed_steps = 0;
+  return OnGpu::Make(options);
 }
-
-#define SKIP_IF_NO_GPU(backend)                                                 \
-  if ((backend) == nullptr) {                                                   \
-    ASSERT_TRUE(GpusIn("/dev").empty()) << "there is a GPU that is not opened"; \
-    GTEST_SKIP() << "no GPU";                                                   \
-  }
 
 struct Case {
   uint32_t query_heads, kv_heads, head_dim, value_dim;
@@ -98,7 +87,7 @@ class GpuPageCache : public testing::TestWithParam<Case> {
 
 TEST_P(GpuPageCache, BitsDoNotDependOnIt) {
   const auto resident = MakeGpu(0);
-  SKIP_IF_NO_GPU(resident);
+  SKIP_WITHOUT_GPU(resident);
   TestSequence sequence = Make(0);
   const uint64_t bytes = PageBytes(sequence);
   std::vector<StepResult> expected;
@@ -135,7 +124,7 @@ TEST_P(GpuPageCache, BitsDoNotDependOnIt) {
 // A step that is asked again finds every page that it has fetched.
 TEST_P(GpuPageCache, ARepeatedStepFetchesNothing) {
   const auto any = MakeGpu(0);
-  SKIP_IF_NO_GPU(any);
+  SKIP_WITHOUT_GPU(any);
   TestSequence sequence = Make(1);
   const auto paged = MakeGpu(PageBytes(sequence) / 10 * 9);
   ASSERT_NE(paged, nullptr);
@@ -151,7 +140,7 @@ TEST_P(GpuPageCache, ARepeatedStepFetchesNothing) {
 
 TEST_P(GpuPageCache, ThreadsShareIt) {
   const auto resident = MakeGpu(0);
-  SKIP_IF_NO_GPU(resident);
+  SKIP_WITHOUT_GPU(resident);
   constexpr uint32_t kThreads = 3, kSteps = 30;
   std::vector<TestSequence> sequences;
   uint64_t bytes = 0;

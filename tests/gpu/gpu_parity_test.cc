@@ -17,10 +17,9 @@
 #include <vector>
 
 #include "engine/engine.h"
-#include "gpu/device/device.h"
 #include "tests/engine/support.h"
 #include "tests/gpu/agreement.h"
-#include "tests/gpu/machine_gpus.h"
+#include "tests/gpu/on_gpu.h"
 #include "tests/gpu/support.h"
 
 namespace attnd::gpu::test {
@@ -46,41 +45,13 @@ CudaBackendOptions GpuOptions() {
   return options;
 }
 
-class OnGpu {
- public:
-  // Null, and why_not is filled, if there is none that can be opened.
-  static std::unique_ptr<Backend> Make(bool cooperative_groups = true, uint32_t timed_steps = 1) {
-    auto device = OpenCudaDevice();
-    if (!device.ok()) {
-      why_not = device.status().ToString();
-      return nullptr;
-    }
-    CudaBackendOptions options = GpuOptions();
-    options.cooperative_groups = cooperative_groups;
-    options.timed_steps = timed_steps;
-    auto backend = MakeCudaBackend(options, *std::move(device), MakeCpu());
-    EXPECT_TRUE(backend.ok()) << backend.status();
-    return backend.ok() ? *std::move(backend) : nullptr;
-  }
-  // GPUs that the machine has, whether or not they can be opened.
-  static std::vector<std::string> Expected() {
-#ifdef ATTND_BUILT_WITHOUT_CUDA
-    return {};
-#else
-    return GpusIn("/dev");
-#endif
-  }
-  static inline std::string why_not;
-};
-
-#define SKIP_WITHOUT_GPU(backend)                                                         \
-  if ((backend) == nullptr) {                                                             \
-    const auto gpus = OnGpu::Expected();                                                  \
-    ASSERT_THAT(gpus, testing::IsEmpty())                                                 \
-        << "this machine has GPUs and attnd can open none: " << OnGpu::why_not            \
-        << "; ATTND_CUDA=OFF builds without";                                             \
-    GTEST_SKIP() << "no GPU (no /dev/nvidia0, or CUDA was left out): " << OnGpu::why_not; \
-  }
+// Null if there is none that can be opened.
+std::unique_ptr<Backend> MakeOnGpu(bool cooperative_groups = true, uint32_t timed_steps = 1) {
+  CudaBackendOptions options = GpuOptions();
+  options.cooperative_groups = cooperative_groups;
+  options.timed_steps = timed_steps;
+  return OnGpu::Make(options);
+}
 
 // Groups 1, 3, 4, 8, 12, 32; every pair of head dims; tails that start within a block and on its
 // edge, of more than one piece; whole segments.
@@ -118,7 +89,7 @@ void PrintTo(Answer answer, std::ostream* out) {
 class GpuParity : public testing::TestWithParam<std::tuple<ParityCase, DType, Answer>> {
  protected:
   static std::unique_ptr<Backend> Make() {
-    return OnGpu::Make(/*cooperative_groups=*/std::get<2>(GetParam()) == Answer::kByGroups);
+    return MakeOnGpu(/*cooperative_groups=*/std::get<2>(GetParam()) == Answer::kByGroups);
   }
   SequenceSpec Spec() const { return SpecOf(std::get<0>(GetParam()), std::get<1>(GetParam())); }
   // Of every policy, of 1 to 8 query tokens. Query-only rows have the sequence's dtype.
@@ -184,7 +155,7 @@ TEST(GpuParityMatrix, HasEveryListedShape) {
 
 // One step has rows of both: each is what it is in a step with its like.
 TEST(GpuTrees, BesideClustersInOneStep) {
-  const auto gpu = OnGpu::Make();
+  const auto gpu = MakeOnGpu();
   SKIP_WITHOUT_GPU(gpu);
   ParityCase c = {4, 2, 128, 128, {3000, 700}, 90};
   TestSequence clusters = MakeSequence(SpecOf(c, DType::kBf16));
@@ -210,7 +181,7 @@ TEST(GpuTrees, BesideClustersInOneStep) {
 }
 
 TEST(GpuTrees, OutputsThatAreNextToNothing) {
-  const auto gpu = OnGpu::Make();
+  const auto gpu = MakeOnGpu();
   SKIP_WITHOUT_GPU(gpu);
   TestSequence sequence = MakeTreeBesideZeros();
   const std::vector<TestRow> rows = RowsThatLookAtZeros(&sequence);
@@ -219,7 +190,7 @@ TEST(GpuTrees, OutputsThatAreNextToNothing) {
 
 // Estimates lie far above what the leaves are; masses of rows that read all stay numbers.
 TEST(GpuTrees, LargeLogits) {
-  const auto gpu = OnGpu::Make();
+  const auto gpu = MakeOnGpu();
   SKIP_WITHOUT_GPU(gpu);
   SequenceSpec spec = SpecOf(kTreeCases[1], DType::kBf16);
   spec.key_scale = 60;
@@ -235,7 +206,7 @@ TEST(GpuTrees, LargeLogits) {
 class GpuQuantiles : public testing::TestWithParam<std::tuple<ParityCase, DType>> {};
 
 TEST_P(GpuQuantiles, AgreeHoweverManyChoicesTheyTake) {
-  const auto gpu = OnGpu::Make();
+  const auto gpu = MakeOnGpu();
   SKIP_WITHOUT_GPU(gpu);
   TestSequence sequence = MakeTreeOfKeys(std::get<0>(GetParam()), std::get<1>(GetParam()));
   for (const uint32_t layer : {0, 1}) {
@@ -307,7 +278,7 @@ class GpuGraphs : public testing::TestWithParam<IndexSet> {
 // alone, and by the stages, which a tree always has.
 TEST_P(GpuGraphs, BothLayersShareOne) {
   for (const bool groups : {true, false}) {
-    const auto gpu = OnGpu::Make(groups, /*timed_steps=*/0);
+    const auto gpu = MakeOnGpu(groups, /*timed_steps=*/0);
     SKIP_WITHOUT_GPU(gpu);
     std::vector<TestRow> rows[2];
     StepResult first[2];
@@ -334,7 +305,7 @@ TEST_P(GpuGraphs, BothLayersShareOne) {
 
 // More kinds of steps than graphs are kept, in turns and together.
 TEST_P(GpuGraphs, ManyKindsTakeTurns) {
-  const auto gpu = OnGpu::Make(/*cooperative_groups=*/true, /*timed_steps=*/0);
+  const auto gpu = MakeOnGpu(/*cooperative_groups=*/true, /*timed_steps=*/0);
   SKIP_WITHOUT_GPU(gpu);
   const std::vector<TestRow> all = Rows(/*layer=*/1, [](const Policy&) { return true; });
   std::vector<std::vector<TestRow>> kinds;
@@ -371,12 +342,12 @@ TEST_P(GpuSelection, SecondPassesAgreeWithTheCpu) {
   spec.segment_tokens = {60000, 60000, 60000, 60000};
   spec.tail_tokens = 70;
   spec.seed = attention::test::TestSeed();
-  const auto any = OnGpu::Make();
+  const auto any = MakeOnGpu();
   SKIP_WITHOUT_GPU(any);
   TestSequence sequence = MakeSequence(spec);
   for (const bool groups : {true, false}) {
     if (groups && GetParam() == kTreeIndexes) continue;  // no cooperative group answers them
-    const auto gpu = OnGpu::Make(groups);
+    const auto gpu = MakeOnGpu(groups);
     ASSERT_NE(gpu, nullptr) << OnGpu::why_not;
     std::vector<TestRow> rows;
     for (TestRow& row : RowsOfPolicies(&sequence, /*layer=*/0, /*most=*/1, DType::kFp32)) {
@@ -399,7 +370,7 @@ TEST(GpuEngine, HistoriesAnswerAsLocalAttentionDoes) {
   using engine::test::OpenSequence;
   using engine::test::Prefill;
   auto backend =
-      OnGpu::Make(/*cooperative_groups=*/true, /*timed_steps=*/0);  // new tokens, from graphs
+      MakeOnGpu(/*cooperative_groups=*/true, /*timed_steps=*/0);  // new tokens, from graphs
   SKIP_WITHOUT_GPU(backend);
   auto made = engine::Engine::Create(engine::test::SmallOptions(), std::move(backend), nullptr);
   ASSERT_TRUE(made.ok()) << made.status();

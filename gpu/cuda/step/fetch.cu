@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kFetchWarps * 32)
     FetchKernel(const __grid_constant__ StepHeader step) {
   const uint32_t number = blockIdx.x / kFetchBlocks;
   const RowRef* row = RowOfUnit(step, number);
-  if (row->in_host_memory == 0 || row->coop_blocks != 0 || !ReadsClusters(*row)) return;
+  if (!LooksUpPages(*row)) return;
   const UnitPlace unit(step, row, number - row->first_unit);
   const SegmentRef* segments = step.segments + row->segments_begin;
   UnitResult* result = &step.unit_results[number];
