@@ -193,8 +193,10 @@ TEST_F(MemoryPassTest, ARowThatFailsLeavesThePass) {
 // Each way in which a client may end a pass in its middle. When the word says that it is over,
 // nothing of it is left.
 TEST_F(MemoryPassTest, WhatEndsAPassLeavesNothing) {
-  const uint64_t sequence = Open();
+  uint64_t sequence = 0;
+  // A sequence of its own each time: the stream before may still be the writer of its sequence.
   const auto start = [&](MemoryPassClient* client) {
+    sequence = Open();
     ASSERT_TRUE(client->Declare(client->Declaration(sequence)));
     client->Ring(0);
     ASSERT_TRUE(client->WaitFor(0));
@@ -229,7 +231,7 @@ TEST_F(MemoryPassTest, WhatEndsAPassLeavesNothing) {
     ASSERT_TRUE(client.WaitFor(2));
     EXPECT_EQ(LayerTokens(sequence), (std::vector<uint64_t>{0, 0}));
   }
-  // Another stream is the writer now.
+  // Another stream becomes the writer of what the cancelled one has left.
   MemoryPassClient client(*server_);
   EXPECT_TRUE(Within([&] { return client.Pass(sequence, 0).rows(0).status().code() == 0; }));
 }
