@@ -207,6 +207,13 @@ std::vector<TestRow> RowsOfLayer(TestSequence* sequence, uint32_t layer) {
   return RowsOfPolicies(sequence, layer, 3, DType::kFp32);
 }
 
+// A fifth of them: where memory decides, and not the policy.
+std::vector<TestRow> SomeRowsOfLayer(TestSequence* sequence, uint32_t layer) {
+  std::vector<TestRow> all = RowsOfLayer(sequence, layer), some;
+  for (size_t r = 0; r < all.size(); r += 5) some.push_back(std::move(all[r]));
+  return some;
+}
+
 void ExpectSameOutputs(const StepResult& a, const StepResult& b) {
   ASSERT_TRUE(a.status.ok()) << a.status;
   ASSERT_TRUE(b.status.ok()) << b.status;
@@ -301,7 +308,7 @@ TEST_P(PageCacheSteps, ResidentsMakeRoom) {
   std::vector<TestRow> all;
   for (int round = 0; round < 2; ++round) {
     for (TestSequence& sequence : sequences) {
-      const std::vector<TestRow> rows = RowsOfLayer(&sequence, 0);
+      const std::vector<TestRow> rows = SomeRowsOfLayer(&sequence, 0);
       const StepResult step = RunStep(fake.backend.get(), 0, rows);
       EXPECT_TRUE(Agree(step, RunStep(MakeCpu().get(), 0, rows), rows));
       if (round == 0) continue;
@@ -341,7 +348,7 @@ TEST_P(PageCacheSteps, ABatchThatDoesNotFitIsAnsweredInWaves) {
   std::vector<TestRow> rows;
   for (uint64_t s = 0; s < 4; ++s) sequences.push_back(HostSequence(s, GetParam()));
   for (TestSequence& sequence : sequences) {
-    for (TestRow& row : RowsOfLayer(&sequence, 0)) rows.push_back(std::move(row));
+    for (TestRow& row : SomeRowsOfLayer(&sequence, 0)) rows.push_back(std::move(row));
   }
   for (int round = 0; round < 2; ++round) {
     EXPECT_TRUE(
@@ -382,7 +389,7 @@ TEST_P(PageCacheSteps, RefusedMemoryLosesNothing) {
     const FakeBackend fake = MakeFakeBackend(OfPages(kFewPages), true);
     fake.control->Set({.mapping = mapping});
     for (const uint32_t layer : {0, 1, 0}) {
-      const std::vector<TestRow> rows = RowsOfLayer(&sequence, layer);
+      const std::vector<TestRow> rows = SomeRowsOfLayer(&sequence, layer);
       EXPECT_TRUE(
           Agree(RunStep(fake.backend.get(), layer, rows), RunStep(cpu.get(), layer, rows), rows));
     }

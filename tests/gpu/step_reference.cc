@@ -43,18 +43,23 @@ class Lanes {
   explicit Lanes(const Unit& unit) : unit_(unit), row_(unit.row) {}
 
   void Run(bool one_more_exact, UnitResult* result, uint8_t* fates) {
-    zone_ = unit_.ReadTokens();
+    const std::vector<Token> tokens = unit_.ReadTokens();
+    for (uint32_t head = 0; head < heads(); ++head) {
+      zones_.push_back(unit_.StateOf(head, tokens));
+    }
     if (row_.kind == UnitKind::kClusters) {
       ReadClusters();
       Score();
       Select();
       if (one_more_exact) TakeOneMore();
     }
-    for (uint32_t head = 0; head < unit_.queries.size(); ++head) Answer(head);
+    Answer();
     if (row_.kind == UnitKind::kClusters) Report(result, fates);
   }
 
  private:
+  size_t heads() const { return unit_.queries.size(); }
+
   void ReadClusters() {
     const KernelShape& shape = unit_.shape;
     for (uint32_t s = 0; s < row_.segment_count; ++s) {
@@ -138,7 +143,7 @@ class Lanes {
     if (std::isinf(row_.tolerance)) return;
     Vector error2(n, 0.0);
     for (uint32_t h = 0; h < unit_.header.group; ++h) {
-      Softmax all = Zone(h);
+      Softmax all = zones_[h];
       for (size_t i = 0; i < n; ++i) all.Add(log_mass_[h][i], clusters_[i].mean_value);
       const double norm = std::max(Norm(all.values) / all.sum, LeastNorm(h));
       for (size_t i = 0; i < n; ++i) {
@@ -163,8 +168,6 @@ class Lanes {
     }
   }
 
-  Softmax Zone(uint32_t head) const { return unit_.StateOf(head, zone_); }
-
   // The square of what leaving a cluster to its estimate errs by, in a softmax of that lse.
   double SquaredError(uint32_t head, size_t i, double lse) const {
     const double share = std::exp(log_mass_[head][i] - lse);
@@ -174,7 +177,7 @@ class Lanes {
 
   // 1e-3 of the values' root mean square under zones and estimates.
   double LeastNorm(uint32_t head) const {
-    const Softmax zone = Zone(head);
+    const Softmax& zone = zones_[head];
     Softmax all = zone;
     for (size_t i = 0; i < clusters_.size(); ++i) {
       all.Add(log_mass_[head][i], clusters_[i].mean_value);
@@ -190,8 +193,18 @@ class Lanes {
     return kNormShare * std::sqrt(moment);
   }
 
-  void Answer(uint32_t head) {
-    Softmax state = Zone(head);
+  void Answer() {
+    std::vector<Softmax> read = zones_;
+    for (size_t i = 0; i < clusters_.size(); ++i) {
+      const Cluster& cluster = clusters_[i];
+      if (fate_[i] == kFateExact) {
+        unit_.AddTokens(cluster.segment, cluster.begin, cluster.end, &read);
+      }
+    }
+    for (uint32_t head = 0; head < heads(); ++head) AnswerHead(head, read[head]);
+  }
+
+  void AnswerHead(uint32_t head, Softmax state) {
     Softmax estimate(unit_.shape.value_dim), dropped(unit_.shape.value_dim);
     for (size_t i = 0; i < clusters_.size(); ++i) {
       const Cluster& cluster = clusters_[i];
@@ -200,8 +213,6 @@ class Lanes {
         state.Add(log_mass_[head][i], cluster.mean_value);
       } else if (fate_[i] == kFateDropped) {
         dropped.Add(log_mass_[head][i], cluster.mean_value);
-      } else {
-        unit_.AddTokens(head, cluster.segment, cluster.begin, cluster.end, &state);
       }
     }
     unit_.Write(head, state);
@@ -236,7 +247,7 @@ class Lanes {
 
   const Unit& unit_;
   const RowRef& row_;
-  std::vector<Token> zone_;  // and, of dense rows, everything else
+  std::vector<Softmax> zones_;  // [group]; of dense rows, everything
   std::vector<Cluster> clusters_;
   std::vector<Vector> log_mass_, d2_;  // [group][clusters]
   std::vector<uint8_t> fate_;          // [clusters]
@@ -249,6 +260,7 @@ void RunStepReference(const KernelShape& shape, const StepHeader& header, const 
     const UploadRef& upload = header.upload_refs[u];
     std::memcpy(upload.to, header.upload_data + upload.from, upload.bytes);
   }
+  reference::TreesOfStep trees;
   for (uint32_t r = 0; r < header.rows; ++r) {
     const RowRef& row = header.row_refs[r];
     for (uint32_t token = 0; token < row.query_tokens; ++token) {
@@ -261,8 +273,8 @@ void RunStepReference(const KernelShape& shape, const StepHeader& header, const 
         UnitResult* result = header.unit_results + row.first_unit + unit;
         uint8_t* fates = header.fates + row.first_fate + unit * FatesPerUnit(row);
         if (row.kind == UnitKind::kTree) {
-          RunTreeReference(lanes, is_meant(one_more.exact), is_meant(one_more.opened), result,
-                           fates);
+          RunTreeReference(lanes, is_meant(one_more.exact), is_meant(one_more.opened), &trees,
+                           result, fates);
         } else {
           Lanes(lanes).Run(is_meant(one_more.exact), result, fates);
         }

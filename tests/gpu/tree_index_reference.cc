@@ -46,8 +46,6 @@ std::vector<Item> ReadItems(const std::byte* index, const TreePart& at, const Tr
   return items;
 }
 
-}  // namespace
-
 Tree ReadTree(const Unit& unit, uint32_t segment) {
   const TreeOffsets& at = unit.header.trees[unit.row.trees_begin + segment].offsets;
   const std::byte* index = unit.IndexOf(segment);
@@ -65,6 +63,14 @@ Tree ReadTree(const Unit& unit, uint32_t segment) {
     tree.first_members.push_back(Read<uint32_t>(index + at.groups.first_members, g));
   }
   return tree;
+}
+
+}  // namespace
+
+const Tree& TreesOfStep::Of(const Unit& unit, uint32_t segment) {
+  const auto [place, is_new] = trees_.try_emplace({unit.IndexOf(segment), segment});
+  if (is_new) place->second = ReadTree(unit, segment);
+  return place->second;
 }
 
 }  // namespace attnd::gpu::test::reference

@@ -4,7 +4,10 @@
 #ifndef ATTND_TESTS_GPU_TREE_INDEX_REFERENCE_H_
 #define ATTND_TESTS_GPU_TREE_INDEX_REFERENCE_H_
 
+#include <cstddef>
 #include <cstdint>
+#include <map>
+#include <utility>
 #include <vector>
 
 #include "tests/gpu/unit_reference.h"
@@ -29,7 +32,16 @@ struct Tree {
   std::vector<uint32_t> first_members;  // of each group, and the number of leaves
 };
 
-Tree ReadTree(const Unit& unit, uint32_t segment);
+// The trees that a step's units look at, each read once.
+class TreesOfStep {
+ public:
+  // segment: of the unit's row. What is returned stays where it is.
+  const Tree& Of(const Unit& unit, uint32_t segment);
+
+ private:
+  // By where the index lies, and by the segment's number, which items have.
+  std::map<std::pair<const std::byte*, uint32_t>, Tree> trees_;
+};
 
 }  // namespace attnd::gpu::test::reference
 

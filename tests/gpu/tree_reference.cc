@@ -8,8 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "tests/gpu/tree_index_reference.h"
-
 namespace attnd::gpu::test {
 namespace {
 
@@ -19,12 +17,12 @@ using reference::Item;
 using reference::kVarianceMax;
 using reference::MeanShare;
 using reference::Norm;
-using reference::ReadTree;
 using reference::ShareIn;
 using reference::ShareOf;
 using reference::Softmax;
 using reference::Token;
 using reference::Tree;
+using reference::TreesOfStep;
 using reference::Unit;
 using reference::Vector;
 
@@ -42,9 +40,10 @@ constexpr double kHeadClosedShare = 0.5;
 constexpr int kTriesBesideClosed = 2, kTries = 5;
 constexpr double kSlack = 0.8;
 
-// What one head makes of some items.
+// What one head makes of some items, and of the softmax of zones and all of their estimates.
 struct Scores {
   Vector log_mass, d2;
+  double lse = 0, norm = 0;
 };
 // The softmax of zones and estimates, and what the slopes add to its values.
 struct Estimated {
@@ -58,18 +57,18 @@ struct Scale {
 
 class TreeLanes {
  public:
-  explicit TreeLanes(const Unit& unit)
+  TreeLanes(const Unit& unit, TreesOfStep* trees)
       : unit_(unit),
         by_mass_(unit.row.cut == CutKind::kTopK || unit.row.cut == CutKind::kTopP),
         by_head_(unit.row.cut == CutKind::kHeadBudget),
         limited_(std::isfinite(unit.row.tolerance)),
-        zone_(unit.ReadTokens()) {
-    for (uint32_t s = 0; s < unit.row.segment_count; ++s) trees_.push_back(ReadTree(unit, s));
+        zones_(StatesOfZones(unit)) {
+    for (uint32_t s = 0; s < unit.row.segment_count; ++s) trees_.push_back(&trees->Of(unit, s));
   }
 
   void Run(bool one_more_exact, bool one_more_opened) {
-    for (const Tree& tree : trees_) {
-      for (const Item& group : tree.groups) items_.push_back(&group);
+    for (const Tree* tree : trees_) {
+      for (const Item& group : tree->groups) items_.push_back(&group);
     }
     opened_.assign(items_.size(), by_mass_);
     if (!by_mass_) OpenGroups();
@@ -77,12 +76,12 @@ class TreeLanes {
     TakeItems();
     by_mass_ ? ChooseByMass() : by_head_ ? ChooseByHead() : Choose();
     if (one_more_exact) TakeOneMore(leaves_, &exact_);
-    for (uint32_t head = 0; head < heads(); ++head) Answer(head);
+    Answer();
   }
 
   void Report(UnitResult* result, uint8_t* fates) const {
     *result = UnitResult{};
-    for (const Tree& tree : trees_) result->clusters += static_cast<uint32_t>(tree.leaves.size());
+    for (const Tree* tree : trees_) result->clusters += static_cast<uint32_t>(tree->leaves.size());
     uint8_t* leaf = fates;
     for (size_t i = 0; i < items_.size(); ++i) {
       const Item& item = *items_[i];
@@ -97,7 +96,7 @@ class TreeLanes {
     for (uint32_t s = 0; s < trees_.size(); ++s) {
       const TreeRef& tree = unit_.header.trees[unit_.row.trees_begin + s];
       uint8_t* own = fates + unit_.row.slots + tree.first_group_slot;
-      for (size_t g = 0; g < trees_[s].groups.size(); ++g, ++number) {
+      for (size_t g = 0; g < trees_[s]->groups.size(); ++g, ++number) {
         own[g] = opened_[number] ? kFateExact : kFateEstimated;
       }
     }
@@ -105,6 +104,15 @@ class TreeLanes {
 
  private:
   using Marks = std::vector<bool>;
+
+  static std::vector<Softmax> StatesOfZones(const Unit& unit) {
+    const std::vector<Token> tokens = unit.ReadTokens();
+    std::vector<Softmax> states;
+    for (uint32_t head = 0; head < unit.queries.size(); ++head) {
+      states.push_back(unit.StateOf(head, tokens));
+    }
+    return states;
+  }
 
   size_t heads() const { return unit_.queries.size(); }
   uint8_t FateOf(size_t i) const {
@@ -135,10 +143,7 @@ class TreeLanes {
 
   void FindNorms() {
     output_norms_.clear();
-    for (uint32_t head = 0; head < heads(); ++head) {
-      const Estimated all = Estimate(head, Marks(items_.size(), true), Zone(head));
-      output_norms_.push_back(Norm(all.state.Out()));
-    }
+    for (const Scores& scores : scores_) output_norms_.push_back(scores.norm);
   }
 
   // The items become the leaves of opened groups, and behind them the groups that stay closed.
@@ -146,12 +151,12 @@ class TreeLanes {
     std::vector<const Item*> closed;
     items_.clear();
     size_t number = 0;
-    for (const Tree& tree : trees_) {
-      for (size_t g = 0; g < tree.groups.size(); ++g, ++number) {
-        if (!opened_[number]) closed.push_back(&tree.groups[g]);
-        for (uint32_t i = tree.first_members[g]; opened_[number] && i < tree.first_members[g + 1];
+    for (const Tree* tree : trees_) {
+      for (size_t g = 0; g < tree->groups.size(); ++g, ++number) {
+        if (!opened_[number]) closed.push_back(&tree->groups[g]);
+        for (uint32_t i = tree->first_members[g]; opened_[number] && i < tree->first_members[g + 1];
              ++i) {
-          items_.push_back(&tree.leaves.at(i));
+          items_.push_back(&tree->leaves.at(i));
         }
       }
     }
@@ -168,7 +173,7 @@ class TreeLanes {
   }
   void MarkLeafFloor() {
     size_t all = 0;
-    for (const Tree& tree : trees_) all += tree.leaves.size();
+    for (const Tree* tree : trees_) all += tree->leaves.size();
     MarkFloor(leaves_, std::min(ShareOf(unit_.row.floor, all), leaves_), kLeafOptimism, &exact_);
   }
 
@@ -211,11 +216,10 @@ class TreeLanes {
   double ExpectedError(uint32_t head) const {
     Marks estimated = exact_;
     estimated.flip();
-    const Softmax first = Estimate(head, Marks(items_.size(), true), Zone(head)).state;
-    const Scale scale = {first.lse(), output_norms_[head], LeastNorm(head, first.lse())};
-    const Estimated left = Estimate(head, estimated, Zone(head));
+    const Scale scale = ScaleOfScores(head);
+    const Estimated left = Estimate(head, estimated, zones_[head]);
     return PredictedError(head, estimated, scale,
-                          Norm(left.shift) * std::exp(left.state.max - first.lse()));
+                          Norm(left.shift) * std::exp(left.state.max - scale.lse));
   }
 
   // All leaves are the items.
@@ -258,8 +262,7 @@ class TreeLanes {
                   Marks* marks) const {
     Vector error2(items_.size(), 0.0);
     for (const uint32_t head : of_heads) {
-      const Softmax first = Estimate(head, Marks(items_.size(), true), Zone(head)).state;
-      const Scale scale = {first.lse(), output_norms_[head], LeastNorm(head, first.lse())};
+      const Scale scale = ScaleOfScores(head);
       for (size_t i = 0; i < items_.size(); ++i) {
         error2[i] += SquaredError(head, i, scale) / static_cast<double>(of_heads.size());
       }
@@ -309,8 +312,8 @@ class TreeLanes {
   // The head's scaled query along the segment's axes; nothing in the first order.
   Vector Rotated(uint32_t head, uint32_t segment) const {
     Vector rotated;
-    if (unit_.row.second_order == 0) return Vector(trees_[segment].axes.size(), 0.0);
-    for (const Vector& axis : trees_[segment].axes) {
+    if (unit_.row.second_order == 0) return Vector(trees_[segment]->axes.size(), 0.0);
+    for (const Vector& axis : trees_[segment]->axes) {
       rotated.push_back(unit_.header.softmax_scale * Dot(axis, unit_.queries[head]));
     }
     return rotated;
@@ -332,10 +335,17 @@ class TreeLanes {
                                       Dot(unit_.queries[head], item->centroid) +
                                   item->log_size + Capped(d2) / 2);
       }
+      const Softmax all = Estimate(head, Marks(items_.size(), true), zones_[head]).state;
+      scores.lse = all.lse();
+      scores.norm = Norm(all.Out());
     }
   }
 
-  Softmax Zone(uint32_t head) const { return unit_.StateOf(head, zone_); }
+  // In the softmax of zones and all items' estimates, relative to the outputs found first.
+  Scale ScaleOfScores(uint32_t head) const {
+    const double lse = scores_[head].lse;
+    return {lse, output_norms_[head], LeastNorm(head, lse)};
+  }
 
   // The marked items' estimates, added to a state.
   Estimated Estimate(uint32_t head, const Marks& marks, Softmax state) const {
@@ -345,7 +355,7 @@ class TreeLanes {
     }
     Vector shift(state.values.size(), 0.0);
     for (uint32_t s = 0; s < trees_.size(); ++s) {
-      Vector moved(trees_[s].axes.size(), 0.0);
+      Vector moved(trees_[s]->axes.size(), 0.0);
       for (size_t i = 0; i < items_.size(); ++i) {
         if (!marks[i] || items_[i]->segment != s) continue;
         const double damped = std::min(1.0, kVarianceMax / scores.d2[i]);
@@ -355,7 +365,7 @@ class TreeLanes {
       const Vector rotated = Rotated(head, s);
       for (size_t a = 0; a < moved.size(); ++a) {
         for (size_t c = 0; c < shift.size(); ++c) {
-          shift[c] += rotated[a] * moved[a] * trees_[s].slopes[a][c];
+          shift[c] += rotated[a] * moved[a] * trees_[s]->slopes[a][c];
         }
       }
     }
@@ -365,7 +375,7 @@ class TreeLanes {
 
   // 1e-3 of the values' root mean square in the softmax of zones and all items' estimates.
   double LeastNorm(uint32_t head, double lse) const {
-    const Softmax zone = Zone(head);
+    const Softmax& zone = zones_[head];
     const double of_zone = Norm(zone.Out());
     double moment = ShareIn(zone, lse) * of_zone * of_zone;
     for (size_t i = 0; i < items_.size(); ++i) {
@@ -387,15 +397,20 @@ class TreeLanes {
     return share * share * (of_values + of_mass);
   }
 
-  void Answer(uint32_t head) {
+  void Answer() {
+    std::vector<Softmax> read = zones_;
+    for (size_t i = 0; i < items_.size(); ++i) {
+      if (exact_[i]) unit_.AddTokens(items_[i]->segment, items_[i]->begin, items_[i]->end, &read);
+    }
+    for (uint32_t head = 0; head < heads(); ++head) AnswerHead(head, read[head]);
+  }
+
+  void AnswerHead(uint32_t head, const Softmax& read) {
     Marks estimated(items_.size(), false);
-    Softmax read = Zone(head), dropped(unit_.shape.value_dim);
+    Softmax dropped(unit_.shape.value_dim);
     for (size_t i = 0; i < items_.size(); ++i) {
       estimated[i] = FateOf(i) == kFateEstimated;
       if (FateOf(i) == kFateDropped) dropped.Add(scores_[head].log_mass[i], items_[i]->mean_value);
-      if (exact_[i]) {
-        unit_.AddTokens(head, items_[i]->segment, items_[i]->begin, items_[i]->end, &read);
-      }
     }
     const auto [state, shift] = Estimate(head, estimated, read);
     unit_.Write(head, state);
@@ -404,8 +419,7 @@ class TreeLanes {
     result = {static_cast<float>(covered), static_cast<float>(ShareIn(read, state.lse()) * covered),
               0, 0};
     if (std::count(estimated.begin(), estimated.end(), true) == 0) return;
-    const double first = Estimate(head, Marks(items_.size(), true), Zone(head)).state.lse();
-    const Scale scale = {state.lse(), Norm(state.Out()), LeastNorm(head, first)};
+    const Scale scale = {state.lse(), Norm(state.Out()), LeastNorm(head, scores_[head].lse)};
     result.predicted_error =
         static_cast<float>(PredictedError(head, estimated, scale, Norm(shift) / state.sum));
   }
@@ -429,8 +443,8 @@ class TreeLanes {
 
   const Unit& unit_;
   const bool by_mass_, by_head_, limited_;
-  const std::vector<Token> zone_;
-  std::vector<Tree> trees_;         // [segments]
+  const std::vector<Softmax> zones_;  // [group]
+  std::vector<const Tree*> trees_;  // [segments]
   std::vector<const Item*> items_;  // that are chosen among, and behind leaves_ those that are not
   size_t leaves_ = 0;               // of items_
   std::vector<Scores> scores_;      // [group], of items_
@@ -442,8 +456,8 @@ class TreeLanes {
 }  // namespace
 
 void RunTreeReference(const Unit& unit, bool one_more_exact, bool one_more_opened,
-                      UnitResult* result, uint8_t* fates) {
-  TreeLanes lanes(unit);
+                      TreesOfStep* trees, UnitResult* result, uint8_t* fates) {
+  TreeLanes lanes(unit, trees);
   lanes.Run(one_more_exact, one_more_opened);
   lanes.Report(result, fates);
 }

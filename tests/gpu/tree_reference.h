@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "gpu/layout/step_layout.h"
+#include "tests/gpu/tree_index_reference.h"
 #include "tests/gpu/unit_reference.h"
 
 namespace attnd::gpu::test {
@@ -16,7 +17,7 @@ namespace attnd::gpu::test {
 // groups are opened, and behind them of groups. Planted faults: one leaf more is read, or one
 // group more opened, than the cuts say.
 void RunTreeReference(const reference::Unit& unit, bool one_more_exact, bool one_more_opened,
-                      UnitResult* result, uint8_t* fates);
+                      reference::TreesOfStep* trees, UnitResult* result, uint8_t* fates);
 
 }  // namespace attnd::gpu::test
 

@@ -163,14 +163,16 @@ Softmax Unit::StateOf(uint32_t head, const std::vector<Token>& tokens) const {
   return state;
 }
 
-void Unit::AddTokens(uint32_t head, uint32_t segment, uint32_t begin, uint32_t end,
-                     Softmax* state) const {
+void Unit::AddTokens(uint32_t segment, uint32_t begin, uint32_t end,
+                     std::vector<Softmax>* states) const {
   const std::byte* from = PagesOf(segment);
   Vector key(shape.head_dim), value(shape.value_dim);  // one memory for all tokens
   for (uint32_t t = begin; t < end; ++t) {
     LoadTo(shape.dtype, from + pages.key_at(t), &key);
     LoadTo(shape.dtype, from + pages.value_at(t), &value);
-    state->Add(header.softmax_scale * Dot(queries[head], key), value);
+    for (size_t head = 0; head < queries.size(); ++head) {
+      (*states)[head].Add(header.softmax_scale * Dot(queries[head], key), value);
+    }
   }
 }
 

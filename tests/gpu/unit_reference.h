@@ -92,9 +92,9 @@ struct Unit {
   // What the unit reads whatever it chooses: of a dense row, everything.
   std::vector<Token> ReadTokens() const;
   Softmax StateOf(uint32_t head, const std::vector<Token>& tokens) const;
-  // Adds tokens [begin, end) of a segment's order.
-  void AddTokens(uint32_t head, uint32_t segment, uint32_t begin, uint32_t end,
-                 Softmax* state) const;
+  // Adds tokens [begin, end) of a segment's order to each head's state.
+  void AddTokens(uint32_t segment, uint32_t begin, uint32_t end,
+                 std::vector<Softmax>* states) const;
   void Write(uint32_t head, const Softmax& state) const;
 
   const KernelShape& shape;
