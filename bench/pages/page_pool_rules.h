@@ -42,6 +42,9 @@ PoolRule AdmittingLfu(std::string name, uint32_t samples, double half_life);
 // page_storage_pool.cc: storage::PagePool itself, so that what the tables say is what runs.
 PoolRule StoragePool(std::string name);
 
+// page_device_pool.cc: the GPU's cache of pages, by the code that its fetch stage runs.
+PoolRule DeviceCache(std::string name);
+
 }  // namespace attnd::bench
 
 #endif  // ATTND_BENCH_PAGES_PAGE_POOL_RULES_H_

@@ -21,6 +21,7 @@ std::vector<PoolRule> PoolRules() {
       SampledLfu("LFU of 8, half-life 1", 8u, 1.0),
       SampledLfu("LFU of 8, half-life 4", 8u, 4.0),
       StoragePool("attnd's own pool"),
+      DeviceCache("attnd's cache on a GPU"),
       SampledLfu("LFU of 8, half-life 16", 8u, 16.0),
       SampledLfu("LFU of 16, half-life 4", 16u, 4.0),
       ForgettingLfu("LFU of 8, half-life 4, forgetting", 8u, 4.0),

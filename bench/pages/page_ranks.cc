@@ -38,7 +38,8 @@ uint32_t FirstPage(const SequenceView& view, size_t segment, uint32_t kv_head) {
                                kv_head * PageGeometry::PagesFor(view.segments[segment]->tokens()));
 }
 
-// The clusters' ranks: 0 for those of the plan, the others 1, 2, ... by falling score.
+// The clusters' ranks: 0 for those of the plan, the others 1, 2, ... by falling score. Without
+// scores the others are all last.
 std::vector<PageRank> RankClusters(const SequenceView& view, uint32_t layer,
                                    const attention::Plan& plan, std::span<const float> scores,
                                    uint32_t* misordered) {
@@ -46,14 +47,16 @@ std::vector<PageRank> RankClusters(const SequenceView& view, uint32_t layer,
   for (size_t s = 0; s < view.segments.size(); ++s) {
     first[s + 1] = first[s] + view.segments[s]->clusters(layer, plan.kv_head).clusters;
   }
-  std::vector<bool> exact(scores.size());
-  for (const attention::ClusterRef& ref : plan.exact)
+  std::vector<PageRank> ranks(first.back(), kPageRankMax);
+  std::vector<bool> exact(first.back());
+  for (const attention::ClusterRef& ref : plan.exact) {
     exact[first[ref.segment] + ref.cluster] = true;
+    ranks[first[ref.segment] + ref.cluster] = kPageRead;
+  }
   std::vector<uint32_t> order(scores.size());
   std::iota(order.begin(), order.end(), 0u);
   std::stable_sort(order.begin(), order.end(),
                    [&](uint32_t a, uint32_t b) { return scores[a] > scores[b]; });
-  std::vector<PageRank> ranks(scores.size(), kPageRead);
   uint32_t rank = 0;
   for (const uint32_t cluster : order) {
     if (exact[cluster]) {

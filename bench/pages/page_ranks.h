@@ -45,6 +45,7 @@ class ClusterScorer {
 
 // Fills the ranks of one KV head's pages. plan.exact is of that head. Returns how many clusters
 // were read although one that was not read had a higher score: 0 where the policy cuts by `scores`.
+// scores: [clusters], or none.
 uint32_t RankPages(const attention::SequenceView& view, uint32_t layer, const attention::Plan& plan,
                    std::span<const float> scores, std::span<PageRank> layer_ranks);
 

@@ -5,11 +5,12 @@
 //
 //   page_trace --out=build/page-traces build/page-traces/*.capture
 //
-// writes CAPTURE.POLICY.trace for each (bench/pages/page_trace_file.h), ':' as '_'.
+// writes CAPTURE.POLICY.trace for each (bench/pages/page_trace_file.h), ':' as '_'; with --index
+// CAPTURE.INDEX.POLICY.trace. Only over the index `clusters` does a trace say how near to being
+// read the other pages were.
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
-#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -20,14 +21,17 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
+#include "attention/cpu/cluster_ranking.h"
 #include "attention/cpu/cpu_backend.h"
 #include "bench/pages/page_capture.h"
 #include "bench/pages/page_ranks.h"
 #include "bench/pages/page_trace_file.h"
+#include "bench/step_runner.h"
 #include "bench/support.h"
 
 ABSL_FLAG(std::string, policies, "double-p clusters-top-k error-target error-target:dense_layers=1",
           "separated by spaces: NAME[:key=value,...]");
+ABSL_FLAG(std::string, index, "clusters", "of the sequences: clusters, regression or tree");
 ABSL_FLAG(std::string, out, ".", "folder of the traces");
 ABSL_FLAG(uint32_t, threads, 1, "threads that answer a step");
 
@@ -36,18 +40,6 @@ namespace {
 
 using attention::Policy;
 using attention::SequenceView;
-
-Policy Parse(const std::string& text) {
-  const std::vector<std::string> halves = absl::StrSplit(text, absl::MaxSplits(':', 1));
-  std::map<std::string, std::string> parameters;
-  if (halves.size() == 2) {
-    for (const auto item : absl::StrSplit(halves[1], ',')) {
-      parameters.insert(
-          std::pair<std::string, std::string>(absl::StrSplit(item, absl::MaxSplits('=', 1))));
-    }
-  }
-  return Must(attention::ParsePolicy(halves[0], parameters));
-}
 
 // One policy's trace of a capture as it grows.
 struct Recording {
@@ -65,7 +57,7 @@ class Recorder {
       : backend_(backend), capture_(capture), view_(*capture.view) {
     const ModelShape& shape = view_.shape;
     for (uint32_t layer = 0; layer < shape.layers; ++layer) {
-      for (uint32_t head = 0; head < shape.kv_heads; ++head) {
+      for (uint32_t head = 0; head < shape.kv_heads && HasScores(); ++head) {
         scorers_.emplace_back(view_, layer, head);
       }
     }
@@ -79,8 +71,12 @@ class Recorder {
     const ModelShape& shape = view_.shape;
     PageTrace trace{capture_.decoded_tokens, shape.layers, LayerPages(view_), 0, {}};
     uint64_t clusters = 0;
-    for (const ClusterScorer& scorer : scorers_) clusters += scorer.clusters();
-    trace.clusters = static_cast<uint32_t>(clusters / std::max<size_t>(scorers_.size(), 1));
+    for (uint32_t layer = 0; layer < shape.layers; ++layer) {
+      for (uint32_t head = 0; head < shape.kv_heads; ++head) {
+        clusters += attention::CountClusters(view_, layer, head);
+      }
+    }
+    trace.clusters = static_cast<uint32_t>(clusters / (shape.layers * shape.kv_heads));
     trace.ranks.assign(size_t{trace.tokens} * trace.pages(), kPageRankMax);
     return trace;
   }
@@ -89,7 +85,7 @@ class Recorder {
     const ModelShape& shape = view_.shape;
     ToFloat(shape.dtype, capture_.query(layer, token), queries_.size(), queries_.data());
     const size_t group_floats = size_t{shape.group()} * shape.head_dim;
-    for (uint32_t head = 0; head < shape.kv_heads; ++head) {
+    for (uint32_t head = 0; head < shape.kv_heads && HasScores(); ++head) {
       scorers_[size_t{layer} * shape.kv_heads + head].Score(
           std::span(queries_).subspan(head * group_floats, group_floats), &scores_[head]);
     }
@@ -97,6 +93,8 @@ class Recorder {
   }
 
  private:
+  bool HasScores() const { return view_.indexes == attention::kClusterIndexes; }
+
   void RecordPolicy(uint32_t token, uint32_t layer, Recording* recording) {
     const std::span<PageRank> ranks = recording->trace.Step(token, layer);
     const Policy& policy = recording->policy;
@@ -138,18 +136,19 @@ class Recorder {
   attention::Backend* const backend_;
   const PageCapture& capture_;
   const SequenceView& view_;
-  std::vector<ClusterScorer> scorers_;  // [layers][kv_heads]
+  std::vector<ClusterScorer> scorers_;  // [layers][kv_heads]; none without scores
   std::vector<ClusterScores> scores_;   // [kv_heads]
   std::vector<float> queries_, out_, lse_;
 };
 
 void TraceCapture(attention::Backend* backend, const std::string& path) {
-  const PageCapture capture = Must(ReadPageCapture(path));
+  const std::string index = absl::GetFlag(FLAGS_index);
+  const PageCapture capture = Must(ReadPageCapture(path, ParseIndexText(index)));
   Recorder recorder(backend, capture);
   std::vector<Recording> recordings;
   for (const auto text : absl::StrSplit(absl::GetFlag(FLAGS_policies), ' ', absl::SkipEmpty())) {
     const std::string name(text);
-    recordings.push_back({name, Parse(name), recorder.EmptyTrace(), 0, 0});
+    recordings.push_back({name, ParsePolicyText(name), recorder.EmptyTrace(), 0, 0});
   }
   for (uint32_t token = 0; token < capture.decoded_tokens; ++token) {
     for (uint32_t layer = 0; layer < capture.view->shape.layers; ++layer) {
@@ -160,6 +159,7 @@ void TraceCapture(attention::Backend* backend, const std::string& path) {
   for (const Recording& recording : recordings) {
     const std::string file =
         folder / absl::StrCat(std::filesystem::path(path).stem().string(), ".",
+                              index == "clusters" ? "" : index + ".",
                               absl::StrReplaceAll(recording.name, {{":", "_"}}), ".trace");
     Must(WritePageTrace(file, recording.trace));
     std::printf(

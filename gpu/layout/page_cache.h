@@ -4,15 +4,17 @@
 // memory. Only the device changes what is in the cache: the fetch stage of a step looks up the
 // pages of chosen tokens, and copies those that it misses from host memory (cuda/step/fetch.cu).
 //
-// The cache is set-associative. A page may lie in the kCacheWays frames of one set, which the
-// page's number decides. So there is no table of pages, no list of frames and no address to be
-// corrected when a segment dies: its numbers are never asked for again, and its frames age. What a
-// frame holds is said in one place, its owner word, which changes by compare and swap alone.
+// The cache is set-associative, with two choices. A page may lie in the kCacheWays frames of each
+// of kCacheChoices sets, which the page's number decides. So there is no table of pages, no list of
+// frames and no address to be corrected when a segment dies: its numbers are never asked for again,
+// and its frames age. What a frame holds is said in one place, its owner word, which changes by
+// compare and swap alone.
 //
-// Which page goes: of the set, the one of least worth that the running step does not use. Each step
-// in which a page is used adds one to its worth, and a worth halves in the time in which
-// kCacheHalfLife times the cache's pages are used: LFU with ageing among kCacheWays frames
-// (docs/research/PAGE_POOL.md; there a page keeps its worth when it goes, here it starts anew).
+// Which page goes: of these sets, the one of least worth that the running step does not use. Each
+// step in which a page is used adds one to its worth, and a worth halves in the time in which
+// kCacheHalfLife times the cache's pages are used: LFU with ageing among the frames of the sets
+// (docs/research/PAGE_POOL.md, "On a GPU"; in its pool a page keeps its worth when it goes, here it
+// starts anew).
 #ifndef ATTND_GPU_LAYOUT_PAGE_CACHE_H_
 #define ATTND_GPU_LAYOUT_PAGE_CACHE_H_
 
@@ -25,15 +27,18 @@ namespace attnd::gpu {
 // The same code on the device and, for tests, on the host.
 #ifdef __CUDACC__
 #define ATTND_ON_DEVICE __device__ __forceinline__
+#define ATTND_NOT_UNROLLED _Pragma("unroll 1")
 #else
 #define ATTND_ON_DEVICE inline
+#define ATTND_NOT_UNROLLED
 #endif
 
-inline constexpr uint32_t kCacheWays = 8;
+inline constexpr uint32_t kCacheWays = 4;
+inline constexpr uint32_t kCacheChoices = 2;
 inline constexpr uint32_t kCacheHalfLife = 4;
 inline constexpr uint32_t kNoFrame = ~uint32_t{0};
-// Looks at a set before a page is read where it lies: each look that fails has seen others change
-// the set.
+// Looks at a page's sets before it is read where it lies: each look that fails has seen others
+// change the sets.
 inline constexpr uint32_t kCacheLooks = 8;
 // An entry of StepHeader::chosen whose page is in the cache: kCachedToken | frame * 16 | row of the
 // page. So a row has at most kCachedToken >> 16 segments, and a cache kFramesMax frames.
@@ -51,7 +56,7 @@ struct CacheSet {
   float worths[kCacheWays];  // log2
   uint32_t reserved[kCacheWays];
 };
-static_assert(sizeof(CacheSet) == 128);
+static_assert(sizeof(CacheSet) == 64);
 
 // Comes with each step, whose header is the same from step to step.
 struct CacheClock {
@@ -73,9 +78,10 @@ struct FoundFrame {
   bool fetch;      // the caller must fill the frame
 };
 
-ATTND_ON_DEVICE uint32_t CacheSetOf(uint64_t page, uint32_t set_count) {
-  const uint64_t mixed = (page * 0x9E3779B97F4A7C15u) >> 32;
-  return static_cast<uint32_t>((mixed * set_count) >> 32);
+// choice: below kCacheChoices. Both may be one set.
+ATTND_ON_DEVICE uint32_t CacheSetOf(uint64_t page, uint32_t choice, uint32_t set_count) {
+  const uint64_t factor = choice == 0 ? 0x9E3779B97F4A7C15u : 0xC2B2AE3D27D4EB4Fu;
+  return static_cast<uint32_t>(((page * factor >> 32) * set_count) >> 32);
 }
 
 // log2(2^worth + 2^age).
@@ -93,40 +99,49 @@ template <typename Memory>
 ATTND_ON_DEVICE FoundFrame FindFrame(const PageCacheRef& cache, const CacheClock& clock,
                                      uint64_t page) {
   constexpr uint64_t kStepMask = (uint64_t{1} << kStepBits) - 1;
-  const uint32_t number = CacheSetOf(page, cache.set_count);
-  CacheSet& set = cache.sets[number];
   const uint64_t taken = page << kStepBits | clock.step;
+  const auto owner_of = [&](uint32_t frame) {
+    return &cache.sets[frame / kCacheWays].owners[frame % kCacheWays];
+  };
+  const auto worth_of = [&](uint32_t frame) {
+    return &cache.sets[frame / kCacheWays].worths[frame % kCacheWays];
+  };
   for (uint32_t look = 0; look < kCacheLooks; ++look) {
-    uint32_t hit = kCacheWays, victim = kCacheWays;
+    uint32_t hit = kNoFrame, victim = kNoFrame;
     uint64_t hit_owner = 0, victim_owner = 0;
     float hit_worth = 0, least = INFINITY;
-    for (uint32_t way = 0; way < kCacheWays; ++way) {
-      const uint64_t owner = Memory::Load(&set.owners[way]);
-      const float worth = Memory::Load(&set.worths[way]);
-      if (owner >> kStepBits == page) {
-        hit = way;
-        hit_owner = owner;
-        hit_worth = worth;
-      }
-      const bool in_use = owner != 0 && (owner & kStepMask) == clock.step;
-      const float own = owner == 0 ? -INFINITY : worth;
-      if (!in_use && (victim == kCacheWays || own < least)) {
-        victim = way;
-        victim_owner = owner;
-        least = own;
+    // All sets at once would take half as many registers again.
+    ATTND_NOT_UNROLLED
+    for (uint32_t choice = 0; choice < kCacheChoices; ++choice) {
+      const uint32_t first = CacheSetOf(page, choice, cache.set_count) * kCacheWays;
+      for (uint32_t frame = first; frame < first + kCacheWays; ++frame) {
+        const uint64_t owner = Memory::Load(owner_of(frame));
+        const float worth = Memory::Load(worth_of(frame));
+        if (owner >> kStepBits == page) {
+          hit = frame;
+          hit_owner = owner;
+          hit_worth = worth;
+        }
+        const bool in_use = owner != 0 && (owner & kStepMask) == clock.step;
+        const float own = owner == 0 ? -INFINITY : worth;
+        if (!in_use && (victim == kNoFrame || own < least)) {
+          victim = frame;
+          victim_owner = owner;
+          least = own;
+        }
       }
     }
-    if (hit < kCacheWays) {
-      if (hit_owner == taken) return {number * kCacheWays + hit, false};
-      const uint64_t before = Memory::Swap(&set.owners[hit], hit_owner, taken);
+    if (hit != kNoFrame) {
+      if (hit_owner == taken) return {hit, false};
+      const uint64_t before = Memory::Swap(owner_of(hit), hit_owner, taken);
       if (before != hit_owner && before != taken) continue;
-      if (before == hit_owner) Memory::Store(&set.worths[hit], WorthAfterUse(hit_worth, clock.age));
-      return {number * kCacheWays + hit, false};
+      if (before == hit_owner) Memory::Store(worth_of(hit), WorthAfterUse(hit_worth, clock.age));
+      return {hit, false};
     }
-    if (victim == kCacheWays) break;  // the step uses the whole set
-    if (Memory::Swap(&set.owners[victim], victim_owner, taken) == victim_owner) {
-      Memory::Store(&set.worths[victim], clock.age);
-      return {number * kCacheWays + victim, true};
+    if (victim == kNoFrame) break;  // the step uses all frames of the sets
+    if (Memory::Swap(owner_of(victim), victim_owner, taken) == victim_owner) {
+      Memory::Store(worth_of(victim), clock.age);
+      return {victim, true};
     }
   }
   return {kNoFrame, false};

@@ -26,7 +26,7 @@ absl::StatusOr<std::shared_ptr<PageCache>> PageCache::Create(Device* device,
   ref.sets = reinterpret_cast<CacheSet*>(memory.data());
   ref.set_count = static_cast<uint32_t>(sets);
   ref.page_bytes = page_bytes;
-  // The frames follow the sets; both are aligned, as a set has 128 bytes.
+  // The frames follow the sets; both are aligned, as a set has 64 bytes.
   ref.frames = memory.data() + sets * sizeof(CacheSet);
   ATTND_RETURN_IF_ERROR(device->Clear(memory.data(), sets * sizeof(CacheSet)));
   return std::shared_ptr<PageCache>(new PageCache(std::move(memory), ref));

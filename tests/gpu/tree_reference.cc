@@ -444,7 +444,7 @@ class TreeLanes {
   const Unit& unit_;
   const bool by_mass_, by_head_, limited_;
   const std::vector<Softmax> zones_;  // [group]
-  std::vector<const Tree*> trees_;  // [segments]
+  std::vector<const Tree*> trees_;    // [segments]
   std::vector<const Item*> items_;  // that are chosen among, and behind leaves_ those that are not
   size_t leaves_ = 0;               // of items_
   std::vector<Scores> scores_;      // [group], of items_
