@@ -3,11 +3,15 @@
 // Goal: a server on a host with a GPU says which backend a sequence has, and `auto` opens and
 // answers every valid shape where `cuda` refuses what it has no kernels for. Method: raw messages
 // to a whole server whose options choose the backend, over a fake device.
+#include <chrono>
+#include <cstring>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "client/cpp/client.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "server/backend.h"
@@ -144,6 +148,61 @@ TEST_F(AutoServer, OneMessageIsAnsweredByBoth) {
   v1::Tensor expected;
   FillTensor(2, 2, 128, 0.75f, &expected);
   EXPECT_EQ(reply.out().data(), expected.data());
+  stream->WritesDone();
+  EXPECT_TRUE(stream->Finish().ok());
+}
+
+// The same tokens through messages and through memory that client and server share: a token's
+// layers are answered by the device, with the same bits.
+TEST_F(AutoServer, PassesThroughMemoryAreTheDevices) {
+  options_.allow_client_memory = true;
+  Start("cuda");
+  v1::OpenSequenceRequest model = ModelOf(v1::DTYPE_BF16, 128);
+  model.mutable_model()->mutable_shape()->set_layers(2);
+  v1::OpenSequenceResponse in_memory, in_messages;
+  ASSERT_TRUE(Open(model, &in_memory).ok() && Open(model, &in_messages).ok());
+  auto client = Client::Connect({.target = options_.listen[0]});
+  ASSERT_TRUE(client.ok()) << client.status();
+  auto session = (*client)->StartMemoryDecode({.shape = model.model().shape()});
+  ASSERT_TRUE(session.ok()) << session.status();
+  grpc::ClientContext context;
+  const auto stream = stub_->Decode(&context);
+  const MemorySession::Arrays& arrays = (*session)->arrays();
+  for (uint32_t token = 0; token < 3; ++token) {
+    v1::DecodeRow row;
+    row.set_query_tokens(1);
+    row.set_position(token);
+    row.set_sequence_id(in_memory.sequence_id());
+    ASSERT_TRUE((*session)->Begin({&row, 1}, {}).ok());
+    for (uint32_t layer = 0; layer < 2; ++layer) {
+      v1::DecodeRequest request;
+      request.set_layer(layer);
+      *request.add_rows() = row;
+      request.mutable_rows(0)->set_sequence_id(in_messages.sequence_id());
+      const float value = 0.25f * static_cast<float>(1 + token + layer);
+      FillTensor(1, 2, 128, 2 * value, request.mutable_q(), v1::DTYPE_BF16);
+      FillTensor(1, 1, 128, value, request.mutable_k(), v1::DTYPE_BF16);
+      FillTensor(1, 1, 128, 3 - value, request.mutable_v(), v1::DTYPE_BF16);
+      request.set_output_dtype(v1::DTYPE_BF16);
+      const auto copy = [](const v1::Tensor& from, std::span<std::byte> to) {
+        ASSERT_EQ(from.data().size(), to.size());
+        std::memcpy(to.data(), from.data().data(), to.size());
+      };
+      copy(request.q(), arrays.q);
+      copy(request.k(), arrays.k);
+      copy(request.v(), arrays.v);
+      ASSERT_TRUE((*session)->Step(std::chrono::seconds(60)).ok());
+      v1::DecodeResponse reply;
+      ASSERT_TRUE(stream->Write(request) && stream->Read(&reply));
+      ASSERT_EQ(reply.status().code(), 0) << reply.status().message();
+      ASSERT_EQ(reply.out().data().size(), arrays.out.size());
+      EXPECT_EQ(std::memcmp(reply.out().data().data(), arrays.out.data(), arrays.out.size()), 0)
+          << "token " << token << ", layer " << layer;
+    }
+    ASSERT_EQ((*session)->reply().rows_size(), 1);
+    EXPECT_EQ((*session)->reply().rows(0).stats().tiers().hbm(), 2 * (token + 1))
+        << "of two layers";
+  }
   stream->WritesDone();
   EXPECT_TRUE(stream->Finish().ok());
 }
