@@ -55,7 +55,7 @@ class AutoEngine : public testing::Test {
   AutoEngine() { Start(); }
 
   // An engine on a device and the CPU; with a disk, on the folder of the one before it.
-  void Start(bool disk = false) {
+  void Start(bool disk = false, std::optional<uint64_t> budget_bytes = std::nullopt) {
     engine_.reset();
     FakePair fake = MakeFakeDevice(uint64_t{1} << 30);
     control_ = fake.control;
@@ -64,6 +64,7 @@ class AutoEngine : public testing::Test {
     ASSERT_TRUE(cuda.ok()) << cuda.status();
     engine::EngineOptions options = engine::test::SmallOptions();
     if (disk) options.archive.data_dir = folder_.path();
+    if (budget_bytes.has_value()) options.memory_budget_bytes = *budget_bytes;
     auto engine = Engine::Create(options, MakeAutoBackend(*std::move(cuda), cpu), nullptr);
     ASSERT_TRUE(engine.ok()) << engine.status();
     engine_ = *std::move(engine);
@@ -319,6 +320,37 @@ TEST_F(AutoEngine, WhatIsResumedOrBegunWithHasItsOwner) {
     EXPECT_EQ(ReadByDevice(answer, 0), c.owner == "cuda");
     EXPECT_EQ(answer.result.rows[0].stats.ssd_tokens > 0, c.owner == "cpu");
   }
+}
+
+// What the device has grows beyond the host's memory: segments go to files, rows that would read
+// them are the CPU's, and other rows of the message stay the device's.
+TEST_F(AutoEngine, ADevicesSequenceMayOutgrowHostMemory) {
+  constexpr uint64_t kMib = uint64_t{1} << 20, kTokens = 7000;
+  const ModelShape shape = MakeShape(1, 4, 2, 128, 128, DType::kBf16);
+  Start(/*disk=*/true, 5 * kMib);  // the keys and values alone have 7
+  TestSequence small = OpenFilled(Args(shape, PolicyOf("error-target")), 100);
+  TestSequence large = Open(Args(shape, PolicyOf("error-target"), attention::kClusterIndexes));
+  for (uint64_t done = 0; done < kTokens; done += 250) {
+    const engine::test::Kv kv = engine::test::RandomKv(shape, 250, &random_);
+    engine::AppendChunk chunk = engine::test::ChunkOf(/*layer=*/0, done, kv);
+    chunk.may_wait = true;
+    const absl::Status status = engine_->Append(kTenant, large.writer, large.id, chunk);
+    ASSERT_TRUE(status.ok()) << done << ": " << status;
+    large.history.Append(0, kv);
+  }
+  FinishPrefill(&large);
+  EXPECT_EQ(OwnerOf(large), "cuda");
+  EXPECT_GT(engine_->archive_stats().paged_out_segments, 3u);
+  Generate(&large, 3, &random_);
+  const Message message(
+      0, {QueryOnlyRow(&large, 0, 1, &random_), QueryOnlyRow(&small, 0, 1, &random_)});
+  const Answer answer = engine::test::Send(engine_.get(), message);
+  ASSERT_TRUE(answer.row_status(0).ok()) << answer.row_status(0);
+  EXPECT_FALSE(ReadByDevice(answer, 0));
+  EXPECT_GT(answer.result.rows[0].stats.ssd_tokens, 0u);
+  EXPECT_TRUE(ReadByDevice(answer, 1));
+  EXPECT_TRUE(MatchesModel(&large, &random_));
+  EXPECT_TRUE(engine_->backend().Health().ok());
 }
 
 TEST_F(AutoEngine, ADeviceThatFailsLosesNothing) {
