@@ -99,7 +99,7 @@ def test_arrays_are_views_of_the_region(client):
     case = Case.random(TOKENS)
     sequence = opened(client, case, PROMPT, complete=False)
     with client.memory_session(SHAPE, query_tokens_max=2) as session:
-        region = np.frombuffer(session._region.memory, np.uint8)
+        region = np.frombuffer(session._memory.memory, np.uint8)
         whole = session.begin_pass([attnd.Row(sequence, PROMPT)], want_lse=True)
         for array in (whole.q, whole.k, whole.v, whole.out, whole.lse):
             assert np.shares_memory(region, array)
@@ -169,6 +169,41 @@ def test_a_pass_that_is_refused_leaves_its_session(client):
         session.begin_pass([row])
 
 
+def test_the_servers_time_is_without_the_clients(client):
+    """What a pass says of its time lies within what its steps took here."""
+    case = Case.random(TOKENS)
+    sequence = opened(client, case, PROMPT, complete=False)
+    with client.memory_session(SHAPE) as session:
+        whole = session.begin_pass([attnd.Row(sequence, PROMPT)])
+        waited = 0.0
+        for layer in range(SHAPE.layers):
+            write(whole, case, layer, slice(PROMPT, PROMPT + 1))
+            time.sleep(0.05)
+            assert (whole.queue_us, whole.engine_us) == (0, 0)
+            begun = time.monotonic()
+            whole.step()
+            waited += time.monotonic() - begun
+        assert 0 < whole.queue_us + whole.engine_us < waited * 1e6
+
+
+def test_a_session_that_is_closed_lets_its_sequences_go(client):
+    """At once: the next writer finds them free."""
+    case = Case.random(TOKENS)
+    sequence = opened(client, case, PROMPT, complete=False)
+    for at in range(PROMPT, TOKENS, 2):
+        with client.memory_session(SHAPE) as session:
+            whole = session.begin_pass([attnd.Row(sequence, at)])
+            for layer in range(SHAPE.layers):
+                write(whole, case, layer, slice(at, at + 1))
+                whole.step()
+        with client.decode_session() as messages:
+            other = messages.begin_pass(SHAPE.layers, [attnd.Row(sequence, at + 1)])
+            for layer in range(SHAPE.layers):
+                tokens = slice(at + 1, at + 2)
+                other.step(case.q[layer, tokens], *case.sent(layer, tokens))
+    assert layer_tokens(client, sequence) == [TOKENS] * 2
+
+
 def test_queries_alone(client):
     case = Case.random(TOKENS)
     sequence = opened(client, case, PROMPT)
@@ -236,7 +271,7 @@ write(whole, case, 0, slice(PROMPT, PROMPT + 1))
 whole.step()
 write(whole, case, 1, slice(PROMPT, PROMPT + 1))
 if moment == "between ring and answer":
-    session._turns.ring()
+    session._memory.turns.ring()
     os.kill(os.getpid(), signal.SIGKILL)
 print("parked", flush=True)
 time.sleep(60)

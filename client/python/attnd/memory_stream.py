@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode streams whose passes lie in memory that client and server share (proto, PassMemory)."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Callable
+
+import grpc
+
+from attnd import channel as channels
+from attnd import replies, requests
+from attnd.errors import DeadlineExceededError, UnavailableError, from_rpc_error
+from attnd.pass_memory import PassLayout, PassMemory
+from attnd.requests import PassOptions, Row
+from attnd.results import LayerResult, RowResult
+from attnd.tensors import Array
+from attnd.v1 import attnd_pb2, types_pb2
+from attnd.words import check_machine
+
+SPIN_US_MAX = 10_000
+# Between two looks at whether the stream has a reply or has ended.
+_LOOK_PERIOD_S = 0.005
+
+
+class _Call:
+    """One Decode call. A thread takes its replies, so that the caller can look without waiting."""
+
+    def __init__(self, method: Callable[..., Any], metadata: channels.Metadata) -> None:
+        self._requests: queue.SimpleQueue[attnd_pb2.DecodeRequest | None] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[attnd_pb2.DecodeResponse | Exception] = queue.SimpleQueue()
+        self._call = method(iter(self._requests.get, None), metadata=metadata)
+        self._thread = threading.Thread(
+            target=self._read, name="attnd-memory-replies", daemon=True
+        )
+        self._thread.start()
+
+    def send(self, request: attnd_pb2.DecodeRequest) -> None:
+        self._requests.put(request)
+
+    def arrived(self) -> bool:
+        """Whether receive would return or raise at once."""
+        return not self._replies.empty()
+
+    def receive(self, timeout_s: float) -> attnd_pb2.DecodeResponse:
+        try:
+            reply = self._replies.get(timeout=max(timeout_s, 0.0))
+        except queue.Empty:
+            raise DeadlineExceededError(
+                grpc.StatusCode.DEADLINE_EXCEEDED, "no reply in time"
+            ) from None
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    def cancel(self) -> None:
+        self._call.cancel()
+        self._requests.put(None)
+
+    def finish(self, timeout_s: float) -> None:
+        """Says that no more passes come, and waits until the server has ended the call."""
+        self._requests.put(None)
+        self._thread.join(timeout_s)
+        self._call.cancel()  # nothing, unless the time was over
+
+    def _read(self) -> None:
+        ended: Exception = UnavailableError(
+            grpc.StatusCode.UNAVAILABLE, "the server ended the stream"
+        )
+        try:
+            for reply in self._call:
+                self._replies.put(reply)
+        except grpc.RpcError as error:
+            ended = from_rpc_error(error)
+        self._replies.put(ended)
+
+
+class MemoryStream:
+    """Passes of one Decode stream, for one thread, each over memory that the caller has for it.
+    Made by :meth:`Client.memory_stream`.
+
+    A pass that failed was given up and may be begun again: on this stream if the server told the
+    error, on a new one if the stream ended or a step's time was over (every later call raises the
+    same then).
+    """
+
+    def __init__(
+        self,
+        method: Callable[..., Any],
+        metadata: channels.Metadata,
+        timeout_s: float,
+        spin_us: int,
+    ) -> None:
+        check_machine()
+        if not 0 <= spin_us <= SPIN_US_MAX:
+            raise ValueError(f"spin_us is {spin_us}; allowed are 0..{SPIN_US_MAX}")
+        self._timeout_s = timeout_s
+        self._spin_us = spin_us
+        self._call = _Call(method, metadata)
+        self._ended: Exception | None = None
+        self._pass: MemoryPass | None = None  # under way
+        self._step_id = 0
+
+    def close(self) -> None:
+        """Ends the stream; the sequences may then have another writer. A pass under way is given
+        up, which the server notices within some 20 ms."""
+        under_way, self._pass = self._pass, None
+        if self._ended is None:
+            self._ended = ValueError("the session is closed")
+            if under_way is None:
+                self._call.finish(self._timeout_s)
+            else:
+                self._call.cancel()
+
+    def begin_pass(
+        self,
+        memory: PassMemory,
+        rows: Sequence[Row],
+        options: PassOptions,
+        raise_on_row_error: bool = True,
+    ) -> MemoryPass:
+        """Declares a pass; as :meth:`MemorySession.begin_pass`.
+
+        Args:
+            memory: which no other pass uses until this one is over.
+            options: without output_dtype, which is the layout's.
+        """
+        if self._ended is not None:
+            raise self._ended
+        if self._pass is not None:
+            raise ValueError("a pass is under way")
+        if options.stats == "layer":
+            raise ValueError('stats is "layer": a pass over memory has "pass" or "none"')
+        layout = memory.layout
+        query_tokens = sum(row.query_tokens for row in rows)
+        new_tokens = sum(row.query_tokens for row in rows if not row.query_only)
+        if not 0 < query_tokens <= layout.query_tokens_max:
+            raise ValueError(
+                f"the rows have {query_tokens} query tokens; allowed are "
+                f"1..{layout.query_tokens_max}"
+            )
+        self._step_id += 1
+        request = requests.memory_pass_request(
+            self._step_id,
+            layout.shape.layers,
+            rows,
+            replace(options, output_dtype=layout.out.dtype),
+            _tensors(layout, query_tokens, new_tokens),
+        )
+        memory.begin(request.begin_pass.memory)
+        request.begin_pass.memory.spin_us = self._spin_us
+        self._call.send(request)
+        self._pass = MemoryPass(
+            self, memory, rows, query_tokens, new_tokens, options.want_lse, raise_on_row_error
+        )
+        return self._pass
+
+    def _exchange(
+        self, memory: PassMemory, last: bool, timeout_s: float | None
+    ) -> attnd_pb2.DecodeResponse | None:
+        """Rings for a layer and waits for its answer; of the last one also for the reply.
+
+        Raises:
+            AttndError: if the pass is over.
+        """
+        if self._ended is not None:
+            raise self._ended
+        turns = memory.turns
+        end = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        self._pass, under_way = None, self._pass  # unless this step succeeds
+        turns.ring()
+        answered = turns.await_answer(self._spin_us * 1e-6, _LOOK_PERIOD_S)
+        while not answered and not self._call.arrived():
+            left = end - time.monotonic()
+            if left <= 0:
+                self._call.cancel()
+                self._ended = DeadlineExceededError(
+                    grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time"
+                )
+                raise self._ended
+            answered = turns.await_answer(0, min(left, _LOOK_PERIOD_S))
+        if turns.answered() and not last:
+            self._pass = under_way
+            return None
+        return self._reply(end)
+
+    def _reply(self, end: float) -> attnd_pb2.DecodeResponse:
+        try:
+            reply = self._call.receive(end - time.monotonic())
+        except Exception as error:
+            self._call.cancel()
+            self._ended = error
+            raise
+        refused = replies.step_error(self._step_id, reply)
+        if refused is not None:
+            raise refused
+        return reply
+
+
+def _tensors(
+    layout: PassLayout, query_tokens: int, new_tokens: int
+) -> Iterator[tuple[str, types_pb2.Tensor]]:
+    yield "q", layout.q.message(query_tokens)
+    if new_tokens:
+        yield "k", layout.k.message(new_tokens)
+    if new_tokens and not layout.shape.latent:
+        yield "v", layout.v.message(new_tokens)
+
+
+class MemoryPass:
+    """A step of each layer over the same rows, in shared memory. Made by
+    :meth:`MemorySession.begin_pass`.
+
+    All arrays are views of the region: write q, k and v of a layer, call :meth:`step`, and read out
+    and lse, before the next layer overwrites them. They support the buffer protocol and DLPack;
+    :func:`as_torch` makes tensors of them, without a copy.
+
+    Attributes:
+        q: [query tokens, query_heads, head_dim], rows one after the other.
+        k: [new tokens, kv_heads, head_dim], keys rotated already. No tokens if all rows are
+            query_only.
+        v: [new tokens, kv_heads, value_dim]; value_dim is 0 for latent models.
+        out: [query tokens, query_heads, value_dim]; NaN for rows that have failed.
+        lse: [query tokens, query_heads] float32; None unless the pass wants it.
+        layer: the next one; layers if the pass is complete.
+        rows: one outcome for each row, in order, once the pass is complete; empty if all are OK and
+            the pass has no statistics to tell.
+        queue_us, engine_us: the server's time for all layers, once the pass is complete: until
+            their steps began, and of the steps.
+    """
+
+    def __init__(
+        self,
+        stream: MemoryStream,
+        memory: PassMemory,
+        rows: Sequence[Row],
+        query_tokens: int,
+        new_tokens: int,
+        want_lse: bool,
+        raise_on_row_error: bool,
+    ) -> None:
+        layout, region = memory.layout, memory.memory
+        self.q = layout.q.array(region, query_tokens)
+        self.k = layout.k.array(region, new_tokens)
+        self.v = layout.v.array(region, new_tokens)
+        self.out = layout.out.array(region, query_tokens)
+        self.lse: Array | None = (
+            layout.lse.array(region, query_tokens)[:, :, 0] if want_lse else None
+        )
+        self.layer = 0
+        self.rows: tuple[RowResult, ...] = ()
+        self.queue_us = 0
+        self.engine_us = 0
+        self._stream = stream
+        self._memory = memory
+        self._declared = tuple(rows)
+        self._raise_on_row_error = raise_on_row_error
+
+    @property
+    def failed_rows(self) -> int:
+        """How many rows have left the pass so far."""
+        return self._memory.turns.failed_rows()
+
+    def step(self, *, timeout_s: float | None = None) -> None:
+        """Has the next layer answered: q, k and v have been written, out and lse are there when it
+        returns. After the last layer the tokens are committed and `rows` is there.
+
+        Args:
+            timeout_s: seconds to wait for the answer; None is the client's timeout.
+
+        Raises:
+            RowError: after the last layer, if a row failed; its `result` is a LayerResult with
+                copies of out and lse.
+            AttndError: if the pass failed as a whole: it was given up.
+            ValueError: if the pass is complete, failed, or its session was closed.
+        """
+        if self._stream._pass is not self:
+            raise ValueError("the pass is complete or failed")
+        last = self.layer + 1 == self._memory.layout.shape.layers
+        reply = self._stream._exchange(self._memory, last, timeout_s)
+        self.layer += 1
+        if reply is None:
+            return
+        self.rows = tuple(map(RowResult.from_proto, reply.rows))
+        self.queue_us, self.engine_us = reply.queue_us, reply.engine_us
+        if self._raise_on_row_error and not all(row.ok for row in self.rows):
+            lse = None if self.lse is None else self.lse.copy()
+            result = LayerResult(self.out.copy(), lse, self.rows, reply.queue_us, reply.engine_us)
+            failed = replies.row_error(self._declared, result)
+            if failed is not None:
+                raise failed
