@@ -20,7 +20,7 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 pytest.importorskip("transformers", reason="Transformers is not installed")
 
 import attnd
-from attnd.results import RowResult, RowStats, StepResult
+from attnd.results import RowResult, RowStats
 from attnd.transformers import Attachment, Stats, fingerprint
 from attnd.transformers.arrays import to_numpy, to_torch
 from attnd.transformers.columns import Columns
@@ -318,8 +318,8 @@ def test_stats_are_means_over_rows():
     ]
     results = tuple(RowResult(grpc.StatusCode.OK, "", stats) for stats in rows)
     counter = StatsCounter()
-    counter.add(StepResult(np.zeros(0), np.zeros(0), results[:2], 1000, 2000), wait_s=0.5)
-    counter.add(StepResult(np.zeros(0), np.zeros(0), results[2:], 0, 1000), wait_s=0.25)
+    counter.add(results[:2], wait_s=0.5, server_s=0.003, through_memory=False)
+    counter.add(results[2:], wait_s=0.25, server_s=0.001, through_memory=True)
     assert counter.snapshot() == Stats(
         answers=2,
         read_share=0.3,
@@ -329,6 +329,7 @@ def test_stats_are_means_over_rows():
         predicted_error_max=0.4,
         wait_s=0.75,
         server_s=pytest.approx(0.004),
+        through_memory=1,
     )
     assert "not predicted" in str(Stats(answers=1))
 

@@ -138,6 +138,16 @@ def tokens_of(columns: torch.Tensor, step: Step) -> torch.Tensor:
     return rows[torch.from_numpy(step.present).to(columns.device)]
 
 
+def place_tokens(columns: torch.Tensor, step: Step, tokens: torch.Tensor) -> None:
+    """Writes what tokens_of() returns into `tokens`, a tensor of the same shape and dtype in host
+    memory; waits for the columns' device."""
+    rows = columns.detach().transpose(1, 2)
+    if step.full:
+        tokens.view(rows.shape).copy_(rows)
+    else:
+        tokens.copy_(rows[torch.from_numpy(step.present).to(columns.device)])
+
+
 def columns_of(tokens: torch.Tensor, step: Step) -> torch.Tensor:
     """[tokens, heads, dim] -> [rows, new, heads, dim], zeros where there is no token."""
     if step.full:

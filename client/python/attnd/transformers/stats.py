@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attnd.results import LayerResult, RowStats
+from attnd.results import RowResult, RowStats
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,9 @@ class Stats:
             if the policy predicts none.
         predicted_error_max: the largest one of a query head and token; None likewise.
         wait_s: time that the model waited for the answers, in seconds, the transport included.
-        server_s: the server's own part of it, queueing included.
+        server_s: the server's own part of it, queueing included; of a pass through memory from its
+            last layer on.
+        through_memory: answers, of all, that came through shared memory.
     """
 
     answers: int = 0
@@ -34,6 +37,7 @@ class Stats:
     predicted_error_max: float | None = None
     wait_s: float = 0.0
     server_s: float = 0.0
+    through_memory: int = 0
 
     def __str__(self) -> str:
         error = "not predicted" if self.predicted_error is None else f"{self.predicted_error:.4f}"
@@ -53,7 +57,7 @@ class StatsCounter:
         self._clear()
 
     def _clear(self) -> None:
-        self._answers = 0
+        self._answers = self._through_memory = 0
         self._read = self._estimated = self._dropped = 0
         self._errors: list[float] = [0.0, 0.0]  # sum and number
         self._error_max: float | None = None
@@ -63,13 +67,16 @@ class StatsCounter:
         with self._lock:
             self._clear()
 
-    def add(self, result: LayerResult, wait_s: float) -> None:
-        """Counts a reply that took wait_s seconds to come."""
+    def add(
+        self, rows: Sequence[RowResult], wait_s: float, server_s: float, through_memory: bool
+    ) -> None:
+        """Counts an answer that took wait_s seconds to come, with what came with it."""
         with self._lock:
             self._answers += 1
+            self._through_memory += through_memory
             self._wait_s += wait_s
-            self._server_s += (result.queue_us + result.engine_us) / 1e6
-            for row in result.rows:
+            self._server_s += server_s
+            for row in rows:
                 self._add_row(row.stats)
 
     def _add_row(self, row: RowStats) -> None:
@@ -95,4 +102,5 @@ class StatsCounter:
                 predicted_error_max=self._error_max,
                 wait_s=self._wait_s,
                 server_s=self._server_s,
+                through_memory=self._through_memory,
             )
