@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -14,7 +15,7 @@ import grpc
 
 from attnd import channel as channels
 from attnd import replies, requests
-from attnd.errors import DeadlineExceededError, UnavailableError, from_rpc_error
+from attnd.errors import AttndError, DeadlineExceededError, UnavailableError, from_rpc_error
 from attnd.pass_memory import PassLayout, PassMemory
 from attnd.requests import PassOptions, Row
 from attnd.results import LayerResult, RowResult
@@ -47,6 +48,7 @@ class _Call:
         return not self._replies.empty()
 
     def receive(self, timeout_s: float) -> attnd_pb2.DecodeResponse:
+        """The next reply. Raises an AttndError if none came in time, or none will come."""
         try:
             reply = self._replies.get(timeout=max(timeout_s, 0.0))
         except queue.Empty:
@@ -54,6 +56,7 @@ class _Call:
                 grpc.StatusCode.DEADLINE_EXCEEDED, "no reply in time"
             ) from None
         if isinstance(reply, Exception):
+            self._replies.put(reply)  # for whoever asks next
             raise reply
         return reply
 
@@ -77,6 +80,42 @@ class _Call:
         except grpc.RpcError as error:
             ended = from_rpc_error(error)
         self._replies.put(ended)
+
+
+class PassReply:
+    """The one reply to a pass, which may still be on its way when the pass is complete. Any thread
+    may wait for it."""
+
+    def __init__(self, call: _Call, step_id: int) -> None:
+        self._call = call
+        self._step_id = step_id
+        self._lock = threading.Lock()
+        self._reply: attnd_pb2.DecodeResponse | None = None
+
+    def get(self, timeout_s: float) -> attnd_pb2.DecodeResponse:
+        """
+        Raises:
+            AttndError: if no reply came: the stream is of no further use.
+        """
+        with self._lock:
+            if self._reply is None:
+                try:
+                    self._reply = self._call.receive(timeout_s)
+                except AttndError:
+                    self._call.cancel()
+                    raise
+            return self._reply
+
+    def check(self, timeout_s: float) -> attnd_pb2.DecodeResponse:
+        """
+        Raises:
+            AttndError: as get(), or if the reply refuses the pass as a whole.
+        """
+        reply = self.get(timeout_s)
+        refused = replies.step_error(self._step_id, reply)
+        if refused is not None:
+            raise refused
+        return reply
 
 
 class MemoryStream:
@@ -103,6 +142,7 @@ class MemoryStream:
         self._call = _Call(method, metadata)
         self._ended: Exception | None = None
         self._pass: MemoryPass | None = None  # under way
+        self._reply: PassReply | None = None  # to the newest pass
         self._step_id = 0
 
     def close(self) -> None:
@@ -143,6 +183,10 @@ class MemoryStream:
                 f"the rows have {query_tokens} query tokens; allowed are "
                 f"1..{layout.query_tokens_max}"
             )
+        for before in (self._reply, memory.reply):
+            if before is not None:
+                with contextlib.suppress(AttndError):  # a stream that has ended says so below
+                    before.get(self._timeout_s)
         self._step_id += 1
         request = requests.memory_pass_request(
             self._step_id,
@@ -154,15 +198,14 @@ class MemoryStream:
         memory.begin(request.begin_pass.memory)
         request.begin_pass.memory.spin_us = self._spin_us
         self._call.send(request)
+        self._reply = memory.reply = PassReply(self._call, self._step_id)
         self._pass = MemoryPass(
             self, memory, rows, query_tokens, new_tokens, options.want_lse, raise_on_row_error
         )
         return self._pass
 
-    def _exchange(
-        self, memory: PassMemory, last: bool, timeout_s: float | None
-    ) -> attnd_pb2.DecodeResponse | None:
-        """Rings for a layer and waits for its answer; of the last one also for the reply.
+    def _exchange(self, memory: PassMemory, reply: PassReply, timeout_s: float | None) -> None:
+        """Rings for a layer of the pass under way and waits for its answer.
 
         Raises:
             AttndError: if the pass is over.
@@ -183,22 +226,16 @@ class MemoryStream:
                 )
                 raise self._ended
             answered = turns.await_answer(0, min(left, _LOOK_PERIOD_S))
-        if turns.answered() and not last:
+        if turns.answered():
             self._pass = under_way
-            return None
-        return self._reply(end)
-
-    def _reply(self, end: float) -> attnd_pb2.DecodeResponse:
+            return
         try:
-            reply = self._call.receive(end - time.monotonic())
-        except Exception as error:
-            self._call.cancel()
+            reply.get(end - time.monotonic())
+        except AttndError as error:
             self._ended = error
             raise
-        refused = replies.step_error(self._step_id, reply)
-        if refused is not None:
-            raise refused
-        return reply
+        reply.check(0)
+        raise AttndError(grpc.StatusCode.INTERNAL, "the server ended a pass before its last layer")
 
 
 def _tensors(
@@ -227,10 +264,6 @@ class MemoryPass:
         out: [query tokens, query_heads, value_dim]; NaN for rows that have failed.
         lse: [query tokens, query_heads] float32; None unless the pass wants it.
         layer: the next one; layers if the pass is complete.
-        rows: one outcome for each row, in order, once the pass is complete; empty if all are OK and
-            the pass has no statistics to tell.
-        queue_us, engine_us: the server's time for all layers, once the pass is complete: until
-            their steps began, and of the steps.
     """
 
     def __init__(
@@ -252,9 +285,8 @@ class MemoryPass:
             layout.lse.array(region, query_tokens)[:, :, 0] if want_lse else None
         )
         self.layer = 0
-        self.rows: tuple[RowResult, ...] = ()
-        self.queue_us = 0
-        self.engine_us = 0
+        assert memory.reply is not None
+        self._reply = memory.reply
         self._stream = stream
         self._memory = memory
         self._declared = tuple(rows)
@@ -265,9 +297,37 @@ class MemoryPass:
         """How many rows have left the pass so far."""
         return self._memory.turns.failed_rows()
 
+    @property
+    def complete(self) -> bool:
+        """Whether all layers were answered: the tokens are committed."""
+        return self.layer == self._memory.layout.shape.layers
+
+    @property
+    def rows(self) -> tuple[RowResult, ...]:
+        """One outcome for each row, in order; empty if all are OK and the pass has no statistics to
+        tell, and before the pass is complete. The reply that tells them may be on its way when the
+        last step returns: this waits for it, at most for the client's timeout, and raises an
+        AttndError if there is none; the tokens are committed all the same."""
+        return tuple(map(RowResult.from_proto, self._told().rows))
+
+    @property
+    def queue_us(self) -> int:
+        """The server's time for all layers until their steps began; waits as `rows` does."""
+        return self._told().queue_us
+
+    @property
+    def engine_us(self) -> int:
+        """The server's time for the steps of all layers; waits as `rows` does."""
+        return self._told().engine_us
+
+    def _told(self) -> attnd_pb2.DecodeResponse:
+        if not self.complete:
+            return attnd_pb2.DecodeResponse()
+        return self._reply.check(self._stream._timeout_s)
+
     def step(self, *, timeout_s: float | None = None) -> None:
         """Has the next layer answered: q, k and v have been written, out and lse are there when it
-        returns. After the last layer the tokens are committed and `rows` is there.
+        returns. After the last layer the tokens are committed.
 
         Args:
             timeout_s: seconds to wait for the answer; None is the client's timeout.
@@ -280,16 +340,14 @@ class MemoryPass:
         """
         if self._stream._pass is not self:
             raise ValueError("the pass is complete or failed")
-        last = self.layer + 1 == self._memory.layout.shape.layers
-        reply = self._stream._exchange(self._memory, last, timeout_s)
+        self._stream._exchange(self._memory, self._reply, timeout_s)
         self.layer += 1
-        if reply is None:
+        if not self.complete:
             return
-        self.rows = tuple(map(RowResult.from_proto, reply.rows))
-        self.queue_us, self.engine_us = reply.queue_us, reply.engine_us
-        if self._raise_on_row_error and not all(row.ok for row in self.rows):
+        self._stream._pass = None
+        if self._raise_on_row_error and self.failed_rows:
             lse = None if self.lse is None else self.lse.copy()
-            result = LayerResult(self.out.copy(), lse, self.rows, reply.queue_us, reply.engine_us)
+            result = LayerResult(self.out.copy(), lse, self.rows, self.queue_us, self.engine_us)
             failed = replies.row_error(self._declared, result)
             if failed is not None:
                 raise failed

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,9 @@ from attnd.model import ModelShape
 from attnd.tensors import FP32, Array, as_dtype, to_wire_dtype
 from attnd.v1 import attnd_pb2, types_pb2
 from attnd.words import WORDS_BYTES, ClientTurns
+
+if TYPE_CHECKING:
+    from attnd.memory_stream import PassReply
 
 _ALIGNMENT_BYTES = 64
 
@@ -93,6 +96,7 @@ class PassMemory:
         region_id: what the server knows it by.
         memory: its bytes.
         turns: the client's end of its words.
+        reply: to the newest pass; the server has the region until it has been sent.
     """
 
     def __init__(self, socket: MemorySocket, layout: PassLayout) -> None:
@@ -106,6 +110,7 @@ class PassMemory:
         self.region_id = region.id
         self.memory = region.memory
         self.turns = ClientTurns(region.memory, 0)
+        self.reply: PassReply | None = None
 
     def begin(self, message: attnd_pb2.PassMemory) -> None:
         """Begins a pass in the words and fills in where it lies."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -15,67 +15,57 @@ from attnd.model import ModelShape
 from attnd.pass_memory import PassMemory
 from attnd.passes import Pass
 from attnd.requests import PassOptions, Row
-from attnd.results import RowResult
 from attnd.session import DecodeSession
 from attnd.transformers.arrays import to_numpy, to_torch
 from attnd.transformers.columns import Step, place_tokens, tokens_of
 from attnd.transformers.server import Server
-
-
-class _Answer(NamedTuple):
-    """out: [tokens, query_heads, value_dim] on the query's device; rows: what the server says of
-    them, if it says something with this layer; server_us: the server's part of wait_s, but for
-    passes through memory, whose last layer has it of all."""
-
-    out: torch.Tensor
-    rows: tuple[RowResult, ...]
-    wait_s: float
-    server_us: int
+from attnd.transformers.stats import StatsCounter
 
 
 class _Way(Protocol):
-    """A pass under way; arguments as of Passes.answer()."""
+    """A pass under way; as Passes.answer(), which counts nothing itself."""
 
     def answer(
         self, step: Step, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> _Answer: ...
+    ) -> torch.Tensor: ...
 
 
 class _AsMessages:
-    def __init__(self, whole: Pass) -> None:
+    def __init__(self, whole: Pass, counter: StatsCounter) -> None:
         self._whole = whole
+        self._counter = counter
 
     def answer(
         self, step: Step, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> _Answer:
+    ) -> torch.Tensor:
         q, k, v = (to_numpy(tokens_of(tensor, step)) for tensor in (query, key, value))
         begun = time.monotonic()
         result = self._whole.step(q, k, v)
         waited = time.monotonic() - begun
-        out = to_torch(result.out, query.device)
-        return _Answer(out, result.rows, waited, result.queue_us + result.engine_us)
+        server_s = (result.queue_us + result.engine_us) / 1e6
+        self._counter.add(result.rows, waited, server_s, through_memory=False)
+        return to_torch(result.out, query.device)
 
 
 class _ThroughMemory:
-    def __init__(self, whole: MemoryPass) -> None:
+    def __init__(self, whole: MemoryPass, counter: StatsCounter) -> None:
         self._whole = whole
-        self._q, self._k, self._v, self._out = map(
-            as_torch, (whole.q, whole.k, whole.v, whole.out)
-        )
+        self._counter = counter
+        self._q, self._k, self._v, self._out = map(as_torch, (whole.q, whole.k, whole.v, whole.out))
 
     def answer(
         self, step: Step, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> _Answer:
+    ) -> torch.Tensor:
         place_tokens(query, step, self._q)
         place_tokens(key, step, self._k)
         place_tokens(value, step, self._v)
-        whole = self._whole
         begun = time.monotonic()
-        whole.step()
-        waited = time.monotonic() - begun
+        self._whole.step()
+        self._counter.add((), time.monotonic() - begun, 0.0, through_memory=True)
+        if self._whole.complete:
+            self._counter.add_later(self._whole)
         # A copy, as the next layer's answer comes to the same place.
-        out = self._out.to(query.device, copy=True)
-        return _Answer(out, whole.rows, waited, whole.queue_us + whole.engine_us)
+        return self._out.to(query.device, copy=True)
 
 
 class Passes:
@@ -106,10 +96,11 @@ class Passes:
         memory = None if regions is None else regions.borrow(shape, len(rows), tokens)
         if memory is None:
             whole = self._messages().begin_pass(shape.layers, rows, output_dtype=shape.dtype)
-            self._way = _AsMessages(whole)
+            self._way = _AsMessages(whole, self._server.counter)
         else:
             self._borrowed = memory
-            self._way = _ThroughMemory(self._memory().begin_pass(memory, rows, PassOptions()))
+            through = self._memory().begin_pass(memory, rows, PassOptions())
+            self._way = _ThroughMemory(through, self._server.counter)
         self.layer = 0
 
     def _messages(self) -> DecodeSession:
@@ -147,17 +138,13 @@ class Passes:
             AttndError: if the server fails: the pass was given up, or a row of it has failed.
         """
         assert self._way is not None
-        answer = self._way.answer(step, query, key, value)
-        through_memory = self._borrowed is not None
-        self._server.counter.add(
-            answer.rows, answer.wait_s, answer.server_us / 1e6, through_memory
-        )
+        out = self._way.answer(step, query, key, value)
         self.layer += 1
         if self.layer == self._server.layers and self._borrowed is not None:
             assert self._server.regions is not None
             self._server.regions.give_back(self._borrowed)
             self._borrowed = None
-        return answer.out
+        return out
 
     def close(self) -> None:
         """Ends the stream; gives a pass under way up. The next pass has a stream of its own."""

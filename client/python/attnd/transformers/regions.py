@@ -89,7 +89,7 @@ class Regions:
         return None
 
     def give_back(self, memory: PassMemory) -> None:
-        """After a pass that is over on the server, too."""
+        """After a pass that is complete."""
         with self._lock:
             if memory.region_id in self._lent:
                 self._lent.remove(memory.region_id)

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from attnd.errors import AttndError
+from attnd.memory_stream import MemoryPass
 from attnd.results import RowResult, RowStats
 
 
@@ -24,8 +27,8 @@ class Stats:
             if the policy predicts none.
         predicted_error_max: the largest one of a query head and token; None likewise.
         wait_s: time that the model waited for the answers, in seconds, the transport included.
-        server_s: the server's own part of it, queueing included; of a pass through memory from its
-            last layer on.
+        server_s: the server's own part of it, queueing included; of a pass through memory once it
+            is complete.
         through_memory: answers, of all, that came through shared memory.
     """
 
@@ -54,6 +57,7 @@ class StatsCounter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._later: list[MemoryPass] = []  # whose reply may be on its way; guarded by the lock
         self._clear()
 
     def _clear(self) -> None:
@@ -65,6 +69,7 @@ class StatsCounter:
 
     def reset(self) -> None:
         with self._lock:
+            self._later.clear()
             self._clear()
 
     def add(
@@ -75,9 +80,28 @@ class StatsCounter:
             self._answers += 1
             self._through_memory += through_memory
             self._wait_s += wait_s
-            self._server_s += server_s
-            for row in rows:
-                self._add_row(row.stats)
+            self._add_told(rows, server_s)
+
+    def add_later(self, whole: MemoryPass) -> None:
+        """Counts what the reply to a complete pass tells, whose answers were counted, without
+        waiting for it."""
+        self._add_earlier()
+        with self._lock:
+            self._later.append(whole)
+
+    def _add_earlier(self) -> None:
+        with self._lock:
+            passes, self._later = self._later, []
+        for whole in passes:
+            with contextlib.suppress(AttndError):  # its tokens are there, but nothing tells of them
+                rows, server_s = whole.rows, (whole.queue_us + whole.engine_us) / 1e6
+                with self._lock:
+                    self._add_told(rows, server_s)
+
+    def _add_told(self, rows: Sequence[RowResult], server_s: float) -> None:
+        self._server_s += server_s
+        for row in rows:
+            self._add_row(row.stats)
 
     def _add_row(self, row: RowStats) -> None:
         self._read += row.zone_tokens + row.exact_tokens
@@ -90,6 +114,7 @@ class StatsCounter:
             self._error_max = max(self._error_max or 0.0, row.predicted_error_max)
 
     def snapshot(self) -> Stats:
+        self._add_earlier()
         with self._lock:
             seen = max(1, self._read + self._estimated + self._dropped)
             total, number = self._errors
