@@ -133,6 +133,30 @@ def test_a_pass_that_is_given_up_leaves_nothing(target):
         assert_none_soon(lambda: len(list(client.list_sequences())))
 
 
+def test_answers_stay_as_they_were(target):
+    """Whoever keeps a layer's attention, in a hook, has it after the next layer's."""
+    model, ids = load(TINY[0]), prompt(TINY[0], 2, 30)
+    kept: list = []
+
+    def keep(module, arguments):
+        kept.append((arguments[0], arguments[0].clone()))
+
+    with through_memory(model, target) as attachment, torch.no_grad():
+        cache = attachment.new_cache()
+        model(ids, past_key_values=cache)
+        hooks = [
+            layer.self_attn.o_proj.register_forward_pre_hook(keep) for layer in model.model.layers
+        ]
+        try:
+            model(ids[:, -1:], past_key_values=cache)
+        finally:
+            for hook in hooks:
+                hook.remove()
+    assert len(kept) == LAYERS
+    assert all(torch.equal(now, then) for now, then in kept)
+    assert not torch.equal(kept[0][0], kept[1][0])
+
+
 def test_a_row_that_fails(target):
     """Its error comes with the last layer of the same call."""
     model, ids = load(TINY[0]), prompt(TINY[0], 3, 30)
