@@ -16,6 +16,7 @@ import pytest
 import attnd
 import live_server
 from attnd.memory_socket import MemorySocket, memory_socket_of
+from attnd.memory_stream import PassReply
 from cases import SHAPE, Case, assert_near, opened
 from conftest import require_program
 
@@ -254,6 +255,35 @@ def test_regions_are_listed_and_unregistered(target):
     with pytest.raises(attnd.NotFoundError):
         memory.unregister(region.id)
     memory.close()
+
+
+def test_a_server_that_stops_between_two_passes(folder):
+    """Behind the last layer's answer, before its reply: the next pass says so, in time."""
+    require_program()
+    case = Case.random(TOKENS)
+    path = folder / "between"
+    target = f"unix:{path}/attnd.sock"
+    command = [live_server.PROGRAM, "--listen", target, "--data-dir", path]
+    server = subprocess.Popen([*command, "--allow-client-memory"])
+    try:
+        live_server.wait_until_there(target)
+        with attnd.Client(target, timeout_s=1) as client:
+            sequence = opened(client, case, PROMPT, complete=False)
+            with client.memory_session(SHAPE) as session:
+                whole = session.begin_pass([attnd.Row(sequence, PROMPT)])
+                for layer in range(SHAPE.layers):
+                    write(whole, case, layer, slice(PROMPT, PROMPT + 1))
+                    whole.step()
+                # As if it had not come yet.
+                session._stream._reply = PassReply(session._stream._call, 1)
+                assert len(whole.rows) == 1
+                server.send_signal(signal.SIGSTOP)
+                for _ in range(2):
+                    with pytest.raises(attnd.DeadlineExceededError, match="no reply in time"):
+                        session.begin_pass([attnd.Row(sequence, PROMPT + 1)])
+    finally:
+        server.kill()
+        server.wait()
 
 
 # A client that answers its prompt's next token up to a moment, and then says so and waits.

@@ -163,7 +163,8 @@ class MemoryStream:
         options: PassOptions,
         raise_on_row_error: bool = True,
     ) -> MemoryPass:
-        """Declares a pass; as :meth:`MemorySession.begin_pass`.
+        """Declares a pass; as :meth:`MemorySession.begin_pass`. Waits for the reply to the pass
+        before, and to that of another stream over the same memory.
 
         Args:
             memory: which no other pass uses until this one is over.
@@ -183,10 +184,11 @@ class MemoryStream:
                 f"the rows have {query_tokens} query tokens; allowed are "
                 f"1..{layout.query_tokens_max}"
             )
-        for before in (self._reply, memory.reply):
-            if before is not None:
-                with contextlib.suppress(AttndError):  # a stream that has ended says so below
-                    before.get(self._timeout_s)
+        if self._reply is not None:
+            self._await(self._reply, self._timeout_s)
+        if memory.reply is not None:
+            with contextlib.suppress(AttndError):  # of another stream, which has ended
+                memory.reply.get(self._timeout_s)
         self._step_id += 1
         request = requests.memory_pass_request(
             self._step_id,
@@ -229,13 +231,17 @@ class MemoryStream:
         if turns.answered():
             self._pass = under_way
             return
+        self._await(reply, end - time.monotonic())
+        reply.check(0)
+        raise AttndError(grpc.StatusCode.INTERNAL, "the server ended a pass before its last layer")
+
+    def _await(self, reply: PassReply, timeout_s: float) -> None:
+        """Waits for a reply to a pass of this stream. Raises as PassReply.get()."""
         try:
-            reply.get(end - time.monotonic())
+            reply.get(timeout_s)
         except AttndError as error:
             self._ended = error
             raise
-        reply.check(0)
-        raise AttndError(grpc.StatusCode.INTERNAL, "the server ended a pass before its last layer")
 
 
 def _tensors(
