@@ -202,7 +202,7 @@ class RemoteBatch:
         value: torch.Tensor,
         step: Step,
     ) -> torch.Tensor:
-        if not step.present.any():  # columns of padding alone
+        if step.empty:  # columns of padding alone
             return columns_of(query.new_empty((0, query.shape[1], value.shape[3])), step)
         with self._explained():
             if layer == 0:
@@ -212,12 +212,12 @@ class RemoteBatch:
                     f"layer {layer} attends where another one is expected: attnd answers the "
                     f"layers of a model in their order"
                 )
-            return columns_of(self._passes.answer(step, query, key, value), step)
+            return columns_of(self._passes.answer(query, key, value), step)
 
     def _begin_pass(self, step: Step) -> None:
         rows = zip(self.sequence_ids, step.positions, step.tokens())
         assert self._shape is not None
-        self._passes.begin(self._shape, [Row(*row) for row in rows if row[2]])
+        self._passes.begin(self._shape, [Row(*row) for row in rows if row[2]], step)
 
     def select(self, indices: Sequence[int]) -> None:
         """The rows become these ones of the old rows: the second use of a row is a fork of its

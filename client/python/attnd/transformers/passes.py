@@ -17,7 +17,7 @@ from attnd.passes import Pass
 from attnd.requests import PassOptions, Row
 from attnd.session import DecodeSession
 from attnd.transformers.arrays import to_numpy, to_torch
-from attnd.transformers.columns import Step, place_tokens, tokens_of
+from attnd.transformers.columns import Place, Step, tokens_of
 from attnd.transformers.server import Server
 from attnd.transformers.stats import StatsCounter
 
@@ -26,19 +26,20 @@ class _Way(Protocol):
     """A pass under way; as Passes.answer(), which counts nothing itself."""
 
     def answer(
-        self, step: Step, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor: ...
 
 
 class _AsMessages:
-    def __init__(self, whole: Pass, counter: StatsCounter) -> None:
+    def __init__(self, whole: Pass, step: Step, counter: StatsCounter) -> None:
         self._whole = whole
+        self._step = step
         self._counter = counter
 
     def answer(
-        self, step: Step, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        q, k, v = (to_numpy(tokens_of(tensor, step)) for tensor in (query, key, value))
+        q, k, v = (to_numpy(tokens_of(tensor, self._step)) for tensor in (query, key, value))
         begun = time.monotonic()
         result = self._whole.step(q, k, v)
         waited = time.monotonic() - begun
@@ -48,17 +49,20 @@ class _AsMessages:
 
 
 class _ThroughMemory:
-    def __init__(self, whole: MemoryPass, counter: StatsCounter) -> None:
+    def __init__(self, whole: MemoryPass, step: Step, counter: StatsCounter) -> None:
         self._whole = whole
         self._counter = counter
-        self._q, self._k, self._v, self._out = map(as_torch, (whole.q, whole.k, whole.v, whole.out))
+        self._q, self._k, self._v = (
+            Place(as_torch(array), step) for array in (whole.q, whole.k, whole.v)
+        )
+        self._out = as_torch(whole.out)
 
     def answer(
-        self, step: Step, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        place_tokens(query, step, self._q)
-        place_tokens(key, step, self._k)
-        place_tokens(value, step, self._v)
+        self._q.write(query)
+        self._k.write(key)
+        self._v.write(value)
         begun = time.monotonic()
         self._whole.step()
         self._counter.add((), time.monotonic() - begun, 0.0, through_memory=True)
@@ -84,9 +88,14 @@ class Passes:
         self._way: _Way | None = None
         self.layer = server.layers
 
-    def begin(self, shape: ModelShape, rows: Sequence[Row]) -> None:
-        """Begins a pass of all layers over these rows, of which none may be under way. It goes
-        through memory if the attachment shares some and has room for it.
+    def begin(self, shape: ModelShape, rows: Sequence[Row], step: Step) -> None:
+        """Begins a pass of all layers; none may be under way. It goes through memory if the
+        attachment shares some and has room for it.
+
+        Args:
+            shape: of the model.
+            rows: those of the batch that have new tokens.
+            step: which of the new columns hold them.
 
         Raises:
             AttndError: if the server cannot be reached.
@@ -96,11 +105,11 @@ class Passes:
         memory = None if regions is None else regions.borrow(shape, len(rows), tokens)
         if memory is None:
             whole = self._messages().begin_pass(shape.layers, rows, output_dtype=shape.dtype)
-            self._way = _AsMessages(whole, self._server.counter)
+            self._way = _AsMessages(whole, step, self._server.counter)
         else:
             self._borrowed = memory
             through = self._memory().begin_pass(memory, rows, PassOptions())
-            self._way = _ThroughMemory(through, self._server.counter)
+            self._way = _ThroughMemory(through, step, self._server.counter)
         self.layer = 0
 
     def _messages(self) -> DecodeSession:
@@ -124,12 +133,11 @@ class Passes:
             self._stream = None
 
     def answer(
-        self, step: Step, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """The next layer's answer, [tokens, query_heads, value_dim], on the query's device.
 
         Args:
-            step: which of the columns hold tokens.
             query: [rows, query_heads, new, head_dim].
             key: [rows, kv_heads, new, head_dim].
             value: [rows, kv_heads, new, value_dim].
@@ -138,7 +146,7 @@ class Passes:
             AttndError: if the server fails: the pass was given up, or a row of it has failed.
         """
         assert self._way is not None
-        out = self._way.answer(step, query, key, value)
+        out = self._way.answer(query, key, value)
         self.layer += 1
         if self.layer == self._server.layers and self._borrowed is not None:
             assert self._server.regions is not None
