@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import grpc
 import numpy as np
 import pytest
 
@@ -197,6 +198,7 @@ def test_a_session_that_is_closed_lets_its_sequences_go(client):
             for layer in range(SHAPE.layers):
                 write(whole, case, layer, slice(at, at + 1))
                 whole.step()
+        assert session._stream._call._call.code() is grpc.StatusCode.OK  # ended in order
         with client.decode_session() as messages:
             other = messages.begin_pass(SHAPE.layers, [attnd.Row(sequence, at + 1)])
             for layer in range(SHAPE.layers):
