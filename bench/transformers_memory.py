@@ -104,9 +104,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         target = f"unix:{folder}/attnd.sock"
         command = [options.server, "--listen", target, "--data-dir", f"{folder}/data"]
-        server = subprocess.Popen(
-            [*command, "--allow-client-memory"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        command.append("--allow-client-memory")
+        server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             run(target, options)
         finally:

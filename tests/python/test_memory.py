@@ -205,6 +205,10 @@ def test_a_session_that_is_closed_lets_its_sequences_go(client):
                 tokens = slice(at + 1, at + 2)
                 other.step(case.q[layer, tokens], *case.sent(layer, tokens))
     assert layer_tokens(client, sequence) == [TOKENS] * 2
+    # Whoever waits for a reply of it is told, each time.
+    for _ in range(2):
+        with pytest.raises(attnd.UnavailableError, match="ended the stream"):
+            PassReply(session._stream._call, 9).get(5)
 
 
 def test_queries_alone(client):

@@ -17,8 +17,8 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Regions:
-    """Regions that passes borrow, each for as long as it is under way: many caches need few regions.
-    Threads may share it.
+    """Regions that passes borrow, each for as long as it is under way: many caches need few
+    regions. Threads may share it.
 
     A region has room for a power of two of query tokens. Where no free one is large enough, the
     free ones are unregistered and a larger one is made. A server that was started anew is connected
@@ -42,8 +42,8 @@ class Regions:
         self._warned = False
 
     def borrow(self, shape: ModelShape, rows: int, query_tokens: int) -> PassMemory | None:
-        """Memory for a pass; None if the pass is one for messages: it has more rows, tokens or bytes
-        than a message may have, or the server has no room for a region.
+        """Memory for a pass; None if the pass is one for messages: it has more rows, tokens or
+        bytes than a message may have, or the server has no room for a region.
 
         Raises:
             AttndError: if the server cannot be reached.
