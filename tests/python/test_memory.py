@@ -199,6 +199,7 @@ def test_a_session_that_is_closed_lets_its_sequences_go(client):
                 write(whole, case, layer, slice(at, at + 1))
                 whole.step()
         assert session._stream._call._call.code() is grpc.StatusCode.OK  # ended in order
+        assert whole.rows[0].ok  # told later
         with client.decode_session() as messages:
             other = messages.begin_pass(SHAPE.layers, [attnd.Row(sequence, at + 1)])
             for layer in range(SHAPE.layers):

@@ -363,5 +363,7 @@ def test_attachments_leave_no_regions(target):
     with live_server.running("--allow-client-memory", "--max-memory-regions=1") as (scarce, _):
         for _ in range(3):
             with through_memory(model, scarce) as attachment:
-                generate(model, ids, attachment.new_cache(), max_new_tokens=2)
-                assert attachment.stats.through_memory == LAYERS
+                for rows in (1, 3, 5):  # growing, too
+                    ids = prompt(TINY[0], rows, 8)
+                    generate(model, ids, attachment.new_cache(), max_new_tokens=2)
+                assert attachment.stats.through_memory == 3 * LAYERS

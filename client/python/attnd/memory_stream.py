@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
@@ -186,9 +185,7 @@ class MemoryStream:
             )
         if self._reply is not None:
             self._await(self._reply, self._timeout_s)
-        if memory.reply is not None:
-            with contextlib.suppress(AttndError):  # of another stream, which has ended
-                memory.reply.get(self._timeout_s)
+        memory.await_free(self._timeout_s)  # by another stream
         self._step_id += 1
         request = requests.memory_pass_request(
             self._step_id,

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from attnd.errors import AttndError
 from attnd.memory_socket import MemorySocket
 from attnd.model import ModelShape
 from attnd.tensors import FP32, Array, as_dtype, to_wire_dtype
@@ -111,6 +113,13 @@ class PassMemory:
         self.memory = region.memory
         self.turns = ClientTurns(region.memory, 0)
         self.reply: PassReply | None = None
+
+    def await_free(self, timeout_s: float) -> None:
+        """Waits until the server has let the region go, after the newest pass; at most so long, and
+        not where the pass's stream has ended."""
+        if self.reply is not None:
+            with contextlib.suppress(AttndError):
+                self.reply.get(timeout_s)
 
     def begin(self, message: attnd_pb2.PassMemory) -> None:
         """Begins a pass in the words and fills in where it lies."""

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import threading
 
+from attnd.channel import DEFAULT_TIMEOUT_S
 from attnd.client import Client
 from attnd.errors import AttndError, ResourceExhaustedError
 from attnd.model import ModelShape
@@ -85,7 +86,9 @@ class Regions:
             if has.shape == layout.shape and has.query_tokens_max >= layout.query_tokens_max:
                 return self._free.pop(number)
         while self._free:
-            self._socket.unregister(self._free.pop().region_id)
+            memory = self._free.pop()
+            memory.await_free(DEFAULT_TIMEOUT_S)  # else its room is not free either
+            self._socket.unregister(memory.region_id)
         return None
 
     def give_back(self, memory: PassMemory) -> None:
