@@ -106,6 +106,29 @@ def test_many_caches_share_one_region(target):
         kept.borrow(ModelShape(LAYERS, 4, 2, 16, dtype="fp32"), 1, 1)
 
 
+class Waited:
+    """A reply on its way."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def get(self, timeout_s: float) -> None:
+        self.times += 1
+
+
+def test_the_reply_to_the_pass_before_is_waited_for(target):
+    """By the next pass over the same region, of another cache, and by a larger region: until then
+    the server has it."""
+    model = load(TINY[0])
+    with through_memory(model, target) as attachment:
+        generate(model, prompt(TINY[0], 1, 20), attachment.new_cache())
+        for rows in (1, 4):
+            (memory,) = attachment._server.regions._free
+            memory.reply = waited = Waited()
+            generate(model, prompt(TINY[0], rows, 20), attachment.new_cache(), max_new_tokens=2)
+            assert waited.times == 1
+
+
 def test_a_pass_that_is_given_up_leaves_nothing(target):
     """The model fails in its second layer; the first one's token goes, and other caches go on."""
     model, ids = load(TINY[0]), prompt(TINY[0], 2, 30)
