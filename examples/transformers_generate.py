@@ -40,6 +40,7 @@ def arguments() -> argparse.Namespace:
     add("--prompt-tokens", type=int, default=2048, help="without a prompt: tokens of a stored text")
     add("--new-tokens", type=int, default=32, help="tokens to generate (default 32)")
     add("--dtype", choices=DTYPES, default="fp32", help="of the model (default fp32)")
+    add("--memory", action="store_true", help="steps through memory shared with the server")
     add("--threads", type=int, help="of PyTorch on the CPU (default: as many as cores)")
     add("--device", default="cpu", help="of the model (default cpu)")
     return parser.parse_args()
@@ -120,7 +121,9 @@ def main() -> None:
 
     show("local", generate(model, ids, DynamicCache(), options.new_tokens), tokenizer)
     for policy in options.policy or ["dense", "error-target:tolerance=0.1"]:
-        with attnd.transformers.attach(model, options.target, policy=policy) as attachment:
+        with attnd.transformers.attach(
+            model, options.target, policy=policy, memory=options.memory
+        ) as attachment:
             with attachment.new_cache() as cache:
                 show(policy, generate(model, ids, cache, options.new_tokens), tokenizer)
             print(f"  {attachment.stats}")

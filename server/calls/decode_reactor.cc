@@ -319,9 +319,8 @@ void DecodeReactor::QueueMemoryPass() {
 }
 
 void DecodeReactor::AnswerMemoryPass() {
-  queue_time_ = Clock::now() - arrival_;
+  queue_time_ = engine_time_ = Clock::duration::zero();
   absl::Status status = RunMemoryPass();
-  engine_time_ = Clock::now() - arrival_ - queue_time_;
   handlers_->memory->EndPass();
   if (status.ok()) {
     const bool stats = pass_options_.stats == v1::Pass::STATS_OF_PASS;
@@ -345,7 +344,10 @@ absl::Status DecodeReactor::RunMemoryPass() {
                                               .cancelled = &cancelled_,
                                               .stopping = &stopping_},
                                              request_.begin_pass().memory()));
-  return pass->Run(&result_);
+  const absl::Status status = pass->Run(&result_);
+  queue_time_ = pass->queue_time();
+  engine_time_ = pass->engine_time();
+  return status;
 }
 
 void DecodeReactor::LeaveQueueLocked() {

@@ -207,6 +207,8 @@ absl::Status MemoryPass::AnswerLayer(engine::Pass* pass, engine::DecodeResult* r
         args, [this](const engine::AnswerExtents& extents) { return Provide(extents); }, result);
     end = Clock::now();
   });
+  queue_time_ += start - arrival;
+  engine_time_ += end - start;
   if (status.ok()) {
     CopyOut(layer);
     stats_.Add(*result);

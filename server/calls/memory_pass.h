@@ -57,6 +57,10 @@ class MemoryPass {
   // words say so. Called once.
   absl::Status Run(engine::DecodeResult* result);
 
+  // Of all layers so far: until their steps began, from when their rings were seen; of the steps.
+  std::chrono::steady_clock::duration queue_time() const { return queue_time_; }
+  std::chrono::steady_clock::duration engine_time() const { return engine_time_; }
+
  private:
   using Clock = std::chrono::steady_clock;
   // A tensor that the client writes: where it lies, and the server's copy of one layer.
@@ -102,6 +106,8 @@ class MemoryPass {
   std::vector<float> lse_;
   PassStats stats_;
   uint32_t failed_rows_ = 0;
+  Clock::duration queue_time_{0};
+  Clock::duration engine_time_{0};
 };
 
 }  // namespace attnd::server

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 
+import grpc
 import numpy as np
 import pytest
 
 import attnd
 import live_server
 from attnd.memory_socket import MemorySocket, memory_socket_of
+from attnd.memory_stream import PassReply
 from cases import SHAPE, Case, assert_near, opened
 from conftest import require_program
 
@@ -99,7 +101,7 @@ def test_arrays_are_views_of_the_region(client):
     case = Case.random(TOKENS)
     sequence = opened(client, case, PROMPT, complete=False)
     with client.memory_session(SHAPE, query_tokens_max=2) as session:
-        region = np.frombuffer(session._region.memory, np.uint8)
+        region = np.frombuffer(session._memory.memory, np.uint8)
         whole = session.begin_pass([attnd.Row(sequence, PROMPT)], want_lse=True)
         for array in (whole.q, whole.k, whole.v, whole.out, whole.lse):
             assert np.shares_memory(region, array)
@@ -169,6 +171,47 @@ def test_a_pass_that_is_refused_leaves_its_session(client):
         session.begin_pass([row])
 
 
+def test_the_servers_time_is_without_the_clients(client):
+    """What a pass says of its time lies within what its steps took here."""
+    case = Case.random(TOKENS)
+    sequence = opened(client, case, PROMPT, complete=False)
+    with client.memory_session(SHAPE) as session:
+        whole = session.begin_pass([attnd.Row(sequence, PROMPT)])
+        waited = 0.0
+        for layer in range(SHAPE.layers):
+            write(whole, case, layer, slice(PROMPT, PROMPT + 1))
+            time.sleep(0.05)
+            assert (whole.queue_us, whole.engine_us, whole.rows) == (0, 0, ())
+            begun = time.monotonic()
+            whole.step()
+            waited += time.monotonic() - begun
+        assert 0 < whole.queue_us + whole.engine_us < waited * 1e6
+
+
+def test_a_session_that_is_closed_lets_its_sequences_go(client):
+    """At once: the next writer finds them free."""
+    case = Case.random(TOKENS)
+    sequence = opened(client, case, PROMPT, complete=False)
+    for at in range(PROMPT, TOKENS, 2):
+        with client.memory_session(SHAPE) as session:
+            whole = session.begin_pass([attnd.Row(sequence, at)])
+            for layer in range(SHAPE.layers):
+                write(whole, case, layer, slice(at, at + 1))
+                whole.step()
+        assert session._stream._call._call.code() is grpc.StatusCode.OK  # ended in order
+        assert whole.rows[0].ok  # told later
+        with client.decode_session() as messages:
+            other = messages.begin_pass(SHAPE.layers, [attnd.Row(sequence, at + 1)])
+            for layer in range(SHAPE.layers):
+                tokens = slice(at + 1, at + 2)
+                other.step(case.q[layer, tokens], *case.sent(layer, tokens))
+    assert layer_tokens(client, sequence) == [TOKENS] * 2
+    # Whoever waits for a reply of it is told, each time.
+    for _ in range(2):
+        with pytest.raises(attnd.UnavailableError, match="ended the stream"):
+            PassReply(session._stream._call, 9).get(5)
+
+
 def test_queries_alone(client):
     case = Case.random(TOKENS)
     sequence = opened(client, case, PROMPT)
@@ -221,6 +264,35 @@ def test_regions_are_listed_and_unregistered(target):
     memory.close()
 
 
+def test_a_server_that_stops_between_two_passes(folder):
+    """Behind the last layer's answer, before its reply: the next pass says so, in time."""
+    require_program()
+    case = Case.random(TOKENS)
+    path = folder / "between"
+    target = f"unix:{path}/attnd.sock"
+    command = [live_server.PROGRAM, "--listen", target, "--data-dir", path]
+    server = subprocess.Popen([*command, "--allow-client-memory"])
+    try:
+        live_server.wait_until_there(target)
+        with attnd.Client(target, timeout_s=1) as client:
+            sequence = opened(client, case, PROMPT, complete=False)
+            with client.memory_session(SHAPE) as session:
+                whole = session.begin_pass([attnd.Row(sequence, PROMPT)])
+                for layer in range(SHAPE.layers):
+                    write(whole, case, layer, slice(PROMPT, PROMPT + 1))
+                    whole.step()
+                # As if it had not come yet.
+                session._stream._reply = PassReply(session._stream._call, 1)
+                assert len(whole.rows) == 1
+                server.send_signal(signal.SIGSTOP)
+                for _ in range(2):
+                    with pytest.raises(attnd.DeadlineExceededError, match="no reply in time"):
+                        session.begin_pass([attnd.Row(sequence, PROMPT + 1)])
+    finally:
+        server.kill()
+        server.wait()
+
+
 # A client that answers its prompt's next token up to a moment, and then says so and waits.
 DYING = """
 import os, signal, sys, time
@@ -236,7 +308,7 @@ write(whole, case, 0, slice(PROMPT, PROMPT + 1))
 whole.step()
 write(whole, case, 1, slice(PROMPT, PROMPT + 1))
 if moment == "between ring and answer":
-    session._turns.ring()
+    session._memory.turns.ring()
     os.kill(os.getpid(), signal.SIGKILL)
 print("parked", flush=True)
 time.sleep(60)

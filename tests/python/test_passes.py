@@ -311,7 +311,7 @@ def test_a_row_that_left_does_not_come_back(two_sequences):
         whole = session.begin_pass(4, rows, raise_on_row_error=False)
         both(whole, case, 0, tokens)
         assert [row.ok for row in both(whole, case, 1, tokens).rows] == [True, False]
-        assert whole._sent == []
+        assert whole._messages.answered == []
         servicer.unavailable = 1
         with pytest.raises(attnd.UnavailableError, match="not repeated because a row had left it"):
             both(whole, case, 2, tokens)

@@ -9,6 +9,7 @@ import gc
 import random
 import subprocess
 import sys
+import types
 import weakref
 from dataclasses import replace
 
@@ -20,7 +21,7 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 pytest.importorskip("transformers", reason="Transformers is not installed")
 
 import attnd
-from attnd.results import RowResult, RowStats, StepResult
+from attnd.results import RowResult, RowStats
 from attnd.transformers import Attachment, Stats, fingerprint
 from attnd.transformers.arrays import to_numpy, to_torch
 from attnd.transformers.columns import Columns
@@ -318,8 +319,11 @@ def test_stats_are_means_over_rows():
     ]
     results = tuple(RowResult(grpc.StatusCode.OK, "", stats) for stats in rows)
     counter = StatsCounter()
-    counter.add(StepResult(np.zeros(0), np.zeros(0), results[:2], 1000, 2000), wait_s=0.5)
-    counter.add(StepResult(np.zeros(0), np.zeros(0), results[2:], 0, 1000), wait_s=0.25)
+    counter.add(results[:2], wait_s=0.5, server_s=0.003, through_memory=False)
+    # What a pass through memory tells comes later, and whoever asks waits for it.
+    counter.add((), wait_s=0.25, server_s=0.0, through_memory=True)
+    whole = types.SimpleNamespace(rows=results[2:], queue_us=400, engine_us=600)
+    counter.add_later(whole)
     assert counter.snapshot() == Stats(
         answers=2,
         read_share=0.3,
@@ -329,7 +333,11 @@ def test_stats_are_means_over_rows():
         predicted_error_max=0.4,
         wait_s=0.75,
         server_s=pytest.approx(0.004),
+        through_memory=1,
     )
+    counter.add_later(whole)
+    counter.reset()
+    assert counter.snapshot() == Stats()
     assert "not predicted" in str(Stats(answers=1))
 
 

@@ -209,7 +209,7 @@ def test_a_cache_after_a_failed_pass_is_refused(attachment, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             model(ids[:, :1], past_key_values=cache)
         monkeypatch.undo()
-        with pytest.raises(ValueError, match="the pass before attended in 1 of 3 layers"):
+        with pytest.raises(ValueError, match="the pass before attended in 0 of 3 layers"):
             model(ids[:, :1], past_key_values=cache)
 
 

@@ -95,4 +95,10 @@ def local(model, ids, **options):
 
 
 def attached(model, target: str, policy: str | None = "dense", **options):
+    """With memory as attach_options says, unless the test does."""
+    options = {**attach_options, **options}
     return attnd.transformers.attach(model, target, policy=policy, tenant="test", **options)
+
+
+#: Of every attached(): test_transformers_through_memory.py runs tests of other files with memory.
+attach_options: dict[str, object] = {}

@@ -20,7 +20,8 @@ from attnd.errors import (
     UnavailableError,
     UnimplementedError,
 )
-from attnd.memory import MemoryPass, MemorySession, as_torch
+from attnd.memory import MemorySession, as_torch
+from attnd.memory_stream import MemoryPass
 from attnd.model import Model, ModelShape, Shard
 from attnd.passes import Pass
 from attnd.policy import INDEXES, Policy, Preset, TreeOptions

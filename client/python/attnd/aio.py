@@ -5,27 +5,20 @@ same."""
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Callable
 
 import grpc
 import grpc.aio
-import numpy.typing as npt
 
 from attnd import channel as channels
 from attnd import replies, requests
-from attnd.errors import (
-    DeadlineExceededError,
-    ResourceExhaustedError,
-    UnavailableError,
-    error_of,
-    from_rpc_error,
-)
+from attnd.aio_session import DecodeSession, Pass
+from attnd.errors import from_rpc_error
 from attnd.model import Model
 from attnd.policy import Policy, TreeOptions
-from attnd.requests import KvChunk, Row
+from attnd.requests import KvChunk
 from attnd.results import (
     AppendedKv,
     OpenedSequence,
@@ -33,10 +26,11 @@ from attnd.results import (
     SealResult,
     SequenceInfo,
     ServerInfo,
-    StepResult,
 )
 from attnd.tensors import Array
 from attnd.v1 import attnd_pb2, attnd_pb2_grpc
+
+__all__ = ["Client", "DecodeSession", "Pass"]
 
 
 class Client:
@@ -226,136 +220,7 @@ class Client:
                 return
 
     def decode_session(self) -> DecodeSession:
-        """A stream of decode steps; use it in an `async with` statement."""
+        """A stream of decode steps and passes; use it in an `async with` statement."""
         return DecodeSession(
             self._stub.Decode, self._metadata, self._timeout_s, self._message_limit
         )
-
-
-class DecodeSession:
-    """A stream of decode steps, for one task; see :class:`attnd.DecodeSession`."""
-
-    def __init__(
-        self,
-        method: Callable[..., Any],
-        metadata: channels.Metadata,
-        timeout_s: float,
-        message_limit: Callable[[], Awaitable[int]],
-    ) -> None:
-        self._method = method
-        self._metadata = metadata
-        self._timeout_s = timeout_s
-        self._message_limit = message_limit
-        self._stream: Any = None
-        self._step_id = 0
-
-    async def __aenter__(self) -> DecodeSession:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Ends the stream; the sequences may then have another writer."""
-        if self._stream is None:
-            return
-        stream, self._stream = self._stream, None
-        try:
-            await asyncio.wait_for(self._finish(stream), self._timeout_s)
-        except (grpc.RpcError, asyncio.InvalidStateError, asyncio.TimeoutError):
-            stream.cancel()  # nothing was in flight: how the stream ended concerns nobody
-
-    @staticmethod
-    async def _finish(stream: Any) -> None:
-        await stream.done_writing()
-        while await stream.read() is not grpc.aio.EOF:
-            pass
-
-    async def step(
-        self,
-        layer: int,
-        rows: Sequence[Row],
-        q: Array,
-        k: Array | None = None,
-        v: Array | None = None,
-        *,
-        deadline_us: int = 0,
-        output_dtype: npt.DTypeLike | None = None,
-        timeout_s: float | None = None,
-        raise_on_row_error: bool = True,
-    ) -> StepResult:
-        """Answers attention for one layer of a batch; see :meth:`attnd.DecodeSession.step`."""
-        self._step_id += 1
-        step_id = self._step_id
-        request = requests.decode_request(step_id, layer, rows, q, k, v, deadline_us, output_dtype)
-        limit = await self._message_limit()
-        if request.ByteSize() > limit:
-            message = channels.too_large(request.ByteSize(), limit)
-            raise ResourceExhaustedError(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
-        reply = await self._exchange(request, self._timeout_s if timeout_s is None else timeout_s)
-        failed = replies.step_error(step_id, reply)
-        if failed is not None:
-            raise failed
-        result = StepResult.from_proto(reply)
-        failed_row = replies.row_error(rows, result) if raise_on_row_error else None
-        if failed_row is not None:
-            raise failed_row
-        return result
-
-    async def _exchange(
-        self, request: attnd_pb2.DecodeRequest, timeout_s: float
-    ) -> attnd_pb2.DecodeResponse:
-        """Sends a step until it is answered, again after each of STEP_BACKOFF_S."""
-        due = time.monotonic() + timeout_s
-        for attempt, backoff_s in enumerate((*channels.STEP_BACKOFF_S, None)):
-            try:
-                reply = await self._attempt(request, due - time.monotonic())
-                # The server may not have noticed yet that the stream before this one has ended.
-                if attempt == 0 or backoff_s is None or not replies.any_aborted(reply):
-                    return reply
-            except UnavailableError:
-                if backoff_s is None or time.monotonic() + backoff_s > due:
-                    raise
-            await asyncio.sleep(backoff_s)
-        raise AssertionError("unreachable: the last attempt returns or raises")
-
-    async def _attempt(
-        self, request: attnd_pb2.DecodeRequest, timeout_s: float
-    ) -> attnd_pb2.DecodeResponse:
-        if self._stream is None:
-            self._stream = self._method(metadata=self._metadata)
-        stream = self._stream
-        try:
-            return await asyncio.wait_for(self._write_and_read(stream, request), timeout_s)
-        except BaseException as error:
-            self._stream = None
-            stream.cancel()
-            if isinstance(error, asyncio.TimeoutError):
-                message = f"no answer within {timeout_s:.3f} s; repeating the step is safe"
-                raise DeadlineExceededError(grpc.StatusCode.DEADLINE_EXCEEDED, message) from None
-            if isinstance(error, grpc.RpcError):
-                raise from_rpc_error(error) from None
-            raise
-
-    @staticmethod
-    async def _write_and_read(
-        stream: Any, request: attnd_pb2.DecodeRequest
-    ) -> attnd_pb2.DecodeResponse:
-        try:
-            await stream.write(request)
-            reply: Any = await stream.read()
-        except asyncio.InvalidStateError:  # the stream had ended before
-            reply = grpc.aio.EOF
-        if reply is grpc.aio.EOF:
-            code = await stream.code()
-            message = await stream.details() or "the server ended the stream"
-            if code is grpc.StatusCode.OK:
-                code = grpc.StatusCode.UNAVAILABLE
-            raise error_of(code, message)
-        answer: attnd_pb2.DecodeResponse = reply
-        return answer

@@ -14,8 +14,10 @@ from attnd import channel as channels
 from attnd import replies, requests
 from attnd.errors import from_rpc_error
 from attnd.memory import MemorySession
-from attnd.memory_socket import memory_socket_of
+from attnd.memory_socket import MemorySocket, memory_socket_of
+from attnd.memory_stream import MemoryStream
 from attnd.model import Model, ModelShape
+from attnd.pass_memory import PassLayout, PassMemory
 from attnd.policy import Policy, TreeOptions
 from attnd.requests import KvChunk
 from attnd.results import (
@@ -30,6 +32,7 @@ from attnd.results import (
 from attnd.session import DecodeSession
 from attnd.tensors import Array
 from attnd.v1 import attnd_pb2, attnd_pb2_grpc
+from attnd.words import check_machine
 
 
 class Client:
@@ -290,18 +293,26 @@ class Client:
             NotImplementedError: on other machines.
             ValueError: for sizes out of range, and a target that is no Unix socket.
         """
-        return MemorySession(
-            self._stub.Decode,
-            self._metadata,
-            self._tenant,
-            self._timeout_s,
-            shape,
-            query_tokens_max,
-            query_dtype,
-            output_dtype,
-            spin_us,
-            memory_socket_of(self._target) if socket is None else socket,
+        layout = PassLayout(shape, query_tokens_max, query_dtype, output_dtype)
+        connection = self.memory_socket(socket)
+        try:
+            memory = PassMemory(connection, layout)
+            return MemorySession(self.memory_stream(spin_us=spin_us), connection, memory)
+        except BaseException:
+            connection.close()
+            raise
+
+    def memory_socket(self, path: str | None = None) -> MemorySocket:
+        """A connection at which to register regions; path and errors as :meth:`memory_session`."""
+        check_machine()
+        return MemorySocket(
+            memory_socket_of(self._target) if path is None else path, self._timeout_s, self._tenant
         )
+
+    def memory_stream(self, *, spin_us: int = 0) -> MemoryStream:
+        """A stream of decode passes over regions that come with each of them, where
+        :meth:`memory_session` has a region of its own."""
+        return MemoryStream(self._stub.Decode, self._metadata, self._timeout_s, spin_us)
 
 
 class _Upload:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import select
 import socket
 from dataclasses import dataclass
 
@@ -51,7 +52,9 @@ class MemorySocket:
     use then.
     """
 
-    def __init__(self, path: str, timeout_s: float) -> None:
+    def __init__(self, path: str, timeout_s: float, tenant: str = "") -> None:
+        """tenant: whose passes may use the regions."""
+        self._tenant = tenant
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(timeout_s)
         try:
@@ -59,18 +62,28 @@ class MemorySocket:
         except OSError as error:
             self._socket.close()
             raise UnavailableError(
-                grpc.StatusCode.UNAVAILABLE, f"the memory socket {path}: {error}"
+                grpc.StatusCode.UNAVAILABLE,
+                f"the memory socket {path}: {error}; a server shares memory if it was started with "
+                f"--allow-client-memory, on this machine",
             ) from None
+
+    def ended(self) -> bool:
+        """Whether the server has ended the connection, and with it the regions. Does not wait."""
+        if self._socket.fileno() < 0:  # closed here
+            return True
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))  # the server sends nothing unasked
 
     def close(self) -> None:
         """Unregisters the regions. Their memory stays mapped here while anything refers to it."""
         self._socket.close()
 
-    def register(self, size: int, tenant: str = "") -> Region:
-        """Makes a region of `size` bytes, rounded up to whole pages, for passes of `tenant`."""
+    def register(self, size: int) -> Region:
+        """Makes a region of `size` bytes, rounded up to whole pages."""
         request = memory_pb2.MemoryRequest()
         request.register_region.bytes = size
-        request.register_region.tenant = tenant
+        request.register_region.tenant = self._tenant
         reply, descriptors = self._call(request)
         try:
             region = reply.register_region

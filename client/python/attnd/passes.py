@@ -23,6 +23,49 @@ if TYPE_CHECKING:
 _REPEATED_BYTES_MAX = 64 << 20
 
 
+class PassMessages:
+    """The messages of a pass, one a layer; those that were answered are kept, to be sent again when
+    the stream breaks. Shared by both clients.
+
+    Attributes:
+        answered: to go ahead of the next message on a new stream.
+        alone: why they were not kept, so that the next one can go on their stream only; or empty.
+    """
+
+    def __init__(self, layers: int, rows: Sequence[Row], options: requests.PassOptions) -> None:
+        self.answered: list[attnd_pb2.DecodeRequest] = []
+        self.alone = ""
+        self._layers = layers
+        self._rows = rows
+        self._options = options
+        self._bytes = 0
+
+    def make(
+        self, step_id: int, layer: int, q: Array, k: Array | None, v: Array | None
+    ) -> attnd_pb2.DecodeRequest:
+        if layer == 0:
+            return requests.pass_request(
+                step_id, self._layers, self._rows, q, k, v, self._options
+            )
+        return requests.layer_request(step_id, layer, q, k, v)
+
+    def result(
+        self, request: attnd_pb2.DecodeRequest, reply: attnd_pb2.DecodeResponse
+    ) -> LayerResult:
+        """The answer to a message, which is kept."""
+        result = LayerResult.from_proto(reply)
+        self._bytes += request.ByteSize()
+        if not all(row.ok for row in result.rows):
+            self.alone = "a row had left it"
+        elif self._bytes > _REPEATED_BYTES_MAX:
+            self.alone = self.alone or f"it has more than {_REPEATED_BYTES_MAX} bytes"
+        if self.alone:
+            self.answered.clear()
+        else:
+            self.answered.append(request)
+        return result
+
+
 class Pass:
     """A step of each layer over the same rows. Made by :meth:`DecodeSession.begin_pass`.
 
@@ -59,9 +102,7 @@ class Pass:
         self._raise_on_row_error = raise_on_row_error
         self._divided = False
         self._stats: list[tuple[RowResult, ...]] = []  # of the layers so far, if divided
-        self._sent: list[attnd_pb2.DecodeRequest] = []  # to be repeated
-        self._sent_bytes = 0
-        self._alone = ""  # why what was sent is not kept
+        self._messages = PassMessages(layers, self._rows, options)
         self._due: float | None = None  # time.monotonic(), of a divided pass
 
     def step(
@@ -98,23 +139,10 @@ class Pass:
     def _layer_of_pass(
         self, q: Array, k: Array | None, v: Array | None, timeout_s: float | None
     ) -> LayerResult:
-        step_id = self._session._next_id()
-        if self.layer == 0:
-            request = requests.pass_request(step_id, self._layers, self._rows, q, k, v, self._options)
-        else:
-            request = requests.layer_request(step_id, self.layer, q, k, v)
-        reply = self._session._checked(request, timeout_s, self._sent, self._alone)
-        result = LayerResult.from_proto(reply)
-        self._sent_bytes += request.ByteSize()
-        if not all(row.ok for row in result.rows):
-            self._alone = "a row had left it"
-        elif self._sent_bytes > _REPEATED_BYTES_MAX:
-            self._alone = self._alone or f"it has more than {_REPEATED_BYTES_MAX} bytes"
-        if self._alone:
-            self._sent.clear()
-        else:
-            self._sent.append(request)
-        return result
+        messages = self._messages
+        request = messages.make(self._session._next_id(), self.layer, q, k, v)
+        reply = self._session._checked(request, timeout_s, messages.answered, messages.alone)
+        return messages.result(request, reply)
 
     def _single_layer(
         self, q: Array, k: Array | None, v: Array | None, timeout_s: float | None

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 
 import grpc
 
-from attnd.errors import AttndError, RowError, error_of, status_code
+from attnd.errors import (
+    AbortedError,
+    AttndError,
+    RowError,
+    UnavailableError,
+    error_of,
+    status_code,
+)
 from attnd.requests import Row
 from attnd.results import AppendedKv, LayerResult, StepResult
 from attnd.v1 import attnd_pb2
@@ -28,6 +35,32 @@ def step_error(step_id: int, message: attnd_pb2.DecodeResponse) -> AttndError | 
     if message.status.code:
         return error_of(status_code(message.status.code), message.status.message)
     return None
+
+
+class StillWrittenError(AbortedError):
+    """As a pass is repeated, another stream is a sequence's writer, perhaps the one that broke."""
+
+
+def check_repeated(request: attnd_pb2.DecodeRequest, reply: attnd_pb2.DecodeResponse) -> None:
+    """The reply to a message that was answered once and has been sent again.
+
+    Raises:
+        StillWrittenError: if it is now refused for a row.
+        AttndError: if it is now refused as a whole.
+    """
+    failed = step_error(request.step_id, reply)
+    if failed is not None:
+        raise failed
+    aborted = first_aborted(reply)
+    if aborted is not None:
+        raise StillWrittenError(grpc.StatusCode.ABORTED, aborted)
+
+
+def not_repeated(what: str, why: str) -> UnavailableError:
+    """The error of a pass whose stream has broken."""
+    return UnavailableError(
+        grpc.StatusCode.UNAVAILABLE, f"{what}; the pass is not repeated because {why}"
+    )
 
 
 def prefilled(row: attnd_pb2.RowResult) -> AppendedKv:

@@ -17,7 +17,6 @@ import numpy.typing as npt
 from attnd import channel as channels
 from attnd import replies, requests
 from attnd.errors import (
-    AbortedError,
     DeadlineExceededError,
     ResourceExhaustedError,
     UnavailableError,
@@ -111,16 +110,6 @@ class _Watchdog:
                 self._due = None
                 self._expired = True
                 self._expire()
-
-
-class _StillWrittenError(AbortedError):
-    """As a pass is repeated, another stream is a sequence's writer, perhaps the one that broke."""
-
-
-def _not_repeated(what: str, why: str) -> UnavailableError:
-    return UnavailableError(
-        grpc.StatusCode.UNAVAILABLE, f"{what}; the pass is not repeated because {why}"
-    )
 
 
 class DecodeSession:
@@ -422,7 +411,7 @@ class DecodeSession:
         """
         due = time.monotonic() + timeout_s
         if alone and self._stream is None:
-            raise _not_repeated("its stream has ended", alone)
+            raise replies.not_repeated("its stream has ended", alone)
         for attempt, backoff_s in enumerate((*channels.STEP_BACKOFF_S, None)):
             ahead = before if attempt or self._stream is None else ()
             last = backoff_s is None or time.monotonic() + backoff_s > due
@@ -431,12 +420,12 @@ class DecodeSession:
                 # The server may not have noticed yet that the stream before this one has ended.
                 if last or not (attempt or ahead) or not replies.any_aborted(reply):
                     return reply
-            except _StillWrittenError:
+            except replies.StillWrittenError:
                 if last:
                     raise
             except UnavailableError as error:
                 if alone:
-                    raise _not_repeated(error.message, alone) from None
+                    raise replies.not_repeated(error.message, alone) from None
                 if backoff_s is None or time.monotonic() + backoff_s > due:
                     raise
             assert backoff_s is not None
@@ -452,17 +441,11 @@ class DecodeSession:
         """The reply to `request`, which follows messages that were answered once.
 
         Raises:
-            _StillWrittenError: if one of these is now refused for a row.
-            AttndError: if one of these is now refused as a whole, or a message got no reply.
+            AttndError: as replies.check_repeated(), or if a message got no reply.
         """
         for message in before:
             reply = self._attempt(message, due - time.monotonic())
-            failed = replies.step_error(message.step_id, reply)
-            if failed is not None:
-                raise failed
-            aborted = replies.first_aborted(reply)
-            if aborted is not None:
-                raise _StillWrittenError(grpc.StatusCode.ABORTED, aborted)
+            replies.check_repeated(message, reply)
         return self._attempt(request, due - time.monotonic())
 
     def _attempt(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from attnd.memory import as_torch
 from attnd.tensors import BF16, FP16, FP32, Array
 
 _NUMPY = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
@@ -36,6 +37,4 @@ def to_numpy(tensor: torch.Tensor) -> Array:
 
 def to_torch(array: Array, device: torch.device) -> torch.Tensor:
     """A tensor on the device, a copy of a float32, float16 or bfloat16 array."""
-    if array.dtype == BF16:
-        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16).to(device)
-    return torch.from_numpy(array.copy()).to(device)
+    return as_torch(array.copy()).to(device)

@@ -15,6 +15,7 @@ from attnd.transformers.batch import NAME, RemoteBatch
 from attnd.transformers.cache import AttndCache
 from attnd.transformers.leases import DEFAULT_LEASE_SECONDS, check_lease
 from attnd.transformers.refusals import check_model
+from attnd.transformers.regions import Regions
 from attnd.transformers.server import Reaper, Server
 from attnd.transformers.stats import Stats, StatsCounter
 
@@ -28,6 +29,7 @@ def attach(
     timeout_s: float = channels.DEFAULT_TIMEOUT_S,
     fingerprint: str = "",
     lease_seconds: int = DEFAULT_LEASE_SECONDS,
+    memory: bool = False,
 ) -> Attachment:
     """Has a model's attention answered by attnd, until the attachment is closed.
 
@@ -45,11 +47,19 @@ def attach(
         lease_seconds: the server closes a cache's sequences when this process was killed, stopped
             or cut off from it for so long; a thread renews their leases meanwhile, whatever the
             model does. 0..604800, at most a week; 0: never, and no thread.
+        memory: whether steps go through memory that is shared with the server, in place of
+            messages: a shorter way, with the same answers. The server must run on this machine, for
+            this user, with --allow-client-memory, and the target be unix:PATH; Linux on x86-64.
+            Steps that are longer than a message may be, and those for which the server has no room
+            (client_memory_bytes), are sent as messages; Stats.through_memory counts the others.
 
     Raises:
         ValueError: if the model has attention that attnd would not compute right, or is attached
-            already, or the target is neither form, or lease_seconds are not 0..604800.
-        AttndError: if the server cannot be reached.
+            already, or the target is neither form, or lease_seconds are not 0..604800; with memory
+            if the target is no Unix socket.
+        AttndError: if the server cannot be reached; UnavailableError, with memory, if it shares
+            none.
+        NotImplementedError: with memory, on other machines.
     """
     check_lease(lease_seconds)
     check_model(model)
@@ -61,7 +71,7 @@ def attach(
     name = fingerprint or identity.fingerprint(model)
     client = Client(target, tenant=tenant, timeout_s=timeout_s)
     try:
-        return Attachment(model, client, name, policy, lease_seconds)
+        return Attachment(model, client, name, policy, lease_seconds, memory)
     except BaseException:
         client.shutdown()
         raise
@@ -77,17 +87,23 @@ class Attachment:
         fingerprint: str,
         policy: Policy | str | None,
         lease_seconds: int = DEFAULT_LEASE_SECONDS,
+        memory: bool = False,
     ) -> None:
         self._info = client.get_server_info()
         self._policy = as_policy(policy)
-        config = model.config.get_text_config()
+        limits, config = self._info.limits, model.config.get_text_config()
+        regions = Regions(client, limits) if memory else None
         self._server = Server(
-            client, self._info.limits, fingerprint, config, StatsCounter(), lease_seconds
+            client, limits, fingerprint, config, StatsCounter(), lease_seconds, regions
         )
         self._model = model
         self._before = model.config._attn_implementation
-        _set_attention(model, NAME)
-        self._reaper = Reaper(client, lease_seconds)
+        try:
+            _set_attention(model, NAME)
+        except BaseException:
+            self._server.shutdown()
+            raise
+        self._reaper = Reaper(self._server)
 
     def __enter__(self) -> Attachment:
         return self

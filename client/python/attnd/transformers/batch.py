@@ -4,24 +4,19 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from attnd.passes import Pass
-from attnd.session import DecodeSession
 from attnd.errors import NotFoundError, UnavailableError
 from attnd.model import Model, ModelShape
 from attnd.policy import Policy
 from attnd.requests import Row
-from attnd.tensors import Array
-from attnd.transformers.arrays import to_numpy, to_torch
-from attnd.transformers.columns import Columns, Step, columns_of, tokens_of
+from attnd.transformers.columns import Columns, Step, columns_of
 from attnd.transformers.identity import shape_of
 from attnd.transformers.leases import explained
+from attnd.transformers.passes import Passes
 from attnd.transformers.prompt import Prompt
 from attnd.transformers.server import Server
 
@@ -60,8 +55,7 @@ class RemoteBatch:
         self._step: Step | None = None
         self._attended = server.layers  # layers that have attended in the newest pass
         self._awaited = False  # whether a layer was updated and has not attended yet
-        self._session: DecodeSession | None = None
-        self._pass: Pass | None = None  # of the newest model's pass, if the server answers it
+        self._passes = Passes(server)
 
     @property
     def layers(self) -> int:
@@ -143,10 +137,13 @@ class RemoteBatch:
         self._check_shape(shape_of(self._server.layers, query, key, value, scaling), rows)
         step = self._begin(past, rows, new, mask)
         if self._prompt is None:
-            return self._decode(layer, query, key, value, step)
+            answer = self._decode(layer, query, key, value, step)
+            self._attended += 1
+            return answer
         new_key, new_value = key[:, :, past:], value[:, :, past:]
         with self._explained():
             self._prompt.add(self.sequence_ids, layer, step, query, new_key, new_value)
+        self._attended += 1
         local = ALL_ATTENTION_FUNCTIONS["sdpa"]
         mask = step.local_mask(query.device)
         return local(module, query, key, value, mask, dropout=0.0, scaling=scaling)[0]
@@ -180,7 +177,6 @@ class RemoteBatch:
             self._attended = 0
         if self._step is None or past + new != self.columns:
             raise ValueError(f"a layer has {past} columns, the cache {self.columns}")
-        self._attended += 1
         self._awaited = False
         return self._step
 
@@ -206,36 +202,22 @@ class RemoteBatch:
         value: torch.Tensor,
         step: Step,
     ) -> torch.Tensor:
-        q, k, v = (to_numpy(tokens_of(tensor, step)) for tensor in (query, key, value))
-        if not len(q):  # columns of padding alone
-            out = np.empty((0, q.shape[1], v.shape[2]), q.dtype)
-        else:
-            out = self._exchange(layer, step, q, k, v)
-        return columns_of(to_torch(out, query.device), step)
-
-    def _exchange(self, layer: int, step: Step, q: Array, k: Array, v: Array) -> Array:
-        """A layer's answer, [tokens, query_heads, value_dim]."""
-        if self._session is None:
-            self._session = self._server.client.decode_session()
-        if layer == 0:
-            rows = [
-                Row(sequence, position, tokens)
-                for sequence, position, tokens in zip(
-                    self.sequence_ids, step.positions, step.tokens()
-                )
-                if tokens
-            ]
-            self._pass = self._session.begin_pass(self.layers, rows, output_dtype=q.dtype)
-        if self._pass is None or self._pass.layer != layer:
-            raise ValueError(
-                f"layer {layer} attends where another one is expected: attnd answers the layers of "
-                f"a model in their order"
-            )
-        begun = time.monotonic()
+        if step.empty:  # columns of padding alone
+            return columns_of(query.new_empty((0, query.shape[1], value.shape[3])), step)
         with self._explained():
-            result = self._pass.step(q, k, v)
-        self._server.counter.add(result, time.monotonic() - begun)
-        return result.out
+            if layer == 0:
+                self._begin_pass(step)
+            if self._passes.layer != layer:
+                raise ValueError(
+                    f"layer {layer} attends where another one is expected: attnd answers the "
+                    f"layers of a model in their order"
+                )
+            return columns_of(self._passes.answer(query, key, value), step)
+
+    def _begin_pass(self, step: Step) -> None:
+        rows = zip(self.sequence_ids, step.positions, step.tokens())
+        assert self._shape is not None
+        self._passes.begin(self._shape, [Row(*row) for row in rows if row[2]], step)
 
     def select(self, indices: Sequence[int]) -> None:
         """The rows become these ones of the old rows: the second use of a row is a fork of its
@@ -323,9 +305,7 @@ class RemoteBatch:
         """Closes the sequences. Does nothing the second time."""
         self.closed = True
         self._end_upload()
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+        self._passes.close()
         sequences, self.sequence_ids = self.sequence_ids, []
         self._close_sequences(sequences)
 

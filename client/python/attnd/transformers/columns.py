@@ -23,19 +23,18 @@ class Step:
     Attributes:
         present: [rows, new columns] whether a column holds a token.
         positions: of each row, its tokens before the new columns.
+        full: whether every new column holds a token.
+        empty: whether none does.
     """
 
     def __init__(self, seen: Flags, new: int) -> None:
         """seen: [rows, columns] of all columns, the new ones last."""
         self.present = seen[:, seen.shape[1] - new :]
         self.positions = seen[:, : seen.shape[1] - new].sum(1).tolist()
+        self.full = bool(self.present.all())  # once, as each layer asks several times
+        self.empty = not self.present.any()
         self._seen = seen
         self._mask: torch.Tensor | None = None
-
-    @property
-    def full(self) -> bool:
-        """Whether every new column holds a token."""
-        return bool(self.present.all())
 
     def tokens(self) -> list[int]:
         """Of each row, its new tokens."""
@@ -136,6 +135,27 @@ def tokens_of(columns: torch.Tensor, step: Step) -> torch.Tensor:
     if step.full:
         return rows.reshape(-1, *rows.shape[2:])
     return rows[torch.from_numpy(step.present).to(columns.device)]
+
+
+class Place:
+    """Where the tokens of a step's columns go, in each layer of a pass."""
+
+    def __init__(self, tokens: torch.Tensor, step: Step) -> None:
+        """tokens: [tokens, heads, dim] in host memory."""
+        self._tokens = tokens
+        self._step = step
+        self._columns: torch.Tensor | None = None  # the same memory, where no column is padding
+        if step.full:
+            rows = tokens.view(*step.present.shape, *tokens.shape[1:])
+            self._columns = rows.transpose(1, 2)
+
+    def write(self, columns: torch.Tensor) -> None:
+        """What tokens_of() returns of such columns, which have the tokens' dtype; copied once, but
+        for padded ones. Waits for their device."""
+        if self._columns is None:
+            self._tokens.copy_(tokens_of(columns.detach(), self._step))
+        else:
+            self._columns.copy_(columns.detach())
 
 
 def columns_of(tokens: torch.Tensor, step: Step) -> torch.Tensor:

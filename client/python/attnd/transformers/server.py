@@ -16,6 +16,7 @@ from attnd.client import Client
 from attnd.errors import AttndError
 from attnd.results import Limits
 from attnd.transformers.leases import DEFAULT_LEASE_SECONDS
+from attnd.transformers.regions import Regions
 from attnd.transformers.renewal import Leased, Renewer
 from attnd.transformers.stats import StatsCounter
 
@@ -35,6 +36,7 @@ class Server:
         config: the model's, of its text part; says which attention function the model calls.
         counter: counts the answers.
         lease_seconds: of the caches' sequences; 0 is none.
+        regions: memory that passes go through; None: they are messages.
     """
 
     client: Client
@@ -43,11 +45,18 @@ class Server:
     config: Any
     counter: StatsCounter
     lease_seconds: int = DEFAULT_LEASE_SECONDS
+    regions: Regions | None = None
 
     @property
     def layers(self) -> int:
         """Attention layers of the model."""
         return int(self.config.num_hidden_layers)
+
+    def shutdown(self) -> None:
+        """Frees the memory and closes the connection."""
+        if self.regions is not None:
+            self.regions.close()
+        self.client.shutdown()
 
 
 class Closable(Protocol):
@@ -59,22 +68,21 @@ class Held(Closable, Leased, Protocol):
 
 
 class Reaper:
-    """Closes what the caches hold on the server when these are forgotten, and the client when the
-    reaper is; until then their leases are renewed.
+    """Closes what the caches hold on the server when these are forgotten, and the connection to it
+    when the reaper is; until then their leases are renewed.
 
     A cache is forgotten wherever Python's collector runs, which may be inside a call of gRPC: no
     call may be made there. So a thread makes it; a SimpleQueue may be filled from anywhere.
     """
 
-    def __init__(self, client: Client, lease_seconds: int) -> None:
-        """lease_seconds: of all that is watched; 0 is none."""
+    def __init__(self, server: Server) -> None:
         things: queue.SimpleQueue[Closable | None] = queue.SimpleQueue()
         thread = threading.Thread(
-            target=_close_all, args=(things, client), name="attnd-reaper", daemon=True
+            target=_close_all, args=(things, server), name="attnd-reaper", daemon=True
         )
         thread.start()
         self._things = things
-        self._renewer = Renewer(client, lease_seconds)
+        self._renewer = Renewer(server.client, server.lease_seconds)
         self._caches: weakref.WeakSet[Closable] = weakref.WeakSet()
         self._finalizer = weakref.finalize(self, _stop, things, thread, self._renewer)
 
@@ -91,7 +99,7 @@ class Reaper:
         return weakref.finalize(cache, self._things.put, held)
 
     def stop(self) -> None:
-        """Closes all caches, then the client. Does nothing the second time.
+        """Closes all caches, then the connection. Does nothing the second time.
 
         Raises:
             AttndError: the first of the caches that could not be closed; the others are.
@@ -115,7 +123,7 @@ def _stop(
         renewer.join(max(0.0, due - time.monotonic()))  # the closed client has cancelled its call
 
 
-def _close_all(things: queue.SimpleQueue[Closable | None], client: Client) -> None:
+def _close_all(things: queue.SimpleQueue[Closable | None], server: Server) -> None:
     try:
         while (thing := things.get()) is not None:
             try:
@@ -126,4 +134,4 @@ def _close_all(things: queue.SimpleQueue[Closable | None], client: Client) -> No
                 _LOGGER.exception("closing a forgotten cache")
             del thing
     finally:
-        client.shutdown()
+        server.shutdown()

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attnd.results import LayerResult, RowStats
+from attnd.errors import AttndError
+from attnd.memory_stream import MemoryPass
+from attnd.results import RowResult, RowStats
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,9 @@ class Stats:
             if the policy predicts none.
         predicted_error_max: the largest one of a query head and token; None likewise.
         wait_s: time that the model waited for the answers, in seconds, the transport included.
-        server_s: the server's own part of it, queueing included.
+        server_s: the server's own part of it, queueing included; of a pass through memory once it
+            is complete.
+        through_memory: answers, of all, that came through shared memory.
     """
 
     answers: int = 0
@@ -34,6 +40,7 @@ class Stats:
     predicted_error_max: float | None = None
     wait_s: float = 0.0
     server_s: float = 0.0
+    through_memory: int = 0
 
     def __str__(self) -> str:
         error = "not predicted" if self.predicted_error is None else f"{self.predicted_error:.4f}"
@@ -50,10 +57,11 @@ class StatsCounter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._later: list[MemoryPass] = []  # whose reply may be on its way; guarded by the lock
         self._clear()
 
     def _clear(self) -> None:
-        self._answers = 0
+        self._answers = self._through_memory = 0
         self._read = self._estimated = self._dropped = 0
         self._errors: list[float] = [0.0, 0.0]  # sum and number
         self._error_max: float | None = None
@@ -61,16 +69,39 @@ class StatsCounter:
 
     def reset(self) -> None:
         with self._lock:
+            self._later.clear()
             self._clear()
 
-    def add(self, result: LayerResult, wait_s: float) -> None:
-        """Counts a reply that took wait_s seconds to come."""
+    def add(
+        self, rows: Sequence[RowResult], wait_s: float, server_s: float, through_memory: bool
+    ) -> None:
+        """Counts an answer that took wait_s seconds to come, with what came with it."""
         with self._lock:
             self._answers += 1
+            self._through_memory += through_memory
             self._wait_s += wait_s
-            self._server_s += (result.queue_us + result.engine_us) / 1e6
-            for row in result.rows:
-                self._add_row(row.stats)
+            self._add_told(rows, server_s)
+
+    def add_later(self, whole: MemoryPass) -> None:
+        """Counts what the reply to a complete pass tells, whose answers were counted, without
+        waiting for it."""
+        self._add_earlier()
+        with self._lock:
+            self._later.append(whole)
+
+    def _add_earlier(self) -> None:
+        with self._lock:
+            passes, self._later = self._later, []
+        for whole in passes:
+            with contextlib.suppress(AttndError):  # its tokens are there, but nothing tells of them
+                rows, server_s = whole.rows, (whole.queue_us + whole.engine_us) / 1e6
+                with self._lock:
+                    self._add_told(rows, server_s)
+
+    def _add_told(self, rows: Sequence[RowResult], server_s: float) -> None:
+        self._server_s += server_s
+        for row in rows:
+            self._add_row(row.stats)
 
     def _add_row(self, row: RowStats) -> None:
         self._read += row.zone_tokens + row.exact_tokens
@@ -83,6 +114,7 @@ class StatsCounter:
             self._error_max = max(self._error_max or 0.0, row.predicted_error_max)
 
     def snapshot(self) -> Stats:
+        self._add_earlier()
         with self._lock:
             seen = max(1, self._read + self._estimated + self._dropped)
             total, number = self._errors
@@ -95,4 +127,5 @@ class StatsCounter:
                 predicted_error_max=self._error_max,
                 wait_s=self._wait_s,
                 server_s=self._server_s,
+                through_memory=self._through_memory,
             )

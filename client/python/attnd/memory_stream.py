@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode streams whose passes lie in memory that client and server share (proto, PassMemory)."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Callable
+
+import grpc
+
+from attnd import channel as channels
+from attnd import replies, requests
+from attnd.errors import AttndError, DeadlineExceededError, UnavailableError, from_rpc_error
+from attnd.pass_memory import PassLayout, PassMemory
+from attnd.requests import PassOptions, Row
+from attnd.results import LayerResult, RowResult
+from attnd.tensors import Array
+from attnd.v1 import attnd_pb2, types_pb2
+from attnd.words import check_machine
+
+SPIN_US_MAX = 10_000
+# Between two looks at whether the stream has a reply or has ended.
+_LOOK_PERIOD_S = 0.005
+
+
+class _Call:
+    """One Decode call. A thread takes its replies, so that the caller can look without waiting."""
+
+    def __init__(self, method: Callable[..., Any], metadata: channels.Metadata) -> None:
+        self._requests: queue.SimpleQueue[attnd_pb2.DecodeRequest | None] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[attnd_pb2.DecodeResponse | Exception] = queue.SimpleQueue()
+        self._call = method(iter(self._requests.get, None), metadata=metadata)
+        self._thread = threading.Thread(
+            target=self._read, name="attnd-memory-replies", daemon=True
+        )
+        self._thread.start()
+
+    def send(self, request: attnd_pb2.DecodeRequest) -> None:
+        self._requests.put(request)
+
+    def arrived(self) -> bool:
+        """Whether receive would return or raise at once."""
+        return not self._replies.empty()
+
+    def receive(self, timeout_s: float) -> attnd_pb2.DecodeResponse:
+        """The next reply. Raises an AttndError if none came in time, or none will come."""
+        try:
+            reply = self._replies.get(timeout=max(timeout_s, 0.0))
+        except queue.Empty:
+            raise DeadlineExceededError(
+                grpc.StatusCode.DEADLINE_EXCEEDED, "no reply in time"
+            ) from None
+        if isinstance(reply, Exception):
+            self._replies.put(reply)  # for whoever asks next
+            raise reply
+        return reply
+
+    def cancel(self) -> None:
+        self._call.cancel()
+        self._requests.put(None)
+
+    def finish(self, timeout_s: float) -> None:
+        """Says that no more passes come, and waits until the server has ended the call."""
+        self._requests.put(None)
+        self._thread.join(timeout_s)
+        self._call.cancel()  # nothing, unless the time was over
+
+    def _read(self) -> None:
+        ended: Exception = UnavailableError(
+            grpc.StatusCode.UNAVAILABLE, "the server ended the stream"
+        )
+        try:
+            for reply in self._call:
+                self._replies.put(reply)
+        except grpc.RpcError as error:
+            ended = from_rpc_error(error)
+        self._replies.put(ended)
+
+
+class PassReply:
+    """The one reply to a pass, which may still be on its way when the pass is complete. Any thread
+    may wait for it."""
+
+    def __init__(self, call: _Call, step_id: int) -> None:
+        self._call = call
+        self._step_id = step_id
+        self._lock = threading.Lock()
+        self._reply: attnd_pb2.DecodeResponse | None = None
+
+    def get(self, timeout_s: float) -> attnd_pb2.DecodeResponse:
+        """
+        Raises:
+            AttndError: if no reply came: the stream is of no further use.
+        """
+        with self._lock:
+            if self._reply is None:
+                try:
+                    self._reply = self._call.receive(timeout_s)
+                except AttndError:
+                    self._call.cancel()
+                    raise
+            return self._reply
+
+    def check(self, timeout_s: float) -> attnd_pb2.DecodeResponse:
+        """
+        Raises:
+            AttndError: as get(), or if the reply refuses the pass as a whole.
+        """
+        reply = self.get(timeout_s)
+        refused = replies.step_error(self._step_id, reply)
+        if refused is not None:
+            raise refused
+        return reply
+
+
+class MemoryStream:
+    """Passes of one Decode stream, for one thread, each over memory that the caller has for it.
+    Made by :meth:`Client.memory_stream`.
+
+    A pass that failed was given up and may be begun again: on this stream if the server told the
+    error, on a new one if the stream ended or a step's time was over (every later call raises the
+    same then).
+    """
+
+    def __init__(
+        self,
+        method: Callable[..., Any],
+        metadata: channels.Metadata,
+        timeout_s: float,
+        spin_us: int,
+    ) -> None:
+        check_machine()
+        if not 0 <= spin_us <= SPIN_US_MAX:
+            raise ValueError(f"spin_us is {spin_us}; allowed are 0..{SPIN_US_MAX}")
+        self._timeout_s = timeout_s
+        self._spin_us = spin_us
+        self._call = _Call(method, metadata)
+        self._ended: Exception | None = None
+        self._pass: MemoryPass | None = None  # under way
+        self._reply: PassReply | None = None  # to the newest pass
+        self._step_id = 0
+
+    def close(self) -> None:
+        """Ends the stream; the sequences may then have another writer. A pass under way is given
+        up, which the server notices within some 20 ms."""
+        under_way, self._pass = self._pass, None
+        if self._ended is None:
+            self._ended = ValueError("the session is closed")
+            if under_way is None:
+                self._call.finish(self._timeout_s)
+            else:
+                self._call.cancel()
+
+    def begin_pass(
+        self,
+        memory: PassMemory,
+        rows: Sequence[Row],
+        options: PassOptions,
+        raise_on_row_error: bool = True,
+    ) -> MemoryPass:
+        """Declares a pass; as :meth:`MemorySession.begin_pass`. Waits for the reply to the pass
+        before, and to that of another stream over the same memory.
+
+        Args:
+            memory: which no other pass uses until this one is over.
+            options: without output_dtype, which is the layout's.
+        """
+        if self._ended is not None:
+            raise self._ended
+        if self._pass is not None:
+            raise ValueError("a pass is under way")
+        if options.stats == "layer":
+            raise ValueError('stats is "layer": a pass over memory has "pass" or "none"')
+        layout = memory.layout
+        query_tokens = sum(row.query_tokens for row in rows)
+        new_tokens = sum(row.query_tokens for row in rows if not row.query_only)
+        if not 0 < query_tokens <= layout.query_tokens_max:
+            raise ValueError(
+                f"the rows have {query_tokens} query tokens; allowed are "
+                f"1..{layout.query_tokens_max}"
+            )
+        if self._reply is not None:
+            self._await(self._reply, self._timeout_s)
+        memory.await_free(self._timeout_s)  # by another stream
+        self._step_id += 1
+        request = requests.memory_pass_request(
+            self._step_id,
+            layout.shape.layers,
+            rows,
+            replace(options, output_dtype=layout.out.dtype),
+            _tensors(layout, query_tokens, new_tokens),
+        )
+        memory.begin(request.begin_pass.memory)
+        request.begin_pass.memory.spin_us = self._spin_us
+        self._call.send(request)
+        self._reply = memory.reply = PassReply(self._call, self._step_id)
+        self._pass = MemoryPass(
+            self, memory, rows, query_tokens, new_tokens, options.want_lse, raise_on_row_error
+        )
+        return self._pass
+
+    def _exchange(self, memory: PassMemory, reply: PassReply, timeout_s: float | None) -> None:
+        """Rings for a layer of the pass under way and waits for its answer.
+
+        Raises:
+            AttndError: if the pass is over.
+        """
+        if self._ended is not None:
+            raise self._ended
+        turns = memory.turns
+        end = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        self._pass, under_way = None, self._pass  # unless this step succeeds
+        turns.ring()
+        answered = turns.await_answer(self._spin_us * 1e-6, _LOOK_PERIOD_S)
+        while not answered and not self._call.arrived():
+            left = end - time.monotonic()
+            if left <= 0:
+                self._call.cancel()
+                self._ended = DeadlineExceededError(
+                    grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time"
+                )
+                raise self._ended
+            answered = turns.await_answer(0, min(left, _LOOK_PERIOD_S))
+        if turns.answered():
+            self._pass = under_way
+            return
+        self._await(reply, end - time.monotonic())
+        reply.check(0)
+        raise AttndError(grpc.StatusCode.INTERNAL, "the server ended a pass before its last layer")
+
+    def _await(self, reply: PassReply, timeout_s: float) -> None:
+        """Waits for a reply to a pass of this stream. Raises as PassReply.get()."""
+        try:
+            reply.get(timeout_s)
+        except AttndError as error:
+            self._ended = error
+            raise
+
+
+def _tensors(
+    layout: PassLayout, query_tokens: int, new_tokens: int
+) -> Iterator[tuple[str, types_pb2.Tensor]]:
+    yield "q", layout.q.message(query_tokens)
+    if new_tokens:
+        yield "k", layout.k.message(new_tokens)
+    if new_tokens and not layout.shape.latent:
+        yield "v", layout.v.message(new_tokens)
+
+
+class MemoryPass:
+    """A step of each layer over the same rows, in shared memory. Made by
+    :meth:`MemorySession.begin_pass`.
+
+    All arrays are views of the region: write q, k and v of a layer, call :meth:`step`, and read out
+    and lse, before the next layer overwrites them. They support the buffer protocol and DLPack;
+    :func:`as_torch` makes tensors of them, without a copy.
+
+    Attributes:
+        q: [query tokens, query_heads, head_dim], rows one after the other.
+        k: [new tokens, kv_heads, head_dim], keys rotated already. No tokens if all rows are
+            query_only.
+        v: [new tokens, kv_heads, value_dim]; value_dim is 0 for latent models.
+        out: [query tokens, query_heads, value_dim]; NaN for rows that have failed.
+        lse: [query tokens, query_heads] float32; None unless the pass wants it.
+        layer: the next one; layers if the pass is complete.
+    """
+
+    def __init__(
+        self,
+        stream: MemoryStream,
+        memory: PassMemory,
+        rows: Sequence[Row],
+        query_tokens: int,
+        new_tokens: int,
+        want_lse: bool,
+        raise_on_row_error: bool,
+    ) -> None:
+        layout, region = memory.layout, memory.memory
+        self.q = layout.q.array(region, query_tokens)
+        self.k = layout.k.array(region, new_tokens)
+        self.v = layout.v.array(region, new_tokens)
+        self.out = layout.out.array(region, query_tokens)
+        self.lse: Array | None = (
+            layout.lse.array(region, query_tokens)[:, :, 0] if want_lse else None
+        )
+        self.layer = 0
+        assert memory.reply is not None
+        self._reply = memory.reply
+        self._stream = stream
+        self._memory = memory
+        self._declared = tuple(rows)
+        self._raise_on_row_error = raise_on_row_error
+
+    @property
+    def failed_rows(self) -> int:
+        """How many rows have left the pass so far."""
+        return self._memory.turns.failed_rows()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all layers were answered: the tokens are committed."""
+        return self.layer == self._memory.layout.shape.layers
+
+    @property
+    def rows(self) -> tuple[RowResult, ...]:
+        """One outcome for each row, in order; empty if all are OK and the pass has no statistics to
+        tell, and before the pass is complete. The reply that tells them may be on its way when the
+        last step returns: this waits for it, at most for the client's timeout, and raises an
+        AttndError if there is none; the tokens are committed all the same."""
+        return tuple(map(RowResult.from_proto, self._told().rows))
+
+    @property
+    def queue_us(self) -> int:
+        """The server's time for all layers until their steps began; waits as `rows` does."""
+        return self._told().queue_us
+
+    @property
+    def engine_us(self) -> int:
+        """The server's time for the steps of all layers; waits as `rows` does."""
+        return self._told().engine_us
+
+    def _told(self) -> attnd_pb2.DecodeResponse:
+        if not self.complete:
+            return attnd_pb2.DecodeResponse()
+        return self._reply.check(self._stream._timeout_s)
+
+    def step(self, *, timeout_s: float | None = None) -> None:
+        """Has the next layer answered: q, k and v have been written, out and lse are there when it
+        returns. After the last layer the tokens are committed.
+
+        Args:
+            timeout_s: seconds to wait for the answer; None is the client's timeout.
+
+        Raises:
+            RowError: after the last layer, if a row failed; its `result` is a LayerResult with
+                copies of out and lse.
+            AttndError: if the pass failed as a whole: it was given up.
+            ValueError: if the pass is complete, failed, or its session was closed.
+        """
+        if self._stream._pass is not self:
+            raise ValueError("the pass is complete or failed")
+        self._stream._exchange(self._memory, self._reply, timeout_s)
+        self.layer += 1
+        if not self.complete:
+            return
+        self._stream._pass = None
+        if self._raise_on_row_error and self.failed_rows:
+            lse = None if self.lse is None else self.lse.copy()
+            result = LayerResult(self.out.copy(), lse, self.rows, self.queue_us, self.engine_us)
+            failed = replies.row_error(self._declared, result)
+            if failed is not None:
+                raise failed

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the tensors of a pass lie in memory that client and server share (proto, PassMemory)."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from attnd.errors import AttndError
+from attnd.memory_socket import MemorySocket
+from attnd.model import ModelShape
+from attnd.tensors import FP32, Array, as_dtype, to_wire_dtype
+from attnd.v1 import attnd_pb2, types_pb2
+from attnd.words import WORDS_BYTES, ClientTurns
+
+if TYPE_CHECKING:
+    from attnd.memory_stream import PassReply
+
+_ALIGNMENT_BYTES = 64
+
+
+class TensorPlace:
+    """One tensor's place in a region, and its arrays of so many tokens."""
+
+    def __init__(
+        self, offset: int, tokens_max: int, heads: int, dim: int, dtype: np.dtype[Any]
+    ) -> None:
+        self.offset = offset
+        self.dtype = dtype
+        self._heads = heads
+        self._dim = dim
+        bytes_ = tokens_max * heads * dim * dtype.itemsize
+        self.end = offset + math.ceil(bytes_ / _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+    def array(self, memory: Any, tokens: int) -> Array:
+        """[tokens, heads, dim], a view of the memory."""
+        array: Array = np.ndarray((tokens, self._heads, self._dim), self.dtype, memory, self.offset)
+        return array
+
+    def message(self, tokens: int) -> types_pb2.Tensor:
+        """The tensor without its data."""
+        wire = to_wire_dtype(self.dtype)
+        return types_pb2.Tensor(dtype=wire, shape=(tokens, self._heads, self._dim))
+
+
+class PassLayout:
+    """Places of a layer's tensors, one layer's at a time, behind the words.
+
+    Attributes:
+        shape: of the models of all sequences.
+        query_tokens_max: query tokens of a pass, all rows together.
+        q, k, v, out, lse: the places.
+        bytes: of a region with all of them.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        query_tokens_max: int,
+        query_dtype: npt.DTypeLike | None = None,
+        output_dtype: npt.DTypeLike | None = None,
+    ) -> None:
+        """query_dtype, output_dtype: None: the shape's, and q's.
+
+        Raises:
+            ValueError: if query_tokens_max is not 1 or more, or attnd has no such element type.
+        """
+        if query_tokens_max < 1:
+            raise ValueError(f"query_tokens_max is {query_tokens_max}; allowed are 1 and more")
+        self.shape = shape
+        self.query_tokens_max = query_tokens_max
+        kv_dtype = as_dtype(shape.dtype)
+        q_dtype = kv_dtype if query_dtype is None else as_dtype(query_dtype)
+        out_dtype = q_dtype if output_dtype is None else as_dtype(output_dtype)
+        self.bytes = WORDS_BYTES
+
+        def place(heads: int, dim: int, dtype: np.dtype[Any]) -> TensorPlace:
+            made = TensorPlace(self.bytes, query_tokens_max, heads, dim, dtype)
+            self.bytes = made.end
+            return made
+
+        self.q = place(shape.query_heads, shape.head_dim, q_dtype)
+        self.k = place(shape.kv_heads, shape.head_dim, kv_dtype)
+        self.v = place(shape.kv_heads, 0 if shape.latent else shape.value_elements, kv_dtype)
+        self.out = place(shape.query_heads, shape.value_elements, out_dtype)
+        self.lse = place(shape.query_heads, 1, FP32)
+
+
+class PassMemory:
+    """A region with a layout. Passes use it one after the other, on any stream of its tenant's.
+
+    Attributes:
+        layout: where the tensors lie.
+        region_id: what the server knows it by.
+        memory: its bytes.
+        turns: the client's end of its words.
+        reply: to the newest pass; the server has the region until it has been sent.
+    """
+
+    def __init__(self, socket: MemorySocket, layout: PassLayout) -> None:
+        """Registers the region.
+
+        Raises:
+            AttndError: as :meth:`MemorySocket.register`.
+        """
+        region = socket.register(layout.bytes)
+        self.layout = layout
+        self.region_id = region.id
+        self.memory = region.memory
+        self.turns = ClientTurns(region.memory, 0)
+        self.reply: PassReply | None = None
+
+    def await_free(self, timeout_s: float) -> None:
+        """Waits until the server has let the region go, after the newest pass; at most so long, and
+        not where the pass's stream has ended."""
+        if self.reply is not None:
+            with contextlib.suppress(AttndError):
+                self.reply.get(timeout_s)
+
+    def begin(self, message: attnd_pb2.PassMemory) -> None:
+        """Begins a pass in the words and fills in where it lies."""
+        layout = self.layout
+        message.region_id = self.region_id
+        message.first_epoch = self.turns.begin(layout.shape.layers)
+        message.q.offset = layout.q.offset
+        message.k.offset = layout.k.offset
+        message.v.offset = layout.v.offset
+        message.out.offset = layout.out.offset
+        message.lse.offset = layout.lse.offset

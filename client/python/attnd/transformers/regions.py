@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory that an attachment shares with its server."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+
+from attnd.channel import DEFAULT_TIMEOUT_S
+from attnd.client import Client
+from attnd.errors import AttndError, ResourceExhaustedError
+from attnd.model import ModelShape
+from attnd.pass_memory import PassLayout, PassMemory
+from attnd.results import Limits
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class Regions:
+    """Regions that passes borrow, each for as long as it is under way: many caches need few
+    regions. Threads may share it.
+
+    A region has room for a power of two of query tokens. Where no free one is large enough, the
+    free ones are unregistered and a larger one is made. A server that was started anew is connected
+    to again.
+    """
+
+    def __init__(self, client: Client, limits: Limits) -> None:
+        """Connects to the server's second socket; errors as :meth:`Client.memory_session`."""
+        self._client = client
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._socket = client.memory_socket()  # guarded by the lock, as the next four
+        try:
+            self._socket.list_regions()  # a server that sends clients away says so now
+        except BaseException:
+            self._socket.close()
+            raise
+        self._free: list[PassMemory] = []
+        self._lent: set[int] = set()  # ids of the socket's regions
+        self._closed = False
+        self._warned = False
+
+    def borrow(self, shape: ModelShape, rows: int, query_tokens: int) -> PassMemory | None:
+        """Memory for a pass; None if the pass is one for messages: it has more rows, tokens or
+        bytes than a message may have, or the server has no room for a region.
+
+        Raises:
+            AttndError: if the server cannot be reached.
+            ValueError: after close().
+        """
+        layout = PassLayout(shape, 1 << (query_tokens - 1).bit_length())
+        limits = self._limits
+        if (
+            rows > limits.max_rows
+            or query_tokens > limits.max_query_tokens
+            or layout.bytes > limits.max_message_bytes
+        ):
+            return None
+        with self._lock:
+            if self._closed:
+                raise ValueError("the attachment is closed")
+            try:
+                if self._socket.ended():
+                    self._reconnect()
+                memory = self._take(layout) or PassMemory(self._socket, layout)
+            except ResourceExhaustedError as error:
+                if not self._warned:
+                    _LOGGER.warning("steps are messages, not through shared memory: %s", error)
+                self._warned = True
+                return None
+            self._lent.add(memory.region_id)
+            return memory
+
+    def _reconnect(self) -> None:
+        self._free.clear()
+        self._lent.clear()
+        self._socket.close()
+        self._socket = self._client.memory_socket()
+
+    def _take(self, layout: PassLayout) -> PassMemory | None:
+        """A free region with room for such a pass; unregisters all if there is none."""
+        for number, memory in enumerate(self._free):
+            has = memory.layout
+            if has.shape == layout.shape and has.query_tokens_max >= layout.query_tokens_max:
+                return self._free.pop(number)
+        while self._free:
+            memory = self._free.pop()
+            memory.await_free(DEFAULT_TIMEOUT_S)  # else its room is not free either
+            self._socket.unregister(memory.region_id)
+        return None
+
+    def give_back(self, memory: PassMemory) -> None:
+        """After a pass that is complete."""
+        with self._lock:
+            if memory.region_id in self._lent:
+                self._lent.remove(memory.region_id)
+                self._free.append(memory)
+
+    def drop(self, memory: PassMemory) -> None:
+        """After a pass that the server may still write to."""
+        with self._lock:
+            if memory.region_id in self._lent:
+                self._lent.remove(memory.region_id)
+                with contextlib.suppress(AttndError, OSError):  # the server or close() was faster
+                    self._socket.unregister(memory.region_id)
+
+    def close(self) -> None:
+        """Unregisters all regions."""
+        with self._lock:
+            self._closed = True
+            self._free.clear()
+            self._lent.clear()
+            self._socket.close()
