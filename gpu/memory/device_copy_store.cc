@@ -82,7 +82,10 @@ std::shared_ptr<DeviceCopyStore::Copy> DeviceCopyStore::Find(const DeviceCopySlo
 }
 
 absl::Status DeviceCopyStore::Pin(std::span<const std::shared_ptr<Copy>> copies, PagesIn pages_in,
-                                  std::vector<std::shared_ptr<Resident>>* pins) {
+                                  std::vector<std::shared_ptr<Resident>>* pins, Lack* lack) {
+  Lack unasked;
+  if (lack == nullptr) lack = &unasked;
+  *lack = Lack::kPages;
   MutexLock lock(mutex_);
   if (mapping_refused_ && in_host_memory_ > 0) GiveUpHostPages();
   const Clock::time_point now = Clock::now();
@@ -100,7 +103,7 @@ absl::Status DeviceCopyStore::Pin(std::span<const std::shared_ptr<Copy>> copies,
     }
   }
   for (const std::shared_ptr<Copy>& copy : copies) {
-    absl::Status made = MakeResident(copy.get(), pages_in);
+    absl::Status made = MakeResident(copy.get(), pages_in, lack);
     if (!made.ok()) {
       EndUnusedCache();  // it may have been made for these copies
       return made;
@@ -151,7 +154,7 @@ uint64_t DeviceCopyStore::cache_bytes() const {
   return cache_ == nullptr ? 0 : cache_->frames() * cache_->page_bytes();
 }
 
-absl::Status DeviceCopyStore::MakeResident(Copy* copy, PagesIn pages_in) {
+absl::Status DeviceCopyStore::MakeResident(Copy* copy, PagesIn pages_in, Lack* lack) {
   if (copy->resident != nullptr) return absl::OkStatus();
   const bool may_stay = pages_in == PagesIn::kAnyMemory && CanBeMapped(*copy);
   const Sizes& sizes = copy->sizes;
@@ -166,8 +169,10 @@ absl::Status DeviceCopyStore::MakeResident(Copy* copy, PagesIn pages_in) {
     }
     if (room.ok()) pages = *std::move(room);
   }
+  *lack = Lack::kIndexes;
   ATTND_ASSIGN_OR_RETURN(Arena::Allocation index,
                          Allocate(index_.get(), sizes.index_bytes, Use::kSegment));
+  *lack = Lack::kPages;
   std::unique_ptr<HostPages> host_pages;
   if (pages.data() == nullptr) {
     CHECK(may_stay);

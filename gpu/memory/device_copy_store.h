@@ -78,6 +78,8 @@ class Resident {
 
 // Where the pages of a segment may lie.
 enum class PagesIn { kDeviceMemory, kAnyMemory };
+// Whose memory a copy found no room in.
+enum class Lack : uint8_t { kPages, kIndexes };
 
 // Finds and makes residents. To make room it gives up residents that no step holds, the least
 // recently used first. Thread-safe. Device copies keep the store alive, and the store keeps
@@ -97,9 +99,10 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   // tokens it holds. pages_in: of copies that have no memory yet; a tail block's are in device
   // memory in any case. ResourceExhausted if there is no room for a copy even after every unpinned
   // resident has been given up, `pins` then has those of the copies before; or if the copies want a
-  // cache of pages, for which what `pins` has already may leave no room.
+  // cache of pages, for which what `pins` has already may leave no room. `lack` then says of what,
+  // unless it is null.
   absl::Status Pin(std::span<const std::shared_ptr<Copy>> copies, PagesIn pages_in,
-                   std::vector<std::shared_ptr<Resident>>* pins);
+                   std::vector<std::shared_ptr<Resident>>* pins, Lack* lack = nullptr);
 
   // Memory for work that leaves no copies behind. ResourceExhausted as Pin.
   struct WorkMemory {
@@ -147,7 +150,8 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   }
   bool CanBeMapped(const Copy& copy) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Gives the copy a resident, if it has none.
-  absl::Status MakeResident(Copy* copy, PagesIn pages_in) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status MakeResident(Copy* copy, PagesIn pages_in, Lack* lack)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // An empty allocation for no bytes. Gives up residents to make room.
   absl::StatusOr<Arena::Allocation> Allocate(Arena* arena, uint64_t bytes, Use use)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
