@@ -196,6 +196,9 @@ class Backend {
   // Why the backend answers more slowly than it was made to; OK if it does not.
   virtual absl::Status Health() const { return absl::OkStatus(); }
   virtual BackendStats stats() const { return BackendStats(); }
+  // Steps will read the segment, which is whole in memory: the backend may get ready for them in
+  // the background, as long as the segment lives. Returns at once.
+  virtual void Expect(const Segment& /*segment*/) const {}
   // Fills out, lse and stats of every row without a fault. A row's answer does not depend on the
   // other rows, bit for bit. On error the buffers' content is undefined.
   virtual absl::Status Step(const StepRequest& request) = 0;

@@ -113,9 +113,11 @@ WaveRoom RoomOf(const CudaBackendOptions& options, uint64_t memory_bytes) {
           options.result_bytes / kDeviceAlignment * kDeviceAlignment};
 }
 
+using OnFault = std::function<void(const absl::Status&)>;
+
 absl::StatusOr<Resources> TakeMemory(const CudaBackendOptions& options, uint64_t memory_bytes,
-                                     const std::shared_ptr<Device>& device,
-                                     TransferCounts* counts) {
+                                     const std::shared_ptr<Device>& device, TransferCounts* counts,
+                                     const OnFault& on_fault) {
   const WaveRoom room = RoomOf(options, memory_bytes);
   const uint64_t contexts = options.streams + 1;
   const CopyMemory copies =
@@ -125,7 +127,8 @@ absl::StatusOr<Resources> TakeMemory(const CudaBackendOptions& options, uint64_t
   resources.scratch_bytes = contexts * StreamContext::DeviceBytes(room);
   ATTND_ASSIGN_OR_RETURN(auto index, Arena::Create(device.get(), "index", copies.index_bytes));
   ATTND_ASSIGN_OR_RETURN(auto pages, Arena::Create(device.get(), "page", copies.pages_bytes));
-  resources.store = std::make_shared<DeviceCopyStore>(device, std::move(pages), std::move(index));
+  resources.store =
+      std::make_shared<DeviceCopyStore>(device, std::move(pages), std::move(index), on_fault);
   for (uint64_t i = 0; i < contexts; ++i) {
     ATTND_ASSIGN_OR_RETURN(auto context, StreamContext::Create(device.get(), room, counts));
     resources.contexts.push_back(std::move(context));
@@ -135,14 +138,14 @@ absl::StatusOr<Resources> TakeMemory(const CudaBackendOptions& options, uint64_t
 
 // As much as the options say; without that less and less, as others may have some.
 absl::StatusOr<Resources> TakeMemory(const CudaBackendOptions& options,
-                                     const std::shared_ptr<Device>& device,
-                                     TransferCounts* counts) {
+                                     const std::shared_ptr<Device>& device, TransferCounts* counts,
+                                     const OnFault& on_fault) {
   if (options.device_memory_bytes != 0) {
-    return TakeMemory(options, options.device_memory_bytes, device, counts);
+    return TakeMemory(options, options.device_memory_bytes, device, counts, on_fault);
   }
   uint64_t bytes = device->memory_bytes() / 10 * 9;
   while (true) {
-    absl::StatusOr<Resources> resources = TakeMemory(options, bytes, device, counts);
+    absl::StatusOr<Resources> resources = TakeMemory(options, bytes, device, counts, on_fault);
     if (resources.ok() || !absl::IsResourceExhausted(resources.status())) return resources;
     bytes = bytes / 10 * 9;
     if (bytes < kDeviceMemoryBytesMin) return resources;
@@ -159,8 +162,15 @@ class CudaBackend : public Backend {
         workers_(options.build_threads != 0 ? options.build_threads
                                             : std::max(1u, std::thread::hardware_concurrency())) {}
 
+  // The store may outlive the backend, by the copies of segments that do; its thread must not.
+  ~CudaBackend() override {
+    if (store_ != nullptr) store_->StopMapping();
+  }
+
   absl::Status TakeResources() {
-    ATTND_ASSIGN_OR_RETURN(Resources resources, TakeMemory(options_, device_, &transfers_));
+    ATTND_ASSIGN_OR_RETURN(Resources resources,
+                           TakeMemory(options_, device_, &transfers_,
+                                      [this](const absl::Status& status) { Degrade(status); }));
     store_ = std::move(resources.store);
     scratch_bytes_ = resources.scratch_bytes;
     builders_.Add(std::move(resources.contexts.back()));
@@ -202,6 +212,11 @@ class CudaBackend : public Backend {
     if (!degraded_.load(std::memory_order_acquire)) return absl::OkStatus();
     MutexLock lock(health_mutex_);
     return health_;
+  }
+
+  void Expect(const attention::Segment& segment) const override {
+    if (degraded_.load(std::memory_order_acquire)) return;
+    store_->Expect(segment);
   }
 
   absl::Status Step(const StepRequest& request) override {

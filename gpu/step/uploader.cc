@@ -65,11 +65,7 @@ absl::Status Uploader::UploadLayer(Resident* resident, const Segment& segment, u
     return context_->Send(to + layer * bytes, block.data() + layer * bytes, bytes);
   };
   if (resident->host_pages() != nullptr) {
-    absl::Status mapped = resident->host_pages()->MapLayer(layer);
-    if (!mapped.ok()) {
-      store_->NoteMappingRefused(mapped);
-      return mapped;
-    }
+    ATTND_RETURN_IF_ERROR(store_->MapLayer(*resident, layer));
   } else {
     ATTND_RETURN_IF_ERROR(send(resident->pages(), segment.payload_block()));
   }

@@ -55,12 +55,13 @@ class AutoEngine : public testing::Test {
   AutoEngine() { Start(); }
 
   // An engine on a device and the CPU; with a disk, on the folder of the one before it.
-  void Start(bool disk = false) {
+  void Start(bool disk = false, const CudaBackendOptions& cuda_options = SmallOptions(),
+             bool maps_host_memory = false) {
     engine_.reset();
-    FakePair fake = MakeFakeDevice(uint64_t{1} << 30);
+    FakePair fake = MakeFakeDevice(uint64_t{1} << 30, maps_host_memory);
     control_ = fake.control;
     const std::shared_ptr<attention::Backend> cpu = MakeCpu();
-    auto cuda = MakeCudaBackend(SmallOptions(), std::move(fake.device), cpu);
+    auto cuda = MakeCudaBackend(cuda_options, std::move(fake.device), cpu);
     ASSERT_TRUE(cuda.ok()) << cuda.status();
     engine::EngineOptions options = engine::test::SmallOptions();
     if (disk) options.archive.data_dir = folder_.path();
@@ -319,6 +320,28 @@ TEST_F(AutoEngine, WhatIsResumedOrBegunWithHasItsOwner) {
     EXPECT_EQ(ReadByDevice(answer, 0), c.owner == "cuda");
     EXPECT_EQ(answer.result.rows[0].stats.ssd_tokens > 0, c.owner == "cpu");
   }
+}
+
+// Prompts and resumed sequences, once the page memory is a cache.
+TEST_F(AutoEngine, WhatIsReadInPlaceIsMappedBeforeAStep) {
+  Start(/*disk=*/true, OfPages(kFewPages), /*maps_host_memory=*/true);
+  const auto payload = [&](const TestSequence& sequence) {
+    return sequence.Info().segmented_tokens * shape_.layers * shape_.kv_heads *
+           shape_.token_bytes();
+  };
+  TestSequence first = OpenFilled(Args(shape_), 1300);
+  const auto sealed = engine_->Seal(kTenant, first.id, nullptr);
+  ASSERT_TRUE(sealed.ok()) << sealed.status();
+  EXPECT_EQ(control_->mapped_bytes(), 0u) << "all may fit yet";
+  Generate(&first, 1, &random_);
+  ASSERT_GT(engine_->backend().stats().cache.bytes, 0u);
+  const TestSequence second = OpenFilled(Args(shape_), 1300);
+  Await([&] { return control_->mapped_bytes() >= payload(first) + payload(second); });
+  ASSERT_TRUE(engine_->Close(kTenant, first.id).ok());
+  const auto resumed = engine_->Resume(kTenant, Args(shape_), sealed->sealed_id, nullptr);
+  ASSERT_TRUE(resumed.ok()) << resumed.status();
+  const TestSequence back(engine_.get(), resumed->sequence_id, shape_);
+  Await([&] { return control_->mapped_bytes() >= payload(back) + payload(second); });
 }
 
 TEST_F(AutoEngine, ADeviceThatFailsLosesNothing) {

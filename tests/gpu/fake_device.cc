@@ -8,6 +8,7 @@
 #include <cstring>
 #include <functional>
 #include <iterator>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -96,6 +97,35 @@ absl::Status FakeControl::Call() {
     broken_ = true;
   }
   return broken_ ? Fault() : absl::OkStatus();
+}
+
+void FakeControl::HoldMaps(uint64_t after) {
+  MutexLock lock(mutex_);
+  maps_allowed_ = after;
+  maps_changed_.NotifyAll();
+}
+
+void FakeControl::AwaitHeldMap() {
+  MutexLock lock(mutex_);
+  while (maps_held_ == 0) maps_changed_.Wait(mutex_);
+}
+
+void FakeControl::AwaitMaps() {
+  ++maps_held_;
+  maps_changed_.NotifyAll();
+  while (maps_allowed_ == 0) maps_changed_.Wait(mutex_);
+  if (maps_allowed_ != kNever) --maps_allowed_;
+  --maps_held_;
+}
+
+uint64_t FakeControl::refused_maps() const {
+  MutexLock lock(mutex_);
+  return refused_maps_;
+}
+
+std::vector<std::thread::id> FakeControl::mappers() const {
+  MutexLock lock(mutex_);
+  return mappers_;
 }
 
 uint64_t FakeControl::mapped_bytes() const {
@@ -306,7 +336,13 @@ class FakeDevice : public Device {
   absl::Status MapHostMemory(const std::byte* memory, size_t bytes) override {
     MutexLock lock(control_->mutex_);
     Faults& faults = control_->faults_;
-    if (faults.mapping == 0) return absl::ResourceExhaustedError("the fake device maps no more");
+    control_->AwaitMaps();
+    if (faults.mapping_fault != kNever && faults.mapping_fault-- == 0) control_->broken_ = true;
+    if (control_->broken_) return Fault();
+    if (faults.mapping == 0) {
+      ++control_->refused_maps_;
+      return absl::ResourceExhaustedError("the fake device maps no more");
+    }
     if (faults.mapping != kNever) --faults.mapping;
     constexpr uint64_t kSystemPage = 4096;
     EXPECT_EQ(reinterpret_cast<uintptr_t>(memory) % kSystemPage, 0u);
@@ -316,6 +352,7 @@ class FakeDevice : public Device {
     EXPECT_TRUE(after == control_->mapped_.begin() ||
                 std::prev(after)->first + std::prev(after)->second <= memory);
     control_->mapped_.emplace(memory, bytes);
+    control_->mappers_.push_back(std::this_thread::get_id());
     return absl::OkStatus();
   }
   void UnmapHostMemory(const std::byte* memory) override {

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "gpu/memory/host_mapper.h"
+
+#include <glog/logging.h>
+
+#include <system_error>
+#include <utility>
+
+namespace attnd::gpu {
+
+void HostMapper::Add(std::shared_ptr<HostPages> pages) {
+  MutexLock lock(mutex_);
+  if (stopping_) return;
+  if (!thread_.joinable()) {
+    try {
+      thread_ = std::thread([this] { Loop(); });
+    } catch (const std::system_error& error) {
+      LOG_EVERY_T(WARNING, 60) << "host memory is not mapped in the background: " << error.what();
+      return;  // steps map what they read
+    }
+  }
+  queue_.push_back(std::move(pages));
+  changed_.NotifyAll();
+}
+
+void HostMapper::Shutdown() {
+  std::thread thread;
+  {
+    MutexLock lock(mutex_);
+    stopping_ = true;
+    queue_.clear();
+    changed_.NotifyAll();
+    std::swap(thread, thread_);
+  }
+  if (thread.joinable()) thread.join();
+}
+
+void HostMapper::AddPauses(int change) {
+  MutexLock lock(mutex_);
+  pauses_ += change;
+  if (pauses_ == 0) changed_.NotifyAll();
+}
+
+void HostMapper::Loop() {
+  while (true) {
+    std::shared_ptr<HostPages> pages;  // dies without the lock
+    {
+      MutexLock lock(mutex_);
+      while (!stopping_ && (queue_.empty() || pauses_ > 0)) changed_.Wait(mutex_);
+      if (stopping_) return;
+      pages = std::move(queue_.front());
+      queue_.pop_front();
+    }
+    const absl::StatusOr<bool> mapped = pages->MapPiece();
+    if (!mapped.ok()) on_failure_(mapped.status());
+    MutexLock lock(mutex_);
+    if (!mapped.ok()) {
+      queue_.clear();
+    } else if (*mapped && !stopping_) {
+      queue_.push_front(std::move(pages));
+    }
+  }
+}
+
+}  // namespace attnd::gpu
