@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "common/status.h"
+#include "tests/gpu/fetch_reference.h"
 #include "tests/gpu/step_check.h"
 #include "tests/gpu/step_reference.h"
 #include "tests/gpu/tree_build_reference.h"
@@ -148,6 +150,23 @@ bool FakeControl::Maps(const void* address, uint64_t bytes) const {
   return true;
 }
 
+void FakeControl::TakeCache(const PageCacheRef& cache, const void* stream) {
+  const auto [user, taken] = cache_users_.insert({cache.sets, stream});
+  EXPECT_EQ(user->second, stream) << "two steps use one cache of pages at a time";
+}
+
+void FakeControl::ReleaseCaches(const void* stream) {
+  std::erase_if(cache_users_, [&](const auto& user) { return user.second == stream; });
+}
+
+void FakeControl::UseCache(const StepHeader& header) {
+  const uint32_t step = header.cache.clock->step;
+  const auto [last, first] = cache_steps_.insert({header.cache.sets, step});
+  EXPECT_TRUE(first || last->second != step) << "two steps of a cache of pages have one number";
+  last->second = step;
+  EXPECT_EQ(FetchReference(header), "");
+}
+
 void FakeControl::CheckNumbers(const KernelShape& shape, const StepHeader& header) {
   for (uint32_t r = 0; r < header.rows; ++r) {
     for (uint32_t s = 0; s < header.row_refs[r].segment_count; ++s) {
@@ -195,6 +214,9 @@ class FakeStream : public Stream {
   absl::Status RunStep(const StepRun& run) override {
     ATTND_RETURN_IF_ERROR(CopyToDevice(run.device_input, run.input, run.input_bytes));
     ATTND_RETURN_IF_ERROR(LaunchStep(run));
+    if (run.header.cache.set_count > 0) {  // so that another step that uses the cache shows
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
     return CopyToHost(run.results, run.device_results, run.result_bytes);
   }
   bool ran_from_graph() const override { return false; }
@@ -234,6 +256,7 @@ class FakeStream : public Stream {
     for (const auto& work : std::exchange(work_, {})) {
       if (!control_->broken_) work();
     }
+    control_->ReleaseCaches(this);
     if (control_->broken_) return Fault();
     return status;
   }
@@ -257,6 +280,7 @@ class FakeStream : public Stream {
       --control_->faults_.launch;
     }
     timed_ = run.timed;
+    if (run.header.cache.set_count > 0) control_->TakeCache(run.header.cache, this);
     control_->kinds_.insert(KindOfStep(run));
     work_.push_back([this, run]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
       const StepHeader& header = run.header;
@@ -270,6 +294,7 @@ class FakeStream : public Stream {
                      }}),
           "");
       control_->CheckNumbers(run.shape, header);
+      if (header.cache.set_count > 0) control_->UseCache(header);
       for (uint32_t u = 0; u < header.uploads; ++u) {
         control_->uploads_ += header.upload_refs[u].bytes;
       }
@@ -363,6 +388,7 @@ class FakeDevice : public Device {
     MutexLock lock(control_->mutex_);
     EXPECT_TRUE(Inside(control_->memory_, memory, bytes));
     if (control_->broken_) return Fault();
+    control_->cache_steps_.erase(memory);
     std::memset(memory, 0, bytes);
     return absl::OkStatus();
   }

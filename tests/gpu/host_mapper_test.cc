@@ -10,6 +10,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <span>
@@ -202,7 +203,13 @@ TEST_F(HostMapping, AStepThatComesMeanwhileDoesNotMapTwice) {
 TEST_F(HostMapping, FreedMemoryIsUnmappedFirst) {
   Start();
   ExpectHeld(*second_);
-  std::thread free([&] { second_.reset(); });
+  std::atomic<bool> freed{false};
+  std::thread free([&] {
+    second_.reset();
+    freed = true;
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  EXPECT_FALSE(freed) << "memory went while it was being mapped";
   fake_.control->HoldMaps(kNever);
   free.join();
   EXPECT_EQ(mapped(), PayloadOf(first_));

@@ -9,7 +9,6 @@
 
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <cmath>
 #include <map>
 #include <set>
@@ -17,6 +16,7 @@
 #include <vector>
 
 #include "tests/gpu/agreement.h"
+#include "tests/gpu/fetch_reference.h"
 #include "tests/gpu/support.h"
 
 namespace attnd::gpu::test {
@@ -32,18 +32,6 @@ using attention::test::TestSeed;
 using attention::test::TestSequence;
 
 // ---- the look-up ----
-
-struct HostMemory {
-  static uint64_t Load(const uint64_t* from) {
-    return std::atomic_ref(*const_cast<uint64_t*>(from)).load();
-  }
-  static float Load(const float* from) { return std::atomic_ref(*const_cast<float*>(from)).load(); }
-  static void Store(float* to, float value) { std::atomic_ref(*to).store(value); }
-  static uint64_t Swap(uint64_t* at, uint64_t from, uint64_t to) {
-    std::atomic_ref(*at).compare_exchange_strong(from, to);
-    return from;
-  }
-};
 
 class PageCacheLookUp : public testing::Test {
  protected:
