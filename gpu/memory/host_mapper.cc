@@ -25,11 +25,12 @@ void HostMapper::Add(std::shared_ptr<HostPages> pages) {
 
 void HostMapper::Shutdown() {
   std::thread thread;
+  std::deque<std::shared_ptr<HostPages>> waiting;  // dies without the lock
   {
     MutexLock lock(mutex_);
     stopping_ = true;
-    queue_.clear();
     changed_.NotifyAll();
+    std::swap(waiting, queue_);
     std::swap(thread, thread_);
   }
   if (thread.joinable()) thread.join();
@@ -43,7 +44,8 @@ void HostMapper::AddPauses(int change) {
 
 void HostMapper::Loop() {
   while (true) {
-    std::shared_ptr<HostPages> pages;  // dies without the lock
+    std::shared_ptr<HostPages> pages;                // dies without the lock
+    std::deque<std::shared_ptr<HostPages>> waiting;  // likewise
     {
       MutexLock lock(mutex_);
       while (!stopping_ && (queue_.empty() || pauses_ > 0)) changed_.Wait(mutex_);
@@ -55,7 +57,7 @@ void HostMapper::Loop() {
     if (!mapped.ok()) on_failure_(mapped.status());
     MutexLock lock(mutex_);
     if (!mapped.ok()) {
-      queue_.clear();
+      std::swap(waiting, queue_);
     } else if (*mapped && !stopping_) {
       queue_.push_front(std::move(pages));
     }

@@ -112,9 +112,8 @@ absl::Status DeviceStep::RunRow(uint32_t number) {
       uploader_.Release();
       // A tail alone is in want of page memory; what else a row lacks a cache does not give.
       if (!tail_refused_ || !store_->MakeCache(own.history->page_bytes())) {
-        LeaveOver(number, pinned.ok()               ? Fallback::kScratch
-                          : lack_ == Lack::kIndexes ? Fallback::kIndexes
-                                                    : Fallback::kPages);
+        const Fallback of_pin = lack_ == Lack::kIndexes ? Fallback::kIndexes : Fallback::kPages;
+        LeaveOver(number, pinned.ok() ? Fallback::kScratch : of_pin);
       }
     } else {
       ATTND_RETURN_IF_ERROR(RunWave());

@@ -324,7 +324,7 @@ TEST_F(AutoEngine, WhatIsResumedOrBegunWithHasItsOwner) {
 
 // Prompts and resumed sequences, once the page memory is a cache.
 TEST_F(AutoEngine, WhatIsReadInPlaceIsMappedBeforeAStep) {
-  Start(/*disk=*/true, OfPages(kFewPages), /*maps_host_memory=*/true);
+  Start(/*disk=*/true, OfPages(uint64_t{2} << 20), /*maps_host_memory=*/true);
   const auto payload = [&](const TestSequence& sequence) {
     return sequence.Info().segmented_tokens * shape_.layers * shape_.kv_heads *
            shape_.token_bytes();
@@ -333,7 +333,7 @@ TEST_F(AutoEngine, WhatIsReadInPlaceIsMappedBeforeAStep) {
   const auto sealed = engine_->Seal(kTenant, first.id, nullptr);
   ASSERT_TRUE(sealed.ok()) << sealed.status();
   EXPECT_EQ(control_->mapped_bytes(), 0u) << "all may fit yet";
-  Generate(&first, 1, &random_);
+  Generate(&first, 3, &random_);  // a first cache makes room for the tail
   ASSERT_GT(engine_->backend().stats().cache.bytes, 0u);
   const TestSequence second = OpenFilled(Args(shape_), 1300);
   Await([&] { return control_->mapped_bytes() >= payload(first) + payload(second); });

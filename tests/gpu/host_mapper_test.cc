@@ -159,7 +159,8 @@ class HostMapping : public testing::Test {
     fake_.control->AwaitHeldMap();
   }
   void Step(TestSequence* sequence) const {
-    const std::vector<TestRow> rows = RowsOfLayer(sequence, 1);
+    std::vector<TestRow> rows = RowsOfLayer(sequence, 1);
+    rows.resize(3);
     EXPECT_TRUE(
         Agree(RunStep(fake_.backend.get(), 1, rows), RunStep(MakeCpu().get(), 1, rows), rows));
   }
