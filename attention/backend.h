@@ -6,6 +6,7 @@
 #ifndef ATTND_ATTENTION_BACKEND_H_
 #define ATTND_ATTENTION_BACKEND_H_
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -107,6 +108,16 @@ struct StepRequest {
 // Cancelled or DeadlineExceeded if nobody waits for the step's answer any more.
 absl::Status CheckAlive(const StepRequest& request);
 
+// Why the CPU answered a row in a device's place.
+enum class Fallback : uint8_t {
+  kFailed,   // the device has failed
+  kIndexes,  // no room for the indexes of the row's segments
+  kPages,    // no room for keys and values, and host memory could not be mapped in their place
+  kScratch,  // no room for the step: a stream's memory, or the device's own for launching
+  kPaged,    // pages of a segment are on disk
+};
+inline constexpr size_t kFallbacks = 5;
+
 // What a backend with memory of its own has done and holds. All zero for a backend without.
 struct BackendStats {
   struct Arena {
@@ -132,6 +143,9 @@ struct BackendStats {
   PageCache cache;
   uint64_t steps = 0;           // answered, by the device or by the CPU
   uint64_t fallback_steps = 0;  // steps with a row that the CPU answered in the device's place
+  std::array<uint64_t, kFallbacks> fallback_rows{};  // these rows, by Fallback
+  // What the index arena lacks for the indexes of one sequence: the most of any step; 0: all fit.
+  uint64_t index_missing_bytes = 0;
   uint64_t graph_launches = 0;  // launches that repeated a whole earlier step's graph
   // Device time by stage, over the steps where it was measured.
   uint64_t timed_steps = 0;
@@ -182,6 +196,9 @@ class Backend {
   // Why the backend answers more slowly than it was made to; OK if it does not.
   virtual absl::Status Health() const { return absl::OkStatus(); }
   virtual BackendStats stats() const { return BackendStats(); }
+  // Steps will read the segment, which is whole in memory: the backend may get ready for them in
+  // the background, as long as the segment lives. Returns at once.
+  virtual void Expect(const Segment& /*segment*/) const {}
   // Fills out, lse and stats of every row without a fault. A row's answer does not depend on the
   // other rows, bit for bit. On error the buffers' content is undefined.
   virtual absl::Status Step(const StepRequest& request) = 0;

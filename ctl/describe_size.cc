@@ -103,9 +103,14 @@ Value DescribePlaces(const Load& load, const LoadSize& size) {
   return places.Take();
 }
 
-void AddMissing(const char* what, uint64_t bytes, Value* rows) {
+// mend: which options make it fit.
+void AddMissing(const char* what, uint64_t bytes, const char* mend, Value* rows) {
   if (bytes == 0) return;
-  rows->Add(Value::Object().Set("where", what).Set("bytes", bytes).Set("size", BytesText(bytes)));
+  rows->Add(Value::Object()
+                .Set("where", what)
+                .Set("bytes", bytes)
+                .Set("size", BytesText(bytes))
+                .Set("mend", mend));
 }
 
 // Of the segments' keys and values, what the GPU's memory holds at a time.
@@ -116,10 +121,14 @@ double GpuShare(const GpuSize& gpu) {
 
 Value DescribeFit(const Load& load, const LoadSize& size) {
   Value missing = Value::List();
-  AddMissing("memory budget", size.host.missing_bytes, &missing);
+  AddMissing("memory budget", size.host.missing_bytes, "more --memory", &missing);
   if (size.gpu.has_value()) {
-    AddMissing("GPU memory for tails", size.gpu->tail_missing, &missing);
-    AddMissing("GPU memory for indexes", size.gpu->index_missing, &missing);
+    constexpr char kMoreIndex[] = "more --gpu-memory, or less --gpu-page-memory";
+    AddMissing("GPU memory for tails", size.gpu->tail_missing,
+               "more --gpu-memory, or more --gpu-page-memory", &missing);
+    AddMissing("GPU memory for indexes", size.gpu->index_missing, kMoreIndex, &missing);
+    AddMissing("of it, for one sequence: the CPU answers it", size.gpu->one_index_missing,
+               kMoreIndex, &missing);
   }
   Value fit = Value::Object();
   if (load.memory_bytes != 0) fit.Set("memory_bytes", load.memory_bytes);

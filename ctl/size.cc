@@ -296,6 +296,7 @@ absl::StatusOr<GpuSize> GpuSizeOf(const Load& load, const SequenceSize& sequence
   }
   size.tail_missing = size.tail_bytes - std::min(size.tail_bytes, tail_capacity);
   size.index_missing = size.index_bytes - std::min(size.index_bytes, size.index_capacity);
+  size.one_index_missing = needs.index - std::min(needs.index, size.index_capacity);
   *fitting = std::min({*fitting, Fitting(tail_capacity, needs.tail, 0, load.sequences),
                        Fitting(size.index_capacity, needs.index, 0, load.sequences)});
   return size;

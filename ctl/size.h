@@ -70,6 +70,8 @@ struct GpuSize {
   // If not all fit: those of segments then stay in host memory, and so much is a cache of them.
   uint64_t cache_bytes = 0;
   uint64_t index_bytes = 0, index_capacity = 0, index_missing = 0;
+  // For the indexes of one sequence: the CPU answers sequences that lack some.
+  uint64_t one_index_missing = 0;
 };
 
 // What a step reads of one sequence, for one token in all layers, by measured shares.

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "gpu/cuda_backend.h"
 
+#include <glog/logging.h>
+
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <new>
@@ -30,7 +33,9 @@ namespace {
 using attention::Backend;
 using attention::BackendStats;
 using attention::CheckAlive;
+using attention::Fallback;
 using attention::kClusterIndexes;
+using attention::kFallbacks;
 using attention::kTreeIndexes;
 using attention::Plan;
 using attention::Policy;
@@ -108,9 +113,11 @@ WaveRoom RoomOf(const CudaBackendOptions& options, uint64_t memory_bytes) {
           options.result_bytes / kDeviceAlignment * kDeviceAlignment};
 }
 
+using OnFault = std::function<void(const absl::Status&)>;
+
 absl::StatusOr<Resources> TakeMemory(const CudaBackendOptions& options, uint64_t memory_bytes,
-                                     const std::shared_ptr<Device>& device,
-                                     TransferCounts* counts) {
+                                     const std::shared_ptr<Device>& device, TransferCounts* counts,
+                                     const OnFault& on_fault) {
   const WaveRoom room = RoomOf(options, memory_bytes);
   const uint64_t contexts = options.streams + 1;
   const CopyMemory copies =
@@ -120,7 +127,8 @@ absl::StatusOr<Resources> TakeMemory(const CudaBackendOptions& options, uint64_t
   resources.scratch_bytes = contexts * StreamContext::DeviceBytes(room);
   ATTND_ASSIGN_OR_RETURN(auto index, Arena::Create(device.get(), "index", copies.index_bytes));
   ATTND_ASSIGN_OR_RETURN(auto pages, Arena::Create(device.get(), "page", copies.pages_bytes));
-  resources.store = std::make_shared<DeviceCopyStore>(device, std::move(pages), std::move(index));
+  resources.store =
+      std::make_shared<DeviceCopyStore>(device, std::move(pages), std::move(index), on_fault);
   for (uint64_t i = 0; i < contexts; ++i) {
     ATTND_ASSIGN_OR_RETURN(auto context, StreamContext::Create(device.get(), room, counts));
     resources.contexts.push_back(std::move(context));
@@ -130,14 +138,14 @@ absl::StatusOr<Resources> TakeMemory(const CudaBackendOptions& options, uint64_t
 
 // As much as the options say; without that less and less, as others may have some.
 absl::StatusOr<Resources> TakeMemory(const CudaBackendOptions& options,
-                                     const std::shared_ptr<Device>& device,
-                                     TransferCounts* counts) {
+                                     const std::shared_ptr<Device>& device, TransferCounts* counts,
+                                     const OnFault& on_fault) {
   if (options.device_memory_bytes != 0) {
-    return TakeMemory(options, options.device_memory_bytes, device, counts);
+    return TakeMemory(options, options.device_memory_bytes, device, counts, on_fault);
   }
   uint64_t bytes = device->memory_bytes() / 10 * 9;
   while (true) {
-    absl::StatusOr<Resources> resources = TakeMemory(options, bytes, device, counts);
+    absl::StatusOr<Resources> resources = TakeMemory(options, bytes, device, counts, on_fault);
     if (resources.ok() || !absl::IsResourceExhausted(resources.status())) return resources;
     bytes = bytes / 10 * 9;
     if (bytes < kDeviceMemoryBytesMin) return resources;
@@ -154,8 +162,15 @@ class CudaBackend : public Backend {
         workers_(options.build_threads != 0 ? options.build_threads
                                             : std::max(1u, std::thread::hardware_concurrency())) {}
 
+  // The store may outlive the backend, by the copies of segments that do; its thread must not.
+  ~CudaBackend() override {
+    if (store_ != nullptr) store_->StopMapping();
+  }
+
   absl::Status TakeResources() {
-    ATTND_ASSIGN_OR_RETURN(Resources resources, TakeMemory(options_, device_, &transfers_));
+    ATTND_ASSIGN_OR_RETURN(Resources resources,
+                           TakeMemory(options_, device_, &transfers_,
+                                      [this](const absl::Status& status) { Degrade(status); }));
     store_ = std::move(resources.store);
     scratch_bytes_ = resources.scratch_bytes;
     builders_.Add(std::move(resources.contexts.back()));
@@ -197,6 +212,11 @@ class CudaBackend : public Backend {
     if (!degraded_.load(std::memory_order_acquire)) return absl::OkStatus();
     MutexLock lock(health_mutex_);
     return health_;
+  }
+
+  void Expect(const attention::Segment& segment) const override {
+    if (degraded_.load(std::memory_order_acquire)) return;
+    store_->Expect(segment);
   }
 
   absl::Status Step(const StepRequest& request) override {
@@ -244,9 +264,11 @@ class CudaBackend : public Backend {
     stats.evictions = store_->evictions();
     stats.graph_launches = transfers_.graph_launches.load(std::memory_order_relaxed);
     stats.steps = steps_.load(std::memory_order_relaxed);
-    stats.fallback_steps = fallback_steps_.load(std::memory_order_relaxed);
     const uint64_t cache_bytes = store_->cache_bytes();
     MutexLock lock(totals_mutex_);
+    stats.fallback_steps = fallback_steps_;
+    stats.fallback_rows = fallback_rows_;
+    stats.index_missing_bytes = index_missing_bytes_;
     stats.cache = pages_;
     stats.cache.bytes = cache_bytes;
     stats.timed_steps = timed_steps_;
@@ -275,9 +297,10 @@ class CudaBackend : public Backend {
       left_over = step.left_over();
       if (timed) AddTimes(step.seconds());
       AddPages(step.pages());
+      if (!left_over.empty()) AddFallback(step.fallback_rows());
+      NoteIndexBytes(step.index_bytes_refused());
     }
     if (!left_over.empty()) {
-      fallback_steps_.fetch_add(1, std::memory_order_relaxed);
       ATTND_RETURN_IF_ERROR(StepRows(request, left_over, cpu_.get(), &plans));
     }
     AddInOrder(std::move(plans), request.plans);
@@ -286,8 +309,34 @@ class CudaBackend : public Backend {
 
   // All rows by the CPU.
   absl::Status FallBack(const StepRequest& request) {
-    fallback_steps_.fetch_add(1, std::memory_order_relaxed);
+    std::array<uint64_t, kFallbacks> rows{};
+    rows[static_cast<size_t>(Fallback::kFailed)] = request.rows.size();
+    AddFallback(rows);
     return cpu_->Step(request);
+  }
+
+  // Of a step.
+  void AddFallback(const std::array<uint64_t, kFallbacks>& rows) {
+    MutexLock lock(totals_mutex_);
+    ++fallback_steps_;
+    for (size_t i = 0; i < kFallbacks; ++i) fallback_rows_[i] += rows[i];
+  }
+
+  // Says once that a sequence's indexes, of so many bytes, never fit. (Indexes that fit alone and
+  // found no room were in other steps' way.)
+  void NoteIndexBytes(uint64_t bytes) {
+    const uint64_t capacity = store_->index().capacity();
+    if (bytes <= capacity) return;
+    {
+      MutexLock lock(totals_mutex_);
+      const bool said = index_missing_bytes_ > 0;
+      index_missing_bytes_ = std::max(index_missing_bytes_, bytes - capacity);
+      if (said) return;
+    }
+    LOG(WARNING) << "the CPU answers a sequence whose indexes do not fit the GPU: they take "
+                 << bytes << " bytes, and the GPU has " << capacity << " for indexes, "
+                 << bytes - capacity << " too few; more device_memory_bytes gives them more, or "
+                 << "less device_page_memory_bytes";
   }
 
   // From here on the CPU answers everything.
@@ -333,12 +382,14 @@ class CudaBackend : public Backend {
   attention::WorkerPool workers_;
   TransferCounts transfers_;
   std::atomic<uint64_t> steps_{0};
-  std::atomic<uint64_t> fallback_steps_{0};
   std::atomic<bool> degraded_{false};
 
   mutable Mutex health_mutex_;
   absl::Status health_ ABSL_GUARDED_BY(health_mutex_);
   mutable Mutex totals_mutex_;
+  uint64_t fallback_steps_ ABSL_GUARDED_BY(totals_mutex_) = 0;
+  std::array<uint64_t, kFallbacks> fallback_rows_ ABSL_GUARDED_BY(totals_mutex_){};
+  uint64_t index_missing_bytes_ ABSL_GUARDED_BY(totals_mutex_) = 0;
   uint64_t timed_steps_ ABSL_GUARDED_BY(totals_mutex_) = 0;
   StageSeconds times_ ABSL_GUARDED_BY(totals_mutex_);
   BackendStats::PageCache pages_ ABSL_GUARDED_BY(totals_mutex_);

@@ -2,7 +2,10 @@
 #include "server/backend.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <filesystem>
 #include <string>
+#include <system_error>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -22,28 +25,53 @@ std::unique_ptr<Backend> MakeCpu(const ServerOptions& options) {
 }
 
 // A GPU alone; `cpu` stands in for it.
-absl::StatusOr<std::unique_ptr<Backend>> MakeCuda(const ServerOptions& options,
-                                                  OpenDevice open_device,
-                                                  std::shared_ptr<Backend> cpu) {
+absl::StatusOr<std::unique_ptr<Backend>> MakeCuda(
+    const ServerOptions& options, OpenDevice open_device, std::shared_ptr<Backend> cpu,
+    std::function<void(const absl::Status&)> on_fault) {
   ATTND_ASSIGN_OR_RETURN(std::unique_ptr<gpu::Device> device, open_device());
   gpu::CudaBackendOptions cuda;
   cuda.device_memory_bytes = options.device_memory_bytes;
   cuda.page_memory_bytes = options.device_page_memory_bytes;
   cuda.streams = std::min(options.step_workers, gpu::kStreamsMax);
   cuda.build_threads = options.index_threads;
-  cuda.on_degraded = [](const absl::Status& status) {
-    LOG(ERROR) << "the GPU has failed; from here on the CPU answers: " << status;
+  cuda.on_degraded = [on_fault = std::move(on_fault)](const absl::Status& status) {
+    if (on_fault) {
+      on_fault(status);
+    } else {
+      LOG(ERROR) << "the GPU has failed; from here on the CPU answers: " << status;
+    }
   };
   return gpu::MakeCudaBackend(cuda, std::move(device), std::move(cpu));
 }
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Backend>> MakeBackend(const ServerOptions& options,
-                                                     OpenDevice open_device) {
+std::string MpsControlPipe() {
+  const char* const directory = std::getenv("CUDA_MPS_PIPE_DIRECTORY");
+  const bool given = directory != nullptr && *directory != '\0';
+  const std::filesystem::path pipe =
+      std::filesystem::path(given ? directory : "/tmp/nvidia-mps") / "control";
+  std::error_code error;
+  return std::filesystem::exists(pipe, error) ? pipe.string() : "";
+}
+
+std::string GpuFaultChoice::ToString() const {
+  return absl::StrCat(exit ? "exit" : "cpu", ", as ", why);
+}
+
+GpuFaultChoice ChooseOnGpuFault(const ServerOptions& options, const std::string& mps_control) {
+  if (options.on_gpu_fault != "auto") return {options.on_gpu_fault == "exit", "it was given"};
+  if (mps_control.empty()) return {false, "this process does not run under MPS"};
+  return {true, absl::StrCat("this process runs under MPS: there is ", mps_control)};
+}
+
+absl::StatusOr<std::unique_ptr<Backend>> MakeBackend(
+    const ServerOptions& options, OpenDevice open_device,
+    std::function<void(const absl::Status&)> on_gpu_fault) {
   if (options.backend == "cpu") return MakeCpu(options);
   const std::shared_ptr<Backend> cpu = MakeCpu(options);
-  absl::StatusOr<std::unique_ptr<Backend>> cuda = MakeCuda(options, open_device, cpu);
+  absl::StatusOr<std::unique_ptr<Backend>> cuda =
+      MakeCuda(options, open_device, cpu, std::move(on_gpu_fault));
   if (cuda.ok()) {
     const attention::BackendStats stats = (*cuda)->stats();
     LOG(INFO) << "backend cuda: " << std::string((*cuda)->device()) << ", "

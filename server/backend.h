@@ -8,9 +8,12 @@
 #ifndef ATTND_SERVER_BACKEND_H_
 #define ATTND_SERVER_BACKEND_H_
 
+#include <functional>
 #include <memory>
+#include <string>
 
 #include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "attention/backend.h"
 #include "gpu/device/device.h"
@@ -20,10 +23,28 @@ namespace attnd::server {
 
 using OpenDevice = absl::FunctionRef<absl::StatusOr<std::unique_ptr<gpu::Device>>()>;
 
+// The pipe by which CUDA reaches the control daemon of MPS: `control` in the folder that
+// CUDA_MPS_PIPE_DIRECTORY names, or in /tmp/nvidia-mps if that is not set. Empty if there is none:
+// CUDA then works without MPS.
+std::string MpsControlPipe();
+
+// What a fault of the GPU does, and why.
+struct GpuFaultChoice {
+  bool exit = false;  // the server ends; false: the CPU answers from there on
+  std::string why;
+
+  std::string ToString() const;
+};
+// Under MPS (mps_control is not empty) `auto` is exit: the GPU takes no new client before all that
+// the fault has hit are gone, so that one which stays would keep it from everybody.
+GpuFaultChoice ChooseOnGpuFault(const ServerOptions& options, const std::string& mps_control);
+
 // Logs what was chosen and why. Fails only if the options ask for CUDA and it cannot be had; the
-// message names the option.
+// message names the option. on_gpu_fault: called once, when the GPU has failed, from any thread;
+// null: the CPU just answers.
 absl::StatusOr<std::unique_ptr<attention::Backend>> MakeBackend(
-    const ServerOptions& options, OpenDevice open_device = gpu::OpenCudaDevice);
+    const ServerOptions& options, OpenDevice open_device,
+    std::function<void(const absl::Status&)> on_gpu_fault);
 
 }  // namespace attnd::server
 

@@ -274,8 +274,11 @@ absl::StatusOr<uint32_t> Segmenter::Build(Sequence* sequence, const SegmentJob& 
     return absl::ResourceExhaustedError("the system refused memory for a segment");
   }
   ATTND_RETURN_IF_ERROR(BuildSegment(*sequence, &builder, threads, cancelled));
-  const bool fits = sequence->Install(job, HoldReservation(builder.Finish(), std::move(memory)));
-  return fits ? job.tokens : 0;
+  const std::shared_ptr<const Segment> segment =
+      HoldReservation(builder.Finish(), std::move(memory));
+  if (!sequence->Install(job, segment)) return 0;
+  sequence->Expect(*segment);
+  return job.tokens;
 }
 
 absl::Status Segmenter::BuildSegment(const Sequence& sequence, SegmentBuilder* builder,

@@ -134,6 +134,10 @@ class Sequence {
   const attention::IndexSet& indexes() const { return *args_.indexes; }
   // Whether a device answers the sequence's rows, and builds its segments.
   bool on_device() const { return args_.backend != nullptr && !args_.backend->device().empty(); }
+  // Tells a device that has the sequence of a segment that steps will read.
+  void Expect(const attention::Segment& segment) const {
+    if (on_device()) args_.backend->Expect(segment);
+  }
   // NOLINTEND(bugprone-unchecked-optional-access)
 
   // Appends tokens, or recognises them as a repeat; returns how many tokens are new. Errors as for

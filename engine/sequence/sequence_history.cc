@@ -150,6 +150,7 @@ RestoredSegments Sequence::PrefixFor(const Sequence& fresh, std::span<const uint
 absl::Status Sequence::Restore(RestoredSegments restored) {
   ATTND_RETURN_IF_ERROR(CheckChain(restored, args_.shape, indexes()));
   ATTND_RETURN_IF_ERROR(AddTokenIds(restored.token_ids));
+  for (const auto& segment : restored.segments) Expect(*segment);
   MutexLock lock(mutex_);
   ATTND_RETURN_IF_ERROR(HoldBooks(0, restored.segments.size()));
   segments_ = std::move(restored.segments);

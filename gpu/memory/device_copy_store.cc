@@ -42,11 +42,13 @@ class DeviceCopyStore::Copy : public DeviceCopy {
   void SlotLetsGo() override { store_->LetGo(this); }
 
   bool is_tail() const { return sizes.index_bytes == 0; }
-  bool in_host_memory() const { return resident != nullptr && resident->host_pages() != nullptr; }
+  bool in_host_memory() const { return host_pages != nullptr; }
+  bool pinned() const { return resident.use_count() > 1; }
 
   const Sizes sizes;
   std::shared_ptr<Resident> resident;
-  Order::iterator place;  // in the store's order, if there is a resident
+  std::shared_ptr<HostPages> host_pages;  // null: pages lie on the device if there is a resident
+  Order::iterator place;                  // in the store's order, if there is a resident
   Clock::time_point last_use;
   uint64_t first_page = 0;  // for the page cache; 0: not numbered yet
   bool let_go = false;      // by its slot: host memory may be no more
@@ -56,11 +58,17 @@ class DeviceCopyStore::Copy : public DeviceCopy {
 };
 
 DeviceCopyStore::DeviceCopyStore(std::shared_ptr<Device> device, std::unique_ptr<Arena> pages,
-                                 std::unique_ptr<Arena> index)
+                                 std::unique_ptr<Arena> index,
+                                 std::function<void(const absl::Status&)> on_device_fault)
     : device_(std::move(device)),
       pages_(std::move(pages)),
       index_(std::move(index)),
-      reserve_(pages_->capacity() / kCacheReserveShare) {}
+      on_device_fault_(std::move(on_device_fault)),
+      reserve_(pages_->capacity() / kCacheReserveShare),
+      mapper_([this](const absl::Status& status) {
+        NoteMappingFailed(status);
+        if (!absl::IsResourceExhausted(status) && on_device_fault_) on_device_fault_(status);
+      }) {}
 
 std::shared_ptr<DeviceCopyStore::Copy> DeviceCopyStore::Find(const attention::Segment& segment) {
   const attention::PageGeometry pages(segment.shape());
@@ -82,9 +90,12 @@ std::shared_ptr<DeviceCopyStore::Copy> DeviceCopyStore::Find(const DeviceCopySlo
 }
 
 absl::Status DeviceCopyStore::Pin(std::span<const std::shared_ptr<Copy>> copies, PagesIn pages_in,
-                                  std::vector<std::shared_ptr<Resident>>* pins) {
+                                  std::vector<std::shared_ptr<Resident>>* pins, Lack* lack) {
+  Lack unasked;
+  if (lack == nullptr) lack = &unasked;
+  *lack = Lack::kPages;
   MutexLock lock(mutex_);
-  if (mapping_refused_ && in_host_memory_ > 0) GiveUpHostPages();
+  if (mapping_failed_) GiveUpHostPages();
   const Clock::time_point now = Clock::now();
   for (const std::shared_ptr<Copy>& copy : copies) {  // so that none of them makes room for another
     if (copy->resident == nullptr) continue;
@@ -100,7 +111,7 @@ absl::Status DeviceCopyStore::Pin(std::span<const std::shared_ptr<Copy>> copies,
     }
   }
   for (const std::shared_ptr<Copy>& copy : copies) {
-    absl::Status made = MakeResident(copy.get(), pages_in);
+    absl::Status made = MakeResident(copy.get(), pages_in, lack);
     if (!made.ok()) {
       EndUnusedCache();  // it may have been made for these copies
       return made;
@@ -130,20 +141,61 @@ std::shared_ptr<PageCache> DeviceCopyStore::CacheOf(uint32_t page_bytes) {
   return cache_ != nullptr && cache_->page_bytes() == page_bytes ? cache_ : nullptr;
 }
 
-void DeviceCopyStore::NoteMappingRefused(const absl::Status& status) {
+void DeviceCopyStore::Expect(const attention::Segment& segment) {
+  if (!device_->maps_host_memory() || segment.paged()) return;
+  const std::shared_ptr<Copy> copy = Find(segment);
   MutexLock lock(mutex_);
-  if (!mapping_refused_) {
+  if (cache_ == nullptr || copy->resident != nullptr || !CanBeMapped(*copy)) return;
+  StayInHostMemory(copy.get());
+}
+
+absl::Status DeviceCopyStore::MapLayer(const Resident& resident, uint32_t layer) {
+  const HostMapper::Pause pause(&mapper_);
+  absl::Status mapped = resident.host_pages()->MapLayer(layer);
+  if (!mapped.ok()) NoteMappingFailed(mapped);
+  return mapped;
+}
+
+void DeviceCopyStore::NoteMappingFailed(const absl::Status& status) {
+  MutexLock lock(mutex_);
+  if (!mapping_failed_) {
     LOG(WARNING) << "keys and values that do not fit the GPU's memory are the CPU's: " << status;
   }
-  mapping_refused_ = true;
+  mapping_failed_ = true;
 }
 
 void DeviceCopyStore::GiveUpHostPages() {
-  std::vector<Copy*> copies;
-  for (Copy* copy : order_) {
-    if (copy->in_host_memory() && copy->resident.use_count() == 1) copies.push_back(copy);
+  const std::set<Copy*> copies = in_host_memory_;
+  for (Copy* copy : copies) {
+    if (copy->pinned()) continue;
+    if (copy->resident != nullptr) {
+      GiveUp(copy);
+    } else {
+      LeaveHostMemory(copy)->Close();
+    }
   }
-  for (Copy* copy : copies) GiveUp(copy);
+}
+
+void DeviceCopyStore::StayInHostMemory(Copy* copy) {
+  if (copy->in_host_memory()) return;
+  const Sizes& sizes = copy->sizes;
+  if (copy->first_page == 0) {
+    copy->first_page = next_page_;
+    next_page_ += sizes.pages_bytes / sizes.page_bytes;
+    CHECK_LT(next_page_, kPageNumbersEnd);
+  }
+  copy->host_pages =
+      std::make_shared<HostPages>(device_.get(), std::span(sizes.host_pages, sizes.pages_bytes),
+                                  sizes.layers, copy->first_page);
+  in_host_memory_.insert(copy);
+  mapper_.Add(copy->host_pages);
+}
+
+std::shared_ptr<HostPages> DeviceCopyStore::LeaveHostMemory(Copy* copy) {
+  if (!copy->in_host_memory()) return nullptr;
+  CHECK_EQ(in_host_memory_.erase(copy), 1u);
+  EndUnusedCache();
+  return std::exchange(copy->host_pages, nullptr);
 }
 
 uint64_t DeviceCopyStore::cache_bytes() const {
@@ -151,7 +203,7 @@ uint64_t DeviceCopyStore::cache_bytes() const {
   return cache_ == nullptr ? 0 : cache_->frames() * cache_->page_bytes();
 }
 
-absl::Status DeviceCopyStore::MakeResident(Copy* copy, PagesIn pages_in) {
+absl::Status DeviceCopyStore::MakeResident(Copy* copy, PagesIn pages_in, Lack* lack) {
   if (copy->resident != nullptr) return absl::OkStatus();
   const bool may_stay = pages_in == PagesIn::kAnyMemory && CanBeMapped(*copy);
   const Sizes& sizes = copy->sizes;
@@ -159,30 +211,26 @@ absl::Status DeviceCopyStore::MakeResident(Copy* copy, PagesIn pages_in) {
   if (!may_stay) {
     ATTND_ASSIGN_OR_RETURN(pages, Allocate(pages_.get(), sizes.pages_bytes,
                                            copy->is_tail() ? Use::kTail : Use::kSegment));
-  } else if (cache_ == nullptr) {  // what a cache leaves is for tails and for what is being built
+  } else if (cache_ == nullptr && !copy->in_host_memory()) {
+    // What a cache leaves is for tails and for what is being built.
     absl::StatusOr<Arena::Allocation> room = pages_->Allocate(sizes.pages_bytes);
     while (!room.ok() && EvictOldest(pages_.get(), kIdle)) {
       room = pages_->Allocate(sizes.pages_bytes);
     }
     if (room.ok()) pages = *std::move(room);
   }
+  *lack = Lack::kIndexes;
   ATTND_ASSIGN_OR_RETURN(Arena::Allocation index,
                          Allocate(index_.get(), sizes.index_bytes, Use::kSegment));
-  std::unique_ptr<HostPages> host_pages;
-  if (pages.data() == nullptr) {
+  *lack = Lack::kPages;
+  const bool stays = pages.data() == nullptr;
+  if (stays) {
     CHECK(may_stay);
-    if (copy->first_page == 0) {
-      copy->first_page = next_page_;
-      next_page_ += sizes.pages_bytes / sizes.page_bytes;
-      CHECK_LT(next_page_, kPageNumbersEnd);
-    }
-    host_pages =
-        std::make_unique<HostPages>(device_.get(), std::span(sizes.host_pages, sizes.pages_bytes),
-                                    sizes.layers, copy->first_page);
-    ++in_host_memory_;
+    StayInHostMemory(copy);
   }
-  copy->resident = std::make_shared<Resident>(
-      std::move(index), std::move(pages), std::move(host_pages), sizes.layers, sizes.tokens_max);
+  copy->resident = std::make_shared<Resident>(std::move(index), std::move(pages),
+                                              stays ? copy->host_pages : nullptr, sizes.layers,
+                                              sizes.tokens_max);
   copy->place = order_.insert(order_.end(), copy);
   return absl::OkStatus();
 }
@@ -220,7 +268,7 @@ absl::StatusOr<Arena::Allocation> DeviceCopyStore::Allocate(Arena* arena, uint64
 bool DeviceCopyStore::ReserveFor(uint64_t bytes) {
   uint64_t pinned = bytes;
   for (const Copy* copy : order_) {
-    if (copy->resident.use_count() > 1) pinned += copy->resident->pages_bytes();
+    if (copy->pinned()) pinned += copy->resident->pages_bytes();
   }
   const uint64_t most = pages_->capacity() / kCacheReserveShareMost;
   if (pinned <= reserve_ || reserve_ == most) return false;
@@ -234,7 +282,7 @@ bool DeviceCopyStore::EvictOldest(const Arena* arena, Clock::duration idle) {
     CHECK(copy->resident != nullptr) << "the order has copies with a resident alone";
     if (now - copy->last_use < idle) return false;  // and all behind it
     // New references are given out under the mutex only: nobody can come to hold it meanwhile.
-    if (copy->resident.use_count() > 1) continue;
+    if (copy->pinned()) continue;
     const bool frees = arena == pages_.get() ? copy->resident->pages() != nullptr
                                              : copy->resident->index() != nullptr;
     if (!frees) continue;
@@ -248,16 +296,12 @@ bool DeviceCopyStore::EvictOldest(const Arena* arena, Clock::duration idle) {
 std::shared_ptr<Resident> DeviceCopyStore::GiveUp(Copy* copy) {
   order_.erase(copy->place);
   std::shared_ptr<Resident> resident = std::exchange(copy->resident, nullptr);
-  if (resident->host_pages() != nullptr) {
-    CHECK_GT(in_host_memory_, 0u);
-    --in_host_memory_;
-    EndUnusedCache();
-  }
+  if (const auto pages = LeaveHostMemory(copy); pages != nullptr) pages->Close();
   return resident;
 }
 
 void DeviceCopyStore::EndUnusedCache() {
-  if (in_host_memory_ > 0) return;
+  if (!in_host_memory_.empty()) return;
   cache_.reset();
   reserve_ = pages_->capacity() / kCacheReserveShare;
 }
@@ -285,7 +329,7 @@ bool DeviceCopyStore::StartCache(uint32_t page_bytes) {
   std::vector<Copy*> in_the_way;
   uint64_t can_go = 0;
   for (Copy* copy : order_) {
-    if (copy->resident.use_count() > 1 || copy->resident->pages() == nullptr) continue;
+    if (copy->pinned() || copy->resident->pages() == nullptr) continue;
     const uint64_t share = copy->resident->ShareOfFront(*pages_, bytes);
     if (share == 0) continue;
     can_go += share;
@@ -304,14 +348,20 @@ bool DeviceCopyStore::StartCache(uint32_t page_bytes) {
 }
 
 void DeviceCopyStore::LetGo(Copy* copy) {
-  std::shared_ptr<Resident> gone;  // is unmapped after the lock
-  MutexLock lock(mutex_);
-  copy->let_go = true;
-  if (!copy->in_host_memory()) return;
-  // Steps keep the segments that they read. (A slot that another backend takes would let go under a
-  // step, too: one backend at a time may step over a segment in host memory.)
-  CHECK_EQ(copy->resident.use_count(), 1) << "a segment dies under a step that reads its pages";
-  gone = GiveUp(copy);
+  std::shared_ptr<Resident> gone;
+  std::shared_ptr<HostPages> pages;
+  {
+    MutexLock lock(mutex_);
+    copy->let_go = true;
+    if (!copy->in_host_memory()) return;
+    // Steps keep the segments that they read. (A slot that another backend takes would let go under
+    // a step, too: one backend at a time may step over a segment in host memory.)
+    CHECK(!copy->pinned()) << "a segment dies under a step that reads its pages";
+    pages = LeaveHostMemory(copy);
+    if (copy->resident != nullptr) gone = GiveUp(copy);
+  }
+  // Without the lock, as it takes its time. The background may map a piece of them even now.
+  pages->Close();
 }
 
 void DeviceCopyStore::Forget(Copy* copy) {

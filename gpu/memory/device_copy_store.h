@@ -14,8 +14,10 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <list>
 #include <memory>
+#include <set>
 #include <span>
 #include <vector>
 
@@ -27,6 +29,7 @@
 #include "common/mutex.h"
 #include "gpu/device/device.h"
 #include "gpu/memory/arena.h"
+#include "gpu/memory/host_mapper.h"
 #include "gpu/memory/host_pages.h"
 #include "gpu/memory/page_cache.h"
 
@@ -39,7 +42,7 @@ class Resident {
  public:
   // index: empty for a tail block. tokens_max: the most tokens of a layer. host_pages: null if the
   // pages lie in device memory; then `pages` is not empty.
-  Resident(Arena::Allocation index, Arena::Allocation pages, std::unique_ptr<HostPages> host_pages,
+  Resident(Arena::Allocation index, Arena::Allocation pages, std::shared_ptr<HostPages> host_pages,
            uint32_t layers, uint32_t tokens_max)
       : index_(std::move(index)),
         pages_(std::move(pages)),
@@ -55,7 +58,7 @@ class Resident {
   uint64_t ShareOfFront(const Arena& arena, uint64_t bytes) const {
     return arena.ShareOfFront(bytes, pages_);
   }
-  // Null if the pages lie in device memory. To be changed under upload_mutex() alone.
+  // Null if the pages lie in device memory.
   HostPages* host_pages() const { return host_pages_.get(); }
 
   // How many tokens of the layer, from the first one on, are on the device. For a segment all or
@@ -70,7 +73,7 @@ class Resident {
  private:
   const Arena::Allocation index_;
   const Arena::Allocation pages_;
-  const std::unique_ptr<HostPages> host_pages_;
+  const std::shared_ptr<HostPages> host_pages_;
   const uint32_t tokens_max_;
   std::vector<std::atomic<uint32_t>> tokens_;  // [layers]
   Mutex upload_mutex_;
@@ -78,14 +81,21 @@ class Resident {
 
 // Where the pages of a segment may lie.
 enum class PagesIn { kDeviceMemory, kAnyMemory };
+// Whose memory a copy found no room in.
+enum class Lack : uint8_t { kPages, kIndexes };
 
 // Finds and makes residents. To make room it gives up residents that no step holds, the least
 // recently used first. Thread-safe. Device copies keep the store alive, and the store keeps
 // `device` alive.
 class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
  public:
+  // on_device_fault: told what mapping host memory in the background failed with, if the device can
+  // no longer be used; from any thread, until StopMapping. May be empty.
   DeviceCopyStore(std::shared_ptr<Device> device, std::unique_ptr<Arena> pages,
-                  std::unique_ptr<Arena> index);
+                  std::unique_ptr<Arena> index,
+                  std::function<void(const absl::Status&)> on_device_fault = nullptr);
+  // Host memory is not mapped in the background any more.
+  void StopMapping() { mapper_.Shutdown(); }
 
   // The device copy of a segment or tail block, with or without memory at the moment. Whoever keeps
   // it need not find it again as long as the segment or block lives.
@@ -97,9 +107,10 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   // tokens it holds. pages_in: of copies that have no memory yet; a tail block's are in device
   // memory in any case. ResourceExhausted if there is no room for a copy even after every unpinned
   // resident has been given up, `pins` then has those of the copies before; or if the copies want a
-  // cache of pages, for which what `pins` has already may leave no room.
+  // cache of pages, for which what `pins` has already may leave no room. `lack` then says of what,
+  // unless it is null.
   absl::Status Pin(std::span<const std::shared_ptr<Copy>> copies, PagesIn pages_in,
-                   std::vector<std::shared_ptr<Resident>>* pins);
+                   std::vector<std::shared_ptr<Resident>>* pins, Lack* lack = nullptr);
 
   // Memory for work that leaves no copies behind. ResourceExhausted as Pin.
   struct WorkMemory {
@@ -110,9 +121,12 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   // To be called without pins when a row's tail blocks do not fit beside its segments. Whether a
   // cache of pages has been made, with which they may.
   bool MakeCache(uint32_t page_bytes);
-  // To be called when mapping a copy's pages has failed. From then on no pages stay in host memory,
-  // and copies that do not fit have no resident.
-  void NoteMappingRefused(const absl::Status& status);
+  // Steps will read the segment, which is whole: if its pages will be read where they lie, which is
+  // clear while there is a cache, they are mapped in the background from now on.
+  void Expect(const attention::Segment& segment);
+  // Maps what the layer of a resident's host_pages() lacks. If that fails, no pages stay in host
+  // memory from then on, and copies that do not fit have no resident. Errors as HostPages'.
+  absl::Status MapLayer(const Resident& resident, uint32_t layer);
 
   // The cache of pages of so many bytes; null if there is none, or one of other pages: pages in
   // host memory are then read where they lie.
@@ -143,11 +157,17 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   enum class Use { kSegment, kTail, kWork };
 
   bool MapsHostMemory() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    return device_->maps_host_memory() && !mapping_refused_;
+    return device_->maps_host_memory() && !mapping_failed_;
   }
   bool CanBeMapped(const Copy& copy) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void NoteMappingFailed(const absl::Status& status);
+  // From now on the copy's pages are those in host memory; they are mapped in the background.
+  void StayInHostMemory(Copy* copy) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // No longer. Null if they were not; else to be closed.
+  std::shared_ptr<HostPages> LeaveHostMemory(Copy* copy) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Gives the copy a resident, if it has none.
-  absl::Status MakeResident(Copy* copy, PagesIn pages_in) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status MakeResident(Copy* copy, PagesIn pages_in, Lack* lack)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // An empty allocation for no bytes. Gives up residents to make room.
   absl::StatusOr<Arena::Allocation> Allocate(Arena* arena, uint64_t bytes, Use use)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -159,7 +179,7 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   bool EvictOldest(const Arena* arena, Clock::duration idle) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Takes the copy's resident, which others may hold, from it.
   std::shared_ptr<Resident> GiveUp(Copy* copy) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Gives up all residents with pages in host memory that are not pinned.
+  // All pages in host memory that are not pinned stay there no longer.
   void GiveUpHostPages() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Ends the cache if no pages lie in host memory any more.
   void EndUnusedCache() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -179,15 +199,18 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   const std::shared_ptr<Device> device_;  // outlives the arenas
   const std::unique_ptr<Arena> pages_;
   const std::unique_ptr<Arena> index_;
+  const std::function<void(const absl::Status&)> on_device_fault_;
   std::atomic<uint64_t> evictions_{0};
 
   mutable Mutex mutex_;
   Order order_ ABSL_GUARDED_BY(mutex_);  // copies with a resident, the most recently used last
   std::shared_ptr<PageCache> cache_ ABSL_GUARDED_BY(mutex_);  // null: pages have all of the memory
   uint64_t reserve_ ABSL_GUARDED_BY(mutex_);                  // page memory that a cache leaves
-  uint64_t in_host_memory_ ABSL_GUARDED_BY(mutex_) = 0;       // residents whose pages are
+  std::set<Copy*> in_host_memory_ ABSL_GUARDED_BY(mutex_);    // copies whose pages are
   uint64_t next_page_ ABSL_GUARDED_BY(mutex_) = 1;            // number that no segment has had
-  bool mapping_refused_ ABSL_GUARDED_BY(mutex_) = false;      // by the system: none is tried again
+  bool mapping_failed_ ABSL_GUARDED_BY(mutex_) = false;       // none is tried again
+
+  HostMapper mapper_;  // last: its thread uses what stands above
 };
 
 }  // namespace attnd::gpu

@@ -10,40 +10,53 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "common/mutex.h"
 #include "gpu/device/device.h"
 
 namespace attnd::gpu {
 
-// Layers are mapped one at a time, as mapping a GiB takes some 0.3 s. One thread at a time may map;
-// everything else is constant. `device` and the memory, which must begin at a page of the system's
-// and end with the rest of its last page free, must outlive it.
+// Mapped in pieces, as mapping a GiB takes some 0.1 s: a step maps those of its layer, and a thread
+// in the background the rest (host_mapper.h). Thread-safe: a piece is mapped once. `device` must
+// outlive it, and the memory, which must begin at a page of the system's and end with the rest of
+// its last page free, must live until Close.
 class HostPages {
  public:
+  // Of a piece, at most: so long others wait for the lock.
+  static constexpr uint64_t kPieceBytesMax = uint64_t{32} << 20;
+
   // memory: `layers` equal parts. first_page: the number of the memory's first page for the page
   // cache; its other pages follow.
-  HostPages(Device* device, std::span<const std::byte> memory, uint32_t layers,
-            uint64_t first_page);
-  ~HostPages();
+  HostPages(Device* device, std::span<const std::byte> memory, uint32_t layers, uint64_t first_page,
+            uint64_t piece_bytes_max = kPieceBytesMax);
+  ~HostPages() { Close(); }
   HostPages(const HostPages&) = delete;
   HostPages& operator=(const HostPages&) = delete;
 
-  // ResourceExhausted if the system does not let it be pinned.
+  // Maps what the layer lacks. Not to be called after Close. ResourceExhausted if the system does
+  // not let it be pinned; other errors as Device's.
   absl::Status MapLayer(uint32_t layer);
+  // Maps one more piece, the first that is not mapped. False if there is none, or after Close.
+  absl::StatusOr<bool> MapPiece();
+  // Waits for the piece that is being mapped, and unmaps all of them, for good.
+  void Close();
 
   const std::byte* data() const { return memory_.data(); }
   uint64_t first_page() const { return first_page_; }
 
  private:
-  // Where the part of a layer begins that is mapped at once: at a page of the system's. The parts
-  // of all layers together are the memory.
-  const std::byte* PartBegin(uint32_t layer) const;
-  absl::Status MapPart(uint32_t layer);
+  absl::Status Map(uint64_t piece) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   Device* const device_;
   const std::span<const std::byte> memory_;
-  const uint32_t layers_;
+  const uint64_t layer_bytes_;
   const uint64_t first_page_;
-  std::vector<bool> mapped_;  // [layers] parts
+  const uint64_t piece_bytes_;  // of all but the last: whole pages of the system's
+
+  Mutex mutex_;                                       // held while a piece is mapped
+  std::vector<bool> mapped_ ABSL_GUARDED_BY(mutex_);  // by piece
+  uint64_t next_ ABSL_GUARDED_BY(mutex_) = 0;         // pieces before it are mapped
+  bool closed_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace attnd::gpu

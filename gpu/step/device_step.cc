@@ -15,6 +15,7 @@
 namespace attnd::gpu {
 namespace {
 
+using attention::Fallback;
 using attention::kTailBlockTokens;
 using attention::Plan;
 using attention::StepRow;
@@ -70,8 +71,16 @@ bool DeviceStep::IsLeftOver(uint32_t row) const {
   return std::find(left_over_.begin(), left_over_.end(), row) != left_over_.end();
 }
 
-void DeviceStep::LeaveOver(uint32_t row) {
-  if (!IsLeftOver(row)) left_over_.push_back(row);
+void DeviceStep::LeaveOver(uint32_t row, Fallback why) {
+  if (IsLeftOver(row)) return;
+  left_over_.push_back(row);
+  ++fallback_rows_[static_cast<size_t>(why)];
+  if (why != Fallback::kIndexes) return;
+  uint64_t bytes = 0;
+  for (const auto& segment : request_.rows[row].view->segments) {
+    bytes += AlignedBytes(segment->index_block().size());
+  }
+  index_bytes_refused_ = std::max(index_bytes_refused_, bytes);
 }
 
 // Adds the row to the wave, in parts if need be, each of which may first have to wait until the
@@ -81,7 +90,7 @@ absl::Status DeviceStep::RunRow(uint32_t number) {
   Row& own = rows_[number];
   own.history = DeviceHistory::Of(*row.view, store_);
   if (own.history->paged()) {  // pages that are not in memory are the CPU's, too
-    LeaveOver(number);
+    LeaveOver(number, Fallback::kPaged);
     return absl::OkStatus();
   }
   own.description = DescribeRow(row, request_.layer, own.history->description());
@@ -102,7 +111,10 @@ absl::Status DeviceStep::RunRow(uint32_t number) {
     if (writer_.empty()) {  // alone it does not fit either
       uploader_.Release();
       // A tail alone is in want of page memory; what else a row lacks a cache does not give.
-      if (!tail_refused_ || !store_->MakeCache(own.history->page_bytes())) LeaveOver(number);
+      if (!tail_refused_ || !store_->MakeCache(own.history->page_bytes())) {
+        const Fallback of_pin = lack_ == Lack::kIndexes ? Fallback::kIndexes : Fallback::kPages;
+        LeaveOver(number, pinned.ok() ? Fallback::kScratch : of_pin);
+      }
     } else {
       ATTND_RETURN_IF_ERROR(RunWave());
     }
@@ -124,8 +136,8 @@ absl::Status DeviceStep::PinSegments(uint32_t number, RowMemory* memory) {
   const DeviceHistory& history = *rows_[number].history;
   const std::span<const SegmentDescription> segments = rows_[number].description.segments;
   residents_.clear();
-  ATTND_RETURN_IF_ERROR(
-      uploader_.Pin(history.segments().first(segments.size()), PagesIn::kAnyMemory, &residents_));
+  ATTND_RETURN_IF_ERROR(uploader_.Pin(history.segments().first(segments.size()),
+                                      PagesIn::kAnyMemory, &residents_, &lack_));
   const uint64_t heads = uint64_t{request_.layer} * view.shape.kv_heads;
   memory->segments.reserve(segments.size());
   for (size_t s = 0; s < segments.size(); ++s) {
@@ -155,8 +167,8 @@ absl::Status DeviceStep::PinTail(uint32_t number, RowMemory* memory) {
   const uint64_t tail_blocks = TailBlocksSeen(row);
   CHECK_LE(tail_blocks, view.tail.size()) << "the row sees tokens that its view has not";
   residents_.clear();
-  ATTND_RETURN_IF_ERROR(
-      uploader_.Pin(history.tail_blocks().first(tail_blocks), PagesIn::kDeviceMemory, &residents_));
+  ATTND_RETURN_IF_ERROR(uploader_.Pin(history.tail_blocks().first(tail_blocks),
+                                      PagesIn::kDeviceMemory, &residents_, &lack_));
   uint64_t upload_bytes = 0;
   memory->tail_blocks.reserve(tail_blocks);
   for (uint64_t b = 0; b < tail_blocks; ++b) {
@@ -184,7 +196,7 @@ absl::Status DeviceStep::RunWave() {
     status = LaunchWave();
   }
   if (absl::IsResourceExhausted(status)) {
-    for (const RowPart& part : writer_.parts()) LeaveOver(part.number);
+    for (const RowPart& part : writer_.parts()) LeaveOver(part.number, Fallback::kScratch);
     status = absl::OkStatus();
   }
   ATTND_RETURN_IF_ERROR(status);

@@ -4,6 +4,7 @@
 #ifndef ATTND_GPU_STEP_DEVICE_STEP_H_
 #define ATTND_GPU_STEP_DEVICE_STEP_H_
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -34,6 +35,12 @@ class DeviceStep {
   absl::Status Run();
   // Numbers of the rows that were not answered, ascending.
   const std::vector<uint32_t>& left_over() const { return left_over_; }
+  const std::array<uint64_t, attention::kFallbacks>& fallback_rows() const {
+    return fallback_rows_;
+  }
+  // Of the rows that found no room for their indexes: the most bytes that one takes; 0: there is
+  // none.
+  uint64_t index_bytes_refused() const { return index_bytes_refused_; }
   // After Run, once: fills the answered rows' statistics and gives their plans.
   std::vector<attention::Plan> Finish();
 
@@ -51,7 +58,7 @@ class DeviceStep {
   absl::Status RunWave();
   absl::Status LaunchWave();
   void BeginWave(const WaveShape& shape);
-  void LeaveOver(uint32_t row);
+  void LeaveOver(uint32_t row, attention::Fallback why);
   bool IsLeftOver(uint32_t row) const;
 
   struct Row {
@@ -69,8 +76,11 @@ class DeviceStep {
   std::vector<Row> rows_;  // of the request's rows; the writer points at their descriptions
   std::vector<Resident*> residents_;  // of the row that is being pinned
   Uploader uploader_;
+  Lack lack_ = Lack::kPages;   // of the row that was pinned last, if it found no room
   bool tail_refused_ = false;  // of the row that was pinned last, for want of room
   std::vector<uint32_t> left_over_;
+  std::array<uint64_t, attention::kFallbacks> fallback_rows_{};
+  uint64_t index_bytes_refused_ = 0;
   StageSeconds seconds_;
 };
 

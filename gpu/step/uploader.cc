@@ -48,9 +48,9 @@ void AddRows(const TailBlock& block, const ModelShape& shape, uint32_t layer, st
 }  // namespace
 
 absl::Status Uploader::Pin(std::span<const std::shared_ptr<DeviceCopyStore::Copy>> copies,
-                           PagesIn pages_in, std::vector<Resident*>* residents) {
+                           PagesIn pages_in, std::vector<Resident*>* residents, Lack* lack) {
   const size_t before = pins_.size();
-  ATTND_RETURN_IF_ERROR(store_->Pin(copies, pages_in, &pins_));
+  ATTND_RETURN_IF_ERROR(store_->Pin(copies, pages_in, &pins_, lack));
   for (size_t i = before; i < pins_.size(); ++i) residents->push_back(pins_[i].get());
   return absl::OkStatus();
 }
@@ -65,11 +65,7 @@ absl::Status Uploader::UploadLayer(Resident* resident, const Segment& segment, u
     return context_->Send(to + layer * bytes, block.data() + layer * bytes, bytes);
   };
   if (resident->host_pages() != nullptr) {
-    absl::Status mapped = resident->host_pages()->MapLayer(layer);
-    if (!mapped.ok()) {
-      store_->NoteMappingRefused(mapped);
-      return mapped;
-    }
+    ATTND_RETURN_IF_ERROR(store_->MapLayer(*resident, layer));
   } else {
     ATTND_RETURN_IF_ERROR(send(resident->pages(), segment.payload_block()));
   }

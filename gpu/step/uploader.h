@@ -35,9 +35,9 @@ class Uploader {
   Uploader(const Uploader&) = delete;
   Uploader& operator=(const Uploader&) = delete;
 
-  // Appends the copies' residents, in order. pages_in: as DeviceCopyStore::Pin.
+  // Appends the copies' residents, in order. pages_in, lack: as DeviceCopyStore::Pin.
   absl::Status Pin(std::span<const std::shared_ptr<DeviceCopyStore::Copy>> copies, PagesIn pages_in,
-                   std::vector<Resident*>* residents);
+                   std::vector<Resident*>* residents, Lack* lack = nullptr);
 
   // Uploads a layer of a segment, unless it is on the device, and waits for the upload. Of a
   // segment whose pages stay in host memory: uploads the index, and maps the pages.

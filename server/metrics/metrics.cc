@@ -19,6 +19,8 @@ const char* const kStageNames[kStages] = {"queue",  "validate", "score",  "selec
 
 constexpr char kLookupHelp[] = "Pages looked up in a tier";
 constexpr char kHitHelp[] = "Pages found in a tier";
+const char* const kFallbackNames[attention::kFallbacks] = {"failed", "indexes", "pages", "scratch",
+                                                           "paged"};
 const char* const kArenaNames[] = {"pages", "index", "scratch"};
 
 Buckets StageBuckets() {
@@ -149,6 +151,14 @@ void Metrics::AddDeviceMetrics() {
                                  "Copies of segments and tail blocks given up to make room");
   fallback_steps_ = AddCounter("attnd_backend_fallback_steps_total",
                                "Steps with a row that the CPU answered in the GPU's place");
+  for (size_t i = 0; i < fallback_rows_.size(); ++i) {
+    fallback_rows_[i] = AddCounter("attnd_backend_fallback_rows_total",
+                                   "Rows that the CPU answered in the GPU's place, by why",
+                                   {{"reason", kFallbackNames[i]}});
+  }
+  index_missing_bytes_ =
+      AddGauge("attnd_device_index_missing_bytes",
+               "Bytes of GPU memory that the indexes of one sequence lack at most; 0: all fit");
   graph_launches_ = AddCounter("attnd_backend_graph_launches_total",
                                "Launches of a step, or of a part of one, from a CUDA graph");
   degraded_ = AddGauge("attnd_backend_degraded", "1 if the CPU answers because the GPU has failed");
@@ -277,6 +287,10 @@ void Metrics::CollectBackend(const attention::BackendStats& stats) const {
   device_cache_bytes_->Set(static_cast<double>(stats.cache.bytes));
   Follow(device_evictions_, stats.evictions);
   Follow(fallback_steps_, stats.fallback_steps);
+  for (size_t i = 0; i < fallback_rows_.size(); ++i) {
+    Follow(fallback_rows_[i], stats.fallback_rows[i]);
+  }
+  index_missing_bytes_->Set(static_cast<double>(stats.index_missing_bytes));
   Follow(graph_launches_, stats.graph_launches);
 }
 

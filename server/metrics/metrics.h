@@ -191,6 +191,8 @@ class Metrics final : public engine::EventListener, public prometheus::Collectab
   prometheus::Gauge* device_cache_bytes_;
   prometheus::Counter* device_evictions_;
   prometheus::Counter* fallback_steps_;
+  std::array<prometheus::Counter*, attention::kFallbacks> fallback_rows_;
+  prometheus::Gauge* index_missing_bytes_;
   prometheus::Counter* graph_launches_;
   prometheus::Gauge* degraded_;
   // Of sealed sequences on disk, each followed by its field of ArchiveStats.

@@ -68,6 +68,9 @@ ABSL_FLAG(ByteSize, device_memory_bytes, ByteSize{Defaults().device_memory_bytes
           "bytes of GPU memory to take; 0: nine tenths, or what others leave");
 ABSL_FLAG(ByteSize, device_page_memory_bytes, ByteSize{Defaults().device_page_memory_bytes},
           "of them, bytes for keys and values, a cache where these need more; 0: seven eighths");
+ABSL_FLAG(std::string, on_gpu_fault, Defaults().on_gpu_fault,
+          "after a fault of the GPU: cpu: the CPU answers; exit: the server ends with status 75; "
+          "auto: exit under MPS, else cpu");
 ABSL_FLAG(std::string, io, Defaults().io,
           "how files are read and written: uring; threads; auto: io_uring where it is allowed");
 ABSL_FLAG(ByteSize, page_memory_bytes, ByteSize{Defaults().page_memory_bytes},
@@ -137,6 +140,7 @@ constexpr const char* kFlagNames[] = {"listen",
                                       "backend",
                                       "device_memory_bytes",
                                       "device_page_memory_bytes",
+                                      "on_gpu_fault",
                                       "io",
                                       "page_memory_bytes",
                                       "page_readers",

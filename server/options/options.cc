@@ -76,6 +76,11 @@ absl::Status CheckBackend(const ServerOptions& options) {
     return absl::InvalidArgumentError(absl::StrCat("backend is '", options.backend.substr(0, 64),
                                                    "'; allowed are auto, cpu, cuda"));
   }
+  if (options.on_gpu_fault != "auto" && options.on_gpu_fault != "cpu" &&
+      options.on_gpu_fault != "exit") {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "on_gpu_fault is '", options.on_gpu_fault.substr(0, 64), "'; allowed are auto, cpu, exit"));
+  }
   constexpr uint64_t kBytesMax = uint64_t{1} << 50;
   if (options.device_page_memory_bytes != 0) {
     ATTND_RETURN_IF_ERROR(CheckRange("device_page_memory_bytes", options.device_page_memory_bytes,
@@ -296,6 +301,7 @@ absl::Status ApplyConfig(const v1::ServerConfig& config, ServerOptions* options)
   ATTND_APPLY(backend);
   ATTND_APPLY(device_memory_bytes);
   ATTND_APPLY(device_page_memory_bytes);
+  ATTND_APPLY(on_gpu_fault);
   ATTND_APPLY(io);
   ATTND_APPLY(page_memory_bytes);
   ATTND_APPLY(page_readers);

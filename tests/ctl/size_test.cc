@@ -272,6 +272,7 @@ TEST(SizeTest, Gpu) {
   EXPECT_EQ(more.gpu->tail_missing, 0u) << "segments' pages may stay in host memory";
   ASSERT_GT(6 * size.sequence.index_bytes, size.gpu->index_capacity);
   EXPECT_EQ(more.gpu->index_missing, 6 * size.sequence.index_bytes - size.gpu->index_capacity);
+  EXPECT_EQ(more.gpu->one_index_missing, 0u) << "they take turns";
   EXPECT_EQ(more.fitting_sequences, 3u);
   load.memory_bytes = 128 * kGib;
   load.gpu_page_memory_bytes = 24 * kGib;  // a quarter; indexes have the rest
@@ -285,6 +286,27 @@ TEST(SizeTest, Gpu) {
   load.sequences = 2;
   load.memory_bytes = 32 * kGib;
   EXPECT_EQ(Sized(load).fitting_sequences, 1u);
+}
+
+// Such a sequence is the CPU's: the report says so, and what would mend it.
+TEST(SizeTest, TheIndexesOfOneSequenceDoNotFitTheGpu) {
+  Load load = LoadOf(Llama8b(), 1u << 20);
+  load.gpu_memory_bytes = 16 * kGib;
+  const LoadSize size = Sized(load);
+  EXPECT_FALSE(size.fits);
+  EXPECT_EQ(size.fitting_sequences, 0u);
+  ASSERT_GT(size.gpu->one_index_missing, 0u);
+  EXPECT_EQ(size.gpu->one_index_missing, size.sequence.index_bytes - size.gpu->index_capacity);
+  ModelConfig model;
+  model.shape = load.shape;
+  const std::string text = DescribeSize(model, load, size, std::nullopt).Text();
+  EXPECT_THAT(text, HasSubstr("for one sequence: the CPU answers it  " +
+                              std::to_string(size.gpu->one_index_missing)));
+  EXPECT_THAT(text, HasSubstr("more --gpu-memory, or less --gpu-page-memory"));
+  // With so much more it fits.
+  load.gpu_memory_bytes = 128 * kGib;
+  load.gpu_page_memory_bytes = 8 * kGib;
+  EXPECT_EQ(Sized(load).gpu->one_index_missing, 0u);
 }
 
 // Of short prompts axes are a large part: their indexes fill their memory first.

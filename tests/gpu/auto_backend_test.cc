@@ -55,12 +55,13 @@ class AutoEngine : public testing::Test {
   AutoEngine() { Start(); }
 
   // An engine on a device and the CPU; with a disk, on the folder of the one before it.
-  void Start(bool disk = false, std::optional<uint64_t> budget_bytes = std::nullopt) {
+  void Start(bool disk = false, const CudaBackendOptions& cuda_options = SmallOptions(),
+             bool maps_host_memory = false, std::optional<uint64_t> budget_bytes = std::nullopt) {
     engine_.reset();
-    FakePair fake = MakeFakeDevice(uint64_t{1} << 30);
+    FakePair fake = MakeFakeDevice(uint64_t{1} << 30, maps_host_memory);
     control_ = fake.control;
     const std::shared_ptr<attention::Backend> cpu = MakeCpu();
-    auto cuda = MakeCudaBackend(SmallOptions(), std::move(fake.device), cpu);
+    auto cuda = MakeCudaBackend(cuda_options, std::move(fake.device), cpu);
     ASSERT_TRUE(cuda.ok()) << cuda.status();
     engine::EngineOptions options = engine::test::SmallOptions();
     if (disk) options.archive.data_dir = folder_.path();
@@ -327,7 +328,8 @@ TEST_F(AutoEngine, WhatIsResumedOrBegunWithHasItsOwner) {
 TEST_F(AutoEngine, ADevicesSequenceMayOutgrowHostMemory) {
   constexpr uint64_t kMib = uint64_t{1} << 20, kTokens = 7000;
   const ModelShape shape = MakeShape(1, 4, 2, 128, 128, DType::kBf16);
-  Start(/*disk=*/true, 5 * kMib);  // the keys and values alone have 7
+  // The keys and values alone have 7.
+  Start(/*disk=*/true, SmallOptions(), /*maps_host_memory=*/false, 5 * kMib);
   TestSequence small = OpenFilled(Args(shape, PolicyOf("error-target")), 100);
   TestSequence large = Open(Args(shape, PolicyOf("error-target"), attention::kClusterIndexes));
   for (uint64_t done = 0; done < kTokens; done += 250) {
@@ -351,6 +353,28 @@ TEST_F(AutoEngine, ADevicesSequenceMayOutgrowHostMemory) {
   EXPECT_TRUE(ReadByDevice(answer, 1));
   EXPECT_TRUE(MatchesModel(&large, &random_));
   EXPECT_TRUE(engine_->backend().Health().ok());
+}
+
+// Prompts and resumed sequences, once the page memory is a cache.
+TEST_F(AutoEngine, WhatIsReadInPlaceIsMappedBeforeAStep) {
+  Start(/*disk=*/true, OfPages(uint64_t{2} << 20), /*maps_host_memory=*/true);
+  const auto payload = [&](const TestSequence& sequence) {
+    return sequence.Info().segmented_tokens * shape_.layers * shape_.kv_heads *
+           shape_.token_bytes();
+  };
+  TestSequence first = OpenFilled(Args(shape_), 1300);
+  const auto sealed = engine_->Seal(kTenant, first.id, nullptr);
+  ASSERT_TRUE(sealed.ok()) << sealed.status();
+  EXPECT_EQ(control_->mapped_bytes(), 0u) << "all may fit yet";
+  Generate(&first, 3, &random_);  // a first cache makes room for the tail
+  ASSERT_GT(engine_->backend().stats().cache.bytes, 0u);
+  const TestSequence second = OpenFilled(Args(shape_), 1300);
+  Await([&] { return control_->mapped_bytes() >= payload(first) + payload(second); });
+  ASSERT_TRUE(engine_->Close(kTenant, first.id).ok());
+  const auto resumed = engine_->Resume(kTenant, Args(shape_), sealed->sealed_id, nullptr);
+  ASSERT_TRUE(resumed.ok()) << resumed.status();
+  const TestSequence back(engine_.get(), resumed->sequence_id, shape_);
+  Await([&] { return control_->mapped_bytes() >= payload(back) + payload(second); });
 }
 
 TEST_F(AutoEngine, ADeviceThatFailsLosesNothing) {

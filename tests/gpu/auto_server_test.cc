@@ -53,7 +53,7 @@ class AutoServer : public ::testing::Test {
     options_.backend = backend;
     options_.device_memory_bytes = uint64_t{64} << 20;
     options_.step_workers = 2;
-    auto made = server::MakeBackend(options_, open_device);
+    auto made = server::MakeBackend(options_, open_device, /*on_gpu_fault=*/nullptr);
     ASSERT_TRUE(made.ok()) << made.status();
     auto engine = engine::Engine::Create(server::ToEngineOptions(options_, server::Machine()),
                                          *std::move(made), nullptr);

@@ -7,6 +7,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <string>
@@ -185,6 +186,51 @@ TEST_F(CudaBackendFaults, ASegmentBeyondTheDeviceIsTheCpus) {
   }
   EXPECT_EQ(step.rows[0].stats.host_tokens, 0u);
   EXPECT_EQ(fake.backend->stats().fallback_steps, 1u);
+}
+
+// Whose sequence the CPU answers in any case, and who is told how much is missing.
+TEST_F(CudaBackendFaults, IndexesBeyondTheDeviceAreSaid) {
+  CudaBackendOptions options = SmallOptions();
+  options.device_memory_bytes = kDeviceMemoryBytesMin;
+  options.page_memory_bytes = (uint64_t{11} << 20) + (uint64_t{990} << 10);  // 34 KiB for indexes
+  const FakeBackend fake = MakeFakeBackend(options, /*maps_host_memory=*/true);
+  const uint64_t capacity = fake.backend->stats().index.capacity_bytes;
+  const uint64_t index = sequence_.view->segments[0]->index_block().size();
+  ASSERT_GT(index, capacity);
+  const StepResult expected = RunStep(cpu_.get(), 0, rows_);
+  for (uint64_t step = 1; step <= 2; ++step) {
+    ExpectSameBits(RunStep(fake.backend.get(), 0, rows_), expected);
+    const BackendStats stats = fake.backend->stats();
+    EXPECT_EQ(stats.fallback_steps, step);
+    std::array<uint64_t, attention::kFallbacks> rows{};
+    rows[static_cast<size_t>(attention::Fallback::kIndexes)] = step * rows_.size();
+    EXPECT_EQ(stats.fallback_rows, rows);
+    EXPECT_EQ(stats.index_missing_bytes, index - capacity);
+  }
+  EXPECT_TRUE(fake.backend->Health().ok());
+}
+
+// Every reason has its own counter.
+TEST_F(CudaBackendFaults, WhyTheCpuAnswersIsCounted) {
+  const auto reasons = [&](const FakeBackend& fake) {
+    ExpectSameBits(RunStep(fake.backend.get(), 0, rows_), RunStep(cpu_.get(), 0, rows_));
+    EXPECT_EQ(fake.backend->stats().index_missing_bytes, 0u);
+    return fake.backend->stats().fallback_rows;
+  };
+  const auto only = [&](attention::Fallback why) {
+    std::array<uint64_t, attention::kFallbacks> rows{};
+    rows[static_cast<size_t>(why)] = rows_.size();
+    return rows;
+  };
+  const FakeBackend failed = MakeFakeBackend();
+  failed.control->Set({.call = 0});
+  EXPECT_EQ(reasons(failed), only(attention::Fallback::kFailed));
+  const FakeBackend launches = MakeFakeBackend();
+  launches.control->Set({.launch = 0, .launches = 2});
+  EXPECT_EQ(reasons(launches), only(attention::Fallback::kScratch));
+  CudaBackendOptions options = SmallOptions();
+  options.page_memory_bytes = uint64_t{1} << 16;  // less than the segment, which is not mapped
+  EXPECT_EQ(reasons(MakeFakeBackend(options)), only(attention::Fallback::kPages));
 }
 
 TEST_F(CudaBackendFaults, ALaunchWithoutMemoryIsTriedOnceMore) {

@@ -3,15 +3,18 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <iterator>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "common/status.h"
+#include "tests/gpu/fetch_reference.h"
 #include "tests/gpu/step_check.h"
 #include "tests/gpu/step_reference.h"
 #include "tests/gpu/tree_build_reference.h"
@@ -98,6 +101,35 @@ absl::Status FakeControl::Call() {
   return broken_ ? Fault() : absl::OkStatus();
 }
 
+void FakeControl::HoldMaps(uint64_t after) {
+  MutexLock lock(mutex_);
+  maps_allowed_ = after;
+  maps_changed_.NotifyAll();
+}
+
+void FakeControl::AwaitHeldMap() {
+  MutexLock lock(mutex_);
+  while (maps_held_ == 0) maps_changed_.Wait(mutex_);
+}
+
+void FakeControl::AwaitMaps() {
+  ++maps_held_;
+  maps_changed_.NotifyAll();
+  while (maps_allowed_ == 0) maps_changed_.Wait(mutex_);
+  if (maps_allowed_ != kNever) --maps_allowed_;
+  --maps_held_;
+}
+
+uint64_t FakeControl::refused_maps() const {
+  MutexLock lock(mutex_);
+  return refused_maps_;
+}
+
+std::vector<std::thread::id> FakeControl::mappers() const {
+  MutexLock lock(mutex_);
+  return mappers_;
+}
+
 uint64_t FakeControl::mapped_bytes() const {
   MutexLock lock(mutex_);
   uint64_t bytes = 0;
@@ -116,6 +148,23 @@ bool FakeControl::Maps(const void* address, uint64_t bytes) const {
     at = part->first + part->second;
   }
   return true;
+}
+
+void FakeControl::TakeCache(const PageCacheRef& cache, const void* stream) {
+  const auto [user, taken] = cache_users_.insert({cache.sets, stream});
+  EXPECT_EQ(user->second, stream) << "two steps use one cache of pages at a time";
+}
+
+void FakeControl::ReleaseCaches(const void* stream) {
+  std::erase_if(cache_users_, [&](const auto& user) { return user.second == stream; });
+}
+
+void FakeControl::UseCache(const StepHeader& header) {
+  const uint32_t step = header.cache.clock->step;
+  const auto [last, first] = cache_steps_.insert({header.cache.sets, step});
+  EXPECT_TRUE(first || last->second != step) << "two steps of a cache of pages have one number";
+  last->second = step;
+  EXPECT_EQ(FetchReference(header), "");
 }
 
 void FakeControl::CheckNumbers(const KernelShape& shape, const StepHeader& header) {
@@ -165,6 +214,9 @@ class FakeStream : public Stream {
   absl::Status RunStep(const StepRun& run) override {
     ATTND_RETURN_IF_ERROR(CopyToDevice(run.device_input, run.input, run.input_bytes));
     ATTND_RETURN_IF_ERROR(LaunchStep(run));
+    if (run.header.cache.set_count > 0) {  // so that another step that uses the cache shows
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
     return CopyToHost(run.results, run.device_results, run.result_bytes);
   }
   bool ran_from_graph() const override { return false; }
@@ -204,6 +256,7 @@ class FakeStream : public Stream {
     for (const auto& work : std::exchange(work_, {})) {
       if (!control_->broken_) work();
     }
+    control_->ReleaseCaches(this);
     if (control_->broken_) return Fault();
     return status;
   }
@@ -227,6 +280,7 @@ class FakeStream : public Stream {
       --control_->faults_.launch;
     }
     timed_ = run.timed;
+    if (run.header.cache.set_count > 0) control_->TakeCache(run.header.cache, this);
     control_->kinds_.insert(KindOfStep(run));
     work_.push_back([this, run]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
       const StepHeader& header = run.header;
@@ -240,6 +294,7 @@ class FakeStream : public Stream {
                      }}),
           "");
       control_->CheckNumbers(run.shape, header);
+      if (header.cache.set_count > 0) control_->UseCache(header);
       for (uint32_t u = 0; u < header.uploads; ++u) {
         control_->uploads_ += header.upload_refs[u].bytes;
       }
@@ -306,7 +361,13 @@ class FakeDevice : public Device {
   absl::Status MapHostMemory(const std::byte* memory, size_t bytes) override {
     MutexLock lock(control_->mutex_);
     Faults& faults = control_->faults_;
-    if (faults.mapping == 0) return absl::ResourceExhaustedError("the fake device maps no more");
+    control_->AwaitMaps();
+    if (faults.mapping_fault != kNever && faults.mapping_fault-- == 0) control_->broken_ = true;
+    if (control_->broken_) return Fault();
+    if (faults.mapping == 0) {
+      ++control_->refused_maps_;
+      return absl::ResourceExhaustedError("the fake device maps no more");
+    }
     if (faults.mapping != kNever) --faults.mapping;
     constexpr uint64_t kSystemPage = 4096;
     EXPECT_EQ(reinterpret_cast<uintptr_t>(memory) % kSystemPage, 0u);
@@ -316,6 +377,7 @@ class FakeDevice : public Device {
     EXPECT_TRUE(after == control_->mapped_.begin() ||
                 std::prev(after)->first + std::prev(after)->second <= memory);
     control_->mapped_.emplace(memory, bytes);
+    control_->mappers_.push_back(std::this_thread::get_id());
     return absl::OkStatus();
   }
   void UnmapHostMemory(const std::byte* memory) override {
@@ -326,6 +388,7 @@ class FakeDevice : public Device {
     MutexLock lock(control_->mutex_);
     EXPECT_TRUE(Inside(control_->memory_, memory, bytes));
     if (control_->broken_) return Fault();
+    control_->cache_steps_.erase(memory);
     std::memset(memory, 0, bytes);
     return absl::OkStatus();
   }

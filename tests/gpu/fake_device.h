@@ -13,6 +13,8 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "common/mutex.h"
 #include "gpu/device/device.h"
@@ -30,7 +32,8 @@ struct Faults {
   uint64_t launch = kNever;            // the n-th RunStep from now on finds no memory
   uint64_t launches = 1;               // and so many after it
   bool bad_index = false;              // BuildIndexes leaves an order that is none
-  uint64_t mapping = kNever;  // the n-th MapHostMemory from now on is refused, and all after
+  uint64_t mapping = kNever;        // the n-th MapHostMemory from now on is refused, and all after
+  uint64_t mapping_fault = kNever;  // the n-th from now on fails, and every call after it
   // Wrong answers of steps that succeed, to see the tests' comparison refuse them.
   uint32_t one_more_exact = kNoUnit;   // of this unit's clusters: the best one that is not exact
   uint32_t one_more_opened = kNoUnit;  // of this unit's groups, the same
@@ -49,6 +52,11 @@ class FakeControl {
   uint64_t coop_units() const;    // of steps, that cooperative groups answer
   uint64_t kinds() const;         // of steps that one graph could not launch together
   uint64_t mapped_bytes() const;  // of host memory
+  std::vector<std::thread::id> mappers() const;  // by whom each piece of it was mapped
+  uint64_t refused_maps() const;                 // and how many could not be
+  // From the n-th on MapHostMemory waits until it is allowed by another call; kNever: none waits.
+  void HoldMaps(uint64_t after);
+  void AwaitHeldMap();  // until one waits
 
  private:
   friend class FakeDevice;
@@ -56,11 +64,19 @@ class FakeControl {
 
   // Of a stream's call: OK, or the device's fault from there on.
   absl::Status Call() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void AwaitMaps() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether [address, + bytes) is the device's.
   bool Owns(const void* address, uint64_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Expects that a number names one page of one layer for ever: a cache would give other bytes.
   void CheckNumbers(const KernelShape& shape, const StepHeader& header)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The stream uses the cache until it has been synchronised; expects that no other does.
+  void TakeCache(const PageCacheRef& cache, const void* stream)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void ReleaseCaches(const void* stream) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Fetches pages into the step's cache; expects that those found are what they are in host memory,
+  // and that the step has a number of its own.
+  void UseCache(const StepHeader& header) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether all of it is host memory that is mapped, perhaps in several parts.
   bool Maps(const void* address, uint64_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
@@ -70,12 +86,19 @@ class FakeControl {
   std::map<const std::byte*, uint64_t> memory_ ABSL_GUARDED_BY(mutex_);  // bytes by address
   std::map<const std::byte*, uint64_t> pinned_ ABSL_GUARDED_BY(mutex_);
   std::map<const std::byte*, uint64_t> mapped_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::thread::id> mappers_ ABSL_GUARDED_BY(mutex_);
+  uint64_t refused_maps_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t maps_allowed_ ABSL_GUARDED_BY(mutex_) = kNever;
+  uint64_t maps_held_ ABSL_GUARDED_BY(mutex_) = 0;
+  CondVar maps_changed_;
   // Pages in host memory that steps were told of, by their first number.
   struct NumberedPages {
     uint64_t count;
     const std::byte* at;
   };
   std::map<uint64_t, NumberedPages> numbered_pages_ ABSL_GUARDED_BY(mutex_);
+  std::map<const void*, const void*> cache_users_ ABSL_GUARDED_BY(mutex_);  // streams, by the sets
+  std::map<const void*, uint32_t> cache_steps_ ABSL_GUARDED_BY(mutex_);  // last numbers, likewise
   uint64_t allocated_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t steps_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t uploads_ ABSL_GUARDED_BY(mutex_) = 0;

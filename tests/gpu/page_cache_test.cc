@@ -10,16 +10,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <cmath>
 #include <map>
 #include <set>
 #include <thread>
 #include <vector>
 
-#include "common/aligned_buffer.h"
-#include "gpu/memory/host_pages.h"
 #include "tests/gpu/agreement.h"
+#include "tests/gpu/fetch_reference.h"
 #include "tests/gpu/support.h"
 
 namespace attnd::gpu::test {
@@ -27,29 +25,14 @@ namespace {
 
 using attention::kTreeIndexes;
 using attention::test::MakeRow;
-using attention::test::MakeSequence;
-using attention::test::MakeShape;
 using attention::test::Random;
 using attention::test::RunStep;
-using attention::test::SequenceSpec;
 using attention::test::StepResult;
 using attention::test::TestRow;
 using attention::test::TestSeed;
 using attention::test::TestSequence;
 
 // ---- the look-up ----
-
-struct HostMemory {
-  static uint64_t Load(const uint64_t* from) {
-    return std::atomic_ref(*const_cast<uint64_t*>(from)).load();
-  }
-  static float Load(const float* from) { return std::atomic_ref(*const_cast<float*>(from)).load(); }
-  static void Store(float* to, float value) { std::atomic_ref(*to).store(value); }
-  static uint64_t Swap(uint64_t* at, uint64_t from, uint64_t to) {
-    std::atomic_ref(*at).compare_exchange_strong(from, to);
-    return from;
-  }
-};
 
 class PageCacheLookUp : public testing::Test {
  protected:
@@ -190,28 +173,6 @@ TEST_F(PageCacheLookUp, ThreadsOfAStepAgree) {
 }
 
 // ---- steps ----
-
-// 2,048 tokens in segments and a tail, two layers of two KV heads: 2 MiB of pages.
-TestSequence HostSequence(uint64_t seed, const attention::IndexSet& indexes) {
-  SequenceSpec spec;
-  spec.shape = MakeShape(4, 2, 64, 64, DType::kBf16, 2);
-  spec.segment_tokens = {1500, 548};
-  spec.tail_tokens = 70;
-  spec.indexes = indexes;
-  spec.seed = TestSeed() + seed;
-  return MakeSequence(spec);
-}
-
-constexpr uint64_t kFewPages = uint64_t{1100} << 10;  // an eighth of it holds the tail
-CudaBackendOptions OfPages(uint64_t bytes) {
-  CudaBackendOptions options = SmallOptions();
-  options.page_memory_bytes = bytes;
-  return options;
-}
-
-std::vector<TestRow> RowsOfLayer(TestSequence* sequence, uint32_t layer) {
-  return RowsOfPolicies(sequence, layer, 3, DType::kFp32);
-}
 
 // A fifth of them: where memory decides, and not the policy.
 std::vector<TestRow> SomeRowsOfLayer(TestSequence* sequence, uint32_t layer) {
@@ -408,29 +369,6 @@ TEST_P(PageCacheSteps, RefusedMemoryLosesNothing) {
 
 INSTANTIATE_TEST_SUITE_P(Indexes, PageCacheSteps,
                          testing::Values(attention::kClusterIndexes, kTreeIndexes));
-
-// ---- mapping ----
-
-// Layers that begin and end within a page of the system's.
-TEST(HostPagesTest, PartsOfAllLayersAreTheMemory) {
-  constexpr uint64_t kPage = 4096;
-  for (const uint64_t layer_bytes : {kPage, kPage / 2 * 5, uint64_t{1280}, kPage * 3 + 256}) {
-    for (const uint32_t layers : {1u, 2u, 5u, 9u}) {
-      FakePair fake = MakeFakeDevice(uint64_t{1} << 20, true);
-      const AlignedBuffer memory(layer_bytes * layers);
-      {
-        HostPages pages(fake.device.get(), {memory.data(), memory.size()}, layers, 1);
-        for (uint32_t layer = layers; layer-- > 0;) ASSERT_TRUE(pages.MapLayer(layer).ok());
-        EXPECT_EQ(fake.control->mapped_bytes(), (memory.size() + kPage - 1) / kPage * kPage);
-      }
-      EXPECT_EQ(fake.control->mapped_bytes(), 0u);
-      HostPages one(fake.device.get(), {memory.data(), memory.size()}, layers, 1);
-      ASSERT_TRUE(one.MapLayer(layers / 2).ok());
-      EXPECT_GE(fake.control->mapped_bytes(), layer_bytes);
-      EXPECT_LE(fake.control->mapped_bytes(), 2 * (layer_bytes + kPage));
-    }
-  }
-}
 
 }  // namespace
 }  // namespace attnd::gpu::test

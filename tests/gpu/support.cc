@@ -142,6 +142,26 @@ std::vector<TestRow> RowsOfPolicies(attention::test::TestSequence* sequence, uin
   return rows;
 }
 
+attention::test::TestSequence HostSequence(uint64_t seed, const attention::IndexSet& indexes) {
+  attention::test::SequenceSpec spec;
+  spec.shape = attention::test::MakeShape(4, 2, 64, 64, DType::kBf16, 2);
+  spec.segment_tokens = {1500, 548};
+  spec.tail_tokens = 70;
+  spec.indexes = indexes;
+  spec.seed = attention::test::TestSeed() + seed;
+  return MakeSequence(spec);
+}
+
+CudaBackendOptions OfPages(uint64_t bytes) {
+  CudaBackendOptions options = SmallOptions();
+  options.page_memory_bytes = bytes;
+  return options;
+}
+
+std::vector<TestRow> RowsOfLayer(attention::test::TestSequence* sequence, uint32_t layer) {
+  return RowsOfPolicies(sequence, layer, 3, DType::kFp32);
+}
+
 attention::test::TestSequence MakeTreeBesideZeros() {
   attention::test::SequenceSpec spec =
       SpecOf({4, 2, 64, 64, {2300}, 40, attention::kTreeIndexes}, DType::kBf16);

@@ -7,12 +7,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <ostream>
 #include <span>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "attention/backend.h"
@@ -72,6 +74,25 @@ std::vector<T> Alternating(const std::vector<T>& a, const std::vector<T>& b) {
     if (i < b.size()) both.push_back(b[i]);
   }
   return both;
+}
+
+// 2,048 tokens in two segments and a tail, two layers of two KV heads: 2 MiB of pages. A backend
+// with kFewPages of page memory reads them where they lie: an eighth of it holds the tail.
+attention::test::TestSequence HostSequence(uint64_t seed, const attention::IndexSet& indexes);
+inline constexpr uint64_t kFewPages = uint64_t{1100} << 10;
+// SmallOptions with so much page memory.
+CudaBackendOptions OfPages(uint64_t bytes);
+// Rows of every policy, of up to 3 query tokens.
+std::vector<attention::test::TestRow> RowsOfLayer(attention::test::TestSequence* sequence,
+                                                  uint32_t layer);
+
+// Waits for what another thread brings about; fails the test if it never does.
+template <typename Condition>
+void Await(const Condition& condition) {
+  for (int waited = 0; !condition(); ++waited) {
+    ASSERT_LT(waited, 60000) << "it did not happen";
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
 }
 
 // A tree beside a tail of nothing but zeros, and rows whose queries look at that tail more and

@@ -72,6 +72,8 @@ TEST(Metrics, EveryPromisedNameIsThereFromTheStart) {
                                  "pcie_bytes_total",
                                  "device_evictions_total",
                                  "backend_fallback_steps_total",
+                                 "backend_fallback_rows_total",
+                                 "device_index_missing_bytes",
                                  "backend_graph_launches_total",
                                  "backend_degraded",
                                  "ssd_bytes_total",
@@ -268,6 +270,8 @@ TEST(Metrics, ADeviceIsATierAndHasArenas) {
   backend.bytes_to_host = 6;
   backend.evictions = 7;
   backend.fallback_steps = 8;
+  backend.fallback_rows = {1, 2, 3, 4, 5};
+  backend.index_missing_bytes = 77;
   backend.graph_launches = 9;
   metrics.SetSources({.backend = [&] { return backend; }, .degraded = [] { return true; }});
   engine::DecodeResult result;
@@ -305,6 +309,12 @@ TEST(Metrics, ADeviceIsATierAndHasArenas) {
   EXPECT_EQ(values["attnd_device_cache_bytes"], 8192);
   EXPECT_EQ(values["attnd_device_evictions_total"], 7);
   EXPECT_EQ(values["attnd_backend_fallback_steps_total"], 8);
+  int rows = 0;
+  for (const char* const reason : {"failed", "indexes", "pages", "scratch", "paged"}) {
+    EXPECT_EQ(values[std::string("attnd_backend_fallback_rows_total{reason=") + reason + "}"],
+              ++rows);
+  }
+  EXPECT_EQ(values["attnd_device_index_missing_bytes"], 77);
   EXPECT_EQ(values["attnd_backend_graph_launches_total"], 9);
   EXPECT_EQ(values["attnd_backend_degraded"], 1);
 }

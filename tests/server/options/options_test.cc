@@ -85,6 +85,7 @@ TEST(ServerOptions, WrongOnesNameTheField) {
       {"backend", [](auto* o) { o->backend = "gpu"; }},
       {"device_memory_bytes", [](auto* o) { o->device_memory_bytes = 1; }},
       {"device_page_memory_bytes", [](auto* o) { o->device_page_memory_bytes = 65535; }},
+      {"on_gpu_fault", [](auto* o) { o->on_gpu_fault = "restart"; }},
       {"min_ping_interval_s", [](auto* o) { o->min_ping_interval_s = 0; }},
       {"min_ping_interval_s", [](auto* o) { o->min_ping_interval_s = 3601; }},
   };
