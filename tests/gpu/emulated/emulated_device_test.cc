@@ -27,6 +27,8 @@ const Faulty kFaulty[] = {
     {"OverwritesWhatIsRead", OverwritesWhatIsRead, "writes what another thread reads"},
     {"LeavesDeviceMemory", LeavesDeviceMemory, "no kernel may write"},
     {"LeavesSharedMemory", LeavesSharedMemory, "leaves its shared memory"},
+    {"LeavesAnArray", LeavesAnArray, "leaves an array's bounds"},
+    {"LoadsUnaligned", LoadsUnaligned, "unaligned"},
     {"ReadsBeforeTheCopyHasEnded", ReadsBeforeTheCopyHasEnded, "still writing"},
     {"AddsWithoutAtomics", AddsWithoutAtomics, "without a barrier"},
     {"ShufflesBesideABarrier", ShufflesBesideABarrier, "comes to a"},

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "tests/gpu/agreement.h"
+#include "tests/gpu/emulated/memory_check.h"
 #include "tests/gpu/emulated/support.h"
 
 namespace attnd::gpu::test {
@@ -20,6 +21,7 @@ namespace {
 using attention::Policy;
 using attention::test::MakeSequence;
 using attention::test::RunStep;
+using attention::test::SequenceSpec;
 using attention::test::StepResult;
 using attention::test::TestRow;
 using attention::test::TestSequence;
@@ -40,8 +42,11 @@ uint64_t PageBytes(const TestSequence& sequence) {
 
 class EmulatedPageCache : public testing::TestWithParam<attention::IndexSet> {
  protected:
+  // Without a sink, whose tokens are read where they lie.
   static TestSequence Make() {
-    return MakeSequence(SpecOf({2, 2, 64, 64, {1300, 300}, 40, GetParam()}, DType::kBf16));
+    SequenceSpec spec = SpecOf({2, 2, 64, 64, {1300, 300}, 40, GetParam()}, DType::kBf16);
+    spec.sink = 0;
+    return MakeSequence(spec);
   }
   static std::vector<TestRow> Rows(TestSequence* sequence, uint32_t layer, uint64_t step) {
     const std::vector<Policy> policies = {
@@ -93,9 +98,13 @@ TEST_P(EmulatedPageCache, ARepeatedStepFetchesNothing) {
   const std::vector<TestRow> rows = Rows(&sequence, 0, 0);
   const StepResult first = RunStep(paged.get(), 0, rows);
   const auto before = paged->stats().cache;
+  const uint64_t host_reads = emulated::MappedReads();
+  EXPECT_GT(host_reads, 0u);
   const StepResult again = RunStep(paged.get(), 0, rows);
   for (size_t r = 0; r < rows.size(); ++r) EXPECT_TRUE(SameBits(again.rows[r], first.rows[r]));
   const auto after = paged->stats().cache;
+  // What is read is what was fetched, not what lies in host memory.
+  EXPECT_EQ(emulated::MappedReads(), host_reads);
   EXPECT_EQ(after.lookups, 2 * before.lookups);
   EXPECT_EQ(after.fetched, before.fetched);
   EXPECT_GT(before.fetched, 0u);

@@ -6,9 +6,11 @@
 // every stage and both ways of answering units of clusters.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 #include <ostream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tests/gpu/agreement.h"
@@ -84,6 +86,42 @@ TEST_P(EmulatedStep, AnswersAreTheCpus) {
 
 INSTANTIATE_TEST_SUITE_P(Cases, EmulatedStep, testing::ValuesIn(kCases),
                          [](const auto& c) { return c.param.name; });
+
+// Two segments of the same tokens: each cluster, or leaf, ranks equal to another, and the cut falls
+// between such two.
+TEST(EmulatedTies, AreCutInOrder) {
+  for (const bool tree : {false, true}) {
+    ParityCase c = {2, 1, 64, 64, {320, 320}, 20};
+    if (tree) c.indexes = kTreeIndexes;
+    attention::test::SequenceSpec spec = SpecOf(c, DType::kBf16);
+    spec.sink = 0;
+    std::vector<attention::test::HeadData> heads = MakeSequence(spec).heads;
+    for (attention::test::HeadData& head : heads) {
+      const auto half = static_cast<ptrdiff_t>(spec.segment_tokens[0] * 64);
+      std::copy_n(head.keys.begin(), half, head.keys.begin() + half);
+      std::copy_n(head.values.begin(), half, head.values.begin() + half);
+    }
+    TestSequence sequence = MakeSequenceOf(spec, std::move(heads));
+    std::vector<Policy> policies;
+    for (const char* const share : {"0.2", "0.3", "0.4"}) {
+      policies.push_back(Parse("clusters-top-k", {{"exact", share}, {"estimated", "0.5"}}));
+    }
+    policies.push_back(Parse("error-target", {{"tolerance", "0.1"}}));
+    policies.push_back(Parse("double-p", {{"p1", "0.8"}, {"p2", "0.5"}}));
+    const std::vector<TestRow> rows = RowsOf(&sequence, /*layer=*/0, policies, 1);
+    const StepResult expected = RunStep(MakeCpu().get(), 0, rows);
+    for (const bool groups : {true, false}) {
+      if (tree && groups) continue;  // no cooperative group answers them
+      CudaBackendOptions options = SmallOptions();
+      options.cooperative_groups = groups;
+      const StepResult step = RunStep(MakeEmulatedBackend(options).get(), 0, rows);
+      EXPECT_TRUE(Agree(step, expected, rows)) << "tree " << tree << ", groups " << groups;
+      for (size_t r = 0; r < rows.size(); ++r) {
+        EXPECT_EQ(step.rows[r].stats.exact_tokens, expected.rows[r].stats.exact_tokens) << r;
+      }
+    }
+  }
+}
 
 // Quantiles take several choices: some end beside closed groups, some open all.
 TEST(EmulatedQuantiles, AnswersAreTheCpus) {

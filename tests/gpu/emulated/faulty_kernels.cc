@@ -45,6 +45,20 @@ void LeavesSharedMemory(uint32_t* words, bool right) {
   words[Thread()] = shared[threadIdx.x + (right ? 0 : 1)];
 }
 
+void LeavesAnArray(uint32_t* words, bool right) {
+  __shared__ uint32_t shared[2][kThreads];
+  shared[0][threadIdx.x] = shared[1][threadIdx.x] = 0;
+  __syncthreads();
+  words[Thread()] = shared[0][threadIdx.x + (right ? 0 : 1)];
+}
+
+void LoadsUnaligned(uint32_t* words, bool right) {
+  const auto* pair = reinterpret_cast<const uint2*>(words + (right ? 0 : 1));
+  __syncthreads();
+  const uint32_t sum = pair->x + pair->y;
+  if (sum != 0) words[Thread()] = sum;
+}
+
 void ReadsWhatNobodyWrote(uint32_t* words, bool right) {
   __shared__ uint32_t shared[kThreads];
   if (right) shared[threadIdx.x] = 0;

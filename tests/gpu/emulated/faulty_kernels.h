@@ -17,6 +17,8 @@ void ReadsANeighboursWordInItsWarp(uint32_t* words, bool right);
 void OverwritesWhatIsRead(uint32_t* words, bool right);
 void LeavesDeviceMemory(uint32_t* words, bool right);
 void LeavesSharedMemory(uint32_t* words, bool right);
+void LeavesAnArray(uint32_t* words, bool right);
+void LoadsUnaligned(uint32_t* words, bool right);
 void ReadsWhatNobodyWrote(uint32_t* words, bool right);
 void ReadsBeforeTheCopyHasEnded(uint32_t* words, bool right);
 void AddsWithoutAtomics(uint32_t* words, bool right);

@@ -88,6 +88,7 @@ struct State {
   std::map<uintptr_t, DeviceMemory> device;  // by end
   DeviceMemory last = {};                    // that was found
   std::map<uintptr_t, Range> mapped;         // by end
+  uint64_t mapped_reads = 0;
   Range stacks;
   Range shared;
   std::byte* slots = nullptr;
@@ -230,6 +231,8 @@ bool RemoveMappedMemory(const std::byte* memory) {
   return true;
 }
 
+uint64_t MappedReads() { return Memory().mapped_reads; }
+
 void SetStacks(const std::byte* stacks, size_t bytes) { Memory().stacks = RangeOf(stacks, bytes); }
 std::byte* SharedSlot(uint32_t slot) { return Memory().slots + slot * kSlotBytes; }
 
@@ -277,7 +280,10 @@ void CheckAccess(const void* place, size_t bytes, Access access, const void* pro
   }
   if (access == Access::kRead) {
     const auto it = state.mapped.upper_bound(at);
-    if (it != state.mapped.end() && it->second.Has(at, bytes)) return;
+    if (it != state.mapped.end() && it->second.Has(at, bytes)) {
+      ++state.mapped_reads;
+      return;
+    }
     for (const Range& part : state.program.read_only) {
       if (part.Has(at, bytes)) return;
     }
@@ -316,8 +322,10 @@ void ForgetAccesses(const std::byte* at, size_t bytes) {
 using attnd::gpu::emulated::Access;
 using attnd::gpu::emulated::BeginAtomic;
 using attnd::gpu::emulated::CheckAccess;
+using attnd::gpu::emulated::ReportFault;
+using attnd::gpu::emulated::running;
 
-// NOLINTBEGIN(bugprone-reserved-identifier): the thread sanitizer's names
+// NOLINTBEGIN(bugprone-reserved-identifier): the sanitizers' names
 extern "C" {
 
 void __tsan_init() {}
@@ -354,6 +362,14 @@ void __tsan_write_range(void* at, size_t bytes) {
 }
 void __tsan_vptr_update(void** at, void*) {
   CheckAccess(at, sizeof(void*), Access::kWrite, __builtin_return_address(0));
+}
+
+// Of arrays of known sizes, and of addresses whose alignment the type asks for.
+void __ubsan_handle_out_of_bounds(void*, uintptr_t) {
+  if (running.checked) ReportFault("leaves an array's bounds", __builtin_return_address(0));
+}
+void __ubsan_handle_type_mismatch_v1(void*, uintptr_t) {
+  if (running.checked) ReportFault("uses an unaligned address", __builtin_return_address(0));
 }
 
 // Of launchers, which have static variables.

@@ -24,6 +24,9 @@ void RemoveDeviceMemory(const std::byte* memory);
 void AddMappedMemory(const std::byte* memory, size_t bytes);
 bool RemoveMappedMemory(const std::byte* memory);
 
+// Accesses to it so far.
+uint64_t MappedReads();
+
 // The fibers' stacks, whose accesses are not checked.
 void SetStacks(const std::byte* stacks, size_t bytes);
 // Dynamic shared memory of thread blocks that are under way at once, kSlotBytes for each.
