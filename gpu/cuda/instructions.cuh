@@ -3,8 +3,7 @@
 // The instructions that C++ has no words for, a function each: matrix products, asynchronous
 // copies, fast functions, the exchange between the thread blocks of a thread block cluster. No
 // other file of step/ has assembly: tests run the same kernels on the host over a form of this
-// header in C++ (tests/gpu/emulated). Addresses in shared memory are 32 bits wide, as
-// SharedAddressOf gives them.
+// header in C++ (tests/gpu/emulated). Addresses in shared memory are 32 bits wide.
 //
 // A thread's names in its warp: `g` = lane / 4 and `t` = lane % 4, as PTX's fragment tables have
 // them.
@@ -21,10 +20,6 @@ namespace attnd::gpu {
 
 // A thread block's dynamic shared memory.
 extern __shared__ __align__(128) std::byte block_memory[];
-
-__device__ __forceinline__ uint32_t SharedAddressOf(const void* place) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(place));
-}
 
 // ---- matrix products, by a whole warp ----
 

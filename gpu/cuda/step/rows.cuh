@@ -16,7 +16,7 @@ namespace attnd::gpu {
 // not by assembly, so that the compiler may move them forward as far as the waits for copies allow:
 // with volatile ones, score was bound by their latency one after the other.
 __device__ __forceinline__ uint32_t SharedAddress(uint32_t offset) {
-  return SharedAddressOf(block_memory) + offset;
+  return static_cast<uint32_t>(__cvta_generic_to_shared(block_memory)) + offset;
 }
 __device__ __forceinline__ uint4 LoadShared16(uint32_t offset) {
   return *reinterpret_cast<const uint4*>(block_memory + offset);

@@ -48,7 +48,6 @@ struct alignas(8) float2 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
-inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
@@ -131,7 +130,6 @@ inline void __syncthreads() { attnd::gpu::emulated::SyncBlock(0); }
 inline int __syncthreads_and(int x) {
   return attnd::gpu::emulated::SyncBlock(x != 0) == attnd::gpu::emulated::BlockThreads();
 }
-inline int __syncthreads_or(int x) { return attnd::gpu::emulated::SyncBlock(x != 0) > 0; }
 inline void __syncwarp() { attnd::gpu::emulated::SyncWarp(); }
 
 // Of what each lane gives, what `lane` gives.
@@ -157,10 +155,6 @@ template <typename T>
 T __shfl_up_sync(uint32_t mask, T x, uint32_t by) {
   return ShuffleFrom(mask, x, LaneOfThread() - (LaneOfThread() >= by ? by : 0));
 }
-template <typename T>
-T __shfl_down_sync(uint32_t mask, T x, uint32_t by) {
-  return ShuffleFrom(mask, x, LaneOfThread() + (LaneOfThread() + by < 32 ? by : 0));
-}
 // Adds up what `of` makes of each lane's word.
 template <typename Of>
 uint32_t SumOverWarp(uint32_t mask, uint32_t word, Of of) {
@@ -176,11 +170,6 @@ inline uint32_t __ballot_sync(uint32_t mask, bool x) {
   return SumOverWarp(mask, x, [](uint32_t lane, uint32_t word) { return word << lane; });
 }
 inline int __any_sync(uint32_t mask, bool x) { return __ballot_sync(mask, x) != 0; }
-inline uint32_t __match_any_sync(uint32_t mask, uint32_t x) {
-  return SumOverWarp(mask, x, [x](uint32_t lane, uint32_t word) {
-    return static_cast<uint32_t>(word == x) << lane;
-  });
-}
 [[noreturn]] inline void __trap() { attnd::gpu::emulated::Trap(); }
 
 // ---- launches ----

@@ -23,10 +23,6 @@
 
 namespace attnd::gpu {
 
-inline uint32_t SharedAddressOf(const void* place) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(place));
-}
-
 // ---- matrix products, by a whole warp ----
 
 template <typename T>
