@@ -6,6 +6,7 @@
 // depends on what the cache holds.
 #include <cstdint>
 
+#include "gpu/cuda/launch.h"
 #include "gpu/cuda/step/place.cuh"
 #include "gpu/cuda/step/step_kernels.h"
 #include "gpu/layout/page_cache.h"
@@ -136,8 +137,7 @@ __global__ void __launch_bounds__(kFetchWarps * 32)
 }  // namespace
 
 cudaError_t LaunchFetch(const StepHeader& step, cudaStream_t stream) {
-  FetchKernel<<<step.units * kFetchBlocks, kFetchWarps * 32, 0, stream>>>(step);
-  return cudaPeekAtLastError();
+  return Launch(FetchKernel, step.units * kFetchBlocks, kFetchWarps * 32, 0, stream, step);
 }
 
 }  // namespace attnd::gpu

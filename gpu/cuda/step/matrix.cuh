@@ -1,15 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The tensor cores' m16n8k16 product and what goes into it.
+// What goes into the tensor cores' m16n8k16 product.
 //
 // A product has 16 rows, and a unit's tile only kLanes = 8 queries. So each number of the queries
 // is split into two of 16 bits: rows 0..7 hold the greater parts, rows 8..15 the rests, and adding
 // row r and row r + 8 of the result (which one thread holds both of) gives what fp32 numbers on the
 // left would have given, to 2^-16. It costs nothing, as rows would be empty otherwise. Weights of
 // values are the right side, their two parts two products (attend.cuh).
-//
-// A thread's names in its warp: `g` = lane / 4 and `t` = lane % 4, as PTX's fragment tables have
-// them.
 #ifndef ATTND_GPU_CUDA_STEP_MATRIX_CUH_
 #define ATTND_GPU_CUDA_STEP_MATRIX_CUH_
 
@@ -18,34 +15,12 @@
 
 #include <cstdint>
 
+#include "gpu/cuda/instructions.cuh"
+
 namespace attnd::gpu {
 
 inline constexpr float kLog2E = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
-
-// d += a b. a: rows g and g + 8, k 2t.. and 2t + 8..; b: column g, the same k; d: rows g and g + 8,
-// columns 2t and 2t + 1 (PTX ISA, "Matrix Fragments for mma.m16n8k16").
-template <typename T>
-__device__ __forceinline__ void MultiplyAdd(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
-                                            uint32_t b1);
-
-template <>
-__device__ __forceinline__ void MultiplyAdd<__nv_bfloat16>(float (&d)[4], const uint32_t (&a)[4],
-                                                           uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-template <>
-__device__ __forceinline__ void MultiplyAdd<__half>(float (&d)[4], const uint32_t (&a)[4],
-                                                    uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 // Conversions and the few pair operations that the kernels need of a 16-bit type.
 template <typename T>
@@ -110,48 +85,9 @@ __device__ __forceinline__ float SumOverT(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// 2^x; 0 for -infinity.
-__device__ __forceinline__ float Exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float Sqrt(float x) {
-  float y;
-  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // exp2(x - max), and 0 where x is -infinity even if max is.
 __device__ __forceinline__ float Weight(float x, float max) {
   return x == -INFINITY ? 0.0f : Exp2(x - max);
-}
-
-// 16 bytes from memory to shared memory, without waiting; complete after WaitCopies.
-__device__ __forceinline__ void CopyAsync16(uint32_t to_shared, const std::byte* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to_shared), "l"(from) : "memory");
-}
-// Ends a group of this thread's copies.
-__device__ __forceinline__ void CommitCopies() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-// Waits until at most kLeft of this thread's groups are under way.
-template <int kLeft>
-__device__ __forceinline__ void WaitCopies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
-}
-// Lets the next kernel of the stream start beside this one, if it was launched to; it must wait for
-// this one before it looks at what this one writes.
-__device__ __forceinline__ void LetNextKernelStart() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-__device__ __forceinline__ void WaitForKernelBefore() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }
 
 __device__ __forceinline__ const std::byte* ShuffleAddress(const std::byte* address,

@@ -6,16 +6,15 @@
 
 #include <cstdint>
 
+#include "gpu/cuda/instructions.cuh"
 #include "gpu/cuda/step/matrix.cuh"
 #include "gpu/cuda/step/place.cuh"
 
 namespace attnd::gpu {
 
-// A thread block's shared memory, where warps have their rings. Places in it are byte offsets. It
-// is read by plain loads, not by assembly, so that the compiler may move them forward as far as the
-// waits for copies allow: with volatile ones, score was bound by their latency one after the other.
-extern __shared__ __align__(128) std::byte block_memory[];
-
+// In block_memory warps have their rings. Places in it are byte offsets. It is read by plain loads,
+// not by assembly, so that the compiler may move them forward as far as the waits for copies allow:
+// with volatile ones, score was bound by their latency one after the other.
 __device__ __forceinline__ uint32_t SharedAddress(uint32_t offset) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(block_memory)) + offset;
 }
@@ -29,13 +28,8 @@ __device__ __forceinline__ uint2 LoadShared8(uint32_t offset) {
   return *reinterpret_cast<const uint2*>(block_memory + offset);
 }
 
-// Four 8 x 8 matrices of 16-bit numbers, transposed: thread i gives the place of row i % 8 of
-// matrix i / 8, and gets of each matrix rows 2t and 2t + 1 of column g.
 __device__ __forceinline__ void LoadTransposed(uint32_t offset, uint32_t (&to)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(SharedAddress(offset))
-               : "memory");
+  LoadMatricesTransposed(SharedAddress(offset), to);
 }
 
 // Rows of 16-byte chunks in shared memory. Chunks change places within a row so that the eight

@@ -4,6 +4,7 @@
 // works on one unit, as its cut needs all of the unit's scores.
 #include <cstdint>
 
+#include "gpu/cuda/launch.h"
 #include "gpu/cuda/step/chosen_pieces.cuh"
 #include "gpu/cuda/step/matrix.cuh"
 #include "gpu/cuda/step/place.cuh"
@@ -166,17 +167,17 @@ cudaError_t ProbeKernels() {
 }
 
 cudaError_t LaunchSelect(const StepHeader& step, cudaStream_t stream) {
-  SelectKernel<<<step.units, kSelectThreads, 0, stream>>>(step);
-  return cudaPeekAtLastError();
+  return Launch(SelectKernel, step.units, kSelectThreads, 0, stream, step);
 }
 
 cudaError_t LaunchMeasure(const StepHeader& step, uint32_t value_dim, cudaStream_t stream) {
-  const bool launched = DispatchListedShape(
-      [&](const KernelShape& listed) { return listed.value_dim == value_dim; },
-      [&]<typename Shape>(Shape) {
-        MeasureKernel<int{Shape::kValueDim}><<<step.units, kSelectThreads, 0, stream>>>(step);
-      });
-  return launched ? cudaPeekAtLastError() : cudaErrorInvalidValue;
+  cudaError_t error = cudaErrorInvalidValue;
+  DispatchListedShape([&](const KernelShape& listed) { return listed.value_dim == value_dim; },
+                      [&]<typename Shape>(Shape) {
+                        error = Launch(MeasureKernel<int{Shape::kValueDim}>, step.units,
+                                       kSelectThreads, 0, stream, step);
+                      });
+  return error;
 }
 
 }  // namespace attnd::gpu

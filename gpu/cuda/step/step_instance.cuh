@@ -8,10 +8,12 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "gpu/cuda/launch.h"
 #include "gpu/cuda/step/attend.cuh"
 #include "gpu/cuda/step/cluster_launch.h"
 #include "gpu/cuda/step/coop_step.cuh"
 #include "gpu/cuda/step/estimate.cuh"
+#include "gpu/cuda/step/large_launch.h"
 #include "gpu/cuda/step/merge.cuh"
 #include "gpu/cuda/step/place.cuh"
 #include "gpu/cuda/step/prepare.cuh"
@@ -111,19 +113,7 @@ template <typename T, int kKeyDim, int kValueDim>
 cudaError_t LaunchPrepare(const StepHeader& step, cudaStream_t stream) {
   const PrepareBlocks parts(step);
   const uint32_t blocks = parts.tiles + parts.chunks + parts.uploads;
-  PrepareKernel<T, kKeyDim><<<blocks, kPrepareWarps * 32, 0, stream>>>(step);
-  return cudaPeekAtLastError();
-}
-
-// Launches a kernel with more shared memory than it gets without asking.
-template <typename Kernel, typename... Args>
-cudaError_t LaunchLarge(Kernel kernel, dim3 blocks, uint32_t threads, uint32_t shared_bytes,
-                        cudaStream_t stream, const Args&... args) {
-  const cudaError_t error = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
-  if (error != cudaSuccess) return error;
-  kernel<<<blocks, threads, shared_bytes, stream>>>(args...);
-  return cudaPeekAtLastError();
+  return Launch(PrepareKernel<T, kKeyDim>, blocks, kPrepareWarps * 32, 0, stream, step);
 }
 
 template <typename T, int kKeyDim, int kValueDim>
@@ -157,8 +147,7 @@ cudaError_t LaunchEstimate(const StepHeader& step, bool all, cudaStream_t stream
 
 template <typename T, int kKeyDim, int kValueDim>
 cudaError_t LaunchMerge(const StepHeader& step, cudaStream_t stream) {
-  MergeKernel<kValueDim><<<step.units * step.group, kMergeThreads, 0, stream>>>(step);
-  return cudaPeekAtLastError();
+  return Launch(MergeKernel<kValueDim>, step.units * step.group, kMergeThreads, 0, stream, step);
 }
 
 // One launch for each size of cooperative group.

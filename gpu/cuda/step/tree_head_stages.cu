@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "gpu/cuda/launch.h"
 #include "gpu/cuda/step/step_kernels.h"
 #include "gpu/cuda/step/tree_estimate.cuh"
 #include "gpu/cuda/step/tree_item_launch.cuh"
@@ -21,8 +22,8 @@ cudaError_t LaunchTreeEstimateByHead(const StepHeader& step, cudaStream_t stream
   });
 }
 cudaError_t LaunchTreeReopen(const StepHeader& step, cudaStream_t stream) {
-  TreeReopenKernel<<<step.tree_items, kTreeThreads, 0, stream>>>(step);
-  const cudaError_t error = cudaPeekAtLastError();
+  const cudaError_t error =
+      Launch(TreeReopenKernel, step.tree_items, kTreeThreads, 0, stream, step);
   if (error != cudaSuccess) return error;
   return LaunchTreeKernel(step, stream, []<typename Shape>(Shape) -> TreeKernel {
     return TreeLeavesKernel<Shape::kHeadDim, Shape::kValueDim, /*kReopened=*/true>;

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "gpu/cuda/step/large_launch.h"
 #include "gpu/cuda/step/tree_sums.cuh"
 #include "gpu/layout/kernel_shapes.h"
 
@@ -24,11 +25,7 @@ cudaError_t LaunchTreeKernel(const StepHeader& step, cudaStream_t stream, Kernel
       [&]<typename Shape>(Shape shape) {
         const TreeKernel kernel = kernel_of(shape);
         constexpr uint32_t kBytes = kTreeSharedBytes<Shape::kHeadDim, Shape::kValueDim>;
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     static_cast<int>(kBytes));
-        if (error != cudaSuccess) return;
-        kernel<<<step.tree_items, kTreeThreads, kBytes, stream>>>(step);
-        error = cudaPeekAtLastError();
+        error = LaunchLarge(kernel, step.tree_items, kTreeThreads, kBytes, stream, step);
       });
   return error;
 }

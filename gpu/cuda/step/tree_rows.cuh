@@ -82,24 +82,6 @@ __device__ __forceinline__ void StoreDigits(float x, uint32_t channel, uint32_t 
   digits[2 * kDigitBytes<kDim> + at] = static_cast<std::byte>(third);
 }
 
-// d += a b, as MultiplyAdd, with k 4t.. and 16 + 4t.. (PTX ISA, "Matrix Fragments for
-// mma.m16n8k32"). kSigned: b's bytes are.
-template <bool kSigned>
-__device__ __forceinline__ void MultiplyAddBytes(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
-                                                 uint32_t a3, uint32_t b0, uint32_t b1) {
-  if constexpr (kSigned) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
-        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-  } else {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 "
-        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-  }
-}
-
 // Products of eight rows with a tile's vectors.
 struct ByteProducts {
   int high[4] = {};  // [c]: first digit of lane g and row 2t + c; [c + 2]: second digit
@@ -137,14 +119,10 @@ __device__ __forceinline__ void LoadDigits(const std::byte* digits, uint32_t blo
 // is below 128 becomes 0 where its selector's highest bit is set: so each half of the codes has a
 // table of its own, and the greater squares, which need eight bits, are half, twice, and the rest.
 __device__ __forceinline__ uint32_t ByteSquares(uint32_t codes) {
-  const auto look_up = [](uint32_t low, uint32_t high, uint32_t selectors) {
-    uint32_t bytes;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selectors));
-    return bytes;
-  };
   const uint32_t greater = codes ^ 0x8888u;
-  return look_up(0x09040100u, 0x31241910u, codes) + 2 * look_up(0x3C322820u, 0x70625448u, greater) +
-         look_up(0x01000100u, 0x01000100u, greater);
+  return PermuteBytes(0x09040100u, 0x31241910u, codes) +
+         2 * PermuteBytes(0x3C322820u, 0x70625448u, greater) +
+         PermuteBytes(0x01000100u, 0x01000100u, greater);
 }
 
 // Those of a thread's codes, in the order of products.

@@ -16,7 +16,7 @@ namespace attnd::gpu {
 // more than that cache.
 __device__ __forceinline__ void PrefetchBytes(const std::byte* from, uint32_t bytes) {
   for (uint32_t at = threadIdx.x * 128; at < bytes; at += kTreeThreads * 128) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
+    Prefetch(from + at);
   }
 }
 template <int kDim, int kValueDim>

@@ -151,7 +151,7 @@ class UnitSelector {
     if (first >= row_.slots) return;
     const SlotPlace place = lookup_.Of(first);
     if (place.cluster >= place.clusters) return;
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(place.head + place.starts + place.cluster * 4));
+    Prefetch(place.head + place.starts + place.cluster * 4);
   }
 
   // Whether a key is above the cut; *ties: keys equal to it that came before.

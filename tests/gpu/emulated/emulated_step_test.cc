@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Goal: the kernels' own code, and the CUDA device over it, give the CPU backend's answers,
+// statistics and plans; no thread of theirs leaves its memory, or reads what another writes without
+// a barrier between. Method: the emulated device in place of a GPU, and small sequences that take
+// every stage and both ways of answering units of clusters.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <ostream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tests/gpu/agreement.h"
+#include "tests/gpu/emulated/support.h"
+
+namespace attnd::gpu::test {
+namespace {
+
+using attention::kTreeIndexes;
+using attention::Policy;
+using attention::test::MakeSequence;
+using attention::test::RunStep;
+using attention::test::StepResult;
+using attention::test::TestRow;
+using attention::test::TestSequence;
+
+// Every way to look at clusters, and at none.
+std::vector<Policy> OfClusters() {
+  return {
+      Parse("dense"),
+      Parse("streaming"),
+      Parse("clusters-top-k", {{"exact", "0.3"}, {"estimated", "0.5"}}),
+      Parse("double-p", {{"p1", "0.99"}, {"p2", "0.8"}, {"estimator", "second-order"}}),
+      Parse("error-target", {{"tolerance", "0.05"}}),
+      Parse("error-target", {{"tolerance", "off"}, {"floor", "0.02"}}),
+  };
+}
+// The ways to choose leaves that take no more than one choice.
+std::vector<Policy> OfTrees() {
+  return {
+      Parse("dense"),
+      Parse("streaming"),
+      Parse("error-target", {{"tolerance", "0.3"}, {"floor", "0.04"}}),
+      Parse("error-target", {{"tolerance", "off"}, {"floor", "0.4"}}),
+      Parse("clusters-top-k", {{"exact", "0.1"}, {"estimator", "second-order"}}),
+      Parse("double-p", {{"p1", "0.99"}, {"p2", "0.8"}}),
+  };
+}
+
+struct Case {
+  std::string name;
+  ParityCase sequence;
+  DType dtype;
+  bool cooperative_groups;
+  uint32_t tokens;  // of each row's query
+};
+void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
+
+// Shapes that the emulated device has kernels for; 12 query heads fill two tiles.
+const Case kCases[] = {
+    {"ClustersByGroups", {6, 2, 64, 64, {700}, 70}, DType::kBf16, true, 1},
+    {"ClustersByStages", {6, 2, 64, 64, {500, 200}, 70}, DType::kBf16, false, 3},
+    {"ClustersInTwoTiles", {12, 1, 192, 128, {400}, 20}, DType::kFp16, true, 1},
+    {"Tree", {2, 1, 64, 64, {1100, 555}, 30, kTreeIndexes}, DType::kBf16, false, 1},
+    {"TreeInTwoTiles", {12, 1, 192, 128, {300}, 20, kTreeIndexes}, DType::kFp16, false, 1},
+};
+
+class EmulatedStep : public testing::TestWithParam<Case> {};
+
+TEST_P(EmulatedStep, AnswersAreTheCpus) {
+  const Case& c = GetParam();
+  CudaBackendOptions options = SmallOptions();
+  options.cooperative_groups = c.cooperative_groups;
+  const auto emulated = MakeEmulatedBackend(options);
+  TestSequence sequence = MakeSequence(SpecOf(c.sequence, c.dtype));
+  const bool tree = c.sequence.indexes == kTreeIndexes;
+  const std::vector<TestRow> rows =
+      RowsOf(&sequence, /*layer=*/1, tree ? OfTrees() : OfClusters(), c.tokens);
+  const StepResult step = RunStep(emulated.get(), 1, rows);
+  EXPECT_TRUE(Agree(step, RunStep(MakeCpu().get(), 1, rows), rows));
+  EXPECT_EQ(emulated->stats().fallback_steps, 0u);
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, EmulatedStep, testing::ValuesIn(kCases),
+                         [](const auto& c) { return c.param.name; });
+
+// Two segments of the same tokens: each cluster, or leaf, ranks equal to another, and the cut falls
+// between such two.
+TEST(EmulatedTies, AreCutInOrder) {
+  for (const bool tree : {false, true}) {
+    ParityCase c = {2, 1, 64, 64, {320, 320}, 20};
+    if (tree) c.indexes = kTreeIndexes;
+    attention::test::SequenceSpec spec = SpecOf(c, DType::kBf16);
+    spec.sink = 0;
+    std::vector<attention::test::HeadData> heads = MakeSequence(spec).heads;
+    for (attention::test::HeadData& head : heads) {
+      const auto half = static_cast<ptrdiff_t>(spec.segment_tokens[0] * 64);
+      std::copy_n(head.keys.begin(), half, head.keys.begin() + half);
+      std::copy_n(head.values.begin(), half, head.values.begin() + half);
+    }
+    TestSequence sequence = MakeSequenceOf(spec, std::move(heads));
+    std::vector<Policy> policies;
+    for (const char* const share : {"0.2", "0.3", "0.4"}) {
+      policies.push_back(Parse("clusters-top-k", {{"exact", share}, {"estimated", "0.5"}}));
+    }
+    policies.push_back(Parse("error-target", {{"tolerance", "0.1"}}));
+    policies.push_back(Parse("double-p", {{"p1", "0.8"}, {"p2", "0.5"}}));
+    const std::vector<TestRow> rows = RowsOf(&sequence, /*layer=*/0, policies, 1);
+    const StepResult expected = RunStep(MakeCpu().get(), 0, rows);
+    for (const bool groups : {true, false}) {
+      if (tree && groups) continue;  // no cooperative group answers them
+      CudaBackendOptions options = SmallOptions();
+      options.cooperative_groups = groups;
+      const StepResult step = RunStep(MakeEmulatedBackend(options).get(), 0, rows);
+      EXPECT_TRUE(Agree(step, expected, rows)) << "tree " << tree << ", groups " << groups;
+      for (size_t r = 0; r < rows.size(); ++r) {
+        EXPECT_EQ(step.rows[r].stats.exact_tokens, expected.rows[r].stats.exact_tokens) << r;
+      }
+    }
+  }
+}
+
+// Quantiles take several choices: some end beside closed groups, some open all.
+TEST(EmulatedQuantiles, AnswersAreTheCpus) {
+  const auto emulated = MakeEmulatedBackend(SmallOptions());
+  TestSequence sequence =
+      MakeTreeOfKeys({4, 1, 64, 64, {2600, 700}, 70, kTreeIndexes}, DType::kBf16);
+  const std::vector<TestRow> all = RowsOfQuantiles(&sequence, /*layer=*/0);
+  const auto plans = RunStep(MakeCpu().get(), 0, all).plans;
+  ASSERT_EQ(plans.size(), all.size());
+  std::vector<TestRow> rows;
+  for (const bool opened : {false, true}) {
+    std::vector<TestRow> of_kind;
+    for (size_t r = 0; r < all.size(); ++r) {
+      if (plans[r].closed.empty() == opened) of_kind.push_back(all[r]);
+    }
+    if (of_kind.empty()) continue;                  // as with some seeds
+    const size_t every = (of_kind.size() + 2) / 3;  // three at most
+    for (size_t r = 0; r < of_kind.size(); r += every) rows.push_back(of_kind[r]);
+  }
+  const StepResult step = RunStep(emulated.get(), 0, rows);
+  EXPECT_TRUE(Agree(step, RunStep(MakeCpu().get(), 0, rows), rows));
+  const QuantileEnds ends = EndsOf(step.plans);
+  EXPECT_EQ(ends.closed > 0, EndsOf(plans).closed > 0);
+  EXPECT_EQ(ends.opened > 0, EndsOf(plans).opened > 0);
+}
+
+// A step that repeats is launched as a graph, in which its stages keep their order.
+TEST(EmulatedGraphs, RepeatTheStep) {
+  CudaBackendOptions options = SmallOptions();
+  options.cooperative_groups = false;
+  options.timed_steps = 0;
+  const auto emulated = MakeEmulatedBackend(options);
+  TestSequence sequence = MakeSequence(SpecOf({1, 1, 64, 64, {200}, 10}, DType::kBf16));
+  const std::vector<TestRow> rows =
+      RowsOf(&sequence, /*layer=*/0, {Parse("clusters-top-k", {{"estimator", "second-order"}})}, 1);
+  const StepResult first = RunStep(emulated.get(), 0, rows);
+  EXPECT_TRUE(Agree(first, RunStep(MakeCpu().get(), 0, rows), rows));
+  for (int i = 0; i < 11; ++i) {
+    EXPECT_TRUE(SameBits(RunStep(emulated.get(), 0, rows).rows[0], first.rows[0])) << i;
+  }
+  EXPECT_GT(emulated->stats().graph_launches, 0u);
+}
+
+}  // namespace
+}  // namespace attnd::gpu::test
