@@ -405,10 +405,10 @@ class CudaDevice : public Device {
     ATTND_RETURN_IF_ERROR(UseDevice(device_));
     const cudaError_t error = cudaHostRegister(const_cast<std::byte*>(memory), bytes,
                                                cudaHostRegisterPortable | cudaHostRegisterMapped);
-    if (error == cudaSuccess) return absl::OkStatus();
-    static_cast<void>(cudaGetLastError());  // a device that has failed says so again
-    return absl::ResourceExhaustedError(
-        absl::StrCat("mapping ", bytes, " bytes of host memory: ", cudaGetErrorString(error)));
+    const std::string what = absl::StrCat("mapping ", bytes, " bytes of host memory");
+    if (error == cudaSuccess || IsDeviceFault(error)) return CudaStatus(error, what);
+    static_cast<void>(cudaGetLastError());  // not for the next one who asks
+    return absl::ResourceExhaustedError(absl::StrCat(what, ": ", cudaGetErrorString(error)));
   }
   void UnmapHostMemory(const std::byte* memory) override {
     if (!UseDevice(device_).ok()) return;

@@ -36,6 +36,28 @@ inline absl::Status CudaStatus(cudaError_t error, absl::string_view what) {
   }
 }
 
+// Whether the device can no longer be used by this process: every later call fails, too.
+inline bool IsDeviceFault(cudaError_t error) {
+  switch (error) {
+    case cudaErrorIllegalAddress:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
+    case cudaErrorHardwareStackError:
+    case cudaErrorAssert:
+    case cudaErrorLaunchFailure:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorECCUncorrectable:
+    case cudaErrorNvlinkUncorrectable:
+    case cudaErrorMpsClientTerminated:
+    case cudaErrorContextIsDestroyed:
+      return true;
+    default:
+      return false;
+  }
+}
+
 }  // namespace attnd::gpu
 
 #endif  // ATTND_GPU_CUDA_CUDA_STATUS_H_

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How kernels are launched that are not of thread block clusters (step/cluster_launch.h): in one
-// place, as tests launch them on the host instead (tests/gpu/emulated).
+// How a step's kernels are launched that are not of thread block clusters (step/cluster_launch.h):
+// in one place, as tests launch them on the host instead (tests/gpu/emulated).
 #ifndef ATTND_GPU_CUDA_LAUNCH_H_
 #define ATTND_GPU_CUDA_LAUNCH_H_
 

@@ -34,6 +34,7 @@ void Resident::RaiseTokens(uint32_t layer, uint32_t tokens) {
 // The device copy in the slot of a segment or tail block, which lives as long as the segment or
 // block, or longer, if it is kept; its resident comes and goes. All but `sizes` is guarded by the
 // store's mutex. Invariant: it stands in the store's order exactly while it has a resident.
+// A copy may have host pages before it has a resident: a segment that is expected to be read.
 class DeviceCopyStore::Copy : public DeviceCopy {
  public:
   Copy(std::shared_ptr<DeviceCopyStore> store, const Sizes& of)
@@ -47,7 +48,7 @@ class DeviceCopyStore::Copy : public DeviceCopy {
 
   const Sizes sizes;
   std::shared_ptr<Resident> resident;
-  std::shared_ptr<HostPages> host_pages;  // null: pages lie on the device if there is a resident
+  std::shared_ptr<HostPages> host_pages;  // null: a resident has its pages on the device
   Order::iterator place;                  // in the store's order, if there is a resident
   Clock::time_point last_use;
   uint64_t first_page = 0;  // for the page cache; 0: not numbered yet
@@ -66,8 +67,11 @@ DeviceCopyStore::DeviceCopyStore(std::shared_ptr<Device> device, std::unique_ptr
       on_device_fault_(std::move(on_device_fault)),
       reserve_(pages_->capacity() / kCacheReserveShare),
       mapper_([this](const absl::Status& status) {
-        NoteMappingFailed(status);
-        if (!absl::IsResourceExhausted(status) && on_device_fault_) on_device_fault_(status);
+        if (absl::IsResourceExhausted(status)) {
+          StopExpecting(status);
+        } else if (on_device_fault_) {
+          on_device_fault_(status);
+        }
       }) {}
 
 std::shared_ptr<DeviceCopyStore::Copy> DeviceCopyStore::Find(const attention::Segment& segment) {
@@ -145,8 +149,18 @@ void DeviceCopyStore::Expect(const attention::Segment& segment) {
   if (!device_->maps_host_memory() || segment.paged()) return;
   const std::shared_ptr<Copy> copy = Find(segment);
   MutexLock lock(mutex_);
-  if (cache_ == nullptr || copy->resident != nullptr || !CanBeMapped(*copy)) return;
+  if (!expects_ || cache_ == nullptr || copy->resident != nullptr || !CanBeMapped(*copy)) return;
   StayInHostMemory(copy.get());
+}
+
+void DeviceCopyStore::StopExpecting(const absl::Status& status) {
+  MutexLock lock(mutex_);
+  if (expects_) LOG(WARNING) << "no host memory is mapped for the GPU ahead of steps: " << status;
+  expects_ = false;
+  const std::set<Copy*> copies = in_host_memory_;
+  for (Copy* copy : copies) {
+    if (copy->resident == nullptr) LeaveHostMemory(copy)->Close();
+  }
 }
 
 absl::Status DeviceCopyStore::MapLayer(const Resident& resident, uint32_t layer) {

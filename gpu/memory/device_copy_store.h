@@ -122,7 +122,8 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   // cache of pages has been made, with which they may.
   bool MakeCache(uint32_t page_bytes);
   // Steps will read the segment, which is whole: if its pages will be read where they lie, which is
-  // clear while there is a cache, they are mapped in the background from now on.
+  // clear while there is a cache, they are mapped in the background from now on. Where the system
+  // refuses that once, no segment is mapped ahead of steps any more.
   void Expect(const attention::Segment& segment);
   // Maps what the layer of a resident's host_pages() lacks. If that fails, no pages stay in host
   // memory from then on, and copies that do not fit have no resident. Errors as HostPages'.
@@ -160,7 +161,10 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
     return device_->maps_host_memory() && !mapping_failed_;
   }
   bool CanBeMapped(const Copy& copy) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // A step was refused.
   void NoteMappingFailed(const absl::Status& status);
+  // The background was refused: what no step has read yet gives its host memory back.
+  void StopExpecting(const absl::Status& status);
   // From now on the copy's pages are those in host memory; they are mapped in the background.
   void StayInHostMemory(Copy* copy) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // No longer. Null if they were not; else to be closed.
@@ -208,7 +212,8 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   uint64_t reserve_ ABSL_GUARDED_BY(mutex_);                  // page memory that a cache leaves
   std::set<Copy*> in_host_memory_ ABSL_GUARDED_BY(mutex_);    // copies whose pages are
   uint64_t next_page_ ABSL_GUARDED_BY(mutex_) = 1;            // number that no segment has had
-  bool mapping_failed_ ABSL_GUARDED_BY(mutex_) = false;       // none is tried again
+  bool mapping_failed_ ABSL_GUARDED_BY(mutex_) = false;       // in a step: none is tried again
+  bool expects_ ABSL_GUARDED_BY(mutex_) = true;
 
   HostMapper mapper_;  // last: its thread uses what stands above
 };

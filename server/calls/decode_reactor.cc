@@ -344,7 +344,7 @@ absl::Status DecodeReactor::RunMemoryPass() {
                                               .cancelled = &cancelled_,
                                               .stopping = &stopping_},
                                              request_.begin_pass().memory()));
-  const absl::Status status = pass->Run(&result_);
+  absl::Status status = pass->Run(&result_);
   queue_time_ = pass->queue_time();
   engine_time_ = pass->engine_time();
   return status;

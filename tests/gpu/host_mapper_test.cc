@@ -228,18 +228,29 @@ TEST_F(HostMapping, WithoutAStepTheCacheStaysAsLongAsTheSegments) {
   EXPECT_EQ(fake_.backend->stats().pages.used_bytes, 0u);
 }
 
-TEST_F(HostMapping, ARefusalIsWhatItIsInAStep) {
+// What no step has read yet gives its memory back, and what steps read keeps theirs.
+TEST_F(HostMapping, ARefusalEndsWhatIsAheadOfSteps) {
   Start();
+  const uint64_t of_steps = mapped();
+  ASSERT_GT(of_steps, 0u);
   fake_.control->Set({.mapping = 1});
   Expect(*second_);
-  Await([&] { return fake_.control->refused_maps() > 0; });
+  Await([&] { return fake_.control->refused_maps() > 0 && mapped() == of_steps; });
+  Expect(*second_);
+  Step(&first_);
+  EXPECT_EQ(fake_.backend->stats().fallback_steps, 0u);
+  EXPECT_EQ(mapped(), of_steps);
+  EXPECT_EQ(fake_.control->refused_maps(), 1u) << "it is not tried again";
+}
+
+TEST_F(HostMapping, ARefusalInAStepEndsAll) {
+  Start();
+  fake_.control->Set({.mapping = 0});
   Step(&*second_);
   Step(&first_);
   EXPECT_GT(fake_.backend->stats().fallback_steps, 0u) << "neither fits alone";
   EXPECT_EQ(mapped(), 0u);
   EXPECT_TRUE(fake_.backend->Health().ok());
-  Expect(*second_);
-  EXPECT_EQ(fake_.control->refused_maps(), 1u) << "it is not tried again";
 }
 
 TEST_F(HostMapping, AFaultIsTheDevices) {

@@ -18,6 +18,7 @@ import attnd
 import live_server
 from attnd.memory_socket import MemorySocket, memory_socket_of
 from attnd.memory_stream import PassReply
+from attnd.words import ClientTurns
 from cases import SHAPE, Case, assert_near, opened
 from conftest import require_program
 
@@ -291,6 +292,34 @@ def test_a_server_that_stops_between_two_passes(folder):
     finally:
         server.kill()
         server.wait()
+
+
+def test_a_step_that_is_interrupted_gives_its_pass_up(client, monkeypatch):
+    case = Case.random(TOKENS)
+    sequence = opened(client, case, PROMPT, complete=False)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with client.memory_session(SHAPE) as session:
+        whole = session.begin_pass([attnd.Row(sequence, PROMPT)])
+        write(whole, case, 0, slice(PROMPT, PROMPT + 1))
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(ClientTurns, "await_answer", interrupted)
+            whole.step()
+        with pytest.raises(ValueError, match="complete or failed"):
+            whole.step()
+        with pytest.raises(attnd.AttndError, match="interrupted"):
+            session.begin_pass([attnd.Row(sequence, PROMPT)])
+    for _ in range(500):  # the server notices in a moment
+        if set(layer_tokens(client, sequence)) == {PROMPT}:
+            break
+        time.sleep(0.01)
+    with client.memory_session(SHAPE) as session:
+        whole = session.begin_pass([attnd.Row(sequence, PROMPT)])
+        for layer in range(SHAPE.layers):
+            write(whole, case, layer, slice(PROMPT, PROMPT + 1))
+            whole.step()
 
 
 # A client that answers its prompt's next token up to a moment, and then says so and waits.

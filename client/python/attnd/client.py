@@ -76,6 +76,11 @@ class Client:
         self._timeout_s = timeout_s
         self._limits: Limits | None = None  # not asked yet
 
+    @property
+    def timeout_s(self) -> float:
+        """Seconds for a call or a step, unless it says otherwise."""
+        return self._timeout_s
+
     def __enter__(self) -> Client:
         return self
 

@@ -48,8 +48,7 @@ class MemorySocket:
 
     Each method raises an :class:`attnd.AttndError`, with the codes of memory.proto;
     :class:`attnd.UnavailableError` if nobody listens or the connection broke, and
-    :class:`attnd.DeadlineExceededError` if no answer came in time: the connection is of no further
-    use then.
+    :class:`attnd.DeadlineExceededError` if no answer came in time: the connection is closed then.
     """
 
     def __init__(self, path: str, timeout_s: float, tenant: str = "") -> None:
@@ -117,6 +116,7 @@ class MemorySocket:
             except ConnectionResetError:
                 packet, descriptors, _, _ = socket.recv_fds(self._socket, _PACKET_BYTES_MAX, 1)
         except socket.timeout:
+            self._socket.close()  # a late reply would be taken for that to another call
             raise DeadlineExceededError(
                 grpc.StatusCode.DEADLINE_EXCEEDED, "the memory socket did not answer in time"
             ) from None

@@ -20,7 +20,7 @@ from attnd.requests import PassOptions, Row
 from attnd.results import LayerResult, RowResult
 from attnd.tensors import Array
 from attnd.v1 import attnd_pb2, types_pb2
-from attnd.words import check_machine
+from attnd.words import ClientTurns, check_machine
 
 SPIN_US_MAX = 10_000
 # Between two looks at whether the stream has a reply or has ended.
@@ -90,6 +90,11 @@ class PassReply:
         self._step_id = step_id
         self._lock = threading.Lock()
         self._reply: attnd_pb2.DecodeResponse | None = None
+
+    def arrived(self) -> bool:
+        """Whether get() would return or raise at once."""
+        with self._lock:
+            return self._reply is not None or self._call.arrived()
 
     def get(self, timeout_s: float) -> attnd_pb2.DecodeResponse:
         """
@@ -196,11 +201,12 @@ class MemoryStream:
         )
         memory.begin(request.begin_pass.memory)
         request.begin_pass.memory.spin_us = self._spin_us
-        self._call.send(request)
         self._reply = memory.reply = PassReply(self._call, self._step_id)
+        # Before it is sent: whatever comes between, close() then gives it up.
         self._pass = MemoryPass(
             self, memory, rows, query_tokens, new_tokens, options.want_lse, raise_on_row_error
         )
+        self._call.send(request)
         return self._pass
 
     def _exchange(self, memory: PassMemory, reply: PassReply, timeout_s: float | None) -> None:
@@ -214,23 +220,38 @@ class MemoryStream:
         turns = memory.turns
         end = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         self._pass, under_way = None, self._pass  # unless this step succeeds
-        turns.ring()
-        answered = turns.await_answer(self._spin_us * 1e-6, _LOOK_PERIOD_S)
-        while not answered and not self._call.arrived():
-            left = end - time.monotonic()
-            if left <= 0:
-                self._call.cancel()
-                self._ended = DeadlineExceededError(
-                    grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time"
-                )
-                raise self._ended
-            answered = turns.await_answer(0, min(left, _LOOK_PERIOD_S))
+        try:
+            self._ring_and_wait(turns, end)
+        except BaseException as error:  # an interrupt, too: nobody counts the pass's layers any more
+            self._call.cancel()
+            self._ended = (
+                error
+                if isinstance(error, AttndError)
+                else AttndError(grpc.StatusCode.CANCELLED, "a step of the stream was interrupted")
+            )
+            raise
         if turns.answered():
             self._pass = under_way
             return
         self._await(reply, end - time.monotonic())
         reply.check(0)
         raise AttndError(grpc.StatusCode.INTERNAL, "the server ended a pass before its last layer")
+
+    def _ring_and_wait(self, turns: ClientTurns, end: float) -> None:
+        """Returns when the layer is answered, or the stream has something to say.
+
+        Raises:
+            DeadlineExceededError: if neither came by `end`, of time.monotonic().
+        """
+        turns.ring()
+        answered = turns.await_answer(self._spin_us * 1e-6, _LOOK_PERIOD_S)
+        while not answered and not self._call.arrived():
+            left = end - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceededError(
+                    grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time"
+                )
+            answered = turns.await_answer(0, min(left, _LOOK_PERIOD_S))
 
     def _await(self, reply: PassReply, timeout_s: float) -> None:
         """Waits for a reply to a pass of this stream. Raises as PassReply.get()."""
@@ -304,6 +325,11 @@ class MemoryPass:
     def complete(self) -> bool:
         """Whether all layers were answered: the tokens are committed."""
         return self.layer == self._memory.layout.shape.layers
+
+    @property
+    def told(self) -> bool:
+        """Whether the reply to the pass is there, so that `rows` does not wait."""
+        return self._reply.arrived()
 
     @property
     def rows(self) -> tuple[RowResult, ...]:

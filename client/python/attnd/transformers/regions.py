@@ -7,7 +7,6 @@ import contextlib
 import logging
 import threading
 
-from attnd.channel import DEFAULT_TIMEOUT_S
 from attnd.client import Client
 from attnd.errors import AttndError, ResourceExhaustedError
 from attnd.model import ModelShape
@@ -87,7 +86,7 @@ class Regions:
                 return self._free.pop(number)
         while self._free:
             memory = self._free.pop()
-            memory.await_free(DEFAULT_TIMEOUT_S)  # else its room is not free either
+            memory.await_free(self._client.timeout_s)  # else its room is not free either
             self._socket.unregister(memory.region_id)
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from attnd.errors import AttndError
@@ -85,13 +85,15 @@ class StatsCounter:
     def add_later(self, whole: MemoryPass) -> None:
         """Counts what the reply to a complete pass tells, whose answers were counted, without
         waiting for it."""
-        self._add_earlier()
+        self._add_those(lambda earlier: earlier.told)
         with self._lock:
             self._later.append(whole)
 
-    def _add_earlier(self) -> None:
+    def _add_those(self, wanted: Callable[[MemoryPass], bool]) -> None:
+        """Counts the replies to these passes; waits for those that are on their way."""
         with self._lock:
-            passes, self._later = self._later, []
+            passes = [whole for whole in self._later if wanted(whole)]
+            self._later = [whole for whole in self._later if whole not in passes]
         for whole in passes:
             with contextlib.suppress(AttndError):  # its tokens are there, but nothing tells of them
                 rows, server_s = whole.rows, (whole.queue_us + whole.engine_us) / 1e6
@@ -114,7 +116,7 @@ class StatsCounter:
             self._error_max = max(self._error_max or 0.0, row.predicted_error_max)
 
     def snapshot(self) -> Stats:
-        self._add_earlier()
+        self._add_those(lambda _: True)
         with self._lock:
             seen = max(1, self._read + self._estimated + self._dropped)
             total, number = self._errors

@@ -21,6 +21,19 @@ enum cudaError_t {
   cudaErrorSystemNotReady,
   cudaErrorSystemDriverMismatch,
   cudaErrorStreamCaptureUnjoined,
+  cudaErrorIllegalAddress,
+  cudaErrorIllegalInstruction,
+  cudaErrorMisalignedAddress,
+  cudaErrorInvalidAddressSpace,
+  cudaErrorInvalidPc,
+  cudaErrorHardwareStackError,
+  cudaErrorAssert,
+  cudaErrorLaunchFailure,
+  cudaErrorLaunchTimeout,
+  cudaErrorECCUncorrectable,
+  cudaErrorNvlinkUncorrectable,
+  cudaErrorMpsClientTerminated,
+  cudaErrorContextIsDestroyed,
 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
 enum cudaDeviceAttr {
