@@ -56,7 +56,7 @@ struct CacheSet {
   float worths[kCacheWays];  // log2
   uint32_t reserved[kCacheWays];
 };
-static_assert(sizeof(CacheSet) == 16 * kCacheWays);
+static_assert(sizeof(CacheSet) == size_t{16} * kCacheWays);
 
 // Comes with each step, whose header is the same from step to step.
 struct CacheClock {
