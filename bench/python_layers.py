@@ -13,13 +13,12 @@ from __future__ import annotations
 import argparse
 import pathlib
 import statistics
-import subprocess
-import tempfile
 import time
 
 import numpy as np
 
 import attnd
+from attnd.eval import server as servers
 
 
 def parse() -> argparse.Namespace:
@@ -75,26 +74,13 @@ class Decoder:
 
 def main() -> None:
     options = parse()
-    with tempfile.TemporaryDirectory() as folder:
-        target = f"unix:{folder}/attnd.sock"
-        command = [options.server, "--listen", target, "--data-dir", f"{folder}/data"]
-        server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            run(target, options)
-        finally:
-            server.terminate()
-            server.wait(30)
+    with servers.running(options.server) as target:
+        run(target, options)
 
 
 def run(target: str, options: argparse.Namespace) -> None:
     times: dict[str, list[tuple[float, float]]] = {"steps": [], "pass": []}
     with attnd.Client(target, timeout_s=60) as client:
-        for _ in range(100):
-            try:
-                client.get_server_info()
-                break
-            except attnd.UnavailableError:
-                time.sleep(0.1)
         single, passes = Decoder(client, options), Decoder(client, options)
         ways = [("steps", single.steps), ("pass", passes.a_pass)]
         for number in range(options.rounds + 1):

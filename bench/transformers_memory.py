@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import pathlib
 import statistics
-import subprocess
-import tempfile
 import time
 from typing import Any
 
@@ -25,6 +23,7 @@ import torch
 import transformers
 
 import attnd.transformers
+from attnd.eval import server as servers
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -101,26 +100,11 @@ class Way:
 def main() -> None:
     options = parse()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        target = f"unix:{folder}/attnd.sock"
-        command = [options.server, "--listen", target, "--data-dir", f"{folder}/data"]
-        command.append("--allow-client-memory")
-        server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            run(target, options)
-        finally:
-            server.terminate()
-            server.wait(30)
+    with servers.running(options.server, ["--allow-client-memory"]) as target:
+        run(target, options)
 
 
 def run(target: str, options: argparse.Namespace) -> None:
-    with attnd.Client(target) as client:
-        for _ in range(100):
-            try:
-                client.get_server_info()
-                break
-            except attnd.UnavailableError:
-                time.sleep(0.1)
     ways = {"messages": Way(options, target, False), "memory": Way(options, target, True)}
     times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
     for number in range(options.rounds + 1):
