@@ -166,7 +166,7 @@ void DeviceCopyStore::StopExpecting(const absl::Status& status) {
 absl::Status DeviceCopyStore::MapLayer(const Resident& resident, uint32_t layer) {
   const HostMapper::Pause pause(&mapper_);
   absl::Status mapped = resident.host_pages()->MapLayer(layer);
-  if (!mapped.ok()) NoteMappingFailed(mapped);
+  if (absl::IsResourceExhausted(mapped)) NoteMappingFailed(mapped);  // else a fault, not a shortage
   return mapped;
 }
 

@@ -125,8 +125,9 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   // clear while there is a cache, they are mapped in the background from now on. Where the system
   // refuses that once, no segment is mapped ahead of steps any more.
   void Expect(const attention::Segment& segment);
-  // Maps what the layer of a resident's host_pages() lacks. If that fails, no pages stay in host
-  // memory from then on, and copies that do not fit have no resident. Errors as HostPages'.
+  // Maps what the layer of a resident's host_pages() lacks. If the system refuses that, no pages
+  // stay in host memory from then on, and copies that do not fit have no resident. Errors as
+  // HostPages'.
   absl::Status MapLayer(const Resident& resident, uint32_t layer);
 
   // The cache of pages of so many bytes; null if there is none, or one of other pages: pages in
