@@ -6,6 +6,10 @@
 // passes alternate; a block's figure is its time by its layers, so that declarations, the last
 // reply and the copying of q, k and v into a message or the region count. The engine's time is the
 // server's own metric. Prints medians over the rounds and the ratios within each round.
+//
+// On a GPU, over a prompt of 128K tokens of Llama-3.1-8B's shape, which all rows share:
+//   memory_plane --backend=cuda --rows=1 --query_heads=32 --tokens=131072 --memory_gib=24
+//                --step_threads=0 --policy=error-target --parameters=tolerance=off,floor=0.01
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -19,11 +23,14 @@
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
 #include "attention/cpu/cpu_backend.h"
+#include "bench/policy_message.h"
 #include "bench/statistics.h"
 #include "bench/support.h"
 #include "client/cpp/client.h"
 #include "common/dtype.h"
 #include "engine/engine.h"
+#include "gpu/device/device.h"
+#include "server/backend.h"
 #include "server/metrics/metrics.h"
 #include "server/options/options.h"
 #include "server/server.h"
@@ -33,7 +40,11 @@ ABSL_FLAG(int, block_passes, 20, "passes of a block");
 ABSL_FLAG(uint32_t, layers, 32, "layers of the model");
 ABSL_FLAG(uint32_t, rows, 8, "rows of a pass, each a sequence of its own");
 ABSL_FLAG(uint32_t, query_heads, 16, "with 8 KV heads and head_dim 128, in bf16");
-ABSL_FLAG(uint64_t, tokens, 16, "tokens in each sequence");
+ABSL_FLAG(uint64_t, tokens, 16, "tokens in each sequence: those of one prompt, which it shares");
+ABSL_FLAG(std::string, policy, "", "preset; empty: the server's default");
+ABSL_FLAG(std::string, parameters, "", "of the policy: NAME=VALUE, comma-separated");
+ABSL_FLAG(std::string, backend, "cpu", "cpu or cuda");
+ABSL_FLAG(uint64_t, memory_gib, 1, "the server's memory budget");
 ABSL_FLAG(uint32_t, spin_us, 200, "of the kind that spins");
 ABSL_FLAG(uint32_t, step_threads, 1, "threads that answer one step; 0: all cores");
 
@@ -71,8 +82,8 @@ struct Data {
   std::string q, k, v;
 };
 
-// A sequence of its own for each row, as a sequence has one writer.
-std::vector<v1::DecodeRow> MakeRows(Client* client, std::mt19937_64* random) {
+// The prompt's sequence. All layers have the same keys and values.
+uint64_t MakePrompt(Client* client, std::mt19937_64* random) {
   const uint64_t tokens = absl::GetFlag(FLAGS_tokens);
   const std::string k = RandomBytes(static_cast<uint32_t>(tokens), kKvHeads, random);
   const std::string v = RandomBytes(static_cast<uint32_t>(tokens), kKvHeads, random);
@@ -80,15 +91,25 @@ std::vector<v1::DecodeRow> MakeRows(Client* client, std::mt19937_64* random) {
   for (uint32_t layer = 0; layer < absl::GetFlag(FLAGS_layers); ++layer) {
     blocks.push_back({.layer = layer, .tokens = tokens, .k = k, .v = v});
   }
+  v1::OpenSequenceRequest open;
+  *open.mutable_model()->mutable_shape() = Shape();
+  if (const std::string preset = absl::GetFlag(FLAGS_policy); !preset.empty()) {
+    *open.mutable_policy() = PolicyMessage(preset, absl::GetFlag(FLAGS_parameters));
+  }
+  const uint64_t sequence = Must(client->OpenSequence(open)).sequence_id();
+  Must(client->AppendKv(sequence, Shape(), blocks, {}, {}).status());
+  return sequence;
+}
+
+// A sequence of its own for each row, as a sequence has one writer.
+std::vector<v1::DecodeRow> MakeRows(Client* client, uint64_t prompt) {
   std::vector<v1::DecodeRow> rows(absl::GetFlag(FLAGS_rows));
   for (v1::DecodeRow& row : rows) {
-    v1::OpenSequenceRequest open;
-    *open.mutable_model()->mutable_shape() = Shape();
-    row.set_sequence_id(Must(client->OpenSequence(open)).sequence_id());
-    row.set_position(tokens);
+    v1::ForkSequenceRequest fork;
+    fork.set_sequence_id(prompt);
+    row.set_sequence_id(Must(client->ForkSequence(fork)).sequence_id());
+    row.set_position(absl::GetFlag(FLAGS_tokens));
     row.set_query_tokens(1);
-    Must(client->AppendKv(row.sequence_id(), Shape(), blocks, {}, {.prefill_complete = false})
-             .status());
   }
   return rows;
 }
@@ -110,8 +131,8 @@ void Check(const v1::DecodeResponse& reply) {
 
 class Messages final : public Kind {
  public:
-  Messages(Client* client, std::mt19937_64* random)
-      : rows_(MakeRows(client, random)), session_(client->StartDecode()) {}
+  Messages(Client* client, uint64_t prompt)
+      : rows_(MakeRows(client, prompt)), session_(client->StartDecode()) {}
   void Pass(const Data& data) override {
     const auto rows = static_cast<uint32_t>(rows_.size());
     const uint32_t layers = absl::GetFlag(FLAGS_layers);
@@ -147,8 +168,8 @@ class Messages final : public Kind {
 
 class Memory final : public Kind {
  public:
-  Memory(Client* client, std::chrono::microseconds spin, std::mt19937_64* random)
-      : rows_(MakeRows(client, random)),
+  Memory(Client* client, uint64_t prompt, std::chrono::microseconds spin)
+      : rows_(MakeRows(client, prompt)),
         session_(Must(client->StartMemoryDecode(
             {.shape = Shape(), .query_tokens_max = absl::GetFlag(FLAGS_rows), .spin = spin}))) {}
   void Pass(const Data& data) override {
@@ -214,26 +235,36 @@ void PrintRatios(const char* name, const Samples& above, const Samples& below) {
               Median(rest), Quantile(trip, 0.1), Quantile(trip, 0.9));
 }
 
+std::unique_ptr<attention::Backend> MakeBackend() {
+  const std::string backend = absl::GetFlag(FLAGS_backend);
+  if (backend == "cpu") {
+    return attention::MakeCpuBackend({.threads = absl::GetFlag(FLAGS_step_threads)});
+  }
+  server::ServerOptions options;
+  options.backend = backend;
+  return Must(server::MakeBackend(options, gpu::OpenCudaDevice, nullptr));
+}
+
 int Main() {
   char pattern[] = "/tmp/attnd-memory-XXXXXX";
   const std::string directory = mkdtemp(pattern);
   server::ServerOptions options;
   options.listen = {"unix:" + directory + "/attnd.sock"};
-  options.memory_budget_bytes = uint64_t{1} << 30;
+  options.memory_budget_bytes = absl::GetFlag(FLAGS_memory_gib) << 30;
   options.allow_client_memory = true;
   const server::Machine machine = server::Machine::Detect();
   server::Metrics metrics;
-  const auto engine = Must(engine::Engine::Create(
-      server::ToEngineOptions(options, machine),
-      attention::MakeCpuBackend({.threads = absl::GetFlag(FLAGS_step_threads)}), &metrics));
+  const auto engine = Must(
+      engine::Engine::Create(server::ToEngineOptions(options, machine), MakeBackend(), &metrics));
   const auto server = Must(server::Server::Start(options, machine, engine.get(), &metrics));
   {
     const auto client = Must(Client::Connect({.target = options.listen[0]}));
     std::mt19937_64 random(1);
     const Data data(&random);
-    Messages messages(client.get(), &random);
-    Memory sleeping(client.get(), std::chrono::microseconds(0), &random);
-    Memory spinning(client.get(), std::chrono::microseconds(absl::GetFlag(FLAGS_spin_us)), &random);
+    const uint64_t prompt = MakePrompt(client.get(), &random);
+    Messages messages(client.get(), prompt);
+    Memory sleeping(client.get(), prompt, std::chrono::microseconds(0));
+    Memory spinning(client.get(), prompt, std::chrono::microseconds(absl::GetFlag(FLAGS_spin_us)));
     Kind* const kinds[] = {&messages, &sleeping, &spinning};
     Samples samples[3], warm_up;
     for (Kind* kind : kinds) RunBlock(kind, data, metrics, &warm_up);

@@ -20,8 +20,7 @@
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
 #include "absl/status/status.h"
-#include "absl/strings/str_split.h"
-#include "absl/strings/string_view.h"
+#include "bench/policy_message.h"
 #include "bench/statistics.h"
 #include "bench/support.h"
 #include "client/cpp/client.h"
@@ -68,13 +67,8 @@ uint64_t FillSequence(Client* client, uint64_t tokens) {
   shape->set_kv_heads(kKvHeads);
   shape->set_head_dim(kHeadDim);
   shape->set_dtype(v1::DTYPE_BF16);
-  open.mutable_policy()->set_preset(absl::GetFlag(FLAGS_policy));
-  for (const absl::string_view pair :
-       absl::StrSplit(absl::GetFlag(FLAGS_parameters), ',', absl::SkipEmpty())) {
-    const std::pair<std::string, std::string> parameter =
-        absl::StrSplit(pair, absl::MaxSplits('=', 1));
-    (*open.mutable_policy()->mutable_parameters())[parameter.first] = parameter.second;
-  }
+  *open.mutable_policy() =
+      PolicyMessage(absl::GetFlag(FLAGS_policy), absl::GetFlag(FLAGS_parameters));
   const uint64_t sequence = Must(client->OpenSequence(open)).sequence_id();
   const std::string k = RandomRows(tokens, kKvHeads, 1), v = RandomRows(tokens, kKvHeads, 2);
   const KvBlock block = {.layer = 0, .first_position = 0, .tokens = tokens, .k = k, .v = v};
