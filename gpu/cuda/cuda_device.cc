@@ -328,10 +328,10 @@ class CudaStream : public Stream {
   }
   absl::Status EstimateTrees(const StepHeader& header) {
     if (HasTreeRows(header, TreeChoice::kByError)) {
-      ATTND_RETURN_IF_ERROR(Launched(LaunchTreeEstimate(header, side_), "estimate of trees"));
+      ATTND_RETURN_IF_ERROR(Launched(LaunchTreeEstimate(header, main_), "estimate of trees"));
     }
     if (!HasTreeRows(header, TreeChoice::kByMass)) return absl::OkStatus();
-    return Launched(LaunchTreeEstimateByMass(header, side_), "estimate of trees by mass");
+    return Launched(LaunchTreeEstimateByMass(header, main_), "estimate of trees by mass");
   }
 
   absl::Status Measure(const StepKernels& kernels, const StepHeader& header) {
@@ -340,17 +340,18 @@ class CudaStream : public Stream {
   }
 
   // Chosen tokens, and before them pages that come from host memory, beside the estimate of the
-  // rest, which comes first: its thread blocks take longer.
+  // rest, which comes first: its thread blocks take longer. In a graph a kernel begins sooner
+  // behind one of its own stream.
   absl::Status Finish(const StepKernels& kernels, const StepHeader& header) {
     ATTND_RETURN_IF_ERROR(Fork());
     if (header.score_items > 0) {
-      ATTND_RETURN_IF_ERROR(Launched(kernels.estimate(header, /*all=*/false, side_), "estimate"));
+      ATTND_RETURN_IF_ERROR(Launched(kernels.estimate(header, /*all=*/false, main_), "estimate"));
     }
     if (header.tree_items > 0) ATTND_RETURN_IF_ERROR(EstimateTrees(header));
     if (header.cache.set_count > 0) {
-      ATTND_RETURN_IF_ERROR(Launched(LaunchFetch(header, main_), "fetch"));
+      ATTND_RETURN_IF_ERROR(Launched(LaunchFetch(header, side_), "fetch"));
     }
-    ATTND_RETURN_IF_ERROR(Launched(kernels.chosen(header, multiprocessors_, main_), "attend"));
+    ATTND_RETURN_IF_ERROR(Launched(kernels.chosen(header, multiprocessors_, side_), "attend"));
     return Join();
   }
 

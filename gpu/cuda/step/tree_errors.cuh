@@ -31,9 +31,14 @@ class TreeErrors : public TreeUnit {
     const SegmentRef& ref = step_.segments[row_.segments_begin + segment];
     return ref.index + unit_.kv_head * ref.index_head_bytes;
   }
+  __device__ __forceinline__ SegmentSlots SlotsOf(uint32_t segment) const {
+    if (segment < kKnownSegments) return memory_->segments[segment];
+    const TreeRef& tree = Tree(segment);
+    return {tree.first_group_slot, tree.first_slice, tree.slices};
+  }
   __device__ __forceinline__ uint32_t SegmentOfGroup(uint32_t slot) const {
     return LastNotAfter(row_.segment_count, slot,
-                        [&](uint32_t s) { return Tree(s).first_group_slot; });
+                        [&](uint32_t s) { return SlotsOf(s).first_group_slot; });
   }
   __device__ __forceinline__ uint8_t& GroupFate(uint32_t slot) const {
     return fates_[row_.slots + slot];
@@ -55,6 +60,7 @@ class TreeErrors : public TreeUnit {
   static __device__ float ErrorOf(const TreeLaneScale& scale, float log_mass, float d2,
                                   const TreeRowInfo& info);
   __device__ float2 ScoreOf(const TreeLevel& level, uint32_t i, const TreeRowInfo& info) const;
+  __device__ __forceinline__ void NoteSegments() const;
   __device__ uint32_t OwnCounts(bool groups) const;
   __device__ uint32_t OpenedInAnyCase(uint32_t groups) const;
   __device__ void NumberItems(const TreeLevel& level, uint32_t leaves);
@@ -231,10 +237,19 @@ __device__ __forceinline__ float2 TreeErrors::ScoreOf(const TreeLevel& level, ui
   return {best_share, error2 / step_.group};
 }
 
-// This thread's share of how many rows of a level the unit's segments have.
+// Makes SlotsOf possible, behind the next __syncthreads.
+__device__ __forceinline__ void TreeErrors::NoteSegments() const {
+  const uint32_t s = kCutThreads - 1 - threadIdx.x;  // by warps that have nothing else to do yet
+  if (s >= min(row_.segment_count, kKnownSegments)) return;
+  const TreeRef& tree = Tree(s);
+  memory_->segments[s] = {tree.first_group_slot, tree.first_slice, tree.slices};
+}
+
+// This thread's share of how many rows of a level the unit's segments have. The last warps wait for
+// it while the first ones add up what the thread blocks of an earlier stage found.
 inline __device__ uint32_t TreeErrors::OwnCounts(bool groups) const {
   uint32_t rows = 0;
-  for (uint32_t s = threadIdx.x; s < row_.segment_count; s += kCutThreads) {
+  for (uint32_t s = kCutThreads - 1 - threadIdx.x; s < row_.segment_count; s += kCutThreads) {
     const TreeOffsets& offsets = Tree(s).offsets;
     const uint32_t at = groups ? offsets.groups.count : offsets.leaves.count;
     rows += __ldg(reinterpret_cast<const uint32_t*>(HeadOf(s) + at));
@@ -256,7 +271,7 @@ inline __device__ void TreeErrors::NumberItems(const TreeLevel& level, uint32_t 
   });
   __syncthreads();
   for (uint32_t s = threadIdx.x; s < row_.segment_count; s += kCutThreads) {
-    const TreeRef& tree = Tree(s);
+    const SegmentSlots tree = SlotsOf(s);
     uint32_t slot = tree.first_group_slot - level.begin;  // wraps for those before
     for (uint32_t i = 0; i < tree.slices; ++i, slot += row_.tree_slice_groups) {
       if (slot < level.own) first_items()[tree.first_slice + i] = level.error_keys[slot];

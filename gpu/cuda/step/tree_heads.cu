@@ -249,6 +249,7 @@ __device__ bool HeadSelector::Judge() {
 
 __device__ void HeadSelector::Open() {
   const auto fate_of = [this](uint32_t slot) -> uint8_t& { return GroupFate(slot); };
+  NoteSegments();
   const uint32_t own_counts = OwnCounts(/*groups=*/true);
   CombineStates();
   MeasureOutputs();

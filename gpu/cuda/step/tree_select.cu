@@ -92,6 +92,7 @@ __device__ uint32_t TreeSelector::Mark(const TreeLevel& level, uint32_t wanted, 
 // ---- the open stage ----
 
 __device__ void TreeSelector::Open() {
+  NoteSegments();
   const uint32_t own_counts = OwnCounts(/*groups=*/true);
   CombineStates();
   if (limited()) {

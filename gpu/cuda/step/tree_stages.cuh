@@ -23,7 +23,8 @@ template <int kDim, int kValueDim>
 __device__ __forceinline__ void PrefetchGroups(const TreeItem& item) {
   const TreeOffsets& offsets = item.tree->offsets;
   const uint32_t first = item.first_group();
-  const uint32_t rows = min(item.tree->max_groups - first, item.row->tree_slice_groups);
+  const uint32_t max_groups = max(item.tree->max_groups, first);
+  const uint32_t rows = min(max_groups - first, item.row->tree_slice_groups);
   const auto prefetch_rows = [&](uint32_t part, uint32_t row_bytes) {
     PrefetchBytes(item.head + part + uint64_t{first} * row_bytes, rows * row_bytes);
   };
@@ -74,25 +75,41 @@ __device__ __forceinline__ TreeRowInfo InfoOf(const TreeItem& item, const TreePa
   return info;
 }
 
-__device__ __forceinline__ void StoreGroupInfo(const StepHeader& step, const TreeItem& item) {
-  if (item.tile != 0) return;
-  const TreePart& part = item.tree->offsets.groups;
-  const uint32_t first_group = item.first_group(), groups = item.groups_end();
-  const auto* members = reinterpret_cast<const uint32_t*>(item.head + part.first_members);
-  const TreeScores places = TreeScoresOf(*item.row, step.group);
-  auto* to = reinterpret_cast<TreeRowInfo*>(TreeScoresAt(step, item.unit, places.groups.info)) +
-             item.tree->first_group_slot;
-  const uint32_t slots_end = min(item.tree->group_slots, first_group + item.row->tree_slice_groups);
-  for (uint32_t i = first_group + threadIdx.x; i < slots_end; i += kTreeThreads) {
-    TreeRowInfo info = {};
-    if (i < groups) {
-      info = InfoOf(item, part, i);
-      const uint32_t first = __ldg(members + i);
-      info.place = first | (__ldg(members + i + 1) - first) << 16;
-    }
-    to[i] = info;
+// What choosing needs of an item's groups. A thread asks for its first group's when this is made,
+// so that the loads are on their way while queries are rotated.
+class GroupInfos {
+ public:
+  __device__ __forceinline__ explicit GroupInfos(const TreeItem& item)
+      : own_(item.first_group() + threadIdx.x),
+        groups_(item.groups_end()),
+        info_(Load(item, own_)) {}
+
+  __device__ __forceinline__ void Store(const StepHeader& step, const TreeItem& item) const {
+    if (item.tile != 0) return;
+    const TreeScores places = TreeScoresOf(*item.row, step.group);
+    auto* to = reinterpret_cast<TreeRowInfo*>(TreeScoresAt(step, item.unit, places.groups.info)) +
+               item.tree->first_group_slot;
+    const uint32_t slots_end =
+        min(item.tree->group_slots, item.first_group() + item.row->tree_slice_groups);
+    if (own_ < slots_end) to[own_] = info_;
+    for (uint32_t i = own_ + kTreeThreads; i < slots_end; i += kTreeThreads) to[i] = Load(item, i);
   }
-}
+
+ private:
+  // Of a slot without a group: zeros.
+  __device__ __forceinline__ TreeRowInfo Load(const TreeItem& item, uint32_t group) const {
+    if (group >= groups_) return {};
+    const TreePart& part = item.tree->offsets.groups;
+    const auto* members = reinterpret_cast<const uint32_t*>(item.head + part.first_members) + group;
+    TreeRowInfo info = InfoOf(item, part, group);
+    const uint32_t first = __ldg(members);
+    info.place = first | (__ldg(members + 1) - first) << 16;
+    return info;
+  }
+
+  const uint32_t own_, groups_;
+  const TreeRowInfo info_;
+};
 
 template <int kDim, int kValueDim>
 __device__ __forceinline__ void SumGroups(const StepHeader& step, const TreeItem& item,
@@ -136,13 +153,14 @@ __global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
   const TreeItem item(step, blockIdx.x);
   if (ChoiceOf(*item.row) == TreeChoice::kByMass) return;
   PrefetchGroups<kDim, kValueDim>(item);
+  const GroupInfos infos(item);
   LoadTreeQueries<kDim>(step, item, &block);
   RotateQueries<kDim>(item, &block);
   SquareQueries<kDim>(&block);
   StoreQueries<kDim>(step, item, block);
   TreeSums<kDim, kValueDim> sums;
   Totals best = {-INFINITY, 0};
-  StoreGroupInfo(step, item);
+  infos.Store(step, item);
   SumGroups(step, item, block.q, &sums, &best);
   TreeFinisher<kDim, kValueDim>(
       item, LanesOf(step, item.unit, item.tile),
@@ -152,16 +170,22 @@ __global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
 
 // ---- leaves ----
 
-// Items [begin, end) of a unit's opened leaves are those of the slice.
+// Items [begin, end) of a unit's opened leaves are a slice's to work on: an even share of its
+// segment's, as a few slices have most of what is opened.
 struct LeafItems {
   const uint32_t* items;
   uint32_t begin, end;
 
   __device__ __forceinline__ LeafItems(const StepHeader& step, const TreeItem& item) {
     const uint32_t* words = UnitTreeWords(step, item.unit);
+    const uint32_t* of_slices = words + kTreeLaneWords + item.tree->first_slice;
+    const uint32_t slices = item.tree->slices;
+    const uint32_t first = of_slices[0], last = of_slices[slices];
+    const uint32_t batches = (last - first + kTreeRows - 1) / kTreeRows;
+    const uint32_t share = (batches + slices - 1) / slices * kTreeRows;
     items = words + TreeItems(*item.row);
-    begin = words[kTreeLaneWords + item.slice];
-    end = words[kTreeLaneWords + item.slice + 1];
+    begin = min(first + (item.slice - item.tree->first_slice) * share, last);
+    end = min(begin + share, last);
   }
   // Sixteen items from `first` on, which may lie behind the last one.
   __device__ __forceinline__ TreeRowSet Rows(uint32_t first) const {

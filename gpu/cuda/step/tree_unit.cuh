@@ -50,6 +50,14 @@ struct TreeLaneScale {
 inline constexpr uint32_t kOutputChannels = 32;
 inline constexpr uint32_t kOutputChunksMax = 8;  // of a lane
 
+// Where a segment's groups are among the row's.
+struct SegmentSlots {
+  uint32_t first_group_slot, first_slice, slices;
+};
+// Segments of a row of which a thread block keeps that: looking it up in memory is a wait each
+// time.
+inline constexpr uint32_t kKnownSegments = 64;
+
 struct TreeSelectMemory {
   CutMemory cut;
   uint32_t best_keys[kRankedRows];
@@ -63,6 +71,7 @@ struct TreeSelectMemory {
   // Squared lengths of an output's channels (low half) and of the zones' mean.
   CutWeight norms[kTreeLanesMax * kOutputChunksMax];
   uint32_t first_piece;
+  SegmentSlots segments[kKnownSegments];
 };
 
 __device__ __forceinline__ TreeRowInfo InfoAt(const TreeLevel& level, uint32_t i) {
