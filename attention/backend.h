@@ -155,6 +155,12 @@ struct BackendStats {
   double merge_seconds = 0;
 };
 
+// What the link between host and device carries, of all processes, in bytes a second.
+struct LinkRates {
+  double to_device = 0;
+  double to_host = 0;
+};
+
 class SegmentBuilder;
 
 // What a sequence asks of the backend that is to own it.
@@ -196,6 +202,11 @@ class Backend {
   // Why the backend answers more slowly than it was made to; OK if it does not.
   virtual absl::Status Health() const { return absl::OkStatus(); }
   virtual BackendStats stats() const { return BackendStats(); }
+  // Measured now, which may take 40 ms. Unavailable, saying why, without a device, or where nothing
+  // measures it.
+  virtual absl::StatusOr<LinkRates> link_rates() const {
+    return absl::UnavailableError("the CPU answers");
+  }
   // Steps will read the segment, which is whole in memory: the backend may get ready for them in
   // the background, as long as the segment lives. Returns at once.
   virtual void Expect(const Segment& /*segment*/) const {}

@@ -15,6 +15,7 @@ namespace {
 using attention::Backend;
 using attention::BackendStats;
 using attention::IndexSet;
+using attention::LinkRates;
 using attention::Plan;
 using attention::Policy;
 using attention::SegmentBuilder;
@@ -34,6 +35,7 @@ class AutoBackend : public Backend {
   absl::string_view device() const override { return device_->device(); }
   absl::Status Health() const override { return device_->Health(); }
   BackendStats stats() const override { return device_->stats(); }
+  absl::StatusOr<LinkRates> link_rates() const override { return device_->link_rates(); }
 
   // What the device lacks is the CPU's.
   absl::Status Supports(const Policy& policy) const override { return cpu_->Supports(policy); }

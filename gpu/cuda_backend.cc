@@ -37,6 +37,7 @@ using attention::Fallback;
 using attention::kClusterIndexes;
 using attention::kFallbacks;
 using attention::kTreeIndexes;
+using attention::LinkRates;
 using attention::Plan;
 using attention::Policy;
 using attention::StepRequest;
@@ -251,6 +252,11 @@ class CudaBackend : public Backend {
     absl::Status status = build.Run(proceed);
     if (build.device_failed()) Degrade(status);
     return status;
+  }
+
+  absl::StatusOr<LinkRates> link_rates() const override {
+    ATTND_ASSIGN_OR_RETURN(const PcieRates rates, device_->pcie_rates());
+    return LinkRates{.to_device = rates.to_device, .to_host = rates.to_host};
   }
 
   BackendStats stats() const override {

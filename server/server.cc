@@ -109,6 +109,7 @@ class ServerImpl final : public Server {
                          .queue_depth = [this] { return steps_.queue_depth(); },
                          .queued_calls = [this] { return calls_.queue_depth(); },
                          .backend = [engine] { return engine->backend().stats(); },
+                         .link_rates = [engine] { return engine->backend().link_rates(); },
                          .degraded = [engine] { return !engine->backend().Health().ok(); },
                          .archive = [engine] { return engine->archive_stats(); },
                          .client_memory = [this] { return MemoryUsage(); }});

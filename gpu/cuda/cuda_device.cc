@@ -72,6 +72,12 @@ bool RunsCooperativeGroups(int device) {
   return true;
 }
 
+// As NVML names it; empty if it has none.
+std::string BusIdOf(int device) {
+  char id[32] = {};
+  return cudaDeviceGetPCIBusId(id, sizeof id, device) == cudaSuccess ? id : "";
+}
+
 // Whether kernels find host memory that is mapped for them at the host's own addresses.
 bool MapsHostMemory(int device) {
   int same_addresses = 0;
@@ -375,10 +381,14 @@ class CudaDevice : public Device {
         memory_bytes_(properties.totalGlobalMem),
         multiprocessors_(static_cast<uint32_t>(properties.multiProcessorCount)),
         has_cooperative_groups_(RunsCooperativeGroups(device)),
-        maps_host_memory_(MapsHostMemory(device)) {}
+        maps_host_memory_(MapsHostMemory(device)),
+        meter_(PcieMeter::Open(PcieMeter::kLibrary, BusIdOf(device))) {}
 
   const std::string& name() const override { return name_; }
   uint64_t memory_bytes() const override { return memory_bytes_; }
+  absl::StatusOr<PcieRates> pcie_rates() const override {
+    return meter_.ok() ? (*meter_)->Read() : meter_.status();
+  }
 
   absl::StatusOr<std::byte*> Allocate(size_t bytes) override {
     ATTND_RETURN_IF_ERROR(UseDevice(device_));
@@ -438,6 +448,7 @@ class CudaDevice : public Device {
   const uint32_t multiprocessors_;
   const bool has_cooperative_groups_;
   const bool maps_host_memory_;
+  const absl::StatusOr<std::unique_ptr<PcieMeter>> meter_;
 };
 
 }  // namespace

@@ -19,6 +19,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "common/model_shape.h"
+#include "gpu/device/pcie_meter.h"
 #include "gpu/layout/index_layout.h"
 #include "gpu/layout/kernel_shapes.h"
 #include "gpu/layout/step_layout.h"
@@ -92,6 +93,11 @@ class Device {
   virtual ~Device() = default;
   virtual const std::string& name() const = 0;
   virtual uint64_t memory_bytes() const = 0;  // in total, including what others use
+  // What its PCIe link carries now, of all processes; it may take 40 ms to measure. Unavailable,
+  // saying why, if nothing can measure that.
+  virtual absl::StatusOr<PcieRates> pcie_rates() const {
+    return absl::UnavailableError("nothing measures this device's link");
+  }
 
   // Aligned to 256 bytes.
   virtual absl::StatusOr<std::byte*> Allocate(size_t bytes) = 0;

@@ -2,6 +2,7 @@
 #include "server/metrics/metrics.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "common/process_memory.h"
 #include "glog/logging.h"
@@ -138,6 +139,11 @@ void Metrics::AddDeviceMetrics() {
   pcie_bytes_ = {AddCounter(pcie, pcie_help, {{"direction", "to_device"}, {"path", "copy"}}),
                  AddCounter(pcie, pcie_help, {{"direction", "to_host"}, {"path", "copy"}}),
                  AddCounter(pcie, pcie_help, {{"direction", "to_device"}, {"path", "fetch"}})};
+  const std::string link = "attnd_device_link_bytes_per_second";
+  const std::string link_help =
+      "What the GPU's PCIe link carries, of all processes, as NVML measures it; NaN: it cannot";
+  link_rates_ = {AddGauge(link, link_help, {{"direction", "to_device"}}),
+                 AddGauge(link, link_help, {{"direction", "to_host"}})};
   // Hits come first on the page: who reads them before look-ups never sees more hits than these.
   device_hit_pages_ = AddCounter("attnd_tier_hit_pages_total", kHitHelp, {{"tier", "hbm"}});
   device_lookup_pages_ =
@@ -396,6 +402,11 @@ std::vector<prometheus::MetricFamily> Metrics::Collect() const {
     memory_passes_->Set(static_cast<double>(usage.passes));
   }
   if (sources_.backend) CollectBackend(sources_.backend());
+  if (sources_.link_rates) {
+    const absl::StatusOr<attention::LinkRates> rates = sources_.link_rates();
+    link_rates_[0]->Set(rates.ok() ? rates->to_device : std::nan(""));
+    link_rates_[1]->Set(rates.ok() ? rates->to_host : std::nan(""));
+  }
   if (sources_.degraded) degraded_->Set(sources_.degraded() ? 1 : 0);
   if (sources_.archive) CollectArchive(sources_.archive());
   process_bytes_->Set(static_cast<double>(ResidentBytes()));

@@ -86,6 +86,7 @@ struct GaugeSources {
   std::function<size_t()> queue_depth = nullptr;
   std::function<size_t()> queued_calls = nullptr;
   std::function<attention::BackendStats()> backend = nullptr;
+  std::function<absl::StatusOr<attention::LinkRates>()> link_rates = nullptr;
   std::function<bool()> degraded = nullptr;
   std::function<engine::ArchiveStats()> archive = nullptr;
   std::function<ClientMemoryUsage()> client_memory = nullptr;
@@ -185,6 +186,7 @@ class Metrics final : public engine::EventListener, public prometheus::Collectab
   std::array<prometheus::Gauge*, 3> device_capacity_bytes_;  // by arena
   // Copied to the device, to the host; fetched by the device.
   std::array<prometheus::Counter*, 3> pcie_bytes_;
+  std::array<prometheus::Gauge*, 2> link_rates_;  // to the device, to the host
   prometheus::Counter* device_lookup_pages_;
   prometheus::Counter* device_hit_pages_;
   prometheus::Counter* device_pages_in_place_;

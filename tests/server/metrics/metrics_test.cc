@@ -70,6 +70,7 @@ TEST(Metrics, EveryPromisedNameIsThereFromTheStart) {
                                  "device_bytes",
                                  "device_capacity_bytes",
                                  "pcie_bytes_total",
+                                 "device_link_bytes_per_second",
                                  "device_evictions_total",
                                  "backend_fallback_steps_total",
                                  "backend_fallback_rows_total",
@@ -273,7 +274,12 @@ TEST(Metrics, ADeviceIsATierAndHasArenas) {
   backend.fallback_rows = {1, 2, 3, 4, 5};
   backend.index_missing_bytes = 77;
   backend.graph_launches = 9;
-  metrics.SetSources({.backend = [&] { return backend; }, .degraded = [] { return true; }});
+  absl::StatusOr<attention::LinkRates> rates = absl::UnavailableError("no NVML");
+  metrics.SetSources({.backend = [&] { return backend; },
+                      .link_rates = [&] { return rates; },
+                      .degraded = [] { return true; }});
+  EXPECT_TRUE(std::isnan(Values(metrics)["attnd_device_link_bytes_per_second{direction=to_host}"]));
+  rates = attention::LinkRates{.to_device = 1e9, .to_host = 2e6};
   engine::DecodeResult result;
   result.rows.resize(1);
   attention::RowStats& stats = result.rows[0].stats;
@@ -303,6 +309,8 @@ TEST(Metrics, ADeviceIsATierAndHasArenas) {
   EXPECT_EQ(values["attnd_pcie_bytes_total{direction=to_device}{path=copy}"], 50);
   EXPECT_EQ(values["attnd_pcie_bytes_total{direction=to_host}{path=copy}"], 6);
   EXPECT_EQ(values["attnd_pcie_bytes_total{direction=to_device}{path=fetch}"], 4096);
+  EXPECT_EQ(values["attnd_device_link_bytes_per_second{direction=to_device}"], 1e9);
+  EXPECT_EQ(values["attnd_device_link_bytes_per_second{direction=to_host}"], 2e6);
   EXPECT_EQ(values["attnd_tier_lookup_pages_total{tier=hbm}"], 20);
   EXPECT_EQ(values["attnd_tier_hit_pages_total{tier=hbm}"], 14);
   EXPECT_EQ(values["attnd_device_pages_in_place_total"], 2);
