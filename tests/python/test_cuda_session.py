@@ -227,16 +227,17 @@ def test_a_pass_that_the_server_refuses_leaves_its_session(client, gpu):
     with Model(client, gpu) as model:
         graph = model.graph()
         refused = (
-            ([], {"pass_deadline_us": 1}, attnd.DeadlineExceededError),
-            # The server never looks at the words of this one.
-            ([1, 2, 3], {}, attnd.InvalidArgumentError),
+            (0, {"pass_deadline_us": 1}, attnd.DeadlineExceededError),
+            # Of another region, whose words are not there for the server: it writes none.
+            (1, {}, attnd.NotFoundError),
         )
-        for ids, options, error in refused:
+        for other_region, options, error in refused:
             for attempt in range(3):
                 model.write(case, tokens)
                 gpu.then(lambda attempt=attempt: time.sleep(0.03 * attempt))  # refused meanwhile
-                row = attnd.Row(sequence, PROMPT, token_ids=ids)
-                whole = model.session.begin_pass([row], **options)
+                model.session._memory.region_id += other_region
+                whole = model.session.begin_pass([attnd.Row(sequence, PROMPT)], **options)
+                model.session._memory.region_id -= other_region
                 gpu.replay(graph)
                 with pytest.raises(error):
                     whole.finish()
@@ -470,7 +471,9 @@ def test_a_server_that_ends_is_noticed(tmp_path, gpu, end):
             told = Failure.OVER if end == signal.SIGTERM else Failure.ABORTED
             assert model.session.invalid[0] == told
             with pytest.raises(expected):
-                model.session.begin_pass([attnd.Row(sequence, PROMPT)])
+                whole = model.session.begin_pass([attnd.Row(sequence, PROMPT)])
+                model.layers()
+                whole.finish()
             model.session.close()
     finally:
         server.kill()

@@ -128,6 +128,7 @@ class StreamSession:
         self._stream.close()
         self._watched.set()
         self._watchdog.join()
+        self._under_way = None
         try:
             self._gpu.synchronize()
             self._gpu.unmap(self._memory.memory)
