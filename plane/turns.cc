@@ -5,7 +5,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "glog/logging.h"
-#include "plane/word_wait.h"
 
 namespace attnd::plane {
 namespace {
@@ -25,8 +24,8 @@ absl::Status ServerTurns::AwaitRing(const Wait& wait) const {
     if (IsSet(wait.cancelled)) return absl::CancelledError("the pass was cancelled");
     if (IsSet(wait.stopping)) return absl::UnavailableError("the server is shutting down");
     const auto now = steady_clock::now();
-    const uint32_t ring =
-        AwaitChange(&words_->ring, before, spin, std::min(wait.limit, now + kLookPeriod));
+    const uint32_t ring = AwaitChange(&words_->ring, before, spin,
+                                      std::min(wait.limit, now + kLookPeriod), wait.waiting);
     if (ring == epoch) return absl::OkStatus();
     if (ring != before) {
       return absl::InvalidArgumentError(absl::StrCat("the ring word is ", ring, "; layer ", layer_,

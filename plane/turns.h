@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "absl/status/status.h"
+#include "plane/word_wait.h"
 #include "plane/words.h"
 
 namespace attnd::plane {
@@ -22,6 +23,7 @@ class ServerTurns {
   struct Wait {
     std::chrono::steady_clock::time_point limit;
     std::chrono::microseconds spin{0};  // before the thread sleeps
+    Waiting waiting = Waiting::kWoken;  // kLooking for clients whose rings wake nobody
     // Whether to stop; each is looked at every kLookPeriod at the least. May be null.
     const std::atomic<bool>* cancelled = nullptr;
     const std::atomic<bool>* stopping = nullptr;

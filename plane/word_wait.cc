@@ -2,6 +2,7 @@
 #include "plane/word_wait.h"
 
 #include <linux/futex.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -28,13 +29,40 @@ void Relax() {
 #endif
 }
 
+timespec ToTimespec(steady_clock::duration time) {
+  const auto nanos = std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
+  return {.tv_sec = static_cast<time_t>(nanos / 1'000'000'000),
+          .tv_nsec = static_cast<long>(nanos % 1'000'000'000)};
+}
+
 // Not FUTEX_PRIVATE: the waker is another process.
 void Sleep(const uint32_t* word, uint32_t seen, steady_clock::duration time) {
-  const auto nanos = std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
-  const timespec wait = {.tv_sec = static_cast<time_t>(nanos / 1'000'000'000),
-                         .tv_nsec = static_cast<long>(nanos % 1'000'000'000)};
+  const timespec wait = ToTimespec(time);
   // Woken, changed meanwhile, interrupted or late: the caller looks at the word in each case.
   syscall(SYS_futex, word, FUTEX_WAIT, seen, &wait, nullptr, 0);
+}
+
+// While it lives the calling thread's sleeps end within a microsecond of their time, where Linux
+// otherwise takes 50 more to wake several threads at once.
+class PreciseSleeps {
+ public:
+  PreciseSleeps() : slack_nanos_(prctl(PR_GET_TIMERSLACK)) {
+    if (slack_nanos_ > 0) prctl(PR_SET_TIMERSLACK, 1000ul);
+  }
+  ~PreciseSleeps() {
+    if (slack_nanos_ > 0) prctl(PR_SET_TIMERSLACK, static_cast<unsigned long>(slack_nanos_));
+  }
+  PreciseSleeps(const PreciseSleeps&) = delete;
+  PreciseSleeps& operator=(const PreciseSleeps&) = delete;
+
+ private:
+  const int slack_nanos_;
+};
+
+void Look(const uint32_t* word, uint32_t seen, steady_clock::time_point limit) {
+  const PreciseSleeps precise;
+  const timespec period = ToTimespec(kWordLookPeriod);
+  while (ReadWord(word) == seen && steady_clock::now() < limit) nanosleep(&period, nullptr);
 }
 
 }  // namespace
@@ -50,7 +78,7 @@ void WriteWord(uint32_t* word, uint32_t value) {
 }
 
 uint32_t AwaitChange(const uint32_t* word, uint32_t seen, std::chrono::microseconds spin,
-                     steady_clock::time_point limit) {
+                     steady_clock::time_point limit, Waiting waiting) {
   uint32_t value = ReadWord(word);
   if (value != seen) return value;
   const auto start = steady_clock::now();
@@ -64,7 +92,11 @@ uint32_t AwaitChange(const uint32_t* word, uint32_t seen, std::chrono::microseco
     }
     now = steady_clock::now();
   }
-  if (now < limit) Sleep(word, seen, limit - now);
+  if (waiting == Waiting::kLooking) {
+    Look(word, seen, limit);
+  } else if (now < limit) {
+    Sleep(word, seen, limit - now);
+  }
   return ReadWord(word);
 }
 

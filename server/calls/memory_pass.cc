@@ -55,6 +55,7 @@ MemoryPass::MemoryPass(const Stream& stream, const v1::PassMemory& proto, plane:
     : stream_(stream),
       region_(std::move(region)),
       spin_(proto.spin_us()),
+      waiting_(proto.device_rings() ? plane::Waiting::kLooking : plane::Waiting::kWoken),
       out_span_(ToSpan(proto.out())),
       lse_span_(ToSpan(proto.lse())),
       q_{.span = ToSpan(proto.q()), .copy = nullptr},
@@ -186,6 +187,7 @@ absl::Status MemoryPass::AwaitRing() const {
   const Clock::time_point latest = Clock::now() + stream_.handlers->options->reply_timeout();
   return turns_.AwaitRing({.limit = std::min(stream_.options->deadline.value_or(latest), latest),
                            .spin = spin_,
+                           .waiting = waiting_,
                            .cancelled = stream_.cancelled,
                            .stopping = stream_.stopping});
 }

@@ -93,6 +93,7 @@ class MemoryPass {
   const Stream stream_;
   const plane::RegionUse region_;
   const std::chrono::microseconds spin_;
+  const plane::Waiting waiting_;
   const plane::Span out_span_;
   const plane::Span lse_span_;
   Input q_, k_, v_;  // constant after Declare, but for the copies' bytes

@@ -6,12 +6,14 @@
 // on the other side.
 #include "plane/turns.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
 #include <ostream>
 #include <thread>
+#include <vector>
 
 #include "gtest/gtest.h"
 #include "plane/region.h"
@@ -46,6 +48,7 @@ class TurnsTest : public ::testing::TestWithParam<Case> {
   static uint64_t* Cell(const Region& region, size_t number) {
     return reinterpret_cast<uint64_t*>(region.data() + 1024) + 64 * number;
   }
+  void ExpectWaitingEnds(Waiting waiting);
   static ServerTurns::Wait Until(std::chrono::milliseconds time) {
     return {.limit = Clock::now() + time};
   }
@@ -146,12 +149,50 @@ TEST_P(TurnsTest, EpochsGoOverTheEndOf32Bits) {
   }
 }
 
+// A ring as a GPU writes it: without a wake. Where the server sleeps in the futex such a ring is
+// seen every kLookPeriod alone, so most of these waits end late there; where it looks, none may.
+TEST_P(TurnsTest, ARingThatWakesNobodyIsLookedFor) {
+  constexpr uint32_t kLayers = 100;
+  const uint32_t first = ClientTurns(client_words()).Begin(kLayers);
+  std::atomic<uint32_t> waits_for{0};
+  std::atomic<int64_t> rung_at{0};
+  std::thread client([&] {
+    for (uint32_t layer = 0; layer < kLayers; ++layer) {
+      while (waits_for != layer + 1) std::this_thread::yield();
+      std::this_thread::sleep_for(1ms);  // the server's spin is over
+      rung_at = Clock::now().time_since_epoch().count();
+      std::atomic_ref<uint32_t>(client_words()->ring).store(first + layer);
+    }
+  });
+  ServerTurns server(server_words(), first, kLayers);
+  std::vector<Clock::duration> late;
+  for (uint32_t layer = 0; layer < kLayers; ++layer) {
+    waits_for = layer + 1;
+    ASSERT_TRUE(server
+                    .AwaitRing({.limit = Clock::now() + 30s,
+                                .spin = GetParam().spin,
+                                .waiting = Waiting::kLooking})
+                    .ok());
+    late.push_back(Clock::now().time_since_epoch() - Clock::duration(rung_at));
+    server.Answer(0);
+  }
+  client.join();
+  // The median, as a machine with other work may be late by anything.
+  std::nth_element(late.begin(), late.begin() + kLayers / 2, late.end());
+  EXPECT_LT(late[kLayers / 2], ServerTurns::kLookPeriod / 4);
+}
+
 TEST_P(TurnsTest, WaitingEnds) {
+  for (const Waiting waiting : {Waiting::kWoken, Waiting::kLooking}) ExpectWaitingEnds(waiting);
+}
+
+void TurnsTest::ExpectWaitingEnds(Waiting waiting) {
   ClientTurns client(client_words());
   const ServerTurns server(server_words(), client.Begin(1), 1);
   std::atomic<bool> cancelled{false}, stopping{false};
   const ServerTurns::Wait wait = {.limit = Clock::now() + 60s,
                                   .spin = GetParam().spin,
+                                  .waiting = waiting,
                                   .cancelled = &cancelled,
                                   .stopping = &stopping};
   for (std::atomic<bool>* flag : {&cancelled, &stopping}) {

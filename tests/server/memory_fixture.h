@@ -5,6 +5,7 @@
 #define ATTND_TESTS_SERVER_MEMORY_FIXTURE_H_
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -65,10 +66,13 @@ class MemoryPassClient {
   bool Declare(const v1::DecodeRequest& request) { return stream_->Write(request); }
   // Rings for the layer, whose q, k and v are `value` throughout.
   void Ring(uint32_t layer, float value = 1.0f) {
-    std::fill_n(floats(kQ), 32, value);
-    std::fill_n(floats(kK), 16, value);
-    std::fill_n(floats(kV), 16, value);
+    Fill(value);
     plane::WriteWord(&words()->ring, epoch_ + layer);
+  }
+  // As a GPU rings: nobody is woken.
+  void RingAsDevice(uint32_t layer, float value = 1.0f) {
+    Fill(value);
+    std::atomic_ref<uint32_t>(words()->ring).store(epoch_ + layer, std::memory_order_release);
   }
   bool WaitFor(uint32_t layer) {
     return Within([&] { return plane::ReadWord(&words()->answer) == epoch_ + layer; });
@@ -108,6 +112,12 @@ class MemoryPassClient {
   MemoryClient* memory() const { return memory_.get(); }
 
  private:
+  void Fill(float value) {
+    std::fill_n(floats(kQ), 32, value);
+    std::fill_n(floats(kK), 16, value);
+    std::fill_n(floats(kV), 16, value);
+  }
+
   const std::unique_ptr<v1::Attnd::Stub> stub_;
   std::unique_ptr<MemoryClient> memory_;
   ClientRegion region_;

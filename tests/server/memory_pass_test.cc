@@ -4,6 +4,7 @@
 // its client writes or leaves out: errors name the field, nothing is half appended, and what was
 // given up is so before the client can know. Method: a client that writes each word itself, to a
 // server with the real engine; where time matters, with an engine that waits.
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <functional>
@@ -70,6 +71,55 @@ TEST_F(MemoryPassTest, TokensAreCommittedAndRepeated) {
   EXPECT_EQ(LayerTokens(sequence), (std::vector<uint64_t>{2, 2}));
   EXPECT_EQ(server_->Metric("attnd_steps_total{code=OK}"), 8);
   EXPECT_TRUE(client.Finish().ok());
+}
+
+// With device_rings a ring that wakes nobody is answered at once. Without it such a ring is seen
+// when the server looks at its stream, every 20 ms: so the test would see a field that is ignored.
+TEST_F(MemoryPassTest, RingsOfADeviceAreLookedFor) {
+  MemoryPassClient client(*server_);
+  const uint64_t sequence = Open();
+  std::vector<std::chrono::steady_clock::duration> times;
+  for (uint64_t token = 0; token < 20; ++token) {
+    v1::DecodeRequest request = client.Declaration(sequence, token);
+    request.mutable_begin_pass()->mutable_memory()->set_device_rings(true);
+    ASSERT_TRUE(client.Declare(request));
+    for (uint32_t layer = 0; layer < MemoryPassClient::kLayers; ++layer) {
+      std::this_thread::sleep_for(2ms);  // the server waits already
+      const auto start = std::chrono::steady_clock::now();
+      client.RingAsDevice(layer, 2.0f);
+      while (plane::ReadWord(&client.words()->answer) != client.epoch() + layer) {
+        ASSERT_LT(std::chrono::steady_clock::now() - start, 10s);
+        std::this_thread::sleep_for(50us);
+      }
+      times.push_back(std::chrono::steady_clock::now() - start);
+    }
+    ASSERT_EQ(client.Reply().rows(0).status().code(), 0);
+  }
+  EXPECT_EQ(client.floats(client.kOut)[31], 2.0f);
+  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
+  EXPECT_LT(times[times.size() / 2], 5ms);
+}
+
+// What ends a wait for a ring ends one that looks, too.
+TEST_F(MemoryPassTest, APassWithRingsOfADeviceEnds) {
+  const auto declare = [](MemoryPassClient* client, uint64_t sequence, uint64_t deadline_us) {
+    v1::DecodeRequest request = client->Declaration(sequence);
+    request.mutable_begin_pass()->mutable_memory()->set_device_rings(true);
+    request.mutable_begin_pass()->set_deadline_us(deadline_us);
+    ASSERT_TRUE(client->Declare(request));
+    client->RingAsDevice(0);
+    ASSERT_TRUE(client->WaitFor(0));
+  };
+  const uint64_t sequence = Open(), other = Open();
+  MemoryPassClient late(*server_), cancelled(*server_);
+  declare(&late, sequence, 300'000);
+  ASSERT_TRUE(late.WaitFor(2));
+  EXPECT_EQ(late.Reply().status().code(), StatusCode::DEADLINE_EXCEEDED);
+  declare(&cancelled, other, 0);
+  cancelled.LeaveStream();
+  ASSERT_TRUE(cancelled.WaitFor(2));
+  EXPECT_EQ(LayerTokens(sequence), (std::vector<uint64_t>{0, 0}));
+  EXPECT_EQ(LayerTokens(other), (std::vector<uint64_t>{0, 0}));
 }
 
 TEST_F(MemoryPassTest, LayersMayLieApart) {

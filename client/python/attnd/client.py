@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Callable
+from typing import TYPE_CHECKING, Any, Callable
 
 import grpc
 import numpy.typing as npt
@@ -33,6 +33,9 @@ from attnd.session import DecodeSession
 from attnd.tensors import Array
 from attnd.v1 import attnd_pb2, attnd_pb2_grpc
 from attnd.words import check_machine
+
+if TYPE_CHECKING:
+    from attnd.cuda.session import StreamSession
 
 
 class Client:
@@ -303,6 +306,41 @@ class Client:
         try:
             memory = PassMemory(connection, layout)
             return MemorySession(self.memory_stream(spin_us=spin_us), connection, memory)
+        except BaseException:
+            connection.close()
+            raise
+
+    def cuda_session(
+        self,
+        shape: ModelShape,
+        *,
+        query_tokens_max: int = 1,
+        query_dtype: npt.DTypeLike | None = None,
+        output_dtype: npt.DTypeLike | None = None,
+        spin_us: int = 1000,
+        socket: str | None = None,
+        device: Any = None,
+    ) -> StreamSession:
+        """As :meth:`memory_session`, for tensors in a GPU's memory: each layer of a pass is a kernel
+        of the caller's CUDA stream, and may be part of a CUDA graph. Needs PyTorch with CUDA.
+
+        Args:
+            spin_us: how long the server looks for the stream's next layer without a pause, which
+                takes a core while a pass is under way; after that every 20 us.
+            device: the GPU, as torch.device takes it; None is PyTorch's current one.
+
+        Raises:
+            attnd.cuda.CudaError: if PyTorch, CUDA or a GPU is missing or refuses.
+        """
+        from attnd.cuda.driver import CudaGpu
+        from attnd.cuda.session import StreamSession
+
+        layout = PassLayout(shape, query_tokens_max, query_dtype, output_dtype)
+        gpu = CudaGpu(device)
+        connection = self.memory_socket(socket)
+        try:
+            memory = PassMemory(connection, layout)
+            return StreamSession(gpu, self.memory_stream(spin_us=spin_us), connection, memory)
         except BaseException:
             connection.close()
             raise

@@ -7,8 +7,8 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any, Callable
+from dataclasses import dataclass, replace
+from typing import Any, Callable, TypeVar
 
 import grpc
 
@@ -25,6 +25,8 @@ from attnd.words import ClientTurns, check_machine
 SPIN_US_MAX = 10_000
 # Between two looks at whether the stream has a reply or has ended.
 _LOOK_PERIOD_S = 0.005
+
+DevicePass = TypeVar("DevicePass", bound="DeclaredPass")
 
 
 class _Call:
@@ -145,7 +147,7 @@ class MemoryStream:
         self._spin_us = spin_us
         self._call = _Call(method, metadata)
         self._ended: Exception | None = None
-        self._pass: MemoryPass | None = None  # under way
+        self._pass: DeclaredPass | None = None  # under way
         self._reply: PassReply | None = None  # to the newest pass
         self._step_id = 0
 
@@ -159,6 +161,11 @@ class MemoryStream:
                 self._call.finish(self._timeout_s)
             else:
                 self._call.cancel()
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds for a step, unless it says otherwise."""
+        return self._timeout_s
 
     def begin_pass(
         self,
@@ -174,6 +181,50 @@ class MemoryStream:
             memory: which no other pass uses until this one is over.
             options: without output_dtype, which is the layout's.
         """
+        declaration = self._declaration(memory, rows, options)
+        whole = MemoryPass(self, memory, declaration, raise_on_row_error)
+        self._declare(whole, declaration)
+        return whole
+
+    def begin_device_pass(
+        self,
+        memory: PassMemory,
+        rows: Sequence[Row],
+        options: PassOptions,
+        make: Callable[[Declaration], DevicePass],
+    ) -> DevicePass:
+        """As begin_pass, of a pass whose rings a GPU writes. Whoever calls this ends the pass with
+        :meth:`let_go` or :meth:`give_up`.
+
+        Args:
+            make: the pass; called before the server hears of it.
+        """
+        declaration = self._declaration(memory, rows, options)
+        declaration.request.begin_pass.memory.device_rings = True
+        try:
+            whole = make(declaration)
+        except BaseException:
+            self._reply = memory.reply = None  # to nothing that was sent
+            raise
+        self._declare(whole, declaration)
+        return whole
+
+    def let_go(self, whole: DeclaredPass) -> None:
+        """The pass is over on the server, too: the stream may have another one."""
+        if self._pass is whole:
+            self._pass = None
+
+    def give_up(self, whole: DeclaredPass, error: AttndError) -> None:
+        """Ends the stream, and with it the pass. Every later pass raises the error."""
+        self.let_go(whole)
+        self._call.cancel()
+        if self._ended is None:
+            self._ended = error
+
+    def _declaration(
+        self, memory: PassMemory, rows: Sequence[Row], options: PassOptions
+    ) -> Declaration:
+        """The message that declares a pass, whose epochs have begun in the memory's words."""
         if self._ended is not None:
             raise self._ended
         if self._pass is not None:
@@ -201,13 +252,14 @@ class MemoryStream:
         )
         memory.begin(request.begin_pass.memory)
         request.begin_pass.memory.spin_us = self._spin_us
-        self._reply = memory.reply = PassReply(self._call, self._step_id)
-        # Before it is sent: whatever comes between, close() then gives it up.
-        self._pass = MemoryPass(
-            self, memory, rows, query_tokens, new_tokens, options.want_lse, raise_on_row_error
+        reply = self._reply = memory.reply = PassReply(self._call, self._step_id)
+        return Declaration(
+            request, tuple(rows), query_tokens, new_tokens, options.want_lse, reply
         )
-        self._call.send(request)
-        return self._pass
+
+    def _declare(self, whole: DeclaredPass, declaration: Declaration) -> None:
+        self._pass = whole  # before it is sent: whatever comes between, close() gives it up
+        self._call.send(declaration.request)
 
     def _exchange(self, memory: PassMemory, reply: PassReply, timeout_s: float | None) -> None:
         """Rings for a layer of the pass under way and waits for its answer.
@@ -272,7 +324,109 @@ def _tensors(
         yield "v", layout.v.message(new_tokens)
 
 
-class MemoryPass:
+@dataclass(frozen=True)
+class Declaration:
+    """A pass as it is declared.
+
+    Attributes:
+        request: the message.
+        rows: the batch.
+        query_tokens: of all rows together.
+        new_tokens: those of them that are appended.
+        want_lse: whether there is an lse.
+        reply: to the message, some day.
+    """
+
+    request: attnd_pb2.DecodeRequest
+    rows: tuple[Row, ...]
+    query_tokens: int
+    new_tokens: int
+    want_lse: bool
+    reply: PassReply
+
+
+class DeclaredPass:
+    """What passes over memory have in common: rows, and the one reply.
+
+    Attributes:
+        layer: the next one; layers if the pass is complete.
+    """
+
+    def __init__(
+        self,
+        stream: MemoryStream,
+        memory: PassMemory,
+        declaration: Declaration,
+        raise_on_row_error: bool,
+    ) -> None:
+        self.layer = 0
+        self._reply = declaration.reply
+        self._stream = stream
+        self._memory = memory
+        self._declared = declaration.rows
+        self._raise_on_row_error = raise_on_row_error
+        layout, region = memory.layout, memory.memory
+        self._out = layout.out.array(region, declaration.query_tokens)
+        self._lse: Array | None = (
+            layout.lse.array(region, declaration.query_tokens)[:, :, 0]
+            if declaration.want_lse
+            else None
+        )
+
+    @property
+    def failed_rows(self) -> int:
+        """How many rows have left the pass so far."""
+        return self._memory.turns.failed_rows()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all layers were answered: the tokens are committed."""
+        return self.layer == self._memory.layout.shape.layers
+
+    @property
+    def told(self) -> bool:
+        """Whether the reply to the pass is there, so that `rows` does not wait."""
+        return self._reply.arrived()
+
+    @property
+    def rows(self) -> tuple[RowResult, ...]:
+        """One outcome for each row, in order; empty if all are OK and the pass has no statistics to
+        tell, and before the pass is complete. The reply that tells them may be on its way when the
+        last layer is answered: this waits for it, at most for the client's timeout, and raises an
+        AttndError if there is none; the tokens are committed all the same."""
+        return tuple(map(RowResult.from_proto, self._told().rows))
+
+    @property
+    def queue_us(self) -> int:
+        """The server's time for all layers until their steps began; waits as `rows` does."""
+        return self._told().queue_us
+
+    @property
+    def engine_us(self) -> int:
+        """The server's time for the steps of all layers; waits as `rows` does."""
+        return self._told().engine_us
+
+    def _told(self) -> attnd_pb2.DecodeResponse:
+        if not self.complete:
+            return attnd_pb2.DecodeResponse()
+        return self._reply.check(self._stream._timeout_s)
+
+    def _end(self) -> None:
+        """After the last layer's answer.
+
+        Raises:
+            RowError: if a row failed and the pass is to raise it.
+        """
+        self._stream.let_go(self)
+        if self._raise_on_row_error and self.failed_rows:
+            lse = None if self._lse is None else self._lse.copy()
+            result = LayerResult(self._out.copy(), lse, self.rows, self.queue_us, self.engine_us)
+            failed = replies.row_error(self._declared, result)
+            if failed is not None:
+                raise failed
+
+
+class MemoryPass(DeclaredPass):
     """A step of each layer over the same rows, in shared memory. Made by
     :meth:`MemorySession.begin_pass`.
 
@@ -294,65 +448,16 @@ class MemoryPass:
         self,
         stream: MemoryStream,
         memory: PassMemory,
-        rows: Sequence[Row],
-        query_tokens: int,
-        new_tokens: int,
-        want_lse: bool,
+        declaration: Declaration,
         raise_on_row_error: bool,
     ) -> None:
+        super().__init__(stream, memory, declaration, raise_on_row_error)
         layout, region = memory.layout, memory.memory
-        self.q = layout.q.array(region, query_tokens)
-        self.k = layout.k.array(region, new_tokens)
-        self.v = layout.v.array(region, new_tokens)
-        self.out = layout.out.array(region, query_tokens)
-        self.lse: Array | None = (
-            layout.lse.array(region, query_tokens)[:, :, 0] if want_lse else None
-        )
-        self.layer = 0
-        assert memory.reply is not None
-        self._reply = memory.reply
-        self._stream = stream
-        self._memory = memory
-        self._declared = tuple(rows)
-        self._raise_on_row_error = raise_on_row_error
-
-    @property
-    def failed_rows(self) -> int:
-        """How many rows have left the pass so far."""
-        return self._memory.turns.failed_rows()
-
-    @property
-    def complete(self) -> bool:
-        """Whether all layers were answered: the tokens are committed."""
-        return self.layer == self._memory.layout.shape.layers
-
-    @property
-    def told(self) -> bool:
-        """Whether the reply to the pass is there, so that `rows` does not wait."""
-        return self._reply.arrived()
-
-    @property
-    def rows(self) -> tuple[RowResult, ...]:
-        """One outcome for each row, in order; empty if all are OK and the pass has no statistics to
-        tell, and before the pass is complete. The reply that tells them may be on its way when the
-        last step returns: this waits for it, at most for the client's timeout, and raises an
-        AttndError if there is none; the tokens are committed all the same."""
-        return tuple(map(RowResult.from_proto, self._told().rows))
-
-    @property
-    def queue_us(self) -> int:
-        """The server's time for all layers until their steps began; waits as `rows` does."""
-        return self._told().queue_us
-
-    @property
-    def engine_us(self) -> int:
-        """The server's time for the steps of all layers; waits as `rows` does."""
-        return self._told().engine_us
-
-    def _told(self) -> attnd_pb2.DecodeResponse:
-        if not self.complete:
-            return attnd_pb2.DecodeResponse()
-        return self._reply.check(self._stream._timeout_s)
+        self.q = layout.q.array(region, declaration.query_tokens)
+        self.k = layout.k.array(region, declaration.new_tokens)
+        self.v = layout.v.array(region, declaration.new_tokens)
+        self.out = self._out
+        self.lse = self._lse
 
     def step(self, *, timeout_s: float | None = None) -> None:
         """Has the next layer answered: q, k and v have been written, out and lse are there when it
@@ -371,12 +476,5 @@ class MemoryPass:
             raise ValueError("the pass is complete or failed")
         self._stream._exchange(self._memory, self._reply, timeout_s)
         self.layer += 1
-        if not self.complete:
-            return
-        self._stream._pass = None
-        if self._raise_on_row_error and self.failed_rows:
-            lse = None if self.lse is None else self.lse.copy()
-            result = LayerResult(self.out.copy(), lse, self.rows, self.queue_us, self.engine_us)
-            failed = replies.row_error(self._declared, result)
-            if failed is not None:
-                raise failed
+        if self.complete:
+            self._end()

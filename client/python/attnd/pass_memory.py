@@ -24,27 +24,33 @@ _ALIGNMENT_BYTES = 64
 
 
 class TensorPlace:
-    """One tensor's place in a region, and its arrays of so many tokens."""
+    """One tensor's place in a region, and its arrays of so many tokens.
+
+    Attributes:
+        offset, end: bytes from the region's start.
+        heads, dim: of a token.
+        dtype: of the elements.
+    """
 
     def __init__(
         self, offset: int, tokens_max: int, heads: int, dim: int, dtype: np.dtype[Any]
     ) -> None:
         self.offset = offset
         self.dtype = dtype
-        self._heads = heads
-        self._dim = dim
+        self.heads = heads
+        self.dim = dim
         bytes_ = tokens_max * heads * dim * dtype.itemsize
         self.end = offset + math.ceil(bytes_ / _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
     def array(self, memory: Any, tokens: int) -> Array:
         """[tokens, heads, dim], a view of the memory."""
-        array: Array = np.ndarray((tokens, self._heads, self._dim), self.dtype, memory, self.offset)
+        array: Array = np.ndarray((tokens, self.heads, self.dim), self.dtype, memory, self.offset)
         return array
 
     def message(self, tokens: int) -> types_pb2.Tensor:
         """The tensor without its data."""
         wire = to_wire_dtype(self.dtype)
-        return types_pb2.Tensor(dtype=wire, shape=(tokens, self._heads, self._dim))
+        return types_pb2.Tensor(dtype=wire, shape=(tokens, self.heads, self.dim))
 
 
 class PassLayout:

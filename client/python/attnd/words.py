@@ -15,7 +15,7 @@ _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _WAKE_ALL = 0x7FFFFFFF
 
 WORDS_BYTES = 128
-_ANSWER_OFFSET = 64
+ANSWER_OFFSET = 64
 _FAILED_ROWS_OFFSET = 68
 
 
@@ -41,7 +41,7 @@ class ClientTurns:
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
         """memory: all zero at `offset`."""
         self._ring = ctypes.c_uint32.from_buffer(memory, offset)
-        self._answer = ctypes.c_uint32.from_buffer(memory, offset + _ANSWER_OFFSET)
+        self._answer = ctypes.c_uint32.from_buffer(memory, offset + ANSWER_OFFSET)
         self._failed_rows = ctypes.c_uint32.from_buffer(memory, offset + _FAILED_ROWS_OFFSET)
         self._syscall = ctypes.CDLL(None, use_errno=True).syscall
         self._number = ctypes.c_long(_FUTEX[platform.machine()])

@@ -294,7 +294,8 @@ class Pass(_message.Message):
     def __init__(self, layers: _Optional[int] = ..., deadline_us: _Optional[int] = ..., want_lse: bool = ..., stats: _Optional[_Union[Pass.Stats, str]] = ..., memory: _Optional[_Union[PassMemory, _Mapping]] = ...) -> None: ...
 
 class PassMemory(_message.Message):
-    __slots__ = ["first_epoch", "k", "lse", "out", "q", "region_id", "spin_us", "v", "words_offset"]
+    __slots__ = ["device_rings", "first_epoch", "k", "lse", "out", "q", "region_id", "spin_us", "v", "words_offset"]
+    DEVICE_RINGS_FIELD_NUMBER: _ClassVar[int]
     FIRST_EPOCH_FIELD_NUMBER: _ClassVar[int]
     K_FIELD_NUMBER: _ClassVar[int]
     LSE_FIELD_NUMBER: _ClassVar[int]
@@ -304,6 +305,7 @@ class PassMemory(_message.Message):
     SPIN_US_FIELD_NUMBER: _ClassVar[int]
     V_FIELD_NUMBER: _ClassVar[int]
     WORDS_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    device_rings: bool
     first_epoch: int
     k: PassSpan
     lse: PassSpan
@@ -313,7 +315,7 @@ class PassMemory(_message.Message):
     spin_us: int
     v: PassSpan
     words_offset: int
-    def __init__(self, region_id: _Optional[int] = ..., words_offset: _Optional[int] = ..., first_epoch: _Optional[int] = ..., q: _Optional[_Union[PassSpan, _Mapping]] = ..., k: _Optional[_Union[PassSpan, _Mapping]] = ..., v: _Optional[_Union[PassSpan, _Mapping]] = ..., out: _Optional[_Union[PassSpan, _Mapping]] = ..., lse: _Optional[_Union[PassSpan, _Mapping]] = ..., spin_us: _Optional[int] = ...) -> None: ...
+    def __init__(self, region_id: _Optional[int] = ..., words_offset: _Optional[int] = ..., first_epoch: _Optional[int] = ..., q: _Optional[_Union[PassSpan, _Mapping]] = ..., k: _Optional[_Union[PassSpan, _Mapping]] = ..., v: _Optional[_Union[PassSpan, _Mapping]] = ..., out: _Optional[_Union[PassSpan, _Mapping]] = ..., lse: _Optional[_Union[PassSpan, _Mapping]] = ..., spin_us: _Optional[int] = ..., device_rings: bool = ...) -> None: ...
 
 class PassSpan(_message.Message):
     __slots__ = ["layer_stride", "offset"]

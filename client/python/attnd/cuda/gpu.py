@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a stream session needs of a GPU: the seam between its logic and CUDA."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+# Of a thread block. At most so many thread blocks wait for each other, so that all of them are on the
+# GPU at once, whatever else runs there.
+THREADS = 256
+BLOCKS_MAX = 16
+
+
+@dataclass(frozen=True)
+class DeviceTensor:
+    """A tensor in GPU memory.
+
+    Attributes:
+        address: of its first element.
+        shape: elements.
+        strides: bytes from one element to the next of each dimension.
+        dtype: its element type's name, "bfloat16", "float16" or "float32".
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+
+
+class Gpu(Protocol):
+    """A GPU, as the calling thread sees it. CudaGpu is CUDA's; tests have one on the CPU."""
+
+    def map(self, memory: mmap.mmap) -> int:
+        """Makes all of the memory usable by kernels; returns the address that they have it at."""
+
+    def unmap(self, memory: mmap.mmap) -> None:
+        """No kernel may touch the memory any more."""
+
+    def words(self, count: int) -> Any:
+        """GPU memory of `count` words of 32 bits, all zero, as a tensor."""
+
+    def tensor(self, tensor: Any) -> DeviceTensor:
+        """
+        Raises:
+            ValueError: if this is no tensor in this GPU's memory.
+        """
+
+    def stream(self) -> int:
+        """The calling thread's current stream."""
+
+    def capturing(self) -> bool:
+        """Whether the current stream is captured into a graph."""
+
+    def launch(self, kernel: str, parameters: ctypes.Structure, blocks: int, stream: int) -> None:
+        """Enqueues a kernel of layer.cu, with THREADS threads a thread block."""
+
+    def busy(self, stream: int) -> bool:
+        """Whether the stream has work before it.
+
+        Raises:
+            CudaError: if work of the stream has failed.
+        """
+
+    def synchronize(self) -> None:
+        """Waits until all work of the GPU's streams is done."""

@@ -1,0 +1,330 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// attnd_layer: one layer of a pass over shared memory, as a kernel of the client's stream.
+// attnd_begin: the first kernel of a pass.
+//
+// NVRTC compiles this file when a session is made (compiler.py); the structs are those of structs.py.
+// The tests compile it as C++ and run it on the CPU (tests/python/emulated_layer.cc).
+//
+// A kernel of a layer has few thread blocks, at most 16, which are all on the GPU at once. Each copies
+// a part of q, k and v into the region and arrives; the last to arrive rings. Then one thread of each
+// waits for the answer, and each copies a part of out and lse to GPU memory. So a thread block waits
+// for the others of its kernel and for the server, and for nothing else of the GPU.
+//
+// Order in memory. The region is host memory that the GPU has mapped (proto, PassMemory).
+//  - A thread block's barrier puts the writes of its threads before thread 0's fence of system scope,
+//    and that before its arrival (an atomic). Who arrives last has seen all arrivals; its fence and
+//    its release of the ring word put all writes of q, k and v before the ring for the host, which
+//    reads the word with acquire.
+//  - Each waiting thread reads the answer word with acquire at system scope; the barrier behind it puts
+//    what it has acquired before the reads of its thread block's other threads. They read the
+//    region with relaxed loads of system scope: no cache answers with what an earlier layer left.
+//  - PassWords change in attnd_begin and by the last thread block to depart, when no other thread block of
+//    the kernel reads them any more, but for the counters and `failing`, which are atomics.
+//    The stream orders kernels.
+//
+// Words that an earlier pass left are never taken for a turn: a layer's epoch is first_epoch, which
+// attnd_begin writes in stream order, plus the layer. The answer word counts upwards modulo 2^32. An
+// answer beyond the epoch says that the server is done with the pass.
+
+#if defined(__CUDACC__)
+namespace {
+typedef uint4 Quad;
+__device__ unsigned Thread() { return threadIdx.x; }
+__device__ unsigned Threads() { return blockDim.x; }
+__device__ unsigned Block() { return blockIdx.x; }
+__device__ unsigned Blocks() { return gridDim.x; }
+__device__ void Barrier() { __syncthreads(); }
+// Not __threadfence_system(), which also puts all fences into one order and takes longer.
+__device__ void FenceSystem() { asm volatile("fence.acq_rel.sys;" : : : "memory"); }
+__device__ void FenceDevice() { asm volatile("fence.acq_rel.gpu;" : : : "memory"); }
+__device__ unsigned AddOne(unsigned* word) { return atomicAdd(word, 1u); }
+__device__ void SetFirst(unsigned* word, unsigned value) { atomicCAS(word, 0u, value); }
+__device__ unsigned long long Nanos() {
+  unsigned long long now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+__device__ unsigned LoadAcquire(const unsigned* word) {
+  unsigned value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+__device__ unsigned long long LoadAcquire(const unsigned long long* word) {
+  unsigned long long value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+__device__ void StoreRelease(unsigned* word, unsigned value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" : : "l"(word), "r"(value) : "memory");
+}
+// Of memory that the host writes.
+__device__ Quad LoadHost(const Quad* from) {
+  Quad value;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(from)
+               : "memory");
+  return value;
+}
+__device__ unsigned LoadHost(const unsigned* from) {
+  unsigned value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+}  // namespace
+#define ATTND_DEVICE __device__
+#else
+#define ATTND_DEVICE
+#endif
+
+namespace {
+
+typedef unsigned u32;
+typedef unsigned long long u64;
+
+// Why a layer's out is NaN. structs.py has the same numbers.
+enum Failure : u32 {
+  kNone = 0,
+  kNoPass = 1,   // no pass is declared: a model that is warmed up, or a graph that is replayed twice
+  kOrder = 2,    // the layer is not the pass's next
+  kTokens = 3,   // the tensors have fewer tokens than the pass
+  kOver = 4,     // the server is done with the pass
+  kAborted = 5,  // the client's watchdog gave the pass up
+  kLate = 6,     // neither happened within the limit
+};
+
+// In GPU memory, one a session, all zero at first.
+struct PassWords {
+  u32 open;  // 0: no pass, or its last layer is done
+  u32 first_epoch;
+  u32 layers;
+  u32 next_layer;
+  u32 query_tokens;  // of the declaration
+  u32 new_tokens;
+  u32 failure;   // the pass's first Failure: nothing that was computed from its answers is of any use
+  u32 failing;   // of the kernel that runs
+  u32 arrived;   // thread blocks of it
+  u32 departed;
+};
+
+// In host memory of the client's own, mapped, all zero at first.
+struct Control {
+  u64 abort;  // written by the host: 2^32 + first_epoch of a pass that is given up
+  u64 padding[7];
+  // Written by the GPU. `done` last: the epoch of the last layer whose kernel has come to its end.
+  u32 done;
+  u32 failure;
+  u32 failed_layer;
+};
+
+// [rows, row_bytes], rows row_stride bytes apart. Addresses, strides and row_bytes are multiples of 16.
+struct Tensor {
+  u64 address;
+  u64 row_stride;
+  u32 row_bytes;
+  u32 rows;
+};
+
+struct Layer {
+  Tensor q, k, v, out;  // in GPU memory
+  u64 lse;              // [out.rows, lse_heads] float in GPU memory; 0: none
+  u64 region_q, region_k, region_v, region_out, region_lse;  // dense
+  u64 ring;    // the region's words
+  u64 answer;
+  u64 words;    // PassWords
+  u64 control;  // Control
+  u64 limit_nanos;  // that a thread waits at most
+  u32 lse_heads;
+  u32 layer;
+};
+
+struct Begin {
+  u64 words;
+  u64 control;
+  u32 first_epoch;
+  u32 layers;
+  u32 query_tokens;
+  u32 new_tokens;
+};
+
+// NaN in bf16 and fp16, and, two of them together, in fp32.
+constexpr u32 kNan = 0x7FFF7FFF;
+// Loads that a thread has under way at once.
+constexpr u32 kBatch = 4;
+// Reads of the answer word between two reads of the abort word, as each crosses PCIe.
+constexpr u32 kLooksPerAbort = 16;
+
+template <typename T>
+ATTND_DEVICE T* At(u64 address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// Number `index` of the tensor's quads, row by row.
+ATTND_DEVICE Quad* QuadOf(const Tensor& tensor, u32 index) {
+  const u32 row_quads = tensor.row_bytes / sizeof(Quad);
+  const u32 row = index / row_quads;
+  return At<Quad>(tensor.address + row * tensor.row_stride) + (index - row * row_quads);
+}
+
+// Fewer than 2^28: a tensor of a session has less than 4 GiB (session.py).
+ATTND_DEVICE u32 Quads(const Tensor& tensor, u32 rows) {
+  return rows * (tensor.row_bytes / static_cast<u32>(sizeof(Quad)));
+}
+
+// This thread's part of `quads` quads, kBatch at a time: all loads before the stores.
+template <typename Load, typename Store>
+ATTND_DEVICE void Copy(u32 quads, Load load, Store store) {
+  const u32 step = Blocks() * Threads();
+  for (u32 first = Block() * Threads() + Thread(); first < quads; first += kBatch * step) {
+    Quad values[kBatch];
+#pragma unroll
+    for (u32 i = 0; i < kBatch; ++i) {
+      if (first + i * step < quads) values[i] = load(first + i * step);
+    }
+#pragma unroll
+    for (u32 i = 0; i < kBatch; ++i) {
+      if (first + i * step < quads) store(first + i * step, values[i]);
+    }
+  }
+}
+
+ATTND_DEVICE void CopyIn(const Tensor& tensor, u32 rows, u64 region) {
+  Copy(
+      Quads(tensor, rows), [&](u32 i) { return *QuadOf(tensor, i); },
+      [&](u32 i, const Quad& value) { At<Quad>(region)[i] = value; });
+}
+
+ATTND_DEVICE void CopyAnswer(const Layer& layer, u32 rows) {
+  Copy(
+      Quads(layer.out, rows), [&](u32 i) { return LoadHost(At<Quad>(layer.region_out) + i); },
+      [&](u32 i, const Quad& value) { *QuadOf(layer.out, i) = value; });
+  if (layer.lse == 0) return;
+  const u32 words = rows * layer.lse_heads;
+  for (u32 i = Block() * Threads() + Thread(); i < words; i += Blocks() * Threads()) {
+    At<u32>(layer.lse)[i] = LoadHost(At<u32>(layer.region_lse) + i);
+  }
+}
+
+// Every row from `first_row` on.
+ATTND_DEVICE void FillAnswer(const Layer& layer, u32 first_row, u32 value) {
+  const u32 first = Quads(layer.out, first_row);
+  const Quad quad = {value, value, value, value};
+  Copy(
+      Quads(layer.out, layer.out.rows) - first, [&](u32) { return quad; },
+      [&](u32 i, const Quad& filled) { *QuadOf(layer.out, first + i) = filled; });
+  if (layer.lse == 0) return;
+  const u32 words = layer.out.rows * layer.lse_heads;
+  u32 i = first_row * layer.lse_heads + Block() * Threads() + Thread();
+  for (; i < words; i += Blocks() * Threads()) At<u32>(layer.lse)[i] = value;
+}
+
+// Whether the layer may have a turn. All thread blocks find the same.
+ATTND_DEVICE u32 Admit(const Layer& layer) {
+  const PassWords& words = *At<PassWords>(layer.words);
+  if (!words.open) return kNoPass;
+  if (words.failure != kNone) return words.failure;
+  if (layer.layer != words.next_layer || layer.layer >= words.layers) return kOrder;
+  const bool short_of = layer.q.rows < words.query_tokens || layer.out.rows < words.query_tokens ||
+                        layer.k.rows < words.new_tokens ||
+                        (layer.v.row_bytes > 0 && layer.v.rows < words.new_tokens);
+  return short_of ? kTokens : kNone;
+}
+
+// Thread 0 of each thread block, behind a barrier: q, k and v of the thread block are written.
+ATTND_DEVICE u32 TakeTurn(const Layer& layer) {
+  PassWords* const words = At<PassWords>(layer.words);
+  const Control* const control = At<Control>(layer.control);
+  const u32 epoch = words->first_epoch + layer.layer;
+  const u64 aborted = (u64{1} << 32) + words->first_epoch;
+  FenceSystem();
+  if (AddOne(&words->arrived) + 1 == Blocks()) {
+    FenceSystem();
+    StoreRelease(At<u32>(layer.ring), epoch);
+  }
+  const u64 start = Nanos();
+  for (u32 looks = 1;; ++looks) {
+    const u32 ahead = LoadAcquire(At<u32>(layer.answer)) - epoch;
+    if (ahead == 0) return kNone;
+    if (ahead < 1u << 31) return kOver;
+    if (looks % kLooksPerAbort != 0) continue;
+    if (LoadAcquire(&control->abort) == aborted) return kAborted;
+    if (Nanos() - start > layer.limit_nanos) return kLate;
+  }
+}
+
+// Thread 0 of each thread block, behind a barrier. The last one ends the layer.
+ATTND_DEVICE void Depart(const Layer& layer, u32 failure) {
+  PassWords* const words = At<PassWords>(layer.words);
+  Control* const control = At<Control>(layer.control);
+  if (failure != kNone) SetFirst(&words->failing, failure);
+  FenceDevice();
+  if (AddOne(&words->departed) + 1 != Blocks()) return;
+  FenceDevice();
+  const u32 failing = LoadAcquire(&words->failing);
+  words->arrived = words->departed = words->failing = 0;
+  if (failing != kNone && words->failure == kNone) {
+    words->failure = failing;
+    control->failure = failing;
+    control->failed_layer = layer.layer;
+  }
+  if (!words->open) return;
+  words->next_layer = layer.layer + 1;
+  if (words->next_layer >= words->layers) words->open = 0;
+  FenceSystem();
+  StoreRelease(&control->done, words->first_epoch + layer.layer);
+}
+
+// `verdict` is shared by the threads of a thread block.
+ATTND_DEVICE void RunLayer(const Layer& layer, u32* verdict) {
+  const PassWords& words = *At<PassWords>(layer.words);
+  const u32 query_tokens = words.query_tokens, new_tokens = words.new_tokens;
+  if (Thread() == 0) *verdict = Admit(layer);
+  Barrier();
+  u32 failure = *verdict;
+  if (failure == kNone) {
+    CopyIn(layer.q, query_tokens, layer.region_q);
+    CopyIn(layer.k, new_tokens, layer.region_k);
+    CopyIn(layer.v, new_tokens, layer.region_v);
+    Barrier();
+    if (Thread() == 0) *verdict = TakeTurn(layer);
+    Barrier();
+    failure = *verdict;
+  }
+  if (failure == kNone) {
+    CopyAnswer(layer, query_tokens);
+    FillAnswer(layer, query_tokens, 0);  // rows that pad a batch
+  } else {
+    FillAnswer(layer, 0, kNan);
+  }
+  Barrier();
+  if (Thread() == 0) Depart(layer, failure);
+}
+
+// One thread.
+ATTND_DEVICE void RunBegin(const Begin& begin) {
+  PassWords* const words = At<PassWords>(begin.words);
+  Control* const control = At<Control>(begin.control);
+  words->open = 1;
+  words->first_epoch = begin.first_epoch;
+  words->layers = begin.layers;
+  words->next_layer = 0;
+  words->query_tokens = begin.query_tokens;
+  words->new_tokens = begin.new_tokens;
+  words->failure = kNone;
+  control->failure = kNone;
+  control->failed_layer = 0;
+}
+
+}  // namespace
+
+#if defined(__CUDACC__)
+extern "C" __global__ void attnd_layer(const Layer layer) {
+  __shared__ u32 verdict;
+  RunLayer(layer, &verdict);
+}
+
+extern "C" __global__ void attnd_begin(const Begin begin) {
+  if (Thread() == 0 && Block() == 0) RunBegin(begin);
+}
+#endif

@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions whose layers are kernels of the client's stream."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from attnd.cuda.errors import CudaError
+from attnd.cuda.gpu import BLOCKS_MAX, THREADS, DeviceTensor, Gpu
+from attnd.cuda.stream_pass import StreamPass
+from attnd.cuda.structs import FAILURE_WORD, PASS_WORDS, Begin, Control, Layer, Tensor
+from attnd.errors import AttndError, DeadlineExceededError
+from attnd.memory_socket import MemorySocket
+from attnd.memory_stream import Declaration, MemoryStream
+from attnd.pass_memory import PassMemory, TensorPlace
+from attnd.requests import PassOptions, Row
+from attnd.words import ANSWER_OFFSET
+
+# Between two looks of the watchdog at a pass that is under way.
+_LOOK_PERIOD_S = 0.005
+# A kernel waits so much longer than the watchdog, in case that there is no watchdog any more.
+_KERNEL_EXTRA_S = 10.0
+_QUAD_BYTES = 16
+# Bytes for which a kernel has another thread block.
+_BLOCK_BYTES = 2 * THREADS * _QUAD_BYTES
+
+
+class StreamSession:
+    """Decode passes over one region, whose layers a CUDA stream answers as it comes to them. Made
+    by :meth:`attnd.Client.cuda_session`; use it in a `with` statement. For one thread, and one
+    stream at a time.
+
+    A layer is a kernel: it writes q, k and v from GPU memory to the region, rings, waits for the
+    answer, and writes out to GPU memory. So all layers of a pass can be enqueued ahead, or be part
+    of a CUDA graph that is replayed for each pass:
+
+        with torch.cuda.graph(graph):
+            for layer in range(shape.layers):
+                ...
+                session.layer(layer, q, k, v, out)
+                ...
+        while ...:
+            whole = session.begin_pass(rows)
+            graph.replay()
+            whole.finish()
+
+    A thread watches a pass that is under way. If the server refuses the pass, ends, or does not
+    answer in time, the stream goes on: the layers' out is NaN, :attr:`invalid` is not 0, and
+    :meth:`StreamPass.finish` raises. The kernels take up to 16 thread blocks of 256 threads.
+
+    Nothing is repeated by itself. A pass that failed was given up and may be begun again: in this
+    session if the server told the error, in a new one otherwise.
+    """
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        stream: MemoryStream,
+        socket: MemorySocket,
+        memory: PassMemory,
+    ) -> None:
+        """Takes all four over; the memory is the socket's. Registers the region with the GPU.
+
+        Raises:
+            CudaError: if CUDA refuses.
+            ValueError: for a region of 4 GiB or more.
+        """
+        if memory.layout.bytes >= 1 << 32:
+            raise ValueError(f"the region has {memory.layout.bytes} bytes; allowed are less than 4 GiB")
+        self._gpu = gpu
+        self._stream = stream
+        self._socket = socket
+        self._memory = memory
+        self._under_way: StreamPass | None = None
+        self._watched = threading.Event()  # there may be a pass to watch
+        self._closed = False
+        self._control_memory = mmap.mmap(-1, mmap.PAGESIZE)
+        self._control = Control.from_buffer(self._control_memory)
+        self._region = gpu.map(memory.memory)
+        try:
+            self._control_address = gpu.map(self._control_memory)
+            self._words = gpu.words(PASS_WORDS)
+            # Loads the kernels: a first launch may wait for the device, where nothing may wait for it.
+            self._warm_up()
+        except BaseException:
+            gpu.unmap(memory.memory)
+            raise
+        self._watchdog = threading.Thread(target=self._watch, name="attnd-watchdog", daemon=True)
+        self._watchdog.start()
+
+    def __enter__(self) -> StreamSession:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def invalid(self) -> Any:
+        """[1] int32 in GPU memory: not 0 where a layer of the newest pass was not answered, so that
+        whatever the stream computed from it is of no use. In stream order."""
+        return self._words[FAILURE_WORD : FAILURE_WORD + 1]
+
+    def close(self) -> None:
+        """Ends the stream and the region; the sequences may then have another writer. Gives up a
+        pass under way, and waits for the GPU's work. A graph with layers of this session must not
+        be replayed any more.
+
+        Raises:
+            CudaError: if the GPU's work failed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._abort()
+        self._stream.close()
+        self._watched.set()
+        self._watchdog.join()
+        self._under_way = None
+        try:
+            self._gpu.synchronize()
+            self._gpu.unmap(self._memory.memory)
+            self._gpu.unmap(self._control_memory)
+        finally:
+            self._socket.close()
+
+    def begin_pass(
+        self,
+        rows: Sequence[Row],
+        *,
+        deadline_us: int = 0,
+        pass_deadline_us: int = 0,
+        want_lse: bool = False,
+        stats: str = "pass",
+        raise_on_row_error: bool = True,
+        timeout_s: float | None = None,
+    ) -> StreamPass:
+        """Declares a pass of all layers over these rows, and tells the current stream, on which the
+        layers must follow. Waits for the server's reply to the pass before, not for the stream.
+
+        Args:
+            rows, deadline_us, pass_deadline_us, want_lse, stats, raise_on_row_error: as
+                :meth:`attnd.MemorySession.begin_pass`. Layers' tensors may have more tokens than the
+                rows: those of `out` are zero then.
+            timeout_s: seconds from one layer to the next, the model's own time included, after which
+                the pass is given up; None is the client's timeout, which is the most, too.
+
+        Raises:
+            AttndError: if there is no reply to the pass before, which was complete.
+            CudaError: if the stream refuses.
+            ValueError: for rows that do not fit, other stats, while a pass is under way, and while
+                the stream is captured.
+        """
+        if self._closed:
+            raise ValueError("the session is closed")
+        timeout_max = self._stream.timeout_s
+        timeout_s = timeout_max if timeout_s is None else timeout_s
+        if not 0 < timeout_s <= timeout_max:
+            raise ValueError(f"timeout_s is {timeout_s}; allowed are more than 0 to {timeout_max}")
+        if self._gpu.capturing():
+            raise ValueError("the stream is captured: begin a pass before the graph is replayed")
+        options = PassOptions(deadline_us, pass_deadline_us, None, want_lse, stats)
+        stream = self._gpu.stream()
+
+        def make(declaration: Declaration) -> StreamPass:
+            first = declaration.request.begin_pass.memory.first_epoch
+            begin = Begin(
+                words=self._words_address(),
+                control=self._control_address,
+                first_epoch=first,
+                layers=self._memory.layout.shape.layers,
+                query_tokens=declaration.query_tokens,
+                new_tokens=declaration.new_tokens,
+            )
+            self._gpu.launch("attnd_begin", begin, 1, stream)
+            return StreamPass(
+                self, self._stream, self._memory, declaration, raise_on_row_error, first,
+                stream, timeout_s,
+            )
+
+        self._under_way = self._stream.begin_device_pass(self._memory, rows, options, make)
+        self._watched.set()
+        return self._under_way
+
+    def layer(
+        self,
+        layer: int,
+        q: Any,
+        k: Any | None,
+        v: Any | None,
+        out: Any,
+        lse: Any | None = None,
+    ) -> None:
+        """Enqueues the kernel of a layer on the current stream, which may be captured into a graph.
+        Does not wait. Layers come in order, each once a pass; outside a pass out is NaN, and nothing
+        waits: a model may be warmed up.
+
+        All tensors are in GPU memory; the last two dimensions are dense, tokens may lie apart.
+        Addresses and the tokens' strides are multiples of 16 bytes.
+
+        Args:
+            layer: 0 to layers - 1.
+            q: [tokens, query_heads, head_dim] in the session's query_dtype; at least the pass's
+                query tokens, at most query_tokens_max.
+            k: [new tokens, kv_heads, head_dim], rotated already; None if all rows are query_only.
+            v: [new tokens, kv_heads, value_dim]; None likewise, and for latent models.
+            out: [tokens, query_heads, value_dim] in output_dtype; written. NaN for rows that have
+                failed, and for all if the pass was given up.
+            lse: [tokens, query_heads] float32, dense; written. Only where the pass wants it.
+
+        Raises:
+            CudaError: if the stream refuses.
+            ValueError: for tensors and layers that do not fit.
+        """
+        layout = self._memory.layout
+        if self._closed:
+            raise ValueError("the session is closed")
+        if not 0 <= layer < layout.shape.layers:
+            raise ValueError(f"layer is {layer}; allowed are 0..{layout.shape.layers - 1}")
+        sent = (k is None, v is None or layout.shape.latent)
+        parameters = Layer(
+            q=self._tensor("q", q, layout.q),
+            k=Tensor() if k is None else self._tensor("k", k, layout.k),
+            v=Tensor() if sent[1] or v is None else self._tensor("v", v, layout.v),
+            out=self._tensor("out", out, layout.out),
+            region_q=self._region + layout.q.offset,
+            region_k=self._region + layout.k.offset,
+            region_v=self._region + layout.v.offset,
+            region_out=self._region + layout.out.offset,
+            region_lse=self._region + layout.lse.offset,
+            ring=self._region,
+            answer=self._region + ANSWER_OFFSET,
+            words=self._words_address(),
+            control=self._control_address,
+            limit_nanos=int((self._stream.timeout_s + _KERNEL_EXTRA_S) * 1e9),
+            layer=layer,
+        )
+        if not layout.shape.latent and (k is None) != (v is None):
+            raise ValueError("k and v come together, but for latent models")
+        if parameters.out.rows != parameters.q.rows or parameters.v.rows not in (
+            0, parameters.k.rows
+        ):
+            raise ValueError(
+                f"tokens of q {parameters.q.rows}, k {parameters.k.rows}, v {parameters.v.rows} and "
+                f"out {parameters.out.rows}: q and out have the same, and k and v"
+            )
+        if lse is not None:
+            parameters.lse = self._lse(lse, parameters.q.rows)
+            parameters.lse_heads = layout.shape.query_heads
+        bytes_ = sum(
+            tensor.rows * tensor.row_bytes
+            for tensor in (parameters.q, parameters.k, parameters.v)
+        )
+        blocks = min(max(1, bytes_ // _BLOCK_BYTES), BLOCKS_MAX)
+        self._gpu.launch("attnd_layer", parameters, blocks, self._gpu.stream())
+
+    def _tensor(self, name: str, tensor: Any, place: TensorPlace) -> Tensor:
+        found = self._gpu.tensor(tensor)
+        tokens_max = self._memory.layout.query_tokens_max
+        size = place.dtype.itemsize
+        dense = (place.dim * size, size)
+        if (
+            len(found.shape) != 3
+            or found.shape[1:] != (place.heads, place.dim)
+            or not 0 < found.shape[0] <= tokens_max
+            or found.dtype != place.dtype.name
+        ):
+            raise ValueError(
+                f"{name} is {found.dtype} {list(found.shape)}; allowed is {place.dtype.name} "
+                f"[1..{tokens_max}, {place.heads}, {place.dim}]"
+            )
+        if not _is_dense(found, dense) or found.address % _QUAD_BYTES:
+            raise ValueError(
+                f"{name} has strides of {found.strides} bytes from address {found.address:#x}; the "
+                f"last two are to be {dense}, the first one and the address multiples of "
+                f"{_QUAD_BYTES}"
+            )
+        stride = found.strides[0] if found.shape[0] > 1 else place.heads * place.dim * size
+        return Tensor(found.address, stride, place.heads * place.dim * size, found.shape[0])
+
+    def _lse(self, lse: Any, tokens: int) -> int:
+        """Its address."""
+        found = self._gpu.tensor(lse)
+        heads = self._memory.layout.shape.query_heads
+        if found.shape != (tokens, heads) or found.dtype != "float32":
+            raise ValueError(
+                f"lse is {found.dtype} {list(found.shape)}; allowed is float32 [{tokens}, {heads}]"
+            )
+        if found.strides[1] != 4 or (tokens > 1 and found.strides[0] != 4 * heads):
+            raise ValueError(f"lse has strides of {found.strides} bytes; it is to be dense")
+        return found.address
+
+    def _words_address(self) -> int:
+        return self._gpu.tensor(self._words).address
+
+    def _warm_up(self) -> None:
+        """Runs both kernels, of a pass that nobody has declared."""
+        stream = self._gpu.stream()
+        layer = Layer(words=self._words_address(), control=self._control_address)
+        self._gpu.launch("attnd_layer", layer, 1, stream)
+        begin = Begin(words=self._words_address(), control=self._control_address)
+        self._gpu.launch("attnd_begin", begin, 1, stream)
+        # Leaves no pass open: one without layers ends with its first.
+        self._gpu.launch("attnd_layer", layer, 1, stream)
+        self._gpu.synchronize()
+        if self._control.failure == 0:
+            raise CudaError("the kernels of a session left no word in mapped memory")
+
+    def _abort(self) -> None:
+        """Has the stream go on without answers, to the end of the pass under way."""
+        under_way = self._under_way
+        if under_way is not None:
+            self._control.abort = (1 << 32) + under_way.first_epoch
+
+    def _watch(self) -> None:
+        while not self._closed:
+            under_way = self._under_way
+            if under_way is None:
+                self._watched.wait()
+                self._watched.clear()
+                continue
+            if self._is_lost(under_way):
+                self._control.abort = (1 << 32) + under_way.first_epoch
+            time.sleep(_LOOK_PERIOD_S)
+
+    def _is_lost(self, under_way: StreamPass) -> bool:
+        """Whether no answers will come, for a pass that the server has refused or given up, whose
+        stream has ended, or whose time is over; then its stream is ended."""
+        if under_way.refused():
+            return True
+        if not under_way.late():
+            return False
+        error = DeadlineExceededError(
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            f"no layer in {under_way.timeout_s} s behind layer {under_way.layers_done()}",
+        )
+        self._give_up(under_way, error)
+        return True
+
+    def _give_up(self, under_way: StreamPass, error: AttndError) -> None:
+        under_way.error = under_way.error or error
+        self._control.abort = (1 << 32) + under_way.first_epoch
+        self._stream.give_up(under_way, error)
+
+
+def _is_dense(found: DeviceTensor, dense: tuple[int, int]) -> bool:
+    """Whether a token's elements lie together, and tokens at multiples of a quad."""
+    by_heads = found.shape[1] == 1 or found.strides[1] == dense[0]
+    by_tokens = found.shape[0] == 1 or found.strides[0] % _QUAD_BYTES == 0
+    return found.strides[2] == dense[1] and by_heads and by_tokens

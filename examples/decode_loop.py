@@ -1,0 +1,452 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Decodes with a model of Llama's shape on a GPU, its steps in a CUDA graph: with attention computed
+on the GPU, and answered by attnd on the same machine, where the graph itself waits for each answer.
+
+    examples/decode_loop.py --target unix:/run/user/1000/attnd/attnd.sock --rows 4 --prompt-tokens 131072
+
+prints the milliseconds of a token each way. Weights, prompts, keys and values are random, so only times
+mean something; rotation is left out. The prompt's keys and values are made on the GPU. `--check` takes a
+small model instead, and compares every answer with attention computed beside it: any difference beyond
+--check-bound is a failure. docs/MODEL_SERVER.md, "From a GPU", is the guide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import attnd
+
+DTYPE = torch.bfloat16
+WEIGHT_STD = 0.02
+# Passes ahead of those that are timed: the first ones bring the server's device copies.
+WARM_UP = 3
+GIB = 1 << 30
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--target", help="the server, unix:PATH, with --allow-client-memory; not for local alone")
+    add("--attention", default="local,attnd", help="ways to time: local, attnd (default both)")
+    add("--policy", default="error-target:tolerance=0.02", help="attnd's")
+    add("--rows", type=int, default=1, help="sequences of the batch (default 1)")
+    add("--prompt-tokens", type=int, default=32768, help="of each row (default 32768)")
+    add("--new-tokens", type=int, default=64, help="tokens that are timed (default 64)")
+    add("--hidden", type=int, default=4096)
+    add("--intermediate", type=int, default=14336)
+    add("--layers", type=int, default=32)
+    add("--query-heads", type=int, default=32)
+    add("--kv-heads", type=int, default=8)
+    add("--head-dim", type=int, default=128)
+    add("--vocabulary", type=int, default=128256)
+    add("--distinct-layers", type=int, help="layers with contents of their own; others repeat them")
+    add("--spin-us", type=int, default=1000, help="attnd looks for a layer without pause so long")
+    add("--timeout-s", type=float, default=300, help="of a layer and of calls (default 300)")
+    add("--seed", type=int, default=0)
+    add("--no-graph", action="store_true", help="enqueue each layer instead")
+    add("--check", action="store_true", help="compare answers, of a small model and policy dense")
+    add("--check-bound", type=float, default=0.02, help="of |difference| / |out| (default 0.02)")
+    options = parser.parse_args()
+    if options.check:
+        small = {
+            "hidden": 512, "intermediate": 1024, "layers": 4, "query_heads": 8, "kv_heads": 2,
+            "head_dim": 128, "vocabulary": 1000, "prompt_tokens": 1500, "new_tokens": 16, "rows": 3,
+            "attention": "attnd", "policy": "dense",
+        }  # fmt: skip
+        vars(options).update(small)
+    ways = options.attention.split(",")
+    if not set(ways) <= {"local", "attnd"}:
+        parser.error(f"--attention is {options.attention}; allowed are local, attnd, and both")
+    if "attnd" in ways and not options.target:
+        parser.error("--target is missing: attnd answers there")
+    options.distinct_layers = options.distinct_layers or options.layers
+    if not 1 <= options.distinct_layers <= options.layers:
+        parser.error(f"--distinct-layers is {options.distinct_layers}; allowed are 1..--layers")
+    return options
+
+
+# The model: what a serving engine has.
+
+
+class Weights:
+    """Of a decoder of Llama's shape, random."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        generator = torch.Generator("cuda").manual_seed(options.seed)
+
+        def random(*shape: int) -> torch.Tensor:
+            weight = torch.empty(*shape, device="cuda", dtype=DTYPE)
+            return weight.normal_(0, WEIGHT_STD, generator=generator)
+
+        heads = options.query_heads + 2 * options.kv_heads
+        self.embedding = random(options.vocabulary, options.hidden)
+        self.head = random(options.vocabulary, options.hidden)
+        self.norm = torch.ones(options.hidden, device="cuda", dtype=DTYPE)
+        self.layers = [
+            (
+                random(heads * options.head_dim, options.hidden),
+                random(options.hidden, options.query_heads * options.head_dim),
+                random(2 * options.intermediate, options.hidden),
+                random(options.hidden, options.intermediate),
+            )
+            for _ in range(options.layers)
+        ]
+
+
+class Decoder:
+    """A step of the batch: a token of each row, from `tokens` to `tokens`."""
+
+    def __init__(self, options: argparse.Namespace, weights: Weights, attention: Any) -> None:
+        self._options = options
+        self._weights = weights
+        self._attention = attention
+        self.tokens = torch.zeros(options.rows, device="cuda", dtype=torch.long)
+
+    def step(self) -> None:
+        options, weights = self._options, self._weights
+        shape = (options.rows, -1, options.head_dim)
+        sizes = [options.query_heads, options.kv_heads, options.kv_heads]
+        x = F.embedding(self.tokens, weights.embedding)
+        for layer, (qkv, output, gate_up, down) in enumerate(weights.layers):
+            normed = F.rms_norm(x, (options.hidden,), weights.norm)
+            # Views of one product: tokens lie apart.
+            q, k, v = (normed @ qkv.T).view(*shape).split(sizes, dim=1)
+            x = x + self._attention(layer, q, k, v).reshape(options.rows, -1) @ output.T
+            normed = F.rms_norm(x, (options.hidden,), weights.norm)
+            gate, up = (normed @ gate_up.T).chunk(2, dim=1)
+            x = x + (F.silu(gate) * up) @ down.T
+        logits = F.rms_norm(x, (options.hidden,), weights.norm) @ weights.head.T
+        self.tokens.copy_(logits.argmax(-1))
+        self._attention.end()
+
+
+class NoAttention:
+    """For the time of all else."""
+
+    def __call__(self, layer: int, q: Any, k: Any, v: Any) -> Any:
+        return q
+
+    def end(self) -> None:
+        pass
+
+
+class LocalAttention:
+    """Over keys and values on this GPU. A graph has one length: that of the whole cache, which is a
+    few tokens more than there are; with `masked` it is exact, and slow."""
+
+    def __init__(self, options: argparse.Namespace, cache: Cache, masked: bool = False) -> None:
+        self._options = options
+        self._cache = cache
+        self._masked = masked
+        self.position = torch.full((1,), options.prompt_tokens, device="cuda", dtype=torch.long)
+        self._columns = torch.arange(cache.capacity, device="cuda")
+
+    def __call__(self, layer: int, q: Any, k: Any, v: Any) -> Any:
+        options = self._options
+        keys, values = self._cache.layer(layer)
+        keys.index_copy_(2, self.position, k.unsqueeze(2))
+        values.index_copy_(2, self.position, v.unsqueeze(2))
+        # The query heads of a KV head as its queries: each key and value is read once.
+        grouped = q.reshape(options.rows, options.kv_heads, -1, options.head_dim)
+        if self._masked:
+            mask = (self._columns <= self.position)[None, None, None]
+            return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
+        order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+        with sdpa_kernel(order, set_priority=True):
+            return F.scaled_dot_product_attention(grouped, keys, values)
+
+    def end(self) -> None:
+        self.position.add_(1)
+
+
+class AttndAttention:
+    """Answered by attnd: the stream brings q, k and v, and waits."""
+
+    def __init__(self, options: argparse.Namespace, session: Any) -> None:
+        self._session = session
+        shape = (options.rows, options.query_heads, options.head_dim)
+        self._out = torch.empty(shape, device="cuda", dtype=DTYPE)
+
+    def __call__(self, layer: int, q: Any, k: Any, v: Any) -> Any:
+        self._session.layer(layer, q, k, v, self._out)
+        return self._out
+
+    def end(self) -> None:
+        pass
+
+
+class CheckedAttention:
+    """attnd's, with the largest difference from local attention of each layer."""
+
+    def __init__(self, answered: AttndAttention, local: LocalAttention, layers: int) -> None:
+        self._answered = answered
+        self._local = local
+        self.errors = torch.zeros(layers, device="cuda")
+
+    def __call__(self, layer: int, q: Any, k: Any, v: Any) -> Any:
+        out = self._answered(layer, q, k, v)
+        expected = self._local(layer, q, k, v).reshape(out.shape).float()
+        difference = (out.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+        # A comparison with NaN is false: NaN counts as an error of 1e9.
+        worst = torch.nan_to_num(difference, nan=1e9).max()
+        self.errors[layer] = torch.maximum(self.errors[layer], worst)
+        return out
+
+    def end(self) -> None:
+        self._local.end()
+
+
+# The prompt: random keys and values.
+
+
+class Cache:
+    """Keys and values of the prompt and room for new tokens, [rows, kv_heads, tokens, head_dim];
+    one of each layer that has contents of its own."""
+
+    def __init__(self, options: argparse.Namespace, tokens_more: int) -> None:
+        self.capacity = options.prompt_tokens + tokens_more
+        shape = (options.rows, options.kv_heads, self.capacity, options.head_dim)
+        count = options.distinct_layers
+        self._layers = [
+            tuple(torch.zeros(shape, device="cuda", dtype=DTYPE) for _ in range(2))
+            for _ in range(count)
+        ]
+        for index in range(count):
+            for row in range(options.rows):
+                for cached, made in zip(self._layers[index], contents(options, row, index)):
+                    cached[row, :, : options.prompt_tokens] = made.transpose(0, 1)
+
+    def layer(self, layer: int) -> Any:
+        return self._layers[layer % len(self._layers)]
+
+
+def contents(options: argparse.Namespace, row: int, layer: int) -> list[torch.Tensor]:
+    """Keys and values of a row's prompt, [tokens, kv_heads, head_dim], the same in each call."""
+    seed = (options.seed * 1009 + row) * 1009 + layer
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shape = (options.prompt_tokens, options.kv_heads, options.head_dim)
+    return [
+        torch.randn(shape, generator=generator, device="cuda", dtype=DTYPE) for _ in range(2)
+    ]
+
+
+def chunks(options: argparse.Namespace, row: int) -> Iterator[attnd.KvChunk]:
+    """A row's prompt. The host has one layer of it at a time: append_kv has copied a chunk when it
+    asks for the next one."""
+    for distinct in range(options.distinct_layers):
+        k, v = (
+            made.view(torch.int16).cpu().numpy().view(ml_dtypes.bfloat16)
+            for made in contents(options, row, distinct)
+        )
+        for layer in range(distinct, options.layers, options.distinct_layers):
+            yield attnd.KvChunk(layer, 0, k, v)
+
+
+def upload(options: argparse.Namespace, client: attnd.Client, shape: Any) -> list[int]:
+    """Sequences with the rows' prompts; the rows side by side."""
+    model = attnd.Model("examples/decode_loop", shape)
+
+    def one(row: int) -> tuple[int, float]:
+        opened = client.open_sequence(model, policy=options.policy)
+        appended = client.append_kv(
+            opened.sequence_id, chunks(options, row), prefill_complete=True
+        )
+        return opened.sequence_id, appended.index_build_us / 1e6
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(min(options.rows, 8)) as threads:
+        done = list(threads.map(one, range(options.rows)))
+    seconds = time.perf_counter() - start
+    token_bytes = 2 * options.layers * options.kv_heads * options.head_dim * 2
+    size = options.rows * options.prompt_tokens * token_bytes / GIB
+    built = sum(seconds for _, seconds in done)
+    print(
+        f"uploaded {size:.2f} GiB in {seconds:.1f} s, {size / seconds:.2f} GiB/s; "
+        f"indexes took {built:.1f} s of it, summed over the rows",
+        flush=True,
+    )
+    return [sequence for sequence, _ in done]
+
+
+# The loop.
+
+
+@dataclass
+class Times:
+    """Of the timed tokens.
+
+    Attributes:
+        token_ms: of each.
+        begin_ms, finish_ms: the host's part of each: declaring the pass; from the replay to the last
+            layer's end.
+        passes: what the server told of each.
+    """
+
+    token_ms: list[float]
+    begin_ms: list[float]
+    finish_ms: list[float]
+    passes: list[Any]
+
+
+def stepper(options: argparse.Namespace, decoder: Decoder) -> Any:
+    """A function that enqueues a step."""
+    if options.no_graph:
+        return decoder.step
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        decoder.step()  # libraries take their memory; outside a pass attnd's layers wait for nothing
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decoder.step()
+    return graph.replay
+
+
+def decode(options: argparse.Namespace, decoder: Decoder, session: Any, sequences: Any) -> Times:
+    """Decodes WARM_UP + new_tokens tokens."""
+    enqueue = stepper(options, decoder)
+    decoder.tokens.zero_()
+    times = Times([], [], [], [])
+    for index in range(WARM_UP + options.new_tokens):
+        position = options.prompt_tokens + index
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        whole = None
+        if session is not None:
+            whole = session.begin_pass([attnd.Row(one, position) for one in sequences])
+        begun = time.perf_counter()
+        enqueue()
+        if whole is not None:
+            whole.finish()
+        finished = time.perf_counter()
+        torch.cuda.synchronize()  # the tokens are there
+        end = time.perf_counter()
+        if index >= WARM_UP:
+            times.token_ms.append((end - start) * 1e3)
+            times.begin_ms.append((begun - start) * 1e3)
+            times.finish_ms.append((finished - begun) * 1e3)
+            times.passes.append(whole)
+    return times
+
+
+def report(name: str, options: argparse.Namespace, times: Times, rest_ms: float) -> float:
+    """Prints; returns the median of a token."""
+    ms = sorted(times.token_ms)
+    median = statistics.median(ms)
+    low, high = ms[len(ms) // 10], ms[-1 - len(ms) // 10]
+    line = f"{name:>6}: {median:.3f} ms a token (p10 {low:.3f}, p90 {high:.3f})"
+    if rest_ms:
+        line += f"; attention {(median - rest_ms) / options.layers * 1e3:.1f} us a layer"
+    print(line, flush=True)
+    return median
+
+
+def report_server(options: argparse.Namespace, times: Times) -> None:
+    """What attnd told of its passes."""
+    stats = [row.stats for whole in times.passes for row in whole.rows]
+    read = sum(one.zone_tokens + one.exact_tokens for one in stats)
+    seen = read + sum(one.estimated_tokens + one.dropped_tokens for one in stats)
+    errors = [
+        one.predicted_error_mean for one in stats if one.predicted_error_mean is not None
+    ]
+    layers = options.layers * len(times.passes)
+    engine = sum(whole.engine_us for whole in times.passes) / layers
+    queue = sum(whole.queue_us for whole in times.passes) / layers
+    error = f"{statistics.mean(errors):.4f}" if errors else "none"
+    print(
+        f"        the server: engine {engine:.1f} us a layer, queue {queue:.1f}; "
+        f"predicted error {error}, {read / max(seen, 1):.2%} of the tokens read\n"
+        f"        the host: begin_pass {statistics.median(times.begin_ms):.3f} ms, from the replay to "
+        f"the last layer {statistics.median(times.finish_ms):.3f} ms"
+    )
+
+
+def check(
+    options: argparse.Namespace, weights: Weights, answered: AttndAttention, session: Any,
+    sequences: list[int],
+) -> bool:
+    """Whether every layer of every pass is near local attention."""
+    local = LocalAttention(options, Cache(options, WARM_UP + options.new_tokens + 4), masked=True)
+    checked = CheckedAttention(answered, local, options.layers)
+    decoder = Decoder(options, weights, checked)
+    enqueue = stepper(options, decoder)
+    decoder.tokens.zero_()
+    local.position.fill_(options.prompt_tokens)
+    checked.errors.zero_()  # warming up left NaN
+    for index in range(options.new_tokens):
+        rows = [attnd.Row(one, options.prompt_tokens + index) for one in sequences]
+        whole = session.begin_pass(rows)
+        enqueue()
+        whole.finish()
+    torch.cuda.synchronize()
+    errors = checked.errors.tolist()
+    largest = max(errors)
+    good = 0 < largest <= options.check_bound
+    print(
+        f"{'OK' if good else 'FAILED'}: {options.new_tokens} passes of {options.layers} layers and "
+        f"{options.rows} rows; largest difference {largest:.5f}, allowed {options.check_bound}; "
+        f"by layer {[round(error, 5) for error in errors]}"
+    )
+    return good
+
+
+def main() -> int:
+    options = arguments()
+    torch.set_grad_enabled(False)
+    weights = Weights(options)
+    ways = options.attention.split(",")
+    print(
+        f"{torch.cuda.get_device_name()}: {options.layers} layers, {options.rows} x "
+        f"{options.prompt_tokens} tokens, {'no graph' if options.no_graph else 'graph'}"
+    )
+    rest_ms = 0.0
+    if not options.check:
+        decoder = Decoder(options, weights, NoAttention())
+        rest_ms = report("none", options, decode(options, decoder, None, ()), 0)
+    if "local" in ways:
+        local = LocalAttention(options, Cache(options, WARM_UP + options.new_tokens + 4))
+        report("local", options, decode(options, Decoder(options, weights, local), None, ()), rest_ms)
+        del local
+        torch.cuda.empty_cache()
+    if "attnd" not in ways:
+        return 0
+    shape = attnd.ModelShape(
+        options.layers, options.query_heads, options.kv_heads, options.head_dim, dtype="bf16"
+    )
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(attnd.Client(options.target, timeout_s=options.timeout_s))
+        sequences = upload(options, client, shape)
+        torch.cuda.empty_cache()  # the server may want the memory
+        for sequence in sequences:
+            stack.callback(client.close_sequence, sequence)
+        session = stack.enter_context(
+            client.cuda_session(shape, query_tokens_max=options.rows, spin_us=options.spin_us)
+        )
+        attention = AttndAttention(options, session)
+        if options.check:
+            return 0 if check(options, weights, attention, session, sequences) else 1
+        decoder = Decoder(options, weights, attention)
+        times = decode(options, decoder, session, sequences)
+        report("attnd", options, times, rest_ms)
+        report_server(options, times)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GPU on the CPU for attnd.cuda: its stream is a thread, its tensors are numpy's, and its kernels are
+layer.cu's own, compiled as C++ (emulated_layer.cc)."""
+
+from __future__ import annotations
+
+import ctypes
+import pathlib
+import queue
+import shutil
+import subprocess
+import threading
+
+import numpy as np
+import pytest
+
+from attnd.cuda.errors import CudaError
+from attnd.cuda.gpu import DeviceTensor
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+# Of a thread block: enough that its threads have to wait for each other.
+THREADS = 3
+
+
+def compiled(folder: pathlib.Path) -> ctypes.CDLL:
+    """The kernels as a library; skips where there is no compiler."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    library = folder / "emulated_layer.so"
+    source = ROOT / "tests/python/emulated_layer.cc"
+    command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", f"-I{ROOT}"]
+    subprocess.run(
+        [*command, "-Wno-unknown-pragmas", source, "-o", library], check=True, timeout=120
+    )
+    return ctypes.CDLL(str(library))
+
+
+class EmulatedGpu:
+    """A GPU with one stream.
+
+    Attributes:
+        captured: kernels of the graph that is being captured; None if none is.
+        mapped: memories that kernels may touch.
+        fails: launches fail from now on.
+    """
+
+    def __init__(self, library: ctypes.CDLL, blocks: int | None = None) -> None:
+        """blocks: of each layer's kernel; None: as many as the session says."""
+        self.captured: list | None = None
+        self.mapped: list = []
+        self.fails = False
+        self._library = library
+        self._blocks = blocks
+        self._work: queue.Queue = queue.Queue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def map(self, memory) -> int:
+        self.mapped.append(memory)
+        return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+    def unmap(self, memory) -> None:
+        self.mapped.remove(memory)
+
+    def words(self, count: int):
+        return np.zeros(count, np.int32)
+
+    def tensor(self, tensor) -> DeviceTensor:
+        if not isinstance(tensor, np.ndarray):
+            raise ValueError(f"no tensor on the emulated GPU: {tensor}")
+        address = tensor.__array_interface__["data"][0]
+        return DeviceTensor(address, tensor.shape, tensor.strides, tensor.dtype.name)
+
+    def stream(self) -> int:
+        return 7
+
+    def capturing(self) -> bool:
+        return self.captured is not None
+
+    def launch(self, kernel, parameters, blocks, stream) -> None:
+        if self.fails:
+            raise CudaError("cuLaunchKernel: planted (1)")
+        copied = type(parameters).from_buffer_copy(parameters)
+        run = getattr(self._library, f"emulate_{kernel}")
+        call = (run, copied, self._blocks or blocks)
+        if self.captured is None:
+            self._enqueue(call)
+        else:
+            self.captured.append(call)
+
+    def replay(self, graph: list) -> None:
+        for call in graph:
+            self._enqueue(call)
+
+    def then(self, function) -> None:
+        """Has the stream call a function of the host's."""
+        self._work.put(function)
+
+    def busy(self, stream: int) -> bool:
+        return self._work.unfinished_tasks > 0
+
+    def synchronize(self) -> None:
+        self._work.join()
+
+    def _enqueue(self, call) -> None:
+        run, parameters, blocks = call
+        self._work.put(lambda: run(ctypes.byref(parameters), blocks, THREADS))
+
+    def _run(self) -> None:
+        while True:
+            work = self._work.get()
+            work()
+            self._work.task_done()
