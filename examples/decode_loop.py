@@ -34,6 +34,8 @@ DTYPE = torch.bfloat16
 WEIGHT_STD = 0.02
 # Passes ahead of those that are timed: the first ones bring the server's device copies.
 WARM_UP = 3
+# Backends of PyTorch's like lengths that divide by it.
+CAPACITY_UNIT = 128
 GIB = 1 << 30
 
 
@@ -146,6 +148,39 @@ class NoAttention:
         pass
 
 
+# A backend of PyTorch's, and whether query heads are heads; otherwise they are their KV head's queries.
+Way = tuple[SDPBackend, bool]
+WAYS: list[Way] = [
+    (backend, as_heads)
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
+    for as_heads in (False, True)
+]
+
+
+def _attend(way: Way, grouped: Any, keys: Any, values: Any) -> Any:
+    backend, as_heads = way
+    with sdpa_kernel(backend):
+        if not as_heads:
+            return F.scaled_dot_product_attention(grouped, keys, values)
+        heads = grouped.flatten(1, 2).unsqueeze(2)
+        return F.scaled_dot_product_attention(heads, keys, values, enable_gqa=True)
+
+
+def _time_of(way: Way, grouped: Any, keys: Any, values: Any) -> float:
+    """Milliseconds; infinite if PyTorch refuses."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    try:
+        _attend(way, grouped, keys, values)
+        begin.record()
+        for _ in range(5):
+            _attend(way, grouped, keys, values)
+        end.record()
+    except RuntimeError:
+        return float("inf")
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
+
+
 class LocalAttention:
     """Over keys and values on this GPU. A graph has one length: that of the whole cache, which is a
     few tokens more than there are; with `masked` it is exact, and slow."""
@@ -156,6 +191,7 @@ class LocalAttention:
         self._masked = masked
         self.position = torch.full((1,), options.prompt_tokens, device="cuda", dtype=torch.long)
         self._columns = torch.arange(cache.capacity, device="cuda")
+        self._way: Way | None = None
 
     def __call__(self, layer: int, q: Any, k: Any, v: Any) -> Any:
         options = self._options
@@ -167,9 +203,15 @@ class LocalAttention:
         if self._masked:
             mask = (self._columns <= self.position)[None, None, None]
             return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
-        order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
-        with sdpa_kernel(order, set_priority=True):
-            return F.scaled_dot_product_attention(grouped, keys, values)
+        return self._fastest(grouped, keys, values)
+
+    def _fastest(self, grouped: Any, keys: Any, values: Any) -> Any:
+        """By the fastest of PyTorch's ways, which differ by ten times. Called first outside a graph."""
+        if self._way is None:
+            times = {way: _time_of(way, grouped, keys, values) for way in WAYS}
+            self._way = min(times, key=lambda way: times[way])
+            print(f" local: {self._way[0].name}, {'heads' if self._way[1] else 'grouped'}")
+        return _attend(self._way, grouped, keys, values)
 
     def end(self) -> None:
         self.position.add_(1)
@@ -220,7 +262,8 @@ class Cache:
     one of each layer that has contents of its own."""
 
     def __init__(self, options: argparse.Namespace, tokens_more: int) -> None:
-        self.capacity = options.prompt_tokens + tokens_more
+        tokens = options.prompt_tokens + tokens_more
+        self.capacity = -(-tokens // CAPACITY_UNIT) * CAPACITY_UNIT
         shape = (options.rows, options.kv_heads, self.capacity, options.head_dim)
         count = options.distinct_layers
         self._layers = [
