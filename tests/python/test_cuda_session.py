@@ -255,20 +255,23 @@ def test_a_pass_that_the_server_refuses_leaves_its_session(client, gpu):
 
 
 def test_a_pass_that_is_given_up_in_its_middle(client, gpu):
-    """By a server that waits for its next ring in vain: later layers get NaN, without a turn."""
-    case = Case.random(TOKENS)
+    """By a server that waits for its next ring in vain: later layers get NaN, and do not ring."""
+    case = Case.random(TOKENS, SHAPES["bf16"])
     sequence = opened(client, case, PROMPT, complete=False)
-    with Model(client, gpu) as model:
+    with Model(client, gpu, case.shape) as model:
         model.write(case, slice(PROMPT, PROMPT + 1))
         whole = model.session.begin_pass([attnd.Row(sequence, PROMPT)])
         model.layer(0)
         gpu.then(lambda: time.sleep(2.5))  # longer than --reply-timeout-s
         model.layer(1)
+        model.layer(2)
         with pytest.raises(attnd.DeadlineExceededError, match="not rung for in time"):
             whole.finish()
         gpu.synchronize()
         assert np.isfinite(model.out[0]).all() and model.all_nan(1)
-        assert layer_tokens(client, sequence) == [PROMPT] * 2
+        ring = int.from_bytes(model.session._memory.memory[:4], "little")
+        assert ring == whole.first_epoch + 1
+        assert layer_tokens(client, sequence) == [PROMPT] * 3
         whole = model.session.begin_pass([attnd.Row(sequence, PROMPT)])
         model.layers()
         whole.finish()
