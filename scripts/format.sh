@@ -19,7 +19,7 @@ esac
 export ATTND_CLANG_FORMAT
 command -v "${ATTND_CLANG_FORMAT}" >/dev/null || setup_packages "${ATTND_CHECK_PACKAGES[@]}"
 folders=()
-for folder in common plane attention storage engine gpu server client/cpp ctl tests bench; do
+for folder in common plane attention storage engine gpu server client/cpp client/python/attnd/cuda ctl tests bench; do
   [[ -d "${folder}" ]] && folders+=("${folder}")
 done
 find "${folders[@]}" -type f \( -name '*.h' -o -name '*.cc' -o -name '*.cuh' -o -name '*.cu' \) -print0 |

@@ -19,12 +19,11 @@ import emulated_gpu
 import live_server
 from attnd.cuda import compiler, structs
 from attnd.cuda.errors import CudaError
-from attnd.cuda.session import StreamSession
 from attnd.cuda.structs import Failure
-from attnd.pass_memory import PassLayout, PassMemory
 from cases import SHAPE, Case, opened
 from conftest import require_program
 from emulated_gpu import EmulatedGpu
+from emulated_model import Model
 
 PROMPT, TOKENS = 40, 56
 FLAGS = ("--allow-client-memory", "--client-memory-bytes=16MiB", "--reply-timeout-s=2")
@@ -55,67 +54,6 @@ def client(target):
         yield client
         for info in client.list_sequences():
             client.close_sequence(info.sequence_id)
-
-
-class Model:
-    """The tensors of a model's step in "GPU" memory, and its layers on the stream: as a serving
-    engine has them, with room for a batch's rows."""
-
-    def __init__(self, client, gpu, shape=SHAPE, tokens=1, *, lse=True, timeout_s=None) -> None:
-        layout = PassLayout(shape, tokens, "fp32")
-        connection = client.memory_socket()
-        memory = PassMemory(connection, layout)
-        stream = client.memory_stream()
-        if timeout_s is not None:
-            stream._timeout_s = timeout_s
-        self.gpu, self.shape, self.tokens = gpu, shape, tokens
-        self.session = StreamSession(gpu, stream, connection, memory)
-
-        def arrays(heads, dim, dtype):
-            return [np.zeros((tokens, heads, dim), dtype) for _ in range(shape.layers)]
-
-        self.q = arrays(shape.query_heads, shape.head_dim, np.float32)
-        self.k = arrays(shape.kv_heads, shape.head_dim, shape.dtype)
-        self.v = arrays(shape.kv_heads, shape.value_elements, shape.dtype)
-        self.out = arrays(shape.query_heads, shape.value_elements, np.float32)
-        self.lse = [np.zeros((tokens, shape.query_heads), np.float32) for _ in self.q]
-        self.want_lse = lse
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.session.close()
-        assert self.gpu.mapped == []
-
-    def layer(self, layer: int) -> None:
-        v = None if self.shape.latent else self.v[layer]
-        lse = self.lse[layer] if self.want_lse else None
-        self.session.layer(layer, self.q[layer], self.k[layer], v, self.out[layer], lse)
-
-    def layers(self) -> None:
-        for layer in range(self.shape.layers):
-            self.layer(layer)
-
-    def graph(self) -> list:
-        self.gpu.captured = []
-        self.layers()
-        graph, self.gpu.captured = self.gpu.captured, None
-        return graph
-
-    def write(self, case: Case, tokens: slice, at: int = 0) -> None:
-        """The layers' tensors of these tokens, which end as rubbish if the kernels miss them."""
-        places = slice(at, at + tokens.stop - tokens.start)
-        for layer in range(self.shape.layers):
-            self.q[layer][places] = case.q[layer, tokens]
-            self.k[layer][places] = case.k[layer, tokens]
-            if not self.shape.latent:
-                self.v[layer][places] = case.v[layer, tokens]
-            self.out[layer][:] = 7
-            self.lse[layer][:] = 7
-
-    def all_nan(self, first: int = 0) -> bool:
-        return all(np.isnan(out).all() for out in self.out[first:])
 
 
 @pytest.fixture(params=[1, 4])
@@ -255,20 +193,23 @@ def test_a_pass_that_the_server_refuses_leaves_its_session(client, gpu):
 
 
 def test_a_pass_that_is_given_up_in_its_middle(client, gpu):
-    """By a server that waits for its next ring in vain: later layers get NaN, without a turn."""
-    case = Case.random(TOKENS)
+    """By a server that waits for its next ring in vain: later layers get NaN, and do not ring."""
+    case = Case.random(TOKENS, SHAPES["bf16"])
     sequence = opened(client, case, PROMPT, complete=False)
-    with Model(client, gpu) as model:
+    with Model(client, gpu, case.shape) as model:
         model.write(case, slice(PROMPT, PROMPT + 1))
         whole = model.session.begin_pass([attnd.Row(sequence, PROMPT)])
         model.layer(0)
         gpu.then(lambda: time.sleep(2.5))  # longer than --reply-timeout-s
         model.layer(1)
+        model.layer(2)
         with pytest.raises(attnd.DeadlineExceededError, match="not rung for in time"):
             whole.finish()
         gpu.synchronize()
         assert np.isfinite(model.out[0]).all() and model.all_nan(1)
-        assert layer_tokens(client, sequence) == [PROMPT] * 2
+        ring = int.from_bytes(model.session._memory.memory[:4], "little")
+        assert ring == whole.first_epoch + 1
+        assert layer_tokens(client, sequence) == [PROMPT] * 3
         whole = model.session.begin_pass([attnd.Row(sequence, PROMPT)])
         model.layers()
         whole.finish()

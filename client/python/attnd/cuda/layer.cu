@@ -3,29 +3,33 @@
 // attnd_layer: one layer of a pass over shared memory, as a kernel of the client's stream.
 // attnd_begin: the first kernel of a pass.
 //
-// NVRTC compiles this file when a session is made (compiler.py); the structs are those of structs.py.
-// The tests compile it as C++ and run it on the CPU (tests/python/emulated_layer.cc).
+// NVRTC compiles this file when a session is made (compiler.py); the structs are those of
+// structs.py. The tests compile it as C++ and run it on the CPU (tests/python/emulated_layer.cc).
 //
-// A kernel of a layer has few thread blocks, at most 16, which are all on the GPU at once. Each copies
-// a part of q, k and v into the region and arrives; the last to arrive rings. Then one thread of each
-// waits for the answer, and each copies a part of out and lse to GPU memory. So a thread block waits
-// for the others of its kernel and for the server, and for nothing else of the GPU.
+// A kernel of a layer has few thread blocks, at most 16, which are all on the GPU at once. Each
+// copies a part of q, k and v into the region and arrives; the last to arrive rings. Then one
+// thread of each waits for the answer, and each copies a part of out and lse to GPU memory. So a
+// thread block waits for the others of its kernel and for the server, and for nothing else of the
+// GPU.
 //
 // Order in memory. The region is host memory that the GPU has mapped (proto, PassMemory).
-//  - A thread block's barrier puts the writes of its threads before thread 0's fence of system scope,
+//  - A thread block's barrier puts the writes of its threads before thread 0's fence of system
+//  scope,
 //    and that before its arrival (an atomic). Who arrives last has seen all arrivals; its fence and
 //    its release of the ring word put all writes of q, k and v before the ring for the host, which
 //    reads the word with acquire.
-//  - Each waiting thread reads the answer word with acquire at system scope; the barrier behind it puts
+//  - Each waiting thread reads the answer word with acquire at system scope; the barrier behind it
+//  puts
 //    what it has acquired before the reads of its thread block's other threads. They read the
 //    region with relaxed loads of system scope: no cache answers with what an earlier layer left.
-//  - PassWords change in attnd_begin and by the last thread block to depart, when no other thread block of
+//  - PassWords change in attnd_begin and by the last thread block to depart, when no other thread
+//  block of
 //    the kernel reads them any more, but for the counters and `failing`, which are atomics.
 //    The stream orders kernels.
 //
 // Words that an earlier pass left are never taken for a turn: a layer's epoch is first_epoch, which
-// attnd_begin writes in stream order, plus the layer. The answer word counts upwards modulo 2^32. An
-// answer beyond the epoch says that the server is done with the pass.
+// attnd_begin writes in stream order, plus the layer. The answer word counts upwards modulo 2^32.
+// An answer beyond the epoch says that the server is done with the pass.
 
 #if defined(__CUDACC__)
 namespace {
@@ -86,10 +90,10 @@ typedef unsigned long long u64;
 // Why a layer's out is NaN. structs.py has the same numbers.
 enum Failure : u32 {
   kNone = 0,
-  kNoPass = 1,   // no pass is declared: a model that is warmed up, or a graph that is replayed twice
-  kOrder = 2,    // the layer is not the pass's next
-  kTokens = 3,   // the tensors have fewer tokens than the pass
-  kOver = 4,     // the server is done with the pass
+  kNoPass = 1,  // no pass is declared: a model that is warmed up, or a graph that is replayed twice
+  kOrder = 2,   // the layer is not the pass's next
+  kTokens = 3,  // the tensors have fewer tokens than the pass
+  kOver = 4,    // the server is done with the pass
   kAborted = 5,  // the client's watchdog gave the pass up
   kLate = 6,     // neither happened within the limit
 };
@@ -102,9 +106,10 @@ struct PassWords {
   u32 next_layer;
   u32 query_tokens;  // of the declaration
   u32 new_tokens;
-  u32 failure;   // the pass's first Failure: nothing that was computed from its answers is of any use
-  u32 failing;   // of the kernel that runs
-  u32 arrived;   // thread blocks of it
+  u32 failure;  // the pass's first Failure: nothing that was computed from its answers is of any
+                // use
+  u32 failing;  // of the kernel that runs
+  u32 arrived;  // thread blocks of it
   u32 departed;
 };
 
@@ -118,7 +123,8 @@ struct Control {
   u32 failed_layer;
 };
 
-// [rows, row_bytes], rows row_stride bytes apart. Addresses, strides and row_bytes are multiples of 16.
+// [rows, row_bytes], rows row_stride bytes apart. Addresses, strides and row_bytes are multiples
+// of 16.
 struct Tensor {
   u64 address;
   u64 row_stride;
@@ -130,10 +136,10 @@ struct Layer {
   Tensor q, k, v, out;  // in GPU memory
   u64 lse;              // [out.rows, lse_heads] float in GPU memory; 0: none
   u64 region_q, region_k, region_v, region_out, region_lse;  // dense
-  u64 ring;    // the region's words
+  u64 ring;                                                  // the region's words
   u64 answer;
-  u64 words;    // PassWords
-  u64 control;  // Control
+  u64 words;        // PassWords
+  u64 control;      // Control
   u64 limit_nanos;  // that a thread waits at most
   u32 lse_heads;
   u32 layer;
