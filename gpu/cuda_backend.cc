@@ -271,6 +271,7 @@ class CudaBackend : public Backend {
     stats.index_missing_bytes = index_missing_bytes_;
     stats.cache = pages_;
     stats.cache.bytes = cache_bytes;
+    stats.files = files_;
     stats.timed_steps = timed_steps_;
     stats.score_seconds = times_.score;
     stats.select_seconds = times_.select;
@@ -297,6 +298,7 @@ class CudaBackend : public Backend {
       left_over = step.left_over();
       if (timed) AddTimes(step.seconds());
       AddPages(step.pages());
+      AddFiles(step.files());
       if (!left_over.empty()) AddFallback(step.fallback_rows());
       NoteIndexBytes(step.index_bytes_refused());
     }
@@ -358,8 +360,19 @@ class CudaBackend : public Backend {
     pages_.lookups += pages.lookups;
     pages_.fetched += pages.fetched;
     pages_.in_place += pages.in_place;
+    pages_.carried += pages.carried;
     pages_.host_tokens += pages.host_tokens;
     pages_.fetched_bytes += pages.fetched_bytes;
+  }
+
+  void AddFiles(const BackendStats::Files& files) {
+    if (files.waves + files.runs_again == 0) return;
+    MutexLock lock(totals_mutex_);
+    files_.waves += files.waves;
+    files_.runs_again += files.runs_again;
+    files_.pages += files.pages;
+    files_.disk_pages += files.disk_pages;
+    files_.bytes += files.bytes;
   }
 
   void AddTimes(const StageSeconds& seconds) {
@@ -393,6 +406,7 @@ class CudaBackend : public Backend {
   uint64_t timed_steps_ ABSL_GUARDED_BY(totals_mutex_) = 0;
   StageSeconds times_ ABSL_GUARDED_BY(totals_mutex_);
   BackendStats::PageCache pages_ ABSL_GUARDED_BY(totals_mutex_);
+  BackendStats::Files files_ ABSL_GUARDED_BY(totals_mutex_);
 
   // Last: their streams use what stands above.
   ContextPool streams_;

@@ -282,7 +282,8 @@ void Metrics::CollectBackend(const attention::BackendStats& stats) const {
   Follow(pcie_bytes_[1], stats.bytes_to_host);
   Follow(pcie_bytes_[2], stats.cache.fetched_bytes);
   Follow(device_lookup_pages_, stats.cache.lookups);
-  Follow(device_hit_pages_, stats.cache.lookups - stats.cache.fetched - stats.cache.in_place);
+  Follow(device_hit_pages_,
+         stats.cache.lookups - stats.cache.fetched - stats.cache.in_place - stats.cache.carried);
   Follow(device_pages_in_place_, stats.cache.in_place);
   device_cache_bytes_->Set(static_cast<double>(stats.cache.bytes));
   Follow(device_evictions_, stats.evictions);
