@@ -28,8 +28,8 @@ using attention::StepRow;
 // new tokens is sent on its own: the input buffer has more to hold.
 constexpr uint64_t kUploadShare = 4;
 // Of a wave. Two are enough unless other steps evict what it has found, or it misses more pages
-// than a list has room for.
-constexpr uint32_t kRunsMax = 16;
+// than it may list or carry.
+constexpr uint32_t kRunsMax = 64;
 
 }  // namespace
 
@@ -91,6 +91,7 @@ std::vector<Plan> DeviceStep::Finish() {
 void DeviceStep::BeginWave(const WaveShape& shape) {
   writer_.Begin(shape, /*with_fates=*/request_.plans != nullptr);
   files_.Clear();
+  wave_cache_.reset();
 }
 
 bool DeviceStep::IsLeftOver(uint32_t row) const {
@@ -314,12 +315,23 @@ std::shared_ptr<PageCache> DeviceStep::CacheOfWave() {
   return found;
 }
 
+CacheClock DeviceStep::ClockOfWave(const std::shared_ptr<PageCache>& cache,
+                                   const PageCache::Use& use) {
+  if (wave_cache_.lock() != cache) {
+    wave_cache_ = cache;
+    wave_clock_ = use.clock();
+  }
+  return wave_clock_;
+}
+
 absl::StatusOr<FilePages::Outcome> DeviceStep::RunOnce() {
   ATTND_RETURN_IF_ERROR(CheckAlive(request_));
   // Other steps that use the cache wait until this run has ended.
   std::optional<PageCache::Use> cache;
-  if (auto found = CacheOfWave(); found != nullptr) cache.emplace(std::move(found));
-  if (cache.has_value()) writer_.SetCache(cache->ref(), cache->clock());
+  if (auto found = CacheOfWave(); found != nullptr) {
+    cache.emplace(found);
+    writer_.SetCache(cache->ref(), ClockOfWave(found, *cache));
+  }
   if (writer_.shape().reads_files) {
     if (!cache.has_value()) return FilePages::Outcome::kNoRoom;
     ATTND_ASSIGN_OR_RETURN(const CarriedPages carried, files_.Carry(cache->ref()));
@@ -332,27 +344,29 @@ absl::StatusOr<FilePages::Outcome> DeviceStep::RunOnce() {
                                           writer_.measure(), timed_, input_bytes,
                                           writer_.device_results(), writer_.results().bytes));
   ATTND_RETURN_IF_ERROR(context_->Synchronize());
-  if (const uint32_t missing = writer_.MissingCount(context_->results()); missing > 0) {
+  if (writer_.MissingCount(context_->results()) > 0) {
     const PageCacheRef ref = cache->ref();
     cache->Finish(0);
     cache.reset();
     uploader_.SetArrived();
-    ATTND_ASSIGN_OR_RETURN(const FilePages::Outcome outcome, BringMissing(missing, ref));
+    totals_.AddUnfinishedWave(writer_, context_->results());
+    ATTND_ASSIGN_OR_RETURN(const FilePages::Outcome outcome, BringMissing(ref));
     if (outcome != FilePages::Outcome::kNothingMore) return outcome;
   }
   ATTND_RETURN_IF_ERROR(TakeResults(cache));
   return FilePages::Outcome::kNothingMore;
 }
 
-absl::StatusOr<FilePages::Outcome> DeviceStep::BringMissing(uint32_t count,
-                                                            const PageCacheRef& cache) {
+absl::StatusOr<FilePages::Outcome> DeviceStep::BringMissing(const PageCacheRef& cache) {
+  const uint32_t missed = writer_.MissingCount(context_->results());
+  const uint32_t count = std::min(missed, writer_.header().missing_max);
   const uint64_t at = writer_.results().missing, bytes = count * sizeof(uint64_t);
   ATTND_RETURN_IF_ERROR(
       context_->Fetch(reinterpret_cast<const std::byte*>(writer_.header().missing), bytes, at));
   ATTND_RETURN_IF_ERROR(context_->Synchronize());
   const std::span listed(reinterpret_cast<const uint64_t*>(context_->results() + at), count);
   std::set<uint32_t> lost;
-  absl::StatusOr<FilePages::Outcome> outcome = files_.Bring(listed, cache, &lost);
+  absl::StatusOr<FilePages::Outcome> outcome = files_.Bring(listed, missed == count, cache, &lost);
   // The CPU says what is wrong with their files.
   for (const uint32_t row : lost) LeaveOver(row, Fallback::kPaged);
   return outcome;

@@ -71,10 +71,12 @@ class DeviceStep {
   absl::Status LaunchWave();
   // The cache of pages; null if the wave wants none or there is none.
   std::shared_ptr<PageCache> CacheOfWave();
+  // The wave's number in the cache, which is the same for all its runs while the cache is.
+  CacheClock ClockOfWave(const std::shared_ptr<PageCache>& cache, const PageCache::Use& use);
   // Runs the wave once. If pages are missing, the host brings them, without the cache, and the wave
   // is to run again; else its rows have their answers, but for those that were left over.
   absl::StatusOr<FilePages::Outcome> RunOnce();
-  absl::StatusOr<FilePages::Outcome> BringMissing(uint32_t count, const PageCacheRef& cache);
+  absl::StatusOr<FilePages::Outcome> BringMissing(const PageCacheRef& cache);
   absl::Status TakeResults(const std::optional<PageCache::Use>& cache);
   void LeaveWaveOver(attention::Fallback why);
   void BeginWave(const WaveShape& shape);
@@ -96,7 +98,10 @@ class DeviceStep {
   std::vector<Row> rows_;  // of the request's rows; the writer points at their descriptions
   std::vector<Resident*> residents_;  // of the row that is being pinned
   FilePages files_;                   // of the wave
-  Uploader uploader_;                 // behind all that work on the device uses
+  // The cache of the wave's last run, and the wave's number there; null before its first run.
+  std::weak_ptr<PageCache> wave_cache_;
+  CacheClock wave_clock_{};
+  Uploader uploader_;  // behind all that work on the device uses
   attention::BackendStats::Files file_counts_;
   bool unread_ = false;        // the row that was pinned last: what it reads of a file in any case
   Lack lack_ = Lack::kPages;   // of the row that was pinned last, if it found no room

@@ -64,6 +64,7 @@ absl::StatusOr<bool> FetchInGroups(
 
 void FilePages::Clear() {
   ForgetPages();
+  forgotten_.clear();
   sources_.clear();
   lost_.clear();
 }
@@ -122,6 +123,7 @@ absl::StatusOr<uint64_t> FilePages::TakeMemory(uint64_t count, uint32_t page_byt
   const uint64_t carried = brought_.size();
   if (count <= kCarriedPagesMax - carried && TakeMemoryFor(count, page_bytes)) return count;
   ATTND_RETURN_IF_ERROR(context_->Flush());
+  for (const auto& [number, page] : brought_) forgotten_.insert(number);
   ForgetPages();
   for (count = std::min<uint64_t>(count, kCarriedPagesMax); count > 0; count /= 2) {
     if (TakeMemoryFor(count, page_bytes)) return count;
@@ -129,14 +131,19 @@ absl::StatusOr<uint64_t> FilePages::TakeMemory(uint64_t count, uint32_t page_byt
   return 0;
 }
 
-absl::StatusOr<FilePages::Outcome> FilePages::Bring(std::span<const uint64_t> listed,
+absl::StatusOr<FilePages::Outcome> FilePages::Bring(std::span<const uint64_t> listed, bool complete,
                                                     const PageCacheRef& cache,
                                                     std::set<uint32_t>* lost) {
   ATTND_ASSIGN_OR_RETURN(std::vector<uint64_t> pages, Wanted(listed));
-  if (pages.empty()) return Outcome::kNothingMore;
+  if (pages.empty()) return complete ? Outcome::kNothingMore : Outcome::kNotRead;
   ATTND_ASSIGN_OR_RETURN(const uint64_t room, TakeMemory(pages.size(), cache.page_bytes));
-  if (room == 0) return Outcome::kNoRoom;
+  // Of those that have to wait, the ones that have not come before are the first.
+  const auto known = std::stable_partition(
+      pages.begin(), pages.end(), [&](uint64_t page) { return !forgotten_.contains(page); });
+  if (room == 0 || (room < pages.size() && known == pages.begin())) return Outcome::kNoRoom;
+  complete = complete && room == pages.size();
   pages.resize(room);
+  std::sort(pages.begin(), pages.end());
   std::byte* next = FirstPlace(memory_.back().pages.data(), cache);
   std::vector<PageWant> wants;
   wants.reserve(pages.size());
@@ -169,8 +176,9 @@ absl::StatusOr<FilePages::Outcome> FilePages::Bring(std::span<const uint64_t> li
   };
   ATTND_ASSIGN_OR_RETURN(const bool read, FetchInGroups(wants, cache.page_bytes, request_, take));
   if (!read) return Outcome::kNotRead;
-  // Rows that are not lost may have nothing left to wait for; one more run says so.
-  return Outcome::kBrought;
+  const bool all_lost = std::all_of(pages.begin(), pages.end(),
+                                    [&](uint64_t page) { return !brought_.contains(page); });
+  return all_lost && complete ? Outcome::kNothingMore : Outcome::kBrought;
 }
 
 absl::StatusOr<CarriedPages> FilePages::Carry(const PageCacheRef& cache) {

@@ -3,13 +3,15 @@
 // FilePages: the pages of files that a wave reads and the device lacks.
 //
 // A wave that reads files runs, lists the pages that are in files and neither in the device's cache
-// of pages nor carried, and runs again when the host has brought them, until it lists none. The
-// host holds no lock of the cache while it waits for a disk, so that other steps do not wait with
-// it. They may evict what the wave has found in the cache; the wave's next run then lists it. A
-// page that was brought is carried by all later runs of the wave, wherever it lies besides. So
-// every run lists pages that none before it has listed, and the runs come to an end. If the device
-// has no room to carry all, pages that were carried are forgotten when a run has had the chance to
-// put them into the cache; a wave is then run so many times at most (device_step.cc).
+// of pages nor carried, and runs again when the host has brought them, until it lists none. All
+// runs of a wave have one number in the cache (device_step.cc), so that none evicts what another
+// has found. The host holds no lock of the cache while it waits for a disk, so that other steps do
+// not wait with it. These may evict what the wave has found, which its next run then lists.
+//
+// A page that was brought is carried by all later runs, wherever it lies besides. If there is no
+// room to carry more, the pages that the last run has carried are forgotten: most are in the cache
+// now. So every run is brought a page that none before it had, until what finds no frame in the
+// cache is carried at once, or has no room.
 #ifndef ATTND_GPU_STEP_FILE_PAGES_H_
 #define ATTND_GPU_STEP_FILE_PAGES_H_
 
@@ -66,11 +68,12 @@ class FilePages {
     kNoRoom,       // on the device, or more pages than a wave may carry
     kNotRead,      // the store refused
   };
-  // Brings pages that a run of the wave has listed, in any order and some twice. Adds rows to
+  // Brings pages that a run of the wave has listed, in any order and some twice; complete: whether
+  // the list had room for all that the run missed. Adds rows to
   // `lost` whose pages cannot be read. cache: of the run. Errors: Cancelled, DeadlineExceeded; the
   // device's, which a list that cannot be is, too.
-  absl::StatusOr<Outcome> Bring(std::span<const uint64_t> listed, const PageCacheRef& cache,
-                                std::set<uint32_t>* lost);
+  absl::StatusOr<Outcome> Bring(std::span<const uint64_t> listed, bool complete,
+                                const PageCacheRef& cache, std::set<uint32_t>* lost);
 
   // What a run with this cache carries: all that was brought. Sends the list of it. If the cache is
   // not the one that the pages were brought behind, and they cannot be named from its frames, they
@@ -87,7 +90,7 @@ class FilePages {
   };
 
   // Memory for as many more pages as there is room for, up to `count`, and for their list. Returns
-  // how many. The device's errors.
+  // how many, and forgets pages if there is no room for all. The device's errors.
   absl::StatusOr<uint64_t> TakeMemory(uint64_t count, uint32_t page_bytes);
   bool TakeMemoryFor(uint64_t count, uint32_t page_bytes);
   // The pages of the list that are to be fetched, ascending, each once.
@@ -104,6 +107,7 @@ class FilePages {
   std::multimap<uint64_t, Source> sources_;  // by the first page's number
   std::set<const attention::PagedPayload*> lost_;
   std::map<uint64_t, Brought> brought_;  // by number
+  std::set<uint64_t> forgotten_;         // pages that were brought before those
   std::vector<DeviceCopyStore::WorkMemory> memory_;
   DeviceCopyStore::WorkMemory list_;
   attention::BackendStats::Files counts_;

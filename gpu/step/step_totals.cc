@@ -66,6 +66,16 @@ void StepTotals::AddWave(const StepWriter& writer, const std::byte* results) {
   }
 }
 
+void StepTotals::AddUnfinishedWave(const StepWriter& writer, const std::byte* results) {
+  const auto* units = At<UnitResult>(results, writer.results().unit_results);
+  for (uint32_t unit = 0; unit < writer.header().units; ++unit) {
+    const uint64_t missed = units[unit].missed_pages;
+    pages_.lookups += missed;
+    pages_.fetched += missed;
+    pages_.fetched_bytes += missed * writer.header().cache.page_bytes;
+  }
+}
+
 void StepTotals::CopyAnswers(const StepWriter& writer, const RowPart& part,
                              const std::byte* results) const {
   const StepRow& row = request_.rows[part.number];

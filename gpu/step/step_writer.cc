@@ -119,7 +119,7 @@ uint32_t StepWriter::MissingCount(const std::byte* results) const {
   if (!shape_.reads_files) return 0;
   uint32_t count = 0;
   std::memcpy(&count, results + results_.missing_count, sizeof(count));
-  return std::min(count, header_.missing_max);
+  return count;
 }
 
 uint64_t StepWriter::Write(std::byte* input, std::byte* device_input, std::byte* device_scratch) {

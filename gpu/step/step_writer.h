@@ -75,8 +75,8 @@ class StepWriter {
   const StepHeader& header() const { return header_; }
   const ResultPlaces& results() const { return results_; }
   const std::byte* device_results() const { return device_results_; }
-  // Entries of the list of missing pages that a wave's results tell of; none of a wave that reads
-  // no files.
+  // Pages that a wave's results tell to be missing, some more than once, of which missing_max are
+  // listed at most; none of a wave that reads no files.
   uint32_t MissingCount(const std::byte* results) const;
   // Whether the device has counted the pages of the part's chosen tokens.
   bool CountsPages(const RowPart& part) const {

@@ -159,10 +159,15 @@ void FakeControl::ReleaseCaches(const void* stream) {
   std::erase_if(cache_users_, [&](const auto& user) { return user.second == stream; });
 }
 
-void FakeControl::UseCache(const StepHeader& header) {
+void FakeControl::UseCache(const StepHeader& header, const void* stream) {
   const uint32_t step = header.cache.clock->step;
   const auto [last, first] = cache_steps_.insert({header.cache.sets, step});
-  EXPECT_TRUE(first || last->second != step) << "two steps of a cache of pages have one number";
+  if (header.carried != nullptr && header.carried->count > 0) {
+    EXPECT_TRUE(first || stream_steps_[stream] == step) << "a wave runs again as another step";
+  } else {
+    EXPECT_TRUE(first || last->second != step) << "two steps of a cache of pages have one number";
+  }
+  stream_steps_[stream] = step;
   last->second = step;
   EXPECT_EQ(FetchReference(header), "");
 }
@@ -294,7 +299,7 @@ class FakeStream : public Stream {
                      }}),
           "");
       control_->CheckNumbers(header);
-      if (header.cache.set_count > 0) control_->UseCache(header);
+      if (header.cache.set_count > 0) control_->UseCache(header, this);
       for (uint32_t u = 0; u < header.uploads; ++u) {
         control_->uploads_ += header.upload_refs[u].bytes;
       }
