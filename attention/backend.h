@@ -200,9 +200,9 @@ class Backend {
   virtual bool Answers(const Policy& policy, const IndexSet& indexes) const {
     return Supports(policy).ok() && Supports(indexes).ok();
   }
-  // Whether the backend reads paged segments itself; if not, another backend answers rows over
-  // paged segments, more slowly.
-  virtual bool ReadsPaged() const { return true; }
+  // Whether segments that are read from files for the backend are to be whole where memory has room
+  // for them, as it answers rows over paged ones more slowly.
+  virtual bool PrefersWhole() const { return false; }
   // Name of the device that answers; empty if it is the CPU.
   virtual absl::string_view device() const { return {}; }
   // Why the backend answers more slowly than it was made to; OK if it does not.

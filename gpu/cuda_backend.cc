@@ -19,6 +19,7 @@
 #include "attention/index/segment_builder.h"
 #include "common/mutex.h"
 #include "common/status.h"
+#include "gpu/file_turns.h"
 #include "gpu/index/segment_build.h"
 #include "gpu/layout/memory_split.h"
 #include "gpu/memory/arena.h"
@@ -152,11 +153,21 @@ absl::StatusOr<Resources> TakeMemory(const CudaBackendOptions& options,
   }
 }
 
+// Whether a row may wait for a disk while it has a stream.
+bool ReadsFiles(const StepRequest& request) {
+  return std::any_of(request.rows.begin(), request.rows.end(), [](const StepRow& row) {
+    const auto& segments = row.view->segments;
+    return std::any_of(segments.begin(), segments.end(),
+                       [](const auto& segment) { return segment->paged(); });
+  });
+}
+
 class CudaBackend : public Backend {
  public:
   CudaBackend(const CudaBackendOptions& options, std::shared_ptr<Device> device,
               std::shared_ptr<Backend> cpu)
       : options_(options),
+        file_turns_(options.streams),
         device_(std::move(device)),
         cpu_(std::move(cpu)),
         workers_(options.build_threads != 0 ? options.build_threads
@@ -180,7 +191,7 @@ class CudaBackend : public Backend {
   }
 
   absl::string_view name() const override { return "cuda"; }
-  bool ReadsPaged() const override { return false; }
+  bool PrefersWhole() const override { return true; }
   absl::string_view target() const override { return cpu_->target(); }
   absl::string_view device() const override { return device_->name(); }
 
@@ -285,8 +296,13 @@ class CudaBackend : public Backend {
     std::vector<Plan> plans;
     std::vector<uint32_t> left_over;
     {
-      ATTND_ASSIGN_OR_RETURN(const ContextPool::Lease context,
-                             streams_.Take([&] { return CheckAlive(request); }));
+      const auto alive = [&] { return CheckAlive(request); };
+      std::optional<FileTurns::Turn> turn;
+      if (ReadsFiles(request)) {
+        ATTND_ASSIGN_OR_RETURN(FileTurns::Turn taken, file_turns_.Take(alive));
+        turn.emplace(std::move(taken));
+      }
+      ATTND_ASSIGN_OR_RETURN(const ContextPool::Lease context, streams_.Take(alive));
       DeviceStep step(request, store_.get(), context.get(), options_.cooperative_groups, timed);
       absl::Status status = step.Run();
       if (absl::IsCancelled(status) || absl::IsDeadlineExceeded(status)) return status;
@@ -386,6 +402,7 @@ class CudaBackend : public Backend {
 
   // Constant after TakeResources.
   const CudaBackendOptions options_;
+  FileTurns file_turns_;  // thread-safe
   const std::shared_ptr<Device> device_;
   const std::shared_ptr<Backend> cpu_;
   std::shared_ptr<DeviceCopyStore> store_;
