@@ -116,6 +116,7 @@ absl::Status DeviceCopyStore::Pin(std::span<const std::shared_ptr<Copy>> copies,
   *lack = Lack::kPages;
   MutexLock lock(mutex_);
   if (mapping_failed_) GiveUpHostPages();
+  if (pages_in == PagesIn::kAnyMemory) LeaveToCache(copies);
   const Clock::time_point now = Clock::now();
   for (const std::shared_ptr<Copy>& copy : copies) {  // so that none of them makes room for another
     if (copy->resident == nullptr) continue;
@@ -126,8 +127,12 @@ absl::Status DeviceCopyStore::Pin(std::span<const std::shared_ptr<Copy>> copies,
   if (pages_in == PagesIn::kAnyMemory && WantCache(copies)) {
     // What is pinned cannot make room for a cache. So nothing of these copies is pinned yet, and a
     // caller that has pinned others is to release them first.
-    if (!StartCache(copies.front()->sizes.page_bytes) && !pins->empty()) {
-      return absl::ResourceExhaustedError("what is pinned leaves no room for a cache of pages");
+    if (!StartCache(copies.front()->sizes.page_bytes)) {
+      cache_wanted_ |= std::any_of(copies.begin(), copies.end(),
+                                   [](const auto& copy) { return copy->in_file(); });
+      if (!pins->empty()) {
+        return absl::ResourceExhaustedError("what is pinned leaves no room for a cache of pages");
+      }
     }
   }
   for (const std::shared_ptr<Copy>& copy : copies) {
@@ -277,7 +282,7 @@ absl::Status DeviceCopyStore::MakeResident(Copy* copy, PagesIn pages_in, Lack* l
   if (!may_stay) {
     ATTND_ASSIGN_OR_RETURN(pages, Allocate(pages_.get(), sizes.pages_bytes,
                                            copy->is_tail() ? Use::kTail : Use::kSegment));
-  } else if (cache_ == nullptr && !copy->in_host_memory()) {
+  } else if (cache_ == nullptr && !cache_wanted_ && !copy->in_host_memory()) {
     // What a cache leaves is for tails and for what is being built.
     absl::StatusOr<Arena::Allocation> room = pages_->Allocate(sizes.pages_bytes);
     while (!room.ok() && EvictOldest(pages_.get(), kIdle)) {
@@ -386,6 +391,14 @@ bool DeviceCopyStore::WantCache(std::span<const std::shared_ptr<Copy>> copies) {
   return some_without || !MakeRoom(copies);
 }
 
+void DeviceCopyStore::LeaveToCache(std::span<const std::shared_ptr<Copy>> copies) {
+  if (!cache_wanted_ || cache_ != nullptr) return;
+  for (const std::shared_ptr<Copy>& copy : copies) {
+    const bool in_the_way = copy->resident != nullptr && copy->resident->pages() != nullptr;
+    if (in_the_way && !copy->pinned() && CanBeMapped(*copy)) GiveUp(copy.get());
+  }
+}
+
 bool DeviceCopyStore::MakeRoom(std::span<const std::shared_ptr<Copy>> copies) {
   uint64_t wanted = 0;
   for (const std::shared_ptr<Copy>& copy : copies) {
@@ -417,6 +430,7 @@ bool DeviceCopyStore::StartCache(uint32_t page_bytes) {
       PageCache::Create(device_.get(), *std::move(memory), page_bytes);
   if (!cache.ok()) return false;
   cache_ = *std::move(cache);
+  cache_wanted_ = false;
   return true;
 }
 

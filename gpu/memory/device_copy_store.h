@@ -225,6 +225,10 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   // Whether the page memory has room for all pages of the copies, after giving up what is idle.
   bool MakeRoom(std::span<const std::shared_ptr<Copy>> copies)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Pages of these copies' residents that are in the way of a cache that is wanted leave, if nobody
+  // has pinned them.
+  void LeaveToCache(std::span<const std::shared_ptr<Copy>> copies)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Makes a cache of all page memory but the reserve, in whose place nothing may be pinned or lent.
   // False, and nothing has been given up, if something is.
   bool StartCache(uint32_t page_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -240,11 +244,14 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   mutable Mutex mutex_;
   Order order_ ABSL_GUARDED_BY(mutex_);  // copies with a resident, the most recently used last
   std::shared_ptr<PageCache> cache_ ABSL_GUARDED_BY(mutex_);  // null: pages have all of the memory
-  uint64_t reserve_ ABSL_GUARDED_BY(mutex_);                  // page memory that a cache leaves
-  std::set<Copy*> in_host_memory_ ABSL_GUARDED_BY(mutex_);    // copies whose pages are
-  uint64_t file_residents_ ABSL_GUARDED_BY(mutex_) = 0;       // in the order, of segments in files
-  uint64_t next_page_ ABSL_GUARDED_BY(mutex_) = 1;            // number that no segment has had
-  bool mapping_failed_ ABSL_GUARDED_BY(mutex_) = false;       // in a step: none is tried again
+  // A segment in a file wants a cache, in whose place something is pinned: until there is one, no
+  // pages of whole segments come there.
+  bool cache_wanted_ ABSL_GUARDED_BY(mutex_) = false;
+  uint64_t reserve_ ABSL_GUARDED_BY(mutex_);                // page memory that a cache leaves
+  std::set<Copy*> in_host_memory_ ABSL_GUARDED_BY(mutex_);  // copies whose pages are
+  uint64_t file_residents_ ABSL_GUARDED_BY(mutex_) = 0;     // in the order, of segments in files
+  uint64_t next_page_ ABSL_GUARDED_BY(mutex_) = 1;          // number that no segment has had
+  bool mapping_failed_ ABSL_GUARDED_BY(mutex_) = false;     // in a step: none is tried again
   bool expects_ ABSL_GUARDED_BY(mutex_) = true;
 
   HostMapper mapper_;  // last: its thread uses what stands above
