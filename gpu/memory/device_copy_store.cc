@@ -166,6 +166,11 @@ bool DeviceCopyStore::ReadsFiles() const {
   return MapsHostMemory();
 }
 
+uint64_t DeviceCopyStore::carried_bytes_max() const {
+  MutexLock lock(mutex_);
+  return reserve_ / kCarriedShare;
+}
+
 std::shared_ptr<PageCache> DeviceCopyStore::CacheOf(uint32_t page_bytes) {
   MutexLock lock(mutex_);
   return cache_ != nullptr && cache_->page_bytes() == page_bytes ? cache_ : nullptr;

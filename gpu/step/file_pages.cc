@@ -121,11 +121,13 @@ bool FilePages::TakeMemoryFor(uint64_t count, uint32_t page_bytes) {
 
 absl::StatusOr<uint64_t> FilePages::TakeMemory(uint64_t count, uint32_t page_bytes) {
   const uint64_t carried = brought_.size();
-  if (count <= kCarriedPagesMax - carried && TakeMemoryFor(count, page_bytes)) return count;
+  const uint64_t most =
+      std::min<uint64_t>(kCarriedPagesMax, store_->carried_bytes_max() / page_bytes);
+  if (carried + count <= most && TakeMemoryFor(count, page_bytes)) return count;
   ATTND_RETURN_IF_ERROR(context_->Flush());
   for (const auto& [number, page] : brought_) forgotten_.insert(number);
   ForgetPages();
-  for (count = std::min<uint64_t>(count, kCarriedPagesMax); count > 0; count /= 2) {
+  for (count = std::min(count, most); count > 0; count /= 2) {
     if (TakeMemoryFor(count, page_bytes)) return count;
   }
   return 0;

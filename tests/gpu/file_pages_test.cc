@@ -253,6 +253,26 @@ TEST_P(FilePagesSteps, CancelledAndLateStepsEnd) {
   EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
 }
 
+// While the host reads, a step over host memory uses the cache, and takes its frames: it waits for
+// nothing, and the wave misses pages again that it had found.
+TEST_P(FilePagesSteps, OthersStepWhileTheHostReads) {
+  const FakeBackend fake = MakeFakeBackend(OfPages(2 * kLittle), true);
+  TestSequence other = HostSequence(1, GetParam());
+  const std::vector<TestRow> others = RowsThatChoose(&other, 1);
+  const StepResult expected_of_others = RunStep(resident_.backend.get(), 1, others);
+  int steps = 0;
+  store_.set_on_fetch([&](const attention::PagePatience&) {
+    ++steps;
+    ExpectSame(RunStep(fake.backend.get(), 1, others), expected_of_others);
+    return absl::OkStatus();
+  });
+  for (const uint32_t layer : {0, 1, 0}) {
+    ExpectSame(RunStep(fake.backend.get(), layer, RowsThatChoose(&paged_, layer)), Resident(layer));
+  }
+  EXPECT_GT(steps, 4);
+  EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
+}
+
 // The cache has frames for a part of what a wave wants, and there is no room to carry the rest.
 TEST_P(FilePagesSteps, WithoutRoomTheCpuAnswers) {
   const FakeBackend fake = MakeFakeBackend(OfPages(kFewPages), true);
