@@ -136,7 +136,7 @@ absl::Status DeviceStep::RunRow(uint32_t number) {
     if (pinned.ok()) part = writer_.Plan(own.description, number, token, memory.uploads);
     if (part.has_value()) {
       token += part->part.tokens;
-      AddPart(number, *std::move(part), std::move(memory));
+      AddPart(number, *part, std::move(memory));
       continue;
     }
     uploader_.ForgetSince(mark);
@@ -224,7 +224,7 @@ absl::StatusOr<bool> DeviceStep::UploadSegment(Resident* resident,
   return true;
 }
 
-void DeviceStep::AddPart(uint32_t number, PlannedPart part, RowMemory memory) {
+void DeviceStep::AddPart(uint32_t number, const PlannedPart& part, RowMemory memory) {
   const Row& own = rows_[number];
   const auto& segments = own.description.segments;
   for (size_t s = 0; s < segments.size() && writer_.shape().reads_files; ++s) {
@@ -236,7 +236,7 @@ void DeviceStep::AddPart(uint32_t number, PlannedPart part, RowMemory memory) {
                 .head_pages = static_cast<uint32_t>(segments[s].pages_head_bytes /
                                                     own.history->page_bytes())});
   }
-  writer_.Add(std::move(part), std::move(memory));
+  writer_.Add(part, std::move(memory));
 }
 
 absl::Status DeviceStep::PinTail(uint32_t number, RowMemory* memory) {

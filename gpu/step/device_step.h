@@ -65,7 +65,7 @@ class DeviceStep {
   // read. Errors: Cancelled, DeadlineExceeded, the device's.
   absl::StatusOr<bool> UploadSegment(Resident* resident, const attention::Segment& segment);
   // Adds a part that was pinned to the wave.
-  void AddPart(uint32_t row, PlannedPart part, RowMemory memory);
+  void AddPart(uint32_t row, const PlannedPart& part, RowMemory memory);
   // Answers the rows that the writer holds, or leaves them over.
   absl::Status RunWave();
   absl::Status LaunchWave();

@@ -115,8 +115,9 @@ bool FilePages::TakeMemoryFor(uint64_t count, uint32_t page_bytes) {
   }
   // A page more, as the first place may not be the memory's beginning.
   auto memory = store_->Borrow(0, (count + 1) * page_bytes);
-  if (memory.ok()) memory_.push_back(*std::move(memory));
-  return memory.ok();
+  if (!memory.ok()) return false;
+  memory_.push_back(*std::move(memory));
+  return true;
 }
 
 absl::StatusOr<uint64_t> FilePages::TakeMemory(uint64_t count, uint32_t page_bytes) {
