@@ -29,7 +29,7 @@ using attention::StepRow;
 constexpr uint64_t kUploadShare = 4;
 // Of a wave. Two are enough unless other steps evict what it has found, or it misses more pages
 // than it may list or carry.
-constexpr uint32_t kRunsMax = 128;
+constexpr uint32_t kRunsMax = 64;
 
 }  // namespace
 

@@ -139,6 +139,10 @@ absl::StatusOr<FilePages::Outcome> FilePages::Bring(std::span<const uint64_t> li
                                                     std::set<uint32_t>* lost) {
   ATTND_ASSIGN_OR_RETURN(std::vector<uint64_t> pages, Wanted(listed));
   if (pages.empty()) return complete ? Outcome::kNothingMore : Outcome::kNotRead;
+  const uint64_t frames = uint64_t{cache.set_count} * kCacheWays;
+  if (pages.size() > frames + store_->carried_bytes_max() / cache.page_bytes) {
+    return Outcome::kNoRoom;  // and never will be
+  }
   ATTND_ASSIGN_OR_RETURN(const uint64_t room, TakeMemory(pages.size(), cache.page_bytes));
   // Of those that have to wait, the ones that have not come before are the first.
   const auto known = std::stable_partition(

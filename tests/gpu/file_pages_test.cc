@@ -276,8 +276,12 @@ TEST_P(FilePagesSteps, OthersStepWhileTheHostReads) {
 // The cache has frames for a part of what a wave wants, and there is no room to carry the rest.
 TEST_P(FilePagesSteps, WithoutRoomTheCpuAnswers) {
   const FakeBackend fake = MakeFakeBackend(OfPages(kFewPages), true);
-  const std::vector<TestRow> rows = RowsThatChoose(&paged_, 0);
-  const std::vector<TestRow> same = RowsThatChoose(&whole_, 0);
+  std::vector<TestRow> rows = RowsThatChoose(&paged_, 0);
+  std::vector<TestRow> same = RowsThatChoose(&whole_, 0);
+  for (std::vector<TestRow>* of : {&rows, &same}) {  // a third, which wants as much
+    size_t number = 0;
+    std::erase_if(*of, [&](const TestRow&) { return number++ % 3 != 0; });
+  }
   for (int step = 0; step < 2; ++step) {
     EXPECT_TRUE(
         Agree(RunStep(fake.backend.get(), 0, rows), RunStep(MakeCpu().get(), 0, same), same));
