@@ -112,9 +112,11 @@ absl::Status CheckAlive(const StepRequest& request);
 enum class Fallback : uint8_t {
   kFailed,   // the device has failed
   kIndexes,  // no room for the indexes of the row's segments
-  kPages,    // no room for keys and values, and host memory could not be mapped in their place
+  kPages,    // no room for keys and values, and host memory could not be mapped in their place; or
+             // none for a cache of the pages of files, or for pages that come with a step
   kScratch,  // no room for the step: a stream's memory, or the device's own for launching
-  kPaged,    // pages of a segment are on disk
+  kPaged,    // pages of a segment are on disk: a row that only the CPU reads from there, or whose
+             // pages could not be read
 };
 inline constexpr size_t kFallbacks = 5;
 
@@ -130,17 +132,27 @@ struct BackendStats {
   uint64_t bytes_to_device = 0;
   uint64_t bytes_to_host = 0;
   uint64_t evictions = 0;  // copies given up to make room
-  // Of the cache of pages whose segments' payload lies in host memory. A page that is used several
-  // times in a step may count several times.
+  // Of the cache of pages whose segments' payload lies in host memory or in files. A page that is
+  // used several times in a step may count several times.
   struct PageCache {
     uint64_t lookups = 0;      // pages of chosen tokens
     uint64_t fetched = 0;      // of them, that were missed and copied into the cache
     uint64_t in_place = 0;     // of them, that found no frame and were read where they lie
-    uint64_t host_tokens = 0;  // chosen tokens (of a KV head) of the last two
+    uint64_t carried = 0;      // of them, of files, that the host handed to the step
+    uint64_t host_tokens = 0;  // chosen tokens (of a KV head) of the last three
     uint64_t fetched_bytes = 0;
     uint64_t bytes = 0;  // of the cache now; 0 while everything fits the device
   };
   PageCache cache;
+  // Of steps over segments in files.
+  struct Files {
+    uint64_t waves = 0;       // that were answered
+    uint64_t runs_again = 0;  // of waves: each for want of pages that the host then brought
+    uint64_t pages = 0;       // that it brought, each once for a wave
+    uint64_t disk_pages = 0;  // of them, that were read from disk for it
+    uint64_t bytes = 0;       // of all
+  };
+  Files files;
   uint64_t steps = 0;           // answered, by the device or by the CPU
   uint64_t fallback_steps = 0;  // steps with a row that the CPU answered in the device's place
   std::array<uint64_t, kFallbacks> fallback_rows{};  // these rows, by Fallback
@@ -194,9 +206,9 @@ class Backend {
   virtual bool Answers(const Policy& policy, const IndexSet& indexes) const {
     return Supports(policy).ok() && Supports(indexes).ok();
   }
-  // Whether the backend reads paged segments itself; if not, another backend answers rows over
-  // paged segments, more slowly.
-  virtual bool ReadsPaged() const { return true; }
+  // Whether segments that are read from files for the backend are to be whole where memory has room
+  // for them, as it answers rows over paged ones more slowly.
+  virtual bool PrefersWhole() const { return false; }
   // Name of the device that answers; empty if it is the CPU.
   virtual absl::string_view device() const { return {}; }
   // Why the backend answers more slowly than it was made to; OK if it does not.

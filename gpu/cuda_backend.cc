@@ -19,6 +19,7 @@
 #include "attention/index/segment_builder.h"
 #include "common/mutex.h"
 #include "common/status.h"
+#include "gpu/file_turns.h"
 #include "gpu/index/segment_build.h"
 #include "gpu/layout/memory_split.h"
 #include "gpu/memory/arena.h"
@@ -153,11 +154,21 @@ absl::StatusOr<Resources> TakeMemory(const CudaBackendOptions& options,
   }
 }
 
+// Whether a row may wait for a disk while it has a stream.
+bool ReadsFiles(const StepRequest& request) {
+  return std::any_of(request.rows.begin(), request.rows.end(), [](const StepRow& row) {
+    const auto& segments = row.view->segments;
+    return std::any_of(segments.begin(), segments.end(),
+                       [](const auto& segment) { return segment->paged(); });
+  });
+}
+
 class CudaBackend : public Backend {
  public:
   CudaBackend(const CudaBackendOptions& options, std::shared_ptr<Device> device,
               std::shared_ptr<Backend> cpu)
       : options_(options),
+        file_turns_(options.streams),
         device_(std::move(device)),
         cpu_(std::move(cpu)),
         workers_(options.build_threads != 0 ? options.build_threads
@@ -181,7 +192,7 @@ class CudaBackend : public Backend {
   }
 
   absl::string_view name() const override { return "cuda"; }
-  bool ReadsPaged() const override { return false; }
+  bool PrefersWhole() const override { return true; }
   absl::string_view target() const override { return cpu_->target(); }
   absl::string_view device() const override { return device_->name(); }
 
@@ -277,6 +288,7 @@ class CudaBackend : public Backend {
     stats.index_missing_bytes = index_missing_bytes_;
     stats.cache = pages_;
     stats.cache.bytes = cache_bytes;
+    stats.files = files_;
     stats.timed_steps = timed_steps_;
     stats.score_seconds = times_.score;
     stats.select_seconds = times_.select;
@@ -290,8 +302,13 @@ class CudaBackend : public Backend {
     std::vector<Plan> plans;
     std::vector<uint32_t> left_over;
     {
-      ATTND_ASSIGN_OR_RETURN(const ContextPool::Lease context,
-                             streams_.Take([&] { return CheckAlive(request); }));
+      const auto alive = [&] { return CheckAlive(request); };
+      std::optional<FileTurns::Turn> turn;
+      if (ReadsFiles(request)) {
+        ATTND_ASSIGN_OR_RETURN(FileTurns::Turn taken, file_turns_.Take(alive));
+        turn.emplace(std::move(taken));
+      }
+      ATTND_ASSIGN_OR_RETURN(const ContextPool::Lease context, streams_.Take(alive));
       DeviceStep step(request, store_.get(), context.get(), options_.cooperative_groups, timed);
       absl::Status status = step.Run();
       if (absl::IsCancelled(status) || absl::IsDeadlineExceeded(status)) return status;
@@ -303,6 +320,7 @@ class CudaBackend : public Backend {
       left_over = step.left_over();
       if (timed) AddTimes(step.seconds());
       AddPages(step.pages());
+      AddFiles(step.files());
       if (!left_over.empty()) AddFallback(step.fallback_rows());
       NoteIndexBytes(step.index_bytes_refused());
     }
@@ -364,8 +382,19 @@ class CudaBackend : public Backend {
     pages_.lookups += pages.lookups;
     pages_.fetched += pages.fetched;
     pages_.in_place += pages.in_place;
+    pages_.carried += pages.carried;
     pages_.host_tokens += pages.host_tokens;
     pages_.fetched_bytes += pages.fetched_bytes;
+  }
+
+  void AddFiles(const BackendStats::Files& files) {
+    if (files.waves + files.runs_again == 0) return;
+    MutexLock lock(totals_mutex_);
+    files_.waves += files.waves;
+    files_.runs_again += files.runs_again;
+    files_.pages += files.pages;
+    files_.disk_pages += files.disk_pages;
+    files_.bytes += files.bytes;
   }
 
   void AddTimes(const StageSeconds& seconds) {
@@ -379,6 +408,7 @@ class CudaBackend : public Backend {
 
   // Constant after TakeResources.
   const CudaBackendOptions options_;
+  FileTurns file_turns_;  // thread-safe
   const std::shared_ptr<Device> device_;
   const std::shared_ptr<Backend> cpu_;
   std::shared_ptr<DeviceCopyStore> store_;
@@ -399,6 +429,7 @@ class CudaBackend : public Backend {
   uint64_t timed_steps_ ABSL_GUARDED_BY(totals_mutex_) = 0;
   StageSeconds times_ ABSL_GUARDED_BY(totals_mutex_);
   BackendStats::PageCache pages_ ABSL_GUARDED_BY(totals_mutex_);
+  BackendStats::Files files_ ABSL_GUARDED_BY(totals_mutex_);
 
   // Last: their streams use what stands above.
   ContextPool streams_;

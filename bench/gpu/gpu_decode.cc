@@ -3,17 +3,25 @@
 // Decoding through an engine on a GPU whose memory holds a part of the pages: prompts of a trained
 // model's keys are appended, segmented on the GPU, and decoded, all layers of each token one after
 // another. A capture (page_trace_capture.py --one-layer) is repeated over the layers and, if a
-// sequence has more tokens than it, over the tokens. Prints what building took, and for each of a
-// few stretches of tokens the milliseconds of a token and what moved over PCIe.
+// sequence has more tokens than it, over the tokens. With a data folder, what does not fit
+// host_memory_mib lies in files there. Prints what building took, and for each of a few stretches
+// of tokens the milliseconds of a token and what moved: from files, from the pool of their pages in
+// host memory, and over PCIe. Without a capture keys, values and queries are random.
 //
 //   gpu_decode --tokens=524288 --layers=32 --page_memory_mib=8192 build/captures/131072-0.capture
+//   gpu_decode --tokens=524288 --layers=16 --device_memory_mib=71680 --resume_memory_mib=16384
+//     --data_dir=DIR build/captures/131072-0.capture   (in one line)
 #include <algorithm>
+#include <bit>
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <fstream>
 #include <memory>
+#include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/flags/flag.h"
@@ -34,6 +42,14 @@ ABSL_FLAG(uint32_t, layers, 32, "layers");
 ABSL_FLAG(uint32_t, decoded, 256, "tokens that are decoded");
 ABSL_FLAG(uint32_t, stretch, 64, "tokens of a line of the table");
 ABSL_FLAG(uint64_t, host_memory_mib, uint64_t{96} << 10, "the engine's budget");
+ABSL_FLAG(std::string, data_dir, "",
+          "an empty folder for what the budget does not hold; empty: all must fit");
+ABSL_FLAG(uint64_t, pool_mib, 0, "of the budget, kept for pages of files; 0: the engine's default");
+ABSL_FLAG(uint64_t, resume_memory_mib, 0,
+          "if not 0, the sequences are sealed, and resumed by an engine with this budget: with the "
+          "segments that they had in memory. data_dir holds all of them then");
+ABSL_FLAG(bool, cpu, false, "the CPU answers: what files cost, on a machine without a GPU");
+ABSL_FLAG(uint32_t, random_tokens, 16384, "without a capture: of random keys, 24 heads over 8");
 ABSL_FLAG(uint64_t, device_memory_mib, uint64_t{24} << 10, "GPU memory in all");
 ABSL_FLAG(uint64_t, page_memory_mib, 0, "of it for pages; 0: the backend's share");
 ABSL_FLAG(std::string, policy, "error-target", "NAME[:key=value,...], over a tree");
@@ -67,6 +83,27 @@ struct Capture {
     file.read(reinterpret_cast<char*>(q.data()), static_cast<std::streamsize>(q.size() * 2));
     if (!file) Must(absl::DataLossError(path + " is too short"));
   }
+  // Random.
+  explicit Capture(uint32_t count) : tokens(count), queries(std::min(count, 256u)) {
+    shape.layers = 1;
+    shape.query_heads = 24;
+    shape.kv_heads = 8;
+    shape.head_dim = shape.value_dim = 128;
+    shape.dtype = DType::kBf16;
+    shape.softmax_scale = 1 / std::sqrt(128.0f);
+    std::mt19937_64 random(1);
+    std::normal_distribution<float> normal;
+    const auto fill = [&](size_t numbers, std::vector<uint16_t>* to) {
+      to->resize(numbers);
+      for (uint16_t& number : *to) {  // bf16 is a float's front
+        number = static_cast<uint16_t>(std::bit_cast<uint32_t>(normal(random)) >> 16);
+      }
+    };
+    const size_t row = size_t{shape.kv_heads} * shape.head_dim;
+    fill(tokens * row, &k);
+    fill(tokens * row, &v);
+    fill(size_t{queries} * shape.query_heads * shape.head_dim, &q);
+  }
 
  private:
   void ReadHeads(std::ifstream* file, std::vector<uint16_t>* to) const {
@@ -84,19 +121,25 @@ struct Capture {
   }
 };
 
-std::unique_ptr<engine::Engine> MakeGpuEngine() {
+std::unique_ptr<attention::Backend> MakeBackend(const gpu::CudaBackendOptions& cuda) {
+  auto cpu = attention::MakeCpuBackend({.threads = 0});
+  if (absl::GetFlag(FLAGS_cpu)) return cpu;
+  return Must(gpu::MakeCudaBackend(cuda, Must(gpu::OpenCudaDevice()), std::move(cpu)));
+}
+
+std::unique_ptr<engine::Engine> MakeEngine(uint64_t budget_mib) {
   gpu::CudaBackendOptions cuda;
   cuda.device_memory_bytes = absl::GetFlag(FLAGS_device_memory_mib) << 20;
   cuda.page_memory_bytes = absl::GetFlag(FLAGS_page_memory_mib) << 20;
   cuda.timed_steps = 0;
   engine::EngineOptions options;
-  options.memory_budget_bytes = absl::GetFlag(FLAGS_host_memory_mib) << 20;
+  options.memory_budget_bytes = budget_mib << 20;
   options.segment_tokens = kSegmentTokens;
-  return Must(
-      engine::Engine::Create(options,
-                             Must(gpu::MakeCudaBackend(cuda, Must(gpu::OpenCudaDevice()),
-                                                       attention::MakeCpuBackend({.threads = 0}))),
-                             nullptr));
+  options.archive.data_dir = absl::GetFlag(FLAGS_data_dir);
+  if (const uint64_t mib = absl::GetFlag(FLAGS_pool_mib); mib != 0) {
+    options.archive.page_memory_bytes = mib << 20;
+  }
+  return Must(engine::Engine::Create(options, MakeBackend(cuda), nullptr));
 }
 
 class Decoding {
@@ -111,11 +154,7 @@ class Decoding {
     const auto begin = Clock::now();
     const uint64_t tokens = absl::GetFlag(FLAGS_tokens);
     for (uint32_t r = 0; r < absl::GetFlag(FLAGS_rows); ++r) {
-      engine::OpenArgs args;
-      args.shape = shape_;
-      args.policy = ParsePolicyText(absl::GetFlag(FLAGS_policy));
-      args.indexes = attention::kTreeIndexes;
-      ids_.push_back(Must(engine_->Open("", args)));
+      ids_.push_back(Must(engine_->Open("", Args())));
       for (uint64_t at = 0; at < tokens;) {
         const uint64_t from = at % capture_.tokens;
         const uint64_t count = std::min({kChunk, tokens - at, capture_.tokens - from});
@@ -129,6 +168,22 @@ class Decoding {
                 absl::GetFlag(FLAGS_rows), static_cast<unsigned long long>(tokens), shape_.layers,
                 SecondsSince(begin), static_cast<unsigned long long>(info.segments));
     position_ = tokens;
+  }
+
+  // Goes on with another engine, on the same folder.
+  void MoveTo(std::unique_ptr<engine::Engine>* engine, uint64_t budget_mib) {
+    const auto begin = Clock::now();
+    std::vector<uint64_t> sealed;
+    for (const uint64_t id : ids_) {
+      sealed.push_back(Must((*engine)->Seal("", id, nullptr)).sealed_id);
+    }
+    engine->reset();
+    *engine = MakeEngine(budget_mib);
+    engine_ = engine->get();
+    for (size_t r = 0; r < ids_.size(); ++r) {
+      ids_[r] = Must(engine_->Resume("", Args(), sealed[r], nullptr)).sequence_id;
+    }
+    std::printf("%.1f s of sealing and resuming\n", SecondsSince(begin));
   }
 
   // One token of all rows; returns milliseconds.
@@ -176,6 +231,14 @@ class Decoding {
  private:
   static constexpr uint64_t kWriter = 1;
 
+  engine::OpenArgs Args() const {
+    engine::OpenArgs args;
+    args.shape = shape_;
+    args.policy = ParsePolicyText(absl::GetFlag(FLAGS_policy));
+    args.indexes = attention::kTreeIndexes;
+    return args;
+  }
+
   void AppendChunk(uint64_t id, uint64_t at, uint64_t from, uint64_t count) {
     const size_t kv_row = size_t{shape_.kv_heads} * shape_.head_dim;
     engine::AppendChunk chunk;
@@ -194,49 +257,83 @@ class Decoding {
     }
   }
 
-  engine::Engine* const engine_;
+  engine::Engine* engine_;
   const Capture& capture_;
   ModelShape shape_;
   std::vector<uint64_t> ids_;
   uint64_t position_ = 0;
 };
 
-void Run(const std::string& path) {
-  const Capture capture(path);
-  const auto engine = MakeGpuEngine();
+// What a stretch of tokens moved, per token.
+struct Moved {
+  BackendStats backend;
+  engine::ArchiveStats archive;
+
+  explicit Moved(const engine::Engine& engine)
+      : backend(engine.backend().stats()), archive(engine.archive_stats()) {}
+};
+
+void PrintStretch(uint32_t first, const std::vector<double>& ms, const Moved& before,
+                  const Moved& after) {
+  const auto each = [&](uint64_t a, uint64_t b) {
+    return static_cast<double>(a - b) / static_cast<double>(ms.size());
+  };
+  const auto mega = [&](uint64_t a, uint64_t b) { return each(a, b) / 1e6; };
+  const BackendStats &a = after.backend, &b = before.backend;
+  const double looked_up = each(a.cache.lookups, b.cache.lookups);
+  const double missed = each(a.cache.fetched + a.cache.in_place + a.cache.carried,
+                             b.cache.fetched + b.cache.in_place + b.cache.carried);
+  const storage::PageCacheStats &pool = after.archive.pages, &pool_before = before.archive.pages;
+  const double pool_pages = each(pool.lookups, pool_before.lookups);
+  std::printf(
+      "| %u to %zu | %.2f | %.2f | %.0f | %.2f%% | %.2f | %.2f | %.2f | %.0f | %.2f%% | %.2f | "
+      "%.1f "
+      "| %llu |\n",
+      first, first + ms.size() - 1, Median(ms), *std::max_element(ms.begin(), ms.end()), looked_up,
+      looked_up > 0 ? 100 * (1 - missed / looked_up) : 100,
+      mega(a.cache.fetched_bytes, b.cache.fetched_bytes), mega(a.files.bytes, b.files.bytes),
+      mega(a.bytes_to_device, b.bytes_to_device), pool_pages,
+      pool_pages > 0 ? 100 * each(pool.hits, pool_before.hits) / pool_pages : 100,
+      mega(pool.read_bytes, pool_before.read_bytes), each(a.files.runs_again, b.files.runs_again),
+      static_cast<unsigned long long>(a.fallback_steps - b.fallback_steps));
+  std::fflush(stdout);
+}
+
+void Run(const char* path) {
+  const Capture capture =
+      path != nullptr ? Capture(path) : Capture(absl::GetFlag(FLAGS_random_tokens));
+  auto engine = MakeEngine(absl::GetFlag(FLAGS_host_memory_mib));
   Decoding decoding(engine.get(), capture);
   decoding.Prefill();
+  if (const uint64_t mib = absl::GetFlag(FLAGS_resume_memory_mib); mib != 0) {
+    decoding.MoveTo(&engine, mib);
+  }
   std::printf(
-      "| tokens | ms a token, median | greatest | pages looked up | hits | MB fetched a token | "
-      "other "
-      "MB to the GPU | steps of the CPU |\n|---|---|---|---|---|---|---|---|\n");
-  BackendStats before = engine->backend().stats();
+      "| tokens | ms a token, median | greatest | pages looked up | GPU hits | MB fetched from "
+      "host "
+      "memory a token | MB of files handed over | MB to the GPU by copies | pages of files asked "
+      "for | pool hits | MB read from files | runs again | steps of the CPU |\n"
+      "|---|---|---|---|---|---|---|---|---|---|---|---|---|\n");
+  Moved before(*engine);
   for (uint32_t done = 0; done < absl::GetFlag(FLAGS_decoded);) {
     std::vector<double> ms;
     const uint32_t stretch = done == 0 ? 1 : absl::GetFlag(FLAGS_stretch);  // the first one alone
     for (uint32_t i = 0; i < stretch; ++i) ms.push_back(decoding.Step());
-    const BackendStats after = engine->backend().stats();
-    const auto each = [&](uint64_t a, uint64_t b) { return static_cast<double>(a - b) / stretch; };
-    const double looked_up = each(after.cache.lookups, before.cache.lookups);
-    const double missed = each(after.cache.fetched + after.cache.in_place,
-                               before.cache.fetched + before.cache.in_place);
-    const double fetched = each(after.cache.fetched, before.cache.fetched);
-    std::printf("| %u to %u | %.2f | %.2f | %.0f | %.2f%% | %.2f | %.2f | %llu |\n", done + 1,
-                done + stretch, Median(ms), *std::max_element(ms.begin(), ms.end()), looked_up,
-                looked_up > 0 ? 100 * (1 - missed / looked_up) : 100,
-                fetched * static_cast<double>(decoding.page_bytes()) / 1e6,
-                each(after.bytes_to_device, before.bytes_to_device) / 1e6,
-                static_cast<unsigned long long>(after.fallback_steps - before.fallback_steps));
-    std::fflush(stdout);
+    const Moved after(*engine);
+    PrintStretch(done + 1, ms, before, after);
     before = after;
     done += stretch;
   }
+  const BackendStats& last = before.backend;
+  std::printf("host memory: %.2f GB of the budget in use, %.2f GB of it pages of files\n",
+              static_cast<double>(engine->usage().resident_bytes) / 1e9,
+              static_cast<double>(before.archive.pages.slab_bytes) / 1e9);
   std::printf("cache of %.2f GB, index %.2f of %.2f GB, pages %.2f of %.2f GB\n",
-              static_cast<double>(before.cache.bytes) / 1e9,
-              static_cast<double>(before.index.used_bytes) / 1e9,
-              static_cast<double>(before.index.capacity_bytes) / 1e9,
-              static_cast<double>(before.pages.used_bytes) / 1e9,
-              static_cast<double>(before.pages.capacity_bytes) / 1e9);
+              static_cast<double>(last.cache.bytes) / 1e9,
+              static_cast<double>(last.index.used_bytes) / 1e9,
+              static_cast<double>(last.index.capacity_bytes) / 1e9,
+              static_cast<double>(last.pages.used_bytes) / 1e9,
+              static_cast<double>(last.pages.capacity_bytes) / 1e9);
 }
 
 }  // namespace
@@ -244,9 +341,9 @@ void Run(const std::string& path) {
 
 int main(int argc, char** argv) {
   const std::vector<char*> arguments = absl::ParseCommandLine(argc, argv);
-  if (arguments.size() != 2) {
-    std::fprintf(stderr, "usage: gpu_decode [flags] CAPTURE\n");
+  if (arguments.size() > 2) {
+    std::fprintf(stderr, "usage: gpu_decode [flags] [CAPTURE]\n");
     return 2;
   }
-  attnd::bench::Run(arguments[1]);
+  attnd::bench::Run(arguments.size() == 2 ? arguments[1] : nullptr);
 }

@@ -48,7 +48,7 @@ class Pager {
 
   static constexpr double kIdleMark = 0.80;  // the marks are shares of the budget
   static constexpr double kMark = 0.90;
-  static constexpr double kTarget = 0.75;
+  static constexpr double kTarget = Archive::kWholeShare;
 
  private:
   static constexpr std::chrono::seconds kIdle{10};

@@ -194,17 +194,33 @@ absl::StatusOr<Archive::SharedSegment> Archive::LoadSegment(const Sequence& fres
   restored->key_bounds = std::move(opened->metadata.key_bounds);
   restored->token_ids = std::move(opened->metadata.token_ids);
   const attention::Backend* const backend = fresh.args().backend;
-  const bool whole = backend != nullptr && !backend->ReadsPaged();
+  const attention::SegmentForm form = opened->form();
+  bool whole = backend != nullptr && backend->PrefersWhole() &&
+               HasRoomForWhole(attention::Segment::IndexBytes(form) +
+                               attention::Segment::PayloadBytes(form));
   if (auto shared = ReadableOf(VersionsOf(HandlesNamed(record.chain)), whole)) return shared;
   const uint64_t id = NewSegmentId();
-  auto read = whole ? files_->ReadWhole(*opened, found.handle, id, proceed)
-                    : files_->ReadPaged(*std::move(opened), found.handle, std::move(found.use), id,
-                                        proceed);
+  absl::StatusOr<SharedSegment> read;
+  if (whole) {
+    read = files_->ReadWhole(*opened, found.handle, id, proceed);
+    whole = !absl::IsResourceExhausted(read.status());  // else the index alone may find room
+  }
+  if (!whole) {
+    if (auto shared = ReadableOf(VersionsOf(HandlesNamed(record.chain)), whole)) return shared;
+    read = files_->ReadPaged(*std::move(opened), found.handle, std::move(found.use), id, proceed);
+  }
   if (!read.ok()) return LoseIfDamaged(record, read.status());
   found.handle->AddVersion(*read);
   MutexLock lock(mutex_);
   ++stats_.loaded_segments;
   return read;
+}
+
+bool Archive::HasRoomForWhole(uint64_t bytes) const {
+  const uint64_t used = budget_->used();
+  const uint64_t held = used - std::min(used, ReclaimableBytes());
+  return static_cast<double>(held + bytes) <=
+         kWholeShare * static_cast<double>(budget_->capacity());
 }
 
 // Gives the status back. A damaged segment's record goes, too: whoever has the segment in memory

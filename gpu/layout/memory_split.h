@@ -59,6 +59,8 @@ inline CopyMemory CopyMemoryOf(uint64_t device_bytes, uint32_t streams, const St
 // Of page memory, where it is a cache of pages in host memory: shares, one part in so many, that
 // the cache leaves for tails and for building, at first and at most.
 inline constexpr uint64_t kCacheReserveShare = 8, kCacheReserveShareMost = 2;
+// Of that, the share that the pages of files may take which one step carries.
+inline constexpr uint64_t kCarriedShare = 4;
 
 }  // namespace attnd::gpu
 

@@ -4,6 +4,10 @@
 // memory. Only the device changes what is in the cache: the fetch stage of a step looks up the
 // pages of chosen tokens, and copies those that it misses from host memory (cuda/step/fetch.cu).
 //
+// The cache also has pages of segments whose payload lies in a file. The device cannot read a file:
+// it lists the pages that it misses, and the host runs the step again with these pages at hand, as
+// carried pages. A page without bytes takes no frame, as an owner word promises bytes.
+//
 // The cache is set-associative, with two choices. A page may lie in the kCacheWays frames of each
 // of kCacheChoices sets, which the page's number decides. So there is no table of pages, no list of
 // frames and no address to be corrected when a segment dies: its numbers are never asked for again,
@@ -73,6 +77,37 @@ struct PageCacheRef {
 };
 static_assert(sizeof(PageCacheRef) == 32);
 
+// A page that comes with a step, in device memory behind the cache's frames and a whole number of
+// pages from the first one, so that an entry of a list names the page as it names a frame.
+struct CarriedPage {
+  uint64_t page;
+  uint32_t frame;      // beyond the cache's, below kFramesMax
+  uint32_t from_disk;  // 1: the page was read for the step; 0: it was in host memory before
+};
+static_assert(sizeof(CarriedPage) == 16);
+
+// Comes with each step that reads files, whose header is the same from step to step.
+struct CarriedPages {
+  const CarriedPage* pages;  // [count], ascending by page, each page once
+  uint32_t count;
+  uint32_t reserved;
+};
+static_assert(sizeof(CarriedPages) == 16);
+
+// The page's number among those that come with the step; `count` if it does not.
+ATTND_ON_DEVICE uint32_t FindCarried(const CarriedPages& carried, uint64_t page) {
+  uint32_t begin = 0, end = carried.count;
+  while (begin < end) {
+    const uint32_t middle = begin + (end - begin) / 2;
+    if (carried.pages[middle].page < page) {
+      begin = middle + 1;
+    } else {
+      end = middle;
+    }
+  }
+  return begin < carried.count && carried.pages[begin].page == page ? begin : carried.count;
+}
+
 struct FoundFrame {
   uint32_t frame;  // kNoFrame: the page is to be read where it lies
   bool fetch;      // the caller must fill the frame
@@ -92,12 +127,14 @@ ATTND_ON_DEVICE float WorthAfterUse(float worth, float age) {
 
 // The frame of a page, for the whole step: no step evicts what it uses itself. One step at a time
 // uses a cache; any of its threads may ask. The page is in the frame when the step's fetch stage
-// has ended. Two threads that ask for one page at once may fill two frames, which is a waste and no
-// fault. Memory::Load(address) reads what others may change, Memory::Store(address, value) changes
-// it, Memory::Swap(address, from, to) sets `to` if `from` is there, and returns what was there.
+// has ended. may_take: whether the page's bytes are at hand, so that it may take a frame if it is
+// not in the cache; without them the look-up only looks. Two threads that ask for one page at once
+// may fill two frames, which is a waste and no fault. Memory::Load(address) reads what others may
+// change, Memory::Store(address, value) changes it, Memory::Swap(address, from, to) sets `to` if
+// `from` is there, and returns what was there.
 template <typename Memory>
 ATTND_ON_DEVICE FoundFrame FindFrame(const PageCacheRef& cache, const CacheClock& clock,
-                                     uint64_t page) {
+                                     uint64_t page, bool may_take = true) {
   constexpr uint64_t kStepMask = (uint64_t{1} << kStepBits) - 1;
   const uint64_t taken = page << kStepBits | clock.step;
   const auto owner_of = [&](uint32_t frame) {
@@ -138,7 +175,7 @@ ATTND_ON_DEVICE FoundFrame FindFrame(const PageCacheRef& cache, const CacheClock
       if (before == hit_owner) Memory::Store(worth_of(hit), WorthAfterUse(hit_worth, clock.age));
       return {hit, false};
     }
-    if (victim == kNoFrame) break;  // the step uses all frames of the sets
+    if (!may_take || victim == kNoFrame) break;  // the step uses all frames of the sets
     if (Memory::Swap(owner_of(victim), victim_owner, taken) == victim_owner) {
       Memory::Store(worth_of(victim), clock.age);
       return {victim, true};

@@ -12,8 +12,9 @@
 //   read      read pieces (zones, dense tokens) exactly; score clusters
 //   select    for each unit: choose clusters, list their tokens, queue their pieces for finish
 //   measure   only if a unit has a tolerance: estimate everything, weigh errors, choose again
-//   fetch     only if a row's pages lie in host memory: look up the pages of chosen tokens in the
-//             cache, and fetch those that it misses (page_cache.h); beside finish's estimates
+//   fetch     only if a row's pages lie in host memory or in a file: look up the pages of chosen
+//             tokens in the cache, fetch those that it misses, and list those that are in a file
+//             and did not come with the step (page_cache.h); beside finish's estimates
 //   finish    read the chosen tokens exactly, estimate the other clusters
 //   merge     for each unit: merge its states, in the order of their numbers; normalise; statistics
 //
@@ -120,9 +121,10 @@ enum class CutKind : uint32_t { kTopK, kTopP, kErrorBudget, kHeadBudget };
 struct SegmentRef {
   const std::byte* index;     // of KV head 0, as in attention::IndexLayout; its first 4 bytes are
                               // the cluster count
-  const std::byte* pages;     // of KV head 0
+  const std::byte* pages;     // of KV head 0; of a segment in a file the first ones alone, which
+                              // have the unclustered tokens
   uint64_t index_head_bytes;  // from one KV head to the next
-  uint64_t pages_head_bytes;
+  uint64_t pages_head_bytes;  // likewise, of what `pages` has
   IndexOffsets offsets;
   uint32_t tokens;
   uint32_t unclustered;
@@ -130,9 +132,11 @@ struct SegmentRef {
   uint32_t slots;         // max_clusters, rounded up to kSlotChunk
   uint32_t first_piece;   // number among the row's dense pieces; a piece never spans segments
   uint32_t max_clusters;  // rows that the index has room for, at least 1
-  // Number, for the page cache, of KV head 0's first page, if the pages lie in host memory; 0 if
-  // they lie in the device's.
+  // Number, for the page cache, of KV head 0's first page, if the pages lie in host memory or in a
+  // file; 0 if they lie in the device's memory.
   uint64_t first_page;
+  uint32_t head_pages;  // of a KV head, wherever they lie: numbers from one KV head to the next
+  uint32_t in_file;     // 1: the pages lie in a file
 };
 
 // What a tree has beside its SegmentRef, whose clusters are the leaves.
@@ -193,7 +197,8 @@ struct RowRef {
   uint32_t tree_slices;        // of all segments
   uint32_t tree_slice_groups;  // of a slice; a segment's last slice may have fewer
 
-  uint32_t in_host_memory;  // 1 if pages of one of its segments are; changes nothing of the plan
+  uint32_t off_device;  // 1 if pages of one of its segments lie in host memory or in a file;
+                        // changes nothing of the plan
 
   uint64_t first_score;  // of floats in scores: per unit log_mass [lanes][slots], then, for the
                          // second order, d2 [lanes][slots], then group_score [slots]; of a tree see
@@ -267,7 +272,7 @@ constexpr bool ReadsClusters(const RowRef& row) {
 }
 // Whether the fetch stage looks up the pages of the row's chosen tokens, if the step has a cache.
 constexpr bool LooksUpPages(const RowRef& row) {
-  return row.in_host_memory != 0 && row.coop_blocks == 0 && ReadsClusters(row);
+  return row.off_device != 0 && row.coop_blocks == 0 && ReadsClusters(row);
 }
 constexpr uint64_t StatesPerTile(const RowRef& row) {
   if (row.coop_blocks != 0) return uint64_t{3} * row.coop_blocks;
@@ -324,12 +329,15 @@ struct UnitResult {
   uint32_t chosen_piece_tokens;
   uint64_t estimated_tokens;
   uint64_t dropped_tokens;
-  // Of pages in host memory, counted by the fetch stage. A page counts once for each 32 tokens of
-  // the list that it has tokens in.
-  uint32_t pages;         // that chosen tokens lie in
-  uint32_t missed_pages;  // of them, that were fetched into the cache
-  uint32_t host_pages;    // of them, that are read where they lie
-  uint32_t host_tokens;   // chosen tokens of the last two kinds of pages
+  // Of pages in host memory and in files, counted by the fetch stage. A page counts once for each
+  // 32 tokens of the list that it has tokens in.
+  uint32_t pages;          // that chosen tokens lie in
+  uint32_t missed_pages;   // of them, that were fetched from host memory into the cache
+  uint32_t host_pages;     // of them, that are read where they lie in host memory
+  uint32_t carried_pages;  // of them, that came with the step
+  uint32_t host_tokens;    // chosen tokens of pages of these three kinds
+  uint32_t disk_tokens;    // of them, of pages that were read from disk for the step
+  uint32_t reserved[2];
 };
 
 // For each lane, written by the select stage, over trees by choose: the scale of the weights that
@@ -362,6 +370,10 @@ struct ChosenPiece {
 };
 static_assert(sizeof(ChosenPiece) == 64);
 
+// The most pages that a step lists as missing, and that come with a step.
+inline constexpr uint32_t kMissingPagesMax = 1u << 15;
+inline constexpr uint32_t kCarriedPagesMax = 1u << 16;
+
 // Counters in scratch memory: how many pieces of chosen tokens have been queued; how many read
 // pieces and how many queued pieces thread blocks have taken.
 enum Cursor : uint32_t { kQueuedPieces, kTakenReadPieces, kTakenFinishPieces, kCursors };
@@ -392,8 +404,8 @@ struct StepHeader {
   float softmax_scale;
   uint32_t tree_items;
   uint32_t tree_rows[kTreeChoices];  // rows of each TreeChoice
-  uint32_t reserved;
-  uint64_t tail_block_head_bytes;  // of a tail block, from one KV head to the next
+  uint32_t missing_max;              // entries of `missing`
+  uint64_t tail_block_head_bytes;    // of a tail block, from one KV head to the next
 
   const RowRef* row_refs;  // [rows], ascending by first_unit
   const SegmentRef* segments;
@@ -402,8 +414,9 @@ struct StepHeader {
   const UploadRef* upload_refs;         // [uploads]
   const CoopUnit* coop_units;           // by the size of their groups, smaller ones first
   const std::byte* upload_data;
-  const std::byte* queries;  // [query_tokens][kv_heads * group][head_dim] of query_dtype
-  PageCacheRef cache;        // set_count is 0 if no row has pages in host memory
+  const std::byte* queries;     // [query_tokens][kv_heads * group][head_dim] of query_dtype
+  PageCacheRef cache;           // set_count is 0 if no row has pages off the device
+  const CarriedPages* carried;  // null if no row has pages in a file
 
   // Scratch.
   uint32_t* query_fragments;  // [tiles][TileFragmentWords]
@@ -423,20 +436,24 @@ struct StepHeader {
   float* tree_states;    // [tree_items][kLanes][kStateHead + 2 value_dim]
   float* tree_partials;  // [tree_items][kLanes][kStateHead]: sums over the item's leaves and closed
                          // groups
+  uint64_t* missing;  // [missing_max] numbers of pages in files that are neither in the cache nor
+                      // carried, in any order, some more than once; a row with such a page has no
+                      // answer
 
   // Outputs, copied to the host together.
   float* out;                // [query_tokens][query_heads][value_dim]
   float* lse;                // [query_tokens][query_heads]
   LaneResult* lane_results;  // [query_tokens][query_heads]
+  uint32_t* missing_count;   // of entries that `missing` has, or would have; null as `carried`
 };
 
 // No padding, so that equal headers have equal bytes.
 static_assert(offsetof(StepHeader, tail_block_head_bytes) ==
-              offsetof(StepHeader, reserved) + sizeof(StepHeader::reserved));
+              offsetof(StepHeader, missing_max) + sizeof(StepHeader::missing_max));
 // The compilers of host and device agree on these sizes: the structures are copied as bytes.
-static_assert(sizeof(SegmentRef) == 104 && sizeof(RowRef) == 224 && sizeof(StepHeader) == 344);
+static_assert(sizeof(SegmentRef) == 112 && sizeof(RowRef) == 224 && sizeof(StepHeader) == 368);
 static_assert(sizeof(UploadRef) == 24 && sizeof(CoopUnit) == 8 && sizeof(TreeRef) == 136);
-static_assert(sizeof(UnitResult) == 48 && sizeof(LaneResult) == 16 && sizeof(LaneScale) == 8);
+static_assert(sizeof(UnitResult) == 64 && sizeof(LaneResult) == 16 && sizeof(LaneScale) == 8);
 static_assert(std::is_trivially_copyable_v<SegmentRef> && std::is_trivially_copyable_v<RowRef> &&
               std::is_trivially_copyable_v<StepHeader> && std::is_trivially_copyable_v<UploadRef>);
 

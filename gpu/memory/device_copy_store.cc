@@ -44,6 +44,7 @@ class DeviceCopyStore::Copy : public DeviceCopy {
 
   bool is_tail() const { return sizes.index_bytes == 0; }
   bool in_host_memory() const { return host_pages != nullptr; }
+  bool in_file() const { return sizes.file_pages > 0; }
   bool pinned() const { return resident.use_count() > 1; }
 
   const Sizes sizes;
@@ -74,12 +75,27 @@ DeviceCopyStore::DeviceCopyStore(std::shared_ptr<Device> device, std::unique_ptr
         }
       }) {}
 
+DeviceCopyStore::Sizes DeviceCopyStore::SizesOf(const attention::Segment& segment) {
+  const ModelShape& shape = segment.shape();
+  Sizes sizes;
+  sizes.index_bytes = segment.index_block().size();
+  sizes.pages_bytes = segment.payload_block().size();
+  sizes.layers = shape.layers;
+  sizes.tokens_max = segment.tokens();
+  sizes.host_pages = segment.payload_block().data();
+  sizes.page_bytes = static_cast<uint32_t>(attention::PageGeometry(shape).page_bytes());
+  if (!segment.paged()) return sizes;
+  const uint64_t heads = uint64_t{shape.layers} * shape.kv_heads;
+  const uint64_t sink_pages =
+      (segment.unclustered() + attention::kPageTokens - 1) / attention::kPageTokens;
+  sizes.host_pages = nullptr;
+  sizes.file_pages = heads * (segment.pages_head_bytes() / sizes.page_bytes);
+  sizes.sink_bytes = heads * sink_pages * sizes.page_bytes;
+  return sizes;
+}
+
 std::shared_ptr<DeviceCopyStore::Copy> DeviceCopyStore::Find(const attention::Segment& segment) {
-  const attention::PageGeometry pages(segment.shape());
-  return Find(segment.device_copy(),
-              {segment.index_block().size(), segment.payload_block().size(), segment.shape().layers,
-               segment.tokens(), segment.payload_block().data(),
-               static_cast<uint32_t>(pages.page_bytes())});
+  return Find(segment.device_copy(), SizesOf(segment));
 }
 
 std::shared_ptr<DeviceCopyStore::Copy> DeviceCopyStore::Find(const attention::TailBlock& block,
@@ -100,6 +116,7 @@ absl::Status DeviceCopyStore::Pin(std::span<const std::shared_ptr<Copy>> copies,
   *lack = Lack::kPages;
   MutexLock lock(mutex_);
   if (mapping_failed_) GiveUpHostPages();
+  if (pages_in == PagesIn::kAnyMemory) LeaveToCache(copies);
   const Clock::time_point now = Clock::now();
   for (const std::shared_ptr<Copy>& copy : copies) {  // so that none of them makes room for another
     if (copy->resident == nullptr) continue;
@@ -110,8 +127,12 @@ absl::Status DeviceCopyStore::Pin(std::span<const std::shared_ptr<Copy>> copies,
   if (pages_in == PagesIn::kAnyMemory && WantCache(copies)) {
     // What is pinned cannot make room for a cache. So nothing of these copies is pinned yet, and a
     // caller that has pinned others is to release them first.
-    if (!StartCache(copies.front()->sizes.page_bytes) && !pins->empty()) {
-      return absl::ResourceExhaustedError("what is pinned leaves no room for a cache of pages");
+    if (!StartCache(copies.front()->sizes.page_bytes)) {
+      cache_wanted_ |= std::any_of(copies.begin(), copies.end(),
+                                   [](const auto& copy) { return copy->in_file(); });
+      if (!pins->empty()) {
+        return absl::ResourceExhaustedError("what is pinned leaves no room for a cache of pages");
+      }
     }
   }
   for (const std::shared_ptr<Copy>& copy : copies) {
@@ -138,6 +159,16 @@ absl::StatusOr<DeviceCopyStore::WorkMemory> DeviceCopyStore::Borrow(uint64_t ind
 bool DeviceCopyStore::MakeCache(uint32_t page_bytes) {
   MutexLock lock(mutex_);
   return cache_ == nullptr && MapsHostMemory() && StartCache(page_bytes);
+}
+
+bool DeviceCopyStore::ReadsFiles() const {
+  MutexLock lock(mutex_);
+  return MapsHostMemory();
+}
+
+uint64_t DeviceCopyStore::carried_bytes_max() const {
+  MutexLock lock(mutex_);
+  return reserve_ / kCarriedShare;
 }
 
 std::shared_ptr<PageCache> DeviceCopyStore::CacheOf(uint32_t page_bytes) {
@@ -188,16 +219,23 @@ void DeviceCopyStore::GiveUpHostPages() {
       LeaveHostMemory(copy)->Close();
     }
   }
+  const Order order = file_residents_ > 0 ? order_ : Order();
+  for (Copy* copy : order) {
+    if (copy->in_file() && !copy->pinned()) GiveUp(copy);
+  }
+}
+
+void DeviceCopyStore::Number(Copy* copy, uint64_t pages) {
+  if (copy->first_page != 0) return;
+  copy->first_page = next_page_;
+  next_page_ += pages;
+  CHECK_LT(next_page_, kPageNumbersEnd);
 }
 
 void DeviceCopyStore::StayInHostMemory(Copy* copy) {
   if (copy->in_host_memory()) return;
   const Sizes& sizes = copy->sizes;
-  if (copy->first_page == 0) {
-    copy->first_page = next_page_;
-    next_page_ += sizes.pages_bytes / sizes.page_bytes;
-    CHECK_LT(next_page_, kPageNumbersEnd);
-  }
+  Number(copy, sizes.pages_bytes / sizes.page_bytes);
   copy->host_pages =
       std::make_shared<HostPages>(device_.get(), std::span(sizes.host_pages, sizes.pages_bytes),
                                   sizes.layers, copy->first_page);
@@ -217,15 +255,39 @@ uint64_t DeviceCopyStore::cache_bytes() const {
   return cache_ == nullptr ? 0 : cache_->frames() * cache_->page_bytes();
 }
 
+void DeviceCopyStore::SetResident(Copy* copy, std::shared_ptr<Resident> resident) {
+  copy->resident = std::move(resident);
+  copy->place = order_.insert(order_.end(), copy);
+  if (copy->in_file()) ++file_residents_;
+}
+
+absl::Status DeviceCopyStore::MakeFileResident(Copy* copy, Lack* lack) {
+  const Sizes& sizes = copy->sizes;
+  if (!MapsHostMemory() || cache_ == nullptr || cache_->page_bytes() != sizes.page_bytes) {
+    return absl::ResourceExhaustedError("there is no cache for the pages of a segment in a file");
+  }
+  *lack = Lack::kIndexes;
+  const uint64_t sink_offset = AlignedBytes(sizes.index_bytes);
+  ATTND_ASSIGN_OR_RETURN(Arena::Allocation index,
+                         Allocate(index_.get(), sink_offset + sizes.sink_bytes, Use::kSegment));
+  *lack = Lack::kPages;
+  Number(copy, sizes.file_pages);
+  SetResident(copy, std::make_shared<Resident>(std::move(index), Arena::Allocation(), nullptr,
+                                               Resident::FilePlace{copy->first_page, sink_offset},
+                                               sizes.layers, sizes.tokens_max));
+  return absl::OkStatus();
+}
+
 absl::Status DeviceCopyStore::MakeResident(Copy* copy, PagesIn pages_in, Lack* lack) {
   if (copy->resident != nullptr) return absl::OkStatus();
+  if (copy->in_file()) return MakeFileResident(copy, lack);
   const bool may_stay = pages_in == PagesIn::kAnyMemory && CanBeMapped(*copy);
   const Sizes& sizes = copy->sizes;
   Arena::Allocation pages;
   if (!may_stay) {
     ATTND_ASSIGN_OR_RETURN(pages, Allocate(pages_.get(), sizes.pages_bytes,
                                            copy->is_tail() ? Use::kTail : Use::kSegment));
-  } else if (cache_ == nullptr && !copy->in_host_memory()) {
+  } else if (cache_ == nullptr && !cache_wanted_ && !copy->in_host_memory()) {
     // What a cache leaves is for tails and for what is being built.
     absl::StatusOr<Arena::Allocation> room = pages_->Allocate(sizes.pages_bytes);
     while (!room.ok() && EvictOldest(pages_.get(), kIdle)) {
@@ -242,10 +304,9 @@ absl::Status DeviceCopyStore::MakeResident(Copy* copy, PagesIn pages_in, Lack* l
     CHECK(may_stay);
     StayInHostMemory(copy);
   }
-  copy->resident = std::make_shared<Resident>(std::move(index), std::move(pages),
-                                              stays ? copy->host_pages : nullptr, sizes.layers,
-                                              sizes.tokens_max);
-  copy->place = order_.insert(order_.end(), copy);
+  SetResident(copy, std::make_shared<Resident>(
+                        std::move(index), std::move(pages), stays ? copy->host_pages : nullptr,
+                        Resident::FilePlace(), sizes.layers, sizes.tokens_max));
   return absl::OkStatus();
 }
 
@@ -311,20 +372,36 @@ std::shared_ptr<Resident> DeviceCopyStore::GiveUp(Copy* copy) {
   order_.erase(copy->place);
   std::shared_ptr<Resident> resident = std::exchange(copy->resident, nullptr);
   if (const auto pages = LeaveHostMemory(copy); pages != nullptr) pages->Close();
+  if (copy->in_file()) {
+    --file_residents_;
+    EndUnusedCache();
+  }
   return resident;
 }
 
 void DeviceCopyStore::EndUnusedCache() {
-  if (!in_host_memory_.empty()) return;
+  if (!in_host_memory_.empty() || file_residents_ > 0) return;
   cache_.reset();
   reserve_ = pages_->capacity() / kCacheReserveShare;
 }
 
 bool DeviceCopyStore::WantCache(std::span<const std::shared_ptr<Copy>> copies) {
-  if (cache_ != nullptr || copies.empty() || !CanBeMapped(*copies.front())) return false;
+  if (cache_ != nullptr || !MapsHostMemory()) return false;
+  if (std::any_of(copies.begin(), copies.end(), [](const auto& copy) { return copy->in_file(); })) {
+    return true;
+  }
+  if (copies.empty() || !CanBeMapped(*copies.front())) return false;
   const bool some_without = std::any_of(copies.begin(), copies.end(),
                                         [](const auto& copy) { return copy->in_host_memory(); });
   return some_without || !MakeRoom(copies);
+}
+
+void DeviceCopyStore::LeaveToCache(std::span<const std::shared_ptr<Copy>> copies) {
+  if (!cache_wanted_ || cache_ != nullptr) return;
+  for (const std::shared_ptr<Copy>& copy : copies) {
+    const bool in_the_way = copy->resident != nullptr && copy->resident->pages() != nullptr;
+    if (in_the_way && !copy->pinned() && CanBeMapped(*copy)) GiveUp(copy.get());
+  }
 }
 
 bool DeviceCopyStore::MakeRoom(std::span<const std::shared_ptr<Copy>> copies) {
@@ -358,6 +435,7 @@ bool DeviceCopyStore::StartCache(uint32_t page_bytes) {
       PageCache::Create(device_.get(), *std::move(memory), page_bytes);
   if (!cache.ok()) return false;
   cache_ = *std::move(cache);
+  cache_wanted_ = false;
   return true;
 }
 

@@ -3,6 +3,7 @@
 
 #include <glog/logging.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "attention/segment/pages.h"
@@ -57,6 +58,7 @@ SegmentDescription DescribeSegment(const Segment& segment) {
   description.max_clusters = layout.clusters.room;
   description.index_head_bytes = layout.head_bytes;
   description.pages_head_bytes = segment.pages_head_bytes();
+  description.in_file = segment.paged();
   if (segment.form().indexes.Has(IndexKind::kTree)) {
     description.max_groups = layout.groups.room;
     description.tree = TreeOffsetsOf(layout);
@@ -66,15 +68,27 @@ SegmentDescription DescribeSegment(const Segment& segment) {
   return description;
 }
 
+bool ReadsClusters(UnitKind kind) { return kind == UnitKind::kClusters || kind == UnitKind::kTree; }
+
 }  // namespace
 
-WaveShape WaveShapeOf(const StepRow& row) {
+bool AnswersOverFiles(const StepRow& row, uint32_t layer) {
+  const UnitKind kind = KindOf(row, layer);
+  if (kind == UnitKind::kStreaming) return true;
+  return ReadsClusters(kind) && row.policy->on_miss == attention::OnMiss::kWait;
+}
+
+WaveShape WaveShapeOf(const StepRow& row, uint32_t layer) {
   const ModelShape& shape = row.view->shape;
+  const auto& segments = row.view->segments;
+  const bool in_files = std::any_of(segments.begin(), segments.end(),
+                                    [](const auto& segment) { return segment->paged(); });
   return {.kernel = KernelShapeOf(shape),
           .kv_heads = shape.kv_heads,
           .group = shape.group(),
           .softmax_scale = shape.softmax_scale,
-          .query_dtype = row.query_dtype};
+          .query_dtype = row.query_dtype,
+          .reads_files = in_files && ReadsClusters(KindOf(row, layer))};
 }
 
 HistoryDescription DescribeHistory(const attention::SequenceView& view) {
@@ -94,13 +108,12 @@ RowDescription DescribeRow(const StepRow& row, uint32_t layer, const HistoryDesc
   const attention::SequenceView& view = *row.view;
   const Policy& policy = *row.policy;
   RowDescription description;
-  description.shape = WaveShapeOf(row);
+  description.shape = WaveShapeOf(row, layer);
   CHECK(HasKernels(description.shape.kernel)) << "the backend lets no other shape in";
   description.kind = KindOf(row, layer);
   description.cut = CutOf(policy);
-  const bool clusters =
-      description.kind == UnitKind::kClusters || description.kind == UnitKind::kTree;
-  description.second_order = clusters && policy.estimator == attention::Estimator::kSecondOrder;
+  description.second_order =
+      ReadsClusters(description.kind) && policy.estimator == attention::Estimator::kSecondOrder;
   description.exact_share = policy.exact_share;
   description.estimated_share = policy.estimated_share;
   description.p1 = policy.p1;

@@ -5,9 +5,11 @@
 
 #include <algorithm>
 #include <optional>
+#include <set>
 #include <span>
 #include <utility>
 
+#include "attention/segment/paged_payload.h"
 #include "common/status.h"
 #include "gpu/step/describe_row.h"
 #include "gpu/step/row_plan.h"
@@ -16,13 +18,18 @@ namespace attnd::gpu {
 namespace {
 
 using attention::Fallback;
+using attention::kPageTokens;
 using attention::kTailBlockTokens;
+using attention::PageWant;
 using attention::Plan;
 using attention::StepRow;
 
 // The share of the input buffer, 1 / kUploadShare, that one row's uploads may take. The rest of its
 // new tokens is sent on its own: the input buffer has more to hold.
 constexpr uint64_t kUploadShare = 4;
+// Of a wave. Two are enough unless other steps evict what it has found, or it misses more pages
+// than it may list or carry.
+constexpr uint32_t kRunsMax = 64;
 
 }  // namespace
 
@@ -35,22 +42,40 @@ DeviceStep::DeviceStep(const attention::StepRequest& request, DeviceCopyStore* s
       writer_(context->room(), cooperative_groups && context->stream().has_cooperative_groups()),
       totals_(request),
       rows_(request.rows.size()),
+      files_(request, store, context),
       uploader_(store, context) {}
 
 absl::Status DeviceStep::Run() {
-  std::vector<bool> done(request_.rows.size(), false);
-  for (uint32_t first = 0; first < request_.rows.size(); ++first) {
-    if (done[first]) continue;
-    const WaveShape shape = WaveShapeOf(request_.rows[first]);
-    BeginWave(shape);
-    for (uint32_t row = first; row < request_.rows.size(); ++row) {
-      if (done[row] || !(WaveShapeOf(request_.rows[row]) == shape)) continue;
-      done[row] = true;
-      ATTND_RETURN_IF_ERROR(RunRow(row));
+  std::vector<WaveShape> shapes;
+  shapes.reserve(request_.rows.size());
+  for (const StepRow& row : request_.rows) shapes.push_back(WaveShapeOf(row, request_.layer));
+  std::vector<bool> done(shapes.size(), false);
+  // Waves that may wait for a disk are the last.
+  for (const bool reads_files : {false, true}) {
+    for (uint32_t first = 0; first < shapes.size(); ++first) {
+      if (done[first] || shapes[first].reads_files != reads_files) continue;
+      ATTND_RETURN_IF_ERROR(RunRows(shapes, first, &done));
     }
-    ATTND_RETURN_IF_ERROR(RunWave());
   }
   return absl::OkStatus();
+}
+
+absl::Status DeviceStep::RunRows(const std::vector<WaveShape>& shapes, uint32_t first,
+                                 std::vector<bool>* done) {
+  BeginWave(shapes[first]);
+  for (uint32_t row = first; row < shapes.size(); ++row) {
+    if ((*done)[row] || !(shapes[row] == shapes[first])) continue;
+    (*done)[row] = true;
+    ATTND_RETURN_IF_ERROR(RunRow(row));
+  }
+  return RunWave();
+}
+
+attention::BackendStats::Files DeviceStep::files() const {
+  attention::BackendStats::Files files = files_.counts();
+  files.waves = file_counts_.waves;
+  files.runs_again = file_counts_.runs_again;
+  return files;
 }
 
 std::vector<Plan> DeviceStep::Finish() {
@@ -65,6 +90,8 @@ std::vector<Plan> DeviceStep::Finish() {
 
 void DeviceStep::BeginWave(const WaveShape& shape) {
   writer_.Begin(shape, /*with_fates=*/request_.plans != nullptr);
+  files_.Clear();
+  wave_cache_.reset();
 }
 
 bool DeviceStep::IsLeftOver(uint32_t row) const {
@@ -89,7 +116,7 @@ absl::Status DeviceStep::RunRow(uint32_t number) {
   const StepRow& row = request_.rows[number];
   Row& own = rows_[number];
   own.history = DeviceHistory::Of(*row.view, store_);
-  if (own.history->paged()) {  // pages that are not in memory are the CPU's, too
+  if (own.history->paged() && (!AnswersOverFiles(row, request_.layer) || !store_->ReadsFiles())) {
     LeaveOver(number, Fallback::kPaged);
     return absl::OkStatus();
   }
@@ -100,11 +127,16 @@ absl::Status DeviceStep::RunRow(uint32_t number) {
     const size_t mark = uploader_.Mark();
     absl::Status pinned = Pin(number, &memory);
     if (!pinned.ok() && !absl::IsResourceExhausted(pinned)) return pinned;
+    if (unread_) {
+      uploader_.ForgetSince(mark);
+      LeaveOver(number, Fallback::kPaged);
+      return absl::OkStatus();
+    }
     std::optional<PlannedPart> part;
     if (pinned.ok()) part = writer_.Plan(own.description, number, token, memory.uploads);
     if (part.has_value()) {
       token += part->part.tokens;
-      writer_.Add(*part, std::move(memory));
+      AddPart(number, *part, std::move(memory));
       continue;
     }
     uploader_.ForgetSince(mark);
@@ -124,8 +156,9 @@ absl::Status DeviceStep::RunRow(uint32_t number) {
 }
 
 absl::Status DeviceStep::Pin(uint32_t row, RowMemory* memory) {
-  tail_refused_ = false;
+  tail_refused_ = unread_ = false;
   ATTND_RETURN_IF_ERROR(PinSegments(row, memory));
+  if (unread_) return absl::OkStatus();
   absl::Status tail = PinTail(row, memory);
   tail_refused_ = absl::IsResourceExhausted(tail);
   return tail;
@@ -144,12 +177,18 @@ absl::Status DeviceStep::PinSegments(uint32_t number, RowMemory* memory) {
     Resident* const resident = residents_[s];
     if (resident->tokens(request_.layer) != segments[s].tokens) {
       ATTND_RETURN_IF_ERROR(CheckAlive(request_));
-      ATTND_RETURN_IF_ERROR(uploader_.UploadLayer(resident, *view.segments[s], request_.layer));
+      ATTND_ASSIGN_OR_RETURN(const bool read, UploadSegment(resident, *view.segments[s]));
+      unread_ |= !read;
+      if (unread_) return absl::OkStatus();
     }
     const uint64_t pages_bytes = heads * segments[s].pages_head_bytes;
     RowMemory::SegmentPlace place;
     place.index = resident->index() + heads * segments[s].index_head_bytes;
-    if (const HostPages* host = resident->host_pages(); host != nullptr) {
+    if (resident->in_file()) {
+      const uint64_t sink_pages = (segments[s].unclustered + kPageTokens - 1) / kPageTokens;
+      place.pages = resident->sink() + heads * sink_pages * history.page_bytes();
+      place.first_page = resident->first_file_page() + pages_bytes / history.page_bytes();
+    } else if (const HostPages* host = resident->host_pages(); host != nullptr) {
       place.pages = host->data() + pages_bytes;
       place.first_page = host->first_page() + pages_bytes / history.page_bytes();
     } else {
@@ -158,6 +197,46 @@ absl::Status DeviceStep::PinSegments(uint32_t number, RowMemory* memory) {
     memory->segments.push_back(place);
   }
   return absl::OkStatus();
+}
+
+absl::StatusOr<bool> DeviceStep::UploadSegment(Resident* resident,
+                                               const attention::Segment& segment) {
+  std::vector<PageWant> wants;
+  std::vector<std::byte> sink;
+  const uint64_t page_bytes = attention::PageGeometry(segment.shape()).page_bytes();
+  const uint32_t sink_pages = (segment.unclustered() + kPageTokens - 1) / kPageTokens;
+  for (uint32_t head = 0; resident->in_file() && head < segment.shape().kv_heads; ++head) {
+    for (uint32_t page = 0; page < sink_pages; ++page) {
+      wants.push_back({segment.paged_payload().get(), request_.layer, head, page});
+    }
+  }
+  bool all_there = true;
+  const auto take = [&](std::span<const PageWant> fetched) {
+    for (const PageWant& want : fetched) {
+      all_there &= want.data != nullptr;
+      if (all_there) sink.insert(sink.end(), want.data, want.data + page_bytes);
+    }
+    return absl::OkStatus();
+  };
+  ATTND_ASSIGN_OR_RETURN(const bool read, FetchInGroups(wants, page_bytes, request_, take));
+  if (!read || !all_there) return false;
+  ATTND_RETURN_IF_ERROR(uploader_.UploadLayer(resident, segment, request_.layer, sink));
+  return true;
+}
+
+void DeviceStep::AddPart(uint32_t number, const PlannedPart& part, RowMemory memory) {
+  const Row& own = rows_[number];
+  const auto& segments = own.description.segments;
+  for (size_t s = 0; s < segments.size() && writer_.shape().reads_files; ++s) {
+    if (!segments[s].in_file) continue;
+    files_.Add({.row = number,
+                .payload = request_.rows[number].view->segments[s]->paged_payload().get(),
+                .first_page = memory.segments[s].first_page,
+                .kv_heads = writer_.shape().kv_heads,
+                .head_pages = static_cast<uint32_t>(segments[s].pages_head_bytes /
+                                                    own.history->page_bytes())});
+  }
+  writer_.Add(part, std::move(memory));
 }
 
 absl::Status DeviceStep::PinTail(uint32_t number, RowMemory* memory) {
@@ -196,7 +275,7 @@ absl::Status DeviceStep::RunWave() {
     status = LaunchWave();
   }
   if (absl::IsResourceExhausted(status)) {
-    for (const RowPart& part : writer_.parts()) LeaveOver(part.number, Fallback::kScratch);
+    LeaveWaveOver(Fallback::kScratch);
     status = absl::OkStatus();
   }
   ATTND_RETURN_IF_ERROR(status);
@@ -206,22 +285,94 @@ absl::Status DeviceStep::RunWave() {
 }
 
 absl::Status DeviceStep::LaunchWave() {
-  ATTND_RETURN_IF_ERROR(CheckAlive(request_));
-  ATTND_RETURN_IF_ERROR(context_->Flush());
-  std::optional<PageCache::Use> cache;
-  if (writer_.in_host_memory()) {
-    // Other steps that use the cache wait until this one has ended.
-    if (auto found = store_->CacheOf(PageBytesOf(writer_.shape().kernel)); found != nullptr) {
-      cache.emplace(std::move(found));
-      writer_.SetCache(cache->ref(), cache->clock());
+  for (uint32_t run = 0; run < kRunsMax; ++run) {
+    ATTND_ASSIGN_OR_RETURN(const FilePages::Outcome outcome, RunOnce());
+    switch (outcome) {
+      case FilePages::Outcome::kNothingMore:
+        return absl::OkStatus();
+      case FilePages::Outcome::kBrought:
+        ++file_counts_.runs_again;
+        continue;
+      case FilePages::Outcome::kNoRoom:
+        LeaveWaveOver(Fallback::kPages);
+        return absl::OkStatus();
+      case FilePages::Outcome::kNotRead:
+        LeaveWaveOver(Fallback::kPaged);
+        return absl::OkStatus();
     }
   }
+  LeaveWaveOver(Fallback::kPages);  // other steps leave it no room in the cache
+  return absl::OkStatus();
+}
+
+std::shared_ptr<PageCache> DeviceStep::CacheOfWave() {
+  if (!writer_.off_device()) return nullptr;
+  const uint32_t page_bytes = PageBytesOf(writer_.shape().kernel);
+  auto found = store_->CacheOf(page_bytes);
+  if (found == nullptr && writer_.shape().reads_files && store_->MakeCache(page_bytes)) {
+    found = store_->CacheOf(page_bytes);
+  }
+  return found;
+}
+
+CacheClock DeviceStep::ClockOfWave(const std::shared_ptr<PageCache>& cache,
+                                   const PageCache::Use& use) {
+  if (wave_cache_.lock() != cache) {
+    wave_cache_ = cache;
+    wave_clock_ = use.clock();
+  }
+  return wave_clock_;
+}
+
+absl::StatusOr<FilePages::Outcome> DeviceStep::RunOnce() {
+  ATTND_RETURN_IF_ERROR(CheckAlive(request_));
+  // Other steps that use the cache wait until this run has ended.
+  std::optional<PageCache::Use> cache;
+  if (auto found = CacheOfWave(); found != nullptr) {
+    cache.emplace(found);
+    writer_.SetCache(cache->ref(), ClockOfWave(found, *cache));
+  }
+  if (writer_.shape().reads_files) {
+    if (!cache.has_value()) return FilePages::Outcome::kNoRoom;
+    ATTND_ASSIGN_OR_RETURN(const CarriedPages carried, files_.Carry(cache->ref()));
+    writer_.SetCarried(carried);
+  }
+  ATTND_RETURN_IF_ERROR(context_->Flush());
   const uint64_t input_bytes =
       writer_.Write(context_->input(), context_->device_input(), context_->device_scratch());
   ATTND_RETURN_IF_ERROR(context_->RunStep(writer_.shape().kernel, writer_.header(),
                                           writer_.measure(), timed_, input_bytes,
                                           writer_.device_results(), writer_.results().bytes));
   ATTND_RETURN_IF_ERROR(context_->Synchronize());
+  if (writer_.MissingCount(context_->results()) > 0) {
+    const PageCacheRef ref = cache->ref();
+    cache->Finish(0);
+    cache.reset();
+    uploader_.SetArrived();
+    totals_.AddUnfinishedWave(writer_, context_->results());
+    ATTND_ASSIGN_OR_RETURN(const FilePages::Outcome outcome, BringMissing(ref));
+    if (outcome != FilePages::Outcome::kNothingMore) return outcome;
+  }
+  ATTND_RETURN_IF_ERROR(TakeResults(cache));
+  return FilePages::Outcome::kNothingMore;
+}
+
+absl::StatusOr<FilePages::Outcome> DeviceStep::BringMissing(const PageCacheRef& cache) {
+  const uint32_t missed = writer_.MissingCount(context_->results());
+  const uint32_t count = std::min(missed, writer_.header().missing_max);
+  const uint64_t at = writer_.results().missing, bytes = count * sizeof(uint64_t);
+  ATTND_RETURN_IF_ERROR(
+      context_->Fetch(reinterpret_cast<const std::byte*>(writer_.header().missing), bytes, at));
+  ATTND_RETURN_IF_ERROR(context_->Synchronize());
+  const std::span listed(reinterpret_cast<const uint64_t*>(context_->results() + at), count);
+  std::set<uint32_t> lost;
+  absl::StatusOr<FilePages::Outcome> outcome = files_.Bring(listed, missed == count, cache, &lost);
+  // The CPU says what is wrong with their files.
+  for (const uint32_t row : lost) LeaveOver(row, Fallback::kPaged);
+  return outcome;
+}
+
+absl::Status DeviceStep::TakeResults(const std::optional<PageCache::Use>& cache) {
   // Before anything is counted: a wave that fails may be launched again.
   StageSeconds wave;
   if (timed_) {
@@ -231,6 +382,7 @@ absl::Status DeviceStep::LaunchWave() {
   const uint64_t looked_up = totals_.pages().lookups;
   totals_.AddWave(writer_, context_->results());
   if (cache.has_value()) cache->Finish(totals_.pages().lookups - looked_up);
+  if (writer_.shape().reads_files) ++file_counts_.waves;
   if (!timed_) return absl::OkStatus();
   totals_.AddStages(writer_, wave);
   seconds_.score += wave.score;
@@ -238,6 +390,10 @@ absl::Status DeviceStep::LaunchWave() {
   seconds_.attend += wave.attend;
   seconds_.merge += wave.merge;
   return absl::OkStatus();
+}
+
+void DeviceStep::LeaveWaveOver(Fallback why) {
+  for (const RowPart& part : writer_.parts()) LeaveOver(part.number, why);
 }
 
 }  // namespace attnd::gpu

@@ -7,13 +7,16 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "attention/backend.h"
 #include "gpu/device/device.h"
 #include "gpu/memory/device_copy_store.h"
+#include "gpu/memory/page_cache.h"
 #include "gpu/step/device_history.h"
+#include "gpu/step/file_pages.h"
 #include "gpu/step/row_description.h"
 #include "gpu/step/step_totals.h"
 #include "gpu/step/step_writer.h"
@@ -46,17 +49,36 @@ class DeviceStep {
 
   const StageSeconds& seconds() const { return seconds_; }  // if timed
   const attention::BackendStats::PageCache& pages() const { return totals_.pages(); }
+  attention::BackendStats::Files files() const;
 
  private:
+  // Waves of the rows of one shape.
+  absl::Status RunRows(const std::vector<WaveShape>& shapes, uint32_t first,
+                       std::vector<bool>* done);
   absl::Status RunRow(uint32_t row);
   // Pins the device copies that the row reads, and uploads what they lack. ResourceExhausted if
   // there is no room.
   absl::Status Pin(uint32_t row, RowMemory* memory);
   absl::Status PinSegments(uint32_t row, RowMemory* memory);
   absl::Status PinTail(uint32_t row, RowMemory* memory);
+  // Uploads a layer of a segment; what lies in a file comes from there. False if it could not be
+  // read. Errors: Cancelled, DeadlineExceeded, the device's.
+  absl::StatusOr<bool> UploadSegment(Resident* resident, const attention::Segment& segment);
+  // Adds a part that was pinned to the wave.
+  void AddPart(uint32_t row, const PlannedPart& part, RowMemory memory);
   // Answers the rows that the writer holds, or leaves them over.
   absl::Status RunWave();
   absl::Status LaunchWave();
+  // The cache of pages; null if the wave wants none or there is none.
+  std::shared_ptr<PageCache> CacheOfWave();
+  // The wave's number in the cache, which is the same for all its runs while the cache is.
+  CacheClock ClockOfWave(const std::shared_ptr<PageCache>& cache, const PageCache::Use& use);
+  // Runs the wave once. If pages are missing, the host brings them, without the cache, and the wave
+  // is to run again; else its rows have their answers, but for those that were left over.
+  absl::StatusOr<FilePages::Outcome> RunOnce();
+  absl::StatusOr<FilePages::Outcome> BringMissing(const PageCacheRef& cache);
+  absl::Status TakeResults(const std::optional<PageCache::Use>& cache);
+  void LeaveWaveOver(attention::Fallback why);
   void BeginWave(const WaveShape& shape);
   void LeaveOver(uint32_t row, attention::Fallback why);
   bool IsLeftOver(uint32_t row) const;
@@ -75,7 +97,13 @@ class DeviceStep {
   StepTotals totals_;
   std::vector<Row> rows_;  // of the request's rows; the writer points at their descriptions
   std::vector<Resident*> residents_;  // of the row that is being pinned
-  Uploader uploader_;
+  FilePages files_;                   // of the wave
+  // The cache of the wave's last run, and the wave's number there; null before its first run.
+  std::weak_ptr<PageCache> wave_cache_;
+  CacheClock wave_clock_{};
+  Uploader uploader_;  // behind all that work on the device uses
+  attention::BackendStats::Files file_counts_;
+  bool unread_ = false;        // the row that was pinned last: what it reads of a file in any case
   Lack lack_ = Lack::kPages;   // of the row that was pinned last, if it found no room
   bool tail_refused_ = false;  // of the row that was pinned last, for want of room
   std::vector<uint32_t> left_over_;

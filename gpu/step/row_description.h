@@ -26,6 +26,9 @@ struct WaveShape {
   uint32_t group = 0;  // query heads of a KV head
   float softmax_scale = 0;
   DType query_dtype = DType::kFp32;
+  // Chosen tokens may lie in files: such a wave may have to run again (file_pages.h), for which
+  // rows without files need not wait.
+  bool reads_files = false;
   bool operator==(const WaveShape&) const = default;
 
   uint32_t query_heads() const { return kv_heads * group; }
@@ -37,7 +40,8 @@ struct SegmentDescription {
   uint32_t unclustered = 0;   // of them; the first ones
   uint32_t max_clusters = 0;  // rows that the index has room for
   uint64_t index_head_bytes = 0;
-  uint64_t pages_head_bytes = 0;
+  uint64_t pages_head_bytes = 0;  // of all pages
+  bool in_file = false;           // the pages
   IndexOffsets offsets{};
   // Of a tree; its clusters are the leaves.
   uint32_t max_groups = 0;

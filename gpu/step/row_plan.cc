@@ -122,6 +122,12 @@ SegmentRef PlanSegment(const RowRef& row, const SegmentDescription& segment,
   ref.pages = place.pages;
   ref.index_head_bytes = segment.index_head_bytes;
   ref.pages_head_bytes = segment.pages_head_bytes;
+  ref.head_pages = Narrow(CeilOf(segment.tokens, attention::kPageTokens));
+  if (segment.in_file) {  // its sink alone is in the device's memory
+    ref.in_file = 1;
+    ref.pages_head_bytes = segment.pages_head_bytes / ref.head_pages *
+                           CeilOf(segment.unclustered, attention::kPageTokens);
+  }
   ref.offsets = segment.offsets;
   ref.tokens = segment.tokens;
   ref.unclustered = segment.unclustered;

@@ -66,6 +66,16 @@ void StepTotals::AddWave(const StepWriter& writer, const std::byte* results) {
   }
 }
 
+void StepTotals::AddUnfinishedWave(const StepWriter& writer, const std::byte* results) {
+  const auto* units = At<UnitResult>(results, writer.results().unit_results);
+  for (uint32_t unit = 0; unit < writer.header().units; ++unit) {
+    const uint64_t missed = units[unit].missed_pages;
+    pages_.lookups += missed;
+    pages_.fetched += missed;
+    pages_.fetched_bytes += missed * writer.header().cache.page_bytes;
+  }
+}
+
 void StepTotals::CopyAnswers(const StepWriter& writer, const RowPart& part,
                              const std::byte* results) const {
   const StepRow& row = request_.rows[part.number];
@@ -116,9 +126,11 @@ void StepTotals::AddUnits(const StepWriter& writer, const RowPart& part, const s
       pages_.fetched += unit->missed_pages;
       pages_.fetched_bytes += uint64_t{unit->missed_pages} * writer.header().cache.page_bytes;
       pages_.in_place += unit->host_pages;
+      pages_.carried += unit->carried_pages;
       pages_.host_tokens += unit->host_tokens;
-      totals->stats.host_tokens += unit->host_tokens;
-    } else if (part.ref.in_host_memory != 0) {  // at most
+      totals->stats.host_tokens += unit->host_tokens - unit->disk_tokens;
+      totals->stats.ssd_tokens += unit->disk_tokens;
+    } else if (part.ref.off_device != 0) {  // at most
       totals->stats.host_tokens += unit->chosen_tokens;
     }
     totals->stats.exact_tokens += unit->chosen_tokens;
@@ -190,8 +202,9 @@ void StepTotals::FinishRow(uint32_t number) const {
   const Row& totals = rows_[number];
   CHECK_EQ(totals.query_tokens, row.query_tokens) << "parts of the row are missing, or came twice";
   RowStats& stats = *row.stats = totals.stats;
-  CHECK_LE(stats.host_tokens, stats.zone_tokens + stats.exact_tokens);
-  stats.hbm_tokens = stats.zone_tokens + stats.exact_tokens - stats.host_tokens;
+  const uint64_t off_device = stats.host_tokens + stats.ssd_tokens;
+  CHECK_LE(off_device, stats.zone_tokens + stats.exact_tokens);
+  stats.hbm_tokens = stats.zone_tokens + stats.exact_tokens - off_device;
   const double lanes = double{1} * row.query_tokens * row.view->shape.query_heads;
   if (totals.mass_known) {
     stats.covered_mass = static_cast<float>(totals.covered_mass / lanes);

@@ -38,8 +38,9 @@ void StepWriter::Begin(const WaveShape& shape, bool with_fates) {
   parts_.clear();
   memories_.clear();
   measure_ = false;
-  in_host_memory_ = false;
+  off_device_ = false;
   cache_ = {};
+  carried_ = {};
 }
 
 std::optional<PlannedPart> StepWriter::Plan(const RowDescription& row, uint32_t number,
@@ -50,6 +51,7 @@ std::optional<PlannedPart> StepWriter::Plan(const RowDescription& row, uint32_t 
   if (!HasPlan(row)) return std::nullopt;
   const uint32_t unit = TokensPerUnit(row);
   const uint32_t rest = row.query_tokens - first_token;
+  const bool cooperative = cooperative_groups_ && !shape_.reads_files;  // they have no fetch stage
   const auto plan = [&](uint64_t units) {
     const uint32_t tokens = Narrow(std::min<uint64_t>(rest, units * unit));
     PlannedPart planned;
@@ -58,7 +60,7 @@ std::optional<PlannedPart> StepWriter::Plan(const RowDescription& row, uint32_t 
                     .first_token = first_token,
                     .tokens = tokens,
                     .units = 0,
-                    .ref = PlanRow(row, first_token, tokens, cooperative_groups_)};
+                    .ref = PlanRow(row, first_token, tokens, cooperative)};
     planned.counts = CountsOf(row, planned.part.ref, uploads);
     planned.part.units = planned.counts.units;
     return planned;
@@ -102,18 +104,27 @@ void StepWriter::Add(PlannedPart planned, RowMemory memory) {
   measure_ |= HasTolerance(ref);
   for (size_t s = 0; s < row.segments.size(); ++s) {
     if (memory.segments[s].first_page == 0) continue;
-    ref.in_host_memory = 1;
+    ref.off_device = 1;
+    if (row.segments[s].in_file) continue;
     planned.part.host_tokens += row.segments[s].tokens;
     planned.part.host_unclustered += row.segments[s].unclustered;
   }
-  in_host_memory_ |= LooksUpPages(ref);
+  off_device_ |= LooksUpPages(ref);
   counts_.Add(planned.counts);
   parts_.push_back(planned.part);
   memories_.push_back(std::move(memory));
 }
 
+uint32_t StepWriter::MissingCount(const std::byte* results) const {
+  if (!shape_.reads_files) return 0;
+  uint32_t count = 0;
+  std::memcpy(&count, results + results_.missing_count, sizeof(count));
+  return count;
+}
+
 uint64_t StepWriter::Write(std::byte* input, std::byte* device_input, std::byte* device_scratch) {
   const WavePlaces places = this->places();
+  CHECK(cache_.set_count > 0 || !shape_.reads_files) << "files are read by way of the cache";
   CHECK(counts_.FitHeader() && places.Fit(room_)) << "more was added than fits";
   results_ = places.result;
   device_results_ = device_scratch + places.results;
@@ -122,6 +133,7 @@ uint64_t StepWriter::Write(std::byte* input, std::byte* device_input, std::byte*
   CHECK_EQ(CoopUnits(header_), counts_.coop_units);
   std::memcpy(input, &header_, sizeof(header_));
   *At<CacheClock>(input, places.cache_clock) = clock_;
+  if (shape_.reads_files) *At<CarriedPages>(input, places.carried) = carried_;
   for (size_t i = 0; i < parts_.size(); ++i) {
     At<RowRef>(input, places.rows)[i] = parts_[i].ref;
     WriteRow(parts_[i], memories_[i], places, input);
@@ -185,6 +197,12 @@ void StepWriter::FillHeader(const WavePlaces& places, std::byte* device_input,
   h.tree_queries = At<float>(device_scratch, places.tree_queries);
   h.tree_states = At<float>(device_scratch, places.tree_states);
   h.tree_partials = At<float>(device_scratch, places.tree_partials);
+  if (shape_.reads_files) {
+    h.carried = At<CarriedPages>(device_input, places.carried);
+    h.missing = At<uint64_t>(device_scratch, places.missing);
+    h.missing_max = MissingMax(counts_);
+    h.missing_count = At<uint32_t>(results, places.result.missing_count);
+  }
   h.out = At<float>(results, places.result.out);
   h.lse = At<float>(results, places.result.lse);
   h.lane_results = At<LaneResult>(results, places.result.lane_results);

@@ -27,7 +27,7 @@ struct RowPart {
   uint32_t tokens = 0;
   uint64_t units = 0;
   RowRef ref;
-  // Of the row's segments whose pages lie in host memory.
+  // Of the row's segments whose pages lie in mapped host memory.
   uint64_t host_tokens = 0;
   uint64_t host_unclustered = 0;  // of them
 };
@@ -56,13 +56,15 @@ class StepWriter {
   // point at must stay until Write.
   void Add(PlannedPart planned, RowMemory memory);
   bool empty() const { return parts_.empty(); }
-  // Whether a row's chosen tokens may lie in host memory, so that the wave could use a page cache.
-  bool in_host_memory() const { return in_host_memory_; }
-  // The page cache of the wave. To be called before Write, if at all.
+  // Whether a row's chosen tokens may lie off the device, so that the wave could use a page cache.
+  bool off_device() const { return off_device_; }
+  // The page cache of the wave, which a wave that reads files must have, and the pages that come
+  // with the wave, in device memory. To be called before Write, if at all.
   void SetCache(const PageCacheRef& cache, const CacheClock& clock) {
     cache_ = cache;
     clock_ = clock;
   }
+  void SetCarried(const CarriedPages& carried) { carried_ = carried; }
   // Byte offsets in the two buffers, and the bytes of each that the wave takes so far.
   WavePlaces places() const { return PlacesOf(counts_, shape_, with_fates_); }
 
@@ -73,6 +75,9 @@ class StepWriter {
   const StepHeader& header() const { return header_; }
   const ResultPlaces& results() const { return results_; }
   const std::byte* device_results() const { return device_results_; }
+  // Pages that a wave's results tell to be missing, some more than once, of which missing_max are
+  // listed at most; none of a wave that reads no files.
+  uint32_t MissingCount(const std::byte* results) const;
   // Whether the device has counted the pages of the part's chosen tokens.
   bool CountsPages(const RowPart& part) const {
     return header_.cache.set_count > 0 && LooksUpPages(part.ref);
@@ -101,9 +106,10 @@ class StepWriter {
   std::vector<RowPart> parts_;
   std::vector<RowMemory> memories_;  // of the parts
   bool measure_ = false;
-  bool in_host_memory_ = false;
+  bool off_device_ = false;
   PageCacheRef cache_{};
   CacheClock clock_{};
+  CarriedPages carried_{};
 
   // Of the wave that was written last.
   StepHeader header_{};

@@ -52,6 +52,29 @@ absl::Status StreamContext::Send(std::byte* to, const std::byte* from, uint64_t 
   return absl::OkStatus();
 }
 
+absl::Status StreamContext::SendPages(std::byte* to, std::span<const std::byte* const> pages,
+                                      uint64_t page_bytes) {
+  CHECK_LE(page_bytes, room_.input_bytes);
+  while (!pages.empty()) {
+    if (room_.input_bytes - sent_bytes_ < page_bytes) ATTND_RETURN_IF_ERROR(Synchronize());
+    const uint64_t room =
+        std::max(page_bytes, std::min(kSendPieceBytes, room_.input_bytes - sent_bytes_));
+    const uint64_t count = std::min<uint64_t>(pages.size(), room / page_bytes);
+    std::byte* const from = input_ + sent_bytes_;
+    for (uint64_t i = 0; i < count; ++i) {
+      std::memcpy(from + i * page_bytes, pages[i], page_bytes);
+    }
+    const uint64_t bytes = count * page_bytes;
+    busy_ = true;
+    ATTND_RETURN_IF_ERROR(stream_->CopyToDevice(to, from, bytes));
+    counts_->to_device.fetch_add(bytes, std::memory_order_relaxed);
+    sent_bytes_ += bytes;
+    to += bytes;
+    pages = pages.subspan(count);
+  }
+  return absl::OkStatus();
+}
+
 absl::Status StreamContext::SendInput(uint64_t bytes) {
   CHECK(!busy_) << "what was sent still reads the input buffer";
   CHECK_LE(bytes, room_.input_bytes);
@@ -86,10 +109,11 @@ absl::Status StreamContext::RunStep(const KernelShape& shape, const StepHeader& 
   return absl::OkStatus();
 }
 
-absl::Status StreamContext::Fetch(const std::byte* from, uint64_t bytes) {
-  CHECK_LE(bytes, room_.result_bytes);
+absl::Status StreamContext::Fetch(const std::byte* from, uint64_t bytes, uint64_t at) {
+  CHECK_LE(at, room_.result_bytes);
+  CHECK_LE(bytes, room_.result_bytes - at);
   busy_ = true;
-  ATTND_RETURN_IF_ERROR(stream_->CopyToHost(results_, from, bytes));
+  ATTND_RETURN_IF_ERROR(stream_->CopyToHost(results_ + at, from, bytes));
   counts_->to_host.fetch_add(bytes, std::memory_order_relaxed);
   return absl::OkStatus();
 }

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -53,6 +54,9 @@ class StreamContext {
 
   // Copies to the device by way of the input buffer, in pieces; `from` may change once it returns.
   absl::Status Send(std::byte* to, const std::byte* from, uint64_t bytes);
+  // Send of pages that lie anywhere, to follow one another.
+  absl::Status SendPages(std::byte* to, std::span<const std::byte* const> pages,
+                         uint64_t page_bytes);
   // Copies the input buffer's first bytes to the device's; nothing that was sent may be under way.
   absl::Status SendInput(uint64_t bytes);
   // Runs a step: copies the input buffer's first `input_bytes` to the device, runs the kernels, and
@@ -61,8 +65,8 @@ class StreamContext {
   absl::Status RunStep(const KernelShape& shape, const StepHeader& header, bool measure, bool timed,
                        uint64_t input_bytes, const std::byte* device_results,
                        uint64_t result_bytes);
-  // Copies to the result buffer.
-  absl::Status Fetch(const std::byte* from, uint64_t bytes);
+  // Copies to the result buffer, from byte `at` on.
+  absl::Status Fetch(const std::byte* from, uint64_t bytes, uint64_t at = 0);
   // Waits for all work of the stream; then the buffers are free again.
   absl::Status Synchronize();
   // Synchronizes if the stream was given work since the last Synchronize.

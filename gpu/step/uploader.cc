@@ -55,7 +55,8 @@ absl::Status Uploader::Pin(std::span<const std::shared_ptr<DeviceCopyStore::Copy
   return absl::OkStatus();
 }
 
-absl::Status Uploader::UploadLayer(Resident* resident, const Segment& segment, uint32_t layer) {
+absl::Status Uploader::UploadLayer(Resident* resident, const Segment& segment, uint32_t layer,
+                                   std::span<const std::byte> sink) {
   if (resident->tokens(layer) == segment.tokens()) return absl::OkStatus();
   MutexLock lock(resident->upload_mutex());
   if (resident->tokens(layer) == segment.tokens()) return absl::OkStatus();
@@ -64,7 +65,10 @@ absl::Status Uploader::UploadLayer(Resident* resident, const Segment& segment, u
     const uint64_t bytes = block.size() / layers;
     return context_->Send(to + layer * bytes, block.data() + layer * bytes, bytes);
   };
-  if (resident->host_pages() != nullptr) {
+  if (resident->in_file()) {
+    ATTND_RETURN_IF_ERROR(
+        context_->Send(resident->sink() + layer * sink.size(), sink.data(), sink.size()));
+  } else if (resident->host_pages() != nullptr) {
     ATTND_RETURN_IF_ERROR(store_->MapLayer(*resident, layer));
   } else {
     ATTND_RETURN_IF_ERROR(send(resident->pages(), segment.payload_block()));

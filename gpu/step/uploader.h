@@ -40,8 +40,11 @@ class Uploader {
                    std::vector<Resident*>* residents, Lack* lack = nullptr);
 
   // Uploads a layer of a segment, unless it is on the device, and waits for the upload. Of a
-  // segment whose pages stay in host memory: uploads the index, and maps the pages.
-  absl::Status UploadLayer(Resident* resident, const attention::Segment& segment, uint32_t layer);
+  // segment whose pages stay in host memory: uploads the index, and maps the pages. Of one whose
+  // pages lie in a file: uploads the index, and `sink`, the layer's pages of unclustered tokens, KV
+  // head by KV head.
+  absl::Status UploadLayer(Resident* resident, const attention::Segment& segment, uint32_t layer,
+                           std::span<const std::byte> sink = {});
   // Uploads what the device lacks of the layer's first `tokens` tokens of a tail block, which must
   // have been written. They are sent at once, except those of a block that is not full if `later`
   // is not null: these are added to `later`, for the step to upload.

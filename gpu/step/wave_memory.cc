@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "gpu/step/wave_memory.h"
 
+#include <algorithm>
 #include <limits>
 
 #include "gpu/layout/tree_layout.h"
@@ -42,6 +43,7 @@ void PlaceInput(const WaveCounts& counts, const WaveShape& shape, WavePlaces* pl
   Placer input;
   input.Place(1, sizeof(StepHeader));
   places->cache_clock = input.Place(1, sizeof(CacheClock));
+  places->carried = input.Place(shape.reads_files ? 1 : 0, sizeof(CarriedPages));
   places->rows = input.Place(counts.rows, sizeof(RowRef));
   places->segments = input.Place(counts.segments, sizeof(SegmentRef));
   places->trees = input.Place(counts.trees, sizeof(TreeRef));
@@ -77,6 +79,7 @@ void PlaceScratch(const WaveCounts& counts, const WaveShape& shape, WavePlaces* 
   places->tree_states =
       scratch.Place(counts.tree_items, sizeof(float) * TreeStateFloats(shape.kernel.value_dim));
   places->tree_partials = scratch.Place(counts.tree_items, sizeof(float) * kLanes * kStateHead);
+  places->missing = scratch.Place(MissingMax(counts), sizeof(uint64_t));
   places->results = scratch.end();
 }
 
@@ -90,7 +93,7 @@ void WaveCounts::Add(const WaveCounts& other) {
       &WaveCounts::chosen,       &WaveCounts::chosen_pieces, &WaveCounts::coop_units,
       &WaveCounts::segments,     &WaveCounts::tail_blocks,   &WaveCounts::uploads,
       &WaveCounts::upload_bytes, &WaveCounts::trees,         &WaveCounts::tree_items,
-      &WaveCounts::tree_words};
+      &WaveCounts::tree_words,   &WaveCounts::file_pages};
   static_assert(sizeof(kFields) / sizeof(kFields[0]) * sizeof(uint64_t) == sizeof(WaveCounts));
   for (const auto field : kFields) this->*field = Plus(this->*field, other.*field);
 }
@@ -129,12 +132,21 @@ WaveCounts CountsOf(const RowDescription& row, const RowRef& ref, std::span<cons
     counts.tree_words = Times(counts.units, TreeWordsPerUnit(ref));
   }
   counts.segments = ref.segment_count;
+  for (const SegmentDescription& segment : row.segments) {
+    if (!segment.in_file || !row.shape.reads_files) continue;
+    const uint64_t pages = (segment.tokens + kPageRows - 1) / kPageRows;
+    counts.file_pages = Plus(counts.file_pages, Times(pages, row.shape.kv_heads));
+  }
   counts.tail_blocks = TailBlocksSeen(row);
   counts.uploads = uploads.size();
   for (const Upload& upload : uploads) {
     counts.upload_bytes = Plus(counts.upload_bytes, upload.bytes);
   }
   return counts;
+}
+
+uint32_t MissingMax(const WaveCounts& counts) {
+  return static_cast<uint32_t>(std::min<uint64_t>(counts.file_pages, kMissingPagesMax));
 }
 
 WavePlaces PlacesOf(const WaveCounts& counts, const WaveShape& shape, bool with_fates) {
@@ -147,9 +159,12 @@ WavePlaces PlacesOf(const WaveCounts& counts, const WaveShape& shape, bool with_
   places.result.lse = results.Place(lanes, sizeof(float));
   places.result.lane_results = results.Place(lanes, sizeof(LaneResult));
   places.result.unit_results = results.Place(counts.units, sizeof(UnitResult));
+  places.result.missing_count = results.Place(shape.reads_files ? 1 : 0, sizeof(uint32_t));
   places.result.fates = results.end();
   if (with_fates) results.Place(counts.fates, 1);
   places.result.bytes = results.end();
+  places.result.missing = places.result.bytes;
+  places.result.missing_bytes = MissingMax(counts) * sizeof(uint64_t);
   if (!with_fates) results.Place(counts.fates, 1);
   places.scratch_bytes = Plus(places.results, results.end());
   return places;

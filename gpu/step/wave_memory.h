@@ -28,6 +28,7 @@ struct WaveCounts {
   uint64_t states = 0, scores = 0, fates = 0, chosen = 0, chosen_pieces = 0;
   uint64_t coop_units = 0, segments = 0, tail_blocks = 0, uploads = 0, upload_bytes = 0;
   uint64_t trees = 0, tree_items = 0, tree_words = 0;
+  uint64_t file_pages = 0;  // that may be missing
 
   void Add(const WaveCounts& other);
   // Whether each number fits the 32 bits that the header and the references have for it.
@@ -40,24 +41,30 @@ WaveCounts CountsOf(const RowDescription& row, const RowRef& ref, std::span<cons
 // Where the results of a wave lie, by byte in the result buffer.
 struct ResultPlaces {
   uint64_t out = 0, lse = 0, lane_results = 0, unit_results = 0;
-  uint64_t fates = 0;  // within `bytes` only if fates are results
-  uint64_t bytes = 0;  // that are copied back
+  uint64_t missing_count = 0;  // of waves that read files
+  uint64_t fates = 0;          // within `bytes` only if fates are results
+  uint64_t bytes = 0;          // that are copied back
+  uint64_t missing = 0;        // where the list of missing pages goes, if there are any
+  uint64_t missing_bytes = 0;  // of all of the list
 };
 
 // Byte offsets of everything in the two buffers.
 struct WavePlaces {
-  uint64_t cache_clock, rows, segments, trees, tail_blocks, upload_refs, coop_units, queries,
-      upload_data, input_bytes;
+  uint64_t cache_clock, carried, rows, segments, trees, tail_blocks, upload_refs, coop_units,
+      queries, upload_data, input_bytes;
   uint64_t query_fragments, states, scores, chosen, score_partials, lane_scales, chunks,
-      chosen_pieces, cursors, tree_words, tree_queries, tree_states, tree_partials, results,
-      scratch_bytes;
+      chosen_pieces, cursors, tree_words, tree_queries, tree_states, tree_partials, missing,
+      results, scratch_bytes;
   ResultPlaces result;
 
   bool Fit(const WaveRoom& room) const {
     return input_bytes <= room.input_bytes && scratch_bytes <= room.scratch_bytes &&
-           result.bytes <= room.result_bytes;
+           result.missing + result.missing_bytes <= room.result_bytes;
   }
 };
+
+// Entries of StepHeader::missing.
+uint32_t MissingMax(const WaveCounts& counts);
 
 // with_fates: fates are results.
 WavePlaces PlacesOf(const WaveCounts& counts, const WaveShape& shape, bool with_fates);

@@ -151,6 +151,16 @@ void Metrics::AddDeviceMetrics() {
   device_pages_in_place_ =
       AddCounter("attnd_device_pages_in_place_total",
                  "Pages without room in the GPU's cache, read where they lie in host memory");
+  const std::string file_pages = "attnd_device_file_pages_total";
+  const std::string file_pages_help =
+      "Pages of files that the host handed to steps on the GPU, by where it had them";
+  device_file_pages_ = {AddCounter(file_pages, file_pages_help, {{"tier", "host"}}),
+                        AddCounter(file_pages, file_pages_help, {{"tier", "ssd"}})};
+  const std::string file_runs = "attnd_device_file_runs_total";
+  const std::string file_runs_help =
+      "Runs of steps' parts over files on the GPU: answered, or to run again with more pages";
+  device_file_runs_ = {AddCounter(file_runs, file_runs_help, {{"outcome", "answered"}}),
+                       AddCounter(file_runs, file_runs_help, {{"outcome", "again"}})};
   device_cache_bytes_ = AddGauge("attnd_device_cache_bytes",
                                  "Bytes of GPU memory that are a cache of pages; 0: all fit");
   device_evictions_ = AddCounter("attnd_device_evictions_total",
@@ -288,8 +298,13 @@ void Metrics::CollectBackend(const attention::BackendStats& stats) const {
   Follow(pcie_bytes_[1], stats.bytes_to_host);
   Follow(pcie_bytes_[2], stats.cache.fetched_bytes);
   Follow(device_lookup_pages_, stats.cache.lookups);
-  Follow(device_hit_pages_, stats.cache.lookups - stats.cache.fetched - stats.cache.in_place);
+  Follow(device_hit_pages_,
+         stats.cache.lookups - stats.cache.fetched - stats.cache.in_place - stats.cache.carried);
   Follow(device_pages_in_place_, stats.cache.in_place);
+  Follow(device_file_pages_[0], stats.files.pages - stats.files.disk_pages);
+  Follow(device_file_pages_[1], stats.files.disk_pages);
+  Follow(device_file_runs_[0], stats.files.waves);
+  Follow(device_file_runs_[1], stats.files.runs_again);
   device_cache_bytes_->Set(static_cast<double>(stats.cache.bytes));
   Follow(device_evictions_, stats.evictions);
   Follow(fallback_steps_, stats.fallback_steps);

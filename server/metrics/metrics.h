@@ -190,6 +190,8 @@ class Metrics final : public engine::EventListener, public prometheus::Collectab
   prometheus::Counter* device_lookup_pages_;
   prometheus::Counter* device_hit_pages_;
   prometheus::Counter* device_pages_in_place_;
+  std::array<prometheus::Counter*, 2> device_file_pages_;  // of the host's memory, of disk
+  std::array<prometheus::Counter*, 2> device_file_runs_;   // answered, again
   prometheus::Gauge* device_cache_bytes_;
   prometheus::Counter* device_evictions_;
   prometheus::Counter* fallback_steps_;

@@ -97,8 +97,8 @@ std::string CompareTokens(const RowStats& device, const RowStats& expected) {
   compare("exact_tokens", device.exact_tokens, expected.exact_tokens);
   compare("estimated_tokens", device.estimated_tokens, expected.estimated_tokens);
   compare("dropped_tokens", device.dropped_tokens, expected.dropped_tokens);
-  compare("hbm and host tokens", device.hbm_tokens + device.host_tokens,
-          expected.hbm_tokens + expected.host_tokens);
+  compare("tokens by tier", device.hbm_tokens + device.host_tokens + device.ssd_tokens,
+          expected.hbm_tokens + expected.host_tokens + expected.ssd_tokens);
   return text.str();
 }
 

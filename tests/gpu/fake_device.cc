@@ -159,24 +159,29 @@ void FakeControl::ReleaseCaches(const void* stream) {
   std::erase_if(cache_users_, [&](const auto& user) { return user.second == stream; });
 }
 
-void FakeControl::UseCache(const StepHeader& header) {
+void FakeControl::UseCache(const StepHeader& header, const void* stream) {
   const uint32_t step = header.cache.clock->step;
   const auto [last, first] = cache_steps_.insert({header.cache.sets, step});
-  EXPECT_TRUE(first || last->second != step) << "two steps of a cache of pages have one number";
+  if (header.carried != nullptr && header.carried->count > 0) {
+    EXPECT_TRUE(first || stream_steps_[stream] == step) << "a wave runs again as another step";
+  } else {
+    EXPECT_TRUE(first || last->second != step) << "two steps of a cache of pages have one number";
+  }
+  stream_steps_[stream] = step;
   last->second = step;
   EXPECT_EQ(FetchReference(header), "");
 }
 
-void FakeControl::CheckNumbers(const KernelShape& shape, const StepHeader& header) {
+void FakeControl::CheckNumbers(const StepHeader& header) {
   for (uint32_t r = 0; r < header.rows; ++r) {
     for (uint32_t s = 0; s < header.row_refs[r].segment_count; ++s) {
       const SegmentRef& segment = header.segments[header.row_refs[r].segments_begin + s];
       if (segment.first_page == 0) continue;
-      const uint64_t count = header.kv_heads * segment.pages_head_bytes / PageBytesOf(shape);
-      const auto [own, added] =
-          numbered_pages_.insert({segment.first_page, {count, segment.pages}});
+      const uint64_t count = uint64_t{header.kv_heads} * segment.head_pages;
+      const std::byte* const at = segment.in_file != 0 ? nullptr : segment.pages;
+      const auto [own, added] = numbered_pages_.insert({segment.first_page, {count, at}});
       EXPECT_EQ(own->second.count, count);
-      EXPECT_EQ(own->second.at, segment.pages) << "page " << segment.first_page;
+      EXPECT_EQ(own->second.at, at) << "page " << segment.first_page;
       const auto after = std::next(own);
       EXPECT_TRUE(after == numbered_pages_.end() || own->first + count <= after->first);
       EXPECT_TRUE(own == numbered_pages_.begin() ||
@@ -293,8 +298,8 @@ class FakeStream : public Stream {
                        return control_->Maps(address, bytes);
                      }}),
           "");
-      control_->CheckNumbers(run.shape, header);
-      if (header.cache.set_count > 0) control_->UseCache(header);
+      control_->CheckNumbers(header);
+      if (header.cache.set_count > 0) control_->UseCache(header, this);
       for (uint32_t u = 0; u < header.uploads; ++u) {
         control_->uploads_ += header.upload_refs[u].bytes;
       }
@@ -304,8 +309,11 @@ class FakeStream : public Stream {
         control_->broken_ = true;
       }
       control_->coop_units_ += CoopUnits(header);
-      RunStepReference(run.shape, step,
-                       {control_->faults_.one_more_exact, control_->faults_.one_more_opened});
+      EXPECT_EQ(
+          RunStepReference(run.shape, step,
+                           {control_->faults_.one_more_exact, control_->faults_.one_more_opened},
+                           &control_->known_pages_),
+          "");
       Spoil(run.shape, step, control_->faults_);
       ++control_->steps_;
     });

@@ -5,8 +5,11 @@
 #define ATTND_TESTS_GPU_FETCH_REFERENCE_H_
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <map>
 #include <string>
+#include <vector>
 
 #include "gpu/layout/page_cache.h"
 #include "gpu/layout/step_layout.h"
@@ -24,6 +27,39 @@ struct HostMemory {
     std::atomic_ref(*at).compare_exchange_strong(from, to);
     return from;
   }
+};
+
+// Bytes of pages of files, by number, as they first came to the device. A number names one page of
+// one layer for ever.
+using KnownPages = std::map<uint64_t, std::vector<std::byte>>;
+
+// Finds pages of files for a step's chosen tokens: in the cache, among those that came with the
+// step, or nowhere. Says what is wrong: with the list that came, or a page that is found with other
+// bytes than it came with.
+class FileLookUp {
+ public:
+  // Clears the step's list of missing pages, if it has one. known: null if nothing is remembered.
+  FileLookUp(const StepHeader& header, KnownPages* known);
+
+  // The page; one of NaN if it is nowhere, which is listed.
+  const std::byte* Find(const SegmentRef& segment, uint32_t kv_head, uint32_t page);
+  // A token of the page that was found last was read.
+  void CountToken();
+  // What was counted since the last call goes to the unit's result.
+  void AddTo(UnitResult* result);
+
+  const std::string& wrong() const { return wrong_; }
+
+ private:
+  const std::byte* FindNumber(uint64_t page);
+  void Remember(uint64_t page, const std::byte* bytes);
+
+  const StepHeader& header_;
+  KnownPages* const known_;
+  std::vector<std::byte> nowhere_;
+  UnitResult counts_{};
+  const CarriedPage* last_ = nullptr;  // carried page that was found last; null: it was not carried
+  std::string wrong_;
 };
 
 // Looks up every page in host memory of the step's rows, and fills the frames that it takes. A page

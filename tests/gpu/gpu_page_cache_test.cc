@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "tests/attention/cpu/paged_support.h"
 #include "tests/gpu/on_gpu.h"
 #include "tests/gpu/support.h"
 
@@ -165,6 +166,47 @@ TEST_P(GpuPageCache, ThreadsShareIt) {
   }
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(paged->stats().fallback_steps, 0u);
+}
+
+// Segments in files: with a cache of all pages, of a third, and of so few that pages are read where
+// they were carried to, or the CPU answers.
+TEST_P(GpuPageCache, FilesHaveTheSameBits) {
+  const auto resident = MakeGpu(0);
+  SKIP_WITHOUT_GPU(resident);
+  attention::test::CopyingStore store;
+  TestSequence whole = Make(2);
+  TestSequence paged = attention::test::Paged(whole, &store);
+  const uint64_t bytes = PageBytes(whole);
+  constexpr int kSteps = 24;
+  std::vector<StepResult> expected;
+  for (int step = 0; step < kSteps; ++step) {
+    const auto layer = static_cast<uint32_t>(step % 2);
+    expected.push_back(RunStep(resident.get(), layer, Rows(&whole, layer, TestSeed() + step)));
+  }
+  for (const double share : {8.0, 0.6, 0.3}) {
+    SCOPED_TRACE(share);
+    const auto gpu = MakeGpu(static_cast<uint64_t>(share * static_cast<double>(bytes)));
+    ASSERT_NE(gpu, nullptr);
+    for (int step = 0; step < kSteps; ++step) {
+      const auto layer = static_cast<uint32_t>(step % 2);
+      const uint64_t fallbacks = gpu->stats().fallback_steps;
+      const StepResult found = RunStep(gpu.get(), layer, Rows(&paged, layer, TestSeed() + step));
+      ASSERT_TRUE(found.status.ok()) << found.status;
+      if (gpu->stats().fallback_steps > fallbacks) continue;
+      ExpectSame(found, expected[static_cast<size_t>(step)]);
+    }
+    const auto stats = gpu->stats();
+    EXPECT_GT(stats.files.pages, 0u);
+    if (share > 1) {
+      EXPECT_EQ(stats.fallback_steps, 0u);
+      EXPECT_GT(stats.graph_launches, 0u);
+    }
+    std::printf("share %.2f: %llu waves, %llu runs again, %llu pages, %llu steps of the CPU\n",
+                share, static_cast<unsigned long long>(stats.files.waves),
+                static_cast<unsigned long long>(stats.files.runs_again),
+                static_cast<unsigned long long>(stats.files.pages),
+                static_cast<unsigned long long>(stats.fallback_steps));
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, GpuPageCache,

@@ -226,8 +226,28 @@ class Checker {
       Fail("the cache's sets and frames overlap");
     }
     if (frames % 16 != 0) Fail("frames are not aligned");
-    Equal("cache.page_bytes", cache.page_bytes,
-          16 * uint64_t{shape_.head_dim + shape_.value_dim} * DTypeBytes(shape_.dtype));
+    Equal("cache.page_bytes", cache.page_bytes, PageBytes());
+  }
+
+  uint64_t PageBytes() const {
+    return 16 * uint64_t{shape_.head_dim + shape_.value_dim} * DTypeBytes(shape_.dtype);
+  }
+
+  void Files() {
+    if (!wants_files_) {
+      if (h_.carried != nullptr || h_.missing_count != nullptr) Fail("no row reads files");
+      return;
+    }
+    if (h_.cache.set_count == 0) return Fail("files are read without a cache");
+    if (h_.missing_max == 0) Fail("no page can be missing");
+    Held("carried", h_.carried, sizeof(CarriedPages));
+    if (!wrong_.empty()) return;
+    Held("the carried pages' list", h_.carried->pages, h_.carried->count * sizeof(CarriedPage));
+    for (uint32_t i = 0; i < h_.carried->count && wrong_.empty(); ++i) {
+      Held("a carried page",
+           h_.cache.frames + uint64_t{h_.carried->pages[i].frame} * h_.cache.page_bytes,
+           h_.cache.page_bytes);
+    }
   }
 
   void CooperativeUnits() {
@@ -253,17 +273,27 @@ class Checker {
 
   void Segments(const RowRef& row) {
     uint64_t slots = 0, pieces = 0, clustered = 0;
-    bool in_host_memory = false;
+    bool off_device = false;
     Held("segments", h_.segments + row.segments_begin, row.segment_count * sizeof(SegmentRef));
     if (!wrong_.empty()) return;
     for (uint32_t s = 0; s < row.segment_count; ++s) {
       const SegmentRef& segment = h_.segments[row.segments_begin + s];
       Held("a segment's index", segment.index, h_.kv_heads * segment.index_head_bytes);
       const uint64_t pages_bytes = h_.kv_heads * segment.pages_head_bytes;
-      if (segment.first_page == 0) {
+      Equal("head_pages", segment.head_pages, CeilOf(segment.tokens, 16));
+      const uint64_t pages_at = segment.in_file != 0 ? segment.unclustered : segment.tokens;
+      Equal("pages_head_bytes", segment.pages_head_bytes, CeilOf(pages_at, 16) * PageBytes());
+      if (segment.in_file != 0) {
+        if (segment.first_page == 0) Fail("pages in a file have no number");
+        off_device = true;
+        wants_files_ |= row.kind == UnitKind::kClusters || row.kind == UnitKind::kTree;
+        Held("a segment's sink", segment.pages, pages_bytes);
+        if (row.kind == UnitKind::kDense) Fail("a dense row reads files");
+        if (row.coop_blocks != 0) Fail("a cooperative group reads files");
+      } else if (segment.first_page == 0) {
         Held("a segment's pages", segment.pages, pages_bytes);
       } else {
-        in_host_memory = true;
+        off_device = true;
         if (!memory_.maps(segment.pages, pages_bytes)) Fail("pages in host memory are not mapped");
       }
       if (segment.tokens <= segment.unclustered) Fail("a segment has no clusters");
@@ -280,8 +310,8 @@ class Checker {
     Equal("slots", row.slots, clusters ? slots : 0);
     Equal("dense_pieces", row.dense_pieces, row.kind == UnitKind::kDense ? pieces : 0);
     Equal("clustered_tokens", row.clustered_tokens, clustered);
-    Equal("in_host_memory", row.in_host_memory, in_host_memory ? 1 : 0);
-    wants_cache_ |= in_host_memory && clusters && row.coop_blocks == 0;
+    Equal("off_device", row.off_device, off_device ? 1 : 0);
+    wants_cache_ |= off_device && clusters && row.coop_blocks == 0;
     if (row.dense_pieces > std::max(kReadPiecesMax, row.segment_count)) Fail("too many pieces");
   }
 
@@ -314,6 +344,7 @@ class Checker {
     Equal("value_dim", h_.value_dim, shape_.value_dim);
     Equal("measure", measure_ ? 1 : 0, needs_measure_ ? 1 : 0);
     if (h_.cache.set_count > 0) Cache();
+    Files();
   }
 
   void Uploads() {
@@ -358,6 +389,8 @@ class Checker {
     part("tree_states", h_.tree_states,
          tree_items_ * kLanes * (kStateHead + 2 * shape_.value_dim) * sizeof(float));
     part("tree_partials", h_.tree_partials, tree_items_ * kLanes * kStateHead * sizeof(float));
+    part("missing", h_.missing, h_.missing_max * sizeof(uint64_t));
+    part("missing_count", h_.missing_count, wants_files_ ? sizeof(uint32_t) : 0);
     part("out", h_.out, lanes * shape_.value_dim * sizeof(float));
     part("lse", h_.lse, lanes * sizeof(float));
     part("lane_results", h_.lane_results, lanes * sizeof(LaneResult));
@@ -380,7 +413,8 @@ class Checker {
   uint32_t estimate_pieces_max_ = 0;
   uint32_t tree_rows_[kTreeChoices] = {};
   bool needs_measure_ = false;
-  bool wants_cache_ = false;  // a row's chosen tokens may lie in host memory
+  bool wants_cache_ = false;  // a row's chosen tokens may lie off the device
+  bool wants_files_ = false;  // in files
   std::array<std::vector<CoopUnit>, kCoopSizes> coop_units_;
   std::vector<std::pair<uintptr_t, uintptr_t>> parts_;
 };

@@ -255,7 +255,9 @@ class Lanes {
 
 }  // namespace
 
-void RunStepReference(const KernelShape& shape, const StepHeader& header, const OneMore& one_more) {
+std::string RunStepReference(const KernelShape& shape, const StepHeader& header,
+                             const OneMore& one_more, KnownPages* known) {
+  FileLookUp files(header, known);
   for (uint32_t u = 0; u < header.uploads; ++u) {
     const UploadRef& upload = header.upload_refs[u];
     std::memcpy(upload.to, header.upload_data + upload.from, upload.bytes);
@@ -269,7 +271,7 @@ void RunStepReference(const KernelShape& shape, const StepHeader& header, const 
         const auto is_meant = [&](uint32_t which) {
           return which == kEveryUnit || which == row.first_unit + unit;
         };
-        const Unit lanes(shape, header, row, token, kv_head);
+        const Unit lanes(shape, header, row, token, kv_head, &files);
         UnitResult* result = header.unit_results + row.first_unit + unit;
         uint8_t* fates = header.fates + row.first_fate + unit * FatesPerUnit(row);
         if (row.kind == UnitKind::kTree) {
@@ -278,9 +280,11 @@ void RunStepReference(const KernelShape& shape, const StepHeader& header, const 
         } else {
           Lanes(lanes).Run(is_meant(one_more.exact), result, fates);
         }
+        files.AddTo(result);
       }
     }
   }
+  return files.wrong();
 }
 
 }  // namespace attnd::gpu::test

@@ -9,10 +9,12 @@
 
 #include <cstdint>
 #include <limits>
+#include <string>
 
 #include "gpu/device/device.h"
 #include "gpu/layout/index_layout.h"
 #include "gpu/layout/step_layout.h"
+#include "tests/gpu/fetch_reference.h"
 
 namespace attnd::gpu::test {
 
@@ -27,10 +29,11 @@ struct OneMore {
   uint32_t opened = kNoUnit;
 };
 
-// Puts the uploads in place, fills out, lse, lane_results, unit_results and fates. Every address in
-// the header can be read here.
-void RunStepReference(const KernelShape& shape, const StepHeader& header,
-                      const OneMore& one_more = {});
+// Puts the uploads in place, fills out, lse, lane_results, unit_results and fates, and the list of
+// missing pages. Every address in the header can be read here. known: what is remembered of pages
+// of files, or null. Empty, or what is wrong with these pages.
+std::string RunStepReference(const KernelShape& shape, const StepHeader& header,
+                             const OneMore& one_more = {}, KnownPages* known = nullptr);
 
 // Builds one layer: clusters by k-means as docs/POLICIES.md says, the index, the pages in cluster
 // order.

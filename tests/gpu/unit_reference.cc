@@ -116,8 +116,9 @@ Vector Pages::value(const std::byte* pages, uint64_t token) const {
   return Load(shape.dtype, pages + value_at(token), shape.value_dim);
 }
 
-Unit::Unit(const KernelShape& s, const StepHeader& h, const RowRef& r, uint32_t t, uint32_t kv)
-    : shape(s), header(h), row(r), token(t), kv_head(kv), pages(s) {
+Unit::Unit(const KernelShape& s, const StepHeader& h, const RowRef& r, uint32_t t, uint32_t kv,
+           FileLookUp* f)
+    : shape(s), header(h), row(r), token(t), kv_head(kv), files(f), pages(s) {
   const auto dtype = static_cast<DType>(header.query_dtype);
   for (uint32_t head = 0; head < header.group; ++head) {
     queries.push_back(Load(dtype, header.queries + Slot(head) * shape.head_dim * DTypeBytes(dtype),
@@ -165,11 +166,19 @@ Softmax Unit::StateOf(uint32_t head, const std::vector<Token>& tokens) const {
 
 void Unit::AddTokens(uint32_t segment, uint32_t begin, uint32_t end,
                      std::vector<Softmax>* states) const {
+  const bool in_file = SegmentAt(segment).in_file != 0;
   const std::byte* from = PagesOf(segment);
   Vector key(shape.head_dim), value(shape.value_dim);  // one memory for all tokens
   for (uint32_t t = begin; t < end; ++t) {
-    LoadTo(shape.dtype, from + pages.key_at(t), &key);
-    LoadTo(shape.dtype, from + pages.value_at(t), &value);
+    if (in_file) {
+      if (t == begin || t % kPage == 0) {
+        from = files->Find(SegmentAt(segment), kv_head, t / kPage);
+      }
+      files->CountToken();
+    }
+    const uint64_t at = in_file ? t % kPage : t;
+    LoadTo(shape.dtype, from + pages.key_at(at), &key);
+    LoadTo(shape.dtype, from + pages.value_at(at), &value);
     for (size_t head = 0; head < queries.size(); ++head) {
       (*states)[head].Add(header.softmax_scale * Dot(queries[head], key), value);
     }

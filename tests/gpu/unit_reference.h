@@ -14,6 +14,7 @@
 #include "common/dtype.h"
 #include "gpu/device/device.h"
 #include "gpu/layout/step_layout.h"
+#include "tests/gpu/fetch_reference.h"
 
 namespace attnd::gpu::test::reference {
 
@@ -68,11 +69,9 @@ struct Pages {
   Vector value(const std::byte* pages, uint64_t token) const;
   uint64_t key_at(uint64_t token) const;
   uint64_t value_at(uint64_t token) const;
+  uint64_t page_bytes() const;
   const KernelShape shape;
   const uint64_t key_bytes, value_bytes;
-
- private:
-  uint64_t page_bytes() const;
 };
 
 struct Token {
@@ -81,8 +80,9 @@ struct Token {
 
 // One (row, query token, KV head); its lanes are the KV head's query heads.
 struct Unit {
+  // files: finds pages of segments in files; null if the step has none.
   Unit(const KernelShape& shape, const StepHeader& header, const RowRef& row, uint32_t token,
-       uint32_t kv_head);
+       uint32_t kv_head, FileLookUp* files = nullptr);
 
   // Place of a query head in queries and outputs.
   uint64_t Slot(uint32_t head) const;
@@ -101,6 +101,7 @@ struct Unit {
   const StepHeader& header;
   const RowRef& row;
   const uint32_t token, kv_head;
+  FileLookUp* const files;
   const Pages pages;
   std::vector<Vector> queries;  // [group]
 };

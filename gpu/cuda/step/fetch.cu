@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The fetch stage: finds the pages of chosen tokens in the page cache, fetches what is not there
-// from host memory, and writes into the list of tokens where they lie now. No host thread takes
-// part. Which tokens a unit has, and their order, is not changed, so that no bit of an answer
-// depends on what the cache holds.
+// from host memory, or from the pages that came with the step, and writes into the list of tokens
+// where they lie now. A page in a file that is in none of these is listed as missing: its tokens'
+// entries then name some frame, which can be read, and the host runs the step again. Which tokens a
+// unit has, and their order, is not changed, so that no bit of an answer depends on what the cache
+// holds.
 #include <cstdint>
 
 #include "gpu/cuda/launch.h"
@@ -55,14 +57,15 @@ __device__ __forceinline__ void CopyPage(const std::byte* from, std::byte* to, u
 
 // The page that an entry of the list lies in.
 struct ChosenPage {
-  uint64_t number = 0;  // 0: of a page in device memory, or no entry
-  const std::byte* at = nullptr;
+  uint64_t number = 0;            // 0: of a page in device memory, or no entry
+  const std::byte* at = nullptr;  // in host memory; null: in a file
 
   __device__ __forceinline__ ChosenPage(const PageCacheRef& cache, const SegmentRef& segment,
                                         uint32_t kv_head, uint32_t token) {
     if (segment.first_page == 0) return;
     const uint64_t page = token / kPageRows;
-    number = segment.first_page + kv_head * (segment.pages_head_bytes / cache.page_bytes) + page;
+    number = segment.first_page + uint64_t{kv_head} * segment.head_pages + page;
+    if (segment.in_file != 0) return;
     at = segment.pages + kv_head * segment.pages_head_bytes + page * cache.page_bytes;
   }
   __device__ __forceinline__ ChosenPage() = default;
@@ -70,21 +73,63 @@ struct ChosenPage {
 
 // Counts of a warp, and then of a thread block.
 struct FetchCounts {
-  uint32_t pages = 0, missed_pages = 0, host_pages = 0, host_tokens = 0;
+  uint32_t pages = 0, missed_pages = 0, host_pages = 0, carried_pages = 0, host_tokens = 0,
+           disk_tokens = 0;
 };
+
+// Where a leader's page is.
+struct PagePlace {
+  FoundFrame found = {kNoFrame, false};
+  bool carried = false;
+  bool from_disk = false;
+};
+
+__device__ __forceinline__ void ListMissing(const StepHeader& step, uint64_t page) {
+  const uint32_t place = atomicAdd(step.missing_count, 1u);
+  if (place < step.missing_max) step.missing[place] = page;
+}
+
+// Finds a page, whose `at` becomes where its bytes come from, or lists it.
+__device__ __forceinline__ PagePlace FindPage(const StepHeader& step, const CacheClock& clock,
+                                              ChosenPage* page) {
+  PagePlace place;
+  uint32_t carried_frame = kNoFrame;
+  if (page->at == nullptr) {
+    const CarriedPages carried = *step.carried;
+    if (const uint32_t i = FindCarried(carried, page->number); i < carried.count) {
+      place.carried = true;
+      place.from_disk = carried.pages[i].from_disk != 0;
+      carried_frame = carried.pages[i].frame;
+      page->at = step.cache.frames + uint64_t{carried_frame} * step.cache.page_bytes;
+    }
+  }
+  const bool at_hand = page->at != nullptr;
+  place.found = FindFrame<DeviceMemory>(step.cache, clock, page->number, at_hand);
+  if (place.found.frame != kNoFrame) return place;
+  if (!at_hand) {
+    ListMissing(step, page->number);
+    place.found.frame = 0;
+  } else if (place.carried) {
+    place.found.frame = carried_frame;
+  }
+  return place;
+}
 
 // Thirty-two entries of a unit's list, a lane each. Each run of entries of one page has a leader,
 // its first lane, which finds the page's frame for all.
-__device__ __forceinline__ void FetchTokens(const PageCacheRef& cache, const CacheClock& clock,
-                                            const ChosenPage& page, uint32_t* entry,
-                                            FetchCounts* counts) {
+__device__ __forceinline__ void FetchTokens(const StepHeader& step, const CacheClock& clock,
+                                            ChosenPage page, uint32_t* entry, FetchCounts* counts) {
+  const PageCacheRef& cache = step.cache;
   const uint32_t lane = threadIdx.x % 32;
   const uint64_t before = __shfl_up_sync(~0u, page.number, 1);
   const bool leads = page.number != 0 && (lane == 0 || before != page.number);
-  FoundFrame found = {kNoFrame, false};
-  if (leads) found = FindFrame<DeviceMemory>(cache, clock, page.number);
+  PagePlace place;
+  if (leads) place = FindPage(step, clock, &page);
+  const FoundFrame found = place.found;
   const uint32_t leaders = __ballot_sync(~0u, leads);
   const uint32_t missed = __ballot_sync(~0u, found.fetch);
+  const uint32_t carried = __ballot_sync(~0u, place.carried);
+  const uint32_t of_disk = __ballot_sync(~0u, place.from_disk);
   for (uint32_t rest = missed; rest != 0; rest &= rest - 1) {
     const int leader = __ffs(static_cast<int>(rest)) - 1;
     const auto from = __shfl_sync(~0u, reinterpret_cast<uint64_t>(page.at), leader);
@@ -94,13 +139,20 @@ __device__ __forceinline__ void FetchTokens(const PageCacheRef& cache, const Cac
   }
   const int leader = 31 - __clz(static_cast<int>(leaders & (~0u >> (31 - lane))));
   const uint32_t frame = __shfl_sync(~0u, found.frame, max(leader, 0));
-  const bool of_host = page.number != 0;
-  if (of_host && frame != kNoFrame) *entry = kCachedToken | frame * kPageRows | *entry % kPageRows;
-  const bool moved = of_host && (frame == kNoFrame || (missed >> max(leader, 0) & 1) != 0);
+  const bool looked_up = page.number != 0;
+  if (looked_up && frame != kNoFrame) {
+    *entry = kCachedToken | frame * kPageRows | *entry % kPageRows;
+  }
+  const auto of_leader = [&](uint32_t leaders_bits) {
+    return looked_up && (leaders_bits >> max(leader, 0) & 1) != 0;
+  };
+  const bool moved = looked_up && (frame == kNoFrame || of_leader(missed | carried));
   counts->pages += __popc(leaders);
-  counts->missed_pages += __popc(missed);
+  counts->missed_pages += __popc(missed & ~carried);
   counts->host_pages += __popc(__ballot_sync(~0u, leads && found.frame == kNoFrame));
+  counts->carried_pages += __popc(carried);
   counts->host_tokens += __popc(__ballot_sync(~0u, moved));
+  counts->disk_tokens += __popc(__ballot_sync(~0u, of_leader(of_disk)));
 }
 
 __global__ void __launch_bounds__(kFetchWarps * 32)
@@ -124,14 +176,16 @@ __global__ void __launch_bounds__(kFetchWarps * 32)
     const ChosenPage page =
         used ? ChosenPage(step.cache, segments[entry >> 16], unit.kv_head, entry & 0xFFFF)
              : ChosenPage();
-    FetchTokens(step.cache, clock, page, &entry, &counts);
+    FetchTokens(step, clock, page, &entry, &counts);
     if (entry != before) chosen[i] = entry;
   }
   if (threadIdx.x % 32 != 0) return;
   if (counts.pages != 0) atomicAdd(&result->pages, counts.pages);
   if (counts.missed_pages != 0) atomicAdd(&result->missed_pages, counts.missed_pages);
   if (counts.host_pages != 0) atomicAdd(&result->host_pages, counts.host_pages);
+  if (counts.carried_pages != 0) atomicAdd(&result->carried_pages, counts.carried_pages);
   if (counts.host_tokens != 0) atomicAdd(&result->host_tokens, counts.host_tokens);
+  if (counts.disk_tokens != 0) atomicAdd(&result->disk_tokens, counts.disk_tokens);
 }
 
 }  // namespace

@@ -169,6 +169,7 @@ __global__ void __launch_bounds__(kPrepareWarps * 32)
   const PrepareBlocks blocks(step);
   uint32_t block = blockIdx.x;
   if (block == 0 && threadIdx.x < kCursors) step.cursors[threadIdx.x] = 0;
+  if (block == 0 && threadIdx.x == 0 && step.missing_count != nullptr) *step.missing_count = 0;
   if (block < blocks.tiles) return PrepareTile<T, kDim>(step, block, &tile);
   block -= blocks.tiles;
   if (block < blocks.chunks) {

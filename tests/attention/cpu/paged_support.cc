@@ -51,6 +51,9 @@ absl::StatusOr<std::unique_ptr<PagePins>> CopyingStore::Fetch(std::span<PageWant
                                                               const PagePatience& patience) {
   EXPECT_FALSE(wants.empty());
   EXPECT_EQ(pinned_, 0u) << "nobody calls it who holds pins";
+  if (on_fetch_) {
+    if (absl::Status status = on_fetch_(patience); !status.ok()) return status;
+  }
   const auto bytes_of = [](const PageWant& want) {
     return static_cast<const CopiedPayload*>(want.payload)->page_bytes();
   };

@@ -33,6 +33,10 @@ class CopyingStore : public PageStore {
   void set_in_time(std::function<bool(const PageWant&)> in_time) { in_time_ = std::move(in_time); }
   // Whether pages count as there, and not as read for the step.
   void set_was_there(bool was_there) { was_there_ = was_there; }
+  // Asked at the start of each call: an error is the call's.
+  void set_on_fetch(std::function<absl::Status(const PagePatience&)> on_fetch) {
+    on_fetch_ = std::move(on_fetch);
+  }
   // Whether nobody gets the page.
   void set_lost(std::function<bool(const PageWant&)> lost) { lost_ = std::move(lost); }
   absl::Status status() const { return lost_ ? absl::DataLossError("lost") : absl::OkStatus(); }
@@ -45,6 +49,7 @@ class CopyingStore : public PageStore {
   uint64_t bytes_max_ = uint64_t{1} << 30;
   std::function<bool(const PageWant&)> in_time_;
   std::function<bool(const PageWant&)> lost_;
+  std::function<absl::Status(const PagePatience&)> on_fetch_;
   bool was_there_ = false;
   size_t calls_ = 0;
   uint64_t greatest_call_bytes_ = 0;

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Goal: a backend that reads no pages has whole segments for what is resumed, also while others
-// have the same segments open page by page. Method: the CPU's backend that says that it reads none.
+// Goal: a backend that prefers whole segments has them for what is resumed, also while others have
+// the same segments open page by page; where memory has no room for them, it has paged ones.
+// Method: the CPU's backend that says that it does.
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <optional>
 
 #include "tests/engine/forwarding_backend.h"
 #include "tests/engine/support.h"
@@ -13,18 +15,18 @@
 namespace attnd::engine::test {
 namespace {
 
-class PagelessBackend : public ForwardingBackend {
+class WholeBackend : public ForwardingBackend {
  public:
-  bool ReadsPaged() const override { return false; }
+  bool PrefersWhole() const override { return true; }
 };
 
-TEST(WholeRestoreTest, APagedVersionIsNoneForWhoReadsNoPages) {
+TEST(WholeRestoreTest, APagedVersionIsNoneForWhoPrefersWholeOnes) {
   const attnd::test::TemporaryFolder folder;
   EngineOptions options = SmallOptions();
   options.memory_budget_bytes = uint64_t{8} << 20;
   options.archive.data_dir = folder.path();
   options.archive.page_memory_bytes = uint64_t{1} << 20;
-  auto made = Engine::Create(options, std::make_unique<PagelessBackend>(), nullptr);
+  auto made = Engine::Create(options, std::make_unique<WholeBackend>(), nullptr);
   ASSERT_TRUE(made.ok()) << made.status();
   Engine* const engine = made->get();
   const ModelShape shape = MakeShape(2, 4, 2, 64, 64, DType::kBf16);
@@ -55,6 +57,39 @@ TEST(WholeRestoreTest, APagedVersionIsNoneForWhoReadsNoPages) {
   resumed.history = sequence.history;
   EXPECT_TRUE(MatchesModel(&resumed, &random));
   EXPECT_TRUE(MatchesModel(&sequence, &random));
+}
+
+TEST(WholeRestoreTest, WhatHasNoRoomIsPaged) {
+  const attnd::test::TemporaryFolder folder;
+  const ModelShape shape = MakeShape(2, 4, 2, 64, 64, DType::kBf16);
+  Random random(TestSeed());
+  EngineOptions options = SmallOptions();
+  options.archive.data_dir = folder.path();
+  options.archive.page_memory_bytes = uint64_t{1} << 20;
+  std::optional<History> history;
+  uint64_t sealed_id = 0;
+  for (const uint64_t budget : {uint64_t{64} << 20, uint64_t{6} << 20}) {
+    options.memory_budget_bytes = budget;
+    auto made = Engine::Create(options, std::make_unique<WholeBackend>(), nullptr);
+    ASSERT_TRUE(made.ok()) << made.status();
+    Engine* const engine = made->get();
+    if (!history.has_value()) {
+      TestSequence sequence = OpenSequence(engine, shape);
+      Prefill(&sequence, 8000, &random);
+      FinishPrefill(&sequence);
+      const auto sealed = engine->Seal(kTenant, sequence.id, nullptr);
+      ASSERT_TRUE(sealed.ok()) << sealed.status();
+      sealed_id = sealed->sealed_id;
+      history = sequence.history;
+      continue;
+    }
+    const auto opened = engine->Resume(kTenant, ArgsOf(shape), sealed_id, nullptr);
+    ASSERT_TRUE(opened.ok()) << opened.status();
+    EXPECT_TRUE(engine->MayReadDisk(kTenant, opened->sequence_id));
+    TestSequence resumed(engine, opened->sequence_id, shape);
+    resumed.history = *history;
+    EXPECT_TRUE(AnswersDense(&resumed, &random));
+  }
 }
 
 }  // namespace

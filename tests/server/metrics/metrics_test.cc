@@ -294,9 +294,11 @@ TEST(Metrics, ADeviceIsATierAndHasArenas) {
   backend.cache = {.lookups = 20,
                    .fetched = 4,
                    .in_place = 2,
+                   .carried = 3,
                    .host_tokens = 30,
                    .fetched_bytes = 4096,
                    .bytes = 8192};
+  backend.files = {.waves = 6, .runs_again = 5, .pages = 9, .disk_pages = 2, .bytes = 1024};
   auto values = Values(metrics);
   EXPECT_EQ(values["attnd_tier_lookup_tokens_total{tier=hbm}"], 18);
   EXPECT_EQ(values["attnd_tier_hit_tokens_total{tier=hbm}"], 14);
@@ -312,7 +314,11 @@ TEST(Metrics, ADeviceIsATierAndHasArenas) {
   EXPECT_EQ(values["attnd_device_link_bytes_per_second{direction=to_device}"], 1e9);
   EXPECT_EQ(values["attnd_device_link_bytes_per_second{direction=to_host}"], 2e6);
   EXPECT_EQ(values["attnd_tier_lookup_pages_total{tier=hbm}"], 20);
-  EXPECT_EQ(values["attnd_tier_hit_pages_total{tier=hbm}"], 14);
+  EXPECT_EQ(values["attnd_tier_hit_pages_total{tier=hbm}"], 11);
+  EXPECT_EQ(values["attnd_device_file_pages_total{tier=host}"], 7);
+  EXPECT_EQ(values["attnd_device_file_pages_total{tier=ssd}"], 2);
+  EXPECT_EQ(values["attnd_device_file_runs_total{outcome=answered}"], 6);
+  EXPECT_EQ(values["attnd_device_file_runs_total{outcome=again}"], 5);
   EXPECT_EQ(values["attnd_device_pages_in_place_total"], 2);
   EXPECT_EQ(values["attnd_device_cache_bytes"], 8192);
   EXPECT_EQ(values["attnd_device_evictions_total"], 7);

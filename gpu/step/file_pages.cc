@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "gpu/step/file_pages.h"
+
+#include <glog/logging.h>
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "common/status.h"
+#include "gpu/layout/step_layout.h"
+
+namespace attnd::gpu {
+
+using attention::PagedPayload;
+using attention::PageStore;
+using attention::PageWant;
+
+namespace {
+
+// The first address in the memory that is whole pages away from the cache's first frame.
+std::byte* FirstPlace(std::byte* memory, const PageCacheRef& cache) {
+  const auto distance = static_cast<uint64_t>(memory - cache.frames);
+  return memory + (cache.page_bytes - distance % cache.page_bytes) % cache.page_bytes;
+}
+
+// The number by which entries of lists name a page at this address; kNoFrame if none does.
+uint32_t FrameAt(const std::byte* at, const PageCacheRef& cache) {
+  const uint64_t frames = uint64_t{cache.set_count} * kCacheWays;
+  if (at < cache.frames) return kNoFrame;
+  const auto distance = static_cast<uint64_t>(at - cache.frames);
+  const uint64_t frame = distance / cache.page_bytes;
+  const bool named = distance % cache.page_bytes == 0 && frame >= frames && frame < kFramesMax;
+  return named ? static_cast<uint32_t>(frame) : kNoFrame;
+}
+
+}  // namespace
+
+absl::StatusOr<bool> FetchInGroups(
+    std::span<PageWant> wants, uint64_t page_bytes, const attention::StepRequest& request,
+    absl::FunctionRef<absl::Status(std::span<const PageWant>)> take) {
+  attention::PagePatience patience;
+  patience.deadline = request.deadline;
+  patience.cancelled = request.cancelled;
+  while (!wants.empty()) {
+    PageStore* const store = wants.front().payload->store();
+    const uint64_t most = std::max<uint64_t>(1, store->fetch_bytes_max() / page_bytes);
+    size_t count = 1;
+    while (count < std::min<uint64_t>(wants.size(), most) &&
+           wants[count].payload->store() == store) {
+      ++count;
+    }
+    const auto pins = store->Fetch(wants.first(count), patience);
+    if (absl::IsCancelled(pins.status()) || absl::IsDeadlineExceeded(pins.status())) {
+      return pins.status();
+    }
+    if (!pins.ok()) return false;
+    ATTND_RETURN_IF_ERROR(take(wants.first(count)));
+    wants = wants.subspan(count);
+  }
+  return true;
+}
+
+void FilePages::Clear() {
+  ForgetPages();
+  forgotten_.clear();
+  sources_.clear();
+  lost_.clear();
+}
+
+void FilePages::ForgetPages() {
+  brought_.clear();
+  memory_.clear();
+  list_ = {};
+}
+
+const FilePages::Source* FilePages::SourceOf(uint64_t page) const {
+  auto source = sources_.upper_bound(page);
+  if (source == sources_.begin()) return nullptr;
+  --source;
+  const Source& found = source->second;
+  const uint64_t pages = uint64_t{found.kv_heads} * found.head_pages;
+  return page - found.first_page < pages ? &found : nullptr;
+}
+
+absl::StatusOr<std::vector<uint64_t>> FilePages::Wanted(std::span<const uint64_t> listed) const {
+  std::vector<uint64_t> pages(listed.begin(), listed.end());
+  std::sort(pages.begin(), pages.end());
+  pages.erase(std::unique(pages.begin(), pages.end()), pages.end());
+  for (const uint64_t page : pages) {
+    if (SourceOf(page) == nullptr || brought_.contains(page)) {
+      return absl::InternalError(
+          absl::StrCat("the device misses page ", page, ", which it has or no row reads"));
+    }
+  }
+  std::erase_if(pages, [&](uint64_t page) { return lost_.contains(SourceOf(page)->payload); });
+  return pages;
+}
+
+void FilePages::Lose(const PagedPayload* payload, std::set<uint32_t>* lost) {
+  if (!lost_.insert(payload).second) return;
+  for (const auto& [first_page, source] : sources_) {
+    if (source.payload == payload) lost->insert(source.row);
+  }
+}
+
+bool FilePages::TakeMemoryFor(uint64_t count, uint32_t page_bytes) {
+  const uint64_t list_bytes = (brought_.size() + count) * sizeof(CarriedPage);
+  if (list_.pages.bytes() < list_bytes) {
+    list_ = {};
+    auto list = store_->Borrow(0, list_bytes);
+    if (!list.ok()) return false;
+    list_ = *std::move(list);
+  }
+  // A page more, as the first place may not be the memory's beginning.
+  auto memory = store_->Borrow(0, (count + 1) * page_bytes);
+  if (!memory.ok()) return false;
+  memory_.push_back(*std::move(memory));
+  return true;
+}
+
+absl::StatusOr<uint64_t> FilePages::TakeMemory(uint64_t count, uint32_t page_bytes) {
+  const uint64_t carried = brought_.size();
+  const uint64_t most =
+      std::min<uint64_t>(kCarriedPagesMax, store_->carried_bytes_max() / page_bytes);
+  if (carried + count <= most && TakeMemoryFor(count, page_bytes)) return count;
+  ATTND_RETURN_IF_ERROR(context_->Flush());
+  for (const auto& [number, page] : brought_) forgotten_.insert(number);
+  ForgetPages();
+  for (count = std::min(count, most); count > 0; count /= 2) {
+    if (TakeMemoryFor(count, page_bytes)) return count;
+  }
+  return 0;
+}
+
+absl::StatusOr<FilePages::Outcome> FilePages::Bring(std::span<const uint64_t> listed, bool complete,
+                                                    const PageCacheRef& cache,
+                                                    std::set<uint32_t>* lost) {
+  ATTND_ASSIGN_OR_RETURN(std::vector<uint64_t> pages, Wanted(listed));
+  if (pages.empty()) return complete ? Outcome::kNothingMore : Outcome::kNotRead;
+  const uint64_t frames = uint64_t{cache.set_count} * kCacheWays;
+  if (pages.size() > frames + store_->carried_bytes_max() / cache.page_bytes) {
+    return Outcome::kNoRoom;  // and never will be
+  }
+  ATTND_ASSIGN_OR_RETURN(const uint64_t room, TakeMemory(pages.size(), cache.page_bytes));
+  // Of those that have to wait, the ones that have not come before are the first.
+  const auto known = std::stable_partition(
+      pages.begin(), pages.end(), [&](uint64_t page) { return !forgotten_.contains(page); });
+  if (room == 0 || (room < pages.size() && known == pages.begin())) return Outcome::kNoRoom;
+  complete = complete && room == pages.size();
+  pages.resize(room);
+  std::sort(pages.begin(), pages.end());
+  std::byte* next = FirstPlace(memory_.back().pages.data(), cache);
+  std::vector<PageWant> wants;
+  wants.reserve(pages.size());
+  for (const uint64_t page : pages) {
+    const Source& source = *SourceOf(page);
+    const uint64_t in_segment = page - source.first_page;
+    wants.push_back({source.payload, request_.layer,
+                     static_cast<uint32_t>(in_segment / source.head_pages),
+                     static_cast<uint32_t>(in_segment % source.head_pages)});
+  }
+  size_t number = 0;  // in `pages`
+  std::vector<const std::byte*> group;
+  const auto take = [&](std::span<const PageWant> fetched) -> absl::Status {
+    group.clear();
+    std::byte* const first = next;
+    for (const PageWant& want : fetched) {
+      const uint64_t page = pages[number++];
+      if (want.data == nullptr) {
+        Lose(want.payload, lost);
+        continue;
+      }
+      brought_[page] = {next, !want.was_there};
+      counts_.disk_pages += want.was_there ? 0 : 1;
+      group.push_back(want.data);
+      next += cache.page_bytes;
+    }
+    counts_.pages += group.size();
+    counts_.bytes += group.size() * cache.page_bytes;
+    return context_->SendPages(first, group, cache.page_bytes);
+  };
+  ATTND_ASSIGN_OR_RETURN(const bool read, FetchInGroups(wants, cache.page_bytes, request_, take));
+  if (!read) return Outcome::kNotRead;
+  const bool all_lost = std::all_of(pages.begin(), pages.end(),
+                                    [&](uint64_t page) { return !brought_.contains(page); });
+  return all_lost && complete ? Outcome::kNothingMore : Outcome::kBrought;
+}
+
+absl::StatusOr<CarriedPages> FilePages::Carry(const PageCacheRef& cache) {
+  if (brought_.empty()) return CarriedPages{};
+  std::vector<CarriedPage> pages;
+  pages.reserve(brought_.size());
+  for (const auto& [number, page] : brought_) {
+    pages.push_back({number, FrameAt(page.at, cache), page.from_disk ? 1u : 0u});
+  }
+  const uint64_t bytes = pages.size() * sizeof(CarriedPage);
+  const bool named = std::all_of(pages.begin(), pages.end(),
+                                 [](const CarriedPage& page) { return page.frame != kNoFrame; });
+  if (!named) {
+    ATTND_RETURN_IF_ERROR(context_->Flush());  // what was sent is still on its way there
+    ForgetPages();
+    return CarriedPages{};
+  }
+  const auto* const data = reinterpret_cast<const std::byte*>(pages.data());
+  ATTND_RETURN_IF_ERROR(context_->Send(list_.pages.data(), data, bytes));
+  return CarriedPages{reinterpret_cast<const CarriedPage*>(list_.pages.data()),
+                      static_cast<uint32_t>(pages.size()), 0};
+}
+
+}  // namespace attnd::gpu

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// FilePages: the pages of files that a wave reads and the device lacks.
+//
+// A wave that reads files runs, lists the pages that are in files and neither in the device's cache
+// of pages nor carried, and runs again when the host has brought them, until it lists none. All
+// runs of a wave have one number in the cache (device_step.cc), so that none evicts what another
+// has found. The host holds no lock of the cache while it waits for a disk, so that other steps do
+// not wait with it. These may evict what the wave has found, which its next run then lists.
+//
+// A page that was brought is carried by all later runs, wherever it lies besides. If there is no
+// room to carry more, the pages that the last run has carried are forgotten: most are in the cache
+// now. So every run is brought a page that none before it had, until what finds no frame in the
+// cache is carried at once, or has no room.
+#ifndef ATTND_GPU_STEP_FILE_PAGES_H_
+#define ATTND_GPU_STEP_FILE_PAGES_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <set>
+#include <span>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "attention/backend.h"
+#include "attention/segment/paged_payload.h"
+#include "gpu/layout/page_cache.h"
+#include "gpu/memory/device_copy_store.h"
+#include "gpu/step/stream_context.h"
+
+namespace attnd::gpu {
+
+// Fetches the pages, as many at a time as their store pins at once, and hands each group to `take`
+// while it is pinned; a page that could not be read has no data. False if the store refused a
+// group. Errors: Cancelled, DeadlineExceeded; `take`'s.
+absl::StatusOr<bool> FetchInGroups(
+    std::span<attention::PageWant> wants, uint64_t page_bytes,
+    const attention::StepRequest& request,
+    absl::FunctionRef<absl::Status(std::span<const attention::PageWant>)> take);
+
+// One thread at a time. Everything that it is given must outlive it, and Clear, as the destructor,
+// must come after the work on the device.
+class FilePages {
+ public:
+  FilePages(const attention::StepRequest& request, DeviceCopyStore* store, StreamContext* context)
+      : request_(request), store_(store), context_(context) {}
+  FilePages(const FilePages&) = delete;
+  FilePages& operator=(const FilePages&) = delete;
+
+  // A segment that a row of the wave reads, at the step's layer.
+  struct Source {
+    uint32_t row = 0;
+    const attention::PagedPayload* payload = nullptr;  // stays as long as the row
+    uint64_t first_page = 0;                           // numbers of its pages: KV head by KV head
+    uint32_t kv_heads = 0;
+    uint32_t head_pages = 0;
+  };
+  void Add(const Source& source) { sources_.emplace(source.first_page, source); }
+  // Begins another wave: forgets sources and pages, and gives their memory back.
+  void Clear();
+
+  enum class Outcome {
+    kBrought,      // the wave is to run again
+    kNothingMore,  // what is missing is of lost rows alone: other rows have their answers
+    kNoRoom,       // on the device, or more pages than a wave may carry
+    kNotRead,      // the store refused
+  };
+  // Brings pages that a run of the wave has listed, in any order and some twice; complete: whether
+  // the list had room for all that the run missed. Adds rows to
+  // `lost` whose pages cannot be read. cache: of the run. Errors: Cancelled, DeadlineExceeded; the
+  // device's, which a list that cannot be is, too.
+  absl::StatusOr<Outcome> Bring(std::span<const uint64_t> listed, bool complete,
+                                const PageCacheRef& cache, std::set<uint32_t>* lost);
+
+  // What a run with this cache carries: all that was brought. Sends the list of it. If the cache is
+  // not the one that the pages were brought behind, and they cannot be named from its frames, they
+  // are forgotten, and will be listed again. The device's errors.
+  absl::StatusOr<CarriedPages> Carry(const PageCacheRef& cache);
+
+  // Of all waves; without `waves` and `runs_again`.
+  const attention::BackendStats::Files& counts() const { return counts_; }
+
+ private:
+  struct Brought {
+    std::byte* at;
+    bool from_disk;
+  };
+
+  // Memory for as many more pages as there is room for, up to `count`, and for their list. Returns
+  // how many, and forgets pages if there is no room for all. The device's errors.
+  absl::StatusOr<uint64_t> TakeMemory(uint64_t count, uint32_t page_bytes);
+  bool TakeMemoryFor(uint64_t count, uint32_t page_bytes);
+  // The pages of the list that are to be fetched, ascending, each once.
+  absl::StatusOr<std::vector<uint64_t>> Wanted(std::span<const uint64_t> listed) const;
+  // Null if no source has the page.
+  const Source* SourceOf(uint64_t page) const;
+  void Lose(const attention::PagedPayload* payload, std::set<uint32_t>* lost);
+  void ForgetPages();
+
+  const attention::StepRequest& request_;
+  DeviceCopyStore* const store_;
+  StreamContext* const context_;
+  // Of the wave.
+  std::multimap<uint64_t, Source> sources_;  // by the first page's number
+  std::set<const attention::PagedPayload*> lost_;
+  std::map<uint64_t, Brought> brought_;  // by number
+  std::set<uint64_t> forgotten_;         // pages that were brought before those
+  std::vector<DeviceCopyStore::WorkMemory> memory_;
+  DeviceCopyStore::WorkMemory list_;
+  attention::BackendStats::Files counts_;
+};
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_STEP_FILE_PAGES_H_

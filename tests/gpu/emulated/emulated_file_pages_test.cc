@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Goal: the fetch stage's own code over segments in files. Rows have the bits of rows over segments
+// in the device's memory, whatever the cache holds and wherever pages that come with a step end up;
+// what came is counted; a page that is there is not asked for again. Method: the emulated device,
+// whose threads meet at each look at the cache, and a store that spoils pages when their pins go.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "tests/attention/cpu/paged_support.h"
+#include "tests/gpu/agreement.h"
+#include "tests/gpu/emulated/support.h"
+
+namespace attnd::gpu::test {
+namespace {
+
+using attention::Policy;
+using attention::test::CopyingStore;
+using attention::test::MakeSequence;
+using attention::test::Paged;
+using attention::test::RunStep;
+using attention::test::SequenceSpec;
+using attention::test::StepResult;
+using attention::test::TestRow;
+using attention::test::TestSequence;
+
+CudaBackendOptions Options(uint64_t page_memory_bytes) {
+  CudaBackendOptions options = SmallOptions();
+  options.page_memory_bytes = page_memory_bytes;
+  options.cooperative_groups = false;  // they have no fetch stage
+  options.timed_steps = 0;
+  return options;
+}
+
+class EmulatedFilePages : public testing::TestWithParam<attention::IndexSet> {
+ protected:
+  // With a sink, whose tokens are read from the index's memory.
+  static TestSequence Make() {
+    return MakeSequence(SpecOf({2, 2, 64, 64, {1300, 300}, 40, GetParam()}, DType::kBf16));
+  }
+  static std::vector<TestRow> Rows(TestSequence* sequence, uint32_t layer, uint64_t step) {
+    const std::vector<Policy> policies = {
+        Parse("error-target", {{"tolerance", "off"}, {"floor", "0.1"}}),
+        Parse("double-p", {{"p1", "0.9"}, {"p2", "0.5"}}),
+    };
+    std::vector<TestRow> rows = RowsOf(sequence, layer, policies, 1);
+    for (TestRow& row : rows) {
+      for (size_t i = step; i < row.queries.size(); i += 3) row.queries[i] *= -1;
+    }
+    return rows;
+  }
+  static void ExpectSame(const StepResult& found, const StepResult& expected) {
+    ASSERT_TRUE(found.status.ok()) << found.status;
+    for (size_t r = 0; r < expected.rows.size(); ++r) {
+      EXPECT_TRUE(SameBits(found.rows[r], expected.rows[r])) << "row " << r;
+      const attention::RowStats& stats = found.rows[r].stats;
+      EXPECT_EQ(stats.exact_tokens, expected.rows[r].stats.exact_tokens);
+      EXPECT_EQ(stats.hbm_tokens + stats.host_tokens + stats.ssd_tokens,
+                stats.zone_tokens + stats.exact_tokens);
+    }
+  }
+
+  CopyingStore store_;
+};
+
+TEST_P(EmulatedFilePages, BitsAreThoseOfADeviceWithRoom) {
+  TestSequence whole = Make();
+  TestSequence paged = Paged(whole, &store_);
+  const auto resident = MakeEmulatedBackend(Options(0));
+  constexpr int kSteps = 3;
+  std::vector<StepResult> expected;
+  for (int step = 0; step < kSteps; ++step) {
+    expected.push_back(RunStep(resident.get(), step % 2, Rows(&whole, step % 2, step)));
+  }
+  const auto backend = MakeEmulatedBackend(Options(uint64_t{8} << 20));
+  for (int step = 0; step < kSteps; ++step) {
+    ExpectSame(RunStep(backend.get(), step % 2, Rows(&paged, step % 2, step)), expected[step]);
+  }
+  const attention::BackendStats stats = backend->stats();
+  EXPECT_GT(stats.files.runs_again, 0u);
+  EXPECT_GT(stats.cache.carried, 0u);
+  EXPECT_EQ(stats.cache.fetched + stats.cache.in_place, 0u);
+  EXPECT_EQ(stats.fallback_steps, 0u);
+}
+
+// The cache has frames for most of the pages that the step reads; the others are read where they
+// were carried to.
+TEST_P(EmulatedFilePages, PagesThatFindNoFrameAreReadWhereTheyCame) {
+  // Without a tail, all of what the cache leaves is for carried pages.
+  const TestSequence whole =
+      MakeSequence(SpecOf({2, 2, 64, 64, {600}, 0, GetParam()}, DType::kBf16));
+  TestSequence paged = Paged(whole, &store_);
+  std::vector<TestRow> rows = {
+      attention::test::MakeRow(&paged, Parse("clusters-top-k", {{"exact", "1"}}), 600, 1,
+                               /*query_only=*/true, DType::kFp32, 0, whole.spec.seed)};
+  TestSequence same = whole;
+  std::vector<TestRow> whole_rows = rows;
+  whole_rows[0].sequence = &same;
+  const auto resident = MakeEmulatedBackend(Options(0));
+  const StepResult expected = RunStep(resident.get(), 0, whole_rows);
+  const auto backend = MakeEmulatedBackend(Options(uint64_t{380} << 10));
+  ExpectSame(RunStep(backend.get(), 0, rows), expected);
+  const attention::BackendStats stats = backend->stats();
+  EXPECT_EQ(stats.fallback_steps, 0u);
+  EXPECT_GT(stats.files.pages, 2 * 38u) << "some came twice";
+  EXPECT_GT(stats.files.runs_again, 2u);
+}
+
+TEST_P(EmulatedFilePages, ARepeatedStepBringsNothing) {
+  TestSequence whole = Make();
+  TestSequence paged = Paged(whole, &store_);
+  const auto backend = MakeEmulatedBackend(Options(uint64_t{8} << 20));
+  const std::vector<TestRow> rows = Rows(&paged, 0, 0);
+  const StepResult first = RunStep(backend.get(), 0, rows);
+  const auto before = backend->stats();
+  const size_t calls = store_.calls();
+  EXPECT_GT(first.rows[0].stats.ssd_tokens, 0u);
+  const StepResult again = RunStep(backend.get(), 0, rows);
+  ExpectSame(again, first);
+  EXPECT_EQ(store_.calls(), calls);
+  EXPECT_EQ(again.rows[0].stats.ssd_tokens, 0u);
+  const auto after = backend->stats();
+  EXPECT_EQ(after.files.runs_again, before.files.runs_again);
+  EXPECT_EQ(after.cache.carried, before.cache.carried);
+  EXPECT_EQ(after.cache.lookups, 2 * before.cache.lookups);
+}
+
+// Segments in files and in host memory in one row.
+TEST_P(EmulatedFilePages, ARowMayReadBoth) {
+  TestSequence whole = Make();
+  TestSequence mixed = Paged(whole, &store_);
+  auto view = std::make_shared<attention::SequenceView>(*mixed.view);
+  view->segments[1] = whole.view->segments[1];
+  mixed.view = std::move(view);
+  const auto resident = MakeEmulatedBackend(Options(0));
+  const auto backend = MakeEmulatedBackend(Options(uint64_t{1} << 20));
+  for (int step = 0; step < 2; ++step) {
+    ExpectSame(RunStep(backend.get(), 0, Rows(&mixed, 0, step)),
+               RunStep(resident.get(), 0, Rows(&whole, 0, step)));
+  }
+  EXPECT_GT(backend->stats().cache.fetched + backend->stats().cache.in_place, 0u);
+  EXPECT_GT(backend->stats().cache.carried, 0u);
+  EXPECT_EQ(backend->stats().fallback_steps, 0u);
+}
+
+INSTANTIATE_TEST_SUITE_P(Indexes, EmulatedFilePages,
+                         testing::Values(attention::kClusterIndexes, attention::kTreeIndexes),
+                         [](const auto& c) { return c.param.ToString(); });
+
+}  // namespace
+}  // namespace attnd::gpu::test
