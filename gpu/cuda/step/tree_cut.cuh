@@ -325,46 +325,35 @@ class CutFinder {
       return memory_->weights[half][rank];
     }
   }
-  // Which digit the cut has, by one warp. Thread t has every 32nd digit, the greatest first: so
-  // that neighbours read neighbouring words, and the sums of eight runs of digits are found at
-  // once.
+  // Which digit the cut has, by one warp; threads have neighbouring digits, the greatest first.
   template <typename Found>
   __device__ __forceinline__ void FindDigit(uint32_t round, uint32_t half, Found* found) const {
-    const uint32_t thread = threadIdx.x, first = kCutDigits - 1 - thread;
-    Sum own[kWarpDigits] = {};
+    const uint32_t thread = threadIdx.x, first = kCutDigits - (thread + 1) * kWarpDigits;
+    Sum own[kWarpDigits] = {}, of_thread = 0;
 #pragma unroll
     for (uint32_t rank = 0; rank < kCutBlocksMax; ++rank) {
       if (rank >= CutBlocks::blocks()) continue;
 #pragma unroll
-      for (uint32_t i = 0; i < kWarpDigits; ++i) own[i] += Received(half, rank)[first - i * 32];
+      for (uint32_t i = 0; i < kWarpDigits; ++i) own[i] += Received(half, rank)[first + i];
     }
-    Sum until[kWarpDigits];  // of a run: up to the thread's digit, with it
 #pragma unroll
-    for (uint32_t i = 0; i < kWarpDigits; ++i) until[i] = own[i];
+    for (uint32_t i = 0; i < kWarpDigits; ++i) of_thread += own[i];
+    Sum until = of_thread;
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
-#pragma unroll
-      for (uint32_t i = 0; i < kWarpDigits; ++i) {
-        const Sum other = __shfl_up_sync(~0u, until[i], offset);
-        if (thread >= offset) until[i] += other;
-      }
+      const Sum other = __shfl_up_sync(~0u, until, offset);
+      if (thread >= offset) until += other;
     }
-    Sum before_run[kWarpDigits], total = 0;
-#pragma unroll
-    for (uint32_t i = 0; i < kWarpDigits; ++i) {
-      before_run[i] = total;
-      total += __shfl_sync(~0u, until[i], 31);
-    }
-    if (thread == 0) found->total = total;
+    const CutWeight total = __shfl_sync(~0u, until, 31);
     const CutWeight limit = round == 0 ? LimitOf(total) : cut_.limit;
+    CutWeight above = cut_.above + (until - of_thread);
+    if (thread == 0) found->total = total;
 #pragma unroll
-    for (uint32_t i = 0; i < kWarpDigits; ++i) {
-      const CutWeight above = cut_.above + before_run[i] + (until[i] - own[i]);
+    for (uint32_t i = kWarpDigits; i-- > 0; above += own[i]) {
       if (above >= limit || limit > above + own[i]) continue;
-      const uint32_t digit = first - i * 32;
       CutWeight before = 0;
-      for (uint32_t r = 0; r < CutBlocks::rank(); ++r) before += Received(half, r)[digit];
-      found->digit = digit;
+      for (uint32_t r = 0; r < CutBlocks::rank(); ++r) before += Received(half, r)[first + i];
+      found->digit = first + i;
       found->only = WeightOf::kOne && own[i] == 1;
       found->above = above;
       found->before = before;

@@ -61,7 +61,7 @@ class TreeErrors : public TreeUnit {
                                   const TreeRowInfo& info);
   __device__ float2 ScoreOf(const TreeLevel& level, uint32_t i, const TreeRowInfo& info) const;
   __device__ __forceinline__ void NoteSegments() const;
-  __device__ void CountRows(bool groups) const;
+  __device__ uint32_t OwnCounts(bool groups) const;
   __device__ uint32_t OpenedInAnyCase(uint32_t groups) const;
   __device__ void NumberItems(const TreeLevel& level, uint32_t leaves);
   __device__ __forceinline__ TreeLane* stored_lanes() const {
@@ -245,19 +245,16 @@ __device__ __forceinline__ void TreeErrors::NoteSegments() const {
   memory_->segments[s] = {tree.first_group_slot, tree.first_slice, tree.slices};
 }
 
-// Counts the rows of a level that the unit's segments have: TreeSelectMemory::rows, behind the next
-// __syncthreads. The last warp waits for it, while the first ones add up what the thread blocks of
-// an earlier stage found.
-inline __device__ void TreeErrors::CountRows(bool groups) const {
-  if (threadIdx.x / 32 != kCutWarps - 1) return;
+// This thread's share of how many rows of a level the unit's segments have. The last warps wait for
+// it while the first ones add up what the thread blocks of an earlier stage found.
+inline __device__ uint32_t TreeErrors::OwnCounts(bool groups) const {
   uint32_t rows = 0;
-  for (uint32_t s = threadIdx.x % 32; s < row_.segment_count; s += 32) {
+  for (uint32_t s = kCutThreads - 1 - threadIdx.x; s < row_.segment_count; s += kCutThreads) {
     const TreeOffsets& offsets = Tree(s).offsets;
     const uint32_t at = groups ? offsets.groups.count : offsets.leaves.count;
     rows += __ldg(reinterpret_cast<const uint32_t*>(HeadOf(s) + at));
   }
-  rows = __reduce_add_sync(~0u, rows);
-  if (threadIdx.x % 32 == 0) memory_->rows = rows;
+  return rows;
 }
 // How many of the groups are opened, whatever their errors.
 inline __device__ uint32_t TreeErrors::OpenedInAnyCase(uint32_t groups) const {

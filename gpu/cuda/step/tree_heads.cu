@@ -250,13 +250,13 @@ __device__ bool HeadSelector::Judge() {
 __device__ void HeadSelector::Open() {
   const auto fate_of = [this](uint32_t slot) -> uint8_t& { return GroupFate(slot); };
   NoteSegments();
-  CountRows(/*groups=*/true);
+  const uint32_t own_counts = OwnCounts(/*groups=*/true);
   CombineStates();
   MeasureOutputs();
   SetScales();
   const TreeLevel level = Groups();
   MarkAll(level, kFateEstimated, fate_of);
-  MarkFloor(level, OpenedInAnyCase(memory_->rows), fate_of);
+  MarkFloor(level, OpenedInAnyCase(SumOfBlock(own_counts)), fate_of);
   const double limit =
       attention::kQuantileClosedShare * attention::kClosedErrorShare * row_.head_tolerance;
 #pragma unroll 1
@@ -275,7 +275,7 @@ __device__ void HeadSelector::Try() {
   const auto fate_of = [this](uint32_t item) -> uint8_t& { return LeafFate(item); };
   const TreePhase phase = heads_->tries.phase;
   const uint32_t tries = heads_->tries.tries;
-  CountRows(/*groups=*/false);
+  const uint32_t own_counts = OwnCounts(/*groups=*/false);
   const TreeLevel level = Leaves();
   CombinePartials();
   if (phase == TreePhase::kAnew && tries == 0) {
@@ -284,7 +284,7 @@ __device__ void HeadSelector::Try() {
     exchange_.Begin();
   }
   SetScales();
-  const uint32_t leaves = memory_->rows;
+  const uint32_t leaves = SumOfBlock(own_counts);
   const bool closed = level.count < leaves;
   if (tries == 0) {
     if (CutBlocks::rank() == 0) StoreLaneScales();

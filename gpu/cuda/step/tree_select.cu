@@ -93,7 +93,7 @@ __device__ uint32_t TreeSelector::Mark(const TreeLevel& level, uint32_t wanted, 
 
 __device__ void TreeSelector::Open() {
   NoteSegments();
-  CountRows(/*groups=*/true);
+  const uint32_t own_counts = OwnCounts(/*groups=*/true);
   CombineStates();
   if (limited()) {
     MeasureOutputs();
@@ -104,7 +104,7 @@ __device__ void TreeSelector::Open() {
   if (threadIdx.x < step_.group && CutBlocks::rank() == 0) {
     stored_lanes()[threadIdx.x] = memory_->lanes[threadIdx.x];
   }
-  const uint32_t wanted = OpenedInAnyCase(memory_->rows);
+  const uint32_t wanted = OpenedInAnyCase(SumOfBlock(own_counts));
   const TreeLevel level = Groups();
   const uint32_t leaves = Mark(
       level, wanted, attention::kClosedErrorShare * row_.tolerance, 0,
@@ -133,7 +133,7 @@ __device__ CutWeight TreeSelector::ClosedErrors() {
 
 __device__ void TreeSelector::Choose() {
   const TreeLevel level = Leaves();
-  CountRows(/*groups=*/false);
+  const uint32_t own_counts = OwnCounts(/*groups=*/false);
   if (threadIdx.x < step_.group) {
     memory_->lanes[threadIdx.x] = stored_lanes()[threadIdx.x];
   }
@@ -142,7 +142,7 @@ __device__ void TreeSelector::Choose() {
   exchange_.Begin();
   const bool first = CutBlocks::rank() == 0;
   if (first) StoreLaneScales();
-  const uint32_t wanted = min(ShareOf(row_.floor, memory_->rows), level.count);
+  const uint32_t wanted = min(ShareOf(row_.floor, SumOfBlock(own_counts)), level.count);
   const uint32_t tokens = Mark(
       level, wanted, row_.tolerance, limited() ? ClosedErrors() : 0,
       [this](uint32_t item) -> uint8_t& { return LeafFate(item); },

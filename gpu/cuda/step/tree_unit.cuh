@@ -72,7 +72,6 @@ struct TreeSelectMemory {
   CutWeight norms[kTreeLanesMax * kOutputChunksMax];
   uint32_t first_piece;
   SegmentSlots segments[kKnownSegments];
-  uint32_t rows;  // of a level, of all the row's segments
 };
 
 __device__ __forceinline__ TreeRowInfo InfoAt(const TreeLevel& level, uint32_t i) {
