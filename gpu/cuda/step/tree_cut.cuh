@@ -8,7 +8,6 @@
 #define ATTND_GPU_CUDA_STEP_TREE_CUT_CUH_
 
 #include <cstdint>
-#include <type_traits>
 
 #include "gpu/cuda/step/cooperative_group.cuh"
 #include "gpu/layout/step_layout.h"
@@ -94,13 +93,11 @@ struct CutMemory {
   CutSum row_counts[kCutDigits];
   CutSum weight_words[kCutWords][kCutDigits];
   CutWeight parts[kCutWarps];
-  // By a round's first warp: of the finder that counts rows, and of the one that weighs them.
   struct {
     uint32_t digit;
     bool only;  // one row alone has it
     CutWeight above, before;
-    CutWeight total;  // over all digits
-  } found[2];
+  } found;
 };
 
 // Sum over the threads before this one, and *total over all. The whole thread block.
@@ -181,14 +178,6 @@ class CutExchange {
     memory_->boxes[half()].Await(bytes, uses_ / 2);
     ++uses_;
   }
-  // By the whole thread block, of which the first warp waits; the others must not look.
-  __device__ __forceinline__ void AwaitByFirstWarp(uint32_t bytes) {
-    if (threadIdx.x < 32) {
-      Await(bytes);
-    } else {
-      ++uses_;
-    }
-  }
 
   // A sum over the thread blocks, and *before of those before this one. All threads have x.
   __device__ __forceinline__ CutWeight Sum(CutWeight x, CutWeight* before) {
@@ -215,7 +204,7 @@ __device__ __forceinline__ uint32_t CutShift(uint32_t round) {
 }
 
 // Finds one ranking's cut, a digit a round. All thread blocks do the same, in each round in this
-// order: Add, a __syncthreads, Send, the exchange's AwaitByFirstWarp, Narrow.
+// order: Add, a __syncthreads, Send, the exchange's Await, Narrow.
 template <typename WeightOf>
 class CutFinder {
  public:
@@ -245,10 +234,25 @@ class CutFinder {
   // half: of the exchange that was awaited.
   __device__ __forceinline__ void Narrow(uint32_t round, uint32_t half) {
     if (cut_.known) return;
-    auto& found = memory_->found[WeightOf::kOne ? 0 : 1];
-    if (threadIdx.x < 32) FindDigit(round, half, &found);
+    CutWeight own = 0, before = 0;
+    if (threadIdx.x < kCutDigits) {
+#pragma unroll
+      for (uint32_t rank = 0; rank < kCutBlocksMax; ++rank) {
+        if (rank >= CutBlocks::blocks()) continue;
+        const CutWeight part = WeightOf::kOne ? memory_->rows[half][rank][Digit()]
+                                              : memory_->weights[half][rank][Digit()];
+        if (rank < CutBlocks::rank()) before += part;
+        own += part;
+      }
+    }
+    CutWeight total;
+    const CutWeight above = cut_.above + ScanBlock(own, memory_, &total);
+    if (round == 0 && !Begin(total)) return;
+    if (above < cut_.limit && cut_.limit <= above + own) {
+      memory_->found = {Digit(), WeightOf::kOne && own == 1, above, before};
+    }
     __syncthreads();
-    if (round == 0 && !Begin(found.total)) return;
+    const auto& found = memory_->found;
     cut_.key |= found.digit << CutShift(round);
     cut_.above = found.above;
     if (found.only) {
@@ -315,51 +319,6 @@ class CutFinder {
     }
   }
 
-  using Sum = std::conditional_t<WeightOf::kOne, uint32_t, CutWeight>;
-  static constexpr uint32_t kWarpDigits = kCutDigits / 32;  // of a thread of one warp
-
-  __device__ __forceinline__ const Sum* Received(uint32_t half, uint32_t rank) const {
-    if constexpr (WeightOf::kOne) {
-      return memory_->rows[half][rank];
-    } else {
-      return memory_->weights[half][rank];
-    }
-  }
-  // Which digit the cut has, by one warp; threads have neighbouring digits, the greatest first.
-  template <typename Found>
-  __device__ __forceinline__ void FindDigit(uint32_t round, uint32_t half, Found* found) const {
-    const uint32_t thread = threadIdx.x, first = kCutDigits - (thread + 1) * kWarpDigits;
-    Sum own[kWarpDigits] = {}, of_thread = 0;
-#pragma unroll
-    for (uint32_t rank = 0; rank < kCutBlocksMax; ++rank) {
-      if (rank >= CutBlocks::blocks()) continue;
-#pragma unroll
-      for (uint32_t i = 0; i < kWarpDigits; ++i) own[i] += Received(half, rank)[first + i];
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < kWarpDigits; ++i) of_thread += own[i];
-    Sum until = of_thread;
-#pragma unroll
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const Sum other = __shfl_up_sync(~0u, until, offset);
-      if (thread >= offset) until += other;
-    }
-    const CutWeight total = __shfl_sync(~0u, until, 31);
-    const CutWeight limit = round == 0 ? LimitOf(total) : cut_.limit;
-    CutWeight above = cut_.above + (until - of_thread);
-    if (thread == 0) found->total = total;
-#pragma unroll
-    for (uint32_t i = kWarpDigits; i-- > 0; above += own[i]) {
-      if (above >= limit || limit > above + own[i]) continue;
-      CutWeight before = 0;
-      for (uint32_t r = 0; r < CutBlocks::rank(); ++r) before += Received(half, r)[first + i];
-      found->digit = first + i;
-      found->only = WeightOf::kOne && own[i] == 1;
-      found->above = above;
-      found->before = before;
-    }
-  }
-
   // How many of the thread block's rows have the cut's key.
   __device__ __forceinline__ void CountEquals() {
     uint32_t equals = 0;
@@ -371,13 +330,9 @@ class CutFinder {
     cut_.equals = static_cast<uint32_t>(total);
   }
 
-  // With the weight of all rows.
-  __device__ __forceinline__ CutWeight LimitOf(CutWeight total) const {
-    return kind_ == CutLimit::kTaken ? weight_ : total > weight_ ? total - weight_ : 0;
-  }
-  // Whether there is a cut to look for.
+  // With the weight of all rows; whether there is a cut to look for.
   __device__ __forceinline__ bool Begin(CutWeight total) {
-    cut_.limit = LimitOf(total);
+    cut_.limit = kind_ == CutLimit::kTaken ? weight_ : total > weight_ ? total - weight_ : 0;
     if (cut_.limit > 0 && total >= cut_.limit) return true;
     cut_.key = cut_.limit == 0 ? ~0u : 0;  // none, or all
     cut_.known = true;

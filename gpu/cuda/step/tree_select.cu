@@ -60,7 +60,7 @@ __device__ uint32_t TreeSelector::Mark(const TreeLevel& level, uint32_t wanted, 
     const uint32_t half = exchange_.half();
     uint32_t bytes = best.Send(&exchange_);
     if (limited()) bytes += errors.Send(&exchange_);
-    exchange_.AwaitByFirstWarp(bytes);
+    exchange_.Await(bytes);
     best.Narrow(round, half);
     if (limited()) errors.Narrow(round, half);
     if (best.cut().known && (!limited() || errors.cut().known)) break;

@@ -181,7 +181,7 @@ __device__ void TreeUnit::Find(CutFinder<WeightOf>* cut) {
     cut->Add(round);
     __syncthreads();
     const uint32_t half = exchange_.half();
-    exchange_.AwaitByFirstWarp(cut->Send(&exchange_));
+    exchange_.Await(cut->Send(&exchange_));
     cut->Narrow(round, half);
   }
 }
