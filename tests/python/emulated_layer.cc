@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The kernels of client/python/attnd/cuda/layer.cu on the CPU: each thread of a kernel is a thread of
-// the system, so that thread blocks wait for each other and for the server as on a GPU. What CUDA
-// says in its own words is said here in C++; weaker orders than a GPU's are not imitated.
+// The kernels of client/python/attnd/cuda/layer.cu on the CPU: each thread of a kernel is a thread
+// of the system, so that thread blocks wait for each other and for the server as on a GPU. What
+// CUDA says in its own words is said here in C++; weaker orders than a GPU's are not imitated.
 #include <barrier>
 #include <chrono>
 #include <cstddef>

@@ -13,19 +13,20 @@
 // GPU.
 //
 // Order in memory. The region is host memory that the GPU has mapped (proto, PassMemory).
-//  - A thread block's barrier puts the writes of its threads before thread 0's fence of system
-//  scope,
-//    and that before its arrival (an atomic). Who arrives last has seen all arrivals; its fence and
-//    its release of the ring word put all writes of q, k and v before the ring for the host, which
-//    reads the word with acquire.
-//  - Each waiting thread reads the answer word with acquire at system scope; the barrier behind it
-//  puts
-//    what it has acquired before the reads of its thread block's other threads. They read the
-//    region with relaxed loads of system scope: no cache answers with what an earlier layer left.
-//  - PassWords change in attnd_begin and by the last thread block to depart, when no other thread
-//  block of
-//    the kernel reads them any more, but for the counters and `failing`, which are atomics.
-//    The stream orders kernels.
+//
+// On the way in, a thread block's barrier puts the writes of its threads before thread 0's fence of
+// system scope, and that before its arrival (an atomic). Who arrives last has seen all arrivals;
+// its fence and its release of the ring word put all writes of q, k and v before the ring for the
+// host, which reads the word with acquire.
+//
+// On the way out, each waiting thread reads the answer word with acquire at system scope; the
+// barrier behind it puts what it has acquired before the reads of its thread block's other threads.
+// They read the region with relaxed loads of system scope: no cache answers with what an earlier
+// layer left.
+//
+// PassWords change in attnd_begin and by the last thread block to depart, when no other thread
+// block of the kernel reads them any more, but for the counters and `failing`, which are atomics.
+// The stream orders kernels.
 //
 // Words that an earlier pass left are never taken for a turn: a layer's epoch is first_epoch, which
 // attnd_begin writes in stream order, plus the layer. The answer word counts upwards modulo 2^32.
