@@ -2,7 +2,6 @@
 #include "server/metrics/metrics.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "common/process_memory.h"
 #include "glog/logging.h"
@@ -141,7 +140,7 @@ void Metrics::AddDeviceMetrics() {
                  AddCounter(pcie, pcie_help, {{"direction", "to_device"}, {"path", "fetch"}})};
   const std::string link = "attnd_device_link_bytes_per_second";
   const std::string link_help =
-      "What the GPU's PCIe link carries, of all processes, as NVML measures it; NaN: it cannot";
+      "What the GPU's PCIe link carries, of all processes, as NVML measures it; 0 where it cannot";
   link_rates_ = {AddGauge(link, link_help, {{"direction", "to_device"}}),
                  AddGauge(link, link_help, {{"direction", "to_host"}})};
   // Hits come first on the page: who reads them before look-ups never sees more hits than these.
@@ -419,8 +418,8 @@ std::vector<prometheus::MetricFamily> Metrics::Collect() const {
   if (sources_.backend) CollectBackend(sources_.backend());
   if (sources_.link_rates) {
     const absl::StatusOr<attention::LinkRates> rates = sources_.link_rates();
-    link_rates_[0]->Set(rates.ok() ? rates->to_device : std::nan(""));
-    link_rates_[1]->Set(rates.ok() ? rates->to_host : std::nan(""));
+    link_rates_[0]->Set(rates.ok() ? rates->to_device : 0);
+    link_rates_[1]->Set(rates.ok() ? rates->to_host : 0);
   }
   if (sources_.degraded) degraded_->Set(sources_.degraded() ? 1 : 0);
   if (sources_.archive) CollectArchive(sources_.archive());

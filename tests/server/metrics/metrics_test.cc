@@ -278,7 +278,7 @@ TEST(Metrics, ADeviceIsATierAndHasArenas) {
   metrics.SetSources({.backend = [&] { return backend; },
                       .link_rates = [&] { return rates; },
                       .degraded = [] { return true; }});
-  EXPECT_TRUE(std::isnan(Values(metrics)["attnd_device_link_bytes_per_second{direction=to_host}"]));
+  EXPECT_EQ(Values(metrics)["attnd_device_link_bytes_per_second{direction=to_host}"], 0);
   rates = attention::LinkRates{.to_device = 1e9, .to_host = 2e6};
   engine::DecodeResult result;
   result.rows.resize(1);
