@@ -163,8 +163,10 @@ absl::StatusOr<FilePages::Outcome> FilePages::Bring(std::span<const uint64_t> li
   }
   size_t number = 0;  // in `pages`
   std::vector<const std::byte*> group;
+  std::vector<std::pair<uint64_t, Brought>> sent;
   const auto take = [&](std::span<const PageWant> fetched) -> absl::Status {
     group.clear();
+    sent.clear();
     std::byte* const first = next;
     for (const PageWant& want : fetched) {
       const uint64_t page = pages[number++];
@@ -172,14 +174,17 @@ absl::StatusOr<FilePages::Outcome> FilePages::Bring(std::span<const uint64_t> li
         Lose(want.payload, lost);
         continue;
       }
-      brought_[page] = {next, !want.was_there};
+      sent.push_back({page, {next, !want.was_there}});
       counts_.disk_pages += want.was_there ? 0 : 1;
       group.push_back(want.data);
       next += cache.page_bytes;
     }
     counts_.pages += group.size();
     counts_.bytes += group.size() * cache.page_bytes;
-    return context_->SendPages(first, group, cache.page_bytes);
+    ATTND_RETURN_IF_ERROR(context_->SendPages(first, group, cache.page_bytes));
+    // Not before: a wave that is tried again must not carry what was never copied.
+    for (const auto& [page, place] : sent) brought_[page] = place;
+    return absl::OkStatus();
   };
   ATTND_ASSIGN_OR_RETURN(const bool read, FetchInGroups(wants, cache.page_bytes, request_, take));
   if (!read) return Outcome::kNotRead;
