@@ -1,9 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "attention/backend.h"
 
+#include <algorithm>
+
 #include "absl/strings/str_cat.h"
 
 namespace attnd::attention {
+
+bool SequenceView::paged() const {
+  return std::any_of(segments.begin(), segments.end(),
+                     [](const auto& segment) { return segment->paged(); });
+}
 
 absl::Status CheckAlive(const StepRequest& request) {
   if (request.cancelled != nullptr && request.cancelled->load(std::memory_order_relaxed)) {

@@ -50,6 +50,9 @@ struct SequenceView {
   PolicyView state;
   // What a backend with memory of its own has found out about the view.
   DeviceCopySlot device_copy;
+
+  // Whether pages of a segment lie in a file.
+  bool paged() const;
 };
 
 // One sequence's part of a step. Buffers belong to the caller and live until Step returns.

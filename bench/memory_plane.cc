@@ -8,8 +8,8 @@
 // server's own metric. Prints medians over the rounds and the ratios within each round.
 //
 // On a GPU, over a prompt of 128K tokens of Llama-3.1-8B's shape, which all rows share:
-//   memory_plane --backend=cuda --rows=1 --query_heads=32 --tokens=131072 --memory_gib=24
-//                --step_threads=0 --policy=error-target --parameters=tolerance=off,floor=0.01
+//   memory_plane --backend=cuda --rows=1 --query_heads=32 --tokens=131072 --memory_gib=40
+//                --policy=error-target --parameters=tolerance=off,floor=0.01
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -46,7 +46,7 @@ ABSL_FLAG(std::string, parameters, "", "of the policy: NAME=VALUE, comma-separat
 ABSL_FLAG(std::string, backend, "cpu", "cpu or cuda");
 ABSL_FLAG(uint64_t, memory_gib, 1, "the server's memory budget");
 ABSL_FLAG(uint32_t, spin_us, 200, "of the kind that spins");
-ABSL_FLAG(uint32_t, step_threads, 1, "threads that answer one step; 0: all cores");
+ABSL_FLAG(uint32_t, step_threads, 1, "threads of the CPU that answer one step; 0: all cores");
 
 namespace attnd::bench {
 namespace {

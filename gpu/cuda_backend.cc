@@ -19,9 +19,9 @@
 #include "attention/index/segment_builder.h"
 #include "common/mutex.h"
 #include "common/status.h"
-#include "gpu/file_turns.h"
 #include "gpu/index/segment_build.h"
 #include "gpu/layout/memory_split.h"
+#include "gpu/lease_pool.h"
 #include "gpu/memory/arena.h"
 #include "gpu/memory/device_copy_store.h"
 #include "gpu/row_subset.h"
@@ -45,8 +45,6 @@ using attention::StepRequest;
 using attention::StepRow;
 
 constexpr uint64_t kBufferBytesMin = uint64_t{1} << 16;
-// How often a step that waits for a stream looks whether it is still wanted.
-constexpr std::chrono::microseconds kPoll{2000};
 
 absl::Status CheckRange(const char* field, uint64_t value, uint64_t min, uint64_t max) {
   if (value >= min && value <= max) return absl::OkStatus();
@@ -54,52 +52,11 @@ absl::Status CheckRange(const char* field, uint64_t value, uint64_t min, uint64_
       absl::StrCat(field, " is ", value, "; allowed are ", min, "..", max));
 }
 
-// Contexts that wait for work. Thread-safe.
-class ContextPool {
- public:
-  // A context for as long as it is held.
-  class Lease {
-   public:
-    Lease(ContextPool* pool, std::unique_ptr<StreamContext> context)
-        : pool_(pool), context_(std::move(context)) {}
-    Lease(Lease&& other) noexcept = default;
-    ~Lease() {
-      if (context_ != nullptr) pool_->Add(std::move(context_));
-    }
-    StreamContext* get() const { return context_.get(); }
-
-   private:
-    ContextPool* pool_;
-    std::unique_ptr<StreamContext> context_;
-  };
-
-  void Add(std::unique_ptr<StreamContext> context) {
-    MutexLock lock(mutex_);
-    free_.push_back(std::move(context));
-    changed_.NotifyOne();
-  }
-
-  // Waits until one is free, or `alive` says no.
-  absl::StatusOr<Lease> Take(absl::FunctionRef<absl::Status()> alive) {
-    while (true) {
-      {
-        MutexLock lock(mutex_);
-        if (free_.empty()) changed_.WaitFor(mutex_, kPoll);
-        if (!free_.empty()) {
-          std::unique_ptr<StreamContext> context = std::move(free_.back());
-          free_.pop_back();
-          return Lease(this, std::move(context));
-        }
-      }
-      ATTND_RETURN_IF_ERROR(alive());
-    }
-  }
-
- private:
-  Mutex mutex_;
-  CondVar changed_;
-  std::vector<std::unique_ptr<StreamContext>> free_ ABSL_GUARDED_BY(mutex_);
-};
+// A turn of a step over segments in files. Such a step has a stream while it waits for a disk; as
+// there are fewer turns than streams, other steps find one.
+struct FileTurn {};
+// With one stream there is nothing to leave.
+uint32_t FileTurnsOf(uint32_t streams) { return streams > 1 ? streams / 2 : 1; }
 
 // What a backend takes of a device.
 struct Resources {
@@ -156,11 +113,8 @@ absl::StatusOr<Resources> TakeMemory(const CudaBackendOptions& options,
 
 // Whether a row may wait for a disk while it has a stream.
 bool ReadsFiles(const StepRequest& request) {
-  return std::any_of(request.rows.begin(), request.rows.end(), [](const StepRow& row) {
-    const auto& segments = row.view->segments;
-    return std::any_of(segments.begin(), segments.end(),
-                       [](const auto& segment) { return segment->paged(); });
-  });
+  return std::any_of(request.rows.begin(), request.rows.end(),
+                     [](const StepRow& row) { return row.view->paged(); });
 }
 
 class CudaBackend : public Backend {
@@ -168,7 +122,6 @@ class CudaBackend : public Backend {
   CudaBackend(const CudaBackendOptions& options, std::shared_ptr<Device> device,
               std::shared_ptr<Backend> cpu)
       : options_(options),
-        file_turns_(options.streams),
         device_(std::move(device)),
         cpu_(std::move(cpu)),
         workers_(options.build_threads != 0 ? options.build_threads
@@ -188,6 +141,9 @@ class CudaBackend : public Backend {
     builders_.Add(std::move(resources.contexts.back()));
     resources.contexts.pop_back();
     for (auto& context : resources.contexts) streams_.Add(std::move(context));
+    for (uint32_t turn = 0; turn < FileTurnsOf(options_.streams); ++turn) {
+      file_turns_.Add(std::make_unique<FileTurn>());
+    }
     return absl::OkStatus();
   }
 
@@ -254,10 +210,11 @@ class CudaBackend : public Backend {
     if (segment->segment().form().sections) {
       return absl::UnimplementedError("this backend builds no sections");
     }
-    ATTND_ASSIGN_OR_RETURN(const ContextPool::Lease context, builders_.Take([&]() -> absl::Status {
-      ATTND_RETURN_IF_ERROR(Health());
-      return proceed();
-    }));
+    ATTND_ASSIGN_OR_RETURN(const LeasePool<StreamContext>::Lease context,
+                           builders_.Take([&]() -> absl::Status {
+                             ATTND_RETURN_IF_ERROR(Health());
+                             return proceed();
+                           }));
     ATTND_RETURN_IF_ERROR(Health());
     SegmentBuild build(segment, store_.get(), context.get(), &workers_);
     absl::Status status = build.Run(proceed);
@@ -303,12 +260,12 @@ class CudaBackend : public Backend {
     std::vector<uint32_t> left_over;
     {
       const auto alive = [&] { return CheckAlive(request); };
-      std::optional<FileTurns::Turn> turn;
+      std::optional<LeasePool<FileTurn>::Lease> turn;
       if (ReadsFiles(request)) {
-        ATTND_ASSIGN_OR_RETURN(FileTurns::Turn taken, file_turns_.Take(alive));
+        ATTND_ASSIGN_OR_RETURN(LeasePool<FileTurn>::Lease taken, file_turns_.Take(alive));
         turn.emplace(std::move(taken));
       }
-      ATTND_ASSIGN_OR_RETURN(const ContextPool::Lease context, streams_.Take(alive));
+      ATTND_ASSIGN_OR_RETURN(const LeasePool<StreamContext>::Lease context, streams_.Take(alive));
       DeviceStep step(request, store_.get(), context.get(), options_.cooperative_groups, timed);
       absl::Status status = step.Run();
       if (absl::IsCancelled(status) || absl::IsDeadlineExceeded(status)) return status;
@@ -408,7 +365,6 @@ class CudaBackend : public Backend {
 
   // Constant after TakeResources.
   const CudaBackendOptions options_;
-  FileTurns file_turns_;  // thread-safe
   const std::shared_ptr<Device> device_;
   const std::shared_ptr<Backend> cpu_;
   std::shared_ptr<DeviceCopyStore> store_;
@@ -432,8 +388,9 @@ class CudaBackend : public Backend {
   BackendStats::Files files_ ABSL_GUARDED_BY(totals_mutex_);
 
   // Last: their streams use what stands above.
-  ContextPool streams_;
-  ContextPool builders_;
+  LeasePool<FileTurn> file_turns_;
+  LeasePool<StreamContext> streams_;
+  LeasePool<StreamContext> builders_;
 };
 
 }  // namespace

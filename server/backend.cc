@@ -77,8 +77,6 @@ absl::StatusOr<std::unique_ptr<Backend>> MakeBackend(
     LOG(INFO) << "backend cuda: " << std::string((*cuda)->device()) << ", "
               << stats.pages.capacity_bytes << " bytes for pages, " << stats.index.capacity_bytes
               << " for indexes, " << stats.scratch.capacity_bytes << " for scratch";
-    const absl::Status link = (*cuda)->link_rates().status();
-    LOG_IF(INFO, !link.ok()) << "nothing tells what the GPU's link carries: " << link;
     if (options.backend == "cuda") return cuda;
     return gpu::MakeAutoBackend(*std::move(cuda), cpu);
   }

@@ -226,8 +226,6 @@ class Decoding {
     return 1e3 * SecondsSince(begin);
   }
 
-  uint64_t page_bytes() const { return gpu::PageBytesOf(gpu::KernelShapeOf(shape_)); }
-
  private:
   static constexpr uint64_t kWriter = 1;
 

@@ -203,10 +203,12 @@ absl::StatusOr<Archive::SharedSegment> Archive::LoadSegment(const Sequence& fres
   absl::StatusOr<SharedSegment> read;
   if (whole) {
     read = files_->ReadWhole(*opened, found.handle, id, proceed);
-    whole = !absl::IsResourceExhausted(read.status());  // else the index alone may find room
+    whole = !absl::IsResourceExhausted(read.status());
+    if (!whole) {  // the index alone may find room
+      if (auto shared = ReadableOf(VersionsOf(HandlesNamed(record.chain)), whole)) return shared;
+    }
   }
   if (!whole) {
-    if (auto shared = ReadableOf(VersionsOf(HandlesNamed(record.chain)), whole)) return shared;
     read = files_->ReadPaged(*std::move(opened), found.handle, std::move(found.use), id, proceed);
   }
   if (!read.ok()) return LoseIfDamaged(record, read.status());

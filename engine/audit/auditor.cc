@@ -104,9 +104,7 @@ void Auditor::Offer(uint64_t sequence_id, uint32_t layer, const attention::StepR
 void Auditor::OfferPicked(uint64_t sequence_id, uint32_t layer, const attention::StepRow& row) {
   const attention::SequenceView& view = *row.view;
   if (row.stats->estimated_tokens + row.stats->dropped_tokens == 0) return Skip(AuditSkip::kExact);
-  const bool paged = std::any_of(view.segments.begin(), view.segments.end(),
-                                 [](const auto& segment) { return segment->paged(); });
-  if (paged) return Skip(AuditSkip::kPaged);
+  if (view.paged()) return Skip(AuditSkip::kPaged);
   const ModelShape& shape = view.shape;
   const uint64_t lane_floats = uint64_t{shape.head_dim} + shape.value_dim + 1;
   const uint64_t bytes =

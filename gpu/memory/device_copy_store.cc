@@ -86,8 +86,7 @@ DeviceCopyStore::Sizes DeviceCopyStore::SizesOf(const attention::Segment& segmen
   sizes.page_bytes = static_cast<uint32_t>(attention::PageGeometry(shape).page_bytes());
   if (!segment.paged()) return sizes;
   const uint64_t heads = uint64_t{shape.layers} * shape.kv_heads;
-  const uint64_t sink_pages =
-      (segment.unclustered() + attention::kPageTokens - 1) / attention::kPageTokens;
+  const uint64_t sink_pages = attention::PageGeometry::PagesFor(segment.unclustered());
   sizes.host_pages = nullptr;
   sizes.file_pages = heads * (segment.pages_head_bytes() / sizes.page_bytes);
   sizes.sink_bytes = heads * sink_pages * sizes.page_bytes;

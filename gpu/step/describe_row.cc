@@ -80,15 +80,12 @@ bool AnswersOverFiles(const StepRow& row, uint32_t layer) {
 
 WaveShape WaveShapeOf(const StepRow& row, uint32_t layer) {
   const ModelShape& shape = row.view->shape;
-  const auto& segments = row.view->segments;
-  const bool in_files = std::any_of(segments.begin(), segments.end(),
-                                    [](const auto& segment) { return segment->paged(); });
   return {.kernel = KernelShapeOf(shape),
           .kv_heads = shape.kv_heads,
           .group = shape.group(),
           .softmax_scale = shape.softmax_scale,
           .query_dtype = row.query_dtype,
-          .reads_files = in_files && ReadsClusters(KindOf(row, layer))};
+          .reads_files = row.view->paged() && ReadsClusters(KindOf(row, layer))};
 }
 
 HistoryDescription DescribeHistory(const attention::SequenceView& view) {

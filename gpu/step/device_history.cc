@@ -35,8 +35,7 @@ DeviceHistory::DeviceHistory(const SequenceView& view, std::shared_ptr<DeviceCop
       description_(DescribeHistory(view)),
       tail_block_layer_bytes_(TailBlock::Bytes(view.shape) / view.shape.layers),
       page_bytes_(PageBytesOf(KernelShapeOf(view.shape))),
-      paged_(std::any_of(view.segments.begin(), view.segments.end(),
-                         [](const auto& segment) { return segment->paged(); })) {
+      paged_(view.paged()) {
   segments_.reserve(view.segments.size());
   for (const auto& segment : view.segments) segments_.push_back(store_->Find(*segment));
   tail_.reserve(view.tail.size());

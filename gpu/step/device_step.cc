@@ -18,8 +18,8 @@ namespace attnd::gpu {
 namespace {
 
 using attention::Fallback;
-using attention::kPageTokens;
 using attention::kTailBlockTokens;
+using attention::PageGeometry;
 using attention::PageWant;
 using attention::Plan;
 using attention::StepRow;
@@ -185,7 +185,7 @@ absl::Status DeviceStep::PinSegments(uint32_t number, RowMemory* memory) {
     RowMemory::SegmentPlace place;
     place.index = resident->index() + heads * segments[s].index_head_bytes;
     if (resident->in_file()) {
-      const uint64_t sink_pages = (segments[s].unclustered + kPageTokens - 1) / kPageTokens;
+      const uint64_t sink_pages = PageGeometry::PagesFor(segments[s].unclustered);
       place.pages = resident->sink() + heads * sink_pages * history.page_bytes();
       place.first_page = resident->first_file_page() + pages_bytes / history.page_bytes();
     } else if (const HostPages* host = resident->host_pages(); host != nullptr) {
@@ -203,8 +203,8 @@ absl::StatusOr<bool> DeviceStep::UploadSegment(Resident* resident,
                                                const attention::Segment& segment) {
   std::vector<PageWant> wants;
   std::vector<std::byte> sink;
-  const uint64_t page_bytes = attention::PageGeometry(segment.shape()).page_bytes();
-  const uint32_t sink_pages = (segment.unclustered() + kPageTokens - 1) / kPageTokens;
+  const uint64_t page_bytes = PageGeometry(segment.shape()).page_bytes();
+  const auto sink_pages = static_cast<uint32_t>(PageGeometry::PagesFor(segment.unclustered()));
   for (uint32_t head = 0; resident->in_file() && head < segment.shape().kv_heads; ++head) {
     for (uint32_t page = 0; page < sink_pages; ++page) {
       wants.push_back({segment.paged_payload().get(), request_.layer, head, page});

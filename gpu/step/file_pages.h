@@ -10,8 +10,8 @@
 //
 // A page that was brought is carried by all later runs, wherever it lies besides. If there is no
 // room to carry more, the pages that the last run has carried are forgotten: most are in the cache
-// now. So every run is brought a page that none before it had, until what finds no frame in the
-// cache is carried at once, or has no room.
+// now. A run that has no room for what it misses is brought first what has not come before; if all
+// of it has, the wave has no room.
 #ifndef ATTND_GPU_STEP_FILE_PAGES_H_
 #define ATTND_GPU_STEP_FILE_PAGES_H_
 
@@ -66,12 +66,12 @@ class FilePages {
     kBrought,      // the wave is to run again
     kNothingMore,  // what is missing is of lost rows alone: other rows have their answers
     kNoRoom,       // on the device, or more pages than a wave may carry
-    kNotRead,      // the store refused
+    kNotRead,      // the store refused, or lost rows' pages alone are on a list that was too short
   };
   // Brings pages that a run of the wave has listed, in any order and some twice; complete: whether
-  // the list had room for all that the run missed. Adds rows to
-  // `lost` whose pages cannot be read. cache: of the run. Errors: Cancelled, DeadlineExceeded; the
-  // device's, which a list that cannot be is, too.
+  // the list had room for all that the run missed. Adds rows to `lost` whose pages cannot be read.
+  // cache: of the run. Errors: Cancelled, DeadlineExceeded; the device's, which a list that cannot
+  // be is, too.
   absl::StatusOr<Outcome> Bring(std::span<const uint64_t> listed, bool complete,
                                 const PageCacheRef& cache, std::set<uint32_t>* lost);
 

@@ -12,6 +12,7 @@ namespace attnd::gpu {
 namespace {
 
 using attention::kTailBlockTokens;
+using attention::PageGeometry;
 
 // Entries of `chosen` have 15 bits for the segment's number.
 constexpr uint64_t kSegmentsMax = kCachedToken >> 16;
@@ -122,11 +123,11 @@ SegmentRef PlanSegment(const RowRef& row, const SegmentDescription& segment,
   ref.pages = place.pages;
   ref.index_head_bytes = segment.index_head_bytes;
   ref.pages_head_bytes = segment.pages_head_bytes;
-  ref.head_pages = Narrow(CeilOf(segment.tokens, attention::kPageTokens));
+  ref.head_pages = Narrow(PageGeometry::PagesFor(segment.tokens));
   if (segment.in_file) {  // its sink alone is in the device's memory
     ref.in_file = 1;
-    ref.pages_head_bytes = segment.pages_head_bytes / ref.head_pages *
-                           CeilOf(segment.unclustered, attention::kPageTokens);
+    ref.pages_head_bytes =
+        segment.pages_head_bytes / ref.head_pages * PageGeometry::PagesFor(segment.unclustered);
   }
   ref.offsets = segment.offsets;
   ref.tokens = segment.tokens;

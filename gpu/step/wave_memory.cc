@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "attention/segment/pages.h"
 #include "gpu/layout/tree_layout.h"
 #include "gpu/step/row_plan.h"
 
@@ -134,7 +135,7 @@ WaveCounts CountsOf(const RowDescription& row, const RowRef& ref, std::span<cons
   counts.segments = ref.segment_count;
   for (const SegmentDescription& segment : row.segments) {
     if (!segment.in_file || !row.shape.reads_files) continue;
-    const uint64_t pages = (segment.tokens + kPageRows - 1) / kPageRows;
+    const uint64_t pages = attention::PageGeometry::PagesFor(segment.tokens);
     counts.file_pages = Plus(counts.file_pages, Times(pages, row.shape.kv_heads));
   }
   counts.tail_blocks = TailBlocksSeen(row);

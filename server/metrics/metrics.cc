@@ -420,6 +420,9 @@ std::vector<prometheus::MetricFamily> Metrics::Collect() const {
     const absl::StatusOr<attention::LinkRates> rates = sources_.link_rates();
     link_rates_[0]->Set(rates.ok() ? rates->to_device : 0);
     link_rates_[1]->Set(rates.ok() ? rates->to_host : 0);
+    if (has_device_ && !rates.ok()) {
+      LOG_FIRST_N(INFO, 1) << "nothing tells what the GPU's link carries: " << rates.status();
+    }
   }
   if (sources_.degraded) degraded_->Set(sources_.degraded() ? 1 : 0);
   if (sources_.archive) CollectArchive(sources_.archive());

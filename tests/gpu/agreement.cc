@@ -297,4 +297,17 @@ testing::AssertionResult SameBits(const RowResult& a, const RowResult& b) {
   return testing::AssertionFailure() << "answers differ";
 }
 
+void ExpectSameAnswers(const StepResult& found, const StepResult& expected) {
+  ASSERT_TRUE(found.status.ok()) << found.status;
+  ASSERT_EQ(found.rows.size(), expected.rows.size());
+  for (size_t r = 0; r < found.rows.size(); ++r) {
+    EXPECT_TRUE(SameBits(found.rows[r], expected.rows[r])) << "row " << r;
+    const RowStats& stats = found.rows[r].stats;
+    EXPECT_EQ(stats.hbm_tokens + stats.host_tokens + stats.ssd_tokens,
+              stats.zone_tokens + stats.exact_tokens);
+    EXPECT_EQ(stats.exact_tokens, expected.rows[r].stats.exact_tokens);
+    EXPECT_EQ(stats.predicted_error_mean, expected.rows[r].stats.predicted_error_mean);
+  }
+}
+
 }  // namespace attnd::gpu::test

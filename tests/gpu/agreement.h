@@ -46,6 +46,11 @@ JudgedRow JudgeRow(const attention::test::TestRow& row, uint32_t layer,
 testing::AssertionResult SameBits(const attention::test::RowResult& a,
                                   const attention::test::RowResult& b);
 
+// Expects that a step whose pages lie anywhere has the bits and the plans' sizes of another one,
+// and that every token that it read has a tier.
+void ExpectSameAnswers(const attention::test::StepResult& found,
+                       const attention::test::StepResult& expected);
+
 }  // namespace attnd::gpu::test
 
 #endif  // ATTND_TESTS_GPU_AGREEMENT_H_

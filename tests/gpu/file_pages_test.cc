@@ -55,18 +55,6 @@ class FilePagesSteps : public testing::TestWithParam<attention::IndexSet> {
   StepResult Resident(uint32_t layer) {
     return RunStep(resident_.backend.get(), layer, RowsThatChoose(&whole_, layer));
   }
-  static void ExpectSame(const StepResult& found, const StepResult& expected) {
-    ASSERT_TRUE(found.status.ok()) << found.status;
-    ASSERT_EQ(found.rows.size(), expected.rows.size());
-    for (size_t r = 0; r < found.rows.size(); ++r) {
-      EXPECT_TRUE(SameBits(found.rows[r], expected.rows[r])) << "row " << r;
-      const attention::RowStats& stats = found.rows[r].stats;
-      EXPECT_EQ(stats.hbm_tokens + stats.host_tokens + stats.ssd_tokens,
-                stats.zone_tokens + stats.exact_tokens);
-      EXPECT_EQ(stats.exact_tokens, expected.rows[r].stats.exact_tokens);
-      EXPECT_EQ(stats.predicted_error_mean, expected.rows[r].stats.predicted_error_mean);
-    }
-  }
   static uint64_t TokensOf(const StepResult& step, uint64_t attention::RowStats::*tier) {
     uint64_t tokens = 0;
     for (const auto& row : step.rows) tokens += row.stats.*tier;
@@ -87,7 +75,7 @@ TEST_P(FilePagesSteps, BitsAreThoseOfADeviceWithRoom) {
     const FakeBackend fake = MakeFakeBackend(OfPages(bytes), /*maps_host_memory=*/true);
     for (const uint32_t layer : {0, 1, 0, 1}) {
       const std::vector<TestRow> rows = RowsThatChoose(&paged_, layer);
-      ExpectSame(RunStep(fake.backend.get(), layer, rows), Resident(layer));
+      ExpectSameAnswers(RunStep(fake.backend.get(), layer, rows), Resident(layer));
     }
     const attention::BackendStats stats = fake.backend->stats();
     EXPECT_EQ(stats.fallback_steps, 0u);
@@ -112,7 +100,7 @@ TEST_P(FilePagesSteps, ARepeatedStepBringsNothing) {
   EXPECT_EQ(before.files.bytes, before.files.pages * 16 * (64 + 64) * 2);
   EXPECT_GT(before.cache.carried, 0u);
   const StepResult again = RunStep(fake.backend.get(), 1, rows);
-  ExpectSame(again, first);
+  ExpectSameAnswers(again, first);
   EXPECT_EQ(store_.calls(), calls);
   const attention::BackendStats after = fake.backend->stats();
   EXPECT_EQ(after.files.runs_again, before.files.runs_again);
@@ -129,7 +117,7 @@ TEST_P(FilePagesSteps, PagesOfThePoolAreTheHosts) {
   const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
   store_.set_was_there(true);
   const StepResult step = RunStep(fake.backend.get(), 0, RowsThatChoose(&paged_, 0));
-  ExpectSame(step, Resident(0));
+  ExpectSameAnswers(step, Resident(0));
   EXPECT_GT(TokensOf(step, &attention::RowStats::host_tokens), 0u);
   EXPECT_EQ(TokensOf(step, &attention::RowStats::ssd_tokens), 0u);
   EXPECT_EQ(fake.backend->stats().files.disk_pages, 0u);
@@ -139,7 +127,7 @@ TEST_P(FilePagesSteps, PagesOfThePoolAreTheHosts) {
 TEST_P(FilePagesSteps, PagesComeInGroups) {
   const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
   store_.set_fetch_bytes_max(5 * 4096);
-  ExpectSame(RunStep(fake.backend.get(), 0, RowsThatChoose(&paged_, 0)), Resident(0));
+  ExpectSameAnswers(RunStep(fake.backend.get(), 0, RowsThatChoose(&paged_, 0)), Resident(0));
   EXPECT_LE(store_.greatest_call_bytes(), 5u * 4096);
   EXPECT_GT(store_.calls(), 10u);
 }
@@ -248,7 +236,7 @@ TEST_P(FilePagesSteps, CancelledAndLateStepsEnd) {
   }
   EXPECT_GE(refused, 3);
   store_.set_on_fetch(nullptr);
-  ExpectSame(RunStep(fake.backend.get(), 0, rows), Resident(0));
+  ExpectSameAnswers(RunStep(fake.backend.get(), 0, rows), Resident(0));
   EXPECT_TRUE(fake.backend->Health().ok());
   EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
 }
@@ -263,11 +251,12 @@ TEST_P(FilePagesSteps, OthersStepWhileTheHostReads) {
   int steps = 0;
   store_.set_on_fetch([&](const attention::PagePatience&) {
     ++steps;
-    ExpectSame(RunStep(fake.backend.get(), 1, others), expected_of_others);
+    ExpectSameAnswers(RunStep(fake.backend.get(), 1, others), expected_of_others);
     return absl::OkStatus();
   });
   for (const uint32_t layer : {0, 1, 0}) {
-    ExpectSame(RunStep(fake.backend.get(), layer, RowsThatChoose(&paged_, layer)), Resident(layer));
+    ExpectSameAnswers(RunStep(fake.backend.get(), layer, RowsThatChoose(&paged_, layer)),
+                      Resident(layer));
   }
   EXPECT_GT(steps, 4);
   EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
@@ -300,7 +289,7 @@ TEST_P(FilePagesSteps, WhatTheStoreRefusesIsTheCpus) {
   EXPECT_TRUE(absl::IsUnavailable(RunStep(fake.backend.get(), 0, rows).status));
   EXPECT_TRUE(fake.backend->Health().ok());
   store_.set_on_fetch(nullptr);
-  ExpectSame(RunStep(fake.backend.get(), 0, rows), Resident(0));
+  ExpectSameAnswers(RunStep(fake.backend.get(), 0, rows), Resident(0));
 }
 
 // The memory of all copies, of the cache and of carried pages comes back.

@@ -81,7 +81,7 @@ class GroupInfos {
  public:
   __device__ __forceinline__ explicit GroupInfos(const TreeItem& item)
       : own_(item.first_group() + threadIdx.x),
-        groups_(item.groups_end()),
+        groups_(item.tile == 0 ? item.groups_end() : 0),  // the other tiles store none
         info_(Load(item, own_)) {}
 
   __device__ __forceinline__ void Store(const StepHeader& step, const TreeItem& item) const {

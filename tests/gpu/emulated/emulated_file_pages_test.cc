@@ -16,51 +16,18 @@
 namespace attnd::gpu::test {
 namespace {
 
-using attention::Policy;
 using attention::test::CopyingStore;
 using attention::test::MakeSequence;
 using attention::test::Paged;
 using attention::test::RunStep;
-using attention::test::SequenceSpec;
 using attention::test::StepResult;
 using attention::test::TestRow;
 using attention::test::TestSequence;
 
-CudaBackendOptions Options(uint64_t page_memory_bytes) {
-  CudaBackendOptions options = SmallOptions();
-  options.page_memory_bytes = page_memory_bytes;
-  options.cooperative_groups = false;  // they have no fetch stage
-  options.timed_steps = 0;
-  return options;
-}
-
 class EmulatedFilePages : public testing::TestWithParam<attention::IndexSet> {
  protected:
   // With a sink, whose tokens are read from the index's memory.
-  static TestSequence Make() {
-    return MakeSequence(SpecOf({2, 2, 64, 64, {1300, 300}, 40, GetParam()}, DType::kBf16));
-  }
-  static std::vector<TestRow> Rows(TestSequence* sequence, uint32_t layer, uint64_t step) {
-    const std::vector<Policy> policies = {
-        Parse("error-target", {{"tolerance", "off"}, {"floor", "0.1"}}),
-        Parse("double-p", {{"p1", "0.9"}, {"p2", "0.5"}}),
-    };
-    std::vector<TestRow> rows = RowsOf(sequence, layer, policies, 1);
-    for (TestRow& row : rows) {
-      for (size_t i = step; i < row.queries.size(); i += 3) row.queries[i] *= -1;
-    }
-    return rows;
-  }
-  static void ExpectSame(const StepResult& found, const StepResult& expected) {
-    ASSERT_TRUE(found.status.ok()) << found.status;
-    for (size_t r = 0; r < expected.rows.size(); ++r) {
-      EXPECT_TRUE(SameBits(found.rows[r], expected.rows[r])) << "row " << r;
-      const attention::RowStats& stats = found.rows[r].stats;
-      EXPECT_EQ(stats.exact_tokens, expected.rows[r].stats.exact_tokens);
-      EXPECT_EQ(stats.hbm_tokens + stats.host_tokens + stats.ssd_tokens,
-                stats.zone_tokens + stats.exact_tokens);
-    }
-  }
+  static TestSequence Make() { return MakeSequence(FetchedSpec(GetParam())); }
 
   CopyingStore store_;
 };
@@ -68,15 +35,16 @@ class EmulatedFilePages : public testing::TestWithParam<attention::IndexSet> {
 TEST_P(EmulatedFilePages, BitsAreThoseOfADeviceWithRoom) {
   TestSequence whole = Make();
   TestSequence paged = Paged(whole, &store_);
-  const auto resident = MakeEmulatedBackend(Options(0));
+  const auto resident = MakeEmulatedBackend(FetchOptions(0));
   constexpr int kSteps = 3;
   std::vector<StepResult> expected;
   for (int step = 0; step < kSteps; ++step) {
-    expected.push_back(RunStep(resident.get(), step % 2, Rows(&whole, step % 2, step)));
+    expected.push_back(RunStep(resident.get(), step % 2, FetchingRows(&whole, step % 2, step)));
   }
-  const auto backend = MakeEmulatedBackend(Options(uint64_t{8} << 20));
+  const auto backend = MakeEmulatedBackend(FetchOptions(uint64_t{8} << 20));
   for (int step = 0; step < kSteps; ++step) {
-    ExpectSame(RunStep(backend.get(), step % 2, Rows(&paged, step % 2, step)), expected[step]);
+    ExpectSameAnswers(RunStep(backend.get(), step % 2, FetchingRows(&paged, step % 2, step)),
+                      expected[step]);
   }
   const attention::BackendStats stats = backend->stats();
   EXPECT_GT(stats.files.runs_again, 0u);
@@ -98,10 +66,10 @@ TEST_P(EmulatedFilePages, PagesThatFindNoFrameAreReadWhereTheyCame) {
   TestSequence same = whole;
   std::vector<TestRow> whole_rows = rows;
   whole_rows[0].sequence = &same;
-  const auto resident = MakeEmulatedBackend(Options(0));
+  const auto resident = MakeEmulatedBackend(FetchOptions(0));
   const StepResult expected = RunStep(resident.get(), 0, whole_rows);
-  const auto backend = MakeEmulatedBackend(Options(uint64_t{380} << 10));
-  ExpectSame(RunStep(backend.get(), 0, rows), expected);
+  const auto backend = MakeEmulatedBackend(FetchOptions(uint64_t{380} << 10));
+  ExpectSameAnswers(RunStep(backend.get(), 0, rows), expected);
   const attention::BackendStats stats = backend->stats();
   EXPECT_EQ(stats.fallback_steps, 0u);
   EXPECT_GT(stats.files.pages, 2 * 38u) << "some came twice";
@@ -111,14 +79,14 @@ TEST_P(EmulatedFilePages, PagesThatFindNoFrameAreReadWhereTheyCame) {
 TEST_P(EmulatedFilePages, ARepeatedStepBringsNothing) {
   TestSequence whole = Make();
   TestSequence paged = Paged(whole, &store_);
-  const auto backend = MakeEmulatedBackend(Options(uint64_t{8} << 20));
-  const std::vector<TestRow> rows = Rows(&paged, 0, 0);
+  const auto backend = MakeEmulatedBackend(FetchOptions(uint64_t{8} << 20));
+  const std::vector<TestRow> rows = FetchingRows(&paged, 0, 0);
   const StepResult first = RunStep(backend.get(), 0, rows);
   const auto before = backend->stats();
   const size_t calls = store_.calls();
   EXPECT_GT(first.rows[0].stats.ssd_tokens, 0u);
   const StepResult again = RunStep(backend.get(), 0, rows);
-  ExpectSame(again, first);
+  ExpectSameAnswers(again, first);
   EXPECT_EQ(store_.calls(), calls);
   EXPECT_EQ(again.rows[0].stats.ssd_tokens, 0u);
   const auto after = backend->stats();
@@ -134,11 +102,11 @@ TEST_P(EmulatedFilePages, ARowMayReadBoth) {
   auto view = std::make_shared<attention::SequenceView>(*mixed.view);
   view->segments[1] = whole.view->segments[1];
   mixed.view = std::move(view);
-  const auto resident = MakeEmulatedBackend(Options(0));
-  const auto backend = MakeEmulatedBackend(Options(uint64_t{1} << 20));
+  const auto resident = MakeEmulatedBackend(FetchOptions(0));
+  const auto backend = MakeEmulatedBackend(FetchOptions(uint64_t{1} << 20));
   for (int step = 0; step < 2; ++step) {
-    ExpectSame(RunStep(backend.get(), 0, Rows(&mixed, 0, step)),
-               RunStep(resident.get(), 0, Rows(&whole, 0, step)));
+    ExpectSameAnswers(RunStep(backend.get(), 0, FetchingRows(&mixed, 0, step)),
+                      RunStep(resident.get(), 0, FetchingRows(&whole, 0, step)));
   }
   EXPECT_GT(backend->stats().cache.fetched + backend->stats().cache.in_place, 0u);
   EXPECT_GT(backend->stats().cache.carried, 0u);

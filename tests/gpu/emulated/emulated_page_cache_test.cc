@@ -18,21 +18,12 @@
 namespace attnd::gpu::test {
 namespace {
 
-using attention::Policy;
 using attention::test::MakeSequence;
 using attention::test::RunStep;
 using attention::test::SequenceSpec;
 using attention::test::StepResult;
 using attention::test::TestRow;
 using attention::test::TestSequence;
-
-CudaBackendOptions Options(uint64_t page_memory_bytes) {
-  CudaBackendOptions options = SmallOptions();
-  options.page_memory_bytes = page_memory_bytes;
-  options.cooperative_groups = false;  // they read pages where they lie
-  options.timed_steps = 0;
-  return options;
-}
 
 uint64_t PageBytes(const TestSequence& sequence) {
   uint64_t bytes = 0;
@@ -44,38 +35,27 @@ class EmulatedPageCache : public testing::TestWithParam<attention::IndexSet> {
  protected:
   // Without a sink, whose tokens are read where they lie.
   static TestSequence Make() {
-    SequenceSpec spec = SpecOf({2, 2, 64, 64, {1300, 300}, 40, GetParam()}, DType::kBf16);
+    SequenceSpec spec = FetchedSpec(GetParam());
     spec.sink = 0;
     return MakeSequence(spec);
-  }
-  static std::vector<TestRow> Rows(TestSequence* sequence, uint32_t layer, uint64_t step) {
-    const std::vector<Policy> policies = {
-        Parse("error-target", {{"tolerance", "off"}, {"floor", "0.1"}}),
-        Parse("double-p", {{"p1", "0.9"}, {"p2", "0.5"}}),
-    };
-    std::vector<TestRow> rows = RowsOf(sequence, layer, policies, 1);
-    for (TestRow& row : rows) {
-      for (size_t i = step; i < row.queries.size(); i += 3) row.queries[i] *= -1;
-    }
-    return rows;
   }
 };
 
 TEST_P(EmulatedPageCache, BitsDoNotDependOnIt) {
   TestSequence sequence = Make();
-  const auto resident = MakeEmulatedBackend(Options(0));
+  const auto resident = MakeEmulatedBackend(FetchOptions(0));
   constexpr int kSteps = 3;
   std::vector<StepResult> expected;
   for (int step = 0; step < kSteps; ++step) {
-    expected.push_back(RunStep(resident.get(), step % 2, Rows(&sequence, step % 2, step)));
+    expected.push_back(RunStep(resident.get(), step % 2, FetchingRows(&sequence, step % 2, step)));
   }
   // Of most pages, and of so few that a step does not find room for its own.
   for (const double share : {0.9, 0.2}) {
     SCOPED_TRACE(share);
     const auto paged = MakeEmulatedBackend(
-        Options(static_cast<uint64_t>(share * static_cast<double>(PageBytes(sequence)))));
+        FetchOptions(static_cast<uint64_t>(share * static_cast<double>(PageBytes(sequence)))));
     for (int step = 0; step < kSteps; ++step) {
-      const std::vector<TestRow> rows = Rows(&sequence, step % 2, step);
+      const std::vector<TestRow> rows = FetchingRows(&sequence, step % 2, step);
       const StepResult found = RunStep(paged.get(), step % 2, rows);
       ASSERT_TRUE(found.status.ok()) << found.status;
       for (size_t r = 0; r < rows.size(); ++r) {
@@ -94,8 +74,8 @@ TEST_P(EmulatedPageCache, BitsDoNotDependOnIt) {
 // Every page of the step is in the cache after it, but for those of sets that are too full.
 TEST_P(EmulatedPageCache, ARepeatedStepFetchesNothing) {
   TestSequence sequence = Make();
-  const auto paged = MakeEmulatedBackend(Options(PageBytes(sequence) / 10 * 9));
-  const std::vector<TestRow> rows = Rows(&sequence, 0, 0);
+  const auto paged = MakeEmulatedBackend(FetchOptions(PageBytes(sequence) / 10 * 9));
+  const std::vector<TestRow> rows = FetchingRows(&sequence, 0, 0);
   const StepResult first = RunStep(paged.get(), 0, rows);
   const auto before = paged->stats().cache;
   const uint64_t host_reads = emulated::MappedReads();

@@ -39,6 +39,35 @@ inline std::vector<attention::test::TestRow> RowsOf(attention::test::TestSequenc
   return rows;
 }
 
+// ---- of the fetch stage ----
+
+inline CudaBackendOptions FetchOptions(uint64_t page_memory_bytes) {
+  CudaBackendOptions options = SmallOptions();
+  options.page_memory_bytes = page_memory_bytes;
+  options.cooperative_groups = false;  // they have no fetch stage
+  options.timed_steps = 0;
+  return options;
+}
+
+// A sequence of some hundred pages.
+inline attention::test::SequenceSpec FetchedSpec(const attention::IndexSet& indexes) {
+  return SpecOf({2, 2, 64, 64, {1300, 300}, 40, indexes}, DType::kBf16);
+}
+
+// Rows that choose tokens; each step has queries of its own.
+inline std::vector<attention::test::TestRow> FetchingRows(attention::test::TestSequence* sequence,
+                                                          uint32_t layer, uint64_t step) {
+  const std::vector<attention::Policy> policies = {
+      Parse("error-target", {{"tolerance", "off"}, {"floor", "0.1"}}),
+      Parse("double-p", {{"p1", "0.9"}, {"p2", "0.5"}}),
+  };
+  std::vector<attention::test::TestRow> rows = RowsOf(sequence, layer, policies, 1);
+  for (attention::test::TestRow& row : rows) {
+    for (size_t i = step; i < row.queries.size(); i += 3) row.queries[i] *= -1;
+  }
+  return rows;
+}
+
 }  // namespace attnd::gpu::test
 
 #endif  // ATTND_TESTS_GPU_EMULATED_SUPPORT_H_

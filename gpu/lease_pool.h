@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// LeasePool: things that steps take one of for a while. Who finds none waits.
+#ifndef ATTND_GPU_LEASE_POOL_H_
+#define ATTND_GPU_LEASE_POOL_H_
+
+#include <chrono>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "common/mutex.h"
+#include "common/status.h"
+
+namespace attnd::gpu {
+
+// Thread-safe. Must outlive its leases.
+template <typename T>
+class LeasePool {
+ public:
+  // A thing for as long as it is held.
+  class Lease {
+   public:
+    Lease(LeasePool* pool, std::unique_ptr<T> thing) : pool_(pool), thing_(std::move(thing)) {}
+    Lease(Lease&& other) noexcept = default;
+    ~Lease() {
+      if (thing_ != nullptr) pool_->Add(std::move(thing_));
+    }
+    T* get() const { return thing_.get(); }
+
+   private:
+    LeasePool* pool_;
+    std::unique_ptr<T> thing_;
+  };
+
+  void Add(std::unique_ptr<T> thing) {
+    MutexLock lock(mutex_);
+    free_.push_back(std::move(thing));
+    changed_.NotifyOne();
+  }
+
+  // Waits until one is free, or `alive`, which is asked now and then, says no.
+  absl::StatusOr<Lease> Take(absl::FunctionRef<absl::Status()> alive) {
+    constexpr std::chrono::microseconds kPoll{2000};
+    while (true) {
+      {
+        MutexLock lock(mutex_);
+        if (free_.empty()) changed_.WaitFor(mutex_, kPoll);
+        if (!free_.empty()) {
+          std::unique_ptr<T> thing = std::move(free_.back());
+          free_.pop_back();
+          return Lease(this, std::move(thing));
+        }
+      }
+      ATTND_RETURN_IF_ERROR(alive());
+    }
+  }
+
+ private:
+  Mutex mutex_;
+  CondVar changed_;
+  std::vector<std::unique_ptr<T>> free_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_LEASE_POOL_H_
