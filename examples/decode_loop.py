@@ -6,9 +6,11 @@ on the GPU, and answered by attnd on the same machine, where the graph itself wa
     examples/decode_loop.py --target unix:/run/user/1000/attnd/attnd.sock --rows 4 --prompt-tokens 131072
 
 prints the milliseconds of a token each way. Weights, prompts, keys and values are random, so only times
-mean something; rotation is left out. The prompt's keys and values are made on the GPU. `--check` takes a
-small model instead, and compares every answer with attention computed beside it: any difference beyond
---check-bound is a failure. docs/MODEL_SERVER.md, "From a GPU", is the guide.
+mean something; rotation is left out. The prompt's keys and values are made on the GPU. With `--keys` the
+prompt's keys and values and each token's queries, keys and values are a trained model's, the same in all
+layers and rows, from a file of bench/pages/page_trace_capture.py. `--check` takes a small model instead,
+and compares every answer with attention computed beside it: any difference beyond --check-bound is a
+failure. docs/MODEL_SERVER.md, "From a GPU", is the guide.
 """
 
 from __future__ import annotations
@@ -18,24 +20,25 @@ import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnd
+from decode_attention import (
+    AttndAttention,
+    Cache,
+    CapturedAttention,
+    CheckedAttention,
+    LocalAttention,
+    NoAttention,
+)
+from decode_prompts import DTYPE, Capture, chunks
 
-DTYPE = torch.bfloat16
 WEIGHT_STD = 0.02
-# Passes ahead of those that are timed: the first ones bring the server's device copies.
-WARM_UP = 3
-# Backends of PyTorch's like lengths that divide by it.
-CAPACITY_UNIT = 128
 GIB = 1 << 30
 
 
@@ -50,6 +53,8 @@ def arguments() -> argparse.Namespace:
     add("--rows", type=int, default=1, help="sequences of the batch (default 1)")
     add("--prompt-tokens", type=int, default=32768, help="of each row (default 32768)")
     add("--new-tokens", type=int, default=64, help="tokens that are timed (default 64)")
+    # The first passes bring the server's device copies.
+    add("--warm-up", type=int, default=3, help="tokens generated ahead of them (default 3)")
     add("--hidden", type=int, default=4096)
     add("--intermediate", type=int, default=14336)
     add("--layers", type=int, default=32)
@@ -60,6 +65,7 @@ def arguments() -> argparse.Namespace:
     add("--distinct-layers", type=int, help="layers with contents of their own; others repeat them")
     add("--spin-us", type=int, default=1000, help="attnd looks for a layer without pause so long")
     add("--timeout-s", type=float, default=300, help="of a layer and of calls (default 300)")
+    add("--keys", help="a capture of one layer, of the loop's heads; default: random keys")
     add("--seed", type=int, default=0)
     add("--no-graph", action="store_true", help="enqueue each layer instead")
     add("--check", action="store_true", help="compare answers, of a small model and policy dense")
@@ -80,6 +86,8 @@ def arguments() -> argparse.Namespace:
     options.distinct_layers = options.distinct_layers or options.layers
     if not 1 <= options.distinct_layers <= options.layers:
         parser.error(f"--distinct-layers is {options.distinct_layers}; allowed are 1..--layers")
+    if options.warm_up < 1 or options.new_tokens < 1:
+        parser.error("--warm-up and --new-tokens are at least 1")
     return options
 
 
@@ -120,6 +128,11 @@ class Decoder:
         self._attention = attention
         self.tokens = torch.zeros(options.rows, device="cuda", dtype=torch.long)
 
+    def start(self) -> None:
+        """Ahead of a text's first step."""
+        self.tokens.zero_()
+        self._attention.start()
+
     def step(self) -> None:
         options, weights = self._options, self._weights
         shape = (options.rows, -1, options.head_dim)
@@ -138,167 +151,7 @@ class Decoder:
         self._attention.end()
 
 
-class NoAttention:
-    """For the time of all else."""
-
-    def __call__(self, layer: int, q: Any, k: Any, v: Any) -> Any:
-        return q
-
-    def end(self) -> None:
-        pass
-
-
-# A backend of PyTorch's, and whether query heads are heads; otherwise they are their KV head's queries.
-Way = tuple[SDPBackend, bool]
-WAYS: list[Way] = [
-    (backend, as_heads)
-    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
-    for as_heads in (False, True)
-]
-
-
-def _attend(way: Way, grouped: Any, keys: Any, values: Any) -> Any:
-    backend, as_heads = way
-    with sdpa_kernel(backend):
-        if not as_heads:
-            return F.scaled_dot_product_attention(grouped, keys, values)
-        heads = grouped.flatten(1, 2).unsqueeze(2)
-        return F.scaled_dot_product_attention(heads, keys, values, enable_gqa=True)
-
-
-def _time_of(way: Way, grouped: Any, keys: Any, values: Any) -> float:
-    """Milliseconds; infinite if PyTorch refuses."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    try:
-        _attend(way, grouped, keys, values)
-        begin.record()
-        for _ in range(5):
-            _attend(way, grouped, keys, values)
-        end.record()
-    except RuntimeError:
-        return float("inf")
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end)
-
-
-class LocalAttention:
-    """Over keys and values on this GPU. A graph has one length: that of the whole cache, which is a
-    few tokens more than there are; with `masked` it is exact, and slow."""
-
-    def __init__(self, options: argparse.Namespace, cache: Cache, masked: bool = False) -> None:
-        self._options = options
-        self._cache = cache
-        self._masked = masked
-        self.position = torch.full((1,), options.prompt_tokens, device="cuda", dtype=torch.long)
-        self._columns = torch.arange(cache.capacity, device="cuda")
-        self._way: Way | None = None
-
-    def __call__(self, layer: int, q: Any, k: Any, v: Any) -> Any:
-        options = self._options
-        keys, values = self._cache.layer(layer)
-        keys.index_copy_(2, self.position, k.unsqueeze(2))
-        values.index_copy_(2, self.position, v.unsqueeze(2))
-        # The query heads of a KV head as its queries: each key and value is read once.
-        grouped = q.reshape(options.rows, options.kv_heads, -1, options.head_dim)
-        if self._masked:
-            mask = (self._columns <= self.position)[None, None, None]
-            return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
-        return self._fastest(grouped, keys, values)
-
-    def _fastest(self, grouped: Any, keys: Any, values: Any) -> Any:
-        """By the fastest of PyTorch's ways, which differ by ten times. Called first outside a graph."""
-        if self._way is None:
-            times = {way: _time_of(way, grouped, keys, values) for way in WAYS}
-            self._way = min(times, key=lambda way: times[way])
-            print(f" local: {self._way[0].name}, {'heads' if self._way[1] else 'grouped'}")
-        return _attend(self._way, grouped, keys, values)
-
-    def end(self) -> None:
-        self.position.add_(1)
-
-
-class AttndAttention:
-    """Answered by attnd: the stream brings q, k and v, and waits."""
-
-    def __init__(self, options: argparse.Namespace, session: Any) -> None:
-        self._session = session
-        shape = (options.rows, options.query_heads, options.head_dim)
-        self._out = torch.empty(shape, device="cuda", dtype=DTYPE)
-
-    def __call__(self, layer: int, q: Any, k: Any, v: Any) -> Any:
-        self._session.layer(layer, q, k, v, self._out)
-        return self._out
-
-    def end(self) -> None:
-        pass
-
-
-class CheckedAttention:
-    """attnd's, with the largest difference from local attention of each layer."""
-
-    def __init__(self, answered: AttndAttention, local: LocalAttention, layers: int) -> None:
-        self._answered = answered
-        self._local = local
-        self.errors = torch.zeros(layers, device="cuda")
-
-    def __call__(self, layer: int, q: Any, k: Any, v: Any) -> Any:
-        out = self._answered(layer, q, k, v)
-        expected = self._local(layer, q, k, v).reshape(out.shape).float()
-        difference = (out.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
-        # A comparison with NaN is false: NaN counts as an error of 1e9.
-        worst = torch.nan_to_num(difference, nan=1e9).max()
-        self.errors[layer] = torch.maximum(self.errors[layer], worst)
-        return out
-
-    def end(self) -> None:
-        self._local.end()
-
-
-# The prompt: random keys and values.
-
-
-class Cache:
-    """Keys and values of the prompt and room for new tokens, [rows, kv_heads, tokens, head_dim];
-    one of each layer that has contents of its own."""
-
-    def __init__(self, options: argparse.Namespace, tokens_more: int) -> None:
-        tokens = options.prompt_tokens + tokens_more
-        self.capacity = -(-tokens // CAPACITY_UNIT) * CAPACITY_UNIT
-        shape = (options.rows, options.kv_heads, self.capacity, options.head_dim)
-        count = options.distinct_layers
-        self._layers = [
-            tuple(torch.zeros(shape, device="cuda", dtype=DTYPE) for _ in range(2))
-            for _ in range(count)
-        ]
-        for index in range(count):
-            for row in range(options.rows):
-                for cached, made in zip(self._layers[index], contents(options, row, index)):
-                    cached[row, :, : options.prompt_tokens] = made.transpose(0, 1)
-
-    def layer(self, layer: int) -> Any:
-        return self._layers[layer % len(self._layers)]
-
-
-def contents(options: argparse.Namespace, row: int, layer: int) -> list[torch.Tensor]:
-    """Keys and values of a row's prompt, [tokens, kv_heads, head_dim], the same in each call."""
-    seed = (options.seed * 1009 + row) * 1009 + layer
-    generator = torch.Generator("cuda").manual_seed(seed)
-    shape = (options.prompt_tokens, options.kv_heads, options.head_dim)
-    return [
-        torch.randn(shape, generator=generator, device="cuda", dtype=DTYPE) for _ in range(2)
-    ]
-
-
-def chunks(options: argparse.Namespace, row: int) -> Iterator[attnd.KvChunk]:
-    """A row's prompt. The host has one layer of it at a time: append_kv has copied a chunk when it
-    asks for the next one."""
-    for distinct in range(options.distinct_layers):
-        k, v = (
-            made.view(torch.int16).cpu().numpy().view(ml_dtypes.bfloat16)
-            for made in contents(options, row, distinct)
-        )
-        for layer in range(distinct, options.layers, options.distinct_layers):
-            yield attnd.KvChunk(layer, 0, k, v)
+# The loop.
 
 
 def upload(options: argparse.Namespace, client: attnd.Client, shape: Any) -> list[int]:
@@ -327,15 +180,12 @@ def upload(options: argparse.Namespace, client: attnd.Client, shape: Any) -> lis
     return [sequence for sequence, _ in done]
 
 
-# The loop.
-
-
 @dataclass
 class Times:
     """Of the timed tokens.
 
     Attributes:
-        token_ms: of each.
+        token_ms: on the GPU, from the end of the step before to its own.
         begin_ms, finish_ms: the host's part of each: declaring the pass; from the replay to the last
             layer's end.
         passes: what the server told of each.
@@ -345,6 +195,12 @@ class Times:
     begin_ms: list[float]
     finish_ms: list[float]
     passes: list[Any]
+
+
+def timed(options: argparse.Namespace, weights: Weights, attention: Any) -> Decoder:
+    if options.capture is not None:
+        attention = CapturedAttention(options, attention)
+    return Decoder(options, weights, attention)
 
 
 def stepper(options: argparse.Namespace, decoder: Decoder) -> Any:
@@ -362,29 +218,32 @@ def stepper(options: argparse.Namespace, decoder: Decoder) -> Any:
 
 
 def decode(options: argparse.Namespace, decoder: Decoder, session: Any, sequences: Any) -> Times:
-    """Decodes WARM_UP + new_tokens tokens."""
+    """Decodes warm_up + new_tokens tokens. The host waits for no step's end: it declares and enqueues
+    the next one while the GPU computes logits, as engines do that schedule ahead."""
     enqueue = stepper(options, decoder)
-    decoder.tokens.zero_()
+    decoder.start()
     times = Times([], [], [], [])
-    for index in range(WARM_UP + options.new_tokens):
+    count = options.warm_up + options.new_tokens
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
+    torch.cuda.synchronize()
+    for index, end in enumerate(ends):
         position = options.prompt_tokens + index
-        torch.cuda.synchronize()
         start = time.perf_counter()
         whole = None
         if session is not None:
             whole = session.begin_pass([attnd.Row(one, position) for one in sequences])
         begun = time.perf_counter()
         enqueue()
+        end.record()
         if whole is not None:
             whole.finish()
-        finished = time.perf_counter()
-        torch.cuda.synchronize()  # the tokens are there
-        end = time.perf_counter()
-        if index >= WARM_UP:
-            times.token_ms.append((end - start) * 1e3)
+        if index >= options.warm_up:
             times.begin_ms.append((begun - start) * 1e3)
-            times.finish_ms.append((finished - begun) * 1e3)
+            times.finish_ms.append((time.perf_counter() - begun) * 1e3)
             times.passes.append(whole)
+    torch.cuda.synchronize()  # the tokens are there
+    for index in range(options.warm_up, count):
+        times.token_ms.append(ends[index - 1].elapsed_time(ends[index]))
     return times
 
 
@@ -425,13 +284,11 @@ def check(
     sequences: list[int],
 ) -> bool:
     """Whether every layer of every pass is near local attention."""
-    local = LocalAttention(options, Cache(options, WARM_UP + options.new_tokens + 4), masked=True)
+    local = LocalAttention(options, Cache(options), masked=True)
     checked = CheckedAttention(answered, local, options.layers)
     decoder = Decoder(options, weights, checked)
     enqueue = stepper(options, decoder)
-    decoder.tokens.zero_()
-    local.position.fill_(options.prompt_tokens)
-    checked.errors.zero_()  # warming up left NaN
+    decoder.start()
     for index in range(options.new_tokens):
         rows = [attnd.Row(one, options.prompt_tokens + index) for one in sequences]
         whole = session.begin_pass(rows)
@@ -452,6 +309,7 @@ def check(
 def main() -> int:
     options = arguments()
     torch.set_grad_enabled(False)
+    options.capture = Capture(options.keys, options) if options.keys else None
     weights = Weights(options)
     ways = options.attention.split(",")
     print(
@@ -460,12 +318,13 @@ def main() -> int:
     )
     rest_ms = 0.0
     if not options.check:
-        decoder = Decoder(options, weights, NoAttention())
+        decoder = timed(options, weights, NoAttention())
         rest_ms = report("none", options, decode(options, decoder, None, ()), 0)
     if "local" in ways:
-        local = LocalAttention(options, Cache(options, WARM_UP + options.new_tokens + 4))
-        report("local", options, decode(options, Decoder(options, weights, local), None, ()), rest_ms)
-        del local
+        local = LocalAttention(options, Cache(options))
+        decoder = timed(options, weights, local)
+        report("local", options, decode(options, decoder, None, ()), rest_ms)
+        del local, decoder
         torch.cuda.empty_cache()
     if "attnd" not in ways:
         return 0
@@ -484,7 +343,7 @@ def main() -> int:
         attention = AttndAttention(options, session)
         if options.check:
             return 0 if check(options, weights, attention, session, sequences) else 1
-        decoder = Decoder(options, weights, attention)
+        decoder = timed(options, weights, attention)
         times = decode(options, decoder, session, sequences)
         report("attnd", options, times, rest_ms)
         report_server(options, times)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The kernels of client/python/attnd/cuda/layer.cu on the CPU: each thread of a kernel is a thread
-// of the system, so that thread blocks wait for each other and for the server as on a GPU. What
+// of the system, so that a kernel waits for the server as on a GPU. What
 // CUDA says in its own words is said here in C++; weaker orders than a GPU's are not imitated.
 #include <barrier>
 #include <chrono>
@@ -29,27 +29,20 @@ unsigned Block() { return place.block; }
 unsigned Blocks() { return place.blocks; }
 void Barrier() { place.barrier->arrive_and_wait(); }
 void FenceSystem() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
-void FenceDevice() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
 unsigned AddOne(unsigned* word) { return __atomic_fetch_add(word, 1u, __ATOMIC_RELAXED); }
-void SetFirst(unsigned* word, unsigned value) {
-  unsigned none = 0;
-  __atomic_compare_exchange_n(word, &none, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
-}
 unsigned long long Nanos() {
   return static_cast<unsigned long long>(
       std::chrono::steady_clock::now().time_since_epoch().count());
 }
-// A GPU's reads cross PCIe; here the thread gives its core away.
-template <typename Word>
-Word LoadAcquire(const Word* word) {
-  std::this_thread::yield();
+unsigned long long LoadAcquire(const unsigned long long* word) {
   return __atomic_load_n(word, __ATOMIC_ACQUIRE);
 }
+void Pause(unsigned) { std::this_thread::yield(); }
 void StoreRelease(unsigned* word, unsigned value) {
   __atomic_store_n(word, value, __ATOMIC_RELEASE);
 }
 Quad LoadHost(const Quad* from) { return *from; }
-unsigned LoadHost(const unsigned* from) { return *from; }
+unsigned LoadHost(const unsigned* from) { return __atomic_load_n(from, __ATOMIC_RELAXED); }
 
 }  // namespace
 
@@ -60,14 +53,14 @@ namespace {
 template <typename Work>
 void RunThreads(unsigned blocks, unsigned threads, const Work& work) {
   std::vector<std::unique_ptr<std::barrier<>>> barriers;
-  std::vector<u32> verdicts(blocks);
+  std::vector<Shared> shared(blocks);
   std::vector<std::thread> running;
   for (unsigned block = 0; block < blocks; ++block) {
     barriers.push_back(std::make_unique<std::barrier<>>(threads));
     for (unsigned thread = 0; thread < threads; ++thread) {
       running.emplace_back([&, block, thread, barrier = barriers.back().get()] {
         place = {thread, threads, block, blocks, barrier};
-        work(&verdicts[block]);
+        work(&shared[block]);
       });
     }
   }
@@ -78,7 +71,7 @@ void RunThreads(unsigned blocks, unsigned threads, const Work& work) {
 
 // Each returns when the kernel has come to its end.
 extern "C" void emulate_attnd_layer(const Layer* layer, unsigned blocks, unsigned threads) {
-  RunThreads(blocks, threads, [&](u32* verdict) { RunLayer(*layer, verdict); });
+  RunThreads(blocks, threads, [&](Shared* shared) { RunLayer(*layer, shared); });
 }
 
 extern "C" void emulate_attnd_begin(const Begin* begin, unsigned, unsigned) { RunBegin(*begin); }

@@ -8,9 +8,9 @@ import mmap
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-# Of a thread block. At most so many thread blocks wait for each other, so that all of them are on the
-# GPU at once, whatever else runs there.
-THREADS = 256
+# Of a thread block: one of them brings a whole answer, whose reads over PCIe are to be under way at once.
+THREADS = 1024
+# A kernel's thread blocks: enough for PCIe, which carries q, k and v.
 BLOCKS_MAX = 16
 
 

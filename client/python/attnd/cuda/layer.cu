@@ -6,11 +6,12 @@
 // NVRTC compiles this file when a session is made (compiler.py); the structs are those of
 // structs.py. The tests compile it as C++ and run it on the CPU (tests/python/emulated_layer.cc).
 //
-// A kernel of a layer has few thread blocks, at most 16, which are all on the GPU at once. Each
-// copies a part of q, k and v into the region and arrives; the last to arrive rings. Then one
-// thread of each waits for the answer, and each copies a part of out and lse to GPU memory. So a
-// thread block waits for the others of its kernel and for the server, and for nothing else of the
-// GPU.
+// A kernel of a layer has a few thread blocks. Each copies a part of q, k and v into the region and
+// arrives. The last to arrive rings, waits for the answer and copies out and lse to GPU memory; the
+// others have ended by then. One thread alone looks for the answer, with pauses: each look is a
+// read over PCIe, and kernels of any process on the GPU wait for such reads where one of theirs
+// follows another. Six thread blocks that looked without a pause made the server's own kernels four
+// times as slow (docs/PERFORMANCE.md, "A model server's loop on one GPU").
 //
 // Order in memory. The region is host memory that the GPU has mapped (proto, PassMemory).
 //
@@ -19,14 +20,12 @@
 // its fence and its release of the ring word put all writes of q, k and v before the ring for the
 // host, which reads the word with acquire.
 //
-// On the way out, each waiting thread reads the answer word with acquire at system scope; the
-// barrier behind it puts what it has acquired before the reads of its thread block's other threads.
-// They read the region with relaxed loads of system scope: no cache answers with what an earlier
-// layer left.
+// On the way out, the waiting thread's fence behind the look that saw the answer, and the barrier
+// behind it, put what the host has released before the reads of the other threads. They read the
+// region with relaxed loads of system scope: no cache answers with what an earlier layer left.
 //
-// PassWords change in attnd_begin and by the last thread block to depart, when no other thread
-// block of the kernel reads them any more, but for the counters and `failing`, which are atomics.
-// The stream orders kernels.
+// PassWords change in attnd_begin and by the last thread block to arrive, when all others have read
+// what they need. The stream orders kernels.
 //
 // Words that an earlier pass left are never taken for a turn: a layer's epoch is first_epoch, which
 // attnd_begin writes in stream order, plus the layer. The answer word counts upwards modulo 2^32.
@@ -42,24 +41,19 @@ __device__ unsigned Blocks() { return gridDim.x; }
 __device__ void Barrier() { __syncthreads(); }
 // Not __threadfence_system(), which also puts all fences into one order and takes longer.
 __device__ void FenceSystem() { asm volatile("fence.acq_rel.sys;" : : : "memory"); }
-__device__ void FenceDevice() { asm volatile("fence.acq_rel.gpu;" : : : "memory"); }
 __device__ unsigned AddOne(unsigned* word) { return atomicAdd(word, 1u); }
-__device__ void SetFirst(unsigned* word, unsigned value) { atomicCAS(word, 0u, value); }
 __device__ unsigned long long Nanos() {
   unsigned long long now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
   return now;
-}
-__device__ unsigned LoadAcquire(const unsigned* word) {
-  unsigned value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-  return value;
 }
 __device__ unsigned long long LoadAcquire(const unsigned long long* word) {
   unsigned long long value;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
   return value;
 }
+// Ends after some such time.
+__device__ void Pause(unsigned nanos) { __nanosleep(nanos); }
 __device__ void StoreRelease(unsigned* word, unsigned value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" : : "l"(word), "r"(value) : "memory");
 }
@@ -109,9 +103,7 @@ struct PassWords {
   u32 new_tokens;
   u32 failure;  // the pass's first Failure: nothing that was computed from its answers is of any
                 // use
-  u32 failing;  // of the kernel that runs
-  u32 arrived;  // thread blocks of it
-  u32 departed;
+  u32 arrived;  // thread blocks of the kernel that runs
 };
 
 // In host memory of the client's own, mapped, all zero at first.
@@ -159,7 +151,9 @@ struct Begin {
 constexpr u32 kNan = 0x7FFF7FFF;
 // Loads that a thread has under way at once.
 constexpr u32 kBatch = 4;
-// Reads of the answer word between two reads of the abort word, as each crosses PCIe.
+// Between two looks at the answer word. Half of it is what an answer waits in the mean.
+constexpr u32 kPauseNanos = 1000;
+// Looks at the answer word between two at the abort word, as each crosses PCIe.
 constexpr u32 kLooksPerAbort = 16;
 
 template <typename T>
@@ -179,11 +173,16 @@ ATTND_DEVICE u32 Quads(const Tensor& tensor, u32 rows) {
   return rows * (tensor.row_bytes / static_cast<u32>(sizeof(Quad)));
 }
 
+// Thread blocks that copy together, and which of them this is.
+struct Team {
+  u32 blocks, block;
+};
+
 // This thread's part of `quads` quads, kBatch at a time: all loads before the stores.
 template <typename Load, typename Store>
-ATTND_DEVICE void Copy(u32 quads, Load load, Store store) {
-  const u32 step = Blocks() * Threads();
-  for (u32 first = Block() * Threads() + Thread(); first < quads; first += kBatch * step) {
+ATTND_DEVICE void Copy(const Team& team, u32 quads, Load load, Store store) {
+  const u32 step = team.blocks * Threads();
+  for (u32 first = team.block * Threads() + Thread(); first < quads; first += kBatch * step) {
     Quad values[kBatch];
 #pragma unroll
     for (u32 i = 0; i < kBatch; ++i) {
@@ -198,17 +197,19 @@ ATTND_DEVICE void Copy(u32 quads, Load load, Store store) {
 
 ATTND_DEVICE void CopyIn(const Tensor& tensor, u32 rows, u64 region) {
   Copy(
-      Quads(tensor, rows), [&](u32 i) { return *QuadOf(tensor, i); },
+      {Blocks(), Block()}, Quads(tensor, rows), [&](u32 i) { return *QuadOf(tensor, i); },
       [&](u32 i, const Quad& value) { At<Quad>(region)[i] = value; });
 }
 
+// By one thread block, as FillAnswer is.
 ATTND_DEVICE void CopyAnswer(const Layer& layer, u32 rows) {
   Copy(
-      Quads(layer.out, rows), [&](u32 i) { return LoadHost(At<Quad>(layer.region_out) + i); },
+      {1, 0}, Quads(layer.out, rows),
+      [&](u32 i) { return LoadHost(At<Quad>(layer.region_out) + i); },
       [&](u32 i, const Quad& value) { *QuadOf(layer.out, i) = value; });
   if (layer.lse == 0) return;
   const u32 words = rows * layer.lse_heads;
-  for (u32 i = Block() * Threads() + Thread(); i < words; i += Blocks() * Threads()) {
+  for (u32 i = Thread(); i < words; i += Threads()) {
     At<u32>(layer.lse)[i] = LoadHost(At<u32>(layer.region_lse) + i);
   }
 }
@@ -218,12 +219,12 @@ ATTND_DEVICE void FillAnswer(const Layer& layer, u32 first_row, u32 value) {
   const u32 first = Quads(layer.out, first_row);
   const Quad quad = {value, value, value, value};
   Copy(
-      Quads(layer.out, layer.out.rows) - first, [&](u32) { return quad; },
+      {1, 0}, Quads(layer.out, layer.out.rows) - first, [&](u32) { return quad; },
       [&](u32 i, const Quad& filled) { *QuadOf(layer.out, first + i) = filled; });
   if (layer.lse == 0) return;
   const u32 words = layer.out.rows * layer.lse_heads;
-  u32 i = first_row * layer.lse_heads + Block() * Threads() + Thread();
-  for (; i < words; i += Blocks() * Threads()) At<u32>(layer.lse)[i] = value;
+  u32 i = first_row * layer.lse_heads + Thread();
+  for (; i < words; i += Threads()) At<u32>(layer.lse)[i] = value;
 }
 
 // Whether the layer may have a turn. All thread blocks find the same.
@@ -238,41 +239,44 @@ ATTND_DEVICE u32 Admit(const Layer& layer) {
   return short_of ? kTokens : kNone;
 }
 
-// Thread 0 of each thread block, behind a barrier: q, k and v of the thread block are written.
-ATTND_DEVICE u32 TakeTurn(const Layer& layer) {
-  PassWords* const words = At<PassWords>(layer.words);
-  const Control* const control = At<Control>(layer.control);
-  const u32 epoch = words->first_epoch + layer.layer;
-  const u64 aborted = (u64{1} << 32) + words->first_epoch;
+// Thread 0 of each thread block, behind a barrier: what its threads have written is there before it
+// arrives. Whether all others had arrived before.
+ATTND_DEVICE bool ArrivesLast(PassWords* words) {
   FenceSystem();
-  if (AddOne(&words->arrived) + 1 == Blocks()) {
-    FenceSystem();
-    StoreRelease(At<u32>(layer.ring), epoch);
-  }
-  const u64 start = Nanos();
-  for (u32 looks = 1;; ++looks) {
-    const u32 ahead = LoadAcquire(At<u32>(layer.answer)) - epoch;
-    if (ahead == 0) return kNone;
-    if (ahead < 1u << 31) return kOver;
-    if (looks % kLooksPerAbort != 0) continue;
-    if (LoadAcquire(&control->abort) == aborted) return kAborted;
-    if (Nanos() - start > layer.limit_nanos) return kLate;
-  }
+  if (AddOne(&words->arrived) + 1 != Blocks()) return false;
+  FenceSystem();
+  words->arrived = 0;
+  return true;
 }
 
-// Thread 0 of each thread block, behind a barrier. The last one ends the layer.
-ATTND_DEVICE void Depart(const Layer& layer, u32 failure) {
+// One thread, when q, k and v are in the region.
+ATTND_DEVICE u32 TakeTurn(const Layer& layer) {
+  const PassWords& words = *At<PassWords>(layer.words);
+  const u32 epoch = words.first_epoch + layer.layer;
+  const u64 aborted = (u64{1} << 32) + words.first_epoch;
+  StoreRelease(At<u32>(layer.ring), epoch);
+  const u64 start = Nanos();
+  for (u32 looks = 1;; ++looks) {
+    const u32 ahead = LoadHost(At<u32>(layer.answer)) - epoch;
+    if (ahead == 0) break;
+    if (ahead < 1u << 31) return kOver;
+    if (looks % kLooksPerAbort == 0) {
+      if (LoadAcquire(&At<Control>(layer.control)->abort) == aborted) return kAborted;
+      if (Nanos() - start > layer.limit_nanos) return kLate;
+    }
+    Pause(kPauseNanos);
+  }
+  FenceSystem();
+  return kNone;
+}
+
+// One thread, when out and lse are written.
+ATTND_DEVICE void EndLayer(const Layer& layer, u32 failure) {
   PassWords* const words = At<PassWords>(layer.words);
   Control* const control = At<Control>(layer.control);
-  if (failure != kNone) SetFirst(&words->failing, failure);
-  FenceDevice();
-  if (AddOne(&words->departed) + 1 != Blocks()) return;
-  FenceDevice();
-  const u32 failing = LoadAcquire(&words->failing);
-  words->arrived = words->departed = words->failing = 0;
-  if (failing != kNone && words->failure == kNone) {
-    words->failure = failing;
-    control->failure = failing;
+  if (failure != kNone && words->failure == kNone) {
+    words->failure = failure;
+    control->failure = failure;
     control->failed_layer = layer.layer;
   }
   if (!words->open) return;
@@ -282,22 +286,31 @@ ATTND_DEVICE void Depart(const Layer& layer, u32 failure) {
   StoreRelease(&control->done, words->first_epoch + layer.layer);
 }
 
-// `verdict` is shared by the threads of a thread block.
-ATTND_DEVICE void RunLayer(const Layer& layer, u32* verdict) {
-  const PassWords& words = *At<PassWords>(layer.words);
-  const u32 query_tokens = words.query_tokens, new_tokens = words.new_tokens;
-  if (Thread() == 0) *verdict = Admit(layer);
+// What the threads of a thread block share.
+struct Shared {
+  u32 failure;
+  u32 last;  // whether the thread block arrived last
+};
+
+ATTND_DEVICE void RunLayer(const Layer& layer, Shared* shared) {
+  PassWords* const words = At<PassWords>(layer.words);
+  const u32 query_tokens = words->query_tokens, new_tokens = words->new_tokens;
+  if (Thread() == 0) shared->failure = Admit(layer);
   Barrier();
-  u32 failure = *verdict;
+  u32 failure = shared->failure;
   if (failure == kNone) {
     CopyIn(layer.q, query_tokens, layer.region_q);
     CopyIn(layer.k, new_tokens, layer.region_k);
     CopyIn(layer.v, new_tokens, layer.region_v);
-    Barrier();
-    if (Thread() == 0) *verdict = TakeTurn(layer);
-    Barrier();
-    failure = *verdict;
   }
+  Barrier();
+  if (Thread() == 0) {
+    shared->last = ArrivesLast(words);
+    if (shared->last && failure == kNone) shared->failure = TakeTurn(layer);
+  }
+  Barrier();
+  if (!shared->last) return;
+  failure = shared->failure;
   if (failure == kNone) {
     CopyAnswer(layer, query_tokens);
     FillAnswer(layer, query_tokens, 0);  // rows that pad a batch
@@ -305,7 +318,7 @@ ATTND_DEVICE void RunLayer(const Layer& layer, u32* verdict) {
     FillAnswer(layer, 0, kNan);
   }
   Barrier();
-  if (Thread() == 0) Depart(layer, failure);
+  if (Thread() == 0) EndLayer(layer, failure);
 }
 
 // One thread.
@@ -326,9 +339,9 @@ ATTND_DEVICE void RunBegin(const Begin& begin) {
 }  // namespace
 
 #if defined(__CUDACC__)
-extern "C" __global__ void attnd_layer(const Layer layer) {
-  __shared__ u32 verdict;
-  RunLayer(layer, &verdict);
+extern "C" __global__ void __launch_bounds__(1024) attnd_layer(const Layer layer) {
+  __shared__ Shared shared;
+  RunLayer(layer, &shared);
 }
 
 extern "C" __global__ void attnd_begin(const Begin begin) {

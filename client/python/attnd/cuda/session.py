@@ -30,7 +30,7 @@ _LOOK_PERIOD_S = 0.005
 _KERNEL_EXTRA_S = 10.0
 _QUAD_BYTES = 16
 # Bytes for which a kernel has another thread block.
-_BLOCK_BYTES = 2 * THREADS * _QUAD_BYTES
+_BLOCK_BYTES = THREADS * _QUAD_BYTES
 
 
 class StreamSession:

@@ -20,7 +20,7 @@ class Failure(enum.IntEnum):
 
 
 # PassWords: how many, and which of them is `failure`.
-PASS_WORDS = 10
+PASS_WORDS = 8
 FAILURE_WORD = 6
 
 
