@@ -15,18 +15,15 @@ import numpy as np
 import pytest
 
 import attnd
-import emulated_gpu
 import live_server
 from attnd.cuda import compiler, structs
 from attnd.cuda.errors import CudaError
 from attnd.cuda.structs import Failure
 from cases import SHAPE, Case, opened
 from conftest import require_program
-from emulated_gpu import EmulatedGpu
+from emulated_fixtures import PROMPT, TOKENS, client, gpu, layer_tokens, library, target
 from emulated_model import Model
 
-PROMPT, TOKENS = 40, 56
-FLAGS = ("--allow-client-memory", "--client-memory-bytes=16MiB", "--reply-timeout-s=2")
 SHAPES = {
     "fp32": SHAPE,
     "bf16": attnd.ModelShape(layers=3, query_heads=4, kv_heads=1, head_dim=64, dtype="bf16"),
@@ -34,38 +31,6 @@ SHAPES = {
         layers=2, query_heads=4, kv_heads=1, head_dim=96, value_dim=64, dtype="fp32", latent=True
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return emulated_gpu.compiled(tmp_path_factory.mktemp("emulated"))
-
-
-@pytest.fixture(scope="module")
-def target():
-    require_program()
-    with live_server.running(*FLAGS) as (target, _):
-        yield target
-
-
-@pytest.fixture
-def client(target):
-    with attnd.Client(target, timeout_s=10) as client:
-        yield client
-        for info in client.list_sequences():
-            client.close_sequence(info.sequence_id)
-
-
-@pytest.fixture(params=[1, 4])
-def gpu(library, request):
-    """Kernels of one thread block, and of several, which wait for each other."""
-    return EmulatedGpu(library, request.param)
-
-
-def layer_tokens(client, sequence: int) -> list[int]:
-    return next(
-        list(info.layer_tokens) for info in client.list_sequences() if info.sequence_id == sequence
-    )
 
 
 @pytest.mark.parametrize("name", SHAPES)
