@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import threading
 import time
@@ -79,8 +78,10 @@ class StreamSession:
         self._stream = stream
         self._socket = socket
         self._memory = memory
+        # Held by whoever begins, ends or gives up a pass: the watchdog acts on none but the pass that
+        # is under way. Nobody waits for the server while holding it.
+        self._changed = threading.Condition()
         self._under_way: StreamPass | None = None
-        self._watched = threading.Event()  # there may be a pass to watch
         self._closed = False
         self._control_memory = mmap.mmap(-1, mmap.PAGESIZE)
         self._control = Control.from_buffer(self._control_memory)
@@ -123,12 +124,14 @@ class StreamSession:
         """
         if self._closed:
             return
-        self._closed = True
-        self._abort()
+        with self._changed:
+            self._closed = True
+            under_way, self._under_way = self._under_way, None
+            if under_way is not None:
+                self._abort(under_way)
+            self._changed.notify()
         self._stream.close()
-        self._watched.set()
         self._watchdog.join()
-        self._under_way = None
         try:
             self._gpu.synchronize()
             self._gpu.unmap(self._memory.memory)
@@ -190,9 +193,11 @@ class StreamSession:
                 stream, timeout_s,
             )
 
-        self._under_way = self._stream.begin_device_pass(self._memory, rows, options, make)
-        self._watched.set()
-        return self._under_way
+        whole = self._stream.begin_device_pass(self._memory, rows, options, make)
+        with self._changed:
+            self._under_way = whole
+            self._changed.notify()
+        return whole
 
     def layer(
         self,
@@ -318,41 +323,58 @@ class StreamSession:
         if self._control.failure == 0:
             raise CudaError("the kernels of a session left no word in mapped memory")
 
-    def _abort(self) -> None:
-        """Has the stream go on without answers, to the end of the pass under way."""
-        under_way = self._under_way
-        if under_way is not None:
-            self._control.abort = (1 << 32) + under_way.first_epoch
+    def _end_pass(self, whole: StreamPass, error: AttndError | None) -> None:
+        """The pass under way is over, and nobody watches it any more.
+
+        Args:
+            error: why it is given up; None: the server has ended it, so that the stream may have
+                another one.
+        """
+        with self._changed:
+            self._under_way = None
+            if error is None:
+                self._stream.let_go(whole)
+            else:
+                self._give_up(whole, error)
 
     def _watch(self) -> None:
-        while not self._closed:
-            under_way = self._under_way
-            if under_way is None:
-                self._watched.wait()
-                self._watched.clear()
-                continue
-            if self._is_lost(under_way):
-                self._control.abort = (1 << 32) + under_way.first_epoch
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._under_way is not None)
+                under_way = self._under_way
+            if under_way is None:  # closed
+                return
+            self._look(under_way)
             time.sleep(_LOOK_PERIOD_S)
 
-    def _is_lost(self, under_way: StreamPass) -> bool:
-        """Whether no answers will come, for a pass that the server has refused or given up, whose
-        stream has ended, or whose time is over; then its stream is ended."""
-        if under_way.refused():
-            return True
-        if not under_way.late():
-            return False
-        error = DeadlineExceededError(
-            grpc.StatusCode.DEADLINE_EXCEEDED,
-            f"no layer in {under_way.timeout_s} s behind layer {under_way.layers_done()}",
-        )
-        self._give_up(under_way, error)
-        return True
+    def _look(self, whole: StreamPass) -> None:
+        """Has the stream go on if no answers will come: for a pass that the server has refused or
+        given up, whose stream has ended, or whose time is over; then its stream is ended."""
+        refused = whole.refused()
+        if not refused and not whole.late():
+            return
+        with self._changed:
+            # It may have ended since the look, and another one have begun.
+            if self._under_way is not whole or whole.layers_done() == whole.layers:
+                return
+            if refused:
+                self._abort(whole)
+                return
+            error = DeadlineExceededError(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                f"no layer in {whole.timeout_s} s behind layer {whole.layers_done()}",
+            )
+            self._give_up(whole, error)
 
-    def _give_up(self, under_way: StreamPass, error: AttndError) -> None:
-        under_way.error = under_way.error or error
-        self._control.abort = (1 << 32) + under_way.first_epoch
-        self._stream.give_up(under_way, error)
+    def _abort(self, whole: StreamPass) -> None:
+        """Has the stream go on without answers, to the end of the pass. The caller holds _changed."""
+        self._control.abort = (1 << 32) + whole.first_epoch
+
+    def _give_up(self, whole: StreamPass, error: AttndError) -> None:
+        """Ends the stream and its pass. The caller holds _changed."""
+        whole.error = whole.error or error
+        self._abort(whole)
+        self._stream.give_up(whole, error)
 
 
 def _is_dense(found: DeviceTensor, dense: tuple[int, int]) -> bool:
