@@ -123,6 +123,26 @@ def test_rows_with_queries_alone(client, gpu):
     assert layer_tokens(client, sequence) == [PROMPT] * 2
 
 
+def test_lse_is_never_an_earlier_pass_s(client, gpu):
+    """One graph, with an lse, for passes that want it and passes that do not."""
+    case = Case.random(TOKENS)
+    sequence = opened(client, case, PROMPT, complete=False)
+    with Model(client, gpu, tokens=3) as model:
+        graph = model.graph()
+        start = PROMPT
+        for count, want_lse in ((3, True), (2, False), (1, False), (3, True)):
+            model.write(case, slice(start, start + count))
+            whole = model.session.begin_pass([attnd.Row(sequence, start, count)], want_lse=want_lse)
+            gpu.replay(graph)
+            whole.finish()
+            gpu.synchronize()
+            for lse in model.lse:
+                assert (np.isfinite if want_lse else np.isnan)(lse[:count]).all()
+                assert not lse[count:].any()
+            assert np.isfinite(model.out).all()
+            start += count
+
+
 def test_a_pass_that_the_server_refuses_leaves_its_session(client, gpu):
     case = Case.random(TOKENS)
     sequence = opened(client, case, PROMPT, complete=False)
@@ -199,7 +219,8 @@ def test_a_row_that_fails(client, gpu):
             else:
                 whole.finish()
             assert [row.ok for row in whole.rows] == [True, False] and whole.failed_rows == 1
-            assert np.isnan(model.out[0][1]).all() and np.isfinite(model.out[0][0]).all()
+            for answer in (model.out[0], model.lse[0]):
+                assert np.isnan(answer[1]).all() and np.isfinite(answer[0]).all()
             assert model.session.invalid[0] == Failure.NONE  # the other row is of use
 
 

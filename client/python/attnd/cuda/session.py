@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 import grpc
+import numpy as np
 
 from attnd.cuda.errors import CudaError
 from attnd.cuda.gpu import BLOCKS_MAX, THREADS, DeviceTensor, Gpu
@@ -78,8 +79,8 @@ class StreamSession:
         self._stream = stream
         self._socket = socket
         self._memory = memory
-        # Held by whoever begins, ends or gives up a pass: the watchdog acts on none but the pass that
-        # is under way. Nobody waits for the server while holding it.
+        # Held by whoever begins, ends or gives up a pass: the watchdog acts on no pass but the one
+        # under way. Nobody waits for the server while holding it.
         self._changed = threading.Condition()
         self._under_way: StreamPass | None = None
         self._closed = False
@@ -179,6 +180,8 @@ class StreamSession:
 
         def make(declaration: Declaration) -> StreamPass:
             first = declaration.request.begin_pass.memory.first_epoch
+            if not want_lse:
+                self._clear_lse(declaration.query_tokens)
             begin = Begin(
                 words=self._words_address(),
                 control=self._control_address,
@@ -223,7 +226,8 @@ class StreamSession:
             v: [new tokens, kv_heads, value_dim]; None likewise, and for latent models.
             out: [tokens, query_heads, value_dim] in output_dtype; written. NaN for rows that have
                 failed, and for all if the pass was given up.
-            lse: [tokens, query_heads] float32, dense; written. Only where the pass wants it.
+            lse: [tokens, query_heads] float32, dense; written, as a graph serves all passes: NaN for
+                a pass that does not want it, and where out is NaN.
 
         Raises:
             CudaError: if the stream refuses.
@@ -307,6 +311,11 @@ class StreamSession:
             raise ValueError(f"lse has strides of {found.strides} bytes; it is to be dense")
         return found.address
 
+    def _clear_lse(self, tokens: int) -> None:
+        """Has kernels with an lse find NaN: the server leaves the lse of a pass that wants none as it
+        was, which is an earlier pass's. Only while neither it nor a kernel has the region."""
+        self._memory.layout.lse.array(self._memory.memory, tokens).fill(np.nan)
+
     def _words_address(self) -> int:
         return self._gpu.tensor(self._words).address
 
@@ -367,7 +376,7 @@ class StreamSession:
             self._give_up(whole, error)
 
     def _abort(self, whole: StreamPass) -> None:
-        """Has the stream go on without answers, to the end of the pass. The caller holds _changed."""
+        """Has the stream go on, without answers, to the pass's end. The caller holds _changed."""
         self._control.abort = (1 << 32) + whole.first_epoch
 
     def _give_up(self, whole: StreamPass, error: AttndError) -> None:
