@@ -250,6 +250,31 @@ def test_layers_outside_a_pass_wait_for_nothing(client, gpu):
     assert layer_tokens(client, sequence) == [PROMPT + 2] * 2
 
 
+def test_layers_behind_a_pass_are_not_its_own(client, gpu):
+    """finish says the same of a pass whose graph was replayed twice: its own failure, or none."""
+    case = Case.random(TOKENS)
+    sequence = opened(client, case, PROMPT, complete=False)
+    with Model(client, gpu) as model:
+        graph = model.graph()
+        for at in (PROMPT, PROMPT + 1):
+            model.write(case, slice(at, at + 1))
+            whole = model.session.begin_pass([attnd.Row(sequence, at)])
+            for _ in range(2):
+                gpu.replay(graph)
+            gpu.synchronize()
+            assert model.session.invalid[0] == Failure.NO_PASS
+            whole.finish()
+            assert whole.complete and whole.rows[0].ok
+        whole = model.session.begin_pass([attnd.Row(sequence, PROMPT + 2)], pass_deadline_us=1)
+        for _ in range(2):
+            gpu.replay(graph)
+        gpu.synchronize()
+        assert model.session.invalid[0] not in (Failure.NONE, Failure.NO_PASS)
+        with pytest.raises(attnd.DeadlineExceededError):
+            whole.finish()
+    assert layer_tokens(client, sequence) == [PROMPT + 2] * 2
+
+
 def test_layers_that_do_not_fit_the_pass(client, gpu):
     case = Case.random(TOKENS)
     sequence = opened(client, case, PROMPT, complete=False)

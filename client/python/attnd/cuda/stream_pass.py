@@ -104,9 +104,7 @@ class StreamPass(DeclaredPass):
             raise ValueError("the pass is finished or its session was closed")
         try:
             self._await_layers()
-            failure = Failure(session._control.failure)
-            if failure is not Failure.NONE:
-                self._raise_failure(failure)
+            self._check_answered()
             self.layer = self.layers
         except BaseException as error:
             told = isinstance(error, AttndError) and self._reply.arrived()
@@ -128,9 +126,7 @@ class StreamPass(DeclaredPass):
                 continue
             looked = now
             if idle:  # and still not done
-                failure = Failure(self._session._control.failure)
-                if failure is not Failure.NONE:
-                    self._raise_failure(failure)
+                self._check_answered()
                 raise ValueError(
                     f"the stream has come to its end with {self.layers_done()} of the pass's "
                     f"{self.layers} layers: enqueue all of them, on the stream of begin_pass, "
@@ -140,7 +136,13 @@ class StreamPass(DeclaredPass):
             if self.error is not None and now - self._moved[1] > self.timeout_s + _ABORT_S:
                 raise self.error  # the stream is held up by something else
 
-    def _raise_failure(self, failure: Failure) -> None:
+    def _check_answered(self) -> None:
+        """Raises what finish does where a layer of the pass ended without an answer."""
+        failure = Failure(self._session._control.failure)
+        # NO_PASS is of a layer behind the pass's last one: it is written where no pass is open and
+        # none of the pass's own layers has failed.
+        if failure in (Failure.NONE, Failure.NO_PASS):
+            return
         layer = self._session._control.failed_layer
         if failure in _FAULTS:
             raise ValueError(_FAULTS[failure].format(layer=layer))
