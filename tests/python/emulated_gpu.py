@@ -10,6 +10,7 @@ import queue
 import shutil
 import subprocess
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -42,14 +43,14 @@ class EmulatedGpu:
     Attributes:
         captured: kernels of the graph that is being captured; None if none is.
         mapped: memories that kernels may touch.
-        fails: launches fail from now on.
+        fails: told the name of each call that CUDA may refuse: whether it raises.
     """
 
     def __init__(self, library: ctypes.CDLL, blocks: int | None = None) -> None:
         """blocks: of each layer's kernel; None: as many as the session says."""
         self.captured: list | None = None
         self.mapped: list = []
-        self.fails = False
+        self.fails: Callable[[str], bool] = lambda name: False
         self._library = library
         self._blocks = blocks
         self._work: queue.Queue = queue.Queue()
@@ -57,13 +58,16 @@ class EmulatedGpu:
         self._thread.start()
 
     def map(self, memory) -> int:
+        self._call("map")
         self.mapped.append(memory)
         return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
     def unmap(self, memory) -> None:
+        self._call("unmap")
         self.mapped.remove(memory)
 
     def words(self, count: int):
+        self._call("words")
         return np.zeros(count, np.int32)
 
     def tensor(self, tensor) -> DeviceTensor:
@@ -79,8 +83,7 @@ class EmulatedGpu:
         return self.captured is not None
 
     def launch(self, kernel, parameters, blocks, stream) -> None:
-        if self.fails:
-            raise CudaError("cuLaunchKernel: planted (1)")
+        self._call("launch")
         copied = type(parameters).from_buffer_copy(parameters)
         run = getattr(self._library, f"emulate_{kernel}")
         call = (run, copied, self._blocks or blocks)
@@ -98,10 +101,16 @@ class EmulatedGpu:
         self._work.put(function)
 
     def busy(self, stream: int) -> bool:
+        self._call("busy")
         return self._work.unfinished_tasks > 0
 
     def synchronize(self) -> None:
         self._work.join()
+        self._call("synchronize")
+
+    def _call(self, name: str) -> None:
+        if self.fails(name):
+            raise CudaError(f"{name}: planted (1)")
 
     def _enqueue(self, call) -> None:
         run, parameters, blocks = call

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 import time
@@ -67,7 +68,8 @@ class StreamSession:
         socket: MemorySocket,
         memory: PassMemory,
     ) -> None:
-        """Takes all four over; the memory is the socket's. Registers the region with the GPU.
+        """Takes all four over, unless it raises: the stream and the socket are then the caller's to
+        close. Registers the region, which is the socket's, with the GPU.
 
         Raises:
             CudaError: if CUDA refuses.
@@ -86,17 +88,20 @@ class StreamSession:
         self._closed = False
         self._control_memory = mmap.mmap(-1, mmap.PAGESIZE)
         self._control = Control.from_buffer(self._control_memory)
-        self._region = gpu.map(memory.memory)
-        try:
+        with contextlib.ExitStack() as mapped:
+            self._region = gpu.map(memory.memory)
+            mapped.callback(gpu.unmap, memory.memory)
             self._control_address = gpu.map(self._control_memory)
+            mapped.callback(gpu.unmap, self._control_memory)
             self._words = gpu.words(PASS_WORDS)
-            # Loads the kernels: a first launch may wait for the device, where nothing may wait for it.
+            mapped.callback(gpu.synchronize)  # before it is unmapped: kernels write to it
+            # Loads the kernels: a first launch may wait for the device, where nothing may wait.
             self._warm_up()
-        except BaseException:
-            gpu.unmap(memory.memory)
-            raise
-        self._watchdog = threading.Thread(target=self._watch, name="attnd-watchdog", daemon=True)
-        self._watchdog.start()
+            self._watchdog = threading.Thread(
+                target=self._watch, name="attnd-watchdog", daemon=True
+            )
+            self._watchdog.start()
+            self._mapped = mapped.pop_all()
 
     def __enter__(self) -> StreamSession:
         return self
@@ -121,7 +126,7 @@ class StreamSession:
         be replayed any more.
 
         Raises:
-            CudaError: if the GPU's work failed.
+            CudaError: if the GPU's work failed. The session is closed all the same.
         """
         if self._closed:
             return
@@ -131,14 +136,11 @@ class StreamSession:
             if under_way is not None:
                 self._abort(under_way)
             self._changed.notify()
-        self._stream.close()
-        self._watchdog.join()
-        try:
-            self._gpu.synchronize()
-            self._gpu.unmap(self._memory.memory)
-            self._gpu.unmap(self._control_memory)
-        finally:
-            self._socket.close()
+        with contextlib.ExitStack() as last:  # each of them, whatever the others raise
+            last.callback(self._socket.close)
+            last.callback(self._mapped.close)
+            last.callback(self._watchdog.join)
+            self._stream.close()
 
     def begin_pass(
         self,
