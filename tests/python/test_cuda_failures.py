@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fails about a session whose layers are kernels, at the moments where it is hard to time: a pass
-that ends while it is looked at, and calls of CUDA that fail. The set-up of test_cuda_session.py."""
+"""What fails about a session whose layers are kernels, at moments that are hard to hit: a pass that
+ends while it is looked at, and calls of CUDA that fail. The set-up of test_cuda_session.py."""
 
 from __future__ import annotations
 
@@ -127,7 +127,8 @@ def test_a_session_that_cannot_be_made_leaves_nothing(client, gpu, monkeypatch):
 def test_a_session_is_closed_whatever_fails(client, gpu, failing):
     """The first call of this name: everything else is let go."""
     model = Model(client, gpu)
-    gpu.fails = lambda name, calls=itertools.count(): name == failing and next(calls) == 0
+    calls = itertools.count()
+    gpu.fails = lambda name: name == failing and next(calls) == 0
     with pytest.raises(CudaError, match=failing):
         model.session.close()
     assert len(gpu.mapped) == (failing == "unmap") and threads() == []
