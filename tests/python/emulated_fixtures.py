@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of attnd.cuda share: the kernels on the CPU, and the real server with a client. A test
-file imports the fixtures that it uses, and those that they use."""
+"""What the tests of attnd.cuda share: the kernels on the CPU, and the real server with a client. A
+test file imports the fixtures that it uses, and those that they use."""
 
 from __future__ import annotations
+
+import ctypes
 
 import pytest
 
@@ -19,7 +21,8 @@ FLAGS = ("--allow-client-memory", "--client-memory-bytes=16MiB", "--reply-timeou
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return emulated_gpu.compiled(tmp_path_factory.mktemp("emulated"))
+    folder = tmp_path_factory.mktemp("emulated")
+    return ctypes.CDLL(str(emulated_gpu.compiled(folder, "emulated_layer")))
 
 
 @pytest.fixture(scope="module")

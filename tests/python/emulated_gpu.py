@@ -23,18 +23,18 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 THREADS = 3
 
 
-def compiled(folder: pathlib.Path) -> ctypes.CDLL:
-    """The kernels as a library; skips where there is no compiler."""
+def compiled(folder: pathlib.Path, name: str) -> pathlib.Path:
+    """The shared library of a file of this folder; skips where there is no compiler."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")
-    library = folder / "emulated_layer.so"
-    source = ROOT / "tests/python/emulated_layer.cc"
+    library = folder / f"{name}.so"
+    source = ROOT / f"tests/python/{name}.cc"
     command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", f"-I{ROOT}"]
     subprocess.run(
         [*command, "-Wno-unknown-pragmas", source, "-o", library], check=True, timeout=120
     )
-    return ctypes.CDLL(str(library))
+    return library
 
 
 class EmulatedGpu:

@@ -35,6 +35,7 @@ class TwoGpus:
         self.capturing: set[int] = set()
         self.refuses: set[str] = set()
         self.registered: list[int] = []
+        self.version = SimpleNamespace(cuda="12.8")
         self._threads = threading.local()
         self.cuda = SimpleNamespace(
             current_device=lambda: self.current or 0,
@@ -162,6 +163,21 @@ def test_a_capture_is_its_own_stream_s(two):
     for capturing, expected in ((set(), False), ({200}, False), ({201}, True)):
         two.capturing = capturing
         assert gpu.capturing() is expected
+
+
+@pytest.mark.parametrize(("version", "major"), [("12.8", 12), ("13.0", 13)])
+def test_kernels_are_compiled_by_pytorchs_version(two, monkeypatch, version, major):
+    asked = []
+    monkeypatch.setattr(driver, "compile_layer", lambda *told: asked.append(told) or b"cubin")
+    two.version.cuda = version
+    driver.CudaGpu()
+    assert asked == [((9, 0), major)]
+
+
+def test_a_pytorch_for_other_gpus_is_told(two):
+    two.version.cuda = None
+    with pytest.raises(CudaError, match="not built for CUDA"):
+        driver.CudaGpu()
 
 
 @pytest.mark.parametrize("name", ["cuMemHostRegister_v2", "cuMemHostGetDevicePointer_v2"])

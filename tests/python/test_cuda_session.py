@@ -6,7 +6,6 @@ whatever fails, the stream comes to its end, `out` is NaN, and the host is told 
 from __future__ import annotations
 
 import ctypes
-import shutil
 import signal
 import subprocess
 import time
@@ -16,7 +15,7 @@ import pytest
 
 import attnd
 import live_server
-from attnd.cuda import compiler, structs
+from attnd.cuda import structs
 from attnd.cuda.errors import CudaError
 from attnd.cuda.structs import Failure
 from cases import SHAPE, Case, opened
@@ -441,21 +440,6 @@ def test_structs_are_those_of_the_kernels(library):
         4 * structs.PASS_WORDS,
         4 * structs.FAILURE_WORD,
     ]
-
-
-def test_nvrtc_compiles_the_kernels():
-    """As on a machine with a GPU, which compiling does not need."""
-    try:
-        compiler.load_nvrtc()
-    except CudaError as error:
-        assert "libnvrtc.so.13" in str(error)
-        if shutil.which("nvcc"):
-            raise
-        return
-    cubin = compiler.compile_layer((9, 0))
-    assert b"attnd_layer" in cubin and b"attnd_begin" in cubin
-    with pytest.raises(CudaError, match="sm_11"):
-        compiler.compile_layer((1, 1))
 
 
 def test_a_machine_without_cuda_is_told(client):

@@ -10,8 +10,8 @@ from attnd.cuda.errors import CudaError
 
 
 class Context:
-    """A context of CUDA's. Any thread may make calls in it. Behind each of them the thread's current
-    context is what it was before, and so is what PyTorch takes for its current GPU."""
+    """A context of CUDA's. Any thread may make calls in it. Behind each of them the thread's
+    current context is what it was before, and so is what PyTorch takes for its current GPU."""
 
     def __init__(self, library: Any) -> None:
         """Of the calling thread's current context, which the caller keeps alive.

@@ -27,6 +27,14 @@ def _import_torch() -> Any:
     return torch
 
 
+def _cuda_major(torch: Any) -> int:
+    """Of the CUDA that PyTorch was built for."""
+    version = torch.version.cuda
+    if version is None:
+        raise CudaError("PyTorch is not built for CUDA (torch.version.cuda)")
+    return int(version.split(".")[0])
+
+
 def _load_driver() -> Any:
     try:
         return ctypes.CDLL("libcuda.so.1")
@@ -54,7 +62,7 @@ class CudaGpu:
         with torch.cuda.device(self._device):
             torch.zeros(1, device=self._device)  # makes the context, if this is the first use
             self._context = Context(library)
-        cubin = compile_layer(torch.cuda.get_device_capability(self._device))
+        cubin = compile_layer(torch.cuda.get_device_capability(self._device), _cuda_major(torch))
         self._module = ctypes.c_void_p()
         self._context.call("cuModuleLoadData", ctypes.byref(self._module), cubin)
         self._kernels = {name: self._function(name) for name in _KERNELS}
