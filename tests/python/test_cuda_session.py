@@ -274,6 +274,42 @@ def test_layers_behind_a_pass_are_not_its_own(client, gpu):
     assert layer_tokens(client, sequence) == [PROMPT + 2] * 2
 
 
+def test_invalid_tells_of_the_newest_pass_in_stream_order(client, gpu):
+    """A copy of it by the stream itself, as a kernel of the model's would read it."""
+    case = Case.random(TOKENS)
+    sequence = opened(client, case, PROMPT, complete=False)
+    with Model(client, gpu, tokens=2) as model:
+        seen = []
+
+        def look() -> None:
+            gpu.then(lambda: seen.append(Failure(model.session.invalid[0])))
+
+        def decode(*rows, **options) -> None:
+            whole = model.session.begin_pass(rows, raise_on_row_error=False, **options)
+            look()
+            model.layers()
+            look()
+            if options:
+                with pytest.raises(attnd.DeadlineExceededError):
+                    whole.finish()
+            else:
+                whole.finish()
+
+        look()
+        decode(attnd.Row(sequence, PROMPT), attnd.Row(999, 0))  # a row that fails by itself
+        model.layer(0)  # outside a pass
+        look()
+        decode(attnd.Row(sequence, PROMPT + 1), pass_deadline_us=1)
+        model.layer(0)  # outside a pass, behind one that has failed
+        look()
+        decode(attnd.Row(sequence, PROMPT + 1))
+        gpu.synchronize()
+        before, *first, outside, begun, failed, behind, last_begun, last = seen
+        assert before != Failure.NONE and first == [Failure.NONE] * 2
+        assert outside == Failure.NO_PASS and begun == last_begun == last == Failure.NONE
+        assert failed == behind and failed not in (Failure.NONE, Failure.NO_PASS)
+
+
 def test_layers_that_do_not_fit_the_pass(client, gpu):
     case = Case.random(TOKENS)
     sequence = opened(client, case, PROMPT, complete=False)

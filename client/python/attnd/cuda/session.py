@@ -116,8 +116,20 @@ class StreamSession:
 
     @property
     def invalid(self) -> Any:
-        """[1] int32 in GPU memory: not 0 where a layer of the newest pass was not answered, so that
-        whatever the stream computed from it is of no use. In stream order."""
+        """[1] int32 in GPU memory, always the same: whether what the stream computes from `out` is
+        of use. For kernels and copies of the stream: read behind a pass's last layer and before the
+        next begin_pass, in stream order, it tells of that pass:
+
+        - 0: each layer that has come to its end was answered. A row that failed by itself leaves it
+          0; whether all layers have come, and what became of the rows, :meth:`StreamPass.finish`
+          tells.
+        - not 0: the layer that first went without an answer, and all behind it, have NaN in out and
+          lse. The number is its :class:`attnd.cuda.structs.Failure`.
+
+        begin_pass makes it 0 in stream order. A layer outside a pass makes it NO_PASS where it was
+        0, also behind a complete pass, of whose finish it changes nothing. It is not 0 before the
+        first pass.
+        """
         return self._words[FAILURE_WORD : FAILURE_WORD + 1]
 
     def close(self) -> None:
@@ -228,8 +240,8 @@ class StreamSession:
             v: [new tokens, kv_heads, value_dim]; None likewise, and for latent models.
             out: [tokens, query_heads, value_dim] in output_dtype; written. NaN for rows that have
                 failed, and for all if the pass was given up.
-            lse: [tokens, query_heads] float32, dense; written, as a graph serves all passes: NaN for
-                a pass that does not want it, and where out is NaN.
+            lse: [tokens, query_heads] float32, dense; written. NaN where out is NaN, and for a pass
+                that does not want it.
 
         Raises:
             CudaError: if the stream refuses.
@@ -314,8 +326,8 @@ class StreamSession:
         return found.address
 
     def _clear_lse(self, tokens: int) -> None:
-        """Has kernels with an lse find NaN: the server leaves the lse of a pass that wants none as it
-        was, which is an earlier pass's. Only while neither it nor a kernel has the region."""
+        """Has kernels with an lse find NaN in the region, where the server leaves what an earlier
+        pass wrote. Only while neither the server nor a kernel has the region."""
         self._memory.layout.lse.array(self._memory.memory, tokens).fill(np.nan)
 
     def _words_address(self) -> int:
