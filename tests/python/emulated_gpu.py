@@ -10,6 +10,7 @@ import queue
 import shutil
 import subprocess
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -22,18 +23,18 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 THREADS = 3
 
 
-def compiled(folder: pathlib.Path) -> ctypes.CDLL:
-    """The kernels as a library; skips where there is no compiler."""
+def compiled(folder: pathlib.Path, name: str) -> pathlib.Path:
+    """The shared library of a file of this folder; skips where there is no compiler."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")
-    library = folder / "emulated_layer.so"
-    source = ROOT / "tests/python/emulated_layer.cc"
+    library = folder / f"{name}.so"
+    source = ROOT / f"tests/python/{name}.cc"
     command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", f"-I{ROOT}"]
     subprocess.run(
         [*command, "-Wno-unknown-pragmas", source, "-o", library], check=True, timeout=120
     )
-    return ctypes.CDLL(str(library))
+    return library
 
 
 class EmulatedGpu:
@@ -42,14 +43,14 @@ class EmulatedGpu:
     Attributes:
         captured: kernels of the graph that is being captured; None if none is.
         mapped: memories that kernels may touch.
-        fails: launches fail from now on.
+        fails: told the name of each call that CUDA may refuse: whether it raises.
     """
 
     def __init__(self, library: ctypes.CDLL, blocks: int | None = None) -> None:
         """blocks: of each layer's kernel; None: as many as the session says."""
         self.captured: list | None = None
         self.mapped: list = []
-        self.fails = False
+        self.fails: Callable[[str], bool] = lambda name: False
         self._library = library
         self._blocks = blocks
         self._work: queue.Queue = queue.Queue()
@@ -57,13 +58,16 @@ class EmulatedGpu:
         self._thread.start()
 
     def map(self, memory) -> int:
+        self._call("map")
         self.mapped.append(memory)
         return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
     def unmap(self, memory) -> None:
+        self._call("unmap")
         self.mapped.remove(memory)
 
     def words(self, count: int):
+        self._call("words")
         return np.zeros(count, np.int32)
 
     def tensor(self, tensor) -> DeviceTensor:
@@ -79,8 +83,7 @@ class EmulatedGpu:
         return self.captured is not None
 
     def launch(self, kernel, parameters, blocks, stream) -> None:
-        if self.fails:
-            raise CudaError("cuLaunchKernel: planted (1)")
+        self._call("launch")
         copied = type(parameters).from_buffer_copy(parameters)
         run = getattr(self._library, f"emulate_{kernel}")
         call = (run, copied, self._blocks or blocks)
@@ -98,10 +101,16 @@ class EmulatedGpu:
         self._work.put(function)
 
     def busy(self, stream: int) -> bool:
+        self._call("busy")
         return self._work.unfinished_tasks > 0
 
     def synchronize(self) -> None:
         self._work.join()
+        self._call("synchronize")
+
+    def _call(self, name: str) -> None:
+        if self.fails(name):
+            raise CudaError(f"{name}: planted (1)")
 
     def _enqueue(self, call) -> None:
         run, parameters, blocks = call

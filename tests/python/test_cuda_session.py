@@ -6,7 +6,6 @@ whatever fails, the stream comes to its end, `out` is NaN, and the host is told 
 from __future__ import annotations
 
 import ctypes
-import shutil
 import signal
 import subprocess
 import time
@@ -15,18 +14,15 @@ import numpy as np
 import pytest
 
 import attnd
-import emulated_gpu
 import live_server
-from attnd.cuda import compiler, structs
+from attnd.cuda import structs
 from attnd.cuda.errors import CudaError
 from attnd.cuda.structs import Failure
 from cases import SHAPE, Case, opened
 from conftest import require_program
-from emulated_gpu import EmulatedGpu
+from emulated_fixtures import PROMPT, TOKENS, client, gpu, layer_tokens, library, target
 from emulated_model import Model
 
-PROMPT, TOKENS = 40, 56
-FLAGS = ("--allow-client-memory", "--client-memory-bytes=16MiB", "--reply-timeout-s=2")
 SHAPES = {
     "fp32": SHAPE,
     "bf16": attnd.ModelShape(layers=3, query_heads=4, kv_heads=1, head_dim=64, dtype="bf16"),
@@ -34,38 +30,6 @@ SHAPES = {
         layers=2, query_heads=4, kv_heads=1, head_dim=96, value_dim=64, dtype="fp32", latent=True
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return emulated_gpu.compiled(tmp_path_factory.mktemp("emulated"))
-
-
-@pytest.fixture(scope="module")
-def target():
-    require_program()
-    with live_server.running(*FLAGS) as (target, _):
-        yield target
-
-
-@pytest.fixture
-def client(target):
-    with attnd.Client(target, timeout_s=10) as client:
-        yield client
-        for info in client.list_sequences():
-            client.close_sequence(info.sequence_id)
-
-
-@pytest.fixture(params=[1, 4])
-def gpu(library, request):
-    """Kernels of one thread block, and of several, which wait for each other."""
-    return EmulatedGpu(library, request.param)
-
-
-def layer_tokens(client, sequence: int) -> list[int]:
-    return next(
-        list(info.layer_tokens) for info in client.list_sequences() if info.sequence_id == sequence
-    )
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -158,6 +122,26 @@ def test_rows_with_queries_alone(client, gpu):
     assert layer_tokens(client, sequence) == [PROMPT] * 2
 
 
+def test_lse_is_never_an_earlier_pass_s(client, gpu):
+    """One graph, with an lse, for passes that want it and passes that do not."""
+    case = Case.random(TOKENS)
+    sequence = opened(client, case, PROMPT, complete=False)
+    with Model(client, gpu, tokens=3) as model:
+        graph = model.graph()
+        start = PROMPT
+        for count, want_lse in ((3, True), (2, False), (1, False), (3, True)):
+            model.write(case, slice(start, start + count))
+            whole = model.session.begin_pass([attnd.Row(sequence, start, count)], want_lse=want_lse)
+            gpu.replay(graph)
+            whole.finish()
+            gpu.synchronize()
+            for lse in model.lse:
+                assert (np.isfinite if want_lse else np.isnan)(lse[:count]).all()
+                assert not lse[count:].any()
+            assert np.isfinite(model.out).all()
+            start += count
+
+
 def test_a_pass_that_the_server_refuses_leaves_its_session(client, gpu):
     case = Case.random(TOKENS)
     sequence = opened(client, case, PROMPT, complete=False)
@@ -234,7 +218,8 @@ def test_a_row_that_fails(client, gpu):
             else:
                 whole.finish()
             assert [row.ok for row in whole.rows] == [True, False] and whole.failed_rows == 1
-            assert np.isnan(model.out[0][1]).all() and np.isfinite(model.out[0][0]).all()
+            for answer in (model.out[0], model.lse[0]):
+                assert np.isnan(answer[1]).all() and np.isfinite(answer[0]).all()
             assert model.session.invalid[0] == Failure.NONE  # the other row is of use
 
 
@@ -262,6 +247,67 @@ def test_layers_outside_a_pass_wait_for_nothing(client, gpu):
         whole.finish()
         assert np.isfinite(model.out).all()
     assert layer_tokens(client, sequence) == [PROMPT + 2] * 2
+
+
+def test_layers_behind_a_pass_are_not_its_own(client, gpu):
+    """finish says the same of a pass whose graph was replayed twice: its own failure, or none."""
+    case = Case.random(TOKENS)
+    sequence = opened(client, case, PROMPT, complete=False)
+    with Model(client, gpu) as model:
+        graph = model.graph()
+        for at in (PROMPT, PROMPT + 1):
+            model.write(case, slice(at, at + 1))
+            whole = model.session.begin_pass([attnd.Row(sequence, at)])
+            for _ in range(2):
+                gpu.replay(graph)
+            gpu.synchronize()
+            assert model.session.invalid[0] == Failure.NO_PASS
+            whole.finish()
+            assert whole.complete and whole.rows[0].ok
+        whole = model.session.begin_pass([attnd.Row(sequence, PROMPT + 2)], pass_deadline_us=1)
+        for _ in range(2):
+            gpu.replay(graph)
+        gpu.synchronize()
+        assert model.session.invalid[0] not in (Failure.NONE, Failure.NO_PASS)
+        with pytest.raises(attnd.DeadlineExceededError):
+            whole.finish()
+    assert layer_tokens(client, sequence) == [PROMPT + 2] * 2
+
+
+def test_invalid_tells_of_the_newest_pass_in_stream_order(client, gpu):
+    """A copy of it by the stream itself, as a kernel of the model's would read it."""
+    case = Case.random(TOKENS)
+    sequence = opened(client, case, PROMPT, complete=False)
+    with Model(client, gpu, tokens=2) as model:
+        seen = []
+
+        def look() -> None:
+            gpu.then(lambda: seen.append(Failure(model.session.invalid[0])))
+
+        def decode(*rows, **options) -> None:
+            whole = model.session.begin_pass(rows, raise_on_row_error=False, **options)
+            look()
+            model.layers()
+            look()
+            if options:
+                with pytest.raises(attnd.DeadlineExceededError):
+                    whole.finish()
+            else:
+                whole.finish()
+
+        look()
+        decode(attnd.Row(sequence, PROMPT), attnd.Row(999, 0))  # a row that fails by itself
+        model.layer(0)  # outside a pass
+        look()
+        decode(attnd.Row(sequence, PROMPT + 1), pass_deadline_us=1)
+        model.layer(0)  # outside a pass, behind one that has failed
+        look()
+        decode(attnd.Row(sequence, PROMPT + 1))
+        gpu.synchronize()
+        before, *first, outside, begun, failed, behind, last_begun, last = seen
+        assert before != Failure.NONE and first == [Failure.NONE] * 2
+        assert outside == Failure.NO_PASS and begun == last_begun == last == Failure.NONE
+        assert failed == behind and failed not in (Failure.NONE, Failure.NO_PASS)
 
 
 def test_layers_that_do_not_fit_the_pass(client, gpu):
@@ -330,11 +376,11 @@ def test_a_launch_that_fails_leaves_the_stream_as_it_was(client, gpu):
     case = Case.random(TOKENS)
     sequence = opened(client, case, PROMPT, complete=False)
     with Model(client, gpu) as model:
-        gpu.fails = True
+        gpu.fails = lambda name: name == "launch"
         for _ in range(2):
             with pytest.raises(CudaError, match="planted"):
                 model.session.begin_pass([attnd.Row(sequence, PROMPT)])
-        gpu.fails = False
+        gpu.fails = lambda name: False
         model.write(case, slice(PROMPT, PROMPT + 1))
         whole = model.session.begin_pass([attnd.Row(sequence, PROMPT)])
         model.layers()
@@ -430,21 +476,6 @@ def test_structs_are_those_of_the_kernels(library):
         4 * structs.PASS_WORDS,
         4 * structs.FAILURE_WORD,
     ]
-
-
-def test_nvrtc_compiles_the_kernels():
-    """As on a machine with a GPU, which compiling does not need."""
-    try:
-        compiler.load_nvrtc()
-    except CudaError as error:
-        assert "libnvrtc.so.13" in str(error)
-        if shutil.which("nvcc"):
-            raise
-        return
-    cubin = compiler.compile_layer((9, 0))
-    assert b"attnd_layer" in cubin and b"attnd_begin" in cubin
-    with pytest.raises(CudaError, match="sm_11"):
-        compiler.compile_layer((1, 1))
 
 
 def test_a_machine_without_cuda_is_told(client):

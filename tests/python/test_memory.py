@@ -16,8 +16,11 @@ import pytest
 
 import attnd
 import live_server
+from attnd import memory_stream
 from attnd.memory_socket import MemorySocket, memory_socket_of
 from attnd.memory_stream import PassReply
+from attnd.pass_memory import PassLayout, PassMemory
+from attnd.requests import PassOptions
 from attnd.words import ClientTurns
 from cases import SHAPE, Case, assert_near, opened
 from conftest import require_program
@@ -322,6 +325,41 @@ def test_a_step_that_is_interrupted_gives_its_pass_up(client, monkeypatch):
         except attnd.RowError:
             time.sleep(0.01)
     assert layer_tokens(client, sequence) == [PROMPT + 1] * SHAPE.layers
+
+
+def test_a_pass_that_is_not_declared_is_not_waited_for(client, monkeypatch):
+    """Its begin ends before the message, or in sending it: nobody knows then whether the server has
+    it, so that the stream has ended. Neither a next pass nor another stream waits for a reply."""
+    case = Case.random(TOKENS)
+    sequence, twin = (opened(client, case, PROMPT, complete=False) for _ in range(2))
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    def decode(stream, row) -> None:
+        whole = stream.begin_pass(memory, [row], PassOptions())
+        for layer in range(SHAPE.layers):
+            write(whole, case, layer, slice(row.position, row.position + 1))
+            whole.step()
+
+    connection = client.memory_socket()
+    memory = PassMemory(connection, PassLayout(SHAPE, 1))
+    stream = client.memory_stream()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(memory_stream, "MemoryPass", interrupted)
+        decode(stream, attnd.Row(sequence, PROMPT))
+    decode(stream, attnd.Row(sequence, PROMPT))
+    assert layer_tokens(client, sequence) == [PROMPT + 1] * SHAPE.layers
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(stream._call, "send", interrupted)
+        decode(stream, attnd.Row(sequence, PROMPT + 1))
+    with pytest.raises(attnd.AttndError, match="declaration of a pass .* interrupted"):
+        decode(stream, attnd.Row(sequence, PROMPT + 1))
+    other = client.memory_stream()
+    decode(other, attnd.Row(twin, PROMPT))
+    for each in (stream, other, connection):
+        each.close()
+    assert layer_tokens(client, twin) == [PROMPT + 1] * SHAPE.layers
 
 
 # A client that answers its prompt's next token up to a moment, and then says so and waits.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Callable
@@ -337,13 +338,15 @@ class Client:
 
         layout = PassLayout(shape, query_tokens_max, query_dtype, output_dtype)
         gpu = CudaGpu(device)
-        connection = self.memory_socket(socket)
-        try:
+        with contextlib.ExitStack() as made:
+            connection = self.memory_socket(socket)
+            made.callback(connection.close)
             memory = PassMemory(connection, layout)
-            return StreamSession(gpu, self.memory_stream(spin_us=spin_us), connection, memory)
-        except BaseException:
-            connection.close()
-            raise
+            stream = self.memory_stream(spin_us=spin_us)
+            made.callback(stream.close)
+            session = StreamSession(gpu, stream, connection, memory)
+            made.pop_all()  # they are the session's
+            return session
 
     def memory_socket(self, path: str | None = None) -> MemorySocket:
         """A connection at which to register regions; path and errors as :meth:`memory_session`."""

@@ -148,7 +148,7 @@ class MemoryStream:
         self._call = _Call(method, metadata)
         self._ended: Exception | None = None
         self._pass: DeclaredPass | None = None  # under way
-        self._reply: PassReply | None = None  # to the newest pass
+        self._reply: PassReply | None = None  # to the newest pass that was sent
         self._step_id = 0
 
     def close(self) -> None:
@@ -183,7 +183,7 @@ class MemoryStream:
         """
         declaration = self._declaration(memory, rows, options)
         whole = MemoryPass(self, memory, declaration, raise_on_row_error)
-        self._declare(whole, declaration)
+        self._declare(whole, memory, declaration)
         return whole
 
     def begin_device_pass(
@@ -201,12 +201,8 @@ class MemoryStream:
         """
         declaration = self._declaration(memory, rows, options)
         declaration.request.begin_pass.memory.device_rings = True
-        try:
-            whole = make(declaration)
-        except BaseException:
-            self._reply = memory.reply = None  # to nothing that was sent
-            raise
-        self._declare(whole, declaration)
+        whole = make(declaration)
+        self._declare(whole, memory, declaration)
         return whole
 
     def let_go(self, whole: DeclaredPass) -> None:
@@ -252,14 +248,20 @@ class MemoryStream:
         )
         memory.begin(request.begin_pass.memory)
         request.begin_pass.memory.spin_us = self._spin_us
-        reply = self._reply = memory.reply = PassReply(self._call, self._step_id)
+        reply = PassReply(self._call, self._step_id)
         return Declaration(
             request, tuple(rows), query_tokens, new_tokens, options.want_lse, reply
         )
 
-    def _declare(self, whole: DeclaredPass, declaration: Declaration) -> None:
+    def _declare(self, whole: DeclaredPass, memory: PassMemory, declaration: Declaration) -> None:
+        """Sends the message. A reply is waited for only where there is one to come."""
         self._pass = whole  # before it is sent: whatever comes between, close() gives it up
-        self._call.send(declaration.request)
+        try:
+            self._call.send(declaration.request)
+            self._reply = memory.reply = declaration.reply
+        except BaseException as error:  # an interrupt, too: nobody knows whether it was sent
+            self.give_up(whole, _interrupted("the declaration of a pass", error))
+            raise
 
     def _exchange(self, memory: PassMemory, reply: PassReply, timeout_s: float | None) -> None:
         """Rings for a layer of the pass under way and waits for its answer.
@@ -274,13 +276,9 @@ class MemoryStream:
         self._pass, under_way = None, self._pass  # unless this step succeeds
         try:
             self._ring_and_wait(turns, end)
-        except BaseException as error:  # an interrupt, too: nobody counts the pass's layers any more
+        except BaseException as error:  # an interrupt, too: nobody counts the pass's layers now
             self._call.cancel()
-            self._ended = (
-                error
-                if isinstance(error, AttndError)
-                else AttndError(grpc.StatusCode.CANCELLED, "a step of the stream was interrupted")
-            )
+            self._ended = _interrupted("a step", error)
             raise
         if turns.answered():
             self._pass = under_way
@@ -312,6 +310,13 @@ class MemoryStream:
         except AttndError as error:
             self._ended = error
             raise
+
+
+def _interrupted(what: str, error: BaseException) -> AttndError:
+    """Why a stream has ended in which this was raised."""
+    if isinstance(error, AttndError):
+        return error
+    return AttndError(grpc.StatusCode.CANCELLED, f"{what} of the stream was interrupted")
 
 
 def _tensors(

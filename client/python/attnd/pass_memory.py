@@ -104,7 +104,8 @@ class PassMemory:
         region_id: what the server knows it by.
         memory: its bytes.
         turns: the client's end of its words.
-        reply: to the newest pass; the server has the region until it has been sent.
+        reply: to the newest pass that the server was told of; it has the region until the reply has
+            been sent.
     """
 
     def __init__(self, socket: MemorySocket, layout: PassLayout) -> None:

@@ -8,53 +8,54 @@ import glob
 import os
 import pathlib
 import sys
+from typing import Any
 
 from attnd.cuda.errors import CudaError
 
 SOURCE = pathlib.Path(__file__).with_name("layer.cu")
-# The newest first.
-_VERSIONS = ("13", "12")
 
 
-def load_nvrtc() -> ctypes.CDLL:
-    """The library, from the process, the loader's path, or a wheel.
+def load_nvrtc(major: int) -> ctypes.CDLL:
+    """The library, from the process, the loader's path, a wheel, or CUDA_HOME.
+
+    Args:
+        major: the version of CUDA that PyTorch was built for (torch.version.cuda). Another one's
+            cubin may be of a form that the driver does not know, however well PyTorch runs on it.
 
     Raises:
-        CudaError: if there is none.
+        CudaError: if there is none of that version.
     """
-    names = [f"libnvrtc.so.{version}" for version in _VERSIONS]
-    patterns = [
-        f"{folder}/{place}/libnvrtc.so.{version}"
-        for folder in sys.path
-        for place in ("nvidia/*/lib", "torch/lib")
-        for version in _VERSIONS
-    ]
+    name = f"libnvrtc.so.{major}"
     toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    patterns += [f"{toolkit}/lib64/libnvrtc.so.{version}" for version in _VERSIONS]
-    for name in names + [found for pattern in patterns for found in glob.glob(pattern)]:
+    folders = [f"{path}/{place}" for path in sys.path for place in ("nvidia/*/lib", "torch/lib")]
+    folders.append(f"{toolkit}/lib64")
+    for path in [name, *(found for folder in folders for found in glob.glob(f"{folder}/{name}"))]:
         try:
-            return ctypes.CDLL(name)
+            return ctypes.CDLL(path)
         except OSError:
             continue
     raise CudaError(
-        f"no {' or '.join(names)}: neither on the loader's path, nor in a wheel of nvidia or torch, "
-        f"nor in {toolkit}"
+        f"no {name}, as PyTorch is built for CUDA {major}: neither on the loader's path, nor in a "
+        f"wheel of nvidia or torch, nor in {toolkit}"
     )
 
 
-def compile_layer(capability: tuple[int, int]) -> bytes:
+def compile_layer(capability: tuple[int, int], major: int) -> bytes:
     """layer.cu as a cubin for GPUs of this compute capability.
+
+    Args:
+        major: as load_nvrtc.
 
     Raises:
         CudaError: if NVRTC is missing, too old for the GPU, or refuses the source.
     """
-    nvrtc = load_nvrtc()
+    nvrtc = load_nvrtc(major)
+    nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
     architecture = f"sm_{capability[0]}{capability[1]}"
     program = ctypes.c_void_p()
 
     def check(code: int, what: str, log: str = "") -> None:
         if code:
-            nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
             words = nvrtc.nvrtcGetErrorString(code).decode()
             raise CudaError(f"NVRTC, {what} for {architecture}: {words}\n{log}".strip())
 
@@ -70,17 +71,23 @@ def compile_layer(capability: tuple[int, int]) -> bytes:
         code = nvrtc.nvrtcCompileProgram(
             program, len(options), (ctypes.c_char_p * len(options))(*options)
         )
-        log = _string(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program) if code else b""
-        check(code, "compiling layer.cu", log.decode(errors="replace"))
-        return _string(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+        if code:
+            _, log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+            check(code, "compiling layer.cu", log.decode(errors="replace"))
+        code, cubin = _text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+        check(code, "taking the cubin")
+        return cubin
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _string(size_of: object, get: object, program: ctypes.c_void_p) -> bytes:
-    """What a pair of NVRTC's functions tells; nothing if they fail."""
+def _text(size_of: Any, get: Any, program: ctypes.c_void_p) -> tuple[int, bytes]:
+    """The first code of two functions of NVRTC's that is not 0, or 0; and what they tell, which is
+    nothing where they fail."""
     size = ctypes.c_size_t()
-    if size_of(program, ctypes.byref(size)):  # type: ignore[operator]
-        return b""
+    code = size_of(program, ctypes.byref(size))
+    if code:
+        return code, b""
     text = ctypes.create_string_buffer(size.value)
-    return b"" if get(program, text) else text.raw  # type: ignore[operator]
+    code = get(program, text)
+    return code, b"" if code else text.raw

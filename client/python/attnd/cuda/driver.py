@@ -8,6 +8,7 @@ import mmap
 from typing import Any
 
 from attnd.cuda.compiler import compile_layer
+from attnd.cuda.context import Context
 from attnd.cuda.errors import CudaError
 from attnd.cuda.gpu import THREADS, DeviceTensor
 
@@ -26,8 +27,24 @@ def _import_torch() -> Any:
     return torch
 
 
+def _cuda_major(torch: Any) -> int:
+    """Of the CUDA that PyTorch was built for."""
+    version = torch.version.cuda
+    if version is None:
+        raise CudaError("PyTorch is not built for CUDA (torch.version.cuda)")
+    return int(version.split(".")[0])
+
+
+def _load_driver() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CudaError(f"CUDA's driver: {error}") from None
+
+
 class CudaGpu:
-    """One GPU of this process, in PyTorch's context of it. Any thread may call it."""
+    """One GPU of this process, in PyTorch's context of it. Any thread may call it, whatever its
+    current GPU is, which stays that."""
 
     def __init__(self, device: Any = None) -> None:
         """Compiles layer.cu, which takes some 0.1 s.
@@ -41,18 +58,14 @@ class CudaGpu:
         torch = self._torch = _import_torch()
         index = None if device is None else torch.device(device).index
         self._device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-        try:
-            self._library = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            raise CudaError(f"CUDA's driver: {error}") from None
+        library = _load_driver()
         with torch.cuda.device(self._device):
             torch.zeros(1, device=self._device)  # makes the context, if this is the first use
-            self._context = ctypes.c_void_p()
-            self._call("cuCtxGetCurrent", ctypes.byref(self._context))
-            cubin = compile_layer(torch.cuda.get_device_capability(self._device))
-            self._module = ctypes.c_void_p()
-            self._call("cuModuleLoadData", ctypes.byref(self._module), cubin)
-            self._kernels = {name: self._function(name) for name in _KERNELS}
+            self._context = Context(library)
+        cubin = compile_layer(torch.cuda.get_device_capability(self._device), _cuda_major(torch))
+        self._module = ctypes.c_void_p()
+        self._context.call("cuModuleLoadData", ctypes.byref(self._module), cubin)
+        self._kernels = {name: self._function(name) for name in _KERNELS}
         self._mapped: dict[int, int] = {}  # addresses here, by id of the memory
 
     @property
@@ -62,8 +75,7 @@ class CudaGpu:
 
     def map(self, memory: mmap.mmap) -> int:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._enter()
-        self._call(
+        self._context.call(
             "cuMemHostRegister_v2",
             ctypes.c_void_p(address),
             ctypes.c_size_t(len(memory)),
@@ -71,18 +83,21 @@ class CudaGpu:
         )
         self._mapped[id(memory)] = address
         pointer = ctypes.c_uint64()
-        self._call(
-            "cuMemHostGetDevicePointer_v2",
-            ctypes.byref(pointer),
-            ctypes.c_void_p(address),
-            ctypes.c_uint(0),
-        )
+        try:
+            self._context.call(
+                "cuMemHostGetDevicePointer_v2",
+                ctypes.byref(pointer),
+                ctypes.c_void_p(address),
+                ctypes.c_uint(0),
+            )
+        except BaseException:
+            self.unmap(memory)
+            raise
         return pointer.value
 
     def unmap(self, memory: mmap.mmap) -> None:
-        self._enter()
         address = self._mapped.pop(id(memory))
-        self._call("cuMemHostUnregister", ctypes.c_void_p(address))
+        self._context.call("cuMemHostUnregister", ctypes.c_void_p(address))
 
     def words(self, count: int) -> Any:
         return self._torch.zeros(count, dtype=self._torch.int32, device=self._device)
@@ -102,12 +117,15 @@ class CudaGpu:
         return int(self._torch.cuda.current_stream(self._device).cuda_stream)
 
     def capturing(self) -> bool:
-        return bool(self._torch.cuda.is_current_stream_capturing())
+        # PyTorch's own question is about the thread's current GPU.
+        status = ctypes.c_int()
+        stream = ctypes.c_void_p(self.stream())
+        self._context.call("cuStreamIsCapturing", stream, ctypes.byref(status))
+        return status.value != 0
 
     def launch(self, kernel: str, parameters: ctypes.Structure, blocks: int, stream: int) -> None:
-        self._enter()
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))  # copied by the call
-        self._call(
+        self._context.call(
             "cuLaunchKernel",
             self._kernels[kernel],
             *map(ctypes.c_uint, (blocks, 1, 1, THREADS, 1, 1, 0)),
@@ -117,33 +135,15 @@ class CudaGpu:
         )
 
     def busy(self, stream: int) -> bool:
-        self._enter()
-        code = self._library.cuStreamQuery(ctypes.c_void_p(stream))
-        if code not in (0, _NOT_READY):
-            self._check(code, "cuStreamQuery")
-        return bool(code)
+        query = self._context.call("cuStreamQuery", ctypes.c_void_p(stream), allowed=(_NOT_READY,))
+        return query == _NOT_READY
 
     def synchronize(self) -> None:
-        self._enter()
-        self._call("cuCtxSynchronize")
+        self._context.call("cuCtxSynchronize")
 
     def _function(self, name: str) -> ctypes.c_void_p:
         function = ctypes.c_void_p()
-        self._call("cuModuleGetFunction", ctypes.byref(function), self._module, name.encode())
+        self._context.call(
+            "cuModuleGetFunction", ctypes.byref(function), self._module, name.encode()
+        )
         return function
-
-    def _enter(self) -> None:
-        """Threads begin without a context."""
-        current = ctypes.c_void_p()
-        self._call("cuCtxGetCurrent", ctypes.byref(current))
-        if current.value != self._context.value:
-            self._call("cuCtxSetCurrent", self._context)
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        self._check(getattr(self._library, name)(*arguments), name)
-
-    def _check(self, code: int, name: str) -> None:
-        if code:
-            text = ctypes.c_char_p()
-            self._library.cuGetErrorString(code, ctypes.byref(text))
-            raise CudaError(f"{name}: {(text.value or b'unknown error').decode()} ({code})")

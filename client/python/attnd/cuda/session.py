@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import mmap
 import threading
 import time
@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 import grpc
+import numpy as np
 
 from attnd.cuda.errors import CudaError
 from attnd.cuda.gpu import BLOCKS_MAX, THREADS, DeviceTensor, Gpu
@@ -67,7 +68,8 @@ class StreamSession:
         socket: MemorySocket,
         memory: PassMemory,
     ) -> None:
-        """Takes all four over; the memory is the socket's. Registers the region with the GPU.
+        """Takes all four over, unless it raises: the stream and the socket are then the caller's to
+        close. Registers the region, which is the socket's, with the GPU.
 
         Raises:
             CudaError: if CUDA refuses.
@@ -79,22 +81,27 @@ class StreamSession:
         self._stream = stream
         self._socket = socket
         self._memory = memory
+        # Held by whoever begins, ends or gives up a pass: the watchdog acts on no pass but the one
+        # under way. Nobody waits for the server while holding it.
+        self._changed = threading.Condition()
         self._under_way: StreamPass | None = None
-        self._watched = threading.Event()  # there may be a pass to watch
         self._closed = False
         self._control_memory = mmap.mmap(-1, mmap.PAGESIZE)
         self._control = Control.from_buffer(self._control_memory)
-        self._region = gpu.map(memory.memory)
-        try:
+        with contextlib.ExitStack() as mapped:
+            self._region = gpu.map(memory.memory)
+            mapped.callback(gpu.unmap, memory.memory)
             self._control_address = gpu.map(self._control_memory)
+            mapped.callback(gpu.unmap, self._control_memory)
             self._words = gpu.words(PASS_WORDS)
-            # Loads the kernels: a first launch may wait for the device, where nothing may wait for it.
+            mapped.callback(gpu.synchronize)  # before it is unmapped: kernels write to it
+            # Loads the kernels: a first launch may wait for the device, where nothing may wait.
             self._warm_up()
-        except BaseException:
-            gpu.unmap(memory.memory)
-            raise
-        self._watchdog = threading.Thread(target=self._watch, name="attnd-watchdog", daemon=True)
-        self._watchdog.start()
+            self._watchdog = threading.Thread(
+                target=self._watch, name="attnd-watchdog", daemon=True
+            )
+            self._watchdog.start()
+            self._mapped = mapped.pop_all()
 
     def __enter__(self) -> StreamSession:
         return self
@@ -109,8 +116,20 @@ class StreamSession:
 
     @property
     def invalid(self) -> Any:
-        """[1] int32 in GPU memory: not 0 where a layer of the newest pass was not answered, so that
-        whatever the stream computed from it is of no use. In stream order."""
+        """[1] int32 in GPU memory, always the same: whether what the stream computes from `out` is
+        of use. For kernels and copies of the stream: read behind a pass's last layer and before the
+        next begin_pass, in stream order, it tells of that pass:
+
+        - 0: each layer that has come to its end was answered. A row that failed by itself leaves it
+          0; whether all layers have come, and what became of the rows, :meth:`StreamPass.finish`
+          tells.
+        - not 0: the layer that first went without an answer, and all behind it, have NaN in out and
+          lse. The number is its :class:`attnd.cuda.structs.Failure`.
+
+        begin_pass makes it 0 in stream order. A layer outside a pass makes it NO_PASS where it was
+        0, also behind a complete pass, of whose finish it changes nothing. It is not 0 before the
+        first pass.
+        """
         return self._words[FAILURE_WORD : FAILURE_WORD + 1]
 
     def close(self) -> None:
@@ -119,22 +138,21 @@ class StreamSession:
         be replayed any more.
 
         Raises:
-            CudaError: if the GPU's work failed.
+            CudaError: if the GPU's work failed. The session is closed all the same.
         """
         if self._closed:
             return
-        self._closed = True
-        self._abort()
-        self._stream.close()
-        self._watched.set()
-        self._watchdog.join()
-        self._under_way = None
-        try:
-            self._gpu.synchronize()
-            self._gpu.unmap(self._memory.memory)
-            self._gpu.unmap(self._control_memory)
-        finally:
-            self._socket.close()
+        with self._changed:
+            self._closed = True
+            under_way, self._under_way = self._under_way, None
+            if under_way is not None:
+                self._abort(under_way)
+            self._changed.notify()
+        with contextlib.ExitStack() as last:  # each of them, whatever the others raise
+            last.callback(self._socket.close)
+            last.callback(self._mapped.close)
+            last.callback(self._watchdog.join)
+            self._stream.close()
 
     def begin_pass(
         self,
@@ -176,6 +194,8 @@ class StreamSession:
 
         def make(declaration: Declaration) -> StreamPass:
             first = declaration.request.begin_pass.memory.first_epoch
+            if not want_lse:
+                self._clear_lse(declaration.query_tokens)
             begin = Begin(
                 words=self._words_address(),
                 control=self._control_address,
@@ -190,9 +210,11 @@ class StreamSession:
                 stream, timeout_s,
             )
 
-        self._under_way = self._stream.begin_device_pass(self._memory, rows, options, make)
-        self._watched.set()
-        return self._under_way
+        whole = self._stream.begin_device_pass(self._memory, rows, options, make)
+        with self._changed:
+            self._under_way = whole
+            self._changed.notify()
+        return whole
 
     def layer(
         self,
@@ -218,7 +240,8 @@ class StreamSession:
             v: [new tokens, kv_heads, value_dim]; None likewise, and for latent models.
             out: [tokens, query_heads, value_dim] in output_dtype; written. NaN for rows that have
                 failed, and for all if the pass was given up.
-            lse: [tokens, query_heads] float32, dense; written. Only where the pass wants it.
+            lse: [tokens, query_heads] float32, dense; written. NaN where out is NaN, and for a pass
+                that does not want it.
 
         Raises:
             CudaError: if the stream refuses.
@@ -302,6 +325,11 @@ class StreamSession:
             raise ValueError(f"lse has strides of {found.strides} bytes; it is to be dense")
         return found.address
 
+    def _clear_lse(self, tokens: int) -> None:
+        """Has kernels with an lse find NaN in the region, where the server leaves what an earlier
+        pass wrote. Only while neither the server nor a kernel has the region."""
+        self._memory.layout.lse.array(self._memory.memory, tokens).fill(np.nan)
+
     def _words_address(self) -> int:
         return self._gpu.tensor(self._words).address
 
@@ -318,41 +346,58 @@ class StreamSession:
         if self._control.failure == 0:
             raise CudaError("the kernels of a session left no word in mapped memory")
 
-    def _abort(self) -> None:
-        """Has the stream go on without answers, to the end of the pass under way."""
-        under_way = self._under_way
-        if under_way is not None:
-            self._control.abort = (1 << 32) + under_way.first_epoch
+    def _end_pass(self, whole: StreamPass, error: AttndError | None) -> None:
+        """The pass under way is over, and nobody watches it any more.
+
+        Args:
+            error: why it is given up; None: the server has ended it, so that the stream may have
+                another one.
+        """
+        with self._changed:
+            self._under_way = None
+            if error is None:
+                self._stream.let_go(whole)
+            else:
+                self._give_up(whole, error)
 
     def _watch(self) -> None:
-        while not self._closed:
-            under_way = self._under_way
-            if under_way is None:
-                self._watched.wait()
-                self._watched.clear()
-                continue
-            if self._is_lost(under_way):
-                self._control.abort = (1 << 32) + under_way.first_epoch
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._under_way is not None)
+                under_way = self._under_way
+            if under_way is None:  # closed
+                return
+            self._look(under_way)
             time.sleep(_LOOK_PERIOD_S)
 
-    def _is_lost(self, under_way: StreamPass) -> bool:
-        """Whether no answers will come, for a pass that the server has refused or given up, whose
-        stream has ended, or whose time is over; then its stream is ended."""
-        if under_way.refused():
-            return True
-        if not under_way.late():
-            return False
-        error = DeadlineExceededError(
-            grpc.StatusCode.DEADLINE_EXCEEDED,
-            f"no layer in {under_way.timeout_s} s behind layer {under_way.layers_done()}",
-        )
-        self._give_up(under_way, error)
-        return True
+    def _look(self, whole: StreamPass) -> None:
+        """Has the stream go on if no answers will come: for a pass that the server has refused or
+        given up, whose stream has ended, or whose time is over; then its stream is ended."""
+        refused = whole.refused()
+        if not refused and not whole.late():
+            return
+        with self._changed:
+            # It may have ended since the look, and another one have begun.
+            if self._under_way is not whole or whole.layers_done() == whole.layers:
+                return
+            if refused:
+                self._abort(whole)
+                return
+            error = DeadlineExceededError(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                f"no layer in {whole.timeout_s} s behind layer {whole.layers_done()}",
+            )
+            self._give_up(whole, error)
 
-    def _give_up(self, under_way: StreamPass, error: AttndError) -> None:
-        under_way.error = under_way.error or error
-        self._control.abort = (1 << 32) + under_way.first_epoch
-        self._stream.give_up(under_way, error)
+    def _abort(self, whole: StreamPass) -> None:
+        """Has the stream go on, without answers, to the pass's end. The caller holds _changed."""
+        self._control.abort = (1 << 32) + whole.first_epoch
+
+    def _give_up(self, whole: StreamPass, error: AttndError) -> None:
+        """Ends the stream and its pass. The caller holds _changed."""
+        whole.error = whole.error or error
+        self._abort(whole)
+        self._stream.give_up(whole, error)
 
 
 def _is_dense(found: DeviceTensor, dense: tuple[int, int]) -> bool:

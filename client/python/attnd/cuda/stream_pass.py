@@ -38,6 +38,7 @@ class StreamPass(DeclaredPass):
 
     Attributes:
         first_epoch: of its first layer's turn.
+        layers: how many it has.
         timeout_s: seconds from one layer to the next.
         error: why it was given up here, if it was.
     """
@@ -59,13 +60,13 @@ class StreamPass(DeclaredPass):
         self.error: AttndError | None = None
         self._session = session
         self._cuda_stream = cuda_stream
-        self._layers = memory.layout.shape.layers
+        self.layers = memory.layout.shape.layers
         self._moved = (0, time.monotonic())  # layers done, and since when
 
     def layers_done(self) -> int:
         """Layers whose kernels have come to their end."""
         done = (self._session._control.done - self.first_epoch + 1) & _U32
-        return done if done <= self._layers else 0  # the pass before's last
+        return done if done <= self.layers else 0  # the pass before's last
 
     def refused(self) -> bool:
         """Whether the server has said that the pass failed, or its stream has ended."""
@@ -82,7 +83,7 @@ class StreamPass(DeclaredPass):
         done, now = self.layers_done(), time.monotonic()
         if done != self._moved[0]:
             self._moved = (done, now)
-        return done < self._layers and now - self._moved[1] > self.timeout_s
+        return done < self.layers and now - self._moved[1] > self.timeout_s
 
     def finish(self) -> None:
         """Waits until the stream has come to the end of the last layer: `out` of all layers is there,
@@ -103,25 +104,21 @@ class StreamPass(DeclaredPass):
             raise ValueError("the pass is finished or its session was closed")
         try:
             self._await_layers()
-            failure = Failure(session._control.failure)
-            if failure is not Failure.NONE:
-                self._raise_failure(failure)
-            self.layer = self._layers
+            self._check_answered()
+            self.layer = self.layers
         except BaseException as error:
-            if isinstance(error, AttndError) and self._reply.arrived():
-                self._stream.let_go(self)  # the server told it
-            else:  # nobody else ends the pass, for the client or for the server
-                session._give_up(self, _given_up(error))
+            told = isinstance(error, AttndError) and self._reply.arrived()
+            # Where the server has not told it, nobody else ends the pass, here or there.
+            session._end_pass(self, None if told else _given_up(error))
             raise
-        finally:
-            session._under_way = None
+        session._end_pass(self, None)
         self._end()
 
     def _await_layers(self) -> None:
         """Returns when the kernel of the last layer has come to its end."""
         start = looked = time.monotonic()
         idle = False
-        while self.layers_done() < self._layers:
+        while self.layers_done() < self.layers:
             now = time.monotonic()
             if now - start > _SPIN_S:
                 time.sleep(_SLEEP_S)
@@ -129,19 +126,23 @@ class StreamPass(DeclaredPass):
                 continue
             looked = now
             if idle:  # and still not done
-                failure = Failure(self._session._control.failure)
-                if failure is not Failure.NONE:
-                    self._raise_failure(failure)
+                self._check_answered()
                 raise ValueError(
                     f"the stream has come to its end with {self.layers_done()} of the pass's "
-                    f"{self._layers} layers: enqueue all of them, on the stream of begin_pass, "
+                    f"{self.layers} layers: enqueue all of them, on the stream of begin_pass, "
                     f"before finish"
                 )
             idle = not self._session._gpu.busy(self._cuda_stream)
             if self.error is not None and now - self._moved[1] > self.timeout_s + _ABORT_S:
                 raise self.error  # the stream is held up by something else
 
-    def _raise_failure(self, failure: Failure) -> None:
+    def _check_answered(self) -> None:
+        """Raises what finish does where a layer of the pass ended without an answer."""
+        failure = Failure(self._session._control.failure)
+        # NO_PASS is of a layer behind the pass's last one: it is written where no pass is open and
+        # none of the pass's own layers has failed.
+        if failure in (Failure.NONE, Failure.NO_PASS):
+            return
         layer = self._session._control.failed_layer
         if failure in _FAULTS:
             raise ValueError(_FAULTS[failure].format(layer=layer))

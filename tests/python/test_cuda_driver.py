@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attnd.cuda's calls to CUDA's driver where the thread's current GPU is another one. Two GPUs are
+imitated, with no more of PyTorch and the driver than the order of calls needs."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from attnd.cuda import driver, structs
+from attnd.cuda.errors import CudaError
+
+REFUSED = 1
+
+
+class TwoGpus:
+    """What libcuda.so.1 and torch are to CudaGpu. A context is its GPU's number plus 100, a stream
+    its GPU's number plus 200.
+
+    Attributes:
+        called: functions of the driver, each with the GPU that was the thread's current one, None
+            where it had none.
+        capturing: streams that are captured.
+        refuses: functions that return REFUSED.
+        registered: addresses of host memory.
+    """
+
+    def __init__(self) -> None:
+        self.called: list[tuple[str, int | None]] = []
+        self.capturing: set[int] = set()
+        self.refuses: set[str] = set()
+        self.registered: list[int] = []
+        self.version = SimpleNamespace(cuda="12.8")
+        self._threads = threading.local()
+        self.cuda = SimpleNamespace(
+            current_device=lambda: self.current or 0,
+            current_stream=lambda device: SimpleNamespace(cuda_stream=200 + device.index),
+            device=self._device,
+            get_device_capability=lambda device: (9, 0),
+            is_current_stream_capturing=lambda: 200 + (self.current or 0) in self.capturing,
+        )
+
+    @property
+    def current(self) -> int | None:
+        """The calling thread's GPU."""
+        return self._stack[-1]
+
+    @current.setter
+    def current(self, gpu: int | None) -> None:
+        self._stack[-1] = gpu
+
+    @property
+    def _stack(self) -> list[int | None]:
+        if not hasattr(self._threads, "stack"):
+            self._threads.stack = [None]
+        return self._threads.stack
+
+    # ---- PyTorch ----
+
+    def device(self, kind, index=None):
+        return SimpleNamespace(index=int(kind.split(":")[1]) if index is None else index)
+
+    def zeros(self, _, device) -> None:
+        assert self.current == device.index
+
+    @contextlib.contextmanager
+    def _device(self, device):
+        before, self.current = self.current, device.index
+        yield
+        self.current = before
+
+    # ---- The driver ----
+
+    def cuCtxGetCurrent(self, context) -> int:  # noqa: N802
+        context._obj.value = None if self.current is None else 100 + self.current
+        return 0
+
+    def cuCtxSetCurrent(self, context) -> int:  # noqa: N802
+        self.current = None if context.value is None else context.value - 100
+        return 0
+
+    def cuCtxPushCurrent_v2(self, context) -> int:  # noqa: N802
+        self._stack.append(context.value - 100)
+        return 0
+
+    def cuCtxPopCurrent_v2(self, context) -> int:  # noqa: N802
+        context._obj.value = 100 + self._stack.pop()
+        return 0
+
+    def cuGetErrorString(self, code, text) -> int:  # noqa: N802
+        text._obj.value = b"refused"
+        return 0
+
+    def cuMemHostRegister_v2(self, address, *_) -> int:  # noqa: N802
+        code = self._answer("cuMemHostRegister_v2")
+        if code == 0:
+            self.registered.append(address.value)
+        return code
+
+    def cuMemHostUnregister(self, address) -> int:  # noqa: N802
+        self.registered.remove(address.value)
+        return self._answer("cuMemHostUnregister")
+
+    def cuStreamIsCapturing(self, stream, status) -> int:  # noqa: N802
+        status._obj.value = int(stream.value in self.capturing)
+        return self._answer("cuStreamIsCapturing")
+
+    def __getattr__(self, name: str):
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+        return lambda *_: self._answer(name)
+
+    def _answer(self, name: str) -> int:
+        self.called.append((name, self.current))
+        return REFUSED if name in self.refuses else 0
+
+
+@pytest.fixture
+def two(monkeypatch):
+    two = TwoGpus()
+    monkeypatch.setattr(driver, "_import_torch", lambda: two)
+    monkeypatch.setattr(driver, "_load_driver", lambda: two)
+    monkeypatch.setattr(driver, "compile_layer", lambda *_: b"cubin")
+    return two
+
+
+def use(gpu) -> None:
+    """Every call of a session's."""
+    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    gpu.map(memory)
+    gpu.capturing()
+    gpu.launch("attnd_begin", structs.Begin(), 1, gpu.stream())
+    gpu.busy(gpu.stream())
+    gpu.synchronize()
+    gpu.unmap(memory)
+
+
+@pytest.mark.parametrize("current", [None, 0, 1])
+def test_calls_leave_the_thread_its_gpu(two, current):
+    """Those of a session on GPU 1, also in a thread that has none."""
+    two.current = current
+    gpu = driver.CudaGpu("cuda:1")
+    assert two.current == current
+    use(gpu)
+    assert two.current == current
+    for name in ("cuCtxSynchronize", "cuStreamQuery"):
+        two.refuses = {name}
+        with pytest.raises(CudaError, match=rf"{name}: refused \(1\)"):
+            use(gpu)
+        assert two.current == current
+    assert {on for _, on in two.called} == {1}
+
+
+def test_a_capture_is_its_own_stream_s(two):
+    """Of the session's GPU, and not of the thread's current one."""
+    two.current = 0
+    gpu = driver.CudaGpu("cuda:1")
+    for capturing, expected in ((set(), False), ({200}, False), ({201}, True)):
+        two.capturing = capturing
+        assert gpu.capturing() is expected
+
+
+@pytest.mark.parametrize(("version", "major"), [("12.8", 12), ("13.0", 13)])
+def test_kernels_are_compiled_by_pytorchs_version(two, monkeypatch, version, major):
+    asked = []
+    monkeypatch.setattr(driver, "compile_layer", lambda *told: asked.append(told) or b"cubin")
+    two.version.cuda = version
+    driver.CudaGpu()
+    assert asked == [((9, 0), major)]
+
+
+def test_a_pytorch_for_other_gpus_is_told(two):
+    two.version.cuda = None
+    with pytest.raises(CudaError, match="not built for CUDA"):
+        driver.CudaGpu()
+
+
+@pytest.mark.parametrize("name", ["cuMemHostRegister_v2", "cuMemHostGetDevicePointer_v2"])
+def test_memory_that_cannot_be_mapped_is_not_registered(two, name):
+    gpu = driver.CudaGpu()
+    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    two.refuses = {name}
+    with pytest.raises(CudaError, match=name):
+        gpu.map(memory)
+    assert two.registered == []
+    two.refuses = set()
+    assert gpu.map(memory) == 0
+    assert two.registered == [ctypes.addressof(ctypes.c_char.from_buffer(memory))]
+    gpu.unmap(memory)
+    assert two.registered == []
