@@ -122,7 +122,8 @@ absl::Status DeviceStep::RunRow(uint32_t number) {
   }
   own.description = DescribeRow(row, request_.layer, own.history->description());
   uint32_t token = 0;
-  while (token < row.query_tokens) {
+  // A row may be left over by a wave that has run to make room for its next part.
+  while (token < row.query_tokens && !IsLeftOver(number)) {
     RowMemory memory;
     const size_t mark = uploader_.Mark();
     absl::Status pinned = Pin(number, &memory);
@@ -130,7 +131,7 @@ absl::Status DeviceStep::RunRow(uint32_t number) {
     if (unread_) {
       uploader_.ForgetSince(mark);
       LeaveOver(number, Fallback::kPaged);
-      return absl::OkStatus();
+      continue;
     }
     std::optional<PlannedPart> part;
     if (pinned.ok()) part = writer_.Plan(own.description, number, token, memory.uploads);
@@ -150,7 +151,6 @@ absl::Status DeviceStep::RunRow(uint32_t number) {
     } else {
       ATTND_RETURN_IF_ERROR(RunWave());
     }
-    if (IsLeftOver(number)) return absl::OkStatus();
   }
   return absl::OkStatus();
 }
@@ -288,9 +288,10 @@ absl::Status DeviceStep::LaunchWave() {
   for (uint32_t run = 0; run < kRunsMax; ++run) {
     ATTND_ASSIGN_OR_RETURN(const FilePages::Outcome outcome, RunOnce());
     switch (outcome) {
-      case FilePages::Outcome::kNothingMore:
+      case FilePages::Outcome::kNoneMissed:
         return absl::OkStatus();
       case FilePages::Outcome::kBrought:
+        if (writer_.empty()) return absl::OkStatus();  // all rows were lost
         ++file_counts_.runs_again;
         continue;
       case FilePages::Outcome::kNoRoom:
@@ -350,11 +351,10 @@ absl::StatusOr<FilePages::Outcome> DeviceStep::RunOnce() {
     cache.reset();
     uploader_.SetArrived();
     totals_.AddUnfinishedWave(writer_, context_->results());
-    ATTND_ASSIGN_OR_RETURN(const FilePages::Outcome outcome, BringMissing(ref));
-    if (outcome != FilePages::Outcome::kNothingMore) return outcome;
+    return BringMissing(ref);
   }
   ATTND_RETURN_IF_ERROR(TakeResults(cache));
-  return FilePages::Outcome::kNothingMore;
+  return FilePages::Outcome::kNoneMissed;
 }
 
 absl::StatusOr<FilePages::Outcome> DeviceStep::BringMissing(const PageCacheRef& cache) {
@@ -366,9 +366,10 @@ absl::StatusOr<FilePages::Outcome> DeviceStep::BringMissing(const PageCacheRef& 
   ATTND_RETURN_IF_ERROR(context_->Synchronize());
   const std::span listed(reinterpret_cast<const uint64_t*>(context_->results() + at), count);
   std::set<uint32_t> lost;
-  absl::StatusOr<FilePages::Outcome> outcome = files_.Bring(listed, missed == count, cache, &lost);
-  // The CPU says what is wrong with their files.
+  ATTND_ASSIGN_OR_RETURN(const FilePages::Outcome outcome, files_.Bring(listed, cache, &lost));
+  // The CPU says what is wrong with their files; the wave goes on without them.
   for (const uint32_t row : lost) LeaveOver(row, Fallback::kPaged);
+  if (!lost.empty()) writer_.Remove(lost);
   return outcome;
 }
 

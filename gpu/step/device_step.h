@@ -74,7 +74,7 @@ class DeviceStep {
   // The wave's number in the cache, which is the same for all its runs while the cache is.
   CacheClock ClockOfWave(const std::shared_ptr<PageCache>& cache, const PageCache::Use& use);
   // Runs the wave once. If pages are missing, the host brings them, without the cache, and the wave
-  // is to run again; else its rows have their answers, but for those that were left over.
+  // is to run again, without the rows whose pages cannot be read; else its rows have their answers.
   absl::StatusOr<FilePages::Outcome> RunOnce();
   absl::StatusOr<FilePages::Outcome> BringMissing(const PageCacheRef& cache);
   absl::Status TakeResults(const std::optional<PageCache::Use>& cache);

@@ -66,7 +66,6 @@ void FilePages::Clear() {
   ForgetPages();
   forgotten_.clear();
   sources_.clear();
-  lost_.clear();
 }
 
 void FilePages::ForgetPages() {
@@ -94,15 +93,7 @@ absl::StatusOr<std::vector<uint64_t>> FilePages::Wanted(std::span<const uint64_t
           absl::StrCat("the device misses page ", page, ", which it has or no row reads"));
     }
   }
-  std::erase_if(pages, [&](uint64_t page) { return lost_.contains(SourceOf(page)->payload); });
   return pages;
-}
-
-void FilePages::Lose(const PagedPayload* payload, std::set<uint32_t>* lost) {
-  if (!lost_.insert(payload).second) return;
-  for (const auto& [first_page, source] : sources_) {
-    if (source.payload == payload) lost->insert(source.row);
-  }
 }
 
 bool FilePages::TakeMemoryFor(uint64_t count, uint32_t page_bytes) {
@@ -134,24 +125,24 @@ absl::StatusOr<uint64_t> FilePages::TakeMemory(uint64_t count, uint32_t page_byt
   return 0;
 }
 
-absl::StatusOr<FilePages::Outcome> FilePages::Bring(std::span<const uint64_t> listed, bool complete,
-                                                    const PageCacheRef& cache,
-                                                    std::set<uint32_t>* lost) {
-  ATTND_ASSIGN_OR_RETURN(std::vector<uint64_t> pages, Wanted(listed));
-  if (pages.empty()) return complete ? Outcome::kNothingMore : Outcome::kNotRead;
+absl::StatusOr<std::vector<uint64_t>> FilePages::WithRoom(std::vector<uint64_t> pages,
+                                                          const PageCacheRef& cache) {
   const uint64_t frames = uint64_t{cache.set_count} * kCacheWays;
   if (pages.size() > frames + store_->carried_bytes_max() / cache.page_bytes) {
-    return Outcome::kNoRoom;  // and never will be
+    return std::vector<uint64_t>();  // and never will there be any
   }
   ATTND_ASSIGN_OR_RETURN(const uint64_t room, TakeMemory(pages.size(), cache.page_bytes));
   // Of those that have to wait, the ones that have not come before are the first.
   const auto known = std::stable_partition(
       pages.begin(), pages.end(), [&](uint64_t page) { return !forgotten_.contains(page); });
-  if (room == 0 || (room < pages.size() && known == pages.begin())) return Outcome::kNoRoom;
-  complete = complete && room == pages.size();
+  if (room < pages.size() && known == pages.begin()) return std::vector<uint64_t>();
   pages.resize(room);
   std::sort(pages.begin(), pages.end());
-  std::byte* next = FirstPlace(memory_.back().pages.data(), cache);
+  return pages;
+}
+
+absl::StatusOr<bool> FilePages::Send(std::span<const uint64_t> pages, const PageCacheRef& cache,
+                                     std::set<const PagedPayload*>* lost) {
   std::vector<PageWant> wants;
   wants.reserve(pages.size());
   for (const uint64_t page : pages) {
@@ -161,6 +152,7 @@ absl::StatusOr<FilePages::Outcome> FilePages::Bring(std::span<const uint64_t> li
                      static_cast<uint32_t>(in_segment / source.head_pages),
                      static_cast<uint32_t>(in_segment % source.head_pages)});
   }
+  std::byte* next = FirstPlace(memory_.back().pages.data(), cache);
   size_t number = 0;  // in `pages`
   std::vector<const std::byte*> group;
   std::vector<std::pair<uint64_t, Brought>> sent;
@@ -171,7 +163,7 @@ absl::StatusOr<FilePages::Outcome> FilePages::Bring(std::span<const uint64_t> li
     for (const PageWant& want : fetched) {
       const uint64_t page = pages[number++];
       if (want.data == nullptr) {
-        Lose(want.payload, lost);
+        lost->insert(want.payload);
         continue;
       }
       sent.push_back({page, {next, !want.was_there}});
@@ -186,11 +178,24 @@ absl::StatusOr<FilePages::Outcome> FilePages::Bring(std::span<const uint64_t> li
     for (const auto& [page, place] : sent) brought_[page] = place;
     return absl::OkStatus();
   };
-  ATTND_ASSIGN_OR_RETURN(const bool read, FetchInGroups(wants, cache.page_bytes, request_, take));
+  return FetchInGroups(wants, cache.page_bytes, request_, take);
+}
+
+absl::StatusOr<FilePages::Outcome> FilePages::Bring(std::span<const uint64_t> listed,
+                                                    const PageCacheRef& cache,
+                                                    std::set<uint32_t>* lost) {
+  CHECK(!listed.empty()) << "a run that misses pages lists some";
+  ATTND_ASSIGN_OR_RETURN(std::vector<uint64_t> pages, Wanted(listed));
+  ATTND_ASSIGN_OR_RETURN(pages, WithRoom(std::move(pages), cache));
+  if (pages.empty()) return Outcome::kNoRoom;
+  std::set<const PagedPayload*> damaged;
+  ATTND_ASSIGN_OR_RETURN(const bool read, Send(pages, cache, &damaged));
   if (!read) return Outcome::kNotRead;
-  const bool all_lost = std::all_of(pages.begin(), pages.end(),
-                                    [&](uint64_t page) { return !brought_.contains(page); });
-  return all_lost && complete ? Outcome::kNothingMore : Outcome::kBrought;
+  for (const auto& [first_page, source] : sources_) {
+    if (damaged.contains(source.payload)) lost->insert(source.row);
+  }
+  std::erase_if(sources_, [&](const auto& entry) { return lost->contains(entry.second.row); });
+  return Outcome::kBrought;
 }
 
 absl::StatusOr<CarriedPages> FilePages::Carry(const PageCacheRef& cache) {

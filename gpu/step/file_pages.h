@@ -12,6 +12,9 @@
 // room to carry more, the pages that the last run has carried are forgotten: most are in the cache
 // now. A run that has no room for what it misses is brought first what has not come before; if all
 // of it has, the wave has no room.
+//
+// A row of whose pages one cannot be read is lost, with all rows over the same file. The wave runs
+// again without these rows: if they stayed, their pages would fill the list of each run.
 #ifndef ATTND_GPU_STEP_FILE_PAGES_H_
 #define ATTND_GPU_STEP_FILE_PAGES_H_
 
@@ -62,18 +65,19 @@ class FilePages {
   // Begins another wave: forgets sources and pages, and gives their memory back.
   void Clear();
 
+  // What became of the pages that a run of the wave has missed.
   enum class Outcome {
-    kBrought,      // the wave is to run again
-    kNothingMore,  // what is missing is of lost rows alone: other rows have their answers
-    kNoRoom,       // on the device, or more pages than a wave may carry
-    kNotRead,      // the store refused, or lost rows' pages alone are on a list that was too short
+    kNoneMissed,  // the run's results are answers
+    kBrought,     // the wave is to run again, without the rows that were lost
+    kNoRoom,      // on the device, or more pages than a wave may carry
+    kNotRead,     // the store refused
   };
-  // Brings pages that a run of the wave has listed, in any order and some twice; complete: whether
-  // the list had room for all that the run missed. Adds rows to `lost` whose pages cannot be read.
-  // cache: of the run. Errors: Cancelled, DeadlineExceeded; the device's, which a list that cannot
-  // be is, too.
-  absl::StatusOr<Outcome> Bring(std::span<const uint64_t> listed, bool complete,
-                                const PageCacheRef& cache, std::set<uint32_t>* lost);
+  // Brings pages that a run of the wave has listed, at least one, in any order and some twice. Adds
+  // rows to `lost` whose pages cannot be read; no later run of the wave may have them. cache: of
+  // the run. Errors: Cancelled, DeadlineExceeded; the device's, which a list that cannot be is,
+  // too.
+  absl::StatusOr<Outcome> Bring(std::span<const uint64_t> listed, const PageCacheRef& cache,
+                                std::set<uint32_t>* lost);
 
   // What a run with this cache carries: all that was brought. Sends the list of it. If the cache is
   // not the one that the pages were brought behind, and they cannot be named from its frames, they
@@ -95,9 +99,16 @@ class FilePages {
   bool TakeMemoryFor(uint64_t count, uint32_t page_bytes);
   // The pages of the list that are to be fetched, ascending, each once.
   absl::StatusOr<std::vector<uint64_t>> Wanted(std::span<const uint64_t> listed) const;
+  // Of them as many as there is room for, which is taken; none if there is no room, or no use in
+  // bringing what has come before. The device's errors.
+  absl::StatusOr<std::vector<uint64_t>> WithRoom(std::vector<uint64_t> pages,
+                                                 const PageCacheRef& cache);
+  // Fetches the pages and sends them to the memory that was taken last. Adds the payloads to `lost`
+  // of which pages cannot be read. False if the store refused.
+  absl::StatusOr<bool> Send(std::span<const uint64_t> pages, const PageCacheRef& cache,
+                            std::set<const attention::PagedPayload*>* lost);
   // Null if no source has the page.
   const Source* SourceOf(uint64_t page) const;
-  void Lose(const attention::PagedPayload* payload, std::set<uint32_t>* lost);
   void ForgetPages();
 
   const attention::StepRequest& request_;
@@ -105,9 +116,8 @@ class FilePages {
   StreamContext* const context_;
   // Of the wave.
   std::multimap<uint64_t, Source> sources_;  // by the first page's number
-  std::set<const attention::PagedPayload*> lost_;
-  std::map<uint64_t, Brought> brought_;  // by number
-  std::set<uint64_t> forgotten_;         // pages that were brought before those
+  std::map<uint64_t, Brought> brought_;      // by number
+  std::set<uint64_t> forgotten_;             // pages that were brought before those
   std::vector<DeviceCopyStore::WorkMemory> memory_;
   DeviceCopyStore::WorkMemory list_;
   attention::BackendStats::Files counts_;

@@ -102,6 +102,7 @@ void StepWriter::Add(PlannedPart planned, RowMemory memory) {
   ref.first_tree_item = Narrow(counts_.tree_items);
   ref.first_word = counts_.tree_words;
   measure_ |= HasTolerance(ref);
+  planned.part.host_tokens = planned.part.host_unclustered = 0;
   for (size_t s = 0; s < row.segments.size(); ++s) {
     if (memory.segments[s].first_page == 0) continue;
     ref.off_device = 1;
@@ -113,6 +114,18 @@ void StepWriter::Add(PlannedPart planned, RowMemory memory) {
   counts_.Add(planned.counts);
   parts_.push_back(planned.part);
   memories_.push_back(std::move(memory));
+}
+
+void StepWriter::Remove(const std::set<uint32_t>& rows) {
+  const std::vector<RowPart> parts = std::move(parts_);
+  std::vector<RowMemory> memories = std::move(memories_);
+  Begin(shape_, with_fates_);
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const RowPart& part = parts[i];
+    if (rows.contains(part.number)) continue;
+    const WaveCounts counts = CountsOf(*part.row, part.ref, memories[i].uploads);
+    Add({part, counts}, std::move(memories[i]));
+  }
 }
 
 uint32_t StepWriter::MissingCount(const std::byte* results) const {

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <set>
 #include <span>
 #include <vector>
 
@@ -55,6 +56,8 @@ class StepWriter {
   // Adds what was planned since the last part was added. The row's description and what uploads
   // point at must stay until Write.
   void Add(PlannedPart planned, RowMemory memory);
+  // Takes these rows' parts out of the wave, whose other parts then lie as if they had been alone.
+  void Remove(const std::set<uint32_t>& rows);
   bool empty() const { return parts_.empty(); }
   // Whether a row's chosen tokens may lie off the device, so that the wave could use a page cache.
   bool off_device() const { return off_device_; }

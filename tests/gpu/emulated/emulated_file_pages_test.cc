@@ -113,6 +113,34 @@ TEST_P(EmulatedFilePages, ARowMayReadBoth) {
   EXPECT_EQ(backend->stats().fallback_steps, 0u);
 }
 
+// The damaged file's rows miss so many pages that these fill each run's list: the other row's
+// answer must not depend on its pages being listed beside them.
+TEST_P(EmulatedFilePages, LostPagesDoNotCrowdOthersOut) {
+  const TestSequence whole =
+      MakeSequence(SpecOf({2, 1, 64, 64, {240}, 0, GetParam()}, DType::kBf16));
+  CopyingStore damaged;
+  damaged.set_lost([](const attention::PageWant& want) { return want.page > 0; });  // not the sink
+  TestSequence lost = Paged(whole, &damaged), good = Paged(whole, &store_), same = whole;
+  const attention::Policy all = Parse("clusters-top-k", {{"exact", "1"}});
+  const auto row_of = [&](TestSequence* sequence, uint32_t query_tokens) {
+    return attention::test::MakeRow(sequence, all, 240, query_tokens, /*query_only=*/true,
+                                    DType::kFp32, 0, whole.spec.seed);
+  };
+  const auto resident = MakeEmulatedBackend(FetchOptions(0));
+  const StepResult expected = RunStep(resident.get(), 0, std::vector{row_of(&same, 1)});
+  const auto backend = MakeEmulatedBackend(FetchOptions(uint64_t{8} << 20));
+  const std::vector<TestRow> rows = {row_of(&lost, 16), row_of(&good, 1), row_of(&lost, 1)};
+  std::vector<absl::Status> faults(rows.size());
+  const StepResult found = RunStep(backend.get(), 0, rows, &faults);
+  ASSERT_TRUE(found.status.ok()) << found.status;
+  EXPECT_TRUE(faults[1].ok()) << faults[1];
+  EXPECT_TRUE(SameBits(found.rows[1], expected.rows[0]));
+  for (const size_t r : {0, 2}) EXPECT_TRUE(absl::IsDataLoss(faults[r])) << faults[r];
+  const attention::BackendStats stats = backend->stats();
+  EXPECT_EQ(stats.fallback_rows[static_cast<size_t>(attention::Fallback::kPaged)], 2u);
+  EXPECT_EQ(stats.files.waves, 1u);
+}
+
 INSTANTIATE_TEST_SUITE_P(Indexes, EmulatedFilePages,
                          testing::Values(attention::kClusterIndexes, attention::kTreeIndexes),
                          [](const auto& c) { return c.param.ToString(); });
