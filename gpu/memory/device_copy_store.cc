@@ -265,11 +265,9 @@ absl::Status DeviceCopyStore::MakeFileResident(Copy* copy, Lack* lack) {
   if (!MapsHostMemory() || cache_ == nullptr || cache_->page_bytes() != sizes.page_bytes) {
     return absl::ResourceExhaustedError("there is no cache for the pages of a segment in a file");
   }
-  *lack = Lack::kIndexes;
   const uint64_t sink_offset = AlignedBytes(sizes.index_bytes);
-  ATTND_ASSIGN_OR_RETURN(Arena::Allocation index,
-                         Allocate(index_.get(), sink_offset + sizes.sink_bytes, Use::kSegment));
-  *lack = Lack::kPages;
+  ATTND_ASSIGN_OR_RETURN(Arena::Allocation index, AllocateIndex(sink_offset + sizes.sink_bytes,
+                                                                /*for_cache_user=*/true, lack));
   Number(copy, sizes.file_pages);
   SetResident(copy, std::make_shared<Resident>(std::move(index), Arena::Allocation(), nullptr,
                                                Resident::FilePlace{copy->first_page, sink_offset},
@@ -294,11 +292,8 @@ absl::Status DeviceCopyStore::MakeResident(Copy* copy, PagesIn pages_in, Lack* l
     }
     if (room.ok()) pages = *std::move(room);
   }
-  *lack = Lack::kIndexes;
-  ATTND_ASSIGN_OR_RETURN(Arena::Allocation index,
-                         Allocate(index_.get(), sizes.index_bytes, Use::kSegment));
-  *lack = Lack::kPages;
   const bool stays = pages.data() == nullptr;
+  ATTND_ASSIGN_OR_RETURN(Arena::Allocation index, AllocateIndex(sizes.index_bytes, stays, lack));
   if (stays) {
     CHECK(may_stay);
     StayInHostMemory(copy);
@@ -307,6 +302,15 @@ absl::Status DeviceCopyStore::MakeResident(Copy* copy, PagesIn pages_in, Lack* l
                         std::move(index), std::move(pages), stays ? copy->host_pages : nullptr,
                         Resident::FilePlace(), sizes.layers, sizes.tokens_max));
   return absl::OkStatus();
+}
+
+absl::StatusOr<Arena::Allocation> DeviceCopyStore::AllocateIndex(uint64_t bytes,
+                                                                 bool for_cache_user, Lack* lack) {
+  cache_has_next_user_ = for_cache_user;
+  absl::StatusOr<Arena::Allocation> index = Allocate(index_.get(), bytes, Use::kSegment);
+  cache_has_next_user_ = false;
+  if (!index.ok()) *lack = Lack::kIndexes;
+  return index;
 }
 
 bool DeviceCopyStore::CanBeMapped(const Copy& copy) const {
@@ -379,7 +383,7 @@ std::shared_ptr<Resident> DeviceCopyStore::GiveUp(Copy* copy) {
 }
 
 void DeviceCopyStore::EndUnusedCache() {
-  if (!in_host_memory_.empty() || file_residents_ > 0) return;
+  if (!in_host_memory_.empty() || file_residents_ > 0 || cache_has_next_user_) return;
   cache_.reset();
   reserve_ = pages_->capacity() / kCacheReserveShare;
 }

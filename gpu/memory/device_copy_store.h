@@ -203,6 +203,10 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   // Gives the copy a resident, if it has none.
   absl::Status MakeResident(Copy* copy, PagesIn pages_in, Lack* lack)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Memory for a copy's index. for_cache_user: whether the copy's pages will be off the device. If
+  // there is no room, `lack` says so.
+  absl::StatusOr<Arena::Allocation> AllocateIndex(uint64_t bytes, bool for_cache_user, Lack* lack)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // An empty allocation for no bytes. Gives up residents to make room.
   absl::StatusOr<Arena::Allocation> Allocate(Arena* arena, uint64_t bytes, Use use)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -217,7 +221,8 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   // All pages in host memory that are not pinned stay there no longer, and copies of segments in
   // files that are not pinned have no resident.
   void GiveUpHostPages() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Ends the cache if no resident's pages lie in host memory or in a file any more.
+  // Ends the cache if no resident's pages lie in host memory or in a file any more, nor will those
+  // of the copy that is being given a resident.
   void EndUnusedCache() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether a cache is to be made before these copies of segments are pinned: some are in a file or
   // read in place for want of one, or there is no room for the pages of all, even without what is
@@ -249,6 +254,9 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   // A segment in a file wants a cache, in whose place something is pinned: until there is one, no
   // pages of whole segments come there.
   bool cache_wanted_ ABSL_GUARDED_BY(mutex_) = false;
+  // Room is being made for a copy that will use the cache: the last copies that used it may go for
+  // this one, and the cache stays.
+  bool cache_has_next_user_ ABSL_GUARDED_BY(mutex_) = false;
   uint64_t reserve_ ABSL_GUARDED_BY(mutex_);                // page memory that a cache leaves
   std::set<Copy*> in_host_memory_ ABSL_GUARDED_BY(mutex_);  // copies whose pages are
   uint64_t file_residents_ ABSL_GUARDED_BY(mutex_) = 0;     // in the order, of segments in files

@@ -177,6 +177,25 @@ TEST_F(PageMemory, AnIndexWithoutRoomLeavesNoCache) {
   EXPECT_EQ(pins[0]->host_pages(), nullptr);
 }
 
+// Room for an index is made by giving up the last copy that used the cache: the next one finds the
+// cache with all that is in it.
+TEST_F(PageMemory, ACacheStaysForItsNextUser) {
+  const TestSequence a = TokensOf({5000}, 1), b = TokensOf({5000}, 2);
+  const uint64_t index_bytes = a.view->segments[0]->index_block().size();
+  Start(4 * kMib, index_bytes + index_bytes / 2);
+  const PageCache* first = nullptr;
+  for (const TestSequence* sequence : {&a, &b, &a}) {
+    const auto history = Of(*sequence);
+    Pins pins;
+    ASSERT_TRUE(store_->Pin(history->segments(), PagesIn::kAnyMemory, &pins).ok());
+    const auto cache = store_->CacheOf(history->page_bytes());
+    ASSERT_NE(cache, nullptr);
+    if (first == nullptr) first = cache.get();
+    EXPECT_EQ(cache.get(), first);
+  }
+  EXPECT_EQ(store_->evictions(), 2u);
+}
+
 // Numbers name pages of the segment, not of its copy, which may come and go.
 TEST_F(PageMemory, ASegmentKeepsItsPageNumbers) {
   Start(4 * kMib, 2 * kMib);

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "attention/segment/pages.h"
 #include "tests/attention/cpu/paged_support.h"
 #include "tests/gpu/agreement.h"
 #include "tests/gpu/emulated/support.h"
@@ -139,6 +140,37 @@ TEST_P(EmulatedFilePages, LostPagesDoNotCrowdOthersOut) {
   const attention::BackendStats stats = backend->stats();
   EXPECT_EQ(stats.fallback_rows[static_cast<size_t>(attention::Fallback::kPaged)], 2u);
   EXPECT_EQ(stats.files.waves, 1u);
+}
+
+// Two sequences whose indexes find room one at a time: the second one's copies take the place of
+// the first one's, and what the cache has of both stays there.
+TEST_P(EmulatedFilePages, TheCacheStaysWhileCopiesTakeTurns) {
+  const TestSequence whole =
+      MakeSequence(SpecOf({2, 1, 64, 64, {240}, 0, GetParam()}, DType::kBf16));
+  TestSequence sequences[] = {Paged(whole, &store_), Paged(whole, &store_)};
+  const auto step = [&](attention::Backend* backend, TestSequence* sequence) {
+    return RunStep(backend, 0,
+                   std::vector{attention::test::MakeRow(
+                       sequence, Parse("clusters-top-k", {{"exact", "1"}}), 240, 1,
+                       /*query_only=*/true, DType::kFp32, 0, whole.spec.seed)});
+  };
+  TestSequence same = whole;
+  const StepResult expected = step(MakeEmulatedBackend(FetchOptions(0)).get(), &same);
+  const uint64_t sink_bytes = 2 * attention::PageGeometry(whole.spec.shape).page_bytes();
+  const uint64_t copy_bytes = whole.view->segments[0]->index_block().size() + sink_bytes;
+  const auto backend = MakeEmulatedBackend(WithIndexMemory(copy_bytes + copy_bytes / 2));
+  for (TestSequence& sequence : sequences) {
+    ExpectSameAnswers(step(backend.get(), &sequence), expected);
+  }
+  const attention::BackendStats before = backend->stats();
+  EXPECT_EQ(before.evictions, 1u);
+  for (TestSequence& sequence : sequences) {
+    ExpectSameAnswers(step(backend.get(), &sequence), expected);
+  }
+  const attention::BackendStats after = backend->stats();
+  EXPECT_EQ(after.evictions, 3u);
+  EXPECT_EQ(after.files.pages, before.files.pages);
+  EXPECT_EQ(after.fallback_steps, 0u);
 }
 
 INSTANTIATE_TEST_SUITE_P(Indexes, EmulatedFilePages,

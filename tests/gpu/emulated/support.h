@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "gpu/device/device.h"
+#include "gpu/layout/memory_split.h"
 #include "tests/gpu/support.h"
 
 namespace attnd::gpu::test {
@@ -46,6 +47,17 @@ inline CudaBackendOptions FetchOptions(uint64_t page_memory_bytes) {
   options.page_memory_bytes = page_memory_bytes;
   options.cooperative_groups = false;  // they have no fetch stage
   options.timed_steps = 0;
+  return options;
+}
+
+// FetchOptions with so much memory for indexes, and for pages what is left.
+inline CudaBackendOptions WithIndexMemory(uint64_t index_bytes) {
+  CudaBackendOptions options = FetchOptions(0);
+  const StreamMemory stream =
+      StreamMemoryOf(options.device_memory_bytes, options.streams,
+                     {.input_bytes = options.input_bytes, .scratch_bytes = options.scratch_bytes});
+  const CopyMemory copies = CopyMemoryOf(options.device_memory_bytes, options.streams, stream);
+  options.page_memory_bytes = copies.index_bytes + copies.pages_bytes - AlignedBytes(index_bytes);
   return options;
 }
 
