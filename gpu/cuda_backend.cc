@@ -52,8 +52,8 @@ absl::Status CheckRange(const char* field, uint64_t value, uint64_t min, uint64_
       absl::StrCat(field, " is ", value, "; allowed are ", min, "..", max));
 }
 
-// A turn of a step over segments in files. Such a step has a stream while it waits for a disk; as
-// there are fewer turns than streams, other steps find one.
+// A turn of a step that reads files. Such a step has a stream while it waits for a disk; as there
+// are fewer turns than streams, other steps find one.
 struct FileTurn {};
 // With one stream there is nothing to leave.
 uint32_t FileTurnsOf(uint32_t streams) { return streams > 1 ? streams / 2 : 1; }
@@ -109,12 +109,6 @@ absl::StatusOr<Resources> TakeMemory(const CudaBackendOptions& options,
     bytes = bytes / 10 * 9;
     if (bytes < kDeviceMemoryBytesMin) return resources;
   }
-}
-
-// Whether a row may wait for a disk while it has a stream.
-bool ReadsFiles(const StepRequest& request) {
-  return std::any_of(request.rows.begin(), request.rows.end(),
-                     [](const StepRow& row) { return row.view->paged(); });
 }
 
 class CudaBackend : public Backend {
@@ -261,7 +255,7 @@ class CudaBackend : public Backend {
     {
       const auto alive = [&] { return CheckAlive(request); };
       std::optional<LeasePool<FileTurn>::Lease> turn;
-      if (ReadsFiles(request)) {
+      if (DeviceStep::ReadsFiles(request, *store_)) {
         ATTND_ASSIGN_OR_RETURN(LeasePool<FileTurn>::Lease taken, file_turns_.Take(alive));
         turn.emplace(std::move(taken));
       }

@@ -146,7 +146,7 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   absl::Status MapLayer(const Resident& resident, uint32_t layer);
 
   // Whether rows over segments in files may have a cache for their pages, to which whole segments
-  // must leave their memory: they have to be read where they lie.
+  // must leave their memory: they have to be read where they lie. Once it is false it stays so.
   bool ReadsFiles() const;
   // The most bytes of pages that a step may carry, so that tails keep room beside them.
   uint64_t carried_bytes_max() const;

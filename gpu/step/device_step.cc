@@ -31,7 +31,18 @@ constexpr uint64_t kUploadShare = 4;
 // than it may list or carry.
 constexpr uint32_t kRunsMax = 64;
 
+// Whether the device answers a row over segments in files.
+bool AnswersFromFiles(const StepRow& row, uint32_t layer, const DeviceCopyStore& store) {
+  return AnswersOverFiles(row, layer) && store.ReadsFiles();
+}
+
 }  // namespace
+
+bool DeviceStep::ReadsFiles(const attention::StepRequest& request, const DeviceCopyStore& store) {
+  return std::any_of(request.rows.begin(), request.rows.end(), [&](const StepRow& row) {
+    return row.view->paged() && AnswersFromFiles(row, request.layer, store);
+  });
+}
 
 DeviceStep::DeviceStep(const attention::StepRequest& request, DeviceCopyStore* store,
                        StreamContext* context, bool cooperative_groups, bool timed)
@@ -116,7 +127,7 @@ absl::Status DeviceStep::RunRow(uint32_t number) {
   const StepRow& row = request_.rows[number];
   Row& own = rows_[number];
   own.history = DeviceHistory::Of(*row.view, store_);
-  if (own.history->paged() && (!AnswersOverFiles(row, request_.layer) || !store_->ReadsFiles())) {
+  if (own.history->paged() && !AnswersFromFiles(row, request_.layer, *store_)) {
     LeaveOver(number, Fallback::kPaged);
     return absl::OkStatus();
   }

@@ -32,6 +32,10 @@ class DeviceStep {
   DeviceStep(const attention::StepRequest& request, DeviceCopyStore* store, StreamContext* context,
              bool cooperative_groups, bool timed);
 
+  // Whether the step may wait for a disk while it has a stream: a row over segments in files is the
+  // device's. Once it is false it stays so.
+  static bool ReadsFiles(const attention::StepRequest& request, const DeviceCopyStore& store);
+
   // Answers the rows. Cancelled, DeadlineExceeded: nobody waits for the answer any more. Any other
   // error is the device's, and the device can then no longer be used. Rows that the device has no
   // room for are left over.

@@ -6,7 +6,9 @@
 // whose threads meet at each look at the cache, and a store that spoils pages when their pins go.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstdint>
+#include <thread>
 #include <vector>
 
 #include "attention/segment/pages.h"
@@ -171,6 +173,42 @@ TEST_P(EmulatedFilePages, TheCacheStaysWhileCopiesTakeTurns) {
   EXPECT_EQ(after.evictions, 3u);
   EXPECT_EQ(after.files.pages, before.files.pages);
   EXPECT_EQ(after.fallback_steps, 0u);
+}
+
+// There is one turn for steps that read files. A step whose rows over files are all the CPU's is
+// answered while another one has it, and waits for a disk.
+TEST(EmulatedFileTurns, WhatReadsNoFileTakesNone) {
+  CopyingStore slow, other;
+  const TestSequence whole =
+      MakeSequence(SpecOf({2, 1, 64, 64, {240}, 0, attention::kClusterIndexes}, DType::kBf16));
+  TestSequence first = Paged(whole, &slow), second = Paged(whole, &other);
+  attention::Policy estimating = Parse("clusters-top-k");
+  estimating.on_miss = attention::OnMiss::kEstimate;
+  const auto row_of = [&](TestSequence* sequence, const attention::Policy& policy) {
+    return attention::test::MakeRow(sequence, policy, 240, 1, /*query_only=*/true, DType::kFp32, 0,
+                                    whole.spec.seed);
+  };
+  CudaBackendOptions options = FetchOptions(uint64_t{8} << 20);
+  ASSERT_EQ(options.streams, 2u);
+  const auto backend = MakeEmulatedBackend(options);
+  std::thread beside;
+  std::atomic<bool> answered{false};
+  slow.set_on_fetch([&](const attention::PagePatience&) {
+    if (beside.joinable()) return absl::OkStatus();
+    beside = std::thread([&] {
+      const std::vector rows = {row_of(&second, Parse("dense")), row_of(&second, estimating)};
+      EXPECT_TRUE(RunStep(backend.get(), 0, rows).status.ok());
+      answered = true;
+    });
+    Await([&] { return answered.load(); });
+    return absl::OkStatus();
+  });
+  const std::vector rows = {row_of(&first, Parse("clusters-top-k"))};
+  EXPECT_TRUE(RunStep(backend.get(), 0, rows).status.ok());
+  ASSERT_TRUE(beside.joinable());
+  beside.join();
+  EXPECT_EQ(backend->stats().files.waves, 1u);
+  EXPECT_EQ(backend->stats().fallback_rows[static_cast<size_t>(attention::Fallback::kPaged)], 2u);
 }
 
 INSTANTIATE_TEST_SUITE_P(Indexes, EmulatedFilePages,
