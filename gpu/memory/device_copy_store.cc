@@ -127,8 +127,9 @@ absl::Status DeviceCopyStore::Pin(std::span<const std::shared_ptr<Copy>> copies,
     // What is pinned cannot make room for a cache. So nothing of these copies is pinned yet, and a
     // caller that has pinned others is to release them first.
     if (!StartCache(copies.front()->sizes.page_bytes)) {
-      cache_wanted_ |= std::any_of(copies.begin(), copies.end(),
-                                   [](const auto& copy) { return copy->in_file(); });
+      for (const std::shared_ptr<Copy>& copy : copies) {
+        if (copy->in_file()) cache_wishes_.insert(copy.get());
+      }
       if (!pins->empty()) {
         return absl::ResourceExhaustedError("what is pinned leaves no room for a cache of pages");
       }
@@ -284,7 +285,7 @@ absl::Status DeviceCopyStore::MakeResident(Copy* copy, PagesIn pages_in, Lack* l
   if (!may_stay) {
     ATTND_ASSIGN_OR_RETURN(pages, Allocate(pages_.get(), sizes.pages_bytes,
                                            copy->is_tail() ? Use::kTail : Use::kSegment));
-  } else if (cache_ == nullptr && !cache_wanted_ && !copy->in_host_memory()) {
+  } else if (cache_ == nullptr && cache_wishes_.empty() && !copy->in_host_memory()) {
     // What a cache leaves is for tails and for what is being built.
     absl::StatusOr<Arena::Allocation> room = pages_->Allocate(sizes.pages_bytes);
     while (!room.ok() && EvictOldest(pages_.get(), kIdle)) {
@@ -400,7 +401,7 @@ bool DeviceCopyStore::WantCache(std::span<const std::shared_ptr<Copy>> copies) {
 }
 
 void DeviceCopyStore::LeaveToCache(std::span<const std::shared_ptr<Copy>> copies) {
-  if (!cache_wanted_ || cache_ != nullptr) return;
+  if (cache_wishes_.empty() || cache_ != nullptr) return;
   for (const std::shared_ptr<Copy>& copy : copies) {
     const bool in_the_way = copy->resident != nullptr && copy->resident->pages() != nullptr;
     if (in_the_way && !copy->pinned() && CanBeMapped(*copy)) GiveUp(copy.get());
@@ -438,7 +439,7 @@ bool DeviceCopyStore::StartCache(uint32_t page_bytes) {
       PageCache::Create(device_.get(), *std::move(memory), page_bytes);
   if (!cache.ok()) return false;
   cache_ = *std::move(cache);
-  cache_wanted_ = false;
+  cache_wishes_.clear();
   return true;
 }
 
@@ -448,6 +449,7 @@ void DeviceCopyStore::LetGo(Copy* copy) {
   {
     MutexLock lock(mutex_);
     copy->let_go = true;
+    cache_wishes_.erase(copy);
     if (!copy->in_host_memory()) return;
     // Steps keep the segments that they read. (A slot that another backend takes would let go under
     // a step, too: one backend at a time may step over a segment in host memory.)
@@ -462,6 +464,7 @@ void DeviceCopyStore::LetGo(Copy* copy) {
 void DeviceCopyStore::Forget(Copy* copy) {
   std::shared_ptr<Resident> gone;
   MutexLock lock(mutex_);
+  cache_wishes_.erase(copy);
   if (copy->resident != nullptr) gone = GiveUp(copy);
 }
 

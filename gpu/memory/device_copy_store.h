@@ -251,9 +251,9 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   mutable Mutex mutex_;
   Order order_ ABSL_GUARDED_BY(mutex_);  // copies with a resident, the most recently used last
   std::shared_ptr<PageCache> cache_ ABSL_GUARDED_BY(mutex_);  // null: pages have all of the memory
-  // A segment in a file wants a cache, in whose place something is pinned: until there is one, no
-  // pages of whole segments come there.
-  bool cache_wanted_ ABSL_GUARDED_BY(mutex_) = false;
+  // Copies of segments in files that found no cache, as something is pinned in its place. Until
+  // there is one, or these segments are gone, no pages of whole segments come there.
+  std::set<const Copy*> cache_wishes_ ABSL_GUARDED_BY(mutex_);
   // Room is being made for a copy that will use the cache: the last copies that used it may go for
   // this one, and the cache stays.
   bool cache_has_next_user_ ABSL_GUARDED_BY(mutex_) = false;

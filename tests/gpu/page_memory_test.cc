@@ -10,6 +10,7 @@
 
 #include "gpu/memory/arena.h"
 #include "gpu/step/device_history.h"
+#include "tests/attention/cpu/paged_support.h"
 #include "tests/gpu/agreement.h"
 #include "tests/gpu/support.h"
 
@@ -17,9 +18,11 @@ namespace attnd::gpu::test {
 namespace {
 
 using attention::kTreeIndexes;
+using attention::test::CopyingStore;
 using attention::test::MakeRow;
 using attention::test::MakeSequence;
 using attention::test::MakeShape;
+using attention::test::Paged;
 using attention::test::RunStep;
 using attention::test::SequenceSpec;
 using attention::test::TestRow;
@@ -194,6 +197,26 @@ TEST_F(PageMemory, ACacheStaysForItsNextUser) {
     EXPECT_EQ(cache.get(), first);
   }
   EXPECT_EQ(store_->evictions(), 2u);
+}
+
+// A segment in a file wants a cache, in whose place something is pinned: whole segments stay away
+// from that place, but no longer than the segment lives.
+TEST_F(PageMemory, AWishForACacheEndsWithItsSegment) {
+  Start(6 * kMib);
+  const TestSequence pinned = TokensOf({2000}, 1), whole = TokensOf({500}, 2);
+  const TestSequence away = TokensOf({500}, 3), resident = TokensOf({500}, 4);
+  CopyingStore files;
+  auto in_file = std::make_unique<TestSequence>(Paged(whole, &files));
+  Pins pins, none, pins_of_away, pins_of_resident;
+  ASSERT_TRUE(store_->Pin(Of(pinned)->segments(), PagesIn::kAnyMemory, &pins).ok());
+  EXPECT_TRUE(
+      absl::IsResourceExhausted(store_->Pin(Of(*in_file)->segments(), PagesIn::kAnyMemory, &none)));
+  ASSERT_TRUE(store_->Pin(Of(away)->segments(), PagesIn::kAnyMemory, &pins_of_away).ok());
+  EXPECT_NE(pins_of_away[0]->host_pages(), nullptr);
+  in_file.reset();
+  ASSERT_TRUE(store_->Pin(Of(resident)->segments(), PagesIn::kAnyMemory, &pins_of_resident).ok());
+  EXPECT_EQ(pins_of_resident[0]->host_pages(), nullptr);
+  EXPECT_EQ(store_->cache_bytes(), 0u);
 }
 
 // Numbers name pages of the segment, not of its copy, which may come and go.
