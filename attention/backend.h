@@ -150,8 +150,8 @@ struct BackendStats {
   // Of steps over segments in files.
   struct Files {
     uint64_t waves = 0;       // that were answered
-    uint64_t runs_again = 0;  // of waves: each for want of pages that the host then brought
-    uint64_t pages = 0;       // that it brought, each once for a wave
+    uint64_t runs_again = 0;  // of waves: each for want of pages that the host then looked for
+    uint64_t pages = 0;       // that it brought, also for waves that were not answered
     uint64_t disk_pages = 0;  // of them, that were read from disk for it
     uint64_t bytes = 0;       // of all
   };

@@ -262,6 +262,9 @@ class CudaBackend : public Backend {
       ATTND_ASSIGN_OR_RETURN(const LeasePool<StreamContext>::Lease context, streams_.Take(alive));
       DeviceStep step(request, store_.get(), context.get(), options_.cooperative_groups, timed);
       absl::Status status = step.Run();
+      // What the step did has been done, however it ended.
+      AddPages(step.pages());
+      AddFiles(step.files());
       if (absl::IsCancelled(status) || absl::IsDeadlineExceeded(status)) return status;
       if (!status.ok()) {
         Degrade(status);
@@ -270,8 +273,6 @@ class CudaBackend : public Backend {
       plans = step.Finish();
       left_over = step.left_over();
       if (timed) AddTimes(step.seconds());
-      AddPages(step.pages());
-      AddFiles(step.files());
       if (!left_over.empty()) AddFallback(step.fallback_rows());
       NoteIndexBytes(step.index_bytes_refused());
     }
@@ -339,7 +340,7 @@ class CudaBackend : public Backend {
   }
 
   void AddFiles(const BackendStats::Files& files) {
-    if (files.waves + files.runs_again == 0) return;
+    if (files.waves + files.runs_again + files.pages == 0) return;
     MutexLock lock(totals_mutex_);
     files_.waves += files.waves;
     files_.runs_again += files.runs_again;

@@ -167,15 +167,17 @@ absl::StatusOr<bool> FilePages::Send(std::span<const uint64_t> pages, const Page
         continue;
       }
       sent.push_back({page, {next, !want.was_there}});
-      counts_.disk_pages += want.was_there ? 0 : 1;
       group.push_back(want.data);
       next += cache.page_bytes;
     }
-    counts_.pages += group.size();
-    counts_.bytes += group.size() * cache.page_bytes;
     ATTND_RETURN_IF_ERROR(context_->SendPages(first, group, cache.page_bytes));
     // Not before: a wave that is tried again must not carry what was never copied.
-    for (const auto& [page, place] : sent) brought_[page] = place;
+    for (const auto& [page, place] : sent) {
+      brought_[page] = place;
+      counts_.disk_pages += place.from_disk ? 1 : 0;
+    }
+    counts_.pages += sent.size();
+    counts_.bytes += sent.size() * cache.page_bytes;
     return absl::OkStatus();
   };
   return FetchInGroups(wants, cache.page_bytes, request_, take);

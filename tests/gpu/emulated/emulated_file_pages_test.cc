@@ -175,6 +175,33 @@ TEST_P(EmulatedFilePages, TheCacheStaysWhileCopiesTakeTurns) {
   EXPECT_EQ(after.fallback_steps, 0u);
 }
 
+// The store refuses once, after some pages have come: the CPU answers, and what came is counted.
+TEST_P(EmulatedFilePages, PagesOfAWaveThatIsNotAnsweredCount) {
+  TestSequence whole = MakeSequence(SpecOf({2, 1, 64, 64, {240}, 0, GetParam()}, DType::kBf16));
+  TestSequence paged = Paged(whole, &store_);
+  const uint64_t page_bytes = attention::PageGeometry(whole.spec.shape).page_bytes();
+  store_.set_fetch_bytes_max(5 * page_bytes);
+  const auto row_of = [&](TestSequence* sequence) {
+    return std::vector{attention::test::MakeRow(sequence, Parse("clusters-top-k", {{"exact", "1"}}),
+                                                240, 1, /*query_only=*/true, DType::kFp32, 0,
+                                                whole.spec.seed)};
+  };
+  int calls = 0;
+  store_.set_on_fetch([&](const attention::PagePatience&) {
+    // The sink's is the first.
+    return ++calls == 3 ? absl::UnavailableError("not now") : absl::OkStatus();
+  });
+  const auto backend = MakeEmulatedBackend(FetchOptions(uint64_t{8} << 20));
+  const std::vector<TestRow> rows = row_of(&paged), same = row_of(&whole);
+  EXPECT_TRUE(Agree(RunStep(backend.get(), 0, rows), RunStep(MakeCpu().get(), 0, same), same));
+  const attention::BackendStats stats = backend->stats();
+  EXPECT_EQ(stats.fallback_rows[static_cast<size_t>(attention::Fallback::kPaged)], 1u);
+  EXPECT_EQ(stats.files.waves + stats.files.runs_again, 0u);
+  EXPECT_EQ(stats.files.pages, 5u);
+  EXPECT_EQ(stats.files.disk_pages, 5u);
+  EXPECT_EQ(stats.files.bytes, 5 * page_bytes);
+}
+
 // There is one turn for steps that read files. A step whose rows over files are all the CPU's is
 // answered while another one has it, and waits for a disk.
 TEST(EmulatedFileTurns, WhatReadsNoFileTakesNone) {
