@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Goal: the fetch stage's own code over segments in files. Rows have the bits of rows over segments
-// in the device's memory, whatever the cache holds and wherever pages that come with a step end up;
-// what came is counted; a page that is there is not asked for again. Method: the emulated device,
-// whose threads meet at each look at the cache, and a store that spoils pages when their pins go.
+// in the device's memory, whatever the cache holds, wherever pages that come with a step end up,
+// and whatever cannot be read, is refused or goes meanwhile; what came is counted; a page that is
+// there is not asked for again. Method: the emulated device, whose threads meet at each look at the
+// cache, and a store that spoils pages when their pins go.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -14,6 +15,7 @@
 #include "attention/segment/pages.h"
 #include "tests/attention/cpu/paged_support.h"
 #include "tests/gpu/agreement.h"
+#include "tests/gpu/emulated/refusals.h"
 #include "tests/gpu/emulated/support.h"
 
 namespace attnd::gpu::test {
@@ -34,6 +36,27 @@ class EmulatedFilePages : public testing::TestWithParam<attention::IndexSet> {
 
   CopyingStore store_;
 };
+
+// A sequence of 15 pages, without a tail, and a row that reads all of it.
+constexpr uint32_t kSmallTokens = 240;
+constexpr uint64_t kSmallPageBytes = attention::kPageTokens * (64 + 64) * 2;
+TestSequence MakeSmall(const attention::IndexSet& indexes) {
+  return MakeSequence(SpecOf({2, 1, 64, 64, {kSmallTokens}, 0, indexes}, DType::kBf16));
+}
+TestRow SmallRow(TestSequence* sequence, const attention::Policy& policy,
+                 uint32_t query_tokens = 1) {
+  return attention::test::MakeRow(sequence, policy, kSmallTokens, query_tokens,
+                                  /*query_only=*/true, DType::kFp32, 0, sequence->spec.seed);
+}
+attention::Policy All() { return Parse("clusters-top-k", {{"exact", "1"}}); }
+StepResult SmallStep(attention::Backend* backend, TestSequence* sequence,
+                     const attention::Policy& policy = All()) {
+  return RunStep(backend, 0, std::vector{SmallRow(sequence, policy)});
+}
+
+uint64_t RowsOverFilesOfTheCpu(const attention::BackendStats& stats) {
+  return stats.fallback_rows[static_cast<size_t>(attention::Fallback::kPaged)];
+}
 
 TEST_P(EmulatedFilePages, BitsAreThoseOfADeviceWithRoom) {
   TestSequence whole = Make();
@@ -119,20 +142,14 @@ TEST_P(EmulatedFilePages, ARowMayReadBoth) {
 // The damaged file's rows miss so many pages that these fill each run's list: the other row's
 // answer must not depend on its pages being listed beside them.
 TEST_P(EmulatedFilePages, LostPagesDoNotCrowdOthersOut) {
-  const TestSequence whole =
-      MakeSequence(SpecOf({2, 1, 64, 64, {240}, 0, GetParam()}, DType::kBf16));
+  TestSequence whole = MakeSmall(GetParam());
   CopyingStore damaged;
   damaged.set_lost([](const attention::PageWant& want) { return want.page > 0; });  // not the sink
-  TestSequence lost = Paged(whole, &damaged), good = Paged(whole, &store_), same = whole;
-  const attention::Policy all = Parse("clusters-top-k", {{"exact", "1"}});
-  const auto row_of = [&](TestSequence* sequence, uint32_t query_tokens) {
-    return attention::test::MakeRow(sequence, all, 240, query_tokens, /*query_only=*/true,
-                                    DType::kFp32, 0, whole.spec.seed);
-  };
-  const auto resident = MakeEmulatedBackend(FetchOptions(0));
-  const StepResult expected = RunStep(resident.get(), 0, std::vector{row_of(&same, 1)});
+  TestSequence lost = Paged(whole, &damaged), good = Paged(whole, &store_);
+  const StepResult expected = SmallStep(MakeEmulatedBackend(FetchOptions(0)).get(), &whole);
   const auto backend = MakeEmulatedBackend(FetchOptions(uint64_t{8} << 20));
-  const std::vector<TestRow> rows = {row_of(&lost, 16), row_of(&good, 1), row_of(&lost, 1)};
+  const std::vector<TestRow> rows = {SmallRow(&lost, All(), 16), SmallRow(&good, All()),
+                                     SmallRow(&lost, All())};
   std::vector<absl::Status> faults(rows.size());
   const StepResult found = RunStep(backend.get(), 0, rows, &faults);
   ASSERT_TRUE(found.status.ok()) << found.status;
@@ -140,34 +157,26 @@ TEST_P(EmulatedFilePages, LostPagesDoNotCrowdOthersOut) {
   EXPECT_TRUE(SameBits(found.rows[1], expected.rows[0]));
   for (const size_t r : {0, 2}) EXPECT_TRUE(absl::IsDataLoss(faults[r])) << faults[r];
   const attention::BackendStats stats = backend->stats();
-  EXPECT_EQ(stats.fallback_rows[static_cast<size_t>(attention::Fallback::kPaged)], 2u);
+  EXPECT_EQ(RowsOverFilesOfTheCpu(stats), 2u);
   EXPECT_EQ(stats.files.waves, 1u);
 }
 
 // Two sequences whose indexes find room one at a time: the second one's copies take the place of
 // the first one's, and what the cache has of both stays there.
 TEST_P(EmulatedFilePages, TheCacheStaysWhileCopiesTakeTurns) {
-  const TestSequence whole =
-      MakeSequence(SpecOf({2, 1, 64, 64, {240}, 0, GetParam()}, DType::kBf16));
+  TestSequence whole = MakeSmall(GetParam());
   TestSequence sequences[] = {Paged(whole, &store_), Paged(whole, &store_)};
-  const auto step = [&](attention::Backend* backend, TestSequence* sequence) {
-    return RunStep(backend, 0,
-                   std::vector{attention::test::MakeRow(
-                       sequence, Parse("clusters-top-k", {{"exact", "1"}}), 240, 1,
-                       /*query_only=*/true, DType::kFp32, 0, whole.spec.seed)});
-  };
-  TestSequence same = whole;
-  const StepResult expected = step(MakeEmulatedBackend(FetchOptions(0)).get(), &same);
-  const uint64_t sink_bytes = 2 * attention::PageGeometry(whole.spec.shape).page_bytes();
+  const StepResult expected = SmallStep(MakeEmulatedBackend(FetchOptions(0)).get(), &whole);
+  const uint64_t sink_bytes = 2 * kSmallPageBytes;  // of two layers
   const uint64_t copy_bytes = whole.view->segments[0]->index_block().size() + sink_bytes;
   const auto backend = MakeEmulatedBackend(WithIndexMemory(copy_bytes + copy_bytes / 2));
   for (TestSequence& sequence : sequences) {
-    ExpectSameAnswers(step(backend.get(), &sequence), expected);
+    ExpectSameAnswers(SmallStep(backend.get(), &sequence), expected);
   }
   const attention::BackendStats before = backend->stats();
   EXPECT_EQ(before.evictions, 1u);
   for (TestSequence& sequence : sequences) {
-    ExpectSameAnswers(step(backend.get(), &sequence), expected);
+    ExpectSameAnswers(SmallStep(backend.get(), &sequence), expected);
   }
   const attention::BackendStats after = backend->stats();
   EXPECT_EQ(after.evictions, 3u);
@@ -177,44 +186,59 @@ TEST_P(EmulatedFilePages, TheCacheStaysWhileCopiesTakeTurns) {
 
 // The store refuses once, after some pages have come: the CPU answers, and what came is counted.
 TEST_P(EmulatedFilePages, PagesOfAWaveThatIsNotAnsweredCount) {
-  TestSequence whole = MakeSequence(SpecOf({2, 1, 64, 64, {240}, 0, GetParam()}, DType::kBf16));
+  TestSequence whole = MakeSmall(GetParam());
   TestSequence paged = Paged(whole, &store_);
-  const uint64_t page_bytes = attention::PageGeometry(whole.spec.shape).page_bytes();
-  store_.set_fetch_bytes_max(5 * page_bytes);
-  const auto row_of = [&](TestSequence* sequence) {
-    return std::vector{attention::test::MakeRow(sequence, Parse("clusters-top-k", {{"exact", "1"}}),
-                                                240, 1, /*query_only=*/true, DType::kFp32, 0,
-                                                whole.spec.seed)};
-  };
+  store_.set_fetch_bytes_max(5 * kSmallPageBytes);
   int calls = 0;
   store_.set_on_fetch([&](const attention::PagePatience&) {
     // The sink's is the first.
     return ++calls == 3 ? absl::UnavailableError("not now") : absl::OkStatus();
   });
   const auto backend = MakeEmulatedBackend(FetchOptions(uint64_t{8} << 20));
-  const std::vector<TestRow> rows = row_of(&paged), same = row_of(&whole);
-  EXPECT_TRUE(Agree(RunStep(backend.get(), 0, rows), RunStep(MakeCpu().get(), 0, same), same));
+  EXPECT_TRUE(Agree(SmallStep(backend.get(), &paged), SmallStep(MakeCpu().get(), &whole),
+                    {SmallRow(&whole, All())}));
   const attention::BackendStats stats = backend->stats();
-  EXPECT_EQ(stats.fallback_rows[static_cast<size_t>(attention::Fallback::kPaged)], 1u);
+  EXPECT_EQ(RowsOverFilesOfTheCpu(stats), 1u);
   EXPECT_EQ(stats.files.waves + stats.files.runs_again, 0u);
   EXPECT_EQ(stats.files.pages, 5u);
   EXPECT_EQ(stats.files.disk_pages, 5u);
-  EXPECT_EQ(stats.files.bytes, 5 * page_bytes);
+  EXPECT_EQ(stats.files.bytes, 5 * kSmallPageBytes);
+}
+
+// The device refuses one of a step's copies, whichever it is: the wave is tried again, and carries
+// no page whose bytes did not come.
+TEST(EmulatedFileCopies, ARefusedCopyIsTriedAgain) {
+  CopyingStore store;
+  TestSequence whole = MakeSmall(attention::kClusterIndexes);
+  TestSequence paged = Paged(whole, &store);
+  store.set_fetch_bytes_max(5 * kSmallPageBytes);
+  const StepResult expected = SmallStep(MakeEmulatedBackend(FetchOptions(0)).get(), &whole);
+  uint64_t copies = 0;
+  for (bool came = true; came; ++copies) {
+    SCOPED_TRACE(copies);
+    ASSERT_LT(copies, 30u);
+    const auto backend = MakeEmulatedBackend(FetchOptions(uint64_t{8} << 20));
+    // Uploads the index and the sink.
+    ASSERT_TRUE(SmallStep(backend.get(), &paged, Parse("streaming")).status.ok());
+    emulated::RefuseCopy(copies);
+    ExpectSameAnswers(SmallStep(backend.get(), &paged), expected);
+    came = !emulated::TakeRefusalBack();
+    const attention::BackendStats stats = backend->stats();
+    EXPECT_EQ(stats.fallback_steps, 0u);
+    EXPECT_EQ(stats.files.pages, 15u) << "each once";
+    EXPECT_TRUE(backend->Health().ok());
+  }
+  EXPECT_GT(copies, 5u) << "three groups of pages, their list, and the inputs of two runs";
 }
 
 // There is one turn for steps that read files. A step whose rows over files are all the CPU's is
 // answered while another one has it, and waits for a disk.
 TEST(EmulatedFileTurns, WhatReadsNoFileTakesNone) {
   CopyingStore slow, other;
-  const TestSequence whole =
-      MakeSequence(SpecOf({2, 1, 64, 64, {240}, 0, attention::kClusterIndexes}, DType::kBf16));
+  const TestSequence whole = MakeSmall(attention::kClusterIndexes);
   TestSequence first = Paged(whole, &slow), second = Paged(whole, &other);
   attention::Policy estimating = Parse("clusters-top-k");
   estimating.on_miss = attention::OnMiss::kEstimate;
-  const auto row_of = [&](TestSequence* sequence, const attention::Policy& policy) {
-    return attention::test::MakeRow(sequence, policy, 240, 1, /*query_only=*/true, DType::kFp32, 0,
-                                    whole.spec.seed);
-  };
   CudaBackendOptions options = FetchOptions(uint64_t{8} << 20);
   ASSERT_EQ(options.streams, 2u);
   const auto backend = MakeEmulatedBackend(options);
@@ -223,19 +247,18 @@ TEST(EmulatedFileTurns, WhatReadsNoFileTakesNone) {
   slow.set_on_fetch([&](const attention::PagePatience&) {
     if (beside.joinable()) return absl::OkStatus();
     beside = std::thread([&] {
-      const std::vector rows = {row_of(&second, Parse("dense")), row_of(&second, estimating)};
+      const std::vector rows = {SmallRow(&second, Parse("dense")), SmallRow(&second, estimating)};
       EXPECT_TRUE(RunStep(backend.get(), 0, rows).status.ok());
       answered = true;
     });
     Await([&] { return answered.load(); });
     return absl::OkStatus();
   });
-  const std::vector rows = {row_of(&first, Parse("clusters-top-k"))};
-  EXPECT_TRUE(RunStep(backend.get(), 0, rows).status.ok());
+  EXPECT_TRUE(SmallStep(backend.get(), &first).status.ok());
   ASSERT_TRUE(beside.joinable());
   beside.join();
   EXPECT_EQ(backend->stats().files.waves, 1u);
-  EXPECT_EQ(backend->stats().fallback_rows[static_cast<size_t>(attention::Fallback::kPaged)], 2u);
+  EXPECT_EQ(RowsOverFilesOfTheCpu(backend->stats()), 2u);
 }
 
 INSTANTIATE_TEST_SUITE_P(Indexes, EmulatedFilePages,

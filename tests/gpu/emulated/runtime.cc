@@ -13,12 +13,14 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <utility>
 #include <vector>
 
 #include "tests/gpu/emulated/grid.h"
 #include "tests/gpu/emulated/memory_check.h"
+#include "tests/gpu/emulated/refusals.h"
 
 namespace {
 
@@ -79,6 +81,7 @@ struct Runtime {
   Work work;
   uint64_t marks = 0;
   std::map<const void*, uint32_t> shared_bytes;  // that kernels have been allowed
+  std::optional<uint64_t> copies_allowed;        // before one to the device is refused
 };
 Runtime& TheRuntime() {
   static Runtime& runtime = *new Runtime;
@@ -170,9 +173,14 @@ cudaError_t cudaHostUnregister(void* memory) {
   return RemoveMappedMemory(static_cast<const std::byte*>(memory)) ? cudaSuccess
                                                                    : cudaErrorInvalidValue;
 }
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t stream) {
   const Lock lock(TheRuntime().mutex);
+  std::optional<uint64_t>& allowed = TheRuntime().copies_allowed;
+  if (kind == cudaMemcpyHostToDevice && allowed.has_value() && (*allowed)-- == 0) {
+    allowed.reset();
+    return cudaErrorMemoryAllocation;
+  }
   EnqueueWork(stream, [=] { std::memcpy(to, from, bytes); });
   return cudaSuccess;
 }
@@ -286,9 +294,20 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
   return cudaSuccess;
 }
 
-// ---- kernels ----
-
 namespace attnd::gpu::emulated {
+
+// ---- refusals ----
+
+void RefuseCopy(uint64_t n) {
+  const Lock lock(TheRuntime().mutex);
+  TheRuntime().copies_allowed = n;
+}
+bool TakeRefusalBack() {
+  const Lock lock(TheRuntime().mutex);
+  return std::exchange(TheRuntime().copies_allowed, std::nullopt).has_value();
+}
+
+// ---- kernels ----
 
 cudaError_t AllowKernel(const void* kernel, bool large_clusters, uint32_t value) {
   const Lock lock(TheRuntime().mutex);
