@@ -138,13 +138,13 @@ struct BackendStats {
   // Of the cache of pages whose segments' payload lies in host memory or in files. A page that is
   // used several times in a step may count several times.
   struct PageCache {
-    uint64_t lookups = 0;      // pages of chosen tokens
-    uint64_t fetched = 0;      // of them, that were missed and copied into the cache
-    uint64_t in_place = 0;     // of them, that found no frame and were read where they lie
-    uint64_t carried = 0;      // of them, of files, that the host handed to the step
-    uint64_t host_tokens = 0;  // chosen tokens (of a KV head) of the last three
-    uint64_t fetched_bytes = 0;
-    uint64_t bytes = 0;  // of the cache now; 0 while everything fits the device
+    uint64_t lookups = 0;        // pages of chosen tokens
+    uint64_t fetched = 0;        // of them, that were missed and copied into the cache
+    uint64_t in_place = 0;       // of them, that found no frame and were read where they lie
+    uint64_t carried = 0;        // of them, of files, that the host handed to the step
+    uint64_t host_tokens = 0;    // chosen tokens (of a KV head) of the last three
+    uint64_t fetched_bytes = 0;  // copied into the cache, also by waves that were not answered
+    uint64_t bytes = 0;          // of the cache now; 0 while everything fits the device
   };
   PageCache cache;
   // Of steps over segments in files.

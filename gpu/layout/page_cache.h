@@ -58,14 +58,30 @@ struct CacheSet {
   // that was used a whole round ago counts as used now, which keeps it for a step.
   uint64_t owners[kCacheWays];
   float worths[kCacheWays];  // log2
-  uint32_t reserved[kCacheWays];
+  // Who filled the frame: CacheClock::filler | a PageSource; 0: nobody.
+  uint32_t fillers[kCacheWays];
 };
 static_assert(sizeof(CacheSet) == size_t{16} * kCacheWays);
 
+// Where the bytes of a page came from for the wave that looks it up.
+enum PageSource : uint32_t {
+  kFromCache = 0,      // they were on the device
+  kFromHost = 1,       // memory that the device maps
+  kCarriedMemory = 2,  // the host, which had them in memory
+  kCarriedDisk = 3,    // the host, which read them for the wave
+};
+ATTND_ON_DEVICE bool IsCarried(PageSource source) {
+  return source == kCarriedMemory || source == kCarriedDisk;
+}
+// A filler has the number of a wave, of a run of it, and a source.
+inline constexpr uint32_t kSourceBits = 2, kRunBits = 8, kWaveBits = 22;
+static_assert(kSourceBits + kRunBits + kWaveBits == 32);
+
 // Comes with each step, whose header is the same from step to step.
 struct CacheClock {
-  uint32_t step;  // modulo 2^kStepBits
-  float age;      // half-lives since the cache began: log2 of what a use is worth now
+  uint32_t step;    // modulo 2^kStepBits
+  float age;        // half-lives since the cache began: log2 of what a use is worth now
+  uint32_t filler;  // the wave, modulo 2^kWaveBits, and its run; the source is 0
 };
 
 struct PageCacheRef {
@@ -182,6 +198,26 @@ ATTND_ON_DEVICE FoundFrame FindFrame(const PageCacheRef& cache, const CacheClock
     }
   }
   return {kNoFrame, false};
+}
+
+// Where a page came from that lies in frame `found`. source: of the bytes that the caller has at
+// hand, and fills the frame with if it must; kFromCache if it has none. A page that an earlier run
+// of the wave has brought counts in each later run as it would have if that had been the only one:
+// of the run's look-ups all tell that it was carried, and one, that it came from the host's memory.
+// A thread that looks a page up just as another one fills its frame may see who filled it before.
+template <typename Memory>
+ATTND_ON_DEVICE PageSource NoteSource(const PageCacheRef& cache, const CacheClock& clock,
+                                      const FoundFrame& found, PageSource source) {
+  constexpr uint32_t kSources = (1u << kSourceBits) - 1;
+  uint32_t* const filler = &cache.sets[found.frame / kCacheWays].fillers[found.frame % kCacheWays];
+  if (found.fetch) Memory::Store(filler, clock.filler | source);
+  if (found.fetch || IsCarried(source)) return source;
+  const uint32_t before = Memory::Load(filler);
+  const bool own_wave = (before ^ clock.filler) >> (kSourceBits + kRunBits) == 0;
+  const auto brought = static_cast<PageSource>(before & kSources);
+  if (!own_wave || brought != kFromHost) return own_wave ? brought : kFromCache;
+  const uint32_t now = clock.filler | kFromHost;
+  return before != now && Memory::Swap(filler, before, now) == before ? kFromHost : kFromCache;
 }
 
 }  // namespace attnd::gpu

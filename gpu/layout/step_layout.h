@@ -333,11 +333,12 @@ struct UnitResult {
   // 32 tokens of the list that it has tokens in.
   uint32_t pages;          // that chosen tokens lie in
   uint32_t missed_pages;   // of them, that were fetched from host memory into the cache
+  uint32_t earlier_pages;  // of them, that an earlier run of the wave has fetched so
   uint32_t host_pages;     // of them, that are read where they lie in host memory
-  uint32_t carried_pages;  // of them, that came with the step
-  uint32_t host_tokens;    // chosen tokens of pages of these three kinds
+  uint32_t carried_pages;  // of them, that came with the step, or with an earlier run of the wave
+  uint32_t host_tokens;    // chosen tokens of pages of these four kinds
   uint32_t disk_tokens;    // of them, of pages that were read from disk for the step
-  uint32_t reserved[2];
+  uint32_t reserved;
 };
 
 // For each lane, written by the select stage, over trees by choose: the scale of the weights that

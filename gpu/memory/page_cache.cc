@@ -35,8 +35,10 @@ absl::StatusOr<std::shared_ptr<PageCache>> PageCache::Create(Device* device,
 CacheClock PageCache::Use::clock() const {
   constexpr uint64_t kSteps = uint64_t{1} << kStepBits;
   const double half_life = double{1} * kCacheHalfLife * static_cast<double>(cache_->frames());
+  const uint64_t wave = cache_->steps_ % (uint64_t{1} << kWaveBits);
   return {static_cast<uint32_t>(cache_->steps_ % kSteps),
-          static_cast<float>(static_cast<double>(cache_->uses_) / half_life)};
+          static_cast<float>(static_cast<double>(cache_->uses_) / half_life),
+          static_cast<uint32_t>(wave << (kSourceBits + kRunBits))};
 }
 
 void PageCache::Use::Finish(uint64_t pages) const {

@@ -29,7 +29,7 @@ class PageCache {
 
     // `clock` is left to the step's writer.
     PageCacheRef ref() const { return cache_->ref_; }
-    // Of the step; the same until Finish.
+    // Of the step's first run; the same until Finish.
     CacheClock clock() const ABSL_NO_THREAD_SAFETY_ANALYSIS;
     // To be called when the step has ended. pages: those that it looked up.
     void Finish(uint64_t pages) const ABSL_NO_THREAD_SAFETY_ANALYSIS;

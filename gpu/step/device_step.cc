@@ -30,6 +30,7 @@ constexpr uint64_t kUploadShare = 4;
 // Of a wave. Two are enough unless other steps evict what it has found, or it misses more pages
 // than it may list or carry.
 constexpr uint32_t kRunsMax = 64;
+static_assert(2 * kRunsMax < 1u << kRunBits, "a wave may be tried twice");
 
 // Whether the device answers a row over segments in files.
 bool AnswersFromFiles(const StepRow& row, uint32_t layer, const DeviceCopyStore& store) {
@@ -332,8 +333,11 @@ CacheClock DeviceStep::ClockOfWave(const std::shared_ptr<PageCache>& cache,
   if (wave_cache_.lock() != cache) {
     wave_cache_ = cache;
     wave_clock_ = use.clock();
+    wave_runs_ = 0;
   }
-  return wave_clock_;
+  CacheClock clock = wave_clock_;
+  clock.filler |= wave_runs_++ << kSourceBits;
+  return clock;
 }
 
 absl::StatusOr<FilePages::Outcome> DeviceStep::RunOnce() {

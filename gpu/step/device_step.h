@@ -75,7 +75,8 @@ class DeviceStep {
   absl::Status LaunchWave();
   // The cache of pages; null if the wave wants none or there is none.
   std::shared_ptr<PageCache> CacheOfWave();
-  // The wave's number in the cache, which is the same for all its runs while the cache is.
+  // The wave's number in the cache, which is the same for all its runs while the cache is, with the
+  // number of the next run.
   CacheClock ClockOfWave(const std::shared_ptr<PageCache>& cache, const PageCache::Use& use);
   // Runs the wave once. If pages are missing, the host brings them, without the cache, and the wave
   // is to run again, without the rows whose pages cannot be read; else its rows have their answers.
@@ -104,8 +105,9 @@ class DeviceStep {
   FilePages files_;                   // of the wave
   // The cache of the wave's last run, and the wave's number there; null before its first run.
   std::weak_ptr<PageCache> wave_cache_;
-  CacheClock wave_clock_{};
-  Uploader uploader_;  // behind all that work on the device uses
+  CacheClock wave_clock_{};  // of its first run
+  uint32_t wave_runs_ = 0;   // with that cache
+  Uploader uploader_;        // behind all that work on the device uses
   attention::BackendStats::Files file_counts_;
   bool unread_ = false;        // the row that was pinned last: what it reads of a file in any case
   Lack lack_ = Lack::kPages;   // of the row that was pinned last, if it found no room

@@ -69,10 +69,7 @@ void StepTotals::AddWave(const StepWriter& writer, const std::byte* results) {
 void StepTotals::AddUnfinishedWave(const StepWriter& writer, const std::byte* results) {
   const auto* units = At<UnitResult>(results, writer.results().unit_results);
   for (uint32_t unit = 0; unit < writer.header().units; ++unit) {
-    const uint64_t missed = units[unit].missed_pages;
-    pages_.lookups += missed;
-    pages_.fetched += missed;
-    pages_.fetched_bytes += missed * writer.header().cache.page_bytes;
+    pages_.fetched_bytes += uint64_t{units[unit].missed_pages} * writer.header().cache.page_bytes;
   }
 }
 
@@ -123,7 +120,7 @@ void StepTotals::AddUnits(const StepWriter& writer, const RowPart& part, const s
   for (uint64_t i = 0; i < part.units; ++i, ++unit) {
     if (counted) {
       pages_.lookups += unit->pages;
-      pages_.fetched += unit->missed_pages;
+      pages_.fetched += unit->missed_pages + unit->earlier_pages;
       pages_.fetched_bytes += uint64_t{unit->missed_pages} * writer.header().cache.page_bytes;
       pages_.in_place += unit->host_pages;
       pages_.carried += unit->carried_pages;

@@ -23,7 +23,8 @@ class StepTotals {
 
   // Takes the results of the writer's wave. results: the result buffer.
   void AddWave(const StepWriter& writer, const std::byte* results);
-  // Of a wave that is to run again: counts the pages that this run has fetched.
+  // Of a wave that is to run again: counts the bytes that this run has fetched. Its look-ups are
+  // the last run's, which knows what earlier ones have brought.
   void AddUnfinishedWave(const StepWriter& writer, const std::byte* results);
   // Time on the device, to be shared among the wave's rows by their units.
   void AddStages(const StepWriter& writer, const StageSeconds& seconds);

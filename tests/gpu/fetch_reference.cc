@@ -15,6 +15,7 @@ std::string FetchSegment(const PageCacheRef& cache, uint32_t kv_heads, const Seg
     if (found.frame == kNoFrame) continue;
     std::byte* frame = cache.frames + uint64_t{found.frame} * cache.page_bytes;
     if (found.fetch) {
+      NoteSource<HostMemory>(cache, *cache.clock, found, kFromHost);
       std::memcpy(frame, from, cache.page_bytes);
     } else if (std::memcmp(frame, from, cache.page_bytes) != 0) {
       return "page " + std::to_string(segment.first_page + page) + " was found with other bytes";
@@ -54,14 +55,17 @@ const std::byte* FileLookUp::Find(const SegmentRef& segment, uint32_t kv_head, u
 
 const std::byte* FileLookUp::FindNumber(uint64_t page) {
   const PageCacheRef& cache = header_.cache;
-  last_ = nullptr;
+  last_ = kFromCache;
+  const std::byte* came = nullptr;
   for (uint32_t i = 0; i < header_.carried->count; ++i) {
-    if (header_.carried->pages[i].page == page) last_ = &header_.carried->pages[i];
+    const CarriedPage& carried = header_.carried->pages[i];
+    if (carried.page != page) continue;
+    last_ = carried.from_disk != 0 ? kCarriedDisk : kCarriedMemory;
+    came = cache.frames + uint64_t{carried.frame} * cache.page_bytes;
   }
-  const std::byte* came =
-      last_ == nullptr ? nullptr : cache.frames + uint64_t{last_->frame} * cache.page_bytes;
   const FoundFrame found = FindFrame<HostMemory>(cache, *cache.clock, page, came != nullptr);
-  if (last_ != nullptr) ++counts_.carried_pages;
+  if (found.frame != kNoFrame) last_ = NoteSource<HostMemory>(cache, *cache.clock, found, last_);
+  if (last_ != kFromCache) ++counts_.carried_pages;
   if (found.frame == kNoFrame) {
     if (came != nullptr) return came;
     const uint32_t place = (*header_.missing_count)++;
@@ -80,9 +84,9 @@ const std::byte* FileLookUp::FindNumber(uint64_t page) {
 }
 
 void FileLookUp::CountToken() {
-  if (last_ == nullptr) return;
+  if (last_ == kFromCache) return;
   ++counts_.host_tokens;
-  counts_.disk_tokens += last_->from_disk;
+  counts_.disk_tokens += last_ == kCarriedDisk ? 1 : 0;
 }
 
 void FileLookUp::AddTo(UnitResult* result) {

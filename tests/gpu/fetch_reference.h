@@ -22,7 +22,15 @@ struct HostMemory {
     return std::atomic_ref(*const_cast<uint64_t*>(from)).load();
   }
   static float Load(const float* from) { return std::atomic_ref(*const_cast<float*>(from)).load(); }
+  static uint32_t Load(const uint32_t* from) {
+    return std::atomic_ref(*const_cast<uint32_t*>(from)).load();
+  }
   static void Store(float* to, float value) { std::atomic_ref(*to).store(value); }
+  static void Store(uint32_t* to, uint32_t value) { std::atomic_ref(*to).store(value); }
+  static uint32_t Swap(uint32_t* at, uint32_t from, uint32_t to) {
+    std::atomic_ref(*at).compare_exchange_strong(from, to);
+    return from;
+  }
   static uint64_t Swap(uint64_t* at, uint64_t from, uint64_t to) {
     std::atomic_ref(*at).compare_exchange_strong(from, to);
     return from;
@@ -58,7 +66,7 @@ class FileLookUp {
   KnownPages* const known_;
   std::vector<std::byte> nowhere_;
   UnitResult counts_{};
-  const CarriedPage* last_ = nullptr;  // carried page that was found last; null: it was not carried
+  PageSource last_ = kFromCache;  // of the page that was found last
   std::string wrong_;
 };
 

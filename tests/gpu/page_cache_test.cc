@@ -63,7 +63,7 @@ class PageCacheLookUp : public testing::Test {
   const testing::ScopedTrace trace_{__FILE__, __LINE__, testing::Message() << "seed " << seed_};
   std::vector<CacheSet> sets_ = std::vector<CacheSet>(kSets);
   PageCacheRef ref_ = {nullptr, sets_.data(), nullptr, kSets, 4096};
-  CacheClock clock_ = {0, 0};
+  CacheClock clock_ = {};
   std::map<uint32_t, uint64_t> content_;  // page by frame, as filled
 };
 
@@ -189,6 +189,39 @@ void ExpectSameOutputs(const StepResult& a, const StepResult& b) {
     EXPECT_EQ(a.rows[r].out, b.rows[r].out) << "row " << r;
     EXPECT_EQ(a.rows[r].lse, b.rows[r].lse) << "row " << r;
   }
+}
+
+// A page counts in a wave's last run as if no other had been before it.
+TEST_F(PageCacheLookUp, ARunKnowsWhatEarlierRunsBrought) {
+  const auto look = [&](uint64_t page, PageSource at_hand) {
+    const FoundFrame found = FindFrame<HostMemory>(ref_, clock_, page, at_hand != kFromCache);
+    EXPECT_NE(found.frame, kNoFrame);
+    return NoteSource<HostMemory>(ref_, clock_, found, at_hand);
+  };
+  const auto begin = [&](uint32_t wave, uint32_t run) {
+    clock_.step = wave;
+    clock_.filler = wave << (kSourceBits + kRunBits) | run << kSourceBits;
+  };
+  begin(1, 0);
+  EXPECT_EQ(look(1, kFromHost), kFromHost);
+  begin(2, 0);
+  EXPECT_EQ(look(2, kFromHost), kFromHost);
+  EXPECT_EQ(look(2, kFromHost), kFromCache) << "the first look-up has fetched it";
+  EXPECT_EQ(look(3, kCarriedDisk), kCarriedDisk);
+  EXPECT_EQ(look(4, kCarriedMemory), kCarriedMemory);
+  for (const uint32_t run : {1, 2}) {
+    begin(2, run);
+    EXPECT_EQ(look(1, kFromHost), kFromCache) << "another wave has fetched it";
+    EXPECT_EQ(look(2, kFromHost), kFromHost);
+    EXPECT_EQ(look(2, kFromHost), kFromCache) << "once in each run";
+    EXPECT_EQ(look(3, kCarriedDisk), kCarriedDisk);
+    for (int time = 0; time < 2; ++time) {  // no longer carried
+      EXPECT_EQ(look(3, kFromCache), kCarriedDisk);
+      EXPECT_EQ(look(4, kFromCache), kCarriedMemory);
+    }
+  }
+  begin(3, 1);
+  for (const uint64_t page : {1, 2, 3, 4}) EXPECT_EQ(look(page, kFromCache), kFromCache);
 }
 
 class PageCacheSteps : public testing::TestWithParam<attention::IndexSet> {

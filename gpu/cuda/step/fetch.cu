@@ -27,12 +27,21 @@ struct DeviceMemory {
   static __device__ __forceinline__ float Load(const float* from) {
     return *const_cast<const volatile float*>(from);
   }
+  static __device__ __forceinline__ uint32_t Load(const uint32_t* from) {
+    return *const_cast<const volatile uint32_t*>(from);
+  }
   static __device__ __forceinline__ void Store(float* to, float value) {
     *static_cast<volatile float*>(to) = value;
+  }
+  static __device__ __forceinline__ void Store(uint32_t* to, uint32_t value) {
+    *static_cast<volatile uint32_t*>(to) = value;
   }
   static __device__ __forceinline__ uint64_t Swap(uint64_t* at, uint64_t from, uint64_t to) {
     static_assert(sizeof(unsigned long long) == sizeof(uint64_t));
     return atomicCAS(reinterpret_cast<unsigned long long*>(at), from, to);
+  }
+  static __device__ __forceinline__ uint32_t Swap(uint32_t* at, uint32_t from, uint32_t to) {
+    return atomicCAS(at, from, to);
   }
 };
 
@@ -73,15 +82,14 @@ struct ChosenPage {
 
 // Counts of a warp, and then of a thread block.
 struct FetchCounts {
-  uint32_t pages = 0, missed_pages = 0, host_pages = 0, carried_pages = 0, host_tokens = 0,
-           disk_tokens = 0;
+  uint32_t pages = 0, missed_pages = 0, earlier_pages = 0, host_pages = 0, carried_pages = 0,
+           host_tokens = 0, disk_tokens = 0;
 };
 
 // Where a leader's page is.
 struct PagePlace {
   FoundFrame found = {kNoFrame, false};
-  bool carried = false;
-  bool from_disk = false;
+  PageSource source = kFromCache;
 };
 
 __device__ __forceinline__ void ListMissing(const StepHeader& step, uint64_t page) {
@@ -94,22 +102,27 @@ __device__ __forceinline__ PagePlace FindPage(const StepHeader& step, const Cach
                                               ChosenPage* page) {
   PagePlace place;
   uint32_t carried_frame = kNoFrame;
-  if (page->at == nullptr) {
+  if (page->at != nullptr) {
+    place.source = kFromHost;
+  } else {
     const CarriedPages carried = *step.carried;
     if (const uint32_t i = FindCarried(carried, page->number); i < carried.count) {
-      place.carried = true;
-      place.from_disk = carried.pages[i].from_disk != 0;
+      place.source = carried.pages[i].from_disk != 0 ? kCarriedDisk : kCarriedMemory;
       carried_frame = carried.pages[i].frame;
       page->at = step.cache.frames + uint64_t{carried_frame} * step.cache.page_bytes;
     }
   }
   const bool at_hand = page->at != nullptr;
   place.found = FindFrame<DeviceMemory>(step.cache, clock, page->number, at_hand);
-  if (place.found.frame != kNoFrame) return place;
-  if (!at_hand) {
+  if (place.found.frame != kNoFrame) {
+    // A wave that reads no files runs once: what it finds it has found in the cache.
+    place.source = place.found.fetch || step.carried != nullptr
+                       ? NoteSource<DeviceMemory>(step.cache, clock, place.found, place.source)
+                       : kFromCache;
+  } else if (!at_hand) {
     ListMissing(step, page->number);
     place.found.frame = 0;
-  } else if (place.carried) {
+  } else if (IsCarried(place.source)) {
     place.found.frame = carried_frame;
   }
   return place;
@@ -128,8 +141,10 @@ __device__ __forceinline__ void FetchTokens(const StepHeader& step, const CacheC
   const FoundFrame found = place.found;
   const uint32_t leaders = __ballot_sync(~0u, leads);
   const uint32_t missed = __ballot_sync(~0u, found.fetch);
-  const uint32_t carried = __ballot_sync(~0u, place.carried);
-  const uint32_t of_disk = __ballot_sync(~0u, place.from_disk);
+  const uint32_t carried = __ballot_sync(~0u, IsCarried(place.source));
+  const uint32_t of_disk = __ballot_sync(~0u, place.source == kCarriedDisk);
+  const uint32_t earlier =
+      __ballot_sync(~0u, place.source == kFromHost && found.frame != kNoFrame && !found.fetch);
   for (uint32_t rest = missed; rest != 0; rest &= rest - 1) {
     const int leader = __ffs(static_cast<int>(rest)) - 1;
     const auto from = __shfl_sync(~0u, reinterpret_cast<uint64_t>(page.at), leader);
@@ -146,9 +161,10 @@ __device__ __forceinline__ void FetchTokens(const StepHeader& step, const CacheC
   const auto of_leader = [&](uint32_t leaders_bits) {
     return looked_up && (leaders_bits >> max(leader, 0) & 1) != 0;
   };
-  const bool moved = looked_up && (frame == kNoFrame || of_leader(missed | carried));
+  const bool moved = looked_up && (frame == kNoFrame || of_leader(missed | carried | earlier));
   counts->pages += __popc(leaders);
   counts->missed_pages += __popc(missed & ~carried);
+  counts->earlier_pages += __popc(earlier);
   counts->host_pages += __popc(__ballot_sync(~0u, leads && found.frame == kNoFrame));
   counts->carried_pages += __popc(carried);
   counts->host_tokens += __popc(__ballot_sync(~0u, moved));
@@ -182,6 +198,7 @@ __global__ void __launch_bounds__(kFetchWarps * 32)
   if (threadIdx.x % 32 != 0) return;
   if (counts.pages != 0) atomicAdd(&result->pages, counts.pages);
   if (counts.missed_pages != 0) atomicAdd(&result->missed_pages, counts.missed_pages);
+  if (counts.earlier_pages != 0) atomicAdd(&result->earlier_pages, counts.earlier_pages);
   if (counts.host_pages != 0) atomicAdd(&result->host_pages, counts.host_pages);
   if (counts.carried_pages != 0) atomicAdd(&result->carried_pages, counts.carried_pages);
   if (counts.host_tokens != 0) atomicAdd(&result->host_tokens, counts.host_tokens);

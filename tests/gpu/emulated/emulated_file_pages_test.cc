@@ -95,11 +95,15 @@ TEST_P(EmulatedFilePages, PagesThatFindNoFrameAreReadWhereTheyCame) {
   const auto resident = MakeEmulatedBackend(FetchOptions(0));
   const StepResult expected = RunStep(resident.get(), 0, whole_rows);
   const auto backend = MakeEmulatedBackend(FetchOptions(uint64_t{380} << 10));
-  ExpectSameAnswers(RunStep(backend.get(), 0, rows), expected);
+  const StepResult found = RunStep(backend.get(), 0, rows);
+  ExpectSameAnswers(found, expected);
   const attention::BackendStats stats = backend->stats();
   EXPECT_EQ(stats.fallback_steps, 0u);
   EXPECT_GT(stats.files.pages, 2 * 38u) << "some came twice";
   EXPECT_GT(stats.files.runs_again, 2u);
+  // Also the pages that were no longer carried in the last run came for the wave.
+  EXPECT_EQ(stats.cache.carried, stats.cache.lookups);
+  EXPECT_EQ(found.rows[0].stats.ssd_tokens, found.rows[0].stats.exact_tokens);
 }
 
 TEST_P(EmulatedFilePages, ARepeatedStepBringsNothing) {
@@ -137,6 +141,40 @@ TEST_P(EmulatedFilePages, ARowMayReadBoth) {
   EXPECT_GT(backend->stats().cache.fetched + backend->stats().cache.in_place, 0u);
   EXPECT_GT(backend->stats().cache.carried, 0u);
   EXPECT_EQ(backend->stats().fallback_steps, 0u);
+}
+
+// A wave runs twice, for its pages in files. What its first run has fetched from host memory counts
+// as fetched, once, and in the next step as the device's.
+TEST_P(EmulatedFilePages, EachPageCountsOnceByWhoServedIt) {
+  // All tokens of a segment are chosen, so that each 32 of the list lie in two pages of their own.
+  constexpr uint64_t kTokens = 256, kPages = kTokens / attention::kPageTokens;
+  attention::test::SequenceSpec spec =
+      SpecOf({2, 1, 64, 64, {kTokens, kTokens}, 0, GetParam()}, DType::kBf16);
+  spec.sink = 0;
+  TestSequence whole = MakeSequence(spec);
+  TestSequence mixed = Paged(whole, &store_);
+  auto view = std::make_shared<attention::SequenceView>(*mixed.view);
+  view->segments[1] = whole.view->segments[1];
+  mixed.view = std::move(view);
+  const std::vector<TestRow> rows = {attention::test::MakeRow(
+      &mixed, All(), 2 * kTokens, 1, /*query_only=*/true, DType::kFp32, 0, spec.seed)};
+  const auto backend = MakeEmulatedBackend(FetchOptions(uint64_t{8} << 20));
+  for (const uint64_t steps : {1, 2}) {
+    SCOPED_TRACE(steps);
+    const StepResult found = RunStep(backend.get(), 0, rows);
+    ASSERT_TRUE(found.status.ok()) << found.status;
+    const attention::RowStats& tokens = found.rows[0].stats;
+    EXPECT_EQ(tokens.ssd_tokens, steps == 1 ? kTokens : 0);
+    EXPECT_EQ(tokens.host_tokens, steps == 1 ? kTokens : 0);
+    EXPECT_EQ(tokens.hbm_tokens, steps == 1 ? 0 : 2 * kTokens);
+    const attention::BackendStats stats = backend->stats();
+    EXPECT_EQ(stats.cache.lookups, steps * 2 * kPages);
+    EXPECT_EQ(stats.cache.fetched, kPages);
+    EXPECT_EQ(stats.cache.fetched_bytes, kPages * kSmallPageBytes);
+    EXPECT_EQ(stats.cache.carried, kPages);
+    EXPECT_EQ(stats.cache.in_place, 0u);
+    EXPECT_EQ(stats.files.runs_again, 1u);
+  }
 }
 
 // The damaged file's rows miss so many pages that these fill each run's list: the other row's

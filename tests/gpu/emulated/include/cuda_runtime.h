@@ -116,9 +116,9 @@ template <typename T, typename By>
 T atomicAdd(T* at, By by) {
   return ChangeAtomically(at, [by](T was) { return static_cast<T>(was + static_cast<T>(by)); });
 }
-inline unsigned long long atomicCAS(unsigned long long* at, unsigned long long from,
-                                    unsigned long long to) {
-  return ChangeAtomically(at, [=](unsigned long long was) { return was == from ? to : was; });
+template <typename T>
+T atomicCAS(T* at, std::type_identity_t<T> from, std::type_identity_t<T> to) {
+  return ChangeAtomically(at, [=](T was) { return was == from ? to : was; });
 }
 inline size_t __cvta_generic_to_shared(const void* place) {
   return attnd::gpu::emulated::SharedOffset(place);
