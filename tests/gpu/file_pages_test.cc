@@ -217,6 +217,32 @@ TEST_P(FilePagesSteps, LostPagesAreTheirSequencesAlone) {
   }
 }
 
+// Nothing comes for the lost rows, and the others lack nothing: the wave runs again all the same.
+TEST_P(FilePagesSteps, LostRowsLeaveAWaveThatLacksNothing) {
+  CopyingStore damaged;
+  TestSequence lost = Paged(whole_, &damaged);
+  const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
+  std::vector<TestRow> sink = RowsThatChoose(&lost, 0);
+  std::erase_if(sink, [](const TestRow& row) { return row.policy.cuts_clusters(); });
+  ASSERT_TRUE(
+      RunStep(fake.backend.get(), 0, sink).status.ok());  // the sink comes before all is lost
+  damaged.set_lost([](const PageWant&) { return true; });
+  const StepResult expected = Resident(0);
+  const std::vector<TestRow> good = RowsThatChoose(&paged_, 0);
+  ExpectSameAnswers(RunStep(fake.backend.get(), 0, good), expected);
+  const uint64_t pages = fake.backend->stats().files.pages;
+  const std::vector<TestRow> rows = Alternating(good, RowsThatChoose(&lost, 0));
+  std::vector<absl::Status> faults(rows.size());
+  const StepResult step = RunStep(fake.backend.get(), 0, rows, &faults);
+  ASSERT_TRUE(step.status.ok()) << step.status;
+  for (size_t r = 0; r < rows.size(); r += 2) {
+    EXPECT_TRUE(faults[r].ok()) << faults[r];
+    EXPECT_TRUE(SameBits(step.rows[r], expected.rows[r / 2])) << r;
+  }
+  EXPECT_GT(FallbackRows(fake, Fallback::kPaged), 0u);
+  EXPECT_EQ(fake.backend->stats().files.pages, pages);
+}
+
 // While the host reads: the step ends, its memory comes back, and the next step is answered.
 TEST_P(FilePagesSteps, CancelledAndLateStepsEnd) {
   const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
