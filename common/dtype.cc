@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "common/bf16_rows.h"
+
 namespace attnd {
 namespace {
 
@@ -104,7 +106,7 @@ void FromFloat(DType dtype, const float* source, size_t count, std::byte* target
       if (count > 0) std::memcpy(target, source, count * sizeof(float));
       return;
     case DType::kBf16:
-      for (size_t i = 0; i < count; ++i) Store(target + 2 * i, FloatToBf16(source[i]));
+      RoundToBf16(source, count, target);
       return;
     case DType::kFp16:
       for (size_t i = 0; i < count; ++i) Store(target + 2 * i, FloatToFp16(source[i]));

@@ -70,6 +70,17 @@ class EngineImpl::PassImpl final : public Pass {
     return status;
   }
 
+  void WarmNextLayer() override {
+    if (layer_ == layers_) return;
+    for (size_t i = 0; i < rows_.size(); ++i) {
+      if (!state_[i].status.ok()) continue;
+      const auto sequence = state_[i].sequence.lock();  // none of a row that appends nothing
+      if (sequence != nullptr) {
+        sequence->WarmTail(layer_, rows_[i].position, rows_[i].query_tokens);
+      }
+    }
+  }
+
  private:
   struct RowState {
     absl::Status status;              // not OK: the row is out of the pass

@@ -37,6 +37,10 @@ class Pass {
   // layer and rows are of no meaning.
   virtual absl::Status Step(const DecodeArgs& args, AnswerMemory memory, DecodeResult* result) = 0;
 
+  // Asks the processor for the memory that the next layer's tokens go to, which nothing has touched
+  // since the token before: in the time that the model takes for that layer's queries.
+  virtual void WarmNextLayer() = 0;
+
  protected:
   Pass() = default;
 };

@@ -155,6 +155,8 @@ class Sequence {
   // is then unchanged. One of the two calls below ends the pass, before ReleaseWriter.
   absl::Status BeginPass(WriterId writer, uint64_t position, uint64_t tokens);
   void CompletePass(WriterId writer);
+  // Of a pass: asks the processor for the memory that tokens of the layer go to.
+  void WarmTail(uint32_t layer, uint64_t position, uint64_t tokens);
   // What a declared pass takes, which its caller counts.
   static uint64_t PassBytes(uint32_t layers) {
     return 2 * sizeof(DeclaredPass) + layers * sizeof(uint64_t);

@@ -38,6 +38,11 @@ void Sequence::CompletePass(WriterId writer) {
   if (pass != passes_.end()) passes_.erase(pass);
 }
 
+void Sequence::WarmTail(uint32_t layer, uint64_t position, uint64_t tokens) {
+  MutexLock lock(mutex_);
+  tail_.Warm(layer, position, tokens);
+}
+
 void Sequence::GiveUpPass(WriterId writer) {
   MutexLock lock(mutex_);
   const auto pass = PassOf(writer);

@@ -74,6 +74,26 @@ void Tail::Write(const NewTokens& tokens, uint64_t skip) {
   }
 }
 
+void Tail::Warm(uint32_t layer, uint64_t position, uint64_t tokens) const {
+  constexpr uint64_t kTokensMax = 128;
+  const attention::PageGeometry geometry(shape_);
+  constexpr size_t kLineBytes = 64;  // of a cache
+  const auto ask = [](const std::byte* row, size_t bytes) {
+    for (size_t at = 0; at < bytes; at += kLineBytes) __builtin_prefetch(row + at, 1);
+  };
+  const uint64_t begin = std::max(position, begin_);
+  const uint64_t end = std::min(position + std::min(tokens, kTokensMax), blocks_end());
+  for (uint64_t token = begin; token < end; ++token) {
+    const uint64_t place = token % kTailBlockTokens;
+    for (uint32_t head = 0; head < shape_.kv_heads; ++head) {
+      const std::byte* const pages = Pages(layer, head, token);
+      ask(pages + geometry.KeyOffset(place), geometry.key_row_bytes);
+      if (geometry.stores_values())
+        ask(pages + geometry.ValueOffset(place), geometry.value_row_bytes);
+    }
+  }
+}
+
 float Tail::RaiseKeyBounds(const NewTokens& tokens, uint64_t skip) {
   if (skip == tokens.tokens) return 0;
   float greatest = 0;

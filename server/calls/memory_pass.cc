@@ -178,6 +178,7 @@ absl::Status MemoryPass::RunLayers(engine::Pass* pass, engine::DecodeResult* res
     ATTND_RETURN_IF_ERROR(AwaitRing());
     ATTND_RETURN_IF_ERROR(AnswerLayer(pass, result));
     turns_.Answer(failed_rows_);
+    pass->WarmNextLayer();
   }
   if (stream_.options->stats == v1::Pass::STATS_OF_PASS) *result = stats_.Total(*result);
   return absl::OkStatus();

@@ -14,6 +14,7 @@
 #include <cstring>
 #include <limits>
 #include <numeric>
+#include <random>
 #include <vector>
 
 namespace attnd {
@@ -117,6 +118,26 @@ TEST_P(DTypeTest, ArraysAreElementsOneByOneAtAnyAlignment) {
   for (size_t i = 0; i < bits.size(); ++i) ASSERT_EQ(floats[i], format.to_float(bits[i]));
   FromFloat(format.dtype, floats.data(), bits.size(), target.data() + 1);
   EXPECT_EQ(target, source);
+}
+
+// Floats of any bits: between two of the format's numbers, subnormal, infinite, NaN.
+TEST_P(DTypeTest, ArraysRoundAsElementsDoAndWriteNoFurther) {
+  const Format& format = GetParam();
+  std::mt19937 random(19);
+  for (size_t count = 0; count <= 67; ++count) {
+    std::vector<float> floats(count);
+    for (float& number : floats) number = std::bit_cast<float>(static_cast<uint32_t>(random()));
+    constexpr auto kUntouched = std::byte{0xA5};
+    std::vector<std::byte> target(1 + count * 2 + 1, kUntouched);
+    FromFloat(format.dtype, floats.data(), count, target.data() + 1);
+    for (size_t i = 0; i < count; ++i) {
+      uint16_t rounded;
+      std::memcpy(&rounded, target.data() + 1 + 2 * i, sizeof(rounded));
+      ASSERT_EQ(rounded, format.from_float(floats[i])) << i << " of " << count;
+    }
+    EXPECT_EQ(target.front(), kUntouched);
+    EXPECT_EQ(target.back(), kUntouched);
+  }
 }
 
 TEST_P(DTypeTest, AllFinite) {
