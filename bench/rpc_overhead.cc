@@ -173,6 +173,7 @@ class TimedEngine final : public engine::Engine {
       *last_ns_ = (Clock::now() - start).count() + std::exchange(begin_ns_, 0);
       return status;
     }
+    void WarmNextLayer() override { pass_->WarmNextLayer(); }
 
    private:
     const std::unique_ptr<engine::Pass> pass_;

@@ -13,6 +13,13 @@
 #include "glog/logging.h"
 
 namespace attnd::engine {
+namespace {
+
+// Of all rows of a pass. More would fall out of the caches again, and would hold up the look for
+// the next ring; the greatest batch of single tokens has as many.
+constexpr uint64_t kWarmTokensMax = 128;
+
+}  // namespace
 
 // Thread-safety: as Pass's. Sequences are looked up again in each step, so that a pass neither
 // keeps a closed one open nor holds a lease between two messages.
@@ -71,13 +78,14 @@ class EngineImpl::PassImpl final : public Pass {
   }
 
   void WarmNextLayer() override {
-    if (layer_ == layers_) return;
-    for (size_t i = 0; i < rows_.size(); ++i) {
+    uint64_t left = layer_ == layers_ ? 0 : kWarmTokensMax;
+    for (size_t i = 0; i < rows_.size() && left > 0; ++i) {
       if (!state_[i].status.ok()) continue;
       const auto sequence = state_[i].sequence.lock();  // none of a row that appends nothing
-      if (sequence != nullptr) {
-        sequence->WarmTail(layer_, rows_[i].position, rows_[i].query_tokens);
-      }
+      if (sequence == nullptr) continue;
+      const uint64_t tokens = std::min<uint64_t>(rows_[i].query_tokens, left);
+      sequence->WarmTail(layer_, rows_[i].position, tokens);
+      left -= tokens;
     }
   }
 

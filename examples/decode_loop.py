@@ -81,6 +81,8 @@ def arguments() -> argparse.Namespace:
     ways = options.attention.split(",")
     if not set(ways) <= {"local", "attnd"}:
         parser.error(f"--attention is {options.attention}; allowed are local, attnd, and both")
+    if options.check and options.keys:
+        parser.error("--check has random keys: leave --keys out")
     if "attnd" in ways and not options.target:
         parser.error("--target is missing: attnd answers there")
     options.distinct_layers = options.distinct_layers or options.layers
@@ -207,6 +209,7 @@ def stepper(options: argparse.Namespace, decoder: Decoder) -> Any:
     """A function that enqueues a step."""
     if options.no_graph:
         return decoder.step
+    torch.cuda.synchronize()  # what the step reads is made on another stream
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         decoder.step()  # libraries take their memory; outside a pass attnd's layers wait for nothing

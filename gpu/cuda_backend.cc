@@ -19,6 +19,7 @@
 #include "attention/index/segment_builder.h"
 #include "common/mutex.h"
 #include "common/status.h"
+#include "gpu/fault_watch.h"
 #include "gpu/index/segment_build.h"
 #include "gpu/layout/memory_split.h"
 #include "gpu/lease_pool.h"
@@ -137,6 +138,11 @@ class CudaBackend : public Backend {
     for (auto& context : resources.contexts) streams_.Add(std::move(context));
     for (uint32_t turn = 0; turn < FileTurnsOf(options_.streams); ++turn) {
       file_turns_.Add(std::make_unique<FileTurn>());
+    }
+    if (options_.fault_watch_period > std::chrono::milliseconds(0)) {
+      ATTND_ASSIGN_OR_RETURN(
+          fault_watch_, FaultWatch::Start(device_.get(), options_.fault_watch_period,
+                                          [this](const absl::Status& fault) { Degrade(fault); }));
     }
     return absl::OkStatus();
   }
@@ -386,6 +392,7 @@ class CudaBackend : public Backend {
   LeasePool<FileTurn> file_turns_;
   LeasePool<StreamContext> streams_;
   LeasePool<StreamContext> builders_;
+  std::unique_ptr<FaultWatch> fault_watch_;  // null: none
 };
 
 }  // namespace

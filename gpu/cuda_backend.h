@@ -6,6 +6,7 @@
 #ifndef ATTND_GPU_CUDA_BACKEND_H_
 #define ATTND_GPU_CUDA_BACKEND_H_
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -37,6 +38,9 @@ struct CudaBackendOptions {
   // the stages do.
   bool cooperative_groups = true;
   uint32_t build_threads = 0;  // that order a built segment; 0: all cores
+  // Between two looks at whether the device still works, where no step asks (fault_watch.h). 0:
+  // nobody looks.
+  std::chrono::milliseconds fault_watch_period{0};
   // Told once, when the device fails; from any thread, must not call the backend. May be empty.
   std::function<void(const absl::Status&)> on_degraded;
 

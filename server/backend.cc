@@ -2,6 +2,7 @@
 #include "server/backend.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <filesystem>
 #include <string>
@@ -20,6 +21,8 @@ namespace {
 
 using attention::Backend;
 
+constexpr std::chrono::seconds kFaultWatchPeriod{1};
+
 std::unique_ptr<Backend> MakeCpu(const ServerOptions& options) {
   return attention::MakeCpuBackend({.threads = options.step_threads});
 }
@@ -34,6 +37,8 @@ absl::StatusOr<std::unique_ptr<Backend>> MakeCuda(
   cuda.page_memory_bytes = options.device_page_memory_bytes;
   cuda.streams = std::min(options.step_workers, gpu::kStreamsMax);
   cuda.build_threads = options.index_threads;
+  // Who ends after a fault is to notice it without a step, too.
+  if (on_fault) cuda.fault_watch_period = kFaultWatchPeriod;
   cuda.on_degraded = [on_fault = std::move(on_fault)](const absl::Status& status) {
     if (on_fault) {
       on_fault(status);

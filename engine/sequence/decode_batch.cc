@@ -293,10 +293,9 @@ absl::StatusOr<AnswerBuffers> DecodeBatch::TakeMemory(AnswerMemory memory) const
   ATTND_ASSIGN_OR_RETURN(const AnswerBuffers buffers, memory(extents));
   CHECK_EQ(buffers.out.size(), extents.out_floats());
   CHECK_EQ(buffers.lse.size(), extents.lse_floats());
-  // A row that nobody answers: lse, of which each row has few, tells of it (RefuseOverflow).
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  std::fill(buffers.out.begin(), buffers.out.end(), kNan);
   std::fill(buffers.lse.begin(), buffers.lse.end(), kNan);
-  if (step_rows_.size() < rows()) std::fill(buffers.out.begin(), buffers.out.end(), kNan);
   return buffers;
 }
 

@@ -75,14 +75,13 @@ void Tail::Write(const NewTokens& tokens, uint64_t skip) {
 }
 
 void Tail::Warm(uint32_t layer, uint64_t position, uint64_t tokens) const {
-  constexpr uint64_t kTokensMax = 128;
   const attention::PageGeometry geometry(shape_);
   constexpr size_t kLineBytes = 64;  // of a cache
   const auto ask = [](const std::byte* row, size_t bytes) {
     for (size_t at = 0; at < bytes; at += kLineBytes) __builtin_prefetch(row + at, 1);
   };
   const uint64_t begin = std::max(position, begin_);
-  const uint64_t end = std::min(position + std::min(tokens, kTokensMax), blocks_end());
+  const uint64_t end = std::min(position + tokens, blocks_end());
   for (uint64_t token = begin; token < end; ++token) {
     const uint64_t place = token % kTailBlockTokens;
     for (uint32_t head = 0; head < shape_.kv_heads; ++head) {

@@ -72,8 +72,7 @@ class Tail {
   // Writes the tokens without the first `skip`; their positions must have blocks.
   void Write(const NewTokens& tokens, uint64_t skip);
   // Asks the processor for the memory that Write of so many tokens from `position` on will write.
-  // Positions without blocks, which it would not take, are left out, and so are tokens beyond some
-  // hundred, which the caches would not hold.
+  // Positions without blocks, which it would not take, are left out.
   void Warm(uint32_t layer, uint64_t position, uint64_t tokens) const;
   // Raises the bounds of the blocks in which the tokens without the first `skip` lie; returns the
   // greatest of these tokens' magnitudes (NewTokens::key_magnitudes), 0 without any.

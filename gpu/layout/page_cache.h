@@ -201,9 +201,9 @@ ATTND_ON_DEVICE FoundFrame FindFrame(const PageCacheRef& cache, const CacheClock
 }
 
 // Where a page came from that lies in frame `found`. source: of the bytes that the caller has at
-// hand, and fills the frame with if it must; kFromCache if it has none. A page that an earlier run
-// of the wave has brought counts in each later run as it would have if that had been the only one:
-// of the run's look-ups all tell that it was carried, and one, that it came from the host's memory.
+// hand, and fills the frame with if it must; kFromCache if it has none. In a wave that
+// runs again a page that an earlier run has brought counts as if this run had brought it: if it was
+// carried, each look-up says so; if it came from the host's memory, one look-up does.
 // A thread that looks a page up just as another one fills its frame may see who filled it before.
 template <typename Memory>
 ATTND_ON_DEVICE PageSource NoteSource(const PageCacheRef& cache, const CacheClock& clock,

@@ -203,8 +203,9 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   // Gives the copy a resident, if it has none.
   absl::Status MakeResident(Copy* copy, PagesIn pages_in, Lack* lack)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Memory for a copy's index. for_cache_user: whether the copy's pages will be off the device. If
-  // there is no room, `lack` says so.
+  // Memory for a copy's index. for_cache_user: whether the copy's pages will be off the device; a
+  // cache then stays while room is made, and a caller that fails calls EndUnusedCache. If there is
+  // no room, `lack` says so.
   absl::StatusOr<Arena::Allocation> AllocateIndex(uint64_t bytes, bool for_cache_user, Lack* lack)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // An empty allocation for no bytes. Gives up residents to make room.

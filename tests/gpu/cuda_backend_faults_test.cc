@@ -273,6 +273,30 @@ TEST_F(CudaBackendFaults, AFailureAtAnyCallLosesNothing) {
   }
 }
 
+// As after a fault of another process under MPS.
+TEST_F(CudaBackendFaults, AFailureIsNoticedWithoutAStep) {
+  Mutex mutex;
+  CondVar told;
+  std::vector<absl::Status> faults;
+  CudaBackendOptions options = SmallOptions();
+  options.fault_watch_period = std::chrono::milliseconds(1);
+  options.on_degraded = [&](const absl::Status& status) {
+    MutexLock lock(mutex);
+    faults.push_back(status);
+    told.NotifyAll();
+  };
+  const FakeBackend fake = MakeFakeBackend(options);
+  EXPECT_TRUE(fake.backend->Health().ok());
+  fake.control->Set({.call = 0});
+  MutexLock lock(mutex);
+  for (int second = 0; faults.empty() && second < 60; ++second) {
+    told.WaitFor(mutex, std::chrono::seconds(1));
+  }
+  ASSERT_EQ(faults.size(), 1u);
+  EXPECT_EQ(faults.front().code(), StatusCode::kInternal);
+  EXPECT_EQ(fake.backend->Health().code(), StatusCode::kUnavailable);
+}
+
 TEST_F(CudaBackendFaults, AFailureMidwayLeavesNoTrace) {
   const FakeBackend fake = MakeFakeBackend();
   fake.control->Set({.step_midway = true});

@@ -42,7 +42,7 @@ def client(target):
 
 @pytest.fixture(params=[1, 4])
 def gpu(library, request):
-    """Kernels of one thread block, and of several, which wait for each other."""
+    """Kernels of one thread block, and of several, of which the last to arrive waits."""
     return EmulatedGpu(library, request.param)
 
 

@@ -193,6 +193,7 @@ class FakeEngine final : public engine::Engine {
       if (status.ok()) ++layer_;
       return status;
     }
+    void WarmNextLayer() override {}
 
    private:
     FakeEngine* const engine_;

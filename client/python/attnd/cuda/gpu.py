@@ -8,7 +8,8 @@ import mmap
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-# Of a thread block: one of them brings a whole answer, whose reads over PCIe are to be under way at once.
+# Of a thread block: one of them brings a whole answer, and its reads over PCIe, four a thread, are under
+# way at the same time.
 THREADS = 1024
 # A kernel's thread blocks: enough for PCIe, which carries q, k and v.
 BLOCKS_MAX = 16

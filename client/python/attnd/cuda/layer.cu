@@ -25,7 +25,7 @@
 // region with relaxed loads of system scope: no cache answers with what an earlier layer left.
 //
 // PassWords change in attnd_begin and by the last thread block to arrive, when all others have read
-// what they need. The stream orders kernels.
+// what they need; `arrived`, which all count up, is an atomic. The stream orders kernels.
 //
 // Words that an earlier pass left are never taken for a turn: a layer's epoch is first_epoch, which
 // attnd_begin writes in stream order, plus the layer. The answer word counts upwards modulo 2^32.

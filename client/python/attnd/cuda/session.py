@@ -55,7 +55,8 @@ class StreamSession:
 
     A thread watches a pass that is under way. If the server refuses the pass, ends, or does not
     answer in time, the stream goes on: the layers' out is NaN, :attr:`invalid` is not 0, and
-    :meth:`StreamPass.finish` raises. The kernels take up to 16 thread blocks of 256 threads.
+    :meth:`StreamPass.finish` raises. The kernels take up to 16 thread blocks of 1,024 threads, one of
+    which waits.
 
     Nothing is repeated by itself. A pass that failed was given up and may be begun again: in this
     session if the server told the error, in a new one otherwise.
