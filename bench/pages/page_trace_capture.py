@@ -152,8 +152,10 @@ def main() -> None:
         del waiting[:stride]
         in_files = len(waiting)
         print(arguments.out / name)
+    if not any(numbers.values()):
+        sys.exit(f"{len(waiting)} contexts are too few for a file of {arguments.join}")
     if len(waiting) > in_files:
-        print(f"{len(waiting)} contexts are too few for a file of {arguments.join}", file=sys.stderr)
+        print(f"{len(waiting)} contexts are too few for another file", file=sys.stderr)
 
 
 if __name__ == "__main__":
