@@ -213,7 +213,7 @@ def test_a_session_that_is_closed_lets_its_sequences_go(client):
     # Whoever waits for a reply of it is told, each time.
     for _ in range(2):
         with pytest.raises(attnd.UnavailableError, match="ended the stream"):
-            PassReply(session._stream._call, 9).get(5)
+            PassReply(session._stream._call, 9, None).get(5)
 
 
 def test_queries_alone(client):
@@ -269,7 +269,8 @@ def test_regions_are_listed_and_unregistered(target):
 
 
 def test_a_server_that_stops_between_two_passes(folder):
-    """Behind the last layer's answer, before its reply: the next pass says so, in time."""
+    """Behind the last layer's answer, before its reply: the next pass's step says so, in time, and so
+    do all later calls."""
     require_program()
     case = Case.random(TOKENS)
     path = folder / "between"
@@ -286,15 +287,80 @@ def test_a_server_that_stops_between_two_passes(folder):
                     write(whole, case, layer, slice(PROMPT, PROMPT + 1))
                     whole.step()
                 # As if it had not come yet.
-                session._stream._reply = PassReply(session._stream._call, 1)
+                session._stream._reply = PassReply(session._stream._call, 1, None)
                 assert len(whole.rows) == 1
                 server.send_signal(signal.SIGSTOP)
-                for _ in range(2):
-                    with pytest.raises(attnd.DeadlineExceededError, match="no reply in time"):
-                        session.begin_pass([attnd.Row(sequence, PROMPT + 1)])
+                whole = session.begin_pass([attnd.Row(sequence, PROMPT + 1)])
+                write(whole, case, 0, slice(PROMPT + 1, PROMPT + 2))
+                with pytest.raises(attnd.DeadlineExceededError, match="no answer in time"):
+                    whole.step()
+                with pytest.raises(attnd.DeadlineExceededError, match="no answer in time"):
+                    session.begin_pass([attnd.Row(sequence, PROMPT + 1)])
     finally:
         server.kill()
         server.wait()
+
+
+def test_replies_are_told_apart_by_their_order():
+    """A pass is declared while the reply to the one before is on its way."""
+
+    class Call:
+        def __init__(self):
+            self.replies = []
+
+        def arrived(self):
+            return bool(self.replies)
+
+        def receive(self, timeout_s):
+            if not self.replies:
+                raise attnd.DeadlineExceededError(grpc.StatusCode.DEADLINE_EXCEEDED, "no reply")
+            return self.replies.pop(0)
+
+        def cancel(self):
+            pass
+
+    call = Call()
+    first = PassReply(call, 1, None)
+    second = PassReply(call, 2, first)
+    third = PassReply(call, 3, second)
+    with pytest.raises(attnd.DeadlineExceededError):
+        third.await_before(0)
+    call.replies = ["1"]
+    assert not third.arrived() and not second.arrived() and first.arrived()
+    call.replies = ["2"]  # as the first one has been taken
+    assert second.arrived() and not third.arrived()
+    call.replies.append("3")
+    assert third.arrived()
+    assert [reply.get(0) for reply in (third, first, second)] == ["3", "1", "2"]
+
+
+def test_passes_do_not_wait_for_each_others_replies(client, monkeypatch):
+    """The next pass is declared and its layers are answered while nobody has heard the reply to the
+    one before; at most one is outstanding."""
+    case = Case.random(TOKENS)
+    sequence = opened(client, case, PROMPT, complete=False)
+    with client.memory_session(SHAPE) as session:
+        call = session._stream._call
+        withheld = True
+        arrived, receive = call.arrived, call.receive
+        taken, passes = [], []
+        monkeypatch.setattr(call, "arrived", lambda: not withheld and arrived())
+        monkeypatch.setattr(call, "receive", lambda timeout_s: taken.append(1) or receive(timeout_s))
+        for at in (PROMPT, PROMPT + 1):
+            whole = session.begin_pass([attnd.Row(sequence, at)])
+            passes.append(whole)
+            for layer in range(SHAPE.layers):
+                write(whole, case, layer, slice(at, at + 1))
+                whole.step()
+            assert not whole.told and not taken
+        third = session.begin_pass([attnd.Row(sequence, PROMPT + 2)])
+        assert len(taken) == 1  # the first pass's
+        withheld = False
+        for layer in range(SHAPE.layers):
+            write(third, case, layer, slice(PROMPT + 2, PROMPT + 3))
+            third.step()
+        assert all(whole.rows[0].ok for whole in (*passes, third))
+    assert layer_tokens(client, sequence) == [PROMPT + 3] * SHAPE.layers
 
 
 def test_a_step_that_is_interrupted_gives_its_pass_up(client, monkeypatch):

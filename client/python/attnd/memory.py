@@ -60,7 +60,7 @@ class MemorySession:
         raise_on_row_error: bool = True,
     ) -> MemoryPass:
         """Declares a pass of all layers over these rows. Does not wait for the server, whose errors
-        the steps raise, but for its reply to the pass before.
+        the steps raise; its reply to the pass before may still be on its way.
 
         Args:
             rows: the batch; each sequence at most once, at most query_tokens_max tokens together.
@@ -72,7 +72,7 @@ class MemorySession:
                 the pass's rows.
 
         Raises:
-            AttndError: if there is no reply to the pass before, which was complete.
+            AttndError: if the stream has ended, or the reply to the last pass but one did not come.
             ValueError: for rows that do not fit, other stats, or while a pass is under way.
         """
         options = PassOptions(deadline_us, pass_deadline_us, None, want_lse, stats)

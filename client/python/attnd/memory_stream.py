@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -84,33 +85,56 @@ class _Call:
 
 
 class PassReply:
-    """The one reply to a pass, which may still be on its way when the pass is complete. Any thread
-    may wait for it."""
+    """The one reply to a pass, which may still be on its way when the pass is complete, and when the
+    next one is declared. Any thread may wait for it."""
 
-    def __init__(self, call: _Call, step_id: int) -> None:
+    def __init__(self, call: _Call, step_id: int, before: PassReply | None) -> None:
+        """
+        Args:
+            before: the call's reply ahead of this one, which comes first.
+        """
         self._call = call
         self._step_id = step_id
+        self._before = before  # None once it is there
         self._lock = threading.Lock()
         self._reply: attnd_pb2.DecodeResponse | None = None
 
     def arrived(self) -> bool:
         """Whether get() would return or raise at once."""
         with self._lock:
-            return self._reply is not None or self._call.arrived()
+            if self._reply is not None:
+                return True
+            if self._before is not None and self._before.arrived():
+                with contextlib.suppress(AttndError):  # the call has ended: it tells this one, too
+                    self._before.get(0)
+                self._before = None
+            return self._before is None and self._call.arrived()
 
     def get(self, timeout_s: float) -> attnd_pb2.DecodeResponse:
         """
         Raises:
             AttndError: if no reply came: the stream is of no further use.
         """
+        end = time.monotonic() + timeout_s
         with self._lock:
             if self._reply is None:
+                self._await_before(timeout_s)
                 try:
-                    self._reply = self._call.receive(timeout_s)
+                    self._reply = self._call.receive(end - time.monotonic())
                 except AttndError:
                     self._call.cancel()
                     raise
             return self._reply
+
+    def await_before(self, timeout_s: float) -> None:
+        """Waits for the reply ahead of this one. Raises as get()."""
+        with self._lock:
+            self._await_before(timeout_s)
+
+    def _await_before(self, timeout_s: float) -> None:
+        if self._before is not None:
+            self._before.get(timeout_s)
+            self._before = None
 
     def check(self, timeout_s: float) -> attnd_pb2.DecodeResponse:
         """
@@ -174,8 +198,8 @@ class MemoryStream:
         options: PassOptions,
         raise_on_row_error: bool = True,
     ) -> MemoryPass:
-        """Declares a pass; as :meth:`MemorySession.begin_pass`. Waits for the reply to the pass
-        before, and to that of another stream over the same memory.
+        """Declares a pass; as :meth:`MemorySession.begin_pass`. Waits for the reply to another
+        stream's pass over the same memory.
 
         Args:
             memory: which no other pass uses until this one is over.
@@ -235,9 +259,7 @@ class MemoryStream:
                 f"the rows have {query_tokens} query tokens; allowed are "
                 f"1..{layout.query_tokens_max}"
             )
-        if self._reply is not None:
-            self._await(self._reply, self._timeout_s)
-        memory.await_free(self._timeout_s)  # by another stream
+        self._await_room(memory)
         self._step_id += 1
         request = requests.memory_pass_request(
             self._step_id,
@@ -248,10 +270,21 @@ class MemoryStream:
         )
         memory.begin(request.begin_pass.memory)
         request.begin_pass.memory.spin_us = self._spin_us
-        reply = PassReply(self._call, self._step_id)
+        reply = PassReply(self._call, self._step_id, self._reply)
         return Declaration(
             request, tuple(rows), query_tokens, new_tokens, options.want_lse, reply
         )
+
+    def _await_room(self, memory: PassMemory) -> None:
+        """Waits until another pass may be declared over the memory. The server takes a stream's passes
+        one after the other, so the reply to the one before may still be on its way; it is the only
+        one, and what the server has told by now is heard."""
+        if self._reply is not None and self._reply.arrived():
+            self._await(self._reply.get, self._timeout_s)
+        elif self._reply is not None:
+            self._await(self._reply.await_before, self._timeout_s)
+        if memory.reply is not self._reply:
+            memory.await_free(self._timeout_s)
 
     def _declare(self, whole: DeclaredPass, memory: PassMemory, declaration: Declaration) -> None:
         """Sends the message. A reply is waited for only where there is one to come."""
@@ -275,7 +308,7 @@ class MemoryStream:
         end = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         self._pass, under_way = None, self._pass  # unless this step succeeds
         try:
-            self._ring_and_wait(turns, end)
+            self._ring_and_wait(turns, reply, end)
         except BaseException as error:  # an interrupt, too: nobody counts the pass's layers now
             self._call.cancel()
             self._ended = _interrupted("a step", error)
@@ -283,19 +316,19 @@ class MemoryStream:
         if turns.answered():
             self._pass = under_way
             return
-        self._await(reply, end - time.monotonic())
+        self._await(reply.get, end - time.monotonic())
         reply.check(0)
         raise AttndError(grpc.StatusCode.INTERNAL, "the server ended a pass before its last layer")
 
-    def _ring_and_wait(self, turns: ClientTurns, end: float) -> None:
-        """Returns when the layer is answered, or the stream has something to say.
+    def _ring_and_wait(self, turns: ClientTurns, reply: PassReply, end: float) -> None:
+        """Returns when the layer is answered, or the reply to the pass is there.
 
         Raises:
             DeadlineExceededError: if neither came by `end`, of time.monotonic().
         """
         turns.ring()
         answered = turns.await_answer(self._spin_us * 1e-6, _LOOK_PERIOD_S)
-        while not answered and not self._call.arrived():
+        while not answered and not reply.arrived():
             left = end - time.monotonic()
             if left <= 0:
                 raise DeadlineExceededError(
@@ -303,10 +336,10 @@ class MemoryStream:
                 )
             answered = turns.await_answer(0, min(left, _LOOK_PERIOD_S))
 
-    def _await(self, reply: PassReply, timeout_s: float) -> None:
+    def _await(self, wait: Callable[[float], object], timeout_s: float) -> None:
         """Waits for a reply to a pass of this stream. Raises as PassReply.get()."""
         try:
-            reply.get(timeout_s)
+            wait(timeout_s)
         except AttndError as error:
             self._ended = error
             raise

@@ -167,7 +167,7 @@ class StreamSession:
         timeout_s: float | None = None,
     ) -> StreamPass:
         """Declares a pass of all layers over these rows, and tells the current stream, on which the
-        layers must follow. Waits for the server's reply to the pass before, not for the stream.
+        layers must follow. Waits neither for the server nor for the stream.
 
         Args:
             rows, deadline_us, pass_deadline_us, want_lse, stats, raise_on_row_error: as
@@ -177,7 +177,8 @@ class StreamSession:
                 the pass is given up; None is the client's timeout, which is the most, too.
 
         Raises:
-            AttndError: if there is no reply to the pass before, which was complete.
+            AttndError: if the server has ended the session's stream, or the reply to the last pass
+                but one did not come.
             CudaError: if the stream refuses.
             ValueError: for rows that do not fit, other stats, while a pass is under way, and while
                 the stream is captured.
