@@ -18,7 +18,7 @@ from attnd.v1 import attnd_pb2, types_pb2
 from attnd.words import WORDS_BYTES, ClientTurns
 
 if TYPE_CHECKING:
-    from attnd.memory_stream import PassReply
+    from attnd.pass_reply import PassReply
 
 _ALIGNMENT_BYTES = 64
 
