@@ -16,7 +16,7 @@ namespace attnd::engine {
 namespace {
 
 // Of all rows of a pass. More would fall out of the caches again, and would hold up the look for
-// the next ring; the greatest batch of single tokens has as many.
+// the next ring.
 constexpr uint64_t kWarmTokensMax = 128;
 
 }  // namespace

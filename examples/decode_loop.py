@@ -199,7 +199,7 @@ class Times:
     passes: list[Any]
 
 
-def timed(options: argparse.Namespace, weights: Weights, attention: Any) -> Decoder:
+def decoder_with(options: argparse.Namespace, weights: Weights, attention: Any) -> Decoder:
     if options.capture is not None:
         attention = CapturedAttention(options, attention)
     return Decoder(options, weights, attention)
@@ -321,11 +321,11 @@ def main() -> int:
     )
     rest_ms = 0.0
     if not options.check:
-        decoder = timed(options, weights, NoAttention())
+        decoder = decoder_with(options, weights, NoAttention())
         rest_ms = report("none", options, decode(options, decoder, None, ()), 0)
     if "local" in ways:
         local = LocalAttention(options, Cache(options))
-        decoder = timed(options, weights, local)
+        decoder = decoder_with(options, weights, local)
         report("local", options, decode(options, decoder, None, ()), rest_ms)
         del local, decoder
         torch.cuda.empty_cache()
@@ -346,7 +346,7 @@ def main() -> int:
         attention = AttndAttention(options, session)
         if options.check:
             return 0 if check(options, weights, attention, session, sequences) else 1
-        decoder = timed(options, weights, attention)
+        decoder = decoder_with(options, weights, attention)
         times = decode(options, decoder, session, sequences)
         report("attnd", options, times, rest_ms)
         report_server(options, times)

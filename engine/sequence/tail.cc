@@ -87,8 +87,8 @@ void Tail::Warm(uint32_t layer, uint64_t position, uint64_t tokens) const {
     for (uint32_t head = 0; head < shape_.kv_heads; ++head) {
       const std::byte* const pages = Pages(layer, head, token);
       ask(pages + geometry.KeyOffset(place), geometry.key_row_bytes);
-      if (geometry.stores_values())
-        ask(pages + geometry.ValueOffset(place), geometry.value_row_bytes);
+      if (!geometry.stores_values()) continue;
+      ask(pages + geometry.ValueOffset(place), geometry.value_row_bytes);
     }
   }
 }

@@ -201,10 +201,10 @@ ATTND_ON_DEVICE FoundFrame FindFrame(const PageCacheRef& cache, const CacheClock
 }
 
 // Where a page came from that lies in frame `found`. source: of the bytes that the caller has at
-// hand, and fills the frame with if it must; kFromCache if it has none. In a wave that
-// runs again a page that an earlier run has brought counts as if this run had brought it: if it was
-// carried, each look-up says so; if it came from the host's memory, one look-up does.
-// A thread that looks a page up just as another one fills its frame may see who filled it before.
+// hand, and fills the frame with if it must; kFromCache if it has none. In a wave that runs again a
+// page that an earlier run has brought counts as if this run had brought it: if it was carried,
+// each look-up says so; if it came from the host's memory, one look-up does. A thread
+// that looks a page up just as another one fills its frame may see who filled it before.
 template <typename Memory>
 ATTND_ON_DEVICE PageSource NoteSource(const PageCacheRef& cache, const CacheClock& clock,
                                       const FoundFrame& found, PageSource source) {

@@ -8,10 +8,9 @@ import ctypes
 
 import pytest
 
-import attnd
 import emulated_gpu
 from emulated_gpu import EmulatedGpu
-from memory_fixtures import layer_tokens, target
+from memory_fixtures import connected, layer_tokens, target
 
 # Tokens of a case: before its first pass, and with those of all passes.
 PROMPT, TOKENS = 40, 56
@@ -25,10 +24,8 @@ def library(tmp_path_factory):
 
 @pytest.fixture
 def client(target):
-    with attnd.Client(target, timeout_s=10) as client:
+    with connected(target, timeout_s=10) as client:
         yield client
-        for info in client.list_sequences():
-            client.close_sequence(info.sequence_id)
 
 
 @pytest.fixture(params=[1, 4])

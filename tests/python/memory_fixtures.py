@@ -4,6 +4,9 @@ inputs. A test file imports the fixtures that it uses, and those that they use."
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 
 import attnd
@@ -22,12 +25,19 @@ def target():
         yield target
 
 
-@pytest.fixture
-def client(target):
-    with attnd.Client(target, timeout_s=30) as client:
+@contextlib.contextmanager
+def connected(target: str, timeout_s: float) -> Iterator[attnd.Client]:
+    """A client; closes all sequences at its end."""
+    with attnd.Client(target, timeout_s=timeout_s) as client:
         yield client
         for info in client.list_sequences():
             client.close_sequence(info.sequence_id)
+
+
+@pytest.fixture
+def client(target):
+    with connected(target, timeout_s=30) as client:
+        yield client
 
 
 def write(whole, case, layer: int, tokens: slice) -> None:
