@@ -313,8 +313,7 @@ TEST_F(MemorySessionTest, AServerThatIsKilledIsNoticed) {
     ASSERT_TRUE(session->Begin({&row, 1}, v1::Pass()).ok());
     FillAll(*session);
     ASSERT_TRUE(session->Step(10s).ok());
-    server.Signal(SIGSTOP);
-    std::this_thread::sleep_for(100ms);  // until each of its threads has stopped
+    server.Stop();
     std::thread killer([&] {
       std::this_thread::sleep_for(100ms);
       server.Signal(SIGKILL);

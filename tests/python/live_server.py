@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import signal
 import subprocess
 import tempfile
 import time
@@ -43,6 +44,13 @@ def wait_until_there(target: str) -> None:
             except attnd.UnavailableError:
                 if time.monotonic() > due:
                     raise
+
+
+def stop(server: subprocess.Popen[bytes]) -> None:
+    """Stops a server that this process has started, and waits until the last of its threads stands
+    still: until then some of them still answer."""
+    server.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, server.pid, os.WSTOPPED)
 
 
 def status_bytes(process: int, field: str) -> int:

@@ -4,7 +4,6 @@ its own."""
 
 from __future__ import annotations
 
-import signal
 import subprocess
 
 import grpc
@@ -39,7 +38,7 @@ def test_a_server_that_stops_between_two_passes(folder):
                 # As if it had not come yet.
                 session._stream._reply = PassReply(session._stream._call, 1, None)
                 assert len(whole.rows) == 1
-                server.send_signal(signal.SIGSTOP)
+                live_server.stop(server)
                 whole = session.begin_pass([attnd.Row(sequence, PROMPT + 1)])
                 write(whole, case, 0, slice(PROMPT + 1, PROMPT + 2))
                 with pytest.raises(attnd.DeadlineExceededError, match="no answer in time"):

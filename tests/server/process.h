@@ -55,6 +55,12 @@ class Process {
   Process& operator=(const Process&) = delete;
 
   void Signal(int signal) const { kill(pid_, signal); }
+  // Stops it, and waits until the last of its threads stands still: until then some still answer.
+  void Stop() const {
+    Signal(SIGSTOP);
+    siginfo_t stopped;
+    EXPECT_EQ(waitid(P_PID, static_cast<id_t>(pid_), &stopped, WSTOPPED), 0);
+  }
   // Resident memory in bytes.
   uint64_t ResidentBytes() const { return attnd::ResidentBytes(std::to_string(pid_)); }
   // The most that it has been since the last ForgetPeak, or since the start.
