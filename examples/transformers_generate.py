@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache, DynamicCache
 
 import attnd.transformers
@@ -34,13 +34,18 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--target", required=True, help="the server: unix:PATH or HOST:PORT")
     add("--model", default=str(ROOT / "models/nano-llama"), help="a Hugging Face folder")
+    add("--config", help="a config.json in place of --model: random weights of that shape")
     add("--policy", action="append", help="may come several times; default dense and error-target")
     add("--prompt", help="text, for a folder with a tokenizer")
     add("--token-ids", help="a prompt's token ids, separated by commas")
     add("--prompt-tokens", type=int, default=2048, help="without a prompt: tokens of a stored text")
     add("--new-tokens", type=int, default=32, help="tokens to generate (default 32)")
     add("--dtype", choices=DTYPES, default="fp32", help="of the model (default fp32)")
-    add("--memory", action="store_true", help="steps through memory shared with the server")
+    add(
+        "--memory",
+        action="store_true",
+        help="steps through memory shared with the server; of a model on a GPU by its stream",
+    )
     add("--threads", type=int, help="of PyTorch on the CPU (default: as many as cores)")
     add("--device", default="cpu", help="of the model (default cpu)")
     return parser.parse_args()
@@ -58,19 +63,35 @@ def prompt_of(options: argparse.Namespace, tokenizer: Any) -> torch.Tensor:
 
 
 def stored_text(tokens: int) -> torch.Tensor:
-    """The beginning of a text that the nano models read; texts have up to 16,384 tokens."""
+    """The beginning of a text that the nano models read, of 16,384 tokens; longer ones repeat it."""
     with np.load(ROOT / "models/nano-llama/nano_eval.npz") as texts:
         sizes = sorted(int(name.split("_")[1]) for name in texts if name.startswith("tokens_"))
         size = next((size for size in sizes if size >= tokens), sizes[-1])
-        return torch.from_numpy(texts[f"tokens_{size}"][:1, :tokens].astype(np.int64))
+        text = np.resize(texts[f"tokens_{size}"][0], tokens)
+        return torch.from_numpy(text.astype(np.int64))[None]
 
 
-def tokenizer_of(folder: str) -> Any:
+def model_of(options: argparse.Namespace) -> Any:
+    dtype = DTYPES[options.dtype]
+    if options.config is None:
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
+        return model.to(options.device).eval()
+    torch.manual_seed(0)
+    with torch.device(options.device):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(options.config), dtype=dtype
+        )
+    return model.eval()
+
+
+def tokenizer_of(options: argparse.Namespace) -> Any:
     """The folder's tokenizer; None if it has none."""
-    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-    if not any((pathlib.Path(folder) / name).exists() for name in names):
+    if options.config is not None:
         return None
-    return AutoTokenizer.from_pretrained(folder)
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    if not any((pathlib.Path(options.model) / name).exists() for name in names):
+        return None
+    return AutoTokenizer.from_pretrained(options.model)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,9 +134,8 @@ def main() -> None:
     options = arguments()
     if options.threads:
         torch.set_num_threads(options.threads)
-    tokenizer = tokenizer_of(options.model)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=DTYPES[options.dtype])
-    model = model.to(options.device).eval()
+    tokenizer = tokenizer_of(options)
+    model = model_of(options)
     ids = prompt_of(options, tokenizer).to(options.device)
     print(f"prompt: {ids.shape[1]} tokens")
 

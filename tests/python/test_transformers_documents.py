@@ -55,7 +55,13 @@ def test_the_page_shows_what_is_printed():
 
 
 @pytest.mark.parametrize(
-    "prompt", [["--prompt-tokens", "300"], ["--token-ids", "5,6,7,8"]], ids=["stored", "ids"]
+    "prompt",
+    [
+        ["--prompt-tokens", "300"],
+        ["--token-ids", "5,6,7,8"],
+        ["--prompt-tokens", "300", "--config", "models/nano-llama/config.json"],
+    ],
+    ids=["stored", "ids", "config"],
 )
 def test_the_example_runs(attnd_target, prompt):
     """Dense attention by attnd chooses the tokens that local attention chooses."""

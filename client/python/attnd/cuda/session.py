@@ -116,6 +116,11 @@ class StreamSession:
         self.close()
 
     @property
+    def query_tokens_max(self) -> int:
+        """Query tokens of a pass, all rows together."""
+        return self._memory.layout.query_tokens_max
+
+    @property
     def invalid(self) -> Any:
         """[1] int32 in GPU memory, always the same: whether what the stream computes from `out` is
         of use. For kernels and copies of the stream: read behind a pass's last layer and before the

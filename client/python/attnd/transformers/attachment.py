@@ -10,7 +10,7 @@ from attnd import channel as channels
 from attnd.client import Client
 from attnd.eval.opening import opening_of
 from attnd.policy import Policy, as_policy
-from attnd.transformers import attention, identity
+from attnd.transformers import attention, identity, streams
 from attnd.transformers.batch import NAME, RemoteBatch
 from attnd.transformers.cache import AttndCache
 from attnd.transformers.leases import DEFAULT_LEASE_SECONDS, check_lease
@@ -50,6 +50,8 @@ def attach(
         memory: whether steps go through memory that is shared with the server, in place of
             messages: a shorter way, with the same answers. The server must run on this machine, for
             this user, with --allow-client-memory, and the target be unix:PATH; Linux on x86-64.
+            Where the whole model is on one GPU, kernels of its stream bring the tensors there and
+            back, and the host waits once a token (:mod:`attnd.cuda`).
             Steps that are longer than a message may be, and those for which the server has no room
             (client_memory_bytes), are sent as messages; Stats.through_memory counts the others.
 
@@ -93,8 +95,16 @@ class Attachment:
         self._policy = as_policy(policy)
         limits, config = self._info.limits, model.config.get_text_config()
         regions = Regions(client, limits) if memory else None
+        where = streams.gpu_of(model) if memory else None
         self._server = Server(
-            client, limits, fingerprint, config, StatsCounter(), lease_seconds, regions
+            client,
+            limits,
+            fingerprint,
+            config,
+            StatsCounter(),
+            lease_seconds,
+            regions,
+            None if where is None else streams.Streams(client, where),
         )
         self._model = model
         self._before = model.config._attn_implementation

@@ -206,7 +206,7 @@ class RemoteBatch:
             return columns_of(query.new_empty((0, query.shape[1], value.shape[3])), step)
         with self._explained():
             if layer == 0:
-                self._begin_pass(step)
+                self._begin_pass(step, query.device)
             if self._passes.layer != layer:
                 raise ValueError(
                     f"layer {layer} attends where another one is expected: attnd answers the "
@@ -214,10 +214,10 @@ class RemoteBatch:
                 )
             return columns_of(self._passes.answer(query, key, value), step)
 
-    def _begin_pass(self, step: Step) -> None:
+    def _begin_pass(self, step: Step, device: torch.device) -> None:
         rows = zip(self.sequence_ids, step.positions, step.tokens())
         assert self._shape is not None
-        self._passes.begin(self._shape, [Row(*row) for row in rows if row[2]], step)
+        self._passes.begin(self._shape, [Row(*row) for row in rows if row[2]], step, device)
 
     def select(self, indices: Sequence[int]) -> None:
         """The rows become these ones of the old rows: the second use of a row is a fork of its

@@ -16,6 +16,12 @@ from attnd.results import Limits
 _LOGGER = logging.getLogger(__name__)
 
 
+def rounded_up(query_tokens: int) -> int:
+    """Of how many query tokens a region has room for a pass of so many: a power of two, so that it
+    serves batches of about that size."""
+    return 1 << (query_tokens - 1).bit_length()
+
+
 class Regions:
     """Regions that passes borrow, each for as long as it is under way: many caches need few
     regions. Threads may share it.
@@ -41,6 +47,15 @@ class Regions:
         self._closed = False
         self._warned = False
 
+    def allow(self, shape: ModelShape, rows: int, query_tokens: int) -> bool:
+        """Whether a pass has no more rows, tokens and bytes than a message may have."""
+        limits = self._limits
+        return (
+            rows <= limits.max_rows
+            and query_tokens <= limits.max_query_tokens
+            and PassLayout(shape, rounded_up(query_tokens)).bytes <= limits.max_message_bytes
+        )
+
     def borrow(self, shape: ModelShape, rows: int, query_tokens: int) -> PassMemory | None:
         """Memory for a pass; None if the pass is one for messages: it has more rows, tokens or
         bytes than a message may have, or the server has no room for a region.
@@ -49,14 +64,9 @@ class Regions:
             AttndError: if the server cannot be reached.
             ValueError: after close().
         """
-        layout = PassLayout(shape, 1 << (query_tokens - 1).bit_length())
-        limits = self._limits
-        if (
-            rows > limits.max_rows
-            or query_tokens > limits.max_query_tokens
-            or layout.bytes > limits.max_message_bytes
-        ):
+        if not self.allow(shape, rows, query_tokens):
             return None
+        layout = PassLayout(shape, rounded_up(query_tokens))
         with self._lock:
             if self._closed:
                 raise ValueError("the attachment is closed")

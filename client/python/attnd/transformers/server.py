@@ -19,6 +19,7 @@ from attnd.transformers.leases import DEFAULT_LEASE_SECONDS
 from attnd.transformers.regions import Regions
 from attnd.transformers.renewal import Leased, Renewer
 from attnd.transformers.stats import StatsCounter
+from attnd.transformers.streams import Streams
 
 _LOGGER = logging.getLogger(__name__)
 # Seconds that a process which ends waits for the server to close its sequences.
@@ -37,6 +38,8 @@ class Server:
         counter: counts the answers.
         lease_seconds: of the caches' sequences; 0 is none.
         regions: memory that passes go through; None: they are messages.
+        streams: sessions for passes on a GPU's stream; None: the model is not on one GPU, or passes
+            are messages.
     """
 
     client: Client
@@ -46,6 +49,7 @@ class Server:
     counter: StatsCounter
     lease_seconds: int = DEFAULT_LEASE_SECONDS
     regions: Regions | None = None
+    streams: Streams | None = None
 
     @property
     def layers(self) -> int:

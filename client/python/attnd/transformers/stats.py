@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from attnd.errors import AttndError
-from attnd.memory_stream import MemoryPass
+from attnd.memory_stream import DeclaredPass
 from attnd.results import RowResult, RowStats
 
 
@@ -26,7 +26,9 @@ class Stats:
         predicted_error: mean over passes and rows of the predicted |o - o_dense| / |o_dense|; None
             if the policy predicts none.
         predicted_error_max: the largest one of a query head and token; None likewise.
-        wait_s: time that the model waited for the answers, in seconds, the transport included.
+        wait_s: time that the model waited for the answers, in seconds, the transport included; of a
+            pass on a GPU's stream the time until the stream has come to its last layer's end, of
+            which the model's own kernels are a part.
         server_s: the server's own part of it, queueing included; of a pass through memory once it
             is complete.
         through_memory: answers, of all, that came through shared memory.
@@ -57,7 +59,7 @@ class StatsCounter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._later: list[MemoryPass] = []  # whose reply may be on its way; guarded by the lock
+        self._later: list[DeclaredPass] = []  # whose reply may be on its way; guarded by the lock
         self._clear()
 
     def _clear(self) -> None:
@@ -82,14 +84,14 @@ class StatsCounter:
             self._wait_s += wait_s
             self._add_told(rows, server_s)
 
-    def add_later(self, whole: MemoryPass) -> None:
+    def add_later(self, whole: DeclaredPass) -> None:
         """Counts what the reply to a complete pass tells, whose answers were counted, without
         waiting for it."""
         self._add_those(lambda earlier: earlier.told)
         with self._lock:
             self._later.append(whole)
 
-    def _add_those(self, wanted: Callable[[MemoryPass], bool]) -> None:
+    def _add_those(self, wanted: Callable[[DeclaredPass], bool]) -> None:
         """Counts the replies to these passes; waits for those that are on their way."""
         with self._lock:
             passes = [whole for whole in self._later if wanted(whole)]

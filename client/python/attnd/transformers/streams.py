@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions on the CUDA stream of a model that lies on a GPU."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnd.client import Client
+from attnd.cuda.errors import CudaError
+from attnd.cuda.gpu import Gpu
+from attnd.cuda.session import StreamSession
+from attnd.errors import AttndError, ResourceExhaustedError
+from attnd.model import ModelShape
+from attnd.pass_memory import PassLayout
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelGpu:
+    """Where a model lies.
+
+    Attributes:
+        device: of all its parameters.
+        gpu: that device for kernels of a session.
+    """
+
+    device: torch.device
+    gpu: Gpu
+
+
+def gpu_of(model: Any) -> ModelGpu | None:
+    """The GPU that holds a whole model; None for a model on the CPU, or on several devices, and
+    where CUDA refuses, which the log then says."""
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        return None
+    from attnd.cuda.driver import CudaGpu
+
+    device = devices.pop()
+    try:
+        return ModelGpu(device, CudaGpu(device))
+    except CudaError as error:
+        _LOGGER.warning("tensors are copied to the host, not by kernels of the GPU: %s", error)
+        return None
+
+
+class Streams:
+    """Makes the sessions of an attachment's caches, each of which has one of its own while it
+    decodes: a session's region has one writer. Threads may share it."""
+
+    def __init__(self, client: Client, where: ModelGpu) -> None:
+        self._client = client
+        self._where = where
+        self._lock = threading.Lock()
+        self._warned = False  # guarded by the lock
+
+    def serves(self, device: torch.device) -> bool:
+        """Whether tensors of this device are the GPU's."""
+        return device == self._where.device
+
+    def open(self, shape: ModelShape, query_tokens: int) -> StreamSession | None:
+        """A session for passes of so many query tokens; None if the server or the GPU has no room
+        for its region, of which the log has one warning.
+
+        Raises:
+            AttndError: if the server cannot be reached.
+        """
+        try:
+            return self._client.stream_session(self._where.gpu, PassLayout(shape, query_tokens))
+        except (ResourceExhaustedError, CudaError) as error:
+            with self._lock:
+                warned, self._warned = self._warned, True
+            if not warned:
+                _LOGGER.warning("tensors are copied to the host, not by kernels: %s", error)
+            return None
+
+
+def close_quietly(session: StreamSession) -> None:
+    """Ends a session whose stream is of no more use."""
+    try:
+        session.close()
+    except (AttndError, CudaError) as error:
+        _LOGGER.warning("closing a session: %s", error)

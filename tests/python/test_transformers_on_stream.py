@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attach(memory=True) of a model on a GPU: steps are kernels of its stream. Without a GPU: attnd.cuda's
+kernels on the CPU, over PyTorch's CPU tensors. The tests of generate() and of random histories run
+once more that way; behind them, what is the stream's own."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+
+import pytest
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+pytest.importorskip("transformers", reason="Transformers is not installed")
+
+import attnd
+import live_server
+import transformers_models
+from attnd.cuda.session import StreamSession
+from attnd.transformers import passes, streams
+from attnd.transformers.stats import StatsCounter
+from conftest import require_program
+from emulated_fixtures import library
+from test_transformers import (  # noqa: F401
+    test_a_batch_with_padding_on_the_left,
+    test_a_prompt_of_one_token,
+    test_a_scale_of_its_own,
+    test_a_second_and_a_third_turn,
+    test_an_assistant_model,
+    test_one_row,
+    test_prompt_lookup,
+    test_three_beams,
+)
+from test_transformers_memory import turns
+from test_transformers_memory import (  # noqa: F401
+    test_a_pass_that_is_given_up_leaves_nothing,
+    test_answers_stay_as_they_were,
+    test_caches_of_one_model_on_two_threads,
+)
+from test_transformers_random import test_a_random_history  # noqa: F401
+from torch_on_emulated import model_gpu
+from transformers_models import TINY, attached, generate, load, local, prompt, tiny, torch
+from transformers_sequences import assert_none_soon
+
+
+@pytest.fixture(params=(TINY[0],))
+def name(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def target():
+    require_program()
+    with live_server.running("--allow-client-memory", "--reply-timeout-s=2") as (target, _):
+        yield target
+
+
+@pytest.fixture
+def attnd_target(target):
+    return target
+
+
+@pytest.fixture(autouse=True)
+def on_stream(monkeypatch, library):
+    """The models' GPU. No answer may come through memory another way: sessions count theirs."""
+    where = model_gpu(library)
+    monkeypatch.setattr(streams, "gpu_of", lambda model: where)
+    monkeypatch.setitem(transformers_models.attach_options, "memory", True)
+    layers, answers = [], []
+    layer, add = StreamSession.layer, StatsCounter.add
+    monkeypatch.setattr(
+        StreamSession, "layer", lambda *args, **kw: layers.append(1) or layer(*args, **kw)
+    )
+    monkeypatch.setattr(
+        StatsCounter, "add", lambda *args, **kw: answers.append(1) or add(*args, **kw)
+    )
+    yield where.gpu, layers, answers
+    assert where.gpu.mapped == []
+
+
+def all_on_stream(watched) -> bool:
+    _, layers, answers = watched
+    return 0 < len(layers) == len(answers)
+
+
+def test_every_answer_is_the_streams(target, on_stream):
+    """Three turns of a padded batch, and their statistics."""
+    model, ids, turn = load(TINY[0]), prompt(TINY[0], 3, 60), prompt(TINY[0], 3, 20)
+    expected = list(turns(model, transformers_models.DynamicCache(), ids, turn))
+    with attached(model, target) as attachment:
+        for number, got in enumerate(turns(model, attachment.new_cache(), ids, turn)):
+            assert torch.equal(got, expected[number])
+        stats = attachment.stats
+        assert stats.answers == stats.through_memory and stats.server_s > 0
+        assert stats.read_share == 1
+    assert all_on_stream(on_stream)
+
+
+def test_a_row_that_fails(target, on_stream):
+    """Its error comes with the last layer of the same call."""
+    model, ids = load(TINY[0]), prompt(TINY[0], 3, 30)
+    with attnd.Client(target, tenant="test") as client:
+        with attached(model, target) as attachment, torch.no_grad():
+            cache = attachment.new_cache()
+            generate(model, ids, cache)
+            client.close_sequence(cache.sequence_ids[1])
+            with pytest.raises(attnd.NotFoundError, match="row 1 .*begin with a new cache"):
+                model(ids[:, -1:], past_key_values=cache)
+            with pytest.raises(ValueError, match="of no more use"):
+                cache.fork()
+            generate(model, ids, attachment.new_cache())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_elements(target, on_stream, dtype):
+    """The same answers as through memory, which the kernels only carry."""
+    model, ids = tiny(TINY[1]).to(dtype), prompt(TINY[1], 2, 40)
+    with attached(model, target) as attachment:
+        got = generate(model, ids, attachment.new_cache())
+        attachment._server.streams.serves = lambda device: False
+        copied = generate(model, ids, attachment.new_cache())
+    assert torch.equal(got.sequences, copied.sequences)
+    assert all(torch.equal(*logits) for logits in zip(got.logits, copied.logits))
+    layers, answers = map(len, on_stream[1:])
+    assert layers == answers // 2
+
+
+def test_a_batch_that_grows_has_a_larger_session(target, on_stream):
+    """And one that shrinks keeps it."""
+    model = load(TINY[0])
+    with attached(model, target) as attachment, torch.no_grad():
+        cache = attachment.new_cache()
+        generate(model, prompt(TINY[0], 2, 20), cache)
+        first = cache._batch._passes._writer
+        cache.batch_select_indices(torch.tensor([0, 1, 1, 0, 1]))
+        model(prompt(TINY[0], 5, 1), past_key_values=cache)
+        grown = cache._batch._passes._writer
+        assert grown is not first and grown.query_tokens_max == 8
+        cache.batch_select_indices(torch.tensor([2]))
+        model(prompt(TINY[0], 1, 1), past_key_values=cache)
+        assert cache._batch._passes._writer is grown
+    assert all_on_stream(on_stream)
+
+
+def test_sessions_go_with_their_caches(target, on_stream):
+    gpu = on_stream[0]
+    model = load(TINY[0])
+    with attached(model, target) as attachment:
+        caches = [attachment.new_cache() for _ in range(3)]
+        for cache in caches:
+            generate(model, prompt(TINY[0], 1, 20), cache)
+        assert len(gpu.mapped) == 6  # a region and a page of words each
+        caches.pop().close()
+        assert len(gpu.mapped) == 4
+        del cache
+        caches.pop()
+        assert_none_soon(lambda: len(gpu.mapped) - 2)
+    assert gpu.mapped == []
+
+
+def test_without_room_for_a_session_tensors_are_copied(on_stream, caplog, monkeypatch):
+    """The server has room for one region, which the first cache holds; the second one's steps are
+    messages."""
+    require_program()
+    model, ids = load(TINY[0]), prompt(TINY[0], 3, 30)
+    expected = local(model, ids).sequences
+    asked, ask = [], streams.Streams.open
+    monkeypatch.setattr(streams.Streams, "open", lambda *args: asked.append(1) or ask(*args))
+    with live_server.running("--allow-client-memory", "--max-memory-regions=1") as (target, _):
+        with attached(model, target) as attachment:
+            first, second = attachment.new_cache(), attachment.new_cache()
+            for cache in (first, second):
+                assert torch.equal(generate(model, ids, cache).sequences, expected)
+            assert attachment.stats.through_memory == attachment.stats.answers // 2
+    layers, answers = len(on_stream[1]), len(on_stream[2])
+    assert layers == answers // 2
+    assert len(asked) == 2  # not in each pass of the second one
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "max_memory_regions" in warnings[0].getMessage()
+
+
+def test_a_gpu_that_refuses_the_region(target, on_stream, caplog):
+    """Where CUDA does not map it, tensors are copied."""
+    gpu = on_stream[0]
+    gpu.fails = lambda name: name == "map"
+    model, ids = load(TINY[0]), prompt(TINY[0], 1, 30)
+    with attached(model, target) as attachment:
+        got = generate(model, ids, attachment.new_cache()).sequences
+        assert torch.equal(got, local_of(model, ids))
+        assert attachment.stats.through_memory == attachment.stats.answers
+    assert not on_stream[1]
+    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "planted" in warning.getMessage()
+
+
+def test_a_model_that_was_moved_is_copied(target, on_stream, monkeypatch):
+    """Its tensors are no longer the GPU's that it was attached on."""
+    model, ids = load(TINY[0]), prompt(TINY[0], 1, 30)
+    monkeypatch.setattr(streams.Streams, "serves", lambda self, device: False)
+    with attached(model, target) as attachment:
+        assert torch.equal(
+            generate(model, ids, attachment.new_cache()).sequences, local_of(model, ids)
+        )
+        assert attachment.stats.through_memory == attachment.stats.answers
+    assert not on_stream[1]
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_that_ends_in_a_pass(tmp_path, on_stream, end):
+    """The same call of the model raises: no token is made of NaN."""
+    require_program()
+    target = f"unix:{tmp_path}/attnd.sock"
+    command = [live_server.PROGRAM, "--listen", target, "--data-dir", tmp_path]
+    server = subprocess.Popen([*command, "--allow-client-memory"])
+    model, ids = load(TINY[0]), prompt(TINY[0], 2, 30)
+
+    def end_server(*_) -> None:
+        live_server.stop(server)
+        if end == signal.SIGKILL:
+            server.kill()
+
+    try:
+        live_server.wait_until_there(target)
+        with attached(model, target, timeout_s=1) as attachment, torch.no_grad():
+            cache = attachment.new_cache()
+            generate(model, ids, cache)
+            expected = (
+                attnd.DeadlineExceededError if end == signal.SIGSTOP else attnd.UnavailableError
+            )
+            with model.model.layers[1].register_forward_pre_hook(end_server):
+                with pytest.raises(expected):
+                    model(ids[:, -1:], past_key_values=cache)
+            with pytest.raises(ValueError, match="of no more use"):
+                cache.fork()
+            server.kill()
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_tokens_whose_heads_lie_apart():
+    """As of a query that a model keeps by heads; a session's kernels take whole tokens."""
+    by_heads = torch.arange(24.0).view(1, 2, 3, 4)  # [rows, heads, new, dim]
+    tokens = by_heads.transpose(1, 2).reshape(3, 2, 4)
+    assert tokens.stride(1) != 4
+    assert passes._dense(tokens).is_contiguous() and torch.equal(passes._dense(tokens), tokens)
+
+
+def test_the_device_of_a_model(monkeypatch):
+    """One GPU or none."""
+    monkeypatch.undo()
+    assert streams.gpu_of(load(TINY[0])) is None
+
+
+def local_of(model, ids):
+    """Its tokens with local attention, while it is attached."""
+    model.set_attn_implementation("sdpa")
+    try:
+        return local(model, ids).sequences
+    finally:
+        model.set_attn_implementation("attnd")

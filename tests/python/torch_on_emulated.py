@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PyTorch's CPU as the GPU that a model is on: its tensors are there when a call returns, and so is
+what a kernel writes."""
+
+from __future__ import annotations
+
+import torch
+
+from attnd.cuda.gpu import DeviceTensor
+from attnd.transformers.streams import ModelGpu
+from emulated_gpu import EmulatedGpu
+
+
+class TorchGpu(EmulatedGpu):
+    def words(self, count: int):
+        self._call("words")
+        return torch.zeros(count, dtype=torch.int32)
+
+    def tensor(self, tensor) -> DeviceTensor:
+        size = tensor.element_size()
+        return DeviceTensor(
+            tensor.data_ptr(),
+            tuple(tensor.shape),
+            tuple(size * stride for stride in tensor.stride()),
+            str(tensor.dtype).removeprefix("torch."),
+        )
+
+    def launch(self, kernel, parameters, blocks, stream) -> None:
+        super().launch(kernel, parameters, blocks, stream)
+        self._work.join()
+
+
+def model_gpu(library) -> ModelGpu:
+    return ModelGpu(torch.device("cpu"), TorchGpu(library))
