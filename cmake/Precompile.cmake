@@ -1,5 +1,7 @@
 # Precompiled headers: the libraries' headers are more than half of the time that most sources take to compile.
 # With GCC only; clang-tidy and the build with clang see each source without them, and so find includes that are missing.
+# Under sanitizers (CMakePresets.json) they save nothing: groups of sources include a header once, and most of the time
+# goes into code.
 option(ATTND_PRECOMPILE "Precompile the headers of libraries (with GCC)" ON)
 set(ATTND_PRECOMPILE_LEAST 4 CACHE STRING "So many sources make a precompiled header worth its time")
 mark_as_advanced(ATTND_PRECOMPILE_LEAST)
