@@ -79,6 +79,7 @@ class Client:
         self._metadata = channels.tenant_metadata(tenant)
         self._timeout_s = timeout_s
         self._limits: Limits | None = None  # not asked yet
+        self._sharing_checked = False  # whether streams of a GPU were told how they share it
 
     @property
     def timeout_s(self) -> float:
@@ -325,6 +326,9 @@ class Client:
         """As :meth:`memory_session`, for tensors in a GPU's memory: each layer of a pass is a kernel
         of the caller's CUDA stream, and may be part of a CUDA graph. Needs PyTorch with CUDA.
 
+        Warns once (:class:`attnd.cuda.TimeSlicesWarning`), saying how to mend it, if the stream and
+        the server get time slices of a GPU that they share.
+
         Args:
             spin_us: how long the server looks for the stream's next layer without a pause, which
                 takes a core while a pass is under way; after that every 20 us.
@@ -335,9 +339,13 @@ class Client:
         """
         from attnd.cuda.driver import CudaGpu
         from attnd.cuda.session import StreamSession
+        from attnd.cuda.sharing import warn_of_time_slices
 
         layout = PassLayout(shape, query_tokens_max, query_dtype, output_dtype)
         gpu = CudaGpu(device)
+        if not self._sharing_checked:
+            warn_of_time_slices(self.get_server_info(), stacklevel=2)
+            self._sharing_checked = True
         with contextlib.ExitStack() as made:
             connection = self.memory_socket(socket)
             made.callback(connection.close)
