@@ -51,7 +51,8 @@ struct CudaBackendOptions {
 inline constexpr uint32_t kStreamsMax = 64;
 
 // The backend takes its device memory at once. InvalidArgument for the options, ResourceExhausted
-// if the device has less memory; other errors as Device's. `cpu` answers what the device cannot.
+// if the device has less memory, or the system no thread to watch it; other errors as Device's.
+// `cpu` answers what the device cannot.
 absl::StatusOr<std::unique_ptr<attention::Backend>> MakeCudaBackend(
     const CudaBackendOptions& options, std::unique_ptr<Device> device,
     std::shared_ptr<attention::Backend> cpu);

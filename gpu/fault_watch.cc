@@ -3,6 +3,7 @@
 
 #include <utility>
 
+#include "common/start_thread.h"
 #include "common/status.h"
 
 namespace attnd::gpu {
@@ -17,7 +18,8 @@ absl::StatusOr<std::unique_ptr<FaultWatch>> FaultWatch::Start(
     std::function<void(const absl::Status&)> on_fault) {
   std::unique_ptr<FaultWatch> watch(new FaultWatch(device, period, std::move(on_fault)));
   ATTND_RETURN_IF_ERROR(watch->Take());
-  watch->thread_ = std::thread([watch = watch.get()] { watch->Loop(); });
+  ATTND_ASSIGN_OR_RETURN(watch->thread_, StartThread("that watches the GPU for faults",
+                                                     [watch = watch.get()] { watch->Loop(); }));
   return watch;
 }
 

@@ -25,7 +25,8 @@ namespace attnd::gpu {
 // destructor waits for a copy that is under way. The device outlives the watch.
 class FaultWatch {
  public:
-  // Errors: the device's, for memory and a stream.
+  // Errors: the device's, for memory and a stream; ResourceExhausted if the system refuses a
+  // thread.
   static absl::StatusOr<std::unique_ptr<FaultWatch>> Start(
       Device* device, std::chrono::milliseconds period,
       std::function<void(const absl::Status&)> on_fault);

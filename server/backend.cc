@@ -3,10 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
-#include <filesystem>
 #include <string>
-#include <system_error>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -50,15 +47,6 @@ absl::StatusOr<std::unique_ptr<Backend>> MakeCuda(
 }
 
 }  // namespace
-
-std::string MpsControlPipe() {
-  const char* const directory = std::getenv("CUDA_MPS_PIPE_DIRECTORY");
-  const bool given = directory != nullptr && *directory != '\0';
-  const std::filesystem::path pipe =
-      std::filesystem::path(given ? directory : "/tmp/nvidia-mps") / "control";
-  std::error_code error;
-  return std::filesystem::exists(pipe, error) ? pipe.string() : "";
-}
 
 std::string GpuFaultChoice::ToString() const {
   return absl::StrCat(exit ? "exit" : "cpu", ", as ", why);

@@ -23,11 +23,6 @@ namespace attnd::server {
 
 using OpenDevice = absl::FunctionRef<absl::StatusOr<std::unique_ptr<gpu::Device>>()>;
 
-// The pipe by which CUDA reaches the control daemon of MPS: `control` in the folder that
-// CUDA_MPS_PIPE_DIRECTORY names, or in /tmp/nvidia-mps if that is not set. Empty if there is none:
-// CUDA then works without MPS.
-std::string MpsControlPipe();
-
 // What a fault of the GPU does, and why.
 struct GpuFaultChoice {
   bool exit = false;  // the server ends; false: the CPU answers from there on
@@ -35,8 +30,8 @@ struct GpuFaultChoice {
 
   std::string ToString() const;
 };
-// Under MPS (mps_control is not empty) `auto` is exit: the GPU takes no new client before all that
-// the fault has hit are gone, so that one which stays would keep it from everybody.
+// Under MPS (mps_control, of Machine, is not empty) `auto` is exit: the GPU takes no new client
+// before all that the fault has hit are gone, so that one which stays would keep it from everybody.
 GpuFaultChoice ChooseOnGpuFault(const ServerOptions& options, const std::string& mps_control);
 
 // Logs what was chosen and why. Fails only if the options ask for CUDA and it cannot be had; the

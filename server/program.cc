@@ -127,8 +127,9 @@ void WarnOfMuchMemory(const ServerOptions& options, const Machine& machine) {
 
 // What a fault of the GPU calls; null where the CPU answers instead.
 std::function<void(const absl::Status&)> OnGpuFault(const ServerOptions& options,
+                                                    const Machine& machine,
                                                     const std::shared_ptr<StopRequest>& stop) {
-  const GpuFaultChoice choice = ChooseOnGpuFault(options, MpsControlPipe());
+  const GpuFaultChoice choice = ChooseOnGpuFault(options, machine.mps_control);
   if (options.backend != "cpu") LOG(INFO) << "on_gpu_fault: " << choice.ToString();
   if (!choice.exit) return nullptr;
   return [stop](const absl::Status& fault) { stop->OnGpuFault(fault); };
@@ -145,7 +146,7 @@ absl::StatusOr<int> Serve(const ServerOptions& options, OpenDevice open_device) 
   ATTND_ASSIGN_OR_RETURN(const FileLock lock, LockDataDir(options.data_dir));
 
   ATTND_ASSIGN_OR_RETURN(std::unique_ptr<attention::Backend> backend,
-                         MakeBackend(options, open_device, OnGpuFault(options, stop)));
+                         MakeBackend(options, open_device, OnGpuFault(options, machine, stop)));
   const auto metrics = std::make_shared<Metrics>();  // shared only because the exposer wants it
   engine::EngineOptions engine_options = ToEngineOptions(options, machine);
   engine_options.archive = ToArchiveOptions(options);

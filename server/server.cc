@@ -63,6 +63,11 @@ plane::RegionLimits MemoryLimits(const ServerOptions& options) {
           .client_regions_max = kClientRegionsMax};
 }
 
+v1::GpuSharing GpuSharingOf(const attention::Backend& backend, const Machine& machine) {
+  if (backend.device().empty()) return v1::GPU_SHARING_NONE;
+  return machine.mps_control.empty() ? v1::GPU_SHARING_TIME_SLICES : v1::GPU_SHARING_MPS;
+}
+
 // Each open stream ends once.
 StepExecutor::Options EndOptions(const ServerOptions& options) {
   return {.workers = 1, .inline_slots = 0, .queue_max = options.max_streams};
@@ -101,6 +106,8 @@ class ServerImpl final : public Server {
     handlers_.calls = &calls_;
     handlers_.ends = &ends_;
     handlers_.memory = memory_.get();
+    handlers_.gpu_sharing = GpuSharingOf(engine->backend(), machine);
+    metrics->SetTimeSlices(handlers_.gpu_sharing == v1::GPU_SHARING_TIME_SLICES);
     handlers_.requests = &requests_;
     handlers_.trimmer = &trimmer_;
     handlers_.open_calls = &open_calls_;

@@ -5,10 +5,9 @@
 
 #include <algorithm>
 #include <new>
-#include <system_error>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
+#include "common/start_thread.h"
 #include "common/status.h"
 #include "common/unix_time.h"
 
@@ -20,12 +19,7 @@ Pager::Pager(Archive* archive, MemoryBudget* budget, ListSequences sequences,
 
 absl::Status Pager::Start() {
   CHECK(!thread_.joinable()) << "started once";
-  try {
-    thread_ = std::thread([this] { Loop(); });
-  } catch (const std::system_error& error) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("the system refused a thread for moving segments to disk: ", error.what()));
-  }
+  ATTND_ASSIGN_OR_RETURN(thread_, StartThread("for moving segments to disk", [this] { Loop(); }));
   return absl::OkStatus();
 }
 

@@ -9,10 +9,10 @@
 #include <algorithm>
 #include <cmath>
 #include <new>
-#include <system_error>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "common/start_thread.h"
 #include "common/status.h"
 #include "engine/sequence/segmenter.h"
 #include "glog/logging.h"
@@ -84,12 +84,8 @@ Auditor::Auditor(const AuditOptions& options, MemoryBudget* budget, const StepGa
     : options_(options), budget_(budget), gate_(gate), listener_(listener) {}
 
 absl::Status Auditor::Start() {
-  try {
-    background_ = std::thread([this] { BackgroundLoop(); });
-  } catch (const std::system_error& error) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("the system refused the thread that audits answers: ", error.what()));
-  }
+  ATTND_ASSIGN_OR_RETURN(background_,
+                         StartThread("that audits answers", [this] { BackgroundLoop(); }));
   return absl::OkStatus();
 }
 

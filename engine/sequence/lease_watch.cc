@@ -5,21 +5,16 @@
 
 #include <memory>
 #include <new>
-#include <system_error>
 
-#include "absl/strings/str_cat.h"
+#include "common/start_thread.h"
+#include "common/status.h"
 #include "engine/sequence/sequence.h"
 
 namespace attnd::engine {
 
 absl::Status LeaseWatch::Start() {
   CHECK(!thread_.joinable()) << "started once";
-  try {
-    thread_ = std::thread([this] { Loop(); });
-  } catch (const std::system_error& error) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("the system refused a thread for the ends of leases: ", error.what()));
-  }
+  ATTND_ASSIGN_OR_RETURN(thread_, StartThread("for the ends of leases", [this] { Loop(); }));
   return absl::OkStatus();
 }
 

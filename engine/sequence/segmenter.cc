@@ -10,11 +10,11 @@
 #include <exception>
 #include <new>
 #include <optional>
-#include <system_error>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "common/start_thread.h"
 #include "common/status.h"
 
 namespace attnd::engine {
@@ -76,12 +76,8 @@ Segmenter::Segmenter(const Options& options, attention::Backend* backend, Memory
     : options_(options), backend_(backend), budget_(budget), gate_(gate), listener_(listener) {}
 
 absl::Status Segmenter::Start() {
-  try {
-    background_ = std::thread([this] { BackgroundLoop(); });
-  } catch (const std::system_error& error) {
-    return absl::ResourceExhaustedError(absl::StrCat(
-        "the system refused the thread that builds segments in the background: ", error.what()));
-  }
+  ATTND_ASSIGN_OR_RETURN(background_, StartThread("that builds segments in the background",
+                                                  [this] { BackgroundLoop(); }));
   return absl::OkStatus();
 }
 

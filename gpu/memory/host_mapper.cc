@@ -3,8 +3,10 @@
 
 #include <glog/logging.h>
 
-#include <system_error>
 #include <utility>
+
+#include "absl/status/statusor.h"
+#include "common/start_thread.h"
 
 namespace attnd::gpu {
 
@@ -12,12 +14,13 @@ void HostMapper::Add(std::shared_ptr<HostPages> pages) {
   MutexLock lock(mutex_);
   if (stopping_) return;
   if (!thread_.joinable()) {
-    try {
-      thread_ = std::thread([this] { Loop(); });
-    } catch (const std::system_error& error) {
-      LOG_EVERY_T(WARNING, 60) << "host memory is not mapped in the background: " << error.what();
+    absl::StatusOr<std::thread> thread =
+        StartThread("that maps host memory in the background", [this] { Loop(); });
+    if (!thread.ok()) {
+      LOG_EVERY_T(WARNING, 60) << thread.status();
       return;  // steps map what they read
     }
+    thread_ = *std::move(thread);
   }
   queue_.push_back(std::move(pages));
   changed_.NotifyAll();

@@ -12,6 +12,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "attnd/v1/attnd.pb.h"
 #include "engine/engine.h"
 #include "google/protobuf/message.h"
 #include "grpcpp/server_context.h"
@@ -59,6 +60,8 @@ struct HandlerContext {
   StepExecutor* ends = nullptr;
   // Passes over memory that clients share. Null without allow_client_memory.
   MemoryPlane* memory = nullptr;
+  // How the backend shares its GPU; does not change.
+  v1::GpuSharing gpu_sharing = v1::GPU_SHARING_UNSPECIFIED;
   // From bytes to messages.
   const RequestParser* requests = nullptr;
   HeapTrimmer* trimmer = nullptr;

@@ -99,6 +99,7 @@ absl::Status Handle(const UnaryContext& context, const v1::GetServerInfoRequest&
   reply->set_version(std::string(ServerVersion()));
   for (const absl::string_view name : backend.names()) reply->add_backends(std::string(name));
   reply->set_device(std::string(backend.device()));
+  reply->set_gpu_sharing(context.gpu_sharing);
   reply->set_backend_status(std::string(backend.Health().message()));
   reply->set_simd_target(std::string(backend.target()));
   for (const attention::Policy& policy : attention::PresetPolicies()) {

@@ -24,6 +24,7 @@ struct UnaryContext {
   const ServerOptions& options;
   engine::Engine& engine;
   Metrics& metrics;
+  v1::GpuSharing gpu_sharing;
   absl::string_view tenant;
   const std::atomic<bool>* cancelled = nullptr;  // set when the client has gone; may be null
 };

@@ -176,6 +176,9 @@ void Metrics::AddDeviceMetrics() {
                "Bytes of GPU memory that the indexes of one sequence lack at most; 0: all fit");
   graph_launches_ = AddCounter("attnd_backend_graph_launches_total",
                                "Launches of a step, or of a part of one, from a CUDA graph");
+  time_slices_ = AddGauge("attnd_gpu_time_slices",
+                          "1 if processes on the GPU get time slices, as the server does not run "
+                          "under MPS; 0: under MPS, or no GPU");
   degraded_ = AddGauge("attnd_backend_degraded", "1 if the CPU answers because the GPU has failed");
 }
 
@@ -184,6 +187,8 @@ void Metrics::SetBuildInfo(absl::string_view version, absl::string_view simd_tar
            {{"version", std::string(version)}, {"simd_target", std::string(simd_target)}})
       ->Set(1);
 }
+
+void Metrics::SetTimeSlices(bool time_slices) { time_slices_->Set(time_slices ? 1 : 0); }
 
 Rejection TokensRejection(uint64_t position, uint64_t tokens, uint64_t max_sequence_tokens) {
   const bool fits = position <= max_sequence_tokens && tokens <= max_sequence_tokens - position;

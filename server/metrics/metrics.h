@@ -104,6 +104,8 @@ class Metrics final : public engine::EventListener, public prometheus::Collectab
   Metrics& operator=(const Metrics&) = delete;
 
   void SetBuildInfo(absl::string_view version, absl::string_view simd_target);
+  // Whether processes on the server's GPU get time slices. Before serving.
+  void SetTimeSlices(bool time_slices);
   // Before serving; what the sources use must outlive the last Collect.
   void SetSources(GaugeSources sources);
 
@@ -198,6 +200,7 @@ class Metrics final : public engine::EventListener, public prometheus::Collectab
   std::array<prometheus::Counter*, attention::kFallbacks> fallback_rows_;
   prometheus::Gauge* index_missing_bytes_;
   prometheus::Counter* graph_launches_;
+  prometheus::Gauge* time_slices_;
   prometheus::Gauge* degraded_;
   // Of sealed sequences on disk, each followed by its field of ArchiveStats.
   struct ArchiveCounter {

@@ -18,6 +18,7 @@
 #include "common/status.h"
 #include "gpu/cuda_backend.h"
 #include "server/options/cgroup.h"
+#include "server/options/mps.h"
 #include "server/options/text_file.h"
 
 namespace attnd::server {
@@ -353,6 +354,7 @@ Machine Machine::Detect() {
   std::ifstream membership("/proc/self/cgroup");
   const std::string text((std::istreambuf_iterator<char>(membership)), {});
   machine.memory_bytes = CgroupMemoryLimit(text, "/sys/fs/cgroup", physical);
+  machine.mps_control = MpsControlPipe();
   return machine;
 }
 

@@ -117,10 +117,12 @@ absl::StatusOr<v1::ServerConfig> ReadConfigFile(const std::string& path);
 // "NAME" or "NAME:key=value,key=value".
 absl::StatusOr<v1::Policy> ParsePolicyText(absl::string_view text);
 
-// What the machine has, for options whose 0 means "as much as there is".
+// What the process finds on the machine, once, at its start; for options whose 0 means "as much as
+// there is", too.
 struct Machine {
   uint32_t cores = 1;         // that this process may run on
   uint64_t memory_bytes = 0;  // the least of the machine's and of its control groups'
+  std::string mps_control;    // MpsControlPipe (mps.h): empty if the process runs without MPS
 
   static Machine Detect();
 };

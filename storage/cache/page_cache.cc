@@ -5,10 +5,10 @@
 #include "storage/cache/page_cache.h"
 
 #include <algorithm>
-#include <system_error>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "common/start_thread.h"
 #include "common/status.h"
 #include "glog/logging.h"
 
@@ -41,13 +41,12 @@ absl::Status PageCache::Start() {
     ATTND_ASSIGN_OR_RETURN(auto queue, MakeIoQueue(options_.queue));
     queues_.push_back(std::move(queue));
   }
-  try {
-    for (const auto& queue : queues_) {
-      readers_.emplace_back([this, queue = queue.get()] { ReadLoop(queue); });
-    }
-  } catch (const std::system_error& error) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("the system refused a thread for reading pages: ", error.what()));
+  readers_.reserve(queues_.size());
+  for (const auto& queue : queues_) {
+    ATTND_ASSIGN_OR_RETURN(
+        std::thread reader,
+        StartThread("for reading pages", [this, queue = queue.get()] { ReadLoop(queue); }));
+    readers_.push_back(std::move(reader));
   }
   return absl::OkStatus();
 }

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <system_error>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -13,6 +13,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "common/mutex.h"
+#include "common/start_thread.h"
 #include "common/status.h"
 #include "storage/io/transfer.h"
 
@@ -75,11 +76,11 @@ int64_t Ask(const IoRequest& request) {
 }
 
 absl::Status ThreadQueue::Start(uint32_t threads) {
-  try {
-    while (threads_.size() < threads) threads_.emplace_back([this] { Work(); });
-  } catch (const std::system_error& error) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("thread ", threads_.size() + 1, " of ", threads, " for I/O: ", error.what()));
+  threads_.reserve(threads);
+  while (threads_.size() < threads) {
+    const std::string purpose = absl::StrCat("for I/O, ", threads_.size() + 1, " of ", threads);
+    ATTND_ASSIGN_OR_RETURN(std::thread thread, StartThread(purpose, [this] { Work(); }));
+    threads_.push_back(std::move(thread));
   }
   return absl::OkStatus();
 }

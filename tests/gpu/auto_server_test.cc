@@ -99,6 +99,17 @@ class AutoServer : public ::testing::Test {
   std::unique_ptr<v1::Attnd::Stub> stub_;
 };
 
+TEST_F(AutoServer, ItSaysHowItsGpuIsShared) {
+  Start("auto");
+  EXPECT_EQ(Info().gpu_sharing(), v1::GPU_SHARING_TIME_SLICES);
+  EXPECT_EQ(server_->Metric("attnd_gpu_time_slices"), 1);
+  server_.reset();
+  server_ = std::make_unique<TestServer>(options_, engine_.get(), "/pipes/control");
+  stub_ = server_->NewStub();
+  EXPECT_EQ(Info().gpu_sharing(), v1::GPU_SHARING_MPS);
+  EXPECT_EQ(server_->Metric("attnd_gpu_time_slices"), 0);
+}
+
 TEST_F(AutoServer, AutoOpensEveryValidShapeAndSaysWhoHasIt) {
   Start("auto");
   EXPECT_THAT(Info().backends(), ElementsAre("cuda", "cpu"));

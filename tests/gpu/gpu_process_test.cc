@@ -46,6 +46,12 @@ class GpuProcess : public ProcessFixture {
   std::unique_ptr<v1::Attnd::Stub> NewStub() const {
     return v1::Attnd::NewStub(NewChannel(address_));
   }
+  static v1::GetServerInfoResponse Info(v1::Attnd::Stub* stub) {
+    grpc::ClientContext context;
+    v1::GetServerInfoResponse info;
+    EXPECT_TRUE(stub->GetServerInfo(&context, {}, &info).ok());
+    return info;
+  }
   // From its return on the device fails at every call.
   void Fail() const {
     std::ofstream(fault_).flush();
@@ -143,10 +149,7 @@ TEST_F(GpuProcess, TheCpuAnswersFromThenOn) {
   const std::vector<float> before = session.Send(Ask(sequence));
   Fail();
   for (int step = 0; step < 3; ++step) ExpectNear(session.Send(Ask(sequence)), before);
-  grpc::ClientContext context;
-  v1::GetServerInfoResponse info;
-  ASSERT_TRUE(stub->GetServerInfo(&context, {}, &info).ok());
-  EXPECT_THAT(info.backend_status(), HasSubstr("the fake device has failed"));
+  EXPECT_THAT(Info(stub.get()).backend_status(), HasSubstr("the fake device has failed"));
   EXPECT_THAT(process->Log(), HasSubstr("on_gpu_fault: cpu, as it was given"));
   EXPECT_THAT(process->Log(), HasSubstr("the GPU has failed; from here on the CPU answers"));
   process->Signal(SIGTERM);
@@ -193,6 +196,7 @@ TEST_F(GpuProcess, UnderMpsTheServerEnds) {
                                         "there is " +
                                         pipes_ + "/control"));
   const auto stub = NewStub();
+  EXPECT_EQ(Info(stub.get()).gpu_sharing(), v1::GPU_SHARING_MPS);
   const uint64_t sequence = Open(stub.get());
   Session session(stub.get());
   Fail();
@@ -203,6 +207,9 @@ TEST_F(GpuProcess, UnderMpsTheServerEnds) {
 TEST_F(GpuProcess, WithoutMpsTheCpuAnswers) {
   const auto process = StartOnGpu({});
   EXPECT_THAT(process->Log(), HasSubstr("on_gpu_fault: cpu, as this process does not run"));
+  // Found out at the start: a daemon that comes later serves none of this process's kernels.
+  std::ofstream(pipes_ + "/control").flush();
+  EXPECT_EQ(Info(NewStub().get()).gpu_sharing(), v1::GPU_SHARING_TIME_SLICES);
 }
 
 }  // namespace

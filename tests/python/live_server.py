@@ -10,7 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import attnd
 
@@ -19,12 +19,19 @@ PROGRAM = ROOT / os.environ.get("ATTND_BIN", "build/bin/attnd")
 
 
 @contextlib.contextmanager
-def running(*flags: str) -> Iterator[tuple[str, int]]:
-    """A server in a folder of its own: its target and its process id. It must end in order."""
+def running(
+    *flags: str, program: pathlib.Path = PROGRAM, environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, int]]:
+    """A server in a folder of its own: its target and its process id. It must end in order.
+
+    Args:
+        program: the built server, or one like it.
+        environment: variables that it has besides this process's.
+    """
     with tempfile.TemporaryDirectory(prefix="attnd-") as folder:
         target = f"unix:{folder}/run/attnd.sock"
-        command = [PROGRAM, "--listen", target, "--data-dir", f"{folder}/data", *flags]
-        server = subprocess.Popen(command)
+        command = [program, "--listen", target, "--data-dir", f"{folder}/data", *flags]
+        server = subprocess.Popen(command, env={**os.environ, **(environment or {})})
         try:
             wait_until_there(target)
             yield target, server.pid

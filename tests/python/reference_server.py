@@ -113,6 +113,7 @@ class Servicer(attnd_pb2_grpc.AttndServicer):
                 default_policy=policies[0],
                 limits=LIMITS,
                 simd_target="none",
+                gpu_sharing=pb.GPU_SHARING_NONE,
             )
 
         return self._unary("GetServerInfo", context, answer)

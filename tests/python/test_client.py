@@ -27,6 +27,7 @@ def test_server_info(client):
     assert info.default_policy.preset and info.backends
     assert info.limits.max_message_bytes == client.max_message_bytes > 0
     assert info.limits.max_rows > 0 and info.limits.max_query_tokens > 0
+    assert (info.gpu_sharing == "none") == (info.device == "") and info.gpu_sharing
 
 
 def test_who_has_a_sequence(client):

@@ -13,6 +13,7 @@ import pytest
 import attnd
 from attnd.cuda import driver
 from attnd.cuda.errors import CudaError
+from attnd.cuda.structs import Failure
 from cases import SHAPE, Case, opened
 from emulated_fixtures import PROMPT, TOKENS, client, gpu, layer_tokens, library, target
 from emulated_model import Model
@@ -80,6 +81,68 @@ def test_a_pass_that_ends_while_it_is_looked_at(client, gpu, moment):
         assert np.isfinite(model.out).all() and whole.complete and following.complete
         assert whole.rows[0].ok and whole.error is None
     assert layer_tokens(client, sequence) == [PROMPT + 2] * SHAPE.layers
+
+
+@pytest.mark.parametrize("moment", ["launch", "send"])
+@pytest.mark.parametrize("waiting", [False, True])
+def test_a_begin_that_fails_releases_the_stream(client, gpu, monkeypatch, moment, waiting):
+    """Behind the launch of its first kernel: layers that wait by then, and such that come later,
+    find the pass given up. A kernel that nobody tells ends with LATE, at its own limit."""
+    case = Case.random(TOKENS)
+    sequence = opened(client, case, PROMPT, complete=False)
+    row = attnd.Row(sequence, PROMPT)
+    with Model(client, gpu, timeout_s=1) as model:
+        graph = model.graph()
+        model.write(case, slice(PROMPT, PROMPT + 1))
+        owner = gpu if moment == "launch" else model.session._stream._call
+        launch = gpu.launch
+
+        def fail(*arguments) -> None:
+            if moment == "launch":
+                launch(*arguments)
+            if waiting:
+                gpu.replay(graph)
+            raise KeyboardInterrupt("planted")
+
+        with monkeypatch.context() as planted:
+            planted.setattr(owner, moment, fail)
+            with pytest.raises(KeyboardInterrupt, match="planted"):
+                model.session.begin_pass([row])
+        if not waiting:
+            gpu.replay(graph)
+        gpu.synchronize()
+        assert model.all_nan() and model.session.invalid[0] == Failure.ABORTED
+        if moment == "launch":  # the server has not heard of it: the next pass is as any other
+            model.write(case, slice(PROMPT, PROMPT + 1))
+            whole = model.session.begin_pass([row])
+            gpu.replay(graph)
+            whole.finish()
+            gpu.synchronize()
+            assert np.isfinite(model.out).all() and model.session.invalid[0] == Failure.NONE
+        else:
+            with pytest.raises(attnd.AttndError, match="interrupted"):
+                model.session.begin_pass([row])
+    expected = PROMPT + (moment == "launch")
+    assert layer_tokens(client, sequence) == [expected] * SHAPE.layers
+
+
+def test_a_begin_that_is_interrupted_behind_its_message(client, gpu, monkeypatch):
+    """The server has the pass, and nobody would ring: it is given up, and the session says so."""
+    case = Case.random(TOKENS)
+    sequence = opened(client, case, PROMPT, complete=False)
+    with Model(client, gpu) as model:
+        declare = model.session._stream._declare
+
+        def fail(*arguments) -> None:
+            declare(*arguments)
+            raise KeyboardInterrupt("planted")
+
+        monkeypatch.setattr(model.session._stream, "_declare", fail)
+        with pytest.raises(KeyboardInterrupt, match="planted"):
+            model.session.begin_pass([attnd.Row(sequence, PROMPT)])
+        with pytest.raises(attnd.AttndError, match="given up"):
+            model.session.begin_pass([attnd.Row(sequence, PROMPT)])
+    assert layer_tokens(client, sequence) == [PROMPT] * SHAPE.layers
 
 
 def threads() -> list[str]:

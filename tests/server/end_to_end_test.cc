@@ -208,6 +208,8 @@ TEST_F(EndToEndTest, TruncateForkListAndInfo) {
   v1::GetServerInfoResponse info;
   ASSERT_TRUE(stub_->GetServerInfo(Context().get(), {}, &info).ok());
   EXPECT_EQ(info.backends(0), "cpu");
+  EXPECT_EQ(info.gpu_sharing(), v1::GPU_SHARING_NONE);
+  EXPECT_EQ(server_->Metric("attnd_gpu_time_slices"), 0);
   EXPECT_EQ(info.default_policy().preset(), "dense");
   EXPECT_EQ(info.limits().max_streams(), options_.max_streams);
   EXPECT_EQ(info.limits().max_message_bytes(), options_.max_message_bytes);

@@ -216,7 +216,7 @@ class MalformedTest : public ::testing::Test {
     EXPECT_TRUE(Handle(Context(), GoodOpen(), &reply).ok());
     return reply.sequence_id();
   }
-  UnaryContext Context() { return {options_, *engine_, metrics_, ""}; }
+  UnaryContext Context() { return {options_, *engine_, metrics_, v1::GPU_SHARING_NONE, ""}; }
 
   void Append(const v1::AppendKvRequest& request) {
     const auto chunk = FromProto(request);

@@ -5,15 +5,11 @@
 #include "server/stop_request.h"
 
 #include <csignal>
-#include <cstdlib>
-#include <filesystem>
-#include <fstream>
 #include <thread>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "server/backend.h"
-#include "tests/temporary_folder.h"
 
 namespace attnd::server {
 namespace {
@@ -45,24 +41,6 @@ TEST(GpuFaultChoiceTest, UnderMpsTheServerEndsUnlessToldOtherwise) {
   EXPECT_FALSE(ChooseOnGpuFault(options, "/pipes/control").exit);
   options.on_gpu_fault = "exit";
   EXPECT_TRUE(ChooseOnGpuFault(options, "").exit);
-}
-
-// As CUDA looks for it: a folder without the pipe, or /dev/null, means no MPS.
-TEST(GpuFaultChoiceTest, TheControlPipeIsWhatTellsMps) {
-  const attnd::test::TemporaryFolder folder;
-  const std::string path = folder.path();
-  setenv("CUDA_MPS_PIPE_DIRECTORY", path.c_str(), /*replace=*/1);
-  EXPECT_EQ(MpsControlPipe(), "");
-  std::ofstream(path + "/control").flush();
-  EXPECT_EQ(MpsControlPipe(), path + "/control");
-  setenv("CUDA_MPS_PIPE_DIRECTORY", "/dev/null", /*replace=*/1);
-  EXPECT_EQ(MpsControlPipe(), "");
-  const bool daemon = std::filesystem::exists("/tmp/nvidia-mps/control");
-  for (const char* const unset : {"", static_cast<const char*>(nullptr)}) {
-    unsetenv("CUDA_MPS_PIPE_DIRECTORY");
-    if (unset != nullptr) setenv("CUDA_MPS_PIPE_DIRECTORY", unset, /*replace=*/1);
-    EXPECT_EQ(MpsControlPipe(), daemon ? "/tmp/nvidia-mps/control" : "");
-  }
 }
 
 }  // namespace

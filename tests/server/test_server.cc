@@ -54,10 +54,12 @@ TempDir::TempDir() {
 
 TempDir::~TempDir() { std::filesystem::remove_all(path_); }
 
-TestServer::TestServer(const server::ServerOptions& options, engine::Engine* engine) {
+TestServer::TestServer(const server::ServerOptions& options, engine::Engine* engine,
+                       const std::string& mps_control) {
   server::Machine machine;
   machine.cores = 2;
   machine.memory_bytes = uint64_t{1} << 30;
+  machine.mps_control = mps_control;
   auto server = server::Server::Start(options, machine, engine, &metrics_);
   if (!server.ok()) Die(server.status());
   server_ = *std::move(server);

@@ -42,7 +42,9 @@ class TempDir {
 // Owns the server; the engine belongs to the caller. A failure to start ends the test program.
 class TestServer {
  public:
-  TestServer(const server::ServerOptions& options, engine::Engine* engine);
+  // mps_control: as Machine's.
+  TestServer(const server::ServerOptions& options, engine::Engine* engine,
+             const std::string& mps_control = "");
   ~TestServer();
 
   server::Server& server() { return *server_; }

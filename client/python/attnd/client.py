@@ -80,6 +80,7 @@ class Client:
         self._metadata = channels.tenant_metadata(tenant)
         self._timeout_s = timeout_s
         self._limits: Limits | None = None  # not asked yet
+        self._sharing_checked = False  # whether streams of a GPU were told how they share it
 
     @property
     def timeout_s(self) -> float:
@@ -326,6 +327,9 @@ class Client:
         """As :meth:`memory_session`, for tensors in a GPU's memory: each layer of a pass is a kernel
         of the caller's CUDA stream, and may be part of a CUDA graph. Needs PyTorch with CUDA.
 
+        Warns once (:class:`attnd.cuda.TimeSlicesWarning`), saying how to mend it, if the stream and
+        the server get time slices of a GPU that they share.
+
         Args:
             spin_us: how long the server looks for the stream's next layer without a pause, which
                 takes a core while a pass is under way; after that every 20 us.
@@ -335,9 +339,14 @@ class Client:
             attnd.cuda.CudaError: if PyTorch, CUDA or a GPU is missing or refuses.
         """
         from attnd.cuda.driver import CudaGpu
+        from attnd.cuda.sharing import warn_of_time_slices
 
         layout = PassLayout(shape, query_tokens_max, query_dtype, output_dtype)
-        return self.stream_session(CudaGpu(device), layout, spin_us=spin_us, socket=socket)
+        gpu = CudaGpu(device)
+        if not self._sharing_checked:
+            warn_of_time_slices(self.get_server_info(), stacklevel=2)
+            self._sharing_checked = True
+        return self.stream_session(gpu, layout, spin_us=spin_us, socket=socket)
 
     def stream_session(
         self, gpu: Gpu, layout: PassLayout, *, spin_us: int = 1000, socket: str | None = None

@@ -46,6 +46,9 @@ class ServerInfo:
         simd_target: vector instructions of its CPU kernels.
         device: the GPU behind the first backend; empty if that is the CPU.
         backend_status: why the first backend does less than it was made to; empty if it does not.
+        gpu_sharing: how kernels of other processes run beside the server's on its GPU: "mps" is
+            side by side, "time-slices" never at the same time; "none" without a GPU; empty if the
+            server does not say.
     """
 
     version: str
@@ -57,6 +60,7 @@ class ServerInfo:
     device: str = ""
     backend_status: str = ""
     presets: tuple[Preset, ...] = ()
+    gpu_sharing: str = ""
 
     @staticmethod
     def from_proto(message: attnd_pb2.GetServerInfoResponse) -> ServerInfo:
@@ -71,9 +75,15 @@ class ServerInfo:
             device=message.device,
             backend_status=message.backend_status,
             presets=tuple(Preset.from_proto(preset) for preset in message.presets),
+            gpu_sharing=_GPU_SHARING.get(message.gpu_sharing, ""),
         )
 
 
+_GPU_SHARING = {
+    attnd_pb2.GPU_SHARING_NONE: "none",
+    attnd_pb2.GPU_SHARING_MPS: "mps",
+    attnd_pb2.GPU_SHARING_TIME_SLICES: "time-slices",
+}
 _LIMIT_FIELDS = attnd_pb2.Limits.DESCRIPTOR.fields
 
 

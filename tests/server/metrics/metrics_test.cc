@@ -77,6 +77,7 @@ TEST(Metrics, EveryPromisedNameIsThereFromTheStart) {
                                  "device_index_missing_bytes",
                                  "backend_graph_launches_total",
                                  "backend_degraded",
+                                 "gpu_time_slices",
                                  "ssd_bytes_total",
                                  "sealed_sequences_total",
                                  "resumed_sequences_total",
@@ -331,6 +332,9 @@ TEST(Metrics, ADeviceIsATierAndHasArenas) {
   EXPECT_EQ(values["attnd_device_index_missing_bytes"], 77);
   EXPECT_EQ(values["attnd_backend_graph_launches_total"], 9);
   EXPECT_EQ(values["attnd_backend_degraded"], 1);
+  EXPECT_EQ(values["attnd_gpu_time_slices"], 0);
+  metrics.SetTimeSlices(true);
+  EXPECT_EQ(Values(metrics)["attnd_gpu_time_slices"], 1);
 }
 
 TEST(Metrics, TheArchivesCountersFollowIt) {

@@ -7,6 +7,7 @@ way (docs/MODEL_SERVER.md, "From a GPU"). Needs PyTorch with CUDA.
 
 from attnd.cuda.errors import CudaError
 from attnd.cuda.session import StreamSession
+from attnd.cuda.sharing import TimeSlicesWarning
 from attnd.cuda.stream_pass import StreamPass
 
-__all__ = ["CudaError", "StreamPass", "StreamSession"]
+__all__ = ["CudaError", "StreamPass", "StreamSession", "TimeSlicesWarning"]

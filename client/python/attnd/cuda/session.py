@@ -16,7 +16,7 @@ import numpy as np
 
 from attnd.cuda.errors import CudaError
 from attnd.cuda.gpu import BLOCKS_MAX, THREADS, DeviceTensor, Gpu
-from attnd.cuda.stream_pass import StreamPass
+from attnd.cuda.stream_pass import StreamPass, given_up
 from attnd.cuda.structs import FAILURE_WORD, PASS_WORDS, Begin, Control, Layer, Tensor
 from attnd.errors import AttndError, DeadlineExceededError
 from attnd.memory_socket import MemorySocket
@@ -172,7 +172,9 @@ class StreamSession:
         timeout_s: float | None = None,
     ) -> StreamPass:
         """Declares a pass of all layers over these rows, and tells the current stream, on which the
-        layers must follow. Waits neither for the server nor for the stream.
+        layers must follow. Waits neither for the server nor for the stream. If it fails when the
+        stream has been told, the pass is given up: layers that the stream comes to all the same are
+        those of a pass that failed.
 
         Args:
             rows, deadline_us, pass_deadline_us, want_lse, stats, raise_on_row_error: as
@@ -198,30 +200,25 @@ class StreamSession:
             raise ValueError("the stream is captured: begin a pass before the graph is replayed")
         options = PassOptions(deadline_us, pass_deadline_us, None, want_lse, stats)
         stream = self._gpu.stream()
+        begun: StreamPass | None = None
 
         def make(declaration: Declaration) -> StreamPass:
-            first = declaration.request.begin_pass.memory.first_epoch
+            nonlocal begun
+            begun = StreamPass(
+                self, self._stream, self._memory, declaration, raise_on_row_error,
+                declaration.request.begin_pass.memory.first_epoch, stream, timeout_s,
+            )
             if not want_lse:
                 self._clear_lse(declaration.query_tokens)
-            begin = Begin(
-                words=self._words_address(),
-                control=self._control_address,
-                first_epoch=first,
-                layers=self._memory.layout.shape.layers,
-                query_tokens=declaration.query_tokens,
-                new_tokens=declaration.new_tokens,
-            )
-            self._gpu.launch("attnd_begin", begin, 1, stream)
-            return StreamPass(
-                self, self._stream, self._memory, declaration, raise_on_row_error, first,
-                stream, timeout_s,
-            )
+            self._begin_on_stream(begun, declaration, stream)
+            return begun
 
-        whole = self._stream.begin_device_pass(self._memory, rows, options, make)
-        with self._changed:
-            self._under_way = whole
-            self._changed.notify()
-        return whole
+        try:
+            return self._stream.begin_device_pass(self._memory, rows, options, make)
+        except BaseException as error:  # an interrupt, too: layers may wait for the pass by now
+            if begun is not None:
+                self._fail_begin(begun, given_up(error))
+            raise
 
     def layer(
         self,
@@ -352,6 +349,32 @@ class StreamSession:
         self._gpu.synchronize()
         if self._control.failure == 0:
             raise CudaError("the kernels of a session left no word in mapped memory")
+
+    def _begin_on_stream(self, whole: StreamPass, declaration: Declaration, stream: int) -> None:
+        """Launches a pass's first kernel, and has the pass watched from here on: before the server
+        hears of it, so that no layer that follows waits unwatched."""
+        begin = Begin(
+            words=self._words_address(),
+            control=self._control_address,
+            first_epoch=whole.first_epoch,
+            layers=whole.layers,
+            query_tokens=declaration.query_tokens,
+            new_tokens=declaration.new_tokens,
+        )
+        self._gpu.launch("attnd_begin", begin, 1, stream)
+        with self._changed:
+            self._under_way = whole
+            self._changed.notify()
+
+    def _fail_begin(self, whole: StreamPass, error: AttndError) -> None:
+        """Has the stream go on that may wait for a pass which begin_pass could not begin. A pass
+        that is not watched yet the server has not heard of: the session may have another one."""
+        with self._changed:
+            if self._under_way is whole:
+                self._under_way = None
+                self._give_up(whole, error)
+            else:
+                self._abort(whole)
 
     def _end_pass(self, whole: StreamPass, error: AttndError | None) -> None:
         """The pass under way is over, and nobody watches it any more.

@@ -109,7 +109,7 @@ class StreamPass(DeclaredPass):
         except BaseException as error:
             told = isinstance(error, AttndError) and self._reply.arrived()
             # Where the server has not told it, nobody else ends the pass, here or there.
-            session._end_pass(self, None if told else _given_up(error))
+            session._end_pass(self, None if told else given_up(error))
             raise
         session._end_pass(self, None)
         self._end()
@@ -158,7 +158,8 @@ class StreamPass(DeclaredPass):
         )
 
 
-def _given_up(error: BaseException) -> AttndError:
+def given_up(error: BaseException) -> AttndError:
+    """Why a pass in which this was raised is given up."""
     if isinstance(error, AttndError):
         return error
     return AttndError(grpc.StatusCode.CANCELLED, f"a pass of the stream was given up: {error}")

@@ -8,6 +8,7 @@ from typing import Any
 
 from attnd import channel as channels
 from attnd.client import Client
+from attnd.cuda.sharing import warn_of_time_slices
 from attnd.eval.opening import opening_of
 from attnd.policy import Policy, as_policy
 from attnd.transformers import attention, identity, streams
@@ -96,6 +97,8 @@ class Attachment:
         limits, config = self._info.limits, model.config.get_text_config()
         regions = Regions(client, limits) if memory else None
         where = streams.gpu_of(model) if memory else None
+        if where is not None:
+            warn_of_time_slices(self._info, stacklevel=3)  # whoever calls attach()
         self._server = Server(
             client,
             limits,

@@ -7,6 +7,10 @@ from google.protobuf import message as _message
 from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+GPU_SHARING_MPS: GpuSharing
+GPU_SHARING_NONE: GpuSharing
+GPU_SHARING_TIME_SLICES: GpuSharing
+GPU_SHARING_UNSPECIFIED: GpuSharing
 
 class AppendKvRequest(_message.Message):
     __slots__ = ["first_position", "k", "layer", "observed_queries", "prefill_complete", "sequence_id", "token_ids", "v"]
@@ -153,12 +157,13 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ["backend_status", "backends", "client_memory", "default_policy", "device", "limits", "policies", "presets", "simd_target", "version"]
+    __slots__ = ["backend_status", "backends", "client_memory", "default_policy", "device", "gpu_sharing", "limits", "policies", "presets", "simd_target", "version"]
     BACKENDS_FIELD_NUMBER: _ClassVar[int]
     BACKEND_STATUS_FIELD_NUMBER: _ClassVar[int]
     CLIENT_MEMORY_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_POLICY_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    GPU_SHARING_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     POLICIES_FIELD_NUMBER: _ClassVar[int]
     PRESETS_FIELD_NUMBER: _ClassVar[int]
@@ -169,12 +174,13 @@ class GetServerInfoResponse(_message.Message):
     client_memory: ClientMemory
     default_policy: _types_pb2.Policy
     device: str
+    gpu_sharing: GpuSharing
     limits: Limits
     policies: _containers.RepeatedCompositeFieldContainer[_types_pb2.Policy]
     presets: _containers.RepeatedCompositeFieldContainer[PresetInfo]
     simd_target: str
     version: str
-    def __init__(self, version: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., policies: _Optional[_Iterable[_Union[_types_pb2.Policy, _Mapping]]] = ..., default_policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., simd_target: _Optional[str] = ..., device: _Optional[str] = ..., backend_status: _Optional[str] = ..., presets: _Optional[_Iterable[_Union[PresetInfo, _Mapping]]] = ..., client_memory: _Optional[_Union[ClientMemory, _Mapping]] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., policies: _Optional[_Iterable[_Union[_types_pb2.Policy, _Mapping]]] = ..., default_policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., simd_target: _Optional[str] = ..., device: _Optional[str] = ..., backend_status: _Optional[str] = ..., presets: _Optional[_Iterable[_Union[PresetInfo, _Mapping]]] = ..., client_memory: _Optional[_Union[ClientMemory, _Mapping]] = ..., gpu_sharing: _Optional[_Union[GpuSharing, str]] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ["max_message_bytes", "max_query_tokens", "max_queued_steps", "max_rows", "max_sequence_tokens", "max_sequences", "max_streams", "memory_budget_bytes"]
@@ -511,3 +517,6 @@ class TruncateSequenceResponse(_message.Message):
     SEGMENTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     segmented_tokens: int
     def __init__(self, segmented_tokens: _Optional[int] = ...) -> None: ...
+
+class GpuSharing(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = []
