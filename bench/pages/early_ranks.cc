@@ -8,6 +8,7 @@
 #include "attention/kernels/kernels.h"
 #include "attention/segment/pages.h"
 #include "bench/pages/page_ranks.h"
+#include "glog/logging.h"
 
 namespace attnd::bench {
 namespace {
@@ -101,6 +102,10 @@ void EarlyRanker::Rank(uint32_t layer, const attention::Plan& plan, std::span<co
   Last& last = last_[size_t{layer} * view_.shape.kv_heads + plan.kv_head];
   Scores opened = NoScores(layer, plan.kv_head);
   OpenAsPlanned(plan, &scores, &opened);
+  if (by_error_) {
+    CHECK_EQ(scores.items().clusters(), plan.exact.size() + plan.estimated.size())
+        << "what is opened is what the plan has clusters of";
+  }
   RankByOrder(Candidates(opened, layer, plan), last.read, layer_ranks[kOpened]);
 
   Scores scored = NoScores(layer, plan.kv_head);
