@@ -7,7 +7,7 @@
 //   page_replay build/page-traces/16384-*.error-target.trace
 //   page_replay --group=2 ...           two sequences that decode together share a pool
 //   page_replay --group=4 --turns=8 ... four take turns of 8 tokens
-//   page_replay --tables=ahead --windows_us=213,29.3,14.8 --link_gb_s=47 ...  what asking for pages
+//   page_replay --tables=ahead --windows_us=205,29.3,14.8 --link_gb_s=47 ...  what asking for pages
 //                                       before a step has chosen would bring
 #include <algorithm>
 #include <cmath>
@@ -39,7 +39,7 @@ ABSL_FLAG(uint32_t, warm, 32, "first tokens of each sequence, which are not coun
 ABSL_FLAG(uint32_t, scan_every, 0, "tokens between dense steps that read every page; 0: none");
 ABSL_FLAG(std::vector<std::string>, pools, std::vector<std::string>({"5", "10", "25", "50"}),
           "pool sizes, percent of all pages");
-ABSL_FLAG(std::vector<std::string>, windows_us, std::vector<std::string>({"213", "29.3", "14.8"}),
+ABSL_FLAG(std::vector<std::string>, windows_us, std::vector<std::string>({"205", "29.3", "14.8"}),
           "ahead: from when the layer before has attended, groups are opened, leaves are scored, "
           "until a step has chosen");
 ABSL_FLAG(double, link_gb_s, 47, "ahead: what the link carries");
