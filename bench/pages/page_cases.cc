@@ -59,6 +59,9 @@ class CaseMaker {
     step.layer = layer;
     step.first_page = base_[sequence] + layer * trace.layer_pages;
     step.ranks = trace.Step(token, layer);
+    for (const EarlyMoment moment : {kOpened, kScored}) {
+      step.early[moment] = trace.Early(moment, token, layer);
+    }
     for (uint32_t page = 0; page < trace.layer_pages; ++page) {
       if (step.ranks[page] == kPageRead) step.pages.push_back(step.first_page + page);
     }

@@ -5,6 +5,7 @@
 #ifndef ATTND_BENCH_PAGES_PAGE_POOLS_H_
 #define ATTND_BENCH_PAGES_PAGE_POOLS_H_
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -23,11 +24,12 @@ struct Step {
   uint32_t token = 0;  // tokens of the case before it
   uint32_t sequence = 0;
   uint32_t layer = 0;
-  uint32_t first_page = 0;          // of the layer
-  std::span<const PageRank> ranks;  // of the layer's pages
-  std::vector<uint32_t> pages;      // that it reads, ascending
-  std::vector<uint32_t> next;       // [pages] step that reads each next, or kNever
-  bool counted = true;              // false: warms the pool, or reads everything once
+  uint32_t first_page = 0;                                      // of the layer
+  std::span<const PageRank> ranks;                              // of the layer's pages
+  std::array<std::span<const EarlyRank>, kEarlyMoments> early;  // likewise
+  std::vector<uint32_t> pages;                                  // that it reads, ascending
+  std::vector<uint32_t> next;  // [pages] step that reads each next, or kNever
+  bool counted = true;         // false: warms the pool, or reads everything once
 };
 
 // Used by one thread. A step reads in two parts, as an engine does: what is resident is pinned

@@ -28,16 +28,6 @@ void AddSoftmax(std::vector<float>* logits, float heads, std::vector<float>* sco
   for (size_t i = 0; i < logits->size(); ++i) (*score)[i] += (*logits)[i] * factor;
 }
 
-// Number of the first page of (segment, KV head) in a layer.
-uint32_t FirstPage(const SequenceView& view, size_t segment, uint32_t kv_head) {
-  uint64_t page = 0;
-  for (size_t s = 0; s < segment; ++s) {
-    page += view.shape.kv_heads * PageGeometry::PagesFor(view.segments[s]->tokens());
-  }
-  return static_cast<uint32_t>(page +
-                               kv_head * PageGeometry::PagesFor(view.segments[segment]->tokens()));
-}
-
 // The clusters' ranks: 0 for those of the plan, the others 1, 2, ... by falling score. Without
 // scores the others are all last.
 std::vector<PageRank> RankClusters(const SequenceView& view, uint32_t layer,
@@ -145,6 +135,15 @@ uint32_t RankPages(const SequenceView& view, uint32_t layer, const attention::Pl
     }
   }
   return misordered;
+}
+
+uint32_t FirstPage(const SequenceView& view, size_t segment, uint32_t kv_head) {
+  uint64_t page = 0;
+  for (size_t s = 0; s < segment; ++s) {
+    page += view.shape.kv_heads * PageGeometry::PagesFor(view.segments[s]->tokens());
+  }
+  return static_cast<uint32_t>(page +
+                               kv_head * PageGeometry::PagesFor(view.segments[segment]->tokens()));
 }
 
 uint32_t LayerPages(const SequenceView& view) {

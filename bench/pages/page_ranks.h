@@ -49,6 +49,9 @@ class ClusterScorer {
 uint32_t RankPages(const attention::SequenceView& view, uint32_t layer, const attention::Plan& plan,
                    std::span<const float> scores, std::span<PageRank> layer_ranks);
 
+// Number of the first page of (segment, KV head) in a layer.
+uint32_t FirstPage(const attention::SequenceView& view, size_t segment, uint32_t kv_head);
+
 // Pages of one layer, all segments and KV heads.
 uint32_t LayerPages(const attention::SequenceView& view);
 

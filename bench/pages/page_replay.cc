@@ -7,9 +7,12 @@
 //   page_replay build/page-traces/16384-*.error-target.trace
 //   page_replay --group=2 ...           two sequences that decode together share a pool
 //   page_replay --group=4 --turns=8 ... four take turns of 8 tokens
+//   page_replay --tables=ahead --windows_us=205,29.3,14.8 --link_gb_s=47 ...  what asking for pages
+//                                       before a step has chosen would bring
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <vector>
@@ -20,6 +23,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
+#include "bench/pages/page_ahead_table.h"
 #include "bench/pages/page_cases.h"
 #include "bench/pages/page_overlap.h"
 #include "bench/pages/page_pools.h"
@@ -27,13 +31,19 @@
 #include "bench/statistics.h"
 #include "bench/support.h"
 
-ABSL_FLAG(std::string, tables, "rules,prefetch,overlap", "what to print, separated by commas");
+ABSL_FLAG(std::string, tables, "rules,prefetch,overlap",
+          "what to print, separated by commas; also: ahead");
 ABSL_FLAG(uint32_t, group, 1, "sequences that share a pool");
 ABSL_FLAG(uint32_t, turns, 0, "tokens of a sequence's turn; 0: all decode together");
 ABSL_FLAG(uint32_t, warm, 32, "first tokens of each sequence, which are not counted");
 ABSL_FLAG(uint32_t, scan_every, 0, "tokens between dense steps that read every page; 0: none");
 ABSL_FLAG(std::vector<std::string>, pools, std::vector<std::string>({"5", "10", "25", "50"}),
           "pool sizes, percent of all pages");
+ABSL_FLAG(std::vector<std::string>, windows_us, std::vector<std::string>({"205", "29.3", "14.8"}),
+          "ahead: from when the layer before has attended, groups are opened, leaves are scored, "
+          "until a step has chosen");
+ABSL_FLAG(double, link_gb_s, 47, "ahead: what the link carries");
+ABSL_FLAG(uint32_t, rows, 1, "ahead: rows of a step, each like the trace");
 
 namespace attnd::bench {
 namespace {
@@ -246,6 +256,34 @@ std::vector<NamedCase> MakeCases(const std::vector<PageTrace>& traces) {
   return cases;
 }
 
+AheadLink LinkOf(const PageTrace& trace) {
+  AheadLink link;
+  link.gb_s = absl::GetFlag(FLAGS_link_gb_s);
+  link.page_bytes = trace.page_bytes;
+  link.rows = absl::GetFlag(FLAGS_rows);
+  const std::vector<std::string> texts = absl::GetFlag(FLAGS_windows_us);
+  double* const windows[] = {&link.lag1_us, &link.lag0_us[kOpened], &link.lag0_us[kScored]};
+  bool is_valid =
+      texts.size() == std::size(windows) && link.gb_s > 0 && link.rows > 0 && link.page_bytes > 0;
+  for (size_t i = 0; is_valid && i < texts.size(); ++i) {
+    is_valid = absl::SimpleAtod(texts[i], windows[i]) && *windows[i] >= 0;
+  }
+  if (!is_valid) {
+    std::fprintf(
+        stderr,
+        "--windows_us are three numbers from 0 on, --link_gb_s and --rows are above 0, and "
+        "traces name the bytes of a page\n");
+    std::exit(2);
+  }
+  return link;
+}
+
+std::vector<const PageCase*> PageCases(const std::vector<NamedCase>& cases) {
+  std::vector<const PageCase*> page_cases;
+  for (const NamedCase& named : cases) page_cases.push_back(&named.page_case);
+  return page_cases;
+}
+
 std::vector<PageTrace> ReadTraces(const std::vector<char*>& arguments) {
   std::vector<PageTrace> traces;
   for (size_t i = 1; i < arguments.size(); ++i) {
@@ -283,6 +321,7 @@ int Main(const std::vector<char*>& arguments) {
   for (const auto table : absl::StrSplit(absl::GetFlag(FLAGS_tables), ',')) {
     if (table == "rules") PrintRules(cases);
     if (table == "prefetch") PrintPrefetch(cases);
+    if (table == "ahead") PrintAhead(PageCases(cases), PoolShares(), LinkOf(traces[0]));
     if (table == "overlap") PrintOverlap(traces, absl::GetFlag(FLAGS_warm));
   }
   return 0;

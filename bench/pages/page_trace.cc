@@ -7,7 +7,8 @@
 //
 // writes CAPTURE.POLICY.trace for each (bench/pages/page_trace_file.h), ':' as '_'; with --index
 // CAPTURE.INDEX.POLICY.trace. Only over the index `clusters` does a trace say how near to being
-// read the other pages were.
+// read the other pages were. What was known of them before the step chose (EarlyMoment) it always
+// says.
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
@@ -23,6 +24,8 @@
 #include "absl/strings/str_split.h"
 #include "attention/cpu/cluster_ranking.h"
 #include "attention/cpu/cpu_backend.h"
+#include "attention/segment/pages.h"
+#include "bench/pages/early_ranks.h"
 #include "bench/pages/page_capture.h"
 #include "bench/pages/page_ranks.h"
 #include "bench/pages/page_trace_file.h"
@@ -33,7 +36,8 @@ ABSL_FLAG(std::string, policies, "double-p clusters-top-k error-target error-tar
           "separated by spaces: NAME[:key=value,...]");
 ABSL_FLAG(std::string, index, "clusters", "of the sequences: clusters, regression or tree");
 ABSL_FLAG(std::string, out, ".", "folder of the traces");
-ABSL_FLAG(uint32_t, threads, 1, "threads that answer a step");
+ABSL_FLAG(bool, sections, true, "whether long segments' trees have sections; a GPU's have none");
+ABSL_FLAG(uint32_t, threads, 1, "threads that build segments and answer a step");
 
 namespace attnd::bench {
 namespace {
@@ -46,6 +50,7 @@ struct Recording {
   std::string name;
   Policy policy;
   PageTrace trace;
+  std::unique_ptr<EarlyRanker> early;
   uint64_t read_exactly = 0;  // clusters
   uint64_t misordered = 0;    // of these: read although a better scored one was not
 };
@@ -69,7 +74,8 @@ class Recorder {
 
   PageTrace EmptyTrace() const {
     const ModelShape& shape = view_.shape;
-    PageTrace trace{capture_.decoded_tokens, shape.layers, LayerPages(view_), 0, {}};
+    PageTrace trace{capture_.decoded_tokens, shape.layers, LayerPages(view_), 0, 0, {}, {}};
+    trace.page_bytes = static_cast<uint32_t>(attention::PageGeometry(shape).page_bytes());
     uint64_t clusters = 0;
     for (uint32_t layer = 0; layer < shape.layers; ++layer) {
       for (uint32_t head = 0; head < shape.kv_heads; ++head) {
@@ -78,6 +84,7 @@ class Recorder {
     }
     trace.clusters = static_cast<uint32_t>(clusters / (shape.layers * shape.kv_heads));
     trace.ranks.assign(size_t{trace.tokens} * trace.pages(), kPageRankMax);
+    for (auto& early : trace.early) early.assign(trace.ranks.size(), kNotLikely);
     return trace;
   }
 
@@ -103,7 +110,12 @@ class Recorder {
       return;
     }
     const bool by_error = policy.cut == attention::Cut::kErrorBudget;
+    const size_t group_floats = size_t{view_.shape.group()} * view_.shape.head_dim;
     for (const attention::Plan& plan : Plans(token, layer, policy)) {
+      const auto queries = std::span(queries_).subspan(plan.kv_head * group_floats, group_floats);
+      recording->early->Rank(layer, plan, queries,
+                             {recording->trace.Early(kOpened, token, layer),
+                              recording->trace.Early(kScored, token, layer)});
       const ClusterScores& scores = scores_[plan.kv_head];
       recording->read_exactly += plan.exact.size();
       recording->misordered +=
@@ -143,12 +155,16 @@ class Recorder {
 
 void TraceCapture(attention::Backend* backend, const std::string& path) {
   const std::string index = absl::GetFlag(FLAGS_index);
-  const PageCapture capture = Must(ReadPageCapture(path, ParseIndexText(index)));
+  const PageCapture capture = Must(ReadPageCapture(
+      path, ParseIndexText(index), absl::GetFlag(FLAGS_threads), absl::GetFlag(FLAGS_sections)));
   Recorder recorder(backend, capture);
   std::vector<Recording> recordings;
   for (const auto text : absl::StrSplit(absl::GetFlag(FLAGS_policies), ' ', absl::SkipEmpty())) {
     const std::string name(text);
-    recordings.push_back({name, ParsePolicyText(name), recorder.EmptyTrace(), 0, 0});
+    recordings.push_back({name, ParsePolicyText(name), recorder.EmptyTrace(), nullptr, 0, 0});
+  }
+  for (Recording& recording : recordings) {
+    recording.early = std::make_unique<EarlyRanker>(*capture.view, recording.policy);
   }
   for (uint32_t token = 0; token < capture.decoded_tokens; ++token) {
     for (uint32_t layer = 0; layer < capture.view->shape.layers; ++layer) {

@@ -8,16 +8,20 @@
 namespace attnd::bench {
 namespace {
 
-constexpr uint64_t kMagic = 0x3152545044544e41;  // "ANTDPTR1"
+constexpr uint64_t kMagic = 0x3252545044544e41;  // "ANTDPTR2"
 
-// What a file starts with; the ranks follow.
+// What a file starts with; the ranks follow, then the early ranks of each moment.
 struct Header {
   uint64_t magic = kMagic;
   uint32_t tokens = 0;
   uint32_t layers = 0;
   uint32_t layer_pages = 0;
   uint32_t clusters = 0;
+  uint32_t page_bytes = 0;
+  uint32_t padding = 0;
 };
+static_assert(sizeof(Header) == 32);
+static_assert(sizeof(PageRank) == sizeof(EarlyRank));
 
 // Of the three sizes, or more than any trace may have.
 uint64_t Ranks(const Header& header) {
@@ -26,14 +30,26 @@ uint64_t Ranks(const Header& header) {
   return steps * header.layer_pages;
 }
 
+void WriteRanks(const std::vector<uint16_t>& ranks, std::ofstream* file) {
+  file->write(reinterpret_cast<const char*>(ranks.data()),
+              static_cast<std::streamsize>(ranks.size() * sizeof(ranks[0])));
+}
+
+void ReadRanks(uint64_t count, std::ifstream* file, std::vector<uint16_t>* ranks) {
+  ranks->resize(count);
+  file->read(reinterpret_cast<char*>(ranks->data()),
+             static_cast<std::streamsize>(count * sizeof((*ranks)[0])));
+}
+
 }  // namespace
 
 absl::Status WritePageTrace(const std::string& path, const PageTrace& trace) {
   std::ofstream file(path, std::ios::binary);
-  const Header header{kMagic, trace.tokens, trace.layers, trace.layer_pages, trace.clusters};
+  const Header header{
+      kMagic, trace.tokens, trace.layers, trace.layer_pages, trace.clusters, trace.page_bytes, 0};
   file.write(reinterpret_cast<const char*>(&header), sizeof(header));
-  file.write(reinterpret_cast<const char*>(trace.ranks.data()),
-             static_cast<std::streamsize>(trace.ranks.size() * sizeof(PageRank)));
+  WriteRanks(trace.ranks, &file);
+  for (const auto& early : trace.early) WriteRanks(early, &file);
   file.close();
   if (!file) return absl::UnavailableError(absl::StrCat(path, " cannot be written"));
   return absl::OkStatus();
@@ -52,10 +68,10 @@ absl::StatusOr<PageTrace> ReadPageTrace(const std::string& path) {
     return absl::DataLossError(
         absl::StrCat(path, " claims ", ranks, " ranks, not within 1 .. ", kTraceRanksMax));
   }
-  PageTrace trace{header.tokens, header.layers, header.layer_pages, header.clusters, {}};
-  trace.ranks.resize(ranks);
-  file.read(reinterpret_cast<char*>(trace.ranks.data()),
-            static_cast<std::streamsize>(ranks * sizeof(PageRank)));
+  PageTrace trace{
+      header.tokens, header.layers, header.layer_pages, header.clusters, header.page_bytes, {}, {}};
+  ReadRanks(ranks, &file, &trace.ranks);
+  for (auto& early : trace.early) ReadRanks(ranks, &file, &early);
   if (!file) return absl::DataLossError(absl::StrCat(path, " ends early"));
   return trace;
 }
