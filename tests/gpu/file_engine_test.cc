@@ -165,6 +165,28 @@ TEST_F(FileEngine, AResumedSequenceHasTheBitsOfOneInMemory) {
   EXPECT_EQ(stats().fallback_steps, 0u);
 }
 
+// What is not in memory at once is estimated, and read meanwhile: at last the row has all its
+// pages.
+TEST_F(FileEngine, ARowThatWaitsForNothingHasItsPagesInTheEnd) {
+  Start(256 * kMib);
+  const Sealed sealed = SealOne();
+  Start(6 * kMib);
+  TestSequence sequence = Resume(sealed);
+  Row row = sealed.rows[0];
+  row.sequence = &sequence;
+  row.policy = PolicyOf(kPolicy, {{"on_miss", "estimate"}, {"miss_wait_us", "0"}});
+  std::vector<float> out;
+  Await([&] {
+    attention::RowStats tiers;
+    out = OutOf(row, sealed.layers[0], &tiers);
+    EXPECT_TRUE(tiers.missed_mass.has_value());
+    return tiers.missed_tokens == 0;
+  });
+  EXPECT_EQ(out, sealed.outs[0]);
+  EXPECT_GT(stats().files.waves, 0u);
+  EXPECT_EQ(stats().fallback_steps, 0u);
+}
+
 // Whole segments move to files while the sequence is used.
 TEST_F(FileEngine, ASequenceThatIsMovedToDiskGoesOn) {
   Start(14 * kMib);
