@@ -20,6 +20,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
+#include "bench/pages/page_behind.h"
 #include "bench/pages/page_cases.h"
 #include "bench/pages/page_overlap.h"
 #include "bench/pages/page_pools.h"
@@ -27,13 +28,16 @@
 #include "bench/statistics.h"
 #include "bench/support.h"
 
-ABSL_FLAG(std::string, tables, "rules,prefetch,overlap", "what to print, separated by commas");
+ABSL_FLAG(std::string, tables, "rules,prefetch,overlap",
+          "what to print, separated by commas; also: behind");
 ABSL_FLAG(uint32_t, group, 1, "sequences that share a pool");
 ABSL_FLAG(uint32_t, turns, 0, "tokens of a sequence's turn; 0: all decode together");
 ABSL_FLAG(uint32_t, warm, 32, "first tokens of each sequence, which are not counted");
 ABSL_FLAG(uint32_t, scan_every, 0, "tokens between dense steps that read every page; 0: none");
 ABSL_FLAG(std::vector<std::string>, pools, std::vector<std::string>({"5", "10", "25", "50"}),
           "pool sizes, percent of all pages");
+ABSL_FLAG(std::vector<std::string>, behind, std::vector<std::string>({"25", "50"}),
+          "of the table `behind`: pools behind a GPU's cache, whose sizes --pools has");
 
 namespace attnd::bench {
 namespace {
@@ -159,13 +163,13 @@ double MedianOf(const std::vector<NamedCase>& cases, const std::vector<Outcome>&
   return Median(values);
 }
 
-std::vector<double> PoolShares() {
-  const std::vector<std::string> texts = absl::GetFlag(FLAGS_pools);
+std::vector<double> PoolShares(const absl::Flag<std::vector<std::string>>& flag = FLAGS_pools) {
+  const std::vector<std::string> texts = absl::GetFlag(flag);
   std::vector<double> shares(texts.size());
   for (size_t i = 0; i < texts.size(); ++i) {
     double percent = 0;
     if (!absl::SimpleAtod(texts[i], &percent) || !(percent > 0 && percent <= 100)) {
-      std::fprintf(stderr, "--pools: %s is not within 0 .. 100\n", texts[i].c_str());
+      std::fprintf(stderr, "pool sizes: %s is not within 0 .. 100\n", texts[i].c_str());
       std::exit(2);
     }
     shares[i] = percent / 100;
@@ -283,6 +287,13 @@ int Main(const std::vector<char*>& arguments) {
   for (const auto table : absl::StrSplit(absl::GetFlag(FLAGS_tables), ',')) {
     if (table == "rules") PrintRules(cases);
     if (table == "prefetch") PrintPrefetch(cases);
+    if (table == "behind") {
+      std::vector<CaseBehind> behind;
+      for (const NamedCase& named : cases) {
+        behind.push_back({&named.page_case, named.sizes->layers});
+      }
+      PrintBehind(behind, PoolShares(), PoolShares(FLAGS_behind));
+    }
     if (table == "overlap") PrintOverlap(traces, absl::GetFlag(FLAGS_warm));
   }
   return 0;
