@@ -24,6 +24,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "bench/pages/page_ahead_table.h"
+#include "bench/pages/page_behind.h"
 #include "bench/pages/page_cases.h"
 #include "bench/pages/page_overlap.h"
 #include "bench/pages/page_pools.h"
@@ -32,7 +33,7 @@
 #include "bench/support.h"
 
 ABSL_FLAG(std::string, tables, "rules,prefetch,overlap",
-          "what to print, separated by commas; also: ahead");
+          "what to print, separated by commas; also: ahead, behind");
 ABSL_FLAG(uint32_t, group, 1, "sequences that share a pool");
 ABSL_FLAG(uint32_t, turns, 0, "tokens of a sequence's turn; 0: all decode together");
 ABSL_FLAG(uint32_t, warm, 32, "first tokens of each sequence, which are not counted");
@@ -44,6 +45,8 @@ ABSL_FLAG(std::vector<std::string>, windows_us, std::vector<std::string>({"205",
           "until a step has chosen");
 ABSL_FLAG(double, link_gb_s, 47, "ahead: what the link carries");
 ABSL_FLAG(uint32_t, rows, 1, "ahead: rows of a step, each like the trace");
+ABSL_FLAG(std::vector<std::string>, behind, std::vector<std::string>({"25", "50"}),
+          "of the table `behind`: pools behind a GPU's cache, whose sizes --pools has");
 
 namespace attnd::bench {
 namespace {
@@ -169,13 +172,13 @@ double MedianOf(const std::vector<NamedCase>& cases, const std::vector<Outcome>&
   return Median(values);
 }
 
-std::vector<double> PoolShares() {
-  const std::vector<std::string> texts = absl::GetFlag(FLAGS_pools);
+std::vector<double> PoolShares(const absl::Flag<std::vector<std::string>>& flag = FLAGS_pools) {
+  const std::vector<std::string> texts = absl::GetFlag(flag);
   std::vector<double> shares(texts.size());
   for (size_t i = 0; i < texts.size(); ++i) {
     double percent = 0;
     if (!absl::SimpleAtod(texts[i], &percent) || !(percent > 0 && percent <= 100)) {
-      std::fprintf(stderr, "--pools: %s is not within 0 .. 100\n", texts[i].c_str());
+      std::fprintf(stderr, "pool sizes: %s is not within 0 .. 100\n", texts[i].c_str());
       std::exit(2);
     }
     shares[i] = percent / 100;
@@ -322,6 +325,13 @@ int Main(const std::vector<char*>& arguments) {
     if (table == "rules") PrintRules(cases);
     if (table == "prefetch") PrintPrefetch(cases);
     if (table == "ahead") PrintAhead(PageCases(cases), PoolShares(), LinkOf(traces[0]));
+    if (table == "behind") {
+      std::vector<CaseBehind> behind;
+      for (const NamedCase& named : cases) {
+        behind.push_back({&named.page_case, named.sizes->layers});
+      }
+      PrintBehind(behind, PoolShares(), PoolShares(FLAGS_behind));
+    }
     if (table == "overlap") PrintOverlap(traces, absl::GetFlag(FLAGS_warm));
   }
   return 0;

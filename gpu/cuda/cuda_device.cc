@@ -231,6 +231,9 @@ class CudaStream : public Stream {
           Launched(kernels.cooperative(header, /*overlap=*/false, main_), "cooperative groups"));
     }
     if (clusters && measure) ATTND_RETURN_IF_ERROR(Measure(kernels, header));
+    if (header.estimates_misses != 0) {
+      ATTND_RETURN_IF_ERROR(Launched(LaunchDemote(header, main_), "demote"));
+    }
     if (clusters || trees) ATTND_RETURN_IF_ERROR(Finish(kernels, header));
     ATTND_RETURN_IF_ERROR(EndStage(kAttend));
     ATTND_RETURN_IF_ERROR(Launched(kernels.merge(header, main_), "merge"));

@@ -94,10 +94,11 @@ struct PageCacheRef {
 static_assert(sizeof(PageCacheRef) == 32);
 
 // A page that comes with a step, in device memory behind the cache's frames and a whole number of
-// pages from the first one, so that an entry of a list names the page as it names a frame.
+// pages from the first one, so that an entry of a list names the page as it names a frame. Or a
+// page that did not come in time, for rows that estimate such pages' clusters.
 struct CarriedPage {
   uint64_t page;
-  uint32_t frame;      // beyond the cache's, below kFramesMax
+  uint32_t frame;      // beyond the cache's, below kFramesMax; kNoFrame: it did not come
   uint32_t from_disk;  // 1: the page was read for the step; 0: it was in host memory before
 };
 static_assert(sizeof(CarriedPage) == 16);
@@ -106,7 +107,7 @@ static_assert(sizeof(CarriedPage) == 16);
 struct CarriedPages {
   const CarriedPage* pages;  // [count], ascending by page, each page once
   uint32_t count;
-  uint32_t reserved;
+  uint32_t missed;  // of them, that did not come; 0 unless StepHeader::estimates_misses
 };
 static_assert(sizeof(CarriedPages) == 16);
 
@@ -122,6 +123,12 @@ ATTND_ON_DEVICE uint32_t FindCarried(const CarriedPages& carried, uint64_t page)
     }
   }
   return begin < carried.count && carried.pages[begin].page == page ? begin : carried.count;
+}
+
+// Whether the step is to do without the page.
+ATTND_ON_DEVICE bool IsMissed(const CarriedPages& carried, uint64_t page) {
+  const uint32_t i = FindCarried(carried, page);
+  return i < carried.count && carried.pages[i].frame == kNoFrame;
 }
 
 struct FoundFrame {

@@ -12,6 +12,8 @@
 //   read      read pieces (zones, dense tokens) exactly; score clusters
 //   select    for each unit: choose clusters, list their tokens, queue their pieces for finish
 //   measure   only if a unit has a tolerance: estimate everything, weigh errors, choose again
+//   demote    only if the rows estimate what does not come in time: leave chosen clusters with such
+//             pages to their estimates, list and queue the tokens of the others
 //   fetch     only if a row's pages lie in host memory or in a file: look up the pages of chosen
 //             tokens in the cache, fetch those that it misses, and list those that are in a file
 //             and did not come with the step (page_cache.h); beside finish's estimates
@@ -274,6 +276,11 @@ constexpr bool ReadsClusters(const RowRef& row) {
 constexpr bool LooksUpPages(const RowRef& row) {
   return row.off_device != 0 && row.coop_blocks == 0 && ReadsClusters(row);
 }
+// Whether the demote stage can leave the row's chosen clusters to their estimates: it comes before
+// these are made.
+constexpr bool CanDemote(const RowRef& row) {
+  return LooksUpPages(row) && row.cut != CutKind::kHeadBudget;
+}
 constexpr uint64_t StatesPerTile(const RowRef& row) {
   if (row.coop_blocks != 0) return uint64_t{3} * row.coop_blocks;
   return uint64_t{row.read_pieces} + row.estimate_pieces +
@@ -338,14 +345,16 @@ struct UnitResult {
   uint32_t carried_pages;  // of them, that came with the step, or with an earlier run of the wave
   uint32_t host_tokens;    // chosen tokens of pages of these four kinds
   uint32_t disk_tokens;    // of them, of pages that were read from disk for the step
-  uint32_t reserved;
+  uint32_t missed_tokens;  // of estimated_tokens: chosen, but their pages did not come in time
 };
 
 // For each lane, written by the select stage, over trees by choose: the scale of the weights that
 // estimates use.
 struct LaneScale {
-  float max;  // of log_mass over all clusters
-  float sum;  // of all weights
+  float max;     // of log_mass over all clusters
+  float sum;     // of all weights
+  float missed;  // of the weights of clusters that the demote stage has left to estimates
+  uint32_t reserved;
 };
 
 // For each query token and query head, in the order of StepHeader::lse.
@@ -353,7 +362,7 @@ struct LaneResult {
   float covered_mass;
   float exact_mass;
   float predicted_error;
-  float reserved;
+  float missed_mass;
 };
 
 // A piece of a tile's chosen tokens, with all addresses that are needed to read it. The select,
@@ -406,7 +415,9 @@ struct StepHeader {
   uint32_t tree_items;
   uint32_t tree_rows[kTreeChoices];  // rows of each TreeChoice
   uint32_t missing_max;              // entries of `missing`
-  uint64_t tail_block_head_bytes;    // of a tail block, from one KV head to the next
+  uint32_t estimates_misses;         // 1: the rows have the demote stage; not without `carried`
+  uint32_t reserved;
+  uint64_t tail_block_head_bytes;  // of a tail block, from one KV head to the next
 
   const RowRef* row_refs;  // [rows], ascending by first_unit
   const SegmentRef* segments;
@@ -450,11 +461,11 @@ struct StepHeader {
 
 // No padding, so that equal headers have equal bytes.
 static_assert(offsetof(StepHeader, tail_block_head_bytes) ==
-              offsetof(StepHeader, missing_max) + sizeof(StepHeader::missing_max));
+              offsetof(StepHeader, reserved) + sizeof(StepHeader::reserved));
 // The compilers of host and device agree on these sizes: the structures are copied as bytes.
-static_assert(sizeof(SegmentRef) == 112 && sizeof(RowRef) == 224 && sizeof(StepHeader) == 368);
+static_assert(sizeof(SegmentRef) == 112 && sizeof(RowRef) == 224 && sizeof(StepHeader) == 376);
 static_assert(sizeof(UploadRef) == 24 && sizeof(CoopUnit) == 8 && sizeof(TreeRef) == 136);
-static_assert(sizeof(UnitResult) == 64 && sizeof(LaneResult) == 16 && sizeof(LaneScale) == 8);
+static_assert(sizeof(UnitResult) == 64 && sizeof(LaneResult) == 16 && sizeof(LaneScale) == 16);
 static_assert(std::is_trivially_copyable_v<SegmentRef> && std::is_trivially_copyable_v<RowRef> &&
               std::is_trivially_copyable_v<StepHeader> && std::is_trivially_copyable_v<UploadRef>);
 

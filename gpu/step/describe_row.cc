@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "attention/segment/pages.h"
 #include "gpu/device/device.h"
@@ -36,6 +37,10 @@ UnitKind KindOf(const StepRow& row, uint32_t layer) {
 bool HasHeadBudgets(const Policy& policy) {
   return policy.cut == attention::Cut::kErrorBudget && policy.quantile > 0 &&
          std::isfinite(policy.tolerance);
+}
+
+bool EstimatesMisses(const Policy& policy) {
+  return policy.on_miss == attention::OnMiss::kEstimate;
 }
 
 CutKind CutOf(const Policy& policy) {
@@ -75,17 +80,22 @@ bool ReadsClusters(UnitKind kind) { return kind == UnitKind::kClusters || kind =
 bool AnswersOverFiles(const StepRow& row, uint32_t layer) {
   const UnitKind kind = KindOf(row, layer);
   if (kind == UnitKind::kStreaming) return true;
-  return ReadsClusters(kind) && row.policy->on_miss == attention::OnMiss::kWait;
+  return ReadsClusters(kind) && !(EstimatesMisses(*row.policy) && HasHeadBudgets(*row.policy));
 }
 
 WaveShape WaveShapeOf(const StepRow& row, uint32_t layer) {
   const ModelShape& shape = row.view->shape;
-  return {.kernel = KernelShapeOf(shape),
-          .kv_heads = shape.kv_heads,
-          .group = shape.group(),
-          .softmax_scale = shape.softmax_scale,
-          .query_dtype = row.query_dtype,
-          .reads_files = row.view->paged() && ReadsClusters(KindOf(row, layer))};
+  WaveShape wave = {.kernel = KernelShapeOf(shape),
+                    .kv_heads = shape.kv_heads,
+                    .group = shape.group(),
+                    .softmax_scale = shape.softmax_scale,
+                    .query_dtype = row.query_dtype,
+                    .reads_files = row.view->paged() && ReadsClusters(KindOf(row, layer)),
+                    .miss_wait_us = std::nullopt};
+  if (wave.reads_files && EstimatesMisses(*row.policy)) {
+    wave.miss_wait_us = row.policy->miss_wait_us;
+  }
+  return wave;
 }
 
 HistoryDescription DescribeHistory(const attention::SequenceView& view) {

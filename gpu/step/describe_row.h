@@ -15,9 +15,10 @@ namespace attnd::gpu {
 // Rows with equal wave shapes may share a wave.
 WaveShape WaveShapeOf(const attention::StepRow& row, uint32_t layer);
 
-// Whether the device can answer a row over segments in files: one that reads chosen tokens and
-// waits for their pages, or reads no page of a segment but the sink's. Dense rows read every page,
-// and what on_miss=estimate makes of a plan depends on which pages are there.
+// Whether the device can answer a row over segments in files: one that reads chosen tokens, or
+// reads no page of a segment but the sink's. Dense rows read every page; and rows with a quantile
+// have made their estimates by the time that a page turns out to be missing, so that they can wait
+// for it but not estimate it.
 bool AnswersOverFiles(const attention::StepRow& row, uint32_t layer);
 
 // What is the same for all rows over one view, in all layers.

@@ -102,7 +102,11 @@ std::vector<Plan> DeviceStep::Finish() {
 
 void DeviceStep::BeginWave(const WaveShape& shape) {
   writer_.Begin(shape, /*with_fates=*/request_.plans != nullptr);
-  files_.Clear();
+  std::optional<FilePages::Moment> until;
+  if (shape.miss_wait_us.has_value()) {
+    until = start_ + std::chrono::microseconds(*shape.miss_wait_us);
+  }
+  files_.Begin(until);
   wave_cache_.reset();
 }
 
@@ -230,7 +234,8 @@ absl::StatusOr<bool> DeviceStep::UploadSegment(Resident* resident,
     }
     return absl::OkStatus();
   };
-  ATTND_ASSIGN_OR_RETURN(const bool read, FetchInGroups(wants, page_bytes, request_, take));
+  ATTND_ASSIGN_OR_RETURN(const bool read,
+                         FetchInGroups(wants, page_bytes, PatienceOf(request_), take));
   if (!read || !all_there) return false;
   ATTND_RETURN_IF_ERROR(uploader_.UploadLayer(resident, segment, request_.layer, sink));
   return true;

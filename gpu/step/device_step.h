@@ -5,6 +5,7 @@
 #define ATTND_GPU_STEP_DEVICE_STEP_H_
 
 #include <array>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -98,6 +99,8 @@ class DeviceStep {
   DeviceCopyStore* const store_;
   StreamContext* const context_;
   const bool timed_;
+  // From which the time counts that rows wait for pages which they may estimate.
+  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
   StepWriter writer_;
   StepTotals totals_;
   std::vector<Row> rows_;  // of the request's rows; the writer points at their descriptions

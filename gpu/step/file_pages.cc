@@ -37,12 +37,16 @@ uint32_t FrameAt(const std::byte* at, const PageCacheRef& cache) {
 
 }  // namespace
 
-absl::StatusOr<bool> FetchInGroups(
-    std::span<PageWant> wants, uint64_t page_bytes, const attention::StepRequest& request,
-    absl::FunctionRef<absl::Status(std::span<const PageWant>)> take) {
+attention::PagePatience PatienceOf(const attention::StepRequest& request) {
   attention::PagePatience patience;
   patience.deadline = request.deadline;
   patience.cancelled = request.cancelled;
+  return patience;
+}
+
+absl::StatusOr<bool> FetchInGroups(
+    std::span<PageWant> wants, uint64_t page_bytes, const attention::PagePatience& patience,
+    absl::FunctionRef<absl::Status(std::span<const PageWant>)> take) {
   while (!wants.empty()) {
     PageStore* const store = wants.front().payload->store();
     const uint64_t most = std::max<uint64_t>(1, store->fetch_bytes_max() / page_bytes);
@@ -62,16 +66,18 @@ absl::StatusOr<bool> FetchInGroups(
   return true;
 }
 
-void FilePages::Clear() {
+void FilePages::Begin(std::optional<Moment> until) {
   ForgetPages();
+  list_ = {};
   forgotten_.clear();
   sources_.clear();
+  missed_.clear();
+  until_ = until;
 }
 
 void FilePages::ForgetPages() {
   brought_.clear();
   memory_.clear();
-  list_ = {};
 }
 
 const FilePages::Source* FilePages::SourceOf(uint64_t page) const {
@@ -88,16 +94,16 @@ absl::StatusOr<std::vector<uint64_t>> FilePages::Wanted(std::span<const uint64_t
   std::sort(pages.begin(), pages.end());
   pages.erase(std::unique(pages.begin(), pages.end()), pages.end());
   for (const uint64_t page : pages) {
-    if (SourceOf(page) == nullptr || brought_.contains(page)) {
-      return absl::InternalError(
-          absl::StrCat("the device misses page ", page, ", which it has or no row reads"));
+    if (SourceOf(page) == nullptr || brought_.contains(page) || missed_.contains(page)) {
+      return absl::InternalError(absl::StrCat("the device misses page ", page,
+                                              ", which it has, is to do without, or no row reads"));
     }
   }
   return pages;
 }
 
 bool FilePages::TakeMemoryFor(uint64_t count, uint32_t page_bytes) {
-  const uint64_t list_bytes = (brought_.size() + count) * sizeof(CarriedPage);
+  const uint64_t list_bytes = (brought_.size() + missed_.size() + count) * sizeof(CarriedPage);
   if (list_.pages.bytes() < list_bytes) {
     list_ = {};
     auto list = store_->Borrow(0, list_bytes);
@@ -162,6 +168,10 @@ absl::StatusOr<bool> FilePages::Send(std::span<const uint64_t> pages, const Page
     std::byte* const first = next;
     for (const PageWant& want : fetched) {
       const uint64_t page = pages[number++];
+      if (want.data == nullptr && until_.has_value() && !absl::IsDataLoss(want.payload->status())) {
+        missed_.insert(page);
+        continue;
+      }
       if (want.data == nullptr) {
         lost->insert(want.payload);
         continue;
@@ -180,7 +190,13 @@ absl::StatusOr<bool> FilePages::Send(std::span<const uint64_t> pages, const Page
     counts_.bytes += sent.size() * cache.page_bytes;
     return absl::OkStatus();
   };
-  return FetchInGroups(wants, cache.page_bytes, request_, take);
+  attention::PagePatience patience = PatienceOf(request_);
+  if (until_.has_value()) {
+    patience.partial = true;
+    patience.deadline =
+        patience.deadline.has_value() ? std::min(*patience.deadline, *until_) : until_;
+  }
+  return FetchInGroups(wants, cache.page_bytes, patience, take);
 }
 
 absl::StatusOr<FilePages::Outcome> FilePages::Bring(std::span<const uint64_t> listed,
@@ -193,6 +209,7 @@ absl::StatusOr<FilePages::Outcome> FilePages::Bring(std::span<const uint64_t> li
   std::set<const PagedPayload*> damaged;
   ATTND_ASSIGN_OR_RETURN(const bool read, Send(pages, cache, &damaged));
   if (!read) return Outcome::kNotRead;
+  if (missed_.size() > kCarriedPagesMax) return Outcome::kNoRoom;
   for (const auto& [first_page, source] : sources_) {
     if (damaged.contains(source.payload)) lost->insert(source.row);
   }
@@ -201,24 +218,28 @@ absl::StatusOr<FilePages::Outcome> FilePages::Bring(std::span<const uint64_t> li
 }
 
 absl::StatusOr<CarriedPages> FilePages::Carry(const PageCacheRef& cache) {
-  if (brought_.empty()) return CarriedPages{};
-  std::vector<CarriedPage> pages;
-  pages.reserve(brought_.size());
-  for (const auto& [number, page] : brought_) {
-    pages.push_back({number, FrameAt(page.at, cache), page.from_disk ? 1u : 0u});
-  }
-  const uint64_t bytes = pages.size() * sizeof(CarriedPage);
-  const bool named = std::all_of(pages.begin(), pages.end(),
-                                 [](const CarriedPage& page) { return page.frame != kNoFrame; });
+  const bool named = std::all_of(brought_.begin(), brought_.end(), [&](const auto& page) {
+    return FrameAt(page.second.at, cache) != kNoFrame;
+  });
   if (!named) {
     ATTND_RETURN_IF_ERROR(context_->Flush());  // what was sent is still on its way there
     ForgetPages();
-    return CarriedPages{};
   }
+  if (brought_.empty() && missed_.empty()) return CarriedPages{};
+  std::vector<CarriedPage> pages;
+  pages.reserve(brought_.size() + missed_.size());
+  for (const auto& [number, page] : brought_) {
+    pages.push_back({number, FrameAt(page.at, cache), page.from_disk ? 1u : 0u});
+  }
+  for (const uint64_t number : missed_) pages.push_back({number, kNoFrame, 0});
+  std::sort(pages.begin(), pages.end(),
+            [](const CarriedPage& a, const CarriedPage& b) { return a.page < b.page; });
+  const uint64_t bytes = pages.size() * sizeof(CarriedPage);
+  CHECK_LE(bytes, list_.pages.bytes()) << "whoever takes pages takes memory for their list";
   const auto* const data = reinterpret_cast<const std::byte*>(pages.data());
   ATTND_RETURN_IF_ERROR(context_->Send(list_.pages.data(), data, bytes));
   return CarriedPages{reinterpret_cast<const CarriedPage*>(list_.pages.data()),
-                      static_cast<uint32_t>(pages.size()), 0};
+                      static_cast<uint32_t>(pages.size()), static_cast<uint32_t>(missed_.size())};
 }
 
 }  // namespace attnd::gpu

@@ -15,12 +15,19 @@
 //
 // A row of whose pages one cannot be read is lost, with all rows over the same file. The wave runs
 // again without these rows: if they stayed, their pages would fill the list of each run.
+//
+// A wave whose rows estimate what does not come in time (on_miss=estimate) waits until a moment for
+// all its runs. Pages that are not in memory by then are carried as missed: the wave's later runs
+// leave the clusters that have tokens in them to their estimates. The store goes on reading them,
+// for the next step.
 #ifndef ATTND_GPU_STEP_FILE_PAGES_H_
 #define ATTND_GPU_STEP_FILE_PAGES_H_
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <set>
 #include <span>
 #include <vector>
@@ -36,15 +43,18 @@
 
 namespace attnd::gpu {
 
+// How long a step's pages are waited for, unless its rows estimate them.
+attention::PagePatience PatienceOf(const attention::StepRequest& request);
+
 // Fetches the pages, as many at a time as their store pins at once, and hands each group to `take`
 // while it is pinned; a page that could not be read has no data. False if the store refused a
 // group. Errors: Cancelled, DeadlineExceeded; `take`'s.
 absl::StatusOr<bool> FetchInGroups(
     std::span<attention::PageWant> wants, uint64_t page_bytes,
-    const attention::StepRequest& request,
+    const attention::PagePatience& patience,
     absl::FunctionRef<absl::Status(std::span<const attention::PageWant>)> take);
 
-// One thread at a time. Everything that it is given must outlive it, and Clear, as the destructor,
+// One thread at a time. Everything that it is given must outlive it, and Begin, as the destructor,
 // must come after the work on the device.
 class FilePages {
  public:
@@ -62,8 +72,10 @@ class FilePages {
     uint32_t head_pages = 0;
   };
   void Add(const Source& source) { sources_.emplace(source.first_page, source); }
-  // Begins another wave: forgets sources and pages, and gives their memory back.
-  void Clear();
+  using Moment = std::chrono::steady_clock::time_point;
+  // Begins another wave: forgets sources and pages, and gives their memory back. until: rows do
+  // without pages that are not in memory by then; without it they wait for all.
+  void Begin(std::optional<Moment> until);
 
   // What became of the pages that a run of the wave has missed.
   enum class Outcome {
@@ -79,9 +91,9 @@ class FilePages {
   absl::StatusOr<Outcome> Bring(std::span<const uint64_t> listed, const PageCacheRef& cache,
                                 std::set<uint32_t>* lost);
 
-  // What a run with this cache carries: all that was brought. Sends the list of it. If the cache is
-  // not the one that the pages were brought behind, and they cannot be named from its frames, they
-  // are forgotten, and will be listed again. The device's errors.
+  // What a run with this cache carries: all that was brought, and what is missed. Sends the list of
+  // it. If the cache is not the one that the pages were brought behind, and they cannot be named
+  // from its frames, they are forgotten, and will be listed again. The device's errors.
   absl::StatusOr<CarriedPages> Carry(const PageCacheRef& cache);
 
   // Of all waves; without `waves` and `runs_again`.
@@ -103,8 +115,8 @@ class FilePages {
   // bringing what has come before. The device's errors.
   absl::StatusOr<std::vector<uint64_t>> WithRoom(std::vector<uint64_t> pages,
                                                  const PageCacheRef& cache);
-  // Fetches the pages and sends them to the memory that was taken last. Adds the payloads to `lost`
-  // of which pages cannot be read. False if the store refused.
+  // Fetches the pages and sends them to the memory that was taken last; notes those that are
+  // missed. Adds the payloads to `lost` of which pages cannot be read. False if the store refused.
   absl::StatusOr<bool> Send(std::span<const uint64_t> pages, const PageCacheRef& cache,
                             std::set<const attention::PagedPayload*>* lost);
   // Null if no source has the page.
@@ -118,6 +130,8 @@ class FilePages {
   std::multimap<uint64_t, Source> sources_;  // by the first page's number
   std::map<uint64_t, Brought> brought_;      // by number
   std::set<uint64_t> forgotten_;             // pages that were brought before those
+  std::optional<Moment> until_;
+  std::set<uint64_t> missed_;  // pages that were not in memory by then; up to kCarriedPagesMax
   std::vector<DeviceCopyStore::WorkMemory> memory_;
   DeviceCopyStore::WorkMemory list_;
   attention::BackendStats::Files counts_;

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -29,6 +30,9 @@ struct WaveShape {
   // Chosen tokens may lie in files: such a wave may have to run again (file_pages.h), for which
   // rows without files need not wait.
   bool reads_files = false;
+  // Rows that estimate what does not come in time wait so long, in microseconds from the step's
+  // start; absent for rows that wait for all their pages, and unless reads_files.
+  std::optional<uint32_t> miss_wait_us = std::nullopt;
   bool operator==(const WaveShape&) const = default;
 
   uint32_t query_heads() const { return kv_heads * group; }

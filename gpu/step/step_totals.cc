@@ -133,6 +133,7 @@ void StepTotals::AddUnits(const StepWriter& writer, const RowPart& part, const s
     totals->stats.exact_tokens += unit->chosen_tokens;
     totals->stats.estimated_tokens += unit->estimated_tokens;
     totals->stats.dropped_tokens += unit->dropped_tokens;
+    totals->stats.missed_tokens += unit->missed_tokens;
     const bool predicted =
         unit->dropped_tokens == 0 && (unit->estimated_tokens == 0 || part.ref.second_order != 0);
     if (!predicted) totals->error_known = false;
@@ -147,6 +148,7 @@ void StepTotals::AddLanes(const StepWriter& writer, const RowPart& part, const s
   for (uint64_t i = 0; i < part.tokens * heads; ++i, ++lane) {
     totals->covered_mass += lane->covered_mass;
     totals->exact_mass += lane->exact_mass;
+    totals->missed_mass += lane->missed_mass;
     totals->error_sum += lane->predicted_error;
     totals->error_max = std::max(totals->error_max, double{lane->predicted_error});
     if (totals->kv_head_errors.empty()) continue;
@@ -206,6 +208,9 @@ void StepTotals::FinishRow(uint32_t number) const {
   if (totals.mass_known) {
     stats.covered_mass = static_cast<float>(totals.covered_mass / lanes);
     stats.exact_mass = static_cast<float>(totals.exact_mass / lanes);
+    if (row.policy->on_miss == attention::OnMiss::kEstimate) {
+      stats.missed_mass = static_cast<float>(totals.missed_mass / lanes);
+    }
   }
   if (totals.error_known) {
     stats.predicted_error_mean = static_cast<float>(totals.error_sum / lanes);

@@ -38,7 +38,8 @@ class StepTotals {
  private:
   struct Row {
     attention::RowStats stats;
-    double covered_mass = 0, exact_mass = 0, error_sum = 0, error_max = 0;
+    double covered_mass = 0, exact_mass = 0, missed_mass = 0;
+    double error_sum = 0, error_max = 0;
     std::vector<double> kv_head_errors;  // [kv_heads] sums; empty unless the row wants them
     bool mass_known = true;
     bool error_known = true;

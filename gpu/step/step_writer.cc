@@ -111,6 +111,7 @@ void StepWriter::Add(PlannedPart planned, RowMemory memory) {
     planned.part.host_unclustered += row.segments[s].unclustered;
   }
   off_device_ |= LooksUpPages(ref);
+  CHECK(!shape_.miss_wait_us.has_value() || CanDemote(ref)) << "the row cannot estimate misses";
   counts_.Add(planned.counts);
   parts_.push_back(planned.part);
   memories_.push_back(std::move(memory));
@@ -215,6 +216,7 @@ void StepWriter::FillHeader(const WavePlaces& places, std::byte* device_input,
     h.missing = At<uint64_t>(device_scratch, places.missing);
     h.missing_max = MissingMax(counts_);
     h.missing_count = At<uint32_t>(results, places.result.missing_count);
+    h.estimates_misses = shape_.miss_wait_us.has_value() ? 1 : 0;
   }
   h.out = At<float>(results, places.result.out);
   h.lse = At<float>(results, places.result.lse);

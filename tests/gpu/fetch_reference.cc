@@ -34,9 +34,15 @@ FileLookUp::FileLookUp(const StepHeader& header, KnownPages* known)
   for (uint32_t i = 0; i < header.carried->count; ++i) {
     const CarriedPage& page = header.carried->pages[i];
     if (i > 0 && page.page <= header.carried->pages[i - 1].page) wrong_ = "pages do not ascend";
+    if (page.frame == kNoFrame) {
+      missed_.insert(page.page);
+      continue;
+    }
     if (page.frame < frames || page.frame >= kFramesMax) wrong_ = "a page lies among the frames";
     Remember(page.page, header.cache.frames + uint64_t{page.frame} * header.cache.page_bytes);
   }
+  if (missed_.size() != header.carried->missed) wrong_ = "another number of pages did not come";
+  if (!missed_.empty() && header.estimates_misses == 0) wrong_ = "a row waits for its pages";
 }
 
 void FileLookUp::Remember(uint64_t page, const std::byte* bytes) {
@@ -55,6 +61,7 @@ const std::byte* FileLookUp::Find(const SegmentRef& segment, uint32_t kv_head, u
 
 const std::byte* FileLookUp::FindNumber(uint64_t page) {
   const PageCacheRef& cache = header_.cache;
+  if (IsMissed(page)) wrong_ = "page " + std::to_string(page) + " is read and did not come";
   last_ = kFromCache;
   const std::byte* came = nullptr;
   for (uint32_t i = 0; i < header_.carried->count; ++i) {

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -51,6 +52,8 @@ class FileLookUp {
 
   // The page; one of NaN if it is nowhere, which is listed.
   const std::byte* Find(const SegmentRef& segment, uint32_t kv_head, uint32_t page);
+  // Whether the step says of the page that it did not come.
+  bool IsMissed(uint64_t page) const { return missed_.contains(page); }
   // A token of the page that was found last was read.
   void CountToken();
   // What was counted since the last call goes to the unit's result.
@@ -64,6 +67,7 @@ class FileLookUp {
 
   const StepHeader& header_;
   KnownPages* const known_;
+  std::set<uint64_t> missed_;
   std::vector<std::byte> nowhere_;
   UnitResult counts_{};
   PageSource last_ = kFromCache;  // of the page that was found last

@@ -52,16 +52,17 @@ constexpr uint64_t kMib = uint64_t{1} << 20;
 class FileEngine : public testing::Test {
  protected:
   // An engine on the folder of the one before it.
-  void Start(uint64_t budget_bytes) {
+  void Start(uint64_t budget_bytes, uint64_t page_bytes = 16 * kMib, bool reads_ahead = false) {
     engine_.reset();
     FakePair fake = MakeFakeDevice(uint64_t{1} << 30, /*maps_host_memory=*/true);
     control_ = fake.control;
     const std::shared_ptr<attention::Backend> cpu = MakeCpu();
-    auto cuda = MakeCudaBackend(OfPages(16 * kMib), std::move(fake.device), cpu);
+    auto cuda = MakeCudaBackend(OfPages(page_bytes), std::move(fake.device), cpu);
     ASSERT_TRUE(cuda.ok()) << cuda.status();
     engine::EngineOptions options = engine::test::SmallOptions();
     options.archive.data_dir = folder_.path();
     options.archive.page_memory_bytes = kMib;
+    options.archive.prefetch = reads_ahead;
     options.memory_budget_bytes = budget_bytes;
     auto engine = Engine::Create(options, MakeAutoBackend(*std::move(cuda), cpu), nullptr);
     ASSERT_TRUE(engine.ok()) << engine.status();
@@ -163,6 +164,43 @@ TEST_F(FileEngine, AResumedSequenceHasTheBitsOfOneInMemory) {
   OutOf(row, 1, &tiers);
   EXPECT_GT(tiers.hbm_tokens, 0u);
   EXPECT_EQ(stats().fallback_steps, 0u);
+}
+
+// What is not in memory at once is estimated, and read meanwhile: at last the row has all its
+// pages.
+TEST_F(FileEngine, ARowThatWaitsForNothingHasItsPagesInTheEnd) {
+  Start(256 * kMib);
+  const Sealed sealed = SealOne();
+  Start(6 * kMib);
+  TestSequence sequence = Resume(sealed);
+  Row row = sealed.rows[0];
+  row.sequence = &sequence;
+  row.policy = PolicyOf(kPolicy, {{"on_miss", "estimate"}, {"miss_wait_us", "0"}});
+  std::vector<float> out;
+  Await([&] {
+    attention::RowStats tiers;
+    out = OutOf(row, sealed.layers[0], &tiers);
+    EXPECT_TRUE(tiers.missed_mass.has_value());
+    return tiers.missed_tokens == 0;
+  });
+  EXPECT_EQ(out, sealed.outs[0]);
+  EXPECT_GT(stats().files.waves, 0u);
+  EXPECT_EQ(stats().fallback_steps, 0u);
+}
+
+// With `page_prefetch` a step of one layer asks for what the next layer's last step brought to the
+// device. The cache is so small that some of it is wanted again.
+TEST_F(FileEngine, WhatTheDeviceWasBroughtIsReadAhead) {
+  Start(256 * kMib);
+  Sealed sealed = SealOne();
+  sealed.rows.erase(sealed.rows.end() - 2, sealed.rows.end());  // some read more than there is room
+  Start(6 * kMib, 4 * kMib, /*reads_ahead=*/true);
+  TestSequence sequence = Resume(sealed);
+  for (int round = 0; round < 2; ++round) ExpectSame(sealed, &sequence);
+  const storage::PageCacheStats pool = engine_->archive_stats().pages;
+  EXPECT_GT(pool.prefetched_pages, 0u);
+  EXPECT_LE(pool.prefetched_used + pool.prefetched_wasted, pool.prefetched_pages);
+  EXPECT_GT(stats().files.pages, 0u);
 }
 
 // Whole segments move to files while the sequence is used.

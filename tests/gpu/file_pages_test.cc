@@ -168,15 +168,6 @@ TEST_P(FilePagesSteps, WhatReadsEveryTokenIsTheCpus) {
   EXPECT_GT(dense, 0u);
 }
 
-TEST_P(FilePagesSteps, WhatEstimatesMissesIsTheCpus) {
-  const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
-  std::vector<TestRow> rows = RowsThatChoose(&paged_, 0);
-  std::erase_if(rows, [](const TestRow& row) { return !row.policy.cuts_clusters(); });
-  for (TestRow& row : rows) row.policy.on_miss = attention::OnMiss::kEstimate;
-  ASSERT_TRUE(RunStep(fake.backend.get(), 0, rows).status.ok());
-  EXPECT_EQ(FallbackRows(fake, Fallback::kPaged), rows.size());
-}
-
 // A cache would leave whole segments no memory where host memory cannot be read.
 TEST_P(FilePagesSteps, WithoutMappedMemoryTheCpuAnswers) {
   const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), /*maps_host_memory=*/false);

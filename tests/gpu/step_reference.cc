@@ -52,6 +52,7 @@ class Lanes {
       Score();
       Select();
       if (one_more_exact) TakeOneMore();
+      Demote();
     }
     Answer();
     if (row_.kind == UnitKind::kClusters) Report(result, fates);
@@ -168,6 +169,16 @@ class Lanes {
     }
   }
 
+  void Demote() {
+    missed_.assign(clusters_.size(), false);
+    for (size_t i = 0; i < clusters_.size() && unit_.header.estimates_misses != 0; ++i) {
+      const Cluster& cluster = clusters_[i];
+      missed_[i] =
+          fate_[i] == kFateExact && unit_.Misses(cluster.segment, cluster.begin, cluster.end);
+      if (missed_[i]) fate_[i] = kFateEstimated;
+    }
+  }
+
   // The square of what leaving a cluster to its estimate errs by, in a softmax of that lse.
   double SquaredError(uint32_t head, size_t i, double lse) const {
     const double share = std::exp(log_mass_[head][i] - lse);
@@ -224,6 +235,12 @@ class Lanes {
     result.covered_mass = static_cast<float>(1 / total);
     result.exact_mass =
         static_cast<float>(std::max(0.0, 1 - ShareIn(estimate, state.lse())) / total);
+    for (size_t i = 0; i < clusters_.size(); ++i) {
+      if (missed_[i]) {
+        result.missed_mass +=
+            static_cast<float>(std::exp(log_mass_[head][i] - state.lse()) / total);
+      }
+    }
     if (row_.second_order == 0) return;
     double error2 = 0;
     for (size_t i = 0; i < clusters_.size(); ++i) {
@@ -239,6 +256,7 @@ class Lanes {
       const uint32_t tokens = clusters_[i].end - clusters_[i].begin;
       fates[clusters_[i].slot] = fate_[i];
       ++unit->clusters;
+      if (missed_[i]) unit->missed_tokens += tokens;
       if (fate_[i] == kFateExact) unit->chosen_tokens += tokens;
       if (fate_[i] == kFateEstimated) unit->estimated_tokens += tokens;
       if (fate_[i] == kFateDropped) unit->dropped_tokens += tokens;
@@ -251,6 +269,7 @@ class Lanes {
   std::vector<Cluster> clusters_;
   std::vector<Vector> log_mass_, d2_;  // [group][clusters]
   std::vector<uint8_t> fate_;          // [clusters]
+  std::vector<bool> missed_;           // [clusters] chosen, but their pages did not come
 };
 
 }  // namespace

@@ -76,6 +76,7 @@ class TreeLanes {
     TakeItems();
     by_mass_ ? ChooseByMass() : by_head_ ? ChooseByHead() : Choose();
     if (one_more_exact) TakeOneMore(leaves_, &exact_);
+    Demote();
     Answer();
   }
 
@@ -87,6 +88,7 @@ class TreeLanes {
       const Item& item = *items_[i];
       const uint32_t tokens = item.end - item.begin;
       const uint8_t fate = FateOf(i);
+      if (missed_[i]) result->missed_tokens += tokens;
       if (fate == kFateExact) result->chosen_tokens += tokens;
       if (fate == kFateEstimated) result->estimated_tokens += tokens;
       if (fate == kFateDropped) result->dropped_tokens += tokens;
@@ -117,6 +119,14 @@ class TreeLanes {
   size_t heads() const { return unit_.queries.size(); }
   uint8_t FateOf(size_t i) const {
     return exact_[i] ? kFateExact : dropped_[i] ? kFateDropped : kFateEstimated;
+  }
+
+  void Demote() {
+    missed_.assign(items_.size(), false);
+    for (size_t i = 0; i < items_.size() && unit_.header.estimates_misses != 0; ++i) {
+      missed_[i] = exact_[i] && unit_.Misses(items_[i]->segment, items_[i]->begin, items_[i]->end);
+      if (missed_[i]) exact_[i] = false;
+    }
   }
 
   // ---- choices ----
@@ -418,6 +428,10 @@ class TreeLanes {
     const double covered = 1 / (1 + ShareIn(dropped, state.lse()));
     result = {static_cast<float>(covered), static_cast<float>(ShareIn(read, state.lse()) * covered),
               0, 0};
+    for (size_t i = 0; i < items_.size(); ++i) {
+      const double share = std::exp(scores_[head].log_mass[i] - state.lse()) * covered;
+      if (missed_[i]) result.missed_mass += static_cast<float>(share);
+    }
     if (std::count(estimated.begin(), estimated.end(), true) == 0) return;
     const Scale scale = {state.lse(), Norm(state.Out()), LeastNorm(head, scores_[head].lse)};
     result.predicted_error =
@@ -451,6 +465,7 @@ class TreeLanes {
   Vector output_norms_;             // [group], of a tolerance
   Marks opened_;                    // [groups]
   Marks exact_, dropped_;           // [items]
+  Marks missed_;                    // [items] chosen, but their pages did not come
 };
 
 }  // namespace

@@ -185,6 +185,16 @@ void Unit::AddTokens(uint32_t segment, uint32_t begin, uint32_t end,
   }
 }
 
+bool Unit::Misses(uint32_t segment, uint32_t begin, uint32_t end) const {
+  if (SegmentAt(segment).in_file == 0) return false;
+  const uint64_t first =
+      SegmentAt(segment).first_page + uint64_t{kv_head} * SegmentAt(segment).head_pages;
+  for (uint32_t t = begin; t < end; ++t) {
+    if (files->IsMissed(first + t / kPage)) return true;
+  }
+  return false;
+}
+
 void Unit::Write(uint32_t head, const Softmax& state) const {
   const Vector out = state.Out();
   float* target = header.out + Slot(head) * shape.value_dim;

@@ -95,6 +95,8 @@ struct Unit {
   // Adds tokens [begin, end) of a segment's order to each head's state.
   void AddTokens(uint32_t segment, uint32_t begin, uint32_t end,
                  std::vector<Softmax>* states) const;
+  // Whether the step is to do without a page of these tokens.
+  bool Misses(uint32_t segment, uint32_t begin, uint32_t end) const;
   void Write(uint32_t head, const Softmax& state) const;
 
   const KernelShape& shape;

@@ -44,6 +44,14 @@ __device__ __forceinline__ void QueuePieces(const StepHeader& step, const UnitPl
   }
 }
 
+// The result of a unit's choice. Where the rows have the demote stage, that queues the pieces. As
+// QueuePieces.
+__device__ __forceinline__ void ReportChoice(const StepHeader& step, const UnitPlace& unit,
+                                             const UnitResult& result, uint32_t* first_piece) {
+  if (step.estimates_misses == 0) return QueuePieces(step, unit, result, first_piece);
+  if (threadIdx.x == 0) step.unit_results[unit.unit] = result;
+}
+
 }  // namespace attnd::gpu
 
 #endif  // ATTND_GPU_CUDA_STEP_CHOSEN_PIECES_CUH_

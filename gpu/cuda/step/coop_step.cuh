@@ -255,7 +255,7 @@ class CoopStep {
     auto* memory = reinterpret_cast<CoopMergeMemory<kValueDim>*>(block_memory);
     for (uint32_t lane = ThreadBlockCluster::rank(); lane < step_.group;
          lane += ThreadBlockCluster::blocks()) {
-      const LaneScale scale = {memory_.unit.max[0][lane], memory_.unit.sum[0][lane]};
+      const LaneScale scale = {memory_.unit.max[0][lane], memory_.unit.sum[0][lane], 0, 0};
       const MergedLane merged =
           MergeCoop<kValueDim>(TileStates(step_, unit_, 0, StateFloats(kValueDim)), lane, memory);
       WriteAnswer<kValueDim, kCoopWarps>(step_, LanePlace(step_, unit_, 0, lane), merged, &scale,

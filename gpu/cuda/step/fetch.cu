@@ -106,7 +106,8 @@ __device__ __forceinline__ PagePlace FindPage(const StepHeader& step, const Cach
     place.source = kFromHost;
   } else {
     const CarriedPages carried = *step.carried;
-    if (const uint32_t i = FindCarried(carried, page->number); i < carried.count) {
+    const uint32_t i = FindCarried(carried, page->number);
+    if (i < carried.count && carried.pages[i].frame != kNoFrame) {
       place.source = carried.pages[i].from_disk != 0 ? kCarriedDisk : kCarriedMemory;
       carried_frame = carried.pages[i].frame;
       page->at = step.cache.frames + uint64_t{carried_frame} * step.cache.page_bytes;

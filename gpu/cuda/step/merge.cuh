@@ -241,11 +241,13 @@ __device__ __forceinline__ LaneResult ResultOf(const MergedLane& lane, const Lan
   if (dropped > 0) result.covered_mass = sum * exact_factor / (sum * exact_factor + dropped);
   if (sum > 0) {
     result.exact_mass = fmaxf(0.0f, sum - sums[kEstimated]) / sum * result.covered_mass;
+    // Of what is estimated; if something is, scale.max is at most max.
+    const float missed = scale.missed > 0 ? scale.missed * Exp2(scale.max - max) : 0.0f;
+    result.missed_mass = missed / sum * result.covered_mass;
   }
   const float least =
       LeastNorm(sums[kZones] * exact_factor, norms2.y, sums[kMoments] * factor, scale.sum * factor);
   const float norm = fmaxf(sqrtf(norms2.x), least);
-  // Of what is estimated; if something is, scale.max is at most max.
   const float absolute2 = SquaredError(lane, norms2.x);
   if (absolute2 > 0) {
     result.predicted_error = sqrtf(absolute2) * Exp2(scale.max - max) / sum / norm;

@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kSelectThreads)
     selector.RankByMass(/*optimistic=*/true);
     return selector.MarkFloor(selector.CutAt(/*exact=*/true));
   }
-  QueuePieces(step, unit, selector.Select(), &memory.first_piece);
+  ReportChoice(step, unit, selector.Select(), &memory.first_piece);
 }
 
 // One thread block weighs the errors of one unit with a tolerance, and chooses its clusters.
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kSelectThreads)
   selector.MeasureOutputs<kValueDim>();
   selector.RankByError();
   const RankCut cut = selector.CutByError(row->tolerance);
-  QueuePieces(step, unit, selector.Assign(cut, kTakeAll, /*keep=*/true), &memory.first_piece);
+  ReportChoice(step, unit, selector.Assign(cut, kTakeAll, /*keep=*/true), &memory.first_piece);
 }
 
 }  // namespace

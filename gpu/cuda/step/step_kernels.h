@@ -57,6 +57,8 @@ cudaError_t LaunchTreeEstimateByHead(const StepHeader& step, cudaStream_t stream
 cudaError_t LaunchTreeReopen(const StepHeader& step, cudaStream_t stream);
 cudaError_t LaunchTreePrepare(const StepHeader& step, cudaStream_t stream);
 cudaError_t LaunchTreeList(const StepHeader& step, cudaStream_t stream);
+// Only if the rows estimate what does not come in time.
+cudaError_t LaunchDemote(const StepHeader& step, cudaStream_t stream);
 // Only if the step has a page cache.
 cudaError_t LaunchFetch(const StepHeader& step, cudaStream_t stream);
 

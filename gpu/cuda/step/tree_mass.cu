@@ -99,7 +99,7 @@ __device__ void MassSelector::Choose() {
   if (first) StoreLaneScales();
   Rank(level);
   const UnitResult result = row_.cut == CutKind::kTopP ? MarkByShare(level) : MarkByCount(level);
-  if (first) QueuePieces(step_, unit_, result, &memory_->first_piece);
+  if (first) ReportChoice(step_, unit_, result, &memory_->first_piece);
 }
 
 __global__ void __launch_bounds__(kCutThreads, 2)

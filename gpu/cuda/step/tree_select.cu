@@ -151,7 +151,7 @@ __device__ void TreeSelector::Choose() {
   result.clusters = level.count;
   result.chosen_tokens = ListTokens(level, tokens);
   result.estimated_tokens = row_.clustered_tokens - result.chosen_tokens;
-  if (first) QueuePieces(step_, unit_, result, &memory_->first_piece);
+  if (first) ReportChoice(step_, unit_, result, &memory_->first_piece);
 }
 
 // ---- kernels ----

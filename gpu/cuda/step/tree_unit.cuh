@@ -169,7 +169,7 @@ inline __device__ void TreeUnit::CombinePartials() {
 __device__ __forceinline__ void TreeUnit::StoreLaneScales() const {
   for (uint32_t i = threadIdx.x; i < step_.tiles_max * kLanes; i += kCutThreads) {
     const float4 sums = i < step_.group ? memory_->sums[i] : make_float4(-INFINITY, 0, 0, 0);
-    step_.lane_scales[uint64_t{unit_.unit} * step_.tiles_max * kLanes + i] = {sums.x, sums.y};
+    step_.lane_scales[uint64_t{unit_.unit} * step_.tiles_max * kLanes + i] = {sums.x, sums.y, 0, 0};
   }
 }
 

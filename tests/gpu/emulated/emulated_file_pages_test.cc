@@ -106,6 +106,31 @@ TEST_P(EmulatedFilePages, PagesThatFindNoFrameAreReadWhereTheyCame) {
   EXPECT_EQ(found.rows[0].stats.ssd_tokens, found.rows[0].stats.exact_tokens);
 }
 
+// The demote stage: with pages that do not come in time the rows' answers, masses, errors and
+// counts are those of the CPU, which misses the same pages; with all of them, those of other rows.
+TEST_P(EmulatedFilePages, WhatDoesNotComeInTimeIsEstimated) {
+  TestSequence whole = Make();
+  TestSequence paged = Paged(whole, &store_);
+  const auto backend = MakeEmulatedBackend(FetchOptions(uint64_t{8} << 20));
+  std::vector<TestRow> rows = FetchingRows(&paged, 0, 0);
+  for (TestRow& row : rows) row.policy.on_miss = attention::OnMiss::kEstimate;
+  store_.set_in_time([](const attention::PageWant& want) { return want.page % 3 != 1; });
+  const StepResult found = RunStep(backend.get(), 0, rows);
+  EXPECT_TRUE(Agree(found, RunStep(MakeCpu().get(), 0, rows), rows));
+  for (const auto& row : found.rows) {
+    EXPECT_GT(row.stats.missed_tokens, 0u);
+    EXPECT_GT(row.stats.exact_tokens, 0u);
+    EXPECT_GT(*row.stats.missed_mass, 0.0f);
+  }
+  store_.set_in_time(nullptr);
+  const StepResult expected =
+      RunStep(MakeEmulatedBackend(FetchOptions(0)).get(), 0, FetchingRows(&whole, 0, 0));
+  const StepResult later = RunStep(backend.get(), 0, rows);
+  ExpectSameAnswers(later, expected);
+  EXPECT_EQ(later.rows[0].stats.missed_tokens, 0u);
+  EXPECT_EQ(backend->stats().fallback_steps, 0u);
+}
+
 TEST_P(EmulatedFilePages, ARepeatedStepBringsNothing) {
   TestSequence whole = Make();
   TestSequence paged = Paged(whole, &store_);
@@ -275,8 +300,6 @@ TEST(EmulatedFileTurns, WhatReadsNoFileTakesNone) {
   CopyingStore slow, other;
   const TestSequence whole = MakeSmall(attention::kClusterIndexes);
   TestSequence first = Paged(whole, &slow), second = Paged(whole, &other);
-  attention::Policy estimating = Parse("clusters-top-k");
-  estimating.on_miss = attention::OnMiss::kEstimate;
   CudaBackendOptions options = FetchOptions(uint64_t{8} << 20);
   ASSERT_EQ(options.streams, 2u);
   const auto backend = MakeEmulatedBackend(options);
@@ -285,7 +308,8 @@ TEST(EmulatedFileTurns, WhatReadsNoFileTakesNone) {
   slow.set_on_fetch([&](const attention::PagePatience&) {
     if (beside.joinable()) return absl::OkStatus();
     beside = std::thread([&] {
-      const std::vector rows = {SmallRow(&second, Parse("dense")), SmallRow(&second, estimating)};
+      const std::vector rows = {SmallRow(&second, Parse("dense")),
+                                SmallRow(&second, Parse("error-target", {{"tolerance", "0"}}))};
       EXPECT_TRUE(RunStep(backend.get(), 0, rows).status.ok());
       answered = true;
     });

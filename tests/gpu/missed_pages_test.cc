@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Goal: a device's rows that estimate what is not in memory in time (on_miss=estimate) do as the
+// CPU's: answers, masses, errors and counts are the CPU's where both miss the same pages; what
+// came is read, and what comes later is read by the next step; rows that wait, and files that are
+// damaged, are not concerned. Method: a store that hands over some pages in time, and the fake
+// device, which does without a cluster if any of its pages is said not to have come, and which
+// refuses to read such a page.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <set>
+#include <vector>
+
+#include "tests/attention/cpu/paged_support.h"
+#include "tests/gpu/agreement.h"
+#include "tests/gpu/support.h"
+
+namespace attnd::gpu::test {
+namespace {
+
+using attention::Fallback;
+using attention::OnMiss;
+using attention::PagePatience;
+using attention::PageWant;
+using attention::test::CopyingStore;
+using attention::test::Paged;
+using attention::test::RunStep;
+using attention::test::StepResult;
+using attention::test::TestRow;
+using attention::test::TestSequence;
+
+constexpr uint64_t kMuch = uint64_t{16} << 20;  // of page memory: the cache holds every page
+constexpr uint64_t kLittle = uint64_t{2} << 20;
+
+bool HasQuantile(const TestRow& row) {
+  return row.policy.quantile > 0 && std::isfinite(row.policy.tolerance);
+}
+
+// Rows of cluster policies that choose tokens.
+std::vector<TestRow> RowsThatChoose(TestSequence* sequence, uint32_t layer, OnMiss on_miss) {
+  std::vector<TestRow> rows = RowsOfLayer(sequence, layer);
+  std::erase_if(rows, [layer](const TestRow& row) {
+    return row.policy.DenseIn(layer) || !row.policy.cuts_clusters() || HasQuantile(row) ||
+           (row.policy.cut == attention::Cut::kErrorBudget && row.policy.tolerance == 0);
+  });
+  for (TestRow& row : rows) row.policy.on_miss = on_miss;
+  return rows;
+}
+std::vector<TestRow> EstimatingRows(TestSequence* sequence, uint32_t layer) {
+  return RowsThatChoose(sequence, layer, OnMiss::kEstimate);
+}
+
+uint64_t MissedTokens(const StepResult& step) {
+  uint64_t tokens = 0;
+  for (const auto& row : step.rows) tokens += row.stats.missed_tokens;
+  return tokens;
+}
+
+bool OnePageOfThreeIsLate(const PageWant& want) { return want.page % 3 != 1; }
+
+class MissedPages : public testing::TestWithParam<attention::IndexSet> {
+ protected:
+  MissedPages() { paged_ = Paged(whole_, &store_); }
+
+  const uint64_t seed_ = attention::test::TestSeed();
+  const testing::ScopedTrace trace_{__FILE__, __LINE__, testing::Message() << "seed " << seed_};
+  CopyingStore store_;
+  TestSequence whole_ = HostSequence(0, GetParam());
+  TestSequence paged_;
+};
+
+TEST_P(MissedPages, AnswersAreTheCpus) {
+  store_.set_in_time(OnePageOfThreeIsLate);
+  for (const uint64_t bytes : {kMuch, kLittle}) {
+    SCOPED_TRACE(bytes);
+    const FakeBackend fake = MakeFakeBackend(OfPages(bytes), /*maps_host_memory=*/true);
+    for (const uint32_t layer : {0, 1, 0}) {
+      const std::vector<TestRow> rows = EstimatingRows(&paged_, layer);
+      const StepResult found = RunStep(fake.backend.get(), layer, rows);
+      EXPECT_TRUE(Agree(found, RunStep(MakeCpu().get(), layer, rows), rows));
+      EXPECT_GT(MissedTokens(found), 0u);
+      for (const auto& row : found.rows) {
+        EXPECT_LE(row.stats.missed_tokens, row.stats.estimated_tokens);
+        ASSERT_TRUE(row.stats.missed_mass.has_value());
+        EXPECT_EQ(*row.stats.missed_mass > 0, row.stats.missed_tokens > 0);
+      }
+    }
+    EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
+  }
+}
+
+TEST_P(MissedPages, NothingComes) {
+  store_.set_in_time([](const PageWant&) { return false; });
+  const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
+  const std::vector<TestRow> rows = EstimatingRows(&paged_, 0);
+  const StepResult found = RunStep(fake.backend.get(), 0, rows);
+  EXPECT_TRUE(Agree(found, RunStep(MakeCpu().get(), 0, rows), rows));
+  for (const auto& row : found.rows) EXPECT_EQ(row.stats.exact_tokens, 0u);
+  EXPECT_EQ(fake.backend->stats().files.pages, 0u);
+  EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
+}
+
+// What one step did without the next one reads, once it has come.
+TEST_P(MissedPages, WhatComesLaterIsReadByTheNextStep) {
+  const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
+  const StepResult expected =
+      RunStep(MakeFakeBackend().backend.get(), 0, RowsThatChoose(&whole_, 0, OnMiss::kWait));
+  store_.set_in_time(OnePageOfThreeIsLate);
+  EXPECT_GT(MissedTokens(RunStep(fake.backend.get(), 0, EstimatingRows(&paged_, 0))), 0u);
+  store_.set_in_time(nullptr);
+  const StepResult later = RunStep(fake.backend.get(), 0, EstimatingRows(&paged_, 0));
+  ExpectSameAnswers(later, expected);
+  for (const auto& row : later.rows) {
+    EXPECT_EQ(row.stats.missed_tokens, 0u);
+    EXPECT_EQ(row.stats.missed_mass, 0.0f);
+  }
+}
+
+// A segment in memory has no page that could be late; its rows say so.
+TEST_P(MissedPages, RowsInMemoryMissNothing) {
+  const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
+  const std::vector<TestRow> rows = EstimatingRows(&whole_, 0);
+  EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
+}
+
+// Rows of one message that wait, and others that do not: each has the answer that it has alone.
+TEST_P(MissedPages, RowsThatWaitMissNothing) {
+  const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
+  store_.set_in_time(OnePageOfThreeIsLate);
+  const StepResult expected =
+      RunStep(MakeFakeBackend().backend.get(), 0, RowsThatChoose(&whole_, 0, OnMiss::kWait));
+  const StepResult alone =
+      RunStep(MakeFakeBackend(OfPages(kMuch), true).backend.get(), 0, EstimatingRows(&paged_, 0));
+  const std::vector<TestRow> rows =
+      Alternating(EstimatingRows(&paged_, 0), RowsThatChoose(&paged_, 0, OnMiss::kWait));
+  const StepResult found = RunStep(fake.backend.get(), 0, rows);
+  ASSERT_TRUE(found.status.ok()) << found.status;
+  EXPECT_GT(MissedTokens(alone), 0u);
+  for (size_t r = 0; r < rows.size(); ++r) {
+    EXPECT_TRUE(SameBits(found.rows[r], (r % 2 == 0 ? alone : expected).rows[r / 2])) << r;
+    EXPECT_EQ(found.rows[r].stats.missed_tokens,
+              r % 2 == 0 ? alone.rows[r / 2].stats.missed_tokens : 0)
+        << r;
+    EXPECT_EQ(found.rows[r].stats.missed_mass.has_value(), r % 2 == 0) << r;
+  }
+}
+
+// The time that a policy allows counts from the step's start; the step's own deadline comes before.
+TEST_P(MissedPages, EachRowWaitsAsLongAsItsPolicySays) {
+  using std::chrono::microseconds;
+  const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
+  std::vector<TestRow> rows = EstimatingRows(&paged_, 0);
+  // The sinks come before.
+  ASSERT_TRUE(RunStep(fake.backend.get(), 0, std::vector{rows.at(0)}).status.ok());
+  store_.set_in_time([](const PageWant&) { return false; });
+  for (size_t r = 0; r < rows.size(); ++r) rows[r].policy.miss_wait_us = r % 2 == 0 ? 1000 : 900000;
+  const auto start = std::chrono::steady_clock::now();
+  std::set<bool> longer;
+  store_.set_on_fetch([&](const PagePatience& patience) {
+    EXPECT_TRUE(patience.partial);
+    EXPECT_TRUE(patience.deadline.has_value());
+    if (!patience.deadline.has_value()) return absl::OkStatus();
+    const auto now = std::chrono::steady_clock::now();
+    const bool is_long = *patience.deadline >= start + microseconds(900000);
+    EXPECT_GE(*patience.deadline, start + microseconds(1000));
+    EXPECT_LE(*patience.deadline, now + microseconds(is_long ? 900000 : 1000));
+    longer.insert(is_long);
+    return absl::OkStatus();
+  });
+  ASSERT_TRUE(RunStep(fake.backend.get(), 0, rows).status.ok());
+  EXPECT_EQ(longer.size(), 2u);
+}
+
+// A damaged page is no late one.
+TEST_P(MissedPages, DamagedPagesAreNoMisses) {
+  CopyingStore damaged;
+  TestSequence lost = Paged(whole_, &damaged);
+  damaged.set_lost([](const PageWant& want) { return want.page == 20; });
+  const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
+  const std::vector<TestRow> rows =
+      Alternating(EstimatingRows(&paged_, 0), EstimatingRows(&lost, 0));
+  std::vector<absl::Status> faults(rows.size());
+  const StepResult step = RunStep(fake.backend.get(), 0, rows, &faults);
+  ASSERT_TRUE(step.status.ok()) << step.status;
+  uint64_t failed = 0;
+  for (size_t r = 0; r < rows.size(); ++r) {
+    EXPECT_TRUE(faults[r].ok() || (r % 2 == 1 && absl::IsDataLoss(faults[r]))) << faults[r];
+    if (faults[r].ok()) {
+      EXPECT_EQ(step.rows[r].stats.missed_tokens, 0u);
+    } else {
+      ++failed;
+    }
+  }
+  EXPECT_GT(failed, 0u);
+}
+
+// There is room to carry few pages: the wave runs often, and forgets what it has carried, but not
+// what did not come.
+TEST_P(MissedPages, WhatDidNotComeIsNotForgotten) {
+  store_.set_in_time(OnePageOfThreeIsLate);
+  const FakeBackend fake = MakeFakeBackend(OfPages(uint64_t{5} << 18), true);
+  const std::vector<TestRow> rows = EstimatingRows(&paged_, 0);
+  for (const TestRow& row : rows) {
+    const std::vector<TestRow> one = {row};
+    EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, one), RunStep(MakeCpu().get(), 0, one), one));
+  }
+  EXPECT_GT(fake.backend->stats().files.runs_again, rows.size());
+  EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
+}
+
+INSTANTIATE_TEST_SUITE_P(Indexes, MissedPages,
+                         testing::Values(attention::kClusterIndexes, attention::kTreeIndexes),
+                         [](const auto& c) { return c.param.ToString(); });
+
+// With a quantile the device has made its estimates when a page turns out to be late.
+TEST(MissedPagesOfQuantiles, AreTheCpus) {
+  CopyingStore store;
+  const TestSequence whole = HostSequence(0, attention::kTreeIndexes);
+  TestSequence paged = Paged(whole, &store);
+  std::vector<TestRow> rows = RowsOfLayer(&paged, 0);
+  std::erase_if(rows, [](const TestRow& row) { return !HasQuantile(row); });
+  ASSERT_FALSE(rows.empty());
+  for (TestRow& row : rows) row.policy.on_miss = OnMiss::kEstimate;
+  const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
+  ASSERT_TRUE(RunStep(fake.backend.get(), 0, rows).status.ok());
+  const attention::BackendStats stats = fake.backend->stats();
+  EXPECT_EQ(stats.fallback_rows[static_cast<size_t>(Fallback::kPaged)], rows.size());
+}
+
+}  // namespace
+}  // namespace attnd::gpu::test
