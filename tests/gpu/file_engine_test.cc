@@ -91,9 +91,7 @@ class FileEngine : public testing::Test {
     EXPECT_TRUE(sealed.ok()) << sealed.status();
     Sealed result(sequence.history);
     result.id = sealed->sealed_id;
-    for (const auto& policy :
-         {PolicyOf(kPolicy), PolicyOf(kPolicy, {{"tolerance", "off"}}), PolicyOf("double-p"),
-          PolicyOf("clusters-top-k"), PolicyOf(kPolicy, {{"quantile", "0.9"}})}) {
+    for (const auto& policy : Policies()) {
       for (uint32_t layer = 0; layer < shape_.layers; ++layer) {
         Row row = QueryOnlyRow(&sequence, layer, 2, &random_);
         row.policy = policy;
@@ -105,6 +103,16 @@ class FileEngine : public testing::Test {
     EXPECT_EQ(stats().fallback_steps, 0u);
     EXPECT_TRUE(engine_->Close(kTenant, sequence.id).ok());
     return result;
+  }
+  static std::vector<attention::Policy> Policies() {
+    std::vector<attention::Policy> policies = {PolicyOf(kPolicy), PolicyOf("double-p")};
+#if !defined(__SANITIZE_THREAD__) || defined(ATTND_FULL)
+    // Threads meet in these steps as in the ones above.
+    policies.push_back(PolicyOf(kPolicy, {{"tolerance", "off"}}));
+    policies.push_back(PolicyOf("clusters-top-k"));
+    policies.push_back(PolicyOf(kPolicy, {{"quantile", "0.9"}}));
+#endif
+    return policies;
   }
   TestSequence Resume(const Sealed& sealed) {
     const auto opened =
@@ -193,10 +201,15 @@ TEST_F(FileEngine, ARowThatWaitsForNothingHasItsPagesInTheEnd) {
 TEST_F(FileEngine, WhatTheDeviceWasBroughtIsReadAhead) {
   Start(256 * kMib);
   Sealed sealed = SealOne();
-  sealed.rows.erase(sealed.rows.end() - 2, sealed.rows.end());  // some read more than there is room
-  Start(6 * kMib, 4 * kMib, /*reads_ahead=*/true);
+  Start(6 * kMib, 3 * kMib, /*reads_ahead=*/true);
   TestSequence sequence = Resume(sealed);
-  for (int round = 0; round < 2; ++round) ExpectSame(sealed, &sequence);
+  for (int round = 0; round < 3; ++round) {
+    for (size_t r = 0; r < sealed.rows.size(); ++r) {
+      Row row = sealed.rows[r];
+      row.sequence = &sequence;
+      OutOf(row, sealed.layers[r]);  // some read more than there is room, and are the CPU's
+    }
+  }
   const storage::PageCacheStats pool = engine_->archive_stats().pages;
   EXPECT_GT(pool.prefetched_pages, 0u);
   EXPECT_LE(pool.prefetched_used + pool.prefetched_wasted, pool.prefetched_pages);
