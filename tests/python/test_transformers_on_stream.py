@@ -5,6 +5,7 @@ once more that way; behind them, what is the stream's own."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import attnd
 import live_server
 import transformers_models
 from attnd.cuda.session import StreamSession
+from attnd.cuda.sharing import TimeSlicesWarning
 from attnd.transformers import passes, streams
 from attnd.transformers.stats import StatsCounter
 from conftest import require_program
@@ -245,6 +247,19 @@ def test_tokens_whose_heads_lie_apart():
     tokens = by_heads.transpose(1, 2).reshape(3, 2, 4)
     assert tokens.stride(1) != 4
     assert passes._dense(tokens).is_contiguous() and torch.equal(passes._dense(tokens), tokens)
+
+
+def test_time_slices_are_warned_of(target, monkeypatch):
+    """Where the program attaches the model."""
+    ask = attnd.Client.get_server_info
+    monkeypatch.setattr(
+        attnd.Client,
+        "get_server_info",
+        lambda client: dataclasses.replace(ask(client), gpu_sharing="time-slices"),
+    )
+    with pytest.warns(TimeSlicesWarning, match="does not run under MPS") as warned:
+        attnd.transformers.attach(load(TINY[0]), target, memory=True).close()
+    assert [warning.filename for warning in warned] == [__file__]
 
 
 def test_the_device_of_a_model(monkeypatch):
