@@ -1,5 +1,5 @@
 # Groups of sources: with ATTND_GROUPS, which the presets release, asan and tsan set, up to eight sources of a target are
-# compiled as one, in about half of the time. The presets debug and clang compile each source by itself.
+# compiled as one, in about half of the time. All other presets compile each source by itself.
 #
 # As CMake's own unity builds, but for one thing: a group names its sources relative to the project, so that one compiler
 # cache serves every checkout.
@@ -21,12 +21,16 @@ function(attnd_split_sources target grouped others)
   set(out)
   foreach(source ${sources})
     get_filename_component(path ${source} ABSOLUTE BASE_DIR ${folder})
-    get_source_file_property(apart ${path} TARGET_DIRECTORY ${target} ATTND_APART)
-    get_source_file_property(options ${path} TARGET_DIRECTORY ${target} COMPILE_OPTIONS)
-    get_source_file_property(definitions ${path} TARGET_DIRECTORY ${target} COMPILE_DEFINITIONS)
+    set(own FALSE)
+    foreach(property ATTND_APART COMPILE_DEFINITIONS COMPILE_FLAGS COMPILE_OPTIONS INCLUDE_DIRECTORIES OBJECT_DEPENDS)
+      get_source_file_property(value ${path} TARGET_DIRECTORY ${target} ${property})
+      if(value)
+        set(own TRUE)
+      endif()
+    endforeach()
     file(RELATIVE_PATH name ${PROJECT_SOURCE_DIR} ${path})
     cmake_path(IS_PREFIX PROJECT_BINARY_DIR ${path} built)
-    if(name MATCHES "\\.cc$" AND NOT built AND NOT apart AND NOT options AND NOT definitions)
+    if(name MATCHES "\\.cc$" AND NOT built AND NOT own)
       list(APPEND in ${name})
     else()
       list(APPEND out ${source})

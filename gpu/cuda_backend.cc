@@ -53,8 +53,9 @@ absl::Status CheckRange(const char* field, uint64_t value, uint64_t min, uint64_
       absl::StrCat(field, " is ", value, "; allowed are ", min, "..", max));
 }
 
-// A turn of a step that reads files. Such a step has a stream while it waits for a disk; as there
-// are fewer turns than streams, other steps find one.
+// A turn of a step that waits for files. Such a step has a stream while it waits for a disk; as
+// there are fewer turns than streams, other steps find one. Steps that estimate what is late keep a
+// stream for a bounded time.
 struct FileTurn {};
 // With one stream there is nothing to leave.
 uint32_t FileTurnsOf(uint32_t streams) { return streams > 1 ? streams / 2 : 1; }
@@ -256,17 +257,19 @@ class CudaBackend : public Backend {
 
  private:
   absl::Status StepOnDevice(const StepRequest& request, bool timed) {
+    const auto begun = std::chrono::steady_clock::now();
     std::vector<Plan> plans;
     std::vector<uint32_t> left_over;
     {
       const auto alive = [&] { return CheckAlive(request); };
       std::optional<LeasePool<FileTurn>::Lease> turn;
-      if (DeviceStep::ReadsFiles(request, *store_)) {
+      if (DeviceStep::WaitsForFiles(request, *store_)) {
         ATTND_ASSIGN_OR_RETURN(LeasePool<FileTurn>::Lease taken, file_turns_.Take(alive));
         turn.emplace(std::move(taken));
       }
       ATTND_ASSIGN_OR_RETURN(const LeasePool<StreamContext>::Lease context, streams_.Take(alive));
-      DeviceStep step(request, store_.get(), context.get(), options_.cooperative_groups, timed);
+      DeviceStep step(request, store_.get(), context.get(), begun, options_.cooperative_groups,
+                      timed);
       absl::Status status = step.Run();
       // What the step did has been done, however it ended.
       AddPages(step.pages());

@@ -51,7 +51,9 @@ class BehindReplayer {
       for (const uint32_t page : step.pages) known_[page] = true;
       cache_->Read(step, i);
       pool_->Read(missed, i);
-      last_[place] = {&step, std::move(missed.pages)};
+      // A dense step in between says nothing about the next one.
+      const bool dense = !step.counted && step.pages.size() == step.ranks.size();
+      if (!dense) last_[place] = {&step, std::move(missed.pages)};
     }
     return outcome_;
   }

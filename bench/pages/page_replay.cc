@@ -259,7 +259,12 @@ std::vector<NamedCase> MakeCases(const std::vector<PageTrace>& traces) {
   return cases;
 }
 
-AheadLink LinkOf(const PageTrace& trace) {
+AheadLink LinkOf(const std::vector<PageTrace>& traces) {
+  const PageTrace& trace = traces[0];
+  for (const PageTrace& other : traces) {
+    if (other.page_bytes == trace.page_bytes) continue;
+    Must(absl::InvalidArgumentError("ahead: traces of pages of different sizes"));
+  }
   AheadLink link;
   link.gb_s = absl::GetFlag(FLAGS_link_gb_s);
   link.page_bytes = trace.page_bytes;
@@ -324,7 +329,7 @@ int Main(const std::vector<char*>& arguments) {
   for (const auto table : absl::StrSplit(absl::GetFlag(FLAGS_tables), ',')) {
     if (table == "rules") PrintRules(cases);
     if (table == "prefetch") PrintPrefetch(cases);
-    if (table == "ahead") PrintAhead(PageCases(cases), PoolShares(), LinkOf(traces[0]));
+    if (table == "ahead") PrintAhead(PageCases(cases), PoolShares(), LinkOf(traces));
     if (table == "behind") {
       std::vector<CaseBehind> behind;
       for (const NamedCase& named : cases) {

@@ -39,18 +39,21 @@ bool AnswersFromFiles(const StepRow& row, uint32_t layer, const DeviceCopyStore&
 
 }  // namespace
 
-bool DeviceStep::ReadsFiles(const attention::StepRequest& request, const DeviceCopyStore& store) {
+bool DeviceStep::WaitsForFiles(const attention::StepRequest& request,
+                               const DeviceCopyStore& store) {
   return std::any_of(request.rows.begin(), request.rows.end(), [&](const StepRow& row) {
-    return row.view->paged() && AnswersFromFiles(row, request.layer, store);
+    return row.view->paged() && AnswersFromFiles(row, request.layer, store) &&
+           !WaveShapeOf(row, request.layer).miss_wait_us.has_value();
   });
 }
 
 DeviceStep::DeviceStep(const attention::StepRequest& request, DeviceCopyStore* store,
-                       StreamContext* context, bool cooperative_groups, bool timed)
+                       StreamContext* context, Moment begun, bool cooperative_groups, bool timed)
     : request_(request),
       store_(store),
       context_(context),
       timed_(timed),
+      begun_(begun),
       writer_(context->room(), cooperative_groups && context->stream().has_cooperative_groups()),
       totals_(request),
       rows_(request.rows.size()),
@@ -62,10 +65,13 @@ absl::Status DeviceStep::Run() {
   shapes.reserve(request_.rows.size());
   for (const StepRow& row : request_.rows) shapes.push_back(WaveShapeOf(row, request_.layer));
   std::vector<bool> done(shapes.size(), false);
-  // Waves that may wait for a disk are the last.
-  for (const bool reads_files : {false, true}) {
+  // Waves that may wait for a disk are the last, and of these the ones whose time runs come first.
+  const auto patience = [](const WaveShape& shape) {
+    return !shape.reads_files ? 0 : shape.miss_wait_us.has_value() ? 1 : 2;
+  };
+  for (const int turn : {0, 1, 2}) {
     for (uint32_t first = 0; first < shapes.size(); ++first) {
-      if (done[first] || shapes[first].reads_files != reads_files) continue;
+      if (done[first] || patience(shapes[first]) != turn) continue;
       ATTND_RETURN_IF_ERROR(RunRows(shapes, first, &done));
     }
   }
@@ -104,7 +110,7 @@ void DeviceStep::BeginWave(const WaveShape& shape) {
   writer_.Begin(shape, /*with_fates=*/request_.plans != nullptr);
   std::optional<FilePages::Moment> until;
   if (shape.miss_wait_us.has_value()) {
-    until = start_ + std::chrono::microseconds(*shape.miss_wait_us);
+    until = begun_ + std::chrono::microseconds(*shape.miss_wait_us);
   }
   files_.Begin(until);
   wave_cache_.reset();

@@ -30,12 +30,16 @@ namespace attnd::gpu {
 // the work on the device. Invariant: after Run each row is either answered whole or left over.
 class DeviceStep {
  public:
-  DeviceStep(const attention::StepRequest& request, DeviceCopyStore* store, StreamContext* context,
-             bool cooperative_groups, bool timed);
+  using Moment = std::chrono::steady_clock::time_point;
 
-  // Whether the step may wait for a disk while it has a stream: a row over segments in files is the
-  // device's. Once it is false it stays so.
-  static bool ReadsFiles(const attention::StepRequest& request, const DeviceCopyStore& store);
+  // begun: from which the time counts that rows wait for pages which they may estimate.
+  DeviceStep(const attention::StepRequest& request, DeviceCopyStore* store, StreamContext* context,
+             Moment begun, bool cooperative_groups, bool timed);
+
+  // Whether the step may wait for a disk while it has a stream, for as long as that takes: a row
+  // over segments in files is the device's, and does not estimate what is late. Once it is false it
+  // stays so.
+  static bool WaitsForFiles(const attention::StepRequest& request, const DeviceCopyStore& store);
 
   // Answers the rows. Cancelled, DeadlineExceeded: nobody waits for the answer any more. Any other
   // error is the device's, and the device can then no longer be used. Rows that the device has no
@@ -99,8 +103,7 @@ class DeviceStep {
   DeviceCopyStore* const store_;
   StreamContext* const context_;
   const bool timed_;
-  // From which the time counts that rows wait for pages which they may estimate.
-  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+  const Moment begun_;
   StepWriter writer_;
   StepTotals totals_;
   std::vector<Row> rows_;  // of the request's rows; the writer points at their descriptions

@@ -12,6 +12,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <future>
 #include <set>
 #include <vector>
 
@@ -125,6 +126,26 @@ TEST_P(MissedPages, RowsInMemoryMissNothing) {
   const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
   const std::vector<TestRow> rows = EstimatingRows(&whole_, 0);
   EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
+}
+
+// Not even behind a step that waits for the disk as long as it takes.
+TEST_P(MissedPages, NobodyWaitsForStepsThatWait) {
+  const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
+  CopyingStore slow;
+  TestSequence waiting = Paged(whole_, &slow);
+  store_.set_in_time(OnePageOfThreeIsLate);
+  const std::vector<TestRow> rows = EstimatingRows(&paged_, 0);
+  std::future<StepResult> found;
+  slow.set_on_fetch([&](const PagePatience&) {
+    if (found.valid()) return absl::OkStatus();
+    found = std::async(std::launch::async, [&] { return RunStep(fake.backend.get(), 0, rows); });
+    EXPECT_EQ(found.wait_for(std::chrono::seconds(20)), std::future_status::ready);
+    return absl::OkStatus();
+  });
+  EXPECT_TRUE(
+      RunStep(fake.backend.get(), 0, RowsThatChoose(&waiting, 0, OnMiss::kWait)).status.ok());
+  ASSERT_TRUE(found.valid());
+  EXPECT_GT(MissedTokens(found.get()), 0u);
 }
 
 // Rows of one message that wait, and others that do not: each has the answer that it has alone.

@@ -28,6 +28,7 @@ class TwoGpus:
         capturing: streams that are captured.
         refuses: functions that return REFUSED.
         registered: addresses of host memory.
+        full: whether there is no memory left on the GPUs.
     """
 
     def __init__(self) -> None:
@@ -35,6 +36,8 @@ class TwoGpus:
         self.capturing: set[int] = set()
         self.refuses: set[str] = set()
         self.registered: list[int] = []
+        self.full = False
+        self.int32 = "int32"
         self.version = SimpleNamespace(cuda="12.8")
         self._threads = threading.local()
         self.cuda = SimpleNamespace(
@@ -65,7 +68,9 @@ class TwoGpus:
     def device(self, kind, index=None):
         return SimpleNamespace(index=int(kind.split(":")[1]) if index is None else index)
 
-    def zeros(self, _, device) -> None:
+    def zeros(self, _, dtype, device) -> None:
+        if self.full:
+            raise RuntimeError("CUDA out of memory (planted)")
         assert self.current == device.index
 
     @contextlib.contextmanager
@@ -172,6 +177,17 @@ def test_kernels_are_compiled_by_pytorchs_version(two, monkeypatch, version, maj
     two.version.cuda = version
     driver.CudaGpu()
     assert asked == [((9, 0), major)]
+
+
+def test_a_full_gpu_is_an_error_of_cuda(two):
+    """And none of PyTorch's, which nobody expects from a session."""
+    gpu = driver.CudaGpu()
+    two.full = True
+    two.current = 0
+    with pytest.raises(CudaError, match="out of memory"):
+        gpu.words(8)
+    with pytest.raises(CudaError, match="out of memory"):
+        driver.CudaGpu()
 
 
 def test_a_pytorch_for_other_gpus_is_told(two):

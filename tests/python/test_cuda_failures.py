@@ -126,6 +126,52 @@ def test_a_begin_that_fails_releases_the_stream(client, gpu, monkeypatch, moment
     assert layer_tokens(client, sequence) == [expected] * SHAPE.layers
 
 
+def test_two_begins_that_fail_behind_a_stream_that_is_held_up(client, gpu, monkeypatch):
+    """The stream comes to the layers of the first when the second has failed, too."""
+    case = Case.random(TOKENS)
+    sequence = opened(client, case, PROMPT, complete=False)
+    go_on, seen = threading.Event(), []
+    with Model(client, gpu, timeout_s=1) as model:
+        graph = model.graph()
+        launch = gpu.launch
+
+        def fail(*arguments) -> None:
+            launch(*arguments)
+            gpu.replay(graph)
+            gpu.then(lambda: seen.append(int(model.session.invalid[0])))
+            raise KeyboardInterrupt("planted")
+
+        gpu.then(go_on.wait)
+        with monkeypatch.context() as planted:
+            planted.setattr(gpu, "launch", fail)
+            for _ in range(2):
+                with pytest.raises(KeyboardInterrupt, match="planted"):
+                    model.session.begin_pass([attnd.Row(sequence, PROMPT)])
+        go_on.set()
+        gpu.synchronize()
+        assert seen == [Failure.ABORTED] * 2
+
+
+def test_an_abort_long_ago_is_none_of_this_pass(client, gpu):
+    """Numbers of passes go round after 2^32 layers."""
+    case = Case.random(TOKENS)
+    sequence = opened(client, case, PROMPT, complete=False)
+    with Model(client, gpu) as model:
+        model.write(case, slice(PROMPT, PROMPT + 1))
+        first = model.session._memory.turns.begin(0)
+        control = model.session._control
+        control.abort = (1 << 32) + (first - (1 << 31) - 1) % (1 << 32)
+        whole = model.session.begin_pass([attnd.Row(sequence, PROMPT)])
+        assert control.abort == 0
+        model.layers()
+        whole.finish()
+        assert np.isfinite(model.out).all()
+        control.abort = recent = (1 << 32) + whole.first_epoch
+        model.session.begin_pass([attnd.Row(sequence, PROMPT + 1)])
+        assert control.abort == recent
+        model.layers()
+
+
 def test_a_begin_that_is_interrupted_behind_its_message(client, gpu, monkeypatch):
     """The server has the pass, and nobody would ring: it is given up, and the session says so."""
     case = Case.random(TOKENS)

@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import signal
 import subprocess
+import types
 
 import pytest
 
@@ -18,6 +19,8 @@ pytest.importorskip("transformers", reason="Transformers is not installed")
 import attnd
 import live_server
 import transformers_models
+from attnd.cuda import driver
+from attnd.cuda.errors import CudaError
 from attnd.cuda.session import StreamSession
 from attnd.cuda.sharing import TimeSlicesWarning
 from attnd.transformers import passes, streams
@@ -120,7 +123,7 @@ def test_short_elements(target, on_stream, dtype):
     model, ids = tiny(TINY[1]).to(dtype), prompt(TINY[1], 2, 40)
     with attached(model, target) as attachment:
         got = generate(model, ids, attachment.new_cache())
-        attachment._server.streams.serves = lambda device: False
+        attachment._server.streams.serves = lambda *args: False
         copied = generate(model, ids, attachment.new_cache())
     assert torch.equal(got.sequences, copied.sequences)
     assert all(torch.equal(*logits) for logits in zip(got.logits, copied.logits))
@@ -199,7 +202,10 @@ def test_a_gpu_that_refuses_the_region(target, on_stream, caplog):
 def test_a_model_that_was_moved_is_copied(target, on_stream, monkeypatch):
     """Its tensors are no longer the GPU's that it was attached on."""
     model, ids = load(TINY[0]), prompt(TINY[0], 1, 30)
-    monkeypatch.setattr(streams.Streams, "serves", lambda self, device: False)
+    moved = torch.device("meta")
+    monkeypatch.setattr(
+        streams, "gpu_of", lambda model: streams.ModelGpu(moved, on_stream[0])
+    )
     with attached(model, target) as attachment:
         assert torch.equal(
             generate(model, ids, attachment.new_cache()).sequences, local_of(model, ids)
@@ -249,8 +255,8 @@ def test_tokens_whose_heads_lie_apart():
     assert passes._dense(tokens).is_contiguous() and torch.equal(passes._dense(tokens), tokens)
 
 
-def test_time_slices_are_warned_of(target, monkeypatch):
-    """Where the program attaches the model."""
+def test_time_slices_are_warned_of(target, on_stream, monkeypatch):
+    """Where the program attaches the model; the host copies then."""
     ask = attnd.Client.get_server_info
     monkeypatch.setattr(
         attnd.Client,
@@ -258,14 +264,77 @@ def test_time_slices_are_warned_of(target, monkeypatch):
         lambda client: dataclasses.replace(ask(client), gpu_sharing="time-slices"),
     )
     with pytest.warns(TimeSlicesWarning, match="does not run under MPS") as warned:
-        attnd.transformers.attach(load(TINY[0]), target, memory=True).close()
+        attachment = attnd.transformers.attach(load(TINY[0]), target, memory=True)
+    with attachment:
+        generate(load(TINY[0]), prompt(TINY[0], 1, 20), attachment.new_cache())
+        assert attachment.stats.through_memory == attachment.stats.answers > 0
     assert [warning.filename for warning in warned] == [__file__]
+    assert not on_stream[1]
 
 
-def test_the_device_of_a_model(monkeypatch):
-    """One GPU or none."""
+def test_a_long_pass_leaves_the_session_as_it_was(target, on_stream, monkeypatch):
+    """It has a region for its own time only."""
+    monkeypatch.setattr(streams, "QUERY_TOKENS_MAX", 8)
+    model, ids, turn = load(TINY[0]), prompt(TINY[0], 1, 60), prompt(TINY[0], 1, 20)
+    expected = list(turns(model, transformers_models.DynamicCache(), ids, turn))
+    with attached(model, target) as attachment:
+        cache = attachment.new_cache()
+        for number, got in enumerate(turns(model, cache, ids, turn)):
+            assert torch.equal(got, expected[number])
+            assert cache._batch._passes._writer.query_tokens_max == 1
+        assert attachment.stats.through_memory == attachment.stats.answers
+    assert len(on_stream[1]) < len(on_stream[2])
+
+
+def test_a_larger_session_that_is_refused_leaves_the_smaller_one(target, on_stream, monkeypatch):
+    model, ids = load(TINY[0]), prompt(TINY[0], 1, 40)
+    with attached(model, target) as attachment, torch.no_grad():
+        cache = attachment.new_cache()
+        generate(model, ids, cache)
+        session, layers = cache._batch._passes._writer, len(on_stream[1])
+        gpu = on_stream[0]
+        gpu.fails = lambda name: name == "map"
+        cache.batch_select_indices(torch.tensor([0, 0]))
+        model(ids[:, -1:].repeat(2, 1), past_key_values=cache)
+        assert len(on_stream[1]) == layers
+        cache.batch_select_indices(torch.tensor([0]))
+        gpu.fails = lambda name: False
+        model(ids[:, -1:], past_key_values=cache)
+        assert len(on_stream[1]) > layers
+        assert session is not cache._batch._passes._writer  # the two rows went another way
+
+
+def test_caches_share_the_attachments_connection(target, on_stream):
+    model = load(TINY[0])
+    with attached(model, target) as attachment:
+        caches = [attachment.new_cache() for _ in range(3)]
+        for cache in caches:
+            generate(model, prompt(TINY[0], 1, 20), cache)
+        assert len(attachment._server.regions._socket.list_regions()) == 3
+        caches[0].close()
+        assert len(attachment._server.regions._socket.list_regions()) == 2
+
+
+def test_the_device_of_a_model(monkeypatch, caplog):
+    """One GPU, and CUDA's consent, or none."""
     monkeypatch.undo()
-    assert streams.gpu_of(load(TINY[0])) is None
+
+    def model_on(*devices):
+        parameters = [types.SimpleNamespace(device=torch.device(device)) for device in devices]
+        return types.SimpleNamespace(parameters=lambda: iter(parameters))
+
+    monkeypatch.setattr(driver, "CudaGpu", lambda device: f"GPU of {device}")
+    found = streams.gpu_of(model_on("cuda:1", "cuda:1"))
+    assert found == streams.ModelGpu(torch.device("cuda:1"), "GPU of cuda:1")
+    for devices in (("cpu",), ("cuda:0", "cuda:1"), ("cuda:0", "cpu"), ()):
+        assert streams.gpu_of(model_on(*devices)) is None
+
+    def refuse(device):
+        raise CudaError("planted")
+
+    monkeypatch.setattr(driver, "CudaGpu", refuse)
+    assert streams.gpu_of(model_on("cuda:0")) is None
+    assert "planted" in caplog.text
 
 
 def local_of(model, ids):

@@ -36,7 +36,6 @@ from attnd.v1 import attnd_pb2, attnd_pb2_grpc
 from attnd.words import check_machine
 
 if TYPE_CHECKING:
-    from attnd.cuda.gpu import Gpu
     from attnd.cuda.session import StreamSession
 
 
@@ -339,6 +338,7 @@ class Client:
             attnd.cuda.CudaError: if PyTorch, CUDA or a GPU is missing or refuses.
         """
         from attnd.cuda.driver import CudaGpu
+        from attnd.cuda.session import StreamSession
         from attnd.cuda.sharing import warn_of_time_slices
 
         layout = PassLayout(shape, query_tokens_max, query_dtype, output_dtype)
@@ -346,14 +346,6 @@ class Client:
         if not self._sharing_checked:
             warn_of_time_slices(self.get_server_info(), stacklevel=2)
             self._sharing_checked = True
-        return self.stream_session(gpu, layout, spin_us=spin_us, socket=socket)
-
-    def stream_session(
-        self, gpu: Gpu, layout: PassLayout, *, spin_us: int = 1000, socket: str | None = None
-    ) -> StreamSession:
-        """As :meth:`cuda_session`, on a GPU that several sessions share."""
-        from attnd.cuda.session import StreamSession
-
         with contextlib.ExitStack() as made:
             connection = self.memory_socket(socket)
             made.callback(connection.close)

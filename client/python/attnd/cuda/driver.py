@@ -60,7 +60,7 @@ class CudaGpu:
         self._device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         library = _load_driver()
         with torch.cuda.device(self._device):
-            torch.zeros(1, device=self._device)  # makes the context, if this is the first use
+            self.words(1)  # makes the context, if this is the first use
             self._context = Context(library)
         cubin = compile_layer(torch.cuda.get_device_capability(self._device), _cuda_major(torch))
         self._module = ctypes.c_void_p()
@@ -100,7 +100,10 @@ class CudaGpu:
         self._context.call("cuMemHostUnregister", ctypes.c_void_p(address))
 
     def words(self, count: int) -> Any:
-        return self._torch.zeros(count, dtype=self._torch.int32, device=self._device)
+        try:
+            return self._torch.zeros(count, dtype=self._torch.int32, device=self._device)
+        except RuntimeError as error:  # of which PyTorch's OutOfMemoryError is one
+            raise CudaError(f"{count} words of GPU memory: {error}") from None
 
     def tensor(self, tensor: Any) -> DeviceTensor:
         if not self._torch.is_tensor(tensor) or tensor.device != self._device:

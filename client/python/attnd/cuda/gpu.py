@@ -42,7 +42,11 @@ class Gpu(Protocol):
         """No kernel may touch the memory any more."""
 
     def words(self, count: int) -> Any:
-        """GPU memory of `count` words of 32 bits, all zero, as a tensor."""
+        """GPU memory of `count` words of 32 bits, all zero, as a tensor.
+
+        Raises:
+            CudaError: if there is none.
+        """
 
     def tensor(self, tensor: Any) -> DeviceTensor:
         """

@@ -108,7 +108,8 @@ struct PassWords {
 
 // In host memory of the client's own, mapped, all zero at first.
 struct Control {
-  u64 abort;  // written by the host: 2^32 + first_epoch of a pass that is given up
+  // Written by the host: 2^32 + first_epoch of a pass that is given up, with all before it.
+  u64 abort;
   u64 padding[7];
   // Written by the GPU. `done` last: the epoch of the last layer whose kernel has come to its end.
   u32 done;
@@ -253,7 +254,6 @@ ATTND_DEVICE bool ArrivesLast(PassWords* words) {
 ATTND_DEVICE u32 TakeTurn(const Layer& layer) {
   const PassWords& words = *At<PassWords>(layer.words);
   const u32 epoch = words.first_epoch + layer.layer;
-  const u64 aborted = (u64{1} << 32) + words.first_epoch;
   StoreRelease(At<u32>(layer.ring), epoch);
   const u64 start = Nanos();
   for (u32 looks = 1;; ++looks) {
@@ -261,7 +261,9 @@ ATTND_DEVICE u32 TakeTurn(const Layer& layer) {
     if (ahead == 0) break;
     if (ahead < 1u << 31) return kOver;
     if (looks % kLooksPerAbort == 0) {
-      if (LoadAcquire(&At<Control>(layer.control)->abort) == aborted) return kAborted;
+      const u64 abort = LoadAcquire(&At<Control>(layer.control)->abort);
+      const u32 behind = static_cast<u32>(abort) - words.first_epoch;
+      if (abort >> 32 != 0 && behind < 1u << 31) return kAborted;
       if (Nanos() - start > layer.limit_nanos) return kLate;
     }
     Pause(kPauseNanos);

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import numpy as np
@@ -19,7 +19,6 @@ from attnd.cuda.gpu import BLOCKS_MAX, THREADS, DeviceTensor, Gpu
 from attnd.cuda.stream_pass import StreamPass, given_up
 from attnd.cuda.structs import FAILURE_WORD, PASS_WORDS, Begin, Control, Layer, Tensor
 from attnd.errors import AttndError, DeadlineExceededError
-from attnd.memory_socket import MemorySocket
 from attnd.memory_stream import Declaration, MemoryStream
 from attnd.pass_memory import PassMemory, TensorPlace
 from attnd.requests import PassOptions, Row
@@ -32,6 +31,10 @@ _KERNEL_EXTRA_S = 10.0
 _QUAD_BYTES = 16
 # Bytes for which a kernel has another thread block.
 _BLOCK_BYTES = THREADS * _QUAD_BYTES
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
 
 
 class StreamSession:
@@ -66,11 +69,14 @@ class StreamSession:
         self,
         gpu: Gpu,
         stream: MemoryStream,
-        socket: MemorySocket,
+        socket: Closable,
         memory: PassMemory,
     ) -> None:
         """Takes all four over, unless it raises: the stream and the socket are then the caller's to
-        close. Registers the region, which is the socket's, with the GPU.
+        close. Registers the region with the GPU.
+
+        Args:
+            socket: whose close() gives the region back: the connection that it was registered at.
 
         Raises:
             CudaError: if CUDA refuses.
@@ -208,6 +214,7 @@ class StreamSession:
                 self, self._stream, self._memory, declaration, raise_on_row_error,
                 declaration.request.begin_pass.memory.first_epoch, stream, timeout_s,
             )
+            self._forget_abort(begun.first_epoch)
             if not want_lse:
                 self._clear_lse(declaration.query_tokens)
             self._begin_on_stream(begun, declaration, stream)
@@ -422,6 +429,12 @@ class StreamSession:
     def _abort(self, whole: StreamPass) -> None:
         """Has the stream go on, without answers, to the pass's end. The caller holds _changed."""
         self._control.abort = (1 << 32) + whole.first_epoch
+
+    def _forget_abort(self, first_epoch: int) -> None:
+        """Epochs go round: one that was given up long ago would count as later than this one. What
+        the stream has still to do is not so old."""
+        if (first_epoch - self._control.abort) % (1 << 32) >= 1 << 30:
+            self._control.abort = 0
 
     def _give_up(self, whole: StreamPass, error: AttndError) -> None:
         """Ends the stream and its pass. The caller holds _changed."""

@@ -30,12 +30,15 @@ def mps_control_pipe() -> str:
     return str(pipe) if os.path.exists(pipe) else ""
 
 
-def warn_of_time_slices(info: ServerInfo, *, stacklevel: int) -> None:
+def warn_of_time_slices(info: ServerInfo, *, stacklevel: int) -> bool:
     """Issues a TimeSlicesWarning, which says how to mend it, if the server or this process does not
     run under MPS. Not for a server without a GPU, and one that does not say.
 
     Args:
         stacklevel: whose line the warning names: 1 is the caller's, as for warnings.warn.
+
+    Returns:
+        Whether it did.
     """
     if info.gpu_sharing == "time-slices":
         why = f"attnd's server does not run under MPS on its GPU ({info.device})."
@@ -44,6 +47,7 @@ def warn_of_time_slices(info: ServerInfo, *, stacklevel: int) -> None:
         why = f"attnd's server runs under MPS on its GPU ({info.device}), this process does not."
         how = "Give this process the server's folder of pipes (CUDA_MPS_PIPE_DIRECTORY)"
     else:
-        return
+        return False
     text = f"{why} {_MEND.format(how=how)}"
     warnings.warn(text, TimeSlicesWarning, stacklevel=stacklevel + 1)
+    return True

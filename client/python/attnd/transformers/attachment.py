@@ -52,7 +52,8 @@ def attach(
             messages: a shorter way, with the same answers. The server must run on this machine, for
             this user, with --allow-client-memory, and the target be unix:PATH; Linux on x86-64.
             Where the whole model is on one GPU, kernels of its stream bring the tensors there and
-            back, and the host waits once a token (:mod:`attnd.cuda`).
+            back, and the host waits once a token (:mod:`attnd.cuda`); unless model and server get
+            time slices of that GPU, of which a :class:`attnd.cuda.TimeSlicesWarning` tells.
             Steps that are longer than a message may be, and those for which the server has no room
             (client_memory_bytes), are sent as messages; Stats.through_memory counts the others.
 
@@ -95,10 +96,11 @@ class Attachment:
         self._info = client.get_server_info()
         self._policy = as_policy(policy)
         limits, config = self._info.limits, model.config.get_text_config()
-        regions = Regions(client, limits) if memory else None
         where = streams.gpu_of(model) if memory else None
-        if where is not None:
-            warn_of_time_slices(self._info, stacklevel=3)  # whoever calls attach()
+        # The warning names the line that calls attach().
+        if where is not None and warn_of_time_slices(self._info, stacklevel=3):
+            where = None  # a host thread that waits holds no slice, and a kernel does
+        regions = Regions(client, limits) if memory else None
         self._server = Server(
             client,
             limits,
@@ -107,7 +109,7 @@ class Attachment:
             StatsCounter(),
             lease_seconds,
             regions,
-            None if where is None else streams.Streams(client, where),
+            None if where is None or regions is None else streams.Streams(client, regions, where),
         )
         self._model = model
         self._before = model.config._attn_implementation

@@ -35,11 +35,19 @@ class Step:
         self.empty = not self.present.any()
         self._seen = seen
         self._mask: torch.Tensor | None = None
+        self._places: torch.Tensor | None = None
 
     def tokens(self) -> list[int]:
         """Of each row, its new tokens."""
         counts: list[int] = self.present.sum(1).tolist()
         return counts
+
+    def places(self, device: torch.device) -> torch.Tensor:
+        """[tokens] of each new token its column among the new ones of all rows, row by row. Once
+        there it waits for the device no more, as a mask of flags would in each layer."""
+        if self._places is None or self._places.device != device:
+            self._places = torch.from_numpy(np.flatnonzero(self.present)).to(device)
+        return self._places
 
     def local_mask(self, device: torch.device) -> torch.Tensor | None:
         """[rows, 1, new columns, columns]: whether a query sees a key; None if the queries are all
@@ -132,9 +140,8 @@ class Columns:
 def tokens_of(columns: torch.Tensor, step: Step) -> torch.Tensor:
     """[rows, heads, new, dim] -> [tokens, heads, dim], row by row, without columns of padding."""
     rows = columns.transpose(1, 2)
-    if step.full:
-        return rows.reshape(-1, *rows.shape[2:])
-    return rows[torch.from_numpy(step.present).to(columns.device)]
+    tokens = rows.reshape(-1, *rows.shape[2:])
+    return tokens if step.full else tokens.index_select(0, step.places(columns.device))
 
 
 class Place:
@@ -162,6 +169,6 @@ def columns_of(tokens: torch.Tensor, step: Step) -> torch.Tensor:
     """[tokens, heads, dim] -> [rows, new, heads, dim], zeros where there is no token."""
     if step.full:
         return tokens.reshape(*step.present.shape, *tokens.shape[1:])
-    out = tokens.new_zeros((*step.present.shape, *tokens.shape[1:]))
-    out[torch.from_numpy(step.present).to(tokens.device)] = tokens
-    return out
+    out = tokens.new_zeros((step.present.size, *tokens.shape[1:]))
+    out.index_copy_(0, step.places(tokens.device), tokens)
+    return out.view(*step.present.shape, *tokens.shape[1:])

@@ -20,7 +20,6 @@ from attnd.requests import PassOptions, Row
 from attnd.session import DecodeSession
 from attnd.transformers.arrays import to_numpy, to_torch
 from attnd.transformers.columns import Place, Step, tokens_of
-from attnd.transformers.regions import rounded_up
 from attnd.transformers.server import Server
 from attnd.transformers.stats import StatsCounter
 from attnd.transformers.streams import close_quietly
@@ -125,7 +124,8 @@ class Passes:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._writer: DecodeSession | MemoryStream | StreamSession | None = None
-        self._refused = False  # whether there was no room for a session on the GPU's stream
+        # Query tokens for which there was no room in a session on the GPU's stream.
+        self._refused: int | None = None
         self._borrowed: PassMemory | None = None  # of the pass under way, if it goes through memory
         self._way: _Way | None = None
         self.layer = server.layers
@@ -178,18 +178,18 @@ class Passes:
         tokens: int,
         device: torch.device,
     ) -> _Way | None:
-        streams, regions = self._server.streams, self._server.regions
-        if streams is None or regions is None or self._refused or not streams.serves(device):
-            return None
-        if not regions.allow(shape, len(rows), tokens):
+        streams = self._server.streams
+        if streams is None or not streams.serves(shape, len(rows), tokens, device):
             return None
         session = self._writer
         if not isinstance(session, StreamSession) or session.query_tokens_max < tokens:
-            self._end_writer()
-            session = streams.open(shape, rounded_up(tokens))
-            if session is None:
-                self._refused = True
+            if self._refused is not None and tokens >= self._refused:
                 return None
+            session = streams.open(shape, tokens)
+            if session is None:
+                self._refused = tokens
+                return None
+            self._end_writer()
             self._writer = session
         whole = session.begin_pass(rows)
         return _OnStream(session, whole, step, self._server.counter)

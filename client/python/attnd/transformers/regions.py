@@ -24,7 +24,7 @@ def rounded_up(query_tokens: int) -> int:
 
 class Regions:
     """Regions that passes borrow, each for as long as it is under way: many caches need few
-    regions. Threads may share it.
+    regions; and regions that somebody keeps. Threads may share it.
 
     A region has room for a power of two of query tokens. Where no free one is large enough, the
     free ones are unregistered and a larger one is made. A server that was started anew is connected
@@ -66,19 +66,32 @@ class Regions:
         """
         if not self.allow(shape, rows, query_tokens):
             return None
-        layout = PassLayout(shape, rounded_up(query_tokens))
+        try:
+            return self._register(PassLayout(shape, rounded_up(query_tokens)), free=True)
+        except ResourceExhaustedError as error:
+            with self._lock:
+                warned, self._warned = self._warned, True
+            if not warned:
+                _LOGGER.warning("steps are messages, not through shared memory: %s", error)
+            return None
+
+    def reserve(self, shape: ModelShape, query_tokens: int) -> PassMemory:
+        """Memory that is the caller's until drop(), which no pass has used before.
+
+        Raises:
+            AttndError: if the server cannot be reached; ResourceExhaustedError if it has no room.
+            ValueError: after close().
+        """
+        return self._register(PassLayout(shape, rounded_up(query_tokens)), free=False)
+
+    def _register(self, layout: PassLayout, *, free: bool) -> PassMemory:
+        """free: a region that was given back would do."""
         with self._lock:
             if self._closed:
                 raise ValueError("the attachment is closed")
-            try:
-                if self._socket.ended():
-                    self._reconnect()
-                memory = self._take(layout) or PassMemory(self._socket, layout)
-            except ResourceExhaustedError as error:
-                if not self._warned:
-                    _LOGGER.warning("steps are messages, not through shared memory: %s", error)
-                self._warned = True
-                return None
+            if self._socket.ended():
+                self._reconnect()
+            memory = (self._take(layout) if free else None) or PassMemory(self._socket, layout)
             self._lent.add(memory.region_id)
             return memory
 
@@ -108,7 +121,7 @@ class Regions:
                 self._free.append(memory)
 
     def drop(self, memory: PassMemory) -> None:
-        """After a pass that the server may still write to."""
+        """After a pass that the server may still write to, and of memory that was reserved."""
         with self._lock:
             if memory.region_id in self._lent:
                 self._lent.remove(memory.region_id)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from dataclasses import dataclass
@@ -16,9 +17,15 @@ from attnd.cuda.gpu import Gpu
 from attnd.cuda.session import StreamSession
 from attnd.errors import AttndError, ResourceExhaustedError
 from attnd.model import ModelShape
-from attnd.pass_memory import PassLayout
+from attnd.pass_memory import PassMemory
+from attnd.transformers.regions import Regions
 
 _LOGGER = logging.getLogger(__name__)
+# Query tokens of a pass on a stream, at most: those of a batch's next tokens. A turn of many tokens
+# would leave its cache with a large region, pinned, for as long as it decodes.
+QUERY_TOKENS_MAX = 256
+# As Client.cuda_session.
+_SPIN_US = 1000
 
 
 @dataclass(frozen=True)
@@ -54,31 +61,61 @@ class Streams:
     """Makes the sessions of an attachment's caches, each of which has one of its own while it
     decodes: a session's region has one writer. Threads may share it."""
 
-    def __init__(self, client: Client, where: ModelGpu) -> None:
+    def __init__(self, client: Client, regions: Regions, where: ModelGpu) -> None:
         self._client = client
+        self._regions = regions
         self._where = where
         self._lock = threading.Lock()
         self._warned = False  # guarded by the lock
 
-    def serves(self, device: torch.device) -> bool:
-        """Whether tensors of this device are the GPU's."""
-        return device == self._where.device
+    def serves(
+        self, shape: ModelShape, rows: int, query_tokens: int, device: torch.device
+    ) -> bool:
+        """Whether there are sessions for such passes: of tensors of the model's GPU, within what a
+        message may have, and of at most QUERY_TOKENS_MAX query tokens."""
+        return (
+            device == self._where.device
+            and query_tokens <= QUERY_TOKENS_MAX
+            and self._regions.allow(shape, rows, query_tokens)
+        )
 
     def open(self, shape: ModelShape, query_tokens: int) -> StreamSession | None:
-        """A session for passes of so many query tokens; None if the server or the GPU has no room
-        for its region, of which the log has one warning.
+        """A session for passes of so many query tokens and somewhat more; None if the server or the
+        GPU has no room for its region, of which the log has one warning.
 
         Raises:
             AttndError: if the server cannot be reached.
         """
         try:
-            return self._client.stream_session(self._where.gpu, PassLayout(shape, query_tokens))
+            return self._open(shape, query_tokens)
         except (ResourceExhaustedError, CudaError) as error:
             with self._lock:
                 warned, self._warned = self._warned, True
             if not warned:
                 _LOGGER.warning("tensors are copied to the host, not by kernels: %s", error)
             return None
+
+    def _open(self, shape: ModelShape, query_tokens: int) -> StreamSession:
+        with contextlib.ExitStack() as made:
+            memory = self._regions.reserve(shape, query_tokens)
+            made.callback(self._regions.drop, memory)
+            stream = self._client.memory_stream(spin_us=_SPIN_US)
+            made.callback(stream.close)
+            reserved = _Reserved(self._regions, memory)
+            session = StreamSession(self._where.gpu, stream, reserved, memory)
+            made.pop_all()  # they are the session's
+            return session
+
+
+@dataclass(frozen=True)
+class _Reserved:
+    """A session's region among the attachment's."""
+
+    regions: Regions
+    memory: PassMemory
+
+    def close(self) -> None:
+        self.regions.drop(self.memory)
 
 
 def close_quietly(session: StreamSession) -> None:
