@@ -29,14 +29,6 @@ using attention::test::StepResult;
 using attention::test::TestRow;
 using attention::test::TestSequence;
 
-constexpr uint64_t kMuch = uint64_t{16} << 20;  // of page memory: the cache holds every page
-constexpr uint64_t kLittle = uint64_t{2} << 20;
-
-bool ReadsAllTokens(const TestRow& row, uint32_t layer) {
-  return row.policy.DenseIn(layer) ||
-         (row.policy.cut == attention::Cut::kErrorBudget && row.policy.tolerance == 0);
-}
-
 // Rows that choose tokens, or read none of the middle.
 std::vector<TestRow> RowsThatChoose(TestSequence* sequence, uint32_t layer) {
   std::vector<TestRow> rows = RowsOfLayer(sequence, layer);
@@ -70,7 +62,7 @@ class FilePagesSteps : public testing::TestWithParam<attention::IndexSet> {
 };
 
 TEST_P(FilePagesSteps, BitsAreThoseOfADeviceWithRoom) {
-  for (const uint64_t bytes : {kMuch, kLittle}) {
+  for (const uint64_t bytes : {kManyPages, kSomePages}) {
     SCOPED_TRACE(bytes);
     const FakeBackend fake = MakeFakeBackend(OfPages(bytes), /*maps_host_memory=*/true);
     for (const uint32_t layer : {0, 1, 0, 1}) {
@@ -89,7 +81,7 @@ TEST_P(FilePagesSteps, BitsAreThoseOfADeviceWithRoom) {
 
 // A page comes once, and is then where steps find it.
 TEST_P(FilePagesSteps, ARepeatedStepBringsNothing) {
-  const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
+  const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
   const std::vector<TestRow> rows = RowsThatChoose(&paged_, 1);
   const StepResult first = RunStep(fake.backend.get(), 1, rows);
   EXPECT_GT(TokensOf(first, &attention::RowStats::ssd_tokens), 0u);
@@ -114,7 +106,7 @@ TEST_P(FilePagesSteps, ARepeatedStepBringsNothing) {
 
 // What the pool has in memory counts as host memory's.
 TEST_P(FilePagesSteps, PagesOfThePoolAreTheHosts) {
-  const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
+  const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
   store_.set_was_there(true);
   const StepResult step = RunStep(fake.backend.get(), 0, RowsThatChoose(&paged_, 0));
   ExpectSameAnswers(step, Resident(0));
@@ -125,7 +117,7 @@ TEST_P(FilePagesSteps, PagesOfThePoolAreTheHosts) {
 
 // The store pins no more than it says at a time.
 TEST_P(FilePagesSteps, PagesComeInGroups) {
-  const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
+  const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
   store_.set_fetch_bytes_max(5 * 4096);
   ExpectSameAnswers(RunStep(fake.backend.get(), 0, RowsThatChoose(&paged_, 0)), Resident(0));
   EXPECT_LE(store_.greatest_call_bytes(), 5u * 4096);
@@ -140,7 +132,7 @@ TEST_P(FilePagesSteps, RowsOfAllTiersShareAMessage) {
   view->segments[1] = whole_.view->segments[1];
   mixed.view = std::move(view);
   const StepResult expected = Resident(0);
-  for (const uint64_t bytes : {kMuch, 2 * kLittle}) {
+  for (const uint64_t bytes : {kManyPages, 2 * kSomePages}) {
     const FakeBackend fake = MakeFakeBackend(OfPages(bytes), true);
     for (int round = 0; round < 2; ++round) {
       std::vector<TestRow> rows;
@@ -158,7 +150,7 @@ TEST_P(FilePagesSteps, RowsOfAllTiersShareAMessage) {
 }
 
 TEST_P(FilePagesSteps, WhatReadsEveryTokenIsTheCpus) {
-  const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
+  const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
   std::vector<TestRow> rows = RowsOfLayer(&paged_, 0);
   const auto dense = static_cast<uint64_t>(std::count_if(
       rows.begin(), rows.end(), [](const TestRow& row) { return ReadsAllTokens(row, 0); }));
@@ -170,7 +162,7 @@ TEST_P(FilePagesSteps, WhatReadsEveryTokenIsTheCpus) {
 
 // A cache would leave whole segments no memory where host memory cannot be read.
 TEST_P(FilePagesSteps, WithoutMappedMemoryTheCpuAnswers) {
-  const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), /*maps_host_memory=*/false);
+  const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), /*maps_host_memory=*/false);
   const std::vector<TestRow> rows = RowsThatChoose(&paged_, 0);
   const std::vector<TestRow> same = RowsThatChoose(&whole_, 0);
   EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, rows), RunStep(MakeCpu().get(), 0, same), same));
@@ -187,7 +179,7 @@ TEST_P(FilePagesSteps, LostPagesAreTheirSequencesAlone) {
   for (const uint32_t page : {20, 0}) {
     SCOPED_TRACE(page);
     damaged.set_lost([page](const PageWant& want) { return want.page == page; });
-    const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
+    const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
     std::vector<TestRow> rows = Alternating(RowsThatChoose(&paged_, 0), RowsThatChoose(&lost, 0));
     std::vector<absl::Status> faults(rows.size());
     const StepResult step = RunStep(fake.backend.get(), 0, rows, &faults);
@@ -212,7 +204,7 @@ TEST_P(FilePagesSteps, LostPagesAreTheirSequencesAlone) {
 TEST_P(FilePagesSteps, LostRowsLeaveAWaveThatLacksNothing) {
   CopyingStore damaged;
   TestSequence lost = Paged(whole_, &damaged);
-  const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
+  const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
   std::vector<TestRow> sink = RowsThatChoose(&lost, 0);
   std::erase_if(sink, [](const TestRow& row) { return row.policy.cuts_clusters(); });
   ASSERT_TRUE(
@@ -236,7 +228,7 @@ TEST_P(FilePagesSteps, LostRowsLeaveAWaveThatLacksNothing) {
 
 // While the host reads: the step ends, its memory comes back, and the next step is answered.
 TEST_P(FilePagesSteps, CancelledAndLateStepsEnd) {
-  const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
+  const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
   const std::vector<TestRow> rows = RowsThatChoose(&paged_, 0);
   int refused = 0;
   for (const size_t calls : {0, 1, 2}) {  // the sinks' are the first
@@ -261,7 +253,7 @@ TEST_P(FilePagesSteps, CancelledAndLateStepsEnd) {
 // While the host reads, a step over host memory uses the cache, and takes its frames: it waits for
 // nothing, and the wave misses pages again that it had found.
 TEST_P(FilePagesSteps, OthersStepWhileTheHostReads) {
-  const FakeBackend fake = MakeFakeBackend(OfPages(2 * kLittle), true);
+  const FakeBackend fake = MakeFakeBackend(OfPages(2 * kSomePages), true);
   TestSequence other = HostSequence(1, GetParam());
   const std::vector<TestRow> others = RowsThatChoose(&other, 1);
   const StepResult expected_of_others = RunStep(resident_.backend.get(), 1, others);
@@ -299,7 +291,7 @@ TEST_P(FilePagesSteps, WithoutRoomTheCpuAnswers) {
 
 // The store has no memory, or shuts down: the CPU says so, as it would without a device.
 TEST_P(FilePagesSteps, WhatTheStoreRefusesIsTheCpus) {
-  const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
+  const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
   const std::vector<TestRow> rows = RowsThatChoose(&paged_, 0);
   store_.set_on_fetch(
       [](const attention::PagePatience&) { return absl::UnavailableError("it is shutting down"); });
@@ -311,7 +303,7 @@ TEST_P(FilePagesSteps, WhatTheStoreRefusesIsTheCpus) {
 
 // The memory of all copies, of the cache and of carried pages comes back.
 TEST_P(FilePagesSteps, MemoryIsGivenBackWithTheSequences) {
-  const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
+  const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
   {
     TestSequence other = Paged(whole_, &store_);
     ASSERT_TRUE(RunStep(fake.backend.get(), 0, RowsThatChoose(&other, 0)).status.ok());

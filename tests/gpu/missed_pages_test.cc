@@ -34,9 +34,6 @@ using attention::test::StepResult;
 using attention::test::TestRow;
 using attention::test::TestSequence;
 
-constexpr uint64_t kMuch = uint64_t{16} << 20;  // of page memory: the cache holds every page
-constexpr uint64_t kLittle = uint64_t{2} << 20;
-
 bool HasQuantile(const TestRow& row) {
   return row.policy.quantile > 0 && std::isfinite(row.policy.tolerance);
 }
@@ -45,8 +42,7 @@ bool HasQuantile(const TestRow& row) {
 std::vector<TestRow> RowsThatChoose(TestSequence* sequence, uint32_t layer, OnMiss on_miss) {
   std::vector<TestRow> rows = RowsOfLayer(sequence, layer);
   std::erase_if(rows, [layer](const TestRow& row) {
-    return row.policy.DenseIn(layer) || !row.policy.cuts_clusters() || HasQuantile(row) ||
-           (row.policy.cut == attention::Cut::kErrorBudget && row.policy.tolerance == 0);
+    return ReadsAllTokens(row, layer) || !row.policy.cuts_clusters() || HasQuantile(row);
   });
   for (TestRow& row : rows) row.policy.on_miss = on_miss;
   return rows;
@@ -76,7 +72,7 @@ class MissedPages : public testing::TestWithParam<attention::IndexSet> {
 
 TEST_P(MissedPages, AnswersAreTheCpus) {
   store_.set_in_time(OnePageOfThreeIsLate);
-  for (const uint64_t bytes : {kMuch, kLittle}) {
+  for (const uint64_t bytes : {kManyPages, kSomePages}) {
     SCOPED_TRACE(bytes);
     const FakeBackend fake = MakeFakeBackend(OfPages(bytes), /*maps_host_memory=*/true);
     for (const uint32_t layer : {0, 1, 0}) {
@@ -96,7 +92,7 @@ TEST_P(MissedPages, AnswersAreTheCpus) {
 
 TEST_P(MissedPages, NothingComes) {
   store_.set_in_time([](const PageWant&) { return false; });
-  const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
+  const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
   const std::vector<TestRow> rows = EstimatingRows(&paged_, 0);
   const StepResult found = RunStep(fake.backend.get(), 0, rows);
   EXPECT_TRUE(Agree(found, RunStep(MakeCpu().get(), 0, rows), rows));
@@ -107,7 +103,7 @@ TEST_P(MissedPages, NothingComes) {
 
 // What one step did without the next one reads, once it has come.
 TEST_P(MissedPages, WhatComesLaterIsReadByTheNextStep) {
-  const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
+  const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
   const StepResult expected =
       RunStep(MakeFakeBackend().backend.get(), 0, RowsThatChoose(&whole_, 0, OnMiss::kWait));
   store_.set_in_time(OnePageOfThreeIsLate);
@@ -123,14 +119,14 @@ TEST_P(MissedPages, WhatComesLaterIsReadByTheNextStep) {
 
 // A segment in memory has no page that could be late; its rows say so.
 TEST_P(MissedPages, RowsInMemoryMissNothing) {
-  const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
+  const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
   const std::vector<TestRow> rows = EstimatingRows(&whole_, 0);
   EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
 }
 
 // Not even behind a step that waits for the disk as long as it takes.
 TEST_P(MissedPages, NobodyWaitsForStepsThatWait) {
-  const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
+  const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
   CopyingStore slow;
   TestSequence waiting = Paged(whole_, &slow);
   store_.set_in_time(OnePageOfThreeIsLate);
@@ -150,12 +146,12 @@ TEST_P(MissedPages, NobodyWaitsForStepsThatWait) {
 
 // Rows of one message that wait, and others that do not: each has the answer that it has alone.
 TEST_P(MissedPages, RowsThatWaitMissNothing) {
-  const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
+  const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
   store_.set_in_time(OnePageOfThreeIsLate);
   const StepResult expected =
       RunStep(MakeFakeBackend().backend.get(), 0, RowsThatChoose(&whole_, 0, OnMiss::kWait));
-  const StepResult alone =
-      RunStep(MakeFakeBackend(OfPages(kMuch), true).backend.get(), 0, EstimatingRows(&paged_, 0));
+  const StepResult alone = RunStep(MakeFakeBackend(OfPages(kManyPages), true).backend.get(), 0,
+                                   EstimatingRows(&paged_, 0));
   const std::vector<TestRow> rows =
       Alternating(EstimatingRows(&paged_, 0), RowsThatChoose(&paged_, 0, OnMiss::kWait));
   const StepResult found = RunStep(fake.backend.get(), 0, rows);
@@ -173,7 +169,7 @@ TEST_P(MissedPages, RowsThatWaitMissNothing) {
 // The time that a policy allows counts from the step's start; the step's own deadline comes before.
 TEST_P(MissedPages, EachRowWaitsAsLongAsItsPolicySays) {
   using std::chrono::microseconds;
-  const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
+  const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
   std::vector<TestRow> rows = EstimatingRows(&paged_, 0);
   // The sinks come before.
   ASSERT_TRUE(RunStep(fake.backend.get(), 0, std::vector{rows.at(0)}).status.ok());
@@ -201,7 +197,7 @@ TEST_P(MissedPages, DamagedPagesAreNoMisses) {
   CopyingStore damaged;
   TestSequence lost = Paged(whole_, &damaged);
   damaged.set_lost([](const PageWant& want) { return want.page == 20; });
-  const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
+  const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
   const std::vector<TestRow> rows =
       Alternating(EstimatingRows(&paged_, 0), EstimatingRows(&lost, 0));
   std::vector<absl::Status> faults(rows.size());
@@ -246,7 +242,7 @@ TEST(MissedPagesOfQuantiles, AreTheCpus) {
   std::erase_if(rows, [](const TestRow& row) { return !HasQuantile(row); });
   ASSERT_FALSE(rows.empty());
   for (TestRow& row : rows) row.policy.on_miss = OnMiss::kEstimate;
-  const FakeBackend fake = MakeFakeBackend(OfPages(kMuch), true);
+  const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
   ASSERT_TRUE(RunStep(fake.backend.get(), 0, rows).status.ok());
   const attention::BackendStats stats = fake.backend->stats();
   EXPECT_EQ(stats.fallback_rows[static_cast<size_t>(Fallback::kPaged)], rows.size());

@@ -162,6 +162,11 @@ std::vector<TestRow> RowsOfLayer(attention::test::TestSequence* sequence, uint32
   return RowsOfPolicies(sequence, layer, 3, DType::kFp32);
 }
 
+bool ReadsAllTokens(const TestRow& row, uint32_t layer) {
+  return row.policy.DenseIn(layer) ||
+         (row.policy.cut == attention::Cut::kErrorBudget && row.policy.tolerance == 0);
+}
+
 attention::test::TestSequence MakeTreeBesideZeros() {
   attention::test::SequenceSpec spec =
       SpecOf({4, 2, 64, 64, {2300}, 40, attention::kTreeIndexes}, DType::kBf16);

@@ -80,11 +80,15 @@ std::vector<T> Alternating(const std::vector<T>& a, const std::vector<T>& b) {
 // with kFewPages of page memory reads them where they lie: an eighth of it holds the tail.
 attention::test::TestSequence HostSequence(uint64_t seed, const attention::IndexSet& indexes);
 inline constexpr uint64_t kFewPages = uint64_t{1100} << 10;
+inline constexpr uint64_t kSomePages = uint64_t{2} << 20;
+inline constexpr uint64_t kManyPages = uint64_t{16} << 20;  // a cache holds every page of it
 // SmallOptions with so much page memory.
 CudaBackendOptions OfPages(uint64_t bytes);
 // Rows of every policy, of up to 3 query tokens.
 std::vector<attention::test::TestRow> RowsOfLayer(attention::test::TestSequence* sequence,
                                                   uint32_t layer);
+// Whether the row chooses nothing: it is dense, or has no tolerance for an error.
+bool ReadsAllTokens(const attention::test::TestRow& row, uint32_t layer);
 
 // Waits for what another thread brings about; fails the test if it never does.
 template <typename Condition>

@@ -16,13 +16,13 @@ class Model:
 
     def __init__(self, client, gpu, shape=SHAPE, tokens=1, *, lse=True, timeout_s=None) -> None:
         layout = PassLayout(shape, tokens, "fp32")
-        connection = client.memory_socket()
+        self.connection = connection = client.memory_socket()
         memory = PassMemory(connection, layout)
         stream = client.memory_stream()
         if timeout_s is not None:
             stream._timeout_s = timeout_s
         self.gpu, self.shape, self.tokens = gpu, shape, tokens
-        self.session = StreamSession(gpu, stream, connection, memory)
+        self.session = StreamSession(gpu, stream, memory, connection.close)
 
         def arrays(heads, dim, dtype):
             return [np.zeros((tokens, heads, dim), dtype) for _ in range(shape.layers)]

@@ -241,5 +241,5 @@ def test_a_session_is_closed_whatever_fails(client, gpu, failing):
     with pytest.raises(CudaError, match=failing):
         model.session.close()
     assert len(gpu.mapped) == (failing == "unmap") and threads() == []
-    assert model.session._socket.ended()
+    assert model.connection.ended()
     model.session.close()

@@ -40,6 +40,7 @@ from test_transformers import (  # noqa: F401
 from test_transformers_memory import turns
 from test_transformers_memory import (  # noqa: F401
     test_a_pass_that_is_given_up_leaves_nothing,
+    test_a_row_that_fails,
     test_answers_stay_as_they_were,
     test_caches_of_one_model_on_two_threads,
 )
@@ -100,21 +101,6 @@ def test_every_answer_is_the_streams(target, on_stream):
         assert stats.answers == stats.through_memory and stats.server_s > 0
         assert stats.read_share == 1
     assert all_on_stream(on_stream)
-
-
-def test_a_row_that_fails(target, on_stream):
-    """Its error comes with the last layer of the same call."""
-    model, ids = load(TINY[0]), prompt(TINY[0], 3, 30)
-    with attnd.Client(target, tenant="test") as client:
-        with attached(model, target) as attachment, torch.no_grad():
-            cache = attachment.new_cache()
-            generate(model, ids, cache)
-            client.close_sequence(cache.sequence_ids[1])
-            with pytest.raises(attnd.NotFoundError, match="row 1 .*begin with a new cache"):
-                model(ids[:, -1:], past_key_values=cache)
-            with pytest.raises(ValueError, match="of no more use"):
-                cache.fork()
-            generate(model, ids, attachment.new_cache())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

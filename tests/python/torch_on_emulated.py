@@ -17,13 +17,7 @@ class TorchGpu(EmulatedGpu):
         return torch.zeros(count, dtype=torch.int32)
 
     def tensor(self, tensor) -> DeviceTensor:
-        size = tensor.element_size()
-        return DeviceTensor(
-            tensor.data_ptr(),
-            tuple(tensor.shape),
-            tuple(size * stride for stride in tensor.stride()),
-            str(tensor.dtype).removeprefix("torch."),
-        )
+        return DeviceTensor.of(tensor)
 
     def launch(self, kernel, parameters, blocks, stream) -> None:
         super().launch(kernel, parameters, blocks, stream)

@@ -352,7 +352,7 @@ class Client:
             memory = PassMemory(connection, layout)
             stream = self.memory_stream(spin_us=spin_us)
             made.callback(stream.close)
-            session = StreamSession(gpu, stream, connection, memory)
+            session = StreamSession(gpu, stream, memory, connection.close)
             made.pop_all()  # they are the session's
             return session
 

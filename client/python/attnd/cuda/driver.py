@@ -108,13 +108,7 @@ class CudaGpu:
     def tensor(self, tensor: Any) -> DeviceTensor:
         if not self._torch.is_tensor(tensor) or tensor.device != self._device:
             raise ValueError(f"no tensor on {self._device}: {getattr(tensor, 'device', tensor)}")
-        size = tensor.element_size()
-        return DeviceTensor(
-            tensor.data_ptr(),
-            tuple(tensor.shape),
-            tuple(size * stride for stride in tensor.stride()),
-            str(tensor.dtype).removeprefix("torch."),
-        )
+        return DeviceTensor.of(tensor)
 
     def stream(self) -> int:
         return int(self._torch.cuda.current_stream(self._device).cuda_stream)

@@ -31,6 +31,17 @@ class DeviceTensor:
     strides: tuple[int, ...]
     dtype: str
 
+    @classmethod
+    def of(cls, tensor: Any) -> DeviceTensor:
+        """A torch.Tensor, on whichever device."""
+        size = tensor.element_size()
+        return cls(
+            tensor.data_ptr(),
+            tuple(tensor.shape),
+            tuple(size * stride for stride in tensor.stride()),
+            str(tensor.dtype).removeprefix("torch."),
+        )
+
 
 class Gpu(Protocol):
     """A GPU, as the calling thread sees it. CudaGpu is CUDA's; tests have one on the CPU."""

@@ -7,9 +7,9 @@ import contextlib
 import mmap
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 import numpy as np
@@ -31,10 +31,6 @@ _KERNEL_EXTRA_S = 10.0
 _QUAD_BYTES = 16
 # Bytes for which a kernel has another thread block.
 _BLOCK_BYTES = THREADS * _QUAD_BYTES
-
-
-class Closable(Protocol):
-    def close(self) -> None: ...
 
 
 class StreamSession:
@@ -69,14 +65,14 @@ class StreamSession:
         self,
         gpu: Gpu,
         stream: MemoryStream,
-        socket: Closable,
         memory: PassMemory,
+        release: Callable[[], None],
     ) -> None:
-        """Takes all four over, unless it raises: the stream and the socket are then the caller's to
-        close. Registers the region with the GPU.
+        """Takes the stream and the region over, unless it raises: they are then the caller's to
+        close and to give back. Registers the region with the GPU.
 
         Args:
-            socket: whose close() gives the region back: the connection that it was registered at.
+            release: gives the region back to the server.
 
         Raises:
             CudaError: if CUDA refuses.
@@ -86,7 +82,7 @@ class StreamSession:
             raise ValueError(f"the region has {memory.layout.bytes} bytes; allowed are less than 4 GiB")
         self._gpu = gpu
         self._stream = stream
-        self._socket = socket
+        self._release = release
         self._memory = memory
         # Held by whoever begins, ends or gives up a pass: the watchdog acts on no pass but the one
         # under way. Nobody waits for the server while holding it.
@@ -161,7 +157,7 @@ class StreamSession:
                 self._abort(under_way)
             self._changed.notify()
         with contextlib.ExitStack() as last:  # each of them, whatever the others raise
-            last.callback(self._socket.close)
+            last.callback(self._release)
             last.callback(self._mapped.close)
             last.callback(self._watchdog.join)
             self._stream.close()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 
@@ -16,10 +17,26 @@ from attnd.results import Limits
 _LOGGER = logging.getLogger(__name__)
 
 
-def rounded_up(query_tokens: int) -> int:
-    """Of how many query tokens a region has room for a pass of so many: a power of two, so that it
+class OneWarning:
+    """A warning of which the log has one, with its first reason. Threads may share it."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._lock = threading.Lock()
+        self._given = False  # guarded by the lock
+
+    def __call__(self, reason: Exception) -> None:
+        with self._lock:
+            given, self._given = self._given, True
+        if not given:
+            _LOGGER.warning("%s: %s", self._text, reason)
+
+
+@functools.lru_cache(maxsize=64)  # each pass asks, and few answers differ
+def _layout_of(shape: ModelShape, query_tokens: int) -> PassLayout:
+    """Of a region for passes of so many query tokens: it has room for a power of two, so that it
     serves batches of about that size."""
-    return 1 << (query_tokens - 1).bit_length()
+    return PassLayout(shape, 1 << (query_tokens - 1).bit_length())
 
 
 class Regions:
@@ -36,7 +53,7 @@ class Regions:
         self._client = client
         self._limits = limits
         self._lock = threading.Lock()
-        self._socket = client.memory_socket()  # guarded by the lock, as the next four
+        self._socket = client.memory_socket()  # guarded by the lock, as the next three
         try:
             self._socket.list_regions()  # a server that sends clients away says so now
         except BaseException:
@@ -45,7 +62,7 @@ class Regions:
         self._free: list[PassMemory] = []
         self._lent: set[int] = set()  # ids of the socket's regions
         self._closed = False
-        self._warned = False
+        self._warn = OneWarning("steps are messages, not through shared memory")
 
     def allow(self, shape: ModelShape, rows: int, query_tokens: int) -> bool:
         """Whether a pass has no more rows, tokens and bytes than a message may have."""
@@ -53,7 +70,7 @@ class Regions:
         return (
             rows <= limits.max_rows
             and query_tokens <= limits.max_query_tokens
-            and PassLayout(shape, rounded_up(query_tokens)).bytes <= limits.max_message_bytes
+            and _layout_of(shape, query_tokens).bytes <= limits.max_message_bytes
         )
 
     def borrow(self, shape: ModelShape, rows: int, query_tokens: int) -> PassMemory | None:
@@ -67,12 +84,9 @@ class Regions:
         if not self.allow(shape, rows, query_tokens):
             return None
         try:
-            return self._register(PassLayout(shape, rounded_up(query_tokens)), free=True)
+            return self._register(_layout_of(shape, query_tokens), free=True)
         except ResourceExhaustedError as error:
-            with self._lock:
-                warned, self._warned = self._warned, True
-            if not warned:
-                _LOGGER.warning("steps are messages, not through shared memory: %s", error)
+            self._warn(error)
             return None
 
     def reserve(self, shape: ModelShape, query_tokens: int) -> PassMemory:
@@ -82,7 +96,7 @@ class Regions:
             AttndError: if the server cannot be reached; ResourceExhaustedError if it has no room.
             ValueError: after close().
         """
-        return self._register(PassLayout(shape, rounded_up(query_tokens)), free=False)
+        return self._register(_layout_of(shape, query_tokens), free=False)
 
     def _register(self, layout: PassLayout, *, free: bool) -> PassMemory:
         """free: a region that was given back would do."""

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,7 @@ from attnd.cuda.gpu import Gpu
 from attnd.cuda.session import StreamSession
 from attnd.errors import AttndError, ResourceExhaustedError
 from attnd.model import ModelShape
-from attnd.pass_memory import PassMemory
-from attnd.transformers.regions import Regions
+from attnd.transformers.regions import OneWarning, Regions
 
 _LOGGER = logging.getLogger(__name__)
 # Query tokens of a pass on a stream, at most: those of a batch's next tokens. A turn of many tokens
@@ -65,8 +64,7 @@ class Streams:
         self._client = client
         self._regions = regions
         self._where = where
-        self._lock = threading.Lock()
-        self._warned = False  # guarded by the lock
+        self._warn = OneWarning("tensors are copied to the host, not by kernels")
 
     def serves(
         self, shape: ModelShape, rows: int, query_tokens: int, device: torch.device
@@ -89,10 +87,7 @@ class Streams:
         try:
             return self._open(shape, query_tokens)
         except (ResourceExhaustedError, CudaError) as error:
-            with self._lock:
-                warned, self._warned = self._warned, True
-            if not warned:
-                _LOGGER.warning("tensors are copied to the host, not by kernels: %s", error)
+            self._warn(error)
             return None
 
     def _open(self, shape: ModelShape, query_tokens: int) -> StreamSession:
@@ -101,21 +96,10 @@ class Streams:
             made.callback(self._regions.drop, memory)
             stream = self._client.memory_stream(spin_us=_SPIN_US)
             made.callback(stream.close)
-            reserved = _Reserved(self._regions, memory)
-            session = StreamSession(self._where.gpu, stream, reserved, memory)
+            release = functools.partial(self._regions.drop, memory)
+            session = StreamSession(self._where.gpu, stream, memory, release)
             made.pop_all()  # they are the session's
             return session
-
-
-@dataclass(frozen=True)
-class _Reserved:
-    """A session's region among the attachment's."""
-
-    regions: Regions
-    memory: PassMemory
-
-    def close(self) -> None:
-        self.regions.drop(self.memory)
 
 
 def close_quietly(session: StreamSession) -> None:
