@@ -139,6 +139,8 @@ def main() -> None:
     ids = prompt_of(options, tokenizer).to(options.device)
     print(f"prompt: {ids.shape[1]} tokens")
 
+    # What is made once, such as the libraries' memory, is not timed.
+    generate(model, ids[:, :64], DynamicCache(), 2)
     show("local", generate(model, ids, DynamicCache(), options.new_tokens), tokenizer)
     for policy in options.policy or ["dense", "error-target:tolerance=0.1"]:
         with attnd.transformers.attach(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import signal
-import socket
 import subprocess
 import tempfile
 import urllib.request
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import attnd
 import faults
+import live_server
 from cases import Case, assert_near, step
 from conftest import PROGRAM, require_program, wait_until_serving
 
@@ -42,9 +42,7 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.metrics = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.metrics = f"127.0.0.1:{live_server.free_port()}"
         command = [PROGRAM, "--listen", self.target, "--data-dir", self.data, "--io", self.io]
         command += ["--segment-tokens", "512", "--metrics-listen", self.metrics]
         environment = None

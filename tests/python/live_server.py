@@ -7,6 +7,7 @@ import contextlib
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -51,6 +52,13 @@ def wait_until_there(target: str) -> None:
             except attnd.UnavailableError:
                 if time.monotonic() > due:
                     raise
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def stop(server: subprocess.Popen[bytes]) -> None:

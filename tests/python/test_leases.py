@@ -7,7 +7,6 @@ tests/server/leases_test.cc, by a clock of the test's."""
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -110,9 +109,7 @@ while True:
 def test_a_killed_client_leaves_nothing_behind(request):
     """The server's memory is as before, and another client's sequence is as it was."""
     require_program()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        metrics = f"127.0.0.1:{probe.getsockname()[1]}"
+    metrics = f"127.0.0.1:{live_server.free_port()}"
 
     def page() -> metrics_text.Page:
         return metrics_text.read(f"http://{metrics}/metrics")

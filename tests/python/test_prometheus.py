@@ -12,13 +12,13 @@ import pathlib
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
 import urllib.parse
 import urllib.request
 
+import live_server
 import pytest
 
 grpc = pytest.importorskip("grpc")
@@ -41,12 +41,6 @@ PROMPT, STEPS = 1024, [256, 256, 256, 256, 256, 256, 1]  # the last one: audits 
 def need(what, there):
     if not there:
         pytest.skip(f"{what} is missing")
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def fetch(url):
@@ -75,7 +69,7 @@ def stop(process):
 def attnd_fixture(folder):
     """A live server: its target and the address of its metrics."""
     need(f"the server {SERVER}", SERVER.exists())
-    metrics = f"127.0.0.1:{free_port()}"
+    metrics = f"127.0.0.1:{live_server.free_port()}"
     target = f"unix:{folder}/run/attnd.sock"
     with open(folder / "attnd.log", "wb") as log:
         server = subprocess.Popen(
@@ -103,7 +97,7 @@ def prometheus_fixture(folder, attnd):
     config["rule_files"] = [str(shipped / name) for name in config["rule_files"]]
     config["scrape_configs"][0]["static_configs"][0]["targets"] = [attnd[1]]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{live_server.free_port()}"
     with open(folder / "prometheus.log", "wb") as log:
         server = subprocess.Popen(
             [PROMETHEUS, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/prometheus",
