@@ -12,6 +12,7 @@
 #include "attnd/v1/attnd.pb.h"
 #include "engine/engine.h"
 #include "server/metrics/metrics.h"
+#include "server/calls/newest_round_trip.h"
 #include "server/options/options.h"
 
 namespace attnd::server {
@@ -25,6 +26,7 @@ struct UnaryContext {
   engine::Engine& engine;
   Metrics& metrics;
   v1::GpuSharing gpu_sharing;
+  const NewestRoundTrip& newest_round_trip;
   absl::string_view tenant;
   const std::atomic<bool>* cancelled = nullptr;  // set when the client has gone; may be null
 };
