@@ -359,7 +359,6 @@ absl::Status DecodeReactor::MeasureTurns() {
   ATTND_ASSIGN_OR_RETURN(const v1::RoundTrip measured,
                          MeasureRoundTrip({.handlers = handlers_,
                                            .tenant = &tenant_,
-                                           .arrival = arrival_,
                                            .cancelled = &cancelled_,
                                            .stopping = &stopping_},
                                           request_));

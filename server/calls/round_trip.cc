@@ -43,15 +43,15 @@ absl::Status CheckRequest(const v1::RoundTripRequest& request) {
 absl::StatusOr<std::vector<nanoseconds>> AnswerTurns(const RoundTripStream& stream,
                                                      const v1::RoundTripRequest& request,
                                                      plane::ServerTurns* turns) {
-  const plane::ServerTurns::Wait wait = {.limit = stream.arrival + kRoundTripLimit,
-                                         .spin = std::chrono::microseconds(request.memory().spin_us()),
-                                         .waiting = request.memory().device_rings()
-                                                        ? plane::Waiting::kLooking
-                                                        : plane::Waiting::kWoken,
-                                         .cancelled = stream.cancelled,
-                                         .stopping = stream.stopping};
+  plane::ServerTurns::Wait wait = {
+      .limit = {},
+      .spin = std::chrono::microseconds(request.memory().spin_us()),
+      .waiting = request.memory().device_rings() ? plane::Waiting::kLooking : plane::Waiting::kWoken,
+      .cancelled = stream.cancelled,
+      .stopping = stream.stopping};
   std::vector<nanoseconds> times;
   while (times.size() < request.turns()) {
+    wait.limit = std::chrono::steady_clock::now() + stream.handlers->options->reply_timeout();
     ATTND_RETURN_IF_ERROR(turns->AwaitRing(wait));
     ATTND_ASSIGN_OR_RETURN(const nanoseconds time, stream.handlers->engine->backend().RunEmpty());
     times.push_back(time);
@@ -91,7 +91,7 @@ std::string Advice(v1::GpuSharing sharing, float device_us) {
             "that the client was started with the same CUDA_MPS_PIPE_DIRECTORY"
           : "This server does not run under MPS: start it and the client under one control daemon "
             "(scripts/with_mps.sh)";
-  return absl::StrCat("while the client's stream waited, an empty kernel of the server took ",
+  return absl::StrCat("While a client's stream waited, an empty kernel of the server took ",
                       static_cast<int64_t>(device_us), " us, where it takes some tens side by side: "
                       "the two get time slices of one GPU, or other work kept it busy. ",
                       how, ": docs/OPERATIONS.md, \"Beside a model server on one GPU\"");
@@ -114,7 +114,7 @@ absl::StatusOr<v1::RoundTrip> MeasureRoundTrip(const RoundTripStream& stream,
   measured.set_time_slices(median >= kTimeSlicesFrom);
   if (measured.time_slices()) {
     measured.set_advice(Advice(stream.handlers->gpu_sharing, measured.device_us()));
-    LOG_EVERY_T(WARNING, 60) << "a client measured a round trip: " << measured.advice();
+    LOG_EVERY_T(WARNING, 60) << measured.advice();
   }
   stream.handlers->metrics->OnRoundTrip(median, measured.time_slices());
   stream.handlers->newest_round_trip.Set(measured);

@@ -22,14 +22,11 @@ inline constexpr std::chrono::microseconds kTimeSlicesFrom{300};
 
 inline constexpr uint32_t kRoundTripTurnsMin = 2;
 inline constexpr uint32_t kRoundTripTurnsMax = 64;
-// From the arrival of the request to the last ring.
-inline constexpr std::chrono::seconds kRoundTripLimit{1};
 
 // What a stream has of a message with round_trip. All of it outlives the call.
 struct RoundTripStream {
   HandlerContext* handlers = nullptr;
   const std::string* tenant = nullptr;
-  std::chrono::steady_clock::time_point arrival;
   const std::atomic<bool>* cancelled = nullptr;
   const std::atomic<bool>* stopping = nullptr;  // the server ends
 };
