@@ -118,6 +118,13 @@ def test_turns_are_taken_one_after_the_other(targets, gpu, monkeypatch):
         assert client.measure_round_trip(gpu).stream_us == 3e6  # of 1, 2, 3, 4 and 5 s
 
 
+def test_the_measurement_leaves_the_sessions_region_alone(targets, gpu, monkeypatch):
+    monkeypatch.setattr(driver, "CudaGpu", lambda device: gpu)
+    with attnd.Client(targets["none", FAST]) as client, client.cuda_session(SHAPE) as session:
+        connection = session._release.__self__
+        assert len(connection.list_regions()) == 1
+
+
 def taking(module, seconds):
     take = module._EmptyPass.take_turn
 
