@@ -37,9 +37,7 @@ class AutoBackend : public Backend {
   absl::Status Health() const override { return device_->Health(); }
   BackendStats stats() const override { return device_->stats(); }
   absl::StatusOr<LinkRates> link_rates() const override { return device_->link_rates(); }
-  absl::StatusOr<std::chrono::nanoseconds> RunEmpty() const override {
-    return device_->RunEmpty();
-  }
+  absl::StatusOr<std::chrono::nanoseconds> RunEmpty() const override { return device_->RunEmpty(); }
 
   // What the device lacks is the CPU's.
   absl::Status Supports(const Policy& policy) const override { return cpu_->Supports(policy); }

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "gpu/cuda/empty_kernel.h"
-
 #include "gpu/cuda/launch.h"
 
 namespace attnd::gpu::cuda {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A kernel that does nothing: what a round trip measures is when it may begin (server/calls/round_trip.h).
+// A kernel that does nothing: what a round trip measures is when it may begin
+// (server/calls/round_trip.h).
 #ifndef ATTND_GPU_CUDA_EMPTY_KERNEL_H_
 #define ATTND_GPU_CUDA_EMPTY_KERNEL_H_
 

@@ -308,9 +308,9 @@ void DecodeReactor::QueueMemoryPass() {
   pass_.reset();
   is_step_ = false;  // its layers are
   if (handlers_->memory == nullptr) {
-    Refuse(absl::FailedPreconditionError(absl::StrCat(
-        request_.has_round_trip() ? "round_trip" : "begin_pass",
-        ".memory: the server was started without --allow-client-memory")));
+    Refuse(absl::FailedPreconditionError(
+        absl::StrCat(request_.has_round_trip() ? "round_trip" : "begin_pass",
+                     ".memory: the server was started without --allow-client-memory")));
     return WriteReply();
   }
   work_ = Work::kMemoryPass;
@@ -356,12 +356,11 @@ absl::Status DecodeReactor::RunMemoryPass() {
 }
 
 absl::Status DecodeReactor::MeasureTurns() {
-  ATTND_ASSIGN_OR_RETURN(const v1::RoundTrip measured,
-                         MeasureRoundTrip({.handlers = handlers_,
-                                           .tenant = &tenant_,
-                                           .cancelled = &cancelled_,
-                                           .stopping = &stopping_},
-                                          request_));
+  ATTND_ASSIGN_OR_RETURN(const v1::RoundTrip measured, MeasureRoundTrip({.handlers = handlers_,
+                                                                         .tenant = &tenant_,
+                                                                         .cancelled = &cancelled_,
+                                                                         .stopping = &stopping_},
+                                                                        request_));
   reply_.FinishRoundTrip(step_id_, measured);
   return absl::OkStatus();
 }

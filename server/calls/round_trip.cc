@@ -43,12 +43,13 @@ absl::Status CheckRequest(const v1::RoundTripRequest& request) {
 absl::StatusOr<std::vector<nanoseconds>> AnswerTurns(const RoundTripStream& stream,
                                                      const v1::RoundTripRequest& request,
                                                      plane::ServerTurns* turns) {
-  plane::ServerTurns::Wait wait = {
-      .limit = {},
-      .spin = std::chrono::microseconds(request.memory().spin_us()),
-      .waiting = request.memory().device_rings() ? plane::Waiting::kLooking : plane::Waiting::kWoken,
-      .cancelled = stream.cancelled,
-      .stopping = stream.stopping};
+  plane::ServerTurns::Wait wait = {.limit = {},
+                                   .spin = std::chrono::microseconds(request.memory().spin_us()),
+                                   .waiting = request.memory().device_rings()
+                                                  ? plane::Waiting::kLooking
+                                                  : plane::Waiting::kWoken,
+                                   .cancelled = stream.cancelled,
+                                   .stopping = stream.stopping};
   std::vector<nanoseconds> times;
   while (times.size() < request.turns()) {
     wait.limit = std::chrono::steady_clock::now() + stream.handlers->options->reply_timeout();
@@ -63,9 +64,8 @@ absl::StatusOr<std::vector<nanoseconds>> AnswerTurns(const RoundTripStream& stre
 absl::StatusOr<std::vector<nanoseconds>> TakeTurns(const RoundTripStream& stream,
                                                    const v1::RoundTripRequest& request) {
   const v1::PassMemory& memory = request.memory();
-  ATTND_ASSIGN_OR_RETURN(
-      const plane::RegionUse region,
-      stream.handlers->memory->regions()->Use(*stream.tenant, memory.region_id()));
+  ATTND_ASSIGN_OR_RETURN(const plane::RegionUse region, stream.handlers->memory->regions()->Use(
+                                                            *stream.tenant, memory.region_id()));
   ATTND_RETURN_IF_ERROR(plane::CheckSpan("round_trip.memory.words",
                                          {.offset = memory.words_offset(), .layer_stride = 0},
                                          sizeof(plane::Words), 1, region.bytes()));
@@ -87,12 +87,14 @@ nanoseconds MedianOf(std::vector<nanoseconds> times) {
 std::string Advice(v1::GpuSharing sharing, float device_us) {
   const char* const how =
       sharing == v1::GPU_SHARING_MPS
-          ? "This server has found the pipe of an MPS control daemon: see that the daemon lives, and "
+          ? "This server has found the pipe of an MPS control daemon: see that the daemon lives, "
+            "and "
             "that the client was started with the same CUDA_MPS_PIPE_DIRECTORY"
           : "This server does not run under MPS: start it and the client under one control daemon "
             "(scripts/with_mps.sh)";
   return absl::StrCat("While a client's stream waited, an empty kernel of the server took ",
-                      static_cast<int64_t>(device_us), " us, where it takes some tens side by side: "
+                      static_cast<int64_t>(device_us),
+                      " us, where it takes some tens side by side: "
                       "the two get time slices of one GPU, or other work kept it busy. ",
                       how, ": docs/OPERATIONS.md, \"Beside a model server on one GPU\"");
 }

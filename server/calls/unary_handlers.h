@@ -11,8 +11,8 @@
 #include "absl/strings/string_view.h"
 #include "attnd/v1/attnd.pb.h"
 #include "engine/engine.h"
-#include "server/metrics/metrics.h"
 #include "server/calls/newest_round_trip.h"
+#include "server/metrics/metrics.h"
 #include "server/options/options.h"
 
 namespace attnd::server {

@@ -5,7 +5,8 @@
 //   ATTND_FAKE_GPU_FAULT=FILE fake_gpu_attnd FLAGS...
 //
 // When FILE comes to be, the device fails at its next call and at every one after it, and FILE
-// goes. With ATTND_FAKE_EMPTY_RUN_US=N an empty kernel takes N microseconds, by what the device says.
+// goes. With ATTND_FAKE_EMPTY_RUN_US=N an empty kernel takes N microseconds, by what the device
+// says.
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>

@@ -2,8 +2,9 @@
 //
 // Goal: a server tells a client's stream whether the two get time slices of one GPU, by the time
 // that an empty kernel takes while the stream waits, in the reply, in GetServerInfo and in metrics;
-// and no client, whatever it writes or leaves out, holds the server up. Method: a client that writes
-// each word itself, to a whole server over a fake device that says how long its kernels took.
+// and no client, whatever it writes or leaves out, holds the server up. Method: a client that
+// writes each word itself, to a whole server over a fake device that says how long its kernels
+// took.
 #include <chrono>
 #include <memory>
 #include <string>
@@ -181,7 +182,9 @@ TEST_F(RoundTripTest, WhatIsRefusedIsNamed) {
     change(&request);
     return Refusal(request, grpc::StatusCode::INVALID_ARGUMENT);
   };
-  const auto memory = [](v1::DecodeRequest* r) { return r->mutable_round_trip()->mutable_memory(); };
+  const auto memory = [](v1::DecodeRequest* r) {
+    return r->mutable_round_trip()->mutable_memory();
+  };
   for (const uint32_t turns : {0u, 1u, 65u}) {
     EXPECT_THAT(refusal([&](auto* r) { r->mutable_round_trip()->set_turns(turns); }),
                 HasSubstr("round_trip.turns is " + std::to_string(turns) + "; allowed are 2..64"));

@@ -17,6 +17,7 @@ import live_server
 from attnd.cuda import TimeSlicesWarning, driver, round_trip
 from attnd.cuda.errors import CudaError
 from attnd.cuda.sharing import mps_control_pipe
+from attnd.cuda.structs import Failure
 from attnd.v1 import attnd_pb2
 from cases import SHAPE
 from emulated_fixtures import gpu, library
@@ -182,7 +183,24 @@ def test_a_server_without_a_gpu_ends_it_at_once(folders, gpu):
         assert gpu.mapped == [] and client.get_server_info().round_trip is None
 
 
-def test_a_server_that_does_not_answer_is_waited_for_a_second(targets, gpu, monkeypatch):
+@pytest.fixture
+def endings(monkeypatch):
+    """Why the last kernel of each measurement ended, as its stream was unmapped."""
+    endings = []
+    begin = round_trip._EmptyPass.__init__
+
+    def watched(self, gpu, region, last):
+        begin(self, gpu, region, unmaps := contextlib.ExitStack())
+        last.callback(lambda: endings.append(Failure(self._control.failure)))
+        last.push(unmaps)
+
+    monkeypatch.setattr(round_trip._EmptyPass, "__init__", watched)
+    return endings
+
+
+def test_a_server_that_does_not_answer_is_waited_for_a_second(
+    targets, gpu, monkeypatch, endings
+):
     """The client's watch ends the kernel, or the kernel itself where nobody watches."""
     monkeypatch.setattr(round_trip, "LIMIT_S", 0.05)
     monkeypatch.setattr(round_trip.PassCall, "send", lambda call, request: None)
@@ -190,13 +208,15 @@ def test_a_server_that_does_not_answer_is_waited_for_a_second(targets, gpu, monk
         with pytest.raises(attnd.DeadlineExceededError, match="not answered within 0.05 s"):
             client.measure_round_trip(gpu)
         assert gpu.mapped == []
+        assert endings.pop() in (Failure.ABORTED, Failure.LATE)
         monkeypatch.setattr(round_trip, "_LOOK_PERIOD_S", 1000)
         with pytest.raises(attnd.DeadlineExceededError, match="not answered within 0.05 s"):
             client.measure_round_trip(gpu)
-        assert gpu.mapped == []
+        assert gpu.mapped == [] and endings == [Failure.LATE]
 
 
-def test_an_interrupt_leaves_no_kernel(targets, gpu, monkeypatch):
+def test_an_interrupt_leaves_no_kernel(targets, gpu, monkeypatch, endings):
+    """It is ended, before its own time."""
     monkeypatch.setattr(round_trip.PassCall, "send", lambda call, request: None)
 
     def interrupt(*args):
@@ -207,6 +227,7 @@ def test_an_interrupt_leaves_no_kernel(targets, gpu, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             client.measure_round_trip(gpu)
         assert not gpu.busy(gpu.stream()) and gpu.mapped == []
+        assert endings == [Failure.ABORTED]
 
 
 @pytest.mark.parametrize("call", ["map", "words", "launch", "synchronize"])
