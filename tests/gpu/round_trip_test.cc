@@ -242,6 +242,7 @@ TEST_F(RoundTripTest, AClientThatDoesNotRingIsGivenUp) {
 }
 
 TEST_F(RoundTripTest, AClientThatLeavesIsGivenUp) {
+  options_.reply_timeout_s = 60;
   Start("cuda");
   ASSERT_TRUE(client_->Declare(Request()));
   Turn(0, 20us);
