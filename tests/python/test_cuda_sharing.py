@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the server's GPU is shared, from the round trip of a stream, or else the pipe of MPS's control
-daemon, to a client's warning: the whole server over the fake device (tests/gpu/fake_gpu_attnd.cc),
-which says how long its kernels took, and streams of the emulated GPU."""
+"""How the server's GPU is shared, from the round trip of a stream, or else the pipe of MPS's
+control daemon, to a client's warning: the whole server over the fake device
+(tests/gpu/fake_gpu_attnd.cc), which says how long its kernels took, and streams of the emulated
+GPU."""
 
 from __future__ import annotations
 
@@ -136,10 +137,9 @@ def taking(module, seconds):
     return take_turn
 
 
-def test_without_a_measurement_the_pipes_decide(
-    targets, folders, gpu, monkeypatch, caplog
-):
+def test_without_a_measurement_the_pipes_decide(targets, folders, gpu, monkeypatch, caplog):
     """Which the log says; the session is there all the same."""
+
     def refuse(*args):
         raise CudaError("planted")
 
@@ -204,9 +204,7 @@ def endings(monkeypatch):
     return endings
 
 
-def test_a_server_that_does_not_answer_is_waited_for_a_second(
-    targets, gpu, monkeypatch, endings
-):
+def test_a_server_that_does_not_answer_is_waited_for_a_second(targets, gpu, monkeypatch, endings):
     """The client's watch ends the kernel, or the kernel itself where nobody watches."""
     monkeypatch.setattr(round_trip, "LIMIT_S", 0.05)
     monkeypatch.setattr(round_trip, "KERNEL_EXTRA_S", 60.0)

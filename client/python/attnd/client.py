@@ -351,9 +351,7 @@ class Client:
             made.callback(connection.close)
             if not self._sharing_checked:
                 info = self.get_server_info()
-                warn_of_time_slices(
-                    info, lambda: self._round_trip(gpu, connection), stacklevel=2
-                )
+                warn_of_time_slices(info, lambda: self._round_trip(gpu, connection), stacklevel=2)
                 self._sharing_checked = True
             memory = PassMemory(connection, layout)
             stream = self.memory_stream(spin_us=spin_us)
