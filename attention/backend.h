@@ -222,6 +222,12 @@ class Backend {
   virtual absl::StatusOr<LinkRates> link_rates() const {
     return absl::UnavailableError("the CPU answers");
   }
+  // Has the device run a kernel that does nothing; how long that took, from its launch until its
+  // end was seen. Calls take turns, and the time that one waits for its turn is not part of that;
+  // nor do they wait for steps. Unimplemented without a device; Unavailable if it has failed.
+  virtual absl::StatusOr<std::chrono::nanoseconds> RunEmpty() const {
+    return absl::UnimplementedError("the backend has no GPU");
+  }
   // Steps will read the segment, which is whole in memory: the backend may get ready for them in
   // the background, as long as the segment lives. Returns at once.
   virtual void Expect(const Segment& /*segment*/) const {}

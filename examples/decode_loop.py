@@ -10,7 +10,7 @@ mean something; rotation is left out. The prompt's keys and values are made on t
 prompt's keys and values and each token's queries, keys and values are a trained model's, the same in all
 layers and rows, from a file of bench/pages/page_trace_capture.py. `--check` takes a small model instead,
 and compares every answer with attention computed beside it: any difference beyond --check-bound is a
-failure. docs/MODEL_SERVER.md, "From a GPU", is the guide.
+failure. `--round-trips` measures empty answers alone. docs/MODEL_SERVER.md, "From a GPU", is the guide.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def arguments() -> argparse.Namespace:
     add("--keys", help="a capture of one layer, of the loop's heads; default: random keys")
     add("--seed", type=int, default=0)
     add("--no-graph", action="store_true", help="enqueue each layer instead")
+    add("--round-trips", type=int, default=0, metavar="N", help="measure N empty ones, no more")
     add("--check", action="store_true", help="compare answers, of a small model and policy dense")
     add("--check-bound", type=float, default=0.02, help="of |difference| / |out| (default 0.02)")
     options = parser.parse_args()
@@ -83,7 +84,7 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--attention is {options.attention}; allowed are local, attnd, and both")
     if options.check and options.keys:
         parser.error("--check has random keys: leave --keys out")
-    if "attnd" in ways and not options.target:
+    if ("attnd" in ways or options.round_trips) and not options.target:
         parser.error("--target is missing: attnd answers there")
     options.distinct_layers = options.distinct_layers or options.layers
     if not 1 <= options.distinct_layers <= options.layers:
@@ -309,8 +310,24 @@ def check(
     return good
 
 
+def measure_round_trips(options: argparse.Namespace) -> None:
+    """What an empty answer takes, beside the server and in time slices (docs/OPERATIONS.md)."""
+    with attnd.Client(options.target, timeout_s=options.timeout_s) as client:
+        measured = [client.measure_round_trip() for _ in range(options.round_trips)]
+        sharing = client.get_server_info().gpu_sharing
+    for what in ("device_us", "stream_us"):
+        times = sorted(getattr(one, what) for one in measured)
+        middle = statistics.median(times)
+        print(f"{what}: median {middle:.1f}, least {times[0]:.1f}, greatest {times[-1]:.1f}")
+    slices = sum(one.time_slices for one in measured)
+    print(f"time slices: {slices} of {len(measured)}; by MPS's pipe the server says {sharing}")
+
+
 def main() -> int:
     options = arguments()
+    if options.round_trips:
+        measure_round_trips(options)
+        return 0
     torch.set_grad_enabled(False)
     options.capture = Capture(options.keys, options) if options.keys else None
     weights = Weights(options)

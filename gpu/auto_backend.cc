@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "gpu/auto_backend.h"
 
+#include <chrono>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -36,6 +37,7 @@ class AutoBackend : public Backend {
   absl::Status Health() const override { return device_->Health(); }
   BackendStats stats() const override { return device_->stats(); }
   absl::StatusOr<LinkRates> link_rates() const override { return device_->link_rates(); }
+  absl::StatusOr<std::chrono::nanoseconds> RunEmpty() const override { return device_->RunEmpty(); }
 
   // What the device lacks is the CPU's.
   absl::Status Supports(const Policy& policy) const override { return cpu_->Supports(policy); }

@@ -140,6 +140,7 @@ class CudaBackend : public Backend {
     for (uint32_t turn = 0; turn < FileTurnsOf(options_.streams); ++turn) {
       file_turns_.Add(std::make_unique<FileTurn>());
     }
+    ATTND_ASSIGN_OR_RETURN(empty_runs_, device_->NewStream());
     if (options_.fault_watch_period > std::chrono::milliseconds(0)) {
       ATTND_ASSIGN_OR_RETURN(
           fault_watch_, FaultWatch::Start(device_.get(), options_.fault_watch_period,
@@ -226,6 +227,15 @@ class CudaBackend : public Backend {
   absl::StatusOr<LinkRates> link_rates() const override {
     ATTND_ASSIGN_OR_RETURN(const PcieRates rates, device_->pcie_rates());
     return LinkRates{.to_device = rates.to_device, .to_host = rates.to_host};
+  }
+
+  // A fault degrades the backend when the next step meets it, too.
+  absl::StatusOr<std::chrono::nanoseconds> RunEmpty() const override {
+    ATTND_RETURN_IF_ERROR(Health());
+    MutexLock lock(empty_runs_mutex_);
+    const auto time = empty_runs_->RunEmpty();
+    if (time.ok() || absl::IsResourceExhausted(time.status())) return time;
+    return absl::UnavailableError(absl::StrCat("the GPU has failed: ", time.status().message()));
   }
 
   BackendStats stats() const override {
@@ -390,6 +400,11 @@ class CudaBackend : public Backend {
   StageSeconds times_ ABSL_GUARDED_BY(totals_mutex_);
   BackendStats::PageCache pages_ ABSL_GUARDED_BY(totals_mutex_);
   BackendStats::Files files_ ABSL_GUARDED_BY(totals_mutex_);
+
+  // Made before it is used: making a stream may wait for the GPU, and what is behind it would be
+  // found fast.
+  mutable Mutex empty_runs_mutex_;
+  std::unique_ptr<Stream> empty_runs_ ABSL_PT_GUARDED_BY(empty_runs_mutex_);
 
   // Last: their streams use what stands above.
   LeasePool<FileTurn> file_turns_;

@@ -8,6 +8,7 @@
 
 #include <sys/mman.h>
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -37,6 +38,9 @@ class IdleStream : public gpu::Stream {
     return absl::ResourceExhaustedError("an idle device builds nothing");
   }
   absl::Status Synchronize() override { return absl::OkStatus(); }
+  absl::StatusOr<std::chrono::nanoseconds> RunEmpty() override {
+    return std::chrono::nanoseconds(0);
+  }
   absl::StatusOr<gpu::StageSeconds> stage_seconds() override { return gpu::StageSeconds(); }
 };
 

@@ -50,6 +50,7 @@ class TimedStream : public gpu::Stream {
     times_->answered = std::chrono::steady_clock::now();
     return status;
   }
+  absl::StatusOr<std::chrono::nanoseconds> RunEmpty() override { return stream_->RunEmpty(); }
   absl::StatusOr<gpu::StageSeconds> stage_seconds() override { return stream_->stage_seconds(); }
 
  private:

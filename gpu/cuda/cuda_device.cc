@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <array>
+#include <chrono>
 #include <memory>
 #include <string>
 #include <utility>
@@ -15,6 +16,7 @@
 #include "attention/segment/segment.h"
 #include "common/status.h"
 #include "gpu/cuda/cuda_status.h"
+#include "gpu/cuda/empty_kernel.h"
 #include "gpu/cuda/index/index_build.cuh"
 #include "gpu/cuda/step/step_graphs.h"
 #include "gpu/cuda/step/step_kernels.h"
@@ -193,6 +195,14 @@ class CudaStream : public Stream {
   absl::Status Synchronize() override {
     ATTND_RETURN_IF_ERROR(UseDevice(device_));
     return CudaStatus(cudaStreamSynchronize(main_), "running on the GPU");
+  }
+
+  absl::StatusOr<std::chrono::nanoseconds> RunEmpty() override {
+    ATTND_RETURN_IF_ERROR(UseDevice(device_));
+    const auto start = std::chrono::steady_clock::now();
+    ATTND_RETURN_IF_ERROR(Launched(cuda::LaunchEmpty(main_), "an empty kernel"));
+    ATTND_RETURN_IF_ERROR(Synchronize());
+    return std::chrono::steady_clock::now() - start;
   }
 
   absl::StatusOr<StageSeconds> stage_seconds() override {

@@ -10,6 +10,7 @@
 #ifndef ATTND_GPU_DEVICE_DEVICE_H_
 #define ATTND_GPU_DEVICE_DEVICE_H_
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -83,6 +84,10 @@ class Stream {
                                     const IndexJob* device_jobs, uint32_t count,
                                     std::byte* scratch) = 0;
   virtual absl::Status Synchronize() = 0;
+  // Runs a kernel that does nothing, and waits for its end; no other work of the stream may be
+  // under way. How long that took, from the launch until its end was seen: some tens of
+  // microseconds, but for as long as other work keeps the kernel from beginning.
+  virtual absl::StatusOr<std::chrono::nanoseconds> RunEmpty() = 0;
   // The times of the last timed step; to be called after Synchronize.
   virtual absl::StatusOr<StageSeconds> stage_seconds() = 0;
 };

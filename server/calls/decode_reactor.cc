@@ -11,6 +11,7 @@
 #include "grpc/grpc.h"
 #include "server/calls/memory_pass.h"
 #include "server/calls/memory_plane.h"
+#include "server/calls/round_trip.h"
 
 namespace attnd::server {
 
@@ -92,7 +93,9 @@ void DecodeReactor::Run() {
     case Work::kMessage:
       if (!TakeMessage()) return;
       if (request_.complete_prefills_size() > 0) return QueuePrefills();
-      if (request_.begin_pass().has_memory()) return QueueMemoryPass();
+      if (request_.begin_pass().has_memory() || request_.has_round_trip()) {
+        return QueueMemoryPass();
+      }
       return MayReadDisk() ? StepOnDisk() : Step();
     case Work::kDiskStep:
       return Step();
@@ -275,7 +278,7 @@ absl::Status DecodeReactor::CheckPrefills() const {
   const v1::DecodeRequest& r = request_;
   const bool others = r.rows_size() > 0 || r.has_q() || r.has_k() || r.has_v() ||
                       r.has_begin_pass() || r.layer() != 0 || r.deadline_us() != 0 ||
-                      r.output_dtype() != 0;
+                      r.output_dtype() != 0 || r.has_round_trip();
   if (others) {
     return absl::InvalidArgumentError(
         "complete_prefills is there beside other fields; allowed is step_id");
@@ -306,7 +309,8 @@ void DecodeReactor::QueueMemoryPass() {
   is_step_ = false;  // its layers are
   if (handlers_->memory == nullptr) {
     Refuse(absl::FailedPreconditionError(
-        "begin_pass.memory: the server was started without --allow-client-memory"));
+        absl::StrCat(request_.has_round_trip() ? "round_trip" : "begin_pass",
+                     ".memory: the server was started without --allow-client-memory")));
     return WriteReply();
   }
   work_ = Work::kMemoryPass;
@@ -320,9 +324,10 @@ void DecodeReactor::QueueMemoryPass() {
 
 void DecodeReactor::AnswerMemoryPass() {
   queue_time_ = engine_time_ = Clock::duration::zero();
-  absl::Status status = RunMemoryPass();
+  const bool empty = request_.has_round_trip();
+  absl::Status status = empty ? MeasureTurns() : RunMemoryPass();
   handlers_->memory->EndPass();
-  if (status.ok()) {
+  if (status.ok() && !empty) {
     const bool stats = pass_options_.stats == v1::Pass::STATS_OF_PASS;
     reply_.FinishMemoryPass(step_id_, result_, stats ? ReplyRows::kAll : ReplyRows::kIfFaulty);
     status = CheckReplyFits();
@@ -348,6 +353,16 @@ absl::Status DecodeReactor::RunMemoryPass() {
   queue_time_ = pass->queue_time();
   engine_time_ = pass->engine_time();
   return status;
+}
+
+absl::Status DecodeReactor::MeasureTurns() {
+  ATTND_ASSIGN_OR_RETURN(const v1::RoundTrip measured, MeasureRoundTrip({.handlers = handlers_,
+                                                                         .tenant = &tenant_,
+                                                                         .cancelled = &cancelled_,
+                                                                         .stopping = &stopping_},
+                                                                        request_));
+  reply_.FinishRoundTrip(step_id_, measured);
+  return absl::OkStatus();
 }
 
 void DecodeReactor::LeaveQueueLocked() {

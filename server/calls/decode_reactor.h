@@ -87,10 +87,12 @@ class DecodeReactor final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
   void CompletePrefills();
   absl::Status CheckPrefills() const;
   absl::StatusOr<engine::PrefillResult> CompletePrefill(uint64_t sequence_id);
-  // Answers a pass over memory from its declaration to its end: has a thread do so; does so.
+  // Answers a pass over memory from its declaration to its end, or the turns of a round trip: has a
+  // thread do so; does so.
   void QueueMemoryPass();
   void AnswerMemoryPass();
   absl::Status RunMemoryPass();
+  absl::Status MeasureTurns();
   // Finishes the stream if it waits for a prefill's worker in vain.
   void LeaveQueueLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckReplySize() const;

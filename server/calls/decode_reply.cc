@@ -85,6 +85,7 @@ void DecodeReply::Start(uint64_t step_id, DType output_dtype, const Parts& parts
   front_.set_step_id(step_id);
   front_.clear_status();
   front_.mutable_rows()->Clear();
+  front_.clear_round_trip();
 }
 
 absl::StatusOr<engine::AnswerBuffers> DecodeReply::Provide(const engine::AnswerExtents& extents) {
@@ -154,6 +155,13 @@ void DecodeReply::FinishMemoryPass(uint64_t step_id, const engine::DecodeResult&
   front_.Clear();
   front_.set_step_id(step_id);
   ToProto(result, rows, &front_);
+}
+
+void DecodeReply::FinishRoundTrip(uint64_t step_id, const v1::RoundTrip& measured) {
+  ClearTensors();
+  front_.Clear();
+  front_.set_step_id(step_id);
+  *front_.mutable_round_trip() = measured;
 }
 
 uint64_t DecodeReply::ByteSize() const {

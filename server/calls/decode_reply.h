@@ -80,6 +80,9 @@ class DecodeReply {
   // Finish.
   void FinishMemoryPass(uint64_t step_id, const engine::DecodeResult& result, ReplyRows rows);
 
+  // The reply to round_trip, likewise.
+  void FinishRoundTrip(uint64_t step_id, const v1::RoundTrip& measured);
+
   // Bytes of the reply without its times, which take fewer than kTimesBytesMax.
   uint64_t ByteSize() const;
   static constexpr uint64_t kTimesBytesMax = 64;

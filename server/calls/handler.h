@@ -19,6 +19,7 @@
 #include "grpcpp/support/byte_buffer.h"
 #include "grpcpp/support/status.h"
 #include "server/calls/heap_trimmer.h"
+#include "server/calls/newest_round_trip.h"
 #include "server/calls/open_calls.h"
 #include "server/calls/request_parser.h"
 #include "server/calls/step_executor.h"
@@ -62,6 +63,8 @@ struct HandlerContext {
   MemoryPlane* memory = nullptr;
   // How the backend shares its GPU; does not change.
   v1::GpuSharing gpu_sharing = v1::GPU_SHARING_UNSPECIFIED;
+  // What a client's stream has measured of it.
+  NewestRoundTrip newest_round_trip;
   // From bytes to messages.
   const RequestParser* requests = nullptr;
   HeapTrimmer* trimmer = nullptr;

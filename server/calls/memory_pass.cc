@@ -51,6 +51,11 @@ class AwaitedTask final : public StepExecutor::Task {
 
 }  // namespace
 
+absl::Status CheckSpin(absl::string_view field, uint32_t spin_us) {
+  if (spin_us <= kSpinUsMax) return absl::OkStatus();
+  return Invalid(field, " is ", spin_us, "; allowed are 0..", kSpinUsMax);
+}
+
 MemoryPass::MemoryPass(const Stream& stream, const v1::PassMemory& proto, plane::RegionUse region)
     : stream_(stream),
       region_(std::move(region)),
@@ -72,10 +77,7 @@ absl::StatusOr<std::unique_ptr<MemoryPass>> MemoryPass::Declare(const Stream& st
     return Invalid("begin_pass.stats",
                    " is STATS_EACH_LAYER; allowed are STATS_OF_PASS and STATS_NONE over memory");
   }
-  if (proto.spin_us() > kSpinUsMax) {
-    return Invalid("begin_pass.memory.spin_us", " is ", proto.spin_us(), "; allowed are 0..",
-                   kSpinUsMax);
-  }
+  ATTND_RETURN_IF_ERROR(CheckSpin("begin_pass.memory.spin_us", proto.spin_us()));
   ATTND_ASSIGN_OR_RETURN(plane::RegionUse region, stream.handlers->memory->regions()->Use(
                                                       *stream.tenant, proto.region_id()));
   ATTND_RETURN_IF_ERROR(plane::CheckSpan("begin_pass.memory.words",

@@ -26,6 +26,9 @@
 
 namespace attnd::server {
 
+// InvalidArgument, naming `field`, unless the server looks so long for a ring without pause.
+absl::Status CheckSpin(absl::string_view field, uint32_t spin_us);
+
 // Between the client's memory and the engine stand buffers of the server's own: each byte of q, k
 // and v is read once, before anything is checked, and each byte of out and lse is written once,
 // when the engine is done. So nothing that has been checked can change any more, and the engine

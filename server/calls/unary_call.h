@@ -54,9 +54,10 @@ absl::Status AnswerUnaryCall(HandlerContext* handlers, const grpc::CallbackServe
   Reply reply;
   grpc::ByteBuffer bytes(request_bytes);  // of references; gRPC's own stay until the call ends
   ATTND_RETURN_IF_ERROR(ParseMessage(handlers, &bytes, &request));
-  ATTND_RETURN_IF_ERROR(Handle({*handlers->options, *handlers->engine, *handlers->metrics,
-                                handlers->gpu_sharing, tenant, cancelled},
-                               request, &reply));
+  ATTND_RETURN_IF_ERROR(
+      Handle({*handlers->options, *handlers->engine, *handlers->metrics, handlers->gpu_sharing,
+              handlers->newest_round_trip, tenant, cancelled},
+             request, &reply));
   return Serialize(reply, reply_bytes);
 }
 

@@ -100,6 +100,7 @@ absl::Status Handle(const UnaryContext& context, const v1::GetServerInfoRequest&
   for (const absl::string_view name : backend.names()) reply->add_backends(std::string(name));
   reply->set_device(std::string(backend.device()));
   reply->set_gpu_sharing(context.gpu_sharing);
+  if (const auto newest = context.newest_round_trip.Get()) *reply->mutable_round_trip() = *newest;
   reply->set_backend_status(std::string(backend.Health().message()));
   reply->set_simd_target(std::string(backend.target()));
   for (const attention::Policy& policy : attention::PresetPolicies()) {

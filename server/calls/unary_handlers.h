@@ -11,6 +11,7 @@
 #include "absl/strings/string_view.h"
 #include "attnd/v1/attnd.pb.h"
 #include "engine/engine.h"
+#include "server/calls/newest_round_trip.h"
 #include "server/metrics/metrics.h"
 #include "server/options/options.h"
 
@@ -25,6 +26,7 @@ struct UnaryContext {
   engine::Engine& engine;
   Metrics& metrics;
   v1::GpuSharing gpu_sharing;
+  const NewestRoundTrip& newest_round_trip;
   absl::string_view tenant;
   const std::atomic<bool>* cancelled = nullptr;  // set when the client has gone; may be null
 };

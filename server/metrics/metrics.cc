@@ -179,6 +179,15 @@ void Metrics::AddDeviceMetrics() {
   time_slices_ = AddGauge("attnd_gpu_time_slices",
                           "1 if processes on the GPU get time slices, as the server does not run "
                           "under MPS; 0: under MPS, or no GPU");
+  round_trip_ = AddHistogram("attnd_round_trip_seconds",
+                             "An empty kernel of the server while a client's stream waited for it, "
+                             "from launch to end; median of a measurement's turns",
+                             {}, StageBuckets());
+  const std::string trips = "attnd_round_trips_total";
+  const std::string trips_help = "Round trips that clients' streams measured, by what they found";
+  round_trips_ = {AddCounter(trips, trips_help, {{"outcome", "side_by_side"}}),
+                  AddCounter(trips, trips_help, {{"outcome", "time_slices"}}),
+                  AddCounter(trips, trips_help, {{"outcome", "failed"}})};
   degraded_ = AddGauge("attnd_backend_degraded", "1 if the CPU answers because the GPU has failed");
 }
 
@@ -254,6 +263,13 @@ void Metrics::OnStage(Stage stage, std::chrono::nanoseconds time) {
 void Metrics::OnRejected(Rejection reason) {
   rejections_[static_cast<size_t>(reason)]->Increment();
 }
+
+void Metrics::OnRoundTrip(std::chrono::nanoseconds median, bool time_slices) {
+  round_trip_.Observe(Seconds(median));
+  round_trips_[time_slices ? 1 : 0]->Increment();
+}
+
+void Metrics::OnRoundTripFailed() { round_trips_[2]->Increment(); }
 
 void Metrics::OnRpc(absl::string_view method, absl::StatusCode code) {
   rpcs_->Add({{"method", std::string(method)}, {"code", absl::StatusCodeToString(code)}})

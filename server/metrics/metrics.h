@@ -114,6 +114,9 @@ class Metrics final : public engine::EventListener, public prometheus::Collectab
   void OnStep(absl::StatusCode code, const engine::DecodeResult* result, const StepRows& rows = {});
   void OnStage(Stage stage, std::chrono::nanoseconds time);
   void OnRejected(Rejection reason);
+  // A client's stream has measured a round trip; or could not.
+  void OnRoundTrip(std::chrono::nanoseconds median, bool time_slices);
+  void OnRoundTripFailed();
   // A call ended. `method` is the RPC's short name.
   void OnRpc(absl::string_view method, absl::StatusCode code);
 
@@ -201,6 +204,8 @@ class Metrics final : public engine::EventListener, public prometheus::Collectab
   prometheus::Gauge* index_missing_bytes_;
   prometheus::Counter* graph_launches_;
   prometheus::Gauge* time_slices_;
+  FiniteHistogram round_trip_;
+  std::array<prometheus::Counter*, 3> round_trips_;  // side by side, in time slices, failed
   prometheus::Gauge* degraded_;
   // Of sealed sequences on disk, each followed by its field of ArchiveStats.
   struct ArchiveCounter {

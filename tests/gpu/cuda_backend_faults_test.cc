@@ -396,6 +396,22 @@ TEST_F(CudaBackendFaults, StageTimesAreSampled) {
   EXPECT_EQ(fake.backend->stats().steps, 7u);
 }
 
+TEST_F(CudaBackendFaults, AnEmptyRunSaysWhatItTook) {
+  const FakeBackend fake = MakeFakeBackend();
+  EXPECT_EQ(*fake.backend->RunEmpty(), kEmptyRun);
+  fake.control->Set({.empty_run = std::chrono::milliseconds(3)});
+  EXPECT_EQ(*fake.backend->RunEmpty(), std::chrono::milliseconds(3));
+  EXPECT_EQ(fake.control->empty_runs(), 2u);
+  EXPECT_EQ(cpu_->RunEmpty().status().code(), StatusCode::kUnimplemented);
+  // A fault degrades the backend when a step meets it.
+  fake.control->Set({.call = 0});
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_EQ(fake.backend->RunEmpty().status().code(), StatusCode::kUnavailable);
+    EXPECT_EQ(fake.backend->Health().ok(), i == 0);
+    RunStep(fake.backend.get(), 0, rows_);
+  }
+}
+
 TEST(CudaBackendOptionsTest, NamesTheOptionAndItsRange) {
   const auto refusal = [](const auto& change) {
     CudaBackendOptions options = SmallOptions();

@@ -87,6 +87,10 @@ uint64_t FakeControl::coop_units() const {
   MutexLock lock(mutex_);
   return coop_units_;
 }
+uint64_t FakeControl::empty_runs() const {
+  MutexLock lock(mutex_);
+  return empty_runs_;
+}
 
 uint64_t FakeControl::kinds() const {
   MutexLock lock(mutex_);
@@ -266,6 +270,14 @@ class FakeStream : public Stream {
     control_->ReleaseCaches(this);
     if (control_->broken_) return Fault();
     return status;
+  }
+
+  absl::StatusOr<std::chrono::nanoseconds> RunEmpty() override {
+    MutexLock lock(control_->mutex_);
+    EXPECT_TRUE(work_.empty());
+    ATTND_RETURN_IF_ERROR(control_->Call());
+    ++control_->empty_runs_;
+    return control_->faults_.empty_run;
   }
 
   absl::StatusOr<StageSeconds> stage_seconds() override {

@@ -6,6 +6,7 @@
 #ifndef ATTND_TESTS_GPU_FAKE_DEVICE_H_
 #define ATTND_TESTS_GPU_FAKE_DEVICE_H_
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -23,6 +24,8 @@
 
 namespace attnd::gpu::test {
 
+// An empty kernel, where none of another process is in the way.
+inline constexpr std::chrono::microseconds kEmptyRun{20};
 inline constexpr uint64_t kNever = std::numeric_limits<uint64_t>::max();
 
 struct Faults {
@@ -40,6 +43,8 @@ struct Faults {
   uint32_t one_more_opened = kNoUnit;  // of this unit's groups, the same
   bool nan_output = false;             // the last number of each row of clusters
   bool miscounted = false;             // a token too many in each unit of clusters
+  // What RunEmpty says that it took; it takes no time. As if others' kernels were in the way.
+  std::chrono::nanoseconds empty_run = kEmptyRun;
 };
 
 // What a test sees of a device that a backend owns. Thread-safe.
@@ -51,6 +56,7 @@ class FakeControl {
   uint64_t uploads() const;       // bytes that came by UploadRefs
   uint64_t builds() const;        // layers that were built
   uint64_t coop_units() const;    // of steps, that cooperative groups answer
+  uint64_t empty_runs() const;    // of RunEmpty
   uint64_t kinds() const;         // of steps that one graph could not launch together
   uint64_t mapped_bytes() const;  // of host memory
   std::vector<std::thread::id> mappers() const;  // by whom each piece of it was mapped
@@ -109,6 +115,7 @@ class FakeControl {
   uint64_t uploads_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t builds_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t coop_units_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t empty_runs_ ABSL_GUARDED_BY(mutex_) = 0;
   std::set<std::string> kinds_ ABSL_GUARDED_BY(mutex_);  // bytes of all that decides
 };
 

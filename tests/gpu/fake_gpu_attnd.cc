@@ -5,7 +5,8 @@
 //   ATTND_FAKE_GPU_FAULT=FILE fake_gpu_attnd FLAGS...
 //
 // When FILE comes to be, the device fails at its next call and at every one after it, and FILE
-// goes.
+// goes. With ATTND_FAKE_EMPTY_RUN_US=N an empty kernel takes N microseconds, by what the device
+// says.
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
@@ -36,6 +37,10 @@ absl::StatusOr<std::unique_ptr<Device>> OpenFakeDevice() {
   FakePair fake = MakeFakeDevice(kMemoryBytes, /*maps_host_memory=*/true);
   const char* const file = std::getenv("ATTND_FAKE_GPU_FAULT");
   if (file != nullptr) FailWhenAsked(file, fake.control);
+  const char* const micros = std::getenv("ATTND_FAKE_EMPTY_RUN_US");
+  if (micros != nullptr) {
+    fake.control->Set({.empty_run = std::chrono::microseconds(std::strtol(micros, nullptr, 10))});
+  }
   return std::move(fake.device);
 }
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the server's GPU is shared, from the pipe of MPS's control daemon to a client's warning: the
-whole server over the fake device (tests/gpu/fake_gpu_attnd.cc), and streams of the emulated GPU."""
+"""How the server's GPU is shared, from the round trip of a stream, or else the pipe of MPS's
+control daemon, to a client's warning: the whole server over the fake device
+(tests/gpu/fake_gpu_attnd.cc), which says how long its kernels took, and streams of the emulated
+GPU."""
 
 from __future__ import annotations
 
@@ -13,8 +15,10 @@ import pytest
 
 import attnd
 import live_server
-from attnd.cuda import TimeSlicesWarning, driver
+from attnd.cuda import TimeSlicesWarning, driver, round_trip
+from attnd.cuda.errors import CudaError
 from attnd.cuda.sharing import mps_control_pipe
+from attnd.cuda.structs import Failure
 from attnd.v1 import attnd_pb2
 from cases import SHAPE
 from emulated_fixtures import gpu, library
@@ -23,6 +27,8 @@ PROGRAM = live_server.PROGRAM.parent / "fake_gpu_attnd"
 FLAGS = (
     "--backend=cuda", "--device-memory-bytes=64MiB", "--step-workers=2", "--allow-client-memory"
 )
+# Of an empty kernel: side by side, and behind a slice.
+FAST, SLOW = 20, 2000
 
 
 @pytest.fixture(scope="module")
@@ -34,25 +40,31 @@ def folders(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def server(folder: str, *flags: str):
-    """The target of a server that looks for the daemon in the folder."""
+def server(folder: str, micros: int, *flags: str):
+    """The target of a server that looks for the daemon in the folder, and whose empty kernels take
+    so long."""
     if not PROGRAM.exists():
         pytest.skip(f"{PROGRAM} does not exist: build it")
-    pipes = {"CUDA_MPS_PIPE_DIRECTORY": folder}
-    with live_server.running(*FLAGS, *flags, program=PROGRAM, environment=pipes) as (target, _):
-        yield target
+    environment = {"CUDA_MPS_PIPE_DIRECTORY": folder, "ATTND_FAKE_EMPTY_RUN_US": str(micros)}
+    with live_server.running(*FLAGS, *flags, program=PROGRAM, environment=environment) as (it, _):
+        yield it
 
 
 @pytest.fixture(scope="module")
-def under_mps(folders):
-    with server(folders["pipe"]) as target:
-        yield target
+def targets(folders):
+    """By whether the server finds a pipe, and what its kernels take."""
+    with contextlib.ExitStack() as running:
+        yield {
+            (name, micros): running.enter_context(server(folder, micros))
+            for name, folder in folders.items()
+            for micros in (FAST, SLOW)
+        }
 
 
-@pytest.fixture(scope="module")
-def in_time_slices(folders):
-    with server(folders["none"]) as target:
-        yield target
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """Of a test's machine, which may have other work."""
+    monkeypatch.setattr(round_trip, "LIMIT_S", 60.0)
 
 
 def said(client, gpu, monkeypatch) -> list[str]:
@@ -63,37 +75,186 @@ def said(client, gpu, monkeypatch) -> list[str]:
         for _ in range(2):
             client.cuda_session(SHAPE).close()
     assert all(one.category is TimeSlicesWarning and one.filename == __file__ for one in caught)
+    assert gpu.mapped == []
     return [str(one.message) for one in caught]
 
 
-def test_a_stream_in_time_slices_is_told_once(in_time_slices, folders, gpu, monkeypatch):
-    """Whether this process is under MPS or not."""
+@pytest.mark.parametrize("pipe", ["pipe", "none"])
+def test_a_stream_in_time_slices_is_told_once(targets, folders, gpu, monkeypatch, pipe):
+    """Whether the server or this process has found a daemon's pipe or not."""
     for folder in folders.values():
         monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", folder)
-        with attnd.Client(in_time_slices) as client:
-            info = client.get_server_info()
-            assert info.device and info.gpu_sharing == "time-slices"
+        with attnd.Client(targets[pipe, SLOW]) as client:
             (text,) = said(client, gpu, monkeypatch)
-            assert f"does not run under MPS on its GPU ({info.device})" in text
-            assert "Start the server and this process under one control daemon" in text
+            assert "took 2000 us" in text and "docs/OPERATIONS.md" in text
+            assert ("see that the daemon lives" in text) == (pipe == "pipe")
+            assert ("does not run under MPS" in text) == (pipe == "none")
+            assert ("this process has found no pipe" in text) == (folder == folders["none"])
+            newest = client.get_server_info().round_trip
+            assert newest.time_slices and newest.device_us == SLOW and newest.advice in text
 
 
-def test_under_mps_a_stream_is_told_only_where_its_own_process_is_not(
-    under_mps, folders, gpu, monkeypatch
-):
+@pytest.mark.parametrize("pipe", ["pipe", "none"])
+def test_a_stream_beside_the_server_is_not_warned(targets, folders, gpu, monkeypatch, pipe):
+    """Whatever the pipes say: it may be on another GPU."""
+    for folder in folders.values():
+        monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", folder)
+        with attnd.Client(targets[pipe, FAST]) as client:
+            assert said(client, gpu, monkeypatch) == []
+            assert client.get_server_info().round_trip == attnd.RoundTrip(FAST, False)
+
+
+def test_a_round_trip_is_measured(targets, gpu):
+    with attnd.Client(targets["none", FAST]) as client:
+        measured = client.measure_round_trip(gpu)
+        assert (measured.device_us, measured.time_slices, measured.advice) == (FAST, False, "")
+        assert measured.stream_us > 0
+        assert gpu.mapped == []
+
+
+def test_turns_are_taken_one_after_the_other(targets, gpu, monkeypatch):
+    """Their times are of the launch until the end, and the median of all but the first."""
+    clock = iter(range(1000))
+    monkeypatch.setattr(round_trip._EmptyPass, "take_turn", taking(round_trip, lambda: next(clock)))
+    with attnd.Client(targets["none", FAST]) as client:
+        assert client.measure_round_trip(gpu).stream_us == 3e6  # of 1, 2, 3, 4 and 5 s
+
+
+def test_the_measurement_leaves_the_sessions_region_alone(targets, gpu, monkeypatch):
+    monkeypatch.setattr(driver, "CudaGpu", lambda device: gpu)
+    with attnd.Client(targets["none", FAST]) as client, client.cuda_session(SHAPE) as session:
+        connection = session._release.__self__
+        assert len(connection.list_regions()) == 1
+
+
+def taking(module, seconds):
+    take = module._EmptyPass.take_turn
+
+    def take_turn(self, number, reply, end):
+        assert take(self, number, reply, end) > 0
+        return seconds()
+
+    return take_turn
+
+
+def test_without_a_measurement_the_pipes_decide(targets, folders, gpu, monkeypatch, caplog):
+    """Which the log says; the session is there all the same."""
+
+    def refuse(*args):
+        raise CudaError("planted")
+
+    monkeypatch.setattr(attnd.Client, "_round_trip", refuse)
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", folders["pipe"])
-    with attnd.Client(under_mps) as client:
+    with attnd.Client(targets["none", FAST]) as client:
+        info = client.get_server_info()
+        assert info.device and info.gpu_sharing == "time-slices"
+        (text,) = said(client, gpu, monkeypatch)
+        assert f"does not run under MPS on its GPU ({info.device})" in text
+        assert "Start the server and this process under one control daemon" in text
+    assert "no round trip was measured: planted" in caplog.text
+    with attnd.Client(targets["pipe", SLOW]) as client:
         assert client.get_server_info().gpu_sharing == "mps"
         assert said(client, gpu, monkeypatch) == []
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", folders["none"])
-    with attnd.Client(under_mps) as client:
+    with attnd.Client(targets["pipe", SLOW]) as client:
         (text,) = said(client, gpu, monkeypatch)
         assert "this process does not" in text and "CUDA_MPS_PIPE_DIRECTORY" in text
 
 
-def test_a_warning_that_is_an_error_leaves_nothing(in_time_slices, gpu, monkeypatch):
+def test_a_server_that_measures_none(targets, gpu, monkeypatch):
+    """An earlier version takes the message for a step without rows."""
+    send = round_trip.PassCall.send
+
+    def as_before(call, request):
+        request.ClearField("round_trip")
+        send(call, request)
+
+    monkeypatch.setattr(round_trip.PassCall, "send", as_before)
+    with attnd.Client(targets["none", FAST]) as client:
+        with pytest.raises(attnd.InvalidArgumentError, match="rows has 0 entries"):
+            client.measure_round_trip(gpu)
+        assert gpu.mapped == []
+
+
+def test_a_server_without_a_gpu_ends_it_at_once(folders, gpu, monkeypatch):
+    turns = []
+    take = round_trip._EmptyPass.take_turn
+    monkeypatch.setattr(
+        round_trip._EmptyPass, "take_turn", lambda *args: turns.append(1) or take(*args)
+    )
+    with server(folders["none"], FAST, "--backend=cpu") as target, attnd.Client(target) as client:
+        with pytest.raises(attnd.UnimplementedError, match="has no GPU"):
+            client.measure_round_trip(gpu)
+        assert gpu.mapped == [] and client.get_server_info().round_trip is None
+        assert len(turns) == 1
+
+
+@pytest.fixture
+def endings(monkeypatch):
+    """Why the last kernel of each measurement ended, as its stream was unmapped."""
+    endings = []
+    begin = round_trip._EmptyPass.__init__
+
+    def watched(self, gpu, region, last):
+        begin(self, gpu, region, unmaps := contextlib.ExitStack())
+        last.callback(lambda: endings.append(Failure(self._control.failure)))
+        last.push(unmaps)
+
+    monkeypatch.setattr(round_trip._EmptyPass, "__init__", watched)
+    return endings
+
+
+def test_a_server_that_does_not_answer_is_waited_for_a_second(targets, gpu, monkeypatch, endings):
+    """The client's watch ends the kernel, or the kernel itself where nobody watches."""
+    monkeypatch.setattr(round_trip, "LIMIT_S", 0.05)
+    monkeypatch.setattr(round_trip, "KERNEL_EXTRA_S", 60.0)
+    monkeypatch.setattr(round_trip.PassCall, "send", lambda call, request: None)
+    with attnd.Client(targets["none", FAST]) as client:
+        with pytest.raises(attnd.DeadlineExceededError, match="not answered within 0.05 s"):
+            client.measure_round_trip(gpu)
+        assert gpu.mapped == []
+        assert endings.pop() is Failure.ABORTED
+        monkeypatch.setattr(round_trip, "KERNEL_EXTRA_S", 0.05)
+        monkeypatch.setattr(round_trip, "_LOOK_PERIOD_S", 1000)
+        with pytest.raises(attnd.DeadlineExceededError, match="not answered within 0.05 s"):
+            client.measure_round_trip(gpu)
+        assert gpu.mapped == [] and endings == [Failure.LATE]
+
+
+def test_an_interrupt_leaves_no_kernel(targets, gpu, monkeypatch, endings):
+    """It is ended, before its own time."""
+    monkeypatch.setattr(round_trip.PassCall, "send", lambda call, request: None)
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(round_trip.time, "sleep", interrupt)
+    with attnd.Client(targets["none", FAST]) as client:
+        with pytest.raises(KeyboardInterrupt):
+            client.measure_round_trip(gpu)
+        assert not gpu.busy(gpu.stream()) and gpu.mapped == []
+        assert endings == [Failure.ABORTED]
+
+
+@pytest.mark.parametrize("call", ["map", "words", "launch", "synchronize"])
+def test_calls_that_cuda_refuses(targets, gpu, call):
+    """At the first of them and at a later one; nothing stays mapped or registered."""
+    for number in (0, 1):
+        calls = iter(range(1000))
+        gpu.fails = lambda name, n=number, c=calls: name == call and next(c) == n
+        with attnd.Client(targets["none", FAST]) as client:
+            if call == "words" and number == 1:
+                client.measure_round_trip(gpu)
+            else:
+                with pytest.raises(CudaError, match=f"{call}: planted"):
+                    client.measure_round_trip(gpu)
+            gpu.fails = lambda name: False
+            assert gpu.mapped == []
+
+
+def test_a_warning_that_is_an_error_leaves_nothing(targets, gpu, monkeypatch):
     monkeypatch.setattr(driver, "CudaGpu", lambda device: gpu)
-    with attnd.Client(in_time_slices) as client, warnings.catch_warnings():
+    with attnd.Client(targets["none", SLOW]) as client, warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
             with pytest.raises(TimeSlicesWarning):
@@ -102,13 +263,15 @@ def test_a_warning_that_is_an_error_leaves_nothing(in_time_slices, gpu, monkeypa
 
 
 def test_a_server_without_a_gpu_and_one_that_does_not_say(folders, gpu, monkeypatch):
+    """Nothing is measured."""
+    monkeypatch.setattr(attnd.Client, "_round_trip", None)
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", folders["none"])
     for folder in folders.values():
-        with server(folder, "--backend=cpu") as target, attnd.Client(target) as client:
+        with server(folder, SLOW, "--backend=cpu") as target, attnd.Client(target) as client:
             assert client.get_server_info().gpu_sharing == "none"
             assert said(client, gpu, monkeypatch) == []
             old = attnd.ServerInfo.from_proto(attnd_pb2.GetServerInfoResponse(device="a GPU"))
-            assert old.gpu_sharing == ""
+            assert old.gpu_sharing == "" and old.round_trip is None
             monkeypatch.setattr(client, "get_server_info", lambda old=old: old)
             client._sharing_checked = False
             assert said(client, gpu, monkeypatch) == []

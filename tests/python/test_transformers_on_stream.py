@@ -10,6 +10,7 @@ import logging
 import signal
 import subprocess
 import types
+import warnings
 
 import pytest
 
@@ -23,7 +24,7 @@ from attnd.cuda import driver
 from attnd.cuda.errors import CudaError
 from attnd.cuda.session import StreamSession
 from attnd.cuda.sharing import TimeSlicesWarning
-from attnd.transformers import passes, streams
+from attnd.transformers import passes, regions, streams
 from attnd.transformers.stats import StatsCounter
 from conftest import require_program
 from emulated_fixtures import library
@@ -256,6 +257,39 @@ def test_time_slices_are_warned_of(target, on_stream, monkeypatch):
         assert attachment.stats.through_memory == attachment.stats.answers > 0
     assert [warning.filename for warning in warned] == [__file__]
     assert not on_stream[1]
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_a_round_trip_decides(target, on_stream, monkeypatch, slow):
+    """Whatever the pipes say; a warning that is an error leaves no connection."""
+    ask, measured = attnd.Client.get_server_info, []
+    monkeypatch.setattr(
+        attnd.Client,
+        "get_server_info",
+        lambda client: dataclasses.replace(ask(client), gpu_sharing="time-slices"),
+    )
+
+    def measure(client, gpu):
+        measured.append(gpu)
+        return attnd.RoundTrip(2000.0 if slow else 20.0, slow, "Mend it" if slow else "", 2100.0)
+
+    monkeypatch.setattr(attnd.Client, "measure_round_trip", measure)
+    closed = []
+    close = regions.Regions.close
+    monkeypatch.setattr(
+        regions.Regions, "close", lambda self: closed.append(self) or close(self)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if slow:
+            with pytest.raises(TimeSlicesWarning, match="Mend it. A kernel .* waited 2100 us"):
+                attnd.transformers.attach(load(TINY[0]), target, memory=True)
+            assert len(closed) == 1
+        else:
+            with attached(load(TINY[0]), target) as attachment:
+                generate(load(TINY[0]), prompt(TINY[0], 1, 20), attachment.new_cache())
+            assert all_on_stream(on_stream)
+    assert measured == [on_stream[0]]
 
 
 def test_a_long_pass_leaves_the_session_as_it_was(target, on_stream, monkeypatch):

@@ -216,7 +216,9 @@ class MalformedTest : public ::testing::Test {
     EXPECT_TRUE(Handle(Context(), GoodOpen(), &reply).ok());
     return reply.sequence_id();
   }
-  UnaryContext Context() { return {options_, *engine_, metrics_, v1::GPU_SHARING_NONE, ""}; }
+  UnaryContext Context() {
+    return {options_, *engine_, metrics_, v1::GPU_SHARING_NONE, newest_round_trip_, ""};
+  }
 
   void Append(const v1::AppendKvRequest& request) {
     const auto chunk = FromProto(request);
@@ -291,6 +293,7 @@ class MalformedTest : public ::testing::Test {
 
   ServerOptions options_;
   Metrics metrics_;
+  NewestRoundTrip newest_round_trip_;
   std::unique_ptr<engine::Engine> engine_;
   uint64_t witness_ = 0, victim_ = 0;
   uint64_t rows_answered_ = 0, chunks_taken_ = 0, sequences_opened_ = 0;

@@ -25,6 +25,7 @@ from attnd.results import (
     AppendedKv,
     Limits,
     OpenedSequence,
+    RoundTrip,
     SealedSequence,
     SealResult,
     SequenceInfo,
@@ -36,6 +37,7 @@ from attnd.v1 import attnd_pb2, attnd_pb2_grpc
 from attnd.words import check_machine
 
 if TYPE_CHECKING:
+    from attnd.cuda.gpu import Gpu
     from attnd.cuda.session import StreamSession
 
 
@@ -326,8 +328,9 @@ class Client:
         """As :meth:`memory_session`, for tensors in a GPU's memory: each layer of a pass is a kernel
         of the caller's CUDA stream, and may be part of a CUDA graph. Needs PyTorch with CUDA.
 
-        Warns once (:class:`attnd.cuda.TimeSlicesWarning`), saying how to mend it, if the stream and
-        the server get time slices of a GPU that they share.
+        The first of a client's measures a round trip (:meth:`measure_round_trip`) if the server has
+        a GPU, and warns (:class:`attnd.cuda.TimeSlicesWarning`), saying how to mend it, if the
+        stream and the server get time slices of a GPU that they share.
 
         Args:
             spin_us: how long the server looks for the stream's next layer without a pause, which
@@ -343,18 +346,46 @@ class Client:
 
         layout = PassLayout(shape, query_tokens_max, query_dtype, output_dtype)
         gpu = CudaGpu(device)
-        if not self._sharing_checked:
-            warn_of_time_slices(self.get_server_info(), stacklevel=2)
-            self._sharing_checked = True
         with contextlib.ExitStack() as made:
             connection = self.memory_socket(socket)
             made.callback(connection.close)
+            if not self._sharing_checked:
+                info = self.get_server_info()
+                warn_of_time_slices(info, lambda: self._round_trip(gpu, connection), stacklevel=2)
+                self._sharing_checked = True
             memory = PassMemory(connection, layout)
             stream = self.memory_stream(spin_us=spin_us)
             made.callback(stream.close)
             session = StreamSession(gpu, stream, memory, connection.close)
             made.pop_all()  # they are the session's
             return session
+
+    def measure_round_trip(
+        self, gpu: Gpu | None = None, *, device: Any = None, socket: str | None = None
+    ) -> RoundTrip:
+        """Measures what an empty answer takes a CUDA stream of this process: a kernel of the current
+        stream rings and waits, and the server answers behind an empty kernel of its own. So it tells
+        whether the two get time slices of one GPU. Takes some milliseconds, a second at most, and
+        waits for the GPU's work.
+
+        Args:
+            gpu: as a session of attnd.cuda has it; None: it is made, of device.
+            device, socket: as :meth:`cuda_session`.
+
+        Raises:
+            AttndError: if the server has no GPU, shares no memory, or did not answer in time.
+            attnd.cuda.CudaError: if PyTorch, CUDA or a GPU is missing or refuses.
+        """
+        from attnd.cuda.driver import CudaGpu
+
+        gpu = CudaGpu(device) if gpu is None else gpu
+        with contextlib.closing(self.memory_socket(socket)) as connection:
+            return self._round_trip(gpu, connection)
+
+    def _round_trip(self, gpu: Gpu, connection: MemorySocket) -> RoundTrip:
+        from attnd.cuda.round_trip import measure_round_trip
+
+        return measure_round_trip(gpu, connection, self._stub.Decode, self._metadata)
 
     def memory_socket(self, path: str | None = None) -> MemorySocket:
         """A connection at which to register regions; path and errors as :meth:`memory_session`."""

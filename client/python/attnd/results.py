@@ -33,6 +33,29 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class RoundTrip:
+    """An empty round trip between a client's stream and the server's GPU: medians of some turns.
+
+    Attributes:
+        device_us: microseconds from the launch of the server's empty kernel to its end, while a
+            kernel of the client's stream waited.
+        time_slices: whether that is so long that the two take turns on one GPU.
+        advice: what to do about it, in words; empty without time_slices.
+        stream_us: microseconds of the whole, from the launch of the client's kernel until this
+            process saw its end; None where the server tells of it.
+    """
+
+    device_us: float
+    time_slices: bool
+    advice: str = ""
+    stream_us: float | None = None
+
+    @staticmethod
+    def from_proto(message: attnd_pb2.RoundTrip, stream_us: float | None = None) -> RoundTrip:
+        return RoundTrip(message.device_us, message.time_slices, message.advice, stream_us)
+
+
+@dataclass(frozen=True)
 class ServerInfo:
     """What a server is and offers.
 
@@ -48,7 +71,8 @@ class ServerInfo:
         backend_status: why the first backend does less than it was made to; empty if it does not.
         gpu_sharing: how kernels of other processes run beside the server's on its GPU: "mps" is
             side by side, "time-slices" never at the same time; "none" without a GPU; empty if the
-            server does not say.
+            server does not say. By the pipe of MPS's control daemon alone.
+        round_trip: the newest that a client's stream has measured; None before the first.
     """
 
     version: str
@@ -61,6 +85,7 @@ class ServerInfo:
     backend_status: str = ""
     presets: tuple[Preset, ...] = ()
     gpu_sharing: str = ""
+    round_trip: RoundTrip | None = None
 
     @staticmethod
     def from_proto(message: attnd_pb2.GetServerInfoResponse) -> ServerInfo:
@@ -76,6 +101,9 @@ class ServerInfo:
             backend_status=message.backend_status,
             presets=tuple(Preset.from_proto(preset) for preset in message.presets),
             gpu_sharing=_GPU_SHARING.get(message.gpu_sharing, ""),
+            round_trip=(
+                RoundTrip.from_proto(message.round_trip) if message.HasField("round_trip") else None
+            ),
         )
 
 

@@ -9,6 +9,7 @@
 #include <ostream>
 #include <string>
 
+#include "gpu/device/device.h"
 #include "tests/gpu/emulated/faulty_kernels.h"
 
 namespace attnd::gpu::emulated {
@@ -71,6 +72,20 @@ TEST(EmulatedDeviceDeathTest, SeesThatNoThreadCanGoOn) {
   uint32_t words[kFaultyWords];
   RunFaulty(LeavesABarrierOut, /*right=*/true, words);
   EXPECT_DEATH(RunFaulty(LeavesABarrierOut, /*right=*/false, words), "all threads wait for ever");
+}
+
+// It is launched: the kernel's symbol is there, and the stream is as usable as before.
+TEST(EmulatedCudaDevice, RunsAnEmptyKernel) {
+  const auto device = OpenCudaDevice();
+  ASSERT_TRUE(device.ok()) << device.status();
+  const auto stream = (*device)->NewStream();
+  ASSERT_TRUE(stream.ok()) << stream.status();
+  for (int i = 0; i < 2; ++i) {
+    const auto time = (*stream)->RunEmpty();
+    ASSERT_TRUE(time.ok()) << time.status();
+    EXPECT_GT(time->count(), 0);
+  }
+  EXPECT_TRUE((*stream)->Synchronize().ok());
 }
 
 }  // namespace

@@ -78,6 +78,8 @@ TEST(Metrics, EveryPromisedNameIsThereFromTheStart) {
                                  "backend_graph_launches_total",
                                  "backend_degraded",
                                  "gpu_time_slices",
+                                 "round_trip_seconds",
+                                 "round_trips_total",
                                  "ssd_bytes_total",
                                  "sealed_sequences_total",
                                  "resumed_sequences_total",
@@ -335,6 +337,18 @@ TEST(Metrics, ADeviceIsATierAndHasArenas) {
   EXPECT_EQ(values["attnd_gpu_time_slices"], 0);
   metrics.SetTimeSlices(true);
   EXPECT_EQ(Values(metrics)["attnd_gpu_time_slices"], 1);
+}
+
+TEST(Metrics, RoundTripsAreCountedByWhatTheyFound) {
+  Metrics metrics;
+  metrics.OnRoundTrip(std::chrono::microseconds(20), false);
+  for (int i = 0; i < 2; ++i) metrics.OnRoundTrip(std::chrono::milliseconds(2), true);
+  for (int i = 0; i < 3; ++i) metrics.OnRoundTripFailed();
+  auto values = Values(metrics);
+  EXPECT_EQ(values["attnd_round_trips_total{outcome=side_by_side}"], 1);
+  EXPECT_EQ(values["attnd_round_trips_total{outcome=time_slices}"], 2);
+  EXPECT_EQ(values["attnd_round_trips_total{outcome=failed}"], 3);
+  EXPECT_EQ(values["attnd_round_trip_seconds"], 3);
 }
 
 TEST(Metrics, TheArchivesCountersFollowIt) {

@@ -3,23 +3,29 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pathlib
 import warnings
+from collections.abc import Callable
 
-from attnd.results import ServerInfo
+from attnd.cuda.errors import CudaError
+from attnd.errors import AttndError
+from attnd.results import RoundTrip, ServerInfo
+
+_LOGGER = logging.getLogger(__name__)
 
 _MEND = (
     "Kernels of the two never run at the same time on one GPU, so that a layer takes milliseconds "
     "where it takes tenths of one under MPS (docs/PERFORMANCE.md, \"A model server's loop on one "
     'GPU"). {how}: docs/OPERATIONS.md, "Beside a model server on one GPU". Nothing is lost where '
-    "the stream is on another GPU than the server."
+    "the stream is on another GPU than the server: no round trip could be measured."
 )
 
 
 class TimeSlicesWarning(RuntimeWarning):
-    """A stream and the server that it waits for get time slices of the GPU, one after the other,
-    unless each has a GPU of its own. Answers are the same, and come late."""
+    """A stream and the server that it waits for get time slices of the GPU, one after the other.
+    Answers are the same, and come late."""
 
 
 def mps_control_pipe() -> str:
@@ -30,24 +36,57 @@ def mps_control_pipe() -> str:
     return str(pipe) if os.path.exists(pipe) else ""
 
 
-def warn_of_time_slices(info: ServerInfo, *, stacklevel: int) -> bool:
-    """Issues a TimeSlicesWarning, which says how to mend it, if the server or this process does not
-    run under MPS. Not for a server without a GPU, and one that does not say.
+def warn_of_time_slices(
+    info: ServerInfo, measure: Callable[[], RoundTrip], *, stacklevel: int
+) -> bool:
+    """Issues a TimeSlicesWarning, which says how to mend it, if a round trip takes as long as in time
+    slices. Where none can be measured, of which the log has a warning, it is issued if the server or
+    this process has found no control pipe of MPS. Not for a server without a GPU, and one that does
+    not say; of these none is measured.
 
     Args:
+        measure: measures it.
         stacklevel: whose line the warning names: 1 is the caller's, as for warnings.warn.
 
     Returns:
         Whether it did.
     """
+    if info.gpu_sharing not in ("mps", "time-slices"):
+        return False
+    try:
+        text = _measured(measure())
+    except (AttndError, CudaError) as error:
+        _LOGGER.warning(
+            "MPS's control pipes alone say whether the server's GPU is shared in time slices, as no "
+            "round trip was measured: %s",
+            error,
+        )
+        text = _by_pipes(info)
+    if text:
+        warnings.warn(text, TimeSlicesWarning, stacklevel=stacklevel + 1)
+    return bool(text)
+
+
+def _measured(trip: RoundTrip) -> str:
+    """What to warn of; empty: nothing."""
+    if not trip.time_slices:
+        return ""
+    pipe = mps_control_pipe()
+    return (
+        f"{trip.advice}. A kernel of this process's stream waited {trip.stream_us:.0f} us for an "
+        f"empty answer; this process "
+        + (f"has found the pipe {pipe}." if pipe else "has found no pipe of a control daemon.")
+    )
+
+
+def _by_pipes(info: ServerInfo) -> str:
+    """As _measured, of what is known before."""
     if info.gpu_sharing == "time-slices":
         why = f"attnd's server does not run under MPS on its GPU ({info.device})."
         how = "Start the server and this process under one control daemon (scripts/with_mps.sh)"
-    elif info.gpu_sharing == "mps" and not mps_control_pipe():
+    elif not mps_control_pipe():
         why = f"attnd's server runs under MPS on its GPU ({info.device}), this process does not."
         how = "Give this process the server's folder of pipes (CUDA_MPS_PIPE_DIRECTORY)"
     else:
-        return False
-    text = f"{why} {_MEND.format(how=how)}"
-    warnings.warn(text, TimeSlicesWarning, stacklevel=stacklevel + 1)
-    return True
+        return ""
+    return f"{why} {_MEND.format(how=how)}"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import TracebackType
 from typing import Any
 
@@ -97,10 +98,17 @@ class Attachment:
         self._policy = as_policy(policy)
         limits, config = self._info.limits, model.config.get_text_config()
         where = streams.gpu_of(model) if memory else None
-        # The warning names the line that calls attach().
-        if where is not None and warn_of_time_slices(self._info, stacklevel=3):
-            where = None  # a host thread that waits holds no slice, and a kernel does
         regions = Regions(client, limits) if memory else None
+        try:
+            # The warning names the line that calls attach().
+            if where is not None and warn_of_time_slices(
+                self._info, functools.partial(client.measure_round_trip, where.gpu), stacklevel=3
+            ):
+                where = None  # a host thread that waits holds no slice, and a kernel does
+        except BaseException:  # a warning that is an error, too
+            if regions is not None:
+                regions.close()
+            raise
         self._server = Server(
             client,
             limits,

@@ -67,7 +67,7 @@ class CloseSequenceResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ["begin_pass", "complete_prefills", "deadline_us", "k", "layer", "output_dtype", "q", "rows", "step_id", "v"]
+    __slots__ = ["begin_pass", "complete_prefills", "deadline_us", "k", "layer", "output_dtype", "q", "round_trip", "rows", "step_id", "v"]
     BEGIN_PASS_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_PREFILLS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_US_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +75,7 @@ class DecodeRequest(_message.Message):
     LAYER_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_DTYPE_FIELD_NUMBER: _ClassVar[int]
     Q_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIP_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     V_FIELD_NUMBER: _ClassVar[int]
@@ -85,17 +86,19 @@ class DecodeRequest(_message.Message):
     layer: int
     output_dtype: _types_pb2.DType
     q: _types_pb2.Tensor
+    round_trip: RoundTripRequest
     rows: _containers.RepeatedCompositeFieldContainer[DecodeRow]
     step_id: int
     v: _types_pb2.Tensor
-    def __init__(self, step_id: _Optional[int] = ..., layer: _Optional[int] = ..., deadline_us: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[DecodeRow, _Mapping]]] = ..., q: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., k: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., output_dtype: _Optional[_Union[_types_pb2.DType, str]] = ..., begin_pass: _Optional[_Union[Pass, _Mapping]] = ..., complete_prefills: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, step_id: _Optional[int] = ..., layer: _Optional[int] = ..., deadline_us: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[DecodeRow, _Mapping]]] = ..., q: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., k: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., output_dtype: _Optional[_Union[_types_pb2.DType, str]] = ..., begin_pass: _Optional[_Union[Pass, _Mapping]] = ..., complete_prefills: _Optional[_Iterable[int]] = ..., round_trip: _Optional[_Union[RoundTripRequest, _Mapping]] = ...) -> None: ...
 
 class DecodeResponse(_message.Message):
-    __slots__ = ["engine_us", "lse", "out", "queue_us", "rows", "status", "step_id"]
+    __slots__ = ["engine_us", "lse", "out", "queue_us", "round_trip", "rows", "status", "step_id"]
     ENGINE_US_FIELD_NUMBER: _ClassVar[int]
     LSE_FIELD_NUMBER: _ClassVar[int]
     OUT_FIELD_NUMBER: _ClassVar[int]
     QUEUE_US_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIP_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
@@ -103,10 +106,11 @@ class DecodeResponse(_message.Message):
     lse: _types_pb2.Tensor
     out: _types_pb2.Tensor
     queue_us: int
+    round_trip: RoundTrip
     rows: _containers.RepeatedCompositeFieldContainer[RowResult]
     status: _types_pb2.Status
     step_id: int
-    def __init__(self, step_id: _Optional[int] = ..., status: _Optional[_Union[_types_pb2.Status, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[RowResult, _Mapping]]] = ..., out: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., lse: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., queue_us: _Optional[int] = ..., engine_us: _Optional[int] = ...) -> None: ...
+    def __init__(self, step_id: _Optional[int] = ..., status: _Optional[_Union[_types_pb2.Status, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[RowResult, _Mapping]]] = ..., out: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., lse: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., queue_us: _Optional[int] = ..., engine_us: _Optional[int] = ..., round_trip: _Optional[_Union[RoundTrip, _Mapping]] = ...) -> None: ...
 
 class DecodeRow(_message.Message):
     __slots__ = ["policy", "position", "query_only", "query_tokens", "sequence_id", "token_ids", "want_kv_head_errors"]
@@ -157,7 +161,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ["backend_status", "backends", "client_memory", "default_policy", "device", "gpu_sharing", "limits", "policies", "presets", "simd_target", "version"]
+    __slots__ = ["backend_status", "backends", "client_memory", "default_policy", "device", "gpu_sharing", "limits", "policies", "presets", "round_trip", "simd_target", "version"]
     BACKENDS_FIELD_NUMBER: _ClassVar[int]
     BACKEND_STATUS_FIELD_NUMBER: _ClassVar[int]
     CLIENT_MEMORY_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +171,7 @@ class GetServerInfoResponse(_message.Message):
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     POLICIES_FIELD_NUMBER: _ClassVar[int]
     PRESETS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIP_FIELD_NUMBER: _ClassVar[int]
     SIMD_TARGET_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     backend_status: str
@@ -178,9 +183,10 @@ class GetServerInfoResponse(_message.Message):
     limits: Limits
     policies: _containers.RepeatedCompositeFieldContainer[_types_pb2.Policy]
     presets: _containers.RepeatedCompositeFieldContainer[PresetInfo]
+    round_trip: RoundTrip
     simd_target: str
     version: str
-    def __init__(self, version: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., policies: _Optional[_Iterable[_Union[_types_pb2.Policy, _Mapping]]] = ..., default_policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., simd_target: _Optional[str] = ..., device: _Optional[str] = ..., backend_status: _Optional[str] = ..., presets: _Optional[_Iterable[_Union[PresetInfo, _Mapping]]] = ..., client_memory: _Optional[_Union[ClientMemory, _Mapping]] = ..., gpu_sharing: _Optional[_Union[GpuSharing, str]] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., policies: _Optional[_Iterable[_Union[_types_pb2.Policy, _Mapping]]] = ..., default_policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., simd_target: _Optional[str] = ..., device: _Optional[str] = ..., backend_status: _Optional[str] = ..., presets: _Optional[_Iterable[_Union[PresetInfo, _Mapping]]] = ..., client_memory: _Optional[_Union[ClientMemory, _Mapping]] = ..., gpu_sharing: _Optional[_Union[GpuSharing, str]] = ..., round_trip: _Optional[_Union[RoundTrip, _Mapping]] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ["max_message_bytes", "max_query_tokens", "max_queued_steps", "max_rows", "max_sequence_tokens", "max_sequences", "max_streams", "memory_budget_bytes"]
@@ -363,6 +369,24 @@ class RenewLeaseResponse(_message.Message):
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     lease_seconds: int
     def __init__(self, lease_seconds: _Optional[int] = ...) -> None: ...
+
+class RoundTrip(_message.Message):
+    __slots__ = ["advice", "device_us", "time_slices"]
+    ADVICE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_US_FIELD_NUMBER: _ClassVar[int]
+    TIME_SLICES_FIELD_NUMBER: _ClassVar[int]
+    advice: str
+    device_us: float
+    time_slices: bool
+    def __init__(self, device_us: _Optional[float] = ..., time_slices: bool = ..., advice: _Optional[str] = ...) -> None: ...
+
+class RoundTripRequest(_message.Message):
+    __slots__ = ["memory", "turns"]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    memory: PassMemory
+    turns: int
+    def __init__(self, turns: _Optional[int] = ..., memory: _Optional[_Union[PassMemory, _Mapping]] = ...) -> None: ...
 
 class RowResult(_message.Message):
     __slots__ = ["prefill", "stats", "status"]

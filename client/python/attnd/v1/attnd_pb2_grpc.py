@@ -127,11 +127,13 @@ class AttndServicer(object):
         idle              rows without begin_pass           the layer is answered; idle
         idle              rows and begin_pass               layer 0 is answered; in a pass at layer 1
         idle              complete_prefills                 prompts are segmented; idle
+        idle              round_trip                        a round trip is measured; idle
         idle              none of these                     INVALID_ARGUMENT; idle
         in a pass at n    neither rows nor the above,       the layer is answered; in a pass at n + 1, or idle if n is
         and layer is n                    the last layer
         in a pass at n    likewise, layer is not n          INVALID_ARGUMENT; the pass is given up; idle
-        in a pass at n    rows, or complete_prefills        the pass is given up; then as in idle
+        in a pass at n    rows, complete_prefills, or       the pass is given up; then as in idle
+        round_trip
         in a pass at n    the stream ends, by whomever      the pass is given up
 
         A pass over memory (Pass.memory) has no messages for its layers: they lie in memory that the client shares with the

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/calls/round_trip.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "common/status.h"
+#include "glog/logging.h"
+#include "plane/pass_memory.h"
+#include "plane/region_table.h"
+#include "plane/turns.h"
+#include "server/calls/memory_pass.h"
+#include "server/calls/memory_plane.h"
+
+namespace attnd::server {
+namespace {
+
+using std::chrono::nanoseconds;
+using Micros32 = std::chrono::duration<float, std::micro>;
+
+absl::Status CheckAlone(const v1::DecodeRequest& r) {
+  const bool others = r.rows_size() > 0 || r.has_q() || r.has_k() || r.has_v() ||
+                      r.has_begin_pass() || r.layer() != 0 || r.deadline_us() != 0 ||
+                      r.output_dtype() != 0;
+  if (others) return Invalid("round_trip", " is there beside other fields; allowed is step_id");
+  return absl::OkStatus();
+}
+
+absl::Status CheckRequest(const v1::RoundTripRequest& request) {
+  if (request.turns() < kRoundTripTurnsMin || request.turns() > kRoundTripTurnsMax) {
+    return Invalid("round_trip.turns", " is ", request.turns(), "; allowed are ",
+                   kRoundTripTurnsMin, "..", kRoundTripTurnsMax);
+  }
+  const v1::PassMemory& memory = request.memory();
+  if (memory.has_q() || memory.has_k() || memory.has_v() || memory.has_out() || memory.has_lse()) {
+    return Invalid("round_trip.memory", " has spans; a turn has no tensors");
+  }
+  return CheckSpin("round_trip.memory.spin_us", memory.spin_us());
+}
+
+// How long the server's kernel took in each turn.
+absl::StatusOr<std::vector<nanoseconds>> AnswerTurns(const RoundTripStream& stream,
+                                                     const v1::RoundTripRequest& request,
+                                                     plane::ServerTurns* turns) {
+  plane::ServerTurns::Wait wait = {.limit = {},
+                                   .spin = std::chrono::microseconds(request.memory().spin_us()),
+                                   .waiting = request.memory().device_rings()
+                                                  ? plane::Waiting::kLooking
+                                                  : plane::Waiting::kWoken,
+                                   .cancelled = stream.cancelled,
+                                   .stopping = stream.stopping};
+  std::vector<nanoseconds> times;
+  while (times.size() < request.turns()) {
+    wait.limit = std::chrono::steady_clock::now() + stream.handlers->options->reply_timeout();
+    ATTND_RETURN_IF_ERROR(turns->AwaitRing(wait));
+    ATTND_ASSIGN_OR_RETURN(const nanoseconds time, stream.handlers->engine->backend().RunEmpty());
+    times.push_back(time);
+    turns->Answer(0);
+  }
+  return times;
+}
+
+absl::StatusOr<std::vector<nanoseconds>> TakeTurns(const RoundTripStream& stream,
+                                                   const v1::RoundTripRequest& request) {
+  const v1::PassMemory& memory = request.memory();
+  ATTND_ASSIGN_OR_RETURN(const plane::RegionUse region, stream.handlers->memory->regions()->Use(
+                                                            *stream.tenant, memory.region_id()));
+  ATTND_RETURN_IF_ERROR(plane::CheckSpan("round_trip.memory.words",
+                                         {.offset = memory.words_offset(), .layer_stride = 0},
+                                         sizeof(plane::Words), 1, region.bytes()));
+  plane::ServerTurns turns(reinterpret_cast<plane::Words*>(region.data() + memory.words_offset()),
+                           memory.first_epoch(), request.turns());
+  auto times = AnswerTurns(stream, request, &turns);
+  if (!times.ok()) turns.GiveUp(0);
+  return times;
+}
+
+// The median of all but the first: that one may have loaded the kernel.
+nanoseconds MedianOf(std::vector<nanoseconds> times) {
+  times.erase(times.begin());
+  const auto middle = times.begin() + static_cast<ptrdiff_t>((times.size() - 1) / 2);
+  std::nth_element(times.begin(), middle, times.end());
+  return *middle;
+}
+
+std::string Advice(v1::GpuSharing sharing, float device_us) {
+  const char* const how =
+      sharing == v1::GPU_SHARING_MPS
+          ? "This server has found the pipe of an MPS control daemon: see that the daemon lives, "
+            "and "
+            "that the client was started with the same CUDA_MPS_PIPE_DIRECTORY"
+          : "This server does not run under MPS: start it and the client under one control daemon "
+            "(scripts/with_mps.sh)";
+  return absl::StrCat("While a client's stream waited, an empty kernel of the server took ",
+                      static_cast<int64_t>(device_us),
+                      " us, where it takes some tens side by side: "
+                      "the two get time slices of one GPU, or other work kept it busy. ",
+                      how, ": docs/OPERATIONS.md, \"Beside a model server on one GPU\"");
+}
+
+}  // namespace
+
+absl::StatusOr<v1::RoundTrip> MeasureRoundTrip(const RoundTripStream& stream,
+                                               const v1::DecodeRequest& request) {
+  ATTND_RETURN_IF_ERROR(CheckAlone(request));
+  ATTND_RETURN_IF_ERROR(CheckRequest(request.round_trip()));
+  const auto times = TakeTurns(stream, request.round_trip());
+  if (!times.ok()) {
+    stream.handlers->metrics->OnRoundTripFailed();
+    return times.status();
+  }
+  const nanoseconds median = MedianOf(*times);
+  v1::RoundTrip measured;
+  measured.set_device_us(Micros32(median).count());
+  measured.set_time_slices(median >= kTimeSlicesFrom);
+  if (measured.time_slices()) {
+    measured.set_advice(Advice(stream.handlers->gpu_sharing, measured.device_us()));
+    LOG_EVERY_T(WARNING, 60) << measured.advice();
+  }
+  stream.handlers->metrics->OnRoundTrip(median, measured.time_slices());
+  stream.handlers->newest_round_trip.Set(measured);
+  return measured;
+}
+
+}  // namespace attnd::server

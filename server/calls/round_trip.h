@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Empty round trips between a client's stream and the server's GPU (the proto, RoundTripRequest).
+#ifndef ATTND_SERVER_CALLS_ROUND_TRIP_H_
+#define ATTND_SERVER_CALLS_ROUND_TRIP_H_
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "attnd/v1/attnd.pb.h"
+#include "server/calls/handler.h"
+
+namespace attnd::server {
+
+// From which time on an empty kernel is taken for one that had to wait for a time slice of another
+// process. Side by side it takes some tens of microseconds; a slice is 1 to 3 ms long. The
+// geometric mean of 50 us and 2 ms: not chosen by measuring both on a GPU (docs/GAPS.md).
+inline constexpr std::chrono::microseconds kTimeSlicesFrom{300};
+
+inline constexpr uint32_t kRoundTripTurnsMin = 2;
+inline constexpr uint32_t kRoundTripTurnsMax = 64;
+
+// What a stream has of a message with round_trip. All of it outlives the call.
+struct RoundTripStream {
+  HandlerContext* handlers = nullptr;
+  const std::string* tenant = nullptr;
+  const std::atomic<bool>* cancelled = nullptr;
+  const std::atomic<bool>* stopping = nullptr;  // the server ends
+};
+
+// Answers the client's rings, each behind an empty kernel of the backend's, on the calling thread.
+// What was measured is counted, logged if the client is to be told of time slices, and the newest
+// from here on. Errors are those of RoundTripRequest; the client's words say so, where the region
+// is one.
+absl::StatusOr<v1::RoundTrip> MeasureRoundTrip(const RoundTripStream& stream,
+                                               const v1::DecodeRequest& request);
+
+}  // namespace attnd::server
+
+#endif  // ATTND_SERVER_CALLS_ROUND_TRIP_H_
