@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <cstdint>
 #include <future>
 #include <set>
@@ -23,7 +22,6 @@
 namespace attnd::gpu::test {
 namespace {
 
-using attention::Fallback;
 using attention::OnMiss;
 using attention::PagePatience;
 using attention::PageWant;
@@ -34,15 +32,11 @@ using attention::test::StepResult;
 using attention::test::TestRow;
 using attention::test::TestSequence;
 
-bool HasQuantile(const TestRow& row) {
-  return row.policy.quantile > 0 && std::isfinite(row.policy.tolerance);
-}
-
 // Rows of cluster policies that choose tokens.
 std::vector<TestRow> RowsThatChoose(TestSequence* sequence, uint32_t layer, OnMiss on_miss) {
   std::vector<TestRow> rows = RowsOfLayer(sequence, layer);
   std::erase_if(rows, [layer](const TestRow& row) {
-    return ReadsAllTokens(row, layer) || !row.policy.cuts_clusters() || HasQuantile(row);
+    return ReadsAllTokens(row, layer) || !row.policy.cuts_clusters();
   });
   for (TestRow& row : rows) row.policy.on_miss = on_miss;
   return rows;
@@ -233,19 +227,25 @@ INSTANTIATE_TEST_SUITE_P(Indexes, MissedPages,
                          testing::Values(attention::kClusterIndexes, attention::kTreeIndexes),
                          [](const auto& c) { return c.param.ToString(); });
 
-// With a quantile the device has made its estimates when a page turns out to be late.
-TEST(MissedPagesOfQuantiles, AreTheCpus) {
+// Rows with a quantile choose until the estimate of the rest is within their tolerance, beside
+// closed groups or with all of them open: what is late then joins that estimate.
+TEST(MissedPagesOfQuantiles, AnswersAreTheCpus) {
   CopyingStore store;
-  const TestSequence whole = HostSequence(0, attention::kTreeIndexes);
+  const TestSequence whole =
+      MakeTreeOfKeys({4, 1, 64, 64, {2600, 700}, 70, attention::kTreeIndexes}, DType::kBf16);
   TestSequence paged = Paged(whole, &store);
-  std::vector<TestRow> rows = RowsOfLayer(&paged, 0);
-  std::erase_if(rows, [](const TestRow& row) { return !HasQuantile(row); });
-  ASSERT_FALSE(rows.empty());
+  std::vector<TestRow> rows = RowsOfQuantiles(&paged, 0);
   for (TestRow& row : rows) row.policy.on_miss = OnMiss::kEstimate;
+  store.set_in_time(OnePageOfThreeIsLate);
   const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
-  ASSERT_TRUE(RunStep(fake.backend.get(), 0, rows).status.ok());
-  const attention::BackendStats stats = fake.backend->stats();
-  EXPECT_EQ(stats.fallback_rows[static_cast<size_t>(Fallback::kPaged)], rows.size());
+  const StepResult found = RunStep(fake.backend.get(), 0, rows);
+  const StepResult cpu = RunStep(MakeCpu().get(), 0, rows);
+  EXPECT_TRUE(Agree(found, cpu, rows));
+  EXPECT_GT(MissedTokens(found), 0u);
+  const QuantileEnds ends = EndsOf(found.plans), expected = EndsOf(cpu.plans);
+  EXPECT_EQ(ends.closed > 0, expected.closed > 0);
+  EXPECT_EQ(ends.opened > 0, expected.opened > 0);
+  EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
 }
 
 }  // namespace

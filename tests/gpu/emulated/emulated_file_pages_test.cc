@@ -294,6 +294,27 @@ TEST(EmulatedFileCopies, ARefusedCopyIsTriedAgain) {
   EXPECT_GT(copies, 5u) << "three groups of pages, their list, and the inputs of two runs";
 }
 
+// The demote stage behind choices that have made their estimates: those of units that miss
+// something are made anew, wherever their choices ended, and others stay.
+TEST(EmulatedQuantilePages, WhatDoesNotComeInTimeIsEstimated) {
+  CopyingStore store;
+  const TestSequence whole =
+      MakeTreeOfKeys({2, 1, 64, 64, {2300}, 20, attention::kTreeIndexes}, DType::kBf16);
+  TestSequence paged = Paged(whole, &store);
+  const auto backend = MakeEmulatedBackend(FetchOptions(uint64_t{8} << 20));
+  std::vector<TestRow> rows = SomeRowsOfQuantiles(&paged, 2, 400);
+  for (TestRow& row : rows) row.policy.on_miss = attention::OnMiss::kEstimate;
+  for (const bool late : {true, false}) {
+    store.set_in_time([&](const attention::PageWant& want) { return !late || want.page % 3 != 1; });
+    const StepResult found = RunStep(backend.get(), 0, rows);
+    EXPECT_TRUE(Agree(found, RunStep(MakeCpu().get(), 0, rows), rows));
+    uint64_t missed = 0;
+    for (const auto& row : found.rows) missed += row.stats.missed_tokens;
+    EXPECT_EQ(missed > 0, late);
+  }
+  EXPECT_EQ(backend->stats().fallback_steps, 0u);
+}
+
 // There is one turn for steps that read files. A step whose rows over files are all the CPU's is
 // answered while another one has it, and waits for a disk.
 TEST(EmulatedFileTurns, WhatReadsNoFileTakesNone) {
