@@ -12,9 +12,11 @@
 #include <chrono>
 #include <cstdint>
 #include <future>
+#include <memory>
 #include <set>
 #include <vector>
 
+#include "gpu/auto_backend.h"
 #include "tests/attention/cpu/paged_support.h"
 #include "tests/gpu/agreement.h"
 #include "tests/gpu/support.h"
@@ -22,6 +24,7 @@
 namespace attnd::gpu::test {
 namespace {
 
+using attention::Fallback;
 using attention::OnMiss;
 using attention::PagePatience;
 using attention::PageWant;
@@ -49,6 +52,19 @@ uint64_t MissedTokens(const StepResult& step) {
   uint64_t tokens = 0;
   for (const auto& row : step.rows) tokens += row.stats.missed_tokens;
   return tokens;
+}
+
+// Until when each call of the store that takes what is there in time waits for the rest; the first
+// ones are refused.
+using Moments = std::vector<std::chrono::steady_clock::time_point>;
+std::shared_ptr<Moments> NoteMoments(CopyingStore* store, size_t refused) {
+  auto moments = std::make_shared<Moments>();
+  store->set_on_fetch([moments, refused](const PagePatience& patience) {
+    if (!patience.partial) return absl::OkStatus();
+    moments->push_back(patience.deadline.value());
+    return moments->size() <= refused ? absl::UnavailableError("not now") : absl::OkStatus();
+  });
+  return moments;
 }
 
 bool OnePageOfThreeIsLate(const PageWant& want) { return want.page % 3 != 1; }
@@ -184,6 +200,41 @@ TEST_P(MissedPages, EachRowWaitsAsLongAsItsPolicySays) {
   });
   ASSERT_TRUE(RunStep(fake.backend.get(), 0, rows).status.ok());
   EXPECT_EQ(longer.size(), 2u);
+}
+
+// Where the CPU answers after all, what the device has waited counts. The store refuses its first
+// call.
+TEST_P(MissedPages, TheCpuWaitsNoLongerThanTheDeviceWould) {
+  const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
+  std::vector<TestRow> rows = EstimatingRows(&paged_, 0);
+  // The sinks come before.
+  ASSERT_TRUE(RunStep(fake.backend.get(), 0, std::vector{rows.at(0)}).status.ok());
+  store_.set_in_time([](const PageWant&) { return false; });
+  for (TestRow& row : rows) row.policy.miss_wait_us = 900000;
+  const auto moments = NoteMoments(&store_, /*refused=*/1);
+  ASSERT_TRUE(RunStep(fake.backend.get(), 0, rows).status.ok());
+  EXPECT_GT(fake.backend->stats().fallback_rows[static_cast<size_t>(Fallback::kPaged)], 0u);
+  EXPECT_GT(moments->size(), 1u) << "the device's and the CPU's";
+  EXPECT_EQ(std::set(moments->begin(), moments->end()).size(), 1u);
+}
+
+// The device's rows of a step come before the CPU's.
+TEST_P(MissedPages, RowsOfBothBackendsWaitFromTheStepsStart) {
+  FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
+  CopyingStore store;
+  TestSequence cpus = Paged(whole_, &store);
+  auto view = std::make_shared<attention::SequenceView>(*paged_.view);
+  view->owner = fake.backend.get();
+  paged_.view = std::move(view);
+  std::vector<TestRow> rows = Alternating(EstimatingRows(&paged_, 0), EstimatingRows(&cpus, 0));
+  for (TestRow& row : rows) row.policy.miss_wait_us = 900000;
+  const auto both = MakeAutoBackend(std::move(fake.backend), MakeCpu());
+  const auto of_device = NoteMoments(&store_, 0), of_cpu = NoteMoments(&store, 0);
+  ASSERT_TRUE(RunStep(both.get(), 0, rows).status.ok());
+  ASSERT_FALSE(of_device->empty());
+  ASSERT_FALSE(of_cpu->empty());
+  of_device->insert(of_device->end(), of_cpu->begin(), of_cpu->end());
+  EXPECT_EQ(std::set(of_device->begin(), of_device->end()).size(), 1u);
 }
 
 // A damaged page is no late one.
