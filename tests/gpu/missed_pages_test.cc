@@ -88,7 +88,7 @@ TEST_P(MissedPages, AnswersAreTheCpus) {
     for (const uint32_t layer : {0, 1, 0}) {
       const std::vector<TestRow> rows = EstimatingRows(&paged_, layer);
       const StepResult found = RunStep(fake.backend.get(), layer, rows);
-      EXPECT_TRUE(Agree(found, RunStep(MakeCpu().get(), layer, rows), rows));
+      EXPECT_TRUE(Agree(found, RunStep(MakeCpu().get(), layer, rows), RowsOver(&whole_, rows)));
       EXPECT_GT(MissedTokens(found), 0u);
       for (const auto& row : found.rows) {
         EXPECT_LE(row.stats.missed_tokens, row.stats.estimated_tokens);
@@ -105,7 +105,7 @@ TEST_P(MissedPages, NothingComes) {
   const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
   const std::vector<TestRow> rows = EstimatingRows(&paged_, 0);
   const StepResult found = RunStep(fake.backend.get(), 0, rows);
-  EXPECT_TRUE(Agree(found, RunStep(MakeCpu().get(), 0, rows), rows));
+  EXPECT_TRUE(Agree(found, RunStep(MakeCpu().get(), 0, rows), RowsOver(&whole_, rows)));
   for (const auto& row : found.rows) EXPECT_EQ(row.stats.exact_tokens, 0u);
   EXPECT_EQ(fake.backend->stats().files.pages, 0u);
   EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
@@ -268,7 +268,8 @@ TEST_P(MissedPages, WhatDidNotComeIsNotForgotten) {
   const std::vector<TestRow> rows = EstimatingRows(&paged_, 0);
   for (const TestRow& row : rows) {
     const std::vector<TestRow> one = {row};
-    EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, one), RunStep(MakeCpu().get(), 0, one), one));
+    EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, one), RunStep(MakeCpu().get(), 0, one),
+                      RowsOver(&whole_, one)));
   }
   EXPECT_GT(fake.backend->stats().files.runs_again, rows.size());
   EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
@@ -282,7 +283,7 @@ INSTANTIATE_TEST_SUITE_P(Indexes, MissedPages,
 // closed groups or with all of them open: what is late then joins that estimate.
 TEST(MissedPagesOfQuantiles, AnswersAreTheCpus) {
   CopyingStore store;
-  const TestSequence whole =
+  TestSequence whole =
       MakeTreeOfKeys({4, 1, 64, 64, {2600, 700}, 70, attention::kTreeIndexes}, DType::kBf16);
   TestSequence paged = Paged(whole, &store);
   std::vector<TestRow> rows = RowsOfQuantiles(&paged, 0);
@@ -291,7 +292,7 @@ TEST(MissedPagesOfQuantiles, AnswersAreTheCpus) {
   const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
   const StepResult found = RunStep(fake.backend.get(), 0, rows);
   const StepResult cpu = RunStep(MakeCpu().get(), 0, rows);
-  EXPECT_TRUE(Agree(found, cpu, rows));
+  EXPECT_TRUE(Agree(found, cpu, RowsOver(&whole, rows)));
   EXPECT_GT(MissedTokens(found), 0u);
   const QuantileEnds ends = EndsOf(found.plans), expected = EndsOf(cpu.plans);
   EXPECT_EQ(ends.closed > 0, expected.closed > 0);
