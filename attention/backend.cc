@@ -12,6 +12,12 @@ bool SequenceView::paged() const {
                      [](const auto& segment) { return segment->paged(); });
 }
 
+StepRequest Begun(const StepRequest& request) {
+  StepRequest begun = request;
+  if (!begun.begun.has_value()) begun.begun = std::chrono::steady_clock::now();
+  return begun;
+}
+
 absl::Status CheckAlive(const StepRequest& request) {
   if (request.cancelled != nullptr && request.cancelled->load(std::memory_order_relaxed)) {
     return absl::CancelledError("the caller has gone");

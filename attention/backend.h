@@ -103,10 +103,16 @@ struct StepRequest {
   std::optional<std::chrono::steady_clock::time_point> deadline;
   // Checked before each piece of work; Cancelled when set. May be null.
   const std::atomic<bool>* cancelled = nullptr;
+  // From when the time counts for which policies wait for pages (miss_wait_us). None: from when a
+  // backend is asked.
+  std::optional<std::chrono::steady_clock::time_point> begun;
   // If not null, receives the plans of the rows whose policies select, ordered by (row, query
   // token, KV head).
   std::vector<Plan>* plans = nullptr;
 };
+
+// The request, begun now if it has not begun before: for a backend that may ask another one.
+StepRequest Begun(const StepRequest& request);
 
 // Cancelled or DeadlineExceeded if nobody waits for the step's answer any more.
 absl::Status CheckAlive(const StepRequest& request);

@@ -59,9 +59,10 @@ class AutoBackend : public Backend {
     }
     if (cpu_rows.empty()) return device_->Step(request);
     if (device_rows.empty()) return cpu_->Step(request);
+    const StepRequest begun = attention::Begun(request);
     std::vector<Plan> plans;
-    ATTND_RETURN_IF_ERROR(StepRows(request, device_rows, device_.get(), &plans));
-    ATTND_RETURN_IF_ERROR(StepRows(request, cpu_rows, cpu_.get(), &plans));
+    ATTND_RETURN_IF_ERROR(StepRows(begun, device_rows, device_.get(), &plans));
+    ATTND_RETURN_IF_ERROR(StepRows(begun, cpu_rows, cpu_.get(), &plans));
     AddInOrder(std::move(plans), request.plans);
     return absl::OkStatus();
   }

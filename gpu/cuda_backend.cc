@@ -189,7 +189,9 @@ class CudaBackend : public Backend {
     store_->Expect(segment);
   }
 
-  absl::Status Step(const StepRequest& request) override {
+  absl::Status Step(const StepRequest& asked) override {
+    // What the CPU answers in the device's place waits for pages only as long as is left.
+    const StepRequest request = attention::Begun(asked);
     for (const StepRow& row : request.rows) {
       ATTND_RETURN_IF_ERROR(Supports(*row.policy));
       ATTND_RETURN_IF_ERROR(Supports(row.view->shape));
@@ -267,7 +269,6 @@ class CudaBackend : public Backend {
 
  private:
   absl::Status StepOnDevice(const StepRequest& request, bool timed) {
-    const auto begun = std::chrono::steady_clock::now();
     std::vector<Plan> plans;
     std::vector<uint32_t> left_over;
     {
@@ -278,8 +279,7 @@ class CudaBackend : public Backend {
         turn.emplace(std::move(taken));
       }
       ATTND_ASSIGN_OR_RETURN(const LeasePool<StreamContext>::Lease context, streams_.Take(alive));
-      DeviceStep step(request, store_.get(), context.get(), begun, options_.cooperative_groups,
-                      timed);
+      DeviceStep step(request, store_.get(), context.get(), options_.cooperative_groups, timed);
       absl::Status status = step.Run();
       // What the step did has been done, however it ended.
       AddPages(step.pages());

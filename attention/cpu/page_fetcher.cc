@@ -56,7 +56,11 @@ void ListChosenPages(const StepUnit& unit, uint32_t layer, size_t reader, FetchP
 
 PageFetcher::PageFetcher(const StepRequest& request, std::deque<StepUnit>* units, PieceList* pieces,
                          RowTotals* totals)
-    : request_(request), units_(*units), pieces_(*pieces), totals_(*totals) {}
+    : request_(request),
+      units_(*units),
+      pieces_(*pieces),
+      totals_(*totals),
+      begun_(request.begun.value_or(std::chrono::steady_clock::now())) {}
 
 void PageFetcher::Clear() {
   plan_.Clear();
@@ -162,7 +166,7 @@ absl::Status PageFetcher::FetchUnits() {
   while (end < waiting_units_.size() && wait_us(end) == wait_us(begin)) ++end;
   PagePatience patience = Patience();
   patience.partial = true;
-  const auto until = start_ + std::chrono::microseconds(wait_us(begin));
+  const auto until = begun_ + std::chrono::microseconds(wait_us(begin));
   patience.deadline = patience.deadline.has_value() ? std::min(*patience.deadline, until) : until;
   uint64_t nanos = 0;
   FetchPlan::Group group;

@@ -70,10 +70,9 @@ class PageFetcher {
   RowTotals& totals_;
   FetchPlan plan_;  // its readers are pieces, or numbers in waiting_units_
   size_t next_piece_ = 0;
-  std::vector<size_t> waiting_units_;  // of PlanUnits
-  size_t next_unit_ = 0;               // number in waiting_units_
-  // The time that a policy waits for missing pages counts from the step's start.
-  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+  std::vector<size_t> waiting_units_;                  // of PlanUnits
+  size_t next_unit_ = 0;                               // number in waiting_units_
+  const std::chrono::steady_clock::time_point begun_;  // of the step
 };
 
 }  // namespace attnd::attention

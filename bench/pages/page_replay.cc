@@ -24,7 +24,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "bench/pages/page_ahead_table.h"
-#include "bench/pages/page_behind.h"
+#include "bench/pages/page_behind_table.h"
 #include "bench/pages/page_cases.h"
 #include "bench/pages/page_overlap.h"
 #include "bench/pages/page_pools.h"
@@ -330,13 +330,7 @@ int Main(const std::vector<char*>& arguments) {
     if (table == "rules") PrintRules(cases);
     if (table == "prefetch") PrintPrefetch(cases);
     if (table == "ahead") PrintAhead(PageCases(cases), PoolShares(), LinkOf(traces));
-    if (table == "behind") {
-      std::vector<CaseBehind> behind;
-      for (const NamedCase& named : cases) {
-        behind.push_back({&named.page_case, named.sizes->layers});
-      }
-      PrintBehind(behind, PoolShares(), PoolShares(FLAGS_behind));
-    }
+    if (table == "behind") PrintBehind(PageCases(cases), PoolShares(), PoolShares(FLAGS_behind));
     if (table == "overlap") PrintOverlap(traces, absl::GetFlag(FLAGS_warm));
   }
   return 0;

@@ -345,9 +345,14 @@ class CudaStream : public Stream {
     ATTND_RETURN_IF_ERROR(Try(header, attention::kQuantileTries + 1));
     return Launched(LaunchTreeList(header, main_), "list");
   }
+  // Rows by head have been estimated, but for units that the demote stage has changed.
   absl::Status EstimateTrees(const StepHeader& header) {
     if (HasTreeRows(header, TreeChoice::kByError)) {
       ATTND_RETURN_IF_ERROR(Launched(LaunchTreeEstimate(header, main_), "estimate of trees"));
+    }
+    if (HasTreeRows(header, TreeChoice::kByHead) && header.estimates_misses != 0) {
+      ATTND_RETURN_IF_ERROR(
+          Launched(LaunchTreeEstimateByHead(header, main_), "estimate of trees by head"));
     }
     if (!HasTreeRows(header, TreeChoice::kByMass)) return absl::OkStatus();
     return Launched(LaunchTreeEstimateByMass(header, main_), "estimate of trees by mass");

@@ -38,6 +38,7 @@
 //   try       for each unit: judge the estimate of the last choice, choose more leaves; twice, then
 //             judge once more. Behind each choice:
 //   estimate  what the choice leaves to estimates, as in finish, which has none for these units
+//             unless the demote stage has left more to them
 //   reopen    of units that are not within their budgets: open all groups, number their leaves
 //   leaves    score these
 //   prepare   for each such unit: leave all to estimates, whose sum tells the outputs' lengths
@@ -275,11 +276,6 @@ constexpr bool ReadsClusters(const RowRef& row) {
 // Whether the fetch stage looks up the pages of the row's chosen tokens, if the step has a cache.
 constexpr bool LooksUpPages(const RowRef& row) {
   return row.off_device != 0 && row.coop_blocks == 0 && ReadsClusters(row);
-}
-// Whether the demote stage can leave the row's chosen clusters to their estimates: it comes before
-// these are made.
-constexpr bool CanDemote(const RowRef& row) {
-  return LooksUpPages(row) && row.cut != CutKind::kHeadBudget;
 }
 constexpr uint64_t StatesPerTile(const RowRef& row) {
   if (row.coop_blocks != 0) return uint64_t{3} * row.coop_blocks;

@@ -61,8 +61,9 @@ constexpr uint64_t TreeItems(const RowRef& row) {
 }
 // Behind the items of a unit of kByHead: how far it has come. Leaves are chosen beside closed
 // groups; or all groups are to be opened, and leaves are chosen anew; or all are to be read, as
-// nothing else is enough; or the choice stands.
-enum class TreePhase : uint32_t { kBesideClosed, kReopen, kAnew, kReadAll, kDone };
+// nothing else is enough; or the choice stands, and with it the estimate that was judged; or the
+// choice stands, but for leaves that the demote stage has left to their estimates since.
+enum class TreePhase : uint32_t { kBesideClosed, kReopen, kAnew, kReadAll, kDone, kMissed };
 struct TreeTries {
   TreePhase phase;
   uint32_t tries;               // since the phase began

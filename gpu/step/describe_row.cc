@@ -78,9 +78,7 @@ bool ReadsClusters(UnitKind kind) { return kind == UnitKind::kClusters || kind =
 }  // namespace
 
 bool AnswersOverFiles(const StepRow& row, uint32_t layer) {
-  const UnitKind kind = KindOf(row, layer);
-  if (kind == UnitKind::kStreaming) return true;
-  return ReadsClusters(kind) && !(EstimatesMisses(*row.policy) && HasHeadBudgets(*row.policy));
+  return KindOf(row, layer) != UnitKind::kDense;
 }
 
 WaveShape WaveShapeOf(const StepRow& row, uint32_t layer) {

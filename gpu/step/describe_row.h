@@ -16,9 +16,7 @@ namespace attnd::gpu {
 WaveShape WaveShapeOf(const attention::StepRow& row, uint32_t layer);
 
 // Whether the device can answer a row over segments in files: one that reads chosen tokens, or
-// reads no page of a segment but the sink's. Dense rows read every page; and rows with a quantile
-// have made their estimates by the time that a page turns out to be missing, so that they can wait
-// for it but not estimate it.
+// reads no page of a segment but the sink's. Dense rows read every page.
 bool AnswersOverFiles(const attention::StepRow& row, uint32_t layer);
 
 // What is the same for all rows over one view, in all layers.

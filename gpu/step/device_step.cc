@@ -4,6 +4,7 @@
 #include <glog/logging.h>
 
 #include <algorithm>
+#include <chrono>
 #include <optional>
 #include <set>
 #include <span>
@@ -48,12 +49,11 @@ bool DeviceStep::WaitsForFiles(const attention::StepRequest& request,
 }
 
 DeviceStep::DeviceStep(const attention::StepRequest& request, DeviceCopyStore* store,
-                       StreamContext* context, Moment begun, bool cooperative_groups, bool timed)
+                       StreamContext* context, bool cooperative_groups, bool timed)
     : request_(request),
       store_(store),
       context_(context),
       timed_(timed),
-      begun_(begun),
       writer_(context->room(), cooperative_groups && context->stream().has_cooperative_groups()),
       totals_(request),
       rows_(request.rows.size()),
@@ -110,7 +110,7 @@ void DeviceStep::BeginWave(const WaveShape& shape) {
   writer_.Begin(shape, /*with_fates=*/request_.plans != nullptr);
   std::optional<FilePages::Moment> until;
   if (shape.miss_wait_us.has_value()) {
-    until = begun_ + std::chrono::microseconds(*shape.miss_wait_us);
+    until = request_.begun.value() + std::chrono::microseconds(*shape.miss_wait_us);
   }
   files_.Begin(until);
   wave_cache_.reset();

@@ -5,7 +5,6 @@
 #define ATTND_GPU_STEP_DEVICE_STEP_H_
 
 #include <array>
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -30,11 +29,9 @@ namespace attnd::gpu {
 // the work on the device. Invariant: after Run each row is either answered whole or left over.
 class DeviceStep {
  public:
-  using Moment = std::chrono::steady_clock::time_point;
-
-  // begun: from which the time counts that rows wait for pages which they may estimate.
+  // request: one that has begun.
   DeviceStep(const attention::StepRequest& request, DeviceCopyStore* store, StreamContext* context,
-             Moment begun, bool cooperative_groups, bool timed);
+             bool cooperative_groups, bool timed);
 
   // Whether the step may wait for a disk while it has a stream, for as long as that takes: a row
   // over segments in files is the device's, and does not estimate what is late. Once it is false it
@@ -103,7 +100,6 @@ class DeviceStep {
   DeviceCopyStore* const store_;
   StreamContext* const context_;
   const bool timed_;
-  const Moment begun_;
   StepWriter writer_;
   StepTotals totals_;
   std::vector<Row> rows_;  // of the request's rows; the writer points at their descriptions

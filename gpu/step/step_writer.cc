@@ -111,7 +111,7 @@ void StepWriter::Add(PlannedPart planned, RowMemory memory) {
     planned.part.host_unclustered += row.segments[s].unclustered;
   }
   off_device_ |= LooksUpPages(ref);
-  CHECK(!shape_.miss_wait_us.has_value() || CanDemote(ref)) << "the row cannot estimate misses";
+  CHECK(!shape_.miss_wait_us.has_value() || LooksUpPages(ref)) << "the row cannot miss a page";
   counts_.Add(planned.counts);
   parts_.push_back(planned.part);
   memories_.push_back(std::move(memory));

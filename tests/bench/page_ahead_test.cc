@@ -9,42 +9,18 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <random>
-#include <set>
 #include <string>
 #include <vector>
 
 #include "bench/pages/page_pool_rules.h"
 #include "bench/pages/page_trace_file.h"
+#include "tests/bench/random_trace.h"
 #include "tests/temporary_folder.h"
 
 namespace attnd::bench {
 namespace {
 
 using Source = AheadRule::Source;
-using Pages = std::set<uint32_t>;
-
-constexpr uint32_t kTokens = 24, kLayers = 2, kLayerPages = 40, kWarm = 3;
-
-// Pages that are read, and likely, at random, half of them as at the last token.
-PageTrace RandomTrace(uint32_t seed) {
-  std::mt19937 random(seed);
-  PageTrace trace{kTokens, kLayers, kLayerPages, 10, 8192, {}, {}};
-  trace.ranks.assign(size_t{kTokens} * trace.pages(), kPageRankMax);
-  for (auto& early : trace.early) early.assign(trace.ranks.size(), kNotLikely);
-  for (size_t i = 0; i < trace.ranks.size(); ++i) {
-    const size_t last = i - trace.pages();
-    const bool as_last = i >= trace.pages() && random() % 2 == 0;
-    trace.ranks[i] = as_last ? trace.ranks[last] : random() % 5 == 0 ? kPageRead : kPageRankMax;
-    for (auto& early : trace.early) {
-      const bool likely = trace.ranks[i] == kPageRead || random() % 4 == 0;
-      // Places at the rules' limits, too.
-      if (likely) early[i] = as_last ? early[last] : static_cast<EarlyRank>(random() % 9 * 250);
-    }
-  }
-  return trace;
-}
-
 // What the rule names in a step of the trace, by place; pages are those of the case.
 std::vector<uint32_t> Named(const PageTrace& trace, const AheadRule& rule, uint32_t token,
                             uint32_t layer) {
@@ -65,15 +41,6 @@ std::vector<uint32_t> Named(const PageTrace& trace, const AheadRule& rule, uint3
   std::sort(places.begin(), places.end());
   std::vector<uint32_t> pages;
   for (const auto& [place, page] : places) pages.push_back(page);
-  return pages;
-}
-
-Pages Read(const PageTrace& trace, uint32_t token, uint32_t layer) {
-  Pages pages;
-  for (uint32_t i = 0; i < kLayerPages; ++i) {
-    const size_t at = (size_t{token} * kLayers + layer) * kLayerPages + i;
-    if (trace.ranks[at] == 0) pages.insert(layer * kLayerPages + i);
-  }
   return pages;
 }
 
@@ -125,13 +92,6 @@ AheadCounts Reference(const PageTrace& trace, const PageCase& page_case, const A
   return counts;
 }
 
-PageCase CaseOf(const PageTrace& trace) {
-  const PageTrace* const traces[] = {&trace};
-  CaseOptions options;
-  options.warm_tokens = kWarm;
-  return MakeCase(traces, options);
-}
-
 void ExpectCounts(const AheadCounts& counts, const AheadCounts& expected) {
   EXPECT_EQ(counts.read, expected.read);
   EXPECT_EQ(counts.missed, expected.missed);
@@ -145,7 +105,7 @@ TEST(PageAhead, CountsAreThoseOfTheDefinitions) {
   const AheadRoom rooms[] = {{{3, 2}, 1}, {{1000, 1000}, 1000}, {{0, 0}, 0}};
   for (uint32_t seed = 1; seed <= 4; ++seed) {
     const PageTrace trace = RandomTrace(seed);
-    const PageCase page_case = CaseOf(trace);
+    const PageCase page_case = CaseOf({&trace});
     for (const Source source : {Source::kNothing, Source::kLastSelection, Source::kOpened,
                                 Source::kScored, Source::kReadAtOpened, Source::kReadAtScored}) {
       for (const double share : {0.5, 1.0, std::numeric_limits<double>::infinity()}) {
@@ -167,34 +127,21 @@ TEST(PageAhead, CountsAreThoseOfTheDefinitions) {
   }
 }
 
-// Keeps nothing.
-class NoPool : public PagePool {
- public:
-  using PagePool::PagePool;
-  void Read(const Step& /*step*/, uint32_t /*now*/) override {}
-  void Prefetch(std::span<const uint32_t> /*pages*/, uint32_t /*now*/) override {}
-};
-
 TEST(PageAhead, ADenseStepInBetweenIsNoLastStep) {
   const PageTrace trace = RandomTrace(5);
-  PageCase page_case = CaseOf(trace);
+  PageCase page_case = CaseOf({&trace});
   const AheadRule rule{"", Source::kLastSelection, 1, false};
   const AheadRoom room{{0, 0}, 1000};
   NoPool pool(page_case.pages, 1);
   const AheadCounts without = CountAhead(page_case, rule, room, &pool);
 
-  // Every page of layer 0, before the last token.
-  Step dense = page_case.steps[0];
-  dense.counted = false;
-  dense.pages.clear();
-  for (uint32_t page = 0; page < kLayerPages; ++page) dense.pages.push_back(page);
-  page_case.steps.insert(page_case.steps.end() - kLayers, dense);
+  AddDenseStep(&page_case);
   ExpectCounts(CountAhead(page_case, rule, room, &pool), without);
 }
 
 TEST(PageAhead, PoolsOfALastStepKeepThatAlone) {
   const PageTrace trace = RandomTrace(6);
-  const PageCase page_case = CaseOf(trace);
+  const PageCase page_case = CaseOf({&trace});
   for (const bool opened : {false, true}) {
     const auto pool = (opened ? LastOpened("") : LastRead("")).make(page_case.pages, 1);
     for (uint32_t i = 0; i < page_case.steps.size(); ++i) {

@@ -27,7 +27,9 @@ namespace attnd::gpu::test {
 inline constexpr double kPlansThatMayDiffer = 0.02;
 
 // Whether outputs, log-sum-exps, token counts, masses, predicted errors and plans of all rows
-// agree; says the first thing that does not. No number may be NaN.
+// agree; says the first thing that does not. No number may be NaN. The rows' sequences must be
+// whole in memory, as rows whose plans differ are judged by what their clusters hold: for answers
+// over files, RowsOver the same tokens.
 testing::AssertionResult Agree(const attention::test::StepResult& device,
                                const attention::test::StepResult& cpu,
                                const std::vector<attention::test::TestRow>& rows);

@@ -10,12 +10,13 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <cstdint>
 #include <future>
+#include <memory>
 #include <set>
 #include <vector>
 
+#include "gpu/auto_backend.h"
 #include "tests/attention/cpu/paged_support.h"
 #include "tests/gpu/agreement.h"
 #include "tests/gpu/support.h"
@@ -34,15 +35,11 @@ using attention::test::StepResult;
 using attention::test::TestRow;
 using attention::test::TestSequence;
 
-bool HasQuantile(const TestRow& row) {
-  return row.policy.quantile > 0 && std::isfinite(row.policy.tolerance);
-}
-
 // Rows of cluster policies that choose tokens.
 std::vector<TestRow> RowsThatChoose(TestSequence* sequence, uint32_t layer, OnMiss on_miss) {
   std::vector<TestRow> rows = RowsOfLayer(sequence, layer);
   std::erase_if(rows, [layer](const TestRow& row) {
-    return ReadsAllTokens(row, layer) || !row.policy.cuts_clusters() || HasQuantile(row);
+    return ReadsAllTokens(row, layer) || !row.policy.cuts_clusters();
   });
   for (TestRow& row : rows) row.policy.on_miss = on_miss;
   return rows;
@@ -55,6 +52,19 @@ uint64_t MissedTokens(const StepResult& step) {
   uint64_t tokens = 0;
   for (const auto& row : step.rows) tokens += row.stats.missed_tokens;
   return tokens;
+}
+
+// Until when each call of the store that takes what is there in time waits for the rest; the first
+// ones are refused.
+using Moments = std::vector<std::chrono::steady_clock::time_point>;
+std::shared_ptr<Moments> NoteMoments(CopyingStore* store, size_t refused) {
+  auto moments = std::make_shared<Moments>();
+  store->set_on_fetch([moments, refused](const PagePatience& patience) {
+    if (!patience.partial) return absl::OkStatus();
+    moments->push_back(patience.deadline.value());
+    return moments->size() <= refused ? absl::UnavailableError("not now") : absl::OkStatus();
+  });
+  return moments;
 }
 
 bool OnePageOfThreeIsLate(const PageWant& want) { return want.page % 3 != 1; }
@@ -78,7 +88,7 @@ TEST_P(MissedPages, AnswersAreTheCpus) {
     for (const uint32_t layer : {0, 1, 0}) {
       const std::vector<TestRow> rows = EstimatingRows(&paged_, layer);
       const StepResult found = RunStep(fake.backend.get(), layer, rows);
-      EXPECT_TRUE(Agree(found, RunStep(MakeCpu().get(), layer, rows), rows));
+      EXPECT_TRUE(Agree(found, RunStep(MakeCpu().get(), layer, rows), RowsOver(&whole_, rows)));
       EXPECT_GT(MissedTokens(found), 0u);
       for (const auto& row : found.rows) {
         EXPECT_LE(row.stats.missed_tokens, row.stats.estimated_tokens);
@@ -95,7 +105,7 @@ TEST_P(MissedPages, NothingComes) {
   const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
   const std::vector<TestRow> rows = EstimatingRows(&paged_, 0);
   const StepResult found = RunStep(fake.backend.get(), 0, rows);
-  EXPECT_TRUE(Agree(found, RunStep(MakeCpu().get(), 0, rows), rows));
+  EXPECT_TRUE(Agree(found, RunStep(MakeCpu().get(), 0, rows), RowsOver(&whole_, rows)));
   for (const auto& row : found.rows) EXPECT_EQ(row.stats.exact_tokens, 0u);
   EXPECT_EQ(fake.backend->stats().files.pages, 0u);
   EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
@@ -192,6 +202,41 @@ TEST_P(MissedPages, EachRowWaitsAsLongAsItsPolicySays) {
   EXPECT_EQ(longer.size(), 2u);
 }
 
+// Where the CPU answers after all, what the device has waited counts. The store refuses its first
+// call.
+TEST_P(MissedPages, TheCpuWaitsNoLongerThanTheDeviceWould) {
+  const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
+  std::vector<TestRow> rows = EstimatingRows(&paged_, 0);
+  // The sinks come before.
+  ASSERT_TRUE(RunStep(fake.backend.get(), 0, std::vector{rows.at(0)}).status.ok());
+  store_.set_in_time([](const PageWant&) { return false; });
+  for (TestRow& row : rows) row.policy.miss_wait_us = 900000;
+  const auto moments = NoteMoments(&store_, /*refused=*/1);
+  ASSERT_TRUE(RunStep(fake.backend.get(), 0, rows).status.ok());
+  EXPECT_GT(fake.backend->stats().fallback_rows[static_cast<size_t>(Fallback::kPaged)], 0u);
+  EXPECT_GT(moments->size(), 1u) << "the device's and the CPU's";
+  EXPECT_EQ(std::set(moments->begin(), moments->end()).size(), 1u);
+}
+
+// The device's rows of a step come before the CPU's.
+TEST_P(MissedPages, RowsOfBothBackendsWaitFromTheStepsStart) {
+  FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
+  CopyingStore store;
+  TestSequence cpus = Paged(whole_, &store);
+  auto view = std::make_shared<attention::SequenceView>(*paged_.view);
+  view->owner = fake.backend.get();
+  paged_.view = std::move(view);
+  std::vector<TestRow> rows = Alternating(EstimatingRows(&paged_, 0), EstimatingRows(&cpus, 0));
+  for (TestRow& row : rows) row.policy.miss_wait_us = 900000;
+  const auto both = MakeAutoBackend(std::move(fake.backend), MakeCpu());
+  const auto of_device = NoteMoments(&store_, 0), of_cpu = NoteMoments(&store, 0);
+  ASSERT_TRUE(RunStep(both.get(), 0, rows).status.ok());
+  ASSERT_FALSE(of_device->empty());
+  ASSERT_FALSE(of_cpu->empty());
+  of_device->insert(of_device->end(), of_cpu->begin(), of_cpu->end());
+  EXPECT_EQ(std::set(of_device->begin(), of_device->end()).size(), 1u);
+}
+
 // A damaged page is no late one.
 TEST_P(MissedPages, DamagedPagesAreNoMisses) {
   CopyingStore damaged;
@@ -223,7 +268,8 @@ TEST_P(MissedPages, WhatDidNotComeIsNotForgotten) {
   const std::vector<TestRow> rows = EstimatingRows(&paged_, 0);
   for (const TestRow& row : rows) {
     const std::vector<TestRow> one = {row};
-    EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, one), RunStep(MakeCpu().get(), 0, one), one));
+    EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, one), RunStep(MakeCpu().get(), 0, one),
+                      RowsOver(&whole_, one)));
   }
   EXPECT_GT(fake.backend->stats().files.runs_again, rows.size());
   EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
@@ -233,19 +279,25 @@ INSTANTIATE_TEST_SUITE_P(Indexes, MissedPages,
                          testing::Values(attention::kClusterIndexes, attention::kTreeIndexes),
                          [](const auto& c) { return c.param.ToString(); });
 
-// With a quantile the device has made its estimates when a page turns out to be late.
-TEST(MissedPagesOfQuantiles, AreTheCpus) {
+// Rows with a quantile choose until the estimate of the rest is within their tolerance, beside
+// closed groups or with all of them open: what is late then joins that estimate.
+TEST(MissedPagesOfQuantiles, AnswersAreTheCpus) {
   CopyingStore store;
-  const TestSequence whole = HostSequence(0, attention::kTreeIndexes);
+  TestSequence whole =
+      MakeTreeOfKeys({4, 1, 64, 64, {2600, 700}, 70, attention::kTreeIndexes}, DType::kBf16);
   TestSequence paged = Paged(whole, &store);
-  std::vector<TestRow> rows = RowsOfLayer(&paged, 0);
-  std::erase_if(rows, [](const TestRow& row) { return !HasQuantile(row); });
-  ASSERT_FALSE(rows.empty());
+  std::vector<TestRow> rows = RowsOfQuantiles(&paged, 0);
   for (TestRow& row : rows) row.policy.on_miss = OnMiss::kEstimate;
+  store.set_in_time(OnePageOfThreeIsLate);
   const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
-  ASSERT_TRUE(RunStep(fake.backend.get(), 0, rows).status.ok());
-  const attention::BackendStats stats = fake.backend->stats();
-  EXPECT_EQ(stats.fallback_rows[static_cast<size_t>(Fallback::kPaged)], rows.size());
+  const StepResult found = RunStep(fake.backend.get(), 0, rows);
+  const StepResult cpu = RunStep(MakeCpu().get(), 0, rows);
+  EXPECT_TRUE(Agree(found, cpu, RowsOver(&whole, rows)));
+  EXPECT_GT(MissedTokens(found), 0u);
+  const QuantileEnds ends = EndsOf(found.plans), expected = EndsOf(cpu.plans);
+  EXPECT_EQ(ends.closed > 0, expected.closed > 0);
+  EXPECT_EQ(ends.opened > 0, expected.opened > 0);
+  EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
 }
 
 }  // namespace

@@ -162,6 +162,11 @@ std::vector<TestRow> RowsOfLayer(attention::test::TestSequence* sequence, uint32
   return RowsOfPolicies(sequence, layer, 3, DType::kFp32);
 }
 
+std::vector<TestRow> RowsOver(attention::test::TestSequence* sequence, std::vector<TestRow> rows) {
+  for (TestRow& row : rows) row.sequence = sequence;
+  return rows;
+}
+
 bool ReadsAllTokens(const TestRow& row, uint32_t layer) {
   return row.policy.DenseIn(layer) ||
          (row.policy.cut == attention::Cut::kErrorBudget && row.policy.tolerance == 0);

@@ -87,6 +87,9 @@ CudaBackendOptions OfPages(uint64_t bytes);
 // Rows of every policy, of up to 3 query tokens.
 std::vector<attention::test::TestRow> RowsOfLayer(attention::test::TestSequence* sequence,
                                                   uint32_t layer);
+// The same rows over another sequence of the same tokens.
+std::vector<attention::test::TestRow> RowsOver(attention::test::TestSequence* sequence,
+                                               std::vector<attention::test::TestRow> rows);
 // Whether the row chooses nothing: it is dense, or has no tolerance for an error.
 bool ReadsAllTokens(const attention::test::TestRow& row, uint32_t layer);
 

@@ -4,7 +4,8 @@
 // chosen cluster with a page that did not come is left to its estimate, before anything is
 // attended: what estimates, errors and masses are made of is the plan that runs. Its mass is noted
 // for each lane. The other chosen clusters' tokens are listed, and their pieces queued, as the
-// choosing stages do for other rows. If all pages came, the list stays as it is.
+// choosing stages do for other rows. If all pages came, the list stays as it is. Units with a
+// budget for each head have been estimated before; one that misses something asks for it again.
 #include <cstdint>
 
 #include "gpu/cuda/launch.h"
@@ -70,6 +71,9 @@ class Demoter {
     }
     Scan(missed, &missed);
     NoteMasses();
+    if (missed != 0 && threadIdx.x == 0 && Chooses(row_, TreeChoice::kByHead)) {
+      TriesOf(step_, unit_)->phase = TreePhase::kMissed;
+    }
     for (uint32_t i = threadIdx.x; i < count_; i += kDemoteThreads) {
       if (fates_[i] == kFateMissed) fates_[i] = kFateEstimated;
     }

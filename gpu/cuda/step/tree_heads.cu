@@ -330,7 +330,7 @@ __device__ void HeadSelector::ListChosen() {
   result.clusters = level.count;
   result.chosen_tokens = ListTokens(level, tokens);
   result.estimated_tokens = row_.clustered_tokens - result.chosen_tokens;
-  if (CutBlocks::rank() == 0) QueuePieces(step_, unit_, result, &memory_->first_piece);
+  if (CutBlocks::rank() == 0) ReportChoice(step_, unit_, result, &memory_->first_piece);
 }
 
 // ---- kernels ----

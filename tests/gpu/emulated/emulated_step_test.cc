@@ -128,24 +128,13 @@ TEST(EmulatedQuantiles, AnswersAreTheCpus) {
   const auto emulated = MakeEmulatedBackend(SmallOptions());
   TestSequence sequence =
       MakeTreeOfKeys({4, 1, 64, 64, {2600, 700}, 70, kTreeIndexes}, DType::kBf16);
-  const std::vector<TestRow> all = RowsOfQuantiles(&sequence, /*layer=*/0);
-  const auto plans = RunStep(MakeCpu().get(), 0, all).plans;
-  ASSERT_EQ(plans.size(), all.size());
-  std::vector<TestRow> rows;
-  for (const bool opened : {false, true}) {
-    std::vector<TestRow> of_kind;
-    for (size_t r = 0; r < all.size(); ++r) {
-      if (plans[r].closed.empty() == opened) of_kind.push_back(all[r]);
-    }
-    if (of_kind.empty()) continue;                  // as with some seeds
-    const size_t every = (of_kind.size() + 2) / 3;  // three at most
-    for (size_t r = 0; r < of_kind.size(); r += every) rows.push_back(of_kind[r]);
-  }
+  const std::vector<TestRow> rows = SomeRowsOfQuantiles(&sequence, 3, sequence.spec.tokens());
   const StepResult step = RunStep(emulated.get(), 0, rows);
-  EXPECT_TRUE(Agree(step, RunStep(MakeCpu().get(), 0, rows), rows));
-  const QuantileEnds ends = EndsOf(step.plans);
-  EXPECT_EQ(ends.closed > 0, EndsOf(plans).closed > 0);
-  EXPECT_EQ(ends.opened > 0, EndsOf(plans).opened > 0);
+  const StepResult cpu = RunStep(MakeCpu().get(), 0, rows);
+  EXPECT_TRUE(Agree(step, cpu, rows));
+  const QuantileEnds ends = EndsOf(step.plans), expected = EndsOf(cpu.plans);
+  EXPECT_EQ(ends.closed > 0, expected.closed > 0);
+  EXPECT_EQ(ends.opened > 0, expected.opened > 0);
 }
 
 // A step that repeats is launched as a graph, in which its stages keep their order.

@@ -40,6 +40,27 @@ inline std::vector<attention::test::TestRow> RowsOf(attention::test::TestSequenc
   return rows;
 }
 
+// Of RowsOfQuantiles at layer 0 up to `most` rows whose choices end beside closed groups, and up to
+// as many that open all, by the CPU's plans. They read at most so many tokens of their clusters.
+// With some seeds there are none of one kind.
+inline std::vector<attention::test::TestRow> SomeRowsOfQuantiles(
+    attention::test::TestSequence* sequence, size_t most, uint64_t tokens_max) {
+  const std::vector<attention::test::TestRow> all = RowsOfQuantiles(sequence, /*layer=*/0);
+  const auto step = attention::test::RunStep(MakeCpu().get(), 0, all);
+  EXPECT_EQ(step.plans.size(), all.size()) << "one KV head, one query token";
+  std::vector<attention::test::TestRow> ends[2];
+  for (size_t r = 0; r < step.plans.size(); ++r) {
+    if (step.rows[r].stats.exact_tokens > tokens_max) continue;
+    ends[step.plans[r].closed.empty() ? 1 : 0].push_back(all[r]);
+  }
+  std::vector<attention::test::TestRow> rows;
+  for (const auto& end : ends) {
+    const size_t every = (end.size() + most - 1) / most;
+    for (size_t r = 0; r < end.size(); r += every) rows.push_back(end[r]);
+  }
+  return rows;
+}
+
 // ---- of the fetch stage ----
 
 inline CudaBackendOptions FetchOptions(uint64_t page_memory_bytes) {
