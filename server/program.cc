@@ -20,6 +20,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "common/file_lock.h"
+#include "common/start_thread.h"
 #include "common/status.h"
 #include "engine/engine.h"
 #include "glog/logging.h"
@@ -65,22 +66,30 @@ int WaitForSignal(const sigset_t& signals) {
 }
 
 // Takes the signals from here on: the first one ends the server, a second one the process at once.
-void TakeSignals(const sigset_t& signals, const std::shared_ptr<StopRequest>& stop) {
-  std::thread([signals, stop] {
-    stop->OnSignal(WaitForSignal(signals));
-    _exit(128 + WaitForSignal(signals));
-  }).detach();
+absl::Status TakeSignals(const sigset_t& signals, const std::shared_ptr<StopRequest>& stop) {
+  ATTND_ASSIGN_OR_RETURN(std::thread thread, StartThread("for signals", [signals, stop] {
+                           stop->OnSignal(WaitForSignal(signals));
+                           _exit(128 + WaitForSignal(signals));
+                         }));
+  thread.detach();
+  return absl::OkStatus();
 }
 
-// Ends the process when the shutdown takes too long.
+// Ends the process when the shutdown takes too long. A shutdown that the system refuses this thread
+// goes on: most end in time.
 void LimitShutdown(int exit_status) {
-  std::thread([exit_status] {
+  absl::StatusOr<std::thread> thread = StartThread("that limits the shutdown", [exit_status] {
     std::this_thread::sleep_for(kShutdownMax);
     // Not LOG: whoever hangs may hold its lock.
     constexpr char kMessage[] = "attnd: the shutdown did not end in time\n";
     static_cast<void>(!write(STDERR_FILENO, kMessage, sizeof(kMessage) - 1));
     _exit(exit_status);
-  }).detach();
+  });
+  if (thread.ok()) {
+    thread->detach();
+  } else {
+    LOG(WARNING) << "shutdown: nothing limits its time: " << thread.status().message();
+  }
 }
 
 // The endpoint of `metrics`; null if it is off.
@@ -138,7 +147,7 @@ std::function<void(const absl::Status&)> OnGpuFault(const ServerOptions& options
 // The exit status of a server that has served.
 absl::StatusOr<int> Serve(const ServerOptions& options, OpenDevice open_device) {
   const auto stop = std::make_shared<StopRequest>();
-  TakeSignals(BlockSignals(), stop);
+  ATTND_RETURN_IF_ERROR(TakeSignals(BlockSignals(), stop));
   const Machine machine = Machine::Detect();
   WarnOfMuchMemory(options, machine);
   ATTND_RETURN_IF_ERROR(MakePrivateDirectory(options.data_dir));

@@ -126,6 +126,7 @@ class ServerImpl final : public Server {
     handlers_.metrics->SetSources({});
   }
 
+  absl::Status StartThreads();
   absl::Status Listen();
   const std::vector<std::string>& addresses() const override { return addresses_; }
   void Shutdown(const ShutdownLimits& limits) override;
@@ -156,6 +157,20 @@ class ServerImpl final : public Server {
   std::vector<std::string> addresses_;
   std::unique_ptr<MemorySocket> memory_socket_;  // null before Listen and without memory_
 };
+
+// All that a server must have. One without the trimmer would answer, and keep the memory of every
+// burst of large messages for ever: who starts it shall hear of that at once.
+absl::Status ServerImpl::StartThreads() {
+  ATTND_RETURN_IF_ERROR(trimmer_.Start());
+  ATTND_RETURN_IF_ERROR(streams_.Start());
+  ATTND_RETURN_IF_ERROR(steps_.Start("for steps"));
+  ATTND_RETURN_IF_ERROR(disk_steps_.Start("for steps that read from disk"));
+  ATTND_RETURN_IF_ERROR(room_waits_.Start("for uploads that wait for room"));
+  ATTND_RETURN_IF_ERROR(prefills_.Start("for finished prompts"));
+  ATTND_RETURN_IF_ERROR(calls_.Start("for unary calls"));
+  ATTND_RETURN_IF_ERROR(ends_.Start("for the ends of streams"));
+  return memory_ == nullptr ? absl::OkStatus() : memory_->Start();
+}
 
 absl::Status ServerImpl::Listen() {
   const std::vector<ListenAddress> addresses = options_.ListenAddresses();
@@ -290,6 +305,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
                                                       const Machine& machine,
                                                       engine::Engine* engine, Metrics* metrics) {
   auto server = std::make_unique<ServerImpl>(options, machine, engine, metrics);
+  ATTND_RETURN_IF_ERROR(server->StartThreads());
   ATTND_RETURN_IF_ERROR(server->Listen());
   return std::unique_ptr<Server>(std::move(server));
 }

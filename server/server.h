@@ -57,7 +57,8 @@ struct ShutdownLimits {
 class Server {
  public:
   // Listens and answers, health SERVING, when it returns. `options` have passed Validate();
-  // `engine` and `metrics` must outlive the server. Fails if an address cannot be had.
+  // `engine` and `metrics` must outlive the server. Fails if an address cannot be had;
+  // ResourceExhausted if the system refuses a thread.
   static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options,
                                                        const Machine& machine,
                                                        engine::Engine* engine, Metrics* metrics);

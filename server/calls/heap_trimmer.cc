@@ -3,6 +3,10 @@
 
 #include <malloc.h>
 
+#include "common/start_thread.h"
+#include "common/status.h"
+#include "glog/logging.h"
+
 namespace attnd::server {
 namespace {
 
@@ -11,8 +15,10 @@ constexpr size_t kLargeMessageBytes = size_t{256} << 10;
 
 }  // namespace
 
-HeapTrimmer::HeapTrimmer() {
-  thread_ = std::thread([this] { Main(); });
+absl::Status HeapTrimmer::Start() {
+  CHECK(!thread_.joinable()) << "started once";
+  ATTND_ASSIGN_OR_RETURN(thread_, StartThread("for trimming the heap", [this] { Main(); }));
+  return absl::OkStatus();
 }
 
 HeapTrimmer::~HeapTrimmer() {
@@ -21,7 +27,7 @@ HeapTrimmer::~HeapTrimmer() {
     ending_ = true;
   }
   work_.NotifyAll();
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
 }
 
 void HeapTrimmer::OnReleased(size_t bytes) {

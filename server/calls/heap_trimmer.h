@@ -14,21 +14,25 @@
 #include <thread>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
 #include "common/mutex.h"
 
 namespace attnd::server {
 
-// Thread-safety: all methods may be called from any thread.
+// Thread-safety: Start belongs to one thread; all other methods may be called from any thread.
 class HeapTrimmer {
  public:
   // How many released bytes make a trim worthwhile, and the least time between two trims.
   static constexpr size_t kWorthBytes = size_t{4} << 20;
   static constexpr std::chrono::milliseconds kPeriod{500};
 
-  HeapTrimmer();
+  HeapTrimmer() = default;
   HeapTrimmer(const HeapTrimmer&) = delete;
   HeapTrimmer& operator=(const HeapTrimmer&) = delete;
   ~HeapTrimmer();
+
+  // Without it nothing is trimmed. ResourceExhausted if the system refuses the thread.
+  absl::Status Start();
 
   // Notes that `bytes` of a message have been, or are just being, freed.
   void OnReleased(size_t bytes);
@@ -40,7 +44,7 @@ class HeapTrimmer {
   CondVar work_;
   size_t released_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   bool ending_ ABSL_GUARDED_BY(mutex_) = false;
-  std::thread thread_;
+  std::thread thread_;  // last: it uses everything above
 };
 
 }  // namespace attnd::server

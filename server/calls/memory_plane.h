@@ -7,19 +7,23 @@
 #include <cstdint>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
 #include "common/mutex.h"
 #include "plane/region_table.h"
 #include "server/calls/step_executor.h"
 
 namespace attnd::server {
 
-// Thread-safety: all methods may be called from any thread.
+// Thread-safety: Start belongs to one thread; all other methods may be called from any thread.
 class MemoryPlane {
  public:
   MemoryPlane(const plane::RegionLimits& limits, uint32_t passes_max)
       : passes_max_(passes_max),
         regions_(limits),
         threads_({.workers = passes_max, .inline_slots = 0, .queue_max = passes_max}) {}
+
+  // Before the first pass. ResourceExhausted if the system refuses a thread.
+  absl::Status Start() { return threads_.Start("for passes over memory"); }
 
   plane::RegionTable* regions() { return &regions_; }
 

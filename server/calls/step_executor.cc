@@ -2,14 +2,22 @@
 #include "server/calls/step_executor.h"
 
 #include <algorithm>
+#include <utility>
 
+#include "common/start_thread.h"
+#include "common/status.h"
 #include "glog/logging.h"
 
 namespace attnd::server {
 
-StepExecutor::StepExecutor(const Options& options) : options_(options) {
-  workers_.reserve(options.workers);
-  for (uint32_t i = 0; i < options.workers; ++i) workers_.emplace_back([this] { WorkerMain(); });
+absl::Status StepExecutor::Start(absl::string_view purpose) {
+  CHECK(workers_.empty()) << "started once";
+  workers_.reserve(options_.workers);
+  for (uint32_t i = 0; i < options_.workers; ++i) {
+    ATTND_ASSIGN_OR_RETURN(std::thread worker, StartThread(purpose, [this] { WorkerMain(); }));
+    workers_.push_back(std::move(worker));
+  }
+  return absl::OkStatus();
 }
 
 StepExecutor::~StepExecutor() {

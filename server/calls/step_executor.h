@@ -19,11 +19,13 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "common/mutex.h"
 
 namespace attnd::server {
 
-// Thread-safety: all methods may be called from any thread.
+// Thread-safety: Start belongs to one thread; all other methods may be called from any thread.
 class StepExecutor {
  public:
   // A piece of work. The executor does not own the task and does not touch it once Run has begun to
@@ -40,11 +42,15 @@ class StepExecutor {
     size_t queue_max = 1;       // tasks that may wait; Place::kAlways goes beyond
   };
 
-  explicit StepExecutor(const Options& options);
+  explicit StepExecutor(const Options& options) : options_(options) {}
   StepExecutor(const StepExecutor&) = delete;
   StepExecutor& operator=(const StepExecutor&) = delete;
   // Runs the queued tasks, then joins the workers. No task may be submitted any more.
   ~StepExecutor();
+
+  // Before the first task. `purpose` names the workers in the error: ResourceExhausted if the
+  // system refuses one, and those before it then end with this object. As StartThread's.
+  absl::Status Start(absl::string_view purpose);
 
   // Whether a task may be refused a place in the queue.
   enum class Place { kIfFree, kAlways };
@@ -75,7 +81,7 @@ class StepExecutor {
   uint32_t running_ ABSL_GUARDED_BY(mutex_) = 0;         // tasks; at most options_.workers
   uint32_t running_inline_ ABSL_GUARDED_BY(mutex_) = 0;  // of these, inside Submit
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  std::vector<std::thread> workers_;  // constant after construction
+  std::vector<std::thread> workers_;  // constant after Start
 };
 
 // Inline slots for a machine: one fewer than the threads on which gRPC 1.51 delivers events (half

@@ -5,6 +5,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "common/start_thread.h"
+#include "common/status.h"
 #include "glog/logging.h"
 
 namespace attnd::server {
@@ -18,8 +20,12 @@ constexpr int kChecksPerTimeout = 8;
 }  // namespace
 
 StreamRegistry::StreamRegistry(size_t streams_max, std::chrono::milliseconds reply_timeout)
-    : streams_max_(streams_max), reply_timeout_(reply_timeout) {
-  monitor_ = std::thread([this] { MonitorMain(); });
+    : streams_max_(streams_max), reply_timeout_(reply_timeout) {}
+
+absl::Status StreamRegistry::Start() {
+  CHECK(!monitor_.joinable()) << "started once";
+  ATTND_ASSIGN_OR_RETURN(monitor_, StartThread("for unread replies", [this] { MonitorMain(); }));
+  return absl::OkStatus();
 }
 
 StreamRegistry::~StreamRegistry() {
@@ -28,7 +34,7 @@ StreamRegistry::~StreamRegistry() {
     ending_ = true;
   }
   end_.NotifyAll();
-  monitor_.join();
+  if (monitor_.joinable()) monitor_.join();
   const MutexLock lock(mutex_);
   CHECK(streams_.empty()) << streams_.size() << " streams outlive their registry";
 }

@@ -33,7 +33,7 @@ class ManagedStream {
   virtual void CheckReply(std::chrono::steady_clock::time_point oldest) = 0;
 };
 
-// Thread-safety: all methods may be called from any thread.
+// Thread-safety: Start belongs to one thread; all other methods may be called from any thread.
 class StreamRegistry {
  public:
   // At most `streams_max` at once; replies may wait for `reply_timeout`.
@@ -42,6 +42,9 @@ class StreamRegistry {
   StreamRegistry& operator=(const StreamRegistry&) = delete;
   // Every stream must have been removed.
   ~StreamRegistry();
+
+  // Without it replies wait for ever. ResourceExhausted if the system refuses the thread.
+  absl::Status Start();
 
   // ResourceExhausted at the limit, Unavailable after StopAll; on an error the stream is not
   // registered.
@@ -71,7 +74,7 @@ class StreamRegistry {
       ABSL_GUARDED_BY(mutex_);
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   bool ending_ ABSL_GUARDED_BY(mutex_) = false;
-  std::thread monitor_;  // started last
+  std::thread monitor_;  // last: it uses everything above
 };
 
 }  // namespace attnd::server

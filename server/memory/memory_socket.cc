@@ -14,6 +14,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/file_lock.h"
+#include "common/start_thread.h"
 #include "common/status.h"
 #include "glog/logging.h"
 #include "server/memory/memory_calls.h"
@@ -81,8 +82,11 @@ absl::StatusOr<std::unique_ptr<MemorySocket>> MemorySocket::Listen(const Options
   ATTND_ASSIGN_OR_RETURN(OwnedFd listener, Bind(options.path));
   OwnedFd wake(eventfd(0, EFD_CLOEXEC));
   if (!wake.valid()) return SystemError(options.path, "eventfd");
-  return std::unique_ptr<MemorySocket>(
+  std::unique_ptr<MemorySocket> socket(
       new MemorySocket(options, regions, std::move(listener), std::move(wake)));
+  ATTND_ASSIGN_OR_RETURN(socket->thread_, StartThread("for clients that share memory",
+                                                      [socket = socket.get()] { socket->Main(); }));
+  return socket;
 }
 
 MemorySocket::MemorySocket(const Options& options, plane::RegionTable* regions, OwnedFd listener,
@@ -90,8 +94,7 @@ MemorySocket::MemorySocket(const Options& options, plane::RegionTable* regions, 
     : options_(options),
       regions_(regions),
       listener_(std::move(listener)),
-      wake_(std::move(wake)),
-      thread_([this] { Main(); }) {}
+      wake_(std::move(wake)) {}
 
 MemorySocket::~MemorySocket() {
   // 1. Nobody finds the socket any more.
@@ -99,7 +102,7 @@ MemorySocket::~MemorySocket() {
   // 2. The thread ends, and disconnects its clients.
   const uint64_t one = 1;
   CHECK_EQ(write(wake_.get(), &one, sizeof(one)), static_cast<ssize_t>(sizeof(one)));
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
 }
 
 void MemorySocket::Main() {

@@ -40,7 +40,7 @@ class MemorySocket {
   };
   // Makes the socket (mode 0600) and answers when it returns. `regions` outlives the result. As
   // PrepareSocket (server/net/unix_socket.h) if something is in the way; Unavailable if the system
-  // refuses the socket.
+  // refuses the socket, ResourceExhausted if it refuses the thread.
   static absl::StatusOr<std::unique_ptr<MemorySocket>> Listen(const Options& options,
                                                               plane::RegionTable* regions);
   // Disconnects all, which unregisters their regions, and removes the socket.
@@ -78,7 +78,7 @@ class MemorySocket {
   plane::OwnerId next_owner_ = 1;
 
   std::atomic<uint32_t> clients_{0};
-  std::thread thread_;  // started last
+  std::thread thread_;  // last: it uses everything above
 };
 
 }  // namespace attnd::server

@@ -9,9 +9,9 @@
 //
 //   call    open (openat, too), fallocate (posix_fallocate), truncate (ftruncate),
 //           write (pwrite, writev, pwritev), read (pread), fdatasync, fsync, rename (renameat,
-//           renameat2), unlink (unlinkat), uring (io_uring_queue_init)
+//           renameat2), unlink (unlinkat), uring (io_uring_queue_init), thread (pthread_create)
 //   path    a pattern as of fnmatch(3), '*' takes '/', too: of the file's whole path; of a rename,
-//           of "FROM>TO"; of uring, of an empty text. Default: any
+//           of "FROM>TO"; of uring and thread, of an empty text. Default: any
 //   nth     acts at the n-th call that fits, from 1 on (default 1)
 //   times   how often it acts from then on; 0 (default): always
 //   side    before (default): instead of the call; after: once the call has been made
@@ -31,6 +31,7 @@
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <fnmatch.h>
+#include <pthread.h>
 #include <signal.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -51,8 +52,8 @@ struct io_uring;
 
 namespace {
 
-constexpr const char* kCalls[] = {"open",      "fallocate", "truncate", "write",  "read",
-                                  "fdatasync", "fsync",     "rename",   "unlink", "uring"};
+constexpr const char* kCalls[] = {"open",  "fallocate", "truncate", "write", "read",  "fdatasync",
+                                  "fsync", "rename",    "unlink",   "uring", "thread"};
 constexpr std::pair<const char*, int> kErrors[] = {
     {"kill", 0},        {"ENOSPC", ENOSPC}, {"EDQUOT", EDQUOT}, {"EIO", EIO},
     {"EMFILE", EMFILE}, {"ENFILE", ENFILE}, {"EPERM", EPERM},   {"ENOSYS", ENOSYS},
@@ -370,6 +371,15 @@ int io_uring_queue_init(unsigned entries, struct io_uring* ring, unsigned flags)
   static auto* const real = Real<int(unsigned, struct io_uring*, unsigned)>("io_uring_queue_init");
   const int error = Act("uring", false, "");
   return error != 0 ? -error : real(entries, ring, flags);
+}
+
+// Gives its error, and leaves errno alone.
+int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*start)(void*),
+                   void* argument) {
+  static auto* const real =
+      Real<int(pthread_t*, const pthread_attr_t*, void* (*)(void*), void*)>("pthread_create");
+  const int error = Act("thread", false, "");
+  return error != 0 ? error : real(thread, attributes, start, argument);
 }
 
 }  // extern "C"

@@ -7,6 +7,7 @@
 #include <numeric>
 #include <vector>
 
+#include "glog/logging.h"
 #include "tests/gpu/job_reference.h"
 
 namespace attnd::gpu::test {
@@ -23,20 +24,54 @@ void WriteFloat(std::byte* base, uint64_t index, double value) {
   Write<float>(base, index, static_cast<float>(value));
 }
 
-double Distance2(const Vector& a, const Vector& b) {
+// ---- sums over rows ----
+//
+// Nearly all of the time to build a tree. Their rows are the head's own, which no other thread has;
+// sizes are compared once. Sanitizers that look at each access take most of their time here.
+#define ATTND_UNWATCHED __attribute__((no_sanitize("thread", "address")))
+
+ATTND_UNWATCHED double SumOfSquares(const double* a, const double* b, size_t n, double enough) {
+  constexpr size_t kAtOnce = 16;  // between two looks at `enough`
   double sum = 0;
-  for (size_t i = 0; i < a.size(); ++i) sum += (a[i] - b[i]) * (a[i] - b[i]);
+  for (size_t first = 0; first < n && sum < enough; first += kAtOnce) {
+    const size_t end = std::min(n, first + kAtOnce);
+    for (size_t i = first; i < end; ++i) sum += (a[i] - b[i]) * (a[i] - b[i]);
+  }
   return sum;
 }
 
-// The mean of those of `rows` that `members` names, each as often as `weights` says.
-Vector MeanOf(const Matrix& rows, const Members& members, const Vector& weights) {
+ATTND_UNWATCHED double SumOfProducts(const double* a, const double* b, size_t n) {
+  double sum = 0;
+  for (size_t i = 0; i < n; ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+ATTND_UNWATCHED void AddProducts(double factor, const double* row, size_t n, double* to) {
+  for (size_t i = 0; i < n; ++i) to[i] += factor * row[i];
+}
+
+// The square of the distance, or a part of it that is `enough`.
+double Distance2(const Vector& a, const Vector& b,
+                 double enough = std::numeric_limits<double>::infinity()) {
+  CHECK_EQ(a.size(), b.size());
+  return SumOfSquares(a.data(), b.data(), a.size(), enough);
+}
+
+double Product(const Vector& a, const Vector& b) {
+  CHECK_EQ(a.size(), b.size());
+  return SumOfProducts(a.data(), b.data(), a.size());
+}
+
+// Adds `factor` times `row` to `to`.
+void Add(double factor, const Vector& row, Vector* to) {
+  CHECK_EQ(row.size(), to->size());
+  AddProducts(factor, row.data(), row.size(), to->data());
+}
+
+// The mean of those of `rows` that `members` names.
+Vector MeanOf(const Matrix& rows, const Members& members) {
   Vector mean(rows[0].size(), 0.0);
-  double all = 0;
-  for (const uint32_t m : members) all += weights[m];
-  for (const uint32_t m : members) {
-    for (size_t c = 0; c < mean.size(); ++c) mean[c] += weights[m] * rows[m][c] / all;
-  }
+  for (const uint32_t m : members) Add(1 / static_cast<double>(members.size()), rows[m], &mean);
   return mean;
 }
 
@@ -75,7 +110,7 @@ std::vector<Members> KMeans(const Matrix& points, size_t count) {
   std::vector<Members> clusters;
   for (int iteration = 0; iteration < kIterations; ++iteration) {
     for (size_t c = 0; c < clusters.size(); ++c) {
-      if (!clusters[c].empty()) centres[c] = MeanOf(points, clusters[c], Vector(n, 1.0));
+      if (!clusters[c].empty()) centres[c] = MeanOf(points, clusters[c]);
     }
     if (iteration == kIterations / 2) Split(points, assignment, count, &centres);
     clusters.assign(centres.size(), {});
@@ -83,7 +118,7 @@ std::vector<Members> KMeans(const Matrix& points, size_t count) {
       uint32_t closest = 0;
       double least = std::numeric_limits<double>::infinity();
       for (uint32_t c = 0; c < centres.size(); ++c) {
-        const double distance = Distance2(points[i], centres[c]);
+        const double distance = Distance2(points[i], centres[c], least);
         if (distance < least) {
           least = distance;
           closest = c;
@@ -182,7 +217,6 @@ class TreeHead {
   void Build() {
     all_.resize(keys_.size());
     std::iota(all_.begin(), all_.end(), 0u);
-    once_.assign(keys_.size(), 1.0);
     Cluster();
     Place();
     DescribeMeans();
@@ -202,8 +236,8 @@ class TreeHead {
 
   // Groups of keys and values, then each group's leaves.
   void Cluster() {
-    key_base_ = MeanOf(keys_, all_, once_);
-    value_base_ = MeanOf(values_, all_, once_);
+    key_base_ = MeanOf(keys_, all_);
+    value_base_ = MeanOf(values_, all_);
     const double key_scale = InverseLength(keys_, key_base_);
     const double value_scale = 0.5 * InverseLength(values_, value_base_);
     Matrix points;
@@ -262,10 +296,10 @@ class TreeHead {
     key_rest_ = keys_;
     value_rest_ = values_;
     for (const Members& leaf : leaves_) {
-      const Vector key = MeanOf(keys_, leaf, once_), value = MeanOf(values_, leaf, once_);
+      const Vector key = MeanOf(keys_, leaf), value = MeanOf(values_, leaf);
       for (const uint32_t token : leaf) {
-        for (size_t c = 0; c < key.size(); ++c) key_rest_[token][c] -= key[c];
-        for (size_t c = 0; c < value.size(); ++c) value_rest_[token][c] -= value[c];
+        Add(-1, key, &key_rest_[token]);
+        Add(-1, value, &value_rest_[token]);
       }
     }
   }
@@ -282,9 +316,7 @@ class TreeHead {
   void FindAxes() {
     Matrix moments(shape_.head_dim, Vector(shape_.head_dim, 0.0));
     for (const Vector& key : key_rest_) {
-      for (size_t a = 0; a < key.size(); ++a) {
-        for (size_t b = 0; b < key.size(); ++b) moments[a][b] += key[a] * key[b];
-      }
+      for (size_t a = 0; a < key.size(); ++a) Add(key[a], key, &moments[a]);
     }
     axes_ = Eigenvectors(std::move(moments));
     for (size_t a = 0; a < axes_.size(); ++a) StoreRow(job_.tree.axes, a, &axes_[a]);
@@ -292,9 +324,7 @@ class TreeHead {
 
   Vector Turned(const Vector& key) const {
     Vector result;
-    for (const Vector& axis : axes_) {
-      result.push_back(std::inner_product(axis.begin(), axis.end(), key.begin(), 0.0));
-    }
+    for (const Vector& axis : axes_) result.push_back(Product(axis, key));
     return result;
   }
 
@@ -305,7 +335,7 @@ class TreeHead {
       const Vector y = Turned(key_rest_[i]);
       for (size_t a = 0; a < y.size(); ++a) {
         squares[a] += y[a] * y[a];
-        for (size_t c = 0; c < shape_.value_dim; ++c) slopes_[a][c] += y[a] * value_rest_[i][c];
+        Add(y[a], value_rest_[i], &slopes_[a]);
       }
     }
     const double ridge = 1 + shape_.head_dim / static_cast<double>(keys_.size());
@@ -341,18 +371,16 @@ class TreeHead {
   void DescribeParts(const TreePart& part, const std::vector<Members>& all) {
     for (size_t i = 0; i < all.size(); ++i) {
       const auto size = static_cast<double>(all[i].size());
-      const Vector key = MeanOf(keys_, all[i], once_), value = MeanOf(values_, all[i], once_);
+      const Vector key = MeanOf(keys_, all[i]), value = MeanOf(values_, all[i]);
       Vector variance(key.size(), 0.0);
       double rest2 = 0;
       for (const uint32_t token : all[i]) {
         Vector difference = keys_[token], rest = values_[token];
-        for (size_t c = 0; c < key.size(); ++c) difference[c] -= key[c];
+        Add(-1, key, &difference);
+        Add(-1, value, &rest);
         const Vector y = Turned(difference);
-        for (size_t c = 0; c < value.size(); ++c) {
-          rest[c] -= value[c];
-          for (size_t a = 0; a < y.size(); ++a) rest[c] -= y[a] * slopes_[a][c];
-          rest2 += rest[c] * rest[c] / size;
-        }
+        for (size_t a = 0; a < y.size(); ++a) Add(-y[a], slopes_[a], &rest);
+        rest2 += Product(rest, rest) / size;
         for (size_t a = 0; a < y.size(); ++a) variance[a] += y[a] * y[a] / size;
       }
       StoreBytes(part.centroids, part.centroid_scales, i, key, key_base_);
@@ -361,8 +389,7 @@ class TreeHead {
       StoreVariances(part, i, variance);
       WriteFloat(index_ + part.log_size, i, std::log(size));
       WriteFloat(index_ + part.spread, i, std::sqrt(rest2));
-      WriteFloat(index_ + part.value_norm2, i,
-                 std::inner_product(stored.begin(), stored.end(), stored.begin(), 0.0));
+      WriteFloat(index_ + part.value_norm2, i, Product(stored, stored));
     }
   }
 
@@ -385,7 +412,6 @@ class TreeHead {
   const reference::JobTokens tokens_;
   Matrix keys_, values_;          // of clustered tokens, numbered from 0
   Members all_;                   // clustered tokens
-  Vector once_;                   // a 1 for each
   Vector key_base_, value_base_;  // means over the segment
   std::vector<Members> leaves_;   // group by group
   std::vector<Members> group_tokens_;

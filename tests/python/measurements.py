@@ -38,3 +38,17 @@ def measurement(*points: Point, run: str = "8192") -> Measurement:
         not_offered=("quest",),
         points=(dense, *points),
     )
+
+
+def measuring_once(measure):
+    """In place of attnd.eval's `measure`: the first call measures, later ones have their points
+    from it, and name presets that are not offered as they are told."""
+    kept = []
+
+    def measured(client, subject, run, policies, missing):
+        if not kept:
+            kept.append(measure(client, subject, run, policies, missing))
+        points = tuple(kept[0].find(str(policy)) for policy in policies)
+        return replace(kept[0], points=points, not_offered=tuple(missing))
+
+    return measured

@@ -23,6 +23,7 @@ import pytest
 import attnd
 import faults
 from cases import assert_near, opened, step
+from conftest import PROGRAM, require_program
 from faulty_server import CASE, TOKENS, Life, Server, client_of, serving
 
 
@@ -240,6 +241,32 @@ def test_a_server_without_descriptors_lives_on():
         assert server.ended("SealSequence", "RESOURCE_EXHAUSTED") == 2
         life.resumed(sealed).decode()
         life.resumed(client.seal_sequence(life.sequence)).decode()
+
+
+# ---- threads refused ----
+
+
+def test_a_server_without_a_thread_for_signals_does_not_start(tmp_path):
+    """Its first thread. Those of its parts are refused one by one in server_system_faults_test."""
+    command = [PROGRAM, "--listen", f"unix:{tmp_path}/run/attnd.sock", "--data-dir", tmp_path / "data"]
+    require_program()
+    ended = subprocess.run(
+        command,
+        env=faults.environment("call=thread times=1 do=EAGAIN"),
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("attnd: the system refused a thread for signals: ")
+
+
+def test_a_shutdown_without_a_thread_that_limits_it_goes_on():
+    with serving("call=thread times=1 do=EAGAIN") as server:
+        with server.failing():
+            assert server.stop() == 0
+        assert "nothing limits its time: the system refused a thread" in server.log.read_text()
+        server.start()
 
 
 # ---- io_uring refused ----

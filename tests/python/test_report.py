@@ -22,7 +22,7 @@ from attnd.eval import opening, results, series  # noqa: E402
 from attnd.eval import server as servers  # noqa: E402
 from attnd.report import check, cli, document, plan, plots, tables, workers  # noqa: E402
 from conftest import PROGRAM, require_program  # noqa: E402
-from measurements import TASKS, measurement, point  # noqa: E402
+from measurements import TASKS, measurement, measuring_once, point  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -44,6 +44,11 @@ REFERENCE = {
 def at_the_root(monkeypatch):
     """Where docs/ and models/ lie."""
     monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):  # of prefills and local runs: several tests measure the same texts
+    return tmp_path_factory.mktemp("cache")
 
 
 def references(tmp_path, **changes):
@@ -77,8 +82,11 @@ def test_every_run_of_the_plan_is_there_and_has_every_preset():
 # ---- The subset ----
 
 
-def test_the_subset_is_within_its_references_and_as_it_was_stored(attnd_target, tmp_path, capsys):
-    arguments = ["--target", attnd_target, "--subset", "ci", "--cache-dir", str(tmp_path)]
+def test_the_subset_is_within_its_references_and_as_it_was_stored(
+    attnd_target, tmp_path, cache, capsys, monkeypatch
+):
+    monkeypatch.setattr(cli, "measure", measuring_once(cli.measure))
+    arguments = ["--target", attnd_target, "--subset", "ci", "--cache-dir", str(cache)]
     assert cli.main(arguments) == 0, capsys.readouterr().err
     with attnd.Client(attnd_target) as client:
         listed = {policy.preset for policy in client.get_server_info().policies}
@@ -104,7 +112,9 @@ def test_the_subset_is_within_its_references_and_as_it_was_stored(attnd_target, 
     assert "double-p is offered and was not run" in said
 
 
-def test_measuring_keeps_what_was_not_measured_again(attnd_target, tmp_path, capsys, monkeypatch):
+def test_measuring_keeps_what_was_not_measured_again(
+    attnd_target, tmp_path, cache, capsys, monkeypatch
+):
     """Two presets, then a third one; then other settings, which do not fit the file."""
     monkeypatch.setattr(document, "PLAN", plan.PLAN[:1])
     docs = tmp_path / "docs"
@@ -112,7 +122,7 @@ def test_measuring_keeps_what_was_not_measured_again(attnd_target, tmp_path, cap
     (docs / "QUALITY.md").write_text("<!-- report: figures 2048 -->\n<!-- report: end -->\n")
     (docs / "quality" / "references.json").write_text("{}")
     arguments = ["--target", attnd_target, "--run", "2048", "--docs", str(docs)]
-    arguments += ["--cache-dir", str(tmp_path / "cache"), "--limit", "1", "--presets"]
+    arguments += ["--cache-dir", str(cache), "--limit", "1", "--presets"]
     assert cli.main([*arguments, "dense,streaming"]) == 0, capsys.readouterr().err
     first = results.read(docs / "quality" / "2048.json")
     assert [one.policy for one in first.points] == ["dense", "streaming"]

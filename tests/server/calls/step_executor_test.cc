@@ -54,6 +54,7 @@ struct CountingTask : StepExecutor::Task {
 
 TEST(StepExecutor, RunsInlineWhileASlotIsFree) {
   StepExecutor executor({.workers = 2, .inline_slots = 1, .queue_max = 4});
+  ASSERT_TRUE(executor.Start("for a test").ok());
   CountingTask task;
   ASSERT_TRUE(executor.Submit(&task));
   EXPECT_EQ(task.count, 1);  // ran before Submit returned
@@ -61,6 +62,7 @@ TEST(StepExecutor, RunsInlineWhileASlotIsFree) {
 
 TEST(StepExecutor, AWaitingTaskIsWithdrawn) {
   StepExecutor executor({.workers = 1, .inline_slots = 0, .queue_max = 4});
+  ASSERT_TRUE(executor.Start("for a test").ok());
   BlockedTask first;
   CountingTask second, third;
   ASSERT_TRUE(executor.Enqueue(&first));
@@ -81,6 +83,7 @@ TEST(StepExecutor, AWaitingTaskIsWithdrawn) {
 
 TEST(StepExecutor, TheSecondOneHops) {
   StepExecutor executor({.workers = 2, .inline_slots = 1, .queue_max = 4});
+  ASSERT_TRUE(executor.Start("for a test").ok());
   BlockedTask first, second;
   std::thread submitter([&] { executor.Submit(&first); });
   first.started.Wait();
@@ -95,6 +98,7 @@ TEST(StepExecutor, TheSecondOneHops) {
 
 TEST(StepExecutor, InlineTasksCountAsWorkers) {
   StepExecutor executor({.workers = 1, .inline_slots = 1, .queue_max = 4});
+  ASSERT_TRUE(executor.Start("for a test").ok());
   BlockedTask first;
   CountingTask second;
   std::thread submitter([&] { executor.Submit(&first); });
@@ -110,6 +114,7 @@ TEST(StepExecutor, InlineTasksCountAsWorkers) {
 
 TEST(StepExecutor, AFullQueueRefuses) {
   StepExecutor executor({.workers = 1, .inline_slots = 0, .queue_max = 2});
+  ASSERT_TRUE(executor.Start("for a test").ok());
   BlockedTask running;
   CountingTask waiting, refused;
   ASSERT_TRUE(executor.Submit(&running));
@@ -128,6 +133,7 @@ TEST(StepExecutor, DestructionRunsWhatIsQueued) {
   CountingTask task;
   {
     StepExecutor executor({.workers = 1, .inline_slots = 0, .queue_max = 100});
+    ASSERT_TRUE(executor.Start("for a test").ok());
     for (int i = 0; i < 100; ++i) ASSERT_TRUE(executor.Enqueue(&task));
   }
   EXPECT_EQ(task.count, 100);
@@ -139,6 +145,7 @@ TEST(StepExecutor, NothingIsLostUnderLoad) {
   std::atomic<int> taken{0};
   {
     StepExecutor executor({.workers = 3, .inline_slots = 1, .queue_max = 64});
+    ASSERT_TRUE(executor.Start("for a test").ok());
     std::vector<std::thread> threads;
     for (int t = 0; t < kThreads; ++t) {
       threads.emplace_back([&] {

@@ -59,6 +59,7 @@ TEST(StreamRegistry, StopRefusesNewOnesAndWaits) {
 
 TEST(StreamRegistry, TheClockLooksSeveralTimesATimeout) {
   StreamRegistry registry(8, 40ms);
+  ASSERT_TRUE(registry.Start().ok());
   const auto stream = std::make_shared<CountingStream>();
   ASSERT_TRUE(registry.Add(stream).ok());
   const auto limit = std::chrono::steady_clock::now() + 10s;
