@@ -16,8 +16,8 @@
 namespace attnd::server {
 
 // From which time on an empty kernel is taken for one that had to wait for a time slice of another
-// process. Side by side it takes some tens of microseconds; a slice is 1 to 3 ms long. The
-// geometric mean of 50 us and 2 ms: not chosen by measuring both on a GPU (docs/GAPS.md).
+// process. Side by side it takes 10 to 25 us, in time slices 2,250 (docs/OPERATIONS.md, "Time
+// slices or side by side").
 inline constexpr std::chrono::microseconds kTimeSlicesFrom{300};
 
 inline constexpr uint32_t kRoundTripTurnsMin = 2;
