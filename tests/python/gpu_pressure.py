@@ -3,23 +3,25 @@
 
     python tests/python/gpu_pressure.py [--seconds 480] [--seed 1] [--backend cuda] [flags...]
 
-Clients open sequences, upload prompts, decode under policies that change from step to step, fork,
-truncate, seal and resume, over budgets that hold a fraction of what is open: so that layers are
-mapped and cached on the GPU, and segments move to disk and back. Of some steps the same query is
-asked again under `dense`, which tells the true error. A server that is not there is started, with
-audits; further flags are its own.
+Starts a server with audits. Clients open sequences, upload prompts, decode under policies that
+change from step to step, fork, truncate, seal and resume. The server's budgets, which further flags
+may change, hold a fraction of what is open: so layers are mapped and cached on the GPU, and
+segments move to disk and back. Of some steps the same query is asked again under `dense`, which
+tells the true error.
 
 Prints a table of policies with errors and what they predicted, what moved, and memory of the server
 and of the GPU over time. Exits with 1 if an answer is not finite, an exact policy errs, a policy
 with a tolerance errs by more than twice it in the mean, a call fails but for lack of room, memory
 grew from the second third to the last by more than a twentieth and 256 MiB, a sequence stays open,
-or the server reports a damaged page, a fault of the GPU or a number that is not one.
+the server ends, reports a damaged page, a fault of the GPU or a number that is not one; and, of a
+run of a minute or more, if something was not done: a policy not compared, nothing read from disk.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import subprocess
 import sys
 import threading
@@ -59,6 +61,14 @@ POLICIES = (
     "streaming",
 )
 GROWTH_BYTES = 256 << 20
+# Six workers have some 2 GB open.
+BUDGETS = (
+    *("--memory-budget-bytes", "1200000000"),
+    *("--device-memory-bytes", "900000000"),
+    *("--device-page-memory-bytes", "500000000"),
+)
+CHANGES = ("fork", "truncate", "resume")
+EVERYTHING_S = 60.0  # in so long a run everything must have been done
 SHOWN = (
     "attnd_backend_steps",
     "attnd_backend_graph",
@@ -152,11 +162,13 @@ class Conversation:
         dense = np.asarray(session.step(layer, [row], q).out, np.float32)
         error = np.linalg.norm(np.asarray(step.out, np.float32) - dense, axis=-1)
         relative = float((error / np.linalg.norm(dense, axis=-1)).mean())
+        if not np.isfinite(relative):
+            self.results.fault(f"an error of {policy} that is not finite")
+            return
         self.results.note(policy, Asked(relative, step.rows[0].stats.predicted_error_mean or 0.0))
 
-    def change(self) -> None:
+    def change(self, what: str) -> None:
         """A fork in its place, a shorter one, or itself from the disk."""
-        what = self.dice.choice(["fork", "truncate", "resume"])
         if what == "fork":
             fork = self.client.fork_sequence(self.id, length=self.position)
             self.client.close_sequence(self.id)
@@ -186,6 +198,7 @@ class Worker:
         self._tenant = f"worker-{seed}"
         self._dice = np.random.default_rng(seed)
         self._idle: list[Conversation] = []
+        self._changes = itertools.cycle(CHANGES[seed % 3 :] + CHANGES[: seed % 3])
 
     def run(self, until: float) -> None:
         with attnd.Client(self._target, tenant=self._tenant, timeout_s=120) as client:
@@ -196,6 +209,8 @@ class Worker:
                 self._results.fault(traceback.format_exc(limit=4))
             for each in client.list_sequences():
                 client.close_sequence(each.sequence_id)
+            for sealed in client.list_sealed():  # of a resume that was refused
+                client.drop_sealed(sealed.sealed_id)
             for left in client.list_sequences():
                 self._results.fault(f"sequence {left.sequence_id} is still open")
 
@@ -207,7 +222,7 @@ class Worker:
                     self._idle.append(new)
                 one = self._idle.pop(int(self._dice.integers(len(self._idle))))
                 one.decode(session, int(self._dice.integers(20, 120)))
-                one.change()
+                one.change(next(self._changes))
                 one.decode(session, int(self._dice.integers(5, 40)))
                 self._idle.append(one)
             if self._dice.random() < 0.4:
@@ -219,7 +234,9 @@ class Worker:
             self._drop_others(client)
 
     def _drop_others(self, client: attnd.Client) -> None:
-        """Closes what was under way when a call was refused."""
+        """Closes what was under way when a call was refused, and one that is idle."""
+        if self._idle:
+            self._idle.pop(0)
         kept = {one.id for one in self._idle}
         for each in client.list_sequences():
             if each.sequence_id not in kept:
@@ -255,6 +272,20 @@ def grown(kind: str, sizes: list[int]) -> str:
     return f"{kind} grew from {before >> 20} to {last >> 20} MiB"
 
 
+def undone(results: Results, page: metrics_text.Page) -> list[str]:
+    """What a long run must have done and has not."""
+    missing = [
+        f"{policy} was compared with dense" for policy in POLICIES if not results.asked[policy]
+    ]
+    for deed in ("steps", "forks", "truncates", "resumes"):
+        if not results.counts[deed]:
+            missing.append(deed)
+    for tier in ("hbm", "host", "ssd"):
+        if page.get("attnd_tier_lookup_tokens_total", tier=tier) == 0:
+            missing.append(f"a token looked up in {tier}")
+    return [f"never: {what}" for what in missing]
+
+
 def judge(results: Results, page: metrics_text.Page, memory: list[Memory]) -> list[str]:
     faults = [*results.faults, *metrics_text.faults_of(page, None)]
     for policy, tolerance in TOLERANCES.items():
@@ -269,6 +300,8 @@ def judge(results: Results, page: metrics_text.Page, memory: list[Memory]) -> li
     for name in ("attnd_backend_degraded", "attnd_quarantined_files_total", NOT_FINITE):
         if (value := page.get(name)) != 0:
             faults.append(f"{name} is {value}")
+    if memory[-1].seconds >= EVERYTHING_S:
+        faults += undone(results, page)
     return [fault for fault in faults if fault]
 
 
@@ -330,11 +363,21 @@ def run(
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            resident = live_server.status_bytes(pid, "VmRSS")
+            try:
+                resident = live_server.status_bytes(pid, "VmRSS")
+            except (KeyError, OSError):
+                results.fault("the server has ended")
+                break
             memory.append(Memory(time.monotonic() - begin, resident, gpu_bytes()))
             time.sleep(2)
-        for _ in range(2):  # a first page has nothing of the latency of pages
-            page = metrics_text.read(f"http://{metrics}/metrics")
+        for thread in threads:
+            thread.join()
+        page = metrics_text.Page({}, {})
+        try:
+            for _ in range(2):  # a first page has nothing of the latency of pages
+                page = metrics_text.read(f"http://{metrics}/metrics")
+        except OSError as error:
+            results.fault(f"/metrics: {error}")
     return Outcome(results, page, memory)
 
 
@@ -353,6 +396,7 @@ def main() -> int:
         options.longest,
         "--backend",
         options.backend,
+        *BUDGETS,
         *flags,
     )
     show(*outcome)
