@@ -330,7 +330,11 @@ __device__ void HeadSelector::ListChosen() {
   result.clusters = level.count;
   result.chosen_tokens = ListTokens(level, tokens);
   result.estimated_tokens = row_.clustered_tokens - result.chosen_tokens;
-  if (CutBlocks::rank() == 0) ReportChoice(step_, unit_, result, &memory_->first_piece);
+  if (CutBlocks::rank() != 0) return;
+  ReportChoice(step_, unit_, result, &memory_->first_piece);
+  // Where all is read that has been estimated by now: there is nothing left to do.
+  const bool reads_all = heads_->tries.phase == TreePhase::kReadAll;
+  if (reads_all && threadIdx.x == 0) TriesOf(step_, unit_)->phase = TreePhase::kDone;
 }
 
 // ---- kernels ----
