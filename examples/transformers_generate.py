@@ -46,6 +46,7 @@ def arguments() -> argparse.Namespace:
         action="store_true",
         help="steps through memory shared with the server; of a model on a GPU by its stream",
     )
+    add("--local-again", action="store_true", help="local once more, last: does its place matter?")
     add("--threads", type=int, help="of PyTorch on the CPU (default: as many as cores)")
     add("--device", default="cpu", help="of the model (default cpu)")
     return parser.parse_args()
@@ -141,7 +142,11 @@ def main() -> None:
 
     # What is made once, such as the libraries' memory, is not timed.
     generate(model, ids[:, :64], DynamicCache(), 2)
-    show("local", generate(model, ids, DynamicCache(), options.new_tokens), tokenizer)
+
+    def local() -> Answer:
+        return generate(model, ids, DynamicCache(), options.new_tokens)
+
+    show("local", local(), tokenizer)
     for policy in options.policy or ["dense", "error-target:tolerance=0.1"]:
         with attnd.transformers.attach(
             model, options.target, policy=policy, memory=options.memory
@@ -149,6 +154,8 @@ def main() -> None:
             with attachment.new_cache() as cache:
                 show(policy, generate(model, ids, cache, options.new_tokens), tokenizer)
             print(f"  {attachment.stats}")
+    if options.local_again:
+        show("local", local(), tokenizer)
 
 
 if __name__ == "__main__":
