@@ -150,6 +150,9 @@ void Metrics::AddDeviceMetrics() {
   device_pages_in_place_ =
       AddCounter("attnd_device_pages_in_place_total",
                  "Pages without room in the GPU's cache, read where they lie in host memory");
+  device_missed_page_tokens_ =
+      AddCounter("attnd_device_missed_page_tokens_total",
+                 "Chosen tokens, of a KV head, of pages that the GPU's cache did not have");
   const std::string file_pages = "attnd_device_file_pages_total";
   const std::string file_pages_help =
       "Pages of files that the host handed to steps on the GPU, by where it had them";
@@ -321,6 +324,7 @@ void Metrics::CollectBackend(const attention::BackendStats& stats) const {
   Follow(device_hit_pages_,
          stats.cache.lookups - stats.cache.fetched - stats.cache.in_place - stats.cache.carried);
   Follow(device_pages_in_place_, stats.cache.in_place);
+  Follow(device_missed_page_tokens_, stats.cache.host_tokens);
   Follow(device_file_pages_[0], stats.files.pages - stats.files.disk_pages);
   Follow(device_file_pages_[1], stats.files.disk_pages);
   Follow(device_file_runs_[0], stats.files.waves);

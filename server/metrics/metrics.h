@@ -195,6 +195,7 @@ class Metrics final : public engine::EventListener, public prometheus::Collectab
   prometheus::Counter* device_lookup_pages_;
   prometheus::Counter* device_hit_pages_;
   prometheus::Counter* device_pages_in_place_;
+  prometheus::Counter* device_missed_page_tokens_;
   std::array<prometheus::Counter*, 2> device_file_pages_;  // of the host's memory, of disk
   std::array<prometheus::Counter*, 2> device_file_runs_;   // answered, again
   prometheus::Gauge* device_cache_bytes_;

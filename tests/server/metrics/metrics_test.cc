@@ -323,6 +323,7 @@ TEST(Metrics, ADeviceIsATierAndHasArenas) {
   EXPECT_EQ(values["attnd_device_file_runs_total{outcome=answered}"], 6);
   EXPECT_EQ(values["attnd_device_file_runs_total{outcome=again}"], 5);
   EXPECT_EQ(values["attnd_device_pages_in_place_total"], 2);
+  EXPECT_EQ(values["attnd_device_missed_page_tokens_total"], 30);
   EXPECT_EQ(values["attnd_device_cache_bytes"], 8192);
   EXPECT_EQ(values["attnd_device_evictions_total"], 7);
   EXPECT_EQ(values["attnd_backend_fallback_steps_total"], 8);
