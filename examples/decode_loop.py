@@ -40,6 +40,7 @@ from decode_prompts import DTYPE, Capture, chunks
 
 WEIGHT_STD = 0.02
 GIB = 1 << 30
+ROUND_TRIPS_MAX = 10_000
 
 
 def arguments() -> argparse.Namespace:
@@ -84,6 +85,10 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--attention is {options.attention}; allowed are local, attnd, and both")
     if options.check and options.keys:
         parser.error("--check has random keys: leave --keys out")
+    if not 0 <= options.round_trips <= ROUND_TRIPS_MAX:
+        parser.error(
+            f"--round-trips is {options.round_trips}; allowed are 0..{ROUND_TRIPS_MAX}, 0 for none"
+        )
     if ("attnd" in ways or options.round_trips) and not options.target:
         parser.error("--target is missing: attnd answers there")
     options.distinct_layers = options.distinct_layers or options.layers

@@ -233,11 +233,14 @@ class CudaBackend : public Backend {
 
   // A fault degrades the backend when the next step meets it, too.
   absl::StatusOr<std::chrono::nanoseconds> RunEmpty() const override {
-    ATTND_RETURN_IF_ERROR(Health());
+    const auto failed = [](const absl::Status& status) {
+      return absl::UnavailableError(absl::StrCat("the GPU has failed: ", status.message()));
+    };
+    if (const absl::Status health = Health(); !health.ok()) return failed(health);
     MutexLock lock(empty_runs_mutex_);
     const auto time = empty_runs_->RunEmpty();
     if (time.ok() || absl::IsResourceExhausted(time.status())) return time;
-    return absl::UnavailableError(absl::StrCat("the GPU has failed: ", time.status().message()));
+    return failed(time.status());
   }
 
   BackendStats stats() const override {

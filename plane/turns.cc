@@ -21,20 +21,22 @@ absl::Status ServerTurns::AwaitRing(const Wait& wait) const {
   std::chrono::microseconds spin = wait.spin;
   while (true) {
     // Before the word: a client that is gone, or a server that ends, begins no further layer.
-    if (IsSet(wait.cancelled)) return absl::CancelledError("the pass was cancelled");
+    if (IsSet(wait.cancelled)) {
+      return absl::CancelledError(absl::StrCat("the ", nouns_.whole, " was cancelled"));
+    }
     if (IsSet(wait.stopping)) return absl::UnavailableError("the server is shutting down");
     const auto now = steady_clock::now();
     const uint32_t ring = AwaitChange(&words_->ring, before, spin,
                                       std::min(wait.limit, now + kLookPeriod), wait.waiting);
     if (ring == epoch) return absl::OkStatus();
     if (ring != before) {
-      return absl::InvalidArgumentError(absl::StrCat("the ring word is ", ring, "; layer ", layer_,
-                                                     " has epoch ", epoch,
+      return absl::InvalidArgumentError(absl::StrCat("the ring word is ", ring, "; ", nouns_.turn,
+                                                     " ", layer_, " has epoch ", epoch,
                                                      ", and the word before it is ", before));
     }
     if (steady_clock::now() >= wait.limit) {
-      return absl::DeadlineExceededError(
-          absl::StrCat("layer ", layer_, " of the pass was not rung for in time"));
+      return absl::DeadlineExceededError(absl::StrCat(nouns_.turn, " ", layer_, " of the ",
+                                                      nouns_.whole, " was not rung for in time"));
     }
     spin = std::chrono::microseconds(0);
   }

@@ -30,9 +30,17 @@ class ServerTurns {
   };
   static constexpr std::chrono::milliseconds kLookPeriod{20};
 
+  // What errors call a turn, and all of them together.
+  struct Nouns {
+    const char* turn = "layer";
+    const char* whole = "pass";
+  };
+
   // `words` lies in a region that outlives this.
   ServerTurns(Words* words, uint32_t first_epoch, uint32_t layers)
-      : words_(words), first_epoch_(first_epoch), layers_(layers) {}
+      : ServerTurns(words, first_epoch, layers, Nouns()) {}
+  ServerTurns(Words* words, uint32_t first_epoch, uint32_t layers, const Nouns& nouns)
+      : words_(words), first_epoch_(first_epoch), layers_(layers), nouns_(nouns) {}
 
   // The layer of the next turn.
   uint32_t layer() const { return layer_; }
@@ -54,6 +62,7 @@ class ServerTurns {
   Words* const words_;
   const uint32_t first_epoch_;
   const uint32_t layers_;
+  const Nouns nouns_;
   uint32_t layer_ = 0;
 };
 

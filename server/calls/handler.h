@@ -65,6 +65,7 @@ struct HandlerContext {
   v1::GpuSharing gpu_sharing = v1::GPU_SHARING_UNSPECIFIED;
   // What a client's stream has measured of it.
   NewestRoundTrip newest_round_trip;
+  std::atomic<bool> round_trip_under_way{false};
   // From bytes to messages.
   const RequestParser* requests = nullptr;
   HeapTrimmer* trimmer = nullptr;

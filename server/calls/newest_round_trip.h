@@ -10,7 +10,7 @@
 
 namespace attnd::server {
 
-// The round trip that a client measured last (round_trip.h). Thread-safe.
+// The round trip that a client's stream on a GPU measured last (round_trip.h). Thread-safe.
 class NewestRoundTrip {
  public:
   void Set(const v1::RoundTrip& measured) {

@@ -2,6 +2,7 @@
 #include "server/calls/round_trip.h"
 
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -43,6 +44,9 @@ absl::Status CheckRequest(const v1::RoundTripRequest& request) {
 absl::StatusOr<std::vector<nanoseconds>> AnswerTurns(const RoundTripStream& stream,
                                                      const v1::RoundTripRequest& request,
                                                      plane::ServerTurns* turns) {
+  const attention::Backend& backend = stream.handlers->engine->backend();
+  // Loads the kernel; and a server that can run none tells before it waits for the client.
+  ATTND_RETURN_IF_ERROR(backend.RunEmpty().status());
   plane::ServerTurns::Wait wait = {.limit = {},
                                    .spin = std::chrono::microseconds(request.memory().spin_us()),
                                    .waiting = request.memory().device_rings()
@@ -54,34 +58,53 @@ absl::StatusOr<std::vector<nanoseconds>> AnswerTurns(const RoundTripStream& stre
   while (times.size() < request.turns()) {
     wait.limit = std::chrono::steady_clock::now() + stream.handlers->options->reply_timeout();
     ATTND_RETURN_IF_ERROR(turns->AwaitRing(wait));
-    ATTND_ASSIGN_OR_RETURN(const nanoseconds time, stream.handlers->engine->backend().RunEmpty());
+    ATTND_ASSIGN_OR_RETURN(const nanoseconds time, backend.RunEmpty());
     times.push_back(time);
     turns->Answer(0);
   }
   return times;
 }
 
+// As AnswerTurns, if the request may be answered at all.
+absl::StatusOr<std::vector<nanoseconds>> CheckAndAnswer(const RoundTripStream& stream,
+                                                        const v1::DecodeRequest& request,
+                                                        plane::ServerTurns* turns) {
+  ATTND_RETURN_IF_ERROR(CheckAlone(request));
+  ATTND_RETURN_IF_ERROR(CheckRequest(request.round_trip()));
+  // Of two at a time each would find the other's kernels in its way.
+  std::atomic<bool>* const under_way = &stream.handlers->round_trip_under_way;
+  if (under_way->exchange(true)) {
+    stream.handlers->metrics->OnRejected(Rejection::kClientMemory);
+    return absl::ResourceExhaustedError(
+        "round_trip: another client measures one; allowed is one at a time");
+  }
+  auto times = AnswerTurns(stream, request.round_trip(), turns);
+  under_way->store(false);
+  if (!times.ok()) stream.handlers->metrics->OnRoundTripFailed();
+  return times;
+}
+
 absl::StatusOr<std::vector<nanoseconds>> TakeTurns(const RoundTripStream& stream,
-                                                   const v1::RoundTripRequest& request) {
-  const v1::PassMemory& memory = request.memory();
+                                                   const v1::DecodeRequest& request) {
+  const v1::PassMemory& memory = request.round_trip().memory();
   ATTND_ASSIGN_OR_RETURN(const plane::RegionUse region, stream.handlers->memory->regions()->Use(
                                                             *stream.tenant, memory.region_id()));
   ATTND_RETURN_IF_ERROR(plane::CheckSpan("round_trip.memory.words",
                                          {.offset = memory.words_offset(), .layer_stride = 0},
                                          sizeof(plane::Words), 1, region.bytes()));
   plane::ServerTurns turns(reinterpret_cast<plane::Words*>(region.data() + memory.words_offset()),
-                           memory.first_epoch(), request.turns());
-  auto times = AnswerTurns(stream, request, &turns);
+                           memory.first_epoch(), request.round_trip().turns(),
+                           {.turn = "turn", .whole = "round trip"});
+  // Behind this every refusal is in the words, whatever the request has besides them.
+  auto times = CheckAndAnswer(stream, request, &turns);
   if (!times.ok()) turns.GiveUp(0);
   return times;
 }
 
-// The median of all but the first: that one may have loaded the kernel.
-nanoseconds MedianOf(std::vector<nanoseconds> times) {
-  times.erase(times.begin());
-  const auto middle = times.begin() + static_cast<ptrdiff_t>((times.size() - 1) / 2);
-  std::nth_element(times.begin(), middle, times.end());
-  return *middle;
+// The least of all but the first. A stall that passes (memory that is mapped, a thread that has to
+// wait for a core) makes some turns long; time slices make all of them long.
+nanoseconds LeastOf(const std::vector<nanoseconds>& times) {
+  return *std::min_element(times.begin() + 1, times.end());
 }
 
 std::string Advice(v1::GpuSharing sharing, float device_us) {
@@ -99,27 +122,29 @@ std::string Advice(v1::GpuSharing sharing, float device_us) {
                       how, ": docs/OPERATIONS.md, \"Beside a model server on one GPU\"");
 }
 
+// Whoever asks the server.
+void Tell(HandlerContext* handlers, nanoseconds least, const v1::RoundTrip& measured) {
+  if (measured.time_slices()) {
+    LOG_EVERY_T(WARNING, 60) << measured.advice();
+  }
+  handlers->metrics->OnRoundTrip(least, measured.time_slices());
+  handlers->newest_round_trip.Set(measured);
+}
+
 }  // namespace
 
 absl::StatusOr<v1::RoundTrip> MeasureRoundTrip(const RoundTripStream& stream,
                                                const v1::DecodeRequest& request) {
-  ATTND_RETURN_IF_ERROR(CheckAlone(request));
-  ATTND_RETURN_IF_ERROR(CheckRequest(request.round_trip()));
-  const auto times = TakeTurns(stream, request.round_trip());
-  if (!times.ok()) {
-    stream.handlers->metrics->OnRoundTripFailed();
-    return times.status();
-  }
-  const nanoseconds median = MedianOf(*times);
+  ATTND_ASSIGN_OR_RETURN(const std::vector<nanoseconds> times, TakeTurns(stream, request));
+  const nanoseconds least = LeastOf(times);
   v1::RoundTrip measured;
-  measured.set_device_us(Micros32(median).count());
-  measured.set_time_slices(median >= kTimeSlicesFrom);
+  measured.set_device_us(Micros32(least).count());
+  measured.set_time_slices(least >= kTimeSlicesFrom);
   if (measured.time_slices()) {
     measured.set_advice(Advice(stream.handlers->gpu_sharing, measured.device_us()));
-    LOG_EVERY_T(WARNING, 60) << measured.advice();
   }
-  stream.handlers->metrics->OnRoundTrip(median, measured.time_slices());
-  stream.handlers->newest_round_trip.Set(measured);
+  // Behind a host's rings no kernel waits: that tells of no stream.
+  if (request.round_trip().memory().device_rings()) Tell(stream.handlers, least, measured);
   return measured;
 }
 

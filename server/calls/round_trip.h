@@ -32,9 +32,10 @@ struct RoundTripStream {
 };
 
 // Answers the client's rings, each behind an empty kernel of the backend's, on the calling thread.
-// What was measured is counted, logged if the client is to be told of time slices, and the newest
-// from here on. Errors are those of RoundTripRequest; the client's words say so, where the region
-// is one.
+// What a GPU's rings have measured is counted, logged if the client is to be told of time slices,
+// and the newest from here on. Errors are those of RoundTripRequest. The client's words say of each
+// refusal that it is over, but of one that is about the words themselves: of a region that is not
+// the client's or has other use, or of a place that is not in it.
 absl::StatusOr<v1::RoundTrip> MeasureRoundTrip(const RoundTripStream& stream,
                                                const v1::DecodeRequest& request);
 

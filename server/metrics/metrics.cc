@@ -184,7 +184,7 @@ void Metrics::AddDeviceMetrics() {
                           "under MPS; 0: under MPS, or no GPU");
   round_trip_ = AddHistogram("attnd_round_trip_seconds",
                              "An empty kernel of the server while a client's stream waited for it, "
-                             "from launch to end; median of a measurement's turns",
+                             "from launch to end; the least of a measurement's turns",
                              {}, StageBuckets());
   const std::string trips = "attnd_round_trips_total";
   const std::string trips_help = "Round trips that clients' streams measured, by what they found";
@@ -267,8 +267,8 @@ void Metrics::OnRejected(Rejection reason) {
   rejections_[static_cast<size_t>(reason)]->Increment();
 }
 
-void Metrics::OnRoundTrip(std::chrono::nanoseconds median, bool time_slices) {
-  round_trip_.Observe(Seconds(median));
+void Metrics::OnRoundTrip(std::chrono::nanoseconds least, bool time_slices) {
+  round_trip_.Observe(Seconds(least));
   round_trips_[time_slices ? 1 : 0]->Increment();
 }
 

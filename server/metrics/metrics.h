@@ -115,7 +115,7 @@ class Metrics final : public engine::EventListener, public prometheus::Collectab
   void OnStage(Stage stage, std::chrono::nanoseconds time);
   void OnRejected(Rejection reason);
   // A client's stream has measured a round trip; or could not.
-  void OnRoundTrip(std::chrono::nanoseconds median, bool time_slices);
+  void OnRoundTrip(std::chrono::nanoseconds least, bool time_slices);
   void OnRoundTripFailed();
   // A call ended. `method` is the RPC's short name.
   void OnRpc(absl::string_view method, absl::StatusCode code);

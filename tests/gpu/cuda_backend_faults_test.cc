@@ -406,7 +406,9 @@ TEST_F(CudaBackendFaults, AnEmptyRunSaysWhatItTook) {
   // A fault degrades the backend when a step meets it.
   fake.control->Set({.call = 0});
   for (int i = 0; i < 2; ++i) {
-    EXPECT_EQ(fake.backend->RunEmpty().status().code(), StatusCode::kUnavailable);
+    const absl::Status status = fake.backend->RunEmpty().status();
+    EXPECT_EQ(status.code(), StatusCode::kUnavailable);
+    EXPECT_EQ(status.message().find("the GPU has failed: "), 0u) << status;
     EXPECT_EQ(fake.backend->Health().ok(), i == 0);
     RunStep(fake.backend.get(), 0, rows_);
   }

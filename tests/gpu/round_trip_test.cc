@@ -30,9 +30,9 @@ constexpr uint32_t kEpoch = 1000;
 
 class RoundTripTest : public ::testing::Test {
  protected:
+  RoundTripTest() { options_.allow_client_memory = true; }
   void Start(const std::string& backend, const std::string& mps_control = "") {
     options_.backend = backend;
-    options_.allow_client_memory = true;
     options_.device_memory_bytes = uint64_t{64} << 20;
     options_.step_workers = 2;
     const auto open = [this]() -> absl::StatusOr<std::unique_ptr<gpu::Device>> {
@@ -47,18 +47,19 @@ class RoundTripTest : public ::testing::Test {
     ASSERT_TRUE(engine.ok()) << engine.status();
     engine_ = *std::move(engine);
     server_ = std::make_unique<TestServer>(options_, engine_.get(), mps_control);
-    client_ = std::make_unique<MemoryPassClient>(*server_);
+    if (options_.allow_client_memory) client_ = std::make_unique<MemoryPassClient>(*server_);
   }
 
-  v1::DecodeRequest Request(uint32_t turns = kTurns) {
+  v1::DecodeRequest Request(uint32_t turns = kTurns) { return RequestOf(client_.get(), turns); }
+  static v1::DecodeRequest RequestOf(MemoryPassClient* client, uint32_t turns) {
     v1::DecodeRequest request;
     request.set_step_id(77);
     request.mutable_round_trip()->set_turns(turns);
     v1::PassMemory* const memory = request.mutable_round_trip()->mutable_memory();
-    memory->set_region_id(client_->region_id());
+    memory->set_region_id(client->region_id());
     memory->set_first_epoch(kEpoch);
     memory->set_device_rings(true);
-    plane::WriteWord(&client_->words()->ring, kEpoch - 1);
+    plane::WriteWord(&client->words()->ring, kEpoch - 1);
     return request;
   }
   // The server's kernel takes so long in this turn.
@@ -107,10 +108,10 @@ TEST_F(RoundTripTest, SideBySideNobodyIsWarned) {
   const v1::DecodeResponse reply = Measure({20us, 21us, 22us, 23us});
   EXPECT_EQ(reply.status().code(), 0);
   EXPECT_EQ(reply.step_id(), 77u);
-  EXPECT_FLOAT_EQ(reply.round_trip().device_us(), 22);
+  EXPECT_FLOAT_EQ(reply.round_trip().device_us(), 21);
   EXPECT_FALSE(reply.round_trip().time_slices());
   EXPECT_EQ(reply.round_trip().advice(), "");
-  EXPECT_EQ(device_->empty_runs(), 4u);
+  EXPECT_EQ(device_->empty_runs(), 5u);  // one before the first turn
   // The pipe alone would have said otherwise.
   EXPECT_EQ(Info().gpu_sharing(), v1::GPU_SHARING_TIME_SLICES);
   EXPECT_EQ(Info().round_trip().SerializeAsString(), reply.round_trip().SerializeAsString());
@@ -121,9 +122,9 @@ TEST_F(RoundTripTest, SideBySideNobodyIsWarned) {
 TEST_F(RoundTripTest, TimeSlicesAreTold) {
   Start("cuda");
   const v1::DecodeResponse reply = Measure({20us, 1900us, 2000us, 2100us});
-  EXPECT_FLOAT_EQ(reply.round_trip().device_us(), 2000);
+  EXPECT_FLOAT_EQ(reply.round_trip().device_us(), 1900);
   EXPECT_TRUE(reply.round_trip().time_slices());
-  for (const char* const part : {"2000 us", "does not run under MPS", "docs/OPERATIONS.md"}) {
+  for (const char* const part : {"1900 us", "does not run under MPS", "docs/OPERATIONS.md"}) {
     EXPECT_THAT(reply.round_trip().advice(), HasSubstr(part));
   }
   EXPECT_EQ(Info().round_trip().SerializeAsString(), reply.round_trip().SerializeAsString());
@@ -141,25 +142,31 @@ TEST_F(RoundTripTest, TimeSlicesAreToldBesideADaemonsPipe) {
   EXPECT_THAT(reply.round_trip().advice(), Not(HasSubstr("does not run under MPS")));
 }
 
-TEST_F(RoundTripTest, TheMedianDecidesAndTheFirstTurnIsNotMeasured) {
+// A stall of the server or of its GPU passes; time slices do not.
+TEST_F(RoundTripTest, TheLeastDecidesAndTheFirstTurnIsNotMeasured) {
   Start("cuda");
   EXPECT_FLOAT_EQ(Measure({2ms, 20us}).round_trip().device_us(), 20);
-  EXPECT_FALSE(Measure({2ms, 2ms, 30us, 20us}).round_trip().time_slices());
-  EXPECT_TRUE(Measure({20us, 20us, 2ms, 2ms}).round_trip().time_slices());
-  EXPECT_FLOAT_EQ(Measure({20us, 4ms, 40us, 3ms, 30us}).round_trip().device_us(), 40);
+  EXPECT_FALSE(Measure({20us, 2ms, 2ms, 2ms, 30us}).round_trip().time_slices());
+  EXPECT_TRUE(Measure({20us, 2ms, 2ms, 2ms}).round_trip().time_slices());
+  EXPECT_FLOAT_EQ(Measure({20us, 4ms, 40us, 3ms, 30us}).round_trip().device_us(), 30);
   EXPECT_FALSE(Measure({1ms, 299us}).round_trip().time_slices());
   EXPECT_TRUE(Measure({20us, 300us}).round_trip().time_slices());
 }
 
-// Rings may be looked for, or wake the server.
-TEST_F(RoundTripTest, AHostMayMeasureToo) {
+// Rings may be looked for, or wake the server. No kernel waits for a host's, so that it tells
+// nobody else how the GPU is shared.
+TEST_F(RoundTripTest, AHostMayMeasureForItself) {
   Start("cuda");
+  const v1::DecodeResponse streams = Measure({2ms, 2ms});
   v1::DecodeRequest request = Request(2);
   request.mutable_round_trip()->mutable_memory()->set_device_rings(false);
   ASSERT_TRUE(client_->Declare(request));
   Turn(0, 20us);
   Turn(1, 20us);
   EXPECT_FALSE(client_->Reply().round_trip().time_slices());
+  EXPECT_EQ(Info().round_trip().SerializeAsString(), streams.round_trip().SerializeAsString());
+  EXPECT_EQ(Trips("side_by_side"), 0);
+  EXPECT_EQ(Trips("time_slices"), 1);
 }
 
 TEST_F(RoundTripTest, AStreamGoesOn) {
@@ -205,18 +212,47 @@ TEST_F(RoundTripTest, WhatIsRefusedIsNamed) {
   memory(&unknown)->set_region_id(1);
   Refusal(unknown, grpc::StatusCode::NOT_FOUND);
   EXPECT_EQ(device_->empty_runs(), 0u);
+  EXPECT_EQ(Trips("failed"), 0);
   EXPECT_TRUE(Measure({20us, 20us}).has_round_trip());
 }
 
-// Its kernel, which waits for the first answer, goes on at once.
+// A kernel that waits goes on at once.
+TEST_F(RoundTripTest, ARefusalIsInTheWordsToo) {
+  Start("cuda");
+  for (const uint32_t turns : {0u, 1u, 65u}) {
+    Refusal(Request(turns), grpc::StatusCode::INVALID_ARGUMENT);
+    EXPECT_TRUE(Answers(turns)) << turns;
+  }
+  v1::DecodeRequest spinning = Request();
+  spinning.mutable_round_trip()->mutable_memory()->set_spin_us(10'001);
+  Refusal(spinning, grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_TRUE(Answers(kTurns));
+  v1::DecodeRequest mixed = Request(kTurns + 1);
+  mixed.set_deadline_us(1);
+  Refusal(mixed, grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_TRUE(Answers(kTurns + 1));
+}
+
+// Before the client has rung.
 TEST_F(RoundTripTest, AServerWithoutAGpuSaysSo) {
+  options_.reply_timeout_s = 60;
   Start("cpu");
   ASSERT_TRUE(client_->Declare(Request()));
-  plane::WriteWord(&client_->words()->ring, kEpoch);
   EXPECT_TRUE(Answers(kTurns));
   EXPECT_EQ(client_->Reply().status().code(), grpc::StatusCode::UNIMPLEMENTED);
   EXPECT_FALSE(Info().has_round_trip());
   EXPECT_EQ(Trips("failed"), 1);
+}
+
+TEST_F(RoundTripTest, AGpuThatHasFailedIsToldBeforeTheFirstRing) {
+  options_.reply_timeout_s = 60;
+  Start("auto");
+  device_->Set({.call = 0});
+  ASSERT_TRUE(client_->Declare(Request()));
+  EXPECT_TRUE(Answers(kTurns));
+  const v1::DecodeResponse reply = client_->Reply();
+  EXPECT_EQ(reply.status().code(), grpc::StatusCode::UNAVAILABLE) << reply.status().message();
+  EXPECT_THAT(reply.status().message(), HasSubstr("the GPU has failed"));
 }
 
 TEST_F(RoundTripTest, AGpuThatFailsEndsIt) {
@@ -237,8 +273,106 @@ TEST_F(RoundTripTest, AClientThatDoesNotRingIsGivenUp) {
   Start("cuda");
   ASSERT_TRUE(client_->Declare(Request()));
   EXPECT_TRUE(Answers(kTurns));
-  EXPECT_EQ(client_->Reply().status().code(), grpc::StatusCode::DEADLINE_EXCEEDED);
+  const v1::DecodeResponse reply = client_->Reply();
+  EXPECT_EQ(reply.status().code(), grpc::StatusCode::DEADLINE_EXCEEDED);
+  EXPECT_EQ(reply.status().message(), "turn 0 of the round trip was not rung for in time");
   EXPECT_TRUE(Measure({20us, 20us}).has_round_trip());
+}
+
+TEST_F(RoundTripTest, AnotherValueInTheRingWordGivesItUp) {
+  Start("cuda");
+  ASSERT_TRUE(client_->Declare(Request()));
+  Turn(0, 20us);
+  plane::WriteWord(&client_->words()->ring, kEpoch + 2);
+  EXPECT_TRUE(Answers(kTurns));
+  const v1::DecodeResponse reply = client_->Reply();
+  EXPECT_EQ(reply.status().code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(reply.status().message(),
+            "the ring word is 1002; turn 1 has epoch 1001, and the word before it is 1000");
+}
+
+TEST_F(RoundTripTest, OneIsMeasuredAtATime) {
+  Start("cuda");
+  MemoryPassClient second(*server_);
+  ASSERT_TRUE(client_->Declare(Request()));
+  Turn(0, 20us);
+  ASSERT_TRUE(second.Declare(RequestOf(&second, kTurns)));
+  const v1::DecodeResponse refused = second.Reply();
+  EXPECT_EQ(refused.status().code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_EQ(refused.status().message(),
+            "round_trip: another client measures one; allowed is one at a time");
+  EXPECT_EQ(plane::ReadWord(&second.words()->answer), kEpoch + kTurns);
+  EXPECT_EQ(server_->Metric("attnd_rejections_total{reason=client_memory}"), 1);
+  for (uint32_t turn = 1; turn < kTurns; ++turn) Turn(turn, 20us);
+  EXPECT_TRUE(client_->Reply().has_round_trip());
+  EXPECT_EQ(Trips("failed"), 0);
+  EXPECT_TRUE(Measure({20us, 20us}).has_round_trip());
+}
+
+TEST_F(RoundTripTest, ItTakesThePlaceOfAPassOverMemory) {
+  options_.max_memory_passes = 1;
+  Start("cuda");
+  MemoryPassClient second(*server_);
+  ASSERT_TRUE(client_->Declare(Request()));
+  Turn(0, 20us);
+  ASSERT_TRUE(second.Declare(RequestOf(&second, kTurns)));
+  const v1::DecodeResponse refused = second.Reply();
+  EXPECT_EQ(refused.status().code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_THAT(refused.status().message(), HasSubstr("max_memory_passes: 1 are under way"));
+}
+
+TEST_F(RoundTripTest, AServerThatSharesNoMemorySaysSo) {
+  options_.allow_client_memory = false;
+  Start("cuda");
+  v1::DecodeRequest request;
+  request.mutable_round_trip()->set_turns(kTurns);
+  grpc::ClientContext context;
+  const auto stub = server_->NewStub();
+  const auto stream = stub->Decode(&context);
+  v1::DecodeResponse reply;
+  ASSERT_TRUE(stream->Write(request) && stream->Read(&reply));
+  EXPECT_EQ(reply.status().code(), grpc::StatusCode::FAILED_PRECONDITION);
+  EXPECT_EQ(reply.status().message(),
+            "round_trip.memory: the server was started without --allow-client-memory");
+  context.TryCancel();
+}
+
+// The layer that was answered is taken back, so that a step may append it again, with other bytes.
+TEST_F(RoundTripTest, APassUnderWayIsGivenUp) {
+  Start("auto");
+  v1::OpenSequenceResponse opened;
+  grpc::ClientContext context;
+  v1::OpenSequenceRequest model = SmallModel();
+  model.mutable_model()->mutable_shape()->set_layers(2);
+  ASSERT_TRUE(server_->NewStub()->OpenSequence(&context, model, &opened).ok());
+  v1::DecodeRequest pass = SmallStep(opened.sequence_id());
+  pass.mutable_begin_pass()->set_layers(2);
+  ASSERT_TRUE(client_->Declare(pass));
+  const v1::DecodeResponse first = client_->Reply();
+  ASSERT_EQ(first.status().code(), 0) << first.status().message();
+  ASSERT_EQ(first.rows_size(), 0);  // no fault to tell of
+  EXPECT_TRUE(Measure({20us, 20us}).has_round_trip());
+  v1::DecodeRequest next = SmallStep();
+  next.clear_rows();
+  next.set_layer(1);
+  ASSERT_TRUE(client_->Declare(next));
+  EXPECT_EQ(client_->Reply().status().code(), grpc::StatusCode::INVALID_ARGUMENT);
+  *pass.mutable_k()->mutable_data() = std::string(pass.k().data().size(), '\0');
+  ASSERT_TRUE(client_->Declare(pass));
+  const v1::DecodeResponse again = client_->Reply();
+  ASSERT_EQ(again.status().code(), 0) << again.status().message();
+  EXPECT_EQ(again.rows_size(), 0) << again.rows(0).status().message();
+}
+
+TEST_F(RoundTripTest, AServerThatEndsGivesItUp) {
+  options_.reply_timeout_s = 60;
+  Start("cuda");
+  ASSERT_TRUE(client_->Declare(Request()));
+  Turn(0, 20us);
+  server_->server().Shutdown({});
+  EXPECT_EQ(plane::ReadWord(&client_->words()->answer), kEpoch + kTurns);
+  EXPECT_EQ(client_->Reply().status().code(), grpc::StatusCode::UNAVAILABLE);
+  EXPECT_EQ(client_->Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
 }
 
 TEST_F(RoundTripTest, AClientThatLeavesIsGivenUp) {

@@ -365,8 +365,10 @@ class Client:
     ) -> RoundTrip:
         """Measures what an empty answer takes a CUDA stream of this process: a kernel of the current
         stream rings and waits, and the server answers behind an empty kernel of its own. So it tells
-        whether the two get time slices of one GPU. Takes some milliseconds, a second at most, and
-        waits for the GPU's work.
+        whether the two get time slices of one GPU. Takes some milliseconds; where the server does
+        not answer, or other clients measure, a second at most. Besides that it waits for the GPU's
+        work, for calls of CUDA (the first one makes PyTorch's and attnd's kernels ready), and for
+        the memory socket, each of whose replies may take the client's timeout.
 
         Args:
             gpu: as a session of attnd.cuda has it; None: it is made, of device.

@@ -34,7 +34,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """An empty round trip between a client's stream and the server's GPU: medians of some turns.
+    """An empty round trip between a client's stream and the server's GPU: the least of some turns.
 
     Attributes:
         device_us: microseconds from the launch of the server's empty kernel to its end, while a

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 
 from attnd.cuda.errors import CudaError
-from attnd.errors import AttndError
+from attnd.errors import AttndError, UnavailableError
 from attnd.results import RoundTrip, ServerInfo
 
 _LOGGER = logging.getLogger(__name__)
@@ -21,6 +21,11 @@ _MEND = (
     'GPU"). {how}: docs/OPERATIONS.md, "Beside a model server on one GPU". Nothing is lost where '
     "the stream is on another GPU than the server: no round trip could be measured."
 )
+
+
+# So the server tells of a failed GPU (gpu/cuda_backend.cc). That no connection is there is
+# UNAVAILABLE, too, and says nothing of the GPU.
+_FAILED = "the GPU has failed"
 
 
 class TimeSlicesWarning(RuntimeWarning):
@@ -41,8 +46,9 @@ def warn_of_time_slices(
 ) -> bool:
     """Issues a TimeSlicesWarning, which says how to mend it, if a round trip takes as long as in time
     slices. Where none can be measured, of which the log has a warning, it is issued if the server or
-    this process has found no control pipe of MPS. Not for a server without a GPU, and one that does
-    not say; of these none is measured.
+    this process has found no control pipe of MPS; but not where the server's GPU has failed, which
+    the log says: the CPU answers, or nobody. Not for a server without a GPU, and one that does not
+    say; of these none is measured.
 
     Args:
         measure: measures it.
@@ -56,6 +62,9 @@ def warn_of_time_slices(
     try:
         text = _measured(measure())
     except (AttndError, CudaError) as error:
+        if isinstance(error, UnavailableError) and _FAILED in error.message:
+            _LOGGER.warning("No round trip was measured, as the server's GPU is lost: %s", error)
+            return False
         _LOGGER.warning(
             "MPS's control pipes alone say whether the server's GPU is shared in time slices, as no "
             "round trip was measured: %s",
