@@ -238,7 +238,7 @@ class CudaBackend : public Backend {
     };
     if (const absl::Status health = Health(); !health.ok()) return failed(health);
     MutexLock lock(empty_runs_mutex_);
-    const auto time = empty_runs_->RunEmpty();
+    auto time = empty_runs_->RunEmpty();
     if (time.ok() || absl::IsResourceExhausted(time.status())) return time;
     return failed(time.status());
   }

@@ -250,13 +250,13 @@ def test_others_that_go_on_measuring_are_not_waited_for(targets, gpu, monkeypatc
         assert gpu.mapped == []
 
 
-def test_a_reply_that_does_not_come_is_waited_for_until_the_end(targets, gpu, monkeypatch):
-    """Turns, reply and the call's end have one end together."""
+def test_reply_and_end_have_what_the_turns_have_left_of_the_second(targets, gpu, monkeypatch):
+    """One second for all, of which this clock lets five pass at each turn."""
     given = []
     check, finish = round_trip.PassReply.check, round_trip.PassCall.finish
 
     class Clock:
-        """A second later at each look but in the turns, which it lets run."""
+        """Runs ahead of time's by as much as the test says."""
 
         def __init__(self):
             self.ahead = 0.0
