@@ -11,6 +11,7 @@
 #include "plane/pass_memory.h"
 #include "plane/region_table.h"
 #include "plane/turns.h"
+#include "server/calls/conversions.h"
 #include "server/calls/memory_pass.h"
 #include "server/calls/memory_plane.h"
 

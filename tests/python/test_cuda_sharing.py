@@ -279,6 +279,8 @@ def test_reply_and_end_have_what_the_turns_have_left_of_the_second(targets, gpu,
     monkeypatch.setattr(round_trip._EmptyPass, "take_turn", slow)
 
     def checked(self, timeout_s):
+        if timeout_s == 0:  # within a turn: the reply is here already
+            return check(self, 0)
         given.append(timeout_s)
         reply = check(self, 60)
         clock.ahead += 60

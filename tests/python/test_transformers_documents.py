@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What README.md and docs/MODEL_SERVER.md show of attnd.transformers runs as it stands there, and
-so does the example."""
+so do the examples that need PyTorch, as far as they go without a GPU."""
 
 from __future__ import annotations
 
@@ -83,3 +83,14 @@ def test_the_example_says_that_a_folder_has_no_tokenizer(attnd_target):
     )
     assert ended.returncode == 1
     assert "has no tokenizer, give --token-ids" in ended.stderr
+
+
+@pytest.mark.parametrize("count", [-1, 10_001])
+def test_the_loop_refuses_round_trips_out_of_range(count):
+    """Before it needs a GPU."""
+    command = [sys.executable, ROOT / "examples/decode_loop.py", f"--round-trips={count}"]
+    ended = subprocess.run(
+        [*command, "--target=unix:/nowhere"], capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 2
+    assert f"--round-trips is {count}; allowed are 0..10000" in ended.stderr
