@@ -243,8 +243,9 @@ def test_while_others_measure_it_is_tried_again(targets, gpu, monkeypatch):
 
 def test_others_that_go_on_measuring_are_not_waited_for(targets, gpu, monkeypatch):
     with attnd.Client(targets["none", FAST]) as client, another_measurement(client):
-        monkeypatch.setattr(round_trip, "LIMIT_S", 0.3)
-        monkeypatch.setattr(round_trip, "_AGAIN_S", 0.1)
+        # The next try would begin behind the end of all of them.
+        monkeypatch.setattr(round_trip, "LIMIT_S", 60.0)
+        monkeypatch.setattr(round_trip, "_AGAIN_S", 61.0)
         with pytest.raises(attnd.ResourceExhaustedError, match="another client measures one"):
             client.measure_round_trip(gpu)
         assert gpu.mapped == []
