@@ -227,8 +227,8 @@ class Worker:
                 self._idle.append(one)
             if self._dice.random() < 0.4:
                 self._idle.pop(0).close()
-        except (attnd.ResourceExhaustedError, attnd.RowError) as error:
-            if isinstance(error, attnd.RowError) and not lacks_room(error):
+        except (attnd.ResourceExhaustedError, attnd.RowError) as error:  # of a call, or of a row
+            if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise
             self._results.count("refusals for lack of room")
             self._drop_others(client)
@@ -241,10 +241,6 @@ class Worker:
         for each in client.list_sequences():
             if each.sequence_id not in kept:
                 client.close_sequence(each.sequence_id)
-
-
-def lacks_room(error: attnd.RowError) -> bool:
-    return error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class Memory(NamedTuple):
