@@ -69,6 +69,7 @@ def arguments() -> argparse.Namespace:
     add("--keys", help="a capture of one layer, of the loop's heads; default: random keys")
     add("--seed", type=int, default=0)
     add("--no-graph", action="store_true", help="enqueue each layer instead")
+    add("--in-turn", action="store_true", help="begin a pass when the one before has ended")
     add("--round-trips", type=int, default=0, metavar="N", help="measure N empty ones, no more")
     add("--check", action="store_true", help="compare answers, of a small model and policy dense")
     add("--check-bound", type=float, default=0.02, help="of |difference| / |out| (default 0.02)")
@@ -194,8 +195,8 @@ class Times:
 
     Attributes:
         token_ms: on the GPU, from the end of the step before to its own.
-        begin_ms, finish_ms: the host's part of each: declaring the pass; from the replay to the last
-            layer's end.
+        begin_ms, finish_ms: the host's part of each: declaring the pass; from the replay to the end
+            of the last layer, of the step before unless --in-turn.
         passes: what the server told of each.
     """
 
@@ -227,30 +228,34 @@ def stepper(options: argparse.Namespace, decoder: Decoder) -> Any:
 
 
 def decode(options: argparse.Namespace, decoder: Decoder, session: Any, sequences: Any) -> Times:
-    """Decodes warm_up + new_tokens tokens. The host waits for no step's end: it declares and enqueues
-    the next one while the GPU computes logits, as engines do that schedule ahead."""
+    """Decodes warm_up + new_tokens tokens. The host declares and enqueues a step while the GPU is at
+    the one before, as engines do that schedule ahead: the GPU waits for the server alone."""
     enqueue = stepper(options, decoder)
     decoder.start()
     times = Times([], [], [], [])
     count = options.warm_up + options.new_tokens
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
     torch.cuda.synchronize()
+    under_way = []
     for index, end in enumerate(ends):
         position = options.prompt_tokens + index
         start = time.perf_counter()
-        whole = None
         if session is not None:
-            whole = session.begin_pass([attnd.Row(one, position) for one in sequences])
+            under_way.append(session.begin_pass([attnd.Row(one, position) for one in sequences]))
         begun = time.perf_counter()
         enqueue()
         end.record()
-        if whole is not None:
-            whole.finish()
-        if index >= options.warm_up:
-            times.begin_ms.append((begun - start) * 1e3)
-            times.finish_ms.append((time.perf_counter() - begun) * 1e3)
-            times.passes.append(whole)
+        if len(under_way) > (0 if options.in_turn else 1):
+            under_way[0].finish()
+            times.passes.append(under_way.pop(0))
+        times.begin_ms.append((begun - start) * 1e3)
+        times.finish_ms.append((time.perf_counter() - begun) * 1e3)
+    for whole in under_way:
+        whole.finish()
+        times.passes.append(whole)
     torch.cuda.synchronize()  # the tokens are there
+    for measured in (times.begin_ms, times.finish_ms, times.passes):
+        del measured[: options.warm_up]
     for index in range(options.warm_up, count):
         times.token_ms.append(ends[index - 1].elapsed_time(ends[index]))
     return times
@@ -284,7 +289,7 @@ def report_server(options: argparse.Namespace, times: Times) -> None:
         f"        the server: engine {engine:.1f} us a layer, queue {queue:.1f}; "
         f"predicted error {error}, {read / max(seen, 1):.2%} of the tokens read\n"
         f"        the host: begin_pass {statistics.median(times.begin_ms):.3f} ms, from the replay to "
-        f"the last layer {statistics.median(times.finish_ms):.3f} ms"
+        f"a pass's end {statistics.median(times.finish_ms):.3f} ms"
     )
 
 

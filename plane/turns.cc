@@ -11,6 +11,10 @@ namespace {
 
 using std::chrono::steady_clock;
 
+// So many epochs, in arithmetic of 32 bits, a word may lie behind the one that is waited for. What
+// is further behind is ahead.
+constexpr uint32_t kBehindMax = uint32_t{1} << 31;
+
 bool IsSet(const std::atomic<bool>* flag) { return flag != nullptr && flag->load(); }
 
 }  // namespace
@@ -18,7 +22,10 @@ bool IsSet(const std::atomic<bool>* flag) { return flag != nullptr && flag->load
 absl::Status ServerTurns::AwaitRing(const Wait& wait) const {
   CHECK_LT(layer_, layers_) << "a turn of a pass that is over";
   const uint32_t epoch = first_epoch_ + layer_, before = epoch - 1;
+  // Of a pass that was declared ahead the word may still be the pass's before.
+  const uint32_t behind_max = layer_ == 0 && wait.waiting == Waiting::kLooking ? kBehindMax : 1;
   std::chrono::microseconds spin = wait.spin;
+  uint32_t seen = before;
   while (true) {
     // Before the word: a client that is gone, or a server that ends, begins no further layer.
     if (IsSet(wait.cancelled)) {
@@ -26,10 +33,10 @@ absl::Status ServerTurns::AwaitRing(const Wait& wait) const {
     }
     if (IsSet(wait.stopping)) return absl::UnavailableError("the server is shutting down");
     const auto now = steady_clock::now();
-    const uint32_t ring = AwaitChange(&words_->ring, before, spin,
+    const uint32_t ring = AwaitChange(&words_->ring, seen, spin,
                                       std::min(wait.limit, now + kLookPeriod), wait.waiting);
     if (ring == epoch) return absl::OkStatus();
-    if (ring != before) {
+    if (epoch - ring > behind_max) {
       return absl::InvalidArgumentError(absl::StrCat("the ring word is ", ring, "; ", nouns_.turn,
                                                      " ", layer_, " has epoch ", epoch,
                                                      ", and the word before it is ", before));
@@ -38,7 +45,8 @@ absl::Status ServerTurns::AwaitRing(const Wait& wait) const {
       return absl::DeadlineExceededError(absl::StrCat(nouns_.turn, " ", layer_, " of the ",
                                                       nouns_.whole, " was not rung for in time"));
     }
-    spin = std::chrono::microseconds(0);
+    if (ring == seen) spin = std::chrono::microseconds(0);
+    seen = ring;
   }
 }
 

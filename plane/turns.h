@@ -47,7 +47,8 @@ class ServerTurns {
 
   // Waits until the client has rung for the layer. DeadlineExceeded at the limit, Cancelled,
   // Unavailable if `stopping`; InvalidArgument if the word is neither this layer's epoch nor the
-  // one before.
+  // one before. With Waiting::kLooking the first layer's word may be any earlier epoch: a GPU's
+  // pass may be declared while the one before is under way.
   absl::Status AwaitRing(const Wait& wait) const;
 
   // Says that the layer is answered: out and lse are written.

@@ -122,6 +122,42 @@ TEST_P(TurnsTest, AnotherValueGivesThePassUp) {
   }
 }
 
+// A GPU's pass that is declared while the one before has turns: its first ring is waited for
+// whatever earlier epoch the word has, and however the word moves up to it.
+TEST_P(TurnsTest, APassDeclaredAheadWaitsForItsOwnRing) {
+  constexpr uint32_t kFirst = 7;  // epochs before it are beyond the end of 32 bits, too
+  const auto looking = [](std::chrono::milliseconds time) {
+    ServerTurns::Wait wait = Until(time);
+    wait.waiting = Waiting::kLooking;
+    return wait;
+  };
+  uint32_t* const ring = &client_words()->ring;
+  for (const uint32_t behind : {1u, 2u, 40u, 1u << 31}) {
+    WriteWord(ring, kFirst - behind);
+    ServerTurns server(server_words(), kFirst, 2);
+    EXPECT_TRUE(absl::IsDeadlineExceeded(server.AwaitRing(looking(30ms)))) << behind;
+    std::thread client([&] {
+      for (const uint32_t left : {3u, 2u, 1u}) {
+        WriteWord(ring, kFirst - left);
+        std::this_thread::sleep_for(2ms);
+      }
+      WriteWord(ring, kFirst);
+    });
+    EXPECT_TRUE(server.AwaitRing(looking(10s)).ok()) << behind;
+    client.join();
+    server.Answer(0);
+    // Behind the first layer the word counts as ever.
+    EXPECT_TRUE(absl::IsDeadlineExceeded(server.AwaitRing(looking(30ms))));
+    WriteWord(ring, kFirst - 1);
+    EXPECT_TRUE(absl::IsInvalidArgument(server.AwaitRing(looking(10s))));
+  }
+  for (const uint32_t ahead : {1u, 2u, (1u << 31) - 1}) {
+    WriteWord(ring, kFirst + ahead);
+    const ServerTurns server(server_words(), kFirst, 2);
+    EXPECT_TRUE(absl::IsInvalidArgument(server.AwaitRing(looking(10s)))) << ahead;
+  }
+}
+
 TEST_P(TurnsTest, AGivenUpPassWakesItsClient) {
   ClientTurns client(client_words());
   const uint32_t first = client.Begin(3);

@@ -78,7 +78,11 @@ extern "C" void emulate_attnd_begin(const Begin* begin, unsigned, unsigned) { Ru
 
 // What structs.py has, too.
 extern "C" unsigned size_of(unsigned index) {
-  constexpr unsigned kSizes[] = {sizeof(Layer), sizeof(Begin), sizeof(Control), sizeof(PassWords),
-                                 offsetof(PassWords, failure)};
+  constexpr unsigned kSizes[] = {sizeof(Layer),
+                                 sizeof(Begin),
+                                 sizeof(Control),
+                                 sizeof(PassWords),
+                                 offsetof(PassWords, failure),
+                                 sizeof(Control::ends)};
   return kSizes[index];
 }

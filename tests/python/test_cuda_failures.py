@@ -25,33 +25,29 @@ class HeldLook:
     Attributes:
         begun: the look has been taken.
         may_act: set by the test.
+        acted: the watchdog has done with the look what it does.
     """
 
-    def __init__(self, whole) -> None:
+    def __init__(self, session, whole) -> None:
         self.begun = threading.Event()
         self.may_act = threading.Event()
+        self.acted = threading.Event()
         self._late = whole.late
-        whole.late = self._look
+        whole.late = self._late_or_not
+        self._look = session._look
+        session._look = self._look_at
 
-    def _look(self) -> bool:
+    def _late_or_not(self) -> bool:
         if self.begun.is_set():
             return self._late()
         self.begun.set()
         self.may_act.wait()
         return True
 
-
-def await_look(whole) -> None:
-    """Returns when the watchdog begins a look at the pass: it has acted on the looks before."""
-    begun = threading.Event()
-    refused = whole.refused
-
-    def look() -> bool:
-        begun.set()
-        return refused()
-
-    whole.refused = look
-    begun.wait()
+    def _look_at(self, whole) -> None:
+        self._look(whole)
+        if self.begun.is_set():
+            self.acted.set()
 
 
 @pytest.mark.parametrize("moment", ["its layers are done", "it is finished", "the next has begun"])
@@ -62,20 +58,20 @@ def test_a_pass_that_ends_while_it_is_looked_at(client, gpu, moment):
     with Model(client, gpu) as model:
         model.write(case, slice(PROMPT, PROMPT + 1))
         whole = model.session.begin_pass([attnd.Row(sequence, PROMPT)])
-        look = HeldLook(whole)
+        look = HeldLook(model.session, whole)
         look.begun.wait()
         model.layers()
         gpu.synchronize()
         if moment == "its layers are done":
             look.may_act.set()
-            await_look(whole)
+            look.acted.wait()
         whole.finish()
         if moment == "it is finished":
             look.may_act.set()
         model.write(case, slice(PROMPT + 1, PROMPT + 2))
         following = model.session.begin_pass([attnd.Row(sequence, PROMPT + 1)])
         look.may_act.set()
-        await_look(following)
+        look.acted.wait()
         model.layers()
         following.finish()
         assert np.isfinite(model.out).all() and whole.complete and following.complete

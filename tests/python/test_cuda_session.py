@@ -471,13 +471,14 @@ def test_a_server_that_ends_is_noticed(tmp_path, gpu, end):
 
 
 def test_structs_are_those_of_the_kernels(library):
-    sizes = [library.size_of(index) for index in range(5)]
+    sizes = [library.size_of(index) for index in range(6)]
     assert sizes == [
         ctypes.sizeof(structs.Layer),
         ctypes.sizeof(structs.Begin),
         ctypes.sizeof(structs.Control),
         4 * structs.PASS_WORDS,
         4 * structs.FAILURE_WORD,
+        structs.PASSES_MAX * ctypes.sizeof(structs.PassEnd),
     ]
 
 

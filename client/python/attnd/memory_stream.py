@@ -25,6 +25,10 @@ SPIN_US_MAX = 10_000
 # Between two looks at whether the stream has a reply or has ended.
 _LOOK_PERIOD_S = 0.005
 
+# Passes of a GPU that may be under way: the older one's layers are answered, the other is declared
+# ahead.
+DEVICE_PASSES_MAX = 2
+
 DevicePass = TypeVar("DevicePass", bound="DeclaredPass")
 
 
@@ -51,20 +55,20 @@ class MemoryStream:
         self._spin_us = spin_us
         self._call = PassCall(method, metadata)
         self._ended: Exception | None = None
-        self._pass: DeclaredPass | None = None  # under way
+        self._passes: list[DeclaredPass] = []  # under way, the oldest first
         self._reply: PassReply | None = None  # to the newest pass that was sent
         self._step_id = 0
 
     def close(self) -> None:
         """Ends the stream; the sequences may then have another writer. A pass under way is given
         up, which the server notices within some 20 ms."""
-        under_way, self._pass = self._pass, None
+        under_way, self._passes = self._passes, []
         if self._ended is None:
             self._ended = ValueError("the session is closed")
-            if under_way is None:
-                self._call.finish(self._timeout_s)
-            else:
+            if under_way:
                 self._call.cancel()
+            else:
+                self._call.finish(self._timeout_s)
 
     @property
     def timeout_s(self) -> float:
@@ -85,7 +89,7 @@ class MemoryStream:
             memory: which no other pass uses until this one is over.
             options: without output_dtype, which is the layout's.
         """
-        declaration = self._declaration(memory, rows, options)
+        declaration = self._declaration(memory, rows, options, device_rings=False)
         whole = MemoryPass(self, memory, declaration, raise_on_row_error)
         self._declare(whole, memory, declaration)
         return whole
@@ -97,38 +101,42 @@ class MemoryStream:
         options: PassOptions,
         make: Callable[[Declaration], DevicePass],
     ) -> DevicePass:
-        """As begin_pass, of a pass whose rings a GPU writes. Whoever calls this ends the pass with
-        :meth:`let_go` or :meth:`give_up`.
+        """As begin_pass, of a pass whose rings a GPU writes; one of these may be declared while
+        another one is under way over the same memory, in stream order. Whoever calls this ends the
+        pass with :meth:`let_go` or :meth:`give_up`.
 
         Args:
             make: the pass; called before the server hears of it.
         """
-        declaration = self._declaration(memory, rows, options)
-        declaration.request.begin_pass.memory.device_rings = True
+        declaration = self._declaration(memory, rows, options, device_rings=True)
         whole = make(declaration)
         self._declare(whole, memory, declaration)
         return whole
 
     def let_go(self, whole: DeclaredPass) -> None:
         """The pass is over on the server, too: the stream may have another one."""
-        if self._pass is whole:
-            self._pass = None
+        if self.has(whole):
+            self._passes.remove(whole)
 
-    def give_up(self, whole: DeclaredPass, error: AttndError) -> None:
-        """Ends the stream, and with it the pass. Every later pass raises the error."""
-        self.let_go(whole)
+    def has(self, whole: DeclaredPass) -> bool:
+        """Whether the pass is under way."""
+        return whole in self._passes
+
+    def give_up(self, error: AttndError) -> None:
+        """Ends the stream, and with it the passes under way. Every later one raises the error."""
+        self._passes = []
         self._call.cancel()
         if self._ended is None:
             self._ended = error
 
     def _declaration(
-        self, memory: PassMemory, rows: Sequence[Row], options: PassOptions
+        self, memory: PassMemory, rows: Sequence[Row], options: PassOptions, *, device_rings: bool
     ) -> Declaration:
         """The message that declares a pass, whose epochs have begun in the memory's words."""
         if self._ended is not None:
             raise self._ended
-        if self._pass is not None:
-            raise ValueError("a pass is under way")
+        if len(self._passes) >= (DEVICE_PASSES_MAX if device_rings else 1):
+            raise ValueError(f"passes under way: {len(self._passes)}; no other may be begun")
         if options.stats == "layer":
             raise ValueError('stats is "layer": a pass over memory has "pass" or "none"')
         layout = memory.layout
@@ -148,8 +156,9 @@ class MemoryStream:
             replace(options, output_dtype=layout.out.dtype),
             _tensors(layout, query_tokens, new_tokens),
         )
-        memory.begin(request.begin_pass.memory)
+        request.begin_pass.memory.device_rings = device_rings
         request.begin_pass.memory.spin_us = self._spin_us
+        memory.begin(request.begin_pass.memory)
         reply = PassReply(self._call, self._step_id, self._reply)
         return Declaration(
             request, tuple(rows), query_tokens, new_tokens, options.want_lse, reply
@@ -168,16 +177,16 @@ class MemoryStream:
 
     def _declare(self, whole: DeclaredPass, memory: PassMemory, declaration: Declaration) -> None:
         """Sends the message. A reply is waited for only where there is one to come."""
-        self._pass = whole  # before it is sent: whatever comes between, close() gives it up
+        self._passes.append(whole)  # before it is sent: whatever comes between, close() gives it up
         try:
             self._call.send(declaration.request)
             self._reply = memory.reply = declaration.reply
         except BaseException as error:  # an interrupt, too: nobody knows whether it was sent
-            self.give_up(whole, _interrupted("the declaration of a pass", error))
+            self.give_up(_interrupted("the declaration of a pass", error))
             raise
 
     def _exchange(self, memory: PassMemory, reply: PassReply, timeout_s: float | None) -> None:
-        """Rings for a layer of the pass under way and waits for its answer.
+        """Rings for a layer of the one pass under way and waits for its answer.
 
         Raises:
             AttndError: if the pass is over.
@@ -186,7 +195,7 @@ class MemoryStream:
             raise self._ended
         turns = memory.turns
         end = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        self._pass, under_way = None, self._pass  # unless this step succeeds
+        self._passes, under_way = [], self._passes  # unless this step succeeds
         try:
             self._ring_and_wait(turns, reply, end)
         except BaseException as error:  # an interrupt, too: nobody counts the pass's layers now
@@ -194,7 +203,7 @@ class MemoryStream:
             self._ended = _interrupted("a step", error)
             raise
         if turns.answered():
-            self._pass = under_way
+            self._passes = under_way
             return
         self._await(reply.get, end - time.monotonic())
         reply.check(0)
@@ -337,11 +346,15 @@ class DeclaredPass:
         """
         self._stream.let_go(self)
         if self._raise_on_row_error and self.failed_rows:
-            lse = None if self._lse is None else self._lse.copy()
-            result = LayerResult(self._out.copy(), lse, self.rows, self.queue_us, self.engine_us)
+            out, lse = self._answer()
+            result = LayerResult(out, lse, self.rows, self.queue_us, self.engine_us)
             failed = replies.row_error(self._declared, result)
             if failed is not None:
                 raise failed
+
+    def _answer(self) -> tuple[Array, Array | None]:
+        """Copies of the last layer's out and lse."""
+        return self._out.copy(), None if self._lse is None else self._lse.copy()
 
 
 class MemoryPass(DeclaredPass):
@@ -390,7 +403,7 @@ class MemoryPass(DeclaredPass):
             AttndError: if the pass failed as a whole: it was given up.
             ValueError: if the pass is complete, failed, or its session was closed.
         """
-        if self._stream._pass is not self:
+        if not self._stream.has(self):
             raise ValueError("the pass is complete or failed")
         self._stream._exchange(self._memory, self._reply, timeout_s)
         self.layer += 1

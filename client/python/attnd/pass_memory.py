@@ -129,10 +129,12 @@ class PassMemory:
                 self.reply.get(timeout_s)
 
     def begin(self, message: attnd_pb2.PassMemory) -> None:
-        """Begins a pass in the words and fills in where it lies."""
+        """Begins a pass in the words and fills in where it lies; the message says whether a GPU rings."""
         layout = self.layout
         message.region_id = self.region_id
-        message.first_epoch = self.turns.begin(layout.shape.layers)
+        message.first_epoch = self.turns.begin(
+            layout.shape.layers, device_rings=message.device_rings
+        )
         message.q.offset = layout.q.offset
         message.k.offset = layout.k.offset
         message.v.offset = layout.v.offset

@@ -49,12 +49,18 @@ class ClientTurns:
         self._layers = 0
         self._rung = 0
 
-    def begin(self, layers: int) -> int:
-        """Begins a pass and returns its first epoch, which no turn before has had."""
+    def begin(self, layers: int, *, device_rings: bool = False) -> int:
+        """Begins a pass and returns its first epoch, which no turn before has had.
+
+        Args:
+            device_rings: leaves the ring word to the GPU, which may still have turns of the pass
+                before.
+        """
         self._first = (self._first + self._layers + 1) & 0xFFFFFFFF
         self._layers = layers
         self._rung = 0
-        self._write(self._first - 1)
+        if not device_rings:
+            self._write(self._first - 1)
         return self._first
 
     def ring(self) -> None:

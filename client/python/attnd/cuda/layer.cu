@@ -104,6 +104,19 @@ struct PassWords {
   u32 failure;  // the pass's first Failure: nothing that was computed from its answers is of any
                 // use
   u32 arrived;  // thread blocks of the kernel that runs
+  u32 want_lse;
+  u32 end;  // of Control::ends, the pass's own
+};
+
+// Passes whose ends the host may still have to look at when the stream goes on: the newest, and the
+// one before.
+constexpr u32 kPassesMax = 2;
+
+// How a pass's layers ended.
+struct PassEnd {
+  u32 failure;  // the first layer's without an answer
+  u32 failed_layer;
+  u32 failed_rows;  // once its last layer is answered
 };
 
 // In host memory of the client's own, mapped, all zero at first.
@@ -113,8 +126,7 @@ struct Control {
   u64 padding[7];
   // Written by the GPU. `done` last: the epoch of the last layer whose kernel has come to its end.
   u32 done;
-  u32 failure;
-  u32 failed_layer;
+  PassEnd ends[kPassesMax];
 };
 
 // [rows, row_bytes], rows row_stride bytes apart. Addresses, strides and row_bytes are multiples
@@ -146,6 +158,8 @@ struct Begin {
   u32 layers;
   u32 query_tokens;
   u32 new_tokens;
+  u32 want_lse;
+  u32 end;
 };
 
 // NaN in bf16 and fp16, and, two of them together, in fp32.
@@ -210,8 +224,10 @@ ATTND_DEVICE void CopyAnswer(const Layer& layer, u32 rows) {
       [&](u32 i, const Quad& value) { *QuadOf(layer.out, i) = value; });
   if (layer.lse == 0) return;
   const u32 words = rows * layer.lse_heads;
+  // What an earlier pass left in the region is no lse of this one.
+  const bool want_lse = At<PassWords>(layer.words)->want_lse != 0;
   for (u32 i = Thread(); i < words; i += Threads()) {
-    At<u32>(layer.lse)[i] = LoadHost(At<u32>(layer.region_lse) + i);
+    At<u32>(layer.lse)[i] = want_lse ? LoadHost(At<u32>(layer.region_lse) + i) : kNan;
   }
 }
 
@@ -276,14 +292,19 @@ ATTND_DEVICE u32 TakeTurn(const Layer& layer) {
 ATTND_DEVICE void EndLayer(const Layer& layer, u32 failure) {
   PassWords* const words = At<PassWords>(layer.words);
   Control* const control = At<Control>(layer.control);
+  PassEnd* const end = &control->ends[words->end];
   if (failure != kNone && words->failure == kNone) {
     words->failure = failure;
-    control->failure = failure;
-    control->failed_layer = layer.layer;
+    end->failure = failure;
+    end->failed_layer = layer.layer;
   }
   if (!words->open) return;
   words->next_layer = layer.layer + 1;
-  if (words->next_layer >= words->layers) words->open = 0;
+  if (words->next_layer >= words->layers) {
+    words->open = 0;
+    // Before the next pass's first answer writes the word anew.
+    if (failure == kNone) end->failed_rows = LoadHost(At<u32>(layer.answer) + 1);
+  }
   FenceSystem();
   StoreRelease(&control->done, words->first_epoch + layer.layer);
 }
@@ -334,8 +355,9 @@ ATTND_DEVICE void RunBegin(const Begin& begin) {
   words->query_tokens = begin.query_tokens;
   words->new_tokens = begin.new_tokens;
   words->failure = kNone;
-  control->failure = kNone;
-  control->failed_layer = 0;
+  words->want_lse = begin.want_lse;
+  words->end = begin.end;
+  control->ends[begin.end] = {};
 }
 
 }  // namespace

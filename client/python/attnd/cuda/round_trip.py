@@ -158,7 +158,7 @@ class _EmptyPass:
             if now > end:
                 raise _late(number)
         took = time.monotonic() - start
-        failure = Failure(self._control.failure)
+        failure = Failure(self._control.ends[0].failure)
         if failure is Failure.LATE:
             raise _late(number)
         if failure is not Failure.NONE:

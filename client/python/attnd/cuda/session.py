@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import threading
 import time
@@ -12,12 +13,18 @@ from types import TracebackType
 from typing import Any
 
 import grpc
-import numpy as np
-
 from attnd.cuda.errors import CudaError
 from attnd.cuda.gpu import BLOCKS_MAX, THREADS, DeviceTensor, Gpu
 from attnd.cuda.stream_pass import StreamPass, given_up
-from attnd.cuda.structs import FAILURE_WORD, PASS_WORDS, Begin, Control, Layer, Tensor
+from attnd.cuda.structs import (
+    FAILURE_WORD,
+    PASS_WORDS,
+    PASSES_MAX,
+    Begin,
+    Control,
+    Layer,
+    Tensor,
+)
 from attnd.errors import AttndError, DeadlineExceededError
 from attnd.memory_stream import Declaration, MemoryStream
 from attnd.pass_memory import PassMemory, TensorPlace
@@ -52,7 +59,21 @@ class StreamSession:
             graph.replay()
             whole.finish()
 
-    A thread watches a pass that is under way. If the server refuses the pass, ends, or does not
+    A pass may be begun, and its layers enqueued, while the stream works at the one before, as
+    schedulers do that run ahead: the GPU then has the next token's work when it ends one's, and
+    waits for no host. Two passes at most are begun and not finished; they are finished in order.
+
+        before = None
+        while ...:
+            whole = session.begin_pass(rows)
+            graph.replay()
+            if before is not None:
+                before.finish()
+            before = whole
+
+    If the earlier one fails, the later one does, too, in each row that would leave a gap.
+
+    A thread watches passes that are under way. If the server refuses the pass, ends, or does not
     answer in time, the stream goes on: the layers' out is NaN, :attr:`invalid` is not 0, and
     :meth:`StreamPass.finish` raises. The kernels take up to 16 thread blocks of 1,024 threads, one of
     which waits.
@@ -84,10 +105,11 @@ class StreamSession:
         self._stream = stream
         self._release = release
         self._memory = memory
-        # Held by whoever begins, ends or gives up a pass: the watchdog acts on no pass but the one
+        # Held by whoever begins, ends or gives up a pass: the watchdog acts on no pass but those
         # under way. Nobody waits for the server while holding it.
         self._changed = threading.Condition()
-        self._under_way: StreamPass | None = None
+        self._passes: list[StreamPass] = []  # begun and not finished, the oldest first
+        self._ends = itertools.cycle(range(PASSES_MAX))  # of Control, for passes in turn
         self._closed = False
         self._control_memory = mmap.mmap(-1, mmap.PAGESIZE)
         self._control = Control.from_buffer(self._control_memory)
@@ -128,7 +150,7 @@ class StreamSession:
         of use. For kernels and copies of the stream: read behind a pass's last layer and before the
         next begin_pass, in stream order, it tells of that pass:
 
-        - 0: each layer that has come to its end was answered. A row that failed by itself leaves it
+        - 0: each layer of it that has come to its end was answered. A row that failed by itself leaves it
           0; whether all layers have come, and what became of the rows, :meth:`StreamPass.finish`
           tells.
         - not 0: the layer that first went without an answer, and all behind it, have NaN in out and
@@ -152,9 +174,9 @@ class StreamSession:
             return
         with self._changed:
             self._closed = True
-            under_way, self._under_way = self._under_way, None
-            if under_way is not None:
-                self._abort(under_way)
+            passes, self._passes = self._passes, []
+            if passes:
+                self._abort(passes[-1])
             self._changed.notify()
         with contextlib.ExitStack() as last:  # each of them, whatever the others raise
             last.callback(self._release)
@@ -175,8 +197,8 @@ class StreamSession:
     ) -> StreamPass:
         """Declares a pass of all layers over these rows, and tells the current stream, on which the
         layers must follow. Waits neither for the server nor for the stream. If it fails when the
-        stream has been told, the pass is given up: layers that the stream comes to all the same are
-        those of a pass that failed.
+        stream has been told, the pass is given up with the one before, if that is not finished:
+        layers that the stream comes to all the same are those of a pass that failed.
 
         Args:
             rows, deadline_us, pass_deadline_us, want_lse, stats, raise_on_row_error: as
@@ -189,8 +211,8 @@ class StreamSession:
             AttndError: if the server has ended the session's stream, or the reply to the last pass
                 but one did not come.
             CudaError: if the stream refuses.
-            ValueError: for rows that do not fit, other stats, while a pass is under way, and while
-                the stream is captured.
+            ValueError: for rows that do not fit, other stats, while two passes are under way, and
+                while the stream is captured.
         """
         if self._closed:
             raise ValueError("the session is closed")
@@ -203,24 +225,24 @@ class StreamSession:
         options = PassOptions(deadline_us, pass_deadline_us, None, want_lse, stats)
         stream = self._gpu.stream()
         begun: StreamPass | None = None
+        on_stream = False
 
         def make(declaration: Declaration) -> StreamPass:
-            nonlocal begun
+            nonlocal begun, on_stream
             begun = StreamPass(
                 self, self._stream, self._memory, declaration, raise_on_row_error,
-                declaration.request.begin_pass.memory.first_epoch, stream, timeout_s,
+                declaration.request.begin_pass.memory.first_epoch, next(self._ends), stream, timeout_s,
             )
-            self._forget_abort(begun.first_epoch)
-            if not want_lse:
-                self._clear_lse(declaration.query_tokens)
+            self._forget_epochs(begun.first_epoch)
             self._begin_on_stream(begun, declaration, stream)
+            on_stream = True
             return begun
 
         try:
             return self._stream.begin_device_pass(self._memory, rows, options, make)
         except BaseException as error:  # an interrupt, too: layers may wait for the pass by now
             if begun is not None:
-                self._fail_begin(begun, given_up(error))
+                self._fail_begin(begun, error, server_told=on_stream)
             raise
 
     def layer(
@@ -332,11 +354,6 @@ class StreamSession:
             raise ValueError(f"lse has strides of {found.strides} bytes; it is to be dense")
         return found.address
 
-    def _clear_lse(self, tokens: int) -> None:
-        """Has kernels with an lse find NaN in the region, where the server leaves what an earlier
-        pass wrote. Only while neither the server nor a kernel has the region."""
-        self._memory.layout.lse.array(self._memory.memory, tokens).fill(np.nan)
-
     def _words_address(self) -> int:
         return self._gpu.tensor(self._words).address
 
@@ -350,7 +367,7 @@ class StreamSession:
         # Leaves no pass open: one without layers ends with its first.
         self._gpu.launch("attnd_layer", layer, 1, stream)
         self._gpu.synchronize()
-        if self._control.failure == 0:
+        if self._control.ends[0].failure == 0:
             raise CudaError("the kernels of a session left no word in mapped memory")
 
     def _begin_on_stream(self, whole: StreamPass, declaration: Declaration, stream: int) -> None:
@@ -363,44 +380,51 @@ class StreamSession:
             layers=whole.layers,
             query_tokens=declaration.query_tokens,
             new_tokens=declaration.new_tokens,
+            want_lse=declaration.want_lse,
+            end=whole.end,
         )
-        self._gpu.launch("attnd_begin", begin, 1, stream)
         with self._changed:
-            self._under_way = whole
+            self._passes.append(whole)
             self._changed.notify()
+        self._gpu.launch("attnd_begin", begin, 1, stream)
 
-    def _fail_begin(self, whole: StreamPass, error: AttndError) -> None:
-        """Has the stream go on that may wait for a pass which begin_pass could not begin. A pass
-        that is not watched yet the server has not heard of: the session may have another one."""
+    def _fail_begin(self, whole: StreamPass, error: BaseException, *, server_told: bool) -> None:
+        """Has the stream go on that may wait for a pass which begin_pass could not begin. One that
+        the server has not been told of leaves the session as it was, unless the stream has been
+        told and is still at the pass before: what ends the one ends the other."""
         with self._changed:
-            if self._under_way is whole:
-                self._under_way = None
-                self._give_up(whole, error)
-            else:
+            alone = all(one is whole for one in self._passes)
+            if server_told or not (alone or isinstance(error, CudaError)):
+                self._give_up(given_up(error))
+            elif alone:
                 self._abort(whole)
+            if whole in self._passes:
+                self._passes.remove(whole)
 
     def _end_pass(self, whole: StreamPass, error: AttndError | None) -> None:
-        """The pass under way is over, and nobody watches it any more.
+        """A pass is over, and nobody watches it any more.
 
         Args:
-            error: why it is given up; None: the server has ended it, so that the stream may have
-                another one.
+            error: why the stream is given up, with all of its passes; None: the server has ended
+                the pass, so that the stream may have another one.
         """
         with self._changed:
-            self._under_way = None
             if error is None:
                 self._stream.let_go(whole)
             else:
-                self._give_up(whole, error)
+                self._give_up(error)
+            if whole in self._passes:
+                self._passes.remove(whole)
 
     def _watch(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._under_way is not None)
-                under_way = self._under_way
-            if under_way is None:  # closed
-                return
-            self._look(under_way)
+                self._changed.wait_for(lambda: self._closed or self._passes)
+                if self._closed:
+                    return
+                watched = next((one for one in self._passes if not one.layers_are_done()), None)
+            if watched is not None:
+                self._look(watched)
             time.sleep(_LOOK_PERIOD_S)
 
     def _look(self, whole: StreamPass) -> None:
@@ -410,33 +434,38 @@ class StreamSession:
         if not refused and not whole.late():
             return
         with self._changed:
-            # It may have ended since the look, and another one have begun.
-            if self._under_way is not whole or whole.layers_done() == whole.layers:
+            # It may have ended since the look.
+            if whole not in self._passes or whole.layers_are_done():
                 return
             if refused:
                 self._abort(whole)
                 return
-            error = DeadlineExceededError(
-                grpc.StatusCode.DEADLINE_EXCEEDED,
-                f"no layer in {whole.timeout_s} s behind layer {whole.layers_done()}",
+            self._give_up(
+                DeadlineExceededError(
+                    grpc.StatusCode.DEADLINE_EXCEEDED,
+                    f"no layer in {whole.timeout_s} s behind layer {whole.layers_done()}",
+                )
             )
-            self._give_up(whole, error)
 
     def _abort(self, whole: StreamPass) -> None:
         """Has the stream go on, without answers, to the pass's end. The caller holds _changed."""
         self._control.abort = (1 << 32) + whole.first_epoch
 
-    def _forget_abort(self, first_epoch: int) -> None:
-        """Epochs go round: one that was given up long ago would count as later than this one. What
-        the stream has still to do is not so old."""
+    def _forget_epochs(self, first_epoch: int) -> None:
+        """Epochs go round: one that was given up, or done, long ago would count as later than this
+        one. What the stream has still to do is not so old."""
         if (first_epoch - self._control.abort) % (1 << 32) >= 1 << 30:
             self._control.abort = 0
+        if (first_epoch - self._control.done) % (1 << 32) >= 1 << 30:
+            self._control.done = (first_epoch - 1) % (1 << 32)
 
-    def _give_up(self, whole: StreamPass, error: AttndError) -> None:
-        """Ends the stream and its pass. The caller holds _changed."""
-        whole.error = whole.error or error
-        self._abort(whole)
-        self._stream.give_up(whole, error)
+    def _give_up(self, error: AttndError) -> None:
+        """Ends the stream and all of its passes. The caller holds _changed."""
+        for whole in self._passes:
+            whole.error = whole.error or error
+        if self._passes:
+            self._abort(self._passes[-1])
+        self._stream.give_up(error)
 
 
 def _is_dense(found: DeviceTensor, dense: tuple[int, int]) -> bool:

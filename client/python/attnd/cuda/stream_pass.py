@@ -7,11 +7,13 @@ import time
 from typing import TYPE_CHECKING
 
 import grpc
+import numpy as np
 
 from attnd.cuda.structs import Failure
 from attnd.errors import AttndError, DeadlineExceededError
 from attnd.memory_stream import Declaration, DeclaredPass, MemoryStream
 from attnd.pass_memory import PassMemory
+from attnd.tensors import Array
 
 if TYPE_CHECKING:
     from attnd.cuda.session import StreamSession
@@ -38,6 +40,7 @@ class StreamPass(DeclaredPass):
 
     Attributes:
         first_epoch: of its first layer's turn.
+        end: which of the session's Control.ends is its own.
         layers: how many it has.
         timeout_s: seconds from one layer to the next.
         error: why it was given up here, if it was.
@@ -51,22 +54,38 @@ class StreamPass(DeclaredPass):
         declaration: Declaration,
         raise_on_row_error: bool,
         first_epoch: int,
+        end: int,
         cuda_stream: int,
         timeout_s: float,
     ) -> None:
         super().__init__(stream, memory, declaration, raise_on_row_error)
         self.first_epoch = first_epoch
+        self.end = end
         self.timeout_s = timeout_s
         self.error: AttndError | None = None
         self._session = session
         self._cuda_stream = cuda_stream
         self.layers = memory.layout.shape.layers
-        self._moved = (0, time.monotonic())  # layers done, and since when
+        self._moved: tuple[int, float] | None = None  # layers done, and when that was first seen
+        self._rows_failed = 0  # once it is complete
+
+    @property
+    def failed_rows(self) -> int:
+        """How many rows have left the pass so far; 0 while the pass before is not finished."""
+        if self.complete:
+            return self._rows_failed
+        first = self._session._passes[:1] == [self]
+        return self._memory.turns.failed_rows() if first else 0
 
     def layers_done(self) -> int:
         """Layers whose kernels have come to their end."""
-        done = (self._session._control.done - self.first_epoch + 1) & _U32
-        return done if done <= self.layers else 0  # the pass before's last
+        done: int = (self._session._control.done - self.first_epoch + 1) & _U32
+        if done < 1 << 31:
+            return min(done, self.layers)  # more: a later pass's
+        return 0  # a layer of the pass before
+
+    def layers_are_done(self) -> bool:
+        return self.layers_done() == self.layers
 
     def refused(self) -> bool:
         """Whether the server has said that the pass failed, or its stream has ended."""
@@ -79,9 +98,10 @@ class StreamPass(DeclaredPass):
         return False
 
     def late(self) -> bool:
-        """Whether timeout_s have passed since the last layer that came to its end."""
+        """Whether timeout_s have passed since the last layer that came to its end, or since the
+        first call."""
         done, now = self.layers_done(), time.monotonic()
-        if done != self._moved[0]:
+        if self._moved is None or done != self._moved[0]:
             self._moved = (done, now)
         return done < self.layers and now - self._moved[1] > self.timeout_s
 
@@ -92,19 +112,23 @@ class StreamPass(DeclaredPass):
 
         Raises:
             RowError: if a row failed; its `result` is a LayerResult with copies of the last layer's
-                out and lse.
+                out and lse, NaN if another pass has been begun meanwhile: the region is its.
             AttndError: if the pass failed as a whole: it was given up, and the stream's `out` is
                 NaN.
             CudaError: if work of the stream failed.
             ValueError: if the stream's work is at its end before the last layer, layers came in a
-                wrong order or with fewer tokens than the rows; or if this was called before.
+                wrong order or with fewer tokens than the rows; if this was called before, or the
+                pass before is not finished.
         """
         session = self._session
-        if session._under_way is not self:
+        if self not in session._passes:
             raise ValueError("the pass is finished or its session was closed")
+        if session._passes[0] is not self:
+            raise ValueError("the pass before is not finished")
         try:
             self._await_layers()
             self._check_answered()
+            self._rows_failed = self._session._control.ends[self.end].failed_rows
             self.layer = self.layers
         except BaseException as error:
             told = isinstance(error, AttndError) and self._reply.arrived()
@@ -118,7 +142,7 @@ class StreamPass(DeclaredPass):
         """Returns when the kernel of the last layer has come to its end."""
         start = looked = time.monotonic()
         idle = False
-        while self.layers_done() < self.layers:
+        while not self.layers_are_done():
             now = time.monotonic()
             if now - start > _SPIN_S:
                 time.sleep(_SLEEP_S)
@@ -133,17 +157,19 @@ class StreamPass(DeclaredPass):
                     f"before finish"
                 )
             idle = not self._session._gpu.busy(self._cuda_stream)
-            if self.error is not None and now - self._moved[1] > self.timeout_s + _ABORT_S:
+            since = start if self._moved is None else self._moved[1]
+            if self.error is not None and now - since > self.timeout_s + _ABORT_S:
                 raise self.error  # the stream is held up by something else
 
     def _check_answered(self) -> None:
         """Raises what finish does where a layer of the pass ended without an answer."""
-        failure = Failure(self._session._control.failure)
+        end = self._session._control.ends[self.end]
+        failure = Failure(end.failure)
         # NO_PASS is of a layer behind the pass's last one: it is written where no pass is open and
         # none of the pass's own layers has failed.
         if failure in (Failure.NONE, Failure.NO_PASS):
             return
-        layer = self._session._control.failed_layer
+        layer = end.failed_layer
         if failure in _FAULTS:
             raise ValueError(_FAULTS[failure].format(layer=layer))
         if self.error is not None:
@@ -156,6 +182,15 @@ class StreamPass(DeclaredPass):
         raise AttndError(
             grpc.StatusCode.INTERNAL, f"layer {layer} was not answered, and the server told no error"
         )
+
+
+    def _answer(self) -> tuple[Array, Array | None]:
+        out, lse = super()._answer()
+        if self._session._passes:  # begun meanwhile: its layers may have come
+            out.fill(np.nan)
+            if lse is not None:
+                lse.fill(np.nan)
+        return out, lse
 
 
 def given_up(error: BaseException) -> AttndError:

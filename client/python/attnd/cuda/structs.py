@@ -20,8 +20,20 @@ class Failure(enum.IntEnum):
 
 
 # PassWords: how many, and which of them is `failure`.
-PASS_WORDS = 8
+PASS_WORDS = 10
 FAILURE_WORD = 6
+# Passes that a session's stream may have before it: the ends of so many are kept.
+PASSES_MAX = 2
+
+
+class PassEnd(ctypes.Structure):
+    """How a pass's layers ended."""
+
+    _fields_ = [
+        ("failure", ctypes.c_uint32),
+        ("failed_layer", ctypes.c_uint32),
+        ("failed_rows", ctypes.c_uint32),
+    ]
 
 
 class Control(ctypes.Structure):
@@ -31,8 +43,7 @@ class Control(ctypes.Structure):
         ("abort", ctypes.c_uint64),
         ("padding", ctypes.c_uint64 * 7),
         ("done", ctypes.c_uint32),
-        ("failure", ctypes.c_uint32),
-        ("failed_layer", ctypes.c_uint32),
+        ("ends", PassEnd * PASSES_MAX),
     ]
 
 
@@ -79,4 +90,6 @@ class Begin(ctypes.Structure):
         ("layers", ctypes.c_uint32),
         ("query_tokens", ctypes.c_uint32),
         ("new_tokens", ctypes.c_uint32),
+        ("want_lse", ctypes.c_uint32),
+        ("end", ctypes.c_uint32),
     ]

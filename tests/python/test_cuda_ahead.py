@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passes that are begun, and enqueued, while the stream is at the one before. The set-up of
+test_cuda_session.py."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+
+import numpy as np
+import pytest
+
+import attnd
+import live_server
+from attnd.cuda.errors import CudaError
+from attnd.cuda.structs import Failure
+from cases import SHAPE, Case, opened
+from conftest import require_program
+from emulated_fixtures import PROMPT, TOKENS, client, gpu, layer_tokens, library, target
+from emulated_model import Model
+
+
+class Ahead:
+    """A model's passes of one row and one token, enqueued in stream order with their tensors.
+
+    Attributes:
+        out, lse: copies of each pass's, [layers, ...], by the stream behind its last layer.
+        invalid: what the session's `invalid` was then.
+    """
+
+    def __init__(self, model: Model, case: Case) -> None:
+        self.model, self.case, self.graph = model, case, model.graph()
+        self.out, self.lse, self.invalid = [], [], []
+
+    def begin(self, rows, at: int, **options):
+        model, gpu = self.model, self.model.gpu
+        gpu.then(lambda: model.write(self.case, slice(at, at + 1)))
+        whole = model.session.begin_pass(rows, **options)
+        gpu.replay(self.graph)
+        gpu.then(self._keep)
+        return whole
+
+    def _keep(self) -> None:
+        self.out.append(np.stack(self.model.out).copy())
+        self.lse.append(np.stack(self.model.lse).copy())
+        self.invalid.append(Failure(self.model.session.invalid[0]))
+
+
+def test_answers_are_those_of_messages(client, gpu):
+    case = Case.random(TOKENS)
+    sequence, twin = (opened(client, case, PROMPT, complete=False) for _ in range(2))
+    layers = range(SHAPE.layers)
+    with Model(client, gpu) as model, client.decode_session() as messages:
+        ahead, under_way = Ahead(model, case), []
+        wants = [at % 3 != 0 for at in range(PROMPT, TOKENS)]
+        for at, want_lse in zip(range(PROMPT, TOKENS), wants):
+            under_way.append(ahead.begin([attnd.Row(sequence, at)], at, want_lse=want_lse))
+            if len(under_way) < 2:
+                continue
+            with pytest.raises(ValueError, match="passes under way: 2"):
+                model.session.begin_pass([attnd.Row(sequence, at + 1)])
+            with pytest.raises(ValueError, match="the pass before is not finished"):
+                under_way[1].finish()
+            first = under_way.pop(0)
+            first.finish()
+            assert first.complete and first.rows[0].ok and first.failed_rows == 0
+        under_way[0].finish()
+        gpu.synchronize()
+        for at, want_lse, out, lse in zip(range(PROMPT, TOKENS), wants, ahead.out, ahead.lse):
+            tokens = slice(at, at + 1)
+            other = messages.begin_pass(len(layers), [attnd.Row(twin, at)], want_lse=True)
+            for layer in layers:
+                expected = other.step(case.q[layer, tokens], *case.sent(layer, tokens))
+                np.testing.assert_array_equal(out[layer], expected.out)
+                if want_lse:
+                    np.testing.assert_array_equal(lse[layer], expected.lse)
+            assert want_lse or np.isnan(lse).all()
+        assert ahead.invalid == [Failure.NONE] * (TOKENS - PROMPT)
+    assert layer_tokens(client, sequence) == [TOKENS] * SHAPE.layers
+
+
+def test_the_host_is_ahead_of_the_stream(client, gpu):
+    """The second pass is declared before the first one's layers have begun."""
+    case = Case.random(TOKENS)
+    sequence = opened(client, case, PROMPT, complete=False)
+    with Model(client, gpu) as model:
+        ahead = Ahead(model, case)
+        gpu.then(lambda: time.sleep(0.2))
+        both = [ahead.begin([attnd.Row(sequence, at)], at) for at in (PROMPT, PROMPT + 1)]
+        assert [one.layers_done() for one in both] == [0, 0]
+        for one in both:
+            one.finish()
+        gpu.synchronize()
+        assert np.isfinite(ahead.out).all()
+    assert layer_tokens(client, sequence) == [PROMPT + 2] * SHAPE.layers
+
+
+def test_a_pass_behind_one_that_fails_fails(client, gpu):
+    """It would leave a gap. The session goes on."""
+    case = Case.random(TOKENS)
+    sequence = opened(client, case, PROMPT, complete=False)
+    with Model(client, gpu) as model:
+        ahead = Ahead(model, case)
+        late = ahead.begin([attnd.Row(sequence, PROMPT)], PROMPT, pass_deadline_us=1)
+        behind = ahead.begin([attnd.Row(sequence, PROMPT + 1)], PROMPT + 1)
+        with pytest.raises(attnd.DeadlineExceededError):
+            late.finish()
+        with pytest.raises(attnd.RowError, match="position"):
+            behind.finish()
+        gpu.synchronize()
+        assert np.isnan(ahead.out).all()
+        assert ahead.invalid[0] in (Failure.OVER, Failure.ABORTED)
+        assert layer_tokens(client, sequence) == [PROMPT] * SHAPE.layers
+        again = ahead.begin([attnd.Row(sequence, PROMPT)], PROMPT)
+        again.finish()
+        gpu.synchronize()
+        assert np.isfinite(ahead.out[-1]).all()
+    assert layer_tokens(client, sequence) == [PROMPT + 1] * SHAPE.layers
+
+
+def test_each_pass_knows_its_own_failed_rows(client, gpu):
+    case = Case.random(TOKENS)
+    sequence = opened(client, case, PROMPT, complete=False)
+    with Model(client, gpu, tokens=2) as model:
+        ahead = Ahead(model, case)
+        rows = [attnd.Row(sequence, PROMPT), attnd.Row(999, 0)]
+        first = ahead.begin(rows, PROMPT)
+        second = ahead.begin([attnd.Row(sequence, PROMPT + 1)], PROMPT + 1)
+        gpu.synchronize()  # the second's answers are the newest words
+        assert second.failed_rows == 0
+        with pytest.raises(attnd.RowError, match="sequence_id") as caught:
+            first.finish()
+        assert caught.value.row == 1 and first.failed_rows == 1
+        # The region has the second's answers by now.
+        assert np.isnan(caught.value.result.out).all()
+        second.finish()
+        assert second.failed_rows == 0 and second.rows[0].ok
+    assert layer_tokens(client, sequence) == [PROMPT + 2] * SHAPE.layers
+
+
+def test_a_stream_that_is_held_up_loses_both(client, gpu):
+    case = Case.random(TOKENS)
+    sequence = opened(client, case, PROMPT, complete=False)
+    with Model(client, gpu) as model:
+        ahead = Ahead(model, case)
+        gpu.then(lambda: time.sleep(1))
+        both = [
+            ahead.begin([attnd.Row(sequence, at)], at, timeout_s=0.2)
+            for at in (PROMPT, PROMPT + 1)
+        ]
+        for one in both:
+            with pytest.raises(attnd.DeadlineExceededError, match="behind layer 0"):
+                one.finish()
+        gpu.synchronize()
+        assert np.isnan(ahead.out).all()
+    assert layer_tokens(client, sequence) == [PROMPT] * SHAPE.layers
+
+
+def test_a_session_is_closed_with_both_under_way(client, gpu):
+    case = Case.random(TOKENS)
+    sequence = opened(client, case, PROMPT, complete=False)
+    with Model(client, gpu) as model:
+        ahead = Ahead(model, case)
+        gpu.then(lambda: time.sleep(0.2))
+        both = [ahead.begin([attnd.Row(sequence, at)], at) for at in (PROMPT, PROMPT + 1)]
+    assert np.isnan(ahead.out).all()
+    for one in both:
+        with pytest.raises(ValueError, match="closed"):
+            one.finish()
+
+
+@pytest.mark.parametrize("error", [CudaError("planted"), KeyboardInterrupt("planted")])
+def test_a_begin_that_fails_behind_another_pass(client, gpu, monkeypatch, error):
+    """CUDA's refusal leaves that pass as it was. An interrupt may come when the stream has been told:
+    what ends the one then ends the other."""
+    case = Case.random(TOKENS)
+    sequence = opened(client, case, PROMPT, complete=False)
+    with Model(client, gpu) as model:
+        ahead = Ahead(model, case)
+        gpu.then(lambda: time.sleep(0.2))
+        first = ahead.begin([attnd.Row(sequence, PROMPT)], PROMPT)
+
+        def fail(*_) -> None:
+            raise error
+
+        with monkeypatch.context() as planted:
+            planted.setattr(gpu, "launch", fail)
+            with pytest.raises(type(error), match="planted"):
+                model.session.begin_pass([attnd.Row(sequence, PROMPT + 1)])
+        if isinstance(error, CudaError):
+            first.finish()
+            ahead.begin([attnd.Row(sequence, PROMPT + 1)], PROMPT + 1).finish()
+            gpu.synchronize()
+            assert np.isfinite(ahead.out).all()
+        else:
+            with pytest.raises(attnd.AttndError, match="given up"):
+                first.finish()
+            gpu.synchronize()
+            assert np.isnan(ahead.out).all()
+    expected = PROMPT + 2 * isinstance(error, CudaError)
+    assert layer_tokens(client, sequence) == [expected] * SHAPE.layers
+
+
+def test_epochs_of_long_ago_are_none_of_this_pass(client, gpu):
+    """Numbers of passes go round after 2^32 layers."""
+    case = Case.random(TOKENS)
+    sequence = opened(client, case, PROMPT, complete=False)
+    with Model(client, gpu) as model:
+        ahead = Ahead(model, case)
+        first = model.session._memory.turns.begin(0)
+        model.session._control.done = (first + (1 << 30)) % (1 << 32)
+        gpu.then(lambda: time.sleep(0.1))
+        whole = ahead.begin([attnd.Row(sequence, PROMPT)], PROMPT)
+        assert whole.layers_done() == 0
+        whole.finish()
+        gpu.synchronize()
+        assert np.isfinite(ahead.out).all()
+
+
+def test_a_server_that_is_killed_ends_both(tmp_path, gpu):
+    require_program()
+    case = Case.random(TOKENS)
+    target = f"unix:{tmp_path}/attnd.sock"
+    command = [live_server.PROGRAM, "--listen", target, "--data-dir", tmp_path]
+    server = subprocess.Popen([*command, "--allow-client-memory"])
+    live_server.wait_until_there(target)
+    try:
+        with attnd.Client(target) as client:
+            sequence = opened(client, case, PROMPT, complete=False)
+            with Model(client, gpu, timeout_s=5) as model:
+                ahead = Ahead(model, case)
+                gpu.then(lambda: server.send_signal(signal.SIGKILL))
+                gpu.then(lambda: time.sleep(0.2))
+                both = [ahead.begin([attnd.Row(sequence, at)], at) for at in (PROMPT, PROMPT + 1)]
+                start = time.monotonic()
+                for one in both:
+                    with pytest.raises(attnd.UnavailableError):
+                        one.finish()
+                assert time.monotonic() - start < 4
+                gpu.synchronize()
+                assert np.isnan(ahead.out).all()
+    finally:
+        server.kill()
+        server.wait()
