@@ -170,6 +170,26 @@ def test_a_session_is_closed_with_both_under_way(client, gpu):
             one.finish()
 
 
+def test_the_later_one_is_watched_before_the_first_is_finished(client, gpu):
+    """The host may be late with finish; the stream is not to wait for it."""
+    case = Case.random(TOKENS)
+    sequence = opened(client, case, PROMPT, complete=False)
+    with Model(client, gpu) as model:
+        ahead = Ahead(model, case)
+        first = ahead.begin([attnd.Row(sequence, PROMPT)], PROMPT)
+        gpu.synchronize()
+        # Of a region that the server does not know, so that it writes no word.
+        model.session._memory.region_id += 1
+        second = ahead.begin([attnd.Row(sequence, PROMPT + 1)], PROMPT + 1)
+        model.session._memory.region_id -= 1
+        start = time.monotonic()
+        gpu.synchronize()
+        assert time.monotonic() - start < 5
+        first.finish()
+        with pytest.raises(attnd.NotFoundError):
+            second.finish()
+
+
 @pytest.mark.parametrize("error", [CudaError("planted"), KeyboardInterrupt("planted")])
 def test_a_begin_that_fails_behind_another_pass(client, gpu, monkeypatch, error):
     """CUDA's refusal leaves that pass as it was. An interrupt may come when the stream has been told:
