@@ -29,6 +29,8 @@ struct AnswerExtents {
 struct AnswerBuffers {
   std::span<float> out;  // [query_tokens, query_heads, value_dim]
   std::span<float> lse;  // [query_tokens, query_heads]
+  // Every element is NaN: the caller has had the time to write them.
+  bool blank = false;
 };
 
 // Gives the memory of a step's answer. Engine::Decode calls it at most once, on the thread that

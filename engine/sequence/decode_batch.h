@@ -97,7 +97,7 @@ class DecodeBatch {
   absl::Status CheckNumbers(size_t row, const ModelShape& shape);
   // Reserves the bytes of the whole step's answer; a row's shape has confirmed its extents.
   absl::Status ReserveAnswer(const ModelShape& shape);
-  // The caller's memory for the answer, every element set to NaN. So an element that the backend
+  // The caller's memory for the answer, every element NaN. So an element that the backend
   // leaves out is noticed, and no client receives what lay in the memory before.
   absl::StatusOr<AnswerBuffers> TakeMemory(AnswerMemory memory) const;
   // Appends the row's tokens, if it has any, and returns what its step reads.

@@ -181,6 +181,7 @@ absl::Status MemoryPass::RunLayers(engine::Pass* pass, engine::DecodeResult* res
     ATTND_RETURN_IF_ERROR(AnswerLayer(pass, result));
     turns_.Answer(failed_rows_);
     pass->WarmNextLayer();
+    BlankAnswer();
   }
   if (stream_.options->stats == v1::Pass::STATS_OF_PASS) *result = stats_.Total(*result);
   return absl::OkStatus();
@@ -245,9 +246,18 @@ absl::StatusOr<engine::AnswerBuffers> MemoryPass::Provide(const engine::AnswerEx
   // Again, as now the sequences themselves have said how wide their values are.
   ATTND_RETURN_IF_ERROR(CheckOutputs(extents));
   extents_ = extents;
+  const bool same = out_.size() == extents.out_floats() && lse_.size() == extents.lse_floats();
+  const bool blank = std::exchange(blank_, false) && same;
   out_.resize(extents.out_floats());
   lse_.resize(extents.lse_floats());
-  return engine::AnswerBuffers{.out = out_, .lse = lse_};
+  return engine::AnswerBuffers{.out = out_, .lse = lse_, .blank = blank};
+}
+
+void MemoryPass::BlankAnswer() {
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  std::fill(out_.begin(), out_.end(), kNan);
+  std::fill(lse_.begin(), lse_.end(), kNan);
+  blank_ = true;
 }
 
 void MemoryPass::CopyOut(uint32_t layer) {

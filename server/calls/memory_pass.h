@@ -89,6 +89,9 @@ class MemoryPass {
   void CopyIn(uint32_t layer);
   void CopyOut(uint32_t layer);
   absl::StatusOr<engine::AnswerBuffers> Provide(const engine::AnswerExtents& extents);
+  // Makes the last layer's answer ready for the next one's, in the time that the model takes for
+  // that layer's queries.
+  void BlankAnswer();
   // On the threads that steps run on.
   void RunStep(absl::FunctionRef<void()> step) const;
   bool MayReadDisk() const;
@@ -108,6 +111,7 @@ class MemoryPass {
   engine::AnswerExtents extents_;
   std::vector<float> out_;
   std::vector<float> lse_;
+  bool blank_ = false;  // all of them are NaN
   PassStats stats_;
   uint32_t failed_rows_ = 0;
   Clock::duration queue_time_{0};

@@ -40,7 +40,7 @@ def client(target):
         yield client
 
 
-def write(whole, case, layer: int, tokens: slice) -> None:
+def write(whole, case, layer: int, tokens: slice | list[int]) -> None:
     whole.q[:] = case.q[layer, tokens]
     k, v = case.sent(layer, tokens)
     whole.k[:] = k

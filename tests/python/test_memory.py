@@ -114,6 +114,26 @@ def test_rows_that_fail_raise_at_the_end(client):
     assert layer_tokens(client, sequence) == [PROMPT + 1] * SHAPE.layers
 
 
+def test_a_row_that_fails_behind_the_first_layer_has_nothing_of_that_layer_s(client):
+    case = Case.random(TOKENS)
+    both = [opened(client, case, PROMPT, complete=False) for _ in range(2)]
+    with client.memory_session(SHAPE, query_tokens_max=2) as session:
+        rows = [attnd.Row(one, PROMPT) for one in both]
+        whole = session.begin_pass(rows, want_lse=True, raise_on_row_error=False)
+        for layer in range(SHAPE.layers):
+            write(whole, case, layer, [PROMPT, PROMPT])
+            if layer == 1:
+                whole.q[1] = np.nan
+            whole.step()
+            for answer in (whole.out, whole.lse):
+                assert np.isfinite(answer[0]).all()
+                assert (np.isfinite if layer == 0 else np.isnan)(answer[1]).all()
+        assert [row.ok for row in whole.rows] == [True, False]
+    assert [layer_tokens(client, one) for one in both] == [
+        [PROMPT + 1] * SHAPE.layers, [PROMPT] * SHAPE.layers,
+    ]  # fmt: skip
+
+
 def test_a_pass_that_is_refused_leaves_its_session(client):
     case = Case.random(TOKENS)
     sequence = opened(client, case, PROMPT, complete=False)
