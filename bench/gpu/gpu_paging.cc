@@ -57,7 +57,9 @@ ABSL_FLAG(std::vector<std::string>, budgets,
           "shares of all pages that the GPU has memory for, above 0 and below 1");
 ABSL_FLAG(std::vector<std::string>, ceiling_mb, (std::vector<std::string>{"2", "12", "48", "1024"}),
           "megabytes that are read to find the ceiling, each amount by itself; empty: no ceiling");
-ABSL_FLAG(uint64_t, device_memory_mib, uint64_t{40} << 10, "GPU memory in all");
+ABSL_FLAG(uint64_t, device_memory_mib, uint64_t{24} << 10,
+          "GPU memory of a backend; at times there are two, as the last one's memory goes when the "
+          "next one first steps");
 ABSL_FLAG(uint64_t, tokens, 131072, "without a capture: of each sequence");
 ABSL_FLAG(uint32_t, head_dim, 128, "without a capture: elements of a head");
 ABSL_FLAG(uint32_t, query_heads, 24, "without a capture: query heads");
@@ -103,9 +105,17 @@ class Measurement {
     table_->Print(name_, "all resident", steady);
   }
 
+  // One backend after the other, as they map the same memory.
   void Budget(double share) {
     char text[64];
     std::snprintf(text, sizeof(text), "%.0f%%", 100 * share);
+    MeasureCaches(share, text);
+    const auto gpu = Paged(share, std::make_shared<CacheEmptier>());
+    table_->Print(name_, std::string(text) + ", floor", Steady(gpu.get(), 0, /*twice=*/true));
+  }
+
+ private:
+  void MeasureCaches(double share, const char* text) {
     const auto emptier = std::make_shared<CacheEmptier>();
     const auto gpu = Paged(share, emptier);
     Measured first, emptied;
@@ -117,15 +127,12 @@ class Measurement {
       emptied.Add(steps_.Run(gpu.get(), Last() + i));
     }
     table_->Print(name_, text, steady);
-    const auto floor = Paged(share, std::make_shared<CacheEmptier>());
-    table_->Print(name_, std::string(text) + ", floor", Steady(floor.get(), 0, /*twice=*/true));
     table_->Print(name_, std::string(text) + ", first step", first);
     if (!emptied.device.empty()) {
       table_->Print(name_, std::string(text) + ", empty cache", emptied);
     }
   }
 
- private:
   // The number behind those of steady steps.
   static uint32_t Last() { return absl::GetFlag(FLAGS_warm) + absl::GetFlag(FLAGS_steps); }
 
