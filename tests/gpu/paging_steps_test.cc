@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Goal: what gpu_paging says of steps is so: an answer that differs by a bit is counted, a step of
-// the CPU ends the program, and queries move as slowly as they say. Method: the benchmark's parts
-// over the fake device.
+// the CPU ends the program, segments are the device's, and queries move as slowly as they say.
+// Method: the benchmark's parts over the fake device.
 #include "bench/gpu/paging_steps.h"
 
 #include <gtest/gtest.h>
@@ -72,6 +72,22 @@ TEST_F(PagingStepsTest, AnAnswerThatDiffersIsCounted) {
   EXPECT_EQ(counts_.wrong, 1u);
   steps_.Run(fake_.backend.get(), 1);  // the first of its number
   EXPECT_EQ(counts_.compared, 2u);
+}
+
+// A device builds the rows' segments, and where it cannot the CPU does.
+TEST(RowBuilding, IsTheDevices) {
+  const ModelShape shape = attention::test::MakeShape(2, 1, 64, 64, DType::kBf16);
+  for (const bool refuses : {false, true}) {
+    const FakeBackend fake = MakeFakeBackend();
+    if (refuses) fake.control->Set({.bad_index = true});
+    const bench::RowSource row = bench::RandomRow(shape, 1500, /*seed=*/1, attention::kTreeIndexes,
+                                                  {.threads = 1, .device = fake.backend.get()},
+                                                  bench::SegmentCut::kOfDevice);
+    EXPECT_GT(fake.control->builds(), 0u);
+    ASSERT_EQ(row.view->segments.size(), 1u);
+    EXPECT_EQ(row.view->tail_begin, row.view->segments[0]->tokens());
+    EXPECT_GT(row.view->segments[0]->groups(0, 0).clusters, 0u);
+  }
 }
 
 double Cosine(const float* a, const float* b, size_t count) {
