@@ -174,6 +174,7 @@ struct BackendStats {
   double select_seconds = 0;
   double attend_seconds = 0;
   double merge_seconds = 0;
+  double fetch_seconds = 0;  // of attend_seconds: finding and fetching pages, beside estimates
 };
 
 // What the link between host and device carries, of all processes, in bytes a second.

@@ -4,7 +4,9 @@
 #include <atomic>
 #include <chrono>
 #include <cstddef>
+#include <cstdio>
 
+#include "absl/status/status.h"
 #include "attention/index/segment_builder.h"
 #include "attention/segment/run_tokens.h"
 #include "bench/support.h"
@@ -29,16 +31,28 @@ void BuildHeads(SegmentBuilder* builder, uint32_t threads) {
   });
 }
 
+// Whether the device has built the segment, as it does for an engine.
+bool BuildOn(attention::Backend* device, SegmentBuilder* builder) {
+  if (device == nullptr) return false;
+  const absl::Status built = device->BuildSegment(builder, [] { return absl::OkStatus(); });
+  if (built.ok()) return true;
+  if (!absl::IsUnimplemented(built)) {
+    std::fprintf(stderr, "the CPU builds a segment, as the device does not: %s\n",
+                 built.ToString().c_str());
+  }
+  return false;
+}
+
 }  // namespace
 
 std::shared_ptr<const SequenceView> WithSegment(const std::shared_ptr<const SequenceView>& view,
                                                 uint32_t tokens, uint32_t sink, uint32_t threads,
-                                                bool sections) {
+                                                bool sections, attention::Backend* device) {
   const uint64_t number = view->segments.size();
   SegmentBuilder builder(view, number + 1,
                          {view->shape, view->indexes, tokens, number == 0 ? sink : 0,
                           sections && attention::WantsSections(view->indexes, tokens)});
-  BuildHeads(&builder, threads);
+  if (!BuildOn(device, &builder)) BuildHeads(&builder, threads);
   auto next = std::make_shared<SequenceView>(*view);
   next->segments.push_back(builder.Finish());
   next->tail_begin += tokens;

@@ -114,7 +114,8 @@ std::shared_ptr<const attention::FeatureMaps> RandomFeatureMaps(const ModelShape
 
 SyntheticSequence MakeSyntheticSequence(const ModelShape& shape, uint64_t tokens,
                                         uint32_t segment_tokens, uint32_t threads, uint64_t seed,
-                                        attention::IndexSet indexes, SegmentCut cut) {
+                                        attention::IndexSet indexes, SegmentCut cut,
+                                        attention::Backend* device) {
   SyntheticSequence sequence;
   auto view = std::make_shared<SequenceView>();
   view->shape = shape;
@@ -134,9 +135,9 @@ SyntheticSequence MakeSyntheticSequence(const ModelShape& shape, uint64_t tokens
     if (left < kWindow + 512) break;
     const auto count = static_cast<uint32_t>(std::min<uint64_t>(run, left - kWindow));
     const auto start = std::chrono::steady_clock::now();
-    auto next =
-        std::make_shared<SequenceView>(*WithSegment(view, count, kSink, threads,
-                                                    /*sections=*/cut == SegmentCut::kEqual));
+    auto next = std::make_shared<SequenceView>(*WithSegment(view, count, kSink, threads,
+                                                            /*sections=*/cut == SegmentCut::kEqual,
+                                                            device));
     sequence.build_seconds +=
         std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     sequence.segmented_tokens += count;

@@ -14,7 +14,7 @@ namespace attnd::bench {
 
 struct SyntheticSequence {
   std::shared_ptr<const attention::SequenceView> view;
-  double build_seconds = 0;  // clustering and writing all segments, on `threads` threads
+  double build_seconds = 0;  // clustering and writing all segments
   uint64_t segmented_tokens = 0;
 };
 
@@ -23,11 +23,12 @@ struct SyntheticSequence {
 enum class SegmentCut { kEqual, kOfDevice };
 
 // `tokens` tokens of keys in short runs around random centres, and normal values; the last 64
-// tokens in the tail. Indexes with a summary get random feature maps.
+// tokens in the tail. Indexes with a summary get random feature maps. device: see WithSegment.
 SyntheticSequence MakeSyntheticSequence(const ModelShape& shape, uint64_t tokens,
                                         uint32_t segment_tokens, uint32_t threads, uint64_t seed,
                                         attention::IndexSet indexes = attention::kClusterIndexes,
-                                        SegmentCut cut = SegmentCut::kEqual);
+                                        SegmentCut cut = SegmentCut::kEqual,
+                                        attention::Backend* device = nullptr);
 
 // A view's copy with keep-sets of `tokens` random tokens of the middle for each KV head.
 std::shared_ptr<const attention::SequenceView> WithKeepSets(const attention::SequenceView& view,

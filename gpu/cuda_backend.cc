@@ -267,6 +267,7 @@ class CudaBackend : public Backend {
     stats.select_seconds = times_.select;
     stats.attend_seconds = times_.attend;
     stats.merge_seconds = times_.merge;
+    stats.fetch_seconds = times_.fetch;
     return stats;
   }
 
@@ -378,6 +379,7 @@ class CudaBackend : public Backend {
     times_.select += seconds.select;
     times_.attend += seconds.attend;
     times_.merge += seconds.merge;
+    times_.fetch += seconds.fetch;
   }
 
   // Constant after TakeResources.

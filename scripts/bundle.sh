@@ -13,7 +13,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib/setup.sh"
 build="${ATTND_BUILD}/bundle-build"
 bundle="${ATTND_BUILD}/bundle"
 size_max_mib=60
-programs=(attnd attnd_gpu_parity_test gpu_kernels gpu_index_check gpu_steps gpu_host_time service_decode)
+programs=(attnd attnd_gpu_parity_test gpu_kernels gpu_index_check gpu_steps gpu_paging gpu_decode gpu_host_time
+  service_decode)
 
 # True for libraries that belong to the C library, which a program must take from the machine it runs on.
 of_glibc() {

@@ -127,6 +127,25 @@ service_steps() {
   return "${status}"
 }
 
+# Steps over a part of the pages, whose answers must be those over all of them, bit for bit, and the GPU's alone: a
+# quarter and a tenth of the pages, their floors, and fetching beside the ceiling. Random keys, which say little of a
+# model's hits (gpu_paging.cc).
+paging() {
+  ./gpu_paging --rows="$1" --budgets=0.25,0.1 --warm=32 --steps=64 --policies="error-target:tolerance=off,floor=0.01"
+}
+
+# decode SUFFIX OPTION...: tokens of an engine whose keys and values (.5 GB) exceed the GPU's page memory four times. The
+# CPU may answer no row.
+decode() {
+  local suffix="$1" folder status=0
+  shift
+  folder="$(mktemp -d)"
+  ./gpu_decode --layers=4 --tokens=32768 --decoded=65 --stretch=32 --device_memory_mib=2000 --page_memory_mib=128 \
+    --policy="error-target:tolerance=off,floor=0.01${suffix}" --all_on_gpu --data_dir="${folder}" "$@" || status=$?
+  rm -rf "${folder}"
+  return "${status}"
+}
+
 echo "Checks"
 check kernels ./gpu_kernels --check
 check indexes ./gpu_index_check
@@ -149,9 +168,14 @@ fi
 echo "Benchmarks"
 check kernel_times ./gpu_kernels --bench
 check index_times ./gpu_index_check --bench
-# Of trees: the CPU builds the indexes, which takes most of the time.
 check step_times ./gpu_steps --rows=1 --policies="dense@tree error-target:tolerance=off,floor=0.01@tree"
 check host_times ./gpu_host_time --device=cuda --engine_steps=128
+check paging_times paging 4
+check paging_times_one paging 1
+check decode_times decode ""
+# An engine that has memory for half of them, the rest in files.
+check decode_file_times decode "" --resume_memory_mib=256
+check decode_estimates decode ",on_miss=estimate,miss_wait_us=0" --resume_memory_mib=256
 log="${out}/service_server.txt" check service_times with_server service_steps
 if skips peers; then
   :
@@ -166,5 +190,8 @@ grep -h "tokens, head_dim\|dense  \|error-target 2%" "${out}/kernel_times.txt" 2
 grep -h "flash\|cudnn" "${out}/peers.txt" 2>/dev/null
 grep -h "calls" "${out}/index_times.txt" 2>/dev/null
 cat "${out}/service_times.txt" 2>/dev/null
+for name in paging_times paging_times_one decode_times decode_file_times decode_estimates; do
+  grep -h "the ceiling\|^|" "${out}/${name}.txt" 2>/dev/null
+done
 ((failures == 0)) && echo "all checks passed" || echo "${failures} checks FAILED"
 exit $((failures > 0))

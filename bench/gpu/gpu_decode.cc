@@ -6,7 +6,10 @@
 // sequence has more tokens than it, over the tokens. With a data folder, what does not fit
 // host_memory_mib lies in files there. Prints what building took, and for each of a few stretches
 // of tokens the milliseconds of a token and what moved: from files, from the pool of their pages in
-// host memory, and over PCIe. Without a capture keys, values and queries are random.
+// host memory, and over PCIe. Pages of files, a token: late ones were being read already when a
+// step asked for them (for a step before, or ahead); of those read ahead, used ones were asked for
+// later and wasted ones were evicted before, and for the refused ones there was no room. Without a
+// capture keys, values and queries are random; the queries move slowly (step_rows.h).
 //
 //   gpu_decode --tokens=524288 --layers=32 --page_memory_mib=8192 build/captures/131072-0.capture
 //   gpu_decode --tokens=524288 --layers=16 --device_memory_mib=71680 --resume_memory_mib=16384
@@ -28,10 +31,12 @@
 #include "absl/flags/parse.h"
 #include "attention/cpu/cpu_backend.h"
 #include "bench/engine_support.h"
+#include "bench/gpu/step_rows.h"
 #include "bench/pages/page_capture.h"
 #include "bench/statistics.h"
 #include "bench/step_runner.h"
 #include "bench/support.h"
+#include "common/dtype.h"
 #include "engine/engine.h"
 #include "gpu/cuda_backend.h"
 #include "gpu/device/device.h"
@@ -45,6 +50,9 @@ ABSL_FLAG(uint64_t, host_memory_mib, uint64_t{96} << 10, "the engine's budget");
 ABSL_FLAG(std::string, data_dir, "",
           "an empty folder for what the budget does not hold; empty: all must fit");
 ABSL_FLAG(uint64_t, pool_mib, 0, "of the budget, kept for pages of files; 0: the engine's default");
+ABSL_FLAG(bool, page_prefetch, false,
+          "the server's option: the pages of files that the next layer read last are read ahead");
+ABSL_FLAG(bool, all_on_gpu, false, "fail if the CPU answers a row for the GPU");
 ABSL_FLAG(uint64_t, resume_memory_mib, 0,
           "if not 0, the sequences are sealed, and resumed by an engine with this budget: with the "
           "segments that they had in memory. data_dir holds all of them then");
@@ -102,7 +110,9 @@ struct Capture {
     const size_t row = size_t{shape.kv_heads} * shape.head_dim;
     fill(tokens * row, &k);
     fill(tokens * row, &v);
-    fill(size_t{queries} * shape.query_heads * shape.head_dim, &q);
+    for (const float number : MovingQueries(shape, /*seed=*/2, queries)) {
+      q.push_back(FloatToBf16(number));
+    }
   }
 
  private:
@@ -136,6 +146,7 @@ std::unique_ptr<engine::Engine> MakeEngine(uint64_t budget_mib) {
   options.memory_budget_bytes = budget_mib << 20;
   options.segment_tokens = kSegmentTokens;
   options.archive.data_dir = absl::GetFlag(FLAGS_data_dir);
+  options.archive.prefetch = absl::GetFlag(FLAGS_page_prefetch);
   if (const uint64_t mib = absl::GetFlag(FLAGS_pool_mib); mib != 0) {
     options.archive.page_memory_bytes = mib << 20;
   }
@@ -285,19 +296,23 @@ void PrintStretch(uint32_t first, const std::vector<double>& ms, const Moved& be
   const double pool_pages = each(pool.lookups, pool_before.lookups);
   std::printf(
       "| %u to %zu | %.2f | %.2f | %.0f | %.2f%% | %.2f | %.2f | %.2f | %.0f | %.2f%% | %.2f | "
-      "%.1f "
-      "| %llu |\n",
+      "%.1f | %.0f | %.0f | %.0f | %.0f | %.0f | %llu |\n",
       first, first + ms.size() - 1, Median(ms), *std::max_element(ms.begin(), ms.end()), looked_up,
       looked_up > 0 ? 100 * (1 - missed / looked_up) : 100,
       mega(a.cache.fetched_bytes, b.cache.fetched_bytes), mega(a.files.bytes, b.files.bytes),
       mega(a.bytes_to_device, b.bytes_to_device), pool_pages,
       pool_pages > 0 ? 100 * each(pool.hits, pool_before.hits) / pool_pages : 100,
       mega(pool.read_bytes, pool_before.read_bytes), each(a.files.runs_again, b.files.runs_again),
+      each(pool.late, pool_before.late), each(pool.prefetched_pages, pool_before.prefetched_pages),
+      each(pool.prefetched_used, pool_before.prefetched_used),
+      each(pool.prefetched_wasted, pool_before.prefetched_wasted),
+      each(pool.prefetches_refused, pool_before.prefetches_refused),
       static_cast<unsigned long long>(a.fallback_steps - b.fallback_steps));
   std::fflush(stdout);
 }
 
-void Run(const char* path) {
+// The exit status.
+int Run(const char* path) {
   const Capture capture =
       path != nullptr ? Capture(path) : Capture(absl::GetFlag(FLAGS_random_tokens));
   auto engine = MakeEngine(absl::GetFlag(FLAGS_host_memory_mib));
@@ -310,8 +325,10 @@ void Run(const char* path) {
       "| tokens | ms a token, median | greatest | pages looked up | GPU hits | MB fetched from "
       "host "
       "memory a token | MB of files handed over | MB to the GPU by copies | pages of files asked "
-      "for | pool hits | MB read from files | runs again | steps of the CPU |\n"
-      "|---|---|---|---|---|---|---|---|---|---|---|---|---|\n");
+      "for | pool hits | MB read from files | runs again | late pages | read ahead | used | wasted "
+      "| "
+      "refused | steps of the CPU |\n"
+      "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n");
   Moved before(*engine);
   for (uint32_t done = 0; done < absl::GetFlag(FLAGS_decoded);) {
     std::vector<double> ms;
@@ -332,6 +349,10 @@ void Run(const char* path) {
               static_cast<double>(last.index.capacity_bytes) / 1e9,
               static_cast<double>(last.pages.used_bytes) / 1e9,
               static_cast<double>(last.pages.capacity_bytes) / 1e9);
+  if (!absl::GetFlag(FLAGS_all_on_gpu) || last.fallback_steps == 0) return 0;
+  std::fprintf(stderr, "the CPU answered rows of %llu steps for the GPU\n",
+               static_cast<unsigned long long>(last.fallback_steps));
+  return 1;
 }
 
 }  // namespace
@@ -343,5 +364,5 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "usage: gpu_decode [flags] [CAPTURE]\n");
     return 2;
   }
-  attnd::bench::Run(arguments.size() == 2 ? arguments[1] : nullptr);
+  return attnd::bench::Run(arguments.size() == 2 ? arguments[1] : nullptr);
 }

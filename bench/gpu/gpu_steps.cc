@@ -4,7 +4,7 @@
 // stage, and the time that a caller of the backend waits (kernels from a graph, copies and host
 // work with them). All policies take turns; times are medians over rounds, what was read and the
 // errors means. Keys are in short runs around random centres, or a trained model's: then each round
-// has the next query of each capture (page_trace_capture.py --one-layer).
+// has the next query of each capture (page_trace_capture.py --one-layer). The GPU builds indexes.
 //
 //   gpu_steps --rows=4 --tokens=131072
 //   gpu_steps --rows=4 build/captures/131072-*.capture: rows take the captures in turn
@@ -35,7 +35,7 @@ ABSL_FLAG(uint64_t, tokens, 131072, "tokens of each");
 ABSL_FLAG(uint32_t, head_dim, 128, "elements of a head");
 ABSL_FLAG(uint32_t, query_heads, 32, "query heads");
 ABSL_FLAG(uint32_t, kv_heads, 8, "KV heads");
-ABSL_FLAG(uint32_t, threads, 0, "threads that build indexes; 0: all cores");
+ABSL_FLAG(uint32_t, threads, 0, "threads of the CPU; 0: all cores");
 ABSL_FLAG(uint32_t, rounds, 50, "rounds");
 ABSL_FLAG(bool, check, false, "compare with the CPU backend");
 ABSL_FLAG(bool, equal_segments, false,
@@ -160,41 +160,45 @@ ModelShape ShapeOfFlags() {
   return shape;
 }
 
-// The step's rows over an index; captures: paths, in turn, or none.
+// The step's rows over an index; captures: paths, in turn, or none. builder: the GPU, which builds
+// their segments.
 std::unique_ptr<StepRows> MakeRows(const std::vector<std::string>& captures,
-                                   const std::string& index) {
+                                   const std::string& index, Backend* builder) {
   const attention::IndexSet indexes = ParseIndexText(index);
+  const RowBuilding building = {Threads(), builder};
   std::vector<RowSource> sources;
   for (uint32_t r = 0; r < absl::GetFlag(FLAGS_rows); ++r) {
     sources.push_back(captures.empty()
                           ? RandomRow(ShapeOfFlags(), absl::GetFlag(FLAGS_tokens), r, indexes,
-                                      Threads(),
+                                      building,
                                       absl::GetFlag(FLAGS_equal_segments) ? SegmentCut::kEqual
                                                                           : SegmentCut::kOfDevice)
-                          : CapturedRow(captures[r % captures.size()], indexes, Threads()));
+                          : CapturedRow(captures[r % captures.size()], indexes, building));
   }
   return std::make_unique<StepRows>(std::move(sources));
 }
 
 int Main(const std::vector<std::string>& captures) {
+  const std::shared_ptr<Backend> cpu = attention::MakeCpuBackend({.threads = Threads()});
+  auto builder = MakeGpu(cpu, /*timed_steps=*/0);
   std::map<std::string, std::unique_ptr<StepRows>> rows;
   std::vector<Case> cases;
   for (const auto text : absl::StrSplit(absl::GetFlag(FLAGS_policies), ' ', absl::SkipEmpty())) {
     const std::pair<std::string, std::string> parts = absl::StrSplit(text, absl::MaxSplits('@', 1));
     const std::string index = parts.second.empty() ? "clusters" : parts.second;
     auto& own = rows[index];
-    if (own == nullptr) own = MakeRows(captures, index);
+    if (own == nullptr) own = MakeRows(captures, index, builder.get());
     Case& c = cases.emplace_back();
     c.name = std::string(text);
     c.policy = ParsePolicyText(parts.first);
     c.rows = own.get();
   }
+  builder.reset();
   const ModelShape& shape = cases.at(0).rows->shape();
   std::printf("\n%u x %llu tokens, %u query heads, %u KV heads of %u%s\n",
               absl::GetFlag(FLAGS_rows), static_cast<unsigned long long>(cases[0].rows->tokens()),
               shape.query_heads, shape.kv_heads, shape.head_dim,
               captures.empty() ? "" : ", of a trained model");
-  const std::shared_ptr<Backend> cpu = attention::MakeCpuBackend({.threads = Threads()});
   if (absl::GetFlag(FLAGS_check)) {
     const auto gpu = MakeGpu(cpu, /*timed_steps=*/0);
     return Check(gpu.get(), cpu.get(), cases) ? 0 : 1;

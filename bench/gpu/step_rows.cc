@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <numbers>
 #include <utility>
 
 #include "bench/pages/page_capture.h"
@@ -17,20 +18,42 @@ constexpr uint32_t kSegmentTokens = 8192;
 
 }  // namespace
 
+std::vector<float> MovingQueries(const ModelShape& shape, uint64_t seed, uint32_t steps) {
+  constexpr uint64_t kApart = 1'000'003;  // seeds of one sequence's queries
+  std::vector<float> queries, from, to;
+  for (uint32_t step = 0; step < steps; ++step) {
+    if (step % kQueryWay == 0) {
+      from = step == 0 ? MakeQueries(shape, seed) : std::move(to);
+      to = MakeQueries(shape, seed + kApart * (step / kQueryWay + 1));
+    }
+    // A quarter of a turn: normal numbers stay normal ones.
+    const double angle = std::numbers::pi / 2 * (step % kQueryWay) / kQueryWay;
+    const auto cosine = static_cast<float>(std::cos(angle));
+    const auto sine = static_cast<float>(std::sin(angle));
+    for (size_t i = 0; i < from.size(); ++i) queries.push_back(cosine * from[i] + sine * to[i]);
+  }
+  return queries;
+}
+
 RowSource RandomRow(const ModelShape& shape, uint64_t tokens, uint64_t seed,
-                    attention::IndexSet indexes, uint32_t threads, SegmentCut cut) {
+                    attention::IndexSet indexes, const RowBuilding& building, SegmentCut cut,
+                    uint32_t steps) {
   RowSource source;
-  source.view =
-      MakeSyntheticSequence(shape, tokens, kSegmentTokens, threads, seed, indexes, cut).view;
+  source.view = MakeSyntheticSequence(shape, tokens, kSegmentTokens, building.threads, seed,
+                                      indexes, cut, building.device)
+                    .view;
   source.tokens = tokens;
-  const std::vector<float> queries = MakeQueries(shape, 100 + seed);
+  source.steps = steps;
+  const std::vector<float> queries = MovingQueries(shape, 100 + seed, steps);
   source.queries.resize(queries.size() * sizeof(float));
   std::memcpy(source.queries.data(), queries.data(), source.queries.size());
   return source;
 }
 
-RowSource CapturedRow(const std::string& path, attention::IndexSet indexes, uint32_t threads) {
-  PageCapture capture = Must(ReadPageCapture(path, indexes, threads, /*sections=*/false));
+RowSource CapturedRow(const std::string& path, attention::IndexSet indexes,
+                      const RowBuilding& building) {
+  PageCapture capture =
+      Must(ReadPageCapture(path, indexes, building.threads, /*sections=*/false, building.device));
   RowSource source;
   source.view = std::move(capture.view);
   source.tokens = uint64_t{capture.prompt_tokens} + capture.decoded_tokens;
@@ -76,6 +99,20 @@ double StepRows::Run(attention::Backend* backend, const attention::Policy& polic
   const auto start = std::chrono::steady_clock::now();
   Must(backend->Step(request));
   return MicrosBetween(start, std::chrono::steady_clock::now());
+}
+
+std::vector<std::span<const std::byte>> StepRows::Payload() const {
+  std::vector<std::span<const std::byte>> blocks;
+  for (const RowSource& source : sources_) {
+    for (const auto& segment : source.view->segments) blocks.push_back(segment->payload_block());
+  }
+  return blocks;
+}
+
+uint64_t StepRows::PayloadBytes() const {
+  uint64_t bytes = 0;
+  for (const auto block : Payload()) bytes += block.size();
+  return bytes;
 }
 
 double StepRows::ReadShare() const {

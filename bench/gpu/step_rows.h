@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -26,12 +27,25 @@ struct RowSource {
   std::vector<std::byte> queries;  // [steps][query_heads][head_dim]
 };
 
-// Keys in short runs around random centres, and one random query.
+// Who builds a row's segments.
+struct RowBuilding {
+  uint32_t threads = 1;                  // of the CPU
+  attention::Backend* device = nullptr;  // builds what it can
+};
+
+// Queries that move slowly: from one random query to another in kQueryWay steps, each a mix of its
+// two neighbours, of about their length. [steps][query_heads][head_dim]
+inline constexpr uint32_t kQueryWay = 16;
+std::vector<float> MovingQueries(const ModelShape& shape, uint64_t seed, uint32_t steps);
+
+// Keys in short runs around random centres, and MovingQueries.
 RowSource RandomRow(const ModelShape& shape, uint64_t tokens, uint64_t seed,
-                    attention::IndexSet indexes, uint32_t threads, SegmentCut cut);
+                    attention::IndexSet indexes, const RowBuilding& building, SegmentCut cut,
+                    uint32_t steps = 1);
 // The first layer of a capture (bench/pages/page_trace_capture.py), and its decoded tokens'
 // queries; segments as a device builds them.
-RowSource CapturedRow(const std::string& path, attention::IndexSet indexes, uint32_t threads);
+RowSource CapturedRow(const std::string& path, attention::IndexSet indexes,
+                      const RowBuilding& building);
 
 // Rows of one query token each.
 class StepRows {
@@ -43,10 +57,14 @@ class StepRows {
 
   const ModelShape& shape() const { return sources_.front().view->shape; }
   const std::vector<RowSource>& sources() const { return sources_; }
+  // The pages of all segments of all rows.
+  std::vector<std::span<const std::byte>> Payload() const;
+  uint64_t PayloadBytes() const;
   // Of the first row.
   uint64_t tokens() const { return sources_.front().tokens; }
   // Of the last step: [rows][query_heads][value_dim].
   const std::vector<float>& outputs() const { return outputs_; }
+  const std::vector<float>& lse() const { return lse_; }  // [rows][query_heads]
   const std::vector<attention::RowStats>& stats() const { return stats_; }
   // Of the tokens of clusters, those that the last step read.
   double ReadShare() const;

@@ -8,11 +8,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "bench/gpu/forwarding_device.h"
 #include "common/status.h"
 #include "gpu/device/device.h"
 
@@ -58,34 +58,17 @@ class TimedStream : public gpu::Stream {
   const std::shared_ptr<DeviceTimes> times_;
 };
 
-class TimedDevice : public gpu::Device {
+class TimedDevice : public ForwardingDevice {
  public:
   TimedDevice(std::unique_ptr<gpu::Device> device, std::shared_ptr<DeviceTimes> times)
-      : device_(std::move(device)), times_(std::move(times)) {}
+      : ForwardingDevice(std::move(device)), times_(std::move(times)) {}
 
-  const std::string& name() const override { return device_->name(); }
-  uint64_t memory_bytes() const override { return device_->memory_bytes(); }
-  absl::StatusOr<std::byte*> Allocate(size_t bytes) override { return device_->Allocate(bytes); }
-  void Free(std::byte* memory) override { device_->Free(memory); }
-  absl::StatusOr<std::byte*> AllocatePinned(size_t bytes) override {
-    return device_->AllocatePinned(bytes);
-  }
-  void FreePinned(std::byte* memory) override { device_->FreePinned(memory); }
-  bool maps_host_memory() const override { return device_->maps_host_memory(); }
-  absl::Status MapHostMemory(const std::byte* memory, size_t bytes) override {
-    return device_->MapHostMemory(memory, bytes);
-  }
-  void UnmapHostMemory(const std::byte* memory) override { device_->UnmapHostMemory(memory); }
-  absl::Status Clear(std::byte* memory, size_t bytes) override {
-    return device_->Clear(memory, bytes);
-  }
   absl::StatusOr<std::unique_ptr<gpu::Stream>> NewStream() override {
-    ATTND_ASSIGN_OR_RETURN(auto stream, device_->NewStream());
+    ATTND_ASSIGN_OR_RETURN(auto stream, ForwardingDevice::NewStream());
     return std::make_unique<TimedStream>(std::move(stream), times_);
   }
 
  private:
-  const std::unique_ptr<gpu::Device> device_;
   const std::shared_ptr<DeviceTimes> times_;
 };
 

@@ -59,12 +59,12 @@ void ReadRows(std::ifstream& file, uint32_t layer, uint32_t tokens, bool values,
 
 std::shared_ptr<const SequenceView> SegmentPrompt(std::shared_ptr<const SequenceView> view,
                                                   uint64_t prompt_tokens, uint32_t threads,
-                                                  bool sections) {
+                                                  bool sections, attention::Backend* device) {
   while (prompt_tokens >= view->tail_begin + kWindow + kSegmentTokensMin) {
     const uint64_t left = prompt_tokens - kWindow - view->tail_begin;
     const uint32_t run = attention::RunTokens(view->indexes, view->tail_begin, kSegmentTokens);
     view = WithSegment(view, static_cast<uint32_t>(std::min<uint64_t>(left, run)), kSink, threads,
-                       sections);
+                       sections, device);
   }
   return view;
 }
@@ -81,7 +81,8 @@ absl::StatusOr<ModelShape> ReadCaptureHeader(const std::string& path, std::ifstr
 }
 
 absl::StatusOr<PageCapture> ReadPageCapture(const std::string& path, attention::IndexSet indexes,
-                                            uint32_t threads, bool sections) {
+                                            uint32_t threads, bool sections,
+                                            attention::Backend* device) {
   std::ifstream file(path, std::ios::binary);
   CaptureHeader header{};
   const absl::StatusOr<ModelShape> shape = ReadCaptureHeader(path, &file, &header);
@@ -107,7 +108,7 @@ absl::StatusOr<PageCapture> ReadPageCapture(const std::string& path, attention::
               static_cast<std::streamsize>(layer_bytes));
   }
   if (!file) return absl::DataLossError(absl::StrCat(path, " ends early"));
-  capture.view = SegmentPrompt(std::move(view), header.prompt_tokens, threads, sections);
+  capture.view = SegmentPrompt(std::move(view), header.prompt_tokens, threads, sections, device);
   return capture;
 }
 

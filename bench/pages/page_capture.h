@@ -45,11 +45,11 @@ struct PageCapture {
 
 // Reads a capture and segments its prompt as the engine does one without token ids: runs of 8,192
 // tokens and more outside the window, the last one of 512 or more. threads: that build them.
-// sections: see WithSegment.
+// sections, device: see WithSegment.
 // Unavailable or DataLoss, naming the path.
 absl::StatusOr<PageCapture> ReadPageCapture(
     const std::string& path, attention::IndexSet indexes = attention::kClusterIndexes,
-    uint32_t threads = 1, bool sections = true);
+    uint32_t threads = 1, bool sections = true, attention::Backend* device = nullptr);
 
 }  // namespace attnd::bench
 

@@ -17,6 +17,7 @@
 #include "common/status.h"
 #include "gpu/cuda/cuda_status.h"
 #include "gpu/cuda/empty_kernel.h"
+#include "gpu/cuda/event.h"
 #include "gpu/cuda/index/index_build.cuh"
 #include "gpu/cuda/step/step_graphs.h"
 #include "gpu/cuda/step/step_kernels.h"
@@ -91,44 +92,6 @@ bool MapsHostMemory(int device) {
 // The device is a setting of each thread; streams are used from any.
 absl::Status UseDevice(int device) { return CudaStatus(cudaSetDevice(device), "choosing the GPU"); }
 
-class Event {
- public:
-  Event() = default;
-  Event(const Event&) = delete;
-  Event& operator=(const Event&) = delete;
-  ~Event() {
-    if (event_ != nullptr) static_cast<void>(cudaEventDestroy(event_));
-  }
-  absl::Status Create(unsigned flags) {
-    return CudaStatus(cudaEventCreateWithFlags(&event_, flags), "creating an event");
-  }
-  absl::Status Record(cudaStream_t stream) {
-    return CudaStatus(cudaEventRecord(event_, stream), "recording an event");
-  }
-  // When the stream comes by, also in each run of a graph that it captures.
-  absl::Status RecordTime(cudaStream_t stream) {
-    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-    ATTND_RETURN_IF_ERROR(
-        CudaStatus(cudaStreamIsCapturing(stream, &capture), "asking for a capture"));
-    const unsigned flags =
-        capture == cudaStreamCaptureStatusNone ? cudaEventRecordDefault : cudaEventRecordExternal;
-    return CudaStatus(cudaEventRecordWithFlags(event_, stream, flags), "recording an event");
-  }
-  absl::Status HoldUp(cudaStream_t stream) {
-    return CudaStatus(cudaStreamWaitEvent(stream, event_, 0), "waiting for an event");
-  }
-  // Seconds from this event to a later one; both have happened.
-  absl::StatusOr<double> SecondsUntil(const Event& later) const {
-    float milliseconds = 0;
-    ATTND_RETURN_IF_ERROR(CudaStatus(cudaEventElapsedTime(&milliseconds, event_, later.event_),
-                                     "reading a stage's time"));
-    return double{milliseconds} / 1000;
-  }
-
- private:
-  cudaEvent_t event_ = nullptr;
-};
-
 // A CUDA stream, and a second one for the half of a stage that may run beside the other half.
 class CudaStream : public Stream {
  public:
@@ -169,6 +132,7 @@ class CudaStream : public Stream {
   absl::Status RunStep(const StepRun& run) override {
     ATTND_RETURN_IF_ERROR(UseDevice(device_));
     timed_ = run.timed;
+    fetches_ = Fetches(run.header) && CoopUnits(run.header) < run.header.units;
     absl::Status status = graphs_.Run(
         run, main_, [&] { return Enqueue(run); }, &ran_from_graph_);
     // Nothing of a step that was given up half-way may run on, beside whoever gets its memory next.
@@ -208,14 +172,18 @@ class CudaStream : public Stream {
   absl::StatusOr<StageSeconds> stage_seconds() override {
     StageSeconds seconds;
     double* const parts[] = {&seconds.score, &seconds.select, &seconds.attend, &seconds.merge};
-    for (int i = 0; i < kStageEnds - 1; ++i) {
+    for (int i = kStart; i < kMerge; ++i) {
       ATTND_ASSIGN_OR_RETURN(*parts[i], stage_ends_[i].SecondsUntil(stage_ends_[i + 1]));
+    }
+    if (fetches_) {
+      ATTND_ASSIGN_OR_RETURN(seconds.fetch,
+                             stage_ends_[kToFetch].SecondsUntil(stage_ends_[kFetch]));
     }
     return seconds;
   }
 
  private:
-  enum StageEnd { kStart, kScore, kSelect, kAttend, kMerge, kStageEnds };
+  enum StageEnd { kStart, kScore, kSelect, kAttend, kMerge, kToFetch, kFetch, kStageEnds };
 
   absl::Status Enqueue(const StepRun& run) {
     const StepKernels* kernels = StepKernelsFor(run.shape);
@@ -271,8 +239,9 @@ class CudaStream : public Stream {
     return CudaStatus(cudaMemcpyAsync(to, from, bytes, kind, main_),
                       absl::StrCat("copying ", bytes, " bytes"));
   }
-  absl::Status EndStage(StageEnd stage) {
-    return timed_ ? stage_ends_[stage].RecordTime(main_) : absl::OkStatus();
+  absl::Status EndStage(StageEnd stage) { return EndStage(stage, main_); }
+  absl::Status EndStage(StageEnd stage, cudaStream_t stream) {
+    return timed_ ? stage_ends_[stage].RecordTime(stream) : absl::OkStatus();
   }
   // From here on work on side_ follows what main_ has so far; Join is the way back.
   absl::Status Fork() {
@@ -363,6 +332,11 @@ class CudaStream : public Stream {
     return Launched(LaunchMeasure(header, header.value_dim, main_), "measure");
   }
 
+  // Of units that cooperative groups do not answer.
+  static bool Fetches(const StepHeader& header) {
+    return header.cache.set_count > 0 && (header.score_items > 0 || header.tree_items > 0);
+  }
+
   // Chosen tokens, and before them pages that come from host memory, beside the estimate of the
   // rest, which comes first: its thread blocks take longer. In a graph a kernel begins sooner
   // behind one of its own stream.
@@ -372,8 +346,10 @@ class CudaStream : public Stream {
       ATTND_RETURN_IF_ERROR(Launched(kernels.estimate(header, /*all=*/false, main_), "estimate"));
     }
     if (header.tree_items > 0) ATTND_RETURN_IF_ERROR(EstimateTrees(header));
-    if (header.cache.set_count > 0) {
+    if (Fetches(header)) {
+      ATTND_RETURN_IF_ERROR(EndStage(kToFetch, side_));
       ATTND_RETURN_IF_ERROR(Launched(LaunchFetch(header, side_), "fetch"));
+      ATTND_RETURN_IF_ERROR(EndStage(kFetch, side_));
     }
     ATTND_RETURN_IF_ERROR(Launched(kernels.chosen(header, multiprocessors_, side_), "attend"));
     return Join();
@@ -388,6 +364,7 @@ class CudaStream : public Stream {
   std::array<Event, kStageEnds> stage_ends_;
   StepGraphs graphs_;
   bool timed_ = false;
+  bool fetches_ = false;  // the last step
   bool ran_from_graph_ = false;
 };
 

@@ -46,6 +46,8 @@ struct StageSeconds {
   double attend =
       0;  // measure and finish; cooperative groups, and prepare if they answer all units
   double merge = 0;
+  double fetch =
+      0;  // of attend: the pages of chosen tokens, beside which estimates run; 0: no cache
 };
 
 // A step with the copies around it: its input is copied to the device before it, its results are

@@ -416,6 +416,7 @@ absl::Status DeviceStep::TakeResults(const std::optional<PageCache::Use>& cache)
   seconds_.select += wave.select;
   seconds_.attend += wave.attend;
   seconds_.merge += wave.merge;
+  seconds_.fetch += wave.fetch;
   return absl::OkStatus();
 }
 

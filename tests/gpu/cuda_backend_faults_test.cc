@@ -393,6 +393,7 @@ TEST_F(CudaBackendFaults, StageTimesAreSampled) {
   }
   EXPECT_EQ(fake.backend->stats().timed_steps, 3u);
   EXPECT_NEAR(fake.backend->stats().attend_seconds, 9e-6, 1e-9);
+  EXPECT_NEAR(fake.backend->stats().fetch_seconds, 15e-7, 1e-9);
   EXPECT_EQ(fake.backend->stats().steps, 7u);
 }
 

@@ -160,6 +160,20 @@ TEST(CudaBackendTrees, AQuantileTriesUntilAllHeadsAreWithin) {
   }
 }
 
+// Where no choice is enough, all is read.
+TEST(CudaBackendTrees, AQuantileMayReadAll) {
+  TestSequence sequence = MakeTreeOfCommonErrors();
+  const FakeBackend fake = MakeFakeBackend();
+  const auto cpu = MakeCpu();
+  const std::vector<TestRow> rows = RowsThatReadAll(&sequence);
+  for (attention::Backend* backend : {fake.backend.get(), cpu.get()}) {
+    const StepResult few = RunStep(backend, 0, RowsThatReadFew(&sequence));
+    EXPECT_GT(few.rows[0].stats.estimated_tokens, sequence.spec.tokens() / 2);
+    EXPECT_EQ(RunStep(backend, 0, rows).rows[0].stats.estimated_tokens, 0u);
+  }
+  EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, rows), RunStep(cpu.get(), 0, rows), rows));
+}
+
 // A quantile's predictions need slopes.
 TEST(CudaBackendTrees, QuantilesHaveNothingElse) {
   TestSequence clusters = MakeSequence(SpecOf({2, 1, 64, 64, {700}, 70}, DType::kBf16));

@@ -284,7 +284,7 @@ class FakeStream : public Stream {
     EXPECT_TRUE(timed_);
     MutexLock lock(control_->mutex_);
     ATTND_RETURN_IF_ERROR(control_->Call());
-    return StageSeconds{1e-6, 2e-6, 3e-6, 4e-6};
+    return StageSeconds{1e-6, 2e-6, 3e-6, 4e-6, 5e-7};
   }
 
  private:

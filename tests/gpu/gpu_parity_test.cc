@@ -224,6 +224,20 @@ TEST_P(GpuQuantiles, AgreeHoweverManyChoicesTheyTake) {
   EXPECT_EQ(gpu->stats().fallback_steps, 0u);
 }
 
+// A choice that leaves much to estimates, and the unit that reads all as no choice is enough.
+TEST(GpuQuantilesThatReadAll, Agree) {
+  const auto gpu = MakeOnGpu();
+  SKIP_WITHOUT_GPU(gpu);
+  TestSequence sequence = MakeTreeOfCommonErrors();
+  const StepResult few = RunStep(gpu.get(), 0, RowsThatReadFew(&sequence));
+  const std::vector<TestRow> rows = RowsThatReadAll(&sequence);
+  const StepResult all = RunStep(gpu.get(), 0, rows);
+  EXPECT_TRUE(Agree(all, RunStep(MakeCpu().get(), 0, rows), rows));
+  EXPECT_GT(few.rows[0].stats.estimated_tokens, sequence.spec.tokens() / 2);
+  EXPECT_EQ(all.rows[0].stats.estimated_tokens, 0u);
+  EXPECT_EQ(gpu->stats().fallback_steps, 0u);
+}
+
 const ParityCase kQuantileCases[] = {
     {1, 1, 64, 64, {2600, 700}, 70, kTreeIndexes},
     {4, 1, 64, 64, {2600, 700}, 70, kTreeIndexes},

@@ -300,5 +300,24 @@ TEST(MissedPagesOfQuantiles, AnswersAreTheCpus) {
   EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
 }
 
+// Of a unit that was to read all nothing has been estimated yet.
+TEST(MissedPagesOfQuantiles, AUnitThatReadsAllEstimatesWhatIsLate) {
+  CopyingStore store;
+  TestSequence whole = MakeTreeOfCommonErrors();
+  TestSequence paged = Paged(whole, &store);
+  std::vector<TestRow> rows = RowsThatReadAll(&paged);
+  for (TestRow& row : rows) row.policy.on_miss = OnMiss::kEstimate;
+  store.set_in_time(OnePageOfThreeIsLate);
+  const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
+  const StepResult found = RunStep(fake.backend.get(), 0, rows);
+  const StepResult cpu = RunStep(MakeCpu().get(), 0, rows);
+  EXPECT_TRUE(Agree(found, cpu, RowsOver(&whole, rows)));
+  EXPECT_GT(MissedTokens(found), 0u);
+  for (const StepResult& step : {found, cpu}) {
+    EXPECT_EQ(step.rows[0].stats.estimated_tokens, MissedTokens(found));
+  }
+  EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
+}
+
 }  // namespace
 }  // namespace attnd::gpu::test

@@ -2,6 +2,7 @@
 #include "tests/gpu/support.h"
 
 #include <algorithm>
+#include <random>
 
 #include "attention/cpu/cpu_backend.h"
 
@@ -235,6 +236,39 @@ std::vector<TestRow> RowsOfQuantiles(attention::test::TestSequence* sequence, ui
     }
   }
   return rows;
+}
+
+attention::test::TestSequence MakeTreeOfCommonErrors() {
+  const attention::test::SequenceSpec spec =
+      SpecOf({2, 1, 64, 64, {1500}, 20, attention::kTreeIndexes}, DType::kBf16);
+  std::vector<attention::test::HeadData> heads = MakeSequence(spec).heads;
+  std::mt19937_64 random(3);
+  std::normal_distribution<float> normal(0, 0.5f);
+  for (attention::test::HeadData& head : heads) {
+    for (float& x : head.keys) x = normal(random);
+    head.values = head.keys;
+  }
+  return MakeSequenceOf(spec, std::move(heads));
+}
+
+namespace {
+
+std::vector<TestRow> RowsOfCommonErrors(attention::test::TestSequence* sequence,
+                                        const char* tolerance) {
+  TestRow row =
+      MakeRow(sequence, Parse("error-target", {{"tolerance", tolerance}, {"quantile", "0.8"}}),
+              sequence->spec.tokens(), 1, true, DType::kFp32, 0, /*seed=*/3);
+  for (float& x : row.queries) x *= 0.5f;
+  return {row};
+}
+
+}  // namespace
+
+std::vector<TestRow> RowsThatReadAll(attention::test::TestSequence* sequence) {
+  return RowsOfCommonErrors(sequence, "0.041");
+}
+std::vector<TestRow> RowsThatReadFew(attention::test::TestSequence* sequence) {
+  return RowsOfCommonErrors(sequence, "0.05");
 }
 
 QuantileEnds EndsOf(const std::vector<attention::Plan>& plans) {

@@ -112,6 +112,14 @@ std::vector<attention::test::TestRow> RowsThatLookAtZeros(attention::test::TestS
 // queries are longer and longer: of some all groups are opened, as the first choices are not within
 // the tolerance.
 attention::test::TestSequence MakeTreeOfKeys(const ParityCase& c, DType dtype);
+// 1,500 tokens of keys that are values, in no clusters: most of an estimate's error is what
+// clusters have in common. At the first tolerance no choice of a quantile is enough, and all is
+// read: that part does not shrink while less and less of clusters' own errors is allowed. At the
+// other one, which is a fifth greater, few are read. (Of these keys and this query, which are
+// always the same.)
+attention::test::TestSequence MakeTreeOfCommonErrors();
+std::vector<attention::test::TestRow> RowsThatReadAll(attention::test::TestSequence* sequence);
+std::vector<attention::test::TestRow> RowsThatReadFew(attention::test::TestSequence* sequence);
 std::vector<attention::test::TestRow> RowsOfQuantiles(attention::test::TestSequence* sequence,
                                                       uint32_t layer);
 // How many plans of a step leave groups closed, and how many do not.

@@ -36,6 +36,23 @@ case "$1 $2" in
     exit 1 ;;
 esac
 """
+# Fails if one of its arguments is FAILING; what it writes lies in an empty folder, which it notes.
+DECODE = """
+for argument in "$@"; do
+  case "${argument}" in
+    --data_dir=*) folder="${argument#*=}" ;;
+    "${FAILING:-}") exit 1 ;;
+  esac
+done
+[[ -z "$(ls "${folder:?}")" ]] || exit 3
+touch "${folder}/file"
+echo "${folder}" >>folders
+"""
+FAILING = """
+for argument in "$@"; do
+  [[ "${argument}" != "${FAILING:-}" ]] || exit 1
+done
+"""
 
 
 @pytest.fixture
@@ -43,6 +60,7 @@ def run(tmp_path):
     """Runs the script in a bundle of stubs, with some of the environment changed."""
     bundle = tmp_path / "bundle"
     stubs = {"attnd": ATTND, "attnd_gpu_parity_test": PARITY, "gpu_kernels": "", "gpu_index_check": "", "gpu_steps": "",
+             "gpu_paging": FAILING, "gpu_decode": DECODE,
              "gpu_host_time": "", "service_decode": "", "bin/python3": PYTHON}
     for name, code in stubs.items():
         path = bundle / name
@@ -67,6 +85,8 @@ def test_all_checks_pass(run):
     assert "all checks passed" in done.stdout and "FAILED" not in done.stdout
     arguments = (run.bundle / "eval_arguments").read_text().split()
     assert "dense=0.99" in arguments and "--require-agreement" in arguments
+    folders = (run.bundle / "folders").read_text().split()
+    assert len(set(folders)) == 3 and not any(os.path.exists(folder) for folder in folders)
 
 
 @pytest.mark.parametrize("environment, words", [
@@ -76,11 +96,22 @@ def test_all_checks_pass(run):
     ({"CASES": "0"}, "parity ran no case"),
     ({"MISSING": "attnd.eval.cli"}, "nano-llama             FAILED, it cannot be run: ModuleNotFoundError"),
     ({"MISSING": "torch"}, "peers                  FAILED, it cannot be run: ModuleNotFoundError"),
-], ids=["wrong answers", "wrong parity", "parity skipped", "no parity", "no packages", "no torch"])
+    ({"FAILING": "--rows=4"}, "paging_times           FAILED (1)"),
+    ({"FAILING": "--policy=error-target:tolerance=off,floor=0.01,on_miss=estimate,miss_wait_us=0"},
+     "decode_estimates       FAILED (1)"),
+], ids=["wrong answers", "wrong parity", "parity skipped", "no parity", "no packages", "no torch", "wrong paging",
+        "rows of the CPU that estimate"])
 def test_what_fails(run, environment, words):
     done = run(**environment)
     assert done.returncode == 1, done.stdout
     assert words in done.stdout and "1 checks FAILED" in done.stdout
+
+
+def test_every_decoding_may_fail(run):
+    done = run(FAILING="--all_on_gpu")
+    assert done.returncode == 1 and "3 checks FAILED" in done.stdout
+    for name in ("decode_times", "decode_file_times", "decode_estimates"):
+        assert f"{name:22} FAILED (1)" in done.stdout
 
 
 def test_no_model_fails(run):

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "gpu/cuda/launch.h"
+#include "gpu/cuda/step/copy_page.cuh"
 #include "gpu/cuda/step/place.cuh"
 #include "gpu/cuda/step/step_kernels.h"
 #include "gpu/layout/page_cache.h"
@@ -44,25 +45,6 @@ struct DeviceMemory {
     return atomicCAS(at, from, to);
   }
 };
-
-// A warp copies a page, with 4 KiB of it on their way at a time.
-__device__ __forceinline__ void CopyPage(const std::byte* from, std::byte* to, uint32_t bytes) {
-  constexpr uint32_t kAtOnce = 8;
-  const auto* source = reinterpret_cast<const uint4*>(from);
-  auto* target = reinterpret_cast<uint4*>(to);
-  const uint32_t chunks = bytes / sizeof(uint4);
-  for (uint32_t first = threadIdx.x % 32; first < chunks; first += 32 * kAtOnce) {
-    uint4 data[kAtOnce];
-#pragma unroll
-    for (uint32_t i = 0; i < kAtOnce; ++i) {
-      if (first + i * 32 < chunks) data[i] = __ldcs(source + first + i * 32);
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < kAtOnce; ++i) {
-      if (first + i * 32 < chunks) target[first + i * 32] = data[i];
-    }
-  }
-}
 
 // The page that an entry of the list lies in.
 struct ChosenPage {

@@ -318,6 +318,45 @@ TEST(EmulatedQuantilePages, WhatDoesNotComeInTimeIsEstimated) {
   EXPECT_EQ(backend->stats().fallback_steps, 0u);
 }
 
+// A unit that reads all, as no choice was enough.
+TEST(EmulatedReadAll, BitsDoNotDependOnWherePagesLie) {
+  CopyingStore store;
+  TestSequence whole = MakeTreeOfCommonErrors();
+  TestSequence paged = Paged(whole, &store);
+  const auto resident = MakeEmulatedBackend(FetchOptions(0));
+  const StepResult expected = RunStep(resident.get(), 0, RowsThatReadAll(&whole));
+  EXPECT_EQ(expected.rows[0].stats.estimated_tokens, 0u);
+  // A cache of host memory that has room for a part of the pages, then files.
+  const auto host =
+      MakeEmulatedBackend(FetchOptions(whole.view->segments[0]->payload_block().size() / 2));
+  ExpectSameAnswers(RunStep(host.get(), 0, RowsThatReadAll(&whole)), expected);
+  EXPECT_GT(host->stats().cache.fetched + host->stats().cache.in_place, 0u);
+  const auto files = MakeEmulatedBackend(FetchOptions(uint64_t{8} << 20));
+  ExpectSameAnswers(RunStep(files.get(), 0, RowsThatReadAll(&paged)), expected);
+  EXPECT_GT(files->stats().cache.carried, 0u);
+  EXPECT_EQ(host->stats().fallback_steps + files->stats().fallback_steps, 0u);
+}
+
+// Nothing of such a unit has been estimated before pages are late.
+TEST(EmulatedReadAll, WhatDoesNotComeInTimeIsEstimated) {
+  CopyingStore store;
+  TestSequence whole = MakeTreeOfCommonErrors();
+  TestSequence paged = Paged(whole, &store);
+  const auto backend = MakeEmulatedBackend(FetchOptions(uint64_t{8} << 20));
+  std::vector<TestRow> rows = RowsThatReadAll(&paged);
+  rows[0].policy.on_miss = attention::OnMiss::kEstimate;
+  store.set_in_time([](const attention::PageWant& want) { return want.page % 3 != 1; });
+  const StepResult found = RunStep(backend.get(), 0, rows);
+  const StepResult cpu = RunStep(MakeCpu().get(), 0, rows);
+  EXPECT_TRUE(Agree(found, cpu, RowsOver(&whole, rows)));
+  const attention::RowStats& stats = found.rows[0].stats;
+  EXPECT_EQ(cpu.rows[0].stats.missed_tokens, stats.missed_tokens);
+  EXPECT_GT(stats.missed_tokens, 400u);
+  EXPECT_EQ(stats.estimated_tokens, stats.missed_tokens);
+  EXPECT_GT(*stats.missed_mass, 0);
+  EXPECT_EQ(backend->stats().fallback_steps, 0u);
+}
+
 // There is one turn for steps that read files. A step whose rows over files are all the CPU's is
 // answered while another one has it, and waits for a disk.
 TEST(EmulatedFileTurns, WhatReadsNoFileTakesNone) {

@@ -90,6 +90,21 @@ TEST_P(EmulatedPageCache, ARepeatedStepFetchesNothing) {
   EXPECT_GT(before.fetched, 0u);
 }
 
+TEST_P(EmulatedPageCache, TheFetchStageIsTimedWhereThereIsACache) {
+  TestSequence sequence = Make();
+  for (const uint64_t page_memory : {uint64_t{0}, PageBytes(sequence) / 10 * 9}) {
+    CudaBackendOptions options = FetchOptions(page_memory);
+    options.timed_steps = 1;
+    const auto backend = MakeEmulatedBackend(options);
+    for (int step = 1; step <= 2; ++step) {
+      RunStep(backend.get(), 0, FetchingRows(&sequence, 0, 0));
+      // Each stage of the emulated device takes a millisecond.
+      const double fetched = backend->stats().fetch_seconds;
+      EXPECT_NEAR(fetched, page_memory == 0 ? 0 : 1e-3 * step, 1e-9) << "step " << step;
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Indexes, EmulatedPageCache,
                          testing::Values(attention::kClusterIndexes, attention::kTreeIndexes),
                          [](const auto& c) { return c.param.ToString(); });

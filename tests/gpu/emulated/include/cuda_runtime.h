@@ -30,6 +30,13 @@
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __CUDA_ARCH__ 900
 
+// ---- memory, as C++ has it ----
+
+template <typename T>
+cudaError_t cudaMalloc(T** memory, size_t bytes) {
+  return cudaMalloc(reinterpret_cast<void**>(memory), bytes);
+}
+
 // ---- types ----
 
 struct dim3 {
