@@ -4,8 +4,9 @@ attention answered (docs/OPERATIONS.md, "When the GPU fails").
 
     scripts/with_mps.sh -- python tests/python/gpu_faults.py --library planted_fault.so
 
-Twice, once a side: starts a server, uploads and seals a sequence, starts examples/decode_loop.py, and
-plants the fault when the loop decodes (tests/gpu/planted_fault.cu). The server must end with status
+Once a side, and once while the server fetches pages from host memory: starts a server, uploads and
+seals a sequence, starts examples/decode_loop.py, and plants the fault when the loop decodes
+(tests/gpu/planted_fault.cu). The server must end with status
 75, the loop with an error, both soon; a server that is started again must bring the sequence back,
 with the same answer, from the GPU. Exits with 1 if any of it fails.
 """
@@ -35,6 +36,8 @@ LOOP = (
     "--policy=error-target:tolerance=off,floor=0.01",
 )  # fmt: skip
 FLAGS = ("--allow-client-memory", "--backend", "cuda", "--device-memory-bytes", "8GiB")
+# The loop's keys and values take 512 MiB.
+FETCHING = ("--device-page-memory-bytes", "128MiB")
 # Seconds until something must have happened.
 STARTED_S, ENDED_S = 120, 30
 
@@ -42,8 +45,11 @@ STARTED_S, ENDED_S = 120, 30
 class Side:
     """One run: a server and a loop, of which `faulty` has the fault."""
 
-    def __init__(self, library: pathlib.Path, folder: pathlib.Path, faulty: str) -> None:
+    def __init__(
+        self, library: pathlib.Path, folder: pathlib.Path, faulty: str, flags: tuple[str, ...]
+    ) -> None:
         self._library, self._folder, self._faulty = library, folder, faulty
+        self._flags = (*FLAGS, *flags)
         self._file = folder / "fault"
         self.target = f"unix:{folder}/run/attnd.sock"
         self._port = live_server.free_port()
@@ -51,7 +57,7 @@ class Side:
     def server(self) -> subprocess.Popen[bytes]:
         metrics = ("--metrics-listen", f"127.0.0.1:{self._port}")
         command = [live_server.PROGRAM, "--listen", self.target, "--data-dir"]
-        server = self._start("server", [*command, self._folder / "data", *FLAGS, *metrics])
+        server = self._start("server", [*command, self._folder / "data", *self._flags, *metrics])
         live_server.wait_until_there(self.target)
         return server
 
@@ -65,10 +71,9 @@ class Side:
     def mend(self) -> None:
         self._file.unlink()
 
-    def steps(self) -> float:
-        """That the server has answered."""
+    def metric(self, name: str, **labels: str) -> float:
         page = metrics_text.read(f"http://127.0.0.1:{self._port}/metrics")
-        return page.get("attnd_steps_total")
+        return page.get(name, **labels)
 
     def log(self, name: str) -> str:
         return (self._folder / f"{name}.txt").read_text(encoding="utf-8", errors="replace")
@@ -113,9 +118,9 @@ def await_that(what: str, holds, seconds: float) -> float:
     return time.monotonic() - start
 
 
-def run(library: pathlib.Path, faulty: str) -> None:
+def run(library: pathlib.Path, faulty: str, flags: tuple[str, ...]) -> None:
     with tempfile.TemporaryDirectory(prefix="attnd-faults-") as name:
-        side = Side(library, pathlib.Path(name), faulty)
+        side = Side(library, pathlib.Path(name), faulty, flags)
         server = side.server()
         loop = None
         try:
@@ -124,7 +129,14 @@ def run(library: pathlib.Path, faulty: str) -> None:
                 before = answer(client, sealed)
             loop = side.loop()
             # Some passes: 8 layers each.
-            await_that("the loop decodes", lambda: side.steps() > 2000 or loop.poll(), STARTED_S)
+            await_that(
+                "the loop decodes",
+                lambda: side.metric("attnd_steps_total") > 2000 or loop.poll() is not None,
+                STARTED_S,
+            )
+            fetched = side.metric("attnd_pcie_bytes_total", path="fetch")
+            if bool(fetched) != bool(flags):
+                raise RuntimeError(f"{fetched} bytes of pages were fetched")
             side.plant()
             start = time.monotonic()
             await_that("the server ends", lambda: server.poll() is not None, ENDED_S)
@@ -132,7 +144,7 @@ def run(library: pathlib.Path, faulty: str) -> None:
             await_that("the loop ends", lambda: loop.poll() is not None, ENDED_S)
             loop_s = time.monotonic() - start
             print(
-                f"a fault in the {faulty}: the server ended with {server.returncode} after "
+                f"a fault in the {faulty} {' '.join(flags)}: the server ended with {server.returncode} after "
                 f"{server_s:.2f} s, the loop with {loop.returncode} after {loop_s:.2f} s: "
                 f"{side.log('client').strip().splitlines()[-1][:160]}"
             )
@@ -161,9 +173,9 @@ def main() -> int:
     parser.add_argument("--library", type=pathlib.Path, required=True, help="planted_fault.so")
     library = parser.parse_args().library.resolve()
     failed = False
-    for faulty in ("server", "client"):
+    for faulty, flags in (("server", ()), ("client", ()), ("server", FETCHING)):
         try:
-            run(library, faulty)
+            run(library, faulty, flags)
         except (RuntimeError, OSError, attnd.AttndError) as error:
             print(f"FAILED, a fault in the {faulty}: {error}")
             failed = True
