@@ -37,9 +37,9 @@ absl::Status ServerTurns::AwaitRing(const Wait& wait) const {
                                       std::min(wait.limit, now + kLookPeriod), wait.waiting);
     if (ring == epoch) return absl::OkStatus();
     if (epoch - ring > behind_max) {
-      return absl::InvalidArgumentError(absl::StrCat("the ring word is ", ring, "; ", nouns_.turn,
-                                                     " ", layer_, " has epoch ", epoch,
-                                                     ", and the word before it is ", before));
+      return absl::InvalidArgumentError(absl::StrCat(
+          "the ring word is ", ring, "; ", nouns_.turn, " ", layer_, " has epoch ", epoch,
+          ", and the word before it is ", before, behind_max == 1 ? "" : " or any earlier one"));
     }
     if (steady_clock::now() >= wait.limit) {
       return absl::DeadlineExceededError(absl::StrCat(nouns_.turn, " ", layer_, " of the ",

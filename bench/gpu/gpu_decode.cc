@@ -52,7 +52,9 @@ ABSL_FLAG(std::string, data_dir, "",
 ABSL_FLAG(uint64_t, pool_mib, 0, "of the budget, kept for pages of files; 0: the engine's default");
 ABSL_FLAG(bool, page_prefetch, false,
           "the server's option: the pages of files that the next layer read last are read ahead");
-ABSL_FLAG(bool, all_on_gpu, false, "fail if the CPU answers a row for the GPU");
+ABSL_FLAG(bool, all_on_gpu, false,
+          "fail if the CPU answers a row for the GPU, or all pages fit --page_memory_mib or "
+          "--resume_memory_mib");
 ABSL_FLAG(uint64_t, resume_memory_mib, 0,
           "if not 0, the sequences are sealed, and resumed by an engine with this budget: with the "
           "segments that they had in memory. data_dir holds all of them then");
@@ -311,6 +313,23 @@ void PrintStretch(uint32_t first, const std::vector<double>& ms, const Moved& be
   std::fflush(stdout);
 }
 
+// What --all_on_gpu promises, and that there was what the flags ask for: the exit status.
+int CheckOnGpu(const Moved& all) {
+  const bool paged = absl::GetFlag(FLAGS_page_memory_mib) != 0;
+  const bool files = absl::GetFlag(FLAGS_resume_memory_mib) != 0;
+  const std::pair<bool, const char*> faults[] = {
+      {all.backend.fallback_steps > 0, "the CPU answered rows for the GPU"},
+      {paged && all.backend.cache.lookups == 0, "no page was looked up: the GPU held them all"},
+      {files && all.backend.files.bytes == 0, "no page came from a file"}};
+  int status = 0;
+  for (const auto& [found, what] : faults) {
+    if (!found) continue;
+    std::fprintf(stderr, "%s\n", what);
+    status = 1;
+  }
+  return status;
+}
+
 // The exit status.
 int Run(const char* path) {
   const Capture capture =
@@ -349,10 +368,7 @@ int Run(const char* path) {
               static_cast<double>(last.index.capacity_bytes) / 1e9,
               static_cast<double>(last.pages.used_bytes) / 1e9,
               static_cast<double>(last.pages.capacity_bytes) / 1e9);
-  if (!absl::GetFlag(FLAGS_all_on_gpu) || last.fallback_steps == 0) return 0;
-  std::fprintf(stderr, "the CPU answered rows of %llu steps for the GPU\n",
-               static_cast<unsigned long long>(last.fallback_steps));
-  return 1;
+  return absl::GetFlag(FLAGS_all_on_gpu) ? CheckOnGpu(before) : 0;
 }
 
 }  // namespace

@@ -36,6 +36,8 @@
 
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "attention/cpu/cpu_backend.h"
 #include "bench/gpu/emptied_cache.h"
@@ -73,6 +75,7 @@ namespace {
 using attention::Backend;
 
 constexpr double kAll = 0;  // a budget: no limit
+constexpr double kCeilingMbMax = 1e6;
 
 std::unique_ptr<Backend> MakeGpu(uint64_t page_memory_bytes,
                                  std::shared_ptr<CacheEmptier> emptier) {
@@ -192,25 +195,22 @@ StepRows MakeRows(const std::vector<std::string>& captures) {
   return StepRows(std::move(sources));
 }
 
-std::vector<double> Numbers(const std::vector<std::string>& texts) {
+// Of a flag: numbers above 0 and below `limit`.
+std::vector<double> Numbers(const char* flag, const std::vector<std::string>& texts, double limit) {
   std::vector<double> numbers;
-  for (const std::string& text : texts) numbers.push_back(std::stod(text));
+  for (const std::string& text : texts) {
+    double number = 0;
+    if (!absl::SimpleAtod(text, &number) || !(number > 0 && number < limit)) {
+      Must(absl::InvalidArgumentError(absl::StrCat(
+          flag, " has \"", text, "\"; allowed are numbers above 0 and below ", limit)));
+    }
+    numbers.push_back(number);
+  }
   return numbers;
 }
 
-std::vector<double> Budgets() {
-  const std::vector<double> budgets = Numbers(absl::GetFlag(FLAGS_budgets));
-  for (const double budget : budgets) {
-    if (!(budget > 0 && budget < 1)) {
-      Must(absl::InvalidArgumentError("budgets has " + std::to_string(budget) +
-                                      "; allowed are shares above 0 and below 1"));
-    }
-  }
-  return budgets;
-}
-
 int Main(const std::vector<std::string>& captures) {
-  const std::vector<double> budgets = Budgets();
+  const std::vector<double> budgets = Numbers("budgets", absl::GetFlag(FLAGS_budgets), 1);
   StepRows rows = MakeRows(captures);
   const ModelShape& shape = rows.shape();
   std::printf(
@@ -219,7 +219,8 @@ int Main(const std::vector<std::string>& captures) {
       shape.kv_heads, shape.head_dim, static_cast<double>(rows.PayloadBytes()) / 1e6,
       captures.empty() ? "; random keys" : "");
   const uint32_t page_bytes = gpu::PageBytesOf(gpu::KernelShapeOf(shape));
-  const ReadCeiling ceiling(rows, page_bytes, Numbers(absl::GetFlag(FLAGS_ceiling_mb)));
+  const ReadCeiling ceiling(rows, page_bytes,
+                            Numbers("ceiling_mb", absl::GetFlag(FLAGS_ceiling_mb), kCeilingMbMax));
   PagingTable table(page_bytes, &ceiling);
   Answers::Counts counts;
   for (const auto text : absl::StrSplit(absl::GetFlag(FLAGS_policies), ' ', absl::SkipEmpty())) {

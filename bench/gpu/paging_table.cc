@@ -45,7 +45,7 @@ void PagingTable::Print(const std::string& policy, const std::string& what,
   std::printf(
       "| %s | %s | %.1f | %.2f | %.1f | %.1f | %.1f | %s | %.2f | %.2f | %.0f | %s | %s |\n",
       policy.c_str(), what.c_str(), Median(m.device), Median(m.device) / resident_,
-      Median(m.attend), Median(m.fetch), Median(m.wait),
+      Median(m.attend), Mean(m.fetch), Median(m.wait),
       looked_up > 0 ? Formatted("%.2f%%", 100 * (1 - missed / looked_up)).c_str() : "-",
       moved / kMega, wanted / kMega, Mean(m.in_place), rate.c_str(), share.c_str());
   std::fflush(stdout);

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdio>
+#include <iterator>
 #include <span>
 
 #include "bench/gpu/host_reads.h"
@@ -75,10 +76,12 @@ ReadCeiling::ReadCeiling(const StepRows& rows, uint32_t page_bytes,
 
 std::optional<double> ReadCeiling::Of(double bytes) const {
   if (best_.empty()) return std::nullopt;
-  const auto apart = [&](const auto& amount) { return std::abs(std::log(amount.first / bytes)); };
-  return std::min_element(best_.begin(), best_.end(),
-                          [&](const auto& a, const auto& b) { return apart(a) < apart(b); })
-      ->second;
+  const auto above = best_.lower_bound(bytes);
+  if (above == best_.begin()) return above->second;
+  const auto below = std::prev(above);
+  if (above == best_.end()) return below->second;
+  const double part = std::log(bytes / below->first) / std::log(above->first / below->first);
+  return below->second + part * (above->second - below->second);
 }
 
 }  // namespace attnd::bench

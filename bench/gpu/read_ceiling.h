@@ -20,8 +20,8 @@ class ReadCeiling {
   // them. No amounts: no ceiling, and nothing is done.
   ReadCeiling(const StepRows& rows, uint32_t page_bytes, const std::vector<double>& megabytes);
 
-  // GB a second of the fastest way, of the amount that is nearest to so many bytes (by their
-  // ratio). None without a ceiling.
+  // GB a second of the fastest way, for so many bytes: between two amounts by the bytes' logarithm,
+  // beyond them the nearest one's. None without a ceiling.
   std::optional<double> Of(double bytes) const;
 
  private:

@@ -132,7 +132,7 @@ class CudaStream : public Stream {
   absl::Status RunStep(const StepRun& run) override {
     ATTND_RETURN_IF_ERROR(UseDevice(device_));
     timed_ = run.timed;
-    fetches_ = Fetches(run.header) && CoopUnits(run.header) < run.header.units;
+    fetches_ = Fetches(run.header);
     absl::Status status = graphs_.Run(
         run, main_, [&] { return Enqueue(run); }, &ran_from_graph_);
     // Nothing of a step that was given up half-way may run on, beside whoever gets its memory next.
@@ -332,9 +332,11 @@ class CudaStream : public Stream {
     return Launched(LaunchMeasure(header, header.value_dim, main_), "measure");
   }
 
-  // Of units that cooperative groups do not answer.
+  // Whether the finish stage has a fetch: over a cache, of units that cooperative groups do not
+  // answer.
   static bool Fetches(const StepHeader& header) {
-    return header.cache.set_count > 0 && (header.score_items > 0 || header.tree_items > 0);
+    return header.cache.set_count > 0 && (header.score_items > 0 || header.tree_items > 0) &&
+           CoopUnits(header) < header.units;
   }
 
   // Chosen tokens, and before them pages that come from host memory, beside the estimate of the

@@ -171,17 +171,19 @@ absl::Status MemoryPass::Run(engine::DecodeResult* result) {
   if (status.ok()) return status;
   // Taken back before the client can know that the pass is over.
   if (pass.ok()) pass->reset();
-  turns_.GiveUp(failed_rows_);
+  // A GPU that has not rung may still be at the pass before, whose last answer the words have.
+  if (rung_ || waiting_ == plane::Waiting::kWoken) turns_.GiveUp(failed_rows_);
   return status;
 }
 
 absl::Status MemoryPass::RunLayers(engine::Pass* pass, engine::DecodeResult* result) {
   while (pass->layer() < stream_.options->layers) {
     ATTND_RETURN_IF_ERROR(AwaitRing());
+    rung_ = true;
     ATTND_RETURN_IF_ERROR(AnswerLayer(pass, result));
     turns_.Answer(failed_rows_);
     pass->WarmNextLayer();
-    BlankAnswer();
+    if (pass->layer() < stream_.options->layers) BlankAnswer();
   }
   if (stream_.options->stats == v1::Pass::STATS_OF_PASS) *result = stats_.Total(*result);
   return absl::OkStatus();

@@ -89,8 +89,8 @@ class MemoryPass {
   void CopyIn(uint32_t layer);
   void CopyOut(uint32_t layer);
   absl::StatusOr<engine::AnswerBuffers> Provide(const engine::AnswerExtents& extents);
-  // Makes the last layer's answer ready for the next one's, in the time that the model takes for
-  // that layer's queries.
+  // Makes the last layer's buffers ready for the next one's answer, in the time that the model
+  // takes for that layer's queries.
   void BlankAnswer();
   // On the threads that steps run on.
   void RunStep(absl::FunctionRef<void()> step) const;
@@ -114,6 +114,7 @@ class MemoryPass {
   bool blank_ = false;  // all of them are NaN
   PassStats stats_;
   uint32_t failed_rows_ = 0;
+  bool rung_ = false;  // for its first layer
   Clock::duration queue_time_{0};
   Clock::duration engine_time_{0};
 };

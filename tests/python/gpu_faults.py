@@ -134,6 +134,11 @@ def run(library: pathlib.Path, faulty: str, flags: tuple[str, ...]) -> None:
                 lambda: side.metric("attnd_steps_total") > 2000 or loop.poll() is not None,
                 STARTED_S,
             )
+            if loop.poll() is not None:
+                raise RuntimeError("the loop ended before the fault")
+            fallback = side.metric("attnd_backend_fallback_steps_total")
+            if fallback:
+                raise RuntimeError(f"the CPU answered {fallback} steps")
             fetched = side.metric("attnd_pcie_bytes_total", path="fetch")
             if bool(fetched) != bool(flags):
                 raise RuntimeError(f"{fetched} bytes of pages were fetched")

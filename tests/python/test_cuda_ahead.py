@@ -4,6 +4,7 @@ test_cuda_session.py."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import time
@@ -190,6 +191,58 @@ def test_the_later_one_is_watched_before_the_first_is_finished(client, gpu):
             second.finish()
 
 
+@pytest.mark.parametrize("missing", ["the last layer", "every layer"])
+def test_a_pass_whose_layers_are_missing_is_told_behind_another_one(client, gpu, missing):
+    case = Case.random(TOKENS)
+    sequence = opened(client, case, PROMPT, complete=False)
+    with Model(client, gpu) as model:
+        ahead = Ahead(model, case)
+        first = model.session.begin_pass([attnd.Row(sequence, PROMPT, query_only=True)])
+        if missing == "the last layer":
+            gpu.replay(ahead.graph[:-1])
+        second = model.session.begin_pass([attnd.Row(sequence, PROMPT, query_only=True)])
+        gpu.replay(ahead.graph)
+        gpu.synchronize()
+        layer = SHAPE.layers - 1 if missing == "the last layer" else 0
+        with pytest.raises(ValueError, match=f"layer {layer} was not the pass's next"):
+            first.finish()
+        with contextlib.suppress(attnd.AttndError):  # it was answered before that, or not
+            second.finish()
+
+
+def test_what_refuses_a_pass_changes_nothing_of_the_one_before(client, gpu):
+    """While the stream has not left that one, the words are its own."""
+    case = Case.random(TOKENS)
+    sequence = opened(client, case, PROMPT, complete=False)
+    with Model(client, gpu, tokens=2) as model:
+        ahead = Ahead(model, case)
+        rows = [attnd.Row(sequence, PROMPT), attnd.Row(999, 0)]
+        first = ahead.begin(rows, PROMPT, raise_on_row_error=False)
+        gpu.then(lambda: time.sleep(0.5))
+        second = ahead.begin([attnd.Row(sequence, PROMPT + 1)], PROMPT + 1, pass_deadline_us=1)
+        while not second.told:
+            time.sleep(0.001)
+        answer = int.from_bytes(model.session._memory.memory[64:68], "little")
+        assert answer == first.first_epoch + SHAPE.layers - 1
+        assert first.failed_rows == 1 and second.failed_rows == 0
+        first.finish()
+        with pytest.raises(attnd.DeadlineExceededError):
+            second.finish()
+
+
+def test_an_abort_never_goes_back(client, gpu):
+    """The watchdog finds the older pass refused when the newer one has been given up already."""
+    case = Case.random(TOKENS)
+    sequence = opened(client, case, PROMPT, complete=False)
+    with Model(client, gpu) as model:
+        ahead = Ahead(model, case)
+        gpu.then(lambda: time.sleep(0.2))
+        both = [ahead.begin([attnd.Row(sequence, at)], at) for at in (PROMPT, PROMPT + 1)]
+        for one in reversed(both):
+            model.session._abort(one)
+        assert model.session._control.abort == (1 << 32) + both[1].first_epoch
+
+
 @pytest.mark.parametrize("error", [CudaError("planted"), KeyboardInterrupt("planted")])
 def test_a_begin_that_fails_behind_another_pass(client, gpu, monkeypatch, error):
     """CUDA's refusal leaves that pass as it was. An interrupt may come when the stream has been told:
@@ -209,8 +262,10 @@ def test_a_begin_that_fails_behind_another_pass(client, gpu, monkeypatch, error)
             with pytest.raises(type(error), match="planted"):
                 model.session.begin_pass([attnd.Row(sequence, PROMPT + 1)])
         if isinstance(error, CudaError):
+            second = ahead.begin([attnd.Row(sequence, PROMPT + 1)], PROMPT + 1)
+            assert first.end != second.end
             first.finish()
-            ahead.begin([attnd.Row(sequence, PROMPT + 1)], PROMPT + 1).finish()
+            second.finish()
             gpu.synchronize()
             assert np.isfinite(ahead.out).all()
         else:

@@ -135,8 +135,9 @@ class MemoryStream:
         """The message that declares a pass, whose epochs have begun in the memory's words."""
         if self._ended is not None:
             raise self._ended
-        if len(self._passes) >= (DEVICE_PASSES_MAX if device_rings else 1):
-            raise ValueError(f"passes under way: {len(self._passes)}; no other may be begun")
+        passes_max = DEVICE_PASSES_MAX if device_rings else 1
+        if len(self._passes) >= passes_max:
+            raise ValueError(f"passes under way: {len(self._passes)}; allowed are {passes_max}")
         if options.stats == "layer":
             raise ValueError('stats is "layer": a pass over memory has "pass" or "none"')
         layout = memory.layout

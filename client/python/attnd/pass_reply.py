@@ -87,8 +87,11 @@ class PassReply:
         self._reply: attnd_pb2.DecodeResponse | None = None
 
     def arrived(self) -> bool:
-        """Whether get() would return or raise at once."""
-        with self._lock:
+        """Whether get() would return or raise at once. Never waits: False while another thread waits
+        for the reply."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
             if self._reply is not None:
                 return True
             if self._before is not None and self._before.arrived():
@@ -96,6 +99,8 @@ class PassReply:
                     self._before.get(0)
                 self._before = None
             return self._before is None and self._call.arrived()
+        finally:
+            self._lock.release()
 
     def get(self, timeout_s: float) -> attnd_pb2.DecodeResponse:
         """

@@ -80,6 +80,12 @@ class ClientTurns:
         """Rows that have left the pass, as of the last answer."""
         return self._failed_rows.value
 
+    def failed_rows_of(self, first_epoch: int, layers: int) -> int:
+        """Rows that have left this pass, as of the last answer; 0 where that is another pass's."""
+        failed = self._failed_rows.value
+        own = (self._answer.value - first_epoch) & 0xFFFFFFFF < layers
+        return failed if own else 0
+
     def await_answer(self, spin_s: float, timeout_s: float) -> bool:
         """Whether an answer came within timeout_s, or the pass is over. Spins before it sleeps; may
         return early."""

@@ -125,6 +125,7 @@ struct Control {
   u64 abort;
   u64 padding[7];
   // Written by the GPU. `done` last: the epoch of the last layer whose kernel has come to its end.
+  // (The host writes it where it is of so long ago that it would count as a later pass's.)
   u32 done;
   PassEnd ends[kPassesMax];
 };
@@ -302,7 +303,7 @@ ATTND_DEVICE void EndLayer(const Layer& layer, u32 failure) {
   words->next_layer = layer.layer + 1;
   if (words->next_layer >= words->layers) {
     words->open = 0;
-    // Before the next pass's first answer writes the word anew.
+    // Nothing writes the word anew before the next pass's first ring.
     if (failure == kNone) end->failed_rows = LoadHost(At<u32>(layer.answer) + 1);
   }
   FenceSystem();
@@ -348,6 +349,11 @@ ATTND_DEVICE void RunLayer(const Layer& layer, Shared* shared) {
 ATTND_DEVICE void RunBegin(const Begin& begin) {
   PassWords* const words = At<PassWords>(begin.words);
   Control* const control = At<Control>(begin.control);
+  // The stream has come to this pass with layers of the one before missing.
+  if (words->open && words->failure == kNone) {
+    control->ends[words->end].failure = kOrder;
+    control->ends[words->end].failed_layer = words->next_layer;
+  }
   words->open = 1;
   words->first_epoch = begin.first_epoch;
   words->layers = begin.layers;

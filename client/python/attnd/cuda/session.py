@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import mmap
 import threading
 import time
@@ -109,7 +108,6 @@ class StreamSession:
         # under way. Nobody waits for the server while holding it.
         self._changed = threading.Condition()
         self._passes: list[StreamPass] = []  # begun and not finished, the oldest first
-        self._ends = itertools.cycle(range(PASSES_MAX))  # of Control, for passes in turn
         self._closed = False
         self._control_memory = mmap.mmap(-1, mmap.PAGESIZE)
         self._control = Control.from_buffer(self._control_memory)
@@ -231,7 +229,7 @@ class StreamSession:
             nonlocal begun, on_stream
             begun = StreamPass(
                 self, self._stream, self._memory, declaration, raise_on_row_error,
-                declaration.request.begin_pass.memory.first_epoch, next(self._ends), stream, timeout_s,
+                declaration.request.begin_pass.memory.first_epoch, self._free_end(), stream, timeout_s,
             )
             self._forget_epochs(begun.first_epoch)
             self._begin_on_stream(begun, declaration, stream)
@@ -388,6 +386,11 @@ class StreamSession:
             self._changed.notify()
         self._gpu.launch("attnd_begin", begin, 1, stream)
 
+    def _free_end(self) -> int:
+        """Of Control.ends, one that no pass has which is not finished."""
+        taken = {one.end for one in self._passes}
+        return next(end for end in range(PASSES_MAX) if end not in taken)
+
     def _fail_begin(self, whole: StreamPass, error: BaseException, *, server_told: bool) -> None:
         """Has the stream go on that may wait for a pass which begin_pass could not begin. One that
         the server has not been told of leaves the session as it was, unless the stream has been
@@ -449,7 +452,9 @@ class StreamSession:
 
     def _abort(self, whole: StreamPass) -> None:
         """Has the stream go on, without answers, to the pass's end. The caller holds _changed."""
-        self._control.abort = (1 << 32) + whole.first_epoch
+        aborted = self._control.abort
+        if aborted == 0 or (whole.first_epoch - aborted) % (1 << 32) < 1 << 31:  # never back
+            self._control.abort = (1 << 32) + whole.first_epoch
 
     def _forget_epochs(self, first_epoch: int) -> None:
         """Epochs go round: one that was given up, or done, long ago would count as later than this

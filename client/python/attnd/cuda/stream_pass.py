@@ -71,11 +71,12 @@ class StreamPass(DeclaredPass):
 
     @property
     def failed_rows(self) -> int:
-        """How many rows have left the pass so far; 0 while the pass before is not finished."""
+        """How many rows have left the pass so far."""
         if self.complete:
             return self._rows_failed
-        first = self._session._passes[:1] == [self]
-        return self._memory.turns.failed_rows() if first else 0
+        if self.layers_are_done():
+            return int(self._session._control.ends[self.end].failed_rows)
+        return self._memory.turns.failed_rows_of(self.first_epoch, self.layers)
 
     def layers_done(self) -> int:
         """Layers whose kernels have come to their end."""

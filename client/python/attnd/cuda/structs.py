@@ -6,6 +6,8 @@ from __future__ import annotations
 import ctypes
 import enum
 
+from attnd.memory_stream import DEVICE_PASSES_MAX
+
 
 class Failure(enum.IntEnum):
     """Why a layer's out is NaN."""
@@ -22,8 +24,8 @@ class Failure(enum.IntEnum):
 # PassWords: how many, and which of them is `failure`.
 PASS_WORDS = 10
 FAILURE_WORD = 6
-# Passes that a session's stream may have before it: the ends of so many are kept.
-PASSES_MAX = 2
+# Passes whose ends are kept: as many as may be under way.
+PASSES_MAX = DEVICE_PASSES_MAX
 
 
 class PassEnd(ctypes.Structure):
