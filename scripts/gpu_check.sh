@@ -175,6 +175,7 @@ check paging_times_one paging 1
 check decode_times decode ""
 # An engine that has memory for half of them, the rest in files.
 check decode_file_times decode "" --resume_memory_mib=256
+check decode_prefetch_times decode "" --resume_memory_mib=256 --page_prefetch
 check decode_estimates decode ",on_miss=estimate,miss_wait_us=0" --resume_memory_mib=256
 log="${out}/service_server.txt" check service_times with_server service_steps
 if skips peers; then
@@ -190,7 +191,7 @@ grep -h "tokens, head_dim\|dense  \|error-target 2%" "${out}/kernel_times.txt" 2
 grep -h "flash\|cudnn" "${out}/peers.txt" 2>/dev/null
 grep -h "calls" "${out}/index_times.txt" 2>/dev/null
 cat "${out}/service_times.txt" 2>/dev/null
-for name in paging_times paging_times_one decode_times decode_file_times decode_estimates; do
+for name in paging_times paging_times_one decode_times decode_file_times decode_prefetch_times decode_estimates; do
   grep -h "the ceiling\|^|" "${out}/${name}.txt" 2>/dev/null
 done
 ((failures == 0)) && echo "all checks passed" || echo "${failures} checks FAILED"

@@ -86,7 +86,7 @@ def test_all_checks_pass(run):
     arguments = (run.bundle / "eval_arguments").read_text().split()
     assert "dense=0.99" in arguments and "--require-agreement" in arguments
     folders = (run.bundle / "folders").read_text().split()
-    assert len(set(folders)) == 3 and not any(os.path.exists(folder) for folder in folders)
+    assert len(set(folders)) == 4 and not any(os.path.exists(folder) for folder in folders)
 
 
 @pytest.mark.parametrize("environment, words", [
@@ -109,8 +109,8 @@ def test_what_fails(run, environment, words):
 
 def test_every_decoding_may_fail(run):
     done = run(FAILING="--all_on_gpu")
-    assert done.returncode == 1 and "3 checks FAILED" in done.stdout
-    for name in ("decode_times", "decode_file_times", "decode_estimates"):
+    assert done.returncode == 1 and "4 checks FAILED" in done.stdout
+    for name in ("decode_times", "decode_file_times", "decode_prefetch_times", "decode_estimates"):
         assert f"{name:22} FAILED (1)" in done.stdout
 
 
