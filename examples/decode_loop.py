@@ -66,6 +66,8 @@ def arguments() -> argparse.Namespace:
     add("--distinct-layers", type=int, help="layers with contents of their own; others repeat them")
     add("--spin-us", type=int, default=1000, help="attnd looks for a layer without pause so long")
     add("--timeout-s", type=float, default=300, help="of a layer and of calls (default 300)")
+    add("--chunk-tokens", type=int, default=0, metavar="N",
+        help="upload N tokens of all layers at a time, for a server whose memory the prompts exceed")
     add("--keys", help="a capture of one layer, of the loop's heads; default: random keys")
     add("--seed", type=int, default=0)
     add("--no-graph", action="store_true", help="enqueue each layer instead")
@@ -97,6 +99,8 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--distinct-layers is {options.distinct_layers}; allowed are 1..--layers")
     if options.warm_up < 1 or options.new_tokens < 1:
         parser.error("--warm-up and --new-tokens are at least 1")
+    if options.chunk_tokens < 0:
+        parser.error(f"--chunk-tokens is {options.chunk_tokens}; allowed are 0, for whole layers, and more")
     return options
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -70,11 +71,23 @@ def contents(options: argparse.Namespace, row: int, layer: int) -> list[torch.Te
 
 def chunks(options: argparse.Namespace, row: int) -> Iterator[attnd.KvChunk]:
     """A row's prompt. The host has one layer of it at a time: append_kv has copied a chunk when it
-    asks for the next one."""
-    for distinct in range(options.distinct_layers):
-        k, v = (
+    asks for the next one. With --chunk-tokens it has all layers whose contents differ."""
+
+    def layer_of(distinct: int) -> list[Any]:
+        return [
             made.view(torch.int16).cpu().numpy().view(ml_dtypes.bfloat16)
             for made in contents(options, row, distinct)
-        )
+        ]
+
+    if options.chunk_tokens:
+        layers = [layer_of(distinct) for distinct in range(options.distinct_layers)]
+        for first in range(0, options.prompt_tokens, options.chunk_tokens):
+            part = slice(first, min(first + options.chunk_tokens, options.prompt_tokens))
+            for layer in range(options.layers):
+                k, v = layers[layer % options.distinct_layers]
+                yield attnd.KvChunk(layer, first, k[part], v[part])
+        return
+    for distinct in range(options.distinct_layers):
+        k, v = layer_of(distinct)
         for layer in range(distinct, options.layers, options.distinct_layers):
             yield attnd.KvChunk(layer, 0, k, v)
