@@ -25,7 +25,6 @@
 //
 //   gpu_paging --rows=4 --budgets=0.25,0.1 build/captures/131072-*.capture
 //   gpu_paging --policies=error-target:tolerance=off,floor=0.01
-#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <memory>
@@ -171,11 +170,8 @@ class Measurement {
 };
 
 ModelShape ShapeOfFlags() {
-  ModelShape shape = Bf16Shape(/*layers=*/1, absl::GetFlag(FLAGS_query_heads),
-                               absl::GetFlag(FLAGS_kv_heads), absl::GetFlag(FLAGS_head_dim));
-  shape.softmax_scale = 1 / std::sqrt(static_cast<float>(shape.head_dim));
-  Must(shape.Validate());
-  return shape;
+  return ShapeOfRows(absl::GetFlag(FLAGS_query_heads), absl::GetFlag(FLAGS_kv_heads),
+                     absl::GetFlag(FLAGS_head_dim));
 }
 
 // captures: paths, in turn, or none.

@@ -9,7 +9,6 @@
 //   gpu_steps --rows=4 --tokens=131072
 //   gpu_steps --rows=4 build/captures/131072-*.capture: rows take the captures in turn
 //   gpu_steps --check --rows=2 --tokens=20000: compares with the CPU backend's answers instead
-#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <map>
@@ -153,11 +152,8 @@ void Time(const std::shared_ptr<Backend>& cpu, std::vector<Case>* cases) {
 }
 
 ModelShape ShapeOfFlags() {
-  ModelShape shape = Bf16Shape(/*layers=*/1, absl::GetFlag(FLAGS_query_heads),
-                               absl::GetFlag(FLAGS_kv_heads), absl::GetFlag(FLAGS_head_dim));
-  shape.softmax_scale = 1 / std::sqrt(static_cast<float>(shape.head_dim));
-  Must(shape.Validate());
-  return shape;
+  return ShapeOfRows(absl::GetFlag(FLAGS_query_heads), absl::GetFlag(FLAGS_kv_heads),
+                     absl::GetFlag(FLAGS_head_dim));
 }
 
 // The step's rows over an index; captures: paths, in turn, or none. builder: the GPU, which builds

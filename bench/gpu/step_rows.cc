@@ -35,6 +35,13 @@ std::vector<float> MovingQueries(const ModelShape& shape, uint64_t seed, uint32_
   return queries;
 }
 
+ModelShape ShapeOfRows(uint32_t query_heads, uint32_t kv_heads, uint32_t head_dim) {
+  ModelShape shape = Bf16Shape(/*layers=*/1, query_heads, kv_heads, head_dim);
+  shape.softmax_scale = 1 / std::sqrt(static_cast<float>(head_dim));
+  Must(shape.Validate());
+  return shape;
+}
+
 RowSource RandomRow(const ModelShape& shape, uint64_t tokens, uint64_t seed,
                     attention::IndexSet indexes, const RowBuilding& building, SegmentCut cut,
                     uint32_t steps) {

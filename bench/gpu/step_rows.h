@@ -38,6 +38,9 @@ struct RowBuilding {
 inline constexpr uint32_t kQueryWay = 16;
 std::vector<float> MovingQueries(const ModelShape& shape, uint64_t seed, uint32_t steps);
 
+// Of rows of one layer in bf16; dies where it is no model's.
+ModelShape ShapeOfRows(uint32_t query_heads, uint32_t kv_heads, uint32_t head_dim);
+
 // Keys in short runs around random centres, and MovingQueries.
 RowSource RandomRow(const ModelShape& shape, uint64_t tokens, uint64_t seed,
                     attention::IndexSet indexes, const RowBuilding& building, SegmentCut cut,

@@ -279,6 +279,22 @@ INSTANTIATE_TEST_SUITE_P(Indexes, MissedPages,
                          testing::Values(attention::kClusterIndexes, attention::kTreeIndexes),
                          [](const auto& c) { return c.param.ToString(); });
 
+// Answers of both backends where one page of three is late and rows estimate what is.
+struct LateAnswers {
+  StepResult found, cpu;
+};
+void ExpectLateAnswersOfTheCpu(TestSequence* whole, CopyingStore* store, std::vector<TestRow> rows,
+                               LateAnswers* answers) {
+  for (TestRow& row : rows) row.policy.on_miss = OnMiss::kEstimate;
+  store->set_in_time(OnePageOfThreeIsLate);
+  const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
+  answers->found = RunStep(fake.backend.get(), 0, rows);
+  answers->cpu = RunStep(MakeCpu().get(), 0, rows);
+  EXPECT_TRUE(Agree(answers->found, answers->cpu, RowsOver(whole, rows)));
+  EXPECT_GT(MissedTokens(answers->found), 0u);
+  EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
+}
+
 // Rows with a quantile choose until the estimate of the rest is within their tolerance, beside
 // closed groups or with all of them open: what is late then joins that estimate.
 TEST(MissedPagesOfQuantiles, AnswersAreTheCpus) {
@@ -286,18 +302,11 @@ TEST(MissedPagesOfQuantiles, AnswersAreTheCpus) {
   TestSequence whole =
       MakeTreeOfKeys({4, 1, 64, 64, {2600, 700}, 70, attention::kTreeIndexes}, DType::kBf16);
   TestSequence paged = Paged(whole, &store);
-  std::vector<TestRow> rows = RowsOfQuantiles(&paged, 0);
-  for (TestRow& row : rows) row.policy.on_miss = OnMiss::kEstimate;
-  store.set_in_time(OnePageOfThreeIsLate);
-  const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
-  const StepResult found = RunStep(fake.backend.get(), 0, rows);
-  const StepResult cpu = RunStep(MakeCpu().get(), 0, rows);
-  EXPECT_TRUE(Agree(found, cpu, RowsOver(&whole, rows)));
-  EXPECT_GT(MissedTokens(found), 0u);
-  const QuantileEnds ends = EndsOf(found.plans), expected = EndsOf(cpu.plans);
+  LateAnswers late;
+  ExpectLateAnswersOfTheCpu(&whole, &store, RowsOfQuantiles(&paged, 0), &late);
+  const QuantileEnds ends = EndsOf(late.found.plans), expected = EndsOf(late.cpu.plans);
   EXPECT_EQ(ends.closed > 0, expected.closed > 0);
   EXPECT_EQ(ends.opened > 0, expected.opened > 0);
-  EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
 }
 
 // Of a unit that was to read all nothing has been estimated yet.
@@ -305,18 +314,11 @@ TEST(MissedPagesOfQuantiles, AUnitThatReadsAllEstimatesWhatIsLate) {
   CopyingStore store;
   TestSequence whole = MakeTreeOfCommonErrors();
   TestSequence paged = Paged(whole, &store);
-  std::vector<TestRow> rows = RowsThatReadAll(&paged);
-  for (TestRow& row : rows) row.policy.on_miss = OnMiss::kEstimate;
-  store.set_in_time(OnePageOfThreeIsLate);
-  const FakeBackend fake = MakeFakeBackend(OfPages(kManyPages), true);
-  const StepResult found = RunStep(fake.backend.get(), 0, rows);
-  const StepResult cpu = RunStep(MakeCpu().get(), 0, rows);
-  EXPECT_TRUE(Agree(found, cpu, RowsOver(&whole, rows)));
-  EXPECT_GT(MissedTokens(found), 0u);
-  for (const StepResult& step : {found, cpu}) {
-    EXPECT_EQ(step.rows[0].stats.estimated_tokens, MissedTokens(found));
+  LateAnswers late;
+  ExpectLateAnswersOfTheCpu(&whole, &store, RowsThatReadAll(&paged), &late);
+  for (const StepResult& step : {late.found, late.cpu}) {
+    EXPECT_EQ(step.rows[0].stats.estimated_tokens, MissedTokens(late.found));
   }
-  EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
 }
 
 }  // namespace

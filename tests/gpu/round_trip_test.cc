@@ -68,6 +68,14 @@ class RoundTripTest : public ::testing::Test {
     plane::WriteWord(&client_->words()->ring, kEpoch + number);
     EXPECT_TRUE(Answers(number));
   }
+  // While the client's measurement is under way.
+  void RefuseASecond(MemoryPassClient* second, v1::DecodeResponse* refused) {
+    ASSERT_TRUE(client_->Declare(Request()));
+    Turn(0, 20us);
+    ASSERT_TRUE(second->Declare(RequestOf(second, kTurns)));
+    *refused = second->Reply();
+    EXPECT_EQ(refused->status().code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  }
   bool Answers(uint32_t number) {
     return Within([&] { return plane::ReadWord(&client_->words()->answer) == kEpoch + number; });
   }
@@ -294,11 +302,8 @@ TEST_F(RoundTripTest, AnotherValueInTheRingWordGivesItUp) {
 TEST_F(RoundTripTest, OneIsMeasuredAtATime) {
   Start("cuda");
   MemoryPassClient second(*server_);
-  ASSERT_TRUE(client_->Declare(Request()));
-  Turn(0, 20us);
-  ASSERT_TRUE(second.Declare(RequestOf(&second, kTurns)));
-  const v1::DecodeResponse refused = second.Reply();
-  EXPECT_EQ(refused.status().code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  v1::DecodeResponse refused;
+  ASSERT_NO_FATAL_FAILURE(RefuseASecond(&second, &refused));
   EXPECT_EQ(refused.status().message(),
             "round_trip: another client measures one; allowed is one at a time");
   EXPECT_EQ(plane::ReadWord(&second.words()->answer), kEpoch + kTurns);
@@ -313,11 +318,8 @@ TEST_F(RoundTripTest, ItTakesThePlaceOfAPassOverMemory) {
   options_.max_memory_passes = 1;
   Start("cuda");
   MemoryPassClient second(*server_);
-  ASSERT_TRUE(client_->Declare(Request()));
-  Turn(0, 20us);
-  ASSERT_TRUE(second.Declare(RequestOf(&second, kTurns)));
-  const v1::DecodeResponse refused = second.Reply();
-  EXPECT_EQ(refused.status().code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  v1::DecodeResponse refused;
+  ASSERT_NO_FATAL_FAILURE(RefuseASecond(&second, &refused));
   EXPECT_THAT(refused.status().message(), HasSubstr("max_memory_passes: 1 are under way"));
 }
 

@@ -2,7 +2,7 @@
 """A fault of the GPU under MPS, in the server and in a client, while the client's CUDA graph has its
 attention answered (docs/OPERATIONS.md, "When the GPU fails").
 
-    scripts/with_mps.sh -- python tests/python/gpu_faults.py --library planted_fault.so
+    scripts/with_mps.sh -- python tests/python/gpu_faults.py --fault planted_fault.so
 
 Once a side, and once while the server fetches pages from host memory: starts a server, uploads and
 seals a sequence, starts examples/decode_loop.py, and plants the fault when the loop decodes
@@ -46,9 +46,9 @@ class Side:
     """One run: a server and a loop, of which `faulty` has the fault."""
 
     def __init__(
-        self, library: pathlib.Path, folder: pathlib.Path, faulty: str, flags: tuple[str, ...]
+        self, fault: pathlib.Path, folder: pathlib.Path, faulty: str, flags: tuple[str, ...]
     ) -> None:
-        self._library, self._folder, self._faulty = library, folder, faulty
+        self._fault, self._folder, self._faulty = fault, folder, faulty
         self._flags = (*FLAGS, *flags)
         self._file = folder / "fault"
         self.target = f"unix:{folder}/run/attnd.sock"
@@ -81,7 +81,7 @@ class Side:
     def _start(self, name: str, command: list) -> subprocess.Popen[bytes]:
         environment = dict(os.environ)
         if name == self._faulty:
-            environment |= {"LD_PRELOAD": str(self._library), "ATTND_PLANT_FAULT": str(self._file)}
+            environment |= {"LD_PRELOAD": str(self._fault), "ATTND_PLANT_FAULT": str(self._file)}
         with (self._folder / f"{name}.txt").open("ab") as output:
             return subprocess.Popen(command, env=environment, stdout=output, stderr=output)
 
@@ -118,9 +118,9 @@ def await_that(what: str, holds, seconds: float) -> float:
     return time.monotonic() - start
 
 
-def run(library: pathlib.Path, faulty: str, flags: tuple[str, ...]) -> None:
+def run(fault: pathlib.Path, faulty: str, flags: tuple[str, ...]) -> None:
     with tempfile.TemporaryDirectory(prefix="attnd-faults-") as name:
-        side = Side(library, pathlib.Path(name), faulty, flags)
+        side = Side(fault, pathlib.Path(name), faulty, flags)
         server = side.server()
         loop = None
         try:
@@ -175,12 +175,12 @@ def run(library: pathlib.Path, faulty: str, flags: tuple[str, ...]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--library", type=pathlib.Path, required=True, help="planted_fault.so")
-    library = parser.parse_args().library.resolve()
+    parser.add_argument("--fault", type=pathlib.Path, required=True, help="planted_fault.so")
+    fault = parser.parse_args().fault.absolute()
     failed = False
     for faulty, flags in (("server", ()), ("client", ()), ("server", FETCHING)):
         try:
-            run(library, faulty, flags)
+            run(fault, faulty, flags)
         except (RuntimeError, OSError, attnd.AttndError) as error:
             print(f"FAILED, a fault in the {faulty}: {error}")
             failed = True

@@ -42,6 +42,22 @@ def running(
     assert code == 0, f"attnd ended with {code}"
 
 
+@contextlib.contextmanager
+def to_be_ended(
+    folder: pathlib.Path, *flags: str
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A server that the caller may end in any way, with its socket and data in the folder: its
+    target and process. It is killed at the end."""
+    target = f"unix:{folder}/attnd.sock"
+    server = subprocess.Popen([PROGRAM, "--listen", target, "--data-dir", folder, *flags])
+    try:
+        wait_until_there(target)
+        yield target, server
+    finally:
+        server.kill()
+        server.wait()
+
+
 def wait_until_there(target: str) -> None:
     due = time.monotonic() + 20
     with attnd.Client(target) as client:

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -26,21 +26,29 @@ class Ahead:
     """A model's passes of one row and one token, enqueued in stream order with their tensors.
 
     Attributes:
+        sequence: the row's.
         out, lse: copies of each pass's, [layers, ...], by the stream behind its last layer.
         invalid: what the session's `invalid` was then.
     """
 
-    def __init__(self, model: Model, case: Case) -> None:
+    def __init__(self, model: Model, case: Case, sequence: int) -> None:
         self.model, self.case, self.graph = model, case, model.graph()
+        self.sequence = sequence
         self.out, self.lse, self.invalid = [], [], []
 
-    def begin(self, rows, at: int, **options):
+    def begin(self, at: int, *others: attnd.Row, **options):
+        """A pass of the sequence's token `at`, and of other rows."""
         model, gpu = self.model, self.model.gpu
         gpu.then(lambda: model.write(self.case, slice(at, at + 1)))
+        rows = [attnd.Row(self.sequence, at), *others]
         whole = model.session.begin_pass(rows, **options)
         gpu.replay(self.graph)
         gpu.then(self._keep)
         return whole
+
+    def begin_both(self, **options):
+        """The passes of the two tokens behind the prompt."""
+        return [self.begin(at, **options) for at in (PROMPT, PROMPT + 1)]
 
     def _keep(self) -> None:
         self.out.append(np.stack(self.model.out).copy())
@@ -48,19 +56,27 @@ class Ahead:
         self.invalid.append(Failure(self.model.session.invalid[0]))
 
 
-def test_answers_are_those_of_messages(client, gpu):
+@contextlib.contextmanager
+def decoding(client, gpu, tokens=1, timeout_s=None) -> Iterator[Ahead]:
+    """Passes over a sequence with a prompt; tokens: as Model's."""
     case = Case.random(TOKENS)
-    sequence, twin = (opened(client, case, PROMPT, complete=False) for _ in range(2))
+    sequence = opened(client, case, PROMPT, complete=False)
+    with Model(client, gpu, tokens=tokens, timeout_s=timeout_s) as model:
+        yield Ahead(model, case, sequence)
+
+
+def test_answers_are_those_of_messages(client, gpu):
     layers = range(SHAPE.layers)
-    with Model(client, gpu) as model, client.decode_session() as messages:
-        ahead, under_way = Ahead(model, case), []
+    with decoding(client, gpu) as ahead, client.decode_session() as messages:
+        model, case, under_way = ahead.model, ahead.case, []
+        twin = opened(client, case, PROMPT, complete=False)
         wants = [at % 3 != 0 for at in range(PROMPT, TOKENS)]
         for at, want_lse in zip(range(PROMPT, TOKENS), wants):
-            under_way.append(ahead.begin([attnd.Row(sequence, at)], at, want_lse=want_lse))
+            under_way.append(ahead.begin(at, want_lse=want_lse))
             if len(under_way) < 2:
                 continue
             with pytest.raises(ValueError, match="passes under way: 2"):
-                model.session.begin_pass([attnd.Row(sequence, at + 1)])
+                model.session.begin_pass([attnd.Row(ahead.sequence, at + 1)])
             with pytest.raises(ValueError, match="the pass before is not finished"):
                 under_way[1].finish()
             first = under_way.pop(0)
@@ -78,33 +94,27 @@ def test_answers_are_those_of_messages(client, gpu):
                     np.testing.assert_array_equal(lse[layer], expected.lse)
             assert want_lse or np.isnan(lse).all()
         assert ahead.invalid == [Failure.NONE] * (TOKENS - PROMPT)
-    assert layer_tokens(client, sequence) == [TOKENS] * SHAPE.layers
+    assert layer_tokens(client, ahead.sequence) == [TOKENS] * SHAPE.layers
 
 
 def test_the_host_is_ahead_of_the_stream(client, gpu):
     """The second pass is declared before the first one's layers have begun."""
-    case = Case.random(TOKENS)
-    sequence = opened(client, case, PROMPT, complete=False)
-    with Model(client, gpu) as model:
-        ahead = Ahead(model, case)
+    with decoding(client, gpu) as ahead:
         gpu.then(lambda: time.sleep(0.2))
-        both = [ahead.begin([attnd.Row(sequence, at)], at) for at in (PROMPT, PROMPT + 1)]
+        both = ahead.begin_both()
         assert [one.layers_done() for one in both] == [0, 0]
         for one in both:
             one.finish()
         gpu.synchronize()
         assert np.isfinite(ahead.out).all()
-    assert layer_tokens(client, sequence) == [PROMPT + 2] * SHAPE.layers
+    assert layer_tokens(client, ahead.sequence) == [PROMPT + 2] * SHAPE.layers
 
 
 def test_a_pass_behind_one_that_fails_fails(client, gpu):
     """It would leave a gap. The session goes on."""
-    case = Case.random(TOKENS)
-    sequence = opened(client, case, PROMPT, complete=False)
-    with Model(client, gpu) as model:
-        ahead = Ahead(model, case)
-        late = ahead.begin([attnd.Row(sequence, PROMPT)], PROMPT, pass_deadline_us=1)
-        behind = ahead.begin([attnd.Row(sequence, PROMPT + 1)], PROMPT + 1)
+    with decoding(client, gpu) as ahead:
+        late = ahead.begin(PROMPT, pass_deadline_us=1)
+        behind = ahead.begin(PROMPT + 1)
         with pytest.raises(attnd.DeadlineExceededError):
             late.finish()
         with pytest.raises(attnd.RowError, match="position"):
@@ -112,22 +122,18 @@ def test_a_pass_behind_one_that_fails_fails(client, gpu):
         gpu.synchronize()
         assert np.isnan(ahead.out).all()
         assert ahead.invalid[0] in (Failure.OVER, Failure.ABORTED)
-        assert layer_tokens(client, sequence) == [PROMPT] * SHAPE.layers
-        again = ahead.begin([attnd.Row(sequence, PROMPT)], PROMPT)
+        assert layer_tokens(client, ahead.sequence) == [PROMPT] * SHAPE.layers
+        again = ahead.begin(PROMPT)
         again.finish()
         gpu.synchronize()
         assert np.isfinite(ahead.out[-1]).all()
-    assert layer_tokens(client, sequence) == [PROMPT + 1] * SHAPE.layers
+    assert layer_tokens(client, ahead.sequence) == [PROMPT + 1] * SHAPE.layers
 
 
 def test_each_pass_knows_its_own_failed_rows(client, gpu):
-    case = Case.random(TOKENS)
-    sequence = opened(client, case, PROMPT, complete=False)
-    with Model(client, gpu, tokens=2) as model:
-        ahead = Ahead(model, case)
-        rows = [attnd.Row(sequence, PROMPT), attnd.Row(999, 0)]
-        first = ahead.begin(rows, PROMPT)
-        second = ahead.begin([attnd.Row(sequence, PROMPT + 1)], PROMPT + 1)
+    with decoding(client, gpu, tokens=2) as ahead:
+        first = ahead.begin(PROMPT, attnd.Row(999, 0))
+        second = ahead.begin(PROMPT + 1)
         gpu.synchronize()  # the second's answers are the newest words
         assert second.failed_rows == 0
         with pytest.raises(attnd.RowError, match="sequence_id") as caught:
@@ -137,34 +143,25 @@ def test_each_pass_knows_its_own_failed_rows(client, gpu):
         assert np.isnan(caught.value.result.out).all()
         second.finish()
         assert second.failed_rows == 0 and second.rows[0].ok
-    assert layer_tokens(client, sequence) == [PROMPT + 2] * SHAPE.layers
+    assert layer_tokens(client, ahead.sequence) == [PROMPT + 2] * SHAPE.layers
 
 
 def test_a_stream_that_is_held_up_loses_both(client, gpu):
-    case = Case.random(TOKENS)
-    sequence = opened(client, case, PROMPT, complete=False)
-    with Model(client, gpu) as model:
-        ahead = Ahead(model, case)
+    with decoding(client, gpu) as ahead:
         gpu.then(lambda: time.sleep(1))
-        both = [
-            ahead.begin([attnd.Row(sequence, at)], at, timeout_s=0.2)
-            for at in (PROMPT, PROMPT + 1)
-        ]
+        both = ahead.begin_both(timeout_s=0.2)
         for one in both:
             with pytest.raises(attnd.DeadlineExceededError, match="behind layer 0"):
                 one.finish()
         gpu.synchronize()
         assert np.isnan(ahead.out).all()
-    assert layer_tokens(client, sequence) == [PROMPT] * SHAPE.layers
+    assert layer_tokens(client, ahead.sequence) == [PROMPT] * SHAPE.layers
 
 
 def test_a_session_is_closed_with_both_under_way(client, gpu):
-    case = Case.random(TOKENS)
-    sequence = opened(client, case, PROMPT, complete=False)
-    with Model(client, gpu) as model:
-        ahead = Ahead(model, case)
+    with decoding(client, gpu) as ahead:
         gpu.then(lambda: time.sleep(0.2))
-        both = [ahead.begin([attnd.Row(sequence, at)], at) for at in (PROMPT, PROMPT + 1)]
+        both = ahead.begin_both()
     assert np.isnan(ahead.out).all()
     for one in both:
         with pytest.raises(ValueError, match="closed"):
@@ -173,16 +170,13 @@ def test_a_session_is_closed_with_both_under_way(client, gpu):
 
 def test_the_later_one_is_watched_before_the_first_is_finished(client, gpu):
     """The host may be late with finish; the stream is not to wait for it."""
-    case = Case.random(TOKENS)
-    sequence = opened(client, case, PROMPT, complete=False)
-    with Model(client, gpu) as model:
-        ahead = Ahead(model, case)
-        first = ahead.begin([attnd.Row(sequence, PROMPT)], PROMPT)
+    with decoding(client, gpu) as ahead:
+        first = ahead.begin(PROMPT)
         gpu.synchronize()
         # Of a region that the server does not know, so that it writes no word.
-        model.session._memory.region_id += 1
-        second = ahead.begin([attnd.Row(sequence, PROMPT + 1)], PROMPT + 1)
-        model.session._memory.region_id -= 1
+        ahead.model.session._memory.region_id += 1
+        second = ahead.begin(PROMPT + 1)
+        ahead.model.session._memory.region_id -= 1
         start = time.monotonic()
         gpu.synchronize()
         assert time.monotonic() - start < 5
@@ -193,14 +187,11 @@ def test_the_later_one_is_watched_before_the_first_is_finished(client, gpu):
 
 @pytest.mark.parametrize("missing", ["the last layer", "every layer"])
 def test_a_pass_whose_layers_are_missing_is_told_behind_another_one(client, gpu, missing):
-    case = Case.random(TOKENS)
-    sequence = opened(client, case, PROMPT, complete=False)
-    with Model(client, gpu) as model:
-        ahead = Ahead(model, case)
-        first = model.session.begin_pass([attnd.Row(sequence, PROMPT, query_only=True)])
+    with decoding(client, gpu) as ahead:
+        first = ahead.model.session.begin_pass([attnd.Row(ahead.sequence, PROMPT, query_only=True)])
         if missing == "the last layer":
             gpu.replay(ahead.graph[:-1])
-        second = model.session.begin_pass([attnd.Row(sequence, PROMPT, query_only=True)])
+        second = ahead.model.session.begin_pass([attnd.Row(ahead.sequence, PROMPT, query_only=True)])
         gpu.replay(ahead.graph)
         gpu.synchronize()
         layer = SHAPE.layers - 1 if missing == "the last layer" else 0
@@ -212,17 +203,13 @@ def test_a_pass_whose_layers_are_missing_is_told_behind_another_one(client, gpu,
 
 def test_what_refuses_a_pass_changes_nothing_of_the_one_before(client, gpu):
     """While the stream has not left that one, the words are its own."""
-    case = Case.random(TOKENS)
-    sequence = opened(client, case, PROMPT, complete=False)
-    with Model(client, gpu, tokens=2) as model:
-        ahead = Ahead(model, case)
-        rows = [attnd.Row(sequence, PROMPT), attnd.Row(999, 0)]
-        first = ahead.begin(rows, PROMPT, raise_on_row_error=False)
+    with decoding(client, gpu, tokens=2) as ahead:
+        first = ahead.begin(PROMPT, attnd.Row(999, 0), raise_on_row_error=False)
         gpu.then(lambda: time.sleep(0.5))
-        second = ahead.begin([attnd.Row(sequence, PROMPT + 1)], PROMPT + 1, pass_deadline_us=1)
+        second = ahead.begin(PROMPT + 1, pass_deadline_us=1)
         while not second.told:
             time.sleep(0.001)
-        answer = int.from_bytes(model.session._memory.memory[64:68], "little")
+        answer = int.from_bytes(ahead.model.session._memory.memory[64:68], "little")
         assert answer == first.first_epoch + SHAPE.layers - 1
         assert first.failed_rows == 1 and second.failed_rows == 0
         first.finish()
@@ -232,27 +219,21 @@ def test_what_refuses_a_pass_changes_nothing_of_the_one_before(client, gpu):
 
 def test_an_abort_never_goes_back(client, gpu):
     """The watchdog finds the older pass refused when the newer one has been given up already."""
-    case = Case.random(TOKENS)
-    sequence = opened(client, case, PROMPT, complete=False)
-    with Model(client, gpu) as model:
-        ahead = Ahead(model, case)
+    with decoding(client, gpu) as ahead:
         gpu.then(lambda: time.sleep(0.2))
-        both = [ahead.begin([attnd.Row(sequence, at)], at) for at in (PROMPT, PROMPT + 1)]
+        both = ahead.begin_both()
         for one in reversed(both):
-            model.session._abort(one)
-        assert model.session._control.abort == (1 << 32) + both[1].first_epoch
+            ahead.model.session._abort(one)
+        assert ahead.model.session._control.abort == (1 << 32) + both[1].first_epoch
 
 
 @pytest.mark.parametrize("error", [CudaError("planted"), KeyboardInterrupt("planted")])
 def test_a_begin_that_fails_behind_another_pass(client, gpu, monkeypatch, error):
     """CUDA's refusal leaves that pass as it was. An interrupt may come when the stream has been told:
     what ends the one then ends the other."""
-    case = Case.random(TOKENS)
-    sequence = opened(client, case, PROMPT, complete=False)
-    with Model(client, gpu) as model:
-        ahead = Ahead(model, case)
+    with decoding(client, gpu) as ahead:
         gpu.then(lambda: time.sleep(0.2))
-        first = ahead.begin([attnd.Row(sequence, PROMPT)], PROMPT)
+        first = ahead.begin(PROMPT)
 
         def fail(*_) -> None:
             raise error
@@ -260,9 +241,9 @@ def test_a_begin_that_fails_behind_another_pass(client, gpu, monkeypatch, error)
         with monkeypatch.context() as planted:
             planted.setattr(gpu, "launch", fail)
             with pytest.raises(type(error), match="planted"):
-                model.session.begin_pass([attnd.Row(sequence, PROMPT + 1)])
+                ahead.model.session.begin_pass([attnd.Row(ahead.sequence, PROMPT + 1)])
         if isinstance(error, CudaError):
-            second = ahead.begin([attnd.Row(sequence, PROMPT + 1)], PROMPT + 1)
+            second = ahead.begin(PROMPT + 1)
             assert first.end != second.end
             first.finish()
             second.finish()
@@ -274,19 +255,16 @@ def test_a_begin_that_fails_behind_another_pass(client, gpu, monkeypatch, error)
             gpu.synchronize()
             assert np.isnan(ahead.out).all()
     expected = PROMPT + 2 * isinstance(error, CudaError)
-    assert layer_tokens(client, sequence) == [expected] * SHAPE.layers
+    assert layer_tokens(client, ahead.sequence) == [expected] * SHAPE.layers
 
 
 def test_epochs_of_long_ago_are_none_of_this_pass(client, gpu):
     """Numbers of passes go round after 2^32 layers."""
-    case = Case.random(TOKENS)
-    sequence = opened(client, case, PROMPT, complete=False)
-    with Model(client, gpu) as model:
-        ahead = Ahead(model, case)
-        first = model.session._memory.turns.begin(0)
-        model.session._control.done = (first + (1 << 30)) % (1 << 32)
+    with decoding(client, gpu) as ahead:
+        first = ahead.model.session._memory.turns.begin(0)
+        ahead.model.session._control.done = (first + (1 << 30)) % (1 << 32)
         gpu.then(lambda: time.sleep(0.1))
-        whole = ahead.begin([attnd.Row(sequence, PROMPT)], PROMPT)
+        whole = ahead.begin(PROMPT)
         assert whole.layers_done() == 0
         whole.finish()
         gpu.synchronize()
@@ -295,26 +273,15 @@ def test_epochs_of_long_ago_are_none_of_this_pass(client, gpu):
 
 def test_a_server_that_is_killed_ends_both(tmp_path, gpu):
     require_program()
-    case = Case.random(TOKENS)
-    target = f"unix:{tmp_path}/attnd.sock"
-    command = [live_server.PROGRAM, "--listen", target, "--data-dir", tmp_path]
-    server = subprocess.Popen([*command, "--allow-client-memory"])
-    live_server.wait_until_there(target)
-    try:
-        with attnd.Client(target) as client:
-            sequence = opened(client, case, PROMPT, complete=False)
-            with Model(client, gpu, timeout_s=5) as model:
-                ahead = Ahead(model, case)
-                gpu.then(lambda: server.send_signal(signal.SIGKILL))
-                gpu.then(lambda: time.sleep(0.2))
-                both = [ahead.begin([attnd.Row(sequence, at)], at) for at in (PROMPT, PROMPT + 1)]
-                start = time.monotonic()
-                for one in both:
-                    with pytest.raises(attnd.UnavailableError):
-                        one.finish()
-                assert time.monotonic() - start < 4
-                gpu.synchronize()
-                assert np.isnan(ahead.out).all()
-    finally:
-        server.kill()
-        server.wait()
+    with live_server.to_be_ended(tmp_path, "--allow-client-memory") as (target, server):
+        with attnd.Client(target) as client, decoding(client, gpu, timeout_s=5) as ahead:
+            gpu.then(lambda: server.send_signal(signal.SIGKILL))
+            gpu.then(lambda: time.sleep(0.2))
+            both = ahead.begin_both()
+            start = time.monotonic()
+            for one in both:
+                with pytest.raises(attnd.UnavailableError):
+                    one.finish()
+            assert time.monotonic() - start < 4
+            gpu.synchronize()
+            assert np.isnan(ahead.out).all()

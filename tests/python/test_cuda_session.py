@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import signal
-import subprocess
 import time
 
 import numpy as np
@@ -18,6 +17,7 @@ import live_server
 from attnd.cuda import structs
 from attnd.cuda.errors import CudaError
 from attnd.cuda.structs import Failure
+from attnd.memory_stream import DEVICE_PASSES_MAX
 from cases import SHAPE, Case, opened
 from conftest import require_program
 from emulated_fixtures import PROMPT, TOKENS, client, gpu, layer_tokens, library, target
@@ -430,11 +430,7 @@ def test_a_session_is_closed_under_way(client, gpu):
 def test_a_server_that_ends_is_noticed(tmp_path, gpu, end):
     require_program()
     case = Case.random(TOKENS)
-    target = f"unix:{tmp_path}/attnd.sock"
-    command = [live_server.PROGRAM, "--listen", target, "--data-dir", tmp_path]
-    server = subprocess.Popen([*command, "--allow-client-memory"])
-    live_server.wait_until_there(target)
-    try:
+    with live_server.to_be_ended(tmp_path, "--allow-client-memory") as (target, server):
         with attnd.Client(target) as client:
             sequence = opened(client, case, PROMPT, complete=False)
             model = Model(client, gpu, timeout_s=1)
@@ -465,9 +461,6 @@ def test_a_server_that_ends_is_noticed(tmp_path, gpu, end):
                 model.layers()
                 whole.finish()
             model.session.close()
-    finally:
-        server.kill()
-        server.wait()
 
 
 def test_structs_are_those_of_the_kernels(library):
@@ -478,7 +471,7 @@ def test_structs_are_those_of_the_kernels(library):
         ctypes.sizeof(structs.Control),
         4 * structs.PASS_WORDS,
         4 * structs.FAILURE_WORD,
-        structs.PASSES_MAX * ctypes.sizeof(structs.PassEnd),
+        DEVICE_PASSES_MAX * ctypes.sizeof(structs.PassEnd),
     ]
 
 

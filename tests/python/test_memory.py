@@ -394,11 +394,7 @@ def test_a_server_that_ends_is_noticed(folder, end):
     require_program()
     case = Case.random(TOKENS)
     path = folder / f"ending-{end.name}"
-    command = [live_server.PROGRAM, "--listen", f"unix:{path}/attnd.sock", "--data-dir", path]
-    server = subprocess.Popen([*command, "--allow-client-memory"])
-    target = f"unix:{path}/attnd.sock"
-    live_server.wait_until_there(target)
-    try:
+    with live_server.to_be_ended(path, "--allow-client-memory") as (target, server):
         with attnd.Client(target) as client:
             sequence = opened(client, case, PROMPT, complete=False)
             with client.memory_session(SHAPE) as session:
@@ -419,6 +415,3 @@ def test_a_server_that_ends_is_noticed(folder, end):
                 assert time.monotonic() - start < 1.5
                 with pytest.raises(ValueError, match="complete or failed"):
                     whole.step()
-    finally:
-        server.kill()
-        server.wait()

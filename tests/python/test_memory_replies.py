@@ -4,7 +4,6 @@ its own."""
 
 from __future__ import annotations
 
-import subprocess
 
 import grpc
 import pytest
@@ -22,12 +21,7 @@ def test_a_server_that_stops_between_two_passes(folder):
     do all later calls."""
     require_program()
     case = Case.random(TOKENS)
-    path = folder / "between"
-    target = f"unix:{path}/attnd.sock"
-    command = [live_server.PROGRAM, "--listen", target, "--data-dir", path]
-    server = subprocess.Popen([*command, "--allow-client-memory"])
-    try:
-        live_server.wait_until_there(target)
+    with live_server.to_be_ended(folder / "between", "--allow-client-memory") as (target, server):
         with attnd.Client(target, timeout_s=1) as client:
             sequence = opened(client, case, PROMPT, complete=False)
             with client.memory_session(SHAPE) as session:
@@ -45,9 +39,6 @@ def test_a_server_that_stops_between_two_passes(folder):
                     whole.step()
                 with pytest.raises(attnd.DeadlineExceededError, match="no answer in time"):
                     session.begin_pass([attnd.Row(sequence, PROMPT + 1)])
-    finally:
-        server.kill()
-        server.wait()
 
 
 def test_replies_are_told_apart_by_their_order():

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import signal
-import subprocess
 import types
 import warnings
 
@@ -205,18 +204,14 @@ def test_a_model_that_was_moved_is_copied(target, on_stream, monkeypatch):
 def test_a_server_that_ends_in_a_pass(tmp_path, on_stream, end):
     """The same call of the model raises: no token is made of NaN."""
     require_program()
-    target = f"unix:{tmp_path}/attnd.sock"
-    command = [live_server.PROGRAM, "--listen", target, "--data-dir", tmp_path]
-    server = subprocess.Popen([*command, "--allow-client-memory"])
     model, ids = load(TINY[0]), prompt(TINY[0], 2, 30)
+    with live_server.to_be_ended(tmp_path, "--allow-client-memory") as (target, server):
 
-    def end_server(*_) -> None:
-        live_server.stop(server)
-        if end == signal.SIGKILL:
-            server.kill()
+        def end_server(*_) -> None:
+            live_server.stop(server)
+            if end == signal.SIGKILL:
+                server.kill()
 
-    try:
-        live_server.wait_until_there(target)
         with attached(model, target, timeout_s=1) as attachment, torch.no_grad():
             cache = attachment.new_cache()
             generate(model, ids, cache)
@@ -229,9 +224,6 @@ def test_a_server_that_ends_in_a_pass(tmp_path, on_stream, end):
             with pytest.raises(ValueError, match="of no more use"):
                 cache.fork()
             server.kill()
-    finally:
-        server.kill()
-        server.wait()
 
 
 def test_tokens_whose_heads_lie_apart():

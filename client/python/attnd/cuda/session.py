@@ -15,17 +15,9 @@ import grpc
 from attnd.cuda.errors import CudaError
 from attnd.cuda.gpu import BLOCKS_MAX, THREADS, DeviceTensor, Gpu
 from attnd.cuda.stream_pass import StreamPass, given_up
-from attnd.cuda.structs import (
-    FAILURE_WORD,
-    PASS_WORDS,
-    PASSES_MAX,
-    Begin,
-    Control,
-    Layer,
-    Tensor,
-)
+from attnd.cuda.structs import FAILURE_WORD, PASS_WORDS, Begin, Control, Layer, Tensor
 from attnd.errors import AttndError, DeadlineExceededError
-from attnd.memory_stream import Declaration, MemoryStream
+from attnd.memory_stream import DEVICE_PASSES_MAX, Declaration, MemoryStream
 from attnd.pass_memory import PassMemory, TensorPlace
 from attnd.requests import PassOptions, Row
 from attnd.words import ANSWER_OFFSET
@@ -389,7 +381,7 @@ class StreamSession:
     def _free_end(self) -> int:
         """Of Control.ends, one that no pass has which is not finished."""
         taken = {one.end for one in self._passes}
-        return next(end for end in range(PASSES_MAX) if end not in taken)
+        return next(end for end in range(DEVICE_PASSES_MAX) if end not in taken)
 
     def _fail_begin(self, whole: StreamPass, error: BaseException, *, server_told: bool) -> None:
         """Has the stream go on that may wait for a pass which begin_pass could not begin. One that

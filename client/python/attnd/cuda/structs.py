@@ -24,9 +24,6 @@ class Failure(enum.IntEnum):
 # PassWords: how many, and which of them is `failure`.
 PASS_WORDS = 10
 FAILURE_WORD = 6
-# Passes whose ends are kept: as many as may be under way.
-PASSES_MAX = DEVICE_PASSES_MAX
-
 
 class PassEnd(ctypes.Structure):
     """How a pass's layers ended."""
@@ -45,7 +42,7 @@ class Control(ctypes.Structure):
         ("abort", ctypes.c_uint64),
         ("padding", ctypes.c_uint64 * 7),
         ("done", ctypes.c_uint32),
-        ("ends", PassEnd * PASSES_MAX),
+        ("ends", PassEnd * DEVICE_PASSES_MAX),
     ]
 
 
