@@ -29,6 +29,7 @@
 
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
+#include "absl/strings/numbers.h"
 #include "attention/cpu/cpu_backend.h"
 #include "attention/policy/policy.h"
 #include "bench/engine_support.h"
@@ -42,9 +43,10 @@
 ABSL_FLAG(uint32_t, tokens, 131072, "tokens in segments, of each row");
 ABSL_FLAG(uint32_t, tail, 576, "tokens behind them at the first step");
 ABSL_FLAG(uint32_t, layers, 4, "layers");
-ABSL_FLAG(uint32_t, steps, 512, "steps of all layers; 64 more warm up");
+ABSL_FLAG(uint32_t, steps, 512, "steps of all layers; 64 more warm up; 0: of an engine alone");
 ABSL_FLAG(uint32_t, between_kib, 4096, "written between two steps");
 ABSL_FLAG(uint32_t, engine_steps, 384, "the same of an engine; 0: no engine");
+ABSL_FLAG(std::vector<std::string>, rows, (std::vector<std::string>{"1", "4"}), "rows of a step");
 ABSL_FLAG(uint32_t, engine_segment_tokens, 512, "of the engine's segments");
 ABSL_FLAG(std::string, device, "idle", "idle or cuda");
 
@@ -156,6 +158,16 @@ class GrowingSequence {
   std::shared_ptr<const SequenceView> view_;
   uint64_t length_;
 };
+
+std::vector<uint32_t> Rows() {
+  std::vector<uint32_t> rows;
+  for (const std::string& text : absl::GetFlag(FLAGS_rows)) {
+    if (!absl::SimpleAtoi(text, &rows.emplace_back()) || rows.back() == 0) {
+      Must(absl::InvalidArgumentError("--rows has " + text + "; allowed are numbers from 1 on"));
+    }
+  }
+  return rows;
+}
 
 ModelShape Shape() { return Bf16Shape(absl::GetFlag(FLAGS_layers), 32, 8, 128); }
 
@@ -292,8 +304,8 @@ void Run() {
               "before", "after", "both", "device");
   const uint32_t tokens = absl::GetFlag(FLAGS_tokens);
   for (const uint32_t segments : {16u, 4u}) {
-    if (absl::GetFlag(FLAGS_device) != "idle") break;
-    for (const uint32_t rows : {1u, 4u}) {
+    if (absl::GetFlag(FLAGS_device) != "idle" || absl::GetFlag(FLAGS_steps) == 0) break;
+    for (const uint32_t rows : Rows()) {
       for (const bool between : {false, true}) {
         StepsOfBackend(rows, tokens / segments, between).Print("backend", rows, segments, between);
       }
@@ -302,7 +314,7 @@ void Run() {
   if (absl::GetFlag(FLAGS_engine_steps) == 0) return;
   for (const uint32_t segments : {16u, 4u}) {
     EngineSteps steps(segments);
-    for (const uint32_t rows : {1u, 4u}) {
+    for (const uint32_t rows : Rows()) {
       for (const bool between : {false, true}) {
         steps.Run(rows, between).Print("engine", rows, segments, between);
       }
